@@ -1,0 +1,63 @@
+# make run    replay the shipped trace under several policies
+# make test   the test suite
+# make build  rebuild the compiled ops in place (seconds)
+# make lint   ruff, mypy, clang-format
+# make bench  the planning benchmark
+#
+# `run` and `test` create .venv on their first call. Variables:
+#   TORCH=torch==2.13.0   any torch>=2.11 works
+#   PIP_ARGS=             e.g. --index-url https://download.pytorch.org/whl/cpu for the CPU build of torch
+#   VENV=0                use the current interpreter and the torch it has; nothing is downloaded
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+PIP_ARGS ?=
+VENV ?= .venv
+
+ifeq ($(VENV),0)
+PY := $(PYTHON)
+READY := build/.installed
+else
+PY := $(VENV)/bin/python
+READY := $(VENV)/.installed
+endif
+SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h')
+TRACE := examples/traces/gptoss20b_decode.npz
+
+.PHONY: run test build lint bench clean
+run: $(READY)
+	$(PY) -m isoload replay $(TRACE) --ranks 8 --ranks-per-node 4
+
+test: $(READY)
+	$(PY) -m pytest
+
+build: $(READY)
+	$(PY) setup.py -q build_ext --inplace
+
+lint: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m clang_format --dry-run --Werror $(SOURCES) $(wildcard tests/native/*.cpp)
+
+bench: $(READY)
+	$(PY) bench/bench_plan.py
+
+ifeq ($(VENV),0)
+$(READY): setup.py pyproject.toml $(SOURCES)
+	$(PY) -m pip install -q --no-build-isolation --no-deps -e .
+	@mkdir -p $(@D) && touch $@
+else
+# torch first: isoload builds against it. pip fetches it from PIP_ARGS' index only.
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q $(PIP_ARGS) "$(TORCH)"
+	@touch $@
+
+$(READY): $(VENV)/.torch setup.py pyproject.toml $(SOURCES)
+	$(PY) -m pip install -q "setuptools>=77" wheel
+	$(PY) -m pip install -q --no-build-isolation -e ".[test,dev]"
+	@touch $@
+endif
+
+clean:
+	rm -rf build python/isoload/*.so

@@ -1,0 +1,359 @@
+// plan_exact: split every replicated expert's copies so that the busiest rank carries as little as integers
+// allow.
+//
+// The problem is a flow: rank r carries its fixed and solo load plus its part of each split expert. For a set
+// S of ranks, everything that can only be computed inside S must fit there, so the peak is at least load(S) /
+// |S|; the largest such value is the optimum (max-flow = min-cut). The solver finds both sides:
+//   start     every split expert evenly over its replicas
+//   sweeps    over-relaxed pair balancing, class by class: cheap, removes nearly all of the imbalance
+//   augment   shortest paths on ranks from an overloaded to an underloaded one, moving whole copies
+//   certify   no path left: the ranks reachable from the overloaded ones are such an S; its bound is the next
+//             target (discrete Newton from below), and the flow found so far stays
+// The peak never rises, so the work may be cut anywhere; the bound is always true. Integers only, ties go to
+// the lowest rank, then the lowest expert in `order`: the same quota on every rank, team and device.
+#pragma once
+
+#include <climits>
+#include <cstdint>
+
+#include "algorithms/balance.h"
+#include "algorithms/replica_tables.h"
+#include "rank_set.h"
+
+namespace isoload {
+
+enum class PlanStatus : int32_t {
+  ok = 0,
+  negative_load = 1,
+  too_many_copies = 2,
+  expert_without_replica = 3
+};
+
+struct ExactProblem {
+  int R, E, S;             // ranks, logical experts, slots per rank
+  ReplicaTables tables;    // of this layer
+  const int32_t* loads;    // [num_sources, E] copies; summed over sources here
+  int num_sources;         //
+  const int32_t* fixed;    // [R] copies a rank carries besides, or null
+  const int32_t* ticks;    // [R] cost of one copy on a rank, 1..2^20, or null: all 1
+  int64_t tolerance_ppm;   // stop at bound * (1 + tolerance)
+  int32_t sweeps, budget;  // most balancing sweeps, most augmentations
+};
+
+struct ExactResult {
+  int32_t* quota;      // [P] copies per slot
+  int64_t* peak;       // [1] largest rank cost (copies, or ticks if given)
+  int64_t* bound;      // [1] proved lower bound over all integer quotas
+  int32_t* telemetry;  // [4] sweeps, augmentations, Newton steps, 1 if the budget ended the solve
+};
+
+// Caller's memory; every array is written before it is read.
+template <int W>
+struct ExactWorkspace {
+  RankSet<W>*holders, *givers,
+      *levels;                  // [E] ranks of a split expert; those with quota > 0; [R+1] BFS levels
+  int32_t *total, *load, *cap;  // [E] copies per expert; [R] copies per rank; [R] copies the target allows
+  int32_t *from, *to;           // [R] slots of each hop of a path
+
+  static int64_t bytes(int64_t R, int64_t E) {
+    return (2 * E + R + 1) * int64_t(sizeof(RankSet<W>)) + (E + 4 * R) * int64_t(sizeof(int32_t));
+  }
+  static ExactWorkspace at(void* memory, int64_t R, int64_t E) {
+    ExactWorkspace ws;
+    ws.holders = static_cast<RankSet<W>*>(memory);
+    ws.givers = ws.holders + E;
+    ws.levels = ws.givers + E;
+    ws.total = reinterpret_cast<int32_t*>(ws.levels + R + 1);
+    ws.load = ws.total + E;
+    ws.cap = ws.load + R;
+    ws.from = ws.cap + R;
+    ws.to = ws.from + R;
+    return ws;
+  }
+};
+
+template <int W, class Team>
+class ExactSolver {
+ public:
+  ExactSolver(Team& team, const ExactProblem& problem, ExactWorkspace<W> workspace, int32_t* quota)
+      : team_(team), in_(problem), t_(problem.tables), ws_(workspace), quota_(quota) {}
+
+  PlanStatus solve(const ExactResult& out) {
+    const PlanStatus status = add_up();
+    if (status != PlanStatus::ok) return status;
+    start_even();
+    int32_t sweeps = 0, paths = 0, steps = 0;
+    int64_t target = with_tolerance(bound_);
+    while (sweeps < in_.sweeps && peak() > target) {
+      sweep();
+      ++sweeps;
+    }
+    list_givers();
+    aim(target);
+    bool cut = false;
+    while (!over_.empty()) {
+      const int depth = find_levels();
+      if (depth < 0) {
+        bound_ = certify();
+        aim(target = with_tolerance(bound_));
+        ++steps;
+      } else if (paths >= in_.budget) {
+        cut = true;
+        break;
+      } else {
+        augment(depth);
+        ++paths;
+      }
+    }
+    const int64_t reached = peak();
+    if (team_.rank() == 0) {
+      *out.peak = reached;
+      *out.bound = bound_;
+      const int32_t telemetry[4] = {sweeps, paths, steps, cut};
+      for (int i = 0; i < 4; ++i) out.telemetry[i] = telemetry[i];
+    }
+    team_.sync();
+    return PlanStatus::ok;
+  }
+
+ private:
+  int64_t cost(int r) const { return in_.ticks ? int64_t(in_.ticks[r]) * ws_.load[r] : ws_.load[r]; }
+  int expert(int i) const { return t_.order[i]; }
+
+  int64_t peak() {
+    int64_t top = 0;
+    team_.for_each(in_.R, [&](int r) { top = cost(r) > top ? cost(r) : top; });
+    return team_.max(top);
+  }
+
+  int64_t with_tolerance(int64_t bound) const {
+    const int64_t million = 1000000;  // in two parts, so that nothing overflows
+    return bound + bound / million * in_.tolerance_ppm + bound % million * in_.tolerance_ppm / million;
+  }
+
+  // Totals per expert, fixed and solo load per rank, the first lower bound; refuses what cannot be planned.
+  PlanStatus add_up() {
+    const int R = in_.R, E = in_.E, S = in_.S;
+    int64_t copies = 0, covered = 0;
+    int32_t sign = 0, wrapped = 0;
+    team_.for_each(E, [&](int e) { sign |= ws_.total[e] = in_.loads[e]; });
+    for (int s = 1; s < in_.num_sources;
+         ++s) {  // row by row; a lane keeps its experts, so no barrier between
+      const int32_t* row = in_.loads + int64_t(s) * E;
+      team_.for_each(E, [&](int e) {
+        sign |= row[e];
+        wrapped |= ws_.total[e] = static_cast<int32_t>(uint32_t(ws_.total[e]) + uint32_t(row[e]));
+      });
+    }
+    team_.for_each(in_.fixed ? R : 0, [&](int r) {
+      copies += in_.fixed[r];
+      covered += in_.fixed[r];
+      sign |= in_.fixed[r];
+    });
+    if (team_.any(sign < 0)) return PlanStatus::negative_load;
+    team_.for_each(E, [&](int e) {
+      copies += ws_.total[e];
+      covered += t_.copies(e) > 0 ? ws_.total[e] : 0;
+    });
+    copies = team_.any(wrapped < 0) ? INT64_MAX : team_.sum(copies);
+    if (copies > INT32_MAX) return PlanStatus::too_many_copies;
+    if (team_.sum(covered) != copies) return PlanStatus::expert_without_replica;
+    int64_t top = 0;
+    team_.for_each(R, [&](int r) {
+      int32_t load = in_.fixed ? in_.fixed[r] : 0;
+      for (int p = r * S; p < r * S + S; ++p) {
+        const int32_t q = t_.solo[p] >= 0 ? ws_.total[t_.solo[p]] : 0;
+        quota_[p] = q;
+        load += q;
+      }
+      ws_.load[r] = load;
+      top = cost(r) > top ? cost(r) : top;
+    });
+    const int64_t ideal = smallest_peak(
+        copies,
+        [&](auto&& f) {
+          for (int r = 0; r < R; ++r) f(r);
+        },
+        R);
+    top = team_.max(top);
+    bound_ = top > ideal ? top : ideal;
+    return PlanStatus::ok;
+  }
+
+  // The smallest peak at which `size` ranks, listed by each(f), can carry `copies` copies between them.
+  template <class Each>
+  int64_t smallest_peak(int64_t copies, Each&& each, int size) const {
+    if (!in_.ticks) return (copies + size - 1) / size;
+    int64_t low = 0, high = copies << 20;  // one rank alone could carry everything
+    while (low < high) {
+      const int64_t middle = low + (high - low) / 2;
+      int64_t room = 0;
+      each([&](int r) { room += middle / in_.ticks[r]; });
+      if (room >= copies)
+        high = middle;
+      else
+        low = middle + 1;
+    }
+    return low;
+  }
+
+  void start_even() {
+    team_.for_each(t_.num_split(), [&](int i) {
+      const int e = expert(i), first = t_.offsets[e], c = t_.copies(e);
+      const int32_t each = ws_.total[e] / c, more = ws_.total[e] % c;
+      int turn = (c - e % c) % c;  // experts take turns at who gets the remainder
+      RankSet<W> holders;
+      for (int j = first; j < first + c; ++j) {
+        const int32_t q = each + (turn < more);
+        turn = turn + 1 == c ? 0 : turn + 1;
+        quota_[t_.slots[j]] = q;
+        team_.add(&ws_.load[t_.ranks[j]], q);
+        holders.insert(t_.ranks[j]);
+      }
+      ws_.holders[i] = holders;
+    });
+    team_.sync();
+  }
+
+  void sweep() {
+    for (int k = 0; k < t_.num_classes(); ++k) {
+      const int first = t_.classes[k];
+      team_.for_each(t_.classes[k + 1] - first, [&](int i) {
+        const int e = expert(first + i);
+        balance(t_, e, ws_.total[e], in_.ticks, ws_.load, quota_);
+      });
+      team_.sync();
+    }
+  }
+
+  void list_givers() {
+    team_.for_each(t_.num_split(), [&](int i) {
+      const int e = expert(i);
+      RankSet<W> givers;
+      for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j)
+        if (quota_[t_.slots[j]] > 0) givers.insert(t_.ranks[j]);
+      ws_.givers[i] = givers;
+    });
+    team_.sync();
+  }
+
+  // Sets the target: what each rank may carry, who carries more, who less.
+  void aim(int64_t target) {
+    over_ = under_ = RankSet<W>();
+    team_.for_each(in_.R, [&](int r) {
+      const int64_t room = in_.ticks ? target / in_.ticks[r] : target;
+      ws_.cap[r] = static_cast<int32_t>(room < INT32_MAX ? room : INT32_MAX);
+      over_.insert_if(ws_.load[r] > ws_.cap[r], r);
+      under_.insert_if(ws_.load[r] < ws_.cap[r], r);
+    });
+    over_ = unite(team_, over_);
+    under_ = unite(team_, under_);
+  }
+
+  // Breadth first, backwards: level 0 has room, level k can hand copies to level k-1. Returns the level that
+  // holds an overloaded rank, or -1.
+  int find_levels() {
+    RankSet<W> seen = under_, frontier = under_;
+    for (int depth = 0;;) {
+      if (team_.rank() == 0) ws_.levels[depth] = frontier;
+      if (frontier.meets(over_)) return team_.sync(), depth;
+      RankSet<W> next;
+      team_.for_each(t_.num_split(),
+                     [&](int i) { next.unite_if(ws_.holders[i].meets(frontier), ws_.givers[i]); });
+      next = unite(team_, next).subtract(seen);
+      if (next.empty()) return -1;
+      seen |= next;
+      frontier = next;
+      ++depth;
+    }
+  }
+
+  // Everything reachable from the overloaded ranks: its load cannot leave, so its mean is a bound.
+  int64_t certify() {
+    RankSet<W> closed = over_;
+    for (RankSet<W> before; !(before == closed);) {
+      before = closed;
+      RankSet<W> next;
+      team_.for_each(t_.num_split(),
+                     [&](int i) { next.unite_if(ws_.givers[i].meets(closed), ws_.holders[i]); });
+      closed |= unite(team_, next);
+    }
+    int64_t copies = 0;
+    int size = 0;
+    closed.for_each([&](int r) { copies += ws_.load[r], ++size; });
+    return smallest_peak(copies, [&](auto&& f) { closed.for_each(f); }, size);
+  }
+
+  // One path from the lowest overloaded rank of the last level down to level 0, the widest hop each time.
+  void augment(int depth) {
+    const int source = ws_.levels[depth].lowest_in(over_);
+    int u = source;
+    int32_t width = ws_.load[u] - ws_.cap[u];
+    for (int k = depth; k > 0; --k) {
+      const RankSet<W> below = ws_.levels[k - 1];
+      int64_t best = -1;  // the most copies, then the lowest index in order
+      team_.for_each(in_.S, [&](int s) {
+        const int p = u * in_.S + s, i = t_.split[p];
+        if (i < 0 || quota_[p] == 0 || !ws_.holders[i].meets(below)) return;
+        const int64_t key = int64_t(quota_[p]) << 32 | uint32_t(INT32_MAX - i);
+        best = key > best ? key : best;
+      });
+      best = team_.max(best);
+      const int i = INT32_MAX - static_cast<int>(best & 0xffffffff);
+      const int32_t quota = static_cast<int32_t>(best >> 32);
+      width = quota < width ? quota : width;
+      const int j = pick_replica(expert(i), below, k == 1);
+      if (team_.rank() == 0) {
+        ws_.from[k - 1] = slot_on(expert(i), u);
+        ws_.to[k - 1] = t_.slots[j];
+      }
+      u = t_.ranks[j];
+    }
+    const int32_t room = ws_.cap[u] - ws_.load[u];
+    width = room < width ? room : width;
+    team_.sync();  // all lanes have read the loads that lane 0 changes now
+    if (team_.rank() == 0) {
+      for (int k = 0; k < depth; ++k) move(ws_.from[k], ws_.to[k], width);
+      ws_.load[source] -= width;
+      ws_.load[u] += width;
+    }
+    team_.sync();
+    if (ws_.load[source] <= ws_.cap[source]) over_.erase(source);
+    if (ws_.load[u] >= ws_.cap[u]) under_.erase(u);
+  }
+
+  // e's replica in `level`: the lowest, or where paths end the one with most room (ties to the lowest).
+  int pick_replica(int e, const RankSet<W>& level, bool last_hop) const {
+    int best = -1;
+    for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j) {
+      if (!level.contains(t_.ranks[j])) continue;
+      if (best < 0 || (last_hop && room(t_.ranks[j]) > room(t_.ranks[best]))) best = j;
+    }
+    return best;
+  }
+  int32_t room(int r) const { return ws_.cap[r] - ws_.load[r]; }
+
+  int slot_on(int e, int rank) const {
+    int j = t_.offsets[e];
+    while (t_.ranks[j] != rank) ++j;
+    return t_.slots[j];
+  }
+
+  void move(int from, int to, int32_t copies) {
+    quota_[from] -= copies;
+    quota_[to] += copies;
+    RankSet<W>& givers = ws_.givers[t_.split[from]];
+    if (quota_[from] == 0) givers.erase(from / in_.S);
+    givers.insert(to / in_.S);
+  }
+
+  Team& team_;
+  const ExactProblem& in_;
+  const ReplicaTables t_;
+  const ExactWorkspace<W> ws_;
+  int32_t* const quota_;
+  int64_t bound_ = 0;
+  RankSet<W> over_, under_;
+};
+
+}  // namespace isoload

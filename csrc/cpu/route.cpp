@@ -1,0 +1,162 @@
+#include <vector>
+
+#include "cpu/cpu.h"
+
+namespace isoload::cpu {
+namespace {
+
+template <class Id>
+bool is_expert(Id id, int E) {
+  return static_cast<uint64_t>(id) < static_cast<uint64_t>(E);
+}
+
+// Hands out each expert's share in slot order: the i-th copy goes to the first replica whose cumulative share
+// exceeds i.
+class Dealer {
+ public:
+  void reset(const ReplicaTables& tables, int E, const int32_t* share) {
+    t_ = tables, share_ = share;
+    hands_.resize(E);
+    for (int e = 0; e < E; ++e) {
+      hands_[e].next = t_.offsets[e];
+      advance(e);
+    }
+  }
+  int deal(int e) {  // -1: the share is used up
+    const int p = hands_[e].slot;
+    if (p >= 0 && --hands_[e].left == 0) advance(e);
+    return p;
+  }
+  int undealt() const {  // an expert with copies to spare, or -1
+    for (std::size_t e = 0; e < hands_.size(); ++e)
+      if (hands_[e].slot >= 0) return static_cast<int>(e);
+    return -1;
+  }
+
+ private:
+  struct Hand {
+    int32_t slot, left, next;  // replica now served, copies it still takes, index of its successor
+  };
+  void advance(int e) {
+    Hand& hand = hands_[e];
+    hand.slot = -1;
+    while (hand.next < t_.offsets[e + 1] && hand.slot < 0) {
+      const int p = t_.slots[hand.next++];
+      if (share_[p] > 0) hand.slot = p, hand.left = share_[p];
+    }
+  }
+  ReplicaTables t_;
+  const int32_t* share_ = nullptr;
+  std::vector<Hand> hands_;
+};
+
+constexpr int kUnset = -2;
+
+template <bool kSomeSet, class Id>
+RouteFault deal_all(const Id* ids, int64_t n, int E, const ReplicaTables& tables, const int32_t* share,
+                    Id* slots) {
+  thread_local Dealer dealer;
+  dealer.reset(tables, E, share);
+  for (int64_t i = 0; i < n; ++i) {
+    if (kSomeSet && slots[i] != kUnset) continue;
+    const Id id = ids[i];
+    if (is_expert(id, E)) {
+      const int p = dealer.deal(static_cast<int>(id));
+      if (p < 0) return {RouteFault::not_the_share, id};
+      slots[i] = p;
+    } else if (id == -1) {
+      slots[i] = -1;
+    } else {
+      return {RouteFault::bad_id, id};
+    }
+  }
+  if (const int e = dealer.undealt(); e >= 0) return {RouteFault::not_the_share, e};
+  return {};
+}
+
+// A copy whose expert leaves a choice asks for its expert's first replica (with a share) on a rank that the
+// token visits anyway, for an expert without a choice. The first share[p] askers of slot p get it, in token
+// order; `left` becomes what remains of the share. Independent askers: one prefix sum per slot on a device.
+template <class Id>
+void grant_visited(const Id* ids, int64_t T, int K, int E, const ReplicaTables& t, const int32_t* share,
+                   int32_t* left, Id* slots) {
+  thread_local std::vector<int32_t> forced, visited;
+  forced.assign(E, -1);  // rank of an expert's only replica with a share; -2 if there are several
+  for (int e = 0; e < E; ++e)
+    for (int j = t.offsets[e]; j < t.offsets[e + 1]; ++j)
+      if (share[t.slots[j]] > 0) forced[e] = forced[e] == -1 ? t.ranks[j] : -2;
+  for (int64_t i = 0; i < T; ++i) {
+    const Id* token = ids + i * K;
+    visited.clear();
+    for (int k = 0; k < K; ++k)
+      if (is_expert(token[k], E) && forced[token[k]] >= 0) visited.push_back(forced[token[k]]);
+    auto is_visited = [&](int rank) {
+      bool found = false;
+      for (const int v : visited) found |= v == rank;
+      return found;
+    };
+    for (int k = 0; k < K; ++k) {
+      slots[i * K + k] = kUnset;
+      if (!is_expert(token[k], E) || forced[token[k]] != -2) continue;
+      const int end = t.offsets[token[k] + 1];
+      int j = t.offsets[token[k]];
+      while (j < end && !(share[t.slots[j]] > 0 && is_visited(t.ranks[j]))) ++j;
+      if (j < end && left[t.slots[j]] > 0) --left[t.slots[j]], slots[i * K + k] = t.slots[j];
+    }
+  }
+}
+
+// SplitMix64: word i of the stream `seed`. Counter based, so any lane on any device can draw any word.
+uint64_t random_word(uint64_t seed, uint64_t i) {
+  uint64_t z = seed + (i + 1) * 0x9E3779B97F4A7C15u;
+  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+  z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+  return z ^ z >> 31;
+}
+
+}  // namespace
+
+template <class Id>
+RouteFault route(const Id* ids, int64_t T, int K, int E, int P, const ReplicaTables& tables,
+                 const int32_t* share_row, bool prefer_visited, Id* slots) {
+  if (!prefer_visited) return deal_all<false>(ids, T * K, E, tables, share_row, slots);
+  thread_local std::vector<int32_t> left;
+  left.assign(share_row, share_row + P);
+  grant_visited(ids, T, K, E, tables, share_row, left.data(), slots);
+  return deal_all<true>(ids, T * K, E, tables, left.data(), slots);
+}
+
+template <class Id>
+RouteFault route_sampled(const Id* ids, int64_t n, int E, const ReplicaTables& t, const float* weights,
+                         uint64_t seed, Id* slots) {
+  for (int64_t i = 0; i < n; ++i) {
+    const Id id = ids[i];
+    slots[i] = -1;
+    if (id == -1) continue;
+    if (!is_expert(id, E)) return {RouteFault::bad_id, id};
+    const int first = t.offsets[id], last = t.offsets[id + 1];
+    float total = 0;
+    for (int j = first; j < last; ++j) total += weights[t.slots[j]];
+    if (!(total > 0)) return {RouteFault::not_the_share, id};
+    // 24 bits of the word as a float in [0, 1): exact, so every device draws the same replica.
+    float left = static_cast<float>(random_word(seed, i) >> 40) * 0x1p-24f * total;
+    for (int j = first; j < last; ++j) {
+      const float weight = weights[t.slots[j]];
+      if (weight > 0) slots[i] = t.slots[j];  // rounding may leave a crumb after the last: it keeps that one
+      if (left < weight) break;
+      left -= weight;
+    }
+  }
+  return {};
+}
+
+template RouteFault route(const int32_t*, int64_t, int, int, int, const ReplicaTables&, const int32_t*, bool,
+                          int32_t*);
+template RouteFault route(const int64_t*, int64_t, int, int, int, const ReplicaTables&, const int32_t*, bool,
+                          int64_t*);
+template RouteFault route_sampled(const int32_t*, int64_t, int, const ReplicaTables&, const float*, uint64_t,
+                                  int32_t*);
+template RouteFault route_sampled(const int64_t*, int64_t, int, const ReplicaTables&, const float*, uint64_t,
+                                  int64_t*);
+
+}  // namespace isoload::cpu

@@ -1,0 +1,1 @@
+"""isoload.kernels: Triton kernels for the token-parallel stages, each with a torch twin."""

@@ -1,0 +1,38 @@
+"""isoload: equal load for the ranks of expert-parallel Mixture-of-Experts layers. Names in pipeline order."""
+
+from isoload.counting import count
+from isoload.placement import Placement, placement_errors
+from isoload.placers import PLACERS, place
+from isoload.planning import plan, plan_layers, share
+from isoload.policies import POLICIES, Policy
+from isoload.records import Plan, plan_errors
+from isoload.replica_tables import ReplicaTables
+from isoload.routing import route
+from isoload.topology import Topology, topology_errors
+from isoload.trace import Trace, read_trace, trace_errors, write_trace
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PLACERS",
+    "POLICIES",
+    "Placement",
+    "Plan",
+    "Policy",
+    "ReplicaTables",
+    "Topology",
+    "Trace",
+    "__version__",
+    "count",
+    "place",
+    "placement_errors",
+    "plan",
+    "plan_errors",
+    "plan_layers",
+    "read_trace",
+    "route",
+    "share",
+    "topology_errors",
+    "trace_errors",
+    "write_trace",
+]

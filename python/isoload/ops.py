@@ -1,0 +1,270 @@
+"""Typed wrappers and fake kernels of ``torch.ops.isoload.*``, in pipeline order.
+
+Every op takes one layer or a batch of layers (a leading L), allocates only its results and never waits for a
+device. Shapes: R ranks, E logical experts, S slots per rank, P = R*S slots, T tokens, K experts per token.
+
+Raises (all): ValueError naming the argument, the rule and the value. Values are checked on CPU only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from isoload.replica_tables import ReplicaTables
+
+MARK = "isoload: "  # how csrc/check.h marks a refused argument
+UNLIMITED = 2**31 - 1
+Order = Literal["locality", "rank_major"]
+Prefer = Literal["visited"]
+
+
+def _load_library() -> None:
+    found = sorted(Path(__file__).parent.glob("_C*.so"))
+    if not found:
+        raise ImportError("isoload's compiled ops are missing: run `make build` (or reinstall isoload)")
+    torch.ops.load_library(str(found[0]))
+
+
+_load_library()
+
+
+def _call(op: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return op(*args)
+    except RuntimeError as error:
+        text = str(error)
+        if not text.startswith(MARK):
+            raise
+        raise ValueError(text[len(MARK) :].split("\nException raised")[0]) from None
+
+
+def count(topk_ids: Tensor, num_experts: int) -> Tensor:
+    """How many copies go to each logical expert.
+
+    Args:
+        topk_ids: any shape (usually [T, K]), int32 or int64; -1 = masked, not counted.
+        num_experts: E.
+
+    Returns:
+        [E] int32.
+    """
+    counts: Tensor = _call(torch.ops.isoload.count.default, topk_ids, num_experts)
+    return counts
+
+
+def replica_tables(
+    slot_to_expert: Tensor, num_ranks: int, num_experts: int, out: ReplicaTables | None = None
+) -> ReplicaTables:
+    """Derives the tables that planners and routers read from a placement.
+
+    Args:
+        slot_to_expert: [P] or [L, P] int32; -1 = empty. Ids outside -1..E-1 behave as -1.
+        num_ranks: R, divides P.
+        num_experts: E.
+        out: refreshed in place if given (same shape), so that captured graphs keep their pointers.
+    """
+    slots = slot_to_expert.shape[-1]
+    if out is None:
+        size = ReplicaTables.size(num_experts, slots)
+        data = slot_to_expert.new_empty((*slot_to_expert.shape[:-1], size), dtype=torch.int32)
+        out = ReplicaTables(data, num_ranks, num_experts, slots)
+    _call(torch.ops.isoload.replica_tables.default, slot_to_expert, num_ranks, num_experts, out.data)
+    return out
+
+
+class ExactSplit(NamedTuple):
+    """What :func:`plan_exact` returns, with the leading dimension of the tables.
+
+    quota [P] int32 copies per slot; peak [] int64 largest rank cost; bound [] int64 proved lower bound over all
+    integer quotas; telemetry [4] int32: sweeps, augmentations, Newton steps, 1 if the budget ended the solve.
+    Costs are copies, or ticks if ticks were given.
+    """
+
+    quota: Tensor
+    peak: Tensor
+    bound: Tensor
+    telemetry: Tensor
+
+
+def plan_exact(
+    loads: Tensor,
+    tables: ReplicaTables,
+    fixed: Tensor | None = None,
+    tolerance: float = 0.0,
+    budget: int | None = None,
+    *,
+    ticks: Tensor | None = None,
+    sweeps: int = 4,
+) -> ExactSplit:
+    """Splits every replicated expert's copies so that the busiest rank's cost is the least integers allow.
+
+    Over-relaxed balancing sweeps, then shortest augmenting paths on ranks towards a Newton target; ends with
+    ``peak == bound`` unless a tolerance or a budget ends it earlier. Generalises LPLB (papers/001) to integers.
+
+    Args:
+        loads: [E] or [R, E] int32 copies (with a leading L if the tables have one); sources are summed.
+        tables: of the same layers.
+        fixed: [R] int32 copies that each rank carries besides (leading L as above).
+        tolerance: stop at ``bound * (1 + tolerance)``; 0 = exact.
+        budget: most augmentations; None = as many as it takes.
+            A smaller budget may leave a higher peak; the bound stays true.
+        ticks: [R] int32 cost of one copy per rank, 1..2^20 (1024 = nominal); None = 1 each.
+        sweeps: most balancing sweeps.
+    """
+    if not 0 <= tolerance <= 1000:
+        raise ValueError(f"tolerance must be in 0..1000 (relative), got {tolerance}")
+    if budget is not None and budget < 0:
+        raise ValueError(f"budget must be at least 0, got {budget}")
+    result = _call(
+        torch.ops.isoload.plan_exact.default,
+        loads,
+        tables.data,
+        tables.num_ranks,
+        tables.num_slots,
+        fixed,
+        ticks,
+        round(tolerance * 1_000_000),
+        sweeps,
+        UNLIMITED if budget is None else min(budget, UNLIMITED),
+    )
+    return ExactSplit(*result)
+
+
+def share(
+    loads: Tensor,
+    quota: Tensor,
+    tables: ReplicaTables,
+    ranks_per_node: int,
+    rank: int | None = None,
+    order: Order = "locality",
+) -> Tensor:
+    """How many copies each source rank sends to each slot, so that over all ranks slot p gets quota[p].
+
+    Args:
+        loads: [R, E] or [L, R, E] int32 copies per source rank; for every expert their sum is its quotas' sum.
+        quota: [P] or [L, P] int32.
+        tables: of the same layers.
+        ranks_per_node: divides R.
+        rank: one source rank, or None for all.
+        order: "locality" matches own rank, own node, then all (the most local and node-local copies this quota
+            permits); "rank_major" gives each replica one range of the expert's copies in source order.
+
+    Returns:
+        [P] int32 for one rank, [R, P] for all (with a leading L if loads have one).
+    """
+    if order not in ("locality", "rank_major"):
+        raise ValueError(f"order must be locality or rank_major, got {order!r}")
+    if rank is not None and rank < 0:
+        raise ValueError(f"rank must be in 0..{tables.num_ranks - 1}, got {rank}")
+    row: Tensor = _call(
+        torch.ops.isoload.share.default,
+        loads,
+        quota,
+        tables.data,
+        ranks_per_node,
+        -1 if rank is None else rank,
+        order == "locality",
+    )
+    return row
+
+
+def route(topk_ids: Tensor, share_row: Tensor, tables: ReplicaTables, prefer: Prefer | None = None) -> Tensor:
+    """The slot of every copy on this rank, exactly as often as the rank's share says.
+
+    Stable: the i-th copy of an expert (token order) goes to the first replica whose cumulative share exceeds i.
+
+    Args:
+        topk_ids: [T, K] int32 or int64 logical experts; -1 = masked.
+        share_row: [P] int32, this rank's row of :func:`share`.
+        tables: of this layer.
+        prefer: "visited" permutes copies inside the same share so that more of a token's copies meet on one rank.
+
+    Returns:
+        [T, K] slots in the dtype of topk_ids; -1 where topk_ids is -1. DeepEP's ``topk_idx``.
+    """
+    if prefer not in (None, "visited"):
+        raise ValueError(f"prefer must be None or visited, got {prefer!r}")
+    slots: Tensor = _call(
+        torch.ops.isoload.route.default,
+        topk_ids,
+        share_row,
+        tables.data,
+        tables.num_experts,
+        prefer is not None,
+    )
+    return slots
+
+
+def route_sampled(topk_ids: Tensor, weights: Tensor, tables: ReplicaTables, seed: int) -> Tensor:
+    """Draws a replica for every copy, independently, with probability proportional to its weight.
+
+    The published realisation of SGLang's ``dynamic`` and ``lp``. Counter based: copy i of the flattened topk_ids
+    uses word i of the stream ``seed``, so the draw is the same on every device.
+
+    Args:
+        topk_ids: [T, K] int32 or int64 logical experts; -1 = masked.
+        weights: [P] float32, not negative, positive for a replica of every routed expert.
+        tables: of this layer.
+        seed: 64-bit.
+
+    Returns:
+        [T, K] slots in the dtype of topk_ids.
+    """
+    seed = (seed + 2**63) % 2**64 - 2**63
+    slots: Tensor = _call(
+        torch.ops.isoload.route_sampled.default, topk_ids, weights, tables.data, tables.num_experts, seed
+    )
+    return slots
+
+
+@torch.library.register_fake("isoload::count")
+def _(topk_ids: Tensor, num_experts: int) -> Tensor:
+    return topk_ids.new_empty((num_experts,), dtype=torch.int32)
+
+
+@torch.library.register_fake("isoload::replica_tables")
+def _(slot_to_expert: Tensor, num_ranks: int, num_experts: int, tables: Tensor) -> None:
+    return None
+
+
+@torch.library.register_fake("isoload::plan_exact")
+def _(
+    loads: Tensor,
+    tables: Tensor,
+    num_ranks: int,
+    num_slots: int,
+    fixed: Tensor | None,
+    ticks: Tensor | None,
+    tolerance_ppm: int,
+    sweeps: int,
+    budget: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch = tables.shape[:-1]
+    return (
+        loads.new_empty((*batch, num_slots)),
+        loads.new_empty(batch, dtype=torch.int64),
+        loads.new_empty(batch, dtype=torch.int64),
+        loads.new_empty((*batch, 4)),
+    )
+
+
+@torch.library.register_fake("isoload::share")
+def _(
+    loads: Tensor, quota: Tensor, tables: Tensor, ranks_per_node: int, rank: int, locality: bool
+) -> Tensor:
+    return loads.new_empty((*loads.shape[: -2 if rank >= 0 else -1], quota.shape[-1]))
+
+
+@torch.library.register_fake("isoload::route")
+def _(topk_ids: Tensor, share_row: Tensor, tables: Tensor, num_experts: int, prefer_visited: bool) -> Tensor:
+    return torch.empty_like(topk_ids)
+
+
+@torch.library.register_fake("isoload::route_sampled")
+def _(topk_ids: Tensor, weights: Tensor, tables: Tensor, num_experts: int, seed: int) -> Tensor:
+    return torch.empty_like(topk_ids)

@@ -1,0 +1,241 @@
+"""Placement: which expert's weights lie in which slot (the slow clock)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isoload import ops
+from isoload.replica_tables import ReplicaTables
+from isoload.topology import Topology
+
+IntArray = np.ndarray[Any, np.dtype[np.int32]]
+
+
+@dataclass(frozen=True)
+class PlacedLayers:
+    """One layer of a placement ([P], [E]) or all of them ([L, P], [L, E]) on a device: what policies see."""
+
+    slot_to_expert: Tensor
+    home_slot: Tensor
+    tables: ReplicaTables
+    topology: Topology
+    spare_slots: int
+    host: Placement
+    layer: int | None
+    cache: dict[Any, Tensor] = field(default_factory=dict)  # what a policy derives once per placement
+
+    @cached_property
+    def shape_of_sums(self) -> tuple[int, ...]:
+        """Of loads summed over sources: [..., E]."""
+        return tuple(self.home_slot.shape)
+
+    @cached_property
+    def shape_per_source(self) -> tuple[int, ...]:
+        """Of loads per source rank: [..., R, E]."""
+        return (*self.home_slot.shape[:-1], self.tables.num_ranks, self.tables.num_experts)
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Where the experts of every layer lie. Slot p is on rank ``p // S``; P = R*S.
+
+    A host record with its own memory, checked when made; :meth:`layers` derives what the fast clock needs
+    on a device, once.
+
+    Args:
+        slot_to_expert: [L, P] integers, expert in each slot; -1 = empty (a spare slot) or absent (an address
+            without memory).
+        topology: R ranks; R divides P.
+        num_experts: E, shared experts included (they follow the routed ones).
+        home_slot: [L, E] slot that owns the expert's weights. Default: its lowest slot.
+        spare_slots: the last so many slots of every rank are empty, for experts borrowed for one batch.
+        num_shared: how many of the E experts are shared ones.
+        layer_ids: [L] the model's own layer numbers, distinct. Default: 0..L-1.
+        replica_weight: [L, P] float32, wished part of each replica, not negative; None = equal.
+
+    Raises:
+        ValueError: naming the argument, the rule and the value.
+    """
+
+    slot_to_expert: Tensor
+    topology: Topology
+    num_experts: int
+    home_slot: Tensor = None  # type: ignore[assignment]  # filled in below
+    spare_slots: int = 0
+    num_shared: int = 0
+    layer_ids: tuple[int, ...] = ()
+    replica_weight: Tensor | None = None
+    arrays: tuple[IntArray, IntArray] = field(init=False, repr=False)  # slot_to_expert, home_slot as NumPy
+
+    def __post_init__(self) -> None:
+        slots = _int32("slot_to_expert", self.slot_to_expert)
+        object.__setattr__(self, "slot_to_expert", slots)
+        if slots.dim() != 2 or not slots.shape[0]:
+            raise ValueError(f"slot_to_expert must be [L, P] with L >= 1, got shape {list(slots.shape)}")
+        if self.num_experts < 1:
+            raise ValueError(f"num_experts must be at least 1, got {self.num_experts}")
+        given = self.home_slot is not None
+        home = _int32("home_slot", self.home_slot) if given else lowest_slots(slots, self.num_experts)
+        object.__setattr__(self, "home_slot", home)
+        # Kept, because a real tensor's .numpy() fails under FakeTensorMode.
+        object.__setattr__(self, "arrays", (slots.numpy(), home.numpy()))
+        object.__setattr__(self, "layer_ids", tuple(self.layer_ids) or tuple(range(slots.shape[0])))
+        if self.replica_weight is not None:
+            weight = torch.as_tensor(self.replica_weight, device="cpu").to(torch.float32, copy=True)
+            object.__setattr__(self, "replica_weight", weight)
+        if errors := placement_errors(self):
+            raise ValueError("; ".join(errors))
+
+    @property
+    def num_layers(self) -> int:
+        return self.slot_to_expert.shape[0]
+
+    @property
+    def num_slots(self) -> int:
+        return self.slot_to_expert.shape[1]
+
+    @property
+    def slots_per_rank(self) -> int:
+        return self.num_slots // self.topology.num_ranks
+
+    @cached_property
+    def has_freedom(self) -> tuple[bool, ...]:
+        """[L] whether a policy has anything to decide: a split expert or a spare slot."""
+        split = self.layers("cpu").tables.field("header")[:, 0].tolist()
+        return tuple(self.spare_slots > 0 or n > 0 for n in split)
+
+    @cached_property
+    def _by_device(self) -> dict[tuple[torch.device, int | None], PlacedLayers]:
+        return {}
+
+    def layers(self, device: torch.device | str) -> PlacedLayers:
+        """All layers on a device; derived on the first call, then remembered."""
+        key = (torch.device(device), None)
+        if key in self._by_device:
+            return self._by_device[key]
+        # From lists, because FakeTensorMode, which proves that planning never syncs, refuses other ways.
+        slots, home = (torch.tensor(rows.tolist(), dtype=torch.int32, device=device) for rows in self.arrays)
+        tables = ops.replica_tables(slots, self.topology.num_ranks, self.num_experts)
+        whole = PlacedLayers(slots, home, tables, self.topology, self.spare_slots, self, None)
+        return self._remember(key, whole)
+
+    def layer(self, index: int, device: torch.device | str) -> PlacedLayers:
+        """One layer on a device, by position (not by the model's layer number)."""
+        key = (torch.device(device), index)
+        if key in self._by_device:
+            return self._by_device[key]
+        if not 0 <= index < self.num_layers:
+            raise ValueError(f"layer must be in 0..{self.num_layers - 1}, got {index}")
+        whole = self.layers(device)
+        one = replace(
+            whole,
+            slot_to_expert=whole.slot_to_expert.select(0, index),
+            home_slot=whole.home_slot.select(0, index),
+            tables=whole.tables[index],
+            layer=index,
+            cache={},
+        )
+        return self._remember(key, one)
+
+    def _remember(self, key: tuple[torch.device, int | None], placed: PlacedLayers) -> PlacedLayers:
+        if type(placed.home_slot) is Tensor:  # a FakeTensor must not outlive its mode
+            self._by_device[key] = placed
+        return placed
+
+
+def lowest_slots(slot_to_expert: Tensor, num_experts: int) -> Tensor:
+    """[L, E] int32 lowest slot of every expert, -1 for an expert without one."""
+    slots = slot_to_expert.numpy()
+    home = np.full((slots.shape[0], num_experts), -1, dtype=np.int32)
+    for p in reversed(range(slots.shape[1])):
+        valid = (slots[:, p] >= 0) & (slots[:, p] < num_experts)
+        home[valid, slots[valid, p]] = p
+    return torch.from_numpy(home)
+
+
+def _int32(name: str, value: Any) -> Tensor:
+    """A private copy on the host, so that no caller can change what has been checked."""
+    tensor = torch.as_tensor(value, device="cpu")
+    if tensor.dtype not in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64):
+        raise ValueError(f"{name} must be integers, got {tensor.dtype}")
+    narrow = tensor.to(torch.int32, copy=True).contiguous()
+    if not torch.equal(narrow, tensor):
+        raise ValueError(f"{name} must fit in int32, got {tensor.min()}..{tensor.max()}")
+    return narrow
+
+
+def placement_errors(placement: Placement) -> list[str]:
+    """What is wrong with a placement, one sentence each; empty if nothing is."""
+    slots, home = placement.arrays
+    layers, num_slots = slots.shape
+    experts, ranks = placement.num_experts, placement.topology.num_ranks
+    if num_slots == 0 or num_slots % ranks:
+        return [f"slot_to_expert must have a multiple of num_ranks={ranks} slots, got {num_slots}"]
+    errors = _shape_errors(placement)
+    if errors:
+        return errors
+    if slots.min() < -1 or slots.max() >= experts:
+        return [f"slot_to_expert must be in -1..{experts - 1}, got {slots.min()}..{slots.max()}"]
+    if (missing := np.argwhere(lowest_slots(placement.slot_to_expert, experts).numpy() < 0)).size:
+        layer, expert = missing[0]
+        return [f"slot_to_expert must hold every expert, layer {layer} has no replica of expert {expert}"]
+    per_rank, spare = slots.reshape(layers, ranks, -1), placement.spare_slots
+    if spare and (per_rank[:, :, -spare:] >= 0).any():
+        errors.append(f"slot_to_expert must be -1 in the last spare_slots={spare} slots of a rank")
+    dead = sorted(set(range(ranks)) - set(placement.topology.live_ranks))
+    if (per_rank[:, dead] >= 0).any():
+        errors.append(f"slot_to_expert must be -1 on ranks that are not alive ({dead})")
+    in_range = (home >= 0) & (home < num_slots)
+    held = np.take_along_axis(slots, np.where(in_range, home, 0), axis=1)
+    if (wrong := np.argwhere(~in_range | (held != np.arange(experts)))).size:
+        layer, expert = wrong[0]
+        slot = home[layer, expert]
+        errors.append(
+            f"home_slot must hold its expert, slot {slot} does not hold expert {expert} in layer {layer}"
+        )
+    elif (merged := _merged_homes(per_rank, home)).size:
+        layer, expert = merged[0]
+        errors.append(
+            f"home_slot must be the expert's lowest slot on its rank, expert {expert} of layer {layer} "
+            "has a lower one"
+        )
+    return errors
+
+
+def _shape_errors(placement: Placement) -> list[str]:
+    layers, num_slots = placement.slot_to_expert.shape
+    experts, per_rank = placement.num_experts, num_slots // placement.topology.num_ranks
+    errors = []
+    if not 0 <= placement.num_shared <= experts:
+        errors.append(f"num_shared must be in 0..{experts}, got {placement.num_shared}")
+    if not 0 <= placement.spare_slots <= per_rank:
+        errors.append(f"spare_slots must be in 0..{per_rank} (slots per rank), got {placement.spare_slots}")
+    if tuple(placement.home_slot.shape) != (layers, experts):
+        errors.append(f"home_slot must be [{layers}, {experts}], got {list(placement.home_slot.shape)}")
+    if len(placement.layer_ids) != layers:
+        errors.append(f"layer_ids must have {layers} entries, got {len(placement.layer_ids)}")
+    elif len(set(placement.layer_ids)) != layers:
+        errors.append(f"layer_ids must be distinct, got {list(placement.layer_ids)}")
+    weight = placement.replica_weight
+    if weight is not None and tuple(weight.shape) != (layers, num_slots):
+        errors.append(f"replica_weight must be [{layers}, {num_slots}], got {list(weight.shape)}")
+    elif weight is not None and not (weight.isfinite() & (weight >= 0)).all():
+        bad = weight[~(weight.isfinite() & (weight >= 0))][0]
+        errors.append(f"replica_weight must be finite and not negative, got {bad}")
+    return errors
+
+
+def _merged_homes(per_rank: IntArray, home: IntArray) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """[n, 2] (layer, expert) whose home has a lower slot of the same expert on its rank."""
+    layers, _, size = per_rank.shape
+    experts = np.arange(home.shape[1])
+    rank, place = np.divmod(home, size)
+    row = per_rank[np.arange(layers)[:, None], rank]  # [L, E, S] slots of the home's rank
+    first = (row == experts[None, :, None]).argmax(-1)
+    return np.argwhere(first < place)

@@ -1,0 +1,64 @@
+"""ReplicaTables: who holds what, in one fixed-size int32 buffer per layer (csrc/algorithms/replica_tables.h)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ReplicaTables:
+    """Everything planners and routers know of a placement; made by :func:`isoload.ops.replica_tables`.
+
+    ``data [..., size]`` holds the fields below one after another, per layer. Two slots of one expert on one rank
+    count once, as the lower. A *split* expert has replicas on two or more ranks.
+
+    Fields (all int32, with the leading dimension of ``data``):
+        header    [2]    number of split experts, number of classes
+        offsets   [E+1]  expert e's replicas are ``slots[offsets[e]:offsets[e+1]]``
+        slots     [P]    replicas of every expert, ascending; tail -1
+        ranks     [P]    ``slots // S``; tail -1
+        solo      [P]    the expert whose only replica slot p is, else -1
+        split     [P]    index into ``order`` of the split expert in slot p, else -1
+        order     [E]    split experts, class by class; tail -1
+        classes   [E+1]  class k is ``order[classes[k]:classes[k+1]]``; its experts share no rank
+    """
+
+    data: Tensor
+    num_ranks: int
+    num_experts: int
+    num_slots: int
+
+    @staticmethod
+    def size(num_experts: int, num_slots: int) -> int:
+        """Length of one layer's buffer in int32."""
+        return 2 + 3 * num_experts + 2 + 4 * num_slots
+
+    def field(self, name: str) -> Tensor:
+        """A view of one field, ``[..., length]``."""
+        experts, slots = self.num_experts, self.num_slots
+        lengths = {
+            "header": 2,
+            "offsets": experts + 1,
+            "slots": slots,
+            "ranks": slots,
+            "solo": slots,
+            "split": slots,
+            "order": experts,
+            "classes": experts + 1,
+        }
+        if name not in lengths:
+            raise ValueError(f"name must be one of {', '.join(lengths)}, got {name!r}")
+        names = list(lengths)
+        start = sum(lengths[earlier] for earlier in names[: names.index(name)])
+        return self.data.narrow(-1, start, lengths[name])
+
+    def __getitem__(self, layer: int) -> ReplicaTables:
+        """The tables of one layer of a batch."""
+        return ReplicaTables(self.data.select(0, layer), self.num_ranks, self.num_experts, self.num_slots)
+
+    def is_replica(self) -> Tensor:
+        """[..., P] bool: slots that take copies (not empty, and the lowest of their expert on their rank)."""
+        return torch.logical_or(self.field("solo") >= 0, self.field("split") >= 0)

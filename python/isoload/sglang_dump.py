@@ -1,0 +1,165 @@
+"""Reads the files of SGLang's expert distribution recorder (``--expert-distribution-recorder-mode``).
+
+=========  ==========================================================================================
+stat       one file (stat_approx too): ``logical_count`` [steps, L, E] or [L, E], summed over ranks.
+           Steps of the ring buffer that were never filled are zero and dropped; the order of steps is
+           lost once the ring has wrapped
+per_pass   a file per rank: ``records`` with ``global_physical_count`` [L, P], and
+           ``last_physical_to_logical_map`` [L, P]
+per_token  the same, and in each record ``topk_ids_of_layer`` [L, tokens, 8]: slots, -1 = padding
+=========  ==========================================================================================
+
+The files leave three things open. They are read so:
+
+* The map is the last one. If experts moved while recording, earlier records are wrong and nothing shows it.
+* A record is one rank's view: of its own tokens, or of its own slots. A forward pass is the sum over ranks,
+  as SGLang sums them itself (per_token: their tokens one after the other). But ranks that agree in every
+  record share a view, since tensor-parallel attention routes the same tokens on each: they count once.
+* Ranks start and stop one after the other, so the first and last passes may lack some: these are dropped.
+
+L counts dense layers too. They are empty and dropped; the other layers keep their numbers.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from isoload.sglang_records import (
+    Key,
+    Record,
+    distinct_ranks,
+    integers,
+    join_tokens,
+    read_record,
+    sum_passes,
+    whole_passes,
+)
+from isoload.trace_checks import Ints
+
+_MAP = "last_physical_to_logical_map"
+_Dumps = dict[Path, dict[str, Any]]
+
+
+def read_dump(paths: Sequence[Path]) -> dict[str, Any]:
+    """The fields of the Trace in the files of one recording, not checked against each other.
+
+    Raises:
+        ValueError: naming the file and what is wrong with it.
+    """
+    dumps = {path: _load(path) for path in paths}
+    modes = {path: _mode(path, dump) for path, dump in dumps.items()}
+    mode = modes[paths[0]]
+    for path in paths:
+        if modes[path] != mode:
+            raise ValueError(f"{path}: is a {modes[path]} dump, but {paths[0].name} is a {mode} dump")
+    fields = _read_stat(dumps) if mode == "stat" else _read_records(dumps, mode)
+    name = "topk_ids" if mode == "per_token" else "counts"
+    routed = fields[name] >= 0 if mode == "per_token" else fields[name] != 0
+    layers = np.flatnonzero(routed.any((0, 2)))
+    if not layers.size:
+        raise ValueError(f"{paths[0]}: holds no routed token")
+    fields |= {name: fields[name][:, layers], "layer_ids": tuple(layers.tolist())}
+    fields["name"] = paths[0].stem if len(paths) == 1 else paths[0].parent.name
+    source = {"source": "SGLang expert distribution recorder", "mode": mode, "files": [p.name for p in paths]}
+    fields["provenance"] = source | fields["provenance"]
+    return fields
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        dump = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{path}: torch.load(weights_only=True) refuses it ({reason})") from None
+    if not isinstance(dump, dict):
+        raise ValueError(f"{path}: is no SGLang recorder dump, it holds a {type(dump).__name__}")
+    return dump
+
+
+def _mode(path: Path, dump: dict[str, Any]) -> str:
+    if "logical_count" in dump:
+        return "stat"
+    records = dump.get("records")
+    if not isinstance(records, list) or _MAP not in dump:
+        keys = ", ".join(map(str, dump)) or "none"
+        raise ValueError(f"{path}: is no SGLang recorder dump, its keys are {keys}")
+    if not records:
+        raise ValueError(f"{path}: has no records")
+    # A per_token record carries global_physical_count as well.
+    for mode, key in (("per_token", "topk_ids_of_layer"), ("per_pass", "global_physical_count")):
+        if all(isinstance(record, dict) and key in record for record in records):
+            return mode
+    raise ValueError(f"{path}: records must hold topk_ids_of_layer or global_physical_count, not all do")
+
+
+def _read_stat(dumps: _Dumps) -> dict[str, Any]:
+    steps: list[Ints] = []
+    for path, dump in dumps.items():
+        count = dump["logical_count"]
+        if isinstance(count, torch.Tensor) and count.dim() == 2:
+            count = count[None]
+        layers_experts = steps[0].shape[1:] if steps else (None, None)
+        steps.append(integers(path, "logical_count", count, (None, *layers_experts)))
+    counts = np.concatenate(steps)
+    filled = counts.any((1, 2))
+    return {
+        "counts": counts[filled],
+        "num_experts": counts.shape[2],
+        "provenance": {"num_experts_from": "counts", "empty_steps_dropped": int((~filled).sum())},
+    }
+
+
+def _read_records(dumps: _Dumps, mode: str) -> dict[str, Any]:
+    maps = _slot_maps(dumps)
+    num_experts = 1 + max(int(slot_map.max()) for slot_map in maps.values())
+    records: dict[Key, Record] = {}
+    for path, dump in dumps.items():
+        _check_covered(path, maps[path], num_experts)
+        for raw in dump["records"]:
+            record = read_record(path, raw, mode, maps[path], num_experts)
+            if record.key in records:
+                raise ValueError(
+                    f"{path}: forward pass {record.key[0]} of rank {record.rank} is recorded twice"
+                )
+            records[record.key] = record
+    first = next(iter(dumps))
+    whole = whole_passes(first, [records[key] for key in sorted(records)])
+    kept = distinct_ranks(whole)
+    provenance = {
+        "num_experts_from": _MAP,
+        "ranks": sorted({record.rank for record in kept}),
+        "ranks_with_a_shared_view": sorted(
+            {record.rank for record in whole} - {record.rank for record in kept}
+        ),
+        "incomplete_passes_dropped": len({key[0] for key in records} - {record.key[0] for record in whole}),
+    }
+    fields = sum_passes(kept) if mode == "per_pass" else join_tokens(kept)
+    return {**fields, "num_experts": num_experts, "provenance": provenance}
+
+
+def _slot_maps(dumps: _Dumps) -> dict[Path, Ints]:
+    """[L, P] logical expert in each slot, as each file ends."""
+    maps: dict[Path, Ints] = {}
+    shape: tuple[int | None, ...] = (None, None)
+    for path, dump in dumps.items():
+        maps[path] = integers(path, _MAP, dump[_MAP], shape)
+        shape = maps[path].shape
+        if not maps[path].size or maps[path].min() < 0:
+            got = maps[path].min() if maps[path].size else f"shape {list(shape)}"
+            raise ValueError(f"{path}: {_MAP} must name an expert in every slot, got {got}")
+    return maps
+
+
+def _check_covered(path: Path, slot_map: Ints, num_experts: int) -> None:
+    for layer, row in enumerate(slot_map):
+        missing = np.setdiff1d(np.arange(num_experts), row)
+        if missing.size:
+            raise ValueError(
+                f"{path}: {_MAP} must hold every expert, layer {layer} has no slot of {missing[0]}"
+            )

@@ -1,0 +1,99 @@
+"""Topology: the ranks of an expert-parallel group and how they are joined."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+from numbers import Integral
+
+import torch
+from torch import Tensor
+
+NOMINAL_TICKS = 1024  # cost of one token copy on a rank of speed 1.0
+MAX_TICKS = 1 << 20  # loads stay below 2^31 copies, so a rank's cost stays below 2^51
+MAX_RANKS = 1024  # the widest rank set the planners are compiled for
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The expert-parallel group. Rank r sits on node ``r // ranks_per_node``.
+
+    Args:
+        num_ranks: R, 1..1024.
+        ranks_per_node: ranks that share a fast link; divides R. Default (0): all of them.
+        speeds: [R] relative speed of each rank (1.0 = nominal), 1/1024..1024; None = all equal.
+        alive: [R] False for a rank that holds no experts (elastic EP); None = all alive.
+        bandwidths: (inside a node, between nodes) in GB/s per rank, for cost models.
+
+    Raises:
+        ValueError: naming the argument, the rule and the value.
+    """
+
+    num_ranks: int
+    ranks_per_node: int = 0
+    speeds: tuple[float, ...] | None = None
+    alive: tuple[bool, ...] | None = None
+    bandwidths: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.ranks_per_node:
+            object.__setattr__(self, "ranks_per_node", self.num_ranks)
+        for name, kind in (("speeds", float), ("alive", bool), ("bandwidths", float)):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, tuple(kind(v) for v in value))
+        if errors := topology_errors(self):
+            raise ValueError("; ".join(errors))
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_ranks // self.ranks_per_node
+
+    @property
+    def live_ranks(self) -> list[int]:
+        """Ranks that may hold experts, ascending."""
+        return [r for r in range(self.num_ranks) if self.alive is None or self.alive[r]]
+
+    @property
+    def ticks(self) -> Tensor | None:
+        """[R] int32 cost of one token copy per rank (1024 = nominal); None if no speeds are given."""
+        return self.ticks_on(torch.device("cpu"))
+
+    @cached_property
+    def _ticks_by_device(self) -> dict[torch.device, Tensor]:
+        return {}
+
+    def ticks_on(self, device: torch.device) -> Tensor | None:
+        """:attr:`ticks` on a device; made on the first call, then remembered."""
+        if self.speeds is None:
+            return None
+        ticks = self._ticks_by_device.get(device)
+        if ticks is None:
+            costs = [round(NOMINAL_TICKS / speed) for speed in self.speeds]
+            ticks = torch.tensor(costs, dtype=torch.int32, device=device)
+            if type(ticks) is Tensor:  # a FakeTensor must not outlive its mode
+                self._ticks_by_device[device] = ticks
+        return ticks
+
+
+def topology_errors(topology: Topology) -> list[str]:
+    """What is wrong with a topology, one sentence each; empty if nothing is."""
+    errors: list[str] = []
+    ranks, per_node = topology.num_ranks, topology.ranks_per_node
+    if not isinstance(ranks, Integral) or not 1 <= ranks <= MAX_RANKS:
+        return [f"num_ranks must be an integer in 1..{MAX_RANKS}, got {ranks}"]
+    if not isinstance(per_node, Integral) or per_node < 1 or ranks % per_node:
+        errors.append(f"ranks_per_node must divide num_ranks={ranks}, got {per_node}")
+    for name in ("speeds", "alive"):
+        value = getattr(topology, name)
+        if value is not None and len(value) != ranks:
+            errors.append(f"{name} must have one entry per rank ({ranks}), got {len(value)}")
+    if topology.alive is not None and not any(topology.alive):
+        errors.append("alive must be True for at least one rank, got none")
+    slowest = NOMINAL_TICKS / MAX_TICKS
+    if topology.speeds is not None and not all(slowest <= s <= NOMINAL_TICKS for s in topology.speeds):
+        errors.append(f"speeds must be in [{slowest:g}, {NOMINAL_TICKS}], got {list(topology.speeds)}")
+    bandwidths = topology.bandwidths
+    if bandwidths is not None and (len(bandwidths) != 2 or not all(0 < b < inf for b in bandwidths)):
+        errors.append(f"bandwidths must be two positive numbers (node, network), got {bandwidths}")
+    return errors

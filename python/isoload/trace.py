@@ -1,0 +1,159 @@
+"""Trace: recorded routing over many batches, and the files it is read from and written to."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from isoload.sglang_dump import read_dump
+from isoload.trace_checks import DIMS, Ints, count_batches, trace_errors
+from isoload.trace_npz import read_npz, write_npz
+
+__all__ = ["Ints", "Trace", "count_batches", "read_trace", "trace_errors", "write_trace"]
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Loads, per-token choices or both, of L layers and E logical experts. A host record, checked when made.
+
+    ``counts`` and ``topk_ids`` may describe different tokens (a long run, and the choices of a part of it).
+    Where ``tokens_per_batch`` adds up to the number of tokens they describe the same ones, and must agree.
+
+    Args:
+        name: what tables call it.
+        num_experts: E.
+        top_k: K, experts per token; 0 = unknown. Default: the width of topk_ids.
+        counts: [batches, L, E] int64 copies.
+        topk_ids: [tokens, L, K] int32 logical experts, none twice; -1 = absent. In the order of the run.
+        tokens_per_batch: [batches] int64: tokens behind each batch of counts, so that the sum over E of
+            counts[b, l] is at most tokens_per_batch[b] * top_k; without counts, consecutive cuts of topk_ids.
+        seq_id: [tokens] int64, equal for tokens of one sequence (or forward pass): they have one source rank.
+        cluster: [batches] label; batches of one label are near-copies or of one domain.
+        layer_ids: [L] the model's own layer numbers. Default: 0..L-1.
+        provenance: model, source, licence and what else is known: JSON values.
+
+    Raises:
+        ValueError: naming the field, the rule and the value.
+    """
+
+    name: str
+    num_experts: int
+    top_k: int = 0
+    counts: Ints | None = None
+    topk_ids: Ints | None = None
+    tokens_per_batch: Ints | None = None
+    seq_id: Ints | None = None
+    cluster: tuple[str, ...] | None = None
+    layer_ids: tuple[int, ...] = ()
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        shape = np.shape(self.topk_ids if self.counts is None else self.counts)  # type: ignore[arg-type]
+        if not self.layer_ids and len(shape) == 3:
+            object.__setattr__(self, "layer_ids", tuple(range(shape[1])))
+        if not self.top_k and self.topk_ids is not None and np.ndim(self.topk_ids) == 3:
+            object.__setattr__(self, "top_k", self.topk_ids.shape[2])
+        if errors := trace_errors(self):
+            raise ValueError("; ".join(errors))
+        for name in DIMS:
+            if (array := getattr(self, name)) is not None:
+                dtype = np.int32 if name == "topk_ids" else np.int64
+                object.__setattr__(self, name, np.ascontiguousarray(array, dtype=dtype))
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether per-token choices are known."""
+        return self.topk_ids is not None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_ids)
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of :meth:`batch_counts`; tokens without known batches are one batch."""
+        batches = self.tokens_per_batch if self.counts is None else self.counts
+        return 1 if batches is None else len(batches)
+
+    def batch_counts(self) -> Ints:
+        """[batches, L, E] int64 copies: ``counts`` where recorded, else counted from ``topk_ids``."""
+        if self.counts is not None:
+            return self.counts
+        assert self.topk_ids is not None
+        cuts = [len(self.topk_ids)] if self.tokens_per_batch is None else self.tokens_per_batch
+        return count_batches(self.topk_ids, cuts, self.num_experts)
+
+    def select_layers(self, layers: Sequence[int]) -> Trace:
+        """The trace of some layers, by position (not by the model's layer number)."""
+        picked = list(layers)
+        if not picked or not all(0 <= layer < self.num_layers for layer in picked):
+            raise ValueError(f"layers must be some of 0..{self.num_layers - 1}, got {picked}")
+        return replace(
+            self,
+            counts=None if self.counts is None else self.counts[:, picked],
+            topk_ids=None if self.topk_ids is None else self.topk_ids[:, picked],
+            layer_ids=tuple(self.layer_ids[layer] for layer in picked),
+        )
+
+
+def read_trace(path: str | Path | Sequence[str | Path]) -> Trace:
+    """Reads a trace by what the file holds, not by its name.
+
+    Args:
+        path: an .npz of arrays named as the fields of :class:`Trace`, to which a .json of the same stem may
+            add name, top_k, num_experts, layer_ids and provenance; or an SGLang recorder dump
+            (:mod:`isoload.sglang_dump`): one .pt, a directory of them, or a list of the ranks' files.
+
+    Raises:
+        ValueError: naming the file and what is wrong with it.
+    """
+    paths = [Path(path)] if isinstance(path, str | Path) else [Path(p) for p in path]
+    shown = paths[0] if len(paths) == 1 else paths
+    if len(paths) == 1 and paths[0].is_dir():
+        paths = sorted(paths[0].glob("*.pt"))
+    if not paths:
+        raise ValueError(
+            f"{shown}: holds no .pt files" if shown else "path must name a file, got an empty list"
+        )
+    is_npz = [_is_npz(p) for p in paths]
+    if any(is_npz) and len(paths) > 1:
+        raise ValueError(
+            f"{paths[is_npz.index(True)]}: is a whole trace, it cannot be one of {len(paths)} files"
+        )
+    fields = read_npz(paths[0]) if is_npz[0] else read_dump(paths)
+    try:
+        return Trace(**fields)
+    except ValueError as error:
+        raise ValueError(f"{shown}: {error}") from None
+
+
+def write_trace(trace: Trace, path: str | Path) -> None:
+    """Writes ``path`` (.npz) and a .json of the same stem, which :func:`read_trace` reads back.
+
+    Raises:
+        ValueError: another suffix than .npz; provenance that JSON cannot hold.
+    """
+    write_npz(trace, Path(path))
+
+
+def _is_npz(path: Path) -> bool:
+    """npz and torch files are both zip archives; what lies inside tells them apart."""
+    with path.open("rb") as file:
+        magic = file.read(2)
+    if magic != b"PK":
+        raise ValueError(f"{path}: " + ("is neither an npz nor a torch file" if magic else "is empty"))
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.namelist()
+    except zipfile.BadZipFile:
+        raise ValueError(f"{path}: is truncated or damaged") from None
+    if any(member.endswith("data.pkl") for member in members):
+        return False
+    if all(member.endswith(".npy") for member in members):
+        return True
+    raise ValueError(f"{path}: is neither an npz nor a torch file")

@@ -1,0 +1,138 @@
+"""What must hold for a Trace, field by field."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from isoload.trace import Trace
+
+Ints = npt.NDArray[np.integer[Any]]
+
+DIMS = {
+    "counts": "[batches, L, E]",
+    "topk_ids": "[tokens, L, K]",
+    "tokens_per_batch": "[batches]",
+    "seq_id": "[tokens]",
+}
+
+
+def count_batches(topk_ids: Ints, tokens_per_batch: Ints | Sequence[int], num_experts: int) -> Ints:
+    """[batches, L, E] int64 copies of ids [tokens, L, K] cut into consecutive batches; -1 is not counted."""
+    layers = topk_ids.shape[1]
+    first_key = (
+        np.arange(layers)[:, None] * num_experts
+    )  # one bincount for all layers: key = layer * E + expert
+    counts = np.zeros((len(tokens_per_batch), layers, num_experts), dtype=np.int64)
+    for b, end in enumerate(np.cumsum(tokens_per_batch)):
+        ids = topk_ids[end - tokens_per_batch[b] : end]
+        keys = (ids + first_key)[ids >= 0]
+        counts[b] = np.bincount(keys, minlength=layers * num_experts).reshape(layers, num_experts)
+    return counts
+
+
+def trace_errors(trace: Trace) -> list[str]:
+    """What is wrong with a trace, one sentence each; empty if nothing is."""
+    if trace.counts is None and trace.topk_ids is None:
+        return ["counts or topk_ids must be given, got neither"]
+    # Each step may rely on the ones before it.
+    return _array_errors(trace) or _shape_errors(trace) or _range_errors(trace) or _sum_errors(trace)
+
+
+def _array_errors(trace: Trace) -> list[str]:
+    errors = []
+    for name, dims in DIMS.items():
+        array = getattr(trace, name)
+        if array is None:
+            continue
+        if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu":
+            got = getattr(array, "dtype", type(array).__name__)
+            errors.append(f"{name} must be a NumPy array of integers, got {got}")
+        elif array.ndim != dims.count(",") + 1 or 0 in array.shape:
+            errors.append(f"{name} must be {dims} and not empty, got shape {list(array.shape)}")
+    return errors
+
+
+def _shape_errors(trace: Trace) -> list[str]:
+    errors = []
+    if trace.num_experts < 1:
+        errors.append(f"num_experts must be at least 1, got {trace.num_experts}")
+    elif not 0 <= trace.top_k <= trace.num_experts:
+        errors.append(f"top_k must be in 0..{trace.num_experts} (num_experts), got {trace.top_k}")
+    if len(set(trace.layer_ids)) != len(trace.layer_ids):
+        errors.append(f"layer_ids must be distinct, got {list(trace.layer_ids)}")
+    if trace.seq_id is not None and trace.topk_ids is None:
+        errors.append("seq_id must come with topk_ids, got none")
+    for name, shape in _expected_shapes(trace).items():
+        value = getattr(trace, name)
+        if value is None:
+            continue
+        if any(want not in (None, got) for want, got in zip(shape, np.shape(value), strict=True)):
+            wanted = ", ".join("any" if want is None else str(want) for want in shape)
+            errors.append(f"{name} must have shape [{wanted}], got {list(np.shape(value))}")
+    return errors
+
+
+def _expected_shapes(trace: Trace) -> dict[str, tuple[int | None, ...]]:
+    layers, batches = len(trace.layer_ids), trace.num_batches
+    shapes: dict[str, tuple[int | None, ...]] = {
+        "counts": (None, layers, trace.num_experts),
+        "topk_ids": (None, layers, trace.top_k or None),
+        "tokens_per_batch": (batches,),
+        "cluster": (batches,),
+    }
+    if trace.topk_ids is not None:
+        shapes["seq_id"] = (len(trace.topk_ids),)
+    return shapes
+
+
+def _range_errors(trace: Trace) -> list[str]:
+    errors = []
+    for name in ("counts", "tokens_per_batch"):
+        array = getattr(trace, name)
+        if array is not None and array.min() < 0:
+            errors.append(f"{name} must not be negative, got {array.min()}")
+    ids = trace.topk_ids
+    if ids is None:
+        return errors
+    if int(ids.min()) < -1 or int(ids.max()) >= trace.num_experts:
+        errors.append(f"topk_ids must be in -1..{trace.num_experts - 1}, got {ids.min()}..{ids.max()}")
+    for layer in range(ids.shape[1]):
+        ordered = np.sort(ids[:, layer], axis=-1)
+        twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(-1)
+        if twice.any():
+            token = int(twice.argmax())
+            chosen = ids[token, layer].tolist()
+            errors.append(
+                f"topk_ids must not name an expert twice, got {chosen} (token {token}, layer {layer})"
+            )
+            break
+    return errors
+
+
+def _sum_errors(trace: Trace) -> list[str]:
+    counts, ids, tokens = trace.counts, trace.topk_ids, trace.tokens_per_batch
+    if tokens is None:
+        return []
+    errors = []
+    same_tokens = ids is not None and int(tokens.sum()) == len(ids)
+    if counts is None and ids is not None and not same_tokens:
+        errors.append(f"tokens_per_batch must sum to the {len(ids)} tokens of topk_ids, got {tokens.sum()}")
+    if counts is not None and trace.top_k:
+        excess = counts.sum(-1) > tokens[:, None] * trace.top_k
+        if excess.any():
+            b, layer = np.argwhere(excess)[0]
+            most, got = tokens[b] * trace.top_k, counts[b, layer].sum()
+            errors.append(
+                f"counts must sum to at most tokens_per_batch * top_k = {most}, "
+                f"got {got} (batch {b}, layer {layer})"
+            )
+    if counts is not None and ids is not None and same_tokens:
+        wrong = (count_batches(ids, tokens, trace.num_experts) != counts).any((1, 2))
+        if wrong.any():
+            errors.append(f"counts must be those of topk_ids, got others in batch {wrong.argmax()}")
+    return errors

@@ -1,0 +1,115 @@
+"""The project's own trace files: an .npz of the arrays and a .json of everything else, beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from isoload.trace_checks import DIMS, Ints
+
+if TYPE_CHECKING:
+    from isoload.trace import Trace
+
+# What a .json may say about the fields of a Trace; all its other keys are provenance.
+_JSON_FIELDS = {"name": (str, "a string"), "num_experts": (int, "an integer"), "top_k": (int, "an integer")}
+
+
+def read_npz(path: Path) -> dict[str, Any]:
+    """The fields of the Trace in an .npz and the .json beside it, not checked against each other."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {key: archive[key] for key in archive.files if key in (*DIMS, "cluster")}
+            others = [key for key in archive.files if key not in arrays]
+    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read as an npz of plain arrays ({error})") from None
+    if "counts" not in arrays and "topk_ids" not in arrays:
+        raise ValueError(
+            f"{path}: holds neither counts nor topk_ids, its arrays are {', '.join(others) or 'none'}"
+        )
+    fields = {"name": path.stem, **_read_json(path.with_suffix(".json"))}
+    provenance = fields.setdefault("provenance", {})
+    if others:
+        provenance.setdefault("arrays_not_read", others)
+    if "num_experts" not in fields:
+        fields["num_experts"], origin = _num_experts(arrays)
+    else:
+        origin = "counts" if "counts" in arrays else "json"
+    provenance.setdefault("num_experts_from", origin)
+    if (cluster := arrays.pop("cluster", None)) is not None:
+        fields["cluster"] = tuple(map(str, cluster.ravel()))
+    return fields | arrays
+
+
+def _num_experts(arrays: dict[str, Ints]) -> tuple[int, str]:
+    """E as the arrays alone tell it, and how."""
+    counts, ids = arrays.get("counts"), arrays.get("topk_ids")
+    if counts is not None:
+        return (counts.shape[-1] if counts.ndim else 0), "counts"
+    assert ids is not None
+    return int(ids.max(initial=-1)) + 1, "largest id"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The fields that a trace's .json gives; none if there is no such file."""
+    if not path.exists():
+        return {}
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: is not JSON ({error})") from None
+    if not isinstance(known, dict):
+        raise ValueError(f"{path}: must hold one JSON object, got {type(known).__name__}")
+    if "experts" in known:
+        known.setdefault("num_experts", known.pop("experts"))
+    fields: dict[str, Any] = {}
+    for key, (kind, wanted) in _JSON_FIELDS.items():
+        if key in known:
+            fields[key] = known.pop(key)
+            if type(fields[key]) is not kind:
+                raise ValueError(f"{path}: {key} must be {wanted}, got {fields[key]!r}")
+    layer_ids = known.pop("layer_ids", [])
+    if not isinstance(layer_ids, list) or not all(type(i) is int for i in layer_ids):
+        raise ValueError(f"{path}: layer_ids must be a list of integers, got {layer_ids!r}")
+    return {**fields, "layer_ids": tuple(layer_ids), "provenance": known}
+
+
+def write_npz(trace: Trace, path: Path) -> None:
+    """Writes both files, each array in the narrowest integers that hold it.
+
+    They are written aside and renamed when complete: a crash leaves no half-written file.
+    """
+    if path.suffix != ".npz":
+        raise ValueError(f"path must end in .npz, got {str(path)!r}")
+    known = {**trace.provenance, "layer_ids": list(trace.layer_ids)}
+    known |= {"name": trace.name, "num_experts": trace.num_experts, "top_k": trace.top_k}
+    try:
+        text = json.dumps(known, indent=1, allow_nan=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"provenance must be JSON values, got {error}") from None
+    arrays: dict[str, Any] = {
+        key: _narrow(array) for key in DIMS if (array := getattr(trace, key)) is not None
+    }
+    if trace.cluster is not None:
+        arrays["cluster"] = np.array(trace.cluster)
+    aside = {
+        file: file.with_name(f".{file.name}.{os.getpid()}") for file in (path.with_suffix(".json"), path)
+    }
+    try:
+        aside[path.with_suffix(".json")].write_text(text, encoding="utf-8")
+        with aside[path].open("wb") as file:
+            np.savez_compressed(file, **arrays)
+        for target, complete in aside.items():
+            complete.replace(target)
+    finally:
+        for leftover in aside.values():
+            leftover.unlink(missing_ok=True)
+
+
+def _narrow(array: Ints) -> Ints:
+    return array.astype(np.result_type(np.min_scalar_type(array.min()), np.min_scalar_type(array.max())))

@@ -1,0 +1,5 @@
+"""One torch thread everywhere: two beside a busy process make small operations slower, not faster."""
+
+import torch
+
+torch.set_num_threads(1)
