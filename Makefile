@@ -37,7 +37,7 @@ lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m clang_format --dry-run --Werror $(SOURCES) $(wildcard tests/native/*.cpp)
+	$(PY) -m clang_format --dry-run --Werror $(SOURCES) $(wildcard tests/native/*)
 
 bench: $(READY)
 	$(PY) bench/bench_plan.py

@@ -59,7 +59,8 @@ inline void require_shape(const Tensor& tensor, const char* name, std::initializ
   int64_t i = 0;
   for (const int64_t n : shape) {
     expected << (i ? ", " : "") << n;
-    same = same && tensor.size(i++) == n;
+    same = same && tensor.size(i) == n;
+    ++i;
   }
   require(same, name, " must have shape [", expected.str(), "], got ", shape_text(tensor));
 }

@@ -81,6 +81,9 @@ Tensor count(const Tensor& topk_ids, int64_t num_experts) {
 
 void replica_tables(const Tensor& slot_to_expert, int64_t num_ranks, int64_t num_experts, Tensor tables) {
   require_dtype(slot_to_expert, "slot_to_expert", ScalarType::Int);
+  require(slot_to_expert.dim() == 1 || slot_to_expert.dim() == 2,
+          "slot_to_expert must be [P] or [L, P], got ", shape_text(slot_to_expert));
+  require(num_experts >= 1, "num_experts must be at least 1, got ", num_experts);
   const Tensor slots = dense(slot_to_expert);
   const int64_t P = slots.size(slots.dim() - 1);
   require(num_ranks >= 1 && num_ranks <= kMaxRanks, "num_ranks must be in 1..", kMaxRanks, ", got ",
@@ -116,13 +119,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plan_exact(const Tensor& loads_in, co
                                                       int64_t tolerance_ppm, int64_t sweeps, int64_t budget) {
   require_dtype(loads_in, "loads", ScalarType::Int);
   const Tensor loads = dense(loads_in);
-  const int64_t E = loads.size(loads.dim() - 1), P = num_slots, R = num_ranks;
-  require(R >= 1 && R <= kMaxRanks, "num_ranks must be in 1..", kMaxRanks, ", got ", R);
-  const Tables tables(tables_in, P, E);
   const bool batched = tables_in.dim() == 2;
-  const int64_t B = tables.batch, sources = B ? loads.numel() / (B * E) : 1;
-  require(loads.dim() - batched == 1 || loads.dim() - batched == 2,
-          "loads must be [E] or [R, E] per layer, got ", shape_text(loads));
+  const int64_t P = num_slots, R = num_ranks, dims = loads.dim() - batched;
+  require(R >= 1 && R <= kMaxRanks, "num_ranks must be in 1..", kMaxRanks, ", got ", R);
+  require(P >= R && P % R == 0, "num_slots must be a multiple of num_ranks=", R, ", got ", P);
+  require(dims == 1 || (dims == 2 && loads.size(batched) == R), "loads must be [E] or [", R,
+          ", E] per layer, got ", shape_text(loads));
+  require(sweeps >= 0 && sweeps <= INT32_MAX, "sweeps must be in 0..2^31-1, got ", sweeps);
+  require(budget >= 0 && budget <= INT32_MAX, "budget must be in 0..2^31-1, got ", budget);
+  const int64_t E = loads.size(loads.dim() - 1), sources = dims == 1 ? 1 : R;
+  const Tables tables(tables_in, P, E);
+  const int64_t B = tables.batch;
   require(!batched || loads.size(0) == B, "loads must have one entry per layer (", B, "), got ",
           shape_text(loads));
   std::optional<Tensor> fixed, ticks;
@@ -181,6 +188,8 @@ Tensor share(const Tensor& loads_in, const Tensor& quota_in, const Tensor& table
   const int64_t R = loads.size(loads.dim() - 2), E = loads.size(loads.dim() - 1),
                 P = quota.size(quota.dim() - 1);
   const Tables tables(tables_in, P, E);
+  require(tables_in.dim() == quota.dim(), "tables must be of one layer, or of as many as loads, got ",
+          shape_text(tables_in));
   const bool batched = loads.dim() == 3;
   const int64_t B = tables.batch;
   require(P % R == 0, "quota must have a multiple of ", R, " slots, got ", P);
@@ -219,6 +228,7 @@ Tensor route(const Tensor& topk_ids, const Tensor& share_row_in, const Tensor& t
   const Tensor ids = dense(topk_ids), share_row = dense(share_row_in);
   const int64_t P = share_row.size(0), T = ids.size(0), K = ids.size(1);
   const Tables tables(tables_in, P, num_experts);
+  require(tables_in.dim() == 1, "tables must be of one layer, got ", shape_text(tables_in));
   Tensor slots = new_empty(ids, {ids.size(0), ids.size(1)}, ids.scalar_type());
   auto run = [&](auto id) {
     using Id = decltype(id);
@@ -237,6 +247,7 @@ Tensor route_sampled(const Tensor& topk_ids, const Tensor& weights_in, const Ten
   require(weights_in.dim() == 1, "weights must be [P], got ", shape_text(weights_in));
   const Tensor ids = dense(topk_ids), weights = dense(weights_in);
   const Tables tables(tables_in, weights.size(0), num_experts);
+  require(tables_in.dim() == 1, "tables must be of one layer, got ", shape_text(tables_in));
   Tensor slots = new_empty(ids, {ids.size(0), ids.size(1)}, ids.scalar_type());
   auto run = [&](auto id) {
     using Id = decltype(id);
@@ -244,6 +255,9 @@ Tensor route_sampled(const Tensor& topk_ids, const Tensor& weights_in, const Ten
                               static_cast<uint64_t>(seed), mutable_data<Id>(slots));
   };
   const cpu::RouteFault fault = ids.scalar_type() == ScalarType::Int ? run(int32_t()) : run(int64_t());
+  if (fault.kind == cpu::RouteFault::bad_weight)
+    require(false, "weights must be finite and not negative, got ", data<float>(weights)[fault.value],
+            " for slot ", fault.value);
   require(fault.kind != cpu::RouteFault::not_the_share,
           "weights must be positive for a replica of every expert that is ", "routed, expert ", fault.value,
           " has none");

@@ -233,8 +233,7 @@ class ExactSolver {
       for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j)
         if (quota_[t_.slots[j]] > 0) givers.insert(t_.ranks[j]);
       ws_.givers[i] = givers;
-    });
-    team_.sync();
+    });  // aim()'s reductions are the barrier
   }
 
   // Sets the target: what each rank may carry, who carries more, who less.

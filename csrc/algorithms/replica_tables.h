@@ -52,6 +52,7 @@ template <class Team>
 void list_replicas(Team& team, const int32_t* slot_to_expert, int R, int E, int S, MutableReplicaTables t) {
   const int P = R * S;
   team.for_each(E + 1, [&](int e) { t.offsets[e] = 0; });
+  team.for_each(E, [&](int e) { t.order[e] = 0; });  // replicas of e filled in so far
   team.sync();
   // solo[p] = 1 marks the slots that count: not empty, and the first of their expert on their rank.
   team.for_each(R, [&](int r) {
@@ -66,8 +67,6 @@ void list_replicas(Team& team, const int32_t* slot_to_expert, int R, int E, int 
   });
   team.sync();
   team.scan(t.offsets, E + 1);
-  team.for_each(E, [&](int e) { t.order[e] = 0; });  // replicas filled so far
-  team.sync();
   team.for_each(P, [&](int p) {
     if (t.solo[p]) t.slots[t.offsets[slot_to_expert[p]] + team.add(&t.order[slot_to_expert[p]], 1)] = p;
   });
@@ -124,19 +123,15 @@ void replica_tables(Team& team, const int32_t* slot_to_expert, int R, int E, int
   team.for_each(P, [&](int p) {
     const bool counts = t.solo[p];
     t.solo[p] = counts && t.copies(slot_to_expert[p]) == 1 ? slot_to_expert[p] : -1;
-    t.split[p] = counts && t.solo[p] < 0 ? 0 : -1;
   });
-  team.sync();
   if (team.rank() == 0) {  // a stable counting sort of a few dozen experts
     int filled = 0;
-    int32_t* starts =
-        reinterpret_cast<int32_t*>(workspace);  // colours are read to the end, so starts wait here
     for (int k = 0; k < num_classes; ++k) {
-      starts[k] = filled;
+      workspace[k] = filled;  // colours are read to the end, so the offsets that replace them wait here
       for (int e = 0; e < E; ++e)
         if (t.copies(e) > 1 && colour[e] == k) t.order[filled++] = e;
     }
-    for (int k = 0; k < num_classes; ++k) t.classes[k] = starts[k];
+    for (int k = 0; k < num_classes; ++k) t.classes[k] = static_cast<int32_t>(workspace[k]);
     for (int k = num_classes; k <= E; ++k) t.classes[k] = filled;
     for (int i = filled; i < E; ++i) t.order[i] = -1;
     t.header[0] = filled;

@@ -24,8 +24,8 @@ int share(const ShareProblem& problem, int32_t* out);
 
 // What a route did not fit: an id outside [-1, E), or an expert with more or fewer copies than its share.
 struct RouteFault {
-  enum Kind { none, bad_id, not_the_share } kind = none;
-  int64_t value = 0;  // the id, or the expert
+  enum Kind { none, bad_id, not_the_share, bad_weight } kind = none;
+  int64_t value = 0;  // the id, the expert, or the slot
 };
 
 template <class Id>

@@ -1,3 +1,4 @@
+#include <cfloat>
 #include <vector>
 
 #include "cpu/cpu.h"
@@ -136,7 +137,11 @@ RouteFault route_sampled(const Id* ids, int64_t n, int E, const ReplicaTables& t
     if (!is_expert(id, E)) return {RouteFault::bad_id, id};
     const int first = t.offsets[id], last = t.offsets[id + 1];
     float total = 0;
-    for (int j = first; j < last; ++j) total += weights[t.slots[j]];
+    for (int j = first; j < last; ++j) {
+      const float weight = weights[t.slots[j]];
+      if (!(weight >= 0 && weight <= FLT_MAX)) return {RouteFault::bad_weight, t.slots[j]};
+      total += weight;
+    }
     if (!(total > 0)) return {RouteFault::not_the_share, id};
     // 24 bits of the word as a float in [0, 1): exact, so every device draws the same replica.
     float left = static_cast<float>(random_word(seed, i) >> 40) * 0x1p-24f * total;

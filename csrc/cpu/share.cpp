@@ -5,6 +5,27 @@
 
 namespace isoload::cpu {
 
+namespace {
+
+// An expert whose quotas do not sum to its load, or -1. First one sum over everything: it costs next to
+// nothing.
+int unlike(const ShareProblem& problem) {
+  const int R = problem.R, E = problem.E;
+  uint32_t difference = 0;
+  for (int64_t i = 0; i < int64_t(R) * E; ++i) difference += static_cast<uint32_t>(problem.loads[i]);
+  for (int p = 0; p < R * problem.S; ++p) difference -= static_cast<uint32_t>(problem.quota[p]);
+  for (int e = 0; difference != 0 && e < E; ++e) {
+    int64_t left = 0;
+    for (int s = 0; s < R; ++s) left += problem.loads[int64_t(s) * E + e];
+    for (int j = problem.tables.offsets[e]; j < problem.tables.offsets[e + 1]; ++j)
+      left -= problem.quota[problem.tables.slots[j]];
+    if (left != 0) return e;
+  }
+  return -1;
+}
+
+}  // namespace
+
 int share(const ShareProblem& problem, int32_t* out) {
   const ReplicaTables& t = problem.tables;
   const int R = problem.R, E = problem.E, splits = t.num_split();
@@ -20,6 +41,7 @@ int share(const ShareProblem& problem, int32_t* out) {
   auto fits = [&](int e, const int32_t* loads, int stride) {
     return ExpertShare<SerialTeam>(team, problem, e, loads, stride, out, workspace).run();
   };
+  if (const int e = unlike(problem); e >= 0) return e;
   for (int e = 0; e < E; ++e)
     if (t.copies(e) == 1 && !fits(e, problem.loads + e, E)) return e;
   for (int i = 0; i < splits; ++i)

@@ -68,7 +68,16 @@ def replica_tables(
         num_experts: E.
         out: refreshed in place if given (same shape), so that captured graphs keep their pointers.
     """
+    if slot_to_expert.dim() not in (1, 2):
+        raise ValueError(f"slot_to_expert must be [P] or [L, P], got {list(slot_to_expert.shape)}")
+    if num_experts < 1:
+        raise ValueError(f"num_experts must be at least 1, got {num_experts}")
     slots = slot_to_expert.shape[-1]
+    if out is not None and (out.num_ranks, out.num_experts, out.num_slots) != (num_ranks, num_experts, slots):
+        raise ValueError(
+            f"out must be tables of {num_experts} experts in {slots} slots on {num_ranks} ranks, got "
+            f"{out.num_experts} in {out.num_slots} on {out.num_ranks}"
+        )
     if out is None:
         size = ReplicaTables.size(num_experts, slots)
         data = slot_to_expert.new_empty((*slot_to_expert.shape[:-1], size), dtype=torch.int32)
@@ -161,6 +170,11 @@ def share(
         raise ValueError(f"order must be locality or rank_major, got {order!r}")
     if rank is not None and rank < 0:
         raise ValueError(f"rank must be in 0..{tables.num_ranks - 1}, got {rank}")
+    if loads.shape[-2:] != (tables.num_ranks, tables.num_experts):
+        raise ValueError(
+            f"loads must be per source rank, [..., {tables.num_ranks}, {tables.num_experts}], "
+            f"got {list(loads.shape)}"
+        )
     row: Tensor = _call(
         torch.ops.isoload.share.default,
         loads,

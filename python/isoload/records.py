@@ -78,8 +78,9 @@ class Plan:
 
 def rank_cost(quota: Tensor, topology: Topology) -> Tensor:
     """[..., R] int64 cost of every rank under a quota [..., P]: copies, or ticks if ranks differ in speed."""
-    loads = quota.unflatten(-1, (topology.num_ranks, -1)).sum(-1)
-    return loads if topology.ticks is None else loads * topology.ticks_on(quota.device)
+    copies = quota.view(*quota.shape[:-1], topology.num_ranks, -1).sum(-1)
+    ticks = topology.ticks_on(quota.device)
+    return copies if ticks is None else copies * ticks
 
 
 def plan_errors(plan: Plan, loads: Tensor) -> list[str]:

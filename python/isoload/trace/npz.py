@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import zipfile
-import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isoload.trace_checks import DIMS, Ints
+from isoload.trace.checks import DIMS, Ints
 
 if TYPE_CHECKING:
     from isoload.trace import Trace
@@ -26,12 +24,13 @@ def read_npz(path: Path) -> dict[str, Any]:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {key: archive[key] for key in archive.files if key in (*DIMS, "cluster")}
             others = [key for key in archive.files if key not in arrays]
-    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError) as error:
+    except (
+        Exception
+    ) as error:  # damaged bytes surface from zipfile, zlib, tokenize or NumPy, as a dozen types
         raise ValueError(f"{path}: cannot be read as an npz of plain arrays ({error})") from None
     if "counts" not in arrays and "topk_ids" not in arrays:
-        raise ValueError(
-            f"{path}: holds neither counts nor topk_ids, its arrays are {', '.join(others) or 'none'}"
-        )
+        names = ", ".join(others) or "none"
+        raise ValueError(f"{path}: holds neither counts nor topk_ids, its arrays are {names}")
     fields = {"name": path.stem, **_read_json(path.with_suffix(".json"))}
     provenance = fields.setdefault("provenance", {})
     if others:
@@ -52,7 +51,8 @@ def _num_experts(arrays: dict[str, Ints]) -> tuple[int, str]:
     if counts is not None:
         return (counts.shape[-1] if counts.ndim else 0), "counts"
     assert ids is not None
-    return int(ids.max(initial=-1)) + 1, "largest id"
+    largest = int(ids.max(initial=-1)) if ids.dtype.kind in "iu" else 0  # Trace refuses other dtypes
+    return largest + 1, "largest id"
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -92,24 +92,24 @@ def write_npz(trace: Trace, path: Path) -> None:
         text = json.dumps(known, indent=1, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
         raise ValueError(f"provenance must be JSON values, got {error}") from None
-    arrays: dict[str, Any] = {
-        key: _narrow(array) for key in DIMS if (array := getattr(trace, key)) is not None
-    }
+    arrays: dict[str, Any] = {key: _narrow(a) for key in DIMS if (a := getattr(trace, key)) is not None}
     if trace.cluster is not None:
         arrays["cluster"] = np.array(trace.cluster)
-    aside = {
-        file: file.with_name(f".{file.name}.{os.getpid()}") for file in (path.with_suffix(".json"), path)
-    }
+    new_npz = path.with_name(f".{path.name}.{os.getpid()}")
+    new_json = new_npz.with_name(f"{new_npz.name}.json")
     try:
-        aside[path.with_suffix(".json")].write_text(text, encoding="utf-8")
-        with aside[path].open("wb") as file:
+        new_json.write_text(text, encoding="utf-8")
+        with new_npz.open("wb") as file:
             np.savez_compressed(file, **arrays)
-        for target, complete in aside.items():
-            complete.replace(target)
+        new_json.replace(path.with_suffix(".json"))
+        new_npz.replace(path)
     finally:
-        for leftover in aside.values():
+        for leftover in (new_json, new_npz):
             leftover.unlink(missing_ok=True)
 
 
 def _narrow(array: Ints) -> Ints:
-    return array.astype(np.result_type(np.min_scalar_type(array.min()), np.min_scalar_type(array.max())))
+    """Nothing in a trace is below -1."""
+    signed = (np.int8, np.int16, np.int32, np.int64)
+    dtypes = signed if array.min() < 0 else (np.uint8, np.uint16, np.uint32, np.uint64)
+    return array.astype(next(dtype for dtype in dtypes if array.max() <= np.iinfo(dtype).max))

@@ -22,7 +22,6 @@ L counts dense layers too. They are empty and dropped; the other layers keep the
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from isoload.sglang_records import (
+from isoload.trace.checks import Ints
+from isoload.trace.sglang_records import (
     Key,
     Record,
     distinct_ranks,
@@ -40,7 +40,6 @@ from isoload.sglang_records import (
     sum_passes,
     whole_passes,
 )
-from isoload.trace_checks import Ints
 
 _MAP = "last_physical_to_logical_map"
 _Dumps = dict[Path, dict[str, Any]]
@@ -74,7 +73,7 @@ def read_dump(paths: Sequence[Path]) -> dict[str, Any]:
 def _load(path: Path) -> dict[str, Any]:
     try:
         dump = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except Exception as error:  # a damaged pickle may raise anything
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{path}: torch.load(weights_only=True) refuses it ({reason})") from None
     if not isinstance(dump, dict):
@@ -124,20 +123,18 @@ def _read_records(dumps: _Dumps, mode: str) -> dict[str, Any]:
         for raw in dump["records"]:
             record = read_record(path, raw, mode, maps[path], num_experts)
             if record.key in records:
-                raise ValueError(
-                    f"{path}: forward pass {record.key[0]} of rank {record.rank} is recorded twice"
-                )
+                number, rank, _ = record.key
+                raise ValueError(f"{path}: forward pass {number} of rank {rank} is recorded twice")
             records[record.key] = record
     first = next(iter(dumps))
     whole = whole_passes(first, [records[key] for key in sorted(records)])
     kept = distinct_ranks(whole)
+    ranks, passes = {record.rank for record in kept}, {record.forward_pass for record in kept}
     provenance = {
         "num_experts_from": _MAP,
-        "ranks": sorted({record.rank for record in kept}),
-        "ranks_with_a_shared_view": sorted(
-            {record.rank for record in whole} - {record.rank for record in kept}
-        ),
-        "incomplete_passes_dropped": len({key[0] for key in records} - {record.key[0] for record in whole}),
+        "ranks": sorted(ranks),
+        "ranks_with_a_shared_view": sorted({record.rank for record in whole} - ranks),
+        "incomplete_passes_dropped": len({record.forward_pass for record in records.values()} - passes),
     }
     fields = sum_passes(kept) if mode == "per_pass" else join_tokens(kept)
     return {**fields, "num_experts": num_experts, "provenance": provenance}
@@ -158,8 +155,5 @@ def _slot_maps(dumps: _Dumps) -> dict[Path, Ints]:
 
 def _check_covered(path: Path, slot_map: Ints, num_experts: int) -> None:
     for layer, row in enumerate(slot_map):
-        missing = np.setdiff1d(np.arange(num_experts), row)
-        if missing.size:
-            raise ValueError(
-                f"{path}: {_MAP} must hold every expert, layer {layer} has no slot of {missing[0]}"
-            )
+        if (missing := np.setdiff1d(np.arange(num_experts), row)).size:
+            raise ValueError(f"{path}: {_MAP} must hold every expert, layer {layer} lacks {missing[0]}")

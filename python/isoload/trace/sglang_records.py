@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from isoload.trace_checks import Ints
+from isoload.trace.checks import Ints
 
 Key = tuple[int, int, str]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from isoload.sglang_dump import read_dump
-from isoload.trace_checks import DIMS, Ints, count_batches, trace_errors
-from isoload.trace_npz import read_npz, write_npz
+from isoload.trace.checks import DIMS, Ints, count_batches, trace_errors
+from isoload.trace.npz import read_npz, write_npz
+from isoload.trace.sglang_dump import read_dump
 
 __all__ = ["Ints", "Trace", "count_batches", "read_trace", "trace_errors", "write_trace"]
 
@@ -53,11 +53,12 @@ class Trace:
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        shape = np.shape(self.topk_ids if self.counts is None else self.counts)  # type: ignore[arg-type]
-        if not self.layer_ids and len(shape) == 3:
+        counts_shape: tuple[int, ...] = getattr(self.counts, "shape", ())
+        ids_shape: tuple[int, ...] = getattr(self.topk_ids, "shape", ())
+        if not self.layer_ids and len(shape := counts_shape or ids_shape) == 3:
             object.__setattr__(self, "layer_ids", tuple(range(shape[1])))
-        if not self.top_k and self.topk_ids is not None and np.ndim(self.topk_ids) == 3:
-            object.__setattr__(self, "top_k", self.topk_ids.shape[2])
+        if not self.top_k and len(ids_shape) == 3:
+            object.__setattr__(self, "top_k", ids_shape[2])
         if errors := trace_errors(self):
             raise ValueError("; ".join(errors))
         for name in DIMS:
@@ -107,25 +108,25 @@ def read_trace(path: str | Path | Sequence[str | Path]) -> Trace:
     Args:
         path: an .npz of arrays named as the fields of :class:`Trace`, to which a .json of the same stem may
             add name, top_k, num_experts, layer_ids and provenance; or an SGLang recorder dump
-            (:mod:`isoload.sglang_dump`): one .pt, a directory of them, or a list of the ranks' files.
+            (:mod:`isoload.trace.sglang_dump`): one .pt, a directory of them, or a list of the ranks' files.
 
     Raises:
         ValueError: naming the file and what is wrong with it.
     """
     paths = [Path(path)] if isinstance(path, str | Path) else [Path(p) for p in path]
-    shown = paths[0] if len(paths) == 1 else paths
+    if not paths:
+        raise ValueError("path must name a file, got an empty list")
+    shown = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
     if len(paths) == 1 and paths[0].is_dir():
         paths = sorted(paths[0].glob("*.pt"))
-    if not paths:
-        raise ValueError(
-            f"{shown}: holds no .pt files" if shown else "path must name a file, got an empty list"
-        )
-    is_npz = [_is_npz(p) for p in paths]
-    if any(is_npz) and len(paths) > 1:
-        raise ValueError(
-            f"{paths[is_npz.index(True)]}: is a whole trace, it cannot be one of {len(paths)} files"
-        )
-    fields = read_npz(paths[0]) if is_npz[0] else read_dump(paths)
+        if not paths:
+            raise ValueError(f"{shown}: holds no .pt files")
+    npz_paths = [p for p in paths if _is_npz(p)]
+    if npz_paths and len(paths) > 1:
+        raise ValueError(f"{npz_paths[0]}: is a whole trace, it cannot be one of {len(paths)} files")
+    if len(set(paths)) < len(paths):
+        raise ValueError(f"path must name every file once, got {[str(p) for p in paths]}")
+    fields = read_npz(paths[0]) if npz_paths else read_dump(paths)
     try:
         return Trace(**fields)
     except ValueError as error:
@@ -150,7 +151,7 @@ def _is_npz(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.namelist()
-    except zipfile.BadZipFile:
+    except (zipfile.BadZipFile, NotImplementedError, OSError):  # damage may read as a version yet to come
         raise ValueError(f"{path}: is truncated or damaged") from None
     if any(member.endswith("data.pkl") for member in members):
         return False

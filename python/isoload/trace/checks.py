@@ -24,9 +24,8 @@ DIMS = {
 def count_batches(topk_ids: Ints, tokens_per_batch: Ints | Sequence[int], num_experts: int) -> Ints:
     """[batches, L, E] int64 copies of ids [tokens, L, K] cut into consecutive batches; -1 is not counted."""
     layers = topk_ids.shape[1]
-    first_key = (
-        np.arange(layers)[:, None] * num_experts
-    )  # one bincount for all layers: key = layer * E + expert
+    # One bincount for all layers: key = layer * E + expert.
+    first_key = np.arange(layers)[:, None] * num_experts
     counts = np.zeros((len(tokens_per_batch), layers, num_experts), dtype=np.int64)
     for b, end in enumerate(np.cumsum(tokens_per_batch)):
         ids = topk_ids[end - tokens_per_batch[b] : end]
@@ -119,6 +118,7 @@ def _sum_errors(trace: Trace) -> list[str]:
     if tokens is None:
         return []
     errors = []
+    tokens = tokens.astype(np.int64)  # files hold narrow integers, where tokens * top_k would wrap
     same_tokens = ids is not None and int(tokens.sum()) == len(ids)
     if counts is None and ids is not None and not same_tokens:
         errors.append(f"tokens_per_batch must sum to the {len(ids)} tokens of topk_ids, got {tokens.sum()}")

@@ -1,0 +1,180 @@
+"""Planning on one CPU core: the exact split against HiGHS and five-step affine scaling; share, count and route.
+
+Fairness ledger
+- Instances: E = 256, top-8, Zipf 0.8 popularity per layer; placed by `eplb` on the popularity before a drift of
+  exp(0.5 N(0,1)) per expert; 1,000 to 200,000 global tokens, log-uniform. 58 layers.
+- plan_exact, batched: one op call of 58 copies of one instance, time / 58; median and p99 are over instances.
+- public call: isoload.plan(loads [E], placement, layer=...) in Python, checks and allocations included.
+- HiGHS: its run() on a ready model, building excluded. It solves the real-valued program, we the integer one.
+- affine scaling: five steps of the method SGLang's `lp` uses, our re-implementation on CPU (NumPy, float32, BLAS);
+  building excluded. Its gap is that of its fractional split; sampling would come on top.
+- imbalance: max / mean copies per rank; tiles: each slot's copies rounded up to --quantum rows first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import isoload
+from harness import Timing, machine, measure, over_instances, write_results
+from isoload import ops
+from rivals import AffineScaling, highs_model, split_problem
+
+EXPERTS, LAYERS, TOP_K = 256, 58, 8
+CASES = [(16, 32), (32, 64), (64, 128), (128, 128)]  # ranks, replicas
+
+
+def make_case(ranks: int, replicas: int, seed: int) -> tuple[isoload.Placement, torch.Tensor]:
+    """A placement of 58 layers and the loads [58, E] of one later batch."""
+    draw = np.random.default_rng(seed)
+    zipf = 1 / np.arange(1, EXPERTS + 1) ** 0.8
+    popularity = np.stack([draw.permutation(zipf) for _ in range(LAYERS)])
+    topology = isoload.Topology(ranks, min(8, ranks))
+    placement = isoload.place(popularity / zipf.sum() * 1e6, topology, (EXPERTS + replicas) // ranks)
+    live = popularity * np.exp(0.5 * draw.standard_normal(popularity.shape))
+    tokens = np.exp(draw.uniform(np.log(1e3), np.log(2e5), LAYERS)).astype(int)
+    loads = [draw.multinomial(TOP_K * t, p / p.sum()) for t, p in zip(tokens, live, strict=True)]
+    return placement, torch.tensor(np.stack(loads), dtype=torch.int32)
+
+
+def tile_imbalance(quota: torch.Tensor, ranks: int, quantum: int) -> float:
+    """Mean over layers of max/mean rank load when every slot's copies fill whole tiles."""
+    tiles = (quota + quantum - 1) // quantum
+    load = tiles.view(len(quota), ranks, -1).sum(-1).double()
+    return float((load.amax(1) / load.mean(1)).mean())
+
+
+def bench_exact(placement: isoload.Placement, loads: torch.Tensor) -> tuple[Timing, Timing]:
+    """Per layer in a batch of 58, and the public call for one layer; spread over instances."""
+    batched, public = [], []
+    tables = placement.layers("cpu").tables
+    for layer in range(LAYERS):
+        one = tables[layer]
+        same = isoload.ReplicaTables(one.data.repeat(LAYERS, 1), one.num_ranks, one.num_experts, one.num_slots)
+        copies = loads[layer].repeat(LAYERS, 1)
+        row = loads[layer].clone()
+        batched.append(measure(lambda s=same, c=copies: ops.plan_exact(c, s), LAYERS, 0.01).median)
+        public.append(measure(lambda r=row, i=layer: isoload.plan(r, placement, i), 1, 0.01).median)
+    return over_instances(batched), over_instances(public)
+
+
+def bench_rivals(placement: isoload.Placement, loads: torch.Tensor, layers: int) -> dict[str, float]:
+    """Medians over the first layers; gaps of the affine scaling's split to the real-valued optimum, per cent."""
+    highs, affine, gaps = [], [], []
+    for layer in range(layers):
+        slots = placement.slot_to_expert[layer].numpy()
+        problem = split_problem(slots, loads[layer].numpy(), placement.topology.num_ranks)
+        scaling = AffineScaling.build(problem)
+        model = highs_model(problem)
+        optimum = model.run() and model.getObjectiveValue()
+
+        def run(model=model):
+            model.clearSolver()
+            model.run()
+
+        highs.append(measure(run, 1, 0.01, 5).median)
+        optimum = model.getObjectiveValue()
+        affine.append(measure(scaling.solve, 1, 0.01, 3).median)
+        gaps.append(100 * (problem.peak(scaling.solve()) / optimum - 1))
+        exact = ops.plan_exact(loads[layer], placement.layer(layer, "cpu").tables)
+        assert int(exact.peak) == int(exact.bound) == int(np.ceil(optimum - 1e-6)), "not the optimum"
+    return {
+        "highs_us": float(np.median(highs)),
+        "affine_us": float(np.median(affine)),
+        "affine_gap_mean": float(np.mean(gaps)),
+        "affine_gap_max": float(np.max(gaps)),
+    }
+
+
+def bench_tokens(placement: isoload.Placement, tokens: int = 4096) -> dict[str, float]:
+    """count + share + route of one rank's tokens x 8, and the share row alone."""
+    ranks = placement.topology.num_ranks
+    draw = torch.Generator().manual_seed(1)
+    weights = 1 / torch.arange(1, EXPERTS + 1) ** 0.8
+    ids = [torch.multinomial(weights.expand(tokens, -1), TOP_K, generator=draw) for _ in range(ranks)]
+    loads = torch.stack([isoload.count(row, EXPERTS) for row in ids])
+    plan = isoload.plan(loads, placement, layer=0)
+
+    def chain() -> None:
+        isoload.count(ids[1], EXPERTS)
+        isoload.route(ids[1], loads, plan, rank=1)  # makes its share row
+
+    return {
+        "share_row_us": measure(lambda: isoload.share(loads, plan, rank=1)).median,
+        "count_share_route_us": measure(chain).median,
+        "visited_us": measure(lambda: isoload.route(ids[1], loads, plan, rank=1, prefer="visited")).median,
+    }
+
+
+def bench_case(ranks: int, replicas: int, quantum: int, rival_layers: int, seed: int) -> dict[str, object]:
+    placement, loads = make_case(ranks, replicas, seed)
+    batched, public = bench_exact(placement, loads)
+    plans = isoload.plan_layers(loads, placement)
+    even = isoload.plan_layers(loads, placement, policy="even")
+    mean = loads.sum(1).double() / ranks
+    rivals = bench_rivals(placement, loads, rival_layers)
+    return {
+        "ranks": ranks,
+        "experts": EXPERTS,
+        "replicas": replicas,
+        "plan_us": {"median": batched.median, "p99": batched.p99},
+        "public_us": {"median": public.median, "p99": public.p99},
+        **rivals,
+        "highs_ratio": rivals["highs_us"] / batched.median,
+        "affine_ratio": rivals["affine_us"] / batched.median,
+        "imbalance": {"exact": float((plans.peak / mean).mean()), "even": float((even.peak / mean).mean())},
+        "quantum": quantum,
+        "tile_imbalance": {
+            "exact": tile_imbalance(plans.quota, ranks, quantum),
+            "even": tile_imbalance(even.quota, ranks, quantum),
+        },
+        **bench_tokens(placement),
+    }
+
+
+def show(rows: list[dict[str, object]], quantum: int) -> None:
+    console = Console(width=150)
+    table = Table(title="Planning one layer, microseconds on one core", title_justify="left")
+    for name in ("R+replicas", "exact median / p99", "public call", "HiGHS (ratio)", "affine x5 (ratio)",
+                 "affine gap mean / max", "imbalance exact / even", f"in tiles of {quantum}", "share row",
+                 "count+share+route", "visited"):  # fmt: skip
+        table.add_column(name, justify="right")
+    for r in rows:
+        table.add_row(
+            f"{r['ranks']}+{r['replicas']}",
+            f"{r['plan_us']['median']:.2f} / {r['plan_us']['p99']:.2f}",
+            f"{r['public_us']['median']:.1f}",
+            f"{r['highs_us']:.0f} ({r['highs_ratio']:.0f}x)",
+            f"{r['affine_us']:.0f} ({r['affine_ratio']:.0f}x)",
+            f"{r['affine_gap_mean']:.1f} / {r['affine_gap_max']:.0f} %",
+            f"{r['imbalance']['exact']:.3f} / {r['imbalance']['even']:.3f}",
+            f"{r['tile_imbalance']['exact']:.3f} / {r['tile_imbalance']['even']:.3f}",
+            f"{r['share_row_us']:.1f}",
+            f"{r['count_share_route_us']:.0f}",
+            f"{r['visited_us']:.0f}",
+        )
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quantum", type=int, default=64, help="rows of a GEMM tile")
+    parser.add_argument("--rival-layers", type=int, default=24, help="instances on which rivals run")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(__doc__.strip(), "\n", file=sys.stderr)
+    print(machine(), file=sys.stderr)
+    rows = [bench_case(r, x, options.quantum, options.rival_layers, options.seed) for r, x in CASES]
+    show(rows, options.quantum)
+    print("written:", write_results("bench_plan", rows).name)
+
+
+if __name__ == "__main__":
+    main()

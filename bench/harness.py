@@ -1,0 +1,73 @@
+"""Timing rules and result records, written once for every bench.
+
+Rules: one torch thread; inputs made before the clock starts; warm-up first; many short samples of which the median
+and the 99th percentile are kept; rivals alternate with us in the same run on the same instances, so a slow moment
+of the machine hits both; the losses are printed like the wins.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds per unit of work over many samples."""
+
+    median: float
+    p99: float
+
+
+def measure(call: Callable[[], Any], units: int = 1, seconds: float = 0.2, least: int = 20) -> Timing:
+    """Times `call`, which does `units` units of work, for about `seconds`."""
+    call(), call()
+    samples = []
+    end = time.perf_counter() + seconds
+    while len(samples) < least or time.perf_counter() < end:
+        start = time.perf_counter_ns()
+        call()
+        samples.append((time.perf_counter_ns() - start) / 1e3 / units)
+    return Timing(float(np.median(samples)), float(np.percentile(samples, 99)))
+
+
+def over_instances(medians: list[float]) -> Timing:
+    """The spread over instances of each one's median."""
+    return Timing(float(np.median(medians)), float(np.percentile(medians, 99)))
+
+
+def machine() -> dict[str, str]:
+    """Where and on what these numbers were taken."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        cpu = next((line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line), cpu)
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=RESULTS.parent, capture_output=True, text=True
+    ).stdout.strip()
+    return {
+        "device": f"{cpu}, 1 thread",
+        "torch": torch.__version__,
+        "commit": commit,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def write_results(name: str, rows: list[dict[str, Any]]) -> Path:
+    """One JSON object per row, each with the machine: bench/results/<name>.jsonl."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.jsonl"
+    where = machine()
+    path.write_text("".join(json.dumps(row | where) + "\n" for row in rows))
+    return path

@@ -1,0 +1,5 @@
+"""``python -m isoload`` is the command ``isoload``."""
+
+from isoload.cli import main
+
+main()

@@ -1,0 +1,57 @@
+"""Which batches of a trace a placer may see, and which are then replayed on its placement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CALIBRATIONS = ("first-half", "all", "leave-one-out", "leave-cluster-out")
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Batches the placer sees, and batches that are replayed on its placement."""
+
+    calibrate: tuple[int, ...]
+    replay: tuple[int, ...]
+
+
+def calibration_folds(
+    num_batches: int, calibrate: str, clusters: tuple[str, ...] | None = None
+) -> list[Fold]:
+    """The folds of a replay.
+
+    Args:
+        num_batches: batches are 0..num_batches-1.
+        calibrate:
+            first-half: the first ``num_batches // 2`` are seen, the rest replayed.
+            all: all are seen and all replayed, so the placer has seen what it is judged on.
+            leave-one-out: each batch on the placement of all others.
+            leave-cluster-out: each cluster's batches on the placement of all other clusters.
+        clusters: [num_batches] labels; leave-cluster-out needs them.
+
+    Raises:
+        ValueError: naming the argument, the rule and the value.
+    """
+    every = tuple(range(num_batches))
+    if calibrate not in CALIBRATIONS:
+        raise ValueError(f"calibrate must be one of {', '.join(CALIBRATIONS)}, got {calibrate!r}")
+    if calibrate == "all":
+        return [Fold(every, every)]
+    if calibrate == "leave-cluster-out":
+        if clusters is None or len(set(clusters)) < 2:
+            got = "no labels" if clusters is None else f"only {clusters[0]!r}"
+            raise ValueError(f"calibrate=leave-cluster-out needs batches of at least 2 clusters, got {got}")
+        return [
+            Fold(
+                tuple(b for b in every if clusters[b] != label),
+                tuple(b for b in every if clusters[b] == label),
+            )
+            for label in dict.fromkeys(clusters)
+        ]
+    if num_batches < 2:
+        raise ValueError(
+            f"calibrate={calibrate} needs at least 2 batches, got {num_batches}: use calibrate=all"
+        )
+    if calibrate == "first-half":
+        return [Fold(every[: num_batches // 2], every[num_batches // 2 :])]
+    return [Fold(every[:b] + every[b + 1 :], (b,)) for b in every]

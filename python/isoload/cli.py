@@ -1,0 +1,195 @@
+"""The command ``isoload``: replay, inspect, doctor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from isoload import __version__, doctor, report
+from isoload.batches import ASSIGNMENTS
+from isoload.calibration import CALIBRATIONS
+from isoload.inspection import inspect_trace
+from isoload.placers import PLACERS
+from isoload.policies import POLICIES
+from isoload.simulate import DEFAULT_POLICIES, ReplaySettings
+from isoload.simulate import replay as replay_trace
+from isoload.trace import Trace, read_trace
+
+app = typer.Typer(
+    name="isoload",
+    help="Equal load for the ranks of expert-parallel Mixture-of-Experts layers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+JSON_HELP = "Write the figures as JSON to this file, or to stdout (-) in place of the table."
+LAYERS_HELP = "Only these layers, by position: 0-3,7."
+
+TracePath = Annotated[Path, typer.Argument(metavar="TRACE", help="An npz trace or an SGLang expert dump.")]
+JsonTarget = Annotated[str | None, typer.Option("--json", metavar="FILE|-", help=JSON_HELP)]
+LayersText = Annotated[str | None, typer.Option("--layers", metavar="LIST", help=LAYERS_HELP)]
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(f"isoload {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def replay(
+    trace: TracePath,
+    ranks: Annotated[int, typer.Option(help="R, ranks of the expert-parallel group.")] = 8,
+    ranks_per_node: Annotated[int, typer.Option(help="Ranks that share a node. 0: all.")] = 0,
+    slots_per_rank: Annotated[
+        int,
+        typer.Option(
+            help="S, spare slots included. 0: E/R, an eighth of it (at least 1) more, and the spare ones."
+        ),
+    ] = 0,
+    spare_slots: Annotated[int, typer.Option(help="Slots of every rank that stay empty.")] = 0,
+    placer: Annotated[str, typer.Option(help=f"One of {', '.join(PLACERS)}.")] = "eplb",
+    calibrate: Annotated[
+        str, typer.Option(help=f"What the placer sees: {', '.join(CALIBRATIONS)}. Replayed is the rest.")
+    ] = "first-half",
+    batch_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens per batch. Default: the trace's own, else 1024 (drawn: at most 4096)."),
+    ] = None,
+    assign: Annotated[
+        str, typer.Option(help=f"How whole sequences go to source ranks: {', '.join(ASSIGNMENTS)}.")
+    ] = "contiguous",
+    seed: Annotated[int, typer.Option(help="Of drawn tokens and of policies that draw.")] = 0,
+    policies: Annotated[str, typer.Option(help=f"Some of {', '.join(POLICIES)}.")] = ",".join(
+        DEFAULT_POLICIES
+    ),
+    layers: LayersText = None,
+    json: JsonTarget = None,
+) -> None:
+    """Replay recorded routing over virtual ranks, under several policies.
+
+    Experts are placed on one part of the trace, the rest is routed.
+
+    Every figure is counted from routed slots. Imbalance is max/mean rank load;
+    the standard deviation is relative to the mean, too, and idle share to R*max;
+    planning time is in microseconds per layer, on one CPU thread.
+
+    From a trace of counts alone tokens are drawn, layer by layer:
+    K distinct experts each, in the shares of the counts.
+    """
+    with _one_line_errors():
+        report.check_target(json)
+        settings = ReplaySettings(
+            num_ranks=ranks,
+            ranks_per_node=ranks_per_node,
+            slots_per_rank=slots_per_rank,
+            spare_slots=spare_slots,
+            placer=placer,
+            calibrate=calibrate,
+            batch_tokens=batch_tokens,
+            assign=assign,
+            seed=seed,
+            policies=tuple(name.strip() for name in policies.split(",") if name.strip()),
+        )
+        loaded = _load(trace, layers)
+        with _progress("replaying batches") as on_batch:
+            found = replay_trace(loaded, settings, on_batch)
+        if json:
+            report.write_json(report.replay_json(found), json)
+        if json != "-":
+            report.print_replay(found, Console(highlight=False))
+
+
+@app.command()
+def inspect(
+    trace: TracePath,
+    ranks: Annotated[
+        int, typer.Option(help="R, ranks that hold the experts in order, without replicas.")
+    ] = 8,
+    layers: LayersText = None,
+    json: JsonTarget = None,
+) -> None:
+    """How skewed a trace is: per layer the largest share of an expert and of a rank, over batches."""
+    with _one_line_errors():
+        report.check_target(json)
+        loaded = _load(trace, layers)
+        found = inspect_trace(loaded, ranks)
+        if json:
+            rows = [asdict(layer) for layer in found]
+            report.write_json({"trace": loaded.name, "num_ranks": ranks, "layers": rows}, json)
+        if json != "-":
+            report.print_inspection(loaded, ranks, found, Console(highlight=False))
+
+
+@app.command("doctor")
+def run_doctor(json: JsonTarget = None) -> None:
+    """What this machine offers, what is off, and why."""
+    with _one_line_errors():
+        report.check_target(json)
+        items = doctor.report()
+        if json:
+            report.write_json([asdict(item) for item in items], json)
+        if json != "-":
+            report.print_doctor(items, Console(highlight=False))
+
+
+def parse_layers(text: str) -> list[int]:
+    """Positions of layers from a list of numbers and ranges: "0-3,7" -> [0, 1, 2, 3, 7]."""
+    layers: list[int] = []
+    for part in text.replace(" ", "").split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(f"layers must be numbers and ranges such as 0-3,7, got {text!r}")
+        layers += range(int(first), int(last if dash else first) + 1)
+    if not layers or len(set(layers)) < len(layers):
+        raise ValueError(f"layers must be distinct and at least one, got {text!r}")
+    return layers
+
+
+def _load(path: Path, layers: str | None) -> Trace:
+    with Console(stderr=True).status(f"reading {escape(str(path))}"):
+        trace = read_trace(path)
+    return trace if layers is None else trace.select_layers(parse_layers(layers))
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr, gone when done and absent where stderr is not a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """What the user can mend ends in one red line and exit code 2, everything else in a traceback."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        text = f"{error.filename}: {error.strerror}"
+    except ValueError as error:
+        text = str(error)
+    else:
+        return
+    Console(stderr=True, highlight=False).print(Text(f"error: {text}", style="red"), soft_wrap=True)
+    raise typer.Exit(2)
+
+
+def main() -> None:
+    """Entry point."""
+    app(prog_name="isoload")

@@ -1,0 +1,142 @@
+"""Figures of a policy, counted from routed slots and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from isoload.topology import Topology
+
+Ints = npt.NDArray[np.integer[Any]]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedBatch:
+    """What one batch of routed slots comes to, per layer.
+
+    slot_copies  [L, P]  copies that each slot received
+    rows         [L, 3]  rows (distinct token x destination rank): all, to another rank, to another node
+    copies       [L, 3]  copies (token x expert): all, to another rank, to another node
+    """
+
+    slot_copies: Ints
+    rows: Ints
+    copies: Ints
+
+
+def count_routed(slots: Ints, sources: Ints, topology: Topology, slots_per_rank: int) -> RoutedBatch:
+    """Counts slots [L, T, K] (-1 = absent) of tokens on source ranks [T]."""
+    layers, tokens, _ = slots.shape
+    ranks, per_node = topology.num_ranks, topology.ranks_per_node
+    num_slots = ranks * slots_per_rank
+    slot_copies = np.empty((layers, num_slots), dtype=np.int64)
+    rows, copies = (np.empty((layers, 3), dtype=np.int64) for _ in range(2))
+    rank_of_column, token = np.arange(ranks), np.arange(tokens)[:, None]
+    same_rank = sources[:, None] == rank_of_column  # [T, R]
+    same_node = (sources // per_node)[:, None] == rank_of_column // per_node
+    for layer in range(layers):
+        slot_copies[layer] = np.bincount(slots[layer].ravel() + 1, minlength=num_slots + 1)[1:]
+        column = slots[layer] // slots_per_rank + 1  # absent copies fall into column 0
+        sent = np.bincount((token * (ranks + 1) + column).ravel(), minlength=tokens * (ranks + 1))
+        sent = sent.reshape(tokens, ranks + 1)[:, 1:]
+        for out, amount in ((rows, sent > 0), (copies, sent)):
+            out[layer] = amount.sum(), amount[~same_rank].sum(), amount[~same_node].sum()
+    return RoutedBatch(slot_copies, rows, copies)
+
+
+@dataclass(frozen=True)
+class PolicyFigures:
+    """One row of a replay. Means are over all (batch, layer) pairs that have copies.
+
+    imbalance_*          max / mean rank load: mean, 99th percentile (linear interpolation), max
+    rank_load_std        standard deviation over ranks / mean rank load, mean
+    idle_share           sum of (max - load) over ranks, batches and layers / sum of R * max
+    gap_*                max rank load / exact's bound on the same placement - 1: mean, max
+    ideal_gap            max rank load / ceil(total / R) - 1, mean
+    remote_*_rows        rows (distinct token x destination rank) that leave their rank, their node
+    remote_*_share       the same / all rows
+    remote_*_copy_share  copies (token x expert) that leave their rank, their node / all copies
+    active_experts       slots that received copies, on the rank that has most of them, mean
+    plan_us_*            planning time per layer in microseconds: of a call for one layer (median, p99), and
+                         of a call for all layers divided by their number (median)
+    """
+
+    policy: str
+    imbalance_mean: float
+    imbalance_p99: float
+    imbalance_max: float
+    rank_load_std: float
+    idle_share: float
+    gap_mean: float
+    gap_max: float
+    ideal_gap: float
+    remote_rank_rows: int
+    remote_node_rows: int
+    remote_rank_share: float
+    remote_node_share: float
+    remote_rank_copy_share: float
+    remote_node_copy_share: float
+    active_experts: float
+    plan_us_median: float
+    plan_us_p99: float
+    plan_us_batched: float
+
+
+@dataclass
+class Tally:
+    """Collects a policy's routed batches and planning times; :meth:`figures` sums them up."""
+
+    policy: str
+    num_ranks: int
+    loads: list[Ints] = field(default_factory=list)  # [L, R] copies per rank
+    bounds: list[Ints] = field(default_factory=list)  # [L] exact's bound
+    active: list[Ints] = field(default_factory=list)  # [L] slots in use on the rank with most
+    rows: list[Ints] = field(default_factory=list)  # [L, 3]
+    copies: list[Ints] = field(default_factory=list)  # [L, 3]
+    layer_ns: list[int] = field(default_factory=list)
+    batched_ns: list[float] = field(default_factory=list)  # per layer
+
+    def add(self, routed: RoutedBatch, bound: Ints) -> None:
+        """Adds one batch; bound [L] is exact's, on the same placement and loads."""
+        per_rank = routed.slot_copies.reshape(len(bound), self.num_ranks, -1)
+        self.loads.append(per_rank.sum(-1))
+        self.active.append((per_rank > 0).sum(-1).max(-1))
+        self.bounds.append(bound)
+        self.rows.append(routed.rows)
+        self.copies.append(routed.copies)
+
+    def figures(self) -> PolicyFigures:
+        loads, bound, active = (np.concatenate(part) for part in (self.loads, self.bounds, self.active))
+        used = loads.sum(-1) > 0
+        if not used.any():
+            raise ValueError("trace must have copies in the batches to replay, got none")
+        loads, bound, active = loads[used], bound[used], active[used]
+        peak, mean, total = loads.max(-1), loads.mean(-1), loads.sum(-1)
+        gap, imbalance = peak / bound - 1, peak / mean
+        rows, copies = (np.concatenate(part).sum(0).tolist() for part in (self.rows, self.copies))
+        layer_us = np.array(self.layer_ns) / 1000
+        return PolicyFigures(
+            policy=self.policy,
+            imbalance_mean=float(imbalance.mean()),
+            imbalance_p99=float(np.percentile(imbalance, 99)),
+            imbalance_max=float(imbalance.max()),
+            rank_load_std=float((loads.std(-1) / mean).mean()),
+            idle_share=float((peak[:, None] - loads).sum() / (self.num_ranks * peak).sum()),
+            gap_mean=float(gap.mean()),
+            gap_max=float(gap.max()),
+            ideal_gap=float((peak / -(-total // self.num_ranks) - 1).mean()),
+            remote_rank_rows=rows[1],
+            remote_node_rows=rows[2],
+            remote_rank_share=rows[1] / rows[0],
+            remote_node_share=rows[2] / rows[0],
+            remote_rank_copy_share=copies[1] / copies[0],
+            remote_node_copy_share=copies[2] / copies[0],
+            active_experts=float(active.mean()),
+            plan_us_median=float(np.median(layer_us)),
+            plan_us_p99=float(np.percentile(layer_us, 99)),
+            plan_us_batched=float(np.median(self.batched_ns)) / 1000,
+        )

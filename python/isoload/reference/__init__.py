@@ -1,0 +1,12 @@
+"""The ops of isoload.ops in plain Python: what each one does, bit for bit, written to be read.
+
+Same names, signatures and results on valid input; slow, and checked by their own assertions only.
+"""
+
+from isoload.reference.count import count
+from isoload.reference.plan_exact import ExactSplit, plan_exact
+from isoload.reference.replica_tables import replica_tables
+from isoload.reference.route import route, route_sampled
+from isoload.reference.share import share
+
+__all__ = ["ExactSplit", "count", "plan_exact", "replica_tables", "route", "route_sampled", "share"]

@@ -1,0 +1,133 @@
+// What the planners make of one instance, and what is wrong with it.
+#pragma once
+
+#include <array>
+#include <cstring>
+
+#include "algorithms/plan_exact.h"
+#include "algorithms/replica_tables.h"
+#include "algorithms/share.h"
+#include "instances.h"
+
+namespace isoload {
+
+using Buffer = std::vector<int32_t>;
+
+struct SolvedPlan {
+  PlanStatus status;
+  int64_t certificate[2];  // peak, bound
+  int32_t telemetry[4];
+  Buffer quota;  // [P]
+
+  int64_t peak() const { return certificate[0]; }
+  int64_t bound() const { return certificate[1]; }
+  bool ok() const { return status == PlanStatus::ok; }
+  bool operator==(const SolvedPlan&) const = default;
+};
+
+struct Answers {
+  static constexpr int kCut = 3;  // plans[0..2] are exact, with rank sets of 1, 2 and 4 words
+  Buffer tables, workspace;
+  std::array<SolvedPlan, 4> plans;
+  std::array<Buffer, 4> shares;  // all rows [R, P] and one row [P], by locality; the same rank major
+  std::array<bool, 4> shared;
+  bool diverged;  // a lane returned or saw something else than the others
+
+  static bool fits(const Instance& in, int i) { return in.R <= 64 << i; }
+  const SolvedPlan& exact() const { return plans[2]; }
+
+  // Fresh memory full of `byte`: a result must not depend on what was there. Exact sizes, for
+  // AddressSanitizer.
+  void poison(const Instance& in, int byte) {
+    auto fill = [&](Buffer& buffer, int64_t words) {
+      buffer = Buffer(words);
+      std::memset(buffer.data(), byte, words * sizeof(int32_t));
+    };
+    fill(tables, ReplicaTables::size(in.E, in.P()));
+    fill(workspace, std::max({2 * replica_tables_workspace(in.R, in.E),
+                              ExactWorkspace<4>::bytes(in.R, in.E) / 4, int64_t(4 * in.R)}));
+    for (SolvedPlan& plan : plans) {
+      std::memset(plan.certificate, byte, sizeof plan.certificate);
+      std::memset(plan.telemetry, byte, sizeof plan.telemetry);
+      fill(plan.quota, in.P());
+    }
+    for (int i = 0; i < 4; ++i) fill(shares[i], i % 2 ? in.P() : in.R * in.P());
+    diverged = false;
+  }
+};
+
+// Conservation and the certificate of plans[i].
+inline const char* plan_error(const Instance& in, const Answers& got, int i) {
+  const SolvedPlan& plan = got.plans[i];
+  const ReplicaTables t = ReplicaTables::at(got.tables.data(), in.E, in.P());
+  std::vector<int64_t> load(in.R), taken(in.E);
+  for (int r = 0; r < in.R; ++r) load[r] = in.fixed.empty() ? 0 : in.fixed[r];
+  for (int e = 0; e < in.E; ++e)
+    for (int j = t.offsets[e]; j < t.offsets[e + 1]; ++j) {
+      const int32_t n = plan.quota[t.slots[j]];
+      if (n < 0) return "a quota is negative";
+      if (in.slot_to_expert[t.slots[j]] != e) return "the tables list a slot under another expert";
+      load[t.slots[j] / in.S] += n;
+      taken[e] += n;
+    }
+  int64_t peak = 0, everywhere = 0, listed = 0;
+  for (int e = 0; e < in.E; ++e) {
+    if (taken[e] != in.summed[e]) return "quotas do not add up to the loads";
+    listed += taken[e];
+  }
+  for (const int32_t n : plan.quota) everywhere += n;
+  if (everywhere != listed) return "a slot without a replica has a quota";
+  for (int r = 0; r < in.R; ++r) peak = std::max(peak, load[r] * (in.ticks.empty() ? 1 : in.ticks[r]));
+  if (plan.peak() != peak) return "peak is not the largest rank load";
+  const bool cut = i == Answers::kCut;
+  if (!cut && plan.bound() != peak) return "peak and bound differ at tolerance 0";
+  if (plan.bound() > got.exact().peak()) return "a bound is above the optimum";
+  if (peak < got.exact().peak()) return "a solve that was cut short beats the optimum";
+  if (cut && !plan.telemetry[3] && peak > plan.bound() * (1 + in.tolerance_ppm * 1e-6L))
+    return "peak is outside the tolerance";
+  return nullptr;
+}
+
+// shares[i] of all rows and shares[i + 1] of one: sources send their loads, slots receive their quota.
+inline const char* share_error(const Instance& in, const Answers& got, int i) {
+  const Buffer &all = got.shares[i], &row = got.shares[i + 1];
+  if (!got.shared[i] || !got.shared[i + 1]) return "share refuses the plan";
+  if (!std::equal(row.begin(), row.end(), all.begin() + in.row * in.P()))
+    return "one row differs from all rows";
+  std::vector<int64_t> received(in.P());
+  for (int s = 0; s < in.R; ++s) {
+    std::vector<int64_t> sent(in.E);
+    for (int p = 0; p < in.P(); ++p) {
+      const int32_t n = all[s * in.P() + p];
+      if (n < 0 || (n > 0 && in.slot_to_expert[p] < 0)) return "a share is negative or goes to an empty slot";
+      if (n > 0) sent[in.slot_to_expert[p]] += n;
+      received[p] += n;
+    }
+    if (!std::equal(sent.begin(), sent.end(), in.loads.begin() + s * in.E))
+      return "a source does not send its loads";
+  }
+  if (!std::equal(received.begin(), received.end(), got.exact().quota.begin()))
+    return "a slot does not receive its quota";
+  return nullptr;
+}
+
+// The first fault of the answers of one lane and of many, or null.
+inline const char* answers_error(const Instance& in, const Answers& one, const Answers& many) {
+  if (many.diverged) return "the lanes disagree";
+  if (one.tables != many.tables) return "the tables of the two teams differ";
+  for (int i = 0; i < 4; ++i) {
+    if (!Answers::fits(in, i)) continue;
+    if (one.plans[i].status != many.plans[i].status) return "the statuses of the two teams differ";
+    if (!one.plans[i].ok()) continue;
+    if (one.plans[i] != many.plans[i]) return "the plans of the two teams differ";
+    if (!one.exact().ok()) continue;
+    if (i != Answers::kCut && one.plans[i] != one.exact()) return "plans differ between widths of rank sets";
+    if (const char* wrong = plan_error(in, one, i)) return wrong;
+  }
+  if (!one.exact().ok()) return nullptr;
+  if (one.shares != many.shares || one.shared != many.shared) return "the shares of the two teams differ";
+  const char* wrong = share_error(in, one, 0);
+  return wrong ? wrong : share_error(in, one, 2);
+}
+
+}  // namespace isoload

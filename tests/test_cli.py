@@ -1,0 +1,179 @@
+"""The command line: what it prints, what it writes, and one red line for everything a user can mend."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import isoload
+from isoload.cli import app, parse_layers
+from isoload.trace import Trace, write_trace
+
+SHIPPED = Path(__file__).parent.parent / "examples" / "traces" / "gptoss20b_decode.npz"
+KEYS = ["trace", "settings", "tokens", "layers", "batches", "policies"]
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    rng = np.random.default_rng(1)
+    ids = rng.permuted(np.tile(np.arange(8), (48, 3, 1)), axis=-1)[..., :2]
+    path = tmp_path_factory.mktemp("traces") / "small.npz"
+    sizes = np.full(3, 16)
+    write_trace(Trace("small", 8, topk_ids=ids, tokens_per_batch=sizes, cluster=("a", "b", "b")), path)
+    return str(path)
+
+
+PLAIN = {"FORCE_COLOR": None, "TTY_COMPATIBLE": None, "TTY_INTERACTIVE": None, "COLUMNS": None}
+
+
+def run(*args, env=PLAIN):
+    return CliRunner().invoke(app, [str(arg) for arg in args], env=env)
+
+
+def error_of(*args):
+    result = run(*args)
+    assert result.exit_code == 2 and result.stdout == ""
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    return result.stderr.removeprefix("error: ").rstrip("\n")
+
+
+def test_replay_prints_a_row_per_policy(trace):
+    result = run("replay", trace, "--ranks", 4, "--ranks-per-node", 2)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == "small" and "32 tokens in 2 batches" in lines[1] and "4 ranks on 2 nodes" in lines[2]
+    assert [line.split()[0] for line in lines[6:11]] == ["none", "static", "even", "dynamic", "exact"]
+    assert lines[10].split()[4:6] == ["0%", "0%"]
+    assert result.stderr == ""
+
+
+def test_json_to_stdout_is_nothing_but_json(trace):
+    result = run("replay", trace, "--policies", "none, exact", "--layers", "0,2", "--ranks", 2, "--json", "-")
+    found = json.loads(result.stdout)
+    assert list(found) == KEYS and found["layers"] == 2 and found["settings"]["layer_ids"] == [0, 2]
+    assert [row["policy"] for row in found["policies"]] == ["none", "exact"]
+    assert result.stderr == ""
+
+
+def test_progress_and_colour_are_for_terminals_and_never_in_the_json(trace):
+    terminal = {**PLAIN, "FORCE_COLOR": "1"}
+    result = run("replay", trace, "--json", "-", env=terminal)
+    assert list(json.loads(result.stdout)) == KEYS
+    assert "replaying batches" in result.stderr and "2/2" in result.stderr
+    assert "\x1b[31merror: " in run("replay", "missing.npz", env=terminal).stderr
+
+
+def test_json_to_a_file_comes_with_the_table(trace, tmp_path):
+    target = tmp_path / "figures.json"
+    result = run("replay", trace, "--ranks", 2, "--json", target)
+    assert list(json.loads(target.read_text())) == KEYS and os.listdir(tmp_path) == ["figures.json"]
+    assert "exact " in result.stdout
+
+
+def test_every_option_reaches_the_replay(trace):
+    options = {
+        "num_ranks": 4, "ranks_per_node": 2, "slots_per_rank": 5, "spare_slots": 1, "placer": "trivial",
+        "calibrate": "leave-cluster-out", "batch_tokens": 8, "assign": "round-robin", "seed": 9,
+    }  # fmt: skip
+    flags = [
+        part
+        for name, value in options.items()
+        for part in ("--" + name.removeprefix("num_").replace("_", "-"), value)
+    ]
+    found = json.loads(run("replay", trace, *flags, "--policies", "even", "--json", "-").stdout)
+    assert {name: found["settings"][name] for name in options} == options
+    assert found["settings"]["policies"] == ["even"] and found["batches"] == 6
+
+
+def test_inspect(trace):
+    result = run("inspect", trace, "--ranks", 4, "--layers", "1-2")
+    assert (
+        result.exit_code == 0
+        and "3 batches, 2 layers, 8 experts; experts in order on 4 ranks" in result.stdout
+    )
+    found = json.loads(run("inspect", trace, "--ranks", 4, "--json", "-").stdout)
+    assert (found["trace"], found["num_ranks"], len(found["layers"])) == ("small", 4, 3)
+    assert len(found["layers"][0]["expert"]["per_batch"]) == 3
+    assert found["layers"][0]["skew"] == "low-skew"
+
+
+def test_doctor():
+    result = run("doctor")
+    assert result.exit_code == 0 and "isoload ops" in result.stdout
+    found = json.loads(run("doctor", "--json", "-").stdout)
+    assert {"name", "on", "detail"} == set(found[0])
+
+
+def test_version_and_help():
+    assert run("--version").stdout == f"isoload {isoload.__version__}\n"
+    for command in ("replay", "inspect", "doctor"):
+        assert run(command, "--help").exit_code == 0
+        assert command in run("--help").stdout
+
+
+@pytest.mark.parametrize("text", ["0-3,7", " 0 - 3 , 7 ", "0,1,2-2,3,7"])
+def test_layers(text):
+    assert parse_layers(text) == [0, 1, 2, 3, 7]
+
+
+@pytest.mark.parametrize("text", ["", "x", "1-", "-1", "3,,4", "1-2-3", "1.5"])
+def test_layers_that_are_no_numbers(trace, text):
+    expected = f"layers must be numbers and ranges such as 0-3,7, got {text!r}"
+    assert error_of("replay", trace, f"--layers={text}") == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--layers", "1,0-2"], "layers must be distinct and at least one, got '1,0-2'"),
+        (["--layers", "3-1"], "layers must be distinct and at least one, got '3-1'"),
+        (["--layers", "7"], "layers must be some of 0..2, got [7]"),
+        (
+            ["--policies", "exact,best"],
+            "policy must be one of none, static, even, dynamic, exact, got 'best'",
+        ),
+        (["--policies", ","], "policies must be distinct and at least one, got none at all"),
+        (["--ranks", "4", "--ranks-per-node", "3"], "ranks_per_node must divide num_ranks=4, got 3"),
+        (
+            ["--json", "no-such-folder/x"],
+            "json must be a file in an existing folder or -, got 'no-such-folder/x'",
+        ),
+    ],
+)
+def test_one_line_per_error(trace, options, message):
+    assert error_of("replay", trace, *options) == message
+
+
+def test_files_that_are_not_there_or_no_traces(tmp_path):
+    missing, foreign = tmp_path / "missing.npz", tmp_path / "foreign.npz"
+    foreign.write_text("hello")
+    for command in ("replay", "inspect"):
+        assert error_of(command, missing) == f"{missing}: No such file or directory"
+        assert str(foreign) in error_of(command, foreign)
+
+
+def test_bugs_keep_their_traceback(trace, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("routed slots do not meet the quota")
+
+    monkeypatch.setattr("isoload.cli.replay_trace", broken)
+    assert isinstance(run("replay", trace).exception, RuntimeError)
+
+
+def test_module_and_shipped_trace():
+    command = [sys.executable, "-m", "isoload", "replay", SHIPPED, "--layers", "0-2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == "" and "openai/gpt-oss-20b" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 120
+
+
+def test_module_names_itself():
+    done = subprocess.run(
+        [sys.executable, "-m", "isoload", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "Usage: isoload" in done.stdout
