@@ -19,7 +19,7 @@ LAYERS = [
     ["policies", "placers", "trace"],
     ["counting", "planning"],
     ["routing"],
-    ["batches", "calibration", "metrics", "inspection"],
+    ["batches", "calibration", "metrics", "inspection", "workloads"],
     ["simulate"],
     ["report", "doctor"],
     ["cli"],

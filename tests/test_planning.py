@@ -261,11 +261,11 @@ BAD_CALLS = {
     "loads dtype": (lambda s: isoload.plan(s.good.long(), s.placement, 0), "loads must be int32, got int64"),
     "negative loads": (
         lambda s: isoload.plan(s.good - 1, s.placement, 0),
-        "loads and fixed must not be negative",
+        r"loads must not be negative, got -1 for expert \d+",
     ),
     "too many copies": (
         lambda s: isoload.plan(s.good + 2**30, s.placement, 0),
-        r"loads and fixed must sum to less than 2\^31 copies",
+        r"loads and fixed must sum to less than 2\^31 copies, got \d+",
     ),
     "share of a sampled plan": (
         lambda s: isoload.share(s.good, s.sampled),

@@ -203,6 +203,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"quota": QUOTA - 4 * torch.eye(8, dtype=torch.int32)[6]},
         "quota must conserve loads: that of expert 3 was not made from these loads",
     ),
+    "a solo quota too large for any source": (
+        {"quota": QUOTA + 4 * torch.eye(8, dtype=torch.int32)[6]},
+        "quota must conserve loads: that of expert 3 was not made from these loads",
+    ),
+    "negative loads": (
+        {"loads": LOADS - 100, "quota": QUOTA},
+        "quota must conserve loads: that of expert 0 was not made from these loads",
+    ),
 }
 
 

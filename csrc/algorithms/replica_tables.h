@@ -10,8 +10,8 @@
 
 namespace isoload {
 
-// Views into one layer's buffer of ReplicaTables::size(E, P) int32. python/isoload/records.py names the same
-// fields.
+// Views into one layer's buffer of ReplicaTables::size(E, P) int32. python/isoload/replica_tables.py names
+// the same fields.
 template <class Int>
 struct BasicReplicaTables {
   Int* header;   // [2]     number of split experts, number of classes

@@ -7,19 +7,22 @@ namespace isoload::cpu {
 
 namespace {
 
-// An expert whose quotas do not sum to its load, or -1. First one sum over everything: it costs next to
-// nothing.
+// An expert with a negative load or quota, or whose quotas do not sum to its load; -1 if there is none.
 int unlike(const ShareProblem& problem) {
-  const int R = problem.R, E = problem.E;
+  const ReplicaTables& t = problem.tables;
+  const int64_t R = problem.R, E = problem.E, P = R * problem.S;
+  // One look over everything, which costs next to nothing, tells whether to search.
   uint32_t difference = 0;
-  for (int64_t i = 0; i < int64_t(R) * E; ++i) difference += static_cast<uint32_t>(problem.loads[i]);
-  for (int p = 0; p < R * problem.S; ++p) difference -= static_cast<uint32_t>(problem.quota[p]);
-  for (int e = 0; difference != 0 && e < E; ++e) {
+  int32_t sign = 0;
+  for (int64_t i = 0; i < R * E; ++i) sign |= problem.loads[i], difference += uint32_t(problem.loads[i]);
+  for (int64_t p = 0; p < P; ++p) sign |= problem.quota[p], difference -= uint32_t(problem.quota[p]);
+  for (int e = 0; (sign < 0 || difference != 0) && e < E; ++e) {
     int64_t left = 0;
-    for (int s = 0; s < R; ++s) left += problem.loads[int64_t(s) * E + e];
-    for (int j = problem.tables.offsets[e]; j < problem.tables.offsets[e + 1]; ++j)
-      left -= problem.quota[problem.tables.slots[j]];
-    if (left != 0) return e;
+    bool negative = false;
+    auto add = [&](int32_t n, int64_t factor) { negative |= n < 0, left += factor * n; };
+    for (int64_t s = 0; s < R; ++s) add(problem.loads[s * E + e], 1);
+    for (int j = t.offsets[e]; j < t.offsets[e + 1]; ++j) add(problem.quota[t.slots[j]], -1);
+    if (negative || left != 0) return e;
   }
   return -1;
 }

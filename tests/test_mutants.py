@@ -1,0 +1,191 @@
+"""Proof that the suite can fail: each named fault, seeded into a copy of the sources, turns its tests red."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from torch.utils.cpp_extension import include_paths, library_paths
+
+import native_build
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "python" / "isoload"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old` stands once in `file` and becomes `new`; then tests/test_<tests>.py must fail ("teams": its program).
+
+    Faults that the file's own order would find late name the test that finds them.
+    """
+
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+MUTANTS = {
+    "an id of -1 counted": Mutant(
+        "csrc/cpu/count.cpp", "else if (id != -1)", "else if (++counts[0], id != -1)", "count"
+    ),
+    "de-duplication off": Mutant(
+        "csrc/algorithms/replica_tables.h",
+        "first = slot_to_expert[q] != e;",
+        "first = true;",
+        "replica_tables",
+    ),
+    "a class shares a rank": Mutant(
+        "csrc/algorithms/replica_tables.h",
+        "bool free = k < mine;",
+        "bool free = k < mine; if (free) mine = k;",
+        "teams",
+    ),
+    "remainder dropped": Mutant(
+        "csrc/algorithms/plan_exact.h", "each + (turn < more)", "each + 0 * (turn < more)", "plan_exact"
+    ),
+    "an overloaded rank forgotten": Mutant(
+        "csrc/algorithms/plan_exact.h",
+        "if (ws_.load[source] <= ws_.cap[source]) over_.erase(source);",
+        "over_.erase(source);",
+        "plan_exact",
+    ),
+    "bound + 1": Mutant(
+        "csrc/algorithms/plan_exact.h", "bound_ = certify();", "bound_ = certify() + 1;", "plan_exact"
+    ),
+    "ties flipped": Mutant(
+        "csrc/algorithms/plan_exact.h",
+        "room(t_.ranks[j]) > room(t_.ranks[best])",
+        "room(t_.ranks[j]) >= room(t_.ranks[best])",
+        "plan_exact::test_equals_reference",
+    ),
+    "speeds ignored": Mutant(
+        "csrc/algorithms/plan_exact.h",
+        "in_.ticks ? int64_t(in_.ticks[r]) * ws_.load[r]",
+        "in_.ticks ? int64_t(1024) * ws_.load[r]",
+        "plan_exact::test_ticks",
+    ),
+    "sweeps overshoot": Mutant(
+        "csrc/algorithms/balance.h",
+        "int64_t move = 7 *",
+        "int64_t move = 17 *",
+        "plan_exact::test_equals_reference",
+    ),
+    "a barrier removed from the sweeps": Mutant(
+        "csrc/algorithms/plan_exact.h",
+        "balance(t_, e, ws_.total[e], in_.ticks, ws_.load, quota_);\n      });\n      team_.sync();",
+        "balance(t_, e, ws_.total[e], in_.ticks, ws_.load, quota_);\n      });",
+        "teams",
+    ),
+    "node level left out of share": Mutant(
+        "csrc/algorithms/share.h", "per_node < in_.R && c < copies_", "false && c < copies_", "share"
+    ),
+    "home level left out of share": Mutant("csrc/algorithms/share.h", "keep_at_home();\n", "\n", "share"),
+    "a share dealt one short": Mutant(
+        "csrc/cpu/route.cpp", "--hands_[e].left == 0", "--hands_[e].left <= 1", "route"
+    ),
+    "more granted than the share": Mutant(
+        "csrc/cpu/route.cpp", "if (j < end && left[t.slots[j]] > 0)", "if (j < end)", "route"
+    ),
+    "every copy draws the same": Mutant(
+        "csrc/cpu/route.cpp", "random_word(seed, i) >>", "random_word(seed, 0) >>", "route"
+    ),
+    "static forgets the node": Mutant(
+        "python/isoload/policies/static.py",
+        "here if here.size else near",
+        "here if here.size else replicas",
+        "planning",
+    ),
+    "a layer's random stream is every layer's": Mutant(
+        "python/isoload/routing.py",
+        'getattr(plan.policy, "step", 0), rank',
+        'getattr(plan.policy, "step", 0) * 0, rank',
+        "planning",
+    ),
+}
+
+
+def seed_fault(mutant: Mutant, folder: Path) -> None:
+    """Copies csrc and the package into `folder` and puts the fault in."""
+    shutil.copytree(ROOT / "csrc", folder / "csrc")
+    shutil.copytree(PACKAGE, folder / "python" / "isoload", ignore=shutil.ignore_patterns("__pycache__"))
+    file = folder / mutant.file
+    text = file.read_text()
+    assert text.count(mutant.old) == 1, f"{mutant.file} must hold exactly once: {mutant.old}"
+    file.write_text(text.replace(mutant.old, mutant.new))
+
+
+def compile_binding(folder: Path) -> Path:
+    """ops.cpp, which no fault touches, compiled once."""
+    out = folder / "ops.o"
+    includes = [f"-I{path}" for path in [ROOT / "csrc", *include_paths()]]
+    flags = ["-std=c++17", "-O0", "-fPIC", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
+    subprocess.run(["g++", *flags, *includes, "-c", str(ROOT / "csrc/ops.cpp"), "-o", str(out)], check=True)
+    return out
+
+
+def link_ops(folder: Path, binding: Path) -> None:
+    """The mutated planners under the compiled binding, in place of the package's library."""
+    sources = [str(path) for path in (folder / "csrc" / "cpu").glob("*.cpp")]
+    library = next((folder / "python" / "isoload").glob("_C*.so"))
+    paths = [f"-L{path}" for path in library_paths()]
+    command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", f"-I{folder / 'csrc'}", *sources, str(binding)]
+    subprocess.run([*command, *paths, "-ltorch_cpu", "-ltorch", "-lc10", "-o", str(library)], check=True)
+
+
+def fails(mutant: Mutant, folder: Path, binding: Path) -> tuple[bool, str]:
+    """Whether the fault was noticed, and what was said."""
+    seed_fault(mutant, folder)
+    if mutant.tests == "teams":
+        program = native_build.build(folder / "csrc", folder / "teams", native_build.THREAD)
+        outcome = native_build.run(program, threads=8, instances=200, seed=1, room=64)
+        return outcome.code not in (0, -1), outcome.text
+    if mutant.file.startswith("csrc"):
+        link_ops(folder, binding)
+    file, _, test = mutant.tests.partition("::")
+    where = f"tests/test_{file}.py" + (f"::{test}" if test else "")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", where]
+    environment = {**os.environ, "PYTHONPATH": str(folder / "python")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    return (
+        done.returncode == 1,
+        done.stdout + done.stderr,
+    )  # 1: tests failed; anything else is our own mistake
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[tuple[bool, str]]]]:
+    """All mutants at work on all cores; a test waits for its own."""
+    folder = tmp_path_factory.mktemp("mutants")
+    binding = compile_binding(folder)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {
+            name: pool.submit(fails, mutant, folder / str(i), binding)
+            for i, (name, mutant) in enumerate(MUTANTS.items())
+        }
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTANTS)
+def test_fault_turns_the_suite_red(name: str, verdicts: dict[str, Future[tuple[bool, str]]]) -> None:
+    if MUTANTS[name].tests == "teams":
+        native_build.need(native_build.THREAD)
+    noticed, said = verdicts[name].result()
+    assert noticed, f"nobody noticed: {name}\n{said[-2000:]}"
+
+
+@pytest.mark.slow
+def test_no_fault_stays_green(tmp_path: Path) -> None:
+    """The same road without a fault: red above means the fault, not the road."""
+    same = Mutant("csrc/cpu/count.cpp", "counts[e] = 0;", "counts[e] = 0;", "count")
+    noticed, said = fails(same, tmp_path, compile_binding(tmp_path))
+    assert not noticed and "[100%]" in said, said[-2000:]
