@@ -88,7 +88,8 @@ def _logical_ids(path: Path, raw: dict[str, Any], slot_map: Ints) -> Ints:
     if slots.size and (slots.min() < -1 or slots.max() >= num_slots):
         raise ValueError(f"{path}: {name} must be in -1..{num_slots - 1}, got {slots.min()}..{slots.max()}")
     layer = np.arange(layers)[:, None, None]
-    return np.where(slots >= 0, slot_map[layer, slots], -1).transpose(1, 0, 2).astype(np.int32)
+    ids: Ints = np.where(slots >= 0, slot_map[layer, slots], -1).transpose(1, 0, 2).astype(np.int32)
+    return ids
 
 
 def whole_passes(path: Path, records: Sequence[Record]) -> list[Record]:

@@ -1,0 +1,86 @@
+"""Every path and command that a document names exists and works as printed."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from isoload import POLICIES
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+
+
+def blocks(path, language):
+    """Bodies of the fenced blocks of one language ("" = none)."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text(), re.S | re.M)
+    return [body for name, body in fenced if name == language]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
+def test_named_paths_exist(document):
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.S | re.M)
+    quoted = re.findall(r"`([\w.-]*/[\w./-]*|[\w-]+\.(?:py|md|toml|cpp|h))`", text)
+    linked = re.findall(r"\]\((?!http)([^)#]+)\)", text)
+    assert quoted or linked
+    assert [p for p in quoted + linked if not (ROOT / p).exists()] == []
+
+
+def test_the_tree_is_the_tree():
+    """Names before three spaces; an indented line is inside the folder that stands last at the left edge."""
+    (tree,) = [b for b in blocks(ROOT / "README.md", "") if "csrc/" in b]
+    folder, seen = ROOT, set()
+    for line in tree.splitlines():
+        names = line.strip().split("   ")[0].split()
+        base = folder if line.startswith(" ") else ROOT
+        for name in names:
+            assert (base / name).exists(), f"{name} in README's tree"
+            seen.add((base / name).relative_to(ROOT).parts[0])
+        if not line.startswith(" ") and names[-1].endswith("/"):
+            folder = ROOT / names[-1]
+    top = {p.name for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith(".")} - {"build"}
+    assert {t for t in top if not t.endswith(".egg-info")} <= seen
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
+def test_make_targets_exist(document):
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"\bmake ([a-z-]+)\b", document.read_text())):
+        assert re.search(rf"^{target}:", makefile, re.M), f"make {target}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
+def test_examples_run(document):
+    commands = [[sys.executable, "-c", code] for code in blocks(document, "python")]
+    for line in "".join(blocks(document, "sh")).splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["isoload"]:
+            commands.append([sys.executable, "-m", *words])
+    for command in commands:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+
+
+def test_printed_output_is_what_replay_prints():
+    """Every number of README's replay table but the planning times is the same today."""
+    (shown,) = blocks(ROOT / "README.md", "text")
+    makefile = (ROOT / "Makefile").read_text()
+    trace = re.search(r"^TRACE := (.+)$", makefile, re.M)[1]
+    options = re.search(r"-m isoload (replay .+)$", makefile, re.M)[1].replace("$(TRACE)", trace)
+    done = subprocess.run(
+        [sys.executable, "-m", "isoload", *options.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    def stable(text):
+        """Lines without their last three words (planning times), which a policy's row ends with."""
+        rows = [line.split() for line in text.strip().splitlines()]
+        return [row[:-3] if len(row) > 12 and row[0] in POLICIES else row for row in rows]
+
+    assert stable(shown) == stable(done.stdout)
