@@ -56,7 +56,9 @@ def bench_exact(placement: isoload.Placement, loads: torch.Tensor) -> tuple[Timi
     tables = placement.layers("cpu").tables
     for layer in range(LAYERS):
         one = tables[layer]
-        same = isoload.ReplicaTables(one.data.repeat(LAYERS, 1), one.num_ranks, one.num_experts, one.num_slots)
+        same = isoload.ReplicaTables(
+            one.data.repeat(LAYERS, 1), one.num_ranks, one.num_experts, one.num_slots
+        )
         copies = loads[layer].repeat(LAYERS, 1)
         row = loads[layer].clone()
         batched.append(measure(lambda s=same, c=copies: ops.plan_exact(c, s), LAYERS, 0.01).median)
@@ -163,7 +165,9 @@ def show(rows: list[dict[str, object]], quantum: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quantum", type=int, default=64, help="rows of a GEMM tile")
     parser.add_argument("--rival-layers", type=int, default=24, help="instances on which rivals run")
     parser.add_argument("--seed", type=int, default=0)

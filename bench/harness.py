@@ -52,7 +52,10 @@ def machine() -> dict[str, str]:
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        cpu = next((line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line), cpu)
+        cpu = next(
+            (line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line),
+            cpu,
+        )
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=RESULTS.parent, capture_output=True, text=True
     ).stdout.strip()

@@ -268,9 +268,7 @@ def _(
 
 
 @torch.library.register_fake("isoload::share")
-def _(
-    loads: Tensor, quota: Tensor, tables: Tensor, ranks_per_node: int, rank: int, locality: bool
-) -> Tensor:
+def _(loads: Tensor, quota: Tensor, tables: Tensor, ranks_per_node: int, rank: int, locality: bool) -> Tensor:
     return loads.new_empty((*loads.shape[: -2 if rank >= 0 else -1], quota.shape[-1]))
 
 

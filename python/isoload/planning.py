@@ -14,7 +14,11 @@ from isoload.records import Plan
 
 
 def plan(
-    loads: Tensor, placement: Placement, layer: int | None = None, policy: str | Policy = "exact", **options: Any
+    loads: Tensor,
+    placement: Placement,
+    layer: int | None = None,
+    policy: str | Policy = "exact",
+    **options: Any,
 ) -> Plan:
     """Decides which replica computes how many copies, for one layer and batch.
 
@@ -44,7 +48,11 @@ def _plan(loads: Tensor, placed: PlacedLayers, policy: Policy) -> Plan:
     _check_loads(loads, placed, policy)
     slots = policy.fill(loads, placed)
     filled = slots is not placed.slot_to_expert
-    tables = ops.replica_tables(slots, placed.tables.num_ranks, placed.tables.num_experts) if filled else placed.tables
+    tables = (
+        ops.replica_tables(slots, placed.tables.num_ranks, placed.tables.num_experts)
+        if filled
+        else placed.tables
+    )
     split = policy.split(loads, tables, placed)
     return Plan(
         slots, split.quota, split.peak, split.bound, tables, placed, policy, split.weights, split.telemetry

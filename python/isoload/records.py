@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def realisation(self) -> str:
-        """"quota": a route meets the plan exactly; "sample": replicas are drawn per copy."""
+        """ "quota": a route meets the plan exactly; "sample": replicas are drawn per copy."""
         return "quota" if self.weights is None else "sample"
 
     def __getitem__(self, layer: int) -> Plan:

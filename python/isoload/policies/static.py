@@ -52,7 +52,9 @@ class StaticPolicy(Policy):
         return placed.cache[self]
 
 
-def static_slots(placed: PlacedLayers, layer: int, seed: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+def static_slots(
+    placed: PlacedLayers, layer: int, seed: int
+) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
     """[R, E] the slot each source rank uses for each expert of one layer."""
     host, topology = placed.host, placed.topology
     slots = host.arrays[0][layer]
