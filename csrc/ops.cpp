@@ -240,16 +240,17 @@ Tensor share(const Tensor& loads_in, const Tensor& quota_in, const Tensor& table
   Tensor out = rank < 0 ? (batched ? new_empty(loads, {B, R, P}) : new_empty(loads, {R, P}))
                         : (batched ? new_empty(loads, {B, P}) : new_empty(loads, {P}));
   for (int64_t b = 0; b < B; ++b) {
-    const ShareProblem problem{static_cast<int>(R),
-                               static_cast<int>(E),
-                               static_cast<int>(P / R),
-                               static_cast<int>(ranks_per_node),
-                               tables.layer(b),
-                               data<int32_t>(loads) + b * R * E,
-                               data<int32_t>(quota) + b * P,
-                               locality,
-                               static_cast<int>(first),
-                               static_cast<int>(last)};
+    ShareProblem problem{};
+    problem.R = static_cast<int>(R);
+    problem.E = static_cast<int>(E);
+    problem.S = static_cast<int>(P / R);
+    problem.per_node = static_cast<int>(locality ? ranks_per_node : R);
+    problem.locality = locality;
+    problem.tables = tables.layer(b);
+    problem.loads = data<int32_t>(loads) + b * R * E;
+    problem.quota = data<int32_t>(quota) + b * P;
+    problem.first_row = static_cast<int>(first);
+    problem.last_row = static_cast<int>(last);
     const int bad = cpu::share(problem, mutable_data<int32_t>(out) + b * (last - first) * P);
     require(bad == -1, "quota must conserve loads: that of expert ", bad, " was not made from these loads");
   }

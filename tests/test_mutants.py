@@ -86,9 +86,14 @@ MUTANTS = {
         "teams",
     ),
     "node level left out of share": Mutant(
-        "csrc/algorithms/share.h", "per_node < in_.R && c < copies_", "false && c < copies_", "share"
+        "python/isoload/ops.py",
+        "        ranks_per_node,\n        -1 if",
+        "        tables.num_ranks,\n        -1 if",
+        "share",
     ),
-    "home level left out of share": Mutant("csrc/algorithms/share.h", "keep_at_home();\n", "\n", "share"),
+    "home level left out of share": Mutant(
+        "csrc/algorithms/share.h", "if (!in_.locality) return 0;", "return 0;", "share"
+    ),
     "a share dealt one short": Mutant(
         "csrc/cpu/route.cpp", "--hands_[e].left == 0", "--hands_[e].left <= 1", "route"
     ),

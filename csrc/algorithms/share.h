@@ -6,6 +6,8 @@
 // with itself, the ranks of one node, all ranks. Each level matches the most copies the quota permits, hence
 // local and node-local copies are the most possible. Without it (rank_major) one pass over all ranks is made,
 // which gives each replica one contiguous range of the expert's copies in source order.
+//
+// The interval of one source needs no other source's result, so all (row, expert) pairs are independent.
 #pragma once
 
 #include <cstdint>
@@ -15,21 +17,17 @@
 namespace isoload {
 
 struct ShareProblem {
-  int R, E, S, ranks_per_node;
-  ReplicaTables tables;
-  const int32_t* loads;  // [R, E] copies per source rank and expert
-  const int32_t* quota;  // [P]
+  int R, E, S;
+  int per_node;  // ranks of a node; R if locality is off: then the only node is all of them
   bool locality;
+  ReplicaTables tables;
+  const int32_t* loads;     // [R, E] copies per source rank and expert
+  const int32_t* quota;     // [P]
   int first_row, last_row;  // the source ranks whose share is wanted
 };
 
-// Caller's memory for one expert: 4 * R int32.
-struct ShareWorkspace {
-  int32_t *left, *room, *left_start, *room_start;  // [R] of the sources; [R] of the replicas (at most R)
-  static ShareWorkspace at(int32_t* memory, int R) {
-    return {memory, memory + R, memory + 2 * R, memory + 3 * R};
-  }
-};
+// Caller's memory: copies per node and expert, [R / per_node, E] int32.
+inline int64_t share_workspace(const ShareProblem& in) { return int64_t(in.R / in.per_node) * in.E; }
 
 // The part of [start, start + length) that lies in [other, other + size).
 inline int32_t overlap(int32_t start, int32_t length, int32_t other, int32_t size) {
@@ -38,108 +36,139 @@ inline int32_t overlap(int32_t start, int32_t length, int32_t other, int32_t siz
   return high > low ? high - low : 0;
 }
 
-// One expert's share for the wanted source ranks. loads: the expert's column, one source every `stride` ints.
 template <class Team>
-class ExpertShare {
+class Share {
  public:
-  ExpertShare(Team& team, const ShareProblem& problem, int expert, const int32_t* loads, int stride,
-              int32_t* out, ShareWorkspace workspace)
-      : team_(team),
-        in_(problem),
-        t_(problem.tables),
-        loads_(loads),
-        stride_(stride),
-        out_(out),
-        ws_(workspace),
-        first_(t_.offsets[expert]),
-        copies_(t_.copies(expert)) {}
+  Share(Team& team, const ShareProblem& problem, int32_t* workspace, int32_t* out)
+      : team_(team), in_(problem), t_(problem.tables), node_loads_(workspace), out_(out) {}
 
-  // Adds to out [last_row - first_row, P], which the caller has zeroed. False if quota and loads disagree.
-  bool run() {
-    if (copies_ == 1) return send_all_to(t_.slots[first_]);
-    int64_t difference = 0;
-    team_.for_each(in_.R, [&](int s) { difference += ws_.left[s] = load(s); });
-    team_.for_each(copies_, [&](int c) { difference -= ws_.room[c] = in_.quota[t_.slots[first_ + c]]; });
-    if (team_.sum(difference) != 0) return false;
-    if (in_.locality) {
-      keep_at_home();
-      const int per_node = in_.ranks_per_node;
-      for (int c = 0; per_node < in_.R && c < copies_;) {
-        const int node = rank(c) / per_node, begin = c;
-        while (c < copies_ && rank(c) / per_node == node) ++c;
-        match(node * per_node, (node + 1) * per_node, begin, c);
-        settle(node * per_node, (node + 1) * per_node, begin, c);
-      }
+  // Fills out [last_row - first_row, P]. Returns an expert with a negative load or quota, or whose quotas do
+  // not sum to its load; -1 if there is none.
+  int run() {
+    add_up_nodes();
+    const int bad = find_unlike();
+    if (bad >= 0) return bad;
+    const int rows = in_.last_row - in_.first_row, P = in_.R * in_.S, splits = t_.num_split();
+    for (int row = 0; row < rows; ++row) {
+      team_.for_each(
+          P, [&](int p) { out_[row * P + p] = t_.solo[p] < 0 ? 0 : load(in_.first_row + row, t_.solo[p]); });
     }
-    match(0, in_.R, 0, copies_);
-    return true;
+    team_.sync();
+    for (int row = 0; row < rows; ++row)
+      team_.for_each(splits, [&](int i) { send(in_.first_row + row, t_.order[i], out_ + row * P); });
+    team_.sync();
+    return -1;
   }
 
  private:
-  int32_t load(int s) const { return loads_[int64_t(s) * stride_]; }
-  int rank(int c) const { return t_.ranks[first_ + c]; }
-  bool wanted(int s) const { return s >= in_.first_row && s < in_.last_row; }
-  int32_t& out(int s, int c) {
-    return out_[int64_t(s - in_.first_row) * in_.R * in_.S + t_.slots[first_ + c]];
+  int32_t load(int s, int e) const { return in_.loads[int64_t(s) * in_.E + e]; }
+  int32_t node_load(int node, int e) const { return node_loads_[int64_t(node) * in_.E + e]; }
+
+  void add_up_nodes() {
+    int32_t sign = 0;
+    for (int s = 0; s < in_.R; ++s) {  // row by row; a lane keeps its experts, so no barrier between
+      const int32_t* row = in_.loads + int64_t(s) * in_.E;
+      int32_t* sum = node_loads_ + int64_t(s / in_.per_node) * in_.E;
+      if (s % in_.per_node == 0) {
+        team_.for_each(in_.E, [&](int e) { sign |= sum[e] = row[e]; });
+      } else {
+        team_.for_each(in_.E, [&](int e) {
+          sign |= row[e];
+          sum[e] = static_cast<int32_t>(uint32_t(sum[e]) + uint32_t(row[e]));
+        });
+      }
+    }
+    team_.for_each(in_.R * in_.S, [&](int p) { sign |= in_.quota[p]; });
+    negative_ = team_.any(sign < 0) != 0;
   }
 
-  bool send_all_to(int slot) {
-    int64_t excess = 0;
-    team_.for_each(in_.last_row - in_.first_row, [&](int i) {
-      const int32_t n = load(in_.first_row + i);
-      out_[int64_t(i) * in_.R * in_.S + slot] = n;
-      excess += n > in_.quota[slot];
+  int find_unlike() {
+    int64_t bad = 0;  // E - e of the lowest such expert
+    team_.for_each(in_.E, [&](int e) {
+      int64_t left = 0;
+      for (int node = 0; node < in_.R / in_.per_node; ++node) left += node_load(node, e);
+      for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j) left -= in_.quota[t_.slots[j]];
+      if (left != 0 || (negative_ && has_negative(e))) bad = bad > in_.E - e ? bad : in_.E - e;
     });
-    return team_.sum(excess) == 0;
+    bad = team_.max(bad);
+    return bad > 0 ? static_cast<int>(in_.E - bad) : -1;
   }
 
-  void keep_at_home() {
-    team_.for_each(copies_, [&](int c) {
-      const int s = rank(c);
-      const int32_t n = ws_.left[s] < ws_.room[c] ? ws_.left[s] : ws_.room[c];
-      ws_.left[s] -= n;
-      ws_.room[c] -= n;
-      if (wanted(s)) out(s, c) += n;
-    });
-    team_.sync();
+  bool has_negative(int e) const {
+    bool found = false;
+    for (int s = 0; s < in_.R; ++s) found |= load(s, e) < 0;
+    for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j) found |= in_.quota[t_.slots[j]] < 0;
+    return found;
   }
 
-  // Sources [s0, s1) send to replicas [c0, c1): intervals of one number line each.
-  void match(int s0, int s1, int c0, int c1) {
-    team_.for_each(s1 - s0, [&](int i) { ws_.left_start[s0 + i] = ws_.left[s0 + i]; });
-    team_.for_each(c1 - c0, [&](int i) { ws_.room_start[c0 + i] = ws_.room[c0 + i]; });
-    team_.sync();
-    sent_ = team_.scan(ws_.left_start + s0, s1 - s0);
-    taken_ = team_.scan(ws_.room_start + c0, c1 - c0);
-    const int begin = s0 > in_.first_row ? s0 : in_.first_row, end = s1 < in_.last_row ? s1 : in_.last_row;
-    team_.for_each(end > begin ? end - begin : 0, [&](int i) {
-      const int s = begin + i;
-      for (int c = c0; c < c1; ++c)
-        out(s, c) += overlap(ws_.left_start[s], ws_.left[s], ws_.room_start[c], ws_.room[c]);
-    });
-    team_.sync();
+  // What replica j takes from its own rank, and what is then left of its quota.
+  int32_t home(int e, int j) const {
+    if (!in_.locality) return 0;
+    const int32_t n = load(t_.ranks[j], e), quota = in_.quota[t_.slots[j]];
+    return n < quota ? n : quota;
+  }
+  int32_t room(int e, int j) const { return in_.quota[t_.slots[j]] - home(e, j); }
+
+  // A node's part of expert e once every rank has served itself.
+  struct Node {
+    int begin, end;             // its replicas
+    int32_t sources, replicas;  // copies that its sources have left, that its replicas still take
+  };
+  Node visit(int e, int node, int begin) const {  // begin: the first replica on this node or after it
+    Node n{begin, begin, node_load(node, e), 0};
+    for (; n.end < t_.offsets[e + 1] && t_.ranks[n.end] < (node + 1) * in_.per_node; ++n.end) {
+      n.sources -= home(e, n.end);
+      n.replicas += room(e, n.end);
+    }
+    return n;
   }
 
-  // Takes off what match() has sent: the number lines' common beginning.
-  void settle(int s0, int s1, int c0, int c1) {
-    team_.for_each(s1 - s0, [&](int i) {
-      ws_.left[s0 + i] -= overlap(ws_.left_start[s0 + i], ws_.left[s0 + i], 0, taken_);
-    });
-    team_.for_each(c1 - c0, [&](int i) {
-      ws_.room[c0 + i] -= overlap(ws_.room_start[c0 + i], ws_.room[c0 + i], 0, sent_);
-    });
-    team_.sync();
+  // Source s's copies of the split expert e, onto its row of the share.
+  void send(int s, int e, int32_t* row) {
+    int32_t n = load(s, e);
+    if (n == 0) return;
+    const int node = s / in_.per_node;
+    int begin = t_.offsets[e];
+    while (begin < t_.offsets[e + 1] && t_.ranks[begin] < node * in_.per_node) ++begin;
+    const Node here = visit(e, node, begin);
+    int32_t start = 0;  // where s begins on the line of its node's sources
+    for (int before = node * in_.per_node; before < s; ++before) start += load(before, e);
+    for (int j = here.begin; j < here.end; ++j) {
+      if (t_.ranks[j] < s) start -= home(e, j);
+      if (t_.ranks[j] == s) row[t_.slots[j]] += home(e, j), n -= home(e, j);
+    }
+    int32_t taken = 0;
+    for (int j = here.begin; j < here.end; taken += room(e, j++))
+      row[t_.slots[j]] += overlap(start, n, taken, room(e, j));
+    const int32_t rest = n - overlap(start, n, 0, here.replicas);
+    if (rest > 0) send_afar(e, node, start > here.replicas ? start - here.replicas : 0, rest, row);
+  }
+
+  // What the own node could not take: `rest` copies from `start` on the line of the copies it is left with.
+  void send_afar(int e, int node, int32_t start, int32_t rest, int32_t* row) {
+    for (int other = 0, j = t_.offsets[e]; other < node; ++other) {
+      const Node there = visit(e, other, j);
+      if (there.sources > there.replicas) start += there.sources - there.replicas;
+      j = there.end;
+    }
+    int32_t offered = 0;
+    for (int j = t_.offsets[e]; j < t_.offsets[e + 1];) {
+      const Node there = visit(e, t_.ranks[j] / in_.per_node, j);
+      int32_t taken = 0;
+      for (; j < there.end; taken += room(e, j++)) {
+        const int32_t left = room(e, j) - overlap(taken, room(e, j), 0, there.sources);
+        row[t_.slots[j]] += overlap(start, rest, offered, left);
+        offered += left;
+      }
+    }
   }
 
   Team& team_;
   const ShareProblem& in_;
   const ReplicaTables t_;
-  const int32_t* const loads_;
-  const int stride_;
+  int32_t* const node_loads_;
   int32_t* const out_;
-  const ShareWorkspace ws_;
-  const int first_, copies_;
-  int32_t sent_ = 0, taken_ = 0;  // by the last match(): copies the sources had, copies the replicas wanted
+  bool negative_ = false;
 };
 
 }  // namespace isoload

@@ -45,7 +45,7 @@ struct Answers {
     };
     fill(tables, ReplicaTables::size(in.E, in.P()));
     fill(workspace, std::max({2 * replica_tables_workspace(in.R, in.E),
-                              ExactWorkspace<4>::bytes(in.R, in.E) / 4, int64_t(4 * in.R)}));
+                              ExactWorkspace<4>::bytes(in.R, in.E) / 4, int64_t(in.R) * in.E}));
     for (SolvedPlan& plan : plans) {
       std::memset(plan.certificate, byte, sizeof plan.certificate);
       std::memset(plan.telemetry, byte, sizeof plan.telemetry);

@@ -62,24 +62,17 @@ class Lane {
         .R = in_.R,
         .E = in_.E,
         .S = in_.S,
-        .ranks_per_node = in_.ranks_per_node,
+        .per_node = i < 2 ? in_.ranks_per_node : in_.R,
+        .locality = i < 2,
         .tables = tables(),
         .loads = in_.loads.data(),
         .quota = to_.exact().quota.data(),
-        .locality = i < 2,
         .first_row = one_row ? in_.row : 0,
         .last_row = one_row ? in_.row + 1 : in_.R,
     };
-    const auto workspace = ShareWorkspace::at(to_.workspace.data(), in_.R);
     Buffer& out = to_.shares[i];
-    team_.for_each(static_cast<int>(out.size()), [&](int j) { out[j] = 0; });
-    team_.sync();
-    bool fits = true;
-    for (int e = 0; e < in_.E; ++e) {
-      if (problem.tables.copies(e) == 0) continue;
-      ExpertShare<Team> expert(team_, problem, e, problem.loads + e, in_.E, out.data(), workspace);
-      fits = expert.run() && fits;
-    }
+    auto* workspace = reinterpret_cast<int32_t*>(to_.workspace.data());
+    const bool fits = Share<Team>(team_, problem, workspace, out.data()).run() < 0;
     if (team_.rank() == 0) to_.shared[i] = fits;
     finish(out, fits);
   }
