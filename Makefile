@@ -40,7 +40,8 @@ lint: $(READY)
 	$(PY) -m clang_format --dry-run --Werror $(SOURCES) $(wildcard tests/native/*)
 
 bench: $(READY)
-	$(PY) bench/bench_plan.py
+	$(PY) -m pip install -q highspy
+	OPENBLAS_NUM_THREADS=1 $(PY) bench/bench_plan.py
 
 ifeq ($(VENV),0)
 $(READY): setup.py pyproject.toml $(SOURCES)

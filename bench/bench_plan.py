@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
+import highspy
 import numpy as np
 import torch
 from rich.console import Console
@@ -74,10 +76,9 @@ def bench_rivals(placement: isoload.Placement, loads: torch.Tensor, layers: int)
         problem = split_problem(slots, loads[layer].numpy(), placement.topology.num_ranks)
         scaling = AffineScaling.build(problem)
         model = highs_model(problem)
-        optimum = model.run() and model.getObjectiveValue()
 
-        def run(model=model):
-            model.clearSolver()
+        def run(model: highspy.Highs = model) -> None:
+            model.clearSolver()  # no warm start
             model.run()
 
         highs.append(measure(run, 1, 0.01, 5).median)
@@ -114,7 +115,7 @@ def bench_tokens(placement: isoload.Placement, tokens: int = 4096) -> dict[str, 
     }
 
 
-def bench_case(ranks: int, replicas: int, quantum: int, rival_layers: int, seed: int) -> dict[str, object]:
+def bench_case(ranks: int, replicas: int, quantum: int, rival_layers: int, seed: int) -> dict[str, Any]:
     placement, loads = make_case(ranks, replicas, seed)
     batched, public = bench_exact(placement, loads)
     plans = isoload.plan_layers(loads, placement)
@@ -140,12 +141,13 @@ def bench_case(ranks: int, replicas: int, quantum: int, rival_layers: int, seed:
     }
 
 
-def show(rows: list[dict[str, object]], quantum: int) -> None:
-    console = Console(width=150)
-    table = Table(title="Planning one layer, microseconds on one core", title_justify="left")
-    for name in ("R+replicas", "exact median / p99", "public call", "HiGHS (ratio)", "affine x5 (ratio)",
-                 "affine gap mean / max", "imbalance exact / even", f"in tiles of {quantum}", "share row",
-                 "count+share+route", "visited"):  # fmt: skip
+def show(rows: list[dict[str, Any]], quantum: int) -> None:
+    """Two tables: the split beside its rivals, and what the tokens then cost."""
+    console = Console(width=110)
+    us = "microseconds, one core"
+    table = Table(title=f"Planning one layer ({us})", title_justify="left")
+    names = ("R+replicas", "exact median/p99", "public call", "HiGHS", "affine x5", "affine gap mean/max")
+    for name in names:
         table.add_column(name, justify="right")
     for r in rows:
         table.add_row(
@@ -155,8 +157,27 @@ def show(rows: list[dict[str, object]], quantum: int) -> None:
             f"{r['highs_us']:.0f} ({r['highs_ratio']:.0f}x)",
             f"{r['affine_us']:.0f} ({r['affine_ratio']:.0f}x)",
             f"{r['affine_gap_mean']:.1f} / {r['affine_gap_max']:.0f} %",
-            f"{r['imbalance']['exact']:.3f} / {r['imbalance']['even']:.3f}",
-            f"{r['tile_imbalance']['exact']:.3f} / {r['tile_imbalance']['even']:.3f}",
+        )
+    console.print(table)
+    table = Table(
+        title=f"Imbalance reached, and the tokens of one rank, 4096 x 8 ({us})", title_justify="left"
+    )
+    names = (
+        "R+replicas",
+        "exact/even",
+        f"in tiles of {quantum}",
+        "share row",
+        "count+share+route",
+        "visited route",
+    )
+    for name in names:
+        table.add_column(name, justify="right")
+    for r in rows:
+        imbalance, tiles = r["imbalance"], r["tile_imbalance"]
+        table.add_row(
+            f"{r['ranks']}+{r['replicas']}",
+            f"{imbalance['exact']:.3f} / {imbalance['even']:.3f}",
+            f"{tiles['exact']:.3f} / {tiles['even']:.3f}",
             f"{r['share_row_us']:.1f}",
             f"{r['count_share_route_us']:.0f}",
             f"{r['visited_us']:.0f}",

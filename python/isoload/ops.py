@@ -31,6 +31,13 @@ def _load_library() -> None:
 
 
 _load_library()
+_ops = torch.ops.isoload
+_count, _replica_tables, _plan_exact = (
+    _ops.count.default,
+    _ops.replica_tables.default,
+    _ops.plan_exact.default,
+)
+_share, _route, _route_sampled = _ops.share.default, _ops.route.default, _ops.route_sampled.default
 
 
 def _call(op: Callable[..., Any], *args: Any) -> Any:
@@ -53,7 +60,7 @@ def count(topk_ids: Tensor, num_experts: int) -> Tensor:
     Returns:
         [E] int32.
     """
-    counts: Tensor = _call(torch.ops.isoload.count.default, topk_ids, num_experts)
+    counts: Tensor = _call(_count, topk_ids, num_experts)
     return counts
 
 
@@ -82,7 +89,7 @@ def replica_tables(
         size = ReplicaTables.size(num_experts, slots)
         data = slot_to_expert.new_empty((*slot_to_expert.shape[:-1], size), dtype=torch.int32)
         out = ReplicaTables(data, num_ranks, num_experts, slots)
-    _call(torch.ops.isoload.replica_tables.default, slot_to_expert, num_ranks, num_experts, out.data)
+    _call(_replica_tables, slot_to_expert, num_ranks, num_experts, out.data)
     return out
 
 
@@ -130,7 +137,7 @@ def plan_exact(
     if budget is not None and budget < 0:
         raise ValueError(f"budget must be at least 0, got {budget}")
     result = _call(
-        torch.ops.isoload.plan_exact.default,
+        _plan_exact,
         loads,
         tables.data,
         tables.num_ranks,
@@ -176,7 +183,7 @@ def share(
             f"got {list(loads.shape)}"
         )
     row: Tensor = _call(
-        torch.ops.isoload.share.default,
+        _share,
         loads,
         quota,
         tables.data,
@@ -204,7 +211,7 @@ def route(topk_ids: Tensor, share_row: Tensor, tables: ReplicaTables, prefer: Pr
     if prefer not in (None, "visited"):
         raise ValueError(f"prefer must be None or visited, got {prefer!r}")
     slots: Tensor = _call(
-        torch.ops.isoload.route.default,
+        _route,
         topk_ids,
         share_row,
         tables.data,
@@ -230,9 +237,7 @@ def route_sampled(topk_ids: Tensor, weights: Tensor, tables: ReplicaTables, seed
         [T, K] slots in the dtype of topk_ids.
     """
     seed = (seed + 2**63) % 2**64 - 2**63
-    slots: Tensor = _call(
-        torch.ops.isoload.route_sampled.default, topk_ids, weights, tables.data, tables.num_experts, seed
-    )
+    slots: Tensor = _call(_route_sampled, topk_ids, weights, tables.data, tables.num_experts, seed)
     return slots
 
 
