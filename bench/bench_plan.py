@@ -5,6 +5,7 @@ Fairness ledger
   exp(0.5 N(0,1)) per expert; 1,000 to 200,000 global tokens, log-uniform. 58 layers.
 - exact, 58 layers: one op call of all 58 instances, time / 58; median over calls.
 - exact, p99: of the single instances: one op call of 58 copies of it (kinder to the branch predictor), time / 58.
+- ratios: a rival's time on an instance / ours on the same one, each repeated alone; median over instances.
 - public call: isoload.plan(loads [E], placement, layer=...) in Python, checks and allocations included.
 - HiGHS: its run() on a ready model, building excluded. It solves the real-valued program, we the integer one.
 - affine scaling: five steps of the method SGLang's `lp` uses, our re-implementation on CPU (NumPy, float32, BLAS);
@@ -53,8 +54,8 @@ def tile_imbalance(quota: torch.Tensor, ranks: int, quantum: int) -> float:
     return float((load.amax(1) / load.mean(1)).mean())
 
 
-def bench_exact(placement: isoload.Placement, loads: torch.Tensor) -> tuple[Timing, Timing, Timing]:
-    """Per layer: a call of all 58; single instances; the public call for one layer (spread over instances)."""
+def bench_exact(placement: isoload.Placement, loads: torch.Tensor) -> tuple[Timing, list[float], Timing]:
+    """Per layer: a call of all 58; [58] medians of single instances; the public call, spread over instances."""
     single, public = [], []
     tables = placement.layers("cpu").tables
     batch = measure(lambda: ops.plan_exact(loads, tables), LAYERS)
@@ -67,13 +68,14 @@ def bench_exact(placement: isoload.Placement, loads: torch.Tensor) -> tuple[Timi
         row = loads[layer].clone()
         single.append(measure(lambda s=same, c=copies: ops.plan_exact(c, s), LAYERS, 0.01).median)
         public.append(measure(lambda r=row, i=layer: isoload.plan(r, placement, i), 1, 0.01).median)
-    return batch, over_instances(single), over_instances(public)
+    return batch, single, over_instances(public)
 
 
-def bench_rivals(placement: isoload.Placement, loads: torch.Tensor, layers: int) -> dict[str, float]:
-    """Medians over the first layers; gaps of the affine scaling's split to the real-valued optimum, per cent."""
+def bench_rivals(placement: isoload.Placement, loads: torch.Tensor, ours: list[float]) -> dict[str, float]:
+    """Medians over the layers that `ours` has times for; gaps of the affine scaling's split to the real-valued
+    optimum, per cent."""
     highs, affine, gaps = [], [], []
-    for layer in range(layers):
+    for layer in range(len(ours)):
         slots = placement.slot_to_expert[layer].numpy()
         problem = split_problem(slots, loads[layer].numpy(), placement.topology.num_ranks)
         scaling = AffineScaling.build(problem)
@@ -92,6 +94,8 @@ def bench_rivals(placement: isoload.Placement, loads: torch.Tensor, layers: int)
     return {
         "highs_us": float(np.median(highs)),
         "affine_us": float(np.median(affine)),
+        "highs_ratio": float(np.median(np.divide(highs, ours))),
+        "affine_ratio": float(np.median(np.divide(affine, ours))),
         "affine_gap_mean": float(np.mean(gaps)),
         "affine_gap_max": float(np.max(gaps)),
     }
@@ -120,19 +124,18 @@ def bench_tokens(placement: isoload.Placement, tokens: int = 4096) -> dict[str, 
 def bench_case(ranks: int, replicas: int, quantum: int, rival_layers: int, seed: int) -> dict[str, Any]:
     placement, loads = make_case(ranks, replicas, seed)
     batch, single, public = bench_exact(placement, loads)
+    alone = over_instances(single)
     plans = isoload.plan_layers(loads, placement)
     even = isoload.plan_layers(loads, placement, policy="even")
     mean = loads.sum(1).double() / ranks
-    rivals = bench_rivals(placement, loads, rival_layers)
+    rivals = bench_rivals(placement, loads, single[:rival_layers])
     return {
         "ranks": ranks,
         "experts": EXPERTS,
         "replicas": replicas,
-        "plan_us": {"batch": batch.median, "single_median": single.median, "single_p99": single.p99},
+        "plan_us": {"batch": batch.median, "single_median": alone.median, "single_p99": alone.p99},
         "public_us": {"median": public.median, "p99": public.p99},
         **rivals,
-        "highs_ratio": rivals["highs_us"] / batch.median,
-        "affine_ratio": rivals["affine_us"] / batch.median,
         "imbalance": {"exact": float((plans.peak / mean).mean()), "even": float((even.peak / mean).mean())},
         "quantum": quantum,
         "tile_imbalance": {
