@@ -1,5 +1,6 @@
 """Every path and command that a document names exists and works as printed."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -84,3 +85,21 @@ def test_printed_output_is_what_replay_prints():
         return [row[:-3] if len(row) > 12 and row[0] in POLICIES else row for row in rows]
 
     assert stable(shown) == stable(done.stdout)
+
+
+def test_bench_numbers_are_those_of_the_results_file():
+    lines = (ROOT / "bench" / "results" / "bench_plan.jsonl").read_text().splitlines()
+    readme = (ROOT / "README.md").read_text()
+    assert len(lines) == 4
+    for row in map(json.loads, lines):
+        cells = [
+            f"{row['ranks']}+{row['replicas']}",
+            f"{row['plan_us']['batch']:.2f}",
+            f"{row['plan_us']['single_p99']:.1f}",
+            f"{row['public_us']['median']:.1f}",
+            f"{row['highs_us']:.0f} ({row['highs_ratio']:.0f}x)",
+            f"{row['affine_us']:.0f} ({row['affine_ratio']:.0f}x), {row['affine_gap_mean']:.1f} %",
+            f"{row['share_row_us']:.1f}",
+            f"{row['count_share_route_us']:.0f}",
+        ]
+        assert f"| {' | '.join(cells)} |" in readme
