@@ -91,7 +91,7 @@ MUTANTS = {
         "        tables.num_ranks,\n        -1 if",
         "share",
     ),
-    "home level left out of share": Mutant(
+    "own-rank level left out of share": Mutant(
         "csrc/algorithms/share.h", "if (!in_.locality) return 0;", "return 0;", "share"
     ),
     "a share dealt one short": Mutant(

@@ -102,12 +102,12 @@ class Share {
   }
 
   // What replica j takes from its own rank, and what is then left of its quota.
-  int32_t home(int e, int j) const {
+  int32_t own(int e, int j) const {
     if (!in_.locality) return 0;
     const int32_t n = load(t_.ranks[j], e), quota = in_.quota[t_.slots[j]];
     return n < quota ? n : quota;
   }
-  int32_t room(int e, int j) const { return in_.quota[t_.slots[j]] - home(e, j); }
+  int32_t room(int e, int j) const { return in_.quota[t_.slots[j]] - own(e, j); }
 
   // A node's part of expert e once every rank has served itself.
   struct Node {
@@ -117,7 +117,7 @@ class Share {
   Node visit(int e, int node, int begin) const {  // begin: the first replica on this node or after it
     Node n{begin, begin, node_load(node, e), 0};
     for (; n.end < t_.offsets[e + 1] && t_.ranks[n.end] < (node + 1) * in_.per_node; ++n.end) {
-      n.sources -= home(e, n.end);
+      n.sources -= own(e, n.end);
       n.replicas += room(e, n.end);
     }
     return n;
@@ -134,8 +134,8 @@ class Share {
     int32_t start = 0;  // where s begins on the line of its node's sources
     for (int before = node * in_.per_node; before < s; ++before) start += load(before, e);
     for (int j = here.begin; j < here.end; ++j) {
-      if (t_.ranks[j] < s) start -= home(e, j);
-      if (t_.ranks[j] == s) row[t_.slots[j]] += home(e, j), n -= home(e, j);
+      if (t_.ranks[j] < s) start -= own(e, j);
+      if (t_.ranks[j] == s) row[t_.slots[j]] += own(e, j), n -= own(e, j);
     }
     int32_t taken = 0;
     for (int j = here.begin; j < here.end; taken += room(e, j++))
