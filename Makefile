@@ -15,9 +15,11 @@ VENV ?= .venv
 
 ifeq ($(VENV),0)
 PY := $(PYTHON)
+CLANG_FORMAT := clang-format
 READY := build/.installed
 else
 PY := $(VENV)/bin/python
+CLANG_FORMAT := $(VENV)/bin/clang-format
 READY := $(VENV)/.installed
 endif
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h')
@@ -37,7 +39,7 @@ lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m clang_format --dry-run --Werror $(SOURCES) $(wildcard tests/native/*)
+	$(CLANG_FORMAT) --dry-run --Werror $(SOURCES) $(wildcard tests/native/*)
 
 bench: $(READY)
 	$(PY) -m pip install -q highspy

@@ -18,7 +18,7 @@ HEADERS = sorted(str(path) for path in Path("csrc").rglob("*.h"))
 TORCH_2_11 = "0x020b000000000000"  # the oldest torch whose stable ABI we compile for
 
 # Integers only need -O3; -ffp-contract=off keeps float planners bit-equal between CPU and CUDA.
-COMPILE = ["-O3", "-std=c++17", "-Wall", "-Wextra", "-Wno-unused-parameter", "-ffp-contract=off"]
+COMPILE = ["-O3", "-g0", "-std=c++17", "-Wall", "-Wextra", "-Wno-unused-parameter", "-ffp-contract=off"]
 COMPILE += ["-fvisibility=hidden", f"-DTORCH_TARGET_VERSION={TORCH_2_11}"]
 COMPILE += os.environ.get("ISOLOAD_CXXFLAGS", "").split()
 
