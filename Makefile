@@ -1,4 +1,4 @@
-# make run    replay the shipped trace under several policies
+# make run    replay the shipped trace under several policies; run the layer over four processes
 # make test   the test suite
 # make build  rebuild the compiled ops in place (seconds)
 # make lint   ruff, mypy, clang-format
@@ -28,6 +28,7 @@ TRACE := examples/traces/gptoss20b_decode.npz
 .PHONY: run test build lint bench clean
 run: $(READY)
 	$(PY) -m isoload replay $(TRACE) --ranks 8 --ranks-per-node 4
+	$(PY) -m isoload demo
 
 test: $(READY)
 	$(PY) -m pytest

@@ -12,16 +12,18 @@ PACKAGE = ROOT / "python" / "isoload"
 
 # Lowest first; a module may import from its own line and from the lines above it.
 LAYERS = [
-    ["topology", "replica_tables"],
+    ["topology", "replica_tables", "value_checks"],
     ["reference", "ops"],
     ["placement"],
     ["records"],
-    ["policies", "placers", "trace"],
+    ["policies", "placers", "trace", "transport", "routers", "experts", "expert_weights", "grouping"],
     ["counting", "planning"],
-    ["routing"],
+    ["routing", "resident"],
+    ["moe"],
     ["batches", "calibration", "metrics", "inspection", "workloads"],
     ["simulate"],
-    ["report", "doctor"],
+    ["doctor", "demo"],
+    ["report"],
     ["cli"],
     ["__main__", "__init__"],
 ]

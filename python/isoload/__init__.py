@@ -1,6 +1,8 @@
 """isoload: equal load for the ranks of expert-parallel Mixture-of-Experts layers. Names in pipeline order."""
 
 from isoload.counting import count
+from isoload.expert_weights import ExpertWeights
+from isoload.moe import MoE
 from isoload.placement import Placement, placement_errors
 from isoload.placers import PLACERS, place
 from isoload.planning import plan, plan_layers, share
@@ -10,12 +12,19 @@ from isoload.replica_tables import ReplicaTables
 from isoload.routing import route
 from isoload.topology import Topology, topology_errors
 from isoload.trace import Trace, read_trace, trace_errors, write_trace
+from isoload.transport import CollectiveTransport, LocalTransport
+from isoload.workloads import WORKLOADS, make_workload
 
 __version__ = "0.1.0"
 
 __all__ = [
     "PLACERS",
     "POLICIES",
+    "WORKLOADS",
+    "CollectiveTransport",
+    "ExpertWeights",
+    "LocalTransport",
+    "MoE",
     "Placement",
     "Plan",
     "Policy",
@@ -24,6 +33,7 @@ __all__ = [
     "Trace",
     "__version__",
     "count",
+    "make_workload",
     "place",
     "placement_errors",
     "plan",

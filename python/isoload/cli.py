@@ -1,4 +1,4 @@
-"""The command ``isoload``: replay, inspect, doctor."""
+"""The command ``isoload``: replay, demo, inspect, doctor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from isoload import __version__, doctor, report
+from isoload import __version__, demo, doctor, report
 from isoload.batches import ASSIGNMENTS
 from isoload.calibration import CALIBRATIONS
 from isoload.inspection import inspect_trace
@@ -130,6 +130,23 @@ def inspect(
             report.write_json({"trace": loaded.name, "num_ranks": ranks, "layers": rows}, json)
         if json != "-":
             report.print_inspection(loaded, ranks, found, Console(highlight=False))
+
+
+@app.command("demo")
+def run_demo(
+    trace: Annotated[Path | None, typer.Argument(metavar="[TRACE]", help="Default: the shipped one.")] = None,
+    ranks: Annotated[int, typer.Option(help="R, processes to start.")] = 4,
+    layer: Annotated[int, typer.Option(help="Layer whose routing is used, by position.")] = 12,
+    json: JsonTarget = None,
+) -> None:
+    """Run one MoE layer over local processes, once per policy, and compare it with the dense layer."""
+    with _one_line_errors():
+        report.check_target(json)
+        found = demo.run_demo(trace, ranks, layer)
+        if json:
+            report.write_json({"policies": [asdict(row) for row in found]}, json)
+        if json != "-":
+            report.print_demo(ranks, found, Console(highlight=False))
 
 
 @app.command("doctor")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
+from isoload.demo import DemoFigures
 from isoload.doctor import Item
 from isoload.inspection import HIGH_SKEW, LargestShare, LayerStats
 from isoload.metrics import PolicyFigures
@@ -154,6 +155,30 @@ def print_inspection(trace: Trace, num_ranks: int, layers: Sequence[LayerStats],
         "hottest, all, max/mean: all batches as one. mean, max: of each batch's largest share.",
     ]
     print_lines(console, notes, "dim")
+
+
+def demo_table(rows: Sequence[DemoFigures]) -> tuple[list[str], list[str]]:
+    """Heading and a row per policy of the demo."""
+    return table(
+        [
+            Column("", "policy", [row.policy for row in rows]),
+            Column("busiest rank", "rows", [f"{row.busiest_rank_rows:.1f}" for row in rows]),
+            Column("busiest rank", "CPU ms", [f"{row.busiest_rank_cpu_ms:.1f}" for row in rows]),
+            Column("all ranks", "bytes sent", [f"{row.bytes_sent}" for row in rows]),
+            Column("", "plan µs", [f"{row.plan_us:.1f}" for row in rows]),
+            Column(
+                "against the dense layer", "largest difference", [f"{row.max_abs_diff:.1e}" for row in rows]
+            ),
+        ]
+    )
+
+
+def print_demo(num_ranks: int, rows: Sequence[DemoFigures], console: Console) -> None:
+    print_lines(
+        console, [f"one MoE layer over {num_ranks} processes (gloo), forward, recorded routing"], "bold"
+    )
+    print_table(console, *demo_table(rows))
+    print_lines(console, ["rows: per batch, mean. CPU ms, bytes: all batches. float32."], "dim")
 
 
 def print_doctor(items: Sequence[Item], console: Console) -> None:

@@ -1,0 +1,151 @@
+"""ExpertWeights: the stacked weights of some slots, the activations between them, and how they are multiplied.
+
+Shapes: S slots, H width of a row, I intermediate width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+ROW_BYTES = 16  # grouped_mm refuses matrices whose rows do not start at multiples of this
+
+
+@dataclass(frozen=True)
+class SwiGLU:
+    """``silu(gate) * up``; gate is the first half of the projection, up the second."""
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """[..., 2I] -> [..., I]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
+@dataclass(frozen=True)
+class ClampedGLU:
+    """gpt-oss: ``(up + 1) * gate * sigmoid(alpha * gate)``; gate is at even places (<= limit), up at odd (within
+    +-limit)."""
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """[..., 2I] -> [..., I]."""
+        gate = gate_up[..., ::2].clamp(max=self.limit)
+        up = gate_up[..., 1::2].clamp(-self.limit, self.limit)
+        return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
+
+
+Activation = SwiGLU | ClampedGLU
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The weights of S slots, stacked. A row is one output, as in nn.Linear, so checkpoints need no transposing.
+
+    Args:
+        gate_up: [S, 2I, H].
+        down: [S, H, I].
+        gate_up_bias: [S, 2I] or None.
+        down_bias: [S, H] or None.
+
+    Raises:
+        ValueError: naming the argument, the rule and the value.
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        shape = self.down.shape
+        if len(shape) != 3:
+            raise ValueError(f"down must be [S, H, I], got {list(shape)}")
+        slots, hidden, inner = shape
+        expected = {
+            "gate_up": [slots, 2 * inner, hidden],
+            "gate_up_bias": [slots, 2 * inner],
+            "down_bias": [slots, hidden],
+        }
+        if self.down.dtype not in DTYPES:
+            raise ValueError(f"down must be float64, float32, bfloat16 or float16, got {self.down.dtype}")
+        for name, sizes in expected.items():
+            tensor: Tensor | None = getattr(self, name)
+            if tensor is None:
+                continue
+            if list(tensor.shape) != sizes:
+                raise ValueError(
+                    f"{name} must be {sizes} beside down {list(shape)}, got {list(tensor.shape)}"
+                )
+            if (tensor.dtype, tensor.device) != (self.down.dtype, self.down.device):
+                raise ValueError(
+                    f"{name} must have down's dtype and device ({self.down.dtype}, {self.down.device}), "
+                    f"got {tensor.dtype}, {tensor.device}"
+                )
+
+    @property
+    def num_slots(self) -> int:
+        return self.down.shape[0]
+
+    @staticmethod
+    def random(
+        num_slots: int,
+        hidden: int,
+        intermediate: int,
+        *,
+        bias: bool = False,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> ExpertWeights:
+        """Uniform in +-1/sqrt(fan in), like nn.Linear."""
+
+        def uniform(fan_in: int, *sizes: int) -> Tensor:
+            tensor = torch.empty(sizes, dtype=dtype, device=device)
+            return tensor.uniform_(-(fan_in**-0.5), fan_in**-0.5, generator=generator)
+
+        return ExpertWeights(
+            uniform(hidden, num_slots, 2 * intermediate, hidden),
+            uniform(intermediate, num_slots, hidden, intermediate),
+            uniform(hidden, num_slots, 2 * intermediate) if bias else None,
+            uniform(intermediate, num_slots, hidden) if bias else None,
+        )
+
+
+class ComputePath(NamedTuple):
+    """How a stack of weights is multiplied: the kernel, why, and whether it makes the host wait for a device."""
+
+    kernel: Literal["grouped_mm", "loop"]
+    reason: str
+    syncs: bool
+
+
+def compute_path(weights: ExpertWeights) -> ComputePath:
+    """Which path :func:`run_experts` takes for these weights; decided by dtype, layout and device alone."""
+    on_host = weights.down.device.type == "cpu"
+    dtype, item = weights.down.dtype, weights.down.element_size()
+    if dtype == torch.float64:
+        return ComputePath("loop", "grouped_mm has no float64", not on_host)
+    for size, what in ((weights.down.shape[1], "hidden"), (weights.down.shape[2], "intermediate")):
+        if size * item % ROW_BYTES:
+            reason = f"{what} rows take {size * item} bytes, not a multiple of {ROW_BYTES}"
+            return ComputePath("loop", reason, not on_host)
+    for name, stack in (("gate_up", weights.gate_up), ("down", weights.down)):
+        if not (stack.is_contiguous() or stack.transpose(1, 2).is_contiguous()):
+            return ComputePath("loop", f"{name} has strides {stack.stride()}", not on_host)
+    if on_host:
+        return ComputePath("grouped_mm", "dtype and layout allow it", False)
+    # Elsewhere than on SM 9.x and 10.x in bf16, torch's own grouped_mm reads the offsets back and loops.
+    native = (
+        dtype == torch.bfloat16
+        and weights.down.device.type == "cuda"
+        and torch.cuda.get_device_capability(weights.down.device)[0] in (9, 10)
+    )
+    reason = "one kernel" if native else f"torch loops over the groups for {dtype} on this device"
+    return ComputePath("grouped_mm", reason, not native)

@@ -1,0 +1,286 @@
+"""The layer is the dense layer: forward, all gradients, training with replicas, over one process and several."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import isoload
+from isoload.expert_weights import ClampedGLU, ExpertWeights
+from isoload.moe import MoE
+from isoload.reference.experts import run_experts
+from isoload.transport import CollectiveTransport, LocalTransport
+from processes import rank_outcomes, run_ranks
+
+HIDDEN, INNER, EXPERTS = 8, 6, 11
+TOKENS = [7, 0, 13, 5, 1, 9, 4, 6]  # per rank; uneven, one rank without any
+STACKS = ("gate_up", "down", "gate_up_bias", "down_bias")
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+def make_gate(top_k, masked=False, dtype=torch.float64):
+    """A differentiable gate; with `masked` every fifth copy is absent."""
+    weight = torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(top_k), dtype=torch.float64)
+
+    def gate(rows):
+        logits = rows.double() @ weight.T + torch.linspace(2, 0, EXPERTS, dtype=torch.float64)
+        weights, ids = logits.softmax(-1).topk(top_k)
+        if masked:
+            ids = torch.where(torch.arange(ids.numel()).view(ids.shape) % 5 == 4, -1, ids)
+        return ids, weights if dtype == torch.float64 else weights.float()
+
+    return gate
+
+
+def make_setup(ranks, top_k=3, dtype=torch.float64, bias=False, masked=False, slots=0, tokens=None):
+    """A dense layer, a placement with replicas for it, and every rank's rows."""
+    draw = torch.Generator().manual_seed(100 * ranks + top_k)
+    counts = torch.rand(2, EXPERTS, generator=draw) ** 3 * 100
+    topology = isoload.Topology(ranks, 2 if ranks % 2 == 0 else 0)
+    placement = isoload.place(
+        counts, topology, slots_per_rank=slots or min(-(-EXPERTS // ranks) + 1, EXPERTS)
+    )
+    dense = ExpertWeights.random(EXPERTS, HIDDEN, INNER, bias=bias, generator=draw, dtype=dtype)
+    sizes = (TOKENS if tokens is None else tokens)[:ranks]
+    rows = [torch.randn(n, HIDDEN, generator=draw, dtype=torch.float64).to(dtype) for n in sizes]
+    return SimpleNamespace(
+        topology=topology, placement=placement, dense=dense, rows=rows, gate=make_gate(top_k, masked, dtype)
+    )
+
+
+def dense_layer(setup, rows, stacks, activation=None):
+    """The layer without ranks: every copy computed where it is."""
+    ids, weights = setup.gate(rows)
+    clamped = (activation.alpha, activation.limit) if isinstance(activation, ClampedGLU) else None
+    return run_experts(rows, ids, weights, *stacks, clamped=clamped)
+
+
+def dense_stacks(dense, dtype):
+    return [
+        None if s is None else s.to(dtype).clone().requires_grad_()
+        for s in (getattr(dense, n) for n in STACKS)
+    ]
+
+
+def close(got, want, tolerance):
+    """Whether no element is off by more than the tolerance of the largest; no gradient (T = 0) counts as zeros."""
+    want = torch.zeros_like(got, dtype=torch.float64) if want is None else want
+    got, want = got.detach(), want.detach()
+    scale = max(float(want.abs().max()), 1e-30) if want.numel() else 1.0
+    return got.shape == want.shape and (
+        not got.numel() or float((got.double() - want).abs().max()) <= tolerance * scale
+    )
+
+
+def check_against_dense(setup, activation=None, dtype=torch.float64, **how):
+    """Forward and all gradients of one layer against the dense layer in float64."""
+    layer = MoE(
+        setup.gate, setup.dense, LocalTransport(setup.topology), setup.placement, activation=activation, **how
+    )
+    rows = [r.clone().requires_grad_() for r in setup.rows]
+    wanted_rows = [r.double().requires_grad_() for r in setup.rows]
+    stacks = dense_stacks(setup.dense, torch.float64)
+    got = layer(rows)
+    wanted = [dense_layer(setup, r, stacks, activation) for r in wanted_rows]
+    bound = TOLERANCE[dtype]
+    for a, b in zip(got, wanted, strict=True):
+        assert a.dtype == dtype and close(a, b, bound)
+    # the sum of squares in float64, so that both sides get the same gradient up to the forward's own rounding
+    sum((y.double() ** 2).sum() for y in got).backward()
+    if sum(map(len, wanted_rows)):
+        sum((y**2).sum() for y in wanted).backward()
+    for a, b in zip(rows, wanted_rows, strict=True):
+        assert close(a.grad, b.grad, 4 * bound)
+    for weights in layer.weights:
+        homes = list(weights.residence.homes)
+        for name, stack in zip(STACKS, stacks, strict=True):
+            if stack is not None and homes:
+                wanted_grad = None if stack.grad is None else stack.grad[homes]
+                assert close(getattr(weights, name).grad, wanted_grad, 4 * bound), name
+    return layer
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("policy", isoload.POLICIES)
+def test_equals_the_dense_layer(policy, ranks):
+    layer = check_against_dense(make_setup(ranks), policy=policy)
+    assert layer.has_replicas == (ranks > 1)
+
+
+@pytest.mark.parametrize("top_k", range(1, 9))
+def test_every_top_k_with_masked_copies(top_k):
+    check_against_dense(make_setup(4, top_k, masked=True), prefer="visited")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes(dtype):
+    check_against_dense(make_setup(4, dtype=dtype), dtype=dtype)
+
+
+def test_biases_and_the_clamped_activation():
+    check_against_dense(make_setup(4, bias=True), activation=ClampedGLU())
+
+
+@pytest.mark.parametrize("tokens", [[0, 0, 0, 0], [0, 0, 29, 0]], ids=["no tokens", "one rank has all"])
+def test_lopsided_batches(tokens):
+    check_against_dense(make_setup(4, tokens=tokens))
+
+
+def test_shared_expert_is_added():
+    setup = make_setup(4)
+    shared = torch.nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64)
+    layer = MoE(setup.gate, setup.dense, LocalTransport(setup.topology), setup.placement)
+    with_shared = MoE(setup.gate, setup.dense, LocalTransport(setup.topology), setup.placement, shared=shared)
+    for rows, a, b in zip(setup.rows, layer(setup.rows), with_shared(setup.rows), strict=True):
+        assert torch.equal(a + shared(rows), b)
+
+
+def train(layer_of, parameters, refresh, setup, steps=20):
+    """Losses of a few AdamW steps towards a fixed target."""
+    optimizer = torch.optim.AdamW(parameters, lr=0.05)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = sum(
+            ((y - torch.sin(3 * x)) ** 2).sum() for x, y in zip(setup.rows, layer_of(setup.rows), strict=True)
+        )
+        loss.backward()
+        optimizer.step()
+        refresh()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_training_with_replicas_is_dense_training():
+    setup = make_setup(4)
+    layer = MoE(setup.gate, setup.dense, LocalTransport(setup.topology), setup.placement)
+    losses = train(layer, layer.parameters(), layer.refresh_replicas, setup)
+    stacks = dense_stacks(setup.dense, torch.float64)[:2]
+    wanted = train(lambda rows: [dense_layer(setup, r, stacks) for r in rows], stacks, lambda: None, setup)
+    assert losses == pytest.approx(wanted, rel=1e-9)
+    assert losses[-1] < losses[0] / 2
+    home = {e: (w, i) for w in layer.weights for i, e in enumerate(w.residence.homes)}
+    replicas = 0
+    for weights in layer.weights:
+        for i, expert in enumerate(weights.residence.replicas):
+            owner, row = home[expert]
+            assert torch.equal(weights.replica_gate_up[i], owner.gate_up[row])
+            assert torch.equal(weights.replica_down[i], owner.down[row])
+            replicas += 1
+    assert replicas > 0
+    names = {name for name, _ in layer.named_parameters()}
+    assert names == {f"weights.{r}.{n}" for r in range(4) for n in ("gate_up", "down")}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recompute_makes_the_same_plan(reentrant, monkeypatch):
+    setup = make_setup(4)
+    layer = MoE(setup.gate, setup.dense, LocalTransport(setup.topology), setup.placement)
+    quotas = []
+
+    def noted(*args, **how):
+        made = isoload.plan(*args, **how)
+        quotas.append(made.quota)
+        return made
+
+    def run(*rows):
+        return tuple(layer(list(rows)))
+
+    monkeypatch.setattr("isoload.moe.plan", noted)
+
+    grads = []
+    for call in (run, lambda *rows: checkpoint(run, *rows, use_reentrant=reentrant)):
+        layer.zero_grad()
+        rows = [r.clone().requires_grad_() for r in setup.rows]
+        sum((y**2).sum() for y in call(*rows)).backward()
+        grads.append([r.grad for r in rows] + [p.grad for p in layer.parameters()])
+    assert len(quotas) == 3 and all(torch.equal(q, quotas[0]) for q in quotas)
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def on_rank(rank, ranks, policy):
+    """One process's part: its output, gradients, plan and traffic."""
+    setup = make_setup(ranks)
+    transport = CollectiveTransport(setup.topology)
+    layer = MoE(setup.gate, setup.dense, transport, setup.placement, policy=policy)
+    rows = setup.rows[rank].clone().requires_grad_()
+    y = layer(rows)
+    syncs = transport.traffic.host_syncs
+    (y**2).sum().backward()
+    layer.refresh_replicas()
+    quota = layer.last_plan.quota if layer.last_plan.quota is not None else layer.last_plan.weights
+    return (
+        [y.detach(), rows.grad, *(p.grad for p in layer.parameters())],
+        quota,
+        transport.traffic.rows,
+        syncs,
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("policy", ["none", "exact"])
+def test_processes_equal_virtual_ranks(policy, ranks):
+    results = run_ranks(on_rank, ranks, ranks, policy)
+    setup = make_setup(ranks)
+    transport = LocalTransport(setup.topology)
+    layer = MoE(setup.gate, setup.dense, transport, setup.placement, policy=policy)
+    rows = [r.clone().requires_grad_() for r in setup.rows]
+    ys = layer(rows)
+    sum((y**2).sum() for y in ys).backward()
+    for rank, (tensors, quota, sent, syncs) in enumerate(results):
+        wanted = [ys[rank], rows[rank].grad, *(p.grad for p in layer.weights[rank].parameters())]
+        for a, b in zip(tensors, wanted, strict=True):
+            assert torch.equal(a, b)
+        assert torch.equal(quota, layer.last_plan.quota), "the same plan on every rank"
+        assert torch.equal(sent[rank], transport.traffic.rows[rank])
+        assert syncs == 1, "one wait for the host per forward"
+
+
+def test_rows_sent_are_the_distinct_pairs_of_token_and_rank():
+    setup = make_setup(4)
+    transport = LocalTransport(setup.topology)
+    layer = MoE(setup.gate, setup.dense, transport, setup.placement)
+    layer(setup.rows)
+    loads = torch.stack([isoload.count(setup.gate(rows)[0], EXPERTS) for rows in setup.rows])
+    for rank, rows in enumerate(setup.rows):
+        slots = isoload.route(setup.gate(rows)[0], loads, layer.last_plan, rank)
+        pairs = {
+            (t, int(p) // setup.placement.slots_per_rank) for t, row in enumerate(slots.tolist()) for p in row
+        }
+        for destination in range(4):
+            assert int(transport.traffic.rows[rank, destination]) == sum(d == destination for _, d in pairs)
+
+
+def failing_gate(rank):
+    setup = make_setup(3)
+    gate = setup.gate
+
+    def broken(rows):
+        if rank == 1:
+            raise ValueError("rows of rank 1 are not to its liking")
+        return gate(rows)
+
+    MoE(broken, setup.dense, CollectiveTransport(setup.topology), setup.placement)(setup.rows[rank])
+
+
+def test_one_rank_that_fails_fails_all():
+    errors = [outcome.error for outcome in rank_outcomes(failing_gate, 3, timeout=30, group_timeout=10)]
+    assert "rows of rank 1 are not to its liking" in errors[1]
+    for rank in (0, 2):
+        assert "rank 1" in errors[rank] and "count" in errors[rank], errors[rank]
+
+
+def test_refuses_what_does_not_fit():
+    setup = make_setup(4)
+    few = ExpertWeights.random(EXPERTS - 1, HIDDEN, INNER, dtype=torch.float64)
+    with pytest.raises(ValueError, match="dense must hold num_experts=11 experts, got 10"):
+        MoE(setup.gate, few, LocalTransport(setup.topology), setup.placement)
+    with pytest.raises(ValueError, match="placement must be for the transport's 2 ranks, got 4"):
+        MoE(setup.gate, setup.dense, LocalTransport(isoload.Topology(2)), setup.placement)
+    with pytest.raises(ValueError, match="policy must be one of"):
+        MoE(setup.gate, setup.dense, LocalTransport(setup.topology), setup.placement, policy="best")
+    with pytest.raises(ValueError, match=r"layer must be in 0\.\.1, got 2"):
+        MoE(setup.gate, setup.dense, LocalTransport(setup.topology), setup.placement, layer=2)
