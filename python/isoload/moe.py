@@ -16,7 +16,7 @@ from isoload.placement import Placement
 from isoload.planning import plan
 from isoload.policies import Policy, make_policy
 from isoload.records import Plan
-from isoload.resident import RankWeights, WithReplicas, refresh_replicas, residences
+from isoload.resident import RankWeights, join_replicas, refresh_replicas, residences
 from isoload.routing import route
 from isoload.transport import Received, Transport, error_code
 
@@ -35,7 +35,8 @@ class MoE(nn.Module):
         transport: joins the ranks.
         placement: where the experts lie.
         layer: position of this layer in the placement.
-        policy: a name in isoload.POLICIES or a Policy; options go with the name.
+        policy: a name in isoload.POLICIES or a Policy; options go with the name. One that samples draws the same
+            in every batch until its step is changed (``layer.policy = ...``).
         activation: SwiGLU (default), or gpt-oss's ClampedGLU.
         shared: a module for all local rows, added to the result; None = no shared expert.
         prefer: see isoload.route.
@@ -122,25 +123,12 @@ class MoE(nn.Module):
 
     def _compute(self, received: list[Received]) -> list[Tensor]:
         ranks = self._ranks()
-        rows = [r.rows for r in received]
-        homes = [rank.home_rows() for rank in ranks]
-        replicas: list[list[Tensor]] = [[] for _ in ranks]
+        rows = [arrived.rows for arrived in received]
         if self.has_replicas:
-            width = len(homes[0])
-            out = WithReplicas.apply(
-                self.transport, ranks, *rows, *(stack for stacks in homes for stack in stacks)
-            )
-            rows, stacks = list(out[: len(ranks)]), out[len(ranks) :]
-            half = len(stacks) // 2
-            homes = [list(stacks[i * width : (i + 1) * width]) for i in range(len(ranks))]
-            replicas = [list(stacks[half + i * width : half + (i + 1) * width]) for i in range(len(ranks))]
+            rows, groups = join_replicas(self.transport, ranks, rows)
+        else:
+            groups = [[rank.as_weights(rank.home_rows())] for rank in ranks]
         return [
-            run_experts(
-                row,
-                rank.weight_rows(arrived.slots),
-                arrived.weights,
-                [rank.as_weights(stacks) for stacks in (home, replica) if stacks],
-                self.activation,
-            )
-            for row, rank, arrived, home, replica in zip(rows, ranks, received, homes, replicas, strict=True)
+            run_experts(row, rank.weight_rows(arrived.slots), arrived.weights, stacks, self.activation)
+            for row, rank, arrived, stacks in zip(rows, ranks, received, groups, strict=True)
         ]

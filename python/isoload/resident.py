@@ -179,6 +179,23 @@ class WithReplicas(torch.autograd.Function):
         return None, None, *rows, *totals
 
 
+def join_replicas(
+    transport: Transport, ranks: Sequence[RankWeights], rows: Sequence[Tensor]
+) -> tuple[list[Tensor], list[list[ExpertWeights]]]:
+    """Received rows and, for every owned rank, its weight rows in two groups (homes, replicas), joined to autograd."""
+    homes = [stack for rank in ranks for stack in rank.home_rows()]
+    out: tuple[Tensor, ...] = WithReplicas.apply(transport, ranks, *rows, *homes)
+    stacks, width = out[len(ranks) :], len(homes) // len(ranks)
+    of_rank = [
+        stacks[i : i + width] for i in range(0, len(stacks), width)
+    ]  # homes of all ranks, then replicas
+    groups = [
+        [rank.as_weights(of_rank[i]), rank.as_weights(of_rank[len(ranks) + i])]
+        for i, rank in enumerate(ranks)
+    ]
+    return list(out[: len(ranks)]), groups
+
+
 def add_returned(
     homes: Sequence[Tensor], residence: Residence, buffer: Tensor, exact: torch.dtype
 ) -> list[Tensor]:
