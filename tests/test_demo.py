@@ -44,7 +44,6 @@ def test_demo_names_the_layers_there_are():
     assert "layers must be some of 0..23, got [24]" in done.output
 
 
-
 def test_a_rank_that_fails_is_named(monkeypatch):
     monkeypatch.setattr("isoload.demo.HIDDEN", 0)  # forked ranks see it too
     with pytest.raises(RuntimeError, match="rank 0 failed: "):

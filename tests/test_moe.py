@@ -273,6 +273,19 @@ def test_one_rank_that_fails_fails_all():
         assert "rank 1" in errors[rank] and "count" in errors[rank], errors[rank]
 
 
+def too_many_tokens(rank):
+    setup = make_setup(3)
+    transport = CollectiveTransport(setup.topology, max_tokens_per_rank=8)
+    MoE(setup.gate, setup.dense, transport, setup.placement)(setup.rows[rank])
+
+
+def test_too_many_tokens_on_one_rank_fail_all():
+    errors = [outcome.error for outcome in rank_outcomes(too_many_tokens, 3, timeout=30, group_timeout=10)]
+    assert "x must have at most max_tokens_per_rank=8 tokens, got 13" in errors[2]
+    for rank in (0, 1):
+        assert "rank 2" in errors[rank] and "count" in errors[rank], errors[rank]
+
+
 def test_refuses_what_does_not_fit():
     setup = make_setup(4)
     few = ExpertWeights.random(EXPERTS - 1, HIDDEN, INNER, dtype=torch.float64)

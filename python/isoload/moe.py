@@ -104,8 +104,12 @@ class MoE(nn.Module):
 
     def _choose(self, rows: list[Tensor]) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
         """Every owned rank's choices, and the gathered loads; a rank that fails tells the others in the gather."""
-        experts = self.placement.num_experts
+        experts, most = self.placement.num_experts, self.transport.max_tokens_per_rank
         try:
+            if most is not None and max(map(len, rows)) > most:
+                raise ValueError(
+                    f"x must have at most max_tokens_per_rank={most} tokens, got {max(map(len, rows))}"
+                )
             chosen = [self.gate(row) for row in rows]
             counts, errors, failure = [count(ids, experts) for ids, _ in chosen], [0] * len(rows), None
         except Exception as error:
