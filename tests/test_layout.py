@@ -17,7 +17,7 @@ LAYERS = [
     ["placement"],
     ["records"],
     ["policies", "placers", "trace", "transport", "routers", "experts", "expert_weights", "grouping"],
-    ["counting", "planning"],
+    ["counting", "planning", "modules"],
     ["routing", "resident"],
     ["moe"],
     ["batches", "calibration", "metrics", "inspection", "workloads"],

@@ -273,6 +273,28 @@ def test_one_rank_that_fails_fails_all():
         assert "rank 1" in errors[rank] and "count" in errors[rank], errors[rank]
 
 
+@pytest.mark.parametrize("slots", [0, 4])
+def test_from_module_is_the_block(slots):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.OlmoeConfig(
+        hidden_size=HIDDEN, intermediate_size=16, num_experts=EXPERTS, num_experts_per_tok=3
+    )
+    torch.manual_seed(5)
+    block = transformers.models.olmoe.modeling_olmoe.OlmoeSparseMoeBlock(config)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    topology = isoload.Topology(4)
+    placement = isoload.place(torch.rand(1, EXPERTS), topology, slots_per_rank=slots) if slots else None
+    layer = MoE.from_module(block, topology, placement=placement, policy="exact")
+    rows = [torch.randn(n, HIDDEN) for n in TOKENS[:4]]
+    with torch.no_grad():
+        for got, row in zip(layer(rows), rows, strict=True):
+            if len(row):
+                wanted = block(row[None])
+                wanted = (wanted[0] if isinstance(wanted, tuple) else wanted).view_as(row)
+                assert close(got, wanted.double(), 1e-5)
+
+
 def too_many_tokens(rank):
     setup = make_setup(3)
     transport = CollectiveTransport(setup.topology, max_tokens_per_rank=8)

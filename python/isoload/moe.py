@@ -11,14 +11,17 @@ from torch import Tensor, nn
 from isoload.counting import count
 from isoload.expert_weights import Activation, ExpertWeights, SwiGLU
 from isoload.experts import run_experts
+from isoload.modules import module_parts
 from isoload.ops import Prefer
 from isoload.placement import Placement
+from isoload.placers import place
 from isoload.planning import plan
 from isoload.policies import Policy, make_policy
 from isoload.records import Plan
 from isoload.resident import RankWeights, join_replicas, refresh_replicas, residences
 from isoload.routing import route
-from isoload.transport import Received, Transport, error_code
+from isoload.topology import Topology
+from isoload.transport import LocalTransport, Received, Transport, error_code
 
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -76,6 +79,32 @@ class MoE(nn.Module):
         self.weights = nn.ModuleList(RankWeights(held[rank], dense) for rank in transport.ranks)
         self.has_replicas = any(residence.replicas for residence in held)
         self.last_plan: Plan | None = None
+
+    @classmethod
+    def from_module(
+        cls,
+        block: nn.Module,
+        topology: Topology,
+        *,
+        transport: Transport | None = None,
+        placement: Placement | None = None,
+        **how: Any,
+    ) -> MoE:
+        """The layer of a Hugging Face block: Qwen3-MoE, OLMoE, Mixtral, DeepSeek-V3 or gpt-oss.
+
+        Args:
+            block: with the weights of all experts; see :func:`isoload.modules.module_parts`.
+            topology: R ranks.
+            transport: None = all ranks in this process.
+            placement: None = experts in order (placer ``trivial``).
+            **how: layer, policy, prefer and the policy's options.
+        """
+        parts = module_parts(block)
+        if placement is None:
+            placement = place(torch.ones(1, parts.dense.num_slots), topology, placer="trivial")
+        transport = LocalTransport(topology) if transport is None else transport
+        how = {"activation": parts.activation, "shared": parts.shared, **how}
+        return cls(parts.gate, parts.dense, transport, placement, **how)
 
     def forward(self, x: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
         """[T, H] -> [T, H] on every owned rank; T may differ between ranks and be 0."""
