@@ -52,7 +52,11 @@ def make_block(name, dtype=torch.float32, **options):
     modeling = import_module(f"transformers.models.{model}.modeling_{model}")
     config = getattr(modeling, f"{prefix}Config")
     sizes = {experts: E, "num_experts_per_tok": K, "hidden_size": H, width: I}
-    block = getattr(modeling, prefix + suffix)(config(**sizes, **{**more, **options}))
+    built = config(**sizes, **{**more, **options})
+    built._experts_implementation = (
+        "eager"  # the block's own loop; transformers 5.0 has no default outside a model
+    )
+    block = getattr(modeling, prefix + suffix)(built)
     print("seed 31")
     torch.manual_seed(31)
     for tensor in block.state_dict().values():
