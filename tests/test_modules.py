@@ -53,9 +53,8 @@ def make_block(name, dtype=torch.float32, **options):
     config = getattr(modeling, f"{prefix}Config")
     sizes = {experts: E, "num_experts_per_tok": K, "hidden_size": H, width: I}
     built = config(**sizes, **{**more, **options})
-    built._experts_implementation = (
-        "eager"  # the block's own loop; transformers 5.0 has no default outside a model
-    )
+    # the block's own loop; transformers 5.0 has no default outside a model
+    built._experts_implementation = "eager"
     block = getattr(modeling, prefix + suffix)(built)
     print("seed 31")
     torch.manual_seed(31)
