@@ -17,10 +17,12 @@ ifeq ($(VENV),0)
 PY := $(PYTHON)
 CLANG_FORMAT := clang-format
 READY := build/.installed
+TESTED := $(READY)
 else
 PY := $(VENV)/bin/python
 CLANG_FORMAT := $(VENV)/bin/clang-format
 READY := $(VENV)/.installed
+TESTED := $(VENV)/.installed-with-tests
 endif
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h')
 TRACE := examples/traces/gptoss20b_decode.npz
@@ -30,20 +32,20 @@ run: $(READY)
 	$(PY) -m isoload replay $(TRACE) --ranks 8 --ranks-per-node 4
 	$(PY) -m isoload demo
 
-test: $(READY)
+test: $(TESTED)
 	$(PY) -m pytest
 
 build: $(READY)
 	$(PY) setup.py -q build_ext --inplace
 
-lint: $(READY)
+lint: $(TESTED)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(CLANG_FORMAT) --dry-run --Werror $(SOURCES) $(wildcard tests/native/*)
 
 bench: $(READY)
-	$(PY) -m pip install -q highspy
+	$(PY) -m pip install -q highspy scipy
 	OPENBLAS_NUM_THREADS=1 $(PY) bench/bench_plan.py
 
 ifeq ($(VENV),0)
@@ -55,12 +57,16 @@ else
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q $(PIP_ARGS) "$(TORCH)"
+	$(PY) -m pip install -q "setuptools>=77" wheel
 	@touch $@
 
 $(READY): $(VENV)/.torch setup.py pyproject.toml $(SOURCES)
-	$(PY) -m pip install -q "setuptools>=77" wheel
-	$(PY) -m pip install -q --no-build-isolation -e ".[test,dev]"
+	$(PY) -m pip install -q --no-build-isolation -e .
 	@touch $@
+
+$(TESTED): $(VENV)/.torch setup.py pyproject.toml $(SOURCES)
+	$(PY) -m pip install -q --no-build-isolation -e ".[test,dev]"
+	@touch $(READY) $@
 endif
 
 clean:
