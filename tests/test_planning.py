@@ -275,6 +275,14 @@ BAD_CALLS = {
         lambda s: isoload.share(s.good.sum(0, dtype=torch.int32), s.plan),
         r"loads must be per source rank, \[8, 32\], got \[32\]",
     ),
+    "share device": (
+        lambda s: isoload.share(s.good.to("meta"), s.plan),
+        "loads must be on the plan's device cpu, got meta",
+    ),
+    "route device": (
+        lambda s: isoload.route(s.ids.to("meta"), s.good, s.plan, 0),
+        "topk_ids must be on the plan's device cpu, got meta",
+    ),
     "share rank": (lambda s: isoload.share(s.good, s.plan, rank=8), r"rank must be in 0\.\.7, got 8"),
     "share order": (
         lambda s: isoload.share(s.good, s.plan, order="fast"),

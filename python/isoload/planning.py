@@ -84,6 +84,8 @@ def share(loads: Tensor, plan: Plan, rank: int | None = None, order: Order = "lo
     """
     if plan.quota is None:
         raise ValueError(f"plan must have a quota to be shared, policy {plan.policy.name} samples")
+    if loads.device != plan.bound.device:
+        raise ValueError(f"loads must be on the plan's device {plan.bound.device}, got {loads.device}")
     if loads.shape != plan.placed.shape_per_source:
         raise ValueError(
             f"loads must be per source rank, {list(plan.placed.shape_per_source)}, got {list(loads.shape)}"

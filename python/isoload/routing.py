@@ -36,6 +36,8 @@ def route(
     """
     if plan.layer is None:
         raise ValueError("plan must be of one layer (plans[layer]), got a plan of all layers")
+    if topk_ids.device != plan.bound.device:
+        raise ValueError(f"topk_ids must be on the plan's device {plan.bound.device}, got {topk_ids.device}")
     if plan.weights is not None:
         return ops.route_sampled(topk_ids, plan.weights, plan.tables, sample_seed(plan, rank))
     return ops.route(topk_ids, share(loads, plan, rank, order), plan.tables, prefer)
