@@ -18,7 +18,7 @@ void require(bool holds, const Parts&... parts) {
   if (holds) return;
   std::ostringstream text;
   (text << ... << parts);
-  throw std::runtime_error("isoload: " + text.str());  // ops.py strips the mark and raises ValueError
+  throw std::runtime_error("isoload: " + text.str());  // ops/library.py strips the mark and raises ValueError
 }
 
 inline const char* dtype_name(ScalarType type) {

@@ -86,7 +86,7 @@ MUTANTS = {
         "teams",
     ),
     "node level left out of share": Mutant(
-        "python/isoload/ops.py",
+        "python/isoload/ops/routed.py",
         "        ranks_per_node,\n        -1 if",
         "        tables.num_ranks,\n        -1 if",
         "share",
@@ -129,11 +129,14 @@ def seed_fault(mutant: Mutant, folder: Path) -> None:
 
 
 def compile_binding(folder: Path) -> Path:
-    """ops.cpp, which no fault touches, compiled once."""
-    out = folder / "ops.o"
-    includes = [f"-I{path}" for path in [ROOT / "csrc", *include_paths()]]
+    """ops.cpp and ops/, which no fault touches, compiled once into one object."""
+    out, csrc = folder / "ops.o", ROOT / "csrc"
+    includes = [f"-I{path}" for path in [csrc, *include_paths()]]
     flags = ["-std=c++17", "-O0", "-fPIC", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
-    subprocess.run(["g++", *flags, *includes, "-c", str(ROOT / "csrc/ops.cpp"), "-o", str(out)], check=True)
+    whole = "".join(f'#include "{path}"\n' for path in [csrc / "ops.cpp", *sorted(csrc.glob("ops/*.cpp"))])
+    subprocess.run(
+        ["g++", *flags, *includes, "-x", "c++", "-c", "-", "-o", str(out)], input=whole, text=True, check=True
+    )
     return out
 
 

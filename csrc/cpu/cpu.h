@@ -1,4 +1,4 @@
-// The CPU side of every op on plain pointers: loops over SerialTeam. ops.cpp checks, allocates and calls.
+// The CPU side of every op on plain pointers: loops over SerialTeam. csrc/ops checks, allocates and calls.
 #pragma once
 
 #include <cstdint>

@@ -1,53 +1,25 @@
-"""Typed wrappers and fake kernels of ``torch.ops.isoload.*``, in pipeline order.
-
-Every op takes one layer or a batch of layers (a leading L), allocates only its results and never waits for a
-device. Shapes: R ranks, E logical experts, S slots per rank, P = R*S slots, T tokens, K experts per token.
-
-Raises (all): ValueError naming the argument, the rule and the value. Values are checked on CPU only.
-"""
+"""Routed experts: count, replica_tables, plan_exact, share, route, route_sampled; wrappers and fakes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from isoload.ops.library import call, library
 from isoload.replica_tables import ReplicaTables
 
-MARK = "isoload: "  # how csrc/check.h marks a refused argument
 UNLIMITED = 2**31 - 1
 Order = Literal["locality", "rank_major"]
 Prefer = Literal["visited"]
 
-
-def _load_library() -> None:
-    found = sorted(Path(__file__).parent.glob("_C*.so"))
-    if not found:
-        raise ImportError("isoload's compiled ops are missing: run `make build` (or reinstall isoload)")
-    torch.ops.load_library(str(found[0]))
-
-
-_load_library()
-_ops = torch.ops.isoload
 _count, _replica_tables, _plan_exact = (
-    _ops.count.default,
-    _ops.replica_tables.default,
-    _ops.plan_exact.default,
+    library.count.default,
+    library.replica_tables.default,
+    library.plan_exact.default,
 )
-_share, _route, _route_sampled = _ops.share.default, _ops.route.default, _ops.route_sampled.default
-
-
-def _call(op: Callable[..., Any], *args: Any) -> Any:
-    try:
-        return op(*args)
-    except RuntimeError as error:
-        text = str(error)
-        if not text.startswith(MARK):
-            raise
-        raise ValueError(text[len(MARK) :].split("\nException raised")[0]) from None
+_share, _route, _route_sampled = library.share.default, library.route.default, library.route_sampled.default
 
 
 def count(topk_ids: Tensor, num_experts: int) -> Tensor:
@@ -60,7 +32,7 @@ def count(topk_ids: Tensor, num_experts: int) -> Tensor:
     Returns:
         [E] int32.
     """
-    counts: Tensor = _call(_count, topk_ids, num_experts)
+    counts: Tensor = call(_count, topk_ids, num_experts)
     return counts
 
 
@@ -89,7 +61,7 @@ def replica_tables(
         size = ReplicaTables.size(num_experts, slots)
         data = slot_to_expert.new_empty((*slot_to_expert.shape[:-1], size), dtype=torch.int32)
         out = ReplicaTables(data, num_ranks, num_experts, slots)
-    _call(_replica_tables, slot_to_expert, num_ranks, num_experts, out.data)
+    call(_replica_tables, slot_to_expert, num_ranks, num_experts, out.data)
     return out
 
 
@@ -136,7 +108,7 @@ def plan_exact(
         raise ValueError(f"tolerance must be in 0..1000 (relative), got {tolerance}")
     if budget is not None and budget < 0:
         raise ValueError(f"budget must be at least 0, got {budget}")
-    result = _call(
+    result = call(
         _plan_exact,
         loads,
         tables.data,
@@ -182,7 +154,7 @@ def share(
             f"loads must be per source rank, [..., {tables.num_ranks}, {tables.num_experts}], "
             f"got {list(loads.shape)}"
         )
-    row: Tensor = _call(
+    row: Tensor = call(
         _share,
         loads,
         quota,
@@ -210,7 +182,7 @@ def route(topk_ids: Tensor, share_row: Tensor, tables: ReplicaTables, prefer: Pr
     """
     if prefer not in (None, "visited"):
         raise ValueError(f"prefer must be None or visited, got {prefer!r}")
-    slots: Tensor = _call(
+    slots: Tensor = call(
         _route,
         topk_ids,
         share_row,
@@ -237,7 +209,7 @@ def route_sampled(topk_ids: Tensor, weights: Tensor, tables: ReplicaTables, seed
         [T, K] slots in the dtype of topk_ids.
     """
     seed = (seed + 2**63) % 2**64 - 2**63
-    slots: Tensor = _call(_route_sampled, topk_ids, weights, tables.data, tables.num_experts, seed)
+    slots: Tensor = call(_route_sampled, topk_ids, weights, tables.data, tables.num_experts, seed)
     return slots
 
 

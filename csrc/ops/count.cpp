@@ -1,0 +1,22 @@
+// count: checks of topk_ids.
+#include "cpu/cpu.h"
+#include "ops/ops.h"
+#include "ops/tensors.h"
+
+namespace isoload::ops {
+
+Tensor count(const Tensor& topk_ids, int64_t num_experts) {
+  require_ids(topk_ids, "topk_ids");
+  require(num_experts >= 1, "num_experts must be at least 1, got ", num_experts);
+  const Tensor ids = dense(topk_ids);
+  Tensor counts = new_empty(topk_ids, {num_experts}, ScalarType::Int);
+  require(ids.numel() <= INT32_MAX, "topk_ids must have fewer than 2^31 entries, got ", ids.numel());
+  const int E = static_cast<int>(num_experts);
+  const int64_t bad = ids.scalar_type() == ScalarType::Int
+                          ? cpu::count(data<int32_t>(ids), ids.numel(), E, mutable_data<int32_t>(counts))
+                          : cpu::count(data<int64_t>(ids), ids.numel(), E, mutable_data<int32_t>(counts));
+  require(bad == -1, "topk_ids must be in -1..", num_experts - 1, ", got ", bad);
+  return counts;
+}
+
+}  // namespace isoload::ops

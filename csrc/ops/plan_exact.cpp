@@ -1,0 +1,124 @@
+// plan_exact: checks, and a batch of layers in parallel.
+#include <atomic>
+
+#include "cpu/cpu.h"
+#include "ops/ops.h"
+#include "ops/tensors.h"
+
+namespace isoload::ops {
+
+// A batch of exact splits: its inputs, checked, and its results.
+class ExactBatch {
+ public:
+  ExactBatch(const Tensor& loads_in, const Tensor& tables_in, int64_t num_ranks, int64_t num_slots)
+      : loads_(dense(loads_in)), batched_(tables_in.dim() == 2), R_(num_ranks), P_(num_slots) {
+    require_dtype(loads_in, "loads", ScalarType::Int);
+    require(R_ >= 1 && R_ <= kMaxRanks, "num_ranks must be in 1..", kMaxRanks, ", got ", R_);
+    require(P_ >= R_ && P_ % R_ == 0, "num_slots must be a multiple of num_ranks=", R_, ", got ", P_);
+    const int64_t dims = loads_.dim() - batched_;
+    require(dims == 1 || (dims == 2 && loads_.size(batched_) == R_), "loads must be [E] or [", R_,
+            ", E] per layer, got ", shape_text(loads_));
+    E_ = loads_.size(loads_.dim() - 1);
+    sources_ = dims == 1 ? 1 : R_;
+    tables_.emplace(tables_in, P_, E_);
+    require(!batched_ || loads_.size(0) == tables_->batch, "loads must have one entry per layer (",
+            tables_->batch, "), got ", shape_text(loads_));
+  }
+
+  void add_fixed(const Tensor& fixed) {
+    require_dtype(fixed, "fixed", ScalarType::Int);
+    batched_ ? require_shape(fixed, "fixed", {tables_->batch, R_}) : require_shape(fixed, "fixed", {R_});
+    fixed_ = dense(fixed);
+  }
+
+  void add_ticks(const Tensor& ticks) {
+    require_dtype(ticks, "ticks", ScalarType::Int);
+    require_shape(ticks, "ticks", {R_});
+    ticks_ = dense(ticks);
+    for (int64_t r = 0; r < R_; ++r) {
+      const int32_t tick = data<int32_t>(*ticks_)[r];
+      require(tick >= 1 && tick <= 1 << 20, "ticks must be in 1..2^20, got ", tick, " for rank ", r);
+    }
+  }
+
+  std::tuple<Tensor, Tensor, Tensor, Tensor> solve(int64_t tolerance_ppm, int64_t sweeps, int64_t budget) {
+    require(sweeps >= 0 && sweeps <= INT32_MAX, "sweeps must be in 0..2^31-1, got ", sweeps);
+    require(budget >= 0 && budget <= INT32_MAX, "budget must be in 0..2^31-1, got ", budget);
+    const int64_t B = tables_->batch;
+    const Tensor quota = per_layer(P_), telemetry = per_layer(4), peak = per_layer(), bound = per_layer();
+    std::atomic<int64_t> failed{B};  // a throw inside parallel_for would lose its text
+    auto run = [&](int64_t begin, int64_t end) {
+      for (int64_t b = begin; b < end; ++b) {
+        ExactProblem problem = this->problem(b);
+        problem.tolerance_ppm = tolerance_ppm;
+        problem.sweeps = static_cast<int32_t>(sweeps);
+        problem.budget = static_cast<int32_t>(budget);
+        const ExactResult result{mutable_data<int32_t>(quota) + b * P_, mutable_data<int64_t>(peak) + b,
+                                 mutable_data<int64_t>(bound) + b, mutable_data<int32_t>(telemetry) + b * 4};
+        if (cpu::plan_exact(problem, result) == PlanStatus::ok) continue;
+        for (int64_t first = failed; b < first && !failed.compare_exchange_weak(first, b);) continue;
+      }
+    };
+    B == 1 ? run(0, 1) : torch::stable::parallel_for(0, B, 8, run);
+    if (failed < B) explain(problem(failed));
+    return {quota, peak, bound, telemetry};
+  }
+
+ private:
+  Tensor per_layer(int64_t length) const {
+    return batched_ ? new_empty(loads_, {tables_->batch, length}) : new_empty(loads_, {length});
+  }
+  Tensor per_layer() const {
+    return batched_ ? new_empty(loads_, {tables_->batch}, ScalarType::Long)
+                    : new_empty(loads_, {}, ScalarType::Long);
+  }
+
+  ExactProblem problem(int64_t b) const {
+    ExactProblem problem{};
+    problem.R = static_cast<int>(R_);
+    problem.E = static_cast<int>(E_);
+    problem.S = static_cast<int>(P_ / R_);
+    problem.tables = tables_->layer(b);
+    problem.loads = data<int32_t>(loads_) + b * sources_ * E_;
+    problem.num_sources = static_cast<int>(sources_);
+    problem.fixed = fixed_ ? data<int32_t>(*fixed_) + b * R_ : nullptr;
+    problem.ticks = ticks_ ? data<int32_t>(*ticks_) : nullptr;
+    return problem;
+  }
+
+  // Raises what the solver refused: it only knows that something is wrong, and here there is time to look.
+  static void explain(const ExactProblem& problem) {
+    int64_t copies = 0, lonely = -1;
+    for (int64_t i = 0; i < int64_t(problem.num_sources) * problem.E; ++i) {
+      const int64_t e = i % problem.E, n = problem.loads[i];
+      require(n >= 0, "loads must not be negative, got ", n, " for expert ", e);
+      if (n > 0 && problem.tables.copies(static_cast<int>(e)) == 0 && lonely < 0) lonely = e;
+      copies += n;
+    }
+    for (int r = 0; problem.fixed && r < problem.R; ++r) {
+      require(problem.fixed[r] >= 0, "fixed must not be negative, got ", problem.fixed[r], " for rank ", r);
+      copies += problem.fixed[r];
+    }
+    require(copies <= INT32_MAX, "loads and fixed must sum to less than 2^31 copies, got ", copies);
+    require(lonely < 0, "loads must be 0 for an expert without a replica, got copies for expert ", lonely);
+  }
+
+  Tensor loads_;
+  bool batched_;
+  int64_t R_, P_, E_ = 0, sources_ = 0;
+  std::optional<Tables> tables_;
+  std::optional<Tensor> fixed_, ticks_;
+};
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> plan_exact(const Tensor& loads, const Tensor& tables,
+                                                      int64_t num_ranks, int64_t num_slots,
+                                                      const std::optional<Tensor>& fixed,
+                                                      const std::optional<Tensor>& ticks,
+                                                      int64_t tolerance_ppm, int64_t sweeps, int64_t budget) {
+  ExactBatch batch(loads, tables, num_ranks, num_slots);
+  if (fixed) batch.add_fixed(*fixed);
+  if (ticks) batch.add_ticks(*ticks);
+  return batch.solve(tolerance_ppm, sweeps, budget);
+}
+
+}  // namespace isoload::ops

@@ -1,0 +1,60 @@
+// route and route_sampled: checks of ids, shares and weights.
+#include "cpu/cpu.h"
+#include "ops/ops.h"
+#include "ops/tensors.h"
+
+namespace isoload::ops {
+
+static void check_route(const cpu::RouteFault& fault, int64_t E) {
+  require(fault.kind != cpu::RouteFault::bad_id, "topk_ids must be in -1..", E - 1, ", got ", fault.value);
+  require(fault.kind != cpu::RouteFault::not_the_share,
+          "topk_ids must hold each expert as often as its share says, ", "expert ", fault.value, " does not");
+}
+
+Tensor route(const Tensor& topk_ids, const Tensor& share_row_in, const Tensor& tables_in, int64_t num_experts,
+             bool prefer_visited) {
+  require_ids(topk_ids, "topk_ids");
+  require(topk_ids.dim() == 2, "topk_ids must be [T, K], got ", shape_text(topk_ids));
+  require_dtype(share_row_in, "share_row", ScalarType::Int);
+  require(share_row_in.dim() == 1, "share_row must be [P], got ", shape_text(share_row_in));
+  const Tensor ids = dense(topk_ids), share_row = dense(share_row_in);
+  const int64_t P = share_row.size(0), T = ids.size(0), K = ids.size(1);
+  const Tables tables(tables_in, P, num_experts);
+  require(tables_in.dim() == 1, "tables must be of one layer, got ", shape_text(tables_in));
+  Tensor slots = new_empty(ids, {ids.size(0), ids.size(1)}, ids.scalar_type());
+  auto run = [&](auto id) {
+    using Id = decltype(id);
+    return cpu::route(data<Id>(ids), T, K, num_experts, P, tables.layer(0), data<int32_t>(share_row),
+                      prefer_visited, mutable_data<Id>(slots));
+  };
+  check_route(ids.scalar_type() == ScalarType::Int ? run(int32_t()) : run(int64_t()), num_experts);
+  return slots;
+}
+
+Tensor route_sampled(const Tensor& topk_ids, const Tensor& weights_in, const Tensor& tables_in,
+                     int64_t num_experts, int64_t seed) {
+  require_ids(topk_ids, "topk_ids");
+  require(topk_ids.dim() == 2, "topk_ids must be [T, K], got ", shape_text(topk_ids));
+  require_dtype(weights_in, "weights", ScalarType::Float);
+  require(weights_in.dim() == 1, "weights must be [P], got ", shape_text(weights_in));
+  const Tensor ids = dense(topk_ids), weights = dense(weights_in);
+  const Tables tables(tables_in, weights.size(0), num_experts);
+  require(tables_in.dim() == 1, "tables must be of one layer, got ", shape_text(tables_in));
+  Tensor slots = new_empty(ids, {ids.size(0), ids.size(1)}, ids.scalar_type());
+  auto run = [&](auto id) {
+    using Id = decltype(id);
+    return cpu::route_sampled(data<Id>(ids), ids.numel(), num_experts, tables.layer(0), data<float>(weights),
+                              static_cast<uint64_t>(seed), mutable_data<Id>(slots));
+  };
+  const cpu::RouteFault fault = ids.scalar_type() == ScalarType::Int ? run(int32_t()) : run(int64_t());
+  if (fault.kind == cpu::RouteFault::bad_weight)
+    require(false, "weights must be finite and not negative, got ", data<float>(weights)[fault.value],
+            " for slot ", fault.value);
+  require(fault.kind != cpu::RouteFault::not_the_share,
+          "weights must be positive for a replica of every expert that is ", "routed, expert ", fault.value,
+          " has none");
+  check_route(fault, num_experts);
+  return slots;
+}
+
+}  // namespace isoload::ops
