@@ -18,7 +18,7 @@ LAYERS = [
     ["records"],
     ["policies", "placers", "trace", "transport", "routers", "experts", "expert_weights", "grouping"],
     ["counting", "planning", "modules"],
-    ["routing", "resident"],
+    ["routing", "residence", "resident"],
     ["transfer"],
     ["moe"],
     ["batches", "calibration", "metrics", "inspection", "workloads"],

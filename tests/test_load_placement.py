@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from types import SimpleNamespace
 
@@ -13,8 +12,19 @@ import isoload
 from isoload.expert_weights import ExpertWeights
 from isoload.moe import MoE
 from isoload.transport import CollectiveTransport, LocalTransport
-from processes import die, rank_outcomes, run_ranks
-from test_moe import EXPERTS, HIDDEN, INNER, STACKS, TOKENS, close, dense_layer, dense_stacks, make_gate, train
+from processes import run_ranks
+from test_moe import (
+    EXPERTS,
+    HIDDEN,
+    INNER,
+    STACKS,
+    TOKENS,
+    close,
+    dense_layer,
+    dense_stacks,
+    make_gate,
+    train,
+)
 
 ROW_BYTES = 8 * (3 * INNER * HIDDEN + 2 * INNER + HIDDEN)  # float64, with biases
 
@@ -65,7 +75,11 @@ def pairs(ranks):
     yield "random", deal(draw, topology, size), deal(draw, topology, size)
     if ranks > 1:
         size = EXPERTS
-        yield "empty rank", deal(draw, topology, size, empty=[0]), deal(draw, topology, size, empty=[ranks - 1])
+        yield (
+            "empty rank",
+            deal(draw, topology, size, empty=[0]),
+            deal(draw, topology, size, empty=[ranks - 1]),
+        )
 
 
 def homes_of(layer):
@@ -235,7 +249,9 @@ def test_training_over_a_move_is_dense_training(kind, chunk):
 
 def check_training(setup, losses, homes):
     stacks = dense_stacks(setup.dense, torch.float64)
-    wanted = train(lambda rows: [dense_layer(setup, r, stacks) for r in rows], stacks, lambda: None, setup, 10)
+    wanted = train(
+        lambda rows: [dense_layer(setup, r, stacks) for r in rows], stacks, lambda: None, setup, 10
+    )
     assert losses == pytest.approx(wanted, rel=1e-9)
     for expert, parts in homes.items():
         for part, stack in zip(parts, stacks, strict=True):
@@ -258,7 +274,9 @@ def test_processes_move_and_train_like_one(ranks, kind):
     _, before, after = list(pairs(ranks))[kind]
     transport = LocalTransport(setup.topology)
     losses, homes = train_and_move(setup, before, after, transport, range(ranks))
-    assert [sum(parts) for parts in zip(*(r[0] for r in results), strict=True)] == pytest.approx(losses, 1e-12)
+    assert [sum(parts) for parts in zip(*(r[0] for r in results), strict=True)] == pytest.approx(
+        losses, 1e-12
+    )
     assert sum(r[2] for r in results) == transport.traffic.bytes["placement"] > 0
     for _, own, _ in results:
         for expert, parts in own.items():

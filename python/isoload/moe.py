@@ -18,7 +18,8 @@ from isoload.placers import place
 from isoload.planning import own_layers, plan, refresh_layers
 from isoload.policies import Policy, make_policy
 from isoload.records import Plan
-from isoload.resident import RankWeights, join_rows, refresh_replicas, residences
+from isoload.residence import residences
+from isoload.resident import RankWeights, join_rows, refresh_replicas
 from isoload.routing import route
 from isoload.topology import Topology
 from isoload.transfer import FACTS, check_move, count_rows, move_facts, move_state, move_weights

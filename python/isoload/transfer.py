@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from isoload.migration import Move, plan_moves
 from isoload.placement import PlacedLayers, Placement
-from isoload.resident import NAMES, RankWeights, Residence
+from isoload.residence import Residence
+from isoload.resident import NAMES, RankWeights
 from isoload.transport import Transport
 from isoload.transport.rows import pack, unpack
 
