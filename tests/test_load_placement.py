@@ -37,7 +37,7 @@ def make_setup(ranks, seed=0):
     return SimpleNamespace(topology=topology, dense=dense, rows=rows, gate=make_gate(3))
 
 
-def deal(draw, topology, size, spare=0, empty=(), layers=1):
+def deal(draw, topology, size, spare=0, empty=(), layers=1, replicas=True):
     """A placement at random: any slot, any home, replicas, second slots on one rank, and slots without memory."""
     ranks = topology.num_ranks
     slots, homes = [], []
@@ -48,7 +48,7 @@ def deal(draw, topology, size, spare=0, empty=(), layers=1):
         for expert, place in enumerate(places[:EXPERTS]):
             held[place] = expert
         for place in places[EXPERTS:]:
-            held[place] = draw.choice([*range(EXPERTS), -1])
+            held[place] = draw.choice([*range(EXPERTS), -1]) if replicas else -1
         # on the rank of a home, the home is the lowest of its expert's slots
         owners = [draw.choice([p for p in range(len(held)) if held[p] == e]) // size for e in range(EXPERTS)]
         homes.append([held.index(e, owner * size) for e, owner in enumerate(owners)])
@@ -72,6 +72,7 @@ def pairs(ranks):
     yield "trivial to eplb", trivial, eplb(topology, size, 1)
     yield "eplb to eplb", eplb(topology, size, 1), eplb(topology, size, 2)
     yield "spare slots", eplb(topology, size + 1, 1, 1), eplb(topology, size + 1, 2, 1)
+    yield "no replicas to random", deal(draw, topology, size, replicas=False), deal(draw, topology, size)
     yield "random", deal(draw, topology, size), deal(draw, topology, size)
     if ranks > 1:
         size = EXPERTS
@@ -183,7 +184,7 @@ def test_replicas_are_fresh_after_the_move_and_train_on():
 @pytest.mark.parametrize("policy", isoload.POLICIES)
 def test_plans_are_those_of_the_new_placement(policy):
     setup = make_setup(4)
-    _, before, after = list(pairs(4))[3]
+    _, before, after = list(pairs(4))[4]
     layer = MoE(setup.gate, setup.dense, LocalTransport(setup.topology), before, policy=policy, weight_rows=6)
     fresh = MoE(setup.gate, setup.dense, LocalTransport(setup.topology), after, policy=policy)
     run(layer, setup.rows)
@@ -237,7 +238,7 @@ def train_and_move(setup, before, after, transport, own, **how):
 
 
 @pytest.mark.parametrize("chunk", [None, 2])
-@pytest.mark.parametrize("kind", [1, 3, 4], ids=["eplb", "random", "empty rank"])
+@pytest.mark.parametrize("kind", [1, 4, 5], ids=["eplb", "random", "empty rank"])
 def test_training_over_a_move_is_dense_training(kind, chunk):
     setup = make_setup(4)
     _, before, after = list(pairs(4))[kind]
@@ -267,7 +268,7 @@ def on_rank(rank, ranks, kind):
     return losses, homes, transport.traffic.bytes["placement"]
 
 
-@pytest.mark.parametrize(("ranks", "kind"), [(2, 0), (3, 1), (4, 3), (2, 4)])
+@pytest.mark.parametrize(("ranks", "kind"), [(2, 0), (3, 3), (4, 4), (2, 5)])
 def test_processes_move_and_train_like_one(ranks, kind):
     results = run_ranks(on_rank, ranks, ranks, kind)
     setup = make_setup(ranks)

@@ -134,6 +134,13 @@ def test_rows_of_the_same_rank_are_read_before_they_are_overwritten():
     # both experts have copies elsewhere, so each row could be overwritten at once and fetched from rank 1
     chunks = plan_moves([[0, 1], [0, 1]], [[1, 0], [0, 1]], 2)
     assert chunks == [[Move(Address(0, 1), Address(0, 0)), Move(Address(0, 0), Address(0, 1))]]
+    # row 0 of rank 0 waits, because row 2 wants its expert and another chunk will be full by then
+    chunks = plan_moves([[0, 1, 2], [0, 1, 2, 3]], [[3, 2, 0], [0, 1, 2, 3]], 2)
+    assert [move for chunk in chunks for move in chunk] == [
+        Move(Address(0, 2), Address(0, 1)),
+        Move(Address(0, 0), Address(0, 2)),
+        Move(Address(1, 3), Address(0, 0)),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,11 @@ def test_loaded_weights_arrive_in_the_storage(assign):
 
 
 @pytest.mark.parametrize("change", ["step", "refresh"])
-def test_a_backward_over_changed_weights_raises(change):
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_backward_over_changed_weights_raises(change, copied):
     layer, setup = make_layer()
+    if copied:
+        layer.weights = copy.deepcopy(layer.weights)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     sum(y.sum() for y in layer(setup.rows)).backward()
     loss = sum((y**2).sum() for y in layer(setup.rows))

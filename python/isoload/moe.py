@@ -121,17 +121,16 @@ class MoE(nn.Module):
         """[T, H] -> [T, H] on every owned rank; T may differ between ranks and be 0."""
         rows = [x] if isinstance(x, Tensor) else list(x)
         chosen, loads = self._choose(rows)  # [T, K] ids and weights; [R, E] copies
-        made = self.last_plan = plan(loads, self._placed_on(loads.device), None, self.policy)
+        made = self.last_plan = plan(loads, self._placed_on(loads.device), None, self.policy)  # quota [P]
         slots = [
             route(ids, loads, made, rank, prefer=self.prefer)  # [T, K]
             for rank, (ids, _) in zip(self.transport.ranks, chosen, strict=True)
         ]
         gate_weights = [weights for _, weights in chosen]
         received = self.transport.dispatch(rows, slots, gate_weights, self.placement.slots_per_rank)
-        noted = {"loads": loads} | {
-            f"route of rank {r}": s for r, s in zip(self.transport.ranks, slots, strict=True)
-        }
-        computed = self._compute(received, noted)  # [N, H], weighted and summed over each row's local copies
+        computed = self._compute(
+            received, loads, slots
+        )  # [N, H], weighted and summed over each row's local copies
         combined = self.transport.combine(computed, received)  # [T, H]
         if self.shared is not None:
             combined = [y + self.shared(row) for y, row in zip(combined, rows, strict=True)]
@@ -225,20 +224,16 @@ class MoE(nn.Module):
             raise
         return chosen, loads
 
-    def _compute(self, received: list[Received], noted: dict[str, Tensor]) -> list[Tensor]:
-        ranks = self._ranks()
-        readable = values_readable(received[0].slots)
-        rows, stored = join_rows(
-            self.transport,
-            ranks,
-            [arrived.rows for arrived in received],
-            self.has_replicas,
-            noted if readable else {},
-        )
+    def _compute(self, received: list[Received], loads: Tensor, slots: list[Tensor]) -> list[Tensor]:
+        ranks, readable = self._ranks(), values_readable(loads)
+        routes = {f"route of rank {r}": s for r, s in zip(self.transport.ranks, slots, strict=True)}
+        noted = {"loads": loads, **routes} if readable else {}
+        arrived_rows = [arrived.rows for arrived in received]
+        rows, stored = join_rows(self.transport, ranks, arrived_rows, self.has_replicas, noted)
         outputs = []
         for row, rank, arrived, stacks in zip(rows, ranks, received, stored, strict=True):
-            slots = rank.weight_rows(arrived.slots)
-            # Elsewhere than on CPU the count would be one more wait, so there buffers hold N*K copies.
-            held = [int((slots >= 0).sum())] if readable else None
-            outputs.append(run_experts(row, slots, arrived.weights, [stacks], self.activation, held))
+            local = rank.weight_rows(arrived.slots)
+            # On a device the count would be one more wait: there buffers hold N*K copies.
+            held = [int((local >= 0).sum())] if readable else None
+            outputs.append(run_experts(row, local, arrived.weights, [stacks], self.activation, held))
         return outputs

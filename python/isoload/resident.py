@@ -148,7 +148,7 @@ class JoinRows(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.transport, ctx.held = transport, [rank.residence for rank in ranks]
         ctx.noted, ctx.num_passed = noted, num_passed
-        # The storages count versions of their own: an optimizer's step on a Parameter shows only in these.
+        # Saved to be found changed: after .to() or a copy, a step on a Parameter shows in no storage's version.
         ctx.save_for_backward(*noted.values(), *values[num_passed:])
         stored = [stack.detach() for rank in ranks for stack in rank.stored_rows()]
         return *(rows.view_as(rows) for rows in values[:num_passed]), *stored
