@@ -59,7 +59,10 @@ def own_layers(placed: PlacedLayers) -> PlacedLayers:
 
 
 def refresh_layers(own: PlacedLayers, placed: PlacedLayers) -> PlacedLayers:
-    """Own layers with another placement's content, in the same memory; plans made from them before are void."""
+    """Own layers with another placement's content, in the same memory: plans made from them before are void.
+
+    What policies remember is forgotten, so what they derive next (``static``: its slots) has other memory.
+    """
     own.slot_to_expert.copy_(placed.slot_to_expert)
     own.home_slot.copy_(placed.home_slot)
     own.tables.data.copy_(placed.tables.data)
