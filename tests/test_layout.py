@@ -12,13 +12,14 @@ PACKAGE = ROOT / "python" / "isoload"
 
 # Lowest first; a module may import from its own line and from the lines above it.
 LAYERS = [
-    ["topology", "replica_tables", "value_checks"],
+    ["topology", "replica_tables", "value_checks", "migration"],
     ["reference", "ops"],
     ["placement"],
     ["records"],
     ["policies", "placers", "trace", "transport", "routers", "experts", "expert_weights", "grouping"],
     ["counting", "planning", "modules"],
-    ["routing", "resident"],
+    ["routing", "residence", "resident"],
+    ["transfer"],
     ["moe"],
     ["batches", "calibration", "metrics", "inspection", "workloads"],
     ["simulate"],

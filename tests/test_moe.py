@@ -167,8 +167,9 @@ def test_training_with_replicas_is_dense_training():
     for weights in layer.weights:
         for i, expert in enumerate(weights.residence.replicas):
             owner, row = home[expert]
-            assert torch.equal(weights.replica_gate_up[i], owner.gate_up[row])
-            assert torch.equal(weights.replica_down[i], owner.down[row])
+            gate_up, down = weights.replica_rows()
+            assert torch.equal(gate_up[i], owner.gate_up[row])
+            assert torch.equal(down[i], owner.down[row])
             replicas += 1
     assert replicas > 0
     names = {name for name, _ in layer.named_parameters()}
@@ -199,6 +200,43 @@ def test_recompute_makes_the_same_plan(reentrant, monkeypatch):
         grads.append([r.grad for r in rows] + [p.grad for p in layer.parameters()])
     assert len(quotas) == 3 and all(torch.equal(q, quotas[0]) for q in quotas)
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_a_recompute_that_chooses_otherwise_raises():
+    setup = make_setup(1, dtype=torch.float32)
+    dense = ExpertWeights.random(EXPERTS, HIDDEN, 8)  # one kernel for all experts: shapes do not tell
+    calls = []
+
+    def gate(rows):
+        ids, weights = setup.gate(rows)
+        calls.append(0)
+        return (ids + len(calls) - 1) % EXPERTS, weights
+
+    layer = MoE(gate, dense, LocalTransport(setup.topology), setup.placement)
+    rows = setup.rows[0].requires_grad_()
+    layer(rows).sum().backward()  # nothing is recomputed
+    y = checkpoint(layer, rows, use_reentrant=False)
+    with pytest.raises(RuntimeError, match="loads must be the same when a checkpoint recomputes the layer"):
+        y.sum().backward()
+
+
+def test_buffers_hold_only_the_copies_present(monkeypatch):
+    """Where counting is free; elsewhere they hold N*K."""
+    setup = make_setup(4)
+    layer = MoE(setup.gate, setup.dense, LocalTransport(setup.topology), setup.placement)
+    held = []
+
+    def noted(rows, slots, weights, groups, activation, num_copies):
+        held.append((num_copies, [int((slots >= 0).sum())], slots.numel()))
+        return run(rows, slots, weights, groups, activation, num_copies)
+
+    run = isoload.experts.run_experts
+    monkeypatch.setattr("isoload.moe.run_experts", noted)
+    layer(setup.rows)
+    assert all(claimed == present for claimed, present, _ in held)
+    assert (
+        sum(present[0] for _, present, _ in held) == 3 * sum(map(len, setup.rows)) < sum(h[2] for h in held)
+    )
 
 
 def on_rank(rank, ranks, policy):

@@ -250,7 +250,7 @@ def test_bad_arguments_of_the_rest() -> None:
             lambda: transport.gather_loads(counts, [99, 1]),
         ),
         (
-            "stage must be one of count, plan, route, dispatch, experts, combine, got 'x'",
+            "stage must be one of count, plan, route, dispatch, experts, combine, placement, got 'x'",
             lambda: error_code("x"),
         ),
     ]

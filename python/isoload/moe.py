@@ -13,15 +13,18 @@ from isoload.expert_weights import Activation, ExpertWeights, SwiGLU
 from isoload.experts import run_experts
 from isoload.modules import module_parts
 from isoload.ops import Prefer
-from isoload.placement import Placement
+from isoload.placement import PlacedLayers, Placement
 from isoload.placers import place
-from isoload.planning import plan
+from isoload.planning import own_layers, plan, refresh_layers
 from isoload.policies import Policy, make_policy
 from isoload.records import Plan
-from isoload.resident import RankWeights, join_replicas, refresh_replicas, residences
+from isoload.residence import residences
+from isoload.resident import RankWeights, join_rows, refresh_replicas
 from isoload.routing import route
 from isoload.topology import Topology
+from isoload.transfer import FACTS, check_move, count_rows, move_facts, move_state, move_weights
 from isoload.transport import LocalTransport, Received, Transport, error_code
+from isoload.value_checks import values_readable
 
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -43,6 +46,8 @@ class MoE(nn.Module):
         activation: SwiGLU (default), or gpt-oss's ClampedGLU.
         shared: a module for all local rows, added to the result; None = no shared expert.
         prefer: see isoload.route.
+        weight_rows: experts that every rank has memory for, for :meth:`load_placement`. None: as many as the
+            placement's slots hold on it.
 
     Raises:
         ValueError: naming the argument, the rule and the value; on the other ranks naming the rank and the stage.
@@ -60,6 +65,7 @@ class MoE(nn.Module):
         activation: Activation | None = None,
         shared: nn.Module | None = None,
         prefer: Prefer | None = None,
+        weight_rows: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -75,9 +81,14 @@ class MoE(nn.Module):
         self.gate, self.transport, self.placement, self.layer = gate, transport, placement, layer
         self.policy, self.prefer, self.shared = make_policy(policy, options), prefer, shared
         self.activation: Activation = SwiGLU() if activation is None else activation
-        held = residences(placement.layer(layer, "cpu"))
-        self.weights = nn.ModuleList(RankWeights(held[rank], dense) for rank in transport.ranks)
-        self.has_replicas = any(residence.replicas for residence in held)
+        placed = placement.layer(layer, "cpu")
+        self.held, self.num_rows = residences(placed), count_rows(placed, weight_rows)
+        self.weights = nn.ModuleList(
+            RankWeights(self.held[rank], dense, self.num_rows[rank]) for rank in transport.ranks
+        )
+        self.has_replicas = any(residence.replicas for residence in self.held)
+        self._placed: dict[torch.device, PlacedLayers] = {}
+        self._placed_on(dense.down.device)
         self.last_plan: Plan | None = None
 
     @classmethod
@@ -110,14 +121,16 @@ class MoE(nn.Module):
         """[T, H] -> [T, H] on every owned rank; T may differ between ranks and be 0."""
         rows = [x] if isinstance(x, Tensor) else list(x)
         chosen, loads = self._choose(rows)  # [T, K] ids and weights; [R, E] copies
-        made = self.last_plan = plan(loads, self.placement, self.layer, self.policy)  # quota [P]
+        made = self.last_plan = plan(loads, self._placed_on(loads.device), None, self.policy)  # quota [P]
         slots = [
             route(ids, loads, made, rank, prefer=self.prefer)  # [T, K]
             for rank, (ids, _) in zip(self.transport.ranks, chosen, strict=True)
         ]
         gate_weights = [weights for _, weights in chosen]
         received = self.transport.dispatch(rows, slots, gate_weights, self.placement.slots_per_rank)
-        computed = self._compute(received)  # [N, H], weighted and summed over each row's local copies
+        computed = self._compute(
+            received, loads, slots
+        )  # [N, H], weighted and summed over each row's local copies
         combined = self.transport.combine(computed, received)  # [T, H]
         if self.shared is not None:
             combined = [y + self.shared(row) for y, row in zip(combined, rows, strict=True)]
@@ -127,6 +140,63 @@ class MoE(nn.Module):
         """Copies home rows to their replicas: after every optimizer step, by all ranks together."""
         if self.has_replicas:
             refresh_replicas(self.transport, self._ranks())
+
+    def load_placement(
+        self,
+        placement: Placement,
+        *,
+        rows_per_chunk: int | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Moves the layer to a new placement: between batches, by all ranks together.
+
+        Only rows that change travel. Memory stays where it is: the Parameters are the same objects on the same
+        memory, with the rows of their new experts; what planning reads is written in place. Layers that share a
+        Placement may be moved one by one, with batches between.
+
+        Args:
+            placement: with the same topology, layers, experts and slots. Replicas must be fresh
+                (:meth:`refresh_replicas`): any of an expert's rows may be the one that is copied.
+            rows_per_chunk: most rows, over all ranks, that are copied at a time; bounds the memory needed on the way.
+                None: R, at least 2.
+            optimizer: whose state of the expert Parameters moves along, wherever it has their shape. None: no state
+                moves, and what an optimizer keeps belongs to other experts afterwards.
+
+        Raises:
+            ValueError: on all ranks and before anything moves: naming the argument, the rule and the value on the rank
+                at fault, that rank or the fact they differ in on the others.
+            RuntimeError: naming the stage, if a rank is gone. The layer's weights are then undefined.
+        """
+        ranks, before = self._ranks(), self.held
+        size = max(2, len(before)) if rows_per_chunk is None else rows_per_chunk
+        facts: list[list[int]] = []
+        failure = None
+        try:
+            check_move(self.placement, placement, size, ranks)
+            placed = placement.layer(self.layer, "cpu")
+            after = residences(placed, before)
+            facts = move_facts(placed, before, after, self.num_rows, size, ranks, optimizer)
+        except Exception as error:
+            failure = error
+        self.transport.agree("placement", FACTS, facts, ranks[0].row_of_slot.device, failure)
+        if optimizer is not None:
+            move_state(self.transport, ranks, optimizer, before, after, size)
+        move_weights(self.transport, ranks, before, after, size)
+        for rank, weights in zip(self.transport.ranks, ranks, strict=True):
+            weights.settle(after[rank])
+        self.placement, self.held = placement, after
+        self.has_replicas = any(residence.replicas for residence in after)
+        for device, own in self._placed.items():
+            self._placed[device] = refresh_layers(own, placement.layer(self.layer, device))
+
+    def _placed_on(self, device: torch.device) -> PlacedLayers:
+        """The layer's own tables on a device: load_placement writes them in place."""
+        if device in self._placed:
+            return self._placed[device]
+        placed = own_layers(self.placement.layer(self.layer, device))
+        if type(placed.home_slot) is Tensor:  # a FakeTensor must not outlive its mode
+            self._placed[device] = placed
+        return placed
 
     def _ranks(self) -> list[RankWeights]:
         return list(self.weights)  # type: ignore[arg-type]
@@ -154,14 +224,16 @@ class MoE(nn.Module):
             raise
         return chosen, loads
 
-    def _compute(self, received: list[Received]) -> list[Tensor]:
-        ranks = self._ranks()
-        rows = [arrived.rows for arrived in received]
-        if self.has_replicas:
-            rows, groups = join_replicas(self.transport, ranks, rows)
-        else:
-            groups = [[rank.as_weights(rank.home_rows())] for rank in ranks]
-        return [
-            run_experts(row, rank.weight_rows(arrived.slots), arrived.weights, stacks, self.activation)
-            for row, rank, arrived, stacks in zip(rows, ranks, received, groups, strict=True)
-        ]
+    def _compute(self, received: list[Received], loads: Tensor, slots: list[Tensor]) -> list[Tensor]:
+        ranks, readable = self._ranks(), values_readable(loads)
+        routes = {f"route of rank {r}": s for r, s in zip(self.transport.ranks, slots, strict=True)}
+        noted = {"loads": loads, **routes} if readable else {}
+        arrived_rows = [arrived.rows for arrived in received]
+        rows, stored = join_rows(self.transport, ranks, arrived_rows, self.has_replicas, noted)
+        outputs = []
+        for row, rank, arrived, stacks in zip(rows, ranks, received, stored, strict=True):
+            local = rank.weight_rows(arrived.slots)
+            # On a device the count would be one more wait: there buffers hold N*K copies.
+            held = [int((local >= 0).sum())] if readable else None
+            outputs.append(run_experts(row, local, arrived.weights, [stacks], self.activation, held))
+        return outputs

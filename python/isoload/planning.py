@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from isoload.records import Plan
 
 def plan(
     loads: Tensor,
-    placement: Placement,
+    placement: Placement | PlacedLayers,
     layer: int | None = None,
     policy: str | Policy = "exact",
     **options: Any,
@@ -24,8 +25,8 @@ def plan(
 
     Args:
         loads: [E] or, where the policy or the route needs sources, [R, E]: int32 copies (see :func:`count`).
-        placement: checked when it was made.
-        layer: position of the layer in the placement; None = all layers, as :func:`plan_layers`.
+        placement: checked when it was made; or layers of one that a caller keeps on the loads' device.
+        layer: position of the layer in the placement; None = all layers, as :func:`plan_layers`, or those kept.
         policy: a name in ``isoload.POLICIES``, or a Policy.
         **options: the policy's own, e.g. ``tolerance=0.002``.
 
@@ -35,8 +36,37 @@ def plan(
     Raises:
         ValueError: naming the argument, the rule and the value.
     """
-    placed = placement.layers(loads.device) if layer is None else placement.layer(layer, loads.device)
+    if isinstance(placement, PlacedLayers):
+        placed = placement
+        if layer is not None:
+            raise ValueError(f"layer must be None where the placement's layers are given, got {layer}")
+        if loads.device != placed.home_slot.device:
+            raise ValueError(f"loads must be on {placed.home_slot.device} as the layers, got {loads.device}")
+    else:
+        placed = placement.layers(loads.device) if layer is None else placement.layer(layer, loads.device)
     return _plan(loads, placed, make_policy(policy, options))
+
+
+def own_layers(placed: PlacedLayers) -> PlacedLayers:
+    """Layers with memory of their own, which :func:`refresh_layers` may write."""
+    return replace(
+        placed,
+        slot_to_expert=placed.slot_to_expert.clone(),
+        home_slot=placed.home_slot.clone(),
+        tables=replace(placed.tables, data=placed.tables.data.clone()),
+        cache={},
+    )
+
+
+def refresh_layers(own: PlacedLayers, placed: PlacedLayers) -> PlacedLayers:
+    """Own layers with another placement's content, in the same memory: plans made from them before are void.
+
+    What policies remember is forgotten, so what they derive next (``static``: its slots) has other memory.
+    """
+    own.slot_to_expert.copy_(placed.slot_to_expert)
+    own.home_slot.copy_(placed.home_slot)
+    own.tables.data.copy_(placed.tables.data)
+    return replace(own, host=placed.host, cache={})
 
 
 def plan_layers(loads: Tensor, placement: Placement, policy: str | Policy = "exact", **options: Any) -> Plan:

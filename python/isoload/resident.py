@@ -1,14 +1,13 @@
-"""Resident weights: home rows are Parameters, replica rows are buffers that are kept equal to them.
+"""Resident weights: a rank's rows of a layer in one storage per stack, Parameters first, replicas behind them.
 
-A rank's weight rows are its home slots by ascending slot, then its replicas by ascending slot; empty slots, and second
-slots of one expert on one rank, have none. Replica gradients return to the home row, so an optimizer sees each
-expert once.
+The storage is made once and never again. Its first rows are the home rows, which the Parameter shows, then come the
+replica rows, which are kept equal to their homes, then rows that nothing uses yet. Replica gradients return to the
+home row, so an optimizer sees each expert once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from isoload.expert_weights import ExpertWeights
-from isoload.placement import PlacedLayers
+from isoload.residence import Residence
 from isoload.transport.rows import pack, unpack
 
 if TYPE_CHECKING:
@@ -25,92 +24,47 @@ if TYPE_CHECKING:
 NAMES = ("gate_up", "down", "gate_up_bias", "down_bias")
 
 
-@dataclass(frozen=True)
-class Residence:
-    """What one rank holds of a layer, and the weight rows that travel between homes and replicas.
-
-    homes, replicas  experts of the rank's home rows and replica rows
-    row_of_slot      [S] weight row of every local slot, -1 = none
-    outgoing         home rows that are sent when replicas are refreshed, by receiving rank, then its replica row
-    incoming         replica rows that arrive then, by sending rank, then replica row
-    sent, got        [R] how many of them go to, and come from, every rank
-    """
-
-    homes: tuple[int, ...]
-    replicas: tuple[int, ...]
-    row_of_slot: tuple[int, ...]
-    outgoing: tuple[int, ...]
-    incoming: tuple[int, ...]
-    sent: list[int]
-    got: list[int]
-
-
-def residences(placed: PlacedLayers) -> list[Residence]:
-    """[R] what every rank holds of one layer; the same on every rank, from the host's placement alone."""
-    host, num_ranks = placed.host, placed.topology.num_ranks
-    assert placed.layer is not None
-    slots = host.arrays[0][placed.layer].reshape(num_ranks, -1)
-    home_slot = host.arrays[1][placed.layer]
-    size = host.slots_per_rank
-    homes: list[list[int]] = [[] for _ in range(num_ranks)]
-    replicas: list[list[int]] = [[] for _ in range(num_ranks)]
-    for rank, experts in enumerate(slots.tolist()):
-        for place, expert in enumerate(experts):
-            if expert < 0 or expert in experts[:place]:
-                continue
-            at_home = home_slot[expert] == rank * size + place
-            (homes if at_home else replicas)[rank].append(expert)
-    home_rank = {e: rank for rank, experts in enumerate(homes) for e in experts}
-    result = []
-    for rank, experts in enumerate(slots.tolist()):
-        row = {e: i for i, e in enumerate(homes[rank] + replicas[rank])}
-        row_of_slot = [row[e] if e >= 0 and e not in experts[:i] else -1 for i, e in enumerate(experts)]
-        wanted = [[e for e in replicas[r] if home_rank[e] == rank] for r in range(num_ranks)]
-        offered = [[e for e in replicas[rank] if home_rank[e] == r] for r in range(num_ranks)]
-        result.append(
-            Residence(
-                homes=tuple(homes[rank]),
-                replicas=tuple(replicas[rank]),
-                row_of_slot=tuple(row_of_slot),
-                outgoing=tuple(homes[rank].index(e) for experts in wanted for e in experts),
-                incoming=tuple(replicas[rank].index(e) for experts in offered for e in experts),
-                sent=[len(experts) for experts in wanted],
-                got=[len(experts) for experts in offered],
-            )
-        )
-    return result
-
-
 class RankWeights(nn.Module):
     """One rank's weight rows of a layer.
 
     Args:
         residence: what the rank holds.
         dense: the stacks of all E experts, from which the rank takes its own.
+        num_rows: weight rows to make room for; those that the residence does not use hold zeros.
     """
 
-    def __init__(self, residence: Residence, dense: ExpertWeights) -> None:
+    row_of_slot: Tensor
+
+    def __init__(self, residence: Residence, dense: ExpertWeights, num_rows: int) -> None:
         super().__init__()
         self.residence = residence
+        experts, num_homes = list(residence.experts), len(residence.homes)
         for name in NAMES:
             stack: Tensor | None = getattr(dense, name)
-            homes = None if stack is None else nn.Parameter(stack.detach()[list(residence.homes)].clone())
-            replicas = None if stack is None else stack.detach()[list(residence.replicas)].clone()
+            stored = None if stack is None else stack.new_zeros(num_rows, *stack.shape[1:])
+            if stack is not None and stored is not None:
+                stored[: len(experts)] = stack.detach()[experts]
+            homes = None if stored is None else nn.Parameter(stored[:num_homes])
             self.register_parameter(name, homes)
-            self.register_buffer(f"replica_{name}", replicas, persistent=False)
-        self.row_of_slot: Tensor
-        self.register_buffer("row_of_slot", torch.tensor(residence.row_of_slot), persistent=False)
+            self.register_buffer(f"stored_{name}", stored, persistent=False)
+        row_of_slot = torch.tensor(residence.row_of_slot, dtype=torch.int64, device=dense.down.device)
+        self.register_buffer("row_of_slot", row_of_slot, persistent=False)
 
     def home_rows(self) -> list[Tensor]:
         """The Parameters, each [homes, ...]."""
         return [p for name in NAMES if (p := getattr(self, name)) is not None]
 
     def replica_rows(self) -> list[Tensor]:
-        """The buffers, each [replicas, ...]."""
-        return [b for name in NAMES if (b := getattr(self, f"replica_{name}")) is not None]
+        """Views of the storages, each [replicas, ...]."""
+        first, count = len(self.residence.homes), len(self.residence.replicas)
+        return [stored.narrow(0, first, count) for stored in self.stored_rows()]
+
+    def stored_rows(self) -> list[Tensor]:
+        """The storages, each [rows, ...]."""
+        return [b for name in NAMES if (b := getattr(self, f"stored_{name}")) is not None]
 
     def as_weights(self, stacks: Sequence[Tensor]) -> ExpertWeights:
-        """Stacks in the order of home_rows or replica_rows, by name again."""
+        """Stacks in the order of home_rows, by name again."""
         names = [name for name in NAMES if getattr(self, name) is not None]
         return ExpertWeights(**dict(zip(names, stacks, strict=True)))
 
@@ -119,6 +73,39 @@ class RankWeights(nn.Module):
         if not len(self.row_of_slot):
             return slots
         return torch.where(slots < 0, -1, self.row_of_slot[slots.clamp(min=0)])
+
+    def settle(self, residence: Residence) -> None:
+        """Takes the storages as they are now for the rows of another residence; no pointer changes."""
+        self.residence = residence
+        self.row_of_slot.copy_(torch.tensor(residence.row_of_slot, device=self.row_of_slot.device))
+        for home in self.home_rows():
+            torch.autograd.graph.increment_version(home)  # a backward from before the move must raise
+        self._show_homes()
+
+    def _show_homes(self) -> None:
+        """Makes each Parameter the first rows of its storage."""
+        for home, stored in zip(self.home_rows(), self.stored_rows(), strict=True):
+            rows = stored.narrow(0, 0, len(self.residence.homes))
+            if home.shape != rows.shape:
+                # A graph that is still around keeps the node that adds up gradients, and the node remembers the old
+                # shape. Only data of another dtype makes torch forget the node.
+                other = torch.float32 if home.dtype == torch.float64 else torch.float64
+                home.data = home.new_empty(0, dtype=other)
+            home.data = rows
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *how: Any) -> None:
+        # assign=True would put Parameters with memory of their own in place of these: copy instead
+        metadata = {**metadata, "assign_to_params_buffers": False}
+        super()._load_from_state_dict(state, prefix, metadata, *how)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RankWeights:
+        super()._apply(fn, recurse)
+        self._show_homes()  # .to() and the like give the Parameters memory of their own
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._show_homes()  # so do deepcopy and pickle
 
 
 def flatten_rows(stacks: Sequence[Tensor], rows: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -142,58 +129,86 @@ def refresh_replicas(transport: Transport, ranks: Sequence[RankWeights]) -> None
             stack.index_copy_(0, index, part.view(-1, *stack.shape[1:]))
 
 
-class WithReplicas(torch.autograd.Function):
-    """Rows and home rows pass through; replica rows join them, and their gradients return to the home rows.
+class JoinRows(torch.autograd.Function):
+    """Parameters in, whole storages out; gradients of replica rows return to the home rows.
 
-    Inputs and outputs, for all owned ranks: received rows, then every rank's home stacks; the outputs also end with
-    every rank's replica stacks. Rows pass through so that every rank, also one that holds no weights, enters the
-    exchange of the gradients.
+    Inputs, for all owned ranks: received rows (none where no rank has replicas), then every rank's Parameters; outputs:
+    the same rows, then every rank's storages. Rows pass through so that every rank, also one that holds no weights,
+    enters the exchange of the gradients.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, transport: Transport, ranks: Sequence[RankWeights], *values: Tensor
+        ctx: Any,
+        transport: Transport,
+        ranks: Sequence[RankWeights],
+        noted: dict[str, Tensor],
+        num_passed: int,
+        *values: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.transport, ctx.ranks = transport, ranks
-        replicas = [stack.detach() for rank in ranks for stack in rank.replica_rows()]
-        return *(value.view_as(value) for value in values), *replicas
+        ctx.transport, ctx.held = transport, [rank.residence for rank in ranks]
+        ctx.noted, ctx.num_passed = noted, num_passed
+        # Saved to be found changed: after .to() or a copy, a step on a Parameter shows in no storage's version.
+        ctx.save_for_backward(*noted.values(), *values[num_passed:])
+        stored = [stack.detach() for rank in ranks for stack in rank.stored_rows()]
+        return *(rows.view_as(rows) for rows in values[:num_passed]), *stored
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        ranks: Sequence[RankWeights] = ctx.ranks
-        width = len(ranks[0].home_rows())
-        rows, stacks = grads[: len(ranks)], grads[len(ranks) :]
-        homes, replicas = stacks[: len(stacks) // 2], stacks[len(stacks) // 2 :]
-        exact = torch.promote_types(stacks[0].dtype, torch.float32)
-        buffers = [
-            pack(flatten_rows(replicas[i * width : (i + 1) * width], rank.residence.incoming, exact))
-            for i, rank in enumerate(ranks)
-        ]
-        returned = ctx.transport.send_back("replica gradients", buffers, [rank.residence for rank in ranks])
-        totals = [
-            total
-            for i, rank in enumerate(ranks)
-            for total in add_returned(homes[i * width : (i + 1) * width], rank.residence, returned[i], exact)
-        ]
-        return None, None, *rows, *totals
+        check_recomputed(ctx.noted, ctx.saved_tensors)
+        held: list[Residence] = ctx.held
+        rows, stacks = grads[: ctx.num_passed], grads[ctx.num_passed :]
+        width = len(stacks) // len(held)
+        of_rank = [stacks[i : i + width] for i in range(0, len(stacks), width)]
+        homes = [[g.narrow(0, 0, len(r.homes)) for g in own] for r, own in zip(held, of_rank, strict=True)]
+        if rows:
+            exact = torch.promote_types(stacks[0].dtype, torch.float32)
+            buffers = [
+                pack(flatten_rows(own, [len(r.homes) + i for i in r.incoming], exact))
+                for r, own in zip(held, of_rank, strict=True)
+            ]
+            returned = ctx.transport.send_back("replica gradients", buffers, held)
+            homes = [add_returned(*args, exact) for args in zip(homes, held, returned, strict=True)]
+        return None, None, None, None, *rows, *(total for totals in homes for total in totals)
 
 
-def join_replicas(
-    transport: Transport, ranks: Sequence[RankWeights], rows: Sequence[Tensor]
-) -> tuple[list[Tensor], list[list[ExpertWeights]]]:
-    """Received rows and, for every owned rank, its weight rows in two groups (homes, replicas), joined to autograd."""
+def check_recomputed(noted: dict[str, Tensor], saved: Sequence[Tensor]) -> None:
+    """Raises if a checkpoint (use_reentrant=False) recomputed the layer with other choices than the first time.
+
+    The node keeps what the first forward noted; saved tensors are the recompute's. Without one they are the same
+    tensors, which costs no comparison. The reentrant checkpoint keeps no node of the first forward to compare with.
+    """
+    for (name, first), again in zip(noted.items(), saved, strict=False):
+        if not torch.equal(first, again):
+            raise RuntimeError(
+                f"{name} must be the same when a checkpoint recomputes the layer, got others: "
+                "the gate must choose alike for the same rows"
+            )
+
+
+def join_rows(
+    transport: Transport,
+    ranks: Sequence[RankWeights],
+    rows: Sequence[Tensor],
+    has_replicas: bool,
+    noted: dict[str, Tensor],
+) -> tuple[list[Tensor], list[ExpertWeights]]:
+    """Received rows and, for every owned rank, its storages, joined to autograd.
+
+    Args:
+        transport: joins the ranks.
+        ranks: the owned ones.
+        rows: [N, H] each.
+        has_replicas: whether any rank has: then backward exchanges gradients, on every rank.
+        noted: what a recompute must find again, see :func:`check_recomputed`.
+    """
+    passed = list(rows) if has_replicas else []
     homes = [stack for rank in ranks for stack in rank.home_rows()]
-    out: tuple[Tensor, ...] = WithReplicas.apply(transport, ranks, *rows, *homes)
-    stacks, width = out[len(ranks) :], len(homes) // len(ranks)
-    of_rank = [
-        stacks[i : i + width] for i in range(0, len(stacks), width)
-    ]  # homes of all ranks, then replicas
-    groups = [
-        [rank.as_weights(of_rank[i]), rank.as_weights(of_rank[len(ranks) + i])]
-        for i, rank in enumerate(ranks)
-    ]
-    return list(out[: len(ranks)]), groups
+    out: tuple[Tensor, ...] = JoinRows.apply(transport, ranks, noted, len(passed), *passed, *homes)
+    stacks, width = out[len(passed) :], len(homes) // len(ranks)
+    stored = [rank.as_weights(stacks[i * width : (i + 1) * width]) for i, rank in enumerate(ranks)]
+    return (list(out[: len(passed)]) if has_replicas else list(rows)), stored
 
 
 def add_returned(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from isoload.value_checks import values_readable
 
-STAGES = ("count", "plan", "route", "dispatch", "experts", "combine")
+STAGES = ("count", "plan", "route", "dispatch", "experts", "combine", "placement")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # What every rank must give dispatch alike, in the order of dispatch_facts
 FACTS = ("hidden size of x", "dtype of x", "top-k of slots", "dtype of weights", "slots_per_rank")

@@ -209,6 +209,36 @@ class Transport(ABC):
         link = link if link.requires_grad else anchor()
         return list(Combine.apply(self, [r.handle.row_map for r in received], link, *y))
 
+    def agree(
+        self,
+        stage: str,
+        names: Sequence[str],
+        facts: Sequence[Sequence[int]],
+        device: torch.device,
+        failure: Exception | None = None,
+    ) -> None:
+        """Compares facts between all ranks, on each call; the host waits for them.
+
+        Args:
+            stage: in whose name the ranks agree.
+            names: [F] what the facts are.
+            facts: [F] integers each; not read on a rank with a failure.
+            device: that the group exchanges on.
+            failure: why this process cannot go on.
+
+        Raises:
+            ValueError: on all ranks alike, naming the first fact that differs, or the rank that failed and the stage.
+            Exception: the failure, on the rank that has it.
+        """
+        code = 0 if failure is None else error_code(stage)
+        told = facts if failure is None else [[0] * len(names)] * len(self.ranks)
+        rows = [torch.tensor([code, *f], dtype=torch.int64, device=device) for f in told]
+        gathered = self._gather_counted(f"{stage} agreement", rows).tolist()
+        if failure is not None:
+            raise failure
+        raise_failure([row[0] for row in gathered])
+        raise_disagreement(names, [row[1:] for row in gathered])
+
     def send(self, stage: str, buffers: list[Tensor], splits: Sequence[Splits]) -> list[Tensor]:
         """Token side to expert side: buffers [sum(sent), F] -> [sum(got), F]."""
         return self._swap_counted(stage, buffers, [s.sent for s in splits], [s.got for s in splits])
@@ -256,8 +286,7 @@ class Transport(ABC):
         """Compares facts between all ranks when they are new; the same facts are not compared again."""
         if (names, *facts) in self._agreed:
             return
-        rows = [torch.tensor(f, dtype=torch.int32, device=device) for f in facts]
-        raise_disagreement(names, self._gather_counted(f"{stage} agreement", rows).tolist())
+        self.agree(stage, names, facts, device)
         self._agreed.add((names, *facts))
 
     def _check_list(self, name: str, given: Sequence[object]) -> None:
