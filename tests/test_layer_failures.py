@@ -65,9 +65,14 @@ def run_steps(rank: int, stage: str, fail: Fail, capacity: int | None) -> None:
     moe.plan, moe.route = reached_first("plan", moe.plan), reached_first("route", moe.route)
     gate = reached_first("count", setup.gate)
     layer = moe.MoE(gate, setup.dense, transport, setup.placement, activation=activation)
-    for armed in (False, True):
+
+    def train() -> None:
         layer(setup.rows[rank]).sum().backward()
         layer.refresh_replicas()
+
+    train()
+    armed = True
+    train()
 
 
 def last_lines(stage: str, fail: Fail, capacity: int | None) -> list[str]:
