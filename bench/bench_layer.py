@@ -16,8 +16,9 @@ Fairness ledger
   gradients), and of the refresh after an optimizer step. rows: (token, destination rank) pairs, own rank included.
 - peak bytes: the highest running sum of the CPU allocator's own reports (torch.profiler, profile_memory), from the
   call's start: every tensor and every scratch tensor inside an op; not what libraries take from malloc. Inputs and
-  weights exist before; gradients count.
-- Policies alternate batch by batch, medians over batches and rounds. One torch thread.
+  weights exist before; gradients count. Of the first batch; the forward alone runs under no_grad.
+- Policies alternate batch by batch; times are medians over batches and rounds, rows and bytes means. One torch thread.
+- The parts run alone, under no_grad, experts as stacks of S slots; route is the median over ranks.
 """
 
 from __future__ import annotations
@@ -247,7 +248,8 @@ def medians(samples: Sequence[dict[str, float]]) -> dict[str, float]:
     }
 
 
-def bench_virtual(routing: str, ranks: int, rounds: int) -> list[dict[str, Any]]:
+def bench_virtual(routing: str, ranks: int, rounds: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """A row per name, and the dense layer's on the same batches."""
     topology = isoload.Topology(ranks, 4)
     setup = Setup(routing, topology, LocalTransport(topology))
     samples: dict[str, list[dict[str, float]]] = {name: [bench_peaks(setup, name)] for name in NAMES}
@@ -258,7 +260,7 @@ def bench_virtual(routing: str, ranks: int, rounds: int) -> list[dict[str, Any]]
             samples[name].append(bench_whole(setup, name, batch, time.perf_counter_ns) | parts)
     shape = {"routing": routing, "kind": "virtual", "ranks": ranks}
     rows = [shape | {"policy": name} | medians(samples[name]) for name in NAMES]
-    return [*rows, shape | {"kind": "dense", "ranks": 1, "policy": "dense"} | bench_dense(setup, rounds)]
+    return rows, shape | {"kind": "dense", "ranks": 1, "policy": "dense"} | bench_dense(setup, rounds)
 
 
 def run_rank(rank: int, ranks: int, rounds: int, folder: str, results: Any) -> None:
@@ -306,15 +308,17 @@ def bench_processes(ranks: int, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-COLUMNS: dict[str, tuple[str, float]] = {  # title, unit
+SIZES: dict[str, tuple[str, float]] = {  # title, unit
     "busiest_rows": ("busiest rows", 1),
-    "busiest_copies": ("copies", 1),
+    "busiest_copies": ("its copies", 1),
     "rows_sent": ("rows sent", 1),
-    "forward_bytes": ("fwd MB", 1e6),
-    "backward_bytes": ("bwd MB", 1e6),
+    "forward_bytes": ("forward MB", 1e6),
+    "backward_bytes": ("backward MB", 1e6),
     "refresh_bytes": ("refresh MB", 1e6),
-    "forward_peak_bytes": ("peak fwd MB", 1e6),
-    "training_peak_bytes": ("peak train MB", 1e6),
+    "forward_peak_bytes": ("forward peak MB", 1e6),
+    "training_peak_bytes": ("training peak MB", 1e6),
+}
+TIMES: dict[str, tuple[str, float]] = {
     "plan_us": ("plan us", 1),
     "route_us": ("route us", 1),
     "dispatch_ms": ("dispatch ms", 1),
@@ -326,50 +330,56 @@ COLUMNS: dict[str, tuple[str, float]] = {  # title, unit
 }
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """A table per routing and kind, then where exact loses."""
-    console = Console(width=190)
-    for (routing, kind), group in itertools.groupby(rows, key=lambda r: (r["routing"], r["kind"])):
-        of_kind = list(group)
-        table = Table(title=f"{routing}, {kind}, {of_kind[0]['ranks']} ranks", title_justify="left")
-        keys = [key for key in COLUMNS if key in of_kind[0]]
-        table.add_column("policy")
-        for key in keys:
-            table.add_column(COLUMNS[key][0], justify="right")
-        for row in of_kind:
-            cells = (f"{row[key] / COLUMNS[key][1]:.4g}" for key in keys)
-            table.add_row(row["policy"], *cells)
+def show(routing: str, rows: list[dict[str, Any]]) -> None:
+    """Sizes and times of one routing, then where exact loses."""
+    console = Console(width=110)
+    kinds = [list(group) for _, group in itertools.groupby(rows, key=lambda r: r["kind"])]
+    for what, columns in (("sizes", SIZES), ("times", TIMES)):
+        table = Table(title=f"{routing}: {what}", title_justify="left")
+        table.add_column("policy", no_wrap=True)
+        for title, _ in columns.values():
+            table.add_column(title, justify="right")
+        for of_kind in kinds:
+            table.add_row(f"[b]{of_kind[0]['kind']}, R = {of_kind[0]['ranks']}")
+            for row in of_kind:
+                cells = (f"{row[k] / unit:.4g}" if k in row else "" for k, (_, unit) in columns.items())
+                table.add_row(row["policy"], *cells)
         console.print(table)
+    for of_kind in kinds[:2]:
         by_name = {row["policy"]: row for row in of_kind}
         for other in ("none", "no replicas"):
-            if other in by_name:
-                mine, its = by_name["exact"], by_name[other]
-                lost = [
-                    f"{COLUMNS[k][0]} {100 * (mine[k] / its[k] - 1):+.0f} %"
-                    if its[k]
-                    else f"{COLUMNS[k][0]} {mine[k] / COLUMNS[k][1]:.3g} against 0"
-                    for k in keys
-                    if mine[k] > 1.005 * its[k]
-                ]
-                console.print(f"exact loses to {other}: {'; '.join(lost) or 'nowhere'}")
+            print(f"{of_kind[0]['kind']}: exact loses to {other}:", losses(by_name["exact"], by_name[other]))
+    print()
+
+
+def losses(mine: dict[str, Any], its: dict[str, Any]) -> str:
+    """Every figure in which `mine` is more than half a per cent above."""
+    lost = []
+    for key, (title, unit) in (SIZES | TIMES).items():
+        if key in mine and mine[key] > 1.005 * its[key]:
+            than = (
+                f"{100 * (mine[key] / its[key] - 1):+.0f} %" if its[key] else f"{mine[key] / unit:.3g} for 0"
+            )
+            lost.append(f"{title} {than}")
+    return "; ".join(lost) or "nowhere"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=3, help="times that each batch is measured")
+    parser.add_argument("--rounds", type=int, default=2, help="times that each batch is measured")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(__doc__.strip(), "\n", file=sys.stderr)
     print(machine(), file=sys.stderr)
-    rows = bench_processes(4, options.rounds)  # first: forked before this process has run anything
+    in_processes = bench_processes(4, options.rounds)  # first: forked before this process has run anything
+    rows = []
     for routing in ROUTINGS:
-        rows += bench_virtual(routing, 8, options.rounds)
-    rows.sort(
-        key=lambda r: (ROUTINGS.index(r["routing"]), ("virtual", "processes", "dense").index(r["kind"]))
-    )
-    show(rows)
+        virtual, dense = bench_virtual(routing, 8, options.rounds)
+        of_routing = [*virtual, *(row for row in in_processes if row["routing"] == routing), dense]
+        show(routing, of_routing)
+        rows += of_routing
     print("written:", write_results("bench_layer", rows).name)
 
 
