@@ -18,7 +18,8 @@ Fairness ledger
   call's start: every tensor and every scratch tensor inside an op; not what libraries take from malloc. Inputs and
   weights exist before; gradients count. Of the first batch; the forward alone runs under no_grad.
 - Policies alternate batch by batch; times are medians over batches and rounds, rows and bytes means. One torch thread.
-- The parts run alone, under no_grad, experts as stacks of S slots; route is the median over ranks.
+- The parts run alone, under no_grad, experts as stacks of S slots; route is the median over ranks. plan is one call
+  between megabytes of weights, so with cold caches; bench_plan.py has it warm.
 """
 
 from __future__ import annotations
