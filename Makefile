@@ -2,7 +2,7 @@
 # make test   the test suite
 # make build  rebuild the compiled ops in place (seconds)
 # make lint   ruff, mypy, clang-format
-# make bench  the planning benchmark
+# make bench  the benchmarks of planning and of the layer
 #
 # `run` and `test` create .venv on their first call. Variables:
 #   TORCH=torch==2.13.0   any torch>=2.11 works
@@ -47,6 +47,7 @@ lint: $(TESTED)
 bench: $(READY)
 	$(PY) -m pip install -q highspy scipy
 	OPENBLAS_NUM_THREADS=1 $(PY) bench/bench_plan.py
+	$(PY) bench/bench_layer.py
 
 ifeq ($(VENV),0)
 $(READY): setup.py pyproject.toml $(SOURCES)

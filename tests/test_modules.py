@@ -11,8 +11,10 @@ from torch import nn
 
 import isoload
 from isoload.expert_weights import ClampedGLU, ExpertWeights, SwiGLU
+from isoload.experts import Experts, SharedExperts
 from isoload.modules import module_parts
 from isoload.moe import MoE
+from isoload.routers import Gate, Router
 from isoload.transport import LocalTransport
 
 E, K, H, I = 8, 3, 16, 24  # noqa: E741
@@ -31,6 +33,14 @@ BLOCKS = {
         {"n_group": 4, "topk_group": 2, "n_shared_experts": 2, "routed_scaling_factor": 2.5},
     ),
     "gpt_oss": ("gpt_oss", "GptOss", "MLP", "num_local_experts", "intermediate_size", {}),
+    "qwen2": (
+        "qwen2_moe",
+        "Qwen2Moe",
+        "SparseMoeBlock",
+        "num_experts",
+        "moe_intermediate_size",
+        {"shared_expert_intermediate_size": 2 * I},
+    ),
 }
 CASES = [
     ("qwen3", {"norm_topk_prob": True}),
@@ -138,6 +148,52 @@ def test_gpt_oss_clamps_on_both_sides():
     assert (gate > limit).any() and (up > limit).any() and (up < -limit).any()
     assert parts.activation == ClampedGLU(1.702, 7.0)
     assert parts.dense.gate_up_bias.any() and parts.dense.down_bias.any() and parts.gate.bias.any()
+
+
+def test_mixtral_is_also_a_softmax_over_the_chosen():
+    """The same choice and weights, computed the other way round."""
+    block = make_block("mixtral")
+    parts = module_parts(block)
+    parts.gate.router = Router(E, K, "topk_softmax")
+    rows = torch.randn(sum(TOKENS), H) * 2
+    got = make_layer(parts, "exact")(list(rows.split(TOKENS)))
+    assert_close(torch.cat(got), block_output(block, rows), 1e-5)
+
+
+def shared_of(mlp, gate=None):
+    gate_up = torch.cat([mlp.gate_proj.weight.data, mlp.up_proj.weight.data])
+    return SharedExperts(gate_up, mlp.down_proj.weight.data, None if gate is None else gate.weight.data)
+
+
+def stacks_of(experts):
+    if not isinstance(experts, nn.ModuleList):
+        return ExpertWeights(experts.gate_up_proj.data, experts.down_proj.data)
+    gate_up = [torch.cat([e.gate_proj.weight.data, e.up_proj.weight.data]) for e in experts]
+    return ExpertWeights(torch.stack(gate_up), torch.stack([e.down_proj.weight.data for e in experts]))
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-6), (torch.float32, 1e-5)], ids=str)
+def test_qwen2_by_hand_with_a_scaled_shared_expert(dtype, tolerance):
+    """A block that module_parts does not know: Gate, Experts and SharedExperts, put together without ranks."""
+    block = make_block("qwen2", dtype)
+    gate, experts = Gate(Router(E, K), block.gate.weight.data), Experts(stacks_of(block.experts))
+    shared = shared_of(block.shared_expert, block.shared_expert_gate)
+    rows = (torch.randn(37, H) * 2).to(dtype).requires_grad_()
+    ids, weights = gate(rows)
+    assert len(ids.unique()) > K and not torch.equal(ids[0], ids[1])
+
+    got, wanted = experts(rows, ids, weights) + shared(rows), block_output(block, rows)
+    assert_close(got, wanted, tolerance)
+    grad = torch.randn_like(wanted)
+    (wanted_grad,) = torch.autograd.grad(wanted, rows, grad)
+    (got_grad,) = torch.autograd.grad(got, rows, grad)
+    assert_close(got_grad, wanted_grad, 4 * tolerance)
+
+
+def test_shared_experts_are_those_of_deepseek_v3():
+    mlp = make_block("deepseek_v3").shared_experts
+    rows = torch.randn(11, H)
+    assert_close(shared_of(mlp)(rows), mlp(rows), 1e-5)
 
 
 class Module(nn.Module):
