@@ -61,6 +61,9 @@ MUTANTS = {
     "bound + 1": Mutant(
         "csrc/algorithms/plan_exact.h", "bound_ = certify();", "bound_ = certify() + 1;", "plan_exact"
     ),
+    "poured copies left out of the level": Mutant(
+        "csrc/algorithms/plan_exact.h", "        copies + pour,\n", "        copies,\n", "exact_pour"
+    ),
     "ties flipped": Mutant(
         "csrc/algorithms/plan_exact.h",
         "room(t_.ranks[j]) > room(t_.ranks[best])",

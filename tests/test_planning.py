@@ -265,7 +265,7 @@ BAD_CALLS = {
     ),
     "too many copies": (
         lambda s: isoload.plan(s.good + 2**30, s.placement, 0),
-        r"loads and fixed must sum to less than 2\^31 copies, got \d+",
+        r"loads, fixed and pour must sum to less than 2\^31 copies, got \d+",
     ),
     "share of a sampled plan": (
         lambda s: isoload.share(s.good, s.sampled),

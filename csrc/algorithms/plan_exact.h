@@ -1,6 +1,10 @@
 // plan_exact: split every replicated expert's copies so that the busiest rank carries as little as integers
 // allow.
 //
+// `pour` copies may follow that go to any rank, e.g. those of shared experts. They add load to the set of all
+// ranks only, so the joint optimum is the larger of this split's and the level at which all ranks together
+// have room for everything; the split need not be better than that level, and stops there.
+//
 // The problem is a flow: rank r carries its fixed and solo load plus its part of each split expert. For a set
 // S of ranks, everything that can only be computed inside S must fit there, so the peak is at least load(S) /
 // |S|; the largest such value is the optimum (max-flow = min-cut). The solver finds both sides:
@@ -36,13 +40,14 @@ struct ExactProblem {
   int num_sources;         //
   const int32_t* fixed;    // [R] copies a rank carries besides, or null
   const int32_t* ticks;    // [R] cost of one copy on a rank, 1..2^20, or null: all 1
+  const int32_t* pour;     // [1] copies that any rank may take once this split is made, or null
   int64_t tolerance_ppm;   // stop at bound * (1 + tolerance)
   int32_t sweeps, budget;  // most balancing sweeps, most augmentations
 };
 
 struct ExactResult {
   int32_t* quota;      // [P] copies per slot
-  int64_t* peak;       // [1] largest rank cost (copies, or ticks if given)
+  int64_t* peak;       // [1] largest rank cost (copies, or ticks if given), once `pour` is on the ranks too
   int64_t* bound;      // [1] proved lower bound over all integer quotas
   int32_t* telemetry;  // [4] sweeps, augmentations, Newton steps, 1 if the budget ended the solve
 };
@@ -105,7 +110,7 @@ class ExactSolver {
         ++paths;
       }
     }
-    const int64_t reached = peak();
+    const int64_t routed = peak(), reached = routed > level_ ? routed : level_;
     if (team_.rank() == 0) {
       *out.peak = reached;
       *out.bound = bound_;
@@ -135,7 +140,8 @@ class ExactSolver {
   PlanStatus add_up() {
     const int R = in_.R, E = in_.E, S = in_.S;
     int64_t copies = 0, covered = 0;
-    int32_t sign = 0, wrapped = 0;
+    const int32_t pour = in_.pour ? *in_.pour : 0;
+    int32_t sign = pour, wrapped = 0;
     team_.for_each(E, [&](int e) { sign |= ws_.total[e] = in_.loads[e]; });
     for (int s = 1; s < in_.num_sources;
          ++s) {  // row by row; a lane keeps its experts, so no barrier between
@@ -155,8 +161,8 @@ class ExactSolver {
       copies += ws_.total[e];
       covered += t_.copies(e) > 0 ? ws_.total[e] : 0;
     });
-    copies = team_.any(wrapped < 0) ? INT64_MAX : team_.sum(copies);
-    if (copies > INT32_MAX) return PlanStatus::too_many_copies;
+    copies = team_.sum(copies);
+    if (team_.any(wrapped < 0) || copies + pour > INT32_MAX) return PlanStatus::too_many_copies;
     if (team_.sum(covered) != copies) return PlanStatus::expert_without_replica;
     int64_t top = 0;
     team_.for_each(R, [&](int r) {
@@ -169,14 +175,14 @@ class ExactSolver {
       ws_.load[r] = load;
       top = cost(r) > top ? cost(r) : top;
     });
-    const int64_t ideal = smallest_peak(
-        copies,
+    level_ = smallest_peak(
+        copies + pour,
         [&](auto&& f) {
           for (int r = 0; r < R; ++r) f(r);
         },
         R);
     top = team_.max(top);
-    bound_ = top > ideal ? top : ideal;
+    bound_ = top > level_ ? top : level_;
     return PlanStatus::ok;
   }
 
@@ -267,7 +273,9 @@ class ExactSolver {
     }
   }
 
-  // Everything reachable from the overloaded ranks: its load cannot leave, so its mean is a bound.
+  // Everything reachable from the overloaded ranks: its load cannot leave, so its mean is a bound. Never all
+  // ranks: the target is at least level_, at which all ranks together have room for everything, `pour`
+  // included. So `pour` need not be counted here: a smaller set can leave it to the others.
   int64_t certify() {
     RankSet<W> closed = over_;
     for (RankSet<W> before; !(before == closed);) {
@@ -351,7 +359,7 @@ class ExactSolver {
   const ReplicaTables t_;
   const ExactWorkspace<W> ws_;
   int32_t* const quota_;
-  int64_t bound_ = 0;
+  int64_t bound_ = 0, level_ = 0;  // level_: the least peak if every copy could be anywhere
   RankSet<W> over_, under_;
 };
 

@@ -18,6 +18,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plan_exact(const Tensor& loads, const
                                                       int64_t num_ranks, int64_t num_slots,
                                                       const std::optional<Tensor>& fixed,
                                                       const std::optional<Tensor>& ticks,
+                                                      const std::optional<Tensor>& pour,
                                                       int64_t tolerance_ppm, int64_t sweeps, int64_t budget);
 Tensor share(const Tensor& loads, const Tensor& quota, const Tensor& tables, int64_t ranks_per_node,
              int64_t rank, bool locality);

@@ -41,6 +41,12 @@ class ExactBatch {
     }
   }
 
+  void add_pour(const Tensor& pour) {
+    require_dtype(pour, "pour", ScalarType::Int);
+    batched_ ? require_shape(pour, "pour", {tables_->batch}) : require_shape(pour, "pour", {});
+    pour_ = dense(pour);
+  }
+
   std::tuple<Tensor, Tensor, Tensor, Tensor> solve(int64_t tolerance_ppm, int64_t sweeps, int64_t budget) {
     require(sweeps >= 0 && sweeps <= INT32_MAX, "sweeps must be in 0..2^31-1, got ", sweeps);
     require(budget >= 0 && budget <= INT32_MAX, "budget must be in 0..2^31-1, got ", budget);
@@ -83,6 +89,7 @@ class ExactBatch {
     problem.num_sources = static_cast<int>(sources_);
     problem.fixed = fixed_ ? data<int32_t>(*fixed_) + b * R_ : nullptr;
     problem.ticks = ticks_ ? data<int32_t>(*ticks_) : nullptr;
+    problem.pour = pour_ ? data<int32_t>(*pour_) + b : nullptr;
     return problem;
   }
 
@@ -99,7 +106,11 @@ class ExactBatch {
       require(problem.fixed[r] >= 0, "fixed must not be negative, got ", problem.fixed[r], " for rank ", r);
       copies += problem.fixed[r];
     }
-    require(copies <= INT32_MAX, "loads and fixed must sum to less than 2^31 copies, got ", copies);
+    if (problem.pour) {
+      require(*problem.pour >= 0, "pour must not be negative, got ", *problem.pour);
+      copies += *problem.pour;
+    }
+    require(copies <= INT32_MAX, "loads, fixed and pour must sum to less than 2^31 copies, got ", copies);
     require(lonely < 0, "loads must be 0 for an expert without a replica, got copies for expert ", lonely);
   }
 
@@ -107,17 +118,19 @@ class ExactBatch {
   bool batched_;
   int64_t R_, P_, E_ = 0, sources_ = 0;
   std::optional<Tables> tables_;
-  std::optional<Tensor> fixed_, ticks_;
+  std::optional<Tensor> fixed_, ticks_, pour_;
 };
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> plan_exact(const Tensor& loads, const Tensor& tables,
                                                       int64_t num_ranks, int64_t num_slots,
                                                       const std::optional<Tensor>& fixed,
                                                       const std::optional<Tensor>& ticks,
+                                                      const std::optional<Tensor>& pour,
                                                       int64_t tolerance_ppm, int64_t sweeps, int64_t budget) {
   ExactBatch batch(loads, tables, num_ranks, num_slots);
   if (fixed) batch.add_fixed(*fixed);
   if (ticks) batch.add_ticks(*ticks);
+  if (pour) batch.add_pour(*pour);
   return batch.solve(tolerance_ppm, sweeps, budget);
 }
 

@@ -31,6 +31,7 @@ struct Instance {
   std::vector<int32_t> loads;             // [R, E]
   std::vector<int32_t> summed;            // [E] over sources; wraps where the planner must refuse the loads
   std::vector<int32_t> fixed, ticks;      // [R] or empty
+  std::vector<int32_t> pour;              // [1] or empty
   int32_t sweeps, budget, tolerance_ppm;  // budget and tolerance only of the solve that is cut short
   std::string name;                       // what was drawn, for messages
 
@@ -114,6 +115,11 @@ inline void draw_loads(Instance& in, Rng& rng) {
     in.name += ", fixed";
     in.fixed.resize(in.R);
     for (int32_t& f : in.fixed) left -= f = rng.below(1 << rng.below(12));
+  }
+  if (rng.one_in(4)) {
+    in.name += ", pour";
+    in.pour.push_back(rng.below(1 << rng.below(20)));
+    left -= in.pour[0];
   }
   if (kind == full && in.has_replica(favourite))
     in.loads[rng.below(in.R) * in.E + favourite] += static_cast<int32_t>(left);

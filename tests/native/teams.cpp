@@ -43,6 +43,7 @@ class Lane {
         .num_sources = cut ? 1 : in_.R,
         .fixed = in_.fixed.empty() ? nullptr : in_.fixed.data(),
         .ticks = in_.ticks.empty() ? nullptr : in_.ticks.data(),
+        .pour = in_.pour.empty() ? nullptr : in_.pour.data(),
         .tolerance_ppm = cut ? in_.tolerance_ppm : 0,
         .sweeps = in_.sweeps,
         .budget = cut ? in_.budget : INT_MAX,

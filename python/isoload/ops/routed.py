@@ -87,6 +87,7 @@ def plan_exact(
     budget: int | None = None,
     *,
     ticks: Tensor | None = None,
+    pour: Tensor | None = None,
     sweeps: int = 4,
 ) -> ExactSplit:
     """Splits every replicated expert's copies so that the busiest rank's cost is the least integers allow.
@@ -102,6 +103,9 @@ def plan_exact(
         budget: most augmentations; None = as many as it takes.
             A smaller budget may leave a higher peak; the bound stays true.
         ticks: [R] int32 cost of one copy per rank, 1..2^20 (1024 = nominal); None = 1 each.
+        pour: [] int32 copies (leading L as above) that will be poured over the ranks afterwards, each on any rank:
+            those of shared experts. peak and bound are then those of both together, and the split stops where
+            pouring decides: at the level at which all ranks together have room for every copy.
         sweeps: most balancing sweeps.
     """
     if not 0 <= tolerance <= 1000:
@@ -116,6 +120,7 @@ def plan_exact(
         tables.num_slots,
         fixed,
         ticks,
+        pour,
         round(tolerance * 1_000_000),
         sweeps,
         UNLIMITED if budget is None else min(budget, UNLIMITED),
@@ -231,6 +236,7 @@ def _(
     num_slots: int,
     fixed: Tensor | None,
     ticks: Tensor | None,
+    pour: Tensor | None,
     tolerance_ppm: int,
     sweeps: int,
     budget: int,

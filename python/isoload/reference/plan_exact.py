@@ -12,6 +12,9 @@ proves a bound.
 4. bound: if there is no such path, the ranks that the overloaded ones can reach are such a set. Its bound
    is the next target.
 
+Copies that are poured over the ranks afterwards, each on any rank, only add to what all ranks together must
+carry. So no split need be better than the level at which all ranks have room for everything.
+
 Everything is integral, and ties go to the lowest rank, then to the first expert in the tables' order.
 """
 
@@ -61,6 +64,7 @@ def plan_exact(
     budget: int | None = None,
     *,
     ticks: Tensor | None = None,
+    pour: Tensor | None = None,
     sweeps: int = 4,
 ) -> ExactSplit:
     """The split of isoload.ops.plan_exact, which documents the arguments, move by move the same."""
@@ -68,14 +72,18 @@ def plan_exact(
         layers = []
         for i in range(len(tables.data)):
             base = None if fixed is None else fixed[i]
+            water = None if pour is None else pour[i]
             layers.append(
-                plan_exact(loads[i], tables[i], base, tolerance, budget, ticks=ticks, sweeps=sweeps)
+                plan_exact(
+                    loads[i], tables[i], base, tolerance, budget, ticks=ticks, pour=water, sweeps=sweeps
+                )
             )
         return ExactSplit(*(torch.stack(field) for field in zip(*layers, strict=True)))
 
     totals = loads.reshape(-1, tables.num_experts).sum(0).tolist()
     carried = [0] * tables.num_ranks if fixed is None else fixed.tolist()
-    solver = Solver(totals, tables, carried, None if ticks is None else ticks.tolist(), tolerance)
+    poured = 0 if pour is None else int(pour)
+    solver = Solver(totals, tables, carried, None if ticks is None else ticks.tolist(), poured, tolerance)
     telemetry = solver.solve(sweeps, budget)
     quota = solver.quota()
 
@@ -84,11 +92,12 @@ def plan_exact(
     for p, copies in enumerate(quota):
         carried[solver.rank_of(p)] += copies
     assert carried == solver.load, "loads follow from the quota"
-    assert solver.bound <= solver.peak(), "a bound is below every peak"
-    assert telemetry[-1] or solver.peak() <= solver.target(), "only the budget stops short of the target"
+    peak = max(solver.peak(), solver.level)
+    assert solver.bound <= peak, "a bound is below every peak"
+    assert telemetry[-1] or peak <= solver.target(), "only the budget stops short of the target"
     return ExactSplit(
         torch.tensor(quota, dtype=torch.int32),
-        torch.tensor(solver.peak()),
+        torch.tensor(peak),
         torch.tensor(solver.bound),
         torch.tensor(telemetry, dtype=torch.int32),
     )
@@ -103,6 +112,7 @@ class Solver:
         tables: ReplicaTables,
         fixed: list[int],
         ticks: list[int] | None,
+        pour: int,
         tolerance: float,
     ) -> None:
         self.ranks = range(tables.num_ranks)
@@ -114,7 +124,8 @@ class Solver:
         self.solo = {p: totals[e] for p, e in enumerate(tables.field("solo").tolist()) if e >= 0}
         for p, copies in self.solo.items():
             self.load[self.rank_of(p)] += copies
-        self.bound = max(self.peak(), self.least_peak(self.ranks, sum(totals) + sum(fixed)))
+        self.level = self.least_peak(self.ranks, sum(totals) + sum(fixed) + pour)
+        self.bound = max(self.peak(), self.level)
         held = replicas(tables)
         self.experts = []
         for e in tables.field("order").tolist()[: tables.field("header").tolist()[0]]:
@@ -268,6 +279,7 @@ class Solver:
         while reached != closed:
             closed = reached
             reached = closed.union(*(x.slots for x in self.experts if not closed.isdisjoint(x.givers())))
+        assert len(closed) < len(self.ranks), "all ranks together have room at the target, pour included"
         bound = self.least_peak(closed, sum(self.load[r] for r in closed))
         assert bound > self.target(), "ranks that carry more than the target allows prove a higher bound"
         self.bound = bound
