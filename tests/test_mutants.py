@@ -50,7 +50,7 @@ MUTANTS = {
         "teams",
     ),
     "remainder dropped": Mutant(
-        "csrc/algorithms/plan_exact.h", "each + (turn < more)", "each + 0 * (turn < more)", "plan_exact"
+        "csrc/algorithms/start.h", "each + (turn < more)", "each + 0 * (turn < more)", "plan_exact"
     ),
     "an overloaded rank forgotten": Mutant(
         "csrc/algorithms/plan_exact.h",
@@ -63,6 +63,24 @@ MUTANTS = {
     ),
     "poured copies left out of the level": Mutant(
         "csrc/algorithms/plan_exact.h", "        copies + pour,\n", "        copies,\n", "exact_pour"
+    ),
+    "near copies spread over all nodes": Mutant(
+        "csrc/algorithms/start.h",
+        "if (j > first)",
+        "if (false)",
+        "exact_objectives::test_equals_reference",
+    ),
+    "a barrier removed from the packed start": Mutant(
+        "csrc/algorithms/start.h",
+        "      falling[before] = t.order[i];\n    });\n    team.sync();",
+        "      falling[before] = t.order[i];\n    });",
+        "teams",
+    ),
+    "a full rank takes a closing replica's copies": Mutant(
+        "csrc/algorithms/plan_exact.h",
+        "room(t_.ranks[to]) >= quota_[t_.slots[from]]",
+        "room(t_.ranks[to]) >= 0",
+        "exact_objectives",
     ),
     "ties flipped": Mutant(
         "csrc/algorithms/plan_exact.h",

@@ -339,7 +339,7 @@ def test_unlimited_budget_may_be_any_large_number() -> None:
 def test_opcheck() -> None:
     tables = ops.replica_tables(SLOTS, 4, 4)
     op = torch.ops.isoload.plan_exact.default
-    torch.library.opcheck(op, (LOADS, tables.data, 4, 8, None, None, None, 0, 4, 100))
+    torch.library.opcheck(op, (LOADS, tables.data, 4, 8, None, None, None, 0, 4, 0, 4, 100))
     batched = (
         LOADS.expand(3, 4, 4),
         tables.data.expand(3, -1),
@@ -348,6 +348,8 @@ def test_opcheck() -> None:
         LOADS.expand(3, 4),
         LOADS,
         int32(0, 5, 9),
+        1,
+        2,
         1000,
         4,
         100,

@@ -227,7 +227,7 @@ BAD_CALLS = {
     ),
     "unknown option": (
         lambda s: isoload.plan(s.good, s.placement, 0, "exact", speed=1),
-        "option must be one of tolerance, budget for policy exact, got 'speed'",
+        "option must be one of tolerance, budget, objective for policy exact, got 'speed'",
     ),
     "option without any": (
         lambda s: isoload.plan(s.good, s.placement, 0, "even", seed=1),

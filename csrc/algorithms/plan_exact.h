@@ -1,20 +1,21 @@
 // plan_exact: split every replicated expert's copies so that the busiest rank carries as little as integers
 // allow.
 //
-// `pour` copies may follow that go to any rank, e.g. those of shared experts. They add load to the set of all
-// ranks only, so the joint optimum is the larger of this split's and the level at which all ranks together
-// have room for everything; the split need not be better than that level, and stops there.
-//
 // The problem is a flow: rank r carries its fixed and solo load plus its part of each split expert. For a set
 // S of ranks, everything that can only be computed inside S must fit there, so the peak is at least load(S) /
 // |S|; the largest such value is the optimum (max-flow = min-cut). The solver finds both sides:
-//   start     every split expert evenly over its replicas
+//   start     every split expert evenly over its replicas, or as another objective wants it (start.h)
 //   sweeps    over-relaxed pair balancing, class by class: cheap, removes nearly all of the imbalance
 //   augment   shortest paths on ranks from an overloaded to an underloaded one, moving whole copies
 //   certify   no path left: the ranks reachable from the overloaded ones are such an S; its bound is the next
 //             target (discrete Newton from below), and the flow found so far stays
-// The peak never rises, so the work may be cut anywhere; the bound is always true. Integers only, ties go to
-// the lowest rank, then the lowest expert in `order`: the same quota on every rank, team and device.
+// `pour` copies may follow that go to any rank, e.g. those of shared experts. They add load to the set of all
+// ranks only, so the joint optimum is the larger of this split's and the level at which all ranks together
+// have room for everything; no split need be better than that level, so it is the first target.
+//
+// The peak never rises above where it is or the target, so the work may be cut anywhere; the bound is always
+// true. Integers only, ties go to the lowest rank, then the lowest expert in `order`: the same quota on every
+// rank, team and device.
 #pragma once
 
 #include <climits>
@@ -22,6 +23,7 @@
 
 #include "algorithms/balance.h"
 #include "algorithms/replica_tables.h"
+#include "algorithms/start.h"
 #include "rank_set.h"
 
 namespace isoload {
@@ -37,7 +39,9 @@ struct ExactProblem {
   int R, E, S;             // ranks, logical experts, slots per rank
   ReplicaTables tables;    // of this layer
   const int32_t* loads;    // [num_sources, E] copies; summed over sources here
-  int num_sources;         //
+  int num_sources;         // R or 1; R for Objective::local
+  Objective objective;     //
+  int per_node;            // ranks of a node, for Objective::local; divides R
   const int32_t* fixed;    // [R] copies a rank carries besides, or null
   const int32_t* ticks;    // [R] cost of one copy on a rank, 1..2^20, or null: all 1
   const int32_t* pour;     // [1] copies that any rank may take once this split is made, or null
@@ -59,9 +63,10 @@ struct ExactWorkspace {
       *levels;                  // [E] ranks of a split expert; those with quota > 0; [R+1] BFS levels
   int32_t *total, *load, *cap;  // [E] copies per expert; [R] copies per rank; [R] copies the target allows
   int32_t *from, *to;           // [R] slots of each hop of a path
+  int32_t *copies, *falling;    // [E] for Start::packed
 
   static int64_t bytes(int64_t R, int64_t E) {
-    return (2 * E + R + 1) * int64_t(sizeof(RankSet<W>)) + (E + 4 * R) * int64_t(sizeof(int32_t));
+    return (2 * E + R + 1) * int64_t(sizeof(RankSet<W>)) + (3 * E + 4 * R) * int64_t(sizeof(int32_t));
   }
   static ExactWorkspace at(void* memory, int64_t R, int64_t E) {
     ExactWorkspace ws;
@@ -73,6 +78,8 @@ struct ExactWorkspace {
     ws.cap = ws.load + R;
     ws.from = ws.cap + R;
     ws.to = ws.from + R;
+    ws.copies = ws.to + R;
+    ws.falling = ws.copies + E;
     return ws;
   }
 };
@@ -86,15 +93,15 @@ class ExactSolver {
   PlanStatus solve(const ExactResult& out) {
     const PlanStatus status = add_up();
     if (status != PlanStatus::ok) return status;
-    start_even();
+    start();
     int32_t sweeps = 0, paths = 0, steps = 0;
     int64_t target = with_tolerance(bound_);
     while (sweeps < in_.sweeps && peak() > target) {
       sweep();
       ++sweeps;
     }
-    list_givers();
     aim(target);
+    if (!over_.empty()) list_ranks();
     bool cut = false;
     while (!over_.empty()) {
       const int depth = find_levels();
@@ -110,6 +117,7 @@ class ExactSolver {
         ++paths;
       }
     }
+    if (in_.objective == Objective::packed) close_replicas();
     const int64_t routed = peak(), reached = routed > level_ ? routed : level_;
     if (team_.rank() == 0) {
       *out.peak = reached;
@@ -203,22 +211,16 @@ class ExactSolver {
     return low;
   }
 
-  void start_even() {
-    team_.for_each(t_.num_split(), [&](int i) {
-      const int e = expert(i), first = t_.offsets[e], c = t_.copies(e);
-      const int32_t each = ws_.total[e] / c, more = ws_.total[e] % c;
-      int turn = (c - e % c) % c;  // experts take turns at who gets the remainder
-      RankSet<W> holders;
-      for (int j = first; j < first + c; ++j) {
-        const int32_t q = each + (turn < more);
-        turn = turn + 1 == c ? 0 : turn + 1;
-        quota_[t_.slots[j]] = q;
-        team_.add(&ws_.load[t_.ranks[j]], q);
-        holders.insert(t_.ranks[j]);
-      }
-      ws_.holders[i] = holders;
-    });
-    team_.sync();
+  void start() {
+    Start<Team> start{team_, t_, ws_.total, in_.ticks, ws_.load, quota_};
+    switch (in_.objective) {
+      case Objective::spread:
+        return start.spread();
+      case Objective::local:
+        return start.local(in_.loads, in_.R, in_.E, in_.per_node);
+      case Objective::packed:
+        return start.packed(ws_.copies, ws_.falling);
+    }
   }
 
   void sweep() {
@@ -232,14 +234,18 @@ class ExactSolver {
     }
   }
 
-  void list_givers() {
+  void list_ranks() {
     team_.for_each(t_.num_split(), [&](int i) {
       const int e = expert(i);
-      RankSet<W> givers;
-      for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j)
-        if (quota_[t_.slots[j]] > 0) givers.insert(t_.ranks[j]);
+      RankSet<W> holders, givers;
+      for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j) {
+        holders.insert(t_.ranks[j]);
+        givers.insert_if(quota_[t_.slots[j]] > 0, t_.ranks[j]);
+      }
+      ws_.holders[i] = holders;
       ws_.givers[i] = givers;
-    });  // aim()'s reductions are the barrier
+    });
+    team_.sync();
   }
 
   // Sets the target: what each rank may carry, who carries more, who less.
@@ -352,6 +358,30 @@ class ExactSolver {
     RankSet<W>& givers = ws_.givers[t_.split[from]];
     if (quota_[from] == 0) givers.erase(from / in_.S);
     givers.insert(to / in_.S);
+  }
+
+  // Replicas hand all their copies to the first other active one of their expert with room for them. Class by
+  // class, as a sweep: an expert's ranks are its own meanwhile.
+  void close_replicas() {
+    for (int k = 0; k < t_.num_classes(); ++k) {
+      const int first = t_.classes[k];
+      team_.for_each(t_.classes[k + 1] - first, [&](int i) {
+        const int e = expert(first + i), begin = t_.offsets[e], end = t_.offsets[e + 1];
+        for (int from = begin; from < end; ++from)
+          for (int to = begin; to < end && quota_[t_.slots[from]] > 0; ++to)
+            if (to != from && quota_[t_.slots[to]] > 0 && room(t_.ranks[to]) >= quota_[t_.slots[from]])
+              hand_over(from, to);
+      });
+      team_.sync();
+    }
+  }
+
+  void hand_over(int from, int to) {
+    int32_t& copies = quota_[t_.slots[from]];
+    ws_.load[t_.ranks[from]] -= copies;
+    ws_.load[t_.ranks[to]] += copies;
+    quota_[t_.slots[to]] += copies;
+    copies = 0;
   }
 
   Team& team_;

@@ -41,6 +41,8 @@ class Lane {
         .tables = tables(),
         .loads = cut ? in_.summed.data() : in_.loads.data(),
         .num_sources = cut ? 1 : in_.R,
+        .objective = cut && in_.objective == Objective::local ? Objective::spread : in_.objective,
+        .per_node = in_.ranks_per_node,
         .fixed = in_.fixed.empty() ? nullptr : in_.fixed.data(),
         .ticks = in_.ticks.empty() ? nullptr : in_.ticks.data(),
         .pour = in_.pour.empty() ? nullptr : in_.pour.data(),

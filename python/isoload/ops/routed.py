@@ -13,6 +13,8 @@ from isoload.replica_tables import ReplicaTables
 UNLIMITED = 2**31 - 1
 Order = Literal["locality", "rank_major"]
 Prefer = Literal["visited"]
+Objective = Literal["spread", "local", "packed"]
+OBJECTIVES = ("spread", "local", "packed")  # the op's numbers
 
 _count, _replica_tables, _plan_exact = (
     library.count.default,
@@ -88,15 +90,19 @@ def plan_exact(
     *,
     ticks: Tensor | None = None,
     pour: Tensor | None = None,
-    sweeps: int = 4,
+    objective: Objective = "spread",
+    ranks_per_node: int | None = None,
+    sweeps: int | None = None,
 ) -> ExactSplit:
     """Splits every replicated expert's copies so that the busiest rank's cost is the least integers allow.
 
     Over-relaxed balancing sweeps, then shortest augmenting paths on ranks towards a Newton target; ends with
     ``peak == bound`` unless a tolerance or a budget ends it earlier. Generalises LPLB (papers/001) to integers.
+    Of the many splits with this peak, objective chooses one.
 
     Args:
         loads: [E] or [R, E] int32 copies (with a leading L if the tables have one); sources are summed.
+            [R, E] for objective "local".
         tables: of the same layers.
         fixed: [R] int32 copies that each rank carries besides (leading L as above).
         tolerance: stop at ``bound * (1 + tolerance)``; 0 = exact.
@@ -106,8 +112,14 @@ def plan_exact(
         pour: [] int32 copies (leading L as above) that will be poured over the ranks afterwards, each on any rank:
             those of shared experts. peak and bound are then those of both together, and the split stops where
             pouring decides: at the level at which all ranks together have room for every copy.
-        sweeps: most balancing sweeps.
+        objective: "spread" levels the other ranks too; "local" keeps copies on their source rank, else its node;
+            "packed" leaves replicas idle, so that fewer weights are read. By the start of the solve: no optimum of
+            these, only near it.
+        ranks_per_node: divides R; None = R. For "local".
+        sweeps: most balancing sweeps; None = 4 for "spread", 0 for the others, whose start sweeps would undo.
     """
+    if objective not in OBJECTIVES:
+        raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, got {objective!r}")
     if not 0 <= tolerance <= 1000:
         raise ValueError(f"tolerance must be in 0..1000 (relative), got {tolerance}")
     if budget is not None and budget < 0:
@@ -121,8 +133,10 @@ def plan_exact(
         fixed,
         ticks,
         pour,
+        OBJECTIVES.index(objective),
+        tables.num_ranks if ranks_per_node is None else ranks_per_node,
         round(tolerance * 1_000_000),
-        sweeps,
+        (4 if objective == "spread" else 0) if sweeps is None else sweeps,
         UNLIMITED if budget is None else min(budget, UNLIMITED),
     )
     return ExactSplit(*result)
@@ -237,6 +251,8 @@ def _(
     fixed: Tensor | None,
     ticks: Tensor | None,
     pour: Tensor | None,
+    objective: int,
+    ranks_per_node: int,
     tolerance_ppm: int,
     sweeps: int,
     budget: int,
