@@ -77,9 +77,9 @@ MUTANTS = {
         "teams",
     ),
     "a full rank takes a closing replica's copies": Mutant(
-        "csrc/algorithms/plan_exact.h",
-        "room(t_.ranks[to]) >= quota_[t_.slots[from]]",
-        "room(t_.ranks[to]) >= 0",
+        "csrc/algorithms/start.h",
+        "cap[t.ranks[to]] - load[t.ranks[to]] < copies",
+        "cap[t.ranks[to]] < copies",
         "exact_objectives",
     ),
     "ties flipped": Mutant(
@@ -102,8 +102,8 @@ MUTANTS = {
     ),
     "a barrier removed from the sweeps": Mutant(
         "csrc/algorithms/plan_exact.h",
-        "balance(t_, e, ws_.total[e], in_.ticks, ws_.load, quota_);\n      });\n      team_.sync();",
-        "balance(t_, e, ws_.total[e], in_.ticks, ws_.load, quota_);\n      });",
+        "f(expert(first + i)); });\n      team_.sync();",
+        "f(expert(first + i)); });",
         "teams",
     ),
     "node level left out of share": Mutant(

@@ -117,7 +117,7 @@ class ExactSolver {
         ++paths;
       }
     }
-    if (in_.objective == Objective::packed) close_replicas();
+    finish();
     const int64_t routed = peak(), reached = routed > level_ ? routed : level_;
     if (team_.rank() == 0) {
       *out.peak = reached;
@@ -223,15 +223,24 @@ class ExactSolver {
     }
   }
 
-  void sweep() {
+  // f(e) of every split expert, class by class: meanwhile an expert's ranks are its own.
+  template <class F>
+  void class_by_class(F&& f) {
     for (int k = 0; k < t_.num_classes(); ++k) {
       const int first = t_.classes[k];
-      team_.for_each(t_.classes[k + 1] - first, [&](int i) {
-        const int e = expert(first + i);
-        balance(t_, e, ws_.total[e], in_.ticks, ws_.load, quota_);
-      });
+      team_.for_each(t_.classes[k + 1] - first, [&](int i) { f(expert(first + i)); });
       team_.sync();
     }
+  }
+
+  void sweep() {
+    class_by_class([&](int e) { balance(t_, e, ws_.total[e], in_.ticks, ws_.load, quota_); });
+  }
+
+  // Few active replicas are the aim of packed only.
+  void finish() {
+    if (in_.objective == Objective::packed)
+      class_by_class([&](int e) { close_replicas(t_, e, ws_.cap, ws_.load, quota_); });
   }
 
   void list_ranks() {
@@ -358,30 +367,6 @@ class ExactSolver {
     RankSet<W>& givers = ws_.givers[t_.split[from]];
     if (quota_[from] == 0) givers.erase(from / in_.S);
     givers.insert(to / in_.S);
-  }
-
-  // Replicas hand all their copies to the first other active one of their expert with room for them. Class by
-  // class, as a sweep: an expert's ranks are its own meanwhile.
-  void close_replicas() {
-    for (int k = 0; k < t_.num_classes(); ++k) {
-      const int first = t_.classes[k];
-      team_.for_each(t_.classes[k + 1] - first, [&](int i) {
-        const int e = expert(first + i), begin = t_.offsets[e], end = t_.offsets[e + 1];
-        for (int from = begin; from < end; ++from)
-          for (int to = begin; to < end && quota_[t_.slots[from]] > 0; ++to)
-            if (to != from && quota_[t_.slots[to]] > 0 && room(t_.ranks[to]) >= quota_[t_.slots[from]])
-              hand_over(from, to);
-      });
-      team_.sync();
-    }
-  }
-
-  void hand_over(int from, int to) {
-    int32_t& copies = quota_[t_.slots[from]];
-    ws_.load[t_.ranks[from]] -= copies;
-    ws_.load[t_.ranks[to]] += copies;
-    quota_[t_.slots[to]] += copies;
-    copies = 0;
   }
 
   Team& team_;

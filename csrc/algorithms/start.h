@@ -1,8 +1,9 @@
 // start: where plan_exact begins. Augmenting changes no more than the peak demands, so the start chooses
 // among the many optimal splits.
-//   spread  every split expert evenly over its replicas: a good start for the sweeps, hence a level load
-//   local   copies stay on their source rank, else on its node, where the expert has a replica: little
-//   traffic packed  every split expert wholly on one replica: few active replicas, few weights read
+//   spread  every split expert evenly over its replicas: the sweeps make that a level load
+//   local   copies stay on their source rank, else on its node, if the expert has a replica there
+//   packed  every split expert wholly on one replica, so that few are active. Replicas that augmenting
+//           activates close again where they can.
 #pragma once
 
 #include <cstdint>
@@ -99,5 +100,22 @@ struct Start {
     team.add(&load[t.ranks[j]], copies);
   }
 };
+
+// Replicas of e hand all their copies to its first other active replica whose rank has room for them below
+// cap [R].
+inline void close_replicas(const ReplicaTables& t, int e, const int32_t* cap, int32_t* load, int32_t* quota) {
+  const int first = t.offsets[e], last = t.offsets[e + 1];
+  for (int from = first; from < last; ++from) {
+    int32_t& copies = quota[t.slots[from]];
+    for (int to = first; to < last && copies > 0; ++to) {
+      int32_t& taken = quota[t.slots[to]];
+      if (to == from || taken == 0 || cap[t.ranks[to]] - load[t.ranks[to]] < copies) continue;
+      load[t.ranks[from]] -= copies;
+      load[t.ranks[to]] += copies;
+      taken += copies;
+      copies = 0;
+    }
+  }
+}
 
 }  // namespace isoload
