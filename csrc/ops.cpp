@@ -8,8 +8,9 @@ STABLE_TORCH_LIBRARY(isoload, m) {
   m.def("replica_tables(Tensor slot_to_expert, int num_ranks, int num_experts, Tensor(a!) tables) -> ()");
   m.def(
       "plan_exact(Tensor loads, Tensor tables, int num_ranks, int num_slots, Tensor? fixed, Tensor? ticks, "
-      "int tolerance_ppm, int sweeps, int budget) -> (Tensor quota, Tensor peak, Tensor bound, Tensor "
-      "telemetry)");
+      "Tensor? pour, int objective, int ranks_per_node, int tolerance_ppm, int sweeps, int budget) -> "
+      "(Tensor "
+      "quota, Tensor peak, Tensor bound, Tensor telemetry)");
   m.def(
       "share(Tensor loads, Tensor quota, Tensor tables, int ranks_per_node, int rank, bool locality) -> "
       "Tensor");

@@ -50,7 +50,7 @@ MUTANTS = {
         "teams",
     ),
     "remainder dropped": Mutant(
-        "csrc/algorithms/plan_exact.h", "each + (turn < more)", "each + 0 * (turn < more)", "plan_exact"
+        "csrc/algorithms/start.h", "each + (turn < more)", "each + 0 * (turn < more)", "plan_exact"
     ),
     "an overloaded rank forgotten": Mutant(
         "csrc/algorithms/plan_exact.h",
@@ -60,6 +60,27 @@ MUTANTS = {
     ),
     "bound + 1": Mutant(
         "csrc/algorithms/plan_exact.h", "bound_ = certify();", "bound_ = certify() + 1;", "plan_exact"
+    ),
+    "poured copies left out of the level": Mutant(
+        "csrc/algorithms/plan_exact.h", "        copies + pour,\n", "        copies,\n", "exact_pour"
+    ),
+    "near copies spread over all nodes": Mutant(
+        "csrc/algorithms/start.h",
+        "if (j > first)",
+        "if (false)",
+        "exact_objectives::test_equals_reference",
+    ),
+    "a barrier removed from the packed start": Mutant(
+        "csrc/algorithms/start.h",
+        "      falling[before] = t.order[i];\n    });\n    team.sync();",
+        "      falling[before] = t.order[i];\n    });",
+        "teams",
+    ),
+    "a full rank takes a closing replica's copies": Mutant(
+        "csrc/algorithms/start.h",
+        "cap[t.ranks[to]] - load[t.ranks[to]] < copies",
+        "cap[t.ranks[to]] < copies",
+        "exact_objectives",
     ),
     "ties flipped": Mutant(
         "csrc/algorithms/plan_exact.h",
@@ -81,8 +102,8 @@ MUTANTS = {
     ),
     "a barrier removed from the sweeps": Mutant(
         "csrc/algorithms/plan_exact.h",
-        "balance(t_, e, ws_.total[e], in_.ticks, ws_.load, quota_);\n      });\n      team_.sync();",
-        "balance(t_, e, ws_.total[e], in_.ticks, ws_.load, quota_);\n      });",
+        "f(expert(first + i)); });\n      team_.sync();",
+        "f(expert(first + i)); });",
         "teams",
     ),
     "node level left out of share": Mutant(

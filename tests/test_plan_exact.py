@@ -275,11 +275,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "negative": ({"loads": int32(5, -1, 7, 8)}, "loads must not be negative, got -1 for expert 1"),
     "overflow": (
         {"loads": int32(MAX_COPIES, 1, 0, 0)},
-        r"loads and fixed must sum to less than 2\^31 copies",
+        r"loads, fixed and pour must sum to less than 2\^31 copies",
     ),
     "overflow by fixed": (
         {"loads": int32(MAX_COPIES, 0, 0, 0), "fixed": int32(0, 0, 0, 1)},
-        r"loads and fixed must sum to less than 2\^31 copies",
+        r"loads, fixed and pour must sum to less than 2\^31 copies",
     ),
     "no replica": (
         {"loads": LOADS, "slots": int32(0, 1, 1, 2, 2, 0, -1, -1)},
@@ -339,7 +339,7 @@ def test_unlimited_budget_may_be_any_large_number() -> None:
 def test_opcheck() -> None:
     tables = ops.replica_tables(SLOTS, 4, 4)
     op = torch.ops.isoload.plan_exact.default
-    torch.library.opcheck(op, (LOADS, tables.data, 4, 8, None, None, 0, 4, 100))
+    torch.library.opcheck(op, (LOADS, tables.data, 4, 8, None, None, None, 0, 4, 0, 4, 100))
     batched = (
         LOADS.expand(3, 4, 4),
         tables.data.expand(3, -1),
@@ -347,6 +347,9 @@ def test_opcheck() -> None:
         8,
         LOADS.expand(3, 4),
         LOADS,
+        int32(0, 5, 9),
+        1,
+        2,
         1000,
         4,
         100,

@@ -227,7 +227,7 @@ BAD_CALLS = {
     ),
     "unknown option": (
         lambda s: isoload.plan(s.good, s.placement, 0, "exact", speed=1),
-        "option must be one of tolerance, budget for policy exact, got 'speed'",
+        "option must be one of tolerance, budget, objective for policy exact, got 'speed'",
     ),
     "option without any": (
         lambda s: isoload.plan(s.good, s.placement, 0, "even", seed=1),
@@ -265,7 +265,7 @@ BAD_CALLS = {
     ),
     "too many copies": (
         lambda s: isoload.plan(s.good + 2**30, s.placement, 0),
-        r"loads and fixed must sum to less than 2\^31 copies, got \d+",
+        r"loads, fixed and pour must sum to less than 2\^31 copies, got \d+",
     ),
     "share of a sampled plan": (
         lambda s: isoload.share(s.good, s.sampled),

@@ -4,13 +4,18 @@
 // The problem is a flow: rank r carries its fixed and solo load plus its part of each split expert. For a set
 // S of ranks, everything that can only be computed inside S must fit there, so the peak is at least load(S) /
 // |S|; the largest such value is the optimum (max-flow = min-cut). The solver finds both sides:
-//   start     every split expert evenly over its replicas
+//   start     every split expert evenly over its replicas, or as another objective wants it (start.h)
 //   sweeps    over-relaxed pair balancing, class by class: cheap, removes nearly all of the imbalance
 //   augment   shortest paths on ranks from an overloaded to an underloaded one, moving whole copies
 //   certify   no path left: the ranks reachable from the overloaded ones are such an S; its bound is the next
 //             target (discrete Newton from below), and the flow found so far stays
-// The peak never rises, so the work may be cut anywhere; the bound is always true. Integers only, ties go to
-// the lowest rank, then the lowest expert in `order`: the same quota on every rank, team and device.
+// `pour` copies may follow that go to any rank, e.g. those of shared experts. They add load to the set of all
+// ranks only, so the joint optimum is the larger of this split's and the level at which all ranks together
+// have room for everything; no split need be better than that level, so it is the first target.
+//
+// The peak never rises above where it is or the target, so the work may be cut anywhere; the bound is always
+// true. Integers only, ties go to the lowest rank, then the lowest expert in `order`: the same quota on every
+// rank, team and device.
 #pragma once
 
 #include <climits>
@@ -18,6 +23,7 @@
 
 #include "algorithms/balance.h"
 #include "algorithms/replica_tables.h"
+#include "algorithms/start.h"
 #include "rank_set.h"
 
 namespace isoload {
@@ -33,16 +39,19 @@ struct ExactProblem {
   int R, E, S;             // ranks, logical experts, slots per rank
   ReplicaTables tables;    // of this layer
   const int32_t* loads;    // [num_sources, E] copies; summed over sources here
-  int num_sources;         //
+  int num_sources;         // R or 1; R for Objective::local
+  Objective objective;     //
+  int per_node;            // ranks of a node, for Objective::local; divides R
   const int32_t* fixed;    // [R] copies a rank carries besides, or null
   const int32_t* ticks;    // [R] cost of one copy on a rank, 1..2^20, or null: all 1
+  const int32_t* pour;     // [1] copies that any rank may take once this split is made, or null
   int64_t tolerance_ppm;   // stop at bound * (1 + tolerance)
   int32_t sweeps, budget;  // most balancing sweeps, most augmentations
 };
 
 struct ExactResult {
   int32_t* quota;      // [P] copies per slot
-  int64_t* peak;       // [1] largest rank cost (copies, or ticks if given)
+  int64_t* peak;       // [1] largest rank cost (copies, or ticks if given), once `pour` is on the ranks too
   int64_t* bound;      // [1] proved lower bound over all integer quotas
   int32_t* telemetry;  // [4] sweeps, augmentations, Newton steps, 1 if the budget ended the solve
 };
@@ -54,9 +63,10 @@ struct ExactWorkspace {
       *levels;                  // [E] ranks of a split expert; those with quota > 0; [R+1] BFS levels
   int32_t *total, *load, *cap;  // [E] copies per expert; [R] copies per rank; [R] copies the target allows
   int32_t *from, *to;           // [R] slots of each hop of a path
+  int32_t *copies, *falling;    // [E] for Start::packed
 
   static int64_t bytes(int64_t R, int64_t E) {
-    return (2 * E + R + 1) * int64_t(sizeof(RankSet<W>)) + (E + 4 * R) * int64_t(sizeof(int32_t));
+    return (2 * E + R + 1) * int64_t(sizeof(RankSet<W>)) + (3 * E + 4 * R) * int64_t(sizeof(int32_t));
   }
   static ExactWorkspace at(void* memory, int64_t R, int64_t E) {
     ExactWorkspace ws;
@@ -68,6 +78,8 @@ struct ExactWorkspace {
     ws.cap = ws.load + R;
     ws.from = ws.cap + R;
     ws.to = ws.from + R;
+    ws.copies = ws.to + R;
+    ws.falling = ws.copies + E;
     return ws;
   }
 };
@@ -81,15 +93,15 @@ class ExactSolver {
   PlanStatus solve(const ExactResult& out) {
     const PlanStatus status = add_up();
     if (status != PlanStatus::ok) return status;
-    start_even();
+    start();
     int32_t sweeps = 0, paths = 0, steps = 0;
     int64_t target = with_tolerance(bound_);
     while (sweeps < in_.sweeps && peak() > target) {
       sweep();
       ++sweeps;
     }
-    list_givers();
     aim(target);
+    if (!over_.empty()) list_ranks();
     bool cut = false;
     while (!over_.empty()) {
       const int depth = find_levels();
@@ -105,7 +117,8 @@ class ExactSolver {
         ++paths;
       }
     }
-    const int64_t reached = peak();
+    finish();
+    const int64_t routed = peak(), reached = routed > level_ ? routed : level_;
     if (team_.rank() == 0) {
       *out.peak = reached;
       *out.bound = bound_;
@@ -135,7 +148,8 @@ class ExactSolver {
   PlanStatus add_up() {
     const int R = in_.R, E = in_.E, S = in_.S;
     int64_t copies = 0, covered = 0;
-    int32_t sign = 0, wrapped = 0;
+    const int32_t pour = in_.pour ? *in_.pour : 0;
+    int32_t sign = pour, wrapped = 0;
     team_.for_each(E, [&](int e) { sign |= ws_.total[e] = in_.loads[e]; });
     for (int s = 1; s < in_.num_sources;
          ++s) {  // row by row; a lane keeps its experts, so no barrier between
@@ -155,8 +169,8 @@ class ExactSolver {
       copies += ws_.total[e];
       covered += t_.copies(e) > 0 ? ws_.total[e] : 0;
     });
-    copies = team_.any(wrapped < 0) ? INT64_MAX : team_.sum(copies);
-    if (copies > INT32_MAX) return PlanStatus::too_many_copies;
+    copies = team_.sum(copies);
+    if (team_.any(wrapped < 0) || copies + pour > INT32_MAX) return PlanStatus::too_many_copies;
     if (team_.sum(covered) != copies) return PlanStatus::expert_without_replica;
     int64_t top = 0;
     team_.for_each(R, [&](int r) {
@@ -169,14 +183,14 @@ class ExactSolver {
       ws_.load[r] = load;
       top = cost(r) > top ? cost(r) : top;
     });
-    const int64_t ideal = smallest_peak(
-        copies,
+    level_ = smallest_peak(
+        copies + pour,
         [&](auto&& f) {
           for (int r = 0; r < R; ++r) f(r);
         },
         R);
     top = team_.max(top);
-    bound_ = top > ideal ? top : ideal;
+    bound_ = top > level_ ? top : level_;
     return PlanStatus::ok;
   }
 
@@ -197,43 +211,51 @@ class ExactSolver {
     return low;
   }
 
-  void start_even() {
-    team_.for_each(t_.num_split(), [&](int i) {
-      const int e = expert(i), first = t_.offsets[e], c = t_.copies(e);
-      const int32_t each = ws_.total[e] / c, more = ws_.total[e] % c;
-      int turn = (c - e % c) % c;  // experts take turns at who gets the remainder
-      RankSet<W> holders;
-      for (int j = first; j < first + c; ++j) {
-        const int32_t q = each + (turn < more);
-        turn = turn + 1 == c ? 0 : turn + 1;
-        quota_[t_.slots[j]] = q;
-        team_.add(&ws_.load[t_.ranks[j]], q);
-        holders.insert(t_.ranks[j]);
-      }
-      ws_.holders[i] = holders;
-    });
-    team_.sync();
+  // Not inlined, like finish(): three starts inside solve() make the augmenting loop there a tenth slower.
+  [[gnu::noinline]] void start() {
+    Start<Team> start{team_, t_, ws_.total, in_.ticks, ws_.load, quota_};
+    switch (in_.objective) {
+      case Objective::spread:
+        return start.spread();
+      case Objective::local:
+        return start.local(in_.loads, in_.R, in_.E, in_.per_node);
+      case Objective::packed:
+        return start.packed(ws_.copies, ws_.falling);
+    }
   }
 
-  void sweep() {
+  // f(e) of every split expert, class by class: meanwhile an expert's ranks are its own.
+  template <class F>
+  void class_by_class(F&& f) {
     for (int k = 0; k < t_.num_classes(); ++k) {
       const int first = t_.classes[k];
-      team_.for_each(t_.classes[k + 1] - first, [&](int i) {
-        const int e = expert(first + i);
-        balance(t_, e, ws_.total[e], in_.ticks, ws_.load, quota_);
-      });
+      team_.for_each(t_.classes[k + 1] - first, [&](int i) { f(expert(first + i)); });
       team_.sync();
     }
   }
 
-  void list_givers() {
+  void sweep() {
+    class_by_class([&](int e) { balance(t_, e, ws_.total[e], in_.ticks, ws_.load, quota_); });
+  }
+
+  // Few active replicas are the aim of packed only.
+  [[gnu::noinline]] void finish() {
+    if (in_.objective == Objective::packed)
+      class_by_class([&](int e) { close_replicas(t_, e, ws_.cap, ws_.load, quota_); });
+  }
+
+  void list_ranks() {
     team_.for_each(t_.num_split(), [&](int i) {
       const int e = expert(i);
-      RankSet<W> givers;
-      for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j)
-        if (quota_[t_.slots[j]] > 0) givers.insert(t_.ranks[j]);
+      RankSet<W> holders, givers;
+      for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j) {
+        holders.insert(t_.ranks[j]);
+        givers.insert_if(quota_[t_.slots[j]] > 0, t_.ranks[j]);
+      }
+      ws_.holders[i] = holders;
       ws_.givers[i] = givers;
-    });  // aim()'s reductions are the barrier
+    });
+    team_.sync();
   }
 
   // Sets the target: what each rank may carry, who carries more, who less.
@@ -267,7 +289,9 @@ class ExactSolver {
     }
   }
 
-  // Everything reachable from the overloaded ranks: its load cannot leave, so its mean is a bound.
+  // Everything reachable from the overloaded ranks: its load cannot leave, so its mean is a bound. Never all
+  // ranks: the target is at least level_, at which all ranks together have room for everything, `pour`
+  // included. So `pour` need not be counted here: a smaller set can leave it to the others.
   int64_t certify() {
     RankSet<W> closed = over_;
     for (RankSet<W> before; !(before == closed);) {
@@ -351,7 +375,7 @@ class ExactSolver {
   const ReplicaTables t_;
   const ExactWorkspace<W> ws_;
   int32_t* const quota_;
-  int64_t bound_ = 0;
+  int64_t bound_ = 0, level_ = 0;  // level_: the least peak if every copy could be anywhere
   RankSet<W> over_, under_;
 };
 

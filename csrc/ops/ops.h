@@ -14,11 +14,10 @@ using torch::stable::Tensor;
 
 Tensor count(const Tensor& topk_ids, int64_t num_experts);
 void replica_tables(const Tensor& slot_to_expert, int64_t num_ranks, int64_t num_experts, Tensor tables);
-std::tuple<Tensor, Tensor, Tensor, Tensor> plan_exact(const Tensor& loads, const Tensor& tables,
-                                                      int64_t num_ranks, int64_t num_slots,
-                                                      const std::optional<Tensor>& fixed,
-                                                      const std::optional<Tensor>& ticks,
-                                                      int64_t tolerance_ppm, int64_t sweeps, int64_t budget);
+std::tuple<Tensor, Tensor, Tensor, Tensor> plan_exact(
+    const Tensor& loads, const Tensor& tables, int64_t num_ranks, int64_t num_slots,
+    const std::optional<Tensor>& fixed, const std::optional<Tensor>& ticks, const std::optional<Tensor>& pour,
+    int64_t objective, int64_t ranks_per_node, int64_t tolerance_ppm, int64_t sweeps, int64_t budget);
 Tensor share(const Tensor& loads, const Tensor& quota, const Tensor& tables, int64_t ranks_per_node,
              int64_t rank, bool locality);
 Tensor route(const Tensor& topk_ids, const Tensor& share_row, const Tensor& tables, int64_t num_experts,

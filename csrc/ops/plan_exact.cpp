@@ -41,6 +41,24 @@ class ExactBatch {
     }
   }
 
+  void add_pour(const Tensor& pour) {
+    require_dtype(pour, "pour", ScalarType::Int);
+    batched_ ? require_shape(pour, "pour", {tables_->batch}) : require_shape(pour, "pour", {});
+    pour_ = dense(pour);
+  }
+
+  void set_objective(int64_t objective, int64_t ranks_per_node) {
+    require(objective >= 0 && objective <= 2, "objective must be 0 (spread), 1 (local) or 2 (packed), got ",
+            objective);
+    require(ranks_per_node >= 1 && R_ % ranks_per_node == 0, "ranks_per_node must divide ", R_, ", got ",
+            ranks_per_node);
+    objective_ = static_cast<Objective>(objective);
+    require(objective_ != Objective::local || loads_.dim() == 2 + batched_,
+            "loads must be per source rank, [", R_, ", ", E_,
+            "] per layer, for objective local, got the sum ", shape_text(loads_));
+    per_node_ = ranks_per_node;
+  }
+
   std::tuple<Tensor, Tensor, Tensor, Tensor> solve(int64_t tolerance_ppm, int64_t sweeps, int64_t budget) {
     require(sweeps >= 0 && sweeps <= INT32_MAX, "sweeps must be in 0..2^31-1, got ", sweeps);
     require(budget >= 0 && budget <= INT32_MAX, "budget must be in 0..2^31-1, got ", budget);
@@ -81,8 +99,11 @@ class ExactBatch {
     problem.tables = tables_->layer(b);
     problem.loads = data<int32_t>(loads_) + b * sources_ * E_;
     problem.num_sources = static_cast<int>(sources_);
+    problem.objective = objective_;
+    problem.per_node = static_cast<int>(per_node_);
     problem.fixed = fixed_ ? data<int32_t>(*fixed_) + b * R_ : nullptr;
     problem.ticks = ticks_ ? data<int32_t>(*ticks_) : nullptr;
+    problem.pour = pour_ ? data<int32_t>(*pour_) + b : nullptr;
     return problem;
   }
 
@@ -99,25 +120,31 @@ class ExactBatch {
       require(problem.fixed[r] >= 0, "fixed must not be negative, got ", problem.fixed[r], " for rank ", r);
       copies += problem.fixed[r];
     }
-    require(copies <= INT32_MAX, "loads and fixed must sum to less than 2^31 copies, got ", copies);
+    if (problem.pour) {
+      require(*problem.pour >= 0, "pour must not be negative, got ", *problem.pour);
+      copies += *problem.pour;
+    }
+    require(copies <= INT32_MAX, "loads, fixed and pour must sum to less than 2^31 copies, got ", copies);
     require(lonely < 0, "loads must be 0 for an expert without a replica, got copies for expert ", lonely);
   }
 
   Tensor loads_;
   bool batched_;
-  int64_t R_, P_, E_ = 0, sources_ = 0;
+  int64_t R_, P_, E_ = 0, sources_ = 0, per_node_ = 1;
+  Objective objective_ = Objective::spread;
   std::optional<Tables> tables_;
-  std::optional<Tensor> fixed_, ticks_;
+  std::optional<Tensor> fixed_, ticks_, pour_;
 };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> plan_exact(const Tensor& loads, const Tensor& tables,
-                                                      int64_t num_ranks, int64_t num_slots,
-                                                      const std::optional<Tensor>& fixed,
-                                                      const std::optional<Tensor>& ticks,
-                                                      int64_t tolerance_ppm, int64_t sweeps, int64_t budget) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> plan_exact(
+    const Tensor& loads, const Tensor& tables, int64_t num_ranks, int64_t num_slots,
+    const std::optional<Tensor>& fixed, const std::optional<Tensor>& ticks, const std::optional<Tensor>& pour,
+    int64_t objective, int64_t ranks_per_node, int64_t tolerance_ppm, int64_t sweeps, int64_t budget) {
   ExactBatch batch(loads, tables, num_ranks, num_slots);
   if (fixed) batch.add_fixed(*fixed);
   if (ticks) batch.add_ticks(*ticks);
+  if (pour) batch.add_pour(*pour);
+  batch.set_objective(objective, ranks_per_node);
   return batch.solve(tolerance_ppm, sweeps, budget);
 }
 

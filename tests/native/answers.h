@@ -56,6 +56,24 @@ struct Answers {
   }
 };
 
+// The peak once in.pour copies are on the ranks too, each where it costs least: the lowest level with room.
+inline int64_t peak_when_poured(const Instance& in, const std::vector<int64_t>& load) {
+  auto tick = [&](int r) { return int64_t(in.ticks.empty() ? 1 : in.ticks[r]); };
+  int64_t low = 0, high = 0;
+  for (int r = 0; r < in.R; ++r) low = std::max(low, load[r] * tick(r));
+  const int64_t pour = in.pour.empty() ? 0 : in.pour[0];
+  for (high = low + pour * tick(0); low < high;) {
+    const int64_t level = low + (high - low) / 2;
+    int64_t room = 0;
+    for (int r = 0; r < in.R; ++r) room += level / tick(r) - load[r];
+    if (room >= pour)
+      high = level;
+    else
+      low = level + 1;
+  }
+  return low;
+}
+
 // Conservation and the certificate of plans[i].
 inline const char* plan_error(const Instance& in, const Answers& got, int i) {
   const SolvedPlan& plan = got.plans[i];
@@ -70,14 +88,14 @@ inline const char* plan_error(const Instance& in, const Answers& got, int i) {
       load[t.slots[j] / in.S] += n;
       taken[e] += n;
     }
-  int64_t peak = 0, everywhere = 0, listed = 0;
+  int64_t everywhere = 0, listed = 0;
   for (int e = 0; e < in.E; ++e) {
     if (taken[e] != in.summed[e]) return "quotas do not add up to the loads";
     listed += taken[e];
   }
   for (const int32_t n : plan.quota) everywhere += n;
   if (everywhere != listed) return "a slot without a replica has a quota";
-  for (int r = 0; r < in.R; ++r) peak = std::max(peak, load[r] * (in.ticks.empty() ? 1 : in.ticks[r]));
+  const int64_t peak = peak_when_poured(in, load);
   if (plan.peak() != peak) return "peak is not the largest rank load";
   const bool cut = i == Answers::kCut;
   if (!cut && plan.bound() != peak) return "peak and bound differ at tolerance 0";

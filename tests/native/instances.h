@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "algorithms/start.h"
+
 // SplitMix64: the same instances on every machine and standard library.
 class Rng {
  public:
@@ -31,6 +33,8 @@ struct Instance {
   std::vector<int32_t> loads;             // [R, E]
   std::vector<int32_t> summed;            // [E] over sources; wraps where the planner must refuse the loads
   std::vector<int32_t> fixed, ticks;      // [R] or empty
+  std::vector<int32_t> pour;              // [1] or empty
+  isoload::Objective objective;           // the solve that is cut short takes summed loads: not local there
   int32_t sweeps, budget, tolerance_ppm;  // budget and tolerance only of the solve that is cut short
   std::string name;                       // what was drawn, for messages
 
@@ -115,6 +119,11 @@ inline void draw_loads(Instance& in, Rng& rng) {
     in.fixed.resize(in.R);
     for (int32_t& f : in.fixed) left -= f = rng.below(1 << rng.below(12));
   }
+  if (rng.one_in(4)) {
+    in.name += ", pour";
+    in.pour.push_back(rng.below(1 << rng.below(20)));
+    left -= in.pour[0];
+  }
   if (kind == full && in.has_replica(favourite))
     in.loads[rng.below(in.R) * in.E + favourite] += static_cast<int32_t>(left);
   if (!rng.one_in(40)) return;
@@ -144,10 +153,12 @@ inline Instance draw(uint64_t seed, int room) {
   do in.ranks_per_node = rng.between(1, in.R);
   while (in.R % in.ranks_per_node);
   in.row = rng.below(in.R);
+  in.objective = static_cast<isoload::Objective>(rng.below(3));
   in.sweeps = rng.one_in(2) ? 0 : rng.below(6);
   in.budget = rng.below(4);
   in.tolerance_ppm = rng.one_in(2) ? 0 : rng.below(100000);
   in.name = "R=" + std::to_string(in.R) + " S=" + std::to_string(in.S) + " E=" + std::to_string(in.E) +
-            " ranks_per_node=" + std::to_string(in.ranks_per_node) + " " + in.name;
+            " ranks_per_node=" + std::to_string(in.ranks_per_node) +
+            " objective=" + std::to_string(int(in.objective)) + " " + in.name;
   return in;
 }

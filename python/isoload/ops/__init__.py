@@ -8,6 +8,7 @@ Raises (all): ValueError naming the argument, the rule and the value. Values are
 
 from isoload.ops.routed import (
     ExactSplit,
+    Objective,
     Order,
     Prefer,
     count,
@@ -20,6 +21,7 @@ from isoload.ops.routed import (
 
 __all__ = [
     "ExactSplit",
+    "Objective",
     "Order",
     "Prefer",
     "count",

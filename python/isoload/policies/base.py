@@ -34,7 +34,11 @@ class Policy:
     """Base of all policies; by itself it fills nothing and splits exactly."""
 
     name: ClassVar[str]
-    needs: ClassVar[Literal["sum", "per_source"]] = "sum"
+
+    @property
+    def needs(self) -> Literal["sum", "per_source"]:
+        """Which loads the policy reads: [E] sums or [R, E] per source rank."""
+        return "sum"
 
     def fill(self, loads: Tensor, placed: PlacedLayers) -> Tensor:
         """slot_to_expert [..., P] for this batch: the placement, with spare slots filled if the policy borrows."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
 from isoload import ops
+from isoload.ops import Objective
 from isoload.placement import PlacedLayers
 from isoload.policies.base import Policy, Split
 from isoload.replica_tables import ReplicaTables
@@ -16,13 +18,28 @@ from isoload.replica_tables import ReplicaTables
 class ExactPolicy(Policy):
     """The least possible peak over all integer quotas.
 
-    Options: tolerance (relative; 0 = exact, ``peak == bound``), budget (most augmentations; None = no limit).
+    Options: tolerance (relative; 0 = exact, ``peak == bound``), budget (most augmentations; None = no limit),
+    objective (which of the splits with this peak: "spread", "local" or "packed", see :func:`isoload.ops.plan_exact`).
     """
 
     name = "exact"
     tolerance: float = 0.0
     budget: int | None = None
+    objective: Objective = "spread"
+
+    @property
+    def needs(self) -> Literal["sum", "per_source"]:
+        return "per_source" if self.objective == "local" else "sum"
 
     def split(self, loads: Tensor, tables: ReplicaTables, placed: PlacedLayers) -> Split:
-        ticks = placed.topology.ticks_on(loads.device)
-        return Split(*ops.plan_exact(loads, tables, None, self.tolerance, self.budget, ticks=ticks))
+        exact = ops.plan_exact(
+            loads,
+            tables,
+            None,
+            self.tolerance,
+            self.budget,
+            ticks=placed.topology.ticks_on(loads.device),
+            objective=self.objective,
+            ranks_per_node=placed.topology.ranks_per_node,
+        )
+        return Split(*exact)

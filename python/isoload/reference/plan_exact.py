@@ -5,12 +5,16 @@ must fit there, so the mean load of any such set is a lower bound of the peak, a
 the optimum (max-flow = min-cut). The solver works on both sides: it moves copies to lower the peak, and it
 proves a bound.
 
-1. start: every split expert evenly over its replicas.
+1. start: every split expert evenly over its replicas, or as another objective wants it (start.py).
 2. sweeps: each split expert in turn is rebalanced over its own ranks; removes most of the imbalance.
 3. paths: while a rank carries more than the target allows, it hands copies along a shortest path of ranks
    to one with room (augmentation).
 4. bound: if there is no such path, the ranks that the overloaded ones can reach are such a set. Its bound
    is the next target.
+5. finish, of the objective packed: replicas whose copies fit on another active one of their expert close.
+
+Copies that are poured over the ranks afterwards, each on any rank, only add to what all ranks together must
+carry. So no split need be better than the level at which all ranks have room for everything.
 
 Everything is integral, and ties go to the lowest rank, then to the first expert in the tables' order.
 """
@@ -19,16 +23,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from isoload.reference.replica_tables import replicas
+from isoload.reference.start import SplitExpert, local, packed, spread
 from isoload.replica_tables import ReplicaTables
 
 MAX_COPIES = 2**31 - 1
+Objective = Literal["spread", "local", "packed"]
 
 
 class ExactSplit(NamedTuple):
@@ -40,19 +45,6 @@ class ExactSplit(NamedTuple):
     telemetry: Tensor
 
 
-@dataclass
-class SplitExpert:
-    """An expert with replicas on several ranks; both maps are in ascending rank order."""
-
-    expert: int
-    total: int  # copies in this batch
-    slots: dict[int, int]  # rank -> slot
-    quota: dict[int, int]  # rank -> copies it computes
-
-    def givers(self) -> list[int]:
-        return [r for r, copies in self.quota.items() if copies > 0]
-
-
 def plan_exact(
     loads: Tensor,
     tables: ReplicaTables,
@@ -61,22 +53,51 @@ def plan_exact(
     budget: int | None = None,
     *,
     ticks: Tensor | None = None,
-    sweeps: int = 4,
+    pour: Tensor | None = None,
+    objective: Objective = "spread",
+    ranks_per_node: int | None = None,
+    sweeps: int | None = None,
 ) -> ExactSplit:
     """The split of isoload.ops.plan_exact, which documents the arguments, move by move the same."""
     if tables.data.dim() == 2:
-        layers = []
-        for i in range(len(tables.data)):
-            base = None if fixed is None else fixed[i]
-            layers.append(
-                plan_exact(loads[i], tables[i], base, tolerance, budget, ticks=ticks, sweeps=sweeps)
+        layers = [
+            plan_exact(
+                loads[i],
+                tables[i],
+                None if fixed is None else fixed[i],
+                tolerance,
+                budget,
+                ticks=ticks,
+                pour=None if pour is None else pour[i],
+                objective=objective,
+                ranks_per_node=ranks_per_node,
+                sweeps=sweeps,
             )
+            for i in range(len(tables.data))
+        ]
         return ExactSplit(*(torch.stack(field) for field in zip(*layers, strict=True)))
 
     totals = loads.reshape(-1, tables.num_experts).sum(0).tolist()
     carried = [0] * tables.num_ranks if fixed is None else fixed.tolist()
-    solver = Solver(totals, tables, carried, None if ticks is None else ticks.tolist(), tolerance)
+    solver = Solver(
+        totals,
+        tables,
+        carried,
+        None if ticks is None else ticks.tolist(),
+        0 if pour is None else int(pour),
+        tolerance,
+    )
+    if objective == "spread":
+        spread(solver.experts, solver.load)
+    elif objective == "local":
+        local(solver.experts, solver.load, loads.tolist(), ranks_per_node or tables.num_ranks)
+    else:
+        packed(solver.experts, solver.load, solver.ticks)
+    if sweeps is None:
+        sweeps = 4 if objective == "spread" else 0
     telemetry = solver.solve(sweeps, budget)
+    if objective == "packed":
+        solver.close_replicas()
     quota = solver.quota()
 
     assert [sum(quota[p] for p in slots) for slots in replicas(tables)] == totals, "quotas sum to their loads"
@@ -84,18 +105,22 @@ def plan_exact(
     for p, copies in enumerate(quota):
         carried[solver.rank_of(p)] += copies
     assert carried == solver.load, "loads follow from the quota"
-    assert solver.bound <= solver.peak(), "a bound is below every peak"
-    assert telemetry[-1] or solver.peak() <= solver.target(), "only the budget stops short of the target"
+    peak = max(solver.peak(), solver.level)
+    assert solver.bound <= peak, "a bound is below every peak"
+    assert telemetry[-1] or peak <= solver.target(), "only the budget stops short of the target"
     return ExactSplit(
         torch.tensor(quota, dtype=torch.int32),
-        torch.tensor(solver.peak()),
+        torch.tensor(peak),
         torch.tensor(solver.bound),
         torch.tensor(telemetry, dtype=torch.int32),
     )
 
 
 class Solver:
-    """One layer. Per rank: ``load`` in copies, ``ticks`` a copy costs, ``cap`` copies the target allows."""
+    """One layer, without the split experts' copies: a start (start.py) gives them to replicas.
+
+    Per rank: ``load`` in copies, ``ticks`` a copy costs, ``cap`` copies the target allows.
+    """
 
     def __init__(
         self,
@@ -103,6 +128,7 @@ class Solver:
         tables: ReplicaTables,
         fixed: list[int],
         ticks: list[int] | None,
+        pour: int,
         tolerance: float,
     ) -> None:
         self.ranks = range(tables.num_ranks)
@@ -114,7 +140,8 @@ class Solver:
         self.solo = {p: totals[e] for p, e in enumerate(tables.field("solo").tolist()) if e >= 0}
         for p, copies in self.solo.items():
             self.load[self.rank_of(p)] += copies
-        self.bound = max(self.peak(), self.least_peak(self.ranks, sum(totals) + sum(fixed)))
+        self.level = self.least_peak(self.ranks, sum(totals) + sum(fixed) + pour)
+        self.bound = max(self.peak(), self.level)
         held = replicas(tables)
         self.experts = []
         for e in tables.field("order").tolist()[: tables.field("header").tolist()[0]]:
@@ -124,8 +151,6 @@ class Solver:
     def solve(self, sweeps: int, budget: int | None) -> list[int]:
         """Lowers the peak to the target; returns sweeps, augmentations, Newton steps, 1 if the
         budget ended it."""
-        for x in self.experts:
-            self.start_even(x)
         swept = paths = steps = 0
         while swept < sweeps and self.peak() > self.target():
             for x in self.experts:
@@ -175,15 +200,6 @@ class Solver:
         x.quota[taker] += copies
         self.load[giver] -= copies
         self.load[taker] += copies
-
-    # 1. start
-
-    def start_even(self, x: SplitExpert) -> None:
-        """Equal parts; experts take turns at which replica gets the remainder."""
-        count = len(x.slots)
-        for i, r in enumerate(x.slots):
-            x.quota[r] = x.total // count + ((i - x.expert) % count < x.total % count)
-            self.load[r] += x.quota[r]
 
     # 2. sweeps. Neither move raises the largest cost among the expert's ranks.
 
@@ -268,6 +284,18 @@ class Solver:
         while reached != closed:
             closed = reached
             reached = closed.union(*(x.slots for x in self.experts if not closed.isdisjoint(x.givers())))
+        assert len(closed) < len(self.ranks), "all ranks together have room at the target, pour included"
         bound = self.least_peak(closed, sum(self.load[r] for r in closed))
         assert bound > self.target(), "ranks that carry more than the target allows prove a higher bound"
         self.bound = bound
+
+    # 5. finish
+
+    def close_replicas(self) -> None:
+        """Replicas hand all their copies to the first other active one of their expert with room for them."""
+        for x in self.experts:
+            for giver in x.givers():
+                copies = x.quota[giver]
+                takers = [r for r in x.givers() if r != giver and self.room(r) >= copies]
+                if takers:
+                    self.move(x, giver, takers[0], copies)

@@ -1,0 +1,121 @@
+// start: where plan_exact begins. Augmenting changes no more than the peak demands, so the start chooses
+// among the many optimal splits.
+//   spread  every split expert evenly over its replicas: the sweeps make that a level load
+//   local   copies stay on their source rank, else on its node, if the expert has a replica there
+//   packed  every split expert wholly on one replica, so that few are active. Replicas that augmenting
+//           activates close again where they can.
+#pragma once
+
+#include <cstdint>
+
+#include "algorithms/replica_tables.h"
+
+namespace isoload {
+
+enum class Objective : int32_t { spread = 0, local = 1, packed = 2 };
+
+// Adds all copies of the split experts to quota [P], which must be 0 for them, and to load [R].
+template <class Team>
+struct Start {
+  Team& team;
+  const ReplicaTables& t;
+  const int32_t* total;  // [E] copies per expert
+  const int32_t* ticks;  // [R] cost of one copy, or null
+  int32_t *load, *quota;
+
+  void spread() {
+    team.for_each(t.num_split(), [&](int i) {
+      const int e = t.order[i];
+      deal(e, t.offsets[e], t.offsets[e + 1], total[e]);
+    });
+    team.sync();
+  }
+
+  // loads [R, E] per source rank.
+  void local(const int32_t* loads, int R, int E, int per_node) {
+    team.for_each(t.num_split(), [&](int i) {
+      const int e = t.order[i], end = t.offsets[e + 1];
+      int32_t far = 0;  // copies from nodes without a replica
+      for (int node = 0, j = t.offsets[e]; node < R; node += per_node) {
+        const int first = j;  // replicas ascend by rank, so this node's are next
+        int32_t near = 0;     // copies from ranks without a replica
+        for (int s = node; s < node + per_node; ++s) {
+          const int32_t n = loads[int64_t(s) * E + e];
+          if (j < end && t.ranks[j] == s)
+            give(j++, n);
+          else
+            near += n;
+        }
+        if (j > first)
+          deal(e, first, j, near);
+        else
+          far += near;
+      }
+      deal(e, t.offsets[e], end, far);
+    });
+    team.sync();
+  }
+
+  // Experts by falling copies, then in order, each to the replica whose rank costs least with it. copies and
+  // falling: [E] workspace.
+  void packed(int32_t* copies, int32_t* falling) {
+    const int n = t.num_split();
+    team.for_each(n, [&](int i) { copies[i] = total[t.order[i]]; });
+    team.sync();
+    team.for_each(n, [&](int i) {  // sorted by counting: needs no other lane
+      int before = 0;
+      for (int k = 0; k < n; ++k) before += copies[k] > copies[i] || (copies[k] == copies[i] && k < i);
+      falling[before] = t.order[i];
+    });
+    team.sync();
+    for (int k = 0; team.rank() == 0 && k < n; ++k) {  // each choice depends on those before
+      const int e = falling[k];
+      auto cost = [&](int j) {
+        const int r = t.ranks[j];
+        return (ticks ? ticks[r] : 1) * (int64_t(load[r]) + total[e]);
+      };
+      int best = t.offsets[e];
+      for (int j = best + 1; j < t.offsets[e + 1]; ++j)
+        if (cost(j) < cost(best)) best = j;
+      give(best, total[e]);
+    }
+    team.sync();
+  }
+
+ private:
+  // Equal parts of an expert's copies to replicas first .. last-1; experts take turns at who gets the
+  // remainder.
+  void deal(int e, int first, int last, int32_t copies) {
+    const int c = last - first;
+    const int32_t each = copies / c, more = copies % c;
+    int turn = (c - e % c) % c;
+    for (int j = first; j < last; ++j) {
+      give(j, each + (turn < more));
+      turn = turn + 1 == c ? 0 : turn + 1;
+    }
+  }
+
+  void give(int j, int32_t copies) {
+    quota[t.slots[j]] += copies;
+    team.add(&load[t.ranks[j]], copies);
+  }
+};
+
+// Replicas of e hand all their copies to its first other active replica whose rank has room for them below
+// cap [R].
+inline void close_replicas(const ReplicaTables& t, int e, const int32_t* cap, int32_t* load, int32_t* quota) {
+  const int first = t.offsets[e], last = t.offsets[e + 1];
+  for (int from = first; from < last; ++from) {
+    int32_t& copies = quota[t.slots[from]];
+    for (int to = first; to < last && copies > 0; ++to) {
+      int32_t& taken = quota[t.slots[to]];
+      if (to == from || taken == 0 || cap[t.ranks[to]] - load[t.ranks[to]] < copies) continue;
+      load[t.ranks[from]] -= copies;
+      load[t.ranks[to]] += copies;
+      taken += copies;
+      copies = 0;
+    }
+  }
+}
+
+}  // namespace isoload
