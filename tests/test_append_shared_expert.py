@@ -139,7 +139,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"slots_per_rank": 2},
         r"slots_per_rank must be in 3..2\^31-1 \(routed_per_rank \+ 1 shared\), got 2",
     ),
-    "slots_per_rank high": ({"slots_per_rank": 2**31}, r"slots_per_rank must be in 3..2\^31-1 .*, got 2147483648"),
+    "slots_per_rank high": (
+        {"slots_per_rank": 2**31},
+        r"slots_per_rank must be in 3..2\^31-1 .*, got 2147483648",
+    ),
     "routed too large": (
         {"slots_per_rank": BIG},
         "slots_per_rank must leave every slot below 2\\^31, got 1073741824, which makes slot 2147483649",

@@ -8,7 +8,7 @@
 
 namespace isoload::ops {
 
-static cpu::SharedDraw::Rule rule_of(const std::string& name) {
+static cpu::SharedDraw::Rule draw_rule(const std::string& name) {
   require(name == "static" || name == "dynamic" || name == "blog",
           "rule must be static, dynamic or blog, got ", name);
   return name == "static"    ? cpu::SharedDraw::static_
@@ -17,7 +17,7 @@ static cpu::SharedDraw::Rule rule_of(const std::string& name) {
 }
 
 // [R] copies or tokens as int64. One int32 per rank bounds every product and sum of the draw.
-static std::vector<int64_t> per_rank(const Tensor& tensor, const char* name) {
+static std::vector<int64_t> draw_counts(const Tensor& tensor, const char* name) {
   const Tensor dense_tensor = dense(tensor);
   const bool narrow = tensor.scalar_type() == ScalarType::Int;
   std::vector<int64_t> values(tensor.numel());
@@ -34,7 +34,7 @@ Tensor route_shared_sampled(const Tensor& slots_in, const Tensor& load_in,
                             std::string rule_name, int64_t seed) {
   require_ids(slots_in, "slots");
   require(slots_in.dim() == 2, "slots must be [T, K], got ", shape_text(slots_in));
-  const cpu::SharedDraw::Rule rule = rule_of(rule_name);
+  const cpu::SharedDraw::Rule rule = draw_rule(rule_name);
   require_ids(load_in, "load");
   require(load_in.dim() == 1 && load_in.size(0) >= 1 && load_in.size(0) <= kMaxRanks,
           "load must be [R] with R in 1..", kMaxRanks, ", got ", shape_text(load_in));
@@ -42,13 +42,13 @@ Tensor route_shared_sampled(const Tensor& slots_in, const Tensor& load_in,
   require(slots_per_rank >= 1 && slots_per_rank <= INT32_MAX / R, "slots_per_rank must be in 1..",
           INT32_MAX / R, ", got ", slots_per_rank);
   require(rank >= 0 && rank < R, "rank must be in 0..", R - 1, ", got ", rank);
-  const std::vector<int64_t> load = per_rank(load_in, "load");
+  const std::vector<int64_t> load = draw_counts(load_in, "load");
   std::vector<int64_t> tokens;
   if (rule != cpu::SharedDraw::static_) {
     require(tokens_in.has_value(), "tokens must be given for rule ", rule_name, ", got None");
     require_dtype(*tokens_in, "tokens", ScalarType::Int);
     require_shape(*tokens_in, "tokens", {R});
-    tokens = per_rank(*tokens_in, "tokens");
+    tokens = draw_counts(*tokens_in, "tokens");
   }
 
   const Tensor slots = dense(slots_in);

@@ -119,9 +119,7 @@ def _routed_gradient(ctx: Any, _: Tensor, gradient: Tensor) -> tuple[Tensor | No
     return None, routed, None, None, None, None
 
 
-torch.library.register_autograd(
-    "isoload::append_shared_expert", _routed_gradient, setup_context=_save_slots
-)
+torch.library.register_autograd("isoload::append_shared_expert", _routed_gradient, setup_context=_save_slots)
 
 
 @torch.library.register_fake("isoload::route_shared_sampled")
