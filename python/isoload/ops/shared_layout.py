@@ -73,11 +73,12 @@ def route_shared_sampled(
     blog      load of all ranks                      loads + sum(tokens)           visited + own
     ========  =====================================  ============================  ==========================
 
-    static and dynamic are SGLang's (PR 19290), for any R and without its two waits for the device: fewer than
-    64 rows (padding included) stay at home; weights are rounded down after the preference; row i draws
-    ``hash(i, rank) % total`` in 32 bits, the same in every layer and step. blog has no such gate, weighs own
-    slack 11 and other slack 10, and row i draws ``word i of the stream seed % total`` (SplitMix64, integers only;
-    the modulo's bias is below total / 2^64).
+    static and dynamic are SGLang's (PR 19290), without its two waits for the device and its limit of 32 ranks
+    (here 1024). Fewer than 64 rows, padding included, stay at home. Weights are rounded down after the preference.
+    Row i draws ``((i ^ rank * 0x9E3779B9) * 1664525 + 1013904223) mod 2^32 mod total``, the same in every layer and
+    step: an arithmetic sequence, mostly evener than chance but far off the weights where the step and the total
+    share factors. blog has no such gate, weighs own slack 11 and other slack 10, and row i draws word i of the
+    stream ``seed`` (SplitMix64) mod total; the modulo's bias is below total / 2^64.
 
     Args:
         slots: [T, K] int32 or int64 routed slots; -1 = absent. K counts absent copies too.
