@@ -18,6 +18,12 @@ STABLE_TORCH_LIBRARY(isoload, m) {
       "route(Tensor topk_ids, Tensor share_row, Tensor tables, int num_experts, bool prefer_visited) -> "
       "Tensor");
   m.def("route_sampled(Tensor topk_ids, Tensor weights, Tensor tables, int num_experts, int seed) -> Tensor");
+  m.def(
+      "append_shared_expert(Tensor slots, Tensor weights, Tensor ranks, int routed_per_rank, "
+      "int? slots_per_rank, float weight) -> (Tensor, Tensor)");
+  m.def(
+      "route_shared_sampled(Tensor slots, Tensor load, Tensor? tokens, int slots_per_rank, int rank, "
+      "str rule, int seed) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(isoload, CPU, m) {
@@ -27,4 +33,6 @@ STABLE_TORCH_LIBRARY_IMPL(isoload, CPU, m) {
   m.impl("share", TORCH_BOX(&isoload::ops::share));
   m.impl("route", TORCH_BOX(&isoload::ops::route));
   m.impl("route_sampled", TORCH_BOX(&isoload::ops::route_sampled));
+  m.impl("append_shared_expert", TORCH_BOX(&isoload::ops::append_shared_expert));
+  m.impl("route_shared_sampled", TORCH_BOX(&isoload::ops::route_shared_sampled));
 }

@@ -124,6 +124,15 @@ MUTANTS = {
     "every copy draws the same": Mutant(
         "csrc/cpu/route.cpp", "random_word(seed, i) >>", "random_word(seed, 0) >>", "route"
     ),
+    "a shared slot in front of the routed": Mutant(
+        "csrc/cpu/append_shared_expert.cpp",
+        "ranks[j] * S + routed + j",
+        "ranks[j] * S + j",
+        "append_shared_expert",
+    ),
+    "no preference for the own rank": Mutant(
+        "csrc/cpu/route_shared_sampled.cpp", "room * 10 / 11", "room", "route_shared_sampled"
+    ),
     "static forgets the node": Mutant(
         "python/isoload/policies/static.py",
         "here if here.size else near",

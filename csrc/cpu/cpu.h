@@ -36,4 +36,33 @@ template <class Id>
 RouteFault route_sampled(const Id* ids, int64_t n, int E, const ReplicaTables& tables, const float* weights,
                          uint64_t seed, Id* slots);
 
+// Where the shared copies go: S slots per rank instead of routed_per_rank, the shared ones after the routed.
+struct SharedLayout {
+  int64_t routed_per_rank, slots_per_rank;
+  double weight;  // of every shared copy
+};
+
+struct LayoutFault {
+  enum Kind { none, bad_slot, bad_rank, too_large } kind = none;
+  int64_t value = 0;  // the slot given, the rank, or the slot that does not fit
+};
+
+// slots, weights [T, K] and ranks [T, n] become new_slots, new_weights [T, K + n].
+template <class Id, class Weight>
+LayoutFault append_shared_expert(const Id* slots, const Weight* weights, const int32_t* ranks, int64_t T,
+                                 int K, int n, const SharedLayout& layout, Id* new_slots,
+                                 Weight* new_weights);
+
+// One source rank's draw of shared ranks. load, tokens [R], tokens null for static_.
+struct SharedDraw {
+  enum Rule { static_, dynamic, blog } rule;
+  int R, slots_per_rank, rank;
+  const int64_t *load, *tokens;
+  uint64_t seed;
+};
+
+// slots [T, K] to ranks [T]. Returns the first slot outside [-1, R * slots_per_rank), or -1.
+template <class Id>
+int64_t route_shared_sampled(const Id* slots, int64_t T, int K, const SharedDraw& draw, int32_t* ranks);
+
 }  // namespace isoload::cpu

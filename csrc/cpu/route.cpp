@@ -2,6 +2,7 @@
 #include <vector>
 
 #include "cpu/cpu.h"
+#include "cpu/random_word.h"
 
 namespace isoload::cpu {
 namespace {
@@ -105,14 +106,6 @@ void grant_visited(const Id* ids, int64_t T, int K, int E, const ReplicaTables& 
       if (j < end && left[t.slots[j]] > 0) --left[t.slots[j]], slots[i * K + k] = t.slots[j];
     }
   }
-}
-
-// SplitMix64: word i of the stream `seed`. Counter based, so any lane on any device can draw any word.
-uint64_t random_word(uint64_t seed, uint64_t i) {
-  uint64_t z = seed + (i + 1) * 0x9E3779B97F4A7C15u;
-  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
-  z = (z ^ z >> 27) * 0x94D049BB133111EBu;
-  return z ^ z >> 31;
 }
 
 }  // namespace

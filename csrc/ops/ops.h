@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <tuple>
 
 namespace isoload::ops {
@@ -24,5 +25,10 @@ Tensor route(const Tensor& topk_ids, const Tensor& share_row, const Tensor& tabl
              bool prefer_visited);
 Tensor route_sampled(const Tensor& topk_ids, const Tensor& weights, const Tensor& tables, int64_t num_experts,
                      int64_t seed);
+std::tuple<Tensor, Tensor> append_shared_expert(const Tensor& slots, const Tensor& weights,
+                                                const Tensor& ranks, int64_t routed_per_rank,
+                                                std::optional<int64_t> slots_per_rank, double weight);
+Tensor route_shared_sampled(const Tensor& slots, const Tensor& load, const std::optional<Tensor>& tokens,
+                            int64_t slots_per_rank, int64_t rank, std::string rule, int64_t seed);
 
 }  // namespace isoload::ops

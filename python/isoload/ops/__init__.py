@@ -18,16 +18,20 @@ from isoload.ops.routed import (
     route_sampled,
     share,
 )
+from isoload.ops.shared_layout import SharedRule, append_shared_expert, route_shared_sampled
 
 __all__ = [
     "ExactSplit",
     "Objective",
     "Order",
     "Prefer",
+    "SharedRule",
+    "append_shared_expert",
     "count",
     "plan_exact",
     "replica_tables",
     "route",
     "route_sampled",
+    "route_shared_sampled",
     "share",
 ]
