@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "algorithms/plan_exact.h"
+#include "algorithms/plan_waterfill.h"
 #include "algorithms/replica_tables.h"
 #include "algorithms/share.h"
 #include "team.h"
@@ -35,5 +36,24 @@ RouteFault route(const Id* ids, int64_t T, int K, int E, int P, const ReplicaTab
 template <class Id>
 RouteFault route_sampled(const Id* ids, int64_t n, int E, const ReplicaTables& tables, const float* weights,
                          uint64_t seed, Id* slots);
+
+WaterfillStatus plan_waterfill(const WaterfillProblem& problem, const WaterfillResult& result);
+
+// The shared copies of one rank's tokens.
+struct SharedRoute {
+  int64_t T;
+  int K, R, S, home, num_shared;
+  const int32_t* share_row;  // [R] sums to num_shared * tokens with a slot, or holds as much if strict
+  bool strict;
+};
+
+// What a row of the share did not fit: a slot outside [-1, R * S), or the tokens that have a slot.
+struct SharedFault {
+  enum Kind { none, bad_slot, not_the_share } kind = none;
+  int64_t value = 0;  // the slot, or num_shared * tokens
+};
+
+template <class Id>
+SharedFault route_shared(const SharedRoute& problem, const Id* slots, int32_t* ranks);
 
 }  // namespace isoload::cpu

@@ -25,5 +25,11 @@ Tensor route(const Tensor& topk_ids, const Tensor& share_row, const Tensor& tabl
              bool prefer_visited);
 Tensor route_sampled(const Tensor& topk_ids, const Tensor& weights, const Tensor& tables, int64_t num_experts,
                      int64_t seed);
+std::tuple<Tensor, Tensor, Tensor> plan_waterfill(const Tensor& copies, const Tensor& tokens,
+                                                  int64_t per_token, int64_t ranks_per_node,
+                                                  int64_t candidates, const std::optional<Tensor>& ticks,
+                                                  const std::optional<Tensor>& limits);
+Tensor route_shared(const Tensor& slots, const Tensor& share_row, int64_t slots_per_rank, int64_t rank,
+                    int64_t num_shared, bool strict);
 
 }  // namespace isoload::ops

@@ -17,15 +17,19 @@ from isoload.ops.routed import (
     route_sampled,
     share,
 )
+from isoload.ops.shared import WaterfillSplit, plan_waterfill, route_shared
 
 __all__ = [
     "ExactSplit",
     "Order",
     "Prefer",
+    "WaterfillSplit",
     "count",
     "plan_exact",
+    "plan_waterfill",
     "replica_tables",
     "route",
     "route_sampled",
+    "route_shared",
     "share",
 ]

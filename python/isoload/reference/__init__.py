@@ -5,8 +5,21 @@ Same names, signatures and results on valid input; slow, and checked by their ow
 
 from isoload.reference.count import count
 from isoload.reference.plan_exact import ExactSplit, plan_exact
+from isoload.reference.plan_waterfill import WaterfillSplit, plan_waterfill
 from isoload.reference.replica_tables import replica_tables
 from isoload.reference.route import route, route_sampled
+from isoload.reference.route_shared import route_shared
 from isoload.reference.share import share
 
-__all__ = ["ExactSplit", "count", "plan_exact", "replica_tables", "route", "route_sampled", "share"]
+__all__ = [
+    "ExactSplit",
+    "WaterfillSplit",
+    "count",
+    "plan_exact",
+    "plan_waterfill",
+    "replica_tables",
+    "route",
+    "route_sampled",
+    "route_shared",
+    "share",
+]
