@@ -11,30 +11,29 @@ namespace {
 // spare chooses next, among them first the tokens that other ranks want least, then the lowest.
 class Matcher {
  public:
-  // Who visits which of the wanted ranks. Returns a slot out of range, or -1.
+  // Who visits which rank. Returns a slot out of range, or -1.
   template <class Id>
   int64_t read(const SharedRoute& in, const Id* slots) {
     words_ = (in.T + 63) / 64;
-    wanted_.clear();
-    for (int d = 0; d < in.R; ++d)
-      if (d != in.home && in.share_row[d] > 0) wanted_.push_back(d);
-    const std::size_t D = wanted_.size();
-    row_of_.assign(int64_t(in.R) * in.S, static_cast<int32_t>(D));  // slots that nobody asks for: a spare row
-    for (std::size_t i = 0; i < D; ++i)
-      std::fill_n(row_of_.begin() + int64_t(wanted_[i]) * in.S, in.S, static_cast<int32_t>(i));
-    visits_.assign((D + 1) * words_, 0);
+    const int64_t P = int64_t(in.R) * in.S;
+    row_of_.resize(P);
+    for (int64_t p = 0; p < P; ++p) row_of_[p] = p / in.S * words_;
+    visits_.assign(in.R * words_, 0);
     present_.assign(words_, 0);
     tokens_ = 0;
-    const int64_t P = int64_t(in.R) * in.S;
+    const int64_t* const row_of = row_of_.data();  // the compiler must not reload these for every slot
+    uint64_t* const visits = visits_.data();
     for (int64_t t = 0; t < in.T; ++t) {
       const uint64_t bit = uint64_t(1) << (t & 63);
+      uint64_t* const word = visits + (t >> 6);
       bool any = false;
-      for (int k = 0; k < in.K; ++k) {
-        const int64_t slot = slots[t * in.K + k];
-        if (slot == -1) continue;
-        if (static_cast<uint64_t>(slot) >= static_cast<uint64_t>(P)) return slot;
-        visits_[row_of_[slot] * words_ + (t >> 6)] |= bit;
-        any = true;
+      for (const Id *slot = slots + t * in.K, *end = slot + in.K; slot < end; ++slot) {
+        if (static_cast<uint64_t>(*slot) < static_cast<uint64_t>(P)) {
+          word[row_of[*slot]] |= bit;
+          any = true;
+        } else if (*slot != -1) {
+          return *slot;
+        }
       }
       present_[t >> 6] |= any ? bit : 0;
       tokens_ += any;
@@ -48,34 +47,34 @@ class Matcher {
   void match(const SharedRoute& in, std::vector<int32_t>& budget, int32_t* ranks, int stride) {
     free_ = present_;
     todo_.clear();
-    for (std::size_t i = 0; i < wanted_.size(); ++i)
-      if (budget[wanted_[i]] > 0) todo_.push_back(static_cast<int>(i));
-    count_others();
+    for (int d = 0; d < in.R; ++d)
+      if (d != in.home && budget[d] > 0) todo_.push_back(d);
+    count_others(in.R);
     while (!todo_.empty()) {
       const auto next = std::min_element(todo_.begin(), todo_.end(),
                                          [&](int a, int b) { return spare(a, budget) < spare(b, budget); });
-      const int i = *next;
+      const int d = *next;
       todo_.erase(next);
-      forget(i);
-      choose(i, budget[wanted_[i]], ranks, stride);
+      forget(d);
+      choose(d, budget[d], ranks, stride);
     }
     deal_rest(in, budget, ranks, stride);
   }
 
  private:
-  const uint64_t* visits(int i) const { return visits_.data() + i * words_; }
-  int64_t spare(int i, const std::vector<int32_t>& budget) const { return visitors_[i] - budget[wanted_[i]]; }
+  const uint64_t* visits(int d) const { return visits_.data() + d * words_; }
+  int64_t spare(int d, const std::vector<int32_t>& budget) const { return visitors_[d] - budget[d]; }
 
   // others_: for every token a binary number, a plane per digit: how many ranks of todo_ it visits.
-  void count_others() {
+  void count_others(int R) {
     int planes = 1;
     while (todo_.size() >> planes) ++planes;
     others_.assign(planes * words_, 0);
-    visitors_.assign(wanted_.size(), 0);
-    for (const int i : todo_) {
+    visitors_.assign(R, 0);
+    for (const int d : todo_) {
       for (int64_t w = 0; w < words_; ++w) {
-        uint64_t carry = visits(i)[w];
-        visitors_[i] += __builtin_popcountll(carry);
+        uint64_t carry = visits(d)[w];
+        visitors_[d] += __builtin_popcountll(carry);
         for (int64_t at = w; carry; at += words_) {
           const uint64_t digit = others_[at];
           others_[at] = digit ^ carry;
@@ -85,9 +84,9 @@ class Matcher {
     }
   }
 
-  void forget(int i) {
+  void forget(int d) {
     for (int64_t w = 0; w < words_; ++w) {
-      uint64_t borrow = visits(i)[w];
+      uint64_t borrow = visits(d)[w];
       for (int64_t at = w; borrow; at += words_) {
         const uint64_t digit = others_[at];
         others_[at] = digit ^ borrow;
@@ -96,17 +95,17 @@ class Matcher {
     }
   }
 
-  // Gives rank i up to `budget` free visitors, those with fewest others first; lowers it by what it found.
-  void choose(int i, int32_t& budget, int32_t* ranks, int stride) {
+  // Gives rank d up to `budget` free visitors, those with fewest others first; lowers it by what it found.
+  void choose(int d, int32_t& budget, int32_t* ranks, int stride) {
     const int64_t digits = static_cast<int64_t>(others_.size());
     for (uint64_t others = 0; others <= todo_.size() && budget > 0; ++others) {
       for (int64_t w = 0; w < words_ && budget > 0; ++w) {
-        uint64_t chosen = free_[w] & visits(i)[w];
+        uint64_t chosen = free_[w] & visits(d)[w];
         for (int64_t at = w, digit = 0; at < digits; at += words_, ++digit)
           chosen &= others >> digit & 1 ? others_[at] : ~others_[at];
         for (; chosen && budget > 0; chosen &= chosen - 1, --budget) {
           const int64_t t = w * 64 + __builtin_ctzll(chosen);
-          ranks[t * stride] = wanted_[i];
+          ranks[t * stride] = d;
           free_[w] &= ~(chosen & -chosen);
           for (const int other : todo_) visitors_[other] -= visits(other)[w] >> (t & 63) & 1;
         }
@@ -130,12 +129,12 @@ class Matcher {
   }
 
   int64_t words_ = 0, tokens_ = 0;
-  std::vector<int32_t> wanted_, row_of_;  // ranks with a budget besides home; [P] row of a slot's rank
-  std::vector<uint64_t> visits_;          // [D + 1, words] tokens that visit a wanted rank
+  std::vector<int64_t> row_of_;           // [P] where a slot's rank has its row in visits_
+  std::vector<uint64_t> visits_;          // [R, words] tokens that visit a rank
   std::vector<uint64_t> present_, free_;  // [words] tokens with a slot; without a rank yet
-  std::vector<int> todo_;                 // rows of wanted ranks that did not choose yet
+  std::vector<int> todo_;                 // ranks that want copies and did not choose yet
   std::vector<uint64_t> others_;          // [planes, words]
-  std::vector<int64_t> visitors_;         // [D] free visitors
+  std::vector<int64_t> visitors_;         // [R] free visitors of a rank in todo_
 };
 
 }  // namespace
