@@ -4,9 +4,7 @@
 //
 //   level   the lowest peak P under which all shared copies fit: no split of them can do better
 //   keep    every rank keeps what fits under P; only its excess moves, and only to ranks with room left
-//   visit   copies[s][d] routed copies let about 3/4 as many tokens of s visit d, so that many shared copies
-//           travel for nothing. A giver first spreads its excess in proportion to that, which leaves its
-//           tokens most choice; shortest augmenting paths then make it a maximum flow
+//   visit   most of the excess goes to ranks that its tokens visit anyway (visit_flow.h)
 //   rest    what is left goes inside its node, then anywhere, as two number lines overlap
 //
 // Maximal: the kept copies; of the excess the part in `visit`; of what that leaves, the part inside a node.
@@ -17,6 +15,7 @@
 #include <climits>
 #include <cstdint>
 
+#include "algorithms/visit_flow.h"
 #include "rank_set.h"
 
 namespace isoload {
@@ -43,23 +42,19 @@ struct WaterfillResult {
 // Caller's memory; every array is written before it is read.
 template <int W>
 struct WaterfillWorkspace {
-  RankSet<W>*open, *sent, *levels;  // [R] takers that giver s may send more, has sent some; [R] of a search
-  int32_t *base, *excess, *room;    // [R] routed copies; shared copies without a place; places without a copy
-  int32_t *line, *path;             // [R+1] wishes laid end to end; [R] givers and takers in turn
+  VisitWorkspace<W> visit;
+  int32_t *base, *excess, *room;  // [R] routed copies; shared copies without a place; places without a copy
+  int32_t *excess_left, *room_left;  // [R] the same after a pour
 
-  static int64_t bytes(int64_t R) {
-    return 3 * R * int64_t(sizeof(RankSet<W>)) + (5 * R + 1) * int64_t(sizeof(int32_t));
-  }
+  static int64_t bytes(int64_t R) { return VisitWorkspace<W>::bytes(R) + 5 * R * int64_t(sizeof(int32_t)); }
   static WaterfillWorkspace at(void* memory, int64_t R) {
     WaterfillWorkspace ws;
-    ws.open = static_cast<RankSet<W>*>(memory);
-    ws.sent = ws.open + R;
-    ws.levels = ws.sent + R;
-    ws.base = reinterpret_cast<int32_t*>(ws.levels + R);
+    ws.visit = VisitWorkspace<W>::at(memory, R);
+    ws.base = ws.visit.path + R;
     ws.excess = ws.base + R;
     ws.room = ws.excess + R;
-    ws.line = ws.room + R;
-    ws.path = ws.line + R + 1;
+    ws.excess_left = ws.room + R;
+    ws.room_left = ws.excess_left + R;
     return ws;
   }
 };
@@ -101,7 +96,6 @@ class Waterfill {
     const int64_t room = (in_.ticks ? level / in_.ticks[r] : level) - ws_.base[r];
     return room < limit(r) ? room : limit(r);
   }
-  bool same_node(int s, int d) const { return s / in_.per_node == d / in_.per_node; }
 
   template <class F>
   int64_t sum(F&& f) {
@@ -125,7 +119,6 @@ class Waterfill {
     if (team_.any(sign < 0)) return WaterfillStatus::negative;
     routed_ = sum([&](int r) { return ws_.base[r]; });
     shared_ = sum([&](int s) { return int64_t(in_.per_token) * in_.tokens[s]; });
-    for (shift_ = 0; (in_.per_token * routed_) >> shift_ > INT32_MAX;) ++shift_;
     const bool fits = routed_ + shared_ <= INT32_MAX && !team_.any(wrapped < 0);
     return fits ? WaterfillStatus::ok : WaterfillStatus::too_many_copies;
   }
@@ -181,8 +174,6 @@ class Waterfill {
     return sum([&](int s) { return own(s) > limit(s); }) == 0;
   }
 
-  // Keep
-
   void keep(int64_t level) {
     team_.for_each(in_.R, [&](int s) {
       const int64_t most = capacity(s, level);
@@ -199,142 +190,11 @@ class Waterfill {
     takers_ = unite(team_, takers_);
   }
 
-  // Visit
-
   void visit() {
-    givers_.for_each([&](int s) { spread(s); });
-    over_ = under_ = RankSet<W>();
-    givers_.for_each([&](int s) { over_.insert_if(ws_.excess[s] > 0, s); });
-    takers_.for_each([&](int d) { under_.insert_if(ws_.room[d] > 0, d); });
-    if (over_.empty() || under_.empty()) return;
-    list_ways();
-    for (int depth = find_levels(); depth >= 0; depth = find_levels()) augment(depth);
-  }
-
-  // How many shared copies of s find a token that visits d anyway: about 3/4 of the routed copies, since one
-  // token may send several. Every rank knows it without asking.
-  int32_t visits(int s, int d) const {
-    if (in_.candidates == Candidates::node && !same_node(s, d)) return 0;
-    const int64_t tokens = 3 * int64_t(in_.copies[int64_t(s) * in_.R + d]) / 4;
-    return in_.per_token * static_cast<int32_t>(tokens < in_.tokens[s] ? tokens : in_.tokens[s]);
-  }
-  int32_t unused(int s, int d) { return visits(s, d) - share(s, d); }
-
-  // s's excess over the takers it visits, in proportion to what they would take: the wishes laid end to end
-  // and scaled to what is there. The scale is rounded up in 32.32 bits, so the line ends at `there` exactly.
-  // Wishes for several shared experts together might pass 2^31: then all are shifted, this being a start
-  // only.
-  void spread(int s) {
-    team_.for_each(in_.R + 1, [&](int d) {
-      int32_t wish = d < in_.R ? visits(s, d) : 0;
-      if (d < in_.R) wish = wish < ws_.room[d] ? wish : ws_.room[d];
-      ws_.line[d] = wish >> shift_;
-    });
-    team_.sync();
-    const int32_t total = team_.scan(ws_.line, in_.R + 1), excess = ws_.excess[s];
-    const int32_t there = excess < total ? excess : total;
-    const uint64_t scale = total ? ((uint64_t(there) << 32) + total - 1) / total : 0;
-    team_.for_each(in_.R, [&](int d) {
-      const int32_t sent =
-          static_cast<int32_t>((ws_.line[d + 1] * scale >> 32) - (ws_.line[d] * scale >> 32));
-      if (sent == 0) return;
-      share(s, d) = sent;
-      ws_.room[d] -= sent;
-    });
-    team_.sync();
-    if (team_.rank() == 0) ws_.excess[s] -= there;
-    team_.sync();
-  }
-
-  void list_ways() {
-    team_.for_each(in_.R, [&](int s) {
-      RankSet<W> open, sent;
-      if (givers_.contains(s)) {
-        takers_.for_each([&](int d) {
-          open.insert_if(unused(s, d) > 0, d);
-          sent.insert_if(share(s, d) > 0, d);
-        });
-      }
-      ws_.open[s] = open, ws_.sent[s] = sent;
-    });  // find_levels()'s reductions are the barrier
-  }
-
-  // Breadth first, backwards. Level 0: the takers with room and the givers that may send them more; level k:
-  // the takers that givers of level k-1 could take copies back from, and the givers that may send those more.
-  // Returns the level that holds a giver with excess, or -1. Nobody is both, so a level is one set.
-  int find_levels() {
-    RankSet<W> takers = under_, seen = under_;
-    for (int depth = 0; !takers.empty(); ++depth) {
-      RankSet<W> givers, next;
-      team_.for_each(in_.R, [&](int s) { givers.insert_if(ws_.open[s].meets(takers), s); });
-      givers = unite(team_, givers).subtract(seen);
-      if (team_.rank() == 0) {
-        ws_.levels[depth] = takers;
-        ws_.levels[depth] |= givers;
-      }
-      if (givers.meets(over_)) return team_.sync(), depth;
-      team_.for_each(in_.R, [&](int s) { next.unite_if(givers.contains(s), ws_.sent[s]); });
-      takers = unite(team_, next).subtract(seen);
-      seen |= givers;
-      seen |= takers;
-    }
-    return -1;
-  }
-
-  // One path from the lowest giver with excess on the last level down to room on level 0, the widest hop
-  // each time: a giver sends more to a taker, which returns as much to a giver of the next level.
-  void augment(int depth) {
-    const int source = ws_.levels[depth].lowest_in(over_);
-    int s = source, d = -1, hops = 0;
-    int32_t width = ws_.excess[s];
-    for (int k = depth; k >= 0; --k) {
-      if (k < depth) {
-        const Hop back =
-            widest(ws_.levels[k], [&](int g) { return ws_.sent[g].contains(d) ? share(g, d) : 0; });
-        s = back.rank, width = back.width < width ? back.width : width;
-      }
-      const Hop on = widest(ws_.levels[k], [&](int t) {
-        const int32_t more = ws_.open[s].contains(t) ? unused(s, t) : 0;
-        return k == 0 && ws_.room[t] < more ? ws_.room[t] : more;
-      });
-      d = on.rank, width = on.width < width ? on.width : width;
-      if (team_.rank() == 0) ws_.path[hops] = s, ws_.path[hops + 1] = d;
-      hops += 2;
-    }
-    team_.sync();  // all lanes have read what lane 0 changes now
-    if (team_.rank() == 0) {
-      for (int i = 0; i + 1 < hops; ++i)
-        i % 2 ? send(ws_.path[i + 1], ws_.path[i], -width) : send(ws_.path[i], ws_.path[i + 1], width);
-      ws_.excess[source] -= width;
-      ws_.room[d] -= width;
-    }
-    team_.sync();
-    if (ws_.excess[source] == 0) over_.erase(source);
-    if (ws_.room[d] == 0) under_.erase(d);
-  }
-
-  struct Hop {
-    int rank;
-    int32_t width;
-  };
-
-  // The rank of a level that width(rank) is largest for; the lowest of equal ones.
-  template <class Width>
-  Hop widest(const RankSet<W>& level, Width&& width) {
-    int64_t best = 0;
-    team_.for_each(in_.R, [&](int r) {
-      if (!level.contains(r)) return;
-      const int64_t key = int64_t(width(r)) << 32 | uint32_t(INT32_MAX - r);
-      best = key > best ? key : best;
-    });
-    best = team_.max(best);
-    return {INT32_MAX - static_cast<int>(best & 0xffffffff), static_cast<int32_t>(best >> 32)};
-  }
-
-  void send(int s, int d, int32_t copies) {
-    share(s, d) += copies;
-    unused(s, d) > 0 ? ws_.open[s].insert(d) : ws_.open[s].erase(d);
-    share(s, d) > 0 ? ws_.sent[s].insert(d) : ws_.sent[s].erase(d);
+    const VisitProblem problem{in_.R, in_.candidates == Candidates::node ? in_.per_node : in_.R,
+                               in_.per_token, in_.copies, in_.tokens};
+    VisitFlow<W, Team>(team_, problem, ws_.visit, givers_, takers_, ws_.excess, ws_.room, share_)
+        .run(routed_);
   }
 
   // Rest
@@ -342,7 +202,7 @@ class Waterfill {
   // In every group of `size` ranks: excess and room laid end to end in rank order, each giver sends to the
   // places beside it, as far as the shorter line goes. No group is left with both.
   void pour(int size) {
-    if (over_.empty()) return;
+    if (sum([&](int r) { return ws_.excess[r]; }) == 0) return;
     team_.for_each(in_.R, [&](int r) {
       const int first = r / size * size;
       int64_t before = 0, left = ws_.excess[r], wanted = 0, start = 0;
@@ -357,13 +217,13 @@ class Waterfill {
         wanted += ws_.excess[d];
       }
       wanted = wanted > start ? wanted - start : 0;
-      ws_.path[r] = static_cast<int32_t>(left);
-      ws_.line[r] = ws_.room[r] > wanted ? static_cast<int32_t>(ws_.room[r] - wanted) : 0;
+      ws_.excess_left[r] = static_cast<int32_t>(left);
+      ws_.room_left[r] = ws_.room[r] > wanted ? static_cast<int32_t>(ws_.room[r] - wanted) : 0;
     });
     team_.sync();
     team_.for_each(in_.R, [&](int r) {
-      ws_.excess[r] = ws_.path[r];
-      ws_.room[r] = ws_.line[r];
+      ws_.excess[r] = ws_.excess_left[r];
+      ws_.room[r] = ws_.room_left[r];
     });
     team_.sync();
   }
@@ -388,9 +248,7 @@ class Waterfill {
   int32_t* const share_;
   const WaterfillResult& out_;
   int64_t routed_ = 0, shared_ = 0;  // all routed and shared copies
-  int shift_ = 0;
-  RankSet<W> givers_, takers_;  // ranks that keep less than they have; that have room besides
-  RankSet<W> over_, under_;     // those of them with excess, with room now
+  RankSet<W> givers_, takers_;       // ranks that keep less than they have; that have room besides
 };
 
 }  // namespace isoload
