@@ -207,19 +207,21 @@ def static_rule(ranks: np.ndarray, source: int, num_ranks: int) -> np.ndarray:
 def test_shared_copies_rarely_go_where_their_token_does_not(
     ranks: int, replicas: int, tokens: int, drift: float
 ) -> None:
-    """At least 8 times rarer than under SGLang's static rule, at a lower peak."""
-    ours, theirs = [], []
+    """At least 8 times rarer than under SGLang's static rule, at a peak that is no higher."""
+    ours, theirs = [], []  # per source that has copies to move
     for seed in range(5):
         batch = route_batch(ranks, replicas, tokens, drift, seed)
-        split = ops.plan_waterfill(batch.copies(), torch.full((ranks,), tokens, dtype=torch.int32), 1)
+        split = ops.plan_waterfill(batch.copies(), torch.full((ranks,), tokens, dtype=torch.int32))
         visited, routed, received = batch.visited(), batch.ranks, np.zeros(ranks, dtype=np.int64)
         for source in range(ranks):
             visited[source, :, source] = True  # home costs no traffic either
-            chosen = static_rule(routed[source], source, ranks)
-            received += np.bincount(chosen, minlength=ranks)
-            theirs.append(1 - visited[source, np.arange(tokens), chosen].mean())
+            drawn = static_rule(routed[source], source, ranks)
+            received += np.bincount(drawn, minlength=ranks)
             slots, row = batch.slots[source], split.share[source]
+            if row[source] == tokens:
+                continue
             chosen = ops.route_shared(slots, row, batch.slots_per_rank, source)[:, 0].numpy()
+            theirs.append(1 - visited[source, np.arange(tokens), drawn].mean())
             ours.append(1 - visited[source, np.arange(tokens), chosen].mean())
         assert split.peak.item() <= (batch.copies().sum(0).numpy() + received).max()
     print(f"R{ranks}+{replicas}, {tokens} tokens, drift {drift}: {np.mean(theirs):.3f} {np.mean(ours):.4f}")
