@@ -170,7 +170,9 @@ def pour_optimum(
     if limits is not None:
         rows.append(LinearConstraint(_sums(rank, ranks, n + 1), ub=limits))
     whole = np.append(np.full(n, ticks is not None), False)
-    solved = milp(np.append(np.zeros(n), 1.0), constraints=rows, integrality=whole, options={"mip_rel_gap": 0})
+    solved = milp(
+        np.append(np.zeros(n), 1.0), constraints=rows, integrality=whole, options={"mip_rel_gap": 0}
+    )
     assert solved.status == 0, solved.message
     return int(np.ceil(solved.fun - 1e-6 * max(1.0, solved.fun)))
 

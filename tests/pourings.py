@@ -72,6 +72,16 @@ def neighbours(rng: Rng, ranks: int) -> tuple[np.ndarray, np.ndarray]:
     return copies, rng.integers(0, 40, ranks) * rng.integers(0, 2, ranks)
 
 
+def contended(rng: Rng, ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Even ranks are full, odd ones have about enough room for their tokens, and each source visits few."""
+    odd, rank = np.arange(ranks) % 2 == 1, np.arange(ranks)
+    near = odd & ((abs(rank - rank[:, None]) == 1) | (rng.random((ranks, ranks)) < 1 / ranks))
+    copies = rng.integers(0, 80, (ranks, ranks)) * near
+    room = rng.integers(0, 40, ranks) * odd
+    copies[rank, rank] += (copies.sum(0) + room).max() - copies.sum(0) - room
+    return copies, rng.integers(0, 30, ranks) * ~odd
+
+
 def no_tokens(rng: Rng, ranks: int) -> tuple[np.ndarray, np.ndarray]:
     return even(rng, ranks)[0], np.zeros(ranks, dtype=np.int64)
 
@@ -94,7 +104,8 @@ def one_token(rng: Rng, ranks: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 FAMILIES: dict[str, Callable[[Rng, int], tuple[np.ndarray, np.ndarray]]] = {
-    build.__name__: build for build in (even, hot, neighbours, no_tokens, not_routed, one_source, one_token)
+    build.__name__: build
+    for build in (even, hot, neighbours, contended, no_tokens, not_routed, one_source, one_token)
 }
 
 

@@ -68,7 +68,7 @@ def check_nodes(case: Pouring, rest: np.ndarray, unused: np.ndarray) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_peak_is_the_integral_optimum(family: str) -> None:
-    """HiGHS, 7 families x 8 sizes x 6 seeds x 2 candidate sets."""
+    """HiGHS, 8 families x 8 sizes x 6 seeds x 2 candidate sets."""
     for ranks in RANKS:
         for candidates in ("all", "node"):
             for seed in SEEDS:

@@ -29,7 +29,8 @@ def draw_slots(rng: Rng, ranks: int, tokens: int) -> tuple[Tensor, int]:
 
 
 def draw_row(rng: Rng, ranks: int, copies: int) -> Tensor:
-    return torch.from_numpy(rng.multinomial(copies, rng.dirichlet(np.full(ranks, rng.choice([0.1, 1.0])))).astype(np.int32))  # fmt: skip
+    parts = rng.dirichlet(np.full(ranks, rng.choice([0.1, 1.0])))
+    return torch.from_numpy(rng.multinomial(copies, parts).astype(np.int32))
 
 
 def routings(seed: int, num_shared: int = 1) -> Any:
@@ -116,6 +117,23 @@ def test_is_near_the_best_matching(ranks: int, tokens: int) -> None:
             tight += int(row.sum() - row[source]) - best
     print(f"R{ranks}, {tokens} tokens: {missed} of {total} copies missed, {tight} out of reach")
     assert 0 <= missed <= 0.005 * total
+
+
+@pytest.mark.parametrize("ranks,k", [(16, 2), (16, 4), (32, 4), (64, 4)])
+def test_finds_nearly_all_of_a_perfect_matching(ranks: int, k: int) -> None:
+    """Every token could meet its copy: the row counts one visited rank of each."""
+    rng = np.random.default_rng([6, ranks, k])
+    popularity = rng.permutation(1 / np.arange(1, 4 * ranks + 1) ** 0.8)
+    missed, total = 0, 0
+    for _ in range(8):
+        scores = np.log(popularity) + rng.gumbel(size=(256, 4 * ranks))
+        slots = np.argpartition(-scores, k, 1)[:, :k]
+        row = np.bincount(slots[:, rng.integers(k)] // 4, minlength=ranks)
+        chosen = ops.route_shared(torch.from_numpy(slots), torch.from_numpy(row.astype(np.int32)), 4, 0)
+        missed += int(256 - row[0]) - met(torch.from_numpy(slots), chosen, 4, 0)
+        total += 256
+    print(f"R{ranks}, top-{k}: {missed} of {total} copies missed")
+    assert missed <= 0.005 * total
 
 
 def test_tokens_keep_their_order() -> None:

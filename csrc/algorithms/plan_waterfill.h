@@ -87,6 +87,8 @@ class Waterfill {
     return WaterfillStatus::ok;
   }
 
+  int paths() const { return paths_; }  // augmentations of the last solve
+
  private:
   int32_t own(int s) const { return in_.per_token * in_.tokens[s]; }  // copies; add_up() saw that they fit
   int32_t& share(int s, int d) { return share_[int64_t(s) * in_.R + d]; }
@@ -193,8 +195,8 @@ class Waterfill {
   void visit() {
     const VisitProblem problem{in_.R, in_.candidates == Candidates::node ? in_.per_node : in_.R,
                                in_.per_token, in_.copies, in_.tokens};
-    VisitFlow<W, Team>(team_, problem, ws_.visit, givers_, takers_, ws_.excess, ws_.room, share_)
-        .run(routed_);
+    VisitFlow<W, Team> flow(team_, problem, ws_.visit, givers_, takers_, ws_.excess, ws_.room, share_);
+    paths_ = flow.run(routed_);
   }
 
   // Rest
@@ -247,6 +249,7 @@ class Waterfill {
   const WaterfillWorkspace<W> ws_;
   int32_t* const share_;
   const WaterfillResult& out_;
+  int paths_ = 0;
   int64_t routed_ = 0, shared_ = 0;  // all routed and shared copies
   RankSet<W> givers_, takers_;       // ranks that keep less than they have; that have room besides
 };

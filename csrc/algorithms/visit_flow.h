@@ -56,16 +56,18 @@ class VisitFlow {
         room_(room),
         share_(share) {}
 
-  // routed: the sum of copies.
-  void run(int64_t routed) {
+  // routed: the sum of copies. Returns how many paths the start left to find.
+  int run(int64_t routed) {
     int shift = 0;  // wishes for several shared experts together might pass 2^31; a start need not be exact
     while ((in_.per_token * routed) >> shift > INT32_MAX) ++shift;
     givers_.for_each([&](int s) { spread(s, shift); });
     givers_.for_each([&](int s) { over_.insert_if(excess_[s] > 0, s); });
     takers_.for_each([&](int d) { under_.insert_if(room_[d] > 0, d); });
-    if (over_.empty() || under_.empty()) return;
+    if (over_.empty() || under_.empty()) return 0;
     list_ways();
-    for (int depth = find_levels(); depth >= 0; depth = find_levels()) augment(depth);
+    int paths = 0;
+    for (int depth = find_levels(); depth >= 0; depth = find_levels()) augment(depth), ++paths;
+    return paths;
   }
 
  private:
@@ -82,13 +84,14 @@ class VisitFlow {
   // s's excess over the takers it visits, in proportion to what they would take: the wishes laid end to end
   // and scaled to what is there. The scale is rounded up in 32.32 bits, so the line ends at `there` exactly.
   void spread(int s, int shift) {
+    const int32_t excess = excess_[s];
     team_.for_each(in_.R + 1, [&](int d) {
       int32_t wish = 0;
       if (d < in_.R) wish = visits(s, d) < room_[d] ? visits(s, d) : room_[d];
       ws_.line[d] = wish >> shift;
     });
     team_.sync();
-    const int32_t total = team_.scan(ws_.line, in_.R + 1), excess = excess_[s];
+    const int32_t total = team_.scan(ws_.line, in_.R + 1);
     const int32_t there = excess < total ? excess : total;
     const uint64_t scale = total ? ((uint64_t(there) << 32) + total - 1) / total : 0;
     team_.for_each(in_.R, [&](int d) {
@@ -98,8 +101,7 @@ class VisitFlow {
       share(s, d) = sent;
       room_[d] -= sent;
     });
-    team_.sync();
-    if (team_.rank() == 0) excess_[s] -= there;
+    if (team_.rank() == 0) excess_[s] = excess - there;
     team_.sync();
   }
 
@@ -158,14 +160,13 @@ class VisitFlow {
       if (team_.rank() == 0) ws_.path[hops] = s, ws_.path[hops + 1] = d;
       hops += 2;
     }
-    team_.sync();  // all lanes have read what lane 0 changes now
     if (team_.rank() == 0) {
       for (int i = 0; i + 1 < hops; ++i)
         i % 2 ? send(ws_.path[i + 1], ws_.path[i], -width) : send(ws_.path[i], ws_.path[i + 1], width);
       excess_[source] -= width;
       room_[d] -= width;
     }
-    team_.sync();
+    team_.sync();  // before anybody looks for the next path
     if (excess_[source] == 0) over_.erase(source);
     if (room_[d] == 0) under_.erase(d);
   }

@@ -84,9 +84,10 @@ class Lane {
     };
     const auto workspace = WaterfillWorkspace<W>::at(to_.workspace.data(), in_.R);
     const WaterfillResult out{poured.share.data(), &poured.certificate[0], &poured.certificate[1]};
-    const WaterfillStatus status = Waterfill<W, Team>(team_, problem, workspace, out).solve();
+    Waterfill<W, Team> solver(team_, problem, workspace, out);
+    const WaterfillStatus status = solver.solve();
     const bool ok = status == WaterfillStatus::ok;
-    if (team_.rank() == 0) poured.status = status;
+    if (team_.rank() == 0) poured.status = status, poured.paths = solver.paths();
     finish(poured.share, ok ? 3 * uint64_t(*out.peak) + 5 * uint64_t(*out.bound) : uint64_t(status));
   }
 
@@ -146,7 +147,7 @@ struct Run {
   Answers one, many;
   AllPoured one_poured, many_poured;
   int refused = 0, augmented = 0, raised = 0, cut = 0;  // instances on which this part of the solver had work
-  int poured = 0, moved = 0, stranded = 0;              // the same of plan_waterfill
+  int poured = 0, moved = 0, rerouted = 0, stranded = 0;  // the same of plan_waterfill
   bool failed = false;
 
   void start(int k) {
@@ -183,6 +184,7 @@ struct Run {
         ++moved;
         break;
       }
+    rerouted += all_ok && one_poured[0].paths > 0;
     stranded += visited_ok && one_poured[2].certificate[0] > one_poured[2].certificate[1];
   }
 };
@@ -218,8 +220,8 @@ int main(int argc, char** argv) {
   if (run.failed) return 1;
   std::printf(
       "1 and %d lanes agree on %d instances: %d refused, %d augmented, %d raised, %d cut, "
-      "%d poured, %d moved, %d stranded\n",
+      "%d poured, %d moved, %d rerouted, %d stranded\n",
       threads, run.instances, run.refused, run.augmented, run.raised, run.cut, run.poured, run.moved,
-      run.stranded);
+      run.rerouted, run.stranded);
   return 0;
 }

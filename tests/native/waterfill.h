@@ -15,14 +15,30 @@ struct Pouring {
   int32_t per_token;
 };
 
-// Who visits whom: nearly nobody, two neighbours, or anybody; tokens everywhere, on few ranks or on one.
+// Even ranks hold no shared slot and odd ranks hardly enough: who visits whom leaves little choice, so the
+// start misses some and paths are needed.
+inline void draw_contended(Pouring& pour, int R, int top, Rng& rng) {
+  pour.limits.assign(R, 0);
+  int64_t missing = 0;
+  for (int s = 0; s < R; s += 2) {
+    pour.tokens[s] = rng.below(2 * top);
+    missing += int64_t(pour.per_token) * pour.tokens[s];
+    for (int d = 1; d < R; d += 2)
+      if (d == s + 1 || d == s - 1 || rng.one_in(R)) pour.copies[s * R + d] = rng.below(4 * top);
+  }
+  for (int d = 1; d < R; d += 2) missing -= pour.limits[d] = pour.per_token * rng.below(2 * top);
+  if (missing > 0) pour.limits[R > 1 ? 1 : 0] += static_cast<int32_t>(missing);
+}
+
+// Who visits whom: nobody, two neighbours, some or anybody; tokens everywhere, on few ranks or on one.
 inline Pouring draw_pouring(const Instance& in, uint64_t seed) {
   Rng rng(seed ^ 0x5bd1e995);
   Pouring pour;
-  const int R = in.R, hot = rng.below(R), kind = rng.below(4), crowd = rng.below(3), top = 1 << rng.below(10);
+  const int R = in.R, hot = rng.below(R), kind = rng.below(6), crowd = rng.below(3), top = 1 << rng.below(10);
   pour.per_token = rng.one_in(3) ? rng.between(2, 5) : 1;
   pour.copies.assign(R * R, 0);
   pour.tokens.assign(R, 0);
+  if (kind > 3) return draw_contended(pour, R, top, rng), pour;
   for (int s = 0; s < R; ++s) {
     const bool some = crowd == 0 || (crowd == 1 ? rng.one_in(3) : s == hot);
     pour.tokens[s] = some ? rng.below(top) : 0;
@@ -43,6 +59,7 @@ inline Pouring draw_pouring(const Instance& in, uint64_t seed) {
 struct Poured {
   WaterfillStatus status;
   int64_t certificate[2];  // peak, bound
+  int32_t paths;
   std::vector<int32_t> share;
 
   bool operator==(const Poured& other) const {

@@ -97,7 +97,7 @@ class Pool:
         self.copies, self.tokens, self.per_token, self.per_node = copies, tokens, per_token, per_node
         self.candidates, self.ticks, self.limits = candidates, ticks, limits
         self.ranks = range(len(tokens))
-        self.base = [sum(column) for column in zip(*copies, strict=True)]
+        self.base: list[int] = [sum(column) for column in zip(*copies, strict=True)]
         self.own = [per_token * n for n in tokens]
         self.excess, self.room = [0] * len(tokens), [0] * len(tokens)
         self.share = [[0] * len(tokens) for _ in self.ranks]
@@ -192,7 +192,10 @@ class Pool:
         giver = next(s for s in givers if self.excess[s] > 0)
         width, path = self.excess[giver], [giver]
         while True:
-            more = {d: self.unused(giver, d) if levels else min(self.unused(giver, d), self.room[d]) for d in takers}
+            more = {
+                d: self.unused(giver, d) if levels else min(self.unused(giver, d), self.room[d])
+                for d in takers
+            }
             taker = widest(takers, more.__getitem__)
             width = min(width, more[taker])
             path.append(taker)

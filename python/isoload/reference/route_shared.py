@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,7 @@ def route_shared(
     columns = []
     for j in range(num_shared):
         line = [(sum(row[:d]) + j) // num_shared for d in range(len(row) + 1)]
-        budget = [upto - before for before, upto in zip(line, line[1:], strict=False)]
+        budget = [upto - before for before, upto in pairwise(line)]
         columns.append(_match(visited, budget, rank, strict))
     if not strict:
         received = [sum(column.count(d) for column in columns) for d in range(len(row))]
