@@ -57,12 +57,14 @@ def plan_waterfill(
     """
     if candidates not in CANDIDATES:
         raise ValueError(f"candidates must be all, node or visited, got {candidates!r}")
+    if ranks_per_node is None:
+        ranks_per_node = copies.shape[-1] if copies.dim() else 1
     result = call(
         _plan_waterfill,
         copies,
         tokens,
         per_token,
-        copies.shape[-1] if ranks_per_node is None and copies.dim() else ranks_per_node or 0,
+        ranks_per_node,
         CANDIDATES.index(candidates),
         ticks,
         limits,
