@@ -17,6 +17,14 @@ STABLE_TORCH_LIBRARY(isoload, m) {
   m.def(
       "route(Tensor topk_ids, Tensor share_row, Tensor tables, int num_experts, bool prefer_visited) -> "
       "Tensor");
+  m.def(
+      "plan_waterfill(Tensor copies, Tensor tokens, int per_token, int ranks_per_node, int candidates, "
+      "Tensor? "
+      "ticks, Tensor? limits) -> (Tensor share, Tensor peak, Tensor bound)");
+  m.def(
+      "route_shared(Tensor slots, Tensor share_row, int slots_per_rank, int rank, int num_shared, bool "
+      "strict) "
+      "-> Tensor");
   m.def("route_sampled(Tensor topk_ids, Tensor weights, Tensor tables, int num_experts, int seed) -> Tensor");
   m.def(
       "append_shared_expert(Tensor slots, Tensor weights, Tensor ranks, int routed_per_rank, "
@@ -32,6 +40,8 @@ STABLE_TORCH_LIBRARY_IMPL(isoload, CPU, m) {
   m.impl("plan_exact", TORCH_BOX(&isoload::ops::plan_exact));
   m.impl("share", TORCH_BOX(&isoload::ops::share));
   m.impl("route", TORCH_BOX(&isoload::ops::route));
+  m.impl("plan_waterfill", TORCH_BOX(&isoload::ops::plan_waterfill));
+  m.impl("route_shared", TORCH_BOX(&isoload::ops::route_shared));
   m.impl("route_sampled", TORCH_BOX(&isoload::ops::route_sampled));
   m.impl("append_shared_expert", TORCH_BOX(&isoload::ops::append_shared_expert));
   m.impl("route_shared_sampled", TORCH_BOX(&isoload::ops::route_shared_sampled));

@@ -12,7 +12,7 @@ from __future__ import annotations
 from itertools import combinations
 
 import numpy as np
-from scipy.optimize import linprog
+from scipy.optimize import LinearConstraint, linprog, milp
 from scipy.sparse import coo_array, csr_array
 from scipy.sparse.csgraph import maximum_flow
 
@@ -140,3 +140,76 @@ def cut_optimum(
             copies, _ = cut_value(set(members), loads, slot_to_expert, num_ranks, fixed)
             best = max(best, -(-copies // size))
     return best
+
+
+def pour_optimum(
+    base: np.ndarray,
+    own: np.ndarray,
+    group: int,
+    ticks: np.ndarray | None = None,
+    limits: np.ndarray | None = None,
+) -> int:
+    """The least peak cost when source s may send its own[s] copies to the ranks of its group of ``group`` ranks.
+
+    base [R] copies that stay. One variable per allowed (source, rank): an LP rounded up, or with ticks a MIP,
+    since a cost that is no multiple of a tick cannot be reached.
+    """
+    ranks = len(base)
+    source, rank = pairs_within(ranks, group)
+    n = len(source)
+    cost = np.ones(ranks) if ticks is None else ticks.astype(np.float64)
+    under = csr_array(
+        (
+            np.concatenate([cost[rank], -np.ones(ranks)]),
+            (np.concatenate([rank, np.arange(ranks)]), np.concatenate([np.arange(n), np.full(ranks, n)])),
+        ),
+        shape=(ranks, n + 1),
+    )
+    rows = [LinearConstraint(under, ub=-cost * base)]
+    rows.append(LinearConstraint(_sums(source, ranks, n + 1), own, own))
+    if limits is not None:
+        rows.append(LinearConstraint(_sums(rank, ranks, n + 1), ub=limits))
+    whole = np.append(np.full(n, ticks is not None), False)
+    solved = milp(
+        np.append(np.zeros(n), 1.0), constraints=rows, integrality=whole, options={"mip_rel_gap": 0}
+    )
+    assert solved.status == 0, solved.message
+    return int(np.ceil(solved.fun - 1e-6 * max(1.0, solved.fun)))
+
+
+def least_moves(own: np.ndarray, capacity: np.ndarray, group: int) -> int:
+    """The fewest copies that leave home if rank d takes capacity[d] at most: a transportation, so integral."""
+    ranks = len(own)
+    source, rank = pairs_within(ranks, group)
+    n = len(source)
+    rows = [
+        LinearConstraint(_sums(source, ranks, n), own, own),
+        LinearConstraint(_sums(rank, ranks, n), ub=capacity),
+    ]
+    solved = milp((source != rank).astype(np.float64), constraints=rows)
+    assert solved.status == 0, solved.message
+    return round(solved.fun)
+
+
+def pairs_within(ranks: int, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """All (source, rank) of one group."""
+    source, rank = np.indices((ranks, ranks)).reshape(2, -1)
+    same = source // group == rank // group
+    return source[same], rank[same]
+
+
+def _sums(members: np.ndarray, rows: int, columns: int) -> csr_array:
+    """Row r adds the variables i with members[i] == r."""
+    n = len(members)
+    return csr_array((np.ones(n), (members, np.arange(n))), shape=(rows, columns))
+
+
+def most_flow(excess: np.ndarray, capacity: np.ndarray, room: np.ndarray) -> int:
+    """The maximum flow from sources with excess [R] over capacity [R, R] to ranks with room [R]."""
+    ranks = len(excess)
+    source, sink = 2 * ranks, 2 * ranks + 1
+    graph = np.zeros((sink + 1, sink + 1), dtype=np.int32)
+    graph[source, :ranks] = excess
+    graph[:ranks, ranks:source] = capacity
+    graph[ranks:source, sink] = room
+    return int(maximum_flow(csr_array(graph), source, sink).flow_value)

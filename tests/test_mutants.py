@@ -133,6 +133,42 @@ MUTANTS = {
     "no preference for the own rank": Mutant(
         "csrc/cpu/route_shared_sampled.cpp", "room * 10 / 11", "room", "route_shared_sampled"
     ),
+    "a level one too high": Mutant(
+        "csrc/algorithms/plan_waterfill.h",
+        "if (fits(low)) return low;",
+        "if (fits(low)) return low + 1;",
+        "plan_waterfill",
+    ),
+    "excess leaves the node first": Mutant(
+        "csrc/algorithms/plan_waterfill.h", "pour(in_.per_node);", "pour(in_.R);", "plan_waterfill"
+    ),
+    "spread loses a copy": Mutant(
+        "csrc/algorithms/visit_flow.h", "<< 32) + total - 1) / total", "<< 32)) / total", "plan_waterfill"
+    ),
+    "the flow to visited ranks left as it started": Mutant(
+        "csrc/algorithms/visit_flow.h",
+        "depth >= 0; depth = find_levels()) augment",
+        "depth > in_.R; depth = find_levels()) augment",
+        "plan_waterfill",
+    ),
+    "the next path sought before the last is applied": Mutant(
+        "csrc/algorithms/visit_flow.h",
+        "team_.sync();  // before anybody",
+        "// before anybody",
+        "teams",
+    ),
+    "ranks choose tokens in rank order": Mutant(
+        "csrc/cpu/route_shared.cpp",
+        "return spare(a, budget) < spare(b, budget);",
+        "return a < b;",
+        "route_shared::test_is_near_the_best_matching",
+    ),
+    "strict tokens sent anywhere": Mutant(
+        "csrc/cpu/route_shared.cpp",
+        "if (!in.strict) {",
+        "{",
+        "route_shared::test_strict_never_leaves_the_visited_ranks",
+    ),
     "static forgets the node": Mutant(
         "python/isoload/policies/static.py",
         "here if here.size else near",

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "algorithms/plan_exact.h"
+#include "algorithms/plan_waterfill.h"
 #include "algorithms/replica_tables.h"
 #include "algorithms/share.h"
 #include "team.h"
@@ -64,5 +65,23 @@ struct SharedDraw {
 // slots [T, K] to ranks [T]. Returns the first slot outside [-1, R * slots_per_rank), or -1.
 template <class Id>
 int64_t route_shared_sampled(const Id* slots, int64_t T, int K, const SharedDraw& draw, int32_t* ranks);
+WaterfillStatus plan_waterfill(const WaterfillProblem& problem, const WaterfillResult& result);
+
+// The shared copies of one rank's tokens.
+struct SharedRoute {
+  int64_t T;
+  int K, R, S, home, num_shared;
+  const int32_t* share_row;  // [R] sums to num_shared * tokens with a slot, or holds as much if strict
+  bool strict;
+};
+
+// What a row of the share did not fit: a slot outside [-1, R * S), or the tokens that have a slot.
+struct SharedFault {
+  enum Kind { none, bad_slot, not_the_share } kind = none;
+  int64_t value = 0;  // the slot, or num_shared * tokens
+};
+
+template <class Id>
+SharedFault route_shared(const SharedRoute& problem, const Id* slots, int32_t* ranks);
 
 }  // namespace isoload::cpu

@@ -30,5 +30,11 @@ std::tuple<Tensor, Tensor> append_shared_expert(const Tensor& slots, const Tenso
                                                 std::optional<int64_t> slots_per_rank, double weight);
 Tensor route_shared_sampled(const Tensor& slots, const Tensor& load, const std::optional<Tensor>& tokens,
                             int64_t slots_per_rank, int64_t rank, std::string rule, int64_t seed);
+std::tuple<Tensor, Tensor, Tensor> plan_waterfill(const Tensor& copies, const Tensor& tokens,
+                                                  int64_t per_token, int64_t ranks_per_node,
+                                                  int64_t candidates, const std::optional<Tensor>& ticks,
+                                                  const std::optional<Tensor>& limits);
+Tensor route_shared(const Tensor& slots, const Tensor& share_row, int64_t slots_per_rank, int64_t rank,
+                    int64_t num_shared, bool strict);
 
 }  // namespace isoload::ops

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "algorithms/plan_exact.h"
+#include "algorithms/plan_waterfill.h"
 #include "algorithms/replica_tables.h"
 #include "algorithms/share.h"
 #include "instances.h"
@@ -44,8 +45,9 @@ struct Answers {
       std::memset(buffer.data(), byte, words * sizeof(int32_t));
     };
     fill(tables, ReplicaTables::size(in.E, in.P()));
-    fill(workspace, std::max({2 * replica_tables_workspace(in.R, in.E),
-                              ExactWorkspace<4>::bytes(in.R, in.E) / 4, int64_t(in.R) * in.E}));
+    fill(workspace,
+         std::max({2 * replica_tables_workspace(in.R, in.E), ExactWorkspace<4>::bytes(in.R, in.E) / 4,
+                   (WaterfillWorkspace<4>::bytes(in.R) + 3) / 4, int64_t(in.R) * in.E}));
     for (SolvedPlan& plan : plans) {
       std::memset(plan.certificate, byte, sizeof plan.certificate);
       std::memset(plan.telemetry, byte, sizeof plan.telemetry);

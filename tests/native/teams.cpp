@@ -9,6 +9,7 @@
 
 #include "answers.h"
 #include "team.h"
+#include "waterfill.h"
 
 namespace isoload {
 
@@ -28,6 +29,19 @@ class Lane {
     solve<4>(2);
     solve<4>(Answers::kCut);
     for (int i = 0; i < 4 && to_.exact().ok(); ++i) share(i);
+  }
+
+  void run(const Pouring& pour, AllPoured& all) {
+    for (int i = 0; i < 3; ++i) {
+      const auto candidates = static_cast<Candidates>(i);
+      if (Answers::fits(in_, 0))
+        solve<1>(pour, candidates, all[i]);
+      else if (Answers::fits(in_, 1))
+        solve<2>(pour, candidates, all[i]);
+      else
+        solve<4>(pour, candidates, all[i]);
+    }
+    solve<4>(pour, Candidates::all, all[3]);
   }
 
  private:
@@ -57,6 +71,27 @@ class Lane {
     const uint64_t seen = 3 * uint64_t(*out.peak) + 5 * uint64_t(*out.bound) + 7 * uint64_t(status);
     if (team_.rank() == 0) plan.status = status;
     finish(plan.quota, seen);
+  }
+
+  template <int W>
+  void solve(const Pouring& pour, Candidates candidates, Poured& poured) {
+    const WaterfillProblem problem{
+        .R = in_.R,
+        .per_node = in_.ranks_per_node,
+        .per_token = pour.per_token,
+        .candidates = candidates,
+        .copies = pour.copies.data(),
+        .tokens = pour.tokens.data(),
+        .ticks = in_.ticks.empty() ? nullptr : in_.ticks.data(),
+        .limits = pour.limits.empty() ? nullptr : pour.limits.data(),
+    };
+    const auto workspace = WaterfillWorkspace<W>::at(to_.workspace.data(), in_.R);
+    const WaterfillResult out{poured.share.data(), &poured.certificate[0], &poured.certificate[1]};
+    Waterfill<W, Team> solver(team_, problem, workspace, out);
+    const WaterfillStatus status = solver.solve();
+    const bool ok = status == WaterfillStatus::ok;
+    if (team_.rank() == 0) poured.status = status, poured.paths = solver.paths();
+    finish(poured.share, ok ? 3 * uint64_t(*out.peak) + 5 * uint64_t(*out.bound) : uint64_t(status));
   }
 
   void share(int i) {
@@ -111,8 +146,11 @@ struct Run {
   int instances, room;
   uint64_t seed;
   Instance instance;
+  Pouring pouring;
   Answers one, many;
+  AllPoured one_poured, many_poured;
   int refused = 0, augmented = 0, raised = 0, cut = 0;  // instances on which this part of the solver had work
+  int poured = 0, moved = 0, rerouted = 0, stranded = 0;  // the same of plan_waterfill
   bool failed = false;
 
   void start(int k) {
@@ -120,11 +158,18 @@ struct Run {
     one.poison(instance, 0x7f);
     many.poison(instance, 0x80);  // another: equal answers must not come from equal leftovers
     SerialTeam alone;
-    Lane<SerialTeam>(alone, instance, one).run();
+    pouring = draw_pouring(instance, seed * 1000003 + k);
+    poison(one_poured, instance, 0x7f);
+    poison(many_poured, instance, 0x80);
+    Lane<SerialTeam> lane(alone, instance, one);
+    lane.run();
+    lane.run(pouring, one_poured);
   }
 
   void check(int k) {
-    if (const char* wrong = answers_error(instance, one, many)) {
+    const char* wrong = answers_error(instance, one, many);
+    if (!wrong) wrong = all_poured_error(instance, pouring, one_poured, many_poured);
+    if (wrong) {
       failed = true;
       std::printf("instance %d of seed %llu: %s: %s\n", k, static_cast<unsigned long long>(seed), wrong,
                   instance.name.c_str());
@@ -134,6 +179,16 @@ struct Run {
     augmented += ok && one.exact().telemetry[1] > 0;
     raised += ok && one.exact().telemetry[2] > 0;
     cut += ok && one.plans[Answers::kCut].telemetry[3];
+    const bool all_ok = one_poured[0].status == WaterfillStatus::ok,
+               visited_ok = one_poured[2].status == WaterfillStatus::ok;
+    poured += all_ok;
+    for (int i = 0; i < instance.R && all_ok; ++i)
+      if (one_poured[0].share[i * instance.R + i] < pouring.per_token * pouring.tokens[i]) {
+        ++moved;
+        break;
+      }
+    rerouted += all_ok && one_poured[0].paths > 0;
+    stranded += visited_ok && one_poured[2].certificate[0] > one_poured[2].certificate[1];
   }
 };
 
@@ -143,7 +198,9 @@ void lane(Run& run, ThreadTeam::Group& group, int rank) {
   for (int k = 0; k < run.instances && !run.failed; ++k) {
     if (rank == 0) run.start(k);
     team.sync();
-    Lane<ThreadTeam>(team, run.instance, run.many).run();
+    Lane<ThreadTeam> lane(team, run.instance, run.many);
+    lane.run();
+    lane.run(run.pouring, run.many_poured);
     if (rank == 0) run.check(k);
     team.sync();
   }
@@ -164,7 +221,10 @@ int main(int argc, char** argv) {
     lanes.emplace_back([&, rank] { isoload::lane(run, group, rank); });
   for (std::thread& lane : lanes) lane.join();
   if (run.failed) return 1;
-  std::printf("1 and %d lanes agree on %d instances: %d refused, %d augmented, %d raised, %d cut\n", threads,
-              run.instances, run.refused, run.augmented, run.raised, run.cut);
+  std::printf(
+      "1 and %d lanes agree on %d instances: %d refused, %d augmented, %d raised, %d cut, "
+      "%d poured, %d moved, %d rerouted, %d stranded\n",
+      threads, run.instances, run.refused, run.augmented, run.raised, run.cut, run.poured, run.moved,
+      run.rerouted, run.stranded);
   return 0;
 }

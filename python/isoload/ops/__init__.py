@@ -18,7 +18,16 @@ from isoload.ops.routed import (
     route_sampled,
     share,
 )
-from isoload.ops.shared_layout import SharedRule, append_shared_expert, route_shared_sampled
+from isoload.ops.shared import (
+    WaterfillSplit,
+    plan_waterfill,
+    route_shared,
+)
+from isoload.ops.shared_layout import (
+    SharedRule,
+    append_shared_expert,
+    route_shared_sampled,
+)
 
 __all__ = [
     "ExactSplit",
@@ -26,12 +35,15 @@ __all__ = [
     "Order",
     "Prefer",
     "SharedRule",
+    "WaterfillSplit",
     "append_shared_expert",
     "count",
     "plan_exact",
+    "plan_waterfill",
     "replica_tables",
     "route",
     "route_sampled",
+    "route_shared",
     "route_shared_sampled",
     "share",
 ]

@@ -1,0 +1,257 @@
+// plan_waterfill: pour the copies of the shared experts over the ranks' routed loads so that the busiest rank
+// carries as little as integers allow, moving as few copies as that takes, most of them to where their
+// tokens go anyway.
+//
+//   level   the lowest peak P under which all shared copies fit: no split of them can do better
+//   keep    every rank keeps what fits under P; only its excess moves, and only to ranks with room left
+//   visit   most of the excess goes to ranks that its tokens visit anyway (visit_flow.h)
+//   rest    what is left goes inside its node, then anywhere, as two number lines overlap
+//
+// Maximal: the kept copies; of the excess the part in `visit`; of what that leaves, the part inside a node.
+// Not joined: another maximum flow might leave more for the node, and home never gives way to let another
+// rank's copies in. Integers only, ties go to the lowest rank: the same share on every rank, team and device.
+#pragma once
+
+#include <climits>
+#include <cstdint>
+
+#include "algorithms/visit_flow.h"
+#include "rank_set.h"
+
+namespace isoload {
+
+enum class Candidates : int32_t { all = 0, node = 1, visited = 2 };
+enum class WaterfillStatus : int32_t { ok = 0, negative = 1, too_many_copies = 2, beyond_limits = 3 };
+
+struct WaterfillProblem {
+  int R, per_node;        // ranks, ranks of a node
+  int32_t per_token;      // shared experts: copies per token
+  Candidates candidates;  // where a copy may go besides home
+  const int32_t* copies;  // [R, R] routed copies that source s sends to rank d
+  const int32_t* tokens;  // [R] tokens of source s that need the shared experts
+  const int32_t* ticks;   // [R] cost of one copy on a rank, 1..2^20, or null: all 1
+  const int32_t* limits;  // [R] most shared copies of a rank, or null
+};
+
+struct WaterfillResult {
+  int32_t* share;  // [R, R] shared copies that source s sends to rank d
+  int64_t* peak;   // [1] largest rank cost (copies, or ticks if given)
+  int64_t* bound;  // [1] lower bound of the peak over all shares of these candidates
+};
+
+// Caller's memory; every array is written before it is read.
+template <int W>
+struct WaterfillWorkspace {
+  VisitWorkspace<W> visit;
+  int32_t *base, *excess, *room;  // [R] routed copies; shared copies without a place; places without a copy
+  int32_t *excess_left, *room_left;  // [R] the same after a pour
+
+  static int64_t bytes(int64_t R) { return VisitWorkspace<W>::bytes(R) + 5 * R * int64_t(sizeof(int32_t)); }
+  static WaterfillWorkspace at(void* memory, int64_t R) {
+    WaterfillWorkspace ws;
+    ws.visit = VisitWorkspace<W>::at(memory, R);
+    ws.base = ws.visit.path + R;
+    ws.excess = ws.base + R;
+    ws.room = ws.excess + R;
+    ws.excess_left = ws.room + R;
+    ws.room_left = ws.excess_left + R;
+    return ws;
+  }
+};
+
+template <int W, class Team>
+class Waterfill {
+ public:
+  Waterfill(Team& team, const WaterfillProblem& problem, WaterfillWorkspace<W> workspace,
+            const WaterfillResult& out)
+      : team_(team), in_(problem), ws_(workspace), share_(out.share), out_(out) {}
+
+  WaterfillStatus solve() {
+    const WaterfillStatus status = add_up();
+    if (status != WaterfillStatus::ok) return status;
+    const int64_t level = least_level();
+    if (level < 0 || (in_.candidates == Candidates::visited && !homes_hold())) {
+      return WaterfillStatus::beyond_limits;
+    }
+    keep(level);
+    visit();
+    if (in_.candidates == Candidates::visited) {
+      stay();
+    } else {
+      pour(in_.per_node);
+      if (in_.candidates == Candidates::all) pour(in_.R);
+    }
+    const int64_t peak = reached(level);
+    if (team_.rank() == 0) *out_.peak = peak, *out_.bound = level;
+    team_.sync();
+    return WaterfillStatus::ok;
+  }
+
+  int paths() const { return paths_; }  // augmentations of the last solve
+
+ private:
+  int32_t own(int s) const { return in_.per_token * in_.tokens[s]; }  // copies; add_up() saw that they fit
+  int32_t& share(int s, int d) { return share_[int64_t(s) * in_.R + d]; }
+  int64_t tick(int r) const { return in_.ticks ? in_.ticks[r] : 1; }
+  int32_t limit(int r) const { return in_.limits ? in_.limits[r] : INT32_MAX; }
+  int64_t capacity(int r, int64_t level) const {  // shared copies under a level that the routed ones respect
+    const int64_t room = (in_.ticks ? level / in_.ticks[r] : level) - ws_.base[r];
+    return room < limit(r) ? room : limit(r);
+  }
+
+  template <class F>
+  int64_t sum(F&& f) {
+    int64_t mine = 0;
+    team_.for_each(in_.R, [&](int r) { mine += f(r); });
+    return team_.sum(mine);
+  }
+
+  // Routed copies per rank; refuses what cannot be planned.
+  WaterfillStatus add_up() {
+    int32_t sign = 0, wrapped = 0;
+    team_.for_each(in_.R, [&](int d) { sign |= ws_.base[d] = in_.copies[d]; });
+    for (int s = 1; s < in_.R; ++s) {  // row by row; a lane keeps its columns, so no barrier between
+      const int32_t* row = in_.copies + int64_t(s) * in_.R;
+      team_.for_each(in_.R, [&](int d) {
+        sign |= row[d];
+        wrapped |= ws_.base[d] = static_cast<int32_t>(uint32_t(ws_.base[d]) + uint32_t(row[d]));
+      });
+    }
+    team_.for_each(in_.R, [&](int s) { sign |= in_.tokens[s]; });
+    if (team_.any(sign < 0)) return WaterfillStatus::negative;
+    routed_ = sum([&](int r) { return ws_.base[r]; });
+    shared_ = sum([&](int s) { return int64_t(in_.per_token) * in_.tokens[s]; });
+    const bool fits = routed_ + shared_ <= INT32_MAX && !team_.any(wrapped < 0);
+    return fits ? WaterfillStatus::ok : WaterfillStatus::too_many_copies;
+  }
+
+  // Level. -1 if the limits hold too little.
+
+  int64_t least_level() {
+    int64_t top = 0;
+    team_.for_each(in_.R, [&](int r) {
+      const int64_t cost = tick(r) * ws_.base[r];
+      top = cost > top ? cost : top;
+    });
+    top = team_.max(top);
+    if (in_.candidates != Candidates::node) {
+      return least_level(top, routed_, shared_, in_.R, [&](auto&& f) { return sum(f); });
+    }
+    int64_t level = top, full = 0;  // each node pours into itself; the highest level is everybody's
+    team_.for_each(in_.R / in_.per_node, [&](int node) {
+      const int first = node * in_.per_node;
+      auto sum_here = [&](auto&& f) {
+        int64_t total = 0;
+        for (int r = first; r < first + in_.per_node; ++r) total += f(r);
+        return total;
+      };
+      const int64_t routed = sum_here([&](int r) { return ws_.base[r]; });
+      const int64_t shared = sum_here([&](int r) { return own(r); });
+      const int64_t here = least_level(top, routed, shared, in_.per_node, sum_here);
+      full |= here < 0;
+      level = here > level ? here : level;
+    });
+    return team_.any(full) ? -1 : team_.max(level);
+  }
+
+  // The same for `size` ranks that sum(f) adds f over: not below `low`, under which their routed copies fit.
+  template <class Sum>
+  int64_t least_level(int64_t low, int64_t routed, int64_t shared, int size, Sum&& sum) const {
+    if (in_.limits && sum([&](int r) { return limit(r); }) < shared) return -1;
+    const int64_t ideal = in_.ticks ? 0 : (routed + shared + size - 1) / size;
+    low = ideal > low ? ideal : low;
+    auto fits = [&](int64_t level) { return sum([&](int r) { return capacity(r, level); }) >= shared; };
+    if (fits(low)) return low;
+    int64_t high = low + 1;
+    for (int64_t step = 1; !fits(high); high += step) low = high, step *= 2;
+    while (high - low > 1) {
+      const int64_t middle = low + (high - low) / 2;
+      (fits(middle) ? high : low) = middle;
+    }
+    return high;
+  }
+
+  // Whether every rank may keep all it has: then nothing is stranded that the visited ranks do not take.
+  bool homes_hold() {
+    return sum([&](int s) { return own(s) > limit(s); }) == 0;
+  }
+
+  void keep(int64_t level) {
+    team_.for_each(in_.R, [&](int s) {
+      const int64_t most = capacity(s, level);
+      const int32_t capacity = most < INT32_MAX ? static_cast<int32_t>(most) : INT32_MAX, mine = own(s);
+      const int32_t kept = mine < capacity ? mine : capacity;
+      ws_.excess[s] = mine - kept;
+      ws_.room[s] = capacity - kept < shared_ ? capacity - kept : static_cast<int32_t>(shared_);
+      for (int d = 0; d < in_.R; ++d) share(s, d) = 0;
+      share(s, s) = kept;
+      givers_.insert_if(mine > kept, s);
+      takers_.insert_if(capacity > kept, s);
+    });
+    givers_ = unite(team_, givers_);
+    takers_ = unite(team_, takers_);
+  }
+
+  void visit() {
+    const VisitProblem problem{in_.R, in_.candidates == Candidates::node ? in_.per_node : in_.R,
+                               in_.per_token, in_.copies, in_.tokens};
+    VisitFlow<W, Team> flow(team_, problem, ws_.visit, givers_, takers_, ws_.excess, ws_.room, share_);
+    paths_ = flow.run(routed_);
+  }
+
+  // Rest
+
+  // In every group of `size` ranks: excess and room laid end to end in rank order, each giver sends to the
+  // places beside it, as far as the shorter line goes. No group is left with both.
+  void pour(int size) {
+    if (sum([&](int r) { return ws_.excess[r]; }) == 0) return;
+    team_.for_each(in_.R, [&](int r) {
+      const int first = r / size * size;
+      int64_t before = 0, left = ws_.excess[r], wanted = 0, start = 0;
+      for (int s = first; s < r; ++s) before += ws_.excess[s];
+      for (int d = first; d < first + size; ++d) {
+        const int64_t place = ws_.room[d] > before ? ws_.room[d] - before : 0,
+                      sent = left < place ? left : place;
+        before = ws_.room[d] < before ? before - ws_.room[d] : 0;
+        share(r, d) += static_cast<int32_t>(sent);
+        left -= sent;
+        start += d < r ? ws_.room[d] : 0;
+        wanted += ws_.excess[d];
+      }
+      wanted = wanted > start ? wanted - start : 0;
+      ws_.excess_left[r] = static_cast<int32_t>(left);
+      ws_.room_left[r] = ws_.room[r] > wanted ? static_cast<int32_t>(ws_.room[r] - wanted) : 0;
+    });
+    team_.sync();
+    team_.for_each(in_.R, [&](int r) {
+      ws_.excess[r] = ws_.excess_left[r];
+      ws_.room[r] = ws_.room_left[r];
+    });
+    team_.sync();
+  }
+
+  void stay() {
+    team_.for_each(in_.R, [&](int s) { share(s, s) += ws_.excess[s]; });
+  }
+
+  // What stayed may pass the level; without it a rank reaches the level, or a lower one would have done.
+  int64_t reached(int64_t level) {
+    if (in_.candidates != Candidates::visited) return level;
+    team_.for_each(in_.R, [&](int s) {
+      const int64_t cost = ws_.excess[s] > 0 ? tick(s) * (int64_t(ws_.base[s]) + share(s, s)) : 0;
+      level = cost > level ? cost : level;
+    });
+    return team_.max(level);
+  }
+
+  Team& team_;
+  const WaterfillProblem& in_;
+  const WaterfillWorkspace<W> ws_;
+  int32_t* const share_;
+  const WaterfillResult& out_;
+  int paths_ = 0;
+  int64_t routed_ = 0, shared_ = 0;  // all routed and shared copies
+  RankSet<W> givers_, takers_;       // ranks that keep less than they have; that have room besides
+};
+
+}  // namespace isoload

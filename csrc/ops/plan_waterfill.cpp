@@ -1,0 +1,108 @@
+// plan_waterfill: checks, and a batch of layers in parallel.
+#include <atomic>
+
+#include "cpu/cpu.h"
+#include "ops/ops.h"
+#include "ops/tensors.h"
+
+namespace isoload::ops {
+
+namespace {
+
+// [R] of ints that every layer shares; checked here, so that the planner need not.
+Tensor rank_values(const Tensor& values, const char* name, int64_t R, int32_t low, int32_t high,
+                   const char* rule) {
+  require_dtype(values, name, ScalarType::Int);
+  require_shape(values, name, {R});
+  const Tensor checked = dense(values);
+  for (int64_t r = 0; r < R; ++r) {
+    const int32_t value = data<int32_t>(checked)[r];
+    require(value >= low && value <= high, name, " must ", rule, ", got ", value, " for rank ", r);
+  }
+  return checked;
+}
+
+// Raises what the planner refused: it only knows that something is wrong, and here there is time to look.
+void explain(const WaterfillProblem& in) {
+  const int64_t R = in.R;
+  int64_t copies = 0;
+  for (int64_t i = 0; i < R * R; ++i) {
+    require(in.copies[i] >= 0, "copies must not be negative, got ", in.copies[i], " from rank ", i / R,
+            " to ", i % R);
+    copies += in.copies[i];
+  }
+  for (int64_t s = 0; s < R; ++s) {
+    require(in.tokens[s] >= 0, "tokens must not be negative, got ", in.tokens[s], " for rank ", s);
+    copies += int64_t(in.per_token) * in.tokens[s];
+  }
+  require(copies <= INT32_MAX, "copies and per_token * tokens must sum to less than 2^31 copies, got ",
+          copies);
+  const int64_t size = in.candidates == Candidates::all    ? R
+                       : in.candidates == Candidates::node ? in.per_node
+                                                           : 1;
+  auto check = [&](int64_t first, int64_t last) {
+    int64_t held = 0, shared = 0;
+    for (int64_t r = first; r < last; ++r)
+      held += in.limits[r], shared += int64_t(in.per_token) * in.tokens[r];
+    require(held >= shared, "limits must hold the ", shared, " shared copies of ranks ", first, "..",
+            last - 1, ", got ", held);
+  };
+  for (int64_t first = 0; first < R; first += size) check(first, first + size);
+  check(0, R);
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> plan_waterfill(const Tensor& copies_in, const Tensor& tokens_in,
+                                                  int64_t per_token, int64_t ranks_per_node,
+                                                  int64_t candidates, const std::optional<Tensor>& ticks_in,
+                                                  const std::optional<Tensor>& limits_in) {
+  require_dtype(copies_in, "copies", ScalarType::Int);
+  require_dtype(tokens_in, "tokens", ScalarType::Int);
+  const int64_t dims = copies_in.dim();
+  require((dims == 2 || dims == 3) && copies_in.size(dims - 1) == copies_in.size(dims - 2),
+          "copies must be [R, R] or [L, R, R], got ", shape_text(copies_in));
+  const bool batched = dims == 3;
+  const int64_t R = copies_in.size(dims - 1), B = batched ? copies_in.size(0) : 1;
+  require(R >= 1 && R <= kMaxRanks, "copies must be of 1..", kMaxRanks, " ranks, got ", R);
+  batched ? require_shape(tokens_in, "tokens", {B, R}) : require_shape(tokens_in, "tokens", {R});
+  require(per_token >= 1 && per_token <= 1024, "per_token must be in 1..1024, got ", per_token);
+  require(ranks_per_node >= 1 && R % ranks_per_node == 0, "ranks_per_node must divide ", R, ", got ",
+          ranks_per_node);
+  const Tensor copies = dense(copies_in), tokens = dense(tokens_in);
+  std::optional<Tensor> ticks, limits;
+  if (ticks_in) ticks = rank_values(*ticks_in, "ticks", R, 1, 1 << 20, "be in 1..2^20");
+  if (limits_in) limits = rank_values(*limits_in, "limits", R, 0, INT32_MAX, "not be negative");
+
+  auto problem = [&](int64_t b) {
+    WaterfillProblem problem{};
+    problem.R = static_cast<int>(R);
+    problem.per_node = static_cast<int>(ranks_per_node);
+    problem.per_token = static_cast<int32_t>(per_token);
+    problem.candidates = static_cast<Candidates>(candidates);
+    problem.copies = data<int32_t>(copies) + b * R * R;
+    problem.tokens = data<int32_t>(tokens) + b * R;
+    problem.ticks = ticks ? data<int32_t>(*ticks) : nullptr;
+    problem.limits = limits ? data<int32_t>(*limits) : nullptr;
+    return problem;
+  };
+  const Tensor share = batched ? new_empty(copies, {B, R, R}) : new_empty(copies, {R, R});
+  auto per_layer = [&] {
+    return batched ? new_empty(copies, {B}, ScalarType::Long) : new_empty(copies, {}, ScalarType::Long);
+  };
+  const Tensor peak = per_layer(), bound = per_layer();
+  std::atomic<int64_t> failed{B};  // a throw inside parallel_for would lose its text
+  auto run = [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) {
+      const WaterfillResult result{mutable_data<int32_t>(share) + b * R * R, mutable_data<int64_t>(peak) + b,
+                                   mutable_data<int64_t>(bound) + b};
+      if (cpu::plan_waterfill(problem(b), result) == WaterfillStatus::ok) continue;
+      for (int64_t first = failed; b < first && !failed.compare_exchange_weak(first, b);) continue;
+    }
+  };
+  B == 1 ? run(0, 1) : torch::stable::parallel_for(0, B, 8, run);
+  if (failed < B) explain(problem(failed));
+  return {share, peak, bound};
+}
+
+}  // namespace isoload::ops

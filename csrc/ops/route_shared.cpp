@@ -1,0 +1,49 @@
+// route_shared: checks of slots and the row of the share.
+#include "cpu/cpu.h"
+#include "ops/ops.h"
+#include "ops/tensors.h"
+
+namespace isoload::ops {
+
+Tensor route_shared(const Tensor& slots_in, const Tensor& share_row_in, int64_t slots_per_rank, int64_t rank,
+                    int64_t num_shared, bool strict) {
+  require_ids(slots_in, "slots");
+  require(slots_in.dim() == 2, "slots must be [T, K], got ", shape_text(slots_in));
+  require_dtype(share_row_in, "share_row", ScalarType::Int);
+  require(share_row_in.dim() == 1, "share_row must be [R], got ", shape_text(share_row_in));
+  const Tensor slots = dense(slots_in), share_row = dense(share_row_in);
+  const int64_t T = slots.size(0), R = share_row.size(0), most = INT32_MAX / (R > 0 ? R : 1);
+  require(R >= 1 && R <= kMaxRanks, "share_row must have 1..", kMaxRanks, " ranks, got ", R);
+  require(slots_per_rank >= 1 && slots_per_rank <= most, "slots_per_rank must be in 1..", most, ", got ",
+          slots_per_rank);
+  require(rank >= 0 && rank < R, "rank must be in 0..", R - 1, ", got ", rank);
+  require(num_shared >= 1 && num_shared <= 1024, "num_shared must be in 1..1024, got ", num_shared);
+  for (int64_t d = 0; d < R; ++d) {
+    const int32_t copies = data<int32_t>(share_row)[d];
+    require(copies >= 0, "share_row must not be negative, got ", copies, " for rank ", d);
+  }
+  const cpu::SharedRoute problem{T,
+                                 static_cast<int>(slots.size(1)),
+                                 static_cast<int>(R),
+                                 static_cast<int>(slots_per_rank),
+                                 static_cast<int>(rank),
+                                 static_cast<int>(num_shared),
+                                 data<int32_t>(share_row),
+                                 strict};
+  const Tensor ranks = new_empty(slots, {T, num_shared});
+  auto run = [&](auto id) {
+    return cpu::route_shared(problem, data<decltype(id)>(slots), mutable_data<int32_t>(ranks));
+  };
+  const cpu::SharedFault fault = slots.scalar_type() == ScalarType::Int ? run(int32_t()) : run(int64_t());
+  require(fault.kind != cpu::SharedFault::bad_slot, "slots must be in -1..", R * slots_per_rank - 1, ", got ",
+          fault.value);
+  if (fault.kind == cpu::SharedFault::not_the_share) {
+    int64_t sum = 0;
+    for (int64_t d = 0; d < R; ++d) sum += data<int32_t>(share_row)[d];
+    require(false, "share_row must sum to num_shared copies of every token with a slot, ", fault.value,
+            ", got ", sum);
+  }
+  return ranks;
+}
+
+}  // namespace isoload::ops

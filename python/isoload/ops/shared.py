@@ -1,0 +1,129 @@
+"""Shared experts: plan_waterfill and route_shared; wrappers and fakes."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from isoload.ops.library import call, library
+
+Candidates = Literal["all", "node", "visited"]
+CANDIDATES: tuple[Candidates, ...] = ("all", "node", "visited")  # in the order of csrc's enum
+
+_plan_waterfill, _route_shared = library.plan_waterfill.default, library.route_shared.default
+
+
+class WaterfillSplit(NamedTuple):
+    """What :func:`plan_waterfill` returns, with the leading dimension of the copies.
+
+    share [R, R] int32 shared copies that source s sends to rank d; peak [] int64 largest rank cost; bound [] int64
+    proved lower bound over all shares of these candidates. Costs are copies, or ticks if ticks were given.
+    """
+
+    share: Tensor
+    peak: Tensor
+    bound: Tensor
+
+
+def plan_waterfill(
+    copies: Tensor,
+    tokens: Tensor,
+    per_token: int = 1,
+    ranks_per_node: int | None = None,
+    candidates: Candidates = "all",
+    *,
+    ticks: Tensor | None = None,
+    limits: Tensor | None = None,
+) -> WaterfillSplit:
+    """Pours the copies of the shared experts over the ranks' routed loads, up to the lowest level that holds them.
+
+    No integer share has a lower peak ("all" and "node" end with ``peak == bound``). Every rank keeps what fits
+    under the level, so no fewer copies could move. Of those that move as many as possible go where their source
+    sends tokens anyway, at most 3/4 of its routed copies to that rank; then inside the node; then anywhere.
+    Generalises Waterfill (papers/001) to integers and to whole batches without sampling.
+
+    Args:
+        copies: [R, R] or [L, R, R] int32 routed copies that source s sends to rank d, R in 1..1024.
+        tokens: [R] or [L, R] int32 tokens of each source that need the shared experts.
+        per_token: shared experts, 1..1024: every token has so many shared copies.
+        ranks_per_node: divides R; None = all ranks are one node.
+        candidates: where a copy may go besides home: "all" ranks; its "node"; "visited" ranks only, as counted
+            above: what does not fit there stays home and may pass the bound, which is that of "all".
+        ticks: [R] int32 cost of one copy per rank, 1..2^20 (1024 = nominal); None = 1 each.
+        limits: [R] int32 most shared copies of a rank (0 = it holds no shared slot); None = no limit. They must
+            hold all shared copies ("node": those of each node, "visited": those of each rank).
+    """
+    if candidates not in CANDIDATES:
+        raise ValueError(f"candidates must be all, node or visited, got {candidates!r}")
+    if ranks_per_node is None:
+        ranks_per_node = copies.shape[-1] if copies.dim() else 1
+    result = call(
+        _plan_waterfill,
+        copies,
+        tokens,
+        per_token,
+        ranks_per_node,
+        CANDIDATES.index(candidates),
+        ticks,
+        limits,
+    )
+    return WaterfillSplit(*result)
+
+
+def route_shared(
+    slots: Tensor,
+    share_row: Tensor,
+    slots_per_rank: int,
+    rank: int,
+    num_shared: int = 1,
+    *,
+    strict: bool = False,
+) -> Tensor:
+    """The rank of every shared copy on this rank, exactly as often as the rank's share says.
+
+    Ranks choose among the tokens that visit them: first the rank with fewest visitors to spare, and of those
+    first the tokens that fewest other ranks want. Tokens nobody chose stay home, then go where copies are missing.
+    Every shared expert takes its part of every rank's copies.
+
+    Args:
+        slots: [T, K] int32 or int64 routed slots of this rank's tokens; -1 = absent.
+        share_row: [R] int32, this rank's row of :func:`plan_waterfill`; sums to num_shared times the tokens that
+            have a slot.
+        slots_per_rank: S; slot p is on rank p // S.
+        rank: this rank, the home of its tokens.
+        num_shared: shared experts, 1..1024.
+        strict: a token never goes to a rank it does not visit, but stays home; the other ranks' copies are then
+            upper limits.
+
+    Returns:
+        [T, num_shared] int32 ranks; -1 for a token without a slot.
+    """
+    ranks: Tensor = call(_route_shared, slots, share_row, slots_per_rank, rank, num_shared, strict)
+    return ranks
+
+
+@torch.library.register_fake("isoload::plan_waterfill")
+def _(
+    copies: Tensor,
+    tokens: Tensor,
+    per_token: int,
+    ranks_per_node: int,
+    candidates: int,
+    ticks: Tensor | None,
+    limits: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch = copies.shape[:-2]
+    return (
+        copies.new_empty(copies.shape),
+        copies.new_empty(batch, dtype=torch.int64),
+        copies.new_empty(batch, dtype=torch.int64),
+    )
+
+
+@torch.library.register_fake("isoload::route_shared")
+def _(
+    slots: Tensor, share_row: Tensor, slots_per_rank: int, rank: int, num_shared: int, strict: bool
+) -> Tensor:
+    return slots.new_empty((slots.shape[0], num_shared), dtype=torch.int32)
