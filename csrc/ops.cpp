@@ -15,6 +15,9 @@ STABLE_TORCH_LIBRARY(isoload, m) {
       "share(Tensor loads, Tensor quota, Tensor tables, int ranks_per_node, int rank, bool locality) -> "
       "Tensor");
   m.def(
+      "share_by_rank(Tensor loads, Tensor quota, Tensor tables, int ranks_per_node, bool locality) -> "
+      "Tensor");
+  m.def(
       "route(Tensor topk_ids, Tensor share_row, Tensor tables, int num_experts, bool prefer_visited) -> "
       "Tensor");
   m.def(
@@ -39,6 +42,7 @@ STABLE_TORCH_LIBRARY_IMPL(isoload, CPU, m) {
   m.impl("replica_tables", TORCH_BOX(&isoload::ops::replica_tables));
   m.impl("plan_exact", TORCH_BOX(&isoload::ops::plan_exact));
   m.impl("share", TORCH_BOX(&isoload::ops::share));
+  m.impl("share_by_rank", TORCH_BOX(&isoload::ops::share_by_rank));
   m.impl("route", TORCH_BOX(&isoload::ops::route));
   m.impl("plan_waterfill", TORCH_BOX(&isoload::ops::plan_waterfill));
   m.impl("route_shared", TORCH_BOX(&isoload::ops::route_shared));

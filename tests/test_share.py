@@ -13,6 +13,7 @@ from torch import Tensor
 from cases import MAX_COPIES, Case, draw, instances
 from isoload import ops, reference
 from isoload.ops import Order
+from isoload.replica_tables import ReplicaTables
 
 FAMILIES = (
     *("eplb", "random", "chain", "clique", "duplicates", "zero_loads", "one_expert", "no_replicas"),
@@ -229,3 +230,26 @@ def test_opcheck() -> None:
     torch.library.opcheck(op, (LOADS, QUOTA, tables, 2, -1, True))
     batched = (LOADS.expand(3, 4, 4), QUOTA.expand(3, 8), tables.expand(3, -1))
     torch.library.opcheck(op, (*batched, 2, 1, False))
+    by_rank = torch.ops.isoload.share_by_rank.default
+    torch.library.opcheck(by_rank, (LOADS, QUOTA, tables, 2, True))
+    torch.library.opcheck(by_rank, (*batched, 2, False))
+
+
+@pytest.mark.parametrize("order", ["locality", "rank_major"])
+def test_by_rank_sums_every_rank_s_own_row(order: Order) -> None:
+    for case, kind, quota in shared(seed=300, max_ranks=32):
+        loads, tables, ranks = torch.from_numpy(case.loads), case.tables(), case.num_ranks
+        for per_node in nodes_of(ranks)[-2:]:
+            rows = torch.stack([ops.share(loads, quota, tables, per_node, r, order) for r in range(ranks)])
+            assert torch.equal(ops.share(loads, quota, tables, per_node, order=order), rows), (case, kind)
+            summed = rows.view(ranks, ranks, -1).sum(-1, dtype=torch.int32)
+            assert torch.equal(ops.share_by_rank(loads, quota, tables, per_node, order), summed)
+            assert torch.equal(reference.share_by_rank(loads, quota, tables, per_node, order), summed)
+    both = ops.share_by_rank(
+        loads.expand(2, -1, -1),
+        quota.expand(2, -1),
+        ReplicaTables(tables.data.expand(2, -1), ranks, tables.num_experts, tables.num_slots),
+        per_node,
+        order,
+    )
+    assert torch.equal(both, summed.expand(2, -1, -1))

@@ -7,7 +7,8 @@
 // local and node-local copies are the most possible. Without it (rank_major) one pass over all ranks is made,
 // which gives each replica one contiguous range of the expert's copies in source order.
 //
-// The interval of one source needs no other source's result, so all (row, expert) pairs are independent.
+// The interval of one source needs no other source's result: a rank computes its own row alone. Where all
+// rows are wanted, a lane walks both lines of an expert at once instead, and every copy is looked at once.
 #pragma once
 
 #include <cstdint>
@@ -21,13 +22,16 @@ struct ShareProblem {
   int per_node;  // ranks of a node; R if locality is off: then the only node is all of them
   bool locality;
   ReplicaTables tables;
-  const int32_t* loads;     // [R, E] copies per source rank and expert
-  const int32_t* quota;     // [P]
-  int first_row, last_row;  // the source ranks whose share is wanted
+  const int32_t* loads;  // [R, E] copies per source rank and expert
+  const int32_t* quota;  // [P]
 };
 
-// Caller's memory: copies per node and expert, [R / per_node, E] int32.
-inline int64_t share_workspace(const ShareProblem& in) { return int64_t(in.R / in.per_node) * in.E; }
+// Caller's memory in int32: copies per node and expert, [R / per_node, E]; for all rows also what every
+// source still has, [R, E], and every slot still takes, [P].
+inline int64_t share_workspace(const ShareProblem& in, bool all_rows) {
+  const int64_t left = int64_t(in.R) * in.E + int64_t(in.R) * in.S;
+  return int64_t(in.R / in.per_node) * in.E + (all_rows ? left : 0);
+}
 
 // The part of [start, start + length) that lies in [other, other + size).
 inline int32_t overlap(int32_t start, int32_t length, int32_t other, int32_t size) {
@@ -39,25 +43,50 @@ inline int32_t overlap(int32_t start, int32_t length, int32_t other, int32_t siz
 template <class Team>
 class Share {
  public:
-  Share(Team& team, const ShareProblem& problem, int32_t* workspace, int32_t* out)
-      : team_(team), in_(problem), t_(problem.tables), node_loads_(workspace), out_(out) {}
+  Share(Team& team, const ShareProblem& problem, int32_t* workspace)
+      : team_(team),
+        in_(problem),
+        t_(problem.tables),
+        node_loads_(workspace),
+        left_(node_loads_ + int64_t(problem.R / problem.per_node) * problem.E),
+        room_(left_ + int64_t(problem.R) * problem.E) {}
 
-  // Fills out [last_row - first_row, P]. Returns an expert with a negative load or quota, or whose quotas do
-  // not sum to its load; -1 if there is none.
-  int run() {
+  // An expert with a negative load or quota, or whose quotas do not sum to its load; -1 if there is none. To
+  // be called first.
+  int check() {
     add_up_nodes();
-    const int bad = find_unlike();
-    if (bad >= 0) return bad;
-    const int rows = in_.last_row - in_.first_row, P = in_.R * in_.S, splits = t_.num_split();
-    for (int row = 0; row < rows; ++row) {
-      team_.for_each(
-          P, [&](int p) { out_[row * P + p] = t_.solo[p] < 0 ? 0 : load(in_.first_row + row, t_.solo[p]); });
-    }
+    return find_unlike();
+  }
+
+  // What source rank s sends to every slot, onto row [P].
+  void one_row(int s, int32_t* row) {
+    team_.for_each(in_.R * in_.S, [&](int p) { row[p] = t_.solo[p] < 0 ? 0 : load(s, t_.solo[p]); });
     team_.sync();
-    for (int row = 0; row < rows; ++row)
-      team_.for_each(splits, [&](int i) { send(in_.first_row + row, t_.order[i], out_ + row * P); });
+    team_.for_each(t_.num_split(), [&](int i) { send(s, t_.order[i], row); });
     team_.sync();
-    return -1;
+  }
+
+  // What all source ranks send to every slot, onto out [R, P].
+  void all_rows(int32_t* out) {
+    const int P = in_.R * in_.S;
+    for (int s = 0; s < in_.R; ++s)
+      team_.for_each(P, [&](int p) { out[s * P + p] = t_.solo[p] < 0 ? 0 : load(s, t_.solo[p]); });
+    team_.sync();
+    deal_all([&](int s, int j, int32_t copies) { out[int64_t(s) * P + t_.slots[j]] += copies; });
+  }
+
+  // What all source ranks send to every rank, onto out [R, R].
+  void all_ranks(int32_t* out) {
+    const int R = in_.R, S = in_.S;
+    for (int s = 0; s < R; ++s)
+      team_.for_each(R, [&](int d) {
+        int32_t copies = 0;
+        for (int p = d * S; p < d * S + S; ++p) copies += t_.solo[p] < 0 ? 0 : load(s, t_.solo[p]);
+        out[int64_t(s) * R + d] = copies;
+      });
+    team_.sync();
+    // Experts of several lanes meet in one cell.
+    deal_all([&](int s, int j, int32_t copies) { team_.add(&out[int64_t(s) * R + t_.ranks[j]], copies); });
   }
 
  private:
@@ -99,6 +128,45 @@ class Share {
     for (int s = 0; s < in_.R; ++s) found |= load(s, e) < 0;
     for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j) found |= in_.quota[t_.slots[j]] < 0;
     return found;
+  }
+
+  // Every source serves its own rank, then its node, then all; give(s, j, copies) from source s to replica j.
+  template <class Give>
+  void deal_all(Give&& give) {
+    for (int s = 0; s < in_.R; ++s)
+      team_.for_each(t_.num_split(), [&](int i) { left_[int64_t(i) * in_.R + s] = load(s, t_.order[i]); });
+    team_.for_each(in_.R * in_.S, [&](int p) { room_[p] = in_.quota[p]; });
+    team_.sync();
+    team_.for_each(t_.num_split(), [&](int i) {
+      const int e = t_.order[i], first = t_.offsets[e], last = t_.offsets[e + 1];
+      int32_t* left = left_ + int64_t(i) * in_.R;
+      for (int j = first; j < last && in_.locality; ++j) meet(left, t_.ranks[j], j, give);
+      for (int j = first; j < last;) {
+        const int node = t_.ranks[j] / in_.per_node, begin = j;
+        while (j < last && t_.ranks[j] < (node + 1) * in_.per_node) ++j;
+        walk(left, node * in_.per_node, (node + 1) * in_.per_node, begin, j, give);
+      }
+      walk(left, 0, in_.R, first, last, give);
+    });
+    team_.sync();
+  }
+
+  // Sources [s, s_end) fill replicas [j, j_end), both lowest first, as far as both last.
+  template <class Give>
+  void walk(int32_t* left, int s, int s_end, int j, int j_end, Give&& give) {
+    while (s < s_end && j < j_end) {
+      meet(left, s, j, give);
+      left[s] == 0 ? ++s : ++j;
+    }
+  }
+
+  template <class Give>
+  void meet(int32_t* left, int s, int j, Give&& give) {
+    int32_t& room = room_[t_.slots[j]];
+    const int32_t copies = left[s] < room ? left[s] : room;
+    if (copies == 0) return;
+    left[s] -= copies, room -= copies;
+    give(s, j, copies);
   }
 
   // What replica j takes from its own rank, and what is then left of its quota.
@@ -166,8 +234,7 @@ class Share {
   Team& team_;
   const ShareProblem& in_;
   const ReplicaTables t_;
-  int32_t* const node_loads_;
-  int32_t* const out_;
+  int32_t *const node_loads_, *const left_, *const room_;
   bool negative_ = false;
 };
 

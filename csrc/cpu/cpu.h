@@ -19,9 +19,12 @@ void replica_tables(const int32_t* slot_to_expert, int R, int E, int S, int32_t*
 
 PlanStatus plan_exact(const ExactProblem& problem, const ExactResult& result);
 
-// The wanted rows of the share, out [rows, P]. Returns an expert whose quota was not made from its loads, or
+// Of the share: a rank's row [P], all rows [R, P], or all rows summed over each rank's slots [R, R].
+enum class ShareOf { one_row, all_rows, all_ranks };
+
+// Returns an expert whose quota was not made from its loads, or
 // -1.
-int share(const ShareProblem& problem, int32_t* out);
+int share(const ShareProblem& problem, ShareOf of, int rank, int32_t* out);
 
 // What a route did not fit: an id outside [-1, E), or an expert with more or fewer copies than its share.
 struct RouteFault {
@@ -65,6 +68,7 @@ struct SharedDraw {
 // slots [T, K] to ranks [T]. Returns the first slot outside [-1, R * slots_per_rank), or -1.
 template <class Id>
 int64_t route_shared_sampled(const Id* slots, int64_t T, int K, const SharedDraw& draw, int32_t* ranks);
+
 WaterfillStatus plan_waterfill(const WaterfillProblem& problem, const WaterfillResult& result);
 
 // The shared copies of one rank's tokens.

@@ -4,11 +4,17 @@
 
 namespace isoload::cpu {
 
-int share(const ShareProblem& problem, int32_t* out) {
+int share(const ShareProblem& problem, ShareOf of, int rank, int32_t* out) {
   thread_local std::vector<int32_t> workspace;
-  workspace.resize(share_workspace(problem));
+  workspace.resize(share_workspace(problem, of != ShareOf::one_row));
   SerialTeam team;
-  return Share<SerialTeam>(team, problem, workspace.data(), out).run();
+  Share<SerialTeam> solver(team, problem, workspace.data());
+  const int bad = solver.check();
+  if (bad >= 0) return bad;
+  if (of == ShareOf::one_row) solver.one_row(rank, out);
+  if (of == ShareOf::all_rows) solver.all_rows(out);
+  if (of == ShareOf::all_ranks) solver.all_ranks(out);
+  return -1;
 }
 
 }  // namespace isoload::cpu

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstring>
+#include <numeric>
 
 #include "algorithms/plan_exact.h"
 #include "algorithms/plan_waterfill.h"
@@ -30,8 +31,9 @@ struct Answers {
   static constexpr int kCut = 3;  // plans[0..2] are exact, with rank sets of 1, 2 and 4 words
   Buffer tables, workspace;
   std::array<SolvedPlan, 4> plans;
-  std::array<Buffer, 4> shares;  // all rows [R, P] and one row [P], by locality; the same rank major
-  std::array<bool, 4> shared;
+  std::array<Buffer, 6>
+      shares;  // all rows [R, P], one row [P], all ranks [R, R], by locality; then rank major
+  std::array<bool, 6> shared;
   bool diverged;  // a lane returned or saw something else than the others
 
   static bool fits(const Instance& in, int i) { return in.R <= 64 << i; }
@@ -47,13 +49,13 @@ struct Answers {
     fill(tables, ReplicaTables::size(in.E, in.P()));
     fill(workspace,
          std::max({2 * replica_tables_workspace(in.R, in.E), ExactWorkspace<4>::bytes(in.R, in.E) / 4,
-                   (WaterfillWorkspace<4>::bytes(in.R) + 3) / 4, int64_t(in.R) * in.E}));
+                   (WaterfillWorkspace<4>::bytes(in.R) + 3) / 4, 2 * int64_t(in.R) * in.E + in.P()}));
     for (SolvedPlan& plan : plans) {
       std::memset(plan.certificate, byte, sizeof plan.certificate);
       std::memset(plan.telemetry, byte, sizeof plan.telemetry);
       fill(plan.quota, in.P());
     }
-    for (int i = 0; i < 4; ++i) fill(shares[i], i % 2 ? in.P() : in.R * in.P());
+    for (int i = 0; i < 6; ++i) fill(shares[i], i % 3 == 1 ? in.P() : in.R * (i % 3 ? in.R : in.P()));
     diverged = false;
   }
 };
@@ -108,12 +110,19 @@ inline const char* plan_error(const Instance& in, const Answers& got, int i) {
   return nullptr;
 }
 
-// shares[i] of all rows and shares[i + 1] of one: sources send their loads, slots receive their quota.
+// shares[i] of all rows, [i + 1] of one, [i + 2] by rank: sources send their loads, slots receive their
+// quota.
 inline const char* share_error(const Instance& in, const Answers& got, int i) {
-  const Buffer &all = got.shares[i], &row = got.shares[i + 1];
-  if (!got.shared[i] || !got.shared[i + 1]) return "share refuses the plan";
+  const Buffer &all = got.shares[i], &row = got.shares[i + 1], &ranks = got.shares[i + 2];
+  if (!got.shared[i] || !got.shared[i + 1] || !got.shared[i + 2]) return "share refuses the plan";
   if (!std::equal(row.begin(), row.end(), all.begin() + in.row * in.P()))
     return "one row differs from all rows";
+  for (int s = 0; s < in.R; ++s)
+    for (int d = 0; d < in.R; ++d) {
+      const auto first = all.begin() + s * in.P() + d * in.S;
+      if (std::accumulate(first, first + in.S, 0) != ranks[s * in.R + d])
+        return "a rank's copies are not its slots'";
+    }
   std::vector<int64_t> received(in.P());
   for (int s = 0; s < in.R; ++s) {
     std::vector<int64_t> sent(in.E);
@@ -147,7 +156,7 @@ inline const char* answers_error(const Instance& in, const Answers& one, const A
   if (!one.exact().ok()) return nullptr;
   if (one.shares != many.shares || one.shared != many.shared) return "the shares of the two teams differ";
   const char* wrong = share_error(in, one, 0);
-  return wrong ? wrong : share_error(in, one, 2);
+  return wrong ? wrong : share_error(in, one, 3);
 }
 
 }  // namespace isoload

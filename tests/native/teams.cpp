@@ -28,7 +28,7 @@ class Lane {
     if (Answers::fits(in_, 1)) solve<2>(1);
     solve<4>(2);
     solve<4>(Answers::kCut);
-    for (int i = 0; i < 4 && to_.exact().ok(); ++i) share(i);
+    for (int i = 0; i < 6 && to_.exact().ok(); ++i) share(i);
   }
 
   void run(const Pouring& pour, AllPoured& all) {
@@ -95,22 +95,24 @@ class Lane {
   }
 
   void share(int i) {
-    const bool one_row = i % 2 == 1;
+    const bool near = i < 3;
     const ShareProblem problem{
         .R = in_.R,
         .E = in_.E,
         .S = in_.S,
-        .per_node = i < 2 ? in_.ranks_per_node : in_.R,
-        .locality = i < 2,
+        .per_node = near ? in_.ranks_per_node : in_.R,
+        .locality = near,
         .tables = tables(),
         .loads = in_.loads.data(),
         .quota = to_.exact().quota.data(),
-        .first_row = one_row ? in_.row : 0,
-        .last_row = one_row ? in_.row + 1 : in_.R,
     };
     Buffer& out = to_.shares[i];
     auto* workspace = reinterpret_cast<int32_t*>(to_.workspace.data());
-    const bool fits = Share<Team>(team_, problem, workspace, out.data()).run() < 0;
+    Share<Team> solver(team_, problem, workspace);
+    const bool fits = solver.check() < 0;
+    if (fits && i % 3 == 0) solver.all_rows(out.data());
+    if (fits && i % 3 == 1) solver.one_row(in_.row, out.data());
+    if (fits && i % 3 == 2) solver.all_ranks(out.data());
     if (team_.rank() == 0) to_.shared[i] = fits;
     finish(out, fits);
   }

@@ -17,19 +17,13 @@ from isoload.ops.routed import (
     route,
     route_sampled,
     share,
+    share_by_rank,
 )
-from isoload.ops.shared import (
-    WaterfillSplit,
-    plan_waterfill,
-    route_shared,
-)
-from isoload.ops.shared_layout import (
-    SharedRule,
-    append_shared_expert,
-    route_shared_sampled,
-)
+from isoload.ops.shared import Candidates, WaterfillSplit, plan_waterfill, route_shared
+from isoload.ops.shared_layout import SharedRule, append_shared_expert, route_shared_sampled
 
 __all__ = [
+    "Candidates",
     "ExactSplit",
     "Objective",
     "Order",
@@ -46,4 +40,5 @@ __all__ = [
     "route_shared",
     "route_shared_sampled",
     "share",
+    "share_by_rank",
 ]

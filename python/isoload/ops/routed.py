@@ -21,7 +21,8 @@ _count, _replica_tables, _plan_exact = (
     library.replica_tables.default,
     library.plan_exact.default,
 )
-_share, _route, _route_sampled = library.share.default, library.route.default, library.route_sampled.default
+_share, _share_by_rank = library.share.default, library.share_by_rank.default
+_route, _route_sampled = library.route.default, library.route_sampled.default
 
 
 def count(topk_ids: Tensor, num_experts: int) -> Tensor:
@@ -164,15 +165,9 @@ def share(
     Returns:
         [P] int32 for one rank, [R, P] for all (with a leading L if loads have one).
     """
-    if order not in ("locality", "rank_major"):
-        raise ValueError(f"order must be locality or rank_major, got {order!r}")
+    check_share(loads, tables, order)
     if rank is not None and rank < 0:
         raise ValueError(f"rank must be in 0..{tables.num_ranks - 1}, got {rank}")
-    if loads.shape[-2:] != (tables.num_ranks, tables.num_experts):
-        raise ValueError(
-            f"loads must be per source rank, [..., {tables.num_ranks}, {tables.num_experts}], "
-            f"got {list(loads.shape)}"
-        )
     row: Tensor = call(
         _share,
         loads,
@@ -183,6 +178,36 @@ def share(
         order == "locality",
     )
     return row
+
+
+def share_by_rank(
+    loads: Tensor,
+    quota: Tensor,
+    tables: ReplicaTables,
+    ranks_per_node: int,
+    order: Order = "locality",
+) -> Tensor:
+    """How many copies each source rank sends to each rank: :func:`share` of all rows, summed over a rank's slots.
+
+    Args:
+        loads, quota, tables, ranks_per_node, order: as in :func:`share`.
+
+    Returns:
+        [R, R] int32, source by destination (with a leading L if loads have one).
+    """
+    check_share(loads, tables, order)
+    copies: Tensor = call(_share_by_rank, loads, quota, tables.data, ranks_per_node, order == "locality")
+    return copies
+
+
+def check_share(loads: Tensor, tables: ReplicaTables, order: Order) -> None:
+    if order not in ("locality", "rank_major"):
+        raise ValueError(f"order must be locality or rank_major, got {order!r}")
+    if loads.shape[-2:] != (tables.num_ranks, tables.num_experts):
+        raise ValueError(
+            f"loads must be per source rank, [..., {tables.num_ranks}, {tables.num_experts}], "
+            f"got {list(loads.shape)}"
+        )
 
 
 def route(topk_ids: Tensor, share_row: Tensor, tables: ReplicaTables, prefer: Prefer | None = None) -> Tensor:
@@ -269,6 +294,11 @@ def _(
 @torch.library.register_fake("isoload::share")
 def _(loads: Tensor, quota: Tensor, tables: Tensor, ranks_per_node: int, rank: int, locality: bool) -> Tensor:
     return loads.new_empty((*loads.shape[: -2 if rank >= 0 else -1], quota.shape[-1]))
+
+
+@torch.library.register_fake("isoload::share_by_rank")
+def _(loads: Tensor, quota: Tensor, tables: Tensor, ranks_per_node: int, locality: bool) -> Tensor:
+    return loads.new_empty((*loads.shape[:-1], loads.shape[-2]))
 
 
 @torch.library.register_fake("isoload::route")

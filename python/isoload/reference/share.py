@@ -48,6 +48,18 @@ def share(
     return rows if rank is None else rows[rank]
 
 
+def share_by_rank(
+    loads: Tensor,
+    quota: Tensor,
+    tables: ReplicaTables,
+    ranks_per_node: int,
+    order: Literal["locality", "rank_major"] = "locality",
+) -> Tensor:
+    """[R, R] int32 the share's rows [R, P] (both with a leading L if the tables have one), summed rank by rank."""
+    rows = share(loads, quota, tables, ranks_per_node, order=order)
+    return rows.view(*rows.shape[:-1], tables.num_ranks, -1).sum(-1, dtype=torch.int32)
+
+
 def _groups(num_ranks: int, ranks_per_node: int, order: str) -> Iterator[range]:
     """Ranks that may meet: each rank with itself, the ranks of each node, all. rank_major: all at once."""
     for size in (1, ranks_per_node, num_ranks) if order == "locality" else (num_ranks,):
