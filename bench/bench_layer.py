@@ -49,12 +49,13 @@ from harness import machine, write_results
 from isoload.batches import make_batches
 from isoload.expert_weights import ExpertWeights, SwiGLU
 from isoload.experts import run_experts
+from isoload.simulate import DEFAULT_POLICIES
 from isoload.transport import CollectiveTransport, LocalTransport, Transport
 
 TRACE = Path(__file__).parents[1] / "examples" / "traces" / "gptoss20b_decode.npz"
 EXPERTS, TOP_K, BATCHES, LAYER = 32, 4, 14, 12
 HIDDEN, INNER = 256, 512
-NAMES = ("no replicas", *isoload.POLICIES)
+NAMES = ("no replicas", *DEFAULT_POLICIES)
 ROUTINGS = ("gptoss20b layer 12", "hot_experts")
 FORWARD = ("gather", "dispatch row counts", "dispatch", "combine")
 BACKWARD = ("combine backward", "replica gradients", "dispatch backward")

@@ -8,13 +8,14 @@ from typer.testing import CliRunner
 import isoload
 from isoload.cli import app
 from isoload.demo import run_demo
+from isoload.simulate import DEFAULT_POLICIES
 
 
 def test_demo_reports_every_policy():
     done = CliRunner().invoke(app, ["demo", "--json", "-"])
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)["policies"]
-    assert [row["policy"] for row in rows] == list(isoload.POLICIES)
+    assert [row["policy"] for row in rows] == list(DEFAULT_POLICIES)
     for row in rows:
         assert set(row) == {
             "policy",

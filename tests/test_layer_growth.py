@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import isoload
 from isoload.policies import make_policy
+from isoload.simulate import DEFAULT_POLICIES
 from isoload.transport import LocalTransport
 
 RANKS, EXPERTS, TOP_K, HIDDEN, INNER = 4, 6, 2, 4, 4
@@ -52,7 +53,7 @@ class Steps:
         return ids, weights
 
     def run(self, first: int, last: int) -> None:
-        names = list(isoload.POLICIES)
+        names = list(DEFAULT_POLICIES)
         for step in range(first, last):
             name = names[step % len(names)]
             self.layer.policy = make_policy(name, {"step": step} if name == "dynamic" else {})
@@ -66,9 +67,10 @@ class Steps:
     def caches(self) -> dict[str, int]:
         """Entries of everything that remembers."""
         placed = self.placement._by_device.values()
+        own = self.layer._placed.values()
         return {
             "placement": len(placed),
-            "policies": sum(len(layers.cache) for layers in placed),
+            "policies": sum(len(layers.cache) for layers in [*placed, *own]),
             "agreed facts": len(self.transport._agreed),
             "stages of traffic": len(self.transport.traffic.bytes),
         }
@@ -97,7 +99,7 @@ def test_placements_that_are_dropped_are_freed() -> None:
     def run(rounds: int) -> None:
         for _ in range(rounds):
             placement = make_placement(draw)
-            for policy in isoload.POLICIES:
+            for policy in DEFAULT_POLICIES:
                 assert int(isoload.plan(loads, placement, 0, policy).bound) > 0
             alive.append(weakref.ref(placement))
 

@@ -13,6 +13,7 @@ import torch._dynamo  # which a dispatch mode imports: once, not in every forked
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import isoload
+from isoload.simulate import DEFAULT_POLICIES
 from isoload.transport import CollectiveTransport
 from processes import run_ranks
 from test_moe import EXPERTS, make_setup
@@ -65,7 +66,7 @@ def test_bytes_are_those_handed_to_the_collectives(capacity: int | None) -> None
     assert all(sum(of_rank.counted[stage] for of_rank in results) > 0 for stage in rows)
 
 
-@pytest.mark.parametrize("policy", isoload.POLICIES)
+@pytest.mark.parametrize("policy", DEFAULT_POLICIES)
 def test_all_ranks_make_one_plan_and_send_each_token_once_per_rank(policy: str) -> None:
     results, setup = run_ranks(train_once, RANKS, policy, None), make_setup(RANKS)
     loads = torch.stack([isoload.count(setup.gate(rows)[0], EXPERTS) for rows in setup.rows])

@@ -43,10 +43,15 @@ def placement_of(size=5, layers=1, **changes):
     return isoload.Placement(**{name: getattr(given, name) for name in fields} | changes)
 
 
+WITH_SHARED = torch.cat([torch.arange(16).view(4, 4) % 10, torch.full((4, 1), 10)], dim=1).view(1, 20)
+
 REFUSED = {
     "topology": ({"topology": isoload.Topology(4, 2)}, "placement must have the layer's topology=Topology"),
     "layers": ({"layers": 2}, "placement must have the layer's num_layers=1, got 2"),
-    "shared": ({"num_shared": 1}, "placement must have the layer's num_shared=0, got 1"),
+    "shared": (
+        {"num_shared": 1, "slot_to_expert": WITH_SHARED, "home_slot": None},
+        "placement must have the layer's num_shared=0, got 1",
+    ),
     "slots": ({"size": 6}, "placement must have the layer's slots_per_rank=5, got 6"),
 }
 

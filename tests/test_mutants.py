@@ -176,7 +176,7 @@ MUTANTS = {
         "planning",
     ),
     "a layer's random stream is every layer's": Mutant(
-        "python/isoload/routing.py",
+        "python/isoload/policies/base.py",
         'getattr(plan.policy, "step", 0), rank',
         'getattr(plan.policy, "step", 0) * 0, rank',
         "planning",

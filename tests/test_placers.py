@@ -263,7 +263,7 @@ REFUSED = [
     (RANGE + "9.22337e+18", {"counts": [[1, 2**63]]}),
     ("spare_slots must be at least 0, got -1", {"spare_slots": -1}),
     (
-        "slots_per_rank must be at least 4 for 8 experts on 4 live ranks with 2 spare slots, got 3",
+        "slots_per_rank must be at least 4 for 8 experts on 4 live ranks with 2 spare and 0 shared slots, got 3",
         {"slots_per_rank": 3, "spare_slots": 2},
     ),
     (

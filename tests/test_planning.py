@@ -223,7 +223,8 @@ BAD_CALLS = {
     "count experts": (lambda s: isoload.count(s.ids, 0), "num_experts must be at least 1, got 0"),
     "unknown policy": (
         lambda s: isoload.plan(s.good, s.placement, 0, "best"),
-        "policy must be one of none, static, even, dynamic, exact, got 'best'",
+        "policy must be one of none, static, even, dynamic, exact, shared_local, waterfill, waterfill_sampled, joint, "
+        "got 'best'",
     ),
     "unknown option": (
         lambda s: isoload.plan(s.good, s.placement, 0, "exact", speed=1),

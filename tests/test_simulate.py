@@ -135,6 +135,8 @@ def test_totals_and_settings():
         "ranks_per_node": 2,
         "slots_per_rank": 4,
         "spare_slots": 0,
+        "shared_experts": 0,
+        "max_batches": 0,
         "placer": "eplb",
         "calibrate": "first-half",
         "batch_tokens": None,

@@ -40,6 +40,14 @@ class SourceBatch:
         """[T_r, K] choices of one source rank's tokens, a view."""
         return self.topk_ids[layer, self.start[rank] : self.start[rank + 1]]
 
+    def with_shared(self, num_routed: int, num_shared: int) -> SourceBatch:
+        """The batch with one more column per shared expert (ids from num_routed on); -1 for a token without experts."""
+        if not num_shared:
+            return self
+        ids = torch.arange(num_routed, num_routed + num_shared, dtype=torch.int32)
+        used = (self.topk_ids >= 0).any(-1, keepdim=True)
+        return SourceBatch(torch.cat([self.topk_ids, torch.where(used, ids, -1)], dim=-1), self.start)
+
     def sources(self) -> Ints:
         """[T] int64 source rank of every token."""
         return np.repeat(np.arange(self.num_ranks), np.diff(self.start))

@@ -20,7 +20,7 @@ from isoload.calibration import CALIBRATIONS
 from isoload.inspection import inspect_trace
 from isoload.placers import PLACERS
 from isoload.policies import POLICIES
-from isoload.simulate import DEFAULT_POLICIES, ReplaySettings
+from isoload.simulate import DEFAULT_POLICIES, SHARED_POLICIES, ReplaySettings
 from isoload.simulate import replay as replay_trace
 from isoload.trace import Trace, read_trace
 
@@ -33,6 +33,10 @@ app = typer.Typer(
 )
 
 JSON_HELP = "Write the figures as JSON to this file, or to stdout (-) in place of the table."
+POLICIES_HELP = (
+    f"Some of {', '.join(POLICIES)}, each with options as name:option=value. "
+    f"Default: {','.join(DEFAULT_POLICIES)}; with shared experts {','.join(SHARED_POLICIES)}."
+)
 LAYERS_HELP = "Only these layers, by position: 0-3,7."
 
 TracePath = Annotated[Path, typer.Argument(metavar="TRACE", help="An npz trace or an SGLang expert dump.")]
@@ -55,10 +59,13 @@ def replay(
     slots_per_rank: Annotated[
         int,
         typer.Option(
-            help="S, spare slots included. 0: E/R, an eighth of it (at least 1) more, and the spare ones."
+            help="S, shared and spare slots included. 0: E/R, an eighth of it (at least 1) more, and those."
         ),
     ] = 0,
     spare_slots: Annotated[int, typer.Option(help="Slots of every rank that stay empty.")] = 0,
+    shared_experts: Annotated[
+        int, typer.Option(help="Shared experts that every token gets besides; every rank holds each.")
+    ] = 0,
     placer: Annotated[str, typer.Option(help=f"One of {', '.join(PLACERS)}.")] = "eplb",
     calibrate: Annotated[
         str, typer.Option(help=f"What the placer sees: {', '.join(CALIBRATIONS)}. Replayed is the rest.")
@@ -67,13 +74,14 @@ def replay(
         int | None,
         typer.Option(help="Tokens per batch. Default: the trace's own, else 1024 (drawn: at most 4096)."),
     ] = None,
+    max_batches: Annotated[
+        int, typer.Option(help="Batches replayed per calibration, the first ones. 0: all.")
+    ] = 0,
     assign: Annotated[
         str, typer.Option(help=f"How whole sequences go to source ranks: {', '.join(ASSIGNMENTS)}.")
     ] = "contiguous",
     seed: Annotated[int, typer.Option(help="Of drawn tokens and of policies that draw.")] = 0,
-    policies: Annotated[str, typer.Option(help=f"Some of {', '.join(POLICIES)}.")] = ",".join(
-        DEFAULT_POLICIES
-    ),
+    policies: Annotated[str | None, typer.Option(help=POLICIES_HELP)] = None,
     layers: LayersText = None,
     json: JsonTarget = None,
 ) -> None:
@@ -90,17 +98,22 @@ def replay(
     """
     with _one_line_errors():
         report.check_target(json)
+        chosen: tuple[str, ...] = SHARED_POLICIES if shared_experts else DEFAULT_POLICIES
+        if policies is not None:
+            chosen = tuple(name.strip() for name in policies.split(",") if name.strip())
         settings = ReplaySettings(
             num_ranks=ranks,
             ranks_per_node=ranks_per_node,
             slots_per_rank=slots_per_rank,
             spare_slots=spare_slots,
+            shared_experts=shared_experts,
             placer=placer,
             calibrate=calibrate,
             batch_tokens=batch_tokens,
+            max_batches=max_batches,
             assign=assign,
             seed=seed,
-            policies=tuple(name.strip() for name in policies.split(",") if name.strip()),
+            policies=chosen,
         )
         loaded = _load(trace, layers)
         with _progress("replaying batches") as on_batch:

@@ -22,7 +22,7 @@ from isoload.experts import run_experts
 from isoload.moe import MoE
 from isoload.placers import place
 from isoload.planning import plan
-from isoload.policies import POLICIES
+from isoload.simulate import DEFAULT_POLICIES
 from isoload.topology import Topology
 from isoload.trace import Trace, read_trace
 from isoload.transport import CollectiveTransport
@@ -88,7 +88,7 @@ def run_demo(trace_path: Path | None, num_ranks: int, layer: int) -> list[DemoFi
             for process in processes:
                 process.kill()
                 process.join()
-    return [_summarise(name, [report[name] for report in reports]) for name in POLICIES]
+    return [_summarise(name, [report[name] for report in reports]) for name in DEFAULT_POLICIES]
 
 
 def _receive(rank: int, reader: Connection) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _run_rank(rank: int, topology: Topology, trace: Trace, store: str, writer: C
         torch.set_num_threads(1)
         init = f"file://{store}"
         dist.init_process_group("gloo", init_method=init, rank=rank, world_size=topology.num_ranks)
-        writer.send({name: _run_policy(name, rank, topology, trace) for name in POLICIES})
+        writer.send({name: _run_policy(name, rank, topology, trace) for name in DEFAULT_POLICIES})
         dist.barrier()
     except Exception as error:
         writer.send(f"{type(error).__name__}: {error}")

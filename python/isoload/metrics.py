@@ -21,15 +21,20 @@ class RoutedBatch:
     slot_copies  [L, P]  copies that each slot received
     rows         [L, 3]  rows (distinct token x destination rank): all, to another rank, to another node
     copies       [L, 3]  copies (token x expert): all, to another rank, to another node
+    shared       [L, 3]  copies of shared experts: all, to another rank, to another rank that the token's routed
+                         experts do not visit
     """
 
     slot_copies: Ints
     rows: Ints
     copies: Ints
+    shared: Ints
 
 
-def count_routed(slots: Ints, sources: Ints, topology: Topology, slots_per_rank: int) -> RoutedBatch:
-    """Counts slots [L, T, K] (-1 = absent) of tokens on source ranks [T]."""
+def count_routed(
+    slots: Ints, sources: Ints, topology: Topology, slots_per_rank: int, num_shared: int = 0
+) -> RoutedBatch:
+    """Counts slots [L, T, K] (-1 = absent) of tokens on source ranks [T]; the last num_shared of K are shared."""
     layers, tokens, _ = slots.shape
     ranks, per_node = topology.num_ranks, topology.ranks_per_node
     num_slots = ranks * slots_per_rank
@@ -45,7 +50,16 @@ def count_routed(slots: Ints, sources: Ints, topology: Topology, slots_per_rank:
         sent = sent.reshape(tokens, ranks + 1)[:, 1:]
         for out, amount in ((rows, sent > 0), (copies, sent)):
             out[layer] = amount.sum(), amount[~same_rank].sum(), amount[~same_node].sum()
-    return RoutedBatch(slot_copies, rows, copies)
+    shared = np.stack([_count_shared(layer // slots_per_rank, sources, num_shared) for layer in slots])
+    return RoutedBatch(slot_copies, rows, copies, shared)
+
+
+def _count_shared(ranks: Ints, sources: Ints, num_shared: int) -> Ints:
+    """[3] shared copies of one layer, from the ranks [T, K] of all copies (-1 = absent)."""
+    routed, shared = np.split(ranks, [ranks.shape[1] - num_shared], axis=1)
+    away = (shared >= 0) & (shared != sources[:, None])
+    unvisited = away & ~(shared[:, :, None] == routed[:, None, :]).any(-1)
+    return np.array([(shared >= 0).sum(), away.sum(), unvisited.sum()])
 
 
 @dataclass(frozen=True)
@@ -60,6 +74,8 @@ class PolicyFigures:
     remote_*_rows        rows (distinct token x destination rank) that leave their rank, their node
     remote_*_share       the same / all rows
     remote_*_copy_share  copies (token x expert) that leave their rank, their node / all copies
+    shared_remote_share  copies of shared experts that leave their rank / all; None without shared experts
+    shared_unvisited_share  those that go to a rank where the token has no routed copy / all
     active_experts       slots that received copies, on the rank that has most of them, mean
     plan_us_*            planning time per layer in microseconds: of a call for one layer (median, p99), and
                          of a call for all layers divided by their number (median)
@@ -80,6 +96,8 @@ class PolicyFigures:
     remote_node_share: float
     remote_rank_copy_share: float
     remote_node_copy_share: float
+    shared_remote_share: float | None
+    shared_unvisited_share: float | None
     active_experts: float
     plan_us_median: float
     plan_us_p99: float
@@ -97,6 +115,7 @@ class Tally:
     active: list[Ints] = field(default_factory=list)  # [L] slots in use on the rank with most
     rows: list[Ints] = field(default_factory=list)  # [L, 3]
     copies: list[Ints] = field(default_factory=list)  # [L, 3]
+    shared: list[Ints] = field(default_factory=list)  # [L, 3]
     layer_ns: list[int] = field(default_factory=list)
     batched_ns: list[float] = field(default_factory=list)  # per layer
 
@@ -108,6 +127,7 @@ class Tally:
         self.bounds.append(bound)
         self.rows.append(routed.rows)
         self.copies.append(routed.copies)
+        self.shared.append(routed.shared)
 
     def figures(self) -> PolicyFigures:
         loads, bound, active = (np.concatenate(part) for part in (self.loads, self.bounds, self.active))
@@ -118,6 +138,7 @@ class Tally:
         peak, mean, total = loads.max(-1), loads.mean(-1), loads.sum(-1)
         gap, imbalance = peak / bound - 1, peak / mean
         rows, copies = (np.concatenate(part).sum(0).tolist() for part in (self.rows, self.copies))
+        shared = np.concatenate(self.shared).sum(0).tolist()
         layer_us = np.array(self.layer_ns) / 1000
         return PolicyFigures(
             policy=self.policy,
@@ -135,6 +156,8 @@ class Tally:
             remote_node_share=rows[2] / rows[0],
             remote_rank_copy_share=copies[1] / copies[0],
             remote_node_copy_share=copies[2] / copies[0],
+            shared_remote_share=shared[1] / shared[0] if shared[0] else None,
+            shared_unvisited_share=shared[2] / shared[0] if shared[0] else None,
             active_experts=float(active.mean()),
             plan_us_median=float(np.median(layer_us)),
             plan_us_p99=float(np.percentile(layer_us, 99)),

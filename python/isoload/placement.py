@@ -12,6 +12,7 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.replica_tables import ReplicaTables
+from isoload.shared_experts import shared_home
 from isoload.topology import Topology
 
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
@@ -19,7 +20,10 @@ IntArray = np.ndarray[Any, np.dtype[np.int32]]
 
 @dataclass(frozen=True)
 class PlacedLayers:
-    """One layer of a placement ([P], [E]) or all of them ([L, P], [L, E]) on a device: what policies see."""
+    """One layer of a placement ([P], [E]) or all of them ([L, P], [L, E]) on a device: what policies see.
+
+    The tables are of the routed experts alone: shared ones lie on every rank, in slots ``first_shared`` and on.
+    """
 
     slot_to_expert: Tensor
     home_slot: Tensor
@@ -30,15 +34,44 @@ class PlacedLayers:
     layer: int | None
     cache: dict[Any, Tensor] = field(default_factory=dict)  # what a policy derives once per placement
 
-    @cached_property
-    def shape_of_sums(self) -> tuple[int, ...]:
-        """Of loads summed over sources: [..., E]."""
-        return tuple(self.home_slot.shape)
+    # Made with the record: a cached_property takes a lock on its first call, which torch.compile cannot trace.
+    shape_of_sums: tuple[int, ...] = field(init=False)  # of loads summed over sources: [..., E]
+    shape_per_source: tuple[int, ...] = field(init=False)  # of loads per source rank: [..., R, E]
+    shared_home: Tensor | None = field(init=False)  # [R] int64, see isoload.shared_experts.shared_home
+    shared_limits: Tensor | None = field(
+        init=False
+    )  # [R] int32 shared copies a rank can take; None = any number
 
-    @cached_property
-    def shape_per_source(self) -> tuple[int, ...]:
-        """Of loads per source rank: [..., R, E]."""
-        return (*self.home_slot.shape[:-1], self.tables.num_ranks, self.tables.num_experts)
+    def __post_init__(self) -> None:
+        def derive(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        device, ranks, live = self.home_slot.device, self.topology.num_ranks, self.topology.live_ranks
+        *batch, experts = self.home_slot.shape
+        derive("shape_of_sums", (*batch, experts))
+        derive("shape_per_source", (*batch, ranks, experts))
+        home = torch.tensor(shared_home(live, ranks), device=device) if self.num_shared else None
+        derive("shared_home", home)
+        limits = [2**31 - 1 if rank in live else 0 for rank in range(ranks)]
+        limited = self.num_shared and len(live) < ranks
+        derive("shared_limits", torch.tensor(limits, dtype=torch.int32, device=device) if limited else None)
+
+    @property
+    def num_shared(self) -> int:
+        return self.host.num_shared
+
+    def home_rank(self, rank: int) -> int:
+        """The rank that computes a source's shared experts unless a policy moves them."""
+        return shared_home(self.topology.live_ranks, self.topology.num_ranks)[rank]
+
+    @property
+    def first_shared(self) -> int:
+        """Place of the first shared expert among a rank's slots."""
+        return self.host.slots_per_rank - self.spare_slots - self.num_shared
+
+    def routed_tables(self, slot_to_expert: Tensor) -> ReplicaTables:
+        """The tables of the routed experts in these slots."""
+        return ops.replica_tables(slot_to_expert, self.topology.num_ranks, self.host.num_routed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +88,8 @@ class Placement:
         num_experts: E, shared experts included (they follow the routed ones).
         home_slot: [L, E] slot that owns the expert's weights. Default: its lowest slot.
         spare_slots: the last so many slots of every rank are empty, for experts borrowed for one batch.
-        num_shared: how many of the E experts are shared ones.
+        num_shared: how many of the E experts are shared ones; they lie in the last slots before the spare ones of
+            every rank that is alive, in order.
         layer_ids: [L] the model's own layer numbers, distinct. Default: 0..L-1.
         replica_weight: [L, P] float32, wished part of each replica, not negative; None = equal.
 
@@ -97,6 +131,11 @@ class Placement:
         return self.slot_to_expert.shape[0]
 
     @property
+    def num_routed(self) -> int:
+        """Experts that the router chooses from: E less the shared ones."""
+        return self.num_experts - self.num_shared
+
+    @property
     def num_slots(self) -> int:
         return self.slot_to_expert.shape[1]
 
@@ -106,9 +145,10 @@ class Placement:
 
     @cached_property
     def has_freedom(self) -> tuple[bool, ...]:
-        """[L] whether a policy has anything to decide: a split expert or a spare slot."""
+        """[L] whether a policy has anything to decide: a split expert, a spare slot or a shared expert."""
         split = self.layers("cpu").tables.field("header")[:, 0].tolist()
-        return tuple(self.spare_slots > 0 or n > 0 for n in split)
+        free = self.spare_slots > 0 or (self.num_shared > 0 and self.topology.num_ranks > 1)
+        return tuple(free or n > 0 for n in split)
 
     @cached_property
     def _by_device(self) -> dict[tuple[torch.device, int | None], PlacedLayers]:
@@ -121,7 +161,8 @@ class Placement:
             return self._by_device[key]
         # From lists, because FakeTensorMode, which proves that planning never syncs, refuses other ways.
         slots, home = (torch.tensor(rows.tolist(), dtype=torch.int32, device=device) for rows in self.arrays)
-        tables = ops.replica_tables(slots, self.topology.num_ranks, self.num_experts)
+        # ids of shared experts follow those of the routed ones, so here their slots count as empty
+        tables = ops.replica_tables(slots, self.topology.num_ranks, self.num_routed)
         whole = PlacedLayers(slots, home, tables, self.topology, self.spare_slots, self, None)
         return self._remember(key, whole)
 
@@ -186,6 +227,8 @@ def placement_errors(placement: Placement) -> list[str]:
         layer, expert = missing[0]
         return [f"slot_to_expert must hold every expert, layer {layer} has no replica of expert {expert}"]
     per_rank, spare = slots.reshape(layers, ranks, -1), placement.spare_slots
+    if placement.num_shared:
+        errors += _shared_errors(placement, per_rank)
     if spare and (per_rank[:, :, -spare:] >= 0).any():
         errors.append(f"slot_to_expert must be -1 in the last spare_slots={spare} slots of a rank")
     dead = sorted(set(range(ranks)) - set(placement.topology.live_ranks))
@@ -229,6 +272,21 @@ def _shape_errors(placement: Placement) -> list[str]:
         bad = weight[~(weight.isfinite() & (weight >= 0))][0]
         errors.append(f"replica_weight must be finite and not negative, got {bad}")
     return errors
+
+
+def _shared_errors(placement: Placement, per_rank: IntArray) -> list[str]:
+    """Shared experts lie in the last resident slots of every live rank, and nowhere else."""
+    num, live = placement.num_shared, placement.topology.live_ranks
+    last = per_rank.shape[2] - placement.spare_slots
+    wanted = np.arange(placement.num_routed, placement.num_experts)
+    there = per_rank[:, live, last - num : last] if last >= num else per_rank[:, live, :0]
+    held = int((per_rank >= placement.num_routed).sum())
+    if there.shape[2] == num and (there == wanted).all() and held == there.size:
+        return []
+    return [
+        f"slot_to_expert must hold the num_shared={num} shared experts ({wanted[0]}..{wanted[-1]}) in order in the "
+        "last slots before the spare ones of every rank that is alive, and nowhere else"
+    ]
 
 
 def _merged_homes(per_rank: IntArray, home: IntArray) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from isoload import ops
 from isoload.ops import Order
 from isoload.placement import PlacedLayers, Placement
-from isoload.policies import Policy, make_policy
+from isoload.policies import Demand, Policy, make_policy
 from isoload.records import Plan
+from isoload.shared_experts import SharedPlan, keep_home, per_expert
 
 
 def plan(
@@ -76,17 +77,50 @@ def plan_layers(loads: Tensor, placement: Placement, policy: str | Policy = "exa
 
 def _plan(loads: Tensor, placed: PlacedLayers, policy: Policy) -> Plan:
     _check_loads(loads, placed, policy)
-    slots = policy.fill(loads, placed)
-    filled = slots is not placed.slot_to_expert
-    tables = (
-        ops.replica_tables(slots, placed.tables.num_ranks, placed.tables.num_experts)
-        if filled
-        else placed.tables
-    )
-    split = policy.split(loads, tables, placed)
+    demand = _demand(loads, placed)
+    slots = policy.fill(demand, placed)
+    tables = placed.tables if slots is placed.slot_to_expert else placed.routed_tables(slots)
+    split = policy.split(demand, tables, placed)
+    shared = split.shared
+    if demand.tokens is not None:
+        shared = shared or SharedPlan("home", demand.tokens)
+        _add_shared(split.quota, shared, demand, placed)
     return Plan(
-        slots, split.quota, split.peak, split.bound, tables, placed, policy, split.weights, split.telemetry
+        slots,
+        split.quota,
+        split.peak,
+        split.bound,
+        tables,
+        placed,
+        policy,
+        split.weights,
+        split.telemetry,
+        shared,
     )
+
+
+def _demand(loads: Tensor, placed: PlacedLayers) -> Demand:
+    """Loads taken apart: the last num_shared columns say how many tokens of each source need the shared experts."""
+    if placed.shared_home is None:
+        return Demand(loads)
+    tokens = loads.select(-1, placed.host.num_routed)
+    at_home = tokens if placed.num_shared == 1 else tokens * placed.num_shared
+    if placed.shared_limits is not None:  # some ranks hold no experts
+        home = placed.shared_home.expand(at_home.shape)
+        at_home = torch.zeros_like(at_home).scatter_add_(-1, home, at_home)
+    return Demand(loads.narrow(-1, 0, placed.host.num_routed), tokens, at_home)
+
+
+def _add_shared(quota: Tensor | None, shared: SharedPlan, demand: Demand, placed: PlacedLayers) -> None:
+    """Adds the shared slots' entries to a quota [..., P], in which the split left 0."""
+    if quota is None or not shared.is_met:
+        return
+    if shared.share is not None:
+        copies = per_expert(shared.share, placed.num_shared).sum(-3, dtype=torch.int32)
+    else:
+        assert demand.at_home is not None
+        copies = (demand.at_home // placed.num_shared).unsqueeze(-1)
+    shared_part(quota, placed).add_(copies)
 
 
 def _check_loads(loads: Tensor, placed: PlacedLayers, policy: Policy) -> None:
@@ -97,10 +131,21 @@ def _check_loads(loads: Tensor, placed: PlacedLayers, policy: Policy) -> None:
         raise ValueError(
             f"loads must be {list(sums)} or, per source rank, {list(sources)}, got {list(loads.shape)}"
         )
+    if placed.num_shared:
+        raise ValueError(
+            f"loads must be per source rank, {list(sources)}, for a placement with shared experts, "
+            f"got the sum {list(sums)}"
+        )
     if policy.needs == "per_source":
         raise ValueError(
             f"loads must be per source rank, {list(sources)}, for policy {policy.name}, got the sum {list(sums)}"
         )
+
+
+def shared_part(per_slot: Tensor, placed: PlacedLayers) -> Tensor:
+    """[..., R, n] the shared slots of per_slot [..., P], a view."""
+    per_rank = per_slot.view(*per_slot.shape[:-1], placed.topology.num_ranks, -1)
+    return per_rank.narrow(-1, placed.first_shared, placed.num_shared)
 
 
 def share(loads: Tensor, plan: Plan, rank: int | None = None, order: Order = "locality") -> Tensor:
@@ -112,6 +157,18 @@ def share(loads: Tensor, plan: Plan, rank: int | None = None, order: Order = "lo
         rank: one source rank -> [P]; None: all -> [R, P].
         order: "locality" or "rank_major", see :func:`isoload.ops.share`. Policies that fix the share ignore it.
     """
+    rows, placed = share_routed(loads, plan, rank, order), plan.placed
+    if plan.shared is not None and plan.shared.is_met and placed.shared_home is not None:
+        sent = plan.shared.share
+        if sent is None:
+            sent = keep_home(plan.shared.tokens * placed.num_shared, placed.shared_home)
+        parts = per_expert(sent, placed.num_shared)  # [..., R, R, n]
+        shared_part(rows, placed).add_(parts if rank is None else parts.select(-3, rank))
+    return rows
+
+
+def share_routed(loads: Tensor, plan: Plan, rank: int | None, order: Order = "locality") -> Tensor:
+    """:func:`share` of the routed experts alone; the shared slots are 0."""
     if plan.quota is None:
         raise ValueError(f"plan must have a quota to be shared, policy {plan.policy.name} samples")
     if loads.device != plan.bound.device:
@@ -122,4 +179,5 @@ def share(loads: Tensor, plan: Plan, rank: int | None = None, order: Order = "lo
         )
     if rank is not None and not 0 <= rank < plan.tables.num_ranks:
         raise ValueError(f"rank must be in 0..{plan.tables.num_ranks - 1}, got {rank}")
-    return plan.policy.share(loads, plan, rank, order)
+    routed = loads.narrow(-1, 0, plan.tables.num_experts) if plan.placed.num_shared else loads
+    return plan.policy.share(routed, plan.quota, plan.tables, plan.placed, rank, order)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from isoload.placement import PlacedLayers
 from isoload.replica_tables import ReplicaTables
+from isoload.shared_experts import SharedPlan
 from isoload.topology import Topology
 
 if TYPE_CHECKING:
@@ -21,14 +22,17 @@ class Plan:
     """Two integer vectors over slots, and the proof of how good they are. Fields may have a leading L.
 
     slot_to_expert  [P] int32   the placement with its spare slots filled
-    quota           [P] int32   copies each slot takes; for every expert they sum to its load. None if sampled
+    quota           [P] int32   copies each slot takes; for every expert they sum to its load. None if sampled.
+                                If only shared experts are sampled: of the routed slots, 0 in the shared ones
     peak            []  int64   max over ranks of the rank's load (copies; ticks if ranks differ in speed).
                                 None if sampled: what sampling did is counted from routed slots
-    bound           []  int64   proved lower bound of the peak over all integer quotas of these slots
-    tables                      of slot_to_expert
+    bound           []  int64   proved lower bound of the peak over all integer quotas of these slots; shared
+                                experts stay home in it unless the policy moves them
+    tables                      of slot_to_expert's routed experts
     placed                      the layers of the placement it was made for
     weights         [P] float32 sampled policies only: wished part of each replica
     telemetry       [4] int32   exact splits only: sweeps, augmentations, Newton steps, cut by the budget
+    shared                      where shared copies go; None without shared experts
     """
 
     slot_to_expert: Tensor
@@ -40,6 +44,7 @@ class Plan:
     policy: Policy
     weights: Tensor | None = None
     telemetry: Tensor | None = None
+    shared: SharedPlan | None = None
 
     @property
     def topology(self) -> Topology:
@@ -52,8 +57,9 @@ class Plan:
 
     @property
     def realisation(self) -> str:
-        """ "quota": a route meets the plan exactly; "sample": replicas are drawn per copy."""
-        return "quota" if self.weights is None else "sample"
+        """ "quota": a route meets the plan exactly; "sample": what it does is known from routed slots only."""
+        drawn = self.weights is not None or (self.shared is not None and not self.shared.is_met)
+        return "sample" if drawn else "quota"
 
     def __getitem__(self, layer: int) -> Plan:
         """The plan of one layer of a batch."""
@@ -73,12 +79,17 @@ class Plan:
             self.policy,
             pick(self.weights),
             pick(self.telemetry),
+            None if self.shared is None else self.shared[layer],
         )
 
 
-def rank_cost(quota: Tensor, topology: Topology) -> Tensor:
-    """[..., R] int64 cost of every rank under a quota [..., P]: copies, or ticks if ranks differ in speed."""
+def rank_cost(quota: Tensor, topology: Topology, besides: Tensor | None = None) -> Tensor:
+    """[..., R] int64 cost of every rank under a quota [..., P]: copies, or ticks if ranks differ in speed.
+
+    besides: [..., R] copies that the ranks carry besides the quota.
+    """
     copies = quota.view(*quota.shape[:-1], topology.num_ranks, -1).sum(-1)
+    copies = copies if besides is None else copies + besides
     ticks = topology.ticks_on(quota.device)
     return copies if ticks is None else copies * ticks
 
@@ -87,18 +98,24 @@ def plan_errors(plan: Plan, loads: Tensor) -> list[str]:
     """Which of a plan's promises do not hold for loads [E] or [R, E] (leading L as the plan); empty if all do."""
     errors = []
     expert_loads = loads if loads.dim() == plan.slot_to_expert.dim() else loads.sum(-2)
-    if plan.quota is None or plan.peak is None:
+    if plan.quota is None:
         return [] if plan.weights is not None else ["weights must be given where quota is not"]
-    empty = ~plan.tables.is_replica()
+    shared = torch.where(plan.slot_to_expert >= plan.tables.num_experts, plan.quota, 0)
     if (plan.quota < 0).any():
         errors.append("quota must not be negative")
-    if (plan.quota[empty] != 0).any():
+    if ((plan.quota - shared)[~plan.tables.is_replica()] != 0).any():
         errors.append("quota must be 0 in empty slots and in second slots of one expert on one rank")
-    routed = torch.zeros(*expert_loads.shape[:-1], plan.tables.num_experts + 1, dtype=torch.int64)
-    index = torch.where(plan.slot_to_expert < 0, plan.tables.num_experts, plan.slot_to_expert).long()
-    routed.scatter_add_(-1, index.cpu(), plan.quota.long().cpu())
-    if not torch.equal(routed[..., :-1], expert_loads.long().cpu()):
+    if plan.realisation == "sample":  # only the routed experts have quotas
+        expert_loads = expert_loads.narrow(-1, 0, plan.tables.num_experts)
+    num_experts = expert_loads.shape[-1]
+    planned = torch.zeros(*expert_loads.shape[:-1], num_experts + 1, dtype=torch.int64)
+    outside = (plan.slot_to_expert < 0) | (plan.slot_to_expert >= num_experts)
+    index = torch.where(outside, num_experts, plan.slot_to_expert).long()
+    planned.scatter_add_(-1, index.cpu(), plan.quota.long().cpu())
+    if not torch.equal(planned[..., :-1], expert_loads.long().cpu()):
         errors.append("quota must conserve tokens: an expert's quotas must sum to its load")
+    if plan.peak is None:
+        return errors
     if not torch.equal(rank_cost(plan.quota, plan.topology).amax(-1), plan.peak):
         errors.append("peak must be the largest rank load")
     if (plan.bound > plan.peak).any():

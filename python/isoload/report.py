@@ -26,6 +26,11 @@ UNITS = (
     "imbalance: max/mean rank load. max load over: exact's bound here (mean, worst), ceil(total/R).",
     "idle: sum(max - load) / (R max). std: / mean. row: token x rank. copy: token x expert. One CPU thread.",
 )
+SHARED_UNITS = (
+    UNITS[0].replace("exact's", "joint's"),
+    UNITS[1],
+    "Shared copies that leave their rank; unvisited: to a rank where the token has no routed copy.",
+)
 
 
 class Column(NamedTuple):
@@ -64,6 +69,16 @@ def replay_table(rows: Sequence[PolicyFigures], with_nodes: bool) -> tuple[list[
         values = [getattr(row, name) for row in rows]
         return Column(group, title, [percent(v) if form == "%" else format(v, form) for v in values])
 
+    if any(row.shared_remote_share is not None for row in rows):
+        copies = [
+            column("shared copies", "leave", "%", "shared_remote_share"),
+            column("shared copies", "unvisited", "%", "shared_unvisited_share"),
+        ]
+    else:
+        copies = [
+            column("copies leave", "rank", "%", "remote_rank_copy_share"),
+            column("copies leave", "node", "%", "remote_node_copy_share"),
+        ]
     columns = [
         column("", "policy", "", "policy"),
         column("imbalance", "mean", ".3f", "imbalance_mean"),
@@ -76,8 +91,7 @@ def replay_table(rows: Sequence[PolicyFigures], with_nodes: bool) -> tuple[list[
         column("rank load", "std", ".3f", "rank_load_std"),
         column("rows leave", "rank", "%", "remote_rank_share"),
         column("rows leave", "node", "%", "remote_node_share"),
-        column("copies leave", "rank", "%", "remote_rank_copy_share"),
-        column("copies leave", "node", "%", "remote_node_copy_share"),
+        *copies,
         column("used", "slots", ".1f", "active_experts"),
         column("plan µs/layer", "one", ".1f", "plan_us_median"),
         column("plan µs/layer", "p99", ".0f", "plan_us_p99"),
@@ -99,13 +113,14 @@ def replay_header(replay: Replay) -> list[str]:
         "leave-one-out": f"calibrated for each batch on the {seen} others",
         "leave-cluster-out": f"calibrated for each cluster on the others ({seen} batches)",
     }
-    spare = f" ({used['spare_slots']} spare)" if used["spare_slots"] else ""
+    kinds = [f"{used[name]} {name.split('_')[0]}" for name in ("shared_experts", "spare_slots") if used[name]]
+    reserved = f" ({', '.join(kinds)})" if kinds else ""
     return [
         f"{replay.trace}{model}",
         f"{replay.tokens} tokens in {replay.batches} batches, {source}; {replay.layers} layers, "
         f"{used['num_experts']} experts, top-{used['top_k']}",
         f"{used['num_ranks']} ranks on {nodes} node{'s' * (nodes > 1)}, {used['slots_per_rank']} slots per "
-        f"rank{spare}, placer {used['placer']}, {calibrated[used['calibrate']]}",
+        f"rank{reserved}, placer {used['placer']}, {calibrated[used['calibrate']]}",
     ]
 
 
@@ -115,7 +130,7 @@ def print_replay(replay: Replay, console: Console) -> None:
     )
     print_lines(console, replay_header(replay), "bold")
     print_table(console, heading, rows)
-    print_lines(console, UNITS, "dim")
+    print_lines(console, SHARED_UNITS if replay.settings["shared_experts"] else UNITS, "dim")
 
 
 def inspect_table(layers: Sequence[LayerStats]) -> tuple[list[str], list[str]]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from isoload import ops
 from isoload.ops import Order, Prefer
-from isoload.planning import share
+from isoload.placement import PlacedLayers
+from isoload.planning import share_routed
+from isoload.policies import StaticPolicy, sample_seed
 from isoload.records import Plan
+from isoload.value_checks import values_readable
 
-GOLDEN = 0x9E3779B97F4A7C15  # spreads layer, step and rank over the 64-bit seeds of sampled routes
+FIXED = StaticPolicy()
 
 
 def route(
@@ -24,7 +28,8 @@ def route(
     """Sends every copy on this rank to a slot; over all ranks slot p receives exactly ``plan.quota[p]`` copies.
 
     Args:
-        topk_ids: [T, K] int32 or int64 logical experts of this rank's tokens; -1 = masked.
+        topk_ids: [T, K] int32 or int64 logical experts of this rank's tokens; -1 = masked. With n shared experts
+            the last n columns are theirs (:func:`isoload.append_shared_expert`).
         loads: [R, E] int32, those of the plan; row ``rank`` is ``count(topk_ids, E)``.
         plan: of one layer. A sampled one draws each copy's replica from its weights instead.
         rank: this rank.
@@ -38,15 +43,60 @@ def route(
         raise ValueError("plan must be of one layer (plans[layer]), got a plan of all layers")
     if topk_ids.device != plan.bound.device:
         raise ValueError(f"topk_ids must be on the plan's device {plan.bound.device}, got {topk_ids.device}")
+    if not plan.placed.num_shared:
+        return _route_routed(topk_ids, loads, plan, rank, prefer, order)
+    placed = plan.placed
+    if topk_ids.dim() != 2 or topk_ids.shape[1] <= placed.num_shared:
+        raise ValueError(
+            f"topk_ids must be [T, K + {placed.num_shared}] with the shared experts in the last columns, "
+            f"got {list(topk_ids.shape)}"
+        )
+    routed = topk_ids.narrow(1, 0, topk_ids.shape[1] - placed.num_shared)
+    slots = _route_routed(routed, loads, plan, rank, prefer, order)
+    ranks = plan.policy.route_shared(slots, plan, rank)
+    return torch.cat([slots, shared_slots(ranks, placed).to(slots.dtype)], dim=1)
+
+
+def _route_routed(
+    topk_ids: Tensor, loads: Tensor, plan: Plan, rank: int, prefer: Prefer | None, order: Order
+) -> Tensor:
+    """[T, K] slots of the routed experts."""
     if plan.weights is not None:
         return ops.route_sampled(topk_ids, plan.weights, plan.tables, sample_seed(plan, rank))
-    return ops.route(topk_ids, share(loads, plan, rank, order), plan.tables, prefer)
+    row = share_routed(loads, plan, rank, order)
+    return ops.route(topk_ids, row, plan.tables, prefer)
 
 
-def sample_seed(plan: Plan, rank: int) -> int:
-    """The random stream of one rank, layer and step of a sampled policy."""
-    seed = getattr(plan.policy, "seed", 0)
-    for part in (plan.layer or 0, getattr(plan.policy, "step", 0), rank):
-        seed = ((seed + part + 1) * GOLDEN) % 2**64
-        seed ^= seed >> 31
-    return seed
+def route_fixed(topk_ids: Tensor, placed: PlacedLayers, rank: int) -> Tensor:
+    """The slot of every copy on this rank where nothing is planned: no loads are needed, and none are met.
+
+    An expert goes to the replica that policy ``static`` would use, shared experts stay home. For layers without
+    freedom, where that is the only choice, and for batches too small to plan.
+
+    Args:
+        topk_ids: as in :func:`route`.
+        placed: one layer, on the device of topk_ids.
+        rank: this rank.
+
+    Returns:
+        [T, K] as :func:`route`.
+    """
+    num_experts = placed.host.num_experts
+    if values_readable(topk_ids) and topk_ids.numel():
+        low, high = (int(v) for v in torch.aminmax(topk_ids))
+        if low < -1 or high >= num_experts:
+            bad = low if low < -1 else high
+            raise ValueError(f"topk_ids must be in -1..{num_experts - 1}, got {bad}")
+    slots = FIXED.slots(placed).select(-2, rank)
+    if placed.shared_home is not None:
+        home = shared_slots(placed.shared_home[rank].expand(1, placed.num_shared), placed)
+        slots = torch.cat([slots, home.flatten()])
+    index = topk_ids.long()
+    valid = (index >= 0) & (index < num_experts)
+    return torch.where(valid, slots[index.clamp(0, num_experts - 1)], -1).to(topk_ids.dtype)
+
+
+def shared_slots(ranks: Tensor, placed: PlacedLayers) -> Tensor:
+    """[T, n] slots of the shared experts on the given ranks [T, n]; -1 stays."""
+    place = torch.arange(placed.num_shared, device=ranks.device) + placed.first_shared
+    return torch.where(ranks < 0, -1, ranks * placed.host.slots_per_rank + place)

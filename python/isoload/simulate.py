@@ -23,13 +23,14 @@ from isoload.metrics import PolicyFigures, RoutedBatch, Tally, count_routed
 from isoload.placement import Placement
 from isoload.placers import place
 from isoload.planning import plan, plan_layers
-from isoload.policies import POLICIES, Policy, make_policy
+from isoload.policies import POLICIES, Policy, make_policy, parse_policy
 from isoload.records import Plan
 from isoload.routing import route
 from isoload.topology import Topology
 from isoload.trace import Trace
 
 DEFAULT_POLICIES = ("none", "static", "even", "dynamic", "exact")
+SHARED_POLICIES = ("shared_local", "waterfill_sampled", "exact", "waterfill", "joint")
 
 
 @dataclass(frozen=True)
@@ -40,21 +41,25 @@ class ReplaySettings:
     ranks_per_node  divides R; 0 = all of them
     slots_per_rank  S, spare slots included; 0 = :func:`default_slots_per_rank`
     spare_slots     of each rank's S slots, how many stay empty
+    shared_experts  how many shared experts every token gets besides the trace's routed ones
     placer          a name in ``isoload.PLACERS``
     calibrate       which batches the placer sees, see :func:`isoload.calibration.calibration_folds`
     batch_tokens    tokens per batch; None = see :func:`isoload.batches.make_batches`
+    max_batches     of every calibration's batches, how many are replayed, the first ones; 0 = all
     assign          how sequences go to source ranks, see :func:`isoload.batches.source_ranks`
     seed            of drawn batches and of every policy that draws
-    policies        names in ``isoload.POLICIES``
+    policies        names in ``isoload.POLICIES``, with options as ``name:option=value``
     """
 
     num_ranks: int = 8
     ranks_per_node: int = 0
     slots_per_rank: int = 0
     spare_slots: int = 0
+    shared_experts: int = 0
     placer: str = "eplb"
     calibrate: str = "first-half"
     batch_tokens: int | None = None
+    max_batches: int = 0
     assign: str = "contiguous"
     seed: int = 0
     policies: tuple[str, ...] = DEFAULT_POLICIES
@@ -94,19 +99,30 @@ def _replay(trace: Trace, settings: ReplaySettings, on_batch: Callable[[int, int
     topology = Topology(settings.num_ranks, settings.ranks_per_node)
     _check_policies(settings.policies)
     batches = make_batches(trace, settings.batch_tokens, settings.seed)
-    folds = calibration_folds(len(batches.counts), settings.calibrate, batches.clusters)
+    folds = [
+        Fold(fold.calibrate, fold.replay[: settings.max_batches or None])
+        for fold in calibration_folds(len(batches.counts), settings.calibrate, batches.clusters)
+    ]
     slots_per_rank = settings.slots_per_rank or default_slots_per_rank(
-        trace.num_experts, settings.num_ranks, settings.spare_slots
+        trace.num_experts, settings.num_ranks, settings.spare_slots + settings.shared_experts
     )
     tallies = [Tally(name, settings.num_ranks) for name in settings.policies]
     tokens = done = 0
     total = sum(len(fold.replay) for fold in folds)
     for fold in folds:
         counts = batches.counts[list(fold.calibrate)]
-        placement = place(counts, topology, slots_per_rank, settings.placer, settings.spare_slots)
+        placement = place(
+            counts,
+            topology,
+            slots_per_rank,
+            settings.placer,
+            settings.spare_slots,
+            settings.shared_experts,
+        )
         _warm_up(placement, settings)
         for index in fold.replay:
             batch = batches.source_batch(index, settings.num_ranks, settings.assign)
+            batch = batch.with_shared(trace.num_experts, settings.shared_experts)
             _replay_batch(batch, index, placement, settings.seed, tallies)
             tokens, done = tokens + batch.num_tokens, done + 1
             on_batch(done, total)
@@ -126,21 +142,23 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def default_slots_per_rank(num_experts: int, num_ranks: int, spare_slots: int = 0) -> int:
-    """S: E/R rounded up, one more for every eight of these but at least one, and the spare ones."""
+def default_slots_per_rank(num_experts: int, num_ranks: int, others: int = 0) -> int:
+    """S: E/R rounded up, one more for every eight of these but at least one, and the others (spare, shared)."""
     dense = -(-num_experts // num_ranks)
-    return dense + max(1, dense // 8) + spare_slots
+    return dense + max(1, dense // 8) + others
 
 
 def _replay_batch(
     batch: SourceBatch, index: int, placement: Placement, seed: int, tallies: list[Tally]
 ) -> None:
     loads = torch.stack([_layer_loads(batch, layer, placement) for layer in range(placement.num_layers)])
-    bound = plan_layers(loads, placement, "exact").bound.numpy()
+    best = "joint" if placement.num_shared else "exact"
+    bound = plan_layers(loads, placement, best).bound.numpy()
     for tally in tallies:
         plans = _timed_plans(loads, placement, _seeded(tally.policy, seed, index), tally)
         slots = torch.stack([_route_layer(batch, *pair) for pair in zip(loads, plans, strict=True)])
-        routed = count_routed(slots.numpy(), batch.sources(), placement.topology, placement.slots_per_rank)
+        size, shared = placement.slots_per_rank, placement.num_shared
+        routed = count_routed(slots.numpy(), batch.sources(), placement.topology, size, shared)
         _check_realised(plans, routed, tally.policy)
         tally.add(routed, bound)
 
@@ -174,32 +192,37 @@ def _route_layer(batch: SourceBatch, loads: Tensor, made: Plan) -> Tensor:
 
 def _check_realised(plans: list[Plan], routed: RoutedBatch, policy: str) -> None:
     for layer, made in enumerate(plans):
-        if made.quota is not None and not np.array_equal(made.quota.numpy(), routed.slot_copies[layer]):
+        if made.quota is None:
+            continue
+        copies = routed.slot_copies[layer]
+        if made.realisation == "sample":  # quotas are of the routed experts alone
+            copies = np.where(made.slot_to_expert.numpy() < made.placed.host.num_routed, copies, 0)
+        if not np.array_equal(made.quota.numpy(), copies):
             raise RuntimeError(f"routed slots do not meet the quota of policy {policy} in layer {layer}")
 
 
 def _check_policies(policies: tuple[str, ...]) -> None:
-    for name in policies:
-        make_policy(name, {})
+    for policy in policies:
+        parse_policy(policy)
     if not policies or len(set(policies)) < len(policies):
         raise ValueError(
             f"policies must be distinct and at least one, got {', '.join(policies) or 'none at all'}"
         )
 
 
-def _seeded(name: str, seed: int, step: int) -> Policy:
+def _seeded(policy: str, seed: int, step: int) -> Policy:
     """A policy that draws gets the seed, and one that draws anew for every batch its number."""
+    name, options = parse_policy(policy)
     known = {field.name for field in fields(POLICIES[name])}
-    return make_policy(
-        name, {key: value for key, value in {"seed": seed, "step": step}.items() if key in known}
-    )
+    drawn = {key: value for key, value in {"seed": seed, "step": step}.items() if key in known}
+    return make_policy(name, {**drawn, **options})
 
 
 def _warm_up(placement: Placement, settings: ReplaySettings) -> None:
     """Plans every layer once, so that what is derived once per placement is not timed."""
     loads = torch.zeros(placement.num_layers, settings.num_ranks, placement.num_experts, dtype=torch.int32)
-    for name in settings.policies:
-        _timed_plans(loads, placement, _seeded(name, settings.seed, 0), Tally(name, settings.num_ranks))
+    for policy in settings.policies:
+        _timed_plans(loads, placement, _seeded(policy, settings.seed, 0), Tally(policy, settings.num_ranks))
 
 
 def _resolved(

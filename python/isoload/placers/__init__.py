@@ -26,16 +26,18 @@ def place(
     slots_per_rank: int | None = None,
     placer: str = "eplb",
     spare_slots: int = 0,
+    num_shared: int = 0,
     **options: Any,
 ) -> Placement:
     """Lays experts and replicas into slots.
 
     Args:
-        counts: [L, E] or [batches, L, E] copies per logical expert (array or tensor).
+        counts: [L, E] or [batches, L, E] copies per routed expert (array or tensor).
         topology: the ranks; those not alive get no expert.
-        slots_per_rank: S, spare slots included. Default: one slot for each expert, and the spare slots.
+        slots_per_rank: S, shared and spare slots included. Default: one slot for each expert, and those.
         placer: a name in ``isoload.PLACERS``.
         spare_slots: of every rank's S slots, how many stay empty.
+        num_shared: shared experts; every live rank holds each in a slot after its routed ones.
         **options: the placer's own, e.g. ``dedup=False``.
 
     Raises:
@@ -50,22 +52,28 @@ def place(
     loads = _batches(counts)
     num_layers, experts = loads.shape[1:]
     live = topology.live_ranks
-    if spare_slots < 0:
-        raise ValueError(f"spare_slots must be at least 0, got {spare_slots}")
-    least = -(-experts // len(live)) + spare_slots
+    for name, number in (("spare_slots", spare_slots), ("num_shared", num_shared)):
+        if number < 0:
+            raise ValueError(f"{name} must be at least 0, got {number}")
+    least = -(-experts // len(live)) + spare_slots + num_shared
     if slots_per_rank is None:
         slots_per_rank = least
     if slots_per_rank < least:
         raise ValueError(
             f"slots_per_rank must be at least {least} for {experts} experts on {len(live)} live ranks "
-            f"with {spare_slots} spare slots, got {slots_per_rank}"
+            f"with {spare_slots} spare and {num_shared} shared slots, got {slots_per_rank}"
         )
-    dense = slots_per_rank - spare_slots
+    dense = slots_per_rank - spare_slots - num_shared
     packed = PLACERS[placer](**options).place(loads, len(live), dense)
     slots = np.full((num_layers, topology.num_ranks, slots_per_rank), -1, dtype=np.int32)
     slots[:, live, :dense] = packed.reshape(num_layers, len(live), dense)
+    slots[:, live, dense : dense + num_shared] = np.arange(experts, experts + num_shared)
     return Placement(
-        torch.from_numpy(slots.reshape(num_layers, -1)), topology, experts, spare_slots=spare_slots
+        torch.from_numpy(slots.reshape(num_layers, -1)),
+        topology,
+        experts + num_shared,
+        spare_slots=spare_slots,
+        num_shared=num_shared,
     )
 
 

@@ -5,14 +5,27 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from isoload.policies.base import Policy, Split
+from isoload.policies.base import Demand, Policy, Split, sample_seed
 from isoload.policies.even import DynamicPolicy, EvenPolicy
 from isoload.policies.exact import ExactPolicy
+from isoload.policies.joint import JointPolicy
 from isoload.policies.none import NonePolicy
 from isoload.policies.static import StaticPolicy
+from isoload.policies.waterfill import SharedLocalPolicy, WaterfillPolicy, WaterfillSampledPolicy
 
 POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (NonePolicy, StaticPolicy, EvenPolicy, DynamicPolicy, ExactPolicy)
+    policy.name: policy
+    for policy in (
+        NonePolicy,
+        StaticPolicy,
+        EvenPolicy,
+        DynamicPolicy,
+        ExactPolicy,
+        SharedLocalPolicy,
+        WaterfillPolicy,
+        WaterfillSampledPolicy,
+        JointPolicy,
+    )
 }
 
 
@@ -38,4 +51,41 @@ def make_policy(policy: str | Policy, options: dict[str, Any]) -> Policy:
     return POLICIES[policy](**options)
 
 
-__all__ = ["POLICIES", "Policy", "Split", "make_policy"]
+def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
+    """Name and options of a policy written ``name`` or ``name:option=value:option=value``.
+
+    Raises:
+        ValueError: an unknown name or option, or a value that its option cannot be.
+    """
+    name, *given = text.split(":")
+    make_policy(name, {})
+    options: dict[str, Any] = {}
+    for pair in given:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"policy must be written name:option=value, got {text!r}")
+        make_policy(name, {key: getattr(_DEFAULTS[name], key, None)})  # refuses an unknown option
+        options[key] = _like(getattr(_DEFAULTS[name], key), key, value)
+    make_policy(name, options)
+    return name, options
+
+
+def _like(default: Any, key: str, value: str) -> Any:
+    """The value in the type of the option's default; an option without one is a whole number."""
+    kind = int if default is None else type(default)
+    try:
+        return kind(value)
+    except ValueError:
+        raise ValueError(f"option {key} must be of type {kind.__name__}, got {value!r}") from None
+
+
+__all__ = [
+    "POLICIES",
+    "Demand",
+    "Policy",
+    "Split",
+    "StaticPolicy",
+    "make_policy",
+    "parse_policy",
+    "sample_seed",
+]

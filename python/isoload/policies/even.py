@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from isoload.placement import PlacedLayers
-from isoload.policies.base import Policy, Split, even_split
+from isoload.policies.base import Demand, Policy, Split, even_split
 from isoload.replica_tables import ReplicaTables
 
 
@@ -18,8 +17,8 @@ class EvenPolicy(Policy):
 
     name = "even"
 
-    def split(self, loads: Tensor, tables: ReplicaTables, placed: PlacedLayers) -> Split:
-        return Split(*even_split(loads, tables, placed))
+    def split(self, demand: Demand, tables: ReplicaTables, placed: PlacedLayers) -> Split:
+        return Split(*even_split(demand, tables, placed))
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,6 @@ class DynamicPolicy(Policy):
     seed: int = 0
     step: int = 0
 
-    def split(self, loads: Tensor, tables: ReplicaTables, placed: PlacedLayers) -> Split:
-        bound = even_split(loads, tables, placed).bound
+    def split(self, demand: Demand, tables: ReplicaTables, placed: PlacedLayers) -> Split:
+        bound = even_split(demand, tables, placed).bound
         return Split(None, None, bound, weights=tables.is_replica().to(torch.float32))

@@ -10,7 +10,7 @@ from torch import Tensor
 from isoload import ops
 from isoload.ops import Objective
 from isoload.placement import PlacedLayers
-from isoload.policies.base import Policy, Split
+from isoload.policies.base import Demand, Policy, Split
 from isoload.replica_tables import ReplicaTables
 
 
@@ -31,14 +31,26 @@ class ExactPolicy(Policy):
     def needs(self) -> Literal["sum", "per_source"]:
         return "per_source" if self.objective == "local" else "sum"
 
-    def split(self, loads: Tensor, tables: ReplicaTables, placed: PlacedLayers) -> Split:
+    def split(self, demand: Demand, tables: ReplicaTables, placed: PlacedLayers) -> Split:
+        return self.split_above(demand.loads, tables, placed, fixed=demand.at_home)
+
+    def split_above(
+        self,
+        loads: Tensor,
+        tables: ReplicaTables,
+        placed: PlacedLayers,
+        fixed: Tensor | None = None,
+        pour: Tensor | None = None,
+    ) -> Split:
+        """The split with copies that ranks carry besides [..., R], or that go to any rank afterwards [...]."""
         exact = ops.plan_exact(
             loads,
             tables,
-            None,
+            fixed,
             self.tolerance,
             self.budget,
             ticks=placed.topology.ticks_on(loads.device),
+            pour=pour,
             objective=self.objective,
             ranks_per_node=placed.topology.ranks_per_node,
         )

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from isoload.placement import PlacedLayers
-from isoload.policies.base import Policy, Split, chosen_split, sum_sources
+from isoload.policies.base import Demand, Policy, Split, chosen_split, sum_sources
 from isoload.replica_tables import ReplicaTables
 
 
@@ -18,7 +17,8 @@ class NonePolicy(Policy):
 
     name = "none"
 
-    def split(self, loads: Tensor, tables: ReplicaTables, placed: PlacedLayers) -> Split:
-        copies = sum_sources(loads, placed)
-        quota = torch.zeros_like(placed.slot_to_expert).scatter_(-1, placed.home_slot.long(), copies)
-        return chosen_split(quota, loads, tables, placed)
+    def split(self, demand: Demand, tables: ReplicaTables, placed: PlacedLayers) -> Split:
+        copies = sum_sources(demand.loads, placed)
+        home = placed.home_slot.narrow(-1, 0, tables.num_experts).long()
+        quota = torch.zeros_like(placed.slot_to_expert).scatter_(-1, home, copies)
+        return chosen_split(quota, demand, tables, placed)

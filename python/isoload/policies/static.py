@@ -10,8 +10,7 @@ from torch import Tensor
 
 from isoload.ops import Order
 from isoload.placement import PlacedLayers
-from isoload.policies.base import Policy, Split, chosen_split
-from isoload.records import Plan
+from isoload.policies.base import Demand, Policy, Split, chosen_split
 from isoload.replica_tables import ReplicaTables
 
 
@@ -26,15 +25,27 @@ class StaticPolicy(Policy):
     needs = "per_source"
     seed: int = 42
 
-    def split(self, loads: Tensor, tables: ReplicaTables, placed: PlacedLayers) -> Split:
-        quota = self._all_rows(loads, self._slots(placed), tables.num_slots).sum(-2, dtype=torch.int32)
-        return chosen_split(quota, loads, tables, placed)
+    def split(self, demand: Demand, tables: ReplicaTables, placed: PlacedLayers) -> Split:
+        rows = self._all_rows(demand.loads, self.slots(placed), tables.num_slots)
+        return chosen_split(rows.sum(-2, dtype=torch.int32), demand, tables, placed)
 
-    def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
-        slots = self._slots(plan.placed)
+    def share(
+        self,
+        loads: Tensor,
+        quota: Tensor,
+        tables: ReplicaTables,
+        placed: PlacedLayers,
+        rank: int | None,
+        order: Order,
+    ) -> Tensor:
+        slots = self.slots(placed)
         if rank is None:
-            return self._all_rows(loads, slots, plan.tables.num_slots)
-        return self._all_rows(loads.select(-2, rank), slots.select(-2, rank), plan.tables.num_slots)
+            return self._all_rows(loads, slots, tables.num_slots)
+        return self._all_rows(loads.select(-2, rank), slots.select(-2, rank), tables.num_slots)
+
+    def copies(self, loads: Tensor, quota: Tensor, tables: ReplicaTables, placed: PlacedLayers) -> Tensor:
+        rows = self._all_rows(loads, self.slots(placed), tables.num_slots)
+        return rows.view(*rows.shape[:-1], tables.num_ranks, -1).sum(-1, dtype=torch.int32)
 
     @staticmethod
     def _all_rows(loads: Tensor, slots: Tensor, num_slots: int) -> Tensor:
@@ -42,7 +53,7 @@ class StaticPolicy(Policy):
         rows = loads.new_zeros((*loads.shape[:-1], num_slots))
         return rows.scatter_(-1, slots.expand(loads.shape), loads)
 
-    def _slots(self, placed: PlacedLayers) -> Tensor:
+    def slots(self, placed: PlacedLayers) -> Tensor:
         """[..., R, E] int64 slot that each source rank uses for each expert; drawn once per placement."""
         if self not in placed.cache:
             layers = range(placed.host.num_layers) if placed.layer is None else [placed.layer]
@@ -55,13 +66,13 @@ class StaticPolicy(Policy):
 def static_slots(
     placed: PlacedLayers, layer: int, seed: int
 ) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """[R, E] the slot each source rank uses for each expert of one layer."""
+    """[R, E] the slot each source rank uses for each routed expert of one layer."""
     host, topology = placed.host, placed.topology
     slots = host.arrays[0][layer]
     size, per_node = host.slots_per_rank, topology.ranks_per_node
-    chosen = np.empty((topology.num_ranks, host.num_experts), dtype=np.int64)
+    chosen = np.empty((topology.num_ranks, host.num_routed), dtype=np.int64)
     draw = np.random.default_rng((seed, layer))
-    for expert in range(host.num_experts):
+    for expert in range(host.num_routed):
         replicas = np.flatnonzero(slots == expert)
         if len(replicas) == 1:
             chosen[:, expert] = replicas[0]

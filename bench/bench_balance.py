@@ -1,0 +1,161 @@
+"""Balance by policy on real routing, with a shared expert: the matrix of Waterfill's blog as a replay.
+
+Fairness ledger
+- Traces: DeepSeek-V3 and GLM-5.2 (counts per workload or text domain) and gpt-oss-20b (decode steps, joined into 8
+  stretches), each from counts: tokens are drawn, K distinct experts each, layer by layer. gpt-oss and GLM-5.2 are
+  replayed as if they had one shared expert; it costs as much as a routed one.
+- Placement: `trivial` (no EPLB) or `eplb` with 0, 16 or 32 replicas on R = 16 ranks, 2 nodes; it never sees the
+  workload it is judged on (leave-cluster-out; gpt-oss has one: the first half).
+- shared_local, waterfill and waterfill_sampled split the routed experts alike (`even`); `exact` keeps the shared
+  expert at home; `joint` decides both. waterfill_sampled is our re-implementation of SGLang's two published rules.
+- All figures are counted from routed slots. `busiest` is the mean over (layer, batch) of the busiest rank's copies
+  relative to shared_local's: what the experts' share of a step changes by. Times are not in here.
+- A few layers and one batch per fold: the spread over them is what `imbalance_p99` says.
+
+Usage: python bench/bench_balance.py --traces FOLDER   (npz files; what is not there is left out and said)
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from harness import machine, write_results
+from isoload.simulate import ReplaySettings, replay
+from isoload.trace import Trace, read_trace
+
+RANKS, NODE = 16, 8
+TRACES = {
+    "dsv3_sglang_longin": "DeepSeek-V3",
+    "glm52_domains_a": "GLM-5.2",
+    "gptoss20b_decode_mmlu": "gpt-oss-20b",
+}
+PLACEMENTS = {"no EPLB": ("trivial", 0), "red0": ("eplb", 0), "red16": ("eplb", 16), "red32": ("eplb", 32)}
+TOKENS = (64, 256, 1024, 4096, 16384, 65536)
+POLICIES = (
+    "shared_local",
+    "waterfill_sampled:rule=static",
+    "waterfill_sampled:rule=dynamic",
+    "waterfill",
+    "exact",
+    "joint",
+)
+SHORT = ("shared_local", "sampled static", "sampled dynamic", "waterfill", "exact", "joint")
+
+
+def load_trace(path: Path, tokens: int) -> tuple[Trace, str]:
+    """A trace of counts with so many layers as keep the run short, and how it is calibrated."""
+    whole = read_trace(path)
+    assert whole.counts is not None
+    counts = whole.counts
+    if whole.cluster is None:  # one long run of decode steps: stretches, the first half calibrates
+        counts = np.stack([part.sum(0) for part in np.array_split(counts[10:], 8)])
+    layers = np.linspace(0, counts.shape[1] - 1, 8 if tokens <= 4096 else 3).astype(int)
+    trace = Trace(
+        whole.name,
+        whole.num_experts,
+        whole.top_k,
+        np.ascontiguousarray(counts[:, layers]),
+        cluster=whole.cluster,
+        layer_ids=tuple(whole.layer_ids[i] for i in layers),
+        provenance=whole.provenance,
+    )
+    return trace, "first-half" if whole.cluster is None else "leave-cluster-out"
+
+
+def run(path: Path, placement: str, tokens: int) -> list[dict[str, Any]]:
+    """One cell of the matrix: a row per policy."""
+    trace, calibrate = load_trace(path, tokens)
+    placer, replicas = PLACEMENTS[placement]
+    settings = ReplaySettings(
+        num_ranks=RANKS,
+        ranks_per_node=NODE,
+        slots_per_rank=(trace.num_experts + replicas) // RANKS + 1,
+        shared_experts=1,
+        placer=placer,
+        calibrate=calibrate,
+        batch_tokens=tokens,
+        max_batches=1,
+        policies=POLICIES,
+    )
+    found = replay(trace, settings)
+    base = found.policies[0]
+    return [
+        {
+            "trace": TRACES[path.stem],
+            "placement": placement,
+            "tokens": tokens,
+            "layers": found.layers,
+            "batches": found.batches,
+            "busiest": row.imbalance_mean / base.imbalance_mean,
+            "rows": row.remote_rank_rows / base.remote_rank_rows,
+            **dataclasses.asdict(row),
+        }
+        for row in found.policies
+    ]
+
+
+def print_matrix(rows: list[dict[str, Any]], console: Console) -> None:
+    """Per trace and placement: the busiest rank against shared_local, by tokens; then the traffic that it costs."""
+    for name in dict.fromkeys(row["trace"] for row in rows):
+        table = Table(title=f"{name}, R={RANKS}: busiest rank relative to shared_local (its imbalance)")
+        for heading in ("placement", "tokens", "imbalance", *SHORT[1:], "shared copies unvisited", "rows"):
+            table.add_column(heading, justify="right")
+        for placement in PLACEMENTS:
+            for tokens in TOKENS:
+                cell = [
+                    r for r in rows if (r["trace"], r["placement"], r["tokens"]) == (name, placement, tokens)
+                ]
+                if not cell:
+                    continue
+                unvisited = [f"{100 * cell[i]['shared_unvisited_share']:.1f}" for i in (1, 2, 3, 5)]
+                travel = [f"{100 * (cell[i]['rows'] - 1):+.1f}" for i in (1, 2, 3, 5)]
+                table.add_row(
+                    placement,
+                    str(tokens),
+                    f"{cell[0]['imbalance_mean']:.3f}",
+                    *(f"{100 * (r['busiest'] - 1):+.1f} %" for r in cell[1:]),
+                    " / ".join(unvisited),
+                    " / ".join(travel),
+                )
+        console.print(table)
+    console.print(
+        "unvisited: % of shared copies sent to a rank where the token has no routed copy; rows: change in rows that "
+        "leave their rank, %; both for sampled static / sampled dynamic / waterfill / joint"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--traces", type=Path, required=True, help="folder of npz traces")
+    parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
+    parser.add_argument("--no-write", action="store_true")
+    arguments = parser.parse_args()
+    console = Console(highlight=False, width=200)
+    rows = []
+    for stem in TRACES:
+        path = arguments.traces / f"{stem}.npz"
+        if not path.exists():
+            console.print(f"{path} is not there: left out")
+            continue
+        for placement in PLACEMENTS:
+            for tokens in arguments.tokens:
+                rows += run(path, placement, tokens)
+                print(stem, placement, tokens, file=sys.stderr)
+    if not rows:
+        raise SystemExit(f"{arguments.traces} holds none of {', '.join(TRACES)}")
+    print_matrix(rows, console)
+    console.print(machine())
+    if not arguments.no_write:
+        console.print(f"written: {write_results('bench_balance', rows)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Policy ``joint``: routed and shared experts decided together, moving as little as possible."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from isoload.ops import Objective
+from isoload.placement import PlacedLayers
+from isoload.policies.base import Demand, Split
+from isoload.policies.exact import ExactPolicy
+from isoload.policies.waterfill import SharedPolicy, live_bound, pour_exactly, total_shared
+from isoload.replica_tables import ReplicaTables
+
+
+@dataclass(frozen=True)
+class JointPolicy(SharedPolicy):
+    """The least peak over all splits of replicated experts and all places of shared copies, with its certificate.
+
+    Shared copies can go anywhere, so they bind only where all ranks do: an exact split that stops at the common
+    level, then an exact fill, is optimal. Stopping there leaves the routed copies nearer to where they were.
+
+    Options: tolerance, budget and objective as in ``exact``; a budget that ends the split early leaves
+    ``peak > bound``.
+    """
+
+    name = "joint"
+    routed: str = "exact"
+    tolerance: float = 0.0
+    budget: int | None = None
+    objective: Objective = "spread"
+
+    def __post_init__(self) -> None:
+        if self.routed != "exact":
+            raise ValueError(f"routed must be exact for policy joint, got {self.routed!r}")
+
+    def split_routed(self, demand: Demand, tables: ReplicaTables, placed: PlacedLayers) -> Split:
+        exact = ExactPolicy(self.tolerance, self.budget, self.objective)
+        return exact.split_above(demand.loads, tables, placed, pour=total_shared(demand, placed))
+
+    def pour(self, split: Split, demand: Demand, tables: ReplicaTables, placed: PlacedLayers) -> Split:
+        poured, shared = pour_exactly(self, split, demand, tables, placed, "all")
+        bound = torch.minimum(live_bound(split.bound, demand, placed), poured.peak)
+        return Split(split.quota, poured.peak, bound, split.telemetry, None, shared)

@@ -1,0 +1,72 @@
+"""Shared experts in a plan: every token needs them, every live rank holds them, so only the rank is decided.
+
+They are the last logical experts, and lie in the last resident slots of every rank (SGLang's layout). Planners of
+routed experts never see them: a policy splits the routed experts first and then says where shared copies go.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Rule = Literal["home", "share", "limit", "sample"]
+
+
+@dataclass(frozen=True, eq=False)
+class SharedPlan:
+    """Where the shared copies of one batch go. Fields may have a leading L.
+
+    rule                  "home": to the source's own rank; "share": as the share says; "limit": not more than it
+                          says, what a token cannot use stays home; "sample": every token draws a rank
+    tokens  [R] int32     tokens of source rank s that need the shared experts: n copies each
+    share   [R, R] int32  shared copies, all n experts together, that source s sends to rank d; rules share and limit
+    copies  [R, R] int32  routed copies that source s sends to rank d, where the rule looked at them
+    """
+
+    rule: Rule
+    tokens: Tensor
+    share: Tensor | None = None
+    copies: Tensor | None = None
+
+    @property
+    def is_met(self) -> bool:
+        """Whether quotas say what routed slots will have; else that is only known once they are routed."""
+        return self.rule in ("home", "share")
+
+    def __getitem__(self, layer: int) -> SharedPlan:
+        """One layer of a batch of layers."""
+
+        def pick(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.select(0, layer)
+
+        return SharedPlan(self.rule, self.tokens.select(0, layer), pick(self.share), pick(self.copies))
+
+
+def shared_home(live_ranks: list[int], num_ranks: int) -> list[int]:
+    """[R] the rank that computes a source's shared copies unless a policy moves them: itself if it holds experts."""
+    return [r if r in live_ranks else live_ranks[r % len(live_ranks)] for r in range(num_ranks)]
+
+
+def keep_home(copies: Tensor, home: Tensor) -> Tensor:
+    """The share [..., R, R] that sends all shared copies [..., R] of source s to rank home[s]."""
+    nothing = copies.new_zeros((*copies.shape, copies.shape[-1]))
+    index = home.expand(copies.shape).unsqueeze(-1)
+    return nothing.scatter_(-1, index, copies.unsqueeze(-1))
+
+
+def per_expert(share: Tensor, num_shared: int) -> Tensor:
+    """Cuts share [..., R, R] into copies per shared expert [..., R, R, n], each source's alike but for remainders.
+
+    Shared expert j takes ``(c + j) // n`` of a source's first c copies in rank order: over j that is c again, and
+    over a source's whole row, n copies per token, every shared expert gets one. :func:`isoload.ops.route_shared`
+    deals by the same rule.
+    """
+    if num_shared == 1:
+        return share.unsqueeze(-1)
+    upto = share.cumsum(-1).unsqueeze(-1)
+    turn = torch.arange(num_shared, device=share.device)
+    before = upto - share.unsqueeze(-1)
+    return ((upto + turn) // num_shared - (before + turn) // num_shared).to(torch.int32)
