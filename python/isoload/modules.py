@@ -7,7 +7,7 @@ looked for where any of them has it. Shapes: E experts, H width of a row, I inte
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -53,6 +53,38 @@ def module_parts(block: nn.Module) -> ModuleParts:
     if name not in READERS:
         raise ValueError(f"block must be one of {', '.join(READERS)}, got {name}")
     return READERS[name](block)
+
+
+def fold_shared(parts: ModuleParts, num_shared: int) -> ModuleParts:
+    """The parts with the block's shared experts as the last num_shared of its experts, to be dispatched like these.
+
+    A shared MLP of width num_shared * I is num_shared experts of width I, which add up to it.
+
+    Raises:
+        ValueError: the block has no such shared experts, or their gate, width or activation differ.
+    """
+    shared, (_, hidden, inner) = parts.shared, parts.dense.down.shape
+    if shared is None:
+        raise ValueError(
+            f"placement must have num_shared=0 for a block without shared experts, got {num_shared}"
+        )
+    names = [f"{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")]
+    plain = isinstance(parts.activation, SwiGLU) and parts.dense.gate_up_bias is None
+    held = dict(shared.named_parameters())
+    if not plain or sorted(held) != sorted(names):
+        raise ValueError(
+            f"shared experts must be a plain SwiGLU to be dispatched, got {type(shared).__name__}"
+        )
+    gate, up, down = (held[name] for name in names)
+    if list(down.shape) != [hidden, num_shared * inner]:
+        wide = num_shared * inner
+        raise ValueError(f"shared experts must have width num_shared * I = {wide}, got {down.shape[1]}")
+    halves = torch.stack([w.view(num_shared, inner, hidden) for w in (gate, up)], dim=1)
+    dense = ExpertWeights(
+        torch.cat([parts.dense.gate_up, halves.flatten(1, 2)]),
+        torch.cat([parts.dense.down, down.view(hidden, num_shared, inner).transpose(0, 1)]),
+    )
+    return replace(parts, dense=dense, shared=None)
 
 
 def _softmax_parts(block: nn.Module, renormalise: bool | None = None) -> ModuleParts:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from isoload.counting import count
 from isoload.expert_weights import Activation, ExpertWeights, SwiGLU
 from isoload.experts import run_experts
-from isoload.modules import module_parts
-from isoload.ops import Prefer
+from isoload.modules import fold_shared, module_parts
+from isoload.ops import Prefer, append_shared_expert
 from isoload.placement import PlacedLayers, Placement
 from isoload.placers import place
 from isoload.planning import own_layers, plan, refresh_layers
@@ -20,7 +20,8 @@ from isoload.policies import Policy, make_policy
 from isoload.records import Plan
 from isoload.residence import residences
 from isoload.resident import RankWeights, join_rows, refresh_replicas
-from isoload.routing import route
+from isoload.routers import Routing, given_choices
+from isoload.routing import route, route_fixed
 from isoload.topology import Topology
 from isoload.transfer import FACTS, check_move, count_rows, move_facts, move_state, move_weights
 from isoload.transport import LocalTransport, Received, Transport, error_code
@@ -37,15 +38,19 @@ class MoE(nn.Module):
 
     Args:
         gate: rows [T, H] -> (topk_ids [T, K] int64, weights [T, K] float32): a router, see isoload.routers.Gate.
-        dense: the stacks of all E experts; each rank keeps its own rows of them.
+        dense: the stacks of all E experts, shared ones last; each rank keeps its own rows of them.
         transport: joins the ranks.
         placement: where the experts lie.
         layer: position of this layer in the placement.
         policy: a name in isoload.POLICIES or a Policy; options go with the name. One that samples draws the same
             in every batch until its step is changed (``layer.policy = ...``).
         activation: SwiGLU (default), or gpt-oss's ClampedGLU.
-        shared: a module for all local rows, added to the result; None = no shared expert.
+        shared: a module for all local rows, added to the result, outside of dispatch. Shared experts of the
+            placement need none: the layer adds them to every token's choices, with weight 1.
         prefer: see isoload.route.
+        min_tokens: with fewer tokens over all ranks nothing is gathered or planned: each expert goes to its
+            ``static`` replica, shared ones stay home, and last_plan is None. What is compared must be known on the
+            host: see num_tokens of :meth:`forward`. The same on all ranks.
         weight_rows: experts that every rank has memory for, for :meth:`load_placement`. None: as many as the
             placement's slots hold on it.
 
@@ -65,6 +70,7 @@ class MoE(nn.Module):
         activation: Activation | None = None,
         shared: nn.Module | None = None,
         prefer: Prefer | None = None,
+        min_tokens: int = 0,
         weight_rows: int | None = None,
         **options: Any,
     ) -> None:
@@ -78,6 +84,9 @@ class MoE(nn.Module):
                 f"placement must be for the transport's {transport.topology.num_ranks} ranks, "
                 f"got {placement.topology.num_ranks}"
             )
+        if min_tokens < 0:
+            raise ValueError(f"min_tokens must be at least 0, got {min_tokens}")
+        self.min_tokens = min_tokens
         self.gate, self.transport, self.placement, self.layer = gate, transport, placement, layer
         self.policy, self.prefer, self.shared = make_policy(policy, options), prefer, shared
         self.activation: Activation = SwiGLU() if activation is None else activation
@@ -107,25 +116,30 @@ class MoE(nn.Module):
             block: with the weights of all experts; see :func:`isoload.modules.module_parts`.
             topology: R ranks.
             transport: None = all ranks in this process.
-            placement: None = experts in order (placer ``trivial``).
+            placement: None = experts in order (placer ``trivial``). With num_shared the block's shared experts are
+                dispatched like the routed ones, else they stay a module for local rows.
             **how: layer, policy, prefer and the policy's options.
         """
         parts = module_parts(block)
         if placement is None:
             placement = place(torch.ones(1, parts.dense.num_slots), topology, placer="trivial")
+        elif placement.num_shared:
+            parts = fold_shared(parts, placement.num_shared)
         transport = LocalTransport(topology) if transport is None else transport
         how = {"activation": parts.activation, "shared": parts.shared, **how}
         return cls(parts.gate, parts.dense, transport, placement, **how)
 
-    def forward(self, x: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
-        """[T, H] -> [T, H] on every owned rank; T may differ between ranks and be 0."""
+    def forward(self, x: Tensor | Sequence[Tensor], num_tokens: int | None = None) -> Tensor | list[Tensor]:
+        """[T, H] -> [T, H] on every owned rank; T may differ between ranks and be 0.
+
+        num_tokens: tokens over all ranks, or an upper bound of them, the same on all ranks; compared with min_tokens.
+            None: what max_tokens_per_rank allows, else unknown, and the batch is planned.
+        """
         rows = [x] if isinstance(x, Tensor) else list(x)
-        chosen, loads = self._choose(rows)  # [T, K] ids and weights; [R, E] copies
-        made = self.last_plan = plan(loads, self._placed_on(loads.device), None, self.policy)  # quota [P]
-        slots = [
-            route(ids, loads, made, rank, prefer=self.prefer)  # [T, K]
-            for rank, (ids, _) in zip(self.transport.ranks, chosen, strict=True)
-        ]
+        planned = self._is_planned(num_tokens)
+        chosen, loads = self._choose(rows, planned)  # [T, K] ids and weights; [R, E] copies
+        made = self.last_plan = self._plan(loads) if planned else None  # quota [P]
+        slots = self._route(chosen, loads, made)  # [T, K]
         gate_weights = [weights for _, weights in chosen]
         received = self.transport.dispatch(rows, slots, gate_weights, self.placement.slots_per_rank)
         computed = self._compute(
@@ -201,21 +215,57 @@ class MoE(nn.Module):
     def _ranks(self) -> list[RankWeights]:
         return list(self.weights)  # type: ignore[arg-type]
 
-    def _choose(self, rows: list[Tensor]) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-        """Every owned rank's choices, and the gathered loads; a rank that fails tells the others in the gather."""
+    def _is_planned(self, num_tokens: int | None) -> bool:
+        """Whether there is anything to decide: known on the host and alike on all ranks."""
+        capacity = self.transport.max_tokens_per_rank
+        if num_tokens is None and capacity is not None:
+            num_tokens = capacity * self.transport.topology.num_ranks
+        small = num_tokens is not None and num_tokens < self.min_tokens
+        return self.placement.has_freedom[self.layer] and not small
+
+    def _plan(self, loads: Tensor) -> Plan:
+        return plan(loads, self._placed_on(loads.device), None, self.policy)
+
+    def _route(self, chosen: Sequence[Routing], loads: Tensor, made: Plan | None) -> list[Tensor]:
+        """[T, K] slots of every owned rank's copies: as planned or, without a plan, where they always go."""
+        of_rank = zip(self.transport.ranks, chosen, strict=True)
+        if made is None:
+            return [route_fixed(ids, self._placed_on(ids.device), rank) for rank, (ids, _) in of_rank]
+        return [route(ids, loads, made, rank, prefer=self.prefer) for rank, (ids, _) in of_rank]
+
+    def _gate(self, row: Tensor) -> Routing:
+        """One rank's choices, checked, with the shared experts after them."""
+        placement = self.placement
+        ids, weights = given_choices(*self.gate(row), num_experts=placement.num_routed)
+        if not placement.num_shared:
+            return Routing(ids, weights)
+        ranks = torch.zeros(len(ids), placement.num_shared, dtype=torch.int32, device=ids.device)
+        return Routing(*append_shared_expert(ids, weights, ranks, placement.num_routed))
+
+    def _choose(self, rows: list[Tensor], planned: bool) -> tuple[list[Routing], Tensor]:
+        """Every owned rank's choices, and the loads, gathered if a plan is made from them.
+
+        A rank that fails tells the others in the gather or, without one, in the next exchange of row counts; with
+        max_tokens_per_rank there is none, and the others wait for the group's timeout.
+        """
         experts, most = self.placement.num_experts, self.transport.max_tokens_per_rank
         try:
             if most is not None and max(map(len, rows)) > most:
                 raise ValueError(
                     f"x must have at most max_tokens_per_rank={most} tokens, got {max(map(len, rows))}"
                 )
-            chosen = [self.gate(row) for row in rows]
+            chosen = [self._gate(row) for row in rows]
             counts, errors, failure = [count(ids, experts) for ids, _ in chosen], [0] * len(rows), None
         except Exception as error:
             device = self._ranks()[0].row_of_slot.device
             nothing = torch.zeros(experts, dtype=torch.int32, device=device)
             chosen, counts, failure = [], [nothing] * len(self.transport.ranks), error
             errors = [error_code("count")] * len(counts)
+        if not planned:
+            if failure is not None:
+                self.transport.tell_failure("count", counts[0].device)
+                raise failure
+            return chosen, torch.stack(counts)
         try:
             loads = self.transport.gather_loads(counts, errors)
         except ValueError:

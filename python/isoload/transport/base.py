@@ -65,6 +65,11 @@ class Traffic:
     host_syncs: int = 0
 
 
+def num_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor; unlike ``nbytes`` also while torch.compile traces symbolic sizes."""
+    return tensor.numel() * tensor.itemsize
+
+
 class Transport(ABC):
     """Moves loads and rows between the ranks of a group; lists run over ``ranks``, those that this process owns.
 
@@ -163,8 +168,7 @@ class Transport(ABC):
                 for given in zip(self.ranks, x, slots, weights, strict=True)
             ]
         except ValueError:
-            if capacity is None:
-                self._tell_failure("dispatch", x[0].device)
+            self.tell_failure("dispatch", x[0].device)
             raise
         destinations = [find_destinations(s, slots_per_rank, num_ranks) for s in slots]
         if capacity is None:
@@ -247,6 +251,17 @@ class Transport(ABC):
         """Expert side to token side: buffers [sum(got), F] -> [sum(sent), F]."""
         return self._swap_counted(stage, buffers, [s.got for s in splits], [s.sent for s in splits])
 
+    def tell_failure(self, stage: str, device: torch.device) -> None:
+        """Takes part in the exchange of row counts that the other ranks are in or come to, so that they raise.
+
+        With max_tokens_per_rank there is none: nothing is told.
+        """
+        if self.max_tokens_per_rank is not None:
+            return
+        nothing = [torch.zeros(self.topology.num_ranks, dtype=torch.int64, device=device) for _ in self.ranks]
+        with suppress(ValueError):  # it is this rank's own failure, which the caller raises in full
+            self._swap_row_counts(nothing, [(0,) * len(FACTS)] * len(nothing), error_code(stage))
+
     def reset_traffic(self) -> None:
         num_ranks = self.topology.num_ranks
         self.traffic = Traffic(torch.zeros(num_ranks, num_ranks, dtype=torch.int64))
@@ -274,12 +289,6 @@ class Transport(ABC):
         raise_disagreement(FACTS, [peer[4:] for peer in host[0]])
         return [[peer[0] for peer in rank] for rank in host], [[peer[2] for peer in rank] for rank in host]
 
-    def _tell_failure(self, stage: str, device: torch.device) -> None:
-        """Takes part in the exchange that the other ranks are in, so that they raise instead of waiting."""
-        nothing = [torch.zeros(self.topology.num_ranks, dtype=torch.int64, device=device) for _ in self.ranks]
-        with suppress(ValueError):  # it is this rank's own failure, which the caller raises in full
-            self._swap_row_counts(nothing, [(0,) * len(FACTS)] * len(nothing), error_code(stage))
-
     def _agree(
         self, stage: str, names: tuple[str, ...], facts: list[tuple[int, ...]], device: torch.device
     ) -> None:
@@ -304,11 +313,11 @@ class Transport(ABC):
                 )
 
     def _gather_counted(self, stage: str, rows: list[Tensor]) -> Tensor:
-        self.traffic.bytes[stage] += sum(row.nbytes for row in rows)
+        self.traffic.bytes[stage] += sum(map(num_bytes, rows))
         return self._gather(stage, rows)
 
     def _swap_counted(
         self, stage: str, buffers: list[Tensor], sent: list[list[int]], got: list[list[int]]
     ) -> list[Tensor]:
-        self.traffic.bytes[stage] += sum(buffer.nbytes for buffer in buffers)
+        self.traffic.bytes[stage] += sum(map(num_bytes, buffers))
         return self._swap(stage, buffers, sent, got)

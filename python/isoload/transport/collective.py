@@ -70,4 +70,7 @@ class CollectiveTransport(Transport):
         try:
             yield
         except RuntimeError as error:
-            raise RuntimeError(f"stage {stage} failed on rank {self.ranks[0]}: {error}") from error
+            raise RuntimeError(
+                f"stage {stage} failed on rank {self.ranks[0]}: {error} (most likely another rank failed first; its "
+                "own error says why)"
+            ) from error
