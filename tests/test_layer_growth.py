@@ -80,11 +80,11 @@ def test_a_thousand_training_steps_leave_nothing_behind() -> None:
     steps = Steps()
     assert steps.layer.has_replicas
     steps.run(0, 100)
-    before = live_tensors(), steps.caches()
+    tensors, caches = live_tensors(), steps.caches()
     blocks, resident = sys.getallocatedblocks(), resident_bytes()
     steps.run(100, 1000)
-    assert (live_tensors(), steps.caches()) == before
-    assert steps.caches() == {"placement": 2, "policies": 1, "agreed facts": 1, "stages of traffic": 9}
+    assert live_tensors() <= tensors, "fewer if what earlier tests left is freed meanwhile"
+    assert steps.caches() == caches == {"placement": 2, "policies": 1, "agreed facts": 1, "stages of traffic": 9}
     assert sys.getallocatedblocks() - blocks < 900, "Python objects: less than one per step"
     assert resident_bytes() - resident < 8_000_000
 
@@ -106,7 +106,7 @@ def test_placements_that_are_dropped_are_freed() -> None:
     run(20)
     tensors, blocks, resident = live_tensors(), sys.getallocatedblocks(), resident_bytes()
     run(200)
-    assert live_tensors() == tensors
+    assert live_tensors() <= tensors
     assert not any(ref() is not None for ref in alive)
     assert sys.getallocatedblocks() - blocks < 200 * 5, "Python objects: less than one per plan"
     assert resident_bytes() - resident < 8_000_000
