@@ -13,6 +13,7 @@ STABLE_TORCH_LIBRARY(isoload, m) {
   m.def(
       "share(Tensor loads, Tensor quota, Tensor tables, int ranks_per_node, int rank, bool locality) -> "
       "Tensor");
+  m.def("share_alone(Tensor counts, Tensor quota, Tensor tables, int source) -> Tensor");
   m.def(
       "route(Tensor topk_ids, Tensor share_row, Tensor tables, int num_experts, bool prefer_visited) -> "
       "Tensor");
@@ -24,6 +25,7 @@ STABLE_TORCH_LIBRARY_IMPL(isoload, CPU, m) {
   m.impl("replica_tables", TORCH_BOX(&isoload::ops::replica_tables));
   m.impl("plan_exact", TORCH_BOX(&isoload::ops::plan_exact));
   m.impl("share", TORCH_BOX(&isoload::ops::share));
+  m.impl("share_alone", TORCH_BOX(&isoload::ops::share_alone));
   m.impl("route", TORCH_BOX(&isoload::ops::route));
   m.impl("route_sampled", TORCH_BOX(&isoload::ops::route_sampled));
 }

@@ -94,6 +94,18 @@ MUTANTS = {
     "own-rank level left out of share": Mutant(
         "csrc/algorithms/share.h", "if (!in_.locality) return 0;", "return 0;", "share"
     ),
+    "every source rounds alike": Mutant(
+        "csrc/algorithms/share_alone.h",
+        "uint32_t(source) * 0x9e3779b9u",
+        "0 * uint32_t(source)",
+        "share_alone::test_offsets_spread_so_that_roundings_cancel",
+    ),
+    "a cut product in 32 bits": Mutant(
+        "csrc/algorithms/share_alone.h",
+        "uint64_t(n) * uint64_t(part)",
+        "uint32_t(n) * uint32_t(part)",
+        "share_alone::test_all_copies_of_the_largest_batch",
+    ),
     "a share dealt one short": Mutant(
         "csrc/cpu/route.cpp", "--hands_[e].left == 0", "--hands_[e].left <= 1", "route"
     ),

@@ -6,6 +6,7 @@
 #include "algorithms/plan_exact.h"
 #include "algorithms/replica_tables.h"
 #include "algorithms/share.h"
+#include "algorithms/share_alone.h"
 #include "team.h"
 
 namespace isoload::cpu {
@@ -21,6 +22,9 @@ PlanStatus plan_exact(const ExactProblem& problem, const ExactResult& result);
 // The wanted rows of the share, out [rows, P]. Returns an expert whose quota was not made from its loads, or
 // -1.
 int share(const ShareProblem& problem, int32_t* out);
+
+// One source's row out [P]. Returns an expert whose counts or quota cannot be shared, or -1.
+int share_alone(const ShareAloneProblem& problem, int32_t* out);
 
 // What a route did not fit: an id outside [-1, E), or an expert with more or fewer copies than its share.
 struct RouteFault {

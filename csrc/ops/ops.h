@@ -21,6 +21,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plan_exact(const Tensor& loads, const
                                                       int64_t tolerance_ppm, int64_t sweeps, int64_t budget);
 Tensor share(const Tensor& loads, const Tensor& quota, const Tensor& tables, int64_t ranks_per_node,
              int64_t rank, bool locality);
+Tensor share_alone(const Tensor& counts, const Tensor& quota, const Tensor& tables, int64_t source);
 Tensor route(const Tensor& topk_ids, const Tensor& share_row, const Tensor& tables, int64_t num_experts,
              bool prefer_visited);
 Tensor route_sampled(const Tensor& topk_ids, const Tensor& weights, const Tensor& tables, int64_t num_experts,

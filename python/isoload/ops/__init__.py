@@ -17,6 +17,7 @@ from isoload.ops.routed import (
     route_sampled,
     share,
 )
+from isoload.ops.share_alone import share_alone
 
 __all__ = [
     "ExactSplit",
@@ -28,4 +29,5 @@ __all__ = [
     "route",
     "route_sampled",
     "share",
+    "share_alone",
 ]

@@ -8,5 +8,15 @@ from isoload.reference.plan_exact import ExactSplit, plan_exact
 from isoload.reference.replica_tables import replica_tables
 from isoload.reference.route import route, route_sampled
 from isoload.reference.share import share
+from isoload.reference.share_alone import share_alone
 
-__all__ = ["ExactSplit", "count", "plan_exact", "replica_tables", "route", "route_sampled", "share"]
+__all__ = [
+    "ExactSplit",
+    "count",
+    "plan_exact",
+    "replica_tables",
+    "route",
+    "route_sampled",
+    "share",
+    "share_alone",
+]
