@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "algorithms/plan_active.h"
 #include "algorithms/plan_exact.h"
 #include "algorithms/replica_tables.h"
 #include "algorithms/share.h"
@@ -18,6 +19,8 @@ int64_t count(const Id* ids, int64_t n, int E, int32_t* counts);
 void replica_tables(const int32_t* slot_to_expert, int R, int E, int S, int32_t* tables);
 
 PlanStatus plan_exact(const ExactProblem& problem, const ExactResult& result);
+
+PlanStatus plan_active(const ActiveProblem& problem, const ActiveResult& result);
 
 // The wanted rows of the share, out [rows, P]. Returns an expert whose quota was not made from its loads, or
 // -1.

@@ -19,6 +19,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plan_exact(const Tensor& loads, const
                                                       const std::optional<Tensor>& fixed,
                                                       const std::optional<Tensor>& ticks,
                                                       int64_t tolerance_ppm, int64_t sweeps, int64_t budget);
+std::tuple<Tensor, Tensor, Tensor, Tensor> plan_active(const Tensor& loads, const Tensor& tables,
+                                                       int64_t num_ranks, int64_t num_slots,
+                                                       const std::optional<Tensor>& ticks);
 Tensor share(const Tensor& loads, const Tensor& quota, const Tensor& tables, int64_t ranks_per_node,
              int64_t rank, bool locality);
 Tensor share_alone(const Tensor& counts, const Tensor& quota, const Tensor& tables, int64_t source);

@@ -6,6 +6,7 @@ device. Shapes: R ranks, E logical experts, S slots per rank, P = R*S slots, T t
 Raises (all): ValueError naming the argument, the rule and the value. Values are checked on CPU only.
 """
 
+from isoload.ops.plan_active import ActiveSplit, plan_active
 from isoload.ops.routed import (
     ExactSplit,
     Order,
@@ -20,10 +21,12 @@ from isoload.ops.routed import (
 from isoload.ops.share_alone import share_alone
 
 __all__ = [
+    "ActiveSplit",
     "ExactSplit",
     "Order",
     "Prefer",
     "count",
+    "plan_active",
     "plan_exact",
     "replica_tables",
     "route",

@@ -4,6 +4,7 @@ Same names, signatures and results on valid input; slow, and checked by their ow
 """
 
 from isoload.reference.count import count
+from isoload.reference.plan_active import ActiveSplit, plan_active
 from isoload.reference.plan_exact import ExactSplit, plan_exact
 from isoload.reference.replica_tables import replica_tables
 from isoload.reference.route import route, route_sampled
@@ -11,8 +12,10 @@ from isoload.reference.share import share
 from isoload.reference.share_alone import share_alone
 
 __all__ = [
+    "ActiveSplit",
     "ExactSplit",
     "count",
+    "plan_active",
     "plan_exact",
     "replica_tables",
     "route",
