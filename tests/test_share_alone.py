@@ -68,6 +68,13 @@ def test_slots_receive_their_quota_within_the_bound() -> None:
     assert exact > 100 and far > 10, "too easy: nothing is at the bound, or nothing is off"
 
 
+def test_a_plan_of_whole_experts_is_met_exactly() -> None:
+    """plan_active gives every expert to one slot: all cuts lie at 0 or n, nothing is rounded."""
+    for case in instances(1, seed=250, max_ranks=64, families=("eplb", "random", "split_256", "full_total")):
+        quota = ops.plan_active(torch.from_numpy(case.loads), case.tables()).quota
+        assert np.array_equal(share_all(case, quota).sum(0), quota.numpy()), case.name
+
+
 def test_offsets_spread_so_that_roundings_cancel() -> None:
     """Sources of one copy each: with one offset for all, one replica would get all of them."""
     ranks, tables = 64, ops.replica_tables(torch.tensor([0, 0] + [-1] * 62, dtype=torch.int32), 64, 1)

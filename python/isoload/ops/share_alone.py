@@ -17,7 +17,8 @@ def share_alone(counts: Tensor, quota: Tensor, tables: ReplicaTables, source: in
     For loads that were all-reduced, not gathered: each source cuts its copies of an expert in the proportions
     of the expert's quotas, rounded at an offset of its own (golden ratio), so that roundings nearly cancel over
     sources. A source sends exactly its copies. Over all sources slot p receives ``quota[p]`` give or take
-    ``max(0, sources with copies of its expert - 1)``; where :func:`share` can be had, it meets the quota exactly.
+    ``max(0, sources with copies of its expert - 1)``, and exactly that where an expert has all its quota in one
+    slot. Where the loads of all sources are known, :func:`share` is exact always.
 
     Args:
         counts: [E] or [L, E] int32 this source's copies, a part of the sums that the quota was made from.
