@@ -12,8 +12,12 @@ STABLE_TORCH_LIBRARY(isoload, m) {
       "(Tensor "
       "quota, Tensor peak, Tensor bound, Tensor telemetry)");
   m.def(
+      "plan_active(Tensor loads, Tensor tables, int num_ranks, int num_slots, Tensor? ticks) -> "
+      "(Tensor quota, Tensor active_peak, Tensor active_bound, Tensor telemetry)");
+  m.def(
       "share(Tensor loads, Tensor quota, Tensor tables, int ranks_per_node, int rank, bool locality) -> "
       "Tensor");
+  m.def("share_alone(Tensor counts, Tensor quota, Tensor tables, int source) -> Tensor");
   m.def(
       "share_by_rank(Tensor loads, Tensor quota, Tensor tables, int ranks_per_node, bool locality) -> "
       "Tensor");
@@ -41,8 +45,10 @@ STABLE_TORCH_LIBRARY_IMPL(isoload, CPU, m) {
   m.impl("count", TORCH_BOX(&isoload::ops::count));
   m.impl("replica_tables", TORCH_BOX(&isoload::ops::replica_tables));
   m.impl("plan_exact", TORCH_BOX(&isoload::ops::plan_exact));
+  m.impl("plan_active", TORCH_BOX(&isoload::ops::plan_active));
   m.impl("share", TORCH_BOX(&isoload::ops::share));
   m.impl("share_by_rank", TORCH_BOX(&isoload::ops::share_by_rank));
+  m.impl("share_alone", TORCH_BOX(&isoload::ops::share_alone));
   m.impl("route", TORCH_BOX(&isoload::ops::route));
   m.impl("plan_waterfill", TORCH_BOX(&isoload::ops::plan_waterfill));
   m.impl("route_shared", TORCH_BOX(&isoload::ops::route_shared));

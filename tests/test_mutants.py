@@ -115,6 +115,36 @@ MUTANTS = {
     "own-rank level left out of share": Mutant(
         "csrc/algorithms/share.h", "if (!in_.locality) return 0;", "return 0;", "share"
     ),
+    "every source rounds alike": Mutant(
+        "csrc/algorithms/share_alone.h",
+        "uint32_t(source) * 0x9e3779b9u",
+        "0 * uint32_t(source)",
+        "share_alone::test_offsets_spread_so_that_roundings_cancel",
+    ),
+    "a cut product in 32 bits": Mutant(
+        "csrc/algorithms/share_alone.h",
+        "uint64_t(n) * uint64_t(part)",
+        "uint32_t(n) * uint32_t(part)",
+        "share_alone::test_all_copies_of_the_largest_batch",
+    ),
+    "an active slot too many": Mutant(
+        "csrc/algorithms/plan_active.h",
+        "(ws_.active[t_.ranks[j]] + 1) >",
+        "ws_.active[t_.ranks[j]] >",
+        "plan_active::test_small_cases_against_all_choices",
+    ),
+    "an idle expert takes a slot": Mutant(
+        "csrc/algorithms/plan_active.h",
+        "ws_.unit[e] = ws_.total[e] > 0;",
+        "ws_.unit[e] = 1;",
+        "plan_active::test_peak_is_the_maximum_flow_s",
+    ),
+    "a barrier removed from settling": Mutant(
+        "csrc/algorithms/plan_active.h",
+        "moved += relieve(t_.order[first + i]); });\n        team_.sync();",
+        "moved += relieve(t_.order[first + i]); });",
+        "teams",
+    ),
     "a share dealt one short": Mutant(
         "csrc/cpu/route.cpp", "--hands_[e].left == 0", "--hands_[e].left <= 1", "route"
     ),

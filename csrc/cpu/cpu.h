@@ -3,10 +3,12 @@
 
 #include <cstdint>
 
+#include "algorithms/plan_active.h"
 #include "algorithms/plan_exact.h"
 #include "algorithms/plan_waterfill.h"
 #include "algorithms/replica_tables.h"
 #include "algorithms/share.h"
+#include "algorithms/share_alone.h"
 #include "team.h"
 
 namespace isoload::cpu {
@@ -19,12 +21,17 @@ void replica_tables(const int32_t* slot_to_expert, int R, int E, int S, int32_t*
 
 PlanStatus plan_exact(const ExactProblem& problem, const ExactResult& result);
 
+PlanStatus plan_active(const ActiveProblem& problem, const ActiveResult& result);
+
 // Of the share: a rank's row [P], all rows [R, P], or all rows summed over each rank's slots [R, R].
 enum class ShareOf { one_row, all_rows, all_ranks };
 
 // Returns an expert whose quota was not made from its loads, or
 // -1.
 int share(const ShareProblem& problem, ShareOf of, int rank, int32_t* out);
+
+// One source's row out [P]. Returns an expert whose counts or quota cannot be shared, or -1.
+int share_alone(const ShareAloneProblem& problem, int32_t* out);
 
 // What a route did not fit: an id outside [-1, E), or an expert with more or fewer copies than its share.
 struct RouteFault {

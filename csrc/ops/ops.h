@@ -23,6 +23,10 @@ Tensor share(const Tensor& loads, const Tensor& quota, const Tensor& tables, int
              int64_t rank, bool locality);
 Tensor share_by_rank(const Tensor& loads, const Tensor& quota, const Tensor& tables, int64_t ranks_per_node,
                      bool locality);
+std::tuple<Tensor, Tensor, Tensor, Tensor> plan_active(const Tensor& loads, const Tensor& tables,
+                                                       int64_t num_ranks, int64_t num_slots,
+                                                       const std::optional<Tensor>& ticks);
+Tensor share_alone(const Tensor& counts, const Tensor& quota, const Tensor& tables, int64_t source);
 Tensor route(const Tensor& topk_ids, const Tensor& share_row, const Tensor& tables, int64_t num_experts,
              bool prefer_visited);
 Tensor route_sampled(const Tensor& topk_ids, const Tensor& weights, const Tensor& tables, int64_t num_experts,

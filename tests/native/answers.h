@@ -5,10 +5,12 @@
 #include <cstring>
 #include <numeric>
 
+#include "algorithms/plan_active.h"
 #include "algorithms/plan_exact.h"
 #include "algorithms/plan_waterfill.h"
 #include "algorithms/replica_tables.h"
 #include "algorithms/share.h"
+#include "algorithms/share_alone.h"
 #include "instances.h"
 
 namespace isoload {
@@ -34,7 +36,9 @@ struct Answers {
   std::array<Buffer, 6>
       shares;  // all rows [R, P], one row [P], all ranks [R, R], by locality; then rank major
   std::array<bool, 6> shared;
-  bool diverged;  // a lane returned or saw something else than the others
+  SolvedPlan active;  // peak and bound count slots
+  Buffer alone;       // [P] the row of in.row from its own loads
+  bool diverged;      // a lane returned or saw something else than the others
 
   static bool fits(const Instance& in, int i) { return in.R <= 64 << i; }
   const SolvedPlan& exact() const { return plans[2]; }
@@ -46,15 +50,18 @@ struct Answers {
       buffer = Buffer(words);
       std::memset(buffer.data(), byte, words * sizeof(int32_t));
     };
-    fill(tables, ReplicaTables::size(in.E, in.P()));
-    fill(workspace,
-         std::max({2 * replica_tables_workspace(in.R, in.E), ExactWorkspace<4>::bytes(in.R, in.E) / 4,
-                   (WaterfillWorkspace<4>::bytes(in.R) + 3) / 4, 2 * int64_t(in.R) * in.E + in.P()}));
-    for (SolvedPlan& plan : plans) {
+    auto fill_plan = [&](SolvedPlan& plan) {
       std::memset(plan.certificate, byte, sizeof plan.certificate);
       std::memset(plan.telemetry, byte, sizeof plan.telemetry);
       fill(plan.quota, in.P());
-    }
+    };
+    fill(tables, ReplicaTables::size(in.E, in.P()));
+    fill(workspace,
+         std::max({2 * replica_tables_workspace(in.R, in.E), ActiveWorkspace<4>::bytes(in.R, in.E) / 4,
+                   (WaterfillWorkspace<4>::bytes(in.R) + 3) / 4, 2 * int64_t(in.R) * in.E + in.P()}));
+    for (SolvedPlan& plan : plans) fill_plan(plan);
+    fill_plan(active);
+    fill(alone, in.P());
     for (int i = 0; i < 6; ++i) fill(shares[i], i % 3 == 1 ? in.P() : in.R * (i % 3 ? in.R : in.P()));
     diverged = false;
   }
@@ -140,6 +147,30 @@ inline const char* share_error(const Instance& in, const Answers& got, int i) {
   return nullptr;
 }
 
+// Every expert in one slot, no rank above the proved number of slots; the row sends its source's copies.
+inline const char* active_error(const Instance& in, const Answers& got) {
+  const SolvedPlan& plan = got.active;
+  std::vector<int32_t> taken(in.E), sent(in.E), slots(in.R);
+  for (int p = 0; p < in.P(); ++p) {
+    const int e = in.slot_to_expert[p];
+    if (got.alone[p] < 0 || (e < 0 && (got.alone[p] || plan.quota[p]))) return "an empty slot takes copies";
+    if (e < 0) continue;
+    sent[e] += got.alone[p];
+    if (plan.quota[p] == 0) continue;
+    if (taken[e]) return "an expert is active in two slots";
+    taken[e] = plan.quota[p];
+    ++slots[p / in.S];
+  }
+  if (taken != in.summed) return "active slots do not hold the loads";
+  if (!std::equal(sent.begin(), sent.end(), in.loads.begin() + in.row * in.E))
+    return "a source that shares alone does not send its loads";
+  int64_t peak = 0;
+  for (int r = 0; r < in.R; ++r)
+    peak = std::max(peak, slots[r] * int64_t(in.ticks.empty() ? 1 : in.ticks[r]));
+  if (plan.peak() != peak) return "the active peak is not the most slots of a rank";
+  return plan.bound() == peak ? nullptr : "the active peak and bound differ";
+}
+
 // The first fault of the answers of one lane and of many, or null.
 inline const char* answers_error(const Instance& in, const Answers& one, const Answers& many) {
   if (many.diverged) return "the lanes disagree";
@@ -154,6 +185,9 @@ inline const char* answers_error(const Instance& in, const Answers& one, const A
     if (const char* wrong = plan_error(in, one, i)) return wrong;
   }
   if (!one.exact().ok()) return nullptr;
+  if (one.active != many.active) return "the active plans of the two teams differ";
+  if (one.alone != many.alone) return "the rows shared alone of the two teams differ";
+  if (const char* wrong = active_error(in, one)) return wrong;
   if (one.shares != many.shares || one.shared != many.shared) return "the shares of the two teams differ";
   const char* wrong = share_error(in, one, 0);
   return wrong ? wrong : share_error(in, one, 3);

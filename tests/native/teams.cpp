@@ -29,6 +29,7 @@ class Lane {
     solve<4>(2);
     solve<4>(Answers::kCut);
     for (int i = 0; i < 6 && to_.exact().ok(); ++i) share(i);
+    if (to_.exact().ok()) solve_active(), share_alone();
   }
 
   void run(const Pouring& pour, AllPoured& all) {
@@ -115,6 +116,32 @@ class Lane {
     if (fits && i % 3 == 2) solver.all_ranks(out.data());
     if (team_.rank() == 0) to_.shared[i] = fits;
     finish(out, fits);
+  }
+
+  void solve_active() {
+    const ActiveProblem problem{
+        .R = in_.R,
+        .E = in_.E,
+        .S = in_.S,
+        .tables = tables(),
+        .loads = in_.loads.data(),
+        .num_sources = in_.R,
+        .ticks = in_.ticks.empty() ? nullptr : in_.ticks.data(),
+    };
+    SolvedPlan& plan = to_.active;
+    const auto workspace = ActiveWorkspace<4>::at(to_.workspace.data(), in_.R, in_.E);
+    const ActiveResult out{plan.quota.data(), &plan.certificate[0], &plan.certificate[1], plan.telemetry};
+    const PlanStatus status = ActiveSolver<4, Team>(team_, problem, workspace, out).solve();
+    if (team_.rank() == 0) plan.status = status;
+    finish(plan.quota, 3 * uint64_t(*out.peak) + 5 * uint64_t(*out.bound) + 7 * uint64_t(status));
+  }
+
+  void share_alone() {
+    const int32_t* counts = in_.loads.data() + int64_t(in_.row) * in_.E;
+    const int32_t* quota = to_.exact().quota.data();
+    const ShareAloneProblem problem{in_.E, in_.P(), tables(), counts, quota, in_.row};
+    const bool fits = isoload::share_alone(team_, problem, to_.alone.data()) < 0;
+    finish(to_.alone, fits);
   }
 
   // A routine that returned has ended with a barrier: any lane may read what it wrote and reuse its

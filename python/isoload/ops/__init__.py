@@ -6,6 +6,10 @@ device. Shapes: R ranks, E logical experts, S slots per rank, P = R*S slots, T t
 Raises (all): ValueError naming the argument, the rule and the value. Values are checked on CPU only.
 """
 
+from isoload.ops.plan_active import (
+    ActiveSplit,
+    plan_active,
+)
 from isoload.ops.routed import (
     ExactSplit,
     Objective,
@@ -19,10 +23,23 @@ from isoload.ops.routed import (
     share,
     share_by_rank,
 )
-from isoload.ops.shared import Candidates, WaterfillSplit, plan_waterfill, route_shared
-from isoload.ops.shared_layout import SharedRule, append_shared_expert, route_shared_sampled
+from isoload.ops.share_alone import (
+    share_alone,
+)
+from isoload.ops.shared import (
+    Candidates,
+    WaterfillSplit,
+    plan_waterfill,
+    route_shared,
+)
+from isoload.ops.shared_layout import (
+    SharedRule,
+    append_shared_expert,
+    route_shared_sampled,
+)
 
 __all__ = [
+    "ActiveSplit",
     "Candidates",
     "ExactSplit",
     "Objective",
@@ -32,6 +49,7 @@ __all__ = [
     "WaterfillSplit",
     "append_shared_expert",
     "count",
+    "plan_active",
     "plan_exact",
     "plan_waterfill",
     "replica_tables",
@@ -40,5 +58,6 @@ __all__ = [
     "route_shared",
     "route_shared_sampled",
     "share",
+    "share_alone",
     "share_by_rank",
 ]

@@ -14,10 +14,13 @@ import torch
 from isoload.placement import Placement
 from isoload.placers.base import Loads, Placer
 from isoload.placers.eplb import EplbPlacer
+from isoload.placers.topology import TopologyPlacer
 from isoload.placers.trivial import TrivialPlacer
 from isoload.topology import Topology
 
-PLACERS: dict[str, type[Placer]] = {placer.name: placer for placer in (TrivialPlacer, EplbPlacer)}
+PLACERS: dict[str, type[Placer]] = {
+    placer.name: placer for placer in (TrivialPlacer, EplbPlacer, TopologyPlacer)
+}
 
 
 def place(

@@ -3,21 +3,52 @@
 Same names, signatures and results on valid input; slow, and checked by their own assertions only.
 """
 
-from isoload.reference.append_shared_expert import append_shared_expert
-from isoload.reference.count import count
-from isoload.reference.plan_exact import ExactSplit, plan_exact
-from isoload.reference.plan_waterfill import WaterfillSplit, plan_waterfill
-from isoload.reference.replica_tables import replica_tables
-from isoload.reference.route import route, route_sampled
-from isoload.reference.route_shared import route_shared
-from isoload.reference.route_shared_sampled import route_shared_sampled
-from isoload.reference.share import share, share_by_rank
+from isoload.reference.append_shared_expert import (
+    append_shared_expert,
+)
+from isoload.reference.count import (
+    count,
+)
+from isoload.reference.plan_active import (
+    ActiveSplit,
+    plan_active,
+)
+from isoload.reference.plan_exact import (
+    ExactSplit,
+    plan_exact,
+)
+from isoload.reference.plan_waterfill import (
+    WaterfillSplit,
+    plan_waterfill,
+)
+from isoload.reference.replica_tables import (
+    replica_tables,
+)
+from isoload.reference.route import (
+    route,
+    route_sampled,
+)
+from isoload.reference.route_shared import (
+    route_shared,
+)
+from isoload.reference.route_shared_sampled import (
+    route_shared_sampled,
+)
+from isoload.reference.share import (
+    share,
+    share_by_rank,
+)
+from isoload.reference.share_alone import (
+    share_alone,
+)
 
 __all__ = [
+    "ActiveSplit",
     "ExactSplit",
     "WaterfillSplit",
     "append_shared_expert",
     "count",
+    "plan_active",
     "plan_exact",
     "plan_waterfill",
     "replica_tables",
@@ -26,5 +57,6 @@ __all__ = [
     "route_shared",
     "route_shared_sampled",
     "share",
+    "share_alone",
     "share_by_rank",
 ]

@@ -1,0 +1,168 @@
+// plan_active: all copies of an expert on one of its replicas, so that the rank with most active slots has as
+// few as possible. For small batches, where a step takes as long as reading the weights of the active slots.
+//
+// Which replica an expert takes is the flow of plan_exact with one unit per expert that has load: its
+// integral optimum leaves every unit whole, and its bound proves that no choice does better. Of the many
+// optima, settle then takes one with a lower peak in copies: while it helps, an expert moves to a replica
+// whose rank has a slot to spare and ends below the load of the rank it left. Each move lowers the larger of
+// two loads and raises no rank above the proved number of slots. Integers only, ties go to the lowest rank.
+#pragma once
+
+#include <cstdint>
+
+#include "algorithms/plan_exact.h"
+#include "algorithms/replica_tables.h"
+
+namespace isoload {
+
+constexpr int kSettleRounds = 8;  // rounds over all experts; most layers are done after two or three
+
+struct ActiveProblem {
+  int R, E, S;           // ranks, logical experts, slots per rank
+  ReplicaTables tables;  // of this layer
+  const int32_t* loads;  // [num_sources, E] copies; summed over sources here
+  int num_sources;       //
+  const int32_t* ticks;  // [R] cost of one active slot, and of one copy, on a rank, 1..2^20, or null: all 1
+};
+
+struct ActiveResult {
+  int32_t* quota;      // [P] copies per slot: an expert's load in one of its slots
+  int64_t* peak;       // [1] largest number of active slots of a rank (times its ticks if given)
+  int64_t* bound;      // [1] proved lower bound of it
+  int32_t* telemetry;  // [4] sweeps, augmentations and Newton steps of the solve; moves of settle
+};
+
+// Caller's memory; every array is written before it is read.
+template <int W>
+struct ActiveWorkspace {
+  ExactWorkspace<W> exact;
+  int32_t *total, *unit;     // [E] copies per expert; 1 if there are any
+  int32_t *copies, *active;  // [R] per rank
+
+  static int64_t bytes(int64_t R, int64_t E) {
+    return ExactWorkspace<W>::bytes(R, E) + 2 * (E + R) * int64_t(sizeof(int32_t));
+  }
+  static ActiveWorkspace at(void* memory, int64_t R, int64_t E) {
+    ActiveWorkspace ws;
+    ws.exact = ExactWorkspace<W>::at(memory, R, E);
+    ws.total = static_cast<int32_t*>(memory) + ExactWorkspace<W>::bytes(R, E) / int64_t(sizeof(int32_t));
+    ws.unit = ws.total + E;
+    ws.copies = ws.unit + E;
+    ws.active = ws.copies + R;
+    return ws;
+  }
+};
+
+template <int W, class Team>
+class ActiveSolver {
+ public:
+  ActiveSolver(Team& team, const ActiveProblem& problem, ActiveWorkspace<W> workspace,
+               const ActiveResult& out)
+      : team_(team), in_(problem), t_(problem.tables), ws_(workspace), out_(out) {}
+
+  PlanStatus solve() {
+    const PlanStatus status = add_up();
+    if (status != PlanStatus::ok) return status;
+    ExactProblem units{};
+    units.R = in_.R, units.E = in_.E, units.S = in_.S;
+    units.tables = t_;
+    units.loads = ws_.unit, units.num_sources = 1;
+    units.ticks = in_.ticks;
+    units.sweeps = kSettleRounds, units.budget = INT32_MAX;
+    const ExactResult split{out_.quota, out_.peak, out_.bound, out_.telemetry};
+    const PlanStatus solved = ExactSolver<W, Team>(team_, units, ws_.exact, out_.quota).solve(split);
+    if (solved != PlanStatus::ok) return solved;
+    load_slots();
+    const int32_t moves = settle();
+    if (team_.rank() == 0) out_.telemetry[3] = moves;  // unlimited: the solve was not cut short
+    team_.sync();
+    return PlanStatus::ok;
+  }
+
+ private:
+  int64_t tick(int r) const { return in_.ticks ? in_.ticks[r] : 1; }
+
+  // Copies per expert; refuses what is no load. ExactSolver refuses an expert without a replica.
+  PlanStatus add_up() {
+    int32_t sign = 0, wrapped = 0;
+    int64_t copies = 0;
+    team_.for_each(in_.E, [&](int e) { sign |= ws_.total[e] = in_.loads[e]; });
+    for (int s = 1; s < in_.num_sources; ++s) {  // a lane keeps its experts, so no barrier between rows
+      const int32_t* row = in_.loads + int64_t(s) * in_.E;
+      team_.for_each(in_.E, [&](int e) {
+        sign |= row[e];
+        wrapped |= ws_.total[e] = static_cast<int32_t>(uint32_t(ws_.total[e]) + uint32_t(row[e]));
+      });
+    }
+    team_.for_each(in_.E, [&](int e) {
+      copies += ws_.total[e];
+      ws_.unit[e] = ws_.total[e] > 0;
+    });
+    if (team_.any(sign < 0)) return PlanStatus::negative_load;
+    copies = team_.sum(copies);
+    if (team_.any(wrapped < 0) || copies > INT32_MAX) return PlanStatus::too_many_copies;
+    return PlanStatus::ok;
+  }
+
+  // Units become copies; counts both per rank.
+  void load_slots() {
+    team_.for_each(in_.R, [&](int r) {
+      int32_t active = 0, copies = 0;
+      for (int p = r * in_.S; p < r * in_.S + in_.S; ++p) {
+        if (out_.quota[p] == 0) continue;
+        const int e = t_.split[p] >= 0 ? t_.order[t_.split[p]] : t_.solo[p];
+        out_.quota[p] = ws_.total[e];
+        ++active, copies += ws_.total[e];
+      }
+      ws_.active[r] = active;
+      ws_.copies[r] = copies;
+    });
+    team_.sync();
+  }
+
+  // Class by class, as plan_exact sweeps: no two experts of a class share a rank.
+  int32_t settle() {
+    int64_t moves = 0;
+    for (int round = 0; round < kSettleRounds; ++round) {
+      int64_t moved = 0;
+      for (int k = 0; k < t_.num_classes(); ++k) {
+        const int first = t_.classes[k];
+        team_.for_each(t_.classes[k + 1] - first, [&](int i) { moved += relieve(t_.order[first + i]); });
+        team_.sync();
+      }
+      moved = team_.sum(moved);
+      moves += moved;
+      if (moved == 0) break;
+    }
+    return static_cast<int32_t>(moves);
+  }
+
+  // Moves e to the replica whose rank then costs least, if it has a slot to spare and ends below e's rank.
+  bool relieve(int e) {
+    const int32_t n = ws_.total[e];
+    int from = t_.offsets[e];
+    while (from < t_.offsets[e + 1] && out_.quota[t_.slots[from]] == 0) ++from;
+    if (from == t_.offsets[e + 1]) return false;  // no load
+    auto cost = [&](int j, int32_t more) {
+      return tick(t_.ranks[j]) * (int64_t(ws_.copies[t_.ranks[j]]) + more);
+    };
+    int to = from;
+    for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j) {
+      if (j == from || tick(t_.ranks[j]) * (ws_.active[t_.ranks[j]] + 1) > *out_.peak) continue;
+      if (cost(j, n) < cost(to, to == from ? 0 : n)) to = j;
+    }
+    if (to == from) return false;
+    out_.quota[t_.slots[from]] = 0, out_.quota[t_.slots[to]] = n;
+    ws_.copies[t_.ranks[from]] -= n, ws_.copies[t_.ranks[to]] += n;
+    --ws_.active[t_.ranks[from]], ++ws_.active[t_.ranks[to]];
+    return true;
+  }
+
+  Team& team_;
+  const ActiveProblem& in_;
+  const ReplicaTables t_;
+  const ActiveWorkspace<W> ws_;
+  const ActiveResult out_;
+};
+
+}  // namespace isoload

@@ -1,0 +1,72 @@
+// share_alone: one source rank's part of a quota when it knows the sums over all ranks, but no other rank's
+// counts: the collective was an all-reduce, not a gather.
+//
+// Source s cuts its own n copies of expert e where the quotas cut the expert's `total`: cut c lies at
+//   floor(n * (quota_1 + .. + quota_c) / total + u),   u = frac(1/2 + s / golden ratio + 0.37 e) in [0, 1)
+// The first cut is 0 and the last n, so a source sends exactly its copies. The offset u spreads the sources'
+// roundings evenly, so that they nearly cancel. Any u < 1 moves a slot's part of one source by less than one
+// copy, and by nothing if that source has all of the expert's copies: over all sources slot p receives within
+// max(0, sources with copies of e - 1) of quota[p]. u is 32-bit fixed point: the same bits everywhere.
+#pragma once
+
+#include <cstdint>
+
+#include "algorithms/replica_tables.h"
+
+namespace isoload {
+
+struct ShareAloneProblem {
+  int E, P;
+  ReplicaTables tables;
+  const int32_t* counts;  // [E] this source's copies
+  const int32_t* quota;   // [P]
+  int source;
+};
+
+// u of a source and expert, in units of 2^-32.
+inline uint32_t rounding_offset(int source, int e) {
+  return 0x80000000u + uint32_t(source) * 0x9e3779b9u + uint32_t(e) * 0x5eb851ecu;
+}
+
+// floor(n * part / total + offset / 2^32) with n, part <= total < 2^31: every term below stays under 2^64.
+inline int32_t rounded_part(int32_t n, int64_t part, int64_t total, uint32_t offset) {
+  const uint64_t product = uint64_t(n) * uint64_t(part), whole = product / uint64_t(total);
+  const uint64_t rest = product % uint64_t(total);
+  const bool up = (rest << 32) + offset * uint64_t(total) >= uint64_t(total) << 32;
+  return static_cast<int32_t>(whole + up);
+}
+
+// Fills out [P]. Returns the lowest expert with a negative count or quota, with 2^31 copies or more, or of
+// which this source has more copies than its quotas sum to; -1 if there is none.
+template <class Team>
+int share_alone(Team& team, const ShareAloneProblem& in, int32_t* out) {
+  const ReplicaTables& t = in.tables;
+  team.for_each(in.P, [&](int p) { out[p] = 0; });
+  team.sync();
+  int64_t bad = 0;  // E - e of the lowest such expert
+  team.for_each(in.E, [&](int e) {
+    const int32_t n = in.counts[e];
+    int64_t total = 0;
+    bool wrong = n < 0;
+    for (int j = t.offsets[e]; j < t.offsets[e + 1]; ++j) {
+      total += in.quota[t.slots[j]];
+      wrong |= in.quota[t.slots[j]] < 0;
+    }
+    wrong |= n > total || total > INT32_MAX;
+    if (wrong) bad = bad > in.E - e ? bad : in.E - e;
+    if (wrong || n == 0) return;
+    const uint32_t offset = rounding_offset(in.source, e);
+    int64_t part = 0;
+    int32_t before = 0;
+    for (int j = t.offsets[e]; j < t.offsets[e + 1]; ++j) {
+      part += in.quota[t.slots[j]];
+      const int32_t cut = rounded_part(n, part, total, offset);
+      out[t.slots[j]] = cut - before;
+      before = cut;
+    }
+  });
+  bad = team.max(bad);
+  return bad > 0 ? static_cast<int>(in.E - bad) : -1;
+}
+
+}  // namespace isoload

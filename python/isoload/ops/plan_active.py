@@ -1,0 +1,58 @@
+"""plan_active: every expert wholly on one replica, fewest active slots per rank; wrapper and fake."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from isoload.ops.library import call, library
+from isoload.replica_tables import ReplicaTables
+
+_plan_active = library.plan_active.default
+
+
+class ActiveSplit(NamedTuple):
+    """What :func:`plan_active` returns, with the leading dimension of the tables.
+
+    quota [P] int32 copies per slot: an expert's load in one of its slots, 0 in the others; active_peak [] int64
+    largest number of active slots of a rank; active_bound [] int64 proved lower bound of it, always equal;
+    telemetry [4] int32: sweeps, augmentations, Newton steps, moves that lowered the peak in copies.
+    With ticks, active slots count as many ticks as their rank's copies cost.
+    """
+
+    quota: Tensor
+    active_peak: Tensor
+    active_bound: Tensor
+    telemetry: Tensor
+
+
+def plan_active(loads: Tensor, tables: ReplicaTables, *, ticks: Tensor | None = None) -> ActiveSplit:
+    """Puts all copies of an expert on one of its replicas, so that no rank has more active slots than it must.
+
+    For decode batches: while reading weights takes longer than computing, a rank's time is its number of
+    active slots, and a split expert is read on every rank that takes a part. The number is the least possible
+    (the flow of :func:`plan_exact` with one unit per expert); the peak in copies is then lowered move by move,
+    without a promise to be the least at this number.
+
+    Args:
+        loads: [E] or [R, E] int32 copies (with a leading L if the tables have one); sources are summed.
+        tables: of the same layers.
+        ticks: [R] int32 cost of an active slot, and of a copy, per rank, 1..2^20; None = 1 each.
+    """
+    result = call(_plan_active, loads, tables.data, tables.num_ranks, tables.num_slots, ticks)
+    return ActiveSplit(*result)
+
+
+@torch.library.register_fake("isoload::plan_active")
+def _(
+    loads: Tensor, tables: Tensor, num_ranks: int, num_slots: int, ticks: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch = tables.shape[:-1]
+    return (
+        loads.new_empty((*batch, num_slots)),
+        loads.new_empty(batch, dtype=torch.int64),
+        loads.new_empty(batch, dtype=torch.int64),
+        loads.new_empty((*batch, 4)),
+    )

@@ -1,0 +1,40 @@
+"""share_alone: one source rank's part of a quota where only sums over ranks are known; wrapper and fake."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from isoload.ops.library import call, library
+from isoload.replica_tables import ReplicaTables
+
+_share_alone = library.share_alone.default
+
+
+def share_alone(counts: Tensor, quota: Tensor, tables: ReplicaTables, source: int) -> Tensor:
+    """How many of its own copies one source rank sends to each slot, without the other ranks' counts.
+
+    For loads that were all-reduced, not gathered: each source cuts its copies of an expert in the proportions
+    of the expert's quotas, rounded at an offset of its own (golden ratio), so that roundings nearly cancel over
+    sources. A source sends exactly its copies. Over all sources slot p receives ``quota[p]`` give or take
+    ``max(0, sources with copies of its expert - 1)``, and exactly that where an expert has all its quota in one
+    slot. Where the loads of all sources are known, :func:`share` is exact always.
+
+    Args:
+        counts: [E] or [L, E] int32 this source's copies, a part of the sums that the quota was made from.
+        quota: [P] or [L, P] int32.
+        tables: of the same layers.
+        source: this rank, 0..R-1.
+
+    Returns:
+        [P] int32 (with a leading L if counts have one): a row for :func:`route`.
+    """
+    if not 0 <= source < tables.num_ranks:
+        raise ValueError(f"source must be in 0..{tables.num_ranks - 1}, got {source}")
+    row: Tensor = call(_share_alone, counts, quota, tables.data, source)
+    return row
+
+
+@torch.library.register_fake("isoload::share_alone")
+def _(counts: Tensor, quota: Tensor, tables: Tensor, source: int) -> Tensor:
+    return quota.new_empty(quota.shape)
