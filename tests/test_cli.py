@@ -135,8 +135,7 @@ def test_layers_that_are_no_numbers(trace, text):
         (["--layers", "7"], "layers must be some of 0..2, got [7]"),
         (
             ["--policies", "exact,best"],
-            "policy must be one of none, static, even, dynamic, exact, shared_local, waterfill, "
-            "waterfill_sampled, joint, got 'best'",
+            f"policy must be one of {', '.join(POLICIES)}, got 'best'",
         ),
         (["--policies", ","], "policies must be distinct and at least one, got none at all"),
         (["--ranks", "4", "--ranks-per-node", "3"], "ranks_per_node must divide num_ranks=4, got 3"),

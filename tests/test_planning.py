@@ -223,8 +223,7 @@ BAD_CALLS = {
     "count experts": (lambda s: isoload.count(s.ids, 0), "num_experts must be at least 1, got 0"),
     "unknown policy": (
         lambda s: isoload.plan(s.good, s.placement, 0, "best"),
-        "policy must be one of none, static, even, dynamic, exact, shared_local, waterfill, waterfill_sampled, joint, "
-        "got 'best'",
+        f"policy must be one of {', '.join(isoload.POLICIES)}, got 'best'",
     ),
     "unknown option": (
         lambda s: isoload.plan(s.good, s.placement, 0, "exact", speed=1),
@@ -274,7 +273,7 @@ BAD_CALLS = {
     ),
     "share of summed loads": (
         lambda s: isoload.share(s.good.sum(0, dtype=torch.int32), s.plan),
-        r"loads must be per source rank, \[8, 32\], got \[32\]",
+        "rank must be given where loads are one source's own counts, got None",
     ),
     "share device": (
         lambda s: isoload.share(s.good.to("meta"), s.plan),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isoload import ops
 from isoload.ops import Order
 from isoload.placement import PlacedLayers, Placement
 from isoload.policies import Demand, Policy, make_policy
@@ -152,7 +153,9 @@ def share(loads: Tensor, plan: Plan, rank: int | None = None, order: Order = "lo
     """How many copies source ranks send to each slot: every rank computes its own row, nothing is exchanged.
 
     Args:
-        loads: [R, E] (or [L, R, E]) int32, those of the plan.
+        loads: [R, E] (or [L, R, E]) int32, those of the plan. Or, where only summed counts were exchanged, [E] (or
+            [L, E]), the rank's own counts: the shares of all ranks then add up to about the quota, see
+            :func:`isoload.ops.share_alone`.
         plan: with a quota.
         rank: one source rank -> [P]; None: all -> [R, P].
         order: "locality" or "rank_major", see :func:`isoload.ops.share`. Policies that fix the share ignore it.
@@ -173,11 +176,28 @@ def share_routed(loads: Tensor, plan: Plan, rank: int | None, order: Order = "lo
         raise ValueError(f"plan must have a quota to be shared, policy {plan.policy.name} samples")
     if loads.device != plan.bound.device:
         raise ValueError(f"loads must be on the plan's device {plan.bound.device}, got {loads.device}")
-    if loads.shape != plan.placed.shape_per_source:
+    alone = loads.shape == plan.placed.shape_of_sums and not plan.placed.num_shared
+    if not alone and loads.shape != plan.placed.shape_per_source:
         raise ValueError(
-            f"loads must be per source rank, {list(plan.placed.shape_per_source)}, got {list(loads.shape)}"
+            f"loads must be per source rank, {list(plan.placed.shape_per_source)}, or one source's own counts, "
+            f"{list(plan.placed.shape_of_sums)}, got {list(loads.shape)}"
         )
     if rank is not None and not 0 <= rank < plan.tables.num_ranks:
         raise ValueError(f"rank must be in 0..{plan.tables.num_ranks - 1}, got {rank}")
+    if alone:
+        return _share_alone(loads, plan, rank)
     routed = loads.narrow(-1, 0, plan.tables.num_experts) if plan.placed.num_shared else loads
     return plan.policy.share(routed, plan.quota, plan.tables, plan.placed, rank, order)
+
+
+def _share_alone(counts: Tensor, plan: Plan, rank: int | None) -> Tensor:
+    """:func:`share` of a rank that knows its own counts only."""
+    assert plan.quota is not None
+    if rank is None:
+        raise ValueError("rank must be given where loads are one source's own counts, got None")
+    if plan.policy.needs == "per_source":
+        raise ValueError(
+            f"loads must be per source rank, {list(plan.placed.shape_per_source)}, for policy {plan.policy.name}, "
+            f"got one source's own counts {list(counts.shape)}"
+        )
+    return ops.share_alone(counts, plan.quota, plan.tables, rank)

@@ -8,6 +8,7 @@ from typing import Any
 from isoload.policies.base import Demand, Policy, Split, sample_seed
 from isoload.policies.even import DynamicPolicy, EvenPolicy
 from isoload.policies.exact import ExactPolicy
+from isoload.policies.exact_active import ExactActivePolicy
 from isoload.policies.joint import JointPolicy
 from isoload.policies.none import NonePolicy
 from isoload.policies.static import StaticPolicy
@@ -21,6 +22,7 @@ POLICIES: dict[str, type[Policy]] = {
         EvenPolicy,
         DynamicPolicy,
         ExactPolicy,
+        ExactActivePolicy,
         SharedLocalPolicy,
         WaterfillPolicy,
         WaterfillSampledPolicy,

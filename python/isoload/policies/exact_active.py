@@ -1,0 +1,28 @@
+"""Policy ``exact_active``: fewest active slots on the busiest rank, for batches that read more than they compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from isoload import ops
+from isoload.placement import PlacedLayers
+from isoload.policies.base import Demand, Policy, Split, chosen_split
+from isoload.replica_tables import ReplicaTables
+
+
+@dataclass(frozen=True)
+class ExactActivePolicy(Policy):
+    """Every expert on one replica, such that no choice leaves the busiest rank fewer slots to read.
+
+    In a small decode batch a rank waits for the weights of its active slots, not for its copies. Among the optima one
+    with a low peak in copies is taken; peak and bound of the plan count copies, telemetry ends with the number of
+    experts moved for that. :func:`isoload.ops.plan_active` also returns the proved number of slots.
+    """
+
+    name = "exact_active"
+
+    def split(self, demand: Demand, tables: ReplicaTables, placed: PlacedLayers) -> Split:
+        ticks = placed.topology.ticks_on(demand.loads.device)
+        active = ops.plan_active(demand.loads, tables, ticks=ticks)
+        chosen = chosen_split(active.quota, demand, tables, placed)
+        return chosen._replace(telemetry=active.telemetry)
