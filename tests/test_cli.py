@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import isoload
 from isoload.cli import app, parse_layers
+from isoload.policies import POLICIES
 from isoload.trace import Trace, write_trace
 
 SHIPPED = Path(__file__).parent.parent / "examples" / "traces" / "gptoss20b_decode.npz"
