@@ -6,6 +6,7 @@ decision about the shared ones alone. ``joint`` decides both.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,7 @@ ROUTED: dict[str, Policy] = {p.name: p for p in (NonePolicy(), StaticPolicy(), E
 
 
 @dataclass(frozen=True)
-class SharedPolicy(Policy):
+class SharedPolicy(Policy, ABC):
     """Base: the routed experts by policy `routed`, the shared ones by :meth:`pour`."""
 
     needs = "per_source"
@@ -45,9 +46,9 @@ class SharedPolicy(Policy):
         """The split of the routed experts, as if there were no others."""
         return ROUTED[self.routed].split(Demand(demand.loads), tables, placed)
 
+    @abstractmethod
     def pour(self, split: Split, demand: Demand, tables: ReplicaTables, placed: PlacedLayers) -> Split:
         """The whole decision, given the routed part."""
-        raise NotImplementedError
 
     def share(
         self,
@@ -86,9 +87,8 @@ def live_bound(bound: Tensor, demand: Demand, placed: PlacedLayers) -> Tensor:
         return bound
     copies = demand.loads.sum((-2, -1), dtype=torch.int32) + total_shared(demand, placed)
     num_ranks = placed.topology.num_ranks
-    everything = torch.nn.functional.pad(
-        copies.unsqueeze(-1), (0, num_ranks - 1)
-    )  # as if all came from rank 0
+    # as if all copies were shared ones and came from rank 0
+    everything = torch.nn.functional.pad(copies.unsqueeze(-1), (0, num_ranks - 1))
     nothing = torch.zeros_like(everything).unsqueeze(-1).expand(*everything.shape, num_ranks).contiguous()
     ticks = placed.topology.ticks_on(bound.device)
     return torch.maximum(bound, ops.plan_waterfill(nothing, everything, ticks=ticks, limits=limits).peak)
