@@ -1,11 +1,14 @@
 """Shared experts from count to route: one joint optimum, exact fills, and nothing that moves without need."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import isoload
+from isoload.batches import make_batches
 from isoload.shared_experts import per_expert
 from oracles import lp_optimum
 
@@ -118,6 +121,18 @@ def test_joint_is_the_optimum_over_all_slots(name):
             for policy in ("exact", "waterfill", "shared_local"):
                 other = isoload.plan(loads, placement, layer, policy)
                 assert int(other.peak) >= int(plan.peak)
+
+
+def test_joint_is_the_optimum_on_recorded_routing():
+    trace = isoload.read_trace(Path(__file__).parent.parent / "examples/traces/gptoss20b_decode.npz")
+    batches = make_batches(trace)
+    topology = isoload.Topology(8, 4)
+    placement = isoload.place(batches.counts[:7], topology, slots_per_rank=6, num_shared=1)
+    batch = batches.source_batch(8, 8, "contiguous").with_shared(trace.num_experts, 1)
+    for layer in range(placement.num_layers):
+        loads = gather([batch.on_rank(layer, rank) for rank in range(8)], placement)
+        plan = isoload.plan(loads, placement, layer, "joint")
+        assert int(plan.peak) == int(plan.bound) == joint_optimum(loads, placement, layer)
 
 
 @pytest.mark.parametrize("routed", ROUTED)
