@@ -11,6 +11,10 @@ STABLE_TORCH_LIBRARY(isoload, m) {
       "int tolerance_ppm, int sweeps, int budget) -> (Tensor quota, Tensor peak, Tensor bound, Tensor "
       "telemetry)");
   m.def(
+      "plan_lp(Tensor loads, Tensor tables, int num_ranks, int num_slots, Tensor? speeds, Tensor? base, "
+      "bool float64, float tolerance, int iterations) -> (Tensor split, Tensor primal, Tensor dual, Tensor "
+      "iterations, Tensor status)");
+  m.def(
       "share(Tensor loads, Tensor quota, Tensor tables, int ranks_per_node, int rank, bool locality) -> "
       "Tensor");
   m.def(
@@ -23,6 +27,7 @@ STABLE_TORCH_LIBRARY_IMPL(isoload, CPU, m) {
   m.impl("count", TORCH_BOX(&isoload::ops::count));
   m.impl("replica_tables", TORCH_BOX(&isoload::ops::replica_tables));
   m.impl("plan_exact", TORCH_BOX(&isoload::ops::plan_exact));
+  m.impl("plan_lp", TORCH_BOX(&isoload::ops::plan_lp));
   m.impl("share", TORCH_BOX(&isoload::ops::share));
   m.impl("route", TORCH_BOX(&isoload::ops::route));
   m.impl("route_sampled", TORCH_BOX(&isoload::ops::route_sampled));

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "algorithms/plan_exact.h"
+#include "algorithms/plan_lp.h"
 #include "algorithms/replica_tables.h"
 #include "algorithms/share.h"
 #include "team.h"
@@ -17,6 +18,10 @@ int64_t count(const Id* ids, int64_t n, int E, int32_t* counts);
 void replica_tables(const int32_t* slot_to_expert, int R, int E, int S, int32_t* tables);
 
 PlanStatus plan_exact(const ExactProblem& problem, const ExactResult& result);
+
+// False if the problem cannot be solved, see LpParts::list.
+template <class Real>
+bool plan_lp(const LpProblem<Real>& problem, const LpResult<Real>& result);
 
 // The wanted rows of the share, out [rows, P]. Returns an expert whose quota was not made from its loads, or
 // -1.

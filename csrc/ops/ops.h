@@ -19,6 +19,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plan_exact(const Tensor& loads, const
                                                       const std::optional<Tensor>& fixed,
                                                       const std::optional<Tensor>& ticks,
                                                       int64_t tolerance_ppm, int64_t sweeps, int64_t budget);
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> plan_lp(const Tensor& loads, const Tensor& tables,
+                                                           int64_t num_ranks, int64_t num_slots,
+                                                           const std::optional<Tensor>& speeds,
+                                                           const std::optional<Tensor>& base, bool float64,
+                                                           double tolerance, int64_t iterations);
 Tensor share(const Tensor& loads, const Tensor& quota, const Tensor& tables, int64_t ranks_per_node,
              int64_t rank, bool locality);
 Tensor route(const Tensor& topk_ids, const Tensor& share_row, const Tensor& tables, int64_t num_experts,

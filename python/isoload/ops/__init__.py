@@ -6,6 +6,7 @@ device. Shapes: R ranks, E logical experts, S slots per rank, P = R*S slots, T t
 Raises (all): ValueError naming the argument, the rule and the value. Values are checked on CPU only.
 """
 
+from isoload.ops.relaxed import LpSplit, plan_lp
 from isoload.ops.routed import (
     ExactSplit,
     Order,
@@ -20,10 +21,12 @@ from isoload.ops.routed import (
 
 __all__ = [
     "ExactSplit",
+    "LpSplit",
     "Order",
     "Prefer",
     "count",
     "plan_exact",
+    "plan_lp",
     "replica_tables",
     "route",
     "route_sampled",
