@@ -74,8 +74,8 @@ class LpSolver {
 
  private:
   using Net = Network<Real, Team>;
-  static constexpr Real kReach = Real(0.995);  // of the way to the boundary
-  static constexpr Real kRoom = 2;             // M at the start, in largest costs
+  static constexpr Real kReach = Real(0.999);  // of the way to the boundary
+  static constexpr Real kRoom = Real(1.1);             // M at the start, in largest costs
 
   template <class F>
   Real over_parts(const NetworkSide& side, int node, Real sum, F&& term) const {
@@ -117,10 +117,10 @@ class LpSolver {
     team_.for_each(ranks_.size, [&](int r) { ws_.y[r] = mu / ws_.s[r]; });
     team_.sync();
     team_.for_each(experts_.size, [&](int e) {
-      const Real least = least_price(e);
+      const Real price = least_of(e, [&](int k) { return ws_.y[ws_.part_rank[k]] - mu / ws_.x[k]; });
       for (int i = experts_.first[e]; i < experts_.first[e + 1]; ++i) {
         const int k = experts_.list[i];
-        ws_.z[k] = ws_.y[ws_.part_rank[k]] - least + mu / ws_.x[k];
+        ws_.z[k] = ws_.y[ws_.part_rank[k]] - price;
       }
     });
     residuals();
@@ -128,19 +128,23 @@ class LpSolver {
 
   void start_even() {
     team_.for_each(experts_.size, [&](int e) {
-      const Real even = ws_.load[e] / Real(experts_.first[e + 1] - experts_.first[e]);
-      for (int i = experts_.first[e]; i < experts_.first[e + 1]; ++i) ws_.x[experts_.list[i]] = even;
+      const Real speed = over_parts(experts_, e, 0, [&](int k) { return ws_.speed[ws_.part_rank[k]]; });
+      for (int i = experts_.first[e]; i < experts_.first[e + 1]; ++i) {
+        const int k = experts_.list[i];
+        ws_.x[k] = ws_.load[e] * (ws_.speed[ws_.part_rank[k]] / speed);
+      }
       ws_.scale[e] = 1;
     });
     team_.sync();
     find_primal();
   }
 
-  Real least_price(int e) const {
-    Real least = ws_.y[ws_.part_rank[experts_.list[experts_.first[e]]]];
+  template <class F>
+  Real least_of(int e, F&& term) const {
+    Real least = term(experts_.list[experts_.first[e]]);
     for (int i = experts_.first[e] + 1; i < experts_.first[e + 1]; ++i) {
-      const Real y = ws_.y[ws_.part_rank[experts_.list[i]]];
-      least = y < least ? y : least;
+      const Real value = term(experts_.list[i]);
+      least = value < least ? value : least;
     }
     return least;
   }
@@ -163,7 +167,7 @@ class LpSolver {
       const Real parts = over_parts(experts_, e, 0, [&](int k) { return ws_.x[k]; });
       ws_.expert_excess[e] = ws_.load[e] - parts;
       ws_.scale[e] = ws_.load[e] / parts;
-      ws_.value[e] = ws_.load[e] * least_price(e);
+      ws_.value[e] = ws_.load[e] * least_of(e, [&](int k) { return ws_.y[ws_.part_rank[k]]; });
     });
     team_.for_each(ranks_.size, [&](int r) {
       const Real carried = over_parts(ranks_, r, ws_.burden[r], [&](int k) { return ws_.x[k]; });
