@@ -31,7 +31,8 @@ template <class Real>
 struct LpWorkspace {
   // [parts] copies x, reduced cost z, their steps, the predictor's dx dz, x / z
   Real *x, *z, *dx, *dz, *cross, *conductance;
-  // [ranks] speed, burden, cost of the split; slack s, price y, their steps, ds dy, s / y; what rank rows lack
+  // [ranks] speed, burden, cost of the split; slack s, price y, their steps, ds dy, s / y; what rank rows
+  // lack
   Real *speed, *burden, *cost, *s, *y, *ds, *dy, *rank_cross, *rank_ground, *rank_excess;
   // [experts] load, load / sum of its parts, its term of the bound, what expert rows lack, zeros
   Real *load, *scale, *value, *expert_excess, *expert_ground;
@@ -39,11 +40,11 @@ struct LpWorkspace {
   Real *rank_u, *rank_g, *expert_u, *expert_g;
   Real* columns;  // of the sums
   NetworkWorkspace<Real> network;
-  int32_t *total;                                 // [E] copies
-  int32_t *rank_at, *expert_at, *part_at;         // [R], [E], [P] number of the listed rank, expert, part
-  int32_t *rank_first, *expert_first;             // [ranks + 1], [experts + 1]
-  int32_t *rank_parts, *expert_parts;             // [parts] by rank (that is 0, 1, 2...) and by expert
-  int32_t *part_rank, *part_expert, *part_slot;   // [parts]
+  int32_t* total;                                // [E] copies
+  int32_t *rank_at, *expert_at, *part_at;        // [R], [E], [P] number of the listed rank, expert, part
+  int32_t *rank_first, *expert_first;            // [ranks + 1], [experts + 1]
+  int32_t *rank_parts, *expert_parts;            // [parts] by rank (that is 0, 1, 2...) and by expert
+  int32_t *part_rank, *part_expert, *part_slot;  // [parts]
   int64_t bytes = 0;
 
   LpWorkspace(void* memory, int64_t R, int64_t E, int64_t P) : memory_(static_cast<char*>(memory)) {

@@ -45,7 +45,8 @@ class LpBatch {
 
   std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> solve(double tolerance, int64_t most) {
     require(tolerance >= 0 && tolerance <= 1, "tolerance must be in 0..1 (relative), got ", tolerance);
-    require(most >= 0 && most <= kMostIterations, "iterations must be in 0..", kMostIterations, ", got ", most);
+    require(most >= 0 && most <= kMostIterations, "iterations must be in 0..", kMostIterations, ", got ",
+            most);
     const int64_t B = tables_->batch;
     const Tensor split = batched_ ? new_empty(loads_, {B, P_}, kReal) : new_empty(loads_, {P_}, kReal);
     const Tensor primal = per_layer(kReal), dual = per_layer(kReal);
