@@ -6,6 +6,7 @@
 #include "algorithms/plan_exact.h"
 #include "algorithms/plan_lp.h"
 #include "algorithms/replica_tables.h"
+#include "algorithms/round_split.h"
 #include "algorithms/share.h"
 #include "team.h"
 
@@ -22,6 +23,10 @@ PlanStatus plan_exact(const ExactProblem& problem, const ExactResult& result);
 // False if the problem cannot be solved, see LpParts::list.
 template <class Real>
 bool plan_lp(const LpProblem<Real>& problem, const LpResult<Real>& result);
+
+// False if the loads cannot be planned, see Rounding::run.
+template <class Real>
+bool round_split(const RoundingProblem<Real>& problem, int32_t* quota);
 
 // The wanted rows of the share, out [rows, P]. Returns an expert whose quota was not made from its loads, or
 // -1.

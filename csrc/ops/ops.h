@@ -24,6 +24,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> plan_lp(const Tensor& loads, 
                                                            const std::optional<Tensor>& speeds,
                                                            const std::optional<Tensor>& base, bool float64,
                                                            double tolerance, int64_t iterations);
+Tensor round_split(const Tensor& split, const Tensor& loads, const Tensor& tables, int64_t num_ranks,
+                   int64_t num_slots);
 Tensor share(const Tensor& loads, const Tensor& quota, const Tensor& tables, int64_t ranks_per_node,
              int64_t rank, bool locality);
 Tensor route(const Tensor& topk_ids, const Tensor& share_row, const Tensor& tables, int64_t num_experts,

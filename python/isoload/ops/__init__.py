@@ -6,7 +6,7 @@ device. Shapes: R ranks, E logical experts, S slots per rank, P = R*S slots, T t
 Raises (all): ValueError naming the argument, the rule and the value. Values are checked on CPU only.
 """
 
-from isoload.ops.relaxed import LpSplit, plan_lp
+from isoload.ops.relaxed import LpSplit, plan_lp, round_split
 from isoload.ops.routed import (
     ExactSplit,
     Order,
@@ -28,6 +28,7 @@ __all__ = [
     "plan_exact",
     "plan_lp",
     "replica_tables",
+    "round_split",
     "route",
     "route_sampled",
     "share",
