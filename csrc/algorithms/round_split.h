@@ -66,16 +66,21 @@ class Rounding {
     }
   }
 
+  // In integers: as a float, `most` might be another number.
   int64_t whole_part(int j, int64_t most) const {
-    const Real split = in_.split[t_.slots[j]];
-    if (!(split > 0)) return 0;
-    return split < static_cast<Real>(most) ? static_cast<int64_t>(split) : most;
+    const int64_t whole = in_range(j) ? static_cast<int64_t>(in_.split[t_.slots[j]]) : INT32_MAX;
+    return whole < most ? whole : most;
   }
 
   // Exact: what a float has behind the point is a float.
   Real fraction(int j) const {
     const Real split = in_.split[t_.slots[j]];
-    return split > 0 && split < Real(INT32_MAX) ? split - static_cast<Real>(static_cast<int64_t>(split)) : 0;
+    return in_range(j) ? split - static_cast<Real>(static_cast<int64_t>(split)) : 0;
+  }
+
+  bool in_range(int j) const {
+    const Real split = in_.split[t_.slots[j]];
+    return split >= 0 && split < Real(1 << 30) * 2;
   }
 
   // The replica with the next smaller fraction, or an equal one and a higher slot.
