@@ -55,6 +55,7 @@ class Network {
     team_.sync();
     team_.for_each(n_, [&](int a) { mesh_row(a, kept_ground[a], hub_ground); });
     for (int k = 0; k < n_; ++k) eliminate(k);
+    team_.sync();
   }
 
   // Currents in, potentials out, per node. A barrier first and last.
@@ -116,7 +117,8 @@ class Network {
   void eliminate(int k) {
     const Real* row = ws_.mesh + int64_t(k) * n_;
     const int below = n_ - k - 1;
-    const Real inverse = 1 / (ws_.ground[k] + sum_(below, [&](int i) { return row[k + 1 + i]; }));
+    const Real conducted = sum_(below, [&](int i) { return row[k + 1 + i]; });  // the barrier after row k - 1
+    const Real inverse = 1 / (ws_.ground[k] + conducted);
     if (team_.rank() == 0) ws_.inverse[k] = inverse;
     team_.for_each(below, [&](int m) {
       const int i = k + 1 + m;
@@ -126,7 +128,6 @@ class Network {
       for (int j = i + 1; j < n_; ++j) other[j] += part * row[j];
       other[k] = part;
     });
-    team_.sync();
   }
 
   Team& team_;

@@ -2,10 +2,14 @@
 #pragma once
 
 #include <array>
+#include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "algorithms/plan_exact.h"
+#include "algorithms/plan_lp.h"
 #include "algorithms/replica_tables.h"
+#include "algorithms/round_split.h"
 #include "algorithms/share.h"
 #include "instances.h"
 
@@ -25,12 +29,30 @@ struct SolvedPlan {
   bool operator==(const SolvedPlan&) const = default;
 };
 
+// The real-valued plan and its rounding, as words: equal means the same bits.
+template <class Real>
+struct RelaxedPlan {
+  Buffer words;   // [P] split, primal, dual as Real; iterations, status; [P] quota
+  bool ok, fits;  // whether plan_lp, round_split took the problem
+
+  static int64_t size(int64_t P) { return (P + 2) * int64_t(sizeof(Real) / 4) + 2 + P; }
+  Real* split() { return reinterpret_cast<Real*>(words.data()); }
+  const Real* split() const { return reinterpret_cast<const Real*>(words.data()); }
+  int32_t* numbers(int P) { return reinterpret_cast<int32_t*>(split() + P + 2); }
+  const int32_t* numbers(int P) const { return reinterpret_cast<const int32_t*>(split() + P + 2); }
+  bool operator==(const RelaxedPlan& other) const {
+    return ok == other.ok && fits == other.fits && (!ok || words == other.words);
+  }
+};
+
 struct Answers {
   static constexpr int kCut = 3;  // plans[0..2] are exact, with rank sets of 1, 2 and 4 words
   Buffer tables, workspace;
   std::array<SolvedPlan, 4> plans;
   std::array<Buffer, 4> shares;  // all rows [R, P] and one row [P], by locality; the same rank major
   std::array<bool, 4> shared;
+  RelaxedPlan<float> relaxed;
+  RelaxedPlan<double> relaxed_double;
   bool diverged;  // a lane returned or saw something else than the others
 
   static bool fits(const Instance& in, int i) { return in.R <= 64 << i; }
@@ -44,8 +66,12 @@ struct Answers {
       std::memset(buffer.data(), byte, words * sizeof(int32_t));
     };
     fill(tables, ReplicaTables::size(in.E, in.P()));
-    fill(workspace, std::max({2 * replica_tables_workspace(in.R, in.E),
-                              ExactWorkspace<4>::bytes(in.R, in.E) / 4, int64_t(in.R) * in.E}));
+    fill(workspace,
+         std::max({2 * replica_tables_workspace(in.R, in.E), ExactWorkspace<4>::bytes(in.R, in.E) / 4,
+                   int64_t(in.R) * in.E, LpWorkspace<double>::size(in.R, in.E, in.P()) / 4}));
+    fill(relaxed.words, RelaxedPlan<float>::size(in.P()));
+    fill(relaxed_double.words, RelaxedPlan<double>::size(in.P()));
+    relaxed.ok = relaxed.fits = relaxed_double.ok = relaxed_double.fits = false;
     for (SolvedPlan& plan : plans) {
       std::memset(plan.certificate, byte, sizeof plan.certificate);
       std::memset(plan.telemetry, byte, sizeof plan.telemetry);
@@ -111,6 +137,32 @@ inline const char* share_error(const Instance& in, const Answers& got, int i) {
   return nullptr;
 }
 
+// Conservation, the order of the certificate, and a true status.
+template <class Real>
+const char* relaxed_error(const Instance& in, const Answers& got, const RelaxedPlan<Real>& plan) {
+  if (!plan.ok) return nullptr;
+  if (!plan.fits) return "round_split refuses what plan_lp takes";
+  const ReplicaTables t = ReplicaTables::at(got.tables.data(), in.E, in.P());
+  const Real *split = plan.split(), primal = split[in.P()], dual = split[in.P() + 1];
+  const int32_t *numbers = plan.numbers(in.P()), *quota = numbers + 2;
+  const Real rounding = std::numeric_limits<Real>::epsilon() * (in.R + in.S + 8);
+  for (int e = 0; e < in.E; ++e) {
+    int64_t rounded = 0;
+    double copies = 0;
+    for (int j = t.offsets[e]; j < t.offsets[e + 1]; ++j) {
+      rounded += quota[t.slots[j]];
+      copies += split[t.slots[j]];
+      if (!(split[t.slots[j]] >= 0) || quota[t.slots[j]] < 0) return "a split or its rounding is negative";
+    }
+    if (rounded != in.summed[e]) return "rounded splits do not add up to the loads";
+    if (std::abs(copies - in.summed[e]) > rounding * in.summed[e]) return "splits do not add up to the loads";
+  }
+  if (dual > primal * (1 + rounding)) return "dual is above primal";
+  const bool converged = primal - dual <= Real(in.tolerance_ppm * 1e-6) * primal;
+  if (numbers[1] == 2 ? numbers[0] == 0 : (numbers[1] == 0) != converged) return "a status is not true";
+  return nullptr;
+}
+
 // The first fault of the answers of one lane and of many, or null.
 inline const char* answers_error(const Instance& in, const Answers& one, const Answers& many) {
   if (many.diverged) return "the lanes disagree";
@@ -124,6 +176,10 @@ inline const char* answers_error(const Instance& in, const Answers& one, const A
     if (i != Answers::kCut && one.plans[i] != one.exact()) return "plans differ between widths of rank sets";
     if (const char* wrong = plan_error(in, one, i)) return wrong;
   }
+  if (one.relaxed != many.relaxed || one.relaxed_double != many.relaxed_double)
+    return "the real-valued plans of the two teams differ";
+  if (const char* wrong = relaxed_error(in, one, one.relaxed)) return wrong;
+  if (const char* wrong = relaxed_error(in, one, one.relaxed_double)) return wrong;
   if (!one.exact().ok()) return nullptr;
   if (one.shares != many.shares || one.shared != many.shared) return "the shares of the two teams differ";
   const char* wrong = share_error(in, one, 0);

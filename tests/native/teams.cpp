@@ -28,6 +28,8 @@ class Lane {
     solve<4>(2);
     solve<4>(Answers::kCut);
     for (int i = 0; i < 4 && to_.exact().ok(); ++i) share(i);
+    relax(to_.relaxed);
+    relax(to_.relaxed_double);
   }
 
  private:
@@ -77,6 +79,39 @@ class Lane {
     finish(out, fits);
   }
 
+  template <class Real>
+  void relax(RelaxedPlan<Real>& plan) {
+    const int P = in_.P();
+    const std::vector<Real> base(in_.fixed.begin(), in_.fixed.end());
+    std::vector<Real> speeds;  // every seventh rank stands still
+    for (const int32_t ticks : in_.ticks) speeds.push_back(ticks % 7 ? 1024 / Real(ticks) : Real(0));
+    const LpProblem<Real> problem{
+        .R = in_.R,
+        .E = in_.E,
+        .S = in_.S,
+        .tables = tables(),
+        .loads = in_.loads.data(),
+        .num_sources = in_.R,
+        .speeds = speeds.empty() ? nullptr : speeds.data(),
+        .base = base.empty() ? nullptr : base.data(),
+        .tolerance = static_cast<Real>(in_.tolerance_ppm * 1e-6),
+        .iterations = in_.sweeps,
+    };
+    const LpWorkspace<Real> workspace(to_.workspace.data(), in_.R, in_.E, P);
+    Real *split = plan.split(), *certificate = split + P;
+    int32_t* numbers = plan.numbers(P);
+    const bool ok = LpSolver<Real, Team>(team_, problem, workspace)
+                        .solve({split, certificate, certificate + 1, numbers, numbers + 1});
+    const uint64_t seen = ok ? numbers[0] + 2 * numbers[1] + 4 : 0;
+    if (team_.rank() == 0) plan.ok = ok;
+    finish(plan.words, seen);
+    if (!ok) return;
+    const RoundingProblem<Real> rounding{in_.R, in_.E, in_.S, tables(), in_.loads.data(), in_.R, split};
+    const bool fits = Rounding<Real, Team>(team_, rounding, numbers + 2).run();
+    if (team_.rank() == 0) plan.fits = fits;
+    finish(plan.words, fits);
+  }
+
   // A routine that returned has ended with a barrier: any lane may read what it wrote and reuse its
   // workspace. So every lane at once reads what another one wrote and spoils another's workspace. `result`
   // must be the same in all lanes, and so must be what they see together and what each of them sees after a
@@ -109,7 +144,8 @@ struct Run {
   uint64_t seed;
   Instance instance;
   Answers one, many;
-  int refused = 0, augmented = 0, raised = 0, cut = 0;  // instances on which this part of the solver had work
+  int refused = 0, augmented = 0, raised = 0, cut = 0,
+      converged = 0;  // instances on which this part of the solver had work
   bool failed = false;
 
   void start(int k) {
@@ -130,6 +166,8 @@ struct Run {
     refused += !ok;
     augmented += ok && one.exact().telemetry[1] > 0;
     raised += ok && one.exact().telemetry[2] > 0;
+    converged += one.relaxed.ok && one.relaxed.numbers(instance.P())[0] > 0 &&
+                 one.relaxed.numbers(instance.P())[1] == 0;
     cut += ok && one.plans[Answers::kCut].telemetry[3];
   }
 };
@@ -161,7 +199,9 @@ int main(int argc, char** argv) {
     lanes.emplace_back([&, rank] { isoload::lane(run, group, rank); });
   for (std::thread& lane : lanes) lane.join();
   if (run.failed) return 1;
-  std::printf("1 and %d lanes agree on %d instances: %d refused, %d augmented, %d raised, %d cut\n", threads,
-              run.instances, run.refused, run.augmented, run.raised, run.cut);
+  std::printf(
+      "1 and %d lanes agree on %d instances: %d refused, %d augmented, %d raised, %d cut, "
+      "%d converged\n",
+      threads, run.instances, run.refused, run.augmented, run.raised, run.cut, run.converged);
   return 0;
 }
