@@ -165,6 +165,7 @@ def test_a_breakdown_says_so(dtype: torch.dtype) -> None:
         top = 38 if dtype is torch.float32 else 300
         speeds = torch.from_numpy(10.0 ** np.random.default_rng(seed).uniform(-top, top, 8)).to(dtype)
         split = solve(case, dtype, speeds=speeds)
+        assert_equal_split(case, dtype=dtype, speeds=speeds)
         if split.status.item() == BROKE_DOWN:
             broke += 1
             start = solve(case, dtype, speeds=speeds, iterations=0)

@@ -19,10 +19,10 @@ _plan_lp, _round_split = library.plan_lp.default, library.round_split.default
 class LpSplit(NamedTuple):
     """What :func:`plan_lp` returns, with the leading dimension of the tables.
 
-    split [P] copies per slot; primal [] the largest rank cost of this split; dual [] a lower bound over all
-    real-valued splits, true up to rounding whatever the status; iterations [] int32; status [] int32:
-    0 = converged, ``primal - dual <= tolerance * primal``; 1 = the most iterations were not enough;
-    2 = broke down in numbers that the dtype cannot hold, and the split is the even one.
+    split [P] copies per slot, every expert's adding up to its load; primal [] the largest rank cost of this split;
+    dual [] a lower bound over all real-valued splits, both true up to the dtype's rounding whatever the status;
+    iterations [] int32; status [] int32: 0 = converged, ``primal - dual <= tolerance * primal``; 1 = the most
+    iterations were not enough; 2 = broke down in numbers that the dtype cannot hold, and the split is the start.
     """
 
     split: Tensor
@@ -51,11 +51,13 @@ def plan_lp(
         loads: [E] or [R, E] int32 copies (with a leading L if the tables have one); sources are summed.
         tables: of the same layers.
         speeds: [R] of dtype, relative (1 = nominal): a rank's cost is its copies / its speed. A rank with speed
-            0 takes nothing; it must not be the only rank of an expert with copies, nor have base load.
+            0 takes nothing; it must not be the only rank of an expert with copies, nor have base load. Between
+            speeds more than a factor of 1000 apart, float32 may end with status 1.
         base: [R] of dtype, not negative: copies that each rank carries besides (leading L as above).
         dtype: float32 or float64, of everything real.
         tolerance: relative, 0..1; None = 1e-4 for float32, 1e-8 for float64.
-        iterations: most, 0..1000; None = 12 for float32, 20 for float64. 0 gives the even split and its bound.
+        iterations: most, 0..1000; None = 12 for float32, 20 for float64. 0 gives the start:
+            every expert in proportion to the speeds of its ranks, even where they are equal.
     """
     if dtype not in LIMITS:
         raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
