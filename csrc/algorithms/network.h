@@ -5,7 +5,7 @@
 // The nodes of one side (hubs) touch only the other side (kept), so they go first; what is left is dense in
 // the kept nodes alone. Nodes are eliminated as stars are turned into meshes: conductances and grounds stay
 // non-negative numbers that are only added, never subtracted (the GTH trick for M-matrices), so the factors
-// are accurate to the last bits however ill-conditioned the network is.
+// keep small relative errors however ill-conditioned the network is.
 #pragma once
 
 #include <cstdint>

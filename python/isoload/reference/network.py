@@ -42,6 +42,7 @@ class Network:
         self.kept, self.hub = (left, right) if self.left_kept else (right, left)
 
     def factor(self, conductance: Reals, left_ground: Reals, right_ground: Reals) -> None:
+        """conductance per edge; grounds per node: what conducts to potential 0."""
         ground, hub_ground = (left_ground, right_ground) if self.left_kept else (right_ground, left_ground)
         self.conductance = conductance
         self.star = add_by(self.hub, conductance, hub_ground)
@@ -65,6 +66,7 @@ class Network:
             self.taken[k + 1 :, k] = part
 
     def solve(self, left: Reals, right: Reals) -> tuple[Reals, Reals]:
+        """Potentials of the left and right nodes for their currents."""
         kept, hub = (left, right) if self.left_kept else (right, left)
         kept = add_by(self.kept, self.part * hub[self.hub], kept)
         for k, row in enumerate(self.rows):
