@@ -29,6 +29,8 @@ inline const char* dtype_name(ScalarType type) {
       return "int64";
     case ScalarType::Float:
       return "float32";
+    case ScalarType::Double:
+      return "float64";
     default:
       return "another dtype";
   }

@@ -15,6 +15,11 @@ STABLE_TORCH_LIBRARY(isoload, m) {
       "plan_active(Tensor loads, Tensor tables, int num_ranks, int num_slots, Tensor? ticks) -> "
       "(Tensor quota, Tensor active_peak, Tensor active_bound, Tensor telemetry)");
   m.def(
+      "plan_lp(Tensor loads, Tensor tables, int num_ranks, int num_slots, Tensor? speeds, Tensor? base, "
+      "bool float64, float tolerance, int iterations) -> (Tensor split, Tensor primal, Tensor dual, Tensor "
+      "iterations, Tensor status)");
+  m.def("round_split(Tensor split, Tensor loads, Tensor tables, int num_ranks, int num_slots) -> Tensor");
+  m.def(
       "share(Tensor loads, Tensor quota, Tensor tables, int ranks_per_node, int rank, bool locality) -> "
       "Tensor");
   m.def("share_alone(Tensor counts, Tensor quota, Tensor tables, int source) -> Tensor");
@@ -46,6 +51,8 @@ STABLE_TORCH_LIBRARY_IMPL(isoload, CPU, m) {
   m.impl("replica_tables", TORCH_BOX(&isoload::ops::replica_tables));
   m.impl("plan_exact", TORCH_BOX(&isoload::ops::plan_exact));
   m.impl("plan_active", TORCH_BOX(&isoload::ops::plan_active));
+  m.impl("plan_lp", TORCH_BOX(&isoload::ops::plan_lp));
+  m.impl("round_split", TORCH_BOX(&isoload::ops::round_split));
   m.impl("share", TORCH_BOX(&isoload::ops::share));
   m.impl("share_by_rank", TORCH_BOX(&isoload::ops::share_by_rank));
   m.impl("share_alone", TORCH_BOX(&isoload::ops::share_alone));

@@ -44,26 +44,27 @@ def cut_value(
     return copies, len(members)
 
 
-def lp_optimum(
-    loads: np.ndarray, slot_to_expert: np.ndarray, num_ranks: int, fixed: np.ndarray | None = None
-) -> int:
-    """ceil of the LP's optimum, loads [E] summed over sources.
-
-    The float objective is not rounded: the LP's dual names the binding rank set, whose bound is evaluated in
-    integers and must agree with the objective.
-    """
+def binding_ranks(
+    loads: np.ndarray,
+    slot_to_expert: np.ndarray,
+    num_ranks: int,
+    base: np.ndarray | None = None,
+    speeds: np.ndarray | None = None,
+) -> tuple[set[int], float]:
+    """The rank set that the LP's dual names, and the LP's optimum: minimise M, a rank's copies <= speed * M."""
     expert, rank = replicas(slot_to_expert, num_ranks)
     used = loads[expert] > 0
     expert, rank = expert[used], rank[used]
     rows, expert_row = np.unique(expert, return_inverse=True)
-    base = np.zeros(num_ranks) if fixed is None else fixed.astype(np.float64)
-    scale = max(1.0, (loads.sum(dtype=np.float64) + base.sum()) / LP_TOTAL)
+    carried = np.zeros(num_ranks) if base is None else base.astype(np.float64)
+    speed = np.ones(num_ranks) if speeds is None else speeds.astype(np.float64)
+    scale = max(1.0, (loads.sum(dtype=np.float64) + carried.sum()) / LP_TOTAL)
     n = len(expert)
-    # Variables: x [n] copies per replica, M. Minimise M; on a rank sum(x) - M <= -fixed, of an expert
+    # Variables: x [n] copies per replica, M. On a rank sum(x) - speed * M <= -base, of an expert
     # sum(x) = loads.
     under = coo_array(
         (
-            np.concatenate([np.ones(n), -np.ones(num_ranks)]),
+            np.concatenate([np.ones(n), -speed]),
             (
                 np.concatenate([rank, np.arange(num_ranks)]),
                 np.concatenate([np.arange(n), np.full(num_ranks, n)]),
@@ -75,7 +76,7 @@ def lp_optimum(
     solved = linprog(
         np.append(np.zeros(n), 1.0),
         A_ub=under.tocsr(),
-        b_ub=-base / scale,
+        b_ub=-carried / scale,
         A_eq=equal.tocsr() if n else None,
         b_eq=loads[rows] / scale if n else None,
         bounds=[(0, None)] * n + [(None, None)],  # a bound on M would take the ranks' prices when M is 0
@@ -83,11 +84,38 @@ def lp_optimum(
     )
     assert solved.status == 0, solved.message
     price = -solved.ineqlin.marginals
-    binding = set(np.flatnonzero(price > price.max() / 2).tolist())
+    return set(np.flatnonzero(price > price.max() / 2).tolist()), solved.fun * scale
+
+
+def lp_optimum(
+    loads: np.ndarray, slot_to_expert: np.ndarray, num_ranks: int, fixed: np.ndarray | None = None
+) -> int:
+    """ceil of the LP's optimum, loads [E] summed over sources.
+
+    The float objective is not rounded: the LP's dual names the binding rank set, whose bound is evaluated in
+    integers and must agree with the objective.
+    """
+    binding, objective = binding_ranks(loads, slot_to_expert, num_ranks, fixed)
     copies, size = cut_value(binding, loads, slot_to_expert, num_ranks, fixed)
-    objective = solved.fun * scale
     assert abs(copies / size - objective) <= 1e-6 * max(1.0, objective), (copies, size, objective)
     return -(-copies // size)
+
+
+def lp_value(
+    loads: np.ndarray,
+    slot_to_expert: np.ndarray,
+    num_ranks: int,
+    base: np.ndarray | None = None,
+    speeds: np.ndarray | None = None,
+) -> float:
+    """The LP's optimum, real-valued: the load over the speed of the binding ranks; base, speeds [R] float64."""
+    binding, objective = binding_ranks(loads, slot_to_expert, num_ranks, base, speeds)
+    ranks = sorted(binding)
+    copies: float = cut_value(binding, loads, slot_to_expert, num_ranks)[0]
+    copies += 0.0 if base is None else float(base[ranks].sum())
+    value = copies / (len(ranks) if speeds is None else float(speeds[ranks].sum()))
+    assert abs(value - objective) <= 1e-9 * max(1.0, objective), (value, objective)
+    return value
 
 
 def flow_optimum(

@@ -84,7 +84,9 @@ def test_a_thousand_training_steps_leave_nothing_behind() -> None:
     blocks, resident = sys.getallocatedblocks(), resident_bytes()
     steps.run(100, 1000)
     assert live_tensors() <= tensors, "fewer if what earlier tests left is freed meanwhile"
-    assert steps.caches() == caches == {"placement": 2, "policies": 1, "agreed facts": 1, "stages of traffic": 9}
+    assert (
+        steps.caches() == caches == {"placement": 2, "policies": 1, "agreed facts": 1, "stages of traffic": 9}
+    )
     assert sys.getallocatedblocks() - blocks < 900, "Python objects: less than one per step"
     assert resident_bytes() - resident < 8_000_000
 

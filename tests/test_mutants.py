@@ -106,6 +106,30 @@ MUTANTS = {
         "f(expert(first + i)); });",
         "teams",
     ),
+    "a barrier removed from the network": Mutant(
+        "csrc/algorithms/network.h",
+        "kept[k + 1 + i] += row[k + 1 + i] * potential; });\n      team_.sync();",
+        "kept[k + 1 + i] += row[k + 1 + i] * potential; });",
+        "teams",
+    ),
+    "the dearest rank proves the bound": Mutant(
+        "csrc/algorithms/plan_lp.h",
+        "value < least ? value : least",
+        "value > least ? value : least",
+        "plan_lp",
+    ),
+    "every split is called converged": Mutant(
+        "csrc/algorithms/plan_lp.h",
+        "primal_ - dual_ <= in_.tolerance * primal_ ?",
+        "primal_ - dual_ <= primal_ ?",
+        "plan_lp::test_status_is_true",
+    ),
+    "ties of fractions flipped": Mutant(
+        "csrc/algorithms/round_split.h",
+        "fraction(j) > fraction(best)",
+        "fraction(j) >= fraction(best)",
+        "round_split",
+    ),
     "node level left out of share": Mutant(
         "python/isoload/ops/routed.py",
         "        ranks_per_node,\n        -1 if",

@@ -221,7 +221,7 @@ ROUTE_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 SAMPLED_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     **REFUSED,
-    "weights dtype": ({"weights": torch.ones(8).double()}, "weights must be float32, got another dtype"),
+    "weights dtype": ({"weights": torch.ones(8).double()}, "weights must be float32, got float64"),
     "weights 2-d": ({"weights": torch.ones(1, 8)}, r"weights must be \[P\], got \[1, 8\]"),
     "weights slots": ({"weights": torch.ones(7)}, "tables must be those of 4 experts in 7 slots"),
     "weight negative": (

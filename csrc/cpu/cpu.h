@@ -5,8 +5,10 @@
 
 #include "algorithms/plan_active.h"
 #include "algorithms/plan_exact.h"
+#include "algorithms/plan_lp.h"
 #include "algorithms/plan_waterfill.h"
 #include "algorithms/replica_tables.h"
+#include "algorithms/round_split.h"
 #include "algorithms/share.h"
 #include "algorithms/share_alone.h"
 #include "team.h"
@@ -22,6 +24,14 @@ void replica_tables(const int32_t* slot_to_expert, int R, int E, int S, int32_t*
 PlanStatus plan_exact(const ExactProblem& problem, const ExactResult& result);
 
 PlanStatus plan_active(const ActiveProblem& problem, const ActiveResult& result);
+
+// False if the problem cannot be solved, see LpParts::list.
+template <class Real>
+bool plan_lp(const LpProblem<Real>& problem, const LpResult<Real>& result);
+
+// False if the loads cannot be planned, see Rounding::run.
+template <class Real>
+bool round_split(const RoundingProblem<Real>& problem, int32_t* quota);
 
 // Of the share: a rank's row [P], all rows [R, P], or all rows summed over each rank's slots [R, R].
 enum class ShareOf { one_row, all_rows, all_ranks };

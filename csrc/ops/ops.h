@@ -19,6 +19,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plan_exact(
     const Tensor& loads, const Tensor& tables, int64_t num_ranks, int64_t num_slots,
     const std::optional<Tensor>& fixed, const std::optional<Tensor>& ticks, const std::optional<Tensor>& pour,
     int64_t objective, int64_t ranks_per_node, int64_t tolerance_ppm, int64_t sweeps, int64_t budget);
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> plan_lp(const Tensor& loads, const Tensor& tables,
+                                                           int64_t num_ranks, int64_t num_slots,
+                                                           const std::optional<Tensor>& speeds,
+                                                           const std::optional<Tensor>& base, bool float64,
+                                                           double tolerance, int64_t iterations);
+Tensor round_split(const Tensor& split, const Tensor& loads, const Tensor& tables, int64_t num_ranks,
+                   int64_t num_slots);
 Tensor share(const Tensor& loads, const Tensor& quota, const Tensor& tables, int64_t ranks_per_node,
              int64_t rank, bool locality);
 Tensor share_by_rank(const Tensor& loads, const Tensor& quota, const Tensor& tables, int64_t ranks_per_node,

@@ -20,7 +20,10 @@ inline Tensor new_empty(const Tensor& like, std::initializer_list<int64_t> sizes
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
   int64_t strides[4], stride = 1;
   for (std::size_t i = sizes.size(); i-- > 0; stride *= sizes.begin()[i]) strides[i] = stride;
-  const int32_t code = dtype == ScalarType::Int ? aoti_torch_dtype_int32() : aoti_torch_dtype_int64();
+  const int32_t code = dtype == ScalarType::Int     ? aoti_torch_dtype_int32()
+                       : dtype == ScalarType::Long  ? aoti_torch_dtype_int64()
+                       : dtype == ScalarType::Float ? aoti_torch_dtype_float32()
+                                                    : aoti_torch_dtype_float64();
   AtenTensorHandle handle;
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(), strides,
                                                   code, device_type, device_index, &handle));

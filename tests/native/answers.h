@@ -2,13 +2,17 @@
 #pragma once
 
 #include <array>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <numeric>
 
 #include "algorithms/plan_active.h"
 #include "algorithms/plan_exact.h"
+#include "algorithms/plan_lp.h"
 #include "algorithms/plan_waterfill.h"
 #include "algorithms/replica_tables.h"
+#include "algorithms/round_split.h"
 #include "algorithms/share.h"
 #include "algorithms/share_alone.h"
 #include "instances.h"
@@ -29,6 +33,22 @@ struct SolvedPlan {
   bool operator==(const SolvedPlan&) const = default;
 };
 
+// The real-valued plan and its rounding, as words: equal means the same bits.
+template <class Real>
+struct RelaxedPlan {
+  Buffer words;   // [P] split, primal, dual as Real; iterations, status; [P] quota
+  bool ok, fits;  // whether plan_lp, round_split took the problem
+
+  static int64_t size(int64_t P) { return (P + 2) * int64_t(sizeof(Real) / 4) + 2 + P; }
+  Real* split() { return reinterpret_cast<Real*>(words.data()); }
+  const Real* split() const { return reinterpret_cast<const Real*>(words.data()); }
+  int32_t* numbers(int P) { return reinterpret_cast<int32_t*>(split() + P + 2); }
+  const int32_t* numbers(int P) const { return reinterpret_cast<const int32_t*>(split() + P + 2); }
+  bool operator==(const RelaxedPlan& other) const {
+    return ok == other.ok && fits == other.fits && (!ok || words == other.words);
+  }
+};
+
 struct Answers {
   static constexpr int kCut = 3;  // plans[0..2] are exact, with rank sets of 1, 2 and 4 words
   Buffer tables, workspace;
@@ -38,7 +58,9 @@ struct Answers {
   std::array<bool, 6> shared;
   SolvedPlan active;  // peak and bound count slots
   Buffer alone;       // [P] the row of in.row from its own loads
-  bool diverged;      // a lane returned or saw something else than the others
+  RelaxedPlan<float> relaxed;
+  RelaxedPlan<double> relaxed_double;
+  bool diverged;  // a lane returned or saw something else than the others
 
   static bool fits(const Instance& in, int i) { return in.R <= 64 << i; }
   const SolvedPlan& exact() const { return plans[2]; }
@@ -58,7 +80,11 @@ struct Answers {
     fill(tables, ReplicaTables::size(in.E, in.P()));
     fill(workspace,
          std::max({2 * replica_tables_workspace(in.R, in.E), ActiveWorkspace<4>::bytes(in.R, in.E) / 4,
-                   (WaterfillWorkspace<4>::bytes(in.R) + 3) / 4, 2 * int64_t(in.R) * in.E + in.P()}));
+                   (WaterfillWorkspace<4>::bytes(in.R) + 3) / 4, 2 * int64_t(in.R) * in.E + in.P(),
+                   LpWorkspace<double>::size(in.R, in.E, in.P()) / 4}));
+    fill(relaxed.words, RelaxedPlan<float>::size(in.P()));
+    fill(relaxed_double.words, RelaxedPlan<double>::size(in.P()));
+    relaxed.ok = relaxed.fits = relaxed_double.ok = relaxed_double.fits = false;
     for (SolvedPlan& plan : plans) fill_plan(plan);
     fill_plan(active);
     fill(alone, in.P());
@@ -171,6 +197,32 @@ inline const char* active_error(const Instance& in, const Answers& got) {
   return plan.bound() == peak ? nullptr : "the active peak and bound differ";
 }
 
+// Conservation, the order of the certificate, and a true status.
+template <class Real>
+const char* relaxed_error(const Instance& in, const Answers& got, const RelaxedPlan<Real>& plan) {
+  if (!plan.ok) return nullptr;
+  if (!plan.fits) return "round_split refuses what plan_lp takes";
+  const ReplicaTables t = ReplicaTables::at(got.tables.data(), in.E, in.P());
+  const Real *split = plan.split(), primal = split[in.P()], dual = split[in.P() + 1];
+  const int32_t *numbers = plan.numbers(in.P()), *quota = numbers + 2;
+  const Real rounding = std::numeric_limits<Real>::epsilon() * (in.R + in.S + 8);
+  for (int e = 0; e < in.E; ++e) {
+    int64_t rounded = 0;
+    double copies = 0;
+    for (int j = t.offsets[e]; j < t.offsets[e + 1]; ++j) {
+      rounded += quota[t.slots[j]];
+      copies += split[t.slots[j]];
+      if (!(split[t.slots[j]] >= 0) || quota[t.slots[j]] < 0) return "a split or its rounding is negative";
+    }
+    if (rounded != in.summed[e]) return "rounded splits do not add up to the loads";
+    if (std::abs(copies - in.summed[e]) > rounding * in.summed[e]) return "splits do not add up to the loads";
+  }
+  if (dual > primal * (1 + rounding)) return "dual is above primal";
+  const bool converged = primal - dual <= Real(in.tolerance_ppm * 1e-6) * primal;
+  if (numbers[1] == 2 ? numbers[0] == 0 : (numbers[1] == 0) != converged) return "a status is not true";
+  return nullptr;
+}
+
 // The first fault of the answers of one lane and of many, or null.
 inline const char* answers_error(const Instance& in, const Answers& one, const Answers& many) {
   if (many.diverged) return "the lanes disagree";
@@ -184,6 +236,10 @@ inline const char* answers_error(const Instance& in, const Answers& one, const A
     if (i != Answers::kCut && one.plans[i] != one.exact()) return "plans differ between widths of rank sets";
     if (const char* wrong = plan_error(in, one, i)) return wrong;
   }
+  if (one.relaxed != many.relaxed || one.relaxed_double != many.relaxed_double)
+    return "the real-valued plans of the two teams differ";
+  if (const char* wrong = relaxed_error(in, one, one.relaxed)) return wrong;
+  if (const char* wrong = relaxed_error(in, one, one.relaxed_double)) return wrong;
   if (!one.exact().ok()) return nullptr;
   if (one.active != many.active) return "the active plans of the two teams differ";
   if (one.alone != many.alone) return "the rows shared alone of the two teams differ";

@@ -30,6 +30,8 @@ class Lane {
     solve<4>(Answers::kCut);
     for (int i = 0; i < 6 && to_.exact().ok(); ++i) share(i);
     if (to_.exact().ok()) solve_active(), share_alone();
+    relax(to_.relaxed);
+    relax(to_.relaxed_double);
   }
 
   void run(const Pouring& pour, AllPoured& all) {
@@ -144,6 +146,39 @@ class Lane {
     finish(to_.alone, fits);
   }
 
+  template <class Real>
+  void relax(RelaxedPlan<Real>& plan) {
+    const int P = in_.P();
+    const std::vector<Real> base(in_.fixed.begin(), in_.fixed.end());
+    std::vector<Real> speeds;  // every seventh rank stands still
+    for (const int32_t ticks : in_.ticks) speeds.push_back(ticks % 7 ? 1024 / Real(ticks) : Real(0));
+    const LpProblem<Real> problem{
+        .R = in_.R,
+        .E = in_.E,
+        .S = in_.S,
+        .tables = tables(),
+        .loads = in_.loads.data(),
+        .num_sources = in_.R,
+        .speeds = speeds.empty() ? nullptr : speeds.data(),
+        .base = base.empty() ? nullptr : base.data(),
+        .tolerance = static_cast<Real>(in_.tolerance_ppm * 1e-6),
+        .iterations = in_.sweeps,
+    };
+    const LpWorkspace<Real> workspace(to_.workspace.data(), in_.R, in_.E, P);
+    Real *split = plan.split(), *certificate = split + P;
+    int32_t* numbers = plan.numbers(P);
+    const bool ok = LpSolver<Real, Team>(team_, problem, workspace)
+                        .solve({split, certificate, certificate + 1, numbers, numbers + 1});
+    const uint64_t seen = ok ? numbers[0] + 2 * numbers[1] + 4 : 0;
+    if (team_.rank() == 0) plan.ok = ok;
+    finish(plan.words, seen);
+    if (!ok) return;
+    const RoundingProblem<Real> rounding{in_.R, in_.E, in_.S, tables(), in_.loads.data(), in_.R, split};
+    const bool fits = Rounding<Real, Team>(team_, rounding, numbers + 2).run();
+    if (team_.rank() == 0) plan.fits = fits;
+    finish(plan.words, fits);
+  }
+
   // A routine that returned has ended with a barrier: any lane may read what it wrote and reuse its
   // workspace. So every lane at once reads what another one wrote and spoils another's workspace. `result`
   // must be the same in all lanes, and so must be what they see together and what each of them sees after a
@@ -179,7 +214,8 @@ struct Run {
   Answers one, many;
   AllPoured one_poured, many_poured;
   int refused = 0, augmented = 0, raised = 0, cut = 0;  // instances on which this part of the solver had work
-  int poured = 0, moved = 0, rerouted = 0, stranded = 0;  // the same of plan_waterfill
+  int converged = 0;                                    // of plan_lp
+  int poured = 0, moved = 0, rerouted = 0, stranded = 0;  // of plan_waterfill
   bool failed = false;
 
   void start(int k) {
@@ -207,6 +243,8 @@ struct Run {
     refused += !ok;
     augmented += ok && one.exact().telemetry[1] > 0;
     raised += ok && one.exact().telemetry[2] > 0;
+    converged += one.relaxed.ok && one.relaxed.numbers(instance.P())[0] > 0 &&
+                 one.relaxed.numbers(instance.P())[1] == 0;
     cut += ok && one.plans[Answers::kCut].telemetry[3];
     const bool all_ok = one_poured[0].status == WaterfillStatus::ok,
                visited_ok = one_poured[2].status == WaterfillStatus::ok;
@@ -252,8 +290,8 @@ int main(int argc, char** argv) {
   if (run.failed) return 1;
   std::printf(
       "1 and %d lanes agree on %d instances: %d refused, %d augmented, %d raised, %d cut, "
-      "%d poured, %d moved, %d rerouted, %d stranded\n",
-      threads, run.instances, run.refused, run.augmented, run.raised, run.cut, run.poured, run.moved,
-      run.rerouted, run.stranded);
+      "%d converged, %d poured, %d moved, %d rerouted, %d stranded\n",
+      threads, run.instances, run.refused, run.augmented, run.raised, run.cut, run.converged, run.poured,
+      run.moved, run.rerouted, run.stranded);
   return 0;
 }

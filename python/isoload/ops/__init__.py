@@ -10,6 +10,11 @@ from isoload.ops.plan_active import (
     ActiveSplit,
     plan_active,
 )
+from isoload.ops.relaxed import (
+    LpSplit,
+    plan_lp,
+    round_split,
+)
 from isoload.ops.routed import (
     ExactSplit,
     Objective,
@@ -42,6 +47,7 @@ __all__ = [
     "ActiveSplit",
     "Candidates",
     "ExactSplit",
+    "LpSplit",
     "Objective",
     "Order",
     "Prefer",
@@ -51,8 +57,10 @@ __all__ = [
     "count",
     "plan_active",
     "plan_exact",
+    "plan_lp",
     "plan_waterfill",
     "replica_tables",
+    "round_split",
     "route",
     "route_sampled",
     "route_shared",

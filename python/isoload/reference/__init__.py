@@ -17,12 +17,19 @@ from isoload.reference.plan_exact import (
     ExactSplit,
     plan_exact,
 )
+from isoload.reference.plan_lp import (
+    LpSplit,
+    plan_lp,
+)
 from isoload.reference.plan_waterfill import (
     WaterfillSplit,
     plan_waterfill,
 )
 from isoload.reference.replica_tables import (
     replica_tables,
+)
+from isoload.reference.round_split import (
+    round_split,
 )
 from isoload.reference.route import (
     route,
@@ -45,13 +52,16 @@ from isoload.reference.share_alone import (
 __all__ = [
     "ActiveSplit",
     "ExactSplit",
+    "LpSplit",
     "WaterfillSplit",
     "append_shared_expert",
     "count",
     "plan_active",
     "plan_exact",
+    "plan_lp",
     "plan_waterfill",
     "replica_tables",
+    "round_split",
     "route",
     "route_sampled",
     "route_shared",
