@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import isoload
 
 RANKS, EXPERTS, LAYERS, K = 8, 32, 3, 4
-QUOTA_POLICIES = ["none", "static", "even", "exact"]
+QUOTA_POLICIES = ["none", "static", "even", "exact", "exact_active", "lp"]
+SAMPLED_POLICIES = ["dynamic", "lp_sampled"]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def test_route_realises_every_quota(policy, placement):
         assert torch.equal(torch.where(slots < 0, -1, held), torch.cat(ids))
 
 
-@pytest.mark.parametrize("policy", [*QUOTA_POLICIES, "dynamic"])
+@pytest.mark.parametrize("policy", [*QUOTA_POLICIES, *SAMPLED_POLICIES])
 def test_all_layers_at_once_equal_one_by_one(policy, placement):
     loads = torch.stack([gather(draw_ids(seed)) for seed in range(LAYERS)])
     plans = isoload.plan_layers(loads, placement, policy=policy)
@@ -147,7 +148,7 @@ def test_prefer_visited_sends_fewer_rows(placement):
     assert rows(prefer="visited") < rows()
 
 
-@pytest.mark.parametrize("policy", [*QUOTA_POLICIES, "dynamic"])
+@pytest.mark.parametrize("policy", [*QUOTA_POLICIES, *SAMPLED_POLICIES])
 @pytest.mark.parametrize("prefer", [None, "visited"])
 def test_planning_never_waits_for_the_device(policy, prefer, topology, counts):
     """On a fake CUDA device every .item(), bool() and .tolist() raises: what passes cannot sync."""

@@ -15,7 +15,7 @@ from oracles import lp_optimum
 EXPERTS, K = 24, 3
 SHARED = ["shared_local", "waterfill", "joint"]
 ROUTED = ["none", "static", "even", "exact"]
-EVERY = [*ROUTED, "dynamic", *SHARED, "waterfill_sampled"]
+EVERY = [*ROUTED, "exact_active", "lp", "dynamic", "lp_sampled", *SHARED, "waterfill_sampled"]
 
 
 def draw_ids(seed, ranks, tokens, num_shared):
@@ -96,7 +96,7 @@ def test_every_copy_is_routed_once_and_as_planned(policy, name):
             assert torch.equal(isoload.share(loads, plan).sum(0, dtype=torch.int32), plan.quota)
 
 
-@pytest.mark.parametrize("policy", [*ROUTED, "dynamic", "shared_local"])
+@pytest.mark.parametrize("policy", [*ROUTED, "exact_active", "lp", "dynamic", "lp_sampled", "shared_local"])
 def test_shared_experts_stay_home_unless_a_policy_moves_them(policy):
     placement, ids, loads = make_case("eight on two nodes")
     for rank, slots in enumerate(route_all(ids, loads, isoload.plan(loads, placement, 0, policy))):

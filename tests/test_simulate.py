@@ -8,6 +8,7 @@ import torch
 
 import isoload
 from isoload import simulate
+from isoload.policies import parse_policy
 from isoload.report import replay_json
 from isoload.simulate import ReplaySettings, default_slots_per_rank
 from isoload.trace import Trace
@@ -313,3 +314,22 @@ def test_a_trace_without_copies_is_refused():
     trace = Trace("empty", 4, topk_ids=ids, tokens_per_batch=np.array([4, 4]))
     with pytest.raises(ValueError, match="trace must have copies in the batches to replay, got none"):
         replay(trace)
+
+
+def test_policies_take_options():
+    assert parse_policy("exact:tolerance=0.01:budget=3") == ("exact", {"tolerance": 0.01, "budget": 3})
+    assert parse_policy("lp:tolerance=1e-3:precision=float64") == (
+        "lp",
+        {"tolerance": 1e-3, "precision": "float64"},
+    )
+    found = replay(small_trace(), policies=("dynamic", "dynamic:seed=7", "exact:objective=packed"))
+    assert [row.policy for row in found.policies] == ["dynamic", "dynamic:seed=7", "exact:objective=packed"]
+    assert found.policies[0].imbalance_mean != found.policies[1].imbalance_mean
+    for text, message in (
+        ("exact:budget", "policy must be written name:option=value, got 'exact:budget'"),
+        ("exact:speed=1", "option must be one of tolerance, budget, objective for policy exact, got 'speed'"),
+        ("exact:budget=many", "option budget must be of type int, got 'many'"),
+        ("exact:tolerance=low", "option tolerance must be of type float, got 'low'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse_policy(text)

@@ -10,6 +10,7 @@ from isoload.policies.even import DynamicPolicy, EvenPolicy
 from isoload.policies.exact import ExactPolicy
 from isoload.policies.exact_active import ExactActivePolicy
 from isoload.policies.joint import JointPolicy
+from isoload.policies.lp import LpPolicy, LpSampledPolicy
 from isoload.policies.none import NonePolicy
 from isoload.policies.static import StaticPolicy
 from isoload.policies.waterfill import SharedLocalPolicy, WaterfillPolicy, WaterfillSampledPolicy
@@ -23,6 +24,8 @@ POLICIES: dict[str, type[Policy]] = {
         DynamicPolicy,
         ExactPolicy,
         ExactActivePolicy,
+        LpPolicy,
+        LpSampledPolicy,
         SharedLocalPolicy,
         WaterfillPolicy,
         WaterfillSampledPolicy,
@@ -73,8 +76,10 @@ def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _like(default: Any, key: str, value: str) -> Any:
-    """The value in the type of the option's default; an option without one is a whole number."""
-    kind = int if default is None else type(default)
+    """The value in the type of the option's default; an option without one is a number, whole or not."""
+    kind = type(default)
+    if default is None:
+        kind = float if "." in value or "e" in value else int
     try:
         return kind(value)
     except ValueError:
