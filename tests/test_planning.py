@@ -226,6 +226,10 @@ BAD_CALLS = {
         lambda s: isoload.plan(s.good, s.placement, 0, "best"),
         f"policy must be one of {', '.join(isoload.POLICIES)}, got 'best'",
     ),
+    "name taken": (
+        lambda s: isoload.policies.register_policy(isoload.POLICIES["exact"]),
+        "name must be a new one, policy exact exists",
+    ),
     "unknown option": (
         lambda s: isoload.plan(s.good, s.placement, 0, "exact", speed=1),
         "option must be one of tolerance, budget, objective for policy exact, got 'speed'",

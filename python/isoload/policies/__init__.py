@@ -15,27 +15,37 @@ from isoload.policies.none import NonePolicy
 from isoload.policies.static import StaticPolicy
 from isoload.policies.waterfill import SharedLocalPolicy, WaterfillPolicy, WaterfillSampledPolicy
 
-POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy
-    for policy in (
-        NonePolicy,
-        StaticPolicy,
-        EvenPolicy,
-        DynamicPolicy,
-        ExactPolicy,
-        ExactActivePolicy,
-        LpPolicy,
-        LpSampledPolicy,
-        SharedLocalPolicy,
-        WaterfillPolicy,
-        WaterfillSampledPolicy,
-        JointPolicy,
-    )
-}
+POLICIES: dict[str, type[Policy]] = {}
+_DEFAULTS: dict[str, Policy] = {}
 
 
-_DEFAULTS = {name: policy() for name, policy in POLICIES.items()}
-_OPTIONS = {name: [f.name for f in fields(policy)] for name, policy in POLICIES.items()}
+def register_policy(policy: type[Policy]) -> type[Policy]:
+    """Makes a policy known by its name; one of your own, too, where this may stand as a decorator.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if policy.name in POLICIES:
+        raise ValueError(f"name must be a new one, policy {policy.name} exists")
+    POLICIES[policy.name], _DEFAULTS[policy.name] = policy, policy()
+    return policy
+
+
+for _policy in (
+    NonePolicy,
+    StaticPolicy,
+    EvenPolicy,
+    DynamicPolicy,
+    ExactPolicy,
+    ExactActivePolicy,
+    LpPolicy,
+    LpSampledPolicy,
+    SharedLocalPolicy,
+    WaterfillPolicy,
+    WaterfillSampledPolicy,
+    JointPolicy,
+):
+    register_policy(_policy)
 
 
 def make_policy(policy: str | Policy, options: dict[str, Any]) -> Policy:
@@ -48,7 +58,7 @@ def make_policy(policy: str | Policy, options: dict[str, Any]) -> Policy:
         raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
     if not options:
         return _DEFAULTS[policy]
-    known = _OPTIONS[policy]
+    known = [field.name for field in fields(_DEFAULTS[policy])]
     if unknown := [key for key in options if key not in known]:
         raise ValueError(
             f"option must be one of {', '.join(known) or '(none)'} for policy {policy}, got {unknown[0]!r}"
@@ -94,5 +104,6 @@ __all__ = [
     "StaticPolicy",
     "make_policy",
     "parse_policy",
+    "register_policy",
     "sample_seed",
 ]
