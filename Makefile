@@ -2,7 +2,7 @@
 # make test   the test suite
 # make build  rebuild the compiled ops in place (seconds)
 # make lint   ruff, mypy, clang-format
-# make bench  the benchmarks of planning and of the layer
+# make bench  the benchmarks of planning, of the layer, of shared experts, and balance on the shipped trace
 #
 # `run` and `test` create .venv on their first call. Variables:
 #   TORCH=torch==2.13.0   any torch>=2.11 works
@@ -48,6 +48,9 @@ bench: $(READY)
 	$(PY) -m pip install -q highspy scipy
 	OPENBLAS_NUM_THREADS=1 $(PY) bench/bench_plan.py
 	$(PY) bench/bench_layer.py
+	$(PY) bench/bench_shared.py
+	$(PY) bench/bench_shared_traffic.py
+	$(PY) bench/bench_balance.py
 
 ifeq ($(VENV),0)
 $(READY): setup.py pyproject.toml $(SOURCES)

@@ -1,18 +1,21 @@
 """Balance by policy on real routing, with a shared expert: the matrix of Waterfill's blog as a replay.
 
 Fairness ledger
-- Traces: DeepSeek-V3 and GLM-5.2 (counts per workload or text domain) and gpt-oss-20b (decode steps, joined into 8
-  stretches), each from counts: tokens are drawn, K distinct experts each, layer by layer. gpt-oss and GLM-5.2 are
-  replayed as if they had one shared expert; it costs as much as a routed one.
+- Traces: DeepSeek-V3 (8 workloads: SGLang's issue 6017), GLM-5.2 (6 text domains: github.com/Dorijan10/
+  glm-expert-pruning) and gpt-oss-20b (decode steps, joined into 8 stretches), each from counts: tokens are drawn, K
+  distinct experts each, layer by layer. The first two state no licence, so only gpt-oss is shipped, as a cut.
+- One shared expert, which costs as much as a routed one. gpt-oss has none: it is replayed as if it had.
 - Placement: `trivial` (no EPLB) or `eplb` with 0, 16 or 32 replicas on R = 16 ranks, 2 nodes; it never sees the
   workload it is judged on (leave-cluster-out; gpt-oss has one: the first half).
 - shared_local, waterfill and waterfill_sampled split the routed experts alike (`even`); `exact` keeps the shared
   expert at home; `joint` decides both. waterfill_sampled is our re-implementation of SGLang's two published rules.
-- All figures are counted from routed slots. `busiest` is the mean over (layer, batch) of the busiest rank's copies
-  relative to shared_local's: what the experts' share of a step changes by. Times are not in here.
+- All figures are counted from routed slots. `busiest` is the mean imbalance relative to shared_local's, less 1: if
+  experts take the share x of a step and wait for the busiest rank, the step changes by x * busiest. What rows cost
+  on the network is not in it; `rows` says how many more leave their rank. Nothing here is a time.
 - A few layers and one batch per fold: the spread over them is what `imbalance_p99` says.
 
-Usage: python bench/bench_balance.py --traces FOLDER   (npz files; what is not there is left out and said)
+Usage: python bench/bench_balance.py --traces FOLDER   (npz files; what is not there is left out and said, the
+shipped trace always is. The results file is written only by --write.)
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ TRACES = {
     "dsv3_sglang_longin": "DeepSeek-V3",
     "glm52_domains_a": "GLM-5.2",
     "gptoss20b_decode_mmlu": "gpt-oss-20b",
+    "gptoss20b_decode": "gpt-oss-20b, shipped cut",
 }
+SHIPPED = Path(__file__).parent.parent / "examples" / "traces" / "gptoss20b_decode.npz"
 PLACEMENTS = {"no EPLB": ("trivial", 0), "red0": ("eplb", 0), "red16": ("eplb", 16), "red32": ("eplb", 32)}
 TOKENS = (64, 256, 1024, 4096, 16384, 65536)
 POLICIES = (
@@ -56,7 +61,8 @@ def load_trace(path: Path, tokens: int) -> tuple[Trace, str]:
     assert whole.counts is not None
     counts = whole.counts
     if whole.cluster is None:  # one long run of decode steps: stretches, the first half calibrates
-        counts = np.stack([part.sum(0) for part in np.array_split(counts[10:], 8)])
+        first = 10 if len(counts) > 100 else 0  # a whole run starts with template tokens
+        counts = np.stack([part.sum(0) for part in np.array_split(counts[first:], 8)])
     layers = np.linspace(0, counts.shape[1] - 1, 8 if tokens <= 4096 else 3).astype(int)
     trace = Trace(
         whole.name,
@@ -94,9 +100,9 @@ def run(path: Path, placement: str, tokens: int) -> list[dict[str, Any]]:
             "tokens": tokens,
             "layers": found.layers,
             "batches": found.batches,
-            "busiest": row.imbalance_mean / base.imbalance_mean,
-            "rows": row.remote_rank_rows / base.remote_rank_rows,
-            **dataclasses.asdict(row),
+            "busiest": row.imbalance_mean / base.imbalance_mean - 1,
+            "rows": row.remote_rank_rows / base.remote_rank_rows - 1,
+            **{key: value for key, value in dataclasses.asdict(row).items() if not key.startswith("plan_us")},
         }
         for row in found.policies
     ]
@@ -116,12 +122,12 @@ def print_matrix(rows: list[dict[str, Any]], console: Console) -> None:
                 if not cell:
                     continue
                 unvisited = [f"{100 * cell[i]['shared_unvisited_share']:.1f}" for i in (1, 2, 3, 5)]
-                travel = [f"{100 * (cell[i]['rows'] - 1):+.1f}" for i in (1, 2, 3, 5)]
+                travel = [f"{100 * cell[i]['rows']:+.1f}" for i in (1, 2, 3, 5)]
                 table.add_row(
                     placement,
                     str(tokens),
                     f"{cell[0]['imbalance_mean']:.3f}",
-                    *(f"{100 * (r['busiest'] - 1):+.1f} %" for r in cell[1:]),
+                    *(f"{100 * r['busiest']:+.1f} %" for r in cell[1:]),
                     " / ".join(unvisited),
                     " / ".join(travel),
                 )
@@ -134,14 +140,14 @@ def print_matrix(rows: list[dict[str, Any]], console: Console) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--traces", type=Path, required=True, help="folder of npz traces")
+    parser.add_argument("--traces", type=Path, default=SHIPPED.parent, help="folder of npz traces")
     parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
-    parser.add_argument("--no-write", action="store_true")
+    parser.add_argument("--write", action="store_true", help="bench/results/bench_balance.jsonl")
     arguments = parser.parse_args()
     console = Console(highlight=False, width=200)
     rows = []
     for stem in TRACES:
-        path = arguments.traces / f"{stem}.npz"
+        path = SHIPPED if stem == SHIPPED.stem else arguments.traces / f"{stem}.npz"
         if not path.exists():
             console.print(f"{path} is not there: left out")
             continue
@@ -153,7 +159,7 @@ def main() -> None:
         raise SystemExit(f"{arguments.traces} holds none of {', '.join(TRACES)}")
     print_matrix(rows, console)
     console.print(machine())
-    if not arguments.no_write:
+    if arguments.write:
         console.print(f"written: {write_results('bench_balance', rows)}")
 
 

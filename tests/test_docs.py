@@ -1,0 +1,214 @@
+"""docs/balancing.md: every policy and option is there, every command runs, every number is the one in its file."""
+
+import contextlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from isoload import POLICIES
+from test_readme import blocks
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "balancing.md"
+RESULTS = ROOT / "bench" / "results"
+SECTIONS = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", PAGE.read_text(), re.S | re.M))
+RULES = ("static", "dynamic", "blog", "counts", "ours", "best")
+
+
+def results(name):
+    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+
+
+def table(path, first):
+    """Rows of cells of the table whose heading starts with `first`; none if the document has no such table."""
+    found = re.search(rf"^\| {re.escape(first)} \|.*\n\|[-| ]+\|\n((?:\|.*\n)+)", path.read_text(), re.M)
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in found[1].splitlines()]
+
+
+def test_every_policy_has_its_section_in_order():
+    assert list(SECTIONS) == list(POLICIES)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_section_says_what_it_must(policy):
+    for heading in ("Formula", "Guarantee", "Cost", "Use it", "Source"):
+        assert f"**{heading}.**" in SECTIONS[policy], heading
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_options_are_the_options(policy):
+    (text,) = re.findall(r"\*\*Options\.\*\* (.*?)(?=\n\n)", SECTIONS[policy], re.S) or ["none."]
+    named = re.findall(r"`(\w+)=", text)
+    assert named == [field.name for field in fields(POLICIES[policy])]
+    for field in fields(POLICIES[policy]):
+        default = f'"{field.default}"' if isinstance(field.default, str) else repr(field.default)
+        assert f"`{field.name}={default}`" in text, f"default of {field.name}"
+
+
+def test_named_paths_exist():
+    text = re.sub(r"^```.*?^```", "", PAGE.read_text(), flags=re.S | re.M)
+    quoted = re.findall(r"`([\w.-]*/[\w./-]*)`", text)
+    linked = re.findall(r"\]\((?!http|#)([^)#]+)\)", text)
+    assert [p for p in quoted if not (ROOT / p).exists()] == []
+    assert [p for p in linked if not (PAGE.parent / p).exists()] == []
+    assert len(linked) >= 3, "the pictures"
+    anchors = {
+        re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in re.findall(r"^#+ (.+)$", text, re.M)
+    }
+    assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= anchors
+
+
+def test_python_examples_run():
+    for code in blocks(PAGE, "python"):
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+def test_shown_replays_are_what_replay_prints():
+    """Each shell block with a replay is followed by its output; planning times may differ."""
+    pairs = re.findall(
+        r"^```sh\nisoload (replay .*?)\n```\n+```text\n(.*?)^```$", PAGE.read_text(), re.S | re.M
+    )
+    assert len(pairs) == len(blocks(PAGE, "text")) > 0
+    for command, shown in pairs:
+        words = [sys.executable, "-m", "isoload", *shlex.split(command.replace("\\\n", ""))]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert without_times(shown) == without_times(done.stdout)
+
+
+def without_times(text):
+    rows = [line.split() for line in text.strip().splitlines()]
+    return [row[:-3] if len(row) > 12 and row[0].split(":")[0] in POLICIES else row for row in rows]
+
+
+def test_bench_commands_name_scripts_with_these_options():
+    for script, options in re.findall(r"python (bench/\w+\.py)([^`\n]*)", PAGE.read_text()):
+        source = (ROOT / script).read_text()
+        for option in re.findall(r"--[\w-]+", options):
+            assert f'"{option}"' in source, f"{script} {option}"
+
+
+def balance_cells(trace, placement, tokens):
+    """A row of the table of bench_balance: changes of the busiest rank, then of the rows that leave their rank."""
+    key = trace, placement, int(tokens)
+    cell = [r for r in results("bench_balance") if (r["trace"], r["placement"], r["tokens"]) == key]
+    home, *others = cell
+    rows = " / ".join(f"{100 * cell[i]['rows']:+.1f}" for i in (1, 2, 3, 5))
+    busiest = [f"{100 * r['busiest']:+.1f}" for r in others]
+    return [trace, placement, tokens, f"{home['imbalance_mean']:.3f}", *busiest, rows]
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/balancing.md"])
+def test_balance_numbers_are_those_of_the_results_file(document):
+    rows = table(ROOT / document, "trace")
+    assert len(rows) >= 4
+    for row in rows:
+        assert row == balance_cells(*row[:3])
+
+
+def test_balance_claims_hold():
+    """What the page says of the whole results file, not of a row."""
+    rows, page = results("bench_balance"), " ".join(PAGE.read_text().split())
+    static = [r for r in rows if r["policy"].endswith("rule=static") and r["tokens"] >= 1024]
+    raised = sum(r["busiest"] > 0 for r in static)
+    assert f"in {raised} of the {len(static)} rows from 1024 tokens on" in page
+
+    def most(policy, large):
+        mine = [
+            r["rows"] for r in rows if r["policy"] == policy and r["trace"].startswith("gpt-oss") != large
+        ]
+        return 100 * max(mine)
+
+    assert f"`joint` adds up to {most('joint', True):.1f} %" in page and most("waterfill", True) < 0.1
+    assert f"add up to {most('joint', False):.1f} and {most('waterfill', False):.1f} %" in page
+
+
+def traffic_cells(row):
+    unvisited = [f"{100 * row['unvisited'][rule]:.2f} ({row['peak'][rule]:.3f})" for rule in RULES]
+    ratio = "none sent" if row["fewer"] is None else f"{row['fewer']:.0f}x"
+    setting = (
+        f"{row['ranks']}+{row['replicas']}",
+        f"top-{row['top_k']}",
+        str(row["tokens"]),
+        str(row["drift"]),
+    )
+    return [*setting, *unvisited, ratio]
+
+
+def test_traffic_numbers_are_those_of_the_results_file():
+    expected = [traffic_cells(row) for row in results("bench_shared_traffic")]
+    assert table(PAGE, "R+replicas") == expected
+    short = table(ROOT / "README.md", "R+replicas")
+    assert len(short) >= 4 and all(row in expected for row in short)
+
+
+def test_time_numbers_are_those_of_the_results_file():
+    expected = []
+    for row in results("bench_shared"):
+        ops = [f"{row[key]:.2f}" for key in ("exact_us", "exact_pour_us", "share_by_rank_us", "waterfill_us")]
+        public = [f"{row['public_us'][policy]:.0f}" for policy in ("exact", "waterfill", "joint")]
+        tokens = [f"{row[key]:.0f}" for key in ("route_shared_us", "static_us", "dynamic_us")]
+        expected.append(
+            [f"{row['ranks']}+{row['replicas']}", *ops, f"{row['joint_us']:.1f}", " / ".join(public), *tokens]
+        )
+    assert table(PAGE, "ranks+replicas") == expected
+
+
+def test_shared_copies_travel_as_little_as_promised():
+    """At least five times fewer unvisited copies than SGLang's static rule, eight in the median, at no higher peak."""
+    rows = [row for row in results("bench_shared_traffic") if row["top_k"] == 8]
+    ratios = sorted(float("inf") if row["fewer"] is None else row["fewer"] for row in rows)
+    assert ratios[0] >= 5 and ratios[len(ratios) // 2] >= 8
+    for row in rows:
+        assert row["worst_peak_of_ours"] == 1
+        assert row["peak"]["ours"] <= min(row["peak"][rule] for rule in ("static", "dynamic", "blog"))
+        assert row["peak"]["visited"] <= row["peak"]["blog"]
+
+
+@pytest.fixture
+def benches(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+
+
+def same(found, kept):
+    """What a bench finds today is what its results file says; the machine's columns aside."""
+
+    def plain(row):
+        return json.loads(json.dumps(row), parse_float=lambda digits: round(float(digits), 9))
+
+    return plain({key: kept[key] for key in found}) == plain(found)
+
+
+def test_traffic_is_found_again(benches):
+    import bench_shared_traffic as bench
+
+    for position in (1, 7):
+        assert same(bench.bench_setting(bench.SETTINGS[position]), results("bench_shared_traffic")[position])
+
+
+def test_balance_is_found_again(benches):
+    import bench_balance as bench
+
+    key = bench.TRACES[bench.SHIPPED.stem], "red32", 256
+    kept = [r for r in results("bench_balance") if (r["trace"], r["placement"], r["tokens"]) == key]
+    found = bench.run(bench.SHIPPED, *key[1:])
+    assert len(kept) == len(found) and all(map(same, found, kept))
+
+
+def test_pictures_are_what_the_script_draws(benches, tmp_path, monkeypatch):
+    import picture_balance
+
+    monkeypatch.setattr(sys, "argv", ["picture_balance.py", "--out", str(tmp_path)])
+    with contextlib.redirect_stdout(None):
+        picture_balance.main()
+    drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    kept = {path.name: path.read_text() for path in (PAGE.parent / "pictures").iterdir()}
+    assert drawn == kept
+    assert {name for name in kept if f"pictures/{name}" in PAGE.read_text()} == set(kept)
