@@ -78,11 +78,20 @@ class Share {
   // What all source ranks send to every rank, onto out [R, R].
   void all_ranks(int32_t* out) {
     const int R = in_.R, S = in_.S;
-    for (int s = 0; s < R; ++s)
+    constexpr int kRows = 4;  // sources at a time, so that a slot is looked up once for all of them
+    for (int first = 0; first < R; first += kRows)
       team_.for_each(R, [&](int d) {
-        int32_t copies = 0;
-        for (int p = d * S; p < d * S + S; ++p) copies += t_.solo[p] < 0 ? 0 : load(s, t_.solo[p]);
-        out[int64_t(s) * R + d] = copies;
+        int32_t copies[kRows] = {};
+        const int last = first + kRows < R ? first + kRows : R;
+        const int32_t* rows[kRows];
+        for (int i = 0; i < kRows; ++i)
+          rows[i] = in_.loads + int64_t(first + i < last ? first + i : first) * in_.E;
+        for (int p = d * S; p < d * S + S; ++p) {
+          const int e = t_.solo[p];
+          if (e < 0) continue;
+          for (int i = 0; i < kRows; ++i) copies[i] += rows[i][e];
+        }
+        for (int s = first; s < last; ++s) out[int64_t(s) * R + d] = copies[s - first];
       });
     team_.sync();
     // Experts of several lanes meet in one cell.
