@@ -15,8 +15,7 @@ Fairness ledger
 - visited: the same with candidates="visited", to be compared with blog, which also draws from visited ranks and home.
 - best: the least unvisited copies of any assignment at this peak (maximum flow over single tokens). It may let home
   give way to other ranks' copies, which ours never does: it moves no copy that need not move.
-- Losses: with top-2 a token visits few ranks: ours is above best, where home would have to give way, and the limits
-  of `visited` (3/4 of the routed copies) can leave a higher peak than blog's draw.
+- Losses: with top-2 a token visits few ranks: ours is above best, where home would have to give way.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Pouring:
 
     def visits(self, candidates: str = "all") -> np.ndarray:
         """[R, R] copies that find a token which goes there anyway; none at home."""
-        most = self.per_token * np.minimum(self.tokens[:, None], 3 * self.copies // 4)
+        most = self.per_token * np.minimum(self.tokens[:, None], self.copies)
         node = np.arange(len(self.tokens)) // self.group(candidates)
         return np.where((node[:, None] == node) & ~np.eye(len(node), dtype=bool), most, 0)
 

@@ -1,10 +1,11 @@
 // visit_flow: as many shared copies as possible from ranks with excess to ranks with room that their tokens
 // visit anyway.
 //
-// copies[s][d] routed copies let about 3/4 as many tokens of s visit d; every rank knows that without asking.
-// Within this a giver first spreads its excess over the takers in proportion, which leaves its tokens most
-// choice of who goes where. That is nearly always all; else shortest augmenting paths on ranks make it a
-// maximum flow. Integers only, ties go to the lowest rank.
+// copies[s][d] routed copies let about 3/4 as many tokens of s visit d, and at most as many; every rank knows
+// that without asking. Within 3/4 a giver first spreads its excess over the takers in proportion, which
+// leaves its tokens most choice of who goes where. That is nearly always all; else shortest augmenting paths
+// on ranks make it a maximum flow, first within 3/4, then within all. Integers only, ties go to the lowest
+// rank.
 #pragma once
 
 #include <climits>
@@ -63,10 +64,11 @@ class VisitFlow {
     givers_.for_each([&](int s) { spread(s, shift); });
     givers_.for_each([&](int s) { over_.insert_if(excess_[s] > 0, s); });
     takers_.for_each([&](int d) { under_.insert_if(room_[d] > 0, d); });
-    if (over_.empty() || under_.empty()) return 0;
-    list_ways();
     int paths = 0;
-    for (int depth = find_levels(); depth >= 0; depth = find_levels()) augment(depth), ++paths;
+    for (quarters_ = 3; quarters_ <= 4 && !over_.empty() && !under_.empty(); ++quarters_) {
+      list_ways();
+      for (int depth = find_levels(); depth >= 0; depth = find_levels()) augment(depth), ++paths;
+    }
     return paths;
   }
 
@@ -76,7 +78,7 @@ class VisitFlow {
   // How many shared copies of s find a token that visits d.
   int32_t visits(int s, int d) const {
     if (s / in_.reach != d / in_.reach) return 0;
-    const int64_t tokens = 3 * int64_t(in_.copies[int64_t(s) * in_.R + d]) / 4;
+    const int64_t tokens = quarters_ * int64_t(in_.copies[int64_t(s) * in_.R + d]) / 4;
     return in_.per_token * static_cast<int32_t>(tokens < in_.tokens[s] ? tokens : in_.tokens[s]);
   }
   int32_t unused(int s, int d) { return visits(s, d) - share(s, d); }
@@ -201,6 +203,7 @@ class VisitFlow {
   const RankSet<W> givers_, takers_;
   int32_t *const excess_, *const room_, *const share_;
   RankSet<W> over_, under_;  // givers with excess, takers with room
+  int quarters_ = 3;         // of the copies, how many count as visits
 };
 
 }  // namespace isoload

@@ -92,7 +92,7 @@ inline const char* poured_error(const Instance& in, const Pouring& pour, const P
       if (n < 0) return "a share is negative";
       if (n > 0 && who == Candidates::node && s / size != d / size) return "a copy leaves its node";
       if (n > 0 && who == Candidates::visited && s != d &&
-          n > pour.per_token * (3 * int64_t(pour.copies[s * R + d]) / 4))
+          n > pour.per_token * int64_t(pour.copies[s * R + d]))
         return "more copies than visits";
       sent += n, received[d] += n, base[d] += pour.copies[s * R + d];
     }

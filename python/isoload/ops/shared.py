@@ -41,7 +41,8 @@ def plan_waterfill(
 
     No integer share has a lower peak ("all" and "node" end with ``peak == bound``). Every rank keeps what fits
     under the level, so no fewer copies could move. Of those that move as many as possible go where their source
-    sends tokens anyway, at most 3/4 of its routed copies to that rank; then inside the node; then anywhere.
+    sends routed copies anyway, at most as many, and where it can choose within 3/4 of them (so many tokens there are
+    about); then inside the node; then anywhere.
     Generalises Waterfill (papers/001) to integers and to whole batches without sampling.
 
     Args:

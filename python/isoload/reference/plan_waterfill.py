@@ -101,6 +101,7 @@ class Pool:
         self.own = [per_token * n for n in tokens]
         self.excess, self.room = [0] * len(tokens), [0] * len(tokens)
         self.share = [[0] * len(tokens) for _ in self.ranks]
+        self.quarters = 3  # of the copies, how many count as visits
 
     # 1. level
 
@@ -137,13 +138,14 @@ class Pool:
         """How many copies find a token that goes there anyway, as far as counts can tell."""
         if self.candidates == "node" and giver // self.per_node != taker // self.per_node:
             return 0
-        return self.per_token * min(self.tokens[giver], 3 * self.copies[giver][taker] // 4)
+        return self.per_token * min(self.tokens[giver], self.quarters * self.copies[giver][taker] // 4)
 
     def visit(self) -> None:
         for giver in self.givers:
             self.spread(giver)
-        while levels := self.levels():
-            self.augment(levels)
+        for self.quarters in (3, 4):
+            while levels := self.levels():
+                self.augment(levels)
 
     def spread(self, giver: int) -> None:
         """Copies to every taker in proportion to its wish: equal parts of one line of all wishes, rounded."""
