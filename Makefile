@@ -51,6 +51,8 @@ bench: $(READY)
 	$(PY) bench/bench_shared.py
 	$(PY) bench/bench_shared_traffic.py
 	$(PY) bench/bench_balance.py
+	OPENBLAS_NUM_THREADS=1 $(PY) bench/bench_lp.py
+	$(PY) bench/bench_active.py
 
 ifeq ($(VENV),0)
 $(READY): setup.py pyproject.toml $(SOURCES)
