@@ -20,6 +20,11 @@ STABLE_TORCH_LIBRARY(isoload, m) {
       "iterations, Tensor status)");
   m.def("round_split(Tensor split, Tensor loads, Tensor tables, int num_ranks, int num_slots) -> Tensor");
   m.def(
+      "plan_spill(Tensor loads, Tensor slot_to_expert, Tensor home_slot, int num_ranks, int ranks_per_node, "
+      "int spare_slots, Tensor? fixed, Tensor? alive, int capacity_ppm, int threshold_ppm, bool per_expert, "
+      "int tolerance_ppm, int min_chunk, int near_cost, int far_cost, int egress) -> "
+      "(Tensor slot_to_expert, Tensor quota, Tensor level, Tensor telemetry)");
+  m.def(
       "share(Tensor loads, Tensor quota, Tensor tables, int ranks_per_node, int rank, bool locality) -> "
       "Tensor");
   m.def("share_alone(Tensor counts, Tensor quota, Tensor tables, int source) -> Tensor");
@@ -53,6 +58,7 @@ STABLE_TORCH_LIBRARY_IMPL(isoload, CPU, m) {
   m.impl("plan_active", TORCH_BOX(&isoload::ops::plan_active));
   m.impl("plan_lp", TORCH_BOX(&isoload::ops::plan_lp));
   m.impl("round_split", TORCH_BOX(&isoload::ops::round_split));
+  m.impl("plan_spill", TORCH_BOX(&isoload::ops::plan_spill));
   m.impl("share", TORCH_BOX(&isoload::ops::share));
   m.impl("share_by_rank", TORCH_BOX(&isoload::ops::share_by_rank));
   m.impl("share_alone", TORCH_BOX(&isoload::ops::share_alone));

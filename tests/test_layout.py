@@ -12,7 +12,7 @@ PACKAGE = ROOT / "python" / "isoload"
 
 # Lowest first; a module may import from its own line and from the lines above it.
 LAYERS = [
-    ["topology", "replica_tables", "value_checks", "shared_experts", "migration"],
+    ["topology", "replica_tables", "value_checks", "shared_experts", "migration", "cost"],
     ["reference", "ops"],
     ["placement"],
     ["records"],

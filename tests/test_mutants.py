@@ -169,6 +169,27 @@ MUTANTS = {
         "moved += relieve(t_.order[first + i]); });",
         "teams",
     ),
+    "the capacity rounded down": Mutant(
+        "csrc/algorithms/plan_spill.h",
+        "ceil_div(total_ * in_.capacity_ppm, kMillion * alive_)",
+        "total_ * in_.capacity_ppm / (kMillion * alive_)",
+        "plan_spill",
+    ),
+    "one import too many": Mutant(
+        "csrc/algorithms/spill_greedy.h", "lends && to_.free[r] > 0 ?", "lends ?", "plan_spill"
+    ),
+    "imports cost nothing": Mutant(
+        "csrc/algorithms/spill_greedy.h",
+        "to_.cost[r] += in_.import_cost[chunk.near];",
+        "to_.cost[r] += 0 * in_.import_cost[chunk.near];",
+        "plan_spill",
+    ),
+    "tries of the last round overwritten": Mutant(
+        "csrc/algorithms/plan_spill.h",
+        "team_.sync();  // before anybody tries again",
+        "// before anybody tries again",
+        "teams",
+    ),
     "a share dealt one short": Mutant(
         "csrc/cpu/route.cpp", "--hands_[e].left == 0", "--hands_[e].left <= 1", "route"
     ),

@@ -10,7 +10,20 @@ import native_build
 from native_build import ADDRESS, CSRC, PLAIN, THREAD, Outcome
 
 # Every part of the solver must have had work, or the runs prove nothing about it.
-WORK = ("refused", "augmented", "raised", "cut", "converged", "poured", "moved", "rerouted", "stranded")
+WORK = (
+    "refused",
+    "augmented",
+    "raised",
+    "cut",
+    "converged",
+    "poured",
+    "moved",
+    "rerouted",
+    "stranded",
+    "lent",
+    "sought",
+    "full",
+)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@
 #include "algorithms/plan_active.h"
 #include "algorithms/plan_exact.h"
 #include "algorithms/plan_lp.h"
+#include "algorithms/plan_spill.h"
 #include "algorithms/plan_waterfill.h"
 #include "algorithms/replica_tables.h"
 #include "algorithms/round_split.h"
@@ -32,6 +33,8 @@ bool plan_lp(const LpProblem<Real>& problem, const LpResult<Real>& result);
 // False if the loads cannot be planned, see Rounding::run.
 template <class Real>
 bool round_split(const RoundingProblem<Real>& problem, int32_t* quota);
+
+SpillStatus plan_spill(const SpillProblem& problem, const SpillResult& result);
 
 // Of the share: a rank's row [P], all rows [R, P], or all rows summed over each rank's slots [R, R].
 enum class ShareOf { one_row, all_rows, all_ranks };

@@ -33,6 +33,11 @@ Tensor share_by_rank(const Tensor& loads, const Tensor& quota, const Tensor& tab
 std::tuple<Tensor, Tensor, Tensor, Tensor> plan_active(const Tensor& loads, const Tensor& tables,
                                                        int64_t num_ranks, int64_t num_slots,
                                                        const std::optional<Tensor>& ticks);
+std::tuple<Tensor, Tensor, Tensor, Tensor> plan_spill(
+    const Tensor& loads, const Tensor& slot_to_expert, const Tensor& home_slot, int64_t num_ranks,
+    int64_t ranks_per_node, int64_t spare_slots, const std::optional<Tensor>& fixed,
+    const std::optional<Tensor>& alive, int64_t capacity_ppm, int64_t threshold_ppm, bool per_expert,
+    int64_t tolerance_ppm, int64_t min_chunk, int64_t near_cost, int64_t far_cost, int64_t egress);
 Tensor share_alone(const Tensor& counts, const Tensor& quota, const Tensor& tables, int64_t source);
 Tensor route(const Tensor& topk_ids, const Tensor& share_row, const Tensor& tables, int64_t num_experts,
              bool prefer_visited);

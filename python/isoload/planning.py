@@ -79,9 +79,7 @@ def plan_layers(loads: Tensor, placement: Placement, policy: str | Policy = "exa
 def _plan(loads: Tensor, placed: PlacedLayers, policy: Policy) -> Plan:
     _check_loads(loads, placed, policy)
     demand = _demand(loads, placed)
-    slots = policy.fill(demand, placed)
-    tables = placed.tables if slots is placed.slot_to_expert else placed.routed_tables(slots)
-    split = policy.split(demand, tables, placed)
+    slots, tables, split = policy.decide(demand, placed)
     shared = split.shared
     if demand.tokens is not None:
         shared = shared or SharedPlan("home", demand.tokens)

@@ -31,7 +31,8 @@ class Plan:
     tables                      of slot_to_expert's routed experts
     placed                      the layers of the placement it was made for
     weights         [P] float32 sampled policies only: wished part of each replica
-    telemetry       [4] int32   exact splits only: sweeps, augmentations, Newton steps, cut by the budget
+    telemetry       [4] int32   exact splits: sweeps, augmentations, Newton steps, cut by the budget; policies that
+                                borrow: [5], see isoload.ops.Spill
     shared                      where shared copies go; None without shared experts
     """
 

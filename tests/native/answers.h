@@ -16,6 +16,7 @@
 #include "algorithms/share.h"
 #include "algorithms/share_alone.h"
 #include "instances.h"
+#include "spill.h"
 
 namespace isoload {
 
@@ -81,6 +82,7 @@ struct Answers {
     fill(workspace,
          std::max({2 * replica_tables_workspace(in.R, in.E), ActiveWorkspace<4>::bytes(in.R, in.E) / 4,
                    (WaterfillWorkspace<4>::bytes(in.R) + 3) / 4, 2 * int64_t(in.R) * in.E + in.P(),
+                   SpillWorkspace::bytes(in.R, in.E, int64_t(in.R) * (in.S + kMostSpare)) / 4 + 1,
                    LpWorkspace<double>::size(in.R, in.E, in.P()) / 4}));
     fill(relaxed.words, RelaxedPlan<float>::size(in.P()));
     fill(relaxed_double.words, RelaxedPlan<double>::size(in.P()));

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "answers.h"
+#include "spill.h"
 #include "team.h"
 #include "waterfill.h"
 
@@ -32,6 +33,37 @@ class Lane {
     if (to_.exact().ok()) solve_active(), share_alone();
     relax(to_.relaxed);
     relax(to_.relaxed_double);
+  }
+
+  void run(const Spilling& spill, Spilled& spilled) {
+    std::vector<char> alive = spill.alive;
+    const SpillProblem problem{
+        .R = in_.R,
+        .E = in_.E,
+        .S = spill.S,
+        .per_node = in_.ranks_per_node,
+        .spare = spill.spare,
+        .loads = in_.loads.data(),
+        .fixed = in_.fixed.empty() ? nullptr : in_.fixed.data(),
+        .num_sources = in_.R,
+        .slot_to_expert = spill.slot_to_expert.data(),
+        .home_slot = spill.home_slot.data(),
+        .alive = alive.empty() ? nullptr : reinterpret_cast<const bool*>(alive.data()),
+        .capacity_ppm = spill.capacity_ppm,
+        .threshold_ppm = spill.threshold_ppm,
+        .per_expert = spill.per_expert,
+        .tolerance_ppm = spill.tolerance_ppm,
+        .min_chunk = spill.min_chunk,
+        .near_cost = spill.near_cost,
+        .far_cost = spill.far_cost,
+        .egress = spill.egress,
+    };
+    const auto workspace = SpillWorkspace::at(to_.workspace.data(), in_.R, in_.E, in_.R * spill.S);
+    const SpillResult out{spilled.slot_to_expert.data(), spilled.quota.data(), &spilled.level,
+                          spilled.telemetry};
+    const SpillStatus status = Spill<Team>(team_, problem, workspace, out).solve();
+    if (team_.rank() == 0) spilled.status = status;
+    finish(spilled.quota, status == SpillStatus::ok ? uint64_t(spilled.level) : uint64_t(status));
   }
 
   void run(const Pouring& pour, AllPoured& all) {
@@ -213,9 +245,12 @@ struct Run {
   Pouring pouring;
   Answers one, many;
   AllPoured one_poured, many_poured;
+  Spilling spilling;
+  Spilled one_spilled, many_spilled;
   int refused = 0, augmented = 0, raised = 0, cut = 0;  // instances on which this part of the solver had work
   int converged = 0;                                    // of plan_lp
   int poured = 0, moved = 0, rerouted = 0, stranded = 0;  // of plan_waterfill
+  int lent = 0, sought = 0, full = 0;                     // of plan_spill
   bool failed = false;
 
   void start(int k) {
@@ -229,11 +264,17 @@ struct Run {
     Lane<SerialTeam> lane(alone, instance, one);
     lane.run();
     lane.run(pouring, one_poured);
+    spilling = draw_spilling(instance, seed * 1000003 + k);
+    one_spilled.poison(instance, spilling, 0x7f);
+    many_spilled.poison(instance, spilling, 0x80);
+    lane.run(spilling, one_spilled);
   }
 
   void check(int k) {
     const char* wrong = answers_error(instance, one, many);
     if (!wrong) wrong = all_poured_error(instance, pouring, one_poured, many_poured);
+    if (!wrong && !(one_spilled == many_spilled)) wrong = "the two teams spill otherwise";
+    if (!wrong) wrong = spilled_error(instance, spilling, one_spilled);
     if (wrong) {
       failed = true;
       std::printf("instance %d of seed %llu: %s: %s\n", k, static_cast<unsigned long long>(seed), wrong,
@@ -249,6 +290,10 @@ struct Run {
     const bool all_ok = one_poured[0].status == WaterfillStatus::ok,
                visited_ok = one_poured[2].status == WaterfillStatus::ok;
     poured += all_ok;
+    const bool spilled_ok = one_spilled.status == SpillStatus::ok, lends = one_spilled.telemetry[0] > 0;
+    lent += spilled_ok && lends && spilling.capacity_ppm;
+    sought += spilled_ok && lends && !spilling.capacity_ppm;
+    full += spilled_ok && (one_spilled.telemetry[4] & (kNoSpareSlot | kEgressLimit));
     for (int i = 0; i < instance.R && all_ok; ++i)
       if (one_poured[0].share[i * instance.R + i] < pouring.per_token * pouring.tokens[i]) {
         ++moved;
@@ -268,6 +313,7 @@ void lane(Run& run, ThreadTeam::Group& group, int rank) {
     Lane<ThreadTeam> lane(team, run.instance, run.many);
     lane.run();
     lane.run(run.pouring, run.many_poured);
+    lane.run(run.spilling, run.many_spilled);
     if (rank == 0) run.check(k);
     team.sync();
   }
@@ -290,8 +336,8 @@ int main(int argc, char** argv) {
   if (run.failed) return 1;
   std::printf(
       "1 and %d lanes agree on %d instances: %d refused, %d augmented, %d raised, %d cut, "
-      "%d converged, %d poured, %d moved, %d rerouted, %d stranded\n",
+      "%d converged, %d poured, %d moved, %d rerouted, %d stranded, %d lent, %d sought, %d full\n",
       threads, run.instances, run.refused, run.augmented, run.raised, run.cut, run.converged, run.poured,
-      run.moved, run.rerouted, run.stranded);
+      run.moved, run.rerouted, run.stranded, run.lent, run.sought, run.full);
   return 0;
 }

@@ -10,6 +10,10 @@ from isoload.ops.plan_active import (
     ActiveSplit,
     plan_active,
 )
+from isoload.ops.plan_spill import (
+    Spill,
+    plan_spill,
+)
 from isoload.ops.relaxed import (
     LpSplit,
     plan_lp,
@@ -52,12 +56,14 @@ __all__ = [
     "Order",
     "Prefer",
     "SharedRule",
+    "Spill",
     "WaterfillSplit",
     "append_shared_expert",
     "count",
     "plan_active",
     "plan_exact",
     "plan_lp",
+    "plan_spill",
     "plan_waterfill",
     "replica_tables",
     "round_split",

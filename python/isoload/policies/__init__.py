@@ -10,8 +10,10 @@ from isoload.policies.even import DynamicPolicy, EvenPolicy
 from isoload.policies.exact import ExactPolicy
 from isoload.policies.exact_active import ExactActivePolicy
 from isoload.policies.joint import JointPolicy
+from isoload.policies.llep import LlepPolicy, LlepPublishedPolicy
 from isoload.policies.lp import LpPolicy, LpSampledPolicy
 from isoload.policies.none import NonePolicy
+from isoload.policies.spill_cost import SpillCostPolicy
 from isoload.policies.static import StaticPolicy
 from isoload.policies.waterfill import SharedLocalPolicy, WaterfillPolicy, WaterfillSampledPolicy
 
@@ -44,6 +46,9 @@ for _policy in (
     WaterfillPolicy,
     WaterfillSampledPolicy,
     JointPolicy,
+    LlepPolicy,
+    LlepPublishedPolicy,
+    SpillCostPolicy,
 ):
     register_policy(_policy)
 

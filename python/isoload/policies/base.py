@@ -33,6 +33,14 @@ class Split(NamedTuple):
     shared: SharedPlan | None = None
 
 
+class Decision(NamedTuple):
+    """All that a policy decides: slot_to_expert [..., P] with spare slots filled, its tables, and the split."""
+
+    slot_to_expert: Tensor
+    tables: ReplicaTables
+    split: Split
+
+
 class Demand(NamedTuple):
     """What a batch asks of the ranks (leading L as the placement's layers).
 
@@ -65,6 +73,12 @@ class Policy:
         """How many copies every slot takes."""
         ticks = placed.topology.ticks_on(demand.loads.device)
         return Split(*ops.plan_exact(demand.loads, tables, demand.at_home, ticks=ticks))
+
+    def decide(self, demand: Demand, placed: PlacedLayers) -> Decision:
+        """The fill, then the split; a policy that finds both at once overrides this."""
+        slots = self.fill(demand, placed)
+        tables = placed.tables if slots is placed.slot_to_expert else placed.routed_tables(slots)
+        return Decision(slots, tables, self.split(demand, tables, placed))
 
     def share(
         self,

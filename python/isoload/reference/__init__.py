@@ -21,6 +21,10 @@ from isoload.reference.plan_lp import (
     LpSplit,
     plan_lp,
 )
+from isoload.reference.plan_spill import (
+    Spill,
+    plan_spill,
+)
 from isoload.reference.plan_waterfill import (
     WaterfillSplit,
     plan_waterfill,
@@ -53,12 +57,14 @@ __all__ = [
     "ActiveSplit",
     "ExactSplit",
     "LpSplit",
+    "Spill",
     "WaterfillSplit",
     "append_shared_expert",
     "count",
     "plan_active",
     "plan_exact",
     "plan_lp",
+    "plan_spill",
     "plan_waterfill",
     "replica_tables",
     "round_split",

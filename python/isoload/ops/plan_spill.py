@@ -1,0 +1,134 @@
+"""plan_spill: spare slots filled with experts of overloaded ranks, for one batch; wrapper and fake."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from isoload.ops.library import call, library
+
+_plan_spill = library.plan_spill.default
+MILLION = 1_000_000
+UNLIMITED = 2**31 - 1
+
+
+class Spill(NamedTuple):
+    """What :func:`plan_spill` returns, with the leading dimension of slot_to_expert.
+
+    slot_to_expert [P] int32 with spare slots filled from the first on; quota [P] int32 copies per slot; level [] int64
+    the capacity in copies, or the cost reached where the least was sought; telemetry [5] int32: imports, most imports
+    of a rank, most exports of a rank, imports from another node, flags.
+
+    Flags are a sum: 1 below the threshold, so plain EP; else why a rank stayed above the capacity: 2 the spare slots
+    ran out, 4 its egress limit is reached, 8 copies that cannot move are above it alone.
+    """
+
+    slot_to_expert: Tensor
+    quota: Tensor
+    level: Tensor
+    telemetry: Tensor
+
+
+def plan_spill(
+    loads: Tensor,
+    slot_to_expert: Tensor,
+    home_slot: Tensor,
+    num_ranks: int,
+    spare_slots: int,
+    fixed: Tensor | None = None,
+    *,
+    alive: Tensor | None = None,
+    ranks_per_node: int | None = None,
+    capacity_factor: float | None = 1.0,
+    imbalance_threshold: float = 0.0,
+    per_expert: bool = False,
+    tolerance: float = 0.0,
+    min_chunk: int = 1,
+    import_costs: tuple[int, int] = (0, 0),
+    egress: int | None = None,
+) -> Spill:
+    """Lends experts of overloaded ranks to others for one batch, from every expert on its home slot (plain EP).
+
+    The busiest rank gives first, always from its largest expert, to the rank that takes the largest chunk without
+    passing the target. Of papers/003 (LLEP) the idea, not the steps: no expert comes twice to a rank, none beyond the
+    spare slots, and no rank's load passes the largest of plain EP. A rank that holds a replica takes copies without
+    an import; other replicas stay idle.
+
+    Args:
+        loads: [E] or [R, E] int32 copies (leading L as slot_to_expert); sources are summed.
+        slot_to_expert: [P] or [L, P] int32, the placement; -1 in the last spare_slots of every rank. Ids from E on
+            are no routed experts.
+        home_slot: [E] int32 (leading L as above) slot that owns each expert's weights.
+        num_ranks: R, divides P.
+        spare_slots: how many experts a rank can import.
+        fixed: [R] int32 copies that ranks carry besides and cannot give away (leading L as above).
+        alive: [R] bool; ranks that are not import nothing. None = all.
+        ranks_per_node: divides R; None = R. A rank of the node is asked first, unless its chunk is below min_chunk and
+            a far one is larger.
+        capacity_factor: a rank's capacity, 1..1000 times the mean load of the live ranks, rounded up. None: no
+            capacity, the least cost is sought, where a rank's cost is its copies plus what its imports cost.
+        imbalance_threshold: up to this max / mean load of the ranks nothing moves, 0..1000.
+        per_expert: the threshold is about max / mean of the experts instead.
+        tolerance: a rank above its capacity by at most this part of it keeps a rest smaller than min_chunk, 0..1000.
+        min_chunk: copies that are worth an import, at least 1; smaller chunks move only beyond the tolerance.
+        import_costs: copies that could be computed in the time of an import, (from the own node, from another),
+            0..2^30.
+        egress: most exports of a rank; None = any number.
+    """
+    for name, value in (
+        ("capacity_factor", capacity_factor),
+        ("imbalance_threshold", imbalance_threshold),
+        ("tolerance", tolerance),
+    ):
+        low = 1 if name == "capacity_factor" else 0
+        if value is not None and not low <= value <= 1000:
+            raise ValueError(f"{name} must be in {low}..1000, got {value}")
+    result = call(
+        _plan_spill,
+        loads,
+        slot_to_expert,
+        home_slot,
+        num_ranks,
+        num_ranks if ranks_per_node is None else ranks_per_node,
+        spare_slots,
+        fixed,
+        alive,
+        0 if capacity_factor is None else round(capacity_factor * MILLION),
+        round(imbalance_threshold * MILLION),
+        per_expert,
+        round(tolerance * MILLION),
+        min_chunk,
+        *import_costs,
+        UNLIMITED if egress is None else egress,
+    )
+    return Spill(*result)
+
+
+@torch.library.register_fake("isoload::plan_spill")
+def _(
+    loads: Tensor,
+    slot_to_expert: Tensor,
+    home_slot: Tensor,
+    num_ranks: int,
+    ranks_per_node: int,
+    spare_slots: int,
+    fixed: Tensor | None,
+    alive: Tensor | None,
+    capacity_ppm: int,
+    threshold_ppm: int,
+    per_expert: bool,
+    tolerance_ppm: int,
+    min_chunk: int,
+    near_cost: int,
+    far_cost: int,
+    egress: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch = slot_to_expert.shape[:-1]
+    return (
+        slot_to_expert.new_empty(slot_to_expert.shape),
+        slot_to_expert.new_empty(slot_to_expert.shape),
+        slot_to_expert.new_empty(batch, dtype=torch.int64),
+        slot_to_expert.new_empty((*batch, 5)),
+    )

@@ -1,0 +1,58 @@
+"""Policy ``spill_cost``: borrows an expert only where computing its tokens elsewhere saves more than the transfer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from isoload import ops
+from isoload.cost import DEEPSEEK_V3_FP8, DEFAULT_BANDWIDTHS, break_even
+from isoload.placement import PlacedLayers
+from isoload.policies.base import Demand
+from isoload.policies.spilling import SpillPolicy, alive, routed_homes
+
+
+@dataclass(frozen=True)
+class SpillCostPolicy(SpillPolicy):
+    """The least found over plans of the costliest rank, where a rank's cost is its copies plus its imports.
+
+    An import costs as many copies as could be computed in its time (:func:`isoload.cost.break_even`), by the
+    topology's bandwidths, or DEFAULT_BANDWIDTHS if it has none. Ranks of the own node help first, unless their chunk
+    is below min_chunk and a far one is larger. No rank's load passes the largest of plain EP.
+
+    Options: expert_bytes (weights of one expert), token_us (microseconds per copy in a large GEMM), egress (most
+    exports of a rank; None = any number), min_chunk, split_by ("fill" or "exact").
+    """
+
+    name = "spill_cost"
+    expert_bytes: int = DEEPSEEK_V3_FP8
+    token_us: float = 0.147
+    egress: int | None = None
+    min_chunk: int = 256
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        break_even(self.expert_bytes, 1.0, self.token_us)  # refuses what is not positive
+        if self.egress is not None and self.egress < 0:
+            raise ValueError(f"egress must not be negative, got {self.egress}")
+        if not 1 <= self.min_chunk < 2**31:
+            raise ValueError(f"min_chunk must be in 1..2^31-1, got {self.min_chunk}")
+
+    def spill(self, demand: Demand, placed: PlacedLayers) -> ops.Spill:
+        near, far = placed.topology.bandwidths or DEFAULT_BANDWIDTHS
+        return ops.plan_spill(
+            demand.loads,
+            placed.slot_to_expert,
+            routed_homes(placed),
+            placed.topology.num_ranks,
+            placed.spare_slots,
+            demand.at_home,
+            alive=alive(placed),
+            ranks_per_node=placed.topology.ranks_per_node,
+            capacity_factor=None,
+            min_chunk=self.min_chunk,
+            import_costs=(
+                break_even(self.expert_bytes, near, self.token_us),
+                break_even(self.expert_bytes, far, self.token_us),
+            ),
+            egress=self.egress,
+        )

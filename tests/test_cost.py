@@ -1,0 +1,133 @@
+"""The cost model: Eq. 3 and 4 recounted in plain loops, bytes that travel, break-even, and its file."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from isoload import Topology
+from isoload.cost import (
+    CostModel,
+    break_even,
+    exchange_seconds,
+    import_seconds,
+    imports,
+    rank_bytes,
+    rank_seconds,
+    read_cost,
+)
+
+MODEL = CostModel(
+    hidden=10, intermediate=4, weight_bytes=2, overhead_us=7, token_us=((1, 8.0), (4, 4.0), (16, 1.0))
+)
+SLOTS = torch.tensor([0, 1, -1, 2, 3, 0, 4, 5, -1, 6, 7, 5], dtype=torch.int32)  # 4 ranks, 1 spare slot
+HOME = torch.tensor([0, 1, 3, 4, 6, 7, 9, 10])
+QUOTA = torch.tensor([5, 0, 0, 1, 2, 100, 8, 0, 0, 0, 0, 4], dtype=torch.int32)
+
+
+def per_token(copies: int) -> float:
+    """Linear in log(copies) between the points of MODEL."""
+    for (low, slow), (high, fast) in zip(MODEL.token_us, MODEL.token_us[1:], strict=False):
+        if low <= copies <= high:
+            part = math.log(copies / low) / math.log(high / low)
+            return slow + (fast - slow) * part
+    return MODEL.token_us[-1][1]
+
+
+def test_compute_time_is_equation_3() -> None:
+    expected = [sum(7 + n * per_token(n) for n in row if n) * 1e-6 for row in QUOTA.view(4, 3).tolist()]
+    assert rank_seconds(QUOTA, 4, MODEL).tolist() == pytest.approx(expected)
+    layers = rank_seconds(torch.stack([QUOTA, QUOTA * 0]), 4, MODEL)
+    assert layers.tolist() == [pytest.approx(expected), [0.0] * 4]
+
+
+def test_few_large_gemms_beat_many_small_ones() -> None:
+    one, many = torch.tensor([64, 0, 0, 0]), torch.tensor([16, 16, 16, 16])
+    assert rank_seconds(one, 1, CostModel()) < rank_seconds(many, 1, CostModel())
+
+
+def test_memory_is_equation_4() -> None:
+    expected = []
+    for copies, held in zip(QUOTA.view(4, 3).tolist(), SLOTS.view(4, 3).tolist(), strict=True):
+        weights = sum(3 * 10 * 4 * 2 for e in held if e >= 0)
+        expected.append(sum(n * 10 * 2 + n * 4 * 2 for n in copies) + weights)
+    assert rank_bytes(QUOTA, SLOTS, 4, MODEL).tolist() == expected
+
+
+def test_imports_by_node_and_their_time() -> None:
+    topology = Topology(4, 2, bandwidths=(2.0, 0.5))
+    found = imports(SLOTS, HOME, 1, topology)
+    assert found.tolist() == [[0, 0], [1, 0], [0, 0], [1, 0]]
+    assert imports(SLOTS, HOME, 1, Topology(4, 1)).tolist() == [[0, 0], [0, 1], [0, 0], [0, 1]]
+    assert imports(torch.stack([SLOTS] * 2), torch.stack([HOME] * 2), 1, topology)[1].equal(found)
+    assert import_seconds(found, topology, MODEL).tolist() == pytest.approx([0, 240 / 2e9, 0, 240 / 2e9])
+    far = imports(SLOTS, HOME, 1, Topology(4, 1))
+    assert import_seconds(far, topology, MODEL).tolist() == pytest.approx([0, 240 / 5e8, 0, 240 / 5e8])
+    slow = import_seconds(far, Topology(4, 1), MODEL)
+    assert slow.tolist() == pytest.approx([0, 240 / 5e10, 0, 240 / 5e10]), "the documented default"
+
+
+def test_all_to_all_counts_the_busier_direction_both_ways() -> None:
+    rows = torch.tensor([[9, 3, 0, 1], [0, 9, 0, 0], [0, 0, 9, 0], [0, 0, 0, 9]])
+    seconds = exchange_seconds(rows, Topology(4, 2, bandwidths=(2.0, 0.5)), MODEL)
+    row = 10 * 2  # bytes
+    sent = 3 * row / 2e9 + 1 * row / 5e8
+    assert seconds.tolist() == pytest.approx([2 * sent, 2 * 3 * row / 2e9, 0, 2 * row / 5e8])
+
+
+@pytest.mark.parametrize(
+    ("expert_bytes", "bandwidth", "token_us", "tokens"),
+    [
+        (2 * 44_040_192, 400, 0.1468, 1500),
+        (2 * 44_040_192, 50, 0.1468, 12_000),
+        (1000, 1, 1, 1),
+        (1, 1e3, 1, 1),
+    ],
+)
+def test_break_even(expert_bytes: float, bandwidth: float, token_us: float, tokens: int) -> None:
+    assert break_even(expert_bytes, bandwidth, token_us) == pytest.approx(tokens, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["expert_bytes", "bandwidth", "token_us"])
+@pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan])
+def test_break_even_refuses(name: str, value: float) -> None:
+    arguments = {"expert_bytes": 1.0, "bandwidth": 1.0, "token_us": 1.0, name: value}
+    with pytest.raises(ValueError, match=f"{name} must be a positive number, got {value}"):
+        break_even(**arguments)
+
+
+def test_a_model_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "cost.json"
+    file.write_text(json.dumps({"hidden": 64, "token_us": [[1, 2.0], [100, 0.5]]}))
+    model = read_cost(file)
+    assert model == CostModel(hidden=64, token_us=((1, 2.0), (100, 0.5)))
+    assert model.expert_bytes == 3 * 64 * 2048
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "cost file must be a JSON object, got list"),
+        ("{", "cost file must be a JSON object, got "),
+        ('{"speed": 1}', "cost file must have fields of hidden, .*, got 'speed'"),
+        ('{"hidden": 0}', "hidden must be a positive number, got 0"),
+        ('{"overhead_us": -1}', "overhead_us must not be negative, got -1"),
+        ('{"token_us": []}', r"token_us must be pairs of ascending sizes and positive times, got \(\)"),
+        ('{"token_us": [[4, 1], [4, 1]]}', "token_us must be pairs of ascending sizes"),
+        ('{"token_us": [[1, 0]]}', "token_us must be pairs of ascending sizes and positive times"),
+    ],
+)
+def test_refuses_files(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "cost.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_cost(file)
+
+
+def test_refuses_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cost file must be a JSON object, got .*none.json"):
+        read_cost(tmp_path / "none.json")
