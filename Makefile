@@ -2,6 +2,7 @@
 # make test   the test suite
 # make build  rebuild the compiled ops in place (seconds)
 # make lint   ruff, mypy, clang-format
+# make cuda-check  compiles the CUDA ops for three architectures; needs nvcc, no GPU (minutes)
 # make bench  the benchmarks of planning, of the layer, of shared experts, and balance on the shipped trace
 #
 # `run` and `test` create .venv on their first call. Variables:
@@ -24,10 +25,10 @@ CLANG_FORMAT := $(VENV)/bin/clang-format
 READY := $(VENV)/.installed
 TESTED := $(VENV)/.installed-with-tests
 endif
-SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h')
+SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 TRACE := examples/traces/gptoss20b_decode.npz
 
-.PHONY: run test build lint bench clean
+.PHONY: run test build lint cuda-check bench clean
 run: $(READY)
 	$(PY) -m isoload replay $(TRACE) --ranks 8 --ranks-per-node 4
 	$(PY) -m isoload demo
@@ -42,7 +43,10 @@ lint: $(TESTED)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(CLANG_FORMAT) --dry-run --Werror $(SOURCES) $(wildcard tests/native/*)
+	$(CLANG_FORMAT) --dry-run --Werror $(SOURCES) $(shell find tests/native -type f)
+
+cuda-check: $(READY)
+	$(PY) csrc/cuda/check.py
 
 bench: $(READY)
 	$(PY) -m pip install -q highspy scipy

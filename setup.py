@@ -1,11 +1,16 @@
-"""Builds isoload._C: the torch ops, against libtorch's stable ABI (one binary for every torch >= 2.11)."""
+"""Builds isoload._C: the torch ops, against libtorch's stable ABI (one binary for every torch >= 2.11).
+
+With nvcc and a CUDA build of torch the CUDA ops are built in. ISOLOAD_CUDA=1 builds them on any torch, 0 never.
+"""
 
 import os
+import sys
 from pathlib import Path
 
 from setuptools import setup
 
 try:
+    import torch
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 except ImportError as error:
     raise SystemExit(
@@ -13,28 +18,57 @@ except ImportError as error:
         "`pip install --no-build-isolation .` (or `make build`)"
     ) from error
 
-SOURCES = sorted(str(path) for path in Path("csrc").rglob("*.cpp"))
-HEADERS = sorted(str(path) for path in Path("csrc").rglob("*.h"))
+ROOT = Path(__file__).parent.resolve()
+sys.path.insert(0, str(ROOT / "csrc" / "cuda"))
+import nvcc  # noqa: E402
+
 TORCH_2_11 = "0x020b000000000000"  # the oldest torch whose stable ABI we compile for
+ONLY_WITH_CUDA = "csrc/ops/cuda.cpp"
 
 # Integers only need -O3; -ffp-contract=off keeps float planners bit-equal between CPU and CUDA.
 COMPILE = ["-O3", "-g0", "-std=c++17", "-Wall", "-Wextra", "-Wno-unused-parameter", "-ffp-contract=off"]
 COMPILE += ["-fvisibility=hidden", f"-DTORCH_TARGET_VERSION={TORCH_2_11}"]
 COMPILE += os.environ.get("ISOLOAD_CXXFLAGS", "").split()
 
+
+def find_nvcc() -> str | None:
+    """nvcc, if the CUDA ops are to be built."""
+    asked = os.environ.get("ISOLOAD_CUDA", "")
+    compiler = nvcc.find()
+    if asked == "1" and compiler is None:
+        raise SystemExit("ISOLOAD_CUDA=1 needs nvcc: set CUDA_HOME, or PATH")
+    return compiler if asked == "1" or (asked == "" and torch.version.cuda) else None
+
+
+NVCC = find_nvcc()
+
+
+class Build(BuildExtension.with_options(use_ninja=False)):
+    """nvcc first: its objects are linked in like any other."""
+
+    def build_extensions(self) -> None:
+        for extension in self.extensions if NVCC else []:
+            extension.extra_objects += nvcc.compile_all(NVCC, ROOT / "build" / "cuda")
+        super().build_extensions()
+
+
 extension = CppExtension(
     "isoload._C",
-    SOURCES,
-    include_dirs=[str(Path(__file__).parent.resolve() / "csrc")],
-    depends=HEADERS,
+    sorted(str(path) for path in Path("csrc").rglob("*.cpp") if NVCC or str(path) != ONLY_WITH_CUDA),
+    include_dirs=[str(ROOT / "csrc")],
+    depends=sorted(str(path) for kind in ("*.h", "*.cu", "*.cuh") for path in Path("csrc").rglob(kind)),
+    define_macros=[("ISOLOAD_WITH_CUDA", None)] if NVCC else [],
     extra_compile_args={"cxx": COMPILE},
     # Weak CUDA symbols resolve on a CUDA torch only if the linker keeps its libraries.
     extra_link_args=["-Wl,--no-as-needed"],
     py_limited_api=True,
 )
+if NVCC:  # the runtime is linked in: a CPU torch brings none, and loads the library all the same
+    extension.library_dirs.append(nvcc.library_folder(NVCC))
+    extension.libraries += ["cudart_static", "dl", "rt", "pthread"]
 
 setup(
     ext_modules=[extension],
-    cmdclass={"build_ext": BuildExtension.with_options(use_ninja=False)},
+    cmdclass={"build_ext": Build},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "host_device.h"
+
 namespace isoload {
 
 constexpr int kMaxRanks = 1024;
@@ -11,52 +13,56 @@ template <int W>
 struct RankSet {
   uint64_t word[W] = {};
 
-  void insert(int r) { word[r >> 6] |= uint64_t(1) << (r & 63); }
-  void erase(int r) { word[r >> 6] &= ~(uint64_t(1) << (r & 63)); }
-  void insert_if(bool condition, int r) { word[r >> 6] |= uint64_t(condition) << (r & 63); }  // no branch
-  bool contains(int r) const { return word[r >> 6] >> (r & 63) & 1; }
-  bool empty() const {
+  // A constant for one word: a run-time index would keep the set out of a GPU's registers.
+  ISOLOAD_HD static constexpr int at(int r) { return W == 1 ? 0 : r >> 6; }
+
+  ISOLOAD_HD void insert(int r) { word[at(r)] |= uint64_t(1) << (r & 63); }
+  ISOLOAD_HD void erase(int r) { word[at(r)] &= ~(uint64_t(1) << (r & 63)); }
+  // No branch, like unite_if(): a coin flip in the solver's inner loop.
+  ISOLOAD_HD void insert_if(bool condition, int r) { word[at(r)] |= uint64_t(condition) << (r & 63); }
+  ISOLOAD_HD bool contains(int r) const { return word[at(r)] >> (r & 63) & 1; }
+  ISOLOAD_HD bool empty() const {
     uint64_t all = 0;
     for (int w = 0; w < W; ++w) all |= word[w];
     return all == 0;
   }
-  bool meets(const RankSet& other) const {
+  ISOLOAD_HD bool meets(const RankSet& other) const {
     uint64_t all = 0;
     for (int w = 0; w < W; ++w) all |= word[w] & other.word[w];
     return all != 0;
   }
   // The lowest member of this & other, or -1.
-  int lowest_in(const RankSet& other) const {
+  ISOLOAD_HD int lowest_in(const RankSet& other) const {
     for (int w = 0; w < W; ++w)
-      if (uint64_t both = word[w] & other.word[w]) return w * 64 + __builtin_ctzll(both);
+      if (uint64_t both = word[w] & other.word[w]) return w * 64 + lowest_one(both);
     return -1;
   }
-  RankSet& operator|=(const RankSet& other) {
+  ISOLOAD_HD RankSet& operator|=(const RankSet& other) {
     for (int w = 0; w < W; ++w) word[w] |= other.word[w];
     return *this;
   }
-  void unite_if(bool condition, const RankSet& other) {  // no branch: a coin flip in the solver's inner loop
+  ISOLOAD_HD void unite_if(bool condition, const RankSet& other) {
     for (int w = 0; w < W; ++w) word[w] |= other.word[w] & -uint64_t(condition);
   }
-  RankSet& subtract(const RankSet& other) {
+  ISOLOAD_HD RankSet& subtract(const RankSet& other) {
     for (int w = 0; w < W; ++w) word[w] &= ~other.word[w];
     return *this;
   }
-  bool operator==(const RankSet& other) const {
+  ISOLOAD_HD bool operator==(const RankSet& other) const {
     bool same = true;
     for (int w = 0; w < W; ++w) same &= word[w] == other.word[w];
     return same;
   }
   template <class F>
-  void for_each(F&& f) const {
+  ISOLOAD_HD void for_each(F&& f) const {
     for (int w = 0; w < W; ++w)
-      for (uint64_t left = word[w]; left; left &= left - 1) f(w * 64 + __builtin_ctzll(left));
+      for (uint64_t left = word[w]; left; left &= left - 1) f(w * 64 + lowest_one(left));
   }
 };
 
 // The union of every lane's set, in all lanes.
 template <int W, class Team>
-RankSet<W> unite(Team& team, RankSet<W> mine) {
+ISOLOAD_HD RankSet<W> unite(Team& team, RankSet<W> mine) {
   for (int w = 0; w < W; ++w) mine.word[w] = team.any(mine.word[w]);
   return mine;
 }

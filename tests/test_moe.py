@@ -354,6 +354,8 @@ def test_refuses_what_does_not_fit():
         MoE(setup.gate, few, LocalTransport(setup.topology), setup.placement)
     with pytest.raises(ValueError, match="placement must be for the transport's 2 ranks, got 4"):
         MoE(setup.gate, setup.dense, LocalTransport(isoload.Topology(2)), setup.placement)
+    with pytest.raises(ValueError, match="policy must not fill spare slots.*, got llep"):
+        MoE(setup.gate, setup.dense, LocalTransport(setup.topology), setup.placement, policy="llep")
     with pytest.raises(ValueError, match="policy must be one of"):
         MoE(setup.gate, setup.dense, LocalTransport(setup.topology), setup.placement, policy="best")
     with pytest.raises(ValueError, match=r"layer must be in 0\.\.1, got 2"):

@@ -7,12 +7,13 @@
 #include <cstdint>
 
 #include "algorithms/replica_tables.h"
+#include "host_device.h"
 
 namespace isoload {
 
 // Two replicas, equal ticks: past the balance by 2/5. Over-relaxation saves a third of the sweeps and cannot
 // raise the larger load of the two.
-inline void balance_pair(const ReplicaTables& t, int j, int32_t* load, int32_t* quota) {
+ISOLOAD_HD inline void balance_pair(const ReplicaTables& t, int j, int32_t* load, int32_t* quota) {
   int32_t &q0 = quota[t.slots[j]], &q1 = quota[t.slots[j + 1]];
   int32_t &load0 = load[t.ranks[j]], &load1 = load[t.ranks[j + 1]];
   int64_t move = 7 * (int64_t(load1) - load0) / 10;  // from 1 to 0
@@ -23,7 +24,8 @@ inline void balance_pair(const ReplicaTables& t, int j, int32_t* load, int32_t* 
 }
 
 // More replicas, equal ticks: pours the expert's copies anew onto the other load of its ranks, to one level.
-inline void balance_level(const ReplicaTables& t, int e, int32_t total, int32_t* load, int32_t* quota) {
+ISOLOAD_HD inline void balance_level(const ReplicaTables& t, int e, int32_t total, int32_t* load,
+                                     int32_t* quota) {
   const int first = t.offsets[e], last = t.offsets[e + 1];
   auto base = [&](int j) { return load[t.ranks[j]] - quota[t.slots[j]]; };
   int32_t level = INT32_MAX, left = 0;  // every sum here is below 2^31: it counts copies of the batch
@@ -50,8 +52,8 @@ inline void balance_level(const ReplicaTables& t, int e, int32_t total, int32_t*
 }
 
 // Unequal ticks: from the costliest replica to the cheapest, to equal cost, rounded down.
-inline void balance_costs(const ReplicaTables& t, int e, const int32_t* ticks, int32_t* load,
-                          int32_t* quota) {
+ISOLOAD_HD inline void balance_costs(const ReplicaTables& t, int e, const int32_t* ticks, int32_t* load,
+                                     int32_t* quota) {
   auto cost = [&](int j) { return int64_t(ticks[t.ranks[j]]) * load[t.ranks[j]]; };
   int low = t.offsets[e], high = -1;
   for (int j = t.offsets[e]; j < t.offsets[e + 1]; ++j) {
@@ -67,8 +69,8 @@ inline void balance_costs(const ReplicaTables& t, int e, const int32_t* ticks, i
 }
 
 // e: a split expert with `total` copies; load [R] copies per rank; quota [P]; ticks [R] or null.
-inline void balance(const ReplicaTables& t, int e, int32_t total, const int32_t* ticks, int32_t* load,
-                    int32_t* quota) {
+ISOLOAD_HD inline void balance(const ReplicaTables& t, int e, int32_t total, const int32_t* ticks,
+                               int32_t* load, int32_t* quota) {
   if (ticks) {
     balance_costs(t, e, ticks, load, quota);
   } else if (t.copies(e) == 2) {

@@ -12,6 +12,7 @@
 
 #include "algorithms/plan_exact.h"
 #include "algorithms/replica_tables.h"
+#include "host_device.h"
 
 namespace isoload {
 
@@ -39,10 +40,10 @@ struct ActiveWorkspace {
   int32_t *total, *unit;     // [E] copies per expert; 1 if there are any
   int32_t *copies, *active;  // [R] per rank
 
-  static int64_t bytes(int64_t R, int64_t E) {
+  ISOLOAD_HD static int64_t bytes(int64_t R, int64_t E) {
     return ExactWorkspace<W>::bytes(R, E) + 2 * (E + R) * int64_t(sizeof(int32_t));
   }
-  static ActiveWorkspace at(void* memory, int64_t R, int64_t E) {
+  ISOLOAD_HD static ActiveWorkspace at(void* memory, int64_t R, int64_t E) {
     ActiveWorkspace ws;
     ws.exact = ExactWorkspace<W>::at(memory, R, E);
     ws.total = static_cast<int32_t*>(memory) + ExactWorkspace<W>::bytes(R, E) / int64_t(sizeof(int32_t));
@@ -56,11 +57,11 @@ struct ActiveWorkspace {
 template <int W, class Team>
 class ActiveSolver {
  public:
-  ActiveSolver(Team& team, const ActiveProblem& problem, ActiveWorkspace<W> workspace,
-               const ActiveResult& out)
+  ISOLOAD_HD ActiveSolver(Team& team, const ActiveProblem& problem, ActiveWorkspace<W> workspace,
+                          const ActiveResult& out)
       : team_(team), in_(problem), t_(problem.tables), ws_(workspace), out_(out) {}
 
-  PlanStatus solve() {
+  ISOLOAD_HD PlanStatus solve() {
     const PlanStatus status = add_up();
     if (status != PlanStatus::ok) return status;
     ExactProblem units{};
@@ -80,10 +81,10 @@ class ActiveSolver {
   }
 
  private:
-  int64_t tick(int r) const { return in_.ticks ? in_.ticks[r] : 1; }
+  ISOLOAD_HD int64_t tick(int r) const { return in_.ticks ? in_.ticks[r] : 1; }
 
   // Copies per expert; refuses what is no load. ExactSolver refuses an expert without a replica.
-  PlanStatus add_up() {
+  ISOLOAD_HD PlanStatus add_up() {
     int32_t sign = 0, wrapped = 0;
     int64_t copies = 0;
     team_.for_each(in_.E, [&](int e) { sign |= ws_.total[e] = in_.loads[e]; });
@@ -105,7 +106,7 @@ class ActiveSolver {
   }
 
   // Units become copies; counts both per rank.
-  void load_slots() {
+  ISOLOAD_HD void load_slots() {
     team_.for_each(in_.R, [&](int r) {
       int32_t active = 0, copies = 0;
       for (int p = r * in_.S; p < r * in_.S + in_.S; ++p) {
@@ -121,7 +122,7 @@ class ActiveSolver {
   }
 
   // Class by class, as plan_exact sweeps: no two experts of a class share a rank.
-  int32_t settle() {
+  ISOLOAD_HD int32_t settle() {
     int64_t moves = 0;
     for (int round = 0; round < kSettleRounds; ++round) {
       int64_t moved = 0;
@@ -138,7 +139,7 @@ class ActiveSolver {
   }
 
   // Moves e to the replica whose rank then costs least, if it has a slot to spare and ends below e's rank.
-  bool relieve(int e) {
+  ISOLOAD_HD bool relieve(int e) {
     const int32_t n = ws_.total[e];
     int from = t_.offsets[e];
     while (from < t_.offsets[e + 1] && out_.quota[t_.slots[from]] == 0) ++from;

@@ -24,6 +24,7 @@
 #include "algorithms/balance.h"
 #include "algorithms/replica_tables.h"
 #include "algorithms/start.h"
+#include "host_device.h"
 #include "rank_set.h"
 
 namespace isoload {
@@ -65,10 +66,10 @@ struct ExactWorkspace {
   int32_t *from, *to;           // [R] slots of each hop of a path
   int32_t *copies, *falling;    // [E] for Start::packed
 
-  static int64_t bytes(int64_t R, int64_t E) {
+  ISOLOAD_HD static int64_t bytes(int64_t R, int64_t E) {
     return (2 * E + R + 1) * int64_t(sizeof(RankSet<W>)) + (3 * E + 4 * R) * int64_t(sizeof(int32_t));
   }
-  static ExactWorkspace at(void* memory, int64_t R, int64_t E) {
+  ISOLOAD_HD static ExactWorkspace at(void* memory, int64_t R, int64_t E) {
     ExactWorkspace ws;
     ws.holders = static_cast<RankSet<W>*>(memory);
     ws.givers = ws.holders + E;
@@ -87,10 +88,10 @@ struct ExactWorkspace {
 template <int W, class Team>
 class ExactSolver {
  public:
-  ExactSolver(Team& team, const ExactProblem& problem, ExactWorkspace<W> workspace, int32_t* quota)
+  ISOLOAD_HD ExactSolver(Team& team, const ExactProblem& problem, ExactWorkspace<W> workspace, int32_t* quota)
       : team_(team), in_(problem), t_(problem.tables), ws_(workspace), quota_(quota) {}
 
-  PlanStatus solve(const ExactResult& out) {
+  ISOLOAD_HD PlanStatus solve(const ExactResult& out) {
     const PlanStatus status = add_up();
     if (status != PlanStatus::ok) return status;
     start();
@@ -130,22 +131,24 @@ class ExactSolver {
   }
 
  private:
-  int64_t cost(int r) const { return in_.ticks ? int64_t(in_.ticks[r]) * ws_.load[r] : ws_.load[r]; }
-  int expert(int i) const { return t_.order[i]; }
+  ISOLOAD_HD int64_t cost(int r) const {
+    return in_.ticks ? int64_t(in_.ticks[r]) * ws_.load[r] : ws_.load[r];
+  }
+  ISOLOAD_HD int expert(int i) const { return t_.order[i]; }
 
-  int64_t peak() {
+  ISOLOAD_HD int64_t peak() {
     int64_t top = 0;
     team_.for_each(in_.R, [&](int r) { top = cost(r) > top ? cost(r) : top; });
     return team_.max(top);
   }
 
-  int64_t with_tolerance(int64_t bound) const {
+  ISOLOAD_HD int64_t with_tolerance(int64_t bound) const {
     const int64_t million = 1000000;  // in two parts, so that nothing overflows
     return bound + bound / million * in_.tolerance_ppm + bound % million * in_.tolerance_ppm / million;
   }
 
   // Totals per expert, fixed and solo load per rank, the first lower bound; refuses what cannot be planned.
-  PlanStatus add_up() {
+  ISOLOAD_HD PlanStatus add_up() {
     const int R = in_.R, E = in_.E, S = in_.S;
     int64_t copies = 0, covered = 0;
     const int32_t pour = in_.pour ? *in_.pour : 0;
@@ -196,7 +199,7 @@ class ExactSolver {
 
   // The smallest peak at which `size` ranks, listed by each(f), can carry `copies` copies between them.
   template <class Each>
-  int64_t smallest_peak(int64_t copies, Each&& each, int size) const {
+  ISOLOAD_HD int64_t smallest_peak(int64_t copies, Each&& each, int size) const {
     if (!in_.ticks) return (copies + size - 1) / size;
     int64_t low = 0, high = copies << 20;  // one rank alone could carry everything
     while (low < high) {
@@ -212,7 +215,7 @@ class ExactSolver {
   }
 
   // Not inlined, like finish(): three starts inside solve() make the augmenting loop there a tenth slower.
-  [[gnu::noinline]] void start() {
+  ISOLOAD_HD ISOLOAD_COLD void start() {
     Start<Team> start{team_, t_, ws_.total, in_.ticks, ws_.load, quota_};
     switch (in_.objective) {
       case Objective::spread:
@@ -226,7 +229,7 @@ class ExactSolver {
 
   // f(e) of every split expert, class by class: meanwhile an expert's ranks are its own.
   template <class F>
-  void class_by_class(F&& f) {
+  ISOLOAD_HD void class_by_class(F&& f) {
     for (int k = 0; k < t_.num_classes(); ++k) {
       const int first = t_.classes[k];
       team_.for_each(t_.classes[k + 1] - first, [&](int i) { f(expert(first + i)); });
@@ -234,17 +237,17 @@ class ExactSolver {
     }
   }
 
-  void sweep() {
+  ISOLOAD_HD void sweep() {
     class_by_class([&](int e) { balance(t_, e, ws_.total[e], in_.ticks, ws_.load, quota_); });
   }
 
   // Few active replicas are the aim of packed only.
-  [[gnu::noinline]] void finish() {
+  ISOLOAD_HD ISOLOAD_COLD void finish() {
     if (in_.objective == Objective::packed)
       class_by_class([&](int e) { close_replicas(t_, e, ws_.cap, ws_.load, quota_); });
   }
 
-  void list_ranks() {
+  ISOLOAD_HD void list_ranks() {
     team_.for_each(t_.num_split(), [&](int i) {
       const int e = expert(i);
       RankSet<W> holders, givers;
@@ -259,7 +262,7 @@ class ExactSolver {
   }
 
   // Sets the target: what each rank may carry, who carries more, who less.
-  void aim(int64_t target) {
+  ISOLOAD_HD void aim(int64_t target) {
     over_ = under_ = RankSet<W>();
     team_.for_each(in_.R, [&](int r) {
       const int64_t room = in_.ticks ? target / in_.ticks[r] : target;
@@ -273,7 +276,7 @@ class ExactSolver {
 
   // Breadth first, backwards: level 0 has room, level k can hand copies to level k-1. Returns the level that
   // holds an overloaded rank, or -1.
-  int find_levels() {
+  ISOLOAD_HD int find_levels() {
     RankSet<W> seen = under_, frontier = under_;
     for (int depth = 0;;) {
       if (team_.rank() == 0) ws_.levels[depth] = frontier;
@@ -292,7 +295,7 @@ class ExactSolver {
   // Everything reachable from the overloaded ranks: its load cannot leave, so its mean is a bound. Never all
   // ranks: the target is at least level_, at which all ranks together have room for everything, `pour`
   // included. So `pour` need not be counted here: a smaller set can leave it to the others.
-  int64_t certify() {
+  ISOLOAD_HD int64_t certify() {
     RankSet<W> closed = over_;
     for (RankSet<W> before; !(before == closed);) {
       before = closed;
@@ -308,7 +311,7 @@ class ExactSolver {
   }
 
   // One path from the lowest overloaded rank of the last level down to level 0, the widest hop each time.
-  void augment(int depth) {
+  ISOLOAD_HD void augment(int depth) {
     const int source = ws_.levels[depth].lowest_in(over_);
     int u = source;
     int32_t width = ws_.load[u] - ws_.cap[u];
@@ -346,7 +349,7 @@ class ExactSolver {
   }
 
   // e's replica in `level`: the lowest, or where paths end the one with most room (ties to the lowest).
-  int pick_replica(int e, const RankSet<W>& level, bool last_hop) const {
+  ISOLOAD_HD int pick_replica(int e, const RankSet<W>& level, bool last_hop) const {
     int best = -1;
     for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j) {
       if (!level.contains(t_.ranks[j])) continue;
@@ -354,15 +357,15 @@ class ExactSolver {
     }
     return best;
   }
-  int32_t room(int r) const { return ws_.cap[r] - ws_.load[r]; }
+  ISOLOAD_HD int32_t room(int r) const { return ws_.cap[r] - ws_.load[r]; }
 
-  int slot_on(int e, int rank) const {
+  ISOLOAD_HD int slot_on(int e, int rank) const {
     int j = t_.offsets[e];
     while (t_.ranks[j] != rank) ++j;
     return t_.slots[j];
   }
 
-  void move(int from, int to, int32_t copies) {
+  ISOLOAD_HD void move(int from, int to, int32_t copies) {
     quota_[from] -= copies;
     quota_[to] += copies;
     RankSet<W>& givers = ws_.givers[t_.split[from]];

@@ -16,6 +16,7 @@
 #include <cstdint>
 
 #include "algorithms/visit_flow.h"
+#include "host_device.h"
 #include "rank_set.h"
 
 namespace isoload {
@@ -46,8 +47,10 @@ struct WaterfillWorkspace {
   int32_t *base, *excess, *room;  // [R] routed copies; shared copies without a place; places without a copy
   int32_t *excess_left, *room_left;  // [R] the same after a pour
 
-  static int64_t bytes(int64_t R) { return VisitWorkspace<W>::bytes(R) + 5 * R * int64_t(sizeof(int32_t)); }
-  static WaterfillWorkspace at(void* memory, int64_t R) {
+  ISOLOAD_HD static int64_t bytes(int64_t R) {
+    return VisitWorkspace<W>::bytes(R) + 5 * R * int64_t(sizeof(int32_t));
+  }
+  ISOLOAD_HD static WaterfillWorkspace at(void* memory, int64_t R) {
     WaterfillWorkspace ws;
     ws.visit = VisitWorkspace<W>::at(memory, R);
     ws.base = ws.visit.path + R;
@@ -62,11 +65,11 @@ struct WaterfillWorkspace {
 template <int W, class Team>
 class Waterfill {
  public:
-  Waterfill(Team& team, const WaterfillProblem& problem, WaterfillWorkspace<W> workspace,
-            const WaterfillResult& out)
+  ISOLOAD_HD Waterfill(Team& team, const WaterfillProblem& problem, WaterfillWorkspace<W> workspace,
+                       const WaterfillResult& out)
       : team_(team), in_(problem), ws_(workspace), share_(out.share), out_(out) {}
 
-  WaterfillStatus solve() {
+  ISOLOAD_HD WaterfillStatus solve() {
     const WaterfillStatus status = add_up();
     if (status != WaterfillStatus::ok) return status;
     const int64_t level = least_level();
@@ -87,27 +90,29 @@ class Waterfill {
     return WaterfillStatus::ok;
   }
 
-  int paths() const { return paths_; }  // augmentations of the last solve
+  ISOLOAD_HD int paths() const { return paths_; }  // augmentations of the last solve
 
  private:
-  int32_t own(int s) const { return in_.per_token * in_.tokens[s]; }  // copies; add_up() saw that they fit
-  int32_t& share(int s, int d) { return share_[int64_t(s) * in_.R + d]; }
-  int64_t tick(int r) const { return in_.ticks ? in_.ticks[r] : 1; }
-  int32_t limit(int r) const { return in_.limits ? in_.limits[r] : INT32_MAX; }
-  int64_t capacity(int r, int64_t level) const {  // shared copies under a level that the routed ones respect
+  // Shared copies of a source; add_up() saw that they fit.
+  ISOLOAD_HD int32_t own(int s) const { return in_.per_token * in_.tokens[s]; }
+  ISOLOAD_HD int32_t& share(int s, int d) { return share_[int64_t(s) * in_.R + d]; }
+  ISOLOAD_HD int64_t tick(int r) const { return in_.ticks ? in_.ticks[r] : 1; }
+  ISOLOAD_HD int32_t limit(int r) const { return in_.limits ? in_.limits[r] : INT32_MAX; }
+  // Shared copies under a level that the routed ones respect.
+  ISOLOAD_HD int64_t capacity(int r, int64_t level) const {
     const int64_t room = (in_.ticks ? level / in_.ticks[r] : level) - ws_.base[r];
     return room < limit(r) ? room : limit(r);
   }
 
   template <class F>
-  int64_t sum(F&& f) {
+  ISOLOAD_HD int64_t sum(F&& f) {
     int64_t mine = 0;
     team_.for_each(in_.R, [&](int r) { mine += f(r); });
     return team_.sum(mine);
   }
 
   // Routed copies per rank; refuses what cannot be planned.
-  WaterfillStatus add_up() {
+  ISOLOAD_HD WaterfillStatus add_up() {
     int32_t sign = 0, wrapped = 0;
     team_.for_each(in_.R, [&](int d) { sign |= ws_.base[d] = in_.copies[d]; });
     for (int s = 1; s < in_.R; ++s) {  // row by row; a lane keeps its columns, so no barrier between
@@ -127,7 +132,7 @@ class Waterfill {
 
   // Level. -1 if the limits hold too little.
 
-  int64_t least_level() {
+  ISOLOAD_HD int64_t least_level() {
     int64_t top = 0;
     team_.for_each(in_.R, [&](int r) {
       const int64_t cost = tick(r) * ws_.base[r];
@@ -156,7 +161,7 @@ class Waterfill {
 
   // The same for `size` ranks that sum(f) adds f over: not below `low`, under which their routed copies fit.
   template <class Sum>
-  int64_t least_level(int64_t low, int64_t routed, int64_t shared, int size, Sum&& sum) const {
+  ISOLOAD_HD int64_t least_level(int64_t low, int64_t routed, int64_t shared, int size, Sum&& sum) const {
     if (in_.limits && sum([&](int r) { return limit(r); }) < shared) return -1;
     const int64_t ideal = in_.ticks ? 0 : (routed + shared + size - 1) / size;
     low = ideal > low ? ideal : low;
@@ -172,11 +177,11 @@ class Waterfill {
   }
 
   // Whether every rank may keep all it has: then nothing is stranded that the visited ranks do not take.
-  bool homes_hold() {
+  ISOLOAD_HD bool homes_hold() {
     return sum([&](int s) { return own(s) > limit(s); }) == 0;
   }
 
-  void keep(int64_t level) {
+  ISOLOAD_HD void keep(int64_t level) {
     team_.for_each(in_.R, [&](int s) {
       const int64_t most = capacity(s, level);
       const int32_t capacity = most < INT32_MAX ? static_cast<int32_t>(most) : INT32_MAX, mine = own(s);
@@ -192,7 +197,7 @@ class Waterfill {
     takers_ = unite(team_, takers_);
   }
 
-  void visit() {
+  ISOLOAD_HD void visit() {
     const VisitProblem problem{in_.R, in_.candidates == Candidates::node ? in_.per_node : in_.R,
                                in_.per_token, in_.copies, in_.tokens};
     VisitFlow<W, Team> flow(team_, problem, ws_.visit, givers_, takers_, ws_.excess, ws_.room, share_);
@@ -203,7 +208,7 @@ class Waterfill {
 
   // In every group of `size` ranks: excess and room laid end to end in rank order, each giver sends to the
   // places beside it, as far as the shorter line goes. No group is left with both.
-  void pour(int size) {
+  ISOLOAD_HD void pour(int size) {
     if (sum([&](int r) { return ws_.excess[r]; }) == 0) return;
     team_.for_each(in_.R, [&](int r) {
       const int first = r / size * size;
@@ -230,12 +235,12 @@ class Waterfill {
     team_.sync();
   }
 
-  void stay() {
+  ISOLOAD_HD void stay() {
     team_.for_each(in_.R, [&](int s) { share(s, s) += ws_.excess[s]; });
   }
 
   // What stayed may pass the level; without it a rank reaches the level, or a lower one would have done.
-  int64_t reached(int64_t level) {
+  ISOLOAD_HD int64_t reached(int64_t level) {
     if (in_.candidates != Candidates::visited) return level;
     team_.for_each(in_.R, [&](int s) {
       const int64_t cost = ws_.excess[s] > 0 ? tick(s) * (int64_t(ws_.base[s]) + share(s, s)) : 0;

@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "host_device.h"
+
 namespace isoload {
 
 // Views into one layer's buffer of ReplicaTables::size(E, P) int32. python/isoload/replica_tables.py names
@@ -23,9 +25,9 @@ struct BasicReplicaTables {
   Int* order;    // [E]     split experts, class by class; unused tail -1
   Int* classes;  // [E+1]   class k is order[classes[k] .. classes[k+1]); its experts share no rank
 
-  static constexpr int64_t size(int64_t E, int64_t P) { return 2 + (E + 1) + 4 * P + E + (E + 1); }
+  ISOLOAD_HD static constexpr int64_t size(int64_t E, int64_t P) { return 2 + (E + 1) + 4 * P + E + (E + 1); }
 
-  static BasicReplicaTables at(Int* data, int64_t E, int64_t P) {
+  ISOLOAD_HD static BasicReplicaTables at(Int* data, int64_t E, int64_t P) {
     BasicReplicaTables t;
     t.header = data;
     t.offsets = t.header + 2;
@@ -37,19 +39,23 @@ struct BasicReplicaTables {
     t.classes = t.order + E;
     return t;
   }
-  int num_split() const { return header[0]; }
-  int num_classes() const { return header[1]; }
-  int copies(int e) const { return offsets[e + 1] - offsets[e]; }
+  ISOLOAD_HD BasicReplicaTables layer(int64_t b, int64_t E, int64_t P) const {
+    return at(header + b * size(E, P), E, P);
+  }
+  ISOLOAD_HD int num_split() const { return header[0]; }
+  ISOLOAD_HD int num_classes() const { return header[1]; }
+  ISOLOAD_HD int copies(int e) const { return offsets[e + 1] - offsets[e]; }
 };
 using ReplicaTables = BasicReplicaTables<const int32_t>;
 using MutableReplicaTables = BasicReplicaTables<int32_t>;
 
 // Rank sets of the classes while they are being coloured: words per class.
-inline int64_t replica_tables_workspace(int64_t R, int64_t E) { return E * ((R + 63) / 64); }
+ISOLOAD_HD inline int64_t replica_tables_workspace(int64_t R, int64_t E) { return E * ((R + 63) / 64); }
 
 // Replicas of each expert: counted, scanned, filled in any order, then sorted by slot.
 template <class Team>
-void list_replicas(Team& team, const int32_t* slot_to_expert, int R, int E, int S, MutableReplicaTables t) {
+ISOLOAD_HD void list_replicas(Team& team, const int32_t* slot_to_expert, int R, int E, int S,
+                              MutableReplicaTables t) {
   const int P = R * S;
   team.for_each(E + 1, [&](int e) { t.offsets[e] = 0; });
   team.for_each(E, [&](int e) { t.order[e] = 0; });  // replicas of e filled in so far
@@ -87,7 +93,8 @@ void list_replicas(Team& team, const int32_t* slot_to_expert, int R, int E, int 
 // Greedy colouring in expert order: a class takes an expert if they share no rank, so the lanes of a team may
 // balance the experts of one class at the same time. Sequential over experts, parallel over classes.
 template <class Team>
-int colour_experts(Team& team, int R, int E, MutableReplicaTables t, int32_t* colour, uint64_t* class_ranks) {
+ISOLOAD_HD int colour_experts(Team& team, int R, int E, MutableReplicaTables t, int32_t* colour,
+                              uint64_t* class_ranks) {
   const int W = (R + 63) / 64;
   int num_classes = 0;
   for (int e = 0; e < E; ++e) {
@@ -114,8 +121,8 @@ int colour_experts(Team& team, int R, int E, MutableReplicaTables t, int32_t* co
 
 // slot_to_expert [P] with -1 = empty -> tables. workspace: replica_tables_workspace() words, any content.
 template <class Team>
-void replica_tables(Team& team, const int32_t* slot_to_expert, int R, int E, int S, MutableReplicaTables t,
-                    uint64_t* workspace) {
+ISOLOAD_HD void replica_tables(Team& team, const int32_t* slot_to_expert, int R, int E, int S,
+                               MutableReplicaTables t, uint64_t* workspace) {
   const int P = R * S;
   list_replicas(team, slot_to_expert, R, E, S, t);
   int32_t* colour = t.classes;  // [E], replaced by the class offsets below

@@ -14,6 +14,7 @@
 #include <cstdint>
 
 #include "algorithms/replica_tables.h"
+#include "host_device.h"
 
 namespace isoload {
 
@@ -28,13 +29,13 @@ struct ShareProblem {
 
 // Caller's memory in int32: copies per node and expert, [R / per_node, E]; for all rows also what every
 // source still has, [R, E], and every slot still takes, [P].
-inline int64_t share_workspace(const ShareProblem& in, bool all_rows) {
+ISOLOAD_HD inline int64_t share_workspace(const ShareProblem& in, bool all_rows) {
   const int64_t left = int64_t(in.R) * in.E + int64_t(in.R) * in.S;
   return int64_t(in.R / in.per_node) * in.E + (all_rows ? left : 0);
 }
 
 // The part of [start, start + length) that lies in [other, other + size).
-inline int32_t overlap(int32_t start, int32_t length, int32_t other, int32_t size) {
+ISOLOAD_HD inline int32_t overlap(int32_t start, int32_t length, int32_t other, int32_t size) {
   const int32_t low = start > other ? start : other;
   const int32_t high = start + length < other + size ? start + length : other + size;
   return high > low ? high - low : 0;
@@ -43,7 +44,7 @@ inline int32_t overlap(int32_t start, int32_t length, int32_t other, int32_t siz
 template <class Team>
 class Share {
  public:
-  Share(Team& team, const ShareProblem& problem, int32_t* workspace)
+  ISOLOAD_HD Share(Team& team, const ShareProblem& problem, int32_t* workspace)
       : team_(team),
         in_(problem),
         t_(problem.tables),
@@ -53,13 +54,13 @@ class Share {
 
   // An expert with a negative load or quota, or whose quotas do not sum to its load; -1 if there is none. To
   // be called first.
-  int check() {
+  ISOLOAD_HD int check() {
     add_up_nodes();
     return find_unlike();
   }
 
   // What source rank s sends to every slot, onto row [P].
-  void one_row(int s, int32_t* row) {
+  ISOLOAD_HD void one_row(int s, int32_t* row) {
     team_.for_each(in_.R * in_.S, [&](int p) { row[p] = t_.solo[p] < 0 ? 0 : load(s, t_.solo[p]); });
     team_.sync();
     team_.for_each(t_.num_split(), [&](int i) { send(s, t_.order[i], row); });
@@ -67,7 +68,7 @@ class Share {
   }
 
   // What all source ranks send to every slot, onto out [R, P].
-  void all_rows(int32_t* out) {
+  ISOLOAD_HD void all_rows(int32_t* out) {
     const int P = in_.R * in_.S;
     for (int s = 0; s < in_.R; ++s)
       team_.for_each(P, [&](int p) { out[s * P + p] = t_.solo[p] < 0 ? 0 : load(s, t_.solo[p]); });
@@ -76,7 +77,7 @@ class Share {
   }
 
   // What all source ranks send to every rank, onto out [R, R].
-  void all_ranks(int32_t* out) {
+  ISOLOAD_HD void all_ranks(int32_t* out) {
     const int R = in_.R, S = in_.S;
     constexpr int kRows = 4;  // sources at a time, so that a slot is looked up once for all of them
     for (int first = 0; first < R; first += kRows)
@@ -99,10 +100,10 @@ class Share {
   }
 
  private:
-  int32_t load(int s, int e) const { return in_.loads[int64_t(s) * in_.E + e]; }
-  int32_t node_load(int node, int e) const { return node_loads_[int64_t(node) * in_.E + e]; }
+  ISOLOAD_HD int32_t load(int s, int e) const { return in_.loads[int64_t(s) * in_.E + e]; }
+  ISOLOAD_HD int32_t node_load(int node, int e) const { return node_loads_[int64_t(node) * in_.E + e]; }
 
-  void add_up_nodes() {
+  ISOLOAD_HD void add_up_nodes() {
     int32_t sign = 0;
     for (int s = 0; s < in_.R; ++s) {  // row by row; a lane keeps its experts, so no barrier between
       const int32_t* row = in_.loads + int64_t(s) * in_.E;
@@ -120,7 +121,7 @@ class Share {
     negative_ = team_.any(sign < 0) != 0;
   }
 
-  int find_unlike() {
+  ISOLOAD_HD int find_unlike() {
     int64_t bad = 0;  // E - e of the lowest such expert
     team_.for_each(in_.E, [&](int e) {
       int64_t left = 0;
@@ -132,7 +133,7 @@ class Share {
     return bad > 0 ? static_cast<int>(in_.E - bad) : -1;
   }
 
-  bool has_negative(int e) const {
+  ISOLOAD_HD bool has_negative(int e) const {
     bool found = false;
     for (int s = 0; s < in_.R; ++s) found |= load(s, e) < 0;
     for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j) found |= in_.quota[t_.slots[j]] < 0;
@@ -141,7 +142,7 @@ class Share {
 
   // Every source serves its own rank, then its node, then all; give(s, j, copies) from source s to replica j.
   template <class Give>
-  void deal_all(Give&& give) {
+  ISOLOAD_HD void deal_all(Give&& give) {
     for (int s = 0; s < in_.R; ++s)
       team_.for_each(t_.num_split(), [&](int i) { left_[int64_t(i) * in_.R + s] = load(s, t_.order[i]); });
     team_.for_each(in_.R * in_.S, [&](int p) { room_[p] = in_.quota[p]; });
@@ -162,7 +163,7 @@ class Share {
 
   // Sources [s, s_end) fill replicas [j, j_end), both lowest first, as far as both last.
   template <class Give>
-  void walk(int32_t* left, int s, int s_end, int j, int j_end, Give&& give) {
+  ISOLOAD_HD void walk(int32_t* left, int s, int s_end, int j, int j_end, Give&& give) {
     while (s < s_end && j < j_end) {
       meet(left, s, j, give);
       left[s] == 0 ? ++s : ++j;
@@ -170,7 +171,7 @@ class Share {
   }
 
   template <class Give>
-  void meet(int32_t* left, int s, int j, Give&& give) {
+  ISOLOAD_HD void meet(int32_t* left, int s, int j, Give&& give) {
     int32_t& room = room_[t_.slots[j]];
     const int32_t copies = left[s] < room ? left[s] : room;
     if (copies == 0) return;
@@ -179,19 +180,20 @@ class Share {
   }
 
   // What replica j takes from its own rank, and what is then left of its quota.
-  int32_t own(int e, int j) const {
+  ISOLOAD_HD int32_t own(int e, int j) const {
     if (!in_.locality) return 0;
     const int32_t n = load(t_.ranks[j], e), quota = in_.quota[t_.slots[j]];
     return n < quota ? n : quota;
   }
-  int32_t room(int e, int j) const { return in_.quota[t_.slots[j]] - own(e, j); }
+  ISOLOAD_HD int32_t room(int e, int j) const { return in_.quota[t_.slots[j]] - own(e, j); }
 
   // A node's part of expert e once every rank has served itself.
   struct Node {
     int begin, end;             // its replicas
     int32_t sources, replicas;  // copies that its sources have left, that its replicas still take
   };
-  Node visit(int e, int node, int begin) const {  // begin: the first replica on this node or after it
+  // begin: the first replica on this node or after it.
+  ISOLOAD_HD Node visit(int e, int node, int begin) const {
     Node n{begin, begin, node_load(node, e), 0};
     for (; n.end < t_.offsets[e + 1] && t_.ranks[n.end] < (node + 1) * in_.per_node; ++n.end) {
       n.sources -= own(e, n.end);
@@ -201,7 +203,7 @@ class Share {
   }
 
   // Source s's copies of the split expert e, onto its row of the share.
-  void send(int s, int e, int32_t* row) {
+  ISOLOAD_HD void send(int s, int e, int32_t* row) {
     int32_t n = load(s, e);
     if (n == 0) return;
     const int node = s / in_.per_node;
@@ -222,7 +224,7 @@ class Share {
   }
 
   // What the own node could not take: `rest` copies from `start` on the line of the copies it is left with.
-  void send_afar(int e, int node, int32_t start, int32_t rest, int32_t* row) {
+  ISOLOAD_HD void send_afar(int e, int node, int32_t start, int32_t rest, int32_t* row) {
     for (int other = 0, j = t_.offsets[e]; other < node; ++other) {
       const Node there = visit(e, other, j);
       if (there.sources > there.replicas) start += there.sources - there.replicas;

@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "algorithms/replica_tables.h"
+#include "host_device.h"
 
 namespace isoload {
 
@@ -24,12 +25,12 @@ struct ShareAloneProblem {
 };
 
 // u of a source and expert, in units of 2^-32.
-inline uint32_t rounding_offset(int source, int e) {
+ISOLOAD_HD inline uint32_t rounding_offset(int source, int e) {
   return 0x80000000u + uint32_t(source) * 0x9e3779b9u + uint32_t(e) * 0x5eb851ecu;
 }
 
 // floor(n * part / total + offset / 2^32) with n, part <= total < 2^31: every term below stays under 2^64.
-inline int32_t rounded_part(int32_t n, int64_t part, int64_t total, uint32_t offset) {
+ISOLOAD_HD inline int32_t rounded_part(int32_t n, int64_t part, int64_t total, uint32_t offset) {
   const uint64_t product = uint64_t(n) * uint64_t(part), whole = product / uint64_t(total);
   const uint64_t rest = product % uint64_t(total);
   const bool up = (rest << 32) + offset * uint64_t(total) >= uint64_t(total) << 32;
@@ -39,7 +40,7 @@ inline int32_t rounded_part(int32_t n, int64_t part, int64_t total, uint32_t off
 // Fills out [P]. Returns the lowest expert with a negative count or quota, with 2^31 copies or more, or of
 // which this source has more copies than its quotas sum to; -1 if there is none.
 template <class Team>
-int share_alone(Team& team, const ShareAloneProblem& in, int32_t* out) {
+ISOLOAD_HD int share_alone(Team& team, const ShareAloneProblem& in, int32_t* out) {
   const ReplicaTables& t = in.tables;
   team.for_each(in.P, [&](int p) { out[p] = 0; });
   team.sync();

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "algorithms/replica_tables.h"
+#include "host_device.h"
 
 namespace isoload {
 
@@ -23,7 +24,7 @@ struct Start {
   const int32_t* ticks;  // [R] cost of one copy, or null
   int32_t *load, *quota;
 
-  void spread() {
+  ISOLOAD_HD void spread() {
     team.for_each(t.num_split(), [&](int i) {
       const int e = t.order[i];
       deal(e, t.offsets[e], t.offsets[e + 1], total[e]);
@@ -32,7 +33,7 @@ struct Start {
   }
 
   // loads [R, E] per source rank.
-  void local(const int32_t* loads, int R, int E, int per_node) {
+  ISOLOAD_HD void local(const int32_t* loads, int R, int E, int per_node) {
     team.for_each(t.num_split(), [&](int i) {
       const int e = t.order[i], end = t.offsets[e + 1];
       int32_t far = 0;  // copies from nodes without a replica
@@ -58,7 +59,7 @@ struct Start {
 
   // Experts by falling copies, then in order, each to the replica whose rank costs least with it. copies and
   // falling: [E] workspace.
-  void packed(int32_t* copies, int32_t* falling) {
+  ISOLOAD_HD void packed(int32_t* copies, int32_t* falling) {
     const int n = t.num_split();
     team.for_each(n, [&](int i) { copies[i] = total[t.order[i]]; });
     team.sync();
@@ -85,7 +86,7 @@ struct Start {
  private:
   // Equal parts of an expert's copies to replicas first .. last-1; experts take turns at who gets the
   // remainder.
-  void deal(int e, int first, int last, int32_t copies) {
+  ISOLOAD_HD void deal(int e, int first, int last, int32_t copies) {
     const int c = last - first;
     const int32_t each = copies / c, more = copies % c;
     int turn = (c - e % c) % c;
@@ -95,7 +96,7 @@ struct Start {
     }
   }
 
-  void give(int j, int32_t copies) {
+  ISOLOAD_HD void give(int j, int32_t copies) {
     quota[t.slots[j]] += copies;
     team.add(&load[t.ranks[j]], copies);
   }
@@ -103,7 +104,8 @@ struct Start {
 
 // Replicas of e hand all their copies to its first other active replica whose rank has room for them below
 // cap [R].
-inline void close_replicas(const ReplicaTables& t, int e, const int32_t* cap, int32_t* load, int32_t* quota) {
+ISOLOAD_HD inline void close_replicas(const ReplicaTables& t, int e, const int32_t* cap, int32_t* load,
+                                      int32_t* quota) {
   const int first = t.offsets[e], last = t.offsets[e + 1];
   for (int from = first; from < last; ++from) {
     int32_t& copies = quota[t.slots[from]];

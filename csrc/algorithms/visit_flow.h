@@ -11,6 +11,7 @@
 #include <climits>
 #include <cstdint>
 
+#include "host_device.h"
 #include "rank_set.h"
 
 namespace isoload {
@@ -28,10 +29,10 @@ struct VisitWorkspace {
   RankSet<W>*open, *sent, *levels;  // [R] takers that giver s may send more, has sent some; [R] of a search
   int32_t *line, *path;             // [R+1] wishes laid end to end; [R] givers and takers in turn
 
-  static int64_t bytes(int64_t R) {
+  ISOLOAD_HD static int64_t bytes(int64_t R) {
     return 3 * R * int64_t(sizeof(RankSet<W>)) + (2 * R + 1) * int64_t(sizeof(int32_t));
   }
-  static VisitWorkspace at(void* memory, int64_t R) {
+  ISOLOAD_HD static VisitWorkspace at(void* memory, int64_t R) {
     VisitWorkspace ws;
     ws.open = static_cast<RankSet<W>*>(memory);
     ws.sent = ws.open + R;
@@ -46,8 +47,8 @@ struct VisitWorkspace {
 template <int W, class Team>
 class VisitFlow {
  public:
-  VisitFlow(Team& team, const VisitProblem& problem, VisitWorkspace<W> workspace, RankSet<W> givers,
-            RankSet<W> takers, int32_t* excess, int32_t* room, int32_t* share)
+  ISOLOAD_HD VisitFlow(Team& team, const VisitProblem& problem, VisitWorkspace<W> workspace,
+                       RankSet<W> givers, RankSet<W> takers, int32_t* excess, int32_t* room, int32_t* share)
       : team_(team),
         in_(problem),
         ws_(workspace),
@@ -58,7 +59,7 @@ class VisitFlow {
         share_(share) {}
 
   // routed: the sum of copies. Returns how many paths the start left to find.
-  int run(int64_t routed) {
+  ISOLOAD_HD int run(int64_t routed) {
     int shift = 0;  // wishes for several shared experts together might pass 2^31; a start need not be exact
     while ((in_.per_token * routed) >> shift > INT32_MAX) ++shift;
     givers_.for_each([&](int s) { spread(s, shift); });
@@ -73,19 +74,19 @@ class VisitFlow {
   }
 
  private:
-  int32_t& share(int s, int d) { return share_[int64_t(s) * in_.R + d]; }
+  ISOLOAD_HD int32_t& share(int s, int d) { return share_[int64_t(s) * in_.R + d]; }
 
   // How many shared copies of s find a token that visits d.
-  int32_t visits(int s, int d) const {
+  ISOLOAD_HD int32_t visits(int s, int d) const {
     if (s / in_.reach != d / in_.reach) return 0;
     const int64_t tokens = quarters_ * int64_t(in_.copies[int64_t(s) * in_.R + d]) / 4;
     return in_.per_token * static_cast<int32_t>(tokens < in_.tokens[s] ? tokens : in_.tokens[s]);
   }
-  int32_t unused(int s, int d) { return visits(s, d) - share(s, d); }
+  ISOLOAD_HD int32_t unused(int s, int d) { return visits(s, d) - share(s, d); }
 
   // s's excess over the takers it visits, in proportion to what they would take: the wishes laid end to end
   // and scaled to what is there. The scale is rounded up in 32.32 bits, so the line ends at `there` exactly.
-  void spread(int s, int shift) {
+  ISOLOAD_HD void spread(int s, int shift) {
     const int32_t excess = excess_[s];
     team_.for_each(in_.R + 1, [&](int d) {
       int32_t wish = 0;
@@ -107,7 +108,7 @@ class VisitFlow {
     team_.sync();
   }
 
-  void list_ways() {
+  ISOLOAD_HD void list_ways() {
     team_.for_each(in_.R, [&](int s) {
       RankSet<W> open, sent;
       if (givers_.contains(s)) {
@@ -123,7 +124,7 @@ class VisitFlow {
   // Breadth first, backwards. Level 0: the takers with room and the givers that may send them more; level k:
   // the takers that givers of level k-1 could take copies back from, and the givers that may send those more.
   // Returns the level that holds a giver with excess, or -1. Nobody is both, so a level is one set.
-  int find_levels() {
+  ISOLOAD_HD int find_levels() {
     RankSet<W> takers = under_, seen = under_;
     for (int depth = 0; !takers.empty(); ++depth) {
       RankSet<W> givers, next;
@@ -144,7 +145,7 @@ class VisitFlow {
 
   // One path from the lowest giver with excess on the last level down to room on level 0, the widest hop
   // each time: a giver sends more to a taker, which returns as much to a giver of the next level.
-  void augment(int depth) {
+  ISOLOAD_HD void augment(int depth) {
     const int source = ws_.levels[depth].lowest_in(over_);
     int s = source, d = -1, hops = 0;
     int32_t width = excess_[s];
@@ -180,7 +181,7 @@ class VisitFlow {
 
   // The rank of a level that width(rank) is largest for; the lowest of equal ones.
   template <class Width>
-  Hop widest(const RankSet<W>& level, Width&& width) {
+  ISOLOAD_HD Hop widest(const RankSet<W>& level, Width&& width) {
     int64_t best = 0;
     team_.for_each(in_.R, [&](int r) {
       if (!level.contains(r)) return;
@@ -191,7 +192,7 @@ class VisitFlow {
     return {INT32_MAX - static_cast<int>(best & 0xffffffff), static_cast<int32_t>(best >> 32)};
   }
 
-  void send(int s, int d, int32_t copies) {
+  ISOLOAD_HD void send(int s, int d, int32_t copies) {
     share(s, d) += copies;
     unused(s, d) > 0 ? ws_.open[s].insert(d) : ws_.open[s].erase(d);
     share(s, d) > 0 ? ws_.sent[s].insert(d) : ws_.sent[s].erase(d);

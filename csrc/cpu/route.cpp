@@ -2,7 +2,7 @@
 #include <vector>
 
 #include "cpu/cpu.h"
-#include "cpu/random_word.h"
+#include "random_word.h"
 
 namespace isoload::cpu {
 namespace {

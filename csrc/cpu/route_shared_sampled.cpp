@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "cpu/cpu.h"
-#include "cpu/random_word.h"
+#include "random_word.h"
 #include "rank_set.h"
 
 namespace isoload::cpu {

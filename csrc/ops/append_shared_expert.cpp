@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "cpu/cpu.h"
+#include "ops/device.h"
 #include "ops/ops.h"
 #include "ops/tensors.h"
 
@@ -36,6 +37,22 @@ std::tuple<Tensor, Tensor> append_shared_expert(const Tensor& slots_in, const Te
 
   Tensor new_slots = new_empty(slots, {T, K + n}, slots.scalar_type());
   Tensor new_weights = torch::stable::new_empty(weights, {T, K + n});
+  require_device(weights, "weights", slots, "slots");
+  require_device(ranks, "ranks", slots, "slots");
+  if (on_cuda(slots, [&](auto stream) {
+        auto launch = [&](auto id, auto one) {
+          using Id = decltype(id);
+          using Weight = decltype(one);
+          return cuda::append_shared_expert(data<Id>(slots), data<Weight>(weights), data<int32_t>(ranks), T,
+                                            K, n, layout, mutable_data<Id>(new_slots),
+                                            mutable_data<Weight>(new_weights), stream);
+        };
+        auto launch_as = [&](auto id) {
+          return real == ScalarType::Float ? launch(id, 1.0f) : launch(id, 1.0);
+        };
+        return slots.scalar_type() == ScalarType::Int ? launch_as(int32_t()) : launch_as(int64_t());
+      }))
+    return {new_slots, new_weights};
   auto run = [&](auto id, auto one) {
     using Id = decltype(id);
     using Weight = decltype(one);

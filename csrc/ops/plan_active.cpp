@@ -1,5 +1,6 @@
 // plan_active: checks of loads and ticks.
 #include "cpu/cpu.h"
+#include "ops/device.h"
 #include "ops/ops.h"
 #include "ops/tensors.h"
 
@@ -22,7 +23,7 @@ static Tensor check_ticks(const Tensor& ticks_in, int64_t R) {
   require_dtype(ticks_in, "ticks", ScalarType::Int);
   require_shape(ticks_in, "ticks", {R});
   const Tensor ticks = dense(ticks_in);
-  for (int64_t r = 0; r < R; ++r) {
+  for (int64_t r = 0; r < R && ticks.is_cpu(); ++r) {
     const int32_t tick = data<int32_t>(ticks)[r];
     require(tick >= 1 && tick <= 1 << 20, "ticks must be in 1..2^20, got ", tick, " for rank ", r);
   }
@@ -46,8 +47,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plan_active(const Tensor& loads_in, c
   const int64_t B = tables.batch;
   require(!batched || loads.size(0) == B, "loads must have one entry per layer (", B, "), got ",
           shape_text(loads));
+  require_device(tables_in, "tables", loads_in, "loads");
   std::optional<Tensor> ticks;
-  if (ticks_in) ticks = check_ticks(*ticks_in, R);
+  if (ticks_in) {
+    require_device(*ticks_in, "ticks", loads_in, "loads");
+    ticks = check_ticks(*ticks_in, R);
+  }
   auto per_layer = [&](int64_t length) {
     return batched ? new_empty(loads, {B, length}) : new_empty(loads, {length});
   };
@@ -55,7 +60,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plan_active(const Tensor& loads_in, c
     return batched ? new_empty(loads, {B}, ScalarType::Long) : new_empty(loads, {}, ScalarType::Long);
   };
   const Tensor quota = per_layer(P), telemetry = per_layer(4), peak = number(), bound = number();
-  for (int64_t b = 0; b < B; ++b) {
+  auto problem_of = [&](int64_t b) {
     ActiveProblem problem{};
     problem.R = static_cast<int>(R);
     problem.E = static_cast<int>(E);
@@ -64,10 +69,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plan_active(const Tensor& loads_in, c
     problem.loads = data<int32_t>(loads) + b * sources * E;
     problem.num_sources = static_cast<int>(sources);
     problem.ticks = ticks ? data<int32_t>(*ticks) : nullptr;
-    const ActiveResult result{mutable_data<int32_t>(quota) + b * P, mutable_data<int64_t>(peak) + b,
-                              mutable_data<int64_t>(bound) + b, mutable_data<int32_t>(telemetry) + b * 4};
-    if (cpu::plan_active(problem, result) != PlanStatus::ok) explain(problem);
-  }
+    return problem;
+  };
+  auto result_of = [&](int64_t b) {
+    return ActiveResult{mutable_data<int32_t>(quota) + b * P, mutable_data<int64_t>(peak) + b,
+                        mutable_data<int64_t>(bound) + b, mutable_data<int32_t>(telemetry) + b * 4};
+  };
+  if (on_cuda(loads, [&](auto stream) {
+        const Scratch scratch(loads, cuda::plan_active_bytes(B, R, E));
+        return cuda::plan_active(problem_of(0), result_of(0), B, scratch.data(), stream);
+      }))
+    return {quota, peak, bound, telemetry};
+  for (int64_t b = 0; b < B; ++b)
+    if (cpu::plan_active(problem_of(b), result_of(b)) != PlanStatus::ok) explain(problem_of(b));
   return {quota, peak, bound, telemetry};
 }
 

@@ -2,6 +2,7 @@
 #include <atomic>
 
 #include "cpu/cpu.h"
+#include "ops/device.h"
 #include "ops/ops.h"
 #include "ops/tensors.h"
 
@@ -21,6 +22,7 @@ class ExactBatch {
     E_ = loads_.size(loads_.dim() - 1);
     sources_ = dims == 1 ? 1 : R_;
     tables_.emplace(tables_in, P_, E_);
+    require_device(tables_in, "tables", loads_in, "loads");
     require(!batched_ || loads_.size(0) == tables_->batch, "loads must have one entry per layer (",
             tables_->batch, "), got ", shape_text(loads_));
   }
@@ -28,6 +30,7 @@ class ExactBatch {
   void add_fixed(const Tensor& fixed) {
     require_dtype(fixed, "fixed", ScalarType::Int);
     batched_ ? require_shape(fixed, "fixed", {tables_->batch, R_}) : require_shape(fixed, "fixed", {R_});
+    require_device(fixed, "fixed", loads_, "loads");
     fixed_ = dense(fixed);
   }
 
@@ -35,7 +38,8 @@ class ExactBatch {
     require_dtype(ticks, "ticks", ScalarType::Int);
     require_shape(ticks, "ticks", {R_});
     ticks_ = dense(ticks);
-    for (int64_t r = 0; r < R_; ++r) {
+    require_device(*ticks_, "ticks", loads_, "loads");
+    for (int64_t r = 0; r < R_ && loads_.is_cpu(); ++r) {
       const int32_t tick = data<int32_t>(*ticks_)[r];
       require(tick >= 1 && tick <= 1 << 20, "ticks must be in 1..2^20, got ", tick, " for rank ", r);
     }
@@ -44,6 +48,7 @@ class ExactBatch {
   void add_pour(const Tensor& pour) {
     require_dtype(pour, "pour", ScalarType::Int);
     batched_ ? require_shape(pour, "pour", {tables_->batch}) : require_shape(pour, "pour", {});
+    require_device(pour, "pour", loads_, "loads");
     pour_ = dense(pour);
   }
 
@@ -64,16 +69,26 @@ class ExactBatch {
     require(budget >= 0 && budget <= INT32_MAX, "budget must be in 0..2^31-1, got ", budget);
     const int64_t B = tables_->batch;
     const Tensor quota = per_layer(P_), telemetry = per_layer(4), peak = per_layer(), bound = per_layer();
+    auto problem_of = [&](int64_t b) {
+      ExactProblem problem = this->problem(b);
+      problem.tolerance_ppm = tolerance_ppm;
+      problem.sweeps = static_cast<int32_t>(sweeps);
+      problem.budget = static_cast<int32_t>(budget);
+      return problem;
+    };
+    auto result_of = [&](int64_t b) {
+      return ExactResult{mutable_data<int32_t>(quota) + b * P_, mutable_data<int64_t>(peak) + b,
+                         mutable_data<int64_t>(bound) + b, mutable_data<int32_t>(telemetry) + b * 4};
+    };
+    if (on_cuda(loads_, [&](auto stream) {
+          const Scratch scratch(loads_, cuda::plan_exact_bytes(B, R_, E_));
+          return cuda::plan_exact(problem_of(0), result_of(0), B, scratch.data(), stream);
+        }))
+      return {quota, peak, bound, telemetry};
     std::atomic<int64_t> failed{B};  // a throw inside parallel_for would lose its text
     auto run = [&](int64_t begin, int64_t end) {
       for (int64_t b = begin; b < end; ++b) {
-        ExactProblem problem = this->problem(b);
-        problem.tolerance_ppm = tolerance_ppm;
-        problem.sweeps = static_cast<int32_t>(sweeps);
-        problem.budget = static_cast<int32_t>(budget);
-        const ExactResult result{mutable_data<int32_t>(quota) + b * P_, mutable_data<int64_t>(peak) + b,
-                                 mutable_data<int64_t>(bound) + b, mutable_data<int32_t>(telemetry) + b * 4};
-        if (cpu::plan_exact(problem, result) == PlanStatus::ok) continue;
+        if (cpu::plan_exact(problem_of(b), result_of(b)) == PlanStatus::ok) continue;
         for (int64_t first = failed; b < first && !failed.compare_exchange_weak(first, b);) continue;
       }
     };

@@ -2,6 +2,7 @@
 #include <atomic>
 
 #include "cpu/cpu.h"
+#include "ops/device.h"
 #include "ops/ops.h"
 #include "ops/tensors.h"
 
@@ -15,7 +16,7 @@ Tensor rank_values(const Tensor& values, const char* name, int64_t R, int32_t lo
   require_dtype(values, name, ScalarType::Int);
   require_shape(values, name, {R});
   const Tensor checked = dense(values);
-  for (int64_t r = 0; r < R; ++r) {
+  for (int64_t r = 0; r < R && checked.is_cpu(); ++r) {
     const int32_t value = data<int32_t>(checked)[r];
     require(value >= low && value <= high, name, " must ", rule, ", got ", value, " for rank ", r);
   }
@@ -70,6 +71,9 @@ std::tuple<Tensor, Tensor, Tensor> plan_waterfill(const Tensor& copies_in, const
   require(ranks_per_node >= 1 && R % ranks_per_node == 0, "ranks_per_node must divide ", R, ", got ",
           ranks_per_node);
   const Tensor copies = dense(copies_in), tokens = dense(tokens_in);
+  require_device(tokens_in, "tokens", copies_in, "copies");
+  if (ticks_in) require_device(*ticks_in, "ticks", copies_in, "copies");
+  if (limits_in) require_device(*limits_in, "limits", copies_in, "copies");
   std::optional<Tensor> ticks, limits;
   if (ticks_in) ticks = rank_values(*ticks_in, "ticks", R, 1, 1 << 20, "be in 1..2^20");
   if (limits_in) limits = rank_values(*limits_in, "limits", R, 0, INT32_MAX, "not be negative");
@@ -91,12 +95,19 @@ std::tuple<Tensor, Tensor, Tensor> plan_waterfill(const Tensor& copies_in, const
     return batched ? new_empty(copies, {B}, ScalarType::Long) : new_empty(copies, {}, ScalarType::Long);
   };
   const Tensor peak = per_layer(), bound = per_layer();
+  auto result = [&](int64_t b) {
+    return WaterfillResult{mutable_data<int32_t>(share) + b * R * R, mutable_data<int64_t>(peak) + b,
+                           mutable_data<int64_t>(bound) + b};
+  };
+  if (on_cuda(copies, [&](auto stream) {
+        const Scratch scratch(copies, cuda::plan_waterfill_bytes(B, R));
+        return cuda::plan_waterfill(problem(0), result(0), B, scratch.data(), stream);
+      }))
+    return {share, peak, bound};
   std::atomic<int64_t> failed{B};  // a throw inside parallel_for would lose its text
   auto run = [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
-      const WaterfillResult result{mutable_data<int32_t>(share) + b * R * R, mutable_data<int64_t>(peak) + b,
-                                   mutable_data<int64_t>(bound) + b};
-      if (cpu::plan_waterfill(problem(b), result) == WaterfillStatus::ok) continue;
+      if (cpu::plan_waterfill(problem(b), result(b)) == WaterfillStatus::ok) continue;
       for (int64_t first = failed; b < first && !failed.compare_exchange_weak(first, b);) continue;
     }
   };

@@ -1,5 +1,6 @@
 // replica_tables: checks of a placement's slots.
 #include "cpu/cpu.h"
+#include "ops/device.h"
 #include "ops/ops.h"
 #include "ops/tensors.h"
 
@@ -20,6 +21,13 @@ void replica_tables(const Tensor& slot_to_expert, int64_t num_ranks, int64_t num
   require(tables.is_contiguous() && checked.batch * P == slots.numel(),
           "tables must be contiguous, one row per layer of slot_to_expert ", shape_text(slots), ", got ",
           shape_text(tables));
+  require_device(tables, "tables", slots, "slot_to_expert");
+  if (on_cuda(slots, [&](auto stream) {
+        const Scratch scratch(slots, cuda::replica_tables_bytes(checked.batch, num_ranks, num_experts));
+        return cuda::replica_tables(data<int32_t>(slots), checked.batch, num_ranks, num_experts,
+                                    P / num_ranks, mutable_data<int32_t>(tables), scratch.data(), stream);
+      }))
+    return;
   for (int64_t b = 0; b < checked.batch; ++b)
     cpu::replica_tables(data<int32_t>(slots) + b * P, num_ranks, num_experts, P / num_ranks,
                         mutable_data<int32_t>(tables) + b * ReplicaTables::size(num_experts, P));

@@ -1,5 +1,6 @@
 // route and route_sampled: checks of ids, shares and weights.
 #include "cpu/cpu.h"
+#include "ops/device.h"
 #include "ops/ops.h"
 #include "ops/tensors.h"
 
@@ -22,6 +23,24 @@ Tensor route(const Tensor& topk_ids, const Tensor& share_row_in, const Tensor& t
   const Tables tables(tables_in, P, num_experts);
   require(tables_in.dim() == 1, "tables must be of one layer, got ", shape_text(tables_in));
   Tensor slots = new_empty(ids, {ids.size(0), ids.size(1)}, ids.scalar_type());
+  require_device(share_row, "share_row", ids, "topk_ids");
+  require_device(tables_in, "tables", ids, "topk_ids");
+  if (on_cuda(ids, [&](auto stream) {
+        const cuda::Route problem{T,
+                                  static_cast<int>(K),
+                                  static_cast<int>(num_experts),
+                                  static_cast<int>(P),
+                                  tables.layer(0),
+                                  data<int32_t>(share_row),
+                                  prefer_visited};
+        const Scratch scratch(ids, cuda::route_bytes(problem));
+        auto launch = [&](auto id) {
+          using Id = decltype(id);
+          return cuda::route(problem, data<Id>(ids), mutable_data<Id>(slots), scratch.data(), stream);
+        };
+        return ids.scalar_type() == ScalarType::Int ? launch(int32_t()) : launch(int64_t());
+      }))
+    return slots;
   auto run = [&](auto id) {
     using Id = decltype(id);
     return cpu::route(data<Id>(ids), T, K, num_experts, P, tables.layer(0), data<int32_t>(share_row),
@@ -41,6 +60,18 @@ Tensor route_sampled(const Tensor& topk_ids, const Tensor& weights_in, const Ten
   const Tables tables(tables_in, weights.size(0), num_experts);
   require(tables_in.dim() == 1, "tables must be of one layer, got ", shape_text(tables_in));
   Tensor slots = new_empty(ids, {ids.size(0), ids.size(1)}, ids.scalar_type());
+  require_device(weights, "weights", ids, "topk_ids");
+  require_device(tables_in, "tables", ids, "topk_ids");
+  if (on_cuda(ids, [&](auto stream) {
+        auto launch = [&](auto id) {
+          using Id = decltype(id);
+          return cuda::route_sampled(data<Id>(ids), ids.numel(), num_experts, tables.layer(0),
+                                     data<float>(weights), static_cast<uint64_t>(seed),
+                                     mutable_data<Id>(slots), stream);
+        };
+        return ids.scalar_type() == ScalarType::Int ? launch(int32_t()) : launch(int64_t());
+      }))
+    return slots;
   auto run = [&](auto id) {
     using Id = decltype(id);
     return cpu::route_sampled(data<Id>(ids), ids.numel(), num_experts, tables.layer(0), data<float>(weights),

@@ -1,5 +1,6 @@
 // route_shared: checks of slots and the row of the share.
 #include "cpu/cpu.h"
+#include "ops/device.h"
 #include "ops/ops.h"
 #include "ops/tensors.h"
 
@@ -18,7 +19,8 @@ Tensor route_shared(const Tensor& slots_in, const Tensor& share_row_in, int64_t 
           slots_per_rank);
   require(rank >= 0 && rank < R, "rank must be in 0..", R - 1, ", got ", rank);
   require(num_shared >= 1 && num_shared <= 1024, "num_shared must be in 1..1024, got ", num_shared);
-  for (int64_t d = 0; d < R; ++d) {
+  require_device(share_row, "share_row", slots, "slots");
+  for (int64_t d = 0; d < R && slots.is_cpu(); ++d) {
     const int32_t copies = data<int32_t>(share_row)[d];
     require(copies >= 0, "share_row must not be negative, got ", copies, " for rank ", d);
   }
@@ -31,6 +33,15 @@ Tensor route_shared(const Tensor& slots_in, const Tensor& share_row_in, int64_t 
                                  data<int32_t>(share_row),
                                  strict};
   const Tensor ranks = new_empty(slots, {T, num_shared});
+  if (on_cuda(slots, [&](auto stream) {
+        const Scratch scratch(slots, cuda::route_shared_bytes(problem));
+        auto launch = [&](auto id) {
+          return cuda::route_shared(problem, data<decltype(id)>(slots), mutable_data<int32_t>(ranks),
+                                    scratch.data(), stream);
+        };
+        return slots.scalar_type() == ScalarType::Int ? launch(int32_t()) : launch(int64_t());
+      }))
+    return ranks;
   auto run = [&](auto id) {
     return cpu::route_shared(problem, data<decltype(id)>(slots), mutable_data<int32_t>(ranks));
   };

@@ -2,6 +2,7 @@
 #include <vector>
 
 #include "cpu/cpu.h"
+#include "ops/device.h"
 #include "ops/ops.h"
 #include "ops/tensors.h"
 #include "rank_set.h"
@@ -42,21 +43,38 @@ Tensor route_shared_sampled(const Tensor& slots_in, const Tensor& load_in,
   require(slots_per_rank >= 1 && slots_per_rank <= INT32_MAX / R, "slots_per_rank must be in 1..",
           INT32_MAX / R, ", got ", slots_per_rank);
   require(rank >= 0 && rank < R, "rank must be in 0..", R - 1, ", got ", rank);
-  const std::vector<int64_t> load = draw_counts(load_in, "load");
-  std::vector<int64_t> tokens;
+  require_device(load_in, "load", slots_in, "slots");
   if (rule != cpu::SharedDraw::static_) {
     require(tokens_in.has_value(), "tokens must be given for rule ", rule_name, ", got None");
     require_dtype(*tokens_in, "tokens", ScalarType::Int);
     require_shape(*tokens_in, "tokens", {R});
-    tokens = draw_counts(*tokens_in, "tokens");
+    require_device(*tokens_in, "tokens", slots_in, "slots");
   }
 
   const Tensor slots = dense(slots_in);
   const int64_t T = slots.size(0), K = slots.size(1);
-  const cpu::SharedDraw draw{
-      rule,        static_cast<int>(R), static_cast<int>(slots_per_rank), static_cast<int>(rank),
-      load.data(), tokens.data(),       static_cast<uint64_t>(seed)};
+  cpu::SharedDraw draw{
+      rule,    static_cast<int>(R),        static_cast<int>(slots_per_rank), static_cast<int>(rank), nullptr,
+      nullptr, static_cast<uint64_t>(seed)};
   Tensor ranks = new_empty(slots, {T, 1});
+  if (on_cuda(slots, [&](auto stream) {
+        const bool drawn_from = rule != cpu::SharedDraw::static_;
+        const Tensor loads = dense(load_in), tokens = drawn_from ? dense(*tokens_in) : loads;
+        const bool narrow = loads.scalar_type() == ScalarType::Int;
+        const cuda::RankLoads read{narrow ? data<int32_t>(loads) : nullptr,
+                                   narrow ? nullptr : data<int64_t>(loads)};
+        auto launch = [&](auto id) {
+          return cuda::route_shared_sampled(data<decltype(id)>(slots), T, K, draw, read,
+                                            drawn_from ? data<int32_t>(tokens) : nullptr,
+                                            mutable_data<int32_t>(ranks), stream);
+        };
+        return slots.scalar_type() == ScalarType::Int ? launch(int32_t()) : launch(int64_t());
+      }))
+    return ranks;
+  const std::vector<int64_t> load = draw_counts(load_in, "load");
+  std::vector<int64_t> tokens;
+  if (rule != cpu::SharedDraw::static_) tokens = draw_counts(*tokens_in, "tokens");
+  draw.load = load.data(), draw.tokens = tokens.data();
   const int64_t bad =
       slots.scalar_type() == ScalarType::Int
           ? cpu::route_shared_sampled(data<int32_t>(slots), T, K, draw, mutable_data<int32_t>(ranks))

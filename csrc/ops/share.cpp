@@ -1,5 +1,6 @@
 // share and share_by_rank: checks of loads and quota.
 #include "cpu/cpu.h"
+#include "ops/device.h"
 #include "ops/ops.h"
 #include "ops/tensors.h"
 
@@ -24,6 +25,8 @@ class ShareBatch {
     tables_.emplace(tables, P, E_);
     require(tables.dim() == quota.dim(), "tables must be of one layer, or of as many as loads, got ",
             shape_text(tables));
+    require_device(quota, "quota", loads, "loads");
+    require_device(tables, "tables", loads, "loads");
     batched_ = loads.dim() == 3;
     require(P % R == 0, "quota must have a multiple of ", R, " slots, got ", P);
     require(ranks_per_node >= 1 && R % ranks_per_node == 0, "ranks_per_node must divide ", R, ", got ",
@@ -38,9 +41,14 @@ class ShareBatch {
     const int64_t B = tables_->batch, size = (one ? 1 : R) * width;
     Tensor out = batched_ ? (one ? new_empty(loads_, {B, width}) : new_empty(loads_, {B, R, width}))
                           : (one ? new_empty(loads_, {width}) : new_empty(loads_, {R, width}));
+    int32_t* const rows = mutable_data<int32_t>(out);
+    if (on_cuda(loads_, [&](auto stream) {
+          const Scratch scratch(loads_, cuda::share_bytes(problem(0), of, B));
+          return cuda::share(problem(0), of, static_cast<int>(rank), rows, B, scratch.data(), stream);
+        }))
+      return out;
     for (int64_t b = 0; b < B; ++b) {
-      const int bad =
-          cpu::share(problem(b), of, static_cast<int>(rank), mutable_data<int32_t>(out) + b * size);
+      const int bad = cpu::share(problem(b), of, static_cast<int>(rank), rows + b * size);
       require(bad == -1, "quota must conserve loads: that of expert ", bad, " was not made from these loads");
     }
     return out;

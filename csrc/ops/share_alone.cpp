@@ -1,5 +1,6 @@
 // share_alone: checks of counts and quota.
 #include "cpu/cpu.h"
+#include "ops/device.h"
 #include "ops/ops.h"
 #include "ops/tensors.h"
 
@@ -23,12 +24,19 @@ Tensor share_alone(const Tensor& counts_in, const Tensor& quota_in, const Tensor
   require(!batched || (counts.size(0) == B && quota.size(0) == B),
           "counts and quota must have one entry per layer (", B, "), got ", shape_text(counts), " and ",
           shape_text(quota));
+  require_device(quota, "quota", counts, "counts");
+  require_device(tables_in, "tables", counts, "counts");
   Tensor out = batched ? new_empty(counts, {B, P}) : new_empty(counts, {P});
-  for (int64_t b = 0; b < B; ++b) {
-    const ShareAloneProblem problem{
+  int32_t* const rows = mutable_data<int32_t>(out);
+  auto problem = [&](int64_t b) {
+    return ShareAloneProblem{
         static_cast<int>(E),           static_cast<int>(P),          tables.layer(b),
         data<int32_t>(counts) + b * E, data<int32_t>(quota) + b * P, static_cast<int>(source)};
-    const int bad = cpu::share_alone(problem, mutable_data<int32_t>(out) + b * P);
+  };
+  if (on_cuda(counts, [&](auto stream) { return cuda::share_alone(problem(0), rows, B, stream); }))
+    return out;
+  for (int64_t b = 0; b < B; ++b) {
+    const int bad = cpu::share_alone(problem(b), rows + b * P);
     require(bad == -1, "counts must be part of the loads that quota was made from: those of expert ", bad,
             " are not");
   }

@@ -84,11 +84,16 @@ class MoE(nn.Module):
                 f"placement must be for the transport's {transport.topology.num_ranks} ranks, "
                 f"got {placement.topology.num_ranks}"
             )
+        chosen = make_policy(policy, options)
+        if chosen.borrows:
+            raise ValueError(
+                f"policy must not fill spare slots, since the layer does not borrow weights, got {chosen.name}"
+            )
         if min_tokens < 0:
             raise ValueError(f"min_tokens must be at least 0, got {min_tokens}")
         self.min_tokens = min_tokens
         self.gate, self.transport, self.placement, self.layer = gate, transport, placement, layer
-        self.policy, self.prefer, self.shared = make_policy(policy, options), prefer, shared
+        self.policy, self.prefer, self.shared = chosen, prefer, shared
         self.activation: Activation = SwiGLU() if activation is None else activation
         placed = placement.layer(layer, "cpu")
         self.held, self.num_rows = residences(placed), count_rows(placed, weight_rows)

@@ -59,6 +59,7 @@ class Policy:
     """Base of all policies; by itself it fills nothing, splits exactly and leaves shared experts at home."""
 
     name: ClassVar[str]
+    borrows: ClassVar[bool] = False  # whether it fills spare slots, whose weights somebody must then bring
 
     @property
     def needs(self) -> Literal["sum", "per_source"]:

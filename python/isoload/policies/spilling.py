@@ -21,6 +21,7 @@ class SpillPolicy(Policy):
     Options: split_by, "fill" or "exact".
     """
 
+    borrows = True
     split_by: str = "fill"
 
     def __post_init__(self) -> None:

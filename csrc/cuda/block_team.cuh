@@ -1,0 +1,117 @@
+// BlockTeam: the team (team.h) of one CUDA block of kWarps whole warps. The only place with shuffles.
+//
+// Every lane of the block must come to every sync, reduction and scan, as team.h has it. A block of one warp
+// needs no shared memory and no block barrier: its lanes meet in __syncwarp, which orders their memory too.
+#pragma once
+
+#include <cstdint>
+
+namespace isoload {
+
+template <int kWarps>
+class BlockTeam {
+ public:
+  static constexpr int kLanes = kWarps * 32;
+  static_assert(kWarps >= 1 && kWarps <= 32, "a block has 1..32 warps");
+
+  // What the warps share, in shared memory: operands of this reduction and of the one before.
+  struct Group {
+    int64_t partial[2][kWarps];
+  };
+
+  __device__ explicit BlockTeam(Group& group) : group_(group) {}
+
+  __device__ int rank() const { return threadIdx.x; }
+  __device__ int size() const { return kLanes; }
+  __device__ void sync() const {
+    if constexpr (kWarps == 1)
+      __syncwarp();
+    else
+      __syncthreads();
+  }
+  template <class F>
+  __device__ void for_each(int n, F&& f) const {
+    for (int i = rank(); i < n; i += kLanes) f(i);
+  }
+  __device__ int64_t sum(int64_t v) {
+    for (int far = 16; far > 0; far /= 2) v += __shfl_xor_sync(kAll, v, far);
+    return over_warps(v, [](int64_t a, int64_t b) { return a + b; });
+  }
+  __device__ int64_t max(int64_t v) {  // two reductions of 32 bits cost less than five rounds of shuffles
+    const int32_t high = static_cast<int32_t>(v >> 32), top = __reduce_max_sync(kAll, high);
+    const uint32_t low = __reduce_max_sync(kAll, high == top ? static_cast<uint32_t>(v) : 0u);
+    return over_warps(int64_t(top) << 32 | low, [](int64_t a, int64_t b) { return a > b ? a : b; });
+  }
+  __device__ uint64_t any(uint64_t v) {
+    const uint64_t high = __reduce_or_sync(kAll, static_cast<uint32_t>(v >> 32));
+    const uint64_t low = __reduce_or_sync(kAll, static_cast<uint32_t>(v));
+    return over_warps(static_cast<int64_t>(high << 32 | low), [](int64_t a, int64_t b) { return a | b; });
+  }
+  __device__ int32_t add(int32_t* p, int32_t v) const { return atomicAdd(p, v); }
+
+  // A lane scans the same elements that it reads, so the tiles need no barrier of their own.
+  __device__ int32_t scan(int32_t* data, int n) {
+    int32_t before = 0;
+    for (int first = 0; first < n; first += kLanes) {
+      const int i = first + rank();
+      const int32_t v = i < n ? data[i] : 0;
+      int32_t total;
+      const int32_t here = before_me(v, total);
+      if (i < n) data[i] = before + here;
+      before += total;
+    }
+    sync();
+    return before;
+  }
+
+  // The sum of v over the lanes before this one; total: over all. A barrier on both sides.
+  __device__ int32_t before_me(int32_t v, int32_t& total) {
+    int32_t upto = v;
+    for (int far = 1; far < 32; far *= 2) {
+      const int32_t other = __shfl_up_sync(kAll, upto, far);
+      if (lane() >= far) upto += other;
+    }
+    const int64_t* partial = publish(__shfl_sync(kAll, upto, 31));
+    int32_t before = 0;
+    total = 0;
+    for (int w = 0; w < kWarps; ++w) {
+      const int32_t here = static_cast<int32_t>(partial[w]);
+      before += w < warp() ? here : 0;
+      total += here;
+    }
+    return before + upto - v;
+  }
+
+ private:
+  static constexpr unsigned kAll = 0xffffffffu;
+  __device__ int lane() const { return threadIdx.x % 32; }
+  __device__ int warp() const { return threadIdx.x / 32; }
+
+  // Every warp's v for all to read. One barrier is enough: a warp that runs ahead writes the other half, and
+  // cannot come round to this half before everybody has left this reduction.
+  __device__ const int64_t* publish(int64_t v) {
+    int64_t* partial = group_.partial[odd_];
+    odd_ ^= 1;
+    if (lane() == 0) partial[warp()] = v;
+    sync();
+    return partial;
+  }
+
+  template <class Combine>
+  __device__ int64_t over_warps(int64_t v, Combine&& combine) {
+    if constexpr (kWarps == 1) {
+      sync();  // shuffles order no memory
+      return v;
+    } else {
+      const int64_t* partial = publish(v);
+      v = partial[0];
+      for (int w = 1; w < kWarps; ++w) v = combine(v, partial[w]);
+      return v;
+    }
+  }
+
+  Group& group_;
+  int odd_ = 0;
+};
+
+}  // namespace isoload

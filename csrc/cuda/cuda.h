@@ -1,0 +1,86 @@
+// The CUDA side of every op on plain device pointers; the problems are those of csrc/cpu.
+//
+// A launcher enqueues one or two kernels on `stream` (a cudaStream_t), reads nothing back and allocates
+// nothing. It returns null, or what CUDA refused. Values are not checked: an id, slot or rank out of range
+// counts as -1, a copy beyond its share goes to slot -1, and a problem that the planner refuses gets quota 0,
+// peak and bound -1.
+// `global` is the caller's buffer; the functions in bytes give its size, 0 where shared memory does.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/cpu.h"
+
+namespace isoload::cuda {
+
+using cpu::SharedDraw;
+using cpu::SharedLayout;
+using cpu::SharedRoute;
+using cpu::ShareOf;
+
+template <class Id>
+const char* count(const Id* ids, int64_t n, int E, int32_t* counts, void* stream);
+
+// Planners. B layers, one block each; a problem and its result are those of layer 0, the others follow
+// without a gap. bytes: of all B.
+int64_t replica_tables_bytes(int64_t B, int R, int E);
+const char* replica_tables(const int32_t* slot_to_expert, int64_t B, int R, int E, int S, int32_t* tables,
+                           void* global, void* stream);
+
+int64_t plan_exact_bytes(int64_t B, int R, int E);
+const char* plan_exact(const ExactProblem& problem, const ExactResult& result, int64_t B, void* global,
+                       void* stream);
+
+int64_t plan_active_bytes(int64_t B, int R, int E);
+const char* plan_active(const ActiveProblem& problem, const ActiveResult& result, int64_t B, void* global,
+                        void* stream);
+
+int64_t share_bytes(const ShareProblem& problem, ShareOf of, int64_t B);
+const char* share(const ShareProblem& problem, ShareOf of, int rank, int32_t* out, int64_t B, void* global,
+                  void* stream);
+
+const char* share_alone(const ShareAloneProblem& problem, int32_t* out, int64_t B, void* stream);
+
+int64_t plan_waterfill_bytes(int64_t B, int R);
+const char* plan_waterfill(const WaterfillProblem& problem, const WaterfillResult& result, int64_t B,
+                           void* global, void* stream);
+
+// Routes of one layer.
+struct Route {
+  int64_t T;
+  int K, E, P;
+  ReplicaTables tables;
+  const int32_t* share_row;  // [P]
+  bool prefer_visited;
+};
+int64_t route_bytes(const Route& problem);
+template <class Id>
+const char* route(const Route& problem, const Id* ids, Id* slots, void* global, void* stream);
+
+template <class Id>
+const char* route_sampled(const Id* ids, int64_t n, int E, const ReplicaTables& tables, const float* weights,
+                          uint64_t seed, Id* slots, void* stream);
+
+int64_t route_shared_bytes(const SharedRoute& problem);
+template <class Id>
+const char* route_shared(const SharedRoute& problem, const Id* slots, int32_t* ranks, void* global,
+                         void* stream);
+
+// [R] copies per rank, as int32 or int64.
+struct RankLoads {
+  const int32_t* narrow;
+  const int64_t* wide;
+  ISOLOAD_HD int64_t operator[](int r) const { return wide ? wide[r] : narrow[r]; }
+};
+
+// load and tokens [R] are read in the place of draw's, which are the host's.
+template <class Id>
+const char* route_shared_sampled(const Id* slots, int64_t T, int K, const SharedDraw& draw,
+                                 const RankLoads& load, const int32_t* tokens, int32_t* ranks, void* stream);
+
+template <class Id, class Weight>
+const char* append_shared_expert(const Id* slots, const Weight* weights, const int32_t* ranks, int64_t T,
+                                 int K, int n, const SharedLayout& layout, Id* new_slots, Weight* new_weights,
+                                 void* stream);
+
+}  // namespace isoload::cuda

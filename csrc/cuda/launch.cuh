@@ -1,0 +1,77 @@
+// What the shells share: a block's workspace, and a launch that says what went wrong.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/block_team.cuh"
+
+namespace isoload::cuda {
+
+// A planner's block. Its steps run over at most a few hundred experts or slots: four warps take them in a few
+// turns, and a barrier of four warps costs little more than that of one.
+constexpr int kPlanWarps = 4;
+using PlanTeam = BlockTeam<kPlanWarps>;
+
+// The most dynamic shared memory that a block of this device may ask for, less what planners use besides.
+inline int64_t shared_limit() {
+  int device = 0, bytes = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  return bytes - 1024;
+}
+
+// A block's part of a global buffer, so that the next one starts aligned.
+__host__ __device__ inline int64_t padded(int64_t bytes) { return (bytes + 15) / 16 * 16; }
+
+// Bytes of a global buffer for B blocks: 0 where a block's workspace fits into shared memory.
+inline int64_t global_bytes(int64_t B, int64_t bytes) {
+  return bytes <= shared_limit() ? 0 : B * padded(bytes);
+}
+
+extern __shared__ uint64_t shared_memory[];
+
+// This block's workspace: its part of `global`, or shared memory if there is none.
+__device__ inline void* block_workspace(void* global, int64_t bytes) {
+  if (global == nullptr) return shared_memory;
+  return static_cast<char*>(global) + blockIdx.x * padded(bytes);
+}
+
+// Returns the error's text, or null. Nothing to do is no launch: a grid of 0 blocks is an error.
+template <class... Parameters, class... Arguments>
+const char* launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int64_t shared_bytes,
+                   void* stream, const Arguments&... arguments) {
+  if (blocks == 0) return nullptr;
+  cudaError_t error = cudaSuccess;
+  if (shared_bytes > 47 * 1024)  // without asking there are 48 KB, static ones included
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 static_cast<int>(shared_bytes));
+  if (error == cudaSuccess) {
+    kernel<<<static_cast<unsigned>(blocks), threads, static_cast<std::size_t>(shared_bytes),
+             static_cast<cudaStream_t>(stream)>>>(Parameters(arguments)...);
+    error = cudaGetLastError();
+  }
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+// What a problem that the planner refuses leaves behind, instead of an error: no quota, and peak and bound
+// -1. A peak is never negative else.
+template <class Team>
+__device__ void refuse(const Team& team, int32_t* quota, int n, int64_t* peak, int64_t* bound) {
+  team.sync();
+  team.for_each(n, [&](int i) { quota[i] = 0; });
+  if (team.rank() == 0) *peak = *bound = -1;
+}
+
+// f(W): the number of words that a set of R ranks takes, as on the CPU.
+template <class F>
+auto with_words(int R, F&& f) {
+  if (R <= 64) return f(std::integral_constant<int, 1>());
+  if (R <= 128) return f(std::integral_constant<int, 2>());
+  if (R <= 256) return f(std::integral_constant<int, 4>());
+  return f(std::integral_constant<int, 16>());
+}
+
+}  // namespace isoload::cuda

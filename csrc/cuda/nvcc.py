@@ -1,0 +1,118 @@
+"""The nvcc step of setup.py, and what ptxas says about every kernel. Needs no GPU and no CUDA build of torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+CUDA = Path(__file__).resolve().parent
+CSRC = CUDA.parent
+SOURCES = sorted(CUDA.glob("*.cu"))
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
+FLAGS = [
+    "-O3",
+    "--fmad=false",
+    "-std=c++17",
+    "-Xptxas=-v",
+    "-Xcompiler=-fPIC,-fvisibility=hidden",
+    f"-I{CSRC}",
+]
+# The PTX of compute_80 serves every newer GPU that has no code of its own here.
+FLAGS += ["-gencode=arch=compute_80,code=[sm_80,compute_80]"]
+FLAGS += [f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in ARCHITECTURES[1:]]
+
+
+class Kernel(NamedTuple):
+    """One kernel on one architecture, as ptxas reports it; bytes, but for registers."""
+
+    name: str
+    architecture: str
+    registers: int
+    spilled: int  # stored and loaded
+    stack: int
+    shared: int  # static; a launch adds the dynamic part
+
+
+def find() -> str | None:
+    """nvcc of CUDA_HOME, else of PATH."""
+    home = os.environ.get("CUDA_HOME")
+    own = Path(home, "bin", "nvcc") if home else None
+    return str(own) if own and own.exists() else shutil.which("nvcc")
+
+
+def version(nvcc: str) -> str:
+    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"release ([\d.]+)", text)[0]
+
+
+def library_folder(nvcc: str) -> str:
+    """Where libcudart_static.a is. nvcc on PATH may be a script elsewhere, so nvcc is asked."""
+    said = subprocess.run(
+        [nvcc, "--dryrun", "-x", "cu", os.devnull, "-o", os.devnull],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stderr
+    return re.findall(r'"-L([^"]*/lib(?:64)?)"', said)[0]
+
+
+def compile_all(nvcc: str, folder: Path) -> list[str]:
+    """Compiles every .cu for all architectures into ``folder``; X.txt beside X.o is what ptxas said.
+
+    Objects newer than all sources and headers stay.
+
+    Raises:
+        SystemExit: with nvcc's message, if a source does not compile.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    headers = [*CSRC.rglob("*.h"), *CSRC.rglob("*.cuh"), Path(__file__)]
+    newest = max(path.stat().st_mtime for path in headers)
+
+    def compile_one(source: Path) -> str:
+        out = folder / f"{source.stem}.o"
+        if out.exists() and out.stat().st_mtime > max(newest, source.stat().st_mtime):
+            return str(out)
+        command = [nvcc, *FLAGS, "-c", str(source), "-o", str(out)]
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode:
+            raise SystemExit(f"{' '.join(command)}\n{result.stdout}{result.stderr}")
+        out.with_suffix(".txt").write_text(result.stdout + result.stderr)
+        return str(out)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(compile_one, SOURCES))
+
+
+def kernels(folder: Path) -> list[Kernel]:
+    """What ptxas said about the objects in ``folder``."""
+    found = [kernel for path in sorted(folder.glob("*.txt")) for kernel in _read(path.read_text())]
+    names = subprocess.run(
+        ["c++filt"], input="\n".join(k.name for k in found), capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    return [k._replace(name=_short(name)) for k, name in zip(found, names, strict=True)]
+
+
+def _read(text: str) -> list[Kernel]:
+    entry = r"Compiling entry function '(\w+)' for '(\w+)'"
+    parts = re.split(entry, text)[1:]
+    found = []
+    for name, architecture, report in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+        stack, stored, loaded = re.findall(
+            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report
+        )[0]
+        registers = re.findall(r"Used (\d+) registers", report)[0]
+        shared = (re.findall(r"(\d+) bytes smem", report) or [0])[0]
+        spilled = int(stored) + int(loaded)
+        found.append(Kernel(name, architecture, int(registers), spilled, int(stack), int(shared)))
+    return found
+
+
+def _short(name: str) -> str:
+    """plan_exact<16> of a kernel's whole name."""
+    kernel, arguments = re.findall(r"(\w+)_kernel(<[^(]*>)?\(", name)[0]
+    return kernel + arguments.replace(" ", "")

@@ -1,0 +1,148 @@
+// route: the i-th copy of an expert, in token order, goes to the first replica whose cumulative share exceeds
+// i. Two kernels over the copies (stable_rank.cuh): count, deal. With prefer_visited three: ask, grant, deal,
+// where a copy with a choice first asks for a replica on a rank that its token visits anyway.
+#include "cuda/cuda.h"
+#include "cuda/stable_rank.cuh"
+
+namespace isoload::cuda {
+namespace {
+
+constexpr int kThreads = kRankWarps * 32;
+constexpr int kUnset = -2;
+
+template <class Id>
+struct Copies {
+  Chunks chunks;
+  const Id* ids;  // [n]
+  Id* slots;      // [n]
+  int K, E, P;
+  ReplicaTables t;
+  const int32_t* share;  // [P]
+
+  __device__ int expert(int64_t i) const {
+    const Id id = ids[i];
+    return static_cast<uint64_t>(id) < static_cast<uint64_t>(E) ? static_cast<int>(id) : -1;
+  }
+  __device__ int unset_expert(int64_t i) const { return slots[i] == kUnset ? expert(i) : -1; }
+
+  // The slot of e's copy number `rank`; -1: the share is used up.
+  __device__ int deal(int e, int32_t rank, const int32_t* left) const {
+    for (int j = t.offsets[e]; j < t.offsets[e + 1]; ++j) {
+      const int32_t here = left[t.slots[j]];
+      if (here > rank) return t.slots[j];
+      rank -= here > 0 ? here : 0;
+    }
+    return -1;
+  }
+};
+
+template <class Id>
+__global__ void __launch_bounds__(kThreads) route_count_kernel(Copies<Id> in, int32_t* expert_counts) {
+  auto* const counts = reinterpret_cast<int32_t*>(shared_memory);
+  count_keys(in.chunks, in.E, [&](int64_t i) { return in.expert(i); }, counts, expert_counts);
+}
+
+// Of kUnset slots only if some are set; left [P]: what the share still holds then.
+template <bool kSomeSet, class Id>
+__global__ void __launch_bounds__(kThreads)
+    route_deal_kernel(Copies<Id> in, const int32_t* expert_counts, const int32_t* left) {
+  auto* const next = reinterpret_cast<int32_t*>(shared_memory);
+  rank_keys(
+      in.chunks, in.E, [&](int64_t i) { return kSomeSet ? in.unset_expert(i) : in.expert(i); }, expert_counts,
+      next,
+      [&](int64_t i, int e, int32_t rank) {
+        if (kSomeSet && in.slots[i] != kUnset) return;
+        in.slots[i] = static_cast<Id>(e < 0 ? -1 : in.deal(e, rank, left));
+      });
+}
+
+// slots: the slot that a copy asks for, or kUnset. slot_counts [chunks, P]: askers per slot.
+template <class Id>
+__global__ void __launch_bounds__(kThreads) route_ask_kernel(Copies<Id> in, int32_t* slot_counts) {
+  auto* const forced = reinterpret_cast<int32_t*>(shared_memory);  // [E]
+  const ReplicaTables& t = in.t;
+  for (int e = threadIdx.x; e < in.E; e += blockDim.x) {
+    int rank = -1;  // of the only replica with a share; -2 if there are several
+    for (int j = t.offsets[e]; j < t.offsets[e + 1]; ++j)
+      if (in.share[t.slots[j]] > 0) rank = rank == -1 ? t.ranks[j] : -2;
+    forced[e] = rank;
+  }
+  auto visits = [&](int64_t token, int rank) {
+    bool found = false;
+    for (int k = 0; k < in.K; ++k) {
+      const int e = in.expert(token * in.K + k);
+      found |= e >= 0 && forced[e] == rank;
+    }
+    return found;
+  };
+  auto ask = [&](int64_t i) {
+    const int e = in.expert(i);
+    const bool choice = e >= 0 && forced[e] == -2;
+    int asked = -1;
+    for (int j = choice ? t.offsets[e] : 0; choice && j < t.offsets[e + 1] && asked < 0; ++j)
+      if (in.share[t.slots[j]] > 0 && visits(i / in.K, t.ranks[j])) asked = t.slots[j];
+    in.slots[i] = static_cast<Id>(asked < 0 ? kUnset : asked);
+    return asked;
+  };
+  count_keys(in.chunks, in.P, ask, forced + in.E, slot_counts);
+}
+
+// The first share[p] askers of slot p get it. The last block knows all askers and writes left [P].
+template <class Id>
+__global__ void __launch_bounds__(kThreads)
+    route_grant_kernel(Copies<Id> in, const int32_t* slot_counts, int32_t* expert_counts, int32_t* left) {
+  auto* const next = reinterpret_cast<int32_t*>(shared_memory);
+  rank_keys(
+      in.chunks, in.P, [&](int64_t i) { return static_cast<int>(in.slots[i]); }, slot_counts, next,
+      [&](int64_t i, int p, int32_t rank) {
+        if (p >= 0 && rank >= in.share[p]) in.slots[i] = kUnset;
+      });
+  if (blockIdx.x == gridDim.x - 1) {
+    const int32_t* const asked = next + (blockDim.x / 32 - 1) * in.P;
+    for (int p = threadIdx.x; p < in.P; p += blockDim.x)
+      left[p] = in.share[p] - (asked[p] < in.share[p] ? asked[p] : in.share[p]);
+  }
+  count_keys(in.chunks, in.E, [&](int64_t i) { return in.unset_expert(i); }, next, expert_counts);
+}
+
+}  // namespace
+
+// Counts per chunk and expert; with prefer_visited also per chunk and slot, and what the share still holds.
+int64_t route_bytes(const Route& in) {
+  const int64_t chunks = Chunks::of(in.T * in.K).count();
+  return (chunks * in.E + (in.prefer_visited ? chunks * in.P + in.P : 0)) * int64_t(sizeof(int32_t));
+}
+
+template <class Id>
+const char* route(const Route& in, const Id* ids, Id* slots, void* global, void* stream) {
+  const Copies<Id> copies{Chunks::of(in.T * in.K), ids, slots, in.K, in.E, in.P, in.tables, in.share_row};
+  const int64_t blocks = copies.chunks.count(), word = sizeof(int32_t);
+  auto* const expert_counts = static_cast<int32_t*>(global);
+  const int64_t keys = in.prefer_visited && in.P > in.E ? in.P : in.E;
+  const int warps = rank_warps(keys);
+  if (warps == 0 || (in.E + keys) * word > shared_limit())
+    return "more experts or slots than a block can count";
+  const int64_t bytes = warps * keys * word;
+  if (!in.prefer_visited) {
+    if (const char* error =
+            launch(route_count_kernel<Id>, blocks, kThreads, in.E * word, stream, copies, expert_counts))
+      return error;
+    return launch(route_deal_kernel<false, Id>, blocks, warps * 32, bytes, stream, copies, expert_counts,
+                  in.share_row);
+  }
+  int32_t *const slot_counts = expert_counts + blocks * in.E, *const left = slot_counts + blocks * in.P;
+  const int64_t ask_bytes = (in.E + int64_t(in.P)) * word;
+  const char* error = launch(route_ask_kernel<Id>, blocks, kThreads, ask_bytes, stream, copies, slot_counts);
+  if (!error)
+    error = launch(route_grant_kernel<Id>, blocks, warps * 32, bytes, stream, copies, slot_counts,
+                   expert_counts, left);
+  if (!error)
+    error =
+        launch(route_deal_kernel<true, Id>, blocks, warps * 32, bytes, stream, copies, expert_counts, left);
+  return error;
+}
+
+template const char* route(const Route&, const int32_t*, int32_t*, void*, void*);
+template const char* route(const Route&, const int64_t*, int64_t*, void*, void*);
+
+}  // namespace isoload::cuda

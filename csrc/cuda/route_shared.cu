@@ -1,0 +1,206 @@
+// route_shared: one block matches the tokens of this rank to the ranks they visit, with the same choices as
+// csrc/cpu/route_shared.cpp. The ranks choose one after the other, so more blocks would only wait for each
+// other; sixteen warps take a batch of 4096 tokens in eight turns.
+#include "cuda/cuda.h"
+#include "cuda/launch.cuh"
+#include "rank_set.h"
+
+namespace isoload::cuda {
+namespace {
+
+constexpr int kWarps = 16;
+using Team = BlockTeam<kWarps>;
+constexpr int kFree = -2;  // a token with a slot, without a rank yet
+
+struct Counters {
+  int32_t line[kMaxRanks + 1];   // the share, then the budgets left over, laid end to end
+  int32_t budget[kMaxRanks];     // copies that a rank still takes
+  int32_t visitors[kMaxRanks];   // free tokens that visit a rank
+  int32_t level[kMaxRanks + 1];  // free visitors of the choosing rank, by how many ranks to come they visit
+};
+
+template <int W>
+__device__ RankSet<W> common(RankSet<W> a, const RankSet<W>& b) {
+  for (int w = 0; w < W; ++w) a.word[w] &= b.word[w];
+  return a;
+}
+
+template <int W>
+__device__ int size(const RankSet<W>& set) {
+  int n = 0;
+  for (int w = 0; w < W; ++w) n += __popcll(set.word[w]);
+  return n;
+}
+
+// Tokens to ranks, one column of copies at a time. Every lane runs it and keeps its own tokens.
+template <int W>
+class Matcher {
+ public:
+  __device__ Matcher(Team& team, Counters& counters, const SharedRoute& in, RankSet<W>* visits,
+                     int32_t* ranks)
+      : team_(team), c_(counters), in_(in), tokens_(static_cast<int>(in.T)), visits_(visits), ranks_(ranks) {}
+
+  template <class Id>
+  __device__ void read(const Id* slots) {
+    const int64_t P = int64_t(in_.R) * in_.S;
+    team_.for_each(tokens_, [&](int t) {
+      RankSet<W> visits;
+      for (int k = 0; k < in_.K; ++k) {
+        const int64_t slot = slots[int64_t(t) * in_.K + k];
+        if (slot >= 0 && slot < P) visits.insert(static_cast<int>(slot) / in_.S);
+      }
+      visits_[t] = visits;
+    });
+  }
+
+  // Column j: every rank's part of the cumulative share c is floor((c + j) / num_shared).
+  __device__ void match(int j) {
+    column_ = j;
+    RankSet<W> wanting;
+    lay_out([&](int d) { return in_.share_row[d]; });
+    team_.for_each(in_.R, [&](int d) {
+      const int64_t from = (int64_t(c_.line[d]) + j) / in_.num_shared,
+                    upto = (int64_t(c_.line[d + 1]) + j) / in_.num_shared;
+      c_.budget[d] = static_cast<int32_t>(upto - from);
+      c_.visitors[d] = 0;
+      wanting.insert_if(d != in_.home && upto > from, d);
+    });
+    RankSet<W> todo = unite(team_, wanting);  // also the barrier
+    team_.for_each(tokens_, [&](int t) {
+      rank(t) = visits_[t].empty() ? -1 : kFree;
+      common(visits_[t], todo).for_each([&](int d) { team_.add(&c_.visitors[d], 1); });
+    });
+    team_.sync();
+    while (!todo.empty()) {
+      const int d = fewest_to_spare(todo);
+      todo.erase(d);
+      choose(d, todo);
+    }
+    deal_rest();
+  }
+
+ private:
+  __device__ int32_t& rank(int t) { return ranks_[int64_t(t) * in_.num_shared + column_]; }
+  __device__ bool is_free_visitor(int t, int d) { return rank(t) == kFree && visits_[t].contains(d); }
+
+  // line becomes the prefix sums of length(d). Begins and ends with a barrier.
+  template <class Length>
+  __device__ void lay_out(Length&& length) {
+    team_.sync();
+    team_.for_each(in_.R + 1, [&](int d) { c_.line[d] = d < in_.R ? length(d) : 0; });
+    team_.sync();
+    team_.scan(c_.line, in_.R + 1);
+  }
+
+  // The rank of todo with the fewest visitors beyond its budget, the lowest of equal ones.
+  __device__ int fewest_to_spare(const RankSet<W>& todo) {
+    int64_t best = -1;
+    team_.for_each(in_.R, [&](int d) {
+      if (!todo.contains(d)) return;
+      const int64_t spare = int64_t(c_.visitors[d]) - c_.budget[d];
+      const int64_t key = (INT32_MAX - spare) * kMaxRanks + (kMaxRanks - 1 - d);
+      best = key > best ? key : best;
+    });
+    return kMaxRanks - 1 - static_cast<int>(team_.max(best) % kMaxRanks);
+  }
+
+  // Gives d up to its budget of free visitors: those that visit the fewest ranks of todo, then the lowest.
+  __device__ void choose(int d, const RankSet<W>& todo) {
+    const int levels = size(todo) + 1;
+    team_.for_each(levels, [&](int l) { c_.level[l] = 0; });
+    team_.sync();
+    team_.for_each(tokens_, [&](int t) {
+      if (is_free_visitor(t, d)) team_.add(&c_.level[size(common(visits_[t], todo))], 1);
+    });
+    team_.sync();
+    int last = 0;  // all of the levels below it, and the first `rest` visitors of it
+    int32_t rest = c_.budget[d];
+    for (; last < levels && c_.level[last] <= rest; ++last) rest -= c_.level[last];
+    int32_t before = 0;
+    for (int first = 0; first < tokens_; first += Team::kLanes) {
+      const int t = first + team_.rank();
+      const bool asks = t < tokens_ && is_free_visitor(t, d);
+      const RankSet<W> others = asks ? common(visits_[t], todo) : RankSet<W>();
+      const int level = size(others);
+      bool chosen = asks && level < last;
+      if (last < levels && rest > 0) {  // uniform
+        int32_t here;
+        const int32_t at = before + team_.before_me(asks && level == last, here);
+        chosen |= asks && level == last && at < rest;
+        before += here;
+      }
+      if (!chosen) continue;
+      rank(t) = d;
+      others.for_each([&](int other) { team_.add(&c_.visitors[other], -1); });
+    }
+    team_.sync();  // all have read the budget and the levels
+    if (team_.rank() == 0) c_.budget[d] = last < levels ? 0 : rest;
+    team_.sync();
+  }
+
+  // Tokens that nobody chose, in order: home, then where budgets are left over. Strict: all home.
+  __device__ void deal_rest() {
+    const int32_t home = c_.budget[in_.home];
+    lay_out([&](int d) { return d == in_.home ? 0 : c_.budget[d]; });
+    int32_t before = 0;
+    for (int first = 0; first < tokens_; first += Team::kLanes) {
+      const int t = first + team_.rank();
+      const bool left = t < tokens_ && rank(t) == kFree;
+      int32_t here;
+      const int32_t at = before + team_.before_me(left, here);
+      before += here;
+      if (left) rank(t) = in_.strict || at < home ? in_.home : rank_at(at - home);
+    }
+    team_.sync();
+  }
+
+  // The rank on whose part of the line `at` lies; -1 past its end.
+  __device__ int rank_at(int32_t at) const {
+    int low = 0, high = in_.R;  // the first d with line[d + 1] > at
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (c_.line[middle + 1] > at)
+        high = middle;
+      else
+        low = middle + 1;
+    }
+    return low < in_.R ? low : -1;
+  }
+
+  Team& team_;
+  Counters& c_;
+  const SharedRoute& in_;
+  const int tokens_;
+  RankSet<W>* const visits_;  // [T]
+  int32_t* const ranks_;      // [T, num_shared]
+  int column_ = 0;
+};
+
+template <int W, class Id>
+__global__ void __launch_bounds__(Team::kLanes, 1)
+    route_shared_kernel(SharedRoute in, const Id* slots, int32_t* ranks, void* global) {
+  __shared__ Team::Group group;
+  __shared__ Counters counters;
+  Team team(group);
+  Matcher<W> matcher(team, counters, in, static_cast<RankSet<W>*>(global), ranks);
+  matcher.read(slots);
+  for (int j = 0; j < in.num_shared; ++j) matcher.match(j);
+}
+
+}  // namespace
+
+int64_t route_shared_bytes(const SharedRoute& in) {
+  return with_words(in.R, [&](auto W) { return in.T * int64_t(sizeof(RankSet<W>)); });
+}
+
+template <class Id>
+const char* route_shared(const SharedRoute& in, const Id* slots, int32_t* ranks, void* global, void* stream) {
+  return with_words(in.R, [&](auto W) {
+    return launch(route_shared_kernel<W, Id>, in.T > 0, Team::kLanes, 0, stream, in, slots, ranks, global);
+  });
+}
+
+template const char* route_shared(const SharedRoute&, const int32_t*, int32_t*, void*, void*);
+template const char* route_shared(const SharedRoute&, const int64_t*, int32_t*, void*, void*);
+
+}  // namespace isoload::cuda

@@ -1,0 +1,100 @@
+// stable_rank: how many items with the same key come before each, over a whole grid, in order.
+//
+// Two kernels, no block waits for another: the first counts the keys of every block, the second adds up the
+// blocks before its own. So the i-th copy of an expert is the same copy as in a loop over all of them.
+#pragma once
+
+#include "cuda/launch.cuh"
+
+namespace isoload::cuda {
+
+constexpr int kRankWarps = 8;         // fewer where so many counters per warp do not fit
+constexpr int64_t kMostChunks = 128;  // a block reads the counts of all blocks before it: bounded
+
+// The items [0, n) cut into one chunk per block, each a multiple of what its warps take at a time.
+struct Chunks {
+  int64_t n, size;
+
+  static Chunks of(int64_t n) {
+    const int64_t least = kRankWarps * 32 * 4, equal = (n + kMostChunks - 1) / kMostChunks;
+    return {n, (((equal > least ? equal : least) + least - 1) / least) * least};
+  }
+  __host__ __device__ int64_t count() const { return (n + size - 1) / size; }
+  __device__ int64_t begin(int64_t block) const { return block * size; }
+  __device__ int64_t end(int64_t block) const { return begin(block) + size < n ? begin(block) + size : n; }
+};
+
+// Warps of a block that ranks `keys` keys; 0 if the counters of a single one do not fit.
+inline int rank_warps(int64_t keys) {
+  int warps = kRankWarps;
+  while (warps > 0 && warps * keys * int64_t(sizeof(int32_t)) > shared_limit()) warps /= 2;
+  return warps;
+}
+
+// This block's row of chunk_counts [chunks, keys]: how often it has each key. key(i) is -1 for none.
+// counts [keys]: shared memory. Begins and ends with a barrier.
+template <class Key>
+__device__ void count_keys(const Chunks& chunks, int keys, Key&& key, int32_t* counts,
+                           int32_t* chunk_counts) {
+  __syncthreads();
+  for (int k = threadIdx.x; k < keys; k += blockDim.x) counts[k] = 0;
+  __syncthreads();
+  const int64_t end = chunks.end(blockIdx.x);
+  for (int64_t i = chunks.begin(blockIdx.x) + threadIdx.x; i < end; i += blockDim.x) {
+    const int k = key(i);
+    if (k >= 0) atomicAdd(&counts[k], 1);
+  }
+  __syncthreads();
+  for (int k = threadIdx.x; k < keys; k += blockDim.x)
+    chunk_counts[int64_t(blockIdx.x) * keys + k] = counts[k];
+  __syncthreads();
+}
+
+// use(i, k, rank) for every item of this block's chunk; k = key(i), rank of no meaning if that is -1.
+// next [warps, keys]: shared memory; at the end row warps-1 holds the counts of all chunks up to this one.
+// A warp goes through its own contiguous part in order, 32 items at a time. Ends with a barrier.
+template <class Key, class Use>
+__device__ void rank_keys(const Chunks& chunks, int keys, Key&& key, const int32_t* chunk_counts,
+                          int32_t* next, Use&& use) {
+  const int warps = blockDim.x / 32, lane = threadIdx.x % 32;
+  const unsigned all = 0xffffffffu, before_me = (1u << lane) - 1;
+  const int64_t part = chunks.size / warps, end = chunks.end(blockIdx.x);
+  const int64_t first = chunks.begin(blockIdx.x) + threadIdx.x / 32 * part;
+  const int64_t last = first + part < end ? first + part : end;
+  int32_t* const mine = next + threadIdx.x / 32 * keys;
+
+  // rank of an item among those of this warp's turn, added to what the counter holds; then the counter moves.
+  auto turn = [&](int64_t i) {
+    const int k = i < last ? key(i) : -1;
+    const unsigned peers = __match_any_sync(all, k);
+    const int rank = k >= 0 ? mine[k] + __popc(peers & before_me) : 0;
+    __syncwarp();  // all have read
+    if (k >= 0 && (peers & before_me) == 0) mine[k] += __popc(peers);
+    __syncwarp();
+    if (i < last) use(i, k, rank);
+  };
+
+  for (int k = threadIdx.x; k < warps * keys; k += blockDim.x) next[k] = 0;
+  __syncthreads();
+  for (int64_t i = first; i < last; i += 32) {
+    const int k = i + lane < last ? key(i + lane) : -1;
+    const unsigned peers = __match_any_sync(all, k);
+    if (k >= 0 && (peers & before_me) == 0) mine[k] += __popc(peers);
+    __syncwarp();
+  }
+  __syncthreads();
+  for (int k = threadIdx.x; k < keys; k += blockDim.x) {
+    int32_t before = 0;
+    for (int64_t b = 0; b < blockIdx.x; ++b) before += chunk_counts[b * keys + k];
+    for (int w = 0; w < warps; ++w) {
+      const int32_t here = next[w * keys + k];
+      next[w * keys + k] = before;
+      before += here;
+    }
+  }
+  __syncthreads();
+  for (int64_t i = first; i < last; i += 32) turn(i + lane);
+  __syncthreads();
+}
+
+}  // namespace isoload::cuda

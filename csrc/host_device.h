@@ -1,0 +1,25 @@
+// ISOLOAD_HD marks what a CUDA block runs too; a C++ compiler sees nothing.
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define ISOLOAD_HD __host__ __device__
+#define ISOLOAD_COLD  // on a GPU a call would force the caller's registers into memory
+#else
+#define ISOLOAD_HD
+#define ISOLOAD_COLD [[gnu::noinline]]
+#endif
+
+namespace isoload {
+
+// The index of the lowest 1 of a word that has one.
+ISOLOAD_HD inline int lowest_one(uint64_t word) {
+#ifdef __CUDA_ARCH__
+  return __ffsll(static_cast<long long>(word)) - 1;
+#else
+  return __builtin_ctzll(word);
+#endif
+}
+
+}  // namespace isoload

@@ -1,0 +1,58 @@
+// Where an op runs. The checks of shapes and dtypes serve both devices; values are checked on the CPU only.
+#pragma once
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "check.h"
+#include "cuda/cuda.h"
+#include "ops/tensors.h"
+
+#ifdef ISOLOAD_WITH_CUDA
+// Weak: a CPU torch, where this library loads too, has no such function.
+extern "C" [[gnu::weak]] AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
+                                                                           void** ret_stream);
+#endif
+
+namespace isoload::ops {
+
+inline void require_device(const Tensor& tensor, const char* name, const Tensor& like,
+                           const char* like_name) {
+  require(tensor.is_cuda() == like.is_cuda() && tensor.get_device_index() == like.get_device_index(), name,
+          " must be on the device of ", like_name);
+}
+
+// A buffer for one launch. It may be freed behind it: memory goes back to the stream's own pool.
+class Scratch {
+ public:
+  Scratch(const Tensor& like, int64_t bytes) {
+    if (bytes > 0) tensor_ = new_empty(like, {(bytes + 7) / 8}, ScalarType::Long);
+  }
+  void* data() const { return tensor_ ? tensor_->mutable_data_ptr() : nullptr; }
+
+ private:
+  std::optional<Tensor> tensor_;
+};
+
+// If `like` is on a GPU: launch(stream) there, on the current stream, and true. launch returns null, or what
+// was refused; a generic lambda, so that a build without CUDA never names what it calls.
+template <class Launch>
+bool on_cuda(const Tensor& like, Launch&& launch) {
+#ifdef ISOLOAD_WITH_CUDA
+  if (!like.is_cuda()) return false;
+  const int32_t device = like.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  if (const char* error = launch(stream)) throw std::runtime_error(std::string("isoload on CUDA: ") + error);
+  return true;
+#else
+  return false;
+#endif
+}
+
+}  // namespace isoload::ops

@@ -1,0 +1,200 @@
+"""CUDA ops: the bits of the CPU ops on the whole case list, captured in a graph, without a sync."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import pourings
+from cases import Case, draw, instances
+from isoload import ops
+from isoload.replica_tables import ReplicaTables
+from test_append_shared_expert import draw_copies
+from test_route_shared import routings
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+Rng = np.random.Generator
+
+
+def to_cuda(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.cuda()
+    return replace(value, data=value.data.cuda()) if isinstance(value, ReplicaTables) else value
+
+
+def assert_same(name: str, op: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """The op gives both devices the same bits. Returns the CPU's."""
+    mine = op(*args, **options)
+    theirs = op(*map(to_cuda, args), **{key: to_cuda(value) for key, value in options.items()})
+    pairs = [(mine, theirs)] if isinstance(mine, Tensor) else zip(mine, theirs, strict=True)
+    for i, (cpu, cuda) in enumerate(pairs):
+        assert cuda.is_cuda and cpu.dtype == cuda.dtype, (name, op.__name__, i)
+        assert torch.equal(cpu, cuda.cpu()), (name, op.__name__, i)
+    return mine
+
+
+def draw_ids(rng: Rng, case: Case, rank: int, dtype: torch.dtype, top_k: int = 4) -> Tensor:
+    """[T, top_k] of one rank's copies in random order, the rest -1."""
+    ids = rng.permutation(np.repeat(np.arange(case.num_experts), case.loads[rank]))
+    padded = np.full((len(ids) + 2 * top_k) // top_k * top_k, -1)
+    padded[rng.permutation(len(padded))[: len(ids)]] = ids
+    return torch.from_numpy(padded.reshape(-1, top_k)).to(dtype)
+
+
+def every_case() -> Iterator[tuple[Case, Rng]]:
+    for i, case in enumerate(instances(1, seed=77)):
+        yield case, np.random.default_rng([77, i])
+
+
+def test_tables_plans_and_shares() -> None:
+    for case, rng in every_case():
+        slots, loads, R = torch.from_numpy(case.slot_to_expert), torch.from_numpy(case.loads), case.num_ranks
+        tables = case.tables()
+        on_cuda = ops.replica_tables(slots.cuda(), R, case.num_experts)
+        assert torch.equal(tables.data, on_cuda.data.cpu()), case.name
+        per_node = max(n for n in (1, 2, 4, 8) if R % n == 0)
+        ticks = torch.from_numpy(rng.integers(1, 3000, R).astype(np.int32))
+        for objective in ("spread", "local", "packed"):
+            assert_same(
+                case.name, ops.plan_exact, loads, tables, objective=objective, ranks_per_node=per_node
+            )
+        quota = assert_same(case.name, ops.plan_exact, loads, tables).quota
+        if case.total < 2**30:
+            fixed = torch.from_numpy(rng.integers(0, 50, R).astype(np.int32))
+            pour = torch.tensor(int(rng.integers(0, 10_000)), dtype=torch.int32)
+            assert_same(case.name, ops.plan_exact, loads, tables, fixed, ticks=ticks, pour=pour)
+            assert_same(case.name, ops.plan_exact, loads, tables, fixed, 0.01, 3, pour=pour)
+        for costs in (None, ticks):
+            assert_same(case.name, ops.plan_active, loads, tables, ticks=costs)
+        for order in ("locality", "rank_major"):
+            assert_same(case.name, ops.share, loads, quota, tables, per_node, None, order)
+            assert_same(case.name, ops.share, loads, quota, tables, per_node, R // 2, order)
+            assert_same(case.name, ops.share_by_rank, loads, quota, tables, per_node, order)
+        assert_same(case.name, ops.share_alone, loads[R // 2], quota, tables, R // 2)
+
+
+def test_layers_at_once() -> None:
+    cases = [draw("split_256", 8, seed) for seed in range(5)]
+    slots = torch.from_numpy(np.stack([case.slot_to_expert for case in cases]))
+    loads = torch.from_numpy(np.stack([case.loads for case in cases]))
+    tables = ops.replica_tables(slots, 8, 256)
+    assert torch.equal(tables.data, ops.replica_tables(slots.cuda(), 8, 256).data.cpu())
+    quota = assert_same("layers", ops.plan_exact, loads, tables).quota
+    assert_same("layers", ops.plan_active, loads, tables)
+    assert_same("layers", ops.share, loads, quota, tables, 4)
+    assert_same("layers", ops.share, loads, quota, tables, 4, 3)
+    assert_same("layers", ops.share_by_rank, loads, quota, tables, 4)
+    assert_same("layers", ops.share_alone, loads[:, 3].contiguous(), quota, tables, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_count_and_routes(dtype: torch.dtype) -> None:
+    routed = 0
+    for case, rng in every_case():
+        rank, tables = case.num_ranks // 3, case.tables()
+        if case.loads[rank].sum() > 300_000:
+            continue
+        ids, loads = draw_ids(rng, case, rank, dtype), torch.from_numpy(case.loads)
+        assert torch.equal(assert_same(case.name, ops.count, ids, case.num_experts), loads[rank])
+        row = ops.share(loads, ops.plan_exact(loads, tables).quota, tables, 1, rank)
+        assert_same(case.name, ops.route, ids, row, tables)
+        assert_same(case.name, ops.route, ids, row, tables, "visited")
+        weights = torch.from_numpy(rng.random(tables.num_slots).astype(np.float32) + 0.01)
+        assert_same(case.name, ops.route_sampled, ids, weights, tables, int(rng.integers(2**62)))
+        routed += ids.numel()
+    assert routed > 100_000
+
+
+def test_waterfill_on_every_pouring() -> None:
+    for family in pourings.FAMILIES:
+        for ranks in pourings.RANKS:
+            for candidates in ("all", "node", "visited"):
+                arguments, options = pourings.draw(family, ranks, 5, candidates).arguments(candidates)
+                assert_same(f"{family}-{ranks}", ops.plan_waterfill, *arguments, **options)
+
+
+@pytest.mark.parametrize("num_shared", [1, 3])
+def test_shared_routes(num_shared: int) -> None:
+    for i, (slots, row, slots_per_rank, rank) in enumerate(routings(30, num_shared)):
+        for strict in (False, True):
+            assert_same(f"{i}", ops.route_shared, slots, row, slots_per_rank, rank, num_shared, strict=strict)
+        rng = np.random.default_rng([31, i])
+        load, tokens = (torch.from_numpy(rng.integers(0, 900, len(row)).astype(np.int32)) for _ in "ab")
+        for rule in ("static", "dynamic", "blog"):
+            for loads in (load, load.long()):
+                assert_same(
+                    f"{i}", ops.route_shared_sampled, slots, loads, tokens, slots_per_rank, rank, rule, i
+                )
+
+
+@pytest.mark.parametrize("num_shared", [1, 2])
+def test_appended_shared_experts(num_shared: int) -> None:
+    for tokens in (0, 1, 300):
+        slots, weights, ranks = draw_copies(3, tokens, 4, num_shared, 16, 3)
+        for dtype, real in ((torch.int32, torch.float32), (torch.int64, torch.float64)):
+            assert_same(
+                "append", ops.append_shared_expert, slots.to(dtype), weights.to(real), ranks, 3, 7, weight=0.4
+            )
+
+
+def test_ids_out_of_range_count_as_masked() -> None:
+    ids = torch.tensor([[0, 7], [-1, 1], [4, -5]], device="cuda")
+    assert ops.count(ids, 4).tolist() == [1, 1, 0, 0]
+    tables = ops.replica_tables(torch.arange(4, dtype=torch.int32).cuda(), 2, 4)
+    row = torch.tensor([1, 1, 0, 0], dtype=torch.int32).cuda()
+    assert ops.route(ids, row, tables).tolist() == [[0, -1], [-1, 1], [-1, -1]]
+
+
+def test_a_refused_problem_says_so() -> None:
+    tables = ops.replica_tables(torch.tensor([0, 1], dtype=torch.int32).cuda(), 2, 3)
+    split = ops.plan_exact(
+        torch.tensor([5, 5, 1], dtype=torch.int32).cuda(), tables
+    )  # no replica of expert 2
+    assert split.quota.tolist() == [0, 0] and (split.peak.item(), split.bound.item()) == (-1, -1)
+
+
+def test_arguments_of_two_devices_are_refused() -> None:
+    case = draw("eplb", 8, 3)
+    with pytest.raises(ValueError, match="tables must be on the device of loads"):
+        ops.plan_exact(torch.from_numpy(case.loads).cuda(), case.tables())
+
+
+def plan_and_route(ids: Tensor, others: Tensor, tables: ReplicaTables) -> Tensor:
+    """Rank 0's route: its own counts join those of the others [R, E], as a gather would."""
+    counts = ops.count(ids, tables.num_experts)
+    loads = torch.cat([counts[None], others])
+    quota = ops.plan_exact(loads, tables).quota
+    return ops.route(ids, ops.share(loads, quota, tables, 1, 0), tables)
+
+
+def test_chain_in_a_graph_without_a_sync() -> None:
+    """Captured once, replayed with ten batches: each time what the CPU gives."""
+    case, rng = draw("eplb", 16, 9), np.random.default_rng(9)
+    tables, batches = case.tables(), []
+    for _ in range(10):
+        ids = torch.from_numpy(rng.integers(-1, case.num_experts, (512, 8)))
+        others = torch.from_numpy(rng.integers(0, 900, (15, case.num_experts)).astype(np.int32))
+        batches.append((ids, others))
+    inputs, on_cuda = tuple(t.cuda() for t in batches[0]), to_cuda(tables)
+    plan_and_route(*inputs, on_cuda)  # the first use of a kernel loads it, which no capture may do
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            routed = plan_and_route(*inputs, on_cuda)
+        plan_and_route(*inputs, on_cuda)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for batch in batches:
+        for held, new in zip(inputs, batch, strict=True):
+            held.copy_(new)
+        graph.replay()
+        assert torch.equal(routed.cpu(), plan_and_route(*batch, tables))
