@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from isoload.replica_tables import ReplicaTables
 
 
 @dataclass(frozen=True)
-class SpillPolicy(Policy):
+class SpillPolicy(Policy, ABC):
     """Base: :meth:`spill` fills the spare slots; the copies go as it says, or as the exact split over these slots.
 
     Options: split_by, "fill" or "exact".
@@ -28,9 +29,9 @@ class SpillPolicy(Policy):
         if self.split_by not in ("fill", "exact"):
             raise ValueError(f"split_by must be fill or exact, got {self.split_by!r}")
 
+    @abstractmethod
     def spill(self, demand: Demand, placed: PlacedLayers) -> ops.Spill:
         """Filled slots, quota, level and telemetry, see :class:`isoload.ops.Spill`."""
-        raise NotImplementedError
 
     def fill(self, demand: Demand, placed: PlacedLayers) -> Tensor:
         return self._checked_spill(demand, placed).slot_to_expert
