@@ -1,6 +1,7 @@
-// The loads and tables of a batch of layers, checked: what the planners of real-valued splits share.
+// The loads and tables of a batch of layers, checked: what all that split loads begin with.
 #pragma once
 
+#include "ops/device.h"
 #include "ops/tensors.h"
 
 namespace isoload::ops {
@@ -18,12 +19,13 @@ struct LoadsBatch {
     sources = dims == 1 ? 1 : R;
     tables.emplace(tables_in, P, E);
     B = tables->batch;
+    require_device(tables_in, "tables", loads_in, "loads");
     require(!batched || loads.size(0) == B, "loads must have one entry per layer (", B, "), got ",
             shape_text(loads));
   }
 
   // A new tensor [length] or [L, length]; [] or [L] without a length.
-  Tensor per_layer(int64_t length, ScalarType dtype) const {
+  Tensor per_layer(int64_t length, ScalarType dtype = ScalarType::Int) const {
     return batched ? new_empty(loads, {B, length}, dtype) : new_empty(loads, {length}, dtype);
   }
   Tensor per_layer(ScalarType dtype) const {
@@ -33,20 +35,32 @@ struct LoadsBatch {
     batched ? require_shape(tensor, name, {B, length}) : require_shape(tensor, name, {length});
   }
 
+  Tensor checked_ticks(const Tensor& given) const {
+    require_dtype(given, "ticks", ScalarType::Int);
+    require_shape(given, "ticks", {R});
+    require_device(given, "ticks", loads, "loads");
+    const Tensor ticks = dense(given);
+    for (int64_t r = 0; r < R && loads.is_cpu(); ++r) {
+      const int32_t tick = data<int32_t>(ticks)[r];
+      require(tick >= 1 && tick <= 1 << 20, "ticks must be in 1..2^20, got ", tick, " for rank ", r);
+    }
+    return ticks;
+  }
+
   const int32_t* of(int64_t b) const { return data<int32_t>(loads) + b * sources * E; }
 
   // Raises what a planner refused in the loads of layer b: it only knows that something is wrong, and here
   // there is time to look.
-  void explain(int64_t b) const {
+  void explain(int64_t b, int64_t besides = 0, const char* what = "loads") const {
     const ReplicaTables t = tables->layer(b);
-    int64_t copies = 0, lonely = -1;
+    int64_t copies = besides, lonely = -1;
     for (int64_t i = 0; i < sources * E; ++i) {
       const int64_t e = i % E, n = of(b)[i];
       require(n >= 0, "loads must not be negative, got ", n, " for expert ", e);
       if (n > 0 && t.copies(static_cast<int>(e)) == 0 && lonely < 0) lonely = e;
       copies += n;
     }
-    require(copies <= INT32_MAX, "loads must sum to less than 2^31 copies, got ", copies);
+    require(copies <= INT32_MAX, what, " must sum to less than 2^31 copies, got ", copies);
     require(lonely < 0, "loads must be 0 for an expert without a replica, got copies for expert ", lonely);
   }
 
