@@ -356,6 +356,10 @@ def test_refuses_what_does_not_fit():
         MoE(setup.gate, setup.dense, LocalTransport(isoload.Topology(2)), setup.placement)
     with pytest.raises(ValueError, match="policy must not fill spare slots.*, got llep"):
         MoE(setup.gate, setup.dense, LocalTransport(setup.topology), setup.placement, policy="llep")
+    layer = MoE(setup.gate, setup.dense, LocalTransport(setup.topology), setup.placement)
+    with pytest.raises(ValueError, match="policy must not fill spare slots.*, got llep"):
+        layer.policy = isoload.POLICIES["llep"]()
+    assert layer.policy.name == "exact"
     with pytest.raises(ValueError, match="policy must be one of"):
         MoE(setup.gate, setup.dense, LocalTransport(setup.topology), setup.placement, policy="best")
     with pytest.raises(ValueError, match=r"layer must be in 0\.\.1, got 2"):

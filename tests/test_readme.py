@@ -103,3 +103,22 @@ def test_bench_numbers_are_those_of_the_results_file():
             f"{row['count_share_route_us']:.0f}",
         ]
         assert f"| {' | '.join(cells)} |" in readme
+
+
+def test_training_losses_are_those_of_the_results_file():
+    lines = (ROOT / "bench" / "results" / "bench_layer.jsonl").read_text().splitlines()
+    rows = {
+        row["policy"]: row
+        for row in map(json.loads, lines)
+        if row["kind"] == "virtual" and row["routing"].startswith("gptoss")
+    }
+    without, exact = rows["no replicas"], rows["exact"]
+
+    def pair(key, unit, digits=0):
+        return f"{exact[key] / unit:.{digits}f} MB for {without[key] / unit:.{digits}f}"
+
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"from {without['busiest_copies']:.0f} to {exact['busiest_copies']:.0f} copies" in readme
+    assert f"sends {pair('backward_bytes', 1e6, 1)}" in readme
+    assert f"memory is {pair('training_peak_bytes', 1e6)}" in readme
+    assert f"step sends {exact['refresh_bytes'] / 1e6:.1f} MB" in readme and without["refresh_bytes"] == 0

@@ -84,16 +84,11 @@ class MoE(nn.Module):
                 f"placement must be for the transport's {transport.topology.num_ranks} ranks, "
                 f"got {placement.topology.num_ranks}"
             )
-        chosen = make_policy(policy, options)
-        if chosen.borrows:
-            raise ValueError(
-                f"policy must not fill spare slots, since the layer does not borrow weights, got {chosen.name}"
-            )
         if min_tokens < 0:
             raise ValueError(f"min_tokens must be at least 0, got {min_tokens}")
         self.min_tokens = min_tokens
         self.gate, self.transport, self.placement, self.layer = gate, transport, placement, layer
-        self.policy, self.prefer, self.shared = chosen, prefer, shared
+        self.policy, self.prefer, self.shared = make_policy(policy, options), prefer, shared
         self.activation: Activation = SwiGLU() if activation is None else activation
         placed = placement.layer(layer, "cpu")
         self.held, self.num_rows = residences(placed), count_rows(placed, weight_rows)
@@ -101,9 +96,23 @@ class MoE(nn.Module):
             RankWeights(self.held[rank], dense, self.num_rows[rank]) for rank in transport.ranks
         )
         self.has_replicas = any(residence.replicas for residence in self.held)
+        self.has_freedom = placement.has_freedom[layer]
         self._placed: dict[torch.device, PlacedLayers] = {}
         self._placed_on(dense.down.device)
         self.last_plan: Plan | None = None
+
+    @property
+    def policy(self) -> Policy:
+        """Who plans; another may be set between batches, the same on all ranks."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        if policy.borrows:  # copies in slots without weights would be left out
+            raise ValueError(
+                f"policy must not fill spare slots, since the layer does not borrow weights, got {policy.name}"
+            )
+        self._policy = policy
 
     @classmethod
     def from_module(
@@ -147,9 +156,7 @@ class MoE(nn.Module):
         slots = self._route(chosen, loads, made)  # [T, K]
         gate_weights = [weights for _, weights in chosen]
         received = self.transport.dispatch(rows, slots, gate_weights, self.placement.slots_per_rank)
-        computed = self._compute(
-            received, loads, slots
-        )  # [N, H], weighted and summed over each row's local copies
+        computed = self._compute(received, loads, slots)  # [N, H], summed over a row's local copies
         combined = self.transport.combine(computed, received)  # [T, H]
         if self.shared is not None:
             combined = [y + self.shared(row) for y, row in zip(combined, rows, strict=True)]
@@ -205,6 +212,7 @@ class MoE(nn.Module):
             weights.settle(after[rank])
         self.placement, self.held = placement, after
         self.has_replicas = any(residence.replicas for residence in after)
+        self.has_freedom = placement.has_freedom[self.layer]
         for device, own in self._placed.items():
             self._placed[device] = refresh_layers(own, placement.layer(self.layer, device))
 
@@ -226,7 +234,7 @@ class MoE(nn.Module):
         if num_tokens is None and capacity is not None:
             num_tokens = capacity * self.transport.topology.num_ranks
         small = num_tokens is not None and num_tokens < self.min_tokens
-        return self.placement.has_freedom[self.layer] and not small
+        return self.has_freedom and not small
 
     def _plan(self, loads: Tensor) -> Plan:
         return plan(loads, self._placed_on(loads.device), None, self.policy)

@@ -154,7 +154,7 @@ def share(loads: Tensor, plan: Plan, rank: int | None = None, order: Order = "lo
         loads: [R, E] (or [L, R, E]) int32, those of the plan. Or, where only summed counts were exchanged, [E] (or
             [L, E]), the rank's own counts: the shares of all ranks then add up to about the quota, see
             :func:`isoload.ops.share_alone`.
-        plan: with a quota.
+        plan: with a quota. Where only its shared experts are sampled, their slots are 0 here.
         rank: one source rank -> [P]; None: all -> [R, P].
         order: "locality" or "rank_major", see :func:`isoload.ops.share`. Policies that fix the share ignore it.
     """
