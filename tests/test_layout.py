@@ -19,6 +19,8 @@ LAYERS = [
     ["policies", "placers", "trace", "transport", "routers", "experts", "expert_weights", "grouping"],
     ["counting", "planning", "modules"],
     ["routing", "residence", "resident"],
+    ["borrowing"],
+    ["joining"],
     ["transfer"],
     ["moe"],
     ["batches", "calibration", "metrics", "inspection", "workloads"],

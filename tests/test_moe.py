@@ -354,10 +354,10 @@ def test_refuses_what_does_not_fit():
         MoE(setup.gate, few, LocalTransport(setup.topology), setup.placement)
     with pytest.raises(ValueError, match="placement must be for the transport's 2 ranks, got 4"):
         MoE(setup.gate, setup.dense, LocalTransport(isoload.Topology(2)), setup.placement)
-    with pytest.raises(ValueError, match="policy must not fill spare slots.*, got llep"):
+    with pytest.raises(ValueError, match="spare_slots must be at least 1 for policy llep, got 0"):
         MoE(setup.gate, setup.dense, LocalTransport(setup.topology), setup.placement, policy="llep")
     layer = MoE(setup.gate, setup.dense, LocalTransport(setup.topology), setup.placement)
-    with pytest.raises(ValueError, match="policy must not fill spare slots.*, got llep"):
+    with pytest.raises(ValueError, match="spare_slots must be at least 1 for policy llep, got 0"):
         layer.policy = isoload.POLICIES["llep"]()
     assert layer.policy.name == "exact"
     with pytest.raises(ValueError, match="policy must be one of"):

@@ -5,6 +5,7 @@ Shapes: S slots, H width of a row, I intermediate width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -116,6 +117,30 @@ class ExpertWeights:
             uniform(hidden, num_slots, 2 * intermediate) if bias else None,
             uniform(intermediate, num_slots, hidden) if bias else None,
         )
+
+
+def _there() -> None:
+    """Nothing to wait for."""
+
+
+@dataclass(frozen=True)
+class BorrowedWeights(ExpertWeights):
+    """Stacks that arrive while others are computed, in memory that is another's by the time of backward.
+
+    Args:
+        wait: returns once the weights are there: called before they are used, in forward and in backward, which
+            reads the same memory. So nothing that is computed from them saves them.
+    """
+
+    wait: Callable[[], None] = _there
+
+
+def describe(weights: ExpertWeights) -> str:
+    """Shapes, dtype and kind of device, for messages and comparisons."""
+    names = ("gate_up", "down", "gate_up_bias", "down_bias")
+    stacks = {name: tensor for name in names if (tensor := getattr(weights, name)) is not None}
+    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in stacks.items())
+    return f"{shapes} {weights.down.dtype} on {weights.down.device.type}"
 
 
 class ComputePath(NamedTuple):

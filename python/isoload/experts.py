@@ -5,14 +5,25 @@ Shapes: N received rows of width H, K copies per row at most, S slots, I interme
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from isoload.expert_weights import ROW_BYTES, Activation, ComputePath, ExpertWeights, SwiGLU, compute_path
+from isoload.expert_weights import (
+    ROW_BYTES,
+    Activation,
+    BorrowedWeights,
+    ComputePath,
+    ExpertWeights,
+    SwiGLU,
+    compute_path,
+)
 from isoload.grouping import Grouping, gather_copies, group_copies, sum_dtype, weighted_sum
 from isoload.value_checks import values_readable
 
@@ -54,12 +65,26 @@ def run_experts(
         grouping = group_copies(slots, first, group.num_slots, held)
         copies = gather_copies(rows, grouping)  # [C, H]
         if group.num_slots:  # else all are absent, but rows keep their gradient's way
-            linear = _LINEAR[compute_path(group).kernel]
+            kernel = compute_path(group).kernel
+            linear = _LINEAR[kernel]
+            if isinstance(group, BorrowedWeights):
+                group.wait()
+                linear = partial(_BorrowedLinear.apply, kernel, group.wait)
             inner = activation(linear(copies, group.gate_up, group.gate_up_bias, grouping))  # [C, I]
             copies = linear(inner, group.down, group.down_bias, grouping)  # [C, H]
         total = total + weighted_sum(copies, weights, grouping)  # [N, H]
         first += group.num_slots
     return total.to(rows.dtype)
+
+
+def count_copies(slots: Tensor, groups: Sequence[ExpertWeights]) -> list[int]:
+    """The copies of every group, from local slots [N, K] that count through the groups."""
+    counts, first = [], 0
+    for group in groups:
+        end = first + group.num_slots
+        counts.append(int(((slots >= first) & (slots < end)).sum()))
+        first = end
+    return counts
 
 
 class Experts(nn.Module):
@@ -160,6 +185,40 @@ def _loop_linear(x: Tensor, weight: Tensor, bias: Tensor | None, grouping: Group
 _LINEAR = {"grouped_mm": _grouped_linear, "loop": _loop_linear}
 
 
+class _BorrowedLinear(torch.autograd.Function):
+    """A linear map that does not save its weight: backward reads the memory where it was, see BorrowedWeights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernel: str,
+        wait: Callable[[], None],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        grouping: Grouping,
+    ) -> Tensor:
+        ctx.save_for_backward(x, grouping.ends)
+        ctx.kernel, ctx.wait, ctx.weight, ctx.has_bias = kernel, wait, weight.detach(), bias is not None
+        return _LINEAR[kernel](x, weight, bias, grouping)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, ends = ctx.saved_tensors
+        ctx.wait()
+        if ctx.kernel == "grouped_mm":
+            to_x = F.grouped_mm(grad, ctx.weight, offs=ends)
+            to_weight = F.grouped_mm(grad.t(), x, offs=ends)
+            return None, None, to_x, to_weight, _sum_per_slot(grad, ends) if ctx.has_bias else None, None
+        bounds = [0, *ends.tolist()]
+        parts = [(grad[a:b], x[a:b]) for a, b in pairwise(bounds)]
+        to_x = torch.cat([g @ w for (g, _), w in zip(parts, ctx.weight.unbind(), strict=True)])
+        to_x = torch.cat([to_x, x.new_zeros(len(x) - bounds[-1], x.shape[1])])
+        to_bias = torch.stack([g.sum(0) for g, _ in parts]) if ctx.has_bias else None
+        return None, None, to_x, torch.stack([g.t() @ rows for g, rows in parts]), to_bias, None
+
+
 class _AddBias(torch.autograd.Function):
     """``y + bias[slot]``; its own backward, because indexing would add the tail's gradients, in y's dtype."""
 
@@ -171,9 +230,13 @@ class _AddBias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (ends,) = ctx.saved_tensors
-        # Sums of rows per slot are a grouped product with ones: fp32 inside, and in a fixed order.
-        ones = grad.new_ones(len(grad), ROW_BYTES // grad.element_size())
-        return grad, F.grouped_mm(ones.t(), grad, offs=ends)[:, 0], None, None
+        return grad, _sum_per_slot(grad, ends), None, None
+
+
+def _sum_per_slot(grad: Tensor, ends: Tensor) -> Tensor:
+    """[S, F] each slot's rows of grad [C, F] added up: a grouped product with ones, fp32 inside, in a fixed order."""
+    ones = grad.new_ones(len(grad), ROW_BYTES // grad.element_size())
+    return F.grouped_mm(ones.t(), grad, offs=ends)[:, 0]
 
 
 def _check_arguments(
@@ -219,12 +282,8 @@ def _check_slots(slots: Tensor, num_slots: int) -> None:
 
 
 def _check_num_copies(slots: Tensor, groups: Sequence[ExpertWeights], num_copies: Sequence[int]) -> None:
-    first = 0
-    for g, (group, claimed) in enumerate(zip(groups, num_copies, strict=True)):
-        end = first + group.num_slots
-        present = int(((slots >= first) & (slots < end)).sum())
+    for g, (claimed, present) in enumerate(zip(num_copies, count_copies(slots, groups), strict=True)):
         if claimed != present:
             raise ValueError(
                 f"num_copies[{g}] must be the number of copies present ({present}), got {claimed}"
             )
-        first = end

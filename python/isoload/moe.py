@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isoload.borrowing import Borrowed, Borrowing
 from isoload.counting import count
-from isoload.expert_weights import Activation, ExpertWeights, SwiGLU
-from isoload.experts import run_experts
+from isoload.expert_weights import Activation, ExpertWeights, SwiGLU, describe
+from isoload.experts import count_copies, run_experts
+from isoload.joining import bring_again, join_rows
 from isoload.modules import fold_shared, module_parts
 from isoload.ops import Prefer, append_shared_expert
 from isoload.placement import PlacedLayers, Placement
@@ -19,12 +21,12 @@ from isoload.planning import own_layers, plan, refresh_layers
 from isoload.policies import Policy, make_policy
 from isoload.records import Plan
 from isoload.residence import residences
-from isoload.resident import RankWeights, join_rows, refresh_replicas
+from isoload.resident import RankWeights, new_stack, refresh_replicas
 from isoload.routers import Routing, given_choices
 from isoload.routing import route, route_fixed
 from isoload.topology import Topology
-from isoload.transfer import FACTS, check_move, count_rows, move_facts, move_state, move_weights
-from isoload.transport import LocalTransport, Received, Transport, error_code
+from isoload.transfer import FACTS, check_move, checksum, count_rows, move_facts, move_state, move_weights
+from isoload.transport import LocalTransport, Received, Transport, error_code, make_back_end
 from isoload.value_checks import values_readable
 
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -53,6 +55,9 @@ class MoE(nn.Module):
             host: see num_tokens of :meth:`forward`. The same on all ranks.
         weight_rows: experts that every rank has memory for, for :meth:`load_placement`. None: as many as the
             placement's slots hold on it.
+        borrow: the back end that brings the weights of spare slots: "pull", "copy", "all_to_all" or "p2p", see
+            isoload.transport.borrow. None: "pull" where ranks can read each other's memory, else "all_to_all";
+            ``borrowing.back_end.name`` says which.
 
     Raises:
         ValueError: naming the argument, the rule and the value; on the other ranks naming the rank and the stage.
@@ -72,34 +77,54 @@ class MoE(nn.Module):
         prefer: Prefer | None = None,
         min_tokens: int = 0,
         weight_rows: int | None = None,
+        borrow: str | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
-        if dense.num_slots != placement.num_experts:
-            raise ValueError(
-                f"dense must hold num_experts={placement.num_experts} experts, got {dense.num_slots}"
+        with transport.agreeing("construction") as facts:
+            _check_parts(dense, transport, placement, min_tokens)
+            self.gate, self.transport, self.placement, self.layer = gate, transport, placement, layer
+            self.policy, self.prefer, self.shared = make_policy(policy, options), prefer, shared
+            self.activation: Activation = SwiGLU() if activation is None else activation
+            self.min_tokens = min_tokens
+            placed = placement.layer(layer, "cpu")
+            self.held, self.num_rows = residences(placed), count_rows(placed, weight_rows)
+            facts.update(
+                {
+                    "layer": layer,
+                    "policy": self.policy,
+                    "min_tokens": min_tokens,
+                    "weight_rows": weight_rows,
+                    "borrow": borrow,
+                    "dense": describe(dense),
+                    "checksum of slot_to_expert": checksum(placed.slot_to_expert.tolist()),
+                    "checksum of home_slot": checksum(placed.home_slot.tolist()),
+                }
             )
-        if placement.topology.num_ranks != transport.topology.num_ranks:
-            raise ValueError(
-                f"placement must be for the transport's {transport.topology.num_ranks} ranks, "
-                f"got {placement.topology.num_ranks}"
-            )
-        if min_tokens < 0:
-            raise ValueError(f"min_tokens must be at least 0, got {min_tokens}")
-        self.min_tokens = min_tokens
-        self.gate, self.transport, self.placement, self.layer = gate, transport, placement, layer
-        self.policy, self.prefer, self.shared = make_policy(policy, options), prefer, shared
-        self.activation: Activation = SwiGLU() if activation is None else activation
-        placed = placement.layer(layer, "cpu")
-        self.held, self.num_rows = residences(placed), count_rows(placed, weight_rows)
-        self.weights = nn.ModuleList(
-            RankWeights(self.held[rank], dense, self.num_rows[rank]) for rank in transport.ranks
-        )
+        self._hold(dense, borrow)
         self.has_replicas = any(residence.replicas for residence in self.held)
         self.has_freedom = placement.has_freedom[layer]
         self._placed: dict[torch.device, PlacedLayers] = {}
         self._placed_on(dense.down.device)
         self.last_plan: Plan | None = None
+
+    def _hold(self, dense: ExpertWeights, borrow: str | None) -> None:
+        """Takes memory for the ranks' weights and, with spare slots, for borrowed ones."""
+        spare, transport, new, self.borrowing = self.placement.spare_slots, self.transport, new_stack, None
+        if spare:
+            with transport.agreeing("construction"):
+                back_end = make_back_end(transport, borrow, dense.down.device)
+            new = back_end.new_stack
+            if back_end.reads_peers:
+                self.num_rows = [max(self.num_rows)] * len(self.num_rows)
+        with transport.agreeing("construction"):
+            self.weights = nn.ModuleList(
+                RankWeights(self.held[rank], dense, self.num_rows[rank], spare, new)
+                for rank in transport.ranks
+            )
+            if spare:
+                self.borrowing = Borrowing(transport, self._ranks(), spare, back_end)
+                self.borrowing.settle(self.held, self.placement.num_experts)
 
     @property
     def policy(self) -> Policy:
@@ -108,10 +133,8 @@ class MoE(nn.Module):
 
     @policy.setter
     def policy(self, policy: Policy) -> None:
-        if policy.borrows:  # copies in slots without weights would be left out
-            raise ValueError(
-                f"policy must not fill spare slots, since the layer does not borrow weights, got {policy.name}"
-            )
+        if policy.borrows and not self.placement.spare_slots:
+            raise ValueError(f"spare_slots must be at least 1 for policy {policy.name}, got 0")
         self._policy = policy
 
     @classmethod
@@ -153,10 +176,13 @@ class MoE(nn.Module):
         planned = self._is_planned(num_tokens)
         chosen, loads = self._choose(rows, planned)  # [T, K] ids and weights; [R, E] copies
         made = self.last_plan = self._plan(loads) if planned else None  # quota [P]
+        borrowed = self._borrow(made)  # on their way from here on
         slots = self._route(chosen, loads, made)  # [T, K]
         gate_weights = [weights for _, weights in chosen]
         received = self.transport.dispatch(rows, slots, gate_weights, self.placement.slots_per_rank)
-        computed = self._compute(received, loads, slots)  # [N, H], summed over a row's local copies
+        if borrowed is not None:
+            borrowed.proceed()
+        computed = self._compute(received, loads, slots, borrowed)  # [N, H], summed over a row's local copies
         combined = self.transport.combine(computed, received)  # [T, H]
         if self.shared is not None:
             combined = [y + self.shared(row) for y, row in zip(combined, rows, strict=True)]
@@ -210,6 +236,8 @@ class MoE(nn.Module):
         move_weights(self.transport, ranks, before, after, size)
         for rank, weights in zip(self.transport.ranks, ranks, strict=True):
             weights.settle(after[rank])
+        if self.borrowing is not None:
+            self.borrowing.settle(after, placement.num_experts)
         self.placement, self.held = placement, after
         self.has_replicas = any(residence.replicas for residence in after)
         self.has_freedom = placement.has_freedom[self.layer]
@@ -238,6 +266,12 @@ class MoE(nn.Module):
 
     def _plan(self, loads: Tensor) -> Plan:
         return plan(loads, self._placed_on(loads.device), None, self.policy)
+
+    def _borrow(self, made: Plan | None) -> Borrowed | None:
+        """Begins to bring the experts in the plan's spare slots."""
+        if made is None or self.borrowing is None or not made.policy.borrows:
+            return None
+        return self.borrowing.borrow(made)
 
     def _route(self, chosen: Sequence[Routing], loads: Tensor, made: Plan | None) -> list[Tensor]:
         """[T, K] slots of every owned rank's copies: as planned or, without a plan, where they always go."""
@@ -287,16 +321,33 @@ class MoE(nn.Module):
             raise
         return chosen, loads
 
-    def _compute(self, received: list[Received], loads: Tensor, slots: list[Tensor]) -> list[Tensor]:
+    def _compute(
+        self, received: list[Received], loads: Tensor, slots: list[Tensor], borrowed: Borrowed | None
+    ) -> list[Tensor]:
+        """Resident experts first, while borrowed weights still travel."""
         ranks, readable = self._ranks(), values_readable(loads)
-        routes = {f"route of rank {r}": s for r, s in zip(self.transport.ranks, slots, strict=True)}
-        noted = {"loads": loads, **routes} if readable else {}
+        noted = {f"route of rank {r}": s for r, s in zip(self.transport.ranks, slots, strict=True)}
+        noted = {"loads": loads, **noted} if readable else {}
         arrived_rows = [arrived.rows for arrived in received]
-        rows, stored = join_rows(self.transport, ranks, arrived_rows, self.has_replicas, noted)
+        rows, groups = join_rows(self.transport, ranks, arrived_rows, self.has_replicas, borrowed, noted)
         outputs = []
-        for row, rank, arrived, stacks in zip(rows, ranks, received, stored, strict=True):
+        for row, rank, arrived, stacks in zip(rows, ranks, received, groups, strict=True):
             local = rank.weight_rows(arrived.slots)
             # On a device the count would be one more wait: there buffers hold N*K copies.
-            held = [int((local >= 0).sum())] if readable else None
-            outputs.append(run_experts(row, local, arrived.weights, [stacks], self.activation, held))
-        return outputs
+            held = count_copies(local, stacks) if readable else None
+            outputs.append(run_experts(row, local, arrived.weights, stacks, self.activation, held))
+        return outputs if borrowed is None else bring_again(borrowed, outputs)
+
+
+def _check_parts(dense: ExpertWeights, transport: Transport, placement: Placement, min_tokens: int) -> None:
+    if dense.num_slots != placement.num_experts:
+        raise ValueError(
+            f"dense must hold num_experts={placement.num_experts} experts, got {dense.num_slots}"
+        )
+    if placement.topology.num_ranks != transport.topology.num_ranks:
+        raise ValueError(
+            f"placement must be for the transport's {transport.topology.num_ranks} ranks, "
+            f"got {placement.topology.num_ranks}"
+        )
+    if min_tokens < 0:
+        raise ValueError(f"min_tokens must be at least 0, got {min_tokens}")

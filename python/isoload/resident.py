@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from isoload.expert_weights import ExpertWeights
 from isoload.residence import Residence
@@ -24,6 +23,10 @@ if TYPE_CHECKING:
 NAMES = ("gate_up", "down", "gate_up_bias", "down_bias")
 
 
+def new_stack(like: Tensor, rows: int) -> Tensor:
+    return like.new_zeros(rows, *like.shape[1:])
+
+
 class RankWeights(nn.Module):
     """One rank's weight rows of a layer.
 
@@ -31,23 +34,33 @@ class RankWeights(nn.Module):
         residence: what the rank holds.
         dense: the stacks of all E experts, from which the rank takes its own.
         num_rows: weight rows to make room for; those that the residence does not use hold zeros.
+        spare_slots: the last local slots, for borrowed experts, whose rows count on from num_rows.
+        new_stack: (like, rows) -> [rows, ...] zeros: where the storages come from.
     """
 
     row_of_slot: Tensor
 
-    def __init__(self, residence: Residence, dense: ExpertWeights, num_rows: int) -> None:
+    def __init__(
+        self,
+        residence: Residence,
+        dense: ExpertWeights,
+        num_rows: int,
+        spare_slots: int = 0,
+        new_stack: Callable[[Tensor, int], Tensor] = new_stack,
+    ) -> None:
         super().__init__()
         self.residence = residence
         experts, num_homes = list(residence.experts), len(residence.homes)
         for name in NAMES:
             stack: Tensor | None = getattr(dense, name)
-            stored = None if stack is None else stack.new_zeros(num_rows, *stack.shape[1:])
+            stored = None if stack is None else new_stack(stack, num_rows)
             if stack is not None and stored is not None:
                 stored[: len(experts)] = stack.detach()[experts]
             homes = None if stored is None else nn.Parameter(stored[:num_homes])
             self.register_parameter(name, homes)
             self.register_buffer(f"stored_{name}", stored, persistent=False)
-        row_of_slot = torch.tensor(residence.row_of_slot, dtype=torch.int64, device=dense.down.device)
+        self.num_rows, self.spare_slots = num_rows, spare_slots
+        row_of_slot = torch.tensor(self._rows(residence), dtype=torch.int64, device=dense.down.device)
         self.register_buffer("row_of_slot", row_of_slot, persistent=False)
 
     def home_rows(self) -> list[Tensor]:
@@ -63,10 +76,10 @@ class RankWeights(nn.Module):
         """The storages, each [rows, ...]."""
         return [b for name in NAMES if (b := getattr(self, f"stored_{name}")) is not None]
 
-    def as_weights(self, stacks: Sequence[Tensor]) -> ExpertWeights:
+    def by_name(self, stacks: Sequence[Tensor]) -> dict[str, Tensor]:
         """Stacks in the order of home_rows, by name again."""
         names = [name for name in NAMES if getattr(self, name) is not None]
-        return ExpertWeights(**dict(zip(names, stacks, strict=True)))
+        return dict(zip(names, stacks, strict=True))
 
     def weight_rows(self, slots: Tensor) -> Tensor:
         """Local slots [N, K] as weight rows; -1 stays."""
@@ -77,10 +90,15 @@ class RankWeights(nn.Module):
     def settle(self, residence: Residence) -> None:
         """Takes the storages as they are now for the rows of another residence; no pointer changes."""
         self.residence = residence
-        self.row_of_slot.copy_(torch.tensor(residence.row_of_slot, device=self.row_of_slot.device))
+        self.row_of_slot.copy_(torch.tensor(self._rows(residence), device=self.row_of_slot.device))
         for home in self.home_rows():
             torch.autograd.graph.increment_version(home)  # a backward from before the move must raise
         self._show_homes()
+
+    def _rows(self, residence: Residence) -> list[int]:
+        """[S] weight row of every local slot, -1 = none."""
+        resident = len(residence.row_of_slot) - self.spare_slots
+        return [*residence.row_of_slot[:resident], *range(self.num_rows, self.num_rows + self.spare_slots)]
 
     def _show_homes(self) -> None:
         """Makes each Parameter the first rows of its storage."""
@@ -127,98 +145,3 @@ def refresh_replicas(transport: Transport, ranks: Sequence[RankWeights]) -> None
         index = torch.tensor(rank.residence.incoming, dtype=torch.int64, device=rows.device)
         for stack, part in zip(stacks, rows.split(sizes, dim=1), strict=True):
             stack.index_copy_(0, index, part.view(-1, *stack.shape[1:]))
-
-
-class JoinRows(torch.autograd.Function):
-    """Parameters in, whole storages out; gradients of replica rows return to the home rows.
-
-    Inputs, for all owned ranks: received rows (none where no rank has replicas), then every rank's Parameters; outputs:
-    the same rows, then every rank's storages. Rows pass through so that every rank, also one that holds no weights,
-    enters the exchange of the gradients.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        transport: Transport,
-        ranks: Sequence[RankWeights],
-        noted: dict[str, Tensor],
-        num_passed: int,
-        *values: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.transport, ctx.held = transport, [rank.residence for rank in ranks]
-        ctx.noted, ctx.num_passed = noted, num_passed
-        # Saved to be found changed: after .to() or a copy, a step on a Parameter shows in no storage's version.
-        ctx.save_for_backward(*noted.values(), *values[num_passed:])
-        stored = [stack.detach() for rank in ranks for stack in rank.stored_rows()]
-        return *(rows.view_as(rows) for rows in values[:num_passed]), *stored
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        check_recomputed(ctx.noted, ctx.saved_tensors)
-        held: list[Residence] = ctx.held
-        rows, stacks = grads[: ctx.num_passed], grads[ctx.num_passed :]
-        width = len(stacks) // len(held)
-        of_rank = [stacks[i : i + width] for i in range(0, len(stacks), width)]
-        homes = [[g.narrow(0, 0, len(r.homes)) for g in own] for r, own in zip(held, of_rank, strict=True)]
-        if rows:
-            exact = torch.promote_types(stacks[0].dtype, torch.float32)
-            buffers = [
-                pack(flatten_rows(own, [len(r.homes) + i for i in r.incoming], exact))
-                for r, own in zip(held, of_rank, strict=True)
-            ]
-            returned = ctx.transport.send_back("replica gradients", buffers, held)
-            homes = [add_returned(*args, exact) for args in zip(homes, held, returned, strict=True)]
-        return None, None, None, None, *rows, *(total for totals in homes for total in totals)
-
-
-def check_recomputed(noted: dict[str, Tensor], saved: Sequence[Tensor]) -> None:
-    """Raises if a checkpoint (use_reentrant=False) recomputed the layer with other choices than the first time.
-
-    The node keeps what the first forward noted; saved tensors are the recompute's. Without one they are the same
-    tensors, which costs no comparison. The reentrant checkpoint keeps no node of the first forward to compare with.
-    """
-    for (name, first), again in zip(noted.items(), saved, strict=False):
-        if not torch.equal(first, again):
-            raise RuntimeError(
-                f"{name} must be the same when a checkpoint recomputes the layer, got others: "
-                "the gate must choose alike for the same rows"
-            )
-
-
-def join_rows(
-    transport: Transport,
-    ranks: Sequence[RankWeights],
-    rows: Sequence[Tensor],
-    has_replicas: bool,
-    noted: dict[str, Tensor],
-) -> tuple[list[Tensor], list[ExpertWeights]]:
-    """Received rows and, for every owned rank, its storages, joined to autograd.
-
-    Args:
-        transport: joins the ranks.
-        ranks: the owned ones.
-        rows: [N, H] each.
-        has_replicas: whether any rank has: then backward exchanges gradients, on every rank.
-        noted: what a recompute must find again, see :func:`check_recomputed`.
-    """
-    passed = list(rows) if has_replicas else []
-    homes = [stack for rank in ranks for stack in rank.home_rows()]
-    out: tuple[Tensor, ...] = JoinRows.apply(transport, ranks, noted, len(passed), *passed, *homes)
-    stacks, width = out[len(passed) :], len(homes) // len(ranks)
-    stored = [rank.as_weights(stacks[i * width : (i + 1) * width]) for i, rank in enumerate(ranks)]
-    return (list(out[: len(passed)]) if has_replicas else list(rows)), stored
-
-
-def add_returned(
-    homes: Sequence[Tensor], residence: Residence, buffer: Tensor, exact: torch.dtype
-) -> list[Tensor]:
-    """Home gradients plus those that came back, one after the other in the order of ranks: the same sum every time."""
-    sizes = [stack.shape[1:].numel() for stack in homes]
-    (rows,) = unpack(buffer, [(sum(sizes), exact)])
-    totals = [stack.to(exact, copy=True) for stack in homes]
-    for i, home in enumerate(residence.outgoing):
-        for total, part in zip(totals, rows[i].split(sizes), strict=True):
-            total[home] += part.view(total.shape[1:])
-    return [total.to(stack.dtype) for total, stack in zip(totals, homes, strict=True)]

@@ -27,9 +27,11 @@ def raise_failure(codes: Sequence[int]) -> None:
     for rank, code in enumerate(codes):
         if code:
             stage = STAGES[code - 1] if 1 <= code <= len(STAGES) else f"of code {code}"
-            raise ValueError(
-                f"rank {rank} failed in stage {stage}, so all ranks stop; its own error says why"
-            )
+            raise ValueError(rank_failed(rank, stage))
+
+
+def rank_failed(rank: int, stage: str) -> str:
+    return f"rank {rank} failed in stage {stage}, so all ranks stop; its own error says why"
 
 
 def raise_disagreement(names: Sequence[str], facts: Sequence[Sequence[int]]) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -19,55 +17,11 @@ from isoload.transport.agreement import (
     error_code,
     raise_disagreement,
     raise_failure,
+    rank_failed,
 )
 from isoload.transport.exchange import Combine, Dispatch, anchor
-from isoload.transport.rows import RowMap, Splits, find_destinations, map_rows
-
-
-@dataclass(frozen=True, eq=False)
-class Handle:
-    """What combine needs of a dispatch: the rank's row map, and the link by which gradients find their way back."""
-
-    row_map: RowMap
-    link: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Received:
-    """What one rank got: a row per (token, this rank), in order of source rank, then token.
-
-    rows     [N, H]        in the dtype of x
-    slots    [N, K] int64  local slot 0..S-1 of the token's copies; -1 = absent (that copy went elsewhere)
-    weights  [N, K]        gate weights in the dtype they were given in, 0 where slots is -1
-    handle                 for combine
-
-    With ``max_tokens_per_rank=C``, N = R * C: the rows of source s start at s * C, and those with all slots -1 are
-    padding.
-    """
-
-    rows: Tensor
-    slots: Tensor
-    weights: Tensor
-    handle: Handle
-
-
-@dataclass
-class Traffic:
-    """What this process handed to the exchanges since the transport was made.
-
-    rows        [R, R] int64  rows dispatched, source x destination; only the process's own sources are filled
-    bytes                     by stage; padding and what a rank sends to itself count, too
-    host_syncs                times the host waited for values that an exchange brought
-    """
-
-    rows: Tensor
-    bytes: Counter[str] = field(default_factory=Counter)
-    host_syncs: int = 0
-
-
-def num_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor; unlike ``nbytes`` also while torch.compile traces symbolic sizes."""
-    return tensor.numel() * tensor.itemsize
+from isoload.transport.records import Handle, Received, Traffic, num_bytes
+from isoload.transport.rows import Splits, find_destinations, map_rows
 
 
 class Transport(ABC):
@@ -94,6 +48,7 @@ class Transport(ABC):
         self.reset_traffic()
         self._errors: Tensor | None = None  # [R] codes that the host has not read yet
         self._agreed: set[tuple[Any, ...]] = set()
+        self._shared: dict[tuple[Any, ...], Any] = {}
 
     @abstractmethod
     def _gather(self, stage: str, rows: list[Tensor]) -> Tensor:
@@ -104,6 +59,17 @@ class Transport(ABC):
         self, stage: str, buffers: list[Tensor], sent: list[list[int]], got: list[list[int]]
     ) -> list[Tensor]:
         """Per owned rank [sum(got), F], its sources' parts in order, from buffers [sum(sent), F] by destination."""
+
+    @abstractmethod
+    def _gather_objects(self, stage: str, given: object) -> list[Any]:
+        """The object of every process of the group."""
+
+    def _start_swap(
+        self, stage: str, buffers: list[Tensor], sent: list[list[int]], got: list[list[int]]
+    ) -> Callable[[], list[Tensor]]:
+        """:meth:`_swap`, begun."""
+        arrived = self._swap(stage, buffers, sent, got)
+        return lambda: arrived
 
     def gather_loads(self, counts: list[Tensor], errors: list[int] | None = None) -> Tensor:
         """Every rank's counts and, in one more column, whether it failed.
@@ -242,6 +208,71 @@ class Transport(ABC):
             raise failure
         raise_failure([row[0] for row in gathered])
         raise_disagreement(names, [row[1:] for row in gathered])
+
+    def can_reach(self, device: torch.device) -> bool:
+        """Whether kernels on the device can read the other ranks' memory. All ranks ask together."""
+        return False
+
+    def new_reachable(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeros that every rank can read, of the same shape on all of them, made by all together."""
+        raise NotImplementedError
+
+    def reach(self, own: list[Tensor]) -> list[Tensor]:
+        """[R] every rank's tensor, readable in place, given those of the owned ranks from :meth:`new_reachable`."""
+        raise NotImplementedError
+
+    def meet(self, stage: str, device: torch.device) -> None:
+        """On the device's current stream: waits until all ranks have come here."""
+        raise NotImplementedError
+
+    def shared(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """What all layers on this transport have in common, made once."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
+
+    @contextmanager
+    def agreeing(self, stage: str) -> Iterator[dict[str, object]]:
+        """What fails inside fails on all ranks, and so do facts (put into the dict) that differ: :meth:`agree_once`."""
+        facts: dict[str, object] = {}
+        failure = None
+        try:
+            yield facts
+        except Exception as error:
+            failure = error
+        self.agree_once(stage, facts, failure)
+
+    def agree_once(self, stage: str, facts: dict[str, object], failure: Exception | None = None) -> None:
+        """Compares facts of any kind between all processes, as when something is made. Slow, and the host waits.
+
+        Args:
+            stage: in whose name the ranks agree.
+            facts: by name; not read where there is a failure.
+            failure: why this process cannot go on.
+
+        Raises:
+            ValueError: on all ranks alike, naming the first fact that differs, or the rank that failed and the stage.
+            Exception: the failure, on the process that has it.
+        """
+        gathered = self._gather_objects(stage, None if failure is not None else facts)
+        if failure is not None:
+            raise failure
+        for rank, given in enumerate(gathered):
+            if given is None:
+                raise ValueError(rank_failed(rank, stage))
+        for name, value in gathered[0].items():
+            for rank, given in enumerate(gathered):
+                if given[name] != value:
+                    raise ValueError(
+                        f"{name} must be the same on all ranks, got {value} on rank 0 and {given[name]} on rank {rank}"
+                    )
+
+    def start(
+        self, stage: str, buffers: list[Tensor], splits: Sequence[Splits]
+    ) -> Callable[[], list[Tensor]]:
+        """:meth:`send`, begun: what it returns waits for the rows; other exchanges may come before that."""
+        self.traffic.bytes[stage] += sum(map(num_bytes, buffers))
+        return self._start_swap(stage, buffers, [s.sent for s in splits], [s.got for s in splits])
 
     def send(self, stage: str, buffers: list[Tensor], splits: Sequence[Splits]) -> list[Tensor]:
         """Token side to expert side: buffers [sum(sent), F] -> [sum(got), F]."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from isoload.topology import Topology
 from isoload.transport.base import Transport
+from isoload.transport.symmetric import SymmetricMemory
 
 # the name since torch 2.13, and the one before
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -37,23 +41,16 @@ class CollectiveTransport(Transport):
         max_tokens_per_rank: int | None = None,
     ) -> None:
         self.group = group if group is not None else dist.group.WORLD
+        self._symmetric: SymmetricMemory | Literal[False] | None = None  # None: not tried yet
         super().__init__(topology, [dist.get_rank(self.group)], max_tokens_per_rank)
         size = dist.get_world_size(self.group)
-        given = [None] * size
-        with self._named("construction"):
-            dist.all_gather_object(given, (topology, max_tokens_per_rank), group=self.group)
-        for name, values in zip(("topology", "max_tokens_per_rank"), zip(*given, strict=True), strict=True):
-            for rank, value in enumerate(values):
-                if value != values[0]:
-                    raise ValueError(
-                        f"{name} must be the same on all ranks, got {values[0]} on rank 0 and {value} on rank {rank}"
-                    )
+        self.agree_once("construction", {"topology": topology, "max_tokens_per_rank": max_tokens_per_rank})
         if topology.num_ranks != size:
             raise ValueError(f"topology must have the group's {size} ranks, got {topology.num_ranks}")
 
     def _gather(self, stage: str, rows: list[Tensor]) -> Tensor:
         gathered = rows[0].new_empty(self.topology.num_ranks * len(rows[0]))
-        with self._named(stage):
+        with self.named(stage):
             _all_gather(gathered, rows[0], group=self.group)
         return gathered.view(self.topology.num_ranks, -1)
 
@@ -61,12 +58,66 @@ class CollectiveTransport(Transport):
         self, stage: str, buffers: list[Tensor], sent: list[list[int]], got: list[list[int]]
     ) -> list[Tensor]:
         arrived = buffers[0].new_empty(sum(got[0]), *buffers[0].shape[1:])
-        with self._named(stage):
+        with self.named(stage):
             dist.all_to_all_single(arrived, buffers[0].contiguous(), got[0], sent[0], group=self.group)
         return [arrived]
 
+    def _start_swap(
+        self, stage: str, buffers: list[Tensor], sent: list[list[int]], got: list[list[int]]
+    ) -> Callable[[], list[Tensor]]:
+        arrived = buffers[0].new_empty(sum(got[0]), *buffers[0].shape[1:])
+        leaving = buffers[0].contiguous()
+        with self.named(stage):
+            work = dist.all_to_all_single(arrived, leaving, got[0], sent[0], group=self.group, async_op=True)
+
+        def wait() -> list[Tensor]:
+            with self.named(stage):
+                work.wait()
+            leaving.untyped_storage()  # held until here
+            return [arrived]
+
+        return wait
+
+    def _gather_objects(self, stage: str, given: object) -> list[Any]:
+        gathered: list[Any] = [None] * dist.get_world_size(self.group)
+        with self.named(stage):
+            dist.all_gather_object(gathered, given, group=self.group)
+        return gathered
+
+    def can_reach(self, device: torch.device) -> bool:
+        """Whether symmetric memory works here: found out by making some, once; all ranks must say the same."""
+        if device.type != "cuda":
+            return False
+        if self._symmetric is None:
+            assert self.group is not None
+            made = SymmetricMemory(self.group)
+            try:
+                made.new((16,), torch.uint8, device)
+                works = True
+            except (RuntimeError, ImportError) as error:
+                works = False
+                warnings.warn(f"symmetric memory cannot be had: {error}", stacklevel=2)
+            self.agree_once("construction", {"symmetric memory": works})
+            self._symmetric = made if works else False
+        return self._symmetric is not False
+
+    def new_reachable(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        assert self._symmetric
+        with self.named("construction"):
+            return self._symmetric.new(shape, dtype, device)
+
+    def reach(self, own: list[Tensor]) -> list[Tensor]:
+        assert self._symmetric
+        return self._symmetric.reach(own[0])
+
+    def meet(self, stage: str, device: torch.device) -> None:
+        assert self._symmetric
+        with self.named(stage):
+            self._symmetric.meet()
+
     @contextmanager
-    def _named(self, stage: str) -> Iterator[None]:
+    def named(self, stage: str) -> Iterator[None]:
+        """What fails inside says in which stage and on which rank."""
         try:
             yield
         except RuntimeError as error:

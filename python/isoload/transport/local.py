@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -23,3 +26,18 @@ class LocalTransport(Transport):
     ) -> list[Tensor]:
         parts = [buffer.split(sizes) for buffer, sizes in zip(buffers, sent, strict=True)]
         return [torch.cat(from_all) for from_all in zip(*parts, strict=True)]
+
+    def _gather_objects(self, stage: str, given: object) -> list[Any]:
+        return [given]
+
+    def can_reach(self, device: torch.device) -> bool:
+        return True
+
+    def new_reachable(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(*shape, dtype=dtype, device=device)
+
+    def reach(self, own: list[Tensor]) -> list[Tensor]:
+        return own
+
+    def meet(self, stage: str, device: torch.device) -> None:
+        pass  # all ranks are here
