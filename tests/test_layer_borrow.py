@@ -1,0 +1,224 @@
+"""The layer with borrowed weights is the dense layer; its memory is constant; backward brings the weights again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import isoload
+from borrowed_layer import LLEP, Setup, assert_dense, make_setup
+from isoload.transport import CollectiveTransport, LocalTransport
+from isoload.workloads import W0_TO_W7
+from processes import run_ranks
+
+LOCAL = ("pull", "copy", "all_to_all")
+
+
+def borrowed_experts(layer: isoload.MoE) -> int:
+    assert layer.last_plan is not None and layer.last_plan.telemetry is not None
+    return int(layer.last_plan.telemetry[0])
+
+
+@pytest.mark.parametrize("capacity", [1.0, 1.1])
+@pytest.mark.parametrize("workload", W0_TO_W7)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_equals_the_dense_layer(ranks: int, workload: str, capacity: float) -> None:
+    setup = make_setup(ranks, workload, tokens=(17,) * ranks)
+    layer = setup.layer(**LLEP, capacity=capacity)
+    assert_dense(setup, layer)
+
+
+@pytest.mark.parametrize("policy", [{"policy": "llep", "split_by": "exact", "min_chunk": 1, "threshold": 1.0},
+                                    {"policy": "spill_cost", "expert_bytes": 1, "min_chunk": 1}])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_other_policies_and_ragged_tokens(ranks: int, policy: dict[str, object]) -> None:
+    setup = make_setup(ranks)
+    layer = setup.layer(**policy)
+    assert_dense(setup, layer)
+    assert borrowed_experts(layer) > 0 or ranks == 1
+
+
+def test_replicas_and_borrowed_experts_side_by_side() -> None:
+    setup = make_setup(4, slots=5)
+    layer = setup.layer(**LLEP)
+    assert layer.has_replicas
+    assert_dense(setup, layer)
+    assert borrowed_experts(layer) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dtypes_with_biases(dtype: torch.dtype) -> None:
+    setup = make_setup(4, dtype=dtype, bias=True)
+    layer = setup.layer(**LLEP)
+    assert_dense(setup, layer)
+    assert borrowed_experts(layer) > 0
+
+
+@pytest.mark.parametrize("tokens", [(0, 0, 0, 0), (0, 0, 29, 0)], ids=["no tokens", "one rank has all"])
+def test_lopsided_batches(tokens: tuple[int, ...]) -> None:
+    setup = make_setup(4, "zipf", tokens=tokens)
+    if sum(tokens):
+        assert_dense(setup, setup.layer(**LLEP))
+    else:
+        assert [len(y) for y in setup.layer(**LLEP)(setup.rows)] == [0] * 4
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_back_ends_give_the_same_bits(bias: bool) -> None:
+    setup = make_setup(4, slots=5, dtype=torch.float32, bias=bias)
+    found = []
+    for name in LOCAL:
+        layer = setup.layer(**LLEP, borrow=name)
+        assert layer.borrowing is not None and layer.borrowing.back_end.name == name
+        found.append(assert_dense(setup, layer))
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def on_rank(rank: int, ranks: int, back_end: str) -> tuple[list[torch.Tensor], dict[str, int], int]:
+    setup = make_setup(ranks)
+    transport = CollectiveTransport(setup.placement.topology)
+    layer = setup.layer(transport, **LLEP, borrow=back_end)
+    rows = setup.rows[rank].clone().requires_grad_()
+    y = layer(rows)
+    syncs = transport.traffic.host_syncs
+    y.square().sum().backward()
+    tensors = [y.detach(), rows.grad, *(p.grad for p in layer.parameters())]
+    return tensors, dict(transport.traffic.bytes), syncs
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("back_end", ["all_to_all", "p2p"])
+def test_processes_equal_virtual_ranks(ranks: int, back_end: str) -> None:
+    results = run_ranks(on_rank, ranks, ranks, back_end)
+    setup = make_setup(ranks)
+    layer = setup.layer(**LLEP)
+    rows = setup.leaves()
+    ys = layer(rows)
+    torch.cat(ys).square().sum().backward()
+    assert borrowed_experts(layer) > 0
+    one = sum(s[0].numel() * s.element_size() for s in layer.weights[0].stored_rows())
+    sent = {stage: sum(b.get(stage, 0) for _, b, _ in results) for stage in ("borrow", "borrowed gradients")}
+    assert sent == dict.fromkeys(sent, one * borrowed_experts(layer))
+    for rank, (tensors, _, syncs) in enumerate(results):
+        wanted = [ys[rank], rows[rank].grad, *(p.grad for p in layer.weights[rank].parameters())]
+        assert all(torch.equal(a, b) for a, b in zip(tensors, wanted, strict=True))
+        assert syncs == 1, "one wait for the host per forward"
+
+
+def run_layers(layers: list[isoload.MoE], rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    for layer in layers:
+        rows = [a + b for a, b in zip(rows, layer(rows), strict=True)]
+    return rows
+
+
+def test_layers_share_one_pool_and_backward_brings_again_what_was_overwritten() -> None:
+    """Four layers, two buffers: the last two still find their weights."""
+    setup = make_setup(4)
+    transport = LocalTransport(setup.placement.topology)
+    layers = [setup.layer(transport, **LLEP) for _ in range(4)]
+    pools = {id(layer.borrowing.pool) for layer in layers if layer.borrowing is not None}
+    assert len(pools) == 1
+    pool = layers[0].borrowing.pool
+    pointers = [s.data_ptr() for buffer in pool.buffers for stacks in buffer for s in stacks]
+    rows = setup.leaves()
+    y = run_layers(layers, rows)
+    first = transport.traffic.bytes["borrow"]
+    torch.cat(y).square().sum().backward()
+    assert transport.traffic.bytes["borrow backward"] == first // 2 > 0
+    assert [s.data_ptr() for buffer in pool.buffers for stacks in buffer for s in stacks] == pointers
+    assert sum(s.numel() for buffer in pool.buffers for stacks in buffer for s in stacks) == (
+        2 * 4 * 2 * (2 * 8 * 8 + 8 * 8)  # buffers, ranks, spare slots, weights of an expert
+    )
+
+
+@pytest.mark.parametrize("back_end", LOCAL)
+def test_nothing_of_the_pool_survives_until_backward(back_end: str) -> None:
+    setup = make_setup(4, bias=True)
+    grads = []
+    for poisoned in (False, True):
+        layer = setup.layer(**LLEP, borrow=back_end)
+        rows = setup.leaves()
+        loss = torch.cat(layer(rows)).square().sum()
+        if poisoned:
+            pool = layer.borrowing.pool
+            for stack in (s for buffer in pool.buffers for stacks in buffer for s in stacks):
+                stack.fill_(torch.nan)
+            pool.holds[:] = [None, None]
+        loss.backward()
+        grads.append([r.grad for r in rows] + [p.grad for p in layer.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_recomputes_the_same_loans(reentrant: bool) -> None:
+    setup = make_setup(4)
+    grads = []
+    for checkpointed in (False, True):
+        transport = LocalTransport(setup.placement.topology)
+        layers = [setup.layer(transport, **LLEP) for _ in range(3)]
+        rows, passed = setup.leaves(), None
+        passed = rows
+        for layer in layers:
+
+            def run(*given: torch.Tensor, layer: isoload.MoE = layer) -> tuple[torch.Tensor, ...]:
+                return tuple(layer(list(given)))
+
+            out = checkpoint(run, *passed, use_reentrant=reentrant) if checkpointed else run(*passed)
+            passed = [a + b for a, b in zip(passed, out, strict=True)]
+        torch.cat(passed).square().sum().backward()
+        grads.append([r.grad for r in rows] + [p.grad for layer in layers for p in layer.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def train(setup: Setup, layer: isoload.MoE, steps: int) -> list[float]:
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.05)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        ys = layer(setup.rows)
+        loss = (torch.cat(ys) - torch.cat(setup.rows).sin()).square().sum()
+        loss.backward()
+        optimizer.step()
+        layer.refresh_replicas()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("slots", [4, 5], ids=["no replicas", "replicas"])
+def test_training_is_the_training_of_plain_ep(slots: int) -> None:
+    setup = make_setup(4, slots=slots)
+    plain, borrowing = setup.layer(policy="none"), setup.layer(**LLEP)
+    assert train(setup, borrowing, 5) == pytest.approx(train(setup, plain, 5), rel=1e-12)
+    assert borrowed_experts(borrowing) > 0
+    for a, b in zip(plain.parameters(), borrowing.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=1e-11)
+
+
+def test_below_the_threshold_nothing_travels() -> None:
+    setup = make_setup(4, "balanced", tokens=(16,) * 4)
+    layer = setup.layer(policy="llep")
+    assert_dense(setup, layer)
+    assert borrowed_experts(layer) == 0
+    assert not {"borrow", "borrow backward", "borrowed gradients"} & set(layer.transport.traffic.bytes)
+
+
+def test_another_placement_moves_the_homes() -> None:
+    setup = make_setup(4, slots=5)
+    layer = setup.layer(**LLEP)
+    layer(setup.rows)
+    counts = torch.arange(16.0)[None] + 1
+    layer.load_placement(isoload.place(counts, setup.placement.topology, slots_per_rank=7, spare_slots=2))
+    assert_dense(setup, layer)
+    assert borrowed_experts(layer) > 0
+
+
+def test_a_step_between_forward_and_backward_is_refused() -> None:
+    setup = make_setup(4)
+    layer = setup.layer(**LLEP)
+    loss = torch.cat(layer(setup.rows)).square().sum()
+    with torch.no_grad():
+        layer.weights[0].gate_up.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
