@@ -53,13 +53,18 @@ class Setup:
     def leaves(self) -> list[Tensor]:
         return [r.clone().requires_grad_() for r in self.rows]
 
-    def dense_run(self, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], list[Tensor], list[Tensor | None]]:
+    def dense_run(
+        self, dtype: torch.dtype = torch.float64
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor | None]]:
         """Outputs, gradients of the rows, and of the stacks, for the loss sum(y ** 2)."""
         stacks = [getattr(self.dense, name) for name in STACKS]
         stacks = [None if s is None else s.to(dtype).clone().requires_grad_() for s in stacks]
         rows = [r.to(dtype).clone().requires_grad_() for r in self.rows]
         group = ExpertWeights(*stacks)
-        ys = [run_experts(r, ids, self.weights(r), [group], SwiGLU()) for r, ids in zip(rows, self.ids, strict=True)]
+        ys = [
+            run_experts(r, ids, self.weights(r), [group], SwiGLU())
+            for r, ids in zip(rows, self.ids, strict=True)
+        ]
         torch.cat(ys).square().sum().backward()
         zeros = [torch.zeros_like(r) if r.grad is None else r.grad for r in rows]
         return ys, zeros, [None if s is None else s.grad for s in stacks]
@@ -90,7 +95,9 @@ def make_setup(
     draw = torch.Generator().manual_seed(seed)
     topology = isoload.Topology(ranks, 2 if ranks % 2 == 0 else 0)
     size = (slots or -(-experts // ranks)) + spare
-    placement = isoload.place(torch.ones(1, experts), topology, slots_per_rank=size, spare_slots=spare, placer="trivial")
+    placement = isoload.place(
+        torch.ones(1, experts), topology, slots_per_rank=size, spare_slots=spare, placer="trivial"
+    )
     dense = ExpertWeights.random(experts, HIDDEN, INNER, bias=bias, generator=draw, dtype=dtype)
     ids = made.topk_ids(0)
     rows = [torch.randn(len(i), HIDDEN, generator=draw, dtype=torch.float64).to(dtype) for i in ids]

@@ -25,10 +25,16 @@ class SparePool:
     """NUM_BUFFERS times the spare stacks [spare_slots, ...] of every owned rank, and whose weights they hold now."""
 
     def __init__(self, like: Stacks, spare_slots: int) -> None:
-        self.buffers: list[Stacks] = [
-            [[s.new_zeros(spare_slots, *s.shape[1:]) for s in stacks] for stacks in like]
-            for _ in range(NUM_BUFFERS)
-        ]
+        try:
+            self.buffers: list[Stacks] = [
+                [[s.new_zeros(spare_slots, *s.shape[1:]) for s in stacks] for stacks in like]
+                for _ in range(NUM_BUFFERS)
+            ]
+        except RuntimeError as error:
+            one = sum(s.shape[1:].numel() * s.itemsize for s in like[0])
+            raise ValueError(
+                f"spare_slots must fit in memory, {NUM_BUFFERS} times {spare_slots} experts of {one} bytes, got {error}"
+            ) from error
         self.holds: list[Borrowed | None] = [None] * NUM_BUFFERS
         self._next = 0
 

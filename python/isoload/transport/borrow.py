@@ -19,7 +19,6 @@ from isoload import ops
 from isoload.transport.base import Transport
 from isoload.transport.collective import CollectiveTransport
 from isoload.transport.loans import Loan, Loans
-from isoload.transport.local import LocalTransport
 from isoload.transport.records import num_bytes
 from isoload.transport.rows import pack, unpack
 
@@ -148,7 +147,14 @@ class Pull(BackEnd):
         table = self._table(peers)
         for rank, sums in zip(self.transport.ranks, totals, strict=True):
             ops.borrow_backward(
-                loans.slot_to_expert, loans.home, table, sums, rank, loans.spare_slots, grads[0][0].dtype
+                loans.slot_to_expert,
+                loans.home,
+                table,
+                sums,
+                loans.num_ranks,
+                rank,
+                loans.spare_slots,
+                grads[0][0].dtype,
             )
         self._count(stage, loans, grads)
         self.transport.meet(stage, grads[0][0].device)
@@ -159,12 +165,10 @@ class Pull(BackEnd):
     def _copy(self, loans: Loans, peers: Stacks, pools: Stacks) -> None:
         table = self._table(peers)
         for rank, stacks in zip(self.transport.ranks, pools, strict=True):
-            ops.borrow(loans.slot_to_expert, loans.home, table, stacks, len(peers), rank)
+            ops.borrow(loans.slot_to_expert, loans.home, table, stacks, loans.num_ranks, rank)
 
     def _show(self, grads: Stacks) -> Stacks:
-        """Gradients in memory that peers can read."""
-        if isinstance(self.transport, LocalTransport):
-            return grads
+        """Gradients in memory that peers can read, the same every time."""
         key = tuple((g.shape, g.dtype) for g in grads[0])
         if key not in self._shown:
             self._shown[key] = [[self.new_stack(g, len(g)) for g in own] for own in grads]
