@@ -11,6 +11,7 @@ from borrowed_layer import LLEP, Setup, assert_dense, make_setup
 from isoload.transport import CollectiveTransport, LocalTransport
 from isoload.workloads import W0_TO_W7
 from processes import run_ranks
+from test_layer_growth import live_tensors
 
 LOCAL = ("pull", "copy", "all_to_all")
 
@@ -200,6 +201,16 @@ def test_training_is_the_training_of_plain_ep(slots: int) -> None:
     assert borrowed_experts(borrowing) > 0
     for a, b in zip(plain.parameters(), borrowing.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("back_end", LOCAL)
+def test_steps_leave_nothing_behind(back_end: str) -> None:
+    setup = make_setup(4)
+    layer = setup.layer(**LLEP, borrow=back_end)
+    train(setup, layer, 3)
+    before = live_tensors()
+    train(setup, layer, 20)
+    assert live_tensors() <= before
 
 
 def test_below_the_threshold_nothing_travels() -> None:

@@ -20,7 +20,7 @@ from isoload.transport.base import Transport
 from isoload.transport.collective import CollectiveTransport
 from isoload.transport.loans import Loan, Loans
 from isoload.transport.records import num_bytes
-from isoload.transport.rows import pack, unpack
+from isoload.transport.rows import unpack
 
 Stacks = list[list[Tensor]]
 Wait = Callable[[], None]
@@ -256,22 +256,29 @@ def chunks_of(loans: Sequence[Loan], num_ranks: int) -> list[list[Loan]]:
     return chunks
 
 
+def as_bytes(stack: Tensor) -> Tensor:
+    """[rows, bytes] uint8, a view of a contiguous stack: copies need not know the dtype."""
+    return stack.view(len(stack), stack.shape[1:].numel()).view(torch.uint8)
+
+
 def pack_rows(stacks: Sequence[Tensor], rows: list[int]) -> Tensor:
     """[n, bytes] the picked rows of all stacks side by side."""
     index = torch.tensor(rows, dtype=torch.int64, device=stacks[0].device)
-    return pack(*(stack.index_select(0, index).flatten(1) for stack in stacks))
-
-
-def unpack_rows(like: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
-    """[n, ...] per stack."""
-    parts = unpack(buffer, [(stack.shape[1:].numel(), stack.dtype) for stack in like])
-    return [part.view(-1, *stack.shape[1:]) for part, stack in zip(parts, like, strict=True)]
+    return torch.cat([as_bytes(stack.contiguous()).index_select(0, index) for stack in stacks], dim=1)
 
 
 def put_rows(stacks: Sequence[Tensor], rows: list[int], buffer: Tensor) -> None:
+    """What :func:`pack_rows` packed, into other rows."""
     index = torch.tensor(rows, dtype=torch.int64, device=buffer.device)
-    for stack, values in zip(stacks, unpack_rows(stacks, buffer), strict=True):
-        stack.index_copy_(0, index, values)
+    widths = [num_bytes(stack[0]) for stack in stacks]
+    for stack, part in zip(stacks, buffer.split(widths, dim=1), strict=True):
+        as_bytes(stack).index_copy_(0, index, part)
+
+
+def unpack_rows(like: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
+    """[n, ...] per stack, of the stacks' dtype."""
+    parts = unpack(buffer, [(stack.shape[1:].numel(), stack.dtype) for stack in like])
+    return [part.view(-1, *stack.shape[1:]) for part, stack in zip(parts, like, strict=True)]
 
 
 def add_rows(totals: Sequence[Tensor], rows: list[int], parts: Sequence[Tensor]) -> None:
