@@ -239,3 +239,23 @@ def test_a_step_between_forward_and_backward_is_refused() -> None:
     torch.autograd.graph.increment_version(layer.weights[0].gate_up)
     with pytest.raises(RuntimeError, match="modified"):
         loss.backward()
+
+
+def test_a_module_gets_spare_slots_with_a_policy_that_borrows() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.OlmoeConfig(
+        hidden_size=8, intermediate_size=16, num_experts=8, num_experts_per_tok=3
+    )
+    torch.manual_seed(5)
+    block = transformers.models.olmoe.modeling_olmoe.OlmoeSparseMoeBlock(config)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    rows = [torch.randn(n, 8) for n in (5, 9, 0, 3)]
+    topology = isoload.Topology(4)
+    plain, borrowing = (isoload.MoE.from_module(block, topology, **how) for how in ({"policy": "none"}, LLEP))
+    with torch.no_grad():
+        for a, b in zip(plain(rows), borrowing(rows), strict=True):
+            assert torch.allclose(a, b, rtol=0, atol=1e-5)
+    assert borrowed_experts(borrowing) > 0
+    with pytest.raises(ValueError, match="policy must be one of"):
+        isoload.MoE.from_module(block, topology, policy="best")

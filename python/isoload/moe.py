@@ -18,7 +18,7 @@ from isoload.ops import Prefer, append_shared_expert
 from isoload.placement import PlacedLayers, Placement
 from isoload.placers import place
 from isoload.planning import own_layers, plan, refresh_layers
-from isoload.policies import Policy, make_policy
+from isoload.policies import POLICIES, Policy, make_policy
 from isoload.records import Plan
 from isoload.residence import residences
 from isoload.resident import RankWeights, new_stack, refresh_replicas
@@ -30,6 +30,7 @@ from isoload.transport import LocalTransport, Received, Transport, error_code, m
 from isoload.value_checks import values_readable
 
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]
+SPARE_SLOTS = 2  # of every rank, where a borrowing policy comes without a placement
 
 
 class MoE(nn.Module):
@@ -153,13 +154,21 @@ class MoE(nn.Module):
             block: with the weights of all experts; see :func:`isoload.modules.module_parts`.
             topology: R ranks.
             transport: None = all ranks in this process.
-            placement: None = experts in order (placer ``trivial``). With num_shared the block's shared experts are
-                dispatched like the routed ones, else they stay a module for local rows.
+            placement: None = experts in order (placer ``trivial``), with SPARE_SLOTS spare slots per rank if the policy
+                borrows. With num_shared the block's shared experts are dispatched like the routed ones, else they stay
+                a module for local rows.
             **how: layer, policy, prefer and the policy's options.
         """
         parts = module_parts(block)
         if placement is None:
-            placement = place(torch.ones(1, parts.dense.num_slots), topology, placer="trivial")
+            policy = how.get("policy", "exact")
+            kind = (
+                policy if isinstance(policy, Policy) else POLICIES.get(policy, Policy)
+            )  # unknown: refused below
+            spare = SPARE_SLOTS if kind.borrows else 0
+            placement = place(
+                torch.ones(1, parts.dense.num_slots), topology, spare_slots=spare, placer="trivial"
+            )
         elif placement.num_shared:
             parts = fold_shared(parts, placement.num_shared)
         transport = LocalTransport(topology) if transport is None else transport

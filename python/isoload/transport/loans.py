@@ -88,7 +88,7 @@ class Loans:
 
     def of_rank(self, rank: int) -> RankLoans:
         out = [loan for loan in self.each if loan.lender == rank]
-        came = sorted(loan for loan in self.each if loan.borrower == rank)
+        came = [loan for loan in self.each if loan.borrower == rank]
         came.sort(key=lambda loan: (loan.lender, loan.place))
         return RankLoans(
             rows=[loan.row for loan in out],
