@@ -25,6 +25,12 @@ STABLE_TORCH_LIBRARY(isoload, m) {
       "int tolerance_ppm, int min_chunk, int near_cost, int far_cost, int egress) -> "
       "(Tensor slot_to_expert, Tensor quota, Tensor level, Tensor telemetry)");
   m.def(
+      "borrow(Tensor slot_to_expert, Tensor home, Tensor peers, Tensor(a!)[] spare, int num_ranks, int rank, "
+      "int blocks) -> ()");
+  m.def(
+      "borrow_backward(Tensor slot_to_expert, Tensor home, Tensor peers, Tensor(a!)[] totals, int num_ranks, "
+      "int rank, int spare_slots, ScalarType dtype, int blocks) -> ()");
+  m.def(
       "share(Tensor loads, Tensor quota, Tensor tables, int ranks_per_node, int rank, bool locality) -> "
       "Tensor");
   m.def("share_alone(Tensor counts, Tensor quota, Tensor tables, int source) -> Tensor");
@@ -59,6 +65,8 @@ STABLE_TORCH_LIBRARY_IMPL(isoload, CPU, m) {
   m.impl("plan_lp", TORCH_BOX(&isoload::ops::plan_lp));
   m.impl("round_split", TORCH_BOX(&isoload::ops::round_split));
   m.impl("plan_spill", TORCH_BOX(&isoload::ops::plan_spill));
+  m.impl("borrow", TORCH_BOX(&isoload::ops::borrow));
+  m.impl("borrow_backward", TORCH_BOX(&isoload::ops::borrow_backward));
   m.impl("share", TORCH_BOX(&isoload::ops::share));
   m.impl("share_by_rank", TORCH_BOX(&isoload::ops::share_by_rank));
   m.impl("share_alone", TORCH_BOX(&isoload::ops::share_alone));

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "algorithms/borrow.h"
 #include "algorithms/plan_active.h"
 #include "algorithms/plan_exact.h"
 #include "algorithms/plan_lp.h"
@@ -35,6 +36,13 @@ template <class Real>
 bool round_split(const RoundingProblem<Real>& problem, int32_t* quota);
 
 SpillStatus plan_spill(const SpillProblem& problem, const SpillResult& result);
+
+// Copies the homes' rows to this rank's spare pools [W], sizes in bytes.
+void borrow(const Borrowing& in, const Rows* spare);
+
+// Adds the rows of all ranks' gradient pools to this rank's totals [W], sizes in values; by rank, then slot.
+template <class Value>
+void borrow_backward(const Borrowing& in, const Rows* totals);
 
 // Of the share: a rank's row [P], all rows [R, P], or all rows summed over each rank's slots [R, R].
 enum class ShareOf { one_row, all_rows, all_ranks };

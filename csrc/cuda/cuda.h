@@ -35,6 +35,14 @@ int64_t plan_active_bytes(int64_t B, int R, int E);
 const char* plan_active(const ActiveProblem& problem, const ActiveResult& result, int64_t B, void* global,
                         void* stream);
 
+// spare, totals: [W] on the host. At most `blocks` blocks, so that a GEMM beside them keeps its processors.
+const char* borrow(const Borrowing& in, const Rows* spare, int64_t blocks, void* stream);
+
+// totals: num_rows rows each; a home beyond them gets nothing.
+template <class Value>
+const char* borrow_backward(const Borrowing& in, const Rows* totals, int64_t num_rows, int64_t blocks,
+                            void* stream);
+
 int64_t share_bytes(const ShareProblem& problem, ShareOf of, int64_t B);
 const char* share(const ShareProblem& problem, ShareOf of, int rank, int32_t* out, int64_t B, void* global,
                   void* stream);

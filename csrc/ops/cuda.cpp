@@ -8,6 +8,8 @@ STABLE_TORCH_LIBRARY_IMPL(isoload, CUDA, m) {
   m.impl("replica_tables", TORCH_BOX(&isoload::ops::replica_tables));
   m.impl("plan_exact", TORCH_BOX(&isoload::ops::plan_exact));
   m.impl("plan_active", TORCH_BOX(&isoload::ops::plan_active));
+  m.impl("borrow", TORCH_BOX(&isoload::ops::borrow));
+  m.impl("borrow_backward", TORCH_BOX(&isoload::ops::borrow_backward));
   m.impl("share", TORCH_BOX(&isoload::ops::share));
   m.impl("share_by_rank", TORCH_BOX(&isoload::ops::share_by_rank));
   m.impl("share_alone", TORCH_BOX(&isoload::ops::share_alone));

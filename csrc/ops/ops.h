@@ -3,11 +3,13 @@
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
 
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <tuple>
+#include <vector>
 
 namespace isoload::ops {
 
@@ -38,6 +40,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plan_spill(
     int64_t ranks_per_node, int64_t spare_slots, const std::optional<Tensor>& fixed,
     const std::optional<Tensor>& alive, int64_t capacity_ppm, int64_t threshold_ppm, bool per_expert,
     int64_t tolerance_ppm, int64_t min_chunk, int64_t near_cost, int64_t far_cost, int64_t egress);
+void borrow(const Tensor& slot_to_expert, const Tensor& home, const Tensor& peers, std::vector<Tensor> spare,
+            int64_t num_ranks, int64_t rank, int64_t blocks);
+void borrow_backward(const Tensor& slot_to_expert, const Tensor& home, const Tensor& peers,
+                     std::vector<Tensor> totals, int64_t num_ranks, int64_t rank, int64_t spare_slots,
+                     torch::headeronly::ScalarType dtype, int64_t blocks);
 Tensor share_alone(const Tensor& counts, const Tensor& quota, const Tensor& tables, int64_t source);
 Tensor route(const Tensor& topk_ids, const Tensor& share_row, const Tensor& tables, int64_t num_experts,
              bool prefer_visited);

@@ -6,6 +6,11 @@ device. Shapes: R ranks, E logical experts, S slots per rank, P = R*S slots, T t
 Raises (all): ValueError naming the argument, the rule and the value. Values are checked on CPU only.
 """
 
+from isoload.ops.borrow import (
+    addresses,
+    borrow,
+    borrow_backward,
+)
 from isoload.ops.plan_active import (
     ActiveSplit,
     plan_active,
@@ -58,7 +63,10 @@ __all__ = [
     "SharedRule",
     "Spill",
     "WaterfillSplit",
+    "addresses",
     "append_shared_expert",
+    "borrow",
+    "borrow_backward",
     "count",
     "plan_active",
     "plan_exact",

@@ -6,6 +6,10 @@ Same names, signatures and results on valid input; slow, and checked by their ow
 from isoload.reference.append_shared_expert import (
     append_shared_expert,
 )
+from isoload.reference.borrow import (
+    borrow,
+    borrow_backward,
+)
 from isoload.reference.count import (
     count,
 )
@@ -60,6 +64,8 @@ __all__ = [
     "Spill",
     "WaterfillSplit",
     "append_shared_expert",
+    "borrow",
+    "borrow_backward",
     "count",
     "plan_active",
     "plan_exact",
