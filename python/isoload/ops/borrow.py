@@ -31,10 +31,14 @@ def addresses(stacks_per_rank: Sequence[Sequence[Tensor]]) -> Tensor:
         raise ValueError("stacks_per_rank must hold at least one rank with one stack, got none")
     for rank, stacks in enumerate(stacks_per_rank):
         if len(stacks) != len(first):
-            raise ValueError(f"stacks_per_rank must be {len(first)} of every rank, got {len(stacks)} of rank {rank}")
+            raise ValueError(
+                f"stacks_per_rank must be {len(first)} of every rank, got {len(stacks)} of rank {rank}"
+            )
         for w, (stack, other) in enumerate(zip(stacks, first, strict=True)):
             if not stack.is_contiguous():
-                raise ValueError(f"stacks_per_rank must be contiguous, got other strides in stack {w} of rank {rank}")
+                raise ValueError(
+                    f"stacks_per_rank must be contiguous, got other strides in stack {w} of rank {rank}"
+                )
             if (stack.dtype, stack.shape[1:]) != (other.dtype, other.shape[1:]):
                 raise ValueError(
                     f"stacks_per_rank must have equal rows on every rank, {other.dtype} {list(other.shape[1:])} in "
@@ -86,7 +90,7 @@ def borrow_backward(
     *,
     blocks: int = 32,
 ) -> None:
-    """Adds the gradients of a rank's lent experts to its home rows: one addition per borrowing slot, by rank, then slot.
+    """Adds the gradients of a rank's lent experts to its home rows: borrowing ranks in order, their slots in order.
 
     The order is fixed, so the sum has the same bits on every device and every time (a NaN stays a NaN).
 
