@@ -1,8 +1,8 @@
 """Borrowed experts' rows between ranks: bytes per second of borrow and borrow_backward.
 
 Fairness ledger
-- Four virtual ranks of one process with two spare slots each, all filled with experts of other ranks; every rank's call
-  after the other, best of the blocks given. On a GPU all ranks lie on one device, so this is no NVLink number.
+- Four virtual ranks of one process with two spare slots each, all filled with experts of the rank before; one rank's
+  call, best of the blocks tried. On a GPU all ranks lie on one device, so this is no NVLink number.
 - GB/s: bytes of rows that a call fills or adds, over its median time, waiting for the device included.
 - torch: the same rows, known on the host: a copy_ per row; total += row.to(float32), what a host that had waited for
   the plan would do.

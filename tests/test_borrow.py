@@ -175,6 +175,22 @@ def test_every_16_bit_gradient_equals_reference(dtype: torch.dtype) -> None:
     assert torch.equal(total.nan_to_num(5, None, None), pool.float().nan_to_num(5, None, None))
 
 
+def test_autograd_finds_overwritten_rows() -> None:
+    rows = torch.ones(2, 2, requires_grad=True)
+    for write in (
+        lambda pool: ops.borrow(SLOTS, HOME, PEERS, [pool], 2, 0),
+        lambda pool: ops.borrow_backward(SLOTS, HOME, PEERS, [pool], 2, 0, 2, torch.float32),
+    ):
+        pool = torch.ones(2, 2)
+        loss = (rows * pool).sum()
+        write(pool)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    with torch.inference_mode():
+        ops.borrow(SLOTS, HOME, PEERS, [pool := torch.zeros(2, 2)], 2, 0)
+        assert pool.tolist() == [[1, 1], [0, 0]]
+
+
 def test_no_spare_slots_and_no_homes_equal_reference() -> None:
     empty, nothing = torch.empty(0, 3), ops.addresses([[torch.empty(0, 3)]] * 2)
     ops.borrow(int32(0, 1), int32([0, 0], [1, 0]), nothing, [empty], 2, 1)
