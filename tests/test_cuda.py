@@ -16,6 +16,7 @@ from cases import Case, draw, instances
 from isoload import ops
 from isoload.replica_tables import ReplicaTables
 from test_append_shared_expert import draw_copies
+from test_borrow import SHAPES, draw_plan, draw_values
 from test_route_shared import routings
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -142,6 +143,67 @@ def test_appended_shared_experts(num_shared: int) -> None:
             assert_same(
                 "append", ops.append_shared_expert, slots.to(dtype), weights.to(real), ranks, 3, 7, weight=0.4
             )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_borrowing_in_a_graph_without_a_sync(dtype: torch.dtype) -> None:
+    """All ranks on one device: captured once, replayed with other experts in the spare slots, the CPU's bits."""
+    rng, ranks, spare_slots, exact = np.random.default_rng(8), 8, 2, torch.promote_types(dtype, torch.float32)
+    plan = draw_plan(rng, ranks, spare_slots)
+    rank, shapes = int(np.argmax(plan.homes)), [shape for shape in SHAPES if 0 not in shape]
+    weights = [[draw_values(rng, n, shape, dtype) for shape in shapes] for n in plan.homes]
+    pools = [[draw_values(rng, spare_slots, shape, dtype) for shape in shapes] for _ in range(ranks)]
+    totals = [draw_values(rng, plan.homes[rank], shape, exact) for shape in shapes]
+
+    def run(
+        slots: Tensor, home: Tensor, tables: list[Tensor], pool: list[Tensor], sums: list[Tensor]
+    ) -> None:
+        ops.borrow(slots, home, tables[0], pool, ranks, rank, blocks=7)
+        ops.borrow_backward(slots, home, tables[1], sums, ranks, rank, spare_slots, dtype, blocks=7)
+
+    sides = []
+    for device in ("cpu", "cuda"):
+        held = [[[s.to(device) for s in stacks] for stacks in of] for of in (weights, pools)]
+        pool, sums = ([s.to(device, copy=True) for s in stacks] for stacks in (pools[rank], totals))
+        tables = [ops.addresses(stacks) for stacks in held]
+        sides.append((plan.slot_to_expert.to(device), plan.home.to(device), tables, pool, sums, held))
+    (slots, *cpu, _), (on_cuda, *cuda, _) = sides
+    run(on_cuda, *cuda)  # the first use of a kernel loads it, which no capture may do
+    run(slots, *cpu)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run(on_cuda, *cuda)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for _ in range(10):
+        spare = slots.view(ranks, -1)[:, -spare_slots:]
+        spare.copy_(torch.from_numpy(rng.integers(1, len(plan.home), spare.shape)))
+        spare[torch.from_numpy(rng.random(spare.shape) < 0.3)] = -1
+        on_cuda.copy_(slots)
+        run(slots, *cpu)
+        graph.replay()
+        for mine, theirs in zip(cpu[2] + cpu[3], cuda[2] + cuda[3], strict=True):
+            assert torch.equal(mine, theirs.cpu())
+
+
+def test_what_cannot_be_borrowed_stays() -> None:
+    """An id that is no expert, an expert without a home, a home out of range, an address 0: nothing is written."""
+    slots = torch.tensor([9, 1, 2, 3, 4], dtype=torch.int32).cuda()
+    home = torch.tensor([[0, 0], [-1, -1], [7, 0], [0, -3], [1, 0]], dtype=torch.int32).cuda()
+    stack = torch.ones(5, 3).cuda()
+    peers = torch.tensor([[stack.data_ptr()], [0]]).cuda()
+    slots = torch.cat([slots, torch.full((5,), -1, dtype=torch.int32).cuda()])
+    written = torch.full((5, 3), 7.0).cuda()
+    ops.borrow(slots, home, peers, [written], 2, 0)
+    assert (written == 7).all()
+    home[1] = torch.tensor([0, 5])  # beyond the totals
+    home[4] = torch.tensor([1, 0])
+    ops.borrow_backward(slots, home, peers, [written], 2, 0, 5, torch.float32)
+    ops.borrow_backward(slots, home, peers * 0, [written], 2, 1, 5, torch.float32)
+    assert (written == 7).all()
 
 
 def test_ids_out_of_range_count_as_masked() -> None:

@@ -115,9 +115,8 @@ def test_every_op_has_wrapper_fake_reference_and_test():
         assert f"def {name}(" in ops, name
         assert f'register_fake("isoload::{name}")' in ops, name
         own = PACKAGE / "reference" / f"{name}.py"
-        stem = (
-            name if own.exists() else re.sub("_(sampled|by_rank|backward)$", "", name)
-        )  # variants share a file
+        variant = "_(sampled|by_rank|backward)$"  # shares a file
+        stem = name if own.exists() else re.sub(variant, "", name)
         assert f"def {name}(" in (PACKAGE / "reference" / f"{stem}.py").read_text(), name
         assert f"isoload.{name}.default" in (ROOT / "tests" / f"test_{stem}.py").read_text(), (
             f"opcheck of {name}"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from isoload.ops.library import call, library
 
@@ -76,6 +77,9 @@ def borrow(
     Where an expert or its home is out of range, or an address 0, CUDA leaves the row as it is.
     """
     call(_borrow, slot_to_expert, home, peers, list(spare), num_ranks, rank, blocks)
+    increment_version(
+        spare
+    )  # autograd must find that rows it saved are overwritten; the op alone does not tell it
 
 
 def borrow_backward(
@@ -90,7 +94,7 @@ def borrow_backward(
     *,
     blocks: int = 32,
 ) -> None:
-    """Adds the gradients of a rank's lent experts to its home rows: one addition per borrowing slot, by rank, then slot.
+    """Adds the gradients of a rank's lent experts to its home rows: borrowing ranks in order, their slots in order.
 
     The order is fixed, so the sum has the same bits on every device and every time (a NaN stays a NaN).
 
@@ -116,6 +120,7 @@ def borrow_backward(
         dtype,
         blocks,
     )
+    increment_version(totals)
 
 
 @torch.library.register_fake("isoload::borrow")
