@@ -77,9 +77,8 @@ def borrow(
     Where an expert or its home is out of range, or an address 0, CUDA leaves the row as it is.
     """
     call(_borrow, slot_to_expert, home, peers, list(spare), num_ranks, rank, blocks)
-    increment_version(
-        spare
-    )  # autograd must find that rows it saved are overwritten; the op alone does not tell it
+    # autograd must find that rows it saved are overwritten; the op alone does not tell it
+    increment_version(spare)
 
 
 def borrow_backward(
