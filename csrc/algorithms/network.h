@@ -144,8 +144,10 @@ class Network {
     team_.sync();
     if (end == n_) return;
     for (int k = first; k < end; ++k) {  // a lane keeps its nodes, so no barrier between rows
-      const Real *row = row_of(k), own = ws_.own[k];
-      team_.for_each(n_ - end, [&](int i) { kept[end + i] += row[end + i] * own; });
+      const Real* __restrict row = row_of(k) + end;
+      Real* __restrict after = kept + end;
+      const Real own = ws_.own[k];
+      team_.for_each(n_ - end, [&](int i) { after[i] += row[i] * own; });
     }
     team_.sync();
   }
@@ -162,8 +164,10 @@ class Network {
     team_.sync();
     if (first == 0) return;
     for (int k = first; k < end; ++k) {
-      const Real *row = row_of(k), potential = kept[k];
-      team_.for_each(first, [&](int i) { ws_.own[i] += row[i] * potential; });
+      const Real* __restrict row = row_of(k);
+      Real* __restrict before = ws_.own;
+      const Real potential = kept[k];
+      team_.for_each(first, [&](int i) { before[i] += row[i] * potential; });
     }
     team_.sync();
   }
