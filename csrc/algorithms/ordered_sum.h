@@ -32,7 +32,9 @@ class OrderedSum {
   }
 
  private:
-  static constexpr int kFew = 2 * kColumns;  // every lane adds them up sooner than lanes tell each other
+  // So many terms every lane adds up sooner than lanes tell each other; doubles would take too many
+  // registers.
+  static constexpr int kFew = sizeof(Real) == 4 ? 2 * kColumns : 0;
 
   template <class F>
   ISOLOAD_HD static void add_all(int n, F&& term, Real* column) {

@@ -14,7 +14,6 @@
 
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <type_traits>
 
 #include "algorithms/network.h"
@@ -292,9 +291,10 @@ class LpSolver {
   // in the same order.
   ISOLOAD_HD Real largest(Real value) {
     using Bits = std::conditional_t<sizeof(Real) == 4, int32_t, int64_t>;
+    constexpr Bits kNoSign = ~uint64_t(0) >> (65 - 8 * sizeof(Bits));
     Bits bits;
     std::memcpy(&bits, &value, sizeof bits);
-    bits = static_cast<Bits>(team_.max(bits & std::numeric_limits<Bits>::max()));
+    bits = static_cast<Bits>(team_.max(bits & kNoSign));
     std::memcpy(&value, &bits, sizeof bits);
     return value;
   }

@@ -17,7 +17,7 @@ namespace isoload {
 constexpr int kSpillWays = 4, kSpillRounds = 3, kSpillFine = 1000;
 constexpr int64_t kMillion = 1000000;
 
-enum class SpillStatus : int32_t { ok = 0, negative = 1, too_many_copies = 2 };
+enum class SpillStatus : int32_t { ok = 0, negative = 1, too_many_copies = 2, none_alive = 3 };
 
 struct SpillProblem {
   int R, E, S, per_node, spare;   // ranks, routed experts, slots per rank, ranks per node, spare slots
@@ -73,6 +73,7 @@ class Spill {
     const SpillStatus status = add_up();
     if (status != SpillStatus::ok) return status;
     settle_view();
+    if (alive_ == 0) return SpillStatus::none_alive;
     if (is_balanced()) {
       finish(busiest_, 0, busiest_, kBelowThreshold);
     } else if (in_.capacity_ppm == 0) {

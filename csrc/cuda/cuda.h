@@ -3,8 +3,9 @@
 // A launcher enqueues one or two kernels on `stream` (a cudaStream_t), reads nothing back and allocates
 // nothing. It returns null, or what CUDA refused. Values are not checked: an id, slot or rank out of range
 // counts as -1, a copy beyond its share goes to slot -1, and a problem that the planner refuses gets quota 0,
-// peak and bound -1.
-// `global` is the caller's buffer; the functions in bytes give its size, 0 where shared memory does.
+// peak and bound -1; of plan_lp: split 0, primal and dual -1, status broke_down; of plan_spill: quota 0 in
+// the placement as it was, level -1. `global` is the caller's buffer; the functions in bytes give its size, 0
+// where shared memory does.
 #pragma once
 
 #include <cstdint>
@@ -34,6 +35,19 @@ const char* plan_exact(const ExactProblem& problem, const ExactResult& result, i
 int64_t plan_active_bytes(int64_t B, int R, int E);
 const char* plan_active(const ActiveProblem& problem, const ActiveResult& result, int64_t B, void* global,
                         void* stream);
+
+template <class Real>
+int64_t plan_lp_bytes(int64_t B, int R, int E, int S);
+template <class Real>
+const char* plan_lp(const LpProblem<Real>& problem, const LpResult<Real>& result, int64_t B, void* global,
+                    void* stream);
+
+template <class Real>
+const char* round_split(const RoundingProblem<Real>& problem, int32_t* quota, int64_t B, void* stream);
+
+int64_t plan_spill_bytes(int64_t B, int R, int E, int S);
+const char* plan_spill(const SpillProblem& problem, const SpillResult& result, int64_t B, void* global,
+                       void* stream);
 
 int64_t share_bytes(const ShareProblem& problem, ShareOf of, int64_t B);
 const char* share(const ShareProblem& problem, ShareOf of, int rank, int32_t* out, int64_t B, void* global,
