@@ -206,7 +206,7 @@ MUTANTS = {
         "append_shared_expert",
     ),
     "no preference for the own rank": Mutant(
-        "csrc/cpu/route_shared_sampled.cpp", "room * 10 / 11", "room", "route_shared_sampled"
+        "csrc/algorithms/route_shared_sampled.h", "room * 10 / 11", "room", "route_shared_sampled"
     ),
     "a level one too high": Mutant(
         "csrc/algorithms/plan_waterfill.h",

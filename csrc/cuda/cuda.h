@@ -14,7 +14,6 @@
 
 namespace isoload::cuda {
 
-using cpu::SharedDraw;
 using cpu::SharedLayout;
 using cpu::SharedRoute;
 using cpu::ShareOf;
@@ -80,17 +79,9 @@ template <class Id>
 const char* route_shared(const SharedRoute& problem, const Id* slots, int32_t* ranks, void* global,
                          void* stream);
 
-// [R] copies per rank, as int32 or int64.
-struct RankLoads {
-  const int32_t* narrow;
-  const int64_t* wide;
-  ISOLOAD_HD int64_t operator[](int r) const { return wide ? wide[r] : narrow[r]; }
-};
-
-// load and tokens [R] are read in the place of draw's, which are the host's.
 template <class Id>
-const char* route_shared_sampled(const Id* slots, int64_t T, int K, const SharedDraw& draw,
-                                 const RankLoads& load, const int32_t* tokens, int32_t* ranks, void* stream);
+const char* route_shared_sampled(const Id* slots, int64_t T, int K, const SharedDraw& draw, int32_t* ranks,
+                                 void* stream);
 
 template <class Id, class Weight>
 const char* append_shared_expert(const Id* slots, const Weight* weights, const int32_t* ranks, int64_t T,
