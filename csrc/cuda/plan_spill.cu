@@ -18,7 +18,8 @@ __global__ void __launch_bounds__(PlanTeam::kLanes, 1)
   const SpillResult mine{result.slot_to_expert + b * P, result.quota + b * P, result.level + b,
                          result.telemetry + b * 5};
   void* const memory = block_workspace(global, SpillWorkspace::bytes(R, E, P));
-  Spill<PlanTeam> solver(team, problem, SpillWorkspace::at(memory, R, E, P), mine);
+  const SpillWorkspace workspace = SpillWorkspace::at(memory, R, E, P);
+  Spill<PlanTeam> solver(team, problem, workspace, mine);
   if (solver.solve() == SpillStatus::ok) return;
   team.sync();
   team.for_each(static_cast<int>(P), [&](int p) {
