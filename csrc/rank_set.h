@@ -16,6 +16,16 @@ struct RankSet {
   // A constant for one word: a run-time index would keep the set out of a GPU's registers.
   ISOLOAD_HD static constexpr int at(int r) { return W == 1 ? 0 : r >> 6; }
 
+  // Ranks 0 .. n-1.
+  ISOLOAD_HD static RankSet first(int n) {
+    RankSet set;
+    for (int w = 0; w < W; ++w) {
+      const int left = n - 64 * w;
+      set.word[w] = left >= 64 ? ~uint64_t(0) : left > 0 ? (uint64_t(1) << left) - 1 : 0;
+    }
+    return set;
+  }
+
   ISOLOAD_HD void insert(int r) { word[at(r)] |= uint64_t(1) << (r & 63); }
   ISOLOAD_HD void erase(int r) { word[at(r)] &= ~(uint64_t(1) << (r & 63)); }
   // No branch, like unite_if(): a coin flip in the solver's inner loop.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import pourings
+import spills
 from cases import Case, draw, instances
 from isoload import ops
 from isoload.replica_tables import ReplicaTables
@@ -93,6 +94,22 @@ def test_layers_at_once() -> None:
     assert_same("layers", ops.share, loads, quota, tables, 4, 3)
     assert_same("layers", ops.share_by_rank, loads, quota, tables, 4)
     assert_same("layers", ops.share_alone, loads[:, 3].contiguous(), quota, tables, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_real_valued_splits(dtype: torch.dtype) -> None:
+    for case, rng in every_case():
+        tables, loads = case.tables(), torch.from_numpy(case.loads)
+        split = assert_same(case.name, ops.plan_lp, loads, tables, dtype=dtype).split
+        assert_same(case.name, ops.round_split, split, loads, tables)
+        speeds, base = (torch.from_numpy(rng.uniform(0.5, 2, case.num_ranks)).to(dtype) for _ in "ab")
+        assert_same(case.name, ops.plan_lp, loads, tables, speeds=speeds, base=1000 * base, dtype=dtype)
+
+
+def test_spills() -> None:
+    for seed in range(78_000, 78_300):
+        case = spills.draw(seed)
+        assert_same(case.name, ops.plan_spill, *case.arguments(), **case.options())
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -220,6 +237,13 @@ def test_a_refused_problem_says_so() -> None:
         torch.tensor([5, 5, 1], dtype=torch.int32).cuda(), tables
     )  # no replica of expert 2
     assert split.quota.tolist() == [0, 0] and (split.peak.item(), split.bound.item()) == (-1, -1)
+    loads = torch.tensor([5, -5, 1], dtype=torch.int32).cuda()
+    lp = ops.plan_lp(loads, tables)
+    assert [part.tolist() for part in lp] == [[0, 0], -1, -1, 0, 2]
+    assert ops.round_split(lp.split, loads, tables).tolist() == [0, 0]
+    slots, home = (torch.tensor(ids, dtype=torch.int32).cuda() for ids in ([0, 1, -1, 2, -1, -1], [0, 1, 3]))
+    spill = ops.plan_spill(loads, slots, home, 2, 1)
+    assert [part.tolist() for part in spill] == [slots.tolist(), [0] * 6, -1, [0] * 5]
 
 
 def test_arguments_of_two_devices_are_refused() -> None:

@@ -108,9 +108,15 @@ MUTANTS = {
     ),
     "a barrier removed from the network": Mutant(
         "csrc/algorithms/network.h",
-        "kept[k + 1 + i] += row[k + 1 + i] * potential; });\n      team_.sync();",
-        "kept[k + 1 + i] += row[k + 1 + i] * potential; });",
+        "current * ws_.inverse[first + m];\n    });\n    team_.sync();",
+        "current * ws_.inverse[first + m];\n    });",
         "teams",
+    ),
+    "a tile's inverse without the longer ways": Mutant(
+        "csrc/algorithms/network.h",
+        "i < tile_end && j < k; j += pieces",
+        "i < tile_end && j < k; j = k",
+        "plan_lp::test_equals_reference",
     ),
     "the dearest rank proves the bound": Mutant(
         "csrc/algorithms/plan_lp.h",
@@ -129,6 +135,12 @@ MUTANTS = {
         "fraction(j) > fraction(best)",
         "fraction(j) >= fraction(best)",
         "round_split",
+    ),
+    "a barrier removed from the rounding": Mutant(
+        "csrc/algorithms/round_split.h",
+        "quota_[p] = 0; });\n    team_.sync();",
+        "quota_[p] = 0; });",
+        "teams",
     ),
     "node level left out of share": Mutant(
         "python/isoload/ops/routed.py",
@@ -175,6 +187,12 @@ MUTANTS = {
         "total_ * in_.capacity_ppm / (kMillion * alive_)",
         "plan_spill",
     ),
+    "a spill begins before the placement is copied": Mutant(
+        "csrc/algorithms/plan_spill.h",
+        "= in_.slot_to_expert[p]; });\n    team_.sync();",
+        "= in_.slot_to_expert[p]; });",
+        "teams",
+    ),
     "one import too many": Mutant(
         "csrc/algorithms/spill_greedy.h", "lends && to_.free[r] > 0 ?", "lends ?", "plan_spill"
     ),
@@ -206,7 +224,7 @@ MUTANTS = {
         "append_shared_expert",
     ),
     "no preference for the own rank": Mutant(
-        "csrc/cpu/route_shared_sampled.cpp", "room * 10 / 11", "room", "route_shared_sampled"
+        "csrc/algorithms/route_shared_sampled.h", "room * 10 / 11", "room", "route_shared_sampled"
     ),
     "a level one too high": Mutant(
         "csrc/algorithms/plan_waterfill.h",

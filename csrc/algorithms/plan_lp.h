@@ -14,12 +14,12 @@
 
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <type_traits>
 
 #include "algorithms/network.h"
 #include "algorithms/ordered_sum.h"
 #include "algorithms/plan_lp_parts.h"
+#include "host_device.h"
 
 namespace isoload {
 
@@ -35,11 +35,11 @@ struct LpResult {
 template <class Real, class Team>
 class LpSolver {
  public:
-  LpSolver(Team& team, const LpProblem<Real>& problem, const LpWorkspace<Real>& workspace)
+  ISOLOAD_HD LpSolver(Team& team, const LpProblem<Real>& problem, const LpWorkspace<Real>& workspace)
       : team_(team), in_(problem), ws_(workspace), sum_(team, workspace.columns) {}
 
   // False if the problem cannot be solved, see LpParts::list.
-  bool solve(const LpResult<Real>& out) {
+  ISOLOAD_HD bool solve(const LpResult<Real>& out) {
     LpParts<Real, Team> parts(team_, in_, ws_, out.split);
     if (!parts.list()) return false;
     ranks_ = parts.ranks();
@@ -79,7 +79,7 @@ class LpSolver {
 
   // The even split, or in proportion to speeds; M and s away from 0; prices y ~ 1 / s, so that s y = mu; the
   // largest w that leaves all x z >= mu.
-  LpStatus centre() {
+  ISOLOAD_HD LpStatus centre() {
     M_ = kRoom * primal_;
     team_.for_each(ranks_.size, [&](int r) { ws_.s[r] = ws_.speed[r] * (M_ - ws_.cost[r]); });
     const Real mu = 1 / sum_(ranks_.size, [&](int r) { return ws_.speed[r] / ws_.s[r]; });
@@ -95,7 +95,7 @@ class LpSolver {
     return residuals();
   }
 
-  void spread() {
+  ISOLOAD_HD void spread() {
     team_.for_each(experts_.size, [&](int e) {
       const Real speed = total(experts_, e, 0, [&](int k) { return ws_.speed[ws_.part_rank[k]]; });
       for (int i = experts_.first[e]; i < experts_.first[e + 1]; ++i) {
@@ -107,7 +107,7 @@ class LpSolver {
   }
 
   // What the equations lack, mu, and the certificate.
-  LpStatus residuals() {
+  ISOLOAD_HD LpStatus residuals() {
     find_primal();
     team_.for_each(experts_.size, [&](int e) {
       ws_.expert_excess[e] = ws_.load[e] - total(experts_, e, 0, [&](int k) { return ws_.x[k]; });
@@ -128,13 +128,13 @@ class LpSolver {
     return judge();
   }
 
-  LpStatus judge() const {
+  ISOLOAD_HD LpStatus judge() const {
     if (!finite(primal_)) return LpStatus::broke_down;
     return primal_ - dual_ <= in_.tolerance * primal_ ? LpStatus::converged : LpStatus::open;
   }
 
   // The largest cost of the split, with every expert's parts scaled to its load.
-  void find_primal() {
+  ISOLOAD_HD void find_primal() {
     team_.sync();
     team_.for_each(experts_.size, [&](int e) {
       ws_.scale[e] = ws_.load[e] / total(experts_, e, 0, [&](int k) { return ws_.x[k]; });
@@ -149,7 +149,7 @@ class LpSolver {
   }
 
   // A bound without prices: what cannot move.
-  Real heaviest_burden() {
+  ISOLOAD_HD Real heaviest_burden() {
     Real top = 0;
     team_.for_each(ranks_.size, [&](int r) {
       const Real cost = ws_.burden[r] / ws_.speed[r];
@@ -159,7 +159,7 @@ class LpSolver {
   }
 
   // The network of this iteration, and the response g of its prices to a rise of M.
-  void factor(Net& network) {
+  ISOLOAD_HD void factor(Net& network) {
     team_.for_each(num_parts_, [&](int k) {
       ws_.conductance[k] = ws_.x[k] / ws_.z[k];
       ws_.cross[k] = 0;
@@ -176,7 +176,7 @@ class LpSolver {
   }
 
   // Newton's step to x z = s y = 0 is not taken: it shows how far mu can fall, and what it leaves out.
-  void predict(Net& network) {
+  ISOLOAD_HD void predict(Net& network) {
     aim(0);
     restore(network);
     const Real a = reach(ws_.x, ws_.dx, ws_.s, ws_.ds, 1), b = reach(ws_.z, ws_.dz, ws_.y, ws_.dy, 1);
@@ -189,14 +189,14 @@ class LpSolver {
     team_.for_each(ranks_.size, [&](int r) { ws_.rank_cross[r] = ws_.ds[r] * ws_.dy[r]; });
   }
 
-  void correct(Net& network) {
+  ISOLOAD_HD void correct(Net& network) {
     aim(target_);
     restore(network);
     restore(network);  // against rounding: parts with large conductances leave a residual behind
   }
 
   // z follows its step: recomputed as y - w it would lose what x / z then magnifies.
-  void step() {
+  ISOLOAD_HD void step() {
     const Real a = reach(ws_.x, ws_.dx, ws_.s, ws_.ds, kReach);
     const Real b = reach(ws_.z, ws_.dz, ws_.y, ws_.dy, kReach);
     team_.for_each(num_parts_, [&](int k) {
@@ -211,7 +211,7 @@ class LpSolver {
   }
 
   // The step to x z = s y = target with prices held; restore() then pulls it back to the other equations.
-  void aim(Real target) {
+  ISOLOAD_HD void aim(Real target) {
     team_.for_each(num_parts_, [&](int k) {
       ws_.dx[k] = (target - ws_.cross[k]) / ws_.z[k] - ws_.x[k];
       ws_.dz[k] = 0;
@@ -224,7 +224,7 @@ class LpSolver {
   }
 
   // Changes prices and M by what ranks, experts and speed'y = 1 still lack; x z and s y stay on target.
-  void restore(Net& network) {
+  ISOLOAD_HD void restore(Net& network) {
     team_.sync();
     auto change = [&](int k) { return ws_.dx[k]; };
     team_.for_each(ranks_.size, [&](int r) {
@@ -250,7 +250,7 @@ class LpSolver {
   }
 
   // The step length, at most 1, that takes (v, w) `share` of the way along (dv, dw) to a first zero.
-  Real reach(const Real* v, const Real* dv, const Real* w, const Real* dw, Real share) {
+  ISOLOAD_HD Real reach(const Real* v, const Real* dv, const Real* w, const Real* dw, Real share) {
     Real steepest = 0;
     auto look = [&](Real value, Real change) {
       const Real slope = -change / value;
@@ -262,18 +262,18 @@ class LpSolver {
     return length < 1 ? length : 1;
   }
 
-  Real copies(int k) const { return ws_.x[k] * ws_.scale[ws_.part_expert[k]]; }
-  static bool finite(Real value) { return value - value == 0; }
+  ISOLOAD_HD Real copies(int k) const { return ws_.x[k] * ws_.scale[ws_.part_expert[k]]; }
+  ISOLOAD_HD static bool finite(Real value) { return value - value == 0; }
 
   // sum + term(k) over the parts k of a rank or an expert.
   template <class F>
-  static Real total(const NetworkSide& side, int node, Real sum, F&& term) {
+  ISOLOAD_HD static Real total(const NetworkSide& side, int node, Real sum, F&& term) {
     for (int i = side.first[node]; i < side.first[node + 1]; ++i) sum += term(side.list[i]);
     return sum;
   }
 
   template <class F>
-  Real least(int e, F&& term) const {
+  ISOLOAD_HD Real least(int e, F&& term) const {
     Real least = term(experts_.list[experts_.first[e]]);
     for (int i = experts_.first[e] + 1; i < experts_.first[e + 1]; ++i) {
       const Real value = term(experts_.list[i]);
@@ -283,17 +283,18 @@ class LpSolver {
   }
 
   template <class F, class G>
-  Real mean(F&& of_part, G&& of_rank) {
+  ISOLOAD_HD Real mean(F&& of_part, G&& of_rank) {
     return (sum_(num_parts_, of_part) + sum_(ranks_.size, of_rank)) / Real(num_parts_ + ranks_.size);
   }
 
   // The largest of non-negative values, one per lane; NaN counts as the largest. As integers their bits are
   // in the same order.
-  Real largest(Real value) {
+  ISOLOAD_HD Real largest(Real value) {
     using Bits = std::conditional_t<sizeof(Real) == 4, int32_t, int64_t>;
+    constexpr Bits kNoSign = ~uint64_t(0) >> (65 - 8 * sizeof(Bits));
     Bits bits;
     std::memcpy(&bits, &value, sizeof bits);
-    bits = static_cast<Bits>(team_.max(bits & std::numeric_limits<Bits>::max()));
+    bits = static_cast<Bits>(team_.max(bits & kNoSign));
     std::memcpy(&value, &bits, sizeof bits);
     return value;
   }

@@ -11,6 +11,7 @@
 #include "algorithms/network.h"
 #include "algorithms/ordered_sum.h"
 #include "algorithms/replica_tables.h"
+#include "host_device.h"
 
 namespace isoload {
 
@@ -47,7 +48,8 @@ struct LpWorkspace {
   int32_t *part_rank, *part_expert, *part_slot;  // [parts]
   int64_t bytes = 0;
 
-  LpWorkspace(void* memory, int64_t R, int64_t E, int64_t P) : memory_(static_cast<char*>(memory)) {
+  ISOLOAD_HD LpWorkspace(void* memory, int64_t R, int64_t E, int64_t P)
+      : memory_(static_cast<char*>(memory)) {
     const int64_t kept = R < E ? R : E, all = R > E ? R : E;
     for (Real** array : {&x, &z, &dx, &dz, &cross, &conductance, &network.part}) take(array, P);
     for (Real** array : {&speed, &burden, &cost, &s, &y, &ds, &dy, &rank_cross, &rank_ground, &rank_excess,
@@ -56,9 +58,10 @@ struct LpWorkspace {
     for (Real** array : {&load, &scale, &value, &expert_excess, &expert_ground, &expert_u, &expert_g})
       take(array, E);
     take(&columns, OrderedSum<Real, int>::kScratch);
-    take(&network.mesh, kept * kept);
+    take(&network.mesh, kept * row_length(kept));
     take(&network.ground, kept);
     take(&network.inverse, kept);
+    take(&network.own, kept);
     take(&network.star, all);
     take(&total, E);
     take(&rank_at, R);
@@ -68,11 +71,13 @@ struct LpWorkspace {
     for (int32_t** array : {&part_at, &rank_parts, &expert_parts, &part_rank, &part_expert, &part_slot})
       take(array, P);
   }
-  static int64_t size(int64_t R, int64_t E, int64_t P) { return LpWorkspace(nullptr, R, E, P).bytes; }
+  ISOLOAD_HD static int64_t size(int64_t R, int64_t E, int64_t P) {
+    return LpWorkspace(nullptr, R, E, P).bytes;
+  }
 
  private:
   template <class T>
-  void take(T** array, int64_t length) {
+  ISOLOAD_HD void take(T** array, int64_t length) {
     *array = memory_ ? reinterpret_cast<T*>(memory_ + bytes) : nullptr;
     bytes += length * int64_t(sizeof(T));
   }
@@ -82,25 +87,28 @@ struct LpWorkspace {
 template <class Real, class Team>
 class LpParts {
  public:
-  LpParts(Team& team, const LpProblem<Real>& problem, const LpWorkspace<Real>& workspace, Real* split)
+  ISOLOAD_HD LpParts(Team& team, const LpProblem<Real>& problem, const LpWorkspace<Real>& workspace,
+                     Real* split)
       : team_(team), in_(problem), t_(problem.tables), ws_(workspace), split_(split) {}
 
   // Lists ranks, experts and parts, and writes the split of all other slots. False if the problem cannot be
   // solved: negative loads, 2^31 copies or more, or copies that no rank with speed can take.
-  bool list() {
+  ISOLOAD_HD bool list() {
     if (!add_up()) return false;
     const bool taken = list_ranks();
     return list_experts() && taken && (list_edges(), true);
   }
 
-  NetworkSide ranks() const { return {num_ranks_, ws_.rank_first, ws_.rank_parts, ws_.part_rank}; }
-  NetworkSide experts() const { return {num_experts_, ws_.expert_first, ws_.expert_parts, ws_.part_expert}; }
-  int size() const { return num_parts_; }
+  ISOLOAD_HD NetworkSide ranks() const { return {num_ranks_, ws_.rank_first, ws_.rank_parts, ws_.part_rank}; }
+  ISOLOAD_HD NetworkSide experts() const {
+    return {num_experts_, ws_.expert_first, ws_.expert_parts, ws_.part_expert};
+  }
+  ISOLOAD_HD int size() const { return num_parts_; }
 
  private:
-  bool fast(int r) const { return in_.speeds == nullptr || in_.speeds[r] > 0; }
+  ISOLOAD_HD bool fast(int r) const { return in_.speeds == nullptr || in_.speeds[r] > 0; }
 
-  bool add_up() {
+  ISOLOAD_HD bool add_up() {
     int64_t copies = 0, sign = 0;
     team_.for_each(in_.E, [&](int e) {
       int64_t total = 0;
@@ -116,7 +124,7 @@ class LpParts {
   }
 
   // Ranks with speed, and what they carry already. False if another one carries something.
-  bool list_ranks() {
+  ISOLOAD_HD bool list_ranks() {
     const int S = in_.S;
     uint64_t stuck = 0;
     team_.for_each(in_.R, [&](int r) { ws_.rank_at[r] = fast(r); });
@@ -138,7 +146,7 @@ class LpParts {
   }
 
   // Split experts with load. False if no rank can take an expert's copies.
-  bool list_experts() {
+  ISOLOAD_HD bool list_experts() {
     uint64_t stuck = 0;
     team_.for_each(in_.E, [&](int e) {
       stuck |= ws_.total[e] > 0 && t_.copies(e) == 0;
@@ -159,7 +167,7 @@ class LpParts {
     return !team_.any(stuck);
   }
 
-  void list_edges() {
+  ISOLOAD_HD void list_edges() {
     const int S = in_.S, P = in_.R * S;
     if (team_.rank() == 0) ws_.expert_first[num_experts_] = 0;
     team_.sync();

@@ -10,13 +10,14 @@
 #include <cstdint>
 
 #include "algorithms/spill_greedy.h"
+#include "host_device.h"
 
 namespace isoload {
 
 constexpr int kSpillWays = 4, kSpillRounds = 3, kSpillFine = 1000;
 constexpr int64_t kMillion = 1000000;
 
-enum class SpillStatus : int32_t { ok = 0, negative = 1, too_many_copies = 2 };
+enum class SpillStatus : int32_t { ok = 0, negative = 1, too_many_copies = 2, none_alive = 3 };
 
 struct SpillProblem {
   int R, E, S, per_node, spare;   // ranks, routed experts, slots per rank, ranks per node, spare slots
@@ -44,10 +45,10 @@ struct SpillWorkspace {
   int32_t *total, *at_home;      // [E]; [P]
   int32_t *load, *order, *free;  // [R]
 
-  static int64_t bytes(int64_t R, int64_t E, int64_t P) {
+  ISOLOAD_HD static int64_t bytes(int64_t R, int64_t E, int64_t P) {
     return 8 * kSpillWays * (R + 1) + 4 * (kSpillWays * (3 * R + P) + E + P + 3 * R);
   }
-  static SpillWorkspace at(void* memory, int64_t R, int64_t E, int64_t P) {
+  ISOLOAD_HD static SpillWorkspace at(void* memory, int64_t R, int64_t E, int64_t P) {
     SpillWorkspace ws;
     ws.reached = static_cast<int64_t*>(memory);
     int64_t* wide = ws.reached + kSpillWays;
@@ -64,13 +65,15 @@ struct SpillWorkspace {
 template <class Team>
 class Spill {
  public:
-  Spill(Team& team, const SpillProblem& problem, const SpillWorkspace& workspace, const SpillResult& out)
+  ISOLOAD_HD Spill(Team& team, const SpillProblem& problem, const SpillWorkspace& workspace,
+                   const SpillResult& out)
       : team_(team), in_(problem), ws_(workspace), out_(out) {}
 
-  SpillStatus solve() {
+  ISOLOAD_HD SpillStatus solve() {
     const SpillStatus status = add_up();
     if (status != SpillStatus::ok) return status;
     settle_view();
+    if (alive_ == 0) return SpillStatus::none_alive;
     if (is_balanced()) {
       finish(busiest_, 0, busiest_, kBelowThreshold);
     } else if (in_.capacity_ppm == 0) {
@@ -84,17 +87,17 @@ class Spill {
   }
 
  private:
-  static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-  bool alive(int r) const { return !in_.alive || in_.alive[r]; }
+  ISOLOAD_HD static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+  ISOLOAD_HD bool alive(int r) const { return !in_.alive || in_.alive[r]; }
 
   template <class F>
-  int64_t sum(int n, F&& f) {
+  ISOLOAD_HD int64_t sum(int n, F&& f) {
     int64_t mine = 0;
     team_.for_each(n, [&](int i) { mine += f(i); });
     return team_.sum(mine);
   }
   template <class F>
-  int64_t max(int n, F&& f) {
+  ISOLOAD_HD int64_t max(int n, F&& f) {
     int64_t mine = 0;
     team_.for_each(n, [&](int i) {
       const int64_t value = f(i);
@@ -104,7 +107,7 @@ class Spill {
   }
 
   // Copies per expert and per rank; refuses what is no load.
-  SpillStatus add_up() {
+  ISOLOAD_HD SpillStatus add_up() {
     int32_t sign = 0, wrapped = 0;
     team_.for_each(in_.E, [&](int e) { sign |= ws_.total[e] = in_.loads[e]; });
     for (int s = 1; s < in_.num_sources; ++s) {  // a lane keeps its experts, so no barrier between rows
@@ -121,9 +124,9 @@ class Spill {
     if (team_.any(wrapped < 0) || total_ > INT32_MAX) return SpillStatus::too_many_copies;
     return SpillStatus::ok;
   }
-  int32_t fixed(int r) const { return in_.fixed ? in_.fixed[r] : 0; }
+  ISOLOAD_HD int32_t fixed(int r) const { return in_.fixed ? in_.fixed[r] : 0; }
 
-  void settle_view() {
+  ISOLOAD_HD void settle_view() {
     const int P = in_.R * in_.S;
     team_.for_each(P, [&](int p) {
       const int e = in_.slot_to_expert[p];
@@ -163,14 +166,14 @@ class Spill {
                       in_.egress};
   }
 
-  bool is_balanced() {
+  ISOLOAD_HD bool is_balanced() {
     if (!in_.per_expert) return busiest_ * alive_ * kMillion <= total_ * in_.threshold_ppm;
     const int64_t top = max(in_.E, [&](int e) { return ws_.total[e]; });
     return top * in_.E * kMillion <= experts_ * in_.threshold_ppm;
   }
 
   // The lowest target at which the other ranks have room for all excess if each pays for one import.
-  int64_t least_target() {
+  ISOLOAD_HD int64_t least_target() {
     const int64_t cost = view_.replicated ? 0 : view_.least_import_cost();
     int64_t low = ceil_div(total_, alive_), high = busiest_;
     while (low < high) {
@@ -185,7 +188,7 @@ class Spill {
   }
 
   // The target of the least cost found: geometric steps above the least target, then even ones.
-  int64_t search() {
+  ISOLOAD_HD int64_t search() {
     int64_t low = least_target(), least = busiest_, best = busiest_;
     for (int round = 0; round < kSpillRounds; ++round) {
       const int64_t span = least - low;
@@ -206,7 +209,7 @@ class Spill {
   }
 
   // The try that counts. level -1: what it reaches.
-  void finish(int64_t target, int64_t slack, int64_t level, int32_t flags) {
+  ISOLOAD_HD void finish(int64_t target, int64_t slack, int64_t level, int32_t flags) {
     team_.for_each(in_.R * in_.S, [&](int p) { out_.slot_to_expert[p] = in_.slot_to_expert[p]; });
     team_.sync();
     if (team_.rank() == 0) {

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "algorithms/replica_tables.h"
+#include "host_device.h"
 
 namespace isoload {
 
@@ -25,11 +26,11 @@ struct RoundingProblem {
 template <class Real, class Team>
 class Rounding {
  public:
-  Rounding(Team& team, const RoundingProblem<Real>& problem, int32_t* quota)
+  ISOLOAD_HD Rounding(Team& team, const RoundingProblem<Real>& problem, int32_t* quota)
       : team_(team), in_(problem), t_(problem.tables), quota_(quota) {}
 
   // False if the loads cannot be planned: negative, 2^31 copies or more, or of an expert without a replica.
-  bool run() {
+  ISOLOAD_HD bool run() {
     team_.for_each(in_.R * in_.S, [&](int p) { quota_[p] = 0; });
     team_.sync();
     int64_t copies = 0;
@@ -49,7 +50,7 @@ class Rounding {
   }
 
  private:
-  void round(int e, int64_t load) {
+  ISOLOAD_HD void round(int e, int64_t load) {
     const int first = t_.offsets[e], last = t_.offsets[e + 1];
     int64_t left = load;
     for (int j = first; j < last; ++j) {
@@ -67,24 +68,24 @@ class Rounding {
   }
 
   // In integers: as a float, `most` might be another number.
-  int64_t whole_part(int j, int64_t most) const {
+  ISOLOAD_HD int64_t whole_part(int j, int64_t most) const {
     const int64_t whole = in_range(j) ? static_cast<int64_t>(in_.split[t_.slots[j]]) : INT32_MAX;
     return whole < most ? whole : most;
   }
 
   // Exact: what a float has behind the point is a float.
-  Real fraction(int j) const {
+  ISOLOAD_HD Real fraction(int j) const {
     const Real split = in_.split[t_.slots[j]];
     return in_range(j) ? split - static_cast<Real>(static_cast<int64_t>(split)) : 0;
   }
 
-  bool in_range(int j) const {
+  ISOLOAD_HD bool in_range(int j) const {
     const Real split = in_.split[t_.slots[j]];
     return split >= 0 && split < Real(1 << 30) * 2;
   }
 
   // The replica with the next smaller fraction, or an equal one and a higher slot.
-  int next(int first, int last, int given) const {
+  ISOLOAD_HD int next(int first, int last, int given) const {
     int best = -1;
     for (int j = first; j < last; ++j) {
       const bool open =

@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "host_device.h"
+
 namespace isoload {
 
 enum SpillFlag : int32_t { kBelowThreshold = 1, kNoSpareSlot = 2, kEgressLimit = 4, kImmovable = 8 };
@@ -23,11 +25,11 @@ struct SpillView {
   int64_t min_chunk, import_cost[2];  // in copies; of an expert from another node, from the own
   int32_t egress;                     // most exports of a rank
 
-  int64_t least_import_cost() const {
+  ISOLOAD_HD int64_t least_import_cost() const {
     return import_cost[0] < import_cost[1] ? import_cost[0] : import_cost[1];
   }
   // The slot of an expert on a rank that holds it already, or -1.
-  int held(int e, int r) const {
+  ISOLOAD_HD int held(int e, int r) const {
     if (!replicated) return -1;
     for (int p = r * S; p < r * S + S - spare; ++p)
       if (slot_to_expert[p] == e) return p;
@@ -46,11 +48,11 @@ struct SpillState {
 class SpillGreedy {
  public:
   // filled: [P] where borrowed experts are written, or null.
-  SpillGreedy(const SpillView& view, const SpillState& state, int64_t target, int32_t* filled)
+  ISOLOAD_HD SpillGreedy(const SpillView& view, const SpillState& state, int64_t target, int32_t* filled)
       : in_(view), to_(state), target_(target), filled_(filled) {}
 
   // free: [R] spare slots that may be filled. Returns the largest cost.
-  int64_t run(const int32_t* free, int64_t slack) {
+  ISOLOAD_HD int64_t run(const int32_t* free, int64_t slack) {
     for (int p = 0; p < in_.R * in_.S; ++p) to_.quota[p] = in_.at_home[p];
     for (int r = 0; r < in_.R; ++r) to_.cost[r] = in_.load[r], to_.free[r] = free[r], to_.exports[r] = 0;
     for (int r = 0; r < in_.R; ++r)
@@ -61,8 +63,8 @@ class SpillGreedy {
     return largest;
   }
 
-  int32_t flags() const { return flags_; }
-  int32_t across() const { return across_; }  // imports from another node
+  ISOLOAD_HD int32_t flags() const { return flags_; }
+  ISOLOAD_HD int32_t across() const { return across_; }  // imports from another node
 
  private:
   struct Chunk {
@@ -71,7 +73,7 @@ class SpillGreedy {
     bool near;
   };
 
-  void relieve(int home, int64_t slack) {
+  ISOLOAD_HD void relieve(int home, int64_t slack) {
     while (to_.cost[home] > target_) {
       const int64_t excess = to_.cost[home] - target_;
       int largest = home * in_.S;
@@ -93,7 +95,7 @@ class SpillGreedy {
   }
 
   // The largest chunk near home, or a far one where the near one is small.
-  Chunk choose(int home, int e, int64_t wanted) const {
+  ISOLOAD_HD Chunk choose(int home, int e, int64_t wanted) const {
     const bool lends = to_.exports[home] < in_.egress;
     const int first = home / in_.per_node * in_.per_node, last = first + in_.per_node;
     uint64_t best[2] = {0, 0};  // far, near: copies, then the taker's cost, which is below the target
@@ -112,7 +114,7 @@ class SpillGreedy {
     return {copies, chosen[near], copies ? in_.held(e, to_.takers[chosen[near]]) : -1, near};
   }
 
-  void give(int home, int home_slot, const Chunk& chunk) {
+  ISOLOAD_HD void give(int home, int home_slot, const Chunk& chunk) {
     int slot = chunk.slot;
     const int r = to_.takers[chunk.taker];
     to_.cost[home] -= chunk.copies;
@@ -131,7 +133,7 @@ class SpillGreedy {
     --num_takers_;
   }
 
-  bool may_take(int r) const {
+  ISOLOAD_HD bool may_take(int r) const {
     const int64_t room = target_ - to_.cost[r];
     return in_.replicated ? room > 0 : to_.free[r] > 0 && room > in_.least_import_cost();
   }

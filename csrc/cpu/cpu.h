@@ -11,6 +11,7 @@
 #include "algorithms/plan_waterfill.h"
 #include "algorithms/replica_tables.h"
 #include "algorithms/round_split.h"
+#include "algorithms/route_shared_sampled.h"
 #include "algorithms/share.h"
 #include "algorithms/share_alone.h"
 #include "team.h"
@@ -84,14 +85,6 @@ template <class Id, class Weight>
 LayoutFault append_shared_expert(const Id* slots, const Weight* weights, const int32_t* ranks, int64_t T,
                                  int K, int n, const SharedLayout& layout, Id* new_slots,
                                  Weight* new_weights);
-
-// One source rank's draw of shared ranks. load, tokens [R], tokens null for static_.
-struct SharedDraw {
-  enum Rule { static_, dynamic, blog } rule;
-  int R, slots_per_rank, rank;
-  const int64_t *load, *tokens;
-  uint64_t seed;
-};
 
 // slots [T, K] to ranks [T]. Returns the first slot outside [-1, R * slots_per_rank), or -1.
 template <class Id>

@@ -3,8 +3,9 @@
 // A launcher enqueues one or two kernels on `stream` (a cudaStream_t), reads nothing back and allocates
 // nothing. It returns null, or what CUDA refused. Values are not checked: an id, slot or rank out of range
 // counts as -1, a copy beyond its share goes to slot -1, and a problem that the planner refuses gets quota 0,
-// peak and bound -1.
-// `global` is the caller's buffer; the functions in bytes give its size, 0 where shared memory does.
+// peak and bound -1; of plan_lp: split 0, primal and dual -1, status broke_down; of plan_spill: quota 0 in
+// the placement as it was, level -1. `global` is the caller's buffer; the functions in bytes give its size, 0
+// where shared memory does.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +14,6 @@
 
 namespace isoload::cuda {
 
-using cpu::SharedDraw;
 using cpu::SharedLayout;
 using cpu::SharedRoute;
 using cpu::ShareOf;
@@ -34,6 +34,19 @@ const char* plan_exact(const ExactProblem& problem, const ExactResult& result, i
 int64_t plan_active_bytes(int64_t B, int R, int E);
 const char* plan_active(const ActiveProblem& problem, const ActiveResult& result, int64_t B, void* global,
                         void* stream);
+
+template <class Real>
+int64_t plan_lp_bytes(int64_t B, int R, int E, int S);
+template <class Real>
+const char* plan_lp(const LpProblem<Real>& problem, const LpResult<Real>& result, int64_t B, void* global,
+                    void* stream);
+
+template <class Real>
+const char* round_split(const RoundingProblem<Real>& problem, int32_t* quota, int64_t B, void* stream);
+
+int64_t plan_spill_bytes(int64_t B, int R, int E, int S);
+const char* plan_spill(const SpillProblem& problem, const SpillResult& result, int64_t B, void* global,
+                       void* stream);
 
 // spare, totals: [W] on the host. At most `blocks` blocks, so that a GEMM beside them keeps its processors.
 const char* borrow(const Borrowing& in, const Rows* spare, int64_t blocks, void* stream);
@@ -74,17 +87,9 @@ template <class Id>
 const char* route_shared(const SharedRoute& problem, const Id* slots, int32_t* ranks, void* global,
                          void* stream);
 
-// [R] copies per rank, as int32 or int64.
-struct RankLoads {
-  const int32_t* narrow;
-  const int64_t* wide;
-  ISOLOAD_HD int64_t operator[](int r) const { return wide ? wide[r] : narrow[r]; }
-};
-
-// load and tokens [R] are read in the place of draw's, which are the host's.
 template <class Id>
-const char* route_shared_sampled(const Id* slots, int64_t T, int K, const SharedDraw& draw,
-                                 const RankLoads& load, const int32_t* tokens, int32_t* ranks, void* stream);
+const char* route_shared_sampled(const Id* slots, int64_t T, int K, const SharedDraw& draw, int32_t* ranks,
+                                 void* stream);
 
 template <class Id, class Weight>
 const char* append_shared_expert(const Id* slots, const Weight* weights, const int32_t* ranks, int64_t T,

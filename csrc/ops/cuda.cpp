@@ -8,6 +8,9 @@ STABLE_TORCH_LIBRARY_IMPL(isoload, CUDA, m) {
   m.impl("replica_tables", TORCH_BOX(&isoload::ops::replica_tables));
   m.impl("plan_exact", TORCH_BOX(&isoload::ops::plan_exact));
   m.impl("plan_active", TORCH_BOX(&isoload::ops::plan_active));
+  m.impl("plan_lp", TORCH_BOX(&isoload::ops::plan_lp));
+  m.impl("round_split", TORCH_BOX(&isoload::ops::round_split));
+  m.impl("plan_spill", TORCH_BOX(&isoload::ops::plan_spill));
   m.impl("borrow", TORCH_BOX(&isoload::ops::borrow));
   m.impl("borrow_backward", TORCH_BOX(&isoload::ops::borrow_backward));
   m.impl("share", TORCH_BOX(&isoload::ops::share));

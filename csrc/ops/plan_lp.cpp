@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "cpu/cpu.h"
+#include "ops/device.h"
 #include "ops/loads_batch.h"
 #include "ops/ops.h"
 
@@ -34,16 +35,26 @@ class LpBatch {
     const Tensor split = loads_.per_layer(P, kReal);
     const Tensor primal = loads_.per_layer(kReal), dual = loads_.per_layer(kReal);
     const Tensor iterations = loads_.per_layer(ScalarType::Int), status = loads_.per_layer(ScalarType::Int);
+    auto problem_of = [&](int64_t b) {
+      LpProblem<Real> problem = this->problem(b);
+      problem.tolerance = static_cast<Real>(tolerance);
+      problem.iterations = static_cast<int>(most);
+      return problem;
+    };
+    auto result_of = [&](int64_t b) {
+      return LpResult<Real>{mutable_data<Real>(split) + b * P, mutable_data<Real>(primal) + b,
+                            mutable_data<Real>(dual) + b, mutable_data<int32_t>(iterations) + b,
+                            mutable_data<int32_t>(status) + b};
+    };
+    if (on_cuda(loads_.loads, [&](auto stream) {
+          const Scratch scratch(loads_.loads, cuda::plan_lp_bytes<Real>(B, loads_.R, loads_.E, P / loads_.R));
+          return cuda::plan_lp(problem_of(0), result_of(0), B, scratch.data(), stream);
+        }))
+      return {split, primal, dual, iterations, status};
     std::atomic<int64_t> failed{B};  // a throw inside parallel_for would lose its text
     auto run = [&](int64_t begin, int64_t end) {
       for (int64_t b = begin; b < end; ++b) {
-        LpProblem<Real> problem = this->problem(b);
-        problem.tolerance = static_cast<Real>(tolerance);
-        problem.iterations = static_cast<int>(most);
-        const LpResult<Real> result{mutable_data<Real>(split) + b * P, mutable_data<Real>(primal) + b,
-                                    mutable_data<Real>(dual) + b, mutable_data<int32_t>(iterations) + b,
-                                    mutable_data<int32_t>(status) + b};
-        if (cpu::plan_lp(problem, result)) continue;
+        if (cpu::plan_lp(problem_of(b), result_of(b))) continue;
         for (int64_t first = failed; b < first && !failed.compare_exchange_weak(first, b);) continue;
       }
     };
@@ -58,8 +69,9 @@ class LpBatch {
 
   Tensor amounts(const Tensor& tensor, const char* name) const {
     require_dtype(tensor, name, kReal);
+    require_device(tensor, name, loads_.loads, "loads");
     const Tensor amounts = dense(tensor);
-    for (int64_t i = 0; i < amounts.numel(); ++i) {
+    for (int64_t i = 0; i < amounts.numel() && amounts.is_cpu(); ++i) {
       const Real value = data<Real>(amounts)[i];
       require(value >= 0 && std::isfinite(value), name, " must be finite and not negative, got ", value,
               " for rank ", i % loads_.R);

@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "cpu/cpu.h"
+#include "ops/device.h"
 #include "ops/loads_batch.h"
 #include "ops/ops.h"
 
@@ -26,17 +27,22 @@ static void require_split(const LoadsBatch& loads, int64_t b, const Real* split)
 template <class Real>
 static Tensor round_layers(const LoadsBatch& loads, const Tensor& split) {
   const Tensor quota = loads.per_layer(loads.P, ScalarType::Int);
+  auto problem = [&](int64_t b) {
+    return RoundingProblem<Real>{static_cast<int>(loads.R),
+                                 static_cast<int>(loads.E),
+                                 static_cast<int>(loads.P / loads.R),
+                                 loads.tables->layer(b),
+                                 loads.of(b),
+                                 static_cast<int>(loads.sources),
+                                 data<Real>(split) + b * loads.P};
+  };
+  if (on_cuda(loads.loads, [&](auto stream) {
+        return cuda::round_split(problem(0), mutable_data<int32_t>(quota), loads.B, stream);
+      }))
+    return quota;
   for (int64_t b = 0; b < loads.B; ++b) {
-    const Real* layer = data<Real>(split) + b * loads.P;
-    const RoundingProblem<Real> problem{static_cast<int>(loads.R),
-                                        static_cast<int>(loads.E),
-                                        static_cast<int>(loads.P / loads.R),
-                                        loads.tables->layer(b),
-                                        loads.of(b),
-                                        static_cast<int>(loads.sources),
-                                        layer};
-    if (!cpu::round_split(problem, mutable_data<int32_t>(quota) + b * loads.P)) loads.explain(b);
-    require_split(loads, b, layer);
+    if (!cpu::round_split(problem(b), mutable_data<int32_t>(quota) + b * loads.P)) loads.explain(b);
+    require_split(loads, b, data<Real>(split) + b * loads.P);
   }
   return quota;
 }
@@ -48,6 +54,7 @@ Tensor round_split(const Tensor& split, const Tensor& loads, const Tensor& table
   const ScalarType type = split.scalar_type();
   require(type == ScalarType::Float || type == ScalarType::Double, "split must be float32 or float64, got ",
           dtype_name(type));
+  require_device(split, "split", loads, "loads");
   return type == ScalarType::Float ? round_layers<float>(batch, dense(split))
                                    : round_layers<double>(batch, dense(split));
 }

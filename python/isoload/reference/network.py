@@ -9,6 +9,7 @@ import numpy as np
 Reals = np.ndarray[tuple[int, ...], np.dtype[np.floating[Any]]]
 Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
 COLUMNS = 16
+TILE = 16
 
 
 def ordered_sum(terms: Reals) -> Any:
@@ -28,6 +29,12 @@ def add_by(index: Indices, terms: Reals, start: Reals) -> Reals:
     sums: Reals = start.copy()
     np.add.at(sums, index, terms)
     return sums
+
+
+def tile_of(k: int, n: int) -> slice:
+    """The nodes of k's tile: together they are one step of a solve."""
+    first = k // TILE * TILE
+    return slice(first, min(first + TILE, n))
 
 
 class Network:
@@ -54,25 +61,36 @@ class Network:
         for k, (a, h) in enumerate(zip(self.kept, self.hub, strict=True)):
             others = edges_of[h]
             mesh[a, self.kept[others]] += self.part[k] * conductance[others]
-        self.rows, self.inverse = [], np.empty(n, conductance.dtype)
+        self.rows, self.inverse = mesh, np.empty(n, conductance.dtype)
         self.taken = np.zeros((n, n), conductance.dtype)
         for k in range(n):
-            row = mesh[k, k + 1 :].copy()
+            row, inside = mesh[k, k + 1 :], tile_of(k, n)
             self.inverse[k] = 1 / (ground[k] + ordered_sum(row))
             part = row * self.inverse[k]
             ground[k + 1 :] += part * ground[k]
             mesh[k + 1 :, k + 1 :] += np.outer(part, row)
-            self.rows.append(row)
+            ways = np.outer(part[: inside.stop - k - 1], self.taken[k, inside.start : k])
+            self.taken[k + 1 : inside.stop, inside.start : k] += ways
             self.taken[k + 1 :, k] = part
 
     def solve(self, left: Reals, right: Reals) -> tuple[Reals, Reals]:
         """Potentials of the left and right nodes for their currents."""
         kept, hub = (left, right) if self.left_kept else (right, left)
         kept = add_by(self.kept, self.part * hub[self.hub], kept)
-        for k, row in enumerate(self.rows):
-            kept[k + 1 :] += row * (kept[k] * self.inverse[k])
-        kept *= self.inverse
-        for k in reversed(range(len(kept))):
-            kept[:k] += self.taken[k, :k] * kept[k]
+        n = len(kept)
+        own, tiles = np.empty_like(kept), [tile_of(k, n) for k in range(0, n, TILE)]
+        for inside in tiles:
+            current = kept.copy()
+            for j in range(inside.start, inside.stop):
+                current[j + 1 :] += self.taken[j + 1 :, j] * kept[j]
+            own[inside] = (current * self.inverse)[inside]
+            for k in range(inside.start, inside.stop):
+                kept[inside.stop :] += self.rows[k, inside.stop :] * own[k]
+        for inside in reversed(tiles):
+            kept[inside] = own[inside]
+            for k in range(inside.start + 1, inside.stop):
+                kept[inside.start : k] += self.taken[k, inside.start : k] * own[k]
+            for k in range(inside.start, inside.stop):
+                own[: inside.start] += self.taken[k, : inside.start] * kept[k]
         hub = add_by(self.hub, self.conductance * kept[self.kept], hub) / self.star
         return (kept, hub) if self.left_kept else (hub, kept)

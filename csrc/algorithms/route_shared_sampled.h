@@ -1,0 +1,111 @@
+// route_shared_sampled: each token draws the rank of its shared copies among those that it visits and its
+// own, with weights that every rank knows: the room that ranks have below the mean.
+//
+// The rules are SGLang's static and dynamic ones and the one of its blog (papers/001), integers only.
+#pragma once
+
+#include <cstdint>
+
+#include "host_device.h"
+#include "random_word.h"
+#include "rank_set.h"
+
+namespace isoload {
+
+// [R] copies per rank, as int32 or int64.
+struct RankLoads {
+  const int32_t* narrow;
+  const int64_t* wide;
+  ISOLOAD_HD int64_t operator[](int r) const { return wide ? wide[r] : narrow[r]; }
+};
+
+// One source rank's draw of shared ranks.
+struct SharedDraw {
+  enum Rule { static_, dynamic, blog } rule;
+  int R, slots_per_rank, rank;
+  RankLoads load;         // routed copies
+  const int32_t* tokens;  // [R], null for static_
+  uint64_t seed;
+
+  // SGLang leaves the shared copies of a smaller batch at home.
+  ISOLOAD_HD bool at_home(int64_t num_tokens) const { return rule != blog && num_tokens < 64; }
+};
+
+// What the tokens of a batch draw from.
+struct SharedSlack {
+  int64_t* load;    // [R] what the fallback compares
+  int64_t* weight;  // [R] room below the target, the own rank preferred 11 to 10
+  bool all_ranks;   // no rank is ruled out, visited or not
+};
+
+// memory: [2, R]. A barrier last.
+template <class Team>
+ISOLOAD_HD SharedSlack find_slack(Team& team, const SharedDraw& in, int K, int64_t* memory) {
+  SharedSlack out{memory, memory + in.R, in.rule == SharedDraw::static_};
+  auto sum = [&](auto&& f) {
+    int64_t mine = 0;
+    team.for_each(in.R, [&](int r) { mine += f(r); });
+    return team.sum(mine);
+  };
+  int64_t shared =
+      sum([&](int r) { return in.load[r]; }) / (K > 0 ? K : 1);  // SGLang's estimate of the tokens
+  if (in.rule == SharedDraw::blog) shared = sum([&](int r) { return int64_t(in.tokens[r]); });
+  int64_t top = INT64_MIN, all = 0;
+  team.for_each(in.R, [&](int r) {
+    out.load[r] = in.load[r] + (in.rule == SharedDraw::dynamic ? in.tokens[r] : 0);
+    top = out.load[r] > top ? out.load[r] : top;
+    all += out.load[r];
+  });
+  top = team.max(top), all = team.sum(all);
+  const int64_t target = (all + shared + in.R - 1) / in.R;
+  if (in.rule == SharedDraw::dynamic) out.all_ranks = top <= target;
+  team.for_each(in.R, [&](int r) {
+    const int64_t room = target > out.load[r] ? target - out.load[r] : 0;
+    if (in.rule == SharedDraw::blog)
+      out.weight[r] = room * (r == in.rank ? 11 : 10);
+    else
+      out.weight[r] = r == in.rank ? room : room * 10 / 11;
+  });
+  team.sync();
+  return out;
+}
+
+// In proportion to the weights; where all are 0 the own rank, unless others carry less than 10/11 of it.
+template <int W>
+ISOLOAD_HD int draw_rank(const SharedSlack& slack, const RankSet<W>& candidates, int own, uint64_t word) {
+  int64_t total = 0;
+  candidates.for_each([&](int r) { total += slack.weight[r]; });
+  int chosen = -1;
+  if (total > 0) {
+    int64_t left = static_cast<int64_t>(word % static_cast<uint64_t>(total));
+    candidates.for_each([&](int r) {
+      if (chosen < 0 && left < slack.weight[r]) chosen = r;
+      left -= slack.weight[r];
+    });
+    return chosen;
+  }
+  chosen = own;
+  candidates.for_each([&](int r) {
+    if (slack.load[r] * 11 < slack.load[chosen] * 10) chosen = r;
+  });
+  return chosen;
+}
+
+// SGLang's random word of a token.
+ISOLOAD_HD inline uint32_t hash_token(uint32_t token, uint32_t rank) {
+  return (token ^ rank * 0x9E3779B9u) * 1664525u + 1013904223u;
+}
+
+// The rank of token i, which visits `visited`: -1 if none.
+template <int W>
+ISOLOAD_HD int draw_shared(const SharedDraw& in, const SharedSlack& slack, int64_t num_tokens, int64_t i,
+                           RankSet<W> visited) {
+  if (visited.empty()) return -1;
+  if (in.at_home(num_tokens)) return in.rank;
+  visited.insert(in.rank);
+  const uint64_t word =
+      in.rule == SharedDraw::blog ? random_word(in.seed, i) : hash_token(static_cast<uint32_t>(i), in.rank);
+  return draw_rank(slack, slack.all_ranks ? RankSet<W>::first(in.R) : visited, in.rank, word);
+}
+
+}  // namespace isoload
