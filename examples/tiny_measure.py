@@ -94,9 +94,10 @@ def imbalance(copies: Tensor) -> Tensor:
     return copies.amax(1) / copies.double().mean(1)
 
 
-def report(runs: dict[str, Run], title: str) -> None:
-    """The policies side by side."""
-    table = Table("mean per step and layer", title=title, title_justify="left")
+def report(runs: dict[str, Run], title: str, before: str) -> None:
+    """The policies side by side. before: what has its memory before a step."""
+    table = Table("mean per step and layer", title=title, title_justify="left", caption_justify="left")
+    table.caption = f"Borrowed experts, kB: over all ranks. Peak: of the last step, beyond {before}."
     for policy in runs:
         table.add_column(policy, justify="right")
 
@@ -109,10 +110,10 @@ def report(runs: dict[str, Run], title: str) -> None:
     row("rows, busiest rank", lambda run: f"{run.rows.amax(1).double().mean():.1f}")
     row("copies, busiest rank", lambda run: f"{run.copies.amax(1).double().mean():.1f}")
     row("copies, max/mean rank", lambda run: f"{imbalance(run.copies).mean():.3f}")
-    row("experts borrowed, all ranks", lambda run: f"{np.mean(run.borrowed):.2f}")
+    row("experts borrowed", lambda run: f"{np.mean(run.borrowed):.2f}")
     for stage in BORROW_STAGES:
-        row(f"kB of {stage}, all ranks", lambda run, s=stage: f"{run.sent[s] / len(run.borrowed) / 1e3:.1f}")
-    row("peak MB of a whole step, worst rank", lambda run: f"{run.peak / 1e6:.2f}")
+        row(f"kB of {stage}", lambda run, s=stage: f"{run.sent[s] / len(run.borrowed) / 1e3:.1f}")
+    row("peak MB, worst rank", lambda run: f"{run.peak / 1e6:.2f}")
     Console(width=110, highlight=False).print(table)
 
 

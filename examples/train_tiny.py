@@ -12,7 +12,8 @@ that one training run, see :func:`global_gradients`:
 2. Every other Parameter has a copy on every rank, whose gradients are added up, so the copies stay equal.
 3. Each rank's mean loss is divided by R, so that both are gradients of the mean over all ranks' tokens.
 
-No loss term levels the experts here: nothing but the policy does.
+(Who clips gradients adds the experts' squared norms up over the ranks first.) No loss term levels the experts, and
+routers start sharp, with weights from N(0, 1): loads are skewed, and nothing but the policy levels the ranks.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
@@ -37,6 +40,7 @@ import typer
 from torch import Tensor, nn
 
 import isoload
+from isoload.borrowing import NUM_BUFFERS
 from isoload.policies import parse_policy
 from isoload.routers import Gate, Router
 from isoload.transport import Transport
@@ -107,14 +111,19 @@ class Settings:
             raise ValueError(f"spare_slots must be at least 1 without replicas, got {self.spare_slots}")
         if self.save is not None and (self.save.suffix != ".npz" or not self.save.parent.is_dir()):
             raise ValueError(f"save must be an .npz in a folder that exists, got {str(self.save)!r}")
-        if len(data := self.text.read_bytes()) <= LENGTH:
-            raise ValueError(f"text must have more than {LENGTH} bytes, got {len(data)}")
+        if len(self.data) <= LENGTH:
+            raise ValueError(f"text must have more than {LENGTH} bytes, got {len(self.data)}")
         placement, loads = self.placement(), torch.ones(self.ranks, EXPERTS, dtype=torch.int32)
         for policy in self.policies:
             name, options = parse_policy(policy)
             plan = isoload.plan(loads, placement, 0, name, **options)  # refuses what it cannot plan
             if plan.quota is None:
                 raise ValueError(f"policies must plan quotas, {name} samples")
+
+    @cached_property
+    def data(self) -> Tensor:
+        """The text's bytes [N]."""
+        return torch.from_numpy(np.fromfile(self.text, dtype=np.uint8))
 
     def placement(self) -> isoload.Placement:
         """Slot p holds expert p mod E, spare slots nothing; the same under all policies."""
@@ -125,9 +134,8 @@ class Settings:
     def batch(self, step: int, rank: int) -> Tensor:
         """[SEQUENCES, LENGTH + 1] bytes: the same for all policies, others for every rank."""
         draw = torch.Generator().manual_seed((self.seed * 1_000_000 + step) * self.ranks + rank)
-        text = torch.frombuffer(bytearray(self.text.read_bytes()), dtype=torch.uint8)
-        starts = torch.randint(len(text) - LENGTH, (SEQUENCES, 1), generator=draw)
-        return text[starts + torch.arange(LENGTH + 1)].long()
+        starts = torch.randint(len(self.data) - LENGTH, (SEQUENCES, 1), generator=draw)
+        return self.data[starts + torch.arange(LENGTH + 1)].long()
 
 
 def make_model(settings: Settings, policy: str, transport: Transport) -> TinyLM:
@@ -193,7 +201,11 @@ def run_rank(rank: int, settings: Settings, store: str | None = None) -> None:
         fresh = [settings.batch(settings.steps + n, rank)[:, :-1] for n in range(SAVED_BATCHES)]
         save_routing(settings.save, model, fresh, EXPERTS)
     if rank == 0:
-        report(runs, f"{settings.steps} steps, {settings.ranks} ranks, {settings.dtype}")
+        pool = (
+            NUM_BUFFERS * settings.spare_slots * 3 * HIDDEN * INNER * getattr(torch, settings.dtype).itemsize
+        )
+        title = f"{settings.steps} steps, {settings.ranks} ranks, {settings.dtype}"
+        report(runs, title, f"weights, optimizer and spare pool ({pool / 1e6:.2f} MB of a rank)")
         print(f"largest difference between the loss curves: {largest_difference(list(runs.values())):.1e}")
     dist.barrier()
     dist.destroy_process_group()
