@@ -23,8 +23,9 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 import train_tiny  # noqa: E402
 
-RANKS, STEPS = 2, 4
-POLICIES = ("none", "llep:min_chunk=1:threshold=1", "exact")
+RANKS, STEPS = 2, 3
+BLOCKS = 4  # more than the spare pool has buffers, so that backward borrows again
+POLICIES = ("none", "llep:min_chunk=1:threshold=1:tolerance=0", "exact")
 
 
 def make_settings(**changed):
@@ -90,27 +91,31 @@ def train_rank(rank, settings):
 
 @pytest.fixture(scope="module")
 def trained():
-    return run_ranks(train_rank, RANKS, make_settings())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_tiny, "LAYERS", BLOCKS)  # forked ranks see it too
+        return run_ranks(train_rank, RANKS, make_settings())
 
 
 @pytest.fixture(scope="module")
 def dense():
-    return train_dense(make_settings())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_tiny, "LAYERS", BLOCKS)
+        return train_dense(make_settings())
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_losses_and_gradients_are_the_dense_model_s(trained, dense, policy):
     losses, grads = dense
     placement = make_settings().placement()
-    home_rank = placement.home_slot[0] // placement.slots_per_rank  # alike in both layers; uneven, 9 and 7
+    home_rank = placement.home_slot[0] // placement.slots_per_rank  # alike in all layers; uneven, 9 and 7
     for rank, ours in enumerate(trained):
-        np.testing.assert_allclose(ours[policy][0], losses, rtol=0, atol=1e-10)  # seen: 2e-15
+        np.testing.assert_allclose(ours[policy][0], losses, rtol=0, atol=1e-10)  # seen: 9e-16
         for name, grad in ours[policy][1].items():
             layer, is_expert, stack = name.partition("weights.0.")
             wanted = grads[layer + stack]
             if is_expert:
                 wanted = wanted[(home_rank == rank).numpy()]
-            np.testing.assert_allclose(grad, wanted, rtol=0, atol=1e-12, err_msg=name)  # seen: 3e-16
+            np.testing.assert_allclose(grad, wanted, rtol=0, atol=1e-12, err_msg=name)  # seen: 3e-17
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -126,10 +131,11 @@ def test_what_is_measured(trained):
     none, llep, exact = (trained[0][policy] for policy in POLICIES)
     for _, _, _, sent, peak, rows, copies in (none, llep, exact):
         tokens = RANKS * train_tiny.SEQUENCES * train_tiny.LENGTH
-        assert np.shape(rows) == np.shape(copies) == (STEPS * train_tiny.LAYERS, RANKS)
+        assert np.shape(rows) == np.shape(copies) == (STEPS * BLOCKS, RANKS)
         assert (np.sum(copies, axis=1) == train_tiny.TOP_K * tokens).all()
         assert (np.sum(rows, axis=1) >= tokens).all() and (np.array(rows) <= copies).all()
         assert peak > 1e6 and sent["dispatch"] > 0
+    assert 0 < llep[3]["borrow backward"] <= llep[3]["borrow"]
     assert none[3]["borrow"] == 0 < llep[3]["borrow"] == llep[3]["borrowed gradients"]
     assert np.max(llep[6], axis=1).mean() < np.max(none[6], axis=1).mean()
     assert [ours[POLICIES[1]][4:] for ours in trained] == [llep[4:]] * RANKS
