@@ -1,0 +1,160 @@
+"""What train_tiny.py measures, prints and saves: rows, copies, borrowed weights and memory of every policy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from isoload import MoE
+from isoload.routers import Routing
+from isoload.trace import count_batches
+
+BORROW_STAGES = ("borrow", "borrow backward", "borrowed gradients")
+
+
+@dataclass
+class Meter:
+    """A forward hook of MoE layers: what every call sent where; an entry per step and layer.
+
+    rows      [R] int64  rows that the ranks received from this one
+    copies    [R] int64  copies that the ranks computed for all
+    borrowed             experts that spare slots were filled with, over all ranks
+    """
+
+    rows: list[Tensor] = field(default_factory=list)
+    copies: list[Tensor] = field(default_factory=list)
+    borrowed: list[int] = field(default_factory=list)
+
+    def __call__(self, layer: MoE, *_: Any) -> None:
+        plan, traffic = layer.last_plan, layer.transport.traffic
+        assert plan is not None and plan.quota is not None
+        self.rows.append(traffic.rows[layer.transport.ranks[0]] - sum(self.rows))
+        self.copies.append(plan.quota.view(len(traffic.rows), -1).sum(1))
+        self.borrowed.append(int((plan.slot_to_expert != plan.placed.slot_to_expert).sum()))
+
+
+def peak_bytes(call: Callable[[], Any]) -> int:
+    """Most memory that a call held at a time beyond what was there before, from the CPU allocator's own reports."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        call()
+    events = recorded.profiler.kineto_results.events()
+    reports = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(accumulate((size for _, size in reports), initial=0))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One policy's training, the same on all ranks.
+
+    losses    [steps]                 means over all ranks' tokens
+    rows      [steps * L, R] int64    received by every rank
+    copies    [steps * L, R] int64    computed by every rank
+    borrowed  [steps * L]             experts borrowed, over all ranks
+    sent                              bytes by stage, of all ranks and steps
+    peak                              bytes of the rank that needed most in the last step
+    """
+
+    losses: list[float]
+    rows: Tensor
+    copies: Tensor
+    borrowed: list[int]
+    sent: Counter[str]
+    peak: int
+
+    @classmethod
+    def gather(cls, losses: list[float], meter: Meter, sent: Counter[str], peak: int) -> Run:
+        """Brings what the ranks measured together. All ranks call it."""
+        dist.all_reduce(rows := torch.stack(meter.rows))
+        given: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(given, (sent, peak))
+        of_ranks, peaks = zip(*given, strict=True)
+        copies = torch.stack(meter.copies)
+        return cls(losses, rows, copies, meter.borrowed, sum(of_ranks, Counter()), max(peaks))
+
+
+def largest_difference(runs: Sequence[Run]) -> float:
+    """Between the loss curves, at any step."""
+    return float(np.ptp([run.losses for run in runs], axis=0).max())
+
+
+def imbalance(copies: Tensor) -> Tensor:
+    """[N] max/mean of copies [N, R]."""
+    return copies.amax(1) / copies.double().mean(1)
+
+
+def report(runs: dict[str, Run], title: str, before: str) -> None:
+    """The policies side by side. before: what has its memory before a step."""
+    table = Table("mean per step and layer", title=title, title_justify="left", caption_justify="left")
+    table.caption = f"Borrowed experts, kB: over all ranks. Peak: of the last step, beyond {before}."
+    for policy in runs:
+        table.add_column(policy, justify="right")
+
+    def row(name: str, cell: Callable[[Run], str]) -> None:
+        table.add_row(name, *map(cell, runs.values()))
+
+    steps = len(next(iter(runs.values())).losses)
+    for number in sorted({0, steps // 4, steps // 2, steps - 1}):
+        row(f"loss of step {number}", lambda run, n=number: f"{run.losses[n]:.9f}")
+    row("rows, busiest rank", lambda run: f"{run.rows.amax(1).double().mean():.1f}")
+    row("copies, busiest rank", lambda run: f"{run.copies.amax(1).double().mean():.1f}")
+    row("copies, max/mean rank", lambda run: f"{imbalance(run.copies).mean():.3f}")
+    row("experts borrowed", lambda run: f"{np.mean(run.borrowed):.2f}")
+    for stage in BORROW_STAGES:
+        row(f"kB of {stage}", lambda run, s=stage: f"{run.sent[s] / len(run.borrowed) / 1e3:.1f}")
+    row("peak MB, worst rank", lambda run: f"{run.peak / 1e6:.2f}")
+    Console(width=110, highlight=False).print(table)
+
+
+def save_routing(path: Path, model: nn.Module, batches: Sequence[Tensor], num_experts: int) -> None:
+    """Rank 0 writes what the routers see and choose on batches [B, T] of every rank, an .npz. All ranks call it.
+
+    hidden [tokens, L, H]    the routers' input rows            gate [L, E, H]   the routers' weights
+    topk_ids [tokens, L, K]  their choices, best first          source_rank, seq_id [tokens]
+    counts [batches, L, E]   copies of every expert             tokens_per_batch [batches]
+
+    Tokens are in order of batch, source rank, sequence, position. isoload.read_trace and `isoload inspect` read it.
+    """
+    seen: list[list[Tensor]] = []  # rows and choices [B * T, F], batch by batch, layer by layer
+
+    def see(_: nn.Module, given: tuple[Tensor], routing: Routing) -> None:
+        seen.append([given[0], routing.topk_ids])
+
+    gates = [layer.gate for layer in model.modules() if isinstance(layer, MoE)]
+    hooks = [gate.register_forward_hook(see) for gate in gates]
+    with torch.no_grad():
+        for batch in batches:
+            model(batch)
+    for hook in hooks:
+        hook.remove()
+    mine = [torch.stack(part).unflatten(0, (-1, len(gates))).numpy() for part in zip(*seen, strict=True)]
+    given: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(given, mine)
+    if dist.get_rank():
+        return
+    # [R] of [batches, L, B * T, F] -> [batches, R, B * T, L, F] -> [tokens, L, F]
+    parts = [np.stack(of_ranks, axis=1).swapaxes(2, 3) for of_ranks in zip(*given, strict=True)]
+    hidden, topk_ids = (part.reshape(-1, *part.shape[3:]) for part in parts)
+    batch, source, _ = np.indices(parts[0].shape[:3]).reshape(3, -1)  # of every token
+    tokens_per_batch = np.bincount(batch)
+    np.savez_compressed(
+        path,
+        hidden=hidden,
+        topk_ids=topk_ids,
+        counts=count_batches(topk_ids, tokens_per_batch, num_experts),
+        tokens_per_batch=tokens_per_batch,
+        seq_id=np.arange(len(hidden)) // batches[0].shape[1],
+        source_rank=source,
+        gate=np.stack([gate.weight.detach().numpy() for gate in gates]),
+    )
