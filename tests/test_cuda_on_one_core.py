@@ -27,6 +27,7 @@ CHOSEN = {
     "route_shared": "equals_reference and (1-True or 2-False)",
     "route_shared_sampled": "equals_reference",
     "append_shared_expert": "equals_reference",
+    "device_errors": "noted",
 }
 
 

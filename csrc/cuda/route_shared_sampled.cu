@@ -76,7 +76,7 @@ __device__ uint32_t hash_token(uint32_t token, uint32_t rank) {
 template <int W, class Id>
 __global__ void __launch_bounds__(Team::kLanes, 1)
     route_shared_sampled_kernel(const Id* slots, int64_t T, int K, SharedDraw in, RankLoads load,
-                                const int32_t* tokens, int32_t* ranks) {
+                                const int32_t* tokens, int32_t* ranks, int32_t* errors) {
   __shared__ Team::Group group;
   Team team(group);
   auto* const memory = reinterpret_cast<int64_t*>(shared_memory);
@@ -86,7 +86,10 @@ __global__ void __launch_bounds__(Team::kLanes, 1)
   RankSet<W> visited, everyone;
   for (int k = 0; k < K; ++k) {
     const int64_t slot = slots[i * K + k];
-    if (slot >= 0 && slot < P) visited.insert(static_cast<int>(slot) / in.slots_per_rank);
+    if (slot >= 0 && slot < P)
+      visited.insert(static_cast<int>(slot) / in.slots_per_rank);
+    else if (slot != -1)
+      report(errors, kSharedSampledSlot);
   }
   const bool blog = in.rule == SharedDraw::blog;
   if (visited.empty() || (!blog && T < kMinTokens)) {
@@ -106,7 +109,8 @@ const char* route_shared_sampled(const Id* slots, int64_t T, int K, const Shared
                                  const RankLoads& load, const int32_t* tokens, int32_t* ranks, void* stream) {
   return with_words(draw.R, [&](auto W) {
     return launch(route_shared_sampled_kernel<W, Id>, (T + Team::kLanes - 1) / Team::kLanes, Team::kLanes,
-                  2 * draw.R * int64_t(sizeof(int64_t)), stream, slots, T, K, draw, load, tokens, ranks);
+                  2 * draw.R * int64_t(sizeof(int64_t)), stream, slots, T, K, draw, load, tokens, ranks,
+                  error_word());
   });
 }
 
