@@ -127,7 +127,9 @@ def test_equals_reference_where_many_tokens_are_routed(tokens: int) -> None:
     rng = np.random.default_rng(tokens)
     tables = draw("eplb", 8, seed=5).tables()
     ids = torch.from_numpy(rng.zipf(1.5, (tokens, 8)) % (tables.num_experts + 1) - 1)
-    loads = torch.stack([ops.count(ids, tables.num_experts), *torch.zeros(7, tables.num_experts, dtype=torch.int32)])
+    loads = torch.stack(
+        [ops.count(ids, tables.num_experts), *torch.zeros(7, tables.num_experts, dtype=torch.int32)]
+    )
     share = ops.share(loads, ops.plan_exact(loads, tables).quota, tables, 4, rank=0)
     assert torch.equal(ops.route(ids, share, tables), reference.route(ids, share, tables))
 
