@@ -48,9 +48,11 @@ def chain(x: Layer) -> Tensor:
 def spill(x: Layer) -> tuple[Tensor, ...]:
     """Plain expert parallelism, two spare slots per rank: the placement that plan_spill starts from."""
     ranks, device = len(x.loads), x.loads.device
-    held = torch.arange(EXPERTS, dtype=torch.int32, device=device).view(ranks, -1)
+    own = -(-EXPERTS // ranks)
+    held = torch.arange(ranks * own, dtype=torch.int32, device=device)
+    home = (held + held // own * 2)[:EXPERTS]
+    held = torch.where(held < EXPERTS, held, -1).view(ranks, own)
     slots = torch.cat([held, held.new_full((ranks, 2), -1)], dim=1).flatten()
-    home = (held + 2 * torch.arange(ranks, device=device, dtype=torch.int32)[:, None]).flatten()
     return tuple(ops.plan_spill(x.loads, slots, home, ranks, 2))
 
 
@@ -173,6 +175,7 @@ JOBS = (
 
 
 SIZES = [(16, 32, 4096), (16, 32, 128), (64, 128, 4096), (16, 32, 16384)]  # ranks, replicas, tokens
+CHECKED = [(16, 32, 128), (16, 32, 4100), (128, 128, 64), (192, 128, 64), (304, 352, 64)]  # every kernel
 AIMED = {"ranks": 16, "experts": EXPERTS, "replicas": 32, "tokens": 4096}  # what the targets are for
 
 
@@ -190,7 +193,7 @@ class Bench:
         self.there = [layer.to(self.device) for layer in self.layers]
 
     def run(self, job: Job) -> None:
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"isoload::{job.op}", "CUDA"):
+        if not has_cuda(job):
             self.rows.append({**self.where, "op": job.name, "missing": "no CUDA function in this build"})
             return
         got = self.check(job)
@@ -246,8 +249,12 @@ class Bench:
         }
         jobs = {job.name: job for job in JOBS}
         for name, call in calls.items():
-            if torch._C._dispatch_has_kernel_for_dispatch_key(f"isoload::{jobs[name].op}", "CUDA"):
+            if has_cuda(jobs[name]):
                 self.rows.append({**self.where, "op": f"{name}, {LAYERS} at once", **self.time([call])})
+
+
+def has_cuda(job: Job) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"isoload::{job.op}", "CUDA")
 
 
 def tensors(result: Any) -> list[Tensor]:
@@ -270,18 +277,32 @@ def show(rows: list[dict[str, Any]], title: str) -> None:
     Console(width=130).print(table)
 
 
+def check_all(seed: int) -> None:
+    """Every kernel on one layer of several sizes, nothing timed."""
+    for ranks, replicas, tokens in CHECKED:
+        where = {"ranks": ranks, "experts": EXPERTS, "replicas": replicas, "tokens": tokens}
+        bench = Bench(make_layers(ranks, replicas, tokens, seed, layers=1), "cuda", 1, where)
+        for job in filter(has_cuda, JOBS):
+            bench.check(job)
+        print("as on the CPU:", where, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--samples", type=int, default=50, help="of every time; the median is kept")
     parser.add_argument("--quick", action="store_true", help="one size instead of four")
+    parser.add_argument("--check", action="store_true", help="run every kernel once, compare, time nothing")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for bench_cuda.jsonl")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench_cuda needs a GPU")
     torch.set_num_threads(1)
+    if options.check:
+        check_all(options.seed)
+        return
     print(__doc__.strip(), "\n", file=sys.stderr)
     print(machine("cuda"), file=sys.stderr)
     rows = []

@@ -47,14 +47,14 @@ class Layer:
         return Layer(**{name: there(value) for name, value in vars(self).items()})
 
 
-def make_layers(ranks: int, replicas: int, tokens: int, seed: int) -> list[Layer]:
+def make_layers(ranks: int, replicas: int, tokens: int, seed: int, layers: int = LAYERS) -> list[Layer]:
     draw = np.random.default_rng([seed, ranks, tokens])
     zipf = 1 / np.arange(1, EXPERTS + 1) ** 0.8
-    popularity = np.stack([draw.permutation(zipf) for _ in range(LAYERS)])
+    popularity = np.stack([draw.permutation(zipf) for _ in range(layers)])
     topology = isoload.Topology(ranks, min(PER_NODE, ranks))
     placement = isoload.place(popularity / zipf.sum() * 1e6, topology, (EXPERTS + replicas) // ranks)
     live = popularity * np.exp(0.5 * draw.standard_normal(popularity.shape))
-    return [make_layer(placement, i, live[i] / live[i].sum(), tokens, draw) for i in range(LAYERS)]
+    return [make_layer(placement, i, live[i] / live[i].sum(), tokens, draw) for i in range(layers)]
 
 
 def make_layer(

@@ -57,10 +57,7 @@ def machine(device: str = "cpu") -> dict[str, str]:
             (line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line),
             cpu,
         )
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=RESULTS.parent, capture_output=True, text=True
-    ).stdout.strip()
-    commit = commit or os.environ.get("ISOLOAD_COMMIT", "")
+    commit = os.environ.get("ISOLOAD_COMMIT") or _git_describe()
     on_gpu = torch.device(device).type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else f"{cpu}, 1 thread",
@@ -68,6 +65,14 @@ def machine(device: str = "cpu") -> dict[str, str]:
         "commit": commit,
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def _git_describe() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:
+        return ""
 
 
 def write_results(name: str, rows: list[dict[str, Any]], device: str = "cpu", folder: Path = RESULTS) -> Path:

@@ -201,7 +201,6 @@ def plan_and_route(ids: Tensor, others: Tensor, tables: ReplicaTables) -> Tensor
 
 @contextmanager
 def no_sync() -> Iterator[None]:
-    torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -212,10 +211,9 @@ def no_sync() -> Iterator[None]:
 def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     """The call in a graph, and the tensors that its replays write."""
     call()  # the first use of a kernel loads it, which no capture may do
-    with no_sync():
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with torch.cuda.graph(graph):
-            result = call()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph), no_sync():
+        result = call()
     return graph, result
 
 
