@@ -3,6 +3,7 @@
 # make build  rebuild the compiled ops in place (seconds)
 # make lint   ruff, mypy, clang-format
 # make cuda-check  compiles the CUDA ops for three architectures; needs nvcc, no GPU (minutes)
+# make gpu    on a machine with a GPU: builds for it, tests, benchmarks, compute-sanitizer (minutes; bench/README.md)
 # make bench  the benchmarks of planning, of the layer, of shared experts, and balance on the shipped trace
 #
 # `run` and `test` create .venv on their first call. Variables:
@@ -19,16 +20,18 @@ PY := $(PYTHON)
 CLANG_FORMAT := clang-format
 READY := build/.installed
 TESTED := $(READY)
+GPU_READY :=
 else
 PY := $(VENV)/bin/python
 CLANG_FORMAT := $(VENV)/bin/clang-format
 READY := $(VENV)/.installed
 TESTED := $(VENV)/.installed-with-tests
+GPU_READY := $(TESTED)
 endif
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 TRACE := examples/traces/gptoss20b_decode.npz
 
-.PHONY: run test build lint cuda-check bench clean
+.PHONY: run test build lint cuda-check gpu bench clean
 run: $(READY)
 	$(PY) -m isoload replay $(TRACE) --ranks 8 --ranks-per-node 4
 	$(PY) -m isoload demo
@@ -47,6 +50,9 @@ lint: $(TESTED)
 
 cuda-check: $(READY)
 	$(PY) csrc/cuda/check.py
+
+gpu: $(GPU_READY)
+	PYTHON=$(PY) bench/cuda.sh $(RESULTS)
 
 bench: $(READY)
 	$(PY) -m pip install -q highspy scipy

@@ -1,6 +1,7 @@
 """Builds isoload._C: the torch ops, against libtorch's stable ABI (one binary for every torch >= 2.11).
 
-With nvcc and a CUDA build of torch the CUDA ops are built in. ISOLOAD_CUDA=1 builds them on any torch, 0 never.
+With nvcc and a CUDA build of torch the CUDA ops are built in. ISOLOAD_CUDA=1 builds them on any torch, 0 never;
+ISOLOAD_CUDA_ARCH=sm_90a for one GPU only.
 """
 
 import os

@@ -8,6 +8,7 @@ of the machine hits both; the losses are printed like the wins.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import time
@@ -47,8 +48,8 @@ def over_instances(medians: list[float]) -> Timing:
     return Timing(float(np.median(medians)), float(np.percentile(medians, 99)))
 
 
-def machine() -> dict[str, str]:
-    """Where and on what these numbers were taken."""
+def machine(device: str = "cpu") -> dict[str, str]:
+    """Where and on what these numbers were taken. ISOLOAD_COMMIT says the commit of a copy without a repository."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -56,21 +57,28 @@ def machine() -> dict[str, str]:
             (line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line),
             cpu,
         )
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=RESULTS.parent, capture_output=True, text=True
-    ).stdout.strip()
+    commit = os.environ.get("ISOLOAD_COMMIT") or _git_describe()
+    on_gpu = torch.device(device).type == "cuda"
     return {
-        "device": f"{cpu}, 1 thread",
+        "device": torch.cuda.get_device_name(device) if on_gpu else f"{cpu}, 1 thread",
         "torch": torch.__version__,
         "commit": commit,
         "date": time.strftime("%Y-%m-%d"),
     }
 
 
-def write_results(name: str, rows: list[dict[str, Any]]) -> Path:
-    """One JSON object per row, each with the machine: bench/results/<name>.jsonl."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.jsonl"
-    where = machine()
+def _git_describe() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:
+        return ""
+
+
+def write_results(name: str, rows: list[dict[str, Any]], device: str = "cpu", folder: Path = RESULTS) -> Path:
+    """One JSON object per row, each with the machine: <folder>/<name>.jsonl."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.jsonl"
+    where = machine(device)
     path.write_text("".join(json.dumps(row | where) + "\n" for row in rows))
     return path

@@ -55,6 +55,7 @@ STABLE_TORCH_LIBRARY(isoload, m) {
   m.def(
       "route_shared_sampled(Tensor slots, Tensor load, Tensor? tokens, int slots_per_rank, int rank, "
       "str rule, int seed) -> Tensor");
+  m.def("device_errors(Tensor like) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(isoload, CPU, m) {
@@ -76,4 +77,5 @@ STABLE_TORCH_LIBRARY_IMPL(isoload, CPU, m) {
   m.impl("route_sampled", TORCH_BOX(&isoload::ops::route_sampled));
   m.impl("append_shared_expert", TORCH_BOX(&isoload::ops::append_shared_expert));
   m.impl("route_shared_sampled", TORCH_BOX(&isoload::ops::route_shared_sampled));
+  m.impl("device_errors", TORCH_BOX(&isoload::ops::device_errors));
 }

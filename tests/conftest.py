@@ -1,5 +1,75 @@
-"""One torch thread everywhere: two beside a busy process make small operations slower, not faster."""
+"""One torch thread everywhere, and the tests of the ops a second time on CUDA where there is a GPU."""
 
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial, wraps
+from typing import Any
+
+import pytest
 import torch
+from torch import Tensor
 
-torch.set_num_threads(1)
+from isoload import ops
+from isoload.replica_tables import ReplicaTables
+
+torch.set_num_threads(1)  # two beside a busy process make small operations slower, not faster
+
+OP_TESTS = (
+    *("count", "replica_tables", "plan_exact", "exact_objectives", "exact_pour", "plan_active", "plan_lp"),
+    *("round_split", "plan_spill", "share", "share_alone", "route", "plan_waterfill", "route_shared"),
+    *("route_shared_sampled", "append_shared_expert"),
+)
+# What only the CPU refuses, what calls no op of isoload.ops, and what forks.
+ON_CPU_ALONE = re.compile("refuse|one_bad_layer|out_must_be|opcheck|traced|never_waits|of_a_group_agree")
+
+
+def has_cuda(op: str) -> bool:
+    name = f"isoload::{op}"
+    return torch.cuda.is_available() and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    module = metafunc.module.__name__.removeprefix("test_")
+    op = "plan_exact" if module.startswith("exact_") else module
+    if module in OP_TESTS and has_cuda(op) and not ON_CPU_ALONE.search(metafunc.function.__name__):
+        both = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+        metafunc.parametrize("device", both, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where a test's ops run. Its tensors stay on the CPU: on CUDA every op gets them moved, and its results back."""
+    name: str = getattr(request, "param", "cpu")
+    if name != "cpu":
+        for op in filter(has_cuda, ops.__all__):
+            monkeypatch.setattr(ops, op, elsewhere(getattr(ops, op), name))
+    return name
+
+
+def elsewhere(op: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """The op on another device, for arguments and results on the CPU."""
+
+    @wraps(op)
+    def run(*args: Any, **options: Any) -> Any:
+        there = partial(moved, device=device)
+        result = moved(op(*map(there, args), **{k: there(v) for k, v in options.items()}), "cpu")
+        if (out := options.get("out")) is not None:
+            out.data.copy_(result.data)
+            return out
+        return result
+
+    return run
+
+
+def moved(value: Any, device: str) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, ReplicaTables):
+        return replace(value, data=value.data.to(device))
+    if isinstance(value, tuple):
+        items = [moved(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value

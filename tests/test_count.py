@@ -12,8 +12,8 @@ from isoload import ops, reference
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("experts", [1, 3, 64, 257])
-@pytest.mark.parametrize("shape", [(0, 8), (1, 1), (33, 8), (4001, 6), (17,), (3, 5, 2), ()])
+@pytest.mark.parametrize("experts", [1, 3, 64, 257, 1030])
+@pytest.mark.parametrize("shape", [(0, 8), (1, 1), (33, 8), (4001, 6), (4097, 8), (17,), (3, 5, 2), ()])
 def test_equals_bincount_and_reference(shape: tuple[int, ...], experts: int, dtype: torch.dtype) -> None:
     ids = np.random.default_rng([experts, *shape]).integers(-1, experts, shape)
     topk_ids = torch.from_numpy(np.asarray(ids)).to(dtype)

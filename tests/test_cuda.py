@@ -1,8 +1,13 @@
-"""CUDA ops: the bits of the CPU ops on the whole case list, captured in a graph, without a sync."""
+"""CUDA ops: the bits of the CPU ops on the whole case list; the chain captured in a graph, without a sync.
+
+The ops' own tests run on CUDA too (conftest.py); here is what CUDA alone has.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ctypes import CDLL, byref, c_size_t, c_void_p
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import isoload
 import pourings
 import spills
 from cases import Case, draw, instances
@@ -20,7 +26,10 @@ from test_append_shared_expert import draw_copies
 from test_borrow import SHAPES, draw_plan, draw_values
 from test_route_shared import routings
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 Rng = np.random.Generator
 
@@ -223,12 +232,26 @@ def test_what_cannot_be_borrowed_stays() -> None:
     assert (written == 7).all()
 
 
+@pytest.mark.parametrize("copies", [32_768, 32_776, 131_072, 1_000_000])
+def test_many_copies(copies: int) -> None:
+    """One kernel, two kernels, and chunks of more than 1024 copies."""
+    case, rng = draw("eplb", 16, 4), np.random.default_rng(copies)
+    tables = case.tables()
+    ids = torch.from_numpy(rng.zipf(1.3, (copies // 8, 8)) % (case.num_experts + 1) - 1)
+    loads = torch.zeros(16, case.num_experts, dtype=torch.int32)
+    loads[3] = assert_same(f"{copies}", ops.count, ids, case.num_experts)
+    row = ops.share(loads, ops.plan_exact(loads, tables).quota, tables, 8, 3)
+    for prefer in (None, "visited"):
+        assert_same(f"{copies}", ops.route, ids, row, tables, prefer)
+
+
 def test_ids_out_of_range_count_as_masked() -> None:
     ids = torch.tensor([[0, 7], [-1, 1], [4, -5]], device="cuda")
     assert ops.count(ids, 4).tolist() == [1, 1, 0, 0]
     tables = ops.replica_tables(torch.arange(4, dtype=torch.int32).cuda(), 2, 4)
     row = torch.tensor([1, 1, 0, 0], dtype=torch.int32).cuda()
     assert ops.route(ids, row, tables).tolist() == [[0, -1], [-1, 1], [-1, -1]]
+    assert ops.device_errors("cuda") == 1 << 0 | 1 << 6
 
 
 def test_a_refused_problem_says_so() -> None:
@@ -237,6 +260,8 @@ def test_a_refused_problem_says_so() -> None:
         torch.tensor([5, 5, 1], dtype=torch.int32).cuda(), tables
     )  # no replica of expert 2
     assert split.quota.tolist() == [0, 0] and (split.peak.item(), split.bound.item()) == (-1, -1)
+    with pytest.raises(ValueError, match="plan_exact: loads, fixed and pour must not be negative"):
+        isoload.check_device("cuda")
     loads = torch.tensor([5, -5, 1], dtype=torch.int32).cuda()
     lp = ops.plan_lp(loads, tables)
     assert [part.tolist() for part in lp] == [[0, 0], -1, -1, 0, 2]
@@ -244,6 +269,8 @@ def test_a_refused_problem_says_so() -> None:
     slots, home = (torch.tensor(ids, dtype=torch.int32).cuda() for ids in ([0, 1, -1, 2, -1, -1], [0, 1, 3]))
     spill = ops.plan_spill(loads, slots, home, 2, 1)
     assert [part.tolist() for part in spill] == [slots.tolist(), [0] * 6, -1, [0] * 5]
+    with pytest.raises(ValueError, match=r"plan_lp: .*round_split: .*plan_spill: "):
+        isoload.check_device("cuda")
 
 
 def test_arguments_of_two_devices_are_refused() -> None:
@@ -260,27 +287,88 @@ def plan_and_route(ids: Tensor, others: Tensor, tables: ReplicaTables) -> Tensor
     return ops.route(ids, ops.share(loads, quota, tables, 1, 0), tables)
 
 
-def test_chain_in_a_graph_without_a_sync() -> None:
-    """Captured once, replayed with ten batches: each time what the CPU gives."""
-    case, rng = draw("eplb", 16, 9), np.random.default_rng(9)
-    tables, batches = case.tables(), []
-    for _ in range(10):
-        ids = torch.from_numpy(rng.integers(-1, case.num_experts, (512, 8)))
-        others = torch.from_numpy(rng.integers(0, 900, (15, case.num_experts)).astype(np.int32))
-        batches.append((ids, others))
-    inputs, on_cuda = tuple(t.cuda() for t in batches[0]), to_cuda(tables)
-    plan_and_route(*inputs, on_cuda)  # the first use of a kernel loads it, which no capture may do
-    torch.cuda.synchronize()
+@contextmanager
+def no_sync() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
     try:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            routed = plan_and_route(*inputs, on_cuda)
-        plan_and_route(*inputs, on_cuda)
+        yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """The call in a graph, and the tensors that its replays write."""
+    call()  # the first use of a kernel loads it, which no capture may do
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph), no_sync():
+        result = call()
+    return graph, result
+
+
+def num_nodes(graph: torch.cuda.CUDAGraph) -> int:
+    nodes = c_size_t()
+    handle = c_void_p(graph.raw_cuda_graph())
+    assert CDLL("libcuda.so.1").cuGraphGetNodes(handle, None, byref(nodes)) == 0
+    return nodes.value
+
+
+def draw_batch(case: Case, rng: Rng, tokens: int) -> tuple[Tensor, Tensor]:
+    """ids [T, 8] of rank 0, masked ones among them, and what the other ranks count."""
+    ids = torch.from_numpy(rng.integers(-1, case.num_experts, (tokens, 8)))
+    others = rng.integers(0, 900, (case.num_ranks - 1, case.num_experts)).astype(np.int32)
+    return ids, torch.from_numpy(others)
+
+
+@pytest.mark.parametrize("tokens", [1, 512, 4096, 5000])
+def test_chain_in_a_graph_without_a_sync(tokens: int) -> None:
+    """Captured once, replayed with ten batches: each time what the CPU gives."""
+    case, rng = draw("eplb", 16, 9), np.random.default_rng(tokens)
+    tables, batches = case.tables(), [draw_batch(case, rng, tokens) for _ in range(10)]
+    inputs, on_cuda = tuple(t.cuda() for t in batches[0]), to_cuda(tables)
+    graph, routed = captured(lambda: plan_and_route(*inputs, on_cuda))
+    with no_sync():
+        plan_and_route(*inputs, on_cuda)
     for batch in batches:
         for held, new in zip(inputs, batch, strict=True):
             held.copy_(new)
         graph.replay()
         assert torch.equal(routed.cpu(), plan_and_route(*batch, tables))
+    assert ops.device_errors("cuda") == 0
+
+
+@pytest.mark.parametrize(("tokens", "nodes"), [(1, 4), (4096, 4), (8192, 6)])
+def test_nodes_of_the_chain(tokens: int, nodes: int) -> None:
+    """count, plan_exact, share and route, whatever gathers the loads left out."""
+    case, rng = draw("eplb", 16, 9), np.random.default_rng(tokens)
+    tables, (ids, others) = to_cuda(case.tables()), draw_batch(case, rng, tokens)
+    counts = ops.count(ids, case.num_experts)
+    ids, loads = ids.cuda(), torch.cat([counts[None], others]).cuda()
+
+    def chain() -> Tensor:
+        ops.count(ids, case.num_experts)
+        quota = ops.plan_exact(loads, tables).quota
+        return ops.route(ids, ops.share(loads, quota, tables, 8, 0), tables)
+
+    graph, _ = captured(chain)
+    assert num_nodes(graph) == nodes
+
+
+def test_a_replayed_graph_notes_what_is_wrong() -> None:
+    tables = ops.replica_tables(torch.arange(4, dtype=torch.int32).cuda(), 2, 4)
+    row = torch.tensor([2, 1, 0, 0], dtype=torch.int32).cuda()
+    ids = torch.tensor([[0, 0], [1, -1]]).cuda()
+    graph, slots = captured(lambda: ops.route(ids, row, tables))
+    graph.replay()
+    isoload.check_device("cuda")
+    ids.copy_(torch.tensor([[0, 9], [1, -1]]))
+    graph.replay()
+    with pytest.raises(ValueError, match=r"^route: topk_ids must be in -1..E-1 \(found on cuda;"):
+        isoload.check_device("cuda")
+    assert slots.tolist() == [[0, -1], [1, -1]]
+
+
+def test_each_op_is_checked_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ISOLOAD_CHECK", "1")
+    with pytest.raises(ValueError, match="count: topk_ids must be in -1..E-1"):
+        ops.count(torch.tensor([[0, 7]], device="cuda"), 4)
+    assert ops.count(torch.tensor([[0, 3]], device="cuda"), 4).tolist() == [1, 0, 0, 1]

@@ -31,6 +31,7 @@ CHOSEN = {
     "route_shared_sampled": "equals_reference",
     "append_shared_expert": "equals_reference",
     "borrow": "equals_reference",
+    "device_errors": "noted",
 }
 
 

@@ -115,9 +115,11 @@ def test_every_op_has_wrapper_fake_reference_and_test():
         assert f"def {name}(" in ops, name
         assert f'register_fake("isoload::{name}")' in ops, name
         own = PACKAGE / "reference" / f"{name}.py"
+        alone = own.exists() or name == "device_errors"  # which reads what kernels left, and computes nothing
         variant = "_(sampled|by_rank|backward)$"  # shares a file
-        stem = name if own.exists() else re.sub(variant, "", name)
-        assert f"def {name}(" in (PACKAGE / "reference" / f"{stem}.py").read_text(), name
+        stem = name if alone else re.sub(variant, "", name)
+        if name != "device_errors":
+            assert f"def {name}(" in (PACKAGE / "reference" / f"{stem}.py").read_text(), name
         assert f"isoload.{name}.default" in (ROOT / "tests" / f"test_{stem}.py").read_text(), (
             f"opcheck of {name}"
         )

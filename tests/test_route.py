@@ -121,6 +121,19 @@ def test_equals_reference_where_a_token_repeats_an_expert() -> None:
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("tokens", [127, 128, 129, 4096, 4097])
+def test_equals_reference_where_many_tokens_are_routed(tokens: int) -> None:
+    """Up to 1024 copies are a kernel's block, up to 32768 one kernel."""
+    rng = np.random.default_rng(tokens)
+    tables = draw("eplb", 8, seed=5).tables()
+    ids = torch.from_numpy(rng.zipf(1.5, (tokens, 8)) % (tables.num_experts + 1) - 1)
+    loads = torch.stack(
+        [ops.count(ids, tables.num_experts), *torch.zeros(7, tables.num_experts, dtype=torch.int32)]
+    )
+    share = ops.share(loads, ops.plan_exact(loads, tables).quota, tables, 4, rank=0)
+    assert torch.equal(ops.route(ids, share, tables), reference.route(ids, share, tables))
+
+
 def test_visited_meets_where_plain_order_does_not() -> None:
     """Experts 1 and 2 live on ranks 0 and 1, expert 0 on both. Token 0 visits rank 1 and token 1 rank 0 anyway."""
     tables = ops.replica_tables(torch.tensor([0, 1, 0, 2], dtype=torch.int32), 2, 3)

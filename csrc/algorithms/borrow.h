@@ -24,6 +24,9 @@ struct Borrowing {
 
   ISOLOAD_HD int64_t slot(int r, int j) const { return (int64_t(r) + 1) * S - spare_slots + j; }
 
+  // Whether rank r's j-th spare slot borrows anything: another id than -1.
+  ISOLOAD_HD bool is_filled(int r, int j) const { return slot_to_expert[slot(r, j)] != -1; }
+
   // Of the expert in rank r's j-th spare slot.
   ISOLOAD_HD Home home_of(int r, int j) const {
     const int32_t e = slot_to_expert[slot(r, j)];

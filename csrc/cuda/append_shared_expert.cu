@@ -19,6 +19,7 @@ struct Layout {
   Weight shared_weight;
   Id* new_slots;        // [T, K + n]
   Weight* new_weights;  // [T, K + n]
+  int32_t* errors;      // the device's error word
 };
 
 template <class Id, class Weight>
@@ -30,17 +31,21 @@ __global__ void __launch_bounds__(kThreads) append_shared_expert_kernel(Layout<I
   const Id* const slots = in.slots + token * in.K;
   int64_t slot = -1;
   Weight weight = 0;
+  bool legal;
   if (column < in.K) {
     const int64_t id = slots[column];
+    legal = id >= -1 && id <= INT32_MAX;
     if (id >= 0 && id <= INT32_MAX) slot = id / in.routed * in.S + id % in.routed;
     weight = in.weights[token * in.K + column];
   } else {
     const int32_t rank = in.ranks[token * in.n + column - in.K];
     bool valid = false;
+    legal = rank >= -1;
     for (int k = 0; k < in.K; ++k) valid |= slots[k] >= 0;
     if (valid && rank >= 0) slot = rank * in.S + in.routed + column - in.K;
     weight = in.shared_weight;
   }
+  if (!legal || slot > INT32_MAX) report(in.errors, kAppendedSlot);
   if (slot > INT32_MAX) slot = -1;
   in.new_slots[at] = static_cast<Id>(slot);
   in.new_weights[at] = slot < 0 ? Weight(0) : weight;
@@ -62,7 +67,8 @@ const char* append_shared_expert(const Id* slots, const Weight* weights, const i
                               layout.slots_per_rank,
                               static_cast<Weight>(layout.weight),
                               new_slots,
-                              new_weights};
+                              new_weights,
+                              error_word()};
   return launch(append_shared_expert_kernel<Id, Weight>, (in.total + kThreads - 1) / kThreads, kThreads, 0,
                 stream, in);
 }

@@ -54,7 +54,7 @@ __device__ void copy(const char* from, char* to, int64_t begin, int64_t end) {
 
 // Dynamic shared memory: [spare_slots, stacks] where the row of each slot and stack comes from, null =
 // nowhere.
-__global__ void __launch_bounds__(kThreads) borrow_kernel(Borrowing in, Stacks stacks) {
+__global__ void __launch_bounds__(kThreads) borrow_kernel(Borrowing in, Stacks stacks, int32_t* errors) {
   auto* const sources = reinterpret_cast<const char**>(shared_memory);
   const int n = in.spare_slots * stacks.count;
   for (int i = threadIdx.x; i < n; i += kThreads) {
@@ -62,6 +62,7 @@ __global__ void __launch_bounds__(kThreads) borrow_kernel(Borrowing in, Stacks s
     const int w = i % stacks.count;
     const int64_t base = home.rank < 0 ? 0 : in.peer(home.rank, stacks.first + w);
     sources[i] = base == 0 ? nullptr : reinterpret_cast<const char*>(base) + home.row * stacks.rows[w].size;
+    if (base == 0 && in.is_filled(in.rank, i / stacks.count)) report(errors, kBorrowedSlot);
   }
   __syncthreads();
   int64_t turn = blockIdx.x;
@@ -99,13 +100,15 @@ struct Chains {
   int32_t* head;  // [num_rows] the first slot of each row
 };
 
-__device__ Chains find_chains(const Borrowing& in, int num_rows) {
+__device__ Chains find_chains(const Borrowing& in, int num_rows, int32_t* errors) {
   const int n = in.R * in.spare_slots;
   int32_t* const row = reinterpret_cast<int32_t*>(shared_memory);
   const Chains chains{row, row + n, row + 2 * n};
   for (int i = threadIdx.x; i < n; i += kThreads) {
     const Home home = in.home_of(i / in.spare_slots, i % in.spare_slots);
     chains.row[i] = home.rank == in.rank ? home.row : -1;
+    const bool nowhere = home.rank < 0 || chains.row[i] >= num_rows;
+    if (nowhere && in.is_filled(i / in.spare_slots, i % in.spare_slots)) report(errors, kBackwardSlot);
   }
   __syncthreads();
   for (int own = threadIdx.x; own < num_rows; own += kThreads) {
@@ -163,9 +166,9 @@ __device__ void add(const Gradients<Value>& gradients, Total* total, int64_t beg
 
 template <class Value>
 __global__ void __launch_bounds__(kThreads)
-    borrow_backward_kernel(Borrowing in, Stacks stacks, int num_rows) {
+    borrow_backward_kernel(Borrowing in, Stacks stacks, int num_rows, int32_t* errors) {
   using Total = decltype(widen(Value()));
-  const Chains chains = find_chains(in, num_rows);
+  const Chains chains = find_chains(in, num_rows, errors);
   int64_t turn = blockIdx.x;
   for (int row = 0; row < num_rows; ++row) {
     if (chains.head[row] < 0) continue;
@@ -206,11 +209,11 @@ const char* launch_stacks(int W, const Rows* given, int64_t rows, int64_t chunk,
 }  // namespace
 
 const char* borrow(const Borrowing& in, const Rows* spare, int64_t blocks, void* stream) {
-  return launch_stacks(in.W, spare, in.spare_slots, kCopyChunk, blocks,
-                       [&](const Stacks& stacks, int64_t grid) {
-                         const int64_t bytes = int64_t(in.spare_slots) * stacks.count * sizeof(char*);
-                         return launch(borrow_kernel, grid, kThreads, bytes, stream, in, stacks);
-                       });
+  return launch_stacks(
+      in.W, spare, in.spare_slots, kCopyChunk, blocks, [&](const Stacks& stacks, int64_t grid) {
+        const int64_t bytes = int64_t(in.spare_slots) * stacks.count * sizeof(char*);
+        return launch(borrow_kernel, grid, kThreads, bytes, stream, in, stacks, error_word());
+      });
 }
 
 template <class Value>
@@ -219,7 +222,8 @@ const char* borrow_backward(const Borrowing& in, const Rows* totals, int64_t num
   const int64_t slots = int64_t(in.R) * in.spare_slots, rows = num_rows < slots ? num_rows : slots;
   const int64_t bytes = (2 * slots + num_rows) * int64_t(sizeof(int32_t));
   return launch_stacks(in.W, totals, rows, kSumChunk<Value>, blocks, [&](const Stacks& stacks, int64_t grid) {
-    return launch(borrow_backward_kernel<Value>, grid, kThreads, bytes, stream, in, stacks, num_rows);
+    return launch(borrow_backward_kernel<Value>, grid, kThreads, bytes, stream, in, stacks, num_rows,
+                  error_word());
   });
 }
 

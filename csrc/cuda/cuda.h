@@ -1,11 +1,11 @@
 // The CUDA side of every op on plain device pointers; the problems are those of csrc/cpu.
 //
-// A launcher enqueues one or two kernels on `stream` (a cudaStream_t), reads nothing back and allocates
-// nothing. It returns null, or what CUDA refused. Values are not checked: an id, slot or rank out of range
-// counts as -1, a copy beyond its share goes to slot -1, and a problem that the planner refuses gets quota 0,
-// peak and bound -1; of plan_lp: split 0, primal and dual -1, status broke_down; of plan_spill: quota 0 in
-// the placement as it was, level -1. `global` is the caller's buffer; the functions in bytes give its size, 0
-// where shared memory does.
+// A launcher enqueues one to three kernels on `stream` (a cudaStream_t), reads nothing back and allocates
+// nothing. It returns null, or what CUDA refused. Values are not checked before: an id, slot or rank out of
+// range counts as -1, a copy beyond its share goes to slot -1, and a problem that the planner refuses gets
+// quota 0, peak and bound -1; of plan_lp: split 0, primal and dual -1, status broke_down; of plan_spill:
+// quota 0 in the placement as it was, level -1. Each sets its bit of the device's error word. `global` is the
+// caller's buffer; the functions in bytes give its size, 0 where shared memory does.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +17,33 @@ namespace isoload::cuda {
 using cpu::SharedLayout;
 using cpu::SharedRoute;
 using cpu::ShareOf;
+
+// The bits of a device's error word, in pipeline order; python/isoload/ops/device_errors.py words them.
+enum Fault : int32_t {
+  kCountId = 1 << 0,
+  kPlanExact = 1 << 1,
+  kPlanActive = 1 << 2,
+  kPlanWaterfill = 1 << 3,
+  kShareQuota = 1 << 4,
+  kShareAloneQuota = 1 << 5,
+  kRouteId = 1 << 6,
+  kRouteShare = 1 << 7,
+  kSampledId = 1 << 8,
+  kSampledWeights = 1 << 9,
+  kSharedSlot = 1 << 10,
+  kSharedSampledSlot = 1 << 11,
+  kAppendedSlot = 1 << 12,
+  kPlanLp = 1 << 13,
+  kRoundSplit = 1 << 14,
+  kPlanSpill = 1 << 15,
+  kBorrowedSlot = 1 << 16,
+  kBackwardSlot = 1 << 17,
+};
+
+// The current device's error word, for kernels.
+int32_t* error_word();
+// taken [1] becomes the error word, which becomes 0.
+const char* device_errors(int32_t* taken, void* stream);
 
 template <class Id>
 const char* count(const Id* ids, int64_t n, int E, int32_t* counts, void* stream);

@@ -56,6 +56,11 @@ const char* launch(void (*kernel)(Parameters...), int64_t blocks, int threads, i
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
+// Notes the faults that a lane saw, bits of Fault, in the device's error word.
+__device__ inline void report(int32_t* errors, int32_t faults) {
+  if (faults != 0) atomicOr(errors, faults);
+}
+
 // What a problem that the planner refuses leaves behind, instead of an error: no quota, and peak and bound
 // -1. A peak is never negative else.
 template <class Team>

@@ -22,9 +22,10 @@ FLAGS = [
     "-Xcompiler=-fPIC,-fvisibility=hidden",
     f"-I{CSRC}",
 ]
+ONLY = os.environ.get("ISOLOAD_CUDA_ARCH", "")  # e.g. sm_90a: for one GPU, in a fraction of the time
 # The PTX of compute_80 serves every newer GPU that has no code of its own here.
-FLAGS += ["-gencode=arch=compute_80,code=[sm_80,compute_80]"]
-FLAGS += [f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in ARCHITECTURES[1:]]
+FLAGS += [] if ONLY else ["-gencode=arch=compute_80,code=[sm_80,compute_80]"]
+FLAGS += [f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in ([ONLY] if ONLY else ARCHITECTURES[1:])]
 
 
 class Kernel(NamedTuple):
@@ -64,11 +65,12 @@ def library_folder(nvcc: str) -> str:
 def compile_all(nvcc: str, folder: Path) -> list[str]:
     """Compiles every .cu for all architectures into ``folder``; X.txt beside X.o is what ptxas said.
 
-    Objects newer than all sources and headers stay.
+    Objects newer than all sources and headers stay. Those for one architecture have a folder of their own.
 
     Raises:
         SystemExit: with nvcc's message, if a source does not compile.
     """
+    folder = folder / ONLY
     folder.mkdir(parents=True, exist_ok=True)
     headers = [*CSRC.rglob("*.h"), *CSRC.rglob("*.cuh"), Path(__file__)]
     newest = max(path.stat().st_mtime for path in headers)

@@ -8,7 +8,7 @@ namespace {
 
 template <int W>
 __global__ void __launch_bounds__(PlanTeam::kLanes, 1)
-    plan_active_kernel(ActiveProblem problem, ActiveResult result, void* global) {
+    plan_active_kernel(ActiveProblem problem, ActiveResult result, void* global, int32_t* errors) {
   __shared__ PlanTeam::Group group;
   PlanTeam team(group);
   const int64_t b = blockIdx.x, E = problem.E, R = problem.R, P = R * problem.S;
@@ -19,6 +19,7 @@ __global__ void __launch_bounds__(PlanTeam::kLanes, 1)
   ActiveSolver<W, PlanTeam> solver(team, problem, ActiveWorkspace<W>::at(memory, R, E), mine);
   if (solver.solve() == PlanStatus::ok) return;
   refuse(team, mine.quota, P, mine.peak, mine.bound);
+  if (team.rank() == 0) report(errors, kPlanActive);
   team.for_each(4, [&](int i) { mine.telemetry[i] = 0; });
 }
 
@@ -32,7 +33,8 @@ const char* plan_active(const ActiveProblem& problem, const ActiveResult& result
                         void* stream) {
   return with_words(problem.R, [&](auto W) {
     const int64_t bytes = global ? 0 : ActiveWorkspace<W>::bytes(problem.R, problem.E);
-    return launch(plan_active_kernel<W>, B, PlanTeam::kLanes, bytes, stream, problem, result, global);
+    return launch(plan_active_kernel<W>, B, PlanTeam::kLanes, bytes, stream, problem, result, global,
+                  error_word());
   });
 }
 

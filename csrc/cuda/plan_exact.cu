@@ -8,7 +8,7 @@ namespace {
 
 template <int W>
 __global__ void __launch_bounds__(PlanTeam::kLanes, 1)
-    plan_exact_kernel(ExactProblem problem, ExactResult result, void* global) {
+    plan_exact_kernel(ExactProblem problem, ExactResult result, void* global, int32_t* errors) {
   __shared__ PlanTeam::Group group;
   PlanTeam team(group);
   const int64_t b = blockIdx.x, E = problem.E, R = problem.R, P = R * problem.S;
@@ -21,6 +21,7 @@ __global__ void __launch_bounds__(PlanTeam::kLanes, 1)
   ExactSolver<W, PlanTeam> solver(team, problem, ExactWorkspace<W>::at(memory, R, E), mine.quota);
   if (solver.solve(mine) == PlanStatus::ok) return;
   refuse(team, mine.quota, P, mine.peak, mine.bound);
+  if (team.rank() == 0) report(errors, kPlanExact);
   team.for_each(4, [&](int i) { mine.telemetry[i] = 0; });
 }
 
@@ -34,7 +35,8 @@ const char* plan_exact(const ExactProblem& problem, const ExactResult& result, i
                        void* stream) {
   return with_words(problem.R, [&](auto W) {
     const int64_t bytes = global ? 0 : ExactWorkspace<W>::bytes(problem.R, problem.E);
-    return launch(plan_exact_kernel<W>, B, PlanTeam::kLanes, bytes, stream, problem, result, global);
+    return launch(plan_exact_kernel<W>, B, PlanTeam::kLanes, bytes, stream, problem, result, global,
+                  error_word());
   });
 }
 

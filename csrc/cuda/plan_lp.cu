@@ -10,7 +10,7 @@ namespace {
 
 template <int kWarps, class Real>
 __global__ void __launch_bounds__(kWarps * 32, 1)
-    plan_lp_kernel(LpProblem<Real> problem, LpResult<Real> result, void* global) {
+    plan_lp_kernel(LpProblem<Real> problem, LpResult<Real> result, void* global, int32_t* errors) {
   using Team = BlockTeam<kWarps>;
   __shared__ typename Team::Group group;
   Team team(group);
@@ -25,6 +25,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
   team.sync();
   team.for_each(static_cast<int>(P), [&](int p) { mine.split[p] = 0; });
   if (team.rank() > 0) return;
+  report(errors, kPlanLp);
   *mine.primal = *mine.dual = -1;
   *mine.iterations = 0;
   *mine.status = static_cast<int32_t>(LpStatus::broke_down);
@@ -42,8 +43,9 @@ const char* plan_lp(const LpProblem<Real>& problem, const LpResult<Real>& result
                     void* stream) {
   const int R = problem.R, E = problem.E;
   const int64_t bytes = global ? 0 : LpWorkspace<Real>::size(R, E, int64_t(R) * problem.S);
-  if (R <= 16) return launch(plan_lp_kernel<1, Real>, B, 32, bytes, stream, problem, result, global);
-  return launch(plan_lp_kernel<8, Real>, B, 256, bytes, stream, problem, result, global);
+  if (R <= 16)
+    return launch(plan_lp_kernel<1, Real>, B, 32, bytes, stream, problem, result, global, error_word());
+  return launch(plan_lp_kernel<8, Real>, B, 256, bytes, stream, problem, result, global, error_word());
 }
 
 template int64_t plan_lp_bytes<float>(int64_t, int, int, int);

@@ -7,7 +7,7 @@ namespace isoload::cuda {
 namespace {
 
 __global__ void __launch_bounds__(PlanTeam::kLanes, 1)
-    plan_spill_kernel(SpillProblem problem, SpillResult result, void* global) {
+    plan_spill_kernel(SpillProblem problem, SpillResult result, void* global, int32_t* errors) {
   __shared__ PlanTeam::Group group;
   PlanTeam team(group);
   const int64_t b = blockIdx.x, E = problem.E, R = problem.R, P = R * problem.S;
@@ -27,7 +27,9 @@ __global__ void __launch_bounds__(PlanTeam::kLanes, 1)
     mine.quota[p] = 0;
   });
   team.for_each(5, [&](int i) { mine.telemetry[i] = 0; });
-  if (team.rank() == 0) *mine.level = -1;
+  if (team.rank() > 0) return;
+  *mine.level = -1;
+  report(errors, kPlanSpill);
 }
 
 }  // namespace
@@ -40,7 +42,7 @@ const char* plan_spill(const SpillProblem& problem, const SpillResult& result, i
                        void* stream) {
   const int64_t P = int64_t(problem.R) * problem.S;
   const int64_t bytes = global ? 0 : SpillWorkspace::bytes(problem.R, problem.E, P);
-  return launch(plan_spill_kernel, B, PlanTeam::kLanes, bytes, stream, problem, result, global);
+  return launch(plan_spill_kernel, B, PlanTeam::kLanes, bytes, stream, problem, result, global, error_word());
 }
 
 }  // namespace isoload::cuda

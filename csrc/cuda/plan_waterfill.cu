@@ -8,7 +8,7 @@ namespace {
 
 template <int W>
 __global__ void __launch_bounds__(PlanTeam::kLanes, 1)
-    plan_waterfill_kernel(WaterfillProblem problem, WaterfillResult result, void* global) {
+    plan_waterfill_kernel(WaterfillProblem problem, WaterfillResult result, void* global, int32_t* errors) {
   __shared__ PlanTeam::Group group;
   PlanTeam team(group);
   const int64_t b = blockIdx.x, R = problem.R;
@@ -17,7 +17,9 @@ __global__ void __launch_bounds__(PlanTeam::kLanes, 1)
   const WaterfillResult mine{result.share + b * R * R, result.peak + b, result.bound + b};
   void* const memory = block_workspace(global, WaterfillWorkspace<W>::bytes(R));
   Waterfill<W, PlanTeam> solver(team, problem, WaterfillWorkspace<W>::at(memory, R), mine);
-  if (solver.solve() != WaterfillStatus::ok) refuse(team, mine.share, R * R, mine.peak, mine.bound);
+  if (solver.solve() == WaterfillStatus::ok) return;
+  refuse(team, mine.share, R * R, mine.peak, mine.bound);
+  if (team.rank() == 0) report(errors, kPlanWaterfill);
 }
 
 }  // namespace
@@ -30,7 +32,8 @@ const char* plan_waterfill(const WaterfillProblem& problem, const WaterfillResul
                            void* global, void* stream) {
   return with_words(problem.R, [&](auto W) {
     const int64_t bytes = global ? 0 : WaterfillWorkspace<W>::bytes(problem.R);
-    return launch(plan_waterfill_kernel<W>, B, PlanTeam::kLanes, bytes, stream, problem, result, global);
+    return launch(plan_waterfill_kernel<W>, B, PlanTeam::kLanes, bytes, stream, problem, result, global,
+                  error_word());
   });
 }
 

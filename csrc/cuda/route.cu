@@ -1,6 +1,7 @@
 // route: the i-th copy of an expert, in token order, goes to the first replica whose cumulative share exceeds
-// i. Two kernels over the copies (stable_rank.cuh): count, deal. With prefer_visited three: ask, grant, deal,
-// where a copy with a choice first asks for a replica on a rank that its token visits anyway.
+// i. One kernel for a few copies (stable_rank.cuh), for more two: count, deal. With prefer_visited three:
+// ask, grant, deal, where a copy with a choice first asks for a replica on a rank that its token visits
+// anyway.
 #include "cuda/cuda.h"
 #include "cuda/stable_rank.cuh"
 
@@ -8,6 +9,8 @@ namespace isoload::cuda {
 namespace {
 
 constexpr int kThreads = kRankWarps * 32;
+constexpr int kAloneWarps = 32;  // so many loads on their way fetch all ids at the rate of a multiprocessor
+constexpr int kAhead = 8;
 constexpr int kUnset = -2;
 
 template <class Id>
@@ -18,6 +21,7 @@ struct Copies {
   int K, E, P;
   ReplicaTables t;
   const int32_t* share;  // [P]
+  int32_t* errors;       // the device's error word
 
   __device__ int expert(int64_t i) const {
     const Id id = ids[i];
@@ -25,6 +29,14 @@ struct Copies {
   }
   __device__ int unset_expert(int64_t i) const { return slots[i] == kUnset ? expert(i) : -1; }
 
+  // Sets the slot of e's copy number `rank`; -1 if e is none or its share is used up.
+  __device__ void set(int64_t i, int e, int32_t rank, const int32_t* left) const {
+    const int slot = e < 0 ? -1 : deal(e, rank, left);
+    slots[i] = static_cast<Id>(slot);
+    if (slot < 0 && ids[i] != -1) report(errors, e < 0 ? kRouteId : kRouteShare);
+  }
+
+ private:
   // The slot of e's copy number `rank`; -1: the share is used up.
   __device__ int deal(int e, int32_t rank, const int32_t* left) const {
     for (int j = t.offsets[e]; j < t.offsets[e + 1]; ++j) {
@@ -36,10 +48,21 @@ struct Copies {
   }
 };
 
+// Every block counts the copies before its own chunk itself.
+template <class Id>
+__global__ void __launch_bounds__(kAloneWarps * 32) route_alone_kernel(Copies<Id> in) {
+  auto* const counts = reinterpret_cast<int32_t*>(shared_memory);  // [E]
+  auto expert = [&](int64_t i) { return in.expert(i); };
+  count_keys<kAhead>(0, in.chunks.begin(blockIdx.x), in.E, expert, counts);
+  rank_keys(
+      in.chunks, in.E, expert, [&](int e) { return counts[e]; }, counts + in.E,
+      [&](int64_t i, int e, int32_t rank) { in.set(i, e, rank, in.share); });
+}
+
 template <class Id>
 __global__ void __launch_bounds__(kThreads) route_count_kernel(Copies<Id> in, int32_t* expert_counts) {
   auto* const counts = reinterpret_cast<int32_t*>(shared_memory);
-  count_keys(in.chunks, in.E, [&](int64_t i) { return in.expert(i); }, counts, expert_counts);
+  count_chunk<kAhead>(in.chunks, in.E, [&](int64_t i) { return in.expert(i); }, counts, expert_counts);
 }
 
 // Of kUnset slots only if some are set; left [P]: what the share still holds then.
@@ -48,11 +71,10 @@ __global__ void __launch_bounds__(kThreads)
     route_deal_kernel(Copies<Id> in, const int32_t* expert_counts, const int32_t* left) {
   auto* const next = reinterpret_cast<int32_t*>(shared_memory);
   rank_keys(
-      in.chunks, in.E, [&](int64_t i) { return kSomeSet ? in.unset_expert(i) : in.expert(i); }, expert_counts,
-      next,
+      in.chunks, in.E, [&](int64_t i) { return kSomeSet ? in.unset_expert(i) : in.expert(i); },
+      [&](int e) { return in_chunks_before(expert_counts, in.E, e); }, next,
       [&](int64_t i, int e, int32_t rank) {
-        if (kSomeSet && in.slots[i] != kUnset) return;
-        in.slots[i] = static_cast<Id>(e < 0 ? -1 : in.deal(e, rank, left));
+        if (!kSomeSet || in.slots[i] == kUnset) in.set(i, e, rank, left);
       });
 }
 
@@ -84,7 +106,7 @@ __global__ void __launch_bounds__(kThreads) route_ask_kernel(Copies<Id> in, int3
     in.slots[i] = static_cast<Id>(asked < 0 ? kUnset : asked);
     return asked;
   };
-  count_keys(in.chunks, in.P, ask, forced + in.E, slot_counts);
+  count_chunk<1>(in.chunks, in.P, ask, forced + in.E, slot_counts);
 }
 
 // The first share[p] askers of slot p get it. The last block knows all askers and writes left [P].
@@ -93,7 +115,8 @@ __global__ void __launch_bounds__(kThreads)
     route_grant_kernel(Copies<Id> in, const int32_t* slot_counts, int32_t* expert_counts, int32_t* left) {
   auto* const next = reinterpret_cast<int32_t*>(shared_memory);
   rank_keys(
-      in.chunks, in.P, [&](int64_t i) { return static_cast<int>(in.slots[i]); }, slot_counts, next,
+      in.chunks, in.P, [&](int64_t i) { return static_cast<int>(in.slots[i]); },
+      [&](int p) { return in_chunks_before(slot_counts, in.P, p); }, next,
       [&](int64_t i, int p, int32_t rank) {
         if (p >= 0 && rank >= in.share[p]) in.slots[i] = kUnset;
       });
@@ -102,34 +125,25 @@ __global__ void __launch_bounds__(kThreads)
     for (int p = threadIdx.x; p < in.P; p += blockDim.x)
       left[p] = in.share[p] - (asked[p] < in.share[p] ? asked[p] : in.share[p]);
   }
-  count_keys(in.chunks, in.E, [&](int64_t i) { return in.unset_expert(i); }, next, expert_counts);
+  count_chunk<kAhead>(in.chunks, in.E, [&](int64_t i) { return in.unset_expert(i); }, next, expert_counts);
 }
 
 }  // namespace
 
+static bool is_alone(const Route& in) { return !in.prefer_visited && in.T * in.K <= kFewItems; }
+
 // Counts per chunk and expert; with prefer_visited also per chunk and slot, and what the share still holds.
 int64_t route_bytes(const Route& in) {
+  if (is_alone(in)) return 0;
   const int64_t chunks = Chunks::of(in.T * in.K).count();
   return (chunks * in.E + (in.prefer_visited ? chunks * in.P + in.P : 0)) * int64_t(sizeof(int32_t));
 }
 
 template <class Id>
-const char* route(const Route& in, const Id* ids, Id* slots, void* global, void* stream) {
-  const Copies<Id> copies{Chunks::of(in.T * in.K), ids, slots, in.K, in.E, in.P, in.tables, in.share_row};
+static const char* route_visited(const Route& in, const Copies<Id>& copies, int warps, int64_t bytes,
+                                 void* global, void* stream) {
   const int64_t blocks = copies.chunks.count(), word = sizeof(int32_t);
   auto* const expert_counts = static_cast<int32_t*>(global);
-  const int64_t keys = in.prefer_visited && in.P > in.E ? in.P : in.E;
-  const int warps = rank_warps(keys);
-  if (warps == 0 || (in.E + keys) * word > shared_limit())
-    return "more experts or slots than a block can count";
-  const int64_t bytes = warps * keys * word;
-  if (!in.prefer_visited) {
-    if (const char* error =
-            launch(route_count_kernel<Id>, blocks, kThreads, in.E * word, stream, copies, expert_counts))
-      return error;
-    return launch(route_deal_kernel<false, Id>, blocks, warps * 32, bytes, stream, copies, expert_counts,
-                  in.share_row);
-  }
   int32_t *const slot_counts = expert_counts + blocks * in.E, *const left = slot_counts + blocks * in.P;
   const int64_t ask_bytes = (in.E + int64_t(in.P)) * word;
   const char* error = launch(route_ask_kernel<Id>, blocks, kThreads, ask_bytes, stream, copies, slot_counts);
@@ -140,6 +154,29 @@ const char* route(const Route& in, const Id* ids, Id* slots, void* global, void*
     error =
         launch(route_deal_kernel<true, Id>, blocks, warps * 32, bytes, stream, copies, expert_counts, left);
   return error;
+}
+
+template <class Id>
+const char* route(const Route& in, const Id* ids, Id* slots, void* global, void* stream) {
+  const Copies<Id> copies{
+      Chunks::of(in.T * in.K), ids, slots, in.K, in.E, in.P, in.tables, in.share_row, error_word()};
+  const int64_t blocks = copies.chunks.count(), word = sizeof(int32_t);
+  const int64_t keys = in.prefer_visited && in.P > in.E ? in.P : in.E;
+  const int warps = rank_warps(keys);
+  if (warps == 0 || (in.E + keys) * word > shared_limit())
+    return "more experts or slots than a block can count";
+  if (is_alone(in)) {
+    const int alone = rank_warps(keys, kAloneWarps, 1);
+    return launch(route_alone_kernel<Id>, blocks, alone * 32, (alone + 1) * keys * word, stream, copies);
+  }
+  const int64_t bytes = warps * keys * word;
+  if (in.prefer_visited) return route_visited(in, copies, warps, bytes, global, stream);
+  auto* const expert_counts = static_cast<int32_t*>(global);
+  if (const char* error =
+          launch(route_count_kernel<Id>, blocks, kThreads, in.E * word, stream, copies, expert_counts))
+    return error;
+  return launch(route_deal_kernel<false, Id>, blocks, warps * 32, bytes, stream, copies, expert_counts,
+                in.share_row);
 }
 
 template const char* route(const Route&, const int32_t*, int32_t*, void*, void*);

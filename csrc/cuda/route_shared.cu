@@ -41,13 +41,16 @@ class Matcher {
       : team_(team), c_(counters), in_(in), tokens_(static_cast<int>(in.T)), visits_(visits), ranks_(ranks) {}
 
   template <class Id>
-  __device__ void read(const Id* slots) {
+  __device__ void read(const Id* slots, int32_t* errors) {
     const int64_t P = int64_t(in_.R) * in_.S;
     team_.for_each(tokens_, [&](int t) {
       RankSet<W> visits;
       for (int k = 0; k < in_.K; ++k) {
         const int64_t slot = slots[int64_t(t) * in_.K + k];
-        if (slot >= 0 && slot < P) visits.insert(static_cast<int>(slot) / in_.S);
+        if (slot >= 0 && slot < P)
+          visits.insert(static_cast<int>(slot) / in_.S);
+        else if (slot != -1)
+          report(errors, kSharedSlot);
       }
       visits_[t] = visits;
     });
@@ -178,12 +181,12 @@ class Matcher {
 
 template <int W, class Id>
 __global__ void __launch_bounds__(Team::kLanes, 1)
-    route_shared_kernel(SharedRoute in, const Id* slots, int32_t* ranks, void* global) {
+    route_shared_kernel(SharedRoute in, const Id* slots, int32_t* ranks, void* global, int32_t* errors) {
   __shared__ Team::Group group;
   __shared__ Counters counters;
   Team team(group);
   Matcher<W> matcher(team, counters, in, static_cast<RankSet<W>*>(global), ranks);
-  matcher.read(slots);
+  matcher.read(slots, errors);
   for (int j = 0; j < in.num_shared; ++j) matcher.match(j);
 }
 
@@ -196,7 +199,8 @@ int64_t route_shared_bytes(const SharedRoute& in) {
 template <class Id>
 const char* route_shared(const SharedRoute& in, const Id* slots, int32_t* ranks, void* global, void* stream) {
   return with_words(in.R, [&](auto W) {
-    return launch(route_shared_kernel<W, Id>, in.T > 0, Team::kLanes, 0, stream, in, slots, ranks, global);
+    return launch(route_shared_kernel<W, Id>, in.T > 0, Team::kLanes, 0, stream, in, slots, ranks, global,
+                  error_word());
   });
 }
 

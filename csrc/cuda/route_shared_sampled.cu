@@ -12,7 +12,8 @@ using Team = BlockTeam<kWarps>;
 
 template <int W, class Id>
 __global__ void __launch_bounds__(Team::kLanes, 1)
-    route_shared_sampled_kernel(const Id* slots, int64_t T, int K, SharedDraw in, int32_t* ranks) {
+    route_shared_sampled_kernel(const Id* slots, int64_t T, int K, SharedDraw in, int32_t* ranks,
+                                int32_t* errors) {
   __shared__ Team::Group group;
   Team team(group);
   const SharedSlack slack = find_slack(team, in, K, reinterpret_cast<int64_t*>(shared_memory));
@@ -21,7 +22,10 @@ __global__ void __launch_bounds__(Team::kLanes, 1)
   RankSet<W> visited;
   for (int k = 0; k < K; ++k) {
     const int64_t slot = slots[i * K + k];
-    if (slot >= 0 && slot < P) visited.insert(static_cast<int>(slot) / in.slots_per_rank);
+    if (slot >= 0 && slot < P)
+      visited.insert(static_cast<int>(slot) / in.slots_per_rank);
+    else if (slot != -1)
+      report(errors, kSharedSampledSlot);
   }
   ranks[i] = draw_shared(in, slack, T, i, visited);
 }
@@ -33,7 +37,7 @@ const char* route_shared_sampled(const Id* slots, int64_t T, int K, const Shared
                                  void* stream) {
   return with_words(draw.R, [&](auto W) {
     return launch(route_shared_sampled_kernel<W, Id>, (T + Team::kLanes - 1) / Team::kLanes, Team::kLanes,
-                  2 * draw.R * int64_t(sizeof(int64_t)), stream, slots, T, K, draw, ranks);
+                  2 * draw.R * int64_t(sizeof(int64_t)), stream, slots, T, K, draw, ranks, error_word());
   });
 }
 

@@ -1,4 +1,9 @@
-// share: one block of four warps per layer of the batch. A quota that was not made from the loads gives 0.
+// share: one block of eight warps per layer of the batch. A quota that was not made from the loads gives 0.
+//
+// The algorithm reads loads, quota and tables over and over, a value at a time. Where they fit, the block
+// fetches all of them into shared memory first, so that global memory is waited for once.
+#include <cuda_pipeline_primitives.h>
+
 #include "algorithms/share.h"
 #include "cuda/cuda.h"
 #include "cuda/launch.cuh"
@@ -6,24 +11,57 @@
 namespace isoload::cuda {
 namespace {
 
-__host__ __device__ int64_t block_bytes(const ShareProblem& problem, ShareOf of) {
-  return share_workspace(problem, of != ShareOf::one_row) * int64_t(sizeof(int32_t));
+using ShareTeam = BlockTeam<8>;
+
+struct Sizes {  // in int32
+  int64_t workspace, loads, quota, tables;
+  bool fetched;  // all fits into shared memory
+
+  static Sizes of(const ShareProblem& in, ShareOf of) {
+    const int64_t E = in.E, P = int64_t(in.R) * in.S;
+    Sizes s{share_workspace(in, of != ShareOf::one_row), in.R * E, P, ReplicaTables::size(E, P), false};
+    s.fetched = s.bytes() + s.input_bytes() <= shared_limit();
+    return s;
+  }
+  __host__ __device__ int64_t bytes() const { return workspace * int64_t(sizeof(int32_t)); }
+  int64_t input_bytes() const { return (loads + quota + tables) * int64_t(sizeof(int32_t)); }
+};
+
+__device__ void fetch(const ShareTeam& team, const int32_t* from, int64_t n, int32_t* to) {
+  team.for_each(static_cast<int>(n),
+                [&](int i) { __pipeline_memcpy_async(to + i, from + i, sizeof(int32_t)); });
 }
 
-__global__ void __launch_bounds__(PlanTeam::kLanes, 1)
-    share_kernel(ShareProblem problem, ShareOf of, int rank, int32_t* out, void* global) {
-  __shared__ PlanTeam::Group group;
-  PlanTeam team(group);
+// The problem with its inputs in shared memory, `at` on.
+__device__ void fetch_inputs(ShareTeam& team, ShareProblem& problem, const Sizes& sizes, int32_t* at) {
+  int32_t *const quota = at + sizes.loads, *const tables = quota + sizes.quota;
+  fetch(team, problem.loads, sizes.loads, at);
+  fetch(team, problem.quota, sizes.quota, quota);
+  fetch(team, problem.tables.header, sizes.tables, tables);
+  __pipeline_commit();
+  __pipeline_wait_prior(0);  // this lane's; the barrier for all
+  team.sync();
+  problem.loads = at, problem.quota = quota;
+  problem.tables = ReplicaTables::at(tables, problem.E, sizes.quota);
+}
+
+__global__ void __launch_bounds__(ShareTeam::kLanes, 1)
+    share_kernel(ShareProblem problem, Sizes sizes, ShareOf of, int rank, int32_t* out, void* global,
+                 int32_t* errors) {
+  __shared__ ShareTeam::Group group;
+  ShareTeam team(group);
   const int64_t b = blockIdx.x, R = problem.R, E = problem.E, P = R * problem.S;
   problem.tables = problem.tables.layer(b, E, P);
   problem.loads += b * R * E;
   problem.quota += b * P;
   const int64_t size = of == ShareOf::one_row ? P : of == ShareOf::all_rows ? R * P : R * R;
   out += b * size;
-  Share<PlanTeam> solver(team, problem,
-                         static_cast<int32_t*>(block_workspace(global, block_bytes(problem, of))));
+  auto* const workspace = static_cast<int32_t*>(block_workspace(global, sizes.bytes()));
+  if (sizes.fetched) fetch_inputs(team, problem, sizes, workspace + sizes.workspace);
+  Share<ShareTeam> solver(team, problem, workspace);
   if (solver.check() >= 0) {
     team.for_each(size, [&](int i) { out[i] = 0; });
+    if (team.rank() == 0) report(errors, kShareQuota);
   } else if (of == ShareOf::one_row) {
     solver.one_row(rank, out);
   } else if (of == ShareOf::all_rows) {
@@ -36,13 +74,15 @@ __global__ void __launch_bounds__(PlanTeam::kLanes, 1)
 }  // namespace
 
 int64_t share_bytes(const ShareProblem& problem, ShareOf of, int64_t B) {
-  return global_bytes(B, block_bytes(problem, of));
+  return global_bytes(B, Sizes::of(problem, of).bytes());
 }
 
 const char* share(const ShareProblem& problem, ShareOf of, int rank, int32_t* out, int64_t B, void* global,
                   void* stream) {
-  return launch(share_kernel, B, PlanTeam::kLanes, global ? 0 : block_bytes(problem, of), stream, problem, of,
-                rank, out, global);
+  const Sizes sizes = Sizes::of(problem, of);
+  const int64_t bytes = global ? 0 : sizes.bytes() + (sizes.fetched ? sizes.input_bytes() : 0);
+  return launch(share_kernel, B, ShareTeam::kLanes, bytes, stream, problem, sizes, of, rank, out, global,
+                error_word());
 }
 
 }  // namespace isoload::cuda

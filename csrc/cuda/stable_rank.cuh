@@ -1,7 +1,8 @@
 // stable_rank: how many items with the same key come before each, over a whole grid, in order.
 //
-// Two kernels, no block waits for another: the first counts the keys of every block, the second adds up the
-// blocks before its own. So the i-th copy of an expert is the same copy as in a loop over all of them.
+// No block waits for another: what came before its own chunk a block either counts itself, or adds up from
+// what a kernel before counted per chunk. So the i-th copy of an expert is the same copy as in a loop over
+// all of them.
 #pragma once
 
 #include "cuda/launch.cuh"
@@ -10,6 +11,10 @@ namespace isoload::cuda {
 
 constexpr int kRankWarps = 8;         // fewer where so many counters per warp do not fit
 constexpr int64_t kMostChunks = 128;  // a block reads the counts of all blocks before it: bounded
+
+// Up to here a block reads all items before its own itself: 256 KB of int64 come to one multiprocessor in the
+// time that one more kernel takes to start and to fill the GPU.
+constexpr int64_t kFewItems = 32 * 1024;
 
 // The items [0, n) cut into one chunk per block, each a multiple of what its warps take at a time.
 struct Chunks {
@@ -24,38 +29,78 @@ struct Chunks {
   __device__ int64_t end(int64_t block) const { return begin(block) + size < n ? begin(block) + size : n; }
 };
 
-// Warps of a block that ranks `keys` keys; 0 if the counters of a single one do not fit.
-inline int rank_warps(int64_t keys) {
-  int warps = kRankWarps;
-  while (warps > 0 && warps * keys * int64_t(sizeof(int32_t)) > shared_limit()) warps /= 2;
+// Warps, at most `most`, of a block that ranks `keys` keys and holds `besides` more counters of each; 0 if
+// the counters of a single one do not fit.
+inline int rank_warps(int64_t keys, int most = kRankWarps, int besides = 0) {
+  int warps = most;
+  while (warps > 0 && (warps + besides) * keys * int64_t(sizeof(int32_t)) > shared_limit()) warps /= 2;
   return warps;
 }
 
-// This block's row of chunk_counts [chunks, keys]: how often it has each key. key(i) is -1 for none.
-// counts [keys]: shared memory. Begins and ends with a barrier.
-template <class Key>
-__device__ void count_keys(const Chunks& chunks, int keys, Key&& key, int32_t* counts,
-                           int32_t* chunk_counts) {
+// How often the items [begin, end) have each key. key(i) is -1 for none. counts [keys]: shared memory.
+// A lane asks for kAhead keys before it waits for the first. Begins and ends with a barrier.
+template <int kAhead, class Key>
+__device__ void count_keys(int64_t begin, int64_t end, int keys, Key&& key, int32_t* counts) {
   __syncthreads();
   for (int k = threadIdx.x; k < keys; k += blockDim.x) counts[k] = 0;
   __syncthreads();
-  const int64_t end = chunks.end(blockIdx.x);
-  for (int64_t i = chunks.begin(blockIdx.x) + threadIdx.x; i < end; i += blockDim.x) {
-    const int k = key(i);
-    if (k >= 0) atomicAdd(&counts[k], 1);
+  for (int64_t i = begin + threadIdx.x; i < end; i += int64_t(kAhead) * blockDim.x) {
+    int k[kAhead];
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      const int64_t at = i + int64_t(a) * blockDim.x;
+      k[a] = at < end ? key(at) : -1;
+    }
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a)
+      if (k[a] >= 0) atomicAdd(&counts[k[a]], 1);
   }
   __syncthreads();
+}
+
+// This block's row of chunk_counts [chunks, keys]. Begins and ends with a barrier.
+template <int kAhead, class Key>
+__device__ void count_chunk(const Chunks& chunks, int keys, Key&& key, int32_t* counts,
+                            int32_t* chunk_counts) {
+  count_keys<kAhead>(chunks.begin(blockIdx.x), chunks.end(blockIdx.x), keys, key, counts);
   for (int k = threadIdx.x; k < keys; k += blockDim.x)
     chunk_counts[int64_t(blockIdx.x) * keys + k] = counts[k];
   __syncthreads();
 }
 
+// before(k) of rank_keys where a kernel before has counted all chunks.
+__device__ inline int32_t in_chunks_before(const int32_t* chunk_counts, int keys, int k) {
+  int32_t before = 0;
+  for (int64_t b = 0; b < blockIdx.x; ++b) before += chunk_counts[b * keys + k];
+  return before;
+}
+
+// next [warps, keys], how often each warp's part has a key, becomes how many come before the part.
+template <class Before>
+__device__ void add_up_warps(int warps, int keys, Before&& before, int32_t* next) {
+  constexpr int kAhead = 4;  // shared loads before the first store, behind which none is moved up
+  for (int k = threadIdx.x; k < keys; k += blockDim.x) {
+    int32_t sum = before(k);
+    for (int first = 0; first < warps; first += kAhead) {
+      int32_t here[kAhead];
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) here[a] = first + a < warps ? next[(first + a) * keys + k] : 0;
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+        if (first + a < warps) next[(first + a) * keys + k] = sum;
+        sum += here[a];
+      }
+    }
+  }
+}
+
 // use(i, k, rank) for every item of this block's chunk; k = key(i), rank of no meaning if that is -1.
-// next [warps, keys]: shared memory; at the end row warps-1 holds the counts of all chunks up to this one.
+// before(k): items with key k in the chunks before. next [warps, keys]: shared memory; at the end row warps-1
+// holds the counts of all chunks up to this one.
 // A warp goes through its own contiguous part in order, 32 items at a time. Ends with a barrier.
-template <class Key, class Use>
-__device__ void rank_keys(const Chunks& chunks, int keys, Key&& key, const int32_t* chunk_counts,
-                          int32_t* next, Use&& use) {
+template <class Key, class Before, class Use>
+__device__ void rank_keys(const Chunks& chunks, int keys, Key&& key, Before&& before, int32_t* next,
+                          Use&& use) {
   const int warps = blockDim.x / 32, lane = threadIdx.x % 32;
   const unsigned all = 0xffffffffu, before_me = (1u << lane) - 1;
   const int64_t part = chunks.size / warps, end = chunks.end(blockIdx.x);
@@ -83,15 +128,7 @@ __device__ void rank_keys(const Chunks& chunks, int keys, Key&& key, const int32
     __syncwarp();
   }
   __syncthreads();
-  for (int k = threadIdx.x; k < keys; k += blockDim.x) {
-    int32_t before = 0;
-    for (int64_t b = 0; b < blockIdx.x; ++b) before += chunk_counts[b * keys + k];
-    for (int w = 0; w < warps; ++w) {
-      const int32_t here = next[w * keys + k];
-      next[w * keys + k] = before;
-      before += here;
-    }
-  }
+  add_up_warps(warps, keys, before, next);
   __syncthreads();
   for (int64_t i = first; i < last; i += 32) turn(i + lane);
   __syncthreads();

@@ -22,4 +22,5 @@ STABLE_TORCH_LIBRARY_IMPL(isoload, CUDA, m) {
   m.impl("route_sampled", TORCH_BOX(&isoload::ops::route_sampled));
   m.impl("append_shared_expert", TORCH_BOX(&isoload::ops::append_shared_expert));
   m.impl("route_shared_sampled", TORCH_BOX(&isoload::ops::route_shared_sampled));
+  m.impl("device_errors", TORCH_BOX(&isoload::ops::device_errors));
 }

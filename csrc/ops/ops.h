@@ -61,5 +61,6 @@ std::tuple<Tensor, Tensor, Tensor> plan_waterfill(const Tensor& copies, const Te
                                                   const std::optional<Tensor>& limits);
 Tensor route_shared(const Tensor& slots, const Tensor& share_row, int64_t slots_per_rank, int64_t rank,
                     int64_t num_shared, bool strict);
+Tensor device_errors(const Tensor& like);
 
 }  // namespace isoload::ops

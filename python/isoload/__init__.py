@@ -3,7 +3,7 @@
 from isoload.counting import count
 from isoload.expert_weights import ExpertWeights
 from isoload.moe import MoE
-from isoload.ops import append_shared_expert
+from isoload.ops import append_shared_expert, check_device
 from isoload.placement import Placement, placement_errors
 from isoload.placers import PLACERS, place
 from isoload.planning import plan, plan_layers, share
@@ -34,6 +34,7 @@ __all__ = [
     "Trace",
     "__version__",
     "append_shared_expert",
+    "check_device",
     "count",
     "make_workload",
     "place",

@@ -3,13 +3,18 @@
 Every op takes one layer or a batch of layers (a leading L), allocates only its results and never waits for a
 device. Shapes: R ranks, E logical experts, S slots per rank, P = R*S slots, T tokens, K experts per token.
 
-Raises (all): ValueError naming the argument, the rule and the value. Values are checked on CPU only.
+Raises (all): ValueError naming the argument, the rule and the value. Values are checked on CPU only; on CUDA
+:func:`check_device` tells what was wrong with them, when it is asked.
 """
 
 from isoload.ops.borrow import (
     addresses,
     borrow,
     borrow_backward,
+)
+from isoload.ops.device_errors import (
+    check_device,
+    device_errors,
 )
 from isoload.ops.plan_active import (
     ActiveSplit,
@@ -67,7 +72,9 @@ __all__ = [
     "append_shared_expert",
     "borrow",
     "borrow_backward",
+    "check_device",
     "count",
+    "device_errors",
     "plan_active",
     "plan_exact",
     "plan_lp",

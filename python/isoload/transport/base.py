@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isoload.ops import check_device
 from isoload.topology import Topology
 from isoload.transport.agreement import (
     FACTS,
@@ -102,11 +103,16 @@ class Transport(ABC):
         return gathered.narrow(1, 0, len(counts[0]))
 
     def check(self) -> None:
-        """Raises the errors that :meth:`gather_loads` carried and the host has not looked at yet."""
+        """Raises the errors that :meth:`gather_loads` carried and the host has not looked at yet.
+
+        Then, on a GPU, what ops found wrong in this rank's values: :func:`isoload.check_device`.
+        """
         if self._errors is not None:
             codes, self._errors = self._errors, None
             self.traffic.host_syncs += codes.device.type != "cpu"
             raise_failure(codes.tolist())
+        if self.traffic.rows.is_cuda:
+            check_device(self.traffic.rows.device)
 
     def dispatch(
         self, x: list[Tensor], slots: list[Tensor], weights: list[Tensor], slots_per_rank: int

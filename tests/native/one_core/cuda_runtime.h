@@ -29,6 +29,11 @@ inline Index threadIdx, blockIdx, blockDim, gridDim;
 
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess };
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+template <class T>
+cudaError_t cudaGetSymbolAddress(void** address, T& symbol) {
+  return *address = &symbol, cudaSuccess;
+}
 inline cudaError_t cudaMemsetAsync(void* p, int value, std::size_t bytes, cudaStream_t) {
   std::memset(p, value, bytes);
   return cudaSuccess;
@@ -180,5 +185,7 @@ inline unsigned __match_any_sync(unsigned, int v) {
   });
 }
 inline int atomicAdd(int* p, int v) { return std::exchange(*p, *p + v); }
+inline int atomicOr(int* p, int v) { return std::exchange(*p, *p | v); }
+inline int atomicExch(int* p, int v) { return std::exchange(*p, v); }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __popcll(uint64_t v) { return __builtin_popcountll(v); }

@@ -1,0 +1,73 @@
+"""Timing on a GPU: calls from Python, calls in a captured graph, and how many nodes the graph has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from ctypes import CDLL, byref, c_size_t, c_void_p
+from typing import Any
+
+import numpy as np
+import torch
+
+from harness import Timing
+
+Call = Callable[[], Any]
+
+
+class Graph:
+    """Calls captured one after the other."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        for call in calls:  # the first use of a kernel loads it, which no capture may do
+            call()
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.graph(self.graph):
+            self.results = [call() for call in calls]  # kept: another call must not get their memory
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+    def num_nodes(self) -> int:
+        nodes = c_size_t()
+        status = CDLL("libcuda.so.1").cuGraphGetNodes(
+            c_void_p(self.graph.raw_cuda_graph()), None, byref(nodes)
+        )
+        if status:
+            raise RuntimeError(f"cuGraphGetNodes failed with {status}")
+        return nodes.value
+
+
+def spread(samples: list[float]) -> Timing:
+    return Timing(float(np.median(samples)), float(np.percentile(samples, 99)))
+
+
+def between_events(replay: Call, units: int, samples: int, replays: int) -> Timing:
+    """Microseconds per unit: `replays` replays, `units` units each, between two events of the stream."""
+    for _ in range(3):
+        replay()
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(samples):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+        start.record()
+        for _ in range(replays):
+            replay()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end) * 1e3 / (units * replays))
+    return spread(found)
+
+
+def from_python(calls: Sequence[Call], samples: int) -> Timing:
+    """Microseconds per call until the device has done all of them, as Python's clock sees it."""
+    found = []
+    for _ in range(samples + 2):
+        torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+        found.append((time.perf_counter_ns() - start) / 1e3 / len(calls))
+    return spread(found[2:])

@@ -1,0 +1,15 @@
+// device_errors: what CUDA kernels noted since the last time.
+#include "ops/device.h"
+#include "ops/ops.h"
+#include "ops/tensors.h"
+
+namespace isoload::ops {
+
+Tensor device_errors(const Tensor& like) {
+  Tensor taken = new_empty(like, {});
+  int32_t* const word = mutable_data<int32_t>(taken);
+  if (!on_cuda(like, [&](auto stream) { return cuda::device_errors(word, stream); })) *word = 0;
+  return taken;
+}
+
+}  // namespace isoload::ops
