@@ -12,7 +12,8 @@ PACKAGE = ROOT / "python" / "isoload"
 
 # Lowest first; a module may import from its own line and from the lines above it.
 LAYERS = [
-    ["topology", "replica_tables", "value_checks", "shared_experts", "migration", "cost"],
+    ["topology", "replica_tables", "value_checks", "shared_experts", "migration", "cost", "kernels"],
+    ["permutation"],
     ["reference", "ops"],
     ["placement"],
     ["records"],

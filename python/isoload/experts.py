@@ -5,6 +5,7 @@ Shapes: N received rows of width H, K copies per row at most, S slots, I interme
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from isoload import kernels
 from isoload.expert_weights import ROW_BYTES, Activation, ComputePath, ExpertWeights, SwiGLU, compute_path
-from isoload.grouping import Grouping, gather_copies, group_copies, sum_dtype, weighted_sum
+from isoload.grouping import Grouping, gather_copies, group_copies, weighted_sum
+from isoload.permutation import sum_dtype
 from isoload.value_checks import values_readable
 
 
@@ -47,7 +50,9 @@ def run_experts(
             are readable (CPU, or ISOLOAD_CHECK=1); elsewhere an out-of-range slot is absent.
     """
     _check_arguments(rows, slots, weights, groups, num_copies)
-    total = torch.zeros_like(rows, dtype=sum_dtype(rows.dtype))
+    # One group's sum is rounded as it is made; those of several are added up first.
+    summed = rows.dtype if len(groups) == 1 else sum_dtype(rows.dtype)
+    parts = []
     first = 0
     for g, group in enumerate(groups):
         held = None if num_copies is None else num_copies[g]
@@ -55,11 +60,12 @@ def run_experts(
         copies = gather_copies(rows, grouping)  # [C, H]
         if group.num_slots:  # else all are absent, but rows keep their gradient's way
             linear = _LINEAR[compute_path(group).kernel]
-            inner = activation(linear(copies, group.gate_up, group.gate_up_bias, grouping))  # [C, I]
+            gate_up = linear(copies, group.gate_up, group.gate_up_bias, grouping)  # [C, 2I]
+            inner = _activate(activation, gate_up, grouping)  # [C, I]
             copies = linear(inner, group.down, group.down_bias, grouping)  # [C, H]
-        total = total + weighted_sum(copies, weights, grouping)  # [N, H]
+        parts.append(weighted_sum(copies, weights, grouping, summed))  # [N, H]
         first += group.num_slots
-    return total.to(rows.dtype)
+    return functools.reduce(torch.add, parts).to(rows.dtype)
 
 
 class Experts(nn.Module):
@@ -158,6 +164,33 @@ def _loop_linear(x: Tensor, weight: Tensor, bias: Tensor | None, grouping: Group
 
 
 _LINEAR = {"grouped_mm": _grouped_linear, "loop": _loop_linear}
+
+
+def _activate(activation: Activation, gate_up: Tensor, grouping: Grouping) -> Tensor:
+    """[C, 2I] -> [C, I]; where the kernels fit, without touching the tail."""
+    if not kernels.fit(gate_up):
+        return activation(gate_up)
+    clamp = None if isinstance(activation, SwiGLU) else (activation.alpha, activation.limit)
+    inner: Tensor = _Activate.apply(gate_up, grouping.ends, clamp)
+    return inner
+
+
+class _Activate(torch.autograd.Function):
+    """The Triton kernels; their twin is the activation itself, with torch's own backward."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, ends: Tensor, clamp: tuple[float, float] | None) -> Tensor:
+        from isoload.kernels.activation import activate  # imports Triton
+
+        ctx.save_for_backward(gate_up, ends)
+        ctx.clamp = clamp
+        return activate(gate_up, ends, clamp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from isoload.kernels.activation import activate_backward  # imports Triton
+
+        return activate_backward(grad, *ctx.saved_tensors, ctx.clamp), None, None
 
 
 class _AddBias(torch.autograd.Function):
