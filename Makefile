@@ -3,6 +3,7 @@
 # make build  rebuild the compiled ops in place (seconds)
 # make lint   ruff, mypy, clang-format
 # make cuda-check  compiles the CUDA ops for three architectures; needs nvcc, no GPU (minutes)
+# make kernels-check  runs the Triton kernels in Triton's interpreter and compiles them; needs no GPU (a minute)
 # make bench  the benchmarks of planning, of the layer, of shared experts, and balance on the shipped trace
 #
 # `run` and `test` create .venv on their first call. Variables:
@@ -28,7 +29,7 @@ endif
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 TRACE := examples/traces/gptoss20b_decode.npz
 
-.PHONY: run test build lint cuda-check bench clean
+.PHONY: run test build lint cuda-check kernels-check bench clean
 run: $(READY)
 	$(PY) -m isoload replay $(TRACE) --ranks 8 --ranks-per-node 4
 	$(PY) -m isoload demo
@@ -47,6 +48,12 @@ lint: $(TESTED)
 
 cuda-check: $(READY)
 	$(PY) csrc/cuda/check.py
+
+# Not in .venv: the interpreter needs an older numpy, and a machine without a GPU needs Triton for nothing else.
+KERNELS_PY := .venv-kernels/bin/python
+kernels-check: .venv-kernels/.installed
+	$(KERNELS_PY) -m pytest tests/kernels
+	TRITON_CACHE_DIR=build/triton $(KERNELS_PY) kernels/check.py
 
 bench: $(READY)
 	$(PY) -m pip install -q highspy scipy
@@ -78,6 +85,14 @@ $(TESTED): $(VENV)/.torch setup.py pyproject.toml $(SOURCES)
 	$(PY) -m pip install -q --no-build-isolation -e ".[test,dev]"
 	@touch $(READY) $@
 endif
+
+# Stands on the packages of $(PY); only what differs from them is installed here.
+.venv-kernels/.installed: $(TESTED) Makefile
+	$(PYTHON) -m venv --clear .venv-kernels
+	$(PY) -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+		> $$($(KERNELS_PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))")/below.pth
+	$(KERNELS_PY) -m pip install -q "triton==3.6.0" "numpy<2.4"
+	@touch $@
 
 clean:
 	rm -rf build python/isoload/*.so

@@ -20,19 +20,22 @@ PROGRAMS = 16384
 
 
 @triton.jit
-def _halves(
-    gate_up, row, column, inside, width, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The gate and up columns of a tile in float32: side by side in memory, or alternating."""
-    start = gate_up + row[:, None] * (2 * width)
-    if INTERLEAVED:
-        both = tl.join(inside, inside).reshape(ROWS, 2 * BLOCK)
-        pair = tl.interleave(2 * column, 2 * column + 1)
-        gate, up = tl.load(start + pair[None, :], mask=both, other=0).reshape(ROWS, BLOCK, 2).split()
+def _halves(gate_up, row, column, pair, num_copies, width, CLAMPED: tl.constexpr):
+    """Gate and up of a tile in float32: side by side in memory, or, clamped, alternating over `pair` columns."""
+    start, there = gate_up + row[:, None] * (2 * width), (row < num_copies)[:, None]
+    if CLAMPED:
+        both = tl.load(start + pair[None, :], mask=there & (pair < 2 * width)[None, :], other=0)
+        gate, up = both.reshape(row.shape[0], column.shape[0], 2).split()
     else:
-        gate = tl.load(start + column[None, :], mask=inside, other=0)
-        up = tl.load(start + width + column[None, :], mask=inside, other=0)
+        gate = tl.load(start + column[None, :], mask=there & (column < width)[None, :], other=0)
+        up = tl.load(start + width + column[None, :], mask=there & (column < width)[None, :], other=0)
     return gate.to(tl.float32), up.to(tl.float32)
+
+
+@triton.jit
+def _clamp(gate, up, limit):
+    """Both at most limit, up at least -limit; unlike minimum and maximum this keeps nan."""
+    return tl.where(gate > limit, limit, gate), tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
 
 
 @triton.jit
@@ -44,12 +47,12 @@ def _forward_kernel(
     for part in range(tl.program_id(0), tl.cdiv(num_copies, ROWS) * across, tl.num_programs(0)):
         row = (part // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         column = part % across * BLOCK + tl.arange(0, BLOCK)
+        pair = part % across * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
         inside = (row < num_copies)[:, None] & (column < width)[None, :]
-        gate, up = _halves(gate_up, row, column, inside, width, CLAMPED, ROWS, BLOCK)
+        gate, up = _halves(gate_up, row, column, pair, num_copies, width, CLAMPED)
         if CLAMPED:
-            gate = tl.where(gate > limit, limit, gate)  # unlike a minimum, keeps nan
-            up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1
-            result = up * gate * tl.sigmoid(alpha * gate)
+            gate, up = _clamp(gate, up, limit)
+            result = (up + 1) * gate * tl.sigmoid(alpha * gate)
         else:
             result = gate * tl.sigmoid(gate) * up
         tl.store(inner + row[:, None] * width + column[None, :], result, mask=inside)
@@ -64,20 +67,21 @@ def _backward_kernel(
     for part in range(tl.program_id(0), tl.cdiv(num_copies, ROWS) * across, tl.num_programs(0)):
         row = (part // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         column = part % across * BLOCK + tl.arange(0, BLOCK)
+        pair = part % across * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
         inside = (row < num_copies)[:, None] & (column < width)[None, :]
-        gate, up = _halves(gate_up, row, column, inside, width, CLAMPED, ROWS, BLOCK)
+        gate, up = _halves(gate_up, row, column, pair, num_copies, width, CLAMPED)
         given = tl.load(grad + row[:, None] * width + column[None, :], mask=inside, other=0).to(tl.float32)
         start = to_gate_up + row[:, None] * (2 * width)
         if CLAMPED:
-            held = tl.where(gate > limit, limit, gate)
-            near = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1
-            sigmoid = tl.sigmoid(alpha * held)
-            slope = sigmoid * (1 + alpha * held * (1 - sigmoid))
-            to_gate = tl.where(gate <= limit, given * near * slope, 0)
-            to_up = tl.where((up >= -limit) & (up <= limit), given * held * sigmoid, 0)
-            both = tl.join(inside, inside).reshape(ROWS, 2 * BLOCK)
-            pair = tl.interleave(2 * column, 2 * column + 1)
-            tl.store(start + pair[None, :], tl.join(to_gate, to_up).reshape(ROWS, 2 * BLOCK), mask=both)
+            held_gate, held_up = _clamp(gate, up, limit)
+            sigmoid = tl.sigmoid(alpha * held_gate)
+            slope = sigmoid * (1 + alpha * held_gate * (1 - sigmoid))
+            to_gate = tl.where(gate <= limit, given * (held_up + 1) * slope, 0)
+            to_up = tl.where((up >= -limit) & (up <= limit), given * held_gate * sigmoid, 0)
+            both = tl.join(to_gate, to_up).reshape(ROWS, 2 * BLOCK)
+            tl.store(
+                start + pair[None, :], both, mask=(row < num_copies)[:, None] & (pair < 2 * width)[None, :]
+            )
         else:
             sigmoid = tl.sigmoid(gate)
             tl.store(start + column[None, :], given * up * sigmoid * (1 + gate * (1 - sigmoid)), mask=inside)

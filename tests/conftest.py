@@ -3,3 +3,5 @@
 import torch
 
 torch.set_num_threads(1)
+
+collect_ignore = ["kernels"]  # they need Triton and its interpreter: make kernels-check

@@ -81,6 +81,18 @@ def test_reference_knows_only_torch_and_the_tables():
         assert set(imported(path)) <= {"reference", "replica_tables"}, path
 
 
+def test_kernels_know_nothing_above_them():
+    for path in (ROOT / "kernels").glob("*.py"):
+        assert set(imported(path)) <= {"kernels"}, path
+
+
+def test_only_kernels_name_triton():
+    """And their __init__ only inside a function, so that nothing imports Triton before it is needed."""
+    naming = {p for p in PACKAGE.rglob("*.py") if re.search(r"^\s*(import|from) triton", p.read_text(), re.M)}
+    assert naming == set()
+    assert not re.search(r"^(import|from) triton", (ROOT / "kernels" / "__init__.py").read_text(), re.M)
+
+
 def test_torch_stays_in_the_binding():
     csrc = ROOT / "csrc"
     including = {

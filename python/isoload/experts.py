@@ -184,13 +184,15 @@ class _Activate(torch.autograd.Function):
 
         ctx.save_for_backward(gate_up, ends)
         ctx.clamp = clamp
-        return activate(gate_up, ends, clamp)
+        inner: Tensor = activate(gate_up, ends, clamp)
+        return inner
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         from isoload.kernels.activation import activate_backward  # imports Triton
 
-        return activate_backward(grad, *ctx.saved_tensors, ctx.clamp), None, None
+        to_gate_up: Tensor = activate_backward(grad, *ctx.saved_tensors, ctx.clamp)
+        return to_gate_up, None, None
 
 
 class _AddBias(torch.autograd.Function):

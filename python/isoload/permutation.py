@@ -28,7 +28,8 @@ def spread_rows(rows: Tensor, position: Tensor, source: Tensor, padded: bool = F
     if kernels.fit(rows):
         from isoload.kernels import permutation  # imports Triton
 
-        return permutation.spread_rows(rows, position, len(source), padded)
+        placed: Tensor = permutation.spread_rows(rows, position, len(source), padded)
+        return placed
     if padded:
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
     return rows.index_select(0, source)
@@ -49,7 +50,8 @@ def sum_rows(
     if kernels.fit(copies, *(() if weights is None else (weights,))):
         from isoload.kernels import permutation  # imports Triton
 
-        return permutation.sum_rows(copies, position, weights, dtype)
+        summed: Tensor = permutation.sum_rows(copies, position, weights, dtype)
+        return summed
     exact = sum_dtype(copies.dtype)
     total = copies.new_zeros(len(position), copies.shape[1], dtype=exact)
     if not len(copies):
@@ -77,7 +79,8 @@ def sum_rows_backward(
     if kernels.fit(grad, copies, weights):
         from isoload.kernels import permutation  # imports Triton
 
-        return permutation.sum_rows_backward(grad, copies, weights, position)
+        gradients: tuple[Tensor, Tensor] = permutation.sum_rows_backward(grad, copies, weights, position)
+        return gradients
     spread = grad.index_select(0, copy // max(position.shape[1], 1)).to(sum_dtype(copies.dtype))
     to_copies = (spread * weights.flatten()[copy, None]).to(copies.dtype)
     dots = (spread * copies).sum(1)
