@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from isoload.kernels.tiles import cover, tile
 from torch import Tensor
+
+from isoload.kernels.tiles import cover, tile
 
 # Programs stride over the tiles that hold copies, so a long tail costs no more than these; a few per thread block
 # that a GPU can hold at once, so that they even out.

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from isoload.kernels import DTYPES, activation, permutation
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
+
+from isoload.kernels import DTYPES, activation, permutation
 
 ARCHITECTURES = (90, 100)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from isoload.kernels.tiles import cover, tile
 from torch import Tensor
+
+from isoload.kernels.tiles import cover, tile
 
 
 @triton.jit
@@ -64,11 +65,9 @@ def _sum_backward_kernel(
             column = start + tl.arange(0, BLOCK)
             there = present[:, None] & (column < width)[None, :]
             at_place = place[:, None] * width + column[None, :]
-            spread = tl.load(grad + row[:, None] * width + column[None, :], mask=there, other=0).to(
-                tl.float32
-            )
-            products += spread * tl.load(copies + at_place, mask=there, other=0).to(tl.float32)
-            tl.store(to_copies + at_place, spread * weight, mask=there)
+            given = tl.load(grad + row[:, None] * width + column[None, :], mask=there, other=0).to(tl.float32)
+            products += given * tl.load(copies + at_place, mask=there, other=0).to(tl.float32)
+            tl.store(to_copies + at_place, given * weight, mask=there)
         tl.store(to_weights + row * K + k, tl.sum(products, 1), mask=row < num_rows)
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from isoload.kernels import activation as kernel
 from torch import Tensor
 
 from isoload.expert_weights import ClampedGLU, SwiGLU
+from isoload.kernels import activation as kernel
 
 GLUS = {"swiglu": SwiGLU(), "clamped": ClampedGLU(), "clamped tightly": ClampedGLU(alpha=2, limit=1)}
 TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3}

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from isoload.kernels import activation, permutation
 from torch import Tensor
 
 import isoload
 from isoload import kernels
 from isoload.expert_weights import ClampedGLU, ExpertWeights, SwiGLU
 from isoload.experts import run_experts
+from isoload.kernels import activation, permutation
 from isoload.transport import LocalTransport
 
 LAUNCHERS = [(permutation, name) for name in ("spread_rows", "sum_rows", "sum_rows_backward")]

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from isoload.kernels import permutation as kernel
 from torch import Tensor
 
 from isoload import permutation as twin
+from isoload.kernels import permutation as kernel
 
 DTYPES = [torch.float32, torch.float16]
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3}
