@@ -104,13 +104,15 @@ def test_activation_against_float64(glu: Any, dtype: torch.dtype) -> None:
         gate_up = 6 * torch.randn(200, 2 * width, device="cuda").to(dtype)
         grad = torch.randn(200, width, device="cuda").to(dtype)
         gate_up[150:], grad[150:] = torch.nan, torch.inf
+        gate_up[7], gate_up[9, 0] = torch.nan, torch.nan  # must show
         exact = gate_up[:150].double().requires_grad_()
         expected = glu(exact)
         (to_gate_up,) = torch.autograd.grad(expected, exact, grad[:150].double())
         got = activation.activate(gate_up, ends, clamp)[:150]
-        assert_close(got.double(), expected.detach(), TOLERANCES[dtype])
         back = activation.activate_backward(grad, gate_up, ends, clamp)[:150]
-        assert_close(back.double(), to_gate_up, TOLERANCES[dtype])
+        for result, wanted in ((got, expected.detach()), (back, to_gate_up)):
+            assert torch.equal(result.isnan(), wanted.isnan())
+            assert_close(result.double().nan_to_num(), wanted.nan_to_num(), TOLERANCES[dtype])
 
 
 def test_no_kernel_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

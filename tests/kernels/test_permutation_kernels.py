@@ -145,12 +145,14 @@ def test_gradients_that_are_no_plain_rows() -> None:
         kernel.spread_rows(flat, drawn.position, len(drawn.copy), True),
         kernel.spread_rows(flat.contiguous(), drawn.position, len(drawn.copy), True),
     )
-    turned = drawn.copies.t().contiguous().t()
-    assert not turned.is_contiguous()
-    given = (drawn.weights, drawn.position)
-    got = kernel.sum_rows_backward(flat, turned, *given)[0]
-    assert_bits(got[drawn.used], kernel.sum_rows_backward(flat, drawn.copies, *given)[0][drawn.used])
-    weights, position = drawn.weights.t().contiguous().t(), drawn.position.t().contiguous().t()
+    turned, weights, position = (
+        t.t().contiguous().t() for t in (drawn.copies, drawn.weights, drawn.position)
+    )
+    assert not (turned.is_contiguous() or weights.is_contiguous() or position.is_contiguous())
+    to_copies, to_weights = kernel.sum_rows_backward(flat, turned, weights, position)
+    expected = kernel.sum_rows_backward(flat, drawn.copies, drawn.weights, drawn.position)
+    assert_bits(to_copies[drawn.used], expected[0][drawn.used])
+    assert_bits(to_weights, expected[1])
     assert_bits(
         kernel.sum_rows(turned, position, weights, torch.float32),
         kernel.sum_rows(drawn.copies, drawn.position, drawn.weights, torch.float32),
