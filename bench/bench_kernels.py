@@ -79,15 +79,15 @@ def draw_activation(
 ) -> list[Work]:
     gate_up = torch.randn(len(grouping.copy), 2 * inner, device="cuda").to(DTYPE).requires_grad_()
     grad = torch.ones(len(grouping.copy), inner, device="cuda", dtype=DTYPE)
+    forward = gate_up.detach()
     recorded: dict[bool, Tensor] = {}
 
     def backward() -> Any:
-        fused = kernels.fit(gate_up)
+        fused = kernels.fit(forward)
         if fused not in recorded:
             recorded[fused] = _activate(activation, gate_up, grouping)
         return torch.autograd.grad(recorded[fused], gate_up, grad, retain_graph=True)
 
-    forward = gate_up.detach()
     return [
         Work(name, lambda: _activate(activation, forward, grouping), 3 * present * inner * 2),
         Work(f"{name}, backward", backward, 5 * present * inner * 2),

@@ -18,9 +18,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def fit(*tensors: Tensor) -> bool:
     """Whether the kernels take these tensors: in CUDA memory, of DTYPES, where this machine can run Triton.
 
-    Not under torch.compile, which fuses the twins itself. Warns once on a machine that has the GPU, but no Triton.
+    Not under torch.compile, which fuses the twins itself, nor where autograd records: kernels leave it no trace, so
+    they run inside of autograd's Functions only. Warns once on a machine that has the GPU, but no Triton.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
         return False
     # A subclass, as fake tensors are, may have no memory that a kernel could read.
     plain = all(t.is_cuda and t.dtype in DTYPES and type(t) in (Tensor, torch.nn.Parameter) for t in tensors)

@@ -38,8 +38,8 @@ class OnCuda:
 
     is_cuda = True
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype, requires_grad: bool = False) -> None:
+        self.dtype, self.requires_grad = dtype, requires_grad
 
 
 @pytest.fixture
@@ -75,6 +75,10 @@ def test_what_fits(monkeypatch: pytest.MonkeyPatch, cuda_tensors: None) -> None:
     given: dict[torch.dtype, Any] = {d: OnCuda(d) for d in (*kernels.DTYPES, torch.float64, torch.int64)}
     assert [kernels.fit(t) for t in given.values()] == [True, True, True, False, False]
     assert not kernels.fit(given[torch.float32], given[torch.float64])
+    leaf: Any = OnCuda(torch.float32, requires_grad=True)
+    assert not kernels.fit(given[torch.float32], leaf)
+    with torch.no_grad():  # as inside of a Function
+        assert kernels.fit(given[torch.float32], leaf)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert not kernels.fit(given[torch.float32])
 

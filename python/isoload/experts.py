@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from isoload import kernels
 from isoload.expert_weights import ROW_BYTES, Activation, ComputePath, ExpertWeights, SwiGLU, compute_path
@@ -168,7 +169,7 @@ _LINEAR = {"grouped_mm": _grouped_linear, "loop": _loop_linear}
 
 def _activate(activation: Activation, gate_up: Tensor, grouping: Grouping) -> Tensor:
     """[C, 2I] -> [C, I]; where the kernels fit, without touching the tail."""
-    if not kernels.fit(gate_up):
+    if not kernels.fit(gate_up.detach()):  # autograd records the Function below
         return activation(gate_up)
     clamp = None if isinstance(activation, SwiGLU) else (activation.alpha, activation.limit)
     inner: Tensor = _Activate.apply(gate_up, grouping.ends, clamp)
@@ -188,6 +189,7 @@ class _Activate(torch.autograd.Function):
         return inner
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         from isoload.kernels.activation import activate_backward  # imports Triton
 
