@@ -3,6 +3,7 @@
 # make build  rebuild the compiled ops in place (seconds)
 # make lint   ruff, mypy, clang-format
 # make cuda-check  compiles the CUDA ops for three architectures; needs nvcc, no GPU (minutes)
+# make kernels-check  runs the Triton kernels in Triton's interpreter and compiles them; needs no GPU (a minute)
 # make gpu    on a machine with a GPU: builds for it, tests, benchmarks, compute-sanitizer (minutes; bench/README.md)
 # make bench  the benchmarks of planning, of the layer, of shared experts, and balance on the shipped trace
 #
@@ -31,7 +32,7 @@ endif
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 TRACE := examples/traces/gptoss20b_decode.npz
 
-.PHONY: run test build lint cuda-check gpu bench clean
+.PHONY: run test build lint cuda-check kernels-check gpu bench clean
 run: $(READY)
 	$(PY) -m isoload replay $(TRACE) --ranks 8 --ranks-per-node 4
 	$(PY) -m isoload demo
@@ -51,6 +52,12 @@ lint: $(TESTED)
 cuda-check: $(READY)
 	$(PY) csrc/cuda/check.py
 
+# Not in .venv: the interpreter needs an older numpy, and a machine without a GPU needs Triton for nothing else.
+KERNELS_PY := .venv-kernels/bin/python
+kernels-check: .venv-kernels/.installed
+	$(KERNELS_PY) -m pytest -W ignore:::triton.runtime.interpreter tests/kernels
+	TRITON_CACHE_DIR=build/triton $(KERNELS_PY) kernels/check.py
+
 gpu: $(GPU_READY)
 	PYTHON=$(PY) bench/cuda.sh $(RESULTS)
 
@@ -63,6 +70,7 @@ bench: $(READY)
 	$(PY) bench/bench_balance.py
 	OPENBLAS_NUM_THREADS=1 $(PY) bench/bench_lp.py
 	$(PY) bench/bench_active.py
+	$(PY) bench/bench_kernels.py
 
 ifeq ($(VENV),0)
 $(READY): setup.py pyproject.toml $(SOURCES)
@@ -84,6 +92,14 @@ $(TESTED): $(VENV)/.torch setup.py pyproject.toml $(SOURCES)
 	$(PY) -m pip install -q --no-build-isolation -e ".[test,dev]"
 	@touch $(READY) $@
 endif
+
+# Stands on the packages of $(PY); only what differs from them is installed here.
+.venv-kernels/.installed: $(TESTED) Makefile
+	$(PYTHON) -m venv --clear .venv-kernels
+	$(PY) -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+		> $$($(KERNELS_PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))")/below.pth
+	$(KERNELS_PY) -m pip install -q "triton==3.6.0" "numpy<2.4"
+	@touch $@
 
 clean:
 	rm -rf build python/isoload/*.so

@@ -1,1 +1,51 @@
-"""isoload.kernels: Triton kernels for the token-parallel stages, each with a torch twin."""
+"""isoload.kernels: Triton kernels for the token-parallel stages, each with a torch twin that computes the same.
+
+The twins are in isoload.permutation and isoload.expert_weights. They ask :func:`fit`; only where it says yes is
+Triton imported, with the module of kernels that is needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def fit(*tensors: Tensor) -> bool:
+    """Whether the kernels take these tensors: in CUDA memory, of DTYPES, where this machine can run Triton.
+
+    Not under torch.compile, which fuses the twins itself, nor where autograd records: kernels leave it no trace, so
+    they run inside of autograd's Functions only. Warns once on a machine that has the GPU, but no Triton.
+    """
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+        return False
+    # A subclass, as fake tensors are, may have no memory that a kernel could read.
+    plain = all(t.is_cuda and t.dtype in DTYPES and type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
+    return plain and _run_here()
+
+
+@functools.cache
+def why_not() -> str | None:
+    """Why no Triton kernel runs on this machine; None if they do. Imports Triton, but only beside a CUDA device."""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:  # older GPUs have no bfloat16
+        return f"they need compute capability 8.0, this device has {major}.{minor}"
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        return f"Triton cannot be imported ({error}): pip install 'isoload[triton]'"
+    return None
+
+
+@functools.cache
+def _run_here() -> bool:
+    reason = why_not()
+    if reason is not None:
+        warnings.warn(f"isoload's Triton kernels are off, plain torch computes: {reason}", stacklevel=4)
+    return reason is None

@@ -17,6 +17,8 @@ from isoload.replica_tables import ReplicaTables
 
 torch.set_num_threads(1)  # two beside a busy process make small operations slower, not faster
 
+collect_ignore = ["kernels"]  # they need Triton and its interpreter: make kernels-check
+
 OP_TESTS = (
     *("count", "replica_tables", "plan_exact", "exact_objectives", "exact_pour", "plan_active", "plan_lp"),
     *("round_split", "plan_spill", "share", "share_alone", "route", "plan_waterfill", "route_shared"),

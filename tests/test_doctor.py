@@ -8,8 +8,8 @@ import torch
 from isoload import doctor
 
 NAMES = [
-    "python", "torch", "isoload ops", "isoload CUDA ops", "CUDA device", "nvcc", "NCCL", "Triton", "DeepEP",
-    "HiGHS (scipy)",
+    "python", "torch", "isoload ops", "isoload CUDA ops", "CUDA device", "nvcc", "NCCL", "Triton", "Triton kernels",
+    "DeepEP", "HiGHS (scipy)",
 ]  # fmt: skip
 
 
@@ -70,6 +70,14 @@ def test_missing_packages_say_how_to_get_them(monkeypatch):
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     for name, extra in (("Triton", "triton"), ("DeepEP", "deepep"), ("HiGHS (scipy)", "plan")):
         assert not item(name).on and f"pip install 'isoload[{extra}]'" in item(name).detail
+
+
+def test_triton_kernels(monkeypatch):
+    monkeypatch.setattr(doctor.kernels, "why_not", lambda: None)
+    assert item("Triton kernels") == doctor.Item("Triton kernels", True, "permutation and activation of rows")
+    monkeypatch.setattr(doctor.kernels, "why_not", lambda: "there is no device")
+    detail = "plain torch computes: there is no device"
+    assert item("Triton kernels") == doctor.Item("Triton kernels", False, detail)
 
 
 def test_collectives_without_nccl(monkeypatch):

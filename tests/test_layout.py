@@ -12,11 +12,22 @@ PACKAGE = ROOT / "python" / "isoload"
 
 # Lowest first; a module may import from its own line and from the lines above it.
 LAYERS = [
-    ["topology", "replica_tables", "value_checks", "shared_experts", "migration", "cost"],
+    ["topology", "replica_tables", "value_checks", "shared_experts", "migration", "cost", "kernels"],
+    ["permutation"],
     ["reference", "ops"],
     ["placement"],
     ["records"],
-    ["policies", "placers", "trace", "transport", "routers", "experts", "expert_weights", "grouping"],
+    [
+        "policies",
+        "placers",
+        "trace",
+        "transport",
+        "routers",
+        "experts",
+        "expert_weights",
+        "grouped_linear",
+        "grouping",
+    ],
     ["counting", "planning", "modules"],
     ["routing", "residence", "resident"],
     ["borrowing"],
@@ -80,6 +91,18 @@ def test_imports_run_one_way(path):
 def test_reference_knows_only_torch_and_the_tables():
     for path in (PACKAGE / "reference").glob("*.py"):
         assert set(imported(path)) <= {"reference", "replica_tables"}, path
+
+
+def test_kernels_know_nothing_above_them():
+    for path in (ROOT / "kernels").glob("*.py"):
+        assert set(imported(path)) <= {"kernels"}, path
+
+
+def test_only_kernels_name_triton():
+    """And their __init__ only inside a function, so that nothing imports Triton before it is needed."""
+    naming = {p for p in PACKAGE.rglob("*.py") if re.search(r"^\s*(import|from) triton", p.read_text(), re.M)}
+    assert naming == set()
+    assert not re.search(r"^(import|from) triton", (ROOT / "kernels" / "__init__.py").read_text(), re.M)
 
 
 def test_torch_stays_in_the_binding():

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from isoload import __version__
+from isoload import __version__, kernels
 
 PACKAGE = Path(__file__).parent
 CUDA_OP = "isoload::plan_exact"  # stands for all ops: they are compiled for CUDA together
@@ -41,6 +41,7 @@ def report() -> list[Item]:
         "nvcc": _nvcc,
         "NCCL": _nccl,
         "Triton": lambda: _package("triton", "the Triton kernels", "triton"),
+        "Triton kernels": _kernels,
         "DeepEP": lambda: _package("deep_ep", "the DeepEP transport", "deepep"),
         "HiGHS (scipy)": lambda: _package("scipy", "the LP oracle of tests and benchmarks", "plan"),
     }
@@ -88,6 +89,14 @@ def _nccl() -> tuple[bool, str]:
         return True, ".".join(map(str, torch.cuda.nccl.version()))
     gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
     return False, f"torch is built without NCCL{': collectives run on Gloo' if gloo else ''}"
+
+
+def _kernels() -> tuple[bool, str]:
+    reason = kernels.why_not()
+    return (
+        reason is None,
+        f"plain torch computes: {reason}" if reason else "permutation and activation of rows",
+    )
 
 
 def _package(module: str, use: str, extra: str) -> tuple[bool, str]:

@@ -5,9 +5,8 @@ Shapes: N received rows of width H, K copies per row at most, S slots, I interme
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import pairwise
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,16 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from isoload.expert_weights import (
-    ROW_BYTES,
-    Activation,
-    BorrowedWeights,
-    ComputePath,
-    ExpertWeights,
-    SwiGLU,
-    compute_path,
-)
-from isoload.grouping import Grouping, gather_copies, group_copies, sum_dtype, weighted_sum
+from isoload import kernels
+from isoload.expert_weights import Activation, ClampedGLU, ComputePath, ExpertWeights, SwiGLU, compute_path
+from isoload.grouped_linear import linear_of
+from isoload.grouping import Grouping, gather_copies, group_copies, weighted_sum
+from isoload.permutation import sum_dtype
 from isoload.value_checks import values_readable
 
 
@@ -58,23 +52,22 @@ def run_experts(
             are readable (CPU, or ISOLOAD_CHECK=1); elsewhere an out-of-range slot is absent.
     """
     _check_arguments(rows, slots, weights, groups, num_copies)
-    total = torch.zeros_like(rows, dtype=sum_dtype(rows.dtype))
+    # One group's sum is rounded as it is made; those of several are added up first.
+    summed = rows.dtype if len(groups) == 1 else sum_dtype(rows.dtype)
+    parts = []
     first = 0
     for g, group in enumerate(groups):
         held = None if num_copies is None else num_copies[g]
         grouping = group_copies(slots, first, group.num_slots, held)
         copies = gather_copies(rows, grouping)  # [C, H]
         if group.num_slots:  # else all are absent, but rows keep their gradient's way
-            kernel = compute_path(group).kernel
-            linear = _LINEAR[kernel]
-            if isinstance(group, BorrowedWeights):
-                group.wait()
-                linear = partial(_BorrowedLinear.apply, kernel, group.wait)
-            inner = activation(linear(copies, group.gate_up, group.gate_up_bias, grouping))  # [C, I]
+            linear = linear_of(group)
+            gate_up = linear(copies, group.gate_up, group.gate_up_bias, grouping)  # [C, 2I]
+            inner = _activate(activation, gate_up, grouping)  # [C, I]
             copies = linear(inner, group.down, group.down_bias, grouping)  # [C, H]
-        total = total + weighted_sum(copies, weights, grouping)  # [N, H]
+        parts.append(weighted_sum(copies, weights, grouping, summed))  # [N, H]
         first += group.num_slots
-    return total.to(rows.dtype)
+    return functools.reduce(torch.add, parts).to(rows.dtype)
 
 
 def count_copies(slots: Tensor, groups: Sequence[ExpertWeights]) -> list[int]:
@@ -162,81 +155,35 @@ class SharedExperts(nn.Module):
         return result if self.gate is None else torch.sigmoid(F.linear(rows, self.gate)) * result
 
 
-def _grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, grouping: Grouping) -> Tensor:
-    """[C, in] -> [C, out] by the slot of each copy; the tail is undefined, in both directions."""
-    # grouped_mm wants contiguous incoming gradients: weighted_sum and both activations make them so.
-    y = F.grouped_mm(x, weight.transpose(1, 2), offs=grouping.ends)
-    if bias is None:
-        return y
-    biased: Tensor = _AddBias.apply(y, bias, grouping.slot, grouping.ends)
-    return biased
+def _activate(activation: Activation, gate_up: Tensor, grouping: Grouping) -> Tensor:
+    """[C, 2I] -> [C, I]; where the kernels fit, without touching the tail."""
+    known = isinstance(activation, SwiGLU | ClampedGLU)
+    if not known or not kernels.fit(gate_up.detach()):  # autograd records the Function below
+        return activation(gate_up)
+    clamp = None if isinstance(activation, SwiGLU) else (activation.alpha, activation.limit)
+    inner: Tensor = _Activate.apply(gate_up, grouping.ends, clamp)
+    return inner
 
 
-def _loop_linear(x: Tensor, weight: Tensor, bias: Tensor | None, grouping: Grouping) -> Tensor:
-    bounds = [0, *grouping.ends.tolist()]
-    biases = [None] * len(weight) if bias is None else bias.unbind()
-    parts = [
-        F.linear(x[start:end], matrix, row)
-        for start, end, matrix, row in zip(bounds, bounds[1:], weight.unbind(), biases, strict=False)
-    ]
-    return torch.cat([*parts, x.new_zeros(len(x) - bounds[-1], weight.shape[1])])
-
-
-_LINEAR = {"grouped_mm": _grouped_linear, "loop": _loop_linear}
-
-
-class _BorrowedLinear(torch.autograd.Function):
-    """A linear map that does not save its weight: backward reads the memory where it was, see BorrowedWeights."""
+class _Activate(torch.autograd.Function):
+    """The Triton kernels; their twin is the activation itself, with torch's own backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        kernel: str,
-        wait: Callable[[], None],
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        grouping: Grouping,
-    ) -> Tensor:
-        ctx.save_for_backward(x, grouping.ends)
-        ctx.kernel, ctx.wait, ctx.weight, ctx.has_bias = kernel, wait, weight.detach(), bias is not None
-        return _LINEAR[kernel](x, weight, bias, grouping)
+    def forward(ctx: Any, gate_up: Tensor, ends: Tensor, clamp: tuple[float, float] | None) -> Tensor:
+        from isoload.kernels.activation import activate  # imports Triton
+
+        ctx.save_for_backward(gate_up, ends)
+        ctx.clamp = clamp
+        inner: Tensor = activate(gate_up, ends, clamp)
+        return inner
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, ends = ctx.saved_tensors
-        ctx.wait()
-        if ctx.kernel == "grouped_mm":
-            to_x = F.grouped_mm(grad, ctx.weight, offs=ends)
-            to_weight = F.grouped_mm(grad.t(), x, offs=ends)
-            return None, None, to_x, to_weight, _sum_per_slot(grad, ends) if ctx.has_bias else None, None
-        bounds = [0, *ends.tolist()]
-        parts = [(grad[a:b], x[a:b]) for a, b in pairwise(bounds)]
-        to_x = torch.cat([g @ w for (g, _), w in zip(parts, ctx.weight.unbind(), strict=True)])
-        to_x = torch.cat([to_x, x.new_zeros(len(x) - bounds[-1], x.shape[1])])
-        to_bias = torch.stack([g.sum(0) for g, _ in parts]) if ctx.has_bias else None
-        return None, None, to_x, torch.stack([g.t() @ rows for g, rows in parts]), to_bias, None
+        from isoload.kernels.activation import activate_backward  # imports Triton
 
-
-class _AddBias(torch.autograd.Function):
-    """``y + bias[slot]``; its own backward, because indexing would add the tail's gradients, in y's dtype."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, bias: Tensor, slot: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(ends)
-        return y + bias.index_select(0, slot)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (ends,) = ctx.saved_tensors
-        return grad, _sum_per_slot(grad, ends), None, None
-
-
-def _sum_per_slot(grad: Tensor, ends: Tensor) -> Tensor:
-    """[S, F] each slot's rows of grad [C, F] added up: a grouped product with ones, fp32 inside, in a fixed order."""
-    ones = grad.new_ones(len(grad), ROW_BYTES // grad.element_size())
-    return F.grouped_mm(ones.t(), grad, offs=ends)[:, 0]
+        to_gate_up: Tensor = activate_backward(grad, *ctx.saved_tensors, ctx.clamp)
+        return to_gate_up, None, None
 
 
 def _check_arguments(

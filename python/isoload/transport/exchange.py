@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from isoload.transport.rows import RowMap, local_copies, pack, sum_rows, take_rows, unpack
+from isoload.permutation import sum_rows
+from isoload.transport.rows import RowMap, local_copies, pack, take_rows, unpack
 
 if TYPE_CHECKING:
     from isoload.transport.base import Transport
@@ -41,7 +42,7 @@ class Dispatch(torch.autograd.Function):
         payload = []
         for r, m in enumerate(maps):
             copies = local_copies(slots[r], weights[r], m, slots_per_rank, padded)
-            payload.append(pack(take_rows(x[r], m.row_to_token, padded), *copies))
+            payload.append(pack(take_rows(x[r], m, padded), *copies))
         top_k = slots[0].shape[1]
         layout = [(x[0].shape[1], x[0].dtype), (top_k, torch.int32), (top_k, weights[0].dtype)]
         arrived = [unpack(buffer, layout) for buffer in transport.send("dispatch", payload, maps)]
@@ -85,6 +86,6 @@ class Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         padded = ctx.transport.max_tokens_per_rank is not None
-        payload = [pack(take_rows(g, m.row_to_token, padded)) for g, m in zip(grads, ctx.maps, strict=True)]
+        payload = [pack(take_rows(g, m, padded)) for g, m in zip(grads, ctx.maps, strict=True)]
         arrived = ctx.transport.send("combine backward", payload, ctx.maps)
         return None, None, grads[0].new_zeros(()), *(b.view(grads[0].dtype) for b in arrived)

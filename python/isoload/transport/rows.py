@@ -9,6 +9,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from isoload.permutation import spread_rows
+
 
 class Splits(Protocol):
     """How many rows a rank sends to every destination and gets from every source, [R] each."""
@@ -84,34 +86,19 @@ def map_rows(
     return RowMap(row_to_token, placed(by_rank, num_ranks), token_to_rows, sent, got)
 
 
-def take_rows(values: Tensor, row_to_token: Tensor, padded: bool) -> Tensor:
+def take_rows(values: Tensor, map_: RowMap, padded: bool) -> Tensor:
     """[n, F] the tokens' values [T, F] row by row; zeros in padding rows."""
-    if padded:
-        values = torch.cat([values, values.new_zeros(1, values.shape[1])])
-    return values.index_select(0, row_to_token)
-
-
-def sum_rows(rows: Tensor, token_to_rows: Tensor) -> Tensor:
-    """[T, F] every token's rows [n, F] added up by ascending rank in max(float32, dtype), returned in dtype."""
-    exact = torch.promote_types(rows.dtype, torch.float32)
-    total = rows.new_zeros(len(token_to_rows), rows.shape[1], dtype=exact)
-    if not len(rows):
-        return total.to(rows.dtype)
-    for row in token_to_rows.unbind(1):
-        part = rows.index_select(0, row.clamp(max=len(rows) - 1))
-        # not a product with 0: the row that stands in may hold inf
-        total += part.to(exact).masked_fill((row == len(rows)).unsqueeze(1), 0)
-    return total.to(rows.dtype)
+    return spread_rows(values, map_.token_to_rows, map_.row_to_token, padded)
 
 
 def local_copies(
     slots: Tensor, weights: Tensor, map_: RowMap, slots_per_rank: int, padded: bool
 ) -> tuple[Tensor, Tensor]:
     """What a row carries of its token's copies: [n, K] int32 slots on its rank (-1 elsewhere), [n, K] weights."""
-    shifted = take_rows(slots.long() + 1, map_.row_to_token, padded) - 1  # so that padding reads -1
+    shifted = take_rows(slots.long() + 1, map_, padded) - 1  # so that padding reads -1
     here = shifted.div(slots_per_rank, rounding_mode="floor") == map_.row_to_rank.unsqueeze(1)
     local = torch.where(here, shifted % slots_per_rank, -1).int()
-    return local, take_rows(weights, map_.row_to_token, padded).masked_fill(here.logical_not(), 0)
+    return local, take_rows(weights, map_, padded).masked_fill(here.logical_not(), 0)
 
 
 def pack(*columns: Tensor) -> Tensor:

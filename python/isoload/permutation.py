@@ -1,0 +1,90 @@
+"""Rows and their copies: spread every row to its places, sum every row's places, and the gradient of that sum.
+
+The experts permute copies by slot, the transports by destination rank; both come here. Shapes: N rows of width H,
+K copies per row at most, C places. position [N, K] int64 is the place of each copy, C or more where there is none;
+source [C] int64 leads back from a place to its row. A place belongs to one copy at most.
+
+Each function is plain torch and, where isoload.kernels fit, one Triton kernel that reads and writes a row once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from isoload import kernels
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """max(fp32, dtype): what sums over copies are accumulated in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def spread_rows(rows: Tensor, position: Tensor, source: Tensor, padded: bool = False) -> Tensor:
+    """[C, H] the row of every place, from rows [N, H].
+
+    With ``padded`` source is N, and the result 0, at places without a copy; else the result may be anything there.
+    """
+    if kernels.fit(rows):
+        from isoload.kernels import permutation  # imports Triton
+
+        placed: Tensor = permutation.spread_rows(rows, position, len(source), padded)
+        return placed
+    if padded:
+        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    return rows.index_select(0, source)
+
+
+def sum_rows(
+    copies: Tensor, position: Tensor, weights: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """[N, H] every row's copies [C, H] added up by ascending k in max(fp32, dtype); 0 for a row without copies.
+
+    Args:
+        copies: [C, H]; what lies at places without a copy is not read.
+        position: [N, K].
+        weights: [N, K], multiplied to the copies first; those of absent copies are not used.
+        dtype: of the result; that of the copies by default.
+    """
+    dtype = copies.dtype if dtype is None else dtype
+    if kernels.fit(copies, *(() if weights is None else (weights,))):
+        from isoload.kernels import permutation  # imports Triton
+
+        summed: Tensor = permutation.sum_rows(copies, position, weights, dtype)
+        return summed
+    exact = sum_dtype(copies.dtype)
+    total = copies.new_zeros(len(position), copies.shape[1], dtype=exact)
+    if not len(copies):
+        return total.to(dtype)
+    for k, places in enumerate(position.unbind(1)):  # one pass per k keeps [N, K, H] from existing
+        part = copies.index_select(0, places.clamp(max=len(copies) - 1)).to(exact)
+        if weights is not None:
+            part = part * weights[:, k, None]
+        # not a product with 0: the copy that stands in may hold inf and nan
+        total += part.masked_fill((places >= len(copies)).unsqueeze(1), 0)
+    return total.to(dtype)
+
+
+def sum_rows_backward(
+    grad: Tensor, copies: Tensor, weights: Tensor, position: Tensor, copy: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of a weighted :func:`sum_rows`, from grad [N, H] of its result.
+
+    Args:
+        copy: [C] the copy ``n * K + k`` at each place, any where there is none.
+
+    Returns:
+        to copies [C, H], anything at places without a copy; to weights [N, K], 0 for absent copies.
+    """
+    if kernels.fit(grad, copies, weights):
+        from isoload.kernels import permutation  # imports Triton
+
+        gradients: tuple[Tensor, Tensor] = permutation.sum_rows_backward(grad, copies, weights, position)
+        return gradients
+    spread = grad.index_select(0, copy // max(position.shape[1], 1)).to(sum_dtype(copies.dtype))
+    to_copies = (spread * weights.flatten()[copy, None]).to(copies.dtype)
+    dots = (spread * copies).sum(1)
+    to_weights = torch.zeros_like(weights, dtype=dots.dtype)
+    if len(copies):
+        to_weights = dots[position.clamp(max=len(copies) - 1)].masked_fill(position >= len(copies), 0)
+    return to_copies, to_weights.to(weights.dtype)
