@@ -21,10 +21,10 @@ LAYERS = [
     ["routing", "residence", "resident"],
     ["transfer"],
     ["moe"],
-    ["batches", "calibration", "metrics", "inspection", "workloads"],
+    ["batches", "calibration", "metrics", "layer_cost", "inspection", "workloads"],
     ["simulate"],
     ["doctor", "demo"],
-    ["report"],
+    ["report", "cost_report"],
     ["cli"],
     ["__main__", "__init__"],
 ]
