@@ -20,6 +20,7 @@ That is a relaxation; on the bench's instances it has been as tight as a variabl
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from itertools import accumulate
 
 import numpy as np
@@ -49,6 +50,25 @@ def least_cost_bound(
         else:
             open_target = target
     return refuted + 1
+
+
+def slots_bound(homes: list[list[int]], price: int, spare: int) -> int:
+    """The same where spare slots are few: a rank with k imports ends with at most T - k * price copies, and with at
+    most its own and those of the k largest experts of others; over all ranks that must be room for all copies."""
+    copies, loads = sum(map(sum, homes)), [sum(held) for held in homes]
+    others = [
+        [0, *accumulate(sorted((n for held in homes if held is not own for n in held), reverse=True)[:spare])]
+        for own in homes
+    ]
+
+    def is_refuted(target: int) -> bool:
+        most = [
+            max(min(target - k * price, load + more) for k, more in enumerate(borrowed))
+            for load, borrowed in zip(loads, others, strict=True)
+        ]
+        return sum(most) < copies
+
+    return bisect_left(range(max(loads) + 1), True, key=lambda target: not is_refuted(target))
 
 
 def is_refuted(homes: list[list[int]], price: int, target: int, seconds: float) -> bool:

@@ -45,7 +45,7 @@ struct SpillWorkspace {
   int32_t *load, *order, *free;  // [R]
 
   static int64_t bytes(int64_t R, int64_t E, int64_t P) {
-    return 8 * kSpillWays + 4 * (kSpillWays * (5 * R + P) + E + P + 3 * R);
+    return 8 * kSpillWays + 4 * (kSpillWays * (5 * R + 2 * P) + E + P + 3 * R);
   }
   static SpillWorkspace at(void* memory, int64_t R, int64_t E, int64_t P) {
     SpillWorkspace ws;
@@ -53,7 +53,7 @@ struct SpillWorkspace {
     int32_t* next = reinterpret_cast<int32_t*>(ws.reached + kSpillWays);
     auto take = [&](int64_t n) { return next += n, next - n; };
     for (SpillState& state : ws.state)
-      state = SpillState{take(R), take(R), take(R), take(R), take(R), take(P)};
+      state = SpillState{take(R), take(R), take(R), take(R), take(R), take(P), take(P)};
     ws.total = take(E), ws.at_home = take(P);
     ws.load = take(R), ws.order = take(R), ws.free = take(R);
     return ws;

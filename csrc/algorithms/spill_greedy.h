@@ -2,8 +2,10 @@
 //
 // The busiest rank first, of its experts always the largest: the chunk goes to the rank that takes most of
 // it, of several to the fullest, which keeps the roomy ranks for larger chunks. A rank's cost is its copies
-// plus what its imports cost it. Givers end at the target or above and takers at the target or below, so no
-// rank is both, and a rank is full after a chunk that its room cut short: it never gets an expert twice.
+// plus what its imports cost it. Givers end at the target or above and takers at the target or below, and a
+// rank is full after a chunk that its room cut short: it never gets an expert twice. Where the roomy ranks
+// have no spare slot left, a giver that lends to one of them lends more of the same expert and takes the
+// chunk itself: a relay costs one import, as a direct chunk does.
 #pragma once
 
 #include <cstdint>
@@ -41,6 +43,7 @@ struct SpillState {
   int32_t *free, *exports;   // [R] spare slots left; experts lent
   int32_t *takers, *filled;  // [R] ranks that may take copies, the fullest first, then the lowest; their cost
   int32_t* quota;            // [P]
+  int32_t* lender;           // [P] home slot of the expert in a spare slot, where one was imported
 };
 
 class SpillGreedy {
@@ -51,6 +54,7 @@ class SpillGreedy {
 
   // free: [R] spare slots that may be filled. Returns the largest cost.
   int64_t run(const int32_t* free, int64_t slack) {
+    spare_ = free;
     for (int p = 0; p < in_.R * in_.S; ++p) to_.quota[p] = in_.at_home[p];
     for (int r = 0; r < in_.R; ++r) to_.cost[r] = in_.load[r], to_.free[r] = free[r], to_.exports[r] = 0;
     for (int i = 0; i < in_.R && !in_.replicated; ++i)
@@ -83,8 +87,10 @@ class SpillGreedy {
         return;
       }
       const int64_t here = to_.quota[largest];
-      const Chunk chunk = choose(home, in_.slot_to_expert[largest], here < excess ? here : excess);
+      const int64_t wanted = here < excess ? here : excess;
+      Chunk chunk = choose(home, in_.slot_to_expert[largest], wanted);
       if (chunk.copies < in_.min_chunk && excess <= slack) return;  // the tail stays at home
+      if (chunk.copies == 0) chunk = relay(home, largest, wanted);
       if (chunk.copies == 0) {
         flags_ |= to_.exports[home] == in_.egress ? kEgressLimit : kNoSpareSlot;
         return;
@@ -146,6 +152,41 @@ class SpillGreedy {
     return {limit - to_.filled[best], to_.takers[best], -1, near};
   }
 
+  // Room for the largest chunk on a giver whose taker has room, but no slot, left. Once there is none, none
+  // is sought: the search would take longer than all else.
+  Chunk relay(int home, int home_slot, int64_t wanted) {
+    Chunk best{0, -1, -1, false};
+    if (in_.replicated || !relays_ || !lends(home)) return best;
+    const int64_t least_cost = in_.least_import_cost();
+    int through = -1;
+    for (int r = 0; r < in_.R && best.copies < wanted; ++r) {
+      const int64_t room = target_ - to_.cost[r];
+      if (to_.free[r] > 0 || room - least_cost <= best.copies) continue;
+      for (int p = r * in_.S + in_.S - spare_[r]; p < r * in_.S + in_.S; ++p) {
+        const int32_t left = to_.quota[to_.lender[p]];
+        const int64_t more = room < left ? room : left;
+        if (more - least_cost <= best.copies) continue;
+        const int giver = to_.lender[p] / in_.S;
+        if (giver == home || to_.free[giver] == 0 || borrows(giver, home_slot)) continue;
+        const bool near = giver / in_.per_node == home / in_.per_node;
+        const int64_t here = more - in_.import_cost[near], copies = here < wanted ? here : wanted;
+        if (copies > best.copies) best = {copies, giver, -1, near}, through = p;
+      }
+    }
+    relays_ = best.copies > 0;
+    if (!relays_) return best;
+    const int32_t more = static_cast<int32_t>(best.copies + in_.import_cost[best.near]);
+    to_.quota[to_.lender[through]] -= more, to_.cost[best.taker] -= more;
+    to_.quota[through] += more, to_.cost[through / in_.S] += more;
+    return best;
+  }
+
+  bool borrows(int r, int home_slot) const {
+    for (int p = r * in_.S + in_.S - spare_[r]; p < r * in_.S + in_.S - to_.free[r]; ++p)
+      if (to_.lender[p] == home_slot) return true;
+    return false;
+  }
+
   // How many takers cost more: those before the others.
   int num_fuller(int64_t cost) const {
     const int32_t level = cost < 0 ? -1 : static_cast<int32_t>(cost);
@@ -165,6 +206,7 @@ class SpillGreedy {
       --to_.free[r], ++to_.exports[home];
       across_ += !chunk.near;
       to_.cost[r] += static_cast<int32_t>(in_.import_cost[chunk.near]);
+      to_.lender[slot] = home_slot;
       if (filled_) filled_[slot] = in_.slot_to_expert[home_slot];
     }
     to_.quota[home_slot] -= copies;
@@ -172,10 +214,11 @@ class SpillGreedy {
     if (!in_.replicated) move_up(r, before);
   }
 
-  // A taker that costs more than before comes earlier, or no more.
+  // A taker that costs more than before comes earlier, or no more. A relay is by no taker.
   void move_up(int r, int32_t before) {
     int i = num_fuller(before);
-    while (to_.takers[i] != r) ++i;
+    while (i < num_takers_ && to_.takers[i] != r) ++i;
+    if (i == num_takers_) return;
     if (!may_take(r)) {
       for (--num_takers_; i < num_takers_; ++i)
         to_.takers[i] = to_.takers[i + 1], to_.filled[i] = to_.filled[i + 1];
@@ -196,7 +239,9 @@ class SpillGreedy {
   const SpillState to_;
   const int64_t target_;
   int32_t* const filled_;
+  const int32_t* spare_ = nullptr;  // [R] spare slots that may be filled
   int num_takers_ = 0;
+  bool relays_ = true;  // whether there may be one
   int32_t flags_ = 0, across_ = 0;
 };
 
