@@ -67,6 +67,11 @@ NAMED: dict[str, tuple[SpillCase, list[int], list[int]]] = {
     "a relay passes on at most what is left of the expert": (
         in_order([25, 25, 10, 20, 20, 20, 0, 0, 0], 3, spare=1), [40, 55, 25], [2, 1, 1, 0, 2]
     ),
+    "of equally full helpers the lowest, also when it was not as full before": (
+        in_order([15, 15, 15, 15, 20, 0, 0, 0, 35, 0, 0, 0, 35, 0, 0, 0], 4, capacity_factor=1.06),
+        [40, 40, 35, 35],
+        [2, 2, 2, 0, 0],
+    ),
     "egress": (in_order([90, 0, 0], 3, egress=1), [60, 30, 0], [1, 1, 1, 0, 4]),
     "a small rest stays within the tolerance": (
         in_order([105, 95], 2, min_chunk=10, tolerance=0.05), [105, 95], [0, 0, 0, 0, 0]

@@ -90,7 +90,7 @@ class SpillGreedy {
       const int64_t wanted = here < excess ? here : excess;
       Chunk chunk = choose(home, in_.slot_to_expert[largest], wanted);
       if (chunk.copies < in_.min_chunk && excess <= slack) return;  // the tail stays at home
-      if (chunk.copies == 0) chunk = relay(home, largest, wanted);
+      if (chunk.copies == 0) chunk = relay(home, wanted);
       if (chunk.copies == 0) {
         flags_ |= to_.exports[home] == in_.egress ? kEgressLimit : kNoSpareSlot;
         return;
@@ -154,7 +154,7 @@ class SpillGreedy {
 
   // Room for the largest chunk on a giver whose taker has room, but no slot, left. Once there is none, none
   // is sought: the search would take longer than all else.
-  Chunk relay(int home, int home_slot, int64_t wanted) {
+  Chunk relay(int home, int64_t wanted) {
     Chunk best{0, -1, -1, false};
     if (in_.replicated || !relays_ || !lends(home)) return best;
     const int64_t least_cost = in_.least_import_cost();
@@ -167,7 +167,7 @@ class SpillGreedy {
         const int64_t more = room < left ? room : left;
         if (more - least_cost <= best.copies) continue;
         const int giver = to_.lender[p] / in_.S;
-        if (giver == home || to_.free[giver] == 0 || borrows(giver, home_slot)) continue;
+        if (giver == home || to_.free[giver] == 0) continue;
         const bool near = giver / in_.per_node == home / in_.per_node;
         const int64_t here = more - in_.import_cost[near], copies = here < wanted ? here : wanted;
         if (copies > best.copies) best = {copies, giver, -1, near}, through = p;
@@ -179,12 +179,6 @@ class SpillGreedy {
     to_.quota[to_.lender[through]] -= more, to_.cost[best.taker] -= more;
     to_.quota[through] += more, to_.cost[through / in_.S] += more;
     return best;
-  }
-
-  bool borrows(int r, int home_slot) const {
-    for (int p = r * in_.S + in_.S - spare_[r]; p < r * in_.S + in_.S - to_.free[r]; ++p)
-      if (to_.lender[p] == home_slot) return true;
-    return false;
   }
 
   // How many takers cost more: those before the others.

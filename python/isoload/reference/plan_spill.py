@@ -258,14 +258,14 @@ class Attempt:
             lent = self.chunks[i][0]
             giver, room = self.spiller.home_rank[lent], self.target - self.cost[rank]
             copies = min(wanted, min(room, self.left[lent]) - self.rules.import_cost(home, giver))
-            borrowed = any(chunk[0] == expert and chunk[1] == giver for chunk in self.chunks)
             if self.free[rank] or room <= min(self.rules.import_costs):
                 continue
-            if copies > best[0] and giver != home and self.free[giver] and not borrowed:
+            if copies > best[0] and giver != home and self.free[giver]:
                 best = copies, giver, (lent, rank)
         self.relays = best[0] > 0
         if self.relays:
             copies, giver, (lent, rank) = best
+            assert (expert, giver) not in [chunk[:2] for chunk in self.chunks], "no expert twice on a rank"
             more = copies + self.rules.import_cost(home, giver)
             self.cost[giver] -= more
             self.cost[rank] += more
