@@ -1,18 +1,25 @@
-"""Borrowing experts: plan time, validity, and the distance of `spill_cost` to the bound of a MILP.
+"""Borrowing experts: plan time, validity, and the distance of `spill_cost` to a proved bound, by workload.
 
 Fairness ledger
-- Quality: level / bound - 1, where level is the largest cost of a rank (copies plus 1000 per import) and bound is what
-  HiGHS proves in --seconds; part of the gap is the bound's. EP: the same of plain EP. Spare slots: 4 per rank.
-- llep: capacity 1.0, tolerance 0.02, chunks of 1024; peaks are max / mean of the ranks, imports and exports the most
-  of a rank.
+- Instances: W0-W7 at their default heat and W2 at heat 4, Zipf, log-normal, and LLEP's three concentrations
+  (isoload.workloads, top-8, step 7); the experts of the shipped trace, and of --traces, in the shares of their largest
+  batch, 3 layers each. 33k copies and more, experts in order, no replicas.
+- Quality: level / bound - 1, where level is the largest cost of a rank (copies plus 1000 per import) and bound what
+  spill_bound.py proves; part of the gap is the bound's, all the more where spare slots are few. Gaps are shown with 2,
+  4 and 8 spare slots, everything else is with 8.
+- llep: capacity 1.0, tolerance 0.02, chunks of 1024. llep_published: capacity 1.1, chunks of 1024, as many spare slots
+  as it likes. Peaks are max / mean copies of the ranks. Moves: experts borrowed / most by one rank / most of one rank.
 - Valid: --fuzz drawn plans through every check of the tests; one that breaks a promise ends the bench.
-- Time: one op call, one layer, one thread.
+- Time: one op call, one layer, one thread; the median of every instance, over 16 kinds of loads x 1-4 spare slots x
+  one node or nodes of 8.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,85 +29,180 @@ from rich.console import Console
 from rich.table import Table
 
 from harness import measure, write_results
+from isoload.reference.llep_published import llep_published
+from isoload.trace import read_trace
+from isoload.workloads import W0_TO_W7, make_workload
+from spill_bound import least_cost_bound, slots_bound
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from spills import SpillCase, check_spill, draw, in_order
-from test_spill_cost import IMPORT, hot, least_cost_bound
 
-SHAPES = ((8, 64), (8, 128))
-TOKENS = (33_000, 66_000, 262_144)
+SHAPES = ((8, 64), (8, 128), (16, 256), (32, 256))
+COPIES = (33_792, 67_584, 262_144)  # of a group of 8 ranks; larger groups have more in proportion
+TOP_K, STEP, IMPORT = 8, 7, 1000
+SPARE = (2, 4, 8)
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{f"W{i} {name}": (name, {}) for i, name in enumerate(W0_TO_W7)},
+    "W2 hot_rank, heat 4": ("hot_rank", {"heat": 4}),
+    "Zipf 0.8": ("zipf", {"exponent": 0.8, "clip": True}),
+    "Zipf 1.2": ("zipf", {"exponent": 1.2, "clip": True}),
+    "log-normal": ("lognormal", {"clip": True}),
+    "80 % on 4": ("concentrated", {"share": 0.8, "num_hot": 4, "repeat": True}),
+    "95 % on 1": ("concentrated", {"share": 0.95, "num_hot": 1, "repeat": True}),
+    "50 % on 16": ("concentrated", {"share": 0.5, "num_hot": 16, "repeat": True}),
+}
+SHIPPED = Path(__file__).parents[1] / "examples" / "traces" / "gptoss20b_decode.npz"
+TRACES = (
+    "dsv3_sglang_longin",
+    "glm52_domains_a",
+    "dsv2lite_esft_intent",
+    "gemma4_26b_themes",
+    "qwen3_30b_decode_totals",
+    "switch128_cocktail",
+)
 LLEP = {"min_chunk": 1024, "tolerance": 0.02}
 COST = {"capacity_factor": None, "import_costs": (IMPORT, IMPORT)}
 
 
-def instances() -> dict[str, SpillCase]:
-    found = {}
-    for ranks, experts in SHAPES:
-        index = np.arange(1, experts + 1)
-        kinds = {
-            "80 % on 4": hot(experts, 0.8, 4),
-            "95 % on 1": hot(experts, 0.95, 1),
-            "50 % on 16": hot(experts, 0.5, 16),
-            "Zipf 0.8": 1 / index**0.8,
-            "Zipf 1.2": 1 / index**1.2,
-            "log-normal": np.random.default_rng(1).lognormal(0, 1, experts),
-        }
-        for name, weights in kinds.items():
-            for tokens in TOKENS:
-                weights = np.random.default_rng(0).permutation(weights)
-                loads = np.random.default_rng(tokens).multinomial(tokens, weights / weights.sum())
-                found[f"R{ranks} E{experts} {tokens} {name}"] = in_order(loads, ranks)
-    return found
+def made() -> Iterator[tuple[str, int, np.ndarray]]:
+    """(kind, ranks, [E] loads) of every workload."""
+    for kind, (name, options) in KINDS.items():
+        for ranks, experts in SHAPES:
+            shape = {"num_ranks": ranks, "num_experts": experts, "top_k": TOP_K}
+            for copies in COPIES:
+                tokens = copies // 8 // TOP_K
+                yield (
+                    kind,
+                    ranks,
+                    make_workload(name, **shape, tokens_per_rank=tokens, **options).expert_loads(STEP),
+                )
 
 
-def judge(name: str, case: SpillCase, seconds: float) -> dict[str, Any]:
-    llep, cost = case.spill(**LLEP), case.spill(**COST)
-    check_spill(SpillCase(**{**vars(case), "rules": LLEP}), llep)
-    check_spill(SpillCase(**{**vars(case), "rules": COST}), cost)
-    bound, mean = least_cost_bound(case, IMPORT, seconds), case.plain().sum() / case.num_ranks
-    row: dict[str, Any] = {"instance": name, "gap": int(cost.level) / bound - 1, "bound": bound / mean}
-    row["ep"] = case.plain().max() / mean
-    for policy, spill in (("llep", llep), ("cost", cost)):
-        row[f"{policy}_peak"] = int(spill.quota.view(case.num_ranks, -1).sum(1).max()) / mean
+def recorded(path: Path) -> Iterator[tuple[str, int, np.ndarray]]:
+    """The same of a trace: copies drawn in the shares of its largest batch."""
+    trace = read_trace(path)
+    assert trace.counts is not None
+    batch = trace.counts[trace.counts.sum((1, 2)).argmax()]
+    for layer in np.linspace(0, trace.num_layers - 1, 3).astype(int):
+        for copies in COPIES:
+            shares = batch[layer] / batch[layer].sum()
+            yield path.stem, 8, np.random.default_rng(copies).multinomial(copies, shares)
+
+
+def judge(kind: str, ranks: int, loads: np.ndarray, seconds: float) -> dict[str, Any]:
+    cases = {spare: in_order(loads, ranks, spare) for spare in SPARE}
+    plans = {spare: case.spill(**COST) for spare, case in cases.items()}
+    llep = cases[SPARE[-1]].spill(**LLEP)
+    for spare, case in cases.items():
+        check_spill(SpillCase(**{**vars(case), "rules": COST}), plans[spare])
+    homes, mean = loads.reshape(ranks, -1), loads.sum() / ranks
+    level = max(int(plan.level) for plan in plans.values())
+    bound = least_cost_bound(homes.tolist(), IMPORT, level, seconds=seconds)
+    row: dict[str, Any] = {"kind": kind, "ranks": ranks, "experts": len(loads), "copies": int(loads.sum())}
+    row |= {"ep_peak": homes.sum(1).max() / mean, "bound": bound / mean}
+    for spare, plan in plans.items():
+        least = max(bound, slots_bound(homes.tolist(), IMPORT, spare))
+        row[f"gap_spare{spare}"] = int(plan.level) / least - 1
+    for policy, spill in (("llep", llep), ("spill_cost", plans[SPARE[-1]])):
+        row[f"{policy}_peak"] = int(spill.quota.view(ranks, -1).sum(1).max()) / mean
         row[f"{policy}_moves"] = spill.telemetry[:3].tolist()
-    return row
+    return row | published(loads, ranks)
+
+
+def published(loads: np.ndarray, ranks: int) -> dict[str, Any]:
+    load, pairs = np.zeros(ranks), set()
+    for expert, rank, first, last in llep_published(loads.tolist(), ranks):
+        load[rank] += last - first
+        if rank != expert * ranks // len(loads):
+            pairs.add((expert, rank))
+    imports = np.bincount([rank for _, rank in pairs], minlength=ranks)
+    exports = np.bincount([expert * ranks // len(loads) for expert, _ in pairs], minlength=ranks)
+    moves = [len(pairs), int(imports.max()), int(exports.max())]
+    return {"llep_published_peak": load.max() / load.mean(), "llep_published_moves": moves}
+
+
+def timed_instances(ranks: int, experts: int) -> Iterator[tuple[str, SpillCase]]:
+    rng, index = np.random.default_rng(1), np.arange(1, experts + 1)
+    weights = {f"Zipf {a}": 1 / index**a for a in (0.6, 0.8, 1.0, 1.2, 1.5)}
+    weights |= {f"log-normal {s}": rng.lognormal(0, s, experts) for s in (0.5, 1, 1.5, 2)}
+    for hot, share in ((1, 0.3), (4, 0.5), (16, 0.5), (16, 0.9), (40, 0.6), (64, 0.8), (128, 0.8)):
+        some = np.where(np.arange(experts) < hot, share / hot, (1 - share) / (experts - hot))
+        weights[f"{share:.0%} on {hot}"] = some
+    for name, some in weights.items():
+        for spare in (1, 2, 3, 4):
+            loads = rng.multinomial(ranks * 32_768, rng.permutation(some) / some.sum())
+            yield f"{name}, {spare} spare slots", in_order(loads, ranks, spare)
 
 
 def times() -> list[dict[str, Any]]:
+    """A row per policy and shape: the median instance, the slowest and its name."""
     rows = []
     for ranks in (8, 64):
-        weights = np.random.default_rng(1).permutation(1 / np.arange(1, 257))
-        loads = np.random.default_rng(2).multinomial(ranks * 32_768, weights / weights.sum())
-        case = in_order(loads, ranks, spare=2)
-        for name, rules in (("llep", LLEP), ("spill_cost", COST)):
-            timing = measure(lambda case=case, rules=rules: case.spill(**rules))
-            rows.append({"time": name, "ranks": ranks, "us": timing.median, "p99_us": timing.p99})
+        for policy, rules in (("llep", LLEP), ("spill_cost", COST)):
+            found = {}
+            for name, case in timed_instances(ranks, 256):
+                for per_node, costs in ((ranks, (IMPORT, IMPORT)), (8, (IMPORT, 8 * IMPORT))):
+                    asked = {**rules, "ranks_per_node": per_node}
+                    asked |= {"import_costs": costs} if policy == "spill_cost" else {}
+                    timing = measure(lambda case=case, asked=asked: case.spill(**asked), seconds=0.02)
+                    found[f"{name}, nodes of {per_node}"] = timing.median
+            slowest = max(found, key=lambda name: found[name])
+            us = {"median_us": float(np.median(list(found.values()))), "slowest_us": found[slowest]}
+            rows.append({"time": policy, "ranks": ranks, "experts": 256, **us, "slowest": slowest})
     return rows
+
+
+def show(rows: list[dict[str, Any]], console: Console) -> None:
+    table = Table(
+        title="spill_cost and llep by workload: means over shapes; moves: mean / most in / most out"
+    )
+    policies = ("llep_published", "llep", "spill_cost")
+    headings = ("workload", "copies / rank", "EP", *policies, *(f"gap, {spare} spare" for spare in SPARE))
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "workload" else "right")
+    keyed = sorted(rows, key=lambda row: row["copies"] // row["ranks"])
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        same = [row for row in keyed if row["kind"] == kind]
+        for copies, group in groupby(same, lambda row: row["copies"] // row["ranks"]):
+            part = list(group)
+            cells = [kind, str(copies), f"{np.mean([row['ep_peak'] for row in part]):.3f}"]
+            for policy in policies:
+                moves = np.array([row[f"{policy}_moves"] for row in part])
+                peak = np.mean([row[f"{policy}_peak"] for row in part])
+                cells.append(f"{peak:.3f} {moves[:, 0].mean():.1f}/{moves[:, 1].max()}/{moves[:, 2].max()}")
+            gaps = [[row[f"gap_spare{spare}"] for row in part] for spare in SPARE]
+            table.add_row(*cells, *(f"{max(gap):.2%}" for gap in gaps))
+    console.print(table)
+    for spare in SPARE:
+        gaps = [row[f"gap_spare{spare}"] for row in rows]
+        print(
+            f"{len(gaps)} instances, {spare} spare slots: gap mean {np.mean(gaps):.2%}, most {max(gaps):.2%}"
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of HiGHS per instance")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of HiGHS per probe of the bound")
     parser.add_argument("--fuzz", type=int, default=100_000)
+    parser.add_argument("--traces", type=Path, help="folder with npz files; missing ones are named")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    rows = times()
+    timings = times()
+    for row in timings:
+        print(
+            f"{row['time']}, R={row['ranks']}: {row['median_us']:.1f} us, {row['slowest_us']:.1f} us at most"
+        )
     for seed in range(10**6, 10**6 + asked.fuzz):
         check_spill(case := draw(seed), case.spill())
     print(f"{asked.fuzz} drawn plans are valid")
-    table = Table(title="spill_cost against the bound of a MILP")
-    for column in ("instance", "ep", "llep peak", "llep moves", "cost peak", "cost moves", "gap"):
-        table.add_column(column)
-    for name, case in instances().items():
-        row = judge(name, case, asked.seconds)
-        rows.append(row)
-        moves = [" / ".join(map(str, row[f"{policy}_moves"])) for policy in ("llep", "cost")]
-        peaks = [f"{row[key]:.3f}" for key in ("ep", "llep_peak", "cost_peak")]
-        table.add_row(name, peaks[0], peaks[1], moves[0], peaks[2], moves[1], f"{row['gap']:.2%}")
-    Console().print(table)
-    gaps = [row["gap"] for row in rows if "gap" in row]
-    print(f"gap: mean {np.mean(gaps):.2%}, largest {max(gaps):.2%}")
-    print(write_results("bench_spill", rows))
+    files = [SHIPPED, *(asked.traces / f"{name}.npz" for name in TRACES if asked.traces)]
+    for path in files:
+        if not path.exists():
+            print(f"left out: no {path}")
+    instances = [*made(), *(found for path in files if path.exists() for found in recorded(path))]
+    rows = [judge(*instance, asked.seconds) for instance in instances]
+    show(rows, Console(width=150))
+    print(write_results("bench_spill", timings + rows))
 
 
 if __name__ == "__main__":

@@ -91,6 +91,71 @@ def test_every_option_reaches_the_replay(trace):
     assert found["settings"]["policies"] == ["even"] and found["batches"] == 6
 
 
+COSTS = """\
+constants: made
+expert 64 x 32, 3 matrices, 2 B per weight (0.0 MiB), 2 B per activation; µs: 1 per expert in use, per copy 2
+at 1, 0.5 at 64 copies; 8 GB/s inside a node, 1 between nodes
+a borrow pays from 4 copies inside a node, 25 between nodes, if nothing hides the transfer
+"""
+
+
+@pytest.fixture
+def cost_file(tmp_path):
+    constants = {"hidden": 64, "intermediate": 32, "weight_bytes": 2, "overhead_us": 1, "bandwidths": [8, 1]}
+    path = tmp_path / "cost.json"
+    path.write_text(json.dumps(constants | {"token_us": [[1, 2], [64, 0.5]], "source": "made"}))
+    return path
+
+
+def test_cost_adds_a_table_and_its_constants(trace, cost_file):
+    args = ["replay", trace, "--ranks", 4, "--spare-slots", 2, "--policies", "none,llep,spill_cost,exact"]
+    plain, result = run(*args), run(*args, "--cost", cost_file)
+    assert result.exit_code == 0, result.output
+    first, second = result.stdout.split(COSTS)
+    assert len(first.splitlines()) == len(plain.stdout.splitlines()) + 1
+    lines = second.splitlines()
+    assert lines[1].split("  ")[-1].strip() == "borrowed"
+    titles = "policy compute all-to-all import mean max change mean max experts copies"
+    assert lines[2].split() == titles.split()
+    assert [line.split()[0] for line in lines[3:7]] == ["none", "llep", "spill_cost", "exact"]
+    assert lines[3].split()[3] == "0.0" and lines[3].split()[6] == "+0.0%" and lines[3].split()[-1] == "-"
+    assert lines[8].startswith("µs: predicted, of the busiest rank, one layer.")
+
+
+def test_cost_in_json(trace, cost_file):
+    args = ["replay", trace, "--ranks", 4, "--policies", "none,exact", "--json", "-"]
+    found = json.loads(run(*args, "--cost", cost_file).stdout)
+    assert found["settings"]["cost"]["source"] == "made" and list(found) == KEYS
+    predicted = found["policies"][0]["predicted"]
+    parts = [predicted[f"{name}_us"] for name in ("compute", "exchange", "import")]
+    assert predicted["layer_us_mean"] == pytest.approx(sum(parts)) and predicted["borrowed"] == 0
+    plain = json.loads(run(*args).stdout)
+    assert plain["settings"]["cost"] is None and "predicted" not in plain["policies"][0]
+
+
+def test_built_in_constants(trace):
+    lines = run("replay", trace, "--ranks", 4, "--cost", "default").stdout
+    assert "constants: arithmetic for DeepSeek-V3's experts in FP8 on an H100" in lines
+    assert "pays from 749 copies inside a node, 5992 between" in lines
+    assert "a rank has 8 copies per batch and layer, mean: too few for a borrow to pay" in lines
+
+
+def test_cost_files_that_are_wrong(trace, tmp_path):
+    missing, wrong = tmp_path / "missing.json", tmp_path / "wrong.json"
+    wrong.write_text('{"hidden": 0}')
+    for command in (["replay", trace], ["doctor"]):
+        message = error_of(*command, "--cost", missing)
+        assert message.startswith(f"cost file must be a JSON object, got {missing}: ")
+        assert error_of(*command, "--cost", wrong) == "hidden must be a positive number, got 0"
+
+
+def test_doctor_says_when_a_borrow_pays(cost_file):
+    found = json.loads(run("doctor", "--cost", cost_file, "--json", "-").stdout)
+    assert found[-1]["detail"].startswith(
+        "borrowing an expert pays from 4 tokens inside a node (8 GB/s), 25 between"
+    )
+
+
 def test_inspect(trace):
     result = run("inspect", trace, "--ranks", 4, "--layers", "1-2")
     assert (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import isoload
 from isoload import Topology
 from isoload.cost import (
     CostModel,
@@ -16,6 +18,7 @@ from isoload.cost import (
     exchange_seconds,
     import_seconds,
     imports,
+    lent,
     rank_bytes,
     rank_seconds,
     read_cost,
@@ -64,11 +67,24 @@ def test_imports_by_node_and_their_time() -> None:
     assert found.tolist() == [[0, 0], [1, 0], [0, 0], [1, 0]]
     assert imports(SLOTS, HOME, 1, Topology(4, 1)).tolist() == [[0, 0], [0, 1], [0, 0], [0, 1]]
     assert imports(torch.stack([SLOTS] * 2), torch.stack([HOME] * 2), 1, topology)[1].equal(found)
-    assert import_seconds(found, topology, MODEL).tolist() == pytest.approx([0, 240 / 2e9, 0, 240 / 2e9])
-    far = imports(SLOTS, HOME, 1, Topology(4, 1))
-    assert import_seconds(far, topology, MODEL).tolist() == pytest.approx([0, 240 / 5e8, 0, 240 / 5e8])
-    slow = import_seconds(far, Topology(4, 1), MODEL)
-    assert slow.tolist() == pytest.approx([0, 240 / 5e10, 0, 240 / 5e10]), "the documented default"
+
+
+def test_borrowed_weights_take_the_time_of_the_busier_end() -> None:
+    """Rank 1 borrows expert 0 of rank 0, rank 3 expert 5 of rank 2; then rank 0 lends to both, one of them far."""
+    topology = Topology(4, 2, bandwidths=(2.0, 0.5))
+    lending = lent(SLOTS, HOME, 1, topology)
+    assert lending.nonzero().tolist() == [[0, 1], [2, 3]] and int(lending.sum()) == 2
+    assert lent(torch.stack([SLOTS] * 2), torch.stack([HOME] * 2), 1, topology)[1].equal(lending)
+    near, far = 240 / 2e9, 240 / 5e8
+    assert import_seconds(lending, topology, MODEL).tolist() == pytest.approx([near] * 4)
+    twice = SLOTS.clone()
+    twice[11] = 0
+    both = import_seconds(lent(twice, HOME, 1, topology), topology, MODEL)
+    assert both.tolist() == pytest.approx([near + far, near, 0, far])
+    slow = import_seconds(lending, Topology(4, 1), MODEL)
+    assert slow.tolist() == pytest.approx([240 / 5e10] * 4), "the documented default"
+    given = import_seconds(lending, Topology(4, 1), CostModel(10, 4, weight_bytes=2, bandwidths=(9, 2)))
+    assert given.tolist() == pytest.approx([240 / 2e9] * 4)
 
 
 def test_all_to_all_counts_the_busier_direction_both_ways() -> None:
@@ -92,6 +108,14 @@ def test_break_even(expert_bytes: float, bandwidth: float, token_us: float, toke
     assert break_even(expert_bytes, bandwidth, token_us) == pytest.approx(tokens, rel=0.01)
 
 
+def test_break_even_of_a_model_is_of_its_large_gemms() -> None:
+    assert isoload.break_even is break_even
+    assert CostModel().break_even == (749, 5992)
+    assert MODEL.large_token_us == 1.0 and MODEL.break_even == (1, 1)
+    slow = CostModel(hidden=10, intermediate=4, token_us=((1, 9.0), (8, 0.01)), bandwidths=(0.5, 0.1))
+    assert slow.break_even == (24, 120)
+
+
 @pytest.mark.parametrize("name", ["expert_bytes", "bandwidth", "token_us"])
 @pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan])
 def test_break_even_refuses(name: str, value: float) -> None:
@@ -104,8 +128,10 @@ def test_a_model_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "cost.json"
     file.write_text(json.dumps({"hidden": 64, "token_us": [[1, 2.0], [100, 0.5]]}))
     model = read_cost(file)
-    assert model == CostModel(hidden=64, token_us=((1, 2.0), (100, 0.5)))
+    assert model == CostModel(hidden=64, token_us=((1, 2.0), (100, 0.5)), source="cost.json")
     assert model.expert_bytes == 3 * 64 * 2048
+    file.write_text(json.dumps(dataclasses.asdict(MODEL)))
+    assert read_cost(file) == MODEL
 
 
 @pytest.mark.parametrize(
@@ -115,8 +141,19 @@ def test_a_model_from_a_file(tmp_path: Path) -> None:
         ("{", "cost file must be a JSON object, got "),
         ('{"speed": 1}', "cost file must have fields of hidden, .*, got 'speed'"),
         ('{"hidden": 0}', "hidden must be a positive number, got 0"),
-        ('{"overhead_us": -1}', "overhead_us must not be negative, got -1"),
-        ('{"token_us": []}', r"token_us must be pairs of ascending sizes and positive times, got \(\)"),
+        ('{"overhead_us": -1}', "overhead_us must be 0 or a positive number, got -1"),
+        ('{"hidden": "x"}', "hidden must be a positive number, got 'x'"),
+        ('{"weight_bytes": true}', "weight_bytes must be a positive number, got True"),
+        ('{"token_bytes": Infinity}', "token_bytes must be a positive number, got inf"),
+        ('{"source": 3}', "source must be text, got 3"),
+        ('{"bandwidths": 400}', "bandwidths must be two positive numbers, got 400"),
+        ('{"bandwidths": [400]}', "bandwidths must be two positive numbers, got \\[400\\]"),
+        ('{"bandwidths": [400, 0]}', "bandwidths must be two positive numbers, got \\[400, 0\\]"),
+        ('{"token_us": 1}', "token_us must be pairs of ascending sizes and positive times, got 1"),
+        ('{"token_us": [[1, 2, 3]]}', "token_us must be pairs of ascending sizes and positive times"),
+        ('{"token_us": [[1.5, 2]]}', "token_us must be pairs of ascending sizes and positive times"),
+        ('{"token_us": [[1, NaN]]}', "token_us must be pairs of ascending sizes and positive times"),
+        ('{"token_us": []}', r"token_us must be pairs of ascending sizes and positive times, got \[\]"),
         ('{"token_us": [[4, 1], [4, 1]]}', "token_us must be pairs of ascending sizes"),
         ('{"token_us": [[1, 0]]}', "token_us must be pairs of ascending sizes and positive times"),
     ],

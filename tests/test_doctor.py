@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from isoload import doctor
+from isoload.cost import CostModel
 
 NAMES = [
     "python", "torch", "isoload ops", "isoload CUDA ops", "CUDA device", "nvcc", "NCCL", "Triton", "Triton kernels",
-    "DeepEP", "HiGHS (scipy)",
+    "DeepEP", "HiGHS (scipy)", "break-even",
 ]  # fmt: skip
 
 
@@ -88,3 +89,15 @@ def test_collectives_without_nccl(monkeypatch):
 def test_ops_that_are_not_compiled(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "PACKAGE", tmp_path)
     assert item("isoload ops") == doctor.Item("isoload ops", False, "not compiled: run `make build`")
+
+
+def test_break_even_is_of_the_given_constants():
+    assert item("break-even").detail.startswith(
+        "borrowing an expert pays from 749 tokens inside a node (400 GB/s)"
+    )
+    model = CostModel(hidden=10, intermediate=4, token_us=((8, 0.01),), bandwidths=(0.5, 0.1), source="mine")
+    assert doctor.report(model)[-1] == doctor.Item(
+        "break-even",
+        True,
+        "borrowing an expert pays from 24 tokens inside a node (0.5 GB/s), 120 between nodes (0.1 GB/s): mine",
+    )

@@ -34,10 +34,10 @@ LAYERS = [
     ["joining"],
     ["transfer"],
     ["moe"],
-    ["batches", "calibration", "metrics", "inspection", "workloads"],
+    ["batches", "calibration", "metrics", "layer_cost", "inspection", "workloads"],
     ["simulate"],
     ["doctor", "demo"],
-    ["report"],
+    ["report", "cost_report"],
     ["cli"],
     ["__main__", "__init__"],
 ]

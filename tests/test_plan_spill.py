@@ -15,15 +15,23 @@ from spills import SpillCase, check_spill, draw, in_order
 
 
 def test_every_plan_keeps_its_promises() -> None:
-    lent = flagged = sought = 0
+    lent = flagged = sought = relayed = 0
     for seed in range(1500):
         case = draw(seed)
         spill = case.spill()
         check_spill(case, spill)
         lent += int(spill.telemetry[0]) > 0
+        relayed += gives_and_takes(case, spill)
         flagged += int(spill.telemetry[4]) > 1
         sought += case.rules["capacity_factor"] is None and int(spill.telemetry[0]) > 0
-    assert lent > 300 and flagged > 100 and sought > 100, (lent, flagged, sought)
+    assert lent > 300 and flagged > 100 and sought > 100 and relayed > 15, (lent, flagged, sought, relayed)
+
+
+def gives_and_takes(case: SpillCase, spill: ops.Spill) -> bool:
+    """Whether some rank borrows an expert and lends another."""
+    changed = np.flatnonzero(spill.slot_to_expert.numpy() != case.slots)
+    lenders = case.home[spill.slot_to_expert.numpy()[changed]] // case.size
+    return bool(set(changed // case.size) & set(lenders))
 
 
 def test_equals_reference() -> None:
@@ -47,6 +55,22 @@ NAMED: dict[str, tuple[SpillCase, list[int], list[int]]] = {
     "no spare slots": (in_order([90, 0, 0], 3, spare=0), [90, 0, 0], [0, 0, 0, 0, 2]),
     "spare slots run out": (
         in_order([10, 10, 10, 10, 0, 0, 0, 0], 2, spare=1), [30, 10], [1, 1, 1, 0, 2]
+    ),
+    "a giver takes what the full helper has room for": (
+        in_order([60, 60, 0], 3, spare=1), [40, 40, 40], [2, 1, 1, 0, 0]
+    ),
+    "a relay costs one import": (
+        in_order([60, 60, 0], 3, spare=1, capacity_factor=None, import_costs=(3, 3)),
+        [39, 42, 39],
+        [2, 1, 1, 0, 0],
+    ),
+    "a relay passes on at most what is left of the expert": (
+        in_order([25, 25, 10, 20, 20, 20, 0, 0, 0], 3, spare=1), [40, 55, 25], [2, 1, 1, 0, 2]
+    ),
+    "of equally full helpers the lowest, also when it was not as full before": (
+        in_order([15, 15, 15, 15, 20, 0, 0, 0, 35, 0, 0, 0, 35, 0, 0, 0], 4, capacity_factor=1.06),
+        [40, 40, 35, 35],
+        [2, 2, 2, 0, 0],
     ),
     "egress": (in_order([90, 0, 0], 3, egress=1), [60, 30, 0], [1, 1, 1, 0, 4]),
     "a small rest stays within the tolerance": (

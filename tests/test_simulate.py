@@ -143,6 +143,7 @@ def test_totals_and_settings():
         "batch_tokens": None,
         "assign": "contiguous",
         "seed": 0,
+        "cost": None,
         "policies": list(POLICIES),
         "model": None,
         "num_experts": EXPERTS,

@@ -46,16 +46,15 @@ struct SpillWorkspace {
   int32_t *load, *order, *free;  // [R]
 
   ISOLOAD_HD static int64_t bytes(int64_t R, int64_t E, int64_t P) {
-    return 8 * kSpillWays * (R + 1) + 4 * (kSpillWays * (3 * R + P) + E + P + 3 * R);
+    return 8 * kSpillWays + 4 * (kSpillWays * (5 * R + 2 * P) + E + P + 3 * R);
   }
   ISOLOAD_HD static SpillWorkspace at(void* memory, int64_t R, int64_t E, int64_t P) {
     SpillWorkspace ws;
     ws.reached = static_cast<int64_t*>(memory);
-    int64_t* wide = ws.reached + kSpillWays;
-    int32_t* next = reinterpret_cast<int32_t*>(wide + kSpillWays * R);
+    int32_t* next = reinterpret_cast<int32_t*>(ws.reached + kSpillWays);
     auto take = [&](int64_t n) { return next += n, next - n; };
-    for (int k = 0; k < kSpillWays; ++k)
-      ws.state[k] = SpillState{wide + k * R, take(R), take(R), take(R), take(P)};
+    for (SpillState& state : ws.state)
+      state = SpillState{take(R), take(R), take(R), take(R), take(R), take(P), take(P)};
     ws.total = take(E), ws.at_home = take(P);
     ws.load = take(R), ws.order = take(R), ws.free = take(R);
     return ws;
@@ -141,9 +140,10 @@ class Spill {
     });
     team_.sync();
     team_.for_each(in_.R, [&](int r) {
+      const int32_t load = ws_.load[r];
       int before = 0;
-      for (int q = 0; q < in_.R; ++q)
-        before += ws_.load[q] > ws_.load[r] || (ws_.load[q] == ws_.load[r] && q < r);
+      for (int q = 0; q < r; ++q) before += ws_.load[q] >= load;
+      for (int q = r + 1; q < in_.R; ++q) before += ws_.load[q] > load;
       ws_.order[before] = r;
     });
     alive_ = sum(in_.R, [&](int r) { return alive(r); });

@@ -2,8 +2,10 @@
 //
 // The busiest rank first, of its experts always the largest: the chunk goes to the rank that takes most of
 // it, of several to the fullest, which keeps the roomy ranks for larger chunks. A rank's cost is its copies
-// plus what its imports cost it. Givers end at the target or above and takers at the target or below, so no
-// rank is both, and a rank is full after a chunk that its room cut short: it never gets an expert twice.
+// plus what its imports cost it. Givers end at the target or above and takers at the target or below, and a
+// rank is full after a chunk that its room cut short: it never gets an expert twice. Where the roomy ranks
+// have no spare slot left, a giver that lends to one of them lends more of the same expert and takes the
+// chunk itself: a relay costs one import, as a direct chunk does.
 #pragma once
 
 #include <cstdint>
@@ -39,10 +41,11 @@ struct SpillView {
 
 // Caller's memory of one try.
 struct SpillState {
-  int64_t* cost;            // [R]
-  int32_t *free, *exports;  // [R] spare slots left; experts lent
-  int32_t* takers;          // [R] ranks that may have room, ascending
-  int32_t* quota;           // [P]
+  int32_t* cost;             // [R] at most the largest load or the target
+  int32_t *free, *exports;   // [R] spare slots left; experts lent
+  int32_t *takers, *filled;  // [R] ranks that may take copies, the fullest first, then the lowest; their cost
+  int32_t* quota;            // [P]
+  int32_t* lender;           // [P] home slot of the expert in a spare slot, where one was imported
 };
 
 class SpillGreedy {
@@ -53,12 +56,14 @@ class SpillGreedy {
 
   // free: [R] spare slots that may be filled. Returns the largest cost.
   ISOLOAD_HD int64_t run(const int32_t* free, int64_t slack) {
+    spare_ = free;
     for (int p = 0; p < in_.R * in_.S; ++p) to_.quota[p] = in_.at_home[p];
     for (int r = 0; r < in_.R; ++r) to_.cost[r] = in_.load[r], to_.free[r] = free[r], to_.exports[r] = 0;
-    for (int r = 0; r < in_.R; ++r)
-      if (may_take(r)) to_.takers[num_takers_++] = r;
+    for (int i = 0; i < in_.R && !in_.replicated; ++i)
+      if (const int r = in_.order[i]; may_take(r))
+        to_.takers[num_takers_] = r, to_.filled[num_takers_++] = to_.cost[r];
     for (int i = 0; i < in_.R && in_.load[in_.order[i]] > target_; ++i) relieve(in_.order[i], slack);
-    int64_t largest = 0;
+    int32_t largest = 0;
     for (int r = 0; r < in_.R; ++r) largest = to_.cost[r] > largest ? to_.cost[r] : largest;
     return largest;
   }
@@ -69,7 +74,7 @@ class SpillGreedy {
  private:
   struct Chunk {
     int64_t copies;
-    int taker, slot;  // index into takers; slot in which it holds the expert, or -1
+    int taker, slot;  // rank; slot in which it holds the expert, or -1
     bool near;
   };
 
@@ -84,8 +89,10 @@ class SpillGreedy {
         return;
       }
       const int64_t here = to_.quota[largest];
-      const Chunk chunk = choose(home, in_.slot_to_expert[largest], here < excess ? here : excess);
+      const int64_t wanted = here < excess ? here : excess;
+      Chunk chunk = choose(home, in_.slot_to_expert[largest], wanted);
       if (chunk.copies < in_.min_chunk && excess <= slack) return;  // the tail stays at home
+      if (chunk.copies == 0) chunk = relay(home, wanted);
       if (chunk.copies == 0) {
         flags_ |= to_.exports[home] == in_.egress ? kEgressLimit : kNoSpareSlot;
         return;
@@ -96,41 +103,127 @@ class SpillGreedy {
 
   // The largest chunk near home, or a far one where the near one is small.
   ISOLOAD_HD Chunk choose(int home, int e, int64_t wanted) const {
-    const bool lends = to_.exports[home] < in_.egress;
     const int first = home / in_.per_node * in_.per_node, last = first + in_.per_node;
-    uint64_t best[2] = {0, 0};  // far, near: copies, then the taker's cost, which is below the target
-    int chosen[2] = {0, 0};
-    for (int i = 0; i < num_takers_; ++i) {
-      const int r = to_.takers[i], near = r >= first && r < last;
-      int64_t room = target_ - to_.cost[r];
-      if (in_.held(e, r) < 0) room = lends && to_.free[r] > 0 ? room - in_.import_cost[near] : 0;
-      const int64_t copies = room < wanted ? room : wanted;
-      const uint64_t key = copies > 0 ? uint64_t(copies) << 32 | uint64_t(to_.cost[r]) : 0;
-      if (key > best[near]) best[near] = key, chosen[near] = i;
+    const bool by_rank = in_.replicated || in_.per_node < in_.R;
+    const Chunk near =
+        by_rank ? among_ranks(home, e, wanted, first, last, true) : among_takers(home, wanted, 0, 0, true);
+    if (near.copies == wanted || near.copies >= in_.min_chunk || in_.per_node == in_.R) return near;
+    Chunk far;
+    if (in_.replicated) {
+      far = among_ranks(home, e, wanted, 0, first, false);
+      const Chunk other = among_ranks(home, e, wanted, last, in_.R, false);
+      if (other.copies > far.copies ||
+          (other.copies && other.copies == far.copies && to_.cost[other.taker] > to_.cost[far.taker]))
+        far = other;
+    } else {
+      far = among_takers(home, wanted, first, last, false);
     }
-    const int64_t far_copies = best[0] >> 32, near_copies = best[1] >> 32;
-    const bool near = near_copies >= (in_.min_chunk < far_copies ? in_.min_chunk : far_copies);
-    const int64_t copies = near ? near_copies : far_copies;
-    return {copies, chosen[near], copies ? in_.held(e, to_.takers[chosen[near]]) : -1, near};
+    return near.copies >= far.copies ? near : far;
+  }
+
+  ISOLOAD_HD bool lends(int home) const { return to_.exports[home] < in_.egress; }
+
+  // The largest chunk that one of the ranks takes, of several the fullest, then the lowest.
+  ISOLOAD_HD Chunk among_ranks(int home, int e, int64_t wanted, int from, int to, bool near) const {
+    Chunk best{0, -1, -1, near};
+    for (int r = from; r < to; ++r) {
+      const int slot = in_.held(e, r);
+      int64_t room = target_ - to_.cost[r];
+      if (slot < 0) room = lends(home) && to_.free[r] > 0 ? room - in_.import_cost[near] : 0;
+      const int64_t copies = room < wanted ? room : wanted;
+      if (copies > best.copies || (copies > 0 && copies == best.copies && to_.cost[r] > to_.cost[best.taker]))
+        best = {copies, r, slot, near};
+    }
+    return best;
+  }
+
+  // The same among all takers but ranks from..to-1, if nobody holds a replica.
+  ISOLOAD_HD Chunk among_takers(int home, int64_t wanted, int from, int to, bool near) const {
+    const Chunk none{0, -1, -1, near};
+    if (!lends(home)) return none;
+    auto may = [&](int i) { return to_.takers[i] < from || to_.takers[i] >= to; };
+    const int64_t limit = target_ - in_.import_cost[near];
+    const int fits = num_fuller(limit - wanted);
+    for (int i = fits; i < num_takers_; ++i)
+      if (may(i)) return {wanted, to_.takers[i], -1, near};
+    int best = fits - 1;
+    while (best >= 0 && !may(best)) --best;
+    if (best < 0 || to_.filled[best] >= limit) return none;
+    for (int i = best; i >= 0 && to_.filled[i] == to_.filled[best]; --i)
+      if (may(i)) best = i;
+    return {limit - to_.filled[best], to_.takers[best], -1, near};
+  }
+
+  // Room for the largest chunk on a giver whose taker has room, but no slot, left. Once there is none, none
+  // is sought: the search would take longer than all else.
+  ISOLOAD_HD Chunk relay(int home, int64_t wanted) {
+    Chunk best{0, -1, -1, false};
+    if (in_.replicated || !relays_ || !lends(home)) return best;
+    const int64_t least_cost = in_.least_import_cost();
+    int through = -1;
+    for (int r = 0; r < in_.R && best.copies < wanted; ++r) {
+      const int64_t room = target_ - to_.cost[r];
+      if (to_.free[r] > 0 || room - least_cost <= best.copies) continue;
+      for (int p = r * in_.S + in_.S - spare_[r]; p < r * in_.S + in_.S; ++p) {
+        const int32_t left = to_.quota[to_.lender[p]];
+        const int64_t more = room < left ? room : left;
+        if (more - least_cost <= best.copies) continue;
+        const int giver = to_.lender[p] / in_.S;
+        if (giver == home || to_.free[giver] == 0) continue;
+        const bool near = giver / in_.per_node == home / in_.per_node;
+        const int64_t here = more - in_.import_cost[near], copies = here < wanted ? here : wanted;
+        if (copies > best.copies) best = {copies, giver, -1, near}, through = p;
+      }
+    }
+    relays_ = best.copies > 0;
+    if (!relays_) return best;
+    const int32_t more = static_cast<int32_t>(best.copies + in_.import_cost[best.near]);
+    to_.quota[to_.lender[through]] -= more, to_.cost[best.taker] -= more;
+    to_.quota[through] += more, to_.cost[through / in_.S] += more;
+    return best;
+  }
+
+  // How many takers cost more: those before the others.
+  ISOLOAD_HD int num_fuller(int64_t cost) const {
+    const int32_t level = cost < 0 ? -1 : static_cast<int32_t>(cost);
+    int32_t fuller = 0;
+    for (int i = 0; i < num_takers_; ++i) fuller += to_.filled[i] > level;
+    return fuller;
   }
 
   ISOLOAD_HD void give(int home, int home_slot, const Chunk& chunk) {
     int slot = chunk.slot;
-    const int r = to_.takers[chunk.taker];
-    to_.cost[home] -= chunk.copies;
-    to_.cost[r] += chunk.copies;
+    const int r = chunk.taker;
+    const int32_t copies = static_cast<int32_t>(chunk.copies), before = to_.cost[r];
+    to_.cost[home] -= copies;
+    to_.cost[r] += copies;
     if (slot < 0) {
       slot = r * in_.S + in_.S - to_.free[r];
       --to_.free[r], ++to_.exports[home];
       across_ += !chunk.near;
-      to_.cost[r] += in_.import_cost[chunk.near];
+      to_.cost[r] += static_cast<int32_t>(in_.import_cost[chunk.near]);
+      to_.lender[slot] = home_slot;
       if (filled_) filled_[slot] = in_.slot_to_expert[home_slot];
     }
-    to_.quota[home_slot] -= static_cast<int32_t>(chunk.copies);
-    to_.quota[slot] += static_cast<int32_t>(chunk.copies);
-    if (may_take(r)) return;
-    for (int i = chunk.taker + 1; i < num_takers_; ++i) to_.takers[i - 1] = to_.takers[i];
-    --num_takers_;
+    to_.quota[home_slot] -= copies;
+    to_.quota[slot] += copies;
+    if (!in_.replicated) move_up(r, before);
+  }
+
+  // A taker that costs more than before comes earlier, or no more. A relay is by no taker.
+  ISOLOAD_HD void move_up(int r, int32_t before) {
+    int i = num_fuller(before);
+    while (i < num_takers_ && to_.takers[i] != r) ++i;
+    if (i == num_takers_) return;
+    if (!may_take(r)) {
+      for (--num_takers_; i < num_takers_; ++i)
+        to_.takers[i] = to_.takers[i + 1], to_.filled[i] = to_.filled[i + 1];
+      return;
+    }
+    const int32_t now = to_.cost[r];
+    for (; i > 0 && (to_.filled[i - 1] < now || (to_.filled[i - 1] == now && to_.takers[i - 1] > r)); --i)
+      to_.takers[i] = to_.takers[i - 1], to_.filled[i] = to_.filled[i - 1];
+    to_.takers[i] = r, to_.filled[i] = now;
   }
 
   ISOLOAD_HD bool may_take(int r) const {
@@ -142,7 +235,9 @@ class SpillGreedy {
   const SpillState to_;
   const int64_t target_;
   int32_t* const filled_;
+  const int32_t* spare_ = nullptr;  // [R] spare slots that may be filled
   int num_takers_ = 0;
+  bool relays_ = true;  // whether there may be one
   int32_t flags_ = 0, across_ = 0;
 };
 

@@ -1,5 +1,6 @@
 """isoload: equal load for the ranks of expert-parallel Mixture-of-Experts layers. Names in pipeline order."""
 
+from isoload.cost import break_even
 from isoload.counting import count
 from isoload.expert_weights import ExpertWeights
 from isoload.moe import MoE
@@ -34,6 +35,7 @@ __all__ = [
     "Trace",
     "__version__",
     "append_shared_expert",
+    "break_even",
     "check_device",
     "count",
     "make_workload",

@@ -17,6 +17,8 @@ from rich.text import Text
 from isoload import __version__, demo, doctor, report
 from isoload.batches import ASSIGNMENTS
 from isoload.calibration import CALIBRATIONS
+from isoload.cost import CostModel, read_cost
+from isoload.cost_report import print_cost
 from isoload.inspection import inspect_trace
 from isoload.placers import PLACERS
 from isoload.policies import POLICIES
@@ -37,10 +39,12 @@ POLICIES_HELP = (
     f"Some of {', '.join(POLICIES)}, each with options as name:option=value. "
     f"Default: {','.join(DEFAULT_POLICIES)}; with shared experts {','.join(SHARED_POLICIES)}."
 )
+COST_HELP = "A cost file (bench/bench_cost.py measures one), or: default."
 LAYERS_HELP = "Only these layers, by position: 0-3,7."
 
 TracePath = Annotated[Path, typer.Argument(metavar="TRACE", help="An npz trace or an SGLang expert dump.")]
 JsonTarget = Annotated[str | None, typer.Option("--json", metavar="FILE|-", help=JSON_HELP)]
+CostFile = Annotated[str | None, typer.Option("--cost", metavar="FILE|default", help=COST_HELP)]
 LayersText = Annotated[str | None, typer.Option("--layers", metavar="LIST", help=LAYERS_HELP)]
 
 
@@ -83,6 +87,7 @@ def replay(
     seed: Annotated[int, typer.Option(help="Of drawn tokens and of policies that draw.")] = 0,
     policies: Annotated[str | None, typer.Option(help=POLICIES_HELP)] = None,
     layers: LayersText = None,
+    cost: CostFile = None,
     json: JsonTarget = None,
 ) -> None:
     """Replay recorded routing over virtual ranks, under several policies.
@@ -95,6 +100,9 @@ def replay(
 
     From a trace of counts alone tokens are drawn, layer by layer:
     K distinct experts each, in the shares of the counts.
+
+    With --cost a second table predicts times and memory of a layer by constants, which are printed;
+    policies that price imports decide by them, unless their options say otherwise.
     """
     with _one_line_errors():
         report.check_target(json)
@@ -113,6 +121,7 @@ def replay(
             max_batches=max_batches,
             assign=assign,
             seed=seed,
+            cost=_cost_model(cost),
             policies=chosen,
         )
         loaded = _load(trace, layers)
@@ -122,6 +131,8 @@ def replay(
             report.write_json(report.replay_json(found), json)
         if json != "-":
             report.print_replay(found, Console(highlight=False))
+            if settings.cost:
+                print_cost(found.costs, settings.cost, Console(highlight=False))
 
 
 @app.command()
@@ -163,15 +174,22 @@ def run_demo(
 
 
 @app.command("doctor")
-def run_doctor(json: JsonTarget = None) -> None:
-    """What this machine offers, what is off, and why."""
+def run_doctor(cost: CostFile = None, json: JsonTarget = None) -> None:
+    """What this machine offers, what is off, and why; and from how many tokens borrowing an expert pays."""
     with _one_line_errors():
         report.check_target(json)
-        items = doctor.report()
+        items = doctor.report(_cost_model(cost))
         if json:
             report.write_json([asdict(item) for item in items], json)
         if json != "-":
             report.print_doctor(items, Console(highlight=False))
+
+
+def _cost_model(given: str | None) -> CostModel | None:
+    """The constants of a file, the built-in ones, or none."""
+    if given is None:
+        return None
+    return CostModel() if given == "default" else read_cost(given)
 
 
 def parse_layers(text: str) -> list[int]:

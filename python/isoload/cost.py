@@ -6,9 +6,12 @@ Predictions from constants, no measurement: they rank plans, they do not replace
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import ceil, inf
+from numbers import Real
 from pathlib import Path
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -16,10 +19,7 @@ from torch import Tensor
 
 from isoload.topology import Topology
 
-DEFAULT_BANDWIDTHS = (
-    400.0,
-    50.0,
-)  # GB/s of one rank, inside a node and between nodes: NVLink 4, one 400 Gb/s NIC
+DEFAULT_BANDWIDTHS = (400.0, 50.0)  # GB/s of a rank, inside a node and between: NVLink 4, one 400 Gb/s NIC
 DEEPSEEK_V3_FP8 = 3 * 7168 * 2048  # bytes of an expert
 
 
@@ -28,7 +28,7 @@ class CostModel:
     """Constants of one kind of expert on one kind of rank.
 
     The default is arithmetic for DeepSeek-V3's experts in FP8 on an H100: 600 TFLOP/s from 128 tokens on, below that
-    the time to read the weights at 3.35 TB/s. Replace it by numbers of a bench, see :func:`read_cost`.
+    the time to read the weights at 3.35 TB/s. Replace it by what bench/bench_cost.py measures, see :func:`read_cost`.
 
     hidden, intermediate  D and H of an expert, in elements
     matrices              weights per expert, each D x H: 3 with a gate
@@ -37,6 +37,8 @@ class CostModel:
     overhead_us           of every expert that has tokens (kernel launches), in microseconds
     token_us              ((tokens, microseconds per token), ...): per-token time by size of the GEMM, ascending sizes;
                           between two sizes linear in log(tokens), outside the nearest
+    bandwidths            GB/s of one rank, inside a node and between nodes, where the topology has none
+    source                where the constants are from, in words
     """
 
     hidden: int = 7168
@@ -46,26 +48,64 @@ class CostModel:
     token_bytes: float = 2.0
     overhead_us: float = 5.0
     token_us: tuple[tuple[int, float], ...] = ((1, 13.1), (8, 1.64), (64, 0.205), (128, 0.147))
+    bandwidths: tuple[float, float] = DEFAULT_BANDWIDTHS
+    source: str = "arithmetic for DeepSeek-V3's experts in FP8 on an H100"
 
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate", "matrices", "weight_bytes", "token_bytes"):
-            if not 0 < getattr(self, name) < inf:
-                raise ValueError(f"{name} must be a positive number, got {getattr(self, name)}")
-        if not 0 <= self.overhead_us < inf:
-            raise ValueError(f"overhead_us must not be negative, got {self.overhead_us}")
-        points = tuple((int(size), float(us)) for size, us in self.token_us)
-        object.__setattr__(self, "token_us", points)
-        sizes = [size for size, _ in points]
-        if not points or sizes != sorted(set(sizes)) or sizes[0] < 1 or min(us for _, us in points) <= 0:
-            raise ValueError(f"token_us must be pairs of ascending sizes and positive times, got {points}")
+            if not _is_positive(getattr(self, name)):
+                raise ValueError(f"{name} must be a positive number, got {getattr(self, name)!r}")
+        if self.overhead_us != 0 and not _is_positive(self.overhead_us):
+            raise ValueError(f"overhead_us must be 0 or a positive number, got {self.overhead_us!r}")
+        if not isinstance(self.source, str):
+            raise ValueError(f"source must be text, got {self.source!r}")
+        if not _are_numbers(self.bandwidths) or len(self.bandwidths) != 2:
+            raise ValueError(f"bandwidths must be two positive numbers, got {self.bandwidths!r}")
+        object.__setattr__(self, "bandwidths", (float(self.bandwidths[0]), float(self.bandwidths[1])))
+        object.__setattr__(self, "token_us", _points(self.token_us))
 
     @property
     def expert_bytes(self) -> float:
         return self.matrices * self.hidden * self.intermediate * self.weight_bytes
 
+    @property
+    def large_token_us(self) -> float:
+        """Microseconds per token in the largest GEMM of token_us."""
+        return self.token_us[-1][1]
+
+    @property
+    def break_even(self) -> tuple[int, int]:
+        """Tokens from which borrowing an expert pays, inside a node and between nodes: :func:`break_even`."""
+        near, far = self.bandwidths
+        return (
+            break_even(self.expert_bytes, near, self.large_token_us),
+            break_even(self.expert_bytes, far, self.large_token_us),
+        )
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < inf
+
+
+def _are_numbers(values: object) -> TypeGuard[Sequence[float]]:
+    return isinstance(values, (list, tuple)) and all(map(_is_positive, values))
+
+
+def _points(given: object) -> tuple[tuple[int, float], ...]:
+    """token_us as checked pairs."""
+    pairs = list(given) if isinstance(given, (list, tuple)) else []
+    points = [(pair[0], float(pair[1])) for pair in pairs if _are_numbers(pair) and len(pair) == 2]
+    sizes = [size for size, _ in points]
+    whole = all(isinstance(size, int) for size in sizes)
+    if not points or len(points) < len(pairs) or not whole or sizes != sorted(set(sizes)):
+        raise ValueError(f"token_us must be pairs of ascending sizes and positive times, got {given!r}")
+    return tuple((int(size), us) for size, us in points)
+
 
 def read_cost(path: str | Path) -> CostModel:
     """A cost model from a JSON object with fields of :class:`CostModel`; what it lacks keeps its default.
+
+    bench/bench_cost.py measures such a file.
 
     Raises:
         ValueError: no such file, no JSON object, an unknown field, or a value out of range.
@@ -79,7 +119,7 @@ def read_cost(path: str | Path) -> CostModel:
     known = [field.name for field in fields(CostModel)]
     if unknown := [name for name in given if name not in known]:
         raise ValueError(f"cost file must have fields of {', '.join(known)}, got {unknown[0]!r}")
-    return CostModel(**given)
+    return CostModel(**{"source": Path(path).name, **given})
 
 
 def rank_seconds(quota: Tensor, num_ranks: int, model: CostModel) -> Tensor:
@@ -116,9 +156,22 @@ def imports(slot_to_expert: Tensor, home_slot: Tensor, spare_slots: int, topolog
     return torch.stack([(filled & ~far).sum(-1), (filled & far).sum(-1)], -1)
 
 
-def import_seconds(imported: Tensor, topology: Topology, model: CostModel) -> Tensor:
-    """[..., R] float64 time in which every rank receives its borrowed weights, if nothing hides it."""
-    return imported.double() @ (model.expert_bytes / _bytes_per_second(topology))
+def lent(slot_to_expert: Tensor, home_slot: Tensor, spare_slots: int, topology: Topology) -> Tensor:
+    """[..., R, R] int64 experts that a rank lends to each rank's spare slots. Arguments as of :func:`imports`."""
+    ranks, size = topology.num_ranks, slot_to_expert.shape[-1] // topology.num_ranks
+    borrowed = slot_to_expert.reshape(*slot_to_expert.shape[:-1], ranks, size)[..., size - spare_slots :]
+    homes = home_slot.gather(-1, borrowed.clamp(min=0).flatten(-2).long()).view(borrowed.shape) // size
+    lenders = torch.arange(ranks, device=homes.device).view(ranks, 1, 1)
+    return ((homes.unsqueeze(-3) == lenders) & (borrowed >= 0).unsqueeze(-3)).sum(-1)
+
+
+def import_seconds(lent: Tensor, topology: Topology, model: CostModel) -> Tensor:
+    """[..., R] float64 time of borrowed weights, if nothing hides it: the larger of what a rank receives and sends.
+
+    Args:
+        lent: [..., R, R] experts that lender sends to borrower.
+    """
+    return _busy(lent, topology, model) * model.expert_bytes
 
 
 def exchange_seconds(rows: Tensor, topology: Topology, model: CostModel) -> Tensor:
@@ -127,19 +180,18 @@ def exchange_seconds(rows: Tensor, topology: Topology, model: CostModel) -> Tens
     Args:
         rows: [..., R, R] rows that source sends to rank; those to itself are free.
     """
+    return 2 * _busy(rows, topology, model) * model.hidden * model.token_bytes
+
+
+def _busy(sent: Tensor, topology: Topology, model: CostModel) -> Tensor:
+    """[..., R] float64 seconds per byte of what rank sends to rank: the larger of a rank's sum and its column's."""
     index = torch.arange(topology.num_ranks)
     node = index // topology.ranks_per_node
-    same = node.unsqueeze(0) == node.unsqueeze(1)
-    sent = rows.double() * (index.unsqueeze(0) != index.unsqueeze(1))
-    inside, outside = (1 / _bytes_per_second(topology)).unbind()
-    per_link = torch.where(same, inside, outside)
-    busy = torch.maximum((sent * per_link).sum(-1), (sent * per_link).sum(-2))
-    return 2 * busy * model.hidden * model.token_bytes
-
-
-def _bytes_per_second(topology: Topology) -> Tensor:
-    """[2] float64, inside a node and between nodes; DEFAULT_BANDWIDTHS where the topology has none."""
-    return torch.tensor(topology.bandwidths or DEFAULT_BANDWIDTHS, dtype=torch.float64) * 1e9
+    near, far = topology.bandwidths or model.bandwidths
+    inside = (node.unsqueeze(0) == node.unsqueeze(1)).double()
+    per_link = 1e-9 / near * inside + 1e-9 / far * (1 - inside)
+    busy = sent.double() * per_link * (index.unsqueeze(0) != index.unsqueeze(1))
+    return torch.maximum(busy.sum(-1), busy.sum(-2))
 
 
 def break_even(expert_bytes: float, bandwidth: float, token_us: float) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from isoload import __version__, kernels
+from isoload.cost import CostModel
 
 PACKAGE = Path(__file__).parent
 CUDA_OP = "isoload::plan_exact"  # stands for all ops: they are compiled for CUDA together
@@ -30,8 +31,12 @@ class Item:
     detail: str
 
 
-def report() -> list[Item]:
-    """Everything isoload can use, from the interpreter up. Nothing is imported that is not needed to look."""
+def report(cost: CostModel | None = None) -> list[Item]:
+    """Everything isoload can use, from the interpreter up. Nothing is imported that is not needed to look.
+
+    Args:
+        cost: constants from which the break-even point of a borrow follows; None = the built-in ones.
+    """
     checks: dict[str, Callable[[], tuple[bool, str]]] = {
         "python": lambda: (True, f"{platform.python_version()} on {platform.machine()}"),
         "torch": lambda: (True, f"{torch.__version__}, {torch.get_num_threads()} CPU threads"),
@@ -44,6 +49,7 @@ def report() -> list[Item]:
         "Triton kernels": _kernels,
         "DeepEP": lambda: _package("deep_ep", "the DeepEP transport", "deepep"),
         "HiGHS (scipy)": lambda: _package("scipy", "the LP oracle of tests and benchmarks", "plan"),
+        "break-even": lambda: _break_even(cost or CostModel()),
     }
     return [Item(name, *check()) for name, check in checks.items()]
 
@@ -106,3 +112,12 @@ def _package(module: str, use: str, extra: str) -> tuple[bool, str]:
         return True, f"{importlib.metadata.version(module)}, for {use}"
     except importlib.metadata.PackageNotFoundError:
         return True, f"version unknown, for {use}"
+
+
+def _break_even(model: CostModel) -> tuple[bool, str]:
+    """From how many tokens borrowing an expert pays."""
+    (near, far), (inside, outside) = model.break_even, model.bandwidths
+    return True, (
+        f"borrowing an expert pays from {near} tokens inside a node ({inside:g} GB/s), {far} between nodes "
+        f"({outside:g} GB/s): {model.source}"
+    )

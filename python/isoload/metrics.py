@@ -20,6 +20,7 @@ class RoutedBatch:
 
     slot_copies  [L, P]  copies that each slot received
     rows         [L, 3]  rows (distinct token x destination rank): all, to another rank, to another node
+    rank_rows    [L, R, R]  rows that source rank sends to rank, those to itself included
     copies       [L, 3]  copies (token x expert): all, to another rank, to another node
     shared       [L, 3]  copies of shared experts: all, to another rank, to another rank that the token's routed
                          experts do not visit
@@ -27,6 +28,7 @@ class RoutedBatch:
 
     slot_copies: Ints
     rows: Ints
+    rank_rows: Ints
     copies: Ints
     shared: Ints
 
@@ -40,9 +42,11 @@ def count_routed(
     num_slots = ranks * slots_per_rank
     slot_copies = np.empty((layers, num_slots), dtype=np.int64)
     rows, copies = (np.empty((layers, 3), dtype=np.int64) for _ in range(2))
+    rank_rows = np.empty((layers, ranks, ranks), dtype=np.int64)
     rank_of_column, token = np.arange(ranks), np.arange(tokens)[:, None]
     same_rank = sources[:, None] == rank_of_column  # [T, R]
     same_node = (sources // per_node)[:, None] == rank_of_column // per_node
+    from_rank = same_rank.T.astype(np.float64)  # a product of floats is a fast one
     for layer in range(layers):
         slot_copies[layer] = np.bincount(slots[layer].ravel() + 1, minlength=num_slots + 1)[1:]
         column = slots[layer] // slots_per_rank + 1  # absent copies fall into column 0
@@ -50,8 +54,9 @@ def count_routed(
         sent = sent.reshape(tokens, ranks + 1)[:, 1:]
         for out, amount in ((rows, sent > 0), (copies, sent)):
             out[layer] = amount.sum(), amount[~same_rank].sum(), amount[~same_node].sum()
+        rank_rows[layer] = from_rank @ (sent > 0)
     shared = np.stack([_count_shared(layer // slots_per_rank, sources, num_shared) for layer in slots])
-    return RoutedBatch(slot_copies, rows, copies, shared)
+    return RoutedBatch(slot_copies, rows, rank_rows, copies, shared)
 
 
 def _count_shared(ranks: Ints, sources: Ints, num_shared: int) -> Ints:

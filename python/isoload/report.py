@@ -6,6 +6,7 @@ import json
 import os
 import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -131,6 +132,8 @@ def print_replay(replay: Replay, console: Console) -> None:
     print_lines(console, replay_header(replay), "bold")
     print_table(console, heading, rows)
     print_lines(console, SHARED_UNITS if replay.settings["shared_experts"] else UNITS, "dim")
+    if any(row.gap_mean < 0 for row in replay.policies):
+        print_lines(console, ["Below the bound: who borrows has slots that the bound does not count."], "dim")
 
 
 def inspect_table(layers: Sequence[LayerStats]) -> tuple[list[str], list[str]]:
@@ -252,10 +255,18 @@ def replay_json(replay: Replay) -> dict[str, Any]:
                     "p99": row.plan_us_p99,
                     "batched": row.plan_us_batched,
                 },
+                **predicted,
             }
-            for row in replay.policies
+            for row, predicted in zip(replay.policies, _predicted(replay), strict=True)
         ],
     }
+
+
+def _predicted(replay: Replay) -> list[dict[str, Any]]:
+    """What a cost model adds to the rows of the policies."""
+    if not replay.costs:
+        return [{}] * len(replay.policies)
+    return [{"predicted": {k: v for k, v in asdict(row).items() if k != "policy"}} for row in replay.costs]
 
 
 def check_target(target: str | None) -> None:

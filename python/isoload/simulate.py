@@ -18,7 +18,9 @@ from torch import Tensor
 
 from isoload.batches import Batches, SourceBatch, make_batches
 from isoload.calibration import Fold, calibration_folds
+from isoload.cost import CostModel
 from isoload.counting import count
+from isoload.layer_cost import CostTally, LayerCost
 from isoload.metrics import PolicyFigures, RoutedBatch, Tally, count_routed
 from isoload.placement import Placement
 from isoload.placers import place
@@ -48,6 +50,7 @@ class ReplaySettings:
     max_batches     of every calibration's batches, how many are replayed, the first ones; 0 = all
     assign          how sequences go to source ranks, see :func:`isoload.batches.source_ranks`
     seed            of drawn batches and of every policy that draws
+    cost            constants by which layer times are predicted; the policies that price imports take them, too
     policies        names in ``isoload.POLICIES``, with options as ``name:option=value``
     """
 
@@ -62,12 +65,16 @@ class ReplaySettings:
     max_batches: int = 0
     assign: str = "contiguous"
     seed: int = 0
+    cost: CostModel | None = None
     policies: tuple[str, ...] = DEFAULT_POLICIES
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What a replay found. tokens and batches are the replayed ones; settings holds the resolved settings."""
+    """What a replay found. tokens and batches are the replayed ones; settings holds the resolved settings.
+
+    costs has a row per policy if the settings have a cost model, else none.
+    """
 
     trace: str
     settings: dict[str, Any]
@@ -75,6 +82,7 @@ class Replay:
     layers: int
     batches: int
     policies: tuple[PolicyFigures, ...]
+    costs: tuple[LayerCost, ...] = ()
 
 
 def replay(
@@ -96,7 +104,9 @@ def replay(
 
 
 def _replay(trace: Trace, settings: ReplaySettings, on_batch: Callable[[int, int], None]) -> Replay:
-    topology = Topology(settings.num_ranks, settings.ranks_per_node)
+    model = settings.cost
+    bandwidths = model.bandwidths if model else None
+    topology = Topology(settings.num_ranks, settings.ranks_per_node, bandwidths=bandwidths)
     _check_policies(settings.policies)
     batches = make_batches(trace, settings.batch_tokens, settings.seed)
     folds = [
@@ -107,6 +117,7 @@ def _replay(trace: Trace, settings: ReplaySettings, on_batch: Callable[[int, int
         trace.num_experts, settings.num_ranks, settings.spare_slots + settings.shared_experts
     )
     tallies = [Tally(name, settings.num_ranks) for name in settings.policies]
+    costs = [CostTally(name, model) for name in settings.policies] if model else []
     tokens = done = 0
     total = sum(len(fold.replay) for fold in folds)
     for fold in folds:
@@ -123,12 +134,13 @@ def _replay(trace: Trace, settings: ReplaySettings, on_batch: Callable[[int, int
         for index in fold.replay:
             batch = batches.source_batch(index, settings.num_ranks, settings.assign)
             batch = batch.with_shared(trace.num_experts, settings.shared_experts)
-            _replay_batch(batch, index, placement, settings.seed, tallies)
+            _replay_batch(batch, index, placement, settings, tallies, costs)
             tokens, done = tokens + batch.num_tokens, done + 1
             on_batch(done, total)
     figures = tuple(tally.figures() for tally in tallies)
     resolved = _resolved(settings, trace, batches, folds, slots_per_rank)
-    return Replay(trace.name, resolved, tokens, trace.num_layers, total, figures)
+    predicted = tuple(tally.figures() for tally in costs)
+    return Replay(trace.name, resolved, tokens, trace.num_layers, total, figures, predicted)
 
 
 @contextmanager
@@ -149,18 +161,25 @@ def default_slots_per_rank(num_experts: int, num_ranks: int, others: int = 0) ->
 
 
 def _replay_batch(
-    batch: SourceBatch, index: int, placement: Placement, seed: int, tallies: list[Tally]
+    batch: SourceBatch,
+    index: int,
+    placement: Placement,
+    settings: ReplaySettings,
+    tallies: list[Tally],
+    costs: list[CostTally],
 ) -> None:
     loads = torch.stack([_layer_loads(batch, layer, placement) for layer in range(placement.num_layers)])
     best = "joint" if placement.num_shared else "exact"
     bound = plan_layers(loads, placement, best).bound.numpy()
-    for tally in tallies:
-        plans = _timed_plans(loads, placement, _seeded(tally.policy, seed, index), tally)
+    for position, tally in enumerate(tallies):
+        plans = _timed_plans(loads, placement, _policy(tally.policy, settings, index), tally)
         slots = torch.stack([_route_layer(batch, *pair) for pair in zip(loads, plans, strict=True)])
         size, shared = placement.slots_per_rank, placement.num_shared
         routed = count_routed(slots.numpy(), batch.sources(), placement.topology, size, shared)
         _check_realised(plans, routed, tally.policy)
         tally.add(routed, bound)
+        if costs:
+            costs[position].add(plans, routed, placement)
 
 
 def _layer_loads(batch: SourceBatch, layer: int, placement: Placement) -> Tensor:
@@ -210,19 +229,23 @@ def _check_policies(policies: tuple[str, ...]) -> None:
         )
 
 
-def _seeded(policy: str, seed: int, step: int) -> Policy:
-    """A policy that draws gets the seed, and one that draws anew for every batch its number."""
+def _policy(policy: str, settings: ReplaySettings, step: int) -> Policy:
+    """A policy that draws gets the seed, and one that draws anew for every batch its number; one that prices imports
+    the cost model's constants. Its own options come first."""
     name, options = parse_policy(policy)
     known = {field.name for field in fields(POLICIES[name])}
-    drawn = {key: value for key, value in {"seed": seed, "step": step}.items() if key in known}
-    return make_policy(name, {**drawn, **options})
+    given: dict[str, Any] = {"seed": settings.seed, "step": step}
+    if settings.cost:
+        given |= {"expert_bytes": settings.cost.expert_bytes, "token_us": settings.cost.large_token_us}
+    given = {key: value for key, value in given.items() if key in known}
+    return make_policy(name, {**given, **options})
 
 
 def _warm_up(placement: Placement, settings: ReplaySettings) -> None:
     """Plans every layer once, so that what is derived once per placement is not timed."""
     loads = torch.zeros(placement.num_layers, settings.num_ranks, placement.num_experts, dtype=torch.int32)
     for policy in settings.policies:
-        _timed_plans(loads, placement, _seeded(policy, settings.seed, 0), Tally(policy, settings.num_ranks))
+        _timed_plans(loads, placement, _policy(policy, settings, 0), Tally(policy, settings.num_ranks))
 
 
 def _resolved(

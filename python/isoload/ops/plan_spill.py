@@ -54,7 +54,8 @@ def plan_spill(
     The busiest rank gives first, always from its largest expert, to the rank that takes the largest chunk without
     passing the target. Of papers/003 (LLEP) the idea, not the steps: no expert comes twice to a rank, none beyond the
     spare slots, and no rank's load passes the largest of plain EP. A rank that holds a replica takes copies without
-    an import; other replicas stay idle.
+    an import; other replicas stay idle. Where the ranks with room have no spare slot left and there are no replicas, a
+    rank that lends to one of them lends it more copies of that expert and takes the chunk itself.
 
     Args:
         loads: [E] or [R, E] int32 copies (leading L as slot_to_expert); sources are summed.

@@ -24,7 +24,7 @@ class SpillCostPolicy(SpillPolicy):
     """
 
     name = "spill_cost"
-    expert_bytes: int = DEEPSEEK_V3_FP8
+    expert_bytes: float = DEEPSEEK_V3_FP8
     token_us: float = 0.147
     egress: int | None = None
     min_chunk: int = 256

@@ -127,6 +127,10 @@ class Spiller:
     def holds(self, expert: int, rank: int) -> bool:
         return expert in self.slots[rank * self.size : (rank + 1) * self.size]
 
+    def replicated(self) -> bool:
+        """Whether an expert has more than its home slot."""
+        return sum(0 <= e < len(self.loads) for e in self.slots) > len(self.loads)
+
     def is_balanced(self) -> bool:
         """Whether max / mean, of ranks that are alive or of experts, is at most the threshold."""
         top, count, total = self.busiest, sum(self.rules.alive), self.total
@@ -144,8 +148,7 @@ class Spiller:
 
     def least_target(self) -> int:
         """The lowest target at which the other ranks have room for all excess if each pays for one import."""
-        replicated = sum(0 <= e < len(self.loads) for e in self.slots) > len(self.loads)
-        cost = 0 if replicated else min(self.rules.import_costs)
+        cost = 0 if self.replicated() else min(self.rules.import_costs)
         live = [n for n, alive in zip(self.load, self.rules.alive, strict=True) if alive]
         low, high = -(-self.total // len(live)), self.busiest
         while low < high:
@@ -177,7 +180,7 @@ class Spiller:
         across = 0
         for expert, rank, copies, imported in attempt.chunks:
             first = rank * self.size
-            slot = self.slots.index(expert, first) if not imported else -1
+            slot = slots.index(expert, first) if not imported else -1
             if imported:
                 slot = first + self.size - self.rules.spare_slots + imports[rank]
                 imports[rank] += 1
@@ -204,6 +207,7 @@ class Attempt:
         self.exports = [0] * self.rules.num_ranks
         self.chunks: list[tuple[int, int, int, bool]] = []  # expert, rank, copies, imported
         self.flags = 0
+        self.relays = not spiller.replicated()  # whether there may be one
 
     def relieve(self, home: int, slack: int) -> None:
         """Hands chunks of the rank's largest experts away until it is at the target, or nobody takes them."""
@@ -217,6 +221,8 @@ class Attempt:
             copies, helper = self.choose(largest, home)
             if copies < self.rules.min_chunk and excess <= slack:
                 return  # the tail stays at home
+            if copies == 0:
+                copies, helper = self.relay(largest, home)
             if copies == 0:
                 self.flags |= EGRESS if self.exports[home] == self.rules.egress else NO_SPARE_SLOT
                 return
@@ -239,6 +245,33 @@ class Attempt:
             lent = self.free[helper] > 0 and self.exports[home] < self.rules.egress
             room = room - self.rules.import_cost(home, helper) if lent else 0
         return max(0, min(self.cost[home] - self.target, self.left[expert], room))
+
+    def relay(self, expert: int, home: int) -> tuple[int, int]:
+        """(copies, rank) of the largest chunk that a giver can take after it has lent more copies, of an expert that
+        it lends already, to a rank with room but no spare slot. Once there is none, none is sought."""
+        best: tuple[int, int, tuple[int, int]] = (0, 0, (0, 0))
+        if not self.relays or self.exports[home] == self.rules.egress:
+            return 0, 0
+        wanted = min(self.cost[home] - self.target, self.left[expert])
+        imported = sorted((rank, i) for i, (_, rank, _, new) in enumerate(self.chunks) if new)
+        for rank, i in imported:
+            lent = self.chunks[i][0]
+            giver, room = self.spiller.home_rank[lent], self.target - self.cost[rank]
+            copies = min(wanted, min(room, self.left[lent]) - self.rules.import_cost(home, giver))
+            if self.free[rank] or room <= min(self.rules.import_costs):
+                continue
+            if copies > best[0] and giver != home and self.free[giver]:
+                best = copies, giver, (lent, rank)
+        self.relays = best[0] > 0
+        if self.relays:
+            copies, giver, (lent, rank) = best
+            assert (expert, giver) not in [chunk[:2] for chunk in self.chunks], "no expert twice on a rank"
+            more = copies + self.rules.import_cost(home, giver)
+            self.cost[giver] -= more
+            self.cost[rank] += more
+            self.left[lent] -= more
+            self.chunks.append((lent, rank, more, False))
+        return best[:2]
 
     def give(self, expert: int, home: int, helper: int, copies: int) -> None:
         imported = not self.spiller.holds(expert, helper)
