@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds for this machine's GPU, tests, times, and runs the kernels under compute-sanitizer: minutes, no network.
-# A check that fails does not keep the numbers back; the last line and the exit status tell.
+# A check that fails does not keep the numbers back; the last line and the exit status tell. The limits of the steps
+# add up to ten minutes.
 #
 #   bench/cuda.sh [--dry-run] [FOLDER]   FOLDER (default bench/results): bench_cuda.jsonl and logs of the steps
 #   PYTHON=python3                       an interpreter whose torch has CUDA
@@ -43,21 +44,22 @@ fi
 export ISOLOAD_CUDA=1 ISOLOAD_CUDA_ARCH=$architecture
 workers=()
 if "$python" -c 'import xdist' 2>/dev/null; then workers=(-n 8); fi
-tests=(tests/test_cuda.py tests/test_cuda_layer.py tests/test_device_errors.py)
+tests=(tests/test_cuda.py tests/test_cuda_layer.py tests/test_device_errors.py tests/test_kernels_cuda.py)
 for op in count replica_tables plan_exact exact_objectives exact_pour plan_active plan_lp round_split plan_spill \
   share share_alone route plan_waterfill route_shared route_shared_sampled append_shared_expert; do
   tests+=("tests/test_$op.py")
 done
 
-step machine 60 nvidia-smi
-step build 240 "$python" setup.py -q build_ext --inplace --force || { [ "$dry" = 1 ] || exit 1; }
-step tests 200 "$python" -m pytest -q -m cuda -rfExX "${workers[@]}" "${tests[@]}"
-step bench 150 "$python" bench/bench_cuda.py --results "$folder"
+step machine 10 nvidia-smi
+step build 160 "$python" setup.py -q build_ext --inplace --force || { [ "$dry" = 1 ] || exit 1; }
+step tests 130 "$python" -m pytest -q -m cuda -rfExX "${workers[@]}" "${tests[@]}"
+step bench 90 "$python" bench/bench_cuda.py --results "$folder"
+step kernels 30 "$python" bench/bench_kernels.py
 # Last, being slow. Without the caching allocator a tensor's end is its memory's end.
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 if [ "$dry" = 1 ] || command -v compute-sanitizer >/dev/null; then
   for tool in memcheck racecheck synccheck; do
-    step "$tool" 120 compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 \
+    step "$tool" 60 compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 \
       "$python" bench/bench_cuda.py --check
   done
 else

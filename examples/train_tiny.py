@@ -156,7 +156,7 @@ def global_gradients(model: TinyLM, tokens: Tensor) -> float:
     loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
     loss = loss / dist.get_world_size()  # every rank has as many tokens
     loss.backward()
-    experts = {p for block in model.blocks for p in block.moe.weights.parameters()}
+    experts = {p for block in model.blocks for p in block.moe.expert_parameters()}
     for parameter in model.parameters():
         if parameter not in experts:
             dist.all_reduce(parameter.grad)

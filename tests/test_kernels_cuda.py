@@ -14,7 +14,10 @@ from isoload.expert_weights import ClampedGLU, ExpertWeights, SwiGLU
 from isoload.experts import run_experts
 from isoload.grouping import gather_copies, group_copies, weighted_sum
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 SHAPES = {  # N, H, K

@@ -197,6 +197,14 @@ class MoE(nn.Module):
             combined = [y + self.shared(row) for y, row in zip(combined, rows, strict=True)]
         return combined[0] if isinstance(x, Tensor) else combined
 
+    def expert_parameters(self) -> list[nn.Parameter]:
+        """The owned ranks' expert Parameters.
+
+        Their gradients are sums over the tokens of all ranks, so data parallelism must leave them alone; those of all
+        other Parameters are sums over the own rank's tokens and want an all-reduce. See docs/borrowing.md.
+        """
+        return list(self.weights.parameters())
+
     def refresh_replicas(self) -> None:
         """Copies home rows to their replicas: after every optimizer step, by all ranks together."""
         if self.has_replicas:
