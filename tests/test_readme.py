@@ -56,7 +56,7 @@ def test_make_targets_exist(document):
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
 def test_examples_run(document):
     commands = [[sys.executable, "-c", code] for code in blocks(document, "python")]
-    for line in "".join(blocks(document, "sh")).splitlines():
+    for line in "".join(blocks(document, "sh")).replace("\\\n", "").splitlines():
         words = shlex.split(line, comments=True)
         if words[:1] == ["isoload"]:
             commands.append([sys.executable, "-m", *words])
