@@ -23,7 +23,8 @@ Fairness ledger
   also keeps 2 buffers of spare slots (`pool MB`), always.
 - processes: the real layer, one process per rank, distinct form: the most that a rank took in forward and backward,
   other layers' borrowing between the two. On CPU 4 gloo processes and CPU time: what a collective waits or copies in
-  gloo's threads counts there, no network does. Under torchrun all ranks of its group, NCCL and `pull` on GPUs.
+  gloo's threads counts there, no network does. Under torchrun all ranks of its group, NCCL and `pull` on GPUs. Rows and
+  MB are what collectives are handed, what stays on the rank included.
 - grouped: a rank's 65536 tokens evenly over N experts of 8192 x 8192 (scaled alike): N calls of torch.mm into one
   result against one torch grouped_mm, which on CPU loops inside.
 - One torch thread. One batch per setting: the loads are exact, only the order of tokens is drawn.
@@ -146,8 +147,10 @@ def bench_torchrun(scale: Scale, shapes: Sequence[str], rounds: int) -> list[Row
 
 def bench_all(scale: Scale, shapes: Sequence[str], rounds: int) -> list[Row]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows = []
-    if device.type == "cpu":  # first: forked before this process has run anything
+    rows: list[Row] = []
+    if device.type == "cuda":
+        print("processes: not run, they need torchrun", file=sys.stderr)
+    else:  # first: forked before this process has run anything
         base = Setting(shape=SHAPES[shapes[0]], scale=scale, ranks=FORKED_RANKS)
         rows += bench_forked(concentrations(base, (False,)), rounds)
     rows += bench_virtual(scale, device, shapes, rounds)
@@ -163,6 +166,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="times that each setting is measured")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="NAME")
     asked = parser.parse_args()
+    if asked.full and not torch.cuda.is_available():
+        parser.error("--full needs a GPU, got none")
     torch.set_num_threads(1)
     scale = FULL if asked.full else Scale()
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
@@ -176,7 +181,7 @@ def main() -> None:
         rows = bench_all(scale, asked.shapes, asked.rounds)
     gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     show(rows)
-    name = "bench_llep_torchrun" if under_torchrun else "bench_llep"
+    name = "bench_llep" + ("_cuda" if gpu else "") + ("_torchrun" if under_torchrun else "")
     print("written:", write_results(name, [row | gpu for row in rows]).name)
 
 

@@ -33,10 +33,11 @@ Sorted = tuple[ExpertWeights, Tensor, Tensor]  # weights, copies [C, H], ends [S
 
 @dataclass(frozen=True)
 class Routed:
-    """One plan on one batch: slots [R*T, K] of all tokens, and what planning took."""
+    """One plan on one batch: slots [R*T, K] of all tokens, how many experts move, and what planning took."""
 
     plan: isoload.Plan
     slots: Tensor
+    moved: int
     plan_ms: float
 
 
@@ -72,7 +73,7 @@ class VirtualRanks:
         loads = torch.stack([isoload.count(i, setting.shape.experts) for i in ids])
         made, plan_ms = self.timer(lambda: isoload.plan(loads, placed, None, policy))
         slots = [isoload.route(i, loads, made, rank) for rank, i in enumerate(ids)]
-        return Routed(made, torch.cat(slots), plan_ms)
+        return Routed(made, torch.cat(slots), imports(made), plan_ms)
 
     def receive(self, routed: Routed, rank: int) -> Tokens:
         """What dispatch brings: a row per token with copies here, their local slots and gate weights."""
@@ -106,7 +107,7 @@ class VirtualRanks:
         self, routed: Routed, rank: int, received: Tokens
     ) -> tuple[list[ExpertWeights], list[int] | None]:
         """Stacks of weights and, where the host knows them, their copies."""
-        groups = [self.resident[rank], *([self.pool] if imports(routed.plan) else [])]
+        groups = [self.resident[rank], *([self.pool] if routed.moved else [])]
         return groups, count_copies(received[1], groups) if values_readable(received[1]) else None
 
 
@@ -129,7 +130,7 @@ def run_once(ranks: VirtualRanks, setting: Setting, name: str, ids: list[Tensor]
     times: Times = {"plan_ms": [routed.plan_ms], "borrow_ms": [], "busiest_ms": [], "gemms_ms": []}
     for rank in range(setting.ranks):
         got = ranks.receive(routed, rank)
-        borrow_ms = timer(partial(ranks.borrow, routed, rank))[1] if imports(routed.plan) else 0.0
+        borrow_ms = timer(partial(ranks.borrow, routed, rank))[1] if routed.moved else 0.0
         times["borrow_ms"].append(borrow_ms)
         times["busiest_ms"].append(timer(partial(ranks.compute, routed, rank, got))[1])
         copies = ranks.sort_copies(routed, rank, got)
@@ -158,7 +159,7 @@ def count_traffic(ranks: VirtualRanks, setting: Setting, name: str, ids: list[Te
     received, left = reaches.sum(0), int(reaches.sum()) - int(reaches.gather(1, own[:, None]).sum())
     copies = to_rank.sum((0, 2))
     row_bytes = 2 * setting.hidden * setting.scale.dtype.itemsize + 8 * setting.shape.top_k
-    busiest, moved = int(copies.argmax()), imports(routed.plan)
+    busiest, moved = int(copies.argmax()), routed.moved
     got = ranks.receive(routed, busiest)
     ranks.borrow(routed, busiest)
     telemetry = routed.plan.telemetry

@@ -62,6 +62,8 @@ def test_traffic_is_what_loops_count(name: str, repeat: bool) -> None:
     assert (found["rows_left"], found["busiest_rows"]) == (left, max(received))
     assert found["peak_copies"] == max(copies)
     assert found["row_bytes"] == left * (2 * 16 * 4 + 4 * 8)
+    assert (found["moved"] > 0) == (name == "LLEP") == (found["pool_bytes"] > 0)
+    assert found["weight_bytes"] == found["moved"] * 3 * 16 * 16 * 4
     assert found["peak_bytes"] > max(received) * 16 * 4
 
 
