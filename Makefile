@@ -3,7 +3,7 @@
 # make build  rebuild the compiled ops in place (seconds)
 # make lint   ruff, mypy, clang-format
 # make cuda-check  compiles the CUDA ops for three architectures; needs nvcc, no GPU (minutes)
-# make bench  the benchmarks of planning, of the layer, of shared experts, and balance on the shipped trace
+# make bench  the benchmarks of planning, of the layer, of borrowing, of shared experts, and balance on the shipped trace
 #
 # `run` and `test` create .venv on their first call. Variables:
 #   TORCH=torch==2.13.0   any torch>=2.11 works
@@ -52,6 +52,7 @@ bench: $(READY)
 	$(PY) -m pip install -q highspy scipy
 	OPENBLAS_NUM_THREADS=1 $(PY) bench/bench_plan.py
 	$(PY) bench/bench_layer.py
+	$(PY) bench/bench_llep.py
 	$(PY) bench/bench_shared.py
 	$(PY) bench/bench_shared_traffic.py
 	$(PY) bench/bench_balance.py
