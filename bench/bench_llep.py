@@ -27,7 +27,8 @@ Fairness ledger
   MB are what collectives are handed, what stays on the rank included.
 - grouped: a rank's 65536 tokens evenly over N experts of 8192 x 8192 (scaled alike): N calls of torch.mm into one
   result against one torch grouped_mm, which on CPU loops inside.
-- One torch thread. One batch per setting: the loads are exact, only the order of tokens is drawn.
+- One torch thread. One batch per setting: the loads are exact, only the order of tokens is drawn. Where LLEP's plan is
+  plain EP (lambda 2.5), the two differ by noise.
 """
 
 from __future__ import annotations

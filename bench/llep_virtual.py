@@ -151,9 +151,8 @@ def count_traffic(ranks: VirtualRanks, setting: Setting, name: str, ids: list[Te
     """
     routed, tokens = ranks.route(setting, name, ids), setting.tokens
     stride, total = ranks.size + ranks.spare_slots, routed.slots.numel()
-    to_rank = (routed.slots // stride).unsqueeze(1) == torch.arange(setting.ranks, device=ranks.device)[
-        :, None
-    ]
+    rank = torch.arange(setting.ranks, device=ranks.device)
+    to_rank = (routed.slots // stride).unsqueeze(1) == rank.unsqueeze(1)  # [R*T, R, K]
     reaches = to_rank.any(2)  # [R*T, R]
     own = torch.arange(len(reaches), device=ranks.device) // tokens
     received, left = reaches.sum(0), int(reaches.sum()) - int(reaches.gather(1, own[:, None]).sum())
