@@ -5,7 +5,7 @@
 # make cuda-check  compiles the CUDA ops for three architectures; needs nvcc, no GPU (minutes)
 # make kernels-check  runs the Triton kernels in Triton's interpreter and compiles them; needs no GPU (a minute)
 # make gpu    on a machine with a GPU: builds for it, tests, benchmarks, compute-sanitizer (minutes; bench/README.md)
-# make bench  the benchmarks of planning, of the layer, of shared experts, and balance on the shipped trace
+# make bench  the benchmarks of planning, of the layer, of borrowing, of shared experts, and balance on the shipped trace
 #
 # `run` and `test` create .venv on their first call. Variables:
 #   TORCH=torch==2.13.0   any torch>=2.11 works
@@ -65,6 +65,7 @@ bench: $(READY)
 	$(PY) -m pip install -q highspy scipy
 	OPENBLAS_NUM_THREADS=1 $(PY) bench/bench_plan.py
 	$(PY) bench/bench_layer.py
+	$(PY) bench/bench_llep.py
 	$(PY) bench/bench_shared.py
 	$(PY) bench/bench_shared_traffic.py
 	$(PY) bench/bench_balance.py

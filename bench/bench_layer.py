@@ -1,5 +1,7 @@
 """The whole layer on CPU by policy: rows, bytes, peak memory and times, against `none` and the dense layer.
 
+The protocol of LLEP's paper, with borrowed experts, is in bench_llep.py.
+
 Fairness ledger
 - Routing: layer 12 of the shipped gpt-oss-20b decode trace (E = 32, top-4, 512 tokens per batch; placed by `eplb` on
   the first 7 batches, measured on the last 7), and workload `hot_experts` of the same shape (4 hot experts at 4 times
@@ -42,9 +44,9 @@ import torch.multiprocessing as processes
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 import isoload
+from clocks import medians, peak_bytes, timed
 from harness import machine, write_results
 from isoload.batches import make_batches
 from isoload.expert_weights import ExpertWeights, SwiGLU
@@ -127,22 +129,6 @@ class Setup:
 
     def gate(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         return next(self.answers)
-
-
-def timed(call: Callable[[], Any], clock: Callable[[], int]) -> tuple[Any, float]:
-    """What a call returned, and its milliseconds."""
-    start = clock()
-    result = call()
-    return result, (clock() - start) / 1e6
-
-
-def peak_bytes(call: Callable[[], Any]) -> int:
-    """Most memory that a call held at a time beyond what was there before it."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        call()
-    events = recorded.profiler.kineto_results.events()
-    reports = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    return max(itertools.accumulate((size for _, size in reports), initial=0))
 
 
 def backward(outputs: Sequence[Tensor]) -> None:
@@ -238,16 +224,6 @@ def bench_dense(setup: Setup, rounds: int) -> dict[str, float]:
         samples[0]["forward_peak_bytes"] = peak_bytes(lambda: forward(first))
     samples[0]["training_peak_bytes"] = peak_bytes(lambda: backward([forward(first)]))
     return medians(samples)
-
-
-def medians(samples: Sequence[dict[str, float]]) -> dict[str, float]:
-    """By key, over the samples that have it; rows and bytes as means, for they differ only between batches."""
-    keys = dict.fromkeys(key for sample in samples for key in sample)
-    counted = ("rows", "copies", "bytes", "sent")
-    return {
-        key: float((np.mean if key.endswith(counted) else np.median)([s[key] for s in samples if key in s]))
-        for key in keys
-    }
 
 
 def bench_virtual(routing: str, ranks: int, rounds: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
