@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from isoload.permutation import spread_rows, sum_dtype, sum_rows, sum_rows_backward
+from isoload.value_checks import values_readable
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,19 @@ def group_copies(slots: Tensor, first: int, num_slots: int, num_copies: int | No
     """
     local = slots - first
     present = (local >= 0) & (local < num_slots)
-    key, copy = torch.sort(torch.where(present, local, num_slots).flatten(), stable=True)
-    places = torch.arange(copy.numel(), device=copy.device)
+    key = torch.where(present, local, num_slots).flatten()
     # One place at least: no product is ever asked for of no rows.
-    held = len(copy) if num_copies is None else min(max(num_copies, 1), len(copy))
+    held = len(key) if num_copies is None else min(max(num_copies, 1), len(key))
+    if num_copies and values_readable(slots):
+        copy = present.flatten().nonzero().flatten()  # only these need sorting
+        key, order = key[copy].sort(stable=True)
+        copy = copy[order]
+    else:
+        key, copy = key.sort(stable=True)
     bounds = torch.arange(num_slots, device=key.device)
     ends = torch.searchsorted(key, bounds, right=True, out_int32=True).clamp(max=held)
-    position = torch.empty_like(copy).scatter_(0, copy, places).view(slots.shape)
+    position = torch.full_like(slots, held).flatten()
+    position = position.scatter_(0, copy, torch.arange(len(copy), device=copy.device)).view(slots.shape)
     position = position.masked_fill(present.logical_not(), held).clamp(max=held)
     slot = key[:held].clamp(max=max(num_slots - 1, 0))
     return Grouping(copy[:held], slot, ends, position)

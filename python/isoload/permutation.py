@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from isoload import kernels
+from isoload.value_checks import values_readable
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -56,12 +57,19 @@ def sum_rows(
     total = copies.new_zeros(len(position), copies.shape[1], dtype=exact)
     if not len(copies):
         return total.to(dtype)
+    readable = values_readable(position) and position.device.type == "cpu"
     for k, places in enumerate(position.unbind(1)):  # one pass per k keeps [N, K, H] from existing
+        present = places < len(copies)
+        if readable:  # no work for absent copies, which are most where tokens go to several ranks
+            rows = present.nonzero().flatten()
+            part = copies.index_select(0, places[rows]).to(exact)
+            total.index_add_(0, rows, part if weights is None else part * weights[rows, k, None])
+            continue
         part = copies.index_select(0, places.clamp(max=len(copies) - 1)).to(exact)
         if weights is not None:
             part = part * weights[:, k, None]
         # not a product with 0: the copy that stands in may hold inf and nan
-        total += part.masked_fill((places >= len(copies)).unsqueeze(1), 0)
+        total += part.masked_fill(present.logical_not().unsqueeze(1), 0)
     return total.to(dtype)
 
 
