@@ -202,6 +202,49 @@ def test_time_numbers_are_those_of_the_results_file():
     assert table(PAGE, "ranks+replicas") == expected
 
 
+def test_spill_numbers_are_those_of_the_results_file():
+    rows, text = results("bench_spill"), " ".join(SECTIONS["spill_cost"].split())
+    times = {(r["time"], r["ranks"]): r for r in rows if "time" in r}
+    gaps = {n: [100 * r[f"gap_spare{n}"] for r in rows if "time" not in r] for n in (2, 4, 8)}
+    shown = {n: f"{sum(g) / len(g):.2f} % in the mean and {max(g):.2f} % at most" for n, g in gaps.items()}
+    assert f"{shown[4]} with 4 spare slots" in text
+    for n in (2, 8):
+        assert f"{shown[n].replace(' % in the mean', '').replace(' at most', '')} with {n}" in text
+    assert f"on {len(gaps[4])} instances" in text and max(gaps[4]) <= 5 and sum(gaps[4]) / len(gaps[4]) <= 2
+    both = [times["spill_cost", ranks] for ranks in (8, 64)]
+    assert "{:.0f} us on 8 ranks and {:.0f} us on 64".format(*(r["median_us"] for r in both)) in text
+    assert "{:.0f} and {:.0f} us in the slowest".format(*(r["slowest_us"] for r in both)) in text
+    llep = [times["llep", ranks][key] for key in ("median_us", "slowest_us") for ranks in (8, 64)]
+    assert "(`llep`: {:.0f}, {:.0f}, {:.0f}, {:.0f})".format(*llep) in text
+
+
+def test_borrowing_numbers_are_those_of_the_results_file():
+    page, cells = PAGE.parent / "borrowing.md", {}
+    for row in results("bench_llep"):
+        if row["kind"] == "layer":
+            key = row["shape"], f"{100 * row['share']:.0f} % into {row['num_hot']}", row["form"]
+            cells.setdefault(key, {})[row["policy"]] = row
+    shown = table(page, "layer | tokens into experts")
+    assert len(shown) >= 12
+    for layer, setting, form, *numbers in shown:
+        ep, llep = (cells[layer, setting, form][policy] for policy in ("EP", "LLEP"))
+        assert numbers == [
+            f"{ep['copies_ratio']:.2f} / {llep['copies_ratio']:.3f}",
+            f"{ep['ratio']:.2f} / {llep['ratio']:.2f}",
+            f"{llep['gemms_ratio']:.2f}",
+            f"{llep['moved']}, {llep['weight_bytes'] / 1e6:.1f}",
+            f"{ep['rows_left']} / {llep['rows_left']}",
+            f"{ep['peak_bytes'] / 1e6:.0f} / {llep['peak_bytes'] / 1e6:.0f}",
+        ]
+    text = " ".join(page.read_text().split())
+    slower = [c["LLEP"] for c in cells.values() if c["LLEP"]["busiest_ms"] >= c["EP"]["busiest_ms"]]
+    more = sum(c["LLEP"]["rows_left"] > c["EP"]["rows_left"] for c in cells.values())
+    assert f"not below EP's in {len(slower)} of {len(cells)} settings, where nothing moved" in text
+    assert not any(row["moved"] for row in slower)
+    assert f"in {more} of {len(cells)} settings LLEP sends rows to more ranks" in text
+    assert max(c["LLEP"]["copies_ratio"] for c in cells.values() if c["LLEP"]["moved"]) <= 1.02
+
+
 def test_shared_copies_travel_as_little_as_promised():
     """At least five times fewer unvisited copies than SGLang's static rule, eight in the median, at no higher peak."""
     rows = results("bench_shared_traffic")
