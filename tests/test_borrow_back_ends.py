@@ -35,7 +35,7 @@ def draw_loans(seed: int, ranks: int, spare: int) -> Loans:
         chosen = np.where(rng.random(len(chosen)) < 0.7, chosen, -1)
         slots[rank, RESIDENT : RESIDENT + len(chosen)] = chosen
     table = torch.tensor(home, dtype=torch.int32)
-    return Loans(torch.from_numpy(slots).flatten(), table, [list(h) for h in home], ranks, spare)
+    return Loans(torch.from_numpy(slots).flatten(), table, home, ranks, spare)
 
 
 def draw_stack(seed: int, rank: int, w: int, rows: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

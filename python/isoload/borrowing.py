@@ -72,10 +72,10 @@ class Borrowing:
 
     def settle(self, held: Sequence[Residence], num_experts: int) -> None:
         """Learns which rank and weight row is every expert's home."""
-        home = [[-1, -1] for _ in range(num_experts)]
+        home = [(-1, -1)] * num_experts
         for rank, residence in enumerate(held):
             for row, expert in enumerate(residence.homes):
-                home[expert] = [rank, row]
+                home[expert] = rank, row
         self._home_rows, self._home = home, {}
 
     def borrow(self, plan: Plan) -> Borrowed | None:
@@ -116,12 +116,14 @@ class Borrowed:
         self._start = lambda: back_end.start(stage, self.loans, lent, self.pools)
         if self.loans.on_host or not back_end.reads_plan:
             self.proceed()
+        else:
+            self.loans.ask()
 
     def proceed(self) -> None:
         """To be called once the host has waited for something later than the plan: the plan's copy is there now."""
         if self._start is None:
             return
-        if not self.loans.has_arrived and self._of.back_end.reads_plan:
+        if self._of.back_end.reads_plan and not self.loans.has_arrived:
             self._of.transport.traffic.host_syncs += 1
         start, self._start = self._start, None
         self._finish = start()

@@ -162,9 +162,8 @@ class MoE(nn.Module):
         parts = module_parts(block)
         if placement is None:
             policy = how.get("policy", "exact")
-            kind = (
-                policy if isinstance(policy, Policy) else POLICIES.get(policy, Policy)
-            )  # unknown: refused below
+            # an unknown name is refused below
+            kind = policy if isinstance(policy, Policy) else POLICIES.get(policy, Policy)
             spare = SPARE_SLOTS if kind.borrows else 0
             placement = place(
                 torch.ones(1, parts.dense.num_slots), topology, spare_slots=spare, placer="trivial"

@@ -34,54 +34,62 @@ class RankLoans:
     got: list[int]
 
 
-@dataclass(frozen=True, eq=False)
 class Loans:
     """All loans of one batch and layer, the same on every rank.
 
-    slot_to_expert  [P] int32    of the plan: its last spare_slots of every rank say what is borrowed
-    home            [E, 2] int32 rank and weight row of every expert's home
-    home_rows       the same on the host
+    Args:
+        slot_to_expert: [P] int32, of the plan: its last spare_slots of every rank say what is borrowed.
+        home: [E, 2] int32 rank and weight row of every expert's home.
+        home_rows: the same on the host.
+        num_ranks: R.
+        spare_slots: of every rank.
     """
 
-    slot_to_expert: Tensor
-    home: Tensor
-    home_rows: list[list[int]]
-    num_ranks: int
-    spare_slots: int
+    def __init__(
+        self,
+        slot_to_expert: Tensor,
+        home: Tensor,
+        home_rows: list[tuple[int, int]],
+        num_ranks: int,
+        spare_slots: int,
+    ) -> None:
+        self.slot_to_expert, self.home = slot_to_expert, home
+        self.num_ranks, self.spare_slots = num_ranks, spare_slots
+        self._home_rows = home_rows
+        self._copy: tuple[Tensor, torch.cuda.Event] | None = None
 
-    def __post_init__(self) -> None:
-        if self.on_host:
+    @property
+    def on_host(self) -> bool:
+        """Whether the plan lies on the host."""
+        return self.slot_to_expert.device.type == "cpu"
+
+    def ask(self) -> None:
+        """Begins to copy a device's plan to the host: who reads it after dispatch has waited does not wait again."""
+        if self.on_host or self._copy is not None:
             return
-        # Asked for now, so that whoever reads it after dispatch has waited for the host does not wait again.
         spare = self._spare()
         pinned = torch.empty(spare.shape, dtype=spare.dtype, pin_memory=True)
         pinned.copy_(spare, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self.__dict__["_copied"] = pinned, event
-
-    @property
-    def on_host(self) -> bool:
-        """Whether the plan can be read without a wait."""
-        return self.slot_to_expert.device.type == "cpu"
+        self._copy = pinned, event
 
     @property
     def has_arrived(self) -> bool:
-        """Whether the plan's copy on the host is complete."""
-        return self.on_host or bool(self.__dict__["_copied"][1].query())
+        """Whether :attr:`each` can be read without a wait."""
+        return self.on_host or (self._copy is not None and bool(self._copy[1].query()))
 
     @cached_property
     def each(self) -> list[Loan]:
         """By borrower, then place. Waits for a plan on a device."""
-        if self.on_host:
-            spare = self._spare().tolist()
-        else:
-            pinned, event = self.__dict__["_copied"]
+        self.ask()
+        spare = self._spare()
+        if self._copy is not None:
+            spare, event = self._copy
             event.synchronize()
-            spare = pinned.tolist()
         return [
-            Loan(self.home_rows[expert][0], self.home_rows[expert][1], borrower, place)
-            for borrower, experts in enumerate(spare)
+            Loan(*self._home_rows[expert], borrower, place)
+            for borrower, experts in enumerate(spare.tolist())
             for place, expert in enumerate(experts)
             if expert >= 0
         ]
