@@ -88,10 +88,11 @@ class Loans:
             spare, event = self._copy
             event.synchronize()
         return [
-            Loan(*self._home_rows[expert], borrower, place)
+            Loan(lender, row, borrower, place)
             for borrower, experts in enumerate(spare.tolist())
             for place, expert in enumerate(experts)
             if expert >= 0
+            for lender, row in (self._home_rows[expert],)
         ]
 
     def of_rank(self, rank: int) -> RankLoans:
