@@ -101,16 +101,18 @@ def test_borrow_equals_reference(dtype: torch.dtype, num_ranks: int, spare_slots
             assert torch.equal(one, raw(other)), "the homes stay"
 
 
+@pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_ranks", "spare_slots", "stacks"), [(1, 2, 1), (2, 1, 4), (5, 3, 2), (8, 2, 9)])
 def test_borrow_backward_equals_reference(
-    dtype: torch.dtype, num_ranks: int, spare_slots: int, stacks: int
+    dtype: torch.dtype, num_ranks: int, spare_slots: int, stacks: int, rounds: bool
 ) -> None:
-    """NaN lies in the pool rows of empty slots and must stay there."""
+    """NaN lies in the pool rows of empty slots and must stay there. Totals may be of the pools' dtype."""
     seed = np.random.SeedSequence().entropy
     print("seed", seed)
     rng = np.random.default_rng(seed)
-    plan, exact = draw_plan(rng, num_ranks, spare_slots), torch.promote_types(dtype, torch.float32)
+    plan = draw_plan(rng, num_ranks, spare_slots)
+    exact = dtype if rounds else torch.promote_types(dtype, torch.float32)
     shapes = [SHAPES[i] for i in rng.permutation(len(SHAPES))[:stacks]]
     pools = [[draw_values(rng, spare_slots, shape, dtype) for shape in shapes] for _ in range(num_ranks)]
     for rank, of_rank in enumerate(pools):
@@ -125,6 +127,25 @@ def test_borrow_backward_equals_reference(
         ops.borrow_backward(*plan.args, peers, totals, num_ranks, rank, spare_slots, dtype, blocks=blocks)
         for mine, theirs in zip(totals, expected, strict=True):
             assert torch.equal(mine, theirs) and not mine.isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sums_round_as_torch_rounds(dtype: torch.dtype) -> None:
+    """Every 16-bit pattern as the total, random ones as gradients: subnormals, overflow, infinities, NaN."""
+    rng = np.random.default_rng(seed := np.random.SeedSequence().entropy)
+    print("seed", seed)
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    grads = [torch.from_numpy(rng.integers(-(2**15), 2**15, (1, 2**16), np.int16)) for _ in range(3)]
+    tiny = torch.from_numpy(rng.integers(0, 2**10, (1, 2**16), np.int16))  # fp16's subnormals
+    for pools in (grads, [tiny] * 3):
+        pools = [[pool.view(dtype)] for pool in pools]
+        total, expected = every.clone()[None].view(dtype), every.clone()[None].view(dtype)
+        slots, home = int32(0, 0, -1, 0, -1, 0), int32(0, 0).view(1, 2)
+        ops.borrow_backward(slots, home, ops.addresses(pools), [total], 3, 0, 1, dtype)
+        reference.borrow_backward(slots, home, pools, [expected], 3, 0, 1)
+        assert torch.equal(total.isnan(), expected.isnan())
+        numbers = total.isnan().logical_not()
+        assert torch.equal(raw(total[numbers]), raw(expected[numbers]))
 
 
 def int32(*values: Any) -> Tensor:

@@ -57,12 +57,17 @@ def bring(transport: Transport, name: str, seed: int, ranks: int, spare: int) ->
     return [[pool.view(torch.uint8) for pool in own] for own in pools]
 
 
+def total_dtype(seed: int, dtype: torch.dtype) -> torch.dtype:
+    """Of the totals: the pools' or the wider one, in turn."""
+    return dtype if seed % 2 else torch.promote_types(dtype, torch.float32)
+
+
 def give(
     transport: Transport, name: str, seed: int, ranks: int, spare: int, dtype: torch.dtype
 ) -> list[list[Tensor]]:
     """The owned ranks' totals after the gradients have come home; values whose sum depends on its order."""
     loans, back_end = draw_loans(seed, ranks, spare), make_back_end(transport, name, torch.device("cpu"))
-    exact = torch.promote_types(dtype, torch.float32)
+    exact = total_dtype(seed, dtype)
     shapes = [(4, 6), (3,)]
     grads = [[draw_stack(seed, r, w, spare, s, dtype) for w, s in enumerate(shapes)] for r in transport.ranks]
     totals = [
@@ -84,19 +89,17 @@ def brought(seed: int, ranks: int, spare: int) -> list[list[Tensor]]:
 
 
 def given(seed: int, ranks: int, spare: int, dtype: torch.dtype) -> list[list[Tensor]]:
-    loans, exact, shapes = (
-        draw_loans(seed, ranks, spare),
-        torch.promote_types(dtype, torch.float32),
-        [(4, 6), (3,)],
-    )
+    loans, exact, shapes = draw_loans(seed, ranks, spare), total_dtype(seed, dtype), [(4, 6), (3,)]
     totals = [
         [draw_stack(seed, r, w + 5, RESIDENT, s, exact) for w, s in enumerate(shapes)] for r in range(ranks)
     ]
+    wide = torch.promote_types(exact, torch.float32)
+    sums = [[total.to(wide) for total in own] for own in totals]
     for loan in sorted(loans.each, key=lambda loan: (loan.borrower, loan.place)):
         for w, shape in enumerate(shapes):
             grad = draw_stack(seed, loan.borrower, w, spare, shape, dtype)[loan.place]
-            totals[loan.lender][w][loan.row] += grad.to(exact)
-    return totals
+            sums[loan.lender][w][loan.row] += grad.to(wide)
+    return [[total.to(exact) for total in own] for own in sums]
 
 
 def assert_equal(got: list[list[Tensor]], want: list[list[Tensor]]) -> None:

@@ -194,12 +194,12 @@ MUTANTS = {
         "teams",
     ),
     "one import too many": Mutant(
-        "csrc/algorithms/spill_greedy.h", "lends && to_.free[r] > 0 ?", "lends ?", "plan_spill"
+        "csrc/algorithms/spill_greedy.h", "lends(home) && to_.free[r] > 0 ?", "lends(home) ?", "plan_spill"
     ),
     "imports cost nothing": Mutant(
         "csrc/algorithms/spill_greedy.h",
-        "to_.cost[r] += in_.import_cost[chunk.near];",
-        "to_.cost[r] += 0 * in_.import_cost[chunk.near];",
+        "to_.cost[r] += static_cast<int32_t>(in_.import_cost[chunk.near]);",
+        "to_.cost[r] += 0 * static_cast<int32_t>(in_.import_cost[chunk.near]);",
         "plan_spill",
     ),
     "tries of the last round overwritten": Mutant(

@@ -50,7 +50,7 @@ struct Float16 {
   uint16_t bits;
 };
 
-// A pool's value in the dtype of its total: exact, so that CPU and CUDA add the same numbers.
+// A value in the dtype that sums are made in: exact, so that CPU and CUDA add the same numbers.
 ISOLOAD_HD inline double widen(double value) { return value; }
 ISOLOAD_HD inline float widen(float value) { return value; }
 ISOLOAD_HD inline float float_of(uint32_t bits) {
@@ -67,6 +67,28 @@ ISOLOAD_HD inline float widen(Float16 value) {
   }
   const uint32_t rebias = rest < 0x7c00 ? (127 - 15) << 23 : (255 - 31) << 23;  // the latter for inf and NaN
   return float_of(sign | ((rest << 13) + rebias));
+}
+
+// The nearest value of the total's dtype, ties to even, as torch rounds.
+ISOLOAD_HD inline void narrow(double value, double& to) { to = value; }
+ISOLOAD_HD inline void narrow(float value, float& to) { to = value; }
+ISOLOAD_HD inline uint32_t bits_of(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+ISOLOAD_HD inline void narrow(float value, BFloat16& to) {
+  const uint32_t bits = bits_of(value), even = bits >> 16 & 1;
+  to.bits = static_cast<uint16_t>(value != value ? 0x7fc0 : (bits + 0x7fff + even) >> 16);
+}
+ISOLOAD_HD inline void narrow(float value, Float16& to) {
+  const uint32_t bits = bits_of(value), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
+  uint32_t half =
+      (rest + 0xfff + (rest >> 13 & 1) - (112u << 23)) >> 13;  // carries into infinity from 65520 on
+  if (rest < 0x38800000)
+    half = bits_of(float_of(rest) + 0.5f) - 0x3f000000;  // subnormal: 0.5's steps are 2^-24
+  if (rest >= 0x47800000) half = rest > 0x7f800000 ? 0x7e00 : 0x7c00;
+  to.bits = static_cast<uint16_t>(sign | half);
 }
 
 }  // namespace isoload

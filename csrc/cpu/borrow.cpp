@@ -17,25 +17,49 @@ void borrow(const Borrowing& in, const Rows* spare) {
   }
 }
 
-template <class Value>
-void borrow_backward(const Borrowing& in, const Rows* totals) {
-  using Total = decltype(widen(Value()));
-  for (int r = 0; r < in.R; ++r)
-    for (int j = 0; j < in.spare_slots; ++j) {
+namespace {
+
+// Adds row `row`'s gradients in the pools of (r, j) and all later slots to total [size], rounding once.
+template <class Value, class Total>
+void add_row(const Borrowing& in, int row, int from, int w, int64_t size, Total* total) {
+  constexpr int64_t kChunk = 512;
+  decltype(widen(Value())) sums[kChunk];
+  for (int64_t begin = 0; begin < size; begin += kChunk) {
+    const int64_t n = size - begin < kChunk ? size - begin : kChunk;
+    for (int64_t i = 0; i < n; ++i) sums[i] = widen(total[begin + i]);
+    for (int slot = from; slot < in.R * in.spare_slots; ++slot) {
+      const int r = slot / in.spare_slots, j = slot % in.spare_slots;
       const Home home = in.home_of(r, j);
-      if (home.rank != in.rank) continue;
-      for (int w = 0; w < in.W; ++w) {
-        const int64_t size = totals[w].size;
-        const Value* const gradient = reinterpret_cast<const Value*>(in.peer(r, w)) + j * size;
-        Total* const total = static_cast<Total*>(totals[w].data) + home.row * size;
-        for (int64_t i = 0; i < size; ++i) total[i] += widen(gradient[i]);
-      }
+      if (home.rank != in.rank || home.row != row) continue;
+      const Value* const gradient = reinterpret_cast<const Value*>(in.peer(r, w)) + j * size + begin;
+      for (int64_t i = 0; i < n; ++i) sums[i] += widen(gradient[i]);
     }
+    for (int64_t i = 0; i < n; ++i) narrow(sums[i], total[begin + i]);
+  }
 }
 
-template void borrow_backward<double>(const Borrowing&, const Rows*);
-template void borrow_backward<float>(const Borrowing&, const Rows*);
-template void borrow_backward<BFloat16>(const Borrowing&, const Rows*);
-template void borrow_backward<Float16>(const Borrowing&, const Rows*);
+}  // namespace
+
+template <class Value, class Total>
+void borrow_backward(const Borrowing& in, const Rows* totals, int64_t num_rows) {
+  for (int64_t row = 0; row < num_rows; ++row) {
+    int first = 0;
+    for (; first < in.R * in.spare_slots; ++first) {
+      const Home home = in.home_of(first / in.spare_slots, first % in.spare_slots);
+      if (home.rank == in.rank && home.row == row) break;
+    }
+    if (first == in.R * in.spare_slots) continue;
+    for (int w = 0; w < in.W; ++w)
+      add_row<Value>(in, static_cast<int>(row), first, w, totals[w].size,
+                     static_cast<Total*>(totals[w].data) + row * totals[w].size);
+  }
+}
+
+template void borrow_backward<double, double>(const Borrowing&, const Rows*, int64_t);
+template void borrow_backward<float, float>(const Borrowing&, const Rows*, int64_t);
+template void borrow_backward<BFloat16, float>(const Borrowing&, const Rows*, int64_t);
+template void borrow_backward<BFloat16, BFloat16>(const Borrowing&, const Rows*, int64_t);
+template void borrow_backward<Float16, float>(const Borrowing&, const Rows*, int64_t);
+template void borrow_backward<Float16, Float16>(const Borrowing&, const Rows*, int64_t);
 
 }  // namespace isoload::cpu

@@ -42,8 +42,8 @@ SpillStatus plan_spill(const SpillProblem& problem, const SpillResult& result);
 void borrow(const Borrowing& in, const Rows* spare);
 
 // Adds the rows of all ranks' gradient pools to this rank's totals [W], sizes in values; by rank, then slot.
-template <class Value>
-void borrow_backward(const Borrowing& in, const Rows* totals);
+template <class Value, class Total>
+void borrow_backward(const Borrowing& in, const Rows* totals, int64_t num_rows);
 
 // Of the share: a rank's row [P], all rows [R, P], or all rows summed over each rank's slots [R, R].
 enum class ShareOf { one_row, all_rows, all_ranks };

@@ -138,36 +138,45 @@ struct Gradients {
   }
 };
 
-// All lanes of the block: total[begin..end) += the gradients, N values at a time.
+// All lanes of the block: total[begin..end) += the gradients, N values at a time, rounded once.
 template <int N, class Value, class Total>
 __device__ void add(const Gradients<Value>& gradients, Total* total, int64_t begin, int64_t end) {
   constexpr int64_t kStep = int64_t(kThreads) * N;
   for (int64_t i = begin + int64_t(threadIdx.x) * N; i < end; i += kStep * kSumUnderway) {
-    Pack<Total, N> sums[kSumUnderway];
+    Pack<Total, N> held[kSumUnderway];
+    decltype(widen(Value())) sums[kSumUnderway][N];
 #pragma unroll
     for (int k = 0; k < kSumUnderway; ++k)
-      if (i + k * kStep < end) sums[k] = *reinterpret_cast<Pack<Total, N>*>(total + i + k * kStep);
+      if (i + k * kStep < end) held[k] = *reinterpret_cast<Pack<Total, N>*>(total + i + k * kStep);
+#pragma unroll
+    for (int k = 0; k < kSumUnderway; ++k)
+#pragma unroll
+      for (int v = 0; v < N; ++v)
+        if (i + k * kStep < end) sums[k][v] = widen(held[k].value[v]);
     gradients.for_each([&](const Value* row) {
-      Pack<Value, N> held[kSumUnderway];
+      Pack<Value, N> came[kSumUnderway];
 #pragma unroll
       for (int k = 0; k < kSumUnderway; ++k)
-        if (i + k * kStep < end) held[k] = *reinterpret_cast<const Pack<Value, N>*>(row + i + k * kStep);
+        if (i + k * kStep < end) came[k] = *reinterpret_cast<const Pack<Value, N>*>(row + i + k * kStep);
 #pragma unroll
       for (int k = 0; k < kSumUnderway; ++k)
 #pragma unroll
         for (int v = 0; v < N; ++v)
-          if (i + k * kStep < end) sums[k].value[v] += widen(held[k].value[v]);
+          if (i + k * kStep < end) sums[k][v] += widen(came[k].value[v]);
     });
 #pragma unroll
-    for (int k = 0; k < kSumUnderway; ++k)
-      if (i + k * kStep < end) *reinterpret_cast<Pack<Total, N>*>(total + i + k * kStep) = sums[k];
+    for (int k = 0; k < kSumUnderway; ++k) {
+      if (i + k * kStep >= end) continue;
+#pragma unroll
+      for (int v = 0; v < N; ++v) narrow(sums[k][v], held[k].value[v]);
+      *reinterpret_cast<Pack<Total, N>*>(total + i + k * kStep) = held[k];
+    }
   }
 }
 
-template <class Value>
+template <class Value, class Total>
 __global__ void __launch_bounds__(kThreads)
     borrow_backward_kernel(Borrowing in, Stacks stacks, int num_rows, int32_t* errors) {
-  using Total = decltype(widen(Value()));
   const Chains chains = find_chains(in, num_rows, errors);
   int64_t turn = blockIdx.x;
   for (int row = 0; row < num_rows; ++row) {
@@ -216,20 +225,24 @@ const char* borrow(const Borrowing& in, const Rows* spare, int64_t blocks, void*
       });
 }
 
-template <class Value>
+template <class Value, class Total>
 const char* borrow_backward(const Borrowing& in, const Rows* totals, int64_t num_rows, int64_t blocks,
                             void* stream) {
   const int64_t slots = int64_t(in.R) * in.spare_slots, rows = num_rows < slots ? num_rows : slots;
   const int64_t bytes = (2 * slots + num_rows) * int64_t(sizeof(int32_t));
   return launch_stacks(in.W, totals, rows, kSumChunk<Value>, blocks, [&](const Stacks& stacks, int64_t grid) {
-    return launch(borrow_backward_kernel<Value>, grid, kThreads, bytes, stream, in, stacks, num_rows,
+    return launch(borrow_backward_kernel<Value, Total>, grid, kThreads, bytes, stream, in, stacks, num_rows,
                   error_word());
   });
 }
 
-template const char* borrow_backward<double>(const Borrowing&, const Rows*, int64_t, int64_t, void*);
-template const char* borrow_backward<float>(const Borrowing&, const Rows*, int64_t, int64_t, void*);
-template const char* borrow_backward<BFloat16>(const Borrowing&, const Rows*, int64_t, int64_t, void*);
-template const char* borrow_backward<Float16>(const Borrowing&, const Rows*, int64_t, int64_t, void*);
+template const char* borrow_backward<double, double>(const Borrowing&, const Rows*, int64_t, int64_t, void*);
+template const char* borrow_backward<float, float>(const Borrowing&, const Rows*, int64_t, int64_t, void*);
+template const char* borrow_backward<BFloat16, float>(const Borrowing&, const Rows*, int64_t, int64_t, void*);
+template const char* borrow_backward<BFloat16, BFloat16>(const Borrowing&, const Rows*, int64_t, int64_t,
+                                                         void*);
+template const char* borrow_backward<Float16, float>(const Borrowing&, const Rows*, int64_t, int64_t, void*);
+template const char* borrow_backward<Float16, Float16>(const Borrowing&, const Rows*, int64_t, int64_t,
+                                                       void*);
 
 }  // namespace isoload::cuda

@@ -79,7 +79,7 @@ const char* plan_spill(const SpillProblem& problem, const SpillResult& result, i
 const char* borrow(const Borrowing& in, const Rows* spare, int64_t blocks, void* stream);
 
 // totals: num_rows rows each; a home beyond them gets nothing.
-template <class Value>
+template <class Value, class Total>
 const char* borrow_backward(const Borrowing& in, const Rows* totals, int64_t num_rows, int64_t blocks,
                             void* stream);
 

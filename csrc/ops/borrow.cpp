@@ -86,19 +86,24 @@ std::vector<Rows> rows_of(const std::vector<Tensor>& stacks, bool in_bytes) {
   return rows;
 }
 
-// f(value) with a value of the pools' dtype, which is one of the four.
+// f(value, total) with values of the pools' dtype and of the totals', which are a pair that may be.
 template <class F>
-auto with_value(ScalarType dtype, F&& f) {
-  if (dtype == ScalarType::Double) return f(double());
-  if (dtype == ScalarType::Float) return f(float());
-  return dtype == ScalarType::BFloat16 ? f(BFloat16()) : f(Float16());
+auto with_values(ScalarType dtype, bool rounds, F&& f) {
+  if (dtype == ScalarType::Double) return f(double(), double());
+  if (dtype == ScalarType::Float) return f(float(), float());
+  if (dtype == ScalarType::BFloat16) return rounds ? f(BFloat16(), BFloat16()) : f(BFloat16(), float());
+  return rounds ? f(Float16(), Float16()) : f(Float16(), float());
 }
 
-void check_dtypes(const std::vector<Tensor>& totals, ScalarType dtype) {
+// Whether the totals are of the pools' dtype and not of the wider one that sums are made in.
+bool check_dtypes(const std::vector<Tensor>& totals, ScalarType dtype) {
   const bool wide = dtype == ScalarType::Double;
   require(wide || dtype == ScalarType::Float || dtype == ScalarType::BFloat16 || dtype == ScalarType::Half,
           "dtype must be float64, float32, bfloat16 or float16, got ", dtype_name(dtype));
-  for (const Tensor& total : totals) require_dtype(total, "totals", wide ? dtype : ScalarType::Float);
+  const bool rounds = totals[0].scalar_type() == dtype;
+  const ScalarType expected = rounds || wide ? dtype : ScalarType::Float;
+  for (const Tensor& total : totals) require_dtype(total, "totals", expected);
+  return rounds;
 }
 
 }  // namespace
@@ -125,14 +130,15 @@ void borrow_backward(const Tensor& slot_to_expert, const Tensor& home, const Ten
                      std::vector<Tensor> totals, int64_t num_ranks, int64_t rank, int64_t spare_slots,
                      ScalarType dtype, int64_t blocks) {
   const int64_t num_rows = check_stacks(totals, "totals", slot_to_expert);
-  check_dtypes(totals, dtype);
+  const bool rounds = check_dtypes(totals, dtype);
   const Borrowed borrowed(slot_to_expert, home, peers, num_ranks, rank, spare_slots,
                           static_cast<int64_t>(totals.size()), blocks);
   const Borrowing& in = borrowed.in;
   const std::vector<Rows> rows = rows_of(totals, false);
   if (on_cuda(slot_to_expert, [&](auto stream) {
-        return with_value(dtype, [&](auto value) {
-          return cuda::borrow_backward<decltype(value)>(in, rows.data(), num_rows, blocks, stream);
+        return with_values(dtype, rounds, [&](auto value, auto total) {
+          return cuda::borrow_backward<decltype(value), decltype(total)>(in, rows.data(), num_rows, blocks,
+                                                                         stream);
         });
       }))
     return;
@@ -146,7 +152,9 @@ void borrow_backward(const Tensor& slot_to_expert, const Tensor& home, const Ten
     for (int w = 0; w < in.W; ++w)
       if (rows[w].size > 0) borrowed.check_peer(r, w);
   }
-  with_value(dtype, [&](auto value) { cpu::borrow_backward<decltype(value)>(in, rows.data()); });
+  with_values(dtype, rounds, [&](auto value, auto total) {
+    cpu::borrow_backward<decltype(value), decltype(total)>(in, rows.data(), num_rows);
+  });
 }
 
 }  // namespace isoload::ops

@@ -18,6 +18,7 @@ from isoload.expert_weights import BorrowedWeights, ExpertWeights
 from isoload.residence import Residence
 from isoload.resident import RankWeights, flatten_rows
 from isoload.transport import Transport
+from isoload.transport.borrow import add_rows
 from isoload.transport.rows import pack, unpack
 
 
@@ -57,16 +58,23 @@ class JoinRows(torch.autograd.Function):
         rows, stacks = grads[: ctx.num_passed], grads[ctx.num_passed :]
         of_rank = cut(stacks, len(held) * (1 if ctx.borrowed is None else 2))
         stored, spare = of_rank[: len(held)], of_rank[len(held) :]
-        homes = [[g.narrow(0, 0, len(r.homes)) for g in own] for r, own in zip(held, stored, strict=True)]
-        if rows:
+        # The gradients are this node's own: nothing but run_experts made them. Rows are added in place.
+        homes = [
+            [g.narrow(0, 0, len(r.homes)).contiguous() for g in own]
+            for r, own in zip(held, stored, strict=True)
+        ]
+        if ctx.has_replicas:
             exact = torch.promote_types(stacks[0].dtype, torch.float32)
-            totals = [[g.to(exact, copy=True) for g in own] for own in homes]
-            if ctx.has_replicas:
-                return_replicas(ctx.transport, held, stored, totals)
-            if ctx.borrowed is not None:
-                ctx.borrowed.give_back(spare, totals)
-            homes = [[total.to(stacks[0].dtype) for total in own] for own in totals]
-        return *(None,) * 6, *rows, *(total for own in homes for total in own)
+            # Rows that have replicas and are lent, too, would be rounded twice: then the sums stay exact in between.
+            both = ctx.borrowed is not None
+            totals = [[g.to(exact) for g in own] for own in homes] if both else homes
+            return_replicas(ctx.transport, held, stored, totals)
+        else:
+            totals = homes
+        if ctx.borrowed is not None:
+            ctx.borrowed.give_back(spare, totals)
+        dtype = stacks[0].dtype
+        return *(None,) * 6, *rows, *(total.to(dtype) for own in totals for total in own)
 
 
 def return_replicas(
@@ -76,7 +84,7 @@ def return_replicas(
     totals: list[list[Tensor]],
 ) -> None:
     """Adds the gradients of replica rows to the totals of their homes, by ascending rank: the same sum every time."""
-    exact = totals[0][0].dtype
+    exact = torch.promote_types(stored[0][0].dtype, torch.float32)
     buffers = [
         pack(flatten_rows(own, [len(r.homes) + i for i in r.incoming], exact))
         for r, own in zip(held, stored, strict=True)
@@ -85,9 +93,8 @@ def return_replicas(
     for own, residence, buffer in zip(totals, held, returned, strict=True):
         sizes = [total.shape[1:].numel() for total in own]
         (rows,) = unpack(buffer, [(sum(sizes), exact)])
-        for i, home in enumerate(residence.outgoing):
-            for total, part in zip(own, rows[i].split(sizes), strict=True):
-                total[home] += part.view(total.shape[1:])
+        parts = [part.view(-1, *t.shape[1:]) for t, part in zip(own, rows.split(sizes, 1), strict=True)]
+        add_rows(own, list(residence.outgoing), parts)
 
 
 def cut(values: Sequence[Tensor], parts: int) -> list[list[Tensor]]:

@@ -100,7 +100,8 @@ def borrow_backward(
     Args:
         slot_to_expert, home, num_ranks, rank: as in :func:`borrow`.
         peers: [R, W] int64 address of row 0 of rank r's gradient pool of stack w, [spare_slots, ...]; 0 = none.
-        totals: W stacks [homes, ...] float64 for float64 pools, else float32; contiguous, read and written.
+        totals: W stacks [homes, ...], contiguous, read and written: of the pools' dtype, where sums made in
+            max(float32, dtype) are rounded once; or float32 beside bfloat16 and float16 pools.
         spare_slots: rows of every pool.
         dtype: of the pools: float64, float32, bfloat16 or float16.
         blocks: the most thread blocks on CUDA.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 
@@ -34,11 +35,15 @@ def borrow_backward(
     rank: int,
     spare_slots: int,
 ) -> None:
-    """Adds the gradient pools' rows of experts at home on ``rank`` to ``totals`` [W][homes, ...]."""
+    """Adds the gradient pools' rows of experts at home on ``rank`` to ``totals`` [W][homes, ...], rounding once."""
+    wide = torch.promote_types(totals[0].dtype, torch.float32)
+    sums = [total.to(wide) for total in totals]
     for r, j, home_rank, row in _borrowed(slot_to_expert, home, num_ranks, spare_slots):
         if home_rank == rank:
-            for total, pool in zip(totals, peers[r], strict=True):
-                total[row] += pool[j].to(total.dtype)
+            for total, pool in zip(sums, peers[r], strict=True):
+                total[row] += pool[j].to(wide)
+    for total, exact in zip(totals, sums, strict=True):
+        total.copy_(exact)
 
 
 def _borrowed(

@@ -1,8 +1,8 @@
 """Back ends that bring borrowed weights to spare places, and their gradients home. One result, whoever does it.
 
 Lists run over the ranks that the process owns. lent: a rank's W weight stacks [rows, ...]; pools: its W spare stacks
-[spare_slots, ...]; totals: its W gradients [homes, ...] in max(float32, dtype). Gradients are added by ascending
-borrower, then place: the same sum every time and on every back end.
+[spare_slots, ...]; totals: its W gradients [homes, ...], in the pools' dtype or in max(float32, dtype). Gradients are
+added by ascending borrower, then place, and rounded once: the same sum every time and on every back end.
 """
 
 from __future__ import annotations
@@ -282,7 +282,11 @@ def unpack_rows(like: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
 
 
 def add_rows(totals: Sequence[Tensor], rows: list[int], parts: Sequence[Tensor]) -> None:
-    """Adds one part after the other, so that sums have one order."""
+    """Adds parts [n, ...] to the rows of totals, in order, in max(float32, dtype); every row is rounded once."""
     for total, values in zip(totals, parts, strict=True):
-        for row, value in zip(rows, values, strict=True):
-            total[row] += value
+        exact = torch.promote_types(total.dtype, torch.float32)
+        for row in dict.fromkeys(rows):
+            added = total[row].to(exact)
+            for i in (i for i, other in enumerate(rows) if other == row):
+                added = added + values[i]
+            total[row] = added
