@@ -243,6 +243,20 @@ def test_borrowing_numbers_are_those_of_the_results_file():
     assert not any(row["moved"] for row in slower)
     assert f"in {more} of {len(cells)} settings LLEP sends rows to more ranks" in text
     assert max(c["LLEP"]["copies_ratio"] for c in cells.values() if c["LLEP"]["moved"]) <= 1.02
+    one = [c["LLEP"]["ratio"] for key, c in cells.items() if key[1] == "95 % into 1"]
+    assert f"takes {min(one):.2f} to {max(one):.2f} of balanced routing's time" in text
+    ep, llep = (
+        next(
+            r
+            for r in results("bench_llep")
+            if r["kind"] == "processes" and (r["share"], r["num_hot"], r["policy"]) == (0.95, 4, policy)
+        )
+        for policy in ("EP", "LLEP")
+    )
+    assert f"{ep['forward_ms']:.0f} ms under EP and {llep['forward_ms']:.0f} ms under LLEP forward" in text
+    assert f"{ep['backward_ms']:.0f} and {llep['backward_ms']:.0f} ms backward" in text
+    peaks = [row["training_peak_bytes"] / 1e6 for row in (ep, llep)]
+    assert "{:.0f} and {:.0f} MB at the peak of training".format(*peaks) in text
 
 
 def test_shared_copies_travel_as_little_as_promised():
