@@ -37,7 +37,7 @@ class Setup:
         return len(self.ids)
 
     def weights(self, rows: Tensor) -> Tensor:
-        weights = (rows.double() @ self.router).softmax(-1)
+        weights = (rows.double() @ self.router.to(rows.device)).softmax(-1)
         return weights if rows.dtype == torch.float64 else weights.float()
 
     def layer(self, transport: Transport | None = None, **how: Any) -> isoload.MoE:
@@ -49,6 +49,13 @@ class Setup:
             return next(answers), self.weights(rows)
 
         return isoload.MoE(gate, self.dense, transport, self.placement, **how)
+
+    def to(self, device: str) -> Setup:
+        """The same batch and weights on a device."""
+        stacks = (getattr(self.dense, name) for name in STACKS)
+        dense = ExpertWeights(*(None if stack is None else stack.to(device) for stack in stacks))
+        ids, rows = ([tensor.to(device) for tensor in tensors] for tensors in (self.ids, self.rows))
+        return Setup(ids, rows, self.placement, dense)
 
     def leaves(self) -> list[Tensor]:
         return [r.clone().requires_grad_() for r in self.rows]
