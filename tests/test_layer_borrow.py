@@ -53,6 +53,25 @@ def test_replicas_and_borrowed_experts_side_by_side() -> None:
     assert borrowed_experts(layer) > 0
 
 
+@pytest.mark.parametrize("policy", [LLEP, {"policy": "spill_cost", "expert_bytes": 1, "min_chunk": 1}])
+def test_shared_experts_stay_home(policy: dict[str, object]) -> None:
+    """Dispatched ones: nobody borrows them, and the routed ones are borrowed as without them."""
+    setup, found = make_setup(4), []
+    topology = setup.placement.topology
+    placement = isoload.place(
+        torch.ones(1, 16), topology, slots_per_rank=7, spare_slots=2, num_shared=1, placer="trivial"
+    )
+    dense = isoload.ExpertWeights.random(17, 8, 8, dtype=torch.float64)
+    for how in ({"policy": "none"}, policy):
+        layer = Setup(setup.ids, setup.rows, placement, dense).layer(**how)
+        rows = setup.leaves()
+        ys = layer(rows)
+        torch.cat(ys).square().sum().backward()
+        found.append([*ys, *(leaf.grad for leaf in (*rows, *layer.parameters()))])
+    assert borrowed_experts(layer) > 0
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dtypes_with_biases(dtype: torch.dtype) -> None:
     setup = make_setup(4, dtype=dtype, bias=True)
