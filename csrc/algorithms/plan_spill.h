@@ -195,7 +195,7 @@ class Spill {
       if (span < low / kSpillFine) break;
       auto step = [&](int k) { return round ? span * k / kSpillWays : k ? span >> (kSpillWays - k) : 0; };
       team_.for_each(kSpillWays, [&](int k) {
-        ws_.reached[k] = SpillGreedy(view_, ws_.state[k], low + step(k), nullptr).run(ws_.free, 0);
+        ws_.reached[k] = SpillGreedy(view_, ws_.state[k], low + step(k), nullptr).run(ws_.free, 0, least);
       });
       team_.sync();
       int chosen = 0;
@@ -216,7 +216,7 @@ class Spill {
       SpillState state = ws_.state[0];
       state.quota = out_.quota;
       SpillGreedy greedy(view_, state, target, out_.slot_to_expert);
-      const int64_t reached = greedy.run(ws_.free, slack);
+      const int64_t reached = greedy.run(ws_.free, slack, INT64_MAX);
       *out_.level = level < 0 ? reached : level;
       int32_t imports = 0, most_imports = 0, most_exports = 0;
       for (int r = 0; r < in_.R; ++r) {

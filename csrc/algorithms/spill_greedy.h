@@ -54,15 +54,20 @@ class SpillGreedy {
   ISOLOAD_HD SpillGreedy(const SpillView& view, const SpillState& state, int64_t target, int32_t* filled)
       : in_(view), to_(state), target_(target), filled_(filled) {}
 
-  // free: [R] spare slots that may be filled. Returns the largest cost.
-  ISOLOAD_HD int64_t run(const int32_t* free, int64_t slack) {
+  // free: [R] spare slots that may be filled. Returns the largest cost; or, as soon as a rank cannot get
+  // below `limit`, that rank's, for this try is no use then: no later step lowers what was given up.
+  ISOLOAD_HD int64_t run(const int32_t* free, int64_t slack, int64_t limit) {
     spare_ = free;
     for (int p = 0; p < in_.R * in_.S; ++p) to_.quota[p] = in_.at_home[p];
     for (int r = 0; r < in_.R; ++r) to_.cost[r] = in_.load[r], to_.free[r] = free[r], to_.exports[r] = 0;
     for (int i = 0; i < in_.R && !in_.replicated; ++i)
       if (const int r = in_.order[i]; may_take(r))
         to_.takers[num_takers_] = r, to_.filled[num_takers_++] = to_.cost[r];
-    for (int i = 0; i < in_.R && in_.load[in_.order[i]] > target_; ++i) relieve(in_.order[i], slack);
+    for (int i = 0; i < in_.R && in_.load[in_.order[i]] > target_; ++i) {
+      const int home = in_.order[i];
+      relieve(home, slack);
+      if (to_.cost[home] >= limit) return to_.cost[home];
+    }
     int32_t largest = 0;
     for (int r = 0; r < in_.R; ++r) largest = to_.cost[r] > largest ? to_.cost[r] : largest;
     return largest;

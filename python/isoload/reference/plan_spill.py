@@ -141,10 +141,22 @@ class Spiller:
     def attempt(self, target: int, slack: int = 0) -> Attempt:
         """The busiest ranks first."""
         attempt = Attempt(self, target)
-        for home in sorted(range(len(self.load)), key=lambda r: (-self.load[r], r)):
+        for home in self.by_load():
             attempt.relieve(home, slack)
         assert max(attempt.cost) <= self.busiest, "no rank passes plain EP"
         return attempt
+
+    def try_below(self, target: int, limit: int) -> int:
+        """The largest cost of an attempt; or that of the first rank that cannot get below the limit."""
+        attempt = Attempt(self, target)
+        for home in self.by_load():
+            attempt.relieve(home, 0)
+            if self.load[home] > target and attempt.cost[home] >= limit:
+                return attempt.cost[home]
+        return max(attempt.cost)
+
+    def by_load(self) -> list[int]:
+        return sorted(range(len(self.load)), key=lambda r: (-self.load[r], r))
 
     def least_target(self) -> int:
         """The lowest target at which the other ranks have room for all excess if each pays for one import."""
@@ -166,7 +178,7 @@ class Spiller:
             if span < low // FINE:
                 break
             steps = [span * k // WAYS if turn else (span >> WAYS - k) * (k > 0) for k in range(WAYS)]
-            costs = [max(self.attempt(low + step).cost) for step in steps]
+            costs = [self.try_below(low + step, least) for step in steps]
             k = costs.index(min(costs))
             if costs[k] < least:
                 least, best = costs[k], low + steps[k]
