@@ -11,7 +11,7 @@ import torch
 import isoload
 from borrowed_layer import LLEP, Setup, make_setup
 from isoload.borrowing import SparePool
-from isoload.transport import CollectiveTransport, LocalTransport
+from isoload.transport import CollectiveTransport, LocalTransport, make_back_end
 from processes import die, rank_outcomes
 
 RANKS, FAILING = 3, 1
@@ -150,6 +150,17 @@ def test_processes_on_cpu_cannot_pull() -> None:
         "ValueError: borrow must be all_to_all or p2p where ranks cannot read each other's memory, got 'pull'"
     )
     assert last_lines(construct, "pull without shared memory") == [said] * RANKS
+
+
+def gloo_on_a_gpu(rank: int) -> None:
+    make_back_end(CollectiveTransport(isoload.Topology(RANKS)), "p2p", torch.device("cuda"))
+
+
+def test_gloo_sends_no_memory_of_a_gpu() -> None:
+    assert (
+        last_lines(gloo_on_a_gpu)
+        == ["ValueError: borrow must not be p2p over gloo on a GPU, got 'p2p'"] * RANKS
+    )
 
 
 def test_back_ends_that_cannot_be() -> None:

@@ -7,6 +7,7 @@ another layer may have filled the buffer again: then backward brings the weights
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -35,7 +36,7 @@ class SparePool:
             raise ValueError(
                 f"spare_slots must fit in memory, {NUM_BUFFERS} times {spare_slots} experts of {one} bytes, got {error}"
             ) from error
-        self.holds: list[Borrowed | None] = [None] * NUM_BUFFERS
+        self.holds: list[weakref.ref[Borrowed] | None] = [None] * NUM_BUFFERS
         self._next = 0
 
     def take(self) -> int:
@@ -76,7 +77,9 @@ class Borrowing:
         for rank, residence in enumerate(held):
             for row, expert in enumerate(residence.homes):
                 home[expert] = rank, row
-        self._home_rows, self._home = home, {}
+        self._home_rows = home
+        for table in self._home.values():  # in place: captured graphs hold its address
+            table.copy_(torch.tensor(home, dtype=torch.int32))
 
     def borrow(self, plan: Plan) -> Borrowed | None:
         """Begins to bring what the plan lends; None where the host knows that it lends nothing."""
@@ -108,9 +111,10 @@ class Borrowed:
 
     def begin(self, stage: str) -> None:
         """Begins to bring the weights, unless the buffer still holds them: so it is on every rank, or on none."""
-        if self._pool.holds[self._buffer] is self:
+        held = self._pool.holds[self._buffer]
+        if held is not None and held() is self:
             return
-        self._pool.holds[self._buffer] = self
+        self._pool.holds[self._buffer] = weakref.ref(self)
         lent = [rank.stored_rows() for rank in self._of.ranks]
         back_end = self._of.back_end
         self._start = lambda: back_end.start(stage, self.loans, lent, self.pools)

@@ -59,10 +59,7 @@ class JoinRows(torch.autograd.Function):
         of_rank = cut(stacks, len(held) * (1 if ctx.borrowed is None else 2))
         stored, spare = of_rank[: len(held)], of_rank[len(held) :]
         # The gradients are this node's own: nothing but run_experts made them. Rows are added in place.
-        homes = [
-            [g.narrow(0, 0, len(r.homes)).contiguous() for g in own]
-            for r, own in zip(held, stored, strict=True)
-        ]
+        homes = [[first_rows(g, len(r.homes)) for g in own] for r, own in zip(held, stored, strict=True)]
         if ctx.has_replicas:
             exact = torch.promote_types(stacks[0].dtype, torch.float32)
             # Rows that have replicas and are lent, too, would be rounded twice: then the sums stay exact in between.
@@ -95,6 +92,11 @@ def return_replicas(
         (rows,) = unpack(buffer, [(sum(sizes), exact)])
         parts = [part.view(-1, *t.shape[1:]) for t, part in zip(own, rows.split(sizes, 1), strict=True)]
         add_rows(own, list(residence.outgoing), parts)
+
+
+def first_rows(grad: Tensor, count: int) -> Tensor:
+    """The home rows of a storage's gradient, contiguous: itself if it has no others, which a view would keep alive."""
+    return grad.contiguous() if len(grad) == count else grad.narrow(0, 0, count).clone()
 
 
 def cut(values: Sequence[Tensor], parts: int) -> list[list[Tensor]]:
@@ -154,11 +156,13 @@ class _BringAgain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, borrowed: Borrowed, *rows: Tensor) -> tuple[Tensor, ...]:
         ctx.borrowed = borrowed
+        ctx.save_for_backward(rows[0].new_zeros(()))
         return tuple(r.view_as(r) for r in rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors  # a checkpoint recomputes now, which takes buffers of the pool, and not later
         ctx.borrowed.begin("borrow backward")
         ctx.borrowed.proceed()
         return None, *grads

@@ -335,6 +335,9 @@ class MoE(nn.Module):
             if failure is not None:
                 raise failure from None
             raise
+        if failure is not None:  # on a GPU the others learn of it in the exchange of row counts
+            self.transport.tell_failure("count", counts[0].device)
+            raise failure
         return chosen, loads
 
     def _compute(

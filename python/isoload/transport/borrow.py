@@ -28,7 +28,7 @@ P2P_LIMIT = 32  # operations of a rank in one batch: NCCL hangs on batches of hu
 
 
 class BackEnd(ABC):
-    """How weights are borrowed. All ranks make the same calls in the same order."""
+    """How weights are borrowed; one for all layers of a transport. All ranks make the same calls in the same order."""
 
     name: ClassVar[str]
     reads_plan: ClassVar[bool] = True  # whether the host must know who borrows what
@@ -189,11 +189,12 @@ class Pull(BackEnd):
         if pools[0][0].device.type == "cpu":
             copy()
             return lambda: None
-        side = self._side = self._side or torch.cuda.Stream(pools[0][0].device)
-        side.wait_stream(torch.cuda.current_stream())
+        device = pools[0][0].device
+        side = self._side = self._side or torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             copy()
-        return lambda: torch.cuda.current_stream().wait_stream(side)
+        return lambda: torch.cuda.current_stream(device).wait_stream(side)
 
     def _count(self, stage: str, loans: Loans, pools: Stacks) -> None:
         """Bytes of what the owned ranks read, where the host knows the plan anyway."""
@@ -219,21 +220,26 @@ BACK_ENDS: dict[str, type[BackEnd]] = {b.name: b for b in (Pull, Copy, AllToAll,
 
 
 def make_back_end(transport: Transport, name: str | None, device: torch.device) -> BackEnd:
-    """A back end by name; None: ``pull`` where ranks can read each other's memory, else ``all_to_all``.
+    """The transport's back end of a name; None: ``pull`` where ranks can read each other's memory, else ``all_to_all``.
 
     Raises:
         ValueError: an unknown name, or one that cannot work here.
     """
     if name is not None and name not in BACK_ENDS:
         raise ValueError(f"borrow must be one of {', '.join(BACK_ENDS)}, got {name!r}")
-    if name == "p2p" and not isinstance(transport, CollectiveTransport):
-        raise ValueError("borrow must not be p2p without processes, got 'p2p'")
+    if name == "p2p":
+        if not isinstance(transport, CollectiveTransport):
+            raise ValueError("borrow must not be p2p without processes, got 'p2p'")
+        if device.type == "cuda" and dist.get_backend(transport.group) == "gloo":
+            raise ValueError("borrow must not be p2p over gloo on a GPU, got 'p2p'")
     reaches = name in (None, "pull", "copy") and transport.can_reach(device)
     if name in ("pull", "copy") and not reaches:
         raise ValueError(
             f"borrow must be all_to_all or p2p where ranks cannot read each other's memory, got {name!r}"
         )
-    return BACK_ENDS[name or ("pull" if reaches else "all_to_all")](transport)
+    name = name or ("pull" if reaches else "all_to_all")
+    made: BackEnd = transport.shared(("back end", name), lambda: BACK_ENDS[name](transport))
+    return made
 
 
 def reach_all(transport: Transport, stacks: Stacks) -> Stacks:

@@ -71,7 +71,7 @@ class Loans:
         pinned = torch.empty(spare.shape, dtype=spare.dtype, pin_memory=True)
         pinned.copy_(spare, non_blocking=True)
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(spare.device))
         self._copy = pinned, event
 
     @property
