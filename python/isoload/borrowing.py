@@ -111,8 +111,7 @@ class Borrowed:
 
     def begin(self, stage: str) -> None:
         """Begins to bring the weights, unless the buffer still holds them: so it is on every rank, or on none."""
-        held = self._pool.holds[self._buffer]
-        if held is not None and held() is self:
+        if self._is_held():
             return
         self._pool.holds[self._buffer] = weakref.ref(self)
         lent = [rank.stored_rows() for rank in self._of.ranks]
@@ -134,10 +133,17 @@ class Borrowed:
 
     def wait(self) -> None:
         """The weights are in the pools, for what is computed from here on."""
+        if not self._is_held():
+            raise RuntimeError("borrowed weights must be used before others take their place, got the pool of others")
         self.proceed()
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
+
+    def _is_held(self) -> bool:
+        """Whether the buffer is this batch's."""
+        holder = self._pool.holds[self._buffer]
+        return holder is not None and holder() is self
 
     def give_back(self, grads: Stacks, totals: Stacks) -> None:
         """Adds the gradients [spare_slots, ...] of the pools to the homes' totals."""
