@@ -35,7 +35,7 @@ REPLACED = (
     (
         "cuda/launch.cuh",
         "  cudaError_t error = cudaSuccess;",
-        "cudaGetErrorString(error);",
+        "return refused(error);",
         "  one_core::launch(kernel, blocks, threads, shared_bytes, Parameters(arguments)...);\n"
         "  return nullptr;",
     ),

@@ -282,3 +282,10 @@ def test_opcheck() -> None:
     torch.library.opcheck(torch.ops.isoload.route.default, (IDS, SHARE, TABLES.data, 4, False))
     torch.library.opcheck(torch.ops.isoload.route.default, (IDS.int(), SHARE, TABLES.data, 4, True))
     torch.library.opcheck(torch.ops.isoload.route_sampled.default, (IDS, torch.ones(8), TABLES.data, 4, 7))
+
+
+def test_too_many_copies_are_refused():
+    ids = torch.zeros(1, 1, dtype=torch.int32).expand(2**30, 2)  # no memory of its own
+    tables = ops.replica_tables(torch.zeros(1, dtype=torch.int32), 1, 1)
+    with pytest.raises(ValueError, match=r"topk_ids must have fewer than 2\^31 entries, got 2147483648"):
+        ops.route(ids, torch.ones(1, dtype=torch.int32), tables)

@@ -69,7 +69,7 @@ const char* count(const Id* ids, int64_t n, int E, int32_t* counts, void* stream
                   ids, n, E, counts, error_word());
   const cudaError_t error =
       cudaMemsetAsync(counts, 0, E * sizeof(int32_t), static_cast<cudaStream_t>(stream));
-  if (error != cudaSuccess) return cudaGetErrorString(error);
+  if (error != cudaSuccess) return refused(error);
   const int64_t wanted = (n + kThreads * kPerThread - 1) / (kThreads * kPerThread);
   const int64_t blocks = wanted < kMostBlocks ? wanted : kMostBlocks, bytes = E * int64_t(sizeof(int32_t));
   const bool in_shared = bytes <= 48 * 1024;

@@ -23,14 +23,21 @@ int32_t* error_word() {
   int32_t* word = device < kDevices ? words[device].load(std::memory_order_relaxed) : nullptr;
   if (word != nullptr) return word;
   void* address = nullptr;
-  cudaGetSymbolAddress(&address, faults_seen);  // the launch that follows says what went wrong
+  // The first look-up loads this module, which a capture of this thread would else refuse. The launch that
+  // follows says what went wrong.
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  cudaGetSymbolAddress(&address, faults_seen);
+  cudaThreadExchangeStreamCaptureMode(&mode);
   word = static_cast<int32_t*>(address);
   if (device < kDevices) words[device].store(word, std::memory_order_relaxed);
   return word;
 }
 
 const char* device_errors(int32_t* taken, void* stream) {
-  return launch(device_errors_kernel, 1, 1, 0, stream, error_word(), taken);
+  int32_t* const word = error_word();
+  if (word == nullptr) return "no error word on this device";
+  return launch(device_errors_kernel, 1, 1, 0, stream, word, taken);
 }
 
 }  // namespace isoload::cuda

@@ -39,26 +39,35 @@ __device__ inline void* block_workspace(void* global, int64_t bytes) {
   return static_cast<char*>(global) + blockIdx.x * padded(bytes);
 }
 
-// Returns the error's text, or null. Nothing to do is no launch: a grid of 0 blocks is an error.
+// What CUDA refused as text, or null. The thread forgets it: else the next launch would find it again.
+inline const char* refused(cudaError_t error) {
+  if (error == cudaSuccess) return nullptr;
+  (void)cudaGetLastError();
+  return cudaGetErrorString(error);
+}
+
+// Nothing to do is no launch: a grid of 0 blocks is an error.
 template <class... Parameters, class... Arguments>
 const char* launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int64_t shared_bytes,
                    void* stream, const Arguments&... arguments) {
   if (blocks == 0) return nullptr;
   cudaError_t error = cudaSuccess;
-  if (shared_bytes > 47 * 1024)  // without asking there are 48 KB, static ones included
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 static_cast<int>(shared_bytes));
+  if (shared_bytes > 47 * 1024) {  // without asking there are 48 KB, static ones included
+    // The same number on each call: what one thread asks for must not take from what another launches with.
+    const int64_t limit = shared_limit(), most = shared_bytes > limit ? shared_bytes : limit;
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(most));
+  }
   if (error == cudaSuccess) {
     kernel<<<static_cast<unsigned>(blocks), threads, static_cast<std::size_t>(shared_bytes),
              static_cast<cudaStream_t>(stream)>>>(Parameters(arguments)...);
     error = cudaGetLastError();
   }
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  return refused(error);
 }
 
 // Notes the faults that a lane saw, bits of Fault, in the device's error word.
 __device__ inline void report(int32_t* errors, int32_t faults) {
-  if (faults != 0) atomicOr(errors, faults);
+  if (faults != 0 && errors != nullptr) atomicOr(errors, faults);
 }
 
 // What a problem that the planner refuses leaves behind, instead of an error: no quota, and peak and bound

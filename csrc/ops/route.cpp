@@ -16,6 +16,8 @@ Tensor route(const Tensor& topk_ids, const Tensor& share_row_in, const Tensor& t
              bool prefer_visited) {
   require_ids(topk_ids, "topk_ids");
   require(topk_ids.dim() == 2, "topk_ids must be [T, K], got ", shape_text(topk_ids));
+  require(topk_ids.numel() <= INT32_MAX, "topk_ids must have fewer than 2^31 entries, got ",
+          topk_ids.numel());
   require_dtype(share_row_in, "share_row", ScalarType::Int);
   require(share_row_in.dim() == 1, "share_row must be [P], got ", shape_text(share_row_in));
   const Tensor ids = dense(topk_ids), share_row = dense(share_row_in);

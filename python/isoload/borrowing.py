@@ -134,7 +134,9 @@ class Borrowed:
     def wait(self) -> None:
         """The weights are in the pools, for what is computed from here on."""
         if not self._is_held():
-            raise RuntimeError("borrowed weights must be used before others take their place, got the pool of others")
+            raise RuntimeError(
+                "borrowed weights must be used before others take their place, got the pool of others"
+            )
         self.proceed()
         if self._finish is not None:
             finish, self._finish = self._finish, None

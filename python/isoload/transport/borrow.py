@@ -132,6 +132,7 @@ class Pull(BackEnd):
         self._tables: dict[tuple[int, ...], Tensor] = {}
 
     def start(self, stage: str, loans: Loans, lent: Stacks, pools: Stacks) -> Wait:
+        # The gather of this batch's loads came between the last write of peers' weights and this read.
         peers = reach_all(self.transport, lent)
 
         def copy() -> None:
