@@ -9,7 +9,7 @@ import torch
 from isoload import ops
 from isoload.placement import PlacedLayers
 from isoload.policies.base import Demand, sum_sources
-from isoload.policies.spilling import SpillPolicy, alive, routed_homes
+from isoload.policies.spilling import SpillPolicy, plan_spill, routed_homes
 from isoload.reference.llep_published import Segment, imbalance, llep_published
 
 
@@ -39,15 +39,9 @@ class LlepPolicy(SpillPolicy):
             raise ValueError(f"tolerance must be in 0..1000, got {self.tolerance}")
 
     def spill(self, demand: Demand, placed: PlacedLayers) -> ops.Spill:
-        return ops.plan_spill(
-            demand.loads,
-            placed.slot_to_expert,
-            routed_homes(placed),
-            placed.topology.num_ranks,
-            placed.spare_slots,
-            demand.at_home,
-            alive=alive(placed),
-            ranks_per_node=placed.topology.ranks_per_node,
+        return plan_spill(
+            demand,
+            placed,
             capacity_factor=self.capacity,
             imbalance_threshold=self.threshold,
             per_expert=self.measure == "expert",

@@ -8,7 +8,7 @@ from isoload import ops
 from isoload.cost import DEEPSEEK_V3_FP8, DEFAULT_BANDWIDTHS, break_even
 from isoload.placement import PlacedLayers
 from isoload.policies.base import Demand
-from isoload.policies.spilling import SpillPolicy, alive, routed_homes
+from isoload.policies.spilling import SpillPolicy, plan_spill
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,9 @@ class SpillCostPolicy(SpillPolicy):
 
     def spill(self, demand: Demand, placed: PlacedLayers) -> ops.Spill:
         near, far = placed.topology.bandwidths or DEFAULT_BANDWIDTHS
-        return ops.plan_spill(
-            demand.loads,
-            placed.slot_to_expert,
-            routed_homes(placed),
-            placed.topology.num_ranks,
-            placed.spare_slots,
-            demand.at_home,
-            alive=alive(placed),
-            ranks_per_node=placed.topology.ranks_per_node,
+        return plan_spill(
+            demand,
+            placed,
             capacity_factor=None,
             min_chunk=self.min_chunk,
             import_costs=(

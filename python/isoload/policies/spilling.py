@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,6 +61,21 @@ class SpillPolicy(Policy, ABC):
         else:
             split = chosen_split(spill.quota, demand, tables, placed)
         return split._replace(telemetry=spill.telemetry)
+
+
+def plan_spill(demand: Demand, placed: PlacedLayers, **rules: Any) -> ops.Spill:
+    """:func:`isoload.ops.plan_spill` of a placement and its topology, by a policy's rules."""
+    return ops.plan_spill(
+        demand.loads,
+        placed.slot_to_expert,
+        routed_homes(placed),
+        placed.topology.num_ranks,
+        placed.spare_slots,
+        demand.at_home,
+        alive=alive(placed),
+        ranks_per_node=placed.topology.ranks_per_node,
+        **rules,
+    )
 
 
 def alive(placed: PlacedLayers) -> Tensor | None:

@@ -21,6 +21,7 @@ from isoload.transport.agreement import (
     rank_failed,
 )
 from isoload.transport.exchange import Combine, Dispatch, anchor
+from isoload.transport.peers import Peers
 from isoload.transport.records import Handle, Received, Traffic, num_bytes
 from isoload.transport.rows import Splits, find_destinations, map_rows
 
@@ -215,21 +216,9 @@ class Transport(ABC):
         raise_failure([row[0] for row in gathered])
         raise_disagreement(names, [row[1:] for row in gathered])
 
-    def can_reach(self, device: torch.device) -> bool:
-        """Whether kernels on the device can read the other ranks' memory. All ranks ask together."""
-        return False
-
-    def new_reachable(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeros that every rank can read, of the same shape on all of them, made by all together."""
-        raise NotImplementedError
-
-    def reach(self, own: list[Tensor]) -> list[Tensor]:
-        """[R] every rank's tensor, readable in place, given those of the owned ranks from :meth:`new_reachable`."""
-        raise NotImplementedError
-
-    def meet(self, stage: str, device: torch.device) -> None:
-        """On the device's current stream: waits until all ranks have come here."""
-        raise NotImplementedError
+    def peers(self, device: torch.device) -> Peers | None:
+        """The other ranks' memory on a device, where kernels can read it; None elsewhere. All ranks ask together."""
+        return None
 
     def shared(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """What all layers on this transport have in common, made once."""

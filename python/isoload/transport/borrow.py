@@ -19,6 +19,7 @@ from isoload import ops
 from isoload.transport.base import Transport
 from isoload.transport.collective import CollectiveTransport
 from isoload.transport.loans import Loan, Loans
+from isoload.transport.peers import Peers
 from isoload.transport.records import num_bytes
 from isoload.transport.rows import unpack
 
@@ -34,8 +35,8 @@ class BackEnd(ABC):
     reads_plan: ClassVar[bool] = True  # whether the host must know who borrows what
     reads_peers: ClassVar[bool] = False  # whether it reads other ranks' memory: of the same shape on all
 
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
+    def __init__(self, transport: Transport, peers: Peers | None = None) -> None:
+        self.transport, self.peers = transport, peers
 
     @abstractmethod
     def start(self, stage: str, loans: Loans, lent: Stacks, pools: Stacks) -> Wait:
@@ -125,15 +126,17 @@ class Pull(BackEnd):
     name = "pull"
     reads_plan, reads_peers = False, True
 
-    def __init__(self, transport: Transport) -> None:
-        super().__init__(transport)
+    peers: Peers
+
+    def __init__(self, transport: Transport, peers: Peers | None = None) -> None:
+        super().__init__(transport, peers)
         self._side: torch.cuda.Stream | None = None
         self._shown: dict[tuple[object, ...], Stacks] = {}  # gradients where peers can read them, by layout
         self._tables: dict[tuple[int, ...], Tensor] = {}
 
     def start(self, stage: str, loans: Loans, lent: Stacks, pools: Stacks) -> Wait:
         # The gather of this batch's loads came between the last write of peers' weights and this read.
-        peers = reach_all(self.transport, lent)
+        peers = reach_all(self.peers, lent)
 
         def copy() -> None:
             self._copy(loans, peers, pools)
@@ -143,8 +146,8 @@ class Pull(BackEnd):
 
     def give_back(self, stage: str, loans: Loans, grads: Stacks, totals: Stacks) -> None:
         shown = self._show(grads)
-        peers = reach_all(self.transport, shown)
-        self.transport.meet(stage, grads[0][0].device)
+        peers = reach_all(self.peers, shown)
+        self.peers.meet()
         table = self._table(peers)
         for rank, sums in zip(self.transport.ranks, totals, strict=True):
             ops.borrow_backward(
@@ -158,10 +161,10 @@ class Pull(BackEnd):
                 grads[0][0].dtype,
             )
         self._count(stage, loans, grads)
-        self.transport.meet(stage, grads[0][0].device)
+        self.peers.meet()
 
     def new_stack(self, like: Tensor, rows: int) -> Tensor:
-        return self.transport.new_reachable((rows, *like.shape[1:]), like.dtype, like.device)
+        return self.peers.new((rows, *like.shape[1:]), like.dtype, like.device)
 
     def _copy(self, loans: Loans, peers: Stacks, pools: Stacks) -> None:
         table = self._table(peers)
@@ -233,19 +236,19 @@ def make_back_end(transport: Transport, name: str | None, device: torch.device) 
             raise ValueError("borrow must not be p2p without processes, got 'p2p'")
         if device.type == "cuda" and dist.get_backend(transport.group) == "gloo":
             raise ValueError("borrow must not be p2p over gloo on a GPU, got 'p2p'")
-    reaches = name in (None, "pull", "copy") and transport.can_reach(device)
-    if name in ("pull", "copy") and not reaches:
+    peers = transport.peers(device) if name in (None, "pull", "copy") else None
+    if name in ("pull", "copy") and peers is None:
         raise ValueError(
             f"borrow must be all_to_all or p2p where ranks cannot read each other's memory, got {name!r}"
         )
-    name = name or ("pull" if reaches else "all_to_all")
-    made: BackEnd = transport.shared(("back end", name), lambda: BACK_ENDS[name](transport))
+    kind = BACK_ENDS[name or ("all_to_all" if peers is None else "pull")]
+    made: BackEnd = transport.shared(("back end", kind.name), lambda: kind(transport, peers))
     return made
 
 
-def reach_all(transport: Transport, stacks: Stacks) -> Stacks:
+def reach_all(peers: Peers, stacks: Stacks) -> Stacks:
     """[R][W] the stacks of every rank, given the owned ones."""
-    by_stack = [transport.reach(list(own)) for own in zip(*stacks, strict=True)]
+    by_stack = [peers.reach(list(own)) for own in zip(*stacks, strict=True)]
     return [list(of_rank) for of_rank in zip(*by_stack, strict=True)]
 
 

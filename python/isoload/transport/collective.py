@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from isoload.topology import Topology
 from isoload.transport.base import Transport
+from isoload.transport.peers import Peers
 from isoload.transport.symmetric import SymmetricMemory
 
 # the name since torch 2.13, and the one before
@@ -41,7 +42,6 @@ class CollectiveTransport(Transport):
         max_tokens_per_rank: int | None = None,
     ) -> None:
         self.group = group if group is not None else dist.group.WORLD
-        self._symmetric: SymmetricMemory | Literal[False] | None = None  # None: not tried yet
         super().__init__(topology, [dist.get_rank(self.group)], max_tokens_per_rank)
         size = dist.get_world_size(self.group)
         self.agree_once("construction", {"topology": topology, "max_tokens_per_rank": max_tokens_per_rank})
@@ -84,36 +84,23 @@ class CollectiveTransport(Transport):
             dist.all_gather_object(gathered, given, group=self.group)
         return gathered
 
-    def can_reach(self, device: torch.device) -> bool:
-        """Whether symmetric memory works here: found out by making some, once; all ranks must say the same."""
+    def peers(self, device: torch.device) -> Peers | None:
+        """Symmetric memory, where it works: found out by making some, once; all ranks must say the same."""
         if device.type != "cuda":
-            return False
-        if self._symmetric is None:
-            assert self.group is not None
-            made = SymmetricMemory(self.group)
-            try:
-                made.new((16,), torch.uint8, device)
-                works = True
-            except (RuntimeError, ImportError) as error:
-                works = False
-                warnings.warn(f"symmetric memory cannot be had: {error}", stacklevel=2)
-            self.agree_once("construction", {"symmetric memory": works})
-            self._symmetric = made if works else False
-        return self._symmetric is not False
+            return None
+        made: Peers | None = self.shared(("symmetric memory",), lambda: self._try_symmetric(device))
+        return made
 
-    def new_reachable(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        assert self._symmetric
-        with self.named("construction"):
-            return self._symmetric.new(shape, dtype, device)
-
-    def reach(self, own: list[Tensor]) -> list[Tensor]:
-        assert self._symmetric
-        return self._symmetric.reach(own[0])
-
-    def meet(self, stage: str, device: torch.device) -> None:
-        assert self._symmetric
-        with self.named(stage):
-            self._symmetric.meet()
+    def _try_symmetric(self, device: torch.device) -> Peers | None:
+        assert self.group is not None
+        made, works = SymmetricMemory(self.group), True
+        try:
+            made.new((16,), torch.uint8, device)
+        except (RuntimeError, ImportError) as error:
+            works = False
+            warnings.warn(f"symmetric memory cannot be had: {error}", stacklevel=2)
+        self.agree_once("construction", {"symmetric memory": works})
+        return made if works else None
 
     @contextmanager
     def named(self, stage: str) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from isoload.topology import Topology
 from isoload.transport.base import Transport
+from isoload.transport.peers import Peers, SameProcess
 
 
 class LocalTransport(Transport):
@@ -30,14 +30,5 @@ class LocalTransport(Transport):
     def _gather_objects(self, stage: str, given: object) -> list[Any]:
         return [given]
 
-    def can_reach(self, device: torch.device) -> bool:
-        return True
-
-    def new_reachable(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.zeros(*shape, dtype=dtype, device=device)
-
-    def reach(self, own: list[Tensor]) -> list[Tensor]:
-        return own
-
-    def meet(self, stage: str, device: torch.device) -> None:
-        pass  # all ranks are here
+    def peers(self, device: torch.device) -> Peers:
+        return SameProcess()

@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from isoload.transport.peers import Peers
+
 CHANNEL = 0  # of the barriers; all our barriers of a group run on one stream
 TIMEOUT_MS = 60_000
 
 
-class SymmetricMemory:
+class SymmetricMemory(Peers):
     """The symmetric tensors of one group. All ranks make them in the same order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -32,21 +34,22 @@ class SymmetricMemory:
         self._handles[tensor.data_ptr()] = symmetric.rendezvous(tensor, self._group)
         return tensor.zero_()
 
-    def reach(self, own: Tensor) -> list[Tensor]:
+    def reach(self, own: list[Tensor]) -> list[Tensor]:
         """[R] every rank's tensor of the same rendezvous.
 
         Raises:
             ValueError: if the tensor was not made here, as after ``.to()`` or a copy.
         """
-        handle = self._handles.get(own.data_ptr())
+        (mine,) = own
+        handle = self._handles.get(mine.data_ptr())
         if handle is None:
             raise ValueError(
                 "weights must stay in the memory they were made in, since other ranks read it, got a tensor elsewhere"
             )
-        key = own.data_ptr(), own.shape, own.dtype
+        key = mine.data_ptr(), mine.shape, mine.dtype
         if key not in self._views:
             ranks = range(dist.get_world_size(self._group))
-            self._views[key] = [handle.get_buffer(rank, own.shape, own.dtype) for rank in ranks]
+            self._views[key] = [handle.get_buffer(rank, mine.shape, mine.dtype) for rank in ranks]
         return self._views[key]
 
     def meet(self) -> None:
