@@ -24,9 +24,9 @@ from torch import Tensor
 
 from harness import machine, write_results
 from isoload import kernels
-from isoload.expert_weights import Activation, ClampedGLU, SwiGLU
-from isoload.experts import _activate
-from isoload.grouping import Grouping, group_copies
+from isoload.experts.compute import _activate
+from isoload.experts.grouping import Grouping, group_copies
+from isoload.experts.weights import Activation, ClampedGLU, SwiGLU
 from isoload.permutation import spread_rows, sum_rows, sum_rows_backward
 
 SHAPES = {  # H, I, K

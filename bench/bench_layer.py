@@ -48,10 +48,10 @@ from torch import Tensor
 import isoload
 from clocks import medians, peak_bytes, timed
 from harness import machine, write_results
-from isoload.batches import make_batches
-from isoload.expert_weights import ExpertWeights, SwiGLU
-from isoload.experts import run_experts
-from isoload.simulate import DEFAULT_POLICIES
+from isoload.experts.compute import run_experts
+from isoload.experts.weights import ExpertWeights, SwiGLU
+from isoload.replay.batches import make_batches
+from isoload.replay.simulate import DEFAULT_POLICIES
 from isoload.transport import CollectiveTransport, LocalTransport, Transport
 
 TRACE = Path(__file__).parents[1] / "examples" / "traces" / "gptoss20b_decode.npz"

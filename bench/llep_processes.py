@@ -15,9 +15,9 @@ from torch import Tensor
 
 import isoload
 from clocks import CPU, medians, peak_bytes, timer_on
-from isoload.borrowing import NUM_BUFFERS
-from isoload.expert_weights import ExpertWeights
+from isoload.experts.weights import ExpertWeights
 from isoload.transport import CollectiveTransport
+from isoload.weights.borrow import NUM_BUFFERS
 from llep_setting import TIMED, Setting
 from llep_virtual import imports
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from isoload import MoE
-from isoload.routers import Routing
+from isoload.layer.routers import Routing
 from isoload.trace import count_batches
 
 BORROW_STAGES = ("borrow", "borrow backward", "borrowed gradients")

@@ -40,10 +40,10 @@ import typer
 from torch import Tensor, nn
 
 import isoload
-from isoload.borrowing import NUM_BUFFERS
+from isoload.layer.routers import Gate, Router
 from isoload.policies import parse_policy
-from isoload.routers import Gate, Router
 from isoload.transport import Transport
+from isoload.weights.borrow import NUM_BUFFERS
 from tiny_measure import Meter, Run, largest_difference, peak_bytes, report, save_routing
 
 TEXT = Path(__file__).parents[1] / "docs" / "balancing.md"

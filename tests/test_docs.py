@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from isoload import POLICIES
-from test_readme import blocks
+from support.documents import blocks
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "balancing.md"

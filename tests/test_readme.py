@@ -10,15 +10,10 @@ from pathlib import Path
 import pytest
 
 from isoload import POLICIES
+from support.documents import blocks
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-
-
-def blocks(path, language):
-    """Bodies of the fenced blocks of one language ("" = none)."""
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text(), re.S | re.M)
-    return [body for name, body in fenced if name == language]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import isoload
 from isoload import kernels
-from isoload.expert_weights import ClampedGLU, ExpertWeights, SwiGLU
-from isoload.experts import run_experts
+from isoload.experts.compute import run_experts
+from isoload.experts.weights import ClampedGLU, ExpertWeights, SwiGLU
 from isoload.kernels import activation, permutation
 from isoload.transport import LocalTransport
 

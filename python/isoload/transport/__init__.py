@@ -2,22 +2,17 @@
 
 from isoload.transport.agreement import STAGES, error_code
 from isoload.transport.base import Transport
-from isoload.transport.borrow import BACK_ENDS, make_back_end
 from isoload.transport.collective import CollectiveTransport
-from isoload.transport.loans import Loans
 from isoload.transport.local import LocalTransport
 from isoload.transport.records import Handle, Received, Traffic
 
 __all__ = [
-    "BACK_ENDS",
     "STAGES",
     "CollectiveTransport",
     "Handle",
-    "Loans",
     "LocalTransport",
     "Received",
     "Traffic",
     "Transport",
     "error_code",
-    "make_back_end",
 ]
