@@ -7,7 +7,7 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.ops import Order, Prefer
-from isoload.placement import PlacedLayers
+from isoload.placed_layers import PlacedLayers
 from isoload.planning import share_routed
 from isoload.policies import StaticPolicy, sample_seed
 from isoload.records import Plan

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from isoload.placement import PlacedLayers, Placement
+from isoload.placed_layers import PlacedLayers
+from isoload.placement import Placement
 from isoload.transport import Transport
 from isoload.transport.rows import pack, unpack
 from isoload.weights.layout import Residence
