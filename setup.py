@@ -60,8 +60,9 @@ extension = CppExtension(
     depends=sorted(str(path) for kind in ("*.h", "*.cu", "*.cuh") for path in Path("csrc").rglob(kind)),
     define_macros=[("ISOLOAD_WITH_CUDA", None)] if NVCC else [],
     extra_compile_args={"cxx": COMPILE},
-    # Weak CUDA symbols resolve on a CUDA torch only if the linker keeps its libraries.
-    extra_link_args=["-Wl,--no-as-needed"],
+    # Named again, behind the flag: only libtorch brings libtorch_cuda, where the weak symbols of ops/device.h are, and
+    # the linker drops it where nothing in it is used.
+    extra_link_args=["-Wl,--no-as-needed", "-ltorch"],
     py_limited_api=True,
 )
 if NVCC:  # the runtime is linked in: a CPU torch brings none, and loads the library all the same
