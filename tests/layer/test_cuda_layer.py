@@ -66,7 +66,7 @@ def test_virtual_ranks(dtype: torch.dtype, policy: str, capacity: int | None) ->
         transport = LocalTransport(setup.topology, max_tokens_per_rank=capacity)
         layers[device] = make_layer(setup, device, transport, policy=policy)
         results[device] = train(layers[device], [row.to(device) for row in setup.rows])
-        transport.check()
+        transport.group.check()
     assert_close(results["cuda"], results["cpu"], dtype)
     plans = [layers[device].last_plan for device in ("cpu", "cuda")]
     assert torch.equal(plans[0].quota, plans[1].quota.cpu()), "the same plan on both devices"
@@ -98,8 +98,8 @@ def test_check_tells_what_ops_noted() -> None:
     train(make_layer(setup, "cuda", transport), [row.cuda() for row in setup.rows])
     isoload.count(torch.tensor([[0, 99]], device="cuda"), 4)
     with pytest.raises(ValueError, match="count: topk_ids"):
-        transport.check()
-    transport.check()
+        transport.group.check()
+    transport.group.check()
 
 
 def in_processes(body: Callable[[int, int], Any], ranks: int, folder: Path) -> list[Any]:

@@ -136,12 +136,12 @@ def _run_policy(name: str, rank: int, topology: Topology, trace: Trace) -> dict[
         ids = batch.on_rank(0, rank).long()
         current[:] = [ids, torch.rand(ids.shape, generator=draw).softmax(-1)]
         rows = torch.randn(len(ids), HIDDEN, generator=draw)
-        before = transport.traffic.rows[rank].clone()
+        before = transport.group.traffic.rows[rank].clone()
         start = time.process_time()
         with torch.no_grad():
             got = layer(rows)
         cpu += time.process_time() - start
-        sent.append((transport.traffic.rows[rank] - before).tolist())
+        sent.append((transport.group.traffic.rows[rank] - before).tolist())
         assert isinstance(got, Tensor)
         wanted = run_experts(rows, current[0], current[1], [dense], SwiGLU())
         worst = max(worst, float((got - wanted).abs().max()) if len(rows) else 0.0)
@@ -153,7 +153,7 @@ def _run_policy(name: str, rank: int, topology: Topology, trace: Trace) -> dict[
         "sent": sent,
         "max_abs_diff": worst,
         "cpu_ms": 1000 * cpu,
-        "bytes": sum(transport.traffic.bytes.values()),
+        "bytes": sum(transport.group.traffic.bytes.values()),
         "plan_us": float(np.median(plan_us)),
     }
 
