@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from borrowed_layer import LLEP
+from borrowed_layer import make_setup as make_borrowing_setup
 from torch import Tensor
 
 import isoload
-from borrowed_layer import LLEP
-from borrowed_layer import make_setup as make_borrowing_setup
 from isoload.expert_weights import Activation, ClampedGLU, ExpertWeights, SwiGLU
 from isoload.experts import run_experts
 from isoload.transport import LocalTransport
