@@ -72,15 +72,15 @@ def test_virtual_ranks(dtype: torch.dtype, policy: str, capacity: int | None) ->
     assert torch.equal(plans[0].quota, plans[1].quota.cpu()), "the same plan on both devices"
 
 
-@pytest.mark.parametrize("back_end", ["pull", "copy", "all_to_all"])
+@pytest.mark.parametrize("backend", ["pull", "copy", "all_to_all"])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_borrowed_weights(dtype: torch.dtype, back_end: str) -> None:
+def test_borrowed_weights(dtype: torch.dtype, backend: str) -> None:
     """Two layers on one transport, so that streams, both buffers and the return of gradients take part."""
     setup, results = make_borrowing_setup(4, dtype=dtype, bias=True), {}
     for device in ("cpu", DEVICE):
         there = setup.to(device)
         transport = LocalTransport(setup.placement.topology)
-        layers = [there.layer(transport, **LLEP, borrow=back_end) for _ in range(3)]
+        layers = [there.layer(transport, **LLEP, borrow=backend) for _ in range(3)]
         rows = [row.clone().requires_grad_() for row in there.rows]
         y = rows
         for layer in layers:
@@ -125,19 +125,19 @@ def train_one(rank: int, ranks: int) -> list[Tensor | None]:
     return train(layer, [setup.rows[rank].to("cuda")])
 
 
-def borrow_one(rank: int, ranks: int, back_end: str) -> list[Tensor | None]:
+def borrow_one(rank: int, ranks: int, backend: str) -> list[Tensor | None]:
     setup = make_borrowing_setup(ranks).to(DEVICE)
     transport = CollectiveTransport(setup.placement.topology)
-    return train(setup.layer(transport, **LLEP, borrow=back_end), [setup.rows[rank]])
+    return train(setup.layer(transport, **LLEP, borrow=backend), [setup.rows[rank]])
 
 
-def check_borrowing_processes(back_end: str, folder: Path) -> None:
+def check_borrowing_processes(backend: str, folder: Path) -> None:
     ranks = 2
     setup = make_borrowing_setup(ranks)
     layer = setup.layer(**LLEP)
     whole = train(layer, setup.rows)
     sizes = [len(list(weights.parameters())) for weights in layer.weights]
-    for rank, mine in enumerate(in_processes(partial(borrow_one, back_end=back_end), ranks, folder)):
+    for rank, mine in enumerate(in_processes(partial(borrow_one, backend=backend), ranks, folder)):
         first = 2 * ranks + sum(sizes[:rank])
         wanted = [whole[rank], whole[ranks + rank], *whole[first : first + sizes[rank]]]
         assert_close(mine, wanted, torch.float64)

@@ -58,10 +58,12 @@ def run_steps(rank: int, stage: str, fail: Fail, capacity: int | None) -> None:
 
     setup = make_setup(RANKS)
     transport = CollectiveTransport(setup.topology, max_tokens_per_rank=capacity)
-    send, send_back = transport.group.send, transport.group.send_back
-    transport.group.send = lambda name, *how: reach(name) or send(name, *how)
-    transport.group.send_back = lambda name, *how: reach(name) or send_back(name, *how)
-    transport.group.gather_loads = reached_first("gather", transport.group.gather_loads)
+    group = transport.group
+    send, start_send, send_back = group.send, group.start_send, group.send_back
+    group.send = lambda name, *how: reach(name) or send(name, *how)
+    group.start_send = lambda name, *how: reach(name) or start_send(name, *how)
+    group.send_back = lambda name, *how: reach(name) or send_back(name, *how)
+    group.gather_loads = reached_first("gather", group.gather_loads)
     moe.plan, moe.route = reached_first("plan", moe.plan), reached_first("route", moe.route)
     gate = reached_first("count", setup.gate)
     layer = moe.MoE(gate, setup.dense, transport, setup.placement, activation=activation)

@@ -24,19 +24,18 @@ from isoload.topology import Topology
 from isoload.transport import Group, LocalTransport, Received, Transport, error_code
 from isoload.value_checks import values_readable
 from isoload.weights.autograd import bring_again, join_rows
-from isoload.weights.backends import make_back_end
+from isoload.weights.backends import make_backend
 from isoload.weights.borrow import Borrowed, Borrowing
-from isoload.weights.layout import residences
-from isoload.weights.storage import RankWeights, new_stack, refresh_replicas
-from isoload.weights.transfer import (
+from isoload.weights.layout import count_rows, layouts, replica_moves
+from isoload.weights.migrate import (
     FACTS,
     check_move,
     checksum,
-    count_rows,
     move_facts,
     move_state,
     move_weights,
 )
+from isoload.weights.storage import RankWeights, new_stack, refresh_replicas
 
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]
 SPARE_SLOTS = 2  # of every rank, where a borrowing policy comes without a placement
@@ -65,9 +64,9 @@ class MoE(nn.Module):
             host: see num_tokens of :meth:`forward`. The same on all ranks.
         weight_rows: experts that every rank has memory for, for :meth:`load_placement`. None: as many as the
             placement's slots hold on it.
-        borrow: the back end that brings the weights of spare slots: "pull", "copy", "all_to_all" or "p2p", see
+        borrow: the backend that brings the weights of spare slots: "pull", "copy", "all_to_all" or "p2p", see
             isoload.weights.backends. None: "pull" where ranks can read each other's memory, else "all_to_all";
-            ``borrowing.back_end.name`` says which.
+            ``borrowing.backend.name`` says which.
 
     Raises:
         ValueError: naming the argument, the rule and the value; on the other ranks naming the rank and the stage.
@@ -99,7 +98,7 @@ class MoE(nn.Module):
             self.activation: Activation = SwiGLU() if activation is None else activation
             self.min_tokens = min_tokens
             placed = placement.layer(layer, "cpu")
-            self.held, self.num_rows = residences(placed), count_rows(placed, weight_rows)
+            self.layouts, self.num_rows = layouts(placed), count_rows(placed, weight_rows)
             facts.update(
                 {
                     "layer": layer,
@@ -113,7 +112,7 @@ class MoE(nn.Module):
                 }
             )
         self._hold(dense, borrow)
-        self.has_replicas = any(residence.replicas for residence in self.held)
+        self.replica_moves = replica_moves(self.layouts)
         self.has_freedom = placement.has_freedom[layer]
         self._placed: dict[torch.device, PlacedLayers] = {}
         self._placed_on(dense.down.device)
@@ -124,17 +123,23 @@ class MoE(nn.Module):
         spare, group, new, self.borrowing = self.placement.spare_slots, self.group, new_stack, None
         if spare:
             with group.agreeing("construction"):
-                back_end = make_back_end(group, borrow, dense.down.device)
-            new = back_end.new_stack
-            if back_end.reads_peers:
+                backend = make_backend(group, borrow, dense.down.device)
+            new = backend.new_stack
+            if backend.reads_peers:
                 self.num_rows = [max(self.num_rows)] * len(self.num_rows)
         with group.agreeing("construction"):
             self.weights = nn.ModuleList(
-                RankWeights(self.held[rank], dense, self.num_rows[rank], spare, new) for rank in group.ranks
+                RankWeights(self.layouts[rank], dense, self.num_rows[rank], spare, new)
+                for rank in group.ranks
             )
             if spare:
-                self.borrowing = Borrowing(group, self._ranks(), spare, back_end)
-                self.borrowing.settle(self.held, self.placement.num_experts)
+                self.borrowing = Borrowing(group, self._ranks(), spare, backend)
+                self.borrowing.settle(self.layouts, self.placement.num_experts)
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether any expert lies on several ranks."""
+        return bool(self.replica_moves)
 
     @property
     def policy(self) -> Policy:
@@ -216,7 +221,7 @@ class MoE(nn.Module):
     def refresh_replicas(self) -> None:
         """Copies home rows to their replicas: after every optimizer step, by all ranks together."""
         if self.has_replicas:
-            refresh_replicas(self.group, self._ranks())
+            refresh_replicas(self.group, self._ranks(), self.replica_moves)
 
     def load_placement(
         self,
@@ -244,14 +249,14 @@ class MoE(nn.Module):
                 at fault, that rank or the fact they differ in on the others.
             RuntimeError: naming the stage, if a rank is gone. The layer's weights are then undefined.
         """
-        ranks, before = self._ranks(), self.held
+        ranks, before = self._ranks(), self.layouts
         size = max(2, len(before)) if rows_per_chunk is None else rows_per_chunk
         facts: list[list[int]] = []
         failure = None
         try:
             check_move(self.placement, placement, size, ranks)
             placed = placement.layer(self.layer, "cpu")
-            after = residences(placed, before)
+            after = layouts(placed, before)
             facts = move_facts(placed, before, after, self.num_rows, size, ranks, optimizer)
         except Exception as error:
             failure = error
@@ -263,8 +268,8 @@ class MoE(nn.Module):
             weights.settle(after[rank])
         if self.borrowing is not None:
             self.borrowing.settle(after, placement.num_experts)
-        self.placement, self.held = placement, after
-        self.has_replicas = any(residence.replicas for residence in after)
+        self.placement, self.layouts = placement, after
+        self.replica_moves = replica_moves(after)
         self.has_freedom = placement.has_freedom[self.layer]
         for device, own in self._placed.items():
             self._placed[device] = refresh_layers(own, placement.layer(self.layer, device))
@@ -357,7 +362,7 @@ class MoE(nn.Module):
         noted = {f"route of rank {r}": s for r, s in zip(self.group.ranks, slots, strict=True)}
         noted = {"loads": loads, **noted} if readable else {}
         arrived_rows = [arrived.rows for arrived in received]
-        rows, groups = join_rows(self.group, ranks, arrived_rows, self.has_replicas, borrowed, noted)
+        rows, groups = join_rows(self.group, ranks, arrived_rows, self.replica_moves, borrowed, noted)
         outputs = []
         for row, rank, arrived, stacks in zip(rows, ranks, received, groups, strict=True):
             local = rank.weight_rows(arrived.slots)
