@@ -45,7 +45,7 @@ export ISOLOAD_CUDA=1 ISOLOAD_CUDA_ARCH=$architecture
 workers=()
 if "$python" -c 'import xdist' 2>/dev/null; then workers=(-n 8); fi
 tests=(tests/ops/test_cuda.py tests/layer/test_cuda_layer.py tests/ops/test_device_errors.py tests/experts/test_kernels_cuda.py)
-for op in count replica_tables plan_exact exact_objectives exact_pour plan_active plan_lp round_split plan_spill \
+for op in count replica_tables plan_exact plan_exact_objectives plan_exact_pour plan_active plan_lp round_split plan_spill \
   share share_alone route plan_waterfill route_shared route_shared_sampled append_shared_expert; do
   tests+=("tests/ops/test_$op.py")
 done
