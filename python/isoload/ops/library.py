@@ -17,23 +17,30 @@ MARK = "isoload: "  # how csrc/check.h marks a refused argument
 ON_CUDA = torch._C._dispatch_has_kernel_for_dispatch_key("isoload::count", "CUDA")
 
 
-def call(op: Callable[..., Any], *args: Any) -> Any:
-    checked = device_to_check(args) if ON_CUDA else None
+def call_on_cpu(op: Callable[..., Any], *args: Any) -> Any:
     try:
-        if checked is not None:
-            check_tables(op, args)
-        result = op(*args)
+        return op(*args)
     except RuntimeError as error:
         text = str(error)
         if not text.startswith(MARK):
             raise
         raise ValueError(text[len(MARK) :].split("\nException raised")[0]) from None
-    if checked is not None:
-        check_device(checked)
+
+
+def call_on_any(op: Callable[..., Any], *args: Any) -> Any:
+    checked = device_to_check(args)
+    if checked is None:
+        return call_on_cpu(op, *args)
+    check_tables(op, args)
+    result = call_on_cpu(op, *args)
+    check_device(checked)
     return result
 
 
 def check_tables(op: Any, args: tuple[Any, ...]) -> None:
     """Runs an op that reads tables on the host first: made-up ones would lead a kernel out of its memory."""
     if any(a.name == "tables" and a.alias_info is None for a in op._schema.arguments):
-        op(*(arg.cpu() if isinstance(arg, Tensor) else arg for arg in args))
+        call_on_cpu(op, *(arg.cpu() if isinstance(arg, Tensor) else arg for arg in args))
+
+
+call = call_on_any if ON_CUDA else call_on_cpu
