@@ -1,13 +1,12 @@
 // A planner: an algorithm that solves one layer with one Team. Its struct says what the shells of csrc/cpu
 // and csrc/cuda need to run it over a batch of layers, and nothing else is written per device:
 //
-//   Problem, Result              plain pointers: those of layer 0, the other layers follow without a gap
-//   kSets                        whether W, the words of a RankSet, follows from problem.R; else it is 1
-//   layer(problem, b)            the problem of layer b; layer(problem, result, b) its result
-//   bytes<W>(problem)            of one layer's workspace, any content
-//   solve<W>(team, problem, memory, result)   kPlanned, or what was refused: at least 0, of the planner's
-//   choice refuse(team, problem, result)             what a refused layer leaves behind on a GPU, which
-//   raises nothing
+//   Problem, Result      plain pointers: those of layer 0, the other layers follow without a gap
+//   kSets                whether W, the words of a RankSet, follows from problem.R; else W is 1
+//   select(in, out, b)   turns both into those of layer b
+//   bytes<W>(in)         of one layer's workspace, any content
+//   solve<W>(team, in, memory, out)   kPlanned, or at least 0: what was refused, in the planner's own numbers
+//   refuse(team, in, out)             what a refused layer leaves behind on a GPU, where nothing is raised
 #pragma once
 
 #include <type_traits>

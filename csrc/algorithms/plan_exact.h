@@ -332,15 +332,13 @@ struct ExactPlanner {  // see planner.h
   using Result = ExactResult;
   static constexpr bool kSets = true;
 
-  ISOLOAD_HD static Problem layer(Problem in, int64_t b) {
-    in.tables = in.tables.layer(b, in.E, int64_t(in.R) * in.S);
-    in.loads += b * in.num_sources * in.E;
-    if (in.fixed) in.fixed += b * in.R;
+  ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
+    const int64_t E = in.E, R = in.R, P = R * in.S;
+    in.tables = in.tables.layer(b, E, P);
+    in.loads += b * in.num_sources * E;
+    if (in.fixed) in.fixed += b * R;
     if (in.pour) in.pour += b;
-    return in;
-  }
-  ISOLOAD_HD static Result layer(const Problem& in, const Result& out, int64_t b) {
-    return {out.quota + b * in.R * in.S, out.peak + b, out.bound + b, out.telemetry + b * 4};
+    out = {out.quota + b * P, out.peak + b, out.bound + b, out.telemetry + b * 4};
   }
   template <int W>
   ISOLOAD_HD static int64_t bytes(const Problem& in) {

@@ -316,14 +316,12 @@ struct LpPlanner {  // see planner.h
   using Result = LpResult<Real>;
   static constexpr bool kSets = false;
 
-  ISOLOAD_HD static Problem layer(Problem in, int64_t b) {
-    in.tables = in.tables.layer(b, in.E, int64_t(in.R) * in.S);
-    in.loads += b * in.num_sources * in.E;
-    if (in.base) in.base += b * in.R;
-    return in;
-  }
-  ISOLOAD_HD static Result layer(const Problem& in, const Result& out, int64_t b) {
-    return {out.split + b * in.R * in.S, out.primal + b, out.dual + b, out.iterations + b, out.status + b};
+  ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
+    const int64_t E = in.E, R = in.R, P = R * in.S;
+    in.tables = in.tables.layer(b, E, P);
+    in.loads += b * in.num_sources * E;
+    if (in.base) in.base += b * R;
+    out = {out.split + b * P, out.primal + b, out.dual + b, out.iterations + b, out.status + b};
   }
   template <int W>
   ISOLOAD_HD static int64_t bytes(const Problem& in) {

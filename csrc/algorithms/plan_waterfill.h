@@ -265,13 +265,11 @@ struct WaterfillPlanner {  // see planner.h
   using Result = WaterfillResult;
   static constexpr bool kSets = true;
 
-  ISOLOAD_HD static Problem layer(Problem in, int64_t b) {
-    in.copies += b * in.R * in.R;
-    in.tokens += b * in.R;
-    return in;
-  }
-  ISOLOAD_HD static Result layer(const Problem& in, const Result& out, int64_t b) {
-    return {out.share + b * in.R * in.R, out.peak + b, out.bound + b};
+  ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
+    const int64_t R = in.R;
+    in.copies += b * R * R;
+    in.tokens += b * R;
+    out = {out.share + b * R * R, out.peak + b, out.bound + b};
   }
   template <int W>
   ISOLOAD_HD static int64_t bytes(const Problem& in) {

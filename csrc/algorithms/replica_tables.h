@@ -162,12 +162,10 @@ struct TablesPlanner {  // see planner.h
   using Result = MutableReplicaTables;
   static constexpr bool kSets = false;
 
-  ISOLOAD_HD static Problem layer(Problem in, int64_t b) {
-    in.slot_to_expert += b * in.R * in.S;
-    return in;
-  }
-  ISOLOAD_HD static Result layer(const Problem& in, const Result& out, int64_t b) {
-    return out.layer(b, in.E, int64_t(in.R) * in.S);
+  ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
+    const int64_t P = int64_t(in.R) * in.S;
+    in.slot_to_expert += b * P;
+    out = out.layer(b, in.E, P);
   }
   template <int W>
   ISOLOAD_HD static int64_t bytes(const Problem& in) {

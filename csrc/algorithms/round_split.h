@@ -108,13 +108,13 @@ struct RoundingPlanner {  // see planner.h
   using Result = int32_t*;  // [P]
   static constexpr bool kSets = false;
 
-  ISOLOAD_HD static Problem layer(Problem in, int64_t b) {
-    in.tables = in.tables.layer(b, in.E, int64_t(in.R) * in.S);
-    in.loads += b * in.num_sources * in.E;
-    in.split += b * in.R * in.S;
-    return in;
+  ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
+    const int64_t E = in.E, R = in.R, P = R * in.S;
+    in.tables = in.tables.layer(b, E, P);
+    in.loads += b * in.num_sources * E;
+    in.split += b * P;
+    out += b * P;
   }
-  ISOLOAD_HD static Result layer(const Problem& in, Result out, int64_t b) { return out + b * in.R * in.S; }
   template <int W>
   ISOLOAD_HD static int64_t bytes(const Problem&) {
     return 0;

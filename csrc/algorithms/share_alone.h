@@ -76,13 +76,13 @@ struct ShareAlonePlanner {  // see planner.h
   using Result = int32_t*;  // [P]
   static constexpr bool kSets = false;
 
-  ISOLOAD_HD static Problem layer(Problem in, int64_t b) {
-    in.tables = in.tables.layer(b, in.E, in.P);
-    in.counts += b * in.E;
-    in.quota += b * in.P;
-    return in;
+  ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
+    const int64_t E = in.E, P = in.P;
+    in.tables = in.tables.layer(b, E, P);
+    in.counts += b * E;
+    in.quota += b * P;
+    out += b * P;
   }
-  ISOLOAD_HD static Result layer(const Problem& in, Result out, int64_t b) { return out + b * in.P; }
   template <int W>
   ISOLOAD_HD static int64_t bytes(const Problem&) {
     return 0;

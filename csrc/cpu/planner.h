@@ -14,8 +14,9 @@ template <class Planner>
 int plan(const typename Planner::Problem& problem, const typename Planner::Result& result, int64_t b) {
   return with_words<Planner>(problem, [&](auto W) {
     thread_local std::vector<uint64_t> memory;
-    const auto in = Planner::layer(problem, b);
-    const auto out = Planner::layer(problem, result, b);
+    typename Planner::Problem in = problem;
+    typename Planner::Result out = result;
+    Planner::select(in, out, b);
     memory.resize(Planner::template bytes<W>(in) / sizeof(uint64_t) + 1);
     SerialTeam team;
     return Planner::template solve<W>(team, in, memory.data(), out);

@@ -8,12 +8,12 @@
 namespace isoload::cuda {
 
 // What this block does: the planner's answer for its own layer, or what a refused layer leaves behind.
+// Changes the kernel's own arguments: copies of them would take registers.
 template <class Planner, int W, class Team>
-__device__ __forceinline__ void plan_layer(Team& team, const typename Planner::Problem& problem,
-                                           const typename Planner::Result& result, void* global,
-                                           int32_t* errors, Fault fault) {
-  const typename Planner::Problem in = Planner::layer(problem, blockIdx.x);
-  const typename Planner::Result out = Planner::layer(problem, result, blockIdx.x);
+__device__ __forceinline__ void plan_layer(Team& team, typename Planner::Problem& in,
+                                           typename Planner::Result& out, void* global, int32_t* errors,
+                                           Fault fault) {
+  Planner::select(in, out, blockIdx.x);
   void* const memory = block_workspace(global, Planner::template bytes<W>(in));
   if (Planner::template solve<W>(team, in, memory, out) == kPlanned) return;
   team.sync();

@@ -26,7 +26,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plan_active(const Tensor& loads, cons
   const ActiveResult result{mutable_data<int32_t>(quota), mutable_data<int64_t>(peak),
                             mutable_data<int64_t>(bound), mutable_data<int32_t>(telemetry)};
   plan_layers<ActivePlanner>(batch.loads, problem, result, batch.B, 0,
-                             [&](int64_t b, int) { batch.explain(b); });
+                             [&](const ActiveProblem&, int64_t b, int) { batch.explain(b); });
   return {quota, peak, bound, telemetry};
 }
 

@@ -52,7 +52,8 @@ class ExactBatch {
     problem.budget = static_cast<int32_t>(budget);
     const ExactResult result{mutable_data<int32_t>(quota), mutable_data<int64_t>(peak),
                              mutable_data<int64_t>(bound), mutable_data<int32_t>(telemetry)};
-    plan_layers<ExactPlanner>(in_.loads, problem, result, in_.B, 8, [&](int64_t b, int) { explain(b); });
+    plan_layers<ExactPlanner>(in_.loads, problem, result, in_.B, 8,
+                              [&](const ExactProblem& in, int64_t b, int) { explain(in, b); });
     return {quota, peak, bound, telemetry};
   }
 
@@ -74,8 +75,7 @@ class ExactBatch {
   }
 
   // Raises what the solver refused in layer b.
-  void explain(int64_t b) const {
-    const ExactProblem problem = ExactPlanner::layer(this->problem(), b);
+  void explain(const ExactProblem& problem, int64_t b) const {
     int64_t besides = 0;
     for (int r = 0; problem.fixed && r < problem.R; ++r) {
       require(problem.fixed[r] >= 0, "fixed must not be negative, got ", problem.fixed[r], " for rank ", r);

@@ -11,8 +11,8 @@
 namespace isoload::ops {
 
 // Solves B layers that lie one after another in problem and result, both of tensors on the device of `like`.
-// On the CPU `grain` layers at a time in parallel (0: one after another); explain(b, refused) raises for the
-// first layer that the planner refuses. Whether it ran there: only then its values may be looked at.
+// On the CPU `grain` layers at a time in parallel (0: one after another); explain(in, b, refused) raises for
+// the first layer that the planner refuses. Whether it ran there: only then its values may be looked at.
 template <class Planner, class Explain>
 bool plan_layers(const Tensor& like, const typename Planner::Problem& problem,
                  const typename Planner::Result& result, int64_t B, int64_t grain, Explain&& explain) {
@@ -30,7 +30,12 @@ bool plan_layers(const Tensor& like, const typename Planner::Problem& problem,
     }
   };
   grain == 0 || B == 1 ? run(0, B) : torch::stable::parallel_for(0, B, grain, run);
-  if (failed < B) explain(failed.load(), cpu::plan<Planner>(problem, result, failed));
+  if (const int64_t b = failed; b < B) {
+    typename Planner::Problem in = problem;
+    typename Planner::Result out = result;
+    Planner::select(in, out, b);
+    explain(in, b, cpu::plan<Planner>(problem, result, b));
+  }
   return true;
 }
 

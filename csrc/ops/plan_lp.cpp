@@ -41,7 +41,7 @@ class LpBatch {
                                 mutable_data<Real>(dual), mutable_data<int32_t>(iterations),
                                 mutable_data<int32_t>(status)};
     plan_layers<LpPlanner<Real>>(loads_.loads, problem, result, loads_.B, 4,
-                                 [&](int64_t b, int) { explain(b); });
+                                 [&](const LpProblem<Real>& in, int64_t b, int) { explain(in, b); });
     return {split, primal, dual, iterations, status};
   }
 
@@ -75,9 +75,8 @@ class LpBatch {
   }
 
   // Raises why layer b was refused.
-  void explain(int64_t b) const {
+  void explain(const LpProblem<Real>& in, int64_t b) const {
     loads_.explain(b);
-    const LpProblem<Real> in = LpPlanner<Real>::layer(problem(), b);
     for (int64_t i = 0; i < int64_t(in.num_sources) * in.E; ++i) {
       const int e = static_cast<int>(i % in.E), first = in.tables.offsets[e];
       if (in.loads[i] == 0) continue;

@@ -93,7 +93,7 @@ std::tuple<Tensor, Tensor, Tensor> plan_waterfill(const Tensor& copies_in, const
   const WaterfillResult result{mutable_data<int32_t>(share), mutable_data<int64_t>(peak),
                                mutable_data<int64_t>(bound)};
   plan_layers<WaterfillPlanner>(copies, problem, result, B, 8,
-                                [&](int64_t b, int) { explain(WaterfillPlanner::layer(problem, b)); });
+                                [](const WaterfillProblem& in, int64_t, int) { explain(in); });
   return {share, peak, bound};
 }
 

@@ -25,7 +25,8 @@ void replica_tables(const Tensor& slot_to_expert, int64_t num_ranks, int64_t num
   const TablesProblem problem{static_cast<int>(num_ranks), static_cast<int>(num_experts),
                               static_cast<int>(P / num_ranks), data<int32_t>(slots)};
   const auto result = MutableReplicaTables::at(mutable_data<int32_t>(tables), num_experts, P);
-  plan_layers<TablesPlanner>(slots, problem, result, checked.batch, 0, [](int64_t, int) {});
+  plan_layers<TablesPlanner>(slots, problem, result, checked.batch, 0,
+                             [](const TablesProblem&, int64_t, int) {});
 }
 
 }  // namespace isoload::ops

@@ -35,9 +35,9 @@ static Tensor round_layers(const LoadsBatch& loads, const Tensor& split) {
                                       loads.of(0),
                                       static_cast<int>(loads.sources),
                                       data<Real>(split)};
-  const bool on_cpu =
-      plan_layers<RoundingPlanner<Real>>(loads.loads, problem, mutable_data<int32_t>(quota), loads.B, 0,
-                                         [&](int64_t b, int) { loads.explain(b); });
+  const bool on_cpu = plan_layers<RoundingPlanner<Real>>(
+      loads.loads, problem, mutable_data<int32_t>(quota), loads.B, 0,
+      [&](const RoundingProblem<Real>&, int64_t b, int) { loads.explain(b); });
   for (int64_t b = 0; b < loads.B && on_cpu; ++b) require_split(loads, b, data<Real>(split) + b * loads.P);
   return quota;
 }

@@ -30,10 +30,11 @@ Tensor share_alone(const Tensor& counts_in, const Tensor& quota_in, const Tensor
   Tensor out = batched ? new_empty(counts, {B, P}) : new_empty(counts, {P});
   const ShareAloneProblem problem{static_cast<int>(E),   static_cast<int>(P),  tables.layer(0),
                                   data<int32_t>(counts), data<int32_t>(quota), static_cast<int>(source)};
-  plan_layers<ShareAlonePlanner>(counts, problem, mutable_data<int32_t>(out), B, 0, [](int64_t, int expert) {
-    require(false, "counts must be part of the loads that quota was made from: those of expert ", expert,
-            " are not");
-  });
+  plan_layers<ShareAlonePlanner>(
+      counts, problem, mutable_data<int32_t>(out), B, 0, [](const ShareAloneProblem&, int64_t, int expert) {
+        require(false, "counts must be part of the loads that quota was made from: those of expert ", expert,
+                " are not");
+      });
   return out;
 }
 
