@@ -40,7 +40,9 @@ def op_tested(path: Path) -> str | None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     op = op_tested(Path(metafunc.module.__file__ or ""))
-    if op and has_cuda(op) and not ON_CPU_ALONE.search(metafunc.function.__name__):
+    # --collect-only lists on any machine what a GPU would run
+    there = op is not None and (has_cuda(op) or metafunc.config.option.collectonly)
+    if there and not ON_CPU_ALONE.search(metafunc.function.__name__):
         both = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
         metafunc.parametrize("device", both, indirect=True)
 
