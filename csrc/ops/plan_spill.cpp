@@ -1,8 +1,6 @@
 // plan_spill: checks of the loads, the placement and the rules; layers one after another.
 #include "cpu/cpu.h"
-#include "ops/device.h"
-#include "ops/ops.h"
-#include "ops/tensors.h"
+#include "ops/op.h"
 #include "rank_set.h"
 
 namespace isoload::ops {
@@ -177,3 +175,5 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plan_spill(
 }
 
 }  // namespace isoload::ops
+
+ISOLOAD_OP(plan_spill)

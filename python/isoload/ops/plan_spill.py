@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from isoload.ops.library import call, library
+from isoload.results import Spill
 
 _plan_spill = library.plan_spill.default
 MILLION = 1_000_000
 UNLIMITED = 2**31 - 1
-
-
-class Spill(NamedTuple):
-    """What :func:`plan_spill` returns, with the leading dimension of slot_to_expert.
-
-    slot_to_expert [P] int32 with spare slots filled from the first on; quota [P] int32 copies per slot; level [] int64
-    the capacity in copies, or the cost reached where the least was sought; telemetry [5] int32: imports, most imports
-    of a rank, most exports of a rank, imports from another node, flags.
-
-    Flags are a sum: 1 below the threshold, so plain EP; else why a rank stayed above the capacity: 2 the spare slots
-    ran out, 4 its egress limit is reached, 8 copies that cannot move are above it alone.
-    """
-
-    slot_to_expert: Tensor
-    quota: Tensor
-    level: Tensor
-    telemetry: Tensor
 
 
 def plan_spill(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from isoload.results import Spill
 
 MILLION = 1_000_000
 WAYS, ROUNDS, FINE = (
@@ -16,15 +17,6 @@ WAYS, ROUNDS, FINE = (
 )  # targets tried at once, and how often the best one's neighbourhood is tried again
 UNLIMITED = 2**31 - 1
 BELOW_THRESHOLD, NO_SPARE_SLOT, EGRESS, IMMOVABLE = 1, 2, 4, 8
-
-
-class Spill(NamedTuple):
-    """slot_to_expert, quota [P] int32, level [] int64, telemetry [5] int32: as isoload.ops.Spill."""
-
-    slot_to_expert: Tensor
-    quota: Tensor
-    level: Tensor
-    telemetry: Tensor
 
 
 def plan_spill(
