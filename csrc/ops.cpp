@@ -21,8 +21,9 @@ STABLE_TORCH_LIBRARY(isoload, m) {
   m.def("round_split(Tensor split, Tensor loads, Tensor tables, int num_ranks, int num_slots) -> Tensor");
   m.def(
       "plan_spill(Tensor loads, Tensor slot_to_expert, Tensor home_slot, int num_ranks, int ranks_per_node, "
-      "int spare_slots, Tensor? fixed, Tensor? alive, int capacity_ppm, int threshold_ppm, bool per_expert, "
-      "int tolerance_ppm, int min_chunk, int near_cost, int far_cost, int egress) -> "
+      "int spare_slots, Tensor? fixed, Tensor? start, Tensor? alive, int capacity_ppm, int threshold_ppm, "
+      "bool per_expert, int tolerance_ppm, int min_chunk, int near_cost, int far_cost, int egress, bool "
+      "within) -> "
       "(Tensor slot_to_expert, Tensor quota, Tensor level, Tensor telemetry)");
   m.def(
       "borrow(Tensor slot_to_expert, Tensor home, Tensor peers, Tensor(a!)[] spare, int num_ranks, int rank, "

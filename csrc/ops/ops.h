@@ -38,8 +38,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plan_active(const Tensor& loads, cons
 std::tuple<Tensor, Tensor, Tensor, Tensor> plan_spill(
     const Tensor& loads, const Tensor& slot_to_expert, const Tensor& home_slot, int64_t num_ranks,
     int64_t ranks_per_node, int64_t spare_slots, const std::optional<Tensor>& fixed,
-    const std::optional<Tensor>& alive, int64_t capacity_ppm, int64_t threshold_ppm, bool per_expert,
-    int64_t tolerance_ppm, int64_t min_chunk, int64_t near_cost, int64_t far_cost, int64_t egress);
+    const std::optional<Tensor>& start, const std::optional<Tensor>& alive, int64_t capacity_ppm,
+    int64_t threshold_ppm, bool per_expert, int64_t tolerance_ppm, int64_t min_chunk, int64_t near_cost,
+    int64_t far_cost, int64_t egress, bool within);
 void borrow(const Tensor& slot_to_expert, const Tensor& home, const Tensor& peers, std::vector<Tensor> spare,
             int64_t num_ranks, int64_t rank, int64_t blocks);
 void borrow_backward(const Tensor& slot_to_expert, const Tensor& home, const Tensor& peers,

@@ -41,6 +41,7 @@ class PlacedLayers:
     shared_limits: Tensor | None = field(
         init=False
     )  # [R] int32 shared copies a rank can take; None = any number
+    replicated: bool = field(init=False)  # whether some routed expert has more than one slot
 
     def __post_init__(self) -> None:
         def derive(name: str, value: Any) -> None:
@@ -54,6 +55,9 @@ class PlacedLayers:
         derive("shared_home", home)
         limits = [2**31 - 1 if rank in live else 0 for rank in range(ranks)]
         limited = self.num_shared and len(live) < ranks
+        slots = self.host.arrays[0] if self.layer is None else self.host.arrays[0][self.layer]
+        routed = int(((slots >= 0) & (slots < self.host.num_routed)).sum())
+        derive("replicated", routed > self.host.num_routed * slots.size // self.host.num_slots)
         derive("shared_limits", torch.tensor(limits, dtype=torch.int32, device=device) if limited else None)
 
     @property

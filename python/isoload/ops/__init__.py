@@ -21,7 +21,9 @@ from isoload.ops.plan_active import (
     plan_active,
 )
 from isoload.ops.plan_spill import (
+    NO_SPARE_SLOT,
     Spill,
+    Within,
     plan_spill,
 )
 from isoload.ops.relaxed import (
@@ -58,6 +60,7 @@ from isoload.ops.shared_layout import (
 )
 
 __all__ = [
+    "NO_SPARE_SLOT",
     "ActiveSplit",
     "Candidates",
     "ExactSplit",
@@ -68,6 +71,7 @@ __all__ = [
     "SharedRule",
     "Spill",
     "WaterfillSplit",
+    "Within",
     "addresses",
     "append_shared_expert",
     "borrow",
