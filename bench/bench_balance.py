@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from harness import machine, write_results
-from isoload.simulate import ReplaySettings, replay
+from isoload.replay.simulate import ReplaySettings, replay
 from isoload.trace import Trace, read_trace
 
 RANKS, NODE = 16, 8

@@ -27,7 +27,7 @@ from rich.table import Table
 import published  # noqa: F401  registers affine5 and affine5_sampled
 from bench_balance import TRACES, load_trace
 from harness import machine, write_results
-from isoload.simulate import ReplaySettings, replay
+from isoload.replay.simulate import ReplaySettings, replay
 
 CASES = ((8, 32), (16, 32), (32, 64), (64, 64), (128, 128))  # ranks, replicas of 256 experts
 SMALL_CASES = ((8, 8), (16, 16))  # of gpt-oss-20b's 32

@@ -35,7 +35,7 @@ from isoload.workloads import W0_TO_W7, make_workload
 from spill_bound import least_cost_bound, slots_bound
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from spills import SpillCase, check_spill, draw, in_order
+from support.spills import SpillCase, check_spill, draw, in_order
 
 SHAPES = ((8, 64), (8, 128), (16, 256), (32, 256))
 COPIES = (33_792, 67_584, 262_144)  # of a group of 8 ranks; larger groups have more in proportion

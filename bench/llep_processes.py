@@ -15,9 +15,9 @@ from torch import Tensor
 
 import isoload
 from clocks import CPU, medians, peak_bytes, timer_on
-from isoload.borrowing import NUM_BUFFERS
-from isoload.expert_weights import ExpertWeights
+from isoload.experts.weights import ExpertWeights
 from isoload.transport import CollectiveTransport
+from isoload.weights.borrow import NUM_BUFFERS
 from llep_setting import TIMED, Setting
 from llep_virtual import imports
 
@@ -66,7 +66,7 @@ class RankBench:
     def run(self, setting: Setting, name: str) -> Sample:
         """One forward and backward, with as many borrowing batches between as a deeper model has layers: so backward
         brings the weights again."""
-        rows, layer, sent = self.take(setting, name), self.layer, self.transport
+        rows, layer, sent = self.take(setting, name), self.layer, self.transport.group
         layer.zero_grad()
         dist.barrier()
         sent.reset_traffic()

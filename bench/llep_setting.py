@@ -11,7 +11,7 @@ from torch import Tensor
 
 import isoload
 from isoload.cost import DEEPSEEK_V3_FP8
-from isoload.expert_weights import ExpertWeights
+from isoload.experts.weights import ExpertWeights
 from isoload.policies import Policy, make_policy
 
 SHARES, NUM_HOT = (0.3, 0.5, 0.8, 0.95), (1, 4, 16)

@@ -19,11 +19,11 @@ from torch import Tensor
 import isoload
 from clocks import peak_bytes, timer_on
 from isoload import ops
-from isoload.borrowing import NUM_BUFFERS
-from isoload.expert_weights import ExpertWeights, SwiGLU
-from isoload.experts import count_copies, run_experts
-from isoload.grouping import gather_copies, group_copies
+from isoload.experts.compute import count_copies, run_experts
+from isoload.experts.grouping import gather_copies, group_copies
+from isoload.experts.weights import ExpertWeights, SwiGLU
 from isoload.value_checks import values_readable
+from isoload.weights.borrow import NUM_BUFFERS
 from llep_setting import TIMED, Setting
 
 Tokens = tuple[Tensor, Tensor, Tensor]  # rows [N, H], local slots [N, K], gate weights [N, K]

@@ -40,10 +40,10 @@ import typer
 from torch import Tensor, nn
 
 import isoload
-from isoload.borrowing import NUM_BUFFERS
+from isoload.layer.routers import Gate, Router
 from isoload.policies import parse_policy
-from isoload.routers import Gate, Router
 from isoload.transport import Transport
+from isoload.weights.borrow import NUM_BUFFERS
 from tiny_measure import Meter, Run, largest_difference, peak_bytes, report, save_routing
 
 TEXT = Path(__file__).parents[1] / "docs" / "balancing.md"
@@ -186,7 +186,7 @@ def train(settings: Settings, policy: str, rank: int) -> tuple[TinyLM, Run]:
     peak = peak_bytes(lambda: losses.append(train_step(model, optimizer, last)))
     for hook in hooks:
         hook.remove()
-    return model, Run.gather(losses, meter, transport.traffic.bytes, peak)
+    return model, Run.gather(losses, meter, transport.group.traffic.bytes, peak)
 
 
 def run_rank(rank: int, settings: Settings, store: str | None = None) -> None:

@@ -3,6 +3,8 @@
 import ast
 import re
 import subprocess
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -10,45 +12,59 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "python" / "isoload"
 
-# Lowest first; a module may import from its own line and from the lines above it.
-LAYERS = [
-    ["topology", "replica_tables", "value_checks", "shared_experts", "migration", "cost", "kernels"],
-    ["permutation"],
-    ["reference", "ops"],
-    ["placement"],
-    ["records"],
+# Lowest first; a module may import from its own floor and from those below. A folder stands for its modules, unless
+# they are named themselves.
+FLOORS = [
     [
-        "policies",
-        "placers",
-        "trace",
-        "transport",
-        "routers",
-        "experts",
-        "expert_weights",
-        "grouped_linear",
-        "grouping",
+        "topology",
+        "replica_tables",
+        "value_checks",
+        "shared_experts",
+        "cost",
+        "kernels",
+        "report.tables",
+        "report.files",
     ],
-    ["counting", "planning", "modules"],
-    ["routing", "residence", "resident"],
-    ["borrowing"],
-    ["joining"],
-    ["transfer"],
-    ["moe"],
-    ["batches", "calibration", "metrics", "layer_cost", "inspection", "workloads"],
-    ["simulate"],
-    ["doctor", "demo"],
-    ["report", "cost_report"],
+    ["permutation", "reference"],
+    ["ops"],
+    ["placed_layers", "placement"],
+    ["records"],
+    ["policies", "placers", "trace", "transport", "experts"],
+    ["counting", "planning"],
+    ["routing", "workloads"],
+    ["weights"],
+    ["layer"],
+    ["replay"],
+    ["report", "cli.demo", "cli.doctor", "cli.processes"],
     ["cli"],
     ["__main__", "__init__"],
 ]
+HIGHEST_TOP_LEVEL = 10  # modules that lie flat in the package are the ground; what uses them has a folder
 
 
-def module_of(path):
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def module_of(path: Path) -> str:
+    """The dotted name of a file below isoload; a folder's own name for its __init__."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
 
-def imported(path):
-    """isoload modules that a file imports when it runs (TYPE_CHECKING blocks aside)."""
+MODULES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))} | {
+    "kernels": ROOT / "kernels/__init__.py"
+}
+
+
+def floor_of(module: str) -> int:
+    """That of the longest name in FLOORS which the module is, or lies in."""
+    height = {name: level for level, names in enumerate(FLOORS) for name in names}
+    parts = module.split(".")
+    for length in range(len(parts), 0, -1):
+        if (name := ".".join(parts[:length])) in height:
+            return height[name]
+    raise AssertionError(f"{module} has no floor: add it to FLOORS")
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Dotted isoload modules that a file imports when it runs (TYPE_CHECKING blocks aside)."""
     tree = ast.parse(path.read_text())
     typing_only = {
         node
@@ -60,10 +76,12 @@ def imported(path):
         if node in typing_only:
             continue
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "isoload":
-            parts = node.module.split(".")[1:]
-            yield from parts[:1] if parts else [alias.name for alias in node.names]
+            base = ".".join(node.module.split(".")[1:])
+            for alias in node.names:
+                inner = f"{base}.{alias.name}".lstrip(".")
+                yield inner if inner in MODULES or inner.startswith("kernels.") else base
         elif isinstance(node, ast.Import):
-            yield from (n.name.split(".")[1] for n in node.names if n.name.startswith("isoload."))
+            yield from (n.name.removeprefix("isoload.") for n in node.names if n.name.startswith("isoload."))
 
 
 def tracked(*patterns):
@@ -77,25 +95,38 @@ def tracked(*patterns):
     return [ROOT / name for name in listing.stdout.split() if (ROOT / name).exists()]
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_run_one_way(path):
-    height = {name: level for level, names in enumerate(LAYERS) for name in names}
-    module = module_of(path)
-    assert module in height, f"{module} has no layer: add it to LAYERS"
-    for other in imported(path):
-        if other == "__version__":
-            continue
-        assert height[other] <= height[module], f"{module} must not import {other}"
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_run_one_way(module: str) -> None:
+    for other in filter(None, imported(MODULES[module])):
+        assert floor_of(other) <= floor_of(module), f"{module} must not import {other}"
 
 
-def test_reference_knows_only_torch_and_the_tables():
+def test_imports_form_no_circle() -> None:
+    """Inside folders, too. A folder's __init__ stands for all that it imports."""
+    graph = {name: {o for o in imported(path) if o in MODULES} - {name} for name, path in MODULES.items()}
+    TopologicalSorter(graph).prepare()
+
+
+def test_the_package_has_rooms() -> None:
+    flat = [name for name in MODULES if "." not in name and MODULES[name].parent == PACKAGE]
+    assert len(flat) <= 20, flat
+    ends = ("__main__", "__init__")
+    assert [m for m in flat if m not in ends and floor_of(m) > HIGHEST_TOP_LEVEL] == []
+
+
+def test_tests_import_no_tests() -> None:
+    for path in (ROOT / "tests").rglob("*.py"):
+        assert not re.search(r"^(from|import) test_", path.read_text(), re.M), path
+
+
+def test_reference_knows_only_torch_and_the_tables() -> None:
     for path in (PACKAGE / "reference").glob("*.py"):
-        assert set(imported(path)) <= {"reference", "replica_tables"}, path
+        assert {name.split(".")[0] for name in imported(path)} <= {"reference", "replica_tables"}, path
 
 
-def test_kernels_know_nothing_above_them():
+def test_kernels_know_nothing_above_them() -> None:
     for path in (ROOT / "kernels").glob("*.py"):
-        assert set(imported(path)) <= {"kernels"}, path
+        assert {name.split(".")[0] for name in imported(path)} <= {"kernels"}, path
 
 
 def test_only_kernels_name_triton():
@@ -143,6 +174,6 @@ def test_every_op_has_wrapper_fake_reference_and_test():
         stem = name if alone else re.sub(variant, "", name)
         if name != "device_errors":
             assert f"def {name}(" in (PACKAGE / "reference" / f"{stem}.py").read_text(), name
-        assert f"isoload.{name}.default" in (ROOT / "tests" / f"test_{stem}.py").read_text(), (
+        assert f"isoload.{name}.default" in (ROOT / "tests" / "ops" / f"test_{stem}.py").read_text(), (
             f"opcheck of {name}"
         )

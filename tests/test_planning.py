@@ -8,39 +8,35 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import isoload
+from support.small_batches import (
+    EXPERTS,
+    LAYERS,
+    RANKS,
+    K,
+    draw_ids,
+    gather,
+    make_counts,
+    make_placement,
+    make_topology,
+)
 
-RANKS, EXPERTS, LAYERS, K = 8, 32, 3, 4
 QUOTA_POLICIES = ["none", "static", "even", "exact", "exact_active", "lp"]
 SAMPLED_POLICIES = ["dynamic", "lp_sampled"]
 
 
 @pytest.fixture(scope="module")
 def topology():
-    return isoload.Topology(num_ranks=RANKS, ranks_per_node=4)
+    return make_topology()
 
 
 @pytest.fixture(scope="module")
 def counts():
-    generator = torch.Generator().manual_seed(3)
-    return torch.randint(0, 900, (LAYERS, EXPERTS), generator=generator) ** 2 // 500
+    return make_counts()
 
 
 @pytest.fixture(scope="module")
-def placement(topology, counts):
-    return isoload.place(counts, topology, slots_per_rank=6)
-
-
-def draw_ids(seed, tokens=37):
-    """[R][T, K] distinct experts per token, skewed, a few masked."""
-    generator = torch.Generator().manual_seed(seed)
-    weights = torch.rand(EXPERTS, generator=generator) ** 3 + 1e-3
-    ids = torch.multinomial(weights.expand(RANKS * tokens, -1), K, generator=generator)
-    ids[torch.rand(ids.shape, generator=generator) < 0.05] = -1
-    return list(ids.view(RANKS, tokens, K))
-
-
-def gather(ids):
-    return torch.stack([isoload.count(row, EXPERTS) for row in ids])
+def placement():
+    return make_placement()
 
 
 @pytest.mark.parametrize("policy", QUOTA_POLICIES)

@@ -4,11 +4,16 @@ import pytest
 import torch
 
 import isoload
-from test_planning import RANKS, counts, draw_ids, gather, placement, topology  # noqa: F401  fixtures
+from support.small_batches import RANKS, draw_ids, gather, make_placement
+
+
+@pytest.fixture(scope="module")
+def placement():
+    return make_placement()
 
 
 @pytest.mark.parametrize("policy", ["none", "even", "exact", "exact_active"])
-def test_every_rank_routes_its_own_copies(policy, placement):  # noqa: F811
+def test_every_rank_routes_its_own_copies(policy, placement):
     ids = draw_ids(seed=3, tokens=200)
     loads = gather(ids)
     plan = isoload.plan(loads.sum(0, dtype=torch.int32), placement, 1, policy)
@@ -26,7 +31,7 @@ def test_every_rank_routes_its_own_copies(policy, placement):  # noqa: F811
         assert torch.equal(received, plan.quota.long()), "an expert in one slot is met exactly"
 
 
-def test_exact_active_needs_fewest_slots(placement):  # noqa: F811
+def test_exact_active_needs_fewest_slots(placement):
     """One source's few tokens: no rank reads more slots than under exact, and each expert is read once."""
     loads = gather(draw_ids(seed=5, tokens=2))
     used = {}
@@ -38,7 +43,7 @@ def test_exact_active_needs_fewest_slots(placement):  # noqa: F811
     assert int(used["exact_active"].sum()) == int((loads.sum(0) > 0).sum())
 
 
-def test_refuses(placement):  # noqa: F811
+def test_refuses(placement):
     loads = gather(draw_ids(seed=7))
     plan = isoload.plan(loads, placement, 0)
     with pytest.raises(

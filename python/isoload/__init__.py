@@ -2,8 +2,8 @@
 
 from isoload.cost import break_even
 from isoload.counting import count
-from isoload.expert_weights import ExpertWeights
-from isoload.moe import MoE
+from isoload.experts.weights import ExpertWeights
+from isoload.layer.moe import MoE
 from isoload.ops import append_shared_expert, check_device
 from isoload.placement import Placement, placement_errors
 from isoload.placers import PLACERS, place

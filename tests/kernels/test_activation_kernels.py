@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isoload.expert_weights import ClampedGLU, SwiGLU
+from isoload.experts.weights import ClampedGLU, SwiGLU
 from isoload.kernels import activation as kernel
 
 GLUS = {"swiglu": SwiGLU(), "clamped": ClampedGLU(), "clamped tightly": ClampedGLU(alpha=2, limit=1)}

@@ -1,0 +1,250 @@
+"""The command ``isoload``: replay, demo, inspect, doctor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from isoload import __version__
+from isoload.cli import demo, doctor
+from isoload.cost import CostModel, read_cost
+from isoload.placers import PLACERS
+from isoload.policies import POLICIES
+from isoload.replay.batches import ASSIGNMENTS
+from isoload.replay.calibration import CALIBRATIONS
+from isoload.replay.inspection import inspect_trace
+from isoload.replay.simulate import DEFAULT_POLICIES, SHARED_POLICIES, ReplaySettings
+from isoload.replay.simulate import replay as replay_trace
+from isoload.report.cost import print_cost
+from isoload.report.files import check_target, write_json
+from isoload.report.inspection import inspect_json, print_inspection
+from isoload.report.replay import print_replay, replay_json
+from isoload.trace import Trace, read_trace
+from isoload.trace.archives import shown
+
+app = typer.Typer(
+    name="isoload",
+    help="Equal load for the ranks of expert-parallel Mixture-of-Experts layers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+JSON_HELP = "Write the figures as JSON to this file, or to stdout (-) in place of the table."
+POLICIES_HELP = (
+    f"Some of {', '.join(POLICIES)}, each with options as name:option=value. "
+    f"Default: {','.join(DEFAULT_POLICIES)}; with shared experts {','.join(SHARED_POLICIES)}."
+)
+COST_HELP = "A cost file (bench/bench_cost.py measures one), or: default."
+LAYERS_HELP = "Only these layers, by position: 0-3,7."
+
+TracePath = Annotated[Path, typer.Argument(metavar="TRACE", help="An npz trace or an SGLang expert dump.")]
+JsonTarget = Annotated[str | None, typer.Option("--json", metavar="FILE|-", help=JSON_HELP)]
+CostFile = Annotated[str | None, typer.Option("--cost", metavar="FILE|default", help=COST_HELP)]
+LayersText = Annotated[str | None, typer.Option("--layers", metavar="LIST", help=LAYERS_HELP)]
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(f"isoload {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def replay(
+    trace: TracePath,
+    ranks: Annotated[int, typer.Option(help="R, ranks of the expert-parallel group.")] = 8,
+    ranks_per_node: Annotated[int, typer.Option(help="Ranks that share a node. 0: all.")] = 0,
+    slots_per_rank: Annotated[
+        int,
+        typer.Option(
+            help="S, shared and spare slots included. 0: E/R, an eighth of it (at least 1) more, and those."
+        ),
+    ] = 0,
+    spare_slots: Annotated[int, typer.Option(help="Slots of every rank that stay empty.")] = 0,
+    shared_experts: Annotated[
+        int, typer.Option(help="Shared experts that every token gets besides; every rank holds each.")
+    ] = 0,
+    placer: Annotated[str, typer.Option(help=f"One of {', '.join(PLACERS)}.")] = "eplb",
+    calibrate: Annotated[
+        str, typer.Option(help=f"What the placer sees: {', '.join(CALIBRATIONS)}. Replayed is the rest.")
+    ] = "first-half",
+    batch_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens per batch. Default: the trace's own, else 1024 (drawn: at most 4096)."),
+    ] = None,
+    max_batches: Annotated[
+        int, typer.Option(help="Batches replayed per calibration, the first ones. 0: all.")
+    ] = 0,
+    assign: Annotated[
+        str, typer.Option(help=f"How whole sequences go to source ranks: {', '.join(ASSIGNMENTS)}.")
+    ] = "contiguous",
+    seed: Annotated[int, typer.Option(help="Of drawn tokens and of policies that draw.")] = 0,
+    policies: Annotated[str | None, typer.Option(help=POLICIES_HELP)] = None,
+    layers: LayersText = None,
+    cost: CostFile = None,
+    json: JsonTarget = None,
+) -> None:
+    """Replay recorded routing over virtual ranks, under several policies.
+
+    Experts are placed on one part of the trace, the rest is routed.
+
+    Every figure is counted from routed slots. Imbalance is max/mean rank load;
+    the standard deviation is relative to the mean, too, and idle share to R*max;
+    planning time is in microseconds per layer, on one CPU thread.
+
+    From a trace of counts alone tokens are drawn, layer by layer:
+    K distinct experts each, in the shares of the counts.
+
+    With --cost a second table predicts times and memory of a layer by constants, which are printed;
+    policies that price imports decide by them, unless their options say otherwise.
+    """
+    with _one_line_errors():
+        check_target(json)
+        chosen: tuple[str, ...] = SHARED_POLICIES if shared_experts else DEFAULT_POLICIES
+        if policies is not None:
+            chosen = tuple(name.strip() for name in policies.split(",") if name.strip())
+        settings = ReplaySettings(
+            num_ranks=ranks,
+            ranks_per_node=ranks_per_node,
+            slots_per_rank=slots_per_rank,
+            spare_slots=spare_slots,
+            shared_experts=shared_experts,
+            placer=placer,
+            calibrate=calibrate,
+            batch_tokens=batch_tokens,
+            max_batches=max_batches,
+            assign=assign,
+            seed=seed,
+            cost=_cost_model(cost),
+            policies=chosen,
+        )
+        loaded = _load(trace, layers)
+        with _progress("replaying batches") as on_batch:
+            found = replay_trace(loaded, settings, on_batch)
+        if json:
+            write_json(replay_json(found), json)
+        if json != "-":
+            print_replay(found, Console(highlight=False))
+            if settings.cost:
+                print_cost(found.costs, settings.cost, Console(highlight=False))
+
+
+@app.command()
+def inspect(
+    trace: TracePath,
+    ranks: Annotated[
+        int, typer.Option(help="R, ranks that hold the experts in order, without replicas.")
+    ] = 8,
+    layers: LayersText = None,
+    json: JsonTarget = None,
+) -> None:
+    """How skewed a trace is: per layer the largest share of an expert and of a rank, over batches."""
+    with _one_line_errors():
+        check_target(json)
+        loaded = _load(trace, layers)
+        found = inspect_trace(loaded, ranks)
+        if json:
+            write_json(inspect_json(loaded, ranks, found), json)
+        if json != "-":
+            print_inspection(loaded, ranks, found, Console(highlight=False))
+
+
+@app.command("demo")
+def run_demo(
+    trace: Annotated[Path | None, typer.Argument(metavar="[TRACE]", help="Default: the shipped one.")] = None,
+    ranks: Annotated[int, typer.Option(help="R, processes to start.")] = 4,
+    layer: Annotated[int, typer.Option(help="Layer whose routing is used, by position.")] = 12,
+    stall_seconds: Annotated[
+        float, typer.Option(help="A rank that ends no batch for so long has stalled, which ends the demo.")
+    ] = demo.STALL_SECONDS,
+    json: JsonTarget = None,
+) -> None:
+    """Run one MoE layer over local processes, once per policy, and compare it with the dense layer."""
+    with _one_line_errors():
+        check_target(json)
+        found = demo.run_demo(trace, ranks, layer, stall_seconds)
+        if json:
+            write_json(demo.demo_json(found), json)
+        if json != "-":
+            demo.print_demo(ranks, found, Console(highlight=False))
+
+
+@app.command("doctor")
+def run_doctor(cost: CostFile = None, json: JsonTarget = None) -> None:
+    """What this machine offers, what is off, and why; and from how many tokens borrowing an expert pays."""
+    with _one_line_errors():
+        check_target(json)
+        items = doctor.report(_cost_model(cost))
+        if json:
+            write_json(doctor.doctor_json(items), json)
+        if json != "-":
+            doctor.print_doctor(items, Console(highlight=False))
+
+
+def _cost_model(given: str | None) -> CostModel | None:
+    """The constants of a file, the built-in ones, or none."""
+    if given is None:
+        return None
+    return CostModel() if given == "default" else read_cost(given)
+
+
+def parse_layers(text: str, num_layers: int) -> list[int]:
+    """Positions of layers from a list of numbers and ranges: "0-3,7" -> [0, 1, 2, 3, 7]."""
+    ends = [part.split("-") for part in text.replace(" ", "").split(",")]
+    if not all(len(pair) <= 2 and all(map(str.isdecimal, pair)) for pair in ends):
+        raise ValueError(f"layers must be numbers and ranges such as 0-3,7, got {shown(text)}")
+    # Before a range is laid out, and before int() refuses too many digits.
+    if any(len(end) > 9 or int(end) >= num_layers for pair in ends for end in pair):
+        raise ValueError(f"layers must be some of 0..{num_layers - 1}, got {shown(text)}")
+    layers = {layer: None for pair in ends for layer in range(int(pair[0]), int(pair[-1]) + 1)}
+    if not layers or len(layers) < sum(int(pair[-1]) + 1 - int(pair[0]) for pair in ends):
+        raise ValueError(f"layers must be distinct and at least one, got {shown(text)}")
+    return list(layers)
+
+
+def _load(path: Path, layers: str | None) -> Trace:
+    with Console(stderr=True).status(f"reading {escape(str(path))}"):
+        trace = read_trace(path)
+    return trace if layers is None else trace.select_layers(parse_layers(layers, trace.num_layers))
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr, gone when done and absent where stderr is not a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """What the user can mend ends in one red line and exit code 2, everything else in a traceback."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        text = f"{error.filename}: {error.strerror}"
+    except ValueError as error:
+        text = str(error)
+    else:
+        return
+    Console(stderr=True, highlight=False).print(Text(f"error: {text}", style="red"), soft_wrap=True)
+    raise typer.Exit(2)
+
+
+def main() -> None:
+    """Entry point."""
+    app(prog_name="isoload")

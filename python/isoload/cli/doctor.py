@@ -1,0 +1,143 @@
+"""What this machine offers to isoload, what is off, and why."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from isoload import __version__, kernels
+from isoload.cost import CostModel
+from isoload.report.tables import Figure, json_of
+
+PACKAGE = Path(__file__).parents[1]
+CUDA_OP = "isoload::plan_exact"  # stands for all ops: they are compiled for CUDA together
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing that isoload can use: whether it is there, and what it is or why it is off."""
+
+    name: str
+    on: bool
+    detail: str
+
+
+def report(cost: CostModel | None = None) -> list[Item]:
+    """Everything isoload can use, from the interpreter up. Nothing is imported that is not needed to look.
+
+    Args:
+        cost: constants from which the break-even point of a borrow follows; None = the built-in ones.
+    """
+    checks: dict[str, Callable[[], tuple[bool, str]]] = {
+        "python": lambda: (True, f"{platform.python_version()} on {platform.machine()}"),
+        "torch": lambda: (True, f"{torch.__version__}, {torch.get_num_threads()} CPU threads"),
+        "isoload ops": _ops,
+        "isoload CUDA ops": _cuda_ops,
+        "CUDA device": _cuda_device,
+        "nvcc": _nvcc,
+        "NCCL": _nccl,
+        "Triton": lambda: _package("triton", "the Triton kernels", "triton"),
+        "Triton kernels": _kernels,
+        "DeepEP": lambda: _package("deep_ep", "the DeepEP transport", "deepep"),
+        "HiGHS (scipy)": lambda: _package("scipy", "the LP oracle of tests and benchmarks", "plan"),
+        "break-even": lambda: _break_even(cost or CostModel()),
+    }
+    return [Item(name, *check()) for name, check in checks.items()]
+
+
+def _ops() -> tuple[bool, str]:
+    files = sorted(PACKAGE.glob("_C*.so"))
+    return (True, f"{__version__}, {files[0].name}") if files else (False, "not compiled: run `make build`")
+
+
+def _cuda_ops() -> tuple[bool, str]:
+    if torch._C._dispatch_has_kernel_for_dispatch_key(CUDA_OP, "CUDA"):
+        return True, "compiled in"
+    return False, "this build has CPU ops only"
+
+
+def _cuda_device() -> tuple[bool, str]:
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        return True, f"{names}; {free / 2**30:.0f} of {total / 2**30:.0f} GiB free on the first"
+    if torch.version.cuda is None:
+        return False, f"torch {torch.__version__} is built without CUDA"
+    return False, f"torch is built for CUDA {torch.version.cuda} but sees no device or driver"
+
+
+def _nvcc() -> tuple[bool, str]:
+    home = os.environ.get("CUDA_HOME")
+    path = shutil.which("nvcc") or (shutil.which("nvcc", path=f"{home}/bin") if home else None)
+    if path is None:
+        return False, "not on PATH and not in CUDA_HOME: CUDA sources cannot be compiled"
+    try:
+        said = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=30, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return False, f"{path} does not run: {error}"
+    release = re.search(r"release ([\d.]+)", said)
+    return True, f"CUDA {release.group(1) if release else 'of unknown release'}, {path}"
+
+
+def _nccl() -> tuple[bool, str]:
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        return True, ".".join(map(str, torch.cuda.nccl.version()))
+    gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+    return False, f"torch is built without NCCL{': collectives run on Gloo' if gloo else ''}"
+
+
+def _kernels() -> tuple[bool, str]:
+    reason = kernels.why_not()
+    return (
+        reason is None,
+        f"plain torch computes: {reason}" if reason else "permutation and activation of rows",
+    )
+
+
+def _package(module: str, use: str, extra: str) -> tuple[bool, str]:
+    if importlib.util.find_spec(module) is None:
+        return False, f"not installed, needed for {use}: pip install 'isoload[{extra}]'"
+    try:
+        return True, f"{importlib.metadata.version(module)}, for {use}"
+    except importlib.metadata.PackageNotFoundError:
+        return True, f"version unknown, for {use}"
+
+
+def _break_even(model: CostModel) -> tuple[bool, str]:
+    """From how many tokens borrowing an expert pays."""
+    (near, far), (inside, outside) = model.break_even, model.bandwidths
+    return True, (
+        f"borrowing an expert pays from {near} tokens inside a node ({inside:g} GB/s), {far} between nodes "
+        f"({outside:g} GB/s): {model.source}"
+    )
+
+
+FIGURES = (Figure("name", form=""), Figure("on", form=""), Figure("detail", form=""))
+
+
+def doctor_json(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """The JSON list of ``isoload doctor --json``."""
+    return [json_of(FIGURES, item) for item in items]
+
+
+def print_doctor(items: Sequence[Item], console: Console) -> None:
+    width = max(len(item.name) for item in items)
+    for item in items:
+        name, on, detail = (figure.cell(item) for figure in FIGURES)
+        line = Text(f"{name:<{width}}  ").append(f"{on:<3}", "green" if item.on else "yellow")
+        console.print(line.append(f"  {detail}"), soft_wrap=True)

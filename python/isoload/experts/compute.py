@@ -1,0 +1,237 @@
+"""The experts of one rank: grouped GEMMs over the copies it received, and the dense shared experts.
+
+Shapes: N received rows of width H, K copies per row at most, S slots, I intermediate width, C sorted copies.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from isoload import kernels
+from isoload.experts.grouped_linear import linear_of
+from isoload.experts.grouping import Grouping, gather_copies, group_copies, weighted_sum
+from isoload.experts.weights import Activation, ClampedGLU, ComputePath, ExpertWeights, SwiGLU, compute_path
+from isoload.permutation import sum_dtype
+from isoload.value_checks import values_readable
+
+
+def run_experts(
+    rows: Tensor,
+    slots: Tensor,
+    weights: Tensor,
+    groups: Sequence[ExpertWeights],
+    activation: Activation,
+    num_copies: Sequence[int] | None = None,
+) -> Tensor:
+    """For each row the sum over its local copies of ``weight * expert(row)``.
+
+    Groups are computed one after another; local slots count through them. Gradients reach rows, gate weights
+    and every stack that asks for them.
+
+    Args:
+        rows: [N, H] in the groups' dtype.
+        slots: [N, K] int64 local slot, -1 = absent.
+        weights: [N, K] float32 gate weights (float64 ones only with float64 rows).
+        groups: stacks of weights: the resident rows, then the spare pool.
+        activation: between the two projections.
+        num_copies: per group, the copies present, where the host knows them (a plan's quotas add up to them):
+            buffers then hold exactly these. None: buffers hold N*K, and the host need not know.
+
+    Returns:
+        [N, H] in rows' dtype, summed in max(fp32, dtype).
+
+    Raises:
+        ValueError: naming the argument, the rule and the value. Slot and copy numbers are checked where values
+            are readable (CPU, or ISOLOAD_CHECK=1); elsewhere an out-of-range slot is absent.
+    """
+    _check_arguments(rows, slots, weights, groups, num_copies)
+    # One group's sum is rounded as it is made; those of several are added up first.
+    summed = rows.dtype if len(groups) == 1 else sum_dtype(rows.dtype)
+    parts = []
+    first = 0
+    for g, group in enumerate(groups):
+        held = None if num_copies is None else num_copies[g]
+        grouping = group_copies(slots, first, group.num_slots, held)
+        copies = gather_copies(rows, grouping)  # [C, H]
+        if group.num_slots:  # else all are absent, but rows keep their gradient's way
+            linear = linear_of(group)
+            gate_up = linear(copies, group.gate_up, group.gate_up_bias, grouping)  # [C, 2I]
+            inner = _activate(activation, gate_up, grouping)  # [C, I]
+            copies = linear(inner, group.down, group.down_bias, grouping)  # [C, H]
+        parts.append(weighted_sum(copies, weights, grouping, summed))  # [N, H]
+        first += group.num_slots
+    return functools.reduce(torch.add, parts).to(rows.dtype)
+
+
+def count_copies(slots: Tensor, groups: Sequence[ExpertWeights]) -> list[int]:
+    """The copies of every group, from local slots [N, K] that count through the groups."""
+    counts, first = [], 0
+    for group in groups:
+        end = first + group.num_slots
+        counts.append(int(((slots >= first) & (slots < end)).sum()))
+        first = end
+    return counts
+
+
+class Experts(nn.Module):
+    """The resident slots of one rank, as Parameters that share the memory of the weights given.
+
+    Args:
+        weights: of the resident rows: local slots ``0 .. S-1``.
+        activation: SwiGLU, or gpt-oss's ClampedGLU.
+    """
+
+    gate_up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
+
+    def __init__(self, weights: ExpertWeights, activation: Activation | None = None) -> None:
+        super().__init__()
+        self.activation: Activation = SwiGLU() if activation is None else activation
+        self.gate_up = nn.Parameter(weights.gate_up)
+        self.down = nn.Parameter(weights.down)
+        biases = {"gate_up_bias": weights.gate_up_bias, "down_bias": weights.down_bias}
+        for name, bias in biases.items():
+            self.register_parameter(name, None if bias is None else nn.Parameter(bias))
+
+    @property
+    def resident(self) -> ExpertWeights:
+        """The Parameters as a stack."""
+        return ExpertWeights(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
+
+    @property
+    def path(self) -> ComputePath:
+        """How the resident rows are multiplied."""
+        return compute_path(self.resident)
+
+    def forward(
+        self,
+        rows: Tensor,
+        slots: Tensor,
+        weights: Tensor,
+        spare: ExpertWeights | None = None,
+        num_copies: Sequence[int] | None = None,
+    ) -> Tensor:
+        """:func:`run_experts` on the resident rows and, after them, the spare pool."""
+        groups = [self.resident] if spare is None else [self.resident, spare]
+        return run_experts(rows, slots, weights, groups, self.activation, num_copies)
+
+
+class SharedExperts(nn.Module):
+    """A dense SwiGLU that every local token passes through, outside of dispatch.
+
+    Args:
+        gate_up: [2I, H].
+        down: [H, I].
+        gate: [1, H] or None; Qwen2-MoE scales the result by ``sigmoid(gate @ row)``.
+
+    Raises:
+        ValueError: naming the argument, the rule and the value.
+    """
+
+    gate: nn.Parameter | None
+
+    def __init__(self, gate_up: Tensor, down: Tensor, gate: Tensor | None = None) -> None:
+        super().__init__()
+        if down.dim() != 2 or list(gate_up.shape) != [2 * down.shape[1], down.shape[0]]:
+            raise ValueError(
+                f"gate_up must be [2I, H] and down [H, I], got {list(gate_up.shape)} and {list(down.shape)}"
+            )
+        if gate is not None and list(gate.shape) != [1, down.shape[0]]:
+            raise ValueError(f"gate must be [1, {down.shape[0]}], got {list(gate.shape)}")
+        self.activation = SwiGLU()
+        self.gate_up, self.down = nn.Parameter(gate_up), nn.Parameter(down)
+        self.register_parameter("gate", None if gate is None else nn.Parameter(gate))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[..., H] -> [..., H]."""
+        result = F.linear(self.activation(F.linear(rows, self.gate_up)), self.down)
+        return result if self.gate is None else torch.sigmoid(F.linear(rows, self.gate)) * result
+
+
+def _activate(activation: Activation, gate_up: Tensor, grouping: Grouping) -> Tensor:
+    """[C, 2I] -> [C, I]; where the kernels fit, without touching the tail."""
+    known = isinstance(activation, SwiGLU | ClampedGLU)
+    if not known or not kernels.fit(gate_up.detach()):  # autograd records the Function below
+        return activation(gate_up)
+    clamp = None if isinstance(activation, SwiGLU) else (activation.alpha, activation.limit)
+    inner: Tensor = _Activate.apply(gate_up, grouping.ends, clamp)
+    return inner
+
+
+class _Activate(torch.autograd.Function):
+    """The Triton kernels; their twin is the activation itself, with torch's own backward."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, ends: Tensor, clamp: tuple[float, float] | None) -> Tensor:
+        from isoload.kernels.activation import activate  # imports Triton
+
+        ctx.save_for_backward(gate_up, ends)
+        ctx.clamp = clamp
+        inner: Tensor = activate(gate_up, ends, clamp)
+        return inner
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from isoload.kernels.activation import activate_backward  # imports Triton
+
+        gate_up, ends = ctx.saved_tensors
+        to_gate_up: Tensor = activate_backward(grad, gate_up, ends, ctx.clamp)
+        return to_gate_up, None, None
+
+
+def _check_arguments(
+    rows: Tensor,
+    slots: Tensor,
+    weights: Tensor,
+    groups: Sequence[ExpertWeights],
+    num_copies: Sequence[int] | None,
+) -> None:
+    if not groups:
+        raise ValueError("groups must hold at least one stack of weights, got none")
+    hidden, dtype = groups[0].down.shape[1], groups[0].down.dtype
+    for g, group in enumerate(groups):
+        if (group.down.shape[1], group.down.dtype) != (hidden, dtype):
+            raise ValueError(
+                f"groups[{g}] must have the width and dtype of groups[0] ({hidden}, {dtype}), "
+                f"got {group.down.shape[1]}, {group.down.dtype}"
+            )
+    if rows.dim() != 2 or rows.shape[1] != hidden or rows.dtype != dtype:
+        raise ValueError(f"rows must be [N, {hidden}] {dtype}, got {list(rows.shape)} {rows.dtype}")
+    if slots.dim() != 2 or len(slots) != len(rows) or slots.dtype != torch.int64:
+        raise ValueError(f"slots must be [{len(rows)}, K] int64, got {list(slots.shape)} {slots.dtype}")
+    if weights.shape != slots.shape or weights.dtype not in (torch.float32, sum_dtype(dtype)):
+        raise ValueError(
+            f"weights must be {list(slots.shape)} torch.float32 (torch.float64 only with float64 rows), "
+            f"got {list(weights.shape)} {weights.dtype}"
+        )
+    for name, tensor in (("rows", rows), ("slots", slots), ("weights", weights)):
+        if tensor.device != groups[0].down.device:
+            raise ValueError(f"{name} must be on {groups[0].down.device}, got {tensor.device}")
+    if num_copies is not None and len(num_copies) != len(groups):
+        raise ValueError(f"num_copies must have one entry per group ({len(groups)}), got {len(num_copies)}")
+    if values_readable(slots):
+        _check_slots(slots, sum(group.num_slots for group in groups))
+        if num_copies is not None:
+            _check_num_copies(slots, groups, num_copies)
+
+
+def _check_slots(slots: Tensor, num_slots: int) -> None:
+    outside = slots[(slots < -1) | (slots >= num_slots)]
+    if len(outside):
+        raise ValueError(f"slots must be in -1..{num_slots - 1}, got {int(outside[0])}")
+
+
+def _check_num_copies(slots: Tensor, groups: Sequence[ExpertWeights], num_copies: Sequence[int]) -> None:
+    for g, (claimed, present) in enumerate(zip(num_copies, count_copies(slots, groups), strict=True)):
+        if claimed != present:
+            raise ValueError(
+                f"num_copies[{g}] must be the number of copies present ({present}), got {claimed}"
+            )

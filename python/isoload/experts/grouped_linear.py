@@ -1,0 +1,107 @@
+"""Linear maps of sorted copies by their slots' weights: one grouped GEMM, or a loop where there is none.
+
+Shapes: C sorted copies, S slots; see isoload.experts.grouping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from isoload.experts.grouping import Grouping
+from isoload.experts.weights import ROW_BYTES, BorrowedWeights, ExpertWeights, compute_path
+
+Linear = Callable[[Tensor, Tensor, Tensor | None, Grouping], Tensor]
+
+
+def linear_of(group: ExpertWeights) -> Linear:
+    """(x [C, in], weight [S, out, in], bias [S, out] or None, grouping) -> [C, out], for these weights, once there."""
+    kernel = compute_path(group).kernel
+    if not isinstance(group, BorrowedWeights):
+        return _LINEAR[kernel]
+    group.wait()
+    return partial(_BorrowedLinear.apply, kernel, group.wait)
+
+
+def _grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, grouping: Grouping) -> Tensor:
+    """[C, in] -> [C, out] by the slot of each copy; the tail is undefined, in both directions."""
+    # grouped_mm wants contiguous incoming gradients: weighted_sum and both activations make them so.
+    y = F.grouped_mm(x, weight.transpose(1, 2), offs=grouping.ends)
+    if bias is None:
+        return y
+    biased: Tensor = _AddBias.apply(y, bias, grouping.slot, grouping.ends)
+    return biased
+
+
+def _loop_linear(x: Tensor, weight: Tensor, bias: Tensor | None, grouping: Grouping) -> Tensor:
+    bounds = [0, *grouping.ends.tolist()]
+    biases = [None] * len(weight) if bias is None else bias.unbind()
+    parts = [
+        F.linear(x[start:end], matrix, row)
+        for start, end, matrix, row in zip(bounds, bounds[1:], weight.unbind(), biases, strict=False)
+    ]
+    return torch.cat([*parts, x.new_zeros(len(x) - bounds[-1], weight.shape[1])])
+
+
+_LINEAR: dict[str, Linear] = {"grouped_mm": _grouped_linear, "loop": _loop_linear}
+
+
+class _BorrowedLinear(torch.autograd.Function):
+    """A linear map that does not save its weight: backward reads the memory where it was, see BorrowedWeights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernel: str,
+        wait: Callable[[], None],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        grouping: Grouping,
+    ) -> Tensor:
+        ctx.save_for_backward(x, grouping.ends)
+        ctx.kernel, ctx.wait, ctx.weight, ctx.has_bias = kernel, wait, weight.detach(), bias is not None
+        return _LINEAR[kernel](x, weight, bias, grouping)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, ends = ctx.saved_tensors
+        ctx.wait()
+        if ctx.kernel == "grouped_mm":
+            to_x = F.grouped_mm(grad, ctx.weight, offs=ends)
+            to_weight = F.grouped_mm(grad.t(), x, offs=ends)
+            return None, None, to_x, to_weight, _sum_per_slot(grad, ends) if ctx.has_bias else None, None
+        bounds = [0, *ends.tolist()]
+        parts = [(grad[a:b], x[a:b]) for a, b in pairwise(bounds)]
+        to_x = torch.cat([g @ w for (g, _), w in zip(parts, ctx.weight.unbind(), strict=True)])
+        to_x = torch.cat([to_x, x.new_zeros(len(x) - bounds[-1], x.shape[1])])
+        to_bias = torch.stack([g.sum(0) for g, _ in parts]) if ctx.has_bias else None
+        return None, None, to_x, torch.stack([g.t() @ rows for g, rows in parts]), to_bias, None
+
+
+class _AddBias(torch.autograd.Function):
+    """``y + bias[slot]``; its own backward, because indexing would add the tail's gradients, in y's dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor, slot: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(ends)
+        return y + bias.index_select(0, slot)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (ends,) = ctx.saved_tensors
+        return grad, _sum_per_slot(grad, ends), None, None
+
+
+def _sum_per_slot(grad: Tensor, ends: Tensor) -> Tensor:
+    """[S, F] each slot's rows of grad [C, F] added up: a grouped product with ones, fp32 inside, in a fixed order."""
+    ones = grad.new_ones(len(grad), ROW_BYTES // grad.element_size())
+    return F.grouped_mm(ones.t(), grad, offs=ends)[:, 0]

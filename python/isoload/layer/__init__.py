@@ -1,0 +1,5 @@
+"""The expert-parallel MoE layer, and the routers and blocks it is made from."""
+
+from isoload.layer.moe import MoE
+
+__all__ = ["MoE"]

@@ -1,0 +1,173 @@
+"""module_parts: what MoE needs of a Hugging Face MoE block, without importing transformers.
+
+Blocks are known by class name. Versions of transformers keep the same values in different places, so each value is
+looked for where any of them has it. Shapes: E experts, H width of a row, I intermediate width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isoload.experts.weights import Activation, ClampedGLU, ExpertWeights, SwiGLU
+from isoload.layer.routers import Gate, Router
+
+PROJECTIONS = (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))  # Mixtral's own names come second
+
+
+@dataclass(frozen=True)
+class ModuleParts:
+    """A block in isoload's parts, with its values and dtypes.
+
+    gate        rows [T, H] -> (topk_ids, weights), both [T, K]; shares the block's memory
+    dense       the stacks of all E experts; fused ones share the block's memory, lists of experts are copied
+    activation  between the two projections
+    shared      the block's own shared experts, or None
+    """
+
+    gate: Gate
+    dense: ExpertWeights
+    activation: Activation
+    shared: nn.Module | None
+
+
+def module_parts(block: nn.Module) -> ModuleParts:
+    """Takes a block apart. The results are the block's own, but gate weights stay in max(fp32, dtype): a bf16 block
+    that rounds them may differ in the last bits.
+
+    Args:
+        block: a Qwen3-MoE, OLMoE, Mixtral, DeepSeek-V3 or gpt-oss block; its experts as a ModuleList or as fused
+            3-D parameters.
+
+    Raises:
+        ValueError: an unknown class, or a known one that lacks a value or computes something else.
+    """
+    name = type(block).__name__
+    if name not in READERS:
+        raise ValueError(f"block must be one of {', '.join(READERS)}, got {name}")
+    return READERS[name](block)
+
+
+def fold_shared(parts: ModuleParts, num_shared: int) -> ModuleParts:
+    """The parts with the block's shared experts as the last num_shared of its experts, to be dispatched like these.
+
+    A shared MLP of width num_shared * I is num_shared experts of width I, which add up to it.
+
+    Raises:
+        ValueError: the block has no such shared experts, or their gate, width or activation differ.
+    """
+    shared, (_, hidden, inner) = parts.shared, parts.dense.down.shape
+    if shared is None:
+        raise ValueError(
+            f"placement must have num_shared=0 for a block without shared experts, got {num_shared}"
+        )
+    names = [f"{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")]
+    plain = isinstance(parts.activation, SwiGLU) and parts.dense.gate_up_bias is None
+    held = dict(shared.named_parameters())
+    if not plain or sorted(held) != sorted(names):
+        raise ValueError(
+            f"shared experts must be a plain SwiGLU to be dispatched, got {type(shared).__name__}"
+        )
+    gate, up, down = (held[name] for name in names)
+    if list(down.shape) != [hidden, num_shared * inner]:
+        wide = num_shared * inner
+        raise ValueError(f"shared experts must have width num_shared * I = {wide}, got {down.shape[1]}")
+    halves = torch.stack([w.view(num_shared, inner, hidden) for w in (gate, up)], dim=1)
+    dense = ExpertWeights(
+        torch.cat([parts.dense.gate_up, halves.flatten(1, 2)]),
+        torch.cat([parts.dense.down, down.view(hidden, num_shared, inner).transpose(0, 1)]),
+    )
+    return replace(parts, dense=dense, shared=None)
+
+
+def _softmax_parts(block: nn.Module, renormalise: bool | None = None) -> ModuleParts:
+    """Qwen3-MoE and OLMoE, which may renormalise, and Mixtral, which always does."""
+    noise = getattr(block, "jitter_noise", 0)
+    if noise:
+        raise ValueError(f"block.jitter_noise must be 0, got {noise}")
+    if renormalise is None:
+        renormalise = bool(_find(block, "gate.norm_topk_prob", "norm_topk_prob"))
+    weight = _find(block, "gate.weight").detach()
+    router = Router(len(weight), _find(block, "gate.top_k", "top_k"), renormalise=renormalise)
+    return ModuleParts(Gate(router, weight), _swiglu_stacks(block), SwiGLU(), None)
+
+
+def _deepseek_v3_parts(block: nn.Module) -> ModuleParts:
+    weight = _find(block, "gate.weight").detach()
+    router = Router(
+        len(weight),
+        _find(block, "gate.top_k", "top_k"),
+        "sigmoid",
+        renormalise=bool(_find(block, "gate.norm_topk_prob", "norm_topk_prob")),
+        routed_scaling_factor=_find(block, "gate.routed_scaling_factor", "routed_scaling_factor"),
+        num_groups=_find(block, "gate.num_group", "gate.n_group", "n_group"),
+        top_groups=_find(block, "gate.topk_group", "topk_group"),
+    )
+    score_bias = _find(block, "gate.e_score_correction_bias").detach()
+    gate = Gate(router, weight, score_bias=score_bias, project_in_fp32=True)
+    return ModuleParts(gate, _swiglu_stacks(block), SwiGLU(), getattr(block, "shared_experts", None))
+
+
+def _gpt_oss_parts(block: nn.Module) -> ModuleParts:
+    weight, bias = _find(block, "router.weight").detach(), _find(block, "router.bias").detach()
+    router = Router(len(weight), _find(block, "router.top_k"), "topk_softmax")
+    dense = ExpertWeights(
+        _find(block, "experts.gate_up_proj").detach().mT,  # the block multiplies from the other side
+        _find(block, "experts.down_proj").detach().mT,
+        _find(block, "experts.gate_up_proj_bias").detach(),
+        _find(block, "experts.down_proj_bias").detach(),
+    )
+    activation = ClampedGLU(_find(block, "experts.alpha"), _find(block, "experts.limit"))
+    return ModuleParts(Gate(router, weight, bias), dense, activation, None)
+
+
+READERS: dict[str, Callable[[nn.Module], ModuleParts]] = {
+    "Qwen3MoeSparseMoeBlock": _softmax_parts,
+    "OlmoeSparseMoeBlock": _softmax_parts,
+    "MixtralSparseMoeBlock": partial(_softmax_parts, renormalise=True),
+    "DeepseekV3MoE": _deepseek_v3_parts,
+    "GptOssMLP": _gpt_oss_parts,
+}
+
+
+def _swiglu_stacks(block: nn.Module) -> ExpertWeights:
+    """gate_up [E, 2I, H] and down [E, H, I] of experts whose activation is found to be SiLU."""
+    experts = _find(block, "experts")
+    if not isinstance(experts, nn.ModuleList):
+        _check_silu(_find(block, "experts.act_fn"))
+        return ExpertWeights(
+            _find(block, "experts.gate_up_proj").detach(), _find(block, "experts.down_proj").detach()
+        )
+    matrices: list[tuple[Tensor, ...]] = []
+    for i, expert in enumerate(experts):
+        _check_silu(_find(block, f"experts.{i}.act_fn"))
+        layers = [_find(block, *(f"experts.{i}.{name}" for name in names)) for names in PROJECTIONS]
+        if any(layer.bias is not None for layer in layers):
+            raise ValueError(f"block.experts.{i} must have no biases, got {expert}")
+        matrices.append(tuple(layer.weight.detach() for layer in layers))
+    gate_up = torch.stack([torch.cat([gate, up]) for gate, up, _ in matrices])
+    return ExpertWeights(gate_up, torch.stack([down for _, _, down in matrices]))
+
+
+def _check_silu(function: Callable[[Tensor], Tensor]) -> None:
+    """By its values: the class behind "silu" has changed between versions."""
+    probe = torch.linspace(-4, 4, 9)
+    if not torch.allclose(function(probe), F.silu(probe)):
+        raise ValueError(f"act_fn must be SiLU, got {function}")
+
+
+def _find(block: nn.Module, *paths: str) -> Any:
+    """The first of the dotted paths that the block has."""
+    for path in paths:
+        try:
+            return attrgetter(path)(block)
+        except AttributeError:
+            continue
+    raise ValueError(f"block must have {' or '.join(paths)}, got a {type(block).__name__} without")

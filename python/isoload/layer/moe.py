@@ -1,0 +1,382 @@
+"""MoE: an expert-parallel Mixture-of-Experts layer that balances itself, batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isoload.counting import count
+from isoload.experts.compute import count_copies, run_experts
+from isoload.experts.weights import Activation, ExpertWeights, SwiGLU, describe
+from isoload.layer.modules import fold_shared, module_parts
+from isoload.layer.routers import Routing, given_choices
+from isoload.ops import Prefer, append_shared_expert
+from isoload.placed_layers import PlacedLayers, own_layers, refresh_layers
+from isoload.placement import Placement
+from isoload.placers import place
+from isoload.planning import plan
+from isoload.policies import POLICIES, Policy, make_policy
+from isoload.records import Plan
+from isoload.routing import route, route_fixed
+from isoload.topology import Topology
+from isoload.transport import Group, LocalTransport, Received, Transport, error_code
+from isoload.value_checks import values_readable
+from isoload.weights.autograd import bring_again, join_rows
+from isoload.weights.backends import make_back_end
+from isoload.weights.borrow import Borrowed, Borrowing
+from isoload.weights.layout import residences
+from isoload.weights.storage import RankWeights, new_stack, refresh_replicas
+from isoload.weights.transfer import (
+    FACTS,
+    check_move,
+    checksum,
+    count_rows,
+    move_facts,
+    move_state,
+    move_weights,
+)
+
+Gate = Callable[[Tensor], tuple[Tensor, Tensor]]
+SPARE_SLOTS = 2  # of every rank, where a borrowing policy comes without a placement
+
+
+class MoE(nn.Module):
+    """One MoE layer over the ranks of a transport; the dense layer's mathematics, whatever the policy.
+
+    Lists run over the ranks that this process owns (one for torch.distributed, all for the local transport); a
+    process that owns one rank may pass and gets plain tensors.
+
+    Args:
+        gate: rows [T, H] -> (topk_ids [T, K] int64, weights [T, K] float32): a router, see isoload.layer.routers.Gate.
+        dense: the stacks of all E experts, shared ones last; each rank keeps its own rows of them.
+        transport: joins the ranks.
+        placement: where the experts lie.
+        layer: position of this layer in the placement.
+        policy: a name in isoload.POLICIES or a Policy; options go with the name. One that samples draws the same
+            in every batch until its step is changed (``layer.policy = ...``).
+        activation: SwiGLU (default), or gpt-oss's ClampedGLU.
+        shared: a module for all local rows, added to the result, outside of dispatch. Shared experts of the
+            placement need none: the layer adds them to every token's choices, with weight 1.
+        prefer: see isoload.route.
+        min_tokens: with fewer tokens over all ranks nothing is gathered or planned: each expert goes to its
+            ``static`` replica, shared ones stay home, and last_plan is None. What is compared must be known on the
+            host: see num_tokens of :meth:`forward`. The same on all ranks.
+        weight_rows: experts that every rank has memory for, for :meth:`load_placement`. None: as many as the
+            placement's slots hold on it.
+        borrow: the back end that brings the weights of spare slots: "pull", "copy", "all_to_all" or "p2p", see
+            isoload.weights.backends. None: "pull" where ranks can read each other's memory, else "all_to_all";
+            ``borrowing.back_end.name`` says which.
+
+    Raises:
+        ValueError: naming the argument, the rule and the value; on the other ranks naming the rank and the stage.
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        dense: ExpertWeights,
+        transport: Transport,
+        placement: Placement,
+        layer: int = 0,
+        policy: str | Policy = "exact",
+        *,
+        activation: Activation | None = None,
+        shared: nn.Module | None = None,
+        prefer: Prefer | None = None,
+        min_tokens: int = 0,
+        weight_rows: int | None = None,
+        borrow: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        with transport.group.agreeing("construction") as facts:
+            _check_parts(dense, transport.group, placement, min_tokens)
+            self.gate, self.transport, self.placement, self.layer = gate, transport, placement, layer
+            self.group, self.dispatcher = transport.group, transport.dispatcher
+            self.policy, self.prefer, self.shared = make_policy(policy, options), prefer, shared
+            self.activation: Activation = SwiGLU() if activation is None else activation
+            self.min_tokens = min_tokens
+            placed = placement.layer(layer, "cpu")
+            self.held, self.num_rows = residences(placed), count_rows(placed, weight_rows)
+            facts.update(
+                {
+                    "layer": layer,
+                    "policy": self.policy,
+                    "min_tokens": min_tokens,
+                    "weight_rows": weight_rows,
+                    "borrow": borrow,
+                    "dense": describe(dense),
+                    "checksum of slot_to_expert": checksum(placed.slot_to_expert.tolist()),
+                    "checksum of home_slot": checksum(placed.home_slot.tolist()),
+                }
+            )
+        self._hold(dense, borrow)
+        self.has_replicas = any(residence.replicas for residence in self.held)
+        self.has_freedom = placement.has_freedom[layer]
+        self._placed: dict[torch.device, PlacedLayers] = {}
+        self._placed_on(dense.down.device)
+        self.last_plan: Plan | None = None
+
+    def _hold(self, dense: ExpertWeights, borrow: str | None) -> None:
+        """Takes memory for the ranks' weights and, with spare slots, for borrowed ones."""
+        spare, group, new, self.borrowing = self.placement.spare_slots, self.group, new_stack, None
+        if spare:
+            with group.agreeing("construction"):
+                back_end = make_back_end(group, borrow, dense.down.device)
+            new = back_end.new_stack
+            if back_end.reads_peers:
+                self.num_rows = [max(self.num_rows)] * len(self.num_rows)
+        with group.agreeing("construction"):
+            self.weights = nn.ModuleList(
+                RankWeights(self.held[rank], dense, self.num_rows[rank], spare, new) for rank in group.ranks
+            )
+            if spare:
+                self.borrowing = Borrowing(group, self._ranks(), spare, back_end)
+                self.borrowing.settle(self.held, self.placement.num_experts)
+
+    @property
+    def policy(self) -> Policy:
+        """Who plans; another may be set between batches, the same on all ranks."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        if policy.borrows and not self.placement.spare_slots:
+            raise ValueError(f"spare_slots must be at least 1 for policy {policy.name}, got 0")
+        self._policy = policy
+
+    @classmethod
+    def from_module(
+        cls,
+        block: nn.Module,
+        topology: Topology,
+        *,
+        transport: Transport | None = None,
+        placement: Placement | None = None,
+        **how: Any,
+    ) -> MoE:
+        """The layer of a Hugging Face block: Qwen3-MoE, OLMoE, Mixtral, DeepSeek-V3 or gpt-oss.
+
+        Args:
+            block: with the weights of all experts; see :func:`isoload.layer.modules.module_parts`.
+            topology: R ranks.
+            transport: None = all ranks in this process.
+            placement: None = experts in order (placer ``trivial``), with SPARE_SLOTS spare slots per rank if the policy
+                borrows. With num_shared the block's shared experts are dispatched like the routed ones, else they stay
+                a module for local rows.
+            **how: layer, policy, prefer and the policy's options.
+        """
+        parts = module_parts(block)
+        if placement is None:
+            policy = how.get("policy", "exact")
+            # an unknown name is refused below
+            known = isinstance(policy, Policy) or policy in POLICIES
+            spare = SPARE_SLOTS if known and make_policy(policy).borrows else 0
+            placement = place(
+                torch.ones(1, parts.dense.num_slots), topology, spare_slots=spare, placer="trivial"
+            )
+        elif placement.num_shared:
+            parts = fold_shared(parts, placement.num_shared)
+        transport = LocalTransport(topology) if transport is None else transport
+        how = {"activation": parts.activation, "shared": parts.shared, **how}
+        return cls(parts.gate, parts.dense, transport, placement, **how)
+
+    def forward(self, x: Tensor | Sequence[Tensor], num_tokens: int | None = None) -> Tensor | list[Tensor]:
+        """[T, H] -> [T, H] on every owned rank; T may differ between ranks and be 0.
+
+        num_tokens: tokens over all ranks, or an upper bound of them, the same on all ranks; compared with min_tokens.
+            None: what max_tokens_per_rank allows, else unknown, and the batch is planned.
+        """
+        rows = [x] if isinstance(x, Tensor) else list(x)
+        planned = self._is_planned(num_tokens)
+        chosen, loads = self._choose(rows, planned)  # [T, K] ids and weights; [R, E] copies
+        made = self.last_plan = self._plan(loads) if planned else None  # quota [P]
+        borrowed = self._borrow(made)  # on their way from here on
+        slots = self._route(chosen, loads, made)  # [T, K]
+        gate_weights = [weights for _, weights in chosen]
+        received = self.dispatcher.dispatch(rows, slots, gate_weights, self.placement.slots_per_rank)
+        if borrowed is not None:
+            borrowed.proceed()
+        computed = self._compute(received, loads, slots, borrowed)  # [N, H], summed over a row's local copies
+        combined = self.dispatcher.combine(computed, received)  # [T, H]
+        if self.shared is not None:
+            combined = [y + self.shared(row) for y, row in zip(combined, rows, strict=True)]
+        return combined[0] if isinstance(x, Tensor) else combined
+
+    def expert_parameters(self) -> list[nn.Parameter]:
+        """The owned ranks' expert Parameters.
+
+        Their gradients are sums over the tokens of all ranks, so data parallelism must leave them alone; those of all
+        other Parameters are sums over the own rank's tokens and want an all-reduce. See docs/borrowing.md.
+        """
+        return list(self.weights.parameters())
+
+    def refresh_replicas(self) -> None:
+        """Copies home rows to their replicas: after every optimizer step, by all ranks together."""
+        if self.has_replicas:
+            refresh_replicas(self.group, self._ranks())
+
+    def load_placement(
+        self,
+        placement: Placement,
+        *,
+        rows_per_chunk: int | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Moves the layer to a new placement: between batches, by all ranks together.
+
+        Only rows that change travel. Memory stays where it is: the Parameters are the same objects on the same
+        memory, with the rows of their new experts; what planning reads is written in place. Layers that share a
+        Placement may be moved one by one, with batches between.
+
+        Args:
+            placement: with the same topology, layers, experts and slots. Replicas must be fresh
+                (:meth:`refresh_replicas`): any of an expert's rows may be the one that is copied.
+            rows_per_chunk: most rows, over all ranks, that are copied at a time; bounds the memory needed on the way.
+                None: R, at least 2.
+            optimizer: whose state of the expert Parameters moves along, wherever it has their shape. None: no state
+                moves, and what an optimizer keeps belongs to other experts afterwards.
+
+        Raises:
+            ValueError: on all ranks and before anything moves: naming the argument, the rule and the value on the rank
+                at fault, that rank or the fact they differ in on the others.
+            RuntimeError: naming the stage, if a rank is gone. The layer's weights are then undefined.
+        """
+        ranks, before = self._ranks(), self.held
+        size = max(2, len(before)) if rows_per_chunk is None else rows_per_chunk
+        facts: list[list[int]] = []
+        failure = None
+        try:
+            check_move(self.placement, placement, size, ranks)
+            placed = placement.layer(self.layer, "cpu")
+            after = residences(placed, before)
+            facts = move_facts(placed, before, after, self.num_rows, size, ranks, optimizer)
+        except Exception as error:
+            failure = error
+        self.group.agree("placement", FACTS, facts, ranks[0].row_of_slot.device, failure)
+        if optimizer is not None:
+            move_state(self.group, ranks, optimizer, before, after, size)
+        move_weights(self.group, ranks, before, after, size)
+        for rank, weights in zip(self.group.ranks, ranks, strict=True):
+            weights.settle(after[rank])
+        if self.borrowing is not None:
+            self.borrowing.settle(after, placement.num_experts)
+        self.placement, self.held = placement, after
+        self.has_replicas = any(residence.replicas for residence in after)
+        self.has_freedom = placement.has_freedom[self.layer]
+        for device, own in self._placed.items():
+            self._placed[device] = refresh_layers(own, placement.layer(self.layer, device))
+
+    def _placed_on(self, device: torch.device) -> PlacedLayers:
+        """The layer's own tables on a device: load_placement writes them in place."""
+        if device in self._placed:
+            return self._placed[device]
+        placed = own_layers(self.placement.layer(self.layer, device))
+        if type(placed.home_slot) is Tensor:  # a FakeTensor must not outlive its mode
+            self._placed[device] = placed
+        return placed
+
+    def _ranks(self) -> list[RankWeights]:
+        return list(self.weights)  # type: ignore[arg-type]
+
+    def _is_planned(self, num_tokens: int | None) -> bool:
+        """Whether there is anything to decide: known on the host and alike on all ranks."""
+        capacity = self.dispatcher.max_tokens_per_rank
+        if num_tokens is None and capacity is not None:
+            num_tokens = capacity * self.group.topology.num_ranks
+        small = num_tokens is not None and num_tokens < self.min_tokens
+        return self.has_freedom and not small
+
+    def _plan(self, loads: Tensor) -> Plan:
+        return plan(loads, self._placed_on(loads.device), None, self.policy)
+
+    def _borrow(self, made: Plan | None) -> Borrowed | None:
+        """Begins to bring the experts in the plan's spare slots."""
+        if made is None or self.borrowing is None or made.filled is made.placed.filled:
+            return None
+        return self.borrowing.borrow(made)
+
+    def _route(self, chosen: Sequence[Routing], loads: Tensor, made: Plan | None) -> list[Tensor]:
+        """[T, K] slots of every owned rank's copies: as planned or, without a plan, where they always go."""
+        of_rank = zip(self.group.ranks, chosen, strict=True)
+        if made is None:
+            return [route_fixed(ids, self._placed_on(ids.device), rank) for rank, (ids, _) in of_rank]
+        return [route(ids, loads, made, rank, prefer=self.prefer) for rank, (ids, _) in of_rank]
+
+    def _gate(self, row: Tensor) -> Routing:
+        """One rank's choices, checked, with the shared experts after them."""
+        placement = self.placement
+        ids, weights = given_choices(*self.gate(row), num_experts=placement.num_routed)
+        if not placement.num_shared:
+            return Routing(ids, weights)
+        ranks = torch.zeros(len(ids), placement.num_shared, dtype=torch.int32, device=ids.device)
+        return Routing(*append_shared_expert(ids, weights, ranks, placement.num_routed))
+
+    def _choose(self, rows: list[Tensor], planned: bool) -> tuple[list[Routing], Tensor]:
+        """Every owned rank's choices, and the loads, gathered if a plan is made from them.
+
+        A rank that fails tells the others in the gather or, without one, in the next exchange of row counts; with
+        max_tokens_per_rank there is none, and the others wait for the group's timeout.
+        """
+        experts, most = self.placement.num_experts, self.dispatcher.max_tokens_per_rank
+        try:
+            if most is not None and max(map(len, rows)) > most:
+                raise ValueError(
+                    f"x must have at most max_tokens_per_rank={most} tokens, got {max(map(len, rows))}"
+                )
+            chosen = [self._gate(row) for row in rows]
+            counts, errors, failure = [count(ids, experts) for ids, _ in chosen], [0] * len(rows), None
+        except Exception as error:
+            device = self._ranks()[0].row_of_slot.device
+            nothing = torch.zeros(experts, dtype=torch.int32, device=device)
+            chosen, counts, failure = [], [nothing] * len(self.group.ranks), error
+            errors = [error_code("count")] * len(counts)
+        if not planned:
+            if failure is not None:
+                self.dispatcher.tell_failure("count", counts[0].device)
+                raise failure
+            return chosen, torch.stack(counts)
+        try:
+            loads = self.group.gather_loads(counts, errors)
+        except ValueError:
+            if failure is not None:
+                raise failure from None
+            raise
+        if failure is not None:  # on a GPU the others learn of it in the exchange of row counts
+            self.dispatcher.tell_failure("count", counts[0].device)
+            raise failure
+        return chosen, loads
+
+    def _compute(
+        self, received: list[Received], loads: Tensor, slots: list[Tensor], borrowed: Borrowed | None
+    ) -> list[Tensor]:
+        """Resident experts first, while borrowed weights still travel."""
+        ranks, readable = self._ranks(), values_readable(loads)
+        noted = {f"route of rank {r}": s for r, s in zip(self.group.ranks, slots, strict=True)}
+        noted = {"loads": loads, **noted} if readable else {}
+        arrived_rows = [arrived.rows for arrived in received]
+        rows, groups = join_rows(self.group, ranks, arrived_rows, self.has_replicas, borrowed, noted)
+        outputs = []
+        for row, rank, arrived, stacks in zip(rows, ranks, received, groups, strict=True):
+            local = rank.weight_rows(arrived.slots)
+            # On a device the count would be one more wait: there buffers hold N*K copies.
+            held = count_copies(local, stacks) if readable else None
+            outputs.append(run_experts(row, local, arrived.weights, stacks, self.activation, held))
+        return outputs if borrowed is None else bring_again(borrowed, outputs)
+
+
+def _check_parts(dense: ExpertWeights, group: Group, placement: Placement, min_tokens: int) -> None:
+    if dense.num_slots != placement.num_experts:
+        raise ValueError(
+            f"dense must hold num_experts={placement.num_experts} experts, got {dense.num_slots}"
+        )
+    if placement.topology.num_ranks != group.topology.num_ranks:
+        raise ValueError(
+            f"placement must be for the transport's {group.topology.num_ranks} ranks, "
+            f"got {placement.topology.num_ranks}"
+        )
+    if min_tokens < 0:
+        raise ValueError(f"min_tokens must be at least 0, got {min_tokens}")

@@ -1,0 +1,1 @@
+"""Recorded batches under several policies: cut, placed, planned, routed, counted."""

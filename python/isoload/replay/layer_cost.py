@@ -1,0 +1,93 @@
+"""What the layers of a replay would take by the cost model: a row per policy, from plans and routed slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from isoload.cost import CostModel, exchange_seconds, import_seconds, lent, rank_bytes, rank_seconds
+from isoload.placement import Placement
+from isoload.records import Plan
+from isoload.replay.metrics import RoutedBatch
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One policy. Means are over all (batch, layer) pairs that have copies; times in microseconds.
+
+    compute_us    experts of the busiest rank (Eq. 3)
+    exchange_us   dispatch and combine, the rank that sends or receives longest
+    import_us     borrowed weights, the rank that sends or receives longest, if nothing hides it
+    layer_us_*    the three after one another: mean, max
+    bytes_*       memory of the rank with most: inputs, outputs and weights (Eq. 4): mean, max
+    borrowed      experts borrowed, of all ranks, mean
+    copies_per_borrowed  copies that a borrowed expert computes, mean; None if none is
+    mean_copies   copies of a rank, mean
+    """
+
+    policy: str
+    compute_us: float
+    exchange_us: float
+    import_us: float
+    layer_us_mean: float
+    layer_us_max: float
+    bytes_mean: float
+    bytes_max: float
+    borrowed: float
+    copies_per_borrowed: float | None
+    mean_copies: float
+
+
+@dataclass
+class CostTally:
+    """Collects a policy's batches; :meth:`figures` sums them up."""
+
+    policy: str
+    model: CostModel
+    seconds: list[Floats] = field(default_factory=list)  # [L, 3] compute, exchange, import
+    memory: list[Floats] = field(default_factory=list)  # [L] bytes
+    borrowed: list[Floats] = field(default_factory=list)  # [L, 2] experts, copies that they compute
+    copies: list[Floats] = field(default_factory=list)  # [L] of all ranks
+
+    def add(self, plans: list[Plan], routed: RoutedBatch, placement: Placement) -> None:
+        """Adds one batch: every layer's plan, and what its routed slots come to."""
+        topology, ranks = placement.topology, placement.topology.num_ranks
+        copies = torch.from_numpy(routed.slot_copies)
+        slots = torch.stack([plan.slot_to_expert for plan in plans])
+        lending = lent(slots, placement.home_slot, placement.spare_slots, topology)
+        parts = (
+            rank_seconds(copies, ranks, self.model),
+            exchange_seconds(torch.from_numpy(routed.rank_rows), topology, self.model),
+            import_seconds(lending, topology, self.model),
+        )
+        self.seconds.append(torch.stack([part.amax(-1) for part in parts], -1).numpy())
+        self.memory.append(rank_bytes(copies, slots, ranks, self.model).amax(-1).numpy())
+        spare = copies.view(len(plans), ranks, -1)[..., placement.slots_per_rank - placement.spare_slots :]
+        self.borrowed.append(torch.stack([lending.sum((-1, -2)), spare.sum((-1, -2))], -1).double().numpy())
+        self.copies.append(copies.sum(-1).double().numpy() / ranks)
+
+    def figures(self) -> LayerCost:
+        seconds, memory, borrowed, copies = map(
+            np.concatenate, (self.seconds, self.memory, self.borrowed, self.copies)
+        )
+        used = copies > 0
+        parts, layer = seconds[used].mean(0) * 1e6, seconds[used].sum(-1) * 1e6
+        experts, moved = borrowed[used].sum(0)
+        return LayerCost(
+            policy=self.policy,
+            compute_us=float(parts[0]),
+            exchange_us=float(parts[1]),
+            import_us=float(parts[2]),
+            layer_us_mean=float(layer.mean()),
+            layer_us_max=float(layer.max()),
+            bytes_mean=float(memory[used].mean()),
+            bytes_max=float(memory[used].max()),
+            borrowed=float(experts / used.sum()),
+            copies_per_borrowed=float(moved / experts) if experts else None,
+            mean_copies=float(copies[used].mean()),
+        )

@@ -1,0 +1,268 @@
+"""Replay: the real pipeline (count, place, plan, route) on a recorded trace, over virtual ranks.
+
+A replay places experts on one part of a trace, routes the rest through the same ops that a model would call,
+and counts every figure from the routed slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isoload.cost import CostModel
+from isoload.counting import count
+from isoload.placement import Placement
+from isoload.placers import place
+from isoload.planning import plan, plan_layers
+from isoload.policies import POLICIES, Policy, make_policy, parse_policy
+from isoload.records import Plan
+from isoload.replay.batches import Batches, SourceBatch, make_batches
+from isoload.replay.calibration import Fold, calibration_folds
+from isoload.replay.layer_cost import CostTally, LayerCost
+from isoload.replay.metrics import PolicyFigures, RoutedBatch, Tally, count_routed
+from isoload.routing import route
+from isoload.topology import Topology
+from isoload.trace import Trace
+
+DEFAULT_POLICIES = ("none", "static", "even", "dynamic", "exact")
+SHARED_POLICIES = ("shared_local", "waterfill_sampled", "exact", "waterfill", "joint")
+
+
+@dataclass(frozen=True)
+class ReplaySettings:
+    """How a trace is replayed.
+
+    num_ranks       R
+    ranks_per_node  divides R; 0 = all of them
+    slots_per_rank  S, spare slots included; 0 = :func:`default_slots_per_rank`
+    spare_slots     of each rank's S slots, how many stay empty
+    shared_experts  how many shared experts every token gets besides the trace's routed ones
+    placer          a name in ``isoload.PLACERS``
+    calibrate       which batches the placer sees, see :func:`isoload.replay.calibration.calibration_folds`
+    batch_tokens    tokens per batch; None = see :func:`isoload.replay.batches.make_batches`
+    max_batches     of every calibration's batches, how many are replayed, the first ones; 0 = all
+    assign          how sequences go to source ranks, see :func:`isoload.replay.batches.source_ranks`
+    seed            of drawn batches and of every policy that draws
+    cost            constants by which layer times are predicted; the policies that price imports take them, too
+    policies        names in ``isoload.POLICIES``, with options as ``name:option=value``
+    """
+
+    num_ranks: int = 8
+    ranks_per_node: int = 0
+    slots_per_rank: int = 0
+    spare_slots: int = 0
+    shared_experts: int = 0
+    placer: str = "eplb"
+    calibrate: str = "first-half"
+    batch_tokens: int | None = None
+    max_batches: int = 0
+    assign: str = "contiguous"
+    seed: int = 0
+    cost: CostModel | None = None
+    policies: tuple[str, ...] = DEFAULT_POLICIES
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a replay found. tokens and batches are the replayed ones; settings holds the resolved settings.
+
+    costs has a row per policy if the settings have a cost model, else none.
+    """
+
+    trace: str
+    settings: dict[str, Any]
+    tokens: int
+    layers: int
+    batches: int
+    policies: tuple[PolicyFigures, ...]
+    costs: tuple[LayerCost, ...] = ()
+
+
+def replay(
+    trace: Trace, settings: ReplaySettings, on_batch: Callable[[int, int], None] | None = None
+) -> Replay:
+    """Replays a trace under every policy of the settings, on one CPU thread.
+
+    Args:
+        trace: with tokens, which are cut into batches, or with counts only, from which tokens are drawn.
+        settings: see :class:`ReplaySettings`.
+        on_batch: called with (batches done, batches in all) after every batch.
+
+    Raises:
+        ValueError: naming the argument, the rule and the value.
+        RuntimeError: the routed slots do not meet the plan (a bug in isoload).
+    """
+    with _one_thread():
+        return _replay(trace, settings, on_batch or (lambda done, total: None))
+
+
+def _replay(trace: Trace, settings: ReplaySettings, on_batch: Callable[[int, int], None]) -> Replay:
+    if settings.max_batches < 0:
+        raise ValueError(f"max_batches must be at least 0, got {settings.max_batches}")
+    model = settings.cost
+    bandwidths = model.bandwidths if model else None
+    topology = Topology(settings.num_ranks, settings.ranks_per_node, bandwidths=bandwidths)
+    _check_policies(settings.policies)
+    batches = make_batches(trace, settings.batch_tokens, settings.seed)
+    folds = [
+        Fold(fold.calibrate, fold.replay[: settings.max_batches or None])
+        for fold in calibration_folds(len(batches.counts), settings.calibrate, batches.clusters)
+    ]
+    slots_per_rank = settings.slots_per_rank or default_slots_per_rank(
+        trace.num_experts, settings.num_ranks, settings.spare_slots + settings.shared_experts
+    )
+    tallies = [Tally(name, settings.num_ranks) for name in settings.policies]
+    costs = [CostTally(name, model) for name in settings.policies] if model else []
+    tokens = done = 0
+    total = sum(len(fold.replay) for fold in folds)
+    for fold in folds:
+        counts = batches.counts[list(fold.calibrate)]
+        placement = place(
+            counts,
+            topology,
+            slots_per_rank,
+            settings.placer,
+            settings.spare_slots,
+            settings.shared_experts,
+        )
+        _warm_up(placement, settings)
+        for index in fold.replay:
+            batch = batches.source_batch(index, settings.num_ranks, settings.assign)
+            batch = batch.with_shared(trace.num_experts, settings.shared_experts)
+            _replay_batch(batch, index, placement, settings, tallies, costs)
+            tokens, done = tokens + batch.num_tokens, done + 1
+            on_batch(done, total)
+    figures = tuple(tally.figures() for tally in tallies)
+    resolved = _resolved(settings, trace, batches, folds, slots_per_rank)
+    predicted = tuple(tally.figures() for tally in costs)
+    return Replay(trace.name, resolved, tokens, trace.num_layers, total, figures, predicted)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Plans are small: threads would only make their times those of the machine's other work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def default_slots_per_rank(num_experts: int, num_ranks: int, others: int = 0) -> int:
+    """S: E/R rounded up, one more for every eight of these but at least one, and the others (spare, shared)."""
+    dense = -(-num_experts // num_ranks)
+    return dense + max(1, dense // 8) + others
+
+
+def _replay_batch(
+    batch: SourceBatch,
+    index: int,
+    placement: Placement,
+    settings: ReplaySettings,
+    tallies: list[Tally],
+    costs: list[CostTally],
+) -> None:
+    loads = torch.stack([_layer_loads(batch, layer, placement) for layer in range(placement.num_layers)])
+    best = "joint" if placement.num_shared else "exact"
+    bound = plan_layers(loads, placement, best).bound.numpy()
+    for position, tally in enumerate(tallies):
+        plans = _timed_plans(loads, placement, _policy(tally.policy, settings, index), tally)
+        slots = torch.stack([_route_layer(batch, *pair) for pair in zip(loads, plans, strict=True)])
+        size, shared = placement.slots_per_rank, placement.num_shared
+        routed = count_routed(slots.numpy(), batch.sources(), placement.topology, size, shared)
+        _check_realised(plans, routed, tally.policy)
+        tally.add(routed, bound)
+        if costs:
+            costs[position].add(plans, routed, placement)
+
+
+def _layer_loads(batch: SourceBatch, layer: int, placement: Placement) -> Tensor:
+    """[R, E] copies that each source rank sends to each expert."""
+    ranks = range(batch.num_ranks)
+    return torch.stack([count(batch.on_rank(layer, rank), placement.num_experts) for rank in ranks])
+
+
+def _timed_plans(loads: Tensor, placement: Placement, policy: Policy, tally: Tally) -> list[Plan]:
+    """Every layer's plan, made one by one; this, and one call for all layers, is timed."""
+    start = perf_counter_ns()
+    plan_layers(loads, placement, policy)
+    tally.batched_ns.append((perf_counter_ns() - start) / len(loads))
+    plans = []
+    for layer, layer_loads in enumerate(loads):
+        start = perf_counter_ns()
+        made = plan(layer_loads, placement, layer, policy)
+        tally.layer_ns.append(perf_counter_ns() - start)
+        plans.append(made)
+    return plans
+
+
+def _route_layer(batch: SourceBatch, loads: Tensor, made: Plan) -> Tensor:
+    """[T, K] slots of a layer's tokens; each source rank routes its own."""
+    assert made.layer is not None
+    ranks = range(batch.num_ranks)
+    return torch.cat([route(batch.on_rank(made.layer, rank), loads, made, rank) for rank in ranks])
+
+
+def _check_realised(plans: list[Plan], routed: RoutedBatch, policy: str) -> None:
+    for layer, made in enumerate(plans):
+        if made.quota is None:
+            continue
+        copies = routed.slot_copies[layer]
+        if made.realisation == "sample":  # quotas are of the routed experts alone
+            copies = np.where(made.slot_to_expert.numpy() < made.placed.host.num_routed, copies, 0)
+        if not np.array_equal(made.quota.numpy(), copies):
+            raise RuntimeError(f"routed slots do not meet the quota of policy {policy} in layer {layer}")
+
+
+def _check_policies(policies: tuple[str, ...]) -> None:
+    for policy in policies:
+        parse_policy(policy)
+    if not policies or len(set(policies)) < len(policies):
+        raise ValueError(
+            f"policies must be distinct and at least one, got {', '.join(policies) or 'none at all'}"
+        )
+
+
+def _policy(policy: str, settings: ReplaySettings, step: int) -> Policy:
+    """A policy that draws gets the seed, and one that draws anew for every batch its number; one that prices imports
+    the cost model's constants. Its own options come first."""
+    name, options = parse_policy(policy)
+    known = {field.name for field in fields(POLICIES[name])}
+    given: dict[str, Any] = {"seed": settings.seed, "step": step}
+    if settings.cost:
+        given |= {"expert_bytes": settings.cost.expert_bytes, "token_us": settings.cost.large_token_us}
+    given = {key: value for key, value in given.items() if key in known}
+    return make_policy(name, {**given, **options})
+
+
+def _warm_up(placement: Placement, settings: ReplaySettings) -> None:
+    """Plans every layer once, so that what is derived once per placement is not timed."""
+    loads = torch.zeros(placement.num_layers, settings.num_ranks, placement.num_experts, dtype=torch.int32)
+    for policy in settings.policies:
+        _timed_plans(loads, placement, _policy(policy, settings, 0), Tally(policy, settings.num_ranks))
+
+
+def _resolved(
+    settings: ReplaySettings, trace: Trace, batches: Batches, folds: list[Fold], slots_per_rank: int
+) -> dict[str, Any]:
+    """The settings as they took effect, and what else is needed to read the figures."""
+    return {
+        **asdict(settings),
+        "ranks_per_node": settings.ranks_per_node or settings.num_ranks,
+        "slots_per_rank": slots_per_rank,
+        "policies": list(settings.policies),
+        "model": trace.provenance.get("model"),
+        "num_experts": trace.num_experts,
+        "top_k": trace.top_k,
+        "layer_ids": list(trace.layer_ids),
+        "drawn": batches.drawn,
+        "calibration_batches": sorted({len(fold.calibrate) for fold in folds}),
+    }

@@ -1,0 +1,174 @@
+"""The layer's weights joined to autograd: Parameters in, all rows out, replica and borrowed ones included.
+
+Gradients of replica rows and of borrowed rows return to the home rows, so an optimizer sees each expert once. One
+function does it, and every rank enters it in every backward: no exchange waits for a rank that has nothing to give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from isoload.experts.weights import BorrowedWeights, ExpertWeights
+from isoload.transport.group import Group
+from isoload.transport.packing import pack, unpack
+from isoload.weights.backends import add_rows
+from isoload.weights.borrow import Borrowed
+from isoload.weights.layout import Residence
+from isoload.weights.storage import RankWeights, flatten_rows
+
+
+class JoinRows(torch.autograd.Function):
+    """Parameters in, whole storages and borrowed stacks out; the gradients of their rows return to the home rows.
+
+    Inputs, for all owned ranks: received rows (none where no gradient travels), then every rank's Parameters; outputs:
+    the same rows, then every rank's storages, then every rank's spare stacks if any are borrowed. Rows pass through so
+    that every rank, also one that holds no weights, enters the exchange of the gradients.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        group: Group,
+        ranks: Sequence[RankWeights],
+        has_replicas: bool,
+        borrowed: Borrowed | None,
+        noted: dict[str, Tensor],
+        num_passed: int,
+        *values: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.held = group, [rank.residence for rank in ranks]
+        ctx.noted, ctx.num_passed = noted, num_passed
+        ctx.has_replicas, ctx.borrowed = has_replicas, borrowed
+        # Saved to be found changed: after .to() or a copy, a step on a Parameter shows in no storage's version.
+        ctx.save_for_backward(*noted.values(), *values[num_passed:])
+        stored = [stack.detach() for rank in ranks for stack in rank.stored_rows()]
+        spare = [] if borrowed is None else [stack.detach() for stacks in borrowed.pools for stack in stacks]
+        return *(rows.view_as(rows) for rows in values[:num_passed]), *stored, *spare
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        check_recomputed(ctx.noted, ctx.saved_tensors)
+        held: list[Residence] = ctx.held
+        rows, stacks = grads[: ctx.num_passed], grads[ctx.num_passed :]
+        of_rank = cut(stacks, len(held) * (1 if ctx.borrowed is None else 2))
+        stored, spare = of_rank[: len(held)], of_rank[len(held) :]
+        # The gradients are this node's own: nothing but run_experts made them. Rows are added in place.
+        homes = [[first_rows(g, len(r.homes)) for g in own] for r, own in zip(held, stored, strict=True)]
+        if ctx.has_replicas:
+            exact = torch.promote_types(stacks[0].dtype, torch.float32)
+            # Rows that have replicas and are lent, too, would be rounded twice: then the sums stay exact in between.
+            both = ctx.borrowed is not None
+            totals = [[g.to(exact) for g in own] for own in homes] if both else homes
+            return_replicas(ctx.group, held, stored, totals)
+        else:
+            totals = homes
+        if ctx.borrowed is not None:
+            ctx.borrowed.give_back(spare, totals)
+        dtype = stacks[0].dtype
+        return *(None,) * 6, *rows, *(total.to(dtype) for own in totals for total in own)
+
+
+def return_replicas(
+    group: Group,
+    held: Sequence[Residence],
+    stored: Sequence[Sequence[Tensor]],
+    totals: list[list[Tensor]],
+) -> None:
+    """Adds the gradients of replica rows to the totals of their homes, by ascending rank: the same sum every time."""
+    exact = torch.promote_types(stored[0][0].dtype, torch.float32)
+    buffers = [
+        pack(flatten_rows(own, [len(r.homes) + i for i in r.incoming], exact))
+        for r, own in zip(held, stored, strict=True)
+    ]
+    returned = group.send_back("replica gradients", buffers, held)
+    for own, residence, buffer in zip(totals, held, returned, strict=True):
+        sizes = [total.shape[1:].numel() for total in own]
+        (rows,) = unpack(buffer, [(sum(sizes), exact)])
+        parts = [part.view(-1, *t.shape[1:]) for t, part in zip(own, rows.split(sizes, 1), strict=True)]
+        add_rows(own, list(residence.outgoing), parts)
+
+
+def first_rows(grad: Tensor, count: int) -> Tensor:
+    """The home rows of a storage's gradient, contiguous: itself if it has no others, which a view would keep alive."""
+    return grad.contiguous() if len(grad) == count else grad.narrow(0, 0, count).clone()
+
+
+def cut(values: Sequence[Tensor], parts: int) -> list[list[Tensor]]:
+    """Equal parts, in order."""
+    width = len(values) // parts
+    return [list(values[i * width : (i + 1) * width]) for i in range(parts)]
+
+
+def check_recomputed(noted: dict[str, Tensor], saved: Sequence[Tensor]) -> None:
+    """Raises if a checkpoint (use_reentrant=False) recomputed the layer with other choices than the first time.
+
+    The node keeps what the first forward noted; saved tensors are the recompute's. Without one they are the same
+    tensors, which costs no comparison. The reentrant checkpoint keeps no node of the first forward to compare with.
+    """
+    for (name, first), again in zip(noted.items(), saved, strict=False):
+        if not torch.equal(first, again):
+            raise RuntimeError(
+                f"{name} must be the same when a checkpoint recomputes the layer, got others: "
+                "the gate must choose alike for the same rows"
+            )
+
+
+def join_rows(
+    group: Group,
+    ranks: Sequence[RankWeights],
+    rows: Sequence[Tensor],
+    has_replicas: bool,
+    borrowed: Borrowed | None,
+    noted: dict[str, Tensor],
+) -> tuple[list[Tensor], list[list[ExpertWeights]]]:
+    """Received rows and, for every owned rank, its storages and what it borrowed, joined to autograd.
+
+    Args:
+        group: joins the ranks.
+        ranks: the owned ones.
+        rows: [N, H] each.
+        has_replicas: whether any rank has: then backward exchanges gradients, on every rank.
+        borrowed: by any rank: then it does so, too.
+        noted: what a recompute must find again, see :func:`check_recomputed`.
+    """
+    passed = list(rows) if has_replicas or borrowed is not None else []
+    homes = [stack for rank in ranks for stack in rank.home_rows()]
+    out: tuple[Tensor, ...] = JoinRows.apply(
+        group, ranks, has_replicas, borrowed, noted, len(passed), *passed, *homes
+    )
+    stacks = cut(out[len(passed) :], len(ranks) * (1 if borrowed is None else 2))
+    groups = [[ExpertWeights(**rank.by_name(own))] for rank, own in zip(ranks, stacks, strict=False)]
+    if borrowed is not None:
+        for parts, rank, spare in zip(groups, ranks, stacks[len(ranks) :], strict=True):
+            parts.append(BorrowedWeights(**rank.by_name(spare), wait=borrowed.wait))
+    return (list(out[: len(passed)]) if passed else list(rows)), groups
+
+
+class _BringAgain(torch.autograd.Function):
+    """Identity; before anything behind it goes backward, the weights are brought again. Every rank enters it."""
+
+    @staticmethod
+    def forward(ctx: Any, borrowed: Borrowed, *rows: Tensor) -> tuple[Tensor, ...]:
+        ctx.borrowed = borrowed
+        ctx.save_for_backward(rows[0].new_zeros(()))
+        return tuple(r.view_as(r) for r in rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors  # a checkpoint recomputes now, which takes buffers of the pool, and not later
+        ctx.borrowed.begin("borrow backward")
+        ctx.borrowed.proceed()
+        return None, *grads
+
+
+def bring_again(borrowed: Borrowed, rows: list[Tensor]) -> list[Tensor]:
+    """The owned ranks' outputs [N, H], joined to autograd so that backward has the borrowed weights."""
+    joined: tuple[Tensor, ...] = _BringAgain.apply(borrowed, *rows)
+    return list(joined)

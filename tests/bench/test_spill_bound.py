@@ -1,0 +1,94 @@
+"""The bench's bound of spill_cost: below every plan, and near the optimum that another MILP proves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from support.spill_bounds import least_cost_bound as bound_by_expert
+from support.spills import SpillCase, in_order
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    import spill_bound
+
+    return spill_bound
+
+
+def draw_small(seed: int, spare: int) -> SpillCase:
+    rng = np.random.default_rng([11, seed])
+    ranks, per_rank = int(rng.integers(2, 5)), int(rng.integers(1, 4))
+    weights = rng.lognormal(0, 1.5, ranks * per_rank)
+    loads = rng.multinomial(int(rng.integers(50, 3000)), weights / weights.sum())
+    return in_order(loads, ranks, spare, f"draw {seed}")
+
+
+def rows_of(case: SpillCase) -> list[list[int]]:
+    return case.loads.reshape(case.num_ranks, -1).tolist()
+
+
+def test_never_above_the_optimum_and_near_it(bench: ModuleType) -> None:
+    """With spare slots for every expert, where the bound loses nothing but what chunks may not tell apart."""
+    gaps, paid = [], 0
+    for seed in range(60):
+        case, price = draw_small(seed, 9), int(np.random.default_rng(seed).integers(1, 200))
+        plain, optimum = int(case.plain().max()), bound_by_expert(case, price, gap=0.0)
+        bound = bench.least_cost_bound(rows_of(case), price, plain, exactness=0)
+        print(f"{case.name}: bound {bound}, optimum {optimum:.3f}, plain EP {plain}, price {price}")
+        assert bound <= np.ceil(optimum - 1e-3), case.name
+        gaps.append(1 - bound / optimum)
+        paid += optimum < plain - 0.5
+    assert paid > 20 and np.mean(gaps) < 0.001 and max(gaps) < 0.02, (paid, np.mean(gaps), max(gaps))
+
+
+@pytest.mark.parametrize("spare", [1, 2, 9])
+def test_never_above_a_plan(bench: ModuleType, spare: int) -> None:
+    for seed in range(100, 160):
+        case = draw_small(seed, spare)
+        level = int(case.spill(capacity_factor=None, import_costs=(40, 40)).level)
+        assert bench.least_cost_bound(rows_of(case), 40, level) <= level, case.name
+
+
+def test_named(bench: ModuleType) -> None:
+    found = {
+        "balanced": bench.least_cost_bound([[5], [5]], 1, 5),
+        "no import pays": bench.least_cost_bound([[60], [40]], 20, 60),
+        "one import": bench.least_cost_bound([[60], [40]], 10, 60, exactness=0),
+        "two of one rank": bench.least_cost_bound([[90, 0], [0, 0], [0, 0]], 3, 90, exactness=0),
+        "relays cost more": bench.least_cost_bound([[10, 10], [10, 10], [0, 0]], 2, 20, exactness=0),
+        "no copies": bench.least_cost_bound([[0], [0]], 1, 0),
+    }
+    assert found == {
+        "balanced": 5,
+        "no import pays": 60,
+        "one import": 55,
+        "two of one rank": 32,
+        "relays cost more": 15,
+        "no copies": 0,
+    }
+
+
+@pytest.mark.parametrize("spare", [1, 2])
+def test_the_bound_of_few_slots_is_below_the_optimum_and_near_it(bench: ModuleType, spare: int) -> None:
+    gaps = []
+    for seed in range(200, 220):
+        case = draw_small(seed, spare)
+        optimum = bound_by_expert(case, 0, gap=0.0)
+        bound = bench.level_bound(rows_of(case), spare)
+        reached = int(case.spill().quota.view(case.num_ranks, -1).sum(1).max())
+        assert bound <= optimum + 1e-3 and bound <= reached
+        assert np.ceil(bound - 1e-3) >= bench.slots_bound(rows_of(case), 0, spare), "the looser bound"
+        gaps.append(1 - bound / optimum)
+    assert np.mean(gaps) < 0.01, np.mean(gaps)
+
+
+def test_the_bound_within_nodes(bench: ModuleType) -> None:
+    homes = [[40, 40], [0, 0], [0, 0], [0, 0]]
+    assert bench.level_bound(homes, 2) == pytest.approx(20)
+    assert bench.level_bound(homes, 2, ranks_per_node=2) == pytest.approx(40)
+    assert bench.level_bound(homes, 1, ranks_per_node=2) == pytest.approx(40)

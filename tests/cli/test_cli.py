@@ -1,0 +1,258 @@
+"""The command line: what it prints, what it writes, and one red line for everything a user can mend."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import isoload
+from isoload.cli.app import app, parse_layers
+from isoload.policies import POLICIES
+from isoload.trace import Trace, write_trace
+
+SHIPPED = Path(__file__).parents[2] / "examples" / "traces" / "gptoss20b_decode.npz"
+KEYS = ["trace", "settings", "tokens", "layers", "batches", "policies"]
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    rng = np.random.default_rng(1)
+    ids = rng.permuted(np.tile(np.arange(8), (48, 3, 1)), axis=-1)[..., :2]
+    path = tmp_path_factory.mktemp("traces") / "small.npz"
+    sizes = np.full(3, 16)
+    write_trace(Trace("small", 8, topk_ids=ids, tokens_per_batch=sizes, cluster=("a", "b", "b")), path)
+    return str(path)
+
+
+PLAIN = {"FORCE_COLOR": None, "TTY_COMPATIBLE": None, "TTY_INTERACTIVE": None, "COLUMNS": None}
+
+
+def run(*args, env=PLAIN):
+    return CliRunner().invoke(app, [str(arg) for arg in args], env=env)
+
+
+def error_of(*args):
+    result = run(*args)
+    assert result.exit_code == 2 and result.stdout == ""
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    return result.stderr.removeprefix("error: ").rstrip("\n")
+
+
+def test_replay_prints_a_row_per_policy(trace):
+    result = run("replay", trace, "--ranks", 4, "--ranks-per-node", 2)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == "small" and "32 tokens in 2 batches" in lines[1] and "4 ranks on 2 nodes" in lines[2]
+    assert [line.split()[0] for line in lines[6:11]] == ["none", "static", "even", "dynamic", "exact"]
+    assert lines[10].split()[4:6] == ["0%", "0%"]
+    assert result.stderr == ""
+
+
+def test_json_to_stdout_is_nothing_but_json(trace):
+    result = run("replay", trace, "--policies", "none, exact", "--layers", "0,2", "--ranks", 2, "--json", "-")
+    found = json.loads(result.stdout)
+    assert list(found) == KEYS and found["layers"] == 2 and found["settings"]["layer_ids"] == [0, 2]
+    assert [row["policy"] for row in found["policies"]] == ["none", "exact"]
+    assert result.stderr == ""
+
+
+def test_progress_and_colour_are_for_terminals_and_never_in_the_json(trace):
+    terminal = {**PLAIN, "FORCE_COLOR": "1"}
+    result = run("replay", trace, "--json", "-", env=terminal)
+    assert list(json.loads(result.stdout)) == KEYS
+    assert "replaying batches" in result.stderr and "2/2" in result.stderr
+    assert "\x1b[31merror: " in run("replay", "missing.npz", env=terminal).stderr
+
+
+def test_json_to_a_file_comes_with_the_table(trace, tmp_path):
+    target = tmp_path / "figures.json"
+    result = run("replay", trace, "--ranks", 2, "--json", target)
+    assert list(json.loads(target.read_text())) == KEYS and os.listdir(tmp_path) == ["figures.json"]
+    assert "exact " in result.stdout
+
+
+def test_every_option_reaches_the_replay(trace):
+    options = {
+        "num_ranks": 4, "ranks_per_node": 2, "slots_per_rank": 5, "spare_slots": 1, "placer": "trivial",
+        "calibrate": "leave-cluster-out", "batch_tokens": 8, "assign": "round-robin", "seed": 9,
+    }  # fmt: skip
+    flags = [
+        part
+        for name, value in options.items()
+        for part in ("--" + name.removeprefix("num_").replace("_", "-"), value)
+    ]
+    found = json.loads(run("replay", trace, *flags, "--policies", "even", "--json", "-").stdout)
+    assert {name: found["settings"][name] for name in options} == options
+    assert found["settings"]["policies"] == ["even"] and found["batches"] == 6
+
+
+COSTS = """\
+constants: made
+expert 64 x 32, 3 matrices, 2 B per weight (0.0 MiB), 2 B per activation; µs: 1 per expert in use, per copy 2
+at 1, 0.5 at 64 copies; 8 GB/s inside a node, 1 between nodes
+a borrow pays from 4 copies inside a node, 25 between nodes, if nothing hides the transfer
+"""
+
+
+@pytest.fixture
+def cost_file(tmp_path):
+    constants = {"hidden": 64, "intermediate": 32, "weight_bytes": 2, "overhead_us": 1, "bandwidths": [8, 1]}
+    path = tmp_path / "cost.json"
+    path.write_text(json.dumps(constants | {"token_us": [[1, 2], [64, 0.5]], "source": "made"}))
+    return path
+
+
+def test_cost_adds_a_table_and_its_constants(trace, cost_file):
+    args = ["replay", trace, "--ranks", 4, "--spare-slots", 2, "--policies", "none,llep,spill_cost,exact"]
+    plain, result = run(*args), run(*args, "--cost", cost_file)
+    assert result.exit_code == 0, result.output
+    first, second = result.stdout.split(COSTS)
+    assert len(first.splitlines()) == len(plain.stdout.splitlines()) + 1
+    lines = second.splitlines()
+    assert lines[1].split("  ")[-1].strip() == "borrowed"
+    titles = "policy compute all-to-all import mean max change mean max experts copies"
+    assert lines[2].split() == titles.split()
+    assert [line.split()[0] for line in lines[3:7]] == ["none", "llep", "spill_cost", "exact"]
+    assert lines[3].split()[3] == "0.0" and lines[3].split()[6] == "+0.0%" and lines[3].split()[-1] == "-"
+    assert lines[8].startswith("µs: predicted, of the busiest rank, one layer.")
+
+
+def test_cost_in_json(trace, cost_file):
+    args = ["replay", trace, "--ranks", 4, "--policies", "none,exact", "--json", "-"]
+    found = json.loads(run(*args, "--cost", cost_file).stdout)
+    assert found["settings"]["cost"]["source"] == "made" and list(found) == KEYS
+    predicted = found["policies"][0]["predicted"]
+    parts = [predicted[f"{name}_us"] for name in ("compute", "exchange", "import")]
+    assert predicted["layer_us_mean"] == pytest.approx(sum(parts)) and predicted["borrowed"] == 0
+    plain = json.loads(run(*args).stdout)
+    assert plain["settings"]["cost"] is None and "predicted" not in plain["policies"][0]
+
+
+def test_built_in_constants(trace):
+    lines = run("replay", trace, "--ranks", 4, "--cost", "default").stdout
+    assert "constants: arithmetic for DeepSeek-V3's experts in FP8 on an H100" in lines
+    assert "pays from 749 copies inside a node, 5992 between" in lines
+    assert "a rank has 8 copies per batch and layer, mean: too few for a borrow to pay" in lines
+
+
+def test_cost_files_that_are_wrong(trace, tmp_path):
+    missing, wrong = tmp_path / "missing.json", tmp_path / "wrong.json"
+    wrong.write_text('{"hidden": 0}')
+    for command in (["replay", trace], ["doctor"]):
+        message = error_of(*command, "--cost", missing)
+        assert message.startswith(f"cost file must be a JSON object, got {missing}: ")
+        assert error_of(*command, "--cost", wrong) == "hidden must be a positive number below 2^53, got 0"
+
+
+def test_doctor_says_when_a_borrow_pays(cost_file):
+    found = json.loads(run("doctor", "--cost", cost_file, "--json", "-").stdout)
+    assert found[-1]["detail"].startswith(
+        "borrowing an expert pays from 4 tokens inside a node (8 GB/s), 25 between"
+    )
+
+
+def test_inspect(trace):
+    result = run("inspect", trace, "--ranks", 4, "--layers", "1-2")
+    assert (
+        result.exit_code == 0
+        and "3 batches, 2 layers, 8 experts; experts in order on 4 ranks" in result.stdout
+    )
+    found = json.loads(run("inspect", trace, "--ranks", 4, "--json", "-").stdout)
+    assert (found["trace"], found["num_ranks"], len(found["layers"])) == ("small", 4, 3)
+    assert len(found["layers"][0]["expert"]["per_batch"]) == 3
+    assert found["layers"][0]["skew"] == "low-skew"
+
+
+def test_doctor():
+    result = run("doctor")
+    assert result.exit_code == 0 and "isoload ops" in result.stdout
+    found = json.loads(run("doctor", "--json", "-").stdout)
+    assert {"name", "on", "detail"} == set(found[0])
+
+
+def test_version_and_help():
+    assert run("--version").stdout == f"isoload {isoload.__version__}\n"
+    for command in ("replay", "inspect", "doctor"):
+        assert run(command, "--help").exit_code == 0
+        assert command in run("--help").stdout
+
+
+@pytest.mark.parametrize("text", ["0-3,7", " 0 - 3 , 7 ", "0,1,2-2,3,7"])
+def test_layers(text):
+    assert parse_layers(text, 8) == [0, 1, 2, 3, 7]
+
+
+@pytest.mark.parametrize("text", ["", "x", "1-", "-1", "3,,4", "1-2-3", "1.5"])
+def test_layers_that_are_no_numbers(trace, text):
+    expected = f"layers must be numbers and ranges such as 0-3,7, got {text!r}"
+    assert error_of("replay", trace, f"--layers={text}") == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--layers", "1,0-2"], "layers must be distinct and at least one, got '1,0-2'"),
+        (["--layers", "2-1"], "layers must be distinct and at least one, got '2-1'"),
+        (["--layers", "7"], "layers must be some of 0..2, got '7'"),
+        (["--layers", "0-99999999999"], "layers must be some of 0..2, got '0-99999999999'"),
+        (["--layers", "9" * 5000], f"layers must be some of 0..2, got '{'9' * 47}...{'9' * 48}'"),
+        (["--max-batches", "-1"], "max_batches must be at least 0, got -1"),
+        (["--spare-slots", "1000000"], "spare_slots must be at most 8, got 1000000"),
+        (["--shared-experts", "65"], "num_shared must be at most 64, got 65"),
+        (
+            ["--slots-per-rank", "1000000", "--spare-slots", "2"],
+            "slots_per_rank must be at most 8192 (65536 slots on all of 8 ranks), got 1000000",
+        ),
+        (
+            ["--policies", "spill_cost:egress=1e3", "--spare-slots", "1"],
+            "option egress must be of type int, got '1e3'",
+        ),
+        (
+            ["--policies", "exact,best"],
+            f"policy must be one of {', '.join(POLICIES)}, got 'best'",
+        ),
+        (["--policies", ","], "policies must be distinct and at least one, got none at all"),
+        (["--ranks", "4", "--ranks-per-node", "3"], "ranks_per_node must divide num_ranks=4, got 3"),
+        (
+            ["--json", "no-such-folder/x"],
+            "json must be a file in an existing folder or -, got 'no-such-folder/x'",
+        ),
+    ],
+)
+def test_one_line_per_error(trace, options, message):
+    assert error_of("replay", trace, *options) == message
+
+
+def test_files_that_are_not_there_or_no_traces(tmp_path):
+    missing, foreign = tmp_path / "missing.npz", tmp_path / "foreign.npz"
+    foreign.write_text("hello")
+    for command in ("replay", "inspect"):
+        assert error_of(command, missing) == f"{missing}: No such file or directory"
+        assert str(foreign) in error_of(command, foreign)
+
+
+def test_bugs_keep_their_traceback(trace, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("routed slots do not meet the quota")
+
+    monkeypatch.setattr("isoload.cli.app.replay_trace", broken)
+    assert isinstance(run("replay", trace).exception, RuntimeError)
+
+
+def test_module_and_shipped_trace():
+    command = [sys.executable, "-m", "isoload", "replay", SHIPPED, "--layers", "0-2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == "" and "openai/gpt-oss-20b" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 120
+
+
+def test_module_names_itself():
+    done = subprocess.run(
+        [sys.executable, "-m", "isoload", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "Usage: isoload" in done.stdout

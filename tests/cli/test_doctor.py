@@ -1,0 +1,103 @@
+"""Doctor: every item says on or off and why, whatever the machine has."""
+
+import subprocess
+
+import pytest
+import torch
+
+from isoload.cli import doctor
+from isoload.cost import CostModel
+
+NAMES = [
+    "python", "torch", "isoload ops", "isoload CUDA ops", "CUDA device", "nvcc", "NCCL", "Triton", "Triton kernels",
+    "DeepEP", "HiGHS (scipy)", "break-even",
+]  # fmt: skip
+
+
+def item(name):
+    return next(item for item in doctor.report() if item.name == name)
+
+
+def test_report_on_this_machine():
+    items = doctor.report()
+    assert [item.name for item in items] == NAMES
+    assert all(type(item.on) is bool and item.detail for item in items)
+    assert all(item.on for item in items if item.name in ("python", "torch", "isoload ops", "HiGHS (scipy)"))
+    assert item("CUDA device").on == torch.cuda.is_available()
+
+
+@pytest.mark.parametrize(
+    ("version", "why"), [(None, "is built without CUDA"), ("13.0", "sees no device or driver")]
+)
+def test_why_there_is_no_device(monkeypatch, version, why):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", version)
+    assert not item("CUDA device").on and why in item("CUDA device").detail
+
+
+def test_a_device_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: f"card {i}")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30 << 30, 80 << 30))
+    assert item("CUDA device") == doctor.Item(
+        "CUDA device", True, "card 0, card 1; 30 of 80 GiB free on the first"
+    )
+
+
+def test_no_nvcc(monkeypatch):
+    monkeypatch.setattr(doctor.shutil, "which", lambda name, path=None: None)
+    assert not item("nvcc").on and "not on PATH and not in CUDA_HOME" in item("nvcc").detail
+
+
+def test_nvcc_of_cuda_home(monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", "/opt/cuda")
+    monkeypatch.setattr(doctor.shutil, "which", lambda name, path=None: path and f"{path}/{name}")
+    said = subprocess.CompletedProcess([], 0, stdout="Cuda compilation tools, release 12.8, V12.8.93")
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: said)
+    assert item("nvcc") == doctor.Item("nvcc", True, "CUDA 12.8, /opt/cuda/bin/nvcc")
+
+
+def test_an_nvcc_that_does_not_run_is_off(monkeypatch):
+    def broken(*_, **__):
+        raise subprocess.CalledProcessError(1, "nvcc")
+
+    monkeypatch.setattr(doctor.shutil, "which", lambda name, path=None: "/bin/nvcc")
+    monkeypatch.setattr(doctor.subprocess, "run", broken)
+    assert not item("nvcc").on and "/bin/nvcc does not run" in item("nvcc").detail
+
+
+def test_missing_packages_say_how_to_get_them(monkeypatch):
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    for name, extra in (("Triton", "triton"), ("DeepEP", "deepep"), ("HiGHS (scipy)", "plan")):
+        assert not item(name).on and f"pip install 'isoload[{extra}]'" in item(name).detail
+
+
+def test_triton_kernels(monkeypatch):
+    monkeypatch.setattr(doctor.kernels, "why_not", lambda: None)
+    assert item("Triton kernels") == doctor.Item("Triton kernels", True, "permutation and activation of rows")
+    monkeypatch.setattr(doctor.kernels, "why_not", lambda: "there is no device")
+    detail = "plain torch computes: there is no device"
+    assert item("Triton kernels") == doctor.Item("Triton kernels", False, detail)
+
+
+def test_collectives_without_nccl(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert not item("NCCL").on and item("NCCL").detail.startswith("torch is built without NCCL")
+
+
+def test_ops_that_are_not_compiled(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "PACKAGE", tmp_path)
+    assert item("isoload ops") == doctor.Item("isoload ops", False, "not compiled: run `make build`")
+
+
+def test_break_even_is_of_the_given_constants():
+    assert item("break-even").detail.startswith(
+        "borrowing an expert pays from 749 tokens inside a node (400 GB/s)"
+    )
+    model = CostModel(hidden=10, intermediate=4, token_us=((8, 0.01),), bandwidths=(0.5, 0.1), source="mine")
+    assert doctor.report(model)[-1] == doctor.Item(
+        "break-even",
+        True,
+        "borrowing an expert pays from 24 tokens inside a node (0.5 GB/s), 120 between nodes (0.1 GB/s): mine",
+    )

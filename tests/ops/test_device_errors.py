@@ -1,0 +1,162 @@
+"""Rules that kernels find broken: a bit each, raised when asked, once; on the CPU ops raise at once and leave none.
+
+test_cuda_on_one_core.py runs `noted` over the kernels without a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import isoload
+from isoload import ops
+from isoload.ops.device_errors import RULES
+
+SLOTS = torch.tensor([0, 1, 1, 2], dtype=torch.int32)  # experts 0..2 on two ranks; expert 3 has no replica
+LOADS = torch.tensor([[2, 3, 1, 0], [0, 1, 0, 0]], dtype=torch.int32)
+QUOTA = torch.tensor([2, 2, 2, 1], dtype=torch.int32)
+IDS = torch.tensor([[0, 1], [0, 1], [1, 2]])  # the first rank's
+ROW = torch.tensor([2, 2, 1, 1], dtype=torch.int32)
+BAD_IDS = (torch.tensor([[0, -2]]), torch.tensor([[0, 4]], dtype=torch.int32), torch.tensor([[2**32, 1]]))
+NEGATIVE = torch.full((2, 2), -1, dtype=torch.int32)
+TWO = torch.tensor([3, 4], dtype=torch.int32)
+WEIGHTS = torch.tensor([1.0, 0, 0, 1])
+
+
+def plan_without_replica(d: str) -> None:
+    loads = LOADS.clone()
+    loads[0, 3] = 5
+    ops.plan_exact(loads.to(d), tables(d))
+
+
+def tables(d: str) -> isoload.ReplicaTables:
+    return ops.replica_tables(SLOTS.to(d), 2, 4)
+
+
+def count_of_many(d: str) -> Tensor:
+    return ops.count(BAD_IDS[0].to(d), 2000)
+
+
+def route_bad(d: str, ids: Tensor, prefer: ops.Prefer | None = None) -> Tensor:
+    return ops.route(ids.to(d), ROW.to(d), tables(d), prefer)
+
+
+def shared_sampled(d: str) -> Tensor:
+    return ops.route_shared_sampled(IDS.to(d) + 2, TWO.to(d), None, 2, 0, "static")
+
+
+def append(d: str) -> object:
+    ranks = TWO[:1].expand(3, 1).to(d)
+    return ops.append_shared_expert(IDS.to(d) - 2, torch.ones(3, 2, device=d), ranks, 2)
+
+
+def spill(d: str) -> object:
+    home = torch.tensor([0, 1, 4], dtype=torch.int32, device=d)
+    slots = torch.tensor([0, 1, -1, -1, 2, -1], dtype=torch.int32, device=d)
+    return ops.plan_spill(-LOADS[:, :3].to(d), slots, home, 2, 1)
+
+
+def borrow(d: str, backward: bool) -> None:
+    """Rank 0 borrows an expert that does not exist."""
+    slots = torch.tensor([0, 7, 1, -1], dtype=torch.int32, device=d)
+    home, stack = torch.tensor([[0, 0], [1, 0]], dtype=torch.int32, device=d), torch.ones(1, 3, device=d)
+    peers = ops.addresses([[stack], [stack]])
+    if backward:
+        ops.borrow_backward(slots, home, peers, [stack.clone()], 2, 0, 1, torch.float32)
+    else:
+        ops.borrow(slots, home, peers, [stack.clone()], 2, 0)
+
+
+# name: what is called on a device, the rules that it breaks
+BROKEN: dict[str, tuple[Callable[[str], object], list[int]]] = {
+    **{f"count {i}": (lambda d, bad=bad: ops.count(bad.to(d), 4), [0]) for i, bad in enumerate(BAD_IDS)},
+    "count of many": (count_of_many, [0]),
+    "plan_exact": (plan_without_replica, [1]),
+    "plan_active": (lambda d: ops.plan_active(-LOADS.to(d), tables(d)), [2]),
+    "plan_waterfill": (lambda d: ops.plan_waterfill(NEGATIVE.to(d), TWO.to(d)), [3]),
+    "share": (lambda d: ops.share(LOADS.to(d), QUOTA.to(d) + 1, tables(d), 1), [4]),
+    "share_alone": (lambda d: ops.share_alone(-LOADS[0].to(d), QUOTA.to(d), tables(d), 0), [5]),
+    **{f"route {i}": (lambda d, bad=bad: route_bad(d, bad), [6]) for i, bad in enumerate(BAD_IDS)},
+    "route visited": (lambda d: route_bad(d, BAD_IDS[0], "visited"), [6]),
+    "route share": (lambda d: ops.route(IDS.to(d), ROW.to(d) - 1, tables(d)), [7]),
+    "route both": (lambda d: ops.route(IDS.to(d) + 2, ROW.to(d) - 1, tables(d)), [6, 7]),
+    "route_sampled": (lambda d: ops.route_sampled(BAD_IDS[0].to(d), WEIGHTS.to(d), tables(d), 1), [8]),
+    "route_sampled weights": (lambda d: ops.route_sampled(IDS.to(d), WEIGHTS.to(d), tables(d), 1), [9]),
+    "route_shared": (lambda d: ops.route_shared(IDS.to(d) + 2, TWO.to(d), 2, 0), [10]),
+    "route_shared_sampled": (shared_sampled, [11]),
+    "append": (append, [12]),
+    "plan_lp": (lambda d: ops.plan_lp(-LOADS.to(d), tables(d)), [13]),
+    "round_split": (lambda d: ops.round_split(QUOTA.float().to(d), -LOADS.to(d), tables(d)), [14]),
+    "plan_spill": (spill, [15]),
+    "borrow": (lambda d: borrow(d, False), [16]),
+    "borrow_backward": (lambda d: borrow(d, True), [17]),
+}  # fmt: skip
+
+
+def noting_device() -> str | None:
+    """Where values are looked at by kernels: a GPU, or the CPU with the library of one_core_build.py."""
+    if torch.cuda.is_available():
+        return "cuda"
+    try:
+        ops.count(BAD_IDS[0], 4)
+    except ValueError:
+        return None
+    ops.device_errors("cpu")
+    return "cpu"
+
+
+NOTING = noting_device()
+
+
+def noting(test: Callable[..., None]) -> Callable[..., None]:
+    """Selected by -m cuda; the library of one_core_build.py runs it without a GPU."""
+    return pytest.mark.cuda(pytest.mark.skipif(NOTING is None, reason="no CUDA device")(test))
+
+
+@noting
+@pytest.mark.parametrize("name", BROKEN)
+def test_noted(name: str) -> None:
+    call, rules = BROKEN[name]
+    assert NOTING is not None and ops.device_errors(NOTING) == 0
+    call(NOTING)
+    with pytest.raises(ValueError) as raised:
+        isoload.check_device(NOTING)
+    assert str(raised.value).split(" (found on ")[0] == "; ".join(RULES[i] for i in rules)
+    isoload.check_device(NOTING)  # said once
+
+
+@noting
+def test_noted_of_several_ops_and_nothing_of_legal_ones() -> None:
+    d = str(NOTING)
+    ops.route(IDS.to(d), ROW.to(d), tables(d))
+    ops.count(torch.full((5, 2), -1, device=d), 4)
+    assert ops.device_errors(d) == 0
+    BROKEN["share"][0](d)
+    BROKEN["count 0"][0](d)
+    assert ops.device_errors(d) == 1 << 0 | 1 << 4
+    assert ops.device_errors(d) == 0
+
+
+@pytest.mark.skipif(NOTING == "cpu", reason="the kernels stand in the place of the CPU's ops")
+@pytest.mark.parametrize("name", BROKEN)
+def test_the_cpu_raises_at_once(name: str) -> None:
+    with pytest.raises(ValueError, match="must"):
+        BROKEN[name][0]("cpu")
+    assert ops.device_errors("cpu") == 0
+    isoload.check_device("cpu")
+
+
+def test_every_bit_has_its_rule() -> None:
+    header = Path(__file__).parents[2] / "csrc" / "cuda" / "cuda.h"
+    bits = re.findall(r"k(\w+) = 1 << (\d+),", header.read_text())
+    assert [int(bit) for _, bit in bits] == list(range(len(RULES)))
+    assert {rule for _, rules in BROKEN.values() for rule in rules} == set(range(len(RULES)))
+
+
+def test_opcheck() -> None:
+    torch.library.opcheck(torch.ops.isoload.device_errors.default, (torch.empty(3),))

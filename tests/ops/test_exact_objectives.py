@@ -1,0 +1,221 @@
+"""plan_exact's objectives: the same proved peak from three starts, and what each of them is for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import isoload
+from isoload import ops, reference
+from support.cases import FAMILIES, Case, draw, instances
+from support.drifted import drifted
+from support.exact_splits import LOADS, SLOTS, check_split, int32, optimum, random_fixed, random_ticks, solve
+
+OTHERS = ("local", "packed")
+
+
+def a_divisor(rng: np.random.Generator, ranks: int) -> int:
+    return int(rng.choice([n for n in range(1, ranks + 1) if ranks % n == 0]))
+
+
+@pytest.mark.parametrize("objective", OTHERS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peak_is_the_integral_optimum(family: str, objective: str) -> None:
+    rng = np.random.default_rng(list(FAMILIES).index(family))
+    for case in instances(2, seed=9000, max_ranks=128, families=(family,)):
+        split = solve(case, objective=objective, ranks_per_node=a_divisor(rng, case.num_ranks))
+        check_split(case, split)
+        assert split.peak.item() == split.bound.item() == optimum(case), case.name
+
+
+@pytest.mark.parametrize("objective", OTHERS)
+@pytest.mark.parametrize("options", [{}, {"sweeps": 2}, {"tolerance": 0.05, "budget": 2}])
+def test_equals_reference(objective: str, options: dict[str, Any]) -> None:
+    rng = np.random.default_rng(19)
+    for i, case in enumerate(instances(1, seed=9100, max_ranks=16)):
+        drawn: dict[str, Any] = {"objective": objective, "ranks_per_node": a_divisor(rng, case.num_ranks)}
+        fixed, ticks = random_fixed(rng, case), random_ticks(rng, case.num_ranks)
+        if i % 2:
+            drawn["fixed"] = torch.from_numpy(fixed)
+        if i % 3 == 2:
+            drawn["ticks"] = torch.from_numpy(ticks)
+        split = solve(case, **drawn, **options)
+        check_split(case, split, fixed if i % 2 else None, ticks if i % 3 == 2 else None)
+        expected = reference.plan_exact(torch.from_numpy(case.loads), case.tables(), **drawn, **options)
+        for field, mine, theirs in zip(split._fields, split, expected, strict=True):
+            assert torch.equal(mine, theirs), (case.name, field, mine, theirs)
+
+
+@pytest.mark.parametrize("objective", OTHERS)
+def test_equals_reference_in_wide_groups(objective: str) -> None:
+    for ranks in (65, 200, 300):
+        case = draw("eplb", ranks, 7)
+        split = solve(case, objective=objective, ranks_per_node=5)
+        expected = reference.plan_exact(
+            torch.from_numpy(case.loads), case.tables(), objective=objective, ranks_per_node=5
+        )
+        assert all(torch.equal(*fields) for fields in zip(split, expected, strict=True)), case.name
+
+
+@pytest.mark.parametrize("objective", OTHERS)
+def test_peaks_agree_whatever_else_is_asked(objective: str) -> None:
+    """With fixed loads, ticks and a pour: all starts end at one optimum."""
+    rng = np.random.default_rng(20)
+    for case in instances(1, seed=9200, max_ranks=32):
+        if case.total > 2**30:
+            continue
+        asked = {
+            "fixed": torch.from_numpy(random_fixed(rng, case)),
+            "ticks": torch.from_numpy(random_ticks(rng, case.num_ranks)),
+            "pour": torch.tensor(case.total // 8, dtype=torch.int32),
+        }
+        mine, other = solve(case, **asked), solve(case, **asked, objective=objective)
+        assert mine.peak.item() == other.peak.item() == other.bound.item(), case.name
+
+
+@pytest.mark.parametrize("objective", OTHERS)
+def test_more_budget_never_raises_the_peak(objective: str) -> None:
+    for case in instances(1, seed=9300, max_ranks=16):
+        peaks = [solve(case, objective=objective, budget=budget).peak.item() for budget in range(8)]
+        assert peaks == sorted(peaks, reverse=True), case.name
+
+
+def active(case: Case, split: ops.ExactSplit) -> int:
+    """Replicas of split experts that have copies."""
+    return int((split.quota[case.tables().field("split") >= 0] > 0).sum())
+
+
+def sent_off_node(case: Case, split: ops.ExactSplit, ranks_per_node: int) -> int:
+    share = ops.share(torch.from_numpy(case.loads), split.quota, case.tables(), ranks_per_node)
+    source = torch.arange(case.num_ranks)[:, None] // ranks_per_node
+    target = torch.arange(len(case.slot_to_expert))[None] // case.slots_per_rank // ranks_per_node
+    return int(share[source != target].sum())
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(16, 32), (64, 128)])
+@pytest.mark.parametrize("tokens", [2048, 16384])
+def test_packed_uses_fewer_replicas(ranks: int, replicas: int, tokens: int) -> None:
+    """Of split experts, a fifth fewer in every batch."""
+    for seed in range(5):
+        case = drifted(ranks, replicas, tokens, seed)
+        spread, packed = solve(case), solve(case, objective="packed")
+        assert packed.peak.item() == spread.peak.item()
+        assert 5 * active(case, packed) <= 4 * active(case, spread), (case.name, active(case, spread))
+
+
+@pytest.mark.parametrize("skew", [0.0, 1.0])
+@pytest.mark.parametrize(("ranks", "replicas"), [(16, 32), (64, 128)])
+@pytest.mark.parametrize("tokens", [2048, 16384])
+def test_local_sends_fewer_copies_off_node(ranks: int, replicas: int, tokens: int, skew: float) -> None:
+    """Summed over batches: where all ranks are full and nodes are alike, a single batch may lose a few copies."""
+    off_node = {"spread": 0, "local": 0}
+    for seed in range(5):
+        case = drifted(ranks, replicas, tokens, seed, skew)
+        splits = {name: solve(case, objective=name, ranks_per_node=8) for name in off_node}
+        assert splits["local"].peak.item() == splits["spread"].peak.item()
+        for name, split in splits.items():
+            off_node[name] += sent_off_node(case, split, 8)
+    assert off_node["local"] < off_node["spread"], off_node
+
+
+def test_local_by_hand() -> None:
+    """Nodes of two ranks; expert 0 on ranks 0, 1 and 2; expert 1 on 3 and 4 only. Nothing needs to move."""
+    tables = ops.replica_tables(int32(0, 0, 0, 1, 1, -1), 6, 2)
+    loads = torch.zeros(6, 2, dtype=torch.int32)
+    loads[:, 0] = int32(5, 7, 3, 4, 0, 6)  # own rank 5, 7, 3; near 4 to rank 2; far 6: one third each
+    loads[:, 1] = int32(0, 0, 2, 6, 3, 1)  # own rank 6, 3; near 2 to rank 3, 1 to rank 4
+    split = ops.plan_exact(loads, tables, objective="local", ranks_per_node=2, budget=0)
+    assert split.quota.tolist() == [7, 9, 9, 8, 4, 0]
+
+
+def test_packed_by_hand() -> None:
+    """Experts by falling copies, each where least is: 2 (9) to rank 0, 0 (6) to rank 1, 1 (2) to rank 1."""
+    tables = ops.replica_tables(int32(0, 1, 2, 0, 1, 2), 2, 3)
+    split = ops.plan_exact(int32(6, 2, 9), tables, objective="packed", budget=0)
+    assert split.quota.tolist() == [0, 0, 9, 6, 2, 0]
+    exact = ops.plan_exact(int32(6, 2, 9), tables, objective="packed")
+    assert exact.peak.item() == exact.bound.item() == 9
+
+
+def test_a_replica_closes_where_another_has_room() -> None:
+    """Solo loads of 10 and 4 leave the pour to decide: swept evenly, 3 + 3 copies fit on either rank."""
+    tables = ops.replica_tables(int32(0, 1, 2, 0), 2, 3)
+    loads, pour = int32(6, 1, 1), torch.tensor(8, dtype=torch.int32)
+    spread = ops.plan_exact(loads, tables, pour=pour)
+    packed = ops.plan_exact(loads, tables, pour=pour, objective="packed")
+    assert spread.quota.tolist() == [3, 1, 1, 3] and sorted(packed.quota.tolist()) == [0, 1, 1, 6]
+    assert spread.peak.item() == packed.peak.item() == 8
+
+
+def test_layers_at_once_equal_one_by_one() -> None:
+    cases = [draw("split_256", 16, seed) for seed in range(20)]
+    tables = ops.replica_tables(torch.from_numpy(np.stack([case.slot_to_expert for case in cases])), 16, 256)
+    loads = torch.from_numpy(np.stack([case.loads for case in cases]))
+    for objective in OTHERS:
+        options: dict[str, Any] = {"objective": objective, "ranks_per_node": 4}
+        together = ops.plan_exact(loads, tables, **options)
+        for i in range(20):
+            for field, alone in zip(together, ops.plan_exact(loads[i], tables[i], **options), strict=True):
+                assert torch.equal(field[i], alone)
+    checked = reference.plan_exact(loads[:2], tables_of(tables, 2), objective="local", ranks_per_node=4)
+    mine = ops.plan_exact(loads[:2], tables_of(tables, 2), objective="local", ranks_per_node=4)
+    assert all(torch.equal(*fields) for fields in zip(mine, checked, strict=True))
+
+
+def tables_of(tables: isoload.ReplicaTables, layers: int) -> isoload.ReplicaTables:
+    return isoload.ReplicaTables(tables.data[:layers], tables.num_ranks, tables.num_experts, tables.num_slots)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "objective": ({"objective": "best"}, "objective must be one of spread, local, packed, got 'best'"),
+    "summed": (
+        {"objective": "local"},
+        r"loads must be per source rank, \[4, 4\] per layer, for objective local, got the sum \[4\]",
+    ),
+    "no ranks in a node": ({"ranks_per_node": 0}, "ranks_per_node must divide 4, got 0"),
+    "uneven nodes": ({"ranks_per_node": 3}, "ranks_per_node must divide 4, got 3"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses(name: str) -> None:
+    options, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        ops.plan_exact(LOADS, ops.replica_tables(SLOTS, 4, 4), **options)
+
+
+@pytest.mark.parametrize("number", [-1, 3])
+def test_op_refuses_unknown_objectives(number: int) -> None:
+    tables = ops.replica_tables(SLOTS, 4, 4).data
+    message = rf"objective must be 0 \(spread\), 1 \(local\) or 2 \(packed\), got {number}"
+    with pytest.raises(ValueError, match=message):
+        ops.library.call(
+            torch.ops.isoload.plan_exact.default, LOADS, tables, 4, 8, None, None, None, number, 4, 0, 4, 9
+        )
+
+
+# The policy
+
+
+def test_policy_passes_the_objective_on() -> None:
+    case = drifted(16, 32, 2048, 0)
+    placement = isoload.Placement(torch.from_numpy(case.slot_to_expert[None]), isoload.Topology(16, 8), 256)
+    loads = torch.from_numpy(case.loads)
+    for objective in ("spread", *OTHERS):
+        plan = isoload.plan(loads, placement, 0, objective=objective)
+        split = solve(case, objective=objective, ranks_per_node=8)
+        assert torch.equal(plan.quota, split.quota) and int(plan.peak) == int(plan.bound) == int(split.peak)
+
+
+def test_policy_needs_sources_for_local_only() -> None:
+    assert isoload.POLICIES["exact"]().needs == "sum"
+    assert isoload.POLICIES["exact"](objective="packed").needs == "sum"
+    assert isoload.POLICIES["exact"](objective="local").needs == "per_source"
+    placement = isoload.Placement(SLOTS.view(1, 8), isoload.Topology(4, 2), 4)
+    isoload.plan(LOADS, placement, 0, objective="packed")
+    message = r"loads must be per source rank, \[4, 4\], for policy exact, got the sum \[4\]"
+    with pytest.raises(ValueError, match=message):
+        isoload.plan(LOADS, placement, 0, objective="local")

@@ -1,0 +1,376 @@
+"""Proof that the suite can fail: each named fault, seeded into a copy of the sources, turns its tests red."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from torch.utils.cpp_extension import include_paths, library_paths
+
+from support import native_build
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "python" / "isoload"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old` stands once in `file` and becomes `new`; then its test_<tests>.py must fail ("teams": its program).
+
+    Faults that the file's own order would find late name the test that finds them.
+    """
+
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+MUTANTS = {
+    "an id of -1 counted": Mutant(
+        "csrc/cpu/count.cpp", "else if (id != -1)", "else if (++counts[0], id != -1)", "count"
+    ),
+    "de-duplication off": Mutant(
+        "csrc/algorithms/replica_tables.h",
+        "first = slot_to_expert[q] != e;",
+        "first = true;",
+        "replica_tables",
+    ),
+    "a class shares a rank": Mutant(
+        "csrc/algorithms/replica_tables.h",
+        "bool free = k < mine;",
+        "bool free = k < mine; if (free) mine = k;",
+        "teams",
+    ),
+    "remainder dropped": Mutant(
+        "csrc/algorithms/start.h", "each + (turn < more)", "each + 0 * (turn < more)", "plan_exact"
+    ),
+    "an overloaded rank forgotten": Mutant(
+        "csrc/algorithms/plan_exact.h",
+        "if (ws_.load[source] <= ws_.cap[source]) over_.erase(source);",
+        "over_.erase(source);",
+        "plan_exact",
+    ),
+    "bound + 1": Mutant(
+        "csrc/algorithms/plan_exact.h", "bound_ = certify();", "bound_ = certify() + 1;", "plan_exact"
+    ),
+    "poured copies left out of the level": Mutant(
+        "csrc/algorithms/plan_exact.h", "        copies + pour,\n", "        copies,\n", "exact_pour"
+    ),
+    "near copies spread over all nodes": Mutant(
+        "csrc/algorithms/start.h",
+        "if (j > first)",
+        "if (false)",
+        "exact_objectives::test_equals_reference",
+    ),
+    "a barrier removed from the packed start": Mutant(
+        "csrc/algorithms/start.h",
+        "      falling[before] = t.order[i];\n    });\n    team.sync();",
+        "      falling[before] = t.order[i];\n    });",
+        "teams",
+    ),
+    "a full rank takes a closing replica's copies": Mutant(
+        "csrc/algorithms/start.h",
+        "cap[t.ranks[to]] - load[t.ranks[to]] < copies",
+        "cap[t.ranks[to]] < copies",
+        "exact_objectives",
+    ),
+    "ties flipped": Mutant(
+        "csrc/algorithms/plan_exact.h",
+        "room(t_.ranks[j]) > room(t_.ranks[best])",
+        "room(t_.ranks[j]) >= room(t_.ranks[best])",
+        "plan_exact::test_equals_reference",
+    ),
+    "speeds ignored": Mutant(
+        "csrc/algorithms/plan_exact.h",
+        "in_.ticks ? int64_t(in_.ticks[r]) * ws_.load[r]",
+        "in_.ticks ? int64_t(1024) * ws_.load[r]",
+        "plan_exact::test_ticks",
+    ),
+    "sweeps overshoot": Mutant(
+        "csrc/algorithms/balance.h",
+        "int64_t move = 7 *",
+        "int64_t move = 17 *",
+        "plan_exact::test_equals_reference",
+    ),
+    "a barrier removed from the sweeps": Mutant(
+        "csrc/algorithms/plan_exact.h",
+        "f(expert(first + i)); });\n      team_.sync();",
+        "f(expert(first + i)); });",
+        "teams",
+    ),
+    "a barrier removed from the network": Mutant(
+        "csrc/algorithms/network.h",
+        "current * ws_.inverse[first + m];\n    });\n    team_.sync();",
+        "current * ws_.inverse[first + m];\n    });",
+        "teams",
+    ),
+    "a tile's inverse without the longer ways": Mutant(
+        "csrc/algorithms/network.h",
+        "i < tile_end && j < k; j += pieces",
+        "i < tile_end && j < k; j = k",
+        "plan_lp::test_equals_reference",
+    ),
+    "the dearest rank proves the bound": Mutant(
+        "csrc/algorithms/plan_lp.h",
+        "value < least ? value : least",
+        "value > least ? value : least",
+        "plan_lp",
+    ),
+    "every split is called converged": Mutant(
+        "csrc/algorithms/plan_lp.h",
+        "primal_ - dual_ <= in_.tolerance * primal_ ?",
+        "primal_ - dual_ <= primal_ ?",
+        "plan_lp::test_status_is_true",
+    ),
+    "ties of fractions flipped": Mutant(
+        "csrc/algorithms/round_split.h",
+        "fraction(j) > fraction(best)",
+        "fraction(j) >= fraction(best)",
+        "round_split",
+    ),
+    "a barrier removed from the rounding": Mutant(
+        "csrc/algorithms/round_split.h",
+        "quota_[p] = 0; });\n    team_.sync();",
+        "quota_[p] = 0; });",
+        "teams",
+    ),
+    "node level left out of share": Mutant(
+        "python/isoload/ops/routed.py",
+        "        ranks_per_node,\n        -1 if",
+        "        tables.num_ranks,\n        -1 if",
+        "share",
+    ),
+    "own-rank level left out of share": Mutant(
+        "csrc/algorithms/share.h", "if (!in_.locality) return 0;", "return 0;", "share"
+    ),
+    "every source rounds alike": Mutant(
+        "csrc/algorithms/share_alone.h",
+        "uint32_t(source) * 0x9e3779b9u",
+        "0 * uint32_t(source)",
+        "share_alone::test_offsets_spread_so_that_roundings_cancel",
+    ),
+    "a cut product in 32 bits": Mutant(
+        "csrc/algorithms/share_alone.h",
+        "uint64_t(n) * uint64_t(part)",
+        "uint32_t(n) * uint32_t(part)",
+        "share_alone::test_all_copies_of_the_largest_batch",
+    ),
+    "an active slot too many": Mutant(
+        "csrc/algorithms/plan_active.h",
+        "(ws_.active[t_.ranks[j]] + 1) >",
+        "ws_.active[t_.ranks[j]] >",
+        "plan_active::test_small_cases_against_all_choices",
+    ),
+    "an idle expert takes a slot": Mutant(
+        "csrc/algorithms/plan_active.h",
+        "ws_.unit[e] = ws_.total[e] > 0;",
+        "ws_.unit[e] = 1;",
+        "plan_active::test_peak_is_the_maximum_flow_s",
+    ),
+    "a barrier removed from settling": Mutant(
+        "csrc/algorithms/plan_active.h",
+        "moved += relieve(t_.order[first + i]); });\n        team_.sync();",
+        "moved += relieve(t_.order[first + i]); });",
+        "teams",
+    ),
+    "the capacity rounded down": Mutant(
+        "csrc/algorithms/plan_spill.h",
+        "ceil_div(copies * in_.capacity_ppm, kMillion * live)",
+        "copies * in_.capacity_ppm / (kMillion * live)",
+        "plan_spill",
+    ),
+    "a spill published before it is made": Mutant(
+        "csrc/algorithms/plan_spill.h",
+        "*ws_.flags = greedy.flags();\n    }\n    team_.sync();",
+        "*ws_.flags = greedy.flags();\n    }",
+        "teams",
+    ),
+    "levels of the last round overwritten": Mutant(
+        "csrc/algorithms/plan_spill.h",
+        "team_.sync();  // before the levels of the next round",
+        "// before the levels of the next round",
+        "teams",
+    ),
+    "a small excess moves": Mutant(
+        "csrc/algorithms/spill_greedy.h", "if (excess < in_.min_excess)", "if (excess < 0)", "plan_spill"
+    ),
+    "a rest of a cut expert is lost": Mutant(
+        "csrc/algorithms/spill_level.h", "return copies < here;", "return false;", "plan_spill"
+    ),
+    "an expert leaves its node": Mutant(
+        "csrc/algorithms/spill_greedy.h", "(near || !in_.within)", "true", "plan_spill"
+    ),
+    "one import too many": Mutant(
+        "csrc/algorithms/spill_greedy.h",
+        "lends(owner, near) && to_.free[r] > 0 ?",
+        "lends(owner, near) ?",
+        "plan_spill",
+    ),
+    "imports cost nothing": Mutant(
+        "csrc/algorithms/spill_greedy.h",
+        "to_.cost[r] += static_cast<int32_t>(in_.import_cost[chunk.near]);",
+        "to_.cost[r] += 0 * static_cast<int32_t>(in_.import_cost[chunk.near]);",
+        "plan_spill",
+    ),
+    "tries of the last round overwritten": Mutant(
+        "csrc/algorithms/plan_spill.h",
+        "team_.sync();  // before anybody tries again",
+        "// before anybody tries again",
+        "teams",
+    ),
+    "a share dealt one short": Mutant(
+        "csrc/cpu/route.cpp", "--hands_[e].left == 0", "--hands_[e].left <= 1", "route"
+    ),
+    "more granted than the share": Mutant(
+        "csrc/cpu/route.cpp", "if (j < end && left[t.slots[j]] > 0)", "if (j < end)", "route"
+    ),
+    "every copy draws the same": Mutant(
+        "csrc/cpu/route.cpp", "random_word(seed, i) >>", "random_word(seed, 0) >>", "route"
+    ),
+    "a shared slot in front of the routed": Mutant(
+        "csrc/cpu/append_shared_expert.cpp",
+        "ranks[j] * S + routed + j",
+        "ranks[j] * S + j",
+        "append_shared_expert",
+    ),
+    "no preference for the own rank": Mutant(
+        "csrc/algorithms/route_shared_sampled.h", "room * 10 / 11", "room", "route_shared_sampled"
+    ),
+    "a level one too high": Mutant(
+        "csrc/algorithms/plan_waterfill.h",
+        "if (fits(low)) return low;",
+        "if (fits(low)) return low + 1;",
+        "plan_waterfill",
+    ),
+    "excess leaves the node first": Mutant(
+        "csrc/algorithms/plan_waterfill.h", "pour(in_.per_node);", "pour(in_.R);", "plan_waterfill"
+    ),
+    "spread loses a copy": Mutant(
+        "csrc/algorithms/visit_flow.h", "<< 32) + total - 1) / total", "<< 32)) / total", "plan_waterfill"
+    ),
+    "the flow to visited ranks left as it started": Mutant(
+        "csrc/algorithms/visit_flow.h",
+        "depth >= 0; depth = find_levels()) augment",
+        "depth > in_.R; depth = find_levels()) augment",
+        "plan_waterfill",
+    ),
+    "the next path sought before the last is applied": Mutant(
+        "csrc/algorithms/visit_flow.h",
+        "team_.sync();  // before anybody",
+        "// before anybody",
+        "teams",
+    ),
+    "ranks choose tokens in rank order": Mutant(
+        "csrc/cpu/route_shared.cpp",
+        "return spare(a, budget) < spare(b, budget);",
+        "return a < b;",
+        "route_shared::test_is_near_the_best_matching",
+    ),
+    "strict tokens sent anywhere": Mutant(
+        "csrc/cpu/route_shared.cpp",
+        "if (!in.strict) {",
+        "{",
+        "route_shared::test_strict_never_leaves_the_visited_ranks",
+    ),
+    "static forgets the node": Mutant(
+        "python/isoload/policies/published/static.py",
+        "here if here.size else near",
+        "here if here.size else replicas",
+        "planning",
+    ),
+    "a layer's random stream is every layer's": Mutant(
+        "python/isoload/policies/base.py",
+        "step + plan.step, rank",
+        "0, rank",
+        "planning",
+    ),
+}
+
+
+def seed_fault(mutant: Mutant, folder: Path) -> None:
+    """Copies csrc and the package into `folder` and puts the fault in."""
+    shutil.copytree(ROOT / "csrc", folder / "csrc")
+    shutil.copytree(PACKAGE, folder / "python" / "isoload", ignore=shutil.ignore_patterns("__pycache__"))
+    file = folder / mutant.file
+    text = file.read_text()
+    assert text.count(mutant.old) == 1, f"{mutant.file} must hold exactly once: {mutant.old}"
+    file.write_text(text.replace(mutant.old, mutant.new))
+
+
+def compile_binding(folder: Path) -> Path:
+    """ops.cpp and ops/, which no fault touches, compiled once into one object."""
+    out, csrc = folder / "ops.o", ROOT / "csrc"
+    includes = [f"-I{path}" for path in [csrc, *include_paths()]]
+    flags = ["-std=c++17", "-O0", "-fPIC", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
+    whole = "".join(f'#include "{path}"\n' for path in [csrc / "ops.cpp", *sorted(csrc.glob("ops/*.cpp"))])
+    subprocess.run(
+        ["g++", *flags, *includes, "-x", "c++", "-c", "-", "-o", str(out)], input=whole, text=True, check=True
+    )
+    return out
+
+
+def link_ops(folder: Path, binding: Path) -> None:
+    """The mutated planners under the compiled binding, in place of the package's library."""
+    sources = [str(path) for path in (folder / "csrc" / "cpu").glob("*.cpp")]
+    library = next((folder / "python" / "isoload").glob("_C*.so"))
+    paths = [f"-L{path}" for path in library_paths()]
+    command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", f"-I{folder / 'csrc'}", *sources, str(binding)]
+    subprocess.run([*command, *paths, "-ltorch_cpu", "-ltorch", "-lc10", "-o", str(library)], check=True)
+
+
+def fails(mutant: Mutant, folder: Path, binding: Path) -> tuple[bool, str]:
+    """Whether the fault was noticed, and what was said."""
+    seed_fault(mutant, folder)
+    if mutant.tests == "teams":
+        program = native_build.build(folder / "csrc", folder / "teams", native_build.THREAD)
+        outcome = native_build.run(program, threads=8, instances=200, seed=1, room=64)
+        return outcome.code not in (0, -1), outcome.text
+    if mutant.file.startswith("csrc"):
+        link_ops(folder, binding)
+    file, _, test = mutant.tests.partition("::")
+    where = str(next((ROOT / "tests").rglob(f"test_{file}.py"))) + (f"::{test}" if test else "")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", where]
+    environment = {**os.environ, "PYTHONPATH": str(folder / "python")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    return (
+        done.returncode == 1,
+        done.stdout + done.stderr,
+    )  # 1: tests failed; anything else is our own mistake
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[tuple[bool, str]]]]:
+    """All mutants at work on all cores; a test waits for its own."""
+    folder = tmp_path_factory.mktemp("mutants")
+    binding = compile_binding(folder)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {
+            name: pool.submit(fails, mutant, folder / str(i), binding)
+            for i, (name, mutant) in enumerate(MUTANTS.items())
+        }
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTANTS)
+def test_fault_turns_the_suite_red(name: str, verdicts: dict[str, Future[tuple[bool, str]]]) -> None:
+    if MUTANTS[name].tests == "teams":
+        native_build.need(native_build.THREAD)
+    noticed, said = verdicts[name].result()
+    assert noticed, f"nobody noticed: {name}\n{said[-2000:]}"
+
+
+@pytest.mark.slow
+def test_no_fault_stays_green(tmp_path: Path) -> None:
+    """The same road without a fault: red above means the fault, not the road."""
+    same = Mutant("csrc/cpu/count.cpp", "counts[e] = 0;", "counts[e] = 0;", "count")
+    noticed, said = fails(same, tmp_path, compile_binding(tmp_path))
+    assert not noticed and "[100%]" in said, said[-2000:]

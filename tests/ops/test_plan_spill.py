@@ -1,0 +1,276 @@
+"""plan_spill: what every plan promises on 1,500 drawn ones, the reference bit for bit, and named cases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from isoload import ops, reference
+from support.spills import SpillCase, check_spill, draw, in_order
+
+
+def test_every_plan_keeps_its_promises() -> None:
+    lent = flagged = sought = relayed = 0
+    for seed in range(1500):
+        case = draw(seed)
+        spill = case.spill()
+        check_spill(case, spill)
+        lent += int(spill.telemetry[0]) > 0
+        relayed += gives_and_takes(case, spill)
+        flagged += int(spill.telemetry[4]) > 1
+        sought += case.rules["capacity_factor"] is None and int(spill.telemetry[0]) > 0
+    assert lent > 300 and flagged > 100 and sought > 100 and relayed > 15, (lent, flagged, sought, relayed)
+
+
+def gives_and_takes(case: SpillCase, spill: ops.Spill) -> bool:
+    """Whether some rank borrows an expert and lends another."""
+    changed = np.flatnonzero(spill.slot_to_expert.numpy() != case.slots)
+    lenders = case.home[spill.slot_to_expert.numpy()[changed]] // case.size
+    return bool(set(changed // case.size) & set(lenders))
+
+
+def test_equals_reference() -> None:
+    lent = 0
+    for seed in range(2000, 2600):
+        case = draw(seed)
+        mine, theirs = case.spill(), case.spill(reference.plan_spill)
+        for name, a, b in zip(mine._fields, mine, theirs, strict=True):
+            assert a.dtype == b.dtype and torch.equal(a, b), (case.name, name, a, b)
+        lent += int(mine.telemetry[0]) > 0
+    assert lent > 100
+
+
+NAMED: dict[str, tuple[SpillCase, list[int], list[int]]] = {
+    # case, rank loads, telemetry
+    "the published planner's hang": (in_order([127, 1, 2, 1], 2), [66, 65], [1, 1, 1, 0, 0]),
+    "no copies": (in_order([0, 0, 0, 0], 2), [0, 0], [0, 0, 0, 0, 1]),
+    "one rank": (in_order([5, 6], 1), [11], [0, 0, 0, 0, 0]),
+    "balanced": (in_order([5, 5], 2), [5, 5], [0, 0, 0, 0, 0]),
+    "one copy": (in_order([0, 0, 1], 3), [0, 0, 1], [0, 0, 0, 0, 0]),
+    "no spare slots": (in_order([90, 0, 0], 3, spare=0), [90, 0, 0], [0, 0, 0, 0, 2]),
+    "spare slots run out": (
+        in_order([10, 10, 10, 10, 0, 0, 0, 0], 2, spare=1), [30, 10], [1, 1, 1, 0, 2]
+    ),
+    "a giver takes what the full helper has room for": (
+        in_order([60, 60, 0], 3, spare=1), [40, 40, 40], [2, 1, 1, 0, 0]
+    ),
+    "a relay costs one import": (
+        in_order([60, 60, 0], 3, spare=1, capacity_factor=None, import_costs=(3, 3)),
+        [39, 42, 39],
+        [2, 1, 1, 0, 0],
+    ),
+    "a relay passes on at most what is left of the expert": (
+        in_order([25, 25, 10, 20, 20, 20, 0, 0, 0], 3, spare=1), [48, 48, 24], [2, 1, 1, 0, 2]
+    ),
+    "of equally full helpers the lowest, also when it was not as full before": (
+        in_order([15, 15, 15, 15, 20, 0, 0, 0, 35, 0, 0, 0, 35, 0, 0, 0], 4, capacity_factor=1.06),
+        [40, 40, 35, 35],
+        [2, 2, 2, 0, 0],
+    ),
+    "egress": (in_order([90, 0, 0], 3, egress=1), [60, 30, 0], [1, 1, 1, 0, 4]),
+    "a small rest stays within the tolerance": (
+        in_order([105, 95], 2, min_chunk=10, tolerance=0.05), [105, 95], [0, 0, 0, 0, 0]
+    ),
+    "an excess below min_chunk stays beyond the tolerance too": (
+        in_order([105, 95], 2, min_chunk=10, tolerance=0.04), [105, 95], [0, 0, 0, 0, 16]
+    ),
+    "an excess below min_chunk stays whatever room there is": (
+        in_order([1900, 700, 700, 700], 4, min_chunk=1024, tolerance=0.02),
+        [1900, 700, 700, 700],
+        [0, 0, 0, 0, 16],
+    ),
+    "a larger excess leaves in smaller chunks": (
+        in_order([2100, 700, 700, 500], 4, min_chunk=1024), [1600, 700, 700, 1000], [1, 1, 1, 0, 16]
+    ),
+    "largest experts first where slots are scarce": (
+        in_order([10, 10, 10, 17, 4, 0, 0, 0, 0, 0, 0, 0], 4, spare=1), [14, 14, 14, 9], [3, 1, 2, 0, 2]
+    ),
+    "an expert stays in its node": (
+        in_order([60, 20, 0, 0], 4, ranks_per_node=2, within="node"), [40, 40, 0, 0], [1, 1, 1, 0, 0]
+    ),
+    "room for the excess": (in_order([110, 90], 2, capacity_factor=1.1), [110, 90], [0, 0, 0, 0, 0]),
+    "the node helps first": (
+        in_order([60, 20, 10, 10], 4, ranks_per_node=2, min_chunk=5, capacity_factor=1.2),
+        [30, 30, 30, 10],
+        [2, 1, 2, 1, 0],
+    ),
+    "a far rank where the node has little room": (
+        in_order([60, 28, 6, 6], 4, ranks_per_node=2, min_chunk=5, capacity_factor=1.2),
+        [30, 28, 30, 12],
+        [2, 1, 2, 2, 0],
+    ),
+    "an import that costs more than it saves": (
+        in_order([60, 40], 2, capacity_factor=None, import_costs=(20, 20)), [60, 40], [0, 0, 0, 0, 0]
+    ),
+    "an import that pays": (
+        in_order([60, 40], 2, capacity_factor=None, import_costs=(10, 10)), [55, 45], [1, 1, 1, 0, 0]
+    ),
+    "per rank above the threshold": (
+        in_order([4, 4, 1, 1], 2, imbalance_threshold=1.5), [5, 5], [1, 1, 1, 0, 0]
+    ),
+    "per rank at the threshold": (
+        in_order([4, 4, 1, 1], 2, imbalance_threshold=1.6), [8, 2], [0, 0, 0, 0, 1]
+    ),
+    "per expert at the threshold": (
+        in_order([4, 1, 4, 1, 0, 0], 2, imbalance_threshold=2.4, per_expert=True), [9, 1], [0, 0, 0, 0, 1]
+    ),
+    "the largest batch": (
+        in_order([2**31 - 1, 0], 2), [2**30, 2**30 - 1], [1, 1, 1, 0, 0]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named(name: str) -> None:
+    case, loads, telemetry = NAMED[name]
+    spill = case.spill()
+    check_spill(case, spill)
+    assert spill.quota.view(case.num_ranks, -1).sum(1).tolist() == loads
+    assert spill.telemetry.tolist() == telemetry
+
+
+def test_a_replica_takes_copies_without_an_import() -> None:
+    case = in_order([80, 0, 0, 0], 2, spare=1)
+    case.slots = np.array([0, 1, -1, -1, 2, 3, 0, -1], np.int32)  # expert 0 on rank 1 too
+    case.home = np.array([0, 1, 4, 5], np.int32)
+    spill = case.spill()
+    assert spill.quota.tolist() == [40, 0, 0, 0, 0, 0, 40, 0]
+    assert spill.telemetry.tolist() == [0, 0, 0, 0, 0]
+
+
+def test_shared_copies_that_cannot_move_are_flagged() -> None:
+    case = in_order([5, 5], 2)
+    case.fixed = np.array([100, 0], np.int32)
+    spill = case.spill()
+    check_spill(case, spill)
+    assert spill.quota.view(2, -1).sum(1).tolist() == [0, 10] and int(spill.telemetry[4]) == 8
+
+
+def test_layers_at_once_equal_one_by_one_and_sources_are_summed() -> None:
+    rng = np.random.default_rng(3)
+    cases = [in_order(rng.integers(0, 1000, 24) ** 2, 4) for _ in range(3)]
+    loads, slots, home = (torch.stack([c.arguments()[i] for c in cases]) for i in range(3))
+    fixed = torch.arange(12, dtype=torch.int32).view(3, 4)
+    parts = torch.stack([loads // 4 * 3, loads - loads // 4 * 3, loads * 0, loads * 0], 1)
+    rules = {"capacity_factor": 1.1, "min_chunk": 50}
+    together = ops.plan_spill(loads, slots, home, 4, 4, fixed, **rules)
+    summed = ops.plan_spill(parts, slots, home, 4, 4, fixed, **rules)
+    assert (together.telemetry[:, 0] > 0).all()
+    for i in range(3):
+        alone = ops.plan_spill(loads[i], slots[i], home[i], 4, 4, fixed[i], **rules)
+        for field in range(4):
+            assert torch.equal(together[field][i], alone[field]) and torch.equal(
+                summed[field][i], alone[field]
+            )
+    theirs = reference.plan_spill(parts, slots, home, 4, 4, fixed, **rules)
+    assert all(torch.equal(a, b) for a, b in zip(summed, theirs, strict=True))
+
+
+def test_inputs_need_not_be_contiguous() -> None:
+    case = in_order([90, 0, 0], 3)
+    loads, slots, home, *rest = case.arguments()
+    twice = [tensor.repeat_interleave(2)[::2] for tensor in (loads, slots, home)]
+    for a, b in zip(ops.plan_spill(*twice, *rest), case.spill(), strict=True):
+        assert torch.equal(a, b)
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+GOOD: dict[str, Any] = {
+    "loads": int32(9, 1),
+    "slot_to_expert": int32(0, -1, 1, -1),
+    "home_slot": int32(0, 2),
+    "num_ranks": 2,
+    "spare_slots": 1,
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "loads dtype": ({"loads": torch.ones(2)}, "loads must be int32, got float32"),
+    "loads shape": ({"loads": int32(1, 2, 3)}, r"loads must have shape \[2\], got \[3\]"),
+    "sources": ({"loads": int32(1, 2).expand(3, 2)}, r"loads must have shape \[2, 2\], got \[3, 2\]"),
+    "negative": ({"loads": int32(9, -1)}, "loads must not be negative, got -1 for expert 1"),
+    "too many": (
+        {"loads": int32(2**31 - 1, 1)}, r"loads and fixed must sum to less than 2\^31 copies, got 2147483648"
+    ),
+    "slots dtype": ({"slot_to_expert": torch.zeros(4)}, "slot_to_expert must be int32, got float32"),
+    "slots 3-d": (
+        {"slot_to_expert": GOOD["slot_to_expert"].view(1, 1, 4)},
+        r"slot_to_expert must be \[P\] or \[L, P\], got \[1, 1, 4\]",
+    ),
+    "ragged": (
+        {"slot_to_expert": int32(0, 1, -1)},
+        "slot_to_expert must have a multiple of num_ranks=2 slots, got 3",
+    ),
+    "spare slot taken": (
+        {"slot_to_expert": int32(0, 1, 1, -1)},
+        "slot_to_expert must be -1 in the last spare_slots=1 slots of a rank, got 1 in slot 1",
+    ),
+    "home dtype": ({"home_slot": torch.zeros(2)}, "home_slot must be int32, got float32"),
+    "home dimensions": ({"home_slot": int32(0, 2).expand(1, 2)}, "home_slot must have as many dimensions"),
+    "home elsewhere": (
+        {"home_slot": int32(0, 1)}, "home_slot must hold its expert, slot 1 does not hold expert 1"
+    ),
+    "home outside": (
+        {"home_slot": int32(0, 4)}, "home_slot must hold its expert, slot 4 does not hold expert 1"
+    ),
+    "ranks": ({"num_ranks": 0}, "num_ranks must be in 1..1024, got 0"),
+    "spare slots": ({"spare_slots": 3}, "spare_slots must be in 0..2, got 3"),
+    "node": ({"ranks_per_node": 3}, "ranks_per_node must divide 2, got 3"),
+    "fixed dtype": ({"fixed": torch.zeros(2)}, "fixed must be int32, got float32"),
+    "fixed shape": ({"fixed": int32(1)}, r"fixed must have shape \[2\], got \[1\]"),
+    "fixed negative": ({"fixed": int32(0, -3)}, "fixed must not be negative, got -3 for rank 1"),
+    "start dtype": ({"start": torch.zeros(4)}, "start must be int32, got float32"),
+    "start shape": ({"start": int32(9, 1)}, r"start must have shape \[4\], got \[2\]"),
+    "start negative": ({"start": int32(9, -1, 1, 0)}, "start must not be negative, got -1 in slot 1"),
+    "start in a spare slot": (
+        {"start": int32(8, 1, 1, 0)}, "start must be 0 in slots without a routed expert, got 1 in slot 1"
+    ),
+    "start too small": (
+        {"start": int32(8, 0, 1, 0)}, "start must add up to the loads, got 1 copies too few of expert 0"
+    ),
+    "within": ({"within": "rack"}, "within must be all or node, got 'rack'"),
+    "alive dtype": ({"alive": int32(1, 1)}, "alive must be bool, got int32"),
+    "alive shape": ({"alive": torch.ones(3) > 0}, r"alive must have shape \[2\], got \[3\]"),
+    "nobody alive": ({"alive": torch.zeros(2) > 0}, "alive must be true for at least one rank, got none"),
+    "capacity": ({"capacity_factor": 0.99}, r"capacity_factor must be in 1..1000, got 0.99"),
+    "threshold": ({"imbalance_threshold": -1.0}, r"imbalance_threshold must be in 0..1000, got -1.0"),
+    "tolerance": ({"tolerance": 1001.0}, r"tolerance must be in 0..1000, got 1001.0"),
+    "min_chunk": ({"min_chunk": 0}, "min_chunk must be in 1..2147483647, got 0"),
+    "near cost": ({"import_costs": (-1, 0)}, "near_cost must be in 0..1073741824, got -1"),
+    "far cost": ({"import_costs": (0, 2**31)}, "far_cost must be in 0..1073741824, got 2147483648"),
+    "egress": ({"egress": -1}, "egress must be in 0..2147483647, got -1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses(name: str) -> None:
+    changed, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        ops.plan_spill(**{**GOOD, **changed})
+
+
+def test_layers_must_agree() -> None:
+    slots = GOOD["slot_to_expert"].expand(3, 4)
+    with pytest.raises(ValueError, match=r"home_slot must have shape \[3, 2\], got \[2, 2\]"):
+        ops.plan_spill(int32(1, 2).expand(3, 2), slots, GOOD["home_slot"].expand(2, 2), 2, 1)
+
+
+def test_never_waits_for_a_device() -> None:
+    with FakeTensorMode():
+        loads, slots, home = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (2, 4, 2))
+        spill = ops.plan_spill(loads, slots, home, 2, 1)
+    assert [list(part.shape) for part in spill] == [[4], [4], [], [5]]
+
+
+def test_opcheck() -> None:
+    op, options = torch.ops.isoload.plan_spill.default, (10**6, 0, False, 0, 1, 0, 0, 2**31 - 1, False)
+    slots, home = GOOD["slot_to_expert"], GOOD["home_slot"]
+    torch.library.opcheck(op, (int32(9, 1), slots, home, 2, 2, 1, None, None, None, *options))
+    batch = (int32(9, 1).expand(3, 2, 2), slots.expand(3, -1), home.expand(3, -1))
+    torch.library.opcheck(op, (*batch, 2, 1, 1, int32(1, 2).expand(3, 2), None, torch.ones(2) > 0, *options))

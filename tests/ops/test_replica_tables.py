@@ -1,0 +1,211 @@
+"""replica_tables: every field by its definition, in a buffer that is refreshed in place."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from isoload import ops, reference
+from isoload.replica_tables import ReplicaTables
+from support.cases import FAMILIES, Case, draw, instances
+
+POISON = 0x7FFFFFFF
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_reference(family: str) -> None:
+    for case in instances(1, seed=10, families=(family,)):
+        expected = reference.replica_tables(
+            torch.from_numpy(case.slot_to_expert), case.num_ranks, case.num_experts
+        )
+        assert torch.equal(case.tables().data, expected.data), case.name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fields_mean_what_they_say(family: str) -> None:
+    for case in instances(1, seed=20, max_ranks=72, families=(family,)):
+        check_replicas(case, case.tables())
+        check_classes(case, case.tables())
+
+
+def fields(tables: ReplicaTables, *names: str) -> list[np.ndarray]:
+    return [tables.field(name).numpy() for name in names]
+
+
+def check_replicas(case: Case, tables: ReplicaTables) -> None:
+    """offsets, slots, ranks, solo: the lowest slot of every expert on every rank, ascending."""
+    offsets, slots, ranks, solo = fields(tables, "offsets", "slots", "ranks", "solo")
+    lists = [slots[offsets[e] : offsets[e + 1]] for e in range(case.num_experts)]
+    assert offsets[0] == 0 and (slots[offsets[-1] :] == -1).all() and (ranks[offsets[-1] :] == -1).all()
+    assert np.array_equal(ranks[: offsets[-1]], slots[: offsets[-1]] // case.slots_per_rank)
+    expected_solo = np.full(len(solo), -1)
+    for e, (mine, holders) in enumerate(zip(lists, case.rank_sets(), strict=True)):
+        assert (np.diff(mine) > 0).all() and (case.slot_to_expert[mine] == e).all(), case.name
+        assert sorted(holders) == (mine // case.slots_per_rank).tolist(), case.name
+        for p in mine:
+            start = p // case.slots_per_rank * case.slots_per_rank
+            assert e not in case.slot_to_expert[start:p], f"{case.name}: slot {p} is not the lowest"
+        if len(mine) == 1:
+            expected_solo[mine] = e
+    assert np.array_equal(solo, expected_solo), case.name
+    exported = tables.log2phy().tolist()
+    assert tables.logcnt().tolist() == [len(mine) for mine in lists], case.name
+    assert [[p for p in row if p >= 0] for row in exported] == [mine.tolist() for mine in lists], case.name
+    assert len(exported[0]) == max(map(len, lists)), case.name
+
+
+def check_classes(case: Case, tables: ReplicaTables) -> None:
+    """header, order, classes, split: all split experts once, those of a class on disjoint ranks."""
+    header, offsets, order, classes, split = fields(tables, "header", "offsets", "order", "classes", "split")
+    num_split, num_classes = header
+    copies = np.diff(offsets)
+    assert (
+        sorted(order[:num_split]) == np.flatnonzero(copies > 1).tolist() and (order[num_split:] == -1).all()
+    )
+    assert classes[0] == 0 and (np.diff(classes[: num_classes + 1]) > 0).all()
+    assert (classes[num_classes:] == num_split).all()
+    holders = case.rank_sets()
+    for first, last in pairwise(classes[: num_classes + 1]):
+        members = order[first:last]
+        assert (np.diff(members) > 0).all()
+        union = set().union(*(holders[e] for e in members))
+        assert len(union) == sum(len(holders[e]) for e in members), f"{case.name}: a class shares a rank"
+    expected = np.full(len(split), -1)
+    for i, e in enumerate(order[:num_split]):
+        expected[tables.field("slots").numpy()[offsets[e] : offsets[e + 1]]] = i
+    assert np.array_equal(split, expected), case.name
+    counts = (split >= 0) | (tables.field("solo").numpy() >= 0)
+    assert np.array_equal(tables.is_replica().numpy(), counts)
+
+
+def test_layers_at_once_equal_one_by_one() -> None:
+    cases = list(instances(5, seed=1, max_ranks=16, families=("split_256",)))[-5:]
+    layers = torch.from_numpy(np.stack([case.slot_to_expert for case in cases]))
+    tables = ops.replica_tables(layers, 16, 256)
+    assert tables.data.shape == (5, ReplicaTables.size(256, layers.shape[1]))
+    assert torch.equal(tables.data, reference.replica_tables(layers, 16, 256).data)
+    for i, case in enumerate(cases):
+        assert torch.equal(tables[i].data, case.tables().data)
+        assert torch.equal(tables.field("order")[i], tables[i].field("order"))
+
+
+def test_refreshed_in_place() -> None:
+    rng = np.random.default_rng(30)
+    case = draw("empty_slots", 12, 30)
+    tables = case.tables()
+    address = tables.data.data_ptr()
+    for _ in range(4):
+        slots = torch.from_numpy(rng.permutation(case.slot_to_expert))
+        assert ops.replica_tables(slots, 12, case.num_experts, out=tables) is tables
+        assert tables.data.data_ptr() == address
+        assert torch.equal(tables.data, reference.replica_tables(slots, 12, case.num_experts).data)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_element_is_written(family: str) -> None:
+    for case in instances(1, seed=40, max_ranks=16, families=(family,)):
+        tables = case.tables()
+        poisoned = ReplicaTables(torch.full_like(tables.data, POISON), *shape_of(tables))
+        slots = torch.from_numpy(case.slot_to_expert)
+        ops.replica_tables(slots, case.num_ranks, case.num_experts, out=poisoned)
+        assert torch.equal(poisoned.data, tables.data) and (poisoned.data != POISON).all(), case.name
+
+
+def shape_of(tables: ReplicaTables) -> tuple[int, int, int]:
+    return tables.num_ranks, tables.num_experts, tables.num_slots
+
+
+def test_ids_outside_the_experts_count_as_empty() -> None:
+    rng = np.random.default_rng(50)
+    for case in instances(1, seed=50, max_ranks=16, families=("empty_slots", "spare_slots")):
+        strange = case.slot_to_expert.copy()
+        outside = np.array([case.num_experts, -2, POISON, -POISON - 1])
+        strange[strange < 0] = rng.choice(outside, (strange < 0).sum())
+        slots = torch.from_numpy(strange)
+        assert torch.equal(
+            ops.replica_tables(slots, case.num_ranks, case.num_experts).data, case.tables().data
+        )
+        theirs = reference.replica_tables(slots, case.num_ranks, case.num_experts)
+        assert torch.equal(theirs.data, case.tables().data), case.name
+
+
+def test_input_need_not_be_contiguous() -> None:
+    slots = torch.tensor([[0, 1], [1, 2], [2, 0]], dtype=torch.int32)
+    assert torch.equal(
+        ops.replica_tables(slots.t(), 3, 3).data, ops.replica_tables(slots.t().contiguous(), 3, 3).data
+    )
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def tables_like(num_ranks: int, num_experts: int, num_slots: int, rows: int = 1) -> ReplicaTables:
+    data = torch.zeros(rows, ReplicaTables.size(num_experts, num_slots), dtype=torch.int32)
+    return ReplicaTables(data, num_ranks, num_experts, num_slots)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "dtype": ({"slot_to_expert": torch.zeros(4)}, "slot_to_expert must be int32, got float32"),
+    "int64": (
+        {"slot_to_expert": torch.zeros(4, dtype=torch.int64)},
+        "slot_to_expert must be int32, got int64",
+    ),
+    "scalar": ({"slot_to_expert": torch.tensor(1)}, r"slot_to_expert must be \[P\] or \[L, P\], got \[\]"),
+    "3-d": (
+        {"slot_to_expert": int32(0, 1, 1, 0).view(1, 1, 4)},
+        r"slot_to_expert must be \[P\] or \[L, P\], got \[1, 1, 4\]",
+    ),
+    "no ranks": ({"num_ranks": 0}, "num_ranks must be in 1..1024, got 0"),
+    "many ranks": ({"num_ranks": 1025}, "num_ranks must be in 1..1024, got 1025"),
+    "not divided": ({"num_ranks": 3}, "slot_to_expert must have a multiple of num_ranks=3 slots, got 4"),
+    "no slots": (
+        {"slot_to_expert": int32()},
+        "slot_to_expert must have a multiple of num_ranks=2 slots, got 0",
+    ),
+    "no experts": ({"num_experts": 0}, "num_experts must be at least 1, got 0"),
+    "out of other ranks": (
+        {"out": tables_like(4, 2, 4)},
+        "out must be tables of 2 experts in 4 slots on 2 ranks, got 2 in 4 on 4",
+    ),
+    "out of other experts": (
+        {"out": tables_like(2, 3, 4)},
+        "out must be tables of 2 experts in 4 slots on 2 ranks, got 3 in 4 on 2",
+    ),
+    "out of other layers": (
+        {"out": tables_like(2, 2, 4, rows=3)},
+        r"tables must be contiguous, one row per layer of slot_to_expert \[4\], got \[3, 26\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses(name: str) -> None:
+    changed, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        ops.replica_tables(
+            **{"slot_to_expert": int32(0, 1, 1, 0), "num_ranks": 2, "num_experts": 2, **changed}
+        )
+
+
+def test_out_must_be_contiguous() -> None:
+    data = tables_like(2, 2, 4, rows=2).data.t().contiguous().t()
+    with pytest.raises(ValueError, match="tables must be contiguous"):
+        ops.replica_tables(int32(0, 1, 1, 0).expand(2, 4), 2, 2, out=ReplicaTables(data, 2, 2, 4))
+
+
+def test_unknown_field() -> None:
+    with pytest.raises(ValueError, match="name must be one of header, offsets, .*, got 'owner'"):
+        tables_like(2, 2, 4).field("owner")
+
+
+def test_opcheck() -> None:
+    op = torch.ops.isoload.replica_tables.default
+    slots = int32(0, 1, 1, -1)
+    torch.library.opcheck(op, (slots, 2, 2, tables_like(2, 2, 4).data[0]))
+    torch.library.opcheck(op, (slots.expand(3, 4), 2, 2, tables_like(2, 2, 4, rows=3).data))

@@ -1,0 +1,291 @@
+"""route: over all ranks every slot receives its quota, by a stable rule; route_sampled: the weights' frequencies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chi2
+from torch import Tensor
+
+from isoload import ops, reference
+from isoload.ops import Prefer
+from isoload.replica_tables import ReplicaTables
+from support.cases import draw, popularity
+
+RANKS_AND_FAMILIES = [
+    *((1, "random"), (2, "random"), (3, "eplb"), (7, "random"), (8, "eplb"), (8, "duplicates")),
+    *((12, "empty_slots"), (12, "empty_ranks"), (16, "spare_slots"), (16, "no_replicas"), (31, "random")),
+]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Routed tokens of every rank on one layer: ids [R][T, K], loads [R, E], quota [P], share [R, P]."""
+
+    name: str
+    ids: list[Tensor]
+    tables: ReplicaTables
+    slot_to_expert: np.ndarray
+    quota: Tensor
+    share: Tensor
+
+
+def draw_batch(family: str, ranks: int, seed: int, top_k: int, dtype: torch.dtype = torch.int64) -> Batch:
+    """Skewed choices of distinct experts, some masked, ranks with different numbers of tokens (one with none)."""
+    case = draw(family, ranks, seed)
+    rng = np.random.default_rng([seed, ranks, top_k])
+    routed = np.unique(case.slot_to_expert[case.slot_to_expert >= 0])
+    weights = popularity(rng, len(routed))
+    top_k = min(top_k, len(routed))
+    ids = []
+    for r in range(ranks):
+        tokens = 0 if ranks > 1 and r == ranks // 2 else int(rng.integers(1, 60))
+        keys = rng.random((tokens, len(routed))) ** (weights.mean() / weights)
+        chosen = routed[np.argsort(-keys, axis=1)[:, :top_k]].astype(np.int64)
+        chosen[rng.random(chosen.shape) < 0.1] = -1
+        ids.append(torch.from_numpy(chosen).to(dtype))
+    loads = torch.stack([ops.count(row, case.num_experts) for row in ids])
+    quota = ops.plan_exact(loads, case.tables()).quota
+    per_node = 4 if ranks % 4 == 0 else 1
+    share = ops.share(loads, quota, case.tables(), per_node)
+    return Batch(f"{case.name} K={top_k}", ids, case.tables(), case.slot_to_expert, quota, share)
+
+
+def rows(slots: Tensor, tables: ReplicaTables) -> int:
+    """Distinct (token, rank) pairs: the vectors that travel."""
+    ranks = slots // (tables.num_slots // tables.num_ranks)
+    return sum(len(set(token[token >= 0].tolist())) for token in ranks)
+
+
+@pytest.mark.parametrize("prefer", [None, "visited"])
+@pytest.mark.parametrize(("ranks", "family"), RANKS_AND_FAMILIES)
+def test_every_slot_receives_its_quota(ranks: int, family: str, prefer: Prefer | None) -> None:
+    for top_k in (1, 2, 4, 8):
+        batch = draw_batch(family, ranks, seed=top_k, top_k=top_k)
+        received = torch.zeros_like(batch.quota)
+        for r, ids in enumerate(batch.ids):
+            slots = ops.route(ids, batch.share[r], batch.tables, prefer)
+            assert slots.shape == ids.shape and slots.dtype == ids.dtype
+            held = np.append(batch.slot_to_expert, -1)[slots.numpy()]
+            assert np.array_equal(held, ids.numpy()), f"{batch.name}: a copy in another expert's slot"
+            counted = ops.count(slots, len(batch.quota))
+            assert torch.equal(counted, batch.share[r]), f"{batch.name}: rank {r}"
+            received += counted
+        assert torch.equal(received, batch.quota), batch.name
+
+
+@pytest.mark.parametrize(("ranks", "family"), RANKS_AND_FAMILIES)
+def test_the_ith_copy_goes_to_the_first_replica_whose_cumulative_share_exceeds_i(
+    ranks: int, family: str
+) -> None:
+    batch = draw_batch(family, ranks, seed=50, top_k=3)
+    offsets, listed = batch.tables.field("offsets").tolist(), batch.tables.field("slots").tolist()
+    for r, ids in enumerate(batch.ids):
+        slots = ops.route(ids, batch.share[r], batch.tables)
+        for e in range(batch.tables.num_experts):
+            replicas = listed[offsets[e] : offsets[e + 1]]
+            in_order = np.repeat(replicas, batch.share[r].numpy()[replicas]).tolist()
+            assert slots[ids == e].tolist() == in_order, f"{batch.name}: rank {r}, expert {e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("prefer", [None, "visited"])
+@pytest.mark.parametrize("top_k", range(1, 9))
+def test_equals_reference(top_k: int, prefer: Prefer | None, dtype: torch.dtype) -> None:
+    for ranks, family in RANKS_AND_FAMILIES[:-1]:
+        batch = draw_batch(family, ranks, seed=70 + top_k, top_k=top_k, dtype=dtype)
+        for r, ids in enumerate(batch.ids):
+            mine = ops.route(ids, batch.share[r], batch.tables, prefer)
+            theirs = reference.route(ids, batch.share[r], batch.tables, prefer)
+            assert mine.dtype == theirs.dtype == dtype and torch.equal(mine, theirs), (
+                f"{batch.name}: rank {r}"
+            )
+
+
+def test_equals_reference_where_a_token_repeats_an_expert() -> None:
+    rng = np.random.default_rng(2)
+    batch = draw_batch("eplb", 8, seed=3, top_k=4)
+    ids = torch.from_numpy(rng.integers(-1, 6, (50, 8)))
+    loads = torch.zeros(8, batch.tables.num_experts, dtype=torch.int32)
+    loads[2] = ops.count(ids, batch.tables.num_experts)
+    share = ops.share(loads, ops.plan_exact(loads, batch.tables).quota, batch.tables, 4, rank=2)
+    for prefer in (None, "visited"):
+        mine, theirs = (
+            ops.route(ids, share, batch.tables, prefer),
+            reference.route(ids, share, batch.tables, prefer),
+        )
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("tokens", [127, 128, 129, 4096, 4097])
+def test_equals_reference_where_many_tokens_are_routed(tokens: int) -> None:
+    """Up to 1024 copies are a kernel's block, up to 32768 one kernel."""
+    rng = np.random.default_rng(tokens)
+    tables = draw("eplb", 8, seed=5).tables()
+    ids = torch.from_numpy(rng.zipf(1.5, (tokens, 8)) % (tables.num_experts + 1) - 1)
+    loads = torch.stack(
+        [ops.count(ids, tables.num_experts), *torch.zeros(7, tables.num_experts, dtype=torch.int32)]
+    )
+    share = ops.share(loads, ops.plan_exact(loads, tables).quota, tables, 4, rank=0)
+    assert torch.equal(ops.route(ids, share, tables), reference.route(ids, share, tables))
+
+
+def test_visited_meets_where_plain_order_does_not() -> None:
+    """Experts 1 and 2 live on ranks 0 and 1, expert 0 on both. Token 0 visits rank 1 and token 1 rank 0 anyway."""
+    tables = ops.replica_tables(torch.tensor([0, 1, 0, 2], dtype=torch.int32), 2, 3)
+    ids, share = torch.tensor([[0, 2], [0, 1]]), torch.tensor([1, 1, 1, 1], dtype=torch.int32)
+    plain, visited = ops.route(ids, share, tables), ops.route(ids, share, tables, "visited")
+    assert plain.tolist() == [[0, 3], [2, 1]] and rows(plain, tables) == 4
+    assert visited.tolist() == [[2, 3], [0, 1]] and rows(visited, tables) == 2
+
+
+def test_visited_needs_fewer_rows_on_average() -> None:
+    plain = visited = 0
+    for seed in range(12):
+        batch = draw_batch("eplb", 8, seed=seed, top_k=6)
+        for r, ids in enumerate(batch.ids):
+            plain += rows(ops.route(ids, batch.share[r], batch.tables), batch.tables)
+            visited += rows(ops.route(ids, batch.share[r], batch.tables, "visited"), batch.tables)
+    assert visited < plain
+
+
+@pytest.mark.parametrize("prefer", [None, "visited"])
+@pytest.mark.parametrize("shape", [(0, 4), (5, 0), (3, 4)])
+def test_nothing_to_route(shape: tuple[int, int], prefer: Prefer | None) -> None:
+    ids, share = torch.full(shape, -1), torch.zeros(8, dtype=torch.int32)
+    assert torch.equal(ops.route(ids, share, TABLES, prefer), ids)
+    assert torch.equal(ops.route_sampled(ids, torch.ones(8), TABLES, seed=1), ids)
+
+
+def test_inputs_need_not_be_contiguous() -> None:
+    batch = draw_batch("eplb", 8, seed=9, top_k=4)
+    ids, share = batch.ids[0], batch.share[0]
+    apart = torch.stack([share, torch.full_like(share, 9)], dim=1)[:, 0]
+    turned = ids.t().contiguous().t()
+    for prefer in (None, "visited"):
+        mine = ops.route(turned, apart, batch.tables, prefer)
+        assert torch.equal(mine, ops.route(ids, share, batch.tables, prefer))
+    weights = torch.rand(len(share), generator=torch.Generator().manual_seed(0)) + 0.1
+    apart = torch.stack([weights, -weights], dim=1)[:, 0]
+    mine = ops.route_sampled(turned, apart, batch.tables, 4)
+    assert torch.equal(mine, ops.route_sampled(ids, weights, batch.tables, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, 2**64 - 1])
+def test_sampled_equals_reference(seed: int, dtype: torch.dtype) -> None:
+    for ranks, family in RANKS_AND_FAMILIES:
+        batch = draw_batch(family, ranks, seed=30, top_k=3, dtype=dtype)
+        weights = torch.rand(len(batch.quota), generator=torch.Generator().manual_seed(ranks)) + 1e-3
+        for ids in batch.ids:
+            mine = ops.route_sampled(ids, weights, batch.tables, seed)
+            theirs = reference.route_sampled(ids, weights, batch.tables, seed)
+            assert mine.dtype == dtype and torch.equal(mine, theirs), batch.name
+            held = np.append(batch.slot_to_expert, -1)[mine.numpy()]
+            assert np.array_equal(held, ids.numpy()), batch.name
+
+
+@pytest.mark.parametrize("seed", [3, 4, 5])
+def test_sampled_frequencies_follow_the_weights(seed: int) -> None:
+    """Pearson's chi-square of 60,000 draws stays below its 99.9 % point; a replica of weight 0 gets nothing."""
+    tables = ops.replica_tables(torch.zeros(6, dtype=torch.int32), 6, 1)
+    weights = torch.tensor([1.0, 0.0, 2.0, 0.5, 4.0, 0.25])
+    slots = ops.route_sampled(torch.zeros(20_000, 3, dtype=torch.int64), weights, tables, seed)
+    drawn, expected = ops.count(slots, 6).double(), 60_000 * weights.double() / weights.sum()
+    assert drawn[1] == 0
+    kept = weights > 0
+    statistic = ((drawn - expected)[kept] ** 2 / expected[kept]).sum().item()
+    assert statistic < chi2.ppf(0.999, df=int(kept.sum()) - 1)
+
+
+def test_seeds_give_different_streams_and_prefixes_agree() -> None:
+    tables = ops.replica_tables(torch.zeros(4, dtype=torch.int32), 4, 1)
+    ids, weights = torch.zeros(500, 2, dtype=torch.int64), torch.ones(4)
+    first, second = (ops.route_sampled(ids, weights, tables, seed) for seed in (1, 2))
+    assert 0.6 < (first != second).double().mean() < 0.9
+    assert torch.equal(ops.route_sampled(ids[:100], weights, tables, 1), first[:100])
+
+
+TABLES = ops.replica_tables(torch.tensor([0, 1, 1, 2, 2, 0, 3, 3], dtype=torch.int32), 4, 4)
+IDS = torch.tensor([[0, 1], [0, -1]])
+SHARE = torch.tensor([1, 1, 0, 0, 0, 1, 0, 0], dtype=torch.int32)
+BATCH_OF_TABLES = ReplicaTables(TABLES.data.expand(2, -1), 4, 4, 8)
+OFTEN = "topk_ids must hold each expert as often as its share says, expert {} does not"
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "ids dtype": ({"topk_ids": IDS.float()}, "topk_ids must be int32 or int64, got float32"),
+    "ids 1-d": ({"topk_ids": IDS[0]}, r"topk_ids must be \[T, K\], got \[2\]"),
+    "id high": ({"topk_ids": torch.tensor([[0, 4]])}, "topk_ids must be in -1..3, got 4"),
+    "id low": ({"topk_ids": torch.tensor([[0, -2]])}, "topk_ids must be in -1..3, got -2"),
+    "id of 64 bits": ({"topk_ids": torch.tensor([[2**32]])}, "topk_ids must be in -1..3, got 4294967296"),
+    "tables of layers": ({"tables": BATCH_OF_TABLES}, r"tables must be of one layer, got \[2, 48\]"),
+}
+ROUTE_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    **REFUSED,
+    "share dtype": ({"share_row": SHARE.long()}, "share_row must be int32, got int64"),
+    "share 2-d": ({"share_row": SHARE.view(1, 8)}, r"share_row must be \[P\], got \[1, 8\]"),
+    "share slots": ({"share_row": SHARE[:7]}, "tables must be those of 4 experts in 7 slots"),
+    "more copies than share": ({"topk_ids": torch.tensor([[0, 1], [0, 0]])}, OFTEN.format(0)),
+    "fewer copies than share": ({"topk_ids": torch.tensor([[0, -1], [0, -1]])}, OFTEN.format(1)),
+}
+SAMPLED_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    **REFUSED,
+    "weights dtype": ({"weights": torch.ones(8).double()}, "weights must be float32, got float64"),
+    "weights 2-d": ({"weights": torch.ones(1, 8)}, r"weights must be \[P\], got \[1, 8\]"),
+    "weights slots": ({"weights": torch.ones(7)}, "tables must be those of 4 experts in 7 slots"),
+    "weight negative": (
+        {"weights": torch.tensor([2.0, 1, 1, 1, 1, -1, 1, 1])},
+        "weights must be finite and not negative, got -1 for slot 5",
+    ),
+    "weight nan": (
+        {"weights": torch.full((8,), float("nan"))},
+        "weights must be finite and not negative, got nan for slot 0",
+    ),
+    "weight infinite": (
+        {"weights": torch.full((8,), float("inf"))},
+        "weights must be finite and not negative, got inf for slot 0",
+    ),
+    "no weight": (
+        {"weights": torch.tensor([1.0, 0, 0, 1, 1, 1, 1, 1])},
+        "weights must be positive for a replica of every expert that is routed, expert 1 has none",
+    ),
+}
+
+
+@pytest.mark.parametrize("prefer", [None, "visited"])
+@pytest.mark.parametrize("name", ROUTE_REFUSED)
+def test_route_refuses(name: str, prefer: Prefer | None) -> None:
+    changed, message = ROUTE_REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        ops.route(**{"topk_ids": IDS, "share_row": SHARE, "tables": TABLES, "prefer": prefer, **changed})
+
+
+def test_route_refuses_an_unknown_preference() -> None:
+    with pytest.raises(ValueError, match="prefer must be None or visited, got 'nearest'"):
+        ops.route(IDS, SHARE, TABLES, "nearest")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", SAMPLED_REFUSED)
+def test_route_sampled_refuses(name: str) -> None:
+    changed, message = SAMPLED_REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        ops.route_sampled(
+            **{"topk_ids": IDS, "weights": torch.ones(8), "tables": TABLES, "seed": 1, **changed}
+        )
+
+
+def test_opcheck() -> None:
+    torch.library.opcheck(torch.ops.isoload.route.default, (IDS, SHARE, TABLES.data, 4, False))
+    torch.library.opcheck(torch.ops.isoload.route.default, (IDS.int(), SHARE, TABLES.data, 4, True))
+    torch.library.opcheck(torch.ops.isoload.route_sampled.default, (IDS, torch.ones(8), TABLES.data, 4, 7))
+
+
+def test_too_many_copies_are_refused():
+    ids = torch.zeros(1, 1, dtype=torch.int32).expand(2**30, 2)  # no memory of its own
+    tables = ops.replica_tables(torch.zeros(1, dtype=torch.int32), 1, 1)
+    with pytest.raises(ValueError, match=r"topk_ids must have fewer than 2\^31 entries, got 2147483648"):
+        ops.route(ids, torch.ones(1, dtype=torch.int32), tables)

@@ -1,0 +1,168 @@
+"""route_shared: the share to the copy, near the best matching, bit-equal to its reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from isoload import ops, reference
+from isoload.reference.route_shared import best_visited, visited_ranks
+from support.oracles import most_flow
+from support.pourings import route_batch
+from support.routings import routings
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("num_shared", [1, 2, 3])
+def test_equals_reference(num_shared: int, strict: bool) -> None:
+    for seed in range(4):
+        for arguments in routings(seed, num_shared):
+            mine = ops.route_shared(*arguments, num_shared, strict=strict)
+            theirs = reference.route_shared(*arguments, num_shared, strict=strict)
+            assert mine.dtype == theirs.dtype and torch.equal(mine, theirs), (seed, arguments)
+
+
+@pytest.mark.parametrize("num_shared", [1, 2, 5])
+def test_every_rank_gets_its_share(num_shared: int) -> None:
+    for arguments in routings(10, num_shared):
+        slots, row, _, _ = arguments
+        ranks = ops.route_shared(*arguments, num_shared)
+        assert ranks.shape == (len(slots), num_shared)
+        absent = (slots < 0).all(1)
+        assert (ranks[absent] == -1).all() and (ranks[~absent] >= 0).all()
+        assert torch.equal(ranks[~absent].flatten().bincount(minlength=len(row)).int(), row)
+
+
+@pytest.mark.parametrize("num_shared", [1, 2])
+def test_strict_never_leaves_the_visited_ranks(num_shared: int) -> None:
+    stayed = 0
+    for arguments in routings(20, num_shared):
+        slots, row, slots_per_rank, home = arguments
+        ranks = ops.route_shared(*arguments, num_shared, strict=True)
+        for token, here in zip(ranks.tolist(), visited_ranks(slots, slots_per_rank), strict=True):
+            assert set(token) <= (here | {home} if here else {-1})
+        received = ranks[ranks >= 0].flatten().bincount(minlength=len(row))
+        away = torch.arange(len(row)) != home
+        assert (received[away] <= row[away]).all()
+        stayed += int(received[home] > row[home])
+    assert stayed > 5, "few tokens stay home: the test sees nothing"
+
+
+def met(slots: Tensor, ranks: Tensor, slots_per_rank: int, home: int) -> int:
+    """Copies on a rank besides home that their token visits."""
+    visited = visited_ranks(slots, slots_per_rank)
+    return sum(d != home and d in here for d, here in zip(ranks[:, 0].tolist(), visited, strict=True))
+
+
+def test_best_visited_is_the_maximum_flow() -> None:
+    for slots, row, slots_per_rank, home in routings(30):
+        size = max(len(slots), len(row))
+        edges = np.zeros((size, size), dtype=np.int32)
+        for t, here in enumerate(visited_ranks(slots, slots_per_rank)):
+            edges[t, sorted(here - {home})] = 1
+        budget = np.zeros(size, dtype=np.int32)
+        budget[: len(row)] = row
+        tokens = np.arange(size) < len(slots)
+        assert best_visited(visited_ranks(slots, slots_per_rank), row.tolist(), home) == most_flow(
+            tokens, edges, budget
+        )
+
+
+@pytest.mark.parametrize("ranks,tokens", [(8, 64), (16, 128), (32, 32)])
+def test_is_near_the_best_matching(ranks: int, tokens: int) -> None:
+    """Within half a point of the shared copies where every rank asks for as many as it can hope for."""
+    missed = total = tight = 0
+    rng = np.random.default_rng(5)
+    for seed in range(3):
+        batch = route_batch(ranks, 2 * ranks, tokens, 0.5, seed)
+        for source in range(0, ranks, 4):
+            slots, slots_per_rank = batch.slots[source], batch.slots_per_rank
+            row = torch.from_numpy(rng.multinomial(tokens, np.full(ranks, 1 / ranks)).astype(np.int32))
+            ranks_of = ops.route_shared(slots, row, slots_per_rank, source)
+            best = best_visited(visited_ranks(slots, slots_per_rank), row.tolist(), source)
+            missed += best - met(slots, ranks_of, slots_per_rank, source)
+            total += tokens
+            tight += int(row.sum() - row[source]) - best
+    print(f"R{ranks}, {tokens} tokens: {missed} of {total} copies missed, {tight} out of reach")
+    assert 0 <= missed <= 0.005 * total
+
+
+@pytest.mark.parametrize("ranks,k", [(16, 2), (16, 4), (32, 4), (64, 4)])
+def test_finds_nearly_all_of_a_perfect_matching(ranks: int, k: int) -> None:
+    """Every token could meet its copy: the row counts one visited rank of each."""
+    rng = np.random.default_rng([6, ranks, k])
+    popularity = rng.permutation(1 / np.arange(1, 4 * ranks + 1) ** 0.8)
+    missed, total = 0, 0
+    for _ in range(8):
+        scores = np.log(popularity) + rng.gumbel(size=(256, 4 * ranks))
+        slots = np.argpartition(-scores, k, 1)[:, :k]
+        row = np.bincount(slots[:, rng.integers(k)] // 4, minlength=ranks)
+        chosen = ops.route_shared(torch.from_numpy(slots), torch.from_numpy(row.astype(np.int32)), 4, 0)
+        missed += int(256 - row[0]) - met(torch.from_numpy(slots), chosen, 4, 0)
+        total += 256
+    print(f"R{ranks}, top-{k}: {missed} of {total} copies missed")
+    assert missed <= 0.005 * total
+
+
+def test_tokens_keep_their_order() -> None:
+    """Equal tokens: the first ones leave, the last ones stay."""
+    slots = torch.full((5, 1), 3)
+    chosen = ops.route_shared(slots, torch.tensor([3, 0, 0, 2], dtype=torch.int32), 1, 0)
+    assert chosen.flatten().tolist() == [3, 3, 0, 0, 0]
+
+
+def test_inputs_need_not_be_contiguous_and_stay_as_they_are() -> None:
+    slots, row, slots_per_rank, home = list(routings(40))[-1]
+    before = slots.clone(), row.clone()
+    apart = slots.t().contiguous().t(), torch.stack([row, row + 1], 1)[:, 0]
+    assert not apart[1].is_contiguous()
+    mine = ops.route_shared(*apart, slots_per_rank, home)
+    assert torch.equal(mine, ops.route_shared(slots, row, slots_per_rank, home))
+    assert torch.equal(slots, before[0]) and torch.equal(row, before[1])
+
+
+SLOTS = torch.tensor([[0, 5], [2, -1], [-1, -1], [7, 6]])
+ROW = torch.tensor([1, 2, 0, 0], dtype=torch.int32)
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "slots dtype": ({"slots": SLOTS.float()}, "slots must be int32 or int64, got float32"),
+    "slots shape": ({"slots": SLOTS[0]}, r"slots must be \[T, K\], got \[2\]"),
+    "slots high": ({"slots": SLOTS + 1}, r"slots must be in -1..7, got 8"),
+    "slots low": ({"slots": SLOTS - 1}, r"slots must be in -1..7, got -2"),
+    "row dtype": ({"share_row": ROW.long()}, "share_row must be int32, got int64"),
+    "row shape": ({"share_row": ROW[None]}, r"share_row must be \[R\], got \[1, 4\]"),
+    "no ranks": ({"share_row": ROW[:0]}, "share_row must have 1..1024 ranks, got 0"),
+    "many ranks": ({"share_row": ROW.new_zeros(1025)}, "share_row must have 1..1024 ranks, got 1025"),
+    "row negative": ({"share_row": -ROW}, "share_row must not be negative, got -1 for rank 0"),
+    "row sum": (
+        {"share_row": ROW + 1},
+        "share_row must sum to num_shared copies of every token with a slot, 3, got 7",
+    ),
+    "row sum of two": (
+        {"num_shared": 2, "strict": True},
+        "share_row must sum to num_shared copies of every token with a slot, 6, got 3",
+    ),
+    "slots per rank": ({"slots_per_rank": 0}, r"slots_per_rank must be in 1..536870911, got 0"),
+    "many slots": ({"slots_per_rank": 2**30}, r"slots_per_rank must be in 1..536870911, got 1073741824"),
+    "rank low": ({"rank": -1}, r"rank must be in 0..3, got -1"),
+    "rank high": ({"rank": 4}, r"rank must be in 0..3, got 4"),
+    "none shared": ({"num_shared": 0}, r"num_shared must be in 1..1024, got 0"),
+    "many shared": ({"num_shared": 1025}, r"num_shared must be in 1..1024, got 1025"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses(name: str) -> None:
+    changed, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        ops.route_shared(**{"slots": SLOTS, "share_row": ROW, "slots_per_rank": 2, "rank": 0, **changed})
+
+
+def test_opcheck() -> None:
+    op = torch.ops.isoload.route_shared.default
+    torch.library.opcheck(op, (SLOTS, ROW, 2, 0, 1, False))
+    torch.library.opcheck(op, (SLOTS.int(), 3 * ROW, 2, 1, 3, True))

@@ -1,0 +1,206 @@
+"""share_alone: a source cuts its own copies without the others' counts, all of them, near enough to the quota."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from math import floor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from isoload import ops, reference
+from support.cases import MAX_COPIES, Case, draw, instances
+
+FAMILIES = (
+    *("eplb", "random", "ring", "clique", "duplicates", "zero_loads", "one_expert", "no_replicas"),
+    *("empty_slots", "empty_ranks", "spare_slots", "full_total", "copies_128"),
+)
+
+
+def share_all(case: Case, quota: Tensor) -> np.ndarray:
+    """[R, P] int64: every source's row, each from its own counts only."""
+    tables, loads = case.tables(), torch.from_numpy(case.loads)
+    rows = [ops.share_alone(loads[s], quota, tables, s) for s in range(case.num_ranks)]
+    assert all(row.dtype == torch.int32 and row.shape == quota.shape for row in rows)
+    return torch.stack(rows).numpy().astype(np.int64)
+
+
+def shared(seed: int, max_ranks: int = 128) -> Iterator[tuple[Case, Tensor]]:
+    """Cases with the quota of exact, and with all copies on the lowest replica."""
+    for case in instances(1, seed=seed, max_ranks=max_ranks, families=FAMILIES):
+        quota = ops.plan_exact(torch.from_numpy(case.loads), case.tables()).quota
+        yield case, quota
+        lowest = np.zeros(len(quota), dtype=np.int32)
+        first = {int(e): p for p, e in reversed(list(enumerate(case.slot_to_expert)))}
+        for e, copies in enumerate(case.expert_loads()):
+            if copies:
+                lowest[first[e]] = copies
+        yield case, torch.from_numpy(lowest)
+
+
+def senders(case: Case) -> np.ndarray:
+    """[P] how many sources have copies of the slot's expert."""
+    return np.append((case.loads > 0).sum(0), 0)[case.slot_to_expert]
+
+
+def test_every_source_sends_its_own_copies() -> None:
+    for case, quota in shared(seed=100):
+        sent = share_all(case, quota)
+        assert (sent >= 0).all(), case.name
+        per_expert = np.zeros((case.num_experts + 1, case.num_ranks), dtype=np.int64)
+        np.add.at(per_expert, case.slot_to_expert, sent.T)
+        assert np.array_equal(per_expert[:-1].T, case.loads), case.name
+        assert not sent[:, quota.numpy() == 0].any(), f"{case.name}: a slot without quota receives copies"
+
+
+def test_slots_receive_their_quota_within_the_bound() -> None:
+    exact, far = 0, 0
+    for case, quota in shared(seed=200):
+        error = np.abs(share_all(case, quota).sum(0) - quota.numpy())
+        bound = np.maximum(0, senders(case) - 1)
+        assert (error <= bound).all(), case.name
+        exact += int((error[bound == 0] == 0).sum())
+        far += int((error > 1).sum())
+    assert exact > 100 and far > 10, "too easy: nothing is at the bound, or nothing is off"
+
+
+def test_a_plan_of_whole_experts_is_met_exactly() -> None:
+    """plan_active gives every expert to one slot: all cuts lie at 0 or n, nothing is rounded."""
+    for case in instances(1, seed=250, max_ranks=64, families=("eplb", "random", "split_256", "full_total")):
+        quota = ops.plan_active(torch.from_numpy(case.loads), case.tables()).quota
+        assert np.array_equal(share_all(case, quota).sum(0), quota.numpy()), case.name
+
+
+def test_offsets_spread_so_that_roundings_cancel() -> None:
+    """Sources of one copy each: with one offset for all, one replica would get all of them."""
+    ranks, tables = 64, ops.replica_tables(torch.tensor([0, 0] + [-1] * 62, dtype=torch.int32), 64, 1)
+    for first in (16, 31, 32, 50):
+        quota = torch.zeros(64, dtype=torch.int32)
+        quota[0], quota[1] = first, ranks - first
+        counts = torch.ones(1, dtype=torch.int32)
+        received = sum(ops.share_alone(counts, quota, tables, s) for s in range(ranks))
+        assert (received - quota).abs().max() <= 2
+
+
+def test_cuts_are_the_formula_in_rationals() -> None:
+    """Against fractions, straight from the definition: floor(n * part / total + u)."""
+    rng = np.random.default_rng(3)
+    tables = ops.replica_tables(torch.arange(12, dtype=torch.int32) % 3, 4, 3)
+    slots = [[p for p in range(12) if p % 3 == e] for e in range(3)]
+    for top in (1, 5, 1000, 2**29 - 1):
+        for source in range(4):
+            quota = rng.integers(0, top + 1, 12).astype(np.int32)
+            totals = [int(quota[s].sum(dtype=np.int64)) for s in slots]
+            counts = np.array([rng.integers(0, n + 1) for n in totals], dtype=np.int32)
+            row = ops.share_alone(torch.from_numpy(counts), torch.from_numpy(quota), tables, source)
+            for e in range(3):
+                u = Fraction((2**31 + source * 0x9E3779B9 + e * 0x5EB851EC) % 2**32, 2**32)
+                part = np.cumsum(quota[slots[e]], dtype=np.int64).tolist()
+                cuts = [floor(Fraction(int(counts[e]) * x, max(1, totals[e])) + u) for x in [0, *part]]
+                if totals[e]:
+                    assert row.numpy()[slots[e]].tolist() == np.diff(cuts).tolist(), (top, source, e)
+
+
+def test_equals_reference() -> None:
+    for case, quota in shared(seed=300, max_ranks=16):
+        tables, loads = case.tables(), torch.from_numpy(case.loads)
+        for s in range(case.num_ranks):
+            mine = ops.share_alone(loads[s], quota, tables, s)
+            assert torch.equal(mine, reference.share_alone(loads[s], quota, tables, s)), (case.name, s)
+
+
+def test_route_takes_the_row_as_any_other() -> None:
+    case = draw("eplb", 8, 5)
+    loads, tables = torch.from_numpy(case.loads), case.tables()
+    quota = ops.plan_exact(loads.sum(0, dtype=torch.int32), tables).quota
+    for source in range(8):
+        ids = torch.repeat_interleave(torch.arange(case.num_experts), loads[source])
+        ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(source))]
+        row = ops.share_alone(loads[source], quota, tables, source)
+        slots = ops.route(ids.view(-1, 1), row, tables)
+        assert torch.equal(slots.flatten().bincount(minlength=len(quota)), row.long())
+
+
+def test_layers_at_once_equal_one_by_one() -> None:
+    cases = [draw("split_256", 8, seed) for seed in range(3)]
+    tables = ops.replica_tables(torch.from_numpy(np.stack([c.slot_to_expert for c in cases])), 8, 256)
+    loads = torch.from_numpy(np.stack([case.loads for case in cases]))
+    quota = ops.plan_exact(loads, tables).quota
+    together = ops.share_alone(loads[:, 5], quota, tables, 5)
+    assert torch.equal(together, reference.share_alone(loads[:, 5], quota, tables, 5))
+    for i in range(3):
+        assert torch.equal(together[i], ops.share_alone(loads[i, 5], quota[i], tables[i], 5))
+
+
+def test_inputs_need_not_be_contiguous() -> None:
+    case = draw("eplb", 12, 8)
+    loads, tables = torch.from_numpy(case.loads), case.tables()
+    quota = ops.plan_exact(loads, tables).quota
+    apart = torch.stack([quota, torch.full_like(quota, -1)], dim=1)[:, 0]
+    mine = ops.share_alone(loads.t().contiguous().t()[3], apart, tables, 3)
+    assert torch.equal(mine, ops.share_alone(loads[3], quota, tables, 3))
+
+
+def test_all_copies_of_the_largest_batch() -> None:
+    """Products near 2^62: one source has all 2^31 - 1 copies and meets the quota exactly; two share them."""
+    tables = ops.replica_tables(torch.tensor([0, 0, 0], dtype=torch.int32), 3, 1)
+    quota = torch.tensor([2**30, 2**30 - 2, 1], dtype=torch.int32)
+    for source in range(3):
+        whole = ops.share_alone(torch.tensor([MAX_COPIES], dtype=torch.int32), quota, tables, source)
+        assert torch.equal(whole, quota)
+        part = torch.tensor([MAX_COPIES - 12345], dtype=torch.int32)
+        mine = ops.share_alone(part, quota, tables, source)
+        assert torch.equal(mine, reference.share_alone(part, quota, tables, source))
+
+
+SLOTS = torch.tensor([0, 1, 1, 2, 2, 0, 3, 3], dtype=torch.int32)  # 4 experts on 4 ranks
+COUNTS = torch.tensor([1, 2, 1, 4], dtype=torch.int32)
+QUOTA = torch.tensor([1, 2, 2, 1, 3, 3, 4, 0], dtype=torch.int32)
+HUGE = torch.tensor([2**30, 2, 2, 1, 3, 2**30, 4, 0], dtype=torch.int32)
+NOT_A_PART = "counts must be part of the loads that quota was made from: those of expert {} are not"
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "counts dtype": ({"counts": COUNTS.long()}, "counts must be int32, got int64"),
+    "quota dtype": ({"quota": QUOTA.float()}, "quota must be int32, got float32"),
+    "counts 3-d": ({"counts": COUNTS.view(1, 1, 4)}, r"counts must be \[E\] or \[L, E\], got \[1, 1, 4\]"),
+    "quota 2-d": ({"quota": QUOTA.view(1, 8)}, r"quota must be \[P\] or \[L, P\] like counts, got \[1, 8\]"),
+    "experts": ({"counts": COUNTS[:3]}, "tables must be those of 3 experts in 8 slots"),
+    "quota slots": ({"quota": QUOTA[:4]}, "tables must be those of 4 experts in 4 slots"),
+    "tables of layers": ({"slots": SLOTS.expand(3, 8)}, r"tables must be of one layer.*got \[3, 48\]"),
+    "layers": (
+        {"counts": COUNTS.expand(2, 4), "quota": QUOTA.expand(2, 8), "slots": SLOTS.expand(3, 8)},
+        r"counts and quota must have one entry per layer \(3\), got \[2, 4\] and \[2, 8\]",
+    ),
+    "source low": ({"source": -1}, r"source must be in 0\.\.3, got -1"),
+    "source high": ({"source": 4}, r"source must be in 0\.\.3, got 4"),
+    "more than the sum": ({"counts": COUNTS + 2}, NOT_A_PART.format(3)),
+    "negative counts": ({"counts": COUNTS - 2}, NOT_A_PART.format(0)),
+    "negative quota": ({"quota": QUOTA - 3 * torch.eye(8, dtype=torch.int32)[1]}, NOT_A_PART.format(1)),
+    "2^31 copies": ({"quota": HUGE}, NOT_A_PART.format(0)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses(name: str) -> None:
+    changed, message = REFUSED[name]
+    arguments = {"counts": COUNTS, "quota": QUOTA, "slots": SLOTS, "source": 2, **changed}
+    arguments["tables"] = ops.replica_tables(arguments.pop("slots"), 4, 4)
+    with pytest.raises(ValueError, match=message):
+        ops.share_alone(**arguments)
+
+
+def test_the_op_itself_refuses_sources_that_no_group_has() -> None:
+    tables = ops.replica_tables(SLOTS, 4, 4)
+    with pytest.raises(RuntimeError, match=r"source must be in 0\.\.1023, got 1024"):
+        torch.ops.isoload.share_alone.default(COUNTS, QUOTA, tables.data, 1024)
+
+
+def test_opcheck() -> None:
+    tables = ops.replica_tables(SLOTS, 4, 4).data
+    op = torch.ops.isoload.share_alone.default
+    torch.library.opcheck(op, (COUNTS, QUOTA, tables, 3))
+    torch.library.opcheck(op, (COUNTS.expand(3, 4), QUOTA.expand(3, 8), tables.expand(3, -1), 0))

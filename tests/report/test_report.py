@@ -1,0 +1,247 @@
+"""Tables that line up and fit, numbers that say what they are, JSON files that are whole or not there."""
+
+import io
+import json
+import os
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from isoload.cli.doctor import Item, print_doctor
+from isoload.replay.inspection import inspect_trace
+from isoload.replay.metrics import PolicyFigures
+from isoload.replay.simulate import Replay
+from isoload.report.files import check_target, write_json
+from isoload.report.inspection import inspect_table, print_inspection
+from isoload.report.replay import print_replay, replay_header, replay_json, replay_table
+from isoload.report.tables import WIDTH, Column, percent, table
+from isoload.trace import Trace
+
+# Every figure different, so that no two columns can be swapped unseen.
+DYNAMIC = PolicyFigures(
+    policy="dynamic",
+    imbalance_mean=1.111,
+    imbalance_p99=2.222,
+    imbalance_max=3.333,
+    rank_load_std=0.444,
+    idle_share=0.055,
+    gap_mean=0.123,
+    gap_max=1.666,
+    ideal_gap=0.177,
+    remote_rank_rows=880,
+    remote_node_rows=550,
+    remote_rank_share=0.88,
+    remote_node_share=0.55,
+    remote_rank_copy_share=0.89,
+    remote_node_copy_share=0.56,
+    shared_remote_share=None,
+    shared_unvisited_share=None,
+    active_experts=4.97,
+    plan_us_median=66.61,
+    plan_us_p99=777.2,
+    plan_us_batched=12.34,
+)
+EXACT = replace(DYNAMIC, policy="exact", gap_mean=0.0, gap_max=0.0, idle_share=0.0001, imbalance_max=1.0)
+SETTINGS = {
+    "num_ranks": 8,
+    "ranks_per_node": 4,
+    "slots_per_rank": 5,
+    "spare_slots": 0,
+    "shared_experts": 0,
+    "placer": "eplb",
+    "calibrate": "first-half",
+    "seed": 3,
+    "model": "a/model",
+    "num_experts": 32,
+    "top_k": 4,
+    "drawn": False,
+    "calibration_batches": [7],
+}
+REPLAY = Replay("tiny", SETTINGS, 3584, 24, 7, (DYNAMIC, EXACT))
+
+
+def printed(show, *args, **options):
+    out = io.StringIO()
+    show(*args, Console(file=out, highlight=False, **options))
+    return out.getvalue()
+
+
+def squeezed(line):
+    return " ".join(line.split())
+
+
+def with_settings(**changed):
+    return replace(REPLAY, settings={**SETTINGS, **changed})
+
+
+def test_a_table_lines_up():
+    heading, rows = table(
+        [
+            Column("", "name", ["a", "longer"]),
+            Column("wide group", "x", ["1.0", "10.0"]),
+            Column("g", "y", ["3", "4"]),
+            Column("g", "z", ["5", "6"]),
+        ]
+    )
+    assert heading == ["        wide group   g", "name             x  y z"]
+    assert rows == ["a              1.0  3 5", "longer        10.0  4 6"]
+
+
+def test_percent_tells_zero_from_nearly_zero():
+    assert [percent(share) for share in (0.0, 1e-6, 0.1234, 1.758)] == ["0%", "0.0%", "12.3%", "175.8%"]
+
+
+def test_replay_table_shows_every_figure_in_its_column():
+    heading, rows = replay_table([DYNAMIC, EXACT], with_nodes=True)
+    titles = "policy mean p99 max bound worst ideal idle std rank node rank node slots one p99 batch"
+    dynamic = (
+        "dynamic 1.111 2.222 3.333 12.3% 166.6% 17.7% 5.5% 0.444 88.0% 55.0% 89.0% 56.0% 5.0 66.6 777 12.3"
+    )
+    assert squeezed(heading[1]) == titles
+    assert squeezed(rows[0]) == dynamic
+    assert squeezed(rows[1]).startswith("exact 1.111 2.222 1.000 0% 0% 17.7% 0.0%")
+    assert len({len(line) for line in (*rows, heading[1])}) == 1
+    assert len(rows[0]) <= WIDTH
+
+
+def test_replay_table_speaks_of_nodes_only_if_there_are_several():
+    heading, rows = replay_table([DYNAMIC], with_nodes=False)
+    assert "node" not in heading[1] and "55.0%" not in rows[0] and "56.0%" not in rows[0]
+
+
+def test_replay_header():
+    assert replay_header(REPLAY) == [
+        "tiny (a/model)",
+        "3584 tokens in 7 batches, routing as recorded; 24 layers, 32 experts, top-4",
+        "8 ranks on 2 nodes, 5 slots per rank, placer eplb, calibrated on the first 7 batches",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"drawn": True}, "drawn from counts with seed 3"),
+        ({"spare_slots": 2}, "5 slots per rank (2 spare)"),
+        ({"ranks_per_node": 8}, "8 ranks on 1 node, "),
+        ({"calibrate": "all"}, "calibrated on the replayed batches"),
+        ({"calibrate": "leave-one-out"}, "calibrated for each batch on the 7 others"),
+        (
+            {"calibrate": "leave-cluster-out", "calibration_batches": [6, 8]},
+            "calibrated for each cluster on the others (6 or 8 batches)",
+        ),
+    ],
+)
+def test_replay_header_says_how(settings, words):
+    assert words in " ".join(replay_header(with_settings(**settings)))
+
+
+def test_a_model_is_named_only_if_known():
+    assert replay_header(with_settings(model=None))[0] == "tiny"
+
+
+@pytest.mark.parametrize("options", [{}, {"width": 40}, {"width": 200}], ids=["pipe", "narrow", "wide"])
+def test_replay_prints_the_same_lines_everywhere(options):
+    lines = printed(
+        print_replay, with_settings(model="m" * 60 + " [bold]with words[/bold] " * 4), **options
+    ).splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    rows = [line for line in lines if line.startswith(("dynamic", "exact"))]
+    assert [line.split()[0] for line in rows] == ["dynamic", "exact"]
+    assert "[bold]" in "".join(lines)
+    assert lines[-1].startswith("idle: ") and "imbalance: max/mean" in lines[-2]
+
+
+def test_replay_json_names_every_figure():
+    found = replay_json(REPLAY)
+    assert found["policies"][0] == {
+        "policy": "dynamic",
+        "imbalance": {"mean": 1.111, "p99": 2.222, "max": 3.333},
+        "rank_load_std": 0.444,
+        "idle_share": 0.055,
+        "gap": {"mean": 0.123, "max": 1.666},
+        "ideal_gap": 0.177,
+        "remote_rank_rows": 880,
+        "remote_node_rows": 550,
+        "remote_rank_share": 0.88,
+        "remote_node_share": 0.55,
+        "remote_rank_copy_share": 0.89,
+        "remote_node_copy_share": 0.56,
+        "shared_remote_share": None,
+        "shared_unvisited_share": None,
+        "active_experts": 4.97,
+        "plan_us": {"median": 66.61, "p99": 777.2, "batched": 12.34},
+    }
+    assert {key: found[key] for key in ("trace", "tokens", "layers", "batches")} == {
+        "trace": "tiny",
+        "tokens": 3584,
+        "layers": 24,
+        "batches": 7,
+    }
+    shown = {field.name for field in fields(PolicyFigures)}
+    assert {name for name in shown if "copy" in name} == {"remote_rank_copy_share", "remote_node_copy_share"}
+
+
+def skewed_trace():
+    counts = np.ones((2, 2, 24), dtype=np.int64)
+    counts[0, 1, 5] = 27  # 27 of 50 copies
+    counts[1, 1, 5] = 77  # 77 of 100
+    return Trace("skewed", 24, 1, counts=counts, layer_ids=(3, 8), provenance={"model": "a/model"})
+
+
+def test_inspect_table():
+    heading, rows = inspect_table(inspect_trace(skewed_trace(), 4))
+    assert squeezed(heading[1]) == "layer hottest all mean max hottest all mean max expert rank class"
+    assert squeezed(rows[0]) == "3 0 4.2% 4.2% 4.2% 0 25.0% 25.0% 25.0% 1.00 1.00 low-skew"
+    assert squeezed(rows[1]) == "8 5 69.3% 65.5% 77.0% 0 76.0% 73.0% 82.0% 16.64 3.04 high-skew"
+
+
+def test_inspection_prints_its_extremes():
+    trace = skewed_trace()
+    lines = printed(lambda console: print_inspection(trace, 4, inspect_trace(trace, 4), console)).splitlines()
+    assert lines[0] == "skewed (a/model)"
+    assert lines[1] == "2 batches, 2 layers, 24 experts; experts in order on 4 ranks, no replicas"
+    assert lines[-3] == "largest in any layer and batch: expert 77.0%, rank 82.0%"
+    assert lines[-2] == "high-skew (hottest expert > 10 x mean): 1 of 2 layers"
+    assert max(map(len, lines)) <= WIDTH
+
+
+def test_doctor_prints_what_is_off_and_why():
+    out = printed(print_doctor, [Item("one", True, "1.0"), Item("other one", False, "not [there]")])
+    assert out.splitlines() == ["one        on   1.0", "other one  off  not [there]"]
+
+
+def test_json_files_are_replaced_whole(tmp_path):
+    target = tmp_path / "out.json"
+    target.write_text("old")
+    write_json({"a": 1.5}, str(target))
+    assert json.loads(target.read_text()) == {"a": 1.5}
+    assert os.listdir(tmp_path) == ["out.json"]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    target = tmp_path / "out.json"
+    target.write_text("old")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("isoload.report.files.os.replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_json({"a": 1}, str(target))
+    assert target.read_text() == "old" and os.listdir(tmp_path) == ["out.json"]
+
+
+def test_json_refuses_what_json_does_not_have(tmp_path):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json({"a": float("nan")}, str(tmp_path / "out.json"))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_target_in_no_folder_is_refused_at_once(tmp_path):
+    for good in (None, "-", "out.json", str(tmp_path / "out.json")):
+        check_target(good)
+    for bad in (str(tmp_path / "none" / "out.json"), str(tmp_path)):
+        with pytest.raises(ValueError, match="json must be a file in an existing folder or -, got '"):
+            check_target(bad)

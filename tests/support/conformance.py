@@ -1,0 +1,344 @@
+"""The conformance suite of a transport, written from DeepEP's contract and recounted in plain loops.
+
+A case takes a transport over R ranks and checks what its own ranks got. Inputs of all ranks are drawn from a fixed
+seed in every process, so a case knows what to expect without asking a peer, and the same case runs on R virtual ranks
+of one process and on R processes. Every transport passes all CASES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from isoload.transport import LocalTransport, Received, Transport
+from support.batches import Batch, batches, draw
+
+Make = Callable[[], Transport]
+# largest error relative to the largest reference value
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def own(transport: Transport, values: list[Tensor]) -> list[Tensor]:
+    return [values[rank] for rank in transport.group.ranks]
+
+
+def send(transport: Transport, batch: Batch) -> list[Received]:
+    inputs = (own(transport, values) for values in (batch.x, batch.slots, batch.weights))
+    return transport.dispatcher.dispatch(*inputs, batch.slots_per_rank)
+
+
+def check_rows(make: Make) -> None:
+    """A token comes once per rank, in order, with its slots and weights; other rows are padding."""
+    transport = make()
+    num_ranks, capacity = transport.group.topology.num_ranks, transport.dispatcher.max_tokens_per_rank
+    for dtype in TOLERANCES:
+        for batch in batches(num_ranks, dtype):
+            for rank, got in zip(transport.group.ranks, send(transport, batch), strict=True):
+                expected = batch.received_by(rank)
+                real = (got.slots >= 0).any(1)
+                label = f"{batch.name}, rank {rank}, {dtype}"
+                assert int(real.sum()) == len(expected), label
+                assert got.rows.dtype == dtype and got.weights.dtype == torch.float32, label
+                assert got.slots.dtype == torch.int64 and got.slots.shape == got.weights.shape, label
+                assert not got.weights[got.slots < 0].any(), label
+                if capacity is None:
+                    assert real.all(), label
+                else:
+                    assert len(real) == num_ranks * capacity, label
+                    assert not got.rows[~real].any(), label
+                rows, slots, weights = got.rows[real], got.slots[real], got.weights[real]
+                for i, (source, token, local, kept) in enumerate(expected):
+                    assert torch.equal(rows[i], batch.x[source][token]), label
+                    assert slots[i].tolist() == local and weights[i].tolist() == kept, label
+
+
+def check_slot_counts(make: Make) -> None:
+    """Copies per slot, counted from what arrived, are those that all ranks sent to it; int32 slots do as well."""
+    transport = make()
+    for batch in batches(transport.group.topology.num_ranks):
+        narrow = Batch(
+            batch.name, batch.x, [s.int() for s in batch.slots], batch.weights, batch.slots_per_rank
+        )
+        sent = torch.cat([slots.flatten() for slots in batch.slots]).numpy()
+        for rank, got in zip(transport.group.ranks, send(transport, narrow), strict=True):
+            first = rank * batch.slots_per_rank
+            expected = [int((sent == first + s).sum()) for s in range(batch.slots_per_rank)]
+            assert [int((got.slots == s).sum()) for s in range(batch.slots_per_rank)] == expected, batch.name
+
+
+def check_sums(make: Make) -> None:
+    """Combine adds a token's rows by ascending rank in max(float32, dtype), exactly; without copies it gives 0."""
+    transport = make()
+    for dtype in TOLERANCES:
+        exact = np.float64 if dtype == torch.float64 else np.float32
+        for batch in batches(transport.group.topology.num_ranks, dtype):
+            received = send(transport, batch)
+            scales = [0.37 + rank for rank in range(len(batch.x))]
+            y = [got.rows * scales[rank] for rank, got in zip(transport.group.ranks, received, strict=True)]
+            for rank, out in zip(
+                transport.group.ranks, transport.dispatcher.combine(y, received), strict=True
+            ):
+                expected = np.zeros(batch.x[rank].shape, dtype=exact)
+                for token, chosen in enumerate(batch.slots[rank].tolist()):
+                    for d in sorted({slot // batch.slots_per_rank for slot in chosen if slot >= 0}):
+                        part = batch.x[rank][token] * scales[d]  # rounded to dtype, as the wire carries it
+                        expected[token] += part.to(torch.promote_types(dtype, torch.float32)).numpy()
+                assert out.dtype == dtype, batch.name
+                assert torch.equal(out, torch.from_numpy(expected).to(dtype)), f"{batch.name}, {dtype}"
+
+
+def check_own_contributions(make: Make) -> None:
+    """What a rank adds to its own tokens without dispatch takes the place, and the gradient, of rows that travel."""
+    transport = make()
+    ranks, dispatcher = transport.group.ranks, transport.dispatcher
+    for dtype in TOLERANCES:
+        for batch in batches(transport.group.topology.num_ranks, dtype):
+            parts = [0.37 + rank for rank in range(len(batch.x))]
+            received = send(transport, batch)
+            whole = dispatcher.combine(
+                [got.rows * parts[r] for r, got in zip(ranks, received, strict=True)], received
+            )
+            mine = []
+            for rank, x, slots in zip(
+                ranks, own(transport, batch.x), own(transport, batch.slots), strict=True
+            ):
+                here = slots.div(batch.slots_per_rank, rounding_mode="floor") == rank
+                mine.append(leaf((x * parts[rank]).masked_fill(~here.any(1, keepdim=True), 0)))
+            received = send(transport, batch.without_own_copies())
+            y = [leaf(got.rows.detach() * parts[r]) for r, got in zip(ranks, received, strict=True)]
+            out = dispatcher.combine(y, received, mine)
+            assert all(torch.equal(a, b) for a, b in zip(out, whole, strict=True)), f"{batch.name}, {dtype}"
+            scale = own(transport, loss_weights(batch))
+            torch.stack([(o * g).sum() for o, g in zip(out, scale, strict=True)]).sum().backward()
+            assert all(torch.equal(m.grad, g) for m, g in zip(mine, scale, strict=True)), batch.name
+
+
+def check_started_dispatch(make: Make) -> None:
+    """A dispatch that is begun brings what one at once brings, with other exchanges in between; forward only."""
+    transport = make()
+    for batch in batches(transport.group.topology.num_ranks, torch.bfloat16):
+        inputs = [own(transport, values) for values in (batch.x, batch.slots, batch.weights)]
+        with torch.no_grad():
+            wanted = send(transport, batch)
+            sent = transport.group.traffic.bytes["dispatch"]
+            started = transport.dispatcher.start_dispatch(*inputs, batch.slots_per_rank)
+            out = transport.dispatcher.combine([got.rows for got in wanted], wanted)
+            received = started.wait()
+            assert transport.group.traffic.bytes["dispatch"] == 2 * sent, batch.name
+            transport.group.reset_traffic()
+            for got, want in zip(received, wanted, strict=True):
+                for name in ("rows", "slots", "weights"):
+                    assert torch.equal(getattr(got, name), getattr(want, name)), batch.name
+            again = transport.dispatcher.combine([got.rows for got in received], received)
+            assert all(torch.equal(a, b) for a, b in zip(out, again, strict=True)), batch.name
+
+
+def check_padding_is_ignored(make: Make) -> None:
+    """What stands in rows without copies never reaches a token, nan and inf included."""
+    transport = make()
+    for batch in batches(transport.group.topology.num_ranks):
+        received = send(transport, batch)
+        y = [got.rows.masked_fill((got.slots < 0).all(1, keepdim=True), torch.nan) for got in received]
+        for out in transport.dispatcher.combine(y, received):
+            assert out.isfinite().all(), batch.name
+
+
+def check_traffic(make: Make) -> None:
+    """Rows per (source, destination), bytes of every exchange and host syncs, recounted."""
+    for batch in batches(make_ranks := make().group.topology.num_ranks, torch.bfloat16):
+        transport, hidden, top_k = make(), batch.x[0].shape[1], batch.slots[0].shape[1]
+        received = send(transport, batch)
+        transport.dispatcher.combine([got.rows for got in received], received)
+        expected = np.zeros((make_ranks, make_ranks), dtype=np.int64)
+        expected[list(transport.group.ranks)] = batch.num_rows()[list(transport.group.ranks)]
+        assert np.array_equal(transport.group.traffic.rows.numpy(), expected), batch.name
+        capacity = transport.dispatcher.max_tokens_per_rank
+        sent = got = len(transport.group.ranks) * make_ranks * (capacity or 0)
+        if capacity is None:
+            sent, got = expected.sum(), batch.num_rows()[:, list(transport.group.ranks)].sum()
+        assert transport.group.traffic.bytes["dispatch"] == sent * (2 * hidden + 8 * top_k), batch.name
+        assert transport.group.traffic.bytes["combine"] == got * 2 * hidden, batch.name
+        assert transport.group.traffic.host_syncs == (capacity is None), batch.name
+
+
+def check_loads(make: Make) -> None:
+    """The gather returns every rank's counts to every rank; it is repeatable and waits for nothing."""
+    transport = make()
+    num_ranks = transport.group.topology.num_ranks
+    for num_experts in (1, 5, 64):
+        for seed in range(2):
+            drawn = np.random.default_rng([seed, num_ranks]).integers(0, 2**31 - 1, (num_ranks, num_experts))
+            counts = list(torch.from_numpy(drawn).int())
+            loads = transport.group.gather_loads(own(transport, counts), [0] * len(transport.group.ranks))
+            assert torch.equal(loads, torch.stack(counts)) and loads.dtype == torch.int32
+    assert transport.group.traffic.host_syncs == 0
+
+
+def experts(rows: Tensor, slots: Tensor, weights: Tensor, scale: Tensor) -> Tensor:
+    """sum_k weights[:, k] * tanh(scale[slots[:, k]] * rows), absent copies aside; scale [S, H]."""
+    exact = torch.promote_types(rows.dtype, torch.float32)
+    total = torch.zeros_like(rows, dtype=exact)
+    for slot, weight in zip(slots.unbind(1), weights.unbind(1), strict=True):
+        value = torch.tanh(rows * scale[slot.clamp(min=0)]).to(exact) * weight.unsqueeze(1)
+        total = total + value.masked_fill((slot < 0).unsqueeze(1), 0)
+    return total.to(rows.dtype)
+
+
+def layer(transport: Transport, batch: Batch) -> dict[str, list[Tensor | None]]:
+    """Output and gradients of dispatch, experts, combine under a fixed loss, for the transport's own ranks."""
+    x = [leaf(value) for value in own(transport, batch.x)]
+    weights = [leaf(value) for value in own(transport, batch.weights)]
+    scale = [leaf(value) for value in own(transport, expert_scales(batch))]
+    received = transport.dispatcher.dispatch(x, own(transport, batch.slots), weights, batch.slots_per_rank)
+    y = [experts(got.rows, got.slots, got.weights, s) for got, s in zip(received, scale, strict=True)]
+    out = transport.dispatcher.combine(y, received)
+    losses = [(o * g).sum() for o, g in zip(out, own(transport, loss_weights(batch)), strict=True)]
+    torch.stack(losses).sum().backward()
+    grads = {"x": x, "weights": weights, "scale": scale}
+    return {"out": [o.detach() for o in out]} | {k: [t.grad for t in v] for k, v in grads.items()}
+
+
+def dense(batch: Batch) -> dict[str, list[Tensor | None]]:
+    """The same without any exchange, token by token in float64, for all ranks."""
+    x, weights, scale = (
+        [leaf(v.double()) for v in values] for values in (batch.x, batch.weights, expert_scales(batch))
+    )
+    out = [experts(*args, torch.cat(scale)) for args in zip(x, batch.slots, weights, strict=True)]
+    losses = [(o * g.double()).sum() for o, g in zip(out, loss_weights(batch), strict=True)]
+    torch.stack(losses).sum().backward()
+    grads = {"x": x, "weights": weights, "scale": scale}
+    return {"out": [o.detach() for o in out]} | {k: [t.grad for t in v] for k, v in grads.items()}
+
+
+def leaf(value: Tensor) -> Tensor:
+    return value.clone().requires_grad_()
+
+
+def expert_scales(batch: Batch) -> list[Tensor]:
+    """[R][S, H] parameters of the made-up experts."""
+    rng, shape = np.random.default_rng(11), (len(batch.x), batch.slots_per_rank, batch.x[0].shape[1])
+    return list(torch.from_numpy(rng.standard_normal(shape)).to(batch.x[0].dtype))
+
+
+def loss_weights(batch: Batch) -> list[Tensor]:
+    rng = np.random.default_rng(12)
+    return [torch.from_numpy(rng.standard_normal(x.shape)).to(x.dtype) for x in batch.x]
+
+
+def check_gradients(make: Make) -> None:
+    """Output and all gradients equal the dense formula, for every dtype."""
+    transport = make()
+    for dtype, tolerance in TOLERANCES.items():
+        for batch in batches(transport.group.topology.num_ranks, dtype):
+            if dtype == torch.float64:
+                batch.weights[:] = [w.double() for w in batch.weights]
+            reference = dense(batch)
+            for name, values in layer(transport, batch).items():
+                for rank, value in zip(transport.group.ranks, values, strict=True):
+                    expected = reference[name][rank]
+                    # absent copies of x in no loss: dense autograd has no gradient, the exchange has zeros
+                    expected = torch.zeros_like(value) if expected is None else expected
+                    limit = tolerance * max(1.0, float(expected.abs().max()) if expected.numel() else 0.0)
+                    error = (value.double() - expected).abs().max().item() if value.numel() else 0.0
+                    assert error <= limit, f"{batch.name}, {dtype}, {name} of rank {rank}: {error} > {limit}"
+
+
+def check_equals_local(make: Make) -> None:
+    """Outputs and gradients are those of R virtual ranks in one process, bit for bit."""
+    transport = make()
+    for dtype in TOLERANCES:
+        for batch in batches(transport.group.topology.num_ranks, dtype):
+            local = layer(
+                LocalTransport(transport.group.topology, transport.dispatcher.max_tokens_per_rank), batch
+            )
+            for name, values in layer(transport, batch).items():
+                for rank, value in zip(transport.group.ranks, values, strict=True):
+                    assert torch.equal(value, local[name][rank]), (
+                        f"{batch.name}, {dtype}, {name} of rank {rank}"
+                    )
+
+
+def check_backward_everywhere(make: Make) -> None:
+    """A rank where nothing requires a gradient, or whose experts are cut off, takes part in the others' backward."""
+    transport = make()
+    num_ranks = transport.group.topology.num_ranks
+    batch = draw("frozen ranks", num_ranks, absent=0.0)
+    for frozen in range(num_ranks):
+        for cut in (False, True):
+            x = [value.clone().requires_grad_(rank != frozen) for rank, value in enumerate(batch.x)]
+            mine = own(transport, x)
+            received = transport.dispatcher.dispatch(
+                mine, own(transport, batch.slots), own(transport, batch.weights), batch.slots_per_rank
+            )
+            y = [
+                got.rows.detach() if cut and rank == frozen else got.rows * 2
+                for rank, got in zip(transport.group.ranks, received, strict=True)
+            ]
+            torch.stack([out.sum() for out in transport.dispatcher.combine(y, received)]).sum().backward()
+            for rank, value in zip(transport.group.ranks, mine, strict=True):
+                if rank == frozen:
+                    assert value.grad is None
+                    continue
+                for token, chosen in enumerate(batch.slots[rank].tolist()):
+                    ranks = {slot // batch.slots_per_rank for slot in chosen}
+                    expected = 2.0 * len(ranks - {frozen} if cut else ranks)
+                    assert (value.grad[token] == expected).all(), f"rank {rank}, frozen {frozen}, cut {cut}"
+
+
+def check_absent_weights(make: Make) -> None:
+    """The weight of a copy gets the gradient of the one row that carries it; the zeros elsewhere give none."""
+    transport = make()
+    for batch in batches(transport.group.topology.num_ranks):
+        weights = [leaf(w) for w in own(transport, batch.weights)]
+        x, slots = own(transport, batch.x), own(transport, batch.slots)
+        received = transport.dispatcher.dispatch(x, slots, weights, batch.slots_per_rank)
+        torch.stack([got.weights.sum() for got in received]).sum().backward()
+        for weight, chosen in zip(weights, slots, strict=True):
+            assert torch.equal(weight.grad, (chosen >= 0).float()), batch.name
+
+
+def check_checkpointing(make: Make) -> None:
+    """Recomputing the exchanges in backward changes nothing, in both modes of torch.utils.checkpoint."""
+    transport = make()
+    batch = draw("checkpointed", transport.group.topology.num_ranks)
+    owned = len(transport.group.ranks)
+
+    def forward(*values: Tensor) -> tuple[Tensor, ...]:
+        x, weights = list(values[:owned]), list(values[owned:])
+        received = transport.dispatcher.dispatch(
+            x, own(transport, batch.slots), weights, batch.slots_per_rank
+        )
+        y = [torch.tanh(got.rows) * got.weights.sum(1, keepdim=True) for got in received]
+        return tuple(transport.dispatcher.combine(y, received))
+
+    grads = []
+    for mode in (None, True, False):
+        values = [leaf(v) for v in own(transport, batch.x) + own(transport, batch.weights)]
+        out = forward(*values) if mode is None else checkpoint(forward, *values, use_reentrant=mode)
+        torch.stack([o.sum() for o in out]).sum().backward()
+        grads.append([value.grad for value in values])
+    for plain, reentrant, hooked in zip(*grads, strict=True):
+        assert torch.equal(plain, reentrant) and torch.equal(plain, hooked)
+
+
+def check_without_gradients(make: Make) -> None:
+    """Under no_grad and inference_mode nothing is recorded, and the sums are the same."""
+    transport = make()
+    batch = draw("no gradients", transport.group.topology.num_ranks)
+    outs = []
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            received = send(transport, batch)
+            outs.append(transport.dispatcher.combine([got.rows for got in received], received))
+        assert all(o.requires_grad == (mode is torch.enable_grad) for o in outs[-1])
+    for a, b, c in zip(*outs, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+
+
+CASES: dict[str, Callable[[Make], None]] = {
+    name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
+}

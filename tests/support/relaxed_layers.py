@@ -1,0 +1,30 @@
+"""Layers with real-valued splits."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isoload import ops
+from isoload.replica_tables import ReplicaTables
+from support.cases import draw
+from support.exact_splits import int32
+
+
+def layers(dtype: torch.dtype) -> tuple[Tensor, ReplicaTables, dict[str, Tensor]]:
+    """20 layers of 256 experts on 16 ranks, with base and speeds."""
+    cases = [draw("split_256", 16, seed) for seed in range(20)]
+    tables = ops.replica_tables(torch.from_numpy(np.stack([case.slot_to_expert for case in cases])), 16, 256)
+    options = {
+        "base": torch.arange(320, dtype=dtype).view(20, 16),
+        "speeds": torch.linspace(0.5, 2, 16, dtype=dtype),
+    }
+    return torch.from_numpy(np.stack([case.loads for case in cases])), tables, options
+
+
+SLOTS = int32(0, 1, 1, 2, 2, 0, 3, 3)  # 4 experts on 4 ranks; expert 3 only on rank 3
+
+
+def reals(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32)

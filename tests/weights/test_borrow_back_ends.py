@@ -1,0 +1,149 @@
+"""Every back end brings the same weights and returns the same gradients, whatever the stacks; plain loops say which."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import isoload
+from isoload.transport import CollectiveGroup, Group, LocalGroup
+from isoload.weights.backends import P2P_LIMIT, chunks_of, make_back_end
+from isoload.weights.loans import Loan, Loans
+from support.processes import run_ranks
+
+RESIDENT = 3
+WEIGHTS = [
+    ((4, 6), torch.float8_e4m3fn),
+    ((3,), torch.uint8),
+    ((2, 5), torch.bfloat16),
+    ((1,), torch.float64),
+]
+
+
+def draw_loans(seed: int, ranks: int, spare: int) -> Loans:
+    """Every rank is home to three experts, in shuffled rows; each spare slot holds one of another rank, or none."""
+    rng = np.random.default_rng(seed)
+    home = [(r, int(row)) for r in range(ranks) for row in rng.permutation(RESIDENT)]
+    slots = np.full((ranks, RESIDENT + spare), -1, np.int32)
+    for rank in range(ranks):
+        others = [e for e, (r, _) in enumerate(home) if r != rank]
+        chosen = rng.permutation(others)[:spare]
+        chosen = np.where(rng.random(len(chosen)) < 0.7, chosen, -1)
+        slots[rank, RESIDENT : RESIDENT + len(chosen)] = chosen
+    table = torch.tensor(home, dtype=torch.int32)
+    return Loans(torch.from_numpy(slots).flatten(), table, home, ranks, spare)
+
+
+def draw_stack(seed: int, rank: int, w: int, rows: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    draw = torch.Generator().manual_seed(1000 * seed + 10 * rank + w)
+    wide = torch.randn(rows, *shape, generator=draw, dtype=torch.float64) * 100
+    return wide.to(torch.int32).to(dtype) if dtype == torch.uint8 else wide.to(dtype)
+
+
+def bring(group: Group, name: str, seed: int, ranks: int, spare: int) -> list[list[Tensor]]:
+    """The owned ranks' pools as bytes, where untouched places keep their poison."""
+    loans, back_end = draw_loans(seed, ranks, spare), make_back_end(group, name, torch.device("cpu"))
+    lent = [[draw_stack(seed, r, w, RESIDENT, *kind) for w, kind in enumerate(WEIGHTS)] for r in group.ranks]
+    pools = [[torch.full((spare, *shape), 7.0).to(dtype) for shape, dtype in WEIGHTS] for _ in group.ranks]
+    back_end.start("borrow", loans, lent, pools)()
+    return [[pool.view(torch.uint8) for pool in own] for own in pools]
+
+
+def total_dtype(seed: int, dtype: torch.dtype) -> torch.dtype:
+    """Of the totals: the pools' or the wider one, in turn."""
+    return dtype if seed % 2 else torch.promote_types(dtype, torch.float32)
+
+
+def give(
+    group: Group, name: str, seed: int, ranks: int, spare: int, dtype: torch.dtype
+) -> list[list[Tensor]]:
+    """The owned ranks' totals after the gradients have come home; values whose sum depends on its order."""
+    loans, back_end = draw_loans(seed, ranks, spare), make_back_end(group, name, torch.device("cpu"))
+    exact = total_dtype(seed, dtype)
+    shapes = [(4, 6), (3,)]
+    grads = [[draw_stack(seed, r, w, spare, s, dtype) for w, s in enumerate(shapes)] for r in group.ranks]
+    totals = [
+        [draw_stack(seed, r, w + 5, RESIDENT, s, exact) for w, s in enumerate(shapes)] for r in group.ranks
+    ]
+    back_end.give_back("borrowed gradients", loans, grads, totals)
+    return totals
+
+
+def brought(seed: int, ranks: int, spare: int) -> list[list[Tensor]]:
+    loans = draw_loans(seed, ranks, spare)
+    pools = [[torch.full((spare, *shape), 7.0).to(dtype) for shape, dtype in WEIGHTS] for _ in range(ranks)]
+    for loan in loans.each:
+        for w, (shape, dtype) in enumerate(WEIGHTS):
+            row = draw_stack(seed, loan.lender, w, RESIDENT, shape, dtype)[loan.row]
+            pools[loan.borrower][w][loan.place] = row
+    return [[pool.view(torch.uint8) for pool in own] for own in pools]
+
+
+def given(seed: int, ranks: int, spare: int, dtype: torch.dtype) -> list[list[Tensor]]:
+    loans, exact, shapes = draw_loans(seed, ranks, spare), total_dtype(seed, dtype), [(4, 6), (3,)]
+    totals = [
+        [draw_stack(seed, r, w + 5, RESIDENT, s, exact) for w, s in enumerate(shapes)] for r in range(ranks)
+    ]
+    wide = torch.promote_types(exact, torch.float32)
+    sums = [[total.to(wide) for total in own] for own in totals]
+    for loan in sorted(loans.each, key=lambda loan: (loan.borrower, loan.place)):
+        for w, shape in enumerate(shapes):
+            grad = draw_stack(seed, loan.borrower, w, spare, shape, dtype)[loan.place]
+            sums[loan.lender][w][loan.row] += grad.to(wide)
+    return [[total.to(exact) for total in own] for own in sums]
+
+
+def assert_equal(got: list[list[Tensor]], want: list[list[Tensor]]) -> None:
+    for mine, theirs in zip(got, want, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("name", ["pull", "copy", "all_to_all"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_virtual_ranks(name: str, ranks: int) -> None:
+    group = LocalGroup(isoload.Topology(ranks))
+    for seed in range(5):
+        for spare in (1, 4):
+            assert_equal(bring(group, name, seed, ranks, spare), brought(seed, ranks, spare))
+            for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+                got = give(group, name, seed, ranks, spare, dtype)
+                assert_equal(got, given(seed, ranks, spare, dtype))
+
+
+def on_rank(rank: int, ranks: int, name: str) -> list[Any]:
+    group = CollectiveGroup(isoload.Topology(ranks))
+    found: list[Any] = []
+    for seed in range(3):
+        found.append(bring(group, name, seed, ranks, 4))
+        found += [give(group, name, seed, ranks, 4, dtype) for dtype in (torch.bfloat16, torch.float32)]
+    return found
+
+
+@pytest.mark.parametrize(("name", "limit"), [("all_to_all", P2P_LIMIT), ("p2p", P2P_LIMIT), ("p2p", 2)])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_processes(name: str, limit: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("isoload.weights.backends.P2P_LIMIT", limit)  # the forked ranks have it, too
+    for rank, found in enumerate(run_ranks(on_rank, ranks, ranks, name)):
+        wanted: list[Any] = []
+        for seed in range(3):
+            wanted.append(brought(seed, ranks, 4))
+            wanted += [given(seed, ranks, 4, dtype) for dtype in (torch.bfloat16, torch.float32)]
+        for got, want in zip(found, wanted, strict=True):
+            assert_equal(got, [want[rank]])
+
+
+def test_batches_of_sends_are_small_on_every_rank() -> None:
+    print("seed 5")
+    rng = np.random.default_rng(5)
+    pairs = [rng.permutation(6)[:2].tolist() for _ in range(400)]
+    loans = [Loan(lender, 0, borrower, 0) for lender, borrower in pairs]
+    chunks = chunks_of(loans, 6)
+    assert [loan for chunk in chunks for loan in chunk] == loans
+    for chunk in chunks:
+        for rank in range(6):
+            assert sum(rank in (loan.lender, loan.borrower) for loan in chunk) <= P2P_LIMIT
+    assert len(chunks) < 400 * 2 / P2P_LIMIT
