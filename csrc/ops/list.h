@@ -33,8 +33,9 @@ constexpr int kCpu = 1, kCuda = 2;
      "(Tensor split, Tensor loads, Tensor tables, int num_ranks, int num_slots) -> Tensor") \
   OP(plan_spill, kCpu | kCuda, \
      "(Tensor loads, Tensor slot_to_expert, Tensor home_slot, int num_ranks, int ranks_per_node, " \
-     "int spare_slots, Tensor? fixed, Tensor? alive, int capacity_ppm, int threshold_ppm, " \
-     "bool per_expert, int tolerance_ppm, int min_chunk, int near_cost, int far_cost, int egress) " \
+     "int spare_slots, Tensor? fixed, Tensor? start, Tensor? alive, int capacity_ppm, " \
+     "int threshold_ppm, bool per_expert, int tolerance_ppm, int min_chunk, int near_cost, " \
+     "int far_cost, int egress, bool within) " \
      "-> (Tensor slot_to_expert, Tensor quota, Tensor level, Tensor telemetry)") \
   OP(plan_waterfill, kCpu | kCuda, \
      "(Tensor copies, Tensor tokens, int per_token, int ranks_per_node, int candidates, " \

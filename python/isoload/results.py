@@ -60,7 +60,8 @@ class Spill(NamedTuple):
     of a rank, most exports of a rank, imports from another node, flags.
 
     Flags are a sum: 1 below the threshold, so plain EP; else why a rank stayed above the capacity: 2 the spare slots
-    ran out, 4 its egress limit is reached, 8 copies that cannot move are above it alone.
+    ran out, 4 its egress limit is reached, 8 copies that cannot move are above it alone, 16 what is above it is less
+    than min_chunk.
     """
 
     slot_to_expert: Tensor

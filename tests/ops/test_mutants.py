@@ -183,18 +183,36 @@ MUTANTS = {
     ),
     "the capacity rounded down": Mutant(
         "csrc/algorithms/plan_spill.h",
-        "ceil_div(total_ * in_.capacity_ppm, kMillion * alive_)",
-        "total_ * in_.capacity_ppm / (kMillion * alive_)",
+        "ceil_div(copies * in_.capacity_ppm, kMillion * live)",
+        "copies * in_.capacity_ppm / (kMillion * live)",
         "plan_spill",
     ),
-    "a spill begins before the placement is copied": Mutant(
+    "a spill published before it is made": Mutant(
         "csrc/algorithms/plan_spill.h",
-        "= in_.slot_to_expert[p]; });\n    team_.sync();",
-        "= in_.slot_to_expert[p]; });",
+        "*ws_.flags = greedy.flags();\n    }\n    team_.sync();",
+        "*ws_.flags = greedy.flags();\n    }",
         "teams",
     ),
+    "levels of the last round overwritten": Mutant(
+        "csrc/algorithms/plan_spill.h",
+        "team_.sync();  // before the levels of the next round",
+        "// before the levels of the next round",
+        "teams",
+    ),
+    "a small excess moves": Mutant(
+        "csrc/algorithms/spill_greedy.h", "if (excess < in_.min_excess)", "if (excess < 0)", "plan_spill"
+    ),
+    "a rest of a cut expert is lost": Mutant(
+        "csrc/algorithms/spill_level.h", "return copies < here;", "return false;", "plan_spill"
+    ),
+    "an expert leaves its node": Mutant(
+        "csrc/algorithms/spill_greedy.h", "(near || !in_.within)", "true", "plan_spill"
+    ),
     "one import too many": Mutant(
-        "csrc/algorithms/spill_greedy.h", "lends(home) && to_.free[r] > 0 ?", "lends(home) ?", "plan_spill"
+        "csrc/algorithms/spill_greedy.h",
+        "lends(owner, near) && to_.free[r] > 0 ?",
+        "lends(owner, near) ?",
+        "plan_spill",
     ),
     "imports cost nothing": Mutant(
         "csrc/algorithms/spill_greedy.h",

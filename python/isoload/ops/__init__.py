@@ -14,7 +14,7 @@ from isoload.ops.device_errors import check_device, device_errors
 from isoload.ops.plan_active import plan_active
 from isoload.ops.plan_exact import Objective, plan_exact
 from isoload.ops.plan_lp import plan_lp
-from isoload.ops.plan_spill import plan_spill
+from isoload.ops.plan_spill import NO_SPARE_SLOT, Within, plan_spill
 from isoload.ops.plan_waterfill import Candidates, plan_waterfill
 from isoload.ops.replica_tables import replica_tables
 from isoload.ops.round_split import round_split
@@ -26,6 +26,7 @@ from isoload.ops.share_alone import share_alone
 from isoload.results import ActiveSplit, ExactSplit, LpSplit, Spill, WaterfillSplit
 
 __all__ = [
+    "NO_SPARE_SLOT",
     "ActiveSplit",
     "Candidates",
     "ExactSplit",
@@ -36,6 +37,7 @@ __all__ = [
     "SharedRule",
     "Spill",
     "WaterfillSplit",
+    "Within",
     "addresses",
     "append_shared_expert",
     "borrow",
