@@ -1,4 +1,4 @@
-"""ReplicaTables: who holds what, in one fixed-size int32 buffer per layer (csrc/algorithms/replica_tables.h)."""
+"""ReplicaTables: every expert's slots, one fixed-size int32 buffer per layer (csrc/algorithms/replica_tables.h)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ReplicaTables:
-    """Everything planners and routers know of a placement; made by :func:`isoload.ops.replica_tables`.
+    """All that planners and routers read of a placement; made by :func:`isoload.ops.replica_tables`.
 
     ``data [..., size]`` holds the fields below one after another, per layer. Two slots of one expert on one rank
     count once, as the lower. A *split* expert has replicas on two or more ranks.

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def run_demo(trace_path: Path | None, num_ranks: int, layer: int) -> list[DemoFi
         for _, writer in pipes:
             writer.close()
         try:
-            reports = [_receive(rank, reader) for rank, (reader, _) in enumerate(pipes)]
+            reports = [_receive(rank, pipes[rank][0], process) for rank, process in enumerate(processes)]
         finally:
             for process in processes:
                 process.kill()
@@ -94,11 +95,13 @@ def run_demo(trace_path: Path | None, num_ranks: int, layer: int) -> list[DemoFi
     return [_summarise(name, [report[name] for report in reports]) for name in DEFAULT_POLICIES]
 
 
-def _receive(rank: int, reader: Connection) -> dict[str, Any]:
+def _receive(rank: int, reader: Connection, process: BaseProcess) -> dict[str, Any]:
+    """What a rank measured; RuntimeError if it failed or its process ended first."""
     try:
         report: dict[str, Any] | str = reader.recv()
     except EOFError:
-        raise RuntimeError(f"rank {rank} ended without a word") from None
+        process.join()
+        raise RuntimeError(f"rank {rank} ended with exit code {process.exitcode} and no result") from None
     if isinstance(report, str):
         raise RuntimeError(f"rank {rank} failed: {report}")
     return report
@@ -122,7 +125,7 @@ def _run_policy(name: str, rank: int, topology: Topology, trace: Trace) -> dict[
     experts = trace.num_experts
     placement = place(batches.counts[:half], topology, -(-experts // topology.num_ranks) + 1)
     dense = ExpertWeights.random(experts, HIDDEN, INNER, generator=torch.Generator().manual_seed(0))
-    current: list[Tensor] = []  # what the gate answers: this rank's recorded choices
+    current: list[Tensor] = []  # what the gate returns: this rank's recorded choices
 
     def gate(rows: Tensor) -> tuple[Tensor, Tensor]:
         return current[0], current[1]

@@ -13,7 +13,7 @@ speed'y = 1, y >= 0, z = y - w >= 0 and x z = s y = 0. Each iteration takes Newt
 4. corrector: the step to a target between, with the products that the predictor left out.
 5. step: almost up to the first zero.
 
-All numbers have the dtype asked for, and every sum has a fixed order: the op gives the same bits.
+All numbers have the requested dtype, and every sum has a fixed order: the op gives the same bits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""replica_tables: who holds what, derived from a placement. ReplicaTables' docstring defines the fields."""
+"""replica_tables: the slots of every expert, derived from a placement. ReplicaTables' docstring defines the fields."""
 
 from __future__ import annotations
 

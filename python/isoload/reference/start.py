@@ -21,7 +21,7 @@ class SplitExpert:
         return [r for r, copies in self.quota.items() if copies > 0]
 
     def deal(self, ranks: list[int], copies: int) -> None:
-        """Equal parts to these ranks; experts take turns at who gets the remainder."""
+        """Equal parts to these ranks; the ranks that take the remainder rotate with the expert's number."""
         for i, r in enumerate(ranks):
             self.quota[r] += copies // len(ranks) + ((i - self.expert) % len(ranks) < copies % len(ranks))
 

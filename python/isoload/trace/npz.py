@@ -14,7 +14,7 @@ from isoload.trace.checks import DIMS, Ints
 if TYPE_CHECKING:
     from isoload.trace import Trace
 
-# What a .json may say about the fields of a Trace; all its other keys are provenance.
+# Fields of a Trace that a .json may set; all its other keys are provenance.
 _JSON_FIELDS = {"name": (str, "a string"), "num_experts": (int, "an integer"), "top_k": (int, "an integer")}
 
 
@@ -46,7 +46,7 @@ def read_npz(path: Path) -> dict[str, Any]:
 
 
 def _num_experts(arrays: dict[str, Ints]) -> tuple[int, str]:
-    """E as the arrays alone tell it, and how."""
+    """E derived from the arrays alone, and from what."""
     counts, ids = arrays.get("counts"), arrays.get("topk_ids")
     if counts is not None:
         return (counts.shape[-1] if counts.ndim else 0), "counts"
