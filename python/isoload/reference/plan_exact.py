@@ -117,7 +117,7 @@ def plan_exact(
 
 
 class Solver:
-    """One layer, without the split experts' copies: a start (start.py) gives them to replicas.
+    """One layer, without the replicated experts' copies: a start (start.py) gives them to replicas.
 
     Per rank: ``load`` in copies, ``ticks`` a copy costs, ``cap`` copies the target allows.
     """

@@ -4,7 +4,7 @@
                               rank's burden + its parts + slack s = speed * M     (price y)
                               x >= 0, s >= 0
 
-A part is what one rank takes of one split expert; all that cannot move is its rank's burden. The optimum has
+A part is what one rank takes of one replicated expert; all that cannot move is its rank's burden. The optimum has
 speed'y = 1, y >= 0, z = y - w >= 0 and x z = s y = 0. Each iteration takes Newton's step to x z = s y = target:
 
 1. residuals: what the equations lack; the largest cost of the split; the bound that the prices prove.
@@ -94,7 +94,7 @@ def plan_lp(
 
 
 class Solver:
-    """One layer. Arrays over parts, over ranks with speed (``rank`` of a part) or over split experts with load
+    """One layer. Arrays over parts, over ranks with speed (``rank`` of a part) or over replicated experts with load
     (``expert`` of a part)."""
 
     def __init__(self, totals: Indices, tables: ReplicaTables, speeds: Reals, base: Reals) -> None:

@@ -1,6 +1,6 @@
 """Where plan_exact begins: the objectives. What the peak does not demand stays as the start had it.
 
-Each start gives all copies of the split experts to their replicas and adds them to ``load`` [R].
+Each start gives all copies of the replicated experts to their replicas and adds them to ``load`` [R].
 """
 
 from __future__ import annotations
