@@ -35,7 +35,7 @@ FLOORS = [
     ["weights"],
     ["layer"],
     ["replay"],
-    ["report", "cli.demo", "cli.doctor"],
+    ["report", "cli.demo", "cli.doctor", "cli.processes"],
     ["cli"],
     ["__main__", "__init__"],
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from isoload.policies.base import Policy
 
@@ -55,16 +55,17 @@ def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
         if not equals:
             raise ValueError(f"policy must be written name:option=value, got {text!r}")
         make_policy(name, {key: getattr(_DEFAULTS[name], key, None)})  # refuses an unknown option
-        options[key] = _like(getattr(_DEFAULTS[name], key), key, value)
+        options[key] = _like(_DEFAULTS[name], key, value)
     make_policy(name, options)
     return name, options
 
 
-def _like(default: Any, key: str, value: str) -> Any:
-    """The value in the type of the option's default; an option without one is a number, whole or not."""
+def _like(policy: Policy, key: str, value: str) -> Any:
+    """The value in the type of the option: its default's or, where that is None, the one beside None."""
+    default = getattr(policy, key)
     kind = type(default)
     if default is None:
-        kind = float if "." in value or "e" in value else int
+        kind = next(t for t in get_args(get_type_hints(type(policy))[key]) if t is not type(None))
     try:
         return kind(value)
     except ValueError:
