@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 
 from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement
+from isoload.transport.agreement import checksum
 from isoload.transport.group import Group
 from isoload.transport.packing import pack, unpack
 from isoload.weights.layout import Residence
@@ -85,11 +85,6 @@ def move_facts(
     slots, homes = (array[placed.layer].tolist() for array in placed.host.arrays)
     shared = [placed.layer, rows_per_chunk, *map(checksum, (slots, homes, [r.experts for r in before]))]
     return [[*shared, checksum(optimizer and state_layout(optimizer, rank))] for rank in ranks]
-
-
-def checksum(value: object) -> int:
-    """56 bits that are the same on every machine for equal lists of numbers and strings."""
-    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
 
 
 @dataclass(frozen=True)
