@@ -35,7 +35,7 @@ class Filled:
     slot_to_expert  [P] int32   the expert in each slot, -1 = none
     tables                      of slot_to_expert's routed experts
     placed                      the layers of the placement it was made for
-    quota           [P] int32   copies per slot as the fill itself would split its loads; None where it says nothing
+    quota           [P] int32   copies per slot by the split that made the fill; None without one
     telemetry                   of the fill, see :class:`isoload.ops.Spill`
     """
 
@@ -55,7 +55,7 @@ class Filled:
 
 @dataclass(frozen=True, eq=False)
 class PlacedLayers:
-    """One layer of a placement ([P], [E]) or all of them ([L, P], [L, E]) on a device: what policies see.
+    """One layer of a placement ([P], [E]) or all of them ([L, P], [L, E]) on a device, as policies read them.
 
     The tables are of the routed experts alone: shared ones lie on every rank, in slots ``first_shared`` and on.
     """

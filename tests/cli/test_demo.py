@@ -1,6 +1,7 @@
 """The demo runs real processes on real routing and agrees with the dense layer."""
 
 import json
+import os
 
 import pytest
 from typer.testing import CliRunner
@@ -48,4 +49,10 @@ def test_demo_names_the_layers_there_are():
 def test_a_rank_that_fails_is_named(monkeypatch):
     monkeypatch.setattr("isoload.cli.demo.HIDDEN", 0)  # forked ranks see it too
     with pytest.raises(RuntimeError, match=r"rank \d failed: ZeroDivisionError"):
+        run_demo(None, 2, 0)
+
+
+def test_a_rank_whose_process_ends_is_named_with_its_exit_code(monkeypatch):
+    monkeypatch.setattr("isoload.cli.demo._run_policy", lambda *args: os._exit(3))
+    with pytest.raises(RuntimeError, match=r"rank \d ended without a report, with exit code 3"):
         run_demo(None, 2, 0)

@@ -5,8 +5,8 @@ must fit there, so the mean load of any such set is a lower bound of the peak, a
 the optimum (max-flow = min-cut). The solver works on both sides: it moves copies to lower the peak, and it
 proves a bound.
 
-1. start: every split expert evenly over its replicas, or as another objective wants it (start.py).
-2. sweeps: each split expert in turn is rebalanced over its own ranks; removes most of the imbalance.
+1. start: every replicated expert evenly over its replicas, or as another objective requires (start.py).
+2. sweeps: each replicated expert in turn is rebalanced over its own ranks; removes most of the imbalance.
 3. paths: while a rank carries more than the target allows, it hands copies along a shortest path of ranks
    to one with room (augmentation).
 4. bound: if there is no such path, the ranks that the overloaded ones can reach are such a set. Its bound
@@ -109,7 +109,7 @@ def plan_exact(
 
 
 class Solver:
-    """One layer, without the split experts' copies: a start (start.py) gives them to replicas.
+    """One layer, without the replicated experts' copies: a start (start.py) gives them to replicas.
 
     Per rank: ``load`` in copies, ``ticks`` a copy costs, ``cap`` copies the target allows.
     """

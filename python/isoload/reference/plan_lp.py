@@ -4,7 +4,7 @@
                               rank's burden + its parts + slack s = speed * M     (price y)
                               x >= 0, s >= 0
 
-A part is what one rank takes of one split expert; all that cannot move is its rank's burden. The optimum has
+A part is what one rank takes of one replicated expert; all that cannot move is its rank's burden. The optimum has
 speed'y = 1, y >= 0, z = y - w >= 0 and x z = s y = 0. Each iteration takes Newton's step to x z = s y = target:
 
 1. residuals: what the equations lack; the largest cost of the split; the bound that the prices prove.
@@ -13,7 +13,7 @@ speed'y = 1, y >= 0, z = y - w >= 0 and x z = s y = 0. Each iteration takes Newt
 4. corrector: the step to a target between, with the products that the predictor left out.
 5. step: almost up to the first zero.
 
-All numbers have the dtype asked for, and every sum has a fixed order: the op gives the same bits.
+All numbers have the requested dtype, and every sum has a fixed order: the op gives the same bits.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def plan_lp(
 
 
 class Solver:
-    """One layer. Arrays over parts, over ranks with speed (``rank`` of a part) or over split experts with load
+    """One layer. Arrays over parts, over ranks with speed (``rank`` of a part) or over replicated experts with load
     (``expert`` of a part)."""
 
     def __init__(self, totals: Indices, tables: ReplicaTables, speeds: Reals, base: Reals) -> None:

@@ -129,7 +129,7 @@ class Pool:
     # 3. visit
 
     def visits(self, giver: int, taker: int) -> int:
-        """How many copies find a token that goes there anyway, as far as counts can tell."""
+        """How many copies have a token that visits the taker anyway, estimated from counts."""
         if self.candidates == "node" and giver // self.per_node != taker // self.per_node:
             return 0
         return self.per_token * min(self.tokens[giver], self.quarters * self.copies[giver][taker] // 4)
