@@ -129,6 +129,8 @@ def test_cost_in_json(trace, cost_file):
     predicted = found["policies"][0]["predicted"]
     parts = [predicted[f"{name}_us"] for name in ("compute", "exchange", "import")]
     assert predicted["layer_us_mean"] == pytest.approx(sum(parts)) and predicted["borrowed"] == 0
+    means = [row["predicted"]["layer_us_mean"] for row in found["policies"]]
+    assert [row["predicted"]["layer_us_change"] for row in found["policies"]] == [0, means[1] / means[0] - 1]
     plain = json.loads(run(*args).stdout)
     assert plain["settings"]["cost"] is None and "predicted" not in plain["policies"][0]
 

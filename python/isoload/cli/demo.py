@@ -27,9 +27,9 @@ from isoload.topology import Topology
 from isoload.trace import Trace, read_trace
 from isoload.transport import CollectiveTransport
 
-# pyproject.toml puts the repository's examples/traces into wheels as isoload/traces; a checkout has it in one place.
-FOLDERS = (Path(__file__).parents[1] / "traces", Path(__file__).parents[3] / "examples" / "traces")
-SHIPPED = "gptoss20b_decode.npz"
+SHIPPED = (
+    Path(__file__).parents[1] / "traces" / "gptoss20b_decode.npz"
+)  # a link in a checkout, a file in a wheel
 HIDDEN, INNER = 64, 128
 MAX_RANKS = 32  # processes that one machine is asked for
 STALL_SECONDS = 60.0
@@ -54,18 +54,6 @@ class DemoFigures:
     plan_us: float
 
 
-def shipped_trace() -> Path:
-    """The trace that comes with isoload.
-
-    Raises:
-        ValueError: this installation has none.
-    """
-    for folder in FOLDERS:
-        if (folder / SHIPPED).is_file():
-            return folder / SHIPPED
-    raise ValueError(f"TRACE must be given where the shipped {SHIPPED} is missing: looked in {FOLDERS[0]}")
-
-
 def run_demo(
     trace_path: Path | None, num_ranks: int, layer: int, stall_seconds: float = STALL_SECONDS
 ) -> list[DemoFigures]:
@@ -79,13 +67,13 @@ def run_demo(
 
     Raises:
         ValueError: naming the argument, the rule and the value.
-        RuntimeError: a rank failed, ended or stalled; naming it.
+        RankError: a rank failed, ended or stalled; naming it.
     """
     if not 1 <= num_ranks <= MAX_RANKS:
         raise ValueError(f"ranks must be in 1..{MAX_RANKS} (processes), got {num_ranks}")
     if not 0 < stall_seconds <= 86400:
         raise ValueError(f"stall_seconds must be above 0 and at most 86400, got {stall_seconds:g}")
-    trace = read_trace(shipped_trace() if trace_path is None else trace_path)
+    trace = read_trace(SHIPPED if trace_path is None else trace_path)
     if not trace.has_tokens:
         raise ValueError(f"trace must hold per-token choices, {trace.name} has counts only")
     trace = trace.select_layers([layer])
