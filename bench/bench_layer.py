@@ -119,12 +119,12 @@ class Setup:
     def _make_batch(self, ids: list[Tensor], draw: torch.Generator) -> Batch:
         weights = [torch.rand(i.shape, generator=draw).softmax(-1) for i in ids]
         rows = [torch.randn(len(i), HIDDEN, generator=draw) for i in ids]
-        owned = self.transport.ranks
+        owned = self.transport.group.ranks
         return Batch(ids, [weights[r] for r in owned], [rows[r].requires_grad_() for r in owned])
 
     def take(self, batch: Batch) -> None:
         """What the gate answers next, for one owned rank after the other."""
-        mine = [batch.ids[rank] for rank in self.transport.ranks]
+        mine = [batch.ids[rank] for rank in self.transport.group.ranks]
         self.answers = itertools.cycle(zip(mine, batch.weights, strict=True))
 
     def gate(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,17 +138,17 @@ def backward(outputs: Sequence[Tensor]) -> None:
 def bench_whole(setup: Setup, name: str, batch: Batch, clock: Callable[[], int]) -> dict[str, float]:
     """One forward and backward of the layer: times, and what was sent."""
     layer, transport = setup.layers[name], setup.transport
-    transport.reset_traffic()
+    transport.group.reset_traffic()
     layer.zero_grad()
     setup.take(batch)
     outputs, forward_ms = timed(lambda: layer(batch.rows), clock)
     _, backward_ms = timed(lambda: backward(outputs), clock)
     layer.refresh_replicas()
-    sent = transport.traffic.bytes
+    sent = transport.group.traffic.bytes
     return {
         "forward_ms": forward_ms,
         "backward_ms": backward_ms,
-        "rows_sent": int(transport.traffic.rows.sum()),
+        "rows_sent": int(transport.group.traffic.rows.sum()),
         "forward_bytes": sum(sent[stage] for stage in FORWARD),
         "backward_bytes": sum(sent[stage] for stage in BACKWARD),
         "refresh_bytes": sent["refresh"],
@@ -181,13 +181,15 @@ def bench_parts(setup: Setup, name: str, batch: Batch) -> dict[str, float]:
     ]
     slots = [s for s, _ in routed]
     received, dispatch_ms = timed(
-        lambda: setup.transport.dispatch(batch.rows, slots, batch.weights, size), clock
+        lambda: setup.transport.dispatcher.dispatch(batch.rows, slots, batch.weights, size), clock
     )
     computed = [
         timed(lambda g=g, w=w: run_experts(g.rows, g.slots, g.weights, [w], SwiGLU()), clock)
         for g, w in zip(received, stacks, strict=True)
     ]
-    _, combine_ms = timed(lambda: setup.transport.combine([y for y, _ in computed], received), clock)
+    _, combine_ms = timed(
+        lambda: setup.transport.dispatcher.combine([y for y, _ in computed], received), clock
+    )
     return {
         "plan_us": 1000 * plan_ms,
         "route_us": 1000 * float(np.median([ms for _, ms in routed])),

@@ -66,7 +66,7 @@ class RankBench:
     def run(self, setting: Setting, name: str) -> Sample:
         """One forward and backward, with as many borrowing batches between as a deeper model has layers: so backward
         brings the weights again."""
-        rows, layer, sent = self.take(setting, name), self.layer, self.transport
+        rows, layer, sent = self.take(setting, name), self.layer, self.transport.group
         layer.zero_grad()
         dist.barrier()
         sent.reset_traffic()

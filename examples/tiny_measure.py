@@ -38,9 +38,9 @@ class Meter:
     borrowed: list[int] = field(default_factory=list)
 
     def __call__(self, layer: MoE, *_: Any) -> None:
-        plan, traffic = layer.last_plan, layer.transport.traffic
+        plan, traffic = layer.last_plan, layer.transport.group.traffic
         assert plan is not None and plan.quota is not None
-        self.rows.append(traffic.rows[layer.transport.ranks[0]] - sum(self.rows))
+        self.rows.append(traffic.rows[layer.transport.group.ranks[0]] - sum(self.rows))
         self.copies.append(plan.quota.view(len(traffic.rows), -1).sum(1))
         self.borrowed.append(int((plan.slot_to_expert != plan.placed.slot_to_expert).sum()))
 

@@ -186,7 +186,7 @@ def train(settings: Settings, policy: str, rank: int) -> tuple[TinyLM, Run]:
     peak = peak_bytes(lambda: losses.append(train_step(model, optimizer, last)))
     for hook in hooks:
         hook.remove()
-    return model, Run.gather(losses, meter, transport.traffic.bytes, peak)
+    return model, Run.gather(losses, meter, transport.group.traffic.bytes, peak)
 
 
 def run_rank(rank: int, settings: Settings, store: str | None = None) -> None:

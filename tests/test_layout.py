@@ -27,7 +27,7 @@ FLOORS = [
     ],
     ["permutation", "reference"],
     ["ops"],
-    ["placement"],
+    ["placed_layers", "placement"],
     ["records"],
     ["policies", "placers", "trace", "transport", "experts"],
     ["counting", "planning"],

@@ -77,7 +77,7 @@ def traffic_of_rank(rank: int) -> tuple[dict[str, float], dict[str, int]]:
     torch.set_num_threads(1)
     bench = RankBench(TINY, CPU)
     sample = bench.run(TINY, "LLEP")
-    return sample, dict(bench.transport.traffic.bytes)
+    return sample, dict(bench.transport.group.traffic.bytes)
 
 
 def test_weights_travel_as_the_bench_says() -> None:

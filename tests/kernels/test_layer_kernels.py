@@ -86,8 +86,10 @@ def test_exchanges_keep_their_bits(
     def call() -> list[Tensor]:
         transport = LocalTransport(isoload.Topology(4), max_tokens_per_rank=capacity)
         leaves = [leaf.clone().requires_grad_() for leaf in (*x, *weights)]
-        received = transport.dispatch(leaves[:4], slots, leaves[4:], 2)
-        y = transport.combine([r.rows * r.weights.sum(1, keepdim=True) for r in received], received)
+        received = transport.dispatcher.dispatch(leaves[:4], slots, leaves[4:], 2)
+        y = transport.dispatcher.combine(
+            [r.rows * r.weights.sum(1, keepdim=True) for r in received], received
+        )
         loss = sum((row.square().sum() for row in y), torch.zeros(()))
         tensors = [t.detach() for r in received for t in (r.rows, r.slots, r.weights)]
         return [*tensors, *(row.detach() for row in y), *torch.autograd.grad(loss, leaves)]

@@ -110,10 +110,10 @@ def on_rank(rank: int, ranks: int, back_end: str) -> tuple[list[torch.Tensor], d
     layer = setup.layer(transport, **LLEP, borrow=back_end)
     rows = setup.rows[rank].clone().requires_grad_()
     y = layer(rows)
-    syncs = transport.traffic.host_syncs
+    syncs = transport.group.traffic.host_syncs
     y.square().sum().backward()
     tensors = [y.detach(), rows.grad, *(p.grad for p in layer.parameters())]
-    return tensors, dict(transport.traffic.bytes), syncs
+    return tensors, dict(transport.group.traffic.bytes), syncs
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -152,9 +152,9 @@ def test_layers_share_one_pool_and_backward_brings_again_what_was_overwritten() 
     pointers = [s.data_ptr() for buffer in pool.buffers for stacks in buffer for s in stacks]
     rows = setup.leaves()
     y = run_layers(layers, rows)
-    first = transport.traffic.bytes["borrow"]
+    first = transport.group.traffic.bytes["borrow"]
     torch.cat(y).square().sum().backward()
-    assert transport.traffic.bytes["borrow backward"] == first // 2 > 0
+    assert transport.group.traffic.bytes["borrow backward"] == first // 2 > 0
     assert [s.data_ptr() for buffer in pool.buffers for stacks in buffer for s in stacks] == pointers
     assert sum(s.numel() for buffer in pool.buffers for stacks in buffer for s in stacks) == (
         2 * 4 * 2 * (2 * 8 * 8 + 8 * 8)  # buffers, ranks, spare slots, weights of an expert
@@ -250,7 +250,7 @@ def test_below_the_threshold_nothing_travels() -> None:
     layer = setup.layer(policy="llep")
     assert_dense(setup, layer)
     assert borrowed_experts(layer) == 0
-    assert not {"borrow", "borrow backward", "borrowed gradients"} & set(layer.transport.traffic.bytes)
+    assert not {"borrow", "borrow backward", "borrowed gradients"} & set(layer.transport.group.traffic.bytes)
 
 
 def test_another_placement_moves_the_homes() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import isoload
-from isoload.transport import CollectiveTransport, LocalTransport
+from isoload.transport import CollectiveGroup, CollectiveTransport, LocalTransport
 from isoload.weights.backends import make_back_end
 from isoload.weights.borrow import SparePool
 from support.borrowed_layer import LLEP, Setup, make_setup
@@ -154,7 +154,7 @@ def test_processes_on_cpu_cannot_pull() -> None:
 
 
 def gloo_on_a_gpu(rank: int) -> None:
-    make_back_end(CollectiveTransport(isoload.Topology(RANKS)), "p2p", torch.device("cuda"))
+    make_back_end(CollectiveGroup(isoload.Topology(RANKS)), "p2p", torch.device("cuda"))
 
 
 def test_gloo_sends_no_memory_of_a_gpu() -> None:

@@ -54,12 +54,14 @@ class Chain:
         made = isoload.plan(loads, self.placement, 0)
         share = isoload.share(loads, made)
         slots = [isoload.route(i, loads, made, rank) for rank, i in enumerate(ids)]
-        received = self.transport.dispatch(rows, slots, list(weights), self.placement.slots_per_rank)
+        received = self.transport.dispatcher.dispatch(
+            rows, slots, list(weights), self.placement.slots_per_rank
+        )
         y = [
             run_experts(got.rows, got.slots, got.weights, [ExpertWeights(*stacks)], SwiGLU())
             for got, stacks in zip(received, self.stacks, strict=True)
         ]
-        return self.transport.combine(y, received), share, slots
+        return self.transport.dispatcher.combine(y, received), share, slots
 
 
 def assert_same(got: tuple[Any, ...], wanted: tuple[Any, ...], tolerance: float = 0.0) -> None:
@@ -102,13 +104,13 @@ def test_the_chain_is_one_graph_with_fixed_shapes() -> None:
     compiled = torch.compile(chain.__call__, backend="aot_eager", fullgraph=True)
     for tokens in ((5, 0, 3), (6, 2, 13)):
         rows = chain.rows(*tokens)
-        chain.transport.reset_traffic()
-        wanted, eager = chain(rows), chain.transport.traffic
+        chain.transport.group.reset_traffic()
+        wanted, eager = chain(rows), chain.transport.group.traffic
         assert any((slots < 0).any() for slots in wanted[2]), "a masked copy"
-        chain.transport.reset_traffic()
+        chain.transport.group.reset_traffic()
         assert_same(compiled(rows), wanted)
-        assert chain.transport.traffic.bytes == eager.bytes
-        assert torch.equal(chain.transport.traffic.rows, eager.rows)
+        assert chain.transport.group.traffic.bytes == eager.bytes
+        assert torch.equal(chain.transport.group.traffic.rows, eager.rows)
 
 
 def breaking_functions(chain: Chain, rows: list[Tensor]) -> set[str]:
@@ -123,7 +125,7 @@ def test_without_fixed_shapes_the_graph_ends_where_dispatch_reads_the_row_counts
     chain = Chain(3, None)
     rows = chain.rows(5, 2, 3)
     chain(rows)
-    assert breaking_functions(chain, rows) == {"_swap_row_counts"}
+    assert breaking_functions(chain, rows) == {"swap_counts"}
 
 
 def test_in_training_graphs_end_at_the_anchor_and_where_backward_counts_bytes() -> None:
@@ -131,7 +133,7 @@ def test_in_training_graphs_end_at_the_anchor_and_where_backward_counts_bytes() 
     chain = Chain(3, MAX_TOKENS, trains=True)
     rows = chain.rows(5, 2, 3)
     wanted = chain(rows)
-    assert breaking_functions(chain, rows) == {"anchor", "_swap_counted"}
+    assert breaking_functions(chain, rows) == {"anchor", "swap"}
 
     torch._dynamo.reset()
     got = torch.compile(chain.__call__, backend="aot_eager", dynamic=False)(rows)

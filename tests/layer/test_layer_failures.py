@@ -58,10 +58,10 @@ def run_steps(rank: int, stage: str, fail: Fail, capacity: int | None) -> None:
 
     setup = make_setup(RANKS)
     transport = CollectiveTransport(setup.topology, max_tokens_per_rank=capacity)
-    send, send_back = transport.send, transport.send_back
-    transport.send = lambda name, *how: reach(name) or send(name, *how)
-    transport.send_back = lambda name, *how: reach(name) or send_back(name, *how)
-    transport.gather_loads = reached_first("gather", transport.gather_loads)
+    send, send_back = transport.group.send, transport.group.send_back
+    transport.group.send = lambda name, *how: reach(name) or send(name, *how)
+    transport.group.send_back = lambda name, *how: reach(name) or send_back(name, *how)
+    transport.group.gather_loads = reached_first("gather", transport.group.gather_loads)
     moe.plan, moe.route = reached_first("plan", moe.plan), reached_first("route", moe.route)
     gate = reached_first("count", setup.gate)
     layer = moe.MoE(gate, setup.dense, transport, setup.placement, activation=activation)

@@ -66,8 +66,8 @@ class Steps:
         return {
             "placement": len(placed),
             "policies": sum(len(layers.cache) for layers in [*placed, *own]),
-            "agreed facts": len(self.transport._agreed),
-            "stages of traffic": len(self.transport.traffic.bytes),
+            "agreed facts": len(self.transport.group._agreed),
+            "stages of traffic": len(self.transport.group.traffic.bytes),
         }
 
 

@@ -91,7 +91,7 @@ def joint_on_rank(rank, ranks):
     transport = CollectiveTransport(setup.topology)
     layer = MoE(setup.routed, setup.dense, transport, setup.placement, policy="joint")
     y = layer(setup.rows[rank])
-    return y.detach(), layer.last_plan.quota, layer.last_plan.shared.share, transport.traffic.rows[rank]
+    return y.detach(), layer.last_plan.quota, layer.last_plan.shared.share, transport.group.traffic.rows[rank]
 
 
 def test_processes_agree_on_shared_copies():
@@ -103,7 +103,7 @@ def test_processes_agree_on_shared_copies():
     for rank, (y, quota, share, sent) in enumerate(run_ranks(joint_on_rank, ranks, ranks)):
         assert torch.equal(y, ys[rank]) and torch.equal(quota, layer.last_plan.quota)
         assert torch.equal(share, layer.last_plan.shared.share)
-        assert torch.equal(sent, transport.traffic.rows[rank])
+        assert torch.equal(sent, transport.group.traffic.rows[rank])
 
 
 def without_freedom(setup):
@@ -129,17 +129,17 @@ def test_small_batches_and_fixed_placements_gather_nothing():
     layer(setup.rows)
     assert layer.last_plan is not None, "an unknown number of tokens is planned"
     layer(setup.rows, num_tokens=total)
-    assert layer.last_plan is not None and transport.traffic.bytes["gather"] > 0
-    transport.reset_traffic()
+    assert layer.last_plan is not None and transport.group.traffic.bytes["gather"] > 0
+    transport.group.reset_traffic()
     small = layer(setup.rows, num_tokens=total - 1)
-    assert layer.last_plan is None and transport.traffic.bytes["gather"] == 0
+    assert layer.last_plan is None and transport.group.traffic.bytes["gather"] == 0
     for y, rows in zip(small, setup.rows, strict=True):
         assert close(y, dense_layer(setup, rows, [setup.dense.gate_up, setup.dense.down, None, None]), 1e-12)
 
     fixed = make_setup(4)
     layer = MoE(fixed.gate, fixed.dense, LocalTransport(fixed.topology), without_freedom(fixed))
     outputs = layer(fixed.rows)
-    assert layer.last_plan is None and layer.transport.traffic.bytes["gather"] == 0
+    assert layer.last_plan is None and layer.transport.group.traffic.bytes["gather"] == 0
     sum((y**2).sum() for y in outputs).backward()
     for y, rows in zip(outputs, fixed.rows, strict=True):
         assert close(y, dense_layer(fixed, rows, [fixed.dense.gate_up, fixed.dense.down, None, None]), 1e-12)

@@ -49,7 +49,10 @@ def train_once(rank: int, policy: str, capacity: int | None) -> SimpleNamespace:
     made = layer.last_plan
     decided = made.weights if made.quota is None else made.quota
     return SimpleNamespace(
-        counted=transport.traffic.bytes, below=below.bytes, rows=transport.traffic.rows, decided=decided
+        counted=transport.group.traffic.bytes,
+        below=below.bytes,
+        rows=transport.group.traffic.rows,
+        decided=decided,
     )
 
 

@@ -183,14 +183,14 @@ def on_rank(rank, ranks, policy):
     layer = MoE(setup.gate, setup.dense, transport, setup.placement, policy=policy)
     rows = setup.rows[rank].clone().requires_grad_()
     y = layer(rows)
-    syncs = transport.traffic.host_syncs
+    syncs = transport.group.traffic.host_syncs
     (y**2).sum().backward()
     layer.refresh_replicas()
     quota = layer.last_plan.quota if layer.last_plan.quota is not None else layer.last_plan.weights
     return (
         [y.detach(), rows.grad, *(p.grad for p in layer.parameters())],
         quota,
-        transport.traffic.rows,
+        transport.group.traffic.rows,
         syncs,
     )
 
@@ -210,7 +210,7 @@ def test_processes_equal_virtual_ranks(policy, ranks):
         for a, b in zip(tensors, wanted, strict=True):
             assert torch.equal(a, b)
         assert torch.equal(quota, layer.last_plan.quota), "the same plan on every rank"
-        assert torch.equal(sent[rank], transport.traffic.rows[rank])
+        assert torch.equal(sent[rank], transport.group.traffic.rows[rank])
         assert syncs == 1, "one wait for the host per forward"
 
 
@@ -226,7 +226,9 @@ def test_rows_sent_are_the_distinct_pairs_of_token_and_rank():
             (t, int(p) // setup.placement.slots_per_rank) for t, row in enumerate(slots.tolist()) for p in row
         }
         for destination in range(4):
-            assert int(transport.traffic.rows[rank, destination]) == sum(d == destination for _, d in pairs)
+            assert int(transport.group.traffic.rows[rank, destination]) == sum(
+                d == destination for _, d in pairs
+            )
 
 
 def failing_gate(rank):

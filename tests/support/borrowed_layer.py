@@ -43,7 +43,7 @@ class Setup:
     def layer(self, transport: Transport | None = None, **how: Any) -> isoload.MoE:
         """The layer over a transport (default: virtual ranks); the gate answers for one owned rank after the other."""
         transport = LocalTransport(self.placement.topology) if transport is None else transport
-        answers = itertools.cycle([self.ids[rank] for rank in transport.ranks])
+        answers = itertools.cycle([self.ids[rank] for rank in transport.group.ranks])
 
         def gate(rows: Tensor) -> tuple[Tensor, Tensor]:
             return next(answers), self.weights(rows)

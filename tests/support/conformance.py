@@ -7,8 +7,7 @@ of one process and on R processes. Every transport passes all CASES.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -16,108 +15,29 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from isoload.transport import LocalTransport, Received, Transport
+from support.batches import Batch, batches, draw
 
 Make = Callable[[], Transport]
 # largest error relative to the largest reference value
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-MAX_TOKENS = 13  # of a rank in any batch
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What all R ranks hand over: x [R][T, H], slots [R][T, K] global, weights [R][T, K], S slots per rank."""
-
-    name: str
-    x: list[Tensor]
-    slots: list[Tensor]
-    weights: list[Tensor]
-    slots_per_rank: int
-
-    def received_by(self, rank: int) -> list[tuple[int, int, list[int], list[float]]]:
-        """Of every row that a rank must get, in order: source, token, local slots [K], weights [K]."""
-        rows = []
-        for source, slots in enumerate(self.slots):
-            for token, chosen in enumerate(slots.tolist()):
-                here = [slot >= 0 and slot // self.slots_per_rank == rank for slot in chosen]
-                if any(here):
-                    local = [
-                        slot % self.slots_per_rank if h else -1 for slot, h in zip(chosen, here, strict=True)
-                    ]
-                    kept = [
-                        w if h else 0.0
-                        for w, h in zip(self.weights[source][token].tolist(), here, strict=True)
-                    ]
-                    rows.append((source, token, local, kept))
-        return rows
-
-    def num_rows(self) -> np.ndarray:
-        """[R, R] distinct (token, destination) pairs by source."""
-        counts = np.zeros((len(self.x), len(self.x)), dtype=np.int64)
-        for destination in range(len(self.x)):
-            for source, *_ in self.received_by(destination):
-                counts[source, destination] += 1
-        return counts
-
-
-def draw(
-    name: str,
-    num_ranks: int,
-    *,
-    top_k: int = 4,
-    hidden: int = 7,
-    tokens: list[int] | None = None,
-    absent: float = 0.15,
-    to_rank: int | None = None,
-    dtype: torch.dtype = torch.float64,
-    seed: int = 0,
-) -> Batch:
-    """Distinct slots per token (all on one rank if ``to_rank`` is given), some absent; ragged token numbers."""
-    rng = np.random.default_rng([seed, num_ranks, top_k, hidden])
-    slots_per_rank = top_k + 1 if to_rank is not None else 2 + top_k // num_ranks
-    tokens = [int(t) for t in rng.integers(1, MAX_TOKENS + 1, num_ranks)] if tokens is None else tokens
-    low, high = (0, num_ranks) if to_rank is None else (to_rank, to_rank + 1)
-    x, slots, weights = [], [], []
-    for count in tokens:
-        held = np.arange(low * slots_per_rank, high * slots_per_rank)
-        chosen = np.array([rng.permutation(held)[:top_k] for _ in range(count)], dtype=np.int64)
-        chosen = chosen.reshape(count, top_k)
-        chosen[rng.random(chosen.shape) < absent] = -1
-        slots.append(torch.from_numpy(chosen))
-        x.append(torch.from_numpy(rng.standard_normal((count, hidden))).to(dtype))
-        weights.append(torch.from_numpy(rng.random((count, top_k))).float())
-    return Batch(name, x, slots, weights, slots_per_rank)
-
-
-def batches(num_ranks: int, dtype: torch.dtype = torch.float64) -> Iterator[Batch]:
-    """The named batches of every case."""
-    last = num_ranks - 1
-    yield draw("one token on one rank", num_ranks, tokens=[1] + [0] * last, dtype=dtype)
-    yield draw("no token anywhere", num_ranks, tokens=[0] * num_ranks, dtype=dtype)
-    yield draw("rank without tokens", num_ranks, tokens=[MAX_TOKENS] * last + [0], dtype=dtype)
-    yield draw("all copies absent", num_ranks, absent=1.0, dtype=dtype)
-    yield draw("all copies to the last rank", num_ranks, to_rank=last, dtype=dtype)
-    yield draw("no copy absent", num_ranks, absent=0.0, dtype=dtype)
-    yield draw("H = 1", num_ranks, hidden=1, dtype=dtype)
-    yield draw("H = 33", num_ranks, hidden=33, dtype=dtype)
-    for top_k in range(1, 9):
-        yield draw(f"K = {top_k}", num_ranks, top_k=top_k, dtype=dtype, seed=top_k)
 
 
 def own(transport: Transport, values: list[Tensor]) -> list[Tensor]:
-    return [values[rank] for rank in transport.ranks]
+    return [values[rank] for rank in transport.group.ranks]
 
 
 def send(transport: Transport, batch: Batch) -> list[Received]:
     inputs = (own(transport, values) for values in (batch.x, batch.slots, batch.weights))
-    return transport.dispatch(*inputs, batch.slots_per_rank)
+    return transport.dispatcher.dispatch(*inputs, batch.slots_per_rank)
 
 
 def check_rows(make: Make) -> None:
     """A token comes once per rank, in order, with its slots and weights; other rows are padding."""
     transport = make()
+    num_ranks, capacity = transport.group.topology.num_ranks, transport.dispatcher.max_tokens_per_rank
     for dtype in TOLERANCES:
-        for batch in batches(transport.topology.num_ranks, dtype):
-            for rank, got in zip(transport.ranks, send(transport, batch), strict=True):
+        for batch in batches(num_ranks, dtype):
+            for rank, got in zip(transport.group.ranks, send(transport, batch), strict=True):
                 expected = batch.received_by(rank)
                 real = (got.slots >= 0).any(1)
                 label = f"{batch.name}, rank {rank}, {dtype}"
@@ -125,10 +45,10 @@ def check_rows(make: Make) -> None:
                 assert got.rows.dtype == dtype and got.weights.dtype == torch.float32, label
                 assert got.slots.dtype == torch.int64 and got.slots.shape == got.weights.shape, label
                 assert not got.weights[got.slots < 0].any(), label
-                if transport.max_tokens_per_rank is None:
+                if capacity is None:
                     assert real.all(), label
                 else:
-                    assert len(real) == transport.topology.num_ranks * transport.max_tokens_per_rank, label
+                    assert len(real) == num_ranks * capacity, label
                     assert not got.rows[~real].any(), label
                 rows, slots, weights = got.rows[real], got.slots[real], got.weights[real]
                 for i, (source, token, local, kept) in enumerate(expected):
@@ -139,12 +59,12 @@ def check_rows(make: Make) -> None:
 def check_slot_counts(make: Make) -> None:
     """Copies per slot, counted from what arrived, are those that all ranks sent to it; int32 slots do as well."""
     transport = make()
-    for batch in batches(transport.topology.num_ranks):
+    for batch in batches(transport.group.topology.num_ranks):
         narrow = Batch(
             batch.name, batch.x, [s.int() for s in batch.slots], batch.weights, batch.slots_per_rank
         )
         sent = torch.cat([slots.flatten() for slots in batch.slots]).numpy()
-        for rank, got in zip(transport.ranks, send(transport, narrow), strict=True):
+        for rank, got in zip(transport.group.ranks, send(transport, narrow), strict=True):
             first = rank * batch.slots_per_rank
             expected = [int((sent == first + s).sum()) for s in range(batch.slots_per_rank)]
             assert [int((got.slots == s).sum()) for s in range(batch.slots_per_rank)] == expected, batch.name
@@ -155,11 +75,13 @@ def check_sums(make: Make) -> None:
     transport = make()
     for dtype in TOLERANCES:
         exact = np.float64 if dtype == torch.float64 else np.float32
-        for batch in batches(transport.topology.num_ranks, dtype):
+        for batch in batches(transport.group.topology.num_ranks, dtype):
             received = send(transport, batch)
             scales = [0.37 + rank for rank in range(len(batch.x))]
-            y = [got.rows * scales[rank] for rank, got in zip(transport.ranks, received, strict=True)]
-            for rank, out in zip(transport.ranks, transport.combine(y, received), strict=True):
+            y = [got.rows * scales[rank] for rank, got in zip(transport.group.ranks, received, strict=True)]
+            for rank, out in zip(
+                transport.group.ranks, transport.dispatcher.combine(y, received), strict=True
+            ):
                 expected = np.zeros(batch.x[rank].shape, dtype=exact)
                 for token, chosen in enumerate(batch.slots[rank].tolist()):
                     for d in sorted({slot // batch.slots_per_rank for slot in chosen if slot >= 0}):
@@ -169,45 +91,91 @@ def check_sums(make: Make) -> None:
                 assert torch.equal(out, torch.from_numpy(expected).to(dtype)), f"{batch.name}, {dtype}"
 
 
+def check_own_contributions(make: Make) -> None:
+    """What a rank adds to its own tokens without dispatch takes the place, and the gradient, of rows that travel."""
+    transport = make()
+    ranks, dispatcher = transport.group.ranks, transport.dispatcher
+    for dtype in TOLERANCES:
+        for batch in batches(transport.group.topology.num_ranks, dtype):
+            parts = [0.37 + rank for rank in range(len(batch.x))]
+            received = send(transport, batch)
+            whole = dispatcher.combine(
+                [got.rows * parts[r] for r, got in zip(ranks, received, strict=True)], received
+            )
+            mine = []
+            for rank, x, slots in zip(
+                ranks, own(transport, batch.x), own(transport, batch.slots), strict=True
+            ):
+                here = slots.div(batch.slots_per_rank, rounding_mode="floor") == rank
+                mine.append(leaf((x * parts[rank]).masked_fill(~here.any(1, keepdim=True), 0)))
+            received = send(transport, batch.without_own_copies())
+            y = [leaf(got.rows.detach() * parts[r]) for r, got in zip(ranks, received, strict=True)]
+            out = dispatcher.combine(y, received, mine)
+            assert all(torch.equal(a, b) for a, b in zip(out, whole, strict=True)), f"{batch.name}, {dtype}"
+            scale = own(transport, loss_weights(batch))
+            torch.stack([(o * g).sum() for o, g in zip(out, scale, strict=True)]).sum().backward()
+            assert all(torch.equal(m.grad, g) for m, g in zip(mine, scale, strict=True)), batch.name
+
+
+def check_started_dispatch(make: Make) -> None:
+    """A dispatch that is begun brings what one at once brings, with other exchanges in between; forward only."""
+    transport = make()
+    for batch in batches(transport.group.topology.num_ranks, torch.bfloat16):
+        inputs = [own(transport, values) for values in (batch.x, batch.slots, batch.weights)]
+        with torch.no_grad():
+            wanted = send(transport, batch)
+            sent = transport.group.traffic.bytes["dispatch"]
+            started = transport.dispatcher.start_dispatch(*inputs, batch.slots_per_rank)
+            out = transport.dispatcher.combine([got.rows for got in wanted], wanted)
+            received = started.wait()
+            assert transport.group.traffic.bytes["dispatch"] == 2 * sent, batch.name
+            transport.group.reset_traffic()
+            for got, want in zip(received, wanted, strict=True):
+                for name in ("rows", "slots", "weights"):
+                    assert torch.equal(getattr(got, name), getattr(want, name)), batch.name
+            again = transport.dispatcher.combine([got.rows for got in received], received)
+            assert all(torch.equal(a, b) for a, b in zip(out, again, strict=True)), batch.name
+
+
 def check_padding_is_ignored(make: Make) -> None:
     """What stands in rows without copies never reaches a token, nan and inf included."""
     transport = make()
-    for batch in batches(transport.topology.num_ranks):
+    for batch in batches(transport.group.topology.num_ranks):
         received = send(transport, batch)
         y = [got.rows.masked_fill((got.slots < 0).all(1, keepdim=True), torch.nan) for got in received]
-        for out in transport.combine(y, received):
+        for out in transport.dispatcher.combine(y, received):
             assert out.isfinite().all(), batch.name
 
 
 def check_traffic(make: Make) -> None:
     """Rows per (source, destination), bytes of every exchange and host syncs, recounted."""
-    for batch in batches(make_ranks := make().topology.num_ranks, torch.bfloat16):
+    for batch in batches(make_ranks := make().group.topology.num_ranks, torch.bfloat16):
         transport, hidden, top_k = make(), batch.x[0].shape[1], batch.slots[0].shape[1]
         received = send(transport, batch)
-        transport.combine([got.rows for got in received], received)
+        transport.dispatcher.combine([got.rows for got in received], received)
         expected = np.zeros((make_ranks, make_ranks), dtype=np.int64)
-        expected[list(transport.ranks)] = batch.num_rows()[list(transport.ranks)]
-        assert np.array_equal(transport.traffic.rows.numpy(), expected), batch.name
-        capacity = transport.max_tokens_per_rank
-        sent = got = len(transport.ranks) * make_ranks * (capacity or 0)
+        expected[list(transport.group.ranks)] = batch.num_rows()[list(transport.group.ranks)]
+        assert np.array_equal(transport.group.traffic.rows.numpy(), expected), batch.name
+        capacity = transport.dispatcher.max_tokens_per_rank
+        sent = got = len(transport.group.ranks) * make_ranks * (capacity or 0)
         if capacity is None:
-            sent, got = expected.sum(), batch.num_rows()[:, list(transport.ranks)].sum()
-        assert transport.traffic.bytes["dispatch"] == sent * (2 * hidden + 8 * top_k), batch.name
-        assert transport.traffic.bytes["combine"] == got * 2 * hidden, batch.name
-        assert transport.traffic.host_syncs == (capacity is None), batch.name
+            sent, got = expected.sum(), batch.num_rows()[:, list(transport.group.ranks)].sum()
+        assert transport.group.traffic.bytes["dispatch"] == sent * (2 * hidden + 8 * top_k), batch.name
+        assert transport.group.traffic.bytes["combine"] == got * 2 * hidden, batch.name
+        assert transport.group.traffic.host_syncs == (capacity is None), batch.name
 
 
 def check_loads(make: Make) -> None:
     """The gather returns every rank's counts to every rank; it is repeatable and waits for nothing."""
     transport = make()
-    num_ranks = transport.topology.num_ranks
+    num_ranks = transport.group.topology.num_ranks
     for num_experts in (1, 5, 64):
         for seed in range(2):
             drawn = np.random.default_rng([seed, num_ranks]).integers(0, 2**31 - 1, (num_ranks, num_experts))
             counts = list(torch.from_numpy(drawn).int())
-            loads = transport.gather_loads(own(transport, counts), [0] * len(transport.ranks))
+            loads = transport.group.gather_loads(own(transport, counts), [0] * len(transport.group.ranks))
             assert torch.equal(loads, torch.stack(counts)) and loads.dtype == torch.int32
-    assert transport.traffic.host_syncs == 0
+    assert transport.group.traffic.host_syncs == 0
 
 
 def experts(rows: Tensor, slots: Tensor, weights: Tensor, scale: Tensor) -> Tensor:
@@ -225,9 +193,9 @@ def layer(transport: Transport, batch: Batch) -> dict[str, list[Tensor | None]]:
     x = [leaf(value) for value in own(transport, batch.x)]
     weights = [leaf(value) for value in own(transport, batch.weights)]
     scale = [leaf(value) for value in own(transport, expert_scales(batch))]
-    received = transport.dispatch(x, own(transport, batch.slots), weights, batch.slots_per_rank)
+    received = transport.dispatcher.dispatch(x, own(transport, batch.slots), weights, batch.slots_per_rank)
     y = [experts(got.rows, got.slots, got.weights, s) for got, s in zip(received, scale, strict=True)]
-    out = transport.combine(y, received)
+    out = transport.dispatcher.combine(y, received)
     losses = [(o * g).sum() for o, g in zip(out, own(transport, loss_weights(batch)), strict=True)]
     torch.stack(losses).sum().backward()
     grads = {"x": x, "weights": weights, "scale": scale}
@@ -265,12 +233,12 @@ def check_gradients(make: Make) -> None:
     """Output and all gradients equal the dense formula, for every dtype."""
     transport = make()
     for dtype, tolerance in TOLERANCES.items():
-        for batch in batches(transport.topology.num_ranks, dtype):
+        for batch in batches(transport.group.topology.num_ranks, dtype):
             if dtype == torch.float64:
                 batch.weights[:] = [w.double() for w in batch.weights]
             reference = dense(batch)
             for name, values in layer(transport, batch).items():
-                for rank, value in zip(transport.ranks, values, strict=True):
+                for rank, value in zip(transport.group.ranks, values, strict=True):
                     expected = reference[name][rank]
                     # absent copies of x in no loss: dense autograd has no gradient, the exchange has zeros
                     expected = torch.zeros_like(value) if expected is None else expected
@@ -283,10 +251,12 @@ def check_equals_local(make: Make) -> None:
     """Outputs and gradients are those of R virtual ranks in one process, bit for bit."""
     transport = make()
     for dtype in TOLERANCES:
-        for batch in batches(transport.topology.num_ranks, dtype):
-            local = layer(LocalTransport(transport.topology, transport.max_tokens_per_rank), batch)
+        for batch in batches(transport.group.topology.num_ranks, dtype):
+            local = layer(
+                LocalTransport(transport.group.topology, transport.dispatcher.max_tokens_per_rank), batch
+            )
             for name, values in layer(transport, batch).items():
-                for rank, value in zip(transport.ranks, values, strict=True):
+                for rank, value in zip(transport.group.ranks, values, strict=True):
                     assert torch.equal(value, local[name][rank]), (
                         f"{batch.name}, {dtype}, {name} of rank {rank}"
                     )
@@ -295,21 +265,21 @@ def check_equals_local(make: Make) -> None:
 def check_backward_everywhere(make: Make) -> None:
     """A rank where nothing requires a gradient, or whose experts are cut off, takes part in the others' backward."""
     transport = make()
-    num_ranks = transport.topology.num_ranks
+    num_ranks = transport.group.topology.num_ranks
     batch = draw("frozen ranks", num_ranks, absent=0.0)
     for frozen in range(num_ranks):
         for cut in (False, True):
             x = [value.clone().requires_grad_(rank != frozen) for rank, value in enumerate(batch.x)]
             mine = own(transport, x)
-            received = transport.dispatch(
+            received = transport.dispatcher.dispatch(
                 mine, own(transport, batch.slots), own(transport, batch.weights), batch.slots_per_rank
             )
             y = [
                 got.rows.detach() if cut and rank == frozen else got.rows * 2
-                for rank, got in zip(transport.ranks, received, strict=True)
+                for rank, got in zip(transport.group.ranks, received, strict=True)
             ]
-            torch.stack([out.sum() for out in transport.combine(y, received)]).sum().backward()
-            for rank, value in zip(transport.ranks, mine, strict=True):
+            torch.stack([out.sum() for out in transport.dispatcher.combine(y, received)]).sum().backward()
+            for rank, value in zip(transport.group.ranks, mine, strict=True):
                 if rank == frozen:
                     assert value.grad is None
                     continue
@@ -322,10 +292,10 @@ def check_backward_everywhere(make: Make) -> None:
 def check_absent_weights(make: Make) -> None:
     """The weight of a copy gets the gradient of the one row that carries it; the zeros elsewhere give none."""
     transport = make()
-    for batch in batches(transport.topology.num_ranks):
+    for batch in batches(transport.group.topology.num_ranks):
         weights = [leaf(w) for w in own(transport, batch.weights)]
         x, slots = own(transport, batch.x), own(transport, batch.slots)
-        received = transport.dispatch(x, slots, weights, batch.slots_per_rank)
+        received = transport.dispatcher.dispatch(x, slots, weights, batch.slots_per_rank)
         torch.stack([got.weights.sum() for got in received]).sum().backward()
         for weight, chosen in zip(weights, slots, strict=True):
             assert torch.equal(weight.grad, (chosen >= 0).float()), batch.name
@@ -334,14 +304,16 @@ def check_absent_weights(make: Make) -> None:
 def check_checkpointing(make: Make) -> None:
     """Recomputing the exchanges in backward changes nothing, in both modes of torch.utils.checkpoint."""
     transport = make()
-    batch = draw("checkpointed", transport.topology.num_ranks)
-    owned = len(transport.ranks)
+    batch = draw("checkpointed", transport.group.topology.num_ranks)
+    owned = len(transport.group.ranks)
 
     def forward(*values: Tensor) -> tuple[Tensor, ...]:
         x, weights = list(values[:owned]), list(values[owned:])
-        received = transport.dispatch(x, own(transport, batch.slots), weights, batch.slots_per_rank)
+        received = transport.dispatcher.dispatch(
+            x, own(transport, batch.slots), weights, batch.slots_per_rank
+        )
         y = [torch.tanh(got.rows) * got.weights.sum(1, keepdim=True) for got in received]
-        return tuple(transport.combine(y, received))
+        return tuple(transport.dispatcher.combine(y, received))
 
     grads = []
     for mode in (None, True, False):
@@ -356,12 +328,12 @@ def check_checkpointing(make: Make) -> None:
 def check_without_gradients(make: Make) -> None:
     """Under no_grad and inference_mode nothing is recorded, and the sums are the same."""
     transport = make()
-    batch = draw("no gradients", transport.topology.num_ranks)
+    batch = draw("no gradients", transport.group.topology.num_ranks)
     outs = []
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
         with mode():
             received = send(transport, batch)
-            outs.append(transport.combine([got.rows for got in received], received))
+            outs.append(transport.dispatcher.combine([got.rows for got in received], received))
         assert all(o.requires_grad == (mode is torch.enable_grad) for o in outs[-1])
     for a, b, c in zip(*outs, strict=True):
         assert torch.equal(a, b) and torch.equal(a, c)

@@ -6,6 +6,7 @@ import gc
 import traceback
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ import isoload
 from isoload import Topology
 from isoload.transport import CollectiveTransport, LocalTransport, Transport, error_code
 from isoload.workloads import make_workload
-from support.conformance import CASES, MAX_TOKENS, Batch, draw, layer, own, send
+from support.batches import MAX_TOKENS, Batch, draw
+from support.conformance import CASES, layer, own, send
 from support.processes import run_ranks
 
 CAPACITIES = [None, MAX_TOKENS]
@@ -58,16 +60,16 @@ def test_collective(case: str, failures: list[dict[str, str]]) -> None:
 
 def balanced_step(transport: Transport, step: int) -> dict[str, Any]:
     """count, gather, plan, route and a layer on a skewed workload; the results of the transport's own ranks."""
-    num_ranks, num_experts, slots_per_rank = transport.topology.num_ranks, 16, 6
+    num_ranks, num_experts, slots_per_rank = transport.group.topology.num_ranks, 16, 6
     tokens = [29, 0, 40, 11]
     workload = make_workload(
         "zipf", num_ranks=num_ranks, num_experts=num_experts, top_k=3, tokens_per_rank=tokens, seed=5
     )
     loads_before = torch.from_numpy(workload.expert_loads(step)[None])
-    placement = isoload.place(loads_before, transport.topology, slots_per_rank)
-    transport.reset_traffic()
+    placement = isoload.place(loads_before, transport.group.topology, slots_per_rank)
+    transport.group.reset_traffic()
     ids = workload.topk_ids(step)
-    loads = transport.gather_loads(own(transport, [isoload.count(i, num_experts) for i in ids]))
+    loads = transport.group.gather_loads(own(transport, [isoload.count(i, num_experts) for i in ids]))
     plan = isoload.plan(loads, placement, 0)
     # every process routes for all ranks, to know what the others send it
     slots = [isoload.route(i, loads, plan, rank) for rank, i in enumerate(ids)]
@@ -75,7 +77,7 @@ def balanced_step(transport: Transport, step: int) -> dict[str, Any]:
     x = [torch.from_numpy(rng.standard_normal((t, 9))).float() for t in tokens]
     weights = [torch.from_numpy(rng.random((t, 3))).float() for t in tokens]
     batch = Batch("zipf", x, slots, weights, slots_per_rank)
-    traffic = {"rows": transport.traffic.rows, "bytes": transport.traffic.bytes}
+    traffic = {"rows": transport.group.traffic.rows, "bytes": transport.group.traffic.bytes}
     return {"batch": batch, "quota": plan.quota, **layer(transport, batch), **traffic}
 
 
@@ -132,24 +134,24 @@ def test_fixed_shapes_never_wait_for_a_device(device: str) -> None:
     exact, fixed = (LocalTransport(Topology(3), c) for c in CAPACITIES)
     for transport in (exact, fixed):  # on real tensors, to agree on the facts
         layer(transport, draw("real", 3, tokens=tokens))
-        transport.gather_loads([torch.zeros(6, dtype=torch.int32)] * 3)
+        transport.group.gather_loads([torch.zeros(6, dtype=torch.int32)] * 3)
     with FakeTensorMode(), torch.set_grad_enabled(device == "cpu"):
         x = [torch.zeros(t, 7, dtype=torch.float64, device=device) for t in tokens]
         slots = [torch.zeros(t, 4, dtype=torch.int64, device=device) for t in tokens]
         weights = [torch.zeros(t, 4, device=device) for t in tokens]
         for transport in (exact, fixed):
-            transport.reset_traffic()
+            transport.group.reset_traffic()
         if device == "cuda":  # on CPU a gather's errors are read at once
             counts = [torch.zeros(6, dtype=torch.int32, device=device)] * 3
-            assert fixed.gather_loads(counts).device.type == device
-        received = fixed.dispatch(x, slots, weights, SLOTS_PER_RANK)
-        out = fixed.combine([got.rows for got in received], received)
+            assert fixed.group.gather_loads(counts).device.type == device
+        received = fixed.dispatcher.dispatch(x, slots, weights, SLOTS_PER_RANK)
+        out = fixed.dispatcher.combine([got.rows for got in received], received)
         assert [o.shape for o in out] == [t.shape for t in x]
         if device == "cpu":
             torch.cat(out).sum().backward()
             with pytest.raises(Exception, match="tolist|item|data-dependent|_local_scalar_dense"):
-                exact.dispatch(x, slots, weights, SLOTS_PER_RANK)
-    assert fixed.traffic.host_syncs == 0
+                exact.dispatcher.dispatch(x, slots, weights, SLOTS_PER_RANK)
+    assert fixed.group.traffic.host_syncs == 0
 
 
 def test_errors_of_a_device_gather_are_raised_at_the_next_look() -> None:
@@ -157,14 +159,14 @@ def test_errors_of_a_device_gather_are_raised_at_the_next_look() -> None:
     batch = draw("late", 3)
     for capacity in CAPACITIES:
         transport = LocalTransport(Topology(3), capacity)
-        transport._errors = torch.tensor([0, 0, error_code("plan")], dtype=torch.int32)
+        transport.group._errors = torch.tensor([0, 0, error_code("plan")], dtype=torch.int32)
         with pytest.raises(ValueError, match="rank 2 failed in stage plan"):
             send(transport, batch)
-            transport.check()
-        transport.check()
-        transport._errors = torch.tensor([0, error_code("route"), 0], dtype=torch.int32)
+            transport.group.check()
+        transport.group.check()
+        transport.group._errors = torch.tensor([0, error_code("route"), 0], dtype=torch.int32)
         with pytest.raises(ValueError, match="rank 1 failed in stage route"):  # kept by a later gather
-            transport.gather_loads([torch.zeros(2, dtype=torch.int32)] * 3)
+            transport.group.gather_loads([torch.zeros(2, dtype=torch.int32)] * 3)
 
 
 def test_a_step_leaves_nothing_behind() -> None:
@@ -173,8 +175,8 @@ def test_a_step_leaves_nothing_behind() -> None:
     gc.disable()
     try:
         x = [value.clone().requires_grad_() for value in batch.x]
-        received = transport.dispatch(x, batch.slots, batch.weights, batch.slots_per_rank)
-        out = transport.combine([got.rows for got in received], received)
+        received = transport.dispatcher.dispatch(x, batch.slots, batch.weights, batch.slots_per_rank)
+        out = transport.dispatcher.combine([got.rows for got in received], received)
         torch.cat(out).sum().backward()
         alive = [weakref.ref(t) for got in received for t in (got, got.rows, got.handle)]
         del received, out
@@ -195,7 +197,7 @@ def refused(message: str, **changes: Any) -> None:
         given = arguments[name]
         arguments[name] = [change(given[0]), given[1]] if isinstance(given, list) else change(given)
     with pytest.raises(ValueError) as raised:
-        LocalTransport(Topology(2)).dispatch(**arguments)
+        LocalTransport(Topology(2)).dispatcher.dispatch(**arguments)
     assert str(raised.value) == message
 
 
@@ -218,6 +220,26 @@ def test_bad_arguments_of_dispatch() -> None:
     refused(message, slots=lambda s: s.to("meta"))
 
 
+def test_a_started_dispatch_carries_no_gradients() -> None:
+    batch = draw("started", 2)
+    dispatcher = LocalTransport(Topology(2)).dispatcher
+    with pytest.raises(
+        ValueError, match="start_dispatch must run under torch.no_grad.., got gradients recorded"
+    ):
+        dispatcher.start_dispatch(batch.x, batch.slots, batch.weights, batch.slots_per_rank)
+
+
+def test_other_facts_travel_with_the_row_counts() -> None:
+    """One more column of an exchange that is there anyway; in one process the ranks give the same facts."""
+    transport, batch, sent = LocalTransport(Topology(3)), draw("facts", 3), []
+    for facts in (None, {"batch": 4, "placement": 2**55}):
+        transport.group.reset_traffic()
+        transport.dispatcher.dispatch(batch.x, batch.slots, batch.weights, batch.slots_per_rank, facts)
+        sent.append(transport.group.traffic.bytes["dispatch row counts"])
+        assert transport.group.traffic.host_syncs == 1
+    assert sent == [3 * 3 * 8 * (2 + 5), 3 * 3 * 8 * (2 + 5 + 2)]
+
+
 def test_bad_arguments_of_the_rest() -> None:
     transport = LocalTransport(Topology(2))
     batch = draw("refused", 2, tokens=[3, 3], absent=0.0)
@@ -226,28 +248,49 @@ def test_bad_arguments_of_the_rest() -> None:
     count = len(rows[0])
     counts = [torch.zeros(4, dtype=torch.int32)] * 2
     calls: list[tuple[str, Callable[[], object]]] = [
-        ("y must have one entry per owned rank (2), got 1", lambda: transport.combine(rows[:1], received)),
-        ("received must have one entry per owned rank (2), got 0", lambda: transport.combine(rows, [])),
+        (
+            "y must have one entry per owned rank (2), got 1",
+            lambda: transport.dispatcher.combine(rows[:1], received),
+        ),
+        (
+            "received must have one entry per owned rank (2), got 0",
+            lambda: transport.dispatcher.combine(rows, []),
+        ),
         (
             f"y of rank 0 must be [{count}, 7] torch.float64 as the received rows, got [{count}, 7] torch.float32",
-            lambda: transport.combine([rows[0].float(), rows[1]], received),
+            lambda: transport.dispatcher.combine([rows[0].float(), rows[1]], received),
         ),
         (
             f"y of rank 1 must be [{len(rows[1])}, 7] torch.float64 as the received rows, got [0, 7] torch.float64",
-            lambda: transport.combine([rows[0], rows[1][:0]], received),
+            lambda: transport.dispatcher.combine([rows[0], rows[1][:0]], received),
+        ),
+        (
+            f"own of rank 1 must be [3, 7] torch.float64 as the rank's tokens, got [{count}, 7] torch.float64",
+            lambda: transport.dispatcher.combine(rows, received, [batch.x[0], rows[0]]),
+        ),
+        (
+            "own must have one entry per owned rank (2), got 1",
+            lambda: transport.dispatcher.combine(rows, received, batch.x[:1]),
+        ),
+        (
+            "received must come from this dispatcher's dispatch, got a str",
+            lambda: transport.dispatcher.combine(rows, [replace(got, handle="row 7") for got in received]),
         ),
         (
             "counts of rank 0 must be [E] int32, got [4] torch.int64",
-            lambda: transport.gather_loads([counts[0].long(), counts[1]]),
+            lambda: transport.group.gather_loads([counts[0].long(), counts[1]]),
         ),
-        ("counts must have one entry per owned rank (2), got 1", lambda: transport.gather_loads(counts[:1])),
+        (
+            "counts must have one entry per owned rank (2), got 1",
+            lambda: transport.group.gather_loads(counts[:1]),
+        ),
         (
             "errors must have one entry per owned rank (2), got 3",
-            lambda: transport.gather_loads(counts, [0] * 3),
+            lambda: transport.group.gather_loads(counts, [0] * 3),
         ),
         (
             "rank 0 failed in stage of code 99, so all ranks stop",
-            lambda: transport.gather_loads(counts, [99, 1]),
+            lambda: transport.group.gather_loads(counts, [99, 1]),
         ),
         (
             "stage must be one of count, plan, route, dispatch, experts, combine, placement, got 'x'",

@@ -11,7 +11,8 @@ import torch
 
 from isoload import Topology
 from isoload.transport import STAGES, CollectiveTransport, error_code
-from support.conformance import MAX_TOKENS, Batch, draw, own, send
+from support.batches import MAX_TOKENS, Batch, draw
+from support.conformance import own, send
 from support.processes import die, rank_outcomes, run_ranks
 
 CAPACITIES = [None, MAX_TOKENS]
@@ -30,8 +31,8 @@ def test_an_error_before_the_gather_is_raised_on_every_rank(stage: str) -> None:
     def body(rank: int) -> None:
         transport = CollectiveTransport(Topology(3))
         counts = [torch.arange(5, dtype=torch.int32)]
-        assert transport.gather_loads(counts).shape == (3, 5)
-        transport.gather_loads(counts, [error_code(stage) if rank == 1 else 0])
+        assert transport.group.gather_loads(counts).shape == (3, 5)
+        transport.group.gather_loads(counts, [error_code(stage) if rank == 1 else 0])
 
     told = f"ValueError: rank 1 failed in stage {stage}, so all ranks stop; its own error says why"
     assert errors_of(body, 3) == [told] * 3
@@ -94,6 +95,24 @@ def test_ranks_that_differ_in_weights_or_slots_raise_alike(capacity: int | None)
             assert error.startswith(f"ValueError: {name} must be the same on all ranks"), error
 
 
+def test_ranks_that_differ_in_other_facts_raise_alike() -> None:
+    batch = draw("facts", 3, absent=0.0)
+
+    def body(rank: int, fails: bool) -> None:
+        dispatcher = CollectiveTransport(Topology(3)).dispatcher
+        facts = {"layer": 2, "batch": 7 + (rank == 1)}
+        if fails and rank == 1:
+            dispatcher.tell_failure("count", torch.device("cpu"), facts)
+            raise OSError("disk full")
+        x, slots, weights = ([values[rank]] for values in (batch.x, batch.slots, batch.weights))
+        dispatcher.dispatch(x, slots, weights, batch.slots_per_rank, facts)
+
+    told = "ValueError: batch must be the same on all ranks, got 7 on rank 0 and 8 on rank 1"
+    assert errors_of(body, 3, False) == [told] * 3
+    failed = "ValueError: rank 1 failed in stage count, so all ranks stop; its own error says why"
+    assert errors_of(body, 3, True) == [failed, "OSError: disk full", failed]
+
+
 def test_ranks_that_differ_in_construction_or_experts_raise_alike() -> None:
     def topologies(rank: int) -> None:
         CollectiveTransport(Topology(2, ranks_per_node=1 + rank))
@@ -105,7 +124,7 @@ def test_ranks_that_differ_in_construction_or_experts_raise_alike() -> None:
         CollectiveTransport(Topology(3))
 
     def experts(rank: int) -> None:
-        CollectiveTransport(Topology(2)).gather_loads([torch.zeros(4 + rank, dtype=torch.int32)])
+        CollectiveTransport(Topology(2)).group.gather_loads([torch.zeros(4 + rank, dtype=torch.int32)])
 
     first, second = errors_of(topologies, 2)
     assert first == second and first.startswith(
@@ -131,15 +150,15 @@ def fail_at(rank: int, stage: str, fail: Callable[[], None], capacity: int | Non
             fail()
 
     reach("gather")
-    transport.gather_loads([torch.zeros(4, dtype=torch.int32)])
+    transport.group.gather_loads([torch.zeros(4, dtype=torch.int32)])
     reach("dispatch")
-    received = transport.dispatch(
+    received = transport.dispatcher.dispatch(
         mine, own(transport, batch.slots), own(transport, batch.weights), batch.slots_per_rank
     )
     y = received[0].rows * 2
     y.register_hook(lambda grad: reach("dispatch backward"))
     reach("combine")
-    out = transport.combine([y], received)[0]
+    out = transport.dispatcher.combine([y], received)[0]
     out.register_hook(lambda grad: reach("combine backward"))
     out.sum().backward()
 

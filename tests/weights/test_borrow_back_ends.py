@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload.transport import CollectiveTransport, LocalTransport, Transport
+from isoload.transport import CollectiveGroup, Group, LocalGroup
 from isoload.weights.backends import P2P_LIMIT, chunks_of, make_back_end
 from isoload.weights.loans import Loan, Loans
 from support.processes import run_ranks
@@ -44,15 +44,11 @@ def draw_stack(seed: int, rank: int, w: int, rows: int, shape: tuple[int, ...], 
     return wide.to(torch.int32).to(dtype) if dtype == torch.uint8 else wide.to(dtype)
 
 
-def bring(transport: Transport, name: str, seed: int, ranks: int, spare: int) -> list[list[Tensor]]:
+def bring(group: Group, name: str, seed: int, ranks: int, spare: int) -> list[list[Tensor]]:
     """The owned ranks' pools as bytes, where untouched places keep their poison."""
-    loans, back_end = draw_loans(seed, ranks, spare), make_back_end(transport, name, torch.device("cpu"))
-    lent = [
-        [draw_stack(seed, r, w, RESIDENT, *kind) for w, kind in enumerate(WEIGHTS)] for r in transport.ranks
-    ]
-    pools = [
-        [torch.full((spare, *shape), 7.0).to(dtype) for shape, dtype in WEIGHTS] for _ in transport.ranks
-    ]
+    loans, back_end = draw_loans(seed, ranks, spare), make_back_end(group, name, torch.device("cpu"))
+    lent = [[draw_stack(seed, r, w, RESIDENT, *kind) for w, kind in enumerate(WEIGHTS)] for r in group.ranks]
+    pools = [[torch.full((spare, *shape), 7.0).to(dtype) for shape, dtype in WEIGHTS] for _ in group.ranks]
     back_end.start("borrow", loans, lent, pools)()
     return [[pool.view(torch.uint8) for pool in own] for own in pools]
 
@@ -63,16 +59,15 @@ def total_dtype(seed: int, dtype: torch.dtype) -> torch.dtype:
 
 
 def give(
-    transport: Transport, name: str, seed: int, ranks: int, spare: int, dtype: torch.dtype
+    group: Group, name: str, seed: int, ranks: int, spare: int, dtype: torch.dtype
 ) -> list[list[Tensor]]:
     """The owned ranks' totals after the gradients have come home; values whose sum depends on its order."""
-    loans, back_end = draw_loans(seed, ranks, spare), make_back_end(transport, name, torch.device("cpu"))
+    loans, back_end = draw_loans(seed, ranks, spare), make_back_end(group, name, torch.device("cpu"))
     exact = total_dtype(seed, dtype)
     shapes = [(4, 6), (3,)]
-    grads = [[draw_stack(seed, r, w, spare, s, dtype) for w, s in enumerate(shapes)] for r in transport.ranks]
+    grads = [[draw_stack(seed, r, w, spare, s, dtype) for w, s in enumerate(shapes)] for r in group.ranks]
     totals = [
-        [draw_stack(seed, r, w + 5, RESIDENT, s, exact) for w, s in enumerate(shapes)]
-        for r in transport.ranks
+        [draw_stack(seed, r, w + 5, RESIDENT, s, exact) for w, s in enumerate(shapes)] for r in group.ranks
     ]
     back_end.give_back("borrowed gradients", loans, grads, totals)
     return totals
@@ -110,21 +105,21 @@ def assert_equal(got: list[list[Tensor]], want: list[list[Tensor]]) -> None:
 @pytest.mark.parametrize("name", ["pull", "copy", "all_to_all"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_virtual_ranks(name: str, ranks: int) -> None:
-    transport = LocalTransport(isoload.Topology(ranks))
+    group = LocalGroup(isoload.Topology(ranks))
     for seed in range(5):
         for spare in (1, 4):
-            assert_equal(bring(transport, name, seed, ranks, spare), brought(seed, ranks, spare))
+            assert_equal(bring(group, name, seed, ranks, spare), brought(seed, ranks, spare))
             for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-                got = give(transport, name, seed, ranks, spare, dtype)
+                got = give(group, name, seed, ranks, spare, dtype)
                 assert_equal(got, given(seed, ranks, spare, dtype))
 
 
 def on_rank(rank: int, ranks: int, name: str) -> list[Any]:
-    transport = CollectiveTransport(isoload.Topology(ranks))
+    group = CollectiveGroup(isoload.Topology(ranks))
     found: list[Any] = []
     for seed in range(3):
-        found.append(bring(transport, name, seed, ranks, 4))
-        found += [give(transport, name, seed, ranks, 4, dtype) for dtype in (torch.bfloat16, torch.float32)]
+        found.append(bring(group, name, seed, ranks, 4))
+        found += [give(group, name, seed, ranks, 4, dtype) for dtype in (torch.bfloat16, torch.float32)]
     return found
 
 

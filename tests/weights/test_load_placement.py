@@ -61,7 +61,7 @@ def test_is_the_same_layer_before_and_after(ranks):
         parameters, kept, held = list(layer.parameters()), pointers(layer), arrivals(layer)
         layer.load_placement(after, rows_per_chunk=100)
         new = sum(len(now - then) for now, then in zip(arrivals(layer), held, strict=True))
-        assert transport.traffic.bytes["placement"] == new * ROW_BYTES, name
+        assert transport.group.traffic.bytes["placement"] == new * ROW_BYTES, name
         got = run(layer, setup.rows)
         check_dense(setup, got)
         assert same(got, run(fresh, setup.rows)), name
@@ -71,9 +71,9 @@ def test_is_the_same_layer_before_and_after(ranks):
         layer.load_placement(before, rows_per_chunk=2)
         assert same(run(layer, setup.rows), first), name
         assert [p for p in pointers(layer) if p in kept] == pointers(layer)
-        transport.reset_traffic()
+        transport.group.reset_traffic()
         layer.load_placement(before)
-        assert transport.traffic.bytes["placement"] == 0, "nothing changes, nothing travels"
+        assert transport.group.traffic.bytes["placement"] == 0, "nothing changes, nothing travels"
 
 
 def test_replicas_are_fresh_after_the_move_and_train_on():
@@ -174,7 +174,7 @@ def on_rank(rank, ranks, kind):
     _, before, after = list(pairs(ranks))[kind]
     transport = CollectiveTransport(setup.topology)
     losses, homes = train_and_move(setup, before, after, transport, [rank])
-    return losses, homes, transport.traffic.bytes["placement"]
+    return losses, homes, transport.group.traffic.bytes["placement"]
 
 
 @pytest.mark.parametrize(("ranks", "kind"), [(2, 0), (3, 3), (4, 4), (2, 5)])
@@ -187,7 +187,7 @@ def test_processes_move_and_train_like_one(ranks, kind):
     assert [sum(parts) for parts in zip(*(r[0] for r in results), strict=True)] == pytest.approx(
         losses, 1e-12
     )
-    assert sum(r[2] for r in results) == transport.traffic.bytes["placement"] > 0
+    assert sum(r[2] for r in results) == transport.group.traffic.bytes["placement"] > 0
     for _, own, _ in results:
         for expert, parts in own.items():
             assert all(torch.equal(a, b) for a, b in zip(parts, homes[expert], strict=True))

@@ -29,7 +29,7 @@ from isoload.transport import CollectiveTransport
 
 SHIPPED = (
     Path(__file__).parents[1] / "traces" / "gptoss20b_decode.npz"
-)  # a link in a checkout, a file in a wheel
+)  # a link in a checkout, files in a wheel
 HIDDEN, INNER = 64, 128
 MAX_RANKS = 32  # processes that one machine is asked for
 STALL_SECONDS = 60.0
@@ -67,7 +67,7 @@ def run_demo(
 
     Raises:
         ValueError: naming the argument, the rule and the value.
-        RankError: a rank failed, ended or stalled; naming it.
+        RuntimeError: a rank failed, ended or stalled; naming it.
     """
     if not 1 <= num_ranks <= MAX_RANKS:
         raise ValueError(f"ranks must be in 1..{MAX_RANKS} (processes), got {num_ranks}")
@@ -111,12 +111,12 @@ def _run_policy(
         ids = batch.on_rank(0, rank).long()
         current[:] = [ids, torch.rand(ids.shape, generator=draw).softmax(-1)]
         rows = torch.randn(len(ids), HIDDEN, generator=draw)
-        before = transport.traffic.rows[rank].clone()
+        before = transport.group.traffic.rows[rank].clone()
         start = time.process_time()
         with torch.no_grad():
             got = layer(rows)
         cpu += time.process_time() - start
-        sent.append((transport.traffic.rows[rank] - before).tolist())
+        sent.append((transport.group.traffic.rows[rank] - before).tolist())
         assert isinstance(got, Tensor)
         wanted = run_experts(rows, current[0], current[1], [dense], SwiGLU())
         worst = max(worst, float((got - wanted).abs().max()) if len(rows) else 0.0)
@@ -129,7 +129,7 @@ def _run_policy(
         "sent": sent,
         "max_abs_diff": worst,
         "cpu_ms": 1000 * cpu,
-        "bytes": sum(transport.traffic.bytes.values()),
+        "bytes": sum(transport.group.traffic.bytes.values()),
         "plan_us": float(np.median(plan_us)),
     }
 

@@ -14,14 +14,15 @@ from isoload.experts.weights import Activation, ExpertWeights, SwiGLU, describe
 from isoload.layer.modules import fold_shared, module_parts
 from isoload.layer.routers import Routing, given_choices
 from isoload.ops import Prefer, append_shared_expert
-from isoload.placement import PlacedLayers, Placement
+from isoload.placed_layers import PlacedLayers, own_layers, refresh_layers
+from isoload.placement import Placement
 from isoload.placers import place
-from isoload.planning import own_layers, plan, refresh_layers
+from isoload.planning import plan
 from isoload.policies import POLICIES, Policy, make_policy
 from isoload.records import Plan
 from isoload.routing import route, route_fixed
 from isoload.topology import Topology
-from isoload.transport import LocalTransport, Received, Transport, error_code
+from isoload.transport import Group, LocalTransport, Received, Transport, error_code
 from isoload.value_checks import values_readable
 from isoload.weights.autograd import bring_again, join_rows
 from isoload.weights.backends import make_back_end
@@ -91,9 +92,10 @@ class MoE(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        with transport.agreeing("construction") as facts:
-            _check_parts(dense, transport, placement, min_tokens)
+        with transport.group.agreeing("construction") as facts:
+            _check_parts(dense, transport.group, placement, min_tokens)
             self.gate, self.transport, self.placement, self.layer = gate, transport, placement, layer
+            self.group, self.dispatcher = transport.group, transport.dispatcher
             self.policy, self.prefer, self.shared = make_policy(policy, options), prefer, shared
             self.activation: Activation = SwiGLU() if activation is None else activation
             self.min_tokens = min_tokens
@@ -120,20 +122,19 @@ class MoE(nn.Module):
 
     def _hold(self, dense: ExpertWeights, borrow: str | None) -> None:
         """Takes memory for the ranks' weights and, with spare slots, for borrowed ones."""
-        spare, transport, new, self.borrowing = self.placement.spare_slots, self.transport, new_stack, None
+        spare, group, new, self.borrowing = self.placement.spare_slots, self.group, new_stack, None
         if spare:
-            with transport.agreeing("construction"):
-                back_end = make_back_end(transport, borrow, dense.down.device)
+            with group.agreeing("construction"):
+                back_end = make_back_end(group, borrow, dense.down.device)
             new = back_end.new_stack
             if back_end.reads_peers:
                 self.num_rows = [max(self.num_rows)] * len(self.num_rows)
-        with transport.agreeing("construction"):
+        with group.agreeing("construction"):
             self.weights = nn.ModuleList(
-                RankWeights(self.held[rank], dense, self.num_rows[rank], spare, new)
-                for rank in transport.ranks
+                RankWeights(self.held[rank], dense, self.num_rows[rank], spare, new) for rank in group.ranks
             )
             if spare:
-                self.borrowing = Borrowing(transport, self._ranks(), spare, back_end)
+                self.borrowing = Borrowing(group, self._ranks(), spare, back_end)
                 self.borrowing.settle(self.held, self.placement.num_experts)
 
     @property
@@ -172,8 +173,8 @@ class MoE(nn.Module):
         if placement is None:
             policy = how.get("policy", "exact")
             # an unknown name is refused below
-            kind = policy if isinstance(policy, Policy) else POLICIES.get(policy, Policy)
-            spare = SPARE_SLOTS if kind.borrows else 0
+            known = isinstance(policy, Policy) or policy in POLICIES
+            spare = SPARE_SLOTS if known and make_policy(policy).borrows else 0
             placement = place(
                 torch.ones(1, parts.dense.num_slots), topology, spare_slots=spare, placer="trivial"
             )
@@ -196,11 +197,11 @@ class MoE(nn.Module):
         borrowed = self._borrow(made)  # on their way from here on
         slots = self._route(chosen, loads, made)  # [T, K]
         gate_weights = [weights for _, weights in chosen]
-        received = self.transport.dispatch(rows, slots, gate_weights, self.placement.slots_per_rank)
+        received = self.dispatcher.dispatch(rows, slots, gate_weights, self.placement.slots_per_rank)
         if borrowed is not None:
             borrowed.proceed()
         computed = self._compute(received, loads, slots, borrowed)  # [N, H], summed over a row's local copies
-        combined = self.transport.combine(computed, received)  # [T, H]
+        combined = self.dispatcher.combine(computed, received)  # [T, H]
         if self.shared is not None:
             combined = [y + self.shared(row) for y, row in zip(combined, rows, strict=True)]
         return combined[0] if isinstance(x, Tensor) else combined
@@ -216,7 +217,7 @@ class MoE(nn.Module):
     def refresh_replicas(self) -> None:
         """Copies home rows to their replicas: after every optimizer step, by all ranks together."""
         if self.has_replicas:
-            refresh_replicas(self.transport, self._ranks())
+            refresh_replicas(self.group, self._ranks())
 
     def load_placement(
         self,
@@ -255,11 +256,11 @@ class MoE(nn.Module):
             facts = move_facts(placed, before, after, self.num_rows, size, ranks, optimizer)
         except Exception as error:
             failure = error
-        self.transport.agree("placement", FACTS, facts, ranks[0].row_of_slot.device, failure)
+        self.group.agree("placement", FACTS, facts, ranks[0].row_of_slot.device, failure)
         if optimizer is not None:
-            move_state(self.transport, ranks, optimizer, before, after, size)
-        move_weights(self.transport, ranks, before, after, size)
-        for rank, weights in zip(self.transport.ranks, ranks, strict=True):
+            move_state(self.group, ranks, optimizer, before, after, size)
+        move_weights(self.group, ranks, before, after, size)
+        for rank, weights in zip(self.group.ranks, ranks, strict=True):
             weights.settle(after[rank])
         if self.borrowing is not None:
             self.borrowing.settle(after, placement.num_experts)
@@ -283,9 +284,9 @@ class MoE(nn.Module):
 
     def _is_planned(self, num_tokens: int | None) -> bool:
         """Whether there is anything to decide: known on the host and alike on all ranks."""
-        capacity = self.transport.max_tokens_per_rank
+        capacity = self.dispatcher.max_tokens_per_rank
         if num_tokens is None and capacity is not None:
-            num_tokens = capacity * self.transport.topology.num_ranks
+            num_tokens = capacity * self.group.topology.num_ranks
         small = num_tokens is not None and num_tokens < self.min_tokens
         return self.has_freedom and not small
 
@@ -294,13 +295,13 @@ class MoE(nn.Module):
 
     def _borrow(self, made: Plan | None) -> Borrowed | None:
         """Begins to bring the experts in the plan's spare slots."""
-        if made is None or self.borrowing is None or not made.policy.borrows:
+        if made is None or self.borrowing is None or made.filled is made.placed.filled:
             return None
         return self.borrowing.borrow(made)
 
     def _route(self, chosen: Sequence[Routing], loads: Tensor, made: Plan | None) -> list[Tensor]:
         """[T, K] slots of every owned rank's copies: as planned or, without a plan, where they always go."""
-        of_rank = zip(self.transport.ranks, chosen, strict=True)
+        of_rank = zip(self.group.ranks, chosen, strict=True)
         if made is None:
             return [route_fixed(ids, self._placed_on(ids.device), rank) for rank, (ids, _) in of_rank]
         return [route(ids, loads, made, rank, prefer=self.prefer) for rank, (ids, _) in of_rank]
@@ -320,7 +321,7 @@ class MoE(nn.Module):
         A rank that fails tells the others in the gather or, without one, in the next exchange of row counts; with
         max_tokens_per_rank there is none, and the others wait for the group's timeout.
         """
-        experts, most = self.placement.num_experts, self.transport.max_tokens_per_rank
+        experts, most = self.placement.num_experts, self.dispatcher.max_tokens_per_rank
         try:
             if most is not None and max(map(len, rows)) > most:
                 raise ValueError(
@@ -331,21 +332,21 @@ class MoE(nn.Module):
         except Exception as error:
             device = self._ranks()[0].row_of_slot.device
             nothing = torch.zeros(experts, dtype=torch.int32, device=device)
-            chosen, counts, failure = [], [nothing] * len(self.transport.ranks), error
+            chosen, counts, failure = [], [nothing] * len(self.group.ranks), error
             errors = [error_code("count")] * len(counts)
         if not planned:
             if failure is not None:
-                self.transport.tell_failure("count", counts[0].device)
+                self.dispatcher.tell_failure("count", counts[0].device)
                 raise failure
             return chosen, torch.stack(counts)
         try:
-            loads = self.transport.gather_loads(counts, errors)
+            loads = self.group.gather_loads(counts, errors)
         except ValueError:
             if failure is not None:
                 raise failure from None
             raise
         if failure is not None:  # on a GPU the others learn of it in the exchange of row counts
-            self.transport.tell_failure("count", counts[0].device)
+            self.dispatcher.tell_failure("count", counts[0].device)
             raise failure
         return chosen, loads
 
@@ -354,10 +355,10 @@ class MoE(nn.Module):
     ) -> list[Tensor]:
         """Resident experts first, while borrowed weights still travel."""
         ranks, readable = self._ranks(), values_readable(loads)
-        noted = {f"route of rank {r}": s for r, s in zip(self.transport.ranks, slots, strict=True)}
+        noted = {f"route of rank {r}": s for r, s in zip(self.group.ranks, slots, strict=True)}
         noted = {"loads": loads, **noted} if readable else {}
         arrived_rows = [arrived.rows for arrived in received]
-        rows, groups = join_rows(self.transport, ranks, arrived_rows, self.has_replicas, borrowed, noted)
+        rows, groups = join_rows(self.group, ranks, arrived_rows, self.has_replicas, borrowed, noted)
         outputs = []
         for row, rank, arrived, stacks in zip(rows, ranks, received, groups, strict=True):
             local = rank.weight_rows(arrived.slots)
@@ -367,14 +368,14 @@ class MoE(nn.Module):
         return outputs if borrowed is None else bring_again(borrowed, outputs)
 
 
-def _check_parts(dense: ExpertWeights, transport: Transport, placement: Placement, min_tokens: int) -> None:
+def _check_parts(dense: ExpertWeights, group: Group, placement: Placement, min_tokens: int) -> None:
     if dense.num_slots != placement.num_experts:
         raise ValueError(
             f"dense must hold num_experts={placement.num_experts} experts, got {dense.num_slots}"
         )
-    if placement.topology.num_ranks != transport.topology.num_ranks:
+    if placement.topology.num_ranks != group.topology.num_ranks:
         raise ValueError(
-            f"placement must be for the transport's {transport.topology.num_ranks} ranks, "
+            f"placement must be for the transport's {group.topology.num_ranks} ranks, "
             f"got {placement.topology.num_ranks}"
         )
     if min_tokens < 0:

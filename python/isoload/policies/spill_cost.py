@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from isoload import ops
 from isoload.cost import DEEPSEEK_V3_FP8, DEFAULT_BANDWIDTHS, break_even
-from isoload.placement import PlacedLayers
+from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import Demand
 from isoload.policies.spilling import SpillPolicy, plan_spill
 

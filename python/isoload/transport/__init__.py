@@ -1,17 +1,26 @@
-"""Transports: how loads and rows travel between the ranks. One protocol, one suite that all of them pass."""
+"""How loads, weights and rows travel between the ranks: a Group, a Dispatcher over it, and both as a Transport."""
 
 from isoload.transport.agreement import STAGES, error_code
-from isoload.transport.base import Transport
-from isoload.transport.collective import CollectiveTransport
-from isoload.transport.local import LocalTransport
-from isoload.transport.records import Handle, Received, Traffic
+from isoload.transport.collective import CollectiveGroup
+from isoload.transport.dispatcher import Dispatcher, Received, StartedDispatch
+from isoload.transport.group import Group, SendCounts
+from isoload.transport.local import LocalGroup
+from isoload.transport.row_dispatcher import RowDispatcher
+from isoload.transport.traffic import Traffic
+from isoload.transport.transport import CollectiveTransport, LocalTransport, Transport
 
 __all__ = [
     "STAGES",
+    "CollectiveGroup",
     "CollectiveTransport",
-    "Handle",
+    "Dispatcher",
+    "Group",
+    "LocalGroup",
     "LocalTransport",
     "Received",
+    "RowDispatcher",
+    "SendCounts",
+    "StartedDispatch",
     "Traffic",
     "Transport",
     "error_code",

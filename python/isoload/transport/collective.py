@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isoload.topology import Topology
-from isoload.transport.base import Transport
+from isoload.transport.group import Group, PerRank
 from isoload.transport.peers import Peers
 from isoload.transport.symmetric import SymmetricMemory
 
@@ -20,55 +20,51 @@ from isoload.transport.symmetric import SymmetricMemory
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class CollectiveTransport(Transport):
+class CollectiveGroup(Group):
     """Owns this process's rank of a process group. All ranks of the group construct it together.
 
     A peer that dies makes each call fail with a RuntimeError that names the stage: at once where the backend sees the
-    connection close, else after the group's timeout.
+    connection close, else after the process group's timeout.
 
     Args:
-        topology: R ranks, as many as the group has.
-        group: None = the default group.
-        max_tokens_per_rank: see :class:`Transport`.
+        topology: R ranks, as many as the process group has.
+        process_group: None = the default one.
 
     Raises:
-        ValueError: on all ranks alike, if the topology does not fit the group or differs between the ranks.
+        ValueError: on all ranks alike, if the topology does not fit the process group or differs between the ranks.
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        group: dist.ProcessGroup | None = None,
-        max_tokens_per_rank: int | None = None,
-    ) -> None:
-        self.group = group if group is not None else dist.group.WORLD
-        super().__init__(topology, [dist.get_rank(self.group)], max_tokens_per_rank)
-        size = dist.get_world_size(self.group)
-        self.agree_once("construction", {"topology": topology, "max_tokens_per_rank": max_tokens_per_rank})
+    def __init__(self, topology: Topology, process_group: dist.ProcessGroup | None = None) -> None:
+        self.process_group = process_group if process_group is not None else dist.group.WORLD
+        super().__init__(topology, [dist.get_rank(self.process_group)])
+        size = dist.get_world_size(self.process_group)
+        self.agree_once("construction", {"topology": topology})
         if topology.num_ranks != size:
             raise ValueError(f"topology must have the group's {size} ranks, got {topology.num_ranks}")
 
     def _gather(self, stage: str, rows: list[Tensor]) -> Tensor:
         gathered = rows[0].new_empty(self.topology.num_ranks * len(rows[0]))
         with self.named(stage):
-            _all_gather(gathered, rows[0], group=self.group)
+            _all_gather(gathered, rows[0], group=self.process_group)
         return gathered.view(self.topology.num_ranks, -1)
 
-    def _swap(
-        self, stage: str, buffers: list[Tensor], sent: list[list[int]], got: list[list[int]]
-    ) -> list[Tensor]:
+    def _swap(self, stage: str, buffers: list[Tensor], sent: PerRank, got: PerRank) -> list[Tensor]:
         arrived = buffers[0].new_empty(sum(got[0]), *buffers[0].shape[1:])
         with self.named(stage):
-            dist.all_to_all_single(arrived, buffers[0].contiguous(), got[0], sent[0], group=self.group)
+            dist.all_to_all_single(
+                arrived, buffers[0].contiguous(), got[0], sent[0], group=self.process_group
+            )
         return [arrived]
 
     def _start_swap(
-        self, stage: str, buffers: list[Tensor], sent: list[list[int]], got: list[list[int]]
+        self, stage: str, buffers: list[Tensor], sent: PerRank, got: PerRank
     ) -> Callable[[], list[Tensor]]:
         arrived = buffers[0].new_empty(sum(got[0]), *buffers[0].shape[1:])
         leaving = buffers[0].contiguous()
         with self.named(stage):
-            work = dist.all_to_all_single(arrived, leaving, got[0], sent[0], group=self.group, async_op=True)
+            work = dist.all_to_all_single(
+                arrived, leaving, got[0], sent[0], group=self.process_group, async_op=True
+            )
 
         def wait() -> list[Tensor]:
             with self.named(stage):
@@ -78,22 +74,21 @@ class CollectiveTransport(Transport):
 
         return wait
 
-    def _gather_objects(self, stage: str, given: object) -> list[Any]:
-        gathered: list[Any] = [None] * dist.get_world_size(self.group)
+    def gather_objects(self, stage: str, given: object) -> list[Any]:
+        gathered: list[Any] = [None] * dist.get_world_size(self.process_group)
         with self.named(stage):
-            dist.all_gather_object(gathered, given, group=self.group)
+            dist.all_gather_object(gathered, given, group=self.process_group)
         return gathered
 
     def peers(self, device: torch.device) -> Peers | None:
         """Symmetric memory, where it works: found out by making some, once; all ranks must say the same."""
         if device.type != "cuda":
             return None
-        made: Peers | None = self.shared(("symmetric memory",), lambda: self._try_symmetric(device))
-        return made
+        return self.memo(("symmetric memory",), lambda: self._try_symmetric(device))
 
     def _try_symmetric(self, device: torch.device) -> Peers | None:
-        assert self.group is not None
-        made, works = SymmetricMemory(self.group), True
+        assert self.process_group is not None
+        made, works = SymmetricMemory(self.process_group), True
         try:
             made.new((16,), torch.uint8, device)
         except (RuntimeError, ImportError) as error:

@@ -6,22 +6,48 @@ requires a gradient there: a rank without the node would not enter the collectiv
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from isoload.permutation import sum_rows
-from isoload.transport.rows import RowMap, local_copies, pack, take_rows, unpack
+from isoload.transport.group import Group
+from isoload.transport.packing import pack, unpack
+from isoload.transport.rows import RowMap, local_copies, take_rows, with_own
 
-if TYPE_CHECKING:
-    from isoload.transport.base import Transport
+Columns = list[tuple[Tensor, ...]]
 
 
 def anchor() -> Tensor:
     """A scalar that makes what is computed from it require a gradient, where gradients are recorded at all."""
     return torch.zeros((), requires_grad=torch.is_grad_enabled())
+
+
+def pack_payload(
+    x: Sequence[Tensor],
+    slots: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    maps: Sequence[RowMap],
+    slots_per_rank: int,
+    padded: bool,
+) -> list[Tensor]:
+    """[n, bytes] each: a row, the slots of its token's copies on the row's rank [n, K], and their weights [n, K]."""
+    payload = []
+    for r, m in enumerate(maps):
+        copies = local_copies(slots[r], weights[r], m, slots_per_rank, padded)
+        payload.append(pack(take_rows(x[r], m, padded), *copies))
+    return payload
+
+
+def unpack_payload(arrived: Sequence[Tensor], x: Tensor, weights: Tensor) -> Columns:
+    """Rows [N, H], slots [N, K] int64 and weights [N, K] of every owned rank, of the dtypes of x and weights."""
+    top_k = weights.shape[1]
+    layout = [(x.shape[1], x.dtype), (top_k, torch.int32), (top_k, weights.dtype)]
+    rows, slots, weights_ = zip(*(unpack(buffer, layout) for buffer in arrived), strict=True)
+    return [rows, tuple(s.long() for s in slots), weights_]
 
 
 class Dispatch(torch.autograd.Function):
@@ -30,25 +56,20 @@ class Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        transport: Transport,
+        group: Group,
         maps: list[RowMap],
+        padded: bool,
         slots_per_rank: int,
         slots: list[Tensor],
         _anchor: Tensor,
         *values: Tensor,
     ) -> tuple[Tensor, ...]:
         x, weights = values[: len(maps)], values[len(maps) :]
-        padded = transport.max_tokens_per_rank is not None
-        payload = []
-        for r, m in enumerate(maps):
-            copies = local_copies(slots[r], weights[r], m, slots_per_rank, padded)
-            payload.append(pack(take_rows(x[r], m, padded), *copies))
-        top_k = slots[0].shape[1]
-        layout = [(x[0].shape[1], x[0].dtype), (top_k, torch.int32), (top_k, weights[0].dtype)]
-        arrived = [unpack(buffer, layout) for buffer in transport.send("dispatch", payload, maps)]
-        rows, local_slots, local_weights = zip(*arrived, strict=True)
-        local_slots = tuple(s.long() for s in local_slots)
-        ctx.transport, ctx.maps = transport, maps
+        payload = pack_payload(x, slots, weights, maps, slots_per_rank, padded)
+        rows, local_slots, local_weights = unpack_payload(
+            group.send("dispatch", payload, maps), x[0], weights[0]
+        )
+        ctx.group, ctx.maps = group, maps
         ctx.save_for_backward(*local_slots)
         ctx.mark_non_differentiable(*local_slots)
         return x[0].new_zeros(()), *rows, *local_slots, *local_weights
@@ -64,28 +85,36 @@ class Dispatch(torch.autograd.Function):
             pack(g.contiguous(), w.masked_fill(s < 0, 0).contiguous())
             for g, w, s in zip(rows, weights, slots, strict=True)
         ]
-        returned = [unpack(b, layout) for b in ctx.transport.send_back("dispatch backward", payload, maps)]
+        returned = [unpack(b, layout) for b in ctx.group.send_back("dispatch backward", payload, maps)]
         grad_x = [sum_rows(g, m.token_to_rows) for (g, _), m in zip(returned, maps, strict=True)]
         grad_weights = [sum_rows(w, m.token_to_rows) for (_, w), m in zip(returned, maps, strict=True)]
-        return None, None, None, None, None, *grad_x, *grad_weights
+        return *(None,) * 6, *grad_x, *grad_weights
 
 
 class Combine(torch.autograd.Function):
-    """y [N, H] -> [T, H]. The link makes dispatch's backward run even where nothing else leads to it."""
+    """y [N, H] and, if given, own contributions [T, H] -> [T, H].
+
+    The link makes dispatch's backward run even where nothing else leads to it.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, transport: Transport, maps: list[RowMap], link: Tensor, *y: Tensor
+        ctx: Any, group: Group, maps: list[RowMap], padded: bool, link: Tensor, *values: Tensor
     ) -> tuple[Tensor, ...]:
+        y, own = values[: len(maps)], values[len(maps) :]
         payload = [pack(rows.contiguous()) for rows in y]
-        ctx.transport, ctx.maps = transport, maps
-        returned = [b.view(y[0].dtype) for b in transport.send_back("combine", payload, maps)]
-        return tuple(sum_rows(rows, m.token_to_rows) for rows, m in zip(returned, maps, strict=True))
+        ctx.group, ctx.maps, ctx.padded, ctx.has_own = group, maps, padded, bool(own)
+        returned = [b.view(y[0].dtype) for b in group.send_back("combine", payload, maps)]
+        positions = [m.token_to_rows for m in maps]
+        if own:
+            returned = [torch.cat(parts) for parts in zip(returned, own, strict=True)]
+            positions = [with_own(m, rank) for m, rank in zip(maps, group.ranks, strict=True)]
+        return tuple(sum_rows(rows, where) for rows, where in zip(returned, positions, strict=True))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        padded = ctx.transport.max_tokens_per_rank is not None
-        payload = [pack(take_rows(g, m, padded)) for g, m in zip(grads, ctx.maps, strict=True)]
-        arrived = ctx.transport.send("combine backward", payload, ctx.maps)
-        return None, None, grads[0].new_zeros(()), *(b.view(grads[0].dtype) for b in arrived)
+        payload = [pack(take_rows(g, m, ctx.padded)) for g, m in zip(grads, ctx.maps, strict=True)]
+        arrived = ctx.group.send("combine backward", payload, ctx.maps)
+        to_y = [b.view(grads[0].dtype) for b in arrived]
+        return None, None, None, grads[0].new_zeros(()), *to_y, *(grads if ctx.has_own else ())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Peers(ABC):
-    """What the ranks of a transport let each other read. Lists of own tensors run over the owned ranks."""
+    """What the ranks of a group let each other read. Lists of own tensors run over the owned ranks."""
 
     @abstractmethod
     def new(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -22,11 +22,11 @@ class Peers(ABC):
 
     @abstractmethod
     def meet(self) -> None:
-        """On the current stream: waits until all ranks have come here."""
+        """A barrier of all ranks on the current stream."""
 
 
 class SameProcess(Peers):
-    """All ranks are virtual ones of this process: any tensor will do, and nobody has to be waited for."""
+    """All ranks are virtual ones of this process: any tensor can be read, and a barrier has nothing to wait for."""
 
     def new(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(*shape, dtype=dtype, device=device)
@@ -35,4 +35,4 @@ class SameProcess(Peers):
         return own
 
     def meet(self) -> None:
-        """They are all here."""
+        """Nothing to wait for."""

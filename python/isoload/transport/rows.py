@@ -1,25 +1,14 @@
-"""The rows that travel: a token goes once to every rank that holds a slot of its; packing them into bytes."""
+"""The rows that travel: a token goes once to every rank that holds a slot of its."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from isoload.permutation import spread_rows
-
-
-class Splits(Protocol):
-    """How many rows a rank sends to every destination and gets from every source, [R] each."""
-
-    @property
-    def sent(self) -> list[int]: ...
-
-    @property
-    def got(self) -> list[int]: ...
 
 
 class Destinations(NamedTuple):
@@ -101,19 +90,16 @@ def local_copies(
     return local, take_rows(weights, map_, padded).masked_fill(here.logical_not(), 0)
 
 
-def pack(*columns: Tensor) -> Tensor:
-    """[n, bytes] uint8: contiguous columns [n, F] side by side."""
-    # by way of one dimension: a single column may have stride 0 and still be contiguous
-    return torch.cat(
-        [c.flatten().view(torch.uint8).view(len(c), c.shape[1] * c.itemsize) for c in columns], dim=1
-    )
+def with_own(map_: RowMap, rank: int) -> Tensor:
+    """[T, D + 1] token_to_rows where row n + t is the own contribution of token t, at the rank's place.
 
-
-def unpack(buffer: Tensor, layout: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-    """The columns of a packed buffer, given their widths and dtypes."""
-    parts = buffer.split([width * dtype.itemsize for width, dtype in layout], dim=1)
-    # clone, not contiguous(): a single row is contiguous already, at an offset that may suit no dtype
-    return [
-        part.clone(memory_format=torch.contiguous_format).view(dtype)
-        for part, (_, dtype) in zip(parts, layout, strict=True)
-    ]
+    It comes behind the token's row from the rank itself, if there is one. n + T is no row.
+    """
+    num_rows, (tokens, _) = len(map_.row_to_rank), map_.token_to_rows.shape
+    nowhere = len(map_.sent)
+    row_to_rank = torch.cat([map_.row_to_rank, map_.row_to_rank.new_full((1,), nowhere)])
+    ranks = torch.cat([row_to_rank[map_.token_to_rows], row_to_rank.new_full((tokens, 1), rank)], dim=1)
+    own = torch.arange(num_rows, num_rows + tokens, device=ranks.device).unsqueeze(1)
+    absent = map_.token_to_rows == num_rows
+    rows = torch.cat([map_.token_to_rows.masked_fill(absent, num_rows + tokens), own], dim=1)
+    return rows.gather(1, ranks.argsort(dim=1, stable=True))

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from isoload.experts.weights import BorrowedWeights, ExpertWeights
-from isoload.transport import Transport
-from isoload.transport.rows import pack, unpack
+from isoload.transport.group import Group
+from isoload.transport.packing import pack, unpack
 from isoload.weights.backends import add_rows
 from isoload.weights.borrow import Borrowed
 from isoload.weights.layout import Residence
@@ -33,7 +33,7 @@ class JoinRows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        transport: Transport,
+        group: Group,
         ranks: Sequence[RankWeights],
         has_replicas: bool,
         borrowed: Borrowed | None,
@@ -41,7 +41,7 @@ class JoinRows(torch.autograd.Function):
         num_passed: int,
         *values: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.transport, ctx.held = transport, [rank.residence for rank in ranks]
+        ctx.group, ctx.held = group, [rank.residence for rank in ranks]
         ctx.noted, ctx.num_passed = noted, num_passed
         ctx.has_replicas, ctx.borrowed = has_replicas, borrowed
         # Saved to be found changed: after .to() or a copy, a step on a Parameter shows in no storage's version.
@@ -65,7 +65,7 @@ class JoinRows(torch.autograd.Function):
             # Rows that have replicas and are lent, too, would be rounded twice: then the sums stay exact in between.
             both = ctx.borrowed is not None
             totals = [[g.to(exact) for g in own] for own in homes] if both else homes
-            return_replicas(ctx.transport, held, stored, totals)
+            return_replicas(ctx.group, held, stored, totals)
         else:
             totals = homes
         if ctx.borrowed is not None:
@@ -75,7 +75,7 @@ class JoinRows(torch.autograd.Function):
 
 
 def return_replicas(
-    transport: Transport,
+    group: Group,
     held: Sequence[Residence],
     stored: Sequence[Sequence[Tensor]],
     totals: list[list[Tensor]],
@@ -86,7 +86,7 @@ def return_replicas(
         pack(flatten_rows(own, [len(r.homes) + i for i in r.incoming], exact))
         for r, own in zip(held, stored, strict=True)
     ]
-    returned = transport.send_back("replica gradients", buffers, held)
+    returned = group.send_back("replica gradients", buffers, held)
     for own, residence, buffer in zip(totals, held, returned, strict=True):
         sizes = [total.shape[1:].numel() for total in own]
         (rows,) = unpack(buffer, [(sum(sizes), exact)])
@@ -120,7 +120,7 @@ def check_recomputed(noted: dict[str, Tensor], saved: Sequence[Tensor]) -> None:
 
 
 def join_rows(
-    transport: Transport,
+    group: Group,
     ranks: Sequence[RankWeights],
     rows: Sequence[Tensor],
     has_replicas: bool,
@@ -130,7 +130,7 @@ def join_rows(
     """Received rows and, for every owned rank, its storages and what it borrowed, joined to autograd.
 
     Args:
-        transport: joins the ranks.
+        group: joins the ranks.
         ranks: the owned ones.
         rows: [N, H] each.
         has_replicas: whether any rank has: then backward exchanges gradients, on every rank.
@@ -140,13 +140,13 @@ def join_rows(
     passed = list(rows) if has_replicas or borrowed is not None else []
     homes = [stack for rank in ranks for stack in rank.home_rows()]
     out: tuple[Tensor, ...] = JoinRows.apply(
-        transport, ranks, has_replicas, borrowed, noted, len(passed), *passed, *homes
+        group, ranks, has_replicas, borrowed, noted, len(passed), *passed, *homes
     )
     stacks = cut(out[len(passed) :], len(ranks) * (1 if borrowed is None else 2))
     groups = [[ExpertWeights(**rank.by_name(own))] for rank, own in zip(ranks, stacks, strict=False)]
     if borrowed is not None:
-        for group, rank, spare in zip(groups, ranks, stacks[len(ranks) :], strict=True):
-            group.append(BorrowedWeights(**rank.by_name(spare), wait=borrowed.wait))
+        for parts, rank, spare in zip(groups, ranks, stacks[len(ranks) :], strict=True):
+            parts.append(BorrowedWeights(**rank.by_name(spare), wait=borrowed.wait))
     return (list(out[: len(passed)]) if passed else list(rows)), groups
 
 

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isoload import ops
-from isoload.transport.base import Transport
-from isoload.transport.collective import CollectiveTransport
+from isoload.transport.collective import CollectiveGroup
+from isoload.transport.group import Group
+from isoload.transport.packing import unpack
 from isoload.transport.peers import Peers
-from isoload.transport.records import num_bytes
-from isoload.transport.rows import unpack
+from isoload.transport.traffic import num_bytes
 from isoload.weights.loans import Loan, Loans
 
 Stacks = list[list[Tensor]]
@@ -29,14 +29,14 @@ P2P_LIMIT = 32  # operations of a rank in one batch: NCCL hangs on batches of hu
 
 
 class BackEnd(ABC):
-    """How weights are borrowed; one for all layers of a transport. All ranks make the same calls in the same order."""
+    """How weights are borrowed; one for all layers of a group. All ranks make the same calls in the same order."""
 
     name: ClassVar[str]
     reads_plan: ClassVar[bool] = True  # whether the host must know who borrows what
     reads_peers: ClassVar[bool] = False  # whether it reads other ranks' memory: of the same shape on all
 
-    def __init__(self, transport: Transport, peers: Peers | None = None) -> None:
-        self.transport, self.peers = transport, peers
+    def __init__(self, group: Group, peers: Peers | None = None) -> None:
+        self.group, self.peers = group, peers
 
     @abstractmethod
     def start(self, stage: str, loans: Loans, lent: Stacks, pools: Stacks) -> Wait:
@@ -57,9 +57,9 @@ class AllToAll(BackEnd):
     name = "all_to_all"
 
     def start(self, stage: str, loans: Loans, lent: Stacks, pools: Stacks) -> Wait:
-        parts = [loans.of_rank(rank) for rank in self.transport.ranks]
+        parts = [loans.of_rank(rank) for rank in self.group.ranks]
         buffers = [pack_rows(stacks, part.rows) for stacks, part in zip(lent, parts, strict=True)]
-        finish = self.transport.start(stage, buffers, parts)
+        finish = self.group.start_send(stage, buffers, parts)
 
         def wait() -> None:
             for part, stacks, buffer in zip(parts, pools, finish(), strict=True):
@@ -68,9 +68,9 @@ class AllToAll(BackEnd):
         return wait
 
     def give_back(self, stage: str, loans: Loans, grads: Stacks, totals: Stacks) -> None:
-        parts = [loans.of_rank(rank) for rank in self.transport.ranks]
+        parts = [loans.of_rank(rank) for rank in self.group.ranks]
         buffers = [pack_rows(stacks, part.places) for stacks, part in zip(grads, parts, strict=True)]
-        returned = self.transport.send_back(stage, buffers, parts)
+        returned = self.group.send_back(stage, buffers, parts)
         for part, stacks, sums, buffer in zip(parts, grads, totals, returned, strict=True):
             add_rows(sums, part.rows, unpack_rows(stacks, buffer))
 
@@ -82,39 +82,41 @@ class PointToPoint(BackEnd):
     """
 
     name = "p2p"
-    transport: CollectiveTransport
+    group: CollectiveGroup
 
     def start(self, stage: str, loans: Loans, lent: Stacks, pools: Stacks) -> Wait:
         def wait() -> None:
-            for chunk in chunks_of(loans.each, self.transport.topology.num_ranks):
+            for chunk in chunks_of(loans.each, self.group.topology.num_ranks):
                 came = self._swap(stage, [(i.lender, i.borrower, i.row) for i in chunk], lent[0], pools[0])
                 put_rows(pools[0], [i.place for i in chunk if i.borrower == self._rank], came)
 
         return wait
 
     def give_back(self, stage: str, loans: Loans, grads: Stacks, totals: Stacks) -> None:
-        for chunk in chunks_of(loans.each, self.transport.topology.num_ranks):
+        for chunk in chunks_of(loans.each, self.group.topology.num_ranks):
             back = self._swap(stage, [(i.borrower, i.lender, i.place) for i in chunk], grads[0], grads[0])
             rows = [i.row for i in chunk if i.lender == self._rank]
             add_rows(totals[0], rows, unpack_rows(grads[0], back))
 
     @property
     def _rank(self) -> int:
-        return self.transport.ranks[0]
+        return self.group.ranks[0]
 
     def _swap(
         self, stage: str, moves: list[tuple[int, int, int]], source: list[Tensor], like: list[Tensor]
     ) -> Tensor:
         """Moves (from, to, row of source); returns [n, bytes] what came to this rank, in their order."""
-        group = self.transport.group
+        processes = self.group.process_group
         sent = [(to, pack_rows(source, [row])) for origin, to, row in moves if origin == self._rank]
         origins = [origin for origin, to, _ in moves if to == self._rank]
         came = pack_rows(like, []).new_empty(len(origins), sum(num_bytes(s[0]) for s in like))
-        self.transport.traffic.bytes[stage] += sum(num_bytes(row) for _, row in sent)
-        ranks = dist.get_process_group_ranks(group)
-        todo = [dist.P2POp(dist.isend, row, ranks[to], group) for to, row in sent]
-        todo += [dist.P2POp(dist.irecv, came[i], ranks[origin], group) for i, origin in enumerate(origins)]
-        with self.transport.named(stage):
+        self.group.traffic.bytes[stage] += sum(num_bytes(row) for _, row in sent)
+        ranks = dist.get_process_group_ranks(processes)
+        todo = [dist.P2POp(dist.isend, row, ranks[to], processes) for to, row in sent]
+        todo += [
+            dist.P2POp(dist.irecv, came[i], ranks[origin], processes) for i, origin in enumerate(origins)
+        ]
+        with self.group.named(stage):
             for work in dist.batch_isend_irecv(todo) if todo else []:
                 work.wait()
         return came
@@ -128,8 +130,8 @@ class Pull(BackEnd):
 
     peers: Peers
 
-    def __init__(self, transport: Transport, peers: Peers | None = None) -> None:
-        super().__init__(transport, peers)
+    def __init__(self, group: Group, peers: Peers | None = None) -> None:
+        super().__init__(group, peers)
         self._side: torch.cuda.Stream | None = None
         self._shown: dict[tuple[object, ...], Stacks] = {}  # gradients where peers can read them, by layout
         self._tables: dict[tuple[int, ...], Tensor] = {}
@@ -149,7 +151,7 @@ class Pull(BackEnd):
         peers = reach_all(self.peers, shown)
         self.peers.meet()
         table = self._table(peers)
-        for rank, sums in zip(self.transport.ranks, totals, strict=True):
+        for rank, sums in zip(self.group.ranks, totals, strict=True):
             ops.borrow_backward(
                 loans.slot_to_expert,
                 loans.home,
@@ -168,7 +170,7 @@ class Pull(BackEnd):
 
     def _copy(self, loans: Loans, peers: Stacks, pools: Stacks) -> None:
         table = self._table(peers)
-        for rank, stacks in zip(self.transport.ranks, pools, strict=True):
+        for rank, stacks in zip(self.group.ranks, pools, strict=True):
             ops.borrow(loans.slot_to_expert, loans.home, table, stacks, loans.num_ranks, rank)
 
     def _show(self, grads: Stacks) -> Stacks:
@@ -203,8 +205,8 @@ class Pull(BackEnd):
     def _count(self, stage: str, loans: Loans, pools: Stacks) -> None:
         """Bytes of what the owned ranks read, where the host knows the plan anyway."""
         if loans.on_host:
-            borrowed = sum(loan.borrower in self.transport.ranks for loan in loans.each)
-            self.transport.traffic.bytes[stage] += borrowed * sum(num_bytes(s[0]) for s in pools[0])
+            borrowed = sum(loan.borrower in self.group.ranks for loan in loans.each)
+            self.group.traffic.bytes[stage] += borrowed * sum(num_bytes(s[0]) for s in pools[0])
 
 
 class Copy(Pull):
@@ -214,7 +216,7 @@ class Copy(Pull):
     reads_plan = True
 
     def _copy(self, loans: Loans, peers: Stacks, pools: Stacks) -> None:
-        for rank, stacks in zip(self.transport.ranks, pools, strict=True):
+        for rank, stacks in zip(self.group.ranks, pools, strict=True):
             for loan in (i for i in loans.each if i.borrower == rank):
                 for stack, peer in zip(stacks, peers[loan.lender], strict=True):
                     stack[loan.place].copy_(peer[loan.row], non_blocking=True)
@@ -223,8 +225,8 @@ class Copy(Pull):
 BACK_ENDS: dict[str, type[BackEnd]] = {b.name: b for b in (Pull, Copy, AllToAll, PointToPoint)}
 
 
-def make_back_end(transport: Transport, name: str | None, device: torch.device) -> BackEnd:
-    """The transport's back end of a name; None: ``pull`` where ranks can read each other's memory, else ``all_to_all``.
+def make_back_end(group: Group, name: str | None, device: torch.device) -> BackEnd:
+    """The group's back end of a name; None: ``pull`` where ranks can read each other's memory, else ``all_to_all``.
 
     Raises:
         ValueError: an unknown name, or one that cannot work here.
@@ -232,18 +234,17 @@ def make_back_end(transport: Transport, name: str | None, device: torch.device) 
     if name is not None and name not in BACK_ENDS:
         raise ValueError(f"borrow must be one of {', '.join(BACK_ENDS)}, got {name!r}")
     if name == "p2p":
-        if not isinstance(transport, CollectiveTransport):
+        if not isinstance(group, CollectiveGroup):
             raise ValueError("borrow must not be p2p without processes, got 'p2p'")
-        if device.type == "cuda" and dist.get_backend(transport.group) == "gloo":
+        if device.type == "cuda" and dist.get_backend(group.process_group) == "gloo":
             raise ValueError("borrow must not be p2p over gloo on a GPU, got 'p2p'")
-    peers = transport.peers(device) if name in (None, "pull", "copy") else None
+    peers = group.peers(device) if name in (None, "pull", "copy") else None
     if name in ("pull", "copy") and peers is None:
         raise ValueError(
             f"borrow must be all_to_all or p2p where ranks cannot read each other's memory, got {name!r}"
         )
     kind = BACK_ENDS[name or ("all_to_all" if peers is None else "pull")]
-    made: BackEnd = transport.shared(("back end", kind.name), lambda: kind(transport, peers))
-    return made
+    return group.memo(("back end", kind.name), lambda: kind(group, peers))
 
 
 def reach_all(peers: Peers, stacks: Stacks) -> Stacks:

@@ -1,6 +1,6 @@
 """Borrowing: a layer's way to the weights that a plan's spare slots ask for, for one batch.
 
-The pool that holds them is made once and shared by all layers of a transport whose experts have the same shapes, so
+The pool that holds them is made once and shared by all layers of a group whose experts have the same shapes, so
 its memory is constant whatever the routing. It has two buffers that layers take in turn. By the time of backward
 another layer may have filled the buffer again: then backward brings the weights once more, into the same memory.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from isoload.records import Plan
-from isoload.transport import Transport
+from isoload.transport.group import Group
 from isoload.weights.backends import BackEnd, Stacks
 from isoload.weights.layout import Residence
 from isoload.weights.loans import Loans
@@ -50,27 +50,26 @@ class Borrowing:
     """How one layer borrows.
 
     Args:
-        transport: joins the ranks.
+        group: joins the ranks.
         ranks: the owned ones.
         spare_slots: of every rank.
         back_end: that brings the weights.
     """
 
     def __init__(
-        self, transport: Transport, ranks: Sequence[RankWeights], spare_slots: int, back_end: BackEnd
+        self, group: Group, ranks: Sequence[RankWeights], spare_slots: int, back_end: BackEnd
     ) -> None:
-        self.transport, self.ranks, self.back_end = transport, ranks, back_end
+        self.group, self.ranks, self.back_end = group, ranks, back_end
         self.spare_slots = spare_slots
         self._home: dict[torch.device, Tensor] = {}
         assert self.pool  # made now
 
     @property
     def pool(self) -> SparePool:
-        """The transport's one for experts like these, as they are now."""
+        """The group's one for experts like these, as they are now."""
         stacks, spare = [rank.stored_rows() for rank in self.ranks], self.spare_slots
         layout = ("spare pool", spare, *((s.shape[1:], s.dtype, s.device) for s in stacks[0]))
-        pool: SparePool = self.transport.shared(layout, lambda: SparePool(stacks, spare))
-        return pool
+        return self.group.memo(layout, lambda: SparePool(stacks, spare))
 
     def settle(self, held: Sequence[Residence], num_experts: int) -> None:
         """Learns which rank and weight row is every expert's home."""
@@ -84,7 +83,7 @@ class Borrowing:
 
     def borrow(self, plan: Plan) -> Borrowed | None:
         """Begins to bring what the plan lends; None where the host knows that it lends nothing."""
-        slots, num_ranks = plan.slot_to_expert, self.transport.topology.num_ranks
+        slots, num_ranks = plan.slot_to_expert, self.group.topology.num_ranks
         if slots.device not in self._home:
             self._home[slots.device] = torch.tensor(self._home_rows, dtype=torch.int32, device=slots.device)
         loans = Loans(slots, self._home[slots.device], self._home_rows, num_ranks, self.spare_slots)
@@ -128,7 +127,7 @@ class Borrowed:
         if self._start is None:
             return
         if self._of.back_end.reads_plan and not self.loans.has_arrived:
-            self._of.transport.traffic.host_syncs += 1
+            self._of.group.traffic.host_syncs += 1
         start, self._start = self._start, None
         self._finish = start()
 

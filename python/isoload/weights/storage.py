@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from isoload.experts.weights import ExpertWeights
-from isoload.transport.rows import pack, unpack
+from isoload.transport.packing import pack, unpack
 from isoload.weights.layout import Residence
 
 if TYPE_CHECKING:
-    from isoload.transport import Transport
+    from isoload.transport.group import Group
 
 NAMES = ("gate_up", "down", "gate_up_bias", "down_bias")
 
@@ -133,12 +133,12 @@ def flatten_rows(stacks: Sequence[Tensor], rows: Sequence[int], dtype: torch.dty
 
 
 @torch.no_grad()
-def refresh_replicas(transport: Transport, ranks: Sequence[RankWeights]) -> None:
+def refresh_replicas(group: Group, ranks: Sequence[RankWeights]) -> None:
     """Copies home rows to their replicas, as after an optimizer step. All ranks call it together."""
     dtype = ranks[0].home_rows()[0].dtype
     held = [rank.residence for rank in ranks]
     buffers = [pack(flatten_rows(r.home_rows(), r.residence.outgoing, dtype)) for r in ranks]
-    for rank, buffer in zip(ranks, transport.send("refresh", buffers, held), strict=True):
+    for rank, buffer in zip(ranks, group.send("refresh", buffers, held), strict=True):
         stacks = rank.replica_rows()
         sizes = [stack.shape[1:].numel() for stack in stacks]
         (rows,) = unpack(buffer, [(sum(sizes), dtype)])

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from isoload.placement import PlacedLayers, Placement
-from isoload.transport import Transport
-from isoload.transport.rows import pack, unpack
+from isoload.placed_layers import PlacedLayers
+from isoload.placement import Placement
+from isoload.transport.group import Group
+from isoload.transport.packing import pack, unpack
 from isoload.weights.layout import Residence
 from isoload.weights.migrate import Move, plan_moves
 from isoload.weights.storage import NAMES, RankWeights
@@ -124,12 +125,12 @@ class RankMoves:
 
 @torch.no_grad()
 def move_rows(
-    transport: Transport, stage: str, stacks: Sequence[Sequence[Tensor]], chunks: Sequence[Sequence[Move]]
+    group: Group, stage: str, stacks: Sequence[Sequence[Tensor]], chunks: Sequence[Sequence[Move]]
 ) -> None:
     """Moves rows in place, a chunk at a time; all ranks call it together with the same chunks.
 
     Args:
-        transport: joins the ranks.
+        group: joins the ranks.
         stage: that traffic and errors name.
         stacks: for every owned rank, [rows, ...] each; widths and dtypes are the same on all ranks.
         chunks: see :func:`isoload.weights.migrate.plan_moves`.
@@ -145,14 +146,14 @@ def move_rows(
 
     layout = [(stack.shape[1:].numel(), stack.dtype) for stack in stacks[0]]
     for chunk in chunks:
-        parts = [RankMoves.of(chunk, rank, transport.topology.num_ranks) for rank in transport.ranks]
+        parts = [RankMoves.of(chunk, rank, group.topology.num_ranks) for rank in group.ranks]
         copies = [[picked(s, p.copied) for s in own] for own, p in zip(stacks, parts, strict=True)]
         if any(source.rank != target.rank for source, target in chunk):
             buffers = [
                 pack(*(picked(s, p.leaving).flatten(1) for s in own))
                 for own, p in zip(stacks, parts, strict=True)
             ]
-            arrived = transport.send(stage, buffers, parts)
+            arrived = group.send(stage, buffers, parts)
             for own, part, buffer in zip(stacks, parts, arrived, strict=True):
                 for stack, values in zip(own, unpack(buffer, layout), strict=True):
                     put(stack, part.arriving, values)
@@ -162,7 +163,7 @@ def move_rows(
 
 
 def move_weights(
-    transport: Transport,
+    group: Group,
     ranks: Sequence[RankWeights],
     before: Sequence[Residence],
     after: Sequence[Residence],
@@ -170,11 +171,11 @@ def move_weights(
 ) -> None:
     """Moves the storages of a layer from one residence [R] to the next; the Parameters are to be settled after it."""
     chunks = plan_moves([r.experts for r in before], [r.experts for r in after], rows_per_chunk)
-    move_rows(transport, "placement", [rank.stored_rows() for rank in ranks], chunks)
+    move_rows(group, "placement", [rank.stored_rows() for rank in ranks], chunks)
 
 
 def move_state(
-    transport: Transport,
+    group: Group,
     ranks: Sequence[RankWeights],
     optimizer: Optimizer,
     before: Sequence[Residence],
@@ -190,9 +191,9 @@ def move_state(
         {(name, key) for rank in ranks for name, key, _ in state_layout(optimizer, rank)}
     ):
         states = [optimizer.state[getattr(rank, name)] for rank in ranks]
-        counts = [len(after[rank].homes) for rank in transport.ranks]
+        counts = [len(after[rank].homes) for rank in group.ranks]
         rooms = [_make_room(state[key], count) for state, count in zip(states, counts, strict=True)]
-        move_rows(transport, "placement state", [[room] for room in rooms], chunks)
+        move_rows(group, "placement state", [[room] for room in rooms], chunks)
         for state, room, count in zip(states, rooms, counts, strict=True):
             state[key] = room if len(room) == count else room[:count].clone()
 

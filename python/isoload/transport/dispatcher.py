@@ -1,0 +1,134 @@
+"""Dispatcher: takes every token to the ranks that hold its slots, and the experts' results back to the token."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Received:
+    """What one rank got.
+
+    rows     [N, H]        in the dtype of x
+    slots    [N, K] int64  local slot 0..S-1 of the row's copies; -1 = absent (that copy went elsewhere)
+    weights  [N, K]        gate weights, which the experts' side multiplies by; 0 where slots is -1
+    handle                 for combine; only the dispatcher that made it reads it
+
+    A row whose slots are all -1 is padding. N, K and the order of rows are the dispatcher's own.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    weights: Tensor
+    handle: object
+
+
+@dataclass(frozen=True, eq=False)
+class StartedDispatch:
+    """A dispatch under way; :meth:`wait` returns what it brought, and is called once."""
+
+    wait: Callable[[], list[Received]]
+
+
+class Dispatcher(ABC):
+    """Moves rows between the ranks of a group; lists run over the ranks that this process owns.
+
+    Every rank makes the same calls in the same order, T = 0 included. Where gradients are recorded, dispatch is
+    differentiable in x and weights and combine in y, and backward enters its exchanges on every rank whose combined
+    result takes part in the loss, whatever else requires a gradient.
+
+    max_tokens_per_rank  the fixed capacity: most tokens of a rank in a batch; None = any number
+    host_waits           whether the host waits once in a dispatch, for how many rows come
+    weights_at_source    whether combine multiplies by the gate weights, as DeepEP's low-latency mode does; Received
+                         then has a row per copy and weights of 1
+    """
+
+    max_tokens_per_rank: int | None = None
+    host_waits: bool = True
+    weights_at_source: bool = False
+
+    @abstractmethod
+    def dispatch(
+        self,
+        x: list[Tensor],
+        slots: list[Tensor],
+        weights: list[Tensor],
+        slots_per_rank: int,
+        facts: Mapping[str, int] | None = None,
+    ) -> list[Received]:
+        """Sends every token to each rank that holds one of its slots.
+
+        Args:
+            x: [T, H] float64, float32, bfloat16 or float16 each; T may differ and be 0.
+            slots: [T, K] int32 or int64 each, global: what :func:`isoload.route` returns; -1 = absent.
+            weights: [T, K] float32 each; beside float64 x also float64, which keeps their gradients exact.
+            slots_per_rank: S; slot p lives on rank p // S.
+            facts: more integers that all ranks must give alike, by name, the same names on all ranks. They travel with
+                the row counts; where the host does not wait for these, facts are not compared.
+
+        Raises:
+            ValueError: naming the argument, the rule and the value. The other ranks raise, too, naming rank and stage;
+                where the host does not wait they do not, unless the caller has told them by ``gather_loads``.
+            RuntimeError: naming the stage, if a rank is gone.
+        """
+
+    @abstractmethod
+    def combine(
+        self, y: list[Tensor], received: list[Received], own: list[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Returns every row to its token and adds up.
+
+        Args:
+            y: [N, H] each, in the dtype of the received rows: weighted and summed over the row's local copies.
+            received: what dispatch returned.
+            own: [T, H] each, in the dtype of y: the rank's contribution to its own tokens, computed without dispatch,
+                0 for a token without one. It joins the sum at the rank's own place.
+
+        Returns:
+            [T, H] each: the plain sum by ascending rank, accumulated in max(float32, dtype) and rounded once; 0 for a
+            token without copies.
+
+        Raises:
+            ValueError: naming the argument, the rule and the value.
+            RuntimeError: naming the stage, if a rank is gone.
+        """
+
+    @abstractmethod
+    def tell_failure(self, stage: str, device: torch.device, facts: Mapping[str, int] | None = None) -> None:
+        """Takes part in the exchange in which the other ranks' dispatch waits for this one, so that they raise.
+
+        Args:
+            stage: in which this process failed.
+            device: that the group exchanges on.
+            facts: with the names that the other ranks give to dispatch; their values are not read.
+        """
+
+    def start_dispatch(
+        self,
+        x: list[Tensor],
+        slots: list[Tensor],
+        weights: list[Tensor],
+        slots_per_rank: int,
+        facts: Mapping[str, int] | None = None,
+    ) -> StartedDispatch:
+        """:meth:`dispatch`, begun: other work, and other exchanges, may come before its ``wait()``. Forward only.
+
+        Where a dispatcher has nothing of its own, the rows are there at once.
+
+        Raises:
+            ValueError: as dispatch, or if gradients are recorded.
+        """
+        refuse_gradients()
+        received = self.dispatch(x, slots, weights, slots_per_rank, facts)
+        return StartedDispatch(lambda: received)
+
+
+def refuse_gradients() -> None:
+    """Raises ValueError where gradients are recorded."""
+    if torch.is_grad_enabled():
+        raise ValueError("start_dispatch must run under torch.no_grad(), got gradients recorded")

@@ -1,0 +1,292 @@
+"""Group: the ranks that share a layer, and every exchange between them that is not a dispatch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from isoload.ops import check_device
+from isoload.topology import Topology
+from isoload.transport.agreement import error_code, raise_disagreement, raise_failure, rank_failed
+from isoload.transport.peers import Peers
+from isoload.transport.traffic import Traffic, num_bytes
+
+T = TypeVar("T")
+PerRank = list[list[int]]  # for every owned rank [R], by destination or by source
+
+
+class SendCounts(Protocol):
+    """How many rows a rank sends to every destination and gets from every source, [R] each."""
+
+    @property
+    def sent(self) -> list[int]: ...
+
+    @property
+    def got(self) -> list[int]: ...
+
+
+class Group(ABC):
+    """R ranks that exchange tensors; lists run over ``ranks``, those that this process owns.
+
+    Every rank makes the same calls in the same order. Each exchange has a stage, which names it in errors and in
+    ``traffic.bytes``. A subclass moves the bytes: ``_gather``, ``_swap``, ``_start_swap``, ``gather_objects``.
+
+    Args:
+        topology: R ranks.
+        ranks: the ranks that this process owns.
+    """
+
+    def __init__(self, topology: Topology, ranks: Sequence[int]) -> None:
+        self.topology = topology
+        self.ranks = tuple(ranks)
+        self.reset_traffic()
+        self._errors: Tensor | None = None  # [R] codes that the host has not read yet
+        self._agreed: set[tuple[Any, ...]] = set()
+        self._memo: dict[tuple[Any, ...], Any] = {}
+
+    @abstractmethod
+    def _gather(self, stage: str, rows: list[Tensor]) -> Tensor: ...
+
+    @abstractmethod
+    def _swap(self, stage: str, buffers: list[Tensor], sent: PerRank, got: PerRank) -> list[Tensor]: ...
+
+    @abstractmethod
+    def gather_objects(self, stage: str, given: object) -> list[Any]:
+        """The object of every process of the group. Slow: by pickle."""
+
+    def _start_swap(
+        self, stage: str, buffers: list[Tensor], sent: PerRank, got: PerRank
+    ) -> Callable[[], list[Tensor]]:
+        arrived = self._swap(stage, buffers, sent, got)
+        return lambda: arrived
+
+    def gather(self, stage: str, rows: list[Tensor]) -> Tensor:
+        """[R, F]: the row [F] of every rank, the same on all ranks."""
+        self.traffic.bytes[stage] += sum(map(num_bytes, rows))
+        return self._gather(stage, rows)
+
+    def swap(self, stage: str, buffers: list[Tensor], sent: PerRank, got: PerRank) -> list[Tensor]:
+        """All-to-all of rows.
+
+        Args:
+            stage: see :class:`Group`.
+            buffers: [sum(sent), F] each, by destination; F and dtype are the same on all ranks.
+            sent: rows to every destination.
+            got: rows from every source.
+
+        Returns:
+            [sum(got), F] each, by source.
+
+        Raises:
+            RuntimeError: naming the stage, if a rank is gone.
+        """
+        self.traffic.bytes[stage] += sum(map(num_bytes, buffers))
+        return self._swap(stage, buffers, sent, got)
+
+    def start_swap(
+        self, stage: str, buffers: list[Tensor], sent: PerRank, got: PerRank
+    ) -> Callable[[], list[Tensor]]:
+        """:meth:`swap`, begun: what it returns waits for the rows; other exchanges may come before that."""
+        self.traffic.bytes[stage] += sum(map(num_bytes, buffers))
+        return self._start_swap(stage, buffers, sent, got)
+
+    def send(self, stage: str, buffers: list[Tensor], counts: Sequence[SendCounts]) -> list[Tensor]:
+        """Buffers [sum(sent), F] -> [sum(got), F]."""
+        return self.swap(stage, buffers, [c.sent for c in counts], [c.got for c in counts])
+
+    def start_send(
+        self, stage: str, buffers: list[Tensor], counts: Sequence[SendCounts]
+    ) -> Callable[[], list[Tensor]]:
+        """:meth:`send`, begun, as :meth:`start_swap`."""
+        return self.start_swap(stage, buffers, [c.sent for c in counts], [c.got for c in counts])
+
+    def send_back(self, stage: str, buffers: list[Tensor], counts: Sequence[SendCounts]) -> list[Tensor]:
+        """The other way: buffers [sum(got), F] -> [sum(sent), F]."""
+        return self.swap(stage, buffers, [c.got for c in counts], [c.sent for c in counts])
+
+    def gather_loads(self, counts: list[Tensor], errors: list[int] | None = None) -> Tensor:
+        """Every rank's counts and, in one more column, whether it failed.
+
+        Args:
+            counts: [E] int32 each, see :func:`isoload.count`.
+            errors: :func:`error_code` of the stage that failed on each rank, 0 = none.
+
+        Returns:
+            loads [R, E] int32, the same on all ranks.
+
+        Raises:
+            ValueError: the same on all ranks, naming rank and stage, if any rank has an error. At once on CPU; on a
+                GPU at the next :meth:`swap_counts` or, where a dispatcher makes none, at the next :meth:`check`.
+        """
+        self.check_owned("counts", counts)
+        self.check_owned("errors", errors := [0] * len(counts) if errors is None else errors)
+        for rank, row in zip(self.ranks, counts, strict=True):
+            if row.dim() != 1 or row.dtype != torch.int32:
+                raise ValueError(
+                    f"counts of rank {rank} must be [E] int32, got {list(row.shape)} {row.dtype}"
+                )
+        self.agree_new("gather", ("length of counts",), [(len(row),) for row in counts], counts[0].device)
+        rows = [torch.cat([row, row.new_full((1,), code)]) for row, code in zip(counts, errors, strict=True)]
+        gathered = self.gather("gather", rows)
+        codes = gathered.select(1, -1)
+        self._errors = codes if self._errors is None else torch.maximum(self._errors, codes)
+        if codes.device.type == "cpu":
+            self.check()
+        return gathered.narrow(1, 0, len(counts[0]))
+
+    def check(self) -> None:
+        """Raises the errors that :meth:`gather_loads` carried and the host has not looked at yet.
+
+        Then, on a GPU, what ops found wrong in this rank's values: :func:`isoload.check_device`.
+        """
+        if self._errors is not None:
+            codes, self._errors = self._errors, None
+            self.traffic.host_syncs += codes.device.type != "cpu"
+            raise_failure(codes.tolist())
+        if self.traffic.rows.is_cuda:
+            check_device(self.traffic.rows.device)
+
+    def swap_counts(
+        self,
+        stage: str,
+        counts: list[Tensor],
+        names: Sequence[str],
+        facts: Sequence[Sequence[int]],
+        code: int = 0,
+    ) -> tuple[PerRank, PerRank]:
+        """Tells every rank how many rows will come to it; the host waits, once, and raises what it finds then.
+
+        Args:
+            stage: see :class:`Group`.
+            counts: [R] int64 each: rows to every destination.
+            names: [F] of the facts that travel along, at no further cost; F is the same on all ranks.
+            facts: [F] integers each, which all ranks must give alike.
+            code: :func:`error_code` of the stage that failed in this process, 0 = none.
+
+        Returns:
+            (sent, got) [R] for every owned rank: rows to every destination and from every source.
+
+        Raises:
+            ValueError: on all ranks, naming the rank that failed and its stage (also if :meth:`gather_loads` carried
+                it), or the first fact that differs.
+        """
+        headers = [
+            torch.cat([c.unsqueeze(1), c.new_tensor([code, *f]).expand(len(c), -1)], dim=1)
+            for c, f in zip(counts, facts, strict=True)
+        ]
+        ones = [[1] * len(counts[0])] * len(counts)
+        arrived = self.swap(stage, headers, ones, ones)
+        errors = self._errors if self._errors is not None else torch.zeros_like(counts[0])
+        self._errors = None
+        table = [
+            torch.cat([c.unsqueeze(1), errors.unsqueeze(1), a], dim=1)
+            for c, a in zip(counts, arrived, strict=True)
+        ]
+        self.traffic.host_syncs += 1
+        host = torch.stack(table).tolist()  # per owned rank and peer: sent, gather's error, got, error, facts
+        raise_failure([peer[1] for peer in host[0]])
+        raise_failure([peer[3] for peer in host[0]])
+        raise_disagreement(names, [peer[4:] for peer in host[0]])
+        return [[peer[0] for peer in rank] for rank in host], [[peer[2] for peer in rank] for rank in host]
+
+    def agree(
+        self,
+        stage: str,
+        names: Sequence[str],
+        facts: Sequence[Sequence[int]],
+        device: torch.device,
+        failure: Exception | None = None,
+    ) -> None:
+        """Compares facts between all ranks, on each call; the host waits for them.
+
+        Args:
+            stage: in whose name the ranks agree.
+            names: [F] what the facts are.
+            facts: [F] integers each; not read on a rank with a failure.
+            device: that the group exchanges on.
+            failure: why this process cannot go on.
+
+        Raises:
+            ValueError: on all ranks alike, naming the first fact that differs, or the rank that failed and the stage.
+            Exception: the failure, on the rank that has it.
+        """
+        code = 0 if failure is None else error_code(stage)
+        told = facts if failure is None else [[0] * len(names)] * len(self.ranks)
+        rows = [torch.tensor([code, *f], dtype=torch.int64, device=device) for f in told]
+        gathered = self.gather(f"{stage} agreement", rows).tolist()
+        if failure is not None:
+            raise failure
+        raise_failure([row[0] for row in gathered])
+        raise_disagreement(names, [row[1:] for row in gathered])
+
+    def agree_new(
+        self, stage: str, names: tuple[str, ...], facts: list[tuple[int, ...]], device: torch.device
+    ) -> None:
+        """:meth:`agree` if these facts are new; the same facts are not compared again."""
+        if (names, *facts) in self._agreed:
+            return
+        self.agree(stage, names, facts, device)
+        self._agreed.add((names, *facts))
+
+    def agree_once(self, stage: str, facts: dict[str, object], failure: Exception | None = None) -> None:
+        """Compares facts of any kind between all processes, as when something is made. Slow, and the host waits.
+
+        Args:
+            stage: in whose name the ranks agree.
+            facts: by name; not read where there is a failure.
+            failure: why this process cannot go on.
+
+        Raises:
+            ValueError: on all ranks alike, naming the first fact that differs, or the rank that failed and the stage.
+            Exception: the failure, on the process that has it.
+        """
+        gathered = self.gather_objects(stage, None if failure is not None else facts)
+        if failure is not None:
+            raise failure
+        for rank, given in enumerate(gathered):
+            if given is None:
+                raise ValueError(rank_failed(rank, stage))
+        for name, value in gathered[0].items():
+            for rank, given in enumerate(gathered):
+                if given[name] != value:
+                    raise ValueError(
+                        f"{name} must be the same on all ranks, got {value} on rank 0 and {given[name]} on rank {rank}"
+                    )
+
+    @contextmanager
+    def agreeing(self, stage: str) -> Iterator[dict[str, object]]:
+        """What fails inside fails on all ranks, and so do facts (put into the dict) that differ: :meth:`agree_once`."""
+        facts: dict[str, object] = {}
+        failure = None
+        try:
+            yield facts
+        except Exception as error:
+            failure = error
+        self.agree_once(stage, facts, failure)
+
+    def peers(self, device: torch.device) -> Peers | None:
+        """The other ranks' memory on a device, where kernels can read it, else None. All ranks call it together."""
+        return None
+
+    def memo(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+        """What make() returned when the key was new, the same object from then on: for all layers of the group."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        made: T = self._memo[key]
+        return made
+
+    def reset_traffic(self) -> None:
+        num_ranks = self.topology.num_ranks
+        self.traffic = Traffic(torch.zeros(num_ranks, num_ranks, dtype=torch.int64))
+
+    def check_owned(self, name: str, given: Sequence[object]) -> None:
+        """Raises ValueError unless a list has an entry per owned rank."""
+        if len(given) != len(self.ranks):
+            raise ValueError(
+                f"{name} must have one entry per owned rank ({len(self.ranks)}), got {len(given)}"
+            )

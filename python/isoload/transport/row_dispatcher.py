@@ -1,0 +1,192 @@
+"""RowDispatcher: a token travels once to every rank that holds a slot of its, by one all-to-all of packed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from isoload.transport.agreement import error_code
+from isoload.transport.arguments import FACTS, dispatch_facts
+from isoload.transport.dispatcher import Dispatcher, Received, StartedDispatch, refuse_gradients
+from isoload.transport.exchange import Combine, Dispatch, anchor, pack_payload, unpack_payload
+from isoload.transport.group import Group
+from isoload.transport.rows import RowMap, find_destinations, map_rows
+
+COUNTS_STAGE = "dispatch row counts"
+
+
+@dataclass(frozen=True, eq=False)
+class RowHandle:
+    """What combine needs of a dispatch: the rank's row map, and the link by which gradients find their way back."""
+
+    row_map: RowMap
+    link: Tensor
+
+
+class RowDispatcher(Dispatcher):
+    """Rows arrive by source rank, then token. All ranks of the group construct it together.
+
+    Args:
+        group: joins the ranks.
+        max_tokens_per_rank: C. Every pair of ranks exchanges C rows, so shapes are fixed and the host never waits;
+            N = R * C, and the rows of source s start at s * C. None: exactly the rows there are, and the host waits
+            once per dispatch.
+
+    Raises:
+        ValueError: on all ranks alike, if the capacity is below 1 or differs between the ranks.
+    """
+
+    def __init__(self, group: Group, max_tokens_per_rank: int | None = None) -> None:
+        with group.agreeing("construction") as facts:
+            if max_tokens_per_rank is not None and max_tokens_per_rank < 1:
+                raise ValueError(f"max_tokens_per_rank must be at least 1, got {max_tokens_per_rank}")
+            facts["max_tokens_per_rank"] = max_tokens_per_rank
+        self.group = group
+        self.max_tokens_per_rank = max_tokens_per_rank
+        self.host_waits = max_tokens_per_rank is None
+
+    def dispatch(
+        self,
+        x: list[Tensor],
+        slots: list[Tensor],
+        weights: list[Tensor],
+        slots_per_rank: int,
+        facts: Mapping[str, int] | None = None,
+    ) -> list[Received]:
+        """See :meth:`Dispatcher.dispatch`."""
+        maps = self._map_tokens(x, slots, weights, slots_per_rank, facts or {})
+        padded = not self.host_waits
+        link, *values = Dispatch.apply(
+            self.group, maps, padded, slots_per_rank, slots, anchor(), *x, *weights
+        )
+        owned = len(maps)
+        return _received(maps, link, values[:owned], values[owned : 2 * owned], values[2 * owned :])
+
+    def start_dispatch(
+        self,
+        x: list[Tensor],
+        slots: list[Tensor],
+        weights: list[Tensor],
+        slots_per_rank: int,
+        facts: Mapping[str, int] | None = None,
+    ) -> StartedDispatch:
+        """See :meth:`Dispatcher.start_dispatch`. The row counts are exchanged before it returns."""
+        maps = self._map_tokens(x, slots, weights, slots_per_rank, facts or {}, forward_only=True)
+        payload = pack_payload(x, slots, weights, maps, slots_per_rank, not self.host_waits)
+        finish = self.group.start_send("dispatch", payload, maps)
+
+        def wait() -> list[Received]:
+            rows, local_slots, local_weights = unpack_payload(finish(), x[0], weights[0])
+            return _received(maps, x[0].new_zeros(()), rows, local_slots, local_weights)
+
+        return StartedDispatch(wait)
+
+    def combine(
+        self, y: list[Tensor], received: list[Received], own: list[Tensor] | None = None
+    ) -> list[Tensor]:
+        """See :meth:`Dispatcher.combine`."""
+        self.group.check_owned("y", y)
+        self.group.check_owned("received", received)
+        handles = [_handle(got) for got in received]
+        for rank, rows, got in zip(self.group.ranks, y, received, strict=True):
+            _check_like("y", rank, rows, got.rows.shape, got.rows.dtype, "the received rows")
+        if own is not None:
+            self.group.check_owned("own", own)
+            for rank, rows, got, handle in zip(self.group.ranks, own, received, handles, strict=True):
+                shape = torch.Size((len(handle.row_map.token_to_rows), got.rows.shape[1]))
+                _check_like("own", rank, rows, shape, got.rows.dtype, "the rank's tokens")
+        link = handles[0].link
+        link = link if link.requires_grad else anchor()
+        maps = [handle.row_map for handle in handles]
+        return list(Combine.apply(self.group, maps, not self.host_waits, link, *y, *(own or [])))
+
+    def tell_failure(self, stage: str, device: torch.device, facts: Mapping[str, int] | None = None) -> None:
+        """See :meth:`Dispatcher.tell_failure`. With max_tokens_per_rank there is no such exchange: nothing is told."""
+        if not self.host_waits:
+            return
+        group, names = self.group, (*FACTS, *(facts or {}))
+        nothing = [
+            torch.zeros(group.topology.num_ranks, dtype=torch.int64, device=device) for _ in group.ranks
+        ]
+        with suppress(ValueError):  # it is this rank's own failure, which the caller raises in full
+            group.swap_counts(
+                COUNTS_STAGE, nothing, names, [(0,) * len(names)] * len(nothing), error_code(stage)
+            )
+
+    def _map_tokens(
+        self,
+        x: list[Tensor],
+        slots: list[Tensor],
+        weights: list[Tensor],
+        slots_per_rank: int,
+        more_facts: Mapping[str, int],
+        forward_only: bool = False,
+    ) -> list[RowMap]:
+        """Where every owned rank's tokens go, once all ranks have given arguments that fit."""
+        group, capacity, num_ranks = self.group, self.max_tokens_per_rank, self.group.topology.num_ranks
+        for name, given in (("x", x), ("slots", slots), ("weights", weights)):
+            group.check_owned(name, given)
+        try:
+            if forward_only:
+                refuse_gradients()
+            self._check_tokens(x)
+            facts = [
+                dispatch_facts(*given, slots_per_rank, num_ranks)
+                for given in zip(group.ranks, x, slots, weights, strict=True)
+            ]
+        except ValueError:
+            self.tell_failure("dispatch", x[0].device, more_facts)
+            raise
+        destinations = [find_destinations(s, slots_per_rank, num_ranks) for s in slots]
+        if capacity is None:
+            names, values = (*FACTS, *more_facts), tuple(more_facts.values())
+            sent, got = group.swap_counts(
+                COUNTS_STAGE, [d.counts for d in destinations], names, [f + values for f in facts]
+            )
+        else:
+            group.agree_new("dispatch", FACTS, facts, x[0].device)
+            sent = got = [[capacity] * num_ranks] * len(group.ranks)
+        group.traffic.rows = group.traffic.rows.to(x[0].device)
+        for rank, d in zip(group.ranks, destinations, strict=True):
+            group.traffic.rows.select(0, rank).add_(d.counts)
+        return [map_rows(*args, capacity) for args in zip(destinations, sent, got, strict=True)]
+
+    def _check_tokens(self, x: list[Tensor]) -> None:
+        limit = self.max_tokens_per_rank
+        for rank, tokens in zip(self.group.ranks, map(len, x), strict=True):
+            if limit is not None and tokens > limit:
+                raise ValueError(
+                    f"x of rank {rank} must have at most max_tokens_per_rank={limit} tokens, got {tokens}"
+                )
+
+
+def _received(
+    maps: Sequence[RowMap],
+    link: Tensor,
+    rows: Sequence[Tensor],
+    slots: Sequence[Tensor],
+    weights: Sequence[Tensor],
+) -> list[Received]:
+    handles = [RowHandle(row_map, link) for row_map in maps]
+    return [Received(*fields) for fields in zip(rows, slots, weights, handles, strict=True)]
+
+
+def _handle(received: Received) -> RowHandle:
+    if not isinstance(received.handle, RowHandle):
+        raise ValueError(
+            f"received must come from this dispatcher's dispatch, got a {type(received.handle).__name__}"
+        )
+    return received.handle
+
+
+def _check_like(
+    name: str, rank: int, given: Tensor, shape: torch.Size, dtype: torch.dtype, whose: str
+) -> None:
+    if given.shape != shape or given.dtype != dtype:
+        raise ValueError(
+            f"{name} of rank {rank} must be {list(shape)} {dtype} as {whose}, got {list(given.shape)} {given.dtype}"
+        )

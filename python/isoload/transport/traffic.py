@@ -1,0 +1,27 @@
+"""What a group counts of its exchanges."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass
+class Traffic:
+    """What this process handed to the exchanges since the group was made.
+
+    rows        [R, R] int64  rows dispatched, source x destination; only the process's own sources are filled
+    bytes                     by stage; padding and what a rank sends to itself count, too
+    host_syncs                times the host waited for values that an exchange brought
+    """
+
+    rows: Tensor
+    bytes: Counter[str] = field(default_factory=Counter)
+    host_syncs: int = 0
+
+
+def num_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor; unlike ``nbytes`` also while torch.compile traces symbolic sizes."""
+    return tensor.numel() * tensor.itemsize

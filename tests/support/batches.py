@@ -1,0 +1,98 @@
+"""Batches that all ranks hand to a dispatcher, from a fixed seed in every process, and what each rank must get."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MAX_TOKENS = 13  # of a rank in any batch
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What all R ranks hand over: x [R][T, H], slots [R][T, K] global, weights [R][T, K], S slots per rank."""
+
+    name: str
+    x: list[Tensor]
+    slots: list[Tensor]
+    weights: list[Tensor]
+    slots_per_rank: int
+
+    def received_by(self, rank: int) -> list[tuple[int, int, list[int], list[float]]]:
+        """Of every row that a rank must get, in order: source, token, local slots [K], weights [K]."""
+        rows = []
+        for source, slots in enumerate(self.slots):
+            for token, chosen in enumerate(slots.tolist()):
+                here = [slot >= 0 and slot // self.slots_per_rank == rank for slot in chosen]
+                if any(here):
+                    local = [
+                        slot % self.slots_per_rank if h else -1 for slot, h in zip(chosen, here, strict=True)
+                    ]
+                    kept = [
+                        w if h else 0.0
+                        for w, h in zip(self.weights[source][token].tolist(), here, strict=True)
+                    ]
+                    rows.append((source, token, local, kept))
+        return rows
+
+    def num_rows(self) -> np.ndarray:
+        """[R, R] distinct (token, destination) pairs by source."""
+        counts = np.zeros((len(self.x), len(self.x)), dtype=np.int64)
+        for destination in range(len(self.x)):
+            for source, *_ in self.received_by(destination):
+                counts[source, destination] += 1
+        return counts
+
+    def without_own_copies(self) -> Batch:
+        """The batch where copies on the token's own rank are absent: what a two-stage execution dispatches."""
+        here = [s.div(self.slots_per_rank, rounding_mode="floor") == r for r, s in enumerate(self.slots)]
+        slots = [s.masked_fill(h, -1) for s, h in zip(self.slots, here, strict=True)]
+        return Batch(self.name, self.x, slots, self.weights, self.slots_per_rank)
+
+
+def draw(
+    name: str,
+    num_ranks: int,
+    *,
+    top_k: int = 4,
+    hidden: int = 7,
+    tokens: list[int] | None = None,
+    absent: float = 0.15,
+    to_rank: int | None = None,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> Batch:
+    """Distinct slots per token (all on one rank if ``to_rank`` is given), some absent; ragged token numbers."""
+    rng = np.random.default_rng([seed, num_ranks, top_k, hidden])
+    slots_per_rank = top_k + 1 if to_rank is not None else 2 + top_k // num_ranks
+    tokens = [int(t) for t in rng.integers(1, MAX_TOKENS + 1, num_ranks)] if tokens is None else tokens
+    low, high = (0, num_ranks) if to_rank is None else (to_rank, to_rank + 1)
+    x, slots, weights = [], [], []
+    for count in tokens:
+        held = np.arange(low * slots_per_rank, high * slots_per_rank)
+        chosen = np.array([rng.permutation(held)[:top_k] for _ in range(count)], dtype=np.int64)
+        chosen = chosen.reshape(count, top_k)
+        chosen[rng.random(chosen.shape) < absent] = -1
+        slots.append(torch.from_numpy(chosen))
+        x.append(torch.from_numpy(rng.standard_normal((count, hidden))).to(dtype))
+        weights.append(torch.from_numpy(rng.random((count, top_k))).float())
+    return Batch(name, x, slots, weights, slots_per_rank)
+
+
+def batches(num_ranks: int, dtype: torch.dtype = torch.float64) -> Iterator[Batch]:
+    """The named batches of every case."""
+    last = num_ranks - 1
+    yield draw("one token on one rank", num_ranks, tokens=[1] + [0] * last, dtype=dtype)
+    yield draw("no token anywhere", num_ranks, tokens=[0] * num_ranks, dtype=dtype)
+    yield draw("rank without tokens", num_ranks, tokens=[MAX_TOKENS] * last + [0], dtype=dtype)
+    yield draw("all copies absent", num_ranks, absent=1.0, dtype=dtype)
+    yield draw("all copies to the last rank", num_ranks, to_rank=last, dtype=dtype)
+    yield draw("no copy absent", num_ranks, absent=0.0, dtype=dtype)
+    yield draw("H = 1", num_ranks, hidden=1, dtype=dtype)
+    yield draw("H = 33", num_ranks, hidden=33, dtype=dtype)
+    for top_k in range(1, 9):
+        yield draw(f"K = {top_k}", num_ranks, top_k=top_k, dtype=dtype, seed=top_k)
