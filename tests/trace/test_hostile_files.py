@@ -39,7 +39,14 @@ def as_json_folder(path):
     path.with_suffix(".json").mkdir()
 
 
+def labelled(path, *codes):
+    """Labels of code points that are no characters: NumPy reads them, Python cannot."""
+    np.savez(path, counts=COUNTS, cluster=np.array([[7], list(codes)], dtype=np.uint32).view("U1")[:, 0])
+
+
 NPZ_ERRORS = {
+    "t.npz: cluster must be text, got code point 0x110000": lambda p: labelled(p, 0x110000),
+    "t.npz: cluster must be text, got code point 0xd800": lambda p: labelled(p, 0xD800),
     "t.npz: counts.npy must be an array in NumPy's format, got 5 other bytes": lambda p: zipped(
         p, counts=b"hello"
     ),
