@@ -4,7 +4,7 @@
 # make lint   ruff, mypy, clang-format
 # make cuda-check  compiles the CUDA ops for three architectures; needs nvcc, no GPU (minutes)
 # make kernels-check  runs the Triton kernels in Triton's interpreter and compiles them; needs no GPU (a minute)
-# make gpu    on a machine with a GPU: builds for it, tests, benchmarks, compute-sanitizer (minutes; bench/README.md)
+# make gpu    on a machine with a GPU: builds for it, checks, times, tests, compute-sanitizer (ten minutes; bench/README.md)
 # make bench  the benchmarks of planning, of the layer, of borrowing, of shared experts, and balance on the shipped trace
 #
 # `run` and `test` create .venv on their first call. Variables:

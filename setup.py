@@ -6,7 +6,10 @@ ISOLOAD_CUDA_ARCH=sm_90a for one GPU only.
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from pathlib import Path
+from typing import Any
 
 from setuptools import setup
 
@@ -45,12 +48,25 @@ NVCC = find_nvcc()
 
 
 class Build(BuildExtension.with_options(use_ninja=False)):
-    """nvcc first: its objects are linked in like any other."""
+    """nvcc first: its objects are linked in like any other. Then the C++ sources, MAX_JOBS at a time."""
 
     def build_extensions(self) -> None:
         for extension in self.extensions if NVCC else []:
             extension.extra_objects += nvcc.compile_all(NVCC, ROOT / "build" / "cuda")
-        super().build_extensions()
+        compiler, jobs = self.compiler, []
+        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
+
+            def start(*source: Any) -> None:  # a copy: torch changes the command around each source
+                jobs.append(pool.submit(type(compiler)._compile, copy(compiler), *source))
+
+            def compile_all(*sources: Any, **how: Any) -> list[str]:
+                objects = type(compiler).compile(compiler, *sources, **how)
+                for job in jobs:
+                    job.result()  # raises what the compiler refused
+                return objects
+
+            compiler._compile, compiler.compile = start, compile_all
+            super().build_extensions()
 
 
 extension = CppExtension(
@@ -60,8 +76,9 @@ extension = CppExtension(
     depends=sorted(str(path) for kind in ("*.h", "*.cu", "*.cuh") for path in Path("csrc").rglob(kind)),
     define_macros=[("ISOLOAD_WITH_CUDA", None)] if NVCC else [],
     extra_compile_args={"cxx": COMPILE},
-    # Weak CUDA symbols resolve on a CUDA torch only if the linker keeps its libraries.
-    extra_link_args=["-Wl,--no-as-needed"],
+    # Named again, behind the flag: only libtorch brings libtorch_cuda, where the weak symbols of ops/device.h are, and
+    # the linker drops it where nothing in it is used.
+    extra_link_args=["-Wl,--no-as-needed", "-ltorch"],
     py_limited_api=True,
 )
 if NVCC:  # the runtime is linked in: a CPU torch brings none, and loads the library all the same

@@ -7,8 +7,10 @@ Fairness ledger
 - in graph: one graph of a call for each of the 58 layers, replayed; time between events / 58, median over replays. What
   an op adds to a captured forward pass: no launch from the host, inputs of 58 layers in turn.
 - alone: a graph of one call, ten replays between events / 10: the launch of a graph is in it.
+- cold: the same graph once between events, behind a GEMM and a pass over twice the L2 cache: neither the op's code nor
+  its data is in a cache, as between the layers of a model.
 - eager: 58 calls from Python and a synchronisation / 58, checks and allocations included.
-- floor: the same three for a kernel of one thread that writes one word (device_errors).
+- floor: the same for a kernel of one thread that writes one word (device_errors).
 - roof: a copy of as many bytes as the op reads and writes, in the same kind of graph: in graph.
 - at once: one call of all 58 layers, time of the call.
 - The chain's loads [R, E] are there already: the gather between count and plan_exact depends on the network and is
@@ -29,191 +31,45 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 import isoload
-from gpu_clock import Graph, between_events, from_python
-from gpu_layers import EXPERTS, LAYERS, RANK, TOP_K, Layer, make_layers, per_node, size
-from harness import RESULTS, machine, write_results
+from gpu_check import check_all, profile, same_bits
+from gpu_clock import Graph, behind_others, between_events, from_python
+from gpu_jobs import JOBS, Job, need_cuda
+from gpu_layers import EXPERTS, LAYERS, RANK, TOP_K, Layer, make_layers, per_node
+from harness import RESULTS, ResultFile, machine
 from isoload import ops
 
-
-def chain(x: Layer) -> Tensor:
-    ops.count(x.ids, EXPERTS)
-    quota = ops.plan_exact(x.loads, x.tables).quota
-    row = ops.share(x.loads, quota, x.tables, per_node(x), RANK)
-    return ops.route(x.ids, row, x.tables)
-
-
-def spill(x: Layer) -> tuple[Tensor, ...]:
-    """Plain expert parallelism, two spare slots per rank: the placement that plan_spill starts from."""
-    ranks, device = len(x.loads), x.loads.device
-    own = -(-EXPERTS // ranks)
-    held = torch.arange(ranks * own, dtype=torch.int32, device=device)
-    home = (held + held // own * 2)[:EXPERTS]
-    held = torch.where(held < EXPERTS, held, -1).view(ranks, own)
-    slots = torch.cat([held, held.new_full((ranks, 2), -1)], dim=1).flatten()
-    return tuple(ops.plan_spill(x.loads, slots, home, ranks, 2))
-
-
-@dataclass(frozen=True)
-class Job:
-    """An op on a layer; reads: the fields that its bytes are counted of."""
-
-    name: str
-    op: str  # of torch.ops.isoload
-    call: Callable[[Layer], Any]
-    reads: tuple[str, ...]
-    target: float | None = None
-    quoted: str = ""
-    tokens_matter: bool = False
-
-
-LPLB, ULTRA = "DeepSeek LPLB ~100, SGLang HIP ~80", "UltraEP plan 67-78"
-JOBS = (
-    Job("count", "count", lambda x: ops.count(x.ids, EXPERTS), ("ids",), tokens_matter=True),
-    Job(
-        "replica_tables",
-        "replica_tables",
-        lambda x: ops.replica_tables(x.slot_to_expert, len(x.loads), EXPERTS).data,
-        ("slot_to_expert",),
-    ),
-    Job(
-        "plan_exact",
-        "plan_exact",
-        lambda x: ops.plan_exact(x.loads, x.tables),
-        ("loads", "tables"),
-        10,
-        ULTRA,
-    ),
-    Job(
-        "plan_exact, joint",
-        "plan_exact",
-        lambda x: ops.plan_exact(x.loads, x.tables, x.fixed, pour=x.pour),
-        ("loads", "tables"),
-        12,
-    ),
-    Job("plan_active", "plan_active", lambda x: ops.plan_active(x.loads, x.tables), ("loads", "tables")),
-    Job("plan_lp", "plan_lp", lambda x: ops.plan_lp(x.loads, x.tables), ("loads", "tables"), 25, LPLB),
-    Job(
-        "round_split",
-        "round_split",
-        lambda x: ops.round_split(x.split, x.loads, x.tables),
-        ("split", "loads", "tables"),
-    ),
-    Job("plan_spill", "plan_spill", spill, ("loads", "slot_to_expert")),
-    Job(
-        "share, own row",
-        "share",
-        lambda x: ops.share(x.loads, x.quota, x.tables, per_node(x), RANK),
-        ("loads", "quota", "tables"),
-    ),
-    Job(
-        "share_by_rank",
-        "share_by_rank",
-        lambda x: ops.share_by_rank(x.loads, x.quota, x.tables, per_node(x)),
-        ("loads", "quota", "tables"),
-    ),
-    Job(
-        "share_alone",
-        "share_alone",
-        lambda x: ops.share_alone(x.loads[RANK], x.quota, x.tables, RANK),
-        ("quota", "tables"),
-    ),
-    Job(
-        "route",
-        "route",
-        lambda x: ops.route(x.ids, x.row, x.tables),
-        ("ids", "row", "tables"),
-        None,
-        "UltraEP reroute 37",
-        True,
-    ),
-    Job(
-        "route, visited",
-        "route",
-        lambda x: ops.route(x.ids, x.row, x.tables, "visited"),
-        ("ids", "row", "tables"),
-        tokens_matter=True,
-    ),
-    Job(
-        "route_sampled",
-        "route_sampled",
-        lambda x: ops.route_sampled(x.ids, x.weights, x.tables, 5),
-        ("ids", "weights", "tables"),
-        tokens_matter=True,
-    ),
-    Job(
-        "plan_waterfill",
-        "plan_waterfill",
-        lambda x: ops.plan_waterfill(x.copies, x.tokens),
-        ("copies", "tokens"),
-    ),
-    Job(
-        "route_shared",
-        "route_shared",
-        lambda x: ops.route_shared(x.slots, x.shared_row, size(x), RANK),
-        ("slots", "shared_row"),
-        tokens_matter=True,
-    ),
-    Job(
-        "route_shared_sampled",
-        "route_shared_sampled",
-        lambda x: ops.route_shared_sampled(x.slots, x.tokens, None, size(x), RANK, "static"),
-        ("slots", "tokens"),
-        tokens_matter=True,
-    ),
-    Job(
-        "append_shared_expert",
-        "append_shared_expert",
-        lambda x: ops.append_shared_expert(x.slots, x.gates, x.shared_ranks, size(x)),
-        ("slots", "gates", "shared_ranks"),
-        tokens_matter=True,
-    ),
-    Job("chain", "route", chain, ("ids", "loads", "tables"), 25, ULTRA + " + reroute 37", True),
-)
-
-
 SIZES = [(16, 32, 4096), (16, 32, 128), (64, 128, 4096), (16, 32, 16384)]  # ranks, replicas, tokens
-CHECKED = [(16, 32, 128), (16, 32, 4100), (128, 128, 64), (192, 128, 64), (304, 352, 64)]  # every kernel
 AIMED = {"ranks": 16, "experts": EXPERTS, "replicas": 32, "tokens": 4096}  # what the targets are for
 
 
 @dataclass
 class Bench:
-    """One size; rows is what is found."""
+    """One size; each row goes to `results` as it is found, and stays in `rows` for the table."""
 
     layers: list[Layer]
-    device: str
     samples: int
     where: dict[str, int]
+    results: ResultFile
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.there = [layer.to(self.device) for layer in self.layers]
+        self.there = [layer.to("cuda") for layer in self.layers]
+
+    def add(self, name: str, row: dict[str, Any]) -> None:
+        self.rows.append({**self.where, "op": name, **row})
+        self.results.add(self.rows[-1])
 
     def run(self, job: Job) -> None:
-        if not has_cuda(job):
-            self.rows.append({**self.where, "op": job.name, "missing": "no CUDA function in this build"})
-            return
-        got = self.check(job)
+        got = same_bits(job, self.layers, self.there)
         fields = [getattr(self.there[0], name) for name in job.reads]
         read = [f.data if isinstance(f, isoload.ReplicaTables) else f for f in fields]
         num_bytes = sum(t.nbytes for t in (*read, *got))
         calls = [lambda x=x: job.call(x) for x in self.there]
         aimed = job.target if self.where == AIMED else None
         row = self.time(calls) | {"target_us": aimed, "quoted_us": job.quoted, "bytes": num_bytes}
-        self.rows.append({**self.where, "op": job.name, **row, "roof_us": self.roof(num_bytes)})
-
-    def check(self, job: Job) -> list[Tensor]:
-        """Raises unless every layer's result is the CPU's; returns that of the last."""
-        got: list[Tensor] = []
-        for i, (host, there) in enumerate(zip(self.layers, self.there, strict=True)):
-            wanted, got = tensors(job.call(host)), tensors(job.call(there))
-            if not all(torch.equal(a, b.cpu()) for a, b in zip(wanted, got, strict=True)):
-                raise SystemExit(f"{job.name} differs from the CPU on layer {i} of {self.where}")
-        isoload.check_device(self.device)
-        return got
+        self.add(job.name, row | {"roof_us": self.roof(num_bytes)})
 
     def time(self, calls: list[Callable[[], Any]]) -> dict[str, Any]:
         one, many = Graph(calls[:1]), Graph(calls)
@@ -222,19 +78,20 @@ class Bench:
             "in_graph_us": inside.median,
             "in_graph_p99_us": inside.p99,
             "alone_us": between_events(one.replay, 1, self.samples, 10).median,
+            "cold_us": behind_others(one.replay, self.samples).median,
             "eager_us": from_python(calls, max(self.samples // 5, 3)).median,
             "nodes": one.num_nodes(),
         }
 
     def roof(self, num_bytes: int) -> float:
         pairs = [torch.randint(9, (2, max(num_bytes // 8, 1)), dtype=torch.int32) for _ in range(LAYERS)]
-        pairs = [pair.to(self.device) for pair in pairs]
+        pairs = [pair.to("cuda") for pair in pairs]
         graph = Graph([lambda p=p: p[0].copy_(p[1]) for p in pairs])
         return between_events(graph.replay, LAYERS, self.samples, 1).median
 
     def floor(self) -> None:
         call = lambda: torch.ops.isoload.device_errors(self.there[0].row)  # noqa: E731
-        self.rows.append({**self.where, "op": "floor: one word", **self.time([call] * LAYERS)})
+        self.add("floor: one word", self.time([call] * LAYERS))
 
     def at_once(self) -> None:
         """One call of all layers."""
@@ -247,29 +104,27 @@ class Bench:
             "plan_lp": lambda: ops.plan_lp(loads, tables),
             "share, own row": lambda: ops.share(loads, quota, tables, per_node(self.there[0]), RANK),
         }
-        jobs = {job.name: job for job in JOBS}
         for name, call in calls.items():
-            if has_cuda(jobs[name]):
-                self.rows.append({**self.where, "op": f"{name}, {LAYERS} at once", **self.time([call])})
-
-
-def has_cuda(job: Job) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"isoload::{job.op}", "CUDA")
-
-
-def tensors(result: Any) -> list[Tensor]:
-    return [result] if isinstance(result, Tensor) else list(result)
+            self.add(f"{name}, {LAYERS} at once", self.time([call]))
 
 
 def show(rows: list[dict[str, Any]], title: str) -> None:
     table = Table(title=title, title_justify="left")
-    for name in ("op", "nodes", "in graph", "p99", "alone", "eager", "roof", "target", "quoted elsewhere"):
+    for name in (
+        "op",
+        "nodes",
+        "in graph",
+        "p99",
+        "alone",
+        "cold",
+        "eager",
+        "roof",
+        "target",
+        "quoted elsewhere",
+    ):
         table.add_column(name, justify="left" if name in ("op", "quoted elsewhere") else "right")
     for row in rows:
-        if "missing" in row:
-            table.add_row(row["op"], *[""] * 7, row["missing"])
-            continue
-        names = ("in_graph_us", "in_graph_p99_us", "alone_us", "eager_us", "roof_us")
+        names = ("in_graph_us", "in_graph_p99_us", "alone_us", "cold_us", "eager_us", "roof_us")
         cells = [f"{row[name]:.1f}" if name in row else "" for name in names]
         target = row.get("target_us")
         mark = "" if target is None else f"{target:.0f} {'met' if row['in_graph_us'] <= target else 'MISSED'}"
@@ -277,38 +132,42 @@ def show(rows: list[dict[str, Any]], title: str) -> None:
     Console(width=130).print(table)
 
 
-def check_all(seed: int) -> None:
-    """Every kernel on one layer of several sizes, nothing timed."""
-    for ranks, replicas, tokens in CHECKED:
-        where = {"ranks": ranks, "experts": EXPERTS, "replicas": replicas, "tokens": tokens}
-        bench = Bench(make_layers(ranks, replicas, tokens, seed, layers=1), "cuda", 1, where)
-        for job in filter(has_cuda, JOBS):
-            bench.check(job)
-        print("as on the CPU:", where, flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--samples", type=int, default=50, help="of every time; the median is kept")
-    parser.add_argument("--quick", action="store_true", help="one size instead of four")
+    parser.add_argument("--quick", action="store_true", help="one size instead of four; a file of its own")
     parser.add_argument("--check", action="store_true", help="run every kernel once, compare, time nothing")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for bench_cuda.jsonl")
+    parser.add_argument(
+        "--profile", action="store_true", help="run three ops once, for ncu --profile-from-start off"
+    )
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: with --check, its checksums"
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for bench_cuda[_quick].jsonl")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("bench_cuda needs a GPU")
+    if options.device == "cpu" and not options.check:
+        parser.error("--device cpu goes with --check: times are a GPU's")
+    if options.device == "cuda":
+        need_cuda()
     torch.set_num_threads(1)
     if options.check:
-        check_all(options.seed)
-        return
+        check_all(options.device, options.seed)
+    elif options.profile:
+        profile(*SIZES[0], options.seed)
+    else:
+        measure(options)
+
+
+def measure(options: argparse.Namespace) -> None:
     print(__doc__.strip(), "\n", file=sys.stderr)
     print(machine("cuda"), file=sys.stderr)
-    rows = []
+    results = ResultFile("bench_cuda_quick" if options.quick else "bench_cuda", "cuda", options.results)
     for n, (ranks, replicas, tokens) in enumerate(SIZES[: 1 if options.quick else None]):
         where = {"ranks": ranks, "experts": EXPERTS, "replicas": replicas, "tokens": tokens}
-        bench = Bench(make_layers(ranks, replicas, tokens, options.seed), "cuda", options.samples, where)
+        bench = Bench(make_layers(ranks, replicas, tokens, options.seed), options.samples, where, results)
         bench.floor()
         for job in JOBS:
             if job.tokens_matter or n in (0, 2):
@@ -318,8 +177,7 @@ def main() -> None:
         show(
             bench.rows, f"R = {ranks}, E = {EXPERTS} + {replicas}, {tokens} x {TOP_K} per rank (microseconds)"
         )
-        rows += bench.rows
-    print("written:", write_results("bench_cuda", rows, "cuda", options.results).name)
+    print("written:", results.path)
 
 
 if __name__ == "__main__":

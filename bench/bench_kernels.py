@@ -14,6 +14,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from harness import machine, write_results
+from harness import RESULTS, ResultFile, machine
 from isoload import kernels
 from isoload.experts.compute import _activate
 from isoload.experts.grouping import Grouping, group_copies
@@ -158,6 +159,7 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=int, default=16384, help="N")
     parser.add_argument("--rounds", type=int, default=20, help="samples of each")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of bench_kernels.jsonl")
     options = parser.parse_args()
     if reason := kernels.why_not():
         print(f"nothing to measure: {reason}")
@@ -166,15 +168,16 @@ def main() -> None:
     print(machine(), file=sys.stderr)
     bandwidth, gpu = copy_bandwidth(), torch.cuda.get_device_name()
     print(f"{gpu}: a copy moves {bandwidth / 1e3:.0f} GB/s")
-    rows = []
+    rows, results = [], ResultFile("bench_kernels", "cuda", options.results)
     for shape, (hidden, inner, top_k) in SHAPES.items():
         for share in SHARES:
             where = {"shape": shape, "share": share, "rows": options.rows, "gpu": gpu, "copy": bandwidth}
             for work in draw(hidden, inner, top_k, options.rows, share):
                 rows.append(where | bench(work, bandwidth, options.rounds))
+                results.add(rows[-1])
             torch.cuda.empty_cache()
     show(rows)
-    print("written:", write_results("bench_kernels", rows).name)
+    print("written:", results.path)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Builds for this machine's GPU, tests, times, and runs the kernels under compute-sanitizer: minutes, no network.
-# A check that fails does not keep the numbers back; the last line and the exit status tell. The limits of the steps
-# add up to ten minutes.
+# The first ten minutes on a GPU, the cheapest proof first: builds, one op, bits, numbers, tests and sanitizers, the
+# layer. No network. A step that fails does not keep the others back; the last line and the exit status tell.
 #
-#   bench/cuda.sh [--dry-run] [FOLDER]   FOLDER (default bench/results): bench_cuda.jsonl and logs of the steps
+#   bench/cuda.sh [--dry-run] [FOLDER]   FOLDER (default bench/results): results and a log of every step
 #   PYTHON=python3                       an interpreter whose torch has CUDA
+#
+# --dry-run says what would run and, on a CPU, runs what needs no GPU: the imports, the collection of every step's
+# tests, and bench_cuda.py --check on the CUDA sources compiled for one core. It needs `make build` and g++.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -13,59 +15,150 @@ if [ "${1:-}" = --dry-run ]; then
   dry=1
   shift
 fi
-folder=${1:-bench/results}
 python=${PYTHON:-python3}
+trap 'kill $(jobs -p) 2>/dev/null' EXIT
+if [ "$dry" = 1 ]; then
+  scratch=$(mktemp -d)
+  trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$scratch"' EXIT
+fi
+folder=${1:-${scratch:-bench/results}}
 mkdir -p "$folder" || exit 1
 export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 failed=()
+limits=0
+patience=900 # of what a dry run runs on a CPU, which may be busy
+declare -A pids
 
-# step NAME SECONDS COMMAND...: at most so long; its output also in FOLDER/NAME.log.
-step() {
-  local name=$1 seconds=$2 start=$SECONDS status
+# launch NAME SECONDS COMMAND...: in the background, at most so long; its output in FOLDER/NAME.log.
+launch() {
+  local name=$1 seconds=$2
   shift 2
-  printf '\n== %s: %s\n' "$name" "$*"
-  if [ "$dry" = 1 ]; then return 0; fi
-  timeout "$seconds" "$@" 2>&1 | tee "$folder/$name.log"
-  status=${PIPESTATUS[0]}
+  printf '\n== %s, at most %d s: %s\n' "$name" "$seconds" "$*"
+  timeout -k 5 "$seconds" "$@" >"$folder/$name.log" 2>&1 &
+  pids[$name]=$!
+}
+
+# finish NAME: waits for what was launched.
+finish() {
+  local name=$1 pid=${pids[$1]} status
+  wait "$pid"
+  status=$?
+  kill -KILL -- "-$pid" 2>/dev/null # timeout leads a group: ranks that a killed test left behind end here
+  printf '== %s: status %d after %d s in all\n' "$name" "$status" "$SECONDS"
   if [ "$status" -ne 0 ]; then failed+=("$name"); fi
-  printf '== %s: status %d, %d s\n' "$name" "$status" "$((SECONDS - start))"
   return "$status"
+}
+
+# run NAME SECONDS COMMAND...: here and now, its output on the screen too.
+run() {
+  launch "$@"
+  tail -n +1 -s 0.1 --pid="${pids[$1]}" -f "$folder/$1.log"
+  finish "$1"
+}
+
+# step NAME SECONDS COMMAND...: needs a GPU.
+step() {
+  limits=$((limits + $2))
+  if [ "$dry" = 0 ]; then
+    run "$@"
+  else
+    printf '\n== %s, at most %d s: %s\n' "$1" "$2" "${*:3}"
+  fi
+}
+
+# tests NAME SECONDS PATH OPTION...: of the tests there those that need a GPU. One that hangs ends after a minute, with
+# its process: see pyproject.toml.
+tests() {
+  local command=("$python" -m pytest -q -m cuda -rfExX -o faulthandler_timeout=60 "${@:3}")
+  limits=$((limits + $2))
+  if [ "$dry" = 0 ]; then
+    run "$1" "$2" "${command[@]}"
+  else
+    run "$1" "$patience" "${command[@]}" --collect-only -qq # status 5 if there is none
+  fi
+}
+
+give_up() {
+  echo "FAILED: ${failed[*]}: nothing else can run"
+  exit 1
 }
 
 capability='
 import torch
 major, minor = torch.cuda.get_device_capability()
 print(f"sm_{major}{minor}" + "a" * (major >= 9))'
-if [ "$dry" = 1 ]; then
-  architecture=sm_90a
-else
+imports='
+import numpy, pytest, rich, torch
+import isoload, isoload.kernels, bench_cuda, bench_kernels
+print("torch", torch.__version__, "CUDA", torch.version.cuda, isoload.__file__)
+print("Triton kernels:", isoload.kernels.why_not() or "on")'
+one_op='
+import torch, isoload
+assert isoload.count(torch.tensor([[0, 2], [2, -1]], device="cuda"), 3).tolist() == [1, 0, 2]
+isoload.check_device("cuda")
+print("count:", torch.cuda.get_device_name())'
+one_core='
+import pathlib, sys, one_core_build
+print(one_core_build.build(pathlib.Path(sys.argv[1])))'
+
+if [ "$dry" = 0 ]; then
   architecture=$("$python" -c "$capability") || { echo "no GPU that torch can use"; exit 1; }
+else
+  architecture=sm_90a
 fi
 export ISOLOAD_CUDA=1 ISOLOAD_CUDA_ARCH=$architecture
 workers=()
 if "$python" -c 'import xdist' 2>/dev/null; then workers=(-n 8); fi
-tests=(tests/ops/test_cuda.py tests/layer/test_cuda_layer.py tests/ops/test_device_errors.py tests/experts/test_kernels_cuda.py)
-for op in count replica_tables plan_exact exact_objectives exact_pour plan_active plan_lp round_split plan_spill \
-  share share_alone route plan_waterfill route_shared route_shared_sampled append_shared_expert; do
-  tests+=("tests/ops/test_$op.py")
-done
 
 step machine 10 nvidia-smi
-step build 160 "$python" setup.py -q build_ext --inplace --force || { [ "$dry" = 1 ] || exit 1; }
-step tests 130 "$python" -m pytest -q -m cuda -rfExX "${workers[@]}" "${tests[@]}"
-step bench 90 "$python" bench/bench_cuda.py --results "$folder"
-step kernels 30 "$python" bench/bench_kernels.py
-# Last, being slow. Without the caching allocator a tensor's end is its memory's end.
-export PYTORCH_NO_CUDA_MEMORY_CACHING=1
-if [ "$dry" = 1 ] || command -v compute-sanitizer >/dev/null; then
-  for tool in memcheck racecheck synccheck; do
-    step "$tool" 60 compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 \
-      "$python" bench/bench_cuda.py --check
-  done
+step build 130 "$python" setup.py -q build_ext --inplace --force || give_up
+limits=$((limits + 20))
+run imports $((dry ? patience : 20)) env PYTHONPATH="bench:$PYTHONPATH" "$python" -c "$imports" || give_up
+step one_op 20 "$python" -c "$one_op"
+step check 40 "$python" bench/bench_cuda.py --check
+step quick 50 "$python" bench/bench_cuda.py --quick --results "$folder"
+if [ "$dry" = 1 ] || command -v ncu >/dev/null; then
+  step ncu 40 ncu --profile-from-start off --set full -f -o "$folder/ncu" "$python" bench/bench_cuda.py --profile
+  step ncu_details 10 ncu --import "$folder/ncu.ncu-rep" --page details
 else
-  failed+=("compute-sanitizer (not found)")
+  printf '\n== ncu is not on PATH: no profiles\n'
 fi
 
+# Beside the tests, which use a part of the GPU only. Without the caching allocator a tensor's end is its memory's end.
+sanitizers=(memcheck racecheck synccheck)
+for tool in "${sanitizers[@]}"; do
+  command=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20
+    "$python" bench/bench_cuda.py --check)
+  if [ "$dry" = 1 ]; then
+    printf '\n== %s, beside the tests: %s\n' "$tool" "${command[*]}"
+  elif command -v compute-sanitizer >/dev/null; then
+    launch "$tool" 110 "${command[@]}"
+  else
+    failed+=("$tool (no compute-sanitizer on PATH)")
+  fi
+done
+ignored=(--ignore-glob="*/test_cuda_forward.py" --ignore-glob="*/test_cuda_gradients.py")
+ignored+=(--ignore-glob="*/test_cuda_symmetric.py")
+tests tests 110 tests "${ignored[@]}" "${workers[@]}"
+for tool in "${sanitizers[@]}"; do
+  if [ -n "${pids[$tool]:-}" ] && ! finish "$tool"; then tail -n 40 "$folder/$tool.log"; fi
+done
+step bench 70 "$python" bench/bench_cuda.py --results "$folder"
+step kernels 30 "$python" bench/bench_kernels.py --results "$folder"
+tests forward 20 "$(find tests -name test_cuda_forward.py)" -s # it prints how many kernels a forward takes
+tests gradients 15 "$(find tests -name test_cuda_gradients.py)"
+export TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 # two ranks on one GPU
+tests symmetric 35 "$(find tests -name test_cuda_symmetric.py)"
+
+if [ "$dry" = 1 ]; then
+  run one_core_build "$patience" env PYTHONPATH="tests:tests/support:$PYTHONPATH" \
+    "$python" -c "$one_core" "$scratch/one_core" || give_up
+  package=$(tail -n 1 "$folder/one_core_build.log")
+  run check_cpu "$patience" "$python" bench/bench_cuda.py --check --device cpu
+  run check_one_core "$patience" env PYTHONPATH="$package" "$python" bench/bench_cuda.py --check --device cpu
+  run same_bits 10 diff "$folder/check_cpu.log" "$folder/check_one_core.log"
+  printf '\n== the limits add up to %d s' "$limits"
+fi
 printf '\n== %d s in all; ' "$SECONDS"
 if [ ${#failed[@]} -gt 0 ]; then
   echo "FAILED: ${failed[*]}"

@@ -60,6 +60,29 @@ def between_events(replay: Call, units: int, samples: int, replays: int) -> Timi
     return spread(found)
 
 
+def behind_others(replay: Call, samples: int) -> Timing:
+    """Microseconds of one replay that finds neither its code nor its data in a cache.
+
+    A GEMM and a pass over twice the L2 cache run before the first event, long enough (about 100 us) for the host to
+    have both events and the replay in the stream before the GPU comes to them.
+    """
+    matrix = torch.randn(4096, 4096, device="cuda").to(torch.bfloat16)
+    others = torch.zeros(
+        2 * torch.cuda.get_device_properties("cuda").L2_cache_size, dtype=torch.uint8, device="cuda"
+    )
+    found = []
+    for _ in range(samples + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+        torch.mm(matrix, matrix)
+        others.add_(1)
+        start.record()
+        replay()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end) * 1e3)
+    return spread(found[2:])
+
+
 def from_python(calls: Sequence[Call], samples: int) -> Timing:
     """Microseconds per call until the device has done all of them, as Python's clock sees it."""
     found = []

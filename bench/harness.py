@@ -75,10 +75,25 @@ def _git_describe() -> str:
         return ""
 
 
+class ResultFile:
+    """<folder>/<name>.jsonl, begun anew: one JSON object per row, each with the machine.
+
+    A row is on the disk when add returns, so what ends a bench early costs the rows after it only.
+    """
+
+    def __init__(self, name: str, device: str = "cpu", folder: Path = RESULTS) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path, self._where = folder / f"{name}.jsonl", machine(device)
+        self.path.write_text("")
+
+    def add(self, row: dict[str, Any]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(row | self._where) + "\n")
+
+
 def write_results(name: str, rows: list[dict[str, Any]], device: str = "cpu", folder: Path = RESULTS) -> Path:
-    """One JSON object per row, each with the machine: <folder>/<name>.jsonl."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.jsonl"
-    where = machine(device)
-    path.write_text("".join(json.dumps(row | where) + "\n" for row in rows))
-    return path
+    """All rows at once, for a bench of seconds."""
+    results = ResultFile(name, device, folder)
+    for row in rows:
+        results.add(row)
+    return results.path

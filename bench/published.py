@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from isoload import ops
-from isoload.placement import PlacedLayers
-from isoload.policies import Demand, Policy, Split, register_policy
-from isoload.policies.base import chosen_split, even_split
-from isoload.replica_tables import ReplicaTables
+from isoload.placed_layers import Filled, PlacedLayers
+from isoload.policies import Demand, Policy, register_policy
+from isoload.policies.base import Seeded, chosen_plan, sampled_plan
+from isoload.records import Plan
 from rivals import AffineScaling, split_problem
 
 
@@ -43,9 +43,9 @@ class Affine5(Policy):
 
     name = "affine5"
 
-    def split(self, demand: Demand, tables: ReplicaTables, placed: PlacedLayers) -> Split:
-        quota = ops.round_split(self.fractions(demand, placed), demand.loads, tables)
-        return chosen_split(quota, demand, tables, placed)
+    def split(self, demand: Demand, filled: Filled) -> Plan:
+        quota = ops.round_split(self.fractions(demand, filled.placed), demand.loads, filled.tables)
+        return chosen_plan(self, quota, demand, filled)
 
     def fractions(self, demand: Demand, placed: PlacedLayers) -> Tensor:
         """[..., P] float64."""
@@ -60,13 +60,12 @@ class Affine5(Policy):
 
 @register_policy
 @dataclass(frozen=True)
-class Affine5Sampled(Affine5):
+class Affine5Sampled(Seeded, Affine5):
     """Five steps, then a draw for every copy."""
 
     name = "affine5_sampled"
-    seed: int = 0
-    step: int = 0
+    samples = True
 
-    def split(self, demand: Demand, tables: ReplicaTables, placed: PlacedLayers) -> Split:
-        weights = self.fractions(demand, placed).to(torch.float32)
-        return Split(None, None, even_split(demand, tables, placed).bound, weights=weights)
+    def split(self, demand: Demand, filled: Filled) -> Plan:
+        weights = self.fractions(demand, filled.placed).to(torch.float32)
+        return sampled_plan(self, weights, demand, filled)

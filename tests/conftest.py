@@ -34,9 +34,10 @@ def has_cuda(op: str) -> bool:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    module = metafunc.module.__name__.removeprefix("test_")
+    module = metafunc.module.__name__.rpartition(".")[2].removeprefix("test_")
     op = "plan_exact" if module.startswith("exact_") else module
-    if module in OP_TESTS and has_cuda(op) and not ON_CPU_ALONE.search(metafunc.function.__name__):
+    there = has_cuda(op) or metafunc.config.option.collectonly  # lists on any machine what a GPU would run
+    if module in OP_TESTS and there and not ON_CPU_ALONE.search(metafunc.function.__name__):
         both = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
         metafunc.parametrize("device", both, indirect=True)
 

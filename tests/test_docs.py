@@ -1,4 +1,7 @@
-"""docs/balancing.md: every policy and option is there, every command runs, every number is the one in its file."""
+"""docs/*.md: every policy and option is there, commands and examples run, figures in prose are those of their file.
+
+Tables from results files are generated: see tests/bench/test_tables.py.
+"""
 
 import contextlib
 import json
@@ -17,19 +20,22 @@ from support.documents import blocks
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "balancing.md"
 PAGES = sorted(PAGE.parent.glob("*.md"))
+MEASURED = PAGE.parent / "results.md"
 RESULTS = ROOT / "bench" / "results"
 SECTIONS = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", PAGE.read_text(), re.S | re.M))
-RULES = ("static", "dynamic", "blog", "counts", "ours", "best")
 
 
 def results(name):
     return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
 
 
-def table(path, first):
-    """Rows of cells of the table whose heading starts with `first`; none if the document has no such table."""
-    found = re.search(rf"^\| {re.escape(first)} \|.*\n\|[-| ]+\|\n((?:\|.*\n)+)", path.read_text(), re.M)
-    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in found[1].splitlines()]
+def prose(path):
+    return " ".join(path.read_text().split())
+
+
+def anchors(path):
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", path.read_text(), flags=re.S | re.M), re.M)
+    return {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}
 
 
 def test_every_policy_has_its_section_in_order():
@@ -52,18 +58,15 @@ def test_options_are_the_options(policy):
         assert f"`{field.name}={default}`" in text, f"default of {field.name}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_named_paths_exist(page):
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
+def test_named_paths_and_anchors_exist(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
     quoted = re.findall(r"`([\w.-]*/[\w./-]*)`", text)
-    linked = re.findall(r"\]\((?!http|#)([^)#]+)\)", text)
     assert [p for p in quoted if not (ROOT / p).exists()] == []
-    assert [p for p in linked if not (PAGE.parent / p).exists()] == []
-    assert page != PAGE or len(linked) >= 3, "the pictures"
-    anchors = {
-        re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in re.findall(r"^#+ (.+)$", text, re.M)
-    }
-    assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= anchors
+    for path, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", text):
+        target = page.parent / path if path else page
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -73,12 +76,13 @@ def test_python_examples_run(page):
         assert done.returncode == 0, done.stderr
 
 
-def test_shown_replays_are_what_replay_prints():
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_shown_replays_are_what_replay_prints(page):
     """Each shell block with a replay is followed by its output; planning times may differ."""
     pairs = re.findall(
-        r"^```sh\nisoload (replay .*?)\n```\n+```text\n(.*?)^```$", PAGE.read_text(), re.S | re.M
+        r"^```sh\nisoload (replay .*?)\n```\n+```text\n(.*?)^```$", page.read_text(), re.S | re.M
     )
-    assert len(pairs) == len(blocks(PAGE, "text")) > 0
+    assert len(pairs) == len(blocks(page, "text")) == (3 if page == MEASURED else 0)
     for command, shown in pairs:
         words = [sys.executable, "-m", "isoload", *shlex.split(command.replace("\\\n", ""))]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
@@ -91,34 +95,17 @@ def without_times(text):
     return [row[:-3] if len(row) > 12 and row[0].split(":")[0] in POLICIES else row for row in rows]
 
 
-def test_bench_commands_name_scripts_with_these_options():
-    for script, options in re.findall(r"python (bench/\w+\.py)([^`\n]*)", PAGE.read_text()):
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
+def test_bench_commands_name_scripts_with_these_options(page):
+    for script, options in re.findall(r"python (bench/\w+\.py)([^`]*)`", page.read_text()):
         source = (ROOT / script).read_text()
         for option in re.findall(r"--[\w-]+", options):
             assert f'"{option}"' in source, f"{script} {option}"
 
 
-def balance_cells(trace, placement, tokens):
-    """A row of the table of bench_balance: changes of the busiest rank, then of the rows that leave their rank."""
-    key = trace, placement, int(tokens)
-    cell = [r for r in results("bench_balance") if (r["trace"], r["placement"], r["tokens"]) == key]
-    home, *others = cell
-    rows = " / ".join(f"{100 * cell[i]['rows']:+.1f}" for i in (1, 2, 3, 5))
-    busiest = [f"{100 * r['busiest']:+.1f}" for r in others]
-    return [trace, placement, tokens, f"{home['imbalance_mean']:.3f}", *busiest, rows]
-
-
-@pytest.mark.parametrize("document", ["README.md", "docs/balancing.md"])
-def test_balance_numbers_are_those_of_the_results_file(document):
-    rows = table(ROOT / document, "trace | placement")
-    assert len(rows) >= 4
-    for row in rows:
-        assert row == balance_cells(*row[:3])
-
-
 def test_balance_claims_hold():
     """What the page says of the whole results file, not of a row."""
-    rows, page = results("bench_balance"), " ".join(PAGE.read_text().split())
+    rows, page = results("bench_balance"), prose(MEASURED)
     static = [r for r in rows if r["policy"].endswith("rule=static") and r["tokens"] >= 1024]
     raised = sum(r["busiest"] > 0 for r in static)
     assert f"in {raised} of the {len(static)} rows from 1024 tokens on" in page
@@ -133,73 +120,95 @@ def test_balance_claims_hold():
     assert f"add up to {most('joint', False):.1f} and {most('waterfill', False):.1f} %" in page
 
 
-def traffic_cells(row):
-    unvisited = [f"{100 * row['unvisited'][rule]:.2f} ({row['peak'][rule]:.3f})" for rule in RULES]
-    ratio = "none sent" if row["fewer"] is None else f"{row['fewer']:.0f}x"
-    setting = (
-        f"{row['ranks']}+{row['replicas']}",
-        f"top-{row['top_k']}",
-        str(row["tokens"]),
-        str(row["drift"]),
-    )
-    return [*setting, *unvisited, ratio]
-
-
-def test_traffic_numbers_are_those_of_the_results_file():
-    expected = [traffic_cells(row) for row in results("bench_shared_traffic")]
-    assert table(PAGE, "R+replicas") == expected
-    short = table(ROOT / "README.md", "R+replicas")
-    assert len(short) >= 4 and all(row in expected for row in short)
-
-
 def test_costs_of_sampling_are_those_of_the_results_file():
     cells = {}
     for row in results("bench_replicas"):
-        key = row["trace"], f"{row['ranks']}+{row['replicas']}", str(row["tokens"])
-        cells.setdefault(key, {})[row["policy"]] = row
-    shown = table(PAGE, "model")
-    assert len(shown) >= 20
-    for row in shown:
-        cell = cells[tuple(row[:3])]
-        gaps = [f"{100 * cell[policy]['gap_mean']:.2f}" for policy in cell if policy != "exact"]
-        assert row[3:] == [f"{cell['exact']['imbalance_mean']:.3f}", *gaps]
+        key = row["trace"], row["ranks"], row["replicas"], row["tokens"]
+        cells.setdefault(key, {})[row["policy"]] = 1 + row["gap_mean"]
+    page = prose(MEASURED)
 
-    def extremes(policy, base, tokens):
-        costs = [
-            100 * ((1 + c[policy]["gap_mean"]) / (1 + c[base]["gap_mean"]) - 1)
-            for key, c in cells.items()
-            if key[2] == tokens
-        ]
+    def sampled(tokens):
+        costs = [100 * (c["lp_sampled"] / c["lp"] - 1) for key, c in cells.items() if key[3] == tokens]
         return min(costs), max(costs)
 
-    assert extremes("lp_sampled", "lp", "64")[0] > 0.9 and extremes("lp_sampled", "lp", "64")[1] < 21.5
-    assert extremes("lp_sampled", "lp", "1024")[1] < 9 and extremes("lp_sampled", "lp", "65536")[1] < 1.1
-    glm = [c["affine5"]["gap_mean"] for key, c in cells.items() if key[0] == "GLM-5.2" and key[2] != "64"]
-    assert min(glm) > 0.03 and max(glm) < 0.1
+    def five_steps(trace, *, small):
+        gaps = [c["affine5"] for key, c in cells.items() if key[0] == trace and (key[3] == 64) == small]
+        return [100 * gap - 100 for gap in (min(gaps), max(gaps))]
+
+    ends = "{:.0f} to {:.0f} % at 64 tokens, {:.1f} to {:.1f} % at 1024, at most {:.1f} % at 65536"
+    assert ends.format(*sampled(64), *sampled(1024), sampled(65536)[1]) in page
+    assert "cost {:.0f} to {:.0f} % under".format(*five_steps("GLM-5.2", small=False)) in page
+    largest = [five_steps("DeepSeek-V3", small=small)[1] for small in (True, False)]
+    assert "up to {:.0f} % at 64 tokens and {:.0f} % above".format(*largest) in page
+    level = [c for key, c in cells.items() if key[:2] == ("DeepSeek-V3", 8) and key[3] >= 16384]
+    close = [{p: gap for p, gap in c.items() if p not in ("even", "dynamic")} for c in level]
+    assert len(close) == 2 and all(max(c.values()) - min(c.values()) <= 0.005 for c in close)
 
 
-def test_slots_and_copies_are_those_of_the_results_files():
-    names = {"gpt-oss-20b": "gptoss20b_decode", "DeepSeek-V3": "dsv3_sglang_longin"}
-    for trace, tokens, *splits in table(PAGE, "trace | tokens | even: slots, copies, us"):
-        kept = results(f"bench_active_{names[trace.split(',')[0]]}")
-        expected = [
-            f"{row['slots']:.1f}, {row['copies']:.0f}, {row['us']:.0f}"
-            for row in kept
-            if row["tokens"] == int(tokens)
-        ]
-        assert splits == expected
+def test_planning_times_are_those_of_the_results_files():
+    def ends(values):
+        return f"{min(values):.1f} to {max(values):.1f} times"
+
+    times = [row["plan_us"] for row in results("bench_lp")]
+    for solver, dtype in (("lp32", "float32"), ("lp64", "float64")):
+        ratios = [t[solver]["batch"] / t["exact"]["batch"] for t in times]
+        assert re.search(f"{ends(ratios)}( `exact`'s time)? in {dtype}", SECTIONS["lp"]), ends(ratios)
+    rows = results("bench_plan")
+    visited = [row["visited_us"] / row["count_share_route_us"] for row in rows]
+    assert f"takes {ends(visited).removesuffix(' times')} times as long as count, share" in prose(MEASURED)
+    slow = [row["ranks"] for row in rows if row["public_us"]["median"] > 15]
+    late = [row["ranks"] for row in rows if row["share_row_us"] > 10]
+    assert f"From {slow[0]} ranks on the public call passes 15 us, from {late[0]} on" in prose(MEASURED)
 
 
-def test_time_numbers_are_those_of_the_results_file():
-    expected = []
-    for row in results("bench_shared"):
-        ops = [f"{row[key]:.2f}" for key in ("exact_us", "exact_pour_us", "share_by_rank_us", "waterfill_us")]
-        public = [f"{row['public_us'][policy]:.0f}" for policy in ("exact", "waterfill", "joint")]
-        tokens = [f"{row[key]:.0f}" for key in ("route_shared_us", "static_us", "dynamic_us")]
-        expected.append(
-            [f"{row['ranks']}+{row['replicas']}", *ops, f"{row['joint_us']:.1f}", " / ".join(public), *tokens]
-        )
-    assert table(PAGE, "ranks+replicas") == expected
+def test_training_losses_are_those_of_the_results_file():
+    rows = {
+        row["policy"]: row
+        for row in results("bench_layer")
+        if row["kind"] == "virtual" and row["routing"].startswith("gptoss")
+    }
+    without, exact = rows["no replicas"], rows["exact"]
+
+    def pair(key, unit, digits=0):
+        return f"{exact[key] / unit:.{digits}f} MB for {without[key] / unit:.{digits}f}"
+
+    page = prose(MEASURED)
+    assert f"from {without['busiest_copies']:.0f} to {exact['busiest_copies']:.0f} copies" in page
+    assert f"sends {pair('backward_bytes', 1e6, 1)}" in page
+    assert f"memory is {pair('training_peak_bytes', 1e6)}" in page
+    assert f"step sends {exact['refresh_bytes'] / 1e6:.1f} MB" in page and without["refresh_bytes"] == 0
+
+
+def test_figures_quoted_from_the_replays_are_in_them():
+    """Rows of the three replays by policy, as words; every sentence that quotes them is built from these."""
+    first, shared, small = (
+        {row[0]: row[1:] for row in map(str.split, block.splitlines()) if len(row) > 12}
+        for block in blocks(MEASURED, "text")
+    )
+    assert (first["exact"][0], shared["joint"][0], small["exact"][0]) == ("1.042", "1.000", "1.247")
+
+    def node_rows(row):
+        return row[9].replace("%", " %")
+
+    losses, text = prose(MEASURED), {name: " ".join(section.split()) for name, section in SECTIONS.items()}
+    assert f"({node_rows(first['exact'])}) than `static` does ({node_rows(first['static'])})" in losses
+    noise = [float(r["dynamic"][0]) - float(r["even"][0]) for r in (first, small)]
+    assert f"by {noise[0]:.3f} imbalance at 512 tokens" in text["dynamic"]
+    assert f"({first['dynamic'][0]} after {first['even'][0]}) and by {noise[1]:.3f} at 16" in text["dynamic"]
+    local, spread, packed = (
+        small[f"exact:objective={o}"] if o else small["exact"] for o in ("local", "", "packed")
+    )
+    assert (
+        f"`local` lets {node_rows(local)} of the rows leave their node, `spread` {node_rows(spread)}"
+        in text["exact"]
+    )
+    assert f"uses {packed[12]} slots on the busiest rank, `spread` {spread[12]}" in text["exact"]
+    leave = {policy: [cell.replace("%", " %") for cell in row[10:12]] for policy, row in shared.items()}
+    static, waterfill = leave["waterfill_sampled"], leave["waterfill"]
+    sampled = text["waterfill_sampled"]
+    assert f"{static[0]} leave their rank, {static[1]} to one that the token does not visit" in sampled
+    assert f"under `waterfill` {waterfill[0]} and {waterfill[1]}" in sampled
+    assert f"{leave['joint'][0]} against {leave['waterfill:routed=exact'][0]}" in text["joint"]
 
 
 def test_spill_numbers_are_those_of_the_results_file():
@@ -219,24 +228,11 @@ def test_spill_numbers_are_those_of_the_results_file():
 
 
 def test_borrowing_numbers_are_those_of_the_results_file():
-    page, cells = PAGE.parent / "borrowing.md", {}
+    text, cells = prose(PAGE.parent / "borrowing.md"), {}
     for row in results("bench_llep"):
         if row["kind"] == "layer":
             key = row["shape"], f"{100 * row['share']:.0f} % into {row['num_hot']}", row["form"]
             cells.setdefault(key, {})[row["policy"]] = row
-    shown = table(page, "layer | tokens into experts")
-    assert len(shown) >= 12
-    for layer, setting, form, *numbers in shown:
-        ep, llep = (cells[layer, setting, form][policy] for policy in ("EP", "LLEP"))
-        assert numbers == [
-            f"{ep['copies_ratio']:.2f} / {llep['copies_ratio']:.3f}",
-            f"{ep['ratio']:.2f} / {llep['ratio']:.2f}",
-            f"{llep['gemms_ratio']:.2f}",
-            f"{llep['moved']}, {llep['weight_bytes'] / 1e6:.1f}",
-            f"{ep['rows_left']} / {llep['rows_left']}",
-            f"{ep['peak_bytes'] / 1e6:.0f} / {llep['peak_bytes'] / 1e6:.0f}",
-        ]
-    text = " ".join(page.read_text().split())
     slower = [c["LLEP"] for c in cells.values() if c["LLEP"]["busiest_ms"] >= c["EP"]["busiest_ms"]]
     more = sum(c["LLEP"]["rows_left"] > c["EP"]["rows_left"] for c in cells.values())
     assert f"not below EP's in {len(slower)} of {len(cells)} settings, where nothing moved" in text
@@ -309,4 +305,4 @@ def test_pictures_are_what_the_script_draws(benches, tmp_path, monkeypatch):
     drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
     kept = {path.name: path.read_text() for path in (PAGE.parent / "pictures").iterdir()}
     assert drawn == kept
-    assert {name for name in kept if f"pictures/{name}" in PAGE.read_text()} == set(kept)
+    assert {name for name in kept if f"pictures/{name}" in MEASURED.read_text()} == set(kept)

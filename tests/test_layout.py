@@ -27,7 +27,7 @@ FLOORS = [
     ],
     ["permutation", "reference"],
     ["ops"],
-    ["placement"],
+    ["placed_layers", "placement"],
     ["records"],
     ["policies", "placers", "trace", "transport", "experts"],
     ["counting", "planning"],
@@ -35,7 +35,7 @@ FLOORS = [
     ["weights"],
     ["layer"],
     ["replay"],
-    ["report", "cli.demo", "cli.doctor"],
+    ["report", "cli.demo", "cli.doctor", "cli.processes"],
     ["cli"],
     ["__main__", "__init__"],
 ]

@@ -108,7 +108,7 @@ def test_a_layer_is_a_row_of_the_layers():
         assert torch.equal(one.slot_to_expert, whole.slot_to_expert[i])
         assert torch.equal(one.home_slot, whole.home_slot[i])
         assert torch.equal(one.tables.data, whole.tables.data[i])
-        assert one.cache is not whole.cache
+        assert one.memos is not whole.memos
 
 
 def test_layers_of_a_fake_device_are_not_kept():

@@ -1,4 +1,4 @@
-"""make cuda-check: everything for CUDA compiles, spills nothing, grows nowhere, and loads on this torch.
+"""make cuda-check: everything for CUDA compiles, spills nothing, grows nowhere, is linked with libtorch, and loads.
 
 registers.txt holds the registers of every kernel; --update writes it anew.
 """
@@ -6,6 +6,7 @@ registers.txt holds the registers of every kernel; --update writes it anew.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,16 +17,33 @@ ROOT = nvcc.CSRC.parent
 BUILD = ROOT / "build" / "cuda"
 TABLE = nvcc.CUDA / "registers.txt"
 
-# In a fresh process: its isoload must be this library alone.
+# In a fresh process: its isoload must be this library alone. On a torch without CUDA the function that gives the
+# current stream is null. Fake tensors bring an op up to its call without a GPU; borrow allocates nothing before.
 LOAD = """
-import sys, torch
+import ctypes, sys, torch
 from torch._C import _dispatch_get_all_op_names, _dispatch_has_kernel_for_dispatch_key as has
+from torch._subclasses import FakeTensorMode
 torch.ops.load_library(sys.argv[1])
 ops = [name for name in _dispatch_get_all_op_names() if name.startswith("isoload::")]
 missing = sorted(name.partition("::")[2] for name in ops if not has(name, "CUDA"))
 if missing:
     sys.exit(f"without a CUDA function: {missing}")
-print(f"the library loads on torch {torch.__version__}; all {len(ops)} ops have a CUDA function")
+if torch.version.cuda:
+    ctypes.CDLL(sys.argv[1]).aoti_torch_get_current_cuda_stream  # AttributeError where no library needed brings it
+    said = "finds the current stream"
+else:
+    with FakeTensorMode():
+        slots, home = (torch.empty(shape, dtype=torch.int32, device="cuda") for shape in ((2,), (2, 2)))
+        peers, spare = torch.empty(2, 1, dtype=torch.int64, device="cuda"), torch.empty(1, 3, device="cuda")
+    try:
+        with torch._C._DisableTorchDispatch():
+            torch.ops.isoload.borrow(slots, home, peers, [spare], 2, 0, 1)
+        said = "launches without a stream"
+    except RuntimeError as error:
+        said = f"says on CUDA: {error}"
+    if "torch brings no aoti_torch_get_current_cuda_stream" not in said:
+        sys.exit(said)
+print(f"the library loads on torch {torch.__version__}; all {len(ops)} ops have a CUDA function; it {said}")
 """
 
 
@@ -74,11 +92,22 @@ def show(kernels: list[nvcc.Kernel]) -> None:
         print(f"{k.name:<44}{k.architecture:<9}{k.registers:>10}{k.spilled:>9}{k.stack:>7}{k.shared:>8}")
 
 
+def needed(library: Path) -> set[str]:
+    """The libraries that this one brings along when it is loaded."""
+    command = ["readelf", "--dynamic", "--wide", str(library)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return set(re.findall(r"\(NEEDED\).*\[(.+)\]", text))
+
+
 def link_and_load() -> None:
     folders = ["--build-lib", str(BUILD / "lib"), "--build-temp", str(BUILD / "temp")]
     build = [sys.executable, "setup.py", "-q", "build_ext", *folders]
     subprocess.run(build, cwd=ROOT, check=True, env={**os.environ, "ISOLOAD_CUDA": "1"})
     (library,) = Path(BUILD / "lib").rglob("_C*.so")
+    if "libtorch.so" not in needed(
+        library
+    ):  # which alone brings libtorch_cuda and, with it, the current stream
+        raise SystemExit(f"libtorch.so is not among the libraries that {library} needs")
     subprocess.run([sys.executable, "-c", LOAD, str(library)], check=True)
 
 

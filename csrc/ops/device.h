@@ -38,6 +38,19 @@ class Scratch {
   std::optional<Tensor> tensor_;
 };
 
+#ifdef ISOLOAD_WITH_CUDA
+// The current stream of a device. A weak function that no library brought is null: a call would jump to 0.
+inline void* current_stream(int32_t device) {
+  if (&aoti_torch_get_current_cuda_stream == nullptr)
+    throw std::runtime_error(
+        "isoload on CUDA: torch brings no aoti_torch_get_current_cuda_stream: it is built without CUDA, or "
+        "isoload is not linked with its libtorch.so (build isoload again)");
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  return stream;
+}
+#endif
+
 // If `like` is on a GPU: launch(stream) there, on the current stream, and true. launch returns null, or what
 // was refused; a generic lambda, so that a build without CUDA never names what it calls.
 template <class Launch>
@@ -45,9 +58,8 @@ bool on_cuda(const Tensor& like, Launch&& launch) {
 #ifdef ISOLOAD_WITH_CUDA
   if (!like.is_cuda()) return false;
   const int32_t device = like.get_device_index();
+  void* stream = current_stream(device);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   if (const char* error = launch(stream)) throw std::runtime_error(std::string("isoload on CUDA: ") + error);
   return true;
 #else

@@ -20,6 +20,7 @@ from torch import Tensor
 from isoload.topology import Topology
 
 DEFAULT_BANDWIDTHS = (400.0, 50.0)  # GB/s of a rank, inside a node and between: NVLink 4, one 400 Gb/s NIC
+MOST = 2**53  # of any constant: products of a few stay finite
 DEEPSEEK_V3_FP8 = 3 * 7168 * 2048  # bytes of an expert
 
 
@@ -54,9 +55,13 @@ class CostModel:
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate", "matrices", "weight_bytes", "token_bytes"):
             if not _is_positive(getattr(self, name)):
-                raise ValueError(f"{name} must be a positive number, got {getattr(self, name)!r}")
+                raise ValueError(
+                    f"{name} must be a positive number below 2^53, got {getattr(self, name)!r:.60}"
+                )
         if self.overhead_us != 0 and not _is_positive(self.overhead_us):
-            raise ValueError(f"overhead_us must be 0 or a positive number, got {self.overhead_us!r}")
+            raise ValueError(
+                f"overhead_us must be 0 or a positive number below 2^53, got {self.overhead_us!r:.60}"
+            )
         if not isinstance(self.source, str):
             raise ValueError(f"source must be text, got {self.source!r}")
         if not _are_numbers(self.bandwidths) or len(self.bandwidths) != 2:
@@ -84,7 +89,7 @@ class CostModel:
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < inf
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 < value < MOST  # type: ignore[operator]
 
 
 def _are_numbers(values: object) -> TypeGuard[Sequence[float]]:
@@ -112,6 +117,8 @@ def read_cost(path: str | Path) -> CostModel:
     """
     try:
         given = json.loads(Path(path).read_text())
+    except RecursionError:
+        raise ValueError(f"cost file must be a JSON object, got {path}: nested too deeply") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"cost file must be a JSON object, got {path}: {error}") from None
     if not isinstance(given, dict):

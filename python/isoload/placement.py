@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -11,67 +11,10 @@ import torch
 from torch import Tensor
 
 from isoload import ops
-from isoload.replica_tables import ReplicaTables
-from isoload.shared_experts import shared_home
+from isoload.placed_layers import PlacedLayers
 from isoload.topology import Topology
 
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
-
-
-@dataclass(frozen=True)
-class PlacedLayers:
-    """One layer of a placement ([P], [E]) or all of them ([L, P], [L, E]) on a device: what policies see.
-
-    The tables are of the routed experts alone: shared ones lie on every rank, in slots ``first_shared`` and on.
-    """
-
-    slot_to_expert: Tensor
-    home_slot: Tensor
-    tables: ReplicaTables
-    topology: Topology
-    spare_slots: int
-    host: Placement
-    layer: int | None
-    cache: dict[Any, Tensor] = field(default_factory=dict)  # what a policy derives once per placement
-
-    # Made with the record: a cached_property takes a lock on its first call, which torch.compile cannot trace.
-    shape_of_sums: tuple[int, ...] = field(init=False)  # of loads summed over sources: [..., E]
-    shape_per_source: tuple[int, ...] = field(init=False)  # of loads per source rank: [..., R, E]
-    shared_home: Tensor | None = field(init=False)  # [R] int64, see isoload.shared_experts.shared_home
-    shared_limits: Tensor | None = field(
-        init=False
-    )  # [R] int32 shared copies a rank can take; None = any number
-
-    def __post_init__(self) -> None:
-        def derive(name: str, value: Any) -> None:
-            object.__setattr__(self, name, value)
-
-        device, ranks, live = self.home_slot.device, self.topology.num_ranks, self.topology.live_ranks
-        *batch, experts = self.home_slot.shape
-        derive("shape_of_sums", (*batch, experts))
-        derive("shape_per_source", (*batch, ranks, experts))
-        home = torch.tensor(shared_home(live, ranks), device=device) if self.num_shared else None
-        derive("shared_home", home)
-        limits = [2**31 - 1 if rank in live else 0 for rank in range(ranks)]
-        limited = self.num_shared and len(live) < ranks
-        derive("shared_limits", torch.tensor(limits, dtype=torch.int32, device=device) if limited else None)
-
-    @property
-    def num_shared(self) -> int:
-        return self.host.num_shared
-
-    def home_rank(self, rank: int) -> int:
-        """The rank that computes a source's shared experts unless a policy moves them."""
-        return shared_home(self.topology.live_ranks, self.topology.num_ranks)[rank]
-
-    @property
-    def first_shared(self) -> int:
-        """Place of the first shared expert among a rank's slots."""
-        return self.host.slots_per_rank - self.spare_slots - self.num_shared
-
-    def routed_tables(self, slot_to_expert: Tensor) -> ReplicaTables:
-        """The tables of the routed experts in these slots."""
-        return ops.replica_tables(slot_to_expert, self.topology.num_ranks, self.host.num_routed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +106,7 @@ class Placement:
         slots, home = (torch.tensor(rows.tolist(), dtype=torch.int32, device=device) for rows in self.arrays)
         # ids of shared experts follow those of the routed ones, so here their slots count as empty
         tables = ops.replica_tables(slots, self.topology.num_ranks, self.num_routed)
-        whole = PlacedLayers(slots, home, tables, self.topology, self.spare_slots, self, None)
+        whole = PlacedLayers(slots, home, tables, self, None)
         return self._remember(key, whole)
 
     def layer(self, index: int, device: torch.device | str) -> PlacedLayers:
@@ -174,14 +117,8 @@ class Placement:
         if not 0 <= index < self.num_layers:
             raise ValueError(f"layer must be in 0..{self.num_layers - 1}, got {index}")
         whole = self.layers(device)
-        one = replace(
-            whole,
-            slot_to_expert=whole.slot_to_expert.select(0, index),
-            home_slot=whole.home_slot.select(0, index),
-            tables=whole.tables[index],
-            layer=index,
-            cache={},
-        )
+        slots, home = whole.slot_to_expert.select(0, index), whole.home_slot.select(0, index)
+        one = PlacedLayers(slots, home, whole.tables[index], self, index)
         return self._remember(key, one)
 
     def _remember(self, key: tuple[torch.device, int | None], placed: PlacedLayers) -> PlacedLayers:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.ops import Order
-from isoload.placement import PlacedLayers, Placement
+from isoload.placed_layers import Filled, PlacedLayers
+from isoload.placement import Placement
 from isoload.policies import Demand, Policy, make_policy
 from isoload.records import Plan
 from isoload.shared_experts import SharedPlan, keep_home, per_expert
@@ -21,6 +22,9 @@ def plan(
     placement: Placement | PlacedLayers,
     layer: int | None = None,
     policy: str | Policy = "exact",
+    *,
+    filled: Filled | None = None,
+    step: int = 0,
     **options: Any,
 ) -> Plan:
     """Decides which replica computes how many copies, for one layer and batch.
@@ -30,6 +34,8 @@ def plan(
         placement: checked when it was made; or layers of one that a caller keeps on the loads' device.
         layer: position of the layer in the placement; None = all layers, as :func:`plan_layers`, or those kept.
         policy: a name in ``isoload.POLICIES``, or a Policy.
+        filled: slots that :func:`fill` filled before, for these layers; None = the policy fills them from the loads.
+        step: the batch's number, for policies that sample: each has a random stream of its own.
         **options: the policy's own, e.g. ``tolerance=0.002``.
 
     Returns:
@@ -38,37 +44,23 @@ def plan(
     Raises:
         ValueError: naming the argument, the rule and the value.
     """
-    if isinstance(placement, PlacedLayers):
-        placed = placement
-        if layer is not None:
-            raise ValueError(f"layer must be None where the placement's layers are given, got {layer}")
-        if loads.device != placed.home_slot.device:
-            raise ValueError(f"loads must be on {placed.home_slot.device} as the layers, got {loads.device}")
-    else:
-        placed = placement.layers(loads.device) if layer is None else placement.layer(layer, loads.device)
-    return _plan(loads, placed, make_policy(policy, options))
-
-
-def own_layers(placed: PlacedLayers) -> PlacedLayers:
-    """Layers with memory of their own, which :func:`refresh_layers` may write."""
-    return replace(
-        placed,
-        slot_to_expert=placed.slot_to_expert.clone(),
-        home_slot=placed.home_slot.clone(),
-        tables=replace(placed.tables, data=placed.tables.data.clone()),
-        cache={},
-    )
-
-
-def refresh_layers(own: PlacedLayers, placed: PlacedLayers) -> PlacedLayers:
-    """Own layers with another placement's content, in the same memory: plans made from them before are void.
-
-    What policies remember is forgotten, so what they derive next (``static``: its slots) has other memory.
-    """
-    own.slot_to_expert.copy_(placed.slot_to_expert)
-    own.home_slot.copy_(placed.home_slot)
-    own.tables.data.copy_(placed.tables.data)
-    return replace(own, host=placed.host, cache={})
+    chosen, placed = make_policy(policy, options), _placed(loads, placement, layer)
+    _check_loads(loads, placed, chosen)
+    demand = _demand(loads, placed)
+    if filled is None:
+        filled = chosen.fill(demand, placed)
+    elif filled.placed.host is not placed.host or filled.placed.layer != placed.layer:
+        raise ValueError(
+            f"filled must be of the placement and layer that are planned, {placed.layer}, got {filled.placed.layer}"
+        )
+    elif filled.quota is not None:  # of other loads
+        filled = replace(filled, quota=None)
+    made = chosen.split(demand, filled)
+    if demand.tokens is not None:
+        shared = made.shared or SharedPlan("home", demand.tokens)
+        _add_shared(made.quota, shared, demand, placed)
+        made = replace(made, shared=shared)
+    return replace(made, step=step) if step else made
 
 
 def plan_layers(loads: Tensor, placement: Placement, policy: str | Policy = "exact", **options: Any) -> Plan:
@@ -76,26 +68,36 @@ def plan_layers(loads: Tensor, placement: Placement, policy: str | Policy = "exa
     return plan(loads, placement, None, policy, **options)
 
 
-def _plan(loads: Tensor, placed: PlacedLayers, policy: Policy) -> Plan:
-    _check_loads(loads, placed, policy)
-    demand = _demand(loads, placed)
-    slots, tables, split = policy.decide(demand, placed)
-    shared = split.shared
-    if demand.tokens is not None:
-        shared = shared or SharedPlan("home", demand.tokens)
-        _add_shared(split.quota, shared, demand, placed)
-    return Plan(
-        slots,
-        split.quota,
-        split.peak,
-        split.bound,
-        tables,
-        placed,
-        policy,
-        split.weights,
-        split.telemetry,
-        shared,
-    )
+def fill(
+    loads: Tensor,
+    placement: Placement | PlacedLayers,
+    layer: int | None = None,
+    policy: str | Policy = "exact",
+    **options: Any,
+) -> Filled:
+    """The slots that a policy fills, by itself: ahead of the batch from predicted loads, or from the loads.
+
+    Args: as of :func:`plan`, which takes the result as ``filled``; weights can travel in between.
+
+    Raises:
+        ValueError: naming the argument, the rule and the value.
+    """
+    chosen, placed = make_policy(policy, options), _placed(loads, placement, layer)
+    _check_loads(loads, placed, chosen)
+    return chosen.fill(_demand(loads, placed), placed)
+
+
+def _placed(loads: Tensor, placement: Placement | PlacedLayers, layer: int | None) -> PlacedLayers:
+    """The layers that are planned, on the loads' device."""
+    if isinstance(placement, PlacedLayers):
+        if layer is not None:
+            raise ValueError(f"layer must be None where the placement's layers are given, got {layer}")
+        if loads.device != placement.home_slot.device:
+            raise ValueError(
+                f"loads must be on {placement.home_slot.device} as the layers, got {loads.device}"
+            )
+        return placement
+    return placement.layers(loads.device) if layer is None else placement.layer(layer, loads.device)
 
 
 def _demand(loads: Tensor, placed: PlacedLayers) -> Demand:
@@ -185,7 +187,7 @@ def share_routed(loads: Tensor, plan: Plan, rank: int | None, order: Order = "lo
     if alone:
         return _share_alone(loads, plan, rank)
     routed = loads.narrow(-1, 0, plan.tables.num_experts) if plan.placed.num_shared else loads
-    return plan.policy.share(routed, plan.quota, plan.tables, plan.placed, rank, order)
+    return plan.policy.share(routed, plan, rank, order)
 
 
 def _share_alone(counts: Tensor, plan: Plan, rank: int | None) -> Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from isoload.placement import PlacedLayers
+from isoload.placed_layers import Filled, PlacedLayers, pick_layer
 from isoload.replica_tables import ReplicaTables
 from isoload.shared_experts import SharedPlan
 from isoload.topology import Topology
@@ -21,31 +21,45 @@ if TYPE_CHECKING:
 class Plan:
     """Two integer vectors over slots, and the proof of how good they are. Fields may have a leading L.
 
-    slot_to_expert  [P] int32   the placement with its spare slots filled
+    filled                      the slots: slot_to_expert [P], their tables and the placement's layers
+    policy                      that made it
     quota           [P] int32   copies each slot takes; for every expert they sum to its load. None if sampled.
                                 If only shared experts are sampled: of the routed slots, 0 in the shared ones
     peak            []  int64   max over ranks of the rank's load (copies; ticks if ranks differ in speed).
                                 None if sampled: what sampling did is counted from routed slots
     bound           []  int64   proved lower bound of the peak over all integer quotas of these slots; shared
                                 experts stay home in it unless the policy moves them
-    tables                      of slot_to_expert's routed experts
-    placed                      the layers of the placement it was made for
-    weights         [P] float32 sampled policies only: wished part of each replica
     telemetry       [4] int32   exact splits: sweeps, augmentations, Newton steps, cut by the budget; policies that
                                 borrow: [5], see isoload.ops.Spill
+    weights         [P] float32 sampled policies only: wished part of each replica
     shared                      where shared copies go; None without shared experts
+    step                        the batch's number, which selects the random stream of what is sampled
     """
 
-    slot_to_expert: Tensor
+    filled: Filled
+    policy: Policy
     quota: Tensor | None
     peak: Tensor | None
     bound: Tensor
-    tables: ReplicaTables
-    placed: PlacedLayers
-    policy: Policy
-    weights: Tensor | None = None
     telemetry: Tensor | None = None
+    weights: Tensor | None = None
     shared: SharedPlan | None = None
+    step: int = 0
+
+    @property
+    def slot_to_expert(self) -> Tensor:
+        """[P] int32 the expert in each slot, borrowed ones included; -1 = none."""
+        return self.filled.slot_to_expert
+
+    @property
+    def tables(self) -> ReplicaTables:
+        """Of the routed experts in these slots."""
+        return self.filled.tables
+
+    @property
+    def placed(self) -> PlacedLayers:
+        """The layers of the placement it was made for."""
+        return self.filled.placed
 
     @property
     def topology(self) -> Topology:
@@ -67,20 +81,16 @@ class Plan:
         if self.layer is not None:
             raise ValueError(f"layer must index a plan of all layers, this one is of layer {self.layer}")
 
-        def pick(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.select(0, layer)
-
         return Plan(
-            self.slot_to_expert.select(0, layer),
-            pick(self.quota),
-            pick(self.peak),
-            self.bound.select(0, layer),
-            self.tables[layer],
-            self.placed.host.layer(layer, self.bound.device),
+            self.filled[layer],
             self.policy,
-            pick(self.weights),
-            pick(self.telemetry),
+            pick_layer(self.quota, layer),
+            pick_layer(self.peak, layer),
+            self.bound.select(0, layer),
+            pick_layer(self.telemetry, layer),
+            pick_layer(self.weights, layer),
             None if self.shared is None else self.shared[layer],
+            self.step,
         )
 
 

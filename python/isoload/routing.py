@@ -7,7 +7,7 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.ops import Order, Prefer
-from isoload.placement import PlacedLayers
+from isoload.placed_layers import PlacedLayers
 from isoload.planning import share_routed
 from isoload.policies import StaticPolicy, sample_seed
 from isoload.records import Plan
@@ -53,9 +53,23 @@ def route(
             f"got {list(topk_ids.shape)}"
         )
     routed = topk_ids.narrow(1, 0, topk_ids.shape[1] - placed.num_shared)
+    if values_readable(topk_ids):
+        _check_shared_columns(routed, topk_ids.narrow(1, routed.shape[1], placed.num_shared), placed)
     slots = _route_routed(routed, loads, plan, rank, prefer, order)
     ranks = plan.policy.route_shared(slots, plan, rank)
     return torch.cat([slots, shared_slots(ranks, placed).to(slots.dtype)], dim=1)
+
+
+def _check_shared_columns(routed: Tensor, shared: Tensor, placed: PlacedLayers) -> None:
+    """Every token with a routed choice needs all shared experts, and no other does: so their copies are counted."""
+    wanted = torch.arange(placed.host.num_routed, placed.host.num_experts, device=shared.device)
+    wrong = (shared != torch.where((routed >= 0).any(1, keepdim=True), wanted, -1)).any(1).nonzero()
+    if len(wrong):
+        row = int(wrong[0])
+        raise ValueError(
+            f"topk_ids must end in the shared experts {wanted.tolist()}, or in -1 where all routed choices are, "
+            f"got {routed[row].tolist()} and {shared[row].tolist()} in row {row}"
+        )
 
 
 def _route_routed(

@@ -57,6 +57,14 @@ def keep_home(copies: Tensor, home: Tensor) -> Tensor:
     return nothing.scatter_(-1, index, copies.unsqueeze(-1))
 
 
+def without_shared_slots(slots: Tensor, slots_per_rank: int, num_shared: int) -> Tensor:
+    """Slots [...] of routed experts, numbered as if every rank had num_shared slots less; -1 stays.
+
+    SGLang's physical ids count so; its Waterfill adds the shared slots again (``id + id // slots``).
+    """
+    return slots - slots.div(slots_per_rank, rounding_mode="floor").clamp(min=0) * num_shared
+
+
 def per_expert(share: Tensor, num_shared: int) -> Tensor:
     """Cuts share [..., R, R] into copies per shared expert [..., R, R, n], each source's alike but for remainders.
 

@@ -146,7 +146,7 @@ def test_cost_files_that_are_wrong(trace, tmp_path):
     for command in (["replay", trace], ["doctor"]):
         message = error_of(*command, "--cost", missing)
         assert message.startswith(f"cost file must be a JSON object, got {missing}: ")
-        assert error_of(*command, "--cost", wrong) == "hidden must be a positive number, got 0"
+        assert error_of(*command, "--cost", wrong) == "hidden must be a positive number below 2^53, got 0"
 
 
 def test_doctor_says_when_a_borrow_pays(cost_file):
@@ -184,7 +184,7 @@ def test_version_and_help():
 
 @pytest.mark.parametrize("text", ["0-3,7", " 0 - 3 , 7 ", "0,1,2-2,3,7"])
 def test_layers(text):
-    assert parse_layers(text) == [0, 1, 2, 3, 7]
+    assert parse_layers(text, 8) == [0, 1, 2, 3, 7]
 
 
 @pytest.mark.parametrize("text", ["", "x", "1-", "-1", "3,,4", "1-2-3", "1.5"])
@@ -197,8 +197,21 @@ def test_layers_that_are_no_numbers(trace, text):
     ("options", "message"),
     [
         (["--layers", "1,0-2"], "layers must be distinct and at least one, got '1,0-2'"),
-        (["--layers", "3-1"], "layers must be distinct and at least one, got '3-1'"),
-        (["--layers", "7"], "layers must be some of 0..2, got [7]"),
+        (["--layers", "2-1"], "layers must be distinct and at least one, got '2-1'"),
+        (["--layers", "7"], "layers must be some of 0..2, got '7'"),
+        (["--layers", "0-99999999999"], "layers must be some of 0..2, got '0-99999999999'"),
+        (["--layers", "9" * 5000], f"layers must be some of 0..2, got '{'9' * 47}...{'9' * 48}'"),
+        (["--max-batches", "-1"], "max_batches must be at least 0, got -1"),
+        (["--spare-slots", "1000000"], "spare_slots must be at most 8, got 1000000"),
+        (["--shared-experts", "65"], "num_shared must be at most 64, got 65"),
+        (
+            ["--slots-per-rank", "1000000", "--spare-slots", "2"],
+            "slots_per_rank must be at most 8192 (65536 slots on all of 8 ranks), got 1000000",
+        ),
+        (
+            ["--policies", "spill_cost:egress=1e3", "--spare-slots", "1"],
+            "option egress must be of type int, got '1e3'",
+        ),
         (
             ["--policies", "exact,best"],
             f"policy must be one of {', '.join(POLICIES)}, got 'best'",

@@ -111,7 +111,11 @@ def noting_device() -> str | None:
 
 
 NOTING = noting_device()
-noting = pytest.mark.skipif(NOTING is None, reason="no CUDA device")
+
+
+def noting(test: Callable[..., None]) -> Callable[..., None]:
+    """Selected by -m cuda; the library of one_core_build.py runs it without a GPU."""
+    return pytest.mark.cuda(pytest.mark.skipif(NOTING is None, reason="no CUDA device")(test))
 
 
 @noting

@@ -263,15 +263,15 @@ MUTANTS = {
         "route_shared::test_strict_never_leaves_the_visited_ranks",
     ),
     "static forgets the node": Mutant(
-        "python/isoload/policies/static.py",
+        "python/isoload/policies/published/static.py",
         "here if here.size else near",
         "here if here.size else replicas",
         "planning",
     ),
     "a layer's random stream is every layer's": Mutant(
         "python/isoload/policies/base.py",
-        'getattr(plan.policy, "step", 0), rank',
-        'getattr(plan.policy, "step", 0) * 0, rank',
+        "step + plan.step, rank",
+        "0, rank",
         "planning",
     ),
 }

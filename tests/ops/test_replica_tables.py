@@ -53,6 +53,10 @@ def check_replicas(case: Case, tables: ReplicaTables) -> None:
         if len(mine) == 1:
             expected_solo[mine] = e
     assert np.array_equal(solo, expected_solo), case.name
+    exported = tables.log2phy().tolist()
+    assert tables.logcnt().tolist() == [len(mine) for mine in lists], case.name
+    assert [[p for p in row if p >= 0] for row in exported] == [mine.tolist() for mine in lists], case.name
+    assert len(exported[0]) == max(map(len, lists)), case.name
 
 
 def check_classes(case: Case, tables: ReplicaTables) -> None:

@@ -262,6 +262,12 @@ REFUSED = [
     (RANGE + "inf", {"counts": [[1, float("inf")]]}),
     (RANGE + "9.22337e+18", {"counts": [[1, 2**63]]}),
     ("spare_slots must be at least 0, got -1", {"spare_slots": -1}),
+    ("spare_slots must be at most 8, got 9", {"spare_slots": 9}),
+    ("num_shared must be at most 64, got 65", {"num_shared": 65}),
+    (
+        "slots_per_rank must be at most 16384 (65536 slots on all of 4 ranks), got 1000000",
+        {"slots_per_rank": 1000000, "placer": "trivial"},
+    ),
     (
         "slots_per_rank must be at least 4 for 8 experts on 4 live ranks with 2 spare and 0 shared slots, got 3",
         {"slots_per_rank": 3, "spare_slots": 2},

@@ -157,7 +157,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "threshold": ("llep", {"threshold": -1.0}, "threshold must be in 0..1000, got -1.0"),
     "measure": ("llep", {"measure": "node"}, "measure must be rank or expert, got 'node'"),
     "tolerance": ("llep", {"tolerance": -0.1}, "tolerance must be in 0..1000, got -0.1"),
-    "split_by": ("llep", {"split_by": "even"}, "split_by must be fill or exact, got 'even'"),
+    "split_by": ("llep", {"split_by": "evn"}, "policy must be one of .*, got 'evn'"),
+    "split_by that borrows": (
+        "llep",
+        {"split_by": "spill_cost"},
+        "split_by must be fill or a policy that does not borrow, got 'spill_cost'",
+    ),
 }
 
 

@@ -269,7 +269,7 @@ BAD = {
     ),
     "routed": (
         lambda: isoload.plan(LOADS, PLACED, 0, "waterfill", routed="dynamic"),
-        "routed must be one of none, static, even, exact, got 'dynamic'",
+        "routed must be a policy with a quota, 'dynamic' samples",
     ),
     "joint's routed": (
         lambda: isoload.plan(LOADS, PLACED, 0, "joint", routed="even"),

@@ -124,7 +124,7 @@ def test_default_import_costs_are_break_even_points() -> None:
     [
         ({"expert_bytes": 0}, "expert_bytes must be a positive number, got 0"),
         ({"token_us": -1.0}, "token_us must be a positive number, got -1.0"),
-        ({"egress": -1}, "egress must not be negative, got -1"),
+        ({"egress": -1}, "egress must be an integer, not negative, got -1"),
         ({"min_chunk": 0}, r"min_chunk must be in 1..2\^31-1, got 0"),
     ],
 )

@@ -56,7 +56,7 @@ def recomputed(trace, policy, calibration, replayed, slots_per_rank, seed):
     placement = isoload.place(counts[calibration], topology, slots_per_rank)
     options = {"static": {"seed": seed}, "dynamic": {"seed": seed}}.get(policy, {})
     imbalance, std, idle, capacity, gap, ideal, active = [], [], 0, 0, [], [], []
-    rows = rank_rows = node_rows = 0
+    rows = rank_rows = node_rows = all_copies = rank_copies = node_copies = 0
     for index in replayed:
         tokens = len(batches[index])
         source = np.repeat(np.arange(RANKS), tokens // RANKS)
@@ -75,6 +75,10 @@ def recomputed(trace, policy, calibration, replayed, slots_per_rank, seed):
             per_rank = copies.reshape(RANKS, slots_per_rank)
             load = per_rank.sum(1)
             for t in range(tokens):
+                for destination in (s // slots_per_rank for s in slots[t] if s >= 0):
+                    all_copies += 1
+                    rank_copies += destination != source[t]
+                    node_copies += destination // PER_NODE != source[t] // PER_NODE
                 for destination in {s // slots_per_rank for s in slots[t] if s >= 0}:
                     rows += 1
                     rank_rows += destination != source[t]
@@ -100,6 +104,8 @@ def recomputed(trace, policy, calibration, replayed, slots_per_rank, seed):
         "remote_node_rows": node_rows,
         "remote_rank_share": rank_rows / rows,
         "remote_node_share": node_rows / rows,
+        "remote_rank_copy_share": rank_copies / all_copies,
+        "remote_node_copy_share": node_copies / all_copies,
         "active_experts": np.mean(active),
     }
 
@@ -110,7 +116,8 @@ def test_every_figure_is_that_of_the_trace(policy, slots_per_rank):
     trace = small_trace()
     found = figures(trace, slots_per_rank=slots_per_rank, seed=5)[policy]
     expected = recomputed(trace, policy, [0, 1], [2, 3, 4], slots_per_rank, seed=5)
-    assert set(found) == {"policy", "plan_us", *expected}
+    shared = {"shared_remote_share", "shared_unvisited_share"}
+    assert set(found) == {"policy", "plan_us", *shared, *expected} and not any(found[key] for key in shared)
     for key, value in expected.items():
         assert found[key] == pytest.approx(value, rel=1e-9, abs=1e-12), key
     for key in ("remote_rank_rows", "remote_node_rows"):

@@ -166,6 +166,10 @@ def test_replay_json_names_every_figure():
         "remote_node_rows": 550,
         "remote_rank_share": 0.88,
         "remote_node_share": 0.55,
+        "remote_rank_copy_share": 0.89,
+        "remote_node_copy_share": 0.56,
+        "shared_remote_share": None,
+        "shared_unvisited_share": None,
         "active_experts": 4.97,
         "plan_us": {"median": 66.61, "p99": 777.2, "batched": 12.34},
     }

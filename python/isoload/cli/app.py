@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -26,9 +25,10 @@ from isoload.replay.simulate import DEFAULT_POLICIES, SHARED_POLICIES, ReplaySet
 from isoload.replay.simulate import replay as replay_trace
 from isoload.report.cost import print_cost
 from isoload.report.files import check_target, write_json
-from isoload.report.inspection import print_inspection
+from isoload.report.inspection import inspect_json, print_inspection
 from isoload.report.replay import print_replay, replay_json
 from isoload.trace import Trace, read_trace
+from isoload.trace.archives import shown
 
 app = typer.Typer(
     name="isoload",
@@ -154,8 +154,7 @@ def inspect(
         loaded = _load(trace, layers)
         found = inspect_trace(loaded, ranks)
         if json:
-            rows = [asdict(layer) for layer in found]
-            write_json({"trace": loaded.name, "num_ranks": ranks, "layers": rows}, json)
+            write_json(inspect_json(loaded, ranks, found), json)
         if json != "-":
             print_inspection(loaded, ranks, found, Console(highlight=False))
 
@@ -165,14 +164,17 @@ def run_demo(
     trace: Annotated[Path | None, typer.Argument(metavar="[TRACE]", help="Default: the shipped one.")] = None,
     ranks: Annotated[int, typer.Option(help="R, processes to start.")] = 4,
     layer: Annotated[int, typer.Option(help="Layer whose routing is used, by position.")] = 12,
+    stall_seconds: Annotated[
+        float, typer.Option(help="A rank that ends no batch for so long has stalled, which ends the demo.")
+    ] = demo.STALL_SECONDS,
     json: JsonTarget = None,
 ) -> None:
     """Run one MoE layer over local processes, once per policy, and compare it with the dense layer."""
     with _one_line_errors():
         check_target(json)
-        found = demo.run_demo(trace, ranks, layer)
+        found = demo.run_demo(trace, ranks, layer, stall_seconds)
         if json:
-            write_json({"policies": [asdict(row) for row in found]}, json)
+            write_json(demo.demo_json(found), json)
         if json != "-":
             demo.print_demo(ranks, found, Console(highlight=False))
 
@@ -184,7 +186,7 @@ def run_doctor(cost: CostFile = None, json: JsonTarget = None) -> None:
         check_target(json)
         items = doctor.report(_cost_model(cost))
         if json:
-            write_json([asdict(item) for item in items], json)
+            write_json(doctor.doctor_json(items), json)
         if json != "-":
             doctor.print_doctor(items, Console(highlight=False))
 
@@ -196,23 +198,24 @@ def _cost_model(given: str | None) -> CostModel | None:
     return CostModel() if given == "default" else read_cost(given)
 
 
-def parse_layers(text: str) -> list[int]:
+def parse_layers(text: str, num_layers: int) -> list[int]:
     """Positions of layers from a list of numbers and ranges: "0-3,7" -> [0, 1, 2, 3, 7]."""
-    layers: list[int] = []
-    for part in text.replace(" ", "").split(","):
-        first, dash, last = part.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ValueError(f"layers must be numbers and ranges such as 0-3,7, got {text!r}")
-        layers += range(int(first), int(last if dash else first) + 1)
-    if not layers or len(set(layers)) < len(layers):
-        raise ValueError(f"layers must be distinct and at least one, got {text!r}")
-    return layers
+    ends = [part.split("-") for part in text.replace(" ", "").split(",")]
+    if not all(len(pair) <= 2 and all(map(str.isdecimal, pair)) for pair in ends):
+        raise ValueError(f"layers must be numbers and ranges such as 0-3,7, got {shown(text)}")
+    # Before a range is laid out, and before int() refuses too many digits.
+    if any(len(end) > 9 or int(end) >= num_layers for pair in ends for end in pair):
+        raise ValueError(f"layers must be some of 0..{num_layers - 1}, got {shown(text)}")
+    layers = {layer: None for pair in ends for layer in range(int(pair[0]), int(pair[-1]) + 1)}
+    if not layers or len(layers) < sum(int(pair[-1]) + 1 - int(pair[0]) for pair in ends):
+        raise ValueError(f"layers must be distinct and at least one, got {shown(text)}")
+    return list(layers)
 
 
 def _load(path: Path, layers: str | None) -> Trace:
     with Console(stderr=True).status(f"reading {escape(str(path))}"):
         trace = read_trace(path)
-    return trace if layers is None else trace.select_layers(parse_layers(layers))
+    return trace if layers is None else trace.select_layers(parse_layers(layers, trace.num_layers))
 
 
 @contextmanager

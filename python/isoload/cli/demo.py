@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 
+from isoload.cli.processes import run_ranks
 from isoload.counting import count
 from isoload.experts.compute import run_experts
 from isoload.experts.weights import ExpertWeights, SwiGLU
@@ -25,13 +22,17 @@ from isoload.placers import place
 from isoload.planning import plan
 from isoload.replay.batches import make_batches
 from isoload.replay.simulate import DEFAULT_POLICIES
-from isoload.report.tables import Column, print_lines, print_table, table
+from isoload.report.tables import Figure, json_of, print_lines, print_table, table_of
 from isoload.topology import Topology
 from isoload.trace import Trace, read_trace
 from isoload.transport import CollectiveTransport
 
-SHIPPED = Path(__file__).parents[3] / "examples" / "traces" / "gptoss20b_decode.npz"
+SHIPPED = (
+    Path(__file__).parents[1] / "traces" / "gptoss20b_decode.npz"
+)  # a link to examples/traces in a checkout
 HIDDEN, INNER = 64, 128
+MAX_RANKS = 32  # processes that one machine is asked for
+STALL_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -53,70 +54,44 @@ class DemoFigures:
     plan_us: float
 
 
-def run_demo(trace_path: Path | None, num_ranks: int, layer: int) -> list[DemoFigures]:
+def run_demo(
+    trace_path: Path | None, num_ranks: int, layer: int, stall_seconds: float = STALL_SECONDS
+) -> list[DemoFigures]:
     """Starts the ranks and gathers what they measured.
 
     Args:
-        trace_path: a per-token trace; None = the one that ships with the repository.
+        trace_path: a per-token trace; None = the one that comes with isoload.
         num_ranks: R processes.
         layer: position of the layer whose routing is used.
+        stall_seconds: a rank that brings no batch to its end for so long has stalled.
 
     Raises:
         ValueError: naming the argument, the rule and the value.
-        RuntimeError: a rank failed; with its message.
+        RuntimeError: a rank failed, ended or stalled; naming it.
     """
-    if trace_path is None and not SHIPPED.exists():
-        raise ValueError(
-            "TRACE must be given: the shipped one lies in the repository's examples, not in the package"
-        )
+    if not 1 <= num_ranks <= MAX_RANKS:
+        raise ValueError(f"ranks must be in 1..{MAX_RANKS} (processes), got {num_ranks}")
+    if not 0 < stall_seconds <= 86400:
+        raise ValueError(f"stall_seconds must be above 0 and at most 86400, got {stall_seconds:g}")
     trace = read_trace(SHIPPED if trace_path is None else trace_path)
     if not trace.has_tokens:
         raise ValueError(f"trace must hold per-token choices, {trace.name} has counts only")
     trace = trace.select_layers([layer])
+    if len(make_batches(trace).counts) < 2:
+        raise ValueError(f"trace must have at least 2 batches (one to place by), {trace.name} has one")
     topology = Topology(num_ranks)
-    with tempfile.TemporaryDirectory() as folder:
-        context = get_context("fork")
-        pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
-        processes = [
-            context.Process(target=_run_rank, args=(rank, topology, trace, f"{folder}/store", pipes[rank][1]))
-            for rank in range(num_ranks)
-        ]
-        for process in processes:
-            process.start()
-        for _, writer in pipes:
-            writer.close()
-        try:
-            reports = [_receive(rank, reader) for rank, (reader, _) in enumerate(pipes)]
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+
+    def body(rank: int, alive: Callable[[], None]) -> dict[str, Any]:
+        return {name: _run_policy(name, rank, topology, trace, alive) for name in DEFAULT_POLICIES}
+
+    reports = run_ranks(body, num_ranks, stall_seconds)
     return [_summarise(name, [report[name] for report in reports]) for name in DEFAULT_POLICIES]
 
 
-def _receive(rank: int, reader: Connection) -> dict[str, Any]:
-    try:
-        report: dict[str, Any] | str = reader.recv()
-    except EOFError:
-        raise RuntimeError(f"rank {rank} ended without a word") from None
-    if isinstance(report, str):
-        raise RuntimeError(f"rank {rank} failed: {report}")
-    return report
-
-
-def _run_rank(rank: int, topology: Topology, trace: Trace, store: str, writer: Connection) -> None:
-    """The body of one process: every policy on the same batches."""
-    try:
-        torch.set_num_threads(1)
-        init = f"file://{store}"
-        dist.init_process_group("gloo", init_method=init, rank=rank, world_size=topology.num_ranks)
-        writer.send({name: _run_policy(name, rank, topology, trace) for name in DEFAULT_POLICIES})
-        dist.barrier()
-    except Exception as error:
-        writer.send(f"{type(error).__name__}: {error}")
-
-
-def _run_policy(name: str, rank: int, topology: Topology, trace: Trace) -> dict[str, Any]:
+def _run_policy(
+    name: str, rank: int, topology: Topology, trace: Trace, alive: Callable[[], None]
+) -> dict[str, Any]:
+    """One rank's part of a policy's batches; calls alive after each."""
     batches = make_batches(trace)
     half = len(batches.counts) // 2
     experts = trace.num_experts
@@ -149,6 +124,7 @@ def _run_policy(name: str, rank: int, topology: Topology, trace: Trace) -> dict[
         start_ns = time.perf_counter_ns()
         plan(loads, placement, 0, name)
         plan_us.append((time.perf_counter_ns() - start_ns) / 1000)
+        alive()
     return {
         "sent": sent,
         "max_abs_diff": worst,
@@ -171,25 +147,24 @@ def _summarise(policy: str, reports: list[dict[str, Any]]) -> DemoFigures:
     )
 
 
-def demo_table(rows: Sequence[DemoFigures]) -> tuple[list[str], list[str]]:
-    """Heading and a row per policy of the demo."""
-    return table(
-        [
-            Column("", "policy", [row.policy for row in rows]),
-            Column("busiest rank", "rows", [f"{row.busiest_rank_rows:.1f}" for row in rows]),
-            Column("busiest rank", "CPU ms", [f"{row.busiest_rank_cpu_ms:.1f}" for row in rows]),
-            Column("all ranks", "bytes sent", [f"{row.bytes_sent}" for row in rows]),
-            Column("", "plan µs", [f"{row.plan_us:.1f}" for row in rows]),
-            Column(
-                "against the dense layer", "largest difference", [f"{row.max_abs_diff:.1e}" for row in rows]
-            ),
-        ]
-    )
+FIGURES = (
+    Figure("policy", "", "policy", ""),
+    Figure("busiest_rank_rows", "busiest rank", "rows", ".1f"),
+    Figure("busiest_rank_cpu_ms", "busiest rank", "CPU ms", ".1f"),
+    Figure("bytes_sent", "all ranks", "bytes sent", "d"),
+    Figure("plan_us", "", "plan µs", ".1f"),
+    Figure("max_abs_diff", "against the dense layer", "largest difference", ".1e"),
+)
+
+
+def demo_json(rows: Sequence[DemoFigures]) -> dict[str, Any]:
+    """The JSON object of ``isoload demo --json``."""
+    return {"policies": [json_of(FIGURES, row) for row in rows]}
 
 
 def print_demo(num_ranks: int, rows: Sequence[DemoFigures], console: Console) -> None:
     print_lines(
         console, [f"one MoE layer over {num_ranks} processes (gloo), forward, recorded routing"], "bold"
     )
-    print_table(console, *demo_table(rows))
+    print_table(console, *table_of(FIGURES, rows))
     print_lines(console, ["rows: per batch, mean. CPU ms, bytes: all batches. float32."], "dim")

@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,6 +20,7 @@ from rich.text import Text
 
 from isoload import __version__, kernels
 from isoload.cost import CostModel
+from isoload.report.tables import Figure, json_of
 
 PACKAGE = Path(__file__).parents[1]
 CUDA_OP = "isoload::plan_exact"  # stands for all ops: they are compiled for CUDA together
@@ -125,10 +127,17 @@ def _break_even(model: CostModel) -> tuple[bool, str]:
     )
 
 
+FIGURES = (Figure("name", form=""), Figure("on", form=""), Figure("detail", form=""))
+
+
+def doctor_json(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """The JSON list of ``isoload doctor --json``."""
+    return [json_of(FIGURES, item) for item in items]
+
+
 def print_doctor(items: Sequence[Item], console: Console) -> None:
     width = max(len(item.name) for item in items)
     for item in items:
-        line = Text(f"{item.name:<{width}}  ").append(
-            f"{'on' if item.on else 'off':<3}", "green" if item.on else "yellow"
-        )
-        console.print(line.append(f"  {item.detail}"), soft_wrap=True)
+        name, on, detail = (figure.cell(item) for figure in FIGURES)
+        line = Text(f"{name:<{width}}  ").append(f"{on:<3}", "green" if item.on else "yellow")
+        console.print(line.append(f"  {detail}"), soft_wrap=True)

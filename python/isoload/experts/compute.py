@@ -182,7 +182,8 @@ class _Activate(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         from isoload.kernels.activation import activate_backward  # imports Triton
 
-        to_gate_up: Tensor = activate_backward(grad, *ctx.saved_tensors, ctx.clamp)
+        gate_up, ends = ctx.saved_tensors
+        to_gate_up: Tensor = activate_backward(grad, gate_up, ends, ctx.clamp)
         return to_gate_up, None, None
 
 

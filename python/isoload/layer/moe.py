@@ -14,9 +14,10 @@ from isoload.experts.weights import Activation, ExpertWeights, SwiGLU, describe
 from isoload.layer.modules import fold_shared, module_parts
 from isoload.layer.routers import Routing, given_choices
 from isoload.ops import Prefer, append_shared_expert
-from isoload.placement import PlacedLayers, Placement
+from isoload.placed_layers import PlacedLayers, own_layers, refresh_layers
+from isoload.placement import Placement
 from isoload.placers import place
-from isoload.planning import own_layers, plan, refresh_layers
+from isoload.planning import plan
 from isoload.policies import POLICIES, Policy, make_policy
 from isoload.records import Plan
 from isoload.routing import route, route_fixed
@@ -177,8 +178,8 @@ class MoE(nn.Module):
         if placement is None:
             policy = how.get("policy", "exact")
             # an unknown name is refused below
-            kind = policy if isinstance(policy, Policy) else POLICIES.get(policy, Policy)
-            spare = SPARE_SLOTS if kind.borrows else 0
+            known = isinstance(policy, Policy) or policy in POLICIES
+            spare = SPARE_SLOTS if known and make_policy(policy).borrows else 0
             placement = place(
                 torch.ones(1, parts.dense.num_slots), topology, spare_slots=spare, placer="trivial"
             )
@@ -299,7 +300,7 @@ class MoE(nn.Module):
 
     def _borrow(self, made: Plan | None) -> Borrowed | None:
         """Begins to bring the experts in the plan's spare slots."""
-        if made is None or self.borrowing is None or not made.policy.borrows:
+        if made is None or self.borrowing is None or made.filled is made.placed.filled:
             return None
         return self.borrowing.borrow(made)
 

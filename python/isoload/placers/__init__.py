@@ -18,6 +18,9 @@ from isoload.placers.topology import TopologyPlacer
 from isoload.placers.trivial import TrivialPlacer
 from isoload.topology import Topology
 
+MAX_SHARED = 64  # models have one or two
+MAX_SLOTS = 2**16  # of a layer: planners stay below a second
+
 PLACERS: dict[str, type[Placer]] = {
     placer.name: placer for placer in (TrivialPlacer, EplbPlacer, TopologyPlacer)
 }
@@ -39,8 +42,8 @@ def place(
         topology: the ranks; those not alive get no expert.
         slots_per_rank: S, shared and spare slots included. Default: one slot for each expert, and those.
         placer: a name in ``isoload.PLACERS``.
-        spare_slots: of every rank's S slots, how many stay empty.
-        num_shared: shared experts; every live rank holds each in a slot after its routed ones.
+        spare_slots: of every rank's S slots, how many stay empty; at most E.
+        num_shared: shared experts, at most 64; every live rank holds each in a slot after its routed ones.
         **options: the placer's own, e.g. ``dedup=False``.
 
     Raises:
@@ -55,9 +58,11 @@ def place(
     loads = _batches(counts)
     num_layers, experts = loads.shape[1:]
     live = topology.live_ranks
-    for name, number in (("spare_slots", spare_slots), ("num_shared", num_shared)):
+    for name, number, most in (("spare_slots", spare_slots, experts), ("num_shared", num_shared, MAX_SHARED)):
         if number < 0:
             raise ValueError(f"{name} must be at least 0, got {number}")
+        if number > most:
+            raise ValueError(f"{name} must be at most {most}, got {number}")
     least = -(-experts // len(live)) + spare_slots + num_shared
     if slots_per_rank is None:
         slots_per_rank = least
@@ -65,6 +70,11 @@ def place(
         raise ValueError(
             f"slots_per_rank must be at least {least} for {experts} experts on {len(live)} live ranks "
             f"with {spare_slots} spare and {num_shared} shared slots, got {slots_per_rank}"
+        )
+    if slots_per_rank * topology.num_ranks > MAX_SLOTS:
+        raise ValueError(
+            f"slots_per_rank must be at most {MAX_SLOTS // topology.num_ranks} ({MAX_SLOTS} slots on all of "
+            f"{topology.num_ranks} ranks), got {slots_per_rank}"
         )
     dense = slots_per_rank - spare_slots - num_shared
     packed = PLACERS[placer](**options).place(loads, len(live), dense)

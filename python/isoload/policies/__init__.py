@@ -1,37 +1,22 @@
-"""Online policies: one file each, one protocol (base.py), one registry."""
+"""Online policies: one file each, one protocol (base.py), one registry. published/: forms of others, to compare."""
 
-from __future__ import annotations
-
-from dataclasses import fields
-from typing import Any
-
-from isoload.policies.base import Demand, Policy, Split, sample_seed
-from isoload.policies.even import DynamicPolicy, EvenPolicy
+from isoload.policies.base import Demand, Policy, sample_seed
+from isoload.policies.even import EvenPolicy
 from isoload.policies.exact import ExactPolicy
 from isoload.policies.exact_active import ExactActivePolicy
 from isoload.policies.joint import JointPolicy
-from isoload.policies.llep import LlepPolicy, LlepPublishedPolicy
-from isoload.policies.lp import LpPolicy, LpSampledPolicy
+from isoload.policies.llep import LlepPolicy
+from isoload.policies.lp import LpPolicy
 from isoload.policies.none import NonePolicy
+from isoload.policies.published.dynamic import DynamicPolicy
+from isoload.policies.published.llep_published import LlepPublishedPolicy
+from isoload.policies.published.lp_sampled import LpSampledPolicy
+from isoload.policies.published.static import StaticPolicy
+from isoload.policies.published.waterfill_sampled import WaterfillSampledPolicy
+from isoload.policies.registry import POLICIES, make_policy, parse_policy, register_policy
+from isoload.policies.shared_local import SharedLocalPolicy
 from isoload.policies.spill_cost import SpillCostPolicy
-from isoload.policies.static import StaticPolicy
-from isoload.policies.waterfill import SharedLocalPolicy, WaterfillPolicy, WaterfillSampledPolicy
-
-POLICIES: dict[str, type[Policy]] = {}
-_DEFAULTS: dict[str, Policy] = {}
-
-
-def register_policy(policy: type[Policy]) -> type[Policy]:
-    """Makes a policy known by its name; one of your own, too, where this may stand as a decorator.
-
-    Raises:
-        ValueError: the name is taken.
-    """
-    if policy.name in POLICIES:
-        raise ValueError(f"name must be a new one, policy {policy.name} exists")
-    POLICIES[policy.name], _DEFAULTS[policy.name] = policy, policy()
-    return policy
-
+from isoload.policies.waterfill import WaterfillPolicy
 
 for _policy in (
     NonePolicy,
@@ -52,60 +37,10 @@ for _policy in (
 ):
     register_policy(_policy)
 
-
-def make_policy(policy: str | Policy, options: dict[str, Any]) -> Policy:
-    """A policy by name and options; a ready-made one passes through (and takes no options)."""
-    if isinstance(policy, Policy):
-        if options:
-            raise ValueError(f"options must be set on the policy itself, got {', '.join(options)}")
-        return policy
-    if policy not in POLICIES:
-        raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
-    if not options:
-        return _DEFAULTS[policy]
-    known = [field.name for field in fields(_DEFAULTS[policy])]
-    if unknown := [key for key in options if key not in known]:
-        raise ValueError(
-            f"option must be one of {', '.join(known) or '(none)'} for policy {policy}, got {unknown[0]!r}"
-        )
-    return POLICIES[policy](**options)
-
-
-def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
-    """Name and options of a policy written ``name`` or ``name:option=value:option=value``.
-
-    Raises:
-        ValueError: an unknown name or option, or a value that its option cannot be.
-    """
-    name, *given = text.split(":")
-    make_policy(name, {})
-    options: dict[str, Any] = {}
-    for pair in given:
-        key, equals, value = pair.partition("=")
-        if not equals:
-            raise ValueError(f"policy must be written name:option=value, got {text!r}")
-        make_policy(name, {key: getattr(_DEFAULTS[name], key, None)})  # refuses an unknown option
-        options[key] = _like(getattr(_DEFAULTS[name], key), key, value)
-    make_policy(name, options)
-    return name, options
-
-
-def _like(default: Any, key: str, value: str) -> Any:
-    """The value in the type of the option's default; an option without one is a number, whole or not."""
-    kind = type(default)
-    if default is None:
-        kind = float if "." in value or "e" in value else int
-    try:
-        return kind(value)
-    except ValueError:
-        raise ValueError(f"option {key} must be of type {kind.__name__}, got {value!r}") from None
-
-
 __all__ = [
     "POLICIES",
     "Demand",
     "Policy",
-    "Split",
     "StaticPolicy",
     "make_policy",
     "parse_policy",

@@ -1,7 +1,15 @@
-"""The protocol of an online policy: up to four functions, each with a default.
+"""The protocol of an online policy: four small parts, each with a default.
 
-A policy is a frozen dataclass whose fields are its options. It never waits for a device and never talks to
-another rank: from the same loads every rank computes the same plan.
+A policy is a frozen dataclass whose fields are its options. It never waits for a device and never exchanges anything
+between ranks: from the same loads every rank computes the same plan.
+
+    fill          demand, placed -> Filled     which experts lie in the spare slots (default: none)
+    split         demand, filled -> Plan       how many copies every slot takes (default: exact)
+    share         loads, plan -> [R, P]        which source sends them (default: own rank first, then own node)
+    route_shared  slots, plan -> [T, n]        where every token's shared experts are computed (default: at home)
+
+Mixes need no new class: a policy that fills takes the splitting one as option ``split_by``, one that places shared
+experts takes the policy of the routed ones as option ``routed``; both accept any policy.
 """
 
 from __future__ import annotations
@@ -14,35 +22,15 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.ops import Order
-from isoload.placement import PlacedLayers
+from isoload.placed_layers import Filled, PlacedLayers
 from isoload.records import Plan, rank_cost
-from isoload.replica_tables import ReplicaTables
-from isoload.shared_experts import SharedPlan
 
 GOLDEN = 0x9E3779B97F4A7C15  # spreads layer, step and rank over the 64-bit seeds of sampled routes
-
-
-class Split(NamedTuple):
-    """A policy's decision (leading L as the tables): see Plan for the fields. Without shared, they stay home."""
-
-    quota: Tensor | None
-    peak: Tensor | None
-    bound: Tensor
-    telemetry: Tensor | None = None
-    weights: Tensor | None = None
-    shared: SharedPlan | None = None
-
-
-class Decision(NamedTuple):
-    """All that a policy decides: slot_to_expert [..., P] with spare slots filled, its tables, and the split."""
-
-    slot_to_expert: Tensor
-    tables: ReplicaTables
-    split: Split
+Needs = Literal["sum", "per_source"]
 
 
 class Demand(NamedTuple):
-    """What a batch asks of the ranks (leading L as the placement's layers).
+    """The copies of one batch (leading L as the placement's layers).
 
     loads   [E] or [R, E] int32  copies of the routed experts
     tokens  [R] int32            tokens of each source rank that need the shared experts; None without any
@@ -53,49 +41,54 @@ class Demand(NamedTuple):
     tokens: Tensor | None = None
     at_home: Tensor | None = None
 
+    @property
+    def routed(self) -> Demand:
+        """Without the shared experts."""
+        return self if self.tokens is None else Demand(self.loads)
+
 
 @dataclass(frozen=True)
 class Policy:
     """Base of all policies; by itself it fills nothing, splits exactly and leaves shared experts at home."""
 
     name: ClassVar[str]
-    borrows: ClassVar[bool] = False  # whether it fills spare slots, whose weights somebody must then bring
 
     @property
-    def needs(self) -> Literal["sum", "per_source"]:
+    def needs(self) -> Needs:
         """Which loads the policy reads: [E] sums or [R, E] per source rank."""
         return "sum"
 
-    def fill(self, demand: Demand, placed: PlacedLayers) -> Tensor:
-        """slot_to_expert [..., P] for this batch: the placement, with spare slots filled if the policy borrows."""
-        return placed.slot_to_expert
+    @property
+    def borrows(self) -> bool:
+        """Whether it fills spare slots, so that weights must be copied there before the experts run."""
+        return False
 
-    def split(self, demand: Demand, tables: ReplicaTables, placed: PlacedLayers) -> Split:
-        """How many copies every slot takes."""
-        ticks = placed.topology.ticks_on(demand.loads.device)
-        return Split(*ops.plan_exact(demand.loads, tables, demand.at_home, ticks=ticks))
+    @property
+    def samples(self) -> bool:
+        """Whether routed copies draw their slots: its plans have weights in place of a quota."""
+        return False
 
-    def decide(self, demand: Demand, placed: PlacedLayers) -> Decision:
-        """The fill, then the split; a policy that finds both at once overrides this."""
-        slots = self.fill(demand, placed)
-        tables = placed.tables if slots is placed.slot_to_expert else placed.routed_tables(slots)
-        return Decision(slots, tables, self.split(demand, tables, placed))
+    def fill(self, demand: Demand, placed: PlacedLayers) -> Filled:
+        """The slots of this batch: those of the placement, spare slots filled if the policy borrows."""
+        return placed.filled
 
-    def share(
-        self,
-        loads: Tensor,
-        quota: Tensor,
-        tables: ReplicaTables,
-        placed: PlacedLayers,
-        rank: int | None,
-        order: Order,
-    ) -> Tensor:
+    def split(self, demand: Demand, filled: Filled) -> Plan:
+        """How many copies every slot takes, and where shared copies go (``plan.shared`` None: they stay home).
+
+        The quota is of the routed slots: :func:`isoload.plan` adds the shared ones.
+        """
+        return Plan(filled, self, *exact_split(demand, filled))
+
+    def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
         """Source ranks' parts of the routed quota: [..., P] for one rank, [..., R, P] for all, from [..., R, E]."""
-        return ops.share(loads, quota, tables, placed.topology.ranks_per_node, rank, order)
+        assert plan.quota is not None
+        per_node = plan.topology.ranks_per_node
+        return ops.share(loads, plan.quota, plan.tables, per_node, rank, order)
 
-    def copies(self, loads: Tensor, quota: Tensor, tables: ReplicaTables, placed: PlacedLayers) -> Tensor:
+    def copies(self, loads: Tensor, plan: Plan) -> Tensor:
         """[..., R, R] int32 routed copies from source to rank: the share, summed over each rank's slots."""
-        return ops.share_by_rank(loads, quota, tables, placed.topology.ranks_per_node)
+        assert plan.quota is not None
+        return ops.share_by_rank(loads, plan.quota, plan.tables, plan.topology.ranks_per_node)
 
     def route_shared(self, slots: Tensor, plan: Plan, rank: int) -> Tensor:
         """[T, n] int32 the rank of every token's shared experts, given its routed slots [T, K]; -1 = no token."""
@@ -109,27 +102,53 @@ class Policy:
         return ops.route_shared(slots, row, size, rank, placed.num_shared, strict=strict)
 
 
+@dataclass(frozen=True)
+class Seeded(Policy):
+    """Base of policies that draw. Options: seed, and step (the batch's number, to which a plan's own is added)."""
+
+    seed: int = 0
+    step: int = 0
+
+
 def sum_sources(loads: Tensor, placed: PlacedLayers) -> Tensor:
     """[..., E] copies per expert, from loads with or without a source dimension."""
     return loads if loads.dim() == placed.home_slot.dim() else loads.sum(-2, dtype=torch.int32)
 
 
-def even_split(demand: Demand, tables: ReplicaTables, placed: PlacedLayers) -> ops.ExactSplit:
+def exact_split(demand: Demand, filled: Filled) -> ops.ExactSplit:
+    """The optimal quota of these slots beside the shared copies at home."""
+    ticks = filled.placed.topology.ticks_on(demand.loads.device)
+    return ops.plan_exact(demand.loads, filled.tables, demand.at_home, ticks=ticks)
+
+
+def even_split(demand: Demand, filled: Filled) -> ops.ExactSplit:
     """The exact solver's start: copies spread evenly over replicas, with the lower bound that costs nothing."""
-    ticks = placed.topology.ticks_on(demand.loads.device)
-    return ops.plan_exact(demand.loads, tables, demand.at_home, budget=0, sweeps=0, ticks=ticks)
+    ticks = filled.placed.topology.ticks_on(demand.loads.device)
+    return ops.plan_exact(demand.loads, filled.tables, demand.at_home, budget=0, sweeps=0, ticks=ticks)
 
 
-def chosen_split(quota: Tensor, demand: Demand, tables: ReplicaTables, placed: PlacedLayers) -> Split:
-    """The Split of a quota that was not made by the solver."""
-    peak = rank_cost(quota, placed.topology, demand.at_home).amax(-1)
-    return Split(quota, peak, torch.minimum(even_split(demand, tables, placed).bound, peak))
+def chosen_plan(
+    policy: Policy, quota: Tensor, demand: Demand, filled: Filled, telemetry: Tensor | None = None
+) -> Plan:
+    """The Plan of a quota that was not made by the solver: its peak, and a bound beside it."""
+    peak = rank_cost(quota, filled.placed.topology, demand.at_home).amax(-1)
+    bound = torch.minimum(even_split(demand, filled).bound, peak)
+    return Plan(filled, policy, quota, peak, bound, telemetry)
+
+
+def sampled_plan(
+    policy: Policy, weights: Tensor, demand: Demand, filled: Filled, telemetry: Tensor | None = None
+) -> Plan:
+    """The Plan of a policy whose copies draw their slots with these weights [..., P]."""
+    bound = even_split(demand, filled).bound
+    return Plan(filled, policy, None, None, bound, telemetry, weights)
 
 
 def sample_seed(plan: Plan, rank: int) -> int:
-    """The random stream of one rank, layer and step of a sampled policy."""
-    seed = getattr(plan.policy, "seed", 0)
-    for part in (plan.layer or 0, getattr(plan.policy, "step", 0), rank):
+    """The random stream of one rank, layer and batch of a sampled policy."""
+    policy = plan.policy
+    seed, step = (policy.seed, policy.step) if isinstance(policy, Seeded) else (0, 0)
+    for part in (plan.layer or 0, step + plan.step, rank):
         seed = ((seed + part + 1) * GOLDEN) % 2**64
         seed ^= seed >> 31
     return seed

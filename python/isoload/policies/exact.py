@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
 from isoload import ops
 from isoload.ops import Objective
-from isoload.placement import PlacedLayers
-from isoload.policies.base import Demand, Policy, Split
-from isoload.replica_tables import ReplicaTables
+from isoload.placed_layers import Filled
+from isoload.policies.base import Demand, Needs, Policy
+from isoload.records import Plan
 
 
 @dataclass(frozen=True)
@@ -28,30 +27,26 @@ class ExactPolicy(Policy):
     objective: Objective = "spread"
 
     @property
-    def needs(self) -> Literal["sum", "per_source"]:
+    def needs(self) -> Needs:
         return "per_source" if self.objective == "local" else "sum"
 
-    def split(self, demand: Demand, tables: ReplicaTables, placed: PlacedLayers) -> Split:
-        return self.split_above(demand.loads, tables, placed, fixed=demand.at_home)
+    def split(self, demand: Demand, filled: Filled) -> Plan:
+        return self.split_above(demand.loads, filled, fixed=demand.at_home)
 
     def split_above(
-        self,
-        loads: Tensor,
-        tables: ReplicaTables,
-        placed: PlacedLayers,
-        fixed: Tensor | None = None,
-        pour: Tensor | None = None,
-    ) -> Split:
+        self, loads: Tensor, filled: Filled, fixed: Tensor | None = None, pour: Tensor | None = None
+    ) -> Plan:
         """The split with copies that ranks carry besides [..., R], or that go to any rank afterwards [...]."""
+        topology = filled.placed.topology
         exact = ops.plan_exact(
             loads,
-            tables,
+            filled.tables,
             fixed,
             self.tolerance,
             self.budget,
-            ticks=placed.topology.ticks_on(loads.device),
+            ticks=topology.ticks_on(loads.device),
             pour=pour,
             objective=self.objective,
-            ranks_per_node=placed.topology.ranks_per_node,
+            ranks_per_node=topology.ranks_per_node,
         )
-        return Split(*exact)
+        return Plan(filled, self, *exact)

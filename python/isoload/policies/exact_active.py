@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from isoload import ops
-from isoload.placement import PlacedLayers
-from isoload.policies.base import Demand, Policy, Split, chosen_split
-from isoload.replica_tables import ReplicaTables
+from isoload.placed_layers import Filled
+from isoload.policies.base import Demand, Policy, chosen_plan
+from isoload.records import Plan
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,7 @@ class ExactActivePolicy(Policy):
 
     name = "exact_active"
 
-    def split(self, demand: Demand, tables: ReplicaTables, placed: PlacedLayers) -> Split:
-        ticks = placed.topology.ticks_on(demand.loads.device)
-        active = ops.plan_active(demand.loads, tables, ticks=ticks)
-        chosen = chosen_split(active.quota, demand, tables, placed)
-        return chosen._replace(telemetry=active.telemetry)
+    def split(self, demand: Demand, filled: Filled) -> Plan:
+        ticks = filled.placed.topology.ticks_on(demand.loads.device)
+        active = ops.plan_active(demand.loads, filled.tables, ticks=ticks)
+        return chosen_plan(self, active.quota, demand, filled, active.telemetry)

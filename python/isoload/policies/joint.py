@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from isoload.ops import Objective
-from isoload.placement import PlacedLayers
-from isoload.policies.base import Demand, Split
+from isoload.placed_layers import Filled
+from isoload.policies.base import Demand
 from isoload.policies.exact import ExactPolicy
-from isoload.policies.waterfill import SharedPolicy, live_bound, pour_exactly, total_shared
-from isoload.replica_tables import ReplicaTables
+from isoload.policies.pouring import SharedPolicy, live_bound, pour_exactly, total_shared
+from isoload.records import Plan
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class JointPolicy(SharedPolicy):
         if self.routed != "exact":
             raise ValueError(f"routed must be exact for policy joint, got {self.routed!r}")
 
-    def split_routed(self, demand: Demand, tables: ReplicaTables, placed: PlacedLayers) -> Split:
+    def split_routed(self, demand: Demand, filled: Filled) -> Plan:
         exact = ExactPolicy(self.tolerance, self.budget, self.objective)
-        return exact.split_above(demand.loads, tables, placed, pour=total_shared(demand, placed))
+        return exact.split_above(demand.loads, filled, pour=total_shared(demand, filled.placed))
 
-    def pour(self, split: Split, demand: Demand, tables: ReplicaTables, placed: PlacedLayers) -> Split:
-        poured, shared = pour_exactly(self, split, demand, tables, placed, "all")
-        bound = torch.minimum(live_bound(split.bound, demand, placed), poured.peak)
-        return Split(split.quota, poured.peak, bound, split.telemetry, None, shared)
+    def pour(self, made: Plan, demand: Demand) -> Plan:
+        poured, shared = pour_exactly(self, made, demand, "all")
+        bound = torch.minimum(live_bound(made.bound, demand, made.placed), poured.peak)
+        return replace(made, policy=self, peak=poured.peak, bound=bound, shared=shared)

@@ -1,16 +1,13 @@
-"""Policies ``llep`` and ``llep_published``: least-loaded expert parallelism (papers/003), mended and as published."""
+"""Policy ``llep``: least-loaded expert parallelism (papers/003), mended."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from isoload import ops
-from isoload.placement import PlacedLayers
-from isoload.policies.base import Demand, sum_sources
-from isoload.policies.spilling import SpillPolicy, plan_spill, routed_homes
-from isoload.reference.llep_published import Segment, imbalance, llep_published
+from isoload.placed_layers import PlacedLayers
+from isoload.policies.base import Demand
+from isoload.policies.spilling import SpillPolicy, plan_spill
 
 
 @dataclass(frozen=True)
@@ -48,84 +45,6 @@ class LlepPolicy(SpillPolicy):
             tolerance=self.tolerance,
             min_chunk=self.min_chunk,
         )
-
-
-@dataclass(frozen=True)
-class LlepPublishedPolicy(SpillPolicy):
-    """The published planner's segments as a plan, for comparison: on CPU, and only where the segments fit.
-
-    It bounds neither imports nor loads. Two segments of one expert on one rank become one. Needs E / R experts per
-    rank in order, without replicas, shared experts or ranks that are not alive.
-
-    Options: as of ``llep``; capacity and threshold have the published defaults.
-    """
-
-    name = "llep_published"
-    capacity: float = 1.1
-    min_chunk: int = 1024
-    threshold: float = 0.0
-    measure: str = "rank"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_rules(self.capacity, self.min_chunk, self.threshold, self.measure)
-
-    def spill(self, demand: Demand, placed: PlacedLayers) -> ops.Spill:
-        loads = sum_sources(demand.loads, placed)
-        if loads.device.type != "cpu":
-            raise ValueError(f"loads must be on the CPU for policy llep_published, got {loads.device}")
-        ranks, size = placed.topology.num_ranks, placed.host.slots_per_rank
-        experts = loads.shape[-1]
-        homes = routed_homes(placed).view(-1, experts) // size
-        wanted = torch.arange(experts) // max(1, experts // ranks)
-        if experts % ranks or placed.num_shared or not (homes == wanted).all():
-            raise ValueError(
-                f"placement must hold experts 0..{experts - 1} in order, {experts}/{ranks} per rank, and no shared "
-                "ones for policy llep_published"
-            )
-        slots = placed.slot_to_expert.view(-1, placed.host.num_slots).tolist()
-        layers = [
-            self._fit(counts, row, ranks, placed.spare_slots)
-            for counts, row in zip(loads.view(-1, experts).tolist(), slots, strict=True)
-        ]
-        if placed.layer is not None:
-            return layers[0]
-        return ops.Spill(*(torch.stack(part) for part in zip(*layers, strict=True)))
-
-    def _fit(self, counts: list[int], slots: list[int], ranks: int, spare: int) -> ops.Spill:
-        """One layer's segments as slots, quota, largest load and telemetry."""
-        size = len(slots) // ranks
-        plain = imbalance(counts, ranks, self.measure == "expert") <= self.threshold
-        segments = home_segments(counts, ranks) if plain else llep_published(
-            counts, ranks, self.capacity, self.min_chunk
-        )  # fmt: skip
-        filled, quota = list(slots), [0] * len(slots)
-        imports, exports = [0] * ranks, [0] * ranks
-        for expert, rank, first, last in segments:
-            row = filled[rank * size : (rank + 1) * size]
-            if expert not in row:
-                if imports[rank] == spare:
-                    raise ValueError(
-                        f"spare_slots must hold the published plan, rank {rank} imports more than {spare} experts"
-                    )
-                row[size - spare + imports[rank]] = expert
-                filled[rank * size : (rank + 1) * size] = row
-                imports[rank] += 1
-                exports[expert * ranks // len(counts)] += 1
-            quota[rank * size + row.index(expert)] += last - first
-        peak = max(sum(quota[r * size : (r + 1) * size]) for r in range(ranks))
-        telemetry = [sum(imports), max(imports), max(exports), 0, int(plain)]
-        return ops.Spill(
-            torch.tensor(filled, dtype=torch.int32),
-            torch.tensor(quota, dtype=torch.int32),
-            torch.tensor(peak),
-            torch.tensor(telemetry, dtype=torch.int32),
-        )
-
-
-def home_segments(counts: list[int], ranks: int) -> list[Segment]:
-    """Plain EP as segments."""
-    return [Segment(e, e * ranks // len(counts), 0, n) for e, n in enumerate(counts) if n]
 
 
 def check_rules(capacity: float, min_chunk: int, threshold: float, measure: str) -> None:

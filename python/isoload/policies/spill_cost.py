@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from isoload import ops
 from isoload.cost import DEEPSEEK_V3_FP8, DEFAULT_BANDWIDTHS, break_even
-from isoload.placement import PlacedLayers
+from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import Demand
 from isoload.policies.spilling import SpillPolicy, plan_spill
 
@@ -32,8 +32,8 @@ class SpillCostPolicy(SpillPolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         break_even(self.expert_bytes, 1.0, self.token_us)  # refuses what is not positive
-        if self.egress is not None and self.egress < 0:
-            raise ValueError(f"egress must not be negative, got {self.egress}")
+        if self.egress is not None and (not isinstance(self.egress, int) or self.egress < 0):
+            raise ValueError(f"egress must be an integer, not negative, got {self.egress}")
         if not 1 <= self.min_chunk < 2**31:
             raise ValueError(f"min_chunk must be in 1..2^31-1, got {self.min_chunk}")
 

@@ -3,64 +3,74 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from isoload import ops
-from isoload.placement import PlacedLayers
-from isoload.policies.base import Decision, Demand, Policy, Split, chosen_split
+from isoload.ops import Order
+from isoload.placed_layers import Filled, PlacedLayers
+from isoload.policies.base import Demand, Needs, Policy, chosen_plan
 from isoload.policies.exact import ExactPolicy
-from isoload.replica_tables import ReplicaTables
+from isoload.policies.registry import make_policy
+from isoload.records import Plan
+
+EXACT = ExactPolicy()
 
 
 @dataclass(frozen=True)
 class SpillPolicy(Policy, ABC):
-    """Base: :meth:`spill` fills the spare slots; the copies go as it says, or as the exact split over these slots.
+    """Base: :meth:`spill` fills the spare slots; the copies go as it says, or as another policy splits them.
 
-    Options: split_by, "fill" or "exact".
+    Options: split_by, "fill" or any policy, e.g. "exact", "lp", "joint" or a Policy; in plans of a fill that was made
+    from other loads (:func:`isoload.planning.fill`) "fill" means "exact".
     """
 
     borrows = True
-    split_by: str = "fill"
+    split_by: str | Policy = "fill"
 
     def __post_init__(self) -> None:
-        if self.split_by not in ("fill", "exact"):
-            raise ValueError(f"split_by must be fill or exact, got {self.split_by!r}")
+        if self.split_by != "fill" and make_policy(self.split_by).borrows:
+            raise ValueError(f"split_by must be fill or a policy that does not borrow, got {self.split_by!r}")
+
+    @property
+    def needs(self) -> Needs:
+        return self._splitter.needs
+
+    @property
+    def samples(self) -> bool:
+        return self._splitter.samples
+
+    @property
+    def _splitter(self) -> Policy:
+        return EXACT if self.split_by == "fill" else make_policy(self.split_by)
 
     @abstractmethod
     def spill(self, demand: Demand, placed: PlacedLayers) -> ops.Spill:
         """Filled slots, quota, level and telemetry, see :class:`isoload.ops.Spill`."""
 
-    def fill(self, demand: Demand, placed: PlacedLayers) -> Tensor:
-        return self._checked_spill(demand, placed).slot_to_expert
-
-    def split(self, demand: Demand, tables: ReplicaTables, placed: PlacedLayers) -> Split:
-        return self._split(self._checked_spill(demand, placed), demand, tables, placed)
-
-    def decide(self, demand: Demand, placed: PlacedLayers) -> Decision:
-        """Both at once: the fill and its quota come from the same call."""
-        spill = self._checked_spill(demand, placed)
-        tables = placed.routed_tables(spill.slot_to_expert)
-        return Decision(spill.slot_to_expert, tables, self._split(spill, demand, tables, placed))
-
-    def _checked_spill(self, demand: Demand, placed: PlacedLayers) -> ops.Spill:
+    def fill(self, demand: Demand, placed: PlacedLayers) -> Filled:
         if placed.spare_slots < 1:
             raise ValueError(
                 f"spare_slots must be at least 1 for policy {self.name}, got {placed.spare_slots}"
             )
         if placed.topology.speeds is not None:
             raise ValueError(f"speeds must be None for policy {self.name}, which counts copies")
-        return self.spill(demand, placed)
+        spill = self.spill(demand, placed)
+        return placed.fill(spill.slot_to_expert, spill.quota, spill.telemetry)
 
-    def _split(self, spill: ops.Spill, demand: Demand, tables: ReplicaTables, placed: PlacedLayers) -> Split:
-        if self.split_by == "exact":
-            split = ExactPolicy().split(demand, tables, placed)
-        else:
-            split = chosen_split(spill.quota, demand, tables, placed)
-        return split._replace(telemetry=spill.telemetry)
+    def split(self, demand: Demand, filled: Filled) -> Plan:
+        if self.split_by == "fill" and filled.quota is not None:
+            return chosen_plan(self, filled.quota, demand, filled, filled.telemetry)
+        return replace(self._splitter.split(demand, filled), telemetry=filled.telemetry)
+
+    def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
+        return self._splitter.share(loads, plan, rank, order)
+
+    def copies(self, loads: Tensor, plan: Plan) -> Tensor:
+        return self._splitter.copies(loads, plan)
 
 
 def plan_spill(demand: Demand, placed: PlacedLayers, **rules: Any) -> ops.Spill:
@@ -80,15 +90,11 @@ def plan_spill(demand: Demand, placed: PlacedLayers, **rules: Any) -> ops.Spill:
 
 def alive(placed: PlacedLayers) -> Tensor | None:
     """[R] bool ranks that may borrow; None = all."""
-    topology = placed.topology
-    if topology.alive is None:
-        return None
-    if "alive" not in placed.cache:
-        ranks = torch.tensor(topology.alive, device=placed.home_slot.device)
-        if type(ranks) is not Tensor:  # a FakeTensor must not outlive its mode
-            return ranks
-        placed.cache["alive"] = ranks
-    return placed.cache["alive"]
+    return None if placed.topology.alive is None else placed.memo("alive", _alive)
+
+
+def _alive(placed: PlacedLayers) -> Tensor:
+    return torch.tensor(placed.topology.alive, device=placed.home_slot.device)
 
 
 def routed_homes(placed: PlacedLayers) -> Tensor:

@@ -14,6 +14,7 @@ from isoload.trace.checks import Ints, count_batches
 
 ASSIGNMENTS = ("contiguous", "round-robin")
 CUT_TOKENS = 1024  # tokens per batch where a per-token trace does not say
+MAX_ASKED_TOKENS = 2**20  # memory grows with what is drawn
 MAX_DRAWN_TOKENS = 4096  # a drawn batch needs enough tokens to show the shares, not the millions of a total
 
 
@@ -128,6 +129,10 @@ def make_batches(trace: Trace, batch_tokens: int | None = None, seed: int = 0) -
     if trace.topk_ids is not None:
         return _cut(trace, batch_tokens)
     assert trace.counts is not None
+    if batch_tokens is not None and batch_tokens > MAX_ASKED_TOKENS:
+        raise ValueError(
+            f"batch_tokens must be at most {MAX_ASKED_TOKENS} where tokens are drawn, got {batch_tokens}"
+        )
     if trace.top_k == 0:
         raise ValueError("top_k must be known to draw tokens from counts, got 0 (unknown)")
     tokens = trace.tokens_per_batch

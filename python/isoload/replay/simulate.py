@@ -104,6 +104,8 @@ def replay(
 
 
 def _replay(trace: Trace, settings: ReplaySettings, on_batch: Callable[[int, int], None]) -> Replay:
+    if settings.max_batches < 0:
+        raise ValueError(f"max_batches must be at least 0, got {settings.max_batches}")
     model = settings.cost
     bandwidths = model.bandwidths if model else None
     topology = Topology(settings.num_ranks, settings.ranks_per_node, bandwidths=bandwidths)

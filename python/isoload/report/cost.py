@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 
 from isoload.cost import CostModel
 from isoload.replay.layer_cost import LayerCost
-from isoload.report.tables import Column, print_lines, print_table, table
+from isoload.report.tables import MIB, Figure, json_of, print_lines, print_table, table_of
 
-MIB = 2.0**20
 UNITS = (
     "µs: predicted, of the busiest rank, one layer. layer = compute + all-to-all + import: nothing hides anything. "
     "change: of the layer's mean, from the first policy's.",
@@ -19,28 +19,34 @@ UNITS = (
 )
 
 
+def cost_figures(rows: Sequence[LayerCost]) -> tuple[Figure, ...]:
+    """The figures of a row; its change is from the first of all rows."""
+    first = rows[0].layer_us_mean
+    return (
+        Figure("policy", "", "policy", ""),
+        Figure("compute_us", "µs, busiest rank", "compute", ".1f"),
+        Figure("exchange_us", "µs, busiest rank", "all-to-all", ".1f"),
+        Figure("import_us", "µs, busiest rank", "import", ".1f"),
+        Figure("layer_us_mean", "µs, layer", "mean", ".1f"),
+        Figure("layer_us_max", "µs, layer", "max", ".1f"),
+        Figure("layer_us_change", "µs, layer", "change", "+.1%", lambda row: row.layer_us_mean / first - 1),
+        Figure("bytes_mean", "MiB, fullest rank", "mean", "MiB"),
+        Figure("bytes_max", "MiB, fullest rank", "max", "MiB"),
+        Figure("borrowed", "borrowed", "experts", ".1f"),
+        Figure("copies_per_borrowed", "borrowed", "copies", ".0f"),
+        Figure("mean_copies"),
+    )
+
+
 def cost_table(rows: Sequence[LayerCost]) -> tuple[list[str], list[str]]:
     """Heading and a row per policy."""
+    return table_of(cost_figures(rows), rows)
 
-    def column(group: str, title: str, form: str, values: Sequence[float | None]) -> Column:
-        return Column(group, title, ["-" if value is None else format(value, form) for value in values])
 
-    first = rows[0].layer_us_mean
-    return table(
-        [
-            Column("", "policy", [row.policy for row in rows]),
-            column("µs, busiest rank", "compute", ".1f", [row.compute_us for row in rows]),
-            column("µs, busiest rank", "all-to-all", ".1f", [row.exchange_us for row in rows]),
-            column("µs, busiest rank", "import", ".1f", [row.import_us for row in rows]),
-            column("µs, layer", "mean", ".1f", [row.layer_us_mean for row in rows]),
-            column("µs, layer", "max", ".1f", [row.layer_us_max for row in rows]),
-            column("µs, layer", "change", "+.1%", [row.layer_us_mean / first - 1 for row in rows]),
-            column("MiB, fullest rank", "mean", ".1f", [row.bytes_mean / MIB for row in rows]),
-            column("MiB, fullest rank", "max", ".1f", [row.bytes_max / MIB for row in rows]),
-            column("borrowed", "experts", ".1f", [row.borrowed for row in rows]),
-            column("borrowed", "copies", ".0f", [row.copies_per_borrowed for row in rows]),
-        ]
-    )
+def cost_json(rows: Sequence[LayerCost]) -> list[dict[str, Any]]:
+    """A JSON object per policy, without its name: it lies inside the policy's own row."""
+    figures = cost_figures(rows)[1:]
+    return [json_of(figures, row) for row in rows]
 
 
 def constants(model: CostModel) -> list[str]:

@@ -1,9 +1,12 @@
-"""JSON files that appear whole or not at all."""
+"""JSON files that appear whole or not at all; devices, pipes and links are written through."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import stat
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +15,71 @@ def check_target(target: str | None) -> None:
     """Refuses a JSON file in a folder that does not exist, before any work is done for it."""
     if target in (None, "-"):
         return
-    path = Path(target)
-    if path.is_dir() or not path.parent.is_dir():
+    found = _found(target)
+    folder = found is None and not Path(os.path.realpath(target)).parent.is_dir()
+    if folder or (found is not None and stat.S_ISDIR(found.st_mode)):
         raise ValueError(f"json must be a file in an existing folder or -, got {target!r}")
 
 
 def write_json(value: Any, target: str) -> None:
-    """Writes JSON to stdout ("-") or to a file, which appears whole or not at all."""
+    """Writes JSON to stdout ("-") or to a file.
+
+    A regular file appears whole or not at all, with the mode it had; links are followed, and stay. Whatever else the
+    target is (a device, a pipe, /dev/stdout, /dev/fd/3) is opened and written, never replaced.
+
+    Raises:
+        ValueError: a value that JSON does not have.
+        OSError: naming the target.
+    """
     text = json.dumps(value, indent=2, allow_nan=False) + "\n"
     if target == "-":
         print(text, end="")
         return
-    path = Path(target)
+    try:
+        _write(text, target)
+    except OSError as error:  # one of write() names no file
+        raise OSError(error.errno, error.strerror, target) from None
+
+
+def _write(text: str, target: str) -> None:
+    descriptor = _descriptor(Path(target))
+    if descriptor is not None:
+        sys.stdout.flush()  # what was printed before comes before
+        with open(descriptor, "w", encoding="utf-8", closefd=False) as file:
+            file.write(text)
+        return
+    found = _found(target)
+    if found is not None and not stat.S_ISREG(found.st_mode):
+        with open(target, "w", encoding="utf-8") as file:
+            file.write(text)
+        return
+    path = Path(os.path.realpath(target))
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         part.write_text(text, encoding="utf-8")
+        if found is not None:
+            shutil.copymode(path, part)
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _found(target: str) -> os.stat_result | None:
+    """What the target is, at the end of its links; None: nothing yet."""
+    try:
+        return os.stat(target)
+    except FileNotFoundError:
+        return None
+
+
+def _descriptor(path: Path) -> int | None:
+    """The number behind /dev/stdout, /dev/fd/3 and the like, which may stand for a regular file: that one is open
+    already, and replacing it would leave its writer with a file that has no name."""
+    own = os.path.realpath("/proc/self/fd")
+    for _ in range(40):  # as many links as Linux follows
+        if os.path.realpath(path.parent) == own and path.name.isdecimal():
+            return int(path.name)
+        if not path.is_symlink():
+            return None
+        path = path.parent / os.readlink(path)
+    return None

@@ -1,37 +1,48 @@
-"""The table of an inspection."""
+"""The table and the JSON of an inspection."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 
-from isoload.replay.inspection import HIGH_SKEW, LargestShare, LayerStats
-from isoload.report.tables import Column, percent, print_lines, print_table, table
+from isoload.replay.inspection import HIGH_SKEW, LayerStats
+from isoload.report.tables import Figure, json_of, percent, print_lines, print_table, table_of
 from isoload.trace import Trace
+
+
+def _share(of: str) -> list[Figure]:
+    """The figures of one :class:`isoload.replay.inspection.LargestShare`."""
+    group = f"largest share of {'an expert' if of == 'expert' else 'a rank'}"
+    return [
+        Figure(f"{of}.hottest", group, "hottest", ""),
+        Figure(f"{of}.total", group, "all", "%"),
+        Figure(f"{of}.mean", group, "mean", "%"),
+        Figure(f"{of}.max", group, "max", "%"),
+        Figure(f"{of}.per_batch"),
+    ]
+
+
+FIGURES = (
+    Figure("layer_id", "", "layer", ""),
+    *_share("expert"),
+    *_share("rank"),
+    Figure("expert_max_over_mean", "max/mean", "expert", ".2f"),
+    Figure("imbalance", "max/mean", "rank", ".2f"),
+    Figure("skew", "", "class", ""),
+)
 
 
 def inspect_table(layers: Sequence[LayerStats]) -> tuple[list[str], list[str]]:
     """Heading and a row per layer of an inspection."""
+    return table_of(FIGURES, layers)
 
-    def share(group: str, of: Callable[[LayerStats], LargestShare]) -> list[Column]:
-        return [
-            Column(group, "hottest", [str(of(layer).hottest) for layer in layers]),
-            Column(group, "all", [percent(of(layer).total) for layer in layers]),
-            Column(group, "mean", [percent(of(layer).mean) for layer in layers]),
-            Column(group, "max", [percent(of(layer).max) for layer in layers]),
-        ]
 
-    return table(
-        [
-            Column("", "layer", [str(layer.layer_id) for layer in layers]),
-            *share("largest share of an expert", lambda layer: layer.expert),
-            *share("largest share of a rank", lambda layer: layer.rank),
-            Column("max/mean", "expert", [f"{layer.expert_max_over_mean:.2f}" for layer in layers]),
-            Column("max/mean", "rank", [f"{layer.imbalance:.2f}" for layer in layers]),
-            Column("", "class", [layer.skew for layer in layers]),
-        ]
-    )
+def inspect_json(trace: Trace, num_ranks: int, layers: Sequence[LayerStats]) -> dict[str, Any]:
+    """The JSON object of ``isoload inspect --json``."""
+    rows = [json_of(FIGURES, layer) for layer in layers]
+    return {"trace": trace.name, "num_ranks": num_ranks, "layers": rows}
 
 
 def print_inspection(trace: Trace, num_ranks: int, layers: Sequence[LayerStats], console: Console) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 
 from isoload.replay.metrics import PolicyFigures
 from isoload.replay.simulate import Replay
-from isoload.report.tables import Column, percent, print_lines, print_table, table
+from isoload.report.cost import cost_json
+from isoload.report.tables import Figure, json_of, print_lines, print_table, table_of
 
 UNITS = (
     "imbalance: max/mean rank load. max load over: exact's bound here (mean, worst), ceil(total/R).",
@@ -23,42 +23,41 @@ SHARED_UNITS = (
 )
 
 
+FIGURES = (
+    Figure("policy", "", "policy", ""),
+    Figure("imbalance.mean", "imbalance", "mean", ".3f", "imbalance_mean"),
+    Figure("imbalance.p99", "imbalance", "p99", ".3f", "imbalance_p99"),
+    Figure("imbalance.max", "imbalance", "max", ".3f", "imbalance_max"),
+    Figure("gap.mean", "max load over", "bound", "%", "gap_mean"),
+    Figure("gap.max", "max load over", "worst", "%", "gap_max"),
+    Figure("ideal_gap", "max load over", "ideal", "%"),
+    Figure("idle_share", "rank load", "idle", "%"),
+    Figure("rank_load_std", "rank load", "std", ".3f"),
+    Figure("remote_rank_rows"),
+    Figure("remote_node_rows"),
+    Figure("remote_rank_share", "rows leave", "rank", "%"),
+    Figure("remote_node_share", "rows leave", "node", "%"),
+    Figure("remote_rank_copy_share", "copies leave", "rank", "%"),
+    Figure("remote_node_copy_share", "copies leave", "node", "%"),
+    Figure("shared_remote_share", "shared copies", "leave", "%"),
+    Figure("shared_unvisited_share", "shared copies", "unvisited", "%"),
+    Figure("active_experts", "used", "slots", ".1f"),
+    Figure("plan_us.median", "plan µs/layer", "one", ".1f", "plan_us_median"),
+    Figure("plan_us.p99", "plan µs/layer", "p99", ".0f", "plan_us_p99"),
+    Figure("plan_us.batched", "plan µs/layer", "batch", ".1f", "plan_us_batched"),
+)
+
+
 def replay_table(rows: Sequence[PolicyFigures], with_nodes: bool) -> tuple[list[str], list[str]]:
-    """Heading and rows of a replay; columns about nodes only where there are several."""
+    """Heading and rows of a replay.
 
-    def column(group: str, title: str, form: str, name: str) -> Column:
-        values = [getattr(row, name) for row in rows]
-        return Column(group, title, [percent(v) if form == "%" else format(v, form) for v in values])
-
-    if any(row.shared_remote_share is not None for row in rows):
-        copies = [
-            column("shared copies", "leave", "%", "shared_remote_share"),
-            column("shared copies", "unvisited", "%", "shared_unvisited_share"),
-        ]
-    else:
-        copies = [
-            column("copies leave", "rank", "%", "remote_rank_copy_share"),
-            column("copies leave", "node", "%", "remote_node_copy_share"),
-        ]
-    columns = [
-        column("", "policy", "", "policy"),
-        column("imbalance", "mean", ".3f", "imbalance_mean"),
-        column("imbalance", "p99", ".3f", "imbalance_p99"),
-        column("imbalance", "max", ".3f", "imbalance_max"),
-        column("max load over", "bound", "%", "gap_mean"),
-        column("max load over", "worst", "%", "gap_max"),
-        column("max load over", "ideal", "%", "ideal_gap"),
-        column("rank load", "idle", "%", "idle_share"),
-        column("rank load", "std", ".3f", "rank_load_std"),
-        column("rows leave", "rank", "%", "remote_rank_share"),
-        column("rows leave", "node", "%", "remote_node_share"),
-        *copies,
-        column("used", "slots", ".1f", "active_experts"),
-        column("plan µs/layer", "one", ".1f", "plan_us_median"),
-        column("plan µs/layer", "p99", ".0f", "plan_us_p99"),
-        column("plan µs/layer", "batch", ".1f", "plan_us_batched"),
-    ]
-    return table([column for column in columns if with_nodes or column.title != "node"])
+    Columns about nodes stand only where there are several; what is said of shared copies stands in the place of what
+    is said of all copies.
+    """
+    shared = any(row.shared_remote_share is not None for row in rows)
+    hidden = "copies leave" if shared else "shared copies"
+    shown = [f for f in FIGURES if f.group != hidden and (with_nodes or f.title != "node")]
+    return table_of(shown, rows)
 
 
 def replay_header(replay: Replay) -> list[str]:
@@ -105,25 +104,7 @@ def replay_json(replay: Replay) -> dict[str, Any]:
         "layers": replay.layers,
         "batches": replay.batches,
         "policies": [
-            {
-                "policy": row.policy,
-                "imbalance": {"mean": row.imbalance_mean, "p99": row.imbalance_p99, "max": row.imbalance_max},
-                "rank_load_std": row.rank_load_std,
-                "idle_share": row.idle_share,
-                "gap": {"mean": row.gap_mean, "max": row.gap_max},
-                "ideal_gap": row.ideal_gap,
-                "remote_rank_rows": row.remote_rank_rows,
-                "remote_node_rows": row.remote_node_rows,
-                "remote_rank_share": row.remote_rank_share,
-                "remote_node_share": row.remote_node_share,
-                "active_experts": row.active_experts,
-                "plan_us": {
-                    "median": row.plan_us_median,
-                    "p99": row.plan_us_p99,
-                    "batched": row.plan_us_batched,
-                },
-                **predicted,
-            }
+            json_of(FIGURES, row) | predicted
             for row, predicted in zip(replay.policies, _predicted(replay), strict=True)
         ],
     }
@@ -133,4 +114,4 @@ def _predicted(replay: Replay) -> list[dict[str, Any]]:
     """What a cost model adds to the rows of the policies."""
     if not replay.costs:
         return [{}] * len(replay.policies)
-    return [{"predicted": {k: v for k, v in asdict(row).items() if k != "policy"}} for row in replay.costs]
+    return [{"predicted": row} for row in cost_json(replay.costs)]

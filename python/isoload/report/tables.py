@@ -1,16 +1,19 @@
-"""Tables of fixed-width columns, printed line by line."""
+"""Tables of fixed-width columns, printed line by line, and JSON rows of the same figures."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
 WIDTH = 110
+MIB = 2.0**20
 
 
 class Column(NamedTuple):
@@ -19,6 +22,56 @@ class Column(NamedTuple):
     group: str
     title: str
     cells: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of a row: a key of its JSON and, with a form, a column of its table.
+
+    One list of these feeds both, so that neither can lack what the other has.
+
+    key     where JSON has it; a dot opens an inner object
+    group   of the column, and its title
+    form    a format spec, "%" for :func:`percent` or "MiB" for bytes; None: in the JSON alone
+    of      the attribute of the row, or a function of the row; None: the attribute named like the key
+    """
+
+    key: str
+    group: str = ""
+    title: str = ""
+    form: str | None = None
+    of: str | Callable[[Any], Any] | None = None
+
+    def value(self, row: Any) -> Any:
+        return self.of(row) if callable(self.of) else attrgetter(self.of or self.key)(row)
+
+    def cell(self, row: Any) -> str:
+        value = self.value(row)
+        if value is None:
+            return "-"
+        if isinstance(value, bool):
+            return "on" if value else "off"
+        if self.form == "%":
+            return percent(value)
+        return f"{value / MIB:.1f}" if self.form == "MiB" else format(value, self.form or "")
+
+
+def table_of(figures: Sequence[Figure], rows: Sequence[Any]) -> tuple[list[str], list[str]]:
+    """Two heading lines and a line per row, of the figures that have a form."""
+    shown = [figure for figure in figures if figure.form is not None]
+    return table([Column(f.group, f.title, [f.cell(row) for row in rows]) for f in shown])
+
+
+def json_of(figures: Sequence[Figure], row: Any) -> dict[str, Any]:
+    """One row as JSON, every figure at its key."""
+    found: dict[str, Any] = {}
+    for figure in figures:
+        *outer, last = figure.key.split(".")
+        inner = found
+        for name in outer:
+            inner = inner.setdefault(name, {})
+        inner[last] = figure.value(row)
+    return found
 
 
 def table(columns: Sequence[Column]) -> tuple[list[str], list[str]]:

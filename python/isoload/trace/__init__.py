@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from isoload.trace.archives import check_bytes, is_npz, read_members
+from isoload.trace.archives import max_bytes as byte_limit
 from isoload.trace.checks import DIMS, Ints, count_batches, trace_errors
-from isoload.trace.npz import read_npz, write_npz
+from isoload.trace.npz import ARRAY_FILES, read_npz, write_npz
 from isoload.trace.sglang_dump import read_dump
 
 __all__ = ["Ints", "Trace", "count_batches", "read_trace", "trace_errors", "write_trace"]
@@ -82,11 +83,17 @@ class Trace:
         return 1 if batches is None else len(batches)
 
     def batch_counts(self) -> Ints:
-        """[batches, L, E] int64 copies: ``counts`` where recorded, else counted from ``topk_ids``."""
+        """[batches, L, E] int64 copies: ``counts`` where recorded, else counted from ``topk_ids``.
+
+        Raises:
+            ValueError: they would take more memory than a trace may, see :func:`read_trace`.
+        """
         if self.counts is not None:
             return self.counts
         assert self.topk_ids is not None
         cuts = [len(self.topk_ids)] if self.tokens_per_batch is None else self.tokens_per_batch
+        size = 8 * len(cuts) * self.num_layers * self.num_experts
+        check_bytes("counts of topk_ids", size, byte_limit(None))
         return count_batches(self.topk_ids, cuts, self.num_experts)
 
     def select_layers(self, layers: Sequence[int]) -> Trace:
@@ -102,17 +109,21 @@ class Trace:
         )
 
 
-def read_trace(path: str | Path | Sequence[str | Path]) -> Trace:
+def read_trace(path: str | Path | Sequence[str | Path], *, max_bytes: int | None = None) -> Trace:
     """Reads a trace by what the file holds, not by its name.
 
     Args:
         path: an .npz of arrays named as the fields of :class:`Trace`, to which a .json of the same stem may
             add name, top_k, num_experts, layer_ids and provenance; or an SGLang recorder dump
             (:mod:`isoload.trace.sglang_dump`): one .pt, a directory of them, or a list of the ranks' files.
+        max_bytes: most that the files' arrays may take, unfolded: a small archive may hold gigabytes of zeros.
+            Default: the environment's ISOLOAD_MAX_TRACE_BYTES, else 2^30 (1 GiB).
 
     Raises:
         ValueError: naming the file and what is wrong with it.
+        OSError: a file that cannot be opened.
     """
+    limit = byte_limit(max_bytes)
     paths = [Path(path)] if isinstance(path, str | Path) else [Path(p) for p in path]
     if not paths:
         raise ValueError("path must name a file, got an empty list")
@@ -121,12 +132,15 @@ def read_trace(path: str | Path | Sequence[str | Path]) -> Trace:
         paths = sorted(paths[0].glob("*.pt"))
         if not paths:
             raise ValueError(f"{shown}: holds no .pt files")
-    npz_paths = [p for p in paths if _is_npz(p)]
+    members = {p: read_members(p) for p in paths}
+    npz_paths = [p for p in members if is_npz(p, members[p])]
     if npz_paths and len(paths) > 1:
         raise ValueError(f"{npz_paths[0]}: is a whole trace, it cannot be one of {len(paths)} files")
-    if len(set(paths)) < len(paths):
+    if len(members) < len(paths):
         raise ValueError(f"path must name every file once, got {[str(p) for p in paths]}")
-    fields = read_npz(paths[0]) if npz_paths else read_dump(paths)
+    read = [m for inside in members.values() for m in inside if not npz_paths or m.filename in ARRAY_FILES]
+    check_bytes(shown, sum(member.file_size for member in read), limit)
+    fields = read_npz(paths[0], limit) if npz_paths else read_dump(paths, limit)
     try:
         return Trace(**fields)
     except ValueError as error:
@@ -140,21 +154,3 @@ def write_trace(trace: Trace, path: str | Path) -> None:
         ValueError: another suffix than .npz; provenance that JSON cannot hold.
     """
     write_npz(trace, Path(path))
-
-
-def _is_npz(path: Path) -> bool:
-    """npz and torch files are both zip archives; what lies inside tells them apart."""
-    with path.open("rb") as file:
-        magic = file.read(2)
-    if magic != b"PK":
-        raise ValueError(f"{path}: " + ("is neither an npz nor a torch file" if magic else "is empty"))
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = archive.namelist()
-    except (zipfile.BadZipFile, NotImplementedError, OSError):  # damage may read as a version yet to come
-        raise ValueError(f"{path}: is truncated or damaged") from None
-    if any(member.endswith("data.pkl") for member in members):
-        return False
-    if all(member.endswith(".npy") for member in members):
-        return True
-    raise ValueError(f"{path}: is neither an npz nor a torch file")

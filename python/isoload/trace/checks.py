@@ -8,10 +8,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from isoload.trace.archives import shown
+
 if TYPE_CHECKING:
     from isoload.trace import Trace
 
 Ints = npt.NDArray[np.integer[Any]]
+
+MAX_EXPERTS = (
+    2**16
+)  # far above any model's; an id beyond is damage, and memory goes with the number of experts
+MAX_SUM = 2**53  # copies and tokens of a whole trace: exact in a float64, and no product of them wraps
 
 DIMS = {
     "counts": "[batches, L, E]",
@@ -28,7 +35,7 @@ def count_batches(topk_ids: Ints, tokens_per_batch: Ints | Sequence[int], num_ex
     first_key = np.arange(layers)[:, None] * num_experts
     counts = np.zeros((len(tokens_per_batch), layers, num_experts), dtype=np.int64)
     for b, end in enumerate(np.cumsum(tokens_per_batch)):
-        ids = topk_ids[end - tokens_per_batch[b] : end]
+        ids = topk_ids[end - tokens_per_batch[b] : end].astype(np.int64, copy=False)
         keys = (ids + first_key)[ids >= 0]
         counts[b] = np.bincount(keys, minlength=layers * num_experts).reshape(layers, num_experts)
     return counts
@@ -60,10 +67,14 @@ def _shape_errors(trace: Trace) -> list[str]:
     errors = []
     if trace.num_experts < 1:
         errors.append(f"num_experts must be at least 1, got {trace.num_experts}")
+    elif trace.num_experts > MAX_EXPERTS:
+        errors.append(f"num_experts must be at most {MAX_EXPERTS}, got {trace.num_experts}")
     elif not 0 <= trace.top_k <= trace.num_experts:
         errors.append(f"top_k must be in 0..{trace.num_experts} (num_experts), got {trace.top_k}")
     if len(set(trace.layer_ids)) != len(trace.layer_ids):
-        errors.append(f"layer_ids must be distinct, got {list(trace.layer_ids)}")
+        errors.append(f"layer_ids must be distinct, got {shown(list(trace.layer_ids))}")
+    elif not all(0 <= layer < 2**31 for layer in trace.layer_ids):
+        errors.append(f"layer_ids must be in 0..2^31-1, got {shown(list(trace.layer_ids))}")
     if trace.seq_id is not None and trace.topk_ids is None:
         errors.append("seq_id must come with topk_ids, got none")
     for name, shape in _expected_shapes(trace).items():
@@ -95,6 +106,8 @@ def _range_errors(trace: Trace) -> list[str]:
         array = getattr(trace, name)
         if array is not None and array.min() < 0:
             errors.append(f"{name} must not be negative, got {array.min()}")
+        elif array is not None and (total := float(array.sum(dtype=np.float64))) >= MAX_SUM:
+            errors.append(f"{name} must add up to less than 2^53, got {total:g}")
     ids = trace.topk_ids
     if ids is None:
         return errors

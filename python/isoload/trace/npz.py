@@ -9,34 +9,43 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isoload.trace.checks import DIMS, Ints
+from isoload.trace.archives import check_bytes, shown
+from isoload.trace.checks import DIMS, MAX_EXPERTS, Ints
 
 if TYPE_CHECKING:
     from isoload.trace import Trace
+
+ARRAYS = (*DIMS, "cluster")
+ARRAY_FILES = tuple(f"{name}.npy" for name in ARRAYS)  # what is read of an .npz
 
 # What a .json may say about the fields of a Trace; all its other keys are provenance.
 _JSON_FIELDS = {"name": (str, "a string"), "num_experts": (int, "an integer"), "top_k": (int, "an integer")}
 
 
-def read_npz(path: Path) -> dict[str, Any]:
-    """The fields of the Trace in an .npz and the .json beside it, not checked against each other."""
+def read_npz(path: Path, limit: int) -> dict[str, Any]:
+    """The fields of the Trace in an .npz and the .json beside it (at most limit bytes of text), not checked against
+    each other."""
     try:
         with np.load(path, allow_pickle=False) as archive:
-            arrays = {key: archive[key] for key in archive.files if key in (*DIMS, "cluster")}
+            arrays = {key: archive[key] for key in archive.files if key in ARRAYS}
             others = [key for key in archive.files if key not in arrays]
-    except (
-        Exception
-    ) as error:  # damaged bytes surface from zipfile, zlib, tokenize or NumPy, as a dozen types
+    except Exception as error:
+        # damaged bytes surface from zipfile, zlib, tokenize or NumPy, as a dozen types
         raise ValueError(f"{path}: cannot be read as an npz of plain arrays ({error})") from None
+    for key, array in arrays.items():
+        if not isinstance(array, np.ndarray):  # NumPy hands over the bytes of a member without a header
+            raise ValueError(
+                f"{path}: {key}.npy must be an array in NumPy's format, got {len(array)} other bytes"
+            )
     if "counts" not in arrays and "topk_ids" not in arrays:
         names = ", ".join(others) or "none"
         raise ValueError(f"{path}: holds neither counts nor topk_ids, its arrays are {names}")
-    fields = {"name": path.stem, **_read_json(path.with_suffix(".json"))}
+    fields = {"name": path.stem, **_read_json(path.with_suffix(".json"), limit)}
     provenance = fields.setdefault("provenance", {})
     if others:
         provenance.setdefault("arrays_not_read", others)
     if "num_experts" not in fields:
-        fields["num_experts"], origin = _num_experts(arrays)
+        fields["num_experts"], origin = _num_experts(path, arrays)
     else:
         origin = "counts" if "counts" in arrays else "json"
     provenance.setdefault("num_experts_from", origin)
@@ -45,22 +54,32 @@ def read_npz(path: Path) -> dict[str, Any]:
     return fields | arrays
 
 
-def _num_experts(arrays: dict[str, Ints]) -> tuple[int, str]:
+def _num_experts(path: Path, arrays: dict[str, Ints]) -> tuple[int, str]:
     """E as the arrays alone tell it, and how."""
     counts, ids = arrays.get("counts"), arrays.get("topk_ids")
     if counts is not None:
         return (counts.shape[-1] if counts.ndim else 0), "counts"
     assert ids is not None
-    largest = int(ids.max(initial=-1)) if ids.dtype.kind in "iu" else 0  # Trace refuses other dtypes
+    if ids.dtype.kind not in "iu" or not ids.size:
+        return 1, "largest id"  # Trace refuses them
+    largest = int(ids.max())
+    if largest >= MAX_EXPERTS:
+        raise ValueError(f"{path}: topk_ids must be below {MAX_EXPERTS}, got {largest}")
     return largest + 1, "largest id"
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, limit: int) -> dict[str, Any]:
     """The fields that a trace's .json gives; none if there is no such file."""
     if not path.exists():
         return {}
+    if not path.is_file():
+        raise ValueError(f"{path}: is no regular file")
+    check_bytes(path, path.stat().st_size, limit)
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(known, ensure_ascii=False).encode()  # \ud800 is JSON, but no text that could be printed
+    except RecursionError:
+        raise ValueError(f"{path}: is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{path}: is not JSON ({error})") from None
     if not isinstance(known, dict):
@@ -72,10 +91,10 @@ def _read_json(path: Path) -> dict[str, Any]:
         if key in known:
             fields[key] = known.pop(key)
             if type(fields[key]) is not kind:
-                raise ValueError(f"{path}: {key} must be {wanted}, got {fields[key]!r}")
+                raise ValueError(f"{path}: {key} must be {wanted}, got {shown(fields[key])}")
     layer_ids = known.pop("layer_ids", [])
     if not isinstance(layer_ids, list) or not all(type(i) is int for i in layer_ids):
-        raise ValueError(f"{path}: layer_ids must be a list of integers, got {layer_ids!r}")
+        raise ValueError(f"{path}: layer_ids must be a list of integers, got {shown(layer_ids)}")
     return {**fields, "layer_ids": tuple(layer_ids), "provenance": known}
 
 

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from isoload.trace.archives import check_bytes, shown
 from isoload.trace.checks import Ints
 from isoload.trace.sglang_records import (
     Key,
@@ -42,16 +43,20 @@ from isoload.trace.sglang_records import (
 )
 
 _MAP = "last_physical_to_logical_map"
+_TENSORS = ("logical_count", _MAP, "global_physical_count", "topk_ids_of_layer")
 _Dumps = dict[Path, dict[str, Any]]
 
 
-def read_dump(paths: Sequence[Path]) -> dict[str, Any]:
+def read_dump(paths: Sequence[Path], limit: int) -> dict[str, Any]:
     """The fields of the Trace in the files of one recording, not checked against each other.
+
+    limit: most bytes that the tensors of all files may take.
 
     Raises:
         ValueError: naming the file and what is wrong with it.
     """
     dumps = {path: _load(path) for path in paths}
+    check_bytes(paths[0], sum(map(_num_bytes, dumps.values())), limit)
     modes = {path: _mode(path, dump) for path, dump in dumps.items()}
     mode = modes[paths[0]]
     for path in paths:
@@ -81,12 +86,23 @@ def _load(path: Path) -> dict[str, Any]:
     return dump
 
 
+def _num_bytes(dump: dict[str, Any]) -> int:
+    """Of the tensors that are read, as they unfold: a broadcast one takes no room in the file."""
+    records = dump.get("records")
+    holders = [
+        dump,
+        *(record for record in (records if isinstance(records, list) else []) if isinstance(record, dict)),
+    ]
+    tensors = (holder.get(name) for holder in holders for name in _TENSORS)
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+
+
 def _mode(path: Path, dump: dict[str, Any]) -> str:
     if "logical_count" in dump:
         return "stat"
     records = dump.get("records")
     if not isinstance(records, list) or _MAP not in dump:
-        keys = ", ".join(map(str, dump)) or "none"
+        keys = ", ".join(key if isinstance(key, str) else shown(key) for key in dump) or "none"
         raise ValueError(f"{path}: is no SGLang recorder dump, its keys are {keys}")
     if not records:
         raise ValueError(f"{path}: has no records")
@@ -150,6 +166,10 @@ def _slot_maps(dumps: _Dumps) -> dict[Path, Ints]:
         if not maps[path].size or maps[path].min() < 0:
             got = maps[path].min() if maps[path].size else f"shape {list(shape)}"
             raise ValueError(f"{path}: {_MAP} must name an expert in every slot, got {got}")
+        if (largest := maps[path].max()) >= (slots := maps[path].shape[1]):
+            raise ValueError(
+                f"{path}: {_MAP} must name at most {slots} experts, one per slot, got id {largest}"
+            )
     return maps
 
 

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from isoload.trace.archives import shown
 from isoload.trace.checks import Ints
 
 Key = tuple[int, int, str]
+_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,21 +42,29 @@ class Record:
 
 def integers(path: Path, name: str, value: Any, shape: Sequence[int | None]) -> Ints:
     """A tensor of a file as int64; None in shape = any size."""
-    if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.dtype == torch.bool:
+    if not isinstance(value, torch.Tensor) or value.dtype not in _DTYPES:
         got = getattr(value, "dtype", type(value).__name__)
         raise ValueError(f"{path}: {name} must be an integer tensor, got {got}")
+    if value.layout != torch.strided or value.is_nested or value.device.type != "cpu":
+        kind = (
+            "nested" if value.is_nested else value.layout if value.device.type == "cpu" else value.device.type
+        )
+        raise ValueError(f"{path}: {name} must be a dense tensor with its values, got {kind}")
     if value.dim() != len(shape) or any(w not in (None, g) for w, g in zip(shape, value.shape, strict=True)):
         wanted = ", ".join("any" if want is None else str(want) for want in shape)
         raise ValueError(f"{path}: {name} must have shape [{wanted}], got {list(value.shape)}")
-    return value.numpy().astype(np.int64)
+    return value.resolve_neg().numpy().astype(np.int64)
 
 
 def read_record(path: Path, raw: dict[str, Any], mode: str, slot_map: Ints, num_experts: int) -> Record:
     """A record of a file, whose slots hold the experts of slot_map [L, P]."""
     for name in ("forward_pass_id", "rank"):
         if type(raw.get(name)) is not int:
-            raise ValueError(f"{path}: {name} of a record must be an integer, got {raw.get(name)!r}")
-    key = raw["forward_pass_id"], raw["rank"], str(raw.get("gatherer_key", ""))
+            raise ValueError(f"{path}: {name} of a record must be an integer, got {shown(raw.get(name))}")
+    gatherer = raw.get("gatherer_key", "")
+    if not isinstance(gatherer, str):
+        raise ValueError(f"{path}: gatherer_key of a record must be a string, got {shown(gatherer)}")
+    key = raw["forward_pass_id"], raw["rank"], gatherer
     if mode == "per_pass":
         return Record(key, _logical_counts(path, raw, slot_map, num_experts))
     chosen = _logical_ids(path, raw, slot_map)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from isoload.placement import PlacedLayers, Placement
+from isoload.placed_layers import PlacedLayers
+from isoload.placement import Placement
 from isoload.transport import Group
 from isoload.weights.layout import Layout
 from isoload.weights.moves import move_rows

@@ -1,0 +1,165 @@
+"""What bench_cuda calls: every op on a layer of gpu_layers, and the chain count, plan_exact, share, route."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu_layers import EXPERTS, RANK, Layer, per_node, size
+from isoload import ops
+
+
+def chain(x: Layer) -> Tensor:
+    ops.count(x.ids, EXPERTS)
+    quota = ops.plan_exact(x.loads, x.tables).quota
+    row = ops.share(x.loads, quota, x.tables, per_node(x), RANK)
+    return ops.route(x.ids, row, x.tables)
+
+
+def spill(x: Layer) -> tuple[Tensor, ...]:
+    """Plain expert parallelism, two spare slots per rank: the placement that plan_spill starts from."""
+    ranks, device = len(x.loads), x.loads.device
+    own = -(-EXPERTS // ranks)
+    held = torch.arange(ranks * own, dtype=torch.int32, device=device)
+    home = (held + held // own * 2)[:EXPERTS]
+    held = torch.where(held < EXPERTS, held, -1).view(ranks, own)
+    slots = torch.cat([held, held.new_full((ranks, 2), -1)], dim=1).flatten()
+    return tuple(ops.plan_spill(x.loads, slots, home, ranks, 2))
+
+
+@dataclass(frozen=True)
+class Job:
+    """An op on a layer; reads: the fields that its bytes are counted of; target and quoted in microseconds."""
+
+    name: str
+    op: str  # of torch.ops.isoload
+    call: Callable[[Layer], Any]
+    reads: tuple[str, ...]
+    target: float | None = None
+    quoted: str = ""
+    tokens_matter: bool = False
+
+
+LPLB, ULTRA = "DeepSeek LPLB ~100, SGLang HIP ~80", "UltraEP plan 67-78"
+JOBS = (
+    Job("count", "count", lambda x: ops.count(x.ids, EXPERTS), ("ids",), tokens_matter=True),
+    Job(
+        "replica_tables",
+        "replica_tables",
+        lambda x: ops.replica_tables(x.slot_to_expert, len(x.loads), EXPERTS).data,
+        ("slot_to_expert",),
+    ),
+    Job(
+        "plan_exact",
+        "plan_exact",
+        lambda x: ops.plan_exact(x.loads, x.tables),
+        ("loads", "tables"),
+        10,
+        ULTRA,
+    ),
+    Job(
+        "plan_exact, joint",
+        "plan_exact",
+        lambda x: ops.plan_exact(x.loads, x.tables, x.fixed, pour=x.pour),
+        ("loads", "tables"),
+        12,
+    ),
+    Job("plan_active", "plan_active", lambda x: ops.plan_active(x.loads, x.tables), ("loads", "tables")),
+    Job("plan_lp", "plan_lp", lambda x: ops.plan_lp(x.loads, x.tables), ("loads", "tables"), 25, LPLB),
+    Job(
+        "round_split",
+        "round_split",
+        lambda x: ops.round_split(x.split, x.loads, x.tables),
+        ("split", "loads", "tables"),
+    ),
+    Job("plan_spill", "plan_spill", spill, ("loads", "slot_to_expert")),
+    Job(
+        "share, own row",
+        "share",
+        lambda x: ops.share(x.loads, x.quota, x.tables, per_node(x), RANK),
+        ("loads", "quota", "tables"),
+    ),
+    Job(
+        "share_by_rank",
+        "share_by_rank",
+        lambda x: ops.share_by_rank(x.loads, x.quota, x.tables, per_node(x)),
+        ("loads", "quota", "tables"),
+    ),
+    Job(
+        "share_alone",
+        "share_alone",
+        lambda x: ops.share_alone(x.loads[RANK], x.quota, x.tables, RANK),
+        ("quota", "tables"),
+    ),
+    Job(
+        "route",
+        "route",
+        lambda x: ops.route(x.ids, x.row, x.tables),
+        ("ids", "row", "tables"),
+        None,
+        "UltraEP reroute 37",
+        True,
+    ),
+    Job(
+        "route, visited",
+        "route",
+        lambda x: ops.route(x.ids, x.row, x.tables, "visited"),
+        ("ids", "row", "tables"),
+        tokens_matter=True,
+    ),
+    Job(
+        "route_sampled",
+        "route_sampled",
+        lambda x: ops.route_sampled(x.ids, x.weights, x.tables, 5),
+        ("ids", "weights", "tables"),
+        tokens_matter=True,
+    ),
+    Job(
+        "plan_waterfill",
+        "plan_waterfill",
+        lambda x: ops.plan_waterfill(x.copies, x.tokens),
+        ("copies", "tokens"),
+    ),
+    Job(
+        "route_shared",
+        "route_shared",
+        lambda x: ops.route_shared(x.slots, x.shared_row, size(x), RANK),
+        ("slots", "shared_row"),
+        tokens_matter=True,
+    ),
+    Job(
+        "route_shared_sampled",
+        "route_shared_sampled",
+        lambda x: ops.route_shared_sampled(x.slots, x.tokens, None, size(x), RANK, "static"),
+        ("slots", "tokens"),
+        tokens_matter=True,
+    ),
+    Job(
+        "append_shared_expert",
+        "append_shared_expert",
+        lambda x: ops.append_shared_expert(x.slots, x.gates, x.shared_ranks, size(x)),
+        ("slots", "gates", "shared_ranks"),
+        tokens_matter=True,
+    ),
+    Job("chain", "route", chain, ("ids", "loads", "tables"), 25, ULTRA + " + reroute 37", True),
+)
+
+
+def outputs(job: Job, layer: Layer) -> list[Tensor]:
+    """What the job makes of a layer, wherever the layer is."""
+    result = job.call(layer)
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+def need_cuda() -> None:
+    """Raises where a job would have nothing to run: no GPU, or a library built without its CUDA function."""
+    if not torch.cuda.is_available():
+        raise SystemExit("bench_cuda needs a GPU")
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    missing = sorted({job.op for job in JOBS if not has(f"isoload::{job.op}", "CUDA")})
+    if missing:
+        raise SystemExit(f"this build of isoload has no CUDA function of {', '.join(missing)}")

@@ -1,0 +1,138 @@
+"""R forked processes in one gloo group: every one's report, or the name of the rank that failed, ended or stalled."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Body = Callable[[int, Callable[[], None]], Any]
+
+
+def run_ranks(body: Body, num_ranks: int, stall_seconds: float) -> list[Any]:
+    """What ``body(rank, alive)`` returned on every rank.
+
+    body calls ``alive()`` again within stall_seconds. However this function ends, all processes have ended; Ctrl-C
+    raises in this one alone. To be called in the main thread, where Python handles signals.
+
+    Raises:
+        RuntimeError: naming the rank that is the cause: one that ended, or stalled, or failed first.
+    """
+    processes: list[ForkProcess] = []
+    readers: list[Connection] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with _interrupts_held():
+                for rank in range(num_ranks):
+                    # A pipe at a time: a child must not hold another's writing end, or nobody sees that one end.
+                    reader, writer = get_context("fork").Pipe(duplex=False)
+                    readers.append(reader)
+                    how = (body, rank, num_ranks, f"{folder}/store", stall_seconds, readers, writer)
+                    process = get_context("fork").Process(target=_run_rank, args=how, daemon=True)
+                    process.start()
+                    processes.append(process)
+                    writer.close()
+            return _collect(readers, processes, stall_seconds)
+        finally:
+            with _interrupts_held():
+                for process in processes:
+                    process.kill()
+                for process in processes:
+                    process.join()
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C counts from the end of the block on."""
+    held: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if held:
+        raise KeyboardInterrupt
+
+
+def _run_rank(
+    body: Body,
+    rank: int,
+    num_ranks: int,
+    store: str,
+    stall_seconds: float,
+    readers: list[Connection],
+    writer: Connection,
+) -> None:
+    """One process. Its messages: ("alive", None), then ("report", ...) or ("error", text)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the parent ends us
+    for reader in readers:
+        reader.close()  # so that writing fails once the parent is gone
+    try:
+        message = _message(body, rank, num_ranks, store, stall_seconds, writer)
+        writer.send(message)
+    except BrokenPipeError:
+        os._exit(1)
+
+
+def _message(
+    body: Body, rank: int, num_ranks: int, store: str, stall_seconds: float, writer: Connection
+) -> tuple[str, Any]:
+    try:
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=stall_seconds),
+        )
+        report = body(rank, lambda: writer.send(("alive", None)))
+        dist.barrier()  # nobody closes connections under a slower one
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        return "error", f"{type(error).__name__}: {error}"
+    return "report", report
+
+
+def _collect(readers: list[Connection], processes: list[ForkProcess], stall_seconds: float) -> list[Any]:
+    """The reports.
+
+    A rank that stalls makes the others' exchanges time out after stall_seconds; they say so in the time that is added
+    here, which leaves the one at fault.
+    """
+    patience = stall_seconds + max(2.0, stall_seconds / 4)
+    reports: dict[int, Any] = {}
+    errors: dict[int, str] = {}
+    heard = dict.fromkeys(range(len(readers)), time.monotonic())  # of every rank that still runs
+    while heard:
+        left = patience + min(heard.values()) - time.monotonic()
+        ready = wait([readers[rank] for rank in heard], max(0.0, left))
+        if not ready:
+            stalled = min(heard, key=lambda rank: (heard[rank], rank))
+            raise RuntimeError(f"rank {stalled} stalled: it ended no batch within {stall_seconds:g} s")
+        for rank in [rank for rank in heard if readers[rank] in ready]:
+            try:
+                kind, value = readers[rank].recv()
+            except EOFError:
+                processes[rank].join()
+                code = processes[rank].exitcode
+                raise RuntimeError(f"rank {rank} ended without a report, with exit code {code}") from None
+            heard[rank] = time.monotonic()
+            if kind != "alive":
+                (reports if kind == "report" else errors)[rank] = value
+                del heard[rank]
+    for rank, error in errors.items():  # the first to come: the others fail because of it
+        raise RuntimeError(f"rank {rank} failed: {error}")
+    return [reports[rank] for rank in range(len(readers))]

@@ -1,0 +1,122 @@
+"""What the policies that place shared experts have in common: routed experts by any policy, shared copies on top.
+
+They differ in :meth:`SharedPolicy.pour` alone, so that what is compared is the decision about the shared experts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from isoload import ops
+from isoload.ops import Candidates, Order
+from isoload.placed_layers import Filled, PlacedLayers
+from isoload.policies.base import Demand, Policy
+from isoload.policies.registry import make_policy
+from isoload.records import Plan
+from isoload.shared_experts import Rule, SharedPlan
+
+
+@dataclass(frozen=True)
+class SharedPolicy(Policy, ABC):
+    """Base: the routed experts by the policy `routed`, as if there were no others; the shared ones by :meth:`pour`.
+
+    Options: routed, any policy with a quota, by name or as a Policy.
+    """
+
+    needs = "per_source"
+    routed: str | Policy = "even"
+
+    def __post_init__(self) -> None:
+        policy = self.routed_policy
+        if isinstance(policy, SharedPolicy):
+            raise ValueError(f"routed must be a policy of routed experts, got {policy.name!r}")
+        if policy.samples:
+            raise ValueError(f"routed must be a policy with a quota, {policy.name!r} samples")
+
+    @property
+    def routed_policy(self) -> Policy:
+        return make_policy(self.routed)
+
+    @property
+    def borrows(self) -> bool:
+        return self.routed_policy.borrows
+
+    def fill(self, demand: Demand, placed: PlacedLayers) -> Filled:
+        return self.routed_policy.fill(demand.routed, placed)
+
+    def split(self, demand: Demand, filled: Filled) -> Plan:
+        check_shared(filled.placed, self.name)
+        return self.pour(self.split_routed(demand, filled), demand)
+
+    def split_routed(self, demand: Demand, filled: Filled) -> Plan:
+        """The split of the routed experts, as if there were no others."""
+        return self.routed_policy.split(demand.routed, filled)
+
+    @abstractmethod
+    def pour(self, made: Plan, demand: Demand) -> Plan:
+        """The whole plan, given that of the routed experts."""
+
+    def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
+        return self.routed_policy.share(loads, plan, rank, order)
+
+    def copies(self, loads: Tensor, plan: Plan) -> Tensor:
+        return self.routed_policy.copies(loads, plan)
+
+
+def check_shared(placed: PlacedLayers, policy: str, most: int | None = None) -> None:
+    if not placed.num_shared:
+        raise ValueError(f"placement must have shared experts for policy {policy}, got num_shared=0")
+    if most is not None and placed.num_shared > most:
+        raise ValueError(f"num_shared must be at most {most} for policy {policy}, got {placed.num_shared}")
+
+
+def poured_bound(demand: Demand, filled: Filled) -> Tensor:
+    """A lower bound of the peak over every split of the routed experts and every place of the shared copies."""
+    placed = filled.placed
+    ticks = placed.topology.ticks_on(demand.loads.device)
+    pour = total_shared(demand, placed)
+    bound = ops.plan_exact(demand.loads, filled.tables, budget=0, sweeps=0, ticks=ticks, pour=pour).bound
+    return live_bound(bound, demand, placed)
+
+
+def live_bound(bound: Tensor, demand: Demand, placed: PlacedLayers) -> Tensor:
+    """The bound, raised to the level of all copies over the ranks that are alive, where some are not."""
+    limits = placed.shared_limits
+    if limits is None:
+        return bound
+    copies = demand.loads.sum((-2, -1), dtype=torch.int32) + total_shared(demand, placed)
+    num_ranks = placed.topology.num_ranks
+    # as if all copies were shared ones and came from rank 0
+    everything = torch.nn.functional.pad(copies.unsqueeze(-1), (0, num_ranks - 1))
+    nothing = torch.zeros_like(everything).unsqueeze(-1).expand(*everything.shape, num_ranks).contiguous()
+    ticks = placed.topology.ticks_on(bound.device)
+    return torch.maximum(bound, ops.plan_waterfill(nothing, everything, ticks=ticks, limits=limits).peak)
+
+
+def total_shared(demand: Demand, placed: PlacedLayers) -> Tensor:
+    """[...] int32 shared copies of all ranks."""
+    assert demand.tokens is not None
+    return demand.tokens.sum(-1, dtype=torch.int32) * placed.num_shared
+
+
+def pour_exactly(
+    policy: SharedPolicy, made: Plan, demand: Demand, candidates: Candidates
+) -> tuple[ops.WaterfillSplit, SharedPlan]:
+    """The least peak over all places of the shared copies, given the routed split; and who sends what where."""
+    assert demand.tokens is not None
+    copies, topology = policy.copies(demand.loads, made), made.topology
+    poured = ops.plan_waterfill(
+        copies,
+        demand.tokens,
+        made.placed.num_shared,
+        topology.ranks_per_node,
+        candidates,
+        ticks=topology.ticks_on(copies.device),
+        limits=made.placed.shared_limits,
+    )
+    rule: Rule = "limit" if candidates == "visited" else "share"
+    return poured, SharedPlan(rule, demand.tokens, poured.share, copies)

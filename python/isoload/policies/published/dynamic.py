@@ -1,0 +1,25 @@
+"""Policy ``dynamic``: SGLang's random replica."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from isoload.placed_layers import Filled
+from isoload.policies.base import Demand, Seeded, sampled_plan
+from isoload.records import Plan
+
+
+@dataclass(frozen=True)
+class DynamicPolicy(Seeded):
+    """Each copy draws one of its expert's replicas at random, all equally likely (SGLang ``dynamic``).
+
+    Options: seed, and step (the batch's number), which together with layer and rank select the random stream.
+    """
+
+    name = "dynamic"
+    samples = True
+
+    def split(self, demand: Demand, filled: Filled) -> Plan:
+        return sampled_plan(self, filled.tables.is_replica().to(torch.float32), demand, filled)

@@ -1,0 +1,89 @@
+"""Policy ``static``: each source rank always sends an expert to the same replica (SGLang's default)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isoload.ops import Order
+from isoload.placed_layers import Filled, PlacedLayers
+from isoload.placement import IntArray, Placement
+from isoload.policies.base import Demand, Policy, chosen_plan
+from isoload.records import Plan
+
+
+@dataclass(frozen=True)
+class StaticPolicy(Policy):
+    """A replica on the own rank, else one on the own node, else one by a fair seeded draw, until re-placement.
+
+    Options: seed of the draw (SGLang uses 42).
+    """
+
+    name = "static"
+    needs = "per_source"
+    seed: int = 42
+
+    def split(self, demand: Demand, filled: Filled) -> Plan:
+        rows = self._all_rows(demand.loads, self.slots(filled.placed), filled.tables.num_slots)
+        return chosen_plan(self, rows.sum(-2, dtype=torch.int32), demand, filled)
+
+    def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
+        slots, num_slots = self.slots(plan.placed), plan.tables.num_slots
+        if rank is None:
+            return self._all_rows(loads, slots, num_slots)
+        return self._all_rows(loads.select(-2, rank), slots.select(-2, rank), num_slots)
+
+    def copies(self, loads: Tensor, plan: Plan) -> Tensor:
+        rows = self._all_rows(loads, self.slots(plan.placed), plan.tables.num_slots)
+        return rows.view(*rows.shape[:-1], plan.tables.num_ranks, -1).sum(-1, dtype=torch.int32)
+
+    @staticmethod
+    def _all_rows(loads: Tensor, slots: Tensor, num_slots: int) -> Tensor:
+        """[..., P] copies per slot if every row of loads [..., E] sends expert e to slots[..., e]."""
+        rows = loads.new_zeros((*loads.shape[:-1], num_slots))
+        return rows.scatter_(-1, slots.expand(loads.shape), loads)
+
+    def slots(self, placed: PlacedLayers) -> Tensor:
+        """[..., R, E] int64 slot that each source rank uses for each expert; drawn once per placement."""
+        return placed.memo(self, self._draw)
+
+    def _draw(self, placed: PlacedLayers) -> Tensor:
+        layers = range(placed.host.num_layers) if placed.layer is None else [placed.layer]
+        table = np.stack([static_slots(placed.host, layer, self.seed) for layer in layers])
+        chosen = torch.tensor(table, device=placed.home_slot.device)
+        return chosen if placed.layer is None else chosen.select(0, 0)
+
+
+def static_slots(host: Placement, layer: int, seed: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+    """[R, E] the slot each source rank uses for each routed expert of one layer."""
+    topology, size = host.topology, host.slots_per_rank
+    per_node = size * topology.ranks_per_node
+    chosen = np.empty((topology.num_ranks, host.num_routed), dtype=np.int64)
+    draw = np.random.default_rng((seed, layer))
+    for expert, replicas in enumerate(replicas_of(host, layer)):
+        if len(replicas) == 1:
+            chosen[:, expert] = replicas[0]
+            continue
+        far = []
+        for rank in range(topology.num_ranks):
+            here = replicas[replicas // size == rank]
+            near = replicas[replicas // per_node == rank // topology.ranks_per_node]
+            if here.size or near.size:
+                chosen[rank, expert] = (here if here.size else near)[0]
+            else:
+                far.append(rank)
+        # Fair: every replica serves as many of the far ranks as any other, give or take one.
+        rounds = -(-len(far) // len(replicas))
+        turns = np.concatenate([replicas[:0], *(draw.permutation(replicas) for _ in range(rounds))])
+        chosen[far, expert] = draw.permutation(turns[: len(far)])
+    return chosen
+
+
+def replicas_of(host: Placement, layer: int) -> list[IntArray]:
+    """Per routed expert its slots, ascending; of two on one rank the lower alone, since only that one has weights."""
+    slots = host.arrays[0][layer]
+    held = [np.flatnonzero(slots == expert).astype(np.int32) for expert in range(host.num_routed)]
+    return [own[np.unique(own // host.slots_per_rank, return_index=True)[1]] for own in held]

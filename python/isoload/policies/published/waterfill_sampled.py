@@ -1,0 +1,45 @@
+"""Policy ``waterfill_sampled``: every token draws its shared expert's rank, as Waterfill is published."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from isoload import ops
+from isoload.ops import SharedRule
+from isoload.policies.base import Demand, Seeded, sample_seed
+from isoload.policies.pouring import SharedPolicy, check_shared, poured_bound
+from isoload.records import Plan
+from isoload.shared_experts import SharedPlan
+
+
+@dataclass(frozen=True)
+class WaterfillSampledPolicy(Seeded, SharedPolicy):
+    """Every token draws its shared expert's rank: the published Waterfill, for comparison.
+
+    Options: rule: "static" and "dynamic" are SGLang's two forms, "blog" is papers/001's formula; routed as in
+    ``shared_local``; seed and step (the batch's number) select the random stream of "blog".
+    """
+
+    name = "waterfill_sampled"
+    rule: SharedRule = "static"
+
+    def pour(self, made: Plan, demand: Demand) -> Plan:
+        check_shared(made.placed, self.name, most=1)
+        if made.placed.shared_limits is not None:
+            raise ValueError(
+                "topology must have all ranks alive for policy waterfill_sampled, which draws any of them"
+            )
+        assert demand.tokens is not None
+        shared = SharedPlan("sample", demand.tokens, None, self.copies(demand.loads, made))
+        bound = poured_bound(demand, made.filled)
+        return replace(made, policy=self, peak=None, bound=bound, shared=shared)
+
+    def route_shared(self, slots: Tensor, plan: Plan, rank: int) -> Tensor:
+        assert plan.shared is not None and plan.shared.copies is not None
+        copies = plan.shared.copies
+        load = copies.select(0, rank) if self.rule == "static" else copies.sum(0, dtype=torch.int32)
+        size, seed = plan.placed.host.slots_per_rank, sample_seed(plan, rank)
+        return ops.route_shared_sampled(slots, load, plan.shared.tokens, size, rank, self.rule, seed)

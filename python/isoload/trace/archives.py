@@ -1,0 +1,77 @@
+"""Trace files are zip archives from anywhere: what lies inside, and how much memory it may take."""
+
+from __future__ import annotations
+
+import os
+import reprlib
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+MAX_BYTES = 2**30  # of a trace's arrays as they lie in its files, unfolded
+MAX_BYTES_NAME = "ISOLOAD_MAX_TRACE_BYTES"  # of the environment: another limit
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 100
+
+
+def shown(value: Any) -> str:
+    """repr of a value of a file, cut short: nested lists that share their parts print exponentially long."""
+    return _repr.repr(value)
+
+
+def max_bytes(given: int | None) -> int:
+    """The limit: given, or the environment's, or MAX_BYTES.
+
+    Raises:
+        ValueError: no positive integer.
+    """
+    name, value = (
+        ("max_bytes", given) if given is not None else (MAX_BYTES_NAME, os.environ.get(MAX_BYTES_NAME))
+    )
+    if value is None:
+        return MAX_BYTES
+    limit = int(value) if isinstance(value, int) or (value.isdecimal() and len(value) < 19) else 0
+    if limit < 1:
+        raise ValueError(f"{name} must be a positive integer, got {shown(value)}")
+    return limit
+
+
+def check_bytes(what: str | Path, size: int, limit: int) -> None:
+    """Refuses what is larger than the limit, before memory is taken for it."""
+    if size > limit:
+        raise ValueError(
+            f"{what}: unfolds to {size / 2**20:.0f} MiB, above the limit of {limit / 2**20:g} MiB: "
+            f"{MAX_BYTES_NAME} or read_trace(max_bytes=...) sets another"
+        )
+
+
+def read_members(path: Path) -> list[zipfile.ZipInfo]:
+    """What a zip archive holds, nothing of it unfolded.
+
+    Raises:
+        ValueError: naming the file and what is wrong with it.
+    """
+    if path.exists() and not path.is_file():  # a pipe would block, and cannot be read twice
+        raise ValueError(f"{path}: is no regular file")
+    with path.open("rb") as file:
+        magic = file.read(2)
+    if magic != b"PK":
+        raise ValueError(f"{path}: " + ("is neither an npz nor a torch file" if magic else "is empty"))
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError):
+        # damage may read as a version yet to come, or as a place before the file's start
+        raise ValueError(f"{path}: is truncated or damaged") from None
+
+
+def is_npz(path: Path, members: Sequence[zipfile.ZipInfo]) -> bool:
+    """npz and torch files are both zip archives; what lies inside tells them apart."""
+    names = [member.filename for member in members]
+    if any(name.endswith("data.pkl") for name in names):
+        return False
+    if all(name.endswith(".npy") for name in names):
+        return True
+    raise ValueError(f"{path}: is neither an npz nor a torch file")
