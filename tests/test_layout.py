@@ -32,6 +32,7 @@ FLOORS = [
     ["policies", "placers", "trace", "transport", "experts"],
     ["counting", "planning"],
     ["routing", "workloads"],
+    ["balancer"],
     ["weights"],
     ["layer"],
     ["replay"],

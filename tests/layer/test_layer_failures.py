@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from isoload import balancer
 from isoload.experts.weights import SwiGLU
 from isoload.layer import moe
 from isoload.transport import CollectiveTransport
@@ -64,7 +65,8 @@ def run_steps(rank: int, stage: str, fail: Fail, capacity: int | None) -> None:
     group.start_send = lambda name, *how: reach(name) or start_send(name, *how)
     group.send_back = lambda name, *how: reach(name) or send_back(name, *how)
     group.gather_loads = reached_first("gather", group.gather_loads)
-    moe.plan, moe.route = reached_first("plan", moe.plan), reached_first("route", moe.route)
+    balancer.plan = reached_first("plan", balancer.plan)
+    balancer.route = reached_first("route", balancer.route)
     gate = reached_first("count", setup.gate)
     layer = moe.MoE(gate, setup.dense, transport, setup.placement, activation=activation)
 

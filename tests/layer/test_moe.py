@@ -127,7 +127,7 @@ def test_recompute_makes_the_same_plan(reentrant, monkeypatch):
     def run(*rows):
         return tuple(layer(list(rows)))
 
-    monkeypatch.setattr("isoload.layer.moe.plan", noted)
+    monkeypatch.setattr("isoload.balancer.plan", noted)
 
     grads = []
     for call in (run, lambda *rows: checkpoint(run, *rows, use_reentrant=reentrant)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +10,7 @@ from torch.optim import Optimizer
 
 from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement
-from isoload.transport import Group
+from isoload.transport import Group, checksum
 from isoload.weights.layout import Layout
 from isoload.weights.moves import move_rows
 from isoload.weights.schedule import plan_moves
@@ -70,11 +69,6 @@ def move_facts(
     slots, homes = (array[placed.layer].tolist() for array in placed.host.arrays)
     shared = [placed.layer, rows_per_chunk, *map(checksum, (slots, homes, [r.experts for r in before]))]
     return [[*shared, checksum(optimizer and state_fields(optimizer, rank))] for rank in ranks]
-
-
-def checksum(value: object) -> int:
-    """56 bits that are the same on every machine for equal lists of numbers and strings."""
-    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
 
 
 def move_weights(

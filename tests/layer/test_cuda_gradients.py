@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from borrowed_layer import LLEP
-from borrowed_layer import make_setup as make_borrowing_setup
 from torch import Tensor
 
 import isoload
-from isoload.expert_weights import Activation, ClampedGLU, ExpertWeights, SwiGLU
-from isoload.experts import run_experts
+from isoload.experts.compute import run_experts
+from isoload.experts.weights import Activation, ClampedGLU, ExpertWeights, SwiGLU
 from isoload.transport import LocalTransport
+from support.borrowed_layer import LLEP
+from support.borrowed_layer import make_setup as make_borrowing_setup
 
 pytestmark = [
     pytest.mark.cuda,

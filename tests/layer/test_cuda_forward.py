@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import isoload
-from isoload.expert_weights import ExpertWeights, compute_path
+from isoload.experts.weights import ExpertWeights, compute_path
 from isoload.transport import CollectiveTransport, LocalTransport, Transport
 
 pytestmark = [
