@@ -298,8 +298,7 @@ class MoE(nn.Module):
             weights.settle(after[rank])
         if self.borrowing is not None:
             self.borrowing.settle(after, placement.num_experts)
-        self.layouts = after
-        self.replica_moves = replica_moves(after)
+        self.layouts, self.replica_moves = after, replica_moves(after)
         self.balancer.settle(placement)
 
     def _ranks(self) -> list[RankWeights]:

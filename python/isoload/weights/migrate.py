@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 
 from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement
-from isoload.transport import Group
-from isoload.transport.agreement import checksum
+from isoload.transport import Group, checksum
 from isoload.weights.layout import Layout
 from isoload.weights.moves import move_rows
 from isoload.weights.schedule import plan_moves

@@ -170,7 +170,8 @@ def unpack_rows(like: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
 
 def as_bytes(stack: Tensor) -> Tensor:
     """[rows, bytes] uint8, a view of a contiguous stack: copies are the same for every dtype."""
-    return stack.view(len(stack), stack.shape[1:].numel()).view(torch.uint8)
+    # by way of one dimension: a contiguous stack of single elements may have stride 0
+    return stack.view(-1).view(torch.uint8).view(len(stack), stack.shape[1:].numel() * stack.itemsize)
 
 
 def add_rows(totals: Sequence[Tensor], rows: Sequence[int], parts: Sequence[Tensor]) -> None:
