@@ -12,7 +12,7 @@ that one training run, see :func:`global_gradients`:
 2. Every other Parameter has a copy on every rank, whose gradients are added up, so the copies stay equal.
 3. Each rank's mean loss is divided by R, so that both are gradients of the mean over all ranks' tokens.
 
-(Who clips gradients adds the experts' squared norms up over the ranks first.) No loss term levels the experts, and
+(To clip gradients, add the experts' squared norms up over the ranks first.) No loss term levels the experts, and
 routers start sharp, with weights from N(0, 1): loads are skewed, and nothing but the policy levels the ranks.
 """
 

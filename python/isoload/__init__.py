@@ -1,5 +1,6 @@
 """isoload: equal load for the ranks of expert-parallel Mixture-of-Experts layers. Names in pipeline order."""
 
+from isoload.balancer import Balancer
 from isoload.cost import break_even
 from isoload.counting import count
 from isoload.experts.weights import ExpertWeights
@@ -14,7 +15,7 @@ from isoload.replica_tables import ReplicaTables
 from isoload.routing import route
 from isoload.topology import Topology, topology_errors
 from isoload.trace import Trace, read_trace, trace_errors, write_trace
-from isoload.transport import CollectiveTransport, LocalTransport
+from isoload.transport import CollectiveGroup, CollectiveTransport, LocalGroup, LocalTransport
 from isoload.workloads import WORKLOADS, make_workload
 
 __version__ = "0.1.0"
@@ -23,8 +24,11 @@ __all__ = [
     "PLACERS",
     "POLICIES",
     "WORKLOADS",
+    "Balancer",
+    "CollectiveGroup",
     "CollectiveTransport",
     "ExpertWeights",
+    "LocalGroup",
     "LocalTransport",
     "MoE",
     "Placement",

@@ -108,7 +108,7 @@ def _points(given: object) -> tuple[tuple[int, float], ...]:
 
 
 def read_cost(path: str | Path) -> CostModel:
-    """A cost model from a JSON object with fields of :class:`CostModel`; what it lacks keeps its default.
+    """A cost model from a JSON object with fields of :class:`CostModel`; missing fields keep their defaults.
 
     bench/bench_cost.py measures such a file.
 
@@ -164,7 +164,7 @@ def imports(slot_to_expert: Tensor, home_slot: Tensor, spare_slots: int, topolog
 
 
 def lent(slot_to_expert: Tensor, home_slot: Tensor, spare_slots: int, topology: Topology) -> Tensor:
-    """[..., R, R] int64 experts that a rank lends to each rank's spare slots. Arguments as of :func:`imports`."""
+    """[..., R, R] int64 experts that each rank sends to each rank's spare slots. Arguments as of :func:`imports`."""
     ranks, size = topology.num_ranks, slot_to_expert.shape[-1] // topology.num_ranks
     borrowed = slot_to_expert.reshape(*slot_to_expert.shape[:-1], ranks, size)[..., size - spare_slots :]
     homes = home_slot.gather(-1, borrowed.clamp(min=0).flatten(-2).long()).view(borrowed.shape) // size
@@ -176,7 +176,7 @@ def import_seconds(lent: Tensor, topology: Topology, model: CostModel) -> Tensor
     """[..., R] float64 time of borrowed weights, if nothing hides it: the larger of what a rank receives and sends.
 
     Args:
-        lent: [..., R, R] experts that lender sends to borrower.
+        lent: [..., R, R] experts whose weights one rank (row) sends to another (column).
     """
     return _busy(lent, topology, model) * model.expert_bytes
 

@@ -88,7 +88,7 @@ class Placement:
 
     @cached_property
     def has_freedom(self) -> tuple[bool, ...]:
-        """[L] whether a policy has anything to decide: a split expert, a spare slot or a shared expert."""
+        """[L] whether a policy has anything to decide: a replicated expert, a spare slot or a shared expert."""
         split = self.layers("cpu").tables.field("header")[:, 0].tolist()
         free = self.spare_slots > 0 or (self.num_shared > 0 and self.topology.num_ranks > 1)
         return tuple(free or n > 0 for n in split)
@@ -98,13 +98,13 @@ class Placement:
         return {}
 
     def layers(self, device: torch.device | str) -> PlacedLayers:
-        """All layers on a device; derived on the first call, then remembered."""
+        """All layers on a device; derived on the first call, then cached."""
         key = (torch.device(device), None)
         if key in self._by_device:
             return self._by_device[key]
         # From lists, because FakeTensorMode, which proves that planning never syncs, refuses other ways.
         slots, home = (torch.tensor(rows.tolist(), dtype=torch.int32, device=device) for rows in self.arrays)
-        # ids of shared experts follow those of the routed ones, so here their slots count as empty
+        # ids of shared experts follow those of the routed ones, so their slots count as empty here
         tables = ops.replica_tables(slots, self.topology.num_ranks, self.num_routed)
         whole = PlacedLayers(slots, home, tables, self, None)
         return self._remember(key, whole)

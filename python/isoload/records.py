@@ -106,7 +106,7 @@ def rank_cost(quota: Tensor, topology: Topology, besides: Tensor | None = None) 
 
 
 def plan_errors(plan: Plan, loads: Tensor) -> list[str]:
-    """Which of a plan's promises do not hold for loads [E] or [R, E] (leading L as the plan); empty if all do."""
+    """Which guarantees of a plan do not hold for loads [E] or [R, E] (leading L as the plan); empty if all do."""
     errors = []
     expert_loads = loads if loads.dim() == plan.slot_to_expert.dim() else loads.sum(-2)
     if plan.quota is None:

@@ -1,4 +1,4 @@
-"""ReplicaTables: who holds what, in one fixed-size int32 buffer per layer (csrc/algorithms/replica_tables.h)."""
+"""ReplicaTables: every expert's slots, one fixed-size int32 buffer per layer (csrc/algorithms/replica_tables.h)."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ReplicaTables:
-    """Everything planners and routers know of a placement; made by :func:`isoload.ops.replica_tables`.
+    """All that planners and routers read of a placement; made by :func:`isoload.ops.replica_tables`.
 
     ``data [..., size]`` holds the fields below one after another, per layer. Two slots of one expert on one rank
-    count once, as the lower. A *split* expert has replicas on two or more ranks.
+    count once, as the lower. A *replicated* expert has replicas on two or more ranks.
 
     Fields (all int32, with the leading dimension of ``data``):
-        header    [2]    number of split experts, number of classes
+        header    [2]    number of replicated experts, number of classes
         offsets   [E+1]  expert e's replicas are ``slots[offsets[e]:offsets[e+1]]``
         slots     [P]    replicas of every expert, ascending; tail -1
         ranks     [P]    ``slots // S``; tail -1
         solo      [P]    the expert whose only replica slot p is, else -1
-        split     [P]    index into ``order`` of the split expert in slot p, else -1
-        order     [E]    split experts, class by class; tail -1
+        split     [P]    index into ``order`` of the replicated expert in slot p, else -1
+        order     [E]    replicated experts, class by class; tail -1
         classes   [E+1]  class k is ``order[classes[k]:classes[k+1]]``; its experts share no rank
     """
 

@@ -1,7 +1,7 @@
 """Shared experts in a plan: every token needs them, every live rank holds them, so only the rank is decided.
 
 They are the last logical experts, and lie in the last resident slots of every rank (SGLang's layout). Planners of
-routed experts never see them: a policy splits the routed experts first and then says where shared copies go.
+routed experts leave them out: a policy splits the routed experts first and then says where shared copies go.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SharedPlan:
                           says, what a token cannot use stays home; "sample": every token draws a rank
     tokens  [R] int32     tokens of source rank s that need the shared experts: n copies each
     share   [R, R] int32  shared copies, all n experts together, that source s sends to rank d; rules share and limit
-    copies  [R, R] int32  routed copies that source s sends to rank d, where the rule looked at them
+    copies  [R, R] int32  routed copies that source s sends to rank d, where the rule uses them
     """
 
     rule: Rule
@@ -33,7 +33,7 @@ class SharedPlan:
 
     @property
     def is_met(self) -> bool:
-        """Whether quotas say what routed slots will have; else that is only known once they are routed."""
+        """Whether routed slots receive exactly their quotas; else their copies are counted after routing."""
         return self.rule in ("home", "share")
 
     def __getitem__(self, layer: int) -> SharedPlan:

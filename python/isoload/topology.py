@@ -64,7 +64,7 @@ class Topology:
         return {}
 
     def ticks_on(self, device: torch.device) -> Tensor | None:
-        """:attr:`ticks` on a device; made on the first call, then remembered."""
+        """:attr:`ticks` on a device; made on the first call, then cached."""
         if self.speeds is None:
             return None
         ticks = self._ticks_by_device.get(device)

@@ -1,4 +1,4 @@
-"""When the values of a tensor may be looked at: reading them from a device would wait for it."""
+"""When the values of a tensor may be read: on a device that makes the host wait."""
 
 from __future__ import annotations
 

@@ -145,6 +145,16 @@ def test_built_in_constants(trace):
     assert "a rank has 8 copies per batch and layer, mean: too few for a borrow to pay" in lines
 
 
+def test_notes_below_the_tables_of_policies_that_borrow(trace):
+    args = ["replay", trace, "--ranks", 4, "--spare-slots", 2, "--cost", "default"]
+    lines = run(*args, "--policies", "llep:min_chunk=1:threshold=1.0").stdout.splitlines()
+    assert "Below the bound: policies that borrow have slots that the bound does not count." in lines
+    (note,) = [line for line in lines if line.startswith("llep:")][-1:]
+    assert re.fullmatch(
+        r"llep:\S+ a borrowed expert computes \d+ copies, its transfer takes longer than they do", note
+    )
+
+
 def test_cost_files_that_are_wrong(trace, tmp_path):
     missing, wrong = tmp_path / "missing.json", tmp_path / "wrong.json"
     wrong.write_text('{"hidden": 0}')

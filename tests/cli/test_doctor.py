@@ -27,7 +27,7 @@ def test_report_on_this_machine():
 
 
 @pytest.mark.parametrize(
-    ("version", "why"), [(None, "is built without CUDA"), ("13.0", "sees no device or driver")]
+    ("version", "why"), [(None, "is built without CUDA"), ("13.0", "finds no device or driver")]
 )
 def test_why_there_is_no_device(monkeypatch, version, why):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from isoload import balancer
 from isoload.experts.weights import SwiGLU
 from isoload.layer import moe
 from isoload.transport import CollectiveTransport
@@ -58,11 +59,14 @@ def run_steps(rank: int, stage: str, fail: Fail, capacity: int | None) -> None:
 
     setup = make_setup(RANKS)
     transport = CollectiveTransport(setup.topology, max_tokens_per_rank=capacity)
-    send, send_back = transport.group.send, transport.group.send_back
-    transport.group.send = lambda name, *how: reach(name) or send(name, *how)
-    transport.group.send_back = lambda name, *how: reach(name) or send_back(name, *how)
-    transport.group.gather_loads = reached_first("gather", transport.group.gather_loads)
-    moe.plan, moe.route = reached_first("plan", moe.plan), reached_first("route", moe.route)
+    group = transport.group
+    send, start_send, send_back = group.send, group.start_send, group.send_back
+    group.send = lambda name, *how: reach(name) or send(name, *how)
+    group.start_send = lambda name, *how: reach(name) or start_send(name, *how)
+    group.send_back = lambda name, *how: reach(name) or send_back(name, *how)
+    group.gather_loads = reached_first("gather", group.gather_loads)
+    balancer.plan = reached_first("plan", balancer.plan)
+    balancer.route = reached_first("route", balancer.route)
     gate = reached_first("count", setup.gate)
     layer = moe.MoE(gate, setup.dense, transport, setup.placement, activation=activation)
 

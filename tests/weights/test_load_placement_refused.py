@@ -111,7 +111,7 @@ def test_more_rows_than_there_are_is_refused_before_anything_moves():
 
 def test_planning_takes_the_layers_that_a_caller_keeps():
     layer, after, setup = local_layer()
-    placed = layer._placed_on(torch.device("cpu"))
+    placed = layer.balancer.placed_on(torch.device("cpu"))
     loads = torch.ones(EXPERTS, dtype=torch.int32)
     assert torch.equal(isoload.plan(loads, placed).quota, isoload.plan(loads, layer.placement, 0).quota)
     with pytest.raises(ValueError, match="layer must be None where the placement's layers are given, got 0"):
@@ -139,7 +139,7 @@ def failing(rank, how):
         down = layer.weights[0].down
         optimizer.state[down] = {"exp_avg": torch.zeros_like(down)}
     elif how == "dead" and odd:
-        transport.group.send = lambda *args: die()
+        transport.group.start_send = lambda *args: die()
     layer.load_placement(after, rows_per_chunk=chunk, optimizer=optimizer)
 
 

@@ -77,7 +77,7 @@ def replay(
     ] = 0,
     placer: Annotated[str, typer.Option(help=f"One of {', '.join(PLACERS)}.")] = "eplb",
     calibrate: Annotated[
-        str, typer.Option(help=f"What the placer sees: {', '.join(CALIBRATIONS)}. Replayed is the rest.")
+        str, typer.Option(help=f"Batches to place on: {', '.join(CALIBRATIONS)}. The rest is replayed.")
     ] = "first-half",
     batch_tokens: Annotated[
         int | None,
@@ -107,7 +107,7 @@ def replay(
     K distinct experts each, in the shares of the counts.
 
     With --cost a second table predicts times and memory of a layer by constants, which are printed;
-    policies that price imports decide by them, unless their options say otherwise.
+    policies that price imports use them where their options set no others.
     """
     with _one_line_errors():
         check_target(json)
@@ -231,8 +231,8 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """What the user can mend ends in one red line and exit code 2, a lost process in exit code 1, everything else in
-    a traceback."""
+    """Errors in what the user gave end in one red line and exit code 2, a lost process in exit code 1, all others in a
+    traceback."""
     code = 2
     try:
         yield

@@ -36,7 +36,7 @@ class Item:
 
 
 def report(cost: CostModel | None = None) -> list[Item]:
-    """Everything isoload can use, from the interpreter up. Nothing is imported that is not needed to look.
+    """Everything isoload can use, from the interpreter up. Imports only what the checks need.
 
     Args:
         cost: constants from which the break-even point of a borrow follows; None = the built-in ones.
@@ -76,7 +76,7 @@ def _cuda_device() -> tuple[bool, str]:
         return True, f"{names}; {free / 2**30:.0f} of {total / 2**30:.0f} GiB free on the first"
     if torch.version.cuda is None:
         return False, f"torch {torch.__version__} is built without CUDA"
-    return False, f"torch is built for CUDA {torch.version.cuda} but sees no device or driver"
+    return False, f"torch is built for CUDA {torch.version.cuda} but finds no device or driver"
 
 
 def _nvcc() -> tuple[bool, str]:

@@ -40,7 +40,7 @@ def run_ranks(body: Body, num_ranks: int, stall_seconds: float) -> list[Any]:
         try:
             with _interrupts_held():
                 for rank in range(num_ranks):
-                    # A pipe at a time: a child must not hold another's writing end, or nobody sees that one end.
+                    # A pipe at a time: a child must not hold another's writing end, which would hide that one's exit.
                     reader, writer = get_context("fork").Pipe(duplex=False)
                     readers.append(reader)
                     how = (body, rank, num_ranks, f"{folder}/store", stall_seconds, readers, writer)
@@ -103,7 +103,7 @@ def _message(
             timeout=timedelta(seconds=stall_seconds),
         )
         report = body(rank, lambda: writer.send(("alive", None)))
-        dist.barrier()  # nobody closes connections under a slower one
+        dist.barrier()  # no rank closes connections that a slower one still uses
     except BrokenPipeError:
         raise
     except Exception as error:
@@ -114,8 +114,8 @@ def _message(
 def _collect(readers: list[Connection], processes: list[ForkProcess], stall_seconds: float) -> list[Any]:
     """The reports.
 
-    A rank that stalls makes the others' exchanges time out after stall_seconds; they say so in the time that is added
-    here, which leaves the one at fault.
+    A rank that stalls makes the others' exchanges time out after stall_seconds; they report it in the time that is
+    added here, which leaves the one at fault.
     """
     patience = stall_seconds + max(2.0, stall_seconds / 4)
     reports: dict[int, Any] = {}

@@ -33,7 +33,7 @@ def run_experts(
     """For each row the sum over its local copies of ``weight * expert(row)``.
 
     Groups are computed one after another; local slots count through them. Gradients reach rows, gate weights
-    and every stack that asks for them.
+    and every stack that requires them.
 
     Args:
         rows: [N, H] in the groups' dtype.
@@ -41,8 +41,8 @@ def run_experts(
         weights: [N, K] float32 gate weights (float64 ones only with float64 rows).
         groups: stacks of weights: the resident rows, then the spare pool.
         activation: between the two projections.
-        num_copies: per group, the copies present, where the host knows them (a plan's quotas add up to them):
-            buffers then hold exactly these. None: buffers hold N*K, and the host need not know.
+        num_copies: per group, the copies present, where the host has their number (a plan's quotas add up to it):
+            buffers then hold exactly these. None: buffers hold N*K, and the host waits for nothing.
 
     Returns:
         [N, H] in rows' dtype, summed in max(fp32, dtype).

@@ -32,7 +32,7 @@ def linear_of(group: ExpertWeights) -> Linear:
 
 def _grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, grouping: Grouping) -> Tensor:
     """[C, in] -> [C, out] by the slot of each copy; the tail is undefined, in both directions."""
-    # grouped_mm wants contiguous incoming gradients: weighted_sum and both activations make them so.
+    # grouped_mm requires contiguous incoming gradients: weighted_sum and both activations make them so.
     y = F.grouped_mm(x, weight.transpose(1, 2), offs=grouping.ends)
     if bias is None:
         return y

@@ -46,12 +46,12 @@ def group_copies(slots: Tensor, first: int, num_slots: int, num_copies: int | No
         slots: [N, K] int64 local slots; -1 = absent.
         first: the group's first local slot.
         num_slots: S.
-        num_copies: copies present, where the host knows them: buffers then hold no more. None: N*K.
+        num_copies: copies present, where the host has their number: buffers then hold no more. None: N*K.
     """
     local = slots - first
     present = (local >= 0) & (local < num_slots)
     key = torch.where(present, local, num_slots).flatten()
-    # One place at least: no product is ever asked for of no rows.
+    # One place at least, so that no product has zero rows.
     held = len(key) if num_copies is None else min(max(num_copies, 1), len(key))
     if num_copies and values_readable(slots):
         copy = present.flatten().nonzero().flatten()  # only these need sorting

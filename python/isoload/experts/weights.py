@@ -125,7 +125,7 @@ def _there() -> None:
 
 @dataclass(frozen=True)
 class BorrowedWeights(ExpertWeights):
-    """Stacks that arrive while others are computed, in memory that is another's by the time of backward.
+    """Stacks that arrive while others are computed, in memory that may hold other weights by the time of backward.
 
     Args:
         wait: returns once the weights are there: called before they are used, in forward and in backward, which

@@ -1,4 +1,4 @@
-"""module_parts: what MoE needs of a Hugging Face MoE block, without importing transformers.
+"""module_parts: the parts of a Hugging Face MoE block that MoE takes, without importing transformers.
 
 Blocks are known by class name. Versions of transformers keep the same values in different places, so each value is
 looked for where any of them has it. Shapes: E experts, H width of a row, I intermediate width.

@@ -3,41 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from isoload.counting import count
+from isoload.balancer import Balanced, Balancer
 from isoload.experts.compute import count_copies, run_experts
-from isoload.experts.weights import Activation, ExpertWeights, SwiGLU, describe
+from isoload.experts.weights import Activation, ClampedGLU, ExpertWeights, SwiGLU, describe
 from isoload.layer.modules import fold_shared, module_parts
 from isoload.layer.routers import Routing, given_choices
 from isoload.ops import Prefer, append_shared_expert
-from isoload.placed_layers import PlacedLayers, own_layers, refresh_layers
 from isoload.placement import Placement
 from isoload.placers import place
-from isoload.planning import plan
 from isoload.policies import POLICIES, Policy, make_policy
 from isoload.records import Plan
-from isoload.routing import route, route_fixed
 from isoload.topology import Topology
-from isoload.transport import Group, LocalTransport, Received, Transport, error_code
+from isoload.transport import Group, LocalTransport, Received, Transport
 from isoload.value_checks import values_readable
 from isoload.weights.autograd import bring_again, join_rows
-from isoload.weights.backends import make_back_end
+from isoload.weights.backends import make_backend
 from isoload.weights.borrow import Borrowed, Borrowing
-from isoload.weights.layout import residences
-from isoload.weights.storage import RankWeights, new_stack, refresh_replicas
-from isoload.weights.transfer import (
+from isoload.weights.layout import count_rows, layouts, replica_moves
+from isoload.weights.migrate import (
     FACTS,
     check_move,
-    checksum,
-    count_rows,
     move_facts,
     move_state,
     move_weights,
 )
+from isoload.weights.storage import RankWeights, new_stack, refresh_replicas
 
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]
 SPARE_SLOTS = 2  # of every rank, where a borrowing policy comes without a placement
@@ -55,8 +51,8 @@ class MoE(nn.Module):
         transport: joins the ranks.
         placement: where the experts lie.
         layer: position of this layer in the placement.
-        policy: a name in isoload.POLICIES or a Policy; options go with the name. One that samples draws the same
-            in every batch until its step is changed (``layer.policy = ...``).
+        policy: a name in isoload.POLICIES or a Policy; options go with the name. One that samples draws anew in
+            every batch.
         activation: SwiGLU (default), or gpt-oss's ClampedGLU.
         shared: a module for all local rows, added to the result, outside of dispatch. Shared experts of the
             placement need none: the layer adds them to every token's choices, with weight 1.
@@ -66,9 +62,9 @@ class MoE(nn.Module):
             host: see num_tokens of :meth:`forward`. The same on all ranks.
         weight_rows: experts that every rank has memory for, for :meth:`load_placement`. None: as many as the
             placement's slots hold on it.
-        borrow: the back end that brings the weights of spare slots: "pull", "copy", "all_to_all" or "p2p", see
+        borrow: the backend that brings the weights of spare slots: "pull", "copy", "all_to_all" or "p2p", see
             isoload.weights.backends. None: "pull" where ranks can read each other's memory, else "all_to_all";
-            ``borrowing.back_end.name`` says which.
+            ``borrowing.backend.name`` says which.
 
     Raises:
         ValueError: naming the argument, the rule and the value; on the other ranks naming the rank and the stage.
@@ -92,61 +88,74 @@ class MoE(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        with transport.group.agreeing("construction") as facts:
-            _check_parts(dense, transport.group, placement, min_tokens)
-            self.gate, self.transport, self.placement, self.layer = gate, transport, placement, layer
-            self.group, self.dispatcher = transport.group, transport.dispatcher
-            self.policy, self.prefer, self.shared = make_policy(policy, options), prefer, shared
-            self.activation: Activation = SwiGLU() if activation is None else activation
-            self.min_tokens = min_tokens
+        self.gate, self.shared = gate, shared
+        self.transport, self.group, self.dispatcher = transport, transport.group, transport.dispatcher
+        self.activation: Activation = SwiGLU() if activation is None else activation
+        with self.group.agreeing("construction") as facts:
+            _check_parts(dense, self.group, placement, min_tokens)
             placed = placement.layer(layer, "cpu")
-            self.held, self.num_rows = residences(placed), count_rows(placed, weight_rows)
+            self.layouts, self.num_rows = layouts(placed), count_rows(placed, weight_rows)
             facts.update(
                 {
-                    "layer": layer,
-                    "policy": self.policy,
-                    "min_tokens": min_tokens,
                     "weight_rows": weight_rows,
                     "borrow": borrow,
                     "dense": describe(dense),
-                    "checksum of slot_to_expert": checksum(placed.slot_to_expert.tolist()),
-                    "checksum of home_slot": checksum(placed.home_slot.tolist()),
+                    "activation": name_of(self.activation),
                 }
             )
+        self.balancer = Balancer(
+            placement, layer, policy, self.group, prefer=prefer, min_tokens=min_tokens, **options
+        )
+        self.balancer.placed_on(dense.down.device)
         self._hold(dense, borrow)
-        self.has_replicas = any(residence.replicas for residence in self.held)
-        self.has_freedom = placement.has_freedom[layer]
-        self._placed: dict[torch.device, PlacedLayers] = {}
-        self._placed_on(dense.down.device)
-        self.last_plan: Plan | None = None
+        self.replica_moves = replica_moves(self.layouts)
 
     def _hold(self, dense: ExpertWeights, borrow: str | None) -> None:
         """Takes memory for the ranks' weights and, with spare slots, for borrowed ones."""
         spare, group, new, self.borrowing = self.placement.spare_slots, self.group, new_stack, None
         if spare:
             with group.agreeing("construction"):
-                back_end = make_back_end(group, borrow, dense.down.device)
-            new = back_end.new_stack
-            if back_end.reads_peers:
+                backend = make_backend(group, borrow, dense.down.device)
+            new = backend.new_stack
+            if backend.reads_peers:
                 self.num_rows = [max(self.num_rows)] * len(self.num_rows)
         with group.agreeing("construction"):
             self.weights = nn.ModuleList(
-                RankWeights(self.held[rank], dense, self.num_rows[rank], spare, new) for rank in group.ranks
+                RankWeights(self.layouts[rank], dense, self.num_rows[rank], spare, new)
+                for rank in group.ranks
             )
             if spare:
-                self.borrowing = Borrowing(group, self._ranks(), spare, back_end)
-                self.borrowing.settle(self.held, self.placement.num_experts)
+                self.borrowing = Borrowing(group, self._ranks(), spare, backend)
+                self.borrowing.settle(self.layouts, self.placement.num_experts)
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether any expert lies on several ranks."""
+        return bool(self.replica_moves)
+
+    @property
+    def placement(self) -> Placement:
+        """Where the experts lie; see :meth:`load_placement`."""
+        return self.balancer.placement
+
+    @property
+    def layer(self) -> int:
+        """Position of this layer in the placement."""
+        return self.balancer.layer
 
     @property
     def policy(self) -> Policy:
-        """Who plans; another may be set between batches, the same on all ranks."""
-        return self._policy
+        """What plans; another may be set between batches, the same on all ranks."""
+        return self.balancer.policy
 
     @policy.setter
     def policy(self, policy: Policy) -> None:
-        if policy.borrows and not self.placement.spare_slots:
-            raise ValueError(f"spare_slots must be at least 1 for policy {policy.name}, got 0")
-        self._policy = policy
+        self.balancer.policy = policy
+
+    @property
+    def last_plan(self) -> Plan | None:
+        """Of the last batch; None where nothing was planned."""
+        return self.balancer.last_plan
 
     @classmethod
     def from_module(
@@ -191,20 +200,45 @@ class MoE(nn.Module):
             None: what max_tokens_per_rank allows, else unknown, and the batch is planned.
         """
         rows = [x] if isinstance(x, Tensor) else list(x)
-        planned = self._is_planned(num_tokens)
-        chosen, loads = self._choose(rows, planned)  # [T, K] ids and weights; [R, E] copies
-        made = self.last_plan = self._plan(loads) if planned else None  # quota [P]
-        borrowed = self._borrow(made)  # on their way from here on
-        slots = self._route(chosen, loads, made)  # [T, K]
+        combined = self._run(rows, lambda: [self.gate(row) for row in rows], num_tokens)
+        if self.shared is not None:
+            combined = [y + self.shared(row) for y, row in zip(combined, rows, strict=True)]
+        return combined[0] if isinstance(x, Tensor) else combined
+
+    def compute(
+        self,
+        x: Tensor | Sequence[Tensor],
+        topk_ids: Tensor | Sequence[Tensor],
+        weights: Tensor | Sequence[Tensor],
+        num_tokens: int | None = None,
+    ) -> Tensor | list[Tensor]:
+        """The experts' part of :meth:`forward`, for choices made elsewhere: neither gate nor `shared` is called.
+
+        Args:
+            x: [T, H] on every owned rank, a list as in forward.
+            topk_ids: [T, K] routed experts, -1 = masked; lists as x is.
+            weights: [T, K], see isoload.layer.routers.Gate.
+            num_tokens: as in forward.
+        """
+        rows, ids, given = ([v] if isinstance(v, Tensor) else list(v) for v in (x, topk_ids, weights))
+        combined = self._run(rows, lambda: list(zip(ids, given, strict=True)), num_tokens)
+        return combined[0] if isinstance(x, Tensor) else combined
+
+    def _run(
+        self, rows: list[Tensor], choose: Callable[[], list[tuple[Tensor, Tensor]]], num_tokens: int | None
+    ) -> list[Tensor]:
+        """The pipeline, a line per stage."""
+        chosen, batch = self._balance(
+            rows, choose, num_tokens
+        )  # [T, K] ids, weights; loads [R, E], quota [P]
+        borrowed = self._borrow(batch.plan)  # on their way from here on
+        slots = self.balancer.route(batch)  # [T, K]
         gate_weights = [weights for _, weights in chosen]
         received = self.dispatcher.dispatch(rows, slots, gate_weights, self.placement.slots_per_rank)
         if borrowed is not None:
             borrowed.proceed()
-        computed = self._compute(received, loads, slots, borrowed)  # [N, H], summed over a row's local copies
-        combined = self.dispatcher.combine(computed, received)  # [T, H]
-        if self.shared is not None:
-            combined = [y + self.shared(row) for y, row in zip(combined, rows, strict=True)]
-        return combined[0] if isinstance(x, Tensor) else combined
+        computed = self._compute(received, batch.loads, slots, borrowed)  # [N, H], summed over a row's copies
+        return self.dispatcher.combine(computed, received)  # [T, H]
 
     def expert_parameters(self) -> list[nn.Parameter]:
         """The owned ranks' expert Parameters.
@@ -217,7 +251,7 @@ class MoE(nn.Module):
     def refresh_replicas(self) -> None:
         """Copies home rows to their replicas: after every optimizer step, by all ranks together."""
         if self.has_replicas:
-            refresh_replicas(self.group, self._ranks())
+            refresh_replicas(self.group, self._ranks(), self.replica_moves)
 
     def load_placement(
         self,
@@ -245,14 +279,14 @@ class MoE(nn.Module):
                 at fault, that rank or the fact they differ in on the others.
             RuntimeError: naming the stage, if a rank is gone. The layer's weights are then undefined.
         """
-        ranks, before = self._ranks(), self.held
+        ranks, before = self._ranks(), self.layouts
         size = max(2, len(before)) if rows_per_chunk is None else rows_per_chunk
         facts: list[list[int]] = []
         failure = None
         try:
             check_move(self.placement, placement, size, ranks)
             placed = placement.layer(self.layer, "cpu")
-            after = residences(placed, before)
+            after = layouts(placed, before)
             facts = move_facts(placed, before, after, self.num_rows, size, ranks, optimizer)
         except Exception as error:
             failure = error
@@ -264,34 +298,11 @@ class MoE(nn.Module):
             weights.settle(after[rank])
         if self.borrowing is not None:
             self.borrowing.settle(after, placement.num_experts)
-        self.placement, self.held = placement, after
-        self.has_replicas = any(residence.replicas for residence in after)
-        self.has_freedom = placement.has_freedom[self.layer]
-        for device, own in self._placed.items():
-            self._placed[device] = refresh_layers(own, placement.layer(self.layer, device))
-
-    def _placed_on(self, device: torch.device) -> PlacedLayers:
-        """The layer's own tables on a device: load_placement writes them in place."""
-        if device in self._placed:
-            return self._placed[device]
-        placed = own_layers(self.placement.layer(self.layer, device))
-        if type(placed.home_slot) is Tensor:  # a FakeTensor must not outlive its mode
-            self._placed[device] = placed
-        return placed
+        self.layouts, self.replica_moves = after, replica_moves(after)
+        self.balancer.settle(placement)
 
     def _ranks(self) -> list[RankWeights]:
         return list(self.weights)  # type: ignore[arg-type]
-
-    def _is_planned(self, num_tokens: int | None) -> bool:
-        """Whether there is anything to decide: known on the host and alike on all ranks."""
-        capacity = self.dispatcher.max_tokens_per_rank
-        if num_tokens is None and capacity is not None:
-            num_tokens = capacity * self.group.topology.num_ranks
-        small = num_tokens is not None and num_tokens < self.min_tokens
-        return self.has_freedom and not small
-
-    def _plan(self, loads: Tensor) -> Plan:
-        return plan(loads, self._placed_on(loads.device), None, self.policy)
 
     def _borrow(self, made: Plan | None) -> Borrowed | None:
         """Begins to bring the experts in the plan's spare slots."""
@@ -299,56 +310,40 @@ class MoE(nn.Module):
             return None
         return self.borrowing.borrow(made)
 
-    def _route(self, chosen: Sequence[Routing], loads: Tensor, made: Plan | None) -> list[Tensor]:
-        """[T, K] slots of every owned rank's copies: as planned or, without a plan, where they always go."""
-        of_rank = zip(self.group.ranks, chosen, strict=True)
-        if made is None:
-            return [route_fixed(ids, self._placed_on(ids.device), rank) for rank, (ids, _) in of_rank]
-        return [route(ids, loads, made, rank, prefer=self.prefer) for rank, (ids, _) in of_rank]
-
-    def _gate(self, row: Tensor) -> Routing:
-        """One rank's choices, checked, with the shared experts after them."""
-        placement = self.placement
-        ids, weights = given_choices(*self.gate(row), num_experts=placement.num_routed)
-        if not placement.num_shared:
-            return Routing(ids, weights)
-        ranks = torch.zeros(len(ids), placement.num_shared, dtype=torch.int32, device=ids.device)
-        return Routing(*append_shared_expert(ids, weights, ranks, placement.num_routed))
-
-    def _choose(self, rows: list[Tensor], planned: bool) -> tuple[list[Routing], Tensor]:
-        """Every owned rank's choices, and the loads, gathered if a plan is made from them.
+    def _balance(
+        self, rows: list[Tensor], choose: Callable[[], list[tuple[Tensor, Tensor]]], num_tokens: int | None
+    ) -> tuple[list[Routing], Balanced]:
+        """Every owned rank's choices, and the batch balanced by them.
 
         A rank that fails tells the others in the gather or, without one, in the next exchange of row counts; with
         max_tokens_per_rank there is none, and the others wait for the group's timeout.
         """
-        experts, most = self.placement.num_experts, self.dispatcher.max_tokens_per_rank
+        most, device = self.dispatcher.max_tokens_per_rank, self._ranks()[0].row_of_slot.device
+        if num_tokens is None and most is not None:
+            num_tokens = most * self.group.topology.num_ranks
+        chosen: list[Routing] = []
+        failure = None
         try:
             if most is not None and max(map(len, rows)) > most:
                 raise ValueError(
                     f"x must have at most max_tokens_per_rank={most} tokens, got {max(map(len, rows))}"
                 )
-            chosen = [self._gate(row) for row in rows]
-            counts, errors, failure = [count(ids, experts) for ids, _ in chosen], [0] * len(rows), None
+            chosen = [self._complete(*routing) for routing in choose()]
         except Exception as error:
-            device = self._ranks()[0].row_of_slot.device
-            nothing = torch.zeros(experts, dtype=torch.int32, device=device)
-            chosen, counts, failure = [], [nothing] * len(self.group.ranks), error
-            errors = [error_code("count")] * len(counts)
-        if not planned:
-            if failure is not None:
-                self.dispatcher.tell_failure("count", counts[0].device)
-                raise failure
-            return chosen, torch.stack(counts)
-        try:
-            loads = self.group.gather_loads(counts, errors)
-        except ValueError:
-            if failure is not None:
-                raise failure from None
-            raise
-        if failure is not None:  # on a GPU the others learn of it in the exchange of row counts
-            self.dispatcher.tell_failure("count", counts[0].device)
-            raise failure
-        return chosen, loads
+            failure = error
+        ids = [ids for ids, _ in chosen]
+        tell = partial(self.dispatcher.tell_failure, "count", device)
+        return chosen, self.balancer.balance(ids, num_tokens, failure, tell)
+
+    def _complete(self, topk_ids: Tensor, weights: Tensor) -> Routing:
+        """One rank's choices, checked, with the shared experts after them."""
+        placement = self.placement
+        routing = given_choices(topk_ids, weights, num_experts=placement.num_routed)
+        if not placement.num_shared:
+            return routing
+        ids, weights = routing
+        ranks = torch.zeros(len(ids), placement.num_shared, dtype=torch.int32, device=ids.device)
+        return Routing(*append_shared_expert(ids, weights, ranks, placement.num_routed))
 
     def _compute(
         self, received: list[Received], loads: Tensor, slots: list[Tensor], borrowed: Borrowed | None
@@ -358,7 +353,7 @@ class MoE(nn.Module):
         noted = {f"route of rank {r}": s for r, s in zip(self.group.ranks, slots, strict=True)}
         noted = {"loads": loads, **noted} if readable else {}
         arrived_rows = [arrived.rows for arrived in received]
-        rows, groups = join_rows(self.group, ranks, arrived_rows, self.has_replicas, borrowed, noted)
+        rows, groups = join_rows(self.group, ranks, arrived_rows, self.replica_moves, borrowed, noted)
         outputs = []
         for row, rank, arrived, stacks in zip(rows, ranks, received, groups, strict=True):
             local = rank.weight_rows(arrived.slots)
@@ -380,3 +375,10 @@ def _check_parts(dense: ExpertWeights, group: Group, placement: Placement, min_t
         )
     if min_tokens < 0:
         raise ValueError(f"min_tokens must be at least 0, got {min_tokens}")
+
+
+def name_of(activation: Activation) -> str:
+    """The same text on all ranks for the same activation; a function of the caller's own is compared by its name."""
+    if isinstance(activation, SwiGLU | ClampedGLU):
+        return repr(activation)
+    return str(getattr(activation, "__qualname__", type(activation).__qualname__))

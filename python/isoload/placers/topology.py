@@ -1,7 +1,7 @@
 """Placer ``topology``: replicas along the edges of a fixed graph of ranks, as DeepSeek's LPLB lays them.
 
-For comparison (github.com/deepseek-ai/LPLB). The graph says which ranks may relieve each other, whatever the
-load; the load says only which experts. Every expert has at most two replicas.
+For comparison (github.com/deepseek-ai/LPLB). The graph fixes which ranks may relieve each other, whatever the
+load; the load selects only which experts. Every expert has at most two replicas.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Online policies: one file each, one protocol (base.py), one registry. published/: forms of others, to compare."""
 
-from isoload.policies.base import Demand, Policy, sample_seed
+from isoload.policies.base import Demand, Policy, Seeded, sample_seed
 from isoload.policies.even import EvenPolicy
 from isoload.policies.exact import ExactPolicy
 from isoload.policies.exact_active import ExactActivePolicy
@@ -41,6 +41,7 @@ __all__ = [
     "POLICIES",
     "Demand",
     "Policy",
+    "Seeded",
     "StaticPolicy",
     "make_policy",
     "parse_policy",

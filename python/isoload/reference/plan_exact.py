@@ -5,8 +5,8 @@ must fit there, so the mean load of any such set is a lower bound of the peak, a
 the optimum (max-flow = min-cut). The solver works on both sides: it moves copies to lower the peak, and it
 proves a bound.
 
-1. start: every split expert evenly over its replicas, or as another objective wants it (start.py).
-2. sweeps: each split expert in turn is rebalanced over its own ranks; removes most of the imbalance.
+1. start: every replicated expert evenly over its replicas, or as another objective requires (start.py).
+2. sweeps: each replicated expert in turn is rebalanced over its own ranks; removes most of the imbalance.
 3. paths: while a rank carries more than the target allows, it hands copies along a shortest path of ranks
    to one with room (augmentation).
 4. bound: if there is no such path, the ranks that the overloaded ones can reach are such a set. Its bound
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,18 +31,10 @@ from torch import Tensor
 from isoload.reference.replica_tables import replicas
 from isoload.reference.start import SplitExpert, local, packed, spread
 from isoload.replica_tables import ReplicaTables
+from isoload.results import ExactSplit
 
 MAX_COPIES = 2**31 - 1
 Objective = Literal["spread", "local", "packed"]
-
-
-class ExactSplit(NamedTuple):
-    """quota [P] int32, peak [] int64, bound [] int64, telemetry [4] int32: as isoload.ops.ExactSplit."""
-
-    quota: Tensor
-    peak: Tensor
-    bound: Tensor
-    telemetry: Tensor
 
 
 def plan_exact(
@@ -117,7 +109,7 @@ def plan_exact(
 
 
 class Solver:
-    """One layer, without the split experts' copies: a start (start.py) gives them to replicas.
+    """One layer, without the replicated experts' copies: a start (start.py) gives them to replicas.
 
     Per rank: ``load`` in copies, ``ticks`` a copy costs, ``cap`` copies the target allows.
     """

@@ -4,7 +4,7 @@
                               rank's burden + its parts + slack s = speed * M     (price y)
                               x >= 0, s >= 0
 
-A part is what one rank takes of one split expert; all that cannot move is its rank's burden. The optimum has
+A part is what one rank takes of one replicated expert; all that cannot move is its rank's burden. The optimum has
 speed'y = 1, y >= 0, z = y - w >= 0 and x z = s y = 0. Each iteration takes Newton's step to x z = s y = target:
 
 1. residuals: what the equations lack; the largest cost of the split; the bound that the prices prove.
@@ -13,13 +13,13 @@ speed'y = 1, y >= 0, z = y - w >= 0 and x z = s y = 0. Each iteration takes Newt
 4. corrector: the step to a target between, with the products that the predictor left out.
 5. step: almost up to the first zero.
 
-All numbers have the dtype asked for, and every sum has a fixed order: the op gives the same bits.
+All numbers have the requested dtype, and every sum has a fixed order: the op gives the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,19 +28,10 @@ from torch import Tensor
 from isoload.reference.network import Indices, Network, Reals, add_by, ordered_sum
 from isoload.reference.replica_tables import replicas
 from isoload.replica_tables import ReplicaTables
+from isoload.results import LpSplit
 
 CONVERGED, OPEN, BROKE_DOWN = range(3)
 LIMITS = {torch.float32: (1e-4, 12), torch.float64: (1e-8, 20)}  # default tolerance, most iterations
-
-
-class LpSplit(NamedTuple):
-    """split [P], primal [], dual [] of the dtype; iterations [], status [] int32: as isoload.ops.LpSplit."""
-
-    split: Tensor
-    primal: Tensor
-    dual: Tensor
-    iterations: Tensor
-    status: Tensor
 
 
 def plan_lp(
@@ -94,7 +85,7 @@ def plan_lp(
 
 
 class Solver:
-    """One layer. Arrays over parts, over ranks with speed (``rank`` of a part) or over split experts with load
+    """One layer. Arrays over parts, over ranks with speed (``rank`` of a part) or over replicated experts with load
     (``expert`` of a part)."""
 
     def __init__(self, totals: Indices, tables: ReplicaTables, speeds: Reals, base: Reals) -> None:

@@ -14,20 +14,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from isoload.results import WaterfillSplit
+
 MAX_COPIES = 2**31 - 1
-
-
-class WaterfillSplit(NamedTuple):
-    """share [R, R] int32, peak [] int64, bound [] int64: as isoload.ops.WaterfillSplit."""
-
-    share: Tensor
-    peak: Tensor
-    bound: Tensor
 
 
 def plan_waterfill(
@@ -135,7 +129,7 @@ class Pool:
     # 3. visit
 
     def visits(self, giver: int, taker: int) -> int:
-        """How many copies find a token that goes there anyway, as far as counts can tell."""
+        """How many copies have a token that visits the taker anyway, estimated from counts."""
         if self.candidates == "node" and giver // self.per_node != taker // self.per_node:
             return 0
         return self.per_token * min(self.tokens[giver], self.quarters * self.copies[giver][taker] // 4)

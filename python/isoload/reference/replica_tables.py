@@ -1,4 +1,4 @@
-"""replica_tables: who holds what, derived from a placement. ReplicaTables' docstring defines the fields."""
+"""replica_tables: the slots of every expert, derived from a placement. ReplicaTables' docstring defines the fields."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _list_replicas(slot_to_expert: list[int], slots_per_rank: int, num_experts: 
 
 
 def _colour(ranks_of: list[list[int]]) -> list[list[int]]:
-    """Split experts in classes: each expert, lowest first, joins the first class it shares no rank with."""
+    """Replicated experts in classes: each expert, lowest first, joins the first class it shares no rank with."""
     classes: list[list[int]] = []
     taken: list[set[int]] = []
     for e, ranks in enumerate(ranks_of):
@@ -88,7 +88,7 @@ def _colour(ranks_of: list[list[int]]) -> list[list[int]]:
         taken[k].update(ranks)
     assert sorted(e for members in classes for e in members) == [
         e for e, ranks in enumerate(ranks_of) if len(ranks) > 1
-    ], "every split expert is in exactly one class"
+    ], "every replicated expert is in exactly one class"
     return classes
 
 

@@ -43,7 +43,7 @@ def visited_ranks(slots: Tensor, slots_per_rank: int) -> list[set[int]]:
 
 def _match(visited: list[set[int]], budget: list[int], home: int, strict: bool) -> list[int]:
     """One copy of every token. Ranks choose in turn: first the one with fewest free visitors to spare; of its
-    visitors first those that fewest of the ranks after it want, then the lowest."""
+    visitors first those that visit fewest of the ranks after it, then the lowest."""
     chosen = [-1] * len(visited)
     free = [t for t, ranks in enumerate(visited) if ranks]
     todo = {d for d, copies in enumerate(budget) if copies > 0 and d != home}

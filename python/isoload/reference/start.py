@@ -1,6 +1,6 @@
 """Where plan_exact begins: the objectives. What the peak does not demand stays as the start had it.
 
-Each start gives all copies of the split experts to their replicas and adds them to ``load`` [R].
+Each start gives all copies of the replicated experts to their replicas and adds them to ``load`` [R].
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class SplitExpert:
         return [r for r, copies in self.quota.items() if copies > 0]
 
     def deal(self, ranks: list[int], copies: int) -> None:
-        """Equal parts to these ranks; experts take turns at who gets the remainder."""
+        """Equal parts to these ranks; the ranks that take the remainder rotate with the expert's number."""
         for i, r in enumerate(ranks):
             self.quota[r] += copies // len(ranks) + ((i - self.expert) % len(ranks) < copies % len(ranks))
 

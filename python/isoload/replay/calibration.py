@@ -1,4 +1,4 @@
-"""Which batches of a trace a placer may see, and which are then replayed on its placement."""
+"""Which batches of a trace a placement is made from, and which are then replayed on it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CALIBRATIONS = ("first-half", "all", "leave-one-out", "leave-cluster-out")
 
 @dataclass(frozen=True)
 class Fold:
-    """Batches the placer sees, and batches that are replayed on its placement."""
+    """Batches that a placement is made from, and batches that are replayed on it."""
 
     calibrate: tuple[int, ...]
     replay: tuple[int, ...]
@@ -23,8 +23,8 @@ def calibration_folds(
     Args:
         num_batches: batches are 0..num_batches-1.
         calibrate:
-            first-half: the first ``num_batches // 2`` are seen, the rest replayed.
-            all: all are seen and all replayed, so the placer has seen what it is judged on.
+            first-half: the first ``num_batches // 2`` calibrate, the rest is replayed.
+            all: all calibrate and all are replayed: the test data are the calibration data.
             leave-one-out: each batch on the placement of all others.
             leave-cluster-out: each cluster's batches on the placement of all other clusters.
         clusters: [num_batches] labels; leave-cluster-out needs them.

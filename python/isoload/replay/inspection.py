@@ -8,9 +8,7 @@ import numpy as np
 
 from isoload.trace import Ints, Trace
 
-HIGH_SKEW = (
-    10.0  # CRAFT's line (its section 3): above it a layer needs replicas, below it good packing will do
-)
+HIGH_SKEW = 10.0  # CRAFT's line (its section 3): above it a layer needs replicas, below it packing suffices
 
 
 @dataclass(frozen=True)
@@ -20,7 +18,7 @@ class LargestShare:
     hottest    which one, all batches together (the lowest of equals)
     total      its share of the copies of all batches together
     mean, max  of per_batch, over batches with copies
-    per_batch  [batches] the largest share in each batch, whoever holds it; 0 in a batch without copies
+    per_batch  [batches] the largest share in each batch, of any expert or rank; 0 in a batch without copies
     """
 
     hottest: int

@@ -55,7 +55,7 @@ class CostTally:
     copies: list[Floats] = field(default_factory=list)  # [L] of all ranks
 
     def add(self, plans: list[Plan], routed: RoutedBatch, placement: Placement) -> None:
-        """Adds one batch: every layer's plan, and what its routed slots come to."""
+        """Adds one batch: every layer's plan, and the figures of its routed slots."""
         topology, ranks = placement.topology, placement.topology.num_ranks
         copies = torch.from_numpy(routed.slot_copies)
         slots = torch.stack([plan.slot_to_expert for plan in plans])

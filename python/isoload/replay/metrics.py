@@ -16,7 +16,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class RoutedBatch:
-    """What one batch of routed slots comes to, per layer.
+    """Figures of one batch of routed slots, per layer.
 
     slot_copies  [L, P]  copies that each slot received
     rows         [L, 3]  rows (distinct token x destination rank): all, to another rank, to another node

@@ -45,7 +45,7 @@ class ReplaySettings:
     spare_slots     of each rank's S slots, how many stay empty
     shared_experts  how many shared experts every token gets besides the trace's routed ones
     placer          a name in ``isoload.PLACERS``
-    calibrate       which batches the placer sees, see :func:`isoload.replay.calibration.calibration_folds`
+    calibrate       which batches the placement is made from, see :func:`isoload.replay.calibration.calibration_folds`
     batch_tokens    tokens per batch; None = see :func:`isoload.replay.batches.make_batches`
     max_batches     of every calibration's batches, how many are replayed, the first ones; 0 = all
     assign          how sequences go to source ranks, see :func:`isoload.replay.batches.source_ranks`

@@ -50,7 +50,7 @@ def cost_json(rows: Sequence[LayerCost]) -> list[dict[str, Any]]:
 
 
 def constants(model: CostModel) -> list[str]:
-    """Every constant of a cost model, and what follows for a borrow."""
+    """Every constant of a cost model, and the break-even of a borrow."""
     near, far = model.bandwidths
     sizes = ", ".join(f"{us:g} at {size}" for size, us in model.token_us)
     pays = model.break_even
@@ -65,10 +65,11 @@ def constants(model: CostModel) -> list[str]:
 
 
 def warnings(rows: Sequence[LayerCost], model: CostModel) -> list[str]:
-    """What a reader of the table must know: borrows that cost more than they save, batches too small for any."""
+    """Borrows that cost more than they save, and batches too small for any."""
     least = min(model.break_even)
     found = [
-        f"{row.policy} borrows for {row.copies_per_borrowed:.0f} copies per expert: its transfer takes longer"
+        f"{row.policy}: a borrowed expert computes {row.copies_per_borrowed:.0f} copies, "
+        "its transfer takes longer than they do"
         for row in rows
         if row.copies_per_borrowed is not None and row.copies_per_borrowed < least
     ]

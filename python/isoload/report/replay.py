@@ -92,7 +92,11 @@ def print_replay(replay: Replay, console: Console) -> None:
     print_table(console, heading, rows)
     print_lines(console, SHARED_UNITS if replay.settings["shared_experts"] else UNITS, "dim")
     if any(row.gap_mean < 0 for row in replay.policies):
-        print_lines(console, ["Below the bound: who borrows has slots that the bound does not count."], "dim")
+        print_lines(
+            console,
+            ["Below the bound: policies that borrow have slots that the bound does not count."],
+            "dim",
+        )
 
 
 def replay_json(replay: Replay) -> dict[str, Any]:

@@ -23,10 +23,10 @@ class Trace:
     """Loads, per-token choices or both, of L layers and E logical experts. A host record, checked when made.
 
     ``counts`` and ``topk_ids`` may describe different tokens (a long run, and the choices of a part of it).
-    Where ``tokens_per_batch`` adds up to the number of tokens they describe the same ones, and must agree.
+    Where ``tokens_per_batch`` adds up to the number of tokens they describe the same ones and must be consistent.
 
     Args:
-        name: what tables call it.
+        name: its name in tables.
         num_experts: E.
         top_k: K, experts per token; 0 = unknown. Default: the width of topk_ids.
         counts: [batches, L, E] int64 copies.

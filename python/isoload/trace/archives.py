@@ -70,7 +70,7 @@ def read_members(path: Path) -> list[zipfile.ZipInfo]:
 
 
 def is_npz(path: Path, members: Sequence[zipfile.ZipInfo]) -> bool:
-    """npz and torch files are both zip archives; what lies inside tells them apart."""
+    """npz and torch files are both zip archives; their members distinguish them."""
     names = [member.filename for member in members]
     if any(name.endswith("data.pkl") for name in names):
         return False

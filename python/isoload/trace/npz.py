@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 ARRAYS = (*DIMS, "cluster")
 ARRAY_FILES = tuple(f"{name}.npy" for name in ARRAYS)  # what is read of an .npz
 
-# What a .json may say about the fields of a Trace; all its other keys are provenance.
+# Fields of a Trace that a .json may set; all its other keys are provenance.
 _JSON_FIELDS = {"name": (str, "a string"), "num_experts": (int, "an integer"), "top_k": (int, "an integer")}
 
 
@@ -65,7 +65,7 @@ def _labels(path: Path, cluster: npt.NDArray[Any]) -> tuple[str, ...]:
 
 
 def _num_experts(path: Path, arrays: dict[str, Ints]) -> tuple[int, str]:
-    """E as the arrays alone tell it, and how."""
+    """E derived from the arrays alone, and from what."""
     counts, ids = arrays.get("counts"), arrays.get("topk_ids")
     if counts is not None:
         return (counts.shape[-1] if counts.ndim else 0), "counts"

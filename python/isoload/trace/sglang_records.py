@@ -20,7 +20,7 @@ _DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """One forward pass as one rank saw it, in logical experts.
+    """One forward pass as one rank recorded it, in logical experts.
 
     key       (forward pass, rank, SGLang's gatherer_key = sub-batch of a two-batch pass)
     view      per_pass: [L, E] copies; per_token: [tokens, L, 8] chosen experts, -1 = padding
@@ -73,8 +73,8 @@ def read_record(path: Path, raw: dict[str, Any], mode: str, slot_map: Ints, num_
 
 def _sequence_lengths(known: Any, tokens: int) -> tuple[int, ...]:
     """Tokens of each request of a prefill; a decode step (None) or a padded batch counts as one sequence."""
-    told = isinstance(known, list) and all(type(length) is int and length >= 0 for length in known)
-    return tuple(known) if told and sum(known) == tokens else (tokens,)
+    valid = isinstance(known, list) and all(type(length) is int and length >= 0 for length in known)
+    return tuple(known) if valid and sum(known) == tokens else (tokens,)
 
 
 def _logical_counts(path: Path, raw: dict[str, Any], slot_map: Ints, num_experts: int) -> Ints:

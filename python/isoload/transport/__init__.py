@@ -1,6 +1,6 @@
 """How loads, weights and rows travel between the ranks: a Group, a Dispatcher over it, and both as a Transport."""
 
-from isoload.transport.agreement import STAGES, error_code
+from isoload.transport.agreement import STAGES, checksum, error_code
 from isoload.transport.collective import CollectiveGroup
 from isoload.transport.dispatcher import Dispatcher, Received, StartedDispatch
 from isoload.transport.group import Group, SendCounts
@@ -23,5 +23,6 @@ __all__ = [
     "StartedDispatch",
     "Traffic",
     "Transport",
+    "checksum",
     "error_code",
 ]

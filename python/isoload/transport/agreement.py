@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -38,3 +39,8 @@ def raise_disagreement(names: Sequence[str], facts: Sequence[Sequence[int]]) -> 
                 raise ValueError(
                     f"{name} must be the same on all ranks, got {first} on rank 0 and {other} on rank {rank}"
                 )
+
+
+def checksum(value: object) -> int:
+    """56 bits that are the same on every machine for equal lists of numbers and strings."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")

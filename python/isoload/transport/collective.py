@@ -42,6 +42,19 @@ class CollectiveGroup(Group):
         if topology.num_ranks != size:
             raise ValueError(f"topology must have the group's {size} ranks, got {topology.num_ranks}")
 
+    @classmethod
+    def own(cls, topology: Topology, like: dist.ProcessGroup | None = None) -> CollectiveGroup:
+        """A group over the processes of another, with a communicator that no other code's collectives share.
+
+        All processes of the default group call it together, as :func:`torch.distributed.new_group` demands.
+
+        Args:
+            topology: R ranks, as many as `like` has.
+            like: whose processes join; None = all.
+        """
+        ranks = None if like is None else dist.get_process_group_ranks(like)
+        return cls(topology, dist.new_group(ranks))
+
     def _gather(self, stage: str, rows: list[Tensor]) -> Tensor:
         gathered = rows[0].new_empty(self.topology.num_ranks * len(rows[0]))
         with self.named(stage):

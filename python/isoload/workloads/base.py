@@ -31,8 +31,8 @@ class Use(IntEnum):
 class Workload:
     """Routing of one MoE layer, step by step; the same integers for the same fields and step, on any platform.
 
-    A workload promises its copies per expert (:meth:`expert_loads`), not only their mean: the tokens of a step
-    meet them exactly. It is without a placement. Where one speaks of a rank's experts, they lie in order,
+    A workload guarantees its copies per expert (:meth:`expert_loads`), not only their mean: the tokens of a step
+    meet them exactly. It is without a placement. Where one names a rank's experts, they lie in order,
     ``ceil(E / R)`` per rank, as the placer ``trivial`` puts them without replicas.
 
     Args:

@@ -19,7 +19,7 @@ class Concentrated(Workload):
 
     With distinct experts a hot token sends ``min(K, num_hot)`` copies to the hot experts; so one hot expert gets
     at most 1/K of all copies. ``repeat=True`` is the form of LLEP's published benchmark: all K copies of a hot
-    token go there, several to one expert if num_hot < K. The layer refuses such tokens, planners do not.
+    token go there, several to one expert if num_hot < K. The layer rejects such tokens, planners do not.
 
     Options: share, of the tokens, to half a token; num_hot, 1..E-K; repeat.
     """

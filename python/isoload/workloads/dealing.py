@@ -50,8 +50,8 @@ def deal(copies: Ints, num_tokens: int, top_k: int, stream: np.random.Generator)
     """[T, K] int64 tokens with K distinct experts each, expert e in exactly ``copies[e]`` of them.
 
     The copies are laid end to end and dealt like cards, one to each token, K times round: no expert has more
-    than T copies, so none comes round to a token twice. Random pairs of tokens then trade experts, which keeps
-    both promises; without that, tokens would have the same few neighbours in common.
+    than T copies, so none comes round to a token twice. Random pairs of tokens then exchange experts, which keeps
+    both properties; without that, tokens would have the same few neighbours in common.
     (:func:`isoload.replay.batches.draw_topk_ids` draws every token by itself: its counts are right on average only.)
 
     Args:
@@ -65,7 +65,7 @@ def deal(copies: Ints, num_tokens: int, top_k: int, stream: np.random.Generator)
     topk_ids: Ints = np.repeat(order, copies[order]).reshape(top_k, num_tokens).T
     for _ in range(TRADES):
         topk_ids = _trade(stream.permutation(topk_ids), stream)
-    return stream.permuted(topk_ids, axis=1)  # a trade leaves them sorted by key
+    return stream.permuted(topk_ids, axis=1)  # an exchange leaves them sorted by key
 
 
 def _trade(topk_ids: Ints, stream: np.random.Generator) -> Ints:

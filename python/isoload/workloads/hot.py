@@ -1,6 +1,6 @@
-"""W0-W7: the eight kinds of imbalance that Megatron-LM's token-imbalance benchmark (pull request 7488) tells apart.
+"""W0-W7: the eight kinds of imbalance that Megatron-LM's token-imbalance benchmark (pull request 7488) distinguishes.
 
-The generators are our own: each meets what is asked of it to the copy.
+The generators are our own: each meets its options to the copy.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ SCALE = 1 << 40  # weight of the most popular expert: integers decide, not the l
 
 @dataclass(frozen=True, kw_only=True)
 class SkewedWorkload(Workload):
-    """Base of the workloads in which some expert may ask for more than a token can send it, one copy.
+    """Base of the workloads in which an expert's share may exceed what tokens can send it, one copy each.
 
     Options: clip, hold the shares above 1/K at 1/K and the others in proportion, instead of refusing them.
     """
@@ -146,6 +146,6 @@ def standard_normals(stream: np.random.Generator, num: int) -> list[float]:
 
 
 def integer_weights(logs: list[float]) -> list[int]:
-    """[E] integers in proportion to exp(logs), the largest SCALE; none is 0, so that every expert can be asked."""
+    """[E] integers in proportion to exp(logs), the largest SCALE; none is 0, so that every expert can get copies."""
     top = max(logs)
     return [max(1, round(SCALE * exp(x - top))) for x in logs]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import isoload
-from isoload.expert_weights import ExpertWeights, compute_path
+from isoload.experts.weights import ExpertWeights, compute_path
 from isoload.transport import CollectiveTransport, LocalTransport, Transport
 
 pytestmark = [
@@ -57,10 +57,10 @@ def layer_on(transport: Transport, policy: str) -> isoload.MoE:
     skew = torch.linspace(4, 0, EXPERTS).to(DEVICE)
     dense = ExpertWeights.random(EXPERTS, HIDDEN, INNER, generator=draw, dtype=torch.bfloat16)
     dense = ExpertWeights(dense.gate_up.to(DEVICE), dense.down.to(DEVICE), None, None)
-    ranks, spare = transport.topology.num_ranks, 2 * (policy == "llep")
+    ranks, spare = transport.group.topology.num_ranks, 2 * (policy == "llep")
     own = EXPERTS if ranks == 1 else EXPERTS // ranks + 2  # two of them replicas, or spare
     how = {"slots_per_rank": own, "spare_slots": spare, "placer": "trivial" if spare else "eplb"}
-    placement = isoload.place(torch.ones(1, EXPERTS), transport.topology, **how)
+    placement = isoload.place(torch.ones(1, EXPERTS), transport.group.topology, **how)
 
     def gate(rows: Tensor) -> tuple[Tensor, Tensor]:
         weights, ids = (rows.float() @ router.T + skew).softmax(-1).topk(TOP_K)
@@ -72,7 +72,7 @@ def layer_on(transport: Transport, policy: str) -> isoload.MoE:
 
 def draw_rows(transport: Transport, seed: int) -> list[Tensor]:
     draw = torch.Generator().manual_seed(seed)
-    return [torch.randn(TOKENS, HIDDEN, generator=draw).bfloat16().to(DEVICE) for _ in transport.ranks]
+    return [torch.randn(TOKENS, HIDDEN, generator=draw).bfloat16().to(DEVICE) for _ in transport.group.ranks]
 
 
 @contextmanager
@@ -137,11 +137,11 @@ def test_exact_splits_wait_once(
     need_one_kernel(layer)
     transport, rows = layer.transport, draw_rows(layer.transport, 1)
     wanted = layer(rows)  # the first batch compares facts between the ranks and loads kernels
-    before, reads = transport.traffic.host_syncs, list[Tensor]()
+    before, reads = transport.group.traffic.host_syncs, list[Tensor]()
     with no_wait_but(reads, monkeypatch):
         got = layer(rows)
-    assert transport.traffic.host_syncs - before == 1 and len(reads) <= 1
-    transport.check()
+    assert transport.group.traffic.host_syncs - before == 1 and len(reads) <= 1
+    transport.group.check()
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b)
     print(
@@ -175,7 +175,7 @@ def test_a_fixed_capacity_never_waits_and_captures(
         graph.replay()
         for a, b in zip(outputs, wanted, strict=True):
             torch.testing.assert_close(a, b)
-    transport.check()
+    transport.group.check()
     print(
         f"\n{type(transport).__name__}, {layer.policy.name}, fixed capacity: {dict(count_nodes(graph))} nodes"
     )

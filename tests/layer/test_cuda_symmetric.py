@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_cuda_layer import check_borrowing_processes, in_processes
+
+from support.cuda_layer import check_borrowing_processes, in_processes
 
 pytestmark = [
     pytest.mark.cuda,

@@ -1,0 +1,322 @@
+"""Balancer: from a router's topk_ids to slots, for one layer; what engines and the layer call.
+
+    count -> gather -> plan -> share -> route
+
+Every call allocates its own results and writes nothing that an earlier call returned: two batches may be in flight,
+and a second captured graph leaves the first alone. What persists are the layer's tables, refreshed in place by
+:meth:`Balancer.load`. The gather is the only exchange: all Balancers of a group must be called in one order on all
+ranks, so give them a group of their own (:meth:`isoload.CollectiveGroup.own`), which no other collective shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from isoload.counting import count
+from isoload.ops import Prefer
+from isoload.placed_layers import PlacedLayers, own_layers, refresh_layers
+from isoload.placement import Placement
+from isoload.planning import plan
+from isoload.policies import Policy, Seeded, make_policy
+from isoload.records import Plan
+from isoload.routing import route, route_fixed
+from isoload.shared_experts import without_shared_slots
+from isoload.topology import Topology
+from isoload.transport import Group, LocalGroup, checksum, error_code
+
+Tokens = Literal["own", "same"]
+
+
+@dataclass(frozen=True, eq=False)
+class Balanced:
+    """One batch on its way: topk_ids [T, K] of every owned rank, loads [R, E], and the plan made from them.
+
+    Where nothing is planned, plan is None, and loads are the owned ranks' own counts.
+    """
+
+    topk_ids: list[Tensor]
+    loads: Tensor
+    plan: Plan | None
+
+
+class Balancer:
+    """Balances one layer: logical experts in, slots out.
+
+    Args:
+        placement: where the experts lie.
+        layer: position of this layer in the placement.
+        policy: a name in isoload.POLICIES or a Policy; options go with the name. One that borrows names experts in
+            ``last_plan`` whose weights must be copied before the experts run (the layer does so).
+        group: joins the ranks, one for all layers. None: one rank, or tokens="same".
+        tokens: "own": each rank has its own rows, and loads are gathered over the group. "same": all ranks hold the
+            same rows, as tensor-parallel serving without an all-to-all does; nothing is exchanged, and every rank
+            computes the same slots.
+        prefer: see :func:`isoload.route`.
+        min_tokens: with fewer tokens over all ranks nothing is gathered or planned: each expert goes to its ``static``
+            replica, shared ones stay home, and last_plan is None. The same on all ranks.
+        shared_columns: whether topk_ids carry the shared experts in their last columns, as
+            :func:`isoload.append_shared_expert` adds them. False: the Balancer adds them.
+
+    Raises:
+        ValueError: naming the argument, the rule and the value; on the other ranks naming the rank.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        layer: int = 0,
+        policy: str | Policy = "exact",
+        group: Group | None = None,
+        tokens: Tokens = "own",
+        *,
+        prefer: Prefer | None = None,
+        min_tokens: int = 0,
+        shared_columns: bool = True,
+        **options: Any,
+    ) -> None:
+        group = LocalGroup(Topology(1)) if group is None and placement.topology.num_ranks == 1 else group
+        if tokens not in ("own", "same"):
+            raise ValueError(f"tokens must be own or same, got {tokens!r}")
+        if tokens == "own" and group is None:
+            raise ValueError(
+                f"group must join the {placement.topology.num_ranks} ranks for tokens='own', got None"
+            )
+        self.placement, self.layer, self.group, self.tokens = placement, layer, group, tokens
+        self.prefer, self.min_tokens, self.shared_columns = prefer, min_tokens, shared_columns
+        self.step = 0
+        self.last_plan: Plan | None = None
+        self._own: dict[torch.device, PlacedLayers] = {}
+        if group is None:
+            self._check(make_policy(policy, options))
+            return
+        with group.agreeing("construction") as facts:
+            self._check(make_policy(policy, options))
+            placed = placement.layer(layer, "cpu")
+            facts.update(
+                {
+                    "layer": layer,
+                    "policy": self.policy,
+                    "min_tokens": min_tokens,
+                    "tokens": tokens,
+                    "checksum of slot_to_expert": checksum(placed.slot_to_expert.tolist()),
+                    "checksum of home_slot": checksum(placed.home_slot.tolist()),
+                }
+            )
+
+    @classmethod
+    def from_slots(
+        cls,
+        slot_to_expert: Tensor,
+        topology: Topology,
+        num_experts: int,
+        *,
+        num_shared: int = 0,
+        **how: Any,
+    ) -> Balancer:
+        """From an engine's table: slot_to_expert [P], its physical-to-logical map of one layer; see Placement."""
+        slots = torch.as_tensor(slot_to_expert).unsqueeze(0)
+        return cls(Placement(slots, topology, num_experts, num_shared=num_shared), **how)
+
+    @property
+    def policy(self) -> Policy:
+        """What plans; another may be set between batches, the same on all ranks."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        if policy.borrows and not self.placement.spare_slots:
+            raise ValueError(f"spare_slots must be at least 1 for policy {policy.name}, got 0")
+        self._policy = policy
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks whose tokens this process routes; with tokens="same" all ranks route as rank 0 would."""
+        return (0,) if self.group is None or self.tokens == "same" else self.group.ranks
+
+    def __call__(
+        self,
+        topk_ids: Tensor | Sequence[Tensor],
+        num_valid: int | Tensor | None = None,
+        num_tokens: int | None = None,
+    ) -> Tensor | list[Tensor]:
+        """The slot of every token copy.
+
+        Args:
+            topk_ids: [T, K] int32 or int64 logical experts of this rank's tokens; -1 = masked. T may differ between
+                ranks and be 0. A list over the owned ranks, where this process owns several.
+            num_valid: rows from here on are padding: neither counted nor routed. A tensor is not read on the host.
+            num_tokens: tokens over all ranks, or an upper bound of them, the same on all ranks; compared with
+                min_tokens. None: with tokens="same" T, else unknown, and the batch is planned.
+
+        Returns:
+            [T, K] slots in the dtype of topk_ids, -1 where masked: DeepEP's ``topk_idx``.
+
+        Raises:
+            ValueError: naming the argument, the rule and the value, on the other ranks naming the rank and the stage.
+        """
+        ids = [topk_ids] if isinstance(topk_ids, Tensor) else list(topk_ids)
+        failure = None
+        try:
+            ids = [self._complete(rows, num_valid) for rows in ids]
+        except ValueError as error:
+            failure = error
+        slots = self.route(self.balance(ids, num_tokens, failure))
+        return slots[0] if isinstance(topk_ids, Tensor) else slots
+
+    def plans(self, num_tokens: int | None) -> bool:
+        """Whether a batch of so many tokens is planned: known on the host, and alike on all ranks."""
+        small = num_tokens is not None and num_tokens < self.min_tokens
+        return self.has_freedom and not small
+
+    def balance(
+        self,
+        topk_ids: list[Tensor],
+        num_tokens: int | None = None,
+        failure: Exception | None = None,
+        tell: Callable[[], None] | None = None,
+    ) -> Balanced:
+        """Counts, gathers and plans: all of a call but the route. All ranks call it together.
+
+        Args:
+            topk_ids: of the owned ranks, shared columns included; not read where there is a failure.
+            num_tokens: see :meth:`__call__`.
+            failure: why this process has no choices. The gather carries the fact to the other ranks; it is raised here.
+            tell: called before a failure of this process is raised that the other ranks have not raised yet: where
+                nothing is gathered, and on a device, whose errors the host reads later.
+        """
+        tell = (lambda: None) if tell is None else tell
+        if self.tokens == "same" and num_tokens is None and topk_ids:
+            num_tokens = len(topk_ids[0])
+        counts: list[Tensor] = []
+        if failure is None:
+            try:
+                counts = [count(rows, self.placement.num_experts) for rows in topk_ids]
+            except ValueError as error:
+                failure = error
+        self.last_plan = None
+        if not self.plans(num_tokens):
+            if failure is not None:
+                tell()
+                raise failure
+            return Balanced(topk_ids, torch.stack(counts), None)
+        loads = self._gather(counts, failure, tell)
+        if (
+            isinstance(self.policy, Seeded) and not in_backward()
+        ):  # a checkpoint's recompute draws as its forward did
+            self.step += 1
+        made = self.last_plan = plan(loads, self.placed_on(loads.device), None, self.policy, step=self.step)
+        return Balanced(topk_ids, loads, made)
+
+    def route(self, balanced: Balanced) -> list[Tensor]:
+        """[T, K] slots of every owned rank's copies: as planned or, without a plan, where they always go."""
+        of_rank = zip(self.ranks, balanced.topk_ids, strict=True)
+        made = balanced.plan
+        if made is None:
+            return [route_fixed(ids, self.placed_on(ids.device), rank) for rank, ids in of_rank]
+        return [route(ids, balanced.loads, made, rank, prefer=self.prefer) for rank, ids in of_rank]
+
+    def load(self, placement: Placement) -> None:
+        """Takes a new placement in place: no address changes, so captured graphs stay valid. Between batches.
+
+        Args:
+            placement: of the same topology, layers, experts, shared experts, slots and spare slots.
+
+        Raises:
+            ValueError: on all ranks, naming the argument, the rule and the value, or the fact in which ranks differ.
+        """
+        if self.group is None:
+            check_same_shape(self.placement, placement)
+        else:
+            with self.group.agreeing("placement") as facts:
+                check_same_shape(self.placement, placement)
+                placed = placement.layer(self.layer, "cpu")
+                facts["checksum of slot_to_expert"] = checksum(placed.slot_to_expert.tolist())
+                facts["checksum of home_slot"] = checksum(placed.home_slot.tolist())
+        self.settle(placement)
+
+    def settle(self, placement: Placement) -> None:
+        """:meth:`load` of a placement that all ranks have agreed on already."""
+        self.placement, self.has_freedom = placement, placement.has_freedom[self.layer]
+        for device, own in self._own.items():
+            self._own[device] = refresh_layers(own, placement.layer(self.layer, device))
+
+    def placed_on(self, device: torch.device) -> PlacedLayers:
+        """The layer's own tables on a device, which :meth:`load` writes in place."""
+        if device in self._own:
+            return self._own[device]
+        own = own_layers(self.placement.layer(self.layer, device))
+        if type(own.home_slot) is Tensor:  # a FakeTensor must not outlive its mode
+            self._own[device] = own
+        return own
+
+    def routed_ids(self, slots: Tensor) -> Tensor:
+        """Slots numbered as if the shared experts had none: an engine's physical ids of routed experts; -1 stays."""
+        return without_shared_slots(slots, self.placement.slots_per_rank, self.placement.num_shared)
+
+    def _complete(self, topk_ids: Tensor, num_valid: int | Tensor | None) -> Tensor:
+        """Masks padding rows and adds the shared experts' columns, where topk_ids have none."""
+        if topk_ids.dim() != 2:
+            raise ValueError(f"topk_ids must be [T, K], got {list(topk_ids.shape)}")
+        if num_valid is not None:
+            row = torch.arange(len(topk_ids), device=topk_ids.device)
+            topk_ids = topk_ids.masked_fill((row >= num_valid).unsqueeze(1), -1)
+        num_shared, routed = self.placement.num_shared, self.placement.num_routed
+        if self.shared_columns or not num_shared:
+            return topk_ids
+        shared = torch.arange(routed, routed + num_shared, device=topk_ids.device, dtype=topk_ids.dtype)
+        present = (topk_ids >= 0).any(1, keepdim=True)
+        return torch.cat([topk_ids, torch.where(present, shared, -1)], dim=1)
+
+    def _gather(self, counts: list[Tensor], failure: Exception | None, tell: Callable[[], None]) -> Tensor:
+        """[R, E] loads. With tokens="same" rank 0 stands for the one source there is."""
+        if self.tokens == "same":
+            if failure is not None:
+                raise failure
+            others = self.placement.topology.num_ranks - 1
+            return torch.nn.functional.pad(counts[0].unsqueeze(0), (0, 0, 0, others))
+        assert self.group is not None
+        if failure is None:
+            return self.group.gather_loads(counts)
+        nothing = torch.zeros(self.placement.num_experts, dtype=torch.int32, device=self._device())
+        try:
+            self.group.gather_loads([nothing] * len(self.ranks), [error_code("count")] * len(self.ranks))
+        except ValueError:
+            raise failure from None
+        tell()
+        raise failure
+
+    def _device(self) -> torch.device:
+        """Where this layer's tables are."""
+        return next(iter(self._own), torch.device("cpu"))
+
+    def _check(self, policy: Policy) -> None:
+        """What construction refuses."""
+        topology, group = self.placement.topology, self.group
+        if group is not None and group.topology.num_ranks != topology.num_ranks:
+            raise ValueError(
+                f"placement must be for the group's {group.topology.num_ranks} ranks, got {topology.num_ranks}"
+            )
+        if self.min_tokens < 0:
+            raise ValueError(f"min_tokens must be at least 0, got {self.min_tokens}")
+        self.policy = policy
+        self.placed_on(torch.device("cpu"))  # refuses a layer that is not there
+        self.has_freedom = self.placement.has_freedom[self.layer]
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass, as when a checkpoint recomputes its forward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def check_same_shape(now: Placement, new: Placement) -> None:
+    """Raises ValueError if a placement cannot take another's place in memory."""
+    for name in ("topology", "num_layers", "num_experts", "num_shared", "slots_per_rank", "spare_slots"):
+        if getattr(new, name) != getattr(now, name):
+            raise ValueError(
+                f"placement must have the layer's {name}={getattr(now, name)}, got {getattr(new, name)}"
+            )

@@ -1,0 +1,284 @@
+"""Balancer: ids in, slots out, for one layer; over virtual ranks and processes, in both modes, refreshed in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import isoload
+from isoload import Balancer, CollectiveGroup, LocalGroup
+from support.processes import rank_outcomes, run_ranks
+from support.small_batches import EXPERTS, LAYERS, RANKS, draw_ids, gather, make_placement, make_topology
+
+POLICIES = ["none", "static", "even", "exact", "exact_active", "lp", "dynamic", "lp_sampled"]
+
+
+def other_placement() -> isoload.Placement:
+    counts = torch.randint(1, 900, (LAYERS, EXPERTS), generator=torch.Generator().manual_seed(8))
+    return isoload.place(counts, make_topology(), slots_per_rank=6)
+
+
+def by_hand(
+    ids: list[Tensor], placement: isoload.Placement, layer: int, policy: str, step: int
+) -> list[Tensor]:
+    """The stages, composed by the caller."""
+    loads = gather(ids)
+    plan = isoload.plan(loads, placement, layer, policy, step=step)
+    return [isoload.route(rows, loads, plan, rank) for rank, rows in enumerate(ids)]
+
+
+def same(a: Any, b: Any) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_equals_the_stages_by_hand(policy: str) -> None:
+    placement = make_placement()
+    balancer = Balancer(placement, 1, policy, LocalGroup(make_topology()))
+    for batch in range(3):
+        ids = draw_ids(batch)
+        assert same(balancer(ids), by_hand(ids, placement, 1, policy, step=batch + 1))
+        assert balancer.last_plan is not None and balancer.last_plan.layer == 1
+
+
+def test_sampled_policies_draw_anew_in_every_batch() -> None:
+    """Regression: a layer drew one random stream again and again."""
+    balancer = Balancer(make_placement(), 0, "dynamic", LocalGroup(make_topology()))
+    ids = draw_ids(1)
+    assert not same(balancer(ids), balancer(ids))
+
+
+def on_rank(rank: int, ranks: int, policy: str) -> list[Tensor]:
+    topology = isoload.Topology(ranks)
+    counts = torch.arange(EXPERTS).expand(1, -1)
+    placement = isoload.place(counts, topology, slots_per_rank=EXPERTS // ranks + 2)
+    balancer = Balancer(placement, 0, policy, CollectiveGroup.own(topology))
+    slots = []
+    for batch in range(3):
+        rows = draw_ids(batch)[rank] if (rank, batch) != (1, 1) else draw_ids(batch)[rank][:0]
+        slots.append(balancer(rows))
+    return slots
+
+
+@pytest.mark.parametrize("policy", ["exact", "dynamic"])
+def test_processes_equal_virtual_ranks(policy: str) -> None:
+    ranks = 3
+    topology = isoload.Topology(ranks)
+    placement = isoload.place(
+        torch.arange(EXPERTS).expand(1, -1), topology, slots_per_rank=EXPERTS // ranks + 2
+    )
+    balancer = Balancer(placement, 0, policy, LocalGroup(topology))
+    got = run_ranks(on_rank, ranks, ranks, policy)
+    for batch in range(3):
+        ids = draw_ids(batch)[:ranks]
+        ids[1] = ids[1][:0] if batch == 1 else ids[1]
+        assert same([of_rank[batch] for of_rank in got], balancer(ids))
+
+
+@pytest.mark.parametrize("policy", ["static", "even", "exact", "exact_active", "lp", "dynamic"])
+def test_same_tokens_make_the_same_slots_on_every_rank(policy: str) -> None:
+    placement, rows = make_placement(), draw_ids(4)[0]
+    balancers = [Balancer(placement, 2, policy, tokens="same") for _ in range(3)]
+    for _ in range(2):
+        first, *others = [balancer(rows) for balancer in balancers]
+        assert all(torch.equal(first, slots) for slots in others)
+        plan = balancers[0].last_plan
+        assert plan is not None
+        assert torch.equal(plan.slot_to_expert[first.clamp(min=0)].where(first >= 0, -1), rows.int())
+        if plan.quota is not None:
+            assert torch.equal(isoload.count(first, placement.num_slots), plan.quota)
+
+
+def test_same_tokens_exact_is_the_optimum_of_their_sum() -> None:
+    placement, rows = make_placement(), draw_ids(5)[0]
+    balancer = Balancer(placement, 0, "exact", tokens="same")
+    slots = balancer(rows)
+    loads = torch.bincount(slots[slots >= 0] // placement.slots_per_rank, minlength=RANKS)
+    assert int(loads.max()) == int(balancer.last_plan.peak) == int(balancer.last_plan.bound)
+
+
+def test_two_batches_in_flight_do_not_touch_each_other() -> None:
+    """Two-batch overlap: the stages of one batch run between those of the other, on one layer."""
+    placement, group = make_placement(), LocalGroup(make_topology())
+    balancer = Balancer(placement, 1, "exact", group)
+    a, b = draw_ids(1), draw_ids(2)
+    first = balancer.balance(a)
+    second = balancer.balance(b)
+    slots_b = balancer.route(second)
+    kept = [t.clone() for t in (first.loads, first.plan.quota, second.loads, second.plan.quota, *slots_b)]
+    slots_a = balancer.route(first)
+    assert same(slots_a, by_hand(a, placement, 1, "exact", 0)) and same(
+        slots_b, by_hand(b, placement, 1, "exact", 0)
+    )
+    assert same(kept, [first.loads, first.plan.quota, second.loads, second.plan.quota, *slots_b])
+
+
+def test_load_keeps_every_address() -> None:
+    balancer = Balancer(make_placement(), 1, "static", LocalGroup(make_topology()))
+    placed = balancer.placed_on(torch.device("cpu"))
+    balancer(draw_ids(1))
+    tensors = [placed.slot_to_expert, placed.home_slot, placed.tables.data, placed.filled.slot_to_expert]
+    tensors += [memo.value for memo in placed.memos.values()]
+    assert len(tensors) == 5
+    addresses = [t.data_ptr() for t in tensors]
+    new = other_placement()
+    balancer.load(new)
+    for policy in ("static", "exact"):
+        balancer.policy = isoload.POLICIES[policy]()
+        ids = draw_ids(9)
+        assert same(balancer(ids), by_hand(ids, new, 1, policy, 0))
+    assert [t.data_ptr() for t in tensors] == addresses
+    fresh = balancer.placed_on(torch.device("cpu"))
+    now = [fresh.slot_to_expert, fresh.home_slot, fresh.tables.data, fresh.filled.slot_to_expert]
+    assert [t.data_ptr() for t in [*now, *(m.value for m in fresh.memos.values())]] == addresses
+
+
+def test_small_batches_and_layers_without_freedom_gather_nothing() -> None:
+    group = LocalGroup(make_topology())
+    small = Balancer(make_placement(), 0, "exact", group, min_tokens=1000)
+    ids = draw_ids(1)
+    slots = small(ids, num_tokens=999)
+    assert small.last_plan is None and not group.traffic.bytes
+    assert same(slots, by_hand(ids, make_placement(), 0, "static", 0))
+    small(ids, num_tokens=1000)
+    assert small.last_plan is not None and group.traffic.bytes["gather"]
+    single = isoload.place(torch.ones(1, EXPERTS), make_topology(), placer="trivial")
+    group.reset_traffic()
+    assert Balancer(single, 0, "exact", group)(ids) is not None and not group.traffic.bytes
+    same_tokens = Balancer(make_placement(), 0, "exact", tokens="same", min_tokens=38)
+    same_tokens(ids[0])
+    assert same_tokens.last_plan is None, "T is known on the host"
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_rows_behind_num_valid_are_padding(as_tensor: bool) -> None:
+    placement, ids = make_placement(), draw_ids(6)
+    group = LocalGroup(make_topology())
+    masked = [torch.cat([rows[:20], torch.full_like(rows[20:], -1)]) for rows in ids]
+    num_valid = torch.tensor(20) if as_tensor else 20
+    assert same(
+        Balancer(placement, 0, "exact", group)(ids, num_valid), Balancer(placement, 0, "exact", group)(masked)
+    )
+
+
+@pytest.mark.parametrize("policy", ["joint", "waterfill", "exact"])
+def test_shared_experts_with_and_without_columns(policy: str) -> None:
+    counts = torch.arange(EXPERTS).expand(1, -1)
+    placement = isoload.place(counts, make_topology(), slots_per_rank=7, num_shared=1)
+    group, ids = LocalGroup(make_topology()), draw_ids(2)
+    ids[3][4] = -1
+    shared = [torch.where((rows >= 0).any(1, keepdim=True), EXPERTS, -1) for rows in ids]
+    full = [torch.cat(pair, dim=1) for pair in zip(ids, shared, strict=True)]
+    appended = Balancer(placement, 0, policy, group, shared_columns=False)
+    slots = appended(ids)
+    assert same(slots, Balancer(placement, 0, policy, group)(full))
+    routed = [row[:, :-1] for row in slots]
+    engine = [appended.routed_ids(row) for row in routed]  # numbered over six slots per rank
+    for ours, theirs in zip(routed, engine, strict=True):
+        assert torch.equal(torch.where(theirs < 0, -1, theirs // 6 * 7 + theirs % 6), ours)
+
+
+def test_from_an_engines_table() -> None:
+    placement = make_placement()
+    table = placement.slot_to_expert[1].long()
+    made = Balancer.from_slots(
+        table, make_topology(), EXPERTS, policy="exact", group=LocalGroup(make_topology())
+    )
+    ids = draw_ids(3)
+    assert same(made(ids), Balancer(placement, 1, "exact", LocalGroup(make_topology()))(ids))
+    tables = made.placed_on(torch.device("cpu")).tables
+    assert int(tables.logcnt().sum()) == int(tables.is_replica().sum())
+    assert (table[tables.log2phy()[:, 0]] == torch.arange(EXPERTS)).all()
+
+
+def failing(rank: int, ranks: int, what: str) -> None:
+    topology = isoload.Topology(ranks)
+    placement = isoload.place(
+        torch.arange(EXPERTS).expand(1, -1), topology, slots_per_rank=EXPERTS // ranks + 2
+    )
+    policy = "even" if (what, rank) == ("policy", 1) else "exact"
+    balancer = Balancer(placement, 0, policy, CollectiveGroup(topology))
+    rows = draw_ids(0)[rank]
+    if what == "ids" and rank == 1:
+        rows = rows + EXPERTS
+    if what == "placement":
+        counts = torch.arange(EXPERTS).roll(5 * rank).expand(1, -1)
+        balancer.load(isoload.place(counts, topology, slots_per_rank=EXPERTS // ranks + 2))
+    balancer(rows)
+
+
+@pytest.mark.parametrize(
+    ("what", "own", "others"),
+    [
+        ("ids", "ValueError: topk_ids must be in -1..31", "ValueError: rank 1 failed in stage count"),
+        ("policy", "policy must be the same on all ranks", "policy must be the same on all ranks"),
+        (
+            "placement",
+            "checksum of slot_to_expert must be the same",
+            "checksum of slot_to_expert must be the same",
+        ),
+    ],
+)
+def test_one_rank_that_differs_stops_all(what: str, own: str, others: str) -> None:
+    outcomes = rank_outcomes(failing, 2, 2, what)
+    assert own in str(outcomes[1].error) and others in str(outcomes[0].error), outcomes
+
+
+@pytest.mark.parametrize("tokens", ["same", "own"])
+def test_never_waits_for_the_device(tokens: str) -> None:
+    balancer = Balancer(make_placement(), 1, "exact", LocalGroup(make_topology()), tokens)
+    balancer(draw_ids(1) if tokens == "own" else draw_ids(1)[0])  # facts are agreed once
+    with FakeTensorMode():
+        ids = [torch.zeros(9, 4, dtype=torch.int64, device="cuda") for _ in range(RANKS)]
+        num_valid = torch.zeros((), dtype=torch.int64, device="cuda")
+        slots = balancer(ids if tokens == "own" else ids[0], num_valid)
+        assert (slots[0] if tokens == "own" else slots).device.type == "cuda"
+    assert torch.device("cuda") not in balancer._own, "a FakeTensor must not outlive its mode"
+
+
+def test_compiles_whole() -> None:
+    torch._dynamo.reset()
+    balancer = Balancer(make_placement(), 1, "exact", tokens="same")
+    compiled = torch.compile(balancer, backend="aot_eager", fullgraph=True, dynamic=True)
+    for tokens in (5, 9, 33):
+        rows = draw_ids(tokens)[0][:tokens]
+        assert torch.equal(compiled(rows), balancer(rows))
+
+
+BAD = {
+    "tokens": (lambda p, g: Balancer(p, tokens="some", group=g), "tokens must be own or same, got 'some'"),
+    "no group": (lambda p, g: Balancer(p), "group must join the 8 ranks for tokens='own', got None"),
+    "ranks": (
+        lambda p, g: Balancer(p, group=LocalGroup(isoload.Topology(2))),
+        "placement must be for the group's 2 ranks, got 8",
+    ),
+    "min_tokens": (lambda p, g: Balancer(p, group=g, min_tokens=-1), "min_tokens must be at least 0, got -1"),
+    "layer": (lambda p, g: Balancer(p, 9, group=g), r"layer must be in 0\.\.2, got 9"),
+    "borrows": (lambda p, g: Balancer(p, policy="llep", group=g), "spare_slots must be at least 1 for policy llep"),
+    "dims": (lambda p, g: Balancer(p, tokens="same")(torch.zeros(3, dtype=torch.int64)), r"topk_ids must be \[T, K\]"),
+    "load": (
+        lambda p, g: Balancer(p, group=g).load(isoload.place(torch.ones(1, EXPERTS), make_topology(), 6)),
+        "placement must have the layer's num_layers=3, got 1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refuses(name: str) -> None:
+    call, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        call(make_placement(), LocalGroup(make_topology()))
+
+
+def test_own_group_is_apart_from_the_default_one() -> None:
+    def groups(rank: int, ranks: int) -> bool:
+        own = CollectiveGroup.own(isoload.Topology(ranks))
+        assert own.process_group is not dist.group.WORLD
+        return own.gather("test", [torch.tensor([rank])]).flatten().tolist() == list(range(ranks))
+
+    assert run_ranks(groups, 2, 2) == [True, True]
