@@ -27,7 +27,6 @@ sys.path.insert(0, str(ROOT / "csrc" / "cuda"))
 import nvcc  # noqa: E402
 
 TORCH_2_11 = "0x020b000000000000"  # the oldest torch whose stable ABI we compile for
-ONLY_WITH_CUDA = "csrc/ops/cuda.cpp"
 
 # Integers only need -O3; -ffp-contract=off keeps float planners bit-equal between CPU and CUDA.
 COMPILE = ["-O3", "-g0", "-std=c++17", "-Wall", "-Wextra", "-Wno-unused-parameter", "-ffp-contract=off"]
@@ -71,7 +70,7 @@ class Build(BuildExtension.with_options(use_ninja=False)):
 
 extension = CppExtension(
     "isoload._C",
-    sorted(str(path) for path in Path("csrc").rglob("*.cpp") if NVCC or str(path) != ONLY_WITH_CUDA),
+    sorted(str(path) for path in Path("csrc").rglob("*.cpp")),
     include_dirs=[str(ROOT / "csrc")],
     depends=sorted(str(path) for kind in ("*.h", "*.cu", "*.cuh") for path in Path("csrc").rglob(kind)),
     define_macros=[("ISOLOAD_WITH_CUDA", None)] if NVCC else [],

@@ -114,7 +114,7 @@ class RankBench:
 def run_rank(settings: Sequence[Setting], device: torch.device, rounds: int) -> list[dict[str, Any]]:
     """The body of a process of the default group: the same rows on every rank. Settings differ in routing only."""
     bench = RankBench(settings[0], device)
-    back_end = bench.layer.borrowing.back_end.name if bench.layer.borrowing else ""
+    backend = bench.layer.borrowing.backend.name if bench.layer.borrowing else ""
     rows = []
     for setting in settings:
         samples = {name: [bench.peak(setting, name)] for name in TIMED}
@@ -125,7 +125,7 @@ def run_rank(settings: Sequence[Setting], device: torch.device, rounds: int) -> 
             of_ranks: list[Any] = [None] * setting.ranks
             dist.all_gather_object(of_ranks, medians(samples[name]))
             row = {k: (sum if k.endswith(SUMMED) else max)(s[k] for s in of_ranks) for k in of_ranks[0]}
-            rows.append({"kind": "processes", **setting.facts(), "borrow": back_end, "policy": name, **row})
+            rows.append({"kind": "processes", **setting.facts(), "borrow": backend, "policy": name, **row})
     return rows
 
 

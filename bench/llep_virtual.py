@@ -84,7 +84,7 @@ class VirtualRanks:
         return self.rows[tokens], local, self.weights[tokens].masked_fill(local < 0, 0)
 
     def borrow(self, routed: Routed, rank: int) -> None:
-        """Brings the rank's borrowed experts into the pool: the back end ``pull``."""
+        """Brings the rank's borrowed experts into the pool: the backend ``pull``."""
         slots, spare = routed.plan.slot_to_expert, [self.pool.gate_up, self.pool.down]
         ops.borrow(slots, self.home, self.peers, spare, self.num_ranks, rank)
 

@@ -27,7 +27,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_matrix
 
-INFEASIBLE = 2  # scipy.optimize.milp's status
+OPTIMAL, INFEASIBLE = 0, 2  # scipy.optimize.milp's status
 
 
 def least_cost_bound(
@@ -69,6 +69,44 @@ def slots_bound(homes: list[list[int]], price: int, spare: int) -> int:
         return sum(most) < copies
 
     return bisect_left(range(max(loads) + 1), True, key=lambda target: not is_refuted(target))
+
+
+def level_bound(homes: list[list[int]], spare: int, ranks_per_node: int | None = None) -> float:
+    """Load that no plan's busiest rank is below, where imports cost nothing and a rank has `spare` slots.
+
+    The linear relaxation: copies t[e, r] of expert e on rank r, imports y[e, r] in 0..1, t <= load * y away from home,
+    at most `spare` imports of a rank, none beyond the node of the expert's home if there are nodes. Far above
+    :func:`slots_bound`, for an expert leaves its home only once, whoever takes it.
+    """
+    ranks, loads = len(homes), [n for held in homes for n in held]
+    home = [rank for rank, held in enumerate(homes) for _ in held]
+    size = ranks_per_node or ranks
+    pairs = [
+        (e, r)
+        for e, own in enumerate(home)
+        for r in range(ranks)
+        if loads[e] and r != own and r // size == own // size
+    ]
+    top = 2 * len(pairs)  # variables: copies of each pair, its import, the largest load
+    cells: list[tuple[int, int, float]] = []
+    high = [float(-sum(held)) for held in homes] + [float(spare)] * ranks + [float(n) for n in loads]
+    for i, (e, r) in enumerate(pairs):
+        cells += [(r, i, 1), (home[e], i, -1), (ranks + r, len(pairs) + i, 1), (2 * ranks + e, i, 1)]
+        cells += [(len(high), i, 1), (len(high), len(pairs) + i, -loads[e])]
+        high.append(0)
+    cells += [(r, top, -1) for r in range(ranks)]
+    rows, columns, values = zip(*cells, strict=True)
+    goal = np.zeros(top + 1)
+    goal[top] = 1
+    found = milp(
+        goal,
+        constraints=LinearConstraint(
+            coo_matrix((values, (rows, columns)), (len(high), top + 1)).tocsr(), -np.inf, high
+        ),
+        bounds=Bounds(0, np.repeat([np.inf, 1, np.inf], [len(pairs), len(pairs), 1])),
+    )
+    assert found.status == OPTIMAL, found.message
+    return float(found.fun)
 
 
 def is_refuted(homes: list[list[int]], price: int, target: int, seconds: float) -> bool:

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "host_device.h"
 
@@ -75,6 +76,15 @@ template <int W, class Team>
 ISOLOAD_HD RankSet<W> unite(Team& team, RankSet<W> mine) {
   for (int w = 0; w < W; ++w) mine.word[w] = team.any(mine.word[w]);
   return mine;
+}
+
+// f(W): the number of words that a set of R ranks takes.
+template <class F>
+auto with_words(int R, F&& f) {
+  if (R <= 64) return f(std::integral_constant<int, 1>());
+  if (R <= 128) return f(std::integral_constant<int, 2>());
+  if (R <= 256) return f(std::integral_constant<int, 4>());
+  return f(std::integral_constant<int, kMaxRanks / 64>());
 }
 
 }  // namespace isoload

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +20,7 @@ torch.set_num_threads(1)  # two beside a busy process make small operations slow
 
 collect_ignore = ["kernels"]  # they need Triton and its interpreter: make kernels-check
 
-OP_TESTS = (
-    *("count", "replica_tables", "plan_exact", "exact_objectives", "exact_pour", "plan_active", "plan_lp"),
-    *("round_split", "plan_spill", "share", "share_alone", "route", "plan_waterfill", "route_shared"),
-    *("route_shared_sampled", "append_shared_expert"),
-)
+OWN_DEVICE = {"borrow", "device_errors"}  # their tests hold addresses, or choose the device themselves
 # What only the CPU refuses, what calls no op of isoload.ops, and what forks.
 ON_CPU_ALONE = re.compile("refuse|one_bad_layer|out_must_be|opcheck|traced|never_waits|of_a_group_agree")
 
@@ -33,11 +30,19 @@ def has_cuda(op: str) -> bool:
     return torch.cuda.is_available() and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
 
 
+def op_tested(path: Path) -> str | None:
+    """The op that tests/ops/test_<op>.py, or test_<op>_<part>.py, is about."""
+    stem = path.stem.removeprefix("test_") + "_"
+    names = [name for name in ops.__all__ if stem.startswith(f"{name}_") and path.parent.name == "ops"]
+    op = max(names, key=len, default=None)
+    return None if op in OWN_DEVICE else op
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    module = metafunc.module.__name__.rpartition(".")[2].removeprefix("test_")
-    op = "plan_exact" if module.startswith("exact_") else module
-    there = has_cuda(op) or metafunc.config.option.collectonly  # lists on any machine what a GPU would run
-    if module in OP_TESTS and there and not ON_CPU_ALONE.search(metafunc.function.__name__):
+    op = op_tested(Path(metafunc.module.__file__ or ""))
+    # --collect-only lists on any machine what a GPU would run
+    there = op is not None and (has_cuda(op) or metafunc.config.option.collectonly)
+    if there and not ON_CPU_ALONE.search(metafunc.function.__name__):
         both = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
         metafunc.parametrize("device", both, indirect=True)
 

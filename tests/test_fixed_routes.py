@@ -10,7 +10,7 @@ import torch
 import isoload
 from isoload.policies import StaticPolicy
 from isoload.routing import route_fixed
-from isoload.weights.layout import residences
+from isoload.weights.layout import layouts
 
 EXPERTS, RANKS, K = 12, 4, 3
 
@@ -38,7 +38,7 @@ def test_second_slots_of_an_expert_get_no_copies(seed: int, num_shared: int) -> 
     """Regression: they hold no weights, and fixed routes chose them."""
     placement = doubled(seed, num_shared)
     placed = placement.layer(0, "cpu")
-    held = residences(placed)
+    held = layouts(placed)
     draw = torch.Generator().manual_seed(seed)
     ids = torch.stack([torch.randperm(EXPERTS, generator=draw)[:K] for _ in range(50)])
     ids = torch.cat([ids, torch.arange(EXPERTS, EXPERTS + num_shared).expand(50, -1)], dim=1)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from isoload import ops, reference
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "python" / "isoload"
 
@@ -18,6 +20,7 @@ FLOORS = [
     [
         "topology",
         "replica_tables",
+        "results",
         "value_checks",
         "shared_experts",
         "cost",
@@ -120,9 +123,13 @@ def test_tests_import_no_tests() -> None:
         assert not re.search(r"^(from|import) test_", path.read_text(), re.M), path
 
 
-def test_reference_knows_only_torch_and_the_tables() -> None:
+def test_reference_knows_only_torch_the_tables_and_the_results() -> None:
     for path in (PACKAGE / "reference").glob("*.py"):
-        assert {name.split(".")[0] for name in imported(path)} <= {"reference", "replica_tables"}, path
+        assert {name.split(".")[0] for name in imported(path)} <= {
+            "reference",
+            "replica_tables",
+            "results",
+        }, path
 
 
 def test_kernels_know_nothing_above_them() -> None:
@@ -160,21 +167,59 @@ def test_no_file_grows_past_400_lines():
     assert [str(p) for p in sources if len(p.read_text().splitlines()) > 400] == []
 
 
-def test_every_op_has_wrapper_fake_reference_and_test():
-    schemas = re.findall(
-        r'"(\w+)\(', (ROOT / "csrc" / "ops.cpp").read_text().split("STABLE_TORCH_LIBRARY(isoload")[1]
-    )
-    ops = "".join(path.read_text() for path in sorted((PACKAGE / "ops").glob("*.py")))
-    assert len(schemas) == len(set(schemas)) >= 6
-    for name in schemas:
-        assert f"def {name}(" in ops, name
-        assert f'register_fake("isoload::{name}")' in ops, name
-        own = PACKAGE / "reference" / f"{name}.py"
-        alone = own.exists() or name == "device_errors"  # which reads what kernels left, and computes nothing
-        variant = "_(sampled|by_rank|backward)$"  # shares a file
-        stem = name if alone else re.sub(variant, "", name)
-        if name != "device_errors":
-            assert f"def {name}(" in (PACKAGE / "reference" / f"{stem}.py").read_text(), name
-        assert f"isoload.{name}.default" in (ROOT / "tests" / "ops" / f"test_{stem}.py").read_text(), (
-            f"opcheck of {name}"
-        )
+LISTED = re.findall(r"^  OP\((\w+), (.+), \\\n", (ROOT / "csrc/ops/list.h").read_text(), re.M)
+VARIANT = re.compile(
+    "_(sampled|by_rank|backward)$"
+)  # shares the files of its op, unless it has all of its own
+
+
+def stem_of(op: str) -> str:
+    return op if (ROOT / f"csrc/ops/{op}.cpp").exists() else VARIANT.sub("", op)
+
+
+@pytest.mark.parametrize(("op", "devices"), LISTED)
+def test_every_op_has_its_five_files(op: str, devices: str) -> None:
+    """The recipe in CONTRIBUTING.md: the same stem everywhere, and a line in the list."""
+    stem = stem_of(op)
+    assert f"ISOLOAD_OP({op})\n" in (ROOT / f"csrc/ops/{stem}.cpp").read_text()
+    wrapper = (PACKAGE / f"ops/{stem}.py").read_text()
+    assert f"def {op}(" in wrapper and f'register_fake("isoload::{op}")' in wrapper
+    assert op in ops.__all__
+    test = (ROOT / f"tests/ops/test_{stem}.py").read_text()
+    assert f"isoload.{op}.default" in test, "opcheck"
+    if op == "device_errors":  # reads what kernels left, and computes nothing
+        return
+    algorithm = ROOT / f"csrc/algorithms/{stem}.h"
+    assert algorithm.exists() or (ROOT / f"csrc/cpu/{stem}.cpp").exists()
+    assert (ROOT / f"csrc/cuda/{stem}.cu").exists() == ("kCuda" in devices)
+    assert f"def {op}(" in (PACKAGE / f"reference/{stem}.py").read_text()
+    assert op in reference.__all__
+
+
+def test_no_file_of_an_op_is_left_over() -> None:
+    stems = {stem_of(op) for op, _ in LISTED}
+    assert len(LISTED) >= 19
+    assert {p.stem for p in (ROOT / "csrc/ops").glob("*.cpp")} == stems
+    assert {p.stem for p in (ROOT / "csrc/cuda").glob("*.cu")} <= stems
+    assert {p.stem for p in (ROOT / "csrc/cpu").glob("*.cpp")} <= stems
+    shared = {"__init__", "library", "load"}
+    assert {p.stem for p in (PACKAGE / "ops").glob("*.py")} - shared == stems
+
+
+def test_every_cuda_op_is_benched() -> None:
+    jobs = set(re.findall(r'Job\(\s*"[^"]*",\s*"(\w+)"', (ROOT / "bench/gpu_jobs.py").read_text()))
+    elsewhere = {"borrow", "borrow_backward", "device_errors"}  # bench_borrow.py; the floor of bench_cuda.py
+    assert jobs == {op for op, devices in LISTED if "kCuda" in devices} - elsewhere
+
+
+def test_contributing_names_the_five_files() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    for file in (
+        "csrc/algorithms/X.h",
+        "csrc/ops/X.cpp",
+        "python/isoload/ops/X.py",
+        "python/isoload/reference/X.py",
+    ):
+        assert f"`{file}`" in text, file
+    for file in ("tests/ops/test_X.py", "csrc/ops/list.h", "csrc/cpu/X.cpp", "csrc/cuda/X.cu"):
+        assert f"`{file}`" in text, file

@@ -45,6 +45,8 @@ def sources(folder: Path) -> set[str]:
 def modules() -> set[str]:
     """The package's files as an installation has them."""
     own = {f"isoload/{name}" for name in sources(ROOT / "python" / "isoload")}
+    traces = sources(ROOT / "examples" / "traces")
+    own |= {f"isoload/traces/{name}" for name in traces if name.endswith((".npz", ".json"))}
     return own | {f"isoload/kernels/{name}" for name in sources(ROOT / "kernels")}
 
 

@@ -285,6 +285,14 @@ BAD_CALLS = {
         "topk_ids must be on the plan's device cpu, got meta",
     ),
     "share rank": (lambda s: isoload.share(s.good, s.plan, rank=8), r"rank must be in 0\.\.7, got 8"),
+    "sampled route rank": (
+        lambda s: isoload.route(s.ids, s.good, s.sampled, 99),
+        r"rank must be in 0\.\.7, got 99",
+    ),
+    "sampled route rank below 0": (
+        lambda s: isoload.route(s.ids, s.good, s.sampled, -7),
+        r"rank must be in 0\.\.7, got -7",
+    ),
     "share order": (
         lambda s: isoload.share(s.good, s.plan, order="fast"),
         "order must be locality or rank_major, got 'fast'",

@@ -13,6 +13,7 @@
 #include "algorithms/plan_exact.h"
 #include "algorithms/replica_tables.h"
 #include "host_device.h"
+#include "planner.h"
 
 namespace isoload {
 
@@ -164,6 +165,35 @@ class ActiveSolver {
   const ReplicaTables t_;
   const ActiveWorkspace<W> ws_;
   const ActiveResult out_;
+};
+
+struct ActivePlanner {  // see planner.h
+  using Problem = ActiveProblem;
+  using Result = ActiveResult;
+  static constexpr bool kSets = true;
+
+  ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
+    const int64_t E = in.E, R = in.R, P = R * in.S;
+    in.tables = in.tables.layer(b, E, P);
+    in.loads += b * in.num_sources * E;
+    out = {out.quota + b * P, out.peak + b, out.bound + b, out.telemetry + b * 4};
+  }
+  template <int W>
+  ISOLOAD_HD static int64_t bytes(const Problem& in) {
+    return ActiveWorkspace<W>::bytes(in.R, in.E);
+  }
+  template <int W, class Team>
+  ISOLOAD_HD static int solve(Team& team, const Problem& in, void* memory, const Result& out) {
+    ActiveSolver<W, Team> solver(team, in, ActiveWorkspace<W>::at(memory, in.R, in.E), out);
+    const PlanStatus status = solver.solve();
+    return status == PlanStatus::ok ? kPlanned : static_cast<int>(status);
+  }
+  template <class Team>
+  ISOLOAD_HD static void refuse(Team& team, const Problem& in, const Result& out) {
+    team.for_each(in.R * in.S, [&](int p) { out.quota[p] = 0; });
+    team.for_each(4, [&](int i) { out.telemetry[i] = 0; });
+    if (team.rank() == 0) *out.peak = *out.bound = -1;
+  }
 };
 
 }  // namespace isoload

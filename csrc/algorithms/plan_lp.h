@@ -20,6 +20,7 @@
 #include "algorithms/ordered_sum.h"
 #include "algorithms/plan_lp_parts.h"
 #include "host_device.h"
+#include "planner.h"
 
 namespace isoload {
 
@@ -307,6 +308,38 @@ class LpSolver {
   int num_parts_ = 0;
   Real M_ = 0, dM_ = 0, mu_ = 0, target_ = 0, primal_ = 0, dual_ = 0;
   Real price_excess_ = 0, pull_ = 0;  // 1 - speed'y; speed'g
+};
+
+template <class Real>
+struct LpPlanner {  // see planner.h
+  using Problem = LpProblem<Real>;
+  using Result = LpResult<Real>;
+  static constexpr bool kSets = false;
+
+  ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
+    const int64_t E = in.E, R = in.R, P = R * in.S;
+    in.tables = in.tables.layer(b, E, P);
+    in.loads += b * in.num_sources * E;
+    if (in.base) in.base += b * R;
+    out = {out.split + b * P, out.primal + b, out.dual + b, out.iterations + b, out.status + b};
+  }
+  template <int W>
+  ISOLOAD_HD static int64_t bytes(const Problem& in) {
+    return LpWorkspace<Real>::size(in.R, in.E, int64_t(in.R) * in.S);
+  }
+  template <int W, class Team>
+  ISOLOAD_HD static int solve(Team& team, const Problem& in, void* memory, const Result& out) {
+    const LpWorkspace<Real> workspace(memory, in.R, in.E, int64_t(in.R) * in.S);
+    return LpSolver<Real, Team>(team, in, workspace).solve(out) ? kPlanned : 0;
+  }
+  template <class Team>
+  ISOLOAD_HD static void refuse(Team& team, const Problem& in, const Result& out) {
+    team.for_each(in.R * in.S, [&](int p) { out.split[p] = 0; });
+    if (team.rank() > 0) return;
+    *out.primal = *out.dual = -1;
+    *out.iterations = 0;
+    *out.status = static_cast<int32_t>(LpStatus::broke_down);
+  }
 };
 
 }  // namespace isoload

@@ -17,6 +17,7 @@
 
 #include "algorithms/visit_flow.h"
 #include "host_device.h"
+#include "planner.h"
 #include "rank_set.h"
 
 namespace isoload {
@@ -257,6 +258,34 @@ class Waterfill {
   int paths_ = 0;
   int64_t routed_ = 0, shared_ = 0;  // all routed and shared copies
   RankSet<W> givers_, takers_;       // ranks that keep less than they have; that have room besides
+};
+
+struct WaterfillPlanner {  // see planner.h
+  using Problem = WaterfillProblem;
+  using Result = WaterfillResult;
+  static constexpr bool kSets = true;
+
+  ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
+    const int64_t R = in.R;
+    in.copies += b * R * R;
+    in.tokens += b * R;
+    out = {out.share + b * R * R, out.peak + b, out.bound + b};
+  }
+  template <int W>
+  ISOLOAD_HD static int64_t bytes(const Problem& in) {
+    return WaterfillWorkspace<W>::bytes(in.R);
+  }
+  template <int W, class Team>
+  ISOLOAD_HD static int solve(Team& team, const Problem& in, void* memory, const Result& out) {
+    Waterfill<W, Team> solver(team, in, WaterfillWorkspace<W>::at(memory, in.R), out);
+    const WaterfillStatus status = solver.solve();
+    return status == WaterfillStatus::ok ? kPlanned : static_cast<int>(status);
+  }
+  template <class Team>
+  ISOLOAD_HD static void refuse(Team& team, const Problem& in, const Result& out) {
+    team.for_each(in.R * in.R, [&](int i) { out.share[i] = 0; });
+    if (team.rank() == 0) *out.peak = *out.bound = -1;
+  }
 };
 
 }  // namespace isoload

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "host_device.h"
+#include "planner.h"
 
 namespace isoload {
 
@@ -150,5 +151,33 @@ ISOLOAD_HD void replica_tables(Team& team, const int32_t* slot_to_expert, int R,
   });
   team.sync();
 }
+
+struct TablesProblem {
+  int R, E, S;
+  const int32_t* slot_to_expert;  // [P]
+};
+
+struct TablesPlanner {  // see planner.h
+  using Problem = TablesProblem;
+  using Result = MutableReplicaTables;
+  static constexpr bool kSets = false;
+
+  ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
+    const int64_t P = int64_t(in.R) * in.S;
+    in.slot_to_expert += b * P;
+    out = out.layer(b, in.E, P);
+  }
+  template <int W>
+  ISOLOAD_HD static int64_t bytes(const Problem& in) {
+    return replica_tables_workspace(in.R, in.E) * int64_t(sizeof(uint64_t));
+  }
+  template <int W, class Team>
+  ISOLOAD_HD static int solve(Team& team, const Problem& in, void* memory, const Result& out) {
+    replica_tables(team, in.slot_to_expert, in.R, in.E, in.S, out, static_cast<uint64_t*>(memory));
+    return kPlanned;
+  }
+  template <class Team>
+  ISOLOAD_HD static void refuse(Team&, const Problem&, const Result&) {}
+};
 
 }  // namespace isoload

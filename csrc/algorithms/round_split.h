@@ -11,6 +11,7 @@
 
 #include "algorithms/replica_tables.h"
 #include "host_device.h"
+#include "planner.h"
 
 namespace isoload {
 
@@ -99,6 +100,33 @@ class Rounding {
   const RoundingProblem<Real>& in_;
   const ReplicaTables t_;
   int32_t* const quota_;
+};
+
+template <class Real>
+struct RoundingPlanner {  // see planner.h
+  using Problem = RoundingProblem<Real>;
+  using Result = int32_t*;  // [P]
+  static constexpr bool kSets = false;
+
+  ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
+    const int64_t E = in.E, R = in.R, P = R * in.S;
+    in.tables = in.tables.layer(b, E, P);
+    in.loads += b * in.num_sources * E;
+    in.split += b * P;
+    out += b * P;
+  }
+  template <int W>
+  ISOLOAD_HD static int64_t bytes(const Problem&) {
+    return 0;
+  }
+  template <int W, class Team>
+  ISOLOAD_HD static int solve(Team& team, const Problem& in, void*, Result out) {
+    return Rounding<Real, Team>(team, in, out).run() ? kPlanned : 0;
+  }
+  template <class Team>
+  ISOLOAD_HD static void refuse(Team& team, const Problem& in, Result out) {
+    team.for_each(in.R * in.S, [&](int p) { out[p] = 0; });
+  }
 };
 
 }  // namespace isoload

@@ -13,6 +13,7 @@
 
 #include "algorithms/replica_tables.h"
 #include "host_device.h"
+#include "planner.h"
 
 namespace isoload {
 
@@ -69,5 +70,31 @@ ISOLOAD_HD int share_alone(Team& team, const ShareAloneProblem& in, int32_t* out
   bad = team.max(bad);
   return bad > 0 ? static_cast<int>(in.E - bad) : -1;
 }
+
+struct ShareAlonePlanner {  // see planner.h
+  using Problem = ShareAloneProblem;
+  using Result = int32_t*;  // [P]
+  static constexpr bool kSets = false;
+
+  ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
+    const int64_t E = in.E, P = in.P;
+    in.tables = in.tables.layer(b, E, P);
+    in.counts += b * E;
+    in.quota += b * P;
+    out += b * P;
+  }
+  template <int W>
+  ISOLOAD_HD static int64_t bytes(const Problem&) {
+    return 0;
+  }
+  template <int W, class Team>
+  ISOLOAD_HD static int solve(Team& team, const Problem& in, void*, Result out) {
+    return share_alone(team, in, out);  // the expert that it refuses, or -1
+  }
+  template <class Team>
+  ISOLOAD_HD static void refuse(Team& team, const Problem& in, Result out) {
+    team.for_each(in.P, [&](int p) { out[p] = 0; });
+  }
+};
 
 }  // namespace isoload

@@ -10,63 +10,29 @@
 
 #include <cstdint>
 
+#include "algorithms/spill_view.h"
 #include "host_device.h"
 
 namespace isoload {
 
-enum SpillFlag : int32_t { kBelowThreshold = 1, kNoSpareSlot = 2, kEgressLimit = 4, kImmovable = 8 };
-
-// What all tries of one layer share.
-struct SpillView {
-  int R, S, per_node, spare;      // ranks, slots per rank, ranks per node, spare slots: the last of each rank
-  const int32_t* slot_to_expert;  // [P] with the spare slots empty
-  const int32_t* at_home;         // [P] an expert's copies in its home slot, 0 elsewhere
-  const int32_t* load;            // [R] copies of plain EP
-  const int32_t* order;           // [R] ranks, busiest first
-  bool replicated;                // whether an expert has more than its home slot
-  int64_t min_chunk, import_cost[2];  // in copies; of an expert from another node, from the own
-  int32_t egress;                     // most exports of a rank
-
-  ISOLOAD_HD int64_t least_import_cost() const {
-    return import_cost[0] < import_cost[1] ? import_cost[0] : import_cost[1];
-  }
-  // The slot of an expert on a rank that holds it already, or -1.
-  ISOLOAD_HD int held(int e, int r) const {
-    if (!replicated) return -1;
-    for (int p = r * S; p < r * S + S - spare; ++p)
-      if (slot_to_expert[p] == e) return p;
-    return -1;
-  }
-};
-
-// Caller's memory of one try.
-struct SpillState {
-  int32_t* cost;             // [R] at most the largest load or the target
-  int32_t *free, *exports;   // [R] spare slots left; experts lent
-  int32_t *takers, *filled;  // [R] ranks that may take copies, the fullest first, then the lowest; their cost
-  int32_t* quota;            // [P]
-  int32_t* lender;           // [P] home slot of the expert in a spare slot, where one was imported
-};
-
 class SpillGreedy {
  public:
-  // filled: [P] where borrowed experts are written, or null.
-  ISOLOAD_HD SpillGreedy(const SpillView& view, const SpillState& state, int64_t target, int32_t* filled)
-      : in_(view), to_(state), target_(target), filled_(filled) {}
+  ISOLOAD_HD SpillGreedy(const SpillView& view, const SpillState& state, int64_t target)
+      : in_(view), to_(state), target_(target) {}
 
   // free: [R] spare slots that may be filled. Returns the largest cost; or, as soon as a rank cannot get
   // below `limit`, that rank's, for this try is no use then: no later step lowers what was given up.
   ISOLOAD_HD int64_t run(const int32_t* free, int64_t slack, int64_t limit) {
     spare_ = free;
-    for (int p = 0; p < in_.R * in_.S; ++p) to_.quota[p] = in_.at_home[p];
+    for (int p = 0; p < in_.R * in_.S; ++p) to_.quota[p] = in_.start[p];
     for (int r = 0; r < in_.R; ++r) to_.cost[r] = in_.load[r], to_.free[r] = free[r], to_.exports[r] = 0;
     for (int i = 0; i < in_.R && !in_.replicated; ++i)
       if (const int r = in_.order[i]; may_take(r))
         to_.takers[num_takers_] = r, to_.filled[num_takers_++] = to_.cost[r];
     for (int i = 0; i < in_.R && in_.load[in_.order[i]] > target_; ++i) {
-      const int home = in_.order[i];
-      relieve(home, slack);
-      if (to_.cost[home] >= limit) return to_.cost[home];
+      const int giver = in_.order[i];
+      relieve(giver, slack);
+      if (to_.cost[giver] >= limit) return to_.cost[giver];
     }
     int32_t largest = 0;
     for (int r = 0; r < in_.R; ++r) largest = to_.cost[r] > largest ? to_.cost[r] : largest;
@@ -74,7 +40,6 @@ class SpillGreedy {
   }
 
   ISOLOAD_HD int32_t flags() const { return flags_; }
-  ISOLOAD_HD int32_t across() const { return across_; }  // imports from another node
 
  private:
   struct Chunk {
@@ -83,58 +48,65 @@ class SpillGreedy {
     bool near;
   };
 
-  ISOLOAD_HD void relieve(int home, int64_t slack) {
-    while (to_.cost[home] > target_) {
-      const int64_t excess = to_.cost[home] - target_;
-      int largest = home * in_.S;
-      for (int p = largest + 1; p < home * in_.S + in_.S; ++p)
+  ISOLOAD_HD void relieve(int giver, int64_t slack) {
+    while (to_.cost[giver] > target_) {
+      const int64_t excess = to_.cost[giver] - target_;
+      if (excess < in_.min_excess) {  // not worth an import
+        if (excess > slack) flags_ |= kSmallExcess;
+        return;
+      }
+      int largest = giver * in_.S;
+      for (int p = largest + 1; p < giver * in_.S + in_.S; ++p)
         if (to_.quota[p] > to_.quota[largest]) largest = p;
       if (to_.quota[largest] == 0) {  // what is left cannot move: shared experts
         flags_ |= kImmovable;
         return;
       }
+      const int e = in_.slot_to_expert[largest], owner = in_.owner(e);
       const int64_t here = to_.quota[largest];
       const int64_t wanted = here < excess ? here : excess;
-      Chunk chunk = choose(home, in_.slot_to_expert[largest], wanted);
+      Chunk chunk = choose(owner, e, wanted);
       if (chunk.copies < in_.min_chunk && excess <= slack) return;  // the tail stays at home
-      if (chunk.copies == 0) chunk = relay(home, wanted);
+      if (chunk.copies == 0) chunk = relay(giver, wanted);
       if (chunk.copies == 0) {
-        flags_ |= to_.exports[home] == in_.egress ? kEgressLimit : kNoSpareSlot;
+        flags_ |= to_.exports[owner] == in_.egress ? kEgressLimit : kNoSpareSlot;
         return;
       }
-      give(home, largest, chunk);
+      give(owner, largest, chunk);
     }
   }
 
-  // The largest chunk near home, or a far one where the near one is small.
-  ISOLOAD_HD Chunk choose(int home, int e, int64_t wanted) const {
-    const int first = home / in_.per_node * in_.per_node, last = first + in_.per_node;
+  // The largest chunk near the expert's owner, or a far one where the near one is small.
+  ISOLOAD_HD Chunk choose(int owner, int e, int64_t wanted) const {
+    const int first = owner / in_.per_node * in_.per_node, last = first + in_.per_node;
     const bool by_rank = in_.replicated || in_.per_node < in_.R;
     const Chunk near =
-        by_rank ? among_ranks(home, e, wanted, first, last, true) : among_takers(home, wanted, 0, 0, true);
+        by_rank ? among_ranks(owner, e, wanted, first, last, true) : among_takers(owner, wanted, 0, 0, true);
     if (near.copies == wanted || near.copies >= in_.min_chunk || in_.per_node == in_.R) return near;
     Chunk far;
     if (in_.replicated) {
-      far = among_ranks(home, e, wanted, 0, first, false);
-      const Chunk other = among_ranks(home, e, wanted, last, in_.R, false);
+      far = among_ranks(owner, e, wanted, 0, first, false);
+      const Chunk other = among_ranks(owner, e, wanted, last, in_.R, false);
       if (other.copies > far.copies ||
           (other.copies && other.copies == far.copies && to_.cost[other.taker] > to_.cost[far.taker]))
         far = other;
     } else {
-      far = among_takers(home, wanted, first, last, false);
+      far = among_takers(owner, wanted, first, last, false);
     }
     return near.copies >= far.copies ? near : far;
   }
 
-  ISOLOAD_HD bool lends(int home) const { return to_.exports[home] < in_.egress; }
+  ISOLOAD_HD bool lends(int owner, bool near) const {
+    return to_.exports[owner] < in_.egress && (near || !in_.within);
+  }
 
   // The largest chunk that one of the ranks takes, of several the fullest, then the lowest.
-  ISOLOAD_HD Chunk among_ranks(int home, int e, int64_t wanted, int from, int to, bool near) const {
+  ISOLOAD_HD Chunk among_ranks(int owner, int e, int64_t wanted, int from, int to, bool near) const {
     Chunk best{0, -1, -1, near};
     for (int r = from; r < to; ++r) {
-      const int slot = in_.held(e, r);
+      const int slot = in_.held(e, r, to_.lender, spare_[r], to_.free[r]);
       int64_t room = target_ - to_.cost[r];
-      if (slot < 0) room = lends(home) && to_.free[r] > 0 ? room - in_.import_cost[near] : 0;
+      if (slot < 0) room = lends(owner, near) && to_.free[r] > 0 ? room - in_.import_cost[near] : 0;
       const int64_t copies = room < wanted ? room : wanted;
       if (copies > best.copies || (copies > 0 && copies == best.copies && to_.cost[r] > to_.cost[best.taker]))
         best = {copies, r, slot, near};
@@ -143,9 +115,9 @@ class SpillGreedy {
   }
 
   // The same among all takers but ranks from..to-1, if nobody holds a replica.
-  ISOLOAD_HD Chunk among_takers(int home, int64_t wanted, int from, int to, bool near) const {
+  ISOLOAD_HD Chunk among_takers(int owner, int64_t wanted, int from, int to, bool near) const {
     const Chunk none{0, -1, -1, near};
-    if (!lends(home)) return none;
+    if (!lends(owner, near)) return none;
     auto may = [&](int i) { return to_.takers[i] < from || to_.takers[i] >= to; };
     const int64_t limit = target_ - in_.import_cost[near];
     const int fits = num_fuller(limit - wanted);
@@ -163,7 +135,7 @@ class SpillGreedy {
   // is sought: the search would take longer than all else.
   ISOLOAD_HD Chunk relay(int home, int64_t wanted) {
     Chunk best{0, -1, -1, false};
-    if (in_.replicated || !relays_ || !lends(home)) return best;
+    if (in_.replicated || !relays_ || !lends(home, true)) return best;
     const int64_t least_cost = in_.least_import_cost();
     int through = -1;
     for (int r = 0; r < in_.R && best.copies < wanted; ++r) {
@@ -176,6 +148,7 @@ class SpillGreedy {
         const int giver = to_.lender[p] / in_.S;
         if (giver == home || to_.free[giver] == 0) continue;
         const bool near = giver / in_.per_node == home / in_.per_node;
+        if (!near && in_.within) continue;
         const int64_t here = more - in_.import_cost[near], copies = here < wanted ? here : wanted;
         if (copies > best.copies) best = {copies, giver, -1, near}, through = p;
       }
@@ -196,21 +169,19 @@ class SpillGreedy {
     return fuller;
   }
 
-  ISOLOAD_HD void give(int home, int home_slot, const Chunk& chunk) {
+  ISOLOAD_HD void give(int owner, int from, const Chunk& chunk) {
     int slot = chunk.slot;
     const int r = chunk.taker;
     const int32_t copies = static_cast<int32_t>(chunk.copies), before = to_.cost[r];
-    to_.cost[home] -= copies;
+    to_.cost[from / in_.S] -= copies;
     to_.cost[r] += copies;
     if (slot < 0) {
       slot = r * in_.S + in_.S - to_.free[r];
-      --to_.free[r], ++to_.exports[home];
-      across_ += !chunk.near;
+      --to_.free[r], ++to_.exports[owner];
       to_.cost[r] += static_cast<int32_t>(in_.import_cost[chunk.near]);
-      to_.lender[slot] = home_slot;
-      if (filled_) filled_[slot] = in_.slot_to_expert[home_slot];
+      to_.lender[slot] = from;
     }
-    to_.quota[home_slot] -= copies;
+    to_.quota[from] -= copies;
     to_.quota[slot] += copies;
     if (!in_.replicated) move_up(r, before);
   }
@@ -239,11 +210,10 @@ class SpillGreedy {
   const SpillView& in_;
   const SpillState to_;
   const int64_t target_;
-  int32_t* const filled_;
   const int32_t* spare_ = nullptr;  // [R] spare slots that may be filled
   int num_takers_ = 0;
   bool relays_ = true;  // whether there may be one
-  int32_t flags_ = 0, across_ = 0;
+  int32_t flags_ = 0;
 };
 
 }  // namespace isoload

@@ -1,19 +1,14 @@
-// The CPU side of every op on plain pointers: loops over SerialTeam. csrc/ops checks, allocates and calls.
+// The CPU side of every op that is no planner of its own (planner.h), on plain pointers. csrc/ops checks,
+// allocates and calls.
 #pragma once
 
 #include <cstdint>
 
 #include "algorithms/borrow.h"
-#include "algorithms/plan_active.h"
-#include "algorithms/plan_exact.h"
-#include "algorithms/plan_lp.h"
 #include "algorithms/plan_spill.h"
-#include "algorithms/plan_waterfill.h"
 #include "algorithms/replica_tables.h"
-#include "algorithms/round_split.h"
 #include "algorithms/route_shared_sampled.h"
 #include "algorithms/share.h"
-#include "algorithms/share_alone.h"
 #include "team.h"
 
 namespace isoload::cpu {
@@ -21,20 +16,6 @@ namespace isoload::cpu {
 // counts [E] += occurrences of each id; -1 is skipped. Returns the first id outside [-1, E), or -1.
 template <class Id>
 int64_t count(const Id* ids, int64_t n, int E, int32_t* counts);
-
-void replica_tables(const int32_t* slot_to_expert, int R, int E, int S, int32_t* tables);
-
-PlanStatus plan_exact(const ExactProblem& problem, const ExactResult& result);
-
-PlanStatus plan_active(const ActiveProblem& problem, const ActiveResult& result);
-
-// False if the problem cannot be solved, see LpParts::list.
-template <class Real>
-bool plan_lp(const LpProblem<Real>& problem, const LpResult<Real>& result);
-
-// False if the loads cannot be planned, see Rounding::run.
-template <class Real>
-bool round_split(const RoundingProblem<Real>& problem, int32_t* quota);
 
 SpillStatus plan_spill(const SpillProblem& problem, const SpillResult& result);
 
@@ -48,12 +29,8 @@ void borrow_backward(const Borrowing& in, const Rows* totals, int64_t num_rows);
 // Of the share: a rank's row [P], all rows [R, P], or all rows summed over each rank's slots [R, R].
 enum class ShareOf { one_row, all_rows, all_ranks };
 
-// Returns an expert whose quota was not made from its loads, or
-// -1.
+// Returns an expert whose quota was not made from its loads, or -1.
 int share(const ShareProblem& problem, ShareOf of, int rank, int32_t* out);
-
-// One source's row out [P]. Returns an expert whose counts or quota cannot be shared, or -1.
-int share_alone(const ShareAloneProblem& problem, int32_t* out);
 
 // What a route did not fit: an id outside [-1, E), or an expert with more or fewer copies than its share.
 struct RouteFault {
@@ -89,8 +66,6 @@ LayoutFault append_shared_expert(const Id* slots, const Weight* weights, const i
 // slots [T, K] to ranks [T]. Returns the first slot outside [-1, R * slots_per_rank), or -1.
 template <class Id>
 int64_t route_shared_sampled(const Id* slots, int64_t T, int K, const SharedDraw& draw, int32_t* ranks);
-
-WaterfillStatus plan_waterfill(const WaterfillProblem& problem, const WaterfillResult& result);
 
 // The shared copies of one rank's tokens.
 struct SharedRoute {

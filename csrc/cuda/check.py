@@ -21,12 +21,11 @@ TABLE = nvcc.CUDA / "registers.txt"
 # current stream is null. Fake tensors bring an op up to its call without a GPU; borrow allocates nothing before.
 LOAD = """
 import ctypes, sys, torch
-from torch._C import _dispatch_get_all_op_names, _dispatch_has_kernel_for_dispatch_key as has
+from torch._C import _dispatch_has_kernel_for_dispatch_key as has
 from torch._subclasses import FakeTensorMode
 torch.ops.load_library(sys.argv[1])
-ops = [name for name in _dispatch_get_all_op_names() if name.startswith("isoload::")]
-missing = sorted(name.partition("::")[2] for name in ops if not has(name, "CUDA"))
-if missing:
+ops = sys.argv[2:]
+if missing := [name for name in ops if not has(f"isoload::{name}", "CUDA")]:
     sys.exit(f"without a CUDA function: {missing}")
 if torch.version.cuda:
     ctypes.CDLL(sys.argv[1]).aoti_torch_get_current_cuda_stream  # AttributeError where no library needed brings it
@@ -43,7 +42,7 @@ else:
         said = f"says on CUDA: {error}"
     if "torch brings no aoti_torch_get_current_cuda_stream" not in said:
         sys.exit(said)
-print(f"the library loads on torch {torch.__version__}; all {len(ops)} ops have a CUDA function; it {said}")
+print(f"the library loads on torch {torch.__version__}; {len(ops)} ops have a CUDA function; it {said}")
 """
 
 
@@ -108,7 +107,8 @@ def link_and_load() -> None:
         library
     ):  # which alone brings libtorch_cuda and, with it, the current stream
         raise SystemExit(f"libtorch.so is not among the libraries that {library} needs")
-    subprocess.run([sys.executable, "-c", LOAD, str(library)], check=True)
+    listed = re.findall(r"^  OP\((\w+), .*kCuda", (nvcc.CSRC / "ops" / "list.h").read_text(), re.M)
+    subprocess.run([sys.executable, "-c", LOAD, str(library), *listed], check=True)
 
 
 def main() -> None:

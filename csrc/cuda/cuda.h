@@ -11,34 +11,13 @@
 #include <cstdint>
 
 #include "cpu/cpu.h"
+#include "ops/list.h"
 
 namespace isoload::cuda {
 
 using cpu::SharedLayout;
 using cpu::SharedRoute;
 using cpu::ShareOf;
-
-// The bits of a device's error word, in pipeline order; python/isoload/ops/device_errors.py words them.
-enum Fault : int32_t {
-  kCountId = 1 << 0,
-  kPlanExact = 1 << 1,
-  kPlanActive = 1 << 2,
-  kPlanWaterfill = 1 << 3,
-  kShareQuota = 1 << 4,
-  kShareAloneQuota = 1 << 5,
-  kRouteId = 1 << 6,
-  kRouteShare = 1 << 7,
-  kSampledId = 1 << 8,
-  kSampledWeights = 1 << 9,
-  kSharedSlot = 1 << 10,
-  kSharedSampledSlot = 1 << 11,
-  kAppendedSlot = 1 << 12,
-  kPlanLp = 1 << 13,
-  kRoundSplit = 1 << 14,
-  kPlanSpill = 1 << 15,
-  kBorrowedSlot = 1 << 16,
-  kBackwardSlot = 1 << 17,
-};
 
 // The current device's error word, for kernels.
 int32_t* error_word();
@@ -48,28 +27,13 @@ const char* device_errors(int32_t* taken, void* stream);
 template <class Id>
 const char* count(const Id* ids, int64_t n, int E, int32_t* counts, void* stream);
 
-// Planners. B layers, one block each; a problem and its result are those of layer 0, the others follow
-// without a gap. bytes: of all B.
-int64_t replica_tables_bytes(int64_t B, int R, int E);
-const char* replica_tables(const int32_t* slot_to_expert, int64_t B, int R, int E, int S, int32_t* tables,
-                           void* global, void* stream);
-
-int64_t plan_exact_bytes(int64_t B, int R, int E);
-const char* plan_exact(const ExactProblem& problem, const ExactResult& result, int64_t B, void* global,
-                       void* stream);
-
-int64_t plan_active_bytes(int64_t B, int R, int E);
-const char* plan_active(const ActiveProblem& problem, const ActiveResult& result, int64_t B, void* global,
-                        void* stream);
-
-template <class Real>
-int64_t plan_lp_bytes(int64_t B, int R, int E, int S);
-template <class Real>
-const char* plan_lp(const LpProblem<Real>& problem, const LpResult<Real>& result, int64_t B, void* global,
-                    void* stream);
-
-template <class Real>
-const char* round_split(const RoundingProblem<Real>& problem, int32_t* quota, int64_t B, void* stream);
+// Planners (planner.h, planner.cuh). B layers, one block each; a problem and its result are those of layer 0,
+// the others follow without a gap. bytes: of all B.
+template <class Planner>
+int64_t plan_bytes(const typename Planner::Problem& problem, int64_t B);
+template <class Planner>
+const char* plan(const typename Planner::Problem& problem, const typename Planner::Result& result, int64_t B,
+                 void* global, void* stream);
 
 int64_t plan_spill_bytes(int64_t B, int R, int E, int S);
 const char* plan_spill(const SpillProblem& problem, const SpillResult& result, int64_t B, void* global,
@@ -86,12 +50,6 @@ const char* borrow_backward(const Borrowing& in, const Rows* totals, int64_t num
 int64_t share_bytes(const ShareProblem& problem, ShareOf of, int64_t B);
 const char* share(const ShareProblem& problem, ShareOf of, int rank, int32_t* out, int64_t B, void* global,
                   void* stream);
-
-const char* share_alone(const ShareAloneProblem& problem, int32_t* out, int64_t B, void* stream);
-
-int64_t plan_waterfill_bytes(int64_t B, int R);
-const char* plan_waterfill(const WaterfillProblem& problem, const WaterfillResult& result, int64_t B,
-                           void* global, void* stream);
 
 // Routes of one layer.
 struct Route {

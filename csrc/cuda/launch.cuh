@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "cuda/block_team.cuh"
+#include "rank_set.h"
 
 namespace isoload::cuda {
 
@@ -77,15 +78,6 @@ __device__ void refuse(const Team& team, int32_t* quota, int n, int64_t* peak, i
   team.sync();
   team.for_each(n, [&](int i) { quota[i] = 0; });
   if (team.rank() == 0) *peak = *bound = -1;
-}
-
-// f(W): the number of words that a set of R ranks takes, as on the CPU.
-template <class F>
-auto with_words(int R, F&& f) {
-  if (R <= 64) return f(std::integral_constant<int, 1>());
-  if (R <= 128) return f(std::integral_constant<int, 2>());
-  if (R <= 256) return f(std::integral_constant<int, 4>());
-  return f(std::integral_constant<int, 16>());
 }
 
 }  // namespace isoload::cuda

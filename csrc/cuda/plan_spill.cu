@@ -13,6 +13,7 @@ __global__ void __launch_bounds__(PlanTeam::kLanes, 1)
   const int64_t b = blockIdx.x, E = problem.E, R = problem.R, P = R * problem.S;
   problem.loads += b * problem.num_sources * E;
   if (problem.fixed) problem.fixed += b * R;
+  if (problem.start) problem.start += b * P;
   problem.slot_to_expert += b * P;
   problem.home_slot += b * E;
   const SpillResult mine{result.slot_to_expert + b * P, result.quota + b * P, result.level + b,

@@ -2,9 +2,7 @@
 #include <cmath>
 
 #include "cpu/cpu.h"
-#include "ops/device.h"
-#include "ops/ops.h"
-#include "ops/tensors.h"
+#include "ops/op.h"
 
 namespace isoload::ops {
 
@@ -24,15 +22,18 @@ std::tuple<Tensor, Tensor> append_shared_expert(const Tensor& slots_in, const Te
                                                 std::optional<int64_t> slots_per_rank, double weight) {
   require_ids(slots_in, "slots");
   require(slots_in.dim() == 2, "slots must be [T, K], got ", shape_text(slots_in));
-  const Tensor slots = dense(slots_in), weights = dense(weights_in), ranks = dense(ranks_in);
-  const int64_t T = slots.size(0), K = slots.size(1);
-  const ScalarType real = weights.scalar_type();
+  const int64_t T = slots_in.size(0), K = slots_in.size(1);
+  const ScalarType real = weights_in.scalar_type();
   require(real == ScalarType::Float || real == ScalarType::Double, "weights must be float32 or float64, got ",
           dtype_name(real));
-  require_shape(weights, "weights", {T, K});
-  require_dtype(ranks, "ranks", ScalarType::Int);
-  require(ranks.dim() == 2 && ranks.size(0) == T, "ranks must be [", T, ", n], got ", shape_text(ranks));
-  const int64_t n = ranks.size(1);
+  require_shape(weights_in, "weights", {T, K});
+  require_dtype(ranks_in, "ranks", ScalarType::Int);
+  require(ranks_in.dim() == 2 && ranks_in.size(0) == T, "ranks must be [", T, ", n], got ",
+          shape_text(ranks_in));
+  const int64_t n = ranks_in.size(1);
+  require(T * (K + n) <= INT32_MAX, "slots and ranks must have fewer than 2^31 copies together, got ",
+          T * (K + n));
+  const Tensor slots = dense(slots_in), weights = dense(weights_in), ranks = dense(ranks_in);
   const cpu::SharedLayout layout = check_layout(routed_per_rank, slots_per_rank, weight, n);
 
   Tensor new_slots = new_empty(slots, {T, K + n}, slots.scalar_type());
@@ -70,3 +71,5 @@ std::tuple<Tensor, Tensor> append_shared_expert(const Tensor& slots_in, const Te
 }
 
 }  // namespace isoload::ops
+
+ISOLOAD_OP(append_shared_expert)

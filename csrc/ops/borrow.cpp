@@ -3,9 +3,7 @@
 #include <vector>
 
 #include "cpu/cpu.h"
-#include "ops/device.h"
-#include "ops/ops.h"
-#include "ops/tensors.h"
+#include "ops/op.h"
 #include "rank_set.h"
 
 namespace isoload::ops {
@@ -158,3 +156,6 @@ void borrow_backward(const Tensor& slot_to_expert, const Tensor& home, const Ten
 }
 
 }  // namespace isoload::ops
+
+ISOLOAD_OP(borrow)
+ISOLOAD_OP(borrow_backward)

@@ -1,8 +1,6 @@
 // count: checks of topk_ids.
 #include "cpu/cpu.h"
-#include "ops/device.h"
-#include "ops/ops.h"
-#include "ops/tensors.h"
+#include "ops/op.h"
 
 namespace isoload::ops {
 
@@ -27,3 +25,5 @@ Tensor count(const Tensor& topk_ids, int64_t num_experts) {
 }
 
 }  // namespace isoload::ops
+
+ISOLOAD_OP(count)

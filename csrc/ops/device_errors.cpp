@@ -1,7 +1,5 @@
 // device_errors: what CUDA kernels noted since the last time.
-#include "ops/device.h"
-#include "ops/ops.h"
-#include "ops/tensors.h"
+#include "ops/op.h"
 
 namespace isoload::ops {
 
@@ -13,3 +11,5 @@ Tensor device_errors(const Tensor& like) {
 }
 
 }  // namespace isoload::ops
+
+ISOLOAD_OP(device_errors)

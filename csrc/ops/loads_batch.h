@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ops/device.h"
+#include "ops/tables.h"
 #include "ops/tensors.h"
 
 namespace isoload::ops {
@@ -17,7 +18,7 @@ struct LoadsBatch {
             ", E] per layer, got ", shape_text(loads));
     E = loads.size(loads.dim() - 1);
     sources = dims == 1 ? 1 : R;
-    tables.emplace(tables_in, P, E);
+    tables.emplace(tables_in, P, E, R);
     B = tables->batch;
     require_device(tables_in, "tables", loads_in, "loads");
     require(!batched || loads.size(0) == B, "loads must have one entry per layer (", B, "), got ",

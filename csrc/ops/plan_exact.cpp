@@ -1,10 +1,9 @@
 // plan_exact: checks, and a batch of layers in parallel.
-#include <atomic>
+#include "algorithms/plan_exact.h"
 
-#include "cpu/cpu.h"
-#include "ops/device.h"
 #include "ops/loads_batch.h"
-#include "ops/ops.h"
+#include "ops/op.h"
+#include "ops/plan_layers.h"
 
 namespace isoload::ops {
 
@@ -45,57 +44,38 @@ class ExactBatch {
   std::tuple<Tensor, Tensor, Tensor, Tensor> solve(int64_t tolerance_ppm, int64_t sweeps, int64_t budget) {
     require(sweeps >= 0 && sweeps <= INT32_MAX, "sweeps must be in 0..2^31-1, got ", sweeps);
     require(budget >= 0 && budget <= INT32_MAX, "budget must be in 0..2^31-1, got ", budget);
-    const int64_t B = in_.B, P = in_.P;
-    const Tensor quota = in_.per_layer(P), telemetry = in_.per_layer(4);
+    const Tensor quota = in_.per_layer(in_.P), telemetry = in_.per_layer(4);
     const Tensor peak = in_.per_layer(ScalarType::Long), bound = in_.per_layer(ScalarType::Long);
-    auto problem_of = [&](int64_t b) {
-      ExactProblem problem = this->problem(b);
-      problem.tolerance_ppm = tolerance_ppm;
-      problem.sweeps = static_cast<int32_t>(sweeps);
-      problem.budget = static_cast<int32_t>(budget);
-      return problem;
-    };
-    auto result_of = [&](int64_t b) {
-      return ExactResult{mutable_data<int32_t>(quota) + b * P, mutable_data<int64_t>(peak) + b,
-                         mutable_data<int64_t>(bound) + b, mutable_data<int32_t>(telemetry) + b * 4};
-    };
-    if (on_cuda(in_.loads, [&](auto stream) {
-          const Scratch scratch(in_.loads, cuda::plan_exact_bytes(B, in_.R, in_.E));
-          return cuda::plan_exact(problem_of(0), result_of(0), B, scratch.data(), stream);
-        }))
-      return {quota, peak, bound, telemetry};
-    std::atomic<int64_t> failed{B};  // a throw inside parallel_for would lose its text
-    auto run = [&](int64_t begin, int64_t end) {
-      for (int64_t b = begin; b < end; ++b) {
-        if (cpu::plan_exact(problem_of(b), result_of(b)) == PlanStatus::ok) continue;
-        for (int64_t first = failed; b < first && !failed.compare_exchange_weak(first, b);) continue;
-      }
-    };
-    B == 1 ? run(0, 1) : torch::stable::parallel_for(0, B, 8, run);
-    if (failed < B) explain(failed);
+    ExactProblem problem = this->problem();
+    problem.tolerance_ppm = tolerance_ppm;
+    problem.sweeps = static_cast<int32_t>(sweeps);
+    problem.budget = static_cast<int32_t>(budget);
+    const ExactResult result{mutable_data<int32_t>(quota), mutable_data<int64_t>(peak),
+                             mutable_data<int64_t>(bound), mutable_data<int32_t>(telemetry)};
+    plan_layers<ExactPlanner>(in_.loads, problem, result, in_.B, 8,
+                              [&](const ExactProblem& in, int64_t b, int) { explain(in, b); });
     return {quota, peak, bound, telemetry};
   }
 
  private:
-  ExactProblem problem(int64_t b) const {
+  ExactProblem problem() const {
     ExactProblem problem{};
     problem.R = static_cast<int>(in_.R);
     problem.E = static_cast<int>(in_.E);
     problem.S = static_cast<int>(in_.P / in_.R);
-    problem.tables = in_.tables->layer(b);
-    problem.loads = in_.of(b);
+    problem.tables = in_.tables->layer(0);
+    problem.loads = in_.of(0);
     problem.num_sources = static_cast<int>(in_.sources);
     problem.objective = objective_;
     problem.per_node = static_cast<int>(per_node_);
-    problem.fixed = fixed_ ? data<int32_t>(*fixed_) + b * in_.R : nullptr;
+    problem.fixed = fixed_ ? data<int32_t>(*fixed_) : nullptr;
     problem.ticks = ticks_ ? data<int32_t>(*ticks_) : nullptr;
-    problem.pour = pour_ ? data<int32_t>(*pour_) + b : nullptr;
+    problem.pour = pour_ ? data<int32_t>(*pour_) : nullptr;
     return problem;
   }
 
   // Raises what the solver refused in layer b.
-  void explain(int64_t b) const {
-    const ExactProblem problem = this->problem(b);
+  void explain(const ExactProblem& problem, int64_t b) const {
     int64_t besides = 0;
     for (int r = 0; problem.fixed && r < problem.R; ++r) {
       require(problem.fixed[r] >= 0, "fixed must not be negative, got ", problem.fixed[r], " for rank ", r);
@@ -127,3 +107,5 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plan_exact(
 }
 
 }  // namespace isoload::ops
+
+ISOLOAD_OP(plan_exact)

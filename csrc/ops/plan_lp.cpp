@@ -1,11 +1,11 @@
 // plan_lp: checks, and a batch of layers in parallel.
-#include <atomic>
+#include "algorithms/plan_lp.h"
+
 #include <cmath>
 
-#include "cpu/cpu.h"
-#include "ops/device.h"
 #include "ops/loads_batch.h"
-#include "ops/ops.h"
+#include "ops/op.h"
+#include "ops/plan_layers.h"
 
 namespace isoload::ops {
 
@@ -31,35 +31,17 @@ class LpBatch {
     require(tolerance >= 0 && tolerance <= 1, "tolerance must be in 0..1 (relative), got ", tolerance);
     require(most >= 0 && most <= kMostIterations, "iterations must be in 0..", kMostIterations, ", got ",
             most);
-    const int64_t B = loads_.B, P = loads_.P;
-    const Tensor split = loads_.per_layer(P, kReal);
+    const Tensor split = loads_.per_layer(loads_.P, kReal);
     const Tensor primal = loads_.per_layer(kReal), dual = loads_.per_layer(kReal);
     const Tensor iterations = loads_.per_layer(ScalarType::Int), status = loads_.per_layer(ScalarType::Int);
-    auto problem_of = [&](int64_t b) {
-      LpProblem<Real> problem = this->problem(b);
-      problem.tolerance = static_cast<Real>(tolerance);
-      problem.iterations = static_cast<int>(most);
-      return problem;
-    };
-    auto result_of = [&](int64_t b) {
-      return LpResult<Real>{mutable_data<Real>(split) + b * P, mutable_data<Real>(primal) + b,
-                            mutable_data<Real>(dual) + b, mutable_data<int32_t>(iterations) + b,
-                            mutable_data<int32_t>(status) + b};
-    };
-    if (on_cuda(loads_.loads, [&](auto stream) {
-          const Scratch scratch(loads_.loads, cuda::plan_lp_bytes<Real>(B, loads_.R, loads_.E, P / loads_.R));
-          return cuda::plan_lp(problem_of(0), result_of(0), B, scratch.data(), stream);
-        }))
-      return {split, primal, dual, iterations, status};
-    std::atomic<int64_t> failed{B};  // a throw inside parallel_for would lose its text
-    auto run = [&](int64_t begin, int64_t end) {
-      for (int64_t b = begin; b < end; ++b) {
-        if (cpu::plan_lp(problem_of(b), result_of(b))) continue;
-        for (int64_t first = failed; b < first && !failed.compare_exchange_weak(first, b);) continue;
-      }
-    };
-    B == 1 ? run(0, 1) : torch::stable::parallel_for(0, B, 4, run);
-    if (failed < B) explain(failed);
+    LpProblem<Real> problem = this->problem();
+    problem.tolerance = static_cast<Real>(tolerance);
+    problem.iterations = static_cast<int>(most);
+    const LpResult<Real> result{mutable_data<Real>(split), mutable_data<Real>(primal),
+                                mutable_data<Real>(dual), mutable_data<int32_t>(iterations),
+                                mutable_data<int32_t>(status)};
+    plan_layers<LpPlanner<Real>>(loads_.loads, problem, result, loads_.B, 4,
+                                 [&](const LpProblem<Real>& in, int64_t b, int) { explain(in, b); });
     return {split, primal, dual, iterations, status};
   }
 
@@ -79,23 +61,22 @@ class LpBatch {
     return amounts;
   }
 
-  LpProblem<Real> problem(int64_t b) const {
+  LpProblem<Real> problem() const {
     LpProblem<Real> problem{};
     problem.R = static_cast<int>(loads_.R);
     problem.E = static_cast<int>(loads_.E);
     problem.S = static_cast<int>(loads_.P / loads_.R);
-    problem.tables = loads_.tables->layer(b);
-    problem.loads = loads_.of(b);
+    problem.tables = loads_.tables->layer(0);
+    problem.loads = loads_.of(0);
     problem.num_sources = static_cast<int>(loads_.sources);
     problem.speeds = speeds_ ? data<Real>(*speeds_) : nullptr;
-    problem.base = base_ ? data<Real>(*base_) + b * loads_.R : nullptr;
+    problem.base = base_ ? data<Real>(*base_) : nullptr;
     return problem;
   }
 
   // Raises why layer b was refused.
-  void explain(int64_t b) const {
+  void explain(const LpProblem<Real>& in, int64_t b) const {
     loads_.explain(b);
-    const LpProblem<Real> in = problem(b);
     for (int64_t i = 0; i < int64_t(in.num_sources) * in.E; ++i) {
       const int e = static_cast<int>(i % in.E), first = in.tables.offsets[e];
       if (in.loads[i] == 0) continue;
@@ -123,3 +104,5 @@ LpTensors plan_lp(const Tensor& loads, const Tensor& tables, int64_t num_ranks, 
 }
 
 }  // namespace isoload::ops
+
+ISOLOAD_OP(plan_lp)

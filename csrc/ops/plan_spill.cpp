@@ -1,8 +1,8 @@
 // plan_spill: checks of the loads, the placement and the rules; layers one after another.
+#include <vector>
+
 #include "cpu/cpu.h"
-#include "ops/device.h"
-#include "ops/ops.h"
-#include "ops/tensors.h"
+#include "ops/op.h"
 #include "rank_set.h"
 
 namespace isoload::ops {
@@ -47,6 +47,13 @@ class SpillBatch {
     fixed_ = dense(fixed);
   }
 
+  void add_start(const Tensor& start) {
+    require_dtype(start, "start", ScalarType::Int);
+    require_per_layer(start, "start", {P_});
+    require_device(start, "start", slots_, "slot_to_expert");
+    start_ = dense(start);
+  }
+
   void add_alive(const Tensor& alive) {
     require(alive.scalar_type() == ScalarType::Bool, "alive must be bool, got ",
             dtype_name(alive.scalar_type()));
@@ -75,6 +82,7 @@ class SpillBatch {
     for (int64_t b = 0; b < B_; ++b) {
       const SpillProblem layer = problem(rules, b);
       check_placement(layer);
+      if (layer.start) check_start(layer);
       if (cpu::plan_spill(layer, result(b)) != SpillStatus::ok) explain(layer);
     }
     return {filled, quota, level, telemetry};
@@ -89,6 +97,7 @@ class SpillBatch {
     problem.spare = static_cast<int>(spare_);
     problem.loads = data<int32_t>(*loads_) + b * sources_ * E_;
     problem.fixed = fixed_ ? data<int32_t>(*fixed_) + b * R_ : nullptr;
+    problem.start = start_ ? data<int32_t>(*start_) + b * P_ : nullptr;
     problem.num_sources = static_cast<int>(sources_);
     problem.slot_to_expert = data<int32_t>(slots_) + b * P_;
     problem.home_slot = data<int32_t>(home_) + b * E_;
@@ -106,6 +115,20 @@ class SpillBatch {
       for (int p = (r + 1) * in.S - in.spare; p < (r + 1) * in.S; ++p)
         require(in.slot_to_expert[p] < 0, "slot_to_expert must be -1 in the last spare_slots=", in.spare,
                 " slots of a rank, got ", in.slot_to_expert[p], " in slot ", p);
+  }
+
+  static void check_start(const SpillProblem& in) {
+    std::vector<int64_t> left(in.E);
+    for (int64_t i = 0; i < int64_t(in.num_sources) * in.E; ++i) left[i % in.E] += in.loads[i];
+    for (int p = 0; p < in.R * in.S; ++p) {
+      const int32_t e = in.slot_to_expert[p], copies = in.start[p];
+      require(copies >= 0, "start must not be negative, got ", copies, " in slot ", p);
+      require(copies == 0 || (e >= 0 && e < in.E), "start must be 0 in slots without a routed expert, got ",
+              copies, " in slot ", p);
+      if (copies > 0) left[e] -= copies;
+    }
+    for (int e = 0; e < in.E; ++e)
+      require(left[e] == 0, "start must add up to the loads, got ", left[e], " copies too few of expert ", e);
   }
 
   // Raises what the planner refused: it only knows that something is wrong, and here there is time to look.
@@ -135,7 +158,7 @@ class SpillBatch {
   Tensor slots_, home_;
   bool batched_;
   int64_t R_, B_ = 0, P_ = 0, E_ = 0, per_node_ = 1, spare_ = 0, sources_ = 1;
-  std::optional<Tensor> loads_, fixed_, alive_;
+  std::optional<Tensor> loads_, fixed_, start_, alive_;
 };
 
 void check_rules(const SpillProblem& in) {
@@ -156,12 +179,14 @@ void check_rules(const SpillProblem& in) {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> plan_spill(
     const Tensor& loads, const Tensor& slots, const Tensor& home, int64_t num_ranks, int64_t ranks_per_node,
-    int64_t spare_slots, const std::optional<Tensor>& fixed, const std::optional<Tensor>& alive,
-    int64_t capacity_ppm, int64_t threshold_ppm, bool per_expert, int64_t tolerance_ppm, int64_t min_chunk,
-    int64_t near_cost, int64_t far_cost, int64_t egress) {
+    int64_t spare_slots, const std::optional<Tensor>& fixed, const std::optional<Tensor>& start,
+    const std::optional<Tensor>& alive, int64_t capacity_ppm, int64_t threshold_ppm, bool per_expert,
+    int64_t tolerance_ppm, int64_t min_chunk, int64_t near_cost, int64_t far_cost, int64_t egress,
+    bool within) {
   SpillBatch batch(slots, home, num_ranks, ranks_per_node, spare_slots);
   batch.add_loads(loads);
   if (fixed) batch.add_fixed(*fixed);
+  if (start) batch.add_start(*start);
   if (alive) batch.add_alive(*alive);
   SpillProblem rules{};
   rules.capacity_ppm = capacity_ppm;
@@ -172,8 +197,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plan_spill(
   rules.near_cost = near_cost;
   rules.far_cost = far_cost;
   rules.egress = static_cast<int32_t>(egress < INT32_MAX ? egress : INT32_MAX);
+  rules.within = within;
   check_rules(rules);
   return batch.solve(rules);
 }
 
 }  // namespace isoload::ops
+
+ISOLOAD_OP(plan_spill)

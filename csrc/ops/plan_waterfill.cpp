@@ -1,10 +1,8 @@
 // plan_waterfill: checks, and a batch of layers in parallel.
-#include <atomic>
+#include "algorithms/plan_waterfill.h"
 
-#include "cpu/cpu.h"
-#include "ops/device.h"
-#include "ops/ops.h"
-#include "ops/tensors.h"
+#include "ops/op.h"
+#include "ops/plan_layers.h"
 
 namespace isoload::ops {
 
@@ -78,42 +76,27 @@ std::tuple<Tensor, Tensor, Tensor> plan_waterfill(const Tensor& copies_in, const
   if (ticks_in) ticks = rank_values(*ticks_in, "ticks", R, 1, 1 << 20, "be in 1..2^20");
   if (limits_in) limits = rank_values(*limits_in, "limits", R, 0, INT32_MAX, "not be negative");
 
-  auto problem = [&](int64_t b) {
-    WaterfillProblem problem{};
-    problem.R = static_cast<int>(R);
-    problem.per_node = static_cast<int>(ranks_per_node);
-    problem.per_token = static_cast<int32_t>(per_token);
-    problem.candidates = static_cast<Candidates>(candidates);
-    problem.copies = data<int32_t>(copies) + b * R * R;
-    problem.tokens = data<int32_t>(tokens) + b * R;
-    problem.ticks = ticks ? data<int32_t>(*ticks) : nullptr;
-    problem.limits = limits ? data<int32_t>(*limits) : nullptr;
-    return problem;
-  };
+  WaterfillProblem problem{};
+  problem.R = static_cast<int>(R);
+  problem.per_node = static_cast<int>(ranks_per_node);
+  problem.per_token = static_cast<int32_t>(per_token);
+  problem.candidates = static_cast<Candidates>(candidates);
+  problem.copies = data<int32_t>(copies);
+  problem.tokens = data<int32_t>(tokens);
+  problem.ticks = ticks ? data<int32_t>(*ticks) : nullptr;
+  problem.limits = limits ? data<int32_t>(*limits) : nullptr;
   const Tensor share = batched ? new_empty(copies, {B, R, R}) : new_empty(copies, {R, R});
   auto per_layer = [&] {
     return batched ? new_empty(copies, {B}, ScalarType::Long) : new_empty(copies, {}, ScalarType::Long);
   };
   const Tensor peak = per_layer(), bound = per_layer();
-  auto result = [&](int64_t b) {
-    return WaterfillResult{mutable_data<int32_t>(share) + b * R * R, mutable_data<int64_t>(peak) + b,
-                           mutable_data<int64_t>(bound) + b};
-  };
-  if (on_cuda(copies, [&](auto stream) {
-        const Scratch scratch(copies, cuda::plan_waterfill_bytes(B, R));
-        return cuda::plan_waterfill(problem(0), result(0), B, scratch.data(), stream);
-      }))
-    return {share, peak, bound};
-  std::atomic<int64_t> failed{B};  // a throw inside parallel_for would lose its text
-  auto run = [&](int64_t begin, int64_t end) {
-    for (int64_t b = begin; b < end; ++b) {
-      if (cpu::plan_waterfill(problem(b), result(b)) == WaterfillStatus::ok) continue;
-      for (int64_t first = failed; b < first && !failed.compare_exchange_weak(first, b);) continue;
-    }
-  };
-  B == 1 ? run(0, 1) : torch::stable::parallel_for(0, B, 8, run);
-  if (failed < B) explain(problem(failed));
+  const WaterfillResult result{mutable_data<int32_t>(share), mutable_data<int64_t>(peak),
+                               mutable_data<int64_t>(bound)};
+  plan_layers<WaterfillPlanner>(copies, problem, result, B, 8,
+                                [](const WaterfillProblem& in, int64_t, int) { explain(in); });
   return {share, peak, bound};
 }
 
 }  // namespace isoload::ops
+
+ISOLOAD_OP(plan_waterfill)

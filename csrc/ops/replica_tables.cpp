@@ -1,8 +1,8 @@
 // replica_tables: checks of a placement's slots.
-#include "cpu/cpu.h"
-#include "ops/device.h"
-#include "ops/ops.h"
-#include "ops/tensors.h"
+#include "algorithms/replica_tables.h"
+
+#include "ops/op.h"
+#include "ops/plan_layers.h"
 
 namespace isoload::ops {
 
@@ -17,20 +17,18 @@ void replica_tables(const Tensor& slot_to_expert, int64_t num_ranks, int64_t num
           num_ranks);
   require(P >= num_ranks && P % num_ranks == 0,
           "slot_to_expert must have a multiple of num_ranks=", num_ranks, " slots, got ", P);
-  const Tables checked(tables, P, num_experts);
+  const Tables checked(tables, P, num_experts, num_ranks, false);
   require(tables.is_contiguous() && checked.batch * P == slots.numel(),
           "tables must be contiguous, one row per layer of slot_to_expert ", shape_text(slots), ", got ",
           shape_text(tables));
   require_device(tables, "tables", slots, "slot_to_expert");
-  if (on_cuda(slots, [&](auto stream) {
-        const Scratch scratch(slots, cuda::replica_tables_bytes(checked.batch, num_ranks, num_experts));
-        return cuda::replica_tables(data<int32_t>(slots), checked.batch, num_ranks, num_experts,
-                                    P / num_ranks, mutable_data<int32_t>(tables), scratch.data(), stream);
-      }))
-    return;
-  for (int64_t b = 0; b < checked.batch; ++b)
-    cpu::replica_tables(data<int32_t>(slots) + b * P, num_ranks, num_experts, P / num_ranks,
-                        mutable_data<int32_t>(tables) + b * ReplicaTables::size(num_experts, P));
+  const TablesProblem problem{static_cast<int>(num_ranks), static_cast<int>(num_experts),
+                              static_cast<int>(P / num_ranks), data<int32_t>(slots)};
+  const auto result = MutableReplicaTables::at(mutable_data<int32_t>(tables), num_experts, P);
+  plan_layers<TablesPlanner>(slots, problem, result, checked.batch, 0,
+                             [](const TablesProblem&, int64_t, int) {});
 }
 
 }  // namespace isoload::ops
+
+ISOLOAD_OP(replica_tables)

@@ -1,10 +1,11 @@
 // round_split: checks, then every layer.
+#include "algorithms/round_split.h"
+
 #include <cmath>
 
-#include "cpu/cpu.h"
-#include "ops/device.h"
 #include "ops/loads_batch.h"
-#include "ops/ops.h"
+#include "ops/op.h"
+#include "ops/plan_layers.h"
 
 namespace isoload::ops {
 
@@ -27,23 +28,17 @@ static void require_split(const LoadsBatch& loads, int64_t b, const Real* split)
 template <class Real>
 static Tensor round_layers(const LoadsBatch& loads, const Tensor& split) {
   const Tensor quota = loads.per_layer(loads.P, ScalarType::Int);
-  auto problem = [&](int64_t b) {
-    return RoundingProblem<Real>{static_cast<int>(loads.R),
-                                 static_cast<int>(loads.E),
-                                 static_cast<int>(loads.P / loads.R),
-                                 loads.tables->layer(b),
-                                 loads.of(b),
-                                 static_cast<int>(loads.sources),
-                                 data<Real>(split) + b * loads.P};
-  };
-  if (on_cuda(loads.loads, [&](auto stream) {
-        return cuda::round_split(problem(0), mutable_data<int32_t>(quota), loads.B, stream);
-      }))
-    return quota;
-  for (int64_t b = 0; b < loads.B; ++b) {
-    if (!cpu::round_split(problem(b), mutable_data<int32_t>(quota) + b * loads.P)) loads.explain(b);
-    require_split(loads, b, data<Real>(split) + b * loads.P);
-  }
+  const RoundingProblem<Real> problem{static_cast<int>(loads.R),
+                                      static_cast<int>(loads.E),
+                                      static_cast<int>(loads.P / loads.R),
+                                      loads.tables->layer(0),
+                                      loads.of(0),
+                                      static_cast<int>(loads.sources),
+                                      data<Real>(split)};
+  const bool on_cpu = plan_layers<RoundingPlanner<Real>>(
+      loads.loads, problem, mutable_data<int32_t>(quota), loads.B, 0,
+      [&](const RoundingProblem<Real>&, int64_t b, int) { loads.explain(b); });
+  for (int64_t b = 0; b < loads.B && on_cpu; ++b) require_split(loads, b, data<Real>(split) + b * loads.P);
   return quota;
 }
 
@@ -60,3 +55,5 @@ Tensor round_split(const Tensor& split, const Tensor& loads, const Tensor& table
 }
 
 }  // namespace isoload::ops
+
+ISOLOAD_OP(round_split)

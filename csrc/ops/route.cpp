@@ -1,8 +1,6 @@
 // route and route_sampled: checks of ids, shares and weights.
 #include "cpu/cpu.h"
-#include "ops/device.h"
-#include "ops/ops.h"
-#include "ops/tensors.h"
+#include "ops/op.h"
 
 namespace isoload::ops {
 
@@ -91,3 +89,6 @@ Tensor route_sampled(const Tensor& topk_ids, const Tensor& weights_in, const Ten
 }
 
 }  // namespace isoload::ops
+
+ISOLOAD_OP(route)
+ISOLOAD_OP(route_sampled)

@@ -1,8 +1,6 @@
 // route_shared: checks of slots and the row of the share.
 #include "cpu/cpu.h"
-#include "ops/device.h"
-#include "ops/ops.h"
-#include "ops/tensors.h"
+#include "ops/op.h"
 
 namespace isoload::ops {
 
@@ -19,6 +17,9 @@ Tensor route_shared(const Tensor& slots_in, const Tensor& share_row_in, int64_t 
           slots_per_rank);
   require(rank >= 0 && rank < R, "rank must be in 0..", R - 1, ", got ", rank);
   require(num_shared >= 1 && num_shared <= 1024, "num_shared must be in 1..1024, got ", num_shared);
+  require(T * num_shared <= INT32_MAX,
+          "slots must have fewer than 2^31 shared copies (num_shared=", num_shared, " of every token), got ",
+          T * num_shared);
   require_device(share_row, "share_row", slots, "slots");
   for (int64_t d = 0; d < R && slots.is_cpu(); ++d) {
     const int32_t copies = data<int32_t>(share_row)[d];
@@ -58,3 +59,5 @@ Tensor route_shared(const Tensor& slots_in, const Tensor& share_row_in, int64_t 
 }
 
 }  // namespace isoload::ops
+
+ISOLOAD_OP(route_shared)

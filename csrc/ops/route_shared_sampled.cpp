@@ -1,8 +1,6 @@
 // route_shared_sampled: checks of slots, loads and tokens.
 #include "cpu/cpu.h"
-#include "ops/device.h"
-#include "ops/ops.h"
-#include "ops/tensors.h"
+#include "ops/op.h"
 #include "rank_set.h"
 
 namespace isoload::ops {
@@ -28,6 +26,7 @@ Tensor route_shared_sampled(const Tensor& slots_in, const Tensor& load_in,
                             std::string rule_name, int64_t seed) {
   require_ids(slots_in, "slots");
   require(slots_in.dim() == 2, "slots must be [T, K], got ", shape_text(slots_in));
+  require(slots_in.size(0) <= INT32_MAX, "slots must have fewer than 2^31 tokens, got ", slots_in.size(0));
   const SharedDraw::Rule rule = draw_rule(rule_name);
   require_ids(load_in, "load");
   require(load_in.dim() == 1 && load_in.size(0) >= 1 && load_in.size(0) <= kMaxRanks,
@@ -73,3 +72,5 @@ Tensor route_shared_sampled(const Tensor& slots_in, const Tensor& load_in,
 }
 
 }  // namespace isoload::ops
+
+ISOLOAD_OP(route_shared_sampled)

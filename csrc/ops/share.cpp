@@ -1,8 +1,6 @@
 // share and share_by_rank: checks of loads and quota.
 #include "cpu/cpu.h"
-#include "ops/device.h"
-#include "ops/ops.h"
-#include "ops/tensors.h"
+#include "ops/op.h"
 
 namespace isoload::ops {
 
@@ -22,13 +20,14 @@ class ShareBatch {
             shape_text(quota));
     loads_ = dense(loads), quota_ = dense(quota);
     R = loads.size(loads.dim() - 2), E_ = loads.size(loads.dim() - 1), P = quota.size(quota.dim() - 1);
-    tables_.emplace(tables, P, E_);
+    require(R >= 1 && R <= kMaxRanks, "loads must be of 1..", kMaxRanks, " source ranks, got ", R);
+    require(P >= R && P % R == 0, "quota must have a multiple of ", R, " slots, got ", P);
+    tables_.emplace(tables, P, E_, R);
     require(tables.dim() == quota.dim(), "tables must be of one layer, or of as many as loads, got ",
             shape_text(tables));
     require_device(quota, "quota", loads, "loads");
     require_device(tables, "tables", loads, "loads");
     batched_ = loads.dim() == 3;
-    require(P % R == 0, "quota must have a multiple of ", R, " slots, got ", P);
     require(ranks_per_node >= 1 && R % ranks_per_node == 0, "ranks_per_node must divide ", R, ", got ",
             ranks_per_node);
     require(!batched_ || (loads.size(0) == tables_->batch && quota.size(0) == tables_->batch),
@@ -92,3 +91,6 @@ Tensor share_by_rank(const Tensor& loads, const Tensor& quota, const Tensor& tab
 }
 
 }  // namespace isoload::ops
+
+ISOLOAD_OP(share)
+ISOLOAD_OP(share_by_rank)

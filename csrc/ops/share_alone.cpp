@@ -1,8 +1,9 @@
 // share_alone: checks of counts and quota.
-#include "cpu/cpu.h"
-#include "ops/device.h"
-#include "ops/ops.h"
-#include "ops/tensors.h"
+#include "algorithms/share_alone.h"
+
+#include "ops/op.h"
+#include "ops/plan_layers.h"
+#include "rank_set.h"
 
 namespace isoload::ops {
 
@@ -27,20 +28,16 @@ Tensor share_alone(const Tensor& counts_in, const Tensor& quota_in, const Tensor
   require_device(quota, "quota", counts, "counts");
   require_device(tables_in, "tables", counts, "counts");
   Tensor out = batched ? new_empty(counts, {B, P}) : new_empty(counts, {P});
-  int32_t* const rows = mutable_data<int32_t>(out);
-  auto problem = [&](int64_t b) {
-    return ShareAloneProblem{
-        static_cast<int>(E),           static_cast<int>(P),          tables.layer(b),
-        data<int32_t>(counts) + b * E, data<int32_t>(quota) + b * P, static_cast<int>(source)};
-  };
-  if (on_cuda(counts, [&](auto stream) { return cuda::share_alone(problem(0), rows, B, stream); }))
-    return out;
-  for (int64_t b = 0; b < B; ++b) {
-    const int bad = cpu::share_alone(problem(b), rows + b * P);
-    require(bad == -1, "counts must be part of the loads that quota was made from: those of expert ", bad,
-            " are not");
-  }
+  const ShareAloneProblem problem{static_cast<int>(E),   static_cast<int>(P),  tables.layer(0),
+                                  data<int32_t>(counts), data<int32_t>(quota), static_cast<int>(source)};
+  plan_layers<ShareAlonePlanner>(
+      counts, problem, mutable_data<int32_t>(out), B, 0, [](const ShareAloneProblem&, int64_t, int expert) {
+        require(false, "counts must be part of the loads that quota was made from: those of expert ", expert,
+                " are not");
+      });
   return out;
 }
 
 }  // namespace isoload::ops
+
+ISOLOAD_OP(share_alone)

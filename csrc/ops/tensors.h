@@ -1,4 +1,4 @@
-// What the ops share: new tensors, plain pointers into tensors, and the tables of a batch of layers.
+// What the ops share: new tensors, and plain pointers into tensors.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -6,7 +6,6 @@
 
 #include <initializer_list>
 
-#include "algorithms/replica_tables.h"
 #include "check.h"
 
 namespace isoload::ops {
@@ -42,23 +41,5 @@ template <class T>
 T* mutable_data(const Tensor& tensor) {
   return static_cast<T*>(tensor.mutable_data_ptr());
 }
-
-// The tables of a batch of layers: [..., size], with P slots each.
-struct Tables {
-  Tables(const Tensor& tensor, int64_t num_slots, int64_t num_experts)
-      : owner(dense(tensor)), P(num_slots), E(num_experts) {
-    require_dtype(tensor, "tables", ScalarType::Int);
-    const int64_t size = ReplicaTables::size(E, P);
-    require(tensor.dim() == 1 || tensor.dim() == 2, "tables must have 1 or 2 dimensions, got ", tensor.dim());
-    require(tensor.size(tensor.dim() - 1) == size, "tables must be those of ", E, " experts in ", P,
-            " slots (", size, " ints), got ", tensor.size(tensor.dim() - 1));
-    batch = tensor.dim() == 2 ? tensor.size(0) : 1;
-  }
-  ReplicaTables layer(int64_t b) const {
-    return ReplicaTables::at(data<int32_t>(owner) + b * ReplicaTables::size(E, P), E, P);
-  }
-  Tensor owner;
-  int64_t P, E, batch;
-};
 
 }  // namespace isoload::ops

@@ -75,6 +75,7 @@ class PlacedLayers:
     filled: Filled = field(init=False)  # with empty spare slots
     shape_of_sums: tuple[int, ...] = field(init=False)  # of loads summed over sources: [..., E]
     shape_per_source: tuple[int, ...] = field(init=False)  # of loads per source rank: [..., R, E]
+    replicated: bool = field(init=False)  # whether some routed expert has more than one slot
     shared_home: Tensor | None = field(init=False)  # [R] int64, see isoload.shared_experts.shared_home
     shared_limits: Tensor | None = field(
         init=False
@@ -87,7 +88,10 @@ class PlacedLayers:
         home = torch.tensor(shared_home(live, ranks), device=device) if self.num_shared else None
         limits = [2**31 - 1 if rank in live else 0 for rank in range(ranks)]
         limited = self.num_shared and len(live) < ranks
+        slots = self.host.arrays[0] if self.layer is None else self.host.arrays[0][self.layer]
+        resident = ((slots >= 0) & (slots < self.host.num_routed)).sum()
         derived = {
+            "replicated": int(resident) > self.host.num_routed * (slots.size // self.host.num_slots),
             "topology": topology,
             "spare_slots": self.host.spare_slots,
             "filled": Filled(self.slot_to_expert, self.tables, self),
@@ -151,6 +155,7 @@ def refresh_layers(own: PlacedLayers, placed: PlacedLayers) -> PlacedLayers:
     own.tables.data.copy_(placed.tables.data)
     fresh = copy(own)  # keeps what depends on the topology alone, on its memory
     object.__setattr__(fresh, "host", placed.host)
+    object.__setattr__(fresh, "replicated", placed.replicated)
     object.__setattr__(fresh, "filled", Filled(own.slot_to_expert, own.tables, fresh))
     for memo in fresh.memos.values():
         memo.value.copy_(memo.derive(fresh))

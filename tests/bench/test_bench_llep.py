@@ -13,6 +13,7 @@ from support.processes import run_ranks
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 import bench_llep
+import isoload
 import llep_tables
 from isoload.experts.compute import run_experts
 from isoload.experts.weights import SwiGLU
@@ -109,3 +110,16 @@ def test_sweeps_have_at_least_four_points() -> None:
     points = list(bench_llep.sweeps(Setting(shape=SHAPES["gpt-oss-120b"], scale=Scale())))
     for sweep in {name for name, *_ in points}:
         assert len({value for name, value, _ in points if name == sweep}) >= 4
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_busiest_rank_is_at_the_level_where_chunks_are_small_beside_it(name: str) -> None:
+    """Every setting of the paper with at least 50 min_chunk per rank: what min_chunk leaves at home is below 2 %."""
+    base = Setting(shape=SHAPES[name], scale=Scale())
+    for setting in bench_llep.concentrations(base, (True, False)):
+        loads = sum(isoload.count(ids, setting.shape.experts) for ids in setting.topk_ids(CPU))
+        plan = isoload.plan(loads, setting.placement, 0, setting.policy("LLEP"))
+        mean = int(loads.sum()) / setting.ranks
+        assert mean >= 50 * setting.min_chunk / setting.scale.tokens
+        imbalance = int(loads.view(setting.ranks, -1).sum(1).max()) / mean
+        assert int(plan.peak) <= 1.02 * mean + 1 or imbalance <= setting.threshold, setting

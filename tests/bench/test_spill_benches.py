@@ -54,7 +54,8 @@ def test_an_instance_is_judged_by_bounds_and_peaks(spill: ModuleType) -> None:
     mean = loads.sum() / ranks
     assert row["ep_peak"] == loads.reshape(ranks, -1).sum(1).max() / mean == 2.0
     assert 1 < row["bound"] < row["ep_peak"] and 0 <= row["gap_spare8"] <= row["gap_spare2"] < 0.05
-    assert row["llep_peak"] <= 1.02 and row["llep_published_peak"] == pytest.approx(1.1, abs=0.001)
+    assert row["llep_peak"] < 1 + spill.LLEP["min_chunk"] / mean, "an excess below min_chunk stays"
+    assert row["llep_published_peak"] == pytest.approx(1.1, abs=0.001)
     imports, most_in, most_out = row["spill_cost_moves"]
     assert most_in == 1 and most_out == imports == ranks - 1
 

@@ -71,3 +71,24 @@ def test_named(bench: ModuleType) -> None:
         "relays cost more": 15,
         "no copies": 0,
     }
+
+
+@pytest.mark.parametrize("spare", [1, 2])
+def test_the_bound_of_few_slots_is_below_the_optimum_and_near_it(bench: ModuleType, spare: int) -> None:
+    gaps = []
+    for seed in range(200, 220):
+        case = draw_small(seed, spare)
+        optimum = bound_by_expert(case, 0, gap=0.0)
+        bound = bench.level_bound(rows_of(case), spare)
+        reached = int(case.spill().quota.view(case.num_ranks, -1).sum(1).max())
+        assert bound <= optimum + 1e-3 and bound <= reached
+        assert np.ceil(bound - 1e-3) >= bench.slots_bound(rows_of(case), 0, spare), "the looser bound"
+        gaps.append(1 - bound / optimum)
+    assert np.mean(gaps) < 0.01, np.mean(gaps)
+
+
+def test_the_bound_within_nodes(bench: ModuleType) -> None:
+    homes = [[40, 40], [0, 0], [0, 0], [0, 0]]
+    assert bench.level_bound(homes, 2) == pytest.approx(20)
+    assert bench.level_bound(homes, 2, ranks_per_node=2) == pytest.approx(40)
+    assert bench.level_bound(homes, 1, ranks_per_node=2) == pytest.approx(40)

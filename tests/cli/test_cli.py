@@ -16,7 +16,9 @@ from isoload.cli.app import app, parse_layers
 from isoload.policies import POLICIES
 from isoload.trace import Trace, write_trace
 
-SHIPPED = Path(__file__).parents[2] / "examples" / "traces" / "gptoss20b_decode.npz"
+ROOT = Path(__file__).parents[2]
+TRACE = "examples/traces/gptoss20b_decode.npz"
+SHIPPED = ROOT / TRACE
 KEYS = ["trace", "settings", "tokens", "layers", "batches", "policies"]
 
 
@@ -130,6 +132,8 @@ def test_cost_in_json(trace, cost_file):
     predicted = found["policies"][0]["predicted"]
     parts = [predicted[f"{name}_us"] for name in ("compute", "exchange", "import")]
     assert predicted["layer_us_mean"] == pytest.approx(sum(parts)) and predicted["borrowed"] == 0
+    means = [row["predicted"]["layer_us_mean"] for row in found["policies"]]
+    assert [row["predicted"]["layer_us_change"] for row in found["policies"]] == [0, means[1] / means[0] - 1]
     plain = json.loads(run(*args).stdout)
     assert plain["settings"]["cost"] is None and "predicted" not in plain["policies"][0]
 
@@ -267,3 +271,13 @@ def test_module_names_itself():
         [sys.executable, "-m", "isoload", "--help"], capture_output=True, text=True, check=True
     )
     assert "Usage: isoload" in done.stdout
+
+
+def test_the_committed_replay_is_todays():
+    """By the command that bench/README.md gives; planning times aside."""
+    said = re.search(r"`isoload (replay [^`]+) --json FILE`", (ROOT / "bench" / "README.md").read_text())[1]
+    found = json.loads(run(*said.replace(TRACE, str(SHIPPED)).split(), "--json", "-").stdout)
+    committed = json.loads((ROOT / "bench" / "results" / "replay_gptoss20b.json").read_text())
+    for row in (*found["policies"], *committed["policies"]):
+        assert set(row.pop("plan_us")) == {"median", "p99", "batched"}
+    assert found == committed

@@ -2,14 +2,24 @@
 
 import json
 import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import isoload
 from isoload.cli.app import app
-from isoload.cli.demo import run_demo
+from isoload.cli.demo import SHIPPED, run_demo
 from isoload.replay.simulate import DEFAULT_POLICIES
+from support.sample_traces import token_trace
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_demo_reports_every_policy():
@@ -33,7 +43,7 @@ def test_demo_reports_every_policy():
 
 
 def test_demo_refuses_traces_without_tokens(tmp_path):
-    trace = isoload.read_trace("examples/traces/gptoss20b_decode.npz")
+    trace = isoload.read_trace(SHIPPED)
     counts_only = isoload.Trace("counts", trace.num_experts, trace.top_k, counts=trace.counts)
     isoload.write_trace(counts_only, tmp_path / "counts.npz")
     with pytest.raises(ValueError, match="trace must hold per-token choices, counts has counts only"):
@@ -52,7 +62,98 @@ def test_a_rank_that_fails_is_named(monkeypatch):
         run_demo(None, 2, 0)
 
 
-def test_a_rank_whose_process_ends_is_named_with_its_exit_code(monkeypatch):
-    monkeypatch.setattr("isoload.cli.demo._run_policy", lambda *args: os._exit(3))
-    with pytest.raises(RuntimeError, match=r"rank \d ended without a report, with exit code 3"):
-        run_demo(None, 2, 0)
+def test_demo_bounds_its_processes_and_its_patience():
+    with pytest.raises(ValueError, match=r"ranks must be in 1\.\.32 \(processes\), got 1000"):
+        run_demo(None, 1000, 0)
+    for seconds in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="stall_seconds must be above 0 and at most 86400, got "):
+            run_demo(None, 2, 0, seconds)
+
+
+def test_demo_needs_batches_to_place_by(tmp_path):
+    isoload.write_trace(token_trace(), tmp_path / "one.npz")
+    with pytest.raises(
+        ValueError, match=r"trace must have at least 2 batches \(one to place by\), tokens has one"
+    ):
+        run_demo(tmp_path / "one.npz", 2, 0)
+
+
+def stats():
+    """{process: (state, parent)} of all there are."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it ends while we look
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            found[int(path.parent.name)] = state, int(parent)
+    return found
+
+
+def children_of(pid):
+    return [child for child, (_, parent) in stats().items() if parent == pid]
+
+
+def started(command, **how):
+    """A demo in a process group of its own, with its ranks, once these are there."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "isoload", *command],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, **how
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while (
+        len(ranks := children_of(process.pid)) < 2 and process.poll() is None and time.monotonic() < deadline
+    ):
+        time.sleep(0.02)
+    return process, ranks
+
+
+def alive(pid):
+    return stats().get(pid, ("Z", 0))[0] != "Z"
+
+
+def test_ctrl_c_is_quiet():
+    """As a terminal sends it, to the whole group: no traceback, exit code 130, nobody left."""
+    process, ranks = started(["demo", "--ranks", "2"])
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "")
+    assert ranks and not any(map(alive, ranks))
+
+
+def test_ranks_end_when_the_demo_is_killed():
+    process, ranks = started(["demo", "--ranks", "2"])
+    process.kill()
+    out, err = process.communicate(timeout=60)
+    deadline = time.monotonic() + 30
+    while any(map(alive, ranks)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert ranks and not any(map(alive, ranks)) and "Traceback" not in err
+
+
+def test_a_stalled_rank_ends_the_demo():
+    process, ranks = started(["demo", "--ranks", "2", "--stall-seconds", "2"])
+    os.kill(max(ranks), signal.SIGSTOP)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and out == ""
+    assert err == "error: rank 1 stalled: it ended no batch within 2 s\n"
+    assert not any(map(alive, ranks))
+
+
+def test_the_demo_runs_from_a_wheels_files(tmp_path):
+    """What setuptools puts into a wheel, elsewhere than the repository; the compiled ops are copied beside it."""
+    build = tmp_path / "build"
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    command += ["build_py", "--build-lib", str(build)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    traces = build / "isoload" / "traces"
+    assert sorted(path.name for path in traces.iterdir()) == [
+        f"gptoss20b_decode.{kind}" for kind in ("json", "npz")
+    ]
+    assert not traces.is_symlink() and not any(path.is_symlink() for path in traces.iterdir())
+    for ops in (ROOT / "python" / "isoload").glob("_C*.so"):
+        shutil.copy(ops, build / "isoload")
+    code = f"import sys; sys.path.insert(0, {str(build)!r}); sys.argv[1:] = ['demo', '--ranks', '2', '--json', '-']"
+    code += f"; import isoload.cli.demo as d; assert d.SHIPPED.is_relative_to({str(build)!r}), d.SHIPPED"
+    code += "; from isoload.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["policies"]) == len(DEFAULT_POLICIES)

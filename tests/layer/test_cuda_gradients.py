@@ -88,7 +88,7 @@ def test_a_layer_on_poisoned_memory(policy: str) -> None:
     sum(row.float().square().sum() for row in y).backward()
     assert isinstance(layer, isoload.MoE) and all(torch.isfinite(row.grad).all() for row in rows if len(row))
     for held in layer.weights:
-        idle = [i for i, expert in enumerate(held.residence.homes) if expert % 2]
+        idle = [i for i, expert in enumerate(held.layout.homes) if expert % 2]
         for parameter in held.parameters():
             assert torch.isfinite(parameter.grad).all()
             assert torch.equal(parameter.grad[idle], torch.zeros_like(parameter.grad[idle]))

@@ -45,15 +45,15 @@ def test_virtual_ranks(dtype: torch.dtype, policy: str, capacity: int | None) ->
     assert torch.equal(plans[0].quota, plans[1].quota.cpu()), "the same plan on both devices"
 
 
-@pytest.mark.parametrize("back_end", ["pull", "copy", "all_to_all"])
+@pytest.mark.parametrize("backend", ["pull", "copy", "all_to_all"])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_borrowed_weights(dtype: torch.dtype, back_end: str) -> None:
+def test_borrowed_weights(dtype: torch.dtype, backend: str) -> None:
     """Two layers on one transport, so that streams, both buffers and the return of gradients take part."""
     setup, results = make_borrowing_setup(4, dtype=dtype, bias=True), {}
     for device in ("cpu", DEVICE):
         there = setup.to(device)
         transport = LocalTransport(setup.placement.topology)
-        layers = [there.layer(transport, **LLEP, borrow=back_end) for _ in range(3)]
+        layers = [there.layer(transport, **LLEP, borrow=backend) for _ in range(3)]
         rows = [row.clone().requires_grad_() for row in there.rows]
         y = rows
         for layer in layers:

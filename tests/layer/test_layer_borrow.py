@@ -58,7 +58,7 @@ def test_replicas_and_borrowed_experts_side_by_side() -> None:
 
 @pytest.mark.parametrize("policy", [LLEP, {"policy": "spill_cost", "expert_bytes": 1, "min_chunk": 1}])
 def test_shared_experts_stay_home(policy: dict[str, object]) -> None:
-    """Dispatched ones: nobody borrows them, and the routed ones are borrowed as without them."""
+    """Dispatched ones: they are not borrowed, and the routed ones are borrowed as without them."""
     setup, found = make_setup(4), []
     topology = setup.placement.topology
     placement = isoload.place(
@@ -93,21 +93,21 @@ def test_lopsided_batches(tokens: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_back_ends_give_the_same_bits(bias: bool) -> None:
+def test_backends_give_the_same_bits(bias: bool) -> None:
     setup = make_setup(4, slots=5, dtype=torch.float32, bias=bias)
     found = []
     for name in LOCAL:
         layer = setup.layer(**LLEP, borrow=name)
-        assert layer.borrowing is not None and layer.borrowing.back_end.name == name
+        assert layer.borrowing is not None and layer.borrowing.backend.name == name
         found.append(assert_dense(setup, layer))
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
-def on_rank(rank: int, ranks: int, back_end: str) -> tuple[list[torch.Tensor], dict[str, int], int]:
+def on_rank(rank: int, ranks: int, backend: str) -> tuple[list[torch.Tensor], dict[str, int], int]:
     setup = make_setup(ranks)
     transport = CollectiveTransport(setup.placement.topology)
-    layer = setup.layer(transport, **LLEP, borrow=back_end)
+    layer = setup.layer(transport, **LLEP, borrow=backend)
     rows = setup.rows[rank].clone().requires_grad_()
     y = layer(rows)
     syncs = transport.group.traffic.host_syncs
@@ -117,9 +117,9 @@ def on_rank(rank: int, ranks: int, back_end: str) -> tuple[list[torch.Tensor], d
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("back_end", ["all_to_all", "p2p"])
-def test_processes_equal_virtual_ranks(ranks: int, back_end: str) -> None:
-    results = run_ranks(on_rank, ranks, ranks, back_end)
+@pytest.mark.parametrize("backend", ["all_to_all", "p2p"])
+def test_processes_equal_virtual_ranks(ranks: int, backend: str) -> None:
+    results = run_ranks(on_rank, ranks, ranks, backend)
     setup = make_setup(ranks)
     layer = setup.layer(**LLEP)
     rows = setup.leaves()
@@ -161,12 +161,12 @@ def test_layers_share_one_pool_and_backward_brings_again_what_was_overwritten() 
     )
 
 
-@pytest.mark.parametrize("back_end", LOCAL)
-def test_nothing_of_the_pool_survives_until_backward(back_end: str) -> None:
+@pytest.mark.parametrize("backend", LOCAL)
+def test_nothing_of_the_pool_survives_until_backward(backend: str) -> None:
     setup = make_setup(4, bias=True)
     grads = []
     for poisoned in (False, True):
-        layer = setup.layer(**LLEP, borrow=back_end)
+        layer = setup.layer(**LLEP, borrow=backend)
         rows = setup.leaves()
         loss = torch.cat(layer(rows)).square().sum()
         if poisoned:
@@ -224,10 +224,10 @@ def test_training_is_the_training_of_plain_ep(slots: int) -> None:
         assert torch.allclose(a, b, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("back_end", LOCAL)
-def test_steps_leave_nothing_behind(back_end: str) -> None:
+@pytest.mark.parametrize("backend", LOCAL)
+def test_steps_leave_nothing_behind(backend: str) -> None:
     setup = make_setup(4)
-    layer = setup.layer(**LLEP, borrow=back_end)
+    layer = setup.layer(**LLEP, borrow=backend)
     train(setup, layer, 3)
     before = live_tensors()
     train(setup, layer, 20)

@@ -10,7 +10,7 @@ import torch
 
 import isoload
 from isoload.transport import CollectiveGroup, CollectiveTransport, LocalTransport
-from isoload.weights.backends import make_back_end
+from isoload.weights.backends import make_backend
 from isoload.weights.borrow import SparePool
 from support.borrowed_layer import LLEP, Setup, make_setup
 from support.processes import die, rank_outcomes
@@ -35,10 +35,10 @@ def raise_os_error() -> None:
     raise OSError("disk full")
 
 
-def fail_at(rank: int, stage: str, fail: Callable[[], None], back_end: str) -> None:
+def fail_at(rank: int, stage: str, fail: Callable[[], None], backend: str) -> None:
     setup = make_setup(RANKS)
     transport = CollectiveTransport(setup.placement.topology)
-    layer = setup.layer(transport, **LLEP, borrow=back_end)
+    layer = setup.layer(transport, **LLEP, borrow=backend)
     assert layer.borrowing is not None
 
     def reaching(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,8 +50,8 @@ def fail_at(rank: int, stage: str, fail: Callable[[], None], back_end: str) -> N
         return both
 
     armed = False
-    back = layer.borrowing.back_end
-    back.start, back.give_back = reaching(back.start), reaching(back.give_back)  # type: ignore[method-assign]
+    back = layer.borrowing.backend
+    back.start, back.add_back = reaching(back.start), reaching(back.add_back)  # type: ignore[method-assign]
     for armed in (False, True):  # noqa: B007 (reaching reads it)
         loss = layer(setup.rows[rank]).square().sum()
         layer.borrowing.pool.holds[:] = [None, None]  # so that backward brings the weights again
@@ -154,7 +154,7 @@ def test_processes_on_cpu_cannot_pull() -> None:
 
 
 def gloo_on_a_gpu(rank: int) -> None:
-    make_back_end(CollectiveGroup(isoload.Topology(RANKS)), "p2p", torch.device("cuda"))
+    make_backend(CollectiveGroup(isoload.Topology(RANKS)), "p2p", torch.device("cuda"))
 
 
 def test_gloo_sends_no_memory_of_a_gpu() -> None:
@@ -164,7 +164,7 @@ def test_gloo_sends_no_memory_of_a_gpu() -> None:
     )
 
 
-def test_back_ends_that_cannot_be() -> None:
+def test_backends_that_cannot_be() -> None:
     setup: Setup = make_setup(2)
     with pytest.raises(ValueError, match="borrow must not be p2p without processes, got 'p2p'"):
         setup.layer(LocalTransport(setup.placement.topology), **LLEP, borrow="p2p")

@@ -59,10 +59,12 @@ def run_steps(rank: int, stage: str, fail: Fail, capacity: int | None) -> None:
 
     setup = make_setup(RANKS)
     transport = CollectiveTransport(setup.topology, max_tokens_per_rank=capacity)
-    send, send_back = transport.group.send, transport.group.send_back
-    transport.group.send = lambda name, *how: reach(name) or send(name, *how)
-    transport.group.send_back = lambda name, *how: reach(name) or send_back(name, *how)
-    transport.group.gather_loads = reached_first("gather", transport.group.gather_loads)
+    group = transport.group
+    send, start_send, send_back = group.send, group.start_send, group.send_back
+    group.send = lambda name, *how: reach(name) or send(name, *how)
+    group.start_send = lambda name, *how: reach(name) or start_send(name, *how)
+    group.send_back = lambda name, *how: reach(name) or send_back(name, *how)
+    group.gather_loads = reached_first("gather", group.gather_loads)
     balancer.plan = reached_first("plan", balancer.plan)
     balancer.route = reached_first("route", balancer.route)
     gate = reached_first("count", setup.gate)

@@ -62,7 +62,7 @@ def check(setup, layer):
     for a, b in zip(rows, twins, strict=True):
         assert close(a.grad, b.grad, 4e-12)
     for weights in layer.weights:
-        homes = list(weights.residence.homes)
+        homes = list(weights.layout.homes)
         for name, stack in zip(("gate_up", "down"), stacks, strict=True):
             assert not homes or close(getattr(weights, name).grad, stack.grad[homes], 4e-12)
 

@@ -48,7 +48,7 @@ def check_against_dense(setup, activation=None, dtype=torch.float64, **how):
     for a, b in zip(rows, wanted_rows, strict=True):
         assert close(a.grad, b.grad, 4 * bound)
     for weights in layer.weights:
-        homes = list(weights.residence.homes)
+        homes = list(weights.layout.homes)
         for name, stack in zip(STACKS, stacks, strict=True):
             if stack is not None and homes:
                 wanted_grad = None if stack.grad is None else stack.grad[homes]
@@ -99,12 +99,12 @@ def test_training_with_replicas_is_dense_training():
     wanted = train(lambda rows: [dense_layer(setup, r, stacks) for r in rows], stacks, lambda: None, setup)
     assert losses == pytest.approx(wanted, rel=1e-9)
     assert losses[-1] < losses[0] / 2
-    home = {e: (w, i) for w in layer.weights for i, e in enumerate(w.residence.homes)}
+    home = {e: (w, i) for w in layer.weights for i, e in enumerate(w.layout.homes)}
     replicas = 0
     for weights in layer.weights:
-        for i, expert in enumerate(weights.residence.replicas):
+        for i, expert in enumerate(weights.layout.replicas):
             owner, row = home[expert]
-            gate_up, down = weights.replica_rows()
+            gate_up, down = (stored[len(weights.layout.homes) :] for stored in weights.stored_rows())
             assert torch.equal(gate_up[i], owner.gate_up[row])
             assert torch.equal(down[i], owner.down[row])
             replicas += 1

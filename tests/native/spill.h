@@ -17,10 +17,26 @@ struct Spilling {
   std::vector<char> alive;                         // [R] or empty
   int64_t capacity_ppm, threshold_ppm, tolerance_ppm, min_chunk, near_cost, far_cost;
   int32_t egress;
-  bool per_expert;
+  bool per_expert, within;
+  std::vector<int32_t> start;  // [P] or empty
 };
 
 inline constexpr int kMostSpare = 3;
+
+// A start that puts every expert's copies into any of its slots, in two parts.
+inline void deal_copies(const Instance& in, Spilling& spill, Rng& rng) {
+  spill.start.assign(in.R * spill.S, 0);
+  for (int e = 0; e < in.E; ++e) {
+    std::vector<int> slots;
+    for (int p = 0; p < in.R * spill.S; ++p)
+      if (spill.slot_to_expert[p] == e) slots.push_back(p);
+    if (slots.empty() || in.summed[e] < 0 || in.summed[e] > INT_MAX) continue;
+    const auto half = static_cast<int32_t>(in.summed[e] / 2);
+    const int count = static_cast<int>(slots.size());
+    spill.start[slots[rng.below(count)]] += half;
+    spill.start[slots[rng.below(count)]] += static_cast<int32_t>(in.summed[e]) - half;
+  }
+}
 
 inline Spilling draw_spilling(const Instance& in, uint64_t seed) {
   Rng rng(seed ^ 0x3c6ef372);
@@ -45,6 +61,8 @@ inline Spilling draw_spilling(const Instance& in, uint64_t seed) {
   spill.far_cost = spill.near_cost + rng.below(1 << rng.below(12));
   spill.egress = rng.one_in(3) ? rng.below(4) : INT_MAX;
   spill.per_expert = rng.one_in(4);
+  spill.within = rng.one_in(3);
+  if (rng.one_in(2)) deal_copies(in, spill, rng);
   if (rng.one_in(4))
     for (int r = 0; r < in.R; ++r) {
       const auto first = spill.slot_to_expert.begin() + r * spill.S;
@@ -74,7 +92,7 @@ struct Spilled {
   }
 };
 
-// Conservation, no expert twice on a rank, nothing outside the spare slots, no load above plain EP's.
+// Conservation, no expert twice on a rank, nothing outside the spare slots, no load above the start's.
 inline const char* spilled_error(const Instance& in, const Spilling& spill, const Spilled& got) {
   if (got.status != SpillStatus::ok) return nullptr;
   std::vector<int64_t> load(in.R), plain(in.R), taken(in.E);
@@ -89,12 +107,15 @@ inline const char* spilled_error(const Instance& in, const Spilling& spill, cons
     if (before < 0 && got.quota[p] == 0) return "an expert is borrowed for nothing";
     load[p / spill.S] += got.quota[p];
     taken[e] += got.quota[p];
-    if (spill.home_slot[e] == p) plain[p / spill.S] += in.summed[e];
+    if (!spill.start.empty())
+      plain[p / spill.S] += spill.start[p];
+    else if (spill.home_slot[e] == p)
+      plain[p / spill.S] += in.summed[e];
   }
   for (int e = 0; e < in.E; ++e)
     if (spill.home_slot[e] >= 0 && taken[e] != in.summed[e]) return "quotas do not add up to the loads";
   const auto most = *std::max_element(plain.begin(), plain.end());
-  return *std::max_element(load.begin(), load.end()) > most ? "a rank passes plain EP" : nullptr;
+  return *std::max_element(load.begin(), load.end()) > most ? "a rank passes the start" : nullptr;
 }
 
 }  // namespace isoload

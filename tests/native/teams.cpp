@@ -48,6 +48,7 @@ class Lane {
         .num_sources = in_.R,
         .slot_to_expert = spill.slot_to_expert.data(),
         .home_slot = spill.home_slot.data(),
+        .start = spill.start.empty() ? nullptr : spill.start.data(),
         .alive = alive.empty() ? nullptr : reinterpret_cast<const bool*>(alive.data()),
         .capacity_ppm = spill.capacity_ppm,
         .threshold_ppm = spill.threshold_ppm,
@@ -57,6 +58,7 @@ class Lane {
         .near_cost = spill.near_cost,
         .far_cost = spill.far_cost,
         .egress = spill.egress,
+        .within = spill.within,
     };
     const auto workspace = SpillWorkspace::at(to_.workspace.data(), in_.R, in_.E, in_.R * spill.S);
     const SpillResult out{spilled.slot_to_expert.data(), spilled.quota.data(), &spilled.level,

@@ -138,6 +138,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"slots": SLOTS % 2, "slots_per_rank": BIG},
         "slots_per_rank must leave every slot below 2\\^31, got 1073741824, which makes slot 2147483650",
     ),
+    "many copies": (
+        {
+            "slots": torch.empty(2**21, 0, dtype=torch.int64),
+            "weights": torch.empty(2**21, 0),
+            "ranks": RANKS[:1].expand(2**21, 1024),
+        },
+        r"slots and ranks must have fewer than 2\^31 copies together, got 2147483648",
+    ),
     "weight nan": ({"weight": float("nan")}, "weight must be a finite float32, got nan"),
     "weight of 64 bits": ({"weight": 1e300}, r"weight must be a finite float32, got 1e\+300"),
 }

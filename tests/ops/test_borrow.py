@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isoload import ops, reference
-from support.loans import SHAPES, draw_plan, draw_values
+from support.borrow_plans import SHAPES, draw_plan, draw_values
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ANY_DTYPE = (*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)

@@ -20,8 +20,8 @@ import isoload
 from isoload import ops
 from isoload.replica_tables import ReplicaTables
 from support import pourings, spills
+from support.borrow_plans import SHAPES, draw_plan, draw_values
 from support.cases import Case, draw, instances
-from support.loans import SHAPES, draw_plan, draw_values
 from support.routings import routings
 from support.shared_copies import draw_copies
 

@@ -62,13 +62,13 @@ MUTANTS = {
         "csrc/algorithms/plan_exact.h", "bound_ = certify();", "bound_ = certify() + 1;", "plan_exact"
     ),
     "poured copies left out of the level": Mutant(
-        "csrc/algorithms/plan_exact.h", "        copies + pour,\n", "        copies,\n", "exact_pour"
+        "csrc/algorithms/plan_exact.h", "        copies + pour,\n", "        copies,\n", "plan_exact_pour"
     ),
     "near copies spread over all nodes": Mutant(
         "csrc/algorithms/start.h",
         "if (j > first)",
         "if (false)",
-        "exact_objectives::test_equals_reference",
+        "plan_exact_objectives::test_equals_reference",
     ),
     "a barrier removed from the packed start": Mutant(
         "csrc/algorithms/start.h",
@@ -80,7 +80,7 @@ MUTANTS = {
         "csrc/algorithms/start.h",
         "cap[t.ranks[to]] - load[t.ranks[to]] < copies",
         "cap[t.ranks[to]] < copies",
-        "exact_objectives",
+        "plan_exact_objectives",
     ),
     "ties flipped": Mutant(
         "csrc/algorithms/plan_exact.h",
@@ -183,18 +183,36 @@ MUTANTS = {
     ),
     "the capacity rounded down": Mutant(
         "csrc/algorithms/plan_spill.h",
-        "ceil_div(total_ * in_.capacity_ppm, kMillion * alive_)",
-        "total_ * in_.capacity_ppm / (kMillion * alive_)",
+        "ceil_div(copies * in_.capacity_ppm, kMillion * live)",
+        "copies * in_.capacity_ppm / (kMillion * live)",
         "plan_spill",
     ),
-    "a spill begins before the placement is copied": Mutant(
+    "a spill published before it is made": Mutant(
         "csrc/algorithms/plan_spill.h",
-        "= in_.slot_to_expert[p]; });\n    team_.sync();",
-        "= in_.slot_to_expert[p]; });",
+        "*ws_.flags = greedy.flags();\n    }\n    team_.sync();",
+        "*ws_.flags = greedy.flags();\n    }",
         "teams",
     ),
+    "levels of the last round overwritten": Mutant(
+        "csrc/algorithms/plan_spill.h",
+        "team_.sync();  // before the levels of the next round",
+        "// before the levels of the next round",
+        "teams",
+    ),
+    "a small excess moves": Mutant(
+        "csrc/algorithms/spill_greedy.h", "if (excess < in_.min_excess)", "if (excess < 0)", "plan_spill"
+    ),
+    "a rest of a cut expert is lost": Mutant(
+        "csrc/algorithms/spill_level.h", "return copies < here;", "return false;", "plan_spill"
+    ),
+    "an expert leaves its node": Mutant(
+        "csrc/algorithms/spill_greedy.h", "(near || !in_.within)", "true", "plan_spill"
+    ),
     "one import too many": Mutant(
-        "csrc/algorithms/spill_greedy.h", "lends(home) && to_.free[r] > 0 ?", "lends(home) ?", "plan_spill"
+        "csrc/algorithms/spill_greedy.h",
+        "lends(owner, near) && to_.free[r] > 0 ?",
+        "lends(owner, near) ?",
+        "plan_spill",
     ),
     "imports cost nothing": Mutant(
         "csrc/algorithms/spill_greedy.h",
@@ -287,28 +305,39 @@ def seed_fault(mutant: Mutant, folder: Path) -> None:
     file.write_text(text.replace(mutant.old, mutant.new))
 
 
-def compile_binding(folder: Path) -> Path:
-    """ops.cpp and ops/, which no fault touches, compiled once into one object."""
-    out, csrc = folder / "ops.o", ROOT / "csrc"
-    includes = [f"-I{path}" for path in [csrc, *include_paths()]]
-    flags = ["-std=c++17", "-O0", "-fPIC", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
-    whole = "".join(f'#include "{path}"\n' for path in [csrc / "ops.cpp", *sorted(csrc.glob("ops/*.cpp"))])
+def compile_one(csrc: Path, source: str, out: Path) -> Path:
+    """One file of csrc into an object, beside which a .d names all that it includes."""
+    includes = [f"-I{csrc}", *(f"-isystem{path}" for path in include_paths())]
+    flags = ["-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
     subprocess.run(
-        ["g++", *flags, *includes, "-x", "c++", "-c", "-", "-o", str(out)], input=whole, text=True, check=True
+        ["g++", *flags, "-MMD", *includes, "-c", str(csrc / source), "-o", str(out)], check=True, text=True
     )
     return out
 
 
-def link_ops(folder: Path, binding: Path) -> None:
-    """The mutated planners under the compiled binding, in place of the package's library."""
-    sources = [str(path) for path in (folder / "csrc" / "cpu").glob("*.cpp")]
+def compile_sources(folder: Path) -> dict[str, Path]:
+    """The object of every file of csrc that has no fault: compiled once for all mutants."""
+    csrc = ROOT / "csrc"
+    sources = [str(path.relative_to(csrc)) for path in sorted(csrc.rglob("*.cpp"))]
+    outs = [folder / f"{source.replace('/', '.')}.o" for source in sources]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(sources, pool.map(compile_one, [csrc] * len(sources), sources, outs), strict=True))
+
+
+def link_ops(mutant: Mutant, folder: Path, objects: dict[str, Path]) -> None:
+    """The library of the mutated sources in place of the package's: what sees the fault is compiled again."""
+    touched = str(ROOT / mutant.file)
+    mine = [name for name, out in objects.items() if touched in out.with_suffix(".d").read_text()]
+    assert mine, f"no source includes {mutant.file}"
+    again = {name: compile_one(folder / "csrc", name, folder / objects[name].name) for name in mine}
     library = next((folder / "python" / "isoload").glob("_C*.so"))
+    linked = [str(out) for out in (objects | again).values()]
     paths = [f"-L{path}" for path in library_paths()]
-    command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", f"-I{folder / 'csrc'}", *sources, str(binding)]
-    subprocess.run([*command, *paths, "-ltorch_cpu", "-ltorch", "-lc10", "-o", str(library)], check=True)
+    command = ["g++", "-shared", *linked, *paths, "-ltorch_cpu", "-ltorch", "-lc10", "-o", str(library)]
+    subprocess.run(command, check=True)
 
 
-def fails(mutant: Mutant, folder: Path, binding: Path) -> tuple[bool, str]:
+def fails(mutant: Mutant, folder: Path, objects: dict[str, Path]) -> tuple[bool, str]:
     """Whether the fault was noticed, and what was said."""
     seed_fault(mutant, folder)
     if mutant.tests == "teams":
@@ -316,7 +345,7 @@ def fails(mutant: Mutant, folder: Path, binding: Path) -> tuple[bool, str]:
         outcome = native_build.run(program, threads=8, instances=200, seed=1, room=64)
         return outcome.code not in (0, -1), outcome.text
     if mutant.file.startswith("csrc"):
-        link_ops(folder, binding)
+        link_ops(mutant, folder, objects)
     file, _, test = mutant.tests.partition("::")
     where = str(next((ROOT / "tests").rglob(f"test_{file}.py"))) + (f"::{test}" if test else "")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", where]
@@ -332,10 +361,10 @@ def fails(mutant: Mutant, folder: Path, binding: Path) -> tuple[bool, str]:
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[tuple[bool, str]]]]:
     """All mutants at work on all cores; a test waits for its own."""
     folder = tmp_path_factory.mktemp("mutants")
-    binding = compile_binding(folder)
+    objects = compile_sources(folder)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         yield {
-            name: pool.submit(fails, mutant, folder / str(i), binding)
+            name: pool.submit(fails, mutant, folder / str(i), objects)
             for i, (name, mutant) in enumerate(MUTANTS.items())
         }
         pool.shutdown(cancel_futures=True)
@@ -354,5 +383,5 @@ def test_fault_turns_the_suite_red(name: str, verdicts: dict[str, Future[tuple[b
 def test_no_fault_stays_green(tmp_path: Path) -> None:
     """The same road without a fault: red above means the fault, not the road."""
     same = Mutant("csrc/cpu/count.cpp", "counts[e] = 0;", "counts[e] = 0;", "count")
-    noticed, said = fails(same, tmp_path, compile_binding(tmp_path))
+    noticed, said = fails(same, tmp_path, compile_sources(tmp_path))
     assert not noticed and "[100%]" in said, said[-2000:]

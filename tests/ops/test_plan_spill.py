@@ -65,7 +65,7 @@ NAMED: dict[str, tuple[SpillCase, list[int], list[int]]] = {
         [2, 1, 1, 0, 0],
     ),
     "a relay passes on at most what is left of the expert": (
-        in_order([25, 25, 10, 20, 20, 20, 0, 0, 0], 3, spare=1), [40, 55, 25], [2, 1, 1, 0, 2]
+        in_order([25, 25, 10, 20, 20, 20, 0, 0, 0], 3, spare=1), [48, 48, 24], [2, 1, 1, 0, 2]
     ),
     "of equally full helpers the lowest, also when it was not as full before": (
         in_order([15, 15, 15, 15, 20, 0, 0, 0, 35, 0, 0, 0, 35, 0, 0, 0], 4, capacity_factor=1.06),
@@ -76,8 +76,22 @@ NAMED: dict[str, tuple[SpillCase, list[int], list[int]]] = {
     "a small rest stays within the tolerance": (
         in_order([105, 95], 2, min_chunk=10, tolerance=0.05), [105, 95], [0, 0, 0, 0, 0]
     ),
-    "a small rest moves beyond the tolerance": (
-        in_order([105, 95], 2, min_chunk=10, tolerance=0.04), [100, 100], [1, 1, 1, 0, 0]
+    "an excess below min_chunk stays beyond the tolerance too": (
+        in_order([105, 95], 2, min_chunk=10, tolerance=0.04), [105, 95], [0, 0, 0, 0, 16]
+    ),
+    "an excess below min_chunk stays whatever room there is": (
+        in_order([1900, 700, 700, 700], 4, min_chunk=1024, tolerance=0.02),
+        [1900, 700, 700, 700],
+        [0, 0, 0, 0, 16],
+    ),
+    "a larger excess leaves in smaller chunks": (
+        in_order([2100, 700, 700, 500], 4, min_chunk=1024), [1600, 700, 700, 1000], [1, 1, 1, 0, 16]
+    ),
+    "largest experts first where slots are scarce": (
+        in_order([10, 10, 10, 17, 4, 0, 0, 0, 0, 0, 0, 0], 4, spare=1), [14, 14, 14, 9], [3, 1, 2, 0, 2]
+    ),
+    "an expert stays in its node": (
+        in_order([60, 20, 0, 0], 4, ranks_per_node=2, within="node"), [40, 40, 0, 0], [1, 1, 1, 0, 0]
     ),
     "room for the excess": (in_order([110, 90], 2, capacity_factor=1.1), [110, 90], [0, 0, 0, 0, 0]),
     "the node helps first": (
@@ -211,6 +225,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fixed dtype": ({"fixed": torch.zeros(2)}, "fixed must be int32, got float32"),
     "fixed shape": ({"fixed": int32(1)}, r"fixed must have shape \[2\], got \[1\]"),
     "fixed negative": ({"fixed": int32(0, -3)}, "fixed must not be negative, got -3 for rank 1"),
+    "start dtype": ({"start": torch.zeros(4)}, "start must be int32, got float32"),
+    "start shape": ({"start": int32(9, 1)}, r"start must have shape \[4\], got \[2\]"),
+    "start negative": ({"start": int32(9, -1, 1, 0)}, "start must not be negative, got -1 in slot 1"),
+    "start in a spare slot": (
+        {"start": int32(8, 1, 1, 0)}, "start must be 0 in slots without a routed expert, got 1 in slot 1"
+    ),
+    "start too small": (
+        {"start": int32(8, 0, 1, 0)}, "start must add up to the loads, got 1 copies too few of expert 0"
+    ),
+    "within": ({"within": "rack"}, "within must be all or node, got 'rack'"),
     "alive dtype": ({"alive": int32(1, 1)}, "alive must be bool, got int32"),
     "alive shape": ({"alive": torch.ones(3) > 0}, r"alive must have shape \[2\], got \[3\]"),
     "nobody alive": ({"alive": torch.zeros(2) > 0}, "alive must be true for at least one rank, got none"),
@@ -245,8 +269,8 @@ def test_never_waits_for_a_device() -> None:
 
 
 def test_opcheck() -> None:
-    op, options = torch.ops.isoload.plan_spill.default, (10**6, 0, False, 0, 1, 0, 0, 2**31 - 1)
+    op, options = torch.ops.isoload.plan_spill.default, (10**6, 0, False, 0, 1, 0, 0, 2**31 - 1, False)
     slots, home = GOOD["slot_to_expert"], GOOD["home_slot"]
-    torch.library.opcheck(op, (int32(9, 1), slots, home, 2, 2, 1, None, None, *options))
+    torch.library.opcheck(op, (int32(9, 1), slots, home, 2, 2, 1, None, None, None, *options))
     batch = (int32(9, 1).expand(3, 2, 2), slots.expand(3, -1), home.expand(3, -1))
-    torch.library.opcheck(op, (*batch, 2, 1, 1, int32(1, 2).expand(3, 2), torch.ones(2) > 0, *options))
+    torch.library.opcheck(op, (*batch, 2, 1, 1, int32(1, 2).expand(3, 2), None, torch.ones(2) > 0, *options))

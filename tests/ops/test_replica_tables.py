@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -197,6 +198,86 @@ def test_out_must_be_contiguous() -> None:
     data = tables_like(2, 2, 4, rows=2).data.t().contiguous().t()
     with pytest.raises(ValueError, match="tables must be contiguous"):
         ops.replica_tables(int32(0, 1, 1, 0).expand(2, 4), 2, 2, out=ReplicaTables(data, 2, 2, 4))
+
+
+# What reads tables: made-up ones are refused, not followed.
+
+PLACED = int32(
+    0, 1, 2, 1, 2, 3, 0, 3, -1, 2, 2, 0
+)  # four ranks; experts 0 and 2 on three, 1 on two, 3 on two
+FULL = torch.ones(4, 4, dtype=torch.int32)
+
+
+def planned() -> Tensor:
+    return ops.plan_exact(FULL, made()).quota
+
+
+def made() -> ReplicaTables:
+    return ops.replica_tables(PLACED, 4, 4)
+
+
+READERS: dict[str, Callable[[ReplicaTables], object]] = {
+    "plan_exact": lambda t: ops.plan_exact(FULL, t),
+    "plan_active": lambda t: ops.plan_active(FULL, t),
+    "plan_lp": lambda t: ops.plan_lp(FULL, t),
+    "round_split": lambda t: ops.round_split(planned().double(), FULL, t),
+    "share": lambda t: ops.share(FULL, planned(), t, 2),
+    "share_by_rank": lambda t: ops.share_by_rank(FULL, planned(), t, 2),
+    "share_alone": lambda t: ops.share_alone(FULL[0], planned(), t, 0),
+    "route": lambda t: ops.route(int32(0, 1, 2, 3)[None], ops.share(FULL, planned(), made(), 2, 0), t),
+    "route_sampled": lambda t: ops.route_sampled(int32(0, 1, 2, 3)[None], torch.ones(12), t, 1),
+}
+MADE_UP = {
+    "split experts": ("header", 0, 5, "finds 0..4 split experts in no more classes, got 5 in "),
+    "fewer than none": ("header", 0, -1, "finds 0..4 split experts in no more classes, got -1 in "),
+    "classes": ("header", 1, 9, "finds 0..4 split experts in no more classes, got 4 in 9"),
+    "replicas": ("offsets", 4, 13, "lists 0..12 replicas, got 0..13"),
+    "replicas from": ("offsets", 0, -3, "lists 0..12 replicas, got -3..10"),
+}
+
+
+def made_up(field: str, place: int, value: int) -> ReplicaTables:
+    tables = made()
+    tables.field(field)[place] = value
+    return tables
+
+
+@pytest.mark.parametrize("name", MADE_UP)
+@pytest.mark.parametrize("op", READERS)
+def test_readers_refuse_made_up_sizes(op: str, name: str) -> None:
+    field, place, value, message = MADE_UP[name]
+    READERS[op](made())
+    with pytest.raises(ValueError, match=f"tables must be made by replica_tables, which {message}"):
+        READERS[op](made_up(field, place, value))
+
+
+@pytest.mark.parametrize("op", READERS)
+def test_readers_refuse_every_wrong_number_on_demand(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ISOLOAD_CHECK=1: whichever int of the tables is another one."""
+    monkeypatch.setenv("ISOLOAD_CHECK", "1")
+    READERS[op](made())
+    for i in range(made().data.numel()):
+        for wrong in (2**30, -(2**30), int(made().data[i]) + 1):
+            tables = made()
+            tables.data[i] = wrong
+            with pytest.raises(ValueError, match="tables must be made by replica_tables"):
+                READERS[op](tables)
+
+
+def test_readers_refuse_one_wrong_layer_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = ops.replica_tables(PLACED.repeat(3, 1), 4, 4)
+    tables.field("slots")[2, 3] = 99
+    monkeypatch.setenv("ISOLOAD_CHECK", "1")
+    with pytest.raises(ValueError, match="tables must be made by replica_tables, got others in layer 2"):
+        ops.plan_exact(FULL.repeat(3, 1, 1), tables)
+
+
+def test_readers_refuse_no_ranks_and_no_experts() -> None:
+    none = ReplicaTables(torch.zeros(2 + 2 + 16, dtype=torch.int32), 0, 0, 4)
+    with pytest.raises(ValueError, match="loads must be of 1..1024 source ranks, got 0"):
+        ops.share(FULL[:0, :0], int32(0, 0, 0, 0), none, 1)
+    with pytest.raises(ValueError, match="tables must be of at least 1 expert, got 0"):
+        ops.route(int32(0)[None], int32(0, 0, 0, 0), none)
 
 
 def test_unknown_field() -> None:

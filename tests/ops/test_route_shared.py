@@ -152,6 +152,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rank high": ({"rank": 4}, r"rank must be in 0..3, got 4"),
     "none shared": ({"num_shared": 0}, r"num_shared must be in 1..1024, got 0"),
     "many shared": ({"num_shared": 1025}, r"num_shared must be in 1..1024, got 1025"),
+    "many copies": (
+        {"slots": SLOTS[:1, :0].expand(2**21, 0), "num_shared": 1024},
+        r"slots must have fewer than 2\^31 shared copies \(num_shared=1024 of every token\), got 2147483648",
+    ),
 }
 
 

@@ -252,6 +252,10 @@ SLOTS = torch.tensor([[0, 5], [3, -1]])
 LOAD, TOKENS = ints(2, 1, 0), ints(1, 1, 0)
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "many tokens": (
+        {"slots": torch.empty(2**31, 0, dtype=torch.int32)},
+        r"slots must have fewer than 2\^31 tokens, got 2147483648",
+    ),
     "slots dtype": ({"slots": SLOTS.float()}, "slots must be int32 or int64, got float32"),
     "slots 1-d": ({"slots": SLOTS[0]}, r"slots must be \[T, K\], got \[2\]"),
     "slot low": ({"slots": SLOTS - 2}, "slots must be in -1..5, got -2"),

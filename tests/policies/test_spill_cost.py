@@ -51,7 +51,7 @@ def test_near_the_bound_of_a_milp() -> None:
 
 def test_fewer_imports_than_llep_at_nearly_the_same_peak() -> None:
     case = draw(16, hot(256, 0.5, 16), 1_000_000, 3)
-    llep = case.spill(min_chunk=1024)
+    llep = case.spill(min_chunk=1)
     cost = case.spill(capacity_factor=None, import_costs=(IMPORT, IMPORT))
     assert int(cost.telemetry[0]) < int(llep.telemetry[0])
     peaks = [int(s.quota.view(16, -1).sum(1).max()) for s in (cost, llep)]

@@ -1,22 +1,23 @@
-"""Tables that line up and fit, numbers that say what they are, JSON files that are whole or not there."""
+"""Tables that line up and fit, numbers that say what they are, JSON with all that tables have."""
 
 import io
-import json
-import os
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 
 import numpy as np
 import pytest
 from rich.console import Console
 
+from isoload.cli import demo, doctor
 from isoload.cli.doctor import Item, print_doctor
 from isoload.replay.inspection import inspect_trace
+from isoload.replay.layer_cost import LayerCost
 from isoload.replay.metrics import PolicyFigures
 from isoload.replay.simulate import Replay
-from isoload.report.files import check_target, write_json
+from isoload.report.cost import cost_figures
+from isoload.report.inspection import FIGURES as INSPECTED
 from isoload.report.inspection import inspect_table, print_inspection
-from isoload.report.replay import print_replay, replay_header, replay_json, replay_table
-from isoload.report.tables import WIDTH, Column, percent, table
+from isoload.report.replay import FIGURES, print_replay, replay_header, replay_json, replay_table
+from isoload.report.tables import WIDTH, Column, Figure, json_of, percent, table, table_of
 from isoload.trace import Trace
 
 # Every figure different, so that no two columns can be swapped unseen.
@@ -212,36 +213,46 @@ def test_doctor_prints_what_is_off_and_why():
     assert out.splitlines() == ["one        on   1.0", "other one  off  not [there]"]
 
 
-def test_json_files_are_replaced_whole(tmp_path):
-    target = tmp_path / "out.json"
-    target.write_text("old")
-    write_json({"a": 1.5}, str(target))
-    assert json.loads(target.read_text()) == {"a": 1.5}
-    assert os.listdir(tmp_path) == ["out.json"]
+TRACE_ROW = inspect_trace(skewed_trace(), 4)[0]
+COST_ROW = LayerCost("none", *map(float, range(1, 11)))
+DEMO_ROW = demo.DemoFigures("none", 0.5, 1.5, 2.5, 35, 4.5)
+ROWS = {
+    "replay": (FIGURES, DYNAMIC),
+    "inspect": (INSPECTED, TRACE_ROW),
+    "cost": (cost_figures([COST_ROW]), COST_ROW),
+    "demo": (demo.FIGURES, DEMO_ROW),
+    "doctor": (doctor.FIGURES, Item("one", True, "1.0")),
+}
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
-    target = tmp_path / "out.json"
-    target.write_text("old")
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("isoload.report.files.os.replace", full)
-    with pytest.raises(OSError, match="No space left"):
-        write_json({"a": 1}, str(target))
-    assert target.read_text() == "old" and os.listdir(tmp_path) == ["out.json"]
+def leaves(value):
+    return (
+        [leaf for inner in value.values() for leaf in leaves(inner)] if isinstance(value, dict) else [value]
+    )
 
 
-def test_json_refuses_what_json_does_not_have(tmp_path):
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        write_json({"a": float("nan")}, str(tmp_path / "out.json"))
-    assert os.listdir(tmp_path) == []
+@pytest.mark.parametrize("name", ROWS)
+def test_one_list_feeds_table_and_json(name):
+    """Every figure of the record is in the JSON, at a key of its own, and every column of the table is there, too."""
+    figures, row = ROWS[name]
+    assert len({figure.key for figure in figures}) == len(figures)
+    found = leaves(json_of(figures, row))
+    assert len(found) == len(figures)
+    assert all(value in found for value in leaves(asdict(row)))
+    shown = [figure for figure in figures if figure.form is not None]
+    assert table_of(figures, [row])[1][0].split() == " ".join(figure.cell(row) for figure in shown).split()
 
 
-def test_a_target_in_no_folder_is_refused_at_once(tmp_path):
-    for good in (None, "-", "out.json", str(tmp_path / "out.json")):
-        check_target(good)
-    for bad in (str(tmp_path / "none" / "out.json"), str(tmp_path)):
-        with pytest.raises(ValueError, match="json must be a file in an existing folder or -, got '"):
-            check_target(bad)
+def test_cells():
+    row = DYNAMIC
+    cells = {"": "dynamic", "%": "12.3%", ".3f": "0.123"}
+    assert Figure("policy", form="").cell(row) == cells[""]
+    assert [Figure("gap_mean", form=form).cell(row) for form in ("%", ".3f")] == [cells["%"], cells[".3f"]]
+    assert Figure("x", form="%", of="shared_remote_share").cell(row) == "-"
+    assert Figure("x", form="MiB", of=lambda _: 3 * 2**19).cell(row) == "1.5"
+    assert [Figure("x", form="", of=lambda _, on=on: on).cell(row) for on in (True, False)] == ["on", "off"]
+
+
+def test_json_opens_objects_at_dots():
+    figures = (Figure("a.b", of="policy"), Figure("a.c", of="ideal_gap"), Figure("idle_share"))
+    assert json_of(figures, DYNAMIC) == {"a": {"b": "dynamic", "c": 0.177}, "idle_share": 0.055}

@@ -133,7 +133,7 @@ def assert_dense(setup: Setup, layer: isoload.MoE) -> list[Tensor]:
     for row, want in zip(rows, row_grads, strict=True):
         assert row.grad is not None and close(row.grad, want, 4 * bound)
     for held in layer.weights:
-        homes = list(held.residence.homes)
+        homes = list(held.layout.homes)
         for name, grad in zip(STACKS, stack_grads, strict=True):
             if grad is not None:
                 assert close(getattr(held, name).grad, grad[homes], 4 * bound), name

@@ -68,19 +68,19 @@ def _process(rank: int, body: Callable[[int, int], Any], ranks: int, folder: str
     dist.destroy_process_group()
 
 
-def borrow_one(rank: int, ranks: int, back_end: str) -> list[Tensor | None]:
+def borrow_one(rank: int, ranks: int, backend: str) -> list[Tensor | None]:
     setup = make_borrowing_setup(ranks).to(DEVICE)
     transport = CollectiveTransport(setup.placement.topology)
-    return train(setup.layer(transport, **LLEP, borrow=back_end), [setup.rows[rank]])
+    return train(setup.layer(transport, **LLEP, borrow=backend), [setup.rows[rank]])
 
 
-def check_borrowing_processes(back_end: str, folder: Path) -> None:
+def check_borrowing_processes(backend: str, folder: Path) -> None:
     ranks = 2
     setup = make_borrowing_setup(ranks)
     layer = setup.layer(**LLEP)
     whole = train(layer, setup.rows)
     sizes = [len(list(weights.parameters())) for weights in layer.weights]
-    for rank, mine in enumerate(in_processes(partial(borrow_one, back_end=back_end), ranks, folder)):
+    for rank, mine in enumerate(in_processes(partial(borrow_one, backend=backend), ranks, folder)):
         first = 2 * ranks + sum(sizes[:rank])
         wanted = [whole[rank], whole[ranks + rank], *whole[first : first + sizes[rank]]]
         assert_close(mine, wanted, torch.float64)

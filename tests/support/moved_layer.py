@@ -82,7 +82,7 @@ def homes_of(layer):
             if getattr(w, n) is not None
         ]
         for w in layer.weights
-        for row, expert in enumerate(w.residence.homes)
+        for row, expert in enumerate(w.layout.homes)
     }
 
 

@@ -15,7 +15,7 @@ Rng = np.random.Generator
 
 @dataclass
 class SpillCase:
-    """One layer and batch: slots [P] int32 (-1 in the spare ones), home [E], loads [E], fixed [R], alive [R]."""
+    """One layer and batch: slots [P] int32 (-1 in spare ones), home [E], loads [E], fixed [R], alive [R], start [P]."""
 
     name: str
     num_ranks: int
@@ -25,6 +25,7 @@ class SpillCase:
     loads: np.ndarray
     fixed: np.ndarray | None = None
     alive: np.ndarray | None = None
+    start: np.ndarray | None = None
     rules: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -37,19 +38,38 @@ class SpillCase:
         return torch.from_numpy(self.loads), slots, home, self.num_ranks, self.spare, fixed
 
     def options(self) -> dict[str, Any]:
-        return {**self.rules, "alive": None if self.alive is None else torch.from_numpy(self.alive)}
+        given = {"alive": self.alive, "start": self.start}
+        return {**self.rules, **{k: None if v is None else torch.from_numpy(v) for k, v in given.items()}}
 
     def spill(self, planner: Any = ops.plan_spill, **rules: Any) -> ops.Spill:
         return planner(*self.arguments(), **{**self.options(), **rules})
 
     def plain(self) -> np.ndarray:
-        """[R] int64 loads of plain EP."""
+        """[R] int64 loads before anything is lent: as `start` has it, else of plain EP."""
         load = np.zeros(self.num_ranks, np.int64) if self.fixed is None else self.fixed.astype(np.int64)
+        if self.start is not None:
+            return load + self.start.reshape(self.num_ranks, -1).sum(1)
         np.add.at(load, self.home // self.size, self.loads)
         return load
 
     def live(self) -> int:
         return self.num_ranks if self.alive is None else int(self.alive.sum())
+
+    def split_exactly(self) -> SpillCase:
+        """Starts from the exact split over the resident replicas."""
+        loads, slots, _, ranks, _, fixed = self.arguments()
+        self.start = ops.plan_exact(loads, ops.replica_tables(slots, ranks, len(loads)), fixed).quota.numpy()
+        return self
+
+    def capacity(self, factor: float) -> int:
+        """Of a rank: from the mean of the live ranks, or of the most loaded node's if experts stay there."""
+        size = (self.rules.get("ranks_per_node") or self.num_ranks) if self.within_node() else self.num_ranks
+        alive = np.ones(self.num_ranks, bool) if self.alive is None else self.alive
+        groups = zip(self.plain().reshape(-1, size).sum(1), alive.reshape(-1, size).sum(1), strict=True)
+        return max(-(-int(n) * round(factor * 1e6) // (10**6 * int(live))) for n, live in groups if live)
+
+    def within_node(self) -> bool:
+        return self.rules.get("within") == "node"
 
 
 def in_order(loads: Any, ranks: int, spare: int = 4, name: str = "in order", **rules: Any) -> SpillCase:
@@ -107,8 +127,9 @@ def draw(seed: int) -> SpillCase:
         "import_costs": (int(rng.choice([0, 1, 50, 2000])), int(rng.choice([0, 3, 400]))),
         "egress": None if rng.random() < 0.6 else int(rng.integers(0, 4)),
         "ranks_per_node": int(rng.choice([n for n in range(1, ranks + 1) if ranks % n == 0])),
+        "within": "node" if rng.random() < 0.3 else "all",
     }
-    return case
+    return case.split_exactly() if rng.random() < 0.5 else case
 
 
 def check_spill(case: SpillCase, spill: ops.Spill) -> None:
@@ -129,7 +150,7 @@ def check_spill(case: SpillCase, spill: ops.Spill) -> None:
         assert (row == e).sum() == 1, f"{case.name}: no expert twice on a rank"
         assert case.alive is None or case.alive[p // size], f"{case.name}: dead ranks import nothing"
     load = quota.reshape(ranks, size).sum(1) + (0 if case.fixed is None else case.fixed)
-    assert load.max() <= case.plain().max(), f"{case.name}: no load above plain EP"
+    assert load.max() <= case.plain().max(), f"{case.name}: no load above the start"
     check_telemetry(case, spill, changed, borrowed)
     check_level(case, spill, load, changed)
 
@@ -141,6 +162,7 @@ def check_telemetry(case: SpillCase, spill: ops.Spill, changed: np.ndarray, borr
     across = int((to // per_node != home // per_node).sum())
     counted = [len(changed), imports.max(), exports.max(), across]
     assert spill.telemetry[:4].tolist() == counted, f"{case.name}: telemetry"
+    assert not across or not case.within_node(), f"{case.name}: an expert left its node"
     egress = case.rules.get("egress")
     assert egress is None or exports.max() <= egress, f"{case.name}: egress limit"
 
@@ -160,8 +182,11 @@ def check_level(case: SpillCase, spill: ops.Spill, load: np.ndarray, changed: np
     if factor is None:
         assert level == cost.max() <= case.plain().max(), f"{case.name}: the level is the largest cost"
         return
-    total = int(case.plain().sum())
-    assert level == min(-(-total * round(factor * 1e6) // (10**6 * case.live())), 2**31 - 1), case.name
+    assert level == min(case.capacity(factor), 2**31 - 1), case.name
     slack = level * round(case.rules.get("tolerance", 0.0) * 1e6) // 10**6
     assert flags or cost.max() <= level + slack, f"{case.name}: above the capacity without a flag"
-    assert not flags or load.max() > level, f"{case.name}: a flag without a reason"
+    assert not flags or cost.max() > level, f"{case.name}: a flag without a reason"
+    little = case.plain() < level + case.rules.get("min_chunk", 1)
+    assert (load >= case.plain())[little].all() or case.start is not None, (
+        f"{case.name}: an excess below min_chunk moved"
+    )

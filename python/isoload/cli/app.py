@@ -15,6 +15,7 @@ from rich.text import Text
 
 from isoload import __version__
 from isoload.cli import demo, doctor
+from isoload.cli.processes import RankError
 from isoload.cost import CostModel, read_cost
 from isoload.placers import PLACERS
 from isoload.policies import POLICIES
@@ -230,7 +231,9 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """Errors in what the user gave end in one red line and exit code 2, all others in a traceback."""
+    """Errors in what the user gave end in one red line and exit code 2, a lost process in exit code 1, all others in a
+    traceback."""
+    code = 2
     try:
         yield
     except OSError as error:
@@ -239,10 +242,12 @@ def _one_line_errors() -> Iterator[None]:
         text = f"{error.filename}: {error.strerror}"
     except ValueError as error:
         text = str(error)
+    except RankError as error:
+        text, code = str(error), 1
     else:
         return
     Console(stderr=True, highlight=False).print(Text(f"error: {text}", style="red"), soft_wrap=True)
-    raise typer.Exit(2)
+    raise typer.Exit(code)
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from isoload.transport import CollectiveTransport
 
 SHIPPED = (
     Path(__file__).parents[1] / "traces" / "gptoss20b_decode.npz"
-)  # a link to examples/traces in a checkout
+)  # a link in a checkout, files in a wheel
 HIDDEN, INNER = 64, 128
 MAX_RANKS = 32  # processes that one machine is asked for
 STALL_SECONDS = 60.0

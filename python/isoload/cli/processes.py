@@ -17,6 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+
+class RankError(RuntimeError):
+    """A rank failed, ended or stalled."""
+
+
 Body = Callable[[int, Callable[[], None]], Any]
 
 
@@ -27,7 +32,7 @@ def run_ranks(body: Body, num_ranks: int, stall_seconds: float) -> list[Any]:
     raises in this one alone. To be called in the main thread, where Python handles signals.
 
     Raises:
-        RuntimeError: naming the rank that is the cause: one that ended, or stalled, or failed first.
+        RankError: naming the rank that is the cause: one that ended, or stalled, or failed first.
     """
     processes: list[ForkProcess] = []
     readers: list[Connection] = []
@@ -121,18 +126,18 @@ def _collect(readers: list[Connection], processes: list[ForkProcess], stall_seco
         ready = wait([readers[rank] for rank in heard], max(0.0, left))
         if not ready:
             stalled = min(heard, key=lambda rank: (heard[rank], rank))
-            raise RuntimeError(f"rank {stalled} stalled: it ended no batch within {stall_seconds:g} s")
+            raise RankError(f"rank {stalled} stalled: it ended no batch within {stall_seconds:g} s")
         for rank in [rank for rank in heard if readers[rank] in ready]:
             try:
                 kind, value = readers[rank].recv()
             except EOFError:
                 processes[rank].join()
                 code = processes[rank].exitcode
-                raise RuntimeError(f"rank {rank} ended without a report, with exit code {code}") from None
+                raise RankError(f"rank {rank} ended without a report, with exit code {code}") from None
             heard[rank] = time.monotonic()
             if kind != "alive":
                 (reports if kind == "report" else errors)[rank] = value
                 del heard[rank]
     for rank, error in errors.items():  # the first to come: the others fail because of it
-        raise RuntimeError(f"rank {rank} failed: {error}")
+        raise RankError(f"rank {rank} failed: {error}")
     return [reports[rank] for rank in range(len(readers))]

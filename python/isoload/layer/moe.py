@@ -23,18 +23,17 @@ from isoload.topology import Topology
 from isoload.transport import Group, LocalTransport, Received, Transport
 from isoload.value_checks import values_readable
 from isoload.weights.autograd import bring_again, join_rows
-from isoload.weights.backends import make_back_end
+from isoload.weights.backends import make_backend
 from isoload.weights.borrow import Borrowed, Borrowing
-from isoload.weights.layout import residences
-from isoload.weights.storage import RankWeights, new_stack, refresh_replicas
-from isoload.weights.transfer import (
+from isoload.weights.layout import count_rows, layouts, replica_moves
+from isoload.weights.migrate import (
     FACTS,
     check_move,
-    count_rows,
     move_facts,
     move_state,
     move_weights,
 )
+from isoload.weights.storage import RankWeights, new_stack, refresh_replicas
 
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]
 SPARE_SLOTS = 2  # of every rank, where a borrowing policy comes without a placement
@@ -63,9 +62,9 @@ class MoE(nn.Module):
             host: see num_tokens of :meth:`forward`. The same on all ranks.
         weight_rows: experts that every rank has memory for, for :meth:`load_placement`. None: as many as the
             placement's slots hold on it.
-        borrow: the back end that brings the weights of spare slots: "pull", "copy", "all_to_all" or "p2p", see
+        borrow: the backend that brings the weights of spare slots: "pull", "copy", "all_to_all" or "p2p", see
             isoload.weights.backends. None: "pull" where ranks can read each other's memory, else "all_to_all";
-            ``borrowing.back_end.name`` says which.
+            ``borrowing.backend.name`` says which.
 
     Raises:
         ValueError: naming the argument, the rule and the value; on the other ranks naming the rank and the stage.
@@ -95,7 +94,7 @@ class MoE(nn.Module):
         with self.group.agreeing("construction") as facts:
             _check_parts(dense, self.group, placement, min_tokens)
             placed = placement.layer(layer, "cpu")
-            self.held, self.num_rows = residences(placed), count_rows(placed, weight_rows)
+            self.layouts, self.num_rows = layouts(placed), count_rows(placed, weight_rows)
             facts.update(
                 {
                     "weight_rows": weight_rows,
@@ -109,24 +108,30 @@ class MoE(nn.Module):
         )
         self.balancer.placed_on(dense.down.device)
         self._hold(dense, borrow)
-        self.has_replicas = any(residence.replicas for residence in self.held)
+        self.replica_moves = replica_moves(self.layouts)
 
     def _hold(self, dense: ExpertWeights, borrow: str | None) -> None:
         """Takes memory for the ranks' weights and, with spare slots, for borrowed ones."""
         spare, group, new, self.borrowing = self.placement.spare_slots, self.group, new_stack, None
         if spare:
             with group.agreeing("construction"):
-                back_end = make_back_end(group, borrow, dense.down.device)
-            new = back_end.new_stack
-            if back_end.reads_peers:
+                backend = make_backend(group, borrow, dense.down.device)
+            new = backend.new_stack
+            if backend.reads_peers:
                 self.num_rows = [max(self.num_rows)] * len(self.num_rows)
         with group.agreeing("construction"):
             self.weights = nn.ModuleList(
-                RankWeights(self.held[rank], dense, self.num_rows[rank], spare, new) for rank in group.ranks
+                RankWeights(self.layouts[rank], dense, self.num_rows[rank], spare, new)
+                for rank in group.ranks
             )
             if spare:
-                self.borrowing = Borrowing(group, self._ranks(), spare, back_end)
-                self.borrowing.settle(self.held, self.placement.num_experts)
+                self.borrowing = Borrowing(group, self._ranks(), spare, backend)
+                self.borrowing.settle(self.layouts, self.placement.num_experts)
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether any expert lies on several ranks."""
+        return bool(self.replica_moves)
 
     @property
     def placement(self) -> Placement:
@@ -246,7 +251,7 @@ class MoE(nn.Module):
     def refresh_replicas(self) -> None:
         """Copies home rows to their replicas: after every optimizer step, by all ranks together."""
         if self.has_replicas:
-            refresh_replicas(self.group, self._ranks())
+            refresh_replicas(self.group, self._ranks(), self.replica_moves)
 
     def load_placement(
         self,
@@ -274,14 +279,14 @@ class MoE(nn.Module):
                 at fault, that rank or the fact they differ in on the others.
             RuntimeError: naming the stage, if a rank is gone. The layer's weights are then undefined.
         """
-        ranks, before = self._ranks(), self.held
+        ranks, before = self._ranks(), self.layouts
         size = max(2, len(before)) if rows_per_chunk is None else rows_per_chunk
         facts: list[list[int]] = []
         failure = None
         try:
             check_move(self.placement, placement, size, ranks)
             placed = placement.layer(self.layer, "cpu")
-            after = residences(placed, before)
+            after = layouts(placed, before)
             facts = move_facts(placed, before, after, self.num_rows, size, ranks, optimizer)
         except Exception as error:
             failure = error
@@ -293,8 +298,7 @@ class MoE(nn.Module):
             weights.settle(after[rank])
         if self.borrowing is not None:
             self.borrowing.settle(after, placement.num_experts)
-        self.held = after
-        self.has_replicas = any(residence.replicas for residence in after)
+        self.layouts, self.replica_moves = after, replica_moves(after)
         self.balancer.settle(placement)
 
     def _ranks(self) -> list[RankWeights]:
@@ -349,7 +353,7 @@ class MoE(nn.Module):
         noted = {f"route of rank {r}": s for r, s in zip(self.group.ranks, slots, strict=True)}
         noted = {"loads": loads, **noted} if readable else {}
         arrived_rows = [arrived.rows for arrived in received]
-        rows, groups = join_rows(self.group, ranks, arrived_rows, self.has_replicas, borrowed, noted)
+        rows, groups = join_rows(self.group, ranks, arrived_rows, self.replica_moves, borrowed, noted)
         outputs = []
         for row, rank, arrived, stacks in zip(rows, ranks, received, groups, strict=True):
             local = rank.weight_rows(arrived.slots)

@@ -1,4 +1,4 @@
-"""Typed wrappers and fake kernels of ``torch.ops.isoload.*``, in pipeline order.
+"""Typed wrappers and fake kernels of ``torch.ops.isoload.*``: a file per op, a variant beside its op.
 
 Every op takes one layer or a batch of layers (a leading L), allocates only its results and never waits for a
 device. Shapes: R ranks, E logical experts, S slots per rank, P = R*S slots, T tokens, K experts per token.
@@ -7,57 +7,26 @@ Raises (all): ValueError naming the argument, the rule and the value. Values are
 :func:`check_device` tells what was wrong with them, when it is asked.
 """
 
-from isoload.ops.borrow import (
-    addresses,
-    borrow,
-    borrow_backward,
-)
-from isoload.ops.device_errors import (
-    check_device,
-    device_errors,
-)
-from isoload.ops.plan_active import (
-    ActiveSplit,
-    plan_active,
-)
-from isoload.ops.plan_spill import (
-    Spill,
-    plan_spill,
-)
-from isoload.ops.relaxed import (
-    LpSplit,
-    plan_lp,
-    round_split,
-)
-from isoload.ops.routed import (
-    ExactSplit,
-    Objective,
-    Order,
-    Prefer,
-    count,
-    plan_exact,
-    replica_tables,
-    route,
-    route_sampled,
-    share,
-    share_by_rank,
-)
-from isoload.ops.share_alone import (
-    share_alone,
-)
-from isoload.ops.shared import (
-    Candidates,
-    WaterfillSplit,
-    plan_waterfill,
-    route_shared,
-)
-from isoload.ops.shared_layout import (
-    SharedRule,
-    append_shared_expert,
-    route_shared_sampled,
-)
+from isoload.ops.append_shared_expert import append_shared_expert
+from isoload.ops.borrow import addresses, borrow, borrow_backward
+from isoload.ops.count import count
+from isoload.ops.device_errors import check_device, device_errors
+from isoload.ops.plan_active import plan_active
+from isoload.ops.plan_exact import Objective, plan_exact
+from isoload.ops.plan_lp import plan_lp
+from isoload.ops.plan_spill import NO_SPARE_SLOT, Within, plan_spill
+from isoload.ops.plan_waterfill import Candidates, plan_waterfill
+from isoload.ops.replica_tables import replica_tables
+from isoload.ops.round_split import round_split
+from isoload.ops.route import Prefer, route, route_sampled
+from isoload.ops.route_shared import route_shared
+from isoload.ops.route_shared_sampled import SharedRule, route_shared_sampled
+from isoload.ops.share import Order, share, share_by_rank
+from isoload.ops.share_alone import share_alone
+from isoload.results import ActiveSplit, ExactSplit, LpSplit, Spill, WaterfillSplit
 
 __all__ = [
+    "NO_SPARE_SLOT",
     "ActiveSplit",
     "Candidates",
     "ExactSplit",
@@ -68,6 +37,7 @@ __all__ = [
     "SharedRule",
     "Spill",
     "WaterfillSplit",
+    "Within",
     "addresses",
     "append_shared_expert",
     "borrow",

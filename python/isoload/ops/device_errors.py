@@ -8,31 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# One per bit of csrc/cuda/cuda.h's Fault.
-RULES = (
-    "count: topk_ids must be in -1..E-1",
-    "plan_exact: loads, fixed and pour must not be negative, must sum to less than 2^31 copies, and loads be 0 for "
-    "an expert without a replica",
-    "plan_active: loads must not be negative, must sum to less than 2^31 copies, and be 0 for an expert without a "
-    "replica",
-    "plan_waterfill: copies and tokens must not be negative, must sum to less than 2^31 copies, and fit the limits",
-    "share: quota must conserve loads",
-    "share_alone: counts must be part of the loads that quota was made from",
-    "route: topk_ids must be in -1..E-1",
-    "route: topk_ids must hold each expert as often as its share says",
-    "route_sampled: topk_ids must be in -1..E-1",
-    "route_sampled: weights must be positive for a replica of every expert that is routed",
-    "route_shared: slots must be in -1..P-1",
-    "route_shared_sampled: slots must be in -1..P-1",
-    "append_shared_expert: slots and ranks must be at least -1, and what they become less than 2^31",
-    "plan_lp: loads and base must not be negative, must sum to less than 2^31 copies, and loads be 0 for an expert "
-    "without a replica",
-    "round_split: loads must not be negative, must sum to less than 2^31 copies, and be 0 for an expert without a "
-    "replica",
-    "plan_spill: loads and fixed must not be negative and must sum to less than 2^31 copies, and a rank be alive",
-    "borrow: slot_to_expert must be in -1..E-1, and what it borrows have a home with an address",
-    "borrow_backward: slot_to_expert must be in -1..E-1, and what it borrows have a home, on this rank within totals",
-)
+from isoload.ops.load import RULES, library
+
+__all__ = ["RULES", "check_device", "device_errors", "device_to_check"]
 
 
 def device_errors(device: torch.device | str) -> int:
@@ -42,7 +20,7 @@ def device_errors(device: torch.device | str) -> int:
     device's memory, whose address captured graphs hold. This takes the word and leaves 0, after what the current
     stream still has to do, and waits for it. Ops on the CPU raise at once: there it is 0.
     """
-    taken: Tensor = torch.ops.isoload.device_errors(torch.empty(0, device=device))
+    taken: Tensor = library.device_errors.default(torch.empty(0, device=device))
     return int(taken)
 
 
@@ -59,10 +37,14 @@ def check_device(device: torch.device | str) -> None:
         raise ValueError(f"{'; '.join(rules)} (found on {device}; ISOLOAD_CHECK=1 finds the call)")
 
 
-def check_each(args: tuple[Any, ...]) -> None:
-    """:func:`check_device` of an op's arguments under ISOLOAD_CHECK=1."""
+def device_to_check(args: tuple[Any, ...]) -> torch.device | None:
+    """The CUDA device of an op's arguments if ISOLOAD_CHECK=1 asks for its values now, when it may be waited for."""
     if torch.compiler.is_compiling() or os.environ.get("ISOLOAD_CHECK") != "1":
-        return
+        return None
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
-    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-        check_device(device)
+    return device if device.type == "cuda" and not torch.cuda.is_current_stream_capturing() else None
+
+
+@torch.library.register_fake("isoload::device_errors")
+def _(like: Tensor) -> Tensor:
+    return like.new_empty((), dtype=torch.int32)

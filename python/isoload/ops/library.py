@@ -1,44 +1,46 @@
-"""The compiled library: loaded once, its refusals turned into ValueError."""
+"""How wrappers call the compiled library: its refusals become ValueError."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from isoload.ops.device_errors import check_each
+from isoload.ops.device_errors import check_device, device_to_check
+from isoload.ops.load import library
+
+__all__ = ["ON_CUDA", "call", "library"]
 
 MARK = "isoload: "  # how csrc/check.h marks a refused argument
-
-
-def _load_library() -> None:
-    found = sorted(Path(__file__).parents[1].glob("_C*.so"))
-    if not found:
-        raise ImportError("isoload's compiled ops are missing: run `make build` (or reinstall isoload)")
-    torch.ops.load_library(str(found[0]))
-
-
-_load_library()
-library = torch.ops.isoload
 ON_CUDA = torch._C._dispatch_has_kernel_for_dispatch_key("isoload::count", "CUDA")
 
 
-def call(op: Callable[..., Any], *args: Any) -> Any:
+def call_on_cpu(op: Callable[..., Any], *args: Any) -> Any:
     try:
-        result = op(*args)
+        return op(*args)
     except RuntimeError as error:
         text = str(error)
         if not text.startswith(MARK):
             raise
         raise ValueError(text[len(MARK) :].split("\nException raised")[0]) from None
-    if ON_CUDA:
-        check_each(args)
+
+
+def call_on_any(op: Callable[..., Any], *args: Any) -> Any:
+    checked = device_to_check(args)
+    if checked is None:
+        return call_on_cpu(op, *args)
+    check_tables(op, args)
+    result = call_on_cpu(op, *args)
+    check_device(checked)
     return result
 
 
-@torch.library.register_fake("isoload::device_errors")
-def _(like: Tensor) -> Tensor:
-    return like.new_empty((), dtype=torch.int32)
+def check_tables(op: Any, args: tuple[Any, ...]) -> None:
+    """Runs an op that reads tables on the host first: made-up ones would lead a kernel out of its memory."""
+    if any(a.name == "tables" and a.alias_info is None for a in op._schema.arguments):
+        call_on_cpu(op, *(arg.cpu() if isinstance(arg, Tensor) else arg for arg in args))
+
+
+call = call_on_any if ON_CUDA else call_on_cpu

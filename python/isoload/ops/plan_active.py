@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from isoload.ops.library import call, library
 from isoload.replica_tables import ReplicaTables
+from isoload.results import ActiveSplit
 
 _plan_active = library.plan_active.default
-
-
-class ActiveSplit(NamedTuple):
-    """What :func:`plan_active` returns, with the leading dimension of the tables.
-
-    quota [P] int32 copies per slot: an expert's load in one of its slots, 0 in the others; active_peak [] int64
-    largest number of active slots of a rank; active_bound [] int64 proved lower bound of it, always equal;
-    telemetry [4] int32: sweeps, augmentations, Newton steps, moves that lowered the peak in copies.
-    With ticks, active slots count as many ticks as their rank's copies cost.
-    """
-
-    quota: Tensor
-    active_peak: Tensor
-    active_bound: Tensor
-    telemetry: Tensor
 
 
 def plan_active(loads: Tensor, tables: ReplicaTables, *, ticks: Tensor | None = None) -> ActiveSplit:

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from isoload.ops.library import call, library
+from isoload.results import Spill
 
 _plan_spill = library.plan_spill.default
 MILLION = 1_000_000
 UNLIMITED = 2**31 - 1
-
-
-class Spill(NamedTuple):
-    """What :func:`plan_spill` returns, with the leading dimension of slot_to_expert.
-
-    slot_to_expert [P] int32 with spare slots filled from the first on; quota [P] int32 copies per slot; level [] int64
-    the capacity in copies, or the cost reached where the least was sought; telemetry [5] int32: imports, most imports
-    of a rank, most exports of a rank, imports from another node, flags.
-
-    Flags are a sum: 1 below the threshold, so plain EP; else why a rank stayed above the capacity: 2 the spare slots
-    ran out, 4 its egress limit is reached, 8 copies that cannot move are above it alone.
-    """
-
-    slot_to_expert: Tensor
-    quota: Tensor
-    level: Tensor
-    telemetry: Tensor
+Within = Literal["all", "node"]
+NO_SPARE_SLOT = 2  # a flag, see Spill
 
 
 def plan_spill(
@@ -39,6 +25,7 @@ def plan_spill(
     spare_slots: int,
     fixed: Tensor | None = None,
     *,
+    start: Tensor | None = None,
     alive: Tensor | None = None,
     ranks_per_node: int | None = None,
     capacity_factor: float | None = 1.0,
@@ -48,14 +35,19 @@ def plan_spill(
     min_chunk: int = 1,
     import_costs: tuple[int, int] = (0, 0),
     egress: int | None = None,
+    within: Within = "all",
 ) -> Spill:
-    """Lends experts of overloaded ranks to others for one batch, from every expert on its home slot (plain EP).
+    """Lends experts of overloaded ranks to others for one batch, from where the copies are before: `start`.
 
     The busiest rank gives first, always from its largest expert, to the rank that takes the largest chunk without
     passing the target. Of papers/003 (LLEP) the idea, not the steps: no expert comes twice to a rank, none beyond the
-    spare slots, and no rank's load passes the largest of plain EP. A rank that holds a replica takes copies without
-    an import; other replicas stay idle. Where the ranks with room have no spare slot left and there are no replicas, a
-    rank that lends to one of them lends it more copies of that expert and takes the chunk itself.
+    spare slots, and no rank's load passes the largest at the start. A rank that holds a replica takes copies without
+    an import. Where the ranks with room have no spare slot left and there are no replicas, a rank that lends to one of
+    them lends it more copies of that expert and takes the chunk itself.
+
+    Where spare slots run out before all ranks are at the capacity, levels above it are tried, as UltraEP does, in at
+    most six rounds: at a level the largest expert of any rank above it goes, whole if it fits, to the rank with most
+    room.
 
     Args:
         loads: [E] or [R, E] int32 copies (leading L as slot_to_expert); sources are summed.
@@ -65,6 +57,8 @@ def plan_spill(
         num_ranks: R, divides P.
         spare_slots: how many experts a rank can import.
         fixed: [R] int32 copies that ranks carry besides and cannot give away (leading L as above).
+        start: [P] int32 copies per slot before anything is lent (leading L as above), e.g. the quota of the exact split
+            over replicas; adds up to the loads. None = all in home slots (plain EP).
         alive: [R] bool; ranks that are not import nothing. None = all.
         ranks_per_node: divides R; None = R. A rank of the node is asked first, unless its chunk is below min_chunk and
             a far one is larger.
@@ -72,11 +66,15 @@ def plan_spill(
             capacity, the least cost is sought, where a rank's cost is its copies plus what its imports cost.
         imbalance_threshold: up to this max / mean load of the ranks nothing moves, 0..1000.
         per_expert: the threshold is about max / mean of the experts instead.
-        tolerance: a rank above its capacity by at most this part of it keeps a rest smaller than min_chunk, 0..1000.
-        min_chunk: copies that are worth an import, at least 1; smaller chunks move only beyond the tolerance.
+        tolerance: a rank above its capacity by at most this part of it keeps a rest that would leave in chunks smaller
+            than min_chunk, 0..1000.
+        min_chunk: copies that are worth an import, at least 1. With a capacity a rank that is above it by less lends
+            nothing more, and nothing at all if it was so from the start.
         import_costs: copies that could be computed in the time of an import, (from the own node, from another),
             0..2^30.
         egress: most exports of a rank; None = any number.
+        within: "node": an expert is borrowed only in the node of its home, and the capacity and the threshold are about
+            the mean load of the most loaded node. "all": anywhere.
     """
     for name, value in (
         ("capacity_factor", capacity_factor),
@@ -86,6 +84,8 @@ def plan_spill(
         low = 1 if name == "capacity_factor" else 0
         if value is not None and not low <= value <= 1000:
             raise ValueError(f"{name} must be in {low}..1000, got {value}")
+    if within not in ("all", "node"):
+        raise ValueError(f"within must be all or node, got {within!r}")
     result = call(
         _plan_spill,
         loads,
@@ -95,6 +95,7 @@ def plan_spill(
         num_ranks if ranks_per_node is None else ranks_per_node,
         spare_slots,
         fixed,
+        start,
         alive,
         0 if capacity_factor is None else round(capacity_factor * MILLION),
         round(imbalance_threshold * MILLION),
@@ -103,6 +104,7 @@ def plan_spill(
         min_chunk,
         *import_costs,
         UNLIMITED if egress is None else egress,
+        within == "node",
     )
     return Spill(*result)
 
@@ -116,6 +118,7 @@ def _(
     ranks_per_node: int,
     spare_slots: int,
     fixed: Tensor | None,
+    start: Tensor | None,
     alive: Tensor | None,
     capacity_ppm: int,
     threshold_ppm: int,
@@ -125,6 +128,7 @@ def _(
     near_cost: int,
     far_cost: int,
     egress: int,
+    within: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch = slot_to_expert.shape[:-1]
     return (

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from isoload import ops
-from isoload.placed_layers import PlacedLayers
+from isoload.ops import Within
+from isoload.placed_layers import Filled, PlacedLayers
 from isoload.policies.base import Demand
-from isoload.policies.spilling import SpillPolicy, plan_spill
+from isoload.policies.spilling import EXACT, SpillPolicy, check_within, plan_spill
+from isoload.records import Plan, rank_cost
 
 
 @dataclass(frozen=True)
 class LlepPolicy(SpillPolicy):
     """Ranks above their capacity lend experts, and send those experts' copies, to less loaded ranks.
 
-    No rank's load passes the largest of plain EP, and none its capacity (and tolerance) unless the plan's telemetry
-    says why, see :class:`isoload.ops.Spill`. Rests smaller than min_chunk stay at home within the tolerance.
+    Starts from the exact split over resident replicas. No rank's load passes the largest of that, and none its capacity
+    (and tolerance) unless the plan's telemetry says why, see :class:`isoload.ops.Spill`. Where spare slots run out, the
+    lowest level is sought at which they suffice, and the copies go as the exact split over the filled slots.
 
-    Options: capacity (times the mean load), min_chunk (copies), threshold (up to this imbalance plain EP), measure
-    (the threshold's: "rank" as the published code, "expert" as the paper's text), tolerance (part of the capacity),
-    split_by ("fill" = the copies as lent, "exact" = the least peak over the filled slots).
+    Options: capacity (times the mean load), min_chunk (copies: a rank that is above its capacity by less lends nothing;
+    a larger excess may leave in smaller chunks), threshold (up to this imbalance nothing moves), measure (the
+    threshold's: "rank" as the published code, "expert" as the paper's text), tolerance (part of the capacity; within it
+    chunks below min_chunk stay at home too), within ("all", or "node": no expert is borrowed beyond its home's node,
+    and capacity and threshold are about the mean of the most loaded node), split_by ("fill" = the copies as lent,
+    "exact" = the least peak over the filled slots).
     """
 
     name = "llep"
@@ -28,10 +36,12 @@ class LlepPolicy(SpillPolicy):
     threshold: float = 1.3
     measure: str = "rank"
     tolerance: float = 0.02
+    within: Within = "all"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_rules(self.capacity, self.min_chunk, self.threshold, self.measure)
+        check_within(self.within)
         if not 0 <= self.tolerance <= 1000:
             raise ValueError(f"tolerance must be in 0..1000, got {self.tolerance}")
 
@@ -44,7 +54,19 @@ class LlepPolicy(SpillPolicy):
             per_expert=self.measure == "expert",
             tolerance=self.tolerance,
             min_chunk=self.min_chunk,
+            within=self.within,
         )
+
+    def split(self, demand: Demand, filled: Filled) -> Plan:
+        """The copies as lent; where spare slots ran out, the exact split if its peak is lower."""
+        if self.split_by != "fill" or filled.quota is None:
+            return super().split(demand, filled)
+        exact, telemetry = EXACT.split(demand, filled), filled.telemetry
+        assert exact.quota is not None and exact.peak is not None and telemetry is not None
+        lent = rank_cost(filled.quota, filled.placed.topology, demand.at_home).amax(-1)
+        better = (telemetry.select(-1, 4) & ops.NO_SPARE_SLOT > 0) & (exact.peak < lent)
+        quota = torch.where(better.unsqueeze(-1), exact.quota, filled.quota)
+        return Plan(filled, self, quota, torch.where(better, exact.peak, lent), exact.bound, telemetry)
 
 
 def check_rules(capacity: float, min_chunk: int, threshold: float, measure: str) -> None:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from isoload import ops
 from isoload.cost import DEEPSEEK_V3_FP8, DEFAULT_BANDWIDTHS, break_even
+from isoload.ops import Within
 from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import Demand
-from isoload.policies.spilling import SpillPolicy, plan_spill
+from isoload.policies.spilling import SpillPolicy, check_within, plan_spill
 
 
 @dataclass(frozen=True)
@@ -17,10 +18,12 @@ class SpillCostPolicy(SpillPolicy):
 
     An import costs as many copies as could be computed in its time (:func:`isoload.cost.break_even`), by the
     topology's bandwidths, or DEFAULT_BANDWIDTHS if it has none. Ranks of the own node help first, unless their chunk
-    is below min_chunk and a far one is larger. No rank's load passes the largest of plain EP.
+    is below min_chunk and a far one is larger. Starts from the exact split over resident replicas; no rank's load
+    passes the largest of that.
 
     Options: expert_bytes (weights of one expert), token_us (microseconds per copy in a large GEMM), egress (most
-    exports of a rank; None = any number), min_chunk, split_by ("fill" or "exact").
+    exports of a rank; None = any number), min_chunk (copies; a smaller chunk near home gives way to a larger far one,
+    none is refused), within ("all" or "node", beyond which no expert is borrowed), split_by ("fill" or "exact").
     """
 
     name = "spill_cost"
@@ -28,12 +31,14 @@ class SpillCostPolicy(SpillPolicy):
     token_us: float = 0.147
     egress: int | None = None
     min_chunk: int = 256
+    within: Within = "all"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         break_even(self.expert_bytes, 1.0, self.token_us)  # refuses what is not positive
         if self.egress is not None and (not isinstance(self.egress, int) or self.egress < 0):
             raise ValueError(f"egress must be an integer, not negative, got {self.egress}")
+        check_within(self.within)
         if not 1 <= self.min_chunk < 2**31:
             raise ValueError(f"min_chunk must be in 1..2^31-1, got {self.min_chunk}")
 
@@ -49,4 +54,5 @@ class SpillCostPolicy(SpillPolicy):
                 break_even(self.expert_bytes, far, self.token_us),
             ),
             egress=self.egress,
+            within=self.within,
         )

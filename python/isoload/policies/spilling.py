@@ -74,7 +74,11 @@ class SpillPolicy(Policy, ABC):
 
 
 def plan_spill(demand: Demand, placed: PlacedLayers, **rules: Any) -> ops.Spill:
-    """:func:`isoload.ops.plan_spill` of a placement and its topology, by a policy's rules."""
+    """:func:`isoload.ops.plan_spill` of a placement and its topology, by a policy's rules.
+
+    Where experts have replicas it starts from the exact split over them, so that only what they leave is lent.
+    """
+    start = ops.plan_exact(demand.loads, placed.tables, demand.at_home).quota if placed.replicated else None
     return ops.plan_spill(
         demand.loads,
         placed.slot_to_expert,
@@ -82,10 +86,16 @@ def plan_spill(demand: Demand, placed: PlacedLayers, **rules: Any) -> ops.Spill:
         placed.topology.num_ranks,
         placed.spare_slots,
         demand.at_home,
+        start=start,
         alive=alive(placed),
         ranks_per_node=placed.topology.ranks_per_node,
         **rules,
     )
+
+
+def check_within(within: str) -> None:
+    if within not in ("all", "node"):
+        raise ValueError(f"within must be all or node, got {within!r}")
 
 
 def alive(placed: PlacedLayers) -> Tensor | None:

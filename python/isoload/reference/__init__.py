@@ -3,59 +3,22 @@
 Same names, signatures and results on valid input; slow, and checked by their own assertions only.
 """
 
-from isoload.reference.append_shared_expert import (
-    append_shared_expert,
-)
-from isoload.reference.borrow import (
-    borrow,
-    borrow_backward,
-)
-from isoload.reference.count import (
-    count,
-)
-from isoload.reference.plan_active import (
-    ActiveSplit,
-    plan_active,
-)
-from isoload.reference.plan_exact import (
-    ExactSplit,
-    plan_exact,
-)
-from isoload.reference.plan_lp import (
-    LpSplit,
-    plan_lp,
-)
-from isoload.reference.plan_spill import (
-    Spill,
-    plan_spill,
-)
-from isoload.reference.plan_waterfill import (
-    WaterfillSplit,
-    plan_waterfill,
-)
-from isoload.reference.replica_tables import (
-    replica_tables,
-)
-from isoload.reference.round_split import (
-    round_split,
-)
-from isoload.reference.route import (
-    route,
-    route_sampled,
-)
-from isoload.reference.route_shared import (
-    route_shared,
-)
-from isoload.reference.route_shared_sampled import (
-    route_shared_sampled,
-)
-from isoload.reference.share import (
-    share,
-    share_by_rank,
-)
-from isoload.reference.share_alone import (
-    share_alone,
-)
+from isoload.reference.append_shared_expert import append_shared_expert
+from isoload.reference.borrow import borrow, borrow_backward
+from isoload.reference.count import count
+from isoload.reference.plan_active import plan_active
+from isoload.reference.plan_exact import plan_exact
+from isoload.reference.plan_lp import plan_lp
+from isoload.reference.plan_spill import plan_spill
+from isoload.reference.plan_waterfill import plan_waterfill
+from isoload.reference.replica_tables import replica_tables
+from isoload.reference.round_split import round_split
+from isoload.reference.route import route, route_sampled
+from isoload.reference.route_shared import route_shared
+from isoload.reference.route_shared_sampled import route_shared_sampled
+from isoload.reference.share import share, share_by_rank
+from isoload.reference.share_alone import share_alone
+from isoload.results import ActiveSplit, ExactSplit, LpSplit, Spill, WaterfillSplit
 
 __all__ = [
     "ActiveSplit",

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from isoload.reference.plan_exact import plan_exact
 from isoload.reference.replica_tables import replicas
 from isoload.replica_tables import ReplicaTables
+from isoload.results import ActiveSplit
 
 ROUNDS = 8
-
-
-class ActiveSplit(NamedTuple):
-    """quota [P] int32, active_peak and active_bound [] int64, telemetry [4] int32: as isoload.ops.ActiveSplit."""
-
-    quota: Tensor
-    active_peak: Tensor
-    active_bound: Tensor
-    telemetry: Tensor
 
 
 def plan_active(loads: Tensor, tables: ReplicaTables, *, ticks: Tensor | None = None) -> ActiveSplit:

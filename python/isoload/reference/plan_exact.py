@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,18 +31,10 @@ from torch import Tensor
 from isoload.reference.replica_tables import replicas
 from isoload.reference.start import SplitExpert, local, packed, spread
 from isoload.replica_tables import ReplicaTables
+from isoload.results import ExactSplit
 
 MAX_COPIES = 2**31 - 1
 Objective = Literal["spread", "local", "packed"]
-
-
-class ExactSplit(NamedTuple):
-    """quota [P] int32, peak [] int64, bound [] int64, telemetry [4] int32: as isoload.ops.ExactSplit."""
-
-    quota: Tensor
-    peak: Tensor
-    bound: Tensor
-    telemetry: Tensor
 
 
 def plan_exact(

@@ -19,7 +19,7 @@ All numbers have the requested dtype, and every sum has a fixed order: the op gi
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,19 +28,10 @@ from torch import Tensor
 from isoload.reference.network import Indices, Network, Reals, add_by, ordered_sum
 from isoload.reference.replica_tables import replicas
 from isoload.replica_tables import ReplicaTables
+from isoload.results import LpSplit
 
 CONVERGED, OPEN, BROKE_DOWN = range(3)
 LIMITS = {torch.float32: (1e-4, 12), torch.float64: (1e-8, 20)}  # default tolerance, most iterations
-
-
-class LpSplit(NamedTuple):
-    """split [P], primal [], dual [] of the dtype; iterations [], status [] int32: as isoload.ops.LpSplit."""
-
-    split: Tensor
-    primal: Tensor
-    dual: Tensor
-    iterations: Tensor
-    status: Tensor
 
 
 def plan_lp(

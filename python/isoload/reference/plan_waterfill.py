@@ -14,20 +14,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from isoload.results import WaterfillSplit
+
 MAX_COPIES = 2**31 - 1
-
-
-class WaterfillSplit(NamedTuple):
-    """share [R, R] int32, peak [] int64, bound [] int64: as isoload.ops.WaterfillSplit."""
-
-    share: Tensor
-    peak: Tensor
-    bound: Tensor
 
 
 def plan_waterfill(

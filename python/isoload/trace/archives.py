@@ -14,11 +14,13 @@ MAX_BYTES_NAME = "ISOLOAD_MAX_TRACE_BYTES"  # of the environment: another limit
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 100
+_repr.maxlevel = 3
 
 
 def shown(value: Any) -> str:
     """repr of a value of a file, cut short: nested lists that share their parts print exponentially long."""
-    return _repr.repr(value)
+    text = _repr.repr(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def max_bytes(given: int | None) -> int:

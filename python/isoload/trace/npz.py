@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from isoload.trace.archives import check_bytes, shown
 from isoload.trace.checks import DIMS, MAX_EXPERTS, Ints
@@ -31,7 +32,7 @@ def read_npz(path: Path, limit: int) -> dict[str, Any]:
             others = [key for key in archive.files if key not in arrays]
     except Exception as error:
         # damaged bytes surface from zipfile, zlib, tokenize or NumPy, as a dozen types
-        raise ValueError(f"{path}: cannot be read as an npz of plain arrays ({error})") from None
+        raise ValueError(f"{path}: cannot be read as an npz of plain arrays ({str(error)[:200]})") from None
     for key, array in arrays.items():
         if not isinstance(array, np.ndarray):  # NumPy hands over the bytes of a member without a header
             raise ValueError(
@@ -50,8 +51,17 @@ def read_npz(path: Path, limit: int) -> dict[str, Any]:
         origin = "counts" if "counts" in arrays else "json"
     provenance.setdefault("num_experts_from", origin)
     if (cluster := arrays.pop("cluster", None)) is not None:
-        fields["cluster"] = tuple(map(str, cluster.ravel()))
+        fields["cluster"] = _labels(path, cluster)
     return fields | arrays
+
+
+def _labels(path: Path, cluster: npt.NDArray[Any]) -> tuple[str, ...]:
+    """cluster [batches] as text."""
+    if cluster.dtype.kind == "U" and cluster.size and cluster.itemsize:
+        codes = np.ascontiguousarray(cluster).view(f"{cluster.dtype.byteorder}u4")
+        if (wrong := codes[(codes > 0x10FFFF) | (codes >> 11 == 0xD800 >> 11)]).size:
+            raise ValueError(f"{path}: cluster must be text, got code point {wrong[0]:#x}")
+    return tuple(map(str, cluster.ravel()))
 
 
 def _num_experts(path: Path, arrays: dict[str, Ints]) -> tuple[int, str]:

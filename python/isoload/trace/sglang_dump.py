@@ -117,10 +117,11 @@ def _read_stat(dumps: _Dumps) -> dict[str, Any]:
     steps: list[Ints] = []
     for path, dump in dumps.items():
         count = dump["logical_count"]
+        shape = steps[0].shape[1:] if steps else (None, None)
         if isinstance(count, torch.Tensor) and count.dim() == 2:
-            count = count[None]
-        layers_experts = steps[0].shape[1:] if steps else (None, None)
-        steps.append(integers(path, "logical_count", count, (None, *layers_experts)))
+            steps.append(integers(path, "logical_count", count, shape)[None])
+        else:
+            steps.append(integers(path, "logical_count", count, (None, *shape)))
     counts = np.concatenate(steps)
     filled = counts.any((1, 2))
     return {

@@ -14,12 +14,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from isoload.experts.weights import BorrowedWeights, ExpertWeights
-from isoload.transport.group import Group
-from isoload.transport.packing import pack, unpack
-from isoload.weights.backends import add_rows
+from isoload.transport import Group
 from isoload.weights.borrow import Borrowed
-from isoload.weights.layout import Residence
-from isoload.weights.storage import RankWeights, flatten_rows
+from isoload.weights.moves import Move, add_back
+from isoload.weights.storage import RankWeights
 
 
 class JoinRows(torch.autograd.Function):
@@ -35,15 +33,15 @@ class JoinRows(torch.autograd.Function):
         ctx: Any,
         group: Group,
         ranks: Sequence[RankWeights],
-        has_replicas: bool,
+        replicas: Sequence[Move],
         borrowed: Borrowed | None,
         noted: dict[str, Tensor],
         num_passed: int,
         *values: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.group, ctx.held = group, [rank.residence for rank in ranks]
+        ctx.group, ctx.num_homes = group, [len(rank.layout.homes) for rank in ranks]
         ctx.noted, ctx.num_passed = noted, num_passed
-        ctx.has_replicas, ctx.borrowed = has_replicas, borrowed
+        ctx.replicas, ctx.borrowed = replicas, borrowed
         # Saved to be found changed: after .to() or a copy, a step on a Parameter shows in no storage's version.
         ctx.save_for_backward(*noted.values(), *values[num_passed:])
         stored = [stack.detach() for rank in ranks for stack in rank.stored_rows()]
@@ -54,44 +52,24 @@ class JoinRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         check_recomputed(ctx.noted, ctx.saved_tensors)
-        held: list[Residence] = ctx.held
+        owned = len(ctx.num_homes)
         rows, stacks = grads[: ctx.num_passed], grads[ctx.num_passed :]
-        of_rank = cut(stacks, len(held) * (1 if ctx.borrowed is None else 2))
-        stored, spare = of_rank[: len(held)], of_rank[len(held) :]
+        of_rank = cut(stacks, owned * (1 if ctx.borrowed is None else 2))
+        stored, spare = of_rank[:owned], of_rank[owned:]
         # The gradients are this node's own: nothing but run_experts made them. Rows are added in place.
-        homes = [[first_rows(g, len(r.homes)) for g in own] for r, own in zip(held, stored, strict=True)]
-        if ctx.has_replicas:
+        homes = [[first_rows(g, n) for g in own] for n, own in zip(ctx.num_homes, stored, strict=True)]
+        if ctx.replicas:
             exact = torch.promote_types(stacks[0].dtype, torch.float32)
-            # Rows that have replicas and are lent, too, would be rounded twice: then the sums stay exact in between.
+            # Rows with replicas that are borrowed, too, would be rounded twice: then the sums stay exact in between.
             both = ctx.borrowed is not None
             totals = [[g.to(exact) for g in own] for own in homes] if both else homes
-            return_replicas(ctx.group, held, stored, totals)
+            add_back(ctx.group, "replica gradients", ctx.replicas, stored, totals)
         else:
             totals = homes
         if ctx.borrowed is not None:
-            ctx.borrowed.give_back(spare, totals)
+            ctx.borrowed.add_back(spare, totals)
         dtype = stacks[0].dtype
         return *(None,) * 6, *rows, *(total.to(dtype) for own in totals for total in own)
-
-
-def return_replicas(
-    group: Group,
-    held: Sequence[Residence],
-    stored: Sequence[Sequence[Tensor]],
-    totals: list[list[Tensor]],
-) -> None:
-    """Adds the gradients of replica rows to the totals of their homes, by ascending rank: the same sum every time."""
-    exact = torch.promote_types(stored[0][0].dtype, torch.float32)
-    buffers = [
-        pack(flatten_rows(own, [len(r.homes) + i for i in r.incoming], exact))
-        for r, own in zip(held, stored, strict=True)
-    ]
-    returned = group.send_back("replica gradients", buffers, held)
-    for own, residence, buffer in zip(totals, held, returned, strict=True):
-        sizes = [total.shape[1:].numel() for total in own]
-        (rows,) = unpack(buffer, [(sum(sizes), exact)])
-        parts = [part.view(-1, *t.shape[1:]) for t, part in zip(own, rows.split(sizes, 1), strict=True)]
-        add_rows(own, list(residence.outgoing), parts)
 
 
 def first_rows(grad: Tensor, count: int) -> Tensor:
@@ -123,7 +101,7 @@ def join_rows(
     group: Group,
     ranks: Sequence[RankWeights],
     rows: Sequence[Tensor],
-    has_replicas: bool,
+    replicas: Sequence[Move],
     borrowed: Borrowed | None,
     noted: dict[str, Tensor],
 ) -> tuple[list[Tensor], list[list[ExpertWeights]]]:
@@ -133,14 +111,15 @@ def join_rows(
         group: joins the ranks.
         ranks: the owned ones.
         rows: [N, H] each.
-        has_replicas: whether any rank has: then backward exchanges gradients, on every rank.
+        replicas: the moves from home rows to all replica rows; if there are any, backward exchanges gradients, on every
+            rank.
         borrowed: by any rank: then it does so, too.
         noted: what a recompute must find again, see :func:`check_recomputed`.
     """
-    passed = list(rows) if has_replicas or borrowed is not None else []
+    passed = list(rows) if replicas or borrowed is not None else []
     homes = [stack for rank in ranks for stack in rank.home_rows()]
     out: tuple[Tensor, ...] = JoinRows.apply(
-        group, ranks, has_replicas, borrowed, noted, len(passed), *passed, *homes
+        group, ranks, replicas, borrowed, noted, len(passed), *passed, *homes
     )
     stacks = cut(out[len(passed) :], len(ranks) * (1 if borrowed is None else 2))
     groups = [[ExpertWeights(**rank.by_name(own))] for rank, own in zip(ranks, stacks, strict=False)]

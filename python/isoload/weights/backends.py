@@ -1,8 +1,8 @@
-"""Back ends that bring borrowed weights to spare places, and their gradients home. One result, whoever does it.
+"""Backends: how borrowed weights come to spare places and their gradients return. One result, whichever does it.
 
-Lists run over the ranks that the process owns. lent: a rank's W weight stacks [rows, ...]; pools: its W spare stacks
+Lists run over the ranks that the process owns. held: a rank's W weight stacks [rows, ...]; pools: its W spare stacks
 [spare_slots, ...]; totals: its W gradients [homes, ...], in the pools' dtype or in max(float32, dtype). Gradients are
-added by ascending borrower, then place, and rounded once: the same sum every time and on every back end.
+added as :func:`isoload.weights.moves.add_back` says: by ascending borrowing rank, then place, rounded once.
 """
 
 from __future__ import annotations
@@ -16,66 +16,65 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isoload import ops
-from isoload.transport.collective import CollectiveGroup
-from isoload.transport.group import Group
-from isoload.transport.packing import unpack
+from isoload.transport import CollectiveGroup, Group
 from isoload.transport.peers import Peers
 from isoload.transport.traffic import num_bytes
-from isoload.weights.loans import Loan, Loans
+from isoload.weights.borrow_plan import BorrowPlan
+from isoload.weights.moves import (
+    Move,
+    Stacks,
+    Wait,
+    add_back,
+    add_rows,
+    pack_rows,
+    put_rows,
+    reverse,
+    start_moves,
+    unpack_rows,
+)
 
-Stacks = list[list[Tensor]]
-Wait = Callable[[], None]
 P2P_LIMIT = 32  # operations of a rank in one batch: NCCL hangs on batches of hundreds
 
 
-class BackEnd(ABC):
+class Backend(ABC):
     """How weights are borrowed; one for all layers of a group. All ranks make the same calls in the same order."""
 
     name: ClassVar[str]
-    reads_plan: ClassVar[bool] = True  # whether the host must know who borrows what
+    reads_moves: ClassVar[bool] = True  # whether the host must have the plan's moves
     reads_peers: ClassVar[bool] = False  # whether it reads other ranks' memory: of the same shape on all
 
     def __init__(self, group: Group, peers: Peers | None = None) -> None:
         self.group, self.peers = group, peers
 
     @abstractmethod
-    def start(self, stage: str, loans: Loans, lent: Stacks, pools: Stacks) -> Wait:
-        """Begins to copy what the owned ranks borrow into their pools; the result waits for it."""
+    def start(self, stage: str, plan: BorrowPlan, held: Stacks, pools: Stacks) -> Wait:
+        """Begins to copy what the owned ranks borrow into their pools; the result waits for it.
+
+        The field's names: DeepEP's ``lb_prefetch_weights``, MoonEP's ``prefetch_weights``.
+        """
 
     @abstractmethod
-    def give_back(self, stage: str, loans: Loans, grads: Stacks, totals: Stacks) -> None:
-        """Adds the gradients of all places to the totals of their homes."""
+    def add_back(self, stage: str, plan: BorrowPlan, grads: Stacks, totals: Stacks) -> None:
+        """Adds the gradients of all places to the totals of their homes: the field's ``reduce_grad``."""
 
     def new_stack(self, like: Tensor, rows: int) -> Tensor:
-        """[rows, ...] zeros that this back end can lend from."""
+        """[rows, ...] zeros that this backend can read on every rank."""
         return like.new_zeros(rows, *like.shape[1:])
 
 
-class AllToAll(BackEnd):
-    """One uneven all_to_all carries all weights; it needs memory for what a rank lends and borrows on the way."""
+class AllToAll(Backend):
+    """One uneven all_to_all carries all weights; it needs memory for what a rank sends and borrows on the way."""
 
     name = "all_to_all"
 
-    def start(self, stage: str, loans: Loans, lent: Stacks, pools: Stacks) -> Wait:
-        parts = [loans.of_rank(rank) for rank in self.group.ranks]
-        buffers = [pack_rows(stacks, part.rows) for stacks, part in zip(lent, parts, strict=True)]
-        finish = self.group.start_send(stage, buffers, parts)
+    def start(self, stage: str, plan: BorrowPlan, held: Stacks, pools: Stacks) -> Wait:
+        return start_moves(self.group, stage, plan.moves, held, pools)
 
-        def wait() -> None:
-            for part, stacks, buffer in zip(parts, pools, finish(), strict=True):
-                put_rows(stacks, part.places, buffer)
-
-        return wait
-
-    def give_back(self, stage: str, loans: Loans, grads: Stacks, totals: Stacks) -> None:
-        parts = [loans.of_rank(rank) for rank in self.group.ranks]
-        buffers = [pack_rows(stacks, part.places) for stacks, part in zip(grads, parts, strict=True)]
-        returned = self.group.send_back(stage, buffers, parts)
-        for part, stacks, sums, buffer in zip(parts, grads, totals, returned, strict=True):
-            add_rows(sums, part.rows, unpack_rows(stacks, buffer))
+    def add_back(self, stage: str, plan: BorrowPlan, grads: Stacks, totals: Stacks) -> None:
+        add_back(self.group, stage, plan.moves, grads, totals)
 
 
-class PointToPoint(BackEnd):
+class PointToPoint(Backend):
     """Sends and receives of single experts, in the same small batches on every rank, so that none waits in a circle.
 
     It needs memory for one such batch on the way, and copies when the weights are waited for.
@@ -84,49 +83,56 @@ class PointToPoint(BackEnd):
     name = "p2p"
     group: CollectiveGroup
 
-    def start(self, stage: str, loans: Loans, lent: Stacks, pools: Stacks) -> Wait:
+    def start(self, stage: str, plan: BorrowPlan, held: Stacks, pools: Stacks) -> Wait:
         def wait() -> None:
-            for chunk in chunks_of(loans.each, self.group.topology.num_ranks):
-                came = self._swap(stage, [(i.lender, i.borrower, i.row) for i in chunk], lent[0], pools[0])
-                put_rows(pools[0], [i.place for i in chunk if i.borrower == self._rank], came)
+            for chunk in chunks_of(plan.moves, self.group.topology.num_ranks):
+                arrived = self._swap(stage, chunk, held[0])
+                put_rows(pools[0], [m.target.row for m in chunk if m.target.rank == self._rank], arrived)
 
         return wait
 
-    def give_back(self, stage: str, loans: Loans, grads: Stacks, totals: Stacks) -> None:
-        for chunk in chunks_of(loans.each, self.group.topology.num_ranks):
-            back = self._swap(stage, [(i.borrower, i.lender, i.place) for i in chunk], grads[0], grads[0])
-            rows = [i.row for i in chunk if i.lender == self._rank]
-            add_rows(totals[0], rows, unpack_rows(grads[0], back))
+    def add_back(self, stage: str, plan: BorrowPlan, grads: Stacks, totals: Stacks) -> None:
+        # sums over several batches of sends stay exact in between, so that a row is rounded once
+        exact = [total.to(torch.promote_types(total.dtype, torch.float32)) for total in totals[0]]
+        for chunk in chunks_of(plan.moves, self.group.topology.num_ranks):
+            returned = self._swap(stage, reverse(chunk), grads[0])
+            rows = [m.source.row for m in chunk if m.source.rank == self._rank]
+            add_rows(exact, rows, unpack_rows(grads[0], returned))
+        for total, own in zip(totals[0], exact, strict=True):
+            total.copy_(own)
 
     @property
     def _rank(self) -> int:
         return self.group.ranks[0]
 
-    def _swap(
-        self, stage: str, moves: list[tuple[int, int, int]], source: list[Tensor], like: list[Tensor]
-    ) -> Tensor:
-        """Moves (from, to, row of source); returns [n, bytes] what came to this rank, in their order."""
-        processes = self.group.process_group
-        sent = [(to, pack_rows(source, [row])) for origin, to, row in moves if origin == self._rank]
-        origins = [origin for origin, to, _ in moves if to == self._rank]
-        came = pack_rows(like, []).new_empty(len(origins), sum(num_bytes(s[0]) for s in like))
-        self.group.traffic.bytes[stage] += sum(num_bytes(row) for _, row in sent)
+    def _swap(self, stage: str, moves: Sequence[Move], stacks: list[Tensor]) -> Tensor:
+        """[n, bytes] what the moves bring to this rank, in their order."""
+        me, processes = self._rank, self.group.process_group
         ranks = dist.get_process_group_ranks(processes)
-        todo = [dist.P2POp(dist.isend, row, ranks[to], processes) for to, row in sent]
-        todo += [
-            dist.P2POp(dist.irecv, came[i], ranks[origin], processes) for i, origin in enumerate(origins)
-        ]
+        incoming = [m.source for m in moves if m.target.rank == me]
+        arrived = pack_rows(stacks, []).new_empty(len(incoming), sum(num_bytes(s[0]) for s in stacks))
+        todo = []
+        for source, target in moves:
+            if source.rank == me != target.rank:
+                row = pack_rows(stacks, [source.row])
+                self.group.traffic.bytes[stage] += num_bytes(row)
+                todo.append(dist.P2POp(dist.isend, row, ranks[target.rank], processes))
+        for i, source in enumerate(incoming):
+            if source.rank == me:
+                arrived[i] = pack_rows(stacks, [source.row])[0]
+            else:
+                todo.append(dist.P2POp(dist.irecv, arrived[i], ranks[source.rank], processes))
         with self.group.named(stage):
             for work in dist.batch_isend_irecv(todo) if todo else []:
                 work.wait()
-        return came
+        return arrived
 
 
-class Pull(BackEnd):
+class Pull(Backend):
     """A kernel reads the plan and a table of peers' addresses: the host never waits."""
 
     name = "pull"
-    reads_plan, reads_peers = False, True
+    reads_moves, reads_peers = False, True
 
     peers: Peers
 
@@ -136,42 +142,42 @@ class Pull(BackEnd):
         self._shown: dict[tuple[object, ...], Stacks] = {}  # gradients where peers can read them, by layout
         self._tables: dict[tuple[int, ...], Tensor] = {}
 
-    def start(self, stage: str, loans: Loans, lent: Stacks, pools: Stacks) -> Wait:
+    def start(self, stage: str, plan: BorrowPlan, held: Stacks, pools: Stacks) -> Wait:
         # The gather of this batch's loads came between the last write of peers' weights and this read.
-        peers = reach_all(self.peers, lent)
+        peers = reach_all(self.peers, held)
 
         def copy() -> None:
-            self._copy(loans, peers, pools)
+            self._copy(plan, peers, pools)
 
-        self._count(stage, loans, pools)
+        self._count(stage, plan, pools)
         return self._beside(copy, pools)
 
-    def give_back(self, stage: str, loans: Loans, grads: Stacks, totals: Stacks) -> None:
+    def add_back(self, stage: str, plan: BorrowPlan, grads: Stacks, totals: Stacks) -> None:
         shown = self._show(grads)
         peers = reach_all(self.peers, shown)
         self.peers.meet()
         table = self._table(peers)
         for rank, sums in zip(self.group.ranks, totals, strict=True):
             ops.borrow_backward(
-                loans.slot_to_expert,
-                loans.home,
+                plan.slot_to_expert,
+                plan.home,
                 table,
                 sums,
-                loans.num_ranks,
+                plan.num_ranks,
                 rank,
-                loans.spare_slots,
+                plan.spare_slots,
                 grads[0][0].dtype,
             )
-        self._count(stage, loans, grads)
+        self._count(stage, plan, grads)
         self.peers.meet()
 
     def new_stack(self, like: Tensor, rows: int) -> Tensor:
         return self.peers.new((rows, *like.shape[1:]), like.dtype, like.device)
 
-    def _copy(self, loans: Loans, peers: Stacks, pools: Stacks) -> None:
+    def _copy(self, plan: BorrowPlan, peers: Stacks, pools: Stacks) -> None:
         table = self._table(peers)
         for rank, stacks in zip(self.group.ranks, pools, strict=True):
-            ops.borrow(loans.slot_to_expert, loans.home, table, stacks, loans.num_ranks, rank)
+            ops.borrow(plan.slot_to_expert, plan.home, table, stacks, plan.num_ranks, rank)
 
     def _show(self, grads: Stacks) -> Stacks:
         """Gradients in memory that peers can read, the same every time."""
@@ -202,10 +208,10 @@ class Pull(BackEnd):
             copy()
         return lambda: torch.cuda.current_stream(device).wait_stream(side)
 
-    def _count(self, stage: str, loans: Loans, pools: Stacks) -> None:
-        """Bytes of what the owned ranks read, where the host knows the plan anyway."""
-        if loans.on_host:
-            borrowed = sum(loan.borrower in self.group.ranks for loan in loans.each)
+    def _count(self, stage: str, plan: BorrowPlan, pools: Stacks) -> None:
+        """Bytes of what the owned ranks read, where the plan lies on the host anyway."""
+        if plan.on_host:
+            borrowed = sum(move.target.rank in self.group.ranks for move in plan.moves)
             self.group.traffic.bytes[stage] += borrowed * sum(num_bytes(s[0]) for s in pools[0])
 
 
@@ -213,26 +219,26 @@ class Copy(Pull):
     """Copy engines read from peers, as the plan's copy on the host says: no multiprocessor is used."""
 
     name = "copy"
-    reads_plan = True
+    reads_moves = True
 
-    def _copy(self, loans: Loans, peers: Stacks, pools: Stacks) -> None:
+    def _copy(self, plan: BorrowPlan, peers: Stacks, pools: Stacks) -> None:
         for rank, stacks in zip(self.group.ranks, pools, strict=True):
-            for loan in (i for i in loans.each if i.borrower == rank):
-                for stack, peer in zip(stacks, peers[loan.lender], strict=True):
-                    stack[loan.place].copy_(peer[loan.row], non_blocking=True)
+            for source, target in (m for m in plan.moves if m.target.rank == rank):
+                for stack, peer in zip(stacks, peers[source.rank], strict=True):
+                    stack[target.row].copy_(peer[source.row], non_blocking=True)
 
 
-BACK_ENDS: dict[str, type[BackEnd]] = {b.name: b for b in (Pull, Copy, AllToAll, PointToPoint)}
+BACKENDS: dict[str, type[Backend]] = {b.name: b for b in (Pull, Copy, AllToAll, PointToPoint)}
 
 
-def make_back_end(group: Group, name: str | None, device: torch.device) -> BackEnd:
-    """The group's back end of a name; None: ``pull`` where ranks can read each other's memory, else ``all_to_all``.
+def make_backend(group: Group, name: str | None, device: torch.device) -> Backend:
+    """The group's backend of a name; None: ``pull`` where ranks can read each other's memory, else ``all_to_all``.
 
     Raises:
         ValueError: an unknown name, or one that cannot work here.
     """
-    if name is not None and name not in BACK_ENDS:
-        raise ValueError(f"borrow must be one of {', '.join(BACK_ENDS)}, got {name!r}")
+    if name is not None and name not in BACKENDS:
+        raise ValueError(f"borrow must be one of {', '.join(BACKENDS)}, got {name!r}")
     if name == "p2p":
         if not isinstance(group, CollectiveGroup):
             raise ValueError("borrow must not be p2p without processes, got 'p2p'")
@@ -243,8 +249,8 @@ def make_back_end(group: Group, name: str | None, device: torch.device) -> BackE
         raise ValueError(
             f"borrow must be all_to_all or p2p where ranks cannot read each other's memory, got {name!r}"
         )
-    kind = BACK_ENDS[name or ("all_to_all" if peers is None else "pull")]
-    return group.memo(("back end", kind.name), lambda: kind(group, peers))
+    kind = BACKENDS[name or ("all_to_all" if peers is None else "pull")]
+    return group.memo(("backend", kind.name), lambda: kind(group, peers))
 
 
 def reach_all(peers: Peers, stacks: Stacks) -> Stacks:
@@ -253,51 +259,16 @@ def reach_all(peers: Peers, stacks: Stacks) -> Stacks:
     return [list(of_rank) for of_rank in zip(*by_stack, strict=True)]
 
 
-def chunks_of(loans: Sequence[Loan], num_ranks: int) -> list[list[Loan]]:
-    """The loans in order, cut so that no rank has more than P2P_LIMIT of them in a chunk."""
-    chunks: list[list[Loan]] = []
+def chunks_of(moves: Sequence[Move], num_ranks: int) -> list[list[Move]]:
+    """The moves in order, cut so that no rank takes part in more than P2P_LIMIT of them in a chunk."""
+    chunks: list[list[Move]] = []
     busy = [P2P_LIMIT] * num_ranks
-    for loan in loans:
-        if max(busy[loan.lender], busy[loan.borrower]) >= P2P_LIMIT:
+    for move in moves:
+        ends = move.source.rank, move.target.rank
+        if max(busy[rank] for rank in ends) >= P2P_LIMIT:
             chunks.append([])
             busy = [0] * num_ranks
-        busy[loan.lender] += 1
-        busy[loan.borrower] += 1
-        chunks[-1].append(loan)
+        for rank in ends:
+            busy[rank] += 1
+        chunks[-1].append(move)
     return chunks
-
-
-def as_bytes(stack: Tensor) -> Tensor:
-    """[rows, bytes] uint8, a view of a contiguous stack: copies need not know the dtype."""
-    return stack.view(len(stack), stack.shape[1:].numel()).view(torch.uint8)
-
-
-def pack_rows(stacks: Sequence[Tensor], rows: list[int]) -> Tensor:
-    """[n, bytes] the picked rows of all stacks side by side."""
-    index = torch.tensor(rows, dtype=torch.int64, device=stacks[0].device)
-    return torch.cat([as_bytes(stack.contiguous()).index_select(0, index) for stack in stacks], dim=1)
-
-
-def put_rows(stacks: Sequence[Tensor], rows: list[int], buffer: Tensor) -> None:
-    """What :func:`pack_rows` packed, into other rows."""
-    index = torch.tensor(rows, dtype=torch.int64, device=buffer.device)
-    widths = [num_bytes(stack[0]) for stack in stacks]
-    for stack, part in zip(stacks, buffer.split(widths, dim=1), strict=True):
-        as_bytes(stack).index_copy_(0, index, part)
-
-
-def unpack_rows(like: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
-    """[n, ...] per stack, of the stacks' dtype."""
-    parts = unpack(buffer, [(stack.shape[1:].numel(), stack.dtype) for stack in like])
-    return [part.view(-1, *stack.shape[1:]) for part, stack in zip(parts, like, strict=True)]
-
-
-def add_rows(totals: Sequence[Tensor], rows: list[int], parts: Sequence[Tensor]) -> None:
-    """Adds parts [n, ...] to the rows of totals, in order, in max(float32, dtype); every row is rounded once."""
-    for total, values in zip(totals, parts, strict=True):
-        exact = torch.promote_types(total.dtype, torch.float32)
-        for row in dict.fromkeys(rows):
-            added = total[row].to(exact)
-            for i in (i for i, other in enumerate(rows) if other == row):
-                added = added + values[i]
-            total[row] = added

@@ -1,4 +1,7 @@
-"""Borrowing: a layer's way to the weights that a plan's spare slots ask for, for one batch.
+"""Borrowing: brings the weights of a plan's spare slots for one batch, and returns their gradients.
+
+The field's names: DeepEP's ``lb_prefetch_weights`` and MoonEP's ``prefetch_weights`` are ``borrow``, ``reduce_grad`` is
+``add_back``.
 
 The pool that holds them is made once and shared by all layers of a group whose experts have the same shapes, so
 its memory is constant whatever the routing. It has two buffers that layers take in turn. By the time of backward
@@ -14,17 +17,18 @@ import torch
 from torch import Tensor
 
 from isoload.records import Plan
-from isoload.transport.group import Group
-from isoload.weights.backends import BackEnd, Stacks
-from isoload.weights.layout import Residence
-from isoload.weights.loans import Loans
+from isoload.transport import Group
+from isoload.weights.backends import Backend
+from isoload.weights.borrow_plan import BorrowPlan
+from isoload.weights.layout import Layout, home_addresses
+from isoload.weights.moves import Stacks
 from isoload.weights.storage import RankWeights
 
 NUM_BUFFERS = 2
 
 
 class SparePool:
-    """NUM_BUFFERS times the spare stacks [spare_slots, ...] of every owned rank, and whose weights they hold now."""
+    """NUM_BUFFERS times the spare stacks [spare_slots, ...] of every owned rank, and the batch that each serves."""
 
     def __init__(self, like: Stacks, spare_slots: int) -> None:
         try:
@@ -53,13 +57,13 @@ class Borrowing:
         group: joins the ranks.
         ranks: the owned ones.
         spare_slots: of every rank.
-        back_end: that brings the weights.
+        backend: that brings the weights.
     """
 
     def __init__(
-        self, group: Group, ranks: Sequence[RankWeights], spare_slots: int, back_end: BackEnd
+        self, group: Group, ranks: Sequence[RankWeights], spare_slots: int, backend: Backend
     ) -> None:
-        self.group, self.ranks, self.back_end = group, ranks, back_end
+        self.group, self.ranks, self.backend = group, ranks, backend
         self.spare_slots = spare_slots
         self._home: dict[torch.device, Tensor] = {}
         assert self.pool  # made now
@@ -68,37 +72,34 @@ class Borrowing:
     def pool(self) -> SparePool:
         """The group's one for experts like these, as they are now."""
         stacks, spare = [rank.stored_rows() for rank in self.ranks], self.spare_slots
-        layout = ("spare pool", spare, *((s.shape[1:], s.dtype, s.device) for s in stacks[0]))
-        return self.group.memo(layout, lambda: SparePool(stacks, spare))
+        key = ("spare pool", spare, *((s.shape[1:], s.dtype, s.device) for s in stacks[0]))
+        return self.group.memo(key, lambda: SparePool(stacks, spare))
 
-    def settle(self, held: Sequence[Residence], num_experts: int) -> None:
-        """Learns which rank and weight row is every expert's home."""
-        home = [(-1, -1)] * num_experts
-        for rank, residence in enumerate(held):
-            for row, expert in enumerate(residence.homes):
-                home[expert] = rank, row
-        self._home_rows = home
+    def settle(self, held: Sequence[Layout], num_experts: int) -> None:
+        """Takes the layouts [R] of all ranks: where every expert's home row is."""
+        self._home_rows = home_addresses(held)
+        self._home_table = [self._home_rows.get(expert, (-1, -1)) for expert in range(num_experts)]
         for table in self._home.values():  # in place: captured graphs hold its address
-            table.copy_(torch.tensor(home, dtype=torch.int32))
+            table.copy_(torch.tensor(self._home_table, dtype=torch.int32))
 
     def borrow(self, plan: Plan) -> Borrowed | None:
-        """Begins to bring what the plan lends; None where the host knows that it lends nothing."""
+        """Begins to bring what the plan borrows; None where that is nothing, as far as the host can read it."""
         slots, num_ranks = plan.slot_to_expert, self.group.topology.num_ranks
         if slots.device not in self._home:
-            self._home[slots.device] = torch.tensor(self._home_rows, dtype=torch.int32, device=slots.device)
-        loans = Loans(slots, self._home[slots.device], self._home_rows, num_ranks, self.spare_slots)
-        if loans.on_host and not loans.each:
+            self._home[slots.device] = torch.tensor(self._home_table, dtype=torch.int32, device=slots.device)
+        wanted = BorrowPlan(slots, self._home[slots.device], self._home_rows, num_ranks, self.spare_slots)
+        if wanted.on_host and not wanted.moves:
             return None
-        borrowed = Borrowed(self, loans)
+        borrowed = Borrowed(self, wanted)
         borrowed.begin("borrow")
         return borrowed
 
 
 class Borrowed:
-    """What one batch borrowed."""
+    """The experts that one batch borrowed."""
 
-    def __init__(self, borrowing: Borrowing, loans: Loans) -> None:
-        self.loans = loans
+    def __init__(self, borrowing: Borrowing, plan: BorrowPlan) -> None:
+        self.plan = plan
         self._of, self._pool = borrowing, borrowing.pool
         self._buffer = self._pool.take()
         self._start: Callable[[], Callable[[], None]] | None = None
@@ -114,19 +115,19 @@ class Borrowed:
         if self._is_held():
             return
         self._pool.holds[self._buffer] = weakref.ref(self)
-        lent = [rank.stored_rows() for rank in self._of.ranks]
-        back_end = self._of.back_end
-        self._start = lambda: back_end.start(stage, self.loans, lent, self.pools)
-        if self.loans.on_host or not back_end.reads_plan:
+        held = [rank.stored_rows() for rank in self._of.ranks]
+        backend = self._of.backend
+        self._start = lambda: backend.start(stage, self.plan, held, self.pools)
+        if self.plan.on_host or not backend.reads_moves:
             self.proceed()
         else:
-            self.loans.ask()
+            self.plan.start_copy()
 
     def proceed(self) -> None:
         """To be called once the host has waited for something later than the plan: the plan's copy is there now."""
         if self._start is None:
             return
-        if self._of.back_end.reads_plan and not self.loans.has_arrived:
+        if self._of.backend.reads_moves and not self.plan.has_arrived:
             self._of.group.traffic.host_syncs += 1
         start, self._start = self._start, None
         self._finish = start()
@@ -147,7 +148,7 @@ class Borrowed:
         holder = self._pool.holds[self._buffer]
         return holder is not None and holder() is self
 
-    def give_back(self, grads: Stacks, totals: Stacks) -> None:
+    def add_back(self, grads: Stacks, totals: Stacks) -> None:
         """Adds the gradients [spare_slots, ...] of the pools to the homes' totals."""
         self.wait()  # also where no copy was computed
-        self._of.back_end.give_back("borrowed gradients", self.loans, grads, totals)
+        self._of.backend.add_back("borrowed gradients", self.plan, grads, totals)

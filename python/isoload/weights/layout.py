@@ -1,4 +1,4 @@
-"""Residence: which experts a rank holds, row by row. Planned on the host from a placement, alike on every rank.
+"""Layout: which expert lies in which weight row of which rank. Made on the host from a placement, alike everywhere.
 
 Home rows come first, replica rows behind them; both lie by ascending slot at first, and a new placement leaves them
 where it can. Empty slots, and second slots of one expert on one rank, have no row.
@@ -10,27 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from isoload.placed_layers import PlacedLayers
-from isoload.weights.migrate import keep_rows
+from isoload.weights.moves import Address, Move
 
 
 @dataclass(frozen=True)
-class Residence:
-    """What one rank holds of a layer, and the weight rows that travel between homes and replicas.
+class Layout:
+    """The weight rows of one rank and layer.
 
     homes, replicas  experts of the rank's home rows and, behind them, replica rows
     row_of_slot      [S] weight row of every local slot, -1 = none
-    outgoing         home rows that are sent when replicas are refreshed, by receiving rank, then its replica row
-    incoming         replica rows that arrive then, by sending rank, then replica row
-    sent, got        [R] how many of them go to, and come from, every rank
     """
 
     homes: tuple[int, ...]
     replicas: tuple[int, ...]
     row_of_slot: tuple[int, ...]
-    outgoing: tuple[int, ...]
-    incoming: tuple[int, ...]
-    sent: list[int]
-    got: list[int]
 
     @property
     def experts(self) -> tuple[int, ...]:
@@ -38,45 +31,75 @@ class Residence:
         return self.homes + self.replicas
 
 
-def residences(placed: PlacedLayers, before: Sequence[Residence] | None = None) -> list[Residence]:
-    """[R] what every rank holds of one layer; the same on every rank, from the host's placement alone.
+def layouts(placed: PlacedLayers, before: Sequence[Layout] | None = None) -> list[Layout]:
+    """[R] the rows of every rank for one layer; the same on every rank, from the host's placement alone.
 
     Args:
         placed: one layer.
-        before: what the ranks hold now; experts then keep their rows where they can.
+        before: the rows now; experts then keep their rows where they can.
     """
     host, num_ranks = placed.host, placed.topology.num_ranks
     assert placed.layer is not None
     slots = host.arrays[0][placed.layer].reshape(num_ranks, -1)
     home_slot = host.arrays[1][placed.layer]
     size = host.slots_per_rank
-    homes: list[list[int]] = [[] for _ in range(num_ranks)]
-    replicas: list[list[int]] = [[] for _ in range(num_ranks)]
+    result = []
     for rank, experts in enumerate(slots.tolist()):
+        homes: list[int] = []
+        replicas: list[int] = []
         for place, expert in enumerate(experts):
             if expert < 0 or expert in experts[:place]:
                 continue
             at_home = home_slot[expert] == rank * size + place
-            (homes if at_home else replicas)[rank].append(expert)
+            (homes if at_home else replicas).append(expert)
         if before is not None:
-            rows, count = keep_rows(before[rank].experts, homes[rank], replicas[rank]), len(homes[rank])
-            homes[rank], replicas[rank] = rows[:count], rows[count:]
-    home_rank = {e: rank for rank, experts in enumerate(homes) for e in experts}
-    result = []
-    for rank, experts in enumerate(slots.tolist()):
-        row = {e: i for i, e in enumerate(homes[rank] + replicas[rank])}
-        row_of_slot = [row[e] if e >= 0 and e not in experts[:i] else -1 for i, e in enumerate(experts)]
-        wanted = [[e for e in replicas[r] if home_rank[e] == rank] for r in range(num_ranks)]
-        offered = [[e for e in replicas[rank] if home_rank[e] == r] for r in range(num_ranks)]
-        result.append(
-            Residence(
-                homes=tuple(homes[rank]),
-                replicas=tuple(replicas[rank]),
-                row_of_slot=tuple(row_of_slot),
-                outgoing=tuple(homes[rank].index(e) for experts in wanted for e in experts),
-                incoming=tuple(replicas[rank].index(e) for experts in offered for e in experts),
-                sent=[len(experts) for experts in wanted],
-                got=[len(experts) for experts in offered],
-            )
-        )
+            rows, count = keep_rows(before[rank].experts, homes, replicas), len(homes)
+            homes, replicas = rows[:count], rows[count:]
+        row = {e: i for i, e in enumerate(homes + replicas)}
+        row_of_slot = tuple(row[e] if e >= 0 and e not in experts[:i] else -1 for i, e in enumerate(experts))
+        result.append(Layout(tuple(homes), tuple(replicas), row_of_slot))
     return result
+
+
+def home_addresses(held: Sequence[Layout]) -> dict[int, Address]:
+    """The home row of every expert, from the layouts [R] of all ranks."""
+    return {e: Address(rank, row) for rank, own in enumerate(held) for row, e in enumerate(own.homes)}
+
+
+def replica_moves(held: Sequence[Layout]) -> list[Move]:
+    """From home rows to all their replica rows, by rank and row of the replica."""
+    home = home_addresses(held)
+    return [
+        Move(home[expert], Address(rank, len(own.homes) + i))
+        for rank, own in enumerate(held)
+        for i, expert in enumerate(own.replicas)
+    ]
+
+
+def keep_rows(before: Sequence[int], homes: Sequence[int], replicas: Sequence[int]) -> list[int]:
+    """The experts of a rank row by row, homes first: one that lies in its part already keeps its row.
+
+    Args:
+        before: expert in each weight row, -1 = none.
+        homes, replicas: what the rank is to hold; those that cannot stay take the free rows in this order.
+    """
+    after: list[int] = []
+    for experts in (homes, replicas):
+        part = [*before, *[-1] * (len(homes) + len(replicas))][len(after) : len(after) + len(experts)]
+        moving = iter([e for e in experts if e not in part])
+        after += [e if e in experts else next(moving) for e in part]
+    return after
+
+
+def count_rows(placed: PlacedLayers, weight_rows: int | None) -> list[int]:
+    """[R] weight rows of every rank: as many as its slots hold experts, or weight_rows."""
+    assert placed.layer is not None
+    held = placed.host.arrays[0][placed.layer].reshape(placed.topology.num_ranks, -1) >= 0
+    counts: list[int] = held.sum(1).tolist()
+    if weight_rows is None:
+        return counts
+    if weight_rows < max(counts):
+        raise ValueError(
+            f"weight_rows must be at least {max(counts)}, as rank {counts.index(max(counts))} holds, got {weight_rows}"
+        )
+    return [weight_rows] * len(counts)

@@ -1,142 +1,144 @@
-"""From one placement to the next: which weight row is copied where, and in what order, so that no expert is lost.
-
-Plain planning on the host: every rank computes the same schedule from the same rows, and nothing is exchanged.
-"""
+"""From one placement to the next: what ranks must agree on first, then the rows of weights and of optimizer state."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from isoload.placed_layers import PlacedLayers
+from isoload.placement import Placement
+from isoload.transport import Group, checksum
+from isoload.weights.layout import Layout
+from isoload.weights.moves import move_rows
+from isoload.weights.schedule import plan_moves
+from isoload.weights.storage import NAMES, RankWeights
+
+# What every rank must give load_placement alike, in the order of move_facts
+FACTS = (
+    "layer",
+    "rows_per_chunk",
+    "checksum of slot_to_expert",
+    "checksum of home_slot",
+    "checksum of the rows held before",
+    "checksum of the optimizer's state names and dtypes",
+)
 
 
-class Address(NamedTuple):
-    """A weight row of a rank."""
+def check_move(now: Placement, new: Placement, rows_per_chunk: int, ranks: Sequence[RankWeights]) -> None:
+    """Raises ValueError if a layer cannot go from one placement to another, or cannot be moved now."""
+    for name in ("topology", "num_layers", "num_experts", "num_shared", "slots_per_rank", "spare_slots"):
+        if getattr(new, name) != getattr(now, name):
+            raise ValueError(
+                f"placement must have the layer's {name}={getattr(now, name)}, got {getattr(new, name)}"
+            )
+    if rows_per_chunk < 2:
+        raise ValueError(f"rows_per_chunk must be at least 2, got {rows_per_chunk}")
+    for rank in ranks:
+        for name in NAMES:
+            parameter: Tensor | None = getattr(rank, name)
+            if parameter is not None and parameter.grad is not None:
+                raise ValueError(
+                    f"expert Parameters must have no gradient (zero_grad(set_to_none=True) first), {name} has one"
+                )
 
-    rank: int
-    row: int
 
+def move_facts(
+    placed: PlacedLayers,
+    before: Sequence[Layout],
+    after: Sequence[Layout],
+    num_rows: Sequence[int],
+    rows_per_chunk: int,
+    ranks: Sequence[RankWeights],
+    optimizer: Optimizer | None,
+) -> list[list[int]]:
+    """FACTS of every owned rank.
 
-class Move(NamedTuple):
-    """Copies the content of one row into another."""
-
-    source: Address
-    target: Address
-
-
-Rows = Sequence[Sequence[int]]  # [R][rows of the rank] the expert in each weight row, -1 = none
-
-
-def keep_rows(before: Sequence[int], homes: Sequence[int], replicas: Sequence[int]) -> list[int]:
-    """The experts of a rank row by row, homes first: one that lies in its part already keeps its row.
-
-    Args:
-        before: expert in each weight row, -1 = none.
-        homes, replicas: what the rank is to hold; those that cannot stay take the free rows in this order.
+    Raises:
+        ValueError: if the new layouts [R] do not fit in num_rows [R], or the optimizer's state cannot move.
     """
-    after: list[int] = []
-    for experts in (homes, replicas):
-        part = [*before, *[-1] * (len(homes) + len(replicas))][len(after) : len(after) + len(experts)]
-        moving = iter([e for e in experts if e not in part])
-        after += [e if e in experts else next(moving) for e in part]
-    return after
+    for rank, (layout, rows) in enumerate(zip(after, num_rows, strict=True)):
+        if len(layout.experts) > rows:
+            raise ValueError(
+                f"placement must fit in the {rows} weight rows of rank {rank}, got {len(layout.experts)} experts "
+                "(see weight_rows)"
+            )
+    assert placed.layer is not None
+    slots, homes = (array[placed.layer].tolist() for array in placed.host.arrays)
+    shared = [placed.layer, rows_per_chunk, *map(checksum, (slots, homes, [r.experts for r in before]))]
+    return [[*shared, checksum(optimizer and state_fields(optimizer, rank))] for rank in ranks]
 
 
-def plan_moves(current: Rows, wanted: Rows, rows_per_chunk: int) -> list[list[Move]]:
-    """The moves that bring every row to its wanted content, in chunks; in a chunk all reads come before the writes.
+def move_weights(
+    group: Group,
+    ranks: Sequence[RankWeights],
+    before: Sequence[Layout],
+    after: Sequence[Layout],
+    rows_per_chunk: int,
+) -> None:
+    """Moves the storages of a layer from one layout [R] to the next; the Parameters are to be settled after it."""
+    stacks = [rank.stored_rows() for rank in ranks]
+    for chunk in plan_moves([r.experts for r in before], [r.experts for r in after], rows_per_chunk):
+        move_rows(group, "placement", chunk, stacks, stacks)
 
-    After every chunk each expert still has a row. A row is written once, and only if it changes, but for cycles of
-    rows longer than a chunk: each chunk that cuts one has one move more, which parks what it displaces.
 
-    Args:
-        current: what the rows hold; all copies of an expert are equal.
-        wanted: what they shall hold, -1 = anything; a shorter rank wants nothing of its other rows. Every expert held
-            is wanted somewhere, and every expert wanted is held; no rank wants one twice.
-        rows_per_chunk: most moves of a chunk, over all ranks, at least 2.
+def move_state(
+    group: Group,
+    ranks: Sequence[RankWeights],
+    optimizer: Optimizer,
+    before: Sequence[Layout],
+    after: Sequence[Layout],
+    rows_per_chunk: int,
+) -> None:
+    """Moves the optimizer's state of home rows along, one kind of state after the other.
+
+    A rank whose number of homes changes gets new tensors; others are written in place.
     """
-    schedule = _Schedule(current, wanted)
-    chunks = []
-    while schedule.pending:
-        chunks.append(schedule.next_chunk(rows_per_chunk))
-    return chunks
+    chunks = plan_moves([r.homes for r in before], [r.homes for r in after], rows_per_chunk)
+    for name, key in sorted(
+        {(name, key) for rank in ranks for name, key, _ in state_fields(optimizer, rank)}
+    ):
+        states = [optimizer.state[getattr(rank, name)] for rank in ranks]
+        counts = [len(after[rank].homes) for rank in group.ranks]
+        rooms = [_make_room(state[key], count) for state, count in zip(states, counts, strict=True)]
+        for chunk in chunks:
+            move_rows(group, "placement state", chunk, [[room] for room in rooms], [[room] for room in rooms])
+        for state, room, count in zip(states, rooms, counts, strict=True):
+            state[key] = room if len(room) == count else room[:count].clone()
 
 
-class _Schedule:
-    """What the rows hold as the moves go on, and the rows that wait for their content."""
+def _make_room(tensor: Tensor, count: int) -> Tensor:
+    """The tensor with at least so many rows, contiguous."""
+    missing = max(0, count - len(tensor))
+    return (
+        torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor.contiguous()
+    )
 
-    def __init__(self, current: Rows, wanted: Rows) -> None:
-        self.content = _by_address(current)
-        self.wanted = _by_address(wanted)
-        self.holders: dict[int, set[Address]] = {}
-        for address, expert in self.content.items():
-            self.holders.setdefault(expert, set()).add(address)
-        self.pending = {a: e for a, e in sorted(self.wanted.items()) if self.content.get(a) != e}
-        self.waiting: dict[int, list[Address]] = {}  # the pending rows of an expert, ascending
-        for address, expert in self.pending.items():
-            self.waiting.setdefault(expert, []).append(address)
 
-    def next_chunk(self, size: int) -> list[Move]:
-        """Chains from their ends, then whole cycles; a cycle that no chunk can hold is cut."""
-        self.readable = {expert: sorted(rows) for expert, rows in self.holders.items()}
-        chunk: list[Move] = []
-        while self.pending and len(chunk) < size:
-            free = next((a for a in self.pending if self._next_of(a) is None), None)
-            if free is not None:
-                chunk.append(self._move(self.pending[free], free))
+def state_fields(optimizer: Optimizer, rank: RankWeights) -> list[tuple[str, str, str]]:
+    """(stack, key, dtype) of all state with a row per expert that the optimizer keeps for a rank's Parameters.
+
+    Raises:
+        ValueError: naming the Parameter or state that does not fit.
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    fields = []
+    for name in NAMES:
+        parameter: Tensor | None = getattr(rank, name)
+        if parameter is None or not parameter.requires_grad:
+            continue
+        if id(parameter) not in held:
+            raise ValueError(f"optimizer must hold the layer's expert Parameters, {name} is missing")
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, Tensor):
                 continue
-            cycle, room = self._cycle(), size - len(chunk)
-            if len(cycle) <= room:
-                chunk += self._rotate(cycle)
-            elif len(cycle) <= size or room < 2:
-                break
-            else:
-                parked = self.content[cycle[room - 1]]
-                chunk += self._rotate(cycle[:room], parked)
-        return chunk
-
-    def _next_of(self, address: Address) -> Address | None:
-        """The row that must read this one before it is overwritten; None = nobody needs to.
-
-        One on the same rank, which need not fetch its content from afar then, or any if this is the last copy. No two
-        rows have the same next row; so where no pending row is free, they lie on cycles.
-        """
-        expert = self.content.get(address)
-        if expert is None:
-            return None
-        waiting = self.waiting.get(expert, [])
-        here = [a for a in waiting if a.rank == address.rank]
-        last = len(self.holders[expert]) == 1
-        return next(iter(here or (waiting if last else [])), None)
-
-    def _cycle(self) -> list[Address]:
-        """The cycle through the lowest pending row: each row's content goes to the row after it."""
-        cycle = [next(iter(self.pending))]
-        while (following := self._next_of(cycle[-1])) != cycle[0]:
-            assert following is not None
-            cycle.append(following)
-        return cycle
-
-    def _rotate(self, cycle: list[Address], parked: int | None = None) -> list[Move]:
-        """Fills every row from the one before it; the first from the last, or with what is parked in it."""
-        contents = [self.content[a] for a in cycle]
-        first = contents[-1] if parked is None else parked
-        return [self._move(e, a) for e, a in zip([first, *contents[:-1]], cycle, strict=True)]
-
-    def _move(self, expert: int, target: Address) -> Move:
-        source = min(self.readable[expert], key=lambda a: (a.rank != target.rank, a))
-        if (old := self.content.get(target)) is not None:
-            self.holders[old].discard(target)
-        self.content[target] = expert
-        self.holders[expert].add(target)
-        if self.wanted[target] == expert:
-            del self.pending[target]
-            self.waiting[expert].remove(target)
-        return Move(source, target)
-
-
-def _by_address(rows: Rows) -> dict[Address, int]:
-    return {
-        Address(rank, row): expert
-        for rank, experts in enumerate(rows)
-        for row, expert in enumerate(experts)
-        if expert >= 0
-    }
+            if value.shape == parameter.shape:
+                fields.append((name, key, str(value.dtype)))
+            elif value.numel() != 1:
+                raise ValueError(
+                    f"optimizer state {key} of {name} must have the shape {list(parameter.shape)} or one element, "
+                    f"got {list(value.shape)}"
+                )
+    return sorted(fields)

@@ -1,4 +1,4 @@
-"""Resident weights: a rank's rows of a layer in one storage per stack, Parameters first, replicas behind them.
+"""Storage: a rank's weight rows of a layer in one tensor per stack, Parameters first, replicas behind them.
 
 The storage is made once and never again. Its first rows are the home rows, which the Parameter shows, then come the
 replica rows, which are kept equal to their homes, then rows that nothing uses yet. Replica gradients return to the
@@ -8,17 +8,15 @@ home row, so an optimizer sees each expert once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from isoload.experts.weights import ExpertWeights
-from isoload.transport.packing import pack, unpack
-from isoload.weights.layout import Residence
-
-if TYPE_CHECKING:
-    from isoload.transport.group import Group
+from isoload.transport import Group
+from isoload.weights.layout import Layout
+from isoload.weights.moves import Move, move_rows
 
 NAMES = ("gate_up", "down", "gate_up_bias", "down_bias")
 
@@ -31,9 +29,9 @@ class RankWeights(nn.Module):
     """One rank's weight rows of a layer.
 
     Args:
-        residence: what the rank holds.
+        layout: the experts of its rows.
         dense: the stacks of all E experts, from which the rank takes its own.
-        num_rows: weight rows to make room for; those that the residence does not use hold zeros.
+        num_rows: weight rows to make room for; those that the layout does not use hold zeros.
         spare_slots: the last local slots, for borrowed experts, whose rows count on from num_rows.
         new_stack: (like, rows) -> [rows, ...] zeros: where the storages come from.
     """
@@ -42,15 +40,15 @@ class RankWeights(nn.Module):
 
     def __init__(
         self,
-        residence: Residence,
+        layout: Layout,
         dense: ExpertWeights,
         num_rows: int,
         spare_slots: int = 0,
         new_stack: Callable[[Tensor, int], Tensor] = new_stack,
     ) -> None:
         super().__init__()
-        self.residence = residence
-        experts, num_homes = list(residence.experts), len(residence.homes)
+        self.layout = layout
+        experts, num_homes = list(layout.experts), len(layout.homes)
         for name in NAMES:
             stack: Tensor | None = getattr(dense, name)
             stored = None if stack is None else new_stack(stack, num_rows)
@@ -60,17 +58,12 @@ class RankWeights(nn.Module):
             self.register_parameter(name, homes)
             self.register_buffer(f"stored_{name}", stored, persistent=False)
         self.num_rows, self.spare_slots = num_rows, spare_slots
-        row_of_slot = torch.tensor(self._rows(residence), dtype=torch.int64, device=dense.down.device)
+        row_of_slot = torch.tensor(self._rows(layout), dtype=torch.int64, device=dense.down.device)
         self.register_buffer("row_of_slot", row_of_slot, persistent=False)
 
     def home_rows(self) -> list[Tensor]:
         """The Parameters, each [homes, ...]."""
         return [p for name in NAMES if (p := getattr(self, name)) is not None]
-
-    def replica_rows(self) -> list[Tensor]:
-        """Views of the storages, each [replicas, ...]."""
-        first, count = len(self.residence.homes), len(self.residence.replicas)
-        return [stored.narrow(0, first, count) for stored in self.stored_rows()]
 
     def stored_rows(self) -> list[Tensor]:
         """The storages, each [rows, ...]."""
@@ -87,23 +80,23 @@ class RankWeights(nn.Module):
             return slots
         return torch.where(slots < 0, -1, self.row_of_slot[slots.clamp(min=0)])
 
-    def settle(self, residence: Residence) -> None:
-        """Takes the storages as they are now for the rows of another residence; no pointer changes."""
-        self.residence = residence
-        self.row_of_slot.copy_(torch.tensor(self._rows(residence), device=self.row_of_slot.device))
+    def settle(self, layout: Layout) -> None:
+        """Takes the storages as they are now for the rows of another layout; no pointer changes."""
+        self.layout = layout
+        self.row_of_slot.copy_(torch.tensor(self._rows(layout), device=self.row_of_slot.device))
         for home in self.home_rows():
             torch.autograd.graph.increment_version(home)  # a backward from before the move must raise
         self._show_homes()
 
-    def _rows(self, residence: Residence) -> list[int]:
+    def _rows(self, layout: Layout) -> list[int]:
         """[S] weight row of every local slot, -1 = none."""
-        resident = len(residence.row_of_slot) - self.spare_slots
-        return [*residence.row_of_slot[:resident], *range(self.num_rows, self.num_rows + self.spare_slots)]
+        placed = len(layout.row_of_slot) - self.spare_slots
+        return [*layout.row_of_slot[:placed], *range(self.num_rows, self.num_rows + self.spare_slots)]
 
     def _show_homes(self) -> None:
         """Makes each Parameter the first rows of its storage."""
         for home, stored in zip(self.home_rows(), self.stored_rows(), strict=True):
-            rows = stored.narrow(0, 0, len(self.residence.homes))
+            rows = stored.narrow(0, 0, len(self.layout.homes))
             if home.shape != rows.shape:
                 # A graph that is still around keeps the node that adds up gradients, and the node remembers the old
                 # shape. Only data of another dtype makes torch forget the node.
@@ -126,22 +119,12 @@ class RankWeights(nn.Module):
         self._show_homes()  # so do deepcopy and pickle
 
 
-def flatten_rows(stacks: Sequence[Tensor], rows: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """[len(rows), F] the picked rows of all stacks side by side."""
-    index = torch.tensor(rows, dtype=torch.int64, device=stacks[0].device)
-    return torch.cat([stack.index_select(0, index).flatten(1) for stack in stacks], dim=1).to(dtype)
+def refresh_replicas(group: Group, ranks: Sequence[RankWeights], moves: Sequence[Move]) -> None:
+    """Copies home rows to their replicas, as after an optimizer step. All ranks call it together.
 
-
-@torch.no_grad()
-def refresh_replicas(group: Group, ranks: Sequence[RankWeights]) -> None:
-    """Copies home rows to their replicas, as after an optimizer step. All ranks call it together."""
-    dtype = ranks[0].home_rows()[0].dtype
-    held = [rank.residence for rank in ranks]
-    buffers = [pack(flatten_rows(r.home_rows(), r.residence.outgoing, dtype)) for r in ranks]
-    for rank, buffer in zip(ranks, group.send("refresh", buffers, held), strict=True):
-        stacks = rank.replica_rows()
-        sizes = [stack.shape[1:].numel() for stack in stacks]
-        (rows,) = unpack(buffer, [(sum(sizes), dtype)])
-        index = torch.tensor(rank.residence.incoming, dtype=torch.int64, device=rows.device)
-        for stack, part in zip(stacks, rows.split(sizes, dim=1), strict=True):
-            stack.index_copy_(0, index, part.view(-1, *stack.shape[1:]))
+    Args:
+        group: joins the ranks.
+        ranks: the owned ones.
+        moves: see :func:`isoload.weights.layout.replica_moves`.
+    """
+    move_rows(group, "refresh", moves, [r.home_rows() for r in ranks], [r.stored_rows() for r in ranks])

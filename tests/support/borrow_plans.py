@@ -1,4 +1,4 @@
-"""Plans that borrow and weights to lend, drawn."""
+"""Plans that borrow, and the weights they borrow, drawn."""
 
 from __future__ import annotations
 

@@ -24,18 +24,18 @@ def check_storage(layer, dtype=torch.float64):
         for name in STACKS:
             home, stored = getattr(weights, name), getattr(weights, f"stored_{name}")
             assert home.dtype == stored.dtype == dtype and len(stored) == 6
-            assert home.data_ptr() == stored.data_ptr() and len(home) == len(weights.residence.homes)
+            assert home.data_ptr() == stored.data_ptr() and len(home) == len(weights.layout.homes)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.mul_(1.5)
     layer.refresh_replicas()
-    home = {e: (w, i) for w in layer.weights for i, e in enumerate(w.residence.homes)}
-    assert any(w.residence.replicas for w in layer.weights)
+    home = {e: (w, i) for w in layer.weights for i, e in enumerate(w.layout.homes)}
+    assert any(w.layout.replicas for w in layer.weights)
     for weights in layer.weights:
-        for i, expert in enumerate(weights.residence.replicas):
+        for i, expert in enumerate(weights.layout.replicas):
             owner, row = home[expert]
             for stored, homes in zip(weights.stored_rows(), owner.home_rows(), strict=True):
-                assert torch.equal(stored[len(weights.residence.homes) + i], homes[row])
+                assert torch.equal(stored[len(weights.layout.homes) + i], homes[row])
 
 
 def test_storage_is_shared():

@@ -6,7 +6,9 @@ import random
 
 import pytest
 
-from isoload.weights.migrate import Address, Move, keep_rows, plan_moves
+from isoload.weights.layout import keep_rows
+from isoload.weights.moves import Address, Move
+from isoload.weights.schedule import plan_moves
 
 
 def replay(current, wanted, chunks, size):

@@ -1,41 +1,18 @@
-"""Loans: which experts a plan lends for one batch, from whose weight rows to whose spare places."""
+"""BorrowPlan: which experts a plan's spare slots borrow for one batch, and the moves that bring their weights."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-
-class Loan(NamedTuple):
-    """One expert's weights: row of the lender's storages -> spare place of the borrower's pool."""
-
-    lender: int
-    row: int
-    borrower: int
-    place: int
+from isoload.weights.moves import Address, Move
 
 
-@dataclass(frozen=True)
-class RankLoans:
-    """One rank's part: what leaves by borrower, then place; what comes by lender, then place.
-
-    rows    weight rows that leave
-    places  spare places that what comes goes to
-    sent    [R] how many go to every rank; got [R] how many come from it
-    """
-
-    rows: list[int]
-    places: list[int]
-    sent: list[int]
-    got: list[int]
-
-
-class Loans:
-    """All loans of one batch and layer, the same on every rank.
+class BorrowPlan:
+    """What one batch and layer borrows, the same on every rank: from home rows to places in the spare pools.
 
     Args:
         slot_to_expert: [P] int32, of the plan: its last spare_slots of every rank say what is borrowed.
@@ -49,7 +26,7 @@ class Loans:
         self,
         slot_to_expert: Tensor,
         home: Tensor,
-        home_rows: list[tuple[int, int]],
+        home_rows: Mapping[int, Address],
         num_ranks: int,
         spare_slots: int,
     ) -> None:
@@ -63,8 +40,8 @@ class Loans:
         """Whether the plan lies on the host."""
         return self.slot_to_expert.device.type == "cpu"
 
-    def ask(self) -> None:
-        """Begins to copy a device's plan to the host: who reads it after dispatch has waited does not wait again."""
+    def start_copy(self) -> None:
+        """Begins to copy a device's plan to the host; :attr:`moves` does not wait where dispatch has waited since."""
         if self.on_host or self._copy is not None:
             return
         spare = self._spare()
@@ -76,35 +53,23 @@ class Loans:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether :attr:`each` can be read without a wait."""
+        """Whether :attr:`moves` can be read without a wait."""
         return self.on_host or (self._copy is not None and bool(self._copy[1].query()))
 
     @cached_property
-    def each(self) -> list[Loan]:
-        """By borrower, then place. Waits for a plan on a device."""
-        self.ask()
+    def moves(self) -> list[Move]:
+        """By borrowing rank, then place of its pool. Waits for a plan on a device."""
+        self.start_copy()
         spare = self._spare()
         if self._copy is not None:
             spare, event = self._copy
             event.synchronize()
         return [
-            Loan(lender, row, borrower, place)
-            for borrower, experts in enumerate(spare.tolist())
+            Move(self._home_rows[expert], Address(rank, place))
+            for rank, experts in enumerate(spare.tolist())
             for place, expert in enumerate(experts)
             if expert >= 0
-            for lender, row in (self._home_rows[expert],)
         ]
-
-    def of_rank(self, rank: int) -> RankLoans:
-        out = [loan for loan in self.each if loan.lender == rank]
-        came = [loan for loan in self.each if loan.borrower == rank]
-        came.sort(key=lambda loan: (loan.lender, loan.place))
-        return RankLoans(
-            rows=[loan.row for loan in out],
-            places=[loan.place for loan in came],
-            sent=[sum(loan.borrower == r for loan in out) for r in range(self.num_ranks)],
-            got=[sum(loan.lender == r for loan in came) for r in range(self.num_ranks)],
-        )
 
     def _spare(self) -> Tensor:
         """[R, spare_slots] the borrowed experts, -1 = none."""

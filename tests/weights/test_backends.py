@@ -1,4 +1,4 @@
-"""Every back end brings the same weights and returns the same gradients, whatever the stacks; plain loops say which."""
+"""Every backend brings the same weights and returns the same gradients, whatever the stacks; plain loops say which."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import Tensor
 
 import isoload
 from isoload.transport import CollectiveGroup, Group, LocalGroup
-from isoload.weights.backends import P2P_LIMIT, chunks_of, make_back_end
-from isoload.weights.loans import Loan, Loans
+from isoload.weights.backends import P2P_LIMIT, chunks_of, make_backend
+from isoload.weights.borrow_plan import BorrowPlan
+from isoload.weights.moves import Address, Move
 from support.processes import run_ranks
 
 RESIDENT = 3
@@ -24,18 +25,17 @@ WEIGHTS = [
 ]
 
 
-def draw_loans(seed: int, ranks: int, spare: int) -> Loans:
-    """Every rank is home to three experts, in shuffled rows; each spare slot holds one of another rank, or none."""
+def draw_plan(seed: int, ranks: int, spare: int) -> BorrowPlan:
+    """Every rank is home to three experts, in shuffled rows; each spare slot holds one of any rank, or none."""
     rng = np.random.default_rng(seed)
-    home = [(r, int(row)) for r in range(ranks) for row in rng.permutation(RESIDENT)]
+    home = [Address(r, int(row)) for r in range(ranks) for row in rng.permutation(RESIDENT)]
     slots = np.full((ranks, RESIDENT + spare), -1, np.int32)
     for rank in range(ranks):
-        others = [e for e, (r, _) in enumerate(home) if r != rank]
-        chosen = rng.permutation(others)[:spare]
+        chosen = rng.permutation(len(home))[:spare]
         chosen = np.where(rng.random(len(chosen)) < 0.7, chosen, -1)
         slots[rank, RESIDENT : RESIDENT + len(chosen)] = chosen
     table = torch.tensor(home, dtype=torch.int32)
-    return Loans(torch.from_numpy(slots).flatten(), table, home, ranks, spare)
+    return BorrowPlan(torch.from_numpy(slots).flatten(), table, dict(enumerate(home)), ranks, spare)
 
 
 def draw_stack(seed: int, rank: int, w: int, rows: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -46,10 +46,10 @@ def draw_stack(seed: int, rank: int, w: int, rows: int, shape: tuple[int, ...], 
 
 def bring(group: Group, name: str, seed: int, ranks: int, spare: int) -> list[list[Tensor]]:
     """The owned ranks' pools as bytes, where untouched places keep their poison."""
-    loans, back_end = draw_loans(seed, ranks, spare), make_back_end(group, name, torch.device("cpu"))
-    lent = [[draw_stack(seed, r, w, RESIDENT, *kind) for w, kind in enumerate(WEIGHTS)] for r in group.ranks]
+    plan, backend = draw_plan(seed, ranks, spare), make_backend(group, name, torch.device("cpu"))
+    held = [[draw_stack(seed, r, w, RESIDENT, *kind) for w, kind in enumerate(WEIGHTS)] for r in group.ranks]
     pools = [[torch.full((spare, *shape), 7.0).to(dtype) for shape, dtype in WEIGHTS] for _ in group.ranks]
-    back_end.start("borrow", loans, lent, pools)()
+    backend.start("borrow", plan, held, pools)()
     return [[pool.view(torch.uint8) for pool in own] for own in pools]
 
 
@@ -62,38 +62,38 @@ def give(
     group: Group, name: str, seed: int, ranks: int, spare: int, dtype: torch.dtype
 ) -> list[list[Tensor]]:
     """The owned ranks' totals after the gradients have come home; values whose sum depends on its order."""
-    loans, back_end = draw_loans(seed, ranks, spare), make_back_end(group, name, torch.device("cpu"))
+    plan, backend = draw_plan(seed, ranks, spare), make_backend(group, name, torch.device("cpu"))
     exact = total_dtype(seed, dtype)
     shapes = [(4, 6), (3,)]
     grads = [[draw_stack(seed, r, w, spare, s, dtype) for w, s in enumerate(shapes)] for r in group.ranks]
     totals = [
         [draw_stack(seed, r, w + 5, RESIDENT, s, exact) for w, s in enumerate(shapes)] for r in group.ranks
     ]
-    back_end.give_back("borrowed gradients", loans, grads, totals)
+    backend.add_back("borrowed gradients", plan, grads, totals)
     return totals
 
 
 def brought(seed: int, ranks: int, spare: int) -> list[list[Tensor]]:
-    loans = draw_loans(seed, ranks, spare)
+    plan = draw_plan(seed, ranks, spare)
     pools = [[torch.full((spare, *shape), 7.0).to(dtype) for shape, dtype in WEIGHTS] for _ in range(ranks)]
-    for loan in loans.each:
+    for source, target in plan.moves:
         for w, (shape, dtype) in enumerate(WEIGHTS):
-            row = draw_stack(seed, loan.lender, w, RESIDENT, shape, dtype)[loan.row]
-            pools[loan.borrower][w][loan.place] = row
+            row = draw_stack(seed, source.rank, w, RESIDENT, shape, dtype)[source.row]
+            pools[target.rank][w][target.row] = row
     return [[pool.view(torch.uint8) for pool in own] for own in pools]
 
 
 def given(seed: int, ranks: int, spare: int, dtype: torch.dtype) -> list[list[Tensor]]:
-    loans, exact, shapes = draw_loans(seed, ranks, spare), total_dtype(seed, dtype), [(4, 6), (3,)]
+    plan, exact, shapes = draw_plan(seed, ranks, spare), total_dtype(seed, dtype), [(4, 6), (3,)]
     totals = [
         [draw_stack(seed, r, w + 5, RESIDENT, s, exact) for w, s in enumerate(shapes)] for r in range(ranks)
     ]
     wide = torch.promote_types(exact, torch.float32)
     sums = [[total.to(wide) for total in own] for own in totals]
-    for loan in sorted(loans.each, key=lambda loan: (loan.borrower, loan.place)):
+    for source, target in sorted(plan.moves, key=lambda move: move.target):
         for w, shape in enumerate(shapes):
-            grad = draw_stack(seed, loan.borrower, w, spare, shape, dtype)[loan.place]
-            sums[loan.lender][w][loan.row] += grad.to(wide)
+            grad = draw_stack(seed, target.rank, w, spare, shape, dtype)[target.row]
+            sums[source.rank][w][source.row] += grad.to(wide)
     return [[total.to(exact) for total in own] for own in sums]
 
 
@@ -140,10 +140,10 @@ def test_batches_of_sends_are_small_on_every_rank() -> None:
     print("seed 5")
     rng = np.random.default_rng(5)
     pairs = [rng.permutation(6)[:2].tolist() for _ in range(400)]
-    loans = [Loan(lender, 0, borrower, 0) for lender, borrower in pairs]
-    chunks = chunks_of(loans, 6)
-    assert [loan for chunk in chunks for loan in chunk] == loans
+    moves = [Move(Address(source, 0), Address(target, 0)) for source, target in pairs]
+    chunks = chunks_of(moves, 6)
+    assert [move for chunk in chunks for move in chunk] == moves
     for chunk in chunks:
         for rank in range(6):
-            assert sum(rank in (loan.lender, loan.borrower) for loan in chunk) <= P2P_LIMIT
+            assert sum(rank in (source.rank, target.rank) for source, target in chunk) <= P2P_LIMIT
     assert len(chunks) < 400 * 2 / P2P_LIMIT

@@ -1,35 +1,18 @@
-"""The real-valued split and its rounding: plan_lp, round_split; wrappers and fakes."""
+"""plan_lp: the real-valued split with the least largest rank cost; wrapper and fake."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from isoload.ops.library import call, library
 from isoload.replica_tables import ReplicaTables
+from isoload.results import LpSplit
 
 # By dtype: default tolerance, default most iterations.
 LIMITS = {torch.float32: (1e-4, 12), torch.float64: (1e-8, 20)}
 
-_plan_lp, _round_split = library.plan_lp.default, library.round_split.default
-
-
-class LpSplit(NamedTuple):
-    """What :func:`plan_lp` returns, with the leading dimension of the tables.
-
-    split [P] copies per slot, every expert's adding up to its load; primal [] the largest rank cost of this split;
-    dual [] a lower bound over all real-valued splits, both true up to the dtype's rounding whatever the status;
-    iterations [] int32; status [] int32: 0 = converged, ``primal - dual <= tolerance * primal``; 1 = the most
-    iterations were not enough; 2 = broke down in numbers that the dtype cannot hold, and the split is the start.
-    """
-
-    split: Tensor
-    primal: Tensor
-    dual: Tensor
-    iterations: Tensor
-    status: Tensor
+_plan_lp = library.plan_lp.default
 
 
 def plan_lp(
@@ -77,25 +60,6 @@ def plan_lp(
     return LpSplit(*result)
 
 
-def round_split(split: Tensor, loads: Tensor, tables: ReplicaTables) -> Tensor:
-    """Whole copies from a real-valued split, every expert's adding up to its load exactly.
-
-    Largest remainder: the whole parts, then one copy each to the largest fractions, ties to the lowest slot. Every
-    quota is less than one copy from its split, as far as the split itself adds up to the load.
-
-    Args:
-        split: [P] float32 or float64 copies per slot (leading L as the tables), as :func:`plan_lp` returns; for
-            every expert its sum is the load, up to one copy and a thousandth.
-        loads: [E] or [R, E] int32 copies, of which the split was made.
-        tables: of the same layers.
-
-    Returns:
-        [P] int32 quota.
-    """
-    quota: Tensor = call(_round_split, split, loads, tables.data, tables.num_ranks, tables.num_slots)
-    return quota
-
-
 @torch.library.register_fake("isoload::plan_lp")
 def _(
     loads: Tensor,
@@ -116,8 +80,3 @@ def _(
         loads.new_empty(batch),
         loads.new_empty(batch),
     )
-
-
-@torch.library.register_fake("isoload::round_split")
-def _(split: Tensor, loads: Tensor, tables: Tensor, num_ranks: int, num_slots: int) -> Tensor:
-    return torch.empty_like(split, dtype=torch.int32, memory_format=torch.contiguous_format)

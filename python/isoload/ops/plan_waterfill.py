@@ -1,30 +1,19 @@
-"""Shared experts: plan_waterfill and route_shared; wrappers and fakes."""
+"""plan_waterfill: shared copies poured over the ranks' routed loads; wrapper and fake."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from isoload.ops.library import call, library
+from isoload.results import WaterfillSplit
 
 Candidates = Literal["all", "node", "visited"]
 CANDIDATES: tuple[Candidates, ...] = ("all", "node", "visited")  # in the order of csrc's enum
 
-_plan_waterfill, _route_shared = library.plan_waterfill.default, library.route_shared.default
-
-
-class WaterfillSplit(NamedTuple):
-    """What :func:`plan_waterfill` returns, with the leading dimension of the copies.
-
-    share [R, R] int32 shared copies that source s sends to rank d; peak [] int64 largest rank cost; bound [] int64
-    proved lower bound over all shares of these candidates. Costs are copies, or ticks if ticks were given.
-    """
-
-    share: Tensor
-    peak: Tensor
-    bound: Tensor
+_plan_waterfill = library.plan_waterfill.default
 
 
 def plan_waterfill(
@@ -73,38 +62,6 @@ def plan_waterfill(
     return WaterfillSplit(*result)
 
 
-def route_shared(
-    slots: Tensor,
-    share_row: Tensor,
-    slots_per_rank: int,
-    rank: int,
-    num_shared: int = 1,
-    *,
-    strict: bool = False,
-) -> Tensor:
-    """The rank of every shared copy on this rank, exactly as often as the rank's share says.
-
-    Ranks choose among the tokens that visit them: first the rank with fewest visitors to spare, and of those
-    first the tokens that fewest other ranks want. Tokens nobody chose stay home, then go where copies are missing.
-    Every shared expert takes its part of every rank's copies.
-
-    Args:
-        slots: [T, K] int32 or int64 routed slots of this rank's tokens; -1 = absent.
-        share_row: [R] int32, this rank's row of :func:`plan_waterfill`; sums to num_shared times the tokens that
-            have a slot.
-        slots_per_rank: S; slot p is on rank p // S.
-        rank: this rank, the home of its tokens.
-        num_shared: shared experts, 1..1024.
-        strict: a token never goes to a rank it does not visit, but stays home; the other ranks' copies are then
-            upper limits.
-
-    Returns:
-        [T, num_shared] int32 ranks; -1 for a token without a slot.
-    """
-    ranks: Tensor = call(_route_shared, slots, share_row, slots_per_rank, rank, num_shared, strict)
-    return ranks
-
-
 @torch.library.register_fake("isoload::plan_waterfill")
 def _(
     copies: Tensor,
@@ -121,10 +78,3 @@ def _(
         copies.new_empty(batch, dtype=torch.int64),
         copies.new_empty(batch, dtype=torch.int64),
     )
-
-
-@torch.library.register_fake("isoload::route_shared")
-def _(
-    slots: Tensor, share_row: Tensor, slots_per_rank: int, rank: int, num_shared: int, strict: bool
-) -> Tensor:
-    return slots.new_empty((slots.shape[0], num_shared), dtype=torch.int32)

@@ -10,6 +10,7 @@ import torch
 
 import isoload
 from isoload import ops, reference
+from isoload.ops import library
 from support.cases import FAMILIES, Case, draw, instances
 from support.drifted import drifted
 from support.exact_splits import LOADS, SLOTS, check_split, int32, optimum, random_fixed, random_ticks, solve
@@ -192,7 +193,7 @@ def test_op_refuses_unknown_objectives(number: int) -> None:
     tables = ops.replica_tables(SLOTS, 4, 4).data
     message = rf"objective must be 0 \(spread\), 1 \(local\) or 2 \(packed\), got {number}"
     with pytest.raises(ValueError, match=message):
-        ops.library.call(
+        library.call(
             torch.ops.isoload.plan_exact.default, LOADS, tables, 4, 8, None, None, None, number, 4, 0, 4, 9
         )
 

@@ -1,0 +1,69 @@
+// The problem of plan_exact, its result, and the caller's memory.
+#pragma once
+
+#include <cstdint>
+
+#include "algorithms/replica_tables.h"
+#include "algorithms/start.h"
+#include "host_device.h"
+#include "rank_set.h"
+
+namespace isoload {
+
+enum class PlanStatus : int32_t {
+  ok = 0,
+  negative_load = 1,
+  too_many_copies = 2,
+  expert_without_replica = 3
+};
+
+struct ExactProblem {
+  int R, E, S;             // ranks, logical experts, slots per rank
+  ReplicaTables tables;    // of this layer
+  const int32_t* loads;    // [num_sources, E] copies; summed over sources here
+  int num_sources;         // R or 1; R for Objective::local
+  Objective objective;     //
+  int per_node;            // ranks of a node, for Objective::local; divides R
+  const int32_t* fixed;    // [R] copies a rank carries besides, or null
+  const int32_t* ticks;    // [R] cost of one copy on a rank, 1..2^20, or null: all 1
+  const int32_t* pour;     // [1] copies that any rank may take once this split is made, or null
+  int64_t tolerance_ppm;   // stop at bound * (1 + tolerance)
+  int32_t sweeps, budget;  // most balancing sweeps, most augmentations
+};
+
+struct ExactResult {
+  int32_t* quota;      // [P] copies per slot
+  int64_t* peak;       // [1] largest rank cost (copies, or ticks if given), once `pour` is on the ranks too
+  int64_t* bound;      // [1] proved lower bound over all integer quotas
+  int32_t* telemetry;  // [4] sweeps, augmentations, Newton steps, 1 if the budget ended the solve
+};
+
+// Caller's memory; every array is written before it is read.
+template <int W>
+struct ExactWorkspace {
+  RankSet<W>*holders, *givers,
+      *levels;                  // [E] ranks of a split expert; those with quota > 0; [R+1] BFS levels
+  int32_t *total, *load, *cap;  // [E] copies per expert; [R] copies per rank; [R] copies the target allows
+  int32_t *from, *to;           // [R] slots of each hop of a path
+  int32_t *copies, *falling;    // [E] for Start::packed
+
+  ISOLOAD_HD static int64_t bytes(int64_t R, int64_t E) {
+    return (2 * E + R + 1) * int64_t(sizeof(RankSet<W>)) + (3 * E + 4 * R) * int64_t(sizeof(int32_t));
+  }
+  ISOLOAD_HD static ExactWorkspace at(void* memory, int64_t R, int64_t E) {
+    ExactWorkspace ws;
+    ws.holders = static_cast<RankSet<W>*>(memory);
+    ws.givers = ws.holders + E;
+    ws.levels = ws.givers + E;
+    ws.total = reinterpret_cast<int32_t*>(ws.levels + R + 1);
+    ws.load = ws.total + E;
+    ws.cap = ws.load + R;
+    ws.from = ws.cap + R;
+    ws.to = ws.from + R;
+    ws.copies = ws.to + R;
+    ws.falling = ws.copies + E;
+    return ws;
+  }
+};
+
+}  // namespace isoload

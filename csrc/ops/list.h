@@ -1,0 +1,127 @@
+// Every op, and every rule that a kernel finds broken: registrations, the bits of a device's error word and
+// their words in Python follow from here. Torch is not known here.
+//
+//   OP(function, devices, schema)   in pipeline order; the function is in csrc/ops, under ISOLOAD_OP(function)
+//   FAULT(bit, rule)                the next bit of the error word; a rule starts with its op's name
+#pragma once
+
+#include <cstdint>
+
+namespace isoload {
+
+// Where an op has an implementation.
+constexpr int kCpu = 1, kCuda = 2;
+
+// clang-format off
+#define ISOLOAD_OPS(OP) \
+  OP(count, kCpu | kCuda, \
+     "(Tensor topk_ids, int num_experts) -> Tensor") \
+  OP(replica_tables, kCpu | kCuda, \
+     "(Tensor slot_to_expert, int num_ranks, int num_experts, Tensor(a!) tables) -> ()") \
+  OP(plan_exact, kCpu | kCuda, \
+     "(Tensor loads, Tensor tables, int num_ranks, int num_slots, Tensor? fixed, Tensor? ticks, " \
+     "Tensor? pour, int objective, int ranks_per_node, int tolerance_ppm, int sweeps, int budget) " \
+     "-> (Tensor quota, Tensor peak, Tensor bound, Tensor telemetry)") \
+  OP(plan_active, kCpu | kCuda, \
+     "(Tensor loads, Tensor tables, int num_ranks, int num_slots, Tensor? ticks) " \
+     "-> (Tensor quota, Tensor active_peak, Tensor active_bound, Tensor telemetry)") \
+  OP(plan_lp, kCpu | kCuda, \
+     "(Tensor loads, Tensor tables, int num_ranks, int num_slots, Tensor? speeds, Tensor? base, " \
+     "bool float64, float tolerance, int iterations) -> (Tensor split, Tensor primal, " \
+     "Tensor dual, Tensor iterations, Tensor status)") \
+  OP(round_split, kCpu | kCuda, \
+     "(Tensor split, Tensor loads, Tensor tables, int num_ranks, int num_slots) -> Tensor") \
+  OP(plan_spill, kCpu | kCuda, \
+     "(Tensor loads, Tensor slot_to_expert, Tensor home_slot, int num_ranks, int ranks_per_node, " \
+     "int spare_slots, Tensor? fixed, Tensor? start, Tensor? alive, int capacity_ppm, " \
+     "int threshold_ppm, bool per_expert, int tolerance_ppm, int min_chunk, int near_cost, " \
+     "int far_cost, int egress, bool within) " \
+     "-> (Tensor slot_to_expert, Tensor quota, Tensor level, Tensor telemetry)") \
+  OP(plan_waterfill, kCpu | kCuda, \
+     "(Tensor copies, Tensor tokens, int per_token, int ranks_per_node, int candidates, " \
+     "Tensor? ticks, Tensor? limits) -> (Tensor share, Tensor peak, Tensor bound)") \
+  OP(share, kCpu | kCuda, \
+     "(Tensor loads, Tensor quota, Tensor tables, int ranks_per_node, int rank, bool locality) " \
+     "-> Tensor") \
+  OP(share_by_rank, kCpu | kCuda, \
+     "(Tensor loads, Tensor quota, Tensor tables, int ranks_per_node, bool locality) -> Tensor") \
+  OP(share_alone, kCpu | kCuda, \
+     "(Tensor counts, Tensor quota, Tensor tables, int source) -> Tensor") \
+  OP(route, kCpu | kCuda, \
+     "(Tensor topk_ids, Tensor share_row, Tensor tables, int num_experts, bool prefer_visited) " \
+     "-> Tensor") \
+  OP(route_sampled, kCpu | kCuda, \
+     "(Tensor topk_ids, Tensor weights, Tensor tables, int num_experts, int seed) -> Tensor") \
+  OP(route_shared, kCpu | kCuda, \
+     "(Tensor slots, Tensor share_row, int slots_per_rank, int rank, int num_shared, bool strict) " \
+     "-> Tensor") \
+  OP(route_shared_sampled, kCpu | kCuda, \
+     "(Tensor slots, Tensor load, Tensor? tokens, int slots_per_rank, int rank, str rule, " \
+     "int seed) -> Tensor") \
+  OP(append_shared_expert, kCpu | kCuda, \
+     "(Tensor slots, Tensor weights, Tensor ranks, int routed_per_rank, int? slots_per_rank, " \
+     "float weight) -> (Tensor, Tensor)") \
+  OP(borrow, kCpu | kCuda, \
+     "(Tensor slot_to_expert, Tensor home, Tensor peers, Tensor(a!)[] spare, int num_ranks, " \
+     "int rank, int blocks) -> ()") \
+  OP(borrow_backward, kCpu | kCuda, \
+     "(Tensor slot_to_expert, Tensor home, Tensor peers, Tensor(a!)[] totals, int num_ranks, " \
+     "int rank, int spare_slots, ScalarType dtype, int blocks) -> ()") \
+  OP(device_errors, kCpu | kCuda, \
+     "(Tensor like) -> Tensor")
+
+#define ISOLOAD_FAULTS(FAULT) \
+  FAULT(kCountId, \
+        "count: topk_ids must be in -1..E-1") \
+  FAULT(kPlanExact, \
+        "plan_exact: loads, fixed and pour must not be negative, must sum to less than 2^31 copies, and " \
+        "loads be 0 for an expert without a replica") \
+  FAULT(kPlanActive, \
+        "plan_active: loads must not be negative, must sum to less than 2^31 copies, and be 0 for an expert " \
+        "without a replica") \
+  FAULT(kPlanWaterfill, \
+        "plan_waterfill: copies and tokens must not be negative, must sum to less than 2^31 copies, and fit " \
+        "the limits") \
+  FAULT(kShareQuota, \
+        "share: quota must conserve loads") \
+  FAULT(kShareAloneQuota, \
+        "share_alone: counts must be part of the loads that quota was made from") \
+  FAULT(kRouteId, \
+        "route: topk_ids must be in -1..E-1") \
+  FAULT(kRouteShare, \
+        "route: topk_ids must hold each expert as often as its share says") \
+  FAULT(kSampledId, \
+        "route_sampled: topk_ids must be in -1..E-1") \
+  FAULT(kSampledWeights, \
+        "route_sampled: weights must be positive for a replica of every expert that is routed") \
+  FAULT(kSharedSlot, \
+        "route_shared: slots must be in -1..P-1") \
+  FAULT(kSharedSampledSlot, \
+        "route_shared_sampled: slots must be in -1..P-1") \
+  FAULT(kAppendedSlot, \
+        "append_shared_expert: slots and ranks must be at least -1, and what they become less than 2^31") \
+  FAULT(kPlanLp, \
+        "plan_lp: loads and base must not be negative, must sum to less than 2^31 copies, and loads be 0 " \
+        "for an expert without a replica") \
+  FAULT(kRoundSplit, \
+        "round_split: loads must not be negative, must sum to less than 2^31 copies, and be 0 for an expert " \
+        "without a replica") \
+  FAULT(kPlanSpill, \
+        "plan_spill: loads and fixed must not be negative and must sum to less than 2^31 copies, and a rank " \
+        "be alive") \
+  FAULT(kBorrowedSlot, \
+        "borrow: slot_to_expert must be in -1..E-1, and what it borrows have a home with an address") \
+  FAULT(kBackwardSlot, \
+        "borrow_backward: slot_to_expert must be in -1..E-1, and what it borrows have a home, on this rank " \
+        "within totals")
+// clang-format on
+
+#define ISOLOAD_FAULT(bit, rule) bit##_,
+enum FaultNumber { ISOLOAD_FAULTS(ISOLOAD_FAULT) };
+#undef ISOLOAD_FAULT
+
+#define ISOLOAD_FAULT(bit, rule) bit = 1 << bit##_,
+enum Fault : int32_t { ISOLOAD_FAULTS(ISOLOAD_FAULT) };
+#undef ISOLOAD_FAULT
+
+}  // namespace isoload

@@ -1,0 +1,30 @@
+// A planner: an algorithm that solves one layer with one Team. Its struct says what the shells of csrc/cpu
+// and csrc/cuda need to run it over a batch of layers, and nothing else is written per device:
+//
+//   Problem, Result      plain pointers: those of layer 0, the other layers follow without a gap
+//   kSets                whether W, the words of a RankSet, follows from problem.R; else W is 1
+//   select(in, out, b)   turns both into those of layer b
+//   bytes<W>(in)         of one layer's workspace, any content
+//   solve<W>(team, in, memory, out)   kPlanned, or at least 0: what was refused, in the planner's own numbers
+//   refuse(team, in, out)             what a refused layer leaves behind on a GPU, where nothing is raised
+#pragma once
+
+#include <type_traits>
+
+#include "rank_set.h"
+
+namespace isoload {
+
+constexpr int kPlanned = -1;
+
+// f(W): the number of words that the planner's sets of ranks take.
+template <class Planner, class F>
+auto with_words(const typename Planner::Problem& problem, F&& f) {
+  if constexpr (Planner::kSets) {
+    return with_words(problem.R, f);
+  } else {
+    return f(std::integral_constant<int, 1>());
+  }
+}
+
+}  // namespace isoload

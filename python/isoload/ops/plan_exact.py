@@ -1,0 +1,103 @@
+"""plan_exact: the split with the least largest rank cost that integers allow; wrapper and fake."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from isoload.ops.library import call, library
+from isoload.replica_tables import ReplicaTables
+from isoload.results import ExactSplit
+
+UNLIMITED = 2**31 - 1
+Objective = Literal["spread", "local", "packed"]
+OBJECTIVES = ("spread", "local", "packed")  # the op's numbers
+
+_plan_exact = library.plan_exact.default
+
+
+def plan_exact(
+    loads: Tensor,
+    tables: ReplicaTables,
+    fixed: Tensor | None = None,
+    tolerance: float = 0.0,
+    budget: int | None = None,
+    *,
+    ticks: Tensor | None = None,
+    pour: Tensor | None = None,
+    objective: Objective = "spread",
+    ranks_per_node: int | None = None,
+    sweeps: int | None = None,
+) -> ExactSplit:
+    """Splits every replicated expert's copies so that the busiest rank's cost is the least integers allow.
+
+    Over-relaxed balancing sweeps, then shortest augmenting paths on ranks towards a Newton target; ends with
+    ``peak == bound`` unless a tolerance or a budget ends it earlier. Generalises LPLB (papers/001) to integers.
+    Of the many splits with this peak, objective chooses one.
+
+    Args:
+        loads: [E] or [R, E] int32 copies (with a leading L if the tables have one); sources are summed.
+            [R, E] for objective "local".
+        tables: of the same layers.
+        fixed: [R] int32 copies that each rank carries besides (leading L as above).
+        tolerance: stop at ``bound * (1 + tolerance)``; 0 = exact.
+        budget: most augmentations; None = as many as it takes.
+            A smaller budget may leave a higher peak; the bound stays true.
+        ticks: [R] int32 cost of one copy per rank, 1..2^20 (1024 = nominal); None = 1 each.
+        pour: [] int32 copies (leading L as above) that will be poured over the ranks afterwards, each on any rank:
+            those of shared experts. peak and bound are then those of both together, and the split stops where
+            pouring decides: at the level at which all ranks together have room for every copy.
+        objective: "spread" levels the other ranks too; "local" keeps copies on their source rank, else its node;
+            "packed" leaves replicas idle, so that fewer weights are read. By the start of the solve: no optimum of
+            these, only near it.
+        ranks_per_node: divides R; None = R. For "local".
+        sweeps: most balancing sweeps; None = 4 for "spread", 0 for the others, whose start sweeps would undo.
+    """
+    if objective not in OBJECTIVES:
+        raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, got {objective!r}")
+    if not 0 <= tolerance <= 1000:
+        raise ValueError(f"tolerance must be in 0..1000 (relative), got {tolerance}")
+    if budget is not None and budget < 0:
+        raise ValueError(f"budget must be at least 0, got {budget}")
+    result = call(
+        _plan_exact,
+        loads,
+        tables.data,
+        tables.num_ranks,
+        tables.num_slots,
+        fixed,
+        ticks,
+        pour,
+        OBJECTIVES.index(objective),
+        tables.num_ranks if ranks_per_node is None else ranks_per_node,
+        round(tolerance * 1_000_000),
+        (4 if objective == "spread" else 0) if sweeps is None else sweeps,
+        UNLIMITED if budget is None else min(budget, UNLIMITED),
+    )
+    return ExactSplit(*result)
+
+
+@torch.library.register_fake("isoload::plan_exact")
+def _(
+    loads: Tensor,
+    tables: Tensor,
+    num_ranks: int,
+    num_slots: int,
+    fixed: Tensor | None,
+    ticks: Tensor | None,
+    pour: Tensor | None,
+    objective: int,
+    ranks_per_node: int,
+    tolerance_ppm: int,
+    sweeps: int,
+    budget: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch = tables.shape[:-1]
+    return (
+        loads.new_empty((*batch, num_slots)),
+        loads.new_empty(batch, dtype=torch.int64),
+        loads.new_empty(batch, dtype=torch.int64),
+        loads.new_empty((*batch, 4)),
+    )

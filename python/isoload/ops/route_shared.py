@@ -1,0 +1,49 @@
+"""route_shared: the rank of every shared copy on this rank; wrapper and fake."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from isoload.ops.library import call, library
+
+_route_shared = library.route_shared.default
+
+
+def route_shared(
+    slots: Tensor,
+    share_row: Tensor,
+    slots_per_rank: int,
+    rank: int,
+    num_shared: int = 1,
+    *,
+    strict: bool = False,
+) -> Tensor:
+    """The rank of every shared copy on this rank, exactly as often as the rank's share says.
+
+    Ranks choose among the tokens that visit them: first the rank with fewest visitors to spare, and of those
+    first the tokens that fewest other ranks want. Tokens nobody chose stay home, then go where copies are missing.
+    Every shared expert takes its part of every rank's copies.
+
+    Args:
+        slots: [T, K] int32 or int64 routed slots of this rank's tokens; -1 = absent.
+        share_row: [R] int32, this rank's row of :func:`plan_waterfill`; sums to num_shared times the tokens that
+            have a slot.
+        slots_per_rank: S; slot p is on rank p // S.
+        rank: this rank, the home of its tokens.
+        num_shared: shared experts, 1..1024.
+        strict: a token never goes to a rank it does not visit, but stays home; the other ranks' copies are then
+            upper limits.
+
+    Returns:
+        [T, num_shared] int32 ranks; -1 for a token without a slot.
+    """
+    ranks: Tensor = call(_route_shared, slots, share_row, slots_per_rank, rank, num_shared, strict)
+    return ranks
+
+
+@torch.library.register_fake("isoload::route_shared")
+def _(
+    slots: Tensor, share_row: Tensor, slots_per_rank: int, rank: int, num_shared: int, strict: bool
+) -> Tensor:
+    return slots.new_empty((slots.shape[0], num_shared), dtype=torch.int32)

@@ -1,0 +1,82 @@
+"""What planners return: the same types of isoload.ops and of isoload.reference."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class ExactSplit(NamedTuple):
+    """What :func:`isoload.ops.plan_exact` returns, with the leading dimension of the tables.
+
+    quota [P] int32 copies per slot; peak [] int64 largest rank cost; bound [] int64 proved lower bound over all
+    integer quotas; telemetry [4] int32: sweeps, augmentations, Newton steps, 1 if the budget ended the solve.
+    Costs are copies, or ticks if ticks were given.
+    """
+
+    quota: Tensor
+    peak: Tensor
+    bound: Tensor
+    telemetry: Tensor
+
+
+class ActiveSplit(NamedTuple):
+    """What :func:`isoload.ops.plan_active` returns, with the leading dimension of the tables.
+
+    quota [P] int32 copies per slot: an expert's load in one of its slots, 0 in the others; active_peak [] int64
+    largest number of active slots of a rank; active_bound [] int64 proved lower bound of it, always equal;
+    telemetry [4] int32: sweeps, augmentations, Newton steps, moves that lowered the peak in copies.
+    With ticks, active slots count as many ticks as their rank's copies cost.
+    """
+
+    quota: Tensor
+    active_peak: Tensor
+    active_bound: Tensor
+    telemetry: Tensor
+
+
+class LpSplit(NamedTuple):
+    """What :func:`isoload.ops.plan_lp` returns, with the leading dimension of the tables.
+
+    split [P] copies per slot, every expert's adding up to its load; primal [] the largest rank cost of this split;
+    dual [] a lower bound over all real-valued splits, both true up to the dtype's rounding whatever the status;
+    iterations [] int32; status [] int32: 0 = converged, ``primal - dual <= tolerance * primal``; 1 = the most
+    iterations were not enough; 2 = broke down in numbers that the dtype cannot hold, and the split is the start.
+    """
+
+    split: Tensor
+    primal: Tensor
+    dual: Tensor
+    iterations: Tensor
+    status: Tensor
+
+
+class Spill(NamedTuple):
+    """What :func:`isoload.ops.plan_spill` returns, with the leading dimension of slot_to_expert.
+
+    slot_to_expert [P] int32 with spare slots filled from the first on; quota [P] int32 copies per slot; level [] int64
+    the capacity in copies, or the cost reached where the least was sought; telemetry [5] int32: imports, most imports
+    of a rank, most exports of a rank, imports from another node, flags.
+
+    Flags are a sum: 1 below the threshold, so plain EP; else why a rank stayed above the capacity: 2 the spare slots
+    ran out, 4 its egress limit is reached, 8 copies that cannot move are above it alone, 16 what is above it is less
+    than min_chunk.
+    """
+
+    slot_to_expert: Tensor
+    quota: Tensor
+    level: Tensor
+    telemetry: Tensor
+
+
+class WaterfillSplit(NamedTuple):
+    """What :func:`isoload.ops.plan_waterfill` returns, with the leading dimension of the copies.
+
+    share [R, R] int32 shared copies that source s sends to rank d; peak [] int64 largest rank cost; bound [] int64
+    proved lower bound over all shares of these candidates. Costs are copies, or ticks if ticks were given.
+    """
+
+    share: Tensor
+    peak: Tensor
+    bound: Tensor
