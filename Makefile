@@ -1,5 +1,6 @@
 # make run    replay the shipped trace under several policies; run the layer over four processes
 # make test   the test suite
+# make fuzz   random placements, policies, layers and lost processes, SECONDS=60 long; SEED=N is one case again
 # make build  rebuild the compiled ops in place (seconds)
 # make lint   ruff, mypy, clang-format
 # make cuda-check  compiles the CUDA ops for three architectures; needs nvcc, no GPU (minutes)
@@ -32,13 +33,17 @@ endif
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 TRACE := examples/traces/gptoss20b_decode.npz
 
-.PHONY: run test build lint cuda-check kernels-check gpu bench clean
+.PHONY: run test fuzz build lint cuda-check kernels-check gpu bench clean
 run: $(READY)
 	$(PY) -m isoload replay $(TRACE) --ranks 8 --ranks-per-node 4
 	$(PY) -m isoload demo
 
 test: $(TESTED)
 	$(PY) -m pytest
+
+SECONDS ?= 60
+fuzz: $(TESTED)
+	$(PY) tests/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 build: $(READY)
 	$(PY) setup.py -q build_ext --inplace
