@@ -59,10 +59,15 @@ RUN_TIME = (*BASE, "-O2", "-U_FORTIFY_SOURCE", "-fvisibility=hidden")  # its lon
 HOST = (*BASE, "-O0", "-fvisibility=hidden")
 
 
-def build(folder: Path) -> Path:
-    """Returns the folder to put on PYTHONPATH: the package, its library with csrc/cuda on the run-time."""
+def build(folder: Path, file: str = "", old: str = "", new: str = "") -> Path:
+    """Returns the folder to put on PYTHONPATH: the package, its library with csrc/cuda on the run-time.
+
+    With a file of csrc, `old` in it becomes `new` first.
+    """
     csrc, python = folder / "csrc", folder / "python"
     shutil.copytree(ROOT / "csrc", csrc)
+    if file:
+        (csrc / file).write_text((csrc / file).read_text().replace(old, new))
     shutil.copytree(ROOT / "python", python, ignore=shutil.ignore_patterns("*.so", "__pycache__", "kernels"))
     shutil.copytree(
         ROOT / "kernels", python / "isoload" / "kernels", ignore=shutil.ignore_patterns("__pycache__")

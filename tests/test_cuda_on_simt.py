@@ -138,6 +138,17 @@ def test_a_removed_barrier_is_noticed(name: str, removed: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["share", "round_split", "route"])
+def test_a_barrier_removed_from_the_source_is_noticed(name: str, tmp_path: Path) -> None:
+    """A barrier that the run-time skips is one that is not there: the same by way of the compiler."""
+    file, text = MUTANTS[name]
+    without = re.sub(r"(team_\.sync|__syncwarp)\(\);", ";", text)
+    assert without != text
+    found = answers(simt_build.build(tmp_path, file, text, without), "kernels", "0")
+    assert any(re.match("race|uninitialised", line) for of in found.values() for line in of["findings"])
+
+
+@pytest.mark.slow
 def test_every_barrier_is_needed(package: Path) -> None:
     """By some kernel that comes to it, but for a few lines of each file: the last barrier of a kernel, say."""
     noticed = defaultdict(bool)
