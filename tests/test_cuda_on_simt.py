@@ -74,7 +74,7 @@ CHOSEN = {
     "round_split": "by_hand or layers_at_once or largest",
     "plan_spill": "named or layers_at_once",
     "route": "equals_reference_where or nothing or 12-empty_slots",
-    "route_shared": "equals_reference and (1-True or 2-False)",
+    "route_shared": "equals_reference and 1-True",
     "route_shared_sampled": "equals_reference",
     "append_shared_expert": "equals_reference",
     "borrow": "equals_reference",
