@@ -7,6 +7,7 @@
 # make lint   ruff, mypy, clang-format
 # make cuda-check  compiles the CUDA ops for three architectures; needs nvcc, no GPU (minutes)
 # make kernels-check  runs the Triton kernels in Triton's interpreter and compiles them; needs no GPU (a minute)
+# make critical-path  which lines of the CUDA kernels cost most, in a model; no GPU, no figure (KERNELS=, RANKS=)
 # make gpu    on a machine with a GPU: builds for it, checks, times, tests, compute-sanitizer (ten minutes; bench/README.md)
 # make bench  the benchmarks of planning, of the layer, of borrowing, of shared experts, and balance on the shipped trace
 #
@@ -37,7 +38,7 @@ endif
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 TRACE := examples/traces/gptoss20b_decode.npz
 
-.PHONY: run test test-gate test-all fuzz build lint cuda-check kernels-check gpu bench clean
+.PHONY: run test test-gate test-all fuzz build lint cuda-check kernels-check critical-path gpu bench clean
 run: $(READY)
 	$(PY) -m isoload replay $(TRACE) --ranks 8 --ranks-per-node 4
 	$(PY) -m isoload demo
@@ -74,6 +75,11 @@ KERNELS_PY := .venv-kernels/bin/python
 kernels-check: .venv-kernels/.installed
 	$(KERNELS_PY) -m pytest -W ignore:::triton.runtime.interpreter tests/kernels
 	TRITON_CACHE_DIR=build/triton $(KERNELS_PY) kernels/check.py
+
+KERNELS ?= plan_exact share replica_tables plan_spill plan_lp
+RANKS ?= 16
+critical-path: $(TESTED)
+	PYTHONPATH=tests $(PY) -m support.critical_path --ranks $(RANKS) $(KERNELS)
 
 gpu: $(GPU_READY)
 	PYTHON=$(PY) bench/cuda.sh $(RESULTS)
