@@ -25,7 +25,7 @@ from isoload.value_checks import values_readable
 from isoload.weights.autograd import bring_again, join_rows
 from isoload.weights.backends import make_backend
 from isoload.weights.borrow import Borrowed, Borrowing
-from isoload.weights.layout import count_rows, layouts, replica_moves
+from isoload.weights.layout import Layout, count_rows, layouts, replica_moves
 from isoload.weights.migrate import (
     FACTS,
     check_move,
@@ -108,7 +108,11 @@ class MoE(nn.Module):
         )
         self.balancer.placed_on(dense.down.device)
         self._hold(dense, borrow)
-        self.replica_moves = replica_moves(self.layouts)
+        self._settle(self.layouts)
+
+    def _settle(self, held: list[Layout]) -> None:
+        self.layouts, self.replica_moves = held, replica_moves(held)
+        self._replicated = {move.source.rank for move in self.replica_moves}
 
     def _hold(self, dense: ExpertWeights, borrow: str | None) -> None:
         """Takes memory for the ranks' weights and, with spare slots, for borrowed ones."""
@@ -285,6 +289,7 @@ class MoE(nn.Module):
         failure = None
         try:
             check_move(self.placement, placement, size, ranks)
+            self._check_weights()
             placed = placement.layer(self.layer, "cpu")
             after = layouts(placed, before)
             facts = move_facts(placed, before, after, self.num_rows, size, ranks, optimizer)
@@ -298,7 +303,7 @@ class MoE(nn.Module):
             weights.settle(after[rank])
         if self.borrowing is not None:
             self.borrowing.settle(after, placement.num_experts)
-        self.layouts, self.replica_moves = after, replica_moves(after)
+        self._settle(after)
         self.balancer.settle(placement)
 
     def _ranks(self) -> list[RankWeights]:
@@ -328,12 +333,22 @@ class MoE(nn.Module):
                 raise ValueError(
                     f"x must have at most max_tokens_per_rank={most} tokens, got {max(map(len, rows))}"
                 )
+            self._check_weights()
             chosen = [self._complete(*routing) for routing in choose()]
         except Exception as error:
             failure = error
         ids = [ids for ids, _ in chosen]
         tell = partial(self.dispatcher.tell_failure, "count", device)
         return chosen, self.balancer.balance(ids, num_tokens, failure, tell)
+
+    def _check_weights(self) -> None:
+        """Raises ValueError if an owned rank's Parameters cannot be computed from as they are now."""
+        if torch.compiler.is_compiling():
+            return
+        for rank, weights in zip(self.group.ranks, self._ranks(), strict=True):
+            weights.check(rank in self._replicated)
+            if self.borrowing is not None:
+                self.borrowing.check(weights)
 
     def _complete(self, topk_ids: Tensor, weights: Tensor) -> Routing:
         """One rank's choices, checked, with the shared experts after them."""
