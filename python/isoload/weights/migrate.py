@@ -14,7 +14,8 @@ from isoload.transport import Group, checksum
 from isoload.weights.layout import Layout
 from isoload.weights.moves import move_rows
 from isoload.weights.schedule import plan_moves
-from isoload.weights.storage import NAMES, RankWeights
+from isoload.weights.state import NAMES
+from isoload.weights.storage import RankWeights
 
 # What every rank must give load_placement alike, in the order of move_facts
 FACTS = (

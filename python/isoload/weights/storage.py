@@ -21,8 +21,7 @@ from isoload.experts.weights import ExpertWeights
 from isoload.transport import Group
 from isoload.weights.layout import Layout
 from isoload.weights.moves import Move, move_rows
-
-NAMES = ("gate_up", "down", "gate_up_bias", "down_bias")
+from isoload.weights.state import HOMES, NAMES, rows_for
 
 
 def new_stack(like: Tensor, rows: int) -> Tensor:
@@ -158,7 +157,12 @@ class RankWeights(nn.Module):
                 home.data = home.new_empty(0, dtype=other)
             home.data = rows
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + HOMES] = torch.tensor(self.layout.homes, dtype=torch.int64)
+
     def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *how: Any) -> None:
+        state = rows_for(self.layout.homes, state, prefix)
         # assign=True would put Parameters with memory of their own in place of these: copy instead
         metadata = {**metadata, "assign_to_params_buffers": False}
         super()._load_from_state_dict(state, prefix, metadata, *how)
