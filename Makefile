@@ -1,7 +1,8 @@
 # make run    replay the shipped trace under several policies; run the layer over four processes
 # make test   the test suite but what is marked slow
 # make test-gate  the slow tests of .ci/run: one mutant for each op's tests, sanitizers, builds
-# make test-all   every test: all mutants and the large sweeps, too
+# make test-all   every test, with all mutants and the large sweeps; then make fuzz
+# make fuzz   random placements, policies, layers and lost processes, SECONDS=60 long; SEED=N is one case again
 # make build  rebuild the compiled ops in place (seconds)
 # make lint   ruff, mypy, clang-format
 # make cuda-check  compiles the CUDA ops for three architectures; needs nvcc, no GPU (minutes)
@@ -36,7 +37,7 @@ endif
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 TRACE := examples/traces/gptoss20b_decode.npz
 
-.PHONY: run test test-gate test-all build lint cuda-check kernels-check gpu bench clean
+.PHONY: run test test-gate test-all fuzz build lint cuda-check kernels-check gpu bench clean
 run: $(READY)
 	$(PY) -m isoload replay $(TRACE) --ranks 8 --ranks-per-node 4
 	$(PY) -m isoload demo
@@ -49,8 +50,13 @@ test: $(TESTED)
 test-gate: $(TESTED)
 	$(PY) -m pytest -m "slow and not exhaustive"
 
-test-all: test $(TESTED)
+test-all: test
 	$(PY) -m pytest -m slow
+	$(MAKE) fuzz
+
+SECONDS ?= 60
+fuzz: $(TESTED)
+	$(PY) tests/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 build: $(READY)
 	$(PY) setup.py -q build_ext --inplace

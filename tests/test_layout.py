@@ -206,6 +206,12 @@ def test_no_file_of_an_op_is_left_over() -> None:
     assert {p.stem for p in (PACKAGE / "ops").glob("*.py")} - shared == stems
 
 
+def test_every_cuda_op_is_benched() -> None:
+    jobs = set(re.findall(r'Job\(\s*"[^"]*",\s*"(\w+)"', (ROOT / "bench/gpu_jobs.py").read_text()))
+    elsewhere = {"borrow", "borrow_backward", "device_errors"}  # bench_borrow.py; the floor of bench_cuda.py
+    assert jobs == {op for op, devices in LISTED if "kCuda" in devices} - elsewhere
+
+
 def test_contributing_names_the_five_files() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     for file in (

@@ -7,6 +7,7 @@ import weakref
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -62,15 +63,16 @@ class Steps:
     def caches(self) -> dict[str, int]:
         """Entries of everything that remembers."""
         placed = self.placement._by_device.values()
-        own = self.layer._placed.values()
+        own = self.layer.balancer._own.values()
         return {
             "placement": len(placed),
-            "policies": sum(len(layers.cache) for layers in [*placed, *own]),
+            "policies": sum(len(layers.memos) for layers in [*placed, *own]),
             "agreed facts": len(self.transport.group._agreed),
             "stages of traffic": len(self.transport.group.traffic.bytes),
         }
 
 
+@pytest.mark.slow
 def test_a_thousand_training_steps_leave_nothing_behind() -> None:
     steps = Steps()
     assert steps.layer.has_replicas

@@ -32,7 +32,7 @@ def read_npz(path: Path, limit: int) -> dict[str, Any]:
             others = [key for key in archive.files if key not in arrays]
     except Exception as error:
         # damaged bytes surface from zipfile, zlib, tokenize or NumPy, as a dozen types
-        raise ValueError(f"{path}: cannot be read as an npz of plain arrays ({error})") from None
+        raise ValueError(f"{path}: cannot be read as an npz of plain arrays ({str(error)[:200]})") from None
     for key, array in arrays.items():
         if not isinstance(array, np.ndarray):  # NumPy hands over the bytes of a member without a header
             raise ValueError(

@@ -1,0 +1,86 @@
+"""The driver of the fuzz: what one seed does, and seeds until the time is over."""
+
+from __future__ import annotations
+
+import re
+import resource
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import torch
+
+from support.fuzz_cases import FuzzCase, draw_case
+from support.fuzz_layers import check_layer
+from support.fuzz_plans import check_plans
+from support.fuzz_ranks import check_ranks
+
+KINDS: dict[str, Callable[[FuzzCase], None]] = {
+    "plan": check_plans,
+    "layer": check_layer,
+    "ranks": check_ranks,
+}
+MAX_GROWTH = 2**20  # KiB of memory, over a whole run
+# What a policy may say of a placement it is not made for. Everything else that is raised is a finding.
+REFUSALS = (
+    r"num_shared must be at most \d+ for policy \w+, got \d+",
+    r"topology must have all ranks alive for policy waterfill_sampled",
+    # Issue 13, point 14: waterfill:candidates=visited|node beside ranks that are not alive.
+    r"limits must hold the \d+ shared copies of ranks \d+\.\.\d+, got 0",
+)
+
+
+def kind_of(seed: int) -> str:
+    """Of ten seeds six plan and four run a layer; of a hundred one runs processes, which take seconds."""
+    return "ranks" if seed % 100 == 99 else "plan" if seed % 10 < 6 else "layer"
+
+
+def run_case(seed: int, kind: str | None = None) -> str:
+    """ "ok" or "refused"; whatever else a case raises comes through."""
+    kind = kind or kind_of(seed)
+    case = draw_case(seed, *((2, 4) if kind == "ranks" else (1, 6)))
+    try:
+        KINDS[kind](case)
+    except Exception as error:
+        if refused(error):
+            return "refused"
+        error.add_note(f"seed {seed}, {kind}: {case}")
+        raise
+    return "ok"
+
+
+def refused(error: Exception) -> bool:
+    """Whether the policy said that it is not for this placement; processes say so on every rank."""
+    text = str(error) if isinstance(error, ValueError | AssertionError) else ""
+    return any(re.search(rf"(^|ValueError: ){rule}", text) for rule in REFUSALS)
+
+
+def run_seeds(
+    seeds: Iterable[int], seconds: float, say: Callable[[str], None], kind: str | None = None
+) -> list[int]:
+    """The seeds that failed; stops after so many seconds, between cases."""
+    torch.set_num_threads(1)
+    end, before = time.monotonic() + seconds, memory()
+    done: Counter[str] = Counter()
+    failed: list[int] = []
+    for seed in seeds:
+        if time.monotonic() >= end:
+            break
+        try:
+            result = run_case(seed, kind)
+        except Exception:
+            result = "FAILED"
+            failed.append(seed)
+            again = f"python tests/fuzz.py --seed {seed} --kind {kind}" if kind else f"make fuzz SEED={seed}"
+            say(f"failed, again by {again}\n{traceback.format_exc()}")
+        done[f"{kind or kind_of(seed)} {result}"] += 1
+    say(", ".join(f"{name}: {number}" for name, number in sorted(done.items())))
+    if (grown := memory() - before) > MAX_GROWTH:
+        raise MemoryError(f"memory grew by {grown // 1024} MiB")
+    return failed
+
+
+def memory() -> int:
+    """KiB, at most so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
