@@ -1,7 +1,7 @@
 # make run    replay the shipped trace under several policies; run the layer over four processes
 # make test   the test suite but what is marked slow
 # make test-gate  the slow tests of .ci/run: one mutant for each op's tests, sanitizers, builds
-# make test-all   every test: all mutants and the large sweeps, too
+# make test-all   every test, with all mutants and the large sweeps; then make fuzz
 # make fuzz   random placements, policies, layers and lost processes, SECONDS=60 long; SEED=N is one case again
 # make build  rebuild the compiled ops in place (seconds)
 # make lint   ruff, mypy, clang-format
@@ -51,8 +51,9 @@ test: $(TESTED)
 test-gate: $(TESTED)
 	$(PY) -m pytest -m "slow and not exhaustive"
 
-test-all: test $(TESTED)
+test-all: test
 	$(PY) -m pytest -m slow
+	$(MAKE) fuzz
 
 SECONDS ?= 60
 fuzz: $(TESTED)
