@@ -10,7 +10,7 @@ ranks, so give them a group of their own (:meth:`isoload.CollectiveGroup.own`), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from isoload.routing import route, route_fixed
 from isoload.shared_experts import without_shared_slots
 from isoload.topology import Topology
 from isoload.transport import Group, LocalGroup, checksum, error_code
+from isoload.value_checks import may_be_kept
 
 Tokens = Literal["own", "same"]
 
@@ -88,24 +89,19 @@ class Balancer:
             )
         self.placement, self.layer, self.group, self.tokens = placement, layer, group, tokens
         self.prefer, self.min_tokens, self.shared_columns = prefer, min_tokens, shared_columns
-        self.step = 0
+        self.batch = self.step = 0  # batches so far; those of them that drew
         self.last_plan: Plan | None = None
         self._own: dict[torch.device, PlacedLayers] = {}
+        self._checksums: dict[str, int] = {}
         if group is None:
             self._check(make_policy(policy, options))
             return
         with group.agreeing("construction") as facts:
             self._check(make_policy(policy, options))
-            placed = placement.layer(layer, "cpu")
+            slots, homes = _slots_of(placement, layer)
+            facts.update({"layer": layer, "policy": self.policy, "min_tokens": min_tokens, "tokens": tokens})
             facts.update(
-                {
-                    "layer": layer,
-                    "policy": self.policy,
-                    "min_tokens": min_tokens,
-                    "tokens": tokens,
-                    "checksum of slot_to_expert": checksum(placed.slot_to_expert.tolist()),
-                    "checksum of home_slot": checksum(placed.home_slot.tolist()),
-                }
+                {"checksum of slot_to_expert": checksum(slots), "checksum of home_slot": checksum(homes)}
             )
 
     @classmethod
@@ -132,6 +128,12 @@ class Balancer:
         if policy.borrows and not self.placement.spare_slots:
             raise ValueError(f"spare_slots must be at least 1 for policy {policy.name}, got 0")
         self._policy = policy
+        self._checksums["checksum of policy"] = checksum(policy)
+
+    @property
+    def facts(self) -> dict[str, int]:
+        """What every rank must hold for granted alike: it travels with the loads, and with the layer's row counts."""
+        return {"layer": self.layer, "batch number": self.batch, **self._checksums}
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -179,6 +181,7 @@ class Balancer:
         num_tokens: int | None = None,
         failure: Exception | None = None,
         tell: Callable[[], None] | None = None,
+        facts: Mapping[str, int] | None = None,
     ) -> Balanced:
         """Counts, gathers and plans: all of a call but the route. All ranks call it together.
 
@@ -188,8 +191,11 @@ class Balancer:
             failure: why this process has no choices. The gather carries the fact to the other ranks; it is raised here.
             tell: called before a failure of this process is raised that the other ranks have not raised yet: where
                 nothing is gathered, and on a device, whose errors the host reads later.
+            facts: more integers that all ranks must give alike, beside :attr:`facts`.
         """
         tell = (lambda: None) if tell is None else tell
+        if not torch.compiler.is_compiling():  # which would compile anew for every number
+            self.batch += 1
         if self.tokens == "same" and num_tokens is None and topk_ids:
             num_tokens = len(topk_ids[0])
         counts: list[Tensor] = []
@@ -204,7 +210,7 @@ class Balancer:
                 tell()
                 raise failure
             return Balanced(topk_ids, torch.stack(counts), None)
-        loads = self._gather(counts, failure, tell)
+        loads = self._gather(counts, failure, tell, {**self.facts, **(facts or {})})
         if (
             isinstance(self.policy, Seeded) and not in_backward()
         ):  # a checkpoint's recompute draws as its forward did
@@ -234,14 +240,16 @@ class Balancer:
         else:
             with self.group.agreeing("placement") as facts:
                 check_same_shape(self.placement, placement)
-                placed = placement.layer(self.layer, "cpu")
-                facts["checksum of slot_to_expert"] = checksum(placed.slot_to_expert.tolist())
-                facts["checksum of home_slot"] = checksum(placed.home_slot.tolist())
+                slots, homes = _slots_of(placement, self.layer)
+                facts.update(
+                    {"checksum of slot_to_expert": checksum(slots), "checksum of home_slot": checksum(homes)}
+                )
         self.settle(placement)
 
     def settle(self, placement: Placement) -> None:
         """:meth:`load` of a placement that all ranks have agreed on already."""
         self.placement, self.has_freedom = placement, placement.has_freedom[self.layer]
+        self._checksums["checksum of placement"] = checksum(_slots_of(placement, self.layer))
         for device, own in self._own.items():
             self._own[device] = refresh_layers(own, placement.layer(self.layer, device))
 
@@ -250,7 +258,7 @@ class Balancer:
         if device in self._own:
             return self._own[device]
         own = own_layers(self.placement.layer(self.layer, device))
-        if type(own.home_slot) is Tensor:  # a FakeTensor must not outlive its mode
+        if may_be_kept(own.home_slot):
             self._own[device] = own
         return own
 
@@ -272,7 +280,13 @@ class Balancer:
         present = (topk_ids >= 0).any(1, keepdim=True)
         return torch.cat([topk_ids, torch.where(present, shared, -1)], dim=1)
 
-    def _gather(self, counts: list[Tensor], failure: Exception | None, tell: Callable[[], None]) -> Tensor:
+    def _gather(
+        self,
+        counts: list[Tensor],
+        failure: Exception | None,
+        tell: Callable[[], None],
+        facts: Mapping[str, int],
+    ) -> Tensor:
         """[R, E] loads. With tokens="same" rank 0 stands for the one source there is."""
         if self.tokens == "same":
             if failure is not None:
@@ -281,10 +295,11 @@ class Balancer:
             return torch.nn.functional.pad(counts[0].unsqueeze(0), (0, 0, 0, others))
         assert self.group is not None
         if failure is None:
-            return self.group.gather_loads(counts)
+            return self.group.gather_loads(counts, None, facts)
         nothing = torch.zeros(self.placement.num_experts, dtype=torch.int32, device=self._device())
         try:
-            self.group.gather_loads([nothing] * len(self.ranks), [error_code("count")] * len(self.ranks))
+            owned = len(self.ranks)
+            self.group.gather_loads([nothing] * owned, [error_code("count")] * owned, facts)
         except ValueError:
             raise failure from None
         tell()
@@ -305,7 +320,7 @@ class Balancer:
             raise ValueError(f"min_tokens must be at least 0, got {self.min_tokens}")
         self.policy = policy
         self.placed_on(torch.device("cpu"))  # refuses a layer that is not there
-        self.has_freedom = self.placement.has_freedom[self.layer]
+        self.settle(self.placement)
 
 
 def in_backward() -> bool:
@@ -320,3 +335,9 @@ def check_same_shape(now: Placement, new: Placement) -> None:
             raise ValueError(
                 f"placement must have the layer's {name}={getattr(now, name)}, got {getattr(new, name)}"
             )
+
+
+def _slots_of(placement: Placement, layer: int) -> tuple[list[int], list[int]]:
+    """slot_to_expert and home_slot of one layer."""
+    slots, homes = placement.arrays
+    return slots[layer].tolist(), homes[layer].tolist()

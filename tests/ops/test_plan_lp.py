@@ -16,6 +16,7 @@ from support.exact_splits import int32, strided
 from support.oracles import lp_value
 from support.processes import run_ranks
 from support.relaxed_layers import SLOTS, layers, reals
+from support.sweeps import sweep
 
 PER_CASE = 10
 MAX_RANKS = 72
@@ -98,9 +99,10 @@ def test_there_are_two_thousand_instances() -> None:
     assert PER_CASE * len(sizes) >= 2000
 
 
+@sweep("per_case", 1, PER_CASE)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_optimum(family: str) -> None:
-    for case in instances(PER_CASE, seed=1000, max_ranks=MAX_RANKS, families=(family,)):
+def test_optimum(family: str, per_case: int) -> None:
+    for case in instances(per_case, seed=1000, max_ranks=MAX_RANKS, families=(family,)):
         check_optimum(case)
 
 
@@ -117,7 +119,7 @@ def test_optimum_with_speeds_and_base(family: str) -> None:
 
 @pytest.mark.parametrize("ranks", [96, 128, 300, 1024])
 def test_optimum_in_wide_groups(ranks: int) -> None:
-    """The network is dense in the ranks, or in the split experts if there are fewer."""
+    """The network is dense in the ranks, or in the replicated experts if there are fewer."""
     rng = np.random.default_rng(ranks)
     for family in ("eplb", "ring", "one_expert"):
         check_optimum(draw(family, ranks, 3))
@@ -250,7 +252,7 @@ def strided_reals(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nothing_to_decide(dtype: torch.dtype) -> None:
-    """Solved before the first iteration: no loads, no split expert, one rank, what cannot move decides."""
+    """Solved before the first iteration: no loads, no replicated expert, one rank, what cannot move decides."""
     tables = ops.replica_tables(SLOTS, 4, 4)
     base = torch.tensor([0, 0, 0, 9], dtype=dtype)
     solo = ops.replica_tables(int32(0, 1, 2, 3), 2, 4)

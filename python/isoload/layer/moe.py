@@ -20,7 +20,7 @@ from isoload.placers import place
 from isoload.policies import POLICIES, Policy, make_policy
 from isoload.records import Plan
 from isoload.topology import Topology
-from isoload.transport import Group, LocalTransport, Received, Transport
+from isoload.transport import DTYPES, Group, LocalTransport, Received, Transport
 from isoload.value_checks import values_readable
 from isoload.weights.autograd import bring_again, join_rows
 from isoload.weights.backends import make_backend
@@ -36,6 +36,7 @@ from isoload.weights.migrate import (
 from isoload.weights.storage import RankWeights, new_stack, refresh_replicas
 
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]
+ROW_FACTS = ("hidden size of x", "dtype of x", "top-k")  # which must be the same on all ranks in a batch
 SPARE_SLOTS = 2  # of every rank, where a borrowing policy comes without a placement
 
 
@@ -234,7 +235,8 @@ class MoE(nn.Module):
         borrowed = self._borrow(batch.plan)  # on their way from here on
         slots = self.balancer.route(batch)  # [T, K]
         gate_weights = [weights for _, weights in chosen]
-        received = self.dispatcher.dispatch(rows, slots, gate_weights, self.placement.slots_per_rank)
+        size, facts = self.placement.slots_per_rank, self.balancer.facts
+        received = self.dispatcher.dispatch(rows, slots, gate_weights, size, facts)
         if borrowed is not None:
             borrowed.proceed()
         computed = self._compute(received, batch.loads, slots, borrowed)  # [N, H], summed over a row's copies
@@ -308,7 +310,7 @@ class MoE(nn.Module):
         """Begins to bring the experts in the plan's spare slots."""
         if made is None or self.borrowing is None or made.filled is made.placed.filled:
             return None
-        return self.borrowing.borrow(made)
+        return self.borrowing.borrow(made.filled)
 
     def _balance(
         self, rows: list[Tensor], choose: Callable[[], list[tuple[Tensor, Tensor]]], num_tokens: int | None
@@ -324,16 +326,17 @@ class MoE(nn.Module):
         chosen: list[Routing] = []
         failure = None
         try:
-            if most is not None and max(map(len, rows)) > most:
-                raise ValueError(
-                    f"x must have at most max_tokens_per_rank={most} tokens, got {max(map(len, rows))}"
-                )
+            _check_rows(rows, most)
             chosen = [self._complete(*routing) for routing in choose()]
         except Exception as error:
             failure = error
         ids = [ids for ids, _ in chosen]
-        tell = partial(self.dispatcher.tell_failure, "count", device)
-        return chosen, self.balancer.balance(ids, num_tokens, failure, tell)
+        tell = partial(self.dispatcher.tell_failure, "count", device, self.balancer.facts)
+        row_facts = [0] * len(ROW_FACTS)
+        if failure is None:
+            row_facts = [rows[0].shape[1], DTYPES.index(rows[0].dtype), ids[0].shape[1]]
+        facts = dict(zip(ROW_FACTS, row_facts, strict=True))
+        return chosen, self.balancer.balance(ids, num_tokens, failure, tell, facts)
 
     def _complete(self, topk_ids: Tensor, weights: Tensor) -> Routing:
         """One rank's choices, checked, with the shared experts after them."""
@@ -375,6 +378,15 @@ def _check_parts(dense: ExpertWeights, group: Group, placement: Placement, min_t
         )
     if min_tokens < 0:
         raise ValueError(f"min_tokens must be at least 0, got {min_tokens}")
+
+
+def _check_rows(rows: list[Tensor], most: int | None) -> None:
+    for row in rows:
+        if row.dim() != 2 or row.dtype not in DTYPES:
+            names = ", ".join(map(str, DTYPES))
+            raise ValueError(f"x must be [T, H] of {names}, got {list(row.shape)} {row.dtype}")
+    if most is not None and max(map(len, rows)) > most:
+        raise ValueError(f"x must have at most max_tokens_per_rank={most} tokens, got {max(map(len, rows))}")
 
 
 def name_of(activation: Activation) -> str:

@@ -1,6 +1,6 @@
 """How loads, weights and rows travel between the ranks: a Group, a Dispatcher over it, and both as a Transport."""
 
-from isoload.transport.agreement import STAGES, checksum, error_code
+from isoload.transport.agreement import DTYPES, STAGES, checksum, error_code
 from isoload.transport.collective import CollectiveGroup
 from isoload.transport.dispatcher import Dispatcher, Received, StartedDispatch
 from isoload.transport.group import Group, SendCounts
@@ -10,6 +10,7 @@ from isoload.transport.traffic import Traffic
 from isoload.transport.transport import CollectiveTransport, LocalTransport, Transport
 
 __all__ = [
+    "DTYPES",
     "STAGES",
     "CollectiveGroup",
     "CollectiveTransport",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -15,8 +15,10 @@ from isoload.topology import Topology
 from isoload.transport.agreement import error_code, raise_disagreement, raise_failure, rank_failed
 from isoload.transport.peers import Peers
 from isoload.transport.traffic import Traffic, num_bytes
+from isoload.value_checks import values_readable
 
 T = TypeVar("T")
+FACT_RANGE = 2**31 - 1  # facts travel as int32 beside the loads: larger ones by their remainder
 PerRank = list[list[int]]  # for every owned rank [R], by destination or by source
 
 
@@ -109,19 +111,27 @@ class Group(ABC):
         """The other way: buffers [sum(got), F] -> [sum(sent), F]."""
         return self.swap(stage, buffers, [c.got for c in counts], [c.sent for c in counts])
 
-    def gather_loads(self, counts: list[Tensor], errors: list[int] | None = None) -> Tensor:
-        """Every rank's counts and, in one more column, whether it failed.
+    def gather_loads(
+        self,
+        counts: list[Tensor],
+        errors: list[int] | None = None,
+        facts: Mapping[str, int] | None = None,
+    ) -> Tensor:
+        """Every rank's counts and, in more columns, whether it failed and what it takes for granted.
 
         Args:
             counts: [E] int32 each, see :func:`isoload.count`.
             errors: :func:`error_code` of the stage that failed on each rank, 0 = none.
+            facts: integers that all ranks must give alike, by name, the same names on all ranks. Compared where values
+                are readable (on CPU; elsewhere under ISOLOAD_CHECK=1), else they stay here.
 
         Returns:
             loads [R, E] int32, the same on all ranks.
 
         Raises:
-            ValueError: the same on all ranks, naming rank and stage, if any rank has an error. At once on CPU; on a
-                GPU at the next :meth:`swap_counts` or, where a dispatcher makes none, at the next :meth:`check`.
+            ValueError: the same on all ranks, naming rank and stage, if any rank has an error, or the first fact that
+                differs. At once on CPU; errors on a GPU at the next :meth:`swap_counts` or, where a dispatcher makes
+                none, at the next :meth:`check`.
         """
         self.check_owned("counts", counts)
         self.check_owned("errors", errors := [0] * len(counts) if errors is None else errors)
@@ -131,12 +141,18 @@ class Group(ABC):
                     f"counts of rank {rank} must be [E] int32, got {list(row.shape)} {row.dtype}"
                 )
         self.agree_new("gather", ("length of counts",), [(len(row),) for row in counts], counts[0].device)
-        rows = [torch.cat([row, row.new_full((1,), code)]) for row, code in zip(counts, errors, strict=True)]
+        told = {k: v % FACT_RANGE for k, v in (facts or {}).items()} if values_readable(counts[0]) else {}
+        rows = [
+            torch.cat([row, row.new_tensor([code, *told.values()]) if told else row.new_full((1,), code)])
+            for row, code in zip(counts, errors, strict=True)
+        ]
         gathered = self.gather("gather", rows)
-        codes = gathered.select(1, -1)
+        codes = gathered.select(1, len(counts[0]))
         self._errors = codes if self._errors is None else torch.maximum(self._errors, codes)
         if codes.device.type == "cpu":
             self.check()
+        if told:
+            raise_disagreement(list(told), gathered.narrow(1, len(counts[0]) + 1, len(told)).tolist())
         return gathered.narrow(1, 0, len(counts[0]))
 
     def check(self) -> None:
