@@ -149,6 +149,7 @@ def test_a_barrier_removed_from_the_source_is_noticed(name: str, tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_barrier_is_needed(package: Path) -> None:
     """By some kernel that comes to it, but for a few lines of each file: the last barrier of a kernel, say."""
     noticed = defaultdict(bool)
