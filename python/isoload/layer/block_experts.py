@@ -56,11 +56,8 @@ class BlockExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H], [T, K] and [T, K] -> [T, H]: every token's experts, weighted and summed."""
         parts = len(self.layer.group.ranks)
-        if parts == 1:
-            alone: Tensor = self.layer.compute(hidden_states, top_k_index, top_k_weights)
-            return alone
-        dealt = [value.tensor_split(parts) for value in (hidden_states, top_k_index, top_k_weights)]
-        return torch.cat(list(self.layer.compute(*dealt)))
+        rows, ids, weights = (list(v.tensor_split(parts)) for v in (hidden_states, top_k_index, top_k_weights))
+        return torch.cat(list(self.layer.compute(rows, ids, weights)))
 
 
 def _refuse(rows: Tensor) -> tuple[Tensor, Tensor]:
