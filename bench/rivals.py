@@ -18,11 +18,11 @@ Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 @dataclass(frozen=True)
 class SplitProblem:
-    """min M over x >= 0: each split expert's parts sum to its load, solo + parts of a rank <= M."""
+    """min M over x >= 0: each replicated expert's parts sum to its load, solo + parts of a rank <= M."""
 
     solo: np.ndarray[tuple[int], np.dtype[np.float64]]  # [R] load that cannot move
-    load: np.ndarray[tuple[int], np.dtype[np.float64]]  # [n] of each split expert
-    expert: np.ndarray[tuple[int], np.dtype[np.int64]]  # [parts] split expert of a part
+    load: np.ndarray[tuple[int], np.dtype[np.float64]]  # [n] of each replicated expert
+    expert: np.ndarray[tuple[int], np.dtype[np.int64]]  # [parts] replicated expert of a part
     rank: np.ndarray[tuple[int], np.dtype[np.int64]]  # [parts] its rank
 
     def peak(self, parts: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:

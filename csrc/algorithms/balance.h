@@ -1,4 +1,4 @@
-// balance: moves one split expert's copies between its replicas so that their ranks' loads draw level.
+// balance: moves one replicated expert's copies between its replicas so that their ranks' loads draw level.
 //
 // The sweeps of plan_exact. Touches only the expert's own ranks, and never raises the largest load among
 // them.
@@ -68,7 +68,7 @@ ISOLOAD_HD inline void balance_costs(const ReplicaTables& t, int e, const int32_
   quota[t.slots[low]] += static_cast<int32_t>(move), load[t.ranks[low]] += static_cast<int32_t>(move);
 }
 
-// e: a split expert with `total` copies; load [R] copies per rank; quota [P]; ticks [R] or null.
+// e: a replicated expert with `total` copies; load [R] copies per rank; quota [P]; ticks [R] or null.
 ISOLOAD_HD inline void balance(const ReplicaTables& t, int e, int32_t total, const int32_t* ticks,
                                int32_t* load, int32_t* quota) {
   if (ticks) {

@@ -1,10 +1,10 @@
 // plan_exact: split every replicated expert's copies so that the busiest rank carries as little as integers
 // allow.
 //
-// The problem is a flow: rank r carries its fixed and solo load plus its part of each split expert. For a set
-// S of ranks, everything that can only be computed inside S must fit there, so the peak is at least load(S) /
-// |S|; the largest such value is the optimum (max-flow = min-cut). The solver finds both sides:
-//   start     every split expert evenly over its replicas, or as another objective wants it (start.h)
+// The problem is a flow: rank r carries its fixed and solo load plus its part of each replicated expert. For
+// a set S of ranks, everything that can only be computed inside S must fit there, so the peak is at least
+// load(S) / |S|; the largest such value is the optimum (max-flow = min-cut). The solver finds both sides:
+//   start     every replicated expert evenly over its replicas, or as another objective wants it (start.h)
 //   sweeps    over-relaxed pair balancing, class by class: cheap, removes nearly all of the imbalance
 //   augment   shortest paths on ranks from an overloaded to an underloaded one, moving whole copies
 //   certify   no path left: the ranks reachable from the overloaded ones are such an S; its bound is the next
@@ -172,7 +172,7 @@ class ExactSolver {
     }
   }
 
-  // f(e) of every split expert, class by class: meanwhile an expert's ranks are its own.
+  // f(e) of every replicated expert, class by class: meanwhile an expert's ranks are its own.
   template <class F>
   ISOLOAD_HD void class_by_class(F&& f) {
     for (int k = 0; k < t_.num_classes(); ++k) {

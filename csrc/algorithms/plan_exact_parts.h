@@ -42,7 +42,7 @@ struct ExactResult {
 template <int W>
 struct ExactWorkspace {
   RankSet<W>*holders, *givers,
-      *levels;                  // [E] ranks of a split expert; those with quota > 0; [R+1] BFS levels
+      *levels;                  // [E] ranks of a replicated expert; those with quota > 0; [R+1] BFS levels
   int32_t *total, *load, *cap;  // [E] copies per expert; [R] copies per rank; [R] copies the target allows
   int32_t *from, *to;           // [R] slots of each hop of a path
   int32_t *copies, *falling;    // [E] for Start::packed

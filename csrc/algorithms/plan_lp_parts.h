@@ -1,8 +1,8 @@
 // The linear program of plan_lp, listed from the replica tables: what is left to decide and what is not.
 //
-// A part is what one rank takes of one expert. Parts exist only for split experts with load, on ranks with
-// speed; they are numbered by slot. Ranks without speed take nothing and are left out, so are experts without
-// a choice of rank: their copies are a burden of their rank, like the base load.
+// A part is what one rank takes of one expert. Parts exist only for replicated experts with load, on ranks
+// with speed; they are numbered by slot. Ranks without speed take nothing and are left out, so are experts
+// without a choice of rank: their copies are a burden of their rank, like the base load.
 #pragma once
 
 #include <climits>
@@ -145,7 +145,7 @@ class LpParts {
     return !team_.any(stuck);
   }
 
-  // Split experts with load. False if no rank can take an expert's copies.
+  // Replicated experts with load. False if no rank can take an expert's copies.
   ISOLOAD_HD bool list_experts() {
     uint64_t stuck = 0;
     team_.for_each(in_.E, [&](int e) {

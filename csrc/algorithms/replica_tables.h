@@ -17,13 +17,13 @@ namespace isoload {
 // the same fields.
 template <class Int>
 struct BasicReplicaTables {
-  Int* header;   // [2]     number of split experts, number of classes
+  Int* header;   // [2]     number of replicated experts, number of classes
   Int* offsets;  // [E+1]   expert e's replicas are slots[offsets[e] .. offsets[e+1])
   Int* slots;    // [P]     replicas of every expert, ascending slot; unused tail -1
   Int* ranks;    // [P]     rank of slots[j]; unused tail -1
   Int* solo;     // [P]     the expert whose only replica slot p is, else -1
-  Int* split;    // [P]     index into order of the split expert that slot p holds, else -1
-  Int* order;    // [E]     split experts, class by class; unused tail -1
+  Int* split;    // [P]     index into order of the replicated expert that slot p holds, else -1
+  Int* order;    // [E]     replicated experts, class by class; unused tail -1
   Int* classes;  // [E+1]   class k is order[classes[k] .. classes[k+1]); its experts share no rank
 
   ISOLOAD_HD static constexpr int64_t size(int64_t E, int64_t P) { return 2 + (E + 1) + 4 * P + E + (E + 1); }

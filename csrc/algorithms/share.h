@@ -202,7 +202,7 @@ class Share {
     return n;
   }
 
-  // Source s's copies of the split expert e, onto its row of the share.
+  // Source s's copies of the replicated expert e, onto its row of the share.
   ISOLOAD_HD void send(int s, int e, int32_t* row) {
     int32_t n = load(s, e);
     if (n == 0) return;

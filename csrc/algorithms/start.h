@@ -1,8 +1,8 @@
 // start: where plan_exact begins. Augmenting changes no more than the peak demands, so the start chooses
 // among the many optimal splits.
-//   spread  every split expert evenly over its replicas: the sweeps make that a level load
+//   spread  every replicated expert evenly over its replicas: the sweeps make that a level load
 //   local   copies stay on their source rank, else on its node, if the expert has a replica there
-//   packed  every split expert wholly on one replica, so that few are active. Replicas that augmenting
+//   packed  every replicated expert wholly on one replica, so that few are active. Replicas that augmenting
 //           activates close again where they can.
 #pragma once
 
@@ -15,7 +15,7 @@ namespace isoload {
 
 enum class Objective : int32_t { spread = 0, local = 1, packed = 2 };
 
-// Adds all copies of the split experts to quota [P], which must be 0 for them, and to load [R].
+// Adds all copies of the replicated experts to quota [P], which must be 0 for them, and to load [R].
 template <class Team>
 struct Start {
   Team& team;

@@ -40,7 +40,7 @@ struct RouteFault {
 
 template <class Id>
 RouteFault route(const Id* ids, int64_t T, int K, int E, int P, const ReplicaTables& tables,
-                 const int32_t* share_row, bool prefer_visited, Id* slots);
+                 const int32_t* source_quota, bool prefer_visited, Id* slots);
 
 template <class Id>
 RouteFault route_sampled(const Id* ids, int64_t n, int E, const ReplicaTables& tables, const float* weights,
@@ -71,7 +71,7 @@ int64_t route_shared_sampled(const Id* slots, int64_t T, int K, const SharedDraw
 struct SharedRoute {
   int64_t T;
   int K, R, S, home, num_shared;
-  const int32_t* share_row;  // [R] sums to num_shared * tokens with a slot, or holds as much if strict
+  const int32_t* source_quota;  // [R] sums to num_shared * tokens with a slot, or holds as much if strict
   bool strict;
 };
 

@@ -112,11 +112,11 @@ void grant_visited(const Id* ids, int64_t T, int K, int E, const ReplicaTables& 
 
 template <class Id>
 RouteFault route(const Id* ids, int64_t T, int K, int E, int P, const ReplicaTables& tables,
-                 const int32_t* share_row, bool prefer_visited, Id* slots) {
-  if (!prefer_visited) return deal_all<false>(ids, T * K, E, tables, share_row, slots);
+                 const int32_t* source_quota, bool prefer_visited, Id* slots) {
+  if (!prefer_visited) return deal_all<false>(ids, T * K, E, tables, source_quota, slots);
   thread_local std::vector<int32_t> left;
-  left.assign(share_row, share_row + P);
-  grant_visited(ids, T, K, E, tables, share_row, left.data(), slots);
+  left.assign(source_quota, source_quota + P);
+  grant_visited(ids, T, K, E, tables, source_quota, left.data(), slots);
   return deal_all<true>(ids, T * K, E, tables, left.data(), slots);
 }
 

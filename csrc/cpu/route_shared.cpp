@@ -146,7 +146,7 @@ SharedFault route_shared(const SharedRoute& in, const Id* slots, int32_t* ranks)
   const int64_t bad = matcher.read(in, slots);
   if (bad != -1) return {SharedFault::bad_slot, bad};
   int64_t sum = 0;
-  for (int d = 0; d < in.R; ++d) sum += in.share_row[d];
+  for (int d = 0; d < in.R; ++d) sum += in.source_quota[d];
   if (sum != in.num_shared * matcher.tokens())
     return {SharedFault::not_the_share, in.num_shared * matcher.tokens()};
   for (int j = 0; j < in.num_shared; ++j) {
@@ -155,7 +155,7 @@ SharedFault route_shared(const SharedRoute& in, const Id* slots, int32_t* ranks)
     budget.assign(in.R, 0);
     int64_t line = 0, cut = 0;
     for (int d = 0; d < in.R; ++d) {
-      line += in.share_row[d];
+      line += in.source_quota[d];
       const int64_t upto = (line + j) / in.num_shared;
       budget[d] = static_cast<int32_t>(upto - cut);
       cut = upto;

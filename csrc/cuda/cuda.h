@@ -56,7 +56,7 @@ struct Route {
   int64_t T;
   int K, E, P;
   ReplicaTables tables;
-  const int32_t* share_row;  // [P]
+  const int32_t* source_quota;  // [P]
   bool prefer_visited;
 };
 int64_t route_bytes(const Route& problem);

@@ -194,8 +194,8 @@ static const char* route_visited(const Route& in, const Copies<Id>& copies, int 
 
 template <class Id>
 const char* route(const Route& in, const Id* ids, Id* slots, void* global, void* stream) {
-  const Copies<Id> copies{
-      Chunks::of(in.T * in.K), ids, slots, in.K, in.E, in.P, in.tables, in.share_row, error_word()};
+  const Copies<Id> copies{Chunks::of(in.T * in.K), ids,         slots, in.K, in.E, in.P, in.tables,
+                          in.source_quota,         error_word()};
   const int64_t blocks = copies.chunks.count(), word = sizeof(int32_t);
   const int64_t keys = in.prefer_visited && in.P > in.E ? in.P : in.E;
   const int warps = rank_warps(keys);
@@ -212,7 +212,7 @@ const char* route(const Route& in, const Id* ids, Id* slots, void* global, void*
           launch(route_count_kernel<Id>, blocks, kThreads, in.E * word, stream, copies, expert_counts))
     return error;
   return launch(route_deal_kernel<false, Id>, blocks, warps * 32, bytes, stream, copies, expert_counts,
-                in.share_row);
+                in.source_quota);
 }
 
 template const char* route(const Route&, const int32_t*, int32_t*, void*, void*);

@@ -60,7 +60,7 @@ class Matcher {
   __device__ void match(int j) {
     column_ = j;
     RankSet<W> wanting;
-    lay_out([&](int d) { return in_.share_row[d]; });
+    lay_out([&](int d) { return in_.source_quota[d]; });
     team_.for_each(in_.R, [&](int d) {
       const int64_t from = (int64_t(c_.line[d]) + j) / in_.num_shared,
                     upto = (int64_t(c_.line[d + 1]) + j) / in_.num_shared;

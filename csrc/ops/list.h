@@ -1,8 +1,9 @@
 // Every op, and every rule that a kernel finds broken: registrations, the bits of a device's error word and
 // their words in Python follow from here. Torch is not known here.
 //
-//   OP(function, devices, schema)   in pipeline order; the function is in csrc/ops, under ISOLOAD_OP(function)
-//   FAULT(bit, rule)                the next bit of the error word; a rule starts with its op's name
+//   OP(function, devices, schema)   in pipeline order; the function is in csrc/ops, under
+//   ISOLOAD_OP(function) FAULT(bit, rule)                the next bit of the error word; a rule starts with
+//   its op's name
 #pragma once
 
 #include <cstdint>
@@ -48,12 +49,12 @@ constexpr int kCpu = 1, kCuda = 2;
   OP(share_alone, kCpu | kCuda, \
      "(Tensor counts, Tensor quota, Tensor tables, int source) -> Tensor") \
   OP(route, kCpu | kCuda, \
-     "(Tensor topk_ids, Tensor share_row, Tensor tables, int num_experts, bool prefer_visited) " \
+     "(Tensor topk_ids, Tensor source_quota, Tensor tables, int num_experts, bool prefer_visited) " \
      "-> Tensor") \
   OP(route_sampled, kCpu | kCuda, \
      "(Tensor topk_ids, Tensor weights, Tensor tables, int num_experts, int seed) -> Tensor") \
   OP(route_shared, kCpu | kCuda, \
-     "(Tensor slots, Tensor share_row, int slots_per_rank, int rank, int num_shared, bool strict) " \
+     "(Tensor slots, Tensor source_quota, int slots_per_rank, int rank, int num_shared, bool strict) " \
      "-> Tensor") \
   OP(route_shared_sampled, kCpu | kCuda, \
      "(Tensor slots, Tensor load, Tensor? tokens, int slots_per_rank, int rank, str rule, " \

@@ -16,14 +16,14 @@ Tensor route(const Tensor& topk_ids, const Tensor& share_row_in, const Tensor& t
   require(topk_ids.dim() == 2, "topk_ids must be [T, K], got ", shape_text(topk_ids));
   require(topk_ids.numel() <= INT32_MAX, "topk_ids must have fewer than 2^31 entries, got ",
           topk_ids.numel());
-  require_dtype(share_row_in, "share_row", ScalarType::Int);
-  require(share_row_in.dim() == 1, "share_row must be [P], got ", shape_text(share_row_in));
-  const Tensor ids = dense(topk_ids), share_row = dense(share_row_in);
-  const int64_t P = share_row.size(0), T = ids.size(0), K = ids.size(1);
+  require_dtype(share_row_in, "source_quota", ScalarType::Int);
+  require(share_row_in.dim() == 1, "source_quota must be [P], got ", shape_text(share_row_in));
+  const Tensor ids = dense(topk_ids), source_quota = dense(share_row_in);
+  const int64_t P = source_quota.size(0), T = ids.size(0), K = ids.size(1);
   const Tables tables(tables_in, P, num_experts);
   require(tables_in.dim() == 1, "tables must be of one layer, got ", shape_text(tables_in));
   Tensor slots = new_empty(ids, {ids.size(0), ids.size(1)}, ids.scalar_type());
-  require_device(share_row, "share_row", ids, "topk_ids");
+  require_device(source_quota, "source_quota", ids, "topk_ids");
   require_device(tables_in, "tables", ids, "topk_ids");
   if (on_cuda(ids, [&](auto stream) {
         const cuda::Route problem{T,
@@ -31,7 +31,7 @@ Tensor route(const Tensor& topk_ids, const Tensor& share_row_in, const Tensor& t
                                   static_cast<int>(num_experts),
                                   static_cast<int>(P),
                                   tables.layer(0),
-                                  data<int32_t>(share_row),
+                                  data<int32_t>(source_quota),
                                   prefer_visited};
         const Scratch scratch(ids, cuda::route_bytes(problem));
         auto launch = [&](auto id) {
@@ -43,7 +43,7 @@ Tensor route(const Tensor& topk_ids, const Tensor& share_row_in, const Tensor& t
     return slots;
   auto run = [&](auto id) {
     using Id = decltype(id);
-    return cpu::route(data<Id>(ids), T, K, num_experts, P, tables.layer(0), data<int32_t>(share_row),
+    return cpu::route(data<Id>(ids), T, K, num_experts, P, tables.layer(0), data<int32_t>(source_quota),
                       prefer_visited, mutable_data<Id>(slots));
   };
   check_route(ids.scalar_type() == ScalarType::Int ? run(int32_t()) : run(int64_t()), num_experts);

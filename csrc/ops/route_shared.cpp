@@ -8,11 +8,11 @@ Tensor route_shared(const Tensor& slots_in, const Tensor& share_row_in, int64_t 
                     int64_t num_shared, bool strict) {
   require_ids(slots_in, "slots");
   require(slots_in.dim() == 2, "slots must be [T, K], got ", shape_text(slots_in));
-  require_dtype(share_row_in, "share_row", ScalarType::Int);
-  require(share_row_in.dim() == 1, "share_row must be [R], got ", shape_text(share_row_in));
-  const Tensor slots = dense(slots_in), share_row = dense(share_row_in);
-  const int64_t T = slots.size(0), R = share_row.size(0), most = INT32_MAX / (R > 0 ? R : 1);
-  require(R >= 1 && R <= kMaxRanks, "share_row must have 1..", kMaxRanks, " ranks, got ", R);
+  require_dtype(share_row_in, "source_quota", ScalarType::Int);
+  require(share_row_in.dim() == 1, "source_quota must be [R], got ", shape_text(share_row_in));
+  const Tensor slots = dense(slots_in), source_quota = dense(share_row_in);
+  const int64_t T = slots.size(0), R = source_quota.size(0), most = INT32_MAX / (R > 0 ? R : 1);
+  require(R >= 1 && R <= kMaxRanks, "source_quota must have 1..", kMaxRanks, " ranks, got ", R);
   require(slots_per_rank >= 1 && slots_per_rank <= most, "slots_per_rank must be in 1..", most, ", got ",
           slots_per_rank);
   require(rank >= 0 && rank < R, "rank must be in 0..", R - 1, ", got ", rank);
@@ -20,10 +20,10 @@ Tensor route_shared(const Tensor& slots_in, const Tensor& share_row_in, int64_t 
   require(T * num_shared <= INT32_MAX,
           "slots must have fewer than 2^31 shared copies (num_shared=", num_shared, " of every token), got ",
           T * num_shared);
-  require_device(share_row, "share_row", slots, "slots");
+  require_device(source_quota, "source_quota", slots, "slots");
   for (int64_t d = 0; d < R && slots.is_cpu(); ++d) {
-    const int32_t copies = data<int32_t>(share_row)[d];
-    require(copies >= 0, "share_row must not be negative, got ", copies, " for rank ", d);
+    const int32_t copies = data<int32_t>(source_quota)[d];
+    require(copies >= 0, "source_quota must not be negative, got ", copies, " for rank ", d);
   }
   const cpu::SharedRoute problem{T,
                                  static_cast<int>(slots.size(1)),
@@ -31,7 +31,7 @@ Tensor route_shared(const Tensor& slots_in, const Tensor& share_row_in, int64_t 
                                  static_cast<int>(slots_per_rank),
                                  static_cast<int>(rank),
                                  static_cast<int>(num_shared),
-                                 data<int32_t>(share_row),
+                                 data<int32_t>(source_quota),
                                  strict};
   const Tensor ranks = new_empty(slots, {T, num_shared});
   if (on_cuda(slots, [&](auto stream) {
@@ -51,8 +51,8 @@ Tensor route_shared(const Tensor& slots_in, const Tensor& share_row_in, int64_t 
           fault.value);
   if (fault.kind == cpu::SharedFault::not_the_share) {
     int64_t sum = 0;
-    for (int64_t d = 0; d < R; ++d) sum += data<int32_t>(share_row)[d];
-    require(false, "share_row must sum to num_shared copies of every token with a slot, ", fault.value,
+    for (int64_t d = 0; d < R; ++d) sum += data<int32_t>(source_quota)[d];
+    require(false, "source_quota must sum to num_shared copies of every token with a slot, ", fault.value,
             ", got ", sum);
   }
   return ranks;

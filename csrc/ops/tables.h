@@ -50,7 +50,7 @@ struct Tables {
       const int split = t.num_split(), classes = t.num_classes(), first = t.offsets[0], last = t.offsets[E];
       require(0 <= classes && classes <= split && split <= E,
               "tables must be made by replica_tables, which finds 0..", E,
-              " split experts in no more classes", ", got ", split, " in ", classes);
+              " replicated experts in no more classes", ", got ", split, " in ", classes);
       require(first == 0 && last >= 0 && last <= P, "tables must be made by replica_tables, which lists 0..",
               P, " replicas, got ", first, "..", last);
       if (all) require(is_made(t), "tables must be made by replica_tables, got others in layer ", b);

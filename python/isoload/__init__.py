@@ -9,7 +9,7 @@ from isoload.ops import append_shared_expert, check_device
 from isoload.placement import Placement, placement_errors
 from isoload.placers import PLACERS, place
 from isoload.planning import plan, plan_layers, share
-from isoload.policies import POLICIES, Policy
+from isoload.policies import POLICIES, Policy, register_policy
 from isoload.records import Plan, plan_errors
 from isoload.replica_tables import ReplicaTables
 from isoload.routing import route
@@ -49,6 +49,7 @@ __all__ = [
     "plan_errors",
     "plan_layers",
     "read_trace",
+    "register_policy",
     "route",
     "share",
     "topology_errors",

@@ -62,10 +62,10 @@ class Steps:
     def caches(self) -> dict[str, int]:
         """Entries of everything that remembers."""
         placed = self.placement._by_device.values()
-        own = self.layer._placed.values()
+        own = self.layer.balancer._own.values()
         return {
             "placement": len(placed),
-            "policies": sum(len(layers.cache) for layers in [*placed, *own]),
+            "policies": sum(len(layers.memos) for layers in [*placed, *own]),
             "agreed facts": len(self.transport.group._agreed),
             "stages of traffic": len(self.transport.group.traffic.bytes),
         }

@@ -85,7 +85,7 @@ def test_more_budget_never_raises_the_peak(objective: str) -> None:
 
 
 def active(case: Case, split: ops.ExactSplit) -> int:
-    """Replicas of split experts that have copies."""
+    """Replicas of replicated experts that have copies."""
     return int((split.quota[case.tables().field("split") >= 0] > 0).sum())
 
 
@@ -99,7 +99,7 @@ def sent_off_node(case: Case, split: ops.ExactSplit, ranks_per_node: int) -> int
 @pytest.mark.parametrize(("ranks", "replicas"), [(16, 32), (64, 128)])
 @pytest.mark.parametrize("tokens", [2048, 16384])
 def test_packed_uses_fewer_replicas(ranks: int, replicas: int, tokens: int) -> None:
-    """Of split experts, a fifth fewer in every batch."""
+    """Of replicated experts, a fifth fewer in every batch."""
     for seed in range(5):
         case = drifted(ranks, replicas, tokens, seed)
         spread, packed = solve(case), solve(case, objective="packed")

@@ -117,7 +117,7 @@ def test_optimum_with_speeds_and_base(family: str) -> None:
 
 @pytest.mark.parametrize("ranks", [96, 128, 300, 1024])
 def test_optimum_in_wide_groups(ranks: int) -> None:
-    """The network is dense in the ranks, or in the split experts if there are fewer."""
+    """The network is dense in the ranks, or in the replicated experts if there are fewer."""
     rng = np.random.default_rng(ranks)
     for family in ("eplb", "ring", "one_expert"):
         check_optimum(draw(family, ranks, 3))
@@ -250,7 +250,7 @@ def strided_reals(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nothing_to_decide(dtype: torch.dtype) -> None:
-    """Solved before the first iteration: no loads, no split expert, one rank, what cannot move decides."""
+    """Solved before the first iteration: no loads, no replicated expert, one rank, what cannot move decides."""
     tables = ops.replica_tables(SLOTS, 4, 4)
     base = torch.tensor([0, 0, 0, 9], dtype=dtype)
     solo = ops.replica_tables(int32(0, 1, 2, 3), 2, 4)

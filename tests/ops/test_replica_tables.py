@@ -61,7 +61,7 @@ def check_replicas(case: Case, tables: ReplicaTables) -> None:
 
 
 def check_classes(case: Case, tables: ReplicaTables) -> None:
-    """header, order, classes, split: all split experts once, those of a class on disjoint ranks."""
+    """header, order, classes, split: all replicated experts once, those of a class on disjoint ranks."""
     header, offsets, order, classes, split = fields(tables, "header", "offsets", "order", "classes", "split")
     num_split, num_classes = header
     copies = np.diff(offsets)
@@ -228,9 +228,9 @@ READERS: dict[str, Callable[[ReplicaTables], object]] = {
     "route_sampled": lambda t: ops.route_sampled(int32(0, 1, 2, 3)[None], torch.ones(12), t, 1),
 }
 MADE_UP = {
-    "split experts": ("header", 0, 5, "finds 0..4 split experts in no more classes, got 5 in "),
-    "fewer than none": ("header", 0, -1, "finds 0..4 split experts in no more classes, got -1 in "),
-    "classes": ("header", 1, 9, "finds 0..4 split experts in no more classes, got 4 in 9"),
+    "replicated experts": ("header", 0, 5, "finds 0..4 replicated experts in no more classes, got 5 in "),
+    "fewer than none": ("header", 0, -1, "finds 0..4 replicated experts in no more classes, got -1 in "),
+    "classes": ("header", 1, 9, "finds 0..4 replicated experts in no more classes, got 4 in 9"),
     "replicas": ("offsets", 4, 13, "lists 0..12 replicas, got 0..13"),
     "replicas from": ("offsets", 0, -3, "lists 0..12 replicas, got -3..10"),
 }

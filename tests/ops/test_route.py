@@ -226,9 +226,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 ROUTE_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     **REFUSED,
-    "share dtype": ({"share_row": SHARE.long()}, "share_row must be int32, got int64"),
-    "share 2-d": ({"share_row": SHARE.view(1, 8)}, r"share_row must be \[P\], got \[1, 8\]"),
-    "share slots": ({"share_row": SHARE[:7]}, "tables must be those of 4 experts in 7 slots"),
+    "share dtype": ({"source_quota": SHARE.long()}, "source_quota must be int32, got int64"),
+    "share 2-d": ({"source_quota": SHARE.view(1, 8)}, r"source_quota must be \[P\], got \[1, 8\]"),
+    "share slots": ({"source_quota": SHARE[:7]}, "tables must be those of 4 experts in 7 slots"),
     "more copies than share": ({"topk_ids": torch.tensor([[0, 1], [0, 0]])}, OFTEN.format(0)),
     "fewer copies than share": ({"topk_ids": torch.tensor([[0, -1], [0, -1]])}, OFTEN.format(1)),
 }
@@ -261,7 +261,7 @@ SAMPLED_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_route_refuses(name: str, prefer: Prefer | None) -> None:
     changed, message = ROUTE_REFUSED[name]
     with pytest.raises(ValueError, match=message):
-        ops.route(**{"topk_ids": IDS, "share_row": SHARE, "tables": TABLES, "prefer": prefer, **changed})
+        ops.route(**{"topk_ids": IDS, "source_quota": SHARE, "tables": TABLES, "prefer": prefer, **changed})
 
 
 def test_route_refuses_an_unknown_preference() -> None:

@@ -133,18 +133,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "slots shape": ({"slots": SLOTS[0]}, r"slots must be \[T, K\], got \[2\]"),
     "slots high": ({"slots": SLOTS + 1}, r"slots must be in -1..7, got 8"),
     "slots low": ({"slots": SLOTS - 1}, r"slots must be in -1..7, got -2"),
-    "row dtype": ({"share_row": ROW.long()}, "share_row must be int32, got int64"),
-    "row shape": ({"share_row": ROW[None]}, r"share_row must be \[R\], got \[1, 4\]"),
-    "no ranks": ({"share_row": ROW[:0]}, "share_row must have 1..1024 ranks, got 0"),
-    "many ranks": ({"share_row": ROW.new_zeros(1025)}, "share_row must have 1..1024 ranks, got 1025"),
-    "row negative": ({"share_row": -ROW}, "share_row must not be negative, got -1 for rank 0"),
+    "row dtype": ({"source_quota": ROW.long()}, "source_quota must be int32, got int64"),
+    "row shape": ({"source_quota": ROW[None]}, r"source_quota must be \[R\], got \[1, 4\]"),
+    "no ranks": ({"source_quota": ROW[:0]}, "source_quota must have 1..1024 ranks, got 0"),
+    "many ranks": ({"source_quota": ROW.new_zeros(1025)}, "source_quota must have 1..1024 ranks, got 1025"),
+    "row negative": ({"source_quota": -ROW}, "source_quota must not be negative, got -1 for rank 0"),
     "row sum": (
-        {"share_row": ROW + 1},
-        "share_row must sum to num_shared copies of every token with a slot, 3, got 7",
+        {"source_quota": ROW + 1},
+        "source_quota must sum to num_shared copies of every token with a slot, 3, got 7",
     ),
     "row sum of two": (
         {"num_shared": 2, "strict": True},
-        "share_row must sum to num_shared copies of every token with a slot, 6, got 3",
+        "source_quota must sum to num_shared copies of every token with a slot, 6, got 3",
     ),
     "slots per rank": ({"slots_per_rank": 0}, r"slots_per_rank must be in 1..536870911, got 0"),
     "many slots": ({"slots_per_rank": 2**30}, r"slots_per_rank must be in 1..536870911, got 1073741824"),
@@ -163,7 +163,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_refuses(name: str) -> None:
     changed, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
-        ops.route_shared(**{"slots": SLOTS, "share_row": ROW, "slots_per_rank": 2, "rank": 0, **changed})
+        ops.route_shared(**{"slots": SLOTS, "source_quota": ROW, "slots_per_rank": 2, "rank": 0, **changed})
 
 
 def test_opcheck() -> None:

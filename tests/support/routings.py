@@ -32,7 +32,7 @@ def draw_row(rng: Rng, ranks: int, copies: int) -> Tensor:
 
 
 def routings(seed: int, num_shared: int = 1) -> Any:
-    """(slots, share_row, S, rank) of every size."""
+    """(slots, source_quota, S, rank) of every size."""
     rng = np.random.default_rng([seed, num_shared])
     for ranks in RANKS:
         for tokens in TOKENS:

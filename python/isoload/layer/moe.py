@@ -310,7 +310,7 @@ class MoE(nn.Module):
         """Begins to bring the experts in the plan's spare slots."""
         if made is None or self.borrowing is None or made.filled is made.placed.filled:
             return None
-        return self.borrowing.borrow(made)
+        return self.borrowing.borrow(made.filled)
 
     def _balance(
         self, rows: list[Tensor], choose: Callable[[], list[tuple[Tensor, Tensor]]], num_tokens: int | None

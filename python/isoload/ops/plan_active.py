@@ -16,7 +16,7 @@ def plan_active(loads: Tensor, tables: ReplicaTables, *, ticks: Tensor | None = 
     """Puts all copies of an expert on one of its replicas, so that no rank has more active slots than it must.
 
     For decode batches: while reading weights takes longer than computing, a rank's time is its number of
-    active slots, and a split expert is read on every rank that takes a part. The number is the least possible
+    active slots, and a replicated expert is read on every rank that takes a part. The number is the least possible
     (the flow of :func:`plan_exact` with one unit per expert); the peak in copies is then lowered move by move,
     without a promise to be the least at this number.
 

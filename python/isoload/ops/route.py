@@ -15,14 +15,16 @@ Prefer = Literal["visited"]
 _route, _route_sampled = library.route.default, library.route_sampled.default
 
 
-def route(topk_ids: Tensor, share_row: Tensor, tables: ReplicaTables, prefer: Prefer | None = None) -> Tensor:
+def route(
+    topk_ids: Tensor, source_quota: Tensor, tables: ReplicaTables, prefer: Prefer | None = None
+) -> Tensor:
     """The slot of every copy on this rank, exactly as often as the rank's share says.
 
     Stable: the i-th copy of an expert (token order) goes to the first replica whose cumulative share exceeds i.
 
     Args:
         topk_ids: [T, K] int32 or int64 logical experts; -1 = masked.
-        share_row: [P] int32, this rank's row of :func:`share`.
+        source_quota: [P] int32, this rank's row of :func:`share`.
         tables: of this layer.
         prefer: "visited" permutes copies inside the same share so that more of a token's copies meet on one rank.
 
@@ -34,7 +36,7 @@ def route(topk_ids: Tensor, share_row: Tensor, tables: ReplicaTables, prefer: Pr
     slots: Tensor = call(
         _route,
         topk_ids,
-        share_row,
+        source_quota,
         tables.data,
         tables.num_experts,
         prefer is not None,
@@ -63,7 +65,9 @@ def route_sampled(topk_ids: Tensor, weights: Tensor, tables: ReplicaTables, seed
 
 
 @torch.library.register_fake("isoload::route")
-def _(topk_ids: Tensor, share_row: Tensor, tables: Tensor, num_experts: int, prefer_visited: bool) -> Tensor:
+def _(
+    topk_ids: Tensor, source_quota: Tensor, tables: Tensor, num_experts: int, prefer_visited: bool
+) -> Tensor:
     return torch.empty_like(topk_ids)
 
 

@@ -12,7 +12,7 @@ _route_shared = library.route_shared.default
 
 def route_shared(
     slots: Tensor,
-    share_row: Tensor,
+    source_quota: Tensor,
     slots_per_rank: int,
     rank: int,
     num_shared: int = 1,
@@ -27,7 +27,7 @@ def route_shared(
 
     Args:
         slots: [T, K] int32 or int64 routed slots of this rank's tokens; -1 = absent.
-        share_row: [R] int32, this rank's row of :func:`plan_waterfill`; sums to num_shared times the tokens that
+        source_quota: [R] int32, this rank's row of :func:`plan_waterfill`; sums to num_shared times the tokens that
             have a slot.
         slots_per_rank: S; slot p is on rank p // S.
         rank: this rank, the home of its tokens.
@@ -38,12 +38,12 @@ def route_shared(
     Returns:
         [T, num_shared] int32 ranks; -1 for a token without a slot.
     """
-    ranks: Tensor = call(_route_shared, slots, share_row, slots_per_rank, rank, num_shared, strict)
+    ranks: Tensor = call(_route_shared, slots, source_quota, slots_per_rank, rank, num_shared, strict)
     return ranks
 
 
 @torch.library.register_fake("isoload::route_shared")
 def _(
-    slots: Tensor, share_row: Tensor, slots_per_rank: int, rank: int, num_shared: int, strict: bool
+    slots: Tensor, source_quota: Tensor, slots_per_rank: int, rank: int, num_shared: int, strict: bool
 ) -> Tensor:
     return slots.new_empty((slots.shape[0], num_shared), dtype=torch.int32)

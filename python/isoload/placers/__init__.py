@@ -14,7 +14,7 @@ import torch
 from isoload.placement import Placement
 from isoload.placers.base import Loads, Placer
 from isoload.placers.eplb import EplbPlacer
-from isoload.placers.topology import TopologyPlacer
+from isoload.placers.graph import GraphPlacer
 from isoload.placers.trivial import TrivialPlacer
 from isoload.topology import Topology
 
@@ -22,8 +22,9 @@ MAX_SHARED = 64  # models have one or two
 MAX_SLOTS = 2**16  # of a layer: planners stay below a second
 
 PLACERS: dict[str, type[Placer]] = {
-    placer.name: placer for placer in (TrivialPlacer, EplbPlacer, TopologyPlacer)
+    placer.name: placer for placer in (TrivialPlacer, EplbPlacer, GraphPlacer)
 }
+OLD_NAMES = {"topology": "graph"}  # still accepted
 
 
 def place(
@@ -49,6 +50,7 @@ def place(
     Raises:
         ValueError: naming the argument, the rule and the value.
     """
+    placer = OLD_NAMES.get(placer, placer)
     if placer not in PLACERS:
         raise ValueError(f"placer must be one of {', '.join(PLACERS)}, got {placer!r}")
     known = [f.name for f in fields(PLACERS[placer])]

@@ -1,6 +1,7 @@
 """Online policies: one file each, one protocol (base.py), one registry. published/: forms of others, to compare."""
 
-from isoload.policies.base import Demand, Policy, Seeded, sample_seed
+from isoload.placed_layers import Filled
+from isoload.policies.base import Demand, Policy, Seeded, chosen_plan, sample_seed, sampled_plan
 from isoload.policies.even import EvenPolicy
 from isoload.policies.exact import ExactPolicy
 from isoload.policies.exact_active import ExactActivePolicy
@@ -40,11 +41,14 @@ for _policy in (
 __all__ = [
     "POLICIES",
     "Demand",
+    "Filled",
     "Policy",
     "Seeded",
     "StaticPolicy",
+    "chosen_plan",
     "make_policy",
     "parse_policy",
     "register_policy",
     "sample_seed",
+    "sampled_plan",
 ]

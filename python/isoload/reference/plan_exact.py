@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from isoload.reference.replica_tables import replicas
-from isoload.reference.start import SplitExpert, local, packed, spread
+from isoload.reference.start import ReplicatedExpert, local, packed, spread
 from isoload.replica_tables import ReplicaTables
 from isoload.results import ExactSplit
 
@@ -138,7 +138,7 @@ class Solver:
         self.experts = []
         for e in tables.field("order").tolist()[: tables.field("header").tolist()[0]]:
             slots = {self.rank_of(p): p for p in held[e]}
-            self.experts.append(SplitExpert(e, totals[e], slots, dict.fromkeys(slots, 0)))
+            self.experts.append(ReplicatedExpert(e, totals[e], slots, dict.fromkeys(slots, 0)))
 
     def solve(self, sweeps: int, budget: int | None) -> list[int]:
         """Lowers the peak to the target; returns sweeps, augmentations, Newton steps, 1 if the
@@ -187,7 +187,7 @@ class Solver:
         enough = range(copies * max(ticks) + 1)
         return bisect_left(enough, copies, key=lambda peak: sum(peak // t for t in ticks))
 
-    def move(self, x: SplitExpert, giver: int, taker: int, copies: int) -> None:
+    def move(self, x: ReplicatedExpert, giver: int, taker: int, copies: int) -> None:
         x.quota[giver] -= copies
         x.quota[taker] += copies
         self.load[giver] -= copies
@@ -195,13 +195,13 @@ class Solver:
 
     # 2. sweeps. Neither move raises the largest cost among the expert's ranks.
 
-    def balance(self, x: SplitExpert) -> None:
+    def balance(self, x: ReplicatedExpert) -> None:
         if len(x.slots) > 2 and self.equal_ranks:
             self.balance_level(x)
         elif x.givers():
             self.balance_pair(x)
 
-    def balance_pair(self, x: SplitExpert) -> None:
+    def balance_pair(self, x: ReplicatedExpert) -> None:
         """From the costliest replica to the cheapest. Between equal ranks 7/10 of the gap, not 1/2: the
         overshoot leaves less for the next sweep."""
         high, low = max(x.givers(), key=self.cost), min(x.slots, key=self.cost)
@@ -209,7 +209,7 @@ class Solver:
         copies = 7 * gap // 10 if self.equal_ranks else gap // (self.ticks[high] + self.ticks[low])
         self.move(x, high, low, min(copies, x.quota[high]))
 
-    def balance_level(self, x: SplitExpert) -> None:
+    def balance_level(self, x: ReplicatedExpert) -> None:
         """Pours the expert's copies anew onto what its ranks carry besides, up to one common water level."""
         base = {r: self.load[r] - x.quota[r] for r in x.slots}
         rising = sorted(base.values())
@@ -262,7 +262,7 @@ class Solver:
         for hop in hops:
             self.move(*hop, width)
 
-    def widest(self, giver: int, level: set[int]) -> SplitExpert:
+    def widest(self, giver: int, level: set[int]) -> ReplicatedExpert:
         """The expert of which a rank can hand most copies to a level, the first of equal ones."""
         able = [x for x in self.experts if x.quota.get(giver, 0) > 0 and not level.isdisjoint(x.slots)]
         return max(able, key=lambda x: x.quota[giver])

@@ -16,7 +16,7 @@ UNSET = -2  # no slot granted yet; the op's outputs never hold it
 
 
 def route(
-    topk_ids: Tensor, share_row: Tensor, tables: ReplicaTables, prefer: Literal["visited"] | None = None
+    topk_ids: Tensor, source_quota: Tensor, tables: ReplicaTables, prefer: Literal["visited"] | None = None
 ) -> Tensor:
     """[T, K] slots: the i-th copy of an expert goes to its first replica whose cumulative share exceeds i.
 
@@ -24,7 +24,7 @@ def route(
     :func:`_grant`); the others are dealt by the same rule from what is left of the share.
     """
     held = replicas(tables)
-    tokens, left = topk_ids.tolist(), share_row.tolist()
+    tokens, left = topk_ids.tolist(), source_quota.tolist()
     slots = [[-1 if e == -1 else UNSET for e in token] for token in tokens]
     if prefer == "visited":
         _grant(tokens, held, tables.num_slots // tables.num_ranks, left, slots)
@@ -36,7 +36,7 @@ def route(
                 chosen[k] = next(p for p, upto in zip(held[e], cumulative[e], strict=True) if upto > dealt[e])
                 dealt[e] += 1
     received = torch.tensor([p for chosen in slots for p in chosen if p >= 0], dtype=torch.int64)
-    assert torch.equal(received.bincount(minlength=tables.num_slots), share_row.long()), (
+    assert torch.equal(received.bincount(minlength=tables.num_slots), source_quota.long()), (
         "slots get their share"
     )
     return torch.tensor(slots, dtype=topk_ids.dtype).view(topk_ids.shape)

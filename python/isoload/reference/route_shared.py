@@ -10,7 +10,7 @@ from torch import Tensor
 
 def route_shared(
     slots: Tensor,
-    share_row: Tensor,
+    source_quota: Tensor,
     slots_per_rank: int,
     rank: int,
     num_shared: int = 1,
@@ -23,7 +23,7 @@ def route_shared(
     the columns adds up to c again.
     """
     visited = visited_ranks(slots, slots_per_rank)
-    row = share_row.tolist()
+    row = source_quota.tolist()
     assert sum(row) == num_shared * sum(map(bool, visited)), "the share is that of these tokens"
     columns = []
     for j in range(num_shared):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass
-class SplitExpert:
+class ReplicatedExpert:
     """An expert with replicas on several ranks; both maps are in ascending rank order."""
 
     expert: int
@@ -26,14 +26,16 @@ class SplitExpert:
             self.quota[r] += copies // len(ranks) + ((i - self.expert) % len(ranks) < copies % len(ranks))
 
 
-def spread(experts: list[SplitExpert], load: list[int]) -> None:
+def spread(experts: list[ReplicatedExpert], load: list[int]) -> None:
     """Every expert evenly over its replicas."""
     for x in experts:
         x.deal(list(x.slots), x.total)
         add_to(load, x)
 
 
-def local(experts: list[SplitExpert], load: list[int], loads: list[list[int]], ranks_per_node: int) -> None:
+def local(
+    experts: list[ReplicatedExpert], load: list[int], loads: list[list[int]], ranks_per_node: int
+) -> None:
     """Copies (loads [R, E]) stay on their source rank if it has a replica; else they spread over the replicas
     of its node, else over all."""
     for x in experts:
@@ -52,7 +54,7 @@ def local(experts: list[SplitExpert], load: list[int], loads: list[list[int]], r
         add_to(load, x)
 
 
-def packed(experts: list[SplitExpert], load: list[int], ticks: list[int]) -> None:
+def packed(experts: list[ReplicatedExpert], load: list[int], ticks: list[int]) -> None:
     """By falling copies, each expert wholly to the rank that costs least with it."""
     for x in sorted(experts, key=lambda x: -x.total):
         rank = min(x.slots, key=lambda r: (load[r] + x.total) * ticks[r])
@@ -60,6 +62,6 @@ def packed(experts: list[SplitExpert], load: list[int], ticks: list[int]) -> Non
         add_to(load, x)
 
 
-def add_to(load: list[int], x: SplitExpert) -> None:
+def add_to(load: list[int], x: ReplicatedExpert) -> None:
     for r, copies in x.quota.items():
         load[r] += copies

@@ -12,7 +12,7 @@ from isoload.permutation import spread_rows
 
 
 class Destinations(NamedTuple):
-    """Where the tokens of one rank go, before the host knows how many rows that makes.
+    """Where the tokens of one rank go, before the host has read how many rows that makes.
 
     ranks   [T, D] int64  the distinct ranks of a token's slots, ascending, then R; D = min(K, R)
     counts  [R] int64     rows to every rank

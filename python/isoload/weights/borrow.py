@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from isoload.records import Plan
+from isoload.placed_layers import Filled
 from isoload.transport import Group
 from isoload.weights.backends import Backend
 from isoload.weights.borrow_plan import BorrowPlan
@@ -82,9 +82,9 @@ class Borrowing:
         for table in self._home.values():  # in place: captured graphs hold its address
             table.copy_(torch.tensor(self._home_table, dtype=torch.int32))
 
-    def borrow(self, plan: Plan) -> Borrowed | None:
-        """Begins to bring what the plan borrows; None where that is nothing, as far as the host can read it."""
-        slots, num_ranks = plan.slot_to_expert, self.group.topology.num_ranks
+    def borrow(self, filled: Filled) -> Borrowed | None:
+        """Begins to bring the experts of filled spare slots; None where there are none, as far as the host can read."""
+        slots, num_ranks = filled.slot_to_expert, self.group.topology.num_ranks
         if slots.device not in self._home:
             self._home[slots.device] = torch.tensor(self._home_table, dtype=torch.int32, device=slots.device)
         wanted = BorrowPlan(slots, self._home[slots.device], self._home_rows, num_ranks, self.spare_slots)

@@ -20,8 +20,8 @@ def plan_moves(current: Rows, wanted: Rows, rows_per_chunk: int) -> list[list[Mo
 
     Args:
         current: what the rows hold; all copies of an expert are equal.
-        wanted: what they shall hold, -1 = anything; a shorter rank wants nothing of its other rows. Every expert held
-            is wanted somewhere, and every expert wanted is held; no rank wants one twice.
+        wanted: what they shall hold, -1 = anything; rows beyond a rank's list may hold anything, too. Every expert
+            of current is in wanted and the other way round; no rank's list has one twice.
         rows_per_chunk: most moves of a chunk, over all ranks, at least 2.
     """
     schedule = _Schedule(current, wanted)

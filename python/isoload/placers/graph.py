@@ -1,4 +1,4 @@
-"""Placer ``topology``: replicas along the edges of a fixed graph of ranks, as DeepSeek's LPLB lays them.
+"""Placer ``graph``: replicas along the edges of a fixed graph of ranks, as DeepSeek's LPLB lays them.
 
 For comparison (github.com/deepseek-ai/LPLB). The graph fixes which ranks may relieve each other, whatever the
 load; the load selects only which experts. Every expert has at most two replicas.
@@ -18,7 +18,7 @@ Owners = list[list[int]]  # of every rank: the ranks whose experts it replicates
 
 
 @dataclass(frozen=True)
-class TopologyPlacer(Placer):
+class GraphPlacer(Placer):
     """Every expert once; a rank's further slots hold replicas of its neighbours' heaviest experts.
 
     The i-th further slot of rank r belongs to the i-th (mod their number) of its edges in the graph, and takes
@@ -36,7 +36,7 @@ class TopologyPlacer(Placer):
             than it has experts.
     """
 
-    name = "topology"
+    name = "graph"
     graph: str = "ring"
     ranks_per_node: int = 8
     packed: bool = False

@@ -1,0 +1,129 @@
+"""What others add takes one short file over public names: an engine's plug-in, a policy. (A dispatcher:
+tests/transport/test_toy_dispatcher.py.)"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+import isoload
+from isoload.policies import POLICIES, Demand, Filled, chosen_plan
+from support.small_batches import EXPERTS, RANKS, K, draw_ids, make_placement, make_topology
+
+# --- An engine with a table of replicas and a random choice among them, as engines have it.
+
+
+class Engine:
+    """Tensor-parallel ranks hold the same tokens; the rule may be replaced, the map changes while it runs."""
+
+    def __init__(self, physical_to_logical: Tensor) -> None:
+        self.physical_to_logical = physical_to_logical
+        self.to_physical = self.draw_replica
+
+    def draw_replica(self, layer: int, topk_ids: Tensor) -> Tensor:
+        replicas = [(self.physical_to_logical[layer] == e).nonzero().flatten() for e in range(EXPERTS)]
+        return torch.tensor(
+            [[int(replicas[e][0]) if e >= 0 else -1 for e in row] for row in topk_ids.tolist()]
+        )
+
+    def rebalance(self, physical_to_logical: Tensor) -> None:
+        self.physical_to_logical = physical_to_logical
+
+
+# --- Its plug-in.
+
+
+class PlugIn:
+    """Balances every layer of an engine; follows its rebalancing in place."""
+
+    def __init__(self, engine: Engine, topology: isoload.Topology, policy: str) -> None:
+        self.topology, rebalance = topology, engine.rebalance
+        placement = self.placement_of(engine.physical_to_logical)
+        self.balancers = [
+            isoload.Balancer(placement, layer, policy, tokens="same") for layer in range(placement.num_layers)
+        ]
+        engine.to_physical = lambda layer, topk_ids: self.balancers[layer](topk_ids)
+
+        def follow(physical_to_logical: Tensor) -> None:
+            rebalance(physical_to_logical)
+            placement = self.placement_of(physical_to_logical)
+            for balancer in self.balancers:
+                balancer.load(placement)
+
+        engine.rebalance = follow  # type: ignore[method-assign]
+
+    def placement_of(self, physical_to_logical: Tensor) -> isoload.Placement:
+        return isoload.Placement(physical_to_logical, self.topology, int(physical_to_logical.max()) + 1)
+
+
+def peak(slots: Tensor, num_slots: int) -> int:
+    return int(isoload.count(slots, num_slots).view(RANKS, -1).sum(1).max())
+
+
+def test_an_engines_plug_in() -> None:
+    placement = make_placement()
+    engine = Engine(placement.slot_to_expert.long())
+    stock = [engine.to_physical(layer, draw_ids(layer)[0]) for layer in range(placement.num_layers)]
+    plug_in = PlugIn(engine, make_topology(), "exact")
+    for layer, drawn in enumerate(stock):
+        slots = engine.to_physical(layer, draw_ids(layer)[0])
+        plan = plug_in.balancers[layer].last_plan
+        assert plan is not None and plan.peak == plan.bound == peak(slots, placement.num_slots)
+        assert peak(slots, placement.num_slots) <= peak(drawn, placement.num_slots)
+    new = isoload.place(torch.rand(placement.num_layers, EXPERTS), make_topology(), slots_per_rank=6)
+    engine.rebalance(new.slot_to_expert.long())
+    rows = draw_ids(7)[0]
+    slots = engine.to_physical(2, rows)
+    held = new.slot_to_expert[2][slots.clamp(min=0)]
+    assert torch.equal(torch.where(slots < 0, -1, held), rows.int()) and slots.shape == (len(rows), K)
+
+
+# --- A policy: one file, the registry, and a paragraph in docs/balancing.md.
+
+
+@dataclass(frozen=True)
+class Highest(isoload.Policy):
+    """All copies of an expert go to its highest slot."""
+
+    name = "highest"
+
+    def split(self, demand: Demand, filled: Filled) -> isoload.Plan:
+        loads = demand.loads if demand.loads.dim() == 1 else demand.loads.sum(0, dtype=torch.int32)
+        last = (filled.tables.field("offsets")[1:] - 1).long()
+        quota = torch.zeros_like(filled.slot_to_expert)
+        quota[filled.tables.field("slots")[last].long()] = loads
+        return chosen_plan(self, quota, demand, filled)
+
+
+@pytest.fixture
+def highest() -> str:
+    isoload.register_policy(Highest)
+    yield "highest"
+    del POLICIES["highest"]
+
+
+def test_a_policy_in_one_file(highest: str) -> None:
+    placement = make_placement()
+    balancer = isoload.Balancer(placement, 0, highest, isoload.LocalGroup(make_topology()))
+    ids = draw_ids(3)
+    slots = balancer(ids)
+    plan = balancer.last_plan
+    assert plan is not None
+    assert isoload.plan_errors(plan, torch.stack([isoload.count(rows, EXPERTS) for rows in ids])) == []
+    assert torch.equal(isoload.count(torch.cat(slots), placement.num_slots), plan.quota)
+    exact = isoload.Balancer(placement, 0, "exact", isoload.LocalGroup(make_topology()))
+    exact(ids)
+    assert exact.last_plan is not None and exact.last_plan.peak <= plan.peak
+
+
+def test_a_registered_policy_composes(highest: str) -> None:
+    placement = isoload.place(torch.ones(1, EXPERTS), make_topology(), slots_per_rank=6, num_shared=1)
+    balancer = isoload.Balancer(
+        placement, 0, "waterfill", isoload.LocalGroup(make_topology()), shared_columns=False, routed=highest
+    )
+    slots = balancer(draw_ids(4))
+    assert balancer.last_plan is not None
+    assert torch.equal(isoload.count(torch.cat(slots), placement.num_slots), balancer.last_plan.quota)
