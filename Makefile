@@ -1,9 +1,13 @@
 # make run    replay the shipped trace under several policies; run the layer over four processes
-# make test   the test suite
+# make test   the test suite but what is marked slow
+# make test-gate  the slow tests of .ci/run: one mutant for each op's tests, sanitizers, builds
+# make test-all   every test, with all mutants and the large sweeps; then make fuzz
+# make fuzz   random placements, policies, layers and lost processes, SECONDS=60 long; SEED=N is one case again
 # make build  rebuild the compiled ops in place (seconds)
 # make lint   ruff, mypy, clang-format
 # make cuda-check  compiles the CUDA ops for three architectures; needs nvcc, no GPU (minutes)
 # make kernels-check  runs the Triton kernels in Triton's interpreter and compiles them; needs no GPU (a minute)
+# make critical-path  which lines of the CUDA kernels cost most, in a model; no GPU, no figure (KERNELS=, RANKS=)
 # make gpu    on a machine with a GPU: builds for it, checks, times, tests, compute-sanitizer (ten minutes; bench/README.md)
 # make bench  the benchmarks of planning, of the layer, of borrowing, of shared experts, and balance on the shipped trace
 #
@@ -11,10 +15,12 @@
 #   TORCH=torch==2.13.0   any torch>=2.11 works
 #   PIP_ARGS=             e.g. --index-url https://download.pytorch.org/whl/cpu for the CPU build of torch
 #   VENV=0                use the current interpreter and the torch it has; nothing is downloaded
+#   WORKERS=2             processes that `make test` and `make test-all` use
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PIP_ARGS ?=
 VENV ?= .venv
+WORKERS ?= 2
 
 ifeq ($(VENV),0)
 PY := $(PYTHON)
@@ -32,13 +38,26 @@ endif
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 TRACE := examples/traces/gptoss20b_decode.npz
 
-.PHONY: run test build lint cuda-check kernels-check gpu bench clean
+.PHONY: run test test-gate test-all fuzz build lint cuda-check kernels-check critical-path gpu bench clean
 run: $(READY)
 	$(PY) -m isoload replay $(TRACE) --ranks 8 --ranks-per-node 4
 	$(PY) -m isoload demo
 
+# worksteal leaves most of a module to one worker, so that what its tests share is made once.
 test: $(TESTED)
-	$(PY) -m pytest
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
+
+# One process: the mutants use all cores themselves and share what they compile.
+test-gate: $(TESTED)
+	$(PY) -m pytest -m "slow and not exhaustive"
+
+test-all: test
+	$(PY) -m pytest -m slow
+	$(MAKE) fuzz
+
+SECONDS ?= 60
+fuzz: $(TESTED)
+	$(PY) tests/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 build: $(READY)
 	$(PY) setup.py -q build_ext --inplace
@@ -57,6 +76,11 @@ KERNELS_PY := .venv-kernels/bin/python
 kernels-check: .venv-kernels/.installed
 	$(KERNELS_PY) -m pytest -W ignore:::triton.runtime.interpreter tests/kernels
 	TRITON_CACHE_DIR=build/triton $(KERNELS_PY) kernels/check.py
+
+KERNELS ?= plan_exact share replica_tables plan_spill plan_lp
+RANKS ?= 16
+critical-path: $(TESTED)
+	PYTHONPATH=tests $(PY) -m support.critical_path --ranks $(RANKS) $(KERNELS)
 
 gpu: $(GPU_READY)
 	PYTHON=$(PY) bench/cuda.sh $(RESULTS)

@@ -6,7 +6,7 @@
 #   PYTHON=python3                       an interpreter whose torch has CUDA
 #
 # --dry-run says what would run and, on a CPU, runs what needs no GPU: the imports, the collection of every step's
-# tests, and bench_cuda.py --check on the CUDA sources compiled for one core. It needs `make build` and g++.
+# tests, and bench_cuda.py --check on the CUDA sources compiled for a CPU. It needs `make build` and g++.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -97,9 +97,10 @@ import torch, isoload
 assert isoload.count(torch.tensor([[0, 2], [2, -1]], device="cuda"), 3).tolist() == [1, 0, 2]
 isoload.check_device("cuda")
 print("count:", torch.cuda.get_device_name())'
-one_core='
-import pathlib, sys, one_core_build
-print(one_core_build.build(pathlib.Path(sys.argv[1])))'
+simt='
+import pathlib, sys
+from support import simt_build
+print(simt_build.build(pathlib.Path(sys.argv[1])))'
 
 if [ "$dry" = 0 ]; then
   architecture=$("$python" -c "$capability") || { echo "no GPU that torch can use"; exit 1; }
@@ -151,12 +152,11 @@ export TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 # two ranks on one GPU
 tests symmetric 35 "$(find tests -name test_cuda_symmetric.py)"
 
 if [ "$dry" = 1 ]; then
-  run one_core_build "$patience" env PYTHONPATH="tests:tests/support:$PYTHONPATH" \
-    "$python" -c "$one_core" "$scratch/one_core" || give_up
-  package=$(tail -n 1 "$folder/one_core_build.log")
+  run simt_build "$patience" env PYTHONPATH="tests:$PYTHONPATH" "$python" -c "$simt" "$scratch/simt" || give_up
+  package=$(tail -n 1 "$folder/simt_build.log")
   run check_cpu "$patience" "$python" bench/bench_cuda.py --check --device cpu
-  run check_one_core "$patience" env PYTHONPATH="$package" "$python" bench/bench_cuda.py --check --device cpu
-  run same_bits 10 diff "$folder/check_cpu.log" "$folder/check_one_core.log"
+  run check_simt "$patience" env PYTHONPATH="$package" "$python" bench/bench_cuda.py --check --device cpu
+  run same_bits 10 diff "$folder/check_cpu.log" "$folder/check_simt.log"
   printf '\n== the limits add up to %d s' "$limits"
 fi
 printf '\n== %d s in all; ' "$SECONDS"

@@ -16,13 +16,13 @@ STEPS = [
     *("machine", "build", "imports", "one_op", "check", "quick", "ncu", "ncu_details"),
     *("memcheck", "racecheck", "synccheck", "tests", "bench", "kernels", "forward", "gradients", "symmetric"),
 ]
-ON_A_CPU = ["one_core_build", "check_cpu", "check_one_core", "same_bits"]
+ON_A_CPU = ["simt_build", "check_cpu", "check_simt", "same_bits"]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_dry_run(tmp_path: Path) -> None:
-    """The library of one core gives the CPU's bits of every op at every size that the GPU is checked at."""
+    """The CUDA sources on tests/native/simt give the CPU's bits of every op at every size that a GPU is checked at."""
     command = ["bench/cuda.sh", "--dry-run", str(tmp_path)]
     environment = {**os.environ, "PYTHON": sys.executable}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -37,7 +37,7 @@ def test_dry_run(tmp_path: Path) -> None:
             found = {file for file, _ in collected}
             assert {"test_cuda", "test_cuda_layer", "test_device_errors", "test_kernels_cuda"} <= found
             assert {"test_count", "test_plan_exact", "test_route", "test_share"} <= found
-    checked = (tmp_path / "check_one_core.log").read_text().splitlines()
+    checked = (tmp_path / "check_simt.log").read_text().splitlines()
     assert len(checked) > 90 and checked == (tmp_path / "check_cpu.log").read_text().splitlines()
 
 

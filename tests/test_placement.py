@@ -119,6 +119,13 @@ def test_layers_of_a_fake_device_are_not_kept():
     assert type(placement.layer(0, "cpu").home_slot) is torch.Tensor
 
 
+def test_a_memo_of_fake_values_is_not_kept():
+    placed = make().layer(0, "cpu")
+    with FakeTensorMode():
+        assert placed.memo("three", lambda _: torch.zeros(3)).shape == (3,)
+    assert placed.memo("three", lambda _: torch.zeros(3)).tolist() == [0, 0, 0]
+
+
 @pytest.mark.parametrize("index", [-1, 2])
 def test_layer_must_exist(index):
     with pytest.raises(ValueError, match=re.escape(f"layer must be in 0..1, got {index}")):

@@ -21,14 +21,16 @@ struct RankLoads {
 
 // One source rank's draw of shared ranks.
 struct SharedDraw {
-  enum Rule { static_, dynamic, blog } rule;
+  enum Rule { static_, dynamic, blog, blog_all } rule;
   int R, slots_per_rank, rank;
   RankLoads load;         // routed copies
   const int32_t* tokens;  // [R], null for static_
   uint64_t seed;
 
+  // The blog's formula, with either set of candidates: visited ranks and the own one, or all.
+  ISOLOAD_HD bool of_blog() const { return rule == blog || rule == blog_all; }
   // SGLang leaves the shared copies of a smaller batch at home.
-  ISOLOAD_HD bool at_home(int64_t num_tokens) const { return rule != blog && num_tokens < 64; }
+  ISOLOAD_HD bool at_home(int64_t num_tokens) const { return !of_blog() && num_tokens < 64; }
 };
 
 // What the tokens of a batch draw from.
@@ -41,7 +43,7 @@ struct SharedSlack {
 // memory: [2, R]. A barrier last.
 template <class Team>
 ISOLOAD_HD SharedSlack find_slack(Team& team, const SharedDraw& in, int K, int64_t* memory) {
-  SharedSlack out{memory, memory + in.R, in.rule == SharedDraw::static_};
+  SharedSlack out{memory, memory + in.R, in.rule == SharedDraw::static_ || in.rule == SharedDraw::blog_all};
   auto sum = [&](auto&& f) {
     int64_t mine = 0;
     team.for_each(in.R, [&](int r) { mine += f(r); });
@@ -49,7 +51,7 @@ ISOLOAD_HD SharedSlack find_slack(Team& team, const SharedDraw& in, int K, int64
   };
   int64_t shared =
       sum([&](int r) { return in.load[r]; }) / (K > 0 ? K : 1);  // SGLang's estimate of the tokens
-  if (in.rule == SharedDraw::blog) shared = sum([&](int r) { return int64_t(in.tokens[r]); });
+  if (in.of_blog()) shared = sum([&](int r) { return int64_t(in.tokens[r]); });
   int64_t top = INT64_MIN, all = 0;
   team.for_each(in.R, [&](int r) {
     out.load[r] = in.load[r] + (in.rule == SharedDraw::dynamic ? in.tokens[r] : 0);
@@ -61,7 +63,7 @@ ISOLOAD_HD SharedSlack find_slack(Team& team, const SharedDraw& in, int K, int64
   if (in.rule == SharedDraw::dynamic) out.all_ranks = top <= target;
   team.for_each(in.R, [&](int r) {
     const int64_t room = target > out.load[r] ? target - out.load[r] : 0;
-    if (in.rule == SharedDraw::blog)
+    if (in.of_blog())
       out.weight[r] = room * (r == in.rank ? 11 : 10);
     else
       out.weight[r] = r == in.rank ? room : room * 10 / 11;
@@ -104,7 +106,7 @@ ISOLOAD_HD int draw_shared(const SharedDraw& in, const SharedSlack& slack, int64
   if (in.at_home(num_tokens)) return in.rank;
   visited.insert(in.rank);
   const uint64_t word =
-      in.rule == SharedDraw::blog ? random_word(in.seed, i) : hash_token(static_cast<uint32_t>(i), in.rank);
+      in.of_blog() ? random_word(in.seed, i) : hash_token(static_cast<uint32_t>(i), in.rank);
   return draw_rank(slack, slack.all_ranks ? RankSet<W>::first(in.R) : visited, in.rank, word);
 }
 

@@ -6,9 +6,10 @@
 namespace isoload::ops {
 
 static SharedDraw::Rule draw_rule(const std::string& name) {
-  require(name == "static" || name == "dynamic" || name == "blog",
-          "rule must be static, dynamic or blog, got ", name);
-  return name == "static" ? SharedDraw::static_ : name == "dynamic" ? SharedDraw::dynamic : SharedDraw::blog;
+  if (name == "static") return SharedDraw::static_;
+  if (name == "dynamic") return SharedDraw::dynamic;
+  require(name == "blog" || name == "blog_all", "rule must be static, dynamic, blog or blog_all, got ", name);
+  return name == "blog" ? SharedDraw::blog : SharedDraw::blog_all;
 }
 
 // [R] copies or tokens. One int32 per rank bounds every product and sum of the draw.

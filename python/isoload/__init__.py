@@ -4,7 +4,7 @@ from isoload.balancer import Balancer
 from isoload.cost import break_even
 from isoload.counting import count
 from isoload.experts.weights import ExpertWeights
-from isoload.layer.moe import MoE
+from isoload.layer import BlockExperts, MoE
 from isoload.ops import append_shared_expert, check_device
 from isoload.placement import Placement, placement_errors
 from isoload.placers import PLACERS, place
@@ -25,6 +25,7 @@ __all__ = [
     "POLICIES",
     "WORKLOADS",
     "Balancer",
+    "BlockExperts",
     "CollectiveGroup",
     "CollectiveTransport",
     "ExpertWeights",

@@ -28,6 +28,7 @@ from isoload.routing import route, route_fixed
 from isoload.shared_experts import without_shared_slots
 from isoload.topology import Topology
 from isoload.transport import Group, LocalGroup, checksum, error_code
+from isoload.value_checks import may_be_kept
 
 Tokens = Literal["own", "same"]
 
@@ -257,7 +258,7 @@ class Balancer:
         if device in self._own:
             return self._own[device]
         own = own_layers(self.placement.layer(self.layer, device))
-        if type(own.home_slot) is Tensor:  # a FakeTensor must not outlive its mode
+        if may_be_kept(own.home_slot):
             self._own[device] = own
         return own
 

@@ -148,23 +148,12 @@ def rank_bytes(quota: Tensor, slot_to_expert: Tensor, num_ranks: int, model: Cos
     return copies * per_copy + held.double() * model.expert_bytes
 
 
-def imports(slot_to_expert: Tensor, home_slot: Tensor, spare_slots: int, topology: Topology) -> Tensor:
-    """[..., R, 2] int64 experts in every rank's spare slots: borrowed inside its node, and from other nodes.
+def lent(slot_to_expert: Tensor, home_slot: Tensor, spare_slots: int, topology: Topology) -> Tensor:
+    """[..., R, R] int64 experts that each rank sends to each rank's spare slots.
 
     Args:
         slot_to_expert: [..., P] of a plan; home_slot: [..., E] of its placement.
     """
-    ranks, size = topology.num_ranks, slot_to_expert.shape[-1] // topology.num_ranks
-    borrowed = slot_to_expert.reshape(*slot_to_expert.shape[:-1], ranks, size)[..., size - spare_slots :]
-    homes = home_slot.gather(-1, borrowed.clamp(min=0).flatten(-2).long()).view(borrowed.shape)
-    node = torch.arange(ranks, device=homes.device).unsqueeze(-1) // topology.ranks_per_node
-    far = homes // size // topology.ranks_per_node != node
-    filled = borrowed >= 0
-    return torch.stack([(filled & ~far).sum(-1), (filled & far).sum(-1)], -1)
-
-
-def lent(slot_to_expert: Tensor, home_slot: Tensor, spare_slots: int, topology: Topology) -> Tensor:
-    """[..., R, R] int64 experts that each rank sends to each rank's spare slots. Arguments as of :func:`imports`."""
     ranks, size = topology.num_ranks, slot_to_expert.shape[-1] // topology.num_ranks
     borrowed = slot_to_expert.reshape(*slot_to_expert.shape[:-1], ranks, size)[..., size - spare_slots :]
     homes = home_slot.gather(-1, borrowed.clamp(min=0).flatten(-2).long()).view(borrowed.shape) // size

@@ -14,6 +14,7 @@ from isoload import ops
 from isoload.replica_tables import ReplicaTables
 from isoload.shared_experts import shared_home
 from isoload.topology import Topology
+from isoload.value_checks import may_be_kept
 
 if TYPE_CHECKING:
     from isoload.placement import Placement
@@ -111,7 +112,7 @@ class PlacedLayers:
         if key in self.memos:
             return self.memos[key].value
         value = derive(self)
-        if type(value) is Tensor:  # a FakeTensor must not outlive its mode
+        if may_be_kept(value):
             while len(self.memos) >= MEMOS:
                 del self.memos[next(iter(self.memos))]
             self.memos[key] = Memo(value, derive)

@@ -13,6 +13,7 @@ from torch import Tensor
 from isoload import ops
 from isoload.placed_layers import PlacedLayers
 from isoload.topology import Topology
+from isoload.value_checks import may_be_kept
 
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -122,7 +123,7 @@ class Placement:
         return self._remember(key, one)
 
     def _remember(self, key: tuple[torch.device, int | None], placed: PlacedLayers) -> PlacedLayers:
-        if type(placed.home_slot) is Tensor:  # a FakeTensor must not outlive its mode
+        if may_be_kept(placed.home_slot):
             self._by_device[key] = placed
         return placed
 

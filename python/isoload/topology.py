@@ -10,6 +10,8 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
+from isoload.value_checks import may_be_kept
+
 NOMINAL_TICKS = 1024  # cost of one token copy on a rank of speed 1.0
 MAX_TICKS = 1 << 20  # loads stay below 2^31 copies, so a rank's cost stays below 2^51
 MAX_RANKS = 1024  # the widest rank set the planners are compiled for
@@ -71,7 +73,7 @@ class Topology:
         if ticks is None:
             costs = [round(NOMINAL_TICKS / speed) for speed in self.speeds]
             ticks = torch.tensor(costs, dtype=torch.int32, device=device)
-            if type(ticks) is Tensor:  # a FakeTensor must not outlive its mode
+            if may_be_kept(ticks):
                 self._ticks_by_device[device] = ticks
         return ticks
 

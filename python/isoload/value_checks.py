@@ -14,3 +14,8 @@ def values_readable(tensor: Tensor) -> bool:
     if torch.compiler.is_compiling() or isinstance(tensor, FakeTensor):
         return False
     return tensor.device.type == "cpu" or os.environ.get("ISOLOAD_CHECK") == "1"
+
+
+def may_be_kept(tensor: Tensor) -> bool:
+    """Whether a cache may hold the tensor: tracing's FakeTensors must not outlive their mode."""
+    return type(tensor) is Tensor

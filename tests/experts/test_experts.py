@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from isoload.experts import compute as experts
-from isoload.experts.compute import Experts, SharedExperts, run_experts
+from isoload.experts.compute import run_experts
 from isoload.experts.weights import ClampedGLU, ExpertWeights, SwiGLU
 from isoload.reference import experts as reference
 
@@ -160,13 +159,14 @@ def test_nothing_to_compute(name, dtype):
     rows = torch.full((case.rows, case.hidden), torch.nan if name != "all absent" else 1.0, dtype=dtype)
     rows.requires_grad_()
     gates = torch.full((case.rows, case.top_k), torch.nan, requires_grad=True)
-    layer = Experts(part(stack, 0, case.resident), ClampedGLU())
-    y = layer(rows, case.slots(1), gates, part(stack, case.resident, case.num_slots), (0, 0))
+    resident, spare = part(stack, 0, case.resident), part(stack, case.resident, case.num_slots)
+    parameters = [t.requires_grad_() for t in tensors(resident)]
+    y = run_experts(rows, case.slots(1), gates, [resident, spare], ClampedGLU(), (0, 0))
     assert torch.equal(y, torch.zeros_like(rows))
     y.sum().backward()
     assert torch.equal(rows.grad, torch.zeros_like(rows))
     assert torch.equal(gates.grad, torch.zeros_like(gates))
-    for parameter in layer.parameters():
+    for parameter in parameters:
         assert parameter.grad is None if not case.resident else not parameter.grad.any()
 
 
@@ -214,7 +214,7 @@ class PoisonTail(torch.autograd.Function):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("glu", list(GLUS))
 def test_the_tail_is_never_read(monkeypatch, glu, dtype):
-    monkeypatch.setattr(experts.F, "grouped_mm", poisoned_grouped_mm)
+    monkeypatch.setattr(F, "grouped_mm", poisoned_grouped_mm)
     check(CASES["aligned"], dtype, glu, know_copies=False, seed=5)
     check(CASES["two groups"], dtype, glu, know_copies=False, seed=6)
 
@@ -222,9 +222,10 @@ def test_the_tail_is_never_read(monkeypatch, glu, dtype):
 def test_a_broadcast_gradient_is_taken():
     """grouped_mm refuses gradients with stride 0, which sum() sends."""
     case = CASES["aligned"]
-    layer = Experts(case.weights(2, torch.float32, bias=True), ClampedGLU())
+    weights = case.weights(2, torch.float32, bias=True)
     rows = torch.randn(case.rows, case.hidden, requires_grad=True)
-    layer(rows, case.slots(2), torch.rand(case.rows, case.top_k)).sum().backward()
+    gates = torch.rand(case.rows, case.top_k)
+    run_experts(rows, case.slots(2), gates, [weights], ClampedGLU()).sum().backward()
     assert rows.grad is not None and rows.grad.isfinite().all()
 
 
@@ -243,23 +244,17 @@ def test_sums_over_copies_are_fp32():
     assert float(y[0, 0]) == 264
 
 
-def test_experts_hold_parameters_that_share_memory():
-    weights = CASES["aligned"].weights(1, torch.bfloat16, bias=True)
-    layer = Experts(weights, ClampedGLU())
-    assert [name for name, _ in layer.named_parameters()] == ["gate_up", "down", "gate_up_bias", "down_bias"]
-    assert layer.down.data_ptr() == weights.down.data_ptr()
-    assert len(list(Experts(CASES["aligned"].weights(1, torch.bfloat16, bias=False)).parameters())) == 2
-
-
 @pytest.mark.parametrize("glu", list(GLUS))
 def test_no_value_is_read(glu):
     """Under FakeTensorMode reading a value raises; so no device would make the host wait, backward included."""
     with FakeTensorMode():
         weights = ExpertWeights.random(4, 16, 8, bias=True, dtype=torch.bfloat16)
-        layer, spare = Experts(part(weights, 0, 3), GLUS[glu]), part(weights, 3, 4)
+        groups = [part(weights, 0, 3), part(weights, 3, 4)]
+        for stack in tensors(groups[0]):
+            stack.requires_grad_()
         rows = torch.randn(9, 16, dtype=torch.bfloat16, requires_grad=True)
         gates = torch.rand(9, 3, requires_grad=True)
-        y = layer(rows, torch.zeros(9, 3, dtype=torch.int64), gates, spare)
+        y = run_experts(rows, torch.zeros(9, 3, dtype=torch.int64), gates, groups, GLUS[glu])
         y.sum().backward()
         assert y.shape == rows.grad.shape == (9, 16) and y.dtype == torch.bfloat16
         with pytest.raises(DataDependentOutputException):
@@ -270,29 +265,21 @@ def test_compiles_without_graph_breaks():
     case = CASES["two groups"]
     # bf16: torch's shape rule for grouped_mm refuses other dtypes while tracing.
     stack, slots = case.weights(9, torch.bfloat16, bias=True), case.slots(9)
+    parameters = [t.clone().requires_grad_() for t in tensors(part(stack, 0, 5))]
     spare = part(stack, 5, 7)
-    layer = Experts(part(stack, 0, 5), ClampedGLU())
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+
+    def compute(rows: Tensor, gates: Tensor) -> Tensor:
+        return run_experts(rows, slots, gates, [ExpertWeights(*parameters), spare], ClampedGLU())
+
+    compiled = torch.compile(compute, backend="aot_eager", fullgraph=True)
     results = []
-    for run in (layer, compiled):
+    for run in (compute, compiled):
         torch.manual_seed(9)
         rows = torch.randn(case.rows, case.hidden, dtype=torch.bfloat16, requires_grad=True)
-        y = run(rows, slots, torch.rand(slots.shape), spare)
-        results.append((y, *torch.autograd.grad(y.square().sum(), [rows, *layer.parameters()])))
+        y = run(rows, torch.rand(slots.shape))
+        results.append((y, *torch.autograd.grad(y.square().sum(), [rows, *parameters])))
     for eager, traced in zip(*results, strict=True):
         torch.testing.assert_close(traced, eager)
-
-
-@pytest.mark.parametrize("gated", [False, True])
-def test_shared_experts(gated):
-    torch.manual_seed(0)
-    gate_up, down, gate, rows = (torch.randn(s).double() for s in ((10, 6), (6, 5), (1, 6), (4, 6)))
-    y = SharedExperts(gate_up, down, gate if gated else None)(rows)
-    once = torch.zeros(4, 1, dtype=torch.int64)
-    expected = reference.run_experts(rows, once, torch.ones(4, 1).double(), gate_up[None], down[None])
-    if gated:
-        expected = expected / (1 + torch.exp(-(rows @ gate[0])))[:, None]
-    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
 
 
 def arguments(**changes):
@@ -346,12 +333,3 @@ def test_refused(name):
     changes, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         run_experts(**arguments(**changes))
-
-
-def test_refused_shared():
-    with pytest.raises(
-        ValueError, match=r"gate_up must be \[2I, H\] and down \[H, I\], got \[9, 6\] and \[6, 5\]"
-    ):
-        SharedExperts(torch.zeros(9, 6), torch.zeros(6, 5))
-    with pytest.raises(ValueError, match=r"gate must be \[1, 6\], got \[2, 6\]"):
-        SharedExperts(torch.zeros(10, 6), torch.zeros(6, 5), torch.zeros(2, 6))

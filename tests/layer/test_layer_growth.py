@@ -7,6 +7,7 @@ import weakref
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -71,6 +72,7 @@ class Steps:
         }
 
 
+@pytest.mark.slow
 def test_a_thousand_training_steps_leave_nothing_behind() -> None:
     steps = Steps()
     assert steps.layer.has_replicas

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import isoload
-from isoload.experts.compute import Experts, SharedExperts
+from isoload.experts.compute import run_experts
 from isoload.experts.weights import ClampedGLU, ExpertWeights, SwiGLU
 from isoload.layer.modules import module_parts
 from isoload.layer.moe import MoE
@@ -160,9 +160,13 @@ def test_mixtral_is_also_a_softmax_over_the_chosen():
     assert_close(torch.cat(got), block_output(block, rows), 1e-5)
 
 
-def shared_of(mlp, gate=None):
+def shared_output(mlp, rows, gate=None):
+    """A shared expert is a slot that every row chooses; its gate, if it has one, is the weight."""
     gate_up = torch.cat([mlp.gate_proj.weight.data, mlp.up_proj.weight.data])
-    return SharedExperts(gate_up, mlp.down_proj.weight.data, None if gate is None else gate.weight.data)
+    stack = ExpertWeights(gate_up[None], mlp.down_proj.weight.data[None])
+    once = torch.zeros(len(rows), 1, dtype=torch.int64)
+    weights = torch.ones(len(rows), 1, dtype=rows.dtype) if gate is None else torch.sigmoid(gate(rows))
+    return run_experts(rows, once, weights, [stack], SwiGLU())
 
 
 def stacks_of(experts):
@@ -174,15 +178,16 @@ def stacks_of(experts):
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-6), (torch.float32, 1e-5)], ids=str)
 def test_qwen2_by_hand_with_a_scaled_shared_expert(dtype, tolerance):
-    """A block that module_parts does not know: Gate, Experts and SharedExperts, put together without ranks."""
+    """A block that module_parts refuses: a Gate and run_experts, put together without ranks."""
     block = make_block("qwen2", dtype)
-    gate, experts = Gate(Router(E, K), block.gate.weight.data), Experts(stacks_of(block.experts))
-    shared = shared_of(block.shared_expert, block.shared_expert_gate)
+    gate, stacks = Gate(Router(E, K), block.gate.weight.data), stacks_of(block.experts)
     rows = (torch.randn(37, H) * 2).to(dtype).requires_grad_()
     ids, weights = gate(rows)
     assert len(ids.unique()) > K and not torch.equal(ids[0], ids[1])
 
-    got, wanted = experts(rows, ids, weights) + shared(rows), block_output(block, rows)
+    got = run_experts(rows, ids, weights, [stacks], SwiGLU())
+    got = got + shared_output(block.shared_expert, rows, block.shared_expert_gate)
+    wanted = block_output(block, rows)
     assert_close(got, wanted, tolerance)
     grad = torch.randn_like(wanted)
     (wanted_grad,) = torch.autograd.grad(wanted, rows, grad)
@@ -193,7 +198,7 @@ def test_qwen2_by_hand_with_a_scaled_shared_expert(dtype, tolerance):
 def test_shared_experts_are_those_of_deepseek_v3():
     mlp = make_block("deepseek_v3").shared_experts
     rows = torch.randn(11, H)
-    assert_close(shared_of(mlp)(rows), mlp(rows), 1e-5)
+    assert_close(shared_output(mlp, rows), mlp(rows), 1e-5)
 
 
 class Module(nn.Module):

@@ -153,7 +153,7 @@ def test_shared_routes(num_shared: int) -> None:
             assert_same(f"{i}", ops.route_shared, slots, row, slots_per_rank, rank, num_shared, strict=strict)
         rng = np.random.default_rng([31, i])
         load, tokens = (torch.from_numpy(rng.integers(0, 900, len(row)).astype(np.int32)) for _ in "ab")
-        for rule in ("static", "dynamic", "blog"):
+        for rule in ("static", "dynamic", "blog", "blog_all"):
             for loads in (load, load.long()):
                 assert_same(
                     f"{i}", ops.route_shared_sampled, slots, loads, tokens, slots_per_rank, rank, rule, i

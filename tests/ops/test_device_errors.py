@@ -1,6 +1,6 @@
 """Rules that kernels find broken: a bit each, raised when asked, once; on the CPU ops raise at once and leave none.
 
-test_cuda_on_one_core.py runs `noted` over the kernels without a GPU.
+test_cuda_on_simt.py runs `noted` over the kernels without a GPU.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ BROKEN: dict[str, tuple[Callable[[str], object], list[int]]] = {
 
 
 def noting_device() -> str | None:
-    """Where values are looked at by kernels: a GPU, or the CPU with the library of one_core_build.py."""
+    """Where values are looked at by kernels: a GPU, or the CPU with the library of simt_build.py."""
     if torch.cuda.is_available():
         return "cuda"
     try:
@@ -113,7 +113,7 @@ NOTING = noting_device()
 
 
 def noting(test: Callable[..., None]) -> Callable[..., None]:
-    """Selected by -m cuda; the library of one_core_build.py runs it without a GPU."""
+    """Selected by -m cuda; the library of simt_build.py runs it without a GPU."""
     return pytest.mark.cuda(pytest.mark.skipif(NOTING is None, reason="no CUDA device")(test))
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from torch.utils.cpp_extension import include_paths, library_paths
 
 from support import native_build
+from support.changed_ops import compile_sources, link_ops
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "python" / "isoload"
@@ -305,38 +305,6 @@ def seed_fault(mutant: Mutant, folder: Path) -> None:
     file.write_text(text.replace(mutant.old, mutant.new))
 
 
-def compile_one(csrc: Path, source: str, out: Path) -> Path:
-    """One file of csrc into an object, beside which a .d names all that it includes."""
-    includes = [f"-I{csrc}", *(f"-isystem{path}" for path in include_paths())]
-    flags = ["-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
-    subprocess.run(
-        ["g++", *flags, "-MMD", *includes, "-c", str(csrc / source), "-o", str(out)], check=True, text=True
-    )
-    return out
-
-
-def compile_sources(folder: Path) -> dict[str, Path]:
-    """The object of every file of csrc that has no fault: compiled once for all mutants."""
-    csrc = ROOT / "csrc"
-    sources = [str(path.relative_to(csrc)) for path in sorted(csrc.rglob("*.cpp"))]
-    outs = [folder / f"{source.replace('/', '.')}.o" for source in sources]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(zip(sources, pool.map(compile_one, [csrc] * len(sources), sources, outs), strict=True))
-
-
-def link_ops(mutant: Mutant, folder: Path, objects: dict[str, Path]) -> None:
-    """The library of the mutated sources in place of the package's: what sees the fault is compiled again."""
-    touched = str(ROOT / mutant.file)
-    mine = [name for name, out in objects.items() if touched in out.with_suffix(".d").read_text()]
-    assert mine, f"no source includes {mutant.file}"
-    again = {name: compile_one(folder / "csrc", name, folder / objects[name].name) for name in mine}
-    library = next((folder / "python" / "isoload").glob("_C*.so"))
-    linked = [str(out) for out in (objects | again).values()]
-    paths = [f"-L{path}" for path in library_paths()]
-    command = ["g++", "-shared", *linked, *paths, "-ltorch_cpu", "-ltorch", "-lc10", "-o", str(library)]
-    subprocess.run(command, check=True)
-
-
 def fails(mutant: Mutant, folder: Path, objects: dict[str, Path]) -> tuple[bool, str]:
     """Whether the fault was noticed, and what was said."""
     seed_fault(mutant, folder)
@@ -345,7 +313,7 @@ def fails(mutant: Mutant, folder: Path, objects: dict[str, Path]) -> tuple[bool,
         outcome = native_build.run(program, threads=8, instances=200, seed=1, room=64)
         return outcome.code not in (0, -1), outcome.text
     if mutant.file.startswith("csrc"):
-        link_ops(mutant, folder, objects)
+        link_ops(mutant.file, folder, objects)
     file, _, test = mutant.tests.partition("::")
     where = str(next((ROOT / "tests").rglob(f"test_{file}.py"))) + (f"::{test}" if test else "")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", where]
@@ -358,20 +326,40 @@ def fails(mutant: Mutant, folder: Path, objects: dict[str, Path]) -> tuple[bool,
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[tuple[bool, str]]]]:
-    """All mutants at work on all cores; a test waits for its own."""
+def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return compile_sources(tmp_path_factory.mktemp("objects"))
+
+
+@pytest.fixture(scope="module")
+def verdicts(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, objects: dict[str, Path]
+) -> Iterator[dict[str, Future[tuple[bool, str]]]]:
+    """The mutants that this session runs, at work on all cores; a test waits for its own."""
+    chosen = [
+        item.callspec.params["name"] for item in request.session.items if "verdicts" in item.fixturenames
+    ]
     folder = tmp_path_factory.mktemp("mutants")
-    objects = compile_sources(folder)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         yield {
-            name: pool.submit(fails, mutant, folder / str(i), objects)
-            for i, (name, mutant) in enumerate(MUTANTS.items())
+            name: pool.submit(fails, MUTANTS[name], folder / str(i), objects) for i, name in enumerate(chosen)
         }
         pool.shutdown(cancel_futures=True)
 
 
+def family(mutant: Mutant) -> str:
+    """The op whose tests must notice; the planners on threads are a family of their own."""
+    return mutant.tests.partition("::")[0]
+
+
+FIRST = {family(mutant): name for name, mutant in reversed(MUTANTS.items())}
+CHOSEN = [
+    name if FIRST[family(mutant)] == name else pytest.param(name, marks=pytest.mark.exhaustive)
+    for name, mutant in MUTANTS.items()
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", CHOSEN)
 def test_fault_turns_the_suite_red(name: str, verdicts: dict[str, Future[tuple[bool, str]]]) -> None:
     if MUTANTS[name].tests == "teams":
         native_build.need(native_build.THREAD)
@@ -380,8 +368,8 @@ def test_fault_turns_the_suite_red(name: str, verdicts: dict[str, Future[tuple[b
 
 
 @pytest.mark.slow
-def test_no_fault_stays_green(tmp_path: Path) -> None:
+def test_no_fault_stays_green(tmp_path: Path, objects: dict[str, Path]) -> None:
     """The same road without a fault: red above means the fault, not the road."""
     same = Mutant("csrc/cpu/count.cpp", "counts[e] = 0;", "counts[e] = 0;", "count")
-    noticed, said = fails(same, tmp_path, compile_sources(tmp_path))
+    noticed, said = fails(same, tmp_path, objects)
     assert not noticed and "[100%]" in said, said[-2000:]

@@ -23,6 +23,7 @@ from support.exact_splits import (
     strided,
 )
 from support.oracles import flow_optimum
+from support.sweeps import sweep
 
 PER_CASE = 8
 BIG, NAN = 2**31, float("nan")
@@ -32,9 +33,10 @@ def test_there_are_two_thousand_instances() -> None:
     assert PER_CASE * sum(len(family.ranks) for family in FAMILIES.values()) >= 2000
 
 
+@sweep("per_case", 1, PER_CASE)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_peak_is_the_integral_optimum(family: str) -> None:
-    for case in instances(PER_CASE, seed=1000, families=(family,)):
+def test_peak_is_the_integral_optimum(family: str, per_case: int) -> None:
+    for case in instances(per_case, seed=1000, families=(family,)):
         split = solve(case)
         check_split(case, split)
         assert split.peak.item() == split.bound.item() == optimum(case), case.name

@@ -14,6 +14,7 @@ from support.cases import FAMILIES, MAX_COPIES, Case, draw, instances
 from support.drifted import drifted
 from support.exact_splits import LOADS, LP_LIMIT, SLOTS, int32, random_fixed, random_ticks
 from support.oracles import flow_optimum, lp_optimum
+from support.sweeps import sweep
 
 MOST_RANKS = 65
 PER_CASE = 3
@@ -109,10 +110,11 @@ def test_there_are_five_hundred_instances() -> None:
     assert PER_CASE * sum(r <= MOST_RANKS for family in FAMILIES.values() for r in family.ranks) >= 500
 
 
+@sweep("per_case", 1, PER_CASE)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_peak_is_the_joint_optimum(family: str) -> None:
+def test_peak_is_the_joint_optimum(family: str, per_case: int) -> None:
     rng = np.random.default_rng(list(FAMILIES).index(family))
-    for i, case in enumerate(instances(PER_CASE, seed=8000, max_ranks=MOST_RANKS, families=(family,))):
+    for i, case in enumerate(instances(per_case, seed=8000, max_ranks=MOST_RANKS, families=(family,))):
         case, fixed, pour = draw_problem(rng, case)
         ticks = random_ticks(rng, case.num_ranks) if i % 3 == 2 and case.num_ranks <= 16 else None
         split = solve(case, pour, fixed=fixed, ticks=ticks)

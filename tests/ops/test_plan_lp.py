@@ -16,6 +16,7 @@ from support.exact_splits import int32, strided
 from support.oracles import lp_value
 from support.processes import run_ranks
 from support.relaxed_layers import SLOTS, layers, reals
+from support.sweeps import sweep
 
 PER_CASE = 10
 MAX_RANKS = 72
@@ -98,9 +99,10 @@ def test_there_are_two_thousand_instances() -> None:
     assert PER_CASE * len(sizes) >= 2000
 
 
+@sweep("per_case", 1, PER_CASE)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_optimum(family: str) -> None:
-    for case in instances(PER_CASE, seed=1000, max_ranks=MAX_RANKS, families=(family,)):
+def test_optimum(family: str, per_case: int) -> None:
+    for case in instances(per_case, seed=1000, max_ranks=MAX_RANKS, families=(family,)):
         check_optimum(case)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from isoload import ops, reference
 from support.oracles import least_moves, most_flow, pour_optimum
 from support.pourings import FAMILIES, RANKS, Pouring, draw, route_batch
+from support.sweeps import sweep
 
 CANDIDATES = ("all", "node", "visited")
 SEEDS = range(6)  # with and without ticks and limits
@@ -85,11 +86,12 @@ def test_there_are_five_hundred_instances() -> None:
     assert len(FAMILIES) * len(RANKS) * 2 * len(SEEDS) >= 500
 
 
+@sweep("seeds", 3, 12)
 @pytest.mark.parametrize("candidates", CANDIDATES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_keeps_every_promise(family: str, candidates: str) -> None:
+def test_keeps_every_promise(family: str, candidates: str, seeds: int) -> None:
     for ranks in (*RANKS, 48, 72, 96):
-        for seed in range(100, 112):
+        for seed in range(100, 100 + seeds):
             case = draw(family, ranks, seed, candidates)
             check_split(case, candidates, *solve(case, candidates))
 
@@ -101,11 +103,12 @@ def assert_equals_reference(case: Pouring, candidates: str) -> None:
         assert a.dtype == b.dtype and torch.equal(a, b), (case.name, field, a, b)
 
 
+@sweep("seeds", 3, 18)
 @pytest.mark.parametrize("candidates", CANDIDATES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_equals_reference(family: str, candidates: str) -> None:
+def test_equals_reference(family: str, candidates: str, seeds: int) -> None:
     for ranks in RANKS:
-        for seed in range(200, 218):
+        for seed in range(200, 200 + seeds):
             assert_equals_reference(draw(family, ranks, seed, candidates), candidates)
 
 

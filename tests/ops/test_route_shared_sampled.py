@@ -107,6 +107,14 @@ def test_blog_weighs_own_slack_11_and_other_slack_10() -> None:
     assert drawn([[0, 2]] * 4, load, tokens, 1, 1, "blog") == [2, 1, 1, 2]
 
 
+def test_blog_all_draws_from_every_rank() -> None:
+    """Many tokens that visit rank 0 alone: rank 2, which has all the room, takes them; under blog nobody else can."""
+    load, tokens = ints(90, 90, 0), ints(60, 0, 0)
+    rows = [[0]] * 60
+    assert drawn(rows, load, tokens, 1, 0, "blog") == [0] * 60
+    assert drawn(rows, load, tokens, 1, 0, "blog_all", 7) == [2] * 60
+
+
 def test_blog_fallback_takes_the_next_clearly_lighter_candidate() -> None:
     """L = 100, 90, 82, 0 and no tokens: H = 68, only rank 3 has slack. From rank 0: 90*11 < 100*10 moves to rank 1;
     82*11 < 90*10 does not hold, so rank 2, though lightest, is not taken. Alone it is: 902 < 1000."""
@@ -274,7 +282,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no slots": ({"slots_per_rank": 0}, "slots_per_rank must be in 1..715827882, got 0"),
     "rank low": ({"rank": -1}, "rank must be in 0..2, got -1"),
     "rank high": ({"rank": 3}, "rank must be in 0..2, got 3"),
-    "rule": ({"rule": "exact"}, "rule must be static, dynamic or blog, got exact"),
+    "rule": ({"rule": "exact"}, "rule must be static, dynamic, blog or blog_all, got exact"),
 }
 
 

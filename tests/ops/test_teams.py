@@ -9,6 +9,8 @@ import pytest
 from support import native_build
 from support.native_build import ADDRESS, CSRC, PLAIN, THREAD, Outcome
 
+pytestmark = pytest.mark.slow  # three builds of all planners
+
 # Every part of the solver must have had work, or the runs prove nothing about it.
 WORK = (
     "refused",

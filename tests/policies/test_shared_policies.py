@@ -173,7 +173,7 @@ def test_candidates_and_rules_change_what_is_routed():
                     assert token[-1] < 0 or token[-1] in {rank, *token[:-1]}
     drawn = [
         torch.cat(route_all(ids, loads, isoload.plan(loads, placement, 0, "waterfill_sampled", rule=rule)))
-        for rule in ("static", "dynamic", "blog")
+        for rule in ("static", "dynamic", "blog", "blog_all")
     ]
     assert all(torch.equal(d[:, :-1], drawn[0][:, :-1]) for d in drawn), "routed experts keep their quotas"
     many = draw_ids(1, 8, 200, 1)
@@ -307,3 +307,41 @@ def test_refuses(name):
     call, message = BAD[name]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("candidates", ["all", "node"])
+@pytest.mark.parametrize("alive", [(True, True, False, True), (False, True, True, False)])
+def test_waterfill_leaves_dead_ranks_alone(candidates, alive):
+    """Also as sources: their shared copies go to the live rank that stands in for them, or on from there."""
+    placement = make(4, alive=alive, ranks_per_node=2)
+    ids = draw_ids(3, 4, 30, 1)
+    loads = gather(ids, placement)
+    plan = isoload.plan(loads, placement, 0, "waterfill", candidates=candidates)
+    assert isoload.plan_errors(plan, loads) == []
+    slots = torch.cat(route_all(ids, loads, plan))
+    per_rank = torch.bincount(slots[slots >= 0] // placement.slots_per_rank, minlength=4)
+    assert not per_rank[~torch.tensor(alive)].any()
+    assert int((slots[:, -1] >= 0).sum()) == int(loads[:, -1].sum())
+    assert int(per_rank.max()) == int(plan.peak)
+
+
+@pytest.mark.parametrize(
+    ("alive", "candidates", "message"),
+    [
+        (
+            (True, True, False, True),
+            "visited",
+            "candidates must be all or node for a topology with dead ranks",
+        ),
+        (
+            (True, True, False, False),
+            "node",
+            "candidates must be all for a topology with a node without live ranks",
+        ),
+    ],
+)
+def test_waterfill_says_where_dead_ranks_leave_no_candidate(alive, candidates, message):
+    placement = make(4, alive=alive, ranks_per_node=2)
+    loads = gather(draw_ids(3, 4, 30, 1), placement)
+    with pytest.raises(ValueError, match=message):
+        isoload.plan(loads, placement, 0, "waterfill", candidates=candidates)

@@ -93,7 +93,7 @@ def batch(dense: Dense, layer: isoload.MoE, ranks: Iterable[int]) -> None:
         compare(f"output of rank {rank}", output, wanted[rank])
         compare(f"gradient of rank {rank}'s rows", mine[rank].grad, twins[rank].grad)
     for rank, weights in zip(mine, layer.weights, strict=True):
-        homes = list(weights.residence.homes)
+        homes = list(weights.layout.homes)
         for name in ("gate_up", "down") if homes else ():
             own, stack = getattr(weights, name), getattr(dense, name)
             compare(f"{name} of rank {rank}", own, stack[homes])

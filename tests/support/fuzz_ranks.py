@@ -6,7 +6,8 @@ import os
 import re
 import signal
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,33 +25,42 @@ NAMED = re.compile(
 )
 
 
-def check_ranks(case: FuzzCase) -> None:
-    """Two steps and a move on every rank; a victim gets its signal as it enters its n-th exchange."""
+class Loss(NamedTuple):
+    """What happens to one rank as it enters its n-th exchange; it may have fewer."""
+
+    how: str
+    victim: int
+    entry: int
+
+
+def draw_loss(case: FuzzCase) -> Loss:
     rng = np.random.default_rng([case.seed, 2])
-    how = str(rng.choice(["none", "kill", "kill", "stop"])) if case.num_ranks > 1 else "none"
-    victim, entry = int(rng.integers(case.num_ranks)), int(rng.integers(1, 60))
-    stopped = how == "stop"
-    outcomes = rank_outcomes(
-        on_rank, case.num_ranks, case, how, victim, entry,
-        timeout=4 * GROUP_TIMEOUT if stopped else TIMEOUT, group_timeout=GROUP_TIMEOUT if stopped else TIMEOUT,
-    )  # fmt: skip
-    errors = [outcome.error for outcome in outcomes]
-    if not gone(outcomes[victim]):  # there were fewer exchanges: an undisturbed run
+    how = str(rng.choice(["none", "kill", "kill", "stop"]))
+    return Loss(how, int(rng.integers(case.num_ranks)), int(rng.integers(1, 60)))
+
+
+def check_ranks(case: FuzzCase) -> None:
+    """Two steps and a move on every rank; a victim gets its signal on the way."""
+    loss = draw_loss(case)
+    stopped = loss.how == "stop"
+    limits = (4 * GROUP_TIMEOUT, GROUP_TIMEOUT) if stopped else (TIMEOUT, TIMEOUT)
+    outcomes = rank_outcomes(on_rank, case.num_ranks, case, loss, timeout=limits[0], group_timeout=limits[1])
+    if not gone(outcomes[loss.victim]):  # an undisturbed run
+        errors = [outcome.error for outcome in outcomes]
         assert errors == [None] * case.num_ranks, "\n".join(f"rank {o.rank}: {o.error}" for o in outcomes)
         return
     for outcome in outcomes:
         last = str(outcome.error).strip().splitlines()[-1]
-        told = f"rank {outcome.rank} after {how} of rank {victim} in its exchange {entry}: {last}"
-        assert outcome.rank == victim or NAMED.match(last), told
+        assert outcome.rank == loss.victim or NAMED.match(last), f"rank {outcome.rank} after {loss}: {last}"
 
 
 def gone(outcome: Outcome) -> bool:
     return outcome.error in ("ended with exit code -9", "did not end in time and was killed")
 
 
-def on_rank(rank: int, case: FuzzCase, how: str, victim: int, entry: int) -> None:
-    if rank == victim and SIGNALS[how] is not None:
-        count_down(entry, SIGNALS[how])
+def on_rank(rank: int, case: FuzzCase, loss: Loss) -> None:
+    if rank == loss.victim and (number := SIGNALS[loss.how]) is not None:
+        count_down(loss.entry, number)
     follow(case, Dense(case), CollectiveTransport(case.topology))
     # Whoever is past its last exchange with the victim must meet it once more.
     CollectiveTransport(case.topology).group.gather_objects("end", None)
@@ -66,8 +76,7 @@ def count_down(entry: int, number: signal.Signals) -> None:
         entered += 1
         if entered == entry:
             os.kill(os.getpid(), number)
-        inner: AbstractContextManager[None] = named(group, stage)
-        with inner:
+        with named(group, stage):
             yield
 
     CollectiveGroup.named = counted  # type: ignore[method-assign]

@@ -132,6 +132,15 @@ def test_a_cycle_longer_than_a_chunk_is_cut_and_parks():
     assert chunks[0] == [Move(Address(1, 0), Address(0, 0)), Move(Address(0, 0), Address(1, 0))]
 
 
+def test_an_expert_parked_on_a_rank_that_holds_it_already():
+    """Two rows of a rank then hold it, and one row waits for it: only one of them must be read."""
+    current = [[4, 1, 9, 8], [0, 7, 8, 9], [2, 8, 6, 9], [3, 8, 9], [], [5, 6, 8, 9]]
+    wanted = [[0, 2, 8, 9], [3, 7, 8, 9], [6, 4, 8, 9], [1, 5, 9, 8], [], [9, 5, 8]]
+    chunks = plan_moves(current, wanted, 6)
+    replay(current, wanted, chunks, 6)
+    assert sum(map(len, chunks)) <= changed_rows(current, wanted) + len(chunks) - 1
+
+
 def test_rows_of_the_same_rank_are_read_before_they_are_overwritten():
     # both experts have copies elsewhere, so each row could be overwritten at once and fetched from rank 1
     chunks = plan_moves([[0, 1], [0, 1]], [[1, 0], [0, 1]], 2)

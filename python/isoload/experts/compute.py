@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from isoload import kernels
 from isoload.experts.grouped_linear import linear_of
 from isoload.experts.grouping import Grouping, gather_copies, group_copies, weighted_sum
-from isoload.experts.weights import Activation, ClampedGLU, ComputePath, ExpertWeights, SwiGLU, compute_path
+from isoload.experts.weights import Activation, ClampedGLU, ExpertWeights, SwiGLU
 from isoload.permutation import sum_dtype
 from isoload.value_checks import values_readable
 
@@ -78,81 +77,6 @@ def count_copies(slots: Tensor, groups: Sequence[ExpertWeights]) -> list[int]:
         counts.append(int(((slots >= first) & (slots < end)).sum()))
         first = end
     return counts
-
-
-class Experts(nn.Module):
-    """The resident slots of one rank, as Parameters that share the memory of the weights given.
-
-    Args:
-        weights: of the resident rows: local slots ``0 .. S-1``.
-        activation: SwiGLU, or gpt-oss's ClampedGLU.
-    """
-
-    gate_up_bias: nn.Parameter | None
-    down_bias: nn.Parameter | None
-
-    def __init__(self, weights: ExpertWeights, activation: Activation | None = None) -> None:
-        super().__init__()
-        self.activation: Activation = SwiGLU() if activation is None else activation
-        self.gate_up = nn.Parameter(weights.gate_up)
-        self.down = nn.Parameter(weights.down)
-        biases = {"gate_up_bias": weights.gate_up_bias, "down_bias": weights.down_bias}
-        for name, bias in biases.items():
-            self.register_parameter(name, None if bias is None else nn.Parameter(bias))
-
-    @property
-    def resident(self) -> ExpertWeights:
-        """The Parameters as a stack."""
-        return ExpertWeights(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
-
-    @property
-    def path(self) -> ComputePath:
-        """How the resident rows are multiplied."""
-        return compute_path(self.resident)
-
-    def forward(
-        self,
-        rows: Tensor,
-        slots: Tensor,
-        weights: Tensor,
-        spare: ExpertWeights | None = None,
-        num_copies: Sequence[int] | None = None,
-    ) -> Tensor:
-        """:func:`run_experts` on the resident rows and, after them, the spare pool."""
-        groups = [self.resident] if spare is None else [self.resident, spare]
-        return run_experts(rows, slots, weights, groups, self.activation, num_copies)
-
-
-class SharedExperts(nn.Module):
-    """A dense SwiGLU that every local token passes through, outside of dispatch.
-
-    Args:
-        gate_up: [2I, H].
-        down: [H, I].
-        gate: [1, H] or None; Qwen2-MoE scales the result by ``sigmoid(gate @ row)``.
-
-    Raises:
-        ValueError: naming the argument, the rule and the value.
-    """
-
-    gate: nn.Parameter | None
-
-    def __init__(self, gate_up: Tensor, down: Tensor, gate: Tensor | None = None) -> None:
-        super().__init__()
-        if down.dim() != 2 or list(gate_up.shape) != [2 * down.shape[1], down.shape[0]]:
-            raise ValueError(
-                f"gate_up must be [2I, H] and down [H, I], got {list(gate_up.shape)} and {list(down.shape)}"
-            )
-        if gate is not None and list(gate.shape) != [1, down.shape[0]]:
-            raise ValueError(f"gate must be [1, {down.shape[0]}], got {list(gate.shape)}")
-        self.activation = SwiGLU()
-        self.gate_up, self.down = nn.Parameter(gate_up), nn.Parameter(down)
-        self.register_parameter("gate", None if gate is None else nn.Parameter(gate))
-
-    def forward(self, rows: Tensor) -> Tensor:
-        """[..., H] -> [..., H]."""
-        result = F.linear(self.activation(F.linear(rows, self.gate_up)), self.down)
-        return result if self.gate is None else torch.sigmoid(F.linear(rows, self.gate)) * result
 
 
 def _activate(activation: Activation, gate_up: Tensor, grouping: Grouping) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from isoload.balancer import Balanced, Balancer
 from isoload.experts.compute import count_copies, run_experts
-from isoload.experts.weights import Activation, ClampedGLU, ExpertWeights, SwiGLU, describe
+from isoload.experts.weights import Activation, ExpertWeights, SwiGLU, describe
+from isoload.layer.checks import check_parts, check_rows, name_of
 from isoload.layer.modules import fold_shared, module_parts
 from isoload.layer.routers import Routing, given_choices
 from isoload.ops import Prefer, append_shared_expert
@@ -20,19 +21,14 @@ from isoload.placers import place
 from isoload.policies import POLICIES, Policy, make_policy
 from isoload.records import Plan
 from isoload.topology import Topology
-from isoload.transport import DTYPES, Group, LocalTransport, Received, Transport
+from isoload.transport import DTYPES, LocalTransport, Received, Transport
 from isoload.value_checks import values_readable
 from isoload.weights.autograd import bring_again, join_rows
 from isoload.weights.backends import make_backend
 from isoload.weights.borrow import Borrowed, Borrowing
-from isoload.weights.layout import count_rows, layouts, replica_moves
-from isoload.weights.migrate import (
-    FACTS,
-    check_move,
-    move_facts,
-    move_state,
-    move_weights,
-)
+from isoload.weights.full_state import gather_full, load_full
+from isoload.weights.layout import Layout, count_rows, layouts, replica_moves
+from isoload.weights.migrate import FACTS, check_move, move_facts, move_state, move_weights
 from isoload.weights.storage import RankWeights, new_stack, refresh_replicas
 
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -93,7 +89,7 @@ class MoE(nn.Module):
         self.transport, self.group, self.dispatcher = transport, transport.group, transport.dispatcher
         self.activation: Activation = SwiGLU() if activation is None else activation
         with self.group.agreeing("construction") as facts:
-            _check_parts(dense, self.group, placement, min_tokens)
+            check_parts(dense, self.group, placement, min_tokens)
             placed = placement.layer(layer, "cpu")
             self.layouts, self.num_rows = layouts(placed), count_rows(placed, weight_rows)
             facts.update(
@@ -109,7 +105,11 @@ class MoE(nn.Module):
         )
         self.balancer.placed_on(dense.down.device)
         self._hold(dense, borrow)
-        self.replica_moves = replica_moves(self.layouts)
+        self._settle(self.layouts)
+
+    def _settle(self, held: list[Layout]) -> None:
+        self.layouts, self.replica_moves = held, replica_moves(held)
+        self._replicated = {move.source.rank for move in self.replica_moves}
 
     def _hold(self, dense: ExpertWeights, borrow: str | None) -> None:
         """Takes memory for the ranks' weights and, with spare slots, for borrowed ones."""
@@ -255,6 +255,27 @@ class MoE(nn.Module):
         if self.has_replicas:
             refresh_replicas(self.group, self._ranks(), self.replica_moves)
 
+    def full_state_dict(self) -> dict[str, Any]:
+        """The state on every rank, whatever the placement: all ranks together.
+
+        ``experts.gate_up`` and so on are stacks [E, ...]; a rank's own state_dict() holds only the rows of its homes.
+        """
+        own = {name: value for name, value in self.state_dict().items() if not name.startswith("weights.")}
+        return own | gather_full(self.group, self._ranks(), self.layouts)
+
+    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads what :meth:`full_state_dict` or merge_states made, replicas included, under any number of ranks.
+
+        Raises:
+            ValueError: before anything is copied: a missing or unknown key, or another shape.
+        """
+        own = {name: value for name, value in state.items() if not name.startswith("experts.")}
+        wanted = {name for name in self.state_dict() if not name.startswith("weights.")}
+        if own.keys() != wanted:
+            raise ValueError(f"state must hold {sorted(wanted)} beside experts, got {sorted(own)}")
+        load_full(self._ranks(), self.placement.num_experts, state)
+        self.load_state_dict(own, strict=False)
+
     def load_placement(
         self,
         placement: Placement,
@@ -287,6 +308,7 @@ class MoE(nn.Module):
         failure = None
         try:
             check_move(self.placement, placement, size, ranks)
+            self._check_weights()
             placed = placement.layer(self.layer, "cpu")
             after = layouts(placed, before)
             facts = move_facts(placed, before, after, self.num_rows, size, ranks, optimizer)
@@ -300,7 +322,7 @@ class MoE(nn.Module):
             weights.settle(after[rank])
         if self.borrowing is not None:
             self.borrowing.settle(after, placement.num_experts)
-        self.layouts, self.replica_moves = after, replica_moves(after)
+        self._settle(after)
         self.balancer.settle(placement)
 
     def _ranks(self) -> list[RankWeights]:
@@ -326,7 +348,8 @@ class MoE(nn.Module):
         chosen: list[Routing] = []
         failure = None
         try:
-            _check_rows(rows, most)
+            check_rows(rows, most)
+            self._check_weights()
             chosen = [self._complete(*routing) for routing in choose()]
         except Exception as error:
             failure = error
@@ -337,6 +360,15 @@ class MoE(nn.Module):
             row_facts = [rows[0].shape[1], DTYPES.index(rows[0].dtype), ids[0].shape[1]]
         facts = dict(zip(ROW_FACTS, row_facts, strict=True))
         return chosen, self.balancer.balance(ids, num_tokens, failure, tell, facts)
+
+    def _check_weights(self) -> None:
+        """Raises ValueError if an owned rank's Parameters cannot be computed from as they are now."""
+        if torch.compiler.is_compiling():
+            return
+        for rank, weights in zip(self.group.ranks, self._ranks(), strict=True):
+            weights.check(rank in self._replicated)
+            if self.borrowing is not None:
+                self.borrowing.check(weights)
 
     def _complete(self, topk_ids: Tensor, weights: Tensor) -> Routing:
         """One rank's choices, checked, with the shared experts after them."""
@@ -364,33 +396,3 @@ class MoE(nn.Module):
             held = count_copies(local, stacks) if readable else None
             outputs.append(run_experts(row, local, arrived.weights, stacks, self.activation, held))
         return outputs if borrowed is None else bring_again(borrowed, outputs)
-
-
-def _check_parts(dense: ExpertWeights, group: Group, placement: Placement, min_tokens: int) -> None:
-    if dense.num_slots != placement.num_experts:
-        raise ValueError(
-            f"dense must hold num_experts={placement.num_experts} experts, got {dense.num_slots}"
-        )
-    if placement.topology.num_ranks != group.topology.num_ranks:
-        raise ValueError(
-            f"placement must be for the transport's {group.topology.num_ranks} ranks, "
-            f"got {placement.topology.num_ranks}"
-        )
-    if min_tokens < 0:
-        raise ValueError(f"min_tokens must be at least 0, got {min_tokens}")
-
-
-def _check_rows(rows: list[Tensor], most: int | None) -> None:
-    for row in rows:
-        if row.dim() != 2 or row.dtype not in DTYPES:
-            names = ", ".join(map(str, DTYPES))
-            raise ValueError(f"x must be [T, H] of {names}, got {list(row.shape)} {row.dtype}")
-    if most is not None and max(map(len, rows)) > most:
-        raise ValueError(f"x must have at most max_tokens_per_rank={most} tokens, got {max(map(len, rows))}")
-
-
-def name_of(activation: Activation) -> str:
-    """The same text on all ranks for the same activation; a function of the caller's own is compared by its name."""
-    if isinstance(activation, SwiGLU | ClampedGLU):
-        return repr(activation)
-    return str(getattr(activation, "__qualname__", type(activation).__qualname__))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from isoload.ops.library import call, library
 
-SharedRule = Literal["static", "dynamic", "blog"]
+SharedRule = Literal["static", "dynamic", "blog", "blog_all"]
 
 _route_shared_sampled = library.route_shared_sampled.default
 
@@ -51,8 +51,8 @@ def route_shared_sampled(
         tokens: [R] int32 tokens per source rank; may be None for static, which ignores it.
         slots_per_rank: S of the slots given.
         rank: this rank.
-        rule: "static", "dynamic" or "blog".
-        seed: 64-bit, used by blog only.
+        rule: "static", "dynamic", "blog", or "blog_all": blog with all ranks as candidates.
+        seed: 64-bit, used by blog and blog_all only.
 
     Returns:
         [T, 1] int32; -1 for a token without a routed copy.

@@ -10,6 +10,7 @@ from isoload.ops import Candidates
 from isoload.policies.base import Demand
 from isoload.policies.pouring import SharedPolicy, pour_exactly, poured_bound
 from isoload.records import Plan
+from isoload.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,17 @@ class WaterfillPolicy(SharedPolicy):
     candidates: Candidates = "all"
 
     def pour(self, made: Plan, demand: Demand) -> Plan:
+        check_live(made.placed.topology, self.candidates)
         poured, shared = pour_exactly(self, made, demand, self.candidates)
         bound = torch.minimum(poured_bound(demand, made.filled), poured.peak)
         peak = poured.peak if shared.is_met else None
         return replace(made, policy=self, peak=peak, bound=bound, shared=shared)
+
+
+def check_live(topology: Topology, candidates: Candidates) -> None:
+    """Raises ValueError where a rank's shared copies would have no candidate that is alive."""
+    live, per_node = topology.live_ranks, topology.ranks_per_node
+    if candidates == "visited" and len(live) < topology.num_ranks:
+        raise ValueError("candidates must be all or node for a topology with dead ranks, got 'visited'")
+    if candidates == "node" and len({rank // per_node for rank in live}) < topology.num_nodes:
+        raise ValueError("candidates must be all for a topology with a node without live ranks, got 'node'")

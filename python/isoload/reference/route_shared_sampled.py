@@ -1,4 +1,4 @@
-"""route_shared_sampled: the rank of every token's shared expert, by one of three published draws."""
+"""route_shared_sampled: the rank of every token's shared expert, by one of the published draws."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from isoload.reference.route import random_word
 
 MIN_TOKENS = 64  # SGLang: fewer rows on a rank keep their shared copies at home
-Rule = Literal["static", "dynamic", "blog"]
+Rule = Literal["static", "dynamic", "blog", "blog_all"]
 
 
 def route_shared_sampled(
@@ -27,17 +27,17 @@ def route_shared_sampled(
     arriving = [0] * num_ranks if tokens is None else tokens.tolist()
     loads, target = _level(load.tolist(), arriving, slots.shape[1], rule)
     weights = [_weight(max(target - x, 0), r == rank, rule) for r, x in enumerate(loads)]
-    any_rank = rule == "static" or (rule == "dynamic" and max(loads) <= target)
+    any_rank = rule in ("static", "blog_all") or (rule == "dynamic" and max(loads) <= target)
     chosen = []
     for i, token in enumerate(slots.tolist()):
         visited = {p // slots_per_rank for p in token if p != -1}
         if not visited:
             chosen.append(-1)
-        elif rule != "blog" and num_tokens < MIN_TOKENS:
+        elif not rule.startswith("blog") and num_tokens < MIN_TOKENS:
             chosen.append(rank)
         else:
             candidates = list(range(num_ranks)) if any_rank else sorted(visited | {rank})
-            word = random_word(seed, i) if rule == "blog" else _hash(i, rank)
+            word = random_word(seed, i) if rule.startswith("blog") else _hash(i, rank)
             chosen.append(_draw(word, candidates, weights, loads, rank))
             assert chosen[-1] in candidates, "a candidate is drawn"
     return torch.tensor(chosen, dtype=torch.int32).view(-1, 1)
@@ -46,12 +46,12 @@ def route_shared_sampled(
 def _level(load: list[int], tokens: list[int], top_k: int, rule: Rule) -> tuple[list[int], int]:
     """What the rule takes as each rank's load, and the mean after the shared copies, rounded up."""
     loads = [x + own for x, own in zip(load, tokens, strict=True)] if rule == "dynamic" else load
-    shared = sum(tokens) if rule == "blog" else sum(load) // max(top_k, 1)
+    shared = sum(tokens) if rule.startswith("blog") else sum(load) // max(top_k, 1)
     return loads, -((sum(loads) + shared) // -len(loads))
 
 
 def _weight(slack: int, own: bool, rule: Rule) -> int:
-    if rule == "blog":
+    if rule.startswith("blog"):
         return slack * (11 if own else 10)
     return slack if own else slack * 10 // 11
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from isoload.host_values import put_on
 from isoload.ops import check_device
 from isoload.topology import Topology
 from isoload.transport.agreement import error_code, raise_disagreement, raise_failure, rank_failed
@@ -46,7 +47,7 @@ class Group(ABC):
     def __init__(self, topology: Topology, ranks: Sequence[int]) -> None:
         self.topology = topology
         self.ranks = tuple(ranks)
-        self.reset_traffic()
+        self.traffic = Traffic(torch.zeros(topology.num_ranks, topology.num_ranks, dtype=torch.int64))
         self._errors: Tensor | None = None  # [R] codes that the host has not read yet
         self._agreed: set[tuple[Any, ...]] = set()
         self._memo: dict[tuple[Any, ...], Any] = {}
@@ -192,7 +193,7 @@ class Group(ABC):
                 it), or the first fact that differs.
         """
         headers = [
-            torch.cat([c.unsqueeze(1), c.new_tensor([code, *f]).expand(len(c), -1)], dim=1)
+            torch.cat([c.unsqueeze(1), put_on(c.device, [code, *f]).expand(len(c), -1)], dim=1)
             for c, f in zip(counts, facts, strict=True)
         ]
         ones = [[1] * len(counts[0])] * len(counts)
@@ -297,8 +298,9 @@ class Group(ABC):
         return made
 
     def reset_traffic(self) -> None:
-        num_ranks = self.topology.num_ranks
-        self.traffic = Traffic(torch.zeros(num_ranks, num_ranks, dtype=torch.int64))
+        """Counts from zero. The rows stay where they were: a dispatch would move them, and the host wait for that."""
+        num_ranks, device = self.topology.num_ranks, self.traffic.rows.device
+        self.traffic = Traffic(torch.zeros(num_ranks, num_ranks, dtype=torch.int64, device=device))
 
     def check_owned(self, name: str, given: Sequence[object]) -> None:
         """Raises ValueError unless a list has an entry per owned rank."""

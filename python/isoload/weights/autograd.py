@@ -7,6 +7,7 @@ function does it, and every rank enters it in every backward: no exchange waits 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,11 +22,12 @@ from isoload.weights.storage import RankWeights
 
 
 class JoinRows(torch.autograd.Function):
-    """Parameters in, whole storages and borrowed stacks out; the gradients of their rows return to the home rows.
+    """Parameters in, all weight rows and borrowed stacks out; the gradients of their rows return to the home rows.
 
     Inputs, for all owned ranks: received rows (none where no gradient travels), then every rank's Parameters; outputs:
-    the same rows, then every rank's storages, then every rank's spare stacks if any are borrowed. Rows pass through so
-    that every rank, also one that holds no weights, enters the exchange of the gradients.
+    the same rows, then every rank's weight rows, then every rank's spare stacks if any are borrowed. Rows pass through
+    so that every rank, also one that holds no weights, enters the exchange of the gradients. Weight rows are whole
+    storages or, where Parameters lie elsewhere, the Parameters and then the storages' replica rows.
     """
 
     @staticmethod
@@ -44,7 +46,14 @@ class JoinRows(torch.autograd.Function):
         ctx.replicas, ctx.borrowed = replicas, borrowed
         # Saved to be found changed: after .to() or a copy, a step on a Parameter shows in no storage's version.
         ctx.save_for_backward(*noted.values(), *values[num_passed:])
-        stored = [stack.detach() for rank in ranks for stack in rank.stored_rows()]
+        homes = cut(values[num_passed:], len(ranks))
+        ctx.whole = [rank.shows_storage() for rank in ranks]
+        held = [
+            rank.stored_rows() if whole else [*own, *rank.replica_rows()]
+            for rank, whole, own in zip(ranks, ctx.whole, homes, strict=True)
+        ]
+        ctx.widths = list(map(len, held))
+        stored = [stack.detach() for stacks in held for stack in stacks]
         spare = [] if borrowed is None else [stack.detach() for stacks in borrowed.pools for stack in stacks]
         return *(rows.view_as(rows) for rows in values[:num_passed]), *stored, *spare
 
@@ -52,18 +61,20 @@ class JoinRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         check_recomputed(ctx.noted, ctx.saved_tensors)
-        owned = len(ctx.num_homes)
         rows, stacks = grads[: ctx.num_passed], grads[ctx.num_passed :]
-        of_rank = cut(stacks, owned * (1 if ctx.borrowed is None else 2))
-        stored, spare = of_rank[:owned], of_rank[owned:]
+        held, spare = split(stacks, ctx.widths), cut(stacks[sum(ctx.widths) :], len(ctx.widths))
         # The gradients are this node's own: nothing but run_experts made them. Rows are added in place.
-        homes = [[first_rows(g, n) for g in own] for n, own in zip(ctx.num_homes, stored, strict=True)]
+        homes, replicas = [], []
+        for whole, count, own in zip(ctx.whole, ctx.num_homes, held, strict=True):
+            half = len(own) if whole else len(own) // 2
+            homes.append([first_rows(g, count) for g in own[:half]])
+            replicas.append([g[count:] for g in own] if whole else own[half:])
         if ctx.replicas:
             exact = torch.promote_types(stacks[0].dtype, torch.float32)
             # Rows with replicas that are borrowed, too, would be rounded twice: then the sums stay exact in between.
             both = ctx.borrowed is not None
             totals = [[g.to(exact) for g in own] for own in homes] if both else homes
-            add_back(ctx.group, "replica gradients", ctx.replicas, stored, totals)
+            add_back(ctx.group, "replica gradients", ctx.replicas, replicas, totals)
         else:
             totals = homes
         if ctx.borrowed is not None:
@@ -81,6 +92,12 @@ def cut(values: Sequence[Tensor], parts: int) -> list[list[Tensor]]:
     """Equal parts, in order."""
     width = len(values) // parts
     return [list(values[i * width : (i + 1) * width]) for i in range(parts)]
+
+
+def split(values: Sequence[Tensor], widths: Sequence[int]) -> list[list[Tensor]]:
+    """Parts of these widths, in order; others may follow."""
+    rest = iter(values)
+    return [list(islice(rest, width)) for width in widths]
 
 
 def check_recomputed(noted: dict[str, Tensor], saved: Sequence[Tensor]) -> None:
@@ -105,7 +122,7 @@ def join_rows(
     borrowed: Borrowed | None,
     noted: dict[str, Tensor],
 ) -> tuple[list[Tensor], list[list[ExpertWeights]]]:
-    """Received rows and, for every owned rank, its storages and what it borrowed, joined to autograd.
+    """Received rows and, for every owned rank, stacks of all its rows and of what it borrowed, joined to autograd.
 
     Args:
         group: joins the ranks.
@@ -121,10 +138,15 @@ def join_rows(
     out: tuple[Tensor, ...] = JoinRows.apply(
         group, ranks, replicas, borrowed, noted, len(passed), *passed, *homes
     )
-    stacks = cut(out[len(passed) :], len(ranks) * (1 if borrowed is None else 2))
-    groups = [[ExpertWeights(**rank.by_name(own))] for rank, own in zip(ranks, stacks, strict=False)]
+    stacks = out[len(passed) :]
+    per_rank = len(homes) // len(ranks)
+    widths = [per_rank if rank.shows_storage() else 2 * per_rank for rank in ranks]
+    groups = []
+    for rank, own in zip(ranks, split(stacks, widths), strict=True):
+        made = [ExpertWeights(**rank.by_name(own[i : i + per_rank])) for i in range(0, len(own), per_rank)]
+        groups.append([made[0], *(weights for weights in made[1:] if weights.num_slots)])
     if borrowed is not None:
-        for parts, rank, spare in zip(groups, ranks, stacks[len(ranks) :], strict=True):
+        for parts, rank, spare in zip(groups, ranks, cut(stacks[sum(widths) :], len(ranks)), strict=True):
             parts.append(BorrowedWeights(**rank.by_name(spare), wait=borrowed.wait))
     return (list(out[: len(passed)]) if passed else list(rows)), groups
 

@@ -82,6 +82,15 @@ class Borrowing:
         for table in self._home.values():  # in place: captured graphs hold its address
             table.copy_(torch.tensor(self._home_table, dtype=torch.int32))
 
+    def check(self, weights: RankWeights) -> None:
+        """Raises ValueError if other ranks would read home rows in memory that they cannot reach."""
+        apart = len(self.group.ranks) < self.group.topology.num_ranks
+        if apart and self.backend.reads_peers and not weights.shows_storage():
+            raise ValueError(
+                "borrow must be all_to_all or p2p where expert Parameters have memory of their own (p.data = x, a flat "
+                f"buffer, functional_call or parametrize), got {self.backend.name!r}"
+            )
+
     def borrow(self, filled: Filled) -> Borrowed | None:
         """Begins to bring the experts of filled spare slots; None where there are none, as far as the host can read."""
         slots, num_ranks = filled.slot_to_expert, self.group.topology.num_ranks
@@ -102,6 +111,8 @@ class Borrowed:
         self.plan = plan
         self._of, self._pool = borrowing, borrowing.pool
         self._buffer = self._pool.take()
+        # Kept for backward: by then a Parameter may have other memory (functional_call).
+        self._held = [rank.readable_homes() for rank in borrowing.ranks]
         self._start: Callable[[], Callable[[], None]] | None = None
         self._finish: Callable[[], None] | None = None
 
@@ -115,9 +126,8 @@ class Borrowed:
         if self._is_held():
             return
         self._pool.holds[self._buffer] = weakref.ref(self)
-        held = [rank.stored_rows() for rank in self._of.ranks]
         backend = self._of.backend
-        self._start = lambda: backend.start(stage, self.plan, held, self.pools)
+        self._start = lambda: backend.start(stage, self.plan, self._held, self.pools)
         if self.plan.on_host or not backend.reads_moves:
             self.proceed()
         else:

@@ -67,10 +67,10 @@ def home_addresses(held: Sequence[Layout]) -> dict[int, Address]:
 
 
 def replica_moves(held: Sequence[Layout]) -> list[Move]:
-    """From home rows to all their replica rows, by rank and row of the replica."""
+    """From home rows to all their replica rows, by rank and row of the replica, which counts from the first replica."""
     home = home_addresses(held)
     return [
-        Move(home[expert], Address(rank, len(own.homes) + i))
+        Move(home[expert], Address(rank, i))
         for rank, own in enumerate(held)
         for i, expert in enumerate(own.replicas)
     ]

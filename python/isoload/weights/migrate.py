@@ -14,7 +14,8 @@ from isoload.transport import Group, checksum
 from isoload.weights.layout import Layout
 from isoload.weights.moves import move_rows
 from isoload.weights.schedule import plan_moves
-from isoload.weights.storage import NAMES, RankWeights
+from isoload.weights.state import NAMES
+from isoload.weights.storage import RankWeights
 
 # What every rank must give load_placement alike, in the order of move_facts
 FACTS = (
@@ -37,6 +38,11 @@ def check_move(now: Placement, new: Placement, rows_per_chunk: int, ranks: Seque
     if rows_per_chunk < 2:
         raise ValueError(f"rows_per_chunk must be at least 2, got {rows_per_chunk}")
     for rank in ranks:
+        if not rank.shows_storage():
+            raise ValueError(
+                "expert Parameters must lie in the layer's storage to move, got memory of their own (p.data = x, a "
+                "flat buffer, functional_call or parametrize)"
+            )
         for name in NAMES:
             parameter: Tensor | None = getattr(rank, name)
             if parameter is not None and parameter.grad is not None:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from isoload.host_values import put_on
 from isoload.transport import Group
 from isoload.transport.packing import unpack
 
@@ -150,13 +151,13 @@ def reverse(moves: Sequence[Move]) -> list[Move]:
 
 def pack_rows(stacks: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
     """[n, bytes] the picked rows of all stacks side by side."""
-    index = torch.tensor(rows, dtype=torch.int64, device=stacks[0].device)
+    index = put_on(stacks[0].device, rows)
     return torch.cat([as_bytes(stack.contiguous()).index_select(0, index) for stack in stacks], dim=1)
 
 
 def put_rows(stacks: Sequence[Tensor], rows: Sequence[int], buffer: Tensor) -> None:
     """What :func:`pack_rows` packed, into other rows of contiguous stacks."""
-    index = torch.tensor(rows, dtype=torch.int64, device=buffer.device)
+    index = put_on(buffer.device, rows)
     widths = [stack.shape[1:].numel() * stack.itemsize for stack in stacks]
     for stack, part in zip(stacks, buffer.split(widths, dim=1), strict=True):
         as_bytes(stack).index_copy_(0, index, part)

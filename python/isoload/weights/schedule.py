@@ -67,11 +67,12 @@ class _Schedule:
     def _next_of(self, address: Address) -> Address | None:
         """The row that must read this one before it is overwritten; None = no row must.
 
-        One on the same rank, which need not fetch its content from afar then, or any if this is the last copy. No two
-        rows have the same next row; so where no pending row is free, they lie on cycles.
+        One on the same rank, which need not fetch its content from afar then, or any if this is the last copy. A rank
+        that holds an expert twice, as where one was parked, may lose either row. So no two rows have the same next row,
+        and where no pending row is free, they lie on cycles.
         """
         expert = self.content.get(address)
-        if expert is None:
+        if expert is None or any(a.rank == address.rank and a != address for a in self.holders[expert]):
             return None
         waiting = self.waiting.get(expert, [])
         here = [a for a in waiting if a.rank == address.rank]

@@ -3,6 +3,9 @@
 The storage is made once and never again. Its first rows are the home rows, which the Parameter shows, then come the
 replica rows, which are kept equal to their homes, then rows that nothing uses yet. Replica gradients return to the
 home row, so an optimizer sees each expert once.
+
+Others may give a Parameter memory of its own: ``p.data = x``, flat buffers (ZeRO, FSDP), functional_call, parametrize.
+The layer then reads the home rows from the Parameter, and replica rows from the storage.
 """
 
 from __future__ import annotations
@@ -12,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from isoload.experts.weights import ExpertWeights
 from isoload.transport import Group
 from isoload.weights.layout import Layout
 from isoload.weights.moves import Move, move_rows
-
-NAMES = ("gate_up", "down", "gate_up_bias", "down_bias")
+from isoload.weights.state import HOMES, NAMES, rows_for
 
 
 def new_stack(like: Tensor, rows: int) -> Tensor:
@@ -60,6 +63,8 @@ class RankWeights(nn.Module):
         self.num_rows, self.spare_slots = num_rows, spare_slots
         row_of_slot = torch.tensor(self._rows(layout), dtype=torch.int64, device=dense.down.device)
         self.register_buffer("row_of_slot", row_of_slot, persistent=False)
+        self._refreshed: list[tuple[Tensor, int]] | None = None
+        self.note_refreshed()
 
     def home_rows(self) -> list[Tensor]:
         """The Parameters, each [homes, ...]."""
@@ -68,6 +73,53 @@ class RankWeights(nn.Module):
     def stored_rows(self) -> list[Tensor]:
         """The storages, each [rows, ...]."""
         return [b for name in NAMES if (b := getattr(self, f"stored_{name}")) is not None]
+
+    def replica_rows(self) -> list[Tensor]:
+        """The storages behind the home rows."""
+        return [stack[len(self.layout.homes) :] for stack in self.stored_rows()]
+
+    def shows_storage(self) -> bool:
+        """Whether the Parameters lie in the storages, as the host sees for free. Fakes have no memory: yes."""
+        return all(map(_shows, self.home_rows(), self.stored_rows()))
+
+    def readable_homes(self) -> list[Tensor]:
+        """Contiguous stacks that begin with the home rows: the storages, or the Parameters that lie elsewhere."""
+        if self.shows_storage():
+            return self.stored_rows()
+        return [home.detach().contiguous() for home in self.home_rows()]
+
+    def note_refreshed(self) -> None:
+        """Replicas are equal to the home rows as these are now."""
+        # The alias keeps the memory, so that no other tensor comes to lie at the same address.
+        self._refreshed = [(home.detach(), _version(home)) for home in self.home_rows()]
+
+    def is_refreshed(self) -> bool:
+        """Whether the home rows are those of the last :meth:`note_refreshed`, as far as torch counts versions.
+
+        It counts none for ``p.data.add_()`` and for the steps of fused optimizers.
+        """
+        return self._refreshed is not None and all(
+            (home.data_ptr(), _version(home)) == (noted.data_ptr(), version)
+            for home, (noted, version) in zip(self.home_rows(), self._refreshed, strict=True)
+            if not isinstance(home, FakeTensor)
+        )
+
+    def check(self, replicated: bool) -> None:
+        """Raises ValueError if the Parameters do not fit the layout or, replicated, changed since the refresh."""
+        for name in NAMES:
+            home, stored = getattr(self, name), getattr(self, f"stored_{name}")
+            if home is None:
+                continue
+            wanted = [len(self.layout.homes), *stored.shape[1:]], stored.dtype, stored.device
+            if (given := (list(home.shape), home.dtype, home.device)) != wanted:
+                raise ValueError(
+                    f"{name} must be {' '.join(map(str, wanted))}, got {' '.join(map(str, given))}"
+                )
+        if replicated and not self.is_refreshed():
+            raise ValueError(
+                "replicas must be refreshed after the expert Parameters change: call refresh_replicas() on all ranks, "
+                "got Parameters that changed since"
+            )
 
     def by_name(self, stacks: Sequence[Tensor]) -> dict[str, Tensor]:
         """Stacks in the order of home_rows, by name again."""
@@ -87,6 +139,7 @@ class RankWeights(nn.Module):
         for home in self.home_rows():
             torch.autograd.graph.increment_version(home)  # a backward from before the move must raise
         self._show_homes()
+        self.note_refreshed()
 
     def _rows(self, layout: Layout) -> list[int]:
         """[S] weight row of every local slot, -1 = none."""
@@ -104,19 +157,47 @@ class RankWeights(nn.Module):
                 home.data = home.new_empty(0, dtype=other)
             home.data = rows
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + HOMES] = torch.tensor(self.layout.homes, dtype=torch.int64)
+
     def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *how: Any) -> None:
+        state = rows_for(self.layout.homes, state, prefix)
         # assign=True would put Parameters with memory of their own in place of these: copy instead
         metadata = {**metadata, "assign_to_params_buffers": False}
         super()._load_from_state_dict(state, prefix, metadata, *how)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RankWeights:
+        before = self.shows_storage(), self.is_refreshed()
         super()._apply(fn, recurse)
-        self._show_homes()  # .to() and the like give the Parameters memory of their own
+        self._settle_copy(*before)  # .to() and the like give the Parameters memory of their own
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_refreshed": (self.shows_storage(), self.is_refreshed())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._show_homes()  # so do deepcopy and pickle
+        self._settle_copy(*state["_refreshed"])  # so do deepcopy and pickle
+
+    def _settle_copy(self, shown: bool, refreshed: bool) -> None:
+        """Makes all Parameters and storages, new tensors with the values of others, what these were to each other."""
+        if shown:
+            self._show_homes()
+        self._refreshed = None
+        if refreshed:
+            self.note_refreshed()
+
+
+def _shows(home: Tensor, stored: Tensor) -> bool:
+    if isinstance(home, FakeTensor) or not len(home):
+        return True
+    rows = home.shape[1:] == stored.shape[1:] and home.stride() == stored.stride()
+    return rows and home.dtype == stored.dtype and home.data_ptr() == stored.data_ptr()
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def refresh_replicas(group: Group, ranks: Sequence[RankWeights], moves: Sequence[Move]) -> None:
@@ -127,4 +208,6 @@ def refresh_replicas(group: Group, ranks: Sequence[RankWeights], moves: Sequence
         ranks: the owned ones.
         moves: see :func:`isoload.weights.layout.replica_moves`.
     """
-    move_rows(group, "refresh", moves, [r.home_rows() for r in ranks], [r.stored_rows() for r in ranks])
+    move_rows(group, "refresh", moves, [r.home_rows() for r in ranks], [r.replica_rows() for r in ranks])
+    for rank in ranks:
+        rank.note_refreshed()

@@ -19,8 +19,9 @@ from isoload.shared_experts import SharedPlan
 class WaterfillSampledPolicy(Seeded, SharedPolicy):
     """Every token draws its shared expert's rank: the published Waterfill, for comparison.
 
-    Options: rule: "static" and "dynamic" are SGLang's two forms, "blog" is papers/001's formula; routed as in
-    ``shared_local``; seed and step (the batch's number) select the random stream of "blog".
+    Options: rule: "static" and "dynamic" are SGLang's two forms, "blog" is papers/001's formula for visited ranks and
+    the own one, "blog_all" for all ranks; routed as in ``shared_local``; seed and step (the batch's number) select the
+    random stream of both.
     """
 
     name = "waterfill_sampled"

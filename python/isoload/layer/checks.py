@@ -1,0 +1,40 @@
+"""What a layer refuses when it is made and per batch, and the text by which ranks compare their activations."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from isoload.experts.weights import Activation, ClampedGLU, ExpertWeights, SwiGLU
+from isoload.placement import Placement
+from isoload.transport import DTYPES, Group
+
+
+def check_parts(dense: ExpertWeights, group: Group, placement: Placement, min_tokens: int) -> None:
+    if dense.num_slots != placement.num_experts:
+        raise ValueError(
+            f"dense must hold num_experts={placement.num_experts} experts, got {dense.num_slots}"
+        )
+    if placement.topology.num_ranks != group.topology.num_ranks:
+        raise ValueError(
+            f"placement must be for the transport's {group.topology.num_ranks} ranks, "
+            f"got {placement.topology.num_ranks}"
+        )
+    if min_tokens < 0:
+        raise ValueError(f"min_tokens must be at least 0, got {min_tokens}")
+
+
+def name_of(activation: Activation) -> str:
+    """The same text on all ranks for the same activation; a function of the caller's own is compared by its name."""
+    if isinstance(activation, SwiGLU | ClampedGLU):
+        return repr(activation)
+    return str(getattr(activation, "__qualname__", type(activation).__qualname__))
+
+
+def check_rows(rows: list[Tensor], most: int | None) -> None:
+    """Raises ValueError if rows [T, H] have no such shape or dtype, or more tokens than the transport has room for."""
+    for row in rows:
+        if row.dim() != 2 or row.dtype not in DTYPES:
+            names = ", ".join(map(str, DTYPES))
+            raise ValueError(f"x must be [T, H] of {names}, got {list(row.shape)} {row.dtype}")
+    if most is not None and max(map(len, rows)) > most:
+        raise ValueError(f"x must have at most max_tokens_per_rank={most} tokens, got {max(map(len, rows))}")

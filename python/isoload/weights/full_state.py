@@ -1,0 +1,55 @@
+"""The full state of a layer's experts: stacks [E, ...] in the order of experts, from all ranks and to each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isoload.transport import Group
+from isoload.weights.layout import Layout, home_addresses
+from isoload.weights.moves import Address, Move, move_rows
+from isoload.weights.state import FULL, NAMES
+from isoload.weights.storage import RankWeights
+
+
+def gather_full(group: Group, ranks: Sequence[RankWeights], held: Sequence[Layout]) -> dict[str, Tensor]:
+    """[E, ...] of every stack, on every process. All ranks call it together with the layouts [R]."""
+    home = home_addresses(held)
+    # a process that owns all ranks needs one copy
+    readers = range(len(held)) if len(ranks) < len(held) else [0]
+    moves = [Move(home[expert], Address(rank, expert)) for rank in readers for expert in range(len(home))]
+    homes = [rank.home_rows() for rank in ranks]
+    full = [
+        [stack.detach().new_zeros(len(home) if rank in readers else 0, *stack.shape[1:]) for stack in stacks]
+        for rank, stacks in zip(group.ranks, homes, strict=True)
+    ]
+    move_rows(group, "state", moves, homes, full)
+    return {FULL + name: stack for name, stack in ranks[0].by_name(full[0]).items()}
+
+
+@torch.no_grad()
+def load_full(ranks: Sequence[RankWeights], num_experts: int, state: Mapping[str, Any]) -> None:
+    """Copies every rank's rows, replicas included, out of a full state.
+
+    Raises:
+        ValueError: before anything is copied, naming the key, the rule and the value.
+    """
+    for rank in ranks:
+        for name in NAMES:
+            home: Tensor | None = getattr(rank, name)
+            given = state.get(FULL + name)
+            wanted = None if home is None else [num_experts, *home.shape[1:]]
+            if (found := None if given is None else list(given.shape)) != wanted:
+                raise ValueError(f"{FULL}{name} must be {wanted}, got {found}")
+            if home is not None and not isinstance(home, nn.Parameter):
+                raise ValueError(f"{name} must be a Parameter to be loaded, got a parametrized one")
+    for rank in ranks:
+        homes, replicas = list(rank.layout.homes), list(rank.layout.replicas)
+        stacks = [state[FULL + name] for name in NAMES if getattr(rank, name) is not None]
+        for stack, home, behind in zip(stacks, rank.home_rows(), rank.replica_rows(), strict=True):
+            home.copy_(stack[homes])
+            behind[: len(replicas)].copy_(stack[replicas])
+        rank.note_refreshed()

@@ -1,0 +1,96 @@
+"""Replacing ``block.experts`` alone leaves the model as it is: logits, auxiliary loss, router gradients."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+import isoload
+from isoload.layer.block_experts import BlockExperts
+
+E, K = 8, 2
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "intermediate_size": 24, "num_experts_per_tok": K, "pad_token_id": 0}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen3": ("qwen3_moe", "Qwen3Moe", {"num_experts": E, "moe_intermediate_size": 24, "head_dim": 8}),
+    "olmoe": ("olmoe", "Olmoe", {"num_experts": E}),
+    "mixtral": ("mixtral", "Mixtral", {"num_local_experts": E}),
+    "gpt_oss": ("gpt_oss", "GptOss", {"num_local_experts": E, "head_dim": 8}),
+    "deepseek_v3": (
+        "deepseek_v3",
+        "DeepseekV3",
+        {
+            "n_routed_experts": E, "n_shared_experts": 1, "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1,
+            "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+            "first_k_dense_replace": 1, "num_key_value_heads": 4,
+        },
+    ),
+}  # fmt: skip
+
+
+def make_model(name: str) -> torch.nn.Module:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    model, prefix, more = MODELS[name]
+    modeling = import_module(f"transformers.models.{model}.modeling_{model}")
+    config = getattr(import_module(f"transformers.models.{model}.configuration_{model}"), f"{prefix}Config")
+    torch.manual_seed(3)
+    built = getattr(modeling, f"{prefix}ForCausalLM")(config(**{**SIZES, **more}))
+    for parameter in built.parameters():
+        parameter.data.normal_(std=0.2)
+    return built.eval()
+
+
+def blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [m for m in model.modules() if hasattr(m, "experts")]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_model_stays_what_it_is(name: str) -> None:
+    torch.set_num_threads(1)
+    ids = torch.randint(1, 64, (2, 9), generator=torch.Generator().manual_seed(5))
+    outcomes = []
+    for replaced in (False, True):
+        model = make_model(name)
+        found = blocks(model)
+        assert found, "a model with experts"
+        topology = isoload.Topology(4)
+        placement = isoload.place(torch.arange(E)[None] ** 2 + 1, topology, slots_per_rank=3)
+        for block in found if replaced else []:
+            block.experts = BlockExperts(block, topology, placement=placement, policy="exact")
+        asked = {"output_router_logits": True} if name not in ("deepseek_v3",) else {}
+        result = model(ids, labels=ids, **asked)
+        result.loss.backward()
+        router = {n: p.grad for n, p in model.named_parameters() if "gate.weight" in n or "router" in n}
+        embedded = model.get_input_embeddings().weight.grad
+        outcomes.append((result.logits, result.loss, getattr(result, "aux_loss", None), router, embedded))
+        if replaced:
+            for block in found:
+                plan = block.experts.layer.last_plan
+                assert plan is not None and plan.peak == plan.bound
+    (logits, loss, aux, router, embedded), (logits_, loss_, aux_, router_, embedded_) = outcomes
+    torch.testing.assert_close(logits_, logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(loss_, loss, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(embedded_, embedded, rtol=1e-3, atol=1e-4)
+    assert (aux is None) == (aux_ is None)
+    if aux is not None:
+        torch.testing.assert_close(aux_, aux, rtol=1e-5, atol=1e-5)
+    assert router.keys() == router_.keys()
+    for key, grad in router.items():
+        if grad is not None:
+            torch.testing.assert_close(router_[key], grad, rtol=1e-3, atol=1e-4)
+
+
+def test_refuses_shared_experts_in_the_placement() -> None:
+    block = blocks(make_model("qwen3"))[0]
+    topology = isoload.Topology(2)
+    placement = isoload.place(torch.ones(1, E), topology, slots_per_rank=5, num_shared=1)
+    with pytest.raises(
+        ValueError, match="placement must have no shared experts, which the block computes, got 1"
+    ):
+        BlockExperts(block, topology, placement=placement)
+    experts = BlockExperts(block, topology)
+    with pytest.raises(RuntimeError, match="experts must be called with the block's choices"):
+        experts.layer(torch.ones(3, 32))

@@ -1,0 +1,230 @@
+"""How often MoE.forward makes the host wait for a GPU: once with exact split sizes, never with a fixed capacity."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import isoload
+from isoload.experts.weights import ExpertWeights
+from isoload.placed_layers import PlacedLayers
+from isoload.transport import CollectiveGroup, Group, LocalTransport, Transport
+from isoload.transport.row_dispatcher import RowDispatcher
+from support.host_waits import HostWaits
+
+RANKS, EXPERTS, HIDDEN, TOKENS, CAPACITY = 4, 16, 8, (5, 0, 7, 9), 13
+TOPOLOGY = isoload.Topology(RANKS, 2)
+CAPACITIES = pytest.mark.parametrize("capacity", [None, CAPACITY])
+NUM_SHARED = {"waterfill_sampled": (1,), **dict.fromkeys(("shared_local", "waterfill", "joint"), (1, 2))}
+ON_DEVICE = [name for name in isoload.POLICIES if name != "llep_published"]  # which plans on the host
+BORROWING = [name for name in ON_DEVICE if isoload.POLICIES[name]().borrows]
+
+
+class OneRank(CollectiveGroup):
+    """One rank of several, as a process has it, whose peers are not there: what they send is fake, too."""
+
+    def __init__(self, rank: int) -> None:
+        Group.__init__(self, TOPOLOGY, [rank])
+        self.process_group = None
+
+    def _gather(self, stage: str, rows: list[Tensor]) -> Tensor:
+        return rows[0].unsqueeze(0).expand(RANKS, -1)
+
+    def _start_swap(self, stage: str, buffers: list[Tensor], sent: Any, got: Any) -> Any:
+        arrived = buffers[0].new_empty(sum(got[0]), *buffers[0].shape[1:])
+        return lambda: [arrived]
+
+    def _swap(self, *given: Any) -> list[Tensor]:
+        arrived: list[Tensor] = self._start_swap(*given)()
+        return arrived
+
+    def gather_objects(self, stage: str, given: object) -> list[Any]:
+        return [given] * RANKS
+
+    def peers(self, device: torch.device) -> None:
+        return None
+
+    def named(self, stage: str) -> Any:
+        return nullcontext()
+
+
+def answer(tensor: Tensor) -> list[Any]:
+    """What the host reads: three rows between every two ranks, no errors, no facts that differ, expert 0 borrowed."""
+    if tensor.dim() == 3:
+        return [[[3, 0, 3] + [0] * (tensor.shape[2] - 3)] * tensor.shape[1]] * len(tensor)
+    return [[0] * tensor.shape[1]] * len(tensor) if tensor.dim() == 2 else [0] * len(tensor)
+
+
+def gate(rows: Tensor) -> tuple[Tensor, Tensor]:
+    weights, ids = rows.float().cumsum(1).repeat(1, 2).softmax(-1).topk(3)
+    return ids, weights
+
+
+def waits_of(
+    transport: Transport, num_shared: int = 0, module: bool = False, **how: Any
+) -> tuple[list[str], int]:
+    """What the second forward of a layer on a GPU waits for, and what it counts itself. The first makes buffers."""
+    borrows = isoload.POLICIES[how["policy"]]().borrows
+    spare = 2 if borrows else 0
+    placement = isoload.place(
+        torch.arange(1.0, EXPERTS + 1).unsqueeze(0) ** 2,
+        TOPOLOGY,
+        slots_per_rank=(6 if borrows else 5) + num_shared,
+        spare_slots=spare,
+        num_shared=num_shared,
+        placer="trivial" if borrows else "eplb",
+    )
+    shape = (EXPERTS + num_shared, 2 * HIDDEN, HIDDEN)
+    group, dtype = transport.group, torch.bfloat16
+    # the agreements of a first batch read values: on real tensors
+    dense = ExpertWeights(torch.zeros(shape, dtype=dtype), torch.zeros(shape[0], HIDDEN, HIDDEN, dtype=dtype))
+    rows = [torch.zeros(TOKENS[rank], HIDDEN, dtype=dtype) for rank in group.ranks]
+    if len(group.ranks) == 1:
+        group._agreed = _Everything()
+    else:
+        isoload.MoE(gate, dense, transport, placement, **{**how, "borrow": None})(rows)
+    made: dict[Any, Any] = {}  # tables of fake tensors are not kept, those of real ones are
+
+    def memo(placed: PlacedLayers, key: Any, make: Any) -> Any:
+        if key not in made:
+            made[key] = make(placed)
+        return made[key]
+
+    with HostWaits(answer) as host, torch.no_grad(), patch.object(PlacedLayers, "memo", memo):
+        dense = ExpertWeights(
+            *(torch.zeros(s.shape, dtype=dtype, device="cuda") for s in (dense.gate_up, dense.down))
+        )
+        shared = nn.Identity() if module else None
+        layer = isoload.MoE(gate, dense, transport, placement, shared=shared, **how)
+        balancer = layer.balancer
+        balancer._own[dense.down.device] = balancer.placed_on(dense.down.device)
+        rows = [torch.zeros(row.shape, dtype=dtype, device="cuda") for row in rows]
+        layer(rows)
+        host.waits.clear()
+        before = group.traffic.host_syncs
+        layer(rows)
+        return host.waits, group.traffic.host_syncs - before
+
+
+class _Everything(set[Any]):
+    def __contains__(self, _fact: object) -> bool:
+        return True
+
+
+def wanted(capacity: int | None) -> tuple[list[str], int]:
+    return (["tolist in transport/group.py"], 1) if capacity is None else ([], 0)
+
+
+def short(found: tuple[list[str], int]) -> tuple[list[str], int]:
+    """Without line numbers."""
+    return [wait.rsplit(":", 1)[0] for wait in found[0]], found[1]
+
+
+@CAPACITIES
+@pytest.mark.parametrize("policy", ON_DEVICE)
+def test_every_policy(policy: str, capacity: int | None) -> None:
+    for num_shared in NUM_SHARED.get(policy, (0, 1)):
+        transport = LocalTransport(TOPOLOGY, capacity)
+        assert short(waits_of(transport, num_shared, policy=policy)) == wanted(capacity), num_shared
+
+
+@CAPACITIES
+def test_shared_modules_and_small_batches(capacity: int | None) -> None:
+    for how in ({"module": True}, {"min_tokens": 1000}, {"prefer": "visited"}):
+        transport = LocalTransport(TOPOLOGY, capacity)
+        assert short(waits_of(transport, policy="exact", **how)) == wanted(capacity), how
+
+
+@CAPACITIES
+@pytest.mark.parametrize(
+    ("borrow", "rank"),
+    [("pull", 0), ("copy", 0), ("all_to_all", 0), ("all_to_all", 1), ("p2p", 0), ("p2p", 1)],
+)
+def test_every_backend_of_borrowing(
+    borrow: str, rank: int, capacity: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that read the plan on the host do so after dispatch has waited or, with a capacity, wait for it."""
+    stub = SimpleNamespace(
+        get_backend=lambda _group: "nccl",
+        get_process_group_ranks=lambda _group: list(range(RANKS)),
+        P2POp=lambda *operation: operation,
+        isend=None,
+        irecv=None,
+        batch_isend_irecv=lambda _operations: [],
+    )
+    monkeypatch.setattr("isoload.weights.backends.dist", stub)
+    alone = borrow in ("all_to_all", "p2p")
+    expected = wanted(capacity)
+    if capacity is not None and borrow != "pull":
+        expected = ["event in weights/borrow_plan.py"], 1
+    for policy in BORROWING:
+        transport = one_rank(rank, capacity) if alone else LocalTransport(TOPOLOGY, capacity)
+        assert short(waits_of(transport, policy=policy, borrow=borrow)) == expected, policy
+
+
+@CAPACITIES
+def test_a_process_with_one_rank(capacity: int | None) -> None:
+    assert short(waits_of(one_rank(1, capacity), policy="exact")) == wanted(capacity)
+
+
+def one_rank(rank: int, capacity: int | None) -> Transport:
+    group = OneRank(rank)
+    return Transport(group, RowDispatcher(group, capacity))
+
+
+def test_counting_anew_leaves_the_rows_on_the_device() -> None:
+    transport = LocalTransport(TOPOLOGY, CAPACITY)
+    with HostWaits(answer) as host:
+        transport.group.traffic.rows = torch.zeros(RANKS, RANKS, dtype=torch.int64, device="cuda")
+        transport.group.reset_traffic()
+        transport.group.traffic.rows.to("cuda:0")
+    assert not host.waits
+
+
+@torch.no_grad()
+def test_the_mode_sees_every_kind() -> None:
+    """Each line here makes the host wait on a GPU; those after them do not."""
+    with HostWaits(answer) as host:
+        on_device, here = (
+            torch.zeros(4, 3, dtype=torch.int64, device="cuda"),
+            torch.ones(2, dtype=torch.int64),
+        )
+        waiting = {
+            "copy cpu to cuda": [
+                lambda: on_device.new_tensor([1, 2]),
+                lambda: torch.tensor([1, 2], device="cuda"),
+                lambda: here.to("cuda:0"),
+                lambda: here.to("cuda:0", non_blocking=True),
+                lambda: on_device.select(1, 0).narrow(0, 0, 2).copy_(here),
+            ],
+            "copy cuda to cpu": [lambda: on_device.cpu(), lambda: torch.zeros(4, 3).copy_(on_device)],
+            "tolist": [lambda: on_device.tolist()],
+            "_local_scalar_dense": [lambda: on_device.sum().item(), lambda: bool(on_device.any())],
+            "equal": [lambda: torch.equal(on_device, on_device)],
+            "nonzero": [lambda: on_device.nonzero()],
+            "mask as index": [lambda: on_device[on_device > 0]],
+            "index from the host": [lambda: on_device[[0, 1]], lambda: on_device[here]],
+        }
+        for kind, calls in waiting.items():
+            for i, call in enumerate(calls):
+                host.waits.clear()
+                try:
+                    call()
+                except (RuntimeError, NotImplementedError):  # fake tensors have no values to go on with
+                    assert host.waits, kind
+                assert host.waits == [f"{kind} in the test"], (kind, i)
+        host.waits.clear()
+        pinned = torch.tensor([1, 2], pin_memory=True)
+        pinned.to("cuda:0", non_blocking=True)
+        torch.empty(4, 3, dtype=torch.int64, pin_memory=True).copy_(on_device, non_blocking=True)
+        on_device[0], on_device[1:3, None]
+        on_device[0] = 4
+        on_device.new_full((1,), 3)
+        torch.full((2,), 7, device="cuda")
+        assert host.waits == []

@@ -1,0 +1,112 @@
+// In the place of CUDA's header: what csrc/cuda uses of CUDA, by the names it has there. See machine.h.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#include "block.h"
+#include "machine.h"
+
+#define __host__
+#define __device__
+#define __forceinline__ inline
+#define __global__
+#define __shared__ static thread_local  // which gives them a place of their own, also in templates
+#define __launch_bounds__(...)
+#define SIMT_INLINE __attribute__((always_inline)) inline  // so that a return address is the kernel's
+
+#define threadIdx simt::thread_index()
+#define blockIdx simt::block_index()
+#define blockDim simt::block_size()
+#define gridDim simt::grid_size()
+
+using cudaStream_t = void*;
+enum cudaError_t { cudaSuccess };
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+template <class T>
+cudaError_t cudaGetSymbolAddress(void** address, T& symbol) {
+  return *address = &symbol, cudaSuccess;
+}
+inline cudaError_t cudaMemsetAsync(void* p, int value, std::size_t bytes, cudaStream_t) {
+  std::memset(p, value, bytes);
+  return cudaSuccess;
+}
+enum cudaStreamCaptureMode { cudaStreamCaptureModeRelaxed };
+inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline const char* cudaGetErrorString(cudaError_t) { return "refused"; }
+
+namespace simt {
+
+// Runs kernel(arguments...) in every lane of every block. A lane reads its arguments from the host's stack,
+// which costs nothing and races with nothing, as CUDA's constant bank does.
+template <class Kernel, class... Arguments>
+void launch(Kernel kernel, int64_t blocks, int lanes, std::size_t shared_bytes,
+            const Arguments&... arguments) {
+  auto call = [&] { kernel(arguments...); };
+  run_grid(
+      reinterpret_cast<void*>(kernel), blocks, lanes, static_cast<int64_t>(shared_bytes),
+      [](void* closure) { (*static_cast<decltype(call)*>(closure))(); }, &call);
+}
+
+// f of what the lanes in mask give, [32].
+template <class T, class F>
+SIMT_INLINE auto exchange(unsigned mask, T v, F&& f) {
+  static_assert(sizeof(T) <= 8);
+  uint64_t word = 0;
+  std::memcpy(&word, &v, sizeof(T));
+  const uint64_t* const words = exchange(mask, word);
+  T all[32];
+  for (int i = 0; i < 32; ++i) std::memcpy(&all[i], &words[i], sizeof(T));
+  return f(all);
+}
+
+// The values of the lanes in mask, folded.
+template <class T, class F>
+SIMT_INLINE T reduce(unsigned mask, T v, F&& combine) {
+  return exchange(mask, v, [&](const T* all) {
+    T folded = v;
+    for (int i = 0; i < 32; ++i)
+      if (mask >> i & 1) folded = combine(folded, all[i]);
+    return folded;
+  });
+}
+
+}  // namespace simt
+
+SIMT_INLINE void __syncthreads() { simt::meet(simt::Meeting::block, ~0u); }
+SIMT_INLINE void __syncwarp(unsigned mask = ~0u) { simt::meet(simt::Meeting::warp, mask); }
+template <class T>
+SIMT_INLINE T __shfl_sync(unsigned mask, T v, int from) {
+  return simt::exchange(mask, v, [&](const T* all) { return all[from]; });
+}
+template <class T>
+SIMT_INLINE T __shfl_xor_sync(unsigned mask, T v, int with) {
+  return simt::exchange(mask, v, [&](const T* all) { return all[(threadIdx.x % 32) ^ with]; });
+}
+template <class T>
+SIMT_INLINE T __shfl_up_sync(unsigned mask, T v, int by) {
+  const int lane = threadIdx.x % 32;
+  return simt::exchange(mask, v, [&](const T* all) { return all[lane < by ? lane : lane - by]; });
+}
+template <class T>
+SIMT_INLINE T __reduce_max_sync(unsigned mask, T v) {
+  return simt::reduce(mask, v, [](T a, T b) { return a > b ? a : b; });
+}
+SIMT_INLINE unsigned __reduce_or_sync(unsigned mask, unsigned v) {
+  return simt::reduce(mask, v, [](unsigned a, unsigned b) { return a | b; });
+}
+SIMT_INLINE unsigned __match_any_sync(unsigned mask, int v) {
+  return mask & simt::exchange(mask, v, [&](const int* all) {
+           unsigned same = 0;
+           for (int i = 0; i < 32; ++i) same |= unsigned(all[i] == v) << i;
+           return same;
+         });
+}
+SIMT_INLINE int atomicAdd(int* p, int v) { return simt::atomic_add(p, v); }
+SIMT_INLINE int atomicOr(int* p, int v) { return simt::atomic_or(p, v); }
+SIMT_INLINE int atomicExch(int* p, int v) { return simt::atomic_exchange(p, v); }
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline int __popcll(uint64_t v) { return __builtin_popcountll(v); }

@@ -1,0 +1,113 @@
+"""Every kernel of csrc/cuda in a few calls: what barriers are removed under, and critical paths are read of."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from isoload import ops
+from support.borrow_plans import SHAPES, draw_plan, draw_values
+from support.cases import draw
+from support.simt_build import ROOT
+from support.spills import in_order
+
+sys.path.append(str(ROOT / "bench"))
+from gpu_jobs import JOBS
+from gpu_layers import EXPERTS, RANK, Layer, make_layers, per_node, size
+
+FEW, MANY, WIDE = (16, 32, 64), (16, 32, 4100), (32, 32, 64)  # ranks, replicas, tokens
+
+
+@functools.cache
+def layer(ranks: int, replicas: int, tokens: int) -> Layer:
+    return make_layers(ranks, replicas, tokens, seed=0, layers=1)[0]
+
+
+def borrow(backward: bool) -> list[torch.Tensor]:
+    """One rank's loans, or their gradients, in float32."""
+    rng, spare_slots = np.random.default_rng(3), 2
+    plan = draw_plan(rng, 4, spare_slots)
+    rank = int(np.argmax(plan.homes))
+
+    def stacks(rows: int) -> list[torch.Tensor]:
+        return [draw_values(rng, rows, shape, torch.float32) for shape in SHAPES if 0 not in shape]
+
+    weights, pools = [stacks(n) for n in plan.homes], [stacks(spare_slots) for _ in plan.homes]
+    if backward:
+        of, totals = ops.addresses(pools), stacks(plan.homes[rank])
+        ops.borrow_backward(
+            plan.slot_to_expert, plan.home, of, totals, 4, rank, spare_slots, torch.float32, blocks=7
+        )
+        return totals
+    ops.borrow(plan.slot_to_expert, plan.home, ops.addresses(weights), pools[rank], 4, rank, blocks=7)
+    return pools[rank]
+
+
+def visited(x: Layer) -> object:
+    return ops.plan_waterfill(x.copies, x.tokens, candidates="visited")
+
+
+def more(objective: str) -> Callable[[Layer], object]:
+    return lambda x: ops.plan_exact(x.loads, x.tables, objective=objective, ranks_per_node=per_node(x))
+
+
+def spread(x: Layer) -> object:
+    """Every rank takes shared copies, so tokens have to be chosen."""
+    ranks, tokens = len(x.loads), len(x.ids)
+    row = torch.full((ranks,), tokens // ranks, dtype=torch.int32)
+    return ops.route_shared(x.slots, row, size(x), RANK)
+
+
+def share_of_a_few() -> object:
+    """With experts that are no multiple of the lanes."""
+    case = draw("eplb", 12, 1)
+    loads, tables = torch.from_numpy(case.loads), case.tables()
+    quota = ops.plan_exact(loads, tables).quota
+    return torch.cat([ops.share(loads, quota, tables, 4, rank) for rank in range(3)])
+
+
+def spill(spare_slots: int, **rules: Any) -> object:
+    """More slots than lanes; ten of the ranks have all copies, in experts so small that spare slots are scarce."""
+    loads = np.random.default_rng(5).integers(50, 1000, 256) * (np.arange(256) < 160)
+    return in_order(loads, 16, spare_slots, **rules).spill()
+
+
+__all__ = ["EXPERTS", "OF_LAYERS", "SCENARIOS", "bits", "layer", "make_inputs"]
+OF_LAYERS: dict[str, tuple[Callable[[Layer], object], tuple[int, int, int]]] = {
+    **{job.name: (job.call, FEW) for job in JOBS if job.name != "chain"},
+    **{f"{job.name}, many tokens": (job.call, MANY) for job in JOBS if job.name in ("count", "route")},
+    "plan_lp, wide": (next(job.call for job in JOBS if job.name == "plan_lp"), WIDE),
+    "plan_exact, packed": (more("packed"), FEW),
+    "plan_exact, local": (more("local"), FEW),
+    "plan_waterfill, visited": (visited, FEW),
+    "route_shared, spread": (spread, FEW),
+    "share, all rows": (lambda x: ops.share(x.loads, x.quota, x.tables, per_node(x)), FEW),
+}
+SCENARIOS: dict[str, Callable[[], object]] = {
+    **{name: functools.partial(lambda call, at: call(layer(*at)), *of) for name, of in OF_LAYERS.items()},
+    "share, few experts": share_of_a_few,
+    "plan_spill, levels": lambda: spill(1),
+    "plan_spill, least cost": lambda: spill(
+        2, capacity_factor=None, import_costs=(50, 200), ranks_per_node=8
+    ),
+    "borrow": lambda: borrow(False),
+    "borrow_backward": lambda: borrow(True),
+}
+
+
+def make_inputs() -> None:
+    for at in (FEW, MANY, WIDE):
+        layer(*at)
+
+
+def bits(result: object) -> str:
+    """A digest of what a scenario returns."""
+    tensors = [result] if isinstance(result, torch.Tensor) else list(result)  # type: ignore[call-overload]
+    parts = [f"{x.dtype} {list(x.shape)} ".encode() + x.contiguous().numpy().tobytes() for x in tensors]
+    return hashlib.sha256(b"".join(parts)).hexdigest()

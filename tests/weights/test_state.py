@@ -1,0 +1,183 @@
+"""A saved state says which experts its rows hold: it loads into other placements and other numbers of ranks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch.nn.utils import parametrize
+
+import isoload
+from isoload.layer.moe import MoE
+from isoload.transport import CollectiveTransport, LocalTransport
+from isoload.weights.state import merge_states
+from support.moved_layer import deal, make_setup, pairs
+from support.processes import run_ranks
+from support.small_layer import EXPERTS, STACKS, close
+
+
+def make_layer(placement, seed=0, transport=None):
+    setup = make_setup(placement.topology.num_ranks, seed)
+    gate = Gate(setup.gate)
+    return MoE(gate, setup.dense, transport or LocalTransport(setup.topology), placement), setup
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+class Gate(torch.nn.Module):
+    def __init__(self, gate):
+        super().__init__()
+        self.gate, self.scale = gate, torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def forward(self, rows):
+        ids, weights = self.gate(rows)
+        return ids, weights * self.scale
+
+
+def assert_holds(layer, dense):
+    """Every row of every rank is its expert's."""
+    for weights in layer.weights:
+        experts = list(weights.layout.experts)
+        for name in STACKS:
+            assert torch.equal(
+                getattr(weights, f"stored_{name}")[: len(experts)], getattr(dense, name)[experts]
+            )
+
+
+def on_one_rank():
+    """Two placements of one rank: the same experts in other rows."""
+    draw = random.Random(7)
+    return [deal(draw, isoload.Topology(1), EXPERTS) for _ in range(2)]
+
+
+def test_rows_move_to_where_the_placement_has_them():
+    before, after = on_one_rank()
+    layer, setup = make_layer(before)
+    moved, _ = make_layer(before)
+    moved.load_placement(after)
+    for saved in (layer.state_dict(), moved.state_dict()):
+        for placement in (before, after):
+            other, _ = make_layer(placement, seed=1)
+            other.load_state_dict(saved)
+            assert_holds(other, setup.dense)
+
+
+def test_a_state_saved_after_load_placement_is_not_another_experts():
+    """A rank that holds some of the experts of the file: these; where it lacks one, it says so."""
+    _, before, after = list(pairs(4))[1]
+    layer, setup = make_layer(before)
+    layer.load_placement(after)
+    state = layer.state_dict()
+    same, _ = make_layer(after, seed=1)
+    same.load_state_dict(state)
+    same.refresh_replicas()
+    fresh, _ = make_layer(before, seed=1)
+    with pytest.raises(
+        ValueError, match=r"home_experts must hold experts \[.*\], at home on this rank, got .*merge_sta"
+    ):
+        fresh.load_state_dict(state)
+    fresh.load_full_state_dict(merge_states([state]))
+    for other in (same, fresh):
+        assert_holds(other, setup.dense)
+
+
+def test_replicas_must_be_refreshed_after_a_load():
+    _, placement, _ = list(pairs(4))[1]
+    layer, setup = make_layer(placement)
+    layer.load_state_dict(make_layer(placement, seed=1)[0].state_dict())
+    with pytest.raises(ValueError, match=r"call refresh_replicas\(\)"):
+        layer(setup.rows)
+    layer.refresh_replicas()
+    layer(setup.rows)
+
+
+def test_an_old_file_is_refused():
+    before, _ = on_one_rank()
+    layer, _ = make_layer(before)
+    state = {name: value for name, value in layer.state_dict().items() if not name.endswith("home_experts")}
+    with pytest.raises(
+        ValueError, match="state_dict must have weights.0.home_experts, the experts of its rows"
+    ):
+        layer.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"states\[0\] must have weights.0.home_experts"):
+        merge_states([state])
+    state["weights.0.home_experts"] = torch.tensor(layer.weights[0].layout.homes)
+    layer.load_state_dict(state)
+    layer.load_state_dict({"gate.scale": torch.ones(1)}, strict=False)
+
+
+def test_states_that_do_not_fit_are_refused():
+    before, after = on_one_rank()
+    layer, _ = make_layer(before)
+    other, _ = make_layer(after)
+    state = layer.state_dict()
+    short = {**state, "weights.0.down": state["weights.0.down"][1:]}
+    with pytest.raises(
+        ValueError, match=r"weights.0.down must have 11 rows as weights.0.home_experts, got 10"
+    ):
+        other.load_state_dict(short)
+    with pytest.raises(ValueError, match="states must hold every expert once, got expert .* in several"):
+        merge_states([state, state])
+    full = layer.full_state_dict()
+    with pytest.raises(ValueError, match=r"experts.down must be \[11, 8, 6\], got \[10, 8, 6\]"):
+        other.load_full_state_dict({**full, "experts.down": full["experts.down"][1:]})
+    with pytest.raises(ValueError, match=r"experts.down_bias must be \[11, 8\], got None"):
+        other.load_full_state_dict({k: v for k, v in full.items() if k != "experts.down_bias"})
+    with pytest.raises(ValueError, match=r"state must hold \['gate.scale'\] beside experts, got \[\]"):
+        other.load_full_state_dict({k: v for k, v in full.items() if k != "gate.scale"})
+    parametrize.register_parametrization(other.weights[0], "down", Doubled())
+    with pytest.raises(ValueError, match="down must be a Parameter to be loaded, got a parametrized one"):
+        other.load_full_state_dict(full)
+    parts = {
+        **{k: v for k, v in state.items() if "down" not in k},
+        "weights.0.parametrizations.down.original": 0,
+    }
+    with pytest.raises(ValueError, match=r"home_experts must be \[.*\] for parametrized experts, got \["):
+        other.load_state_dict(parts)
+
+
+def test_a_missing_expert_is_refused():
+    _, placement, _ = list(pairs(4))[1]
+    layer, _ = make_layer(placement)
+    first = layer.weights[0].layout.homes
+    state = {k: v for k, v in layer.state_dict().items() if not k.startswith("weights.0.")}
+    missing = sorted(e for e in first if e < max(x for w in list(layer.weights)[1:] for x in w.layout.homes))
+    with pytest.raises(ValueError, match=f"got none of \\[{', '.join(map(str, missing))}\\] for gate_up"):
+        merge_states([state])
+
+
+def saved_on(rank, ranks):
+    _, before, after = list(pairs(ranks))[1]
+    setup = make_setup(ranks)
+    layer, _ = make_layer(before, transport=CollectiveTransport(setup.topology))
+    layer.load_placement(after)
+    full = layer.full_state_dict()
+    layer.load_full_state_dict({n: v + 1 if n.startswith("experts.") else v for n, v in full.items()})
+    layer.load_full_state_dict(full)
+    return (
+        {f"model.mlp.{k}": v for k, v in layer.state_dict().items()},
+        full,
+        layer(setup.rows[rank]).detach(),
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_another_number_of_ranks(ranks):
+    files, fulls, outputs = zip(*run_ranks(saved_on, ranks, ranks), strict=True)
+    setup = make_setup(ranks)
+    merged = merge_states(files, prefix="model.mlp.")
+    for full in (*fulls, merged):
+        assert full.keys() == {"gate.scale"} | {f"experts.{n}" for n in STACKS}
+        assert all(torch.equal(full[f"experts.{n}"], getattr(setup.dense, n)) for n in STACKS)
+    for other_ranks in (1, 4):
+        placement = list(pairs(other_ranks))[1][1]
+        layer, _ = make_layer(placement, seed=3)
+        layer.load_full_state_dict(merged)
+        assert_holds(layer, setup.dense)
+        rows = [*setup.rows, *setup.rows, *setup.rows][:other_ranks]
+        for a, b in zip(layer(rows), outputs, strict=False):
+            assert close(a, b, 1e-12)
