@@ -114,7 +114,9 @@ def test_cost_adds_a_table_and_its_constants(trace, cost_file):
     plain, result = run(*args), run(*args, "--cost", cost_file)
     assert result.exit_code == 0, result.output
     first, second = result.stdout.split(COSTS)
-    first, before = ([line for line in text.splitlines() if "Below" not in line] for text in (first, plain.stdout))
+    first, before = (
+        [line for line in text.splitlines() if "Below" not in line] for text in (first, plain.stdout)
+    )
     assert len(first) == len(before) + 1
     lines = second.splitlines()
     assert lines[1].split("  ")[-1].strip() == "borrowed"
