@@ -134,7 +134,7 @@ def test_a_stalled_rank_ends_the_demo():
     os.kill(max(ranks), signal.SIGSTOP)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 1 and out == ""
-    assert err == "error: rank 1 stalled: it ended no batch within 2 s\n"
+    assert err == "error: rank 1 stalled: no batch ended within 2 s\n"
     assert not any(map(alive, ranks))
 
 

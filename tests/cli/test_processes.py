@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from isoload.cli.processes import run_ranks
+from isoload.cli.processes import RankError, run_ranks
 
 
 def summing(rank, alive):
@@ -61,8 +61,8 @@ WAYS = {
         lambda: os.kill(os.getpid(), signal.SIGKILL),
         "^rank 1 ended without a report, with exit code -9$",
     ),
-    "stops": (lambda: os.kill(os.getpid(), signal.SIGSTOP), "^rank 1 stalled: it ended no batch within 1 s$"),
-    "sleeps": (sleep, "^rank 1 stalled: it ended no batch within 1 s$"),
+    "stops": (lambda: os.kill(os.getpid(), signal.SIGSTOP), "^rank 1 stalled: no batch ended within 1 s$"),
+    "sleeps": (sleep, "^rank 1 stalled: no batch ended within 1 s$"),
 }
 
 
@@ -70,7 +70,7 @@ WAYS = {
 def test_the_rank_at_fault_is_named_and_nobody_stays(way, tmp_path):
     act, message = WAYS[way]
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RankError, match=message):
         run_ranks(at_rank_1(act, tmp_path), 3, 1.0)
     assert time.monotonic() - start < 30
     assert all(gone(int((tmp_path / f"{rank}").read_text())) for rank in range(3))
@@ -88,5 +88,10 @@ def test_a_rank_that_never_joins_is_named():
     join = dist.init_process_group
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "init_process_group", stopped)
-        with pytest.raises(RuntimeError, match="^rank 2 stalled"):
+        with pytest.raises(RankError, match="^rank 2 stalled"):
             run_ranks(body, 3, 1.0)
+
+
+def test_ranks_that_all_stall_are_all_named():
+    with pytest.raises(RankError, match="^ranks 0, 1 stalled: no batch ended within 1 s$"):
+        run_ranks(lambda rank, alive: sleep(), 2, 1.0)

@@ -117,7 +117,7 @@ def _collect(readers: list[Connection], processes: list[ForkProcess], stall_seco
     A rank that stalls makes the others' exchanges time out after stall_seconds; they report it in the time that is
     added here, which leaves the one at fault.
     """
-    patience = stall_seconds + max(2.0, stall_seconds / 4)
+    patience = stall_seconds + max(5.0, stall_seconds / 4)
     reports: dict[int, Any] = {}
     errors: dict[int, str] = {}
     heard = dict.fromkeys(range(len(readers)), time.monotonic())  # of every rank that still runs
@@ -125,8 +125,9 @@ def _collect(readers: list[Connection], processes: list[ForkProcess], stall_seco
         left = patience + min(heard.values()) - time.monotonic()
         ready = wait([readers[rank] for rank in heard], max(0.0, left))
         if not ready:
-            stalled = min(heard, key=lambda rank: (heard[rank], rank))
-            raise RankError(f"rank {stalled} stalled: it ended no batch within {stall_seconds:g} s")
+            silent = [str(rank) for rank in heard if heard[rank] + patience <= time.monotonic() + 0.01]
+            who = f"ranks {', '.join(silent)}" if len(silent) > 1 else f"rank {silent[0]}"
+            raise RankError(f"{who} stalled: no batch ended within {stall_seconds:g} s")
         for rank in [rank for rank in heard if readers[rank] in ready]:
             try:
                 kind, value = readers[rank].recv()
