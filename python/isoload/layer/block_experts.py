@@ -56,7 +56,9 @@ class BlockExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H], [T, K] and [T, K] -> [T, H]: every token's experts, weighted and summed."""
         parts = len(self.layer.group.ranks)
-        rows, ids, weights = (list(v.tensor_split(parts)) for v in (hidden_states, top_k_index, top_k_weights))
+        rows, ids, weights = (
+            list(v.tensor_split(parts)) for v in (hidden_states, top_k_index, top_k_weights)
+        )
         return torch.cat(list(self.layer.compute(rows, ids, weights)))
 
 
