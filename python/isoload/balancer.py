@@ -132,7 +132,7 @@ class Balancer:
 
     @property
     def facts(self) -> dict[str, int]:
-        """What every rank must hold for granted alike: it travels with the loads, and with the layer's row counts."""
+        """Integers that must be equal on all ranks in a batch; they travel with the loads and with the row counts."""
         return {"layer": self.layer, "batch number": self.batch, **self._checksums}
 
     @property

@@ -191,7 +191,7 @@ def share_routed(loads: Tensor, plan: Plan, rank: int | None, order: Order = "lo
 
 
 def _share_alone(counts: Tensor, plan: Plan, rank: int | None) -> Tensor:
-    """:func:`share` of a rank that knows its own counts only."""
+    """:func:`share` from one rank's own counts."""
     assert plan.quota is not None
     if rank is None:
         raise ValueError("rank must be given where loads are one source's own counts, got None")

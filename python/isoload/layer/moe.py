@@ -246,7 +246,7 @@ class MoE(nn.Module):
         """The owned ranks' expert Parameters.
 
         Their gradients are sums over the tokens of all ranks, so data parallelism must leave them alone; those of all
-        other Parameters are sums over the own rank's tokens and want an all-reduce. See docs/borrowing.md.
+        other Parameters are sums over the own rank's tokens and need an all-reduce. See docs/borrowing.md.
         """
         return list(self.weights.parameters())
 

@@ -34,7 +34,7 @@ def append_shared_expert(
         routed_per_rank: routed slots per rank in the ids given.
         slots_per_rank: S of the ids returned. Default: routed_per_rank + n.
         weight: gate weight of every shared copy, a constant. A model that scales the sum of its experts by
-            ``routed_scaling_factor`` afterwards wants 1 / that factor (1.0 if it is 0).
+            ``routed_scaling_factor`` afterwards needs 1 / that factor (1.0 if it is 0).
 
     Returns:
         slots [T, K + n] and weights [T, K + n] in the dtypes given. Absent copies weigh 0; a token without any

@@ -22,7 +22,7 @@ def route_shared(
     """The rank of every shared copy on this rank, exactly as often as the rank's share says.
 
     Ranks choose among the tokens that visit them: first the rank with fewest visitors to spare, and of those
-    first the tokens that fewest other ranks want. Tokens nobody chose stay home, then go where copies are missing.
+    first the tokens that fewest other ranks can take. Tokens left over stay home, then go where copies are missing.
     Every shared expert takes its part of every rank's copies.
 
     Args:

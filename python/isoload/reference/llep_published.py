@@ -30,7 +30,7 @@ def llep_published(
 ) -> list[Segment]:
     """Every expert's copies in segments, in the order in which they are decided.
 
-    Its faults, kept: the capacity is rounded down twice, what nobody has room for is forced onto one helper above its
+    Its faults, kept: the capacity is rounded down twice, what no rank has room for is forced onto one helper above its
     capacity, also where that helper has just got a segment of the same expert, and nothing goes back home.
 
     Args:

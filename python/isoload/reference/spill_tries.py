@@ -129,7 +129,7 @@ class Greedy(Try):
         return sorted(range(self.rules.num_ranks), key=lambda r: (-self.layer.load[r], r))
 
     def relieve(self, giver: int, slack: int) -> None:
-        """Hands chunks of the rank's largest experts away until it is at the target, or nobody takes them."""
+        """Hands chunks of the rank's largest experts away until it is at the target, or no rank has room."""
         while self.cost[giver] > self.target:
             excess = self.cost[giver] - self.target
             if self.rules.capacity_ppm is not None and excess < self.rules.min_chunk:  # not worth an import

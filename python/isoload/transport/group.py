@@ -118,7 +118,7 @@ class Group(ABC):
         errors: list[int] | None = None,
         facts: Mapping[str, int] | None = None,
     ) -> Tensor:
-        """Every rank's counts and, in more columns, whether it failed and what it takes for granted.
+        """Every rank's counts and, in more columns, whether it failed and the facts that must be equal.
 
         Args:
             counts: [E] int32 each, see :func:`isoload.count`.

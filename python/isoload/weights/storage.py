@@ -151,8 +151,8 @@ class RankWeights(nn.Module):
         for home, stored in zip(self.home_rows(), self.stored_rows(), strict=True):
             rows = stored.narrow(0, 0, len(self.layout.homes))
             if home.shape != rows.shape:
-                # A graph that is still around keeps the node that adds up gradients, and the node remembers the old
-                # shape. Only data of another dtype makes torch forget the node.
+                # A graph that is still around keeps the node that adds up gradients, and the node holds the old
+                # shape. Only data of another dtype makes torch drop the node.
                 other = torch.float32 if home.dtype == torch.float64 else torch.float64
                 home.data = home.new_empty(0, dtype=other)
             home.data = rows
