@@ -17,7 +17,6 @@ from isoload.cost import (
     break_even,
     exchange_seconds,
     import_seconds,
-    imports,
     lent,
     rank_bytes,
     rank_seconds,
@@ -59,14 +58,6 @@ def test_memory_is_equation_4() -> None:
         weights = sum(3 * 10 * 4 * 2 for e in held if e >= 0)
         expected.append(sum(n * 10 * 2 + n * 4 * 2 for n in copies) + weights)
     assert rank_bytes(QUOTA, SLOTS, 4, MODEL).tolist() == expected
-
-
-def test_imports_by_node_and_their_time() -> None:
-    topology = Topology(4, 2, bandwidths=(2.0, 0.5))
-    found = imports(SLOTS, HOME, 1, topology)
-    assert found.tolist() == [[0, 0], [1, 0], [0, 0], [1, 0]]
-    assert imports(SLOTS, HOME, 1, Topology(4, 1)).tolist() == [[0, 0], [0, 1], [0, 0], [0, 1]]
-    assert imports(torch.stack([SLOTS] * 2), torch.stack([HOME] * 2), 1, topology)[1].equal(found)
 
 
 def test_borrowed_weights_take_the_time_of_the_busier_end() -> None:

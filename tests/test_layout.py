@@ -22,6 +22,7 @@ FLOORS = [
         "replica_tables",
         "results",
         "value_checks",
+        "host_values",
         "shared_experts",
         "cost",
         "kernels",

@@ -93,7 +93,10 @@ def train_rank(rank, settings):
 def trained():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_tiny, "LAYERS", BLOCKS)  # forked ranks see it too
-        return run_ranks(train_rank, RANKS, make_settings())
+        replicated = run_ranks(train_rank, RANKS, make_settings(policies=(POLICIES[0], POLICIES[2])))
+        # Replicas level the ranks, and llep would have nothing to borrow.
+        borrowing = run_ranks(train_rank, RANKS, make_settings(policies=(POLICIES[1],), replicas=0))
+        return [{**a, **b} for a, b in zip(replicated, borrowing, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +109,7 @@ def dense():
 @pytest.mark.parametrize("policy", POLICIES)
 def test_losses_and_gradients_are_the_dense_model_s(trained, dense, policy):
     losses, grads = dense
-    placement = make_settings().placement()
+    placement = make_settings(replicas=int(policy != POLICIES[1])).placement()
     home_rank = placement.home_slot[0] // placement.slots_per_rank  # alike in all layers; uneven, 9 and 7
     for rank, ours in enumerate(trained):
         np.testing.assert_allclose(ours[policy][0], losses, rtol=0, atol=1e-10)  # seen: 9e-16

@@ -173,6 +173,8 @@ class Layer:
         stored = tuple(b for w in self.moe.weights for b in w.stored_rows())
         with torch.autograd._unsafe_preserve_version_counter(stored):
             self.moe.refresh_replicas()
+        for weights in self.moe.weights:
+            weights.note_refreshed()  # versions are back to what they were
         return tuple(self.moe(self.rows))
 
 
