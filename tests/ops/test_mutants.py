@@ -143,7 +143,7 @@ MUTANTS = {
         "teams",
     ),
     "node level left out of share": Mutant(
-        "python/isoload/ops/routed.py",
+        "python/isoload/ops/share.py",
         "        ranks_per_node,\n        -1 if",
         "        tables.num_ranks,\n        -1 if",
         "share",
