@@ -149,6 +149,15 @@ def _int32(name: str, value: Any) -> Tensor:
     return narrow
 
 
+def check_same_shape(now: Placement, new: Placement) -> None:
+    """Raises ValueError if a placement cannot take another's place in memory."""
+    for name in ("topology", "num_layers", "num_experts", "num_shared", "slots_per_rank", "spare_slots"):
+        if getattr(new, name) != getattr(now, name):
+            raise ValueError(
+                f"placement must have the layer's {name}={getattr(now, name)}, got {getattr(new, name)}"
+            )
+
+
 def placement_errors(placement: Placement) -> list[str]:
     """What is wrong with a placement, one sentence each; empty if nothing is."""
     slots, home = placement.arrays

@@ -9,7 +9,8 @@ from isoload.placement import Placement
 from isoload.transport import DTYPES, Group
 
 
-def check_parts(dense: ExpertWeights, group: Group, placement: Placement, min_tokens: int) -> None:
+def check_parts(dense: ExpertWeights, group: Group, placement: Placement) -> None:
+    """Raises ValueError if the experts, or the ranks, of a layer's parts differ."""
     if dense.num_slots != placement.num_experts:
         raise ValueError(
             f"dense must hold num_experts={placement.num_experts} experts, got {dense.num_slots}"
@@ -19,8 +20,6 @@ def check_parts(dense: ExpertWeights, group: Group, placement: Placement, min_to
             f"placement must be for the transport's {group.topology.num_ranks} ranks, "
             f"got {placement.topology.num_ranks}"
         )
-    if min_tokens < 0:
-        raise ValueError(f"min_tokens must be at least 0, got {min_tokens}")
 
 
 def name_of(activation: Activation) -> str:

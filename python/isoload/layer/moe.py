@@ -89,7 +89,7 @@ class MoE(nn.Module):
         self.transport, self.group, self.dispatcher = transport, transport.group, transport.dispatcher
         self.activation: Activation = SwiGLU() if activation is None else activation
         with self.group.agreeing("construction") as facts:
-            check_parts(dense, self.group, placement, min_tokens)
+            check_parts(dense, self.group, placement)
             placed = placement.layer(layer, "cpu")
             self.layouts, self.num_rows = layouts(placed), count_rows(placed, weight_rows)
             facts.update(
@@ -229,9 +229,7 @@ class MoE(nn.Module):
         self, rows: list[Tensor], choose: Callable[[], list[tuple[Tensor, Tensor]]], num_tokens: int | None
     ) -> list[Tensor]:
         """The pipeline, a line per stage."""
-        chosen, batch = self._balance(
-            rows, choose, num_tokens
-        )  # [T, K] ids, weights; loads [R, E], quota [P]
+        chosen, batch = self._balance(rows, choose, num_tokens)  # [T, K] ids; loads [R, E], quota [P]
         borrowed = self._borrow(batch.plan)  # on their way from here on
         slots = self.balancer.route(batch)  # [T, K]
         gate_weights = [weights for _, weights in chosen]

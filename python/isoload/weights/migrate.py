@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from isoload.placed_layers import PlacedLayers
-from isoload.placement import Placement
+from isoload.placement import Placement, check_same_shape
 from isoload.transport import Group, checksum
 from isoload.weights.layout import Layout
 from isoload.weights.moves import move_rows
@@ -30,11 +30,7 @@ FACTS = (
 
 def check_move(now: Placement, new: Placement, rows_per_chunk: int, ranks: Sequence[RankWeights]) -> None:
     """Raises ValueError if a layer cannot go from one placement to another, or cannot be moved now."""
-    for name in ("topology", "num_layers", "num_experts", "num_shared", "slots_per_rank", "spare_slots"):
-        if getattr(new, name) != getattr(now, name):
-            raise ValueError(
-                f"placement must have the layer's {name}={getattr(now, name)}, got {getattr(new, name)}"
-            )
+    check_same_shape(now, new)
     if rows_per_chunk < 2:
         raise ValueError(f"rows_per_chunk must be at least 2, got {rows_per_chunk}")
     for rank in ranks:
