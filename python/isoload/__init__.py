@@ -16,6 +16,7 @@ from isoload.routing import route
 from isoload.topology import Topology, topology_errors
 from isoload.trace import Trace, read_trace, trace_errors, write_trace
 from isoload.transport import CollectiveGroup, CollectiveTransport, LocalGroup, LocalTransport
+from isoload.weights.shard import Shard
 from isoload.workloads import WORKLOADS, make_workload
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ __all__ = [
     "Plan",
     "Policy",
     "ReplicaTables",
+    "Shard",
     "Topology",
     "Trace",
     "__version__",

@@ -87,6 +87,12 @@ class Placement:
     def slots_per_rank(self) -> int:
         return self.num_slots // self.topology.num_ranks
 
+    def home_experts(self, layer: int, rank: int) -> list[int]:
+        """Experts at home on a rank, ascending, for a layer by position: the rows of the rank's Shard."""
+        owner = self.arrays[1][layer] // self.slots_per_rank
+        experts: list[int] = (owner == rank).nonzero()[0].tolist()
+        return experts
+
     @cached_property
     def has_freedom(self) -> tuple[bool, ...]:
         """[L] whether a policy has anything to decide: a replicated expert, a spare slot or a shared expert."""
