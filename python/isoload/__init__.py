@@ -4,7 +4,7 @@ from isoload.balancer import Balancer
 from isoload.cost import break_even
 from isoload.counting import count
 from isoload.experts.weights import ExpertWeights
-from isoload.layer import BlockExperts, MoE
+from isoload.layer import BlockExperts, MoE, balance
 from isoload.ops import append_shared_expert, check_device
 from isoload.placement import Placement, placement_errors
 from isoload.placers import PLACERS, place
@@ -42,6 +42,7 @@ __all__ = [
     "Trace",
     "__version__",
     "append_shared_expert",
+    "balance",
     "break_even",
     "check_device",
     "count",

@@ -1,6 +1,6 @@
 """The expert-parallel MoE layer, and the routers and blocks it is made from."""
 
-from isoload.layer.block_experts import BlockExperts
+from isoload.layer.block_experts import BlockExperts, balance
 from isoload.layer.moe import MoE
 
-__all__ = ["BlockExperts", "MoE"]
+__all__ = ["BlockExperts", "MoE", "balance"]
