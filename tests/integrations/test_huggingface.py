@@ -103,3 +103,18 @@ def test_trains_as_transformers_own_exchange(kind: str, sizes: dict[str, int], t
         assert all(same(w, other["weights"][n], 2e-3) for n, w in own["weights"].items())
         assert "tokens" not in own or torch.equal(own["tokens"], other["tokens"])
         assert len(own["borrowed"]) == 2 and any(own["borrowed"]) and own["aliased"]
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"policy": "exact"}, r"policy must borrow experts \(llep, spill_cost\), got 'exact'"),
+        ({"policy": "best"}, "policy must be one of none, "),
+        ({"chunk": 1}, "option must be one of .* for policy llep, got 'chunk'"),
+        ({"spare_slots": 0}, "spare_slots must be at least 1, got 0"),
+    ],
+)
+def test_refused(how: dict[str, Any], message: str) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    with pytest.raises(ValueError, match=message):
+        huggingface.register("isoload", **how)
