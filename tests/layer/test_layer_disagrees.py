@@ -41,7 +41,10 @@ def run(rank: int, what: str, capacity: int | None) -> None:
             first.balancer.settle(isoload.place(counts, setup.topology, slots_per_rank=8))
         first(rows)
     elif what == "dtype":
-        first(rows.float() if odd else rows)
+        first(rows.bfloat16() if odd else rows)
+    elif what == "dtype under autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            first(rows.bfloat16() if odd else rows)
     elif what == "dimensions":
         first(rows[None] if odd else rows)
 
@@ -54,10 +57,6 @@ def run(rank: int, what: str, capacity: int | None) -> None:
         ("order", "batch number must be the same on all ranks, got 2 on rank 0 and 1 on rank 1"),
         ("policy", "checksum of policy must be the same on all ranks"),
         ("placement", "checksum of placement must be the same on all ranks"),
-        (
-            "dtype",
-            r"dtype of x must be the same on all ranks, got torch.float64 on rank 0 and torch.float32 on rank 1",
-        ),
     ],
 )
 def test_all_ranks_name_the_fact(what: str, message: str, capacity: int | None) -> None:
@@ -69,7 +68,15 @@ def test_all_ranks_name_the_fact(what: str, message: str, capacity: int | None) 
         assert re.search(message, last), last
 
 
-def test_rows_of_a_wrong_shape_stop_all_ranks() -> None:
-    outcomes = rank_outcomes(run, RANKS, "dimensions", None)
-    assert "x must be [T, H]" in str(outcomes[1].error)
+FITS = "x must be [T, 8] torch.float64 as the experts, whose weights autocast leaves alone, got [0, 8] torch.bfloat16"
+
+
+@pytest.mark.parametrize("capacity", [None, 32])
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [("dimensions", "x must be [T, H]"), ("dtype", FITS), ("dtype under autocast", FITS)],
+)
+def test_rows_that_do_not_fit_stop_all_ranks(what: str, message: str, capacity: int | None) -> None:
+    outcomes = rank_outcomes(run, RANKS, what, capacity, group_timeout=10.0)
+    assert message in str(outcomes[1].error)
     assert "rank 1 failed in stage count" in str(outcomes[0].error)

@@ -30,11 +30,16 @@ def name_of(activation: Activation) -> str:
     return str(getattr(activation, "__qualname__", type(activation).__qualname__))
 
 
-def check_rows(rows: list[Tensor], most: int | None) -> None:
-    """Raises ValueError if rows [T, H] have no such shape or dtype, or more tokens than the transport has room for."""
+def check_rows(rows: list[Tensor], most: int | None, down: Tensor) -> None:
+    """Raises ValueError if rows do not fit experts down [S, H, I], or are more than the transport has room for."""
     for row in rows:
         if row.dim() != 2 or row.dtype not in DTYPES:
             names = ", ".join(map(str, DTYPES))
             raise ValueError(f"x must be [T, H] of {names}, got {list(row.shape)} {row.dtype}")
+        if (row.shape[1], row.dtype) != (down.shape[1], down.dtype):
+            raise ValueError(
+                f"x must be [T, {down.shape[1]}] {down.dtype} as the experts, whose weights autocast leaves alone, "
+                f"got {list(row.shape)} {row.dtype}"
+            )
     if most is not None and max(map(len, rows)) > most:
         raise ValueError(f"x must have at most max_tokens_per_rank={most} tokens, got {max(map(len, rows))}")

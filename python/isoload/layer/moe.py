@@ -195,7 +195,7 @@ class MoE(nn.Module):
         return cls(parts.gate, parts.dense, transport, placement, **how)
 
     def forward(self, x: Tensor | Sequence[Tensor], num_tokens: int | None = None) -> Tensor | list[Tensor]:
-        """[T, H] -> [T, H] on every owned rank; T may differ between ranks and be 0.
+        """[T, H] -> [T, H] on every owned rank, autocast or not in the experts' dtype; T may differ and be 0.
 
         num_tokens: tokens over all ranks, or an upper bound of them, the same on all ranks; compared with min_tokens.
             None: what max_tokens_per_rank allows, else unknown, and the batch is planned.
@@ -348,7 +348,7 @@ class MoE(nn.Module):
         chosen: list[Routing] = []
         failure = None
         try:
-            check_rows(rows, most)
+            check_rows(rows, most, self._ranks()[0].stored_down)
             self._check_weights()
             chosen = [self._complete(*routing) for routing in choose()]
         except Exception as error:

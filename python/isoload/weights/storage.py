@@ -40,6 +40,7 @@ class RankWeights(nn.Module):
     """
 
     row_of_slot: Tensor
+    stored_down: Tensor
 
     def __init__(
         self,
