@@ -4,7 +4,7 @@ from isoload.balancer import Balancer
 from isoload.cost import break_even
 from isoload.counting import count
 from isoload.experts.weights import ExpertWeights
-from isoload.layer import BlockExperts, MoE
+from isoload.layer import BlockExperts, MoE, ignore_in_ddp
 from isoload.ops import append_shared_expert, check_device
 from isoload.placement import Placement, placement_errors
 from isoload.placers import PLACERS, place
@@ -43,6 +43,7 @@ __all__ = [
     "break_even",
     "check_device",
     "count",
+    "ignore_in_ddp",
     "make_workload",
     "place",
     "placement_errors",

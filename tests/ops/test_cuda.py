@@ -162,7 +162,16 @@ def test_shared_routes(num_shared: int) -> None:
                 )
                 step = torch.tensor(i - 5)
                 assert_same(
-                    f"{i}", ops.route_shared_sampled, slots, loads, tokens, slots_per_rank, rank, rule, i, step
+                    f"{i}",
+                    ops.route_shared_sampled,
+                    slots,
+                    loads,
+                    tokens,
+                    slots_per_rank,
+                    rank,
+                    rule,
+                    i,
+                    step,
                 )
 
 

@@ -193,7 +193,14 @@ def test_sampled_with_a_step_on_the_device_equals_the_reference_and_draws_by_ran
     batch = draw_batch("eplb", 8, seed=30, top_k=3)
     ids, weights = batch.ids[0], torch.ones(len(batch.quota))
     drawn = []
-    for seed, step, rank in ((1, 0, 0), (1, 1, 0), (1, 1, 1), (2, 1, 1), (2**64 - 1, -(2**63), 7), (3, 2**63 - 1, 0)):
+    for seed, step, rank in (
+        (1, 0, 0),
+        (1, 1, 0),
+        (1, 1, 1),
+        (2, 1, 1),
+        (2**64 - 1, -(2**63), 7),
+        (3, 2**63 - 1, 0),
+    ):
         number = torch.tensor(step)
         mine = ops.route_sampled(ids, weights, batch.tables, seed, number, rank)
         assert torch.equal(mine, reference.route_sampled(ids, weights, batch.tables, seed, number, rank))

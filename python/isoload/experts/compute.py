@@ -51,7 +51,9 @@ def run_experts(
             are readable (CPU, or ISOLOAD_CHECK=1); elsewhere an out-of-range slot is absent.
     """
     _check_arguments(rows, slots, weights, groups, num_copies)
-    if torch.is_autocast_enabled(rows.device.type):  # it would cast what the loop multiplies, not what grouped_mm does
+    if torch.is_autocast_enabled(
+        rows.device.type
+    ):  # it would cast what the loop multiplies, not what grouped_mm does
         with torch.autocast(rows.device.type, enabled=False):
             return run_experts(rows, slots, weights, groups, activation, num_copies)
     # One group's sum is rounded as it is made; those of several are added up first.

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary, WeakSet
+
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from isoload.experts.weights import Activation, ClampedGLU, ExpertWeights, SwiGLU
 from isoload.placement import Placement
 from isoload.transport import DTYPES, Group
+from isoload.weights.storage import RankWeights
 
 
 def check_parts(dense: ExpertWeights, group: Group, placement: Placement, min_tokens: int) -> None:
@@ -28,6 +33,31 @@ def name_of(activation: Activation) -> str:
     if isinstance(activation, SwiGLU | ClampedGLU):
         return repr(activation)
     return str(getattr(activation, "__qualname__", type(activation).__qualname__))
+
+
+def check_ddp(group: Group, ranks: Sequence[RankWeights]) -> None:
+    """Raises ValueError if a DistributedDataParallel that runs now reduces the experts, or not over these ranks."""
+    ddp = DistributedDataParallel._active_ddp_module
+    if ddp is None or group.owns_all or all(weights in _CHECKED.get(ddp, ()) for weights in ranks):
+        return
+    reduced = set(map(id, ddp._module_parameters))
+    if any(
+        id(p) in reduced or weights.gradient_divisor == 1 for weights in ranks for p in weights.parameters()
+    ):
+        raise ValueError(
+            "expert Parameters must be ignored by DistributedDataParallel, which else gives every rank those of rank "
+            "0: call isoload.ignore_in_ddp(model) before DistributedDataParallel(model), got experts it was not "
+            "called for; their weights are lost"
+        )
+    if (size := ddp.process_group.size()) != group.topology.num_ranks:
+        raise ValueError(
+            f"DistributedDataParallel must run over the layer's {group.topology.num_ranks} ranks, got {size}"
+        )
+    _CHECKED.setdefault(ddp, WeakSet()).update(ranks)
+
+
+# For each DistributedDataParallel the weights that it leaves alone, as found once.
+_CHECKED: WeakKeyDictionary[DistributedDataParallel, WeakSet[RankWeights]] = WeakKeyDictionary()
 
 
 def check_rows(rows: list[Tensor], most: int | None, down: Tensor) -> None:

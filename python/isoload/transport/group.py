@@ -52,6 +52,11 @@ class Group(ABC):
         self._agreed: set[tuple[Any, ...]] = set()
         self._memo: dict[tuple[Any, ...], Any] = {}
 
+    @property
+    def owns_all(self) -> bool:
+        """Whether this process owns every rank."""
+        return len(self.ranks) == self.topology.num_ranks
+
     @abstractmethod
     def _gather(self, stage: str, rows: list[Tensor]) -> Tensor: ...
 

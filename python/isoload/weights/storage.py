@@ -62,6 +62,7 @@ class RankWeights(nn.Module):
             self.register_parameter(name, homes)
             self.register_buffer(f"stored_{name}", stored, persistent=False)
         self.num_rows, self.spare_slots = num_rows, spare_slots
+        self.gradient_divisor = 1  # of the home rows' gradients
         row_of_slot = torch.tensor(self._rows(layout), dtype=torch.int64, device=dense.down.device)
         self.register_buffer("row_of_slot", row_of_slot, persistent=False)
         self._refreshed: list[tuple[Tensor, int]] | None = None

@@ -43,6 +43,4 @@ class WaterfillSampledPolicy(Seeded, SharedPolicy):
         copies = plan.shared.copies
         load = copies.select(0, rank) if self.rule == "static" else copies.sum(0, dtype=torch.int32)
         size, tokens = plan.placed.host.slots_per_rank, plan.shared.tokens
-        return ops.route_shared_sampled(
-            slots, load, tokens, size, rank, self.rule, *sample_seed(plan, rank)
-        )
+        return ops.route_shared_sampled(slots, load, tokens, size, rank, self.rule, *sample_seed(plan, rank))
