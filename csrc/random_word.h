@@ -21,8 +21,8 @@ ISOLOAD_HD inline uint64_t mix(uint64_t seed, uint64_t part) {
   return seed ^ seed >> 31;
 }
 
-// The stream of one rank and batch: `seed` or, with the batch's number in memory, which a captured graph reads
-// anew, what the host would mix of seed, number and rank.
+// The stream of one rank and batch: `seed` or, with the batch's number in memory, which a captured graph
+// reads anew, what the host would mix of seed, number and rank.
 struct Stream {
   uint64_t seed;
   const int64_t* step;  // [1] or null

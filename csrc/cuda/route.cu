@@ -153,8 +153,8 @@ __device__ int draw_slot(const ReplicaTables& t, int e, const float* weights, ui
 
 template <class Id>
 __global__ void __launch_bounds__(kThreads)
-    route_sampled_kernel(const Id* ids, int64_t n, int E, ReplicaTables t, const float* weights,
-                         Stream words, Id* slots, int32_t* errors) {
+    route_sampled_kernel(const Id* ids, int64_t n, int E, ReplicaTables t, const float* weights, Stream words,
+                         Id* slots, int32_t* errors) {
   const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= n) return;
   const Id id = ids[i];

@@ -52,8 +52,7 @@ Tensor route(const Tensor& topk_ids, const Tensor& share_row_in, const Tensor& t
 }
 
 Tensor route_sampled(const Tensor& topk_ids, const Tensor& weights_in, const Tensor& tables_in,
-                     int64_t num_experts, int64_t seed, const std::optional<Tensor>& step,
-                     int64_t rank) {
+                     int64_t num_experts, int64_t seed, const std::optional<Tensor>& step, int64_t rank) {
   require_ids(topk_ids, "topk_ids");
   require(topk_ids.dim() == 2, "topk_ids must be [T, K], got ", shape_text(topk_ids));
   require_dtype(weights_in, "weights", ScalarType::Float);

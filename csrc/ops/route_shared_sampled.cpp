@@ -24,8 +24,7 @@ static RankLoads rank_loads(const Tensor& counts, const char* name) {
 
 Tensor route_shared_sampled(const Tensor& slots_in, const Tensor& load_in,
                             const std::optional<Tensor>& tokens_in, int64_t slots_per_rank, int64_t rank,
-                            std::string rule_name, int64_t seed,
-                            const std::optional<Tensor>& step) {
+                            std::string rule_name, int64_t seed, const std::optional<Tensor>& step) {
   require_ids(slots_in, "slots");
   require(slots_in.dim() == 2, "slots must be [T, K], got ", shape_text(slots_in));
   require(slots_in.size(0) <= INT32_MAX, "slots must have fewer than 2^31 tokens, got ", slots_in.size(0));

@@ -35,7 +35,7 @@ def ignore_in_ddp(model: Model) -> Model:
         prefix = f"{name}.weights." if name else "weights."
         ignored.update(prefix + own for own, _ in layer.weights.named_parameters(remove_duplicate=False))
         ignored.update(prefix + own for own, _ in layer.weights.named_buffers(remove_duplicate=False))
-        for weights in layer.weights:
+        for weights in layer._ranks():
             weights.gradient_divisor = layer.group.topology.num_ranks
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
     return model

@@ -76,8 +76,8 @@ def route_sampled(
 ) -> Tensor:
     """[T, K] slots: a replica for every copy, drawn with probability proportional to weights [P] float32.
 
-    Copy i of the flattened topk_ids uses word i of the stream ``seed`` or, with a step, of seed, step and rank. Sums and products are float32, in
-    slot order: rounding is part of the definition.
+    Copy i of the flattened topk_ids uses word i of the stream ``seed`` or, with a step, of seed, step and rank. Sums
+    and products are float32, in slot order: rounding is part of the definition.
     """
     held, weight = replicas(tables), weights.numpy()
     seed = stream_of(seed, step, rank)
