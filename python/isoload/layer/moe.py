@@ -339,8 +339,8 @@ class MoE(nn.Module):
     ) -> tuple[list[Routing], Balanced]:
         """Every owned rank's choices, and the batch balanced by them.
 
-        A rank that fails tells the others in the gather or, without one, in the next exchange of row counts; with
-        max_tokens_per_rank there is none, and the others wait for the group's timeout.
+        A rank that fails tells the others in the gather or, without one, in dispatch; on a GPU with max_tokens_per_rank
+        nothing there is read, and the others wait for the group's timeout.
         """
         most, device = self.dispatcher.max_tokens_per_rank, self._ranks()[0].row_of_slot.device
         if num_tokens is None and most is not None:
