@@ -3,5 +3,6 @@
 from isoload.layer.block_experts import BlockExperts
 from isoload.layer.data_parallel import ignore_in_ddp
 from isoload.layer.moe import MoE
+from isoload.layer.optimizer_state import full_optimizer_state, load_full_optimizer_state
 
-__all__ = ["BlockExperts", "MoE", "ignore_in_ddp"]
+__all__ = ["BlockExperts", "MoE", "full_optimizer_state", "ignore_in_ddp", "load_full_optimizer_state"]

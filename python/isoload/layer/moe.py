@@ -295,7 +295,7 @@ class MoE(nn.Module):
             rows_per_chunk: most rows, over all ranks, that are copied at a time; bounds the memory needed on the way.
                 None: R, at least 2.
             optimizer: whose state of the expert Parameters moves along, wherever it has their shape. None: no state
-                moves, and what an optimizer keeps belongs to other experts afterwards.
+                moves, and an optimizer that keeps state by row raises at its next step.
 
         Raises:
             ValueError: on all ranks and before anything moves: naming the argument, the rule and the value on the rank

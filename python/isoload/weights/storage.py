@@ -21,6 +21,7 @@ from isoload.experts.weights import ExpertWeights
 from isoload.transport import Group
 from isoload.weights.layout import Layout
 from isoload.weights.moves import Move, move_rows
+from isoload.weights.optimizer_steps import see_steps
 from isoload.weights.state import HOMES, NAMES, rows_for
 
 
@@ -67,6 +68,7 @@ class RankWeights(nn.Module):
         self.register_buffer("row_of_slot", row_of_slot, persistent=False)
         self._refreshed: list[tuple[Tensor, int]] | None = None
         self.note_refreshed()
+        see_steps(self)
 
     def home_rows(self) -> list[Tensor]:
         """The Parameters, each [homes, ...]."""
@@ -95,10 +97,14 @@ class RankWeights(nn.Module):
         # The alias keeps the memory, so that no other tensor comes to lie at the same address.
         self._refreshed = [(home.detach(), _version(home)) for home in self.home_rows()]
 
-    def is_refreshed(self) -> bool:
-        """Whether the home rows are those of the last :meth:`note_refreshed`, as far as torch counts versions.
+    def note_changed(self) -> None:
+        """Replicas are stale: an optimizer has stepped."""
+        self._refreshed = None
 
-        It counts none for ``p.data.add_()`` and for the steps of fused optimizers.
+    def is_refreshed(self) -> bool:
+        """Whether the home rows are those of the last :meth:`note_refreshed`, as far as it can be seen.
+
+        Steps of torch's optimizers are, and what counts a version; ``p.data.add_()`` by hand is not.
         """
         return self._refreshed is not None and all(
             (home.data_ptr(), _version(home)) == (noted.data_ptr(), version)
@@ -181,6 +187,7 @@ class RankWeights(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._settle_copy(*state["_refreshed"])  # so do deepcopy and pickle
+        see_steps(self)
 
     def _settle_copy(self, shown: bool, refreshed: bool) -> None:
         """Makes all Parameters and storages, new tensors with the values of others, what these were to each other."""
