@@ -132,13 +132,15 @@ def forgotten(rank: int, how: str) -> None:
     if how == "group":
         isoload.ignore_in_ddp(model)
         group = [dist.new_group([r]) for r in range(RANKS)][rank]
-    train(DistributedDataParallel(model, process_group=group), model[1], rank)
+    ddp = DistributedDataParallel(model, process_group=group)
+    train(torch.compile(ddp, backend="eager") if how == "compiled" else ddp, model[1], rank)
 
 
 @pytest.mark.parametrize(
     ("how", "message"),
     [
         ("never", "call isoload.ignore_in_ddp(model) before DistributedDataParallel(model)"),
+        ("compiled", "call isoload.ignore_in_ddp(model) before DistributedDataParallel(model)"),
         ("inner", "call isoload.ignore_in_ddp(model) before DistributedDataParallel(model)"),
         ("by hand", "call isoload.ignore_in_ddp(model) before DistributedDataParallel(model)"),
         ("group", "DistributedDataParallel must run over the layer's 2 ranks, got 1"),
