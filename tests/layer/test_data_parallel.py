@@ -31,18 +31,17 @@ class Router(nn.Module):
         return ids, weights
 
 
-def make_model(local: bool = False) -> nn.Sequential:
+def make_model(local: bool = False, replicas: bool = True) -> nn.Sequential:
     """linear, layer, linear, the same on all ranks. Experts 0 and 4 have a replica, each rank is home to four."""
     torch.manual_seed(5)
     topology = isoload.Topology(RANKS)
     homes = torch.tensor([[0, 1, 2, 3, 5, 6, 7, 8]])
-    placement = isoload.Placement(
-        torch.tensor([[0, 1, 2, 3, 4, 4, 5, 6, 7, 0]]), topology, EXPERTS, home_slot=homes
-    )
+    slots = [0, 1, 2, 3, 4, 4, 5, 6, 7, 0] if replicas else [0, 1, 2, 3, -1, 4, 5, 6, 7, -1]
+    placement = isoload.Placement(torch.tensor([slots]), topology, EXPERTS, home_slot=homes)
     dense = ExpertWeights.random(EXPERTS, HIDDEN, 6, bias=True, dtype=torch.float64)
     transport = (LocalTransport if local else CollectiveTransport)(topology)
     layer = MoE(Router(), dense, transport, placement)
-    assert layer.has_replicas
+    assert layer.has_replicas == replicas
     first, last = (nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64) for _ in range(2))
     return nn.Sequential(first, layer, last)
 
@@ -120,6 +119,21 @@ def fully_sharded(rank: int) -> None:
 
 def test_training_under_fully_shard_is_the_plain_one() -> None:
     run_ranks(fully_sharded, RANKS)
+
+
+def sharded_too(rank: int, replicas: bool) -> None:
+    model = make_model(replicas=replicas)
+    fully_shard(model)
+    model(next(iter(batches(rank))))
+
+
+@pytest.mark.parametrize("replicas", [True, False])
+def test_experts_that_are_sharded_over_their_ranks_are_refused(replicas: bool) -> None:
+    """Regression: shards of different experts were put together as one stack."""
+    message = r"to fully_shard, got shards over ranks [0, 1]"
+    for outcome in rank_outcomes(sharded_too, RANKS, replicas, group_timeout=10.0):
+        assert "ValueError: expert Parameters must not be sharded" in str(outcome.error), outcome
+        assert message in str(outcome.error)
 
 
 def forgotten(rank: int, how: str) -> None:

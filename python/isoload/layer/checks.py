@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from isoload.experts.weights import Activation, ClampedGLU, ExpertWeights, SwiGLU
 from isoload.placement import Placement
-from isoload.transport import DTYPES, Group
+from isoload.transport import DTYPES, CollectiveGroup, Group
 from isoload.weights.storage import RankWeights
 
 
@@ -35,10 +36,24 @@ def name_of(activation: Activation) -> str:
     return str(getattr(activation, "__qualname__", type(activation).__qualname__))
 
 
-def check_ddp(group: Group, ranks: Sequence[RankWeights]) -> None:
+def check_wrappers(group: Group, ranks: Sequence[RankWeights]) -> None:
+    """Raises ValueError if a data-parallel wrapper mixes the experts of the layer's ranks; see docs/borrowing.md."""
+    if not isinstance(group, CollectiveGroup):
+        return
+    for weights in filter(lambda weights: weights.sharded_over, ranks):
+        mixed = weights.sharded_over.intersection(dist.get_process_group_ranks(group.process_group))
+        if len(mixed) > 1:
+            raise ValueError(
+                "expert Parameters must not be sharded over the layer's ranks, each of which has its own: pass "
+                f"ignored_params=set(layer.expert_parameters()) to fully_shard, got shards over ranks {sorted(mixed)}"
+            )
+    _check_ddp(group, ranks)
+
+
+def _check_ddp(group: Group, ranks: Sequence[RankWeights]) -> None:
     """Raises ValueError if a DistributedDataParallel that runs now reduces the experts, or not over these ranks."""
     ddp = DistributedDataParallel._active_ddp_module
-    if ddp is None or group.owns_all or all(weights in _CHECKED.get(ddp, ()) for weights in ranks):
+    if ddp is None or all(weights in _CHECKED.get(ddp, ()) for weights in ranks):
         return
     reduced = set(map(id, ddp._module_parameters))
     if any(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from isoload.balancer import Balanced, Balancer
 from isoload.experts.compute import count_copies, run_experts
 from isoload.experts.weights import Activation, ExpertWeights, SwiGLU, describe
-from isoload.layer.checks import check_ddp, check_parts, check_rows, name_of
+from isoload.layer.checks import check_parts, check_rows, check_wrappers, name_of
 from isoload.layer.modules import fold_shared, module_parts
 from isoload.layer.routers import Routing, given_choices
 from isoload.ops import Prefer, append_shared_expert
@@ -363,7 +363,7 @@ class MoE(nn.Module):
 
     def _check_weights(self) -> None:
         """Raises ValueError if an owned rank's Parameters cannot be computed from as they are now."""
-        check_ddp(self.group, self._ranks())
+        check_wrappers(self.group, self._ranks())
         if torch.compiler.is_compiling():
             return
         for rank, weights in zip(self.group.ranks, self._ranks(), strict=True):

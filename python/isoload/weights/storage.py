@@ -40,6 +40,7 @@ class RankWeights(nn.Module):
         new_stack: (like, rows) -> [rows, ...] zeros: where the storages come from.
     """
 
+    sharded_over: frozenset[int] = frozenset()  # of the default process group
     row_of_slot: Tensor
     stored_down: Tensor
 
@@ -69,6 +70,13 @@ class RankWeights(nn.Module):
         self._refreshed: list[tuple[Tensor, int]] | None = None
         self.note_refreshed()
         see_steps(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Notes over which ranks fully_shard spreads a Parameter: while the layer runs nothing shows it."""
+        mesh = getattr(value, "device_mesh", None) if isinstance(value, Tensor) else None
+        if mesh is not None:
+            self.__dict__["sharded_over"] = frozenset(mesh.mesh.flatten().tolist())
+        super().__setattr__(name, value)
 
     def home_rows(self) -> list[Tensor]:
         """The Parameters, each [homes, ...]."""
