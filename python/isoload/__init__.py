@@ -4,7 +4,14 @@ from isoload.balancer import Balancer
 from isoload.cost import break_even
 from isoload.counting import count
 from isoload.experts.weights import ExpertWeights
-from isoload.layer import BlockExperts, MoE, balance
+from isoload.layer import (
+    BlockExperts,
+    MoE,
+    balance,
+    full_optimizer_state,
+    ignore_in_ddp,
+    load_full_optimizer_state,
+)
 from isoload.ops import append_shared_expert, check_device
 from isoload.placement import Placement, placement_errors
 from isoload.placers import PLACERS, place
@@ -46,6 +53,9 @@ __all__ = [
     "break_even",
     "check_device",
     "count",
+    "full_optimizer_state",
+    "ignore_in_ddp",
+    "load_full_optimizer_state",
     "make_workload",
     "place",
     "placement_errors",

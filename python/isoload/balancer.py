@@ -90,9 +90,10 @@ class Balancer:
             )
         self.placement, self.layer, self.group, self.tokens = placement, layer, group, tokens
         self.prefer, self.min_tokens, self.shared_columns = prefer, min_tokens, shared_columns
-        self.batch = self.step = 0  # batches so far; those of them that drew
+        self.batch = 0  # batches so far
         self.last_plan: Plan | None = None
         self._own: dict[torch.device, PlacedLayers] = {}
+        self._steps: dict[torch.device, Tensor] = {}  # [] int64, batches that drew: read by captured graphs
         self._checksums: dict[str, int] = {}
         if group is None:
             self._check(make_policy(policy, options))
@@ -212,10 +213,9 @@ class Balancer:
                 raise failure
             return Balanced(topk_ids, torch.stack(counts), None)
         loads = self._gather(counts, failure, tell, {**self.facts, **(facts or {})})
-        # A checkpoint's recompute draws as its forward did.
-        if isinstance(self.policy, Seeded) and not in_backward():
-            self.step += 1
-        made = self.last_plan = plan(loads, self.placed_on(loads.device), None, self.policy, step=self.step)
+        placed = self.placed_on(loads.device)
+        step = next_step(self._step_on(loads.device)) if isinstance(self.policy, Seeded) else 0
+        made = self.last_plan = plan(loads, placed, None, self.policy, step=step)
         return Balanced(topk_ids, loads, made)
 
     def route(self, balanced: Balanced) -> list[Tensor]:
@@ -260,7 +260,12 @@ class Balancer:
         own = own_layers(self.placement.layer(self.layer, device))
         if may_be_kept(own.home_slot):
             self._own[device] = own
+            with torch.inference_mode(False):  # else only inference could advance it
+                self._steps[device] = _first_step(device)
         return own
+
+    def _step_on(self, device: torch.device) -> Tensor:
+        return self._steps[device] if device in self._steps else _first_step(device)
 
     def routed_ids(self, slots: Tensor) -> Tensor:
         """Slots numbered as if the shared experts had none: an engine's physical ids of routed experts; -1 stays."""
@@ -321,6 +326,26 @@ class Balancer:
         self.policy = policy
         self.placed_on(torch.device("cpu"))  # refuses a layer that is not there
         self.settle(self.placement)
+
+
+def _first_step(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+@torch.library.custom_op("isoload::next_step", mutates_args=("step",))
+def next_step(step: Tensor) -> Tensor:
+    """Advances the number [] int64 of the batch, and returns a copy, which a batch in flight keeps.
+
+    A checkpoint's recompute draws as its forward did: an op of its own finds out when it runs, also in compiled code.
+    """
+    if not in_backward():
+        step.add_(1)
+    return step.clone()
+
+
+@next_step.register_fake
+def _(step: Tensor) -> Tensor:
+    return torch.empty_like(step)
 
 
 def in_backward() -> bool:

@@ -19,7 +19,7 @@ RANKS, FAILING = 3, 1
 STOPPED = "ValueError: rank 1 failed in stage construction, so all ranks stop; its own error says why"
 # Where rank 1 fails -> the exchange in which the others wait for it first
 EXCHANGE = {
-    "borrow": "dispatch row counts",
+    "borrow": "borrow",
     "borrow backward": "borrow backward",
     "borrowed gradients": "borrowed gradients",
 }

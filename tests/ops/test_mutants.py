@@ -288,8 +288,8 @@ MUTANTS = {
     ),
     "a layer's random stream is every layer's": Mutant(
         "python/isoload/policies/base.py",
-        "step + plan.step, rank",
-        "0, rank",
+        "mix(seed, step + plan.step)",
+        "mix(seed, 0)",
         "planning",
     ),
 }

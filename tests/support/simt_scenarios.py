@@ -57,6 +57,13 @@ def more(objective: str) -> Callable[[Layer], object]:
     return lambda x: ops.plan_exact(x.loads, x.tables, objective=objective, ranks_per_node=per_node(x))
 
 
+def sampled_at_a_step(x: Layer) -> object:
+    """The batch's number is read by the kernel."""
+    step = torch.tensor(7)
+    slots = ops.route_sampled(x.ids, x.weights, x.tables, 5, step, RANK)
+    return slots, ops.route_shared_sampled(slots, x.tokens, x.tokens, size(x), RANK, "blog", 5, step)
+
+
 def spread(x: Layer) -> object:
     """Every rank takes shared copies, so tokens have to be chosen."""
     ranks, tokens = len(x.loads), len(x.ids)
@@ -87,6 +94,7 @@ OF_LAYERS: dict[str, tuple[Callable[[Layer], object], tuple[int, int, int]]] = {
     "plan_exact, local": (more("local"), FEW),
     "plan_waterfill, visited": (visited, FEW),
     "route_shared, spread": (spread, FEW),
+    "sampled at a step": (sampled_at_a_step, FEW),
     "share, all rows": (lambda x: ops.share(x.loads, x.quota, x.tables, per_node(x)), FEW),
 }
 SCENARIOS: dict[str, Callable[[], object]] = {

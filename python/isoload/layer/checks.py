@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary, WeakSet
 
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from isoload.experts.weights import Activation, ClampedGLU, ExpertWeights, SwiGLU, describe
 from isoload.placement import Placement
-from isoload.transport import DTYPES, Group
+from isoload.transport import DTYPES, CollectiveGroup, Group
 from isoload.weights.shard import Shard, check_shard, describe_rows
+from isoload.weights.storage import RankWeights
 
 Experts = Sequence[ExpertWeights | Shard]  # for every owned rank: all experts, or its own
 
@@ -58,11 +62,55 @@ def name_of(activation: Activation) -> str:
     return str(getattr(activation, "__qualname__", type(activation).__qualname__))
 
 
-def check_rows(rows: list[Tensor], most: int | None) -> None:
-    """Raises ValueError if rows [T, H] have no such shape or dtype, or more tokens than the transport has room for."""
+def check_wrappers(group: Group, ranks: Sequence[RankWeights]) -> None:
+    """Raises ValueError if a data-parallel wrapper mixes the experts of the layer's ranks; see docs/borrowing.md."""
+    if not isinstance(group, CollectiveGroup):
+        return
+    for weights in filter(lambda weights: weights.sharded_over, ranks):
+        mixed = weights.sharded_over.intersection(dist.get_process_group_ranks(group.process_group))
+        if len(mixed) > 1:
+            raise ValueError(
+                "expert Parameters must not be sharded over the layer's ranks, each of which has its own: pass "
+                f"ignored_params=set(layer.expert_parameters()) to fully_shard, got shards over ranks {sorted(mixed)}"
+            )
+    _check_ddp(group, ranks)
+
+
+def _check_ddp(group: Group, ranks: Sequence[RankWeights]) -> None:
+    """Raises ValueError if a DistributedDataParallel that runs now reduces the experts, or not over these ranks."""
+    ddp = DistributedDataParallel._active_ddp_module
+    if ddp is None or all(weights in _CHECKED.get(ddp, ()) for weights in ranks):
+        return
+    reduced = set(map(id, ddp._module_parameters))
+    if any(
+        id(p) in reduced or weights.gradient_divisor == 1 for weights in ranks for p in weights.parameters()
+    ):
+        raise ValueError(
+            "expert Parameters must be ignored by DistributedDataParallel, which else gives every rank those of rank "
+            "0: call isoload.ignore_in_ddp(model) before DistributedDataParallel(model), got experts it was not "
+            "called for; their weights are lost"
+        )
+    if (size := ddp.process_group.size()) != group.topology.num_ranks:
+        raise ValueError(
+            f"DistributedDataParallel must run over the layer's {group.topology.num_ranks} ranks, got {size}"
+        )
+    _CHECKED.setdefault(ddp, WeakSet()).update(ranks)
+
+
+# For each DistributedDataParallel the weights that it leaves alone, as found once.
+_CHECKED: WeakKeyDictionary[DistributedDataParallel, WeakSet[RankWeights]] = WeakKeyDictionary()
+
+
+def check_rows(rows: list[Tensor], most: int | None, down: Tensor) -> None:
+    """Raises ValueError if rows do not fit experts down [S, H, I], or are more than the transport has room for."""
     for row in rows:
         if row.dim() != 2 or row.dtype not in DTYPES:
             names = ", ".join(map(str, DTYPES))
             raise ValueError(f"x must be [T, H] of {names}, got {list(row.shape)} {row.dtype}")
+        if (row.shape[1], row.dtype) != (down.shape[1], down.dtype):
+            raise ValueError(
+                f"x must be [T, {down.shape[1]}] {down.dtype} as the experts, whose weights autocast leaves alone, "
+                f"got {list(row.shape)} {row.dtype}"
+            )
     if most is not None and max(map(len, rows)) > most:
         raise ValueError(f"x must have at most max_tokens_per_rank={most} tokens, got {max(map(len, rows))}")

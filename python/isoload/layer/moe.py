@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from isoload.balancer import Balanced, Balancer
 from isoload.experts.compute import count_copies, run_experts
 from isoload.experts.weights import Activation, ExpertWeights, SwiGLU
-from isoload.layer.checks import Experts, check_parts, check_rows, experts_by_rank, name_of
+from isoload.layer.checks import (
+    Experts,
+    check_parts,
+    check_rows,
+    check_wrappers,
+    experts_by_rank,
+    name_of,
+)
 from isoload.layer.modules import place_module
 from isoload.layer.routers import Routing, given_choices
 from isoload.ops import Prefer, append_shared_expert
@@ -189,7 +196,7 @@ class MoE(nn.Module):
         return cls(parts.gate, parts.dense, transport, placement, **how)
 
     def forward(self, x: Tensor | Sequence[Tensor], num_tokens: int | None = None) -> Tensor | list[Tensor]:
-        """[T, H] -> [T, H] on every owned rank; T may differ between ranks and be 0.
+        """[T, H] -> [T, H] on every owned rank, autocast or not in the experts' dtype; T may differ and be 0.
 
         num_tokens: tokens over all ranks, or an upper bound of them, the same on all ranks; compared with min_tokens.
             None: what max_tokens_per_rank allows, else unknown, and the batch is planned.
@@ -287,7 +294,7 @@ class MoE(nn.Module):
             rows_per_chunk: most rows, over all ranks, that are copied at a time; bounds the memory needed on the way.
                 None: R, at least 2.
             optimizer: whose state of the expert Parameters moves along, wherever it has their shape. None: no state
-                moves, and what an optimizer keeps belongs to other experts afterwards.
+                moves, and an optimizer that keeps state by row raises at its next step.
 
         Raises:
             ValueError: on all ranks and before anything moves: naming the argument, the rule and the value on the rank
@@ -331,8 +338,8 @@ class MoE(nn.Module):
     ) -> tuple[list[Routing], Balanced]:
         """Every owned rank's choices, and the batch balanced by them.
 
-        A rank that fails tells the others in the gather or, without one, in the next exchange of row counts; with
-        max_tokens_per_rank there is none, and the others wait for the group's timeout.
+        A rank that fails tells the others in the gather or, without one, in dispatch; on a GPU with max_tokens_per_rank
+        nothing there is read, and the others wait for the group's timeout.
         """
         most, device = self.dispatcher.max_tokens_per_rank, self._ranks()[0].row_of_slot.device
         if num_tokens is None and most is not None:
@@ -340,7 +347,7 @@ class MoE(nn.Module):
         chosen: list[Routing] = []
         failure = None
         try:
-            check_rows(rows, most)
+            check_rows(rows, most, self._ranks()[0].stored_down)
             self._check_weights()
             chosen = [self._complete(*routing) for routing in choose()]
         except Exception as error:
@@ -355,6 +362,7 @@ class MoE(nn.Module):
 
     def _check_weights(self) -> None:
         """Raises ValueError if an owned rank's Parameters cannot be computed from as they are now."""
+        check_wrappers(self.group, self._ranks())
         if torch.compiler.is_compiling():
             return
         for rank, weights in zip(self.group.ranks, self._ranks(), strict=True):

@@ -17,17 +17,22 @@ from isoload.weights.storage import RankWeights
 
 def gather_full(group: Group, ranks: Sequence[RankWeights], held: Sequence[Layout]) -> dict[str, Tensor]:
     """[E, ...] of every stack, on every process. All ranks call it together with the layouts [R]."""
+    full = gather_rows(group, held, [rank.home_rows() for rank in ranks])
+    return {FULL + name: stack for name, stack in ranks[0].by_name(full).items()}
+
+
+def gather_rows(group: Group, held: Sequence[Layout], homes: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """[E, ...] on every process, from stacks [homes, ...] of every owned rank. All ranks call it together."""
     home = home_addresses(held)
     # a process that owns all ranks needs one copy
-    readers = range(len(held)) if len(ranks) < len(held) else [0]
+    readers = [0] if group.owns_all else range(len(held))
     moves = [Move(home[expert], Address(rank, expert)) for rank in readers for expert in range(len(home))]
-    homes = [rank.home_rows() for rank in ranks]
     full = [
         [stack.detach().new_zeros(len(home) if rank in readers else 0, *stack.shape[1:]) for stack in stacks]
         for rank, stacks in zip(group.ranks, homes, strict=True)
     ]
-    move_rows(group, "state", moves, homes, full)
-    return {FULL + name: stack for name, stack in ranks[0].by_name(full[0]).items()}
+    move_rows(group, "state", moves, [list(stacks) for stacks in homes], full)
+    return full[0]
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from isoload.placed_layers import PlacedLayers
@@ -13,9 +13,10 @@ from isoload.placement import Placement, check_same_shape
 from isoload.transport import Group, checksum
 from isoload.weights.layout import Layout, replica_moves
 from isoload.weights.moves import move_rows
+from isoload.weights.optimizer_steps import check_experts, has_rows
 from isoload.weights.schedule import plan_moves
 from isoload.weights.shard import ShardWeights, check_homes_stay
-from isoload.weights.state import NAMES
+from isoload.weights.state import HOMES, NAMES
 from isoload.weights.storage import RankWeights
 
 # What every rank must give load_placement alike, in the order of move_facts
@@ -121,8 +122,9 @@ def move_state(
         rooms = [_make_room(state[key], count) for state, count in zip(states, counts, strict=True)]
         for chunk in chunks:
             move_rows(group, "placement state", chunk, [[room] for room in rooms], [[room] for room in rooms])
-        for state, room, count in zip(states, rooms, counts, strict=True):
+        for rank, state, room, count in zip(group.ranks, states, rooms, counts, strict=True):
             state[key] = room if len(room) == count else room[:count].clone()
+            state[HOMES] = list(after[rank].homes)
 
 
 def _make_room(tensor: Tensor, count: int) -> Tensor:
@@ -140,9 +142,10 @@ def state_fields(optimizer: Optimizer, rank: RankWeights) -> list[tuple[str, str
         ValueError: naming the Parameter or state that does not fit.
     """
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    check_experts(optimizer, rank)
     fields = []
     for name in NAMES:
-        parameter: Tensor | None = getattr(rank, name)
+        parameter: nn.Parameter | None = getattr(rank, name)
         if parameter is None or not parameter.requires_grad:
             continue
         if id(parameter) not in held:
@@ -150,7 +153,7 @@ def state_fields(optimizer: Optimizer, rank: RankWeights) -> list[tuple[str, str
         for key, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor):
                 continue
-            if value.shape == parameter.shape:
+            if has_rows(value, parameter):
                 fields.append((name, key, str(value.dtype)))
             elif value.numel() != 1:
                 raise ValueError(

@@ -69,8 +69,8 @@ class ShardWeights(RankWeights):
         given, here = shard.weights, shard.read()
         self._shard = None if isinstance(given, ExpertWeights) else shard
         for name in NAMES:
-            if isinstance(given, ExpertWeights):
-                self.register_parameter(name, as_parameter(getattr(given, name)))
+            own = as_parameter(getattr(given, name)) if isinstance(given, ExpertWeights) else None
+            self.register_parameter(name, own)
             stack: Tensor | None = getattr(here, name)
             stored = None if stack is None else new_stack(stack.detach(), num_rows - len(layout.homes))
             self.register_buffer(f"stored_{name}", stored, persistent=False)

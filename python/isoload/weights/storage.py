@@ -21,6 +21,7 @@ from isoload.experts.weights import ExpertWeights
 from isoload.transport import Group
 from isoload.weights.layout import Layout
 from isoload.weights.moves import Move, move_rows
+from isoload.weights.optimizer_steps import see_steps
 from isoload.weights.state import HOMES, NAMES, rows_for
 
 
@@ -39,7 +40,9 @@ class RankWeights(nn.Module):
         new_stack: (like, rows) -> [rows, ...] zeros: where the storages come from.
     """
 
+    sharded_over: frozenset[int] = frozenset()  # of the default process group
     row_of_slot: Tensor
+    stored_down: Tensor
 
     def __init__(
         self,
@@ -65,10 +68,19 @@ class RankWeights(nn.Module):
     def place_rows(self, num_rows: int, spare_slots: int, device: torch.device) -> None:
         """Notes which row every slot has; the end of construction."""
         self.num_rows, self.spare_slots = num_rows, spare_slots
+        self.gradient_divisor = 1  # of the home rows' gradients
         row_of_slot = torch.tensor(self._rows(self.layout), dtype=torch.int64, device=device)
         self.register_buffer("row_of_slot", row_of_slot, persistent=False)
         self._refreshed: list[tuple[Tensor, int]] | None = None
         self.note_refreshed()
+        see_steps(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Notes over which ranks fully_shard spreads a Parameter: while the layer runs nothing shows it."""
+        mesh = getattr(value, "device_mesh", None) if isinstance(value, Tensor) else None
+        if mesh is not None:
+            self.__dict__["sharded_over"] = frozenset(mesh.mesh.flatten().tolist())
+        super().__setattr__(name, value)
 
     def homes(self) -> dict[str, Tensor]:
         """The home rows [homes, ...] by stack: the Parameters."""
@@ -107,10 +119,14 @@ class RankWeights(nn.Module):
             (home.detach(), version) for home, version in zip(self.home_rows(), self.versions(), strict=True)
         ]
 
-    def is_refreshed(self) -> bool:
-        """Whether the home rows are those of the last :meth:`note_refreshed`, as far as torch counts versions.
+    def note_changed(self) -> None:
+        """Replicas are stale: an optimizer has stepped."""
+        self._refreshed = None
 
-        It counts none for ``p.data.add_()`` and for the steps of fused optimizers.
+    def is_refreshed(self) -> bool:
+        """Whether the home rows are those of the last :meth:`note_refreshed`, as far as it can be seen.
+
+        Steps of torch's optimizers are, and what counts a version; ``p.data.add_()`` by hand is not.
         """
         return self._refreshed is not None and all(
             (home.data_ptr(), now) == (noted.data_ptr(), version)
@@ -218,6 +234,7 @@ class RankWeights(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._settle_copy(*state["_refreshed"])  # so do deepcopy and pickle
+        see_steps(self)
 
     def _settle_copy(self, shown: bool, refreshed: bool) -> None:
         """Makes all Parameters and storages, new tensors with the values of others, what these were to each other."""
