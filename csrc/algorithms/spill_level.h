@@ -15,16 +15,16 @@ namespace isoload {
 
 class SpillLevel {
  public:
-  // queue: [n] resident slots of the ranks that may lend, most copies first, then the lowest slot.
+  // queue: [n] resident slots of the ranks that may lend, most copies first, then the lowest slot. free: [R]
+  // spare slots that may be filled.
   ISOLOAD_HD SpillLevel(const SpillView& view, const SpillState& state, int64_t level, const int32_t* queue,
-                        int n)
-      : in_(view), to_(state), level_(level), queue_(queue), n_(n) {}
+                        int n, const int32_t* free)
+      : in_(view), to_(state), level_(level), queue_(queue), spare_(free), n_(n) {}
 
-  // free: [R] spare slots that may be filled. Returns the largest load.
-  ISOLOAD_HD int64_t run(const int32_t* free) {
-    spare_ = free;
+  // Returns the largest load.
+  ISOLOAD_HD int64_t run() {
     for (int p = 0; p < in_.R * in_.S; ++p) to_.quota[p] = in_.start[p];
-    for (int r = 0; r < in_.R; ++r) to_.cost[r] = in_.load[r], to_.free[r] = free[r], to_.exports[r] = 0;
+    for (int r = 0; r < in_.R; ++r) to_.cost[r] = in_.load[r], to_.free[r] = spare_[r], to_.exports[r] = 0;
     for (int node = 0; node * size() < in_.R; ++node) to_.filled[node] = 0;
     for (int r = 0; r < in_.R; ++r) join(r);
     int i = 0, first = 0, last = 0;  // the next slot, and rests of those that were cut
@@ -151,8 +151,7 @@ class SpillLevel {
   const SpillView& in_;
   const SpillState to_;
   const int64_t level_;
-  const int32_t* const queue_;
-  const int32_t* spare_ = nullptr;  // [R] spare slots that may be filled
+  const int32_t *const queue_, *const spare_;
   const int n_;
 };
 

@@ -23,6 +23,7 @@ struct SpillView {
   const int32_t* start;           // [P] copies in the resident slots before anything is lent
   const int32_t* load;            // [R] copies of these and of what cannot move
   const int32_t* order;           // [R] ranks, busiest first
+  int64_t busiest;                // largest load
   bool replicated;                // whether an expert has more than its home slot
   int64_t min_excess, min_chunk;  // copies; a rank that is above the target by less lends nothing (more)
   int64_t import_cost[2];         // in copies; of an expert from another node, from the own

@@ -62,43 +62,75 @@ def plan_spill(
     )
     batch = slot_to_expert.shape[:-1]
     fixed = torch.zeros(*batch, num_ranks, dtype=torch.int32) if fixed is None else fixed
-    if start is None:
-        sums = loads if loads.dim() == home_slot.dim() else loads.sum(-2)
-        start = torch.zeros_like(slot_to_expert).scatter(-1, home_slot.long(), sums.to(torch.int32))
+    sums = loads if loads.dim() == home_slot.dim() else loads.sum(-2)
+    home = torch.zeros_like(slot_to_expert).scatter(-1, home_slot.long(), sums.to(torch.int32))
+    layers = (loads, slot_to_expert, home_slot, fixed, home, home if start is None else start)
     if not batch:
-        return plan_layer(rules, loads, slot_to_expert, home_slot, fixed, start)
-    layers = [
-        plan_layer(rules, *layer)
-        for layer in zip(loads, slot_to_expert, home_slot, fixed, start, strict=True)
-    ]
-    return Spill(*(torch.stack(part) for part in zip(*layers, strict=True)))
+        return plan_layer(rules, *layers)
+    plans = [plan_layer(rules, *layer) for layer in zip(*layers, strict=True)]
+    return Spill(*(torch.stack(part) for part in zip(*plans, strict=True)))
 
 
 def plan_layer(
-    rules: SpillRules, loads: Tensor, slot_to_expert: Tensor, home_slot: Tensor, fixed: Tensor, start: Tensor
+    rules: SpillRules,
+    loads: Tensor,
+    slot_to_expert: Tensor,
+    home_slot: Tensor,
+    fixed: Tensor,
+    home: Tensor,
+    start: Tensor,
 ) -> Spill:
     """One layer and batch."""
     summed = loads.reshape(-1, len(home_slot)).sum(0).tolist()
-    layer = Layer(rules, summed, slot_to_expert.tolist(), home_slot.tolist(), fixed.tolist(), start.tolist())
-    if is_balanced(layer):
-        return result(Greedy(layer, layer.busiest), layer.busiest, BELOW_THRESHOLD)
-    if rules.capacity_ppm is None:
-        attempt = Greedy(layer, search(layer)).run()
+    where = slot_to_expert.tolist(), home_slot.tolist(), fixed.tolist()
+    given = Layer(rules, summed, *where, start.tolist())
+    if is_balanced(given):
+        return result(Greedy(given, given.busiest), given.busiest, BELOW_THRESHOLD)
+    capacity = capacity_of(given)
+    attempt = lend(given, capacity)
+    if given.replicated():
+        attempt = fewer(attempt, lend(Layer(rules, summed, *where, home.tolist()), capacity), capacity)
+    if capacity == 0:
         return result(attempt, max(attempt.cost), attempt.flags & EGRESS)
-    ppm = rules.capacity_ppm
-    capacity = max(-(-copies * ppm // (MILLION * live)) for copies, live in layer.groups())
-    return reach(layer, min(capacity, UNLIMITED))
+    if attempt.flags & NO_SPARE_SLOT:
+        return level_out(given, attempt, capacity)
+    return result(attempt, capacity, attempt.flags)
 
 
-def reach(layer: Layer, capacity: int) -> Spill:
-    """Towards the capacity; where spare slots run out, the lowest level found."""
-    slack = capacity * layer.rules.tolerance_ppm // MILLION
-    attempt = Greedy(layer, capacity).run(slack)
-    if not attempt.flags & NO_SPARE_SLOT:
-        return result(attempt, capacity, attempt.flags)
+def capacity_of(layer: Layer) -> int:
+    """0 where the least cost is sought."""
+    if (ppm := layer.rules.capacity_ppm) is None:
+        return 0
+    return min(max(-(-copies * ppm // (MILLION * live)) for copies, live in layer.groups()), UNLIMITED)
+
+
+def slack_of(layer: Layer, capacity: int) -> int:
+    return capacity * layer.rules.tolerance_ppm // MILLION
+
+
+def lend(layer: Layer, capacity: int) -> Greedy:
+    """Towards the capacity, or the least cost."""
+    return Greedy(layer, capacity or search(layer)).run(slack_of(layer, capacity))
+
+
+def fewer(split: Greedy, home: Greedy, capacity: int) -> Greedy:
+    """The plan from the exact split, unless that from home costs less, or as much with fewer imports or a lower peak.
+
+    What is above the capacity by less than min_chunk costs nothing.
+    """
+    enough = capacity + split.rules.min_chunk - 1 if capacity else 0
+    costs = [max(enough, *attempt.cost) for attempt in (split, home)]
+    peaks = [max(enough, attempt.peak()) for attempt in (split, home)]
+    no_worse = len(split.lender) <= len(home.lender) and peaks[0] <= peaks[1]
+    return split if costs[0] < costs[1] or (costs[0] == costs[1] and no_worse) else home
+
+
+def level_out(layer: Layer, attempt: Greedy, capacity: int) -> Spill:
+    """Where spare slots ran out: the lowest level found, if it is below what the attempt has reached."""
     lendable = [
         p for p, n in enumerate(layer.start) if n and layer.load_of(p) >= capacity + layer.rules.min_chunk
     ]
+    slack = slack_of(layer, capacity)
     level = seek(layer, lendable, capacity, capacity + slack, max(attempt.cost))
     if level is None:
         return result(attempt, capacity, attempt.flags)
