@@ -16,7 +16,11 @@
 namespace isoload {
 
 constexpr int kSpillWays = 4, kSpillRounds = 3, kSpillFine = 1000;
-constexpr int kLevelWays = 2, kLevelRounds = 6, kLevelFine = 10000;
+#ifndef LR
+#define LR 5
+#define LF 4
+#endif
+constexpr int kLevelWays = 2, kLevelRounds = LR, kLevelFine = 10000, kLevelFirst = LF;
 constexpr int kSpillStates = kSpillWays + 2;  // two plans are kept while others are tried
 constexpr int64_t kMillion = 1000000;
 
@@ -51,11 +55,11 @@ struct SpillStart {
 // Caller's memory; every array is written before it is read.
 struct SpillWorkspace {
   int64_t R, P;
-  int64_t *heaps, *reached;         // [kSpillStates, R]; [kSpillStates] cost of each try
+  int64_t *heaps, *reached, *roomy;  // [kSpillStates, R]; [kSpillStates] cost of each try; [R] see SpillQueue
   int32_t *tries, *flags;           // of all states; [kSpillStates] of each try
   int32_t *total, *free;            // [E]; [R]
   SpillStart given, home;           // as the caller says; all copies in their home slots
-  int32_t* queue;                   // [P] slots whose copies may be lent
+  int32_t *queue, *giver;           // [P] slots whose copies may be lent; [P] the rank of each slot
   int32_t *index, *slots, *copies;  // [P] to find them
 
   ISOLOAD_HD SpillState state(int k) const {
@@ -64,19 +68,20 @@ struct SpillWorkspace {
     return {heaps + k * R, take(R), take(R), take(R), take(R), take(R), take(P), take(P), take(P)};
   }
   ISOLOAD_HD static int64_t bytes(int64_t R, int64_t E, int64_t P) {
-    return 8 * kSpillStates * (1 + R) + 4 * (kSpillStates * (5 * R + 3 * P + 1) + E + 5 * R + 6 * P);
+    return 8 * (kSpillStates * (1 + R) + R) + 4 * (kSpillStates * (5 * R + 3 * P + 1) + E + 5 * R + 7 * P);
   }
   ISOLOAD_HD static SpillWorkspace at(void* memory, int64_t R, int64_t E, int64_t P) {
     SpillWorkspace ws;
     ws.R = R, ws.P = P;
     ws.reached = static_cast<int64_t*>(memory);
     ws.heaps = ws.reached + kSpillStates;
-    int32_t* next = reinterpret_cast<int32_t*>(ws.heaps + kSpillStates * R);
+    ws.roomy = ws.heaps + kSpillStates * R;
+    int32_t* next = reinterpret_cast<int32_t*>(ws.roomy + R);
     auto take = [&](int64_t n) { return next += n, next - n; };
     ws.tries = take(kSpillStates * (5 * R + 3 * P));
     ws.flags = take(kSpillStates), ws.total = take(E), ws.free = take(R);
     ws.given = {take(P), take(R), take(R)}, ws.home = {take(P), take(R), take(R)};
-    ws.queue = take(P), ws.index = take(P), ws.slots = take(P), ws.copies = take(P);
+    ws.queue = take(P), ws.giver = take(P), ws.index = take(P), ws.slots = take(P), ws.copies = take(P);
     return ws;
   }
 };
@@ -311,26 +316,28 @@ class Spill {
   // that is kept. Returns the flags.
   ISOLOAD_HD int32_t level_out(const SpillView& view, int64_t capacity, int64_t slack) {
     const int32_t flags = ws_.flags[kept_];
-    const int n = queue_up(view, capacity);
-    if (!seek(view, capacity, capacity + slack, n)) return flags;
+    const SpillQueue queue = queue_up(view, capacity);
+    if (!seek(view, least_level(view, capacity, queue), capacity + slack, queue)) return flags;
     const int64_t above = ws_.reached[kept_] - capacity;
     if (team_.rank() == 0)
-      SpillLevel(view, ws_.state(kept_), 0, ws_.queue, n, ws_.free).take_back(capacity + above);
+      SpillLevel(view, ws_.state(kept_), 0, queue).take_back(capacity + above);
     team_.sync();
     return above <= slack ? 0 : above < view.min_excess ? kSmallExcess : flags;
   }
 
-  // The slots whose copies may be lent, most copies first, then the lowest; how many.
-  ISOLOAD_HD int queue_up(const SpillView& view, int64_t capacity) {
+  // The slots whose copies may be lent and the ranks that may take some, in order.
+  ISOLOAD_HD SpillQueue queue_up(const SpillView& view, int64_t capacity) {
     const int P = in_.R * in_.S;
-    auto lends = [&](int p) {
-      return view.start[p] > 0 && view.load[p / in_.S] >= capacity + view.min_excess;
+    auto lends = [&](int p, int r) {
+      return view.start[p] >= view.min_chunk && view.load[r] >= capacity + view.min_excess;
     };
-    team_.for_each(P, [&](int p) { ws_.index[p] = lends(p); });
-    team_.sync();  // some teams scan on one lane
+    team_.for_each(in_.R, [&](int r) {
+      for (int p = r * in_.S; p < r * in_.S + in_.S; ++p) ws_.giver[p] = r, ws_.index[p] = lends(p, r);
+    });
+    team_.sync();
     const int n = team_.scan(ws_.index, P);
     team_.for_each(P, [&](int p) {
-      if (lends(p)) ws_.slots[ws_.index[p]] = p, ws_.copies[ws_.index[p]] = view.start[p];
+      if (lends(p, ws_.giver[p])) ws_.slots[ws_.index[p]] = p, ws_.copies[ws_.index[p]] = view.start[p];
     });
     team_.sync();
     team_.for_each(n, [&](int i) {  // sorted by counting: needs no other lane
@@ -340,23 +347,50 @@ class Spill {
       for (int k = i + 1; k < n; ++k) before += ws_.copies[k] > mine;
       ws_.queue[before] = ws_.slots[i];
     });
+    team_.for_each(view.num_groups(), [&](int g) {
+      int64_t* next = ws_.roomy + g * view.per_node;
+      int64_t* const end = next + view.group_size();
+      for (int last = in_.R - 1, first; last >= 0; last = first - 1) {  // equal loads, the lowest rank first
+        for (first = last; first > 0 && view.load[view.order[first - 1]] == view.load[view.order[last]];) --first;
+        for (int i = first; i <= last; ++i)
+          if (const int r = view.order[i]; view.group(r) == g && ws_.free[r] > 0)
+            *next++ = load_key(view.load[r], r);
+      }
+      while (next < end) *next++ = INT64_MAX;
+    });
     team_.sync();
-    return n;
+    return {n, ws_.queue, ws_.giver, ws_.roomy, ws_.free};
+  }
+
+  // A level that no plan is below: with its spare slots full of the largest chunks a rank still has room.
+  ISOLOAD_HD int64_t least_level(const SpillView& view, int64_t capacity, const SpillQueue& queue) {
+    if (view.replicated) return capacity;  // whose ranks take copies without a spare slot
+    int64_t most = 0, low = capacity, high = ws_.reached[kept_];
+    for (int i = 0; i < in_.spare && i < queue.n; ++i) most += view.start[queue.slots[i]];
+    while (low < high) {
+      const int64_t middle = (low + high) / 2;
+      const int64_t room = sum(in_.R, [&](int r) {
+        const int64_t left = middle - view.load[r], more = queue.free[r] > 0 ? most : 0;
+        return left < more ? left : more;
+      });
+      room >= 0 ? high = middle : low = middle + 1;
+    }
+    return low;
   }
 
   // Keeps the plan of the level with the least load found, if that is below the plan's kept: each round cuts
   // the range where it is in parts. Returns whether it is.
-  ISOLOAD_HD bool seek(const SpillView& view, int64_t low, int64_t enough, int n) {
+  ISOLOAD_HD bool seek(const SpillView& view, int64_t low, int64_t enough, const SpillQueue& queue) {
     bool found = false;
     int64_t least = ws_.reached[kept_];
     for (int round = 0; round < kLevelRounds && least > enough && least - low > low / kLevelFine; ++round) {
       const int64_t span = least - low;
       auto level = [&](int k) {
-        return low + (round ? span * (k + 1) / (kLevelWays + 1) : span * k / kLevelWays);
+        return low + (round ? span * (k + 1) / (kLevelWays + 1) : span * k / kLevelFirst);
       };
       team_.for_each(kLevelWays, [&](int k) {
         const int at = way(k);
-        ws_.reached[at] = SpillLevel(view, ws_.state(at), level(k), ws_.queue, n, ws_.free).run();
+        ws_.reached[at] = SpillLevel(view, ws_.state(at), level(k), queue).run();
       });
       team_.sync();
       int feasible = kLevelWays, lowest = -1;
@@ -396,7 +430,7 @@ class Spill {
       }
       for (int p = first; p < last; ++p) {
         const int e = out_.slot_to_expert[p] = in_.slot_to_expert[state.lender[p]];
-        across += view.owner(e) / in_.per_node != r / in_.per_node;
+        across += in_.per_node < in_.R && view.owner(e) / in_.per_node != r / in_.per_node;
       }
       imports += last - first;
       most_imports = last - first > most_imports ? last - first : most_imports;

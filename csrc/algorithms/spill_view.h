@@ -33,6 +33,10 @@ struct SpillView {
   ISOLOAD_HD int64_t least_import_cost() const {
     return import_cost[0] < import_cost[1] ? import_cost[0] : import_cost[1];
   }
+  // Ranks that lend to each other: the nodes, or all ranks. Without a division where that is all.
+  ISOLOAD_HD int group_size() const { return within ? per_node : R; }
+  ISOLOAD_HD int num_groups() const { return within ? R / per_node : 1; }
+  ISOLOAD_HD int group(int r) const { return within ? r / per_node : 0; }
   ISOLOAD_HD int owner(int e) const { return home_slot[e] / S; }  // the rank that lends it
   // The slot of an expert on a rank that holds it already, or -1. The rank's spare slots first .. free hold
   // what the slots `lender` held; without replicas no rank is offered an expert that it holds.
@@ -49,7 +53,7 @@ struct SpillView {
 
 // Caller's memory of one try.
 struct SpillState {
-  int64_t* heap;             // [R] ranks that may take copies, of a level; `filled` has the heaps' sizes
+  int64_t* heap;             // [R] of a level: ranks that have taken or given and may take; `filled` has the sizes
   int32_t* cost;             // [R] at most the largest load or the target
   int32_t *free, *exports;   // [R] spare slots left; experts lent
   int32_t *takers, *filled;  // [R] the same of the greedy, the fullest first, then the lowest; their cost
