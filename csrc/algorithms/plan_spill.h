@@ -11,80 +11,10 @@
 
 #include "algorithms/spill_greedy.h"
 #include "algorithms/spill_level.h"
+#include "algorithms/spill_problem.h"
 #include "host_device.h"
 
 namespace isoload {
-
-constexpr int kSpillWays = 4, kSpillRounds = 3, kSpillFine = 1000;
-#ifndef LR
-#define LR 5
-#define LF 4
-#endif
-constexpr int kLevelWays = 2, kLevelRounds = LR, kLevelFine = 10000, kLevelFirst = LF;
-constexpr int kSpillStates = kSpillWays + 2;  // two plans are kept while others are tried
-constexpr int64_t kMillion = 1000000;
-
-enum class SpillStatus : int32_t { ok = 0, negative = 1, too_many_copies = 2, none_alive = 3 };
-
-struct SpillProblem {
-  int R, E, S, per_node, spare;   // ranks, routed experts, slots per rank, ranks per node, spare slots
-  const int32_t *loads, *fixed;   // [num_sources, E] copies; [R] copies that stay where they are, or null
-  int num_sources;                //
-  const int32_t* slot_to_expert;  // [P] with the spare slots empty
-  const int32_t* home_slot;       // [E]
-  const int32_t* start;           // [P] copies per slot before anything is lent, or null: all in home slots
-  const bool* alive;              // [R] or null
-  int64_t capacity_ppm, threshold_ppm;  // of the mean; capacity 0 = search for the least cost
-  bool per_expert;                      // the threshold is about experts, not about ranks
-  int64_t tolerance_ppm, min_chunk, near_cost, far_cost;
-  int32_t egress;
-  bool within;  // experts do not leave their node
-};
-
-struct SpillResult {
-  int32_t *slot_to_expert, *quota;  // [P]
-  int64_t* level;                   // [1] the capacity, or the largest cost where that was searched
-  int32_t* telemetry;  // [5] imports, most imports and exports of a rank, imports from other nodes, flags
-};
-
-// Where the copies are before anything is lent.
-struct SpillStart {
-  int32_t *copies, *load, *order;  // [P]; [R]; [R] ranks, busiest first
-};
-
-// Caller's memory; every array is written before it is read.
-struct SpillWorkspace {
-  int64_t R, P;
-  int64_t *heaps, *reached, *roomy;  // [kSpillStates, R]; [kSpillStates] cost of each try; [R] see SpillQueue
-  int32_t *tries, *flags;           // of all states; [kSpillStates] of each try
-  int32_t *total, *free;            // [E]; [R]
-  SpillStart given, home;           // as the caller says; all copies in their home slots
-  int32_t *queue, *giver;           // [P] slots whose copies may be lent; [P] the rank of each slot
-  int32_t *index, *slots, *copies;  // [P] to find them
-
-  ISOLOAD_HD SpillState state(int k) const {
-    int32_t* next = tries + k * (5 * R + 3 * P);
-    auto take = [&](int64_t n) { return next += n, next - n; };
-    return {heaps + k * R, take(R), take(R), take(R), take(R), take(R), take(P), take(P), take(P)};
-  }
-  ISOLOAD_HD static int64_t bytes(int64_t R, int64_t E, int64_t P) {
-    return 8 * (kSpillStates * (1 + R) + R) + 4 * (kSpillStates * (5 * R + 3 * P + 1) + E + 5 * R + 7 * P);
-  }
-  ISOLOAD_HD static SpillWorkspace at(void* memory, int64_t R, int64_t E, int64_t P) {
-    SpillWorkspace ws;
-    ws.R = R, ws.P = P;
-    ws.reached = static_cast<int64_t*>(memory);
-    ws.heaps = ws.reached + kSpillStates;
-    ws.roomy = ws.heaps + kSpillStates * R;
-    int32_t* next = reinterpret_cast<int32_t*>(ws.roomy + R);
-    auto take = [&](int64_t n) { return next += n, next - n; };
-    ws.tries = take(kSpillStates * (5 * R + 3 * P));
-    ws.flags = take(kSpillStates), ws.total = take(E), ws.free = take(R);
-    ws.given = {take(P), take(R), take(R)}, ws.home = {take(P), take(R), take(R)};
-    ws.queue = take(P), ws.giver = take(P), ws.index = take(P), ws.slots = take(P), ws.copies = take(P);
-    return ws;
-  }
-};
 
 template <class Team>
 class Spill {
@@ -378,28 +308,33 @@ class Spill {
     return low;
   }
 
-  // Keeps the plan of the level with the least load found, if that is below the plan's kept: each round cuts
-  // the range where it is in parts. Returns whether it is.
+  // Keeps the plan of the level with the least load found, if that is below the plan's kept; returns whether
+  // it is. Each round tries a level near the lowest one open and a higher one, which does not count if the
+  // lower one was reached. A level that was missed is too low by an equal part of what is above it at least.
   ISOLOAD_HD bool seek(const SpillView& view, int64_t low, int64_t enough, const SpillQueue& queue) {
+    static_assert(kLevelWays == 2, "a lane alone skips the way after one that was reached");
     bool found = false;
     int64_t least = ws_.reached[kept_];
     for (int round = 0; round < kLevelRounds && least > enough && least - low > low / kLevelFine; ++round) {
-      const int64_t span = least - low;
+      const int64_t span = least - low, from = low;
       auto level = [&](int k) {
-        return low + (round ? span * (k + 1) / (kLevelWays + 1) : span * k / kLevelFirst);
+        return from + (round ? span * (k + 1) / (kLevelWays + 1) : span * k / kLevelFirst);
       };
+      auto is_reached = [&](int k) { return ws_.reached[way(k)] <= level(k); };
       team_.for_each(kLevelWays, [&](int k) {
-        const int at = way(k);
-        ws_.reached[at] = SpillLevel(view, ws_.state(at), level(k), queue).run();
+        if (k > 0 && team_.size() == 1 && is_reached(k - 1)) return;
+        SpillLevel attempt(view, ws_.state(way(k)), level(k), queue);
+        ws_.reached[way(k)] = attempt.run();
+        ws_.above[way(k)] = attempt.copies_above();
       });
       team_.sync();
-      int feasible = kLevelWays, lowest = -1;
-      for (int k = kLevelWays - 1; k >= 0; --k) {
+      int lowest = -1;
+      for (int k = 0; k < kLevelWays; ++k) {
         const int64_t reached = ws_.reached[way(k)];
-        if (reached <= level(k)) feasible = k;
         if (reached < least) least = reached, lowest = k;
+        if (is_reached(k)) break;
+        low = level(k) + ws_.above[way(k)] / in_.R + 1;
       }
-      low = feasible > 0 ? level(feasible - 1) : low;
       if (lowest >= 0) kept_ = way(lowest), found = true;
       team_.sync();  // before the levels of the next round
     }

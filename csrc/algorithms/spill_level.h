@@ -32,10 +32,8 @@ class SpillLevel {
 
   // Returns the largest load.
   ISOLOAD_HD int64_t run() {
-    for (int p = 0; p < in_.R * in_.S; ++p) to_.quota[p] = in_.start[p];
-    for (int r = 0; r < in_.R; ++r) to_.cost[r] = in_.load[r], to_.free[r] = queue_.free[r], to_.exports[r] = 0;
+    begin(in_, to_, queue_.free);
     for (int g = 0; g < in_.num_groups(); ++g) to_.takers[g] = to_.filled[g] = 0;
-    above_ = 0;
     for (int r = 0; r < in_.R; ++r) above_ += to_.cost[r] > level_;
     const int n = queue_.n;
     int i = 0, first = 0, last = 0;  // the next slot, and rests of those that were cut
@@ -52,6 +50,12 @@ class SpillLevel {
     int32_t largest = 0;
     for (int r = 0; r < in_.R; ++r) largest = to_.cost[r] > largest ? to_.cost[r] : largest;
     return largest;
+  }
+
+  ISOLOAD_HD int64_t copies_above() const {
+    int64_t copies = 0;
+    for (int r = 0; r < in_.R; ++r) copies += to_.cost[r] > level_ ? to_.cost[r] - level_ : 0;
+    return copies;
   }
 
   // Copies go back as far as the rank they are from has room below `largest`, first where that saves an

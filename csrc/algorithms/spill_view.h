@@ -62,4 +62,14 @@ struct SpillState {
   int32_t* rests;            // [P] slots of which a level has lent a part, most copies first
 };
 
+// A try's state before anything is lent.
+ISOLOAD_HD inline void begin(const SpillView& view, const SpillState& to, const int32_t* free) {
+  const int P = view.R * view.S, R = view.R;  // for the compiler, to which a store might change the view
+  const int32_t *const start = view.start, *const load = view.load;
+  for (int p = 0; p < P; ++p) to.quota[p] = start[p];
+  for (int r = 0; r < R; ++r) to.cost[r] = load[r];
+  for (int r = 0; r < R; ++r) to.free[r] = free[r];
+  for (int r = 0; r < R; ++r) to.exports[r] = 0;
+}
+
 }  // namespace isoload

@@ -20,7 +20,7 @@ from isoload.results import Spill
 MILLION = 1_000_000
 # Targets tried at once, how often the best one's neighbourhood is tried again, and when that is enough.
 WAYS, ROUNDS, FINE = 4, 3, 1000
-LEVEL_WAYS, LEVEL_ROUNDS, LEVEL_FINE = 2, 6, 10_000
+LEVEL_WAYS, LEVEL_ROUNDS, LEVEL_FIRST, LEVEL_FINE = 2, 5, 4, 10_000
 UNLIMITED = 2**31 - 1
 BELOW_THRESHOLD = 1
 
@@ -130,11 +130,11 @@ def level_out(layer: Layer, attempt: Greedy, capacity: int) -> Spill:
     lendable = [
         p for p, n in enumerate(layer.start) if n and layer.load_of(p) >= capacity + layer.rules.min_chunk
     ]
-    slack = slack_of(layer, capacity)
-    level = seek(layer, lendable, capacity, capacity + slack, max(attempt.cost))
-    if level is None:
+    slack, reached = slack_of(layer, capacity), max(attempt.cost)
+    low = least_level(layer, capacity, reached, lendable)
+    chosen = seek(layer, lendable, low, capacity + slack, reached)
+    if chosen is None:
         return result(attempt, capacity, attempt.flags)
-    chosen = Level(layer, level, lendable).run()
     largest = max(chosen.cost)
     chosen.take_back(largest)
     above = largest - capacity
@@ -142,23 +142,41 @@ def level_out(layer: Layer, attempt: Greedy, capacity: int) -> Spill:
     return result(chosen, capacity, flags)
 
 
-def seek(layer: Layer, lendable: list[int], low: int, enough: int, least: int) -> int | None:
-    """The level of the least load found, below `least`: each round cuts the range where it is in parts."""
+def least_level(layer: Layer, low: int, high: int, lendable: list[int]) -> int:
+    """A level that no plan is below: with its spare slots full of the largest chunks a rank still has room."""
+    if layer.replicated():  # whose ranks take copies without a spare slot
+        return low
+    chunks = sorted((layer.start[p] for p in lendable), reverse=True)
+    most = [sum(chunks[: layer.rules.spare_slots]) * alive for alive in layer.rules.alive]
+    while low < high:
+        middle = (low + high) // 2
+        room = sum(min(middle - n, more) for n, more in zip(layer.load, most, strict=True))
+        low, high = (low, middle) if room >= 0 else (middle + 1, high)
+    return low
+
+
+def seek(layer: Layer, lendable: list[int], low: int, enough: int, least: int) -> Level | None:
+    """The plan of the level with the least load found, if that is below `least`.
+
+    Each round tries a level near the lowest one open and a higher one, which does not count if the lower one was
+    reached. A level that was missed is too low by an equal part of what is above it at least.
+    """
     best = None
     for turn in range(LEVEL_ROUNDS):
         span = least - low
         if least <= enough or span <= low // LEVEL_FINE:
             break
         levels = [
-            low + (span * (k + 1) // (LEVEL_WAYS + 1) if turn else span * k // LEVEL_WAYS)
+            low + (span * (k + 1) // (LEVEL_WAYS + 1) if turn else span * k // LEVEL_FIRST)
             for k in range(LEVEL_WAYS)
         ]
-        reached = [max(Level(layer, level, lendable).run().cost) for level in levels]
-        lowest = min(reached)
-        if lowest < least:
-            least, best = lowest, levels[max(k for k in range(LEVEL_WAYS) if reached[k] == lowest)]
-        kept = next((k for k in range(LEVEL_WAYS) if reached[k] <= levels[k]), LEVEL_WAYS)
-        low = levels[kept - 1] if kept else low
+        for level in levels:
+            attempt = Level(layer, level, lendable).run()
+            if max(attempt.cost) < least:
+                least, best = max(attempt.cost), attempt
+            if max(attempt.cost) <= level:
+                break
+            low = level + sum(max(0, n - level) for n in attempt.cost) // layer.rules.num_ranks + 1
     return best
 
 
