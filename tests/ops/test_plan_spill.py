@@ -143,6 +143,18 @@ def test_a_replica_takes_copies_without_an_import() -> None:
     assert spill.telemetry.tolist() == [0, 0, 0, 0, 0]
 
 
+def test_one_import_where_what_the_exact_split_leaves_would_need_two() -> None:
+    """It leaves 42 and 43 copies on ranks 0 and 1, whose largest experts differ; from home rank 0 alone has more."""
+    case = in_order([45, 5, 35, 35], 2)
+    case.num_ranks = 3
+    case.slots = np.array([0, 1, -1, -1, 2, 0, -1, -1, 3, -1, -1, -1], np.int32)
+    case.home, case.spare = np.array([0, 1, 4, 8], np.int32), 2
+    assert sorted(case.split_exactly().plain().tolist()) == [35, 42, 43]
+    spill = case.spill()
+    assert spill.quota.view(3, -1).sum(1).tolist() == [40, 40, 40]
+    assert spill.telemetry.tolist() == [1, 1, 1, 0, 0]
+
+
 def test_shared_copies_that_cannot_move_are_flagged() -> None:
     case = in_order([5, 5], 2)
     case.fixed = np.array([100, 0], np.int32)
