@@ -377,6 +377,7 @@ class Spill {
       const int64_t telemetry[] = {imports, most_imports, most_exports, across, flags};
       for (int i = 0; i < 5; ++i) out_.telemetry[i] = static_cast<int32_t>(telemetry[i]);
     }
+    team_.sync();  // a caller's lanes may read the result; a kernel that ends here needs no barrier
   }
 
   Team& team_;

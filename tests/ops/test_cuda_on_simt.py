@@ -52,6 +52,7 @@ UNNOTICED = {
     "algorithms/plan_exact.h": 2,
     "algorithms/plan_lp.h": 1,
     "algorithms/plan_lp_parts.h": 3,
+    "algorithms/plan_spill.h": 1,
     "algorithms/plan_waterfill.h": 1,
     "algorithms/replica_tables.h": 2,
     "algorithms/share.h": 4,

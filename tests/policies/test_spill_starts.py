@@ -72,7 +72,18 @@ def as_if_alone(placement: isoload.Placement, loads: Tensor, capacity: float | N
     ranks = placement.topology.num_ranks
     ppm = None if capacity is None else round(capacity * 1e6)
     rules = SpillRules(
-        ranks, ranks, placement.spare_slots, [True] * ranks, ppm, 0, False, 0, 1, (price, price), UNLIMITED, False
+        ranks,
+        ranks,
+        placement.spare_slots,
+        [True] * ranks,
+        ppm,
+        0,
+        False,
+        0,
+        1,
+        (price, price),
+        UNLIMITED,
+        False,
     )
     slots, home = placement.slot_to_expert[0], placement.home_slot[0]
     start = torch.zeros_like(slots).scatter(0, home.long(), loads)
