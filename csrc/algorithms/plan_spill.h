@@ -249,8 +249,7 @@ class Spill {
     const SpillQueue queue = queue_up(view, capacity);
     if (!seek(view, least_level(view, capacity, queue), capacity + slack, queue)) return flags;
     const int64_t above = ws_.reached[kept_] - capacity;
-    if (team_.rank() == 0)
-      SpillLevel(view, ws_.state(kept_), 0, queue).take_back(capacity + above);
+    if (team_.rank() == 0) SpillLevel(view, ws_.state(kept_), 0, queue).take_back(capacity + above);
     team_.sync();
     return above <= slack ? 0 : above < view.min_excess ? kSmallExcess : flags;
   }
@@ -281,7 +280,8 @@ class Spill {
       int64_t* next = ws_.roomy + g * view.per_node;
       int64_t* const end = next + view.group_size();
       for (int last = in_.R - 1, first; last >= 0; last = first - 1) {  // equal loads, the lowest rank first
-        for (first = last; first > 0 && view.load[view.order[first - 1]] == view.load[view.order[last]];) --first;
+        for (first = last; first > 0 && view.load[view.order[first - 1]] == view.load[view.order[last]];)
+          --first;
         for (int i = first; i <= last; ++i)
           if (const int r = view.order[i]; view.group(r) == g && ws_.free[r] > 0)
             *next++ = load_key(view.load[r], r);

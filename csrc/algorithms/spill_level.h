@@ -27,7 +27,8 @@ ISOLOAD_HD inline int64_t load_key(int32_t cost, int r) { return int64_t(cost) <
 
 class SpillLevel {
  public:
-  ISOLOAD_HD SpillLevel(const SpillView& view, const SpillState& state, int64_t level, const SpillQueue& queue)
+  ISOLOAD_HD SpillLevel(const SpillView& view, const SpillState& state, int64_t level,
+                        const SpillQueue& queue)
       : in_(view), to_(state), queue_(queue), level_(level) {}
 
   // Returns the largest load.

@@ -53,8 +53,8 @@ struct SpillView {
 
 // Caller's memory of one try.
 struct SpillState {
-  int64_t* heap;             // [R] of a level: ranks that have taken or given and may take; `filled` has the sizes
-  int32_t* cost;             // [R] at most the largest load or the target
+  int64_t* heap;  // [R] of a level: ranks that have taken or given and may take; `filled` has the sizes
+  int32_t* cost;  // [R] at most the largest load or the target
   int32_t *free, *exports;   // [R] spare slots left; experts lent
   int32_t *takers, *filled;  // [R] the same of the greedy, the fullest first, then the lowest; their cost
   int32_t* quota;            // [P]
