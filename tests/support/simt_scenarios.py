@@ -15,7 +15,7 @@ from isoload import ops
 from support.borrow_plans import SHAPES, draw_plan, draw_values
 from support.cases import draw
 from support.simt_build import ROOT
-from support.spills import in_order
+from support.spills import SpillCase, in_order
 
 sys.path.append(str(ROOT / "bench"))
 from gpu_jobs import JOBS
@@ -85,6 +85,16 @@ def spill(spare_slots: int, **rules: Any) -> object:
     return in_order(loads, 16, spare_slots, **rules).spill()
 
 
+def spill_beside_replicas() -> object:
+    """A slot more on every rank, for a replica of an expert with copies: two starts, two plans."""
+    loads = np.random.default_rng(5).integers(50, 1000, 256) * (np.arange(256) < 160)
+    slots = np.full((16, 18), -1)
+    slots[:, :16], slots[:, 16] = np.arange(256).reshape(16, 16), np.arange(16) * 10
+    home = np.arange(256) // 16 * 18 + np.arange(256) % 16
+    case = SpillCase("replicas", 16, 1, *(x.ravel().astype(np.int32) for x in (slots, home, loads)))
+    return case.split_exactly().spill()
+
+
 __all__ = ["EXPERTS", "OF_LAYERS", "SCENARIOS", "bits", "layer", "make_inputs"]
 OF_LAYERS: dict[str, tuple[Callable[[Layer], object], tuple[int, int, int]]] = {
     **{job.name: (job.call, FEW) for job in JOBS if job.name != "chain"},
@@ -101,6 +111,7 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     **{name: functools.partial(lambda call, at: call(layer(*at)), *of) for name, of in OF_LAYERS.items()},
     "share, few experts": share_of_a_few,
     "plan_spill, levels": lambda: spill(1),
+    "plan_spill, replicas": spill_beside_replicas,
     "plan_spill, least cost": lambda: spill(
         2, capacity_factor=None, import_costs=(50, 200), ranks_per_node=8
     ),
