@@ -238,6 +238,19 @@ def test_shared_experts_with_and_without_columns(policy: str) -> None:
         assert torch.equal(torch.where(theirs < 0, -1, theirs // 6 * 7 + theirs % 6), ours)
 
 
+@pytest.mark.parametrize("policy", ["waterfill", "joint"])
+def test_same_tokens_with_shared_experts_are_level(policy: str) -> None:
+    """All rows are rank 0's there: it must not keep every shared copy."""
+    counts = torch.arange(EXPERTS).expand(1, -1)
+    placement = isoload.place(counts, make_topology(), slots_per_rank=7, num_shared=1)
+    balancer = Balancer(placement, 0, policy, tokens="same", shared_columns=False)
+    slots = balancer(draw_ids(2)[0])
+    plan = balancer.last_plan
+    assert plan is not None and torch.equal(isoload.count(slots, placement.num_slots), plan.quota)
+    assert len((slots[:, -1] // 7).unique()) > 1
+    assert policy == "waterfill" or plan.peak == plan.bound
+
+
 def test_from_an_engines_table() -> None:
     placement = make_placement()
     table = placement.slot_to_expert[1].long()

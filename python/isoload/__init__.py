@@ -7,6 +7,7 @@ from isoload.experts.weights import ExpertWeights
 from isoload.layer import (
     BlockExperts,
     MoE,
+    balance,
     full_optimizer_state,
     ignore_in_ddp,
     load_full_optimizer_state,
@@ -22,6 +23,7 @@ from isoload.routing import route
 from isoload.topology import Topology, topology_errors
 from isoload.trace import Trace, read_trace, trace_errors, write_trace
 from isoload.transport import CollectiveGroup, CollectiveTransport, LocalGroup, LocalTransport
+from isoload.weights.shard import Shard
 from isoload.workloads import WORKLOADS, make_workload
 
 __version__ = "0.1.0"
@@ -42,10 +44,12 @@ __all__ = [
     "Plan",
     "Policy",
     "ReplicaTables",
+    "Shard",
     "Topology",
     "Trace",
     "__version__",
     "append_shared_expert",
+    "balance",
     "break_even",
     "check_device",
     "count",

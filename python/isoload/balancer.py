@@ -20,7 +20,7 @@ from torch import Tensor
 from isoload.counting import count
 from isoload.ops import Prefer
 from isoload.placed_layers import PlacedLayers, own_layers, refresh_layers
-from isoload.placement import Placement
+from isoload.placement import Placement, check_same_shape
 from isoload.planning import plan
 from isoload.policies import Policy, Seeded, make_policy
 from isoload.records import Plan
@@ -56,7 +56,8 @@ class Balancer:
         group: joins the ranks, one for all layers. None: one rank, or tokens="same".
         tokens: "own": each rank has its own rows, and loads are gathered over the group. "same": all ranks hold the
             same rows, as tensor-parallel serving without an all-to-all does; nothing is exchanged, and every rank
-            computes the same slots.
+            computes the same slots. All rows count as rank 0's, which is then home to all shared copies: choose
+            waterfill or joint where the placement has shared experts.
         prefer: see :func:`isoload.route`.
         min_tokens: with fewer tokens over all ranks nothing is gathered or planned: each expert goes to its ``static``
             replica, shared ones stay home, and last_plan is None. The same on all ranks.
@@ -350,15 +351,6 @@ def _(step: Tensor) -> Tensor:
 def in_backward() -> bool:
     """Whether autograd is running a backward pass, as when a checkpoint recomputes its forward."""
     return torch._C._current_graph_task_id() != -1
-
-
-def check_same_shape(now: Placement, new: Placement) -> None:
-    """Raises ValueError if a placement cannot take another's place in memory."""
-    for name in ("topology", "num_layers", "num_experts", "num_shared", "slots_per_rank", "spare_slots"):
-        if getattr(new, name) != getattr(now, name):
-            raise ValueError(
-                f"placement must have the layer's {name}={getattr(now, name)}, got {getattr(new, name)}"
-            )
 
 
 def _slots_of(placement: Placement, layer: int) -> tuple[list[int], list[int]]:

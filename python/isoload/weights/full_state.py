@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from isoload.transport import Group
 from isoload.weights.layout import Layout, home_addresses
@@ -43,17 +43,16 @@ def load_full(ranks: Sequence[RankWeights], num_experts: int, state: Mapping[str
         ValueError: before anything is copied, naming the key, the rule and the value.
     """
     for rank in ranks:
+        rank.check_load()
         for name in NAMES:
-            home: Tensor | None = getattr(rank, name)
+            home = rank.homes().get(name)
             given = state.get(FULL + name)
             wanted = None if home is None else [num_experts, *home.shape[1:]]
             if (found := None if given is None else list(given.shape)) != wanted:
                 raise ValueError(f"{FULL}{name} must be {wanted}, got {found}")
-            if home is not None and not isinstance(home, nn.Parameter):
-                raise ValueError(f"{name} must be a Parameter to be loaded, got a parametrized one")
     for rank in ranks:
         homes, replicas = list(rank.layout.homes), list(rank.layout.replicas)
-        stacks = [state[FULL + name] for name in NAMES if getattr(rank, name) is not None]
+        stacks = [state[FULL + name] for name in rank.stored()]
         for stack, home, behind in zip(stacks, rank.home_rows(), rank.replica_rows(), strict=True):
             home.copy_(stack[homes])
             behind[: len(replicas)].copy_(stack[replicas])
