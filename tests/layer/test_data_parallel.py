@@ -16,6 +16,7 @@ import isoload
 from isoload.experts.weights import ExpertWeights
 from isoload.layer.moe import MoE
 from isoload.transport import CollectiveTransport, LocalTransport
+from isoload.weights.shard import Shard
 from support.processes import rank_outcomes, run_ranks
 
 RANKS, EXPERTS, HIDDEN, STEPS = 2, 8, 8, 3
@@ -31,8 +32,11 @@ class Router(nn.Module):
         return ids, weights
 
 
-def make_model(local: bool = False, replicas: bool = True) -> nn.Sequential:
-    """linear, layer, linear, the same on all ranks. Experts 0 and 4 have a replica, each rank is home to four."""
+def make_model(local: bool = False, replicas: bool = True, shard: str = "") -> nn.Sequential:
+    """linear, layer, linear, the same on all ranks. Experts 0 and 4 have a replica, each rank is home to four.
+
+    With a shard the linear before the layer has the experts' Parameters, too, or alone.
+    """
     torch.manual_seed(5)
     topology = isoload.Topology(RANKS)
     homes = torch.tensor([[0, 1, 2, 3, 5, 6, 7, 8]])
@@ -40,9 +44,17 @@ def make_model(local: bool = False, replicas: bool = True) -> nn.Sequential:
     placement = isoload.Placement(torch.tensor([slots]), topology, EXPERTS, home_slot=homes)
     dense = ExpertWeights.random(EXPERTS, HIDDEN, 6, bias=True, dtype=torch.float64)
     transport = (LocalTransport if local else CollectiveTransport)(topology)
-    layer = MoE(Router(), dense, transport, placement)
-    assert layer.has_replicas == replicas
     first, last = (nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64) for _ in range(2))
+    experts: ExpertWeights | Shard = dense
+    if shard:
+        own = placement.home_experts(0, dist.get_rank())
+        first.experts = nn.ParameterList(
+            nn.Parameter(stack[own].clone()) for stack in dense.stacks().values()
+        )
+        here = ExpertWeights(*first.experts)
+        experts = Shard(own, here if shard == "parameters" else lambda: here)
+    layer = MoE(Router(), experts, transport, placement)
+    assert layer.has_replicas == replicas
     return nn.Sequential(first, layer, last)
 
 
@@ -72,8 +84,8 @@ def trained(model: nn.Sequential) -> list[Tensor]:
     return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
 
 
-def plain(rank: int) -> list[Tensor]:
-    model = make_model()
+def plain(rank: int, shard: str = "") -> list[Tensor]:
+    model = make_model(shard=shard)
     train(model, model[1], rank, scale=1 / RANKS, reduced=True)
     return trained(model)
 
@@ -83,14 +95,16 @@ def assert_close(got: list[Tensor], wanted: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
 
-def in_ddp(rank: int) -> None:
-    model = make_model()
+def in_ddp(rank: int, shard: str) -> None:
+    model = make_model(shard=shard)
     train(DistributedDataParallel(isoload.ignore_in_ddp(model)), model[1], rank)
-    assert_close(trained(model), plain(rank))
+    assert_close(trained(model), plain(rank, shard))
 
 
-def test_training_in_ddp_is_the_plain_one() -> None:
-    run_ranks(in_ddp, RANKS)
+@pytest.mark.parametrize("shard", ["", "parameters"])
+def test_training_in_ddp_is_the_plain_one(shard: str) -> None:
+    """Also where the Parameters have another name, which comes first."""
+    run_ranks(in_ddp, RANKS, shard)
 
 
 def test_what_was_ignored_before_stays_so() -> None:
@@ -137,7 +151,9 @@ def test_experts_that_are_sharded_over_their_ranks_are_refused(replicas: bool) -
 
 
 def forgotten(rank: int, how: str) -> None:
-    model = make_model()
+    model = make_model(shard="function" if "function" in how else "")
+    if how == "function":
+        isoload.ignore_in_ddp(model)
     if how == "inner":  # not the module that is wrapped
         isoload.ignore_in_ddp(model[1])
     if how == "by hand":  # the gradients would not be those of a mean
@@ -157,6 +173,11 @@ def forgotten(rank: int, how: str) -> None:
         ("compiled", "call isoload.ignore_in_ddp(model) before DistributedDataParallel(model)"),
         ("inner", "call isoload.ignore_in_ddp(model) before DistributedDataParallel(model)"),
         ("by hand", "call isoload.ignore_in_ddp(model) before DistributedDataParallel(model)"),
+        (
+            "function",
+            "model must have its experts' Parameters in its MoE layers, got a layer of a Shard given as",
+        ),
+        ("function, never", "call isoload.ignore_in_ddp(model) before DistributedDataParallel(model)"),
         ("group", "DistributedDataParallel must run over the layer's 2 ranks, got 1"),
     ],
 )

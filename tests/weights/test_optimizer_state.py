@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils import parametrize
 
 import isoload
+from isoload.experts.weights import ExpertWeights
 from isoload.layer.moe import MoE
 from isoload.transport import CollectiveTransport, LocalTransport
+from isoload.weights.shard import Shard
 from support.moved_layer import deal, make_setup
 from support.processes import run_ranks
 from support.small_layer import EXPERTS
@@ -180,6 +183,24 @@ def test_refuses_before_anything_changes(what: str) -> None:
     with pytest.raises(ValueError, match=message):
         isoload.load_full_optimizer_state(layer, optimizer, bad)
     assert_same(isoload.full_optimizer_state(layer, optimizer), before)
+
+
+@pytest.mark.parametrize("how", ["function", "parametrized"])
+def test_experts_that_are_no_parameters_of_the_layer_are_refused(how: str) -> None:
+    setup, placement = make_setup(1), placements(1)[0]
+    layer = make_layer(placement)
+    if how == "function":
+        own = ExpertWeights(**{n: s[placement.home_experts(0, 0)] for n, s in setup.dense.stacks().items()})
+        shard = Shard(placement.home_experts(0, 0), lambda: own)
+        layer = MoE(setup.gate, shard, LocalTransport(setup.topology), placement)
+    else:
+        parametrize.register_parametrization(layer.weights[0], "down", torch.nn.Softplus())
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1)), *layer.parameters()], lr=0.1)
+    message = "experts must be plain Parameters of the layer for their optimizer state"
+    with pytest.raises(ValueError, match=message):
+        isoload.full_optimizer_state(layer, optimizer)
+    with pytest.raises(ValueError, match=message):
+        isoload.load_full_optimizer_state(layer, optimizer, {})
 
 
 def test_an_optimizer_of_other_parameters_is_refused() -> None:

@@ -82,9 +82,8 @@ def _check_ddp(group: Group, ranks: Sequence[RankWeights]) -> None:
     if ddp is None or all(weights in _CHECKED.get(ddp, ()) for weights in ranks):
         return
     reduced = set(map(id, ddp._module_parameters))
-    if any(
-        id(p) in reduced or weights.gradient_divisor == 1 for weights in ranks for p in weights.parameters()
-    ):
+    told = all(weights.gradient_divisor != 1 for weights in ranks)
+    if not told or any(id(p) in reduced for weights in ranks for p in weights.parameters()):
         raise ValueError(
             "expert Parameters must be ignored by DistributedDataParallel, which else gives every rank those of rank "
             "0: call isoload.ignore_in_ddp(model) before DistributedDataParallel(model), got experts it was not "

@@ -27,15 +27,23 @@ def ignore_in_ddp(model: Model) -> Model:
 
     Returns:
         The model.
+
+    Raises:
+        ValueError: for a layer whose experts are a Shard given as a function: which Parameters it reads is not known.
     """
-    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-    for name, layer in model.named_modules(remove_duplicate=False):
+    owned: set[int] = set()
+    for layer in model.modules():
         if not isinstance(layer, MoE) or layer.group.owns_all:
             continue
-        prefix = f"{name}.weights." if name else "weights."
-        ignored.update(prefix + own for own, _ in layer.weights.named_parameters(remove_duplicate=False))
-        ignored.update(prefix + own for own, _ in layer.weights.named_buffers(remove_duplicate=False))
+        if not layer.expert_parameters():
+            raise ValueError(
+                "model must have its experts' Parameters in its MoE layers, got a layer of a Shard given as a function"
+            )
+        owned.update(map(id, [*layer.weights.parameters(), *layer.weights.buffers()]))
         for weights in layer._ranks():
             weights.gradient_divisor = layer.group.topology.num_ranks
+    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    for named in (model.named_parameters, model.named_buffers):
+        ignored.update(name for name, own in named(remove_duplicate=False) if id(own) in owned)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
     return model

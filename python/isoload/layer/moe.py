@@ -12,14 +12,7 @@ from torch import Tensor, nn
 from isoload.balancer import Balanced, Balancer
 from isoload.experts.compute import count_copies, run_experts
 from isoload.experts.weights import Activation, ExpertWeights, SwiGLU
-from isoload.layer.checks import (
-    Experts,
-    check_parts,
-    check_rows,
-    check_wrappers,
-    experts_by_rank,
-    name_of,
-)
+from isoload.layer.checks import Experts, check_parts, check_rows, check_wrappers, experts_by_rank, name_of
 from isoload.layer.modules import place_module
 from isoload.layer.routers import Routing, given_choices
 from isoload.ops import Prefer, append_shared_expert

@@ -145,7 +145,7 @@ def state_fields(optimizer: Optimizer, rank: RankWeights) -> list[tuple[str, str
     check_experts(optimizer, rank)
     fields = []
     for name in NAMES:
-        parameter: nn.Parameter | None = getattr(rank, name)
+        parameter: nn.Parameter | None = getattr(rank, name, None)
         if parameter is None or not parameter.requires_grad:
             continue
         if id(parameter) not in held:

@@ -28,6 +28,7 @@ def gather_optimizer(
     fields: list[list[tuple[str, str, str]]] = []
     failure = None
     try:
+        _check_held(ranks)
         fields = [state_fields(optimizer, rank) for rank in ranks]
     except ValueError as error:
         failure = error
@@ -60,6 +61,7 @@ def load_optimizer(
     Raises:
         ValueError: before anything is changed, naming the key, the rule and the value.
     """
+    _check_held(ranks)
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for rank in ranks:
         for name, parameter in expert_parameters(rank):
@@ -88,3 +90,14 @@ def load_optimizer(
                     kept[key] = copy.deepcopy(value)
             optimizer.state[parameter] = kept
         note_experts(optimizer, rank)
+
+
+def _check_held(ranks: Sequence[RankWeights]) -> None:
+    """Raises ValueError unless all stacks are plain Parameters of the layer."""
+    for rank in ranks:
+        found = [name for name, p in expert_parameters(rank) if not hasattr(p, "to_local")]
+        if len(found) != len(rank.stored()):
+            raise ValueError(
+                f"experts must be plain Parameters of the layer for their optimizer state, {list(rank.stored())}, got "
+                f"{found} beside parametrized ones, DTensors or a Shard given as a function: keep it by its owner"
+            )

@@ -35,7 +35,7 @@ def see_steps(weights: RankWeights) -> None:
 def expert_parameters(weights: RankWeights) -> Iterator[tuple[str, nn.Parameter]]:
     """Names and Parameters that an optimizer may hold."""
     for name in NAMES:
-        if isinstance(parameter := getattr(weights, name), nn.Parameter):
+        if isinstance(parameter := getattr(weights, name, None), nn.Parameter):
             yield name, parameter
 
 
