@@ -1,10 +1,12 @@
 // plan_spill: overloaded ranks hand copies, and the experts' weights, to less loaded ranks for one batch. The
 // weights go into spare slots, so memory does not grow with the imbalance.
 //
-// Towards a capacity (LLEP, papers/003), one try of spill_greedy. Towards the least cost, where the receiver
-// pays for its imports, a search over targets: the cost a try reaches does not fall steadily with its target,
-// so kSpillWays of them are tried at once, one per lane, and the best one's neighbourhood again. Integers
-// only, ties go to the lowest rank, then slot; the number of lanes changes nothing.
+// Towards a capacity (LLEP, papers/003), one try of spill_greedy; where spare slots run out, a search over
+// levels by spill_level. Towards the least cost, where the receiver pays for its imports, a search over
+// targets: the cost a try reaches does not fall steadily with its target, so kSpillWays of them are tried at
+// once, one per lane, and the best one's neighbourhood again. Beside replicas both start twice: from the
+// split that is given, and from all home slots. A plan that is kept is in a state of its own, so none is made
+// twice. Integers only, ties go to the lowest rank, then slot; the number of lanes changes nothing.
 #pragma once
 
 #include <cstdint>
