@@ -40,6 +40,7 @@ FLOORS = [
     ["weights"],
     ["layer"],
     ["replay"],
+    ["integrations"],
     ["report", "cli.demo", "cli.doctor", "cli.processes"],
     ["cli"],
     ["__main__", "__init__"],

@@ -91,6 +91,7 @@ class Balancer:
         self.prefer, self.min_tokens, self.shared_columns = prefer, min_tokens, shared_columns
         self.batch = self.step = 0  # batches so far; those of them that drew
         self.last_plan: Plan | None = None
+        self.last_loads: Tensor | None = None  # [R, E] of the last plan
         self._own: dict[torch.device, PlacedLayers] = {}
         self._checksums: dict[str, int] = {}
         if group is None:
@@ -204,7 +205,7 @@ class Balancer:
                 counts = [count(rows, self.placement.num_experts) for rows in topk_ids]
             except ValueError as error:
                 failure = error
-        self.last_plan = None
+        self.last_plan = self.last_loads = None
         if not self.plans(num_tokens):
             if failure is not None:
                 tell()
@@ -215,6 +216,7 @@ class Balancer:
             isinstance(self.policy, Seeded) and not in_backward()
         ):  # a checkpoint's recompute draws as its forward did
             self.step += 1
+        self.last_loads = loads
         made = self.last_plan = plan(loads, self.placed_on(loads.device), None, self.policy, step=self.step)
         return Balanced(topk_ids, loads, made)
 
