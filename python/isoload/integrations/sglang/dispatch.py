@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from isoload.integrations.sglang.layers import LAYERS, Layer
+from isoload.integrations.sglang.placement import check_at_start
 
 log = logging.getLogger("isoload")
 Original = Callable[..., Any]
@@ -25,6 +26,7 @@ def set_metadata(original: Original, value: Any, allow_overwrite: bool = False) 
     original(value, allow_overwrite)
     if value is None:
         return
+    check_at_start(value)
     algorithm, invariant = dispatch_algorithm()
     if algorithm == "dynamic" and invariant:
         LAYERS.follow(value, "dynamic")
