@@ -63,7 +63,7 @@ def test_as_expected(engine: None) -> None:
 
 BAD = {
     "renamed": (seam("route", "around", "()"), "made_up_engine.route cannot be found (AttributeError: "),
-    "gone": (Seam("nowhere.at.all", "call", ("()",), "1.2", ""), "nowhere.at.all cannot be found (ModuleNotFoundError: "),
+    "gone": (Seam("nowhere.at", "call", ("()",), "1.2", ""), "nowhere.at cannot be found (ModuleNotFoundError: "),
     "argument": (
         seam("dispatch", "around", "(topk_ids, info=None)"),
         "made_up_engine.dispatch must take (topk_ids, info=None) (as in 1.2), got (topk_ids, info=None, *, layer)",

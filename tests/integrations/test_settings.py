@@ -47,7 +47,7 @@ BAD = {
         "llep",
     ): "ISOLOAD_POLICY must not borrow weights, which no engine copies between two batches, got 'llep'",
     ("ISOLOAD_POLICY", "spill_cost"): "ISOLOAD_POLICY must not borrow weights",
-    ("ISOLOAD_PLACER", "best"): "ISOLOAD_PLACER must be one of trivial, eplb, graph, got 'best'",
+    ("ISOLOAD_PLACER", "best"): "ISOLOAD_PLACER must be one of",
     ("ISOLOAD_REPORT_SECONDS", "-1"): "ISOLOAD_REPORT_SECONDS must be a number of at least 0, got '-1'",
     ("ISOLOAD_REPORT_SECONDS", "often"): "ISOLOAD_REPORT_SECONDS must be a number of at least 0, got 'often'",
     ("ISOLOAD_REPORT_SECONDS", "inf"): "ISOLOAD_REPORT_SECONDS must be a number of at least 0, got 'inf'",
@@ -57,9 +57,7 @@ BAD = {
 
 @pytest.mark.parametrize(("name", "value"), BAD)
 def test_refuses(name: str, value: str) -> None:
-    with pytest.raises(
-        ValueError, match=re.escape(BAD[name, value]).replace("trivial,\\ eplb,\\ graph", ".*")
-    ):
+    with pytest.raises(ValueError, match=re.escape(BAD[name, value])):
         Settings.read({name: value})
 
 

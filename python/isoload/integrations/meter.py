@@ -78,14 +78,15 @@ class Meter:
                 reports.append(LayerReport(layer, int(batches), before / batches, mean_after, int(certified)))
         return reports
 
-    def report_if_due(self) -> None:
-        """A log line and the gauges, if the interval is over and anything was planned."""
+    def report_if_due(self) -> bool:
+        """A log line and the gauges, if anything was planned; whether the interval was over."""
         if time.monotonic() - self._since < self.seconds:
-            return
+            return False
         self._since = time.monotonic()
         if layers := self.read():
             self.report(layers)
         self._calls, self._host_seconds = 0, 0.0
+        return True
 
     def report(self, layers: list[LayerReport]) -> None:
         """The line and the gauges of these layers."""

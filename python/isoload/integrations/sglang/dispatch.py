@@ -121,8 +121,8 @@ def initialize(original: Original, self: Any) -> None:
 def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Around ModelRunner.forward, hooked where reports are wanted: they wait for the device, once per interval."""
     result = original(self, *args, **kwargs)
-    if LAYERS.meter is not None and not self.is_draft_worker:
-        LAYERS.meter.report_if_due()
+    if LAYERS.meter is not None and not self.is_draft_worker and LAYERS.meter.report_if_due():
+        LAYERS.check_device()
     return result
 
 

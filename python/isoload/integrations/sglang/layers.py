@@ -15,6 +15,7 @@ from isoload.balancer import Balancer
 from isoload.integrations.engine_tables import engine_topology, placement_of
 from isoload.integrations.meter import Meter
 from isoload.integrations.settings import Settings
+from isoload.ops import check_device
 from isoload.placement import Placement
 from isoload.topology import Topology
 from isoload.transport import CollectiveGroup
@@ -92,6 +93,7 @@ class Layers:
         self.meter: Meter | None = None
         self._groups: dict[int, CollectiveGroup] = {}
         self._placements: dict[int, Placement] = {}  # by shared experts
+        self.device = torch.device("cpu")  # of the tables
 
     def start(self, settings: Settings) -> None:
         """Of a process whose hooks are attached."""
@@ -120,17 +122,21 @@ class Layers:
         self._num_experts, self._topology = metadata.num_logical_experts, topology_of(metadata)
         topology, placement = self._topology, self._placement(0)
         policy = self.settings.policy_for(shared=False)
+        self.device = metadata.physical_to_logical_map.device
         how = {"tokens": "same"} if door == "dynamic" else {"group": self.group(topology)}
         self.by_id = {
             i: Layer(Balancer(placement, i, policy, shared_columns=False, **how), self._own_meter())
             for i in range(metadata.num_layers)
         }
+        for layer in self.by_id.values():
+            layer.balancer.placed_on(self.device)  # before any graph is captured
 
     def add_shared(self, layer: Layer) -> None:
         """Waterfill is on in this layer: the shared expert's copies are planned with the routed ones."""
         old = layer.balancer
         policy = self.settings.policy_for(shared=True)
         layer.balancer = Balancer(self._placement(1), old.layer, policy, old.group, shared_columns=False)
+        layer.balancer.placed_on(self.device)
 
     def group(self, topology: Topology) -> CollectiveGroup:
         """The ranks of the expert-parallel group, with a communicator of isoload's own; all ranks call it together."""
@@ -143,6 +149,11 @@ class Layers:
             own = dist.new_group(ranks, backend=dist.get_backend(theirs), use_local_synchronization=True)
             self._groups[topology.num_ranks] = CollectiveGroup(topology, own)
         return self._groups[topology.num_ranks]
+
+    def check_device(self) -> None:
+        """Raises ValueError for what ops found wrong in values on a GPU; called where the host waits anyway."""
+        if self.device.type == "cuda":
+            check_device(self.device)
 
     def announce(self, door: str) -> None:
         """The line that says what is attached, of one rank for all."""
@@ -176,6 +187,7 @@ class Layers:
     def _refresh(self, tables: Tensor) -> None:
         """New locations into the Balancers, which keep their memory: captured graphs stay valid."""
         assert self.tables is not None
+        self.check_device()
         changed = [i for i in self.by_id if not torch.equal(self.tables[i], tables[i])]
         for group in self._groups.values():
             group.agree_once("placement", {"checksum of physical_to_logical_map": checksum(tables.tolist())})
