@@ -28,9 +28,9 @@ from torch import Tensor
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "engines" / "harness"))
 import torchvision_names  # noqa: E402, F401
-from harness import measure, write_results  # noqa: E402
 
 import isoload  # noqa: E402
+from harness import measure, write_results  # noqa: E402
 from isoload.integrations.engine_tables import replica_lists  # noqa: E402
 from isoload.replay.batches import make_batches  # noqa: E402
 
@@ -107,7 +107,9 @@ def judge(name: str, placement: isoload.Placement, batches: list[Any], same: boo
 def main() -> None:
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 1024], help="tokens per batch, all ranks")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[64, 1024], help="tokens per batch, all ranks"
+    )
     trace = isoload.read_trace(ROOT / "examples/traces/gptoss20b_decode.npz")
     found = []
     for tokens in parser.parse_args().tokens:

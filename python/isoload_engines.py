@@ -9,7 +9,7 @@ SCHEDULER = "sglang.srt.managers.scheduler"  # imported already in every process
 
 def sglang() -> None:
     """Entry point of the group ``sglang.srt.plugins``; SGLang calls it in all of its processes."""
-    if os.environ.get("ISOLOAD_SGLANG", "0") == "0" or SCHEDULER not in sys.modules:
+    if os.environ.get("ISOLOAD_SGLANG", "") in ("", "0") or SCHEDULER not in sys.modules:
         return
     from isoload.integrations.sglang import attach_or_leave
 

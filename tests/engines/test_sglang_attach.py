@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import logging
+import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 import sglang.srt.managers.scheduler  # noqa: F401
+from engine_runs import HARNESS, PACKAGE
 from sglang.srt import plugins
 from sglang.srt.eplb import eplb_algorithms, expert_location_dispatch
 from sglang.srt.layers.moe import waterfill
@@ -18,8 +24,10 @@ from sglang.srt.model_executor.model_runner_components import moe_ep_setup
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from isoload.integrations.seams import faults, read_seams
-from isoload.integrations.settings import Settings
 from isoload.integrations.sglang import LAYERS, self_check
+from support.documents import blocks
+
+PAGE = Path(__file__).parents[2] / "docs" / "sglang.md"
 
 
 @pytest.fixture
@@ -44,7 +52,7 @@ def test_the_installed_package_has_the_entry_point() -> None:
 
 def test_every_seam_is_as_the_file_says() -> None:
     assert faults(read_seams("sglang")) == []
-    assert self_check.faults(Settings.read({})) == []
+    assert self_check.faults() == []
 
 
 def test_with_the_variable_all_seams_are_hooked(loader: pytest.MonkeyPatch) -> None:
@@ -59,7 +67,7 @@ def test_with_the_variable_all_seams_are_hooked(loader: pytest.MonkeyPatch) -> N
     assert hooked() == wanted
 
 
-@pytest.mark.parametrize("value", [None, "0"])
+@pytest.mark.parametrize("value", [None, "0", ""])
 def test_without_the_variable_nothing_is(loader: pytest.MonkeyPatch, value: str | None) -> None:
     if value is not None:
         loader.setenv("ISOLOAD_SGLANG", value)
@@ -84,10 +92,6 @@ assert not [name for name in sys.modules if name.split(".")[0] == "isoload"]
 
 
 def environment() -> dict[str, str]:
-    import os
-
-    from engine_runs import HARNESS, PACKAGE
-
     kept = {key: value for key, value in os.environ.items() if not key.startswith("ISOLOAD_")}
     return kept | {"PYTHONPATH": f"{HARNESS}{os.pathsep}{PACKAGE}", "HF_HUB_OFFLINE": "1"}
 
@@ -132,8 +136,6 @@ def test_a_moved_seam_is_named_and_sglang_runs_alone(
         plugins.load_plugins()
     assert hooked() == set()
     (record,) = [record for record in caplog.records if record.name == "isoload"]
-    import re
-
     assert re.search(message, record.getMessage()) and "\n" not in record.getMessage()
 
 
@@ -162,6 +164,18 @@ def test_a_bad_value_refuses_to_start(
     loader.setenv(name, value)
     with pytest.raises(SystemExit, match=message):
         plugins.load_plugins()
+
+
+@pytest.mark.parametrize("launch", [line for line in blocks(PAGE, "sh") if "launch_server" in line])
+def test_documented_launches_have_options_that_sglang_takes(launch: str) -> None:
+    """Its own parser; a choice that it does not offer would end this."""
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    ServerArgs.add_cli_args(parser)
+    words = shlex.split(launch.replace("\\\n", " ").replace("${NODE_RANK}", "0"))
+    options = parser.parse_args(words[words.index("sglang.launch_server") + 1 :])
+    assert options.eplb_algorithm == "isoload" and options.ep_dispatch_algorithm in ("dynamic", "lp")
 
 
 def test_the_older_spelling_of_waterfill_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:

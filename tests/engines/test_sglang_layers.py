@@ -49,6 +49,11 @@ def attached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     LAYERS.reset()
 
 
+def published(**fields: Any) -> Any:
+    """SGLang's configuration of a process, inside a with block."""
+    return get_context().override_server_args(device="cpu", **fields)
+
+
 def draw(tokens: int, seed: int = 0) -> Tensor:
     skew = torch.rand(EXPERTS, generator=torch.Generator().manual_seed(7)).pow(4)
     generator = torch.Generator().manual_seed(seed)
@@ -137,12 +142,8 @@ def test_hash_topk(attached: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.layers.moe import hash_topk
 
     monkeypatch.setenv("SGLANG_OPT_USE_FUSED_HASH_TOPK", "0")
-    override = get_context().override_server_args(
-        ep_dispatch_algorithm="lp", ep_num_redundant_experts=2, moe_a2a_backend="deepep", device="cpu",
-        enable_waterfill=True,
-    )  # fmt: skip
-    override.install()
-    try:
+    fields = {"ep_dispatch_algorithm": "lp", "ep_num_redundant_experts": 2, "moe_a2a_backend": "deepep"}
+    with published(enable_waterfill=True, **fields):
         monkeypatch.setattr(hash_topk, "resolve_routing_inputs", resolve_with(info_of(single(), "lp")))
         monkeypatch.setattr(hash_topk, "topk_ids_logical_to_physical", dispatch.map_solved)
         shared = SharedExpertsConfig(fusion_disabled=False, num_fused_shared_experts=1, use_waterfill=True)
@@ -161,8 +162,6 @@ def test_hash_topk(attached: None, monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(single().slot_to_expert[LAYER][slots[:8, :-1].long()], router.tid2eid[tokens[:8]])
         assert (slots[:8, -1] == EXPERTS + 2).all() and (made.topk_weights[:8, -1] - 0.4).abs().max() < 1e-6
         assert router.empty_topk_output(torch.device("cpu")).topk_ids.shape == (0, K + 1)
-    finally:
-        override.restore()
 
 
 def single() -> isoload.Placement:
@@ -236,12 +235,8 @@ def test_a_locations_update_reaches_the_balancers(attached: None, tmp_path: Path
     """Behind dynamic, through SGLang's own metadata: made when it is set, refreshed in place when experts move."""
     from sglang.srt.configs.model_config import ModelConfig
 
-    override = get_context().override_server_args(
-        ep_dispatch_algorithm="dynamic", ep_num_redundant_experts=4, moe_a2a_backend="none", tp_size=2, ep_size=2,
-        device="cpu",
-    )  # fmt: skip
-    override.install()
-    try:
+    fields = {"ep_dispatch_algorithm": "dynamic", "ep_num_redundant_experts": 4, "moe_a2a_backend": "none"}
+    with published(tp_size=2, ep_size=2, **fields):
         get_parallel().override_permanently(tp_rank=0, moe_ep_rank=0)
         model = ModelConfig(str(make_config(tmp_path / "config")))
         made = expert_location.ExpertLocationMetadata
@@ -264,14 +259,10 @@ def test_a_locations_update_reaches_the_balancers(attached: None, tmp_path: Path
         ids = draw(30)
         slots = layer.slots(ids, None)
         assert torch.equal(second.physical_to_logical_map[LAYER][slots.long()].int(), ids)
-    finally:
-        override.restore()
 
 
 def test_a_layout_that_the_placer_cannot_make_is_refused_at_start(attached: None) -> None:
-    override = get_context().override_server_args(eplb_algorithm="isoload", device="cpu")
-    override.install()
-    try:
+    with published(eplb_algorithm="isoload"):
         every = SimpleNamespace(
             ep_size=2, num_logical_experts=4, physical_to_logical_map_cpu=torch.arange(10).view(1, 10) % 4
         )
@@ -279,8 +270,61 @@ def test_a_layout_that_the_placer_cannot_make_is_refused_at_start(attached: None
             ValueError, match="--eplb-algorithm isoload with ISOLOAD_PLACER=eplb: slots_per_rank must"
         ):
             dispatch.set_metadata(lambda value, allow_overwrite: None, every)
-    finally:
-        override.restore()
+
+
+def test_a_policy_of_shared_experts_is_refused_where_the_model_has_none(
+    attached: None, placement: isoload.Placement
+) -> None:
+    """--enable-waterfill is given, and the model does not fuse its shared experts: SGLang says nothing."""
+    LAYERS.start(Settings.read({"ISOLOAD_POLICY": "joint"}))
+    LAYERS.by_id = {LAYER: same_tokens(placement)}
+    with published():
+        with pytest.raises(ValueError, match="ISOLOAD_POLICY must be a policy of routed experts"):
+            dispatch.initialize(lambda self: None, SimpleNamespace(is_draft_worker=False))
+        dispatch.initialize(lambda self: None, SimpleNamespace(is_draft_worker=True))
+
+
+@pytest.mark.parametrize(
+    ("fields", "waterfill", "lines"),
+    [
+        (
+            {"ep_dispatch_algorithm": "dynamic", "moe_a2a_backend": "deepep", "eplb_algorithm": "isoload"},
+            3,
+            [
+                "isoload: attached to SGLang's --enable-waterfill, policy waterfill on 3 layers; "
+                "--eplb-algorithm isoload, placer eplb",
+                "isoload: SGLang's own --ep-dispatch-algorithm dynamic stays with --moe-a2a-backend deepep: "
+                "isoload's are dynamic with none, lp with others",
+            ],
+        ),
+        (
+            {"ep_dispatch_algorithm": "static", "moe_a2a_backend": "deepep"},
+            0,
+            [
+                "isoload: attached to SGLang's loader, and to none of its options",
+                "isoload: SGLang's own --ep-dispatch-algorithm static stays with --moe-a2a-backend deepep: "
+                "isoload's are dynamic with none, lp with others",
+            ],
+        ),
+    ],
+)
+def test_the_log_says_what_is_not_attached(
+    attached: None, caplog: pytest.LogCaptureFixture, fields: dict[str, str], waterfill: int, lines: list[str]
+) -> None:
+    LAYERS.num_waterfill = waterfill
+    with published(**fields), caplog.at_level(logging.INFO, "isoload"):
+        get_parallel().override_permanently(tp_rank=0, moe_ep_rank=0)
+        dispatch.initialize(lambda self: None, SimpleNamespace(is_draft_worker=False))
+    assert [record.getMessage() for record in caplog.records] == lines
+
+
+def test_without_redundant_experts_the_log_says_so(attached: None, caplog: pytest.LogCaptureFixture) -> None:
+    single = isoload.place(skewed_counts(), isoload.Topology(RANKS))
+    LAYERS.by_id = {LAYER: same_tokens(single)}
+    with published(ep_dispatch_algorithm="dynamic"), caplog.at_level(logging.INFO, "isoload"):
+        get_parallel().override_permanently(tp_rank=0, moe_ep_rank=0)
+        dispatch.initialize(lambda self: None, SimpleNamespace(is_draft_worker=False))
+    assert "on 0 of 1 layers: no layer has redundant experts, so there is nothing to balance" in caplog.text
 
 
 def test_reports_are_gauges_too(placement: isoload.Placement, caplog: pytest.LogCaptureFixture) -> None:

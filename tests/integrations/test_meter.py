@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import isoload
-from isoload.integrations.meter import Meter
+from isoload.integrations.meter import Meter, line, summary
 
 # Expert 0 has a replica on each of two ranks, 1 and 2 have one.
 TABLE = torch.tensor([[0, 1, 0, 2]])
@@ -50,6 +50,14 @@ def test_the_line(caplog: pytest.LogCaptureFixture) -> None:
         "isoload engine: 2 plans of 1 layers; imbalance 1.700 evenly spread, 1.500 planned, 1.500 in the worst layer; "
         "peak == bound in all batches of 1 of 1 layers; 1000 us per plan on the host"
     )
+
+
+def test_a_graphs_replays_have_no_time() -> None:
+    """The host runs none of the calls, while the sums on the device go on."""
+    meter = Meter("engine", 0)
+    measured(meter, [6, 4, 0])
+    layers = meter.read()
+    assert line("engine", layers, summary(layers)).endswith("all replayed from graphs")
 
 
 def test_no_report_before_its_time(caplog: pytest.LogCaptureFixture) -> None:

@@ -21,6 +21,11 @@ def test_defaults() -> None:
     )
 
 
+def test_empty_is_unset() -> None:
+    names = [variable.name for variable in VARIABLES]
+    assert Settings.read(dict.fromkeys(names, "")) == Settings.read({})
+
+
 def test_values() -> None:
     given = {
         "ISOLOAD_SGLANG": "1", "ISOLOAD_STRICT": "1", "ISOLOAD_POLICY": "exact:tolerance=0.01",

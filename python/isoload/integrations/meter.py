@@ -91,7 +91,8 @@ class Meter:
     def report(self, layers: list[LayerReport]) -> None:
         """The line and the gauges of these layers."""
         figures = summary(layers)
-        figures["plan_seconds"] = self._host_seconds / max(1, self._calls)
+        if self._calls:
+            figures["plan_seconds"] = self._host_seconds / self._calls
         log.info(line(self.name, layers, figures))
         for name, value in figures.items():
             if gauges := self._all_gauges():
@@ -134,9 +135,13 @@ def summary(layers: list[LayerReport]) -> dict[str, float]:
 def line(name: str, layers: list[LayerReport], figures: dict[str, float]) -> str:
     """What a report says in the log."""
     level = sum(layer.certified == layer.batches for layer in layers)
+    seconds = figures.get("plan_seconds")
+    time_taken = (
+        "all replayed from graphs" if seconds is None else f"{1e6 * seconds:.0f} us per plan on the host"
+    )
     return (
         f"isoload {name}: {sum(layer.batches for layer in layers)} plans of {len(layers)} layers; "
         f"imbalance {figures['imbalance_before']:.3f} evenly spread, {figures['imbalance_after']:.3f} planned, "
         f"{figures['imbalance_worst']:.3f} in the worst layer; peak == bound in all batches of {level} of "
-        f"{len(layers)} layers; {1e6 * figures['plan_seconds']:.0f} us per plan on the host"
+        f"{len(layers)} layers; {time_taken}"
     )

@@ -68,7 +68,7 @@ class Settings:
         given = os.environ if environ is None else environ
 
         def value(variable: Variable) -> str:
-            return given.get(variable.name, variable.default).strip()
+            return given.get(variable.name, "").strip() or variable.default
 
         policy = value(POLICY) or None
         if policy is not None:
@@ -83,6 +83,11 @@ class Settings:
             placer,
             _seconds(value(REPORT)),
         )
+
+    @property
+    def places_shared(self) -> bool:
+        """Whether the policy asked for is one of shared experts."""
+        return self.policy is not None and isinstance(_usable(self.policy), SharedPolicy)
 
     def policy_for(self, shared: bool) -> Policy:
         """The policy of layers with or without shared experts that the plan may move.

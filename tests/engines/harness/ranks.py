@@ -18,9 +18,9 @@ EXPERTS, K, LAYERS, LAYER = 16, 4, 3, 1
 CASES = ("full", "padded", "one rank empty", "all empty", "few")
 
 
-def start(rank: int, ranks: int, algorithm: str, waterfill: bool, config: Path, **fields: Any) -> Any:
+def start(rank: int, ranks: int, algorithm: str, waterfill: bool, config: Path, **variables: str) -> Any:
     """A published configuration, groups, and expert locations laid out by --eplb-algorithm isoload."""
-    os.environ.update(ISOLOAD_SGLANG="1", ISOLOAD_STRICT="1", **fields)
+    os.environ.update(ISOLOAD_SGLANG="1", ISOLOAD_STRICT="1", **variables)
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -98,11 +98,13 @@ def route(top: Any, ids: Tensor, weights: Tensor, valid: int) -> Any:
     return top._apply_waterfill(StandardTopKOutput(weights, slots, logits), len(ids))
 
 
-def serve(rank: int, ranks: int, algorithm: str, waterfill: bool, config: Path) -> dict[str, Any]:
+def serve(
+    rank: int, ranks: int, algorithm: str, waterfill: bool, variables: dict[str, str], config: Path
+) -> dict[str, Any]:
     """All cases, then a rebalance, then one case again."""
     from isoload.integrations.sglang import LAYERS as ours
 
-    model = start(rank, ranks, algorithm, waterfill, config)
+    model = start(rank, ranks, algorithm, waterfill, config, **variables)
     from sglang.srt.eplb import expert_location
     from sglang.srt.model_executor.model_runner_components import moe_ep_setup
 

@@ -36,7 +36,7 @@ def attach_or_leave() -> None:
     """
     try:
         settings = Settings.read()
-        found = attach(settings)
+        found = attach(settings) if settings.enabled else []
     except ValueError as error:
         raise SystemExit(f"isoload: {error}") from None
     if found:
@@ -62,7 +62,9 @@ def attach(settings: Settings, seams: Sequence[Seam] | None = None) -> list[str]
     if found := faults(seams):
         return found
     LAYERS.start(settings)
-    if found := self_check.faults(settings):
+    found = self_check.faults()
+    LAYERS.start(settings)  # forgets the known batch
+    if found:
         return found
     for seam in seams:
         if seam.kind in ("replace", "around") and (seam.name != "forward" or settings.report_seconds):

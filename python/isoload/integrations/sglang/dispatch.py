@@ -7,7 +7,6 @@ lp       with one: SGLang calls the layer's solver before it maps ids, on all ra
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -17,34 +16,30 @@ from torch import Tensor
 from isoload.integrations.sglang.layers import LAYERS, Layer
 from isoload.integrations.sglang.placement import check_at_start
 
-log = logging.getLogger("isoload")
 Original = Callable[..., Any]
 
 
 def set_metadata(original: Original, value: Any, allow_overwrite: bool = False) -> None:
     """Around set_global_expert_location_metadata: the Balancers of `dynamic` are made here, before any batch."""
+    from sglang.srt.runtime_context import get_exec
+
     original(value, allow_overwrite)
     if value is None:
         return
     check_at_start(value)
-    algorithm, invariant = dispatch_algorithm()
-    if algorithm == "dynamic" and invariant:
+    moe = get_exec().moe
+    if moe.ep_dispatch_algorithm == "dynamic" and moe.moe_a2a_backend == "none":
         LAYERS.follow(value, "dynamic")
-    elif algorithm != "lp":
-        why = "with an all-to-all backend, where ranks hold other tokens: lp is isoload's door there"
-        log.info(
-            f"isoload: SGLang's own dispatch stays, --ep-dispatch-algorithm is {algorithm}"
-            + (f" {why}" if algorithm == "dynamic" else "")
-        )
 
 
 def update_metadata(original: Original, self: Any, other: Any, update_layer_ids: list[int]) -> None:
     """Around ExpertLocationMetadata.update, SGLang's rebalancing: the tables of the Balancers follow in place."""
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+    from sglang.srt.runtime_context import get_exec
 
     original(self, other, update_layer_ids)
     if LAYERS.by_id and self is get_global_expert_location_metadata():
-        LAYERS.follow(self, dispatch_algorithm()[0])
+        LAYERS.follow(self, get_exec().moe.ep_dispatch_algorithm)
 
 
 def init_lplb_solvers(*, model_config: Any) -> None:
@@ -114,8 +109,8 @@ def map_solved(topk_ids: Tensor, info: Any, log2phy_prob: Tensor) -> Tensor:
 def initialize(original: Original, self: Any) -> None:
     """Around ModelRunner.initialize, at whose end it is known what every layer does."""
     original(self)
-    if LAYERS.by_id and not self.is_draft_worker:
-        LAYERS.announce(dispatch_algorithm()[0])
+    if not self.is_draft_worker:
+        LAYERS.announce()
 
 
 def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -124,11 +119,3 @@ def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if LAYERS.meter is not None and not self.is_draft_worker and LAYERS.meter.report_if_due():
         LAYERS.check_device()
     return result
-
-
-def dispatch_algorithm() -> tuple[str, bool]:
-    """--ep-dispatch-algorithm, and whether all ranks hold the same tokens."""
-    from sglang.srt.runtime_context import get_exec
-
-    moe = get_exec().moe
-    return moe.ep_dispatch_algorithm, moe.moe_a2a_backend == "none"

@@ -17,6 +17,7 @@ from isoload.integrations.meter import Meter
 from isoload.integrations.settings import Settings
 from isoload.ops import check_device
 from isoload.placement import Placement
+from isoload.policies import make_policy
 from isoload.topology import Topology
 from isoload.transport import CollectiveGroup
 from isoload.transport.agreement import checksum
@@ -91,6 +92,7 @@ class Layers:
         self.by_id: dict[int, Layer] = {}
         self.tables: Tensor | None = None  # [L, P] expert in each slot, as the Balancers have it
         self.meter: Meter | None = None
+        self.num_waterfill = 0  # layers whose shared experts are placed beside routed copies as they lie
         self._groups: dict[int, CollectiveGroup] = {}
         self._placements: dict[int, Placement] = {}  # by shared experts
         self.device = torch.device("cpu")  # of the tables
@@ -113,6 +115,8 @@ class Layers:
             metadata: ExpertLocationMetadata.
             door: "dynamic" (all ranks hold the same tokens) or "lp" (each has its own); the same on all ranks.
         """
+        from sglang.srt.runtime_context import get_exec
+
         tables = metadata.physical_to_logical_map_cpu
         if self.tables is not None and self.tables.shape == tables.shape:
             if not torch.equal(self.tables, tables):
@@ -121,7 +125,9 @@ class Layers:
         self.tables, self._placements = tables.clone(), {}
         self._num_experts, self._topology = metadata.num_logical_experts, topology_of(metadata)
         topology, placement = self._topology, self._placement(0)
-        policy = self.settings.policy_for(shared=False)
+        # A policy of shared experts comes with Waterfill, which SGLang makes when it has loaded the model.
+        waits = self.settings.places_shared and get_exec().moe.enable_waterfill
+        policy = make_policy("exact") if waits else self.settings.policy_for(shared=False)
         self.device = metadata.physical_to_logical_map.device
         how = {"tokens": "same"} if door == "dynamic" else {"group": self.group(topology)}
         self.by_id = {
@@ -155,20 +161,46 @@ class Layers:
         if self.device.type == "cuda":
             check_device(self.device)
 
-    def announce(self, door: str) -> None:
-        """The line that says what is attached, of one rank for all."""
-        from sglang.srt.runtime_context import get_parallel
+    def announce(self) -> None:
+        """The line that says what is attached, of one rank for all; when the model is loaded.
 
+        Raises:
+            ValueError: the policy is one of shared experts, and no layer of the model left them to Waterfill.
+        """
+        from sglang.srt.runtime_context import get_exec, get_parallel
+
+        if self.by_id and not any(layer.balancer.placement.num_shared for layer in self.by_id.values()):
+            self.settings.policy_for(shared=False)
         if get_parallel().moe_ep_rank:
             return
+        moe, attached = get_exec().moe, []
+        if self.by_id:
+            attached.append(self._describe(moe.ep_dispatch_algorithm))
+        if self.num_waterfill:
+            attached.append(f"--enable-waterfill, policy waterfill on {self.num_waterfill} layers")
+        if moe.eplb_algorithm == "isoload":
+            attached.append(f"--eplb-algorithm isoload, placer {self.settings.placer}")
+        log.info(
+            f"isoload: attached to SGLang's {'; '.join(attached) or 'loader, and to none of its options'}"
+        )
+        if not self.by_id:
+            backend = f"with --moe-a2a-backend {moe.moe_a2a_backend}: isoload's are dynamic with none, lp with others"
+            log.info(
+                f"isoload: SGLang's own --ep-dispatch-algorithm {moe.ep_dispatch_algorithm} stays {backend}"
+            )
+
+    def _describe(self, algorithm: str) -> str:
+        """What is attached behind --ep-dispatch-algorithm."""
         policies = sorted({layer.balancer.policy.name for layer in self.by_id.values()})
         free = sum(layer.balancer.has_freedom for layer in self.by_id.values())
-        tokens = "same tokens on all ranks, no collective" if door == "dynamic" else "one gather per layer"
-        log.info(
-            f"isoload: attached to SGLang's --ep-dispatch-algorithm {door} ({tokens}), policy "
-            f"{' and '.join(policies)} on {free} of {len(self.by_id)} layers"
-            + ("" if free else ": no layer has redundant experts, so there is nothing to balance")
+        tokens = (
+            "same tokens on all ranks, no collective" if algorithm == "dynamic" else "one gather per layer"
         )
+        text = (
+            f"--ep-dispatch-algorithm {algorithm} ({tokens}), policy {' and '.join(policies)} on {free} of "
+        )
+        text += f"{len(self.by_id)} layers"
+        return text if free else f"{text}: no layer has redundant experts, so there is nothing to balance"
 
     def _own_meter(self) -> Meter | None:
         """All ranks make the same plans: the first of the group measures."""

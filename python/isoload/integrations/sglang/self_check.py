@@ -14,7 +14,6 @@ from torch import Tensor
 
 from isoload.balancer import Balancer
 from isoload.integrations.engine_tables import placement_of, replica_lists
-from isoload.integrations.settings import Settings
 from isoload.integrations.sglang import dispatch, placement
 from isoload.integrations.sglang.layers import Layer
 from isoload.integrations.sglang.waterfill import WaterfillBalancer
@@ -24,7 +23,7 @@ SLOTS = torch.tensor([[0, 1, 2, 3, 0, 1, 4, 5]])
 IDS = torch.tensor([[0, 1], [0, 2], [0, 4], [0, 1]], dtype=torch.int32)
 
 
-def faults(settings: Settings) -> list[str]:
+def faults() -> list[str]:
     """One line for every hook that fails or returns what SGLang does not expect."""
     checks: dict[str, Callable[[], bool]] = {
         "dynamic": check_dynamic,

@@ -57,6 +57,7 @@ class WaterfillBalancer:
             LAYERS.add_shared(layer)
             self.layer = layer
         else:
+            LAYERS.num_waterfill += 1
             self.balancer = beside_routed(num_routed_experts, world_size)
 
     def expand_topk(self, topk_output: Any, num_tokens: int) -> Any:
