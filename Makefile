@@ -91,7 +91,7 @@ SGLANG ?= sglang==0.5.23
 SGLANG_VENV ?= .venv-sglang
 SGLANG_PY := $(SGLANG_VENV)/bin/python
 test-sglang: $(SGLANG_VENV)/.installed
-	$(SGLANG_PY) -m pytest tests/engines
+	$(SGLANG_PY) -m pytest -W ignore::UserWarning -W ignore::DeprecationWarning tests/engines
 
 $(SGLANG_VENV)/.installed: $(TESTED) Makefile tests/engines/requirements-sglang.txt
 	$(call stand_on,$(SGLANG_VENV))
