@@ -71,12 +71,20 @@ def slots_bound(homes: list[list[int]], price: int, spare: int) -> int:
     return bisect_left(range(max(loads) + 1), True, key=lambda target: not is_refuted(target))
 
 
-def level_bound(homes: list[list[int]], spare: int, ranks_per_node: int | None = None) -> float:
-    """Load that no plan's busiest rank is below, where imports cost nothing and a rank has `spare` slots.
+def level_bound(
+    homes: list[list[int]],
+    spare: int,
+    ranks_per_node: int | None = None,
+    *,
+    price: int = 0,
+    level: int | None = None,
+) -> float:
+    """Largest cost that no plan is below, where an import costs `price` copies and a rank has `spare` slots.
 
     The linear relaxation: copies t[e, r] of expert e on rank r, imports y[e, r] in 0..1, t <= load * y away from home,
     at most `spare` imports of a rank, none beyond the node of the expert's home if there are nodes. Far above
-    :func:`slots_bound`, for an expert leaves its home only once, whoever takes it.
+    :func:`slots_bound`, for an expert leaves its home only once, whoever takes it. With the cost `level` of a plan an
+    import carries at most level - price copies, for only plans that cost less could refute the bound.
     """
     ranks, loads = len(homes), [n for held in homes for n in held]
     home = [rank for rank, held in enumerate(homes) for _ in held]
@@ -90,9 +98,11 @@ def level_bound(homes: list[list[int]], spare: int, ranks_per_node: int | None =
     top = 2 * len(pairs)  # variables: copies of each pair, its import, the largest load
     cells: list[tuple[int, int, float]] = []
     high = [float(-sum(held)) for held in homes] + [float(spare)] * ranks + [float(n) for n in loads]
+    largest = max(0, max(loads) if level is None else level - price)
     for i, (e, r) in enumerate(pairs):
         cells += [(r, i, 1), (home[e], i, -1), (ranks + r, len(pairs) + i, 1), (2 * ranks + e, i, 1)]
-        cells += [(len(high), i, 1), (len(high), len(pairs) + i, -loads[e])]
+        cells += [(len(high), i, 1), (len(high), len(pairs) + i, -min(loads[e], largest))]
+        cells.append((r, len(pairs) + i, price))
         high.append(0)
     cells += [(r, top, -1) for r in range(ranks)]
     rows, columns, values = zip(*cells, strict=True)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 import isoload
 from isoload import Balancer, CollectiveGroup, LocalGroup
@@ -51,6 +52,60 @@ def test_sampled_policies_draw_anew_in_every_batch() -> None:
     balancer = Balancer(make_placement(), 0, "dynamic", LocalGroup(make_topology()))
     ids = draw_ids(1)
     assert not same(balancer(ids), balancer(ids))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("policy", ["dynamic", "lp_sampled"])
+def test_compiled_once_sampled_policies_draw_anew_in_every_batch(policy: str, dynamic: bool | None) -> None:
+    """Regression: the batch's number was part of the graph. What a compiled graph reads anew, a captured one does."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    balancer, eager = (Balancer(make_placement(), 1, policy, tokens="same") for _ in range(2))
+    compiled = torch.compile(balancer, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    rows = draw_ids(3)[0]
+    drawn = [compiled(rows) for _ in range(5)]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert same(drawn, [eager(rows) for _ in range(5)])
+    assert len({tuple(slots.flatten().tolist()) for slots in drawn}) == 5
+
+
+def test_a_batch_in_flight_keeps_its_number() -> None:
+    balancer = Balancer(make_placement(), 0, "dynamic", LocalGroup(make_topology()))
+    ids = draw_ids(1)
+    first, second = balancer.balance(ids), balancer.balance(ids)
+    for batch, step in ((second, 2), (first, 1)):
+        assert same(balancer.route(batch), by_hand(ids, make_placement(), 0, "dynamic", step))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_recomputes_the_same_draw(reentrant: bool, compiled: bool) -> None:
+    torch._dynamo.reset()
+    balancer, ids, drawn = Balancer(make_placement(), 0, "dynamic", tokens="same"), draw_ids(1)[0], []
+    route = torch.compile(balancer, backend="aot_eager", fullgraph=True) if compiled else balancer
+
+    def draw(x: Tensor) -> Tensor:
+        drawn.append(route(ids).clone())
+        return x.sin()
+
+    for _ in range(2):
+        x = torch.ones(3, requires_grad=True)
+        checkpoint(draw, x, use_reentrant=reentrant).sum().backward()
+    first, again, second, again_second = drawn
+    assert torch.equal(first, again) and torch.equal(second, again_second) and not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("rule", ["blog", "blog_all"])
+def test_sampled_shared_experts_equal_the_stages_by_hand(rule: str) -> None:
+    counts = torch.arange(EXPERTS).expand(1, -1)
+    placement = isoload.place(counts, make_topology(), slots_per_rank=7, num_shared=1)
+    policy = isoload.POLICIES["waterfill_sampled"](rule=rule, step=40)
+    balancer = Balancer(placement, 0, policy, LocalGroup(make_topology()))
+    ids = [torch.cat([r, torch.where((r >= 0).any(1, keepdim=True), EXPERTS, -1)], 1) for r in draw_ids(2)]
+    loads = torch.stack([isoload.count(rows, EXPERTS + 1) for rows in ids])
+    for step in (1, 2):
+        made = isoload.plan(loads, placement, 0, policy, step=step)
+        assert same(balancer(ids), [isoload.route(r, loads, made, rank) for rank, r in enumerate(ids)])
 
 
 def on_rank(rank: int, ranks: int, policy: str) -> list[Tensor]:
@@ -183,6 +238,19 @@ def test_shared_experts_with_and_without_columns(policy: str) -> None:
         assert torch.equal(torch.where(theirs < 0, -1, theirs // 6 * 7 + theirs % 6), ours)
 
 
+@pytest.mark.parametrize("policy", ["waterfill", "joint"])
+def test_same_tokens_with_shared_experts_are_level(policy: str) -> None:
+    """All rows are rank 0's there: it must not keep every shared copy."""
+    counts = torch.arange(EXPERTS).expand(1, -1)
+    placement = isoload.place(counts, make_topology(), slots_per_rank=7, num_shared=1)
+    balancer = Balancer(placement, 0, policy, tokens="same", shared_columns=False)
+    slots = balancer(draw_ids(2)[0])
+    plan = balancer.last_plan
+    assert plan is not None and torch.equal(isoload.count(slots, placement.num_slots), plan.quota)
+    assert len((slots[:, -1] // 7).unique()) > 1
+    assert policy == "waterfill" or plan.peak == plan.bound
+
+
 def test_from_an_engines_table() -> None:
     placement = make_placement()
     table = placement.slot_to_expert[1].long()
@@ -229,9 +297,10 @@ def test_one_rank_that_differs_stops_all(what: str, own: str, others: str) -> No
     assert own in str(outcomes[1].error) and others in str(outcomes[0].error), outcomes
 
 
+@pytest.mark.parametrize("policy", ["exact", "dynamic"])
 @pytest.mark.parametrize("tokens", ["same", "own"])
-def test_never_waits_for_the_device(tokens: str) -> None:
-    balancer = Balancer(make_placement(), 1, "exact", LocalGroup(make_topology()), tokens)
+def test_never_waits_for_the_device(tokens: str, policy: str) -> None:
+    balancer = Balancer(make_placement(), 1, policy, LocalGroup(make_topology()), tokens)
     balancer(draw_ids(1) if tokens == "own" else draw_ids(1)[0])  # facts are agreed once
     with FakeTensorMode():
         ids = [torch.zeros(9, 4, dtype=torch.int64, device="cuda") for _ in range(RANKS)]

@@ -39,6 +39,7 @@ FLOORS = [
     ["balancer"],
     ["weights"],
     ["layer"],
+    ["online"],
     ["replay"],
     ["integrations"],
     ["report", "cli.demo", "cli.doctor", "cli.processes"],

@@ -25,7 +25,7 @@ struct SharedDraw {
   int R, slots_per_rank, rank;
   RankLoads load;         // routed copies
   const int32_t* tokens;  // [R], null for static_
-  uint64_t seed;
+  Stream words;           // the blog's
 
   // The blog's formula, with either set of candidates: visited ranks and the own one, or all.
   ISOLOAD_HD bool of_blog() const { return rule == blog || rule == blog_all; }
@@ -106,7 +106,7 @@ ISOLOAD_HD int draw_shared(const SharedDraw& in, const SharedSlack& slack, int64
   if (in.at_home(num_tokens)) return in.rank;
   visited.insert(in.rank);
   const uint64_t word =
-      in.of_blog() ? random_word(in.seed, i) : hash_token(static_cast<uint32_t>(i), in.rank);
+      in.of_blog() ? random_word(in.words.key(), i) : hash_token(static_cast<uint32_t>(i), in.rank);
   return draw_rank(slack, slack.all_ranks ? RankSet<W>::first(in.R) : visited, in.rank, word);
 }
 

@@ -24,8 +24,7 @@ class SpillGreedy {
   // below `limit`, that rank's, for this try is no use then: no later step lowers what was given up.
   ISOLOAD_HD int64_t run(const int32_t* free, int64_t slack, int64_t limit) {
     spare_ = free;
-    for (int p = 0; p < in_.R * in_.S; ++p) to_.quota[p] = in_.start[p];
-    for (int r = 0; r < in_.R; ++r) to_.cost[r] = in_.load[r], to_.free[r] = free[r], to_.exports[r] = 0;
+    begin(in_, to_, free);
     for (int i = 0; i < in_.R && !in_.replicated; ++i)
       if (const int r = in_.order[i]; may_take(r))
         to_.takers[num_takers_] = r, to_.filled[num_takers_++] = to_.cost[r];

@@ -9,6 +9,7 @@
 #include "algorithms/replica_tables.h"
 #include "algorithms/route_shared_sampled.h"
 #include "algorithms/share.h"
+#include "random_word.h"
 #include "team.h"
 
 namespace isoload::cpu {
@@ -44,7 +45,7 @@ RouteFault route(const Id* ids, int64_t T, int K, int E, int P, const ReplicaTab
 
 template <class Id>
 RouteFault route_sampled(const Id* ids, int64_t n, int E, const ReplicaTables& tables, const float* weights,
-                         uint64_t seed, Id* slots);
+                         const Stream& words, Id* slots);
 
 // Where the shared copies go: S slots per rank instead of routed_per_rank, the shared ones after the routed.
 struct SharedLayout {

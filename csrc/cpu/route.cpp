@@ -122,7 +122,8 @@ RouteFault route(const Id* ids, int64_t T, int K, int E, int P, const ReplicaTab
 
 template <class Id>
 RouteFault route_sampled(const Id* ids, int64_t n, int E, const ReplicaTables& t, const float* weights,
-                         uint64_t seed, Id* slots) {
+                         const Stream& words, Id* slots) {
+  const uint64_t seed = words.key();
   for (int64_t i = 0; i < n; ++i) {
     const Id id = ids[i];
     slots[i] = -1;
@@ -152,9 +153,9 @@ template RouteFault route(const int32_t*, int64_t, int, int, int, const ReplicaT
                           int32_t*);
 template RouteFault route(const int64_t*, int64_t, int, int, int, const ReplicaTables&, const int32_t*, bool,
                           int64_t*);
-template RouteFault route_sampled(const int32_t*, int64_t, int, const ReplicaTables&, const float*, uint64_t,
-                                  int32_t*);
-template RouteFault route_sampled(const int64_t*, int64_t, int, const ReplicaTables&, const float*, uint64_t,
-                                  int64_t*);
+template RouteFault route_sampled(const int32_t*, int64_t, int, const ReplicaTables&, const float*,
+                                  const Stream&, int32_t*);
+template RouteFault route_sampled(const int64_t*, int64_t, int, const ReplicaTables&, const float*,
+                                  const Stream&, int64_t*);
 
 }  // namespace isoload::cpu

@@ -65,7 +65,7 @@ const char* route(const Route& problem, const Id* ids, Id* slots, void* global, 
 
 template <class Id>
 const char* route_sampled(const Id* ids, int64_t n, int E, const ReplicaTables& tables, const float* weights,
-                          uint64_t seed, Id* slots, void* stream);
+                          const Stream& words, Id* slots, void* stream);
 
 int64_t route_shared_bytes(const SharedRoute& problem);
 template <class Id>

@@ -153,13 +153,13 @@ __device__ int draw_slot(const ReplicaTables& t, int e, const float* weights, ui
 
 template <class Id>
 __global__ void __launch_bounds__(kThreads)
-    route_sampled_kernel(const Id* ids, int64_t n, int E, ReplicaTables t, const float* weights,
-                         uint64_t seed, Id* slots, int32_t* errors) {
+    route_sampled_kernel(const Id* ids, int64_t n, int E, ReplicaTables t, const float* weights, Stream words,
+                         Id* slots, int32_t* errors) {
   const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= n) return;
   const Id id = ids[i];
   const bool is_expert = static_cast<uint64_t>(id) < static_cast<uint64_t>(E);
-  const int slot = is_expert ? draw_slot(t, static_cast<int>(id), weights, random_word(seed, i)) : -1;
+  const int slot = is_expert ? draw_slot(t, static_cast<int>(id), weights, random_word(words.key(), i)) : -1;
   slots[i] = static_cast<Id>(slot);
   if (slot < 0 && id != -1) report(errors, is_expert ? kSampledWeights : kSampledId);
 }
@@ -220,14 +220,14 @@ template const char* route(const Route&, const int64_t*, int64_t*, void*, void*)
 
 template <class Id>
 const char* route_sampled(const Id* ids, int64_t n, int E, const ReplicaTables& tables, const float* weights,
-                          uint64_t seed, Id* slots, void* stream) {
+                          const Stream& words, Id* slots, void* stream) {
   return launch(route_sampled_kernel<Id>, (n + kThreads - 1) / kThreads, kThreads, 0, stream, ids, n, E,
-                tables, weights, seed, slots, error_word());
+                tables, weights, words, slots, error_word());
 }
 
-template const char* route_sampled(const int32_t*, int64_t, int, const ReplicaTables&, const float*, uint64_t,
-                                   int32_t*, void*);
-template const char* route_sampled(const int64_t*, int64_t, int, const ReplicaTables&, const float*, uint64_t,
-                                   int64_t*, void*);
+template const char* route_sampled(const int32_t*, int64_t, int, const ReplicaTables&, const float*,
+                                   const Stream&, int32_t*, void*);
+template const char* route_sampled(const int64_t*, int64_t, int, const ReplicaTables&, const float*,
+                                   const Stream&, int64_t*, void*);
 
 }  // namespace isoload::cuda

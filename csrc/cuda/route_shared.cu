@@ -86,12 +86,11 @@ class Matcher {
   __device__ int32_t& rank(int t) { return ranks_[int64_t(t) * in_.num_shared + column_]; }
   __device__ bool is_free_visitor(int t, int d) { return rank(t) == kFree && visits_[t].contains(d); }
 
-  // line becomes the prefix sums of length(d). Begins and ends with a barrier.
+  // line becomes the prefix sums of length(d), each lane scanning what it wrote. Ends with a barrier; the
+  // last reader of the line before is behind one already.
   template <class Length>
   __device__ void lay_out(Length&& length) {
-    team_.sync();
     team_.for_each(in_.R + 1, [&](int d) { c_.line[d] = d < in_.R ? length(d) : 0; });
-    team_.sync();
     team_.scan(c_.line, in_.R + 1);
   }
 

@@ -26,6 +26,16 @@ inline void require_device(const Tensor& tensor, const char* name, const Tensor&
           " must be on the device of ", like_name);
 }
 
+// The batch's number [1] on the device of `like`, as a pointer; null where there is none.
+inline const int64_t* step_number(const std::optional<Tensor>& step, const Tensor& like,
+                                  const char* like_name) {
+  if (!step) return nullptr;
+  require_dtype(*step, "step", ScalarType::Long);
+  require(step->numel() == 1, "step must have one element, got ", shape_text(*step));
+  require_device(*step, "step", like, like_name);
+  return data<int64_t>(*step);
+}
+
 // A buffer for one launch. It may be freed behind it: memory goes back to the stream's own pool.
 class Scratch {
  public:

@@ -52,13 +52,14 @@ constexpr int kCpu = 1, kCuda = 2;
      "(Tensor topk_ids, Tensor source_quota, Tensor tables, int num_experts, bool prefer_visited) " \
      "-> Tensor") \
   OP(route_sampled, kCpu | kCuda, \
-     "(Tensor topk_ids, Tensor weights, Tensor tables, int num_experts, int seed) -> Tensor") \
+     "(Tensor topk_ids, Tensor weights, Tensor tables, int num_experts, int seed, Tensor? step, " \
+     "int rank) -> Tensor") \
   OP(route_shared, kCpu | kCuda, \
      "(Tensor slots, Tensor source_quota, int slots_per_rank, int rank, int num_shared, bool strict) " \
      "-> Tensor") \
   OP(route_shared_sampled, kCpu | kCuda, \
      "(Tensor slots, Tensor load, Tensor? tokens, int slots_per_rank, int rank, str rule, " \
-     "int seed) -> Tensor") \
+     "int seed, Tensor? step) -> Tensor") \
   OP(append_shared_expert, kCpu | kCuda, \
      "(Tensor slots, Tensor weights, Tensor ranks, int routed_per_rank, int? slots_per_rank, " \
      "float weight) -> (Tensor, Tensor)") \

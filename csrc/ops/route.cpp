@@ -1,6 +1,7 @@
 // route and route_sampled: checks of ids, shares and weights.
 #include "cpu/cpu.h"
 #include "ops/op.h"
+#include "rank_set.h"
 
 namespace isoload::ops {
 
@@ -51,7 +52,7 @@ Tensor route(const Tensor& topk_ids, const Tensor& share_row_in, const Tensor& t
 }
 
 Tensor route_sampled(const Tensor& topk_ids, const Tensor& weights_in, const Tensor& tables_in,
-                     int64_t num_experts, int64_t seed) {
+                     int64_t num_experts, int64_t seed, const std::optional<Tensor>& step, int64_t rank) {
   require_ids(topk_ids, "topk_ids");
   require(topk_ids.dim() == 2, "topk_ids must be [T, K], got ", shape_text(topk_ids));
   require_dtype(weights_in, "weights", ScalarType::Float);
@@ -62,12 +63,13 @@ Tensor route_sampled(const Tensor& topk_ids, const Tensor& weights_in, const Ten
   Tensor slots = new_empty(ids, {ids.size(0), ids.size(1)}, ids.scalar_type());
   require_device(weights, "weights", ids, "topk_ids");
   require_device(tables_in, "tables", ids, "topk_ids");
+  require(rank >= 0 && rank < kMaxRanks, "rank must be in 0..", kMaxRanks - 1, ", got ", rank);
+  const Stream words{static_cast<uint64_t>(seed), step_number(step, ids, "topk_ids"), static_cast<int>(rank)};
   if (on_cuda(ids, [&](auto stream) {
         auto launch = [&](auto id) {
           using Id = decltype(id);
           return cuda::route_sampled(data<Id>(ids), ids.numel(), num_experts, tables.layer(0),
-                                     data<float>(weights), static_cast<uint64_t>(seed),
-                                     mutable_data<Id>(slots), stream);
+                                     data<float>(weights), words, mutable_data<Id>(slots), stream);
         };
         return ids.scalar_type() == ScalarType::Int ? launch(int32_t()) : launch(int64_t());
       }))
@@ -75,7 +77,7 @@ Tensor route_sampled(const Tensor& topk_ids, const Tensor& weights_in, const Ten
   auto run = [&](auto id) {
     using Id = decltype(id);
     return cpu::route_sampled(data<Id>(ids), ids.numel(), num_experts, tables.layer(0), data<float>(weights),
-                              static_cast<uint64_t>(seed), mutable_data<Id>(slots));
+                              words, mutable_data<Id>(slots));
   };
   const cpu::RouteFault fault = ids.scalar_type() == ScalarType::Int ? run(int32_t()) : run(int64_t());
   if (fault.kind == cpu::RouteFault::bad_weight)

@@ -24,7 +24,7 @@ static RankLoads rank_loads(const Tensor& counts, const char* name) {
 
 Tensor route_shared_sampled(const Tensor& slots_in, const Tensor& load_in,
                             const std::optional<Tensor>& tokens_in, int64_t slots_per_rank, int64_t rank,
-                            std::string rule_name, int64_t seed) {
+                            std::string rule_name, int64_t seed, const std::optional<Tensor>& step) {
   require_ids(slots_in, "slots");
   require(slots_in.dim() == 2, "slots must be [T, K], got ", shape_text(slots_in));
   require(slots_in.size(0) <= INT32_MAX, "slots must have fewer than 2^31 tokens, got ", slots_in.size(0));
@@ -51,7 +51,7 @@ Tensor route_shared_sampled(const Tensor& slots_in, const Tensor& load_in,
   draw.R = static_cast<int>(R);
   draw.slots_per_rank = static_cast<int>(slots_per_rank);
   draw.rank = static_cast<int>(rank);
-  draw.seed = static_cast<uint64_t>(seed);
+  draw.words = {static_cast<uint64_t>(seed), step_number(step, slots, "slots"), draw.rank};
   draw.load = rank_loads(load, "load");
   std::optional<Tensor> tokens;
   if (rule != SharedDraw::static_) {

@@ -4,7 +4,14 @@ from isoload.balancer import Balancer
 from isoload.cost import break_even
 from isoload.counting import count
 from isoload.experts.weights import ExpertWeights
-from isoload.layer import BlockExperts, MoE
+from isoload.layer import (
+    BlockExperts,
+    MoE,
+    balance,
+    full_optimizer_state,
+    ignore_in_ddp,
+    load_full_optimizer_state,
+)
 from isoload.ops import append_shared_expert, check_device
 from isoload.placement import Placement, placement_errors
 from isoload.placers import PLACERS, place
@@ -16,6 +23,7 @@ from isoload.routing import route
 from isoload.topology import Topology, topology_errors
 from isoload.trace import Trace, read_trace, trace_errors, write_trace
 from isoload.transport import CollectiveGroup, CollectiveTransport, LocalGroup, LocalTransport
+from isoload.weights.shard import Shard
 from isoload.workloads import WORKLOADS, make_workload
 
 __version__ = "0.1.0"
@@ -36,13 +44,18 @@ __all__ = [
     "Plan",
     "Policy",
     "ReplicaTables",
+    "Shard",
     "Topology",
     "Trace",
     "__version__",
     "append_shared_expert",
+    "balance",
     "break_even",
     "check_device",
     "count",
+    "full_optimizer_state",
+    "ignore_in_ddp",
+    "load_full_optimizer_state",
     "make_workload",
     "place",
     "placement_errors",

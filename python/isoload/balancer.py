@@ -20,7 +20,7 @@ from torch import Tensor
 from isoload.counting import count
 from isoload.ops import Prefer
 from isoload.placed_layers import PlacedLayers, own_layers, refresh_layers
-from isoload.placement import Placement
+from isoload.placement import Placement, check_same_shape
 from isoload.planning import plan
 from isoload.policies import Policy, Seeded, make_policy
 from isoload.records import Plan
@@ -56,7 +56,8 @@ class Balancer:
         group: joins the ranks, one for all layers. None: one rank, or tokens="same".
         tokens: "own": each rank has its own rows, and loads are gathered over the group. "same": all ranks hold the
             same rows, as tensor-parallel serving without an all-to-all does; nothing is exchanged, and every rank
-            computes the same slots.
+            computes the same slots. All rows count as rank 0's, which is then home to all shared copies: choose
+            waterfill or joint where the placement has shared experts.
         prefer: see :func:`isoload.route`.
         min_tokens: with fewer tokens over all ranks nothing is gathered or planned: each expert goes to its ``static``
             replica, shared ones stay home, and last_plan is None. The same on all ranks.
@@ -89,10 +90,11 @@ class Balancer:
             )
         self.placement, self.layer, self.group, self.tokens = placement, layer, group, tokens
         self.prefer, self.min_tokens, self.shared_columns = prefer, min_tokens, shared_columns
-        self.batch = self.step = 0  # batches so far; those of them that drew
+        self.batch = 0  # batches so far
         self.last_plan: Plan | None = None
         self.last_loads: Tensor | None = None  # [R, E] of the last plan
         self._own: dict[torch.device, PlacedLayers] = {}
+        self._steps: dict[torch.device, Tensor] = {}  # [] int64, batches that drew: read by captured graphs
         self._checksums: dict[str, int] = {}
         if group is None:
             self._check(make_policy(policy, options))
@@ -212,12 +214,10 @@ class Balancer:
                 raise failure
             return Balanced(topk_ids, torch.stack(counts), None)
         loads = self._gather(counts, failure, tell, {**self.facts, **(facts or {})})
-        if (
-            isinstance(self.policy, Seeded) and not in_backward()
-        ):  # a checkpoint's recompute draws as its forward did
-            self.step += 1
         self.last_loads = loads
-        made = self.last_plan = plan(loads, self.placed_on(loads.device), None, self.policy, step=self.step)
+        placed = self.placed_on(loads.device)
+        step = next_step(self._step_on(loads.device)) if isinstance(self.policy, Seeded) else 0
+        made = self.last_plan = plan(loads, placed, None, self.policy, step=step)
         return Balanced(topk_ids, loads, made)
 
     def route(self, balanced: Balanced) -> list[Tensor]:
@@ -262,7 +262,12 @@ class Balancer:
         own = own_layers(self.placement.layer(self.layer, device))
         if may_be_kept(own.home_slot):
             self._own[device] = own
+            with torch.inference_mode(False):  # else only inference could advance it
+                self._steps[device] = _first_step(device)
         return own
+
+    def _step_on(self, device: torch.device) -> Tensor:
+        return self._steps[device] if device in self._steps else _first_step(device)
 
     def routed_ids(self, slots: Tensor) -> Tensor:
         """Slots numbered as if the shared experts had none: an engine's physical ids of routed experts; -1 stays."""
@@ -325,18 +330,29 @@ class Balancer:
         self.settle(self.placement)
 
 
+def _first_step(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+@torch.library.custom_op("isoload::next_step", mutates_args=("step",))
+def next_step(step: Tensor) -> Tensor:
+    """Advances the number [] int64 of the batch, and returns a copy, which a batch in flight keeps.
+
+    A checkpoint's recompute draws as its forward did: an op of its own finds out when it runs, also in compiled code.
+    """
+    if not in_backward():
+        step.add_(1)
+    return step.clone()
+
+
+@next_step.register_fake
+def _(step: Tensor) -> Tensor:
+    return torch.empty_like(step)
+
+
 def in_backward() -> bool:
     """Whether autograd is running a backward pass, as when a checkpoint recomputes its forward."""
     return torch._C._current_graph_task_id() != -1
-
-
-def check_same_shape(now: Placement, new: Placement) -> None:
-    """Raises ValueError if a placement cannot take another's place in memory."""
-    for name in ("topology", "num_layers", "num_experts", "num_shared", "slots_per_rank", "spare_slots"):
-        if getattr(new, name) != getattr(now, name):
-            raise ValueError(
-                f"placement must have the layer's {name}={getattr(now, name)}, got {getattr(new, name)}"
-            )
 
 
 def _slots_of(placement: Placement, layer: int) -> tuple[list[int], list[int]]:

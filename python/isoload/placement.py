@@ -87,6 +87,12 @@ class Placement:
     def slots_per_rank(self) -> int:
         return self.num_slots // self.topology.num_ranks
 
+    def home_experts(self, layer: int, rank: int) -> list[int]:
+        """Experts at home on a rank, ascending, for a layer by position: the rows of the rank's Shard."""
+        owner = self.arrays[1][layer] // self.slots_per_rank
+        experts: list[int] = (owner == rank).nonzero()[0].tolist()
+        return experts
+
     @cached_property
     def has_freedom(self) -> tuple[bool, ...]:
         """[L] whether a policy has anything to decide: a replicated expert, a spare slot or a shared expert."""
@@ -147,6 +153,15 @@ def _int32(name: str, value: Any) -> Tensor:
     if not torch.equal(narrow, tensor):
         raise ValueError(f"{name} must fit in int32, got {tensor.min()}..{tensor.max()}")
     return narrow
+
+
+def check_same_shape(now: Placement, new: Placement) -> None:
+    """Raises ValueError if a placement cannot take another's place in memory."""
+    for name in ("topology", "num_layers", "num_experts", "num_shared", "slots_per_rank", "spare_slots"):
+        if getattr(new, name) != getattr(now, name):
+            raise ValueError(
+                f"placement must have the layer's {name}={getattr(now, name)}, got {getattr(new, name)}"
+            )
 
 
 def placement_errors(placement: Placement) -> list[str]:

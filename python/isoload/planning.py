@@ -24,7 +24,7 @@ def plan(
     policy: str | Policy = "exact",
     *,
     filled: Filled | None = None,
-    step: int = 0,
+    step: int | Tensor = 0,
     **options: Any,
 ) -> Plan:
     """Decides which replica computes how many copies, for one layer and batch.
@@ -35,7 +35,8 @@ def plan(
         layer: position of the layer in the placement; None = all layers, as :func:`plan_layers`, or those kept.
         policy: a name in ``isoload.POLICIES``, or a Policy.
         filled: slots that :func:`fill` filled before, for these layers; None = the policy fills them from the loads.
-        step: the batch's number, for policies that sample: each has a random stream of its own.
+        step: the batch's number, for policies that sample: each has a random stream of its own. A [] int64 tensor on
+            the loads' device is read when a kernel draws, and draws what the same int would.
         **options: the policy's own, e.g. ``tolerance=0.002``.
 
     Returns:
@@ -60,7 +61,7 @@ def plan(
         shared = made.shared or SharedPlan("home", demand.tokens)
         _add_shared(made.quota, shared, demand, placed)
         made = replace(made, shared=shared)
-    return replace(made, step=step) if step else made
+    return replace(made, step=step) if isinstance(step, Tensor) or step else made
 
 
 def plan_layers(loads: Tensor, placement: Placement, policy: str | Policy = "exact", **options: Any) -> Plan:

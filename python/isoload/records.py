@@ -33,7 +33,8 @@ class Plan:
                                 borrow: [5], see isoload.ops.Spill
     weights         [P] float32 sampled policies only: wished part of each replica
     shared                      where shared copies go; None without shared experts
-    step                        the batch's number, which selects the random stream of what is sampled
+    step                        the batch's number, which selects the random stream of what is sampled; or that number
+                                on the device, [] int64, which a captured graph reads anew
     """
 
     filled: Filled
@@ -44,7 +45,7 @@ class Plan:
     telemetry: Tensor | None = None
     weights: Tensor | None = None
     shared: SharedPlan | None = None
-    step: int = 0
+    step: int | Tensor = 0
 
     @property
     def slot_to_expert(self) -> Tensor:

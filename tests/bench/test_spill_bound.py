@@ -87,6 +87,20 @@ def test_the_bound_of_few_slots_is_below_the_optimum_and_near_it(bench: ModuleTy
     assert np.mean(gaps) < 0.01, np.mean(gaps)
 
 
+@pytest.mark.parametrize("spare", [1, 2])
+def test_the_bound_of_few_slots_with_a_price(bench: ModuleType, spare: int) -> None:
+    tighter = 0
+    for seed in range(300, 320):
+        case, price = draw_small(seed, spare), 20
+        level = int(case.spill(capacity_factor=None, import_costs=(price, price)).level)
+        optimum = bound_by_expert(case, price, gap=0.0)
+        free, paid = (bench.level_bound(rows_of(case), spare, price=n) for n in (0, price))
+        bound = bench.level_bound(rows_of(case), spare, price=price, level=level)
+        assert free <= paid + 1e-6 and paid <= bound + 1e-6 and bound <= optimum + 1e-3, case.name
+        tighter += bound > free + 1
+    assert tighter > 10, tighter
+
+
 def test_the_bound_within_nodes(bench: ModuleType) -> None:
     homes = [[40, 40], [0, 0], [0, 0], [0, 0]]
     assert bench.level_bound(homes, 2) == pytest.approx(20)

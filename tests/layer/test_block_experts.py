@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import isoload
+from isoload.experts.weights import ClampedGLU, SwiGLU
 from isoload.layer.block_experts import BlockExperts
+from support.processes import run_ranks
 
 E, K = 8, 2
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -81,6 +83,108 @@ def test_the_model_stays_what_it_is(name: str) -> None:
     for key, grad in router.items():
         if grad is not None:
             torch.testing.assert_close(router_[key], grad, rtol=1e-3, atol=1e-4)
+
+
+def balanced(name: str, **how: Any) -> tuple[torch.nn.Module, list[isoload.MoE]]:
+    """A model on four virtual ranks with replicas."""
+    model, topology = make_model(name), isoload.Topology(4)
+    num_blocks = len(blocks(model))
+    placement = isoload.place(
+        torch.arange(E).repeat(num_blocks, 1) ** 2 + torch.arange(num_blocks)[:, None],
+        topology,
+        slots_per_rank=3,
+    )
+    return model, isoload.balance(model, topology, placement=placement, **how)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_states_are_the_model_s_own(name: str) -> None:
+    torch.set_num_threads(1)
+    stock, (model, layers) = make_model(name), balanced(name)
+    state, own = stock.state_dict(), model.state_dict()
+    assert list(own) and own.keys() == state.keys()
+    assert all(torch.equal(own[key], value) for key, value in state.items())
+    changed = {key: value * 1.25 for key, value in state.items()}
+    stock.load_state_dict(changed)
+    model.load_state_dict(changed)
+    ids = torch.randint(1, 64, (2, 9), generator=torch.Generator().manual_seed(5))
+    with pytest.raises(ValueError, match="replicas must be refreshed"):
+        model(ids)
+    for layer in layers:
+        layer.refresh_replicas()
+    torch.testing.assert_close(model(ids).logits, stock(ids).logits, rtol=1e-4, atol=1e-4)
+    again, _ = balanced(name)
+    again.load_state_dict(model.state_dict())
+    assert all(torch.equal(value, changed[key]) for key, value in again.state_dict().items())
+
+
+def state_of_rank(rank: int) -> tuple[dict[str, torch.Tensor], list[int], torch.Tensor]:
+    torch.set_num_threads(1)
+    model, topology = make_model("gpt_oss"), isoload.Topology(2)
+    placement = isoload.place(torch.arange(E).flip(0).repeat(2, 1), topology)
+    [first, *_] = isoload.balance(
+        model, topology, transport=isoload.CollectiveTransport(topology), placement=placement
+    )
+    state = model.state_dict()
+    other = make_model("gpt_oss")
+    for parameter in other.parameters():
+        parameter.data.zero_()
+    isoload.balance(other, topology, transport=isoload.CollectiveTransport(topology), placement=placement)
+    other.load_state_dict(state)
+    assert all(torch.equal(value, state[key]) for key, value in other.state_dict().items())
+    other.load_state_dict(
+        make_model("gpt_oss").state_dict()
+    )  # a checkpoint of the model: each rank takes its own
+    ids = torch.randint(1, 64, (2, 9), generator=torch.Generator().manual_seed(5 + rank))
+    torch.testing.assert_close(other(ids).logits, make_model("gpt_oss")(ids).logits, rtol=1e-4, atol=1e-4)
+    return state, first.placement.home_experts(0, rank), other(ids).logits
+
+
+def test_a_process_saves_its_own_experts() -> None:
+    whole = make_model("gpt_oss").state_dict()
+    for state, homes, _ in run_ranks(state_of_rank, 2):
+        prefix = "model.layers.0.mlp.experts."
+        assert state.keys() - whole.keys() == {f"model.layers.{i}.mlp.experts.home_experts" for i in (0, 1)}
+        experts = state[prefix + "home_experts"].tolist()
+        assert sorted(experts) == homes and len(homes) < E
+        for name in ("gate_up_proj", "down_proj", "gate_up_proj_bias"):
+            assert torch.equal(state[prefix + name], whole[prefix + name][experts])
+
+
+def test_an_activation_of_the_model_s_own() -> None:
+    """GELU between the projections: no kernel of isoload's, the model's function instead."""
+    MODELS["gelu"] = (*MODELS["qwen3"][:2], {**MODELS["qwen3"][2], "hidden_act": "gelu"})
+    ids = torch.randint(1, 64, (2, 9), generator=torch.Generator().manual_seed(5))
+    model, layers = balanced("gelu")
+    assert not isinstance(layers[0].activation, SwiGLU | ClampedGLU)
+    torch.testing.assert_close(model(ids).logits, make_model("gelu")(ids).logits, rtol=1e-4, atol=1e-4)
+    del MODELS["gelu"]
+
+
+def test_refused_models() -> None:
+    topology = isoload.Topology(2)
+    with pytest.raises(ValueError, match="model must have MoE blocks with fused experts, got none in Linear"):
+        isoload.balance(torch.nn.Linear(2, 2), topology)
+    model = make_model("qwen3")
+    placement = isoload.place(torch.ones(3, E), topology)
+    with pytest.raises(ValueError, match="placement must have a layer for each of the 2 MoE blocks, got 3"):
+        isoload.balance(model, topology, placement=placement)
+    experts = blocks(model)[1].experts
+    for flag, value, message in (
+        ("has_gate", False, "experts.has_gate must be True, got False in Qwen3MoeExperts"),
+        ("has_post_expert_norm", True, "experts.has_post_expert_norm must be False, got True"),
+    ):
+        before = getattr(experts, flag)
+        setattr(experts, flag, value)
+        with pytest.raises(ValueError, match=message):
+            isoload.balance(model, topology)
+        setattr(experts, flag, before)
+        assert not any(isinstance(block.experts, BlockExperts) for block in blocks(model))
+    experts.down_proj.data = experts.down_proj.data.to(torch.float8_e4m3fn)
+    with pytest.raises(
+        ValueError, match="experts.down_proj must be a Parameter of float64, float32, bfloat16 or float16"
+    ):
+        isoload.balance(model, topology)
 
 
 def test_refuses_shared_experts_in_the_placement() -> None:

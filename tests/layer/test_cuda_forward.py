@@ -179,3 +179,20 @@ def test_a_fixed_capacity_never_waits_and_captures(
     print(
         f"\n{type(transport).__name__}, {layer.policy.name}, fixed capacity: {dict(count_nodes(graph))} nodes"
     )
+
+
+def test_a_captured_graph_draws_anew_at_every_replay() -> None:
+    """The kernels read the batch's number, which the graph advances."""
+    placement = isoload.place(torch.arange(EXPERTS).expand(1, -1), isoload.Topology(4), slots_per_rank=12)
+    captured, eager = (isoload.Balancer(placement, 0, "dynamic", tokens="same") for _ in range(2))
+    ids = torch.arange(TOKENS * TOP_K, device=DEVICE).view(TOKENS, TOP_K) % EXPERTS
+    assert torch.equal(captured(ids), eager(ids))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        slots = captured(ids)
+    drawn = []
+    for _ in range(3):
+        graph.replay()
+        drawn.append(slots.clone())
+        assert torch.equal(drawn[-1], eager(ids))
+    assert not torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[1], drawn[2])

@@ -19,7 +19,7 @@ RANKS, FAILING = 3, 1
 STOPPED = "ValueError: rank 1 failed in stage construction, so all ranks stop; its own error says why"
 # Where rank 1 fails -> the exchange in which the others wait for it first
 EXCHANGE = {
-    "borrow": "dispatch row counts",
+    "borrow": "borrow",
     "borrow backward": "borrow backward",
     "borrowed gradients": "borrowed gradients",
 }
@@ -133,9 +133,9 @@ def test_a_rank_that_cannot_be_made_stops_all(what: str, own: str) -> None:
         ("min_chunk=7", "policy must be the same on all ranks"),
         (
             "dtype",
-            "dense must be the same on all ranks, got gate_up [16, 16, 8], down [16, 8, 8] torch.float64 on cpu",
+            "experts must be the same on all ranks, got gate_up [16, 16, 8], down [16, 8, 8] torch.float64 on cpu",
         ),
-        ("shape", "dense must be the same on all ranks"),
+        ("shape", "experts must be the same on all ranks"),
         ("placement", "checksum of slot_to_expert must be the same on all ranks"),
         ("borrow=p2p", "borrow must be the same on all ranks, got None on rank 0 and p2p on rank 1"),
         ("weight_rows=20", "weight_rows must be the same on all ranks, got None on rank 0 and 20 on rank 1"),

@@ -1,4 +1,4 @@
-"""The layer under torch.compile, and its gradients against finite differences."""
+"""The layer under torch.compile and autocast, and its gradients against finite differences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXPERTS, TOP_K, HIDDEN, INNER, MAX_TOKENS = 6, 3, 8, 16, 13
 class Chain:
     """count -> plan -> share -> route -> dispatch -> experts -> combine over virtual ranks, in bf16.
 
-    grouped_mm's tracing refuses fp32 and the float64 loop reads the ends of its groups, so bf16 is what compiles.
+    The float64 loop reads the ends of its groups, which ends a graph.
     """
 
     def __init__(self, ranks: int, capacity: int | None, trains: bool = False) -> None:
@@ -109,6 +109,7 @@ def test_the_chain_is_one_graph_with_fixed_shapes() -> None:
         assert any((slots < 0).any() for slots in wanted[2]), "a masked copy"
         chain.transport.group.reset_traffic()
         assert_same(compiled(rows), wanted)
+        assert eager.bytes.pop("dispatch agreement")  # in every batch on CPU, but not from within a graph
         assert chain.transport.group.traffic.bytes == eager.bytes
         assert torch.equal(chain.transport.group.traffic.rows, eager.rows)
 
@@ -142,6 +143,61 @@ def test_in_training_graphs_end_at_the_anchor_and_where_backward_counts_bytes() 
     losses = [torch.cat(out).double().square().sum() for out, *_ in (got, wanted)]
     for a, b in zip(*(torch.autograd.grad(loss, leaves) for loss in losses), strict=True):
         assert torch.equal(a, b)
+
+
+def make_layer(dtype: torch.dtype, hidden: int = 16) -> tuple[isoload.MoE, list[Tensor]]:
+    print("seed 43")
+    draw = torch.Generator().manual_seed(43)
+    topology = isoload.Topology(2)
+    placement = isoload.place(torch.rand(1, EXPERTS, generator=draw), topology, slots_per_rank=4)
+    dense = ExpertWeights.random(EXPERTS, hidden, 32, bias=True, generator=draw, dtype=dtype)
+    router = torch.randn(hidden, EXPERTS, generator=draw)
+
+    def gate(rows: Tensor) -> tuple[Tensor, Tensor]:
+        weights, ids = (rows.double() @ router.double()).softmax(-1).float().topk(2)
+        return ids, weights
+
+    rows = [torch.randn(n, hidden, generator=draw).to(dtype).requires_grad_() for n in (5, 3)]
+    return isoload.MoE(gate, dense, LocalTransport(topology), placement), rows
+
+
+def both_ways(layer: Any, leaves: list[Tensor], rows: list[Tensor], autocast: bool = False) -> list[Tensor]:
+    """Outputs and all gradients."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        outputs = layer(rows)
+    return [*outputs, *torch.autograd.grad(torch.cat(outputs).double().square().sum(), leaves)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_compiled_layer_has_the_bits_of_the_eager_one(dtype: torch.dtype) -> None:
+    """Regression: torch's shape rule of grouped_mm refuses all dtypes but bf16."""
+    torch._dynamo.reset()
+    layer, rows = make_layer(dtype)
+    leaves = [*rows, *layer.expert_parameters()]
+    wanted = both_ways(layer, leaves, rows)
+    got = both_ways(torch.compile(layer, backend="aot_eager"), leaves, rows)
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.slow
+def test_a_float32_layer_under_inductor() -> None:
+    torch._dynamo.reset()
+    layer, rows = make_layer(torch.float32)
+    leaves = [*rows, *layer.expert_parameters()]
+    wanted = both_ways(layer, leaves, rows)
+    for a, b in zip(both_ways(torch.compile(layer), leaves, rows), wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * float(b.abs().max()))
+
+
+@pytest.mark.parametrize("hidden", [16, 6], ids=["grouped_mm", "loop"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_leaves_the_experts_alone(dtype: torch.dtype, hidden: int) -> None:
+    """Regression: it cast what the loop multiplies, so the bits hung on the width."""
+    layer, rows = make_layer(dtype, hidden)
+    leaves = [*rows, *layer.expert_parameters()]
+    wanted = both_ways(layer, leaves, rows)
+    got = both_ways(layer, leaves, rows, autocast=True)
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
 class Layer:

@@ -288,7 +288,7 @@ def test_too_many_tokens_on_one_rank_fail_all():
 def test_refuses_what_does_not_fit():
     setup = make_setup(4)
     few = ExpertWeights.random(EXPERTS - 1, HIDDEN, INNER, dtype=torch.float64)
-    with pytest.raises(ValueError, match="dense must hold num_experts=11 experts, got 10"):
+    with pytest.raises(ValueError, match="experts must hold num_experts=11 experts, got 10"):
         MoE(setup.gate, few, LocalTransport(setup.topology), setup.placement)
     with pytest.raises(ValueError, match="placement must be for the transport's 2 ranks, got 4"):
         MoE(setup.gate, setup.dense, LocalTransport(isoload.Topology(2)), setup.placement)

@@ -133,7 +133,9 @@ def test_count_and_routes(dtype: torch.dtype) -> None:
         assert_same(case.name, ops.route, ids, row, tables)
         assert_same(case.name, ops.route, ids, row, tables, "visited")
         weights = torch.from_numpy(rng.random(tables.num_slots).astype(np.float32) + 0.01)
-        assert_same(case.name, ops.route_sampled, ids, weights, tables, int(rng.integers(2**62)))
+        seed = int(rng.integers(2**62))
+        assert_same(case.name, ops.route_sampled, ids, weights, tables, seed)
+        assert_same(case.name, ops.route_sampled, ids, weights, tables, seed, torch.tensor(seed + 5), rank)
         routed += ids.numel()
     assert routed > 100_000
 
@@ -157,6 +159,19 @@ def test_shared_routes(num_shared: int) -> None:
             for loads in (load, load.long()):
                 assert_same(
                     f"{i}", ops.route_shared_sampled, slots, loads, tokens, slots_per_rank, rank, rule, i
+                )
+                step = torch.tensor(i - 5)
+                assert_same(
+                    f"{i}",
+                    ops.route_shared_sampled,
+                    slots,
+                    loads,
+                    tokens,
+                    slots_per_rank,
+                    rank,
+                    rule,
+                    i,
+                    step,
                 )
 
 

@@ -189,8 +189,8 @@ MUTANTS = {
     ),
     "a spill published before it is made": Mutant(
         "csrc/algorithms/plan_spill.h",
-        "*ws_.flags = greedy.flags();\n    }\n    team_.sync();",
-        "*ws_.flags = greedy.flags();\n    }",
+        "try_target(view, kept_, target, slack, INT64_MAX);\n    team_.sync();",
+        "try_target(view, kept_, target, slack, INT64_MAX);",
         "teams",
     ),
     "levels of the last round overwritten": Mutant(
@@ -199,11 +199,17 @@ MUTANTS = {
         "// before the levels of the next round",
         "teams",
     ),
+    "no plan without what replicas took": Mutant(
+        "csrc/algorithms/plan_spill.h",
+        "given.replicated && may_improve(given, capacity)",
+        "false",
+        "plan_spill::test_equals_reference",
+    ),
     "a small excess moves": Mutant(
         "csrc/algorithms/spill_greedy.h", "if (excess < in_.min_excess)", "if (excess < 0)", "plan_spill"
     ),
     "a rest of a cut expert is lost": Mutant(
-        "csrc/algorithms/spill_level.h", "return copies < here;", "return false;", "plan_spill"
+        "csrc/algorithms/spill_level.h", "return copies < here ? Answer::rest :", "return", "plan_spill"
     ),
     "an expert leaves its node": Mutant(
         "csrc/algorithms/spill_greedy.h", "(near || !in_.within)", "true", "plan_spill"
@@ -288,8 +294,8 @@ MUTANTS = {
     ),
     "a layer's random stream is every layer's": Mutant(
         "python/isoload/policies/base.py",
-        "step + plan.step, rank",
-        "0, rank",
+        "mix(seed, step + plan.step)",
+        "mix(seed, 0)",
         "planning",
     ),
 }

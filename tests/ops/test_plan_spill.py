@@ -65,7 +65,7 @@ NAMED: dict[str, tuple[SpillCase, list[int], list[int]]] = {
         [2, 1, 1, 0, 0],
     ),
     "a relay passes on at most what is left of the expert": (
-        in_order([25, 25, 10, 20, 20, 20, 0, 0, 0], 3, spare=1), [48, 48, 24], [2, 1, 1, 0, 2]
+        in_order([25, 25, 10, 20, 20, 20, 0, 0, 0], 3, spare=1), [47, 48, 25], [2, 1, 1, 0, 2]
     ),
     "of equally full helpers the lowest, also when it was not as full before": (
         in_order([15, 15, 15, 15, 20, 0, 0, 0, 35, 0, 0, 0, 35, 0, 0, 0], 4, capacity_factor=1.06),
@@ -141,6 +141,18 @@ def test_a_replica_takes_copies_without_an_import() -> None:
     spill = case.spill()
     assert spill.quota.tolist() == [40, 0, 0, 0, 0, 0, 40, 0]
     assert spill.telemetry.tolist() == [0, 0, 0, 0, 0]
+
+
+def test_one_import_where_what_the_exact_split_leaves_would_need_two() -> None:
+    """It leaves 42 and 43 copies on ranks 0 and 1, whose largest experts differ; from home rank 0 alone has more."""
+    case = in_order([45, 5, 35, 35], 2)
+    case.num_ranks = 3
+    case.slots = np.array([0, 1, -1, -1, 2, 0, -1, -1, 3, -1, -1, -1], np.int32)
+    case.home, case.spare = np.array([0, 1, 4, 8], np.int32), 2
+    assert sorted(case.split_exactly().plain().tolist()) == [35, 42, 43]
+    spill = case.spill()
+    assert spill.quota.view(3, -1).sum(1).tolist() == [40, 40, 40]
+    assert spill.telemetry.tolist() == [1, 1, 1, 0, 0]
 
 
 def test_shared_copies_that_cannot_move_are_flagged() -> None:

@@ -189,6 +189,26 @@ def test_sampled_equals_reference(seed: int, dtype: torch.dtype) -> None:
             assert np.array_equal(held, ids.numpy()), batch.name
 
 
+def test_sampled_with_a_step_on_the_device_equals_the_reference_and_draws_by_rank_and_step() -> None:
+    batch = draw_batch("eplb", 8, seed=30, top_k=3)
+    ids, weights = batch.ids[0], torch.ones(len(batch.quota))
+    drawn = []
+    for seed, step, rank in (
+        (1, 0, 0),
+        (1, 1, 0),
+        (1, 1, 1),
+        (2, 1, 1),
+        (2**64 - 1, -(2**63), 7),
+        (3, 2**63 - 1, 0),
+    ):
+        number = torch.tensor(step)
+        mine = ops.route_sampled(ids, weights, batch.tables, seed, number, rank)
+        assert torch.equal(mine, reference.route_sampled(ids, weights, batch.tables, seed, number, rank))
+        assert torch.equal(mine, ops.route_sampled(ids, weights, batch.tables, seed, number[None], rank))
+        drawn.append(tuple(mine.flatten().tolist()))
+    assert len(set(drawn)) == len(drawn)
+
+
 @pytest.mark.parametrize("seed", [3, 4, 5])
 def test_sampled_frequencies_follow_the_weights(seed: int) -> None:
     """Pearson's chi-square of 60,000 draws stays below its 99.9 % point; a replica of weight 0 gets nothing."""
@@ -249,6 +269,10 @@ SAMPLED_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"weights": torch.full((8,), float("inf"))},
         "weights must be finite and not negative, got inf for slot 0",
     ),
+    "step dtype": ({"step": torch.tensor(1, dtype=torch.int32)}, "step must be int64, got int32"),
+    "steps": ({"step": torch.tensor([1, 2])}, r"step must have one element, got \[2\]"),
+    "rank low": ({"rank": -1}, "rank must be in 0..1023, got -1"),
+    "rank high": ({"rank": 1024}, "rank must be in 0..1023, got 1024"),
     "no weight": (
         {"weights": torch.tensor([1.0, 0, 0, 1, 1, 1, 1, 1])},
         "weights must be positive for a replica of every expert that is routed, expert 1 has none",
@@ -281,7 +305,9 @@ def test_route_sampled_refuses(name: str) -> None:
 def test_opcheck() -> None:
     torch.library.opcheck(torch.ops.isoload.route.default, (IDS, SHARE, TABLES.data, 4, False))
     torch.library.opcheck(torch.ops.isoload.route.default, (IDS.int(), SHARE, TABLES.data, 4, True))
-    torch.library.opcheck(torch.ops.isoload.route_sampled.default, (IDS, torch.ones(8), TABLES.data, 4, 7))
+    sampled = torch.ops.isoload.route_sampled.default
+    for step in (None, torch.tensor(3)):
+        torch.library.opcheck(sampled, (IDS, torch.ones(8), TABLES.data, 4, 7, step, 1))
 
 
 def test_too_many_copies_are_refused():

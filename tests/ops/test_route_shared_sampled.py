@@ -227,6 +227,18 @@ def test_seeds_give_different_streams_and_prefixes_agree() -> None:
     assert torch.equal(ops.route_shared_sampled(rows[:100], load, tokens, 1, 0, "blog", 1), first[:100])
 
 
+def test_a_step_on_the_device_equals_the_reference_and_draws_anew() -> None:
+    problem = {**draw_problem(3, 12, 200, 4, torch.int64), "seed": 2**64 - 3}
+    drawn = []
+    for step in (0, 1, -5):
+        for rule in ("blog", "blog_all"):
+            mine = ops.route_shared_sampled(**problem, rule=rule, step=torch.tensor(step))
+            theirs = reference.route_shared_sampled(**problem, rule=rule, step=torch.tensor(step))
+            assert torch.equal(mine, theirs)
+            drawn.append(tuple(mine.flatten().tolist()))
+    assert len(set(drawn)) == 6
+
+
 def test_static_frequencies_follow_the_slack() -> None:
     """The hash is an arithmetic sequence, no random one: mostly far evener than a draw, at times aliased.
 
@@ -282,6 +294,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no slots": ({"slots_per_rank": 0}, "slots_per_rank must be in 1..715827882, got 0"),
     "rank low": ({"rank": -1}, "rank must be in 0..2, got -1"),
     "rank high": ({"rank": 3}, "rank must be in 0..2, got 3"),
+    "step dtype": ({"step": torch.ones(1)}, "step must be int64, got float32"),
+    "steps": ({"step": torch.zeros(0, dtype=torch.int64)}, r"step must have one element, got \[0\]"),
     "rule": ({"rule": "exact"}, "rule must be static, dynamic, blog or blog_all, got exact"),
 }
 
@@ -297,5 +311,5 @@ def test_refuses(name: str) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_opcheck(rule: SharedRule) -> None:
     op = torch.ops.isoload.route_shared_sampled.default
-    torch.library.opcheck(op, (SLOTS, LOAD, TOKENS, 2, 1, rule, 7))
-    torch.library.opcheck(op, (SLOTS.int(), LOAD.long(), None, 2, 1, "static", 0))
+    torch.library.opcheck(op, (SLOTS, LOAD, TOKENS, 2, 1, rule, 7, torch.tensor(3)))
+    torch.library.opcheck(op, (SLOTS.int(), LOAD.long(), None, 2, 1, "static", 0, None))

@@ -15,7 +15,7 @@ from isoload import ops
 from support.borrow_plans import SHAPES, draw_plan, draw_values
 from support.cases import draw
 from support.simt_build import ROOT
-from support.spills import in_order
+from support.spills import SpillCase, in_order
 
 sys.path.append(str(ROOT / "bench"))
 from gpu_jobs import JOBS
@@ -57,6 +57,13 @@ def more(objective: str) -> Callable[[Layer], object]:
     return lambda x: ops.plan_exact(x.loads, x.tables, objective=objective, ranks_per_node=per_node(x))
 
 
+def sampled_at_a_step(x: Layer) -> object:
+    """The batch's number is read by the kernel."""
+    step = torch.tensor(7)
+    slots = ops.route_sampled(x.ids, x.weights, x.tables, 5, step, RANK)
+    return slots, ops.route_shared_sampled(slots, x.tokens, x.tokens, size(x), RANK, "blog", 5, step)
+
+
 def spread(x: Layer) -> object:
     """Every rank takes shared copies, so tokens have to be chosen."""
     ranks, tokens = len(x.loads), len(x.ids)
@@ -78,6 +85,16 @@ def spill(spare_slots: int, **rules: Any) -> object:
     return in_order(loads, 16, spare_slots, **rules).spill()
 
 
+def spill_beside_replicas() -> object:
+    """A slot more on every rank, for a replica of an expert with copies: two starts, two plans."""
+    loads = np.random.default_rng(5).integers(50, 1000, 256) * (np.arange(256) < 160)
+    slots = np.full((16, 18), -1)
+    slots[:, :16], slots[:, 16] = np.arange(256).reshape(16, 16), np.arange(16) * 10
+    home = np.arange(256) // 16 * 18 + np.arange(256) % 16
+    case = SpillCase("replicas", 16, 1, *(x.ravel().astype(np.int32) for x in (slots, home, loads)))
+    return case.split_exactly().spill()
+
+
 __all__ = ["EXPERTS", "OF_LAYERS", "SCENARIOS", "bits", "layer", "make_inputs"]
 OF_LAYERS: dict[str, tuple[Callable[[Layer], object], tuple[int, int, int]]] = {
     **{job.name: (job.call, FEW) for job in JOBS if job.name != "chain"},
@@ -87,12 +104,14 @@ OF_LAYERS: dict[str, tuple[Callable[[Layer], object], tuple[int, int, int]]] = {
     "plan_exact, local": (more("local"), FEW),
     "plan_waterfill, visited": (visited, FEW),
     "route_shared, spread": (spread, FEW),
+    "sampled at a step": (sampled_at_a_step, FEW),
     "share, all rows": (lambda x: ops.share(x.loads, x.quota, x.tables, per_node(x)), FEW),
 }
 SCENARIOS: dict[str, Callable[[], object]] = {
     **{name: functools.partial(lambda call, at: call(layer(*at)), *of) for name, of in OF_LAYERS.items()},
     "share, few experts": share_of_a_few,
     "plan_spill, levels": lambda: spill(1),
+    "plan_spill, replicas": spill_beside_replicas,
     "plan_spill, least cost": lambda: spill(
         2, capacity_factor=None, import_costs=(50, 200), ranks_per_node=8
     ),

@@ -44,13 +44,18 @@ def run_experts(
             buffers then hold exactly these. None: buffers hold N*K, and the host waits for nothing.
 
     Returns:
-        [N, H] in rows' dtype, summed in max(fp32, dtype).
+        [N, H] in rows' dtype, summed in max(fp32, dtype). Autocast changes nothing inside.
 
     Raises:
         ValueError: naming the argument, the rule and the value. Slot and copy numbers are checked where values
             are readable (CPU, or ISOLOAD_CHECK=1); elsewhere an out-of-range slot is absent.
     """
     _check_arguments(rows, slots, weights, groups, num_copies)
+    if torch.is_autocast_enabled(
+        rows.device.type
+    ):  # it would cast what the loop multiplies, not what grouped_mm does
+        with torch.autocast(rows.device.type, enabled=False):
+            return run_experts(rows, slots, weights, groups, activation, num_copies)
     # One group's sum is rounded as it is made; those of several are added up first.
     summed = rows.dtype if len(groups) == 1 else sum_dtype(rows.dtype)
     parts = []

@@ -33,7 +33,7 @@ def linear_of(group: ExpertWeights) -> Linear:
 def _grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, grouping: Grouping) -> Tensor:
     """[C, in] -> [C, out] by the slot of each copy; the tail is undefined, in both directions."""
     # grouped_mm requires contiguous incoming gradients: weighted_sum and both activations make them so.
-    y = F.grouped_mm(x, weight.transpose(1, 2), offs=grouping.ends)
+    y = grouped_mm(x, weight.transpose(1, 2), grouping.ends)
     if bias is None:
         return y
     biased: Tensor = _AddBias.apply(y, bias, grouping.slot, grouping.ends)
@@ -76,8 +76,8 @@ class _BorrowedLinear(torch.autograd.Function):
         x, ends = ctx.saved_tensors
         ctx.wait()
         if ctx.kernel == "grouped_mm":
-            to_x = F.grouped_mm(grad, ctx.weight, offs=ends)
-            to_weight = F.grouped_mm(grad.t(), x, offs=ends)
+            to_x = grouped_mm(grad, ctx.weight, ends)
+            to_weight = grouped_mm(grad.t(), x, ends)
             return None, None, to_x, to_weight, _sum_per_slot(grad, ends) if ctx.has_bias else None, None
         bounds = [0, *ends.tolist()]
         parts = [(grad[a:b], x[a:b]) for a, b in pairwise(bounds)]
@@ -104,4 +104,38 @@ class _AddBias(torch.autograd.Function):
 def _sum_per_slot(grad: Tensor, ends: Tensor) -> Tensor:
     """[S, F] each slot's rows of grad [C, F] added up: a grouped product with ones, fp32 inside, in a fixed order."""
     ones = grad.new_ones(len(grad), ROW_BYTES // grad.element_size())
-    return F.grouped_mm(ones.t(), grad, offs=ends)[:, 0]
+    return grouped_mm(ones.t(), grad, ends)[:, 0]
+
+
+def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """a [C, in] by b [S, in, out] to [C, out], or a [in, C] by b [C, out] to [S, in, out]: groups end at ends [S]."""
+    if torch.compiler.is_compiling() and a.dtype != torch.bfloat16:
+        traced: Tensor = _traced_grouped_mm(a, b, ends)
+        return traced
+    return F.grouped_mm(a, b, offs=ends)
+
+
+@torch.library.custom_op("isoload::grouped_mm", mutates_args=())
+def _traced_grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """The same product, opaque to torch.compile, whose own rule for its shape refuses all but bf16 (torch 2.13)."""
+    return F.grouped_mm(a, b, offs=ends)
+
+
+@_traced_grouped_mm.register_fake
+def _(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (ends.shape[0], a.shape[0], b.shape[1])
+    return a.new_empty(shape)
+
+
+def _save_operands(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _grouped_mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """torch's own formulas for b [S, in, out] by columns; no other product here needs gradients."""
+    a, b, ends = ctx.saved_tensors
+    to_b = _traced_grouped_mm(grad.t(), a, ends).transpose(1, 2)
+    return _traced_grouped_mm(grad, b.transpose(1, 2), ends), to_b, None
+
+
+_traced_grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_save_operands)

@@ -94,6 +94,11 @@ class ExpertWeights:
     def num_slots(self) -> int:
         return self.down.shape[0]
 
+    def stacks(self) -> dict[str, Tensor]:
+        """Those that are there, by name."""
+        names = ("gate_up", "down", "gate_up_bias", "down_bias")
+        return {name: stack for name in names if (stack := getattr(self, name)) is not None}
+
     @staticmethod
     def random(
         num_slots: int,
@@ -137,9 +142,7 @@ class BorrowedWeights(ExpertWeights):
 
 def describe(weights: ExpertWeights) -> str:
     """Shapes, dtype and kind of device, for messages and comparisons."""
-    names = ("gate_up", "down", "gate_up_bias", "down_bias")
-    stacks = {name: tensor for name in names if (tensor := getattr(weights, name)) is not None}
-    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in stacks.items())
+    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in weights.stacks().items())
     return f"{shapes} {weights.down.dtype} on {weights.down.device.type}"
 
 

@@ -1,6 +1,15 @@
 """The expert-parallel MoE layer, and the routers and blocks it is made from."""
 
-from isoload.layer.block_experts import BlockExperts
+from isoload.layer.block_experts import BlockExperts, balance
+from isoload.layer.data_parallel import ignore_in_ddp
 from isoload.layer.moe import MoE
+from isoload.layer.optimizer_state import full_optimizer_state, load_full_optimizer_state
 
-__all__ = ["BlockExperts", "MoE"]
+__all__ = [
+    "BlockExperts",
+    "MoE",
+    "balance",
+    "full_optimizer_state",
+    "ignore_in_ddp",
+    "load_full_optimizer_state",
+]

@@ -1,29 +1,37 @@
-"""BlockExperts: the ``experts`` of a Hugging Face block, balanced; its router and outputs stay the model's."""
+"""BlockExperts: the ``experts`` of a Hugging Face block, balanced; router, outputs and saved keys stay the model's."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from isoload.layer.modules import module_parts
+from isoload.experts.weights import Activation, ExpertWeights
+from isoload.layer.fused_experts import check_fused, fused_activation, fused_stacks, is_fused, saved_names
+from isoload.layer.modules import READERS, module_parts
 from isoload.layer.moe import MoE
 from isoload.placement import Placement
 from isoload.placers import place
 from isoload.topology import Topology
 from isoload.transport import LocalTransport, Transport
+from isoload.weights.full_state import gather_full
+from isoload.weights.state import FULL, HOMES
+from isoload.weights.storage import RankWeights
 
 
 class BlockExperts(nn.Module):
     """Takes the place of ``block.experts``: the same call, the same sum.
 
     The process's tokens are dealt evenly over the ranks it owns: one with torch.distributed, all virtual ones of a
-    LocalTransport.
+    LocalTransport. state_dict() has the keys of the fused module that it replaces: with all experts, by number, where
+    the process owns all ranks, else with those at home on its rank, listed in ``home_experts``. Either loads, and so
+    does a checkpoint of the model; refresh replicas afterwards.
 
     Args:
-        block: a Qwen3-MoE, OLMoE, Mixtral, DeepSeek-V3 or gpt-oss block with the weights of all experts, which are
-            copied to their ranks' rows; ``block.experts = BlockExperts(block, topology)`` replaces them.
+        block: with ``experts`` that transformers fuses, or a Qwen3-MoE, OLMoE, Mixtral, DeepSeek-V3 or gpt-oss block.
+            The weights of all experts are copied to their ranks' rows; ``block.experts = BlockExperts(block,
+            topology)`` replaces them.
         topology: R ranks.
         transport: None = all ranks in this process.
         placement: of the routed experts alone; None = in order (placer ``trivial``).
@@ -42,16 +50,20 @@ class BlockExperts(nn.Module):
         **how: Any,
     ) -> None:
         super().__init__()
-        parts = module_parts(block)
+        dense, activation = block_experts(block)
         if placement is None:
-            placement = place(torch.ones(1, parts.dense.num_slots), topology, placer="trivial")
+            placement = place(torch.ones(1, dense.num_slots), topology, placer="trivial")
         if placement.num_shared:
             raise ValueError(
                 f"placement must have no shared experts, which the block computes, got {placement.num_shared}"
             )
         transport = LocalTransport(topology) if transport is None else transport
-        how = {"activation": parts.activation, **how}
-        self.layer = MoE(_refuse, parts.dense, transport, placement, **how)
+        self.layer = MoE(_refuse, dense, transport, placement, **{"activation": activation, **how})
+        replaced: Any = block.experts
+        if is_fused(replaced):
+            self._names, self._transposed = saved_names(replaced), bool(replaced.is_transposed)
+            self.register_state_dict_post_hook(_rename_saved)
+            self.register_load_state_dict_pre_hook(_rename_loaded)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H], [T, K] and [T, K] -> [T, H]: every token's experts, weighted and summed."""
@@ -60,6 +72,97 @@ class BlockExperts(nn.Module):
             list(v.tensor_split(parts)) for v in (hidden_states, top_k_index, top_k_weights)
         )
         return torch.cat(list(self.layer.compute(rows, ids, weights)))
+
+    def turn(self, stack: Tensor) -> Tensor:
+        """[E, out, in] as the replaced module has it, and back."""
+        return stack.transpose(1, 2) if self._transposed and stack.dim() == 3 else stack
+
+
+def balance(
+    model: nn.Module,
+    topology: Topology,
+    *,
+    transport: Transport | None = None,
+    placement: Placement | None = None,
+    **how: Any,
+) -> list[MoE]:
+    """Puts BlockExperts into every MoE block of a Hugging Face model.
+
+    Args:
+        model: with the weights of all experts in every process.
+        topology: R ranks.
+        transport: one for all blocks; None = all ranks in this process.
+        placement: one layer for each MoE block, in the model's order; None = experts in order.
+        **how: policy, its options, and what else :class:`MoE` takes.
+
+    Returns:
+        the layers, in the model's order: call their refresh_replicas() after every optimizer step.
+
+    Raises:
+        ValueError: before any block has changed.
+    """
+    blocks = [
+        m for m in model.modules() if isinstance(getattr(m, "experts", None), nn.Module) and _is_known(m)
+    ]
+    if not blocks:
+        raise ValueError(f"model must have MoE blocks with fused experts, got none in {type(model).__name__}")
+    if placement is not None and placement.num_layers != len(blocks):
+        raise ValueError(
+            f"placement must have a layer for each of the {len(blocks)} MoE blocks, got {placement.num_layers}"
+        )
+    transport = LocalTransport(topology) if transport is None else transport
+    made = [
+        BlockExperts(
+            block, topology, transport, placement, **({} if placement is None else {"layer": i}), **how
+        )
+        for i, block in enumerate(blocks)
+    ]
+    for block, experts in zip(blocks, made, strict=True):
+        block.experts = experts
+    return [experts.layer for experts in made]
+
+
+def block_experts(block: nn.Module) -> tuple[ExpertWeights, Activation]:
+    """The stacks [E, ...] of a block's experts and what is computed between them."""
+    experts = getattr(block, "experts", None)
+    if isinstance(experts, nn.Module) and is_fused(experts):
+        check_fused(experts)
+        return fused_stacks(experts, dict(experts.named_parameters(recurse=False))), fused_activation(experts)
+    parts = module_parts(block)
+    return parts.dense, parts.activation
+
+
+def _is_known(block: nn.Module) -> bool:
+    experts = getattr(block, "experts", None)
+    return isinstance(experts, nn.Module) and (is_fused(experts) or type(block).__name__ in READERS)
+
+
+def _rename_saved(experts: BlockExperts, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """The state of a BlockExperts under the names, and in the orientation, of the module that it replaced."""
+    group, ranks = experts.layer.group, cast("list[RankWeights]", list(experts.layer.weights))
+    for key in [key for key in state if key.startswith(f"{prefix}layer.weights.")]:
+        if key.endswith(HOMES) and len(ranks) < group.topology.num_ranks:
+            state[prefix + HOMES] = state[key]
+        del state[key]
+    if prefix + HOMES in state:
+        stacks: dict[str, Tensor] = ranks[0].homes()
+    else:
+        full = gather_full(group, ranks, experts.layer.layouts)
+        stacks = {name.removeprefix(FULL): stack for name, stack in full.items()}
+    for name, stack in stacks.items():
+        state[prefix + experts._names[name]] = experts.turn(stack.detach())
+
+
+def _rename_loaded(experts: BlockExperts, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """The inverse, for every owned rank; rows_for then takes a rank's own experts."""
+    homes = state.pop(prefix + HOMES, None)
+    for name, saved in experts._names.items():
+        if (stack := state.pop(prefix + saved, None)) is None:
+            continue
+        homes = torch.arange(len(stack)) if homes is None else homes
+        for i in range(len(experts.layer.weights)):
+            state[f"{prefix}layer.weights.{i}.{name}"] = experts.turn(stack)
+            state[f"{prefix}layer.weights.{i}.{HOMES}"] = homes
 
 
 def _refuse(rows: Tensor) -> tuple[Tensor, Tensor]:

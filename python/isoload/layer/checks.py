@@ -2,25 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from isoload.experts.weights import Activation, ClampedGLU, ExpertWeights, SwiGLU
+from isoload.experts.weights import Activation, ClampedGLU, ExpertWeights, SwiGLU, describe
 from isoload.placement import Placement
-from isoload.transport import DTYPES, Group
+from isoload.transport import DTYPES, CollectiveGroup, Group
+from isoload.weights.shard import Shard, check_shard, describe_rows
+from isoload.weights.storage import RankWeights
+
+Experts = Sequence[ExpertWeights | Shard]  # for every owned rank: all experts, or its own
 
 
-def check_parts(dense: ExpertWeights, group: Group, placement: Placement, min_tokens: int) -> None:
-    if dense.num_slots != placement.num_experts:
-        raise ValueError(
-            f"dense must hold num_experts={placement.num_experts} experts, got {dense.num_slots}"
-        )
+def experts_by_rank(experts: ExpertWeights | Shard | Sequence[Shard], num_ranks: int) -> Experts:
+    """The experts as every one of so many owned ranks is to take them."""
+    if isinstance(experts, ExpertWeights):
+        return [experts] * num_ranks
+    return [experts] if isinstance(experts, Shard) else list(experts)
+
+
+def check_parts(experts: Experts, group: Group, placement: Placement, layer: int) -> str:
+    """Describes the experts, for a comparison between all ranks.
+
+    Raises:
+        ValueError: if the experts, or the ranks, of a layer's parts differ.
+    """
     if placement.topology.num_ranks != group.topology.num_ranks:
         raise ValueError(
             f"placement must be for the transport's {group.topology.num_ranks} ranks, "
             f"got {placement.topology.num_ranks}"
         )
-    if min_tokens < 0:
-        raise ValueError(f"min_tokens must be at least 0, got {min_tokens}")
+    if len(experts) != len(group.ranks):
+        raise ValueError(
+            f"experts must be a Shard for each of the {len(group.ranks)} ranks of this process, got {len(experts)}"
+        )
+    kinds: dict[str, None] = {}
+    for rank, own in zip(group.ranks, experts, strict=True):
+        if isinstance(own, Shard):
+            kinds[describe_rows(check_shard(own, placement.home_experts(layer, rank), rank))] = None
+        elif own.num_slots != placement.num_experts:
+            raise ValueError(
+                f"experts must hold num_experts={placement.num_experts} experts, got {own.num_slots}"
+            )
+        else:
+            kinds[describe(own)] = None
+    if len(kinds) > 1:
+        raise ValueError(f"experts must be alike on all ranks of this process, got {' and '.join(kinds)}")
+    return next(iter(kinds))
 
 
 def name_of(activation: Activation) -> str:
@@ -30,11 +62,54 @@ def name_of(activation: Activation) -> str:
     return str(getattr(activation, "__qualname__", type(activation).__qualname__))
 
 
-def check_rows(rows: list[Tensor], most: int | None) -> None:
-    """Raises ValueError if rows [T, H] have no such shape or dtype, or more tokens than the transport has room for."""
+def check_wrappers(group: Group, ranks: Sequence[RankWeights]) -> None:
+    """Raises ValueError if a data-parallel wrapper mixes the experts of the layer's ranks; see docs/borrowing.md."""
+    if not isinstance(group, CollectiveGroup):
+        return
+    for weights in filter(lambda weights: weights.sharded_over, ranks):
+        mixed = weights.sharded_over.intersection(dist.get_process_group_ranks(group.process_group))
+        if len(mixed) > 1:
+            raise ValueError(
+                "expert Parameters must not be sharded over the layer's ranks, each of which has its own: pass "
+                f"ignored_params=set(layer.expert_parameters()) to fully_shard, got shards over ranks {sorted(mixed)}"
+            )
+    _check_ddp(group, ranks)
+
+
+def _check_ddp(group: Group, ranks: Sequence[RankWeights]) -> None:
+    """Raises ValueError if a DistributedDataParallel that runs now reduces the experts, or not over these ranks."""
+    ddp = DistributedDataParallel._active_ddp_module
+    if ddp is None or all(weights in _CHECKED.get(ddp, ()) for weights in ranks):
+        return
+    reduced = set(map(id, ddp._module_parameters))
+    told = all(weights.gradient_divisor != 1 for weights in ranks)
+    if not told or any(id(p) in reduced for weights in ranks for p in weights.parameters()):
+        raise ValueError(
+            "expert Parameters must be ignored by DistributedDataParallel, which else gives every rank those of rank "
+            "0: call isoload.ignore_in_ddp(model) before DistributedDataParallel(model), got experts it was not "
+            "called for; their weights are lost"
+        )
+    if (size := ddp.process_group.size()) != group.topology.num_ranks:
+        raise ValueError(
+            f"DistributedDataParallel must run over the layer's {group.topology.num_ranks} ranks, got {size}"
+        )
+    _CHECKED.setdefault(ddp, WeakSet()).update(ranks)
+
+
+# For each DistributedDataParallel the weights that it leaves alone, as found once.
+_CHECKED: WeakKeyDictionary[DistributedDataParallel, WeakSet[RankWeights]] = WeakKeyDictionary()
+
+
+def check_rows(rows: list[Tensor], most: int | None, down: Tensor) -> None:
+    """Raises ValueError if rows do not fit experts down [S, H, I], or are more than the transport has room for."""
     for row in rows:
         if row.dim() != 2 or row.dtype not in DTYPES:
             names = ", ".join(map(str, DTYPES))
             raise ValueError(f"x must be [T, H] of {names}, got {list(row.shape)} {row.dtype}")
+        if (row.shape[1], row.dtype) != (down.shape[1], down.dtype):
+            raise ValueError(
+                f"x must be [T, {down.shape[1]}] {down.dtype} as the experts, whose weights autocast leaves alone, "
+                f"got {list(row.shape)} {row.dtype}"
+            )
     if most is not None and max(map(len, rows)) > most:
         raise ValueError(f"x must have at most max_tokens_per_rank={most} tokens, got {max(map(len, rows))}")

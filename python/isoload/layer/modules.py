@@ -18,7 +18,12 @@ from torch import Tensor, nn
 
 from isoload.experts.weights import Activation, ClampedGLU, ExpertWeights, SwiGLU
 from isoload.layer.routers import Gate, Router
+from isoload.placement import Placement
+from isoload.placers import place
+from isoload.policies import POLICIES, Policy, make_policy
+from isoload.topology import Topology
 
+SPARE_SLOTS = 2  # of every rank, where a borrowing policy comes without a placement
 PROJECTIONS = (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))  # Mixtral's own names come second
 
 
@@ -85,6 +90,29 @@ def fold_shared(parts: ModuleParts, num_shared: int) -> ModuleParts:
         torch.cat([parts.dense.down, down.view(hidden, num_shared, inner).transpose(0, 1)]),
     )
     return replace(parts, dense=dense, shared=None)
+
+
+def place_module(
+    block: nn.Module, topology: Topology, placement: Placement | None, policy: str | Policy
+) -> tuple[ModuleParts, Placement]:
+    """A block's parts and where its experts are to lie.
+
+    Args:
+        block: see :func:`module_parts`.
+        topology: R ranks.
+        placement: None = experts in order (placer ``trivial``), with SPARE_SLOTS spare slots per rank if the policy
+            borrows. With num_shared the block's shared experts are dispatched like the routed ones, else they stay a
+            module for local rows.
+        policy: a name or a Policy.
+    """
+    parts = module_parts(block)
+    if placement is not None:
+        return (fold_shared(parts, placement.num_shared) if placement.num_shared else parts), placement
+    # an unknown name is refused where the layer is made
+    known = isinstance(policy, Policy) or policy in POLICIES
+    spare = SPARE_SLOTS if known and make_policy(policy).borrows else 0
+    counts = torch.ones(1, parts.dense.num_slots)
+    return parts, place(counts, topology, spare_slots=spare, placer="trivial")
 
 
 def _softmax_parts(block: nn.Module, renormalise: bool | None = None) -> ModuleParts:

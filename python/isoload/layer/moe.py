@@ -11,14 +11,13 @@ from torch import Tensor, nn
 
 from isoload.balancer import Balanced, Balancer
 from isoload.experts.compute import count_copies, run_experts
-from isoload.experts.weights import Activation, ExpertWeights, SwiGLU, describe
-from isoload.layer.checks import check_parts, check_rows, name_of
-from isoload.layer.modules import fold_shared, module_parts
+from isoload.experts.weights import Activation, ExpertWeights, SwiGLU
+from isoload.layer.checks import Experts, check_parts, check_rows, check_wrappers, experts_by_rank, name_of
+from isoload.layer.modules import place_module
 from isoload.layer.routers import Routing, given_choices
 from isoload.ops import Prefer, append_shared_expert
 from isoload.placement import Placement
-from isoload.placers import place
-from isoload.policies import POLICIES, Policy, make_policy
+from isoload.policies import Policy
 from isoload.records import Plan
 from isoload.topology import Topology
 from isoload.transport import DTYPES, LocalTransport, Received, Transport
@@ -27,13 +26,13 @@ from isoload.weights.autograd import bring_again, join_rows
 from isoload.weights.backends import make_backend
 from isoload.weights.borrow import Borrowed, Borrowing
 from isoload.weights.full_state import gather_full, load_full
-from isoload.weights.layout import Layout, count_rows, layouts, replica_moves
+from isoload.weights.layout import Layout, count_rows, layouts, replica_moves, shard_layouts
 from isoload.weights.migrate import FACTS, check_move, move_facts, move_state, move_weights
+from isoload.weights.shard import Shard, hold
 from isoload.weights.storage import RankWeights, new_stack, refresh_replicas
 
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]
 ROW_FACTS = ("hidden size of x", "dtype of x", "top-k")  # which must be the same on all ranks in a batch
-SPARE_SLOTS = 2  # of every rank, where a borrowing policy comes without a placement
 
 
 class MoE(nn.Module):
@@ -44,7 +43,8 @@ class MoE(nn.Module):
 
     Args:
         gate: rows [T, H] -> (topk_ids [T, K] int64, weights [T, K] float32): a router, see isoload.layer.routers.Gate.
-        dense: the stacks of all E experts, shared ones last; each rank keeps its own rows of them.
+        experts: the stacks of all E experts, shared ones last, of which each rank copies its own; or a Shard, a list of
+            them in process order, of the owned ranks' home experts, which stay in the memory where they are.
         transport: joins the ranks.
         placement: where the experts lie.
         layer: position of this layer in the placement.
@@ -70,7 +70,7 @@ class MoE(nn.Module):
     def __init__(
         self,
         gate: Gate,
-        dense: ExpertWeights,
+        experts: ExpertWeights | Shard | Sequence[Shard],
         transport: Transport,
         placement: Placement,
         layer: int = 0,
@@ -88,42 +88,48 @@ class MoE(nn.Module):
         self.gate, self.shared = gate, shared
         self.transport, self.group, self.dispatcher = transport, transport.group, transport.dispatcher
         self.activation: Activation = SwiGLU() if activation is None else activation
+        own = experts_by_rank(experts, len(self.group.ranks))
         with self.group.agreeing("construction") as facts:
-            check_parts(dense, self.group, placement, min_tokens)
             placed = placement.layer(layer, "cpu")
-            self.layouts, self.num_rows = layouts(placed), count_rows(placed, weight_rows)
+            described = check_parts(own, self.group, placement, layer)
+            arrange = shard_layouts if isinstance(own[0], Shard) else layouts
+            self.layouts, self.num_rows = arrange(placed), count_rows(placed, weight_rows)
             facts.update(
                 {
                     "weight_rows": weight_rows,
                     "borrow": borrow,
-                    "dense": describe(dense),
+                    "experts": described,
                     "activation": name_of(self.activation),
                 }
             )
         self.balancer = Balancer(
             placement, layer, policy, self.group, prefer=prefer, min_tokens=min_tokens, **options
         )
-        self.balancer.placed_on(dense.down.device)
-        self._hold(dense, borrow)
+        self._hold(own, borrow)
+        self.balancer.placed_on(self._ranks()[0].row_of_slot.device)
         self._settle(self.layouts)
+        if isinstance(own[0], Shard):  # replicas come from other ranks
+            self.refresh_replicas()
 
     def _settle(self, held: list[Layout]) -> None:
         self.layouts, self.replica_moves = held, replica_moves(held)
         self._replicated = {move.source.rank for move in self.replica_moves}
 
-    def _hold(self, dense: ExpertWeights, borrow: str | None) -> None:
+    def _hold(self, experts: Experts, borrow: str | None) -> None:
         """Takes memory for the ranks' weights and, with spare slots, for borrowed ones."""
         spare, group, new, self.borrowing = self.placement.spare_slots, self.group, new_stack, None
         if spare:
+            first = experts[0]
+            device = (first.read() if isinstance(first, Shard) else first).down.device
             with group.agreeing("construction"):
-                backend = make_backend(group, borrow, dense.down.device)
+                backend = make_backend(group, borrow, device, own_memory=not isinstance(first, Shard))
             new = backend.new_stack
             if backend.reads_peers:
                 self.num_rows = [max(self.num_rows)] * len(self.num_rows)
         with group.agreeing("construction"):
             self.weights = nn.ModuleList(
-                RankWeights(self.layouts[rank], dense, self.num_rows[rank], spare, new)
-                for rank in group.ranks
+                hold(self.layouts[rank], own, self.num_rows[rank], spare, new)
+                for rank, own in zip(group.ranks, experts, strict=True)
             )
             if spare:
                 self.borrowing = Borrowing(group, self._ranks(), spare, backend)
@@ -174,28 +180,16 @@ class MoE(nn.Module):
             block: with the weights of all experts; see :func:`isoload.layer.modules.module_parts`.
             topology: R ranks.
             transport: None = all ranks in this process.
-            placement: None = experts in order (placer ``trivial``), with SPARE_SLOTS spare slots per rank if the policy
-                borrows. With num_shared the block's shared experts are dispatched like the routed ones, else they stay
-                a module for local rows.
+            placement: see :func:`isoload.layer.modules.place_module`.
             **how: layer, policy, prefer and the policy's options.
         """
-        parts = module_parts(block)
-        if placement is None:
-            policy = how.get("policy", "exact")
-            # an unknown name is refused below
-            known = isinstance(policy, Policy) or policy in POLICIES
-            spare = SPARE_SLOTS if known and make_policy(policy).borrows else 0
-            placement = place(
-                torch.ones(1, parts.dense.num_slots), topology, spare_slots=spare, placer="trivial"
-            )
-        elif placement.num_shared:
-            parts = fold_shared(parts, placement.num_shared)
+        parts, placement = place_module(block, topology, placement, how.get("policy", "exact"))
         transport = LocalTransport(topology) if transport is None else transport
         how = {"activation": parts.activation, "shared": parts.shared, **how}
         return cls(parts.gate, parts.dense, transport, placement, **how)
 
     def forward(self, x: Tensor | Sequence[Tensor], num_tokens: int | None = None) -> Tensor | list[Tensor]:
-        """[T, H] -> [T, H] on every owned rank; T may differ between ranks and be 0.
+        """[T, H] -> [T, H] on every owned rank, autocast or not in the experts' dtype; T may differ and be 0.
 
         num_tokens: tokens over all ranks, or an upper bound of them, the same on all ranks; compared with min_tokens.
             None: what max_tokens_per_rank allows, else unknown, and the batch is planned.
@@ -229,9 +223,7 @@ class MoE(nn.Module):
         self, rows: list[Tensor], choose: Callable[[], list[tuple[Tensor, Tensor]]], num_tokens: int | None
     ) -> list[Tensor]:
         """The pipeline, a line per stage."""
-        chosen, batch = self._balance(
-            rows, choose, num_tokens
-        )  # [T, K] ids, weights; loads [R, E], quota [P]
+        chosen, batch = self._balance(rows, choose, num_tokens)  # [T, K] ids; loads [R, E], quota [P]
         borrowed = self._borrow(batch.plan)  # on their way from here on
         slots = self.balancer.route(batch)  # [T, K]
         gate_weights = [weights for _, weights in chosen]
@@ -295,7 +287,7 @@ class MoE(nn.Module):
             rows_per_chunk: most rows, over all ranks, that are copied at a time; bounds the memory needed on the way.
                 None: R, at least 2.
             optimizer: whose state of the expert Parameters moves along, wherever it has their shape. None: no state
-                moves, and what an optimizer keeps belongs to other experts afterwards.
+                moves, and an optimizer that keeps state by row raises at its next step.
 
         Raises:
             ValueError: on all ranks and before anything moves: naming the argument, the rule and the value on the rank
@@ -339,8 +331,8 @@ class MoE(nn.Module):
     ) -> tuple[list[Routing], Balanced]:
         """Every owned rank's choices, and the batch balanced by them.
 
-        A rank that fails tells the others in the gather or, without one, in the next exchange of row counts; with
-        max_tokens_per_rank there is none, and the others wait for the group's timeout.
+        A rank that fails tells the others in the gather or, without one, in dispatch; on a GPU with max_tokens_per_rank
+        nothing there is read, and the others wait for the group's timeout.
         """
         most, device = self.dispatcher.max_tokens_per_rank, self._ranks()[0].row_of_slot.device
         if num_tokens is None and most is not None:
@@ -348,7 +340,7 @@ class MoE(nn.Module):
         chosen: list[Routing] = []
         failure = None
         try:
-            check_rows(rows, most)
+            check_rows(rows, most, self._ranks()[0].stored_down)
             self._check_weights()
             chosen = [self._complete(*routing) for routing in choose()]
         except Exception as error:
@@ -363,6 +355,7 @@ class MoE(nn.Module):
 
     def _check_weights(self) -> None:
         """Raises ValueError if an owned rank's Parameters cannot be computed from as they are now."""
+        check_wrappers(self.group, self._ranks())
         if torch.compiler.is_compiling():
             return
         for rank, weights in zip(self.group.ranks, self._ranks(), strict=True):

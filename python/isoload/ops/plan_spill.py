@@ -45,9 +45,14 @@ def plan_spill(
     an import. Where the ranks with room have no spare slot left and there are no replicas, a rank that lends to one of
     them lends it more copies of that expert and takes the chunk itself.
 
+    Where experts have replicas and `start` is given, copies are also lent as if all were in their home slots: the exact
+    split may leave several ranks a little above the target, each of which needs an import, where one would have done.
+    The plan from `start` is returned if its largest cost is lower, or as low with neither more imports nor a higher
+    peak (an excess below min_chunk counts for nothing); else the other.
+
     Where spare slots run out before all ranks are at the capacity, levels above it are tried, as UltraEP does, in at
-    most six rounds: at a level the largest expert of any rank above it goes, whole if it fits, to the rank with most
-    room.
+    most five rounds of two: at a level the largest expert of any rank above it goes, whole if it fits, to the rank with
+    most room. The best of them is returned if its largest cost is lower still.
 
     Args:
         loads: [E] or [R, E] int32 copies (leading L as slot_to_expert); sources are summed.

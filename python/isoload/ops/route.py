@@ -44,7 +44,14 @@ def route(
     return slots
 
 
-def route_sampled(topk_ids: Tensor, weights: Tensor, tables: ReplicaTables, seed: int) -> Tensor:
+def route_sampled(
+    topk_ids: Tensor,
+    weights: Tensor,
+    tables: ReplicaTables,
+    seed: int,
+    step: Tensor | None = None,
+    rank: int = 0,
+) -> Tensor:
     """Draws a replica for every copy, independently, with probability proportional to its weight.
 
     The published realisation of SGLang's ``dynamic`` and ``lp``. Counter based: copy i of the flattened topk_ids
@@ -55,12 +62,16 @@ def route_sampled(topk_ids: Tensor, weights: Tensor, tables: ReplicaTables, seed
         weights: [P] float32, not negative, positive for a replica of every routed expert.
         tables: of this layer.
         seed: 64-bit.
+        step: [1] or [] int64 on the device of topk_ids: the batch's number, read when the kernel runs, as a captured
+            graph needs it. The stream is then that of seed, step and rank, as isoload.policies.sample_seed mixes them
+            on the host. None: seed alone.
+        rank: this rank; read with step only.
 
     Returns:
         [T, K] slots in the dtype of topk_ids.
     """
     seed = (seed + 2**63) % 2**64 - 2**63
-    slots: Tensor = call(_route_sampled, topk_ids, weights, tables.data, tables.num_experts, seed)
+    slots: Tensor = call(_route_sampled, topk_ids, weights, tables.data, tables.num_experts, seed, step, rank)
     return slots
 
 
@@ -72,5 +83,13 @@ def _(
 
 
 @torch.library.register_fake("isoload::route_sampled")
-def _(topk_ids: Tensor, weights: Tensor, tables: Tensor, num_experts: int, seed: int) -> Tensor:
+def _(
+    topk_ids: Tensor,
+    weights: Tensor,
+    tables: Tensor,
+    num_experts: int,
+    seed: int,
+    step: Tensor | None,
+    rank: int,
+) -> Tensor:
     return torch.empty_like(topk_ids)

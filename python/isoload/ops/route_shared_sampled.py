@@ -22,6 +22,7 @@ def route_shared_sampled(
     rank: int,
     rule: SharedRule,
     seed: int = 0,
+    step: Tensor | None = None,
 ) -> Tensor:
     """Draws the rank that computes each token's shared expert, as Waterfill was published (papers/001).
 
@@ -53,12 +54,14 @@ def route_shared_sampled(
         rank: this rank.
         rule: "static", "dynamic", "blog", or "blog_all": blog with all ranks as candidates.
         seed: 64-bit, used by blog and blog_all only.
+        step: the batch's number on the device, see :func:`isoload.ops.route_sampled`; the stream is then that of seed,
+            step and rank.
 
     Returns:
         [T, 1] int32; -1 for a token without a routed copy.
     """
     seed = (seed + 2**63) % 2**64 - 2**63
-    ranks: Tensor = call(_route_shared_sampled, slots, load, tokens, slots_per_rank, rank, rule, seed)
+    ranks: Tensor = call(_route_shared_sampled, slots, load, tokens, slots_per_rank, rank, rule, seed, step)
     return ranks
 
 
@@ -71,5 +74,6 @@ def _(
     rank: int,
     rule: str,
     seed: int,
+    step: Tensor | None,
 ) -> Tensor:
     return slots.new_empty((slots.shape[0], 1), dtype=torch.int32)

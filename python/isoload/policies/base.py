@@ -144,11 +144,21 @@ def sampled_plan(
     return Plan(filled, policy, None, None, bound, telemetry, weights)
 
 
-def sample_seed(plan: Plan, rank: int) -> int:
-    """The random stream of one rank, layer and batch of a sampled policy."""
+def sample_seed(plan: Plan, rank: int) -> tuple[int, Tensor | None]:
+    """The random stream of one rank, layer and batch of a sampled policy: seed and step of the ops that draw.
+
+    Where the plan's step is a tensor, the op mixes it and the rank in; the policy's own step is added to the seed, as
+    mixing adds them.
+    """
     policy = plan.policy
     seed, step = (policy.seed, policy.step) if isinstance(policy, Seeded) else (0, 0)
-    for part in (plan.layer or 0, step + plan.step, rank):
-        seed = ((seed + part + 1) * GOLDEN) % 2**64
-        seed ^= seed >> 31
-    return seed
+    seed = mix(seed, plan.layer or 0)
+    if isinstance(plan.step, Tensor):
+        return (seed + step) % 2**64, plan.step
+    return mix(mix(seed, step + plan.step), rank), None
+
+
+def mix(seed: int, part: int) -> int:
+    """One more number in a 64-bit seed, as csrc/random_word.h does."""
+    seed = (seed + part + 1) * GOLDEN % 2**64
+    return seed ^ seed >> 31

@@ -18,9 +18,11 @@ from isoload.records import Plan, rank_cost
 class LlepPolicy(SpillPolicy):
     """Ranks above their capacity lend experts, and send those experts' copies, to less loaded ranks.
 
-    Starts from the exact split over resident replicas. No rank's load passes the largest of that, and none its capacity
-    (and tolerance) unless the plan's telemetry says why, see :class:`isoload.ops.Spill`. Where spare slots run out, the
-    lowest level is sought at which they suffice, and the copies go as the exact split over the filled slots.
+    Starts from the exact split over resident replicas, and lends nothing where that is enough. No rank's load passes
+    the largest of that, and none its capacity (and tolerance) unless the plan's telemetry says why, see
+    :class:`isoload.ops.Spill`. Beside the plan that lends as if replicas took nothing it has no higher peak, and more
+    imports only for a lower peak (an excess below min_chunk is none). Where spare slots run out, the lowest level is
+    sought at which they suffice, and the copies go as the exact split over the filled slots.
 
     Options: capacity (times the mean load), min_chunk (copies: a rank that is above its capacity by less lends nothing;
     a larger excess may leave in smaller chunks), threshold (up to this imbalance nothing moves), measure (the

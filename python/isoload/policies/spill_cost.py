@@ -19,7 +19,8 @@ class SpillCostPolicy(SpillPolicy):
     An import costs as many copies as could be computed in its time (:func:`isoload.cost.break_even`), by the
     topology's bandwidths, or DEFAULT_BANDWIDTHS if it has none. Ranks of the own node help first, unless their chunk
     is below min_chunk and a far one is larger. Starts from the exact split over resident replicas; no rank's load
-    passes the largest of that.
+    passes the largest of that. It costs no more than the plan found as if replicas took nothing, and has more imports
+    or a higher peak than that only where it costs less.
 
     Options: expert_bytes (weights of one expert), token_us (microseconds per copy in a large GEMM), egress (most
     exports of a rank; None = any number), min_chunk (copies; a smaller chunk near home gives way to a larger far one,

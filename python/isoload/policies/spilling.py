@@ -76,7 +76,8 @@ class SpillPolicy(Policy, ABC):
 def plan_spill(demand: Demand, placed: PlacedLayers, **rules: Any) -> ops.Spill:
     """:func:`isoload.ops.plan_spill` of a placement and its topology, by a policy's rules.
 
-    Where experts have replicas it starts from the exact split over them, so that only what they leave is lent.
+    Where experts have replicas it starts from the exact split over them, so that only what they leave is lent, unless
+    lending from all home slots is better.
     """
     start = ops.plan_exact(demand.loads, placed.tables, demand.at_home).quota if placed.replicated else None
     return ops.plan_spill(

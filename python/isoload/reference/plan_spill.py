@@ -20,7 +20,7 @@ from isoload.results import Spill
 MILLION = 1_000_000
 # Targets tried at once, how often the best one's neighbourhood is tried again, and when that is enough.
 WAYS, ROUNDS, FINE = 4, 3, 1000
-LEVEL_WAYS, LEVEL_ROUNDS, LEVEL_FINE = 2, 6, 10_000
+LEVEL_WAYS, LEVEL_ROUNDS, LEVEL_FIRST, LEVEL_FINE = 2, 5, 4, 10_000
 UNLIMITED = 2**31 - 1
 BELOW_THRESHOLD = 1
 
@@ -62,47 +62,79 @@ def plan_spill(
     )
     batch = slot_to_expert.shape[:-1]
     fixed = torch.zeros(*batch, num_ranks, dtype=torch.int32) if fixed is None else fixed
-    if start is None:
-        sums = loads if loads.dim() == home_slot.dim() else loads.sum(-2)
-        start = torch.zeros_like(slot_to_expert).scatter(-1, home_slot.long(), sums.to(torch.int32))
+    sums = loads if loads.dim() == home_slot.dim() else loads.sum(-2)
+    home = torch.zeros_like(slot_to_expert).scatter(-1, home_slot.long(), sums.to(torch.int32))
+    layers = (loads, slot_to_expert, home_slot, fixed, home, home if start is None else start)
     if not batch:
-        return plan_layer(rules, loads, slot_to_expert, home_slot, fixed, start)
-    layers = [
-        plan_layer(rules, *layer)
-        for layer in zip(loads, slot_to_expert, home_slot, fixed, start, strict=True)
-    ]
-    return Spill(*(torch.stack(part) for part in zip(*layers, strict=True)))
+        return plan_layer(rules, *layers)
+    plans = [plan_layer(rules, *layer) for layer in zip(*layers, strict=True)]
+    return Spill(*(torch.stack(part) for part in zip(*plans, strict=True)))
 
 
 def plan_layer(
-    rules: SpillRules, loads: Tensor, slot_to_expert: Tensor, home_slot: Tensor, fixed: Tensor, start: Tensor
+    rules: SpillRules,
+    loads: Tensor,
+    slot_to_expert: Tensor,
+    home_slot: Tensor,
+    fixed: Tensor,
+    home: Tensor,
+    start: Tensor,
 ) -> Spill:
     """One layer and batch."""
     summed = loads.reshape(-1, len(home_slot)).sum(0).tolist()
-    layer = Layer(rules, summed, slot_to_expert.tolist(), home_slot.tolist(), fixed.tolist(), start.tolist())
-    if is_balanced(layer):
-        return result(Greedy(layer, layer.busiest), layer.busiest, BELOW_THRESHOLD)
-    if rules.capacity_ppm is None:
-        attempt = Greedy(layer, search(layer)).run()
+    where = slot_to_expert.tolist(), home_slot.tolist(), fixed.tolist()
+    given = Layer(rules, summed, *where, start.tolist())
+    if is_balanced(given):
+        return result(Greedy(given, given.busiest), given.busiest, BELOW_THRESHOLD)
+    capacity = capacity_of(given)
+    attempt = lend(given, capacity)
+    if given.replicated():
+        attempt = fewer(attempt, lend(Layer(rules, summed, *where, home.tolist()), capacity), capacity)
+    if capacity == 0:
         return result(attempt, max(attempt.cost), attempt.flags & EGRESS)
-    ppm = rules.capacity_ppm
-    capacity = max(-(-copies * ppm // (MILLION * live)) for copies, live in layer.groups())
-    return reach(layer, min(capacity, UNLIMITED))
+    if attempt.flags & NO_SPARE_SLOT:
+        return level_out(given, attempt, capacity)
+    return result(attempt, capacity, attempt.flags)
 
 
-def reach(layer: Layer, capacity: int) -> Spill:
-    """Towards the capacity; where spare slots run out, the lowest level found."""
-    slack = capacity * layer.rules.tolerance_ppm // MILLION
-    attempt = Greedy(layer, capacity).run(slack)
-    if not attempt.flags & NO_SPARE_SLOT:
-        return result(attempt, capacity, attempt.flags)
+def capacity_of(layer: Layer) -> int:
+    """0 where the least cost is sought."""
+    if (ppm := layer.rules.capacity_ppm) is None:
+        return 0
+    return min(max(-(-copies * ppm // (MILLION * live)) for copies, live in layer.groups()), UNLIMITED)
+
+
+def slack_of(layer: Layer, capacity: int) -> int:
+    return capacity * layer.rules.tolerance_ppm // MILLION
+
+
+def lend(layer: Layer, capacity: int) -> Greedy:
+    """Towards the capacity, or the least cost."""
+    return Greedy(layer, capacity or search(layer)).run(slack_of(layer, capacity))
+
+
+def fewer(split: Greedy, home: Greedy, capacity: int) -> Greedy:
+    """The plan from the exact split, unless that from home costs less, or as much with fewer imports or a lower peak.
+
+    What is above the capacity by less than min_chunk costs nothing.
+    """
+    enough = capacity + split.rules.min_chunk - 1 if capacity else 0
+    costs = [max(enough, *attempt.cost) for attempt in (split, home)]
+    peaks = [max(enough, attempt.peak()) for attempt in (split, home)]
+    no_worse = len(split.lender) <= len(home.lender) and peaks[0] <= peaks[1]
+    return split if costs[0] < costs[1] or (costs[0] == costs[1] and no_worse) else home
+
+
+def level_out(layer: Layer, attempt: Greedy, capacity: int) -> Spill:
+    """Where spare slots ran out: the lowest level found, if it is below what the attempt has reached."""
     lendable = [
         p for p, n in enumerate(layer.start) if n and layer.load_of(p) >= capacity + layer.rules.min_chunk
     ]
-    level = seek(layer, lendable, capacity, capacity + slack, max(attempt.cost))
-    if level is None:
+    slack, reached = slack_of(layer, capacity), max(attempt.cost)
+    low = least_level(layer, capacity, reached, lendable)
+    chosen = seek(layer, lendable, low, capacity + slack, reached)
+    if chosen is None:
         return result(attempt, capacity, attempt.flags)
-    chosen = Level(layer, level, lendable).run()
     largest = max(chosen.cost)
     chosen.take_back(largest)
     above = largest - capacity
@@ -110,23 +142,41 @@ def reach(layer: Layer, capacity: int) -> Spill:
     return result(chosen, capacity, flags)
 
 
-def seek(layer: Layer, lendable: list[int], low: int, enough: int, least: int) -> int | None:
-    """The level of the least load found, below `least`: each round cuts the range where it is in parts."""
+def least_level(layer: Layer, low: int, high: int, lendable: list[int]) -> int:
+    """A level that no plan is below: with its spare slots full of the largest chunks a rank still has room."""
+    if layer.replicated():  # whose ranks take copies without a spare slot
+        return low
+    chunks = sorted((layer.start[p] for p in lendable), reverse=True)
+    most = [sum(chunks[: layer.rules.spare_slots]) * alive for alive in layer.rules.alive]
+    while low < high:
+        middle = (low + high) // 2
+        room = sum(min(middle - n, more) for n, more in zip(layer.load, most, strict=True))
+        low, high = (low, middle) if room >= 0 else (middle + 1, high)
+    return low
+
+
+def seek(layer: Layer, lendable: list[int], low: int, enough: int, least: int) -> Level | None:
+    """The plan of the level with the least load found, if that is below `least`.
+
+    Each round tries a level near the lowest one open and a higher one, which does not count if the lower one was
+    reached. A level that was missed is too low by an equal part of what is above it at least.
+    """
     best = None
     for turn in range(LEVEL_ROUNDS):
         span = least - low
         if least <= enough or span <= low // LEVEL_FINE:
             break
         levels = [
-            low + (span * (k + 1) // (LEVEL_WAYS + 1) if turn else span * k // LEVEL_WAYS)
+            low + (span * (k + 1) // (LEVEL_WAYS + 1) if turn else span * k // LEVEL_FIRST)
             for k in range(LEVEL_WAYS)
         ]
-        reached = [max(Level(layer, level, lendable).run().cost) for level in levels]
-        lowest = min(reached)
-        if lowest < least:
-            least, best = lowest, levels[max(k for k in range(LEVEL_WAYS) if reached[k] == lowest)]
-        kept = next((k for k in range(LEVEL_WAYS) if reached[k] <= levels[k]), LEVEL_WAYS)
-        low = levels[kept - 1] if kept else low
+        for level in levels:
+            attempt = Level(layer, level, lendable).run()
+            if max(attempt.cost) < least:
+                least, best = max(attempt.cost), attempt
+            if max(attempt.cost) <= level:
+                break
+            low = level + sum(max(0, n - level) for n in attempt.cost) // layer.rules.num_ranks + 1
     return best
 
 

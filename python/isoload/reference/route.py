@@ -66,13 +66,21 @@ def _grant(
                 chosen[k] = wish
 
 
-def route_sampled(topk_ids: Tensor, weights: Tensor, tables: ReplicaTables, seed: int) -> Tensor:
+def route_sampled(
+    topk_ids: Tensor,
+    weights: Tensor,
+    tables: ReplicaTables,
+    seed: int,
+    step: Tensor | None = None,
+    rank: int = 0,
+) -> Tensor:
     """[T, K] slots: a replica for every copy, drawn with probability proportional to weights [P] float32.
 
-    Copy i of the flattened topk_ids uses word i of the stream ``seed``. Sums and products are float32, in
-    slot order: rounding is part of the definition.
+    Copy i of the flattened topk_ids uses word i of the stream ``seed`` or, with a step, of seed, step and rank. Sums
+    and products are float32, in slot order: rounding is part of the definition.
     """
     held, weight = replicas(tables), weights.numpy()
+    seed = stream_of(seed, step, rank)
     slots = []
     for i, e in enumerate(topk_ids.flatten().tolist()):
         slots.append(-1 if e == -1 else _draw(held[e], weight, random_word(seed, i)))
@@ -94,6 +102,14 @@ def _draw(candidates: list[int], weight: np.ndarray[tuple[int], np.dtype[np.floa
         left -= weight[p]
     assert chosen >= 0, "a routed expert has a replica of positive weight"
     return chosen
+
+
+def stream_of(seed: int, step: Tensor | None, rank: int) -> int:
+    """The stream of seed, step and rank; seed itself without a step."""
+    for part in [] if step is None else [int(step), rank]:
+        seed = (seed + part + 1) * 0x9E3779B97F4A7C15 % 2**64
+        seed ^= seed >> 31
+    return seed
 
 
 def random_word(seed: int, i: int) -> int:

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from isoload.reference.route import random_word
+from isoload.reference.route import random_word, stream_of
 
 MIN_TOKENS = 64  # SGLang: fewer rows on a rank keep their shared copies at home
 Rule = Literal["static", "dynamic", "blog", "blog_all"]
@@ -21,9 +21,10 @@ def route_shared_sampled(
     rank: int,
     rule: Rule,
     seed: int = 0,
+    step: Tensor | None = None,
 ) -> Tensor:
     """[T, 1] ranks; -1 for a token without a routed copy."""
-    num_ranks, num_tokens = len(load), len(slots)
+    num_ranks, num_tokens, seed = len(load), len(slots), stream_of(seed, step, rank)
     arriving = [0] * num_ranks if tokens is None else tokens.tolist()
     loads, target = _level(load.tolist(), arriving, slots.shape[1], rule)
     weights = [_weight(max(target - x, 0), r == rank, rule) for r, x in enumerate(loads)]

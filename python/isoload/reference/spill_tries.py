@@ -44,7 +44,8 @@ class Layer:
         fixed: list[int],
         start: list[int],
     ) -> None:
-        self.rules, self.loads, self.slots, self.home_slot, self.start = rules, loads, slots, home_slot, start
+        self.rules, self.loads, self.slots, self.home_slot = rules, loads, slots, home_slot
+        self.fixed, self.start = fixed, start
         self.size = len(slots) // rules.num_ranks
         self.load = [n + sum(start[r * self.size : (r + 1) * self.size]) for r, n in enumerate(fixed)]
         self.busiest = max(self.load)
@@ -81,6 +82,12 @@ class Try:
 
     def row(self, rank: int) -> range:
         return range(rank * self.layer.size, (rank + 1) * self.layer.size)
+
+    def peak(self) -> int:
+        """The largest load of a rank, without what imports cost."""
+        return max(
+            fixed + sum(self.quota[p] for p in self.row(rank)) for rank, fixed in enumerate(self.layer.fixed)
+        )
 
     def holds(self, expert: int, rank: int) -> bool:
         return any(self.filled[p] == expert for p in self.row(rank))

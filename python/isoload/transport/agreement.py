@@ -6,7 +6,9 @@ import hashlib
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+STAGE_BYTES = 40  # of a stage's name, where ranks tell each other
 STAGES = ("count", "plan", "route", "dispatch", "experts", "combine", "placement")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -38,6 +40,27 @@ def raise_disagreement(names: Sequence[str], facts: Sequence[Sequence[int]]) -> 
                 first, other = (DTYPES[v] if name.startswith("dtype") else v for v in (values[0], value))
                 raise ValueError(
                     f"{name} must be the same on all ranks, got {first} on rank 0 and {other} on rank {rank}"
+                )
+
+
+def stage_header(stage: str, row_bytes: int) -> Tensor:
+    """[STAGE_BYTES + 8] uint8: an exchange's stage and the bytes of its rows."""
+    text = stage.encode()[:STAGE_BYTES].ljust(STAGE_BYTES, b"\0")
+    return torch.frombuffer(bytearray(text + row_bytes.to_bytes(8, "little")), dtype=torch.uint8)
+
+
+def raise_other_stage(headers: Tensor) -> None:
+    """Raises if the ranks' stage_header [R, :] differ: ranks that called different methods, or in another order."""
+    told = [bytes(row) for row in headers.tolist()]
+    stages = [row[:STAGE_BYTES].rstrip(b"\0").decode(errors="replace") for row in told]
+    sizes = [int.from_bytes(row[STAGE_BYTES:], "little") for row in told]
+    of = f"bytes per row of stage {stages[0]}"
+    for name, values in (("stage", stages), (of, sizes)):
+        for rank, value in enumerate(values):
+            if value != values[0]:
+                raise ValueError(
+                    f"{name} must be the same on all ranks, got {values[0]} on rank 0 and {value} on rank {rank}: all "
+                    "ranks make the same calls in the same order"
                 )
 
 

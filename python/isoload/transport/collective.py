@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,12 +13,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isoload.topology import Topology
+from isoload.transport.agreement import raise_other_stage, stage_header
 from isoload.transport.group import Group, PerRank
 from isoload.transport.peers import Peers
 from isoload.transport.symmetric import SymmetricMemory
+from isoload.value_checks import values_readable
 
 # the name since torch 2.13, and the one before
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def row_bytes(buffer: Tensor) -> int:
+    return buffer.element_size() * math.prod(buffer.shape[1:])
 
 
 class CollectiveGroup(Group):
@@ -58,12 +65,14 @@ class CollectiveGroup(Group):
     def _gather(self, stage: str, rows: list[Tensor]) -> Tensor:
         gathered = rows[0].new_empty(self.topology.num_ranks * len(rows[0]))
         with self.named(stage):
+            self._meet(stage, rows[0], rows[0].nbytes)
             _all_gather(gathered, rows[0], group=self.process_group)
         return gathered.view(self.topology.num_ranks, -1)
 
     def _swap(self, stage: str, buffers: list[Tensor], sent: PerRank, got: PerRank) -> list[Tensor]:
         arrived = buffers[0].new_empty(sum(got[0]), *buffers[0].shape[1:])
         with self.named(stage):
+            self._meet(stage, buffers[0], row_bytes(buffers[0]))
             dist.all_to_all_single(
                 arrived, buffers[0].contiguous(), got[0], sent[0], group=self.process_group
             )
@@ -75,6 +84,7 @@ class CollectiveGroup(Group):
         arrived = buffers[0].new_empty(sum(got[0]), *buffers[0].shape[1:])
         leaving = buffers[0].contiguous()
         with self.named(stage):
+            self._meet(stage, buffers[0], row_bytes(buffers[0]))
             work = dist.all_to_all_single(
                 arrived, leaving, got[0], sent[0], group=self.process_group, async_op=True
             )
@@ -87,9 +97,25 @@ class CollectiveGroup(Group):
 
         return wait
 
+    def _meet(self, stage: str, like: Tensor, size: int) -> None:
+        """Raises on all ranks, on CPU, unless all are in this stage with rows as large: gloo would abort or wait.
+
+        On a GPU it would be one more collective and a wait of the host; there only the group's timeout helps.
+        """
+        if not values_readable(like) or like.device.type != "cpu":
+            return
+        own = self.memo(("header", stage, size), lambda: stage_header(stage, size))
+        headers = own.new_empty(dist.get_world_size(self.process_group) * len(own))
+        _all_gather(headers, own, group=self.process_group)
+        headers = headers.view(-1, len(own))
+        if not headers.eq(own).all():
+            raise_other_stage(headers)
+
     def gather_objects(self, stage: str, given: object) -> list[Any]:
         gathered: list[Any] = [None] * dist.get_world_size(self.process_group)
         with self.named(stage):
+            if "cpu:" in dist.get_backend_config(self.process_group):
+                self._meet(stage, torch.empty(0), 0)
             dist.all_gather_object(gathered, given, group=self.process_group)
         return gathered
 

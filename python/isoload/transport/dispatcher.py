@@ -69,11 +69,13 @@ class Dispatcher(ABC):
             weights: [T, K] float32 each; beside float64 x also float64, which keeps their gradients exact.
             slots_per_rank: S; slot p lives on rank p // S.
             facts: more integers that all ranks must give alike, by name, the same names on all ranks. They travel with
-                the row counts; where the host does not wait for these, facts are not compared.
+                the row counts; where the host does not wait for these, facts are compared where values are readable
+                (on CPU; elsewhere under ISOLOAD_CHECK=1).
 
         Raises:
             ValueError: naming the argument, the rule and the value. The other ranks raise, too, naming rank and stage;
-                where the host does not wait they do not, unless the caller has told them by ``gather_loads``.
+                where the host does not wait they do so on CPU, elsewhere only if the caller has told them by
+                ``gather_loads``.
             RuntimeError: naming the stage, if a rank is gone.
         """
 

@@ -52,6 +52,11 @@ class Group(ABC):
         self._agreed: set[tuple[Any, ...]] = set()
         self._memo: dict[tuple[Any, ...], Any] = {}
 
+    @property
+    def owns_all(self) -> bool:
+        """Whether this process owns every rank."""
+        return len(self.ranks) == self.topology.num_ranks
+
     @abstractmethod
     def _gather(self, stage: str, rows: list[Tensor]) -> Tensor: ...
 
@@ -150,7 +155,7 @@ class Group(ABC):
         gathered = self.gather("gather", rows)
         codes = gathered.select(1, len(counts[0]))
         self._errors = codes if self._errors is None else torch.maximum(self._errors, codes)
-        if codes.device.type == "cpu":
+        if told or codes.device.type == "cpu":  # a rank that failed has no facts to compare
             self.check()
         if told:
             raise_disagreement(list(told), gathered.narrow(1, len(counts[0]) + 1, len(told)).tolist())
@@ -218,6 +223,7 @@ class Group(ABC):
         facts: Sequence[Sequence[int]],
         device: torch.device,
         failure: Exception | None = None,
+        failed_in: str | None = None,
     ) -> None:
         """Compares facts between all ranks, on each call; the host waits for them.
 
@@ -227,12 +233,13 @@ class Group(ABC):
             facts: [F] integers each; not read on a rank with a failure.
             device: that the group exchanges on.
             failure: why this process cannot go on.
+            failed_in: the stage it failed in, where that was an earlier one.
 
         Raises:
             ValueError: on all ranks alike, naming the first fact that differs, or the rank that failed and the stage.
             Exception: the failure, on the rank that has it.
         """
-        code = 0 if failure is None else error_code(stage)
+        code = 0 if failure is None else error_code(failed_in or stage)
         told = facts if failure is None else [[0] * len(names)] * len(self.ranks)
         rows = [torch.tensor([code, *f], dtype=torch.int64, device=device) for f in told]
         gathered = self.gather(f"{stage} agreement", rows).tolist()
@@ -248,6 +255,10 @@ class Group(ABC):
         if (names, *facts) in self._agreed:
             return
         self.agree(stage, names, facts, device)
+        self.note_agreed(names, facts)
+
+    def note_agreed(self, names: tuple[str, ...], facts: list[tuple[int, ...]]) -> None:
+        """These facts have been compared: :meth:`agree_new` need not do so again."""
         self._agreed.add((names, *facts))
 
     def agree_once(self, stage: str, facts: dict[str, object], failure: Exception | None = None) -> None:

@@ -15,8 +15,13 @@ from isoload.transport.dispatcher import Dispatcher, Received, StartedDispatch, 
 from isoload.transport.exchange import Combine, Dispatch, anchor, pack_payload, unpack_payload
 from isoload.transport.group import Group
 from isoload.transport.rows import RowMap, find_destinations, map_rows
+from isoload.value_checks import values_readable
 
 COUNTS_STAGE = "dispatch row counts"
+
+
+class RankFailed(Exception):
+    """Stands for this rank's own failure, which the caller raises in full."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,10 +110,15 @@ class RowDispatcher(Dispatcher):
         return list(Combine.apply(self.group, maps, not self.host_waits, link, *y, *(own or [])))
 
     def tell_failure(self, stage: str, device: torch.device, facts: Mapping[str, int] | None = None) -> None:
-        """See :meth:`Dispatcher.tell_failure`. With max_tokens_per_rank there is no such exchange: nothing is told."""
-        if not self.host_waits:
-            return
+        """See :meth:`Dispatcher.tell_failure`. With max_tokens_per_rank there is such an exchange where the host may
+        read values (on CPU; elsewhere under ISOLOAD_CHECK=1): elsewhere nothing is told.
+        """
         group, names = self.group, (*FACTS, *(facts or {}))
+        if not self.host_waits:
+            if values_readable(torch.empty(0, device=device)):
+                with suppress(RankFailed):
+                    group.agree("dispatch", names, [], device, RankFailed(), failed_in=stage)
+            return
         nothing = [
             torch.zeros(group.topology.num_ranks, dtype=torch.int64, device=device) for _ in group.ranks
         ]
@@ -148,7 +158,12 @@ class RowDispatcher(Dispatcher):
                 COUNTS_STAGE, [d.counts for d in destinations], names, [f + values for f in facts]
             )
         else:
-            group.agree_new("dispatch", FACTS, facts, x[0].device)
+            if values_readable(x[0]):
+                values = tuple(more_facts.values())
+                group.agree("dispatch", (*FACTS, *more_facts), [f + values for f in facts], x[0].device)
+                group.note_agreed(FACTS, facts)
+            else:
+                group.agree_new("dispatch", FACTS, facts, x[0].device)
             sent = got = [[capacity] * num_ranks] * len(group.ranks)
         group.traffic.rows = group.traffic.rows.to(x[0].device)
         for rank, d in zip(group.ranks, destinations, strict=True):

@@ -13,7 +13,8 @@ class Traffic:
     """What this process handed to the exchanges since the group was made.
 
     rows        [R, R] int64  rows dispatched, source x destination; only the process's own sources are filled
-    bytes                     by stage; padding and what a rank sends to itself count, too
+    bytes                     by stage; padding and what a rank sends to itself count, too, but not by what processes
+                              on CPU find out, before an exchange, that they are in one stage
     host_syncs                times the host waited for values that an exchange brought
     """
 

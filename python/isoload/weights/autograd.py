@@ -42,7 +42,7 @@ class JoinRows(torch.autograd.Function):
         *values: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.num_homes = group, [len(rank.layout.homes) for rank in ranks]
-        ctx.noted, ctx.num_passed = noted, num_passed
+        ctx.noted, ctx.num_passed, ctx.divisor = noted, num_passed, ranks[0].gradient_divisor
         ctx.replicas, ctx.borrowed = replicas, borrowed
         # Saved to be found changed: after .to() or a copy, a step on a Parameter shows in no storage's version.
         ctx.save_for_backward(*noted.values(), *values[num_passed:])
@@ -80,6 +80,8 @@ class JoinRows(torch.autograd.Function):
         if ctx.borrowed is not None:
             ctx.borrowed.add_back(spare, totals)
         dtype = stacks[0].dtype
+        if ctx.divisor != 1:
+            totals = [[total.div_(ctx.divisor) for total in own] for own in totals]
         return *(None,) * 6, *rows, *(total.to(dtype) for own in totals for total in own)
 
 

@@ -231,8 +231,14 @@ class Copy(Pull):
 BACKENDS: dict[str, type[Backend]] = {b.name: b for b in (Pull, Copy, AllToAll, PointToPoint)}
 
 
-def make_backend(group: Group, name: str | None, device: torch.device) -> Backend:
+def make_backend(group: Group, name: str | None, device: torch.device, own_memory: bool = True) -> Backend:
     """The group's backend of a name; None: ``pull`` where ranks can read each other's memory, else ``all_to_all``.
+
+    Args:
+        group: joins the ranks.
+        name: in BACKENDS, or None.
+        device: of the weights.
+        own_memory: whether home rows lie in memory of new_stack; that of a Shard no other process can read.
 
     Raises:
         ValueError: an unknown name, or one that cannot work here.
@@ -244,7 +250,8 @@ def make_backend(group: Group, name: str | None, device: torch.device) -> Backen
             raise ValueError("borrow must not be p2p without processes, got 'p2p'")
         if device.type == "cuda" and dist.get_backend(group.process_group) == "gloo":
             raise ValueError("borrow must not be p2p over gloo on a GPU, got 'p2p'")
-    peers = group.peers(device) if name in (None, "pull", "copy") else None
+    readable = own_memory or len(group.ranks) == group.topology.num_ranks
+    peers = group.peers(device) if readable and name in (None, "pull", "copy") else None
     if name in ("pull", "copy") and peers is None:
         raise ValueError(
             f"borrow must be all_to_all or p2p where ranks cannot read each other's memory, got {name!r}"

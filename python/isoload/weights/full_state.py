@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from isoload.transport import Group
 from isoload.weights.layout import Layout, home_addresses
@@ -17,17 +17,22 @@ from isoload.weights.storage import RankWeights
 
 def gather_full(group: Group, ranks: Sequence[RankWeights], held: Sequence[Layout]) -> dict[str, Tensor]:
     """[E, ...] of every stack, on every process. All ranks call it together with the layouts [R]."""
+    full = gather_rows(group, held, [rank.home_rows() for rank in ranks])
+    return {FULL + name: stack for name, stack in ranks[0].by_name(full).items()}
+
+
+def gather_rows(group: Group, held: Sequence[Layout], homes: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """[E, ...] on every process, from stacks [homes, ...] of every owned rank. All ranks call it together."""
     home = home_addresses(held)
     # a process that owns all ranks needs one copy
-    readers = range(len(held)) if len(ranks) < len(held) else [0]
+    readers = [0] if group.owns_all else range(len(held))
     moves = [Move(home[expert], Address(rank, expert)) for rank in readers for expert in range(len(home))]
-    homes = [rank.home_rows() for rank in ranks]
     full = [
         [stack.detach().new_zeros(len(home) if rank in readers else 0, *stack.shape[1:]) for stack in stacks]
         for rank, stacks in zip(group.ranks, homes, strict=True)
     ]
-    move_rows(group, "state", moves, homes, full)
-    return {FULL + name: stack for name, stack in ranks[0].by_name(full[0]).items()}
+    move_rows(group, "state", moves, [list(stacks) for stacks in homes], full)
+    return full[0]
 
 
 @torch.no_grad()
@@ -38,17 +43,16 @@ def load_full(ranks: Sequence[RankWeights], num_experts: int, state: Mapping[str
         ValueError: before anything is copied, naming the key, the rule and the value.
     """
     for rank in ranks:
+        rank.check_load()
         for name in NAMES:
-            home: Tensor | None = getattr(rank, name)
+            home = rank.homes().get(name)
             given = state.get(FULL + name)
             wanted = None if home is None else [num_experts, *home.shape[1:]]
             if (found := None if given is None else list(given.shape)) != wanted:
                 raise ValueError(f"{FULL}{name} must be {wanted}, got {found}")
-            if home is not None and not isinstance(home, nn.Parameter):
-                raise ValueError(f"{name} must be a Parameter to be loaded, got a parametrized one")
     for rank in ranks:
         homes, replicas = list(rank.layout.homes), list(rank.layout.replicas)
-        stacks = [state[FULL + name] for name in NAMES if getattr(rank, name) is not None]
+        stacks = [state[FULL + name] for name in rank.stored()]
         for stack, home, behind in zip(stacks, rank.home_rows(), rank.replica_rows(), strict=True):
             home.copy_(stack[homes])
             behind[: len(replicas)].copy_(stack[replicas])

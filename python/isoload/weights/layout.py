@@ -61,6 +61,11 @@ def layouts(placed: PlacedLayers, before: Sequence[Layout] | None = None) -> lis
     return result
 
 
+def shard_layouts(placed: PlacedLayers) -> list[Layout]:
+    """[R] the rows of every rank whose home rows ascend by expert, as in a Shard."""
+    return layouts(placed, [Layout(tuple(sorted(own.homes)), (), ()) for own in layouts(placed)])
+
+
 def home_addresses(held: Sequence[Layout]) -> dict[int, Address]:
     """The home row of every expert, from the layouts [R] of all ranks."""
     return {e: Address(rank, row) for rank, own in enumerate(held) for row, e in enumerate(own.homes)}

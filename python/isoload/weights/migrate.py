@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from isoload.placed_layers import PlacedLayers
-from isoload.placement import Placement
+from isoload.placement import Placement, check_same_shape
 from isoload.transport import Group, checksum
-from isoload.weights.layout import Layout
+from isoload.weights.layout import Layout, replica_moves
 from isoload.weights.moves import move_rows
+from isoload.weights.optimizer_steps import check_experts, has_rows
 from isoload.weights.schedule import plan_moves
-from isoload.weights.state import NAMES
+from isoload.weights.shard import ShardWeights, check_homes_stay
+from isoload.weights.state import HOMES, NAMES
 from isoload.weights.storage import RankWeights
 
 # What every rank must give load_placement alike, in the order of move_facts
@@ -30,25 +32,11 @@ FACTS = (
 
 def check_move(now: Placement, new: Placement, rows_per_chunk: int, ranks: Sequence[RankWeights]) -> None:
     """Raises ValueError if a layer cannot go from one placement to another, or cannot be moved now."""
-    for name in ("topology", "num_layers", "num_experts", "num_shared", "slots_per_rank", "spare_slots"):
-        if getattr(new, name) != getattr(now, name):
-            raise ValueError(
-                f"placement must have the layer's {name}={getattr(now, name)}, got {getattr(new, name)}"
-            )
+    check_same_shape(now, new)
     if rows_per_chunk < 2:
         raise ValueError(f"rows_per_chunk must be at least 2, got {rows_per_chunk}")
     for rank in ranks:
-        if not rank.shows_storage():
-            raise ValueError(
-                "expert Parameters must lie in the layer's storage to move, got memory of their own (p.data = x, a "
-                "flat buffer, functional_call or parametrize)"
-            )
-        for name in NAMES:
-            parameter: Tensor | None = getattr(rank, name)
-            if parameter is not None and parameter.grad is not None:
-                raise ValueError(
-                    f"expert Parameters must have no gradient (zero_grad(set_to_none=True) first), {name} has one"
-                )
+        rank.check_move()
 
 
 def move_facts(
@@ -71,6 +59,8 @@ def move_facts(
                 f"placement must fit in the {rows} weight rows of rank {rank}, got {len(layout.experts)} experts "
                 "(see weight_rows)"
             )
+    if isinstance(ranks[0], ShardWeights):
+        check_homes_stay(before, after)
     assert placed.layer is not None
     slots, homes = (array[placed.layer].tolist() for array in placed.host.arrays)
     shared = [placed.layer, rows_per_chunk, *map(checksum, (slots, homes, [r.experts for r in before]))]
@@ -85,9 +75,30 @@ def move_weights(
     rows_per_chunk: int,
 ) -> None:
     """Moves the storages of a layer from one layout [R] to the next; the Parameters are to be settled after it."""
+    if isinstance(ranks[0], ShardWeights):
+        move_replicas(group, ranks, before, after, rows_per_chunk)
+        return
     stacks = [rank.stored_rows() for rank in ranks]
     for chunk in plan_moves([r.experts for r in before], [r.experts for r in after], rows_per_chunk):
         move_rows(group, "placement", chunk, stacks, stacks)
+
+
+def move_replicas(
+    group: Group,
+    ranks: Sequence[RankWeights],
+    before: Sequence[Layout],
+    after: Sequence[Layout],
+    rows_per_chunk: int,
+) -> None:
+    """Where all home rows stay: copies them into the replica rows that get another expert."""
+    moves = []
+    for move in replica_moves(after):
+        rank, row = move.target
+        if after[rank].replicas[row : row + 1] != before[rank].replicas[row : row + 1]:
+            moves.append(move)
+    homes, replicas = [r.home_rows() for r in ranks], [r.replica_rows() for r in ranks]
+    for first in range(0, len(moves), rows_per_chunk):
+        move_rows(group, "placement", moves[first : first + rows_per_chunk], homes, replicas)
 
 
 def move_state(
@@ -111,8 +122,9 @@ def move_state(
         rooms = [_make_room(state[key], count) for state, count in zip(states, counts, strict=True)]
         for chunk in chunks:
             move_rows(group, "placement state", chunk, [[room] for room in rooms], [[room] for room in rooms])
-        for state, room, count in zip(states, rooms, counts, strict=True):
+        for rank, state, room, count in zip(group.ranks, states, rooms, counts, strict=True):
             state[key] = room if len(room) == count else room[:count].clone()
+            state[HOMES] = list(after[rank].homes)
 
 
 def _make_room(tensor: Tensor, count: int) -> Tensor:
@@ -130,9 +142,10 @@ def state_fields(optimizer: Optimizer, rank: RankWeights) -> list[tuple[str, str
         ValueError: naming the Parameter or state that does not fit.
     """
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    check_experts(optimizer, rank)
     fields = []
     for name in NAMES:
-        parameter: Tensor | None = getattr(rank, name)
+        parameter: nn.Parameter | None = getattr(rank, name, None)
         if parameter is None or not parameter.requires_grad:
             continue
         if id(parameter) not in held:
@@ -140,7 +153,7 @@ def state_fields(optimizer: Optimizer, rank: RankWeights) -> list[tuple[str, str
         for key, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor):
                 continue
-            if value.shape == parameter.shape:
+            if has_rows(value, parameter):
                 fields.append((name, key, str(value.dtype)))
             elif value.numel() != 1:
                 raise ValueError(

@@ -21,6 +21,7 @@ from isoload.experts.weights import ExpertWeights
 from isoload.transport import Group
 from isoload.weights.layout import Layout
 from isoload.weights.moves import Move, move_rows
+from isoload.weights.optimizer_steps import see_steps
 from isoload.weights.state import HOMES, NAMES, rows_for
 
 
@@ -39,7 +40,9 @@ class RankWeights(nn.Module):
         new_stack: (like, rows) -> [rows, ...] zeros: where the storages come from.
     """
 
+    sharded_over: frozenset[int] = frozenset()  # of the default process group
     row_of_slot: Tensor
+    stored_down: Tensor
 
     def __init__(
         self,
@@ -60,19 +63,40 @@ class RankWeights(nn.Module):
             homes = None if stored is None else nn.Parameter(stored[:num_homes])
             self.register_parameter(name, homes)
             self.register_buffer(f"stored_{name}", stored, persistent=False)
+        self.place_rows(num_rows, spare_slots, dense.down.device)
+
+    def place_rows(self, num_rows: int, spare_slots: int, device: torch.device) -> None:
+        """Notes which row every slot has; the end of construction."""
         self.num_rows, self.spare_slots = num_rows, spare_slots
-        row_of_slot = torch.tensor(self._rows(layout), dtype=torch.int64, device=dense.down.device)
+        self.gradient_divisor = 1  # of the home rows' gradients
+        row_of_slot = torch.tensor(self._rows(self.layout), dtype=torch.int64, device=device)
         self.register_buffer("row_of_slot", row_of_slot, persistent=False)
         self._refreshed: list[tuple[Tensor, int]] | None = None
         self.note_refreshed()
+        see_steps(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Notes over which ranks fully_shard spreads a Parameter: while the layer runs nothing shows it."""
+        mesh = getattr(value, "device_mesh", None) if isinstance(value, Tensor) else None
+        if mesh is not None:
+            self.__dict__["sharded_over"] = frozenset(mesh.mesh.flatten().tolist())
+        super().__setattr__(name, value)
+
+    def homes(self) -> dict[str, Tensor]:
+        """The home rows [homes, ...] by stack: the Parameters."""
+        return {name: p for name in NAMES if (p := getattr(self, name)) is not None}
 
     def home_rows(self) -> list[Tensor]:
-        """The Parameters, each [homes, ...]."""
-        return [p for name in NAMES if (p := getattr(self, name)) is not None]
+        """The home rows of every stack, each [homes, ...]."""
+        return list(self.homes().values())
+
+    def stored(self) -> dict[str, Tensor]:
+        """The storages [rows, ...] by stack."""
+        return {name: b for name in NAMES if (b := getattr(self, f"stored_{name}")) is not None}
 
     def stored_rows(self) -> list[Tensor]:
-        """The storages, each [rows, ...]."""
-        return [b for name in NAMES if (b := getattr(self, f"stored_{name}")) is not None]
+        """The storage of every stack, each [rows, ...]."""
+        return list(self.stored().values())
 
     def replica_rows(self) -> list[Tensor]:
         """The storages behind the home rows."""
@@ -91,25 +115,38 @@ class RankWeights(nn.Module):
     def note_refreshed(self) -> None:
         """Replicas are equal to the home rows as these are now."""
         # The alias keeps the memory, so that no other tensor comes to lie at the same address.
-        self._refreshed = [(home.detach(), _version(home)) for home in self.home_rows()]
+        self._refreshed = [
+            (home.detach(), version) for home, version in zip(self.home_rows(), self.versions(), strict=True)
+        ]
+
+    def note_changed(self) -> None:
+        """Replicas are stale: an optimizer has stepped."""
+        self._refreshed = None
 
     def is_refreshed(self) -> bool:
-        """Whether the home rows are those of the last :meth:`note_refreshed`, as far as torch counts versions.
+        """Whether the home rows are those of the last :meth:`note_refreshed`, as far as it can be seen.
 
-        It counts none for ``p.data.add_()`` and for the steps of fused optimizers.
+        Steps of torch's optimizers are, and what counts a version; ``p.data.add_()`` by hand is not.
         """
         return self._refreshed is not None and all(
-            (home.data_ptr(), _version(home)) == (noted.data_ptr(), version)
-            for home, (noted, version) in zip(self.home_rows(), self._refreshed, strict=True)
+            (home.data_ptr(), now) == (noted.data_ptr(), version)
+            for home, now, (noted, version) in zip(
+                self.home_rows(), self.versions(), self._refreshed, strict=True
+            )
             if not isinstance(home, FakeTensor)
         )
 
+    def versions(self) -> list[int]:
+        """How often the home rows of every stack have changed."""
+        return list(map(version_of, self.home_rows()))
+
     def check(self, replicated: bool) -> None:
         """Raises ValueError if the Parameters do not fit the layout or, replicated, changed since the refresh."""
-        for name in NAMES:
-            home, stored = getattr(self, name), getattr(self, f"stored_{name}")
-            if home is None:
-                continue
+        homes, storages = self.homes(), self.stored()
+        if homes.keys() != storages.keys():
+            raise ValueError(f"experts must have the stacks {list(storages)}, got {list(homes)}")
+        for name, home in homes.items():
+            stored = storages[name]
             wanted = [len(self.layout.homes), *stored.shape[1:]], stored.dtype, stored.device
             if (given := (list(home.shape), home.dtype, home.device)) != wanted:
                 raise ValueError(
@@ -121,10 +158,28 @@ class RankWeights(nn.Module):
                 "got Parameters that changed since"
             )
 
+    def check_move(self) -> None:
+        """Raises ValueError if the home rows cannot be moved now."""
+        if not self.shows_storage():
+            raise ValueError(
+                "expert Parameters must lie in the layer's storage to move, got memory of their own (p.data = x, a "
+                "flat buffer, functional_call or parametrize)"
+            )
+        for name, home in self.homes().items():
+            if home.grad is not None:
+                raise ValueError(
+                    f"expert Parameters must have no gradient (zero_grad(set_to_none=True) first), {name} has one"
+                )
+
+    def check_load(self) -> None:
+        """Raises ValueError if the home rows cannot be written from a state."""
+        for name in self.stored():
+            if not isinstance(getattr(self, name), nn.Parameter):
+                raise ValueError(f"{name} must be a Parameter to be loaded, got a parametrized one")
+
     def by_name(self, stacks: Sequence[Tensor]) -> dict[str, Tensor]:
         """Stacks in the order of home_rows, by name again."""
-        names = [name for name in NAMES if getattr(self, name) is not None]
-        return dict(zip(names, stacks, strict=True))
+        return dict(zip(self.stored(), stacks, strict=True))
 
     def weight_rows(self, slots: Tensor) -> Tensor:
         """Local slots [N, K] as weight rows; -1 stays."""
@@ -179,6 +234,7 @@ class RankWeights(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._settle_copy(*state["_refreshed"])  # so do deepcopy and pickle
+        see_steps(self)
 
     def _settle_copy(self, shown: bool, refreshed: bool) -> None:
         """Makes all Parameters and storages, new tensors with the values of others, what these were to each other."""
@@ -196,7 +252,8 @@ def _shows(home: Tensor, stored: Tensor) -> bool:
     return rows and home.dtype == stored.dtype and home.data_ptr() == stored.data_ptr()
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """How often torch has seen a tensor change."""
     return 0 if tensor.is_inference() else tensor._version
 
 

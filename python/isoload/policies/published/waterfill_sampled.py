@@ -42,5 +42,5 @@ class WaterfillSampledPolicy(Seeded, SharedPolicy):
         assert plan.shared is not None and plan.shared.copies is not None
         copies = plan.shared.copies
         load = copies.select(0, rank) if self.rule == "static" else copies.sum(0, dtype=torch.int32)
-        size, seed = plan.placed.host.slots_per_rank, sample_seed(plan, rank)
-        return ops.route_shared_sampled(slots, load, plan.shared.tokens, size, rank, self.rule, seed)
+        size, tokens = plan.placed.host.slots_per_rank, plan.shared.tokens
+        return ops.route_shared_sampled(slots, load, tokens, size, rank, self.rule, *sample_seed(plan, rank))

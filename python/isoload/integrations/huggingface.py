@@ -1,0 +1,160 @@
+"""transformers: its expert parallelism with isoload in place of the exchange of tokens.
+
+``register()`` adds an implementation to transformers' ``EPImplementationInterface``; a model loaded with
+``DistributedConfig(..., ep_implementation="isoload")`` then runs its experts through one isoload layer per experts
+module. The weights stay the DTensors that transformers sharded, gradients reach them, and nothing is copied but the
+experts that a batch borrows.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isoload.layer import MoE
+from isoload.layer.fused_experts import check_fused, fused_activation, fused_stacks
+from isoload.placers import place
+from isoload.policies import Policy, make_policy
+from isoload.topology import Topology
+from isoload.transport import CollectiveTransport
+from isoload.weights.shard import Shard
+
+
+@dataclass(eq=False)
+class Settings:
+    """What all layers of one registered name share; see :func:`register`."""
+
+    policy: Policy
+    spare_slots: int
+    ranks_per_node: int
+    transports: dict[Any, CollectiveTransport] = field(default_factory=dict)
+
+    def transport(self, group: Any, num_ranks: int) -> CollectiveTransport:
+        """One per process group, so that all layers share a pool for borrowed experts."""
+        if group not in self.transports:
+            self.transports[group] = CollectiveTransport(Topology(num_ranks, self.ranks_per_node), group)
+        return self.transports[group]
+
+
+_IN_USE: weakref.WeakKeyDictionary[nn.Module, BalancedExperts] = weakref.WeakKeyDictionary()
+
+
+def register(
+    name: str = "isoload",
+    *,
+    policy: str = "llep",
+    spare_slots: int = 2,
+    ranks_per_node: int = 0,
+    **options: Any,
+) -> None:
+    """Adds an ``ep_implementation`` to transformers. To be called on every rank before a model is loaded.
+
+    Args:
+        name: for ``DistributedConfig(ep_implementation=name)``.
+        policy: one that borrows ("llep", "spill_cost"): transformers leaves each rank its own experts and no replicas.
+        spare_slots: experts that a rank can borrow at a time.
+        ranks_per_node: of the expert-parallel group; 0 = all ranks on one node.
+        **options: the policy's, e.g. min_chunk.
+
+    Raises:
+        ValueError: naming the argument, the rule and the value.
+        ImportError: transformers has no expert parallelism that can be extended (5.23 has).
+    """
+    from transformers.distributed.expert_parallel import EPImplementationInterface
+
+    chosen = make_policy(policy, options)
+    if not chosen.borrows:
+        raise ValueError(f"policy must borrow experts (llep, spill_cost), got {policy!r}")
+    if spare_slots < 1:
+        raise ValueError(f"spare_slots must be at least 1, got {spare_slots}")
+    settings = Settings(chosen, spare_slots, ranks_per_node)
+    EPImplementationInterface.register(name, lambda *parts: BalancedExperts(settings, *parts))
+
+
+def layers(model: nn.Module) -> list[MoE]:
+    """The isoload layers of a model in the order of its modules; those that have not run yet are missing."""
+    found = [_IN_USE[module] for module in model.modules() if module in _IN_USE]
+    return [balanced.layer for balanced in found if balanced.layer is not None]
+
+
+class BalancedExperts:
+    """An experts module's tokens, balanced: what transformers calls in place of its own exchange.
+
+    Ranks of a tensor-parallel group hold the same rows; each takes a part of them.
+
+    Args:
+        settings: see :func:`register`.
+        experts: the module, its Parameters sharded by expert over ep_mesh.
+        ep_mesh: ranks that share the experts.
+        tp_mesh: ranks that hold the same rows.
+    """
+
+    def __init__(self, settings: Settings, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
+        check_fused(experts)
+        self.settings, self.ep_mesh, self.tp_mesh = settings, ep_mesh, tp_mesh
+        self.layer: MoE | None = None
+        # During the call transformers puts local parts in place of the DTensors, whose changes nothing counts.
+        self._parameters: dict[str, Tensor] = {}
+        experts.register_forward_pre_hook(self._note_parameters)
+        self._experts = weakref.ref(experts)
+        _IN_USE[experts] = self
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[T, H], [T, K] and [T, K] -> [T, H]: every token's experts, weighted and summed."""
+        if self.layer is None:
+            self.layer = self._make_layer()  # only now are the weights loaded
+        own = [self._own_rows(x) for x in (hidden_states, top_k_index, top_k_weights)]
+        return self._all_rows(self.layer.compute(*own), len(hidden_states))  # type: ignore[arg-type]
+
+    def _note_parameters(self, experts: nn.Module, args: Any) -> None:
+        self._parameters = dict(experts.named_parameters(recurse=False))
+
+    def _make_layer(self) -> MoE:
+        experts, num_ranks, rank = self._experts(), self.ep_mesh.size(), self.ep_mesh.get_local_rank()
+        assert experts is not None
+        num_experts = len(self._parameters["down_proj"])
+        topology = Topology(num_ranks, self.settings.ranks_per_node)
+        placement = place(
+            torch.ones(1, num_experts), topology, placer="trivial", spare_slots=self.settings.spare_slots
+        )
+        shard = Shard(placement.home_experts(0, rank), lambda: fused_stacks(experts, self._parameters))
+        return MoE(
+            _refuse,
+            shard,
+            self.settings.transport(self.ep_mesh.get_group(), num_ranks),
+            placement,
+            policy=self.settings.policy,
+            activation=fused_activation(experts),
+        )
+
+    def _own_rows(self, rows: Tensor) -> Tensor:
+        """This rank's part of rows that a tensor-parallel group holds; backward gathers the parts."""
+        if self.tp_mesh.size() == 1:
+            return rows
+        from torch.distributed.tensor import DTensor, Replicate
+        from torch.distributed.tensor import Shard as Split
+
+        held = DTensor.from_local(rows, self.tp_mesh, [Replicate()], run_check=False)
+        return held.redistribute(self.tp_mesh, [Split(0)]).to_local()
+
+    def _all_rows(self, own: Tensor, num_tokens: int) -> Tensor:
+        """The rows of the whole tensor-parallel group."""
+        if self.tp_mesh.size() == 1:
+            return own
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor import Shard as Split
+
+        shape = torch.Size([num_tokens, own.shape[1]])
+        parts = DTensor.from_local(
+            own.contiguous(), self.tp_mesh, [Split(0)], run_check=False, shape=shape, stride=(own.shape[1], 1)
+        )
+        return parts.full_tensor()
+
+
+def _refuse(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """In place of a gate, which the model keeps."""
+    raise RuntimeError("experts must be called with the model's choices, see BalancedExperts")

@@ -1,0 +1,180 @@
+"""Recorder: the loads of all layers, batch by batch, in memory of constant size: what ``place`` reads.
+
+Forward only adds to a table on the layer's device, so it may be captured and makes no host wait. ``step`` ends a batch;
+where the memory is full, neighbouring batches are added up, and each of those to come spans as many steps as they do.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from isoload.counting import count
+from isoload.layer.fused_experts import is_fused
+from isoload.trace import Trace, write_trace
+from isoload.transport import Group
+
+
+class Recorder:
+    """Set it as ``balancer.recorder``, or :meth:`watch` blocks that isoload does not run.
+
+    Args:
+        num_layers: L.
+        num_experts: E, the routed experts.
+        max_batches: most that are kept, an even number.
+        device: of the layers' topk_ids.
+        layer_ids: [L] the model's own layer numbers. Default: 0..L-1.
+
+    Raises:
+        ValueError: naming the argument, the rule and the value.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_experts: int,
+        max_batches: int = 64,
+        device: torch.device | str = "cpu",
+        layer_ids: Sequence[int] = (),
+    ) -> None:
+        for name, number in (("num_layers", num_layers), ("num_experts", num_experts)):
+            if number < 1:
+                raise ValueError(f"{name} must be at least 1, got {number}")
+        if max_batches < 2 or max_batches % 2:
+            raise ValueError(f"max_batches must be even and at least 2, got {max_batches}")
+        self.layer_ids = tuple(layer_ids) or tuple(range(num_layers))
+        if len(set(self.layer_ids)) != num_layers:
+            raise ValueError(f"layer_ids must be {num_layers} distinct numbers, got {list(self.layer_ids)}")
+        self.num_experts, self.max_batches = num_experts, max_batches
+        self._batches = torch.zeros(max_batches, num_layers, num_experts, dtype=torch.int64, device=device)
+        self._now = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
+        self._layers = list(self._now.unbind())  # views made once
+        self._sources: dict[int, weakref.ref[object]] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all batches. Memory stays where it is, so captured graphs stay valid."""
+        self._now.zero_()
+        self.num_batches, self.steps_per_batch, self._steps = 0, 1, 0
+
+    def add(self, layer: int, counts: Sequence[Tensor], source: object) -> None:
+        """Adds the copies of a batch, or of a part of one.
+
+        Args:
+            layer: position.
+            counts: [E] integers or longer, shared experts after the routed ones, of every owned rank.
+            source: who counts them: one object per layer, so that two layers of one number do not add up unseen.
+
+        Raises:
+            ValueError: naming the argument, the rule and the value.
+        """
+        if not 0 <= layer < len(self._layers):
+            raise ValueError(f"layer must be in 0..{len(self._layers) - 1}, got {layer}")
+        if not torch.compiler.is_compiling():
+            self._check_source(layer, source)
+        for row in counts:
+            if len(row) < self.num_experts or row.device != self._now.device:
+                raise ValueError(
+                    f"counts must be [{self.num_experts}] on {self._now.device}, got [{len(row)}] on {row.device}"
+                )
+            self._layers[layer].add_(row[: self.num_experts])
+
+    def _check_source(self, layer: int, source: object) -> None:
+        held = self._sources.get(layer)
+        before = None if held is None else held()
+        if before is None:
+            self._sources[layer] = weakref.ref(source)
+        elif before is not source:
+            raise ValueError(
+                f"layer {layer} must be recorded by one layer of the model, got a second: give each its position"
+            )
+
+    def watch(self, block: nn.Module, layer: int) -> RemovableHandle:
+        """Records a Hugging Face block that runs as it is.
+
+        Args:
+            block: whose ``experts`` transformers calls with (hidden_states, top_k_index, top_k_weights).
+            layer: position.
+
+        Returns:
+            a handle whose ``remove()`` ends it.
+        """
+        experts = getattr(block, "experts", None)
+        if not isinstance(experts, nn.Module) or not is_fused(experts):
+            raise ValueError(
+                f"block must have experts that transformers fuses, got {type(block).__name__} with "
+                f"{type(experts).__name__}"
+            )
+
+        def record(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            ids = named["top_k_index"] if "top_k_index" in named else args[1]
+            self.add(layer, [count(ids, self.num_experts)], module)
+
+        return experts.register_forward_pre_hook(record, with_kwargs=True)
+
+    def step(self) -> None:
+        """Ends a batch: to be called once all layers have run, on every rank alike. No host wait."""
+        self._steps += 1
+        if self._steps < self.steps_per_batch:
+            return
+        if self.num_batches == self.max_batches:
+            half = self.max_batches // 2
+            self._batches[:half].copy_(self._batches[0::2] + self._batches[1::2])
+            self.num_batches, self.steps_per_batch = half, 2 * self.steps_per_batch
+            return  # the batch under way is half of one now
+        self._batches[self.num_batches].copy_(self._now)
+        self._now.zero_()
+        self.num_batches, self._steps = self.num_batches + 1, 0
+
+    def counts(self, group: Group | None = None) -> Tensor:
+        """[batches, L, E] int64 copies on the host, summed over all ranks of a group, which call it together.
+
+        Args:
+            group: joins the ranks; None: what this process recorded, which is all of it where ranks hold the same
+                tokens or the process owns every rank.
+
+        Raises:
+            ValueError: on all ranks, if they recorded different numbers of batches.
+        """
+        own = self._batches[: self.num_batches]
+        if group is None or len(group.ranks) == group.topology.num_ranks:
+            return own.cpu()
+        names = ("batches recorded", "steps per batch", "layers", "experts")
+        facts = [self.num_batches, self.steps_per_batch, *self._now.shape]
+        group.agree("recorded loads", names, [facts] * len(group.ranks), self._now.device)
+        nothing = [torch.zeros_like(own[0].flatten())] * (len(group.ranks) - 1) if len(own) else []
+        sums = [group.gather("recorded loads", [b.flatten(), *nothing]).sum(0).view_as(b) for b in own]
+        return torch.stack(sums).cpu() if sums else own.cpu()
+
+    def trace(self, group: Group | None = None, name: str = "recorded") -> Trace:
+        """The complete batches as a trace, see :meth:`counts`; batches without copies are left out.
+
+        Raises:
+            ValueError: nothing was recorded.
+        """
+        counts = self.counts(group)
+        counts = counts[counts.flatten(1).any(1)]
+        if not len(counts):
+            raise ValueError(
+                "trace must have at least one batch with copies: call step() after each, got none"
+            )
+        provenance = {"recorded by": "isoload.Recorder", "steps per batch": self.steps_per_batch}
+        return Trace(
+            name,
+            self.num_experts,
+            counts=counts.numpy(),
+            layer_ids=self.layer_ids,
+            provenance=provenance,
+        )
+
+    def save(self, path: str | Path, group: Group | None = None) -> None:
+        """Writes the trace as .npz and .json; every process of the group calls it, the first one writes."""
+        trace = self.trace(group)
+        if group is None or group.ranks[0] == 0:
+            write_trace(trace, path)

@@ -1,0 +1,22 @@
+"""The example for transformers runs under torchrun, and isoload's losses are those of transformers' own exchange."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_losses_are_those_of_transformers():
+    for package in ("transformers", "accelerate"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    script = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    script += ["examples/finetune_transformers.py", "--steps=3"]
+    ran = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    stock, ours = (line.split() for line in ran.stdout.strip().splitlines())
+    assert (stock[0], ours[0]) == ("all_to_all", "isoload")
+    assert [float(x.strip(";")) for x in ours[2:5]] == pytest.approx([float(x) for x in stock[2:]], rel=1e-4)
+    assert "busiest rank over the mean" in ran.stdout

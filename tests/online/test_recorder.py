@@ -1,0 +1,135 @@
+"""The recorder keeps every copy, in memory of one size, on every rank alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import isoload
+from isoload.online import Recorder
+from support.processes import run_ranks
+
+LAYERS, EXPERTS = 3, 5
+
+
+class Source:
+    """Stands for a layer of a model."""
+
+
+def record(recorder, steps, seed=0, sources=None):
+    """[steps, L, E] what was added."""
+    draw = torch.Generator().manual_seed(seed)
+    sources = sources or [Source() for _ in range(LAYERS)]
+    added = torch.randint(0, 9, (steps, LAYERS, EXPERTS), generator=draw, dtype=torch.int32)
+    for batch in added:
+        for layer, counts in enumerate(batch):
+            halves = counts // 2, counts - counts // 2
+            recorder.add(layer, [torch.cat([h, h.new_full((1,), 77)]) for h in halves], sources[layer])
+        recorder.step()
+    return added.long()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 7, 8, 9, 12, 31, 32, 33, 100])
+def test_batches_are_sums_of_neighbours(steps):
+    recorder = Recorder(LAYERS, EXPERTS, max_batches=8)
+    addresses = recorder._now.data_ptr(), recorder._batches.data_ptr()
+    added = record(recorder, steps)
+    span = recorder.steps_per_batch
+    assert recorder.num_batches == steps // span <= 8 and (span == 1 or recorder.num_batches >= 4)
+    whole = added[: steps // span * span]
+    assert torch.equal(recorder.counts(), whole.view(-1, span, LAYERS, EXPERTS).sum(1))
+    assert addresses == (recorder._now.data_ptr(), recorder._batches.data_ptr())
+    recorder.clear()
+    assert not len(recorder.counts()) and recorder.steps_per_batch == 1
+
+
+def test_a_file_is_a_trace_that_place_reads(tmp_path: Path):
+    recorder = Recorder(LAYERS, EXPERTS, layer_ids=(4, 7, 9))
+    added = record(recorder, 6)
+    recorder.step()  # a batch without copies
+    recorder.save(tmp_path / "run.npz")
+    trace = isoload.read_trace(tmp_path / "run.npz")
+    assert trace.layer_ids == (4, 7, 9) and trace.provenance["steps per batch"] == 1
+    assert torch.equal(torch.from_numpy(trace.counts), added)
+    placement = isoload.place(trace.counts, isoload.Topology(2), slots_per_rank=3)
+    assert placement.num_layers == LAYERS
+
+
+def on_rank(rank, ranks, steps):
+    group = isoload.CollectiveGroup(isoload.Topology(ranks))
+    recorder = Recorder(LAYERS, EXPERTS, max_batches=4)
+    added = record(recorder, steps[rank], seed=rank)
+    try:
+        return added, recorder.counts(group)
+    except ValueError as error:
+        return added, str(error)
+
+
+def test_ranks_add_up():
+    results = run_ranks(on_rank, 2, 2, (6, 6))
+    total = sum(added for added, _ in results).view(3, 2, LAYERS, EXPERTS).sum(1)
+    assert all(torch.equal(counts, total) for _, counts in results)
+    for _, message in run_ranks(on_rank, 2, 2, (3, 2)):
+        assert message == "batches recorded must be the same on all ranks, got 3 on rank 0 and 2 on rank 1"
+
+
+def test_watches_a_model_as_it_is():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
+    sizes |= {"num_key_value_heads": 2, "num_experts": EXPERTS, "num_experts_per_tok": 2}
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(**sizes, moe_intermediate_size=16, intermediate_size=16)
+    model = transformers.Qwen3MoeForCausalLM(config).eval()
+    blocks = [layer.mlp for layer in model.model.layers]
+    recorder = Recorder(LAYERS, EXPERTS)
+    handles = [recorder.watch(block, layer) for layer, block in enumerate(blocks)]
+    ids = torch.randint(64, (2, 7))
+    with torch.no_grad():
+        routed = model(ids, output_router_logits=True).router_logits
+        recorder.step()
+        for handle in handles:
+            handle.remove()
+        model(ids)
+        recorder.step()
+    wanted = [torch.bincount(logits.topk(2).indices.flatten(), minlength=EXPERTS) for logits in routed]
+    assert torch.equal(recorder.counts()[0], torch.stack(wanted)) and not recorder.counts()[1].any()
+    with pytest.raises(
+        ValueError, match="block must have experts that transformers fuses, got Linear with NoneType"
+    ):
+        recorder.watch(torch.nn.Linear(2, 2), 0)
+
+
+def test_refused(tmp_path: Path):
+    for how, message in (
+        ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
+        ({"num_experts": 0}, "num_experts must be at least 1, got 0"),
+        ({"max_batches": 3}, "max_batches must be even and at least 2, got 3"),
+        ({"max_batches": 0}, "max_batches must be even and at least 2, got 0"),
+        ({"layer_ids": (1, 1, 2)}, r"layer_ids must be 3 distinct numbers, got \[1, 1, 2\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Recorder(**{"num_layers": LAYERS, "num_experts": EXPERTS, **how})
+    recorder, source = Recorder(LAYERS, EXPERTS), Source()
+    counts = torch.ones(EXPERTS, dtype=torch.int32)
+    for layer, rows, message in (
+        (3, counts, r"layer must be in 0..2, got 3"),
+        (-1, counts, r"layer must be in 0..2, got -1"),
+        (0, counts[1:], r"counts must be \[5\] on cpu, got \[4\] on cpu"),
+        (0, counts.to("meta"), r"counts must be \[5\] on cpu, got \[5\] on meta"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            recorder.add(layer, [rows], source)
+    recorder.add(1, [counts], source)
+    with pytest.raises(ValueError, match="layer 1 must be recorded by one layer of the model, got a second"):
+        recorder.add(1, [counts], Source())
+    with pytest.raises(ValueError, match="trace must have at least one batch with copies"):
+        Recorder(LAYERS, EXPERTS).save(tmp_path / "none.npz")
+    assert not list(tmp_path.iterdir())
