@@ -96,6 +96,7 @@ class Balancer:
         self.batch = 0  # batches so far
         self.last_plan: Plan | None = None
         self.recorder: Recorder | None = None  # counts every batch, planned or not
+        self.last_loads: Tensor | None = None  # [R, E] of the last plan
         self._own: dict[torch.device, PlacedLayers] = {}
         self._steps: dict[torch.device, Tensor] = {}  # [] int64, batches that drew: read by captured graphs
         self._checksums: dict[str, int] = {}
@@ -211,13 +212,14 @@ class Balancer:
                 self._record(counts)
             except ValueError as error:
                 failure = error
-        self.last_plan = None
+        self.last_plan = self.last_loads = None
         if not self.plans(num_tokens):
             if failure is not None:
                 tell()
                 raise failure
             return Balanced(topk_ids, torch.stack(counts), None)
         loads = self._gather(counts, failure, tell, {**self.facts, **(facts or {})})
+        self.last_loads = loads
         placed = self.placed_on(loads.device)
         step = next_step(self._step_on(loads.device)) if isinstance(self.policy, Seeded) else 0
         made = self.last_plan = plan(loads, placed, None, self.policy, step=step)
