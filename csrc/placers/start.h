@@ -1,0 +1,109 @@
+// A first layout: how many copies each expert gets, and the heaviest first onto the rank that suits its load best.
+#pragma once
+
+#include <numeric>
+#include <stdexcept>
+#include <vector>
+
+#include "placers/layout.h"
+
+namespace isoload::placers {
+
+// One copy each, then one more for the expert with the largest risk per copy (ties: lowest), until the room is full.
+// risk [E]; at most one copy on a rank.
+inline std::vector<int> choose_copies(const Problem& problem, const double* risk) {
+  const int room = std::accumulate(problem.capacity, problem.capacity + problem.ranks, 0);
+  int open = 0;
+  for (int r = 0; r < problem.ranks; ++r) open += problem.capacity[r] > 0;
+  std::vector<int> copies(problem.experts, 1);
+  std::vector<double> part(risk, risk + problem.experts);
+  if (open == 1) std::fill(part.begin(), part.end(), -1.0);
+  for (int left = room - problem.experts; left > 0; --left) {
+    const int e = static_cast<int>(std::max_element(part.begin(), part.end()) - part.begin());
+    if (part[e] < 0) break;  // every rank holds every expert
+    const int n = ++copies[e];
+    part[e] = n < open ? risk[e] / n : -1;
+  }
+  return copies;
+}
+
+// The rank whose load meets the expert's part least: least sum over scenarios of load times part, times the rank's
+// cost (ties: lowest). Among ranks of `node` (-1: all) with room; -1 if there is none.
+inline int best_rank(const Layout& layout, const std::vector<int>& filled, int e, const double* part, int node) {
+  const Problem& problem = *layout.problem;
+  int best = -1;
+  double least = 0;
+  for (int r = 0; r < problem.ranks; ++r) {
+    if (filled[r] == problem.capacity[r] || layout.held(r, e)) continue;
+    if (node >= 0 && problem.node[r] != node) continue;
+    const double* load = layout.load_on(r);
+    double lane[kLanes] = {};
+    for (int s = 0; s < problem.scenarios; s += kLanes) {
+      for (int k = 0; k < kLanes; ++k) lane[k] += (load[s + k] + part[s + k]) * part[s + k];
+    }
+    const double meets = ((lane[0] + lane[1]) + (lane[2] + lane[3])) * problem.tick[r];
+    if (best < 0 || meets < least) best = r, least = meets;
+  }
+  return best;
+}
+
+// A full rank gives the slot of an expert away to one with room, so that it can take e. Returns the giving rank.
+inline int give_room(Layout& layout, std::vector<int>& filled, int e) {
+  const Problem& problem = *layout.problem;
+  for (int giver = 0; giver < problem.ranks; ++giver) {
+    if (layout.held(giver, e) || problem.capacity[giver] == 0) continue;
+    for (int p = giver * problem.width; p < giver * problem.width + filled[giver]; ++p) {
+      const int other = layout.slot[p];
+      for (int taker = 0; taker < problem.ranks; ++taker) {
+        if (filled[taker] == problem.capacity[taker] || layout.held(taker, other)) continue;
+        const bool leaves_home = problem.node[giver] == problem.home[other] && problem.node[taker] != problem.home[other];
+        if (leaves_home && layout.at_home[other] == 1) continue;
+        const int last = giver * problem.width + --filled[giver], first = taker * problem.width + filled[taker]++;
+        const std::vector<double> row(layout.share_of(p), layout.share_of(p) + problem.scenarios);
+        const std::vector<double> none(problem.scenarios);
+        layout.carry(p, none.data());
+        layout.note(p, other, -1);
+        if (p != last) {
+          const int moved = layout.slot[last];
+          const std::vector<double> its(layout.share_of(last), layout.share_of(last) + problem.scenarios);
+          layout.carry(last, none.data());
+          layout.note(last, moved, -1);
+          layout.note(p, moved, 1);
+          layout.carry(p, its.data());
+        }
+        layout.note(first, other, 1);
+        layout.carry(first, row.data());
+        return giver;
+      }
+    }
+  }
+  throw std::invalid_argument("capacity must leave room for every copy on a rank without one of its expert");
+}
+
+// Lays copies [E] out: those that a node must keep first, then all others, each group the largest risk per copy first
+// (ties: lowest expert).
+inline void lay_out(Layout& layout, const std::vector<int>& copies, const double* risk) {
+  const Problem& problem = *layout.problem;
+  std::vector<int> order(problem.experts), filled(problem.ranks);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int a, int b) { return risk[a] / copies[a] > risk[b] / copies[b]; });
+  std::vector<double> part(problem.scenarios);
+  auto put = [&](int e, int node) {
+    for (int s = 0; s < problem.scenarios; ++s) part[s] = Layout::whole(layout.load_of(e)[s] / copies[e]);
+    int r = best_rank(layout, filled, e, part.data(), node);
+    if (r < 0 && node >= 0) throw std::invalid_argument("groups must leave room for their experts on their node");
+    if (r < 0) r = give_room(layout, filled, e);
+    const int p = r * problem.width + filled[r]++;
+    layout.note(p, e, 1);
+    layout.carry(p, part.data());
+  };
+  for (const int e : order) {
+    if (problem.home[e] >= 0) put(e, problem.home[e]);
+  }
+  for (const int e : order) {
+    for (int n = problem.home[e] >= 0 ? 1 : 0; n < copies[e]; ++n) put(e, -1);
+  }
+}
+
+}  // namespace isoload::placers
