@@ -10,9 +10,19 @@ namespace isoload::placers {
 // Sums run in four lanes, always in this order: so compilers may use vectors, and NumPy finds the same bits.
 constexpr int kLanes = 4;
 
+// The sum of term(0) .. term(n - 1), n a multiple of kLanes.
+template <class Term>
+inline double lane_sum(int n, const Term& term) {
+  double lane[kLanes] = {};
+  for (int s = 0; s < n; s += kLanes) {
+    for (int k = 0; k < kLanes; ++k) lane[k] += term(s + k);
+  }
+  return (lane[0] + lane[1]) + (lane[2] + lane[3]);
+}
+
 // What a layer's search reads. Loads are whole numbers, so sums of them are exact in any order.
 struct Problem {
-  int experts, ranks, width;  // width: slots that a rank has at most
+  int experts, ranks, width;  // width: slots that a rank has at most, absent ones included
   int scenarios;              // n, a multiple of kLanes; those added have weight 0
   const double* load;         // [E, n]
   const double* weight;       // [n]
@@ -56,40 +66,33 @@ struct Layout {
     for (int s = 0; s < problem->scenarios; ++s) rank[s] += row[s] - own[s], own[s] = row[s];
   }
 
-  // All slots of expert e, ascending.
-  void slots_of(int e, std::vector<int>& found) const {
-    found.clear();
-    for (int r = 0; r < problem->ranks; ++r) {
-      if (!held(r, e)) continue;
-      for (int p = r * problem->width;; ++p) {
-        if (slot[p] == e) {
-          found.push_back(p);
-          break;
-        }
-      }
+  // Equal parts of expert e's load, rounded down, for its slots.
+  void split_evenly(int e) {
+    std::vector<double> part(problem->scenarios);
+    for (int s = 0; s < problem->scenarios; ++s) part[s] = whole(load_of(e)[s] / copies[e]);
+    for (int p = 0; p < static_cast<int>(slot.size()); ++p) {
+      if (slot[p] == e) carry(p, part.data());
     }
   }
 
-  // Equal parts of expert e's load, rounded down, for its slots.
-  void split_evenly(int e, std::vector<int>& found) {
-    slots_of(e, found);
-    std::vector<double> part(problem->scenarios);
-    const double n = static_cast<double>(found.size());
-    for (int s = 0; s < problem->scenarios; ++s) part[s] = whole(load_of(e)[s] / n);
-    for (const int p : found) carry(p, part.data());
+  // Slot p holds nothing any more; a copy that is left (the lowest) takes over what it carried.
+  void clear(int p) {
+    const int e = slot[p];
+    note(p, e, -1);
+    double *own = share_of(p), *rank = load_on(rank_of(p));
+    const auto heir = std::find(slot.begin(), slot.end(), e);
+    for (int s = 0; s < problem->scenarios; ++s) {
+      rank[s] -= own[s];
+      if (heir != slot.end()) {
+        const int q = static_cast<int>(heir - slot.begin());
+        share_of(q)[s] += own[s], load_on(rank_of(q))[s] += own[s];
+      }
+      own[s] = 0;
+    }
   }
 
   // Rounded down; loads stay below 2^31.
   static double whole(double x) { return static_cast<double>(static_cast<int32_t>(x)); }
-
-  // Sum over scenarios of weight times cost.
-  static double weigh(const Problem& problem, const double* cost) {
-    double lane[kLanes] = {};
-    for (int s = 0; s < problem.scenarios; s += kLanes) {
-      for (int k = 0; k < kLanes; ++k) lane[k] += problem.weight[s + k] * cost[s + k];
-    }
-    return (lane[0] + lane[1]) + (lane[2] + lane[3]);
-  }
 
   // The busiest rank's cost in every scenario.
   void find_peaks(double* peak) const {
@@ -100,10 +103,11 @@ struct Layout {
     }
   }
 
+  // The mean over scenarios of the busiest rank's cost.
   double objective() const {
     std::vector<double> peak(problem->scenarios);
     find_peaks(peak.data());
-    return weigh(*problem, peak.data());
+    return lane_sum(problem->scenarios, [&](int s) { return problem->weight[s] * peak[s]; });
   }
 
   const Problem* problem;

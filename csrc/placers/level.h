@@ -1,6 +1,9 @@
 // The exact split, nearly: replicated experts' loads moved between their copies until all ranks are level.
 #pragma once
 
+#include <utility>
+#include <vector>
+
 #include "placers/layout.h"
 
 namespace isoload::placers {
@@ -22,27 +25,29 @@ inline void level_pair(Layout& layout, int p, int q) {
   }
 }
 
-// Every replicated expert once, its copies pair by pair in a circle; so many sweeps.
-inline void level(Layout& layout, int sweeps, const std::vector<std::vector<int>>& replicated) {
-  for (int sweep = 0; sweep < sweeps; ++sweep) {
-    for (const auto& slots : replicated) {
-      const size_t pairs = slots.size() == 2 ? 1 : slots.size();
-      for (size_t k = 0; k < pairs; ++k) level_pair(layout, slots[k], slots[(k + 1) % slots.size()]);
-    }
+// Slots whose loads may be levelled against each other: of every replicated expert each copy with the next, and of more
+// than two the last with the first. In the order of the second slot, the circles' closing pairs last.
+using Pairs = std::vector<std::pair<int, int>>;
+
+inline void find_pairs(const Layout& layout, Pairs& pairs) {
+  std::vector<int> first(layout.problem->experts, -1), last(layout.problem->experts, -1);
+  pairs.clear();
+  for (int p = 0; p < static_cast<int>(layout.slot.size()); ++p) {
+    const int e = layout.slot[p];
+    if (e < 0) continue;
+    if (last[e] >= 0) pairs.emplace_back(last[e], p);
+    else first[e] = p;
+    last[e] = p;
+  }
+  for (int e = 0; e < layout.problem->experts; ++e) {
+    if (layout.copies[e] > 2) pairs.emplace_back(last[e], first[e]);
   }
 }
 
-// The slots of every expert that has more than one.
-inline std::vector<std::vector<int>> replicated_slots(const Layout& layout) {
-  const Problem& problem = *layout.problem;
-  std::vector<std::vector<int>> found(problem.experts), many;
-  for (size_t p = 0; p < layout.slot.size(); ++p) {
-    if (layout.slot[p] >= 0) found[layout.slot[p]].push_back(static_cast<int>(p));
+inline void level(Layout& layout, int sweeps, const Pairs& pairs) {
+  for (int sweep = 0; sweep < sweeps; ++sweep) {
+    for (const auto& [p, q] : pairs) level_pair(layout, p, q);
   }
-  for (auto& slots : found) {
-    if (slots.size() > 1) many.push_back(std::move(slots));
-  }
-  return many;
 }
 
 }  // namespace isoload::placers

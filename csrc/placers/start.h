@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "placers/layout.h"
+#include "placers/exchanges.h"
 
 namespace isoload::placers {
 
@@ -37,42 +37,27 @@ inline int best_rank(const Layout& layout, const std::vector<int>& filled, int e
     if (filled[r] == problem.capacity[r] || layout.held(r, e)) continue;
     if (node >= 0 && problem.node[r] != node) continue;
     const double* load = layout.load_on(r);
-    double lane[kLanes] = {};
-    for (int s = 0; s < problem.scenarios; s += kLanes) {
-      for (int k = 0; k < kLanes; ++k) lane[k] += (load[s + k] + part[s + k]) * part[s + k];
-    }
-    const double meets = ((lane[0] + lane[1]) + (lane[2] + lane[3])) * problem.tick[r];
+    const double meets =
+        lane_sum(problem.scenarios, [&](int s) { return (load[s] + part[s]) * part[s]; }) * problem.tick[r];
     if (best < 0 || meets < least) best = r, least = meets;
   }
   return best;
 }
 
-// A full rank gives the slot of an expert away to one with room, so that it can take e. Returns the giving rank.
+// Every rank with room holds e: a full rank gives an expert's slot to one with room (ties: lowest giving rank, its first
+// slot, lowest taking rank). Returns the giving rank.
 inline int give_room(Layout& layout, std::vector<int>& filled, int e) {
   const Problem& problem = *layout.problem;
   for (int giver = 0; giver < problem.ranks; ++giver) {
-    if (layout.held(giver, e) || problem.capacity[giver] == 0) continue;
-    for (int p = giver * problem.width; p < giver * problem.width + filled[giver]; ++p) {
+    if (layout.held(giver, e)) continue;
+    const int begin = giver * problem.width;
+    for (int p = begin; p < begin + filled[giver]; ++p) {
       const int other = layout.slot[p];
       for (int taker = 0; taker < problem.ranks; ++taker) {
-        if (filled[taker] == problem.capacity[taker] || layout.held(taker, other)) continue;
-        const bool leaves_home = problem.node[giver] == problem.home[other] && problem.node[taker] != problem.home[other];
-        if (leaves_home && layout.at_home[other] == 1) continue;
-        const int last = giver * problem.width + --filled[giver], first = taker * problem.width + filled[taker]++;
-        const std::vector<double> row(layout.share_of(p), layout.share_of(p) + problem.scenarios);
-        const std::vector<double> none(problem.scenarios);
-        layout.carry(p, none.data());
-        layout.note(p, other, -1);
-        if (p != last) {
-          const int moved = layout.slot[last];
-          const std::vector<double> its(layout.share_of(last), layout.share_of(last) + problem.scenarios);
-          layout.carry(last, none.data());
-          layout.note(last, moved, -1);
-          layout.note(p, moved, 1);
-          layout.carry(p, its.data());
-        }
-        layout.note(first, other, 1);
-        layout.carry(first, row.data());
+        if (filled[taker] == problem.capacity[taker] || !may_move(layout, other, giver, taker)) continue;
+        exchange(layout, p, taker * problem.width + filled[taker]++);
+        const int last = begin + --filled[giver];  // moves down, so that a rank's filled slots stay its first ones
+        if (p != last) exchange(layout, p, last);
         return giver;
       }
     }
@@ -103,6 +88,16 @@ inline void lay_out(Layout& layout, const std::vector<int>& copies, const double
   }
   for (const int e : order) {
     for (int n = problem.home[e] >= 0 ? 1 : 0; n < copies[e]; ++n) put(e, -1);
+  }
+}
+
+// Takes over slots [R, width]; -1 = empty.
+inline void take_over(Layout& layout, const int32_t* slots) {
+  for (int p = 0; p < static_cast<int>(layout.slot.size()); ++p) {
+    if (slots[p] >= 0) layout.note(p, slots[p], 1);
+  }
+  for (int e = 0; e < layout.problem->experts; ++e) {
+    if (layout.copies[e]) layout.split_evenly(e);
   }
 }
 
