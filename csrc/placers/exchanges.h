@@ -74,7 +74,7 @@ struct Bottleneck {
 class Judge {
  public:
   Judge(const Layout& layout, const Bottleneck& bottleneck)
-      : layout_(layout), problem_(*layout.problem), neck_(bottleneck), first_(neck_.peak.size()), second_(first_), rest_(first_), holder_(first_.size()) {}
+      : layout_(layout), problem_(*layout.problem), neck_(bottleneck), first_(neck_.peak.size()), second_(first_), rest_(first_), worth_(first_), holder_(first_.size()) {}
 
   void choose_rank(int i) {
     i_ = i;
@@ -98,8 +98,21 @@ class Judge {
 
   void choose_other(int j) {
     j_ = j;
+    const double *mi = neck_.member_of(i_), *mj = neck_.member_of(j), *weight = problem_.weight;
+    const double ti = problem_.tick[i_], tj = problem_.tick[j];
+    for (int s = 0; s < problem_.scenarios; ++s) {
+      const double even = mi[s] * ti - (1 - mi[s]) * mj[s] * tj;
+      worth_[s] = weight[s] * (problem_.exact ? (mi[s] - mj[s]) * neck_.relief[s] : even);
+    }
     if (problem_.exact) return;
     for (int s = 0; s < problem_.scenarios; ++s) rest_[s] = holder_[s] == j ? second_[s] : first_[s];
+  }
+
+  // What it is worth that slot p's load leaves rank i for rank j. The objective falls by no more than the worth of p less
+  // that of q: where i (or j) is at the peak, the peak is at least what is left there.
+  double worth(int p) const {
+    const double* share = layout_.share_of(p);
+    return lane_sum(problem_.scenarios, [&](int s) { return worth_[s] * share[s]; });
   }
 
   // The objective after slot p of rank i and slot q of rank j change places.
@@ -128,6 +141,7 @@ class Judge {
   const Bottleneck& neck_;
   int i_ = 0, j_ = 0;
   std::vector<double> first_, second_, rest_;  // the largest costs of ranks other than i; than i and j
+  std::vector<double> worth_;                  // [n] of a copy that leaves i for j
   std::vector<int> holder_;                    // the rank of the largest
 };
 

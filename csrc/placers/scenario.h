@@ -17,14 +17,19 @@ inline double search_from(const Problem& problem, Layout& layout, const Limits& 
   return Search(layout, limits).run();
 }
 
-// A start by risk: with an exact split the search begins where the one with an even split ends.
-inline double search_by_risk(const Problem& problem, Layout& layout, const double* risk, const Limits& limits) {
-  Problem even = problem;
-  even.exact = false;
-  layout.problem = &even;
-  lay_out(layout, choose_copies(even, risk), risk);
-  const double found = search_from(even, layout, limits);
-  return problem.exact ? search_from(problem, layout, limits) : found;
+// With an exact split only the two starts that level best, each the end of a search with an even split, are searched on.
+inline void search_exactly(const Problem& problem, std::vector<Layout>& layouts, std::vector<double>& found,
+                           const Limits& limits) {
+  Limits none = limits;
+  none.steps = 0;
+  std::vector<size_t> order(layouts.size());
+  std::iota(order.begin(), order.end(), 0);
+  for (const size_t i : order) {
+    Layout levelled = layouts[i];
+    found[i] = search_from(problem, levelled, none);
+  }
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return found[a] < found[b]; });
+  for (size_t i = 0; i < order.size() && i < 2; ++i) found[order[i]] = search_from(problem, layouts[order[i]], limits);
 }
 
 // Fills slots [R, width] and returns the objective.
@@ -41,10 +46,17 @@ inline double plan_layer(const Problem& problem, const Starts& starts, const Lim
     keep(layout, search_from(problem, layout, limits));
     return least;
   }
+  Problem even = problem;
+  even.exact = false;
+  std::vector<Layout> layouts(starts.num_risks, Layout(even));
+  std::vector<double> found(starts.num_risks);
   for (int i = 0; i < starts.num_risks; ++i) {
-    Layout layout(problem);
-    keep(layout, search_by_risk(problem, layout, starts.risks + starts.stride * i, limits));
+    const double* risk = starts.risks + starts.stride * i;
+    lay_out(layouts[i], choose_copies(even, risk), risk);
+    found[i] = search_from(even, layouts[i], limits);
   }
+  if (problem.exact) search_exactly(problem, layouts, found, limits);
+  for (int i = 0; i < starts.num_risks; ++i) keep(layouts[i], found[i]);
   if (starts.rival) {
     Layout layout(problem);
     take_over(layout, starts.rival);

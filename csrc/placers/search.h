@@ -39,6 +39,9 @@ class Best {
 
   const std::vector<Change>& found() const { return found_; }
 
+  // No change with a lower score is added.
+  double least() const { return found_.size() == most_ ? found_.back().score : 0; }
+
  private:
   size_t most_;
   std::vector<Change> found_;
@@ -145,13 +148,18 @@ class Search {
   void find_exchanges(const Bottleneck& neck, int i, Best& best) {
     Judge judge(layout_, neck);
     judge.choose_rank(i);
+    std::vector<double> worth(problem_.width);
+    const double rounding = now_ * 1e-9;  // far above that of sums, so that no change is passed over by it
     for (int j = 0; j < problem_.ranks; ++j) {
       if (j == i) continue;
       judge.choose_other(j);
+      for (int k = 0; k < problem_.capacity[j]; ++k) worth[k] = judge.worth(j * problem_.width + k);
       for (int p = i * problem_.width; p < i * problem_.width + problem_.capacity[i]; ++p) {
         const int a = layout_.slot[p];
         if (!may_move(layout_, a, i, j)) continue;
+        const double most = judge.worth(p) + rounding;
         for (int q = j * problem_.width; q < j * problem_.width + problem_.capacity[j]; ++q) {
+          if (most - worth[q - j * problem_.width] < (limits_.moves < 0 ? best.least() : 0)) continue;
           if (a == layout_.slot[q] || !may_move(layout_, layout_.slot[q], j, i)) continue;
           consider(Change{now_ - judge.after(p, q), 0, p, q, -1}, best);
         }
