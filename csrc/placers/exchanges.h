@@ -43,11 +43,11 @@ struct Bottleneck {
     const double near = problem.exact ? kNear : 1.0;
     std::vector<double> speed(peak.size());
     for (int r = 0; r < problem.ranks; ++r) {
-      const double *load = layout.load_on(r), tick = problem.tick[r];
+      const double *load = layout.load_on(r), tick = problem.tick[r], copies = 1 / tick;
       double* own = member.data() + static_cast<size_t>(r) * peak.size();
       for (size_t s = 0; s < peak.size(); ++s) {
         own[s] = load[s] * tick >= peak[s] * near;
-        speed[s] += own[s] / tick;
+        speed[s] += own[s] * copies;
       }
     }
     for (size_t s = 0; s < peak.size(); ++s) relief[s] = 1 / speed[s];

@@ -17,21 +17,6 @@ inline double search_from(const Problem& problem, Layout& layout, const Limits& 
   return Search(layout, limits).run();
 }
 
-// With an exact split only the two starts that level best, each the end of a search with an even split, are searched on.
-inline void search_exactly(const Problem& problem, std::vector<Layout>& layouts, std::vector<double>& found,
-                           const Limits& limits) {
-  Limits none = limits;
-  none.steps = 0;
-  std::vector<size_t> order(layouts.size());
-  std::iota(order.begin(), order.end(), 0);
-  for (const size_t i : order) {
-    Layout levelled = layouts[i];
-    found[i] = search_from(problem, levelled, none);
-  }
-  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return found[a] < found[b]; });
-  for (size_t i = 0; i < order.size() && i < 2; ++i) found[order[i]] = search_from(problem, layouts[order[i]], limits);
-}
-
 // Fills slots [R, width] and returns the objective.
 inline double plan_layer(const Problem& problem, const Starts& starts, const Limits& limits, int32_t* slots) {
   double least = -1;
@@ -48,15 +33,14 @@ inline double plan_layer(const Problem& problem, const Starts& starts, const Lim
   }
   Problem even = problem;
   even.exact = false;
-  std::vector<Layout> layouts(starts.num_risks, Layout(even));
-  std::vector<double> found(starts.num_risks);
   for (int i = 0; i < starts.num_risks; ++i) {
     const double* risk = starts.risks + starts.stride * i;
-    lay_out(layouts[i], choose_copies(even, risk), risk);
-    found[i] = search_from(even, layouts[i], limits);
+    Layout layout(even);
+    lay_out(layout, choose_copies(even, risk), risk);
+    double found = search_from(even, layout, limits);
+    if (problem.exact) found = search_from(problem, layout, limits);  // from where the even split's search ends
+    keep(layout, found);
   }
-  if (problem.exact) search_exactly(problem, layouts, found, limits);
-  for (int i = 0; i < starts.num_risks; ++i) keep(layouts[i], found[i]);
   if (starts.rival) {
     Layout layout(problem);
     take_over(layout, starts.rival);

@@ -104,14 +104,15 @@ class Search {
   // One round over the busiest ranks; a rank on which nothing helped is left alone until a change touches it.
   bool exchanges() {
     bool better = false;
+    Bottleneck neck(layout_);
     for (int i = 0; i < problem_.ranks && steps_ > 0; ++i) {
-      if (!open_[i]) continue;
-      const Bottleneck neck(layout_);
-      if (!neck.is_critical(problem_, i)) continue;
+      if (!open_[i] || !neck.is_critical(problem_, i)) continue;
       open_[i] = false;
       Best best(problem_.exact ? kExchanges : 1);
       find_exchanges(neck, i, best);
-      better |= try_in_turn(best);
+      if (!try_in_turn(best)) continue;
+      better = true;
+      neck = Bottleneck(layout_);
     }
     return better;
   }

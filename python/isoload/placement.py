@@ -36,6 +36,7 @@ class Placement:
             every rank that is alive, in order.
         layer_ids: [L] the model's own layer numbers, distinct. Default: 0..L-1.
         replica_weight: [L, P] float32, wished part of each replica, not negative; None = equal.
+        provenance: how it was made: JSON values.
 
     Raises:
         ValueError: naming the argument, the rule and the value.
@@ -49,6 +50,7 @@ class Placement:
     num_shared: int = 0
     layer_ids: tuple[int, ...] = ()
     replica_weight: Tensor | None = None
+    provenance: dict[str, Any] = field(default_factory=dict)
     arrays: tuple[IntArray, IntArray] = field(init=False, repr=False)  # slot_to_expert, home_slot as NumPy
 
     def __post_init__(self) -> None:
