@@ -78,7 +78,7 @@ void need_valid(const std::optional<Array<int32_t>>& slots, const Array<int32_t>
 py::tuple scenario(const Array<double>& loads, const Array<double>& weight, const Array<double>& tick,
                    const Array<int32_t>& node, const Array<int32_t>& home, const Array<int32_t>& capacity,
                    const Array<double>& risks, const std::optional<Array<int32_t>>& rival,
-                   const std::optional<Array<int32_t>>& before, int width, bool exact, bool repoint, int steps, int moves,
+                   const std::optional<Array<int32_t>>& before, int width, bool exact, bool few_slots, int steps, int moves,
                    int threads) {
   need(loads.ndim() == 3 && capacity.ndim() == 2 && home.ndim() == 2 && risks.ndim() == 3,
        "loads must be [L, E, n], capacity [L, R], home [L, E] and risks [z, L, E]");
@@ -109,7 +109,7 @@ py::tuple scenario(const Array<double>& loads, const Array<double>& weight, cons
       const Problem problem{experts, ranks, width, n, loads.data() + l * each * n, weight.data(), tick.data(),
                             capacity.data() + static_cast<size_t>(l) * ranks, node.data(), home.data() + l * each, exact};
       const Starts starts{risks.data() + l * each, static_cast<int>(risks.shape(0)), layers * each, layer_of(rival, l, size)};
-      found[l] = plan_layer(problem, starts, Limits{steps, moves, repoint, layer_of(before, l, size)}, out + l * size);
+      found[l] = plan_layer(problem, starts, Limits{steps, moves, few_slots, layer_of(before, l, size)}, out + l * size);
     });
   }
   return py::make_tuple(slots, objective);
@@ -122,5 +122,5 @@ PYBIND11_MODULE(_place, module) {
   module.def("eplb", &eplb, py::arg("weight"), py::arg("capacity"), py::arg("dedup"), py::arg("threads"));
   module.def("scenario", &scenario, py::arg("loads"), py::arg("weight"), py::arg("tick"), py::arg("node"), py::arg("home"),
              py::arg("capacity"), py::arg("risks"), py::arg("rival"), py::arg("before"), py::arg("width"),
-             py::arg("exact"), py::arg("repoint"), py::arg("steps"), py::arg("moves"), py::arg("threads"));
+             py::arg("exact"), py::arg("few_slots"), py::arg("steps"), py::arg("moves"), py::arg("threads"));
 }

@@ -17,6 +17,30 @@ inline double search_from(const Problem& problem, Layout& layout, const Limits& 
   return Search(layout, limits).run();
 }
 
+// A layout by risk. With few slots on a rank the heaviest copies fill whole ranks, and fewer copies of an expert may
+// leave room for those of others: then every smaller number of copies of each of the most copied experts is tried.
+inline Layout start_by_risk(const Problem& problem, const double* risk, bool few_slots) {
+  constexpr int kTries = 32;
+  Layout best(problem);
+  const std::vector<int> copies = choose_copies(problem, risk);
+  lay_out(best, copies, risk);
+  if (!few_slots) return best;
+  std::vector<int> order(problem.experts);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return copies[a] > copies[b]; });
+  double least = best.objective();
+  int tries = kTries;
+  for (const int e : order) {
+    for (int most = copies[e] - 1; most >= 1 && tries > 0; --most, --tries) {
+      Layout layout(problem);
+      lay_out(layout, choose_copies(problem, risk, e, most), risk);
+      const double found = layout.objective();
+      if (found < least) least = found, best = layout;
+    }
+  }
+  return best;
+}
+
 // Fills slots [R, width] and returns the objective.
 inline double plan_layer(const Problem& problem, const Starts& starts, const Limits& limits, int32_t* slots) {
   double least = -1;
@@ -35,8 +59,7 @@ inline double plan_layer(const Problem& problem, const Starts& starts, const Lim
   even.exact = false;
   for (int i = 0; i < starts.num_risks; ++i) {
     const double* risk = starts.risks + starts.stride * i;
-    Layout layout(even);
-    lay_out(layout, choose_copies(even, risk), risk);
+    Layout layout = start_by_risk(even, risk, limits.few_slots && limits.steps > 0);
     double found = search_from(even, layout, limits);
     if (problem.exact) found = search_from(problem, layout, limits);  // from where the even split's search ends
     keep(layout, found);

@@ -14,7 +14,7 @@ namespace isoload::placers {
 struct Limits {
   int steps;            // changes tried
   int moves;            // slots that may differ from `before`; -1 = all
-  bool repoint;         // with an even split, whether slots may get another expert
+  bool few_slots;       // replica counts matter: with an even split, too, slots may get another expert
   const int32_t* before;  // [R, width] or null
 };
 
@@ -118,7 +118,7 @@ class Search {
   }
 
   bool repoints() {
-    if (!problem_.exact && !limits_.repoint) return false;
+    if (!problem_.exact && !limits_.few_slots) return false;
     const Bottleneck neck(layout_);
     Best best(problem_.exact ? kRepoints : 1);
     find_repoints(neck, best);

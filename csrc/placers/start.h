@@ -10,19 +10,20 @@
 namespace isoload::placers {
 
 // One copy each, then one more for the expert with the largest risk per copy (ties: lowest), until the room is full.
-// risk [E]; at most one copy on a rank.
-inline std::vector<int> choose_copies(const Problem& problem, const double* risk) {
+// risk [E]; at most one copy on a rank, and at most `most` of expert `held_back` (-1: none).
+inline std::vector<int> choose_copies(const Problem& problem, const double* risk, int held_back = -1, int most = 0) {
   const int room = std::accumulate(problem.capacity, problem.capacity + problem.ranks, 0);
   int open = 0;
   for (int r = 0; r < problem.ranks; ++r) open += problem.capacity[r] > 0;
   std::vector<int> copies(problem.experts, 1);
   std::vector<double> part(risk, risk + problem.experts);
   if (open == 1) std::fill(part.begin(), part.end(), -1.0);
+  if (held_back >= 0 && most == 1) part[held_back] = -1;
   for (int left = room - problem.experts; left > 0; --left) {
     const int e = static_cast<int>(std::max_element(part.begin(), part.end()) - part.begin());
     if (part[e] < 0) break;  // every rank holds every expert
     const int n = ++copies[e];
-    part[e] = n < open ? risk[e] / n : -1;
+    part[e] = n < (e == held_back ? most : open) ? risk[e] / n : -1;
   }
   return copies;
 }

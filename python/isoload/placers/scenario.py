@@ -96,7 +96,7 @@ class ScenarioPlacer(Placer):
             before=room.before,
             width=width,
             exact=self.split == "exact",
-            repoint=width <= FEW_SLOTS,
+            few_slots=width <= FEW_SLOTS,
             steps=STEPS if self.search else 0,
             moves=-1 if self.moves is None else self.moves,
             threads=num_threads(),
@@ -118,12 +118,15 @@ class ScenarioPlacer(Placer):
     def _home(self, scenarios: Scenarios, room: Room) -> Ints:
         """[L, E] node that keeps a copy of each expert; -1 without groups.
 
-        Groups are packed onto nodes by load, the heaviest first, the same number on each.
+        Groups are packed onto nodes by load, the heaviest first, the same number on each; with ``before`` a group
+        belongs to the node that holds most of its experts.
         """
         layers, experts = scenarios.num_layers, scenarios.num_experts
         nodes = np.unique(room.node)
         if not self.groups or len(nodes) == 1:
             return np.full((layers, experts), -1, dtype=np.int32)
+        if room.before is not None:
+            return self._home_before(room, experts)
         if self.groups % len(nodes):
             raise ValueError(f"groups must be a multiple of the {len(nodes)} live nodes, got {self.groups}")
         load = scenarios.mean(scenarios.shares()).reshape(layers, self.groups, -1).sum(-1)
@@ -133,6 +136,15 @@ class ScenarioPlacer(Placer):
             np.put_along_axis(node_of_group, held[:, index].astype(np.int64), node, axis=1)
         self._check_nodes(experts, nodes, room)
         return np.repeat(node_of_group, experts // self.groups, axis=1)
+
+    def _home_before(self, room: Room, experts: int) -> Ints:
+        assert room.before is not None
+        held = np.stack([(room.before == e).any(2) for e in range(experts)], axis=1)  # [L, E, R]
+        nodes = np.unique(room.node)
+        per_node = np.stack([held[:, :, room.node == node].any(2) for node in nodes], axis=2)
+        by_group = per_node.reshape(len(held), self.groups, -1, len(nodes)).sum(2)
+        home: Ints = np.repeat(nodes[by_group.argmax(2)], experts // self.groups, axis=1).astype(np.int32)
+        return home
 
     def _check_nodes(self, experts: int, nodes: Any, room: Room) -> None:
         slots = min(int((room.node == node).sum()) for node in nodes) * slots_of(room)

@@ -10,6 +10,8 @@ import numpy as np
 from isoload.reference.place_layout import Floats, Ints, Layout, Problem, lane_sum
 from isoload.reference.place_search import Limits, Search
 
+TRIES = 32  # numbers of copies that are tried where slots are few
+
 
 def place_scenario(
     loads: Floats,
@@ -23,7 +25,7 @@ def place_scenario(
     before: Ints | None,
     width: int,
     exact: bool,
-    repoint: bool,
+    few_slots: bool,
     steps: int,
     moves: int,
     threads: int = 1,
@@ -38,7 +40,7 @@ def place_scenario(
         problem = Problem(loads[layer], weight, tick, node, home[layer], capacity[layer], width, exact)
         old = None if before is None else before[layer].ravel()
         other = None if rival is None else rival[layer].ravel()
-        found, value = plan_layer(problem, risks[:, layer], other, Limits(steps, moves, repoint, old))
+        found, value = plan_layer(problem, risks[:, layer], other, Limits(steps, moves, few_slots, old))
         slots.append(found.reshape(-1, width))
         objective.append(value)
     return np.array(slots, dtype=np.int32), np.array(objective)
@@ -49,11 +51,11 @@ def plan_layer(problem: Problem, risks: Floats, rival: Ints | None, limits: Limi
     even = replace(problem, exact=False)
     if limits.before is not None:
         layout = take_over(Layout(problem), limits.before)
-        return layout.slot, Search(layout, limits).run()
+        value = Search(layout, limits).run()
+        return layout.slot, value
     ends = []
     for risk in risks:
-        layout = Layout(even)
-        lay_out(layout, choose_copies(even, risk), risk)
+        layout = start_by_risk(even, risk, limits.few_slots and limits.steps > 0)
         value = Search(layout, limits).run()
         if problem.exact:
             layout.problem = problem
@@ -63,22 +65,44 @@ def plan_layer(problem: Problem, risks: Floats, rival: Ints | None, limits: Limi
         layout = take_over(Layout(problem), rival)
         least = min((value for _, value in ends), default=np.inf)
         if Search(layout, replace(limits, steps=0)).run() < least:
-            ends.append((layout.slot, Search(layout, limits).run()))
+            value = Search(layout, limits).run()
+            ends.append((layout.slot, value))
     return min(ends, key=lambda end: end[1])  # the first of equals
 
 
-def choose_copies(problem: Problem, risk: Floats) -> Any:
-    """[E] copies: one each, then one more for the largest risk per copy, until the room is full."""
+def start_by_risk(problem: Problem, risk: Floats, few_slots: bool) -> Layout:
+    """A layout by risk; with few slots on a rank the best of several with fewer copies of an expert."""
+    best, copies = Layout(problem), choose_copies(problem, risk)
+    lay_out(best, copies, risk)
+    if not few_slots:
+        return best
+    order = np.argsort(-copies, kind="stable")
+    caps = [(int(e), most) for e in order for most in range(copies[e] - 1, 0, -1)]
+    for e, most in caps[:TRIES]:
+        layout = Layout(problem)
+        lay_out(layout, choose_copies(problem, risk, e, most), risk)
+        if layout.objective() < best.objective():
+            best = layout
+    return best
+
+
+def choose_copies(problem: Problem, risk: Floats, held_back: int = -1, most: int = 0) -> Any:
+    """[E] copies: one each, then one more for the largest risk per copy, until the room is full.
+
+    At most ``most`` of expert ``held_back`` (-1: none).
+    """
     experts, ranks = len(risk), int((problem.capacity > 0).sum())
     copies, part = np.ones(experts, int), risk.copy()
     if ranks == 1:
         part[:] = -1
+    if held_back >= 0 and most == 1:
+        part[held_back] = -1
     for _ in range(int(problem.capacity.sum()) - experts):
         e = int(part.argmax())
         if part[e] < 0:
             break
         copies[e] += 1
-        part[e] = risk[e] / copies[e] if copies[e] < ranks else -1
+        part[e] = risk[e] / copies[e] if copies[e] < (most if e == held_back else ranks) else -1
     return copies
 
 

@@ -18,7 +18,7 @@ class Limits:
 
     steps: int
     moves: int
-    repoint: bool
+    few_slots: bool
     before: Ints | None
 
 
@@ -98,7 +98,7 @@ class Search:
         return better
 
     def repoints(self) -> bool:
-        if not self.problem.exact and not self.limits.repoint:
+        if not self.problem.exact and not self.limits.few_slots:
             return False
         return self.try_in_turn(
             self.find_repoints(Bottleneck(self.layout)), REPOINTS if self.problem.exact else 1
