@@ -18,24 +18,29 @@ inline double search_from(const Problem& problem, Layout& layout, const Limits& 
 }
 
 // A layout by risk. With few slots on a rank the heaviest copies fill whole ranks, and fewer copies of an expert may
-// leave room for those of others: then every smaller number of copies of each of the most copied experts is tried.
+// leave room for those of others: smaller numbers are tried, expert by expert, the most copied first, and kept if they
+// help, until none does.
 inline Layout start_by_risk(const Problem& problem, const double* risk, bool few_slots) {
-  constexpr int kTries = 32;
+  int tries = few_slots ? 64 : 0;
+  std::vector<int> most(problem.experts, open_ranks(problem)), order(problem.experts);
   Layout best(problem);
-  const std::vector<int> copies = choose_copies(problem, risk);
-  lay_out(best, copies, risk);
-  if (!few_slots) return best;
-  std::vector<int> order(problem.experts);
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return copies[a] > copies[b]; });
+  lay_out(best, choose_copies(problem, risk, most), risk);
   double least = best.objective();
-  int tries = kTries;
-  for (const int e : order) {
-    for (int most = copies[e] - 1; most >= 1 && tries > 0; --most, --tries) {
-      Layout layout(problem);
-      lay_out(layout, choose_copies(problem, risk, e, most), risk);
-      const double found = layout.objective();
-      if (found < least) least = found, best = layout;
+  for (bool better = true; better && tries > 0;) {
+    better = false;
+    const std::vector<int> copies = best.copies;
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return copies[a] > copies[b]; });
+    for (const int e : order) {
+      const int before = most[e];
+      int keeps = before;
+      for (most[e] = copies[e] - 1; most[e] >= 1 && tries > 0; --most[e], --tries) {
+        Layout layout(problem);
+        lay_out(layout, choose_copies(problem, risk, most), risk);
+        const double found = layout.objective();
+        if (found < least) least = found, best = layout, keeps = most[e], better = true;
+      }
+      most[e] = keeps;
     }
   }
   return best;

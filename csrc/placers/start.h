@@ -9,21 +9,22 @@
 
 namespace isoload::placers {
 
+inline int open_ranks(const Problem& problem) {
+  return static_cast<int>(std::count_if(problem.capacity, problem.capacity + problem.ranks, [](int c) { return c > 0; }));
+}
+
 // One copy each, then one more for the expert with the largest risk per copy (ties: lowest), until the room is full.
-// risk [E]; at most one copy on a rank, and at most `most` of expert `held_back` (-1: none).
-inline std::vector<int> choose_copies(const Problem& problem, const double* risk, int held_back = -1, int most = 0) {
+// risk [E]; at most `most` [E] copies of each, and one on a rank.
+inline std::vector<int> choose_copies(const Problem& problem, const double* risk, const std::vector<int>& most) {
   const int room = std::accumulate(problem.capacity, problem.capacity + problem.ranks, 0);
-  int open = 0;
-  for (int r = 0; r < problem.ranks; ++r) open += problem.capacity[r] > 0;
   std::vector<int> copies(problem.experts, 1);
-  std::vector<double> part(risk, risk + problem.experts);
-  if (open == 1) std::fill(part.begin(), part.end(), -1.0);
-  if (held_back >= 0 && most == 1) part[held_back] = -1;
+  std::vector<double> part(problem.experts);
+  for (int e = 0; e < problem.experts; ++e) part[e] = most[e] > 1 ? risk[e] : -1;
   for (int left = room - problem.experts; left > 0; --left) {
     const int e = static_cast<int>(std::max_element(part.begin(), part.end()) - part.begin());
-    if (part[e] < 0) break;  // every rank holds every expert
+    if (part[e] < 0) break;  // all have as many as they may
     const int n = ++copies[e];
-    part[e] = n < (e == held_back ? most : open) ? risk[e] / n : -1;
+    part[e] = n < most[e] ? risk[e] / n : -1;
   }
   return copies;
 }

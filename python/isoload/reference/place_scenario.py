@@ -10,7 +10,7 @@ import numpy as np
 from isoload.reference.place_layout import Floats, Ints, Layout, Problem, lane_sum
 from isoload.reference.place_search import Limits, Search
 
-TRIES = 32  # numbers of copies that are tried where slots are few
+TRIES = 64  # numbers of copies that are tried where slots are few
 
 
 def place_scenario(
@@ -71,38 +71,37 @@ def plan_layer(problem: Problem, risks: Floats, rival: Ints | None, limits: Limi
 
 
 def start_by_risk(problem: Problem, risk: Floats, few_slots: bool) -> Layout:
-    """A layout by risk; with few slots on a rank the best of several with fewer copies of an expert."""
-    best, copies = Layout(problem), choose_copies(problem, risk)
-    lay_out(best, copies, risk)
-    if not few_slots:
-        return best
-    order = np.argsort(-copies, kind="stable")
-    caps = [(int(e), most) for e in order for most in range(copies[e] - 1, 0, -1)]
-    for e, most in caps[:TRIES]:
-        layout = Layout(problem)
-        lay_out(layout, choose_copies(problem, risk, e, most), risk)
-        if layout.objective() < best.objective():
-            best = layout
+    """A layout by risk; with few slots on a rank the best of several with fewer copies of some experts."""
+    tries, most = TRIES if few_slots else 0, np.full(len(risk), (problem.capacity > 0).sum())
+    best = Layout(problem)
+    lay_out(best, choose_copies(problem, risk, most), risk)
+    better = True
+    while better and tries > 0:
+        better, copies = False, best.copies
+        for e in np.argsort(-copies, kind="stable"):
+            keeps = most[e]
+            for n in range(copies[e] - 1, 0, -1):
+                if tries <= 0:
+                    break
+                tries -= 1
+                most[e] = n
+                layout = Layout(problem)
+                lay_out(layout, choose_copies(problem, risk, most), risk)
+                if layout.objective() < best.objective():
+                    best, keeps, better = layout, n, True
+            most[e] = keeps
     return best
 
 
-def choose_copies(problem: Problem, risk: Floats, held_back: int = -1, most: int = 0) -> Any:
-    """[E] copies: one each, then one more for the largest risk per copy, until the room is full.
-
-    At most ``most`` of expert ``held_back`` (-1: none).
-    """
-    experts, ranks = len(risk), int((problem.capacity > 0).sum())
-    copies, part = np.ones(experts, int), risk.copy()
-    if ranks == 1:
-        part[:] = -1
-    if held_back >= 0 and most == 1:
-        part[held_back] = -1
-    for _ in range(int(problem.capacity.sum()) - experts):
+def choose_copies(problem: Problem, risk: Floats, most: Any) -> Any:
+    """[E] copies: one each, then one more for the largest risk per copy, at most ``most``, until the room is full."""
+    copies, part = np.ones(len(risk), int), np.where(most > 1, risk, -1)
+    for _ in range(int(problem.capacity.sum()) - len(risk)):
         e = int(part.argmax())
         if part[e] < 0:
             break
         copies[e] += 1
-        part[e] = risk[e] / copies[e] if copies[e] < (most if e == held_back else ranks) else -1
+        part[e] = risk[e] / copies[e] if copies[e] < most[e] else -1
     return copies
 
 
