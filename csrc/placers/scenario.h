@@ -17,30 +17,31 @@ inline double search_from(const Problem& problem, Layout& layout, const Limits& 
   return Search(layout, limits).run();
 }
 
-// A layout by risk. With few slots on a rank the heaviest copies fill whole ranks, and fewer copies of an expert may
-// leave room for those of others: smaller numbers are tried, expert by expert, the most copied first, and kept if they
-// help, until none does.
+// A layout by risk. With few slots on a rank the heaviest copies fill whole ranks, and fewer copies of one expert may
+// leave room for those of single ones: all smaller numbers are tried, the most copied experts first, the best is taken,
+// and so on until none helps.
 inline Layout start_by_risk(const Problem& problem, const double* risk, bool few_slots) {
   int tries = few_slots ? 64 : 0;
-  std::vector<int> most(problem.experts, open_ranks(problem)), order(problem.experts);
+  const int open = open_ranks(problem);
   Layout best(problem);
-  lay_out(best, choose_copies(problem, risk, most), risk);
+  lay_out(best, choose_copies(problem, risk, std::vector<int>(problem.experts, open)), risk);
   double least = best.objective();
   for (bool better = true; better && tries > 0;) {
     better = false;
     const std::vector<int> copies = best.copies;
+    std::vector<int> most = copies, order(problem.experts);
+    for (int& n : most) n = n > 1 ? n : open;
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return copies[a] > copies[b]; });
     for (const int e : order) {
-      const int before = most[e];
-      int keeps = before;
-      for (most[e] = copies[e] - 1; most[e] >= 1 && tries > 0; --most[e], --tries) {
+      for (int n = copies[e] - 1; n >= 1 && tries > 0; --n, --tries) {
+        std::vector<int> fewer = most;
+        fewer[e] = n;
         Layout layout(problem);
-        lay_out(layout, choose_copies(problem, risk, most), risk);
+        lay_out(layout, choose_copies(problem, risk, fewer), risk);
         const double found = layout.objective();
-        if (found < least) least = found, best = layout, keeps = most[e], better = true;
+        if (found < least) least = found, best = layout, better = true;
       }
-      most[e] = keeps;
     }
   }
   return best;

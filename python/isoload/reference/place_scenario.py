@@ -72,24 +72,21 @@ def plan_layer(problem: Problem, risks: Floats, rival: Ints | None, limits: Limi
 
 def start_by_risk(problem: Problem, risk: Floats, few_slots: bool) -> Layout:
     """A layout by risk; with few slots on a rank the best of several with fewer copies of some experts."""
-    tries, most = TRIES if few_slots else 0, np.full(len(risk), (problem.capacity > 0).sum())
+    ranks, tries = (problem.capacity > 0).sum(), TRIES if few_slots else 0
     best = Layout(problem)
-    lay_out(best, choose_copies(problem, risk, most), risk)
+    lay_out(best, choose_copies(problem, risk, np.full(len(risk), ranks)), risk)
     better = True
     while better and tries > 0:
         better, copies = False, best.copies
-        for e in np.argsort(-copies, kind="stable"):
-            keeps = most[e]
-            for n in range(copies[e] - 1, 0, -1):
-                if tries <= 0:
-                    break
-                tries -= 1
-                most[e] = n
-                layout = Layout(problem)
-                lay_out(layout, choose_copies(problem, risk, most), risk)
-                if layout.objective() < best.objective():
-                    best, keeps, better = layout, n, True
-            most[e] = keeps
+        fewer = [(e, n) for e in np.argsort(-copies, kind="stable") for n in range(copies[e] - 1, 0, -1)]
+        for e, n in fewer[:tries]:
+            most = np.where(copies > 1, copies, ranks)
+            most[e] = n
+            layout = Layout(problem)
+            lay_out(layout, choose_copies(problem, risk, most), risk)
+            if layout.objective() < best.objective():
+                best, better = layout, True
+        tries -= len(fewer[:tries])
     return best
 
 
