@@ -7,7 +7,7 @@ whatever the placer.
 from __future__ import annotations
 
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from isoload.placers.scenario import ScenarioPlacer
 from isoload.placers.scenarios import Scenarios, make_scenarios
 from isoload.placers.trivial import TrivialPlacer
 from isoload.topology import NOMINAL_TICKS, Topology
-from isoload.trace import Trace
 
 MAX_SHARED = 64  # models have one or two
 MAX_SLOTS = 2**16  # of a layer: planners stay below a second
@@ -44,7 +43,7 @@ def place(
     """Lays experts and replicas into slots.
 
     Args:
-        counts: [L, E] or [batches, L, E] copies per routed expert (array or tensor); or a :class:`Trace` or several,
+        counts: [L, E] or [batches, L, E] copies per routed expert (array or tensor); or a :class:`isoload.Trace` or several,
             whose layer_ids the placement then has.
         topology: the ranks; those not alive get no expert.
         slots_per_rank: S, shared and spare slots included. Default: one slot for each expert, and those.
@@ -115,6 +114,40 @@ def make_placer(name: str, options: dict[str, Any]) -> Placer:
         listed = ", ".join(known) or "(none)"
         raise ValueError(f"option must be one of {listed} for placer {name}, got {unknown[0]!r}")
     return PLACERS[name](**options)
+
+
+def parse_placer(text: str) -> tuple[str, dict[str, Any]]:
+    """Name and options of a placer written ``name`` or ``name:option=value:option=value``.
+
+    Raises:
+        ValueError: an unknown name or option, or a value that its option cannot be.
+    """
+    name, *given = text.split(":")
+    name = OLD_NAMES.get(name, name)
+    make_placer(name, {})
+    hints, options = get_type_hints(PLACERS[name]), {}
+    for pair in given:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"placer must be written name:option=value, got {text!r}")
+        make_placer(name, {key: None})  # refuses an unknown option
+        options[key] = _option_value(key, value, get_args(hints[key]) or (hints[key],))
+    return name, options
+
+
+def _option_value(key: str, text: str, kinds: tuple[Any, ...]) -> Any:
+    """The value in the first of the option's types that it can be."""
+    words = {"True": True, "False": False, "None": None}
+    if text in words and type(words[text]) in kinds:
+        return words[text]
+    for kind in (int, float, str):
+        try:
+            if kind in kinds:
+                return kind(text)
+        except ValueError:
+            continue
+    names = ", ".join(kind.__name__.removesuffix("Type") for kind in kinds)
+    raise ValueError(f"option {key} must be of type {names}, got {text!r}")
 
 
 def keep_places(slots: Slots, before: Slots | None) -> Slots:
@@ -194,4 +227,4 @@ def _whole_width(placed: Placed, shape: tuple[int, ...], live: list[int]) -> tor
     return torch.from_numpy(weight.reshape(shape[0], -1))
 
 
-__all__ = ["PLACERS", "Placed", "Placer", "Room", "Scenarios", "Trace", "make_placer", "place"]
+__all__ = ["PLACERS", "Placed", "Placer", "Room", "Scenarios", "make_placer", "parse_placer", "place"]
