@@ -14,6 +14,7 @@ import torch
 
 from isoload.placement import Placement
 from isoload.placers.base import Placed, Placer, Room, Slots
+from isoload.placers.craft import CraftPlacer
 from isoload.placers.eplb import EplbPlacer
 from isoload.placers.graph import GraphPlacer
 from isoload.placers.scenario import ScenarioPlacer
@@ -25,7 +26,7 @@ MAX_SHARED = 64  # models have one or two
 MAX_SLOTS = 2**16  # of a layer: planners stay below a second
 
 PLACERS: dict[str, type[Placer]] = {
-    placer.name: placer for placer in (TrivialPlacer, EplbPlacer, GraphPlacer, ScenarioPlacer)
+    placer.name: placer for placer in (TrivialPlacer, EplbPlacer, GraphPlacer, CraftPlacer, ScenarioPlacer)
 }
 OLD_NAMES = {"topology": "graph"}  # still accepted
 

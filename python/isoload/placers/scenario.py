@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from isoload.placers.base import Floats, Ints, Placed, Placer, Room, Slots, slots_of
+from isoload.placers.budget import allocate, assign, check_budget, make_grid
 from isoload.placers.compiled import loops, num_threads
 from isoload.placers.eplb import pack_into, pack_once
 from isoload.placers.scenarios import WHOLE, Scenarios
@@ -15,6 +16,7 @@ from isoload.placers.scenarios import WHOLE, Scenarios
 LANES = 4  # the loops sum scenarios in so many lanes
 SPREADS = (0.0, 0.674, 1.5)  # standard deviations above its mean load by which an expert is replicated, one start each
 STEPS = 5000  # changes that a search of a layer tries; it ends by itself long before
+TABLE_STEPS = 100  # the same where only the worth of a number of slots is asked
 FEW_SLOTS = 4  # up to so many on a rank, replica counts matter more than where replicas lie
 
 
@@ -35,6 +37,8 @@ class ScenarioPlacer(Placer):
             :meth:`isoload.placers.scenarios.Scenarios.shares`.
         groups: of experts, consecutive ones; one copy of each expert stays on the node of its group, where a router
             that chooses groups finds it. 0: copies lie anywhere.
+        replicas: of a rank over all layers, in the layers where they save most time, in place of the same number of
+            slots everywhere; or "gain" or "knee", see placer ``craft``. None: no budget.
         moves: with ``before``, most slots of a layer that may get another expert. None: any number.
 
     Raises:
@@ -48,13 +52,37 @@ class ScenarioPlacer(Placer):
     search: bool = True
     shrink: float | None = None
     groups: int = 0
+    replicas: int | str | None = None
     moves: int | None = None
+
+    @property
+    def has_budget(self) -> bool:
+        return self.replicas is not None
 
     def place(self, scenarios: Scenarios, room: Room) -> Placed:
         self._check(scenarios, room)
-        capacity = np.full((scenarios.num_layers, room.num_ranks), slots_of(room), dtype=np.int32)
-        slots, objective = self.search_layers(scenarios, room, capacity)
-        return Placed(slots, notes={"seen_imbalance": round(float(objective.mean()), 4)})
+        capacity, notes = self._capacity(scenarios, room)
+        slots, objective = self.search_layers(scenarios, room, capacity, STEPS if self.search else 0)
+        return Placed(slots, notes={"seen_imbalance": round(float(objective.mean()), 4), **notes})
+
+    def _capacity(self, scenarios: Scenarios, room: Room) -> tuple[Ints, dict[str, Any]]:
+        """[L, R] slots of every rank, and notes on how they were chosen."""
+        layers, experts, ranks = scenarios.num_layers, scenarios.num_experts, room.num_ranks
+        if room.before is not None and self.replicas is not None:
+            raise ValueError(f"replicas must be None with before, which has its slots, got {self.replicas}")
+        if self.replicas is None:
+            return np.full((layers, ranks), slots_of(room), dtype=np.int32), {}
+        check_budget(self.replicas, layers, ranks)
+        grid = make_grid(ranks, ranks * experts - experts)
+        times = []
+        mean = scenarios.weight @ scenarios.loads.sum(-1) / ranks  # [L] copies
+        for number in grid:
+            alone = np.repeat(assign(np.array([experts + number]), ranks), layers, axis=0)
+            times.append(mean * self.search_layers(scenarios, room, alone, TABLE_STEPS if self.search else 0)[1])
+        table = np.array(times).T
+        counts, curve = allocate(table[:, :1] - table, grid, ranks, self.replicas)
+        notes = {"replicas_by_layer": counts.tolist(), "worth_by_replicas_of_a_rank": curve}
+        return assign(experts + counts, ranks), notes
 
     def _check(self, scenarios: Scenarios, room: Room) -> None:
         if self.split not in ("even", "exact"):
@@ -67,13 +95,15 @@ class ScenarioPlacer(Placer):
             raise ValueError(f"moves must be at least 0, got {self.moves}")
         if self.moves is not None and room.before is None:
             raise ValueError(f"moves must come with before, got {self.moves} without")
-        if slots_of(room) > scenarios.num_experts:
+        if self.replicas is None and slots_of(room) > scenarios.num_experts:
             raise ValueError(
                 f"slots_per_rank must be at most {scenarios.num_experts} besides spare slots, one for each expert, "
                 f"got {slots_of(room)}"
             )
 
-    def search_layers(self, scenarios: Scenarios, room: Room, capacity: Ints) -> tuple[Slots, Floats]:
+    def search_layers(
+        self, scenarios: Scenarios, room: Room, capacity: Ints, steps: int
+    ) -> tuple[Slots, Floats]:
         """Slots [L, R, S] for ranks with so many slots each [L, R], and what they reach on the scenarios, [L].
 
         That is the mean over scenarios of the busiest rank's load over the mean one; loads in time, if speeds differ.
@@ -97,7 +127,7 @@ class ScenarioPlacer(Placer):
             width=width,
             exact=self.split == "exact",
             few_slots=width <= FEW_SLOTS,
-            steps=STEPS if self.search else 0,
+            steps=steps,
             moves=-1 if self.moves is None else self.moves,
             threads=num_threads(),
         )
@@ -147,6 +177,8 @@ class ScenarioPlacer(Placer):
         return home
 
     def _check_nodes(self, experts: int, nodes: Any, room: Room) -> None:
+        if room.slots_per_rank is None:
+            return
         slots = min(int((room.node == node).sum()) for node in nodes) * slots_of(room)
         if slots < experts // len(nodes):
             raise ValueError(
