@@ -86,7 +86,10 @@ def place_extensions() -> list[Extension]:
         headers = str(Path(torch.__file__).parent / "include")  # torch brings a copy
     wanted = [Path(headers, "pybind11", "pybind11.h"), Path(sysconfig.get_path("include"), "Python.h")]
     if missing := [str(path) for path in wanted if not path.exists()]:
-        print(f"isoload._place is left out: no {' and no '.join(missing)}. Placers run in NumPy.", file=sys.stderr)
+        print(
+            f"isoload._place is left out: no {' and no '.join(missing)}. Placers run in NumPy.",
+            file=sys.stderr,
+        )
         return []
     place = Extension(
         "isoload._place",

@@ -4,8 +4,8 @@ Fairness ledger
 - Traces: DeepSeek-V3 (SGLang's issue 6017), GLM-5.2 (github.com/Dorijan10/glm-expert-pruning), Gemma-4
   (github.com/avifenesh/gemma-expert-atlas), gpt-oss-20b (its 501 decode steps joined into 32 stretches). Only gpt-oss'
   may be shipped, so the others are left out, and that is said, where --traces has no file of them.
-- Every layer, every unseen batch, recorded counts: no token is drawn. "Cluster left out": workloads that are near-copies
-  of a judged one are not seen either. Imbalance is max/mean rank load. "even": replicas share their expert's load
+- Every layer, every unseen batch, recorded counts: no token is drawn. "Cluster left out": workloads that are
+  near-copies of a judged one are not seen either. Imbalance is max/mean rank load. "even": replicas share their expert's load
   alike, as engines do; "exact": the least maximum that any split has (isoload's policy `exact`).
 - Rival: our `eplb` with dedup, which never lays an expert twice on a rank; without it, it equals the published maps.
 - "goal" is what this repository asks of itself; figures above it are marked LOSS. How far chance moves these means:
@@ -127,7 +127,9 @@ def bench_unseen(folder: Path) -> Rows:
             continue
         for label, (placer, options) in PLACERS.items():
             even, exact = unseen(trace, case, placer, options)
-            goals = {"scenario": case.goals[:2], "split=exact": (np.inf, case.goals[2])}.get(label, (np.inf,) * 2)
+            goals = {"scenario": case.goals[:2], "split=exact": (np.inf, case.goals[2])}.get(
+                label, (np.inf,) * 2
+            )
             rows.append(
                 {
                     "table": "unseen",
@@ -217,7 +219,12 @@ def nodes_per_token(placement: isoload.Placement, load: np.ndarray, groups: int,
             picked = rng.choice(4 * size, 8, replace=False, p=(inside / inside.sum()).ravel())
             held = holds[:, some[picked // size] * size + picked % size]
             found.append(
-                next(n for n in range(1, nodes + 1) for s in itertools.combinations(range(nodes), n) if held[list(s)].any(0).all())
+                next(
+                    n
+                    for n in range(1, nodes + 1)
+                    for s in itertools.combinations(range(nodes), n)
+                    if held[list(s)].any(0).all()
+                )
             )
     return float(np.mean(found))
 
@@ -229,7 +236,11 @@ def bench_groups(folder: Path) -> Rows:
             continue
         total = trace.batch_counts().sum(0)[None]
         topology = isoload.Topology(case.ranks, per_node)
-        for label, placer, groups in (("eplb", "eplb", 0), ("hierarchical", "eplb", 8), ("groups=8", "scenario", 8)):
+        for label, placer, groups in (
+            ("eplb", "eplb", 0),
+            ("hierarchical", "eplb", 8),
+            ("groups=8", "scenario", 8),
+        ):
             placement = isoload.place(total, topology, case.slots, placer, groups=groups)
             rows.append(
                 {
@@ -304,7 +315,9 @@ def show(rows: Rows, console: Console) -> None:
             table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
         console.print(table)
     losses = [row for row in rows if row.get("met") is False]
-    console.print(f"{len(losses)} goals of unseen batches missed" + "".join(f"\n  LOSS {row}" for row in losses))
+    console.print(
+        f"{len(losses)} goals of unseen batches missed" + "".join(f"\n  LOSS {row}" for row in losses)
+    )
 
 
 def main() -> None:
@@ -314,7 +327,12 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="bench/results/bench_place.jsonl")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [row for name, bench in BENCHES.items() if arguments.only in (None, name) for row in bench(arguments.traces)]
+    rows = [
+        row
+        for name, bench in BENCHES.items()
+        if arguments.only in (None, name)
+        for row in bench(arguments.traces)
+    ]
     show(rows, Console(highlight=False, width=160))
     if arguments.write:
         print(write_results("bench_place", rows))

@@ -1,5 +1,5 @@
-// isoload._place: the offline placers' loops on NumPy arrays. Shapes and values are checked in Python; what is checked
-// here keeps memory safe.
+// isoload._place: the offline placers' loops on NumPy arrays. Shapes and values are checked in Python; what
+// is checked here keeps memory safe.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -44,8 +44,8 @@ Array<int32_t> eplb(const Array<float>& weight, const Array<int32_t>& capacity, 
   {
     py::gil_scoped_release released;
     for_layers(layers, threads, [&](int l) {
-      EplbLayer(weight.data() + static_cast<size_t>(l) * experts, experts, all + static_cast<size_t>(l) * ranks, ranks,
-                width, dedup)
+      EplbLayer(weight.data() + static_cast<size_t>(l) * experts, experts,
+                all + static_cast<size_t>(l) * ranks, ranks, width, dedup)
           .place(out + static_cast<size_t>(l) * ranks * width);
     });
   }
@@ -58,7 +58,8 @@ const int32_t* layer_of(const std::optional<Array<int32_t>>& array, int l, size_
 }
 
 // Slots that are taken over must be in range, within capacity and without repeats: the search relies on it.
-void need_valid(const std::optional<Array<int32_t>>& slots, const Array<int32_t>& capacity, int experts, const char* rule) {
+void need_valid(const std::optional<Array<int32_t>>& slots, const Array<int32_t>& capacity, int experts,
+                const char* rule) {
   if (!slots) return;
   const auto ranks = capacity.shape(1), width = slots->ndim() == 3 ? slots->shape(2) : 0;
   bool valid = slots->ndim() == 3 && slots->shape(0) == capacity.shape(0) && slots->shape(1) == ranks;
@@ -73,13 +74,13 @@ void need_valid(const std::optional<Array<int32_t>>& slots, const Array<int32_t>
   need(valid, rule);
 }
 
-// loads [L, E, n] whole numbers, weight [n], tick [R], node [R], home [L, E] (-1 = none), capacity [L, R], risks
-// [z, L, E], rival and before [L, R, width] -> slots [L, R, width], objective [L].
+// loads [L, E, n] whole numbers, weight [n], tick [R], node [R], home [L, E] (-1 = none), capacity [L, R],
+// risks [z, L, E], rival and before [L, R, width] -> slots [L, R, width], objective [L].
 py::tuple scenario(const Array<double>& loads, const Array<double>& weight, const Array<double>& tick,
                    const Array<int32_t>& node, const Array<int32_t>& home, const Array<int32_t>& capacity,
                    const Array<double>& risks, const std::optional<Array<int32_t>>& rival,
-                   const std::optional<Array<int32_t>>& before, int width, bool exact, bool few_slots, int steps, int moves,
-                   int threads) {
+                   const std::optional<Array<int32_t>>& before, int width, bool exact, bool few_slots,
+                   int steps, int moves, int threads) {
   need(loads.ndim() == 3 && capacity.ndim() == 2 && home.ndim() == 2 && risks.ndim() == 3,
        "loads must be [L, E, n], capacity [L, R], home [L, E] and risks [z, L, E]");
   const int layers = static_cast<int>(loads.shape(0)), experts = static_cast<int>(loads.shape(1));
@@ -90,14 +91,17 @@ py::tuple scenario(const Array<double>& loads, const Array<double>& weight, cons
        "capacity must be [L, R] and home [L, E]");
   need(risks.shape(1) == layers && risks.shape(2) == experts, "risks must be [z, L, E]");
   need(before || rival || risks.shape(0) > 0, "risks must be given without before");
-  need(std::all_of(capacity.data(), capacity.data() + capacity.size(), [=](int c) { return c >= 0 && c <= width && c <= experts; }),
+  need(std::all_of(capacity.data(), capacity.data() + capacity.size(),
+                   [=](int c) { return c >= 0 && c <= width && c <= experts; }),
        "capacity must be in 0..width and at most the number of experts");
   for (int l = 0; l < layers; ++l) {
     const int32_t* row = capacity.data() + static_cast<size_t>(l) * ranks;
     need(std::accumulate(row, row + ranks, int64_t{0}) >= experts, "capacity must hold every expert");
   }
-  need_valid(rival, capacity, experts, "rival must be [L, R, width], within capacity, no expert twice on a rank");
-  need_valid(before, capacity, experts, "before must be [L, R, width], within capacity, no expert twice on a rank");
+  need_valid(rival, capacity, experts,
+             "rival must be [L, R, width], within capacity, no expert twice on a rank");
+  need_valid(before, capacity, experts,
+             "before must be [L, R, width], within capacity, no expert twice on a rank");
   Array<int32_t> slots({layers, ranks, width});
   Array<double> objective(layers);
   int32_t* out = slots.mutable_data();
@@ -106,10 +110,21 @@ py::tuple scenario(const Array<double>& loads, const Array<double>& weight, cons
     py::gil_scoped_release released;
     for_layers(layers, threads, [&](int l) {
       const size_t each = static_cast<size_t>(experts), size = static_cast<size_t>(ranks) * width;
-      const Problem problem{experts, ranks, width, n, loads.data() + l * each * n, weight.data(), tick.data(),
-                            capacity.data() + static_cast<size_t>(l) * ranks, node.data(), home.data() + l * each, exact};
-      const Starts starts{risks.data() + l * each, static_cast<int>(risks.shape(0)), layers * each, layer_of(rival, l, size)};
-      found[l] = plan_layer(problem, starts, Limits{steps, moves, few_slots, layer_of(before, l, size)}, out + l * size);
+      const Problem problem{experts,
+                            ranks,
+                            width,
+                            n,
+                            loads.data() + l * each * n,
+                            weight.data(),
+                            tick.data(),
+                            capacity.data() + static_cast<size_t>(l) * ranks,
+                            node.data(),
+                            home.data() + l * each,
+                            exact};
+      const Starts starts{risks.data() + l * each, static_cast<int>(risks.shape(0)), layers * each,
+                          layer_of(rival, l, size)};
+      found[l] = plan_layer(problem, starts, Limits{steps, moves, few_slots, layer_of(before, l, size)},
+                            out + l * size);
     });
   }
   return py::make_tuple(slots, objective);
@@ -120,7 +135,8 @@ py::tuple scenario(const Array<double>& loads, const Array<double>& weight, cons
 PYBIND11_MODULE(_place, module) {
   module.doc() = "Loops of isoload's offline placers.";
   module.def("eplb", &eplb, py::arg("weight"), py::arg("capacity"), py::arg("dedup"), py::arg("threads"));
-  module.def("scenario", &scenario, py::arg("loads"), py::arg("weight"), py::arg("tick"), py::arg("node"), py::arg("home"),
-             py::arg("capacity"), py::arg("risks"), py::arg("rival"), py::arg("before"), py::arg("width"),
-             py::arg("exact"), py::arg("few_slots"), py::arg("steps"), py::arg("moves"), py::arg("threads"));
+  module.def("scenario", &scenario, py::arg("loads"), py::arg("weight"), py::arg("tick"), py::arg("node"),
+             py::arg("home"), py::arg("capacity"), py::arg("risks"), py::arg("rival"), py::arg("before"),
+             py::arg("width"), py::arg("exact"), py::arg("few_slots"), py::arg("steps"), py::arg("moves"),
+             py::arg("threads"));
 }

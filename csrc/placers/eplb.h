@@ -84,8 +84,9 @@ class EplbLayer {
     holds_[static_cast<size_t>(rank) * experts_ + expert] = true;
   }
 
-  // Every rank with room holds the expert: moves one replica from a full rank to one with room, so that the heavier
-  // of the two is lightest (ties: lowest giving rank, its first slot, lowest taking rank). Returns the giving rank.
+  // Every rank with room holds the expert: moves one replica from a full rank to one with room, so that the
+  // heavier of the two is lightest (ties: lowest giving rank, its first slot, lowest taking rank). Returns
+  // the giving rank.
   int make_room(int expert) {
     float least = kNone;
     int from = -1, place = 0, to = 0;
@@ -102,7 +103,8 @@ class EplbLayer {
       }
     }
     if (from < 0) {
-      throw std::invalid_argument("capacity must leave room for every replica on a rank without one of its expert");
+      throw std::invalid_argument(
+          "capacity must leave room for every replica on a rank without one of its expert");
     }
     int32_t* row = slots_ + from * width_;
     const int other = row[place];

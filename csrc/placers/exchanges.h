@@ -7,7 +7,8 @@
 
 namespace isoload::placers {
 
-// Whether expert a (-1: none) may move from rank i to rank j: no expert twice on a rank, a copy stays on the home node.
+// Whether expert a (-1: none) may move from rank i to rank j: no expert twice on a rank, a copy stays on the
+// home node.
 inline bool may_move(const Layout& layout, int a, int i, int j) {
   if (a < 0) return true;
   if (layout.held(j, a)) return false;
@@ -32,7 +33,8 @@ inline void exchange(Layout& layout, int p, int q) {
   }
 }
 
-// The ranks at the peak, per scenario. With an exact split several are, and share what one of them gains or loses.
+// The ranks at the peak, per scenario. With an exact split several are, and share what one of them gains or
+// loses.
 struct Bottleneck {
   static constexpr double kNear = 1 - 1.0 / 256;  // levelling ends near the level, not on it
 
@@ -69,12 +71,19 @@ struct Bottleneck {
   std::vector<double> member;  // [R, n] 0 or 1
 };
 
-// The objective after an exchange between ranks i and j: exactly if loads are split evenly. With an exact split all
-// shares move, so it is estimated from the bottleneck.
+// The objective after an exchange between ranks i and j: exactly if loads are split evenly. With an exact
+// split all shares move, so it is estimated from the bottleneck.
 class Judge {
  public:
   Judge(const Layout& layout, const Bottleneck& bottleneck)
-      : layout_(layout), problem_(*layout.problem), neck_(bottleneck), first_(neck_.peak.size()), second_(first_), rest_(first_), worth_(first_), holder_(first_.size()) {}
+      : layout_(layout),
+        problem_(*layout.problem),
+        neck_(bottleneck),
+        first_(neck_.peak.size()),
+        second_(first_),
+        rest_(first_),
+        worth_(first_),
+        holder_(first_.size()) {}
 
   void choose_rank(int i) {
     i_ = i;
@@ -108,8 +117,8 @@ class Judge {
     for (int s = 0; s < problem_.scenarios; ++s) rest_[s] = holder_[s] == j ? second_[s] : first_[s];
   }
 
-  // What it is worth that slot p's load leaves rank i for rank j. The objective falls by no more than the worth of p less
-  // that of q: where i (or j) is at the peak, the peak is at least what is left there.
+  // What it is worth that slot p's load leaves rank i for rank j. The objective falls by no more than the
+  // worth of p less that of q: where i (or j) is at the peak, the peak is at least what is left there.
   double worth(int p) const {
     const double* share = layout_.share_of(p);
     return lane_sum(problem_.scenarios, [&](int s) { return worth_[s] * share[s]; });
@@ -130,7 +139,8 @@ class Judge {
     return lane_sum(problem_.scenarios, [&](int s) {
       const double moved = a[s] - b[s];
       const double level = neck_.peak[s] + (mj[s] - mi[s]) * moved * neck_.relief[s];
-      const double outside = std::max((1 - mi[s]) * (here[s] - moved) * ti, (1 - mj[s]) * (there[s] + moved) * tj);
+      const double outside =
+          std::max((1 - mi[s]) * (here[s] - moved) * ti, (1 - mj[s]) * (there[s] + moved) * tj);
       return weight[s] * std::max(level, outside);
     });
   }

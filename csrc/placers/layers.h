@@ -9,7 +9,8 @@
 
 namespace isoload::placers {
 
-// Calls solve(layer) for 0..num_layers-1; the first exception of any layer is thrown again when all have ended.
+// Calls solve(layer) for 0..num_layers-1; the first exception of any layer is thrown again when all have
+// ended.
 template <class Solve>
 void for_layers(int num_layers, int threads, const Solve& solve) {
   std::atomic<int> next{0};

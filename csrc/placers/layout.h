@@ -30,7 +30,7 @@ struct Problem {
   const int32_t* capacity;    // [R] slots that may hold experts
   const int32_t* node;        // [R]
   const int32_t* home;        // [E] node that must keep a copy; -1 = none must
-  bool exact;                 // a replicated expert's load goes where it levels the ranks; else in equal parts
+  bool exact;  // a replicated expert's load goes where it levels the ranks; else in equal parts
 };
 
 struct Layout {
@@ -48,7 +48,9 @@ struct Layout {
   double* share_of(int p) { return share.data() + static_cast<size_t>(p) * problem->scenarios; }
   const double* share_of(int p) const { return share.data() + static_cast<size_t>(p) * problem->scenarios; }
   double* load_on(int r) { return rank_load.data() + static_cast<size_t>(r) * problem->scenarios; }
-  const double* load_on(int r) const { return rank_load.data() + static_cast<size_t>(r) * problem->scenarios; }
+  const double* load_on(int r) const {
+    return rank_load.data() + static_cast<size_t>(r) * problem->scenarios;
+  }
   bool held(int r, int e) const { return holds[static_cast<size_t>(r) * problem->experts + e]; }
 
   // Notes that slot p holds expert e, or (sign = -1) no longer does. Shares are the caller's.
@@ -111,12 +113,12 @@ struct Layout {
   }
 
   const Problem* problem;
-  std::vector<int32_t> slot;       // [R, width]; -1 = empty
-  std::vector<int> copies;         // [E]
-  std::vector<int> at_home;        // [E] copies on the home node
-  std::vector<uint8_t> holds;      // [R, E]
-  std::vector<double> share;       // [R, width, n] what each slot carries
-  std::vector<double> rank_load;   // [R, n]
+  std::vector<int32_t> slot;      // [R, width]; -1 = empty
+  std::vector<int> copies;        // [E]
+  std::vector<int> at_home;       // [E] copies on the home node
+  std::vector<uint8_t> holds;     // [R, E]
+  std::vector<double> share;      // [R, width, n] what each slot carries
+  std::vector<double> rank_load;  // [R, n]
 };
 
 }  // namespace isoload::placers

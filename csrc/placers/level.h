@@ -25,8 +25,9 @@ inline void level_pair(Layout& layout, int p, int q) {
   }
 }
 
-// Slots whose loads may be levelled against each other: of every replicated expert each copy with the next, and of more
-// than two the last with the first. In the order of the second slot, the circles' closing pairs last.
+// Slots whose loads may be levelled against each other: of every replicated expert each copy with the next,
+// and of more than two the last with the first. In the order of the second slot, the circles' closing pairs
+// last.
 using Pairs = std::vector<std::pair<int, int>>;
 
 inline void find_pairs(const Layout& layout, Pairs& pairs) {
@@ -35,8 +36,10 @@ inline void find_pairs(const Layout& layout, Pairs& pairs) {
   for (int p = 0; p < static_cast<int>(layout.slot.size()); ++p) {
     const int e = layout.slot[p];
     if (e < 0) continue;
-    if (last[e] >= 0) pairs.emplace_back(last[e], p);
-    else first[e] = p;
+    if (last[e] >= 0)
+      pairs.emplace_back(last[e], p);
+    else
+      first[e] = p;
     last[e] = p;
   }
   for (int e = 0; e < layout.problem->experts; ++e) {

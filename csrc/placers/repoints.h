@@ -1,4 +1,5 @@
-// Changes of one slot: it is empty, or holds a replica that is not needed, and gets a replica of another expert.
+// Changes of one slot: it is empty, or holds a replica that is not needed, and gets a replica of another
+// expert.
 #pragma once
 
 #include "placers/exchanges.h"
@@ -17,7 +18,8 @@ inline bool may_drop(const Layout& layout, int p) {
 // Split evenly: the objective after slot p's expert becomes y.
 class EvenTurn {
  public:
-  explicit EvenTurn(const Layout& layout) : layout_(layout), load_(layout.rank_load.size()), peak_(layout.problem->scenarios) {}
+  explicit EvenTurn(const Layout& layout)
+      : layout_(layout), load_(layout.rank_load.size()), peak_(layout.problem->scenarios) {}
 
   double after(int p, int y) {
     load_ = layout_.rank_load;
@@ -66,12 +68,18 @@ class EvenTurn {
   std::vector<double> load_, peak_;
 };
 
-// Exact split: what a replica would take from the bottleneck, less what the replica that it replaces gives back to it.
-// An estimate; the search levels the most promising changes.
+// Exact split: what a replica would take from the bottleneck, less what the replica that it replaces gives
+// back to it. An estimate; the search levels the most promising changes.
 class Relief {
  public:
   Relief(const Layout& layout, const Bottleneck& bottleneck)
-      : layout_(layout), neck_(bottleneck), n_(layout.problem->scenarios), held_(static_cast<size_t>(layout.problem->experts) * n_), outside_(held_.size()), room_(n_), back_(n_) {
+      : layout_(layout),
+        neck_(bottleneck),
+        n_(layout.problem->scenarios),
+        held_(static_cast<size_t>(layout.problem->experts) * n_),
+        outside_(held_.size()),
+        room_(n_),
+        back_(n_) {
     for (int p = 0; p < static_cast<int>(layout.slot.size()); ++p) {
       const int e = layout.slot[p];
       if (e < 0) continue;
@@ -99,7 +107,8 @@ class Relief {
   // By how much the objective falls if expert y comes instead.
   double gain(int y) const {
     const double *held = held_.data() + static_cast<size_t>(y) * n_, *weight = layout_.problem->weight;
-    return lane_sum(n_, [&](int s) { return weight[s] * ((std::min(held[s], room_[s]) - back_[s]) * neck_.relief[s]); });
+    return lane_sum(
+        n_, [&](int s) { return weight[s] * ((std::min(held[s], room_[s]) - back_[s]) * neck_.relief[s]); });
   }
 
  private:

@@ -6,7 +6,7 @@
 namespace isoload::placers {
 
 struct Starts {
-  const double* risks;   // [num_risks, stride] a start each: copies by the risk of an expert
+  const double* risks;  // [num_risks, stride] a start each: copies by the risk of an expert
   int num_risks;
   size_t stride;         // between the risks of a layer
   const int32_t* rival;  // [R, width] a placement that the result is never worse than; or null
@@ -17,9 +17,9 @@ inline double search_from(const Problem& problem, Layout& layout, const Limits& 
   return Search(layout, limits).run();
 }
 
-// A layout by risk. With few slots on a rank the heaviest copies fill whole ranks, and fewer copies of one expert may
-// leave room for those of single ones: all smaller numbers are tried, the most copied experts first, the best is taken,
-// and so on until none helps.
+// A layout by risk. With few slots on a rank the heaviest copies fill whole ranks, and fewer copies of one
+// expert may leave room for those of single ones: all smaller numbers are tried, the most copied experts
+// first, the best is taken, and so on until none helps.
 inline Layout start_by_risk(const Problem& problem, const double* risk, bool few_slots) {
   int tries = few_slots ? 64 : 0;
   const int open = open_ranks(problem);
@@ -67,7 +67,8 @@ inline double plan_layer(const Problem& problem, const Starts& starts, const Lim
     const double* risk = starts.risks + starts.stride * i;
     Layout layout = start_by_risk(even, risk, limits.few_slots && limits.steps > 0);
     double found = search_from(even, layout, limits);
-    if (problem.exact) found = search_from(problem, layout, limits);  // from where the even split's search ends
+    if (problem.exact)
+      found = search_from(problem, layout, limits);  // from where the even split's search ends
     keep(layout, found);
   }
   if (starts.rival) {
@@ -75,7 +76,8 @@ inline double plan_layer(const Problem& problem, const Starts& starts, const Lim
     take_over(layout, starts.rival);
     Limits none = limits;
     none.steps = 0;
-    if (least < 0 || search_from(problem, layout, none) < least) keep(layout, search_from(problem, layout, limits));
+    if (least < 0 || search_from(problem, layout, none) < least)
+      keep(layout, search_from(problem, layout, limits));
   }
   return least;
 }

@@ -1,5 +1,5 @@
-// Local search on the mean over scenarios of the busiest rank's cost. python/isoload/reference/place_search.py finds
-// the same slots.
+// Local search on the mean over scenarios of the busiest rank's cost.
+// python/isoload/reference/place_search.py finds the same slots.
 #pragma once
 
 #include <stdexcept>
@@ -12,15 +12,16 @@ namespace isoload::placers {
 
 // How long a search may be.
 struct Limits {
-  int steps;            // changes tried
-  int moves;            // slots that may differ from `before`; -1 = all
-  bool few_slots;       // replica counts matter: with an even split, too, slots may get another expert
+  int steps;              // changes tried
+  int moves;              // slots that may differ from `before`; -1 = all
+  bool few_slots;         // replica counts matter: with an even split, too, slots may get another expert
   const int32_t* before;  // [R, width] or null
 };
 
 // An exchange of slots p and q, or (q = -1) slot p's expert becomes `expert`.
 struct Change {
-  double gain = 0, score = 0;  // by which the objective falls (estimated with an exact split); that per changed slot
+  double gain = 0,
+         score = 0;  // by which the objective falls (estimated with an exact split); that per changed slot
   int p = -1, q = -1, expert = -1;
 };
 
@@ -50,9 +51,14 @@ class Best {
 class Search {
  public:
   Search(Layout& layout, const Limits& limits)
-      : layout_(layout), problem_(*layout.problem), limits_(limits), steps_(limits.steps), was_(layout.holds.size()) {
+      : layout_(layout),
+        problem_(*layout.problem),
+        limits_(limits),
+        steps_(limits.steps),
+        was_(layout.holds.size()) {
     for (int p = 0; limits.before && p < static_cast<int>(layout.slot.size()); ++p) {
-      if (limits.before[p] >= 0) was_[static_cast<size_t>(layout.rank_of(p)) * problem_.experts + limits.before[p]] = true;
+      if (limits.before[p] >= 0)
+        was_[static_cast<size_t>(layout.rank_of(p)) * problem_.experts + limits.before[p]] = true;
     }
   }
 
@@ -77,7 +83,8 @@ class Search {
   static constexpr int kFirstSweeps = 24, kSweeps = 4, kPasses = 3;
   static constexpr size_t kExchanges = 3, kRepoints = 8;  // estimated changes that are tried, at most
 
-  // Every expert without a copy, or without one on its home node, gets the slot that costs least (ties: lowest).
+  // Every expert without a copy, or without one on its home node, gets the slot that costs least (ties:
+  // lowest).
   void restore() {
     for (int e = 0; e < problem_.experts; ++e) {
       const int home = problem_.home[e];
@@ -91,7 +98,8 @@ class Search {
         const double then = turned.after(p, e);
         if (best < 0 || then < least) best = p, least = then;
       }
-      if (best < 0) throw std::invalid_argument("before must leave a slot for every expert that lost its last copy");
+      if (best < 0)
+        throw std::invalid_argument("before must leave a slot for every expert that lost its last copy");
       used_ += cost_of(Change{0, 0, best, -1, e});
       turn_evenly(best, e);
     }
@@ -168,7 +176,8 @@ class Search {
     }
   }
 
-  // With an even split only changes that touch a busiest rank can help: its slots, and replicas of its experts.
+  // With an even split only changes that touch a busiest rank can help: its slots, and replicas of its
+  // experts.
   void find_repoints(const Bottleneck& neck, Best& best) {
     if (problem_.exact) {
       Relief relief(layout_, neck);
@@ -186,7 +195,8 @@ class Search {
     EvenTurn turned(layout_);
     each_droppable([&](int p) {
       each_new(p, [&](int y) {
-        if (hot[y] || critical[layout_.rank_of(p)]) consider(Change{now_ - turned.after(p, y), 0, p, -1, y}, best);
+        if (hot[y] || critical[layout_.rank_of(p)])
+          consider(Change{now_ - turned.after(p, y), 0, p, -1, y}, best);
       });
     });
   }

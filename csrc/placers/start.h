@@ -1,4 +1,5 @@
-// A first layout: how many copies each expert gets, and the heaviest first onto the rank that suits its load best.
+// A first layout: how many copies each expert gets, and the heaviest first onto the rank that suits its load
+// best.
 #pragma once
 
 #include <numeric>
@@ -10,12 +11,14 @@
 namespace isoload::placers {
 
 inline int open_ranks(const Problem& problem) {
-  return static_cast<int>(std::count_if(problem.capacity, problem.capacity + problem.ranks, [](int c) { return c > 0; }));
+  return static_cast<int>(
+      std::count_if(problem.capacity, problem.capacity + problem.ranks, [](int c) { return c > 0; }));
 }
 
-// One copy each, then one more for the expert with the largest risk per copy (ties: lowest), until the room is full.
-// risk [E]; at most `most` [E] copies of each, and one on a rank.
-inline std::vector<int> choose_copies(const Problem& problem, const double* risk, const std::vector<int>& most) {
+// One copy each, then one more for the expert with the largest risk per copy (ties: lowest), until the room
+// is full. risk [E]; at most `most` [E] copies of each, and one on a rank.
+inline std::vector<int> choose_copies(const Problem& problem, const double* risk,
+                                      const std::vector<int>& most) {
   const int room = std::accumulate(problem.capacity, problem.capacity + problem.ranks, 0);
   std::vector<int> copies(problem.experts, 1);
   std::vector<double> part(problem.experts);
@@ -29,9 +32,10 @@ inline std::vector<int> choose_copies(const Problem& problem, const double* risk
   return copies;
 }
 
-// The rank whose load meets the expert's part least: least sum over scenarios of load times part, times the rank's
-// cost (ties: lowest). Among ranks of `node` (-1: all) with room; -1 if there is none.
-inline int best_rank(const Layout& layout, const std::vector<int>& filled, int e, const double* part, int node) {
+// The rank whose load meets the expert's part least: least sum over scenarios of load times part, times the
+// rank's cost (ties: lowest). Among ranks of `node` (-1: all) with room; -1 if there is none.
+inline int best_rank(const Layout& layout, const std::vector<int>& filled, int e, const double* part,
+                     int node) {
   const Problem& problem = *layout.problem;
   int best = -1;
   double least = 0;
@@ -46,8 +50,8 @@ inline int best_rank(const Layout& layout, const std::vector<int>& filled, int e
   return best;
 }
 
-// Every rank with room holds e: a full rank gives an expert's slot to one with room (ties: lowest giving rank, its first
-// slot, lowest taking rank). Returns the giving rank.
+// Every rank with room holds e: a full rank gives an expert's slot to one with room (ties: lowest giving
+// rank, its first slot, lowest taking rank). Returns the giving rank.
 inline int give_room(Layout& layout, std::vector<int>& filled, int e) {
   const Problem& problem = *layout.problem;
   for (int giver = 0; giver < problem.ranks; ++giver) {
@@ -58,7 +62,8 @@ inline int give_room(Layout& layout, std::vector<int>& filled, int e) {
       for (int taker = 0; taker < problem.ranks; ++taker) {
         if (filled[taker] == problem.capacity[taker] || !may_move(layout, other, giver, taker)) continue;
         exchange(layout, p, taker * problem.width + filled[taker]++);
-        const int last = begin + --filled[giver];  // moves down, so that a rank's filled slots stay its first ones
+        const int last =
+            begin + --filled[giver];  // moves down, so that a rank's filled slots stay its first ones
         if (p != last) exchange(layout, p, last);
         return giver;
       }
@@ -67,8 +72,8 @@ inline int give_room(Layout& layout, std::vector<int>& filled, int e) {
   throw std::invalid_argument("capacity must leave room for every copy on a rank without one of its expert");
 }
 
-// Lays copies [E] out: those that a node must keep first, then all others, each group the largest risk per copy first
-// (ties: lowest expert).
+// Lays copies [E] out: those that a node must keep first, then all others, each group the largest risk per
+// copy first (ties: lowest expert).
 inline void lay_out(Layout& layout, const std::vector<int>& copies, const double* risk) {
   const Problem& problem = *layout.problem;
   std::vector<int> order(problem.experts), filled(problem.ranks);
@@ -79,7 +84,8 @@ inline void lay_out(Layout& layout, const std::vector<int>& copies, const double
   auto put = [&](int e, int node) {
     for (int s = 0; s < problem.scenarios; ++s) part[s] = Layout::whole(layout.load_of(e)[s] / copies[e]);
     int r = best_rank(layout, filled, e, part.data(), node);
-    if (r < 0 && node >= 0) throw std::invalid_argument("groups must leave room for their experts on their node");
+    if (r < 0 && node >= 0)
+      throw std::invalid_argument("groups must leave room for their experts on their node");
     if (r < 0) r = give_room(layout, filled, e);
     const int p = r * problem.width + filled[r]++;
     layout.note(p, e, 1);

@@ -15,7 +15,9 @@ from isoload.formats import own
 
 
 def made(num_shared=1, **fields):
-    topology = isoload.Topology(4, 2, speeds=(1, 1, 2, 0.5), alive=(True, True, False, True), bandwidths=(300, 50.5))
+    topology = isoload.Topology(
+        4, 2, speeds=(1, 1, 2, 0.5), alive=(True, True, False, True), bandwidths=(300, 50.5)
+    )
     counts = np.random.default_rng(0).integers(1, 99, (3, 2, 7))
     placement = isoload.place(counts, topology, 6, "scenario", spare_slots=1, num_shared=num_shared)
     return replace(placement, **fields)
@@ -38,7 +40,7 @@ def test_every_field_comes_back(tmp_path):
     found = isoload.read_placement(path)
     same(found, ragged)
     assert torch.equal(found.replica_weight, weight) and found.provenance["placer"] == "scenario"
-    assert own.KEYS == set(json.loads(path.read_text()))
+    assert set(json.loads(path.read_text())) == own.KEYS
 
 
 def test_a_topology_of_the_same_ranks_replaces_the_files(tmp_path):
@@ -86,8 +88,12 @@ REFUSED = {
     "slot_to_expert must be a list of layers, got 5": with_value("slot_to_expert", 5),
     "slot_to_expert must have 3 entries in every layer, layer 1 has 2": with_value("slot_to_expert", ROWS),
     "slot_to_expert must be integers from -1 on, layer 0 has '1'": with_value("slot_to_expert", [["1"]] * 2),
-    "slot_to_expert must be integers from -1 on, layer 0 has 4294967296": with_value("slot_to_expert", [[2**32]] * 2),
-    "slot_to_expert must hold every expert, layer 0 has no replica": with_value("slot_to_expert", [[0] * 24] * 2),
+    "slot_to_expert must be integers from -1 on, layer 0 has 4294967296": with_value(
+        "slot_to_expert", [[2**32]] * 2
+    ),
+    "slot_to_expert must hold every expert, layer 0 has no replica": with_value(
+        "slot_to_expert", [[0] * 24] * 2
+    ),
     "home_slot must be [2, 8], got [2, 1]": with_value("home_slot", [[0], [0]]),
     "topology must be an object, got None": with_value("topology", None),
     "topology must have alive, got ": lambda content: content["topology"].pop("alive"),
@@ -95,7 +101,9 @@ REFUSED = {
     "topology alive must be null or a list of true or false, got [1, 1]": topology("alive", [1, 1]),
     "ranks_per_node must divide num_ranks=4, got 3": topology("ranks_per_node", 3),
     "replica_weight must be null or a list of layers, got 1": with_value("replica_weight", 1),
-    "replica_weight must have 1 numbers in every layer, not so layer 1": with_value("replica_weight", [[1], ["a"]]),
+    "replica_weight must have 1 numbers in every layer, not so layer 1": with_value(
+        "replica_weight", [[1], ["a"]]
+    ),
     "replica_weight must be finite and not negative": with_value("replica_weight", [[-1] * 24] * 2),
 }
 

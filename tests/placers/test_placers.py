@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -191,7 +192,7 @@ def test_stuck_packing_is_repaired_by_the_mildest_move():
 @pytest.mark.parametrize("dedup", [False, True])
 def test_compiled_loops_and_numpy_give_the_same_slots(dedup):
     assert compiled.why_not_compiled() is None, "`make build`"
-    rng, stuck = np.random.default_rng(13), 0
+    rng = np.random.default_rng(13)
     for _ in range(400):
         ranks, size = rng.integers(1, 9, 2).tolist()
         experts = int(rng.integers(size, ranks * size + 1))
@@ -311,3 +312,22 @@ def test_place_names_what_it_refuses(message, arguments):
 def test_more_slots_than_distinct_replicas_are_filled_without_dedup():
     placement = isoload.place(np.ones((1, 2)), isoload.Topology(2), 3, dedup=False)
     assert copies(placement.slot_to_expert.numpy(), 2).sum() == 6
+
+
+def test_without_the_compiled_loops_placers_warn_once_and_place_alike(monkeypatch):
+    counts = np.random.default_rng(6).integers(0, 1000, (3, 2, 10))
+    fast = {
+        name: isoload.place(counts, isoload.Topology(3), 4, name).slot_to_expert
+        for name in ("eplb", "scenario")
+    }
+    monkeypatch.setitem(sys.modules, "isoload._place", None)  # what import finds where it was not built
+    compiled.loops.cache_clear()
+    try:
+        with pytest.warns(
+            UserWarning, match="^placers run in NumPy, many times slower: isoload._place was not"
+        ) as found:
+            for name, slots in fast.items():
+                assert torch.equal(isoload.place(counts, isoload.Topology(3), 4, name).slot_to_expert, slots)
+        assert len(found) == 1
+    finally:
+        compiled.loops.cache_clear()

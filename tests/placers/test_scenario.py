@@ -52,7 +52,9 @@ def test_compiled_loops_and_numpy_give_the_same_slots(split, seed, in_numpy, mon
     scenarios, _ = make_scenarios(counts)
     tick = rng.choice([0.5, 1, 1.25], ranks) if seed % 3 == 0 else None
     room = room_of(ranks, slots, nodes, tick)
-    placer = ScenarioPlacer(split, search=seed % 4 > 0, groups=2 * nodes * (nodes > 1 and experts % (2 * nodes) == 0))
+    placer = ScenarioPlacer(
+        split, search=seed % 4 > 0, groups=2 * nodes * (nodes > 1 and experts % (2 * nodes) == 0)
+    )
     fast = placer.place(scenarios, room)
     for threads in (1, 3):
         monkeypatch.setattr(scenario, "num_threads", lambda threads=threads: threads)
@@ -158,7 +160,10 @@ def test_when_a_rank_dies_lost_experts_come_first_and_when_it_returns_it_is_fill
     rng = np.random.default_rng(9)
     counts = skewed(rng, 3, 2, 12)
     before = isoload.place(counts, isoload.Topology(4), 4, "scenario")
-    lost = [set(row[4:8].tolist()) - set(row[[*range(4), *range(8, 16)]].tolist()) for row in before.slot_to_expert]
+    lost = [
+        set(row[4:8].tolist()) - set(row[[*range(4), *range(8, 16)]].tolist())
+        for row in before.slot_to_expert
+    ]
     assert any(lost)
     without = isoload.Topology(4, alive=[True, False, True, True])
     after = isoload.place(counts, without, 4, "scenario", before=before, moves=4)
@@ -199,7 +204,10 @@ REFUSED = [
     ("groups must divide the 8 experts, got -1", {"groups": -1}),
     ("groups must be a multiple of the 2 live nodes, got 1", {"groups": 1}),
     ("moves must come with before, got 2 without", {"moves": 2}),
-    ("slots_per_rank must be at most 8 besides spare slots, one for each expert, got 9", {"slots_per_rank": 9}),
+    (
+        "slots_per_rank must be at most 8 besides spare slots, one for each expert, got 9",
+        {"slots_per_rank": 9},
+    ),
 ]
 
 
@@ -232,7 +240,9 @@ def test_place_names_what_it_refuses_of_before(message, options):
 def test_traces_weigh_alike_and_hand_on_their_layers():
     rng = np.random.default_rng(4)
     few, many = (skewed(rng, n, 2, 6).astype(np.int64) for n in (2, 100))
-    traces = [isoload.Trace(name, 6, counts=c, layer_ids=(3, 5)) for name, c in (("few", few), ("many", 9 * many))]
+    traces = [
+        isoload.Trace(name, 6, counts=c, layer_ids=(3, 5)) for name, c in (("few", few), ("many", 9 * many))
+    ]
     scenarios, _ = make_scenarios(traces)
     assert len(scenarios.loads) == 2 + 32 and scenarios.weight.sum() == pytest.approx(1)
     assert scenarios.weight[:2].sum() == pytest.approx(0.5)

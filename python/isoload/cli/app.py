@@ -82,7 +82,8 @@ def replay(
     ] = 0,
     placer: Annotated[str, typer.Option(help=f"One of {', '.join(PLACERS)}.")] = "eplb",
     placement: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Replay all batches on this placement instead of making one.")
+        str | None,
+        typer.Option(metavar="FILE", help="Replay all batches on this placement instead of making one."),
     ] = None,
     calibrate: Annotated[
         str, typer.Option(help=f"Batches to place on: {', '.join(CALIBRATIONS)}. The rest is replayed.")
@@ -155,11 +156,15 @@ def replay(
 
 @app.command("place")
 def run_placing(
-    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="What was recorded; traces weigh alike.")],
+    traces: Annotated[
+        list[Path], typer.Argument(metavar="TRACE...", help="What was recorded; traces weigh alike.")
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The placement file.")],
     ranks: Annotated[int, typer.Option(help="R, ranks of the expert-parallel group.")],
     ranks_per_node: Annotated[int, typer.Option(help="Ranks that share a node. 0: all.")] = 0,
-    slots_per_rank: Annotated[int, typer.Option(help="S. 0: one slot for each expert, or those of --before.")] = 0,
+    slots_per_rank: Annotated[
+        int, typer.Option(help="S. 0: one slot for each expert, or those of --before.")
+    ] = 0,
     placer: Annotated[
         str, typer.Option(help=f"One of {', '.join(PLACERS)}, with options as name:option=value.")
     ] = "scenario",

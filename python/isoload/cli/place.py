@@ -79,7 +79,9 @@ def run_place(traces: Sequence[Trace], settings: PlaceSettings) -> Placing:
             label,
             *worth,
             replicas=count_replicas(made),
-            replica_bytes=round(most_replicas(made) * settings.expert_bytes) if settings.expert_bytes else None,
+            replica_bytes=round(most_replicas(made) * settings.expert_bytes)
+            if settings.expert_bytes
+            else None,
             changed=None if old is None or old.num_slots != made.num_slots else changed_slots(old, made),
         )
         for label, made, worth in rivals

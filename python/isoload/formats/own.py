@@ -104,5 +104,7 @@ def _weight(rows: Any) -> torch.Tensor | None:
         raise ValueError(f"replica_weight must be null or a list of layers, got {shown(rows)}")
     for layer, row in enumerate(rows):
         if len(row) != len(rows[0]) or not all(type(v) in (int, float) for v in row):
-            raise ValueError(f"replica_weight must have {len(rows[0])} numbers in every layer, not so layer {layer}")
+            raise ValueError(
+                f"replica_weight must have {len(rows[0])} numbers in every layer, not so layer {layer}"
+            )
     return torch.tensor(rows, dtype=torch.float32)

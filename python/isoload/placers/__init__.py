@@ -44,8 +44,8 @@ def place(
     """Lays experts and replicas into slots.
 
     Args:
-        counts: [L, E] or [batches, L, E] copies per routed expert (array or tensor); or a :class:`isoload.Trace` or several,
-            whose layer_ids the placement then has.
+        counts: [L, E] or [batches, L, E] copies per routed expert (array or tensor); or a
+            :class:`isoload.Trace` or several, whose layer_ids the placement then has.
         topology: the ranks; those not alive get no expert.
         slots_per_rank: S, shared and spare slots included. Default: one slot for each expert, and those.
         placer: a name in ``isoload.PLACERS``.
@@ -78,7 +78,9 @@ def place(
     if room.slots_per_rank is None:
         dense = width
     if width > dense:
-        raise ValueError(f"slots_per_rank must be at least {width + others} for these replicas, got {slots_per_rank}")
+        raise ValueError(
+            f"slots_per_rank must be at least {width + others} for these replicas, got {slots_per_rank}"
+        )
     slots = np.full((scenarios.num_layers, topology.num_ranks, dense + others), -1, dtype=np.int32)
     slots[:, live, :width] = placed.slots if before is None else keep_places(placed.slots, room.before)
     experts = scenarios.num_experts
@@ -155,7 +157,12 @@ def keep_places(slots: Slots, before: Slots | None) -> Slots:
     """Slots [L, R, S] with every expert that its rank held before in the slot where it was."""
     assert before is not None
     kept = np.full_like(slots, -1)
-    for row, old, new in zip(kept.reshape(-1, slots.shape[2]), before.reshape(-1, slots.shape[2]), slots.reshape(-1, slots.shape[2]), strict=True):
+    for row, old, new in zip(
+        kept.reshape(-1, slots.shape[2]),
+        before.reshape(-1, slots.shape[2]),
+        slots.reshape(-1, slots.shape[2]),
+        strict=True,
+    ):
         stays = (old >= 0) & np.isin(old, new)
         row[stays] = old[stays]
         come = new[(new >= 0) & ~np.isin(new, old)]
@@ -207,7 +214,9 @@ def _check_before(
 
 def _routed_slots(before: Placement, dense: int) -> Slots:
     """[L, R, dense] routed experts of a placement; of two slots of an expert on a rank only the first."""
-    rows = before.arrays[0].reshape(before.num_layers, before.topology.num_ranks, -1)[:, :, :dense].copy()
+    rows: Slots = (
+        before.arrays[0].reshape(before.num_layers, before.topology.num_ranks, -1)[:, :, :dense].copy()
+    )
     for j in range(1, dense):
         rows[:, :, j][(rows[:, :, :j] == rows[:, :, j : j + 1]).any(-1)] = -1
     return rows

@@ -19,14 +19,14 @@ OBJECTIVES = ("time", "gain", "printed")
 class CraftPlacer(Placer):
     """Algorithms 1 to 3: what replicas gain in each layer, a knapsack over layers, slots spread over ranks.
 
-    Experts are packed as ``eplb`` packs them, for the loads summed over batches; what that is worth is replayed batch by
-    batch. The placement is ragged: layers and ranks have different numbers of slots.
+    Experts are packed as ``eplb`` packs them, for the loads summed over batches; what that is worth is replayed batch
+    by batch. The placement is ragged: layers and ranks have different numbers of slots.
 
     Options:
         replicas: of a rank over all layers; "gain": the number with the largest worth per replica, as CRAFT chooses;
             "knee": where the curve of worth bends. The placement's provenance has the curve.
-        objective: what replicas of a layer are worth: "time": by how much its mean busiest rank's load falls; "gain": by
-            how much its mean balance (mean/max) rises, as CRAFT's text says; "printed": that times their number, as its
+        objective: what replicas of a layer are worth: "time": by how much its mean busiest rank's load falls; "gain":
+            by how much its mean balance (mean/max) rises, as CRAFT's text says; "printed": that times their number, as its
             Algorithm 2 is printed, which gives a few layers all of the budget.
         grid: numbers of replicas that are tried: "powers" of two, as published, or "full".
 
@@ -56,7 +56,7 @@ class CraftPlacer(Placer):
         notes = {"replicas_by_layer": counts.tolist(), "worth_by_replicas_of_a_rank": curve}
         return Placed(slots, notes=notes)
 
-    def _worth(self, scenarios: Scenarios, weight: Floats | Any, grid: list[int], ranks: int) -> Floats:
+    def _worth(self, scenarios: Scenarios, weight: Any, grid: list[int], ranks: int) -> Floats:
         """[L, K] what each number of replicas is worth in each layer: Algorithm 1."""
         found = []
         for number in grid:
@@ -65,7 +65,8 @@ class CraftPlacer(Placer):
             found.append(self._replay(scenarios, slots))
         table = np.array(found).T  # [L, K]
         gain = table - table[:, :1]
-        return gain * np.array(grid) if self.objective == "printed" else gain
+        worth: Floats = gain * np.array(grid) if self.objective == "printed" else gain
+        return worth
 
     def _replay(self, scenarios: Scenarios, slots: Slots) -> Floats:
         """[L] mean over scenarios of the balance, or of the busiest rank's load with a minus."""

@@ -47,12 +47,14 @@ class EplbPlacer(Placer):
             return Placed(pack_replicas(weight, room.num_ranks, slots_of(room), self.dedup))
         ranks = np.bincount(room.node)
         if len(set(ranks[ranks > 0].tolist())) > 1:
-            raise ValueError(f"groups must be 0 where nodes have unequal numbers of live ranks, got {self.groups}")
+            raise ValueError(
+                f"groups must be 0 where nodes have unequal numbers of live ranks, got {self.groups}"
+            )
         return Placed(self._place_by_node(weight, nodes, room))
 
     def _place_by_node(self, weight: Floats, nodes: int, room: Room) -> Slots:
         """The hierarchical policy: [L, R, S] slots."""
-        (layers, experts), size = weight.shape, weight.shape[1] // self.groups
+        layers, size = len(weight), weight.shape[1] // self.groups
         by_group = weight.reshape(layers, self.groups, size).sum(-1, dtype=np.float32)
         held = pack_once(by_group, nodes)  # [L, nodes, groups of a node]
         ids = (held[..., None] * size + np.arange(size)).reshape(layers * nodes, -1)  # experts of every node
@@ -75,7 +77,9 @@ def pack_replicas(weight: Floats, ranks: int, slots: int, dedup: bool) -> Slots:
 
 def pack_into(weight: Floats, capacity: Slots, dedup: bool = True) -> Slots:
     """[L, R, S] experts, from loads [L, E] float32 and slots of every rank [L, R]; S is the largest, -1 = absent."""
-    found: Slots = loops().eplb(np.ascontiguousarray(weight), np.ascontiguousarray(capacity), dedup, num_threads())
+    found: Slots = loops().eplb(
+        np.ascontiguousarray(weight), np.ascontiguousarray(capacity), dedup, num_threads()
+    )
     return found
 
 

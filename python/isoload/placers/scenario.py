@@ -14,7 +14,11 @@ from isoload.placers.eplb import pack_into, pack_once
 from isoload.placers.scenarios import WHOLE, Scenarios
 
 LANES = 4  # the loops sum scenarios in so many lanes
-SPREADS = (0.0, 0.674, 1.5)  # standard deviations above its mean load by which an expert is replicated, one start each
+SPREADS = (
+    0.0,
+    0.674,
+    1.5,
+)  # standard deviations above its mean load by which an expert is replicated, one start each
 STEPS = 5000  # changes that a search of a layer tries; it ends by itself long before
 TABLE_STEPS = 100  # the same where only the worth of a number of slots is asked
 FEW_SLOTS = 4  # up to so many on a rank, replica counts matter more than where replicas lie
@@ -78,7 +82,9 @@ class ScenarioPlacer(Placer):
         mean = scenarios.weight @ scenarios.loads.sum(-1) / ranks  # [L] copies
         for number in grid:
             alone = np.repeat(assign(np.array([experts + number]), ranks), layers, axis=0)
-            times.append(mean * self.search_layers(scenarios, room, alone, TABLE_STEPS if self.search else 0)[1])
+            times.append(
+                mean * self.search_layers(scenarios, room, alone, TABLE_STEPS if self.search else 0)[1]
+            )
         table = np.array(times).T
         counts, curve = allocate(table[:, :1] - table, grid, ranks, self.replicas)
         notes = {"replicas_by_layer": counts.tolist(), "worth_by_replicas_of_a_rank": curve}
@@ -115,7 +121,9 @@ class ScenarioPlacer(Placer):
         width = int(capacity.max())
         rival = None if room.before is not None or self.groups else self._rival(scenarios, capacity)
         slots, objective = loops().scenario(
-            loads=np.ascontiguousarray(np.pad(loads, ((0, len(weight) - len(loads)), (0, 0), (0, 0))).transpose(1, 2, 0)),
+            loads=np.ascontiguousarray(
+                np.pad(loads, ((0, len(weight) - len(loads)), (0, 0), (0, 0))).transpose(1, 2, 0)
+            ),
             weight=weight,
             tick=room.tick,
             node=room.node,

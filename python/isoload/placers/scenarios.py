@@ -33,15 +33,16 @@ class Scenarios:
 
     @property
     def num_layers(self) -> int:
-        return self.loads.shape[1]
+        return len(self.loads[0])
 
     @property
     def num_experts(self) -> int:
-        return self.loads.shape[2]
+        return len(self.loads[0, 0])
 
     def total(self) -> Loads:
         """[L, E] copies of all scenarios together."""
-        return self.loads.sum(0)
+        total: Loads = self.loads.sum(0)
+        return total
 
     def shares(self, shrink: float | None = 0.0) -> Loads:
         """[n, L, E] share of each expert in its scenario's copies of the layer; 0 in a scenario without any.
@@ -50,11 +51,12 @@ class Scenarios:
             shrink: so much of every scenario is replaced by the mean of all; None = :meth:`counting_noise` times ten
                 (tokens of a text move together, so real noise is a multiple of it), at most 0.2, 0 below 0.05.
         """
-        shares = self.loads / np.maximum(self.loads.sum(-1, keepdims=True), np.finfo(float).tiny)
+        shares: Loads = self.loads / np.maximum(self.loads.sum(-1, keepdims=True), np.finfo(float).tiny)
         if shrink is None:
             noise = 10 * self.counting_noise(shares)
             shrink = 0.0 if noise < 0.05 else min(noise, 0.2)
-        return shares if not shrink else (1 - shrink) * shares + shrink * self.mean(shares)
+        mixed: Loads = shares if not shrink else (1 - shrink) * shares + shrink * self.mean(shares)
+        return mixed
 
     def counting_noise(self, shares: Loads) -> float:
         """The part of the shares' variance over scenarios that independent draws of as many copies would have."""

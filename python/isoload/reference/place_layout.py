@@ -68,7 +68,7 @@ class Layout:
         self.share[p] = row
 
     def split_evenly(self, e: int) -> None:
-        for p in np.flatnonzero(self.slot == e):
+        for p in np.flatnonzero(self.slot == e).tolist():
             self.carry(p, np.trunc(self.problem.load[e] / self.copies[e]))
 
     def clear(self, p: int) -> None:
@@ -117,7 +117,9 @@ class Layout:
 
     def find_pairs(self) -> list[tuple[int, int]]:
         """Slots whose loads may be levelled against each other."""
-        first, last, pairs = {}, {}, []
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        pairs = []
         for p, e in enumerate(self.slot.tolist()):
             if e < 0:
                 continue

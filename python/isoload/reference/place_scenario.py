@@ -137,12 +137,12 @@ def best_rank(layout: Layout, filled: Any, e: int, part: Floats, node: int) -> i
     return -1 if closed[best] else best
 
 
-def give_room(layout: Layout, filled: Any, e: int) -> int:
+def give_room(layout: Layout, filled: Any, e: int) -> Any:
     """Every rank with room holds e: a full rank gives an expert's slot to one with room; the giving rank."""
     width, capacity = layout.problem.width, layout.problem.capacity
-    for giver in np.flatnonzero(~layout.holds[:, e]):
-        for p in range(giver * width, giver * width + filled[giver]):
-            for taker in np.flatnonzero(filled < capacity):
+    for giver in np.flatnonzero(~layout.holds[:, e]).tolist():
+        for p in range(giver * width, giver * width + int(filled[giver])):
+            for taker in np.flatnonzero(filled < capacity).tolist():
                 if not layout.may_move(layout.slot[p], giver, taker):
                     continue
                 layout.exchange(p, taker * width + filled[taker])
@@ -150,7 +150,7 @@ def give_room(layout: Layout, filled: Any, e: int) -> int:
                 last = giver * width + filled[giver]
                 if p != last:
                     layout.exchange(p, last)
-                return int(giver)
+                return giver
     raise ValueError("capacity must leave room for every copy on a rank without one of its expert")
 
 

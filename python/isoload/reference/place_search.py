@@ -40,7 +40,7 @@ class Search:
         self.layout, self.problem, self.limits, self.steps = layout, layout.problem, limits, limits.steps
         self.was = np.zeros_like(layout.holds)
         if limits.before is not None:
-            for p in np.flatnonzero(limits.before >= 0):
+            for p in np.flatnonzero(limits.before >= 0).tolist():
                 self.was[layout.rank_of(p), limits.before[p]] = True
         self.used, self.now = 0, 0.0
         self.open = np.zeros(layout.ranks, bool)
@@ -105,7 +105,8 @@ class Search:
         )
 
     def best_of_all(self) -> bool:
-        neck, found = Bottleneck(self.layout), []
+        neck = Bottleneck(self.layout)
+        found: list[Change] = []
         for i in np.flatnonzero(neck.critical):
             found += self.find_exchanges(neck, int(i))
         return self.try_in_turn(found + self.find_repoints(neck), REPOINTS)
@@ -126,7 +127,8 @@ class Search:
 
     def find_exchanges(self, neck: Bottleneck, i: int) -> list[Change]:
         """All exchanges with rank i that promise a gain."""
-        layout, found = self.layout, []
+        layout = self.layout
+        found: list[Change] = []
         for j in range(layout.ranks):
             own, others = self.slots_of(i), self.slots_of(j)
             if j == i or not own or not others:
@@ -161,7 +163,8 @@ class Search:
 
     def find_repoints(self, neck: Bottleneck) -> list[Change]:
         """All changes of one slot that promise a gain."""
-        layout, found = self.layout, []
+        layout = self.layout
+        found: list[Change] = []
         on_peak = [e for p, e in enumerate(layout.slot) if e >= 0 and neck.critical[layout.rank_of(p)]]
         hot = np.isin(np.arange(len(layout.copies)), on_peak)
         held, outside = self.bottleneck_loads(neck)
@@ -170,11 +173,11 @@ class Search:
             if not self.usable(p) or not layout.may_drop(p):
                 continue
             gains = self.relief_gains(neck, p, held, outside) if self.problem.exact else None
-            for y in np.flatnonzero(~layout.holds[r]):
+            for y in np.flatnonzero(~layout.holds[r]).tolist():
                 if gains is not None:
-                    self.consider(float(gains[y]), p, -1, int(y), found)
+                    self.consider(float(gains[y]), p, -1, y, found)
                 elif hot[y] or neck.critical[r]:
-                    self.consider(self.now - self.after_turn(p, y), p, -1, int(y), found)
+                    self.consider(self.now - self.after_turn(p, y), p, -1, y, found)
         return found
 
     def bottleneck_loads(self, neck: Bottleneck) -> tuple[Floats, Floats]:

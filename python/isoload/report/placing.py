@@ -30,7 +30,9 @@ def place_json(placement: Placement, calibrate: str, rows: Sequence[Judged]) -> 
     }
 
 
-def print_place(placement: Placement, path: str, calibrate: str, rows: Sequence[Judged], console: Console) -> None:
+def print_place(
+    placement: Placement, path: str, calibrate: str, rows: Sequence[Judged], console: Console
+) -> None:
     topology = placement.topology
     slots = f"{placement.slots_per_rank} slots on each of {topology.num_ranks} ranks"
     print_lines(console, [f"{path}: {placement.num_layers} layers, {placement.num_routed} experts, {slots}"])
@@ -39,7 +41,8 @@ def print_place(placement: Placement, path: str, calibrate: str, rows: Sequence[
     print_lines(
         console,
         [
-            f"Imbalance: max/mean rank load, mean over batches and layers, {seen} (calibrate {calibrate}); even: replicas "
-            "share alike, exact: the best split, as isoload's policy exact makes it. The file is made of all batches.",
+            f"Imbalance: max/mean rank load, mean over batches and layers, {seen} (calibrate {calibrate}); even: "
+            "replicas share alike, exact: the best split, as isoload's policy exact makes it. The file is made of all "
+            "batches. Files given with --before or --against may have seen the judged ones.",
         ],
     )
