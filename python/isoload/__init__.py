@@ -4,6 +4,7 @@ from isoload.balancer import Balancer
 from isoload.cost import break_even
 from isoload.counting import count
 from isoload.experts.weights import ExpertWeights
+from isoload.formats import FORMATS, read_placement, write_placement
 from isoload.layer import (
     BlockExperts,
     MoE,
@@ -30,6 +31,7 @@ from isoload.workloads import WORKLOADS, make_workload
 __version__ = "0.1.0"
 
 __all__ = [
+    "FORMATS",
     "PLACERS",
     "POLICIES",
     "WORKLOADS",
@@ -64,11 +66,13 @@ __all__ = [
     "plan",
     "plan_errors",
     "plan_layers",
+    "read_placement",
     "read_trace",
     "register_policy",
     "route",
     "share",
     "topology_errors",
     "trace_errors",
+    "write_placement",
     "write_trace",
 ]
