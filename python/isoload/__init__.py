@@ -13,7 +13,7 @@ from isoload.layer import (
     ignore_in_ddp,
     load_full_optimizer_state,
 )
-from isoload.online import Recorder
+from isoload.online import Rebalancer, Recorder
 from isoload.ops import append_shared_expert, check_device
 from isoload.placement import Placement, placement_errors
 from isoload.placers import PLACERS, place
@@ -46,6 +46,7 @@ __all__ = [
     "Placement",
     "Plan",
     "Policy",
+    "Rebalancer",
     "Recorder",
     "ReplicaTables",
     "Shard",
