@@ -15,7 +15,7 @@ from support.documents import PLAIN
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
-    counts = np.floor(50 * 3 ** np.random.default_rng(1).normal(size=(6, 2, 8))).astype(np.int64)
+    counts = np.floor(50 * 1.5 ** np.random.default_rng(1).normal(size=(6, 2, 8))).astype(np.int64)
     path = tmp_path_factory.mktemp("traces") / "small.npz"
     write_trace(Trace("small", 8, 2, counts=counts, layer_ids=(3, 5)), path)
     return str(path)
@@ -40,8 +40,8 @@ def test_a_trace_becomes_a_placement_and_a_table(trace, tmp_path):
     assert found.layer_ids == (3, 5) and found.slots_per_rank == 3
     assert found.provenance["placer"] == "scenario" and found.provenance["traces"] == ["small"]
     lines = result.stdout.splitlines()
-    assert [line.split()[0] for line in lines[4:6]] == ["eplb", "scenario"]
-    eplb, ours = (line.split() for line in lines[4:6])
+    assert [line.split()[0] for line in lines[5:7]] == ["eplb", "scenario"]
+    eplb, ours = (line.split() for line in lines[5:7])
     assert eplb[3:] == ["8", "2.0", "-"] and ours[3] == "8"
     assert "(calibrate interleaved)" in " ".join(result.stdout.split())
 
