@@ -104,7 +104,10 @@ def test_a_placement_is_replayed_by_layer_ids(trace, tmp_path):
 
 def test_what_place_refuses(trace, tmp_path):
     base = ["place", trace, "-o", tmp_path / "p.json", "--ranks", 4]
-    assert error_of(*base, "--format", "yaml") == "format must be one of isoload, got 'yaml'"
+    assert (
+        error_of(*base, "--format", "yaml")
+        == "format must be one of isoload, tensorrt-llm, sglang, vllm, vllm-list, vllm-ascend, got 'yaml'"
+    )
     assert error_of(*base, "--placer", "best").startswith("placer must be one of trivial, eplb, ")
     assert error_of(*base, "--placer", "scenario:shrink") == (
         "placer must be written name:option=value, got 'scenario:shrink'"

@@ -32,6 +32,7 @@ from isoload.report.files import check_target, write_json
 from isoload.report.inspection import inspect_json, print_inspection
 from isoload.report.placing import place_json, print_place
 from isoload.report.replay import print_replay, replay_json
+from isoload.topology import Topology
 from isoload.trace import Trace, read_trace
 from isoload.trace.archives import shown
 
@@ -198,6 +199,20 @@ def run_placing(
             write_json(place_json(found.placement, found.calibrate, found.rows), json)
         if json != "-":
             print_place(found.placement, str(output), found.calibrate, found.rows, Console(highlight=False))
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="FILE", help="A placement file, of any format.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The new file.")],
+    file_format: Annotated[str, typer.Option("--format", help=f"One of {', '.join(FORMATS)}.")],
+    ranks: Annotated[int, typer.Option(help="R, where the file does not say it. 0: it does.")] = 0,
+) -> None:
+    """Write a placement file in another format."""
+    with _one_line_errors():
+        check_target(str(output), "output")
+        check_format(file_format)
+        write_placement(read_placement(source, Topology(ranks) if ranks else None), output, file_format)
 
 
 @app.command()
