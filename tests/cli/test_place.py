@@ -79,6 +79,28 @@ def test_before_against_and_several_traces(trace, tmp_path):
     assert rows[1]["changed"] == pytest.approx((old != new).float().mean().item())
 
 
+def test_memory_for_replicas_becomes_a_budget(trace, tmp_path):
+    base = ["place", trace, "-o", tmp_path / "p.json", "--ranks", 4, "--expert-bytes", 1000]
+    assert run(*base, "--replica-memory", 1999).exit_code == 0
+    slots = isoload.read_placement(tmp_path / "p.json").slot_to_expert
+    assert (slots >= 0).sum() == 2 * 8 + 4, "one replica of each of 4 ranks"
+    for more, message in (
+        (
+            ["--expert-bytes", 0, "--replica-memory", 5],
+            "replica_memory must be at least 0 and come with expert_bytes",
+        ),
+        (
+            ["--replica-memory", 5, "--placer", "craft:replicas=1"],
+            "replica_memory must be 0 where the placer has rep",
+        ),
+        (
+            ["--replica-memory", 5, "--placer", "eplb"],
+            "replica_memory must be 0 for placer eplb, which has no budget",
+        ),
+    ):
+        assert error_of(*base, *more).startswith(message)
+
+
 def test_a_placement_is_replayed_by_layer_ids(trace, tmp_path):
     target = tmp_path / "plan.json"
     run("place", trace, "-o", target, "--ranks", 4, "--ranks-per-node", 2, "--slots-per-rank", 3)

@@ -180,6 +180,9 @@ def run_placing(
         ),
     ] = None,
     expert_bytes: Annotated[int, typer.Option(help="Of one expert's weights; 0: not known.")] = 0,
+    replica_memory: Annotated[
+        int, typer.Option(help="Bytes of a rank for replicas of all layers: fewer, where they help. Ragged.")
+    ] = 0,
     json: JsonTarget = None,
 ) -> None:
     """Turn recorded loads into a placement file, and print what it buys.
@@ -191,7 +194,15 @@ def run_placing(
         check_target(str(output), "output")
         check_format(file_format)
         settings = PlaceSettings(
-            ranks, ranks_per_node, slots_per_rank, placer, before, against, calibrate, expert_bytes
+            ranks,
+            ranks_per_node,
+            slots_per_rank,
+            placer,
+            before,
+            against,
+            calibrate,
+            expert_bytes,
+            replica_memory,
         )
         found = run_place([_load(trace, None) for trace in traces], settings)
         write_placement(found.placement, output, file_format)
