@@ -124,6 +124,18 @@ def test_a_placement_is_replayed_by_layer_ids(trace, tmp_path):
     assert missing == "layer_ids must be of the placement's layers, it has no layer 4"
 
 
+def test_replay_takes_a_placer_with_options(trace):
+    base = ["replay", trace, "--ranks", 4, "--policies", "even", "--batch-tokens", 64, "--json", "-"]
+    found = [
+        json.loads(run(*base, "--placer", p).stdout)["policies"][0]
+        for p in ("scenario", "scenario:search=False")
+    ]
+    assert found[0]["imbalance"] != found[1]["imbalance"]
+    assert error_of(*base, "--placer", "eplb:x=1").startswith(
+        "option must be one of dedup, groups for placer eplb"
+    )
+
+
 def test_what_place_refuses(trace, tmp_path):
     base = ["place", trace, "-o", tmp_path / "p.json", "--ranks", 4]
     assert (

@@ -81,7 +81,9 @@ def replay(
     shared_experts: Annotated[
         int, typer.Option(help="Shared experts that every token gets besides; every rank holds each.")
     ] = 0,
-    placer: Annotated[str, typer.Option(help=f"One of {', '.join(PLACERS)}.")] = "eplb",
+    placer: Annotated[
+        str, typer.Option(help=f"One of {', '.join(PLACERS)}, with options as name:option=value.")
+    ] = "eplb",
     placement: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Replay all batches on this placement instead of making one."),
