@@ -5,9 +5,11 @@ Fairness ledger
   (github.com/avifenesh/gemma-expert-atlas), gpt-oss-20b (its 501 decode steps joined into 32 stretches). Only gpt-oss'
   may be shipped, so the others are left out, and that is said, where --traces has no file of them.
 - Every layer, every unseen batch, recorded counts: no token is drawn. "Cluster left out": workloads that are
-  near-copies of a judged one are not seen either. Imbalance is max/mean rank load. "even": replicas share their expert's load
-  alike, as engines do; "exact": the least maximum that any split has (isoload's policy `exact`).
+  near-copies of a judged one are not seen either. Imbalance is max/mean rank load. "even": replicas share their
+  expert's load alike, as engines do; "exact": the least maximum that any split has (isoload's policy `exact`).
 - Rival: our `eplb` with dedup, which never lays an expert twice on a rank; without it, it equals the published maps.
+- Budgets: the same with fewer replicas than a slot more on every rank; "share" is of those that `eplb` has there, and
+  the goal is `eplb`'s imbalance with all of them.
 - "goal" is what this repository asks of itself; figures above it are marked LOSS. How far chance moves these means:
   the same search under another order of ties differs by up to 0.004.
 - Seen batches: balance is mean/max, of the planned loads themselves. Nodes per token: 4 of 8 groups drawn by their
@@ -25,7 +27,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,7 @@ from harness import write_results
 from isoload.placers import Room, make_placer
 from isoload.placers.compiled import num_threads
 from isoload.placers.scenarios import make_scenarios
-from isoload.replay.calibration import calibration_folds
+from isoload.replay.judge import even_imbalance, judge_unseen
 from isoload.trace import Trace, read_trace
 
 Rows = list[dict[str, Any]]
@@ -54,7 +56,7 @@ class Case:
     file: str
     calibrate: str
     ranks: int
-    slots: int
+    slots: int | None
     goals: tuple[float, float, float]
     stretches: int = 0
 
@@ -88,36 +90,12 @@ def read(folder: Path, case: Case) -> Trace | None:
     return Trace(trace.name, trace.num_experts, trace.top_k, counts)
 
 
-def even_imbalance(placement: isoload.Placement, counts: np.ndarray) -> np.ndarray:
-    """[batches, L] max/mean rank load of counts [batches, L, E], replicas sharing alike."""
-    slots, ranks = placement.arrays[0], placement.topology.num_ranks
-    copies = np.stack([np.bincount(row[row >= 0], minlength=counts.shape[2]) for row in slots])
-    held = np.broadcast_to(np.maximum(slots, 0), (len(counts), *slots.shape))
-    part = np.where(slots >= 0, np.take_along_axis(counts / copies, held, 2), 0)
-    load = part.reshape(*counts.shape[:2], ranks, -1).sum(-1)
-    return load.max(-1) / load.mean(-1)
-
-
-def exact_imbalance(placement: isoload.Placement, counts: np.ndarray) -> np.ndarray:
-    """[batches, L] the same under the best split, whole copies."""
-    ranks, found = placement.topology.num_ranks, []
-    for batch in counts:
-        loads = torch.zeros(batch.shape[0], ranks, batch.shape[1], dtype=torch.int32)
-        loads[:, 0] = torch.from_numpy(batch.astype(np.int32))
-        bound = isoload.plan_layers(loads, placement, "exact").bound.numpy()
-        found.append(bound * ranks / batch.sum(-1))
-    return np.array(found)
-
-
 def unseen(trace: Trace, case: Case, placer: str, options: dict[str, Any]) -> tuple[float, float]:
     """Mean imbalance over unseen batches and layers, even and exact."""
-    counts, even, exact = trace.batch_counts(), [], []
-    for fold in calibration_folds(len(counts), case.calibrate, trace.cluster):
-        seen, judged = counts[list(fold.calibrate)], counts[list(fold.replay)]
-        placement = isoload.place(seen, isoload.Topology(case.ranks), case.slots, placer, **options)
-        even.append(even_imbalance(placement, judged))
-        exact.append(exact_imbalance(placement, judged))
-    return float(np.concatenate(even).mean()), float(np.concatenate(exact).mean())
+    topology = isoload.Topology(case.ranks)
+    return judge_unseen(
+        trace, case.calibrate, lambda seen: isoload.place(seen, topology, case.slots, placer, **options)
+    )
 
 
 def bench_unseen(folder: Path) -> Rows:
@@ -229,6 +207,32 @@ def nodes_per_token(placement: isoload.Placement, load: np.ndarray, groups: int,
     return float(np.mean(found))
 
 
+def bench_budgets(folder: Path) -> Rows:
+    """Fewer replicas: `scenario` and `craft` with a budget, against `eplb` with a slot or more on every rank."""
+    rows = []
+    for case, budgets in ((CASES[0], (1, 2, 4)), (CASES[1], (8, 14, 20)), (CASES[2], (1, 4))):
+        if (trace := read(folder, case)) is None:
+            continue
+        goal = unseen(trace, case, "eplb", {})[0]
+        whole = trace.num_layers * (case.slots - trace.num_experts / case.ranks)
+        for placer, replicas in itertools.product(("scenario", "craft"), budgets):
+            even, exact = unseen(trace, replace(case, slots=None), placer, {"replicas": replicas})
+            rows.append(
+                {
+                    "table": "budgets",
+                    "trace": case.name,
+                    "ranks": case.ranks,
+                    "placer": placer,
+                    "replicas_of_a_rank": replicas,
+                    "share": replicas / whole,
+                    "even": even,
+                    "exact": exact,
+                    "eplb": goal,
+                }
+            )
+    return rows
+
+
 def bench_groups(folder: Path) -> Rows:
     rows = []
     for case, per_node, goal in ((CASES[0], 8, 0.95), (CASES[1], 8, 0.84)):
@@ -297,6 +301,7 @@ def bench_times(folder: Path) -> Rows:
 BENCHES = {
     "unseen": bench_unseen,
     "seen": bench_seen,
+    "budgets": bench_budgets,
     "groups": bench_groups,
     "moves": bench_moves,
     "times": bench_times,

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from place_tables import PLACE_TABLES
+
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
 Table = tuple[str, list[list[str]]]  # "first column | second column", the rows' cells
@@ -285,5 +287,6 @@ TABLES: dict[str, Callable[[], Table]] = {
         layer,
         borrow,
         sglang,
+        *PLACE_TABLES.values(),
     )
 }

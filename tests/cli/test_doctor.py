@@ -9,8 +9,8 @@ from isoload.cli import doctor
 from isoload.cost import CostModel
 
 NAMES = [
-    "python", "torch", "isoload ops", "isoload CUDA ops", "CUDA device", "nvcc", "NCCL", "Triton", "Triton kernels",
-    "DeepEP", "HiGHS (scipy)", "break-even",
+    "python", "torch", "isoload ops", "isoload placers", "isoload CUDA ops", "CUDA device", "nvcc", "NCCL",
+    "Triton", "Triton kernels", "DeepEP", "HiGHS (scipy)", "break-even",
 ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from support.documents import PLAIN
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
-    counts = np.floor(50 * 3 ** np.random.default_rng(1).normal(size=(6, 2, 8))).astype(np.int64)
+    counts = np.floor(50 * 1.5 ** np.random.default_rng(1).normal(size=(6, 2, 8))).astype(np.int64)
     path = tmp_path_factory.mktemp("traces") / "small.npz"
     write_trace(Trace("small", 8, 2, counts=counts, layer_ids=(3, 5)), path)
     return str(path)
@@ -40,8 +40,8 @@ def test_a_trace_becomes_a_placement_and_a_table(trace, tmp_path):
     assert found.layer_ids == (3, 5) and found.slots_per_rank == 3
     assert found.provenance["placer"] == "scenario" and found.provenance["traces"] == ["small"]
     lines = result.stdout.splitlines()
-    assert [line.split()[0] for line in lines[4:6]] == ["eplb", "scenario"]
-    eplb, ours = (line.split() for line in lines[4:6])
+    assert [line.split()[0] for line in lines[5:7]] == ["eplb", "scenario"]
+    eplb, ours = (line.split() for line in lines[5:7])
     assert eplb[3:] == ["8", "2.0", "-"] and ours[3] == "8"
     assert "(calibrate interleaved)" in " ".join(result.stdout.split())
 
@@ -79,6 +79,28 @@ def test_before_against_and_several_traces(trace, tmp_path):
     assert rows[1]["changed"] == pytest.approx((old != new).float().mean().item())
 
 
+def test_memory_for_replicas_becomes_a_budget(trace, tmp_path):
+    base = ["place", trace, "-o", tmp_path / "p.json", "--ranks", 4, "--expert-bytes", 1000]
+    assert run(*base, "--replica-memory", 1999).exit_code == 0
+    slots = isoload.read_placement(tmp_path / "p.json").slot_to_expert
+    assert (slots >= 0).sum() == 2 * 8 + 4, "one replica of each of 4 ranks"
+    for more, message in (
+        (
+            ["--expert-bytes", 0, "--replica-memory", 5],
+            "replica_memory must be at least 0 and come with expert_bytes",
+        ),
+        (
+            ["--replica-memory", 5, "--placer", "craft:replicas=1"],
+            "replica_memory must be 0 where the placer has rep",
+        ),
+        (
+            ["--replica-memory", 5, "--placer", "eplb"],
+            "replica_memory must be 0 for placer eplb, which has no budget",
+        ),
+    ):
+        assert error_of(*base, *more).startswith(message)
+
+
 def test_a_placement_is_replayed_by_layer_ids(trace, tmp_path):
     target = tmp_path / "plan.json"
     run("place", trace, "-o", target, "--ranks", 4, "--ranks-per-node", 2, "--slots-per-rank", 3)
@@ -102,9 +124,24 @@ def test_a_placement_is_replayed_by_layer_ids(trace, tmp_path):
     assert missing == "layer_ids must be of the placement's layers, it has no layer 4"
 
 
+def test_replay_takes_a_placer_with_options(trace):
+    base = ["replay", trace, "--ranks", 4, "--policies", "even", "--batch-tokens", 64, "--json", "-"]
+    found = [
+        json.loads(run(*base, "--placer", p).stdout)["policies"][0]
+        for p in ("scenario", "scenario:search=False")
+    ]
+    assert found[0]["imbalance"] != found[1]["imbalance"]
+    assert error_of(*base, "--placer", "eplb:x=1").startswith(
+        "option must be one of dedup, groups for placer eplb"
+    )
+
+
 def test_what_place_refuses(trace, tmp_path):
     base = ["place", trace, "-o", tmp_path / "p.json", "--ranks", 4]
-    assert error_of(*base, "--format", "yaml") == "format must be one of isoload, got 'yaml'"
+    assert (
+        error_of(*base, "--format", "yaml")
+        == "format must be one of isoload, tensorrt-llm, sglang, vllm, vllm-list, vllm-ascend, got 'yaml'"
+    )
     assert error_of(*base, "--placer", "best").startswith("placer must be one of trivial, eplb, ")
     assert error_of(*base, "--placer", "scenario:shrink") == (
         "placer must be written name:option=value, got 'scenario:shrink'"

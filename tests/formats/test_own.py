@@ -120,13 +120,13 @@ def test_refused_fields(tmp_path, message):
 
 TEXTS = {
     "": "is not JSON (",
-    "\xff": "is not JSON (",
+    "\xff": "is not text (",
     '{"format": "isoload-placement", ': "is not JSON (",
     '{"a": 1, "a": 2}': "key 'a' must be there once",
     '{"format": NaN}': "NaN is no number of JSON",
     "[" * 100000: "is nested too deep",
-    '{"physical": []}': "is no placement file; formats are isoload",
-    "[]": "is no placement file; formats are isoload",
+    '{"physical": []}': "is no placement file; formats are isoload, tensorrt-llm",
+    "[]": "is no placement file; formats are isoload, tensorrt-llm",
 }
 
 

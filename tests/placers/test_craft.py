@@ -19,7 +19,7 @@ def test_the_knapsack_finds_the_best_of_all_choices():
     rng = np.random.default_rng(0)
     for _ in range(60):
         layers, ranks = int(rng.integers(1, 5)), int(rng.integers(1, 5))
-        grid = make_grid(ranks, 99, str(rng.choice(["powers", "full"])))
+        grid = make_grid(room_of(ranks, None), 9, str(rng.choice(["powers", "full"])))
         worth = np.concatenate([np.zeros((layers, 1)), rng.random((layers, len(grid) - 1))], axis=1)
         replicas = int(rng.integers(0, layers + 1))
         counts, curve = allocate(worth, grid, ranks, replicas)
@@ -119,12 +119,15 @@ def test_gain_is_the_papers_balance_and_time_the_busiest_ranks_load():
 
 
 REFUSED = [
-    ("replicas must be in 0..2 of a rank over all layers, got 3", {"replicas": 3}),
-    ("replicas must be in 0..2 of a rank over all layers, got -1", {"replicas": -1}),
+    ("replicas must be in 0..2 of a rank over all layers, for which there is room, got 3", {"replicas": 3}),
+    ("replicas must be in 0..2 of a rank over all layers, for which there is room, got -1", {"replicas": -1}),
     ("replicas must be a number of a rank, gain or knee, got 'all'", {"replicas": "all"}),
     ("objective must be one of time, gain, printed, got 'best'", {"objective": "best"}),
     ("grid must be one of powers, full, got 'some'", {"grid": "some"}),
-    ("slots_per_rank must be at least 3 for these replicas, got 2", {"replicas": 2, "slots_per_rank": 2}),
+    (
+        "replicas must be in 0..0 of a rank over all layers, for which there is room, got 2",
+        {"replicas": 2, "slots_per_rank": 2},
+    ),
 ]
 
 

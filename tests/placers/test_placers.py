@@ -205,7 +205,9 @@ def test_compiled_loops_and_numpy_give_the_same_slots(dedup):
         assert ((fast >= 0).sum(-1) == capacity).all()
 
 
-@pytest.mark.parametrize("placer", isoload.PLACERS)
+@pytest.mark.parametrize(
+    "placer", [name for name in isoload.PLACERS if name != "craft"]
+)  # whose layers share a budget
 def test_layers_are_placed_independently_and_batches_summed(placer):
     counts = np.random.default_rng(5).integers(0, 1000, (4, 6, 20))
     topology = isoload.Topology(4)

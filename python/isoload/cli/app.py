@@ -32,6 +32,7 @@ from isoload.report.files import check_target, write_json
 from isoload.report.inspection import inspect_json, print_inspection
 from isoload.report.placing import place_json, print_place
 from isoload.report.replay import print_replay, replay_json
+from isoload.topology import Topology
 from isoload.trace import Trace, read_trace
 from isoload.trace.archives import shown
 
@@ -80,7 +81,9 @@ def replay(
     shared_experts: Annotated[
         int, typer.Option(help="Shared experts that every token gets besides; every rank holds each.")
     ] = 0,
-    placer: Annotated[str, typer.Option(help=f"One of {', '.join(PLACERS)}.")] = "eplb",
+    placer: Annotated[
+        str, typer.Option(help=f"One of {', '.join(PLACERS)}, with options as name:option=value.")
+    ] = "eplb",
     placement: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Replay all batches on this placement instead of making one."),
@@ -179,6 +182,9 @@ def run_placing(
         ),
     ] = None,
     expert_bytes: Annotated[int, typer.Option(help="Of one expert's weights; 0: not known.")] = 0,
+    replica_memory: Annotated[
+        int, typer.Option(help="Bytes of a rank for replicas of all layers: fewer, where they help. Ragged.")
+    ] = 0,
     json: JsonTarget = None,
 ) -> None:
     """Turn recorded loads into a placement file, and print what it buys.
@@ -190,7 +196,15 @@ def run_placing(
         check_target(str(output), "output")
         check_format(file_format)
         settings = PlaceSettings(
-            ranks, ranks_per_node, slots_per_rank, placer, before, against, calibrate, expert_bytes
+            ranks,
+            ranks_per_node,
+            slots_per_rank,
+            placer,
+            before,
+            against,
+            calibrate,
+            expert_bytes,
+            replica_memory,
         )
         found = run_place([_load(trace, None) for trace in traces], settings)
         write_placement(found.placement, output, file_format)
@@ -198,6 +212,20 @@ def run_placing(
             write_json(place_json(found.placement, found.calibrate, found.rows), json)
         if json != "-":
             print_place(found.placement, str(output), found.calibrate, found.rows, Console(highlight=False))
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="FILE", help="A placement file, of any format.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The new file.")],
+    file_format: Annotated[str, typer.Option("--format", help=f"One of {', '.join(FORMATS)}.")],
+    ranks: Annotated[int, typer.Option(help="R, where the file does not say it. 0: it does.")] = 0,
+) -> None:
+    """Write a placement file in another format."""
+    with _one_line_errors():
+        check_target(str(output), "output")
+        check_format(file_format)
+        write_placement(read_placement(source, Topology(ranks) if ranks else None), output, file_format)
 
 
 @app.command()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from isoload.formats import FORMATS, read_placement, write_placement
 from isoload.placement import Placement
-from isoload.placers import parse_placer, place
+from isoload.placers import PLACERS, parse_placer, place
 from isoload.replay.judge import (
     Ints,
     Judged,
@@ -25,7 +25,8 @@ from isoload.trace import Trace
 
 @dataclass(frozen=True)
 class PlaceSettings:
-    """What is placed where. slots_per_rank 0: E/R and the placer's replicas; expert_bytes 0: not known."""
+    """What is placed where. slots_per_rank 0: E/R and the placer's replicas; expert_bytes 0: not known; replica_memory
+    bytes of a rank for replicas of all layers, 0: as the placer's options say."""
 
     num_ranks: int
     ranks_per_node: int = 0
@@ -35,6 +36,7 @@ class PlaceSettings:
     against: str | None = None
     calibrate: str | None = None
     expert_bytes: int = 0
+    replica_memory: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ def run_place(traces: Sequence[Trace], settings: PlaceSettings) -> Placing:
         ValueError: naming the argument, the rule and the value.
     """
     name, options = parse_placer(settings.placer)
+    options |= memory_budget(settings, name, options, traces[0].num_layers)
     topology = Topology(settings.num_ranks, settings.ranks_per_node)
     before = None if settings.before is None else read_placement(settings.before, topology)
     against = None if settings.against is None else read_placement(settings.against, topology)
@@ -87,6 +90,24 @@ def run_place(traces: Sequence[Trace], settings: PlaceSettings) -> Placing:
         for label, made, worth in rivals
     ]
     return Placing(placement, calibrate, tuple(rows))
+
+
+def memory_budget(
+    settings: PlaceSettings, name: str, options: dict[str, Any], num_layers: int
+) -> dict[str, int]:
+    """The placer's option ``replicas`` from bytes, if they are given."""
+    memory, size = settings.replica_memory, settings.expert_bytes
+    if memory == 0:
+        return {}
+    if memory < 0 or size < 1:
+        raise ValueError(
+            f"replica_memory must be at least 0 and come with expert_bytes, got {memory} and {size}"
+        )
+    if "replicas" in options:
+        raise ValueError(f"replica_memory must be 0 where the placer has replicas, got {memory}")
+    if "replicas" not in [field.name for field in fields(PLACERS[name])]:
+        raise ValueError(f"replica_memory must be 0 for placer {name}, which has no budget, got {memory}")
+    return {"replicas": min(memory // size, num_layers)}
 
 
 def sum_counts(traces: Sequence[Trace]) -> Ints:

@@ -14,11 +14,11 @@ MAX_BYTES = 2**28  # a placement of 100 layers with 65536 slots is smaller
 Slots = np.ndarray[Any, np.dtype[np.int64]]
 
 
-def read_json(path: Path) -> Any:
-    """The value in a JSON file.
+def read_text(path: Path) -> str:
+    """A file's text.
 
     Raises:
-        ValueError: naming the file: not JSON, cut off, a key twice, NaN, too large or too deep.
+        ValueError: naming the file: no regular file, too large, not UTF-8.
         OSError: a file that cannot be opened.
     """
     if path.exists() and not path.is_file():  # a pipe would block
@@ -26,14 +26,23 @@ def read_json(path: Path) -> Any:
     if (size := path.stat().st_size) > MAX_BYTES:
         raise ValueError(f"{path}: must be at most {MAX_BYTES >> 20} MiB, has {size >> 20}")
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not text ({str(error)[:120]})") from None
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: not JSON, cut off, a key twice, NaN, too deep.
+    """
+    try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: is not JSON ({str(error)[:120]})") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON ({str(error)[:120]})") from None
     except RecursionError:
-        raise ValueError(f"{path}: is nested too deep") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError("is nested too deep") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

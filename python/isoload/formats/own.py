@@ -51,8 +51,11 @@ def to_json(placement: Placement) -> dict[str, Any]:
     }
 
 
-def from_json(content: dict[str, Any]) -> Placement:
+def from_json(content: dict[str, Any], topology: Topology | None) -> Placement:
     check_keys(content, KEYS)
+    own = _topology(content["topology"])
+    if topology is not None and topology.num_ranks != own.num_ranks:
+        raise ValueError(f"num_ranks must be {topology.num_ranks}, got {own.num_ranks}")
     if content["version"] != VERSION:
         raise ValueError(f"version must be {VERSION}, got {shown(content['version'])}")
     for key in ("num_experts", "num_shared", "spare_slots"):
@@ -68,7 +71,7 @@ def from_json(content: dict[str, Any]) -> Placement:
         raise ValueError(f"layer_ids must have {len(slots)} entries, got {len(ids)}")
     return Placement(
         torch.from_numpy(slots),
-        _topology(content["topology"]),
+        topology or own,
         content["num_experts"],
         torch.from_numpy(slot_rows("home_slot", content["home_slot"])),
         content["spare_slots"],

@@ -77,10 +77,6 @@ def place(
     width = placed.slots.shape[2]
     if room.slots_per_rank is None:
         dense = width
-    if width > dense:
-        raise ValueError(
-            f"slots_per_rank must be at least {width + others} for these replicas, got {slots_per_rank}"
-        )
     slots = np.full((scenarios.num_layers, topology.num_ranks, dense + others), -1, dtype=np.int32)
     slots[:, live, :width] = placed.slots if before is None else keep_places(placed.slots, room.before)
     experts = scenarios.num_experts

@@ -6,14 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from isoload.placers.base import Floats, Ints
+from isoload.placers.base import Floats, Ints, Room
 
 BUDGETS = ("gain", "knee")
 GRIDS = ("powers", "full")
 
 
-def make_grid(num_ranks: int, most: int, grid: str = "powers") -> list[int]:
-    """Numbers of replicas of a layer that are tried: 0, and powers of two up to R, or all up to R; at most ``most``."""
+def make_grid(room: Room, experts: int, grid: str = "powers") -> list[int]:
+    """Numbers of replicas of a layer that are tried: 0, and powers of two up to R, or all up to R, that have room."""
+    num_ranks, most = room.num_ranks, most_replicas(room, experts)
     if grid not in GRIDS:
         raise ValueError(f"grid must be one of {', '.join(GRIDS)}, got {grid!r}")
     powers = [2**i for i in range(num_ranks.bit_length())]
@@ -21,12 +22,22 @@ def make_grid(num_ranks: int, most: int, grid: str = "powers") -> list[int]:
     return [0, *(n for n in found if n <= most)]
 
 
-def check_budget(replicas: int | str, num_layers: int, num_ranks: int) -> None:
+def most_replicas(room: Room, experts: int) -> int:
+    """Replicas that a layer has room for; with a copy of every expert on every rank there is no other one."""
+    return room.num_ranks * (min(experts, room.slots_per_rank or experts)) - experts
+
+
+def check_budget(replicas: int | str, num_layers: int, room: Room, experts: int) -> None:
+    """Refuses a budget of replicas that is out of range or has no room."""
     if isinstance(replicas, str):
         if replicas not in BUDGETS:
             raise ValueError(f"replicas must be a number of a rank, {' or '.join(BUDGETS)}, got {replicas!r}")
-    elif not 0 <= replicas <= num_layers:
-        raise ValueError(f"replicas must be in 0..{num_layers} of a rank over all layers, got {replicas}")
+        return
+    most = min(num_layers, num_layers * most_replicas(room, experts) // room.num_ranks)
+    if not 0 <= replicas <= most:
+        raise ValueError(
+            f"replicas must be in 0..{most} of a rank over all layers, for which there is room, got {replicas}"
+        )
 
 
 def allocate(worth: Floats, grid: list[int], num_ranks: int, replicas: int | str) -> tuple[Ints, list[float]]:

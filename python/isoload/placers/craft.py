@@ -26,8 +26,8 @@ class CraftPlacer(Placer):
         replicas: of a rank over all layers; "gain": the number with the largest worth per replica, as CRAFT chooses;
             "knee": where the curve of worth bends. The placement's provenance has the curve.
         objective: what replicas of a layer are worth: "time": by how much its mean busiest rank's load falls; "gain":
-            by how much its mean balance (mean/max) rises, as CRAFT's text says; "printed": that times their number, as its
-            Algorithm 2 is printed, which gives a few layers all of the budget.
+            by how much its mean balance (mean/max) rises, as CRAFT's text says; "printed": that times their number, as
+            its Algorithm 2 is printed, which gives a few layers all of the budget.
         grid: numbers of replicas that are tried: "powers" of two, as published, or "full".
 
     Raises:
@@ -35,7 +35,7 @@ class CraftPlacer(Placer):
     """
 
     name = "craft"
-    replicas: int | str = 8
+    replicas: int | str = "gain"
     objective: str = "time"
     grid: str = "powers"
 
@@ -47,8 +47,8 @@ class CraftPlacer(Placer):
         if self.objective not in OBJECTIVES:
             raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, got {self.objective!r}")
         layers, experts, ranks = scenarios.num_layers, scenarios.num_experts, room.num_ranks
-        check_budget(self.replicas, layers, ranks)
-        grid = make_grid(ranks, ranks * experts - experts, self.grid)
+        check_budget(self.replicas, layers, room, experts)
+        grid = make_grid(room, experts, self.grid)
         weight = scenarios.total().astype(np.float32)
         worth = self._worth(scenarios, weight, grid, ranks)
         counts, curve = allocate(worth, grid, ranks, self.replicas)

@@ -76,8 +76,8 @@ class ScenarioPlacer(Placer):
             raise ValueError(f"replicas must be None with before, which has its slots, got {self.replicas}")
         if self.replicas is None:
             return np.full((layers, ranks), slots_of(room), dtype=np.int32), {}
-        check_budget(self.replicas, layers, ranks)
-        grid = make_grid(ranks, ranks * experts - experts)
+        check_budget(self.replicas, layers, room, experts)
+        grid = make_grid(room, experts)
         times = []
         mean = scenarios.weight @ scenarios.loads.sum(-1) / ranks  # [L] copies
         for number in grid:

@@ -19,7 +19,7 @@ from torch import Tensor
 from isoload.cost import CostModel
 from isoload.counting import count
 from isoload.placement import Placement
-from isoload.placers import place
+from isoload.placers import parse_placer, place
 from isoload.planning import plan, plan_layers
 from isoload.policies import POLICIES, Policy, make_policy, parse_policy
 from isoload.records import Plan
@@ -44,7 +44,7 @@ class ReplaySettings:
     slots_per_rank  S, spare slots included; 0 = :func:`default_slots_per_rank`
     spare_slots     of each rank's S slots, how many stay empty
     shared_experts  how many shared experts every token gets besides the trace's routed ones
-    placer          a name in ``isoload.PLACERS``
+    placer          a name in ``isoload.PLACERS``, with options as ``name:option=value``
     calibrate       which batches the placement is made from, see :func:`isoload.replay.calibration.calibration_folds`
     batch_tokens    tokens per batch; None = see :func:`isoload.replay.batches.make_batches`
     max_batches     of every calibration's batches, how many are replayed, the first ones; 0 = all
@@ -120,6 +120,7 @@ def _replay(
     bandwidths = model.bandwidths if model else None
     topology = Topology(settings.num_ranks, settings.ranks_per_node, bandwidths=bandwidths)
     _check_policies(settings.policies)
+    placer, options = parse_placer(settings.placer)
     batches = make_batches(trace, settings.batch_tokens, settings.seed)
     if given is None:
         whole = calibration_folds(len(batches.counts), settings.calibrate, batches.clusters)
@@ -140,9 +141,10 @@ def _replay(
             batches.counts[list(fold.calibrate)],
             topology,
             slots_per_rank,
-            settings.placer,
+            placer,
             settings.spare_slots,
             settings.shared_experts,
+            **options,
         )
         _warm_up(placement, settings)
         for index in fold.replay:

@@ -21,17 +21,25 @@ def check_target(target: str | None, name: str = "json") -> None:
         raise ValueError(f"{name} must be a file in an existing folder or -, got {target!r}")
 
 
+def to_json_text(value: Any, indent: int | None = None) -> str:
+    """A value as JSON, on one line or indented. ValueError: a value that JSON does not have."""
+    return json.dumps(value, indent=indent, allow_nan=False) + "\n"
+
+
 def write_json(value: Any, target: str) -> None:
-    """Writes JSON to stdout ("-") or to a file.
+    """Writes indented JSON as :func:`write_text` writes."""
+    write_text(to_json_text(value, indent=2), target)
+
+
+def write_text(text: str, target: str) -> None:
+    """Writes text to stdout ("-") or to a file.
 
     A regular file appears whole or not at all, with the mode it had; links are followed, and stay. Whatever else the
     target is (a device, a pipe, /dev/stdout, /dev/fd/3) is opened and written, never replaced.
 
     Raises:
-        ValueError: a value that JSON does not have.
         OSError: naming the target.
     """
-    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
     if target == "-":
         print(text, end="")
         return
