@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from deepseek_config import make_config
-from one_process import RANKS, draw, place, published, same_tokens
+from one_process import RANKS, draw, published, same_tokens
 from ranks import LAYER, skewed_counts
 from sglang.srt.eplb import expert_location
 from sglang.srt.runtime_context import get_parallel
@@ -20,19 +19,6 @@ from isoload.integrations.meter import GAUGES, Meter
 from isoload.integrations.settings import Settings
 from isoload.integrations.sglang import LAYERS, dispatch
 from isoload.integrations.sglang.layers import Layer
-
-
-@pytest.fixture
-def placement() -> isoload.Placement:
-    return place()
-
-
-@pytest.fixture
-def attached() -> Iterator[None]:
-    """The state of a process whose hooks are attached, with none that is."""
-    LAYERS.start(Settings.read({}))
-    yield
-    LAYERS.reset()
 
 
 def test_a_locations_update_reaches_the_balancers(attached: None, tmp_path: Path) -> None:
