@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 
-def check_target(target: str | None) -> None:
-    """Refuses a JSON file in a folder that does not exist, before any work is done for it."""
+def check_target(target: str | None, name: str = "json") -> None:
+    """Refuses a file in a folder that does not exist, before any work is done for it."""
     if target in (None, "-"):
         return
     found = _found(target)
     folder = found is None and not Path(os.path.realpath(target)).parent.is_dir()
     if folder or (found is not None and stat.S_ISDIR(found.st_mode)):
-        raise ValueError(f"json must be a file in an existing folder or -, got {target!r}")
+        raise ValueError(f"{name} must be a file in an existing folder or -, got {target!r}")
 
 
 def write_json(value: Any, target: str) -> None:
