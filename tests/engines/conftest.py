@@ -11,3 +11,4 @@ if find_spec("sglang") is None:
 else:
     sys.path.insert(0, str(HARNESS))
     import torchvision_names  # noqa: F401
+    from one_process import attached, placement  # noqa: F401  # fixtures

@@ -3,12 +3,11 @@ once, compilation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from one_process import ORIGINAL, draw, info_of, peak, place, published, resolved, same_tokens
+from one_process import ORIGINAL, draw, info_of, peak, published, resolved, same_tokens
 from ranks import EXPERTS, LAYER, K, skewed_counts
 from sglang.srt.eplb import lplb_solver
 from sglang.srt.eplb.expert_location_dispatch import (
@@ -20,23 +19,9 @@ from torch import Tensor
 
 import isoload
 from isoload import Balancer
-from isoload.integrations.settings import Settings
 from isoload.integrations.sglang import LAYERS, dispatch
 from isoload.integrations.sglang.layers import Layer
 from isoload.integrations.sglang.waterfill import WaterfillBalancer
-
-
-@pytest.fixture
-def placement() -> isoload.Placement:
-    return place()
-
-
-@pytest.fixture
-def attached() -> Iterator[None]:
-    """The state of a process whose hooks are attached, with none that is."""
-    LAYERS.start(Settings.read({}))
-    yield
-    LAYERS.reset()
 
 
 @pytest.mark.parametrize("valid", [None, 50])

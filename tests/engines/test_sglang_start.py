@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from deepseek_config import make_config
-from one_process import RANKS, draw, place, published, same_tokens
-from ranks import LAYER, skewed_counts
+from one_process import RANKS, draw, published, same_tokens
+from ranks import EXPERTS, LAYER, skewed_counts
 from sglang.srt.eplb import expert_location
 from sglang.srt.runtime_context import get_parallel
 
 import isoload
 from isoload.integrations.meter import GAUGES, Meter
 from isoload.integrations.settings import Settings
-from isoload.integrations.sglang import LAYERS, dispatch
+from isoload.integrations.sglang import LAYERS, dispatch, placement
 from isoload.integrations.sglang.layers import Layer
-
-
-@pytest.fixture
-def placement() -> isoload.Placement:
-    return place()
-
-
-@pytest.fixture
-def attached() -> Iterator[None]:
-    """The state of a process whose hooks are attached, with none that is."""
-    LAYERS.start(Settings.read({}))
-    yield
-    LAYERS.reset()
 
 
 def test_a_locations_update_reaches_the_balancers(attached: None, tmp_path: Path) -> None:
@@ -68,12 +54,43 @@ def test_a_locations_update_reaches_the_balancers(attached: None, tmp_path: Path
 def test_a_layout_that_the_placer_cannot_make_is_refused_at_start(attached: None) -> None:
     with published(eplb_algorithm="isoload"):
         every = SimpleNamespace(
-            ep_size=2, num_logical_experts=4, physical_to_logical_map_cpu=torch.arange(10).view(1, 10) % 4
+            ep_size=2,
+            num_layers=1,
+            num_logical_experts=4,
+            physical_to_logical_map_cpu=torch.arange(10).view(1, 10) % 4,
         )
         with pytest.raises(
             ValueError, match="--eplb-algorithm isoload with ISOLOAD_PLACER=eplb: slots_per_rank must"
         ):
             dispatch.set_metadata(lambda value, allow_overwrite: None, every)
+
+
+@pytest.mark.parametrize(("placer", "anew"), [("scenario", False), ("eplb", True)])
+def test_a_placer_that_can_starts_from_where_experts_lie(attached: None, placer: str, anew: bool) -> None:
+    """With the counts of before an expert that need not move stays in its slot, wherever that is."""
+    LAYERS.start(Settings.read({"ISOLOAD_PLACER": placer}))
+    counts = skewed_counts()
+    shuffled = place_anew(counts).slot_to_expert.view(3, RANKS, -1).flip(1, 2).reshape(3, -1).long()
+    with published(tp_size=RANKS, ep_size=RANKS):
+        chosen = placement.compute_algorithm(lambda *_: None, "isoload", None, 1)
+        found = []
+        for now in (None, running(shuffled)):
+            expert_location.set_global_expert_location_metadata(now, allow_overwrite=True)
+            size = shuffled.shape[1] // RANKS
+            args = counts, shuffled.shape[1], size, None, 1, chosen
+            found.append(placement.rebalance_experts(lambda *_: None, *args)[0])
+    stays = [float((table == shuffled).float().mean()) for table in found]
+    assert torch.equal(*found) if anew else stays[1] > 0.9 > stays[0]
+
+
+def place_anew(counts: torch.Tensor) -> isoload.Placement:
+    return isoload.place(counts[0], isoload.Topology(RANKS), EXPERTS // RANKS + 2, placer="scenario")
+
+
+def running(table: torch.Tensor) -> SimpleNamespace:
+    return SimpleNamespace(
+        physical_to_logical_map_cpu=table, num_logical_experts=EXPERTS, num_physical_experts=table.shape[1]
+    )
 
 
 def test_a_policy_of_shared_experts_is_refused_where_the_model_has_none(

@@ -52,7 +52,7 @@ BAD = {
         "llep",
     ): "ISOLOAD_POLICY must not borrow weights, which no engine copies between two batches, got 'llep'",
     ("ISOLOAD_POLICY", "spill_cost"): "ISOLOAD_POLICY must not borrow weights",
-    ("ISOLOAD_PLACER", "best"): "ISOLOAD_PLACER must be one of",
+    ("ISOLOAD_PLACER", "best"): "ISOLOAD_PLACER: placer must be one of",
     ("ISOLOAD_REPORT_SECONDS", "-1"): "ISOLOAD_REPORT_SECONDS must be a number of at least 0, got '-1'",
     ("ISOLOAD_REPORT_SECONDS", "often"): "ISOLOAD_REPORT_SECONDS must be a number of at least 0, got 'often'",
     ("ISOLOAD_REPORT_SECONDS", "inf"): "ISOLOAD_REPORT_SECONDS must be a number of at least 0, got 'inf'",

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from isoload.placers import PLACERS
+from isoload.placers import parse_placer
 from isoload.policies import Policy, make_policy, parse_policy
 from isoload.policies.pouring import SharedPolicy
 
@@ -34,7 +34,12 @@ POLICY = Variable(
     "",
     "how copies are split over replicas; empty: exact, with Waterfill joint",
 )
-PLACER = Variable("ISOLOAD_PLACER", "name", "eplb", "what --eplb-algorithm isoload lays experts out with")
+PLACER = Variable(
+    "ISOLOAD_PLACER",
+    "name or name:option=value",
+    "eplb",
+    "what --eplb-algorithm isoload lays experts out with",
+)
 REPORT = Variable(
     "ISOLOAD_REPORT_SECONDS",
     "number",
@@ -49,6 +54,7 @@ class Settings:
     """What the variables say, checked.
 
     policy          as written; None = the door's default
+    placer          as written
     report_seconds  0 = no reports
     """
 
@@ -74,8 +80,10 @@ class Settings:
         if policy is not None:
             _usable(policy)
         placer = value(PLACER)
-        if placer not in PLACERS:
-            raise ValueError(f"{PLACER.name} must be one of {', '.join(PLACERS)}, got {placer!r}")
+        try:
+            parse_placer(placer)
+        except ValueError as error:
+            raise ValueError(f"{PLACER.name}: {error}") from None
         return cls(
             _flag(SGLANG, value(SGLANG)),
             _flag(STRICT, value(STRICT)),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from ranks import EXPERTS, LAYER, K, skewed_counts
+from sglang.srt.eplb import expert_location, lplb_solver
 from sglang.srt.eplb.expert_location_dispatch import ExpertLocationDispatchInfo
 from sglang.srt.layers.moe import topk as sglang_topk
 from sglang.srt.runtime_context import get_context
@@ -14,7 +17,8 @@ from torch import Tensor
 import isoload
 from isoload import Balancer
 from isoload.integrations.engine_tables import replica_lists
-from isoload.integrations.sglang import dispatch
+from isoload.integrations.settings import Settings
+from isoload.integrations.sglang import LAYERS, dispatch
 from isoload.integrations.sglang.layers import Layer
 
 RANKS = 4
@@ -62,5 +66,16 @@ def peak(slots: Tensor, placement: isoload.Placement) -> int:
     return int(torch.bincount(slots.flatten().long() // placement.slots_per_rank, minlength=RANKS).max())
 
 
-def place() -> isoload.Placement:
+@pytest.fixture
+def placement() -> isoload.Placement:
     return isoload.place(skewed_counts(), isoload.Topology(RANKS), EXPERTS // RANKS + 2)
+
+
+@pytest.fixture
+def attached() -> Iterator[None]:
+    """The state of a process whose hooks are attached; none is. What a test gave to SGLang is taken away again."""
+    LAYERS.start(Settings.read({}))
+    yield
+    LAYERS.reset()
+    expert_location.set_global_expert_location_metadata(None, allow_overwrite=True)
+    lplb_solver.clear_global_lplb_solvers()

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isoload.integrations.engine_tables import ReplicaLists, engine_topology, replica_lists
+from isoload.integrations.engine_tables import ReplicaLists, engine_topology, placement_of, replica_lists
 from isoload.integrations.settings import PLACER
 from isoload.integrations.sglang.layers import LAYERS
 from isoload.placement import Placement
-from isoload.placers import place
+from isoload.placers import PLACERS, parse_placer, place
+from isoload.topology import Topology
 
 NAME = "isoload"
 
@@ -56,9 +57,21 @@ def rebalance_experts(
 
 
 def lay_out(counts: Tensor, num_ranks: int, num_nodes: int, slots_per_rank: int) -> Placement:
-    """By the placer of ISOLOAD_PLACER."""
+    """By the placer of ISOLOAD_PLACER; one that can starts from where the experts lie, so that fewer move."""
     topology = engine_topology(num_ranks, num_nodes)
-    return place(counts, topology, slots_per_rank, placer=LAYERS.settings.placer)
+    name, options = parse_placer(LAYERS.settings.placer)
+    before = running(topology, slots_per_rank) if PLACERS[name].takes_before else None
+    return place(counts, topology, slots_per_rank, name, before=before, **options)
+
+
+def running(topology: Topology, slots_per_rank: int) -> Placement | None:
+    """Where SGLang's experts lie; None before its model has any, or where ranks have come since."""
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+    metadata = get_global_expert_location_metadata()
+    if metadata is None or metadata.num_physical_experts != topology.num_ranks * slots_per_rank:
+        return None
+    return placement_of(metadata.physical_to_logical_map_cpu, metadata.num_logical_experts, topology)
 
 
 def check_at_start(metadata: Any) -> None:
@@ -76,7 +89,8 @@ def check_at_start(metadata: Any) -> None:
         return
     ranks, slots = metadata.ep_size, metadata.physical_to_logical_map_cpu.shape[1]
     try:
-        lay_out(torch.ones(1, metadata.num_logical_experts), ranks, get_parallel().nnodes, slots // ranks)
+        counts = torch.ones(metadata.num_layers, metadata.num_logical_experts)
+        replica_lists(lay_out(counts, ranks, get_parallel().nnodes, slots // ranks))
     except ValueError as error:
         raise ValueError(
             f"--eplb-algorithm {NAME} with {PLACER.name}={LAYERS.settings.placer}: {error}"
