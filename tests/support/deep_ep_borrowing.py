@@ -71,6 +71,6 @@ class BorrowingDouble:
     def _check_registered(self, tensor: Tensor) -> None:
         """In the region for load balance, at the same place on every rank: peers write there."""
         start = tensor.data_ptr() - self.runtime.lb_storage.data_ptr()
-        assert 0 <= start and start + tensor.nbytes <= self.runtime.lb_storage.nbytes
+        assert start >= 0 and start + tensor.nbytes <= self.runtime.lb_storage.nbytes
         offsets = gather(torch.tensor([start]), self.group)
         assert all(int(other) == start for other in offsets), "symmetric"

@@ -99,7 +99,16 @@ class _Elastic:
     def _send(self, x: Tensor, topk_idx: Tensor, num_experts: int) -> Pieces:
         return swap([x[t] for t in tokens_to(topk_idx, num_experts, self.group.size())], self.group)
 
-    def get_theoretical_num_sms(self, num_experts: int, num_topk: int) -> int:
+    def get_theoretical_num_sms(
+        self,
+        num_experts,
+        num_topk,
+        num_scaleout_topk=0,
+        rdma_gbs=0,
+        nvlink_gbs=0,
+        sm_read_gbs=0,
+        sm_write_gbs=0,
+    ):
         assert num_experts % self.group.size() == 0
         return 4
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 
 from support.deep_ep_double import Event, local_ids, swap
@@ -18,6 +20,19 @@ class Buffer:
         enable_shrink=False, comm=None,
     ):  # fmt: skip
         self.group, self.low_latency_mode = group, low_latency_mode
+
+    @staticmethod
+    def get_dispatch_config(num_ranks):
+        return SimpleNamespace(
+            get_nvl_buffer_size_hint=lambda row_bytes, ranks: 1024 * row_bytes * ranks,
+            get_rdma_buffer_size_hint=lambda row_bytes, ranks: 0,
+        )
+
+    get_combine_config = get_dispatch_config
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts):
+        return 2 * num_max_dispatch_tokens_per_rank * hidden * num_experts
 
     def get_dispatch_layout(
         self, topk_idx, num_experts, previous_event=None, async_finish=False, allocate_on_comm_stream=False

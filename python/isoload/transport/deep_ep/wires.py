@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,11 +42,11 @@ class Wire(ABC):
         waits: whether the host waits for how many rows come; else there are R * C of them, padding included.
     """
 
-    kind: str
-    needs: dict[str, tuple[str, ...]]  # the arguments of each method that are given here
-    adds_by_rank = True
-    weights_at_source = False
-    differentiable = True
+    kind: ClassVar[str]
+    needs: ClassVar[dict[str, tuple[str, ...]]]  # the arguments of each method that are given here
+    adds_by_rank: ClassVar[bool] = True
+    weights_at_source: ClassVar[bool] = False
+    differentiable: ClassVar[bool] = True
 
     def __init__(self, buffer: Any, shape: Shape, waits: bool) -> None:
         LIMITS[self.kind].check(self.kind, shape)
@@ -79,7 +79,7 @@ class ElasticWire(Wire):
     """ElasticBuffer of DeepEP 2.1."""
 
     kind = "ElasticBuffer"
-    needs = {
+    needs: ClassVar = {
         "dispatch": (
             "topk_idx",
             "topk_weights",
@@ -112,7 +112,7 @@ class ElasticWire(Wire):
 
     def dispatch_again(self, x: Tensor, handle: WireHandle) -> Tensor:
         # num_experts though the handle has it: the count of SMs is derived from the argument
-        rows = self.buffer.dispatch(x, handle=handle.own, num_experts=self.shape.num_slots)[0]
+        rows: Tensor = self.buffer.dispatch(x, handle=handle.own, num_experts=self.shape.num_slots)[0]
         return rows if handle.real is None else rows.masked_fill(~handle.real, 0)
 
     def combine(
@@ -132,7 +132,7 @@ class LegacyWire(Wire):
     """Buffer of DeepEP 1."""
 
     kind = "Buffer"
-    needs = {
+    needs: ClassVar = {
         "get_dispatch_layout": ("topk_idx", "num_experts"),
         "dispatch": (
             "handle",
@@ -184,7 +184,7 @@ class LowLatencyWire(Wire):
     """
 
     kind = "Buffer, low latency"
-    needs = {
+    needs: ClassVar = {
         "low_latency_dispatch": ("topk_idx", "num_max_dispatch_tokens_per_rank", "num_experts", "use_fp8"),
         "low_latency_combine": ("topk_idx", "topk_weights", "handle"),
     }
