@@ -30,7 +30,9 @@ SIGNATURES = {
             "self, redundant_expert_weights, expert_weights, redundancy_mapping, num_sms=0, "
             "previous_event=None"
         ),
-        "EPBuffer.lb_reduce_grads": "self, redundant_expert_grads, expert_grads, redundancy_mapping, num_sms=0, previous_event=None",
+        "EPBuffer.lb_reduce_grads": (
+            "self, redundant_expert_grads, expert_grads, redundancy_mapping, num_sms=0, previous_event=None"
+        ),
     },
     "sgl-deep-ep": {
         "ElasticBuffer.__init__": (

@@ -1,4 +1,4 @@
-"""The wheels of DeepEP where they have been unpacked (`make test-deepep`): signatures, and their plain-torch references.
+"""The wheels of DeepEP where `make test-deepep` has unpacked them: signatures, and their plain-torch references.
 
 Neither is imported as a package, which would start a compiler and ask for a GPU: signatures are read from the source,
 and ``utils/refs.py`` runs with a stand-in for the compiled module.
