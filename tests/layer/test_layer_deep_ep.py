@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import isoload
 from isoload import Topology
+from isoload.experts.weights import ExpertWeights
 from isoload.transport import CollectiveGroup, CollectiveTransport
 from isoload.transport.deep_ep import DeepEPTransport
 from support.borrowed_layer import LLEP, STACKS, TOLERANCE, TOP_K, Setup, close, make_setup
@@ -82,6 +84,33 @@ def both(rank: int, ranks: int, waits: bool) -> int:
 def test_borrowing_by_deep_ep_is_the_dense_layer(ranks: int, waits: bool) -> None:
     borrowed = run_ranks(both, ranks, ranks, waits, timeout=150)
     assert min(borrowed) > 0
+
+
+def over_a_shard(rank: int, ranks: int) -> int:
+    """Experts that the model holds, unevenly: 3 ranks for 16."""
+    setup = small(ranks)
+    homes = setup.placement.home_experts(0, rank)
+    parts = [getattr(setup.dense, name) for name in STACKS]
+    own = ExpertWeights(*(None if p is None else nn.Parameter(p[homes].clone()) for p in parts))
+    answers = setup.ids[rank]
+    layer = isoload.MoE(
+        lambda rows: (answers, setup.weights(rows)),
+        isoload.Shard(homes, own),
+        transport_of(setup),
+        setup.placement,
+        **LLEP,
+        borrow="deep_ep",
+    )
+    rows = setup.rows[rank].clone().requires_grad_()
+    y = layer(rows)
+    y.double().square().sum().backward()
+    grads = [g.grad for name in STACKS if (g := getattr(own, name)) is not None]
+    assert_dense_rank(setup, rank, {"y": [y], "rows": [rows.grad], "stacks": grads})
+    return len(homes)
+
+
+def test_experts_of_a_shard() -> None:
+    assert len(set(run_ranks(over_a_shard, 3, 3))) == 2
 
 
 def low_latency(rank: int, waits: bool) -> Tensor:

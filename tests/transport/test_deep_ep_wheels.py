@@ -132,6 +132,7 @@ RUNS = [
 
 
 @unpacked
+@pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run[1]}-{run[0]}")
 def test_conformance_of_the_references(run: Any) -> None:
     for rank, failed in enumerate(run_ranks(all_cases, run[0], *run, timeout=200)):
@@ -155,6 +156,7 @@ def sums_of_both(rank: int, num_ranks: int, module: str) -> int:
 
 
 @unpacked
+@pytest.mark.slow
 @pytest.mark.parametrize("module", PACKAGES.values())
 def test_the_double_adds_as_the_references_do(module: str) -> None:
     assert min(run_ranks(sums_of_both, 3, 3, module)) > 1000

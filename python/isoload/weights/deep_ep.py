@@ -35,7 +35,7 @@ class DeepEPBorrow(Backend):
     """
 
     name = "deep_ep"
-    reads_moves, reads_peers = False, True
+    reads_moves = False
 
     def __init__(self, group: Group, peers: Peers | None = None) -> None:
         super().__init__(group, peers)
@@ -44,7 +44,7 @@ class DeepEPBorrow(Backend):
         self._sent: dict[tuple[object, ...], Tensor] = {}  # gradients where DeepEP reads them, by layout
 
     def start(self, stage: str, plan: BorrowPlan, held: Stacks, pools: Stacks) -> Wait:
-        own = [stack.narrow(0, 0, plan.rows).contiguous() for stack in held[0]]
+        own = [as_many(stack, plan.rows) for stack in held[0]]
         event = self.buffer.lb_prefetch_weights(pools[0], own, redundancy_mapping(plan))
         return lambda: event.current_stream_wait()
 
@@ -94,6 +94,13 @@ class DeepEPBorrow(Backend):
         if key not in self._sent:
             self._sent[key] = self._take((len(like), like.shape[1:].numel()), torch.float32)
         return self._sent[key]
+
+
+def as_many(stack: Tensor, rows: int) -> Tensor:
+    """[rows, ...] contiguous, as many on every rank; a copy only where a rank has fewer homes than others."""
+    if len(stack) >= rows:
+        return stack.narrow(0, 0, rows).contiguous()
+    return torch.cat([stack, stack.new_zeros(rows - len(stack), *stack.shape[1:])])
 
 
 def redundancy_mapping(plan: BorrowPlan) -> Tensor:
