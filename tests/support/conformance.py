@@ -173,6 +173,17 @@ def check_padding_is_ignored(make: Make) -> None:
             assert out.isfinite().all(), batch.name
 
 
+def check_padding_gives_no_gradient(make: Make) -> None:
+    """Experts that compute padding as well: what comes back for it is not nan, which 0 rows would not undo."""
+    transport = make()
+    for batch in given(transport):
+        received = send(transport, batch)
+        matrix = leaf(torch.eye(batch.x[0].shape[1], 3, dtype=batch.x[0].dtype))
+        y = [(got.rows @ matrix).sum(1, keepdim=True).expand_as(got.rows) for got in received]
+        torch.stack([out.sum() for out in transport.dispatcher.combine(y, received)]).sum().backward()
+        assert matrix.grad is not None and matrix.grad.isfinite().all(), batch.name
+
+
 def check_traffic(make: Make) -> None:
     """Rows per (source, destination) and host syncs, recounted."""
     for batch in given(first := make(), torch.bfloat16):

@@ -11,6 +11,7 @@ from torch import Tensor
 from isoload import Topology
 from isoload.transport import CollectiveGroup, Dispatcher, Received, Transport
 from isoload.transport.deep_ep import DeepEPDispatcher
+from isoload.transport.deep_ep.wires import WIRES
 from support import deep_ep_double
 from support.batches import MAX_TOKENS
 from support.deep_ep_legacy_double import Buffer
@@ -22,6 +23,10 @@ BUFFERS: dict[str, Any] = {
 }
 
 
+# by rank: what float32 keeps of the second depends on whether the others meet first
+CANCELLING = (2.0**20, 1.0, -(2.0**20))
+
+
 class AnyShape(Dispatcher):
     """DeepEP's buffers are made for one H, K and S: makes one on every rank when a batch first has others."""
 
@@ -29,7 +34,7 @@ class AnyShape(Dispatcher):
         self.group, self.made, self.host_waits = group, made, waits
         self.max_tokens_per_rank = MAX_TOKENS
         self.dtypes, self.hidden_multiple = DeepEPDispatcher.dtypes, DeepEPDispatcher.hidden_multiple
-        self.adds_by_rank = made.__name__ == "Buffer"
+        self.adds_by_rank = WIRES[made.__name__].adds_by_rank
         self._made: dict[tuple[int, ...], DeepEPDispatcher] = {}
         self._of: dict[int, tuple[object, DeepEPDispatcher]] = {}
 

@@ -20,7 +20,7 @@ from support import deep_ep_double
 from support.batches import MAX_TOKENS, batches
 from support.conformance import CASES
 from support.deep_ep_signatures import SIGNATURES, VERSIONS
-from support.deep_ep_transports import BUFFERS, any_shape
+from support.deep_ep_transports import BUFFERS, CANCELLING, any_shape
 from support.deep_ep_wheels import PACKAGES, WHEELS, references, signatures_in, version_of, why_absent
 from support.processes import run_ranks
 
@@ -145,7 +145,7 @@ def sums_of_both(rank: int, num_ranks: int, module: str) -> int:
     for batch in batches(num_ranks, torch.bfloat16, 16):
         topk_idx, size = batch.slots[rank], batch.slots_per_rank
         tokens = deep_ep_double.tokens_to(topk_idx, size * num_ranks, num_ranks)
-        parts = [batch.x[rank][t] * (0.37 + d) for d, t in enumerate(tokens)]
+        parts = [batch.x[rank][t] * CANCELLING[d] for d, t in enumerate(tokens)]
         for bias in (None, batch.x[rank] * 3):
             ours = deep_ep_double.sum_copies(parts, tokens, topk_idx, size, bias)
             theirs = reduce_by(refs)(parts, tokens, topk_idx, size, bias)

@@ -22,9 +22,8 @@ class Dispatch(torch.autograd.Function):
         ctx.wire, ctx.handle = wire, sent.handle
         ctx.save_for_backward(sent.slots)
         ctx.mark_non_differentiable(sent.slots)
-        local = sent.weights.masked_fill(
-            sent.slots < 0, 0
-        )  # EPBuffer sends all of a token's weights everywhere
+        # EPBuffer sends all weights of a token to each of its ranks
+        local = sent.weights.masked_fill(sent.slots < 0, 0)
         return x.new_zeros(()), sent.rows, sent.slots, local, sent.handle
 
     @staticmethod

@@ -214,18 +214,22 @@ class LowLatencyWire(Wire):
         return (sums if own is None else (sums.float() + own.float()).to(sums.dtype)), None
 
 
+WIRES: dict[str, type[Wire]] = {
+    w.kind: w for w in (EPWire, ElasticWire, LegacyWire)
+}  # by class of the buffer
+
+
 def wire_of(buffer: Any, shape: Shape, waits: bool) -> Wire:
     """The wire that fits a buffer.
 
     Raises:
         ValueError: an unknown class, one of another version, or a limit passed.
     """
-    kinds: dict[str, type[Wire]] = {"EPBuffer": EPWire, "ElasticBuffer": ElasticWire, "Buffer": LegacyWire}
-    name = next((c.__name__ for c in type(buffer).__mro__ if c.__name__ in kinds), None)
+    name = next((c.__name__ for c in type(buffer).__mro__ if c.__name__ in WIRES), None)
     if name is None:
-        raise ValueError(f"buffer must be one of {', '.join(kinds)} of DeepEP, got {type(buffer).__name__}")
+        raise ValueError(f"buffer must be one of {', '.join(WIRES)} of DeepEP, got {type(buffer).__name__}")
     if getattr(buffer, "low_latency_mode", False):
         if waits:
             raise ValueError("waits must be False for DeepEP's Buffer, low latency, got True")
         return LowLatencyWire(buffer, shape, waits)
-    return kinds[name](buffer, shape, waits)
+    return WIRES[name](buffer, shape, waits)
