@@ -2,6 +2,7 @@
 # make test   the test suite but what is marked slow
 # make test-gate  the slow tests of .ci/run: one mutant for each op's tests, sanitizers, builds
 # make test-all   every test, with all mutants and the large sweeps; then make fuzz
+# make test-deepep  DeepEP's wheels: their signatures, their references behind our adapter; downloads 24 MB, needs no GPU
 # make fuzz   random placements, policies, layers and lost processes, SECONDS=60 long; SEED=N is one case again
 # make build  rebuild the compiled ops in place (seconds)
 # make lint   ruff, mypy, clang-format
@@ -46,7 +47,7 @@ endef
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 TRACE := examples/traces/gptoss20b_decode.npz
 
-.PHONY: run test test-sglang test-gate test-all fuzz build lint cuda-check kernels-check critical-path gpu bench clean
+.PHONY: run test test-sglang test-deepep test-gate test-all fuzz build lint cuda-check kernels-check critical-path gpu bench clean
 run: $(READY)
 	$(PY) -m isoload replay $(TRACE) --ranks 8 --ranks-per-node 4
 	$(PY) -m isoload demo
@@ -62,7 +63,13 @@ test-gate: $(TESTED)
 test-all: test
 	$(PY) -m pytest -m slow
 	$(MAKE) test-sglang SGLANG=sglang SGLANG_VENV=.venv-sglang-newest
+	$(MAKE) test-deepep
 	$(MAKE) fuzz
+
+# Unpacked, not installed: they need a GPU to be imported, and torch 2.14. The newest: the test says if they have moved.
+test-deepep: $(TESTED)
+	$(PY) -m pip install -q --no-deps --upgrade --target build/deepep sgl-deep-ep sgl-deep-ep-v25
+	$(PY) -m pytest tests/transport/test_deep_ep_wheels.py
 
 SECONDS ?= 60
 fuzz: $(TESTED)

@@ -97,7 +97,7 @@ def construct(rank: int, what: str) -> None:
     setup.layer(CollectiveTransport(isoload.Topology(RANKS)), **how)
 
 
-def no_memory(pool: SparePool, like: Any, spare_slots: int) -> None:
+def no_memory(pool: SparePool, like: Any, spare_slots: int, backend: Any) -> None:
     """SparePool.__init__ where no tensor can be made."""
 
     class Full:
@@ -106,7 +106,7 @@ def no_memory(pool: SparePool, like: Any, spare_slots: int) -> None:
         def new_zeros(self, *sizes: int) -> None:
             raise torch.OutOfMemoryError("no more memory")
 
-    MADE(pool, [[Full()]], spare_slots)
+    MADE(pool, [[Full()]], spare_slots, backend)
 
 
 MADE = SparePool.__init__
