@@ -154,7 +154,8 @@ class Group(ABC):
         ]
         gathered = self.gather("gather", rows)
         if torch.compiler.is_compiling() and gathered.device.type == "cpu":
-            return loads_of(gathered, len(counts[0]))
+            loads: Tensor = loads_of(gathered, len(counts[0]))
+            return loads
         codes = gathered.select(1, len(counts[0]))
         self._errors = codes if self._errors is None else torch.maximum(self._errors, codes)
         if told or codes.device.type == "cpu":  # a rank that failed has no facts to compare

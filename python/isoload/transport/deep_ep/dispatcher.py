@@ -130,7 +130,7 @@ class DeepEPDispatcher(Dispatcher):
             return
         names = (*FACTS, *(facts or {}))
         with suppress(ValueError):  # it is this rank's own failure, which the caller raises in full
-            self.group.agree(stage, names, [], device, ValueError(stage))
+            self.group.agree("dispatch", names, [], device, ValueError(stage), failed_in=stage)
 
     def _agree(
         self,
