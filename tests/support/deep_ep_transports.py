@@ -24,7 +24,7 @@ BUFFERS: dict[str, Any] = {
 
 
 # by rank: what float32 keeps of the second depends on whether the others meet first
-CANCELLING = (2.0**20, 1.0, -(2.0**20))
+CANCELLING = (2.0**20, 1.0, -(2.0**20), 1.0)
 
 
 class AnyShape(Dispatcher):

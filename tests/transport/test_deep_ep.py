@@ -50,10 +50,10 @@ def test_conformance(case: str, failures: list[dict[str, str]]) -> None:
 
 
 def cancelling_sums(rank: int, kind: str) -> int:
-    """A token's rows of three ranks, of which two cancel: the sum says in which order they were added."""
-    made = make_dispatcher(CollectiveGroup(Topology(3)), BUFFERS[kind], 256, 4, 2)
+    """A token's rows of four ranks, of which two cancel: the sum says in which order they were added."""
+    made = make_dispatcher(CollectiveGroup(Topology(4)), BUFFERS[kind], 256, 4, 2)
     rng = np.random.default_rng(rank)
-    slots = torch.from_numpy(np.array([rng.permutation(6)[:4] for _ in range(MAX_TOKENS)]))
+    slots = torch.from_numpy(np.array([rng.permutation(8)[:4] for _ in range(MAX_TOKENS)]))
     x = torch.from_numpy(rng.standard_normal((MAX_TOKENS, 256))).bfloat16()
     (got,) = made.dispatch([x], [slots], [torch.ones(slots.shape)], 2)
     (out,) = made.combine([got.rows * CANCELLING[rank]], [got])
@@ -74,7 +74,7 @@ def cancelling_sums(rank: int, kind: str) -> int:
 
 @pytest.mark.parametrize("kind", BUFFERS)
 def test_sums_in_their_order(kind: str) -> None:
-    differ = run_ranks(cancelling_sums, 3, kind)
+    differ = run_ranks(cancelling_sums, 4, kind)
     assert (sum(differ) > 0) == (kind != "Buffer")
 
 

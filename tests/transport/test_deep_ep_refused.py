@@ -12,6 +12,7 @@ from isoload import Topology
 from isoload.transport import CollectiveGroup, Received
 from isoload.transport.deep_ep import DeepEPTransport, dispatcher, packages, transport
 from isoload.transport.deep_ep.limits import LIMITS, Shape
+from isoload.transport.deep_ep.wires import wire_of
 from support.deep_ep_transports import BUFFERS, make_dispatcher
 from support.processes import rank_outcomes, run_ranks
 
@@ -47,6 +48,15 @@ def test_deepseek_v3_fits_every_buffer(kind: str) -> None:
 def test_limits(kind: str, change: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LIMITS[kind].check(kind, Shape(**FITS | change))
+
+
+def test_buffer_waits_between_nodes() -> None:
+    buffer = BUFFERS["Buffer"](None)
+    assert not wire_of(buffer, Shape(**FITS), waits=False).waits
+    with pytest.raises(
+        ValueError, match="waits must be True for DeepEP's Buffer over more than 8 ranks, got False"
+    ):
+        wire_of(buffer, Shape(**FITS | {"num_ranks": 16}), waits=False)
 
 
 class OldEPBuffer:

@@ -214,6 +214,7 @@ class LowLatencyWire(Wire):
         return (sums if own is None else (sums.float() + own.float()).to(sums.dtype)), None
 
 
+LEGACY_NODE = 8  # ranks that Buffer joins by NVLink; its exchange between nodes always waits
 WIRES: dict[str, type[Wire]] = {
     w.kind: w for w in (EPWire, ElasticWire, LegacyWire)
 }  # by class of the buffer
@@ -232,4 +233,9 @@ def wire_of(buffer: Any, shape: Shape, waits: bool) -> Wire:
         if waits:
             raise ValueError("waits must be False for DeepEP's Buffer, low latency, got True")
         return LowLatencyWire(buffer, shape, waits)
+    if name == "Buffer" and not waits and shape.num_ranks > LEGACY_NODE:
+        raise ValueError(
+            f"waits must be True for DeepEP's Buffer over more than {LEGACY_NODE} ranks, got False over "
+            f"{shape.num_ranks}"
+        )
     return WIRES[name](buffer, shape, waits)
