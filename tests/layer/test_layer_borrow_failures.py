@@ -168,5 +168,7 @@ def test_backends_that_cannot_be() -> None:
     setup: Setup = make_setup(2)
     with pytest.raises(ValueError, match="borrow must not be p2p without processes, got 'p2p'"):
         setup.layer(LocalTransport(setup.placement.topology), **LLEP, borrow="p2p")
-    with pytest.raises(ValueError, match="borrow must be one of pull, copy, all_to_all, p2p, got 'post'"):
+    with pytest.raises(
+        ValueError, match="borrow must be one of pull, copy, all_to_all, p2p, deep_ep, got 'post'"
+    ):
         setup.layer(**LLEP, borrow="post")

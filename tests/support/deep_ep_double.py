@@ -8,6 +8,7 @@ Shapes: T tokens, K choices, N rows, H columns, R ranks, P experts (isoload's sl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,6 +76,20 @@ def weights_home(parts: Pieces, tokens: Pieces, topk_idx: Tensor, size: int) -> 
     return returned
 
 
+def in_fp8(dispatch: Callable[[Tensor], tuple[Any, ...]], x: tuple[Tensor, Tensor]) -> tuple[Any, ...]:
+    """A dispatch of bfloat16 rows for e4m3 ones [T, H] with scales [T, H / 128]: their bytes, two by two."""
+    rows, scales = x
+    assert rows.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32
+    assert rows.is_contiguous() and scales.shape == (len(rows), rows.shape[1] // 128)
+    width = rows.shape[1] // 2
+    raw = torch.cat([rows.view(torch.bfloat16), scales.contiguous().view(torch.bfloat16)], 1)
+    # whole blocks of what a dispatch takes
+    raw = torch.nn.functional.pad(raw, (0, -raw.shape[1] % 8))
+    got, *others = dispatch(raw)
+    came = got[:, width : width + 2 * scales.shape[1]].contiguous().view(torch.float32)
+    return (got[:, :width].contiguous().view(torch.float8_e4m3fn), came), *others
+
+
 class EPHandle:
     def __init__(self, topk_idx: Tensor, num_experts: int, order: Tensor, got: list[int]) -> None:
         self._topk_idx, self._version = topk_idx, None if topk_idx.is_inference() else topk_idx._version
@@ -115,6 +130,10 @@ class _Elastic:
     def _dispatch(
         self, x: Any, topk_idx: Any, topk_weights: Any, num_experts: Any, most: Any, handle: Any, wait: Any
     ) -> tuple[Any, ...]:
+        if isinstance(x, tuple):
+            return in_fp8(
+                lambda v: self._dispatch(v, topk_idx, topk_weights, num_experts, most, handle, wait), x
+            )
         assert x.is_contiguous() and x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0
         self.get_theoretical_num_sms(num_experts, 1)
         if handle is not None:

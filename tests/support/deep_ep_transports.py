@@ -83,6 +83,7 @@ def make_dispatcher(
         slots_per_rank=slots_per_rank,
         max_tokens_per_rank=how.get("max_tokens_per_rank", MAX_TOKENS),
         waits=waits,
+        fp8=how.get("fp8", False),
     )
 
 

@@ -49,6 +49,8 @@ class DeepEPDispatcher(Dispatcher):
         max_tokens_per_rank: most tokens of a rank in a batch.
         waits: whether the host waits for how many rows come. False: N = R * C always (S * R * C in the low-latency
             mode), for CUDA graphs.
+        fp8: whether rows travel to the experts as e4m3 with a scale per 128 columns, half the bytes; they arrive as
+            bfloat16. Gradients are passed on as if nothing had been rounded, and travel as bfloat16.
 
     Raises:
         ValueError: on all ranks: a limit of DeepEP passed, a buffer of another version, or facts that differ.
@@ -67,11 +69,14 @@ class DeepEPDispatcher(Dispatcher):
         slots_per_rank: int,
         max_tokens_per_rank: int,
         waits: bool = True,
+        fp8: bool = False,
     ) -> None:
         with group.agreeing("construction") as facts:
             self.shape = Shape(group.topology.num_ranks, slots_per_rank, top_k, hidden, max_tokens_per_rank)
-            self.wire = wire_of(buffer, self.shape, waits)
-            facts.update({"shape of DeepEP": self.shape, "kind of DeepEP": self.wire.kind, "waits": waits})
+            self.wire = wire_of(buffer, self.shape, waits, fp8)
+            facts.update(
+                {"shape of DeepEP": self.shape, "kind of DeepEP": self.wire.kind, "waits": waits, "fp8": fp8}
+            )
         self.group = group
         self.max_tokens_per_rank = max_tokens_per_rank
         self.host_waits = waits
@@ -92,7 +97,7 @@ class DeepEPDispatcher(Dispatcher):
         # a tensor of our own: DeepEP keeps it until backward, and a route may be written again for the next batch
         topk_idx = slots[0].to(torch.int64, copy=True, memory_format=torch.contiguous_format)
         link, got, local, gates, handle = Dispatch.apply(
-            self.wire, topk_idx, anchor(), rows.contiguous(), weights[0].contiguous()
+            self.wire, topk_idx, self._anchor(), rows.contiguous(), weights[0].contiguous()
         )
         traffic = self.group.traffic
         traffic.host_syncs += self.host_waits
@@ -120,7 +125,7 @@ class DeepEPDispatcher(Dispatcher):
             shape = torch.Size((handle.num_tokens, self.shape.hidden))
             check_like("own", rank, own[0], shape, got.rows.dtype, "the rank's tokens")
         self._refuse_gradients("y", *y, *(own or []))
-        link = handle.link if handle.link.requires_grad else anchor()
+        link = handle.link if handle.link.requires_grad else self._anchor()
         sums: Tensor = Combine.apply(self.wire, handle.own, link, y[0], *(own or []))
         return [sums]
 
@@ -183,6 +188,10 @@ class DeepEPDispatcher(Dispatcher):
                     f"slots of rank {rank} must differ within a token for DeepEP's {self.wire.kind}, got {slot} twice"
                 )
         return facts
+
+    def _anchor(self) -> Tensor:
+        """Joins the exchange to autograd on every rank, where it has a backward."""
+        return anchor() if self.wire.differentiable else torch.zeros(())
 
     def _refuse_gradients(self, name: str, *given: Tensor) -> None:
         wanted = torch.is_grad_enabled() and any(value.requires_grad for value in given)

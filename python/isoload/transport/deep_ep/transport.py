@@ -24,7 +24,7 @@ class DeepEPTransport(Transport):
     Args:
         topology: R ranks, as many as the process group has.
         group: the process group, of NCCL; None = the default one.
-        hidden, top_k, slots_per_rank, max_tokens_per_rank, waits: see :class:`DeepEPDispatcher`.
+        hidden, top_k, slots_per_rank, max_tokens_per_rank, waits, fp8: see :class:`DeepEPDispatcher`.
         kind: "EPBuffer", "ElasticBuffer" or "Buffer"; None = the first that is installed.
         low_latency: Buffer's low-latency mode, forward only.
         deterministic: rows by source rank, then token, whatever the timing; costs a sort in every dispatch.
@@ -46,6 +46,7 @@ class DeepEPTransport(Transport):
         slots_per_rank: int,
         max_tokens_per_rank: int,
         waits: bool = True,
+        fp8: bool = False,
         kind: str | None = None,
         low_latency: bool = False,
         deterministic: bool = False,
@@ -70,6 +71,7 @@ class DeepEPTransport(Transport):
             slots_per_rank=slots_per_rank,
             max_tokens_per_rank=max_tokens_per_rank,
             waits=waits,
+            fp8=fp8,
         )
         joined.memo(_BUFFER, lambda: buffer)
         super().__init__(joined, dispatcher)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from isoload.transport.deep_ep.fp8 import from_fp8, to_fp8
 from isoload.transport.deep_ep.limits import LIMITS, Shape
 
 
@@ -40,6 +41,7 @@ class Wire(ABC):
         buffer: DeepEP's.
         shape: that it was made for.
         waits: whether the host waits for how many rows come; else there are R * C of them, padding included.
+        fp8: whether rows of a forward travel in fp8; gradients stay bfloat16.
     """
 
     kind: ClassVar[str]
@@ -48,7 +50,7 @@ class Wire(ABC):
     weights_at_source: ClassVar[bool] = False
     differentiable: ClassVar[bool] = True
 
-    def __init__(self, buffer: Any, shape: Shape, waits: bool) -> None:
+    def __init__(self, buffer: Any, shape: Shape, waits: bool, fp8: bool = False) -> None:
         LIMITS[self.kind].check(self.kind, shape)
         for method, names in self.needs.items():
             found = getattr(buffer, method, None)
@@ -58,7 +60,7 @@ class Wire(ABC):
                     f"buffer.{method} must take {', '.join(missing)} as the {self.kind} that isoload was written "
                     f"for, got a {type(buffer).__name__} of another version"
                 )
-        self.buffer, self.shape, self.waits = buffer, shape, waits
+        self.buffer, self.shape, self.waits, self.fp8 = buffer, shape, waits, fp8
 
     @abstractmethod
     def dispatch(self, x: Tensor, topk_idx: Tensor, weights: Tensor) -> Sent:
@@ -73,6 +75,11 @@ class Wire(ABC):
         self, y: Tensor, handle: WireHandle, weights: Tensor | None = None, own: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """y [N, H] -> sums [T, H], plus own [T, H]; weights [N, K] -> [T, K], each from the rank of its copy."""
+
+
+def _opened(rows: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    """[..., H] bfloat16 rows, also of those that came in fp8."""
+    return from_fp8(*rows) if isinstance(rows, tuple) else rows
 
 
 class ElasticWire(Wire):
@@ -95,7 +102,7 @@ class ElasticWire(Wire):
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, weights: Tensor) -> Sent:
         rows, slots, got, handle, _ = self.buffer.dispatch(
-            x,
+            to_fp8(x) if self.fp8 else x,
             topk_idx=topk_idx,
             topk_weights=weights,
             num_experts=self.shape.num_slots,
@@ -103,6 +110,7 @@ class ElasticWire(Wire):
             do_handle_copy=False,
             do_cpu_sync=self.waits,
         )
+        rows = _opened(rows)
         if self.waits:
             return Sent(rows, slots, got, WireHandle(handle))
         # behind the last row that came, memory is as it was
@@ -152,7 +160,7 @@ class LegacyWire(Wire):
             topk_idx, self.shape.num_slots
         )
         rows, slots, got, _, handle, _ = self.buffer.dispatch(
-            x,
+            to_fp8(x) if self.fp8 else x,
             num_tokens_per_rank=per_rank,
             num_tokens_per_rdma_rank=per_rdma_rank,
             is_token_in_rank=in_rank,
@@ -161,6 +169,7 @@ class LegacyWire(Wire):
             topk_weights=weights,
             num_worst_tokens=0 if self.waits else self.shape.num_ranks * self.shape.max_tokens_per_rank,
         )
+        rows = _opened(rows)
         if self.waits:
             return Sent(rows, slots, got, WireHandle(handle))
         real = (slots >= 0).any(1, keepdim=True)
@@ -193,8 +202,9 @@ class LowLatencyWire(Wire):
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, weights: Tensor) -> Sent:
         rows, counts, handle, _, _ = self.buffer.low_latency_dispatch(
-            x, topk_idx, self.shape.max_tokens_per_rank, self.shape.num_slots, use_fp8=False
+            x, topk_idx, self.shape.max_tokens_per_rank, self.shape.num_slots, use_fp8=self.fp8
         )
+        rows = _opened(rows)
         per_slot = rows.shape[1]
         slot = torch.arange(len(counts), device=rows.device).unsqueeze(1).expand(-1, per_slot)
         real = torch.arange(per_slot, device=rows.device) < counts.unsqueeze(1)
@@ -220,7 +230,7 @@ WIRES: dict[str, type[Wire]] = {
 }  # by class of the buffer
 
 
-def wire_of(buffer: Any, shape: Shape, waits: bool) -> Wire:
+def wire_of(buffer: Any, shape: Shape, waits: bool, fp8: bool = False) -> Wire:
     """The wire that fits a buffer.
 
     Raises:
@@ -232,10 +242,10 @@ def wire_of(buffer: Any, shape: Shape, waits: bool) -> Wire:
     if getattr(buffer, "low_latency_mode", False):
         if waits:
             raise ValueError("waits must be False for DeepEP's Buffer, low latency, got True")
-        return LowLatencyWire(buffer, shape, waits)
+        return LowLatencyWire(buffer, shape, waits, fp8)
     if name == "Buffer" and not waits and shape.num_ranks > LEGACY_NODE:
         raise ValueError(
             f"waits must be True for DeepEP's Buffer over more than {LEGACY_NODE} ranks, got False over "
             f"{shape.num_ranks}"
         )
-    return WIRES[name](buffer, shape, waits)
+    return WIRES[name](buffer, shape, waits, fp8)
