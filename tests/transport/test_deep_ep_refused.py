@@ -14,7 +14,7 @@ from isoload.transport.deep_ep import DeepEPTransport, dispatcher, packages, tra
 from isoload.transport.deep_ep.limits import LIMITS, Shape
 from isoload.transport.deep_ep.wires import wire_of
 from support.deep_ep_transports import BUFFERS, make_dispatcher
-from support.processes import rank_outcomes, run_ranks
+from support.processes import die, rank_outcomes, run_ranks
 
 FITS = {"num_ranks": 8, "slots_per_rank": 40, "top_k": 8, "hidden": 7168, "max_tokens_per_rank": 4096}
 
@@ -159,6 +159,30 @@ def test_a_rank_that_failed_is_told(readable: bool) -> None:
     first, second = rank_outcomes(failing, 2, readable)
     assert "ValueError: rank 1 failed in stage count, so all ranks stop" in str(first.error)
     assert "OSError: disk full" in str(second.error)
+
+
+def dying(rank: int, stage: str) -> None:
+    made = make_dispatcher(CollectiveGroup(Topology(2)), BUFFERS["EPBuffer"], 256, 2, 2)
+    x = torch.ones(3, 256, dtype=torch.bfloat16, requires_grad=True)
+
+    def reach(name: str) -> None:
+        if rank == 1 and name == stage:
+            die()
+
+    (got,) = send(made, x, torch.tensor(GOOD["slots"]))
+    reach("combine")
+    rows = got.rows * 2
+    rows.register_hook(lambda grad: reach("dispatch backward"))
+    (out,) = made.combine([rows], [got])
+    reach("combine backward")
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("stage", ["combine", "combine backward", "dispatch backward"])
+def test_a_rank_that_is_gone_is_named_by_stage(stage: str) -> None:
+    first, second = rank_outcomes(dying, 2, stage)
+    assert f"RuntimeError: stage {stage} failed on rank 0" in str(first.error)
+    assert second.error == "ended with exit code -9"
 
 
 def test_a_route_may_be_written_again_before_backward() -> None:

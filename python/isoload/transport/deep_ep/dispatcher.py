@@ -97,7 +97,7 @@ class DeepEPDispatcher(Dispatcher):
         # a tensor of our own: DeepEP keeps it until backward, and a route may be written again for the next batch
         topk_idx = slots[0].to(torch.int64, copy=True, memory_format=torch.contiguous_format)
         link, got, local, gates, handle = Dispatch.apply(
-            self.wire, topk_idx, self._anchor(), rows.contiguous(), weights[0].contiguous()
+            self.group, self.wire, topk_idx, self._anchor(), rows.contiguous(), weights[0].contiguous()
         )
         traffic = self.group.traffic
         traffic.host_syncs += self.host_waits
@@ -126,7 +126,7 @@ class DeepEPDispatcher(Dispatcher):
             check_like("own", rank, own[0], shape, got.rows.dtype, "the rank's tokens")
         self._refuse_gradients("y", *y, *(own or []))
         link = handle.link if handle.link.requires_grad else self._anchor()
-        sums: Tensor = Combine.apply(self.wire, handle.own, link, y[0], *(own or []))
+        sums: Tensor = Combine.apply(self.group, self.wire, handle.own, link, y[0], *(own or []))
         return [sums]
 
     def tell_failure(self, stage: str, device: torch.device, facts: Mapping[str, int] | None = None) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from isoload.transport.collective import CollectiveGroup
 from isoload.transport.deep_ep.wires import Wire, WireHandle
 
 
@@ -16,10 +17,17 @@ class Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, wire: Wire, topk_idx: Tensor, _anchor: Tensor, x: Tensor, weights: Tensor
+        ctx: Any,
+        group: CollectiveGroup,
+        wire: Wire,
+        topk_idx: Tensor,
+        _anchor: Tensor,
+        x: Tensor,
+        weights: Tensor,
     ) -> tuple[Any, ...]:
-        sent = wire.dispatch(x, topk_idx, weights)
-        ctx.wire, ctx.handle = wire, sent.handle
+        with group.named("dispatch"):
+            sent = wire.dispatch(x, topk_idx, weights)
+        ctx.group, ctx.wire, ctx.handle = group, wire, sent.handle
         ctx.save_for_backward(sent.slots)
         ctx.mark_non_differentiable(sent.slots)
         # EPBuffer sends all weights of a token to each of its ranks
@@ -31,22 +39,32 @@ class Dispatch(torch.autograd.Function):
     def backward(ctx: Any, _link: Tensor, rows: Tensor, _slots: Any, weights: Tensor, _handle: Any) -> Any:
         (slots,) = ctx.saved_tensors
         # Buffer adds the weights of all ranks up: zeros from the others make that sum exact
-        to_x, to_weights = ctx.wire.combine(
-            rows.contiguous(), ctx.handle, weights.masked_fill(slots < 0, 0).contiguous()
-        )
-        return None, None, None, to_x, to_weights
+        to_weights = weights.masked_fill(slots < 0, 0).contiguous()
+        with ctx.group.named("dispatch backward"):
+            returned = ctx.wire.combine(rows.contiguous(), ctx.handle, to_weights)
+        return None, None, None, None, *returned
 
 
 class Combine(torch.autograd.Function):
     """y [N, H] and, if given, own contributions [T, H] -> [T, H]; the link makes dispatch's backward run."""
 
     @staticmethod
-    def forward(ctx: Any, wire: Wire, handle: WireHandle, _link: Tensor, y: Tensor, *own: Tensor) -> Tensor:
-        ctx.wire, ctx.handle, ctx.has_own = wire, handle, bool(own)
-        return wire.combine(y.contiguous(), handle, None, own[0].contiguous() if own else None)[0]
+    def forward(
+        ctx: Any,
+        group: CollectiveGroup,
+        wire: Wire,
+        handle: WireHandle,
+        _link: Tensor,
+        y: Tensor,
+        *own: Tensor,
+    ) -> Tensor:
+        ctx.group, ctx.wire, ctx.handle, ctx.has_own = group, wire, handle, bool(own)
+        with group.named("combine"):
+            return wire.combine(y.contiguous(), handle, None, own[0].contiguous() if own else None)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        to_y = ctx.wire.dispatch_again(grad.contiguous(), ctx.handle)
-        return None, None, grad.new_zeros(()), to_y, *((grad,) if ctx.has_own else ())
+        with ctx.group.named("combine backward"):
+            to_y = ctx.wire.dispatch_again(grad.contiguous(), ctx.handle)
+        return None, None, None, grad.new_zeros(()), to_y, *((grad,) if ctx.has_own else ())
