@@ -123,7 +123,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "too many": ({"loads": LOADS * 2**28}, r"loads and fixed must sum to less than 2\^31 copies, got 7516192768"),
     "fixed": ({"fixed": int32(0, -1)}, "fixed must not be negative, got -1 for rank 1"),
     "fixed dtype": ({"fixed": torch.zeros(2)}, "fixed must be int32, got float32"),
-    "home": ({"home_slot": int32(0, 3, 3, 4)}, "home_slot must be on a rank that holds its expert, got slot 3 for expert 1"),
+    "home": ({"home_slot": int32(0, 3, 3, 4)}, "home_slot must be on a rank that holds its expert, got slot 3"),
     "home dtype": ({"home_slot": HOME.long()}, "home_slot must be int32, got int64"),
     "home shape": ({"home_slot": HOME[:3]}, r"home_slot must have shape \[4\], got \[3\]"),
     "alive": ({"alive": torch.zeros(2, dtype=torch.bool)}, "alive must be true for at least one rank, got none"),
