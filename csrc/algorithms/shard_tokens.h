@@ -84,13 +84,16 @@ class Sharding {
       }
       homeless |= ws_.home[e] < 0 && remote > 0;
       ws_.remote[e] = static_cast<int32_t>(remote);
-      if (ws_.home[e] >= 0) quota_[t_.slots[ws_.home[e]]] += ws_.remote[e];
       ws_.stuck[e] = 0;
     });
     copies = team_.sum(copies), live = team_.sum(live);
     if (team_.any(sign < 0) || copies > INT32_MAX || live == 0) return ShardingStatus::bad_loads;
     if (team_.any(homeless)) return ShardingStatus::no_home;
     mean_ = (copies + live - 1) / live;
+    team_.for_each(in_.E, [&](int e) {
+      if (ws_.home[e] >= 0) quota_[t_.slots[ws_.home[e]]] += ws_.remote[e];
+    });
+    team_.sync();
     team_.for_each(in_.R, [&](int r) {
       ws_.load[r] = fixed(r);
       for (int p = r * in_.S; p < (r + 1) * in_.S; ++p) ws_.load[r] += quota_[p];

@@ -8,29 +8,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from support import native_build
 from support.changed_ops import compile_sources, link_ops
+from support.mutants import OF_FILLS, Mutant
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "python" / "isoload"
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """`old` stands once in `file` and becomes `new`; then its test_<tests>.py must fail ("teams": its program).
-
-    Faults that the file's own order would find late name the test that finds them.
-    """
-
-    file: str
-    old: str
-    new: str
-    tests: str
 
 
 MUTANTS = {
@@ -232,33 +219,7 @@ MUTANTS = {
         "// before anybody tries again",
         "teams",
     ),
-    "a local expert taken by rank order": Mutant(
-        "csrc/algorithms/plan_replication.h", "fill_.load(r, e) > most &&", "most == 0 &&", "plan_replication"
-    ),
-    "a taker passes the mean": Mutant(
-        "csrc/algorithms/plan_replication.h", "+ own <= mean", "<= mean", "plan_replication"
-    ),
-    "the repaired plan stalls": Mutant(
-        "csrc/algorithms/plan_replication.h",
-        "      if (problem_.printed) return false;\n    }\n    return",
-        "      return false;\n    }\n    return",
-        "plan_replication",
-    ),
-    "an expert counts in full on every replica": Mutant(
-        "csrc/algorithms/top_up.h", "<< kTopUpFraction) / n", "<< kTopUpFraction)", "top_up"
-    ),
-    "a rank gives more than its excess": Mutant(
-        "csrc/algorithms/shard_tokens.h", "!in_.printed && copies", "false && copies", "shard_tokens"
-    ),
-    "copies sharded before they are added up": Mutant(
-        "csrc/algorithms/shard_tokens.h",
-        "ws_.load[r] += quota_[p];\n    });\n    team_.sync();",
-        "ws_.load[r] += quota_[p];\n    });",
-        "teams",
-    ),
-    "a fill counted before it is made": Mutant(
-        "csrc/algorithms/top_up.h", "fill();\n    team_.sync();", "fill();", "teams"
-    ),
+    **OF_FILLS,
     "a share dealt one short": Mutant(
         "csrc/cpu/route.cpp", "--hands_[e].left == 0", "--hands_[e].left <= 1", "route"
     ),

@@ -48,7 +48,10 @@ def predicted(loads: Tensor, seed: int) -> Tensor:
 
 def local_part(plan: isoload.Plan, loads: Tensor) -> Tensor:
     """[R, P] copies whose expert has a slot on their own rank, in the first such slot; slot by slot."""
-    rows, size = torch.zeros(RANKS, len(plan.slot_to_expert), dtype=torch.int32), plan.placed.host.slots_per_rank
+    rows, size = (
+        torch.zeros(RANKS, len(plan.slot_to_expert), dtype=torch.int32),
+        plan.placed.host.slots_per_rank,
+    )
     for rank in range(RANKS):
         held = plan.slot_to_expert[rank * size : (rank + 1) * size].tolist()
         for expert in set(held) & set(range(EXPERTS)):
@@ -102,7 +105,9 @@ def test_hedge_splits_exactly_and_fills_all_slots(replicas: int) -> None:
             assert filled.telemetry[0] == RANKS * SPARE and plan.telemetry is filled.telemetry
             level = make_policy("llep", {"min_chunk": 1, "threshold": 0.0, "tolerance": 0.0})
             held = planning.fill(forecast, placement, 0, level).slot_to_expert
-            assert torch.equal(torch.where(held >= 0, filled.slot_to_expert, -1), held), "the level's plan is in it"
+            assert torch.equal(torch.where(held >= 0, filled.slot_to_expert, -1), held), (
+                "the level's plan is in it"
+            )
 
 
 def test_few_slots_are_the_last_ones() -> None:

@@ -35,7 +35,10 @@ def test_local_copies_stay(policy: str) -> None:
     for case in fill_cases(40, seed=31):
         if case.alive is not None or case.num_ranks == 1 or case.spare == 0:
             continue
-        placement, loads = placed(case.slots, case.home, case.num_ranks, case.spare), torch.from_numpy(case.loads)
+        placement, loads = (
+            placed(case.slots, case.home, case.num_ranks, case.spare),
+            torch.from_numpy(case.loads),
+        )
         plan = isoload.plan(loads, placement, 0, policy, keep_local=True)
         assert isoload.plan_errors(plan, loads) == [], case.name
         shares, size = isoload.share(loads, plan), case.size

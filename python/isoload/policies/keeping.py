@@ -35,14 +35,15 @@ def local_copies(demand: Demand, filled: Filled) -> Tensor:
 
 def quota_of(kept: Tensor, filled: Filled) -> Tensor:
     """[..., P] int32 kept copies [..., R, E] in the slots of their experts on their ranks."""
-    return torch.nn.functional.pad(kept, (0, 1)).gather(-1, held_experts(filled)).flatten(-2)
+    padded = torch.nn.functional.pad(kept, (0, 1))
+    return torch.gather(padded, -1, held_experts(filled)).flatten(-2)
 
 
 def held_experts(filled: Filled) -> Tensor:
     """[..., R, S] int64 the routed expert of each slot that takes copies, else E."""
     tables = filled.tables
     experts = torch.where(tables.is_replica(), filled.slot_to_expert, tables.num_experts).long()
-    return experts.unflatten(-1, (tables.num_ranks, -1))
+    return experts.view(*experts.shape[:-1], tables.num_ranks, -1)
 
 
 def add(copies: Tensor | None, more: Tensor) -> Tensor:
