@@ -44,7 +44,6 @@ class Replication {
     team_.sync();
     if (team_.rank() == 0)
       for (int i = (in_.spare - problem_.local) * in_.R; i > 0 && hand_over(); --i) continue;
-    team_.sync();
     fill_.publish();
     return true;
   }

@@ -35,7 +35,6 @@ class TopUp {
     team_.for_each(groups(), [&](int g) { find_first(g); });
     team_.sync();
     if (team_.rank() == 0) fill();
-    team_.sync();
     fill_.publish();
     return true;
   }

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import isoload
 from isoload import ops, planning
@@ -144,6 +145,20 @@ def test_dead_ranks_borrow_nothing(name: str) -> None:
     assert isoload.plan_errors(plan, loads) == []
     assert (plan.slot_to_expert.view(RANKS, -1)[-1] == -1).all()
     assert plan.quota.view(RANKS, -1)[-1].sum() == 0
+
+
+@pytest.mark.parametrize("name", ["libra", "libra:split_by=exact", "hedge"])
+def test_nothing_waits_for_the_device(name: str) -> None:
+    """On a fake CUDA device every .item(), bool() and .tolist() raises."""
+    policy, options = parse_policy(name)
+    placement = place(1)
+    with FakeTensorMode():
+        loads = torch.empty((RANKS, EXPERTS), dtype=torch.int32, device="cuda")
+        filled = planning.fill(loads, placement, 0, policy, **options)
+        for keep_local in (False, True):
+            plan = isoload.plan(loads, placement, 0, "hedge", filled=filled, keep_local=keep_local)
+            assert plan.quota.shape == (placement.num_slots,) and plan.quota.device.type == "cuda"
+        assert isoload.plan(loads, placement, 0, policy, filled=filled, **options).peak.shape == ()
 
 
 def test_who_declares_ahead() -> None:

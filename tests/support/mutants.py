@@ -44,6 +44,9 @@ OF_FILLS = {
         "teams",
     ),
     "a fill counted before it is made": Mutant(
-        "csrc/algorithms/top_up.h", "fill();\n    team_.sync();", "fill();", "teams"
+        "csrc/algorithms/spare_fill.h",
+        "ws.exports[r] = 0; });\n    team_.sync();",
+        "ws.exports[r] = 0; });",
+        "teams",
     ),
 }

@@ -30,7 +30,8 @@ def local_copies(demand: Demand, filled: Filled) -> Tensor:
     """[..., R, E] int32 the copies whose expert has a slot on their own rank."""
     experts = held_experts(filled)
     held = experts.new_zeros(*experts.shape[:-1], filled.tables.num_experts + 1, dtype=torch.int32)
-    return held.scatter_(-1, experts, 1)[..., :-1] * demand.loads
+    held.scatter_(-1, experts, torch.ones_like(experts, dtype=torch.int32))
+    return held.narrow(-1, 0, filled.tables.num_experts) * demand.loads
 
 
 def quota_of(kept: Tensor, filled: Filled) -> Tensor:
