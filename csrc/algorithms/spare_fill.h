@@ -119,8 +119,8 @@ class SpareFill {
     --ws.room[r];
   }
 
-  // What is in the spare slots, counted, behind a barrier: one lane may have filled them. Ends with one, too: a
-  // caller's lanes may read the result.
+  // What is in the spare slots, counted, behind a barrier: one lane may have filled them. Ends with another:
+  // a caller's lanes may read the result.
   ISOLOAD_HD void publish() {
     team_.for_each(in.R, [&](int r) { ws.exports[r] = 0; });
     team_.sync();
