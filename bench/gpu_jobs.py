@@ -20,15 +20,21 @@ def chain(x: Layer) -> Tensor:
     return ops.route(x.ids, row, x.tables)
 
 
-def spill(x: Layer) -> tuple[Tensor, ...]:
-    """Plain expert parallelism, two spare slots per rank: the placement that plan_spill starts from."""
+def spare_placement(x: Layer) -> tuple[Tensor, Tensor, int, int]:
+    """Plain expert parallelism with two spare slots per rank: slots, homes, ranks, spare slots."""
     ranks, device = len(x.loads), x.loads.device
     own = -(-EXPERTS // ranks)
     held = torch.arange(ranks * own, dtype=torch.int32, device=device)
     home = (held + held // own * 2)[:EXPERTS]
     held = torch.where(held < EXPERTS, held, -1).view(ranks, own)
     slots = torch.cat([held, held.new_full((ranks, 2), -1)], dim=1).flatten()
-    return tuple(ops.plan_spill(x.loads, slots, home, ranks, 2))
+    return slots, home, ranks, 2
+
+
+def first_slots(x: Layer) -> Tensor:
+    """[E] the lowest slot of every expert, as its home."""
+    first = x.tables.field("offsets")[:-1].long()
+    return x.tables.field("slots").gather(0, first)
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,30 @@ JOBS = (
         lambda x: ops.round_split(x.split, x.loads, x.tables),
         ("split", "loads", "tables"),
     ),
-    Job("plan_spill", "plan_spill", spill, ("loads", "slot_to_expert")),
+    Job(
+        "plan_spill",
+        "plan_spill",
+        lambda x: ops.plan_spill(x.loads, *spare_placement(x)),
+        ("loads", "slot_to_expert"),
+    ),
+    Job(
+        "plan_replication",
+        "plan_replication",
+        lambda x: ops.plan_replication(x.loads, *spare_placement(x), local_slots=1),
+        ("loads", "slot_to_expert"),
+    ),
+    Job(
+        "top_up",
+        "top_up",
+        lambda x: ops.top_up(x.loads, *spare_placement(x)),
+        ("loads", "slot_to_expert"),
+    ),
+    Job(
+        "shard_tokens",
+        "shard_tokens",
+        lambda x: ops.shard_tokens(x.loads, x.tables, first_slots(x)),
+        ("loads", "tables"),
+    ),
     Job(
         "share, own row",
         "share",

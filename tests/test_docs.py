@@ -305,3 +305,21 @@ def test_pictures_are_what_the_script_draws(benches, tmp_path, monkeypatch):
     kept = {path.name: path.read_text() for path in (PAGE.parent / "pictures").iterdir()}
     assert drawn == kept
     assert {name for name in kept if f"pictures/{name}" in MEASURED.read_text()} == set(kept)
+
+
+def test_what_hedge_reaches_is_in_its_results_file():
+    text = " ".join(SECTIONS["hedge"].split())
+
+    def most(policy, spare, predict):
+        key = {"policy": policy, "spare": spare, "predict": predict, "ranks": 8, "deal": "even"}
+        rows = [r for r in results("bench_libra") if key.items() <= r.items()]
+        assert len(rows) == 3
+        return f"{max(r['imbalance_mean'] for r in rows):.4f}"
+
+    hedge, libra = (("hedge", 2), ("libra:printed=True", 8))
+    assert (
+        f"{most(*hedge, '0.8')} at most where 80 %" in text
+        and f"at {most(*hedge, '0.45')} where 45 %" in text
+    )
+    assert f"slots at {most(*libra, '0.8')} and {most(*libra, '0.45')}" in text
+    assert f"{most(*hedge, 'last')} by the batch before" in text

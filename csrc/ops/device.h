@@ -26,6 +26,20 @@ inline void require_device(const Tensor& tensor, const char* name, const Tensor&
           " must be on the device of ", like_name);
 }
 
+// Which ranks are alive: [R] bool on the device of `like`, one at least.
+inline Tensor checked_alive(const Tensor& alive, int64_t num_ranks, const Tensor& like,
+                            const char* like_name) {
+  require(alive.scalar_type() == ScalarType::Bool, "alive must be bool, got ",
+          dtype_name(alive.scalar_type()));
+  require_shape(alive, "alive", {num_ranks});
+  require_device(alive, "alive", like, like_name);
+  const Tensor checked = dense(alive);
+  bool any = !alive.is_cpu();
+  for (int64_t r = 0; r < num_ranks && !any; ++r) any = data<bool>(checked)[r];
+  require(any, "alive must be true for at least one rank, got none");
+  return checked;
+}
+
 // The batch's number [1] on the device of `like`, as a pointer; null where there is none.
 inline const int64_t* step_number(const std::optional<Tensor>& step, const Tensor& like,
                                   const char* like_name) {

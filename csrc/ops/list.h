@@ -38,6 +38,16 @@ constexpr int kCpu = 1, kCuda = 2;
      "int threshold_ppm, bool per_expert, int tolerance_ppm, int min_chunk, int near_cost, " \
      "int far_cost, int egress, bool within) " \
      "-> (Tensor slot_to_expert, Tensor quota, Tensor level, Tensor telemetry)") \
+  OP(plan_replication, kCpu | kCuda, \
+     "(Tensor loads, Tensor slot_to_expert, Tensor home_slot, int num_ranks, int ranks_per_node, " \
+     "int spare_slots, Tensor? fixed, Tensor? alive, int local_slots, bool printed) " \
+     "-> (Tensor slot_to_expert, Tensor telemetry)") \
+  OP(top_up, kCpu | kCuda, \
+     "(Tensor loads, Tensor slot_to_expert, Tensor home_slot, int num_ranks, int ranks_per_node, " \
+     "int spare_slots, Tensor? fixed, Tensor? alive) -> (Tensor slot_to_expert, Tensor telemetry)") \
+  OP(shard_tokens, kCpu | kCuda, \
+     "(Tensor loads, Tensor tables, Tensor home_slot, int num_ranks, int num_slots, Tensor? fixed, " \
+     "Tensor? alive, int tolerance_ppm, bool printed) -> Tensor") \
   OP(plan_waterfill, kCpu | kCuda, \
      "(Tensor copies, Tensor tokens, int per_token, int ranks_per_node, int candidates, " \
      "Tensor? ticks, Tensor? limits) -> (Tensor share, Tensor peak, Tensor bound)") \
@@ -115,7 +125,16 @@ constexpr int kCpu = 1, kCuda = 2;
         "borrow: slot_to_expert must be in -1..E-1, and what it borrows have a home with an address") \
   FAULT(kBackwardSlot, \
         "borrow_backward: slot_to_expert must be in -1..E-1, and what it borrows have a home, on this rank " \
-        "within totals")
+        "within totals") \
+  FAULT(kPlanReplication, \
+        "plan_replication: loads and fixed must not be negative and must sum to less than 2^31 copies, and a " \
+        "rank be alive") \
+  FAULT(kTopUp, \
+        "top_up: loads and fixed must not be negative and must sum to less than 2^31 copies, and a rank be " \
+        "alive") \
+  FAULT(kShardTokens, \
+        "shard_tokens: loads and fixed must not be negative and must sum to less than 2^31 copies, a rank be " \
+        "alive, and the home of each expert on a rank that holds it")
 // clang-format on
 
 #define ISOLOAD_FAULT(bit, rule) bit##_,

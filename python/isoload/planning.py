@@ -13,6 +13,7 @@ from isoload.ops import Order
 from isoload.placed_layers import Filled, PlacedLayers
 from isoload.placement import Placement
 from isoload.policies import Demand, Policy, make_policy
+from isoload.policies.keeping import split_above_local
 from isoload.records import Plan
 from isoload.shared_experts import SharedPlan, keep_home, per_expert
 
@@ -24,6 +25,7 @@ def plan(
     policy: str | Policy = "exact",
     *,
     filled: Filled | None = None,
+    keep_local: bool = False,
     step: int | Tensor = 0,
     **options: Any,
 ) -> Plan:
@@ -35,6 +37,8 @@ def plan(
         layer: position of the layer in the placement; None = all layers, as :func:`plan_layers`, or those kept.
         policy: a name in ``isoload.POLICIES``, or a Policy.
         filled: slots that :func:`fill` filled before, for these layers; None = the policy fills them from the loads.
+        keep_local: copies whose expert has a slot on their own rank stay there, and the policy splits the rest above
+            them. Needs loads per source. The bound is of all quotas all the same.
         step: the batch's number, for policies that sample: each has a random stream of its own. A [] int64 tensor on
             the loads' device is read when a kernel draws, and draws what the same int would.
         **options: the policy's own, e.g. ``tolerance=0.002``.
@@ -56,7 +60,11 @@ def plan(
         )
     elif filled.quota is not None:  # of other loads
         filled = replace(filled, quota=None)
-    made = chosen.split(demand, filled)
+    if keep_local:
+        _check_keeps(loads, placed, chosen)
+        made = split_above_local(chosen, demand, filled)
+    else:
+        made = chosen.split(demand, filled)
     if demand.tokens is not None:
         shared = made.shared or SharedPlan("home", demand.tokens)
         _add_shared(made.quota, shared, demand, placed)
@@ -141,6 +149,16 @@ def _check_loads(loads: Tensor, placed: PlacedLayers, policy: Policy) -> None:
     if policy.needs == "per_source":
         raise ValueError(
             f"loads must be per source rank, {list(sources)}, for policy {policy.name}, got the sum {list(sums)}"
+        )
+
+
+def _check_keeps(loads: Tensor, placed: PlacedLayers, policy: Policy) -> None:
+    if not policy.may_keep_local:
+        raise ValueError(f"keep_local must be False for policy {policy.name}, which draws or fixes the share")
+    if loads.shape != placed.shape_per_source:
+        raise ValueError(
+            f"loads must be per source rank, {list(placed.shape_per_source)}, for keep_local, got the sum "
+            f"{list(loads.shape)}"
         )
 
 

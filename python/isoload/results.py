@@ -70,6 +70,17 @@ class Spill(NamedTuple):
     telemetry: Tensor
 
 
+class SlotFill(NamedTuple):
+    """What :func:`isoload.ops.plan_replication` and :func:`isoload.ops.top_up` return, leading L as slot_to_expert.
+
+    slot_to_expert [P] int32, spare slots filled from the first on; telemetry [5] int32 of all borrowed experts:
+    imports, most imports of a rank, most exports of a rank, imports from another node, 0.
+    """
+
+    slot_to_expert: Tensor
+    telemetry: Tensor
+
+
 class WaterfillSplit(NamedTuple):
     """What :func:`isoload.ops.plan_waterfill` returns, with the leading dimension of the copies.
 

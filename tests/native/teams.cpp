@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "answers.h"
+#include "fill.h"
 #include "spill.h"
 #include "team.h"
 #include "waterfill.h"
@@ -66,6 +67,42 @@ class Lane {
     const SpillStatus status = Spill<Team>(team_, problem, workspace, out).solve();
     if (team_.rank() == 0) spilled.status = status;
     finish(spilled.quota, status == SpillStatus::ok ? uint64_t(spilled.level) : uint64_t(status));
+  }
+
+  // plan_replication, then top_up of what it left; and shard_tokens of the instance.
+  void run(const Spilling& spill, Fills& fills) {
+    const FillWorkspace workspace = FillWorkspace::at(to_.workspace.data(), in_.R, in_.E);
+    ReplicationProblem problem{{}, spill.spare / 2, spill.within};
+    FillProblem& fill = problem.fill;
+    fill.R = in_.R, fill.E = in_.E, fill.S = spill.S, fill.per_node = in_.ranks_per_node;
+    fill.spare = spill.spare, fill.loads = in_.loads.data(), fill.num_sources = in_.R;
+    fill.fixed = in_.fixed.empty() ? nullptr : in_.fixed.data();
+    fill.slot_to_expert = spill.slot_to_expert.data(), fill.home_slot = spill.home_slot.data();
+    fill.alive = spill.alive.empty() ? nullptr : reinterpret_cast<const bool*>(spill.alive.data());
+    auto solve = [&](int i, auto&& planner) {
+      const bool fits = planner(FillResult{fills.slots[i].data(), fills.telemetry[i]});
+      if (team_.rank() == 0) fills.fits[i] = fits;
+      finish(fills.slots[i], fits);
+      return fits;
+    };
+    if (solve(0,
+              [&](const FillResult& out) { return Replication<Team>(team_, problem, workspace, out).run(); }))
+      fill.slot_to_expert = fills.slots[0].data();
+    solve(1, [&](const FillResult& out) { return TopUp<Team>(team_, fill, workspace, out).run(); });
+    const ShardingProblem sharding{in_.R,
+                                   in_.E,
+                                   in_.S,
+                                   tables(),
+                                   fill.loads,
+                                   fill.fixed,
+                                   fills.home.data(),
+                                   nullptr,
+                                   in_.tolerance_ppm,
+                                   spill.within};
+    const auto memory = ShardingWorkspace::at(to_.workspace.data(), in_.R, in_.E);
+    const ShardingStatus status = Sharding<Team>(team_, sharding, memory, fills.quota.data()).run();
+    if (team_.rank() == 0) fills.sharding = status;
+    finish(fills.quota, static_cast<uint64_t>(status));
   }
 
   void run(const Pouring& pour, AllPoured& all) {
@@ -249,10 +286,12 @@ struct Run {
   AllPoured one_poured, many_poured;
   Spilling spilling;
   Spilled one_spilled, many_spilled;
+  Fills one_filled, many_filled;
   int refused = 0, augmented = 0, raised = 0, cut = 0;  // instances on which this part of the solver had work
   int converged = 0;                                    // of plan_lp
   int poured = 0, moved = 0, rerouted = 0, stranded = 0;  // of plan_waterfill
   int lent = 0, sought = 0, full = 0;                     // of plan_spill
+  int handed = 0, topped = 0, sharded = 0;                // of plan_replication, top_up, shard_tokens
   bool failed = false;
 
   void start(int k) {
@@ -270,6 +309,9 @@ struct Run {
     one_spilled.poison(instance, spilling, 0x7f);
     many_spilled.poison(instance, spilling, 0x80);
     lane.run(spilling, one_spilled);
+    one_filled.poison(instance, spilling, 0x7f);
+    many_filled.poison(instance, spilling, 0x80);
+    lane.run(spilling, one_filled);
   }
 
   void check(int k) {
@@ -277,6 +319,8 @@ struct Run {
     if (!wrong) wrong = all_poured_error(instance, pouring, one_poured, many_poured);
     if (!wrong && !(one_spilled == many_spilled)) wrong = "the two teams spill otherwise";
     if (!wrong) wrong = spilled_error(instance, spilling, one_spilled);
+    if (!wrong && !(one_filled == many_filled)) wrong = "the two teams fill otherwise";
+    if (!wrong) wrong = fills_error(instance, spilling, one_filled);
     if (wrong) {
       failed = true;
       std::printf("instance %d of seed %llu: %s: %s\n", k, static_cast<unsigned long long>(seed), wrong,
@@ -296,6 +340,9 @@ struct Run {
     lent += spilled_ok && lends && spilling.capacity_ppm;
     sought += spilled_ok && lends && !spilling.capacity_ppm;
     full += spilled_ok && (one_spilled.telemetry[4] & (kNoSpareSlot | kEgressLimit));
+    handed += one_filled.fits[0] && one_filled.telemetry[0][0] > 0;
+    topped += one_filled.fits[1] && one_filled.telemetry[1][0] > one_filled.telemetry[0][0];
+    sharded += one_filled.sharding == ShardingStatus::ok && one_filled.quota != one.exact().quota;
     for (int i = 0; i < instance.R && all_ok; ++i)
       if (one_poured[0].share[i * instance.R + i] < pouring.per_token * pouring.tokens[i]) {
         ++moved;
@@ -316,6 +363,7 @@ void lane(Run& run, ThreadTeam::Group& group, int rank) {
     lane.run();
     lane.run(run.pouring, run.many_poured);
     lane.run(run.spilling, run.many_spilled);
+    lane.run(run.spilling, run.many_filled);
     if (rank == 0) run.check(k);
     team.sync();
   }
@@ -338,8 +386,10 @@ int main(int argc, char** argv) {
   if (run.failed) return 1;
   std::printf(
       "1 and %d lanes agree on %d instances: %d refused, %d augmented, %d raised, %d cut, "
-      "%d converged, %d poured, %d moved, %d rerouted, %d stranded, %d lent, %d sought, %d full\n",
+      "%d converged, %d poured, %d moved, %d rerouted, %d stranded, %d lent, %d sought, %d full, "
+      "%d handed, %d topped, %d sharded\n",
       threads, run.instances, run.refused, run.augmented, run.raised, run.cut, run.converged, run.poured,
-      run.moved, run.rerouted, run.stranded, run.lent, run.sought, run.full);
+      run.moved, run.rerouted, run.stranded, run.lent, run.sought, run.full, run.handed, run.topped,
+      run.sharded);
   return 0;
 }

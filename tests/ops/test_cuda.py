@@ -19,7 +19,7 @@ from torch import Tensor
 import isoload
 from isoload import ops
 from isoload.replica_tables import ReplicaTables
-from support import pourings, spills
+from support import fills, pourings, spills
 from support.borrow_plans import SHAPES, draw_plan, draw_values
 from support.cases import Case, draw, instances
 from support.routings import routings
@@ -118,6 +118,18 @@ def test_spills() -> None:
     for seed in range(78_000, 78_300):
         case = spills.draw(seed)
         assert_same(case.name, ops.plan_spill, *case.arguments(), **case.options())
+
+
+def test_fills_ahead() -> None:
+    for case in fills.fill_cases(100, seed=79_000):
+        alive = case.alive_tensor()
+        for printed in (False, True):
+            loads, _, home, *others = case.arguments()
+            rules = {"alive": alive, "local_slots": case.spare // 2, "printed": printed}
+            filled = assert_same(case.name, ops.plan_replication, *case.arguments(), **rules).slot_to_expert
+            assert_same(case.name, ops.top_up, loads, filled, home, *others, alive=alive)
+            tables = case.tables(filled.numpy())
+            assert_same(case.name, ops.shard_tokens, loads, tables, home, others[-1], printed=printed)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

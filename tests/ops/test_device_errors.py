@@ -54,10 +54,17 @@ def append(d: str) -> object:
     return ops.append_shared_expert(IDS.to(d) - 2, torch.ones(3, 2, device=d), ranks, 2)
 
 
-def spill(d: str) -> object:
+def spill(d: str, planner: Callable[..., object] = ops.plan_spill) -> object:
     home = torch.tensor([0, 1, 4], dtype=torch.int32, device=d)
     slots = torch.tensor([0, 1, -1, -1, 2, -1], dtype=torch.int32, device=d)
-    return ops.plan_spill(-LOADS[:, :3].to(d), slots, home, 2, 1)
+    return planner(-LOADS[:, :3].to(d), slots, home, 2, 1)
+
+
+def shard_without_home(d: str) -> Tensor:
+    """Expert 1 is said to live where expert 2 does, in a slot that is not its own."""
+    home = torch.tensor([0, 3, 3], dtype=torch.int32, device=d)
+    slots = torch.tensor([0, 1, -1, 2], dtype=torch.int32, device=d)
+    return ops.shard_tokens(LOADS[:, :3].to(d), ops.replica_tables(slots, 2, 3), home)
 
 
 def borrow(d: str, backward: bool) -> None:
@@ -94,6 +101,10 @@ BROKEN: dict[str, tuple[Callable[[str], object], list[int]]] = {
     "plan_spill": (spill, [15]),
     "borrow": (lambda d: borrow(d, False), [16]),
     "borrow_backward": (lambda d: borrow(d, True), [17]),
+    "plan_replication": (lambda d: spill(d, ops.plan_replication), [18]),
+    "top_up": (lambda d: spill(d, ops.top_up), [19]),
+    "shard_tokens": (lambda d: ops.shard_tokens(-LOADS.to(d), tables(d), TWO.new_tensor([0, 1, 3, 0]).to(d)), [20]),
+    "shard_tokens home": (shard_without_home, [20]),
 }  # fmt: skip
 
 

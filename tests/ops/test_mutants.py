@@ -8,29 +8,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from support import native_build
 from support.changed_ops import compile_sources, link_ops
+from support.mutants import OF_FILLS, Mutant
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "python" / "isoload"
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """`old` stands once in `file` and becomes `new`; then its test_<tests>.py must fail ("teams": its program).
-
-    Faults that the file's own order would find late name the test that finds them.
-    """
-
-    file: str
-    old: str
-    new: str
-    tests: str
 
 
 MUTANTS = {
@@ -232,6 +219,7 @@ MUTANTS = {
         "// before anybody tries again",
         "teams",
     ),
+    **OF_FILLS,
     "a share dealt one short": Mutant(
         "csrc/cpu/route.cpp", "--hands_[e].left == 0", "--hands_[e].left <= 1", "route"
     ),

@@ -25,6 +25,9 @@ WORK = (
     "lent",
     "sought",
     "full",
+    "handed",
+    "topped",
+    "sharded",
 )
 
 

@@ -27,6 +27,10 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
     "spill_cost": {
         "min_chunk": [1, 3], "expert_bytes": [1.0, 1e6], "egress": [None, 0, 1], "split_by": ["fill", "exact"],
     },
+    "libra": {
+        "split_by": ["sharding", "exact"], "alpha": [0.0, 0.5, 1.0], "printed": [False, True], "slots": [None, 1],
+    },
+    "hedge": {"slots": [None, 1]},
 }  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from isoload.policies import POLICIES
 from isoload.replay.batches import ASSIGNMENTS
 from isoload.replay.calibration import CALIBRATIONS
 from isoload.replay.inspection import inspect_trace
+from isoload.replay.prediction import PREDICTIONS
 from isoload.replay.simulate import DEFAULT_POLICIES, SHARED_POLICIES, ReplaySettings
 from isoload.replay.simulate import replay as replay_trace
 from isoload.report.cost import print_cost
@@ -102,6 +103,13 @@ def replay(
         str, typer.Option(help=f"How whole sequences go to source ranks: {', '.join(ASSIGNMENTS)}.")
     ] = "contiguous",
     seed: Annotated[int, typer.Option(help="Of drawn tokens and of policies that draw.")] = 0,
+    predict: Annotated[
+        str,
+        typer.Option(
+            help=f"What policies that fill spare slots ahead know: {', '.join(PREDICTIONS)}, or a number: the part of "
+            "the choices that is predicted right."
+        ),
+    ] = "last",
     policies: Annotated[str | None, typer.Option(help=POLICIES_HELP)] = None,
     layers: LayersText = None,
     cost: CostFile = None,
@@ -143,6 +151,7 @@ def replay(
             max_batches=max_batches,
             assign=assign,
             seed=seed,
+            predict=predict,
             cost=_cost_model(cost),
             policies=chosen,
         )

@@ -14,6 +14,7 @@ from isoload.ops.device_errors import check_device, device_errors
 from isoload.ops.plan_active import plan_active
 from isoload.ops.plan_exact import Objective, plan_exact
 from isoload.ops.plan_lp import plan_lp
+from isoload.ops.plan_replication import plan_replication
 from isoload.ops.plan_spill import NO_SPARE_SLOT, Within, plan_spill
 from isoload.ops.plan_waterfill import Candidates, plan_waterfill
 from isoload.ops.replica_tables import replica_tables
@@ -21,9 +22,11 @@ from isoload.ops.round_split import round_split
 from isoload.ops.route import Prefer, route, route_sampled
 from isoload.ops.route_shared import route_shared
 from isoload.ops.route_shared_sampled import SharedRule, route_shared_sampled
+from isoload.ops.shard_tokens import shard_tokens
 from isoload.ops.share import Order, share, share_by_rank
 from isoload.ops.share_alone import share_alone
-from isoload.results import ActiveSplit, ExactSplit, LpSplit, Spill, WaterfillSplit
+from isoload.ops.top_up import top_up
+from isoload.results import ActiveSplit, ExactSplit, LpSplit, SlotFill, Spill, WaterfillSplit
 
 __all__ = [
     "NO_SPARE_SLOT",
@@ -35,6 +38,7 @@ __all__ = [
     "Order",
     "Prefer",
     "SharedRule",
+    "SlotFill",
     "Spill",
     "WaterfillSplit",
     "Within",
@@ -48,6 +52,7 @@ __all__ = [
     "plan_active",
     "plan_exact",
     "plan_lp",
+    "plan_replication",
     "plan_spill",
     "plan_waterfill",
     "replica_tables",
@@ -56,7 +61,9 @@ __all__ = [
     "route_sampled",
     "route_shared",
     "route_shared_sampled",
+    "shard_tokens",
     "share",
     "share_alone",
     "share_by_rank",
+    "top_up",
 ]

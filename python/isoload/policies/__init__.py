@@ -5,7 +5,9 @@ from isoload.policies.base import Demand, Policy, Seeded, chosen_plan, sample_se
 from isoload.policies.even import EvenPolicy
 from isoload.policies.exact import ExactPolicy
 from isoload.policies.exact_active import ExactActivePolicy
+from isoload.policies.hedge import HedgePolicy
 from isoload.policies.joint import JointPolicy
+from isoload.policies.libra import LibraPolicy
 from isoload.policies.llep import LlepPolicy
 from isoload.policies.lp import LpPolicy
 from isoload.policies.none import NonePolicy
@@ -35,6 +37,8 @@ for _policy in (
     LlepPolicy,
     LlepPublishedPolicy,
     SpillCostPolicy,
+    LibraPolicy,
+    HedgePolicy,
 ):
     register_policy(_policy)
 

@@ -64,6 +64,16 @@ class Policy:
         return False
 
     @property
+    def ahead(self) -> bool:
+        """Whether its fill is worth making before the batch, from predicted loads (:func:`isoload.planning.fill`)."""
+        return False
+
+    @property
+    def may_keep_local(self) -> bool:
+        """Whether copies can stay on their own rank beneath its split: not if it draws or fixes the share."""
+        return not self.samples and type(self).share is Policy.share
+
+    @property
     def samples(self) -> bool:
         """Whether routed copies draw their slots: its plans have weights in place of a quota."""
         return False

@@ -66,6 +66,10 @@ def _like(policy: Policy, key: str, value: str) -> Any:
     kind = type(default)
     if default is None:
         kind = next(t for t in get_args(get_type_hints(type(policy))[key]) if t is not type(None))
+    if kind is bool:
+        if value not in ("True", "False"):
+            raise ValueError(f"option {key} must be True or False, got {value!r}")
+        return value == "True"
     try:
         return kind(value)
     except ValueError:

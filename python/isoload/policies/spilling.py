@@ -44,6 +44,10 @@ class SpillPolicy(Policy, ABC):
         return self._splitter.samples
 
     @property
+    def may_keep_local(self) -> bool:
+        return self._splitter.may_keep_local
+
+    @property
     def _splitter(self) -> Policy:
         return EXACT if self.split_by == "fill" else make_policy(self.split_by)
 
@@ -52,12 +56,7 @@ class SpillPolicy(Policy, ABC):
         """Filled slots, quota, level and telemetry, see :class:`isoload.ops.Spill`."""
 
     def fill(self, demand: Demand, placed: PlacedLayers) -> Filled:
-        if placed.spare_slots < 1:
-            raise ValueError(
-                f"spare_slots must be at least 1 for policy {self.name}, got {placed.spare_slots}"
-            )
-        if placed.topology.speeds is not None:
-            raise ValueError(f"speeds must be None for policy {self.name}, which counts copies")
+        check_borrows(self, placed)
         spill = self.spill(demand, placed)
         return placed.fill(spill.slot_to_expert, spill.quota, spill.telemetry)
 
@@ -73,8 +72,20 @@ class SpillPolicy(Policy, ABC):
         return self._splitter.copies(loads, plan)
 
 
-def plan_spill(demand: Demand, placed: PlacedLayers, **rules: Any) -> ops.Spill:
+def check_borrows(policy: Policy, placed: PlacedLayers) -> None:
+    """Raises where a policy has no slot to fill, or would have to count in ticks."""
+    if placed.spare_slots < 1:
+        raise ValueError(f"spare_slots must be at least 1 for policy {policy.name}, got {placed.spare_slots}")
+    if placed.topology.speeds is not None:
+        raise ValueError(f"speeds must be None for policy {policy.name}, which counts copies")
+
+
+def plan_spill(
+    demand: Demand, placed: PlacedLayers, spare_slots: int | None = None, **rules: Any
+) -> ops.Spill:
     """:func:`isoload.ops.plan_spill` of a placement and its topology, by a policy's rules.
+
+    spare_slots: the last ones of every rank that may be filled; None = all.
 
     Where experts have replicas it starts from the exact split over them, so that only what they leave is lent, unless
     lending from all home slots is better.
@@ -85,7 +96,7 @@ def plan_spill(demand: Demand, placed: PlacedLayers, **rules: Any) -> ops.Spill:
         placed.slot_to_expert,
         routed_homes(placed),
         placed.topology.num_ranks,
-        placed.spare_slots,
+        placed.spare_slots if spare_slots is None else spare_slots,
         demand.at_home,
         start=start,
         alive=alive(placed),

@@ -9,6 +9,7 @@ from isoload.reference.count import count
 from isoload.reference.plan_active import plan_active
 from isoload.reference.plan_exact import plan_exact
 from isoload.reference.plan_lp import plan_lp
+from isoload.reference.plan_replication import plan_replication
 from isoload.reference.plan_spill import plan_spill
 from isoload.reference.plan_waterfill import plan_waterfill
 from isoload.reference.replica_tables import replica_tables
@@ -16,14 +17,17 @@ from isoload.reference.round_split import round_split
 from isoload.reference.route import route, route_sampled
 from isoload.reference.route_shared import route_shared
 from isoload.reference.route_shared_sampled import route_shared_sampled
+from isoload.reference.shard_tokens import shard_tokens
 from isoload.reference.share import share, share_by_rank
 from isoload.reference.share_alone import share_alone
-from isoload.results import ActiveSplit, ExactSplit, LpSplit, Spill, WaterfillSplit
+from isoload.reference.top_up import top_up
+from isoload.results import ActiveSplit, ExactSplit, LpSplit, SlotFill, Spill, WaterfillSplit
 
 __all__ = [
     "ActiveSplit",
     "ExactSplit",
     "LpSplit",
+    "SlotFill",
     "Spill",
     "WaterfillSplit",
     "append_shared_expert",
@@ -33,6 +37,7 @@ __all__ = [
     "plan_active",
     "plan_exact",
     "plan_lp",
+    "plan_replication",
     "plan_spill",
     "plan_waterfill",
     "replica_tables",
@@ -41,7 +46,9 @@ __all__ = [
     "route_sampled",
     "route_shared",
     "route_shared_sampled",
+    "shard_tokens",
     "share",
     "share_alone",
     "share_by_rank",
+    "top_up",
 ]

@@ -20,13 +20,14 @@ from isoload.cost import CostModel
 from isoload.counting import count
 from isoload.placement import Placement
 from isoload.placers import parse_placer, place
-from isoload.planning import plan, plan_layers
+from isoload.planning import fill, plan, plan_layers
 from isoload.policies import POLICIES, Policy, make_policy, parse_policy
 from isoload.records import Plan
 from isoload.replay.batches import Batches, SourceBatch, make_batches
 from isoload.replay.calibration import Fold, calibration_folds
 from isoload.replay.layer_cost import CostTally, LayerCost
 from isoload.replay.metrics import PolicyFigures, RoutedBatch, Tally, count_routed
+from isoload.replay.prediction import Forecast, check_prediction
 from isoload.routing import route
 from isoload.topology import Topology
 from isoload.trace import Trace
@@ -50,6 +51,7 @@ class ReplaySettings:
     max_batches     of every calibration's batches, how many are replayed, the first ones; 0 = all
     assign          how sequences go to source ranks, see :func:`isoload.replay.batches.source_ranks`
     seed            of drawn batches and of every policy that draws
+    predict         what policies that fill spare slots ahead know, see :class:`isoload.replay.prediction.Forecast`
     cost            constants by which layer times are predicted; the policies that price imports take them, too
     policies        names in ``isoload.POLICIES``, with options as ``name:option=value``
     """
@@ -65,6 +67,7 @@ class ReplaySettings:
     max_batches: int = 0
     assign: str = "contiguous"
     seed: int = 0
+    predict: str = "last"
     cost: CostModel | None = None
     policies: tuple[str, ...] = DEFAULT_POLICIES
 
@@ -121,6 +124,8 @@ def _replay(
     topology = Topology(settings.num_ranks, settings.ranks_per_node, bandwidths=bandwidths)
     _check_policies(settings.policies)
     placer, options = parse_placer(settings.placer)
+    check_prediction(settings.predict)
+    ahead = any(_policy(name, settings, 0).ahead for name in settings.policies)
     batches = make_batches(trace, settings.batch_tokens, settings.seed)
     if given is None:
         whole = calibration_folds(len(batches.counts), settings.calibrate, batches.clusters)
@@ -147,10 +152,11 @@ def _replay(
             **options,
         )
         _warm_up(placement, settings)
+        forecast = Forecast(settings.predict, trace, batches, fold, settings.seed) if ahead else None
         for index in fold.replay:
             batch = batches.source_batch(index, settings.num_ranks, settings.assign)
             batch = batch.with_shared(trace.num_experts, settings.shared_experts)
-            _replay_batch(batch, index, placement, settings, tallies, costs)
+            _replay_batch(batch, index, placement, settings, forecast, tallies, costs)
             tokens, done = tokens + batch.num_tokens, done + 1
             on_batch(done, total)
     figures = tuple(tally.figures() for tally in tallies)
@@ -202,14 +208,16 @@ def _replay_batch(
     index: int,
     placement: Placement,
     settings: ReplaySettings,
+    forecast: Forecast | None,
     tallies: list[Tally],
     costs: list[CostTally],
 ) -> None:
     loads = torch.stack([_layer_loads(batch, layer, placement) for layer in range(placement.num_layers)])
     best = "joint" if placement.num_shared else "exact"
     bound = plan_layers(loads, placement, best).bound.numpy()
+    ahead = loads if forecast is None else forecast.of(batch, index, loads, placement.num_shared)
     for position, tally in enumerate(tallies):
-        plans = _timed_plans(loads, placement, _policy(tally.policy, settings, index), tally)
+        plans = _timed_plans(loads, ahead, placement, _policy(tally.policy, settings, index), tally)
         slots = torch.stack([_route_layer(batch, *pair) for pair in zip(loads, plans, strict=True)])
         size, shared = placement.slots_per_rank, placement.num_shared
         routed = count_routed(slots.numpy(), batch.sources(), placement.topology, size, shared)
@@ -225,15 +233,19 @@ def _layer_loads(batch: SourceBatch, layer: int, placement: Placement) -> Tensor
     return torch.stack([count(batch.on_rank(layer, rank), placement.num_experts) for rank in ranks])
 
 
-def _timed_plans(loads: Tensor, placement: Placement, policy: Policy, tally: Tally) -> list[Plan]:
-    """Every layer's plan, made one by one; this, and one call for all layers, is timed."""
+def _timed_plans(
+    loads: Tensor, ahead: Tensor, placement: Placement, policy: Policy, tally: Tally
+) -> list[Plan]:
+    """Every layer's plan, made one by one; this, and one call for all layers, is timed. A fill ahead is not."""
+    filled = fill(ahead, placement, None, policy) if policy.ahead else None
     start = perf_counter_ns()
-    plan_layers(loads, placement, policy)
+    plan(loads, placement, None, policy, filled=filled)
     tally.batched_ns.append((perf_counter_ns() - start) / len(loads))
     plans = []
     for layer, layer_loads in enumerate(loads):
+        own = None if filled is None else filled[layer]
         start = perf_counter_ns()
-        made = plan(layer_loads, placement, layer, policy)
+        made = plan(layer_loads, placement, layer, policy, filled=own)
         tally.layer_ns.append(perf_counter_ns() - start)
         plans.append(made)
     return plans
@@ -282,15 +294,18 @@ def _warm_up(placement: Placement, settings: ReplaySettings) -> None:
     """Plans every layer once, so that what is derived once per placement is not timed."""
     loads = torch.zeros(placement.num_layers, settings.num_ranks, placement.num_experts, dtype=torch.int32)
     for policy in settings.policies:
-        _timed_plans(loads, placement, _policy(policy, settings, 0), Tally(policy, settings.num_ranks))
+        _timed_plans(loads, loads, placement, _policy(policy, settings, 0), Tally(policy, settings.num_ranks))
 
 
 def _resolved(
     settings: ReplaySettings, trace: Trace, batches: Batches, folds: list[Fold], slots_per_rank: int
 ) -> dict[str, Any]:
     """The settings as they took effect, and what else is needed to read the figures."""
+    given = asdict(settings)
+    if not any(_policy(name, settings, 0).ahead for name in settings.policies):
+        del given["predict"]  # nothing was predicted
     return {
-        **asdict(settings),
+        **given,
         "ranks_per_node": settings.ranks_per_node or settings.num_ranks,
         "slots_per_rank": slots_per_rank,
         "policies": list(settings.policies),

@@ -1,0 +1,150 @@
+// plan_replication: which experts every rank borrows for the next batch, from a forecast of who asks for what
+// (Libra, papers/004, Algorithm 1). A copy is computed on its source rank if that holds the expert, else at
+// the expert's home.
+//
+// First every rank takes the remote experts that it asks for most, so that more copies stay local. Then the
+// busiest rank above the mean hands its expert with most remote copies to the least loaded rank with room,
+// which may pass the mean by it no more. As printed, the second phase stalls at the first refusal: nothing
+// changes, so each further round meets the same one. Repaired, it tries the rank's next expert, then the next
+// rank. Integers only, ties go to the lowest rank, then slot (in the first phase: expert).
+#pragma once
+
+#include <cstdint>
+
+#include "algorithms/spare_fill.h"
+#include "host_device.h"
+#include "planner.h"
+
+namespace isoload {
+
+struct ReplicationProblem {
+  FillProblem fill;  // with loads per source and empty spare slots
+  int local;         // spare slots per rank for the first phase
+  bool printed;
+};
+
+template <class Team>
+class Replication {
+ public:
+  ISOLOAD_HD Replication(Team& team, const ReplicationProblem& problem, const FillWorkspace& workspace,
+                         const FillResult& out)
+      : team_(team), problem_(problem), in_(problem.fill), ws_(workspace), fill_(team, in_, ws_, out) {}
+
+  ISOLOAD_HD bool run() {
+    if (!fill_.start()) return false;
+    team_.for_each(in_.R, [&](int r) { take_local(r); });
+    team_.sync();
+    team_.for_each(in_.E, [&](int e) {
+      int32_t remote = 0;
+      for (int s = 0; s < in_.R; ++s) remote += fill_.holds(s, e) ? 0 : fill_.load(s, e);
+      ws_.total[e] = remote;
+    });
+    team_.sync();
+    team_.for_each(in_.R, [&](int r) { ws_.load[r] = fill_.fixed(r) + copies_of(r); });
+    team_.sync();
+    if (team_.rank() == 0)
+      for (int i = (in_.spare - problem_.local) * in_.R; i > 0 && hand_over(); --i) continue;
+    fill_.publish();
+    return true;
+  }
+
+ private:
+  ISOLOAD_HD void take_local(int r) {
+    for (int i = 0; i < problem_.local && ws_.room[r] > 0; ++i) {
+      int hottest = -1;
+      int32_t most = 0;
+      for (int e = 0; e < in_.E; ++e)
+        if (fill_.load(r, e) > most && !fill_.holds(r, e)) hottest = e, most = fill_.load(r, e);
+      if (hottest < 0) return;
+      fill_.place(r, hottest);
+    }
+  }
+
+  // Its own copies of what it holds, and the remote ones of what it is the home of.
+  ISOLOAD_HD int64_t copies_of(int r) const {
+    int64_t copies = 0;
+    for (int e = 0; e < in_.E; ++e) copies += fill_.holds(r, e) ? fill_.load(r, e) : 0;
+    for (int p = r * in_.S; p < (r + 1) * in_.S; ++p) copies += is_home(p) ? remote_of(p) : 0;
+    return copies;
+  }
+  ISOLOAD_HD bool is_home(int p) const {
+    const int e = in_.slot_to_expert[p];
+    return e >= 0 && e < in_.E && in_.home_slot[e] == p;
+  }
+  // Copies of the expert in a home slot that other ranks send there.
+  ISOLOAD_HD int32_t& remote_of(int p) const { return ws_.total[in_.slot_to_expert[p]]; }
+
+  // One expert handed over. False: no rank is above the mean, or nothing fits.
+  ISOLOAD_HD bool hand_over() {
+    const int64_t mean = fill_.mean();
+    for (int source = next_rank(-1); source >= 0 && ws_.load[source] > mean; source = next_rank(source)) {
+      for (int p = next_slot(source, -1); p >= 0; p = next_slot(source, p)) {
+        const int e = in_.slot_to_expert[p], to = fill_.taker(e);
+        const int64_t own = to < 0 ? 0 : fill_.load(to, e);
+        if (to >= 0 && ws_.load[to] + own <= mean) {
+          fill_.place(to, e);
+          ws_.load[to] += own, ws_.load[source] -= own, remote_of(p) -= static_cast<int32_t>(own);
+          return true;
+        }
+        if (problem_.printed) return false;
+      }
+      if (problem_.printed) return false;
+    }
+    return false;
+  }
+
+  // The next rank by falling load, after `last` (-1: the first); or -1.
+  ISOLOAD_HD int next_rank(int last) const {
+    int best = -1;
+    for (int r = 0; r < in_.R; ++r) {
+      const bool open =
+          last < 0 || ws_.load[r] < ws_.load[last] || (ws_.load[r] == ws_.load[last] && r > last);
+      if (open && (best < 0 || ws_.load[r] > ws_.load[best])) best = r;
+    }
+    return best;
+  }
+
+  // The next home slot of a rank by falling remote copies, while there are any; or -1.
+  ISOLOAD_HD int next_slot(int r, int last) const {
+    int best = -1;
+    for (int p = r * in_.S; p < (r + 1) * in_.S; ++p) {
+      if (!is_home(p) || remote_of(p) == 0) continue;
+      const int32_t copies = remote_of(p);
+      const bool open = last < 0 || copies < remote_of(last) || (copies == remote_of(last) && p > last);
+      if (open && (best < 0 || copies > remote_of(best))) best = p;
+    }
+    return best;
+  }
+
+  Team& team_;
+  const ReplicationProblem& problem_;
+  const FillProblem& in_;
+  const FillWorkspace& ws_;
+  SpareFill<Team> fill_;
+};
+
+struct ReplicationPlanner {  // see planner.h
+  using Problem = ReplicationProblem;
+  using Result = FillResult;
+  static constexpr bool kSets = false;
+
+  ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
+    in.fill.select(b);
+    out.select(in.fill, b);
+  }
+  template <int W>
+  ISOLOAD_HD static int64_t bytes(const Problem& in) {
+    return FillWorkspace::bytes(in.fill.R, in.fill.E);
+  }
+  template <int W, class Team>
+  ISOLOAD_HD static int solve(Team& team, const Problem& in, void* memory, const Result& out) {
+    const FillWorkspace workspace = FillWorkspace::at(memory, in.fill.R, in.fill.E);
+    return Replication<Team>(team, in, workspace, out).run() ? kPlanned : 0;
+  }
+  template <class Team>
+  ISOLOAD_HD static void refuse(Team& team, const Problem& in, const Result& out) {
+    refuse_fill(team, in.fill, out);
+  }
+};
+
+}  // namespace isoload

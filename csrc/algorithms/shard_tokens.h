@@ -1,0 +1,202 @@
+// shard_tokens: which rank computes the copies that no rank can keep (Libra, papers/004, Algorithm 2). Copies
+// whose expert has a slot on their own rank stay there and all others start at their expert's home. Then the
+// busiest rank above the mean B gives copies of its expert with most of them to the least loaded other rank
+// that holds it, up to B, and all begins again; where none of its experts finds such a rank, the next one
+// gives.
+//
+// As printed, a transfer is limited by what there is and by the taker's room, so a rank may give more than
+// its excess; repaired, by the excess too. Copies that were moved never move again, since a taker stays at B
+// or below. So a transfer empties an expert, fills a rank for good or ends a rank's excess: at most E + 2R.
+// Integers only, ties go to the lowest rank, then slot.
+#pragma once
+
+#include <cstdint>
+
+#include "algorithms/replica_tables.h"
+#include "host_device.h"
+#include "planner.h"
+
+namespace isoload {
+
+struct ShardingProblem {
+  int R, E, S;                   // ranks, routed experts, slots per rank
+  ReplicaTables tables;          // of this layer
+  const int32_t *loads, *fixed;  // [R, E] copies; [R] copies that ranks carry besides, or null
+  const int32_t* home_slot;      // [E]
+  const bool* alive;             // [R] or null
+  int64_t tolerance_ppm;         // of the mean
+  bool printed;
+};
+
+// Caller's memory; every array is written before it is read.
+struct ShardingWorkspace {
+  int64_t* load;           // [R]
+  int32_t *remote, *home;  // [E] copies at the home rank that may move; their replica's index in the tables
+  int32_t* stuck;          // [E] whether no rank can take copies
+
+  ISOLOAD_HD static int64_t bytes(int64_t R, int64_t E) { return 8 * R + 12 * E; }
+  ISOLOAD_HD static ShardingWorkspace at(void* memory, int64_t R, int64_t E) {
+    auto* const load = static_cast<int64_t*>(memory);
+    auto* const remote = reinterpret_cast<int32_t*>(load + R);
+    return {load, remote, remote + E, remote + 2 * E};
+  }
+};
+
+enum class ShardingStatus : int32_t { ok = kPlanned, bad_loads = 0, no_home = 1 };
+
+template <class Team>
+class Sharding {
+ public:
+  ISOLOAD_HD Sharding(Team& team, const ShardingProblem& problem, const ShardingWorkspace& workspace,
+                      int32_t* quota)
+      : team_(team), in_(problem), t_(problem.tables), ws_(workspace), quota_(quota) {}
+
+  ISOLOAD_HD ShardingStatus run() {
+    const ShardingStatus status = start();
+    if (status != ShardingStatus::ok) return status;
+    if (team_.rank() == 0)
+      while (is_above() && move()) continue;
+    team_.sync();
+    return ShardingStatus::ok;
+  }
+
+ private:
+  ISOLOAD_HD int32_t load(int source, int e) const { return in_.loads[int64_t(source) * in_.E + e]; }
+  ISOLOAD_HD int32_t fixed(int r) const { return in_.fixed ? in_.fixed[r] : 0; }
+
+  // Own copies where they are, remote ones at home.
+  ISOLOAD_HD ShardingStatus start() {
+    team_.for_each(in_.R * in_.S, [&](int p) { quota_[p] = 0; });
+    team_.sync();
+    int64_t copies = 0, live = 0;
+    int32_t sign = 0, homeless = 0;
+    team_.for_each(in_.R,
+                   [&](int r) { sign |= fixed(r), copies += fixed(r), live += !in_.alive || in_.alive[r]; });
+    team_.for_each(in_.E, [&](int e) {
+      int64_t remote = 0;
+      for (int s = 0; s < in_.R; ++s) sign |= load(s, e), remote += load(s, e);
+      copies += remote;
+      ws_.home[e] = -1;
+      for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j) {
+        const int32_t own = load(t_.ranks[j], e);
+        quota_[t_.slots[j]] = own, remote -= own;
+        if (in_.home_slot[e] >= 0 && in_.home_slot[e] / in_.S == t_.ranks[j]) ws_.home[e] = j;
+      }
+      homeless |= ws_.home[e] < 0 && remote > 0;
+      ws_.remote[e] = static_cast<int32_t>(remote);
+      ws_.stuck[e] = 0;
+    });
+    copies = team_.sum(copies), live = team_.sum(live);
+    if (team_.any(sign < 0) || copies > INT32_MAX || live == 0) return ShardingStatus::bad_loads;
+    if (team_.any(homeless)) return ShardingStatus::no_home;
+    mean_ = (copies + live - 1) / live;
+    team_.for_each(in_.E, [&](int e) {
+      if (ws_.home[e] >= 0) quota_[t_.slots[ws_.home[e]]] += ws_.remote[e];
+    });
+    team_.sync();
+    team_.for_each(in_.R, [&](int r) {
+      ws_.load[r] = fixed(r);
+      for (int p = r * in_.S; p < (r + 1) * in_.S; ++p) ws_.load[r] += quota_[p];
+    });
+    team_.sync();
+    return ShardingStatus::ok;
+  }
+
+  ISOLOAD_HD bool is_above() const {
+    int64_t most = 0;
+    for (int r = 0; r < in_.R; ++r) most = ws_.load[r] > most ? ws_.load[r] : most;
+    return most * 1000000 > mean_ * (1000000 + in_.tolerance_ppm);
+  }
+
+  // One transfer. False: none is left.
+  ISOLOAD_HD bool move() {
+    for (int r = next_rank(-1); r >= 0 && ws_.load[r] > mean_; r = next_rank(r))
+      for (int e = hottest(r); e >= 0; e = hottest(r)) {
+        const int to = taker(e, r);
+        if (to >= 0) return transfer(e, r, to), true;
+        ws_.stuck[e] = 1;
+      }
+    return false;
+  }
+
+  ISOLOAD_HD void transfer(int e, int from, int to) {
+    const int rank = t_.ranks[to];
+    int64_t copies = mean_ - ws_.load[rank];
+    const int64_t excess = ws_.load[from] - mean_;
+    if (copies > ws_.remote[e]) copies = ws_.remote[e];
+    if (!in_.printed && copies > excess) copies = excess;
+    ws_.load[from] -= copies, ws_.load[rank] += copies;
+    ws_.remote[e] -= static_cast<int32_t>(copies);
+    quota_[t_.slots[ws_.home[e]]] -= static_cast<int32_t>(copies);
+    quota_[t_.slots[to]] += static_cast<int32_t>(copies);
+    if (ws_.load[from] < mean_)  // as printed it gave too much, and may take again
+      for (int i = 0; i < in_.E; ++i) ws_.stuck[i] = 0;
+  }
+
+  // The next rank by falling load, after `last` (-1: the first); or -1.
+  ISOLOAD_HD int next_rank(int last) const {
+    int best = -1;
+    for (int r = 0; r < in_.R; ++r) {
+      const bool open =
+          last < 0 || ws_.load[r] < ws_.load[last] || (ws_.load[r] == ws_.load[last] && r > last);
+      if (open && (best < 0 || ws_.load[r] > ws_.load[best])) best = r;
+    }
+    return best;
+  }
+
+  // The expert at home on the rank with most copies to move, of those that are not stuck; or -1.
+  ISOLOAD_HD int hottest(int r) const {
+    int best = -1;
+    for (int p = r * in_.S; p < (r + 1) * in_.S; ++p) {
+      const int e = t_.split[p] < 0 ? -1 : t_.order[t_.split[p]];
+      if (e < 0 || ws_.home[e] < 0 || t_.slots[ws_.home[e]] != p || ws_.stuck[e]) continue;
+      if (ws_.remote[e] > (best < 0 ? 0 : ws_.remote[best])) best = e;
+    }
+    return best;
+  }
+
+  // The replica on the least loaded other rank, if that is below the mean; or -1.
+  ISOLOAD_HD int taker(int e, int from) const {
+    int best = -1;
+    for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j)
+      if (t_.ranks[j] != from && (best < 0 || ws_.load[t_.ranks[j]] < ws_.load[t_.ranks[best]])) best = j;
+    return best >= 0 && ws_.load[t_.ranks[best]] < mean_ ? best : -1;
+  }
+
+  Team& team_;
+  const ShardingProblem& in_;
+  const ReplicaTables t_;
+  const ShardingWorkspace ws_;
+  int32_t* const quota_;
+  int64_t mean_ = 0;
+};
+
+struct ShardingPlanner {  // see planner.h
+  using Problem = ShardingProblem;
+  using Result = int32_t*;  // [P]
+  static constexpr bool kSets = false;
+
+  ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
+    const int64_t R = in.R, E = in.E, P = R * in.S;
+    in.tables = in.tables.layer(b, E, P);
+    in.loads += b * R * E;
+    in.fixed = in.fixed ? in.fixed + b * R : nullptr;
+    in.home_slot += b * E;
+    out += b * P;
+  }
+  template <int W>
+  ISOLOAD_HD static int64_t bytes(const Problem& in) {
+    return ShardingWorkspace::bytes(in.R, in.E);
+  }
+  template <int W, class Team>
+  ISOLOAD_HD static int solve(Team& team, const Problem& in, void* memory, Result out) {
+    const ShardingWorkspace workspace = ShardingWorkspace::at(memory, in.R, in.E);
+    return static_cast<int>(Sharding<Team>(team, in, workspace, out).run());
+  }
+  template <class Team>
+  ISOLOAD_HD static void refuse(Team& team, const Problem& in, Result out) {
+    team.for_each(in.R * in.S, [&](int p) { out[p] = 0; });
+  }
+};
+
+}  // namespace isoload

@@ -1,0 +1,166 @@
+// spare_fill: what the planners that fill spare slots by a forecast share (plan_replication, top_up): the
+// problem, the copies per expert, who holds what, and the filled slots with their telemetry.
+#pragma once
+
+#include <cstdint>
+
+#include "host_device.h"
+#include "planner.h"
+
+namespace isoload {
+
+struct FillProblem {
+  int R, E, S, per_node,
+      spare;  // ranks, routed experts, slots per rank, ranks per node, spare slots: the last
+  const int32_t *loads, *fixed;   // [num_sources, E] copies; [R] copies that ranks carry besides, or null
+  int num_sources;                //
+  const int32_t* slot_to_expert;  // [P]
+  const int32_t* home_slot;       // [E]
+  const bool* alive;              // [R] or null
+
+  ISOLOAD_HD void select(int64_t b) {
+    const int64_t P = int64_t(R) * S;
+    loads += b * num_sources * E;
+    fixed = fixed ? fixed + b * R : nullptr;
+    slot_to_expert += b * P;
+    home_slot += b * E;
+  }
+};
+
+struct FillResult {
+  int32_t* slot_to_expert;  // [P]
+  int32_t* telemetry;       // [5] imports, most imports and exports of a rank, imports from other nodes, 0
+
+  ISOLOAD_HD void select(const FillProblem& in, int64_t b) {
+    slot_to_expert += b * in.R * in.S;
+    telemetry += b * 5;
+  }
+};
+
+// Caller's memory; every array is written before it is read.
+struct FillWorkspace {
+  int64_t *load, *key;             // [R]; [E] the planner's own measures
+  int32_t *total, *owner, *first;  // [E] copies; rank of the home slot or -1; the planner's own
+  int32_t *room, *exports;         // [R] spare slots left; experts lent
+  int32_t* holds;                  // [R, E] whether the rank has a slot of the expert
+
+  ISOLOAD_HD static int64_t bytes(int64_t R, int64_t E) { return 8 * (R + E) + 4 * (3 * E + 2 * R + R * E); }
+  ISOLOAD_HD static FillWorkspace at(void* memory, int64_t R, int64_t E) {
+    FillWorkspace ws;
+    ws.load = static_cast<int64_t*>(memory);
+    ws.key = ws.load + R;
+    ws.total = reinterpret_cast<int32_t*>(ws.key + E);
+    ws.owner = ws.total + E;
+    ws.first = ws.owner + E;
+    ws.room = ws.first + E;
+    ws.exports = ws.room + R;
+    ws.holds = ws.exports + R;
+    return ws;
+  }
+};
+
+template <class Team>
+class SpareFill {
+ public:
+  ISOLOAD_HD SpareFill(Team& team, const FillProblem& problem, const FillWorkspace& workspace,
+                       const FillResult& out)
+      : in(problem), ws(workspace), team_(team), out_(out) {}
+
+  // Adds up the copies and notes who holds what. False: the loads are no loads, or no rank is alive.
+  ISOLOAD_HD bool start() {
+    team_.for_each(in.R * in.E, [&](int i) { ws.holds[i] = 0; });
+    team_.for_each(in.E, [&](int e) { ws.owner[e] = -1; });
+    team_.sync();
+    int64_t copies = 0, live = 0;
+    int32_t sign = 0;
+    team_.for_each(in.R, [&](int r) {
+      const int first = r * in.S, end = first + in.S;
+      ws.room[r] = 0;
+      for (int p = first; p < end; ++p) {
+        const int e = out_.slot_to_expert[p] = in.slot_to_expert[p];
+        ws.room[r] += p >= end - in.spare && e < 0 && alive(r);
+        if (e < 0 || e >= in.E) continue;
+        holds(r, e) = 1;
+        if (in.home_slot[e] == p) ws.owner[e] = r;
+      }
+      live += alive(r), copies += fixed(r), sign |= fixed(r);
+    });
+    team_.for_each(in.E, [&](int e) {
+      int64_t sum = 0;
+      for (int s = 0; s < in.num_sources; ++s) sign |= load(s, e), sum += load(s, e);
+      ws.total[e] = static_cast<int32_t>(sum < INT32_MAX ? sum : INT32_MAX);
+      copies += sum;
+    });
+    live_ = team_.sum(live), copies_ = team_.sum(copies);
+    return !team_.any(sign < 0) && copies_ <= INT32_MAX && live_ > 0;
+  }
+
+  ISOLOAD_HD bool alive(int r) const { return !in.alive || in.alive[r]; }
+  ISOLOAD_HD int32_t fixed(int r) const { return in.fixed ? in.fixed[r] : 0; }
+  ISOLOAD_HD int32_t load(int source, int e) const { return in.loads[int64_t(source) * in.E + e]; }
+  ISOLOAD_HD int32_t& holds(int r, int e) const { return ws.holds[int64_t(r) * in.E + e]; }
+  // The mean load of a live rank, rounded up.
+  ISOLOAD_HD int64_t mean() const { return (copies_ + live_ - 1) / live_; }
+
+  // The least loaded rank with room that lacks the expert, or -1.
+  ISOLOAD_HD int taker(int e) const {
+    int best = -1;
+    for (int r = 0; r < in.R; ++r)
+      if (ws.room[r] > 0 && !holds(r, e) && (best < 0 || ws.load[r] < ws.load[best])) best = r;
+    return best;
+  }
+
+  // Puts the expert into the rank's first empty spare slot.
+  ISOLOAD_HD void place(int r, int e) const {
+    int p = (r + 1) * in.S - in.spare;
+    while (out_.slot_to_expert[p] >= 0) ++p;
+    out_.slot_to_expert[p] = e;
+    holds(r, e) = 1;
+    --ws.room[r];
+  }
+
+  // What is in the spare slots, counted, behind a barrier: one lane may have filled them. Ends with another:
+  // a caller's lanes may read the result.
+  ISOLOAD_HD void publish() {
+    team_.for_each(in.R, [&](int r) { ws.exports[r] = 0; });
+    team_.sync();
+    int64_t imports = 0, most_imports = 0, across = 0, most_exports = 0;
+    team_.for_each(in.R, [&](int r) {
+      int64_t mine = 0;
+      for (int p = (r + 1) * in.S - in.spare; p < (r + 1) * in.S; ++p) {
+        const int e = out_.slot_to_expert[p], owner = e >= 0 && e < in.E ? ws.owner[e] : -1;
+        if (owner < 0) continue;
+        ++mine;
+        across += owner / in.per_node != r / in.per_node;
+        team_.add(&ws.exports[owner], 1);
+      }
+      imports += mine;
+      most_imports = mine > most_imports ? mine : most_imports;
+    });
+    team_.sync();
+    team_.for_each(
+        in.R, [&](int r) { most_exports = ws.exports[r] > most_exports ? ws.exports[r] : most_exports; });
+    const int64_t counts[] = {team_.sum(imports), team_.max(most_imports), team_.max(most_exports),
+                              team_.sum(across), 0};
+    if (team_.rank() == 0)
+      for (int i = 0; i < 5; ++i) out_.telemetry[i] = static_cast<int32_t>(counts[i]);
+    team_.sync();
+  }
+
+  const FillProblem& in;
+  const FillWorkspace& ws;
+
+ private:
+  Team& team_;
+  const FillResult& out_;
+  int64_t live_ = 0, copies_ = 0;
+};
+
+// What a refused layer leaves behind on a GPU: the slots as they were.
+template <class Team>
+ISOLOAD_HD void refuse_fill(Team& team, const FillProblem& in, const FillResult& out) {
+  team.for_each(in.R * in.S, [&](int p) { out.slot_to_expert[p] = in.slot_to_expert[p]; });
+  team.for_each(5, [&](int i) { out.telemetry[i] = 0; });
+}
+
+}  // namespace isoload

@@ -1,0 +1,77 @@
+"""Policy ``libra``: replicas by a forecast, local copies stay, the others are sharded (papers/004)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from isoload import ops
+from isoload.placed_layers import Filled, PlacedLayers
+from isoload.policies.ahead import AheadPolicy, check_slots
+from isoload.policies.base import Demand, chosen_plan
+from isoload.policies.exact import ExactPolicy
+from isoload.policies.keeping import split_above_local
+from isoload.policies.spilling import alive, routed_homes
+from isoload.records import Plan
+
+
+@dataclass(frozen=True)
+class LibraPolicy(AheadPolicy):
+    """Every rank borrows what it asks for most, then the busiest ranks' hottest experts go to the least loaded ranks.
+
+    Copies whose expert has a slot on their own rank stay there; the rest is split above them.
+
+    Options: split_by ("sharding" = Algorithm 2, or "exact" = the least peak above what stays), alpha (part of the slots
+    for what the rank itself asks for), tolerance (of the split, relative), printed (both algorithms as printed, faults
+    included), slots (most that are filled per rank; None = all spare ones).
+    """
+
+    name = "libra"
+    needs = "per_source"
+    split_by: str = "sharding"
+    alpha: float = 0.5
+    tolerance: float = 0.0
+    printed: bool = False
+    slots: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.split_by not in ("sharding", "exact"):
+            raise ValueError(f"split_by must be sharding or exact, got {self.split_by!r}")
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha must be in 0..1, got {self.alpha}")
+        if not 0 <= self.tolerance <= 1000:
+            raise ValueError(f"tolerance must be in 0..1000, got {self.tolerance}")
+        check_slots(self.slots)
+
+    def fill_slots(self, demand: Demand, placed: PlacedLayers, slots: int) -> ops.SlotFill:
+        return ops.plan_replication(
+            demand.loads,
+            placed.slot_to_expert,
+            routed_homes(placed),
+            placed.topology.num_ranks,
+            slots,
+            demand.at_home,
+            alive=alive(placed),
+            ranks_per_node=placed.topology.ranks_per_node,
+            local_slots=floor_part(self.alpha, slots),
+            printed=self.printed,
+        )
+
+    def split(self, demand: Demand, filled: Filled) -> Plan:
+        if self.split_by == "exact":
+            made = split_above_local(ExactPolicy(self.tolerance), demand, filled)
+            return replace(made, policy=self, telemetry=filled.telemetry)
+        quota = ops.shard_tokens(
+            demand.loads,
+            filled.tables,
+            routed_homes(filled.placed),
+            demand.at_home,
+            alive=alive(filled.placed),
+            tolerance=self.tolerance,
+            printed=self.printed,
+        )
+        return chosen_plan(self, quota, demand, filled, filled.telemetry)
+
+
+def floor_part(part: float, number: int) -> int:
+    """floor(part * number), where 0.3 of 10 are 3 although the float is a little less."""
+    return round(part * 1_000_000) * number // 1_000_000

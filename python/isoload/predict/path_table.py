@@ -1,0 +1,88 @@
+"""PathTable: the experts that tokens of the same path chose before (Lina, Li et al., 2023)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isoload.predict.base import TokensPredictor, check_depth, check_layer, tokens_of
+from isoload.trace import Trace
+from isoload.trace.checks import Ints
+
+
+@dataclass(frozen=True, eq=False)
+class LayerTable:
+    """Sorted paths [N] int64, the K experts that followed each most often [N, K], and those of all tokens [K]."""
+
+    paths: Ints
+    followed: Ints
+    popular: Ints
+
+
+class PathTable(TokensPredictor):
+    """Made by :func:`tabulate`. A token is its choices [n, K] in the layers before, the nearest first.
+
+    Its path are the first experts of up to `depth` layers. A path that the table lacks gets the layer's most popular
+    experts.
+    """
+
+    def __init__(self, tables: list[LayerTable], depth: int, num_experts: int) -> None:
+        self.tables, self.depth, self.num_experts = tables, depth, num_experts
+
+    def choose(self, layer: int, tokens: Tensor) -> Tensor:
+        check_layer(layer, len(self.tables))
+        depth = min(self.depth, layer)
+        if tokens.dim() != 3 or tokens.shape[1] < depth:
+            raise ValueError(
+                f"tokens must be [T, at least {depth}, K] for layer {layer}, got {list(tokens.shape)}"
+            )
+        table, mine = self.tables[layer], path_of(tokens[:, :depth].numpy(), self.num_experts)
+        at = np.searchsorted(table.paths, mine).clip(max=len(table.paths) - 1)
+        known = table.paths[at] == mine
+        return torch.from_numpy(np.where(known[:, None], table.followed[at], table.popular).astype(np.int32))
+
+
+def tabulate(trace: Trace, depth: int = 4) -> PathTable:
+    """The table of a trace with per-token choices, of paths through up to `depth` layers.
+
+    Raises:
+        ValueError: naming the argument, the rule and the value.
+    """
+    check_depth(depth)
+    if trace.num_experts**depth > 2**62:
+        raise ValueError(f"depth must be so small that num_experts ** depth is at most 2^62, got {depth}")
+    chosen = tokens_of(trace)
+    tables = []
+    for layer in range(trace.num_layers):
+        near = chosen[:, max(0, layer - depth) : layer][:, ::-1]
+        paths, index = np.unique(path_of(near, trace.num_experts), return_inverse=True)
+        tables.append(
+            LayerTable(paths, *most_frequent(chosen[:, layer], index, len(paths), trace.num_experts))
+        )
+    return PathTable(tables, depth, trace.num_experts)
+
+
+def path_of(near: Ints, num_experts: int) -> Ints:
+    """[T] int64 a number for the first experts of [T, n, K]."""
+    path = np.zeros(len(near), dtype=np.int64)
+    for layer in range(near.shape[1]):
+        path = path * num_experts + near[:, layer, 0]
+    return path
+
+
+def most_frequent(chosen: Ints, index: Ints, num_paths: int, num_experts: int) -> tuple[Ints, Ints]:
+    """[N, K] per path and [K] in all the most frequent experts, the lowest of equals; fewer seen: the popular ones."""
+    top_k = chosen.shape[1]
+    counts = np.bincount(chosen.ravel(), minlength=num_experts)
+    rank = np.argsort(np.argsort(-counts, kind="stable"))  # 0 = most popular
+    popular = np.argsort(rank)[:top_k]
+    followed = np.empty((num_paths, top_k), dtype=np.int64)
+    order = np.argsort(index, kind="stable")
+    ends = np.cumsum(np.bincount(index, minlength=num_paths))
+    for path, rows in enumerate(np.split(chosen[order], ends[:-1])):
+        seen = np.bincount(rows.ravel(), minlength=num_experts)
+        followed[path] = np.lexsort((rank, -seen))[:top_k]
+    return followed, popular

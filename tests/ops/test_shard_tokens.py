@@ -1,0 +1,153 @@
+"""shard_tokens: against Algorithm 2 written with matrices, and against the exact split above what stays local."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from isoload import ops, reference
+from support.fills import FillCase, algorithm_2, fill_cases, loads_of
+
+
+def filled_cases(count: int, seed: int) -> list[tuple[FillCase, np.ndarray]]:
+    """With spare slots filled by who asks for what, or at random."""
+    rng, cases = np.random.default_rng(seed), []
+    for i, case in enumerate(fill_cases(count, seed)):
+        alive = case.alive_tensor()
+        planned = ops.plan_replication(*case.arguments(), alive=alive, local_slots=case.spare // 2)
+        cases.append((case, planned.slot_to_expert.numpy() if i % 2 else case.fill_at_random(rng)))
+    return cases
+
+
+def solve(case: FillCase, slots: np.ndarray, planner: Any = ops.shard_tokens, **rules: Any) -> Tensor:
+    home = torch.from_numpy(case.home)
+    given = {"alive": case.alive_tensor(), **rules}
+    return planner(torch.from_numpy(case.loads), case.tables(slots), home, case.fixed_tensor(), **given)
+
+
+def per_rank(case: FillCase, slots: np.ndarray, quota: Tensor) -> np.ndarray:
+    """[R, E] copies of every expert that a rank computes."""
+    made = np.zeros((case.num_ranks, len(case.home)), np.int64)
+    for p in np.flatnonzero(quota.numpy()):
+        made[p // case.size, slots[p]] += int(quota[p])
+    return made
+
+
+def test_printed_is_the_papers_algorithm() -> None:
+    moved = 0
+    for case, slots in filled_cases(300, seed=21):
+        for tolerance in (0.0, 0.25):
+            made = per_rank(case, slots, solve(case, slots, printed=True, tolerance=tolerance))
+            assert np.array_equal(made, algorithm_2(case, case.holds(slots), tolerance)), case.name
+            moved += int((made.sum(1) + case.besides() != loads_of(case, case.holds(slots))[0]).any())
+    assert moved > 100
+
+
+@pytest.mark.parametrize("printed", [False, True])
+def test_conserves_keeps_local_copies_and_raises_nobody_above_the_mean(printed: bool) -> None:
+    for case, slots in filled_cases(200, seed=22):
+        made = per_rank(case, slots, solve(case, slots, printed=printed))
+        assert np.array_equal(made.sum(0), case.loads.sum(0)), case.name
+        local = np.where(case.holds(slots), case.loads, 0)
+        assert (made >= local).all(), f"{case.name}: local copies stay"
+        before = loads_of(case, case.holds(slots))[0]
+        after = made.sum(1) + case.besides()
+        raised = after > before
+        assert (after[raised] <= case.mean()).all() and after.max() <= before.max(), case.name
+
+
+def test_repaired_leaves_no_rank_that_gave_below_the_mean() -> None:
+    fell = 0
+    for case, slots in filled_cases(300, seed=23):
+        before = loads_of(case, case.holds(slots))[0]
+        ends = [
+            per_rank(case, slots, solve(case, slots, printed=p)).sum(1) + case.besides()
+            for p in (False, True)
+        ]
+        assert (ends[0][before > case.mean()] >= case.mean()).all(), case.name
+        fell += (ends[1][before > case.mean()] < case.mean()).any()
+    assert fell > 20, "as printed no rank gave too much: the test sees nothing"
+
+
+def test_never_below_the_exact_split_of_what_may_move() -> None:
+    """Which is optimal over all quotas that keep local copies; sharding often reaches it."""
+    reached = above = 0
+    for case, slots in filled_cases(300, seed=24):
+        local = np.where(case.holds(slots), case.loads, 0)
+        rest = torch.from_numpy((case.loads - local).sum(0, dtype=np.int32))
+        kept = torch.from_numpy((local.sum(1) + case.besides()).astype(np.int32))
+        best = ops.plan_exact(rest, case.tables(slots), kept).peak.item()
+        peak = int((per_rank(case, slots, solve(case, slots)).sum(1) + case.besides()).max())
+        assert peak >= best, case.name
+        reached, above = reached + (peak == best), above + (peak > best)
+    assert reached > 100 and above > 10, (reached, above)
+
+
+def test_equals_reference() -> None:
+    for case, slots in filled_cases(200, seed=25):
+        for rules in ({}, {"printed": True}, {"tolerance": 0.1}):
+            mine, theirs = (
+                solve(case, slots, p, **rules) for p in (ops.shard_tokens, reference.shard_tokens)
+            )
+            assert mine.dtype == theirs.dtype and torch.equal(mine, theirs), (case.name, rules)
+
+
+def test_layers_at_once_equal_one_by_one() -> None:
+    case, slots = next(
+        pair for pair in filled_cases(80, seed=26) if pair[0].spare > 1 and pair[0].num_ranks > 3
+    )
+    loads, _, home, ranks, _, _ = case.arguments()
+    layers = torch.stack([loads, loads.flip(0), loads * 0])
+    held, homes = (x.expand(3, -1).contiguous() for x in (torch.from_numpy(slots), home))
+    tables = ops.replica_tables(held, ranks, len(home))
+    fixed = torch.arange(3 * ranks, dtype=torch.int32).view(3, ranks)
+    at_once = ops.shard_tokens(layers, tables, homes, fixed)
+    assert torch.equal(at_once, reference.shard_tokens(layers, tables, homes, fixed))
+    for i in range(3):
+        assert torch.equal(ops.shard_tokens(layers[i], tables[i], home, fixed[i]), at_once[i])
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+SLOTS, HOME, LOADS = int32(0, 1, 2, 2, 3, 0), int32(0, 1, 3, 4), int32(*range(8)).view(2, 4)
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "sums": ({"loads": LOADS[0]}, r"loads must be per source rank, \[2, E\] per layer, got \[4\]"),
+    "loads dtype": ({"loads": LOADS.long()}, "loads must be int32, got int64"),
+    "negative": ({"loads": -LOADS}, "loads must not be negative, got -1 for expert 1"),
+    "too many": ({"loads": LOADS * 2**28}, r"loads and fixed must sum to less than 2\^31 copies, got 7516192768"),
+    "fixed": ({"fixed": int32(0, -1)}, "fixed must not be negative, got -1 for rank 1"),
+    "fixed dtype": ({"fixed": torch.zeros(2)}, "fixed must be int32, got float32"),
+    "home": ({"home_slot": int32(0, 3, 3, 4)}, "home_slot must be on a rank that holds its expert, got slot 3"),
+    "home dtype": ({"home_slot": HOME.long()}, "home_slot must be int32, got int64"),
+    "home shape": ({"home_slot": HOME[:3]}, r"home_slot must have shape \[4\], got \[3\]"),
+    "alive": ({"alive": torch.zeros(2, dtype=torch.bool)}, "alive must be true for at least one rank, got none"),
+    "tolerance": ({"tolerance": -0.1}, r"tolerance must be in 0..1000, got -0.1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses(name: str) -> None:
+    changed, message = REFUSED[name]
+    given = {"loads": LOADS, "tables": ops.replica_tables(SLOTS, 2, 4), "home_slot": HOME}
+    with pytest.raises(ValueError, match=message):
+        ops.shard_tokens(**{**given, **changed})
+
+
+def test_the_op_itself_refuses_a_tolerance() -> None:
+    tables = ops.replica_tables(SLOTS, 2, 4).data
+    with pytest.raises(RuntimeError, match=r"tolerance_ppm must be in 0..10\^9, got -1"):
+        torch.ops.isoload.shard_tokens.default(LOADS, tables, HOME, 2, 6, None, None, -1, False)
+
+
+def test_opcheck() -> None:
+    tables, alive = ops.replica_tables(SLOTS, 2, 4).data, torch.ones(2, dtype=torch.bool)
+    op = torch.ops.isoload.shard_tokens.default
+    torch.library.opcheck(op, (LOADS, tables, HOME, 2, 6, None, None, 0, False))
+    several = (LOADS.expand(3, 2, 4), tables.expand(3, -1), HOME.expand(3, 4))
+    torch.library.opcheck(op, (*several, 2, 6, int32(1, 2).expand(3, 2), alive, 1000, True))

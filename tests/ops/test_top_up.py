@@ -1,0 +1,141 @@
+"""top_up: against exact fractions, full slots, and the split that has more to choose from."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import floor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from isoload import ops, reference
+from support.fills import FillCase, check_fill, fill_cases, one_expert_each, per_node
+
+
+def solve(case: FillCase, slots: np.ndarray, planner: Any = ops.top_up) -> ops.SlotFill:
+    loads, _, *others = case.arguments()
+    given = {"alive": case.alive_tensor(), "ranks_per_node": per_node(case)}
+    return planner(loads, torch.from_numpy(slots), *others, **given)
+
+
+def by_fractions(case: FillCase, slots: np.ndarray) -> np.ndarray:
+    """[R, E] bool who holds what in the end, with a matrix of parts that is made anew in every step."""
+    holds, totals = case.holds(slots), case.loads.sum(0, dtype=np.int64)
+    rows = slots.reshape(case.num_ranks, -1)[:, case.size - case.spare :]
+    room = np.where(case.live(), (rows < 0).sum(1), 0)
+    while True:
+        part = [Fraction(int(n), int(k)) for n, k in zip(totals, holds.sum(0), strict=True)]
+        part = [Fraction(floor(x * 2**16), 2**16) for x in part]
+        load = [
+            int(b) + sum((part[e] for e in np.flatnonzero(row)), Fraction(0))
+            for b, row in zip(case.besides(), holds, strict=True)
+        ]
+        open_ = [e for e in range(len(part)) if part[e] > 0 and ((room > 0) & ~holds[:, e]).any()]
+        if not open_:
+            return holds
+        e = max(open_, key=lambda e: (part[e], -e))
+        to = min(np.flatnonzero((room > 0) & ~holds[:, e]), key=lambda r: (load[r], r))
+        holds[to, e], room[to] = True, room[to] - 1
+
+
+def test_is_the_greedy_of_exact_fractions() -> None:
+    rng, filled = np.random.default_rng(1), 0
+    for case in fill_cases(300, seed=11):
+        slots = case.fill_at_random(rng)
+        fill = solve(case, slots)
+        check_fill(case, slots, fill)
+        after = fill.slot_to_expert.numpy()
+        assert np.array_equal(case.holds(after), by_fractions(case, slots)), case.name
+        filled += int((after != slots).sum())
+    assert filled > 300
+
+
+def test_more_replicas_never_raise_the_least_peak() -> None:
+    rng, lower = np.random.default_rng(2), 0
+    for case in fill_cases(200, seed=12):
+        slots = case.fill_at_random(rng)
+        after = solve(case, slots).slot_to_expert.numpy()
+        loads, fixed = torch.from_numpy(case.loads), case.fixed_tensor()
+        before, now = (ops.plan_exact(loads, case.tables(s), fixed).peak.item() for s in (slots, after))
+        assert now <= before, case.name
+        lower += now < before
+    assert lower > 50
+
+
+def test_by_hand() -> None:
+    """12 copies of expert 0 go to rank 2, then 6 per replica to rank 1; of expert 1 nobody lacks more than 5."""
+    case = one_expert_each([[12, 0, 0], [0, 5, 0], [0, 0, 1]], spare=1)
+    fill = solve(case, case.slots)
+    assert fill.slot_to_expert.tolist() == [0, 1, 1, 0, 2, 0]
+    assert fill.telemetry.tolist() == [3, 1, 2, 0, 0]
+
+
+def test_nothing_is_filled_for_no_copies() -> None:
+    case = one_expert_each([[0, 0], [0, 0]], spare=1)
+    assert solve(case, case.slots).slot_to_expert.tolist() == case.slots.tolist()
+
+
+def test_equals_reference() -> None:
+    rng = np.random.default_rng(3)
+    for case in fill_cases(200, seed=13):
+        slots = case.fill_at_random(rng)
+        for a, b in zip(solve(case, slots), solve(case, slots, reference.top_up), strict=True):
+            assert a.dtype == b.dtype and torch.equal(a, b), case.name
+
+
+def test_layers_at_once_equal_one_by_one_and_sources_are_summed() -> None:
+    case = next(c for c in fill_cases(50, seed=14) if c.spare > 1 and c.num_ranks > 3 and c.alive is None)
+    loads, slots, home, ranks, spare, _ = case.arguments()
+    layers = torch.stack([loads, loads.flip(1), loads * 0])
+    both = [x.expand(3, -1).contiguous() for x in (slots, home)]
+    fixed = torch.arange(3 * ranks, dtype=torch.int32).view(3, ranks)
+    at_once = ops.top_up(layers, *both, ranks, spare, fixed)
+    theirs = reference.top_up(layers, *both, ranks, spare, fixed)
+    for i in range(3):
+        one = ops.top_up(layers[i].sum(0, dtype=torch.int32), slots, home, ranks, spare, fixed[i])
+        for a, b, c in zip(one, at_once, theirs, strict=True):
+            assert torch.equal(a, b[i]) and torch.equal(a, c[i])
+
+
+def test_the_largest_batch_does_not_wrap() -> None:
+    case = one_expert_each([[2**30, 0], [0, 2**30 - 1]], spare=1)
+    assert solve(case, case.slots).slot_to_expert.tolist() == [0, 1, 1, 0]
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+SLOTS, HOME, LOADS = int32(0, 1, -1, 2, 3, -1), int32(0, 1, 3, 4), int32(*range(8)).view(2, 4)
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "loads shape": ({"loads": LOADS[:1]}, r"loads must have shape \[2, 4\], got \[1, 4\]"),
+    "loads dtype": ({"loads": LOADS.long()}, "loads must be int32, got int64"),
+    "negative": ({"loads": -LOADS}, "loads must not be negative, got -1 for expert 1"),
+    "too many": ({"loads": LOADS * 2**28}, r"loads and fixed must sum to less than 2\^31 copies, got 7516192768"),
+    "fixed": ({"fixed": int32(0, -1)}, "fixed must not be negative, got -1 for rank 1"),
+    "slots dtype": ({"slot_to_expert": SLOTS.long()}, "slot_to_expert must be int32, got int64"),
+    "slots": ({"slot_to_expert": SLOTS[:5]}, "slot_to_expert must have a multiple of num_ranks=2 slots, got 5"),
+    "home": ({"home_slot": int32(0, 1, 3, 0)}, "home_slot must hold its expert, slot 0 does not hold expert 3"),
+    "home shape": ({"home_slot": HOME[None]}, "home_slot must have as many dimensions as slot_to_expert"),
+    "alive": ({"alive": torch.zeros(2, dtype=torch.bool)}, "alive must be true for at least one rank, got none"),
+    "nodes": ({"ranks_per_node": 3}, "ranks_per_node must divide 2, got 3"),
+    "spare": ({"spare_slots": -1}, r"spare_slots must be in 0..3, got -1"),
+    "ranks": ({"num_ranks": 0, "ranks_per_node": 1}, r"num_ranks must be in 1..1024, got 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses(name: str) -> None:
+    changed, message = REFUSED[name]
+    given = {"loads": LOADS, "slot_to_expert": SLOTS, "home_slot": HOME, "num_ranks": 2, "spare_slots": 1}
+    with pytest.raises(ValueError, match=message):
+        ops.top_up(**{**given, **changed})
+
+
+def test_opcheck() -> None:
+    op = torch.ops.isoload.top_up.default
+    torch.library.opcheck(op, (LOADS, SLOTS, HOME, 2, 2, 1, None, None))
+    several = (LOADS[0].expand(3, 4), SLOTS.expand(3, 6), HOME.expand(3, 4))
+    torch.library.opcheck(op, (*several, 2, 1, 1, int32(1, 2).expand(3, 2), torch.ones(2, dtype=torch.bool)))
