@@ -2,11 +2,13 @@
 # make test   the test suite but what is marked slow
 # make test-gate  the slow tests of .ci/run: one mutant for each op's tests, sanitizers, builds
 # make test-all   every test, with all mutants and the large sweeps; then make fuzz
+# make test-deepep  DeepEP's wheels: their signatures, their references behind our adapter; downloads 24 MB, needs no GPU
 # make fuzz   random placements, policies, layers and lost processes, SECONDS=60 long; SEED=N is one case again
 # make build  rebuild the compiled ops in place (seconds)
 # make lint   ruff, mypy, clang-format
 # make cuda-check  compiles the CUDA ops for three architectures; needs nvcc, no GPU (minutes)
 # make kernels-check  runs the Triton kernels in Triton's interpreter and compiles them; needs no GPU (a minute)
+# make test-sglang  isoload inside of a real SGLang engine over two CPU processes; downloads sglang (minutes)
 # make critical-path  which lines of the CUDA kernels cost most, in a model; no GPU, no figure (KERNELS=, RANKS=)
 # make gpu    on a machine with a GPU: builds for it, checks, times, tests, compute-sanitizer (ten minutes; bench/README.md)
 # make bench  the benchmarks of planning, of the layer, of borrowing, of shared experts, and balance on the shipped trace
@@ -15,6 +17,7 @@
 #   TORCH=torch==2.13.0   any torch>=2.11 works
 #   PIP_ARGS=             e.g. --index-url https://download.pytorch.org/whl/cpu for the CPU build of torch
 #   VENV=0                use the current interpreter and the torch it has; nothing is downloaded
+#   SGLANG=sglang==0.5.23  the engine of test-sglang; sglang = the newest
 #   WORKERS=2             processes that `make test` and `make test-all` use
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -35,10 +38,16 @@ READY := $(VENV)/.installed
 TESTED := $(VENV)/.installed-with-tests
 GPU_READY := $(TESTED)
 endif
+# A virtual environment that stands on the packages of $(PY); only what differs from them is installed there.
+define stand_on
+$(PYTHON) -m venv --clear $(1)
+$(PY) -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+	> $$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/below.pth
+endef
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 TRACE := examples/traces/gptoss20b_decode.npz
 
-.PHONY: run test test-gate test-all fuzz build lint cuda-check kernels-check critical-path gpu bench clean
+.PHONY: run test test-sglang test-deepep test-gate test-all fuzz build lint cuda-check kernels-check critical-path gpu bench clean
 run: $(READY)
 	$(PY) -m isoload replay $(TRACE) --ranks 8 --ranks-per-node 4
 	$(PY) -m isoload demo
@@ -53,7 +62,14 @@ test-gate: $(TESTED)
 
 test-all: test
 	$(PY) -m pytest -m slow
+	$(MAKE) test-sglang SGLANG=sglang SGLANG_VENV=.venv-sglang-newest
+	$(MAKE) test-deepep
 	$(MAKE) fuzz
+
+# Unpacked, not installed: they need a GPU to be imported, and torch 2.14. The newest: the test says if they have moved.
+test-deepep: $(TESTED)
+	$(PY) -m pip install -q --no-deps --upgrade --target build/deepep sgl-deep-ep sgl-deep-ep-v25
+	$(PY) -m pytest tests/transport/test_deep_ep_wheels.py
 
 SECONDS ?= 60
 fuzz: $(TESTED)
@@ -76,6 +92,19 @@ KERNELS_PY := .venv-kernels/bin/python
 kernels-check: .venv-kernels/.installed
 	$(KERNELS_PY) -m pytest -W ignore:::triton.runtime.interpreter tests/kernels
 	TRITON_CACHE_DIR=build/triton $(KERNELS_PY) kernels/check.py
+
+# --no-deps: sglang asks for a CUDA torch and hundreds of packages that no test imports.
+SGLANG ?= sglang==0.5.23
+SGLANG_VENV ?= .venv-sglang
+SGLANG_PY := $(SGLANG_VENV)/bin/python
+test-sglang: $(SGLANG_VENV)/.installed
+	$(SGLANG_PY) -m pytest -W ignore::UserWarning -W ignore::DeprecationWarning tests/engines
+
+$(SGLANG_VENV)/.installed: $(TESTED) Makefile tests/engines/requirements-sglang.txt
+	$(call stand_on,$(SGLANG_VENV))
+	$(SGLANG_PY) -m pip install -q --no-deps "$(SGLANG)" "torchvision==0.28.0" "triton==3.6.0"
+	$(SGLANG_PY) -m pip install -q -r tests/engines/requirements-sglang.txt
+	@touch $@
 
 KERNELS ?= plan_exact share replica_tables plan_spill plan_lp
 RANKS ?= 16
@@ -118,11 +147,8 @@ $(TESTED): $(VENV)/.torch setup.py pyproject.toml $(SOURCES)
 	@touch $(READY) $@
 endif
 
-# Stands on the packages of $(PY); only what differs from them is installed here.
 .venv-kernels/.installed: $(TESTED) Makefile
-	$(PYTHON) -m venv --clear .venv-kernels
-	$(PY) -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
-		> $$($(KERNELS_PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))")/below.pth
+	$(call stand_on,.venv-kernels)
 	$(KERNELS_PY) -m pip install -q "triton==3.6.0" "numpy<2.4"
 	@touch $@
 

@@ -1,4 +1,5 @@
-"""Builds isoload._C: the torch ops, against libtorch's stable ABI (one binary for every torch >= 2.11).
+"""Builds isoload._C: the torch ops, against libtorch's stable ABI (one binary for every torch >= 2.11); and
+isoload._place: the offline placers' loops on NumPy arrays, for this Python alone.
 
 With nvcc and a CUDA build of torch the CUDA ops are built in. ISOLOAD_CUDA=1 builds them on any torch, 0 never;
 ISOLOAD_CUDA_ARCH=sm_90a for one GPU only.
@@ -6,12 +7,13 @@ ISOLOAD_CUDA_ARCH=sm_90a for one GPU only.
 
 import os
 import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from pathlib import Path
 from typing import Any
 
-from setuptools import setup
+from setuptools import Extension, setup
 
 try:
     import torch
@@ -50,8 +52,8 @@ class Build(BuildExtension.with_options(use_ninja=False)):
     """nvcc first: its objects are linked in like any other. Then the C++ sources, MAX_JOBS at a time."""
 
     def build_extensions(self) -> None:
-        for extension in self.extensions if NVCC else []:
-            extension.extra_objects += nvcc.compile_all(NVCC, ROOT / "build" / "cuda")
+        if NVCC:
+            ops.extra_objects += nvcc.compile_all(NVCC, ROOT / "build" / "cuda")
         compiler, jobs = self.compiler, []
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
 
@@ -68,11 +70,44 @@ class Build(BuildExtension.with_options(use_ninja=False)):
             super().build_extensions()
 
 
-extension = CppExtension(
+def find_sources(*kinds: str) -> list[str]:
+    """Files of csrc of these kinds, but those of the placers."""
+    found = (path for kind in kinds for path in Path("csrc").rglob(kind))
+    return sorted(str(path) for path in found if path.parent != PLACERS)
+
+
+def place_extensions() -> list[Extension]:
+    """isoload._place; nothing, and a line that says so, where a header is missing: placers then run in NumPy."""
+    try:
+        import pybind11
+
+        headers = pybind11.get_include()
+    except ImportError:
+        headers = str(Path(torch.__file__).parent / "include")  # torch brings a copy
+    wanted = [Path(headers, "pybind11", "pybind11.h"), Path(sysconfig.get_path("include"), "Python.h")]
+    if missing := [str(path) for path in wanted if not path.exists()]:
+        print(
+            f"isoload._place is left out: no {' and no '.join(missing)}. Placers run in NumPy.",
+            file=sys.stderr,
+        )
+        return []
+    place = Extension(
+        "isoload._place",
+        [str(PLACERS / "bind.cpp")],
+        include_dirs=[str(ROOT / "csrc"), headers],
+        depends=sorted(str(path) for path in PLACERS.glob("*.h")),
+        extra_compile_args=[*COMPILE, "-pthread"],
+        extra_link_args=["-pthread"],
+    )
+    return [place]
+
+
+PLACERS = Path("csrc", "placers")
+ops = CppExtension(
     "isoload._C",
-    sorted(str(path) for path in Path("csrc").rglob("*.cpp")),
+    find_sources("*.cpp"),
     include_dirs=[str(ROOT / "csrc")],
-    depends=sorted(str(path) for kind in ("*.h", "*.cu", "*.cuh") for path in Path("csrc").rglob(kind)),
+    depends=find_sources("*.h", "*.cu", "*.cuh"),
     define_macros=[("ISOLOAD_WITH_CUDA", None)] if NVCC else [],
     extra_compile_args={"cxx": COMPILE},
     # Named again, behind the flag: only libtorch brings libtorch_cuda, where the weak symbols of ops/device.h are, and
@@ -81,11 +116,12 @@ extension = CppExtension(
     py_limited_api=True,
 )
 if NVCC:  # the runtime is linked in: a CPU torch brings none, and loads the library all the same
-    extension.library_dirs.append(nvcc.library_folder(NVCC))
-    extension.libraries += ["cudart_static", "dl", "rt", "pthread"]
+    ops.library_dirs.append(nvcc.library_folder(NVCC))
+    ops.libraries += ["cudart_static", "dl", "rt", "pthread"]
 
+place = place_extensions()
 setup(
-    ext_modules=[extension],
+    ext_modules=[ops, *place],
     cmdclass={"build_ext": Build},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    options={} if place else {"bdist_wheel": {"py_limited_api": "cp310"}},
 )

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from place_tables import PLACE_TABLES
+
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
 Table = tuple[str, list[list[str]]]  # "first column | second column", the rows' cells
@@ -253,6 +255,23 @@ def borrow() -> Table:
     return f"{head}experts moved, MB | rows, EP / LLEP | peak MB, EP / LLEP", rows
 
 
+def sglang() -> Table:
+    """SGLang's own dispatch beside isoload's."""
+    names = {
+        ("own", "static"): "SGLang `static`",
+        ("own", "dynamic"): "SGLang `dynamic`: a random replica",
+        ("own", "isoload"): "isoload behind `lp`",
+        ("same", "dynamic"): "SGLang `dynamic`: replicas by row",
+        ("same", "isoload"): "isoload behind `dynamic`",
+    }
+    rows = []
+    for row in read("bench_sglang"):
+        held = {"own": "their own", "same": "all the same"}[row["held"]]
+        figures = [f"{row['imbalance_mean']:.3f}", f"{row['imbalance_max']:.3f}", f"{row['us']:.0f}"]
+        rows.append([str(row["tokens"]), held, names[row["held"], row["policy"]], *figures])
+    return "tokens | ranks hold | dispatch | imbalance, mean | worst layer and batch | us per call", rows
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     table.__name__: table
     for table in (
@@ -267,5 +286,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         spill,
         layer,
         borrow,
+        sglang,
+        *PLACE_TABLES.values(),
     )
 }

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "setup.py").exists())
 
 IMPORT = """
-import isoload, isoload.kernels, torch
+import isoload, isoload.kernels, isoload._place, torch
 print(isoload.__file__, isoload.kernels.__file__)
 assert isoload.count(torch.tensor([[0, 2], [2, -1]]), 3).tolist() == [1, 0, 2]
 """
@@ -99,7 +100,11 @@ def test_a_build_from_the_sdist(sdist: Path, tmp_path: Path) -> None:
         archive.extractall(tmp_path / "installed")
     package = tmp_path / "installed" / "isoload"
     held = {str(path.relative_to(package.parent)) for path in package.rglob("*") if path.is_file()}
-    assert held == modules() | {"isoload/_C.abi3.so"}
+    place = f"isoload/_place{sysconfig.get_config_var('EXT_SUFFIX')}"
+    assert held == modules() | {"isoload/_C.abi3.so", place}
+    assert f"-cp{sys.version_info.major}{sys.version_info.minor}-" in wheel.name, (
+        "_place is of one Python version"
+    )
     assert imported(package.parent, tmp_path) == [package, package / "kernels"]
     dynamic = subprocess.run(
         ["readelf", "--dynamic", package / "_C.abi3.so"], capture_output=True, text=True, check=True

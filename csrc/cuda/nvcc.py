@@ -72,7 +72,8 @@ def compile_all(nvcc: str, folder: Path) -> list[str]:
     """
     folder = folder / ONLY
     folder.mkdir(parents=True, exist_ok=True)
-    headers = [*CSRC.rglob("*.h"), *CSRC.rglob("*.cuh"), Path(__file__)]
+    found = [*CSRC.rglob("*.h"), *CSRC.rglob("*.cuh")]
+    headers = [*(path for path in found if path.parent.name != "placers"), Path(__file__)]
     newest = max(path.stat().st_mtime for path in headers)
 
     def compile_one(source: Path) -> str:

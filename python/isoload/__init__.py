@@ -4,6 +4,7 @@ from isoload.balancer import Balancer
 from isoload.cost import break_even
 from isoload.counting import count
 from isoload.experts.weights import ExpertWeights
+from isoload.formats import FORMATS, read_placement, write_placement
 from isoload.layer import (
     BlockExperts,
     MoE,
@@ -12,6 +13,7 @@ from isoload.layer import (
     ignore_in_ddp,
     load_full_optimizer_state,
 )
+from isoload.online import Rebalancer, Recorder
 from isoload.ops import append_shared_expert, check_device
 from isoload.placement import Placement, placement_errors
 from isoload.placers import PLACERS, place
@@ -29,6 +31,7 @@ from isoload.workloads import WORKLOADS, make_workload
 __version__ = "0.1.0"
 
 __all__ = [
+    "FORMATS",
     "PLACERS",
     "POLICIES",
     "WORKLOADS",
@@ -43,6 +46,8 @@ __all__ = [
     "Placement",
     "Plan",
     "Policy",
+    "Rebalancer",
+    "Recorder",
     "ReplicaTables",
     "Shard",
     "Topology",
@@ -62,11 +67,13 @@ __all__ = [
     "plan",
     "plan_errors",
     "plan_layers",
+    "read_placement",
     "read_trace",
     "register_policy",
     "route",
     "share",
     "topology_errors",
     "trace_errors",
+    "write_placement",
     "write_trace",
 ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from isoload.shared_experts import without_shared_slots
 from isoload.topology import Topology
 from isoload.transport import Group, LocalGroup, checksum, error_code
 from isoload.value_checks import may_be_kept
+
+if TYPE_CHECKING:
+    from isoload.online.recorder import Recorder
 
 Tokens = Literal["own", "same"]
 
@@ -92,6 +95,8 @@ class Balancer:
         self.prefer, self.min_tokens, self.shared_columns = prefer, min_tokens, shared_columns
         self.batch = 0  # batches so far
         self.last_plan: Plan | None = None
+        self.recorder: Recorder | None = None  # counts every batch, planned or not
+        self.last_loads: Tensor | None = None  # [R, E] of the last plan
         self._own: dict[torch.device, PlacedLayers] = {}
         self._steps: dict[torch.device, Tensor] = {}  # [] int64, batches that drew: read by captured graphs
         self._checksums: dict[str, int] = {}
@@ -204,15 +209,17 @@ class Balancer:
         if failure is None:
             try:
                 counts = [count(rows, self.placement.num_experts) for rows in topk_ids]
+                self._record(counts)
             except ValueError as error:
                 failure = error
-        self.last_plan = None
+        self.last_plan = self.last_loads = None
         if not self.plans(num_tokens):
             if failure is not None:
                 tell()
                 raise failure
             return Balanced(topk_ids, torch.stack(counts), None)
         loads = self._gather(counts, failure, tell, {**self.facts, **(facts or {})})
+        self.last_loads = loads
         placed = self.placed_on(loads.device)
         step = next_step(self._step_on(loads.device)) if isinstance(self.policy, Seeded) else 0
         made = self.last_plan = plan(loads, placed, None, self.policy, step=step)
@@ -284,6 +291,11 @@ class Balancer:
         shared = torch.arange(routed, routed + num_shared, device=topk_ids.device, dtype=topk_ids.dtype)
         present = (topk_ids >= 0).any(1, keepdim=True)
         return torch.cat([topk_ids, torch.where(present, shared, -1)], dim=1)
+
+    def _record(self, counts: list[Tensor]) -> None:
+        # A checkpoint's recompute counts no batch again.
+        if self.recorder is not None and (torch.compiler.is_compiling() or not in_backward()):
+            self.recorder.add(self.layer, counts, self)
 
     def _gather(
         self,

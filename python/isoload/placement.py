@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -36,6 +37,7 @@ class Placement:
             every rank that is alive, in order.
         layer_ids: [L] the model's own layer numbers, distinct. Default: 0..L-1.
         replica_weight: [L, P] float32, wished part of each replica, not negative; None = equal.
+        provenance: how it was made: JSON values.
 
     Raises:
         ValueError: naming the argument, the rule and the value.
@@ -49,6 +51,7 @@ class Placement:
     num_shared: int = 0
     layer_ids: tuple[int, ...] = ()
     replica_weight: Tensor | None = None
+    provenance: dict[str, Any] = field(default_factory=dict)
     arrays: tuple[IntArray, IntArray] = field(init=False, repr=False)  # slot_to_expert, home_slot as NumPy
 
     def __post_init__(self) -> None:
@@ -127,6 +130,25 @@ class Placement:
         slots, home = whole.slot_to_expert.select(0, index), whole.home_slot.select(0, index)
         one = PlacedLayers(slots, home, whole.tables[index], self, index)
         return self._remember(key, one)
+
+    def with_layers(self, layer_ids: Sequence[int]) -> Placement:
+        """The placement of some layers, by the model's own layer numbers, in this order.
+
+        Raises:
+            ValueError: a layer that the placement does not have.
+        """
+        position = {layer: i for i, layer in enumerate(self.layer_ids)}
+        if missing := [layer for layer in layer_ids if layer not in position]:
+            raise ValueError(f"layer_ids must be of the placement's layers, it has no layer {missing[0]}")
+        rows = [position[layer] for layer in layer_ids]
+        weight = self.replica_weight
+        return replace(
+            self,
+            slot_to_expert=self.slot_to_expert[rows],
+            home_slot=self.home_slot[rows],
+            layer_ids=tuple(layer_ids),
+            replica_weight=None if weight is None else weight[rows],
+        )
 
     def _remember(self, key: tuple[torch.device, int | None], placed: PlacedLayers) -> PlacedLayers:
         if may_be_kept(placed.home_slot):

@@ -7,10 +7,11 @@ import torch
 
 from isoload.cli import doctor
 from isoload.cost import CostModel
+from isoload.transport import deep_ep
 
 NAMES = [
-    "python", "torch", "isoload ops", "isoload CUDA ops", "CUDA device", "nvcc", "NCCL", "Triton", "Triton kernels",
-    "DeepEP", "HiGHS (scipy)", "break-even",
+    "python", "torch", "isoload ops", "isoload placers", "isoload CUDA ops", "CUDA device", "nvcc", "NCCL",
+    "Triton", "Triton kernels", "DeepEP", "HiGHS (scipy)", "break-even",
 ]  # fmt: skip
 
 
@@ -69,8 +70,28 @@ def test_an_nvcc_that_does_not_run_is_off(monkeypatch):
 
 def test_missing_packages_say_how_to_get_them(monkeypatch):
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(deep_ep, "installed", list)
     for name, extra in (("Triton", "triton"), ("DeepEP", "deepep"), ("HiGHS (scipy)", "plan")):
         assert not item(name).on and f"pip install 'isoload[{extra}]'" in item(name).detail
+
+
+def test_deep_ep_says_what_it_can_do(monkeypatch):
+    new = deep_ep.Package("deep_ep_v25", "sgl-deep-ep-v25", "0.1.0rc0", ("EPBuffer",), True)
+    old = deep_ep.Package("deep_ep", "sgl-deep-ep", "0.1.2", ("ElasticBuffer", "Buffer"), False)
+    can = (
+        "sgl-deep-ep-v25 0.1.0rc0: EPBuffer by DeepEPTransport, borrows (borrow='deep_ep'); "
+        "sgl-deep-ep 0.1.2: ElasticBuffer, Buffer by DeepEPTransport, low latency"
+    )
+    monkeypatch.setattr(deep_ep, "installed", lambda: [new, old])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert item("DeepEP") == doctor.Item("DeepEP", False, f"{can}; needs a GPU, and torch finds none")
+    monkeypatch.setattr(doctor, "_cuda_device", lambda: (True, "a card"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert item("DeepEP") == doctor.Item("DeepEP", True, can)
+    monkeypatch.setattr(
+        deep_ep, "installed", lambda: [deep_ep.Package("deep_ep", "deep-ep", "1.0.0", (), False)]
+    )
+    assert not item("DeepEP").on and "deep_ep is there but not DeepSeek's" in item("DeepEP").detail
 
 
 def test_triton_kernels(monkeypatch):

@@ -97,7 +97,7 @@ def construct(rank: int, what: str) -> None:
     setup.layer(CollectiveTransport(isoload.Topology(RANKS)), **how)
 
 
-def no_memory(pool: SparePool, like: Any, spare_slots: int) -> None:
+def no_memory(pool: SparePool, like: Any, spare_slots: int, backend: Any) -> None:
     """SparePool.__init__ where no tensor can be made."""
 
     class Full:
@@ -106,7 +106,7 @@ def no_memory(pool: SparePool, like: Any, spare_slots: int) -> None:
         def new_zeros(self, *sizes: int) -> None:
             raise torch.OutOfMemoryError("no more memory")
 
-    MADE(pool, [[Full()]], spare_slots)
+    MADE(pool, [[Full()]], spare_slots, backend)
 
 
 MADE = SparePool.__init__
@@ -168,5 +168,7 @@ def test_backends_that_cannot_be() -> None:
     setup: Setup = make_setup(2)
     with pytest.raises(ValueError, match="borrow must not be p2p without processes, got 'p2p'"):
         setup.layer(LocalTransport(setup.placement.topology), **LLEP, borrow="p2p")
-    with pytest.raises(ValueError, match="borrow must be one of pull, copy, all_to_all, p2p, got 'post'"):
+    with pytest.raises(
+        ValueError, match="borrow must be one of pull, copy, all_to_all, p2p, deep_ep, got 'post'"
+    ):
         setup.layer(**LLEP, borrow="post")

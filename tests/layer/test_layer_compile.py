@@ -14,6 +14,7 @@ import isoload
 from isoload.experts.compute import run_experts
 from isoload.experts.weights import ExpertWeights, SwiGLU
 from isoload.transport import LocalTransport
+from isoload.transport.agreement import loads_of
 
 EXPERTS, TOP_K, HIDDEN, INNER, MAX_TOKENS = 6, 3, 8, 16, 13
 
@@ -242,3 +243,19 @@ def test_gradients_are_finite_differences(policy: str) -> None:
     made = layer.moe.last_plan
     used = torch.unique(made.slot_to_expert[made.quota > 0])
     assert (len(used) < int((made.quota > 0).sum())) == (policy == "exact"), "copies on replicas"
+
+
+def test_a_balancer_over_a_group_is_one_graph_and_reads_the_codes_of_other_ranks() -> None:
+    topology = isoload.Topology(2)
+    placement = isoload.place(torch.rand(1, EXPERTS), topology, slots_per_rank=4)
+    balancer = isoload.Balancer(placement, 0, group=isoload.LocalGroup(topology))
+    ids = [torch.randint(EXPERTS, (n, TOP_K)) for n in (5, 3)]
+    wanted = balancer(ids)
+    got = torch.compile(balancer, backend="aot_eager", fullgraph=True)(ids)
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    read = torch.compile(lambda gathered: loads_of(gathered, 3) + 1, backend="aot_eager", fullgraph=True)
+    gathered = torch.arange(8, dtype=torch.int32).view(2, 4)
+    with pytest.raises(ValueError, match="rank 0 failed in stage route"):
+        read(gathered)
+    gathered[:, 3] = 0
+    assert torch.equal(read(gathered), gathered[:, :3] + 1)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import isoload
 from isoload.online import Recorder
@@ -133,3 +134,66 @@ def test_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="trace must have at least one batch with copies"):
         Recorder(LAYERS, EXPERTS).save(tmp_path / "none.npz")
     assert not list(tmp_path.iterdir())
+
+
+def wrong_device(rank):
+    topology = isoload.Topology(2)
+    placement = isoload.place(torch.ones(LAYERS, EXPERTS), topology, slots_per_rank=3)
+    balancer = isoload.Balancer(placement, 1, group=isoload.CollectiveGroup(topology))
+    balancer.recorder = Recorder(LAYERS, EXPERTS, device="meta" if rank == 1 else "cpu")
+    try:
+        balancer(torch.randint(EXPERTS, (6, 2)))
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_layer_records_what_it_routes():
+    """Own and same tokens, with shared experts and padding, below min_tokens too; a recompute counts once."""
+    topology = isoload.Topology(2)
+    placement = isoload.place(torch.ones(LAYERS, EXPERTS), topology, slots_per_rank=5, num_shared=1)
+    ids = torch.tensor([[0, 1], [1, 4], [-1, 2]])
+    recorder = Recorder(LAYERS, EXPERTS)
+    for layer, how in enumerate(
+        ({"tokens": "same"}, {"tokens": "same", "min_tokens": 9}, {"group": isoload.LocalGroup(topology)})
+    ):
+        balancer = isoload.Balancer(placement, layer, "joint", shared_columns=False, **how)
+        balancer.recorder = recorder
+        balancer([ids[:1], ids[1:]] if "group" in how else ids)
+    recorder.step()
+    assert recorder.counts().tolist() == [[[1, 2, 1, 0, 1]] * 3]
+    assert run_ranks(wrong_device, 2) == [
+        "rank 1 failed in stage count, so all ranks stop; its own error says why",
+        "counts must be [5] on meta, got [5] on cpu",
+    ]
+
+
+def test_a_recompute_counts_once():
+    topology = isoload.Topology(2)
+    placement = isoload.place(torch.ones(LAYERS, EXPERTS), topology, slots_per_rank=3)
+    dense = isoload.ExpertWeights.random(EXPERTS, 8, 8)
+    router = torch.randn(8, EXPERTS)
+
+    def gate(rows):
+        return (rows @ router).softmax(-1).topk(2)[::-1]
+
+    layer = isoload.MoE(gate, dense, isoload.LocalTransport(topology), placement, layer=2)
+    layer.balancer.recorder = recorder = Recorder(LAYERS, EXPERTS)
+    rows = [torch.randn(n, 8, requires_grad=True) for n in (3, 4)]
+    outputs = checkpoint(lambda *x: layer(list(x)), *rows, use_reentrant=False)
+    sum(y.sum() for y in outputs).backward()
+    recorder.step()
+    assert recorder.counts()[0, 2].sum() == 2 * 7 and not recorder.counts()[0, :2].any()
+
+
+def test_a_captured_step_adds_again():
+    """The tables keep their place, and compiled code adds to them."""
+    topology = isoload.Topology(2)
+    placement = isoload.place(torch.ones(LAYERS, EXPERTS), topology, slots_per_rank=3)
+    balancer = isoload.Balancer(placement, 0, tokens="same")
+    balancer.recorder = recorder = Recorder(LAYERS, EXPERTS)
+    ids = torch.tensor([[0, 1], [1, 4]])
+    compiled = torch.compile(balancer, backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        compiled(ids)
+    recorder.step()
+    assert recorder.counts()[0, 0].tolist() == [3, 6, 0, 0, 3]

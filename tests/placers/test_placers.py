@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import isoload
-from isoload.placers import eplb
+from isoload.placers import compiled
 from isoload.placers.eplb import EplbPlacer
+from isoload.reference import place_eplb
+from support.placing import placed
 
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "eplb_maps.npz")
 CASES = sorted({name.split("/")[0] for name in GOLDEN.files})
@@ -87,7 +90,7 @@ def plain_pack(replicas: list[int], part: list[np.float32], ranks: int, dedup: b
 @pytest.mark.parametrize("case", CASES)
 def test_without_dedup_maps_equal_the_published_ones(case):
     loads, ranks, size = golden(case)
-    slots = EplbPlacer(dedup=False).place(loads, ranks, size)
+    slots = placed(EplbPlacer(dedup=False), loads, ranks, size)
     assert slots.dtype == np.int32
     np.testing.assert_array_equal(slots, GOLDEN[f"{case}/phy2log"])
     np.testing.assert_array_equal(copies(slots, loads.shape[-1]), GOLDEN[f"{case}/logcnt"])
@@ -108,7 +111,7 @@ def test_golden_cases_cover_the_special_ones():
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("zero")])
 def test_dedup_costs_next_to_no_balance_on_golden_loads(case):
     loads, ranks, size = golden(case)
-    published, distinct = GOLDEN[f"{case}/phy2log"], EplbPlacer().place(loads, ranks, size)
+    published, distinct = GOLDEN[f"{case}/phy2log"], placed(EplbPlacer(), loads, ranks, size)
     assert repeats(distinct, ranks) == 0
     assert (imbalance(distinct, loads, ranks) <= 1.005 * imbalance(published, loads, ranks)).all()
 
@@ -121,7 +124,7 @@ def test_random_loads_equal_plain_loops(dedup):
         experts = int(rng.integers(size, ranks * size + 1))
         top = int(rng.choice([1, 4, 40, 10**6]))
         loads = rng.integers(0, top + 1, (2, 3, experts)).astype(np.float64)
-        slots = EplbPlacer(dedup).place(loads, ranks, size)
+        slots = placed(EplbPlacer(dedup), loads, ranks, size)
         for layer, row in zip(loads.sum(0), slots.tolist(), strict=True):
             replicas, part = plain_replicate(layer, ranks * size, ranks if dedup else ranks * size)
             expected = replicas if size == 1 else plain_pack(replicas, part, ranks, dedup)
@@ -131,7 +134,8 @@ def test_random_loads_equal_plain_loops(dedup):
 def test_packing_that_gets_stuck_often_equals_plain_loops(monkeypatch):
     """Replica counts that greedy replication would not choose: packing them gets stuck again and again."""
     stuck = []
-    monkeypatch.setattr(eplb, "make_room", lambda *a, real=eplb.make_room: stuck.append(a) or real(*a))
+    real = place_eplb.make_room
+    monkeypatch.setattr(place_eplb, "make_room", lambda *a: stuck.append(a) or real(*a))
     rng, most = np.random.default_rng(12), 0
     for _ in range(2000):
         ranks, size = int(rng.integers(2, 7)), int(rng.integers(3, 7))
@@ -141,7 +145,8 @@ def test_packing_that_gets_stuck_often_equals_plain_loops(monkeypatch):
         # Some far heavier than the rest: their ranks fill last, when only repeats are left.
         part = np.floor(10 ** rng.uniform(0, rng.choice([1, 3]), (1, experts))).astype(np.float32)
         before = len(stuck)
-        slots = eplb.pack(replicas, part, ranks, dedup=True)
+        capacity = np.full((1, ranks), size, dtype=np.int32)
+        slots = place_eplb.pack(replicas, part, capacity, True, size).reshape(1, -1)
         most = max(most, len(stuck) - before)
         assert repeats(slots, ranks) == 0
         assert slots[0].tolist() == plain_pack(replicas[0].tolist(), list(part[0]), ranks, dedup=True)
@@ -172,27 +177,43 @@ def test_dedup_properties(data):
 def test_one_hot_expert_gets_a_replica_on_every_rank_and_no_more():
     loads = np.zeros((1, 1, 12))
     loads[0, 0, 4] = 1000
-    distinct, published = EplbPlacer().place(loads, 6, 3), EplbPlacer(dedup=False).place(loads, 6, 3)
+    distinct, published = placed(EplbPlacer(), loads, 6, 3), placed(EplbPlacer(dedup=False), loads, 6, 3)
     assert copies(distinct, 12)[0].tolist() == [2, 1, 1, 1, 6, 1, 1, 1, 1, 1, 1, 1]
     assert copies(published, 12)[0, 4] == 7
 
 
-def test_stuck_packing_is_repaired_by_the_mildest_move(monkeypatch):
+def test_stuck_packing_is_repaired_by_the_mildest_move():
     """Expert 3's second replica finds room only where the first is, on rank 1: rank 0 gives expert 0 away."""
-    calls = []
-    monkeypatch.setattr(eplb, "make_room", lambda *a, real=eplb.make_room: calls.append(a[-1]) or real(*a))
     loads = np.array([[[4.0, 8, 4, 6]]])
-    assert EplbPlacer().place(loads, 2, 3).tolist() == [[2, 1, 3, 1, 3, 0]]
-    assert calls == [3]
-    assert repeats(EplbPlacer(dedup=False).place(loads, 2, 3), 2) == 1
+    assert placed(EplbPlacer(), loads, 2, 3).tolist() == [[2, 1, 3, 1, 3, 0]]
+    assert repeats(placed(EplbPlacer(dedup=False), loads, 2, 3), 2) == 1
 
 
-@pytest.mark.parametrize("placer", isoload.PLACERS)
+@pytest.mark.parametrize("dedup", [False, True])
+def test_compiled_loops_and_numpy_give_the_same_slots(dedup):
+    assert compiled.why_not_compiled() is None, "`make build`"
+    rng = np.random.default_rng(13)
+    for _ in range(400):
+        ranks, size = rng.integers(1, 9, 2).tolist()
+        experts = int(rng.integers(size, ranks * size + 1))
+        weight = np.floor(10 ** rng.uniform(0, rng.choice([0.5, 3]), (3, experts))).astype(np.float32)
+        capacity = np.full((3, ranks), size, dtype=np.int32)
+        if experts < ranks * size - ranks:  # ragged: fewer slots on some ranks of one layer
+            capacity[1, : rng.integers(0, ranks)] -= 1
+        fast = compiled.loops().eplb(weight, capacity, dedup, int(rng.integers(1, 4)))
+        np.testing.assert_array_equal(fast, place_eplb.place_eplb(weight, capacity, dedup))
+        assert ((fast >= 0).sum(-1) == capacity).all()
+
+
+@pytest.mark.parametrize(
+    "placer", [name for name in isoload.PLACERS if name != "craft"]
+)  # whose layers share a budget
 def test_layers_are_placed_independently_and_batches_summed(placer):
     counts = np.random.default_rng(5).integers(0, 1000, (4, 6, 20))
     topology = isoload.Topology(4)
     whole = isoload.place(counts, topology, 7, placer).slot_to_expert
-    assert torch.equal(whole, isoload.place(counts.sum(0), topology, 7, placer).slot_to_expert)
+    summed = isoload.place(counts.sum(0), topology, 7, placer).slot_to_expert
+    assert torch.equal(whole, summed) == (placer != "scenario")
     for i in range(6):
         alone = isoload.place(counts[:, i : i + 1], topology, 7, placer).slot_to_expert
         assert torch.equal(alone[0], whole[i])
@@ -278,7 +299,7 @@ REFUSED = [
         {"slots_per_rank": 10, "spare_slots": 1},
     ),
     (f"placer must be one of {', '.join(isoload.PLACERS)}, got 'best'", {"placer": "best"}),
-    ("option must be one of dedup for placer eplb, got 'seed'", {"seed": 1}),
+    ("option must be one of dedup, groups for placer eplb, got 'seed'", {"seed": 1}),
     ("option must be one of (none) for placer trivial, got 'dedup'", {"placer": "trivial", "dedup": True}),
 ]
 
@@ -293,3 +314,22 @@ def test_place_names_what_it_refuses(message, arguments):
 def test_more_slots_than_distinct_replicas_are_filled_without_dedup():
     placement = isoload.place(np.ones((1, 2)), isoload.Topology(2), 3, dedup=False)
     assert copies(placement.slot_to_expert.numpy(), 2).sum() == 6
+
+
+def test_without_the_compiled_loops_placers_warn_once_and_place_alike(monkeypatch):
+    counts = np.random.default_rng(6).integers(0, 1000, (3, 2, 10))
+    fast = {
+        name: isoload.place(counts, isoload.Topology(3), 4, name).slot_to_expert
+        for name in ("eplb", "scenario")
+    }
+    monkeypatch.setitem(sys.modules, "isoload._place", None)  # what import finds where it was not built
+    compiled.loops.cache_clear()
+    try:
+        with pytest.warns(
+            UserWarning, match="^placers run in NumPy, many times slower: isoload._place was not"
+        ) as found:
+            for name, slots in fast.items():
+                assert torch.equal(isoload.place(counts, isoload.Topology(3), 4, name).slot_to_expert, slots)
+        assert len(found) == 1
+    finally:
+        compiled.loops.cache_clear()

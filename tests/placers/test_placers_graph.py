@@ -10,6 +10,7 @@ import pytest
 
 import isoload
 from isoload.placers.graph import GRAPHS, GraphPlacer
+from support.placing import placed
 
 SIZES = {"ring": (5, 8), "cube": (8, 8), "hypercube": (16, 8), "torus": (12, 4)}  # ranks, ranks per node
 
@@ -58,7 +59,7 @@ def test_replicas_are_the_heaviest_of_the_neighbours(graph: str, packed: bool) -
     own, rounds = 6, 2
     counts = rng.integers(0, 50, (3, 4, ranks * own))
     placer = GraphPlacer(graph, per_node, packed)
-    slots = placer.place(counts.astype(float), ranks, own + degree * rounds)
+    slots = placed(placer, counts.astype(float), ranks, own + degree * rounds)
     assert slots.shape == (4, ranks * (own + degree * rounds)) and slots.dtype == np.int32
     owners = GRAPHS[graph](ranks, per_node)
     for layer, load in zip(slots.reshape(4, ranks, -1), counts.sum(0), strict=True):
@@ -78,14 +79,14 @@ def test_replicas_are_the_heaviest_of_the_neighbours(graph: str, packed: bool) -
 def test_the_first_edge_of_a_round_has_the_heaviest() -> None:
     """Torus of 2 x 2 with 2 experts each: first every node neighbour takes the heaviest, then the other."""
     counts = np.array([[[1.0, 9, 8, 8, 3, 2, 0, 5]]])
-    slots = GraphPlacer("torus", 2).place(counts, 4, 4).reshape(4, 4)
+    slots = placed(GraphPlacer("torus", 2), counts, 4, 4).reshape(4, 4)
     assert slots[:, 2].tolist() == [2, 1, 7, 4]
     assert slots[:, 3].tolist() == [5, 6, 0, 3]
 
 
 def test_packed_levels_the_ranks_before_replication() -> None:
     counts = np.arange(1.0, 17)[::-1][None, None]
-    plain, packed = (GraphPlacer("cube", packed=p).place(counts, 8, 2).reshape(8, 2) for p in (False, True))
+    plain, packed = (placed(GraphPlacer("cube", packed=p), counts, 8, 2).reshape(8, 2) for p in (False, True))
     assert plain.tolist() == np.arange(16).reshape(8, 2).tolist()
     assert {float(counts[0, 0][row].sum()) for row in packed} == {17.0}
 
@@ -93,7 +94,7 @@ def test_packed_levels_the_ranks_before_replication() -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_experts_that_do_not_divide_leave_some_ranks_one_more_replica(packed: bool) -> None:
     counts = np.random.default_rng(3).integers(1, 99, (1, 5, 10))
-    slots = GraphPlacer(packed=packed).place(counts.astype(float), 4, 4)
+    slots = placed(GraphPlacer(packed=packed), counts.astype(float), 4, 4)
     for row in slots:
         copies = np.bincount(row, minlength=10)
         assert copies.min() == 1 and copies.max() == 2 and copies.sum() == 16

@@ -10,6 +10,10 @@ def test_first_half():
     assert calibration_folds(2, "first-half") == [Fold((0,), (1,))]
 
 
+def test_interleaved():
+    assert calibration_folds(5, "interleaved") == [Fold((0, 2, 4), (1, 3))]
+
+
 def test_all_sees_what_it_replays():
     assert calibration_folds(1, "all") == [Fold((0,), (0,))]
 
@@ -32,7 +36,8 @@ def test_every_mode_but_all_keeps_them_apart(calibrate):
     folds = calibration_folds(7, calibrate, tuple("aabbbcc"))
     replayed = [b for fold in folds for b in fold.replay]
     assert len(set(replayed)) == len(replayed)
-    assert sorted(replayed) == list(range(3 if calibrate == "first-half" else 0, 7))
+    expected = {"first-half": [3, 4, 5, 6], "interleaved": [1, 3, 5]}
+    assert sorted(replayed) == expected.get(calibrate, list(range(7)))
     assert all(fold.calibrate and fold.replay for fold in folds)
     if calibrate != "all":
         assert all(not set(fold.calibrate) & set(fold.replay) for fold in folds)
@@ -43,7 +48,7 @@ def test_every_mode_but_all_keeps_them_apart(calibrate):
     [
         (
             (4, "second-half"),
-            "calibrate must be one of first-half, all, leave-one-out, leave-cluster-out, got 'sec",
+            "calibrate must be one of first-half, interleaved, all, leave-one-out, leave-cluster-out, got 'sec",
         ),
         ((1, "first-half"), "calibrate=first-half needs at least 2 batches, got 1: use calibrate=all"),
         ((1, "leave-one-out"), "calibrate=leave-one-out needs at least 2 batches, got 1"),

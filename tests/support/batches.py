@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -60,13 +61,17 @@ def draw(
     *,
     top_k: int = 4,
     hidden: int = 7,
+    width: int = 1,
     tokens: list[int] | None = None,
     absent: float = 0.15,
     to_rank: int | None = None,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
 ) -> Batch:
-    """Distinct slots per token (all on one rank if ``to_rank`` is given), some absent; ragged token numbers."""
+    """Distinct slots per token (all on one rank if ``to_rank`` is given), some absent; ragged token numbers.
+
+    H is hidden * width.
+    """
     rng = np.random.default_rng([seed, num_ranks, top_k, hidden])
     slots_per_rank = top_k + 1 if to_rank is not None else 2 + top_k // num_ranks
     tokens = [int(t) for t in rng.integers(1, MAX_TOKENS + 1, num_ranks)] if tokens is None else tokens
@@ -78,21 +83,22 @@ def draw(
         chosen = chosen.reshape(count, top_k)
         chosen[rng.random(chosen.shape) < absent] = -1
         slots.append(torch.from_numpy(chosen))
-        x.append(torch.from_numpy(rng.standard_normal((count, hidden))).to(dtype))
+        x.append(torch.from_numpy(rng.standard_normal((count, hidden * width))).to(dtype))
         weights.append(torch.from_numpy(rng.random((count, top_k))).float())
     return Batch(name, x, slots, weights, slots_per_rank)
 
 
-def batches(num_ranks: int, dtype: torch.dtype = torch.float64) -> Iterator[Batch]:
-    """The named batches of every case."""
+def batches(num_ranks: int, dtype: torch.dtype = torch.float64, width: int = 1) -> Iterator[Batch]:
+    """The named batches of every case, of hidden sizes that are multiples of a width."""
     last = num_ranks - 1
-    yield draw("one token on one rank", num_ranks, tokens=[1] + [0] * last, dtype=dtype)
-    yield draw("no token anywhere", num_ranks, tokens=[0] * num_ranks, dtype=dtype)
-    yield draw("rank without tokens", num_ranks, tokens=[MAX_TOKENS] * last + [0], dtype=dtype)
-    yield draw("all copies absent", num_ranks, absent=1.0, dtype=dtype)
-    yield draw("all copies to the last rank", num_ranks, to_rank=last, dtype=dtype)
-    yield draw("no copy absent", num_ranks, absent=0.0, dtype=dtype)
-    yield draw("H = 1", num_ranks, hidden=1, dtype=dtype)
-    yield draw("H = 33", num_ranks, hidden=33, dtype=dtype)
+    make = partial(draw, num_ranks=num_ranks, dtype=dtype, width=width)
+    yield make("one token on one rank", tokens=[1] + [0] * last)
+    yield make("no token anywhere", tokens=[0] * num_ranks)
+    yield make("rank without tokens", tokens=[MAX_TOKENS] * last + [0])
+    yield make("all copies absent", absent=1.0)
+    yield make("all copies to the last rank", to_rank=last)
+    yield make("no copy absent", absent=0.0)
+    yield make("smallest H", hidden=1)
+    yield make("33 times that", hidden=33)
     for top_k in range(1, 9):
-        yield draw(f"K = {top_k}", num_ranks, top_k=top_k, dtype=dtype, seed=top_k)
+        yield make(f"K = {top_k}", top_k=top_k, seed=top_k)

@@ -30,7 +30,9 @@ class Setup:
     dense: ExpertWeights
 
     def __post_init__(self) -> None:
-        self.router = torch.randn(HIDDEN, TOP_K, generator=torch.Generator().manual_seed(7)).double()
+        self.router = torch.randn(
+            self.dense.down.shape[1], TOP_K, generator=torch.Generator().manual_seed(7)
+        ).double()
 
     @property
     def num_ranks(self) -> int:
@@ -87,6 +89,7 @@ def make_setup(
     tokens: Any = (13, 0, 7, 9, 1, 12, 5, 8),
     dtype: torch.dtype = torch.float64,
     bias: bool = False,
+    hidden: int = HIDDEN,
     seed: int = 0,
     **options: Any,
 ) -> Setup:
@@ -105,9 +108,9 @@ def make_setup(
     placement = isoload.place(
         torch.ones(1, experts), topology, slots_per_rank=size, spare_slots=spare, placer="trivial"
     )
-    dense = ExpertWeights.random(experts, HIDDEN, INNER, bias=bias, generator=draw, dtype=dtype)
+    dense = ExpertWeights.random(experts, hidden, INNER, bias=bias, generator=draw, dtype=dtype)
     ids = made.topk_ids(0)
-    rows = [torch.randn(len(i), HIDDEN, generator=draw, dtype=torch.float64).to(dtype) for i in ids]
+    rows = [torch.randn(len(i), hidden, generator=draw, dtype=torch.float64).to(dtype) for i in ids]
     return Setup(ids, rows, placement, dense)
 
 

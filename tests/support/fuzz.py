@@ -26,8 +26,8 @@ MAX_GROWTH = 2**20  # KiB of memory, over a whole run
 REFUSALS = (
     r"num_shared must be at most \d+ for policy \w+, got \d+",
     r"topology must have all ranks alive for policy waterfill_sampled",
-    # Issue 13, point 14: waterfill:candidates=visited|node beside ranks that are not alive.
-    r"limits must hold the \d+ shared copies of ranks \d+\.\.\d+, got 0",
+    r"candidates must be all or node for a topology with dead ranks, got 'visited'",
+    r"candidates must be all for a topology with a node without live ranks, got 'node'",
 )
 
 

@@ -1,4 +1,4 @@
-"""The command ``isoload``: replay, demo, inspect, doctor."""
+"""The command ``isoload``: replay, place, demo, inspect, doctor."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from rich.text import Text
 
 from isoload import __version__
 from isoload.cli import demo, doctor
+from isoload.cli.place import PlaceSettings, check_format, run_place, write_placement
 from isoload.cli.processes import RankError
 from isoload.cost import CostModel, read_cost
+from isoload.formats import FORMATS, read_placement
+from isoload.placement import Placement
 from isoload.placers import PLACERS
 from isoload.policies import POLICIES
 from isoload.replay.batches import ASSIGNMENTS
@@ -28,7 +31,9 @@ from isoload.replay.simulate import replay as replay_trace
 from isoload.report.cost import print_cost
 from isoload.report.files import check_target, write_json
 from isoload.report.inspection import inspect_json, print_inspection
+from isoload.report.placing import place_json, print_place
 from isoload.report.replay import print_replay, replay_json
+from isoload.topology import Topology
 from isoload.trace import Trace, read_trace
 from isoload.trace.archives import shown
 
@@ -63,6 +68,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 @app.command()
 def replay(
+    context: typer.Context,
     trace: TracePath,
     ranks: Annotated[int, typer.Option(help="R, ranks of the expert-parallel group.")] = 8,
     ranks_per_node: Annotated[int, typer.Option(help="Ranks that share a node. 0: all.")] = 0,
@@ -76,7 +82,13 @@ def replay(
     shared_experts: Annotated[
         int, typer.Option(help="Shared experts that every token gets besides; every rank holds each.")
     ] = 0,
-    placer: Annotated[str, typer.Option(help=f"One of {', '.join(PLACERS)}.")] = "eplb",
+    placer: Annotated[
+        str, typer.Option(help=f"One of {', '.join(PLACERS)}, with options as name:option=value.")
+    ] = "eplb",
+    placement: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Replay all batches on this placement instead of making one."),
+    ] = None,
     calibrate: Annotated[
         str, typer.Option(help=f"Batches to place on: {', '.join(CALIBRATIONS)}. The rest is replayed.")
     ] = "first-half",
@@ -119,6 +131,11 @@ def replay(
     """
     with _one_line_errors():
         check_target(json)
+        placed = None if placement is None else _placement(context, placement)
+        if placed is not None:
+            ranks, ranks_per_node = placed.topology.num_ranks, placed.topology.ranks_per_node
+            spare_slots, shared_experts = placed.spare_slots, placed.num_shared
+            slots_per_rank = placed.slots_per_rank
         chosen: tuple[str, ...] = SHARED_POLICIES if shared_experts else DEFAULT_POLICIES
         if policies is not None:
             chosen = tuple(name.strip() for name in policies.split(",") if name.strip())
@@ -140,13 +157,84 @@ def replay(
         )
         loaded = _load(trace, layers)
         with _progress("replaying batches") as on_batch:
-            found = replay_trace(loaded, settings, on_batch)
+            found = replay_trace(loaded, settings, on_batch, placed)
         if json:
             write_json(replay_json(found), json)
         if json != "-":
             print_replay(found, Console(highlight=False))
             if settings.cost:
                 print_cost(found.costs, settings.cost, Console(highlight=False))
+
+
+@app.command("place")
+def run_placing(
+    traces: Annotated[
+        list[Path], typer.Argument(metavar="TRACE...", help="What was recorded; traces weigh alike.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The placement file.")],
+    ranks: Annotated[int, typer.Option(help="R, ranks of the expert-parallel group.")],
+    ranks_per_node: Annotated[int, typer.Option(help="Ranks that share a node. 0: all.")] = 0,
+    slots_per_rank: Annotated[
+        int, typer.Option(help="S. 0: one slot for each expert, or those of --before.")
+    ] = 0,
+    placer: Annotated[
+        str, typer.Option(help=f"One of {', '.join(PLACERS)}, with options as name:option=value.")
+    ] = "scenario",
+    file_format: Annotated[str, typer.Option("--format", help=f"One of {', '.join(FORMATS)}.")] = "isoload",
+    before: Annotated[str | None, typer.Option(metavar="FILE", help="A placement to start from.")] = None,
+    against: Annotated[str | None, typer.Option(metavar="FILE", help="A placement to compare with.")] = None,
+    calibrate: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Batches of the first trace held back to judge: {', '.join(CALIBRATIONS)}. "
+            "Default: leave-cluster-out where batches have clusters, else interleaved."
+        ),
+    ] = None,
+    expert_bytes: Annotated[int, typer.Option(help="Of one expert's weights; 0: not known.")] = 0,
+    replica_memory: Annotated[
+        int, typer.Option(help="Bytes of a rank for replicas of all layers: fewer, where they help. Ragged.")
+    ] = 0,
+    json: JsonTarget = None,
+) -> None:
+    """Turn recorded loads into a placement file, and print what it buys.
+
+    Experts are placed on all batches; the figures are of placements made without the batches they are judged on.
+    """
+    with _one_line_errors():
+        check_target(json)
+        check_target(str(output), "output")
+        check_format(file_format)
+        settings = PlaceSettings(
+            ranks,
+            ranks_per_node,
+            slots_per_rank,
+            placer,
+            before,
+            against,
+            calibrate,
+            expert_bytes,
+            replica_memory,
+        )
+        found = run_place([_load(trace, None) for trace in traces], settings)
+        write_placement(found.placement, output, file_format)
+        if json:
+            write_json(place_json(found.placement, found.calibrate, found.rows), json)
+        if json != "-":
+            print_place(found.placement, str(output), found.calibrate, found.rows, Console(highlight=False))
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="FILE", help="A placement file, of any format.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The new file.")],
+    file_format: Annotated[str, typer.Option("--format", help=f"One of {', '.join(FORMATS)}.")],
+    ranks: Annotated[int, typer.Option(help="R, where the file does not say it. 0: it does.")] = 0,
+) -> None:
+    """Write a placement file in another format."""
+    with _one_line_errors():
+        check_target(str(output), "output")
+        check_format(file_format)
+        write_placement(read_placement(source, Topology(ranks) if ranks else None), output, file_format)
 
 
 @app.command()
@@ -199,6 +287,27 @@ def run_doctor(cost: CostFile = None, json: JsonTarget = None) -> None:
             write_json(doctor.doctor_json(items), json)
         if json != "-":
             doctor.print_doctor(items, Console(highlight=False))
+
+
+def _placement(context: typer.Context, path: str) -> Placement:
+    """The placement of a file, which no option may contradict."""
+    found = read_placement(path)
+    topology = found.topology
+    has = {
+        "ranks": topology.num_ranks,
+        "ranks_per_node": topology.ranks_per_node,
+        "slots_per_rank": found.slots_per_rank,
+        "spare_slots": found.spare_slots,
+        "shared_experts": found.num_shared,
+        "placer": "not given",
+        "calibrate": "not given",
+    }
+    for name, value in has.items():
+        given = context.params[name]
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE" and given != value:
+            raise ValueError(f"{name} must be {value} with placement {path}, got {given}")
+    return found
 
 
 def _cost_model(given: str | None) -> CostModel | None:

@@ -20,7 +20,9 @@ from rich.text import Text
 
 from isoload import __version__, kernels
 from isoload.cost import CostModel
+from isoload.placers.compiled import why_not_compiled
 from isoload.report.tables import Figure, json_of
+from isoload.transport import deep_ep
 
 PACKAGE = Path(__file__).parents[1]
 CUDA_OP = "isoload::plan_exact"  # stands for all ops: they are compiled for CUDA together
@@ -45,13 +47,14 @@ def report(cost: CostModel | None = None) -> list[Item]:
         "python": lambda: (True, f"{platform.python_version()} on {platform.machine()}"),
         "torch": lambda: (True, f"{torch.__version__}, {torch.get_num_threads()} CPU threads"),
         "isoload ops": _ops,
+        "isoload placers": _placers,
         "isoload CUDA ops": _cuda_ops,
         "CUDA device": _cuda_device,
         "nvcc": _nvcc,
         "NCCL": _nccl,
         "Triton": lambda: _package("triton", "the Triton kernels", "triton"),
         "Triton kernels": _kernels,
-        "DeepEP": lambda: _package("deep_ep", "the DeepEP transport", "deepep"),
+        "DeepEP": _deep_ep,
         "HiGHS (scipy)": lambda: _package("scipy", "the LP oracle of tests and benchmarks", "plan"),
         "break-even": lambda: _break_even(cost or CostModel()),
     }
@@ -61,6 +64,11 @@ def report(cost: CostModel | None = None) -> list[Item]:
 def _ops() -> tuple[bool, str]:
     files = sorted(PACKAGE.glob("_C*.so"))
     return (True, f"{__version__}, {files[0].name}") if files else (False, "not compiled: run `make build`")
+
+
+def _placers() -> tuple[bool, str]:
+    why = why_not_compiled()
+    return (False, f"in NumPy, many times slower: {why}") if why else (True, "compiled")
 
 
 def _cuda_ops() -> tuple[bool, str]:
@@ -107,6 +115,27 @@ def _kernels() -> tuple[bool, str]:
         reason is None,
         f"plain torch computes: {reason}" if reason else "permutation and activation of rows",
     )
+
+
+def _deep_ep() -> tuple[bool, str]:
+    """What is installed, by its files: importing it needs a GPU."""
+    found = [package for package in deep_ep.installed() if package.buffers]
+    if not found:
+        others = ", ".join(f"{p.module} is there but not DeepSeek's" for p in deep_ep.installed())
+        return (
+            False,
+            f"{others or 'not installed'}, needed for DeepEPTransport: pip install 'isoload[deepep]'",
+        )
+    can = "; ".join(f"{package}: {_abilities(package)}" for package in found)
+    if not torch.cuda.is_available():
+        return False, f"{can}; needs a GPU, and torch finds none"
+    return True, can
+
+
+def _abilities(package: deep_ep.Package) -> str:
+    low_latency = ", low latency" if "Buffer" in package.buffers else ""
+    borrows = ", borrows (borrow='deep_ep')" if package.borrows else ""
+    return f"{', '.join(package.buffers)} by DeepEPTransport{low_latency}{borrows}"
 
 
 def _package(module: str, use: str, extra: str) -> tuple[bool, str]:

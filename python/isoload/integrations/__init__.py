@@ -1,1 +1,1 @@
-"""isoload inside of serving engines: one folder per engine, and beside them what engines have in common."""
+"""isoload inside of other programs: huggingface, and a folder per serving engine; beside them what engines share."""

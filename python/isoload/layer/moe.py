@@ -59,9 +59,9 @@ class MoE(nn.Module):
             host: see num_tokens of :meth:`forward`. The same on all ranks.
         weight_rows: experts that every rank has memory for, for :meth:`load_placement`. None: as many as the
             placement's slots hold on it.
-        borrow: the backend that brings the weights of spare slots: "pull", "copy", "all_to_all" or "p2p", see
-            isoload.weights.backends. None: "pull" where ranks can read each other's memory, else "all_to_all";
-            ``borrowing.backend.name`` says which.
+        borrow: the backend that brings the weights of spare slots: "pull", "copy", "all_to_all", "p2p" or, over a
+            DeepEPTransport, "deep_ep", see isoload.weights.backends. None: "pull" where ranks can read each other's
+            memory, else "all_to_all"; ``borrowing.backend.name`` says which.
 
     Raises:
         ValueError: naming the argument, the rule and the value; on the other ranks naming the rank and the stage.

@@ -58,6 +58,10 @@ class Recorder:
         self._sources: dict[int, weakref.ref[object]] = {}
         self.clear()
 
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
     def clear(self) -> None:
         """Forgets all batches. Memory stays where it is, so captured graphs stay valid."""
         self._now.zero_()

@@ -1,28 +1,32 @@
 """Offline placers: one file each, one registry.
 
-A placer plans dense slots on R equal ranks; ``place`` adds spare slots and dead ranks, whatever the placer.
+A placer lays routed experts out on the live ranks; ``place`` adds spare slots, shared experts and dead ranks,
+whatever the placer.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any
+from dataclasses import asdict, fields
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import torch
 
 from isoload.placement import Placement
-from isoload.placers.base import Loads, Placer
+from isoload.placers.base import Placed, Placer, Room, Slots
+from isoload.placers.craft import CraftPlacer
 from isoload.placers.eplb import EplbPlacer
 from isoload.placers.graph import GraphPlacer
+from isoload.placers.scenario import ScenarioPlacer
+from isoload.placers.scenarios import Scenarios, make_scenarios
 from isoload.placers.trivial import TrivialPlacer
-from isoload.topology import Topology
+from isoload.topology import NOMINAL_TICKS, Topology
 
 MAX_SHARED = 64  # models have one or two
 MAX_SLOTS = 2**16  # of a layer: planners stay below a second
 
 PLACERS: dict[str, type[Placer]] = {
-    placer.name: placer for placer in (TrivialPlacer, EplbPlacer, GraphPlacer)
+    placer.name: placer for placer in (TrivialPlacer, EplbPlacer, GraphPlacer, CraftPlacer, ScenarioPlacer)
 }
 OLD_NAMES = {"topology": "graph"}  # still accepted
 
@@ -34,32 +38,139 @@ def place(
     placer: str = "eplb",
     spare_slots: int = 0,
     num_shared: int = 0,
+    before: Placement | None = None,
     **options: Any,
 ) -> Placement:
     """Lays experts and replicas into slots.
 
     Args:
-        counts: [L, E] or [batches, L, E] copies per routed expert (array or tensor).
+        counts: [L, E] or [batches, L, E] copies per routed expert (array or tensor); or a
+            :class:`isoload.Trace` or several, whose layer_ids the placement then has.
         topology: the ranks; those not alive get no expert.
         slots_per_rank: S, shared and spare slots included. Default: one slot for each expert, and those.
         placer: a name in ``isoload.PLACERS``.
         spare_slots: of every rank's S slots, how many stay empty; at most E.
         num_shared: shared experts, at most 64; every live rank holds each in a slot after its routed ones.
+        before: a placement of the same layers, experts and slots, from which a placer that can (``scenario``) starts.
+            Ranks may have died since, or come.
         **options: the placer's own, e.g. ``dedup=False``.
 
     Raises:
         ValueError: naming the argument, the rule and the value.
     """
-    placer = OLD_NAMES.get(placer, placer)
-    if placer not in PLACERS:
-        raise ValueError(f"placer must be one of {', '.join(PLACERS)}, got {placer!r}")
-    known = [f.name for f in fields(PLACERS[placer])]
+    planner = make_placer(placer, options)
+    scenarios, traces = make_scenarios(counts)
+    live = topology.live_ranks
+    dense = _dense_slots(scenarios, topology, slots_per_rank, spare_slots, num_shared)
+    others = spare_slots + num_shared
+    if before is not None:
+        if not planner.takes_before:
+            raise ValueError(f"before must be None for placer {planner.name}, which starts anew")
+        _check_before(before, scenarios, topology, dense, spare_slots, num_shared)
+    room = Room(
+        node=np.array(live, dtype=np.int32) // topology.ranks_per_node,
+        tick=_ticks(topology)[live],
+        slots_per_rank=None if planner.has_budget and slots_per_rank is None else dense,
+        before=None if before is None else _routed_slots(before, dense)[:, live],
+    )
+    placed = planner.place(scenarios, room)
+    width = placed.slots.shape[2]
+    if room.slots_per_rank is None:
+        dense = width
+    slots = np.full((scenarios.num_layers, topology.num_ranks, dense + others), -1, dtype=np.int32)
+    slots[:, live, :width] = placed.slots if before is None else keep_places(placed.slots, room.before)
+    experts = scenarios.num_experts
+    slots[:, live, dense : dense + num_shared] = np.arange(experts, experts + num_shared)
+    return Placement(
+        torch.from_numpy(slots.reshape(scenarios.num_layers, -1)),
+        topology,
+        experts + num_shared,
+        spare_slots=spare_slots,
+        num_shared=num_shared,
+        layer_ids=traces[0].layer_ids if traces else () if before is None else before.layer_ids,
+        replica_weight=_whole_width(placed, slots.shape, live),
+        provenance={
+            "placer": planner.name,
+            "options": asdict(planner),
+            "traces": [trace.name for trace in traces],
+            "scenarios": len(scenarios.loads),
+            **placed.notes,
+        },
+    )
+
+
+def make_placer(name: str, options: dict[str, Any]) -> Placer:
+    """A placer by its name, with its options.
+
+    Raises:
+        ValueError: an unknown name or option.
+    """
+    name = OLD_NAMES.get(name, name)
+    if name not in PLACERS:
+        raise ValueError(f"placer must be one of {', '.join(PLACERS)}, got {name!r}")
+    known = [f.name for f in fields(PLACERS[name])]
     if unknown := [key for key in options if key not in known]:
         listed = ", ".join(known) or "(none)"
-        raise ValueError(f"option must be one of {listed} for placer {placer}, got {unknown[0]!r}")
-    loads = _batches(counts)
-    num_layers, experts = loads.shape[1:]
-    live = topology.live_ranks
+        raise ValueError(f"option must be one of {listed} for placer {name}, got {unknown[0]!r}")
+    return PLACERS[name](**options)
+
+
+def parse_placer(text: str) -> tuple[str, dict[str, Any]]:
+    """Name and options of a placer written ``name`` or ``name:option=value:option=value``.
+
+    Raises:
+        ValueError: an unknown name or option, or a value that its option cannot be.
+    """
+    name, *given = text.split(":")
+    name = OLD_NAMES.get(name, name)
+    make_placer(name, {})
+    hints, options = get_type_hints(PLACERS[name]), {}
+    for pair in given:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"placer must be written name:option=value, got {text!r}")
+        make_placer(name, {key: None})  # refuses an unknown option
+        options[key] = _option_value(key, value, get_args(hints[key]) or (hints[key],))
+    return name, options
+
+
+def _option_value(key: str, text: str, kinds: tuple[Any, ...]) -> Any:
+    """The value in the first of the option's types that it can be."""
+    words = {"True": True, "False": False, "None": None}
+    if text in words and type(words[text]) in kinds:
+        return words[text]
+    for kind in (int, float, str):
+        try:
+            if kind in kinds:
+                return kind(text)
+        except ValueError:
+            continue
+    names = ", ".join(kind.__name__.removesuffix("Type") for kind in kinds)
+    raise ValueError(f"option {key} must be of type {names}, got {text!r}")
+
+
+def keep_places(slots: Slots, before: Slots | None) -> Slots:
+    """Slots [L, R, S] with every expert that its rank held before in the slot where it was."""
+    assert before is not None
+    kept = np.full_like(slots, -1)
+    for row, old, new in zip(
+        kept.reshape(-1, slots.shape[2]),
+        before.reshape(-1, slots.shape[2]),
+        slots.reshape(-1, slots.shape[2]),
+        strict=True,
+    ):
+        stays = (old >= 0) & np.isin(old, new)
+        row[stays] = old[stays]
+        come = new[(new >= 0) & ~np.isin(new, old)]
+        row[np.flatnonzero(~stays)[: len(come)]] = come
+    return kept
+
+
+def _dense_slots(
+    scenarios: Scenarios, topology: Topology, slots_per_rank: int | None, spare_slots: int, num_shared: int
+) -> int:
+    """Slots of a rank for routed experts."""
+    experts, live = scenarios.num_experts, topology.live_ranks
     for name, number, most in (("spare_slots", spare_slots, experts), ("num_shared", num_shared, MAX_SHARED)):
         if number < 0:
             raise ValueError(f"{name} must be at least 0, got {number}")
@@ -78,33 +189,48 @@ def place(
             f"slots_per_rank must be at most {MAX_SLOTS // topology.num_ranks} ({MAX_SLOTS} slots on all of "
             f"{topology.num_ranks} ranks), got {slots_per_rank}"
         )
-    dense = slots_per_rank - spare_slots - num_shared
-    packed = PLACERS[placer](**options).place(loads, len(live), dense)
-    slots = np.full((num_layers, topology.num_ranks, slots_per_rank), -1, dtype=np.int32)
-    slots[:, live, :dense] = packed.reshape(num_layers, len(live), dense)
-    slots[:, live, dense : dense + num_shared] = np.arange(experts, experts + num_shared)
-    return Placement(
-        torch.from_numpy(slots.reshape(num_layers, -1)),
-        topology,
-        experts + num_shared,
-        spare_slots=spare_slots,
-        num_shared=num_shared,
+    return slots_per_rank - spare_slots - num_shared
+
+
+def _check_before(
+    before: Placement, scenarios: Scenarios, topology: Topology, dense: int, spare_slots: int, num_shared: int
+) -> None:
+    wanted = {
+        "ranks": (before.topology.num_ranks, topology.num_ranks),
+        "layers": (before.num_layers, scenarios.num_layers),
+        "routed experts": (before.num_routed, scenarios.num_experts),
+        "slots per rank": (before.slots_per_rank, dense + spare_slots + num_shared),
+        "spare slots": (before.spare_slots, spare_slots),
+        "shared experts": (before.num_shared, num_shared),
+    }
+    for name, (has, needed) in wanted.items():
+        if has != needed:
+            raise ValueError(f"before must have {needed} {name}, got {has}")
+
+
+def _routed_slots(before: Placement, dense: int) -> Slots:
+    """[L, R, dense] routed experts of a placement; of two slots of an expert on a rank only the first."""
+    rows: Slots = (
+        before.arrays[0].reshape(before.num_layers, before.topology.num_ranks, -1)[:, :, :dense].copy()
     )
+    for j in range(1, dense):
+        rows[:, :, j][(rows[:, :, :j] == rows[:, :, j : j + 1]).any(-1)] = -1
+    return rows
 
 
-def _batches(counts: Any) -> Loads:
-    """[batches, L, E] float64 copies."""
-    if isinstance(counts, torch.Tensor):
-        counts = counts.detach().cpu().double().numpy()
-    try:
-        loads = np.asarray(counts, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"counts must be numeric, got {type(counts).__name__} ({error})") from None
-    if loads.ndim not in (2, 3) or 0 in loads.shape:
-        raise ValueError(f"counts must be [L, E] or [batches, L, E] and not empty, got {list(loads.shape)}")
-    if (bad := ~((loads >= 0) & (loads < 2**63))).any():
-        raise ValueError(f"counts must be at least 0 and below 2^63, got {loads[bad][0]:g}")
-    return loads if loads.ndim == 3 else loads[None]
+def _ticks(topology: Topology) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """[R] cost of one copy on each rank, 1.0 = nominal."""
+    ticks = topology.ticks
+    return np.ones(topology.num_ranks) if ticks is None else ticks.numpy() / NOMINAL_TICKS
 
 
-__all__ = ["PLACERS", "Placer", "place"]
+def _whole_width(placed: Placed, shape: tuple[int, ...], live: list[int]) -> torch.Tensor | None:
+    """[L, P] weights of all slots, from those of the placer's."""
+    if placed.replica_weight is None:
+        return None
+    weight = np.zeros(shape, dtype=np.float32)
+    weight[:, live, : placed.slots.shape[2]] = placed.replica_weight
+    return torch.from_numpy(weight.reshape(shape[0], -1))
+
+
+__all__ = ["PLACERS", "Placed", "Placer", "Room", "Scenarios", "make_placer", "parse_placer", "place"]

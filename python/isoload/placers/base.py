@@ -3,13 +3,50 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 
-Loads = np.ndarray[Any, np.dtype[np.float64]]
+from isoload.placers.scenarios import Scenarios
+
 Slots = np.ndarray[Any, np.dtype[np.int32]]
+Ints = np.ndarray[Any, np.dtype[np.int32]]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True, eq=False)
+class Room:
+    """Where experts may lie: the R ranks that are alive, in order.
+
+    node            [R] int32 node of each
+    tick            [R] float64 cost of one copy on each, 1.0 = nominal: 1/speed as :attr:`Topology.ticks` rounds it
+    slots_per_rank  slots of a rank for routed experts; None = as many as the placer's budget of replicas asks for
+    before          [L, R, slots_per_rank] int32 what lies there now (-1 = nothing), where the placer starts
+    """
+
+    node: Ints
+    tick: Floats
+    slots_per_rank: int | None
+    before: Slots | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.node)
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """What a placer decided.
+
+    slots           [L, R, S] int32 expert in each slot; -1 = absent, behind a rank's others
+    replica_weight  [L, R, S] float32 wished part of each replica; None = equal
+    notes           what else is to be known, for a placement's provenance: JSON values
+    """
+
+    slots: Slots
+    replica_weight: np.ndarray[Any, np.dtype[np.float32]] | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -17,7 +54,23 @@ class Placer(ABC):
     """Base of all placers."""
 
     name: ClassVar[str]
+    takes_before: ClassVar[bool] = False  # whether it can start from a placement
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether it chooses the number of slots itself, by a budget of replicas."""
+        return False
 
     @abstractmethod
-    def place(self, loads: Loads, num_ranks: int, slots_per_rank: int) -> Slots:
-        """[L, P] int32 expert in each slot (-1 = absent), from loads [batches, L, E]; P = R*S >= E."""
+    def place(self, scenarios: Scenarios, room: Room) -> Placed:
+        """Lays the experts of all layers out; the room has at least one slot for each.
+
+        Raises:
+            ValueError: options that do not fit the loads or the room.
+        """
+
+
+def slots_of(room: Room) -> int:
+    """The room's slots per rank, for placers without a budget."""
+    assert room.slots_per_rank is not None
+    return room.slots_per_rank

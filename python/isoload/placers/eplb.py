@@ -1,4 +1,4 @@
-"""Placer ``eplb``: the global policy of DeepSeek's EPLB (github.com/deepseek-ai/EPLB), all layers at once."""
+"""Placer ``eplb``: both policies of DeepSeek's EPLB (github.com/deepseek-ai/EPLB), all layers at once."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from isoload.placers.base import Loads, Placer, Slots
+from isoload.placers.base import Placed, Placer, Room, Slots, slots_of
+from isoload.placers.compiled import loops, num_threads
+from isoload.placers.scenarios import Scenarios
 
-Ints = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
-Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True)
@@ -23,106 +23,72 @@ class EplbPlacer(Placer):
     Options:
         dedup: never two replicas of one expert on one rank, so at most R replicas of each. False gives the
             published maps exactly (where experts tie: those of the published code under a stable sort).
+        groups: of experts, consecutive ones, of which a token chooses some. If nodes divide them this is the
+            hierarchical policy: groups are packed onto nodes, each node's experts replicated and packed there. 0 or
+            any other number means the global policy, as published.
 
     Raises:
-        ValueError: with ``dedup``, if a rank has more slots than there are experts.
+        ValueError: with ``dedup``, if a rank has more slots than there are experts (hierarchical: on its node); groups
+            that do not divide the experts, or nodes with unequal numbers of live ranks.
     """
 
     name = "eplb"
     dedup: bool = True
+    groups: int = 0
 
-    def place(self, loads: Loads, num_ranks: int, slots_per_rank: int) -> Slots:
+    def place(self, scenarios: Scenarios, room: Room) -> Placed:
         # float32 from here on, because the published code is: other roundings break its near-ties otherwise.
-        weight = loads.sum(0).astype(np.float32)
-        num_slots, experts = num_ranks * slots_per_rank, weight.shape[1]
-        if self.dedup and slots_per_rank > experts:
+        weight = scenarios.total().astype(np.float32)
+        experts = scenarios.num_experts
+        if self.groups and (self.groups < 0 or experts % self.groups):
+            raise ValueError(f"groups must divide the {experts} experts, got {self.groups}")
+        nodes = len(set(room.node.tolist()))
+        if not self.groups or nodes == 1 or self.groups % nodes:
+            return Placed(pack_replicas(weight, room.num_ranks, slots_of(room), self.dedup))
+        ranks = np.bincount(room.node)
+        if len(set(ranks[ranks > 0].tolist())) > 1:
             raise ValueError(
-                f"slots_per_rank must be at most {experts} besides spare slots, one for each expert "
-                f"(dedup=False repeats experts), got {slots_per_rank}"
+                f"groups must be 0 where nodes have unequal numbers of live ranks, got {self.groups}"
             )
-        replicas, part = replicate(weight, num_slots, most=num_ranks if self.dedup else num_slots)
-        if slots_per_rank == 1:
-            return replicas.astype(np.int32)  # nothing to pack; the published order
-        return pack(replicas, part, num_ranks, self.dedup)
+        return Placed(self._place_by_node(weight, nodes, room))
+
+    def _place_by_node(self, weight: Floats, nodes: int, room: Room) -> Slots:
+        """The hierarchical policy: [L, R, S] slots."""
+        layers, size = len(weight), weight.shape[1] // self.groups
+        by_group = weight.reshape(layers, self.groups, size).sum(-1, dtype=np.float32)
+        held = pack_once(by_group, nodes)  # [L, nodes, groups of a node]
+        ids = (held[..., None] * size + np.arange(size)).reshape(layers * nodes, -1)  # experts of every node
+        own = np.take_along_axis(np.repeat(weight, nodes, axis=0), ids, 1)
+        packed = pack_replicas(own, room.num_ranks // nodes, slots_of(room), self.dedup)
+        slots = np.take_along_axis(ids, packed.reshape(layers * nodes, -1), 1)
+        return slots.reshape(layers, room.num_ranks, -1).astype(np.int32)
 
 
-def replicate(loads: Floats, num_replicas: int, most: int) -> tuple[Ints, Floats]:
-    """One replica each, then one more for the expert whose replicas are heaviest (ties: lowest id).
+def pack_replicas(weight: Floats, ranks: int, slots: int, dedup: bool) -> Slots:
+    """[L, R, S] experts, from loads [L, E] float32."""
+    layers, experts = weight.shape
+    if dedup and slots > experts:
+        raise ValueError(
+            f"slots_per_rank must be at most {experts} besides spare slots, one for each expert "
+            f"(dedup=False repeats experts), got {slots}"
+        )
+    return pack_into(weight, np.full((layers, ranks), slots, dtype=np.int32), dedup)
 
-    Minimises the heaviest replica. Loads [L, E], at most ``most`` replicas of an expert.
 
-    Returns:
-        replicas [L, num_replicas] expert of each, as they were made; part [L, E] load of one replica.
+def pack_into(weight: Floats, capacity: Slots, dedup: bool = True) -> Slots:
+    """[L, R, S] experts, from loads [L, E] float32 and slots of every rank [L, R]; S is the largest, -1 = absent."""
+    found: Slots = loops().eplb(
+        np.ascontiguousarray(weight), np.ascontiguousarray(capacity), dedup, num_threads()
+    )
+    return found
+
+
+def pack_once(weight: Floats, packs: int) -> Slots:
+    """[L, packs, n] items, each once and n in a pack, from weights [L, items] float32.
+
+    One item per pack is not sorted by weight but lies in order, as published.
     """
-    layers, experts = loads.shape
-    rows = np.arange(layers)
-    replicas = np.empty((layers, num_replicas), dtype=np.int64)
-    replicas[:, :experts] = np.arange(experts)
-    copies = np.ones_like(loads)
-    part = loads.copy()  # -1 once an expert may not get more
-    for j in range(experts, num_replicas):
-        expert = part.argmax(1)
-        replicas[:, j] = expert
-        copies[rows, expert] += 1
-        n = copies[rows, expert]
-        part[rows, expert] = np.where(n < most, loads[rows, expert] / n, -1)
-    return replicas, loads / copies
-
-
-def pack(replicas: Ints, part: Floats, num_ranks: int, dedup: bool) -> Slots:
-    """Heaviest replica first (ties: as made) onto the rank with the least load that has room (ties: lowest).
-
-    Args:
-        replicas: [L, P] expert of each replica.
-        part: [L, E] load of one replica of each expert.
-        num_ranks: R, divides P; each rank takes P/R replicas.
-        dedup: a rank that holds the expert already has no room for it.
-
-    Returns:
-        [L, P] expert in each slot.
-    """
-    (layers, num_slots), experts = replicas.shape, part.shape[1]
-    rows, size = np.arange(layers), num_slots // num_ranks
-    order = np.argsort(-np.take_along_axis(part, replicas, 1), axis=1, kind="stable")
-    replicas = np.take_along_axis(replicas, order, 1)
-    slots = np.full((layers, num_ranks, size), -1, dtype=np.int32)
-    filled = np.zeros((layers, num_ranks), dtype=np.int64)
-    load = np.zeros((layers, num_ranks), dtype=np.float32)
-    holds = np.zeros((layers, experts, num_ranks), dtype=np.bool_)
-    for expert in replicas.T:
-        closed = filled == size
-        if dedup:
-            closed |= holds[rows, expert]
-        rank = np.where(closed, np.inf, load).argmin(1)
-        for i in np.flatnonzero(closed[rows, rank]):
-            rank[i] = make_room(slots[i], filled[i], load[i], holds[i], part[i], expert[i])
-        slots[rows, rank, filled[rows, rank]] = expert
-        filled[rows, rank] += 1
-        load[rows, rank] += part[rows, expert]
-        holds[rows, expert, rank] = True
-    return slots.reshape(layers, num_slots)
-
-
-def make_room(slots: Slots, filled: Ints, load: Floats, holds: Bools, part: Floats, expert: int) -> int:
-    """Moves one replica of one layer so that a rank without the expert has room for it; returns that rank.
-
-    Called when every rank with room holds the expert. The others are full: such a rank holds S experts, a
-    rank with room fewer, so one of the S can move. Takes the move after which the heavier of the two ranks
-    is lightest (ties: lowest giving rank, then its first slot, then lowest taking rank).
-
-    Changes slots [R, S], filled [R], load [R] and holds [E, R]; reads part [E].
-    """
-    givers, takers = np.flatnonzero(~holds[expert]), np.flatnonzero(filled < slots.shape[1])
-    moved = part[slots[givers]][:, :, None]
-    heavier = np.maximum(load[givers, None, None] - moved + part[expert], load[takers] + moved)
-    heavier[holds[slots[givers]][:, :, takers]] = np.inf
-    i, place, j = np.unravel_index(heavier.argmin(), heavier.shape)
-    giver, taker = givers[i], takers[j]
-
-    other = slots[giver, place]
-    slots[taker, filled[taker]] = other
-    slots[giver, place:-1] = slots[giver, place + 1 :]
-    filled[[giver, taker]] += (-1, 1)
-    load[[giver, taker]] += (-part[other], part[other])
-    holds[other, [giver, taker]] = (False, True)
-    return int(giver)
+    layers, items = weight.shape
+    if items == packs:
+        return np.tile(np.arange(items, dtype=np.int32)[:, None], (layers, 1, 1))
+    return pack_replicas(weight, packs, items // packs, dedup=True)

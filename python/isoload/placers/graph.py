@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from isoload.placers.base import Loads, Placer, Slots
-from isoload.placers.eplb import pack
+from isoload.placers.base import Placed, Placer, Room, slots_of
+from isoload.placers.eplb import pack_once
+from isoload.placers.scenarios import Loads, Scenarios
 
 Owners = list[list[int]]  # of every rank: the ranks whose experts it replicates
 
@@ -41,16 +42,16 @@ class GraphPlacer(Placer):
     ranks_per_node: int = 8
     packed: bool = False
 
-    def place(self, loads: Loads, num_ranks: int, slots_per_rank: int) -> Slots:
+    def place(self, scenarios: Scenarios, room: Room) -> Placed:
         if self.graph not in GRAPHS:
             raise ValueError(f"graph must be one of {', '.join(GRAPHS)}, got {self.graph!r}")
-        owners = GRAPHS[self.graph](num_ranks, self.ranks_per_node)
-        weight = loads.sum(0)
-        homes = self._homes(weight, num_ranks)
+        owners = GRAPHS[self.graph](room.num_ranks, self.ranks_per_node)
+        weight = scenarios.total()
+        homes = self._homes(weight, room.num_ranks)
         layers = [
-            replicate(home, load, owners, slots_per_rank) for home, load in zip(homes, weight, strict=True)
+            replicate(home, load, owners, slots_of(room)) for home, load in zip(homes, weight, strict=True)
         ]
-        return np.array(layers, dtype=np.int32)
+        return Placed(np.array(layers, dtype=np.int32).reshape(len(layers), room.num_ranks, -1))
 
     def _homes(self, weight: Loads, num_ranks: int) -> list[Owners]:
         """[L][R] the experts of every rank, as even in number as possible."""
@@ -60,8 +61,7 @@ class GraphPlacer(Placer):
             return [in_order] * layers
         fillers = -experts % num_ranks  # ids from E on, without load: pack fills all ranks alike
         part = np.pad(weight, ((0, 0), (0, fillers))).astype(np.float32)
-        ids = np.tile(np.arange(experts + fillers), (layers, 1))
-        packed = pack(ids, part, num_ranks, dedup=True).reshape(layers, num_ranks, -1).tolist()
+        packed = pack_once(part, num_ranks).tolist()
         return [[[e for e in held if e < experts] for held in ranks] for ranks in packed]
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from isoload.placers.base import Loads, Placer, Slots
+from isoload.placers.base import Placed, Placer, Room, slots_of
+from isoload.placers.scenarios import Scenarios
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,7 @@ class TrivialPlacer(Placer):
 
     name = "trivial"
 
-    def place(self, loads: Loads, num_ranks: int, slots_per_rank: int) -> Slots:
-        _, layers, experts = loads.shape
-        return np.tile(np.arange(num_ranks * slots_per_rank, dtype=np.int32) % experts, (layers, 1))
+    def place(self, scenarios: Scenarios, room: Room) -> Placed:
+        shape = (room.num_ranks, slots_of(room))
+        row = np.arange(shape[0] * shape[1], dtype=np.int32) % scenarios.num_experts
+        return Placed(np.tile(row.reshape(shape), (scenarios.num_layers, 1, 1)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-CALIBRATIONS = ("first-half", "all", "leave-one-out", "leave-cluster-out")
+CALIBRATIONS = ("first-half", "interleaved", "all", "leave-one-out", "leave-cluster-out")
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ def calibration_folds(
         num_batches: batches are 0..num_batches-1.
         calibrate:
             first-half: the first ``num_batches // 2`` calibrate, the rest is replayed.
+            interleaved: every second batch calibrates, from the first on, the others are replayed.
             all: all calibrate and all are replayed: the test data are the calibration data.
             leave-one-out: each batch on the placement of all others.
             leave-cluster-out: each cluster's batches on the placement of all other clusters.
@@ -54,4 +55,6 @@ def calibration_folds(
         )
     if calibrate == "first-half":
         return [Fold(every[: num_batches // 2], every[num_batches // 2 :])]
+    if calibrate == "interleaved":
+        return [Fold(every[::2], every[1::2])]
     return [Fold(every[:b] + every[b + 1 :], (b,)) for b in every]

@@ -19,7 +19,7 @@ from torch import Tensor
 from isoload.cost import CostModel
 from isoload.counting import count
 from isoload.placement import Placement
-from isoload.placers import place
+from isoload.placers import parse_placer, place
 from isoload.planning import fill, plan, plan_layers
 from isoload.policies import POLICIES, Policy, make_policy, parse_policy
 from isoload.records import Plan
@@ -45,7 +45,7 @@ class ReplaySettings:
     slots_per_rank  S, spare slots included; 0 = :func:`default_slots_per_rank`
     spare_slots     of each rank's S slots, how many stay empty
     shared_experts  how many shared experts every token gets besides the trace's routed ones
-    placer          a name in ``isoload.PLACERS``
+    placer          a name in ``isoload.PLACERS``, with options as ``name:option=value``
     calibrate       which batches the placement is made from, see :func:`isoload.replay.calibration.calibration_folds`
     batch_tokens    tokens per batch; None = see :func:`isoload.replay.batches.make_batches`
     max_batches     of every calibration's batches, how many are replayed, the first ones; 0 = all
@@ -89,7 +89,10 @@ class Replay:
 
 
 def replay(
-    trace: Trace, settings: ReplaySettings, on_batch: Callable[[int, int], None] | None = None
+    trace: Trace,
+    settings: ReplaySettings,
+    on_batch: Callable[[int, int], None] | None = None,
+    placement: Placement | None = None,
 ) -> Replay:
     """Replays a trace under every policy of the settings, on one CPU thread.
 
@@ -97,45 +100,56 @@ def replay(
         trace: with tokens, which are cut into batches, or with counts only, from which tokens are drawn.
         settings: see :class:`ReplaySettings`.
         on_batch: called with (batches done, batches in all) after every batch.
+        placement: on which all batches are replayed, layers by their ids; its ranks, slots and shared experts must be
+            those of the settings, whose placer and calibration then mean nothing. Default: one is made.
 
     Raises:
         ValueError: naming the argument, the rule and the value.
         RuntimeError: the routed slots do not meet the plan (a bug in isoload).
     """
     with _one_thread():
-        return _replay(trace, settings, on_batch or (lambda done, total: None))
+        return _replay(trace, settings, on_batch or (lambda done, total: None), placement)
 
 
-def _replay(trace: Trace, settings: ReplaySettings, on_batch: Callable[[int, int], None]) -> Replay:
+def _replay(
+    trace: Trace,
+    settings: ReplaySettings,
+    on_batch: Callable[[int, int], None],
+    given: Placement | None,
+) -> Replay:
     if settings.max_batches < 0:
         raise ValueError(f"max_batches must be at least 0, got {settings.max_batches}")
     model = settings.cost
     bandwidths = model.bandwidths if model else None
     topology = Topology(settings.num_ranks, settings.ranks_per_node, bandwidths=bandwidths)
     _check_policies(settings.policies)
+    placer, options = parse_placer(settings.placer)
     check_prediction(settings.predict)
     ahead = any(_policy(name, settings, 0).ahead for name in settings.policies)
     batches = make_batches(trace, settings.batch_tokens, settings.seed)
-    folds = [
-        Fold(fold.calibrate, fold.replay[: settings.max_batches or None])
-        for fold in calibration_folds(len(batches.counts), settings.calibrate, batches.clusters)
-    ]
-    slots_per_rank = settings.slots_per_rank or default_slots_per_rank(
-        trace.num_experts, settings.num_ranks, settings.spare_slots + settings.shared_experts
-    )
+    if given is None:
+        whole = calibration_folds(len(batches.counts), settings.calibrate, batches.clusters)
+        slots_per_rank = settings.slots_per_rank or default_slots_per_rank(
+            trace.num_experts, settings.num_ranks, settings.spare_slots + settings.shared_experts
+        )
+    else:
+        whole = [Fold((), tuple(range(len(batches.counts))))]
+        given = fitting(given, trace, settings)
+        topology, slots_per_rank = given.topology, given.slots_per_rank
+    folds = [Fold(fold.calibrate, fold.replay[: settings.max_batches or None]) for fold in whole]
     tallies = [Tally(name, settings.num_ranks) for name in settings.policies]
     costs = [CostTally(name, model) for name in settings.policies] if model else []
     tokens = done = 0
     total = sum(len(fold.replay) for fold in folds)
     for fold in folds:
-        counts = batches.counts[list(fold.calibrate)]
-        placement = place(
-            counts,
+        placement = given or place(
+            batches.counts[list(fold.calibrate)],
             topology,
             slots_per_rank,
-            settings.placer,
+            placer,
             settings.spare_slots,
             settings.shared_experts,
+            **options,
         )
         _warm_up(placement, settings)
         forecast = Forecast(settings.predict, trace, batches, fold, settings.seed) if ahead else None
@@ -147,8 +161,29 @@ def _replay(trace: Trace, settings: ReplaySettings, on_batch: Callable[[int, int
             on_batch(done, total)
     figures = tuple(tally.figures() for tally in tallies)
     resolved = _resolved(settings, trace, batches, folds, slots_per_rank)
+    if given is not None:
+        resolved |= {"placer": None, "calibrate": None, "placement": given.provenance}
     predicted = tuple(tally.figures() for tally in costs)
     return Replay(trace.name, resolved, tokens, trace.num_layers, total, figures, predicted)
+
+
+def fitting(placement: Placement, trace: Trace, settings: ReplaySettings) -> Placement:
+    """The placement of the trace's layers, if it has them and what the settings say."""
+    topology = placement.topology
+    pairs = {
+        "num_ranks": (settings.num_ranks, topology.num_ranks),
+        "ranks_per_node": (settings.ranks_per_node or topology.ranks_per_node, topology.ranks_per_node),
+        "slots_per_rank": (settings.slots_per_rank or placement.slots_per_rank, placement.slots_per_rank),
+        "spare_slots": (settings.spare_slots, placement.spare_slots),
+        "shared_experts": (settings.shared_experts, placement.num_shared),
+        "num_experts": (trace.num_experts, placement.num_routed),
+    }
+    for name, (wanted, has) in pairs.items():
+        if wanted != has:
+            raise ValueError(f"{name} must be the placement's {has}, got {wanted}")
+    if topology.alive is not None and not all(topology.alive):
+        raise ValueError("placement must have all ranks alive: every rank is a source of tokens")
+    return placement.with_layers(trace.layer_ids)
 
 
 @contextmanager

@@ -11,27 +11,35 @@ from pathlib import Path
 from typing import Any
 
 
-def check_target(target: str | None) -> None:
-    """Refuses a JSON file in a folder that does not exist, before any work is done for it."""
+def check_target(target: str | None, name: str = "json") -> None:
+    """Refuses a file in a folder that does not exist, before any work is done for it."""
     if target in (None, "-"):
         return
     found = _found(target)
     folder = found is None and not Path(os.path.realpath(target)).parent.is_dir()
     if folder or (found is not None and stat.S_ISDIR(found.st_mode)):
-        raise ValueError(f"json must be a file in an existing folder or -, got {target!r}")
+        raise ValueError(f"{name} must be a file in an existing folder or -, got {target!r}")
+
+
+def to_json_text(value: Any, indent: int | None = None) -> str:
+    """A value as JSON, on one line or indented. ValueError: a value that JSON does not have."""
+    return json.dumps(value, indent=indent, allow_nan=False) + "\n"
 
 
 def write_json(value: Any, target: str) -> None:
-    """Writes JSON to stdout ("-") or to a file.
+    """Writes indented JSON as :func:`write_text` writes."""
+    write_text(to_json_text(value, indent=2), target)
+
+
+def write_text(text: str, target: str) -> None:
+    """Writes text to stdout ("-") or to a file.
 
     A regular file appears whole or not at all, with the mode it had; links are followed, and stay. Whatever else the
     target is (a device, a pipe, /dev/stdout, /dev/fd/3) is opened and written, never replaced.
 
     Raises:
-        ValueError: a value that JSON does not have.
         OSError: naming the target.
     """
-    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
     if target == "-":
         print(text, end="")
         return

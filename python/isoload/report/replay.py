@@ -67,7 +67,10 @@ def replay_header(replay: Replay) -> list[str]:
     source = f"drawn from counts with seed {used['seed']}" if used["drawn"] else "routing as recorded"
     nodes = used["num_ranks"] // used["ranks_per_node"]
     seen = " or ".join(map(str, used["calibration_batches"]))
+    placed = f"placer {used['placer']}, " if used["placer"] else ""
     calibrated = {
+        None: "a given placement",
+        "interleaved": f"calibrated on {seen} batches between them",
         "first-half": f"calibrated on the first {seen} batches",
         "all": "calibrated on the replayed batches",
         "leave-one-out": f"calibrated for each batch on the {seen} others",
@@ -80,7 +83,7 @@ def replay_header(replay: Replay) -> list[str]:
         f"{replay.tokens} tokens in {replay.batches} batches, {source}; {replay.layers} layers, "
         f"{used['num_experts']} experts, top-{used['top_k']}",
         f"{used['num_ranks']} ranks on {nodes} node{'s' * (nodes > 1)}, {used['slots_per_rank']} slots per "
-        f"rank{reserved}, placer {used['placer']}, {calibrated[used['calibrate']]}",
+        f"rank{reserved}, {placed}{calibrated[used['calibrate']]}",
     ]
 
 

@@ -55,3 +55,13 @@ def dispatch_facts(
         DTYPES.index(weights.dtype),
         slots_per_rank,
     )
+
+
+def check_like(
+    name: str, rank: int, given: Tensor, shape: torch.Size, dtype: torch.dtype, whose: str
+) -> None:
+    """Raises ValueError unless a rank's rows have the shape and dtype of others."""
+    if given.shape != shape or given.dtype != dtype:
+        raise ValueError(
+            f"{name} of rank {rank} must be {list(shape)} {dtype} as {whose}, got {list(given.shape)} {given.dtype}"
+        )

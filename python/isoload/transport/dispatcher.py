@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from isoload.transport.agreement import DTYPES
+
 
 @dataclass(frozen=True, eq=False)
 class Received:
@@ -46,11 +48,18 @@ class Dispatcher(ABC):
     host_waits           whether the host waits once in a dispatch, for how many rows come
     weights_at_source    whether combine multiplies by the gate weights, as DeepEP's low-latency mode does; Received
                          then has a row per copy and weights of 1
+    adds_by_rank         whether combine adds by ascending rank, else by the place of a rank's last copy among a
+                         token's choices, own contributions first
+    dtypes               that rows may have
+    hidden_multiple      what H must be a multiple of
     """
 
     max_tokens_per_rank: int | None = None
     host_waits: bool = True
     weights_at_source: bool = False
+    adds_by_rank: bool = True
+    dtypes: tuple[torch.dtype, ...] = DTYPES
+    hidden_multiple: int = 1
 
     @abstractmethod
     def dispatch(
@@ -92,8 +101,8 @@ class Dispatcher(ABC):
                 0 for a token without one. It joins the sum at the rank's own place.
 
         Returns:
-            [T, H] each: the plain sum by ascending rank, accumulated in max(float32, dtype) and rounded once; 0 for a
-            token without copies.
+            [T, H] each: the plain sum, by ascending rank unless the dispatcher says otherwise, accumulated in
+            max(float32, dtype) and rounded once; 0 for a token without copies.
 
         Raises:
             ValueError: naming the argument, the rule and the value.

@@ -13,7 +13,7 @@ from torch import Tensor
 from isoload.host_values import put_on
 from isoload.ops import check_device
 from isoload.topology import Topology
-from isoload.transport.agreement import error_code, raise_disagreement, raise_failure, rank_failed
+from isoload.transport.agreement import error_code, loads_of, raise_disagreement, raise_failure, rank_failed
 from isoload.transport.peers import Peers
 from isoload.transport.traffic import Traffic, num_bytes
 from isoload.value_checks import values_readable
@@ -153,6 +153,9 @@ class Group(ABC):
             for row, code in zip(counts, errors, strict=True)
         ]
         gathered = self.gather("gather", rows)
+        if torch.compiler.is_compiling() and gathered.device.type == "cpu":
+            loads: Tensor = loads_of(gathered, len(counts[0]))
+            return loads
         codes = gathered.select(1, len(counts[0]))
         self._errors = codes if self._errors is None else torch.maximum(self._errors, codes)
         if told or codes.device.type == "cpu":  # a rank that failed has no facts to compare

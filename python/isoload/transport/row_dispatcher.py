@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from isoload.transport.agreement import error_code
-from isoload.transport.arguments import FACTS, dispatch_facts
+from isoload.transport.arguments import FACTS, check_like, dispatch_facts
 from isoload.transport.dispatcher import Dispatcher, Received, StartedDispatch, refuse_gradients
 from isoload.transport.exchange import Combine, Dispatch, anchor, pack_payload, unpack_payload
 from isoload.transport.group import Group
@@ -98,12 +98,12 @@ class RowDispatcher(Dispatcher):
         self.group.check_owned("received", received)
         handles = [_handle(got) for got in received]
         for rank, rows, got in zip(self.group.ranks, y, received, strict=True):
-            _check_like("y", rank, rows, got.rows.shape, got.rows.dtype, "the received rows")
+            check_like("y", rank, rows, got.rows.shape, got.rows.dtype, "the received rows")
         if own is not None:
             self.group.check_owned("own", own)
             for rank, rows, got, handle in zip(self.group.ranks, own, received, handles, strict=True):
                 shape = torch.Size((len(handle.row_map.token_to_rows), got.rows.shape[1]))
-                _check_like("own", rank, rows, shape, got.rows.dtype, "the rank's tokens")
+                check_like("own", rank, rows, shape, got.rows.dtype, "the rank's tokens")
         link = handles[0].link
         link = link if link.requires_grad else anchor()
         maps = [handle.row_map for handle in handles]
@@ -196,12 +196,3 @@ def _handle(received: Received) -> RowHandle:
             f"received must come from this dispatcher's dispatch, got a {type(received.handle).__name__}"
         )
     return received.handle
-
-
-def _check_like(
-    name: str, rank: int, given: Tensor, shape: torch.Size, dtype: torch.dtype, whose: str
-) -> None:
-    if given.shape != shape or given.dtype != dtype:
-        raise ValueError(
-            f"{name} of rank {rank} must be {list(shape)} {dtype} as {whose}, got {list(given.shape)} {given.dtype}"
-        )

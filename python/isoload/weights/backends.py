@@ -1,15 +1,8 @@
-"""Backends: how borrowed weights come to spare places and their gradients return. One result, whichever does it.
-
-Lists run over the ranks that the process owns. held: a rank's W weight stacks [rows, ...]; pools: its W spare stacks
-[spare_slots, ...]; totals: its W gradients [homes, ...], in the pools' dtype or in max(float32, dtype). Gradients are
-added as :func:`isoload.weights.moves.add_back` says: by ascending borrowing rank, then place, rounded once.
-"""
+"""The backends and the choice among them: see isoload.weights.backend."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +12,9 @@ from isoload import ops
 from isoload.transport import CollectiveGroup, Group
 from isoload.transport.peers import Peers
 from isoload.transport.traffic import num_bytes
+from isoload.weights.backend import Backend
 from isoload.weights.borrow_plan import BorrowPlan
+from isoload.weights.deep_ep import DeepEPBorrow, check_deep_ep
 from isoload.weights.moves import (
     Move,
     Stacks,
@@ -34,32 +29,6 @@ from isoload.weights.moves import (
 )
 
 P2P_LIMIT = 32  # operations of a rank in one batch: NCCL hangs on batches of hundreds
-
-
-class Backend(ABC):
-    """How weights are borrowed; one for all layers of a group. All ranks make the same calls in the same order."""
-
-    name: ClassVar[str]
-    reads_moves: ClassVar[bool] = True  # whether the host must have the plan's moves
-    reads_peers: ClassVar[bool] = False  # whether it reads other ranks' memory: of the same shape on all
-
-    def __init__(self, group: Group, peers: Peers | None = None) -> None:
-        self.group, self.peers = group, peers
-
-    @abstractmethod
-    def start(self, stage: str, plan: BorrowPlan, held: Stacks, pools: Stacks) -> Wait:
-        """Begins to copy what the owned ranks borrow into their pools; the result waits for it.
-
-        The field's names: DeepEP's ``lb_prefetch_weights``, MoonEP's ``prefetch_weights``.
-        """
-
-    @abstractmethod
-    def add_back(self, stage: str, plan: BorrowPlan, grads: Stacks, totals: Stacks) -> None:
-        """Adds the gradients of all places to the totals of their homes: the field's ``reduce_grad``."""
-
-    def new_stack(self, like: Tensor, rows: int) -> Tensor:
-        """[rows, ...] zeros that this backend can read on every rank."""
-        return like.new_zeros(rows, *like.shape[1:])
 
 
 class AllToAll(Backend):
@@ -228,7 +197,7 @@ class Copy(Pull):
                     stack[target.row].copy_(peer[source.row], non_blocking=True)
 
 
-BACKENDS: dict[str, type[Backend]] = {b.name: b for b in (Pull, Copy, AllToAll, PointToPoint)}
+BACKENDS: dict[str, type[Backend]] = {b.name: b for b in (Pull, Copy, AllToAll, PointToPoint, DeepEPBorrow)}
 
 
 def make_backend(group: Group, name: str | None, device: torch.device, own_memory: bool = True) -> Backend:
@@ -250,6 +219,8 @@ def make_backend(group: Group, name: str | None, device: torch.device, own_memor
             raise ValueError("borrow must not be p2p without processes, got 'p2p'")
         if device.type == "cuda" and dist.get_backend(group.process_group) == "gloo":
             raise ValueError("borrow must not be p2p over gloo on a GPU, got 'p2p'")
+    if name == "deep_ep":
+        check_deep_ep(group)
     readable = own_memory or len(group.ranks) == group.topology.num_ranks
     peers = group.peers(device) if readable and name in (None, "pull", "copy") else None
     if name in ("pull", "copy") and peers is None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from isoload.placed_layers import Filled
 from isoload.transport import Group
-from isoload.weights.backends import Backend
+from isoload.weights.backend import Backend
 from isoload.weights.borrow_plan import BorrowPlan
 from isoload.weights.layout import Layout, home_addresses
 from isoload.weights.moves import Stacks
@@ -30,10 +30,10 @@ NUM_BUFFERS = 2
 class SparePool:
     """NUM_BUFFERS times the spare stacks [spare_slots, ...] of every owned rank, and the batch that each serves."""
 
-    def __init__(self, like: Stacks, spare_slots: int) -> None:
+    def __init__(self, like: Stacks, spare_slots: int, backend: Backend) -> None:
         try:
             self.buffers: list[Stacks] = [
-                [[s.new_zeros(spare_slots, *s.shape[1:]) for s in stacks] for stacks in like]
+                [[backend.new_spare(s, spare_slots) for s in stacks] for stacks in like]
                 for _ in range(NUM_BUFFERS)
             ]
         except RuntimeError as error:
@@ -72,8 +72,8 @@ class Borrowing:
     def pool(self) -> SparePool:
         """The group's one for experts like these, as they are now."""
         stacks, spare = [rank.stored_rows() for rank in self.ranks], self.spare_slots
-        key = ("spare pool", spare, *((s.shape[1:], s.dtype, s.device) for s in stacks[0]))
-        return self.group.memo(key, lambda: SparePool(stacks, spare))
+        key = ("spare pool", self.backend.name, spare, *((s.shape[1:], s.dtype, s.device) for s in stacks[0]))
+        return self.group.memo(key, lambda: SparePool(stacks, spare, self.backend))
 
     def settle(self, held: Sequence[Layout], num_experts: int) -> None:
         """Takes the layouts [R] of all ranks: where every expert's home row is."""

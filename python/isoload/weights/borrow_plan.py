@@ -44,7 +44,7 @@ class BorrowPlan:
         """Begins to copy a device's plan to the host; :attr:`moves` does not wait where dispatch has waited since."""
         if self.on_host or self._copy is not None:
             return
-        spare = self._spare()
+        spare = self.spare
         pinned = torch.empty(spare.shape, dtype=spare.dtype, pin_memory=True)
         pinned.copy_(spare, non_blocking=True)
         event = torch.cuda.Event()
@@ -60,7 +60,7 @@ class BorrowPlan:
     def moves(self) -> list[Move]:
         """By borrowing rank, then place of its pool. Waits for a plan on a device."""
         self.start_copy()
-        spare = self._spare()
+        spare = self.spare
         if self._copy is not None:
             spare, event = self._copy
             event.synchronize()
@@ -71,7 +71,13 @@ class BorrowPlan:
             if expert >= 0
         ]
 
-    def _spare(self) -> Tensor:
+    @property
+    def rows(self) -> int:
+        """The fewest weight rows that hold every rank's homes, the same on every rank."""
+        return 1 + max(address.row for address in self._home_rows.values())
+
+    @property
+    def spare(self) -> Tensor:
         """[R, spare_slots] the borrowed experts, -1 = none."""
         per_rank = self.slot_to_expert.view(self.num_ranks, -1)
         return per_rank.narrow(1, per_rank.shape[1] - self.spare_slots, self.spare_slots)

@@ -84,7 +84,8 @@ class RankWeights(nn.Module):
 
     def homes(self) -> dict[str, Tensor]:
         """The home rows [homes, ...] by stack: the Parameters."""
-        return {name: p for name in NAMES if (p := getattr(self, name)) is not None}
+        held = [(name, getattr(self, name)) for name in NAMES]
+        return {name: parameter for name, parameter in held if parameter is not None}
 
     def home_rows(self) -> list[Tensor]:
         """The home rows of every stack, each [homes, ...]."""
@@ -92,7 +93,8 @@ class RankWeights(nn.Module):
 
     def stored(self) -> dict[str, Tensor]:
         """The storages [rows, ...] by stack."""
-        return {name: b for name in NAMES if (b := getattr(self, f"stored_{name}")) is not None}
+        held = [(name, getattr(self, f"stored_{name}")) for name in NAMES]
+        return {name: stack for name, stack in held if stack is not None}
 
     def stored_rows(self) -> list[Tensor]:
         """The storage of every stack, each [rows, ...]."""

@@ -1,0 +1,124 @@
+// One layer while it is searched: which expert lies where, and what every slot carries in every scenario.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace isoload::placers {
+
+// Sums run in four lanes, always in this order: so compilers may use vectors, and NumPy finds the same bits.
+constexpr int kLanes = 4;
+
+// The sum of term(0) .. term(n - 1), n a multiple of kLanes.
+template <class Term>
+inline double lane_sum(int n, const Term& term) {
+  double lane[kLanes] = {};
+  for (int s = 0; s < n; s += kLanes) {
+    for (int k = 0; k < kLanes; ++k) lane[k] += term(s + k);
+  }
+  return (lane[0] + lane[1]) + (lane[2] + lane[3]);
+}
+
+// What a layer's search reads. Loads are whole numbers, so sums of them are exact in any order.
+struct Problem {
+  int experts, ranks, width;  // width: slots that a rank has at most, absent ones included
+  int scenarios;              // n, a multiple of kLanes; those added have weight 0
+  const double* load;         // [E, n]
+  const double* weight;       // [n]
+  const double* tick;         // [R] cost of one copy
+  const int32_t* capacity;    // [R] slots that may hold experts
+  const int32_t* node;        // [R]
+  const int32_t* home;        // [E] node that must keep a copy; -1 = none must
+  bool exact;  // a replicated expert's load goes where it levels the ranks; else in equal parts
+};
+
+struct Layout {
+  explicit Layout(const Problem& given)
+      : problem(&given),
+        slot(static_cast<size_t>(given.ranks) * given.width, -1),
+        copies(given.experts),
+        at_home(given.experts),
+        holds(static_cast<size_t>(given.ranks) * given.experts),
+        share(slot.size() * given.scenarios),
+        rank_load(static_cast<size_t>(given.ranks) * given.scenarios) {}
+
+  int rank_of(int p) const { return p / problem->width; }
+  const double* load_of(int e) const { return problem->load + static_cast<size_t>(e) * problem->scenarios; }
+  double* share_of(int p) { return share.data() + static_cast<size_t>(p) * problem->scenarios; }
+  const double* share_of(int p) const { return share.data() + static_cast<size_t>(p) * problem->scenarios; }
+  double* load_on(int r) { return rank_load.data() + static_cast<size_t>(r) * problem->scenarios; }
+  const double* load_on(int r) const {
+    return rank_load.data() + static_cast<size_t>(r) * problem->scenarios;
+  }
+  bool held(int r, int e) const { return holds[static_cast<size_t>(r) * problem->experts + e]; }
+
+  // Notes that slot p holds expert e, or (sign = -1) no longer does. Shares are the caller's.
+  void note(int p, int e, int sign) {
+    const int r = rank_of(p);
+    slot[p] = sign > 0 ? e : -1;
+    copies[e] += sign;
+    at_home[e] += problem->node[r] == problem->home[e] ? sign : 0;
+    holds[static_cast<size_t>(r) * problem->experts + e] = sign > 0;
+  }
+
+  // The load of slot p changes to row.
+  void carry(int p, const double* row) {
+    double *own = share_of(p), *rank = load_on(rank_of(p));
+    for (int s = 0; s < problem->scenarios; ++s) rank[s] += row[s] - own[s], own[s] = row[s];
+  }
+
+  // Equal parts of expert e's load, rounded down, for its slots.
+  void split_evenly(int e) {
+    std::vector<double> part(problem->scenarios);
+    for (int s = 0; s < problem->scenarios; ++s) part[s] = whole(load_of(e)[s] / copies[e]);
+    for (int p = 0; p < static_cast<int>(slot.size()); ++p) {
+      if (slot[p] == e) carry(p, part.data());
+    }
+  }
+
+  // Slot p holds nothing any more; a copy that is left (the lowest) takes over what it carried.
+  void clear(int p) {
+    const int e = slot[p];
+    note(p, e, -1);
+    double *own = share_of(p), *rank = load_on(rank_of(p));
+    const auto heir = std::find(slot.begin(), slot.end(), e);
+    for (int s = 0; s < problem->scenarios; ++s) {
+      rank[s] -= own[s];
+      if (heir != slot.end()) {
+        const int q = static_cast<int>(heir - slot.begin());
+        share_of(q)[s] += own[s], load_on(rank_of(q))[s] += own[s];
+      }
+      own[s] = 0;
+    }
+  }
+
+  // Rounded down; loads stay below 2^31.
+  static double whole(double x) { return static_cast<double>(static_cast<int32_t>(x)); }
+
+  // The busiest rank's cost in every scenario.
+  void find_peaks(double* peak) const {
+    std::fill(peak, peak + problem->scenarios, 0.0);
+    for (int r = 0; r < problem->ranks; ++r) {
+      const double *load = load_on(r), tick = problem->tick[r];
+      for (int s = 0; s < problem->scenarios; ++s) peak[s] = std::max(peak[s], load[s] * tick);
+    }
+  }
+
+  // The mean over scenarios of the busiest rank's cost.
+  double objective() const {
+    std::vector<double> peak(problem->scenarios);
+    find_peaks(peak.data());
+    return lane_sum(problem->scenarios, [&](int s) { return problem->weight[s] * peak[s]; });
+  }
+
+  const Problem* problem;
+  std::vector<int32_t> slot;      // [R, width]; -1 = empty
+  std::vector<int> copies;        // [E]
+  std::vector<int> at_home;       // [E] copies on the home node
+  std::vector<uint8_t> holds;     // [R, E]
+  std::vector<double> share;      // [R, width, n] what each slot carries
+  std::vector<double> rank_load;  // [R, n]
+};
+
+}  // namespace isoload::placers

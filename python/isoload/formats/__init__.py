@@ -1,0 +1,85 @@
+"""Placement files: isoload's own format, which holds every field, and those of serving engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isoload.formats import engines, own, tensorrt_llm
+from isoload.formats.json_files import parse_json, read_text
+from isoload.placement import Placement
+from isoload.report.files import to_json_text, write_text
+from isoload.topology import Topology
+
+
+@dataclass(frozen=True)
+class Format:
+    """How placements are written in one format, and read from it.
+
+    matches  whether a file's content is of this format
+    read     content, the caller's topology or None -> placement; ValueError names key and layer
+    write    placement -> content; ValueError where the format cannot hold it
+    dumps    content -> text
+    """
+
+    matches: Callable[[Any], bool]
+    read: Callable[[Any, Topology | None], Placement]
+    write: Callable[[Placement], Any]
+    dumps: Callable[[Any], str] = to_json_text
+
+
+FORMATS = {
+    "isoload": Format(own.matches, own.from_json, own.to_json),
+    "tensorrt-llm": Format(tensorrt_llm.matches, tensorrt_llm.read, tensorrt_llm.write, tensorrt_llm.to_text),
+    "sglang": Format(engines.sglang_matches, engines.sglang_read, engines.sglang_write),
+    "vllm": Format(engines.vllm_matches, engines.vllm_read, engines.vllm_write),
+    "vllm-list": Format(engines.vllm_list_matches, engines.vllm_list_read, engines.vllm_list_write),
+    "vllm-ascend": Format(engines.ascend_matches, engines.ascend_read, engines.ascend_write),
+}
+
+
+def write_placement(placement: Placement, path: str | Path, format: str = "isoload") -> None:
+    """Writes a placement. The file appears whole or not at all.
+
+    Args:
+        placement: of all layers.
+        path: the file.
+        format: one of ``isoload.FORMATS``.
+
+    Raises:
+        ValueError: an unknown format; a placement that the format cannot hold.
+        OSError: naming the file.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+    form = FORMATS[format]
+    write_text(form.dumps(form.write(placement)), str(path))
+
+
+def read_placement(path: str | Path, topology: Topology | None = None) -> Placement:
+    """Reads a placement by what the file holds, not by its name.
+
+    Args:
+        path: the file; nothing in it is executed.
+        topology: of an engine's file, which does not say it; in place of that of isoload's own file: the same ranks, of
+            which others may be alive. Ranks that hold experts must be.
+
+    Raises:
+        ValueError: naming the file, the key and the layer.
+        OSError: a file that cannot be opened.
+    """
+    path = Path(path)
+    text = read_text(path)
+    try:
+        content = tensorrt_llm.from_text(text) if tensorrt_llm.looks_like(text) else parse_json(text)
+        reading = [form for form in FORMATS.values() if form.matches(content)]
+        if not reading:
+            raise ValueError(f"is no placement file; formats are {', '.join(FORMATS)}")
+        return reading[0].read(content, topology)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+__all__ = ["FORMATS", "Format", "read_placement", "write_placement"]

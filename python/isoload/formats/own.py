@@ -1,0 +1,113 @@
+"""isoload's own format: one JSON object with every field of a Placement."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import Any
+
+import torch
+
+from isoload.formats.json_files import check_keys, slot_rows
+from isoload.placement import Placement
+from isoload.topology import Topology
+from isoload.trace.archives import shown
+
+NAME, VERSION = "isoload-placement", 1
+KEYS = {
+    "format",
+    "version",
+    "topology",
+    "num_experts",
+    "num_shared",
+    "spare_slots",
+    "layer_ids",
+    "slot_to_expert",
+    "home_slot",
+    "replica_weight",
+    "provenance",
+}
+TOPOLOGY = {field.name for field in fields(Topology)}
+
+
+def matches(content: Any) -> bool:
+    return isinstance(content, dict) and content.get("format") == NAME
+
+
+def to_json(placement: Placement) -> dict[str, Any]:
+    slots, home = placement.arrays
+    weight = placement.replica_weight
+    return {
+        "format": NAME,
+        "version": VERSION,
+        "topology": asdict(placement.topology),
+        "num_experts": placement.num_experts,
+        "num_shared": placement.num_shared,
+        "spare_slots": placement.spare_slots,
+        "layer_ids": list(placement.layer_ids),
+        "provenance": placement.provenance,
+        "slot_to_expert": slots.tolist(),
+        "home_slot": home.tolist(),
+        "replica_weight": None if weight is None else weight.tolist(),
+    }
+
+
+def from_json(content: dict[str, Any], topology: Topology | None) -> Placement:
+    check_keys(content, KEYS)
+    own = _topology(content["topology"])
+    if topology is not None and topology.num_ranks != own.num_ranks:
+        raise ValueError(f"num_ranks must be {topology.num_ranks}, got {own.num_ranks}")
+    if content["version"] != VERSION:
+        raise ValueError(f"version must be {VERSION}, got {shown(content['version'])}")
+    for key in ("num_experts", "num_shared", "spare_slots"):
+        if type(content[key]) is not int:
+            raise ValueError(f"{key} must be an integer, got {shown(content[key])}")
+    if not isinstance(content["provenance"], dict):
+        raise ValueError(f"provenance must be an object, got {shown(content['provenance'])}")
+    ids = content["layer_ids"]
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+        raise ValueError(f"layer_ids must be a list of integers from 0 on, got {shown(ids)}")
+    slots = slot_rows("slot_to_expert", content["slot_to_expert"])
+    if len(ids) != len(slots):  # an empty list would mean 0..L-1
+        raise ValueError(f"layer_ids must have {len(slots)} entries, got {len(ids)}")
+    return Placement(
+        torch.from_numpy(slots),
+        topology or own,
+        content["num_experts"],
+        torch.from_numpy(slot_rows("home_slot", content["home_slot"])),
+        content["spare_slots"],
+        content["num_shared"],
+        tuple(ids),
+        _weight(content["replica_weight"]),
+        content["provenance"],
+    )
+
+
+def _topology(found: Any) -> Topology:
+    if not isinstance(found, dict):
+        raise ValueError(f"topology must be an object, got {shown(found)}")
+    check_keys(found, TOPOLOGY, "topology")
+    for key in ("num_ranks", "ranks_per_node"):
+        if type(found[key]) is not int or found[key] < 1:
+            raise ValueError(f"topology {key} must be an integer from 1 on, got {shown(found[key])}")
+    for key, kinds, words in (
+        ("speeds", (int, float), "numbers"),
+        ("alive", (bool,), "true or false"),
+        ("bandwidths", (int, float), "numbers"),
+    ):
+        value = found[key]
+        if value is not None and not (isinstance(value, list) and all(type(v) in kinds for v in value)):
+            raise ValueError(f"topology {key} must be null or a list of {words}, got {shown(value)}")
+    return Topology(**found)
+
+
+def _weight(rows: Any) -> torch.Tensor | None:
+    if rows is None:
+        return None
+    if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
+        raise ValueError(f"replica_weight must be null or a list of layers, got {shown(rows)}")
+    for layer, row in enumerate(rows):
+        if len(row) != len(rows[0]) or not all(type(v) in (int, float) for v in row):
+            raise ValueError(
+                f"replica_weight must have {len(rows[0])} numbers in every layer, not so layer {layer}"
+            )
+    return torch.tensor(rows, dtype=torch.float32)

@@ -1,0 +1,64 @@
+"""Engines' tables of replicas: from their physical-to-logical map to a Placement, and from a Placement to theirs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from isoload.placement import Placement
+from isoload.topology import Topology
+
+
+class ReplicaLists(NamedTuple):
+    """A placement as EPLB's callers take it.
+
+    physical_to_logical  [L, P] int64  expert in each slot
+    logical_to_physical  [L, E, X] int64  slots of every expert, ascending, -1 behind the last; X = most replicas
+    num_replicas         [L, E] int64
+    """
+
+    physical_to_logical: Tensor
+    logical_to_physical: Tensor
+    num_replicas: Tensor
+
+
+def engine_topology(num_ranks: int, num_nodes: int) -> Topology:
+    """R ranks on as many nodes; on one node where these do not divide the ranks."""
+    return Topology(num_ranks, num_ranks // num_nodes if num_ranks % num_nodes == 0 else num_ranks)
+
+
+def placement_of(
+    physical_to_logical: Tensor, num_experts: int, topology: Topology, num_shared: int = 0
+) -> Placement:
+    """From an engine's map.
+
+    Args:
+        physical_to_logical: [L, P] routed expert in each slot.
+        num_experts: routed experts.
+        topology: R ranks; P/R consecutive slots lie on each.
+        num_shared: 1: every rank has one more slot, its last, that holds the shared expert.
+    """
+    slots = physical_to_logical.cpu().to(torch.int32)
+    if num_shared:
+        layers, ranks = len(slots), topology.num_ranks
+        shared = torch.arange(num_experts, num_experts + num_shared, dtype=torch.int32)
+        per_rank = slots.view(layers, ranks, -1)
+        slots = torch.cat([per_rank, shared.expand(layers, ranks, -1)], dim=2).view(layers, -1)
+    return Placement(slots, topology, num_experts + num_shared, num_shared=num_shared)
+
+
+def replica_lists(placement: Placement) -> ReplicaLists:
+    """Raises ValueError for empty slots, which these tables cannot say."""
+    slots, experts = placement.slot_to_expert.long(), placement.num_experts
+    if (slots < 0).any():
+        raise ValueError("placement must fill every slot, got one that is empty")
+    num = torch.zeros(len(slots), experts, dtype=torch.int64).scatter_add_(1, slots, torch.ones_like(slots))
+    lists = torch.full((len(slots), experts, int(num.max())), -1)
+    by_expert = slots.argsort(dim=1, stable=True)
+    held = slots.gather(1, by_expert)
+    first = num.cumsum(1) - num  # position of an expert's first slot in by_expert
+    column = torch.arange(slots.shape[1]) - first.gather(1, held)
+    lists[torch.arange(len(slots)).unsqueeze(1), held, column] = by_expert
+    return ReplicaLists(slots, lists, num)

@@ -1,0 +1,147 @@
+"""Meter: what balancing gained in the batches since the last report, layer by layer, without waiting for a device."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isoload.planning import plan
+from isoload.records import Plan
+
+log = logging.getLogger("isoload")
+COLUMNS = 5  # batches, sum of imbalance before, after, batches with peak == bound, batches that have a peak
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer since the last report. Imbalance is max/mean rank load.
+
+    batches    batches with at least one copy that were planned
+    before     mean imbalance if every expert's copies were spread evenly over its replicas
+    after      mean imbalance of the plans; None: the policy samples, so that its plans have no peak
+    certified  batches whose plan has peak == bound: no split over these replicas is better
+    """
+
+    layer: int
+    batches: int
+    before: float
+    after: float | None
+    certified: int
+
+
+class Meter:
+    """Sums per layer, on the plans' device: written in place, so that captured graphs go on counting.
+
+    Args:
+        name: of the engine, begins every line.
+        seconds: between two reports.
+    """
+
+    def __init__(self, name: str, seconds: float) -> None:
+        self.name, self.seconds = name, seconds
+        self._sums: dict[int, Tensor] = {}
+        self._calls, self._host_seconds = 0, 0.0
+        self._since = time.monotonic()
+        self._gauges: dict[str, Any] | None = None
+
+    def add(self, layer: int, loads: Tensor, made: Plan, host_seconds: float) -> None:
+        """One batch: [R, E] loads, their plan, and how long the host took for the call."""
+        if layer not in self._sums:
+            self._sums[layer] = torch.zeros(COLUMNS, dtype=torch.float64, device=loads.device)
+        mean = loads.sum(dtype=torch.float64) / made.topology.num_ranks
+        some, least = mean > 0, mean.clamp(min=1e-9)
+        even = plan(loads, made.placed, None, "even").peak
+        assert even is not None
+        zero = torch.zeros_like(mean)
+        row = [some, torch.where(some, even / least, zero)]
+        if made.peak is None:
+            row += [zero, zero, zero]
+        else:
+            row += [torch.where(some, made.peak / least, zero), some & (made.peak == made.bound), some]
+        self._sums[layer] += torch.stack([value.to(torch.float64) for value in row])
+        self._calls += 1
+        self._host_seconds += host_seconds
+
+    def read(self) -> list[LayerReport]:
+        """All layers since the last reading, which begins anew; the host waits for the device."""
+        reports = []
+        for layer in sorted(self._sums):
+            batches, before, after, certified, peaks = self._sums[layer].tolist()
+            self._sums[layer].zero_()
+            if batches:
+                mean_after = after / peaks if peaks else None
+                reports.append(LayerReport(layer, int(batches), before / batches, mean_after, int(certified)))
+        return reports
+
+    def report_if_due(self) -> bool:
+        """A log line and the gauges, if anything was planned; whether the interval was over."""
+        if time.monotonic() - self._since < self.seconds:
+            return False
+        self._since = time.monotonic()
+        if layers := self.read():
+            self.report(layers)
+        self._calls, self._host_seconds = 0, 0.0
+        return True
+
+    def report(self, layers: list[LayerReport]) -> None:
+        """The line and the gauges of these layers."""
+        figures = summary(layers)
+        if self._calls:
+            figures["plan_seconds"] = self._host_seconds / self._calls
+        log.info(line(self.name, layers, figures))
+        for name, value in figures.items():
+            if gauges := self._all_gauges():
+                gauges[name].set(value)
+
+    def _all_gauges(self) -> dict[str, Any]:
+        """By figure; empty where prometheus_client is not installed."""
+        if self._gauges is None:
+            try:
+                from prometheus_client import Gauge
+            except ImportError:
+                self._gauges = {}
+            else:
+                mode = {"multiprocess_mode": "mostrecent"}
+                self._gauges = {key: Gauge(f"isoload_{key}", text, **mode) for key, text in GAUGES.items()}
+        return self._gauges
+
+
+GAUGES = {
+    "imbalance_before": "mean over layers of max/mean rank load, copies spread evenly over replicas",
+    "imbalance_after": "mean over layers of max/mean rank load, as planned",
+    "imbalance_worst": "max/mean rank load of the worst layer, as planned",
+    "certified_share": "part of the plans that are proved optimal",
+    "plan_seconds": "time of the host per layer and batch that was not replayed from a graph",
+}
+
+
+def summary(layers: list[LayerReport]) -> dict[str, float]:
+    """The figures of GAUGES but the time; nan where a sampled policy has none."""
+    planned = [layer.after for layer in layers if layer.after is not None]
+    batches = sum(layer.batches for layer in layers)
+    return {
+        "imbalance_before": sum(layer.before for layer in layers) / len(layers),
+        "imbalance_after": sum(planned) / len(planned) if planned else float("nan"),
+        "imbalance_worst": max(planned, default=float("nan")),
+        "certified_share": sum(layer.certified for layer in layers) / batches,
+    }
+
+
+def line(name: str, layers: list[LayerReport], figures: dict[str, float]) -> str:
+    """What a report says in the log."""
+    level = sum(layer.certified == layer.batches for layer in layers)
+    seconds = figures.get("plan_seconds")
+    time_taken = (
+        "all replayed from graphs" if seconds is None else f"{1e6 * seconds:.0f} us per plan on the host"
+    )
+    return (
+        f"isoload {name}: {sum(layer.batches for layer in layers)} plans of {len(layers)} layers; "
+        f"imbalance {figures['imbalance_before']:.3f} evenly spread, {figures['imbalance_after']:.3f} planned, "
+        f"{figures['imbalance_worst']:.3f} in the worst layer; peak == bound in all batches of {level} of "
+        f"{len(layers)} layers; {time_taken}"
+    )

@@ -1,0 +1,82 @@
+"""Seams: the functions of an engine that a plug-in replaces, wraps, calls or reads, and whether they are as expected.
+
+An engine's seams stand in one JSON file: each with its signature and the version that it was read from. They are
+compared with the engine that runs, whatever its version is called.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import pkgutil
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from importlib import resources
+from typing import Any, Literal
+
+Kind = Literal["replace", "around", "call", "fields"]
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One place where a plug-in touches an engine.
+
+    target      dotted path
+    kind        "replace" and "around": hooked; "call": called by the plug-in; "fields": a record that it reads
+    signatures  those that the plug-in can work with; of a record the fields that it needs
+    read_from   the engine's version in which it was read
+    why         what the plug-in does there
+    """
+
+    target: str
+    kind: Kind
+    signatures: tuple[str, ...]
+    read_from: str
+    why: str
+
+    @property
+    def name(self) -> str:
+        """The last part of the target, unique among an engine's seams."""
+        return self.target.rsplit(".", 1)[-1]
+
+    def fault(self) -> str | None:
+        """What is not as expected, in one line; None if nothing is."""
+        try:
+            found = pkgutil.resolve_name(self.target)
+        except Exception as error:
+            return f"{self.target} cannot be found ({type(error).__name__}: {error})"
+        if self.kind == "fields":
+            missing = [name for name in self.signatures if name not in field_names(found)]
+            return f"{self.target} has no field {missing[0]}" if missing else None
+        if (got := signature_of(found)) in self.signatures:
+            return None
+        wanted = " or ".join(self.signatures)
+        return f"{self.target} must take {wanted} (as in {self.read_from}), got {got}"
+
+
+def read_seams(engine: str) -> list[Seam]:
+    """The seams of an engine, from ``<engine>_seams.json`` beside this file."""
+    text = resources.files(__package__).joinpath(f"{engine}_seams.json").read_text()
+    return [Seam(**(given | {"signatures": tuple(given["signatures"])})) for given in json.loads(text)]
+
+
+def faults(seams: Sequence[Seam]) -> list[str]:
+    """One line for every seam that is not as expected."""
+    return [fault for seam in seams if (fault := seam.fault()) is not None]
+
+
+def signature_of(function: Any) -> str:
+    """Names, kinds and defaults of the parameters, without annotations; of a class those of its constructor."""
+    signature = inspect.signature(function)
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+
+
+def field_names(record: type) -> set[str]:
+    """Fields and properties of a dataclass or NamedTuple."""
+    own = (
+        {field.name for field in fields(record)}
+        if is_dataclass(record)
+        else set(getattr(record, "_fields", ()))
+    )
+    return own | {name for name, value in vars(record).items() if isinstance(value, property)}

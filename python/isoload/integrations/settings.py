@@ -1,0 +1,144 @@
+"""The environment variables of the plug-ins: how an engine that isoload cannot give options to is told what to do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from isoload.placers import parse_placer
+from isoload.policies import Policy, make_policy, parse_policy
+from isoload.policies.pouring import SharedPolicy
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable, as the documents list it."""
+
+    name: str
+    kind: str
+    default: str
+    meaning: str
+
+
+SGLANG = Variable("ISOLOAD_SGLANG", "0 or 1", "0", "attach to SGLang; with 0 nothing of isoload is imported")
+STRICT = Variable(
+    "ISOLOAD_STRICT",
+    "0 or 1",
+    "0",
+    "refuse to start where the engine is not as isoload expects; with 0 the engine runs as without isoload",
+)
+POLICY = Variable(
+    "ISOLOAD_POLICY",
+    "name or name:option=value",
+    "",
+    "how copies are split over replicas; empty: exact, with Waterfill joint",
+)
+PLACER = Variable(
+    "ISOLOAD_PLACER",
+    "name or name:option=value",
+    "eplb",
+    "what --eplb-algorithm isoload lays experts out with",
+)
+REPORT = Variable(
+    "ISOLOAD_REPORT_SECONDS",
+    "number",
+    "0",
+    "seconds between two reports of imbalance, a log line and Prometheus gauges; 0: none, and nothing is measured",
+)
+VARIABLES = (SGLANG, STRICT, POLICY, PLACER, REPORT)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the variables say, checked.
+
+    policy          as written; None = the door's default
+    placer          as written
+    report_seconds  0 = no reports
+    """
+
+    enabled: bool
+    strict: bool
+    policy: str | None
+    placer: str
+    report_seconds: float
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None) -> Settings:
+        """From the environment.
+
+        Raises:
+            ValueError: naming the variable, the rule and the value.
+        """
+        given = os.environ if environ is None else environ
+
+        def value(variable: Variable) -> str:
+            return given.get(variable.name, "").strip() or variable.default
+
+        policy = value(POLICY) or None
+        if policy is not None:
+            _usable(policy)
+        placer = value(PLACER)
+        try:
+            parse_placer(placer)
+        except ValueError as error:
+            raise ValueError(f"{PLACER.name}: {error}") from None
+        return cls(
+            _flag(SGLANG, value(SGLANG)),
+            _flag(STRICT, value(STRICT)),
+            policy,
+            placer,
+            _seconds(value(REPORT)),
+        )
+
+    @property
+    def places_shared(self) -> bool:
+        """Whether the policy asked for is one of shared experts."""
+        return self.policy is not None and isinstance(_usable(self.policy), SharedPolicy)
+
+    def policy_for(self, shared: bool) -> Policy:
+        """The policy of layers with or without shared experts that the plan may move.
+
+        Raises:
+            ValueError: the policy needs shared experts, and there are none to move.
+        """
+        if self.policy is None:
+            return make_policy("joint" if shared else "exact")
+        policy = _usable(self.policy)
+        if isinstance(policy, SharedPolicy) and not shared:
+            raise ValueError(
+                f"{POLICY.name} must be a policy of routed experts where the engine keeps shared experts at home "
+                f"(SGLang: without --enable-waterfill), got {self.policy!r}"
+            )
+        return policy
+
+
+def _usable(text: str) -> Policy:
+    """The policy of that name, unless no engine can run it."""
+    try:
+        name, options = parse_policy(text)
+    except ValueError as error:
+        raise ValueError(f"{POLICY.name}: {error}") from None
+    policy = make_policy(name, options)
+    if policy.borrows:
+        raise ValueError(
+            f"{POLICY.name} must not borrow weights, which no engine copies between two batches, got {text!r}"
+        )
+    return policy
+
+
+def _flag(variable: Variable, text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError(f"{variable.name} must be 0 or 1, got {text!r}")
+    return text == "1"
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ValueError(f"{REPORT.name} must be a number of at least 0, got {text!r}")
+    return seconds

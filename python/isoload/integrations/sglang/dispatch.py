@@ -1,0 +1,121 @@
+"""Hooks of SGLang's dispatch: logical to physical ids, behind --ep-dispatch-algorithm dynamic and lp.
+
+dynamic  without an all-to-all backend: all ranks hold the same tokens and compute the same plan, nothing is exchanged
+lp       with one: SGLang calls the layer's solver before it maps ids, on all ranks, also on those without tokens. The
+         solver is a Layer, and what it returns are the physical ids already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from isoload.integrations.sglang.layers import LAYERS, Layer
+from isoload.integrations.sglang.placement import check_at_start
+
+Original = Callable[..., Any]
+
+
+def set_metadata(original: Original, value: Any, allow_overwrite: bool = False) -> None:
+    """Around set_global_expert_location_metadata: the Balancers of `dynamic` are made here, before any batch."""
+    from sglang.srt.runtime_context import get_exec
+
+    original(value, allow_overwrite)
+    if value is None:
+        return
+    check_at_start(value)
+    moe = get_exec().moe
+    if moe.ep_dispatch_algorithm == "dynamic" and moe.moe_a2a_backend == "none":
+        LAYERS.follow(value, "dynamic")
+
+
+def update_metadata(original: Original, self: Any, other: Any, update_layer_ids: list[int]) -> None:
+    """Around ExpertLocationMetadata.update, SGLang's rebalancing: the tables of the Balancers follow in place."""
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+    from sglang.srt.runtime_context import get_exec
+
+    original(self, other, update_layer_ids)
+    if LAYERS.by_id and self is get_global_expert_location_metadata():
+        LAYERS.follow(self, get_exec().moe.ep_dispatch_algorithm)
+
+
+def init_lplb_solvers(*, model_config: Any) -> None:
+    """Replaces SGLang's of this name: Layers for solvers. After a rebalance they are there already, and refreshed."""
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+    from sglang.srt.eplb.lplb_solver import assert_lplb_supported_model, set_global_lplb_solver
+
+    if architectures := getattr(model_config.hf_config, "architectures", None):
+        assert_lplb_supported_model(
+            architectures[0]
+        )  # in other models ranks without tokens do not join the gather
+    metadata = get_global_expert_location_metadata()
+    if metadata is None:
+        return
+    LAYERS.follow(metadata, "lp")
+    for layer_id, layer in LAYERS.by_id.items():
+        set_global_lplb_solver(layer_id, layer)
+
+
+def resolve_routing_inputs(
+    original: Original,
+    *,
+    layer_id: int,
+    is_draft: bool,
+    num_token_non_padded: Tensor | None = None,
+    expert_location_dispatch_info: Any = None,
+) -> tuple[Tensor | None, Any]:
+    """Around SGLang's of this name, where a layer's batch, its padding and its number are known together."""
+    num_valid, info = original(
+        layer_id=layer_id,
+        is_draft=is_draft,
+        num_token_non_padded=num_token_non_padded,
+        expert_location_dispatch_info=expert_location_dispatch_info,
+    )
+    layer = LAYERS.get(layer_id)
+    if info is not None and layer is not None:
+        if layer.balancer.tokens == "same":
+            info.isoload_layer, info.isoload_num_valid = layer, num_valid
+        else:
+            layer.num_valid = num_valid
+    return num_valid, info
+
+
+def map_dynamic(original: Original, topk_ids: Tensor, info: Any) -> Tensor:
+    """Around _topk_ids_logical_to_physical_dynamic."""
+    layer: Layer | None = getattr(info, "isoload_layer", None)
+    if layer is None or info.ep_dispatch_algorithm != "dynamic":
+        return cast(Tensor, original(topk_ids, info))
+    num_valid = info.isoload_num_valid
+    rows = topk_ids if topk_ids.dim() == 2 else topk_ids.view(-1, 1)
+    slots = layer.slots(rows, num_valid).view(topk_ids.shape)
+    if num_valid is None:
+        return slots
+    # Rows of padding keep SGLang's own replica: some of its kernels take no -1.
+    return torch.where(slots < 0, original(topk_ids, info).to(slots.dtype), slots)
+
+
+def map_solved(topk_ids: Tensor, info: Any, log2phy_prob: Tensor) -> Tensor:
+    """Replaces _topk_ids_logical_to_physical_probability: the Layer's solve() has mapped these ids already."""
+    if log2phy_prob.shape != topk_ids.shape:
+        raise RuntimeError(
+            f"solved ids must be those of topk_ids {list(topk_ids.shape)}, got {list(log2phy_prob.shape)}"
+        )
+    return log2phy_prob
+
+
+def initialize(original: Original, self: Any) -> None:
+    """Around ModelRunner.initialize, at whose end it is known what every layer does."""
+    original(self)
+    if not self.is_draft_worker:
+        LAYERS.announce()
+
+
+def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ModelRunner.forward, hooked where reports are wanted: they wait for the device, once per interval."""
+    result = original(self, *args, **kwargs)
+    if LAYERS.meter is not None and not self.is_draft_worker and LAYERS.meter.report_if_due():
+        LAYERS.check_device()
+    return result

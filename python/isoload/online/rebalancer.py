@@ -1,0 +1,198 @@
+"""Rebalancer: new placements while a model runs, from what its layers record, a few moved experts at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from torch.optim import Optimizer
+
+from isoload.balancer import Balancer
+from isoload.layer import MoE
+from isoload.online.recorder import Recorder
+from isoload.placement import Placement
+from isoload.placers import make_placer, place
+from isoload.replay.judge import Floats, Ints, even_imbalance, exact_imbalance
+from isoload.weights.shard import ShardWeights
+
+
+@dataclass(frozen=True)
+class Rebalanced:
+    """One decision, the same on all ranks.
+
+    placement     the new one, or the one before where too little was to be gained
+    before, after mean imbalance over the recorded batches and layers, in the one before and in the new one
+    layers        positions whose slots change, in the order in which they are moved; empty where nothing is moved
+    """
+
+    placement: Placement
+    before: float
+    after: float
+    layers: tuple[int, ...]
+
+
+class Rebalancer:
+    """Records, plans in a thread, and moves: :meth:`step` after each batch, by all ranks alike.
+
+    Every ``every`` batches the loads of all ranks are gathered, once, and a thread places experts anew. ``delay``
+    batches later, on every rank in the same batch, the new placement is compared with the one before on what was
+    recorded; if it is worth it, ``layers_per_step`` layers take it after each batch. Moved experts travel by
+    ``MoE.load_placement``; a Balancer takes the new slots, and the engine behind it moves the weights.
+
+    Args:
+        layers: all L of one Placement, each at its own position; MoE or Balancer.
+        recorder: of their counts; set on the layers here.
+        every: batches between two plans.
+        moves: most slots of a layer that get another expert. None: any number.
+        least_gain: the mean imbalance must fall by so much, or nothing is moved.
+        layers_per_step: layers that move after one batch.
+        delay: batches that planning may take; where it takes longer, the host waits for it.
+        placer: which starts from the placement before.
+        split: how the layers split replicas, and so what is compared: "exact", or "even" where an engine does.
+        optimizer: whose state moves along, see :meth:`isoload.MoE.load_placement`.
+        **options: the placer's.
+
+    Raises:
+        ValueError: naming the argument, the rule and the value.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[MoE | Balancer],
+        recorder: Recorder,
+        every: int = 1000,
+        moves: int | None = 8,
+        least_gain: float = 0.01,
+        layers_per_step: int = 1,
+        *,
+        delay: int = 8,
+        placer: str = "scenario",
+        split: str = "exact",
+        optimizer: Optimizer | None = None,
+        **options: Any,
+    ) -> None:
+        self.layers, self.recorder, self.optimizer = list(layers), recorder, optimizer
+        self.balancers = [getattr(layer, "balancer", layer) for layer in layers]
+        self.every, self.least_gain, self.layers_per_step, self.delay = (
+            every,
+            least_gain,
+            layers_per_step,
+            delay,
+        )
+        self.options = {"split": split, **({} if moves is None else {"moves": moves}), **options}
+        self.placer = placer
+        self._check()
+        self.placement: Placement = self.balancers[0].placement
+        self.group = self.balancers[0].group
+        self.batches = 0
+        self.last: Rebalanced | None = None
+        for balancer in self.balancers:
+            balancer.recorder = recorder
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="isoload-rebalancer")
+        self._planned: Future[Rebalanced] | None = None
+        self._due = 0
+        self._waiting: Iterator[int] = iter(())
+
+    def step(self) -> int:
+        """Ends a batch: after it, on all ranks; in training after refresh_replicas and zero_grad.
+
+        Returns:
+            layers that moved.
+
+        Raises:
+            ValueError: as place and MoE.load_placement, on all ranks.
+        """
+        self.recorder.step()
+        self.batches += 1
+        if self._planned is not None and self.batches == self._due:
+            self.last, self._planned = self._planned.result(), None
+            self.placement, self._waiting = self.last.placement, iter(self.last.layers)
+        moved = 0
+        for layer in islice(self._waiting, self.layers_per_step):
+            self._load(layer)
+            moved += 1
+        if self.batches % self.every == 0:
+            counts = self.recorder.counts(self.group)
+            self.recorder.clear()
+            if counts.any():
+                self._planned = self._thread.submit(self._plan, counts.numpy(), self.placement)
+                self._due = self.batches + self.delay
+        return moved
+
+    def close(self) -> None:
+        """Ends the thread, and stops recording."""
+        self._thread.shutdown()
+        for balancer in self.balancers:
+            balancer.recorder = None
+
+    def _load(self, index: int) -> None:
+        layer = self.layers[self._index[index]]
+        if isinstance(layer, MoE):
+            layer.load_placement(self.placement, optimizer=self.optimizer)
+        else:
+            layer.load(self.placement)
+
+    def _plan(self, counts: Ints, now: Placement) -> Rebalanced:
+        counts = counts[counts.sum((1, 2)) > 0]
+        new = place(
+            counts,
+            now.topology,
+            slots_per_rank=now.slots_per_rank,
+            placer=self.placer,
+            spare_slots=now.spare_slots,
+            num_shared=now.num_shared,
+            before=now,
+            **self.options,
+        )
+        before, after = (self._imbalance(placement, counts) for placement in (now, new))
+        if before.mean() - after.mean() < self.least_gain:
+            return Rebalanced(now, float(before.mean()), float(before.mean()), ())
+        changed = (new.arrays[0] != now.arrays[0]).any(1) | (new.arrays[1] != now.arrays[1]).any(1)
+        gain = before.mean(0) - after.mean(0)
+        order = [int(layer) for layer in np.argsort(-gain, kind="stable") if changed[layer]]
+        return Rebalanced(new, float(before.mean()), float(after.mean()), tuple(order))
+
+    def _imbalance(self, placement: Placement, counts: Ints) -> Floats:
+        """[batches, L]"""
+        judge = exact_imbalance if self.options["split"] == "exact" else even_imbalance
+        return judge(placement, counts)
+
+    def _check(self) -> None:
+        for name, least in (("every", 1), ("layers_per_step", 1), ("delay", 1)):
+            if (value := getattr(self, name)) < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        if self.least_gain < 0:
+            raise ValueError(f"least_gain must be at least 0, got {self.least_gain}")
+        if not self.layers:
+            raise ValueError("layers must be at least one, got none")
+        first: Placement = self.balancers[0].placement
+        if any(b.placement is not first for b in self.balancers):
+            raise ValueError("layers must share one Placement, got several")
+        self._index = {b.layer: i for i, b in enumerate(self.balancers)}
+        if sorted(b.layer for b in self.balancers) != list(range(first.num_layers)):
+            raise ValueError(
+                f"layers must be all {first.num_layers} of their Placement, each once, got positions "
+                f"{[b.layer for b in self.balancers]}"
+            )
+        if (self.recorder.num_layers, self.recorder.num_experts) != (first.num_layers, first.num_routed):
+            raise ValueError(
+                f"recorder must be of {first.num_layers} layers and {first.num_routed} experts, got "
+                f"{self.recorder.num_layers} and {self.recorder.num_experts}"
+            )
+        moving = -(-first.num_layers // self.layers_per_step)
+        if self.every < self.delay + moving:
+            raise ValueError(
+                f"every must be at least delay + L / layers_per_step = {self.delay + moving}, so that one plan is "
+                f"carried out before the next is begun, got {self.every}"
+            )
+        if not make_placer(self.placer, self.options).takes_before:
+            raise ValueError(f"placer must start from the placement before, got {self.placer!r}")
+        held = [w for layer in self.layers if isinstance(layer, MoE) for w in layer.weights]
+        if any(isinstance(weights, ShardWeights) for weights in held):
+            raise ValueError(
+                "layers must own their experts' memory, got one made of Shards, whose homes stay"
+            )

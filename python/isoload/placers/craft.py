@@ -1,0 +1,89 @@
+"""Placer ``craft``: few replicas, in the layers where they help (CRAFT, arXiv 2603.28768)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from isoload.placers.base import Floats, Ints, Placed, Placer, Room, Slots
+from isoload.placers.budget import allocate, assign, check_budget, make_grid
+from isoload.placers.eplb import pack_into
+from isoload.placers.scenarios import Scenarios
+
+OBJECTIVES = ("time", "gain", "printed")
+
+
+@dataclass(frozen=True)
+class CraftPlacer(Placer):
+    """Algorithms 1 to 3: what replicas gain in each layer, a knapsack over layers, slots spread over ranks.
+
+    Experts are packed as ``eplb`` packs them, for the loads summed over batches; what that is worth is replayed batch
+    by batch. The placement is ragged: layers and ranks have different numbers of slots.
+
+    Options:
+        replicas: of a rank over all layers; "gain": the number with the largest worth per replica, as CRAFT chooses;
+            "knee": where the curve of worth bends. The placement's provenance has the curve.
+        objective: what replicas of a layer are worth: "time": by how much its mean busiest rank's load falls; "gain":
+            by how much its mean balance (mean/max) rises, as CRAFT's text says; "printed": that times their number, as
+            its Algorithm 2 is printed, which gives a few layers all of the budget.
+        grid: numbers of replicas that are tried: "powers" of two, as published, or "full".
+
+    Raises:
+        ValueError: an option that is out of range.
+    """
+
+    name = "craft"
+    replicas: int | str = "gain"
+    objective: str = "time"
+    grid: str = "powers"
+
+    @property
+    def has_budget(self) -> bool:
+        return True
+
+    def place(self, scenarios: Scenarios, room: Room) -> Placed:
+        if self.objective not in OBJECTIVES:
+            raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, got {self.objective!r}")
+        layers, experts, ranks = scenarios.num_layers, scenarios.num_experts, room.num_ranks
+        check_budget(self.replicas, layers, room, experts)
+        grid = make_grid(room, experts, self.grid)
+        weight = scenarios.total().astype(np.float32)
+        worth = self._worth(scenarios, weight, grid, ranks)
+        counts, curve = allocate(worth, grid, ranks, self.replicas)
+        slots = pack_into(weight, assign(experts + counts, ranks))
+        notes = {"replicas_by_layer": counts.tolist(), "worth_by_replicas_of_a_rank": curve}
+        return Placed(slots, notes=notes)
+
+    def _worth(self, scenarios: Scenarios, weight: Any, grid: list[int], ranks: int) -> Floats:
+        """[L, K] what each number of replicas is worth in each layer: Algorithm 1."""
+        found = []
+        for number in grid:
+            alone = assign(np.array([scenarios.num_experts + number]), ranks)  # a layer by itself
+            slots = pack_into(weight, np.repeat(alone, scenarios.num_layers, axis=0))
+            found.append(self._replay(scenarios, slots))
+        table = np.array(found).T  # [L, K]
+        gain = table - table[:, :1]
+        worth: Floats = gain * np.array(grid) if self.objective == "printed" else gain
+        return worth
+
+    def _replay(self, scenarios: Scenarios, slots: Slots) -> Floats:
+        """[L] mean over scenarios of the balance, or of the busiest rank's load with a minus."""
+        peak = busiest_loads(scenarios.loads, slots)  # [n, L]
+        if self.objective == "time":
+            worth: Floats = -scenarios.weight @ peak
+            return worth
+        mean = scenarios.loads.sum(-1) / slots.shape[1]
+        balance: Floats = scenarios.weight @ np.where(peak > 0, mean / np.maximum(peak, 1e-300), 1.0)
+        return balance
+
+
+def busiest_loads(loads: Floats, slots: Ints) -> Floats:
+    """[n, L] largest rank load for loads [n, L, E] on slots [L, R, S], replicas sharing alike."""
+    rows = slots.reshape(len(slots), -1)
+    copies = np.stack([np.bincount(row[row >= 0], minlength=loads.shape[2]) for row in rows])
+    held = np.broadcast_to(np.maximum(rows, 0), (len(loads), *rows.shape))
+    part = np.where(rows >= 0, np.take_along_axis(loads / copies, held, 2), 0)
+    peak: Floats = part.reshape(*loads.shape[:2], *slots.shape[1:]).sum(-1).max(-1)
+    return peak

@@ -1,0 +1,194 @@
+"""Placer ``scenario``: made for every batch that was recorded, not for their sum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from isoload.placers.base import Floats, Ints, Placed, Placer, Room, Slots, slots_of
+from isoload.placers.budget import allocate, assign, check_budget, make_grid
+from isoload.placers.compiled import loops, num_threads
+from isoload.placers.eplb import pack_into, pack_once
+from isoload.placers.scenarios import WHOLE, Scenarios
+
+LANES = 4  # the loops sum scenarios in so many lanes
+SPREADS = (
+    0.0,
+    0.674,
+    1.5,
+)  # standard deviations above its mean load by which an expert is replicated, one start each
+STEPS = 5000  # changes that a search of a layer tries; it ends by itself long before
+TABLE_STEPS = 100  # the same where only the worth of a number of slots is asked
+FEW_SLOTS = 4  # up to so many on a rank, replica counts matter more than where replicas lie
+
+
+@dataclass(frozen=True)
+class ScenarioPlacer(Placer):
+    """Least mean, over batches, of the busiest rank's load; a local search.
+
+    Every batch of the calibration is a scenario of equal size. Copies are given out by mean plus some standard
+    deviations of an expert's share, then the heaviest is laid first onto the rank whose load over scenarios meets its
+    own least, then slots are exchanged, and replicas given to other experts, while that helps. The same slots for any
+    number of threads, and never worse than ``eplb`` (with ``dedup``) on the scenarios themselves.
+
+    Options:
+        split: how replicas will share an expert's load: "even" in equal parts, as serving engines do; "exact" as
+            isoload's policies ``exact`` and ``joint`` do.
+        search: False stops before the local search (milliseconds).
+        shrink: 0..1, so much of every scenario is replaced by their mean. Default (None): see
+            :meth:`isoload.placers.scenarios.Scenarios.shares`.
+        groups: of experts, consecutive ones; one copy of each expert stays on the node of its group, where a router
+            that chooses groups finds it. 0: copies lie anywhere.
+        replicas: of a rank over all layers, in the layers where they save most time, in place of the same number of
+            slots everywhere; or "gain" or "knee", see placer ``craft``. None: no budget.
+        moves: with ``before``, most slots of a layer that may get another expert. None: any number.
+
+    Raises:
+        ValueError: an option that is out of range; more slots on a rank than experts; groups that do not divide the
+            experts or do not fit the nodes; fewer moves than experts that lost their last copy.
+    """
+
+    name = "scenario"
+    takes_before = True
+    split: str = "even"
+    search: bool = True
+    shrink: float | None = None
+    groups: int = 0
+    replicas: int | str | None = None
+    moves: int | None = None
+
+    @property
+    def has_budget(self) -> bool:
+        return self.replicas is not None
+
+    def place(self, scenarios: Scenarios, room: Room) -> Placed:
+        self._check(scenarios, room)
+        capacity, notes = self._capacity(scenarios, room)
+        slots, objective = self.search_layers(scenarios, room, capacity, STEPS if self.search else 0)
+        return Placed(slots, notes={"seen_imbalance": round(float(objective.mean()), 4), **notes})
+
+    def _capacity(self, scenarios: Scenarios, room: Room) -> tuple[Ints, dict[str, Any]]:
+        """[L, R] slots of every rank, and notes on how they were chosen."""
+        layers, experts, ranks = scenarios.num_layers, scenarios.num_experts, room.num_ranks
+        if room.before is not None and self.replicas is not None:
+            raise ValueError(f"replicas must be None with before, which has its slots, got {self.replicas}")
+        if self.replicas is None:
+            return np.full((layers, ranks), slots_of(room), dtype=np.int32), {}
+        check_budget(self.replicas, layers, room, experts)
+        grid = make_grid(room, experts)
+        times = []
+        mean = scenarios.weight @ scenarios.loads.sum(-1) / ranks  # [L] copies
+        for number in grid:
+            alone = np.repeat(assign(np.array([experts + number]), ranks), layers, axis=0)
+            times.append(
+                mean * self.search_layers(scenarios, room, alone, TABLE_STEPS if self.search else 0)[1]
+            )
+        table = np.array(times).T
+        counts, curve = allocate(table[:, :1] - table, grid, ranks, self.replicas)
+        notes = {"replicas_by_layer": counts.tolist(), "worth_by_replicas_of_a_rank": curve}
+        return assign(experts + counts, ranks), notes
+
+    def _check(self, scenarios: Scenarios, room: Room) -> None:
+        if self.split not in ("even", "exact"):
+            raise ValueError(f"split must be even or exact, got {self.split!r}")
+        if self.shrink is not None and not 0 <= self.shrink <= 1:
+            raise ValueError(f"shrink must be in 0..1, got {self.shrink}")
+        if self.groups < 0 or (self.groups and scenarios.num_experts % self.groups):
+            raise ValueError(f"groups must divide the {scenarios.num_experts} experts, got {self.groups}")
+        if self.moves is not None and self.moves < 0:
+            raise ValueError(f"moves must be at least 0, got {self.moves}")
+        if self.moves is not None and room.before is None:
+            raise ValueError(f"moves must come with before, got {self.moves} without")
+        if self.replicas is None and slots_of(room) > scenarios.num_experts:
+            raise ValueError(
+                f"slots_per_rank must be at most {scenarios.num_experts} besides spare slots, one for each expert, "
+                f"got {slots_of(room)}"
+            )
+
+    def search_layers(
+        self, scenarios: Scenarios, room: Room, capacity: Ints, steps: int
+    ) -> tuple[Slots, Floats]:
+        """Slots [L, R, S] for ranks with so many slots each [L, R], and what they reach on the scenarios, [L].
+
+        That is the mean over scenarios of the busiest rank's load over the mean one; loads in time, if speeds differ.
+        """
+        shares = scenarios.shares(self.shrink)
+        loads = np.rint(shares * WHOLE)
+        whole = loads.sum(-1)  # [n, L]
+        weight = np.pad(scenarios.weight, (0, -len(loads) % LANES))
+        width = int(capacity.max())
+        rival = None if room.before is not None or self.groups else self._rival(scenarios, capacity)
+        slots, objective = loops().scenario(
+            loads=np.ascontiguousarray(
+                np.pad(loads, ((0, len(weight) - len(loads)), (0, 0), (0, 0))).transpose(1, 2, 0)
+            ),
+            weight=weight,
+            tick=room.tick,
+            node=room.node,
+            home=self._home(scenarios, room),
+            capacity=capacity,
+            risks=self._risks(scenarios, loads),
+            rival=rival,
+            before=room.before,
+            width=width,
+            exact=self.split == "exact",
+            few_slots=width <= FEW_SLOTS,
+            steps=steps,
+            moves=-1 if self.moves is None else self.moves,
+            threads=num_threads(),
+        )
+        ideal = (scenarios.weight @ whole) / (1 / room.tick).sum()
+        return slots, objective / np.maximum(ideal, 1)
+
+    def _rival(self, scenarios: Scenarios, capacity: Ints) -> Slots | None:
+        """Slots of ``eplb``; not in the quick form, where a comparison would cost more than the plan."""
+        return pack_into(scenarios.total().astype(np.float32), capacity) if self.search else None
+
+    def _risks(self, scenarios: Scenarios, loads: Floats) -> Floats:
+        """[z, L, E] by what experts are replicated, one start each."""
+        mean = scenarios.mean(loads)
+        deviation = np.sqrt(scenarios.mean((loads - mean) ** 2))
+        spreads = SPREADS if self.search else SPREADS[1:2]
+        return np.stack([mean + z * deviation for z in spreads])
+
+    def _home(self, scenarios: Scenarios, room: Room) -> Ints:
+        """[L, E] node that keeps a copy of each expert; -1 without groups.
+
+        Groups are packed onto nodes by load, the heaviest first, the same number on each; with ``before`` a group
+        belongs to the node that holds most of its experts.
+        """
+        layers, experts = scenarios.num_layers, scenarios.num_experts
+        nodes = np.unique(room.node)
+        if not self.groups or len(nodes) == 1:
+            return np.full((layers, experts), -1, dtype=np.int32)
+        if room.before is not None:
+            return self._home_before(room, experts)
+        if self.groups % len(nodes):
+            raise ValueError(f"groups must be a multiple of the {len(nodes)} live nodes, got {self.groups}")
+        load = scenarios.mean(scenarios.shares()).reshape(layers, self.groups, -1).sum(-1)
+        held = pack_once(load.astype(np.float32), len(nodes))  # [L, nodes, groups of a node]
+        node_of_group = np.empty((layers, self.groups), dtype=np.int32)
+        for index, node in enumerate(nodes):
+            np.put_along_axis(node_of_group, held[:, index].astype(np.int64), node, axis=1)
+        self._check_nodes(experts, nodes, room)
+        return np.repeat(node_of_group, experts // self.groups, axis=1)
+
+    def _home_before(self, room: Room, experts: int) -> Ints:
+        assert room.before is not None
+        held = np.stack([(room.before == e).any(2) for e in range(experts)], axis=1)  # [L, E, R]
+        nodes = np.unique(room.node)
+        per_node = np.stack([held[:, :, room.node == node].any(2) for node in nodes], axis=2)
+        by_group = per_node.reshape(len(held), self.groups, -1, len(nodes)).sum(2)
+        home: Ints = np.repeat(nodes[by_group.argmax(2)], experts // self.groups, axis=1).astype(np.int32)
+        return home
+
+    def _check_nodes(self, experts: int, nodes: Any, room: Room) -> None:
+        if room.slots_per_rank is None:
+            return
+        slots = min(int((room.node == node).sum()) for node in nodes) * slots_of(room)
+        if slots < experts // len(nodes):
+            raise ValueError(
+                f"groups must fit their nodes: {experts // len(nodes)} experts on a node of {slots} slots"
+            )

@@ -1,0 +1,114 @@
+"""What a placement is worth on counts: the ranks' imbalance, replicas sharing alike or split exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from isoload.placement import Placement
+from isoload.planning import plan_layers
+from isoload.replay.calibration import calibration_folds
+from isoload.trace import Trace
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+Ints = np.ndarray[Any, np.dtype[np.integer[Any]]]
+
+MAX_BATCH = 2**31  # copies of a layer in one batch that a plan may have
+
+
+def even_imbalance(placement: Placement, counts: Ints) -> Floats:
+    """[batches, L] max/mean load of the live ranks, each replica with an equal part of its expert's load.
+
+    Args:
+        placement: without speeds or shared experts in its loads.
+        counts: [batches, L, E] copies. A batch without copies in a layer has imbalance 1.
+    """
+    slots, ranks = placement.arrays[0], placement.topology.num_ranks
+    experts = counts.shape[2]
+    routed = np.where(slots < experts, slots, -1)  # shared experts lie behind
+    copies = np.stack([np.bincount(row[row >= 0], minlength=experts) for row in routed])
+    held = np.broadcast_to(np.maximum(routed, 0), (len(counts), *routed.shape))
+    part = np.where(routed >= 0, np.take_along_axis(counts / copies, held, 2), 0)
+    load = part.reshape(*counts.shape[:2], ranks, -1).sum(-1)
+    return _over_mean(load.max(-1), counts, placement)
+
+
+def exact_imbalance(placement: Placement, counts: Ints) -> Floats:
+    """[batches, L] the same with the best split of whole copies, that of policy ``exact``."""
+    ranks, peaks = placement.topology.num_ranks, []
+    for batch in counts:
+        # A split of halves is one of the whole: counts that are too large for a batch are scaled down.
+        scale = -(-int(batch.sum(-1).max()) // (MAX_BATCH - 1)) or 1
+        loads = torch.zeros(batch.shape[0], ranks, placement.num_experts, dtype=torch.int32)
+        loads[:, placement.topology.live_ranks[0], : batch.shape[1]] = torch.from_numpy(
+            (batch // scale).astype(np.int32)
+        )
+        peaks.append(plan_layers(loads, placement, "exact").bound.numpy() * scale)
+    return _over_mean(np.array(peaks, dtype=np.float64), counts, placement)
+
+
+def _over_mean(peak: Floats, counts: Ints, placement: Placement) -> Floats:
+    total = counts.sum(-1)
+    mean = total / len(placement.topology.live_ranks)
+    return np.where(total > 0, peak / np.maximum(mean, 1e-300), 1.0)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A placer's worth. Plain values only.
+
+    placer         as it was asked for
+    even, exact    mean imbalance over unseen batches and layers, replicas sharing alike and split exactly
+    replicas       slots of all layers and ranks that hold a second copy of an expert, or a further one
+    replica_bytes  of the rank that holds most replicas' worth of slots, if the bytes of an expert are known
+    changed        part of the slots that hold another expert than before, if that is known
+    """
+
+    placer: str
+    even: float
+    exact: float
+    replicas: int
+    replica_bytes: int | None
+    changed: float | None
+
+
+def judge_unseen(trace: Trace, calibrate: str, make: Callable[[Ints], Placement]) -> tuple[float, float]:
+    """Mean imbalance, even and exact, over batches that the placement has not seen, and layers.
+
+    Args:
+        trace: its batches are split as :func:`isoload.replay.calibration.calibration_folds` does.
+        calibrate: one of ``CALIBRATIONS``.
+        make: the placement of counts [batches, L, E].
+    """
+    counts, even, exact = trace.batch_counts(), [], []
+    for fold in calibration_folds(len(counts), calibrate, trace.cluster):
+        placement, judged = make(counts[list(fold.calibrate)]), counts[list(fold.replay)]
+        even.append(even_imbalance(placement, judged))
+        exact.append(exact_imbalance(placement, judged))
+    return float(np.concatenate(even).mean()), float(np.concatenate(exact).mean())
+
+
+def changed_slots(before: Placement, after: Placement) -> float:
+    """Part of the slots that hold another expert than before: what must be loaded."""
+    old, new = before.arrays[0], after.arrays[0]
+    return float(((old != new) & (new >= 0)).mean())
+
+
+def count_replicas(placement: Placement) -> int:
+    """Slots of all layers beyond one for each routed expert."""
+    slots = placement.arrays[0]
+    return (
+        int(((slots >= 0) & (slots < placement.num_routed)).sum())
+        - placement.num_layers * placement.num_routed
+    )
+
+
+def most_replicas(placement: Placement) -> float:
+    """Slots of all layers, on the rank with most, beyond its even part of one for each routed expert."""
+    slots, ranks = placement.arrays[0], placement.topology.num_ranks
+    held = ((slots >= 0) & (slots < placement.num_routed)).reshape(len(slots), ranks, -1).sum((0, 2)).max()
+    return float(held - placement.num_layers * placement.num_routed / len(placement.topology.live_ranks))

@@ -1,0 +1,202 @@
+"""DeepEPDispatcher: rows travel by DeepEP, which takes a route's slots as its experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isoload.transport.arguments import FACTS, check_like, dispatch_facts
+from isoload.transport.collective import CollectiveGroup
+from isoload.transport.deep_ep.exchange import Combine, Dispatch
+from isoload.transport.deep_ep.limits import HIDDEN_MULTIPLE, LIMITS, Shape
+from isoload.transport.deep_ep.wires import WireHandle, wire_of
+from isoload.transport.dispatcher import Dispatcher, Received
+from isoload.transport.exchange import anchor
+from isoload.transport.rows import find_destinations
+from isoload.value_checks import values_readable
+
+
+@dataclass(frozen=True, eq=False)
+class DeepEPHandle:
+    """What combine needs of a dispatch: DeepEP's handle, T, and the link by which gradients find their way back."""
+
+    own: WireHandle
+    num_tokens: int
+    link: Tensor
+
+
+class DeepEPDispatcher(Dispatcher):
+    """One rank per process over DeepEP; rows are bfloat16. All ranks of the group construct it together.
+
+    ``received`` has the rows in DeepEP's order: by source rank, then token, for Buffer and for the other buffers made
+    with ``deterministic=True``, else as they came. Sums are added in float32 and rounded once per rank and once over
+    the ranks, by ascending rank in Buffer, else by the place of a rank's last copy among a token's choices.
+
+    A rank that fails is told to the others before they dispatch: by an exchange on CPU and under ISOLOAD_CHECK=1,
+    elsewhere if the loads' gather carried it and `waits`; else they end by DeepEP's own timeouts.
+
+    Args:
+        group: joins the ranks.
+        buffer: DeepEP's EPBuffer, ElasticBuffer or Buffer over the same processes, made for at least this shape.
+        hidden: H.
+        top_k: K, with the columns of shared experts.
+        slots_per_rank: S; DeepEP's num_experts is R * S.
+        max_tokens_per_rank: most tokens of a rank in a batch.
+        waits: whether the host waits for how many rows come. False: N = R * C always (S * R * C in the low-latency
+            mode), for CUDA graphs.
+        fp8: whether rows travel to the experts as e4m3 with a scale per 128 columns, half the bytes; they arrive as
+            bfloat16. Gradients are passed on as if nothing had been rounded, and travel as bfloat16.
+
+    Raises:
+        ValueError: on all ranks: a limit of DeepEP passed, a buffer of another version, or facts that differ.
+    """
+
+    dtypes = (torch.bfloat16,)
+    hidden_multiple = HIDDEN_MULTIPLE
+
+    def __init__(
+        self,
+        group: CollectiveGroup,
+        buffer: Any,
+        *,
+        hidden: int,
+        top_k: int,
+        slots_per_rank: int,
+        max_tokens_per_rank: int,
+        waits: bool = True,
+        fp8: bool = False,
+    ) -> None:
+        with group.agreeing("construction") as facts:
+            self.shape = Shape(group.topology.num_ranks, slots_per_rank, top_k, hidden, max_tokens_per_rank)
+            self.wire = wire_of(buffer, self.shape, waits, fp8)
+            facts.update(
+                {"shape of DeepEP": self.shape, "kind of DeepEP": self.wire.kind, "waits": waits, "fp8": fp8}
+            )
+        self.group = group
+        self.max_tokens_per_rank = max_tokens_per_rank
+        self.host_waits = waits
+        self.weights_at_source = self.wire.weights_at_source
+        self.adds_by_rank = self.wire.adds_by_rank
+
+    def dispatch(
+        self,
+        x: list[Tensor],
+        slots: list[Tensor],
+        weights: list[Tensor],
+        slots_per_rank: int,
+        facts: Mapping[str, int] | None = None,
+    ) -> list[Received]:
+        """See :meth:`Dispatcher.dispatch`."""
+        self._agree(x, slots, weights, slots_per_rank, facts or {})
+        rows, rank = x[0], self.group.ranks[0]
+        # a tensor of our own: DeepEP keeps it until backward, and a route may be written again for the next batch
+        topk_idx = slots[0].to(torch.int64, copy=True, memory_format=torch.contiguous_format)
+        link, got, local, gates, handle = Dispatch.apply(
+            self.group, self.wire, topk_idx, self._anchor(), rows.contiguous(), weights[0].contiguous()
+        )
+        traffic = self.group.traffic
+        traffic.host_syncs += self.host_waits
+        traffic.rows = traffic.rows.to(rows.device)
+        traffic.rows.select(0, rank).add_(
+            find_destinations(topk_idx, slots_per_rank, self.shape.num_ranks).counts
+        )
+        return [Received(got, local, gates, DeepEPHandle(handle, len(rows), link))]
+
+    def combine(
+        self, y: list[Tensor], received: list[Received], own: list[Tensor] | None = None
+    ) -> list[Tensor]:
+        """See :meth:`Dispatcher.combine`; in what order it adds, see the class."""
+        self.group.check_owned("y", y)
+        self.group.check_owned("received", received)
+        (rank,), (got,) = self.group.ranks, received
+        handle = got.handle
+        if not isinstance(handle, DeepEPHandle):
+            raise ValueError(
+                f"received must come from this dispatcher's dispatch, got a {type(handle).__name__}"
+            )
+        check_like("y", rank, y[0], got.rows.shape, got.rows.dtype, "the received rows")
+        if own is not None:
+            self.group.check_owned("own", own)
+            shape = torch.Size((handle.num_tokens, self.shape.hidden))
+            check_like("own", rank, own[0], shape, got.rows.dtype, "the rank's tokens")
+        self._refuse_gradients("y", *y, *(own or []))
+        link = handle.link if handle.link.requires_grad else self._anchor()
+        sums: Tensor = Combine.apply(self.group, self.wire, handle.own, link, y[0], *(own or []))
+        return [sums]
+
+    def tell_failure(self, stage: str, device: torch.device, facts: Mapping[str, int] | None = None) -> None:
+        """See :meth:`Dispatcher.tell_failure`. Where values are not read there is no such exchange."""
+        if not values_readable(torch.empty(0, device=device)):
+            return
+        names = (*FACTS, *(facts or {}))
+        with suppress(ValueError):  # it is this rank's own failure, which the caller raises in full
+            self.group.agree("dispatch", names, [], device, ValueError(stage), failed_in=stage)
+
+    def _agree(
+        self,
+        x: list[Tensor],
+        slots: list[Tensor],
+        weights: list[Tensor],
+        slots_per_rank: int,
+        more_facts: Mapping[str, int],
+    ) -> None:
+        """Checks one batch's arguments, on all ranks before any dispatches."""
+        for name, given in (("x", x), ("slots", slots), ("weights", weights)):
+            self.group.check_owned(name, given)
+        if not values_readable(x[0]):
+            self._check(x[0], slots[0], weights[0], slots_per_rank)
+            if self.host_waits:
+                self.group.check()  # what the loads' gather carried: DeepEP would wait for a rank that has failed
+            return
+        facts: list[tuple[int, ...]] = []
+        failure = None
+        try:
+            facts = [self._check(x[0], slots[0], weights[0], slots_per_rank) + tuple(more_facts.values())]
+        except ValueError as error:
+            failure = error
+        self.group.agree("dispatch", (*FACTS, *more_facts), facts, x[0].device, failure)
+
+    def _check(self, x: Tensor, slots: Tensor, weights: Tensor, slots_per_rank: int) -> tuple[int, ...]:
+        """FACTS of this rank's arguments, or ValueError."""
+        (rank,), shape = self.group.ranks, self.shape
+        facts = dispatch_facts(rank, x, slots, weights, slots_per_rank, shape.num_ranks)
+        if x.dtype not in self.dtypes:
+            raise ValueError(f"x of rank {rank} must be bfloat16 for DeepEP, got {x.dtype}")
+        made = {"hidden": x.shape[1], "top_k": slots.shape[1], "slots_per_rank": slots_per_rank}
+        for name, given in made.items():
+            if given != getattr(shape, name):
+                raise ValueError(
+                    f"{name} of rank {rank} must be {getattr(shape, name)}, as the dispatcher was made for, got {given}"
+                )
+        if len(x) > shape.max_tokens_per_rank:
+            raise ValueError(
+                f"x of rank {rank} must have at most max_tokens_per_rank={shape.max_tokens_per_rank} tokens, "
+                f"got {len(x)}"
+            )
+        self._refuse_gradients("x and weights", x, weights)
+        if values_readable(slots) and LIMITS[self.wire.kind].distinct:
+            ordered = slots.sort(1).values
+            twice = (ordered.diff(dim=1) == 0) & (ordered[:, 1:] >= 0)
+            if twice.any():
+                slot = int(ordered[:, 1:][twice][0])
+                raise ValueError(
+                    f"slots of rank {rank} must differ within a token for DeepEP's {self.wire.kind}, got {slot} twice"
+                )
+        return facts
+
+    def _anchor(self) -> Tensor:
+        """Joins the exchange to autograd on every rank, where it has a backward."""
+        return anchor() if self.wire.differentiable else torch.zeros(())
+
+    def _refuse_gradients(self, name: str, *given: Tensor) -> None:
+        wanted = torch.is_grad_enabled() and any(value.requires_grad for value in given)
+        if wanted and not self.wire.differentiable:
+            raise ValueError(
+                f"{name} must not require a gradient for DeepEP's {self.wire.kind}, which has no backward, "
+                "got requires_grad=True"
+            )

@@ -1,0 +1,251 @@
+"""Wires: one call for each thing that DeepEP's buffers do, whichever buffer there is.
+
+Shapes: T tokens of this rank, N rows that it gets, K choices, H columns, S slots per rank, R ranks, C tokens per rank.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from isoload.transport.deep_ep.fp8 import from_fp8, to_fp8
+from isoload.transport.deep_ep.limits import LIMITS, Shape
+
+
+@dataclass(frozen=True, eq=False)
+class WireHandle:
+    """A buffer's own handle of a dispatch, and where rows are real: None where all are."""
+
+    own: Any
+    real: Tensor | None = None
+
+
+class Sent(NamedTuple):
+    """rows [N, H], local slots [N, K] int64 (-1 = elsewhere, or padding), gate weights [N, K] float32, the handle."""
+
+    rows: Tensor
+    slots: Tensor
+    weights: Tensor
+    handle: WireHandle
+
+
+class Wire(ABC):
+    """A buffer in use for one shape. All ranks make the same calls in the same order.
+
+    Args:
+        buffer: DeepEP's.
+        shape: that it was made for.
+        waits: whether the host waits for how many rows come; else there are R * C of them, padding included.
+        fp8: whether rows of a forward travel in fp8; gradients stay bfloat16.
+    """
+
+    kind: ClassVar[str]
+    needs: ClassVar[dict[str, tuple[str, ...]]]  # the arguments of each method that are given here
+    adds_by_rank: ClassVar[bool] = True
+    weights_at_source: ClassVar[bool] = False
+    differentiable: ClassVar[bool] = True
+
+    def __init__(self, buffer: Any, shape: Shape, waits: bool, fp8: bool = False) -> None:
+        LIMITS[self.kind].check(self.kind, shape)
+        for method, names in self.needs.items():
+            found = getattr(buffer, method, None)
+            taken = inspect.signature(found).parameters if callable(found) else {}
+            if missing := [name for name in names if name not in taken]:
+                raise ValueError(
+                    f"buffer.{method} must take {', '.join(missing)} as the {self.kind} that isoload was written "
+                    f"for, got a {type(buffer).__name__} of another version"
+                )
+        self.buffer, self.shape, self.waits, self.fp8 = buffer, shape, waits, fp8
+
+    @abstractmethod
+    def dispatch(self, x: Tensor, topk_idx: Tensor, weights: Tensor) -> Sent:
+        """x [T, H] bfloat16, topk_idx [T, K] int64, weights [T, K] float32: all contiguous, topk_idx for keeps."""
+
+    @abstractmethod
+    def dispatch_again(self, x: Tensor, handle: WireHandle) -> Tensor:
+        """[N, H] rows of other x [T, H], in the order of the first dispatch."""
+
+    @abstractmethod
+    def combine(
+        self, y: Tensor, handle: WireHandle, weights: Tensor | None = None, own: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """y [N, H] -> sums [T, H], plus own [T, H]; weights [N, K] -> [T, K], each from the rank of its copy."""
+
+
+def _opened(rows: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    """[..., H] bfloat16 rows, also of those that came in fp8."""
+    return from_fp8(*rows) if isinstance(rows, tuple) else rows
+
+
+class ElasticWire(Wire):
+    """ElasticBuffer of DeepEP 2.1."""
+
+    kind = "ElasticBuffer"
+    needs: ClassVar = {
+        "dispatch": (
+            "topk_idx",
+            "topk_weights",
+            "num_experts",
+            "num_max_tokens_per_rank",
+            "handle",
+            "do_handle_copy",
+            "do_cpu_sync",
+        ),
+        "combine": ("handle", "topk_weights", "bias"),
+    }
+    adds_by_rank = False
+
+    def dispatch(self, x: Tensor, topk_idx: Tensor, weights: Tensor) -> Sent:
+        rows, slots, got, handle, _ = self.buffer.dispatch(
+            to_fp8(x) if self.fp8 else x,
+            topk_idx=topk_idx,
+            topk_weights=weights,
+            num_experts=self.shape.num_slots,
+            num_max_tokens_per_rank=self.shape.max_tokens_per_rank,
+            do_handle_copy=False,
+            do_cpu_sync=self.waits,
+        )
+        rows = _opened(rows)
+        if self.waits:
+            return Sent(rows, slots, got, WireHandle(handle))
+        # behind the last row that came, memory is as it was
+        count = handle.psum_num_recv_tokens_per_scaleup_rank[-1]
+        real = (torch.arange(len(rows), device=rows.device) < count).unsqueeze(1)
+        return Sent(rows.masked_fill(~real, 0), slots.masked_fill(~real, -1), got, WireHandle(handle, real))
+
+    def dispatch_again(self, x: Tensor, handle: WireHandle) -> Tensor:
+        # num_experts though the handle has it: the count of SMs is derived from the argument
+        rows: Tensor = self.buffer.dispatch(x, handle=handle.own, num_experts=self.shape.num_slots)[0]
+        return rows if handle.real is None else rows.masked_fill(~handle.real, 0)
+
+    def combine(
+        self, y: Tensor, handle: WireHandle, weights: Tensor | None = None, own: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        sums, returned, _ = self.buffer.combine(y, handle=handle.own, topk_weights=weights, bias=own)
+        return sums, returned
+
+
+class EPWire(ElasticWire):
+    """EPBuffer of DeepEP 2.5: the same calls."""
+
+    kind = "EPBuffer"
+
+
+class LegacyWire(Wire):
+    """Buffer of DeepEP 1."""
+
+    kind = "Buffer"
+    needs: ClassVar = {
+        "get_dispatch_layout": ("topk_idx", "num_experts"),
+        "dispatch": (
+            "handle",
+            "num_tokens_per_rank",
+            "num_tokens_per_rdma_rank",
+            "is_token_in_rank",
+            "num_tokens_per_expert",
+            "topk_idx",
+            "topk_weights",
+            "num_worst_tokens",
+        ),
+        "combine": ("handle", "topk_weights", "bias"),
+    }
+
+    def dispatch(self, x: Tensor, topk_idx: Tensor, weights: Tensor) -> Sent:
+        per_rank, per_rdma_rank, per_slot, in_rank, _ = self.buffer.get_dispatch_layout(
+            topk_idx, self.shape.num_slots
+        )
+        rows, slots, got, _, handle, _ = self.buffer.dispatch(
+            to_fp8(x) if self.fp8 else x,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_rdma_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_slot,
+            topk_idx=topk_idx,
+            topk_weights=weights,
+            num_worst_tokens=0 if self.waits else self.shape.num_ranks * self.shape.max_tokens_per_rank,
+        )
+        rows = _opened(rows)
+        if self.waits:
+            return Sent(rows, slots, got, WireHandle(handle))
+        real = (slots >= 0).any(1, keepdim=True)
+        return Sent(rows.masked_fill(~real, 0), slots, got, WireHandle(handle, real))
+
+    def dispatch_again(self, x: Tensor, handle: WireHandle) -> Tensor:
+        rows: Tensor = self.buffer.dispatch(x, handle=handle.own)[0]
+        return rows if handle.real is None else rows.masked_fill(~handle.real, 0)
+
+    def combine(
+        self, y: Tensor, handle: WireHandle, weights: Tensor | None = None, own: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        sums, returned, _ = self.buffer.combine(y, handle=handle.own, topk_weights=weights, bias=own)
+        return sums, returned
+
+
+class LowLatencyWire(Wire):
+    """Buffer of DeepEP 1 in its low-latency mode: a row per copy, in S times R * C places, and gate weights in combine.
+
+    Forward only. The memory of the rows is the buffer's, which serves two dispatches in turn.
+    """
+
+    kind = "Buffer, low latency"
+    needs: ClassVar = {
+        "low_latency_dispatch": ("topk_idx", "num_max_dispatch_tokens_per_rank", "num_experts", "use_fp8"),
+        "low_latency_combine": ("topk_idx", "topk_weights", "handle"),
+    }
+    weights_at_source = True
+    differentiable = False
+
+    def dispatch(self, x: Tensor, topk_idx: Tensor, weights: Tensor) -> Sent:
+        rows, counts, handle, _, _ = self.buffer.low_latency_dispatch(
+            x, topk_idx, self.shape.max_tokens_per_rank, self.shape.num_slots, use_fp8=self.fp8
+        )
+        rows = _opened(rows)
+        per_slot = rows.shape[1]
+        slot = torch.arange(len(counts), device=rows.device).unsqueeze(1).expand(-1, per_slot)
+        real = torch.arange(per_slot, device=rows.device) < counts.unsqueeze(1)
+        slots = slot.masked_fill(~real, -1).reshape(-1, 1)
+        flat = rows.reshape(-1, rows.shape[2]).masked_fill(slots < 0, 0)
+        return Sent(flat, slots, weights.new_ones(slots.shape), WireHandle((handle, topk_idx, weights)))
+
+    def dispatch_again(self, x: Tensor, handle: WireHandle) -> Tensor:
+        raise AssertionError("low latency has no backward")
+
+    def combine(
+        self, y: Tensor, handle: WireHandle, weights: Tensor | None = None, own: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        inner, topk_idx, gates = handle.own
+        places = y.view(self.shape.slots_per_rank, -1, y.shape[1])
+        sums, _, _ = self.buffer.low_latency_combine(places, topk_idx, gates, inner)
+        return (sums if own is None else (sums.float() + own.float()).to(sums.dtype)), None
+
+
+LEGACY_NODE = 8  # ranks that Buffer joins by NVLink; its exchange between nodes always waits
+WIRES: dict[str, type[Wire]] = {
+    w.kind: w for w in (EPWire, ElasticWire, LegacyWire)
+}  # by class of the buffer
+
+
+def wire_of(buffer: Any, shape: Shape, waits: bool, fp8: bool = False) -> Wire:
+    """The wire that fits a buffer.
+
+    Raises:
+        ValueError: an unknown class, one of another version, or a limit passed.
+    """
+    name = next((c.__name__ for c in type(buffer).__mro__ if c.__name__ in WIRES), None)
+    if name is None:
+        raise ValueError(f"buffer must be one of {', '.join(WIRES)} of DeepEP, got {type(buffer).__name__}")
+    if getattr(buffer, "low_latency_mode", False):
+        if waits:
+            raise ValueError("waits must be False for DeepEP's Buffer, low latency, got True")
+        return LowLatencyWire(buffer, shape, waits, fp8)
+    if name == "Buffer" and not waits and shape.num_ranks > LEGACY_NODE:
+        raise ValueError(
+            f"waits must be True for DeepEP's Buffer over more than {LEGACY_NODE} ranks, got False over "
+            f"{shape.num_ranks}"
+        )
+    return WIRES[name](buffer, shape, waits, fp8)

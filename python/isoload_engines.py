@@ -1,0 +1,16 @@
+"""What serving engines load by entry point. Outside of the package, so that a process which has no model, or wants no
+isoload, does not import it."""
+
+import os
+import sys
+
+SCHEDULER = "sglang.srt.managers.scheduler"  # imported already in every process that runs a model, and in their parent
+
+
+def sglang() -> None:
+    """Entry point of the group ``sglang.srt.plugins``; SGLang calls it in all of its processes."""
+    if os.environ.get("ISOLOAD_SGLANG", "") in ("", "0") or SCHEDULER not in sys.modules:
+        return
+    from isoload.integrations.sglang import attach_or_leave
+
+    attach_or_leave()

@@ -1,0 +1,35 @@
+"""Tiny checkpoints with random weights, made on the spot; Hugging Face's model of them is the oracle."""
+
+from pathlib import Path
+
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+PROMPTS = [list(range(1, 20)), list(range(5, 12)), list(range(40, 100, 3))]
+
+
+def make_qwen3_moe(folder: Path) -> list[list[int]]:
+    """Saves a float32 model of 3 layers and 16 experts whose routing is skewed; its greedy tokens for PROMPTS."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=16, num_experts_per_tok=4,
+        decoder_sparse_step=1, mlp_only_layers=[], max_position_embeddings=512, dtype="float32",
+        architectures=["Qwen3MoeForCausalLM"], eos_token_id=None,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config).float().eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" not in name:
+                weight.normal_(0, 0.08)
+            if name.endswith("mlp.gate.weight"):
+                weight.normal_(0, 0.5)
+                weight[:4] *= 3
+    model.save_pretrained(folder)
+    return [greedy(model, prompt) for prompt in PROMPTS]
+
+
+def greedy(model: Qwen3MoeForCausalLM, prompt: list[int], tokens: int = 24) -> list[int]:
+    ids = torch.tensor([prompt])
+    made = model.generate(ids, max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return made[0, len(prompt) :].tolist()

@@ -1,0 +1,78 @@
+"""An SGLang plug-in of the tests: what a real engine needs to run with ep_size > 1 on a CPU without AMX kernels, and a
+record of the slots that every layer's copies went to, taken after SGLang's own post-processing.
+
+It is in every engine that the tests start, with isoload and without.
+"""
+
+import json
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def register() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for name in ("empty_cache", "synchronize"):  # called by the rebalancing; torch.cpu lacks the first
+        if not hasattr(torch.cpu, name):
+            setattr(torch.cpu, name, lambda *_: None)
+    ops = ModuleType("vllm._custom_ops")  # where SGLang takes one kernel from on a CPU without AMX
+    ops.rotary_embedding = rotary_embedding  # type: ignore[attr-defined]
+    sys.modules.setdefault("vllm", ModuleType("vllm"))
+    sys.modules.setdefault("vllm._custom_ops", ops)
+    if "sglang.srt.managers.scheduler" not in sys.modules:
+        return
+    HookRegistry.register("sglang.srt.utils.common.get_device", lambda *_, **__: "cpu", HookType.REPLACE)
+    HookRegistry.register(
+        "sglang.srt.layers.moe.fused_moe_native.moe_forward_native", experts, HookType.REPLACE
+    )
+    if os.environ.get("ENGINE_RECORD"):
+        HookRegistry.register(
+            "sglang.srt.layers.moe.topk._post_process_topk_ids", record_slots, HookType.AROUND
+        )
+
+
+def experts(layer: Any, x: Tensor, topk_output: Any, moe_runner_config: Any) -> Tensor:
+    """SwiGLU experts of this rank; SGLang's own loop loses count where an id is -1, an expert of another rank."""
+    weights, ids, _ = topk_output
+    out = torch.zeros_like(x, dtype=torch.float32)
+    for e in range(layer.w13_weight.shape[0]):
+        row, k = (ids == e).nonzero(as_tuple=True)
+        if len(row):
+            gate, up = F.linear(x[row], layer.w13_weight[e]).chunk(2, -1)
+            y = F.linear(F.silu(gate) * up, layer.w2_weight[e])
+            out.index_add_(0, row, y.float() * weights[row, k, None].float())
+    return out.to(x.dtype)
+
+
+def rotary_embedding(
+    positions: Tensor, query: Tensor, key: Tensor | None, head_size: int, cos_sin: Tensor, is_neox: bool
+) -> None:
+    """Rotates queries and keys in place, as the kernel of this name does."""
+    cos, sin = (part.unsqueeze(1).float() for part in cos_sin[positions.flatten()].chunk(2, -1))
+    turned = 2 * cos.shape[-1]
+    for states in (query, key):
+        if states is None:
+            continue
+        heads = states.view(states.shape[0], -1, head_size)
+        x = heads[..., :turned].float()
+        a, b = x.chunk(2, -1) if is_neox else (x[..., ::2], x[..., 1::2])
+        pair = (a * cos - b * sin, b * cos + a * sin)
+        x = torch.cat(pair, -1) if is_neox else torch.stack(pair, -1).flatten(-2)
+        heads[..., :turned] = x.to(states.dtype)
+
+
+def record_slots(original: Any, topk_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A line per layer and batch: logical ids in, slots out."""
+    logical = topk_ids.clone()
+    result = original(topk_ids, *args, **kwargs)
+    layer = kwargs.get("layer_id", args[3] if len(args) > 3 else None)
+    line = {"layer": layer, "ids": logical.tolist(), "slots": result[0].tolist()}
+    with open(f"{os.environ['ENGINE_RECORD']}.{os.getpid()}", "a") as file:
+        print(json.dumps(line), file=file)
+    return result

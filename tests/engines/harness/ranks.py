@@ -1,0 +1,143 @@
+"""SGLang's own classes on one rank of a gloo group: its plug-in loader, expert locations, TopK, HashTopK and Waterfill.
+
+Its CUDA branch runs on CPU tensors, which `lp` needs; the dispatchers behind it (DeepEP and the like) need a GPU, so
+what they would be given is what is returned.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor
+
+EXPERTS, K, LAYERS, LAYER = 16, 4, 3, 1
+CASES = ("full", "padded", "one rank empty", "all empty", "few")
+
+
+def start(rank: int, ranks: int, algorithm: str, waterfill: bool, config: Path, **variables: str) -> Any:
+    """A published configuration, groups, and expert locations laid out by --eplb-algorithm isoload."""
+    os.environ.update(ISOLOAD_SGLANG="1", ISOLOAD_STRICT="1", **variables)
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.eplb import expert_location
+    from sglang.srt.layers.moe import topk
+    from sglang.srt.model_executor.model_runner_components import moe_ep_setup
+    from sglang.srt.runtime_context import get_context, get_parallel
+
+    get_context().override_server_args(
+        ep_dispatch_algorithm=algorithm, ep_num_redundant_experts=2 * ranks, moe_a2a_backend="deepep",
+        tp_size=ranks, ep_size=ranks, device="cpu", enable_waterfill=waterfill, eplb_algorithm="isoload",
+        enable_eplb=True,
+    ).install()  # fmt: skip
+    parallel_state.init_distributed_environment(world_size=ranks, rank=rank, local_rank=rank, backend="gloo")
+    get_parallel().override_permanently(tp_rank=rank, moe_ep_rank=rank)
+    parallel_state.initialize_model_parallel(backend="gloo")
+    model = ModelConfig(str(config))
+    locations = expert_location.ExpertLocationMetadata.init_by_eplb(model, skewed_counts())
+    expert_location.set_global_expert_location_metadata(locations)
+    if algorithm == "lp":
+        moe_ep_setup.init_lplb_solvers(model_config=model)
+    topk._is_cuda = True
+    torch._dynamo.config.disable = True  # SGLang compiles the static map, for half a minute
+    return model
+
+
+def skewed_counts() -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    skew = torch.rand(1, LAYERS, EXPERTS, generator=generator).pow(4)
+    return (1000 * skew).long() + 1
+
+
+def draw(case: str, rank: int) -> tuple[Tensor, Tensor, int]:
+    """(logical ids [T, K], weights [T, K], rows that are no padding) of a rank."""
+    tokens = {"full": 200, "padded": 128, "one rank empty": 90 * (rank != 0), "all empty": 0, "few": 3}[case]
+    generator = torch.Generator().manual_seed(100 * CASES.index(case) + rank)
+    popularity = torch.rand(EXPERTS, generator=torch.Generator().manual_seed(7)).pow(6)
+    ids = torch.empty(0, K, dtype=torch.int32)
+    if tokens:
+        ids = torch.multinomial(popularity.expand(tokens, -1), K, generator=generator).int()
+    weights = torch.rand(tokens, K, generator=generator)
+    return ids, weights, tokens // 2 + rank if case == "padded" else tokens
+
+
+def make_topk(model: Any, waterfill: bool) -> Any:
+    """A TopK as a model makes it, with Waterfill's balancer where it is wanted."""
+    from sglang.srt.configs.shared_experts import SharedExpertsConfig
+    from sglang.srt.layers.moe.topk import TopK
+    from sglang.srt.model_executor.model_runner_components.moe_ep_setup import prepare_moe_topk
+    from sglang.srt.runtime_context import get_model
+
+    shared = SharedExpertsConfig(
+        fusion_disabled=False, num_fused_shared_experts=int(waterfill), use_waterfill=waterfill
+    )
+    with get_model().override(shared_experts=shared):
+        made = TopK(K, layer_id=LAYER, routed_scaling_factor=2.5)
+    prepare_moe_topk(model=torch.nn.ModuleList([made]), model_config=model)
+    return made
+
+
+def route(top: Any, ids: Tensor, weights: Tensor, valid: int) -> Any:
+    """What TopK returns for these logical ids: (ids, weights, router_logits)."""
+    from sglang.srt.layers.moe.topk import StandardTopKOutput, _post_process_topk_ids, resolve_routing_inputs
+
+    if not len(ids):
+        return top.empty_topk_output(torch.device("cpu"), layer_id=LAYER)
+    bound = None if valid == len(ids) else torch.tensor(valid)
+    bound, info = resolve_routing_inputs(layer_id=LAYER, is_draft=False, num_token_non_padded=bound)
+    logits = torch.zeros(len(ids), EXPERTS)
+    slots, weights, _ = _post_process_topk_ids(
+        ids.clone(), weights, top.topk_config, logits, LAYER, bound, info
+    )
+    return top._apply_waterfill(StandardTopKOutput(weights, slots, logits), len(ids))
+
+
+def serve(
+    rank: int, ranks: int, algorithm: str, waterfill: bool, variables: dict[str, str], config: Path
+) -> dict[str, Any]:
+    """All cases, then a rebalance, then one case again."""
+    from isoload.integrations.sglang import LAYERS as ours
+
+    model = start(rank, ranks, algorithm, waterfill, config, **variables)
+    from sglang.srt.eplb import expert_location
+    from sglang.srt.model_executor.model_runner_components import moe_ep_setup
+
+    locations = expert_location.get_global_expert_location_metadata()
+    top = make_topk(model, waterfill)
+    layer = ours.get(LAYER)
+
+    def batch(case: str) -> dict[str, Any]:
+        ids, weights, valid = draw(case, rank)
+        out = route(top, ids, weights, valid)
+        plan = None if layer is None else layer.balancer.last_plan
+        return {
+            "ids": ids, "valid": valid, "slots": out.topk_ids, "weights": out.topk_weights, "given": weights,
+            "table": locations.physical_to_logical_map_cpu[LAYER].clone(),
+            "plan": None if plan is None else (plan.quota, int(plan.peak), int(plan.bound)),
+        }  # fmt: skip
+
+    found: dict[str, Any] = {case: batch(case) for case in CASES}
+    before = [] if layer is None else addresses(layer)
+    moved = expert_location.ExpertLocationMetadata.init_by_eplb(model, skewed_counts().flip(-1))
+    locations.update(moved, [0, LAYER])
+    if algorithm == "lp":
+        moe_ep_setup.init_lplb_solvers(model_config=model)
+    found["rebalanced"] = batch("full")
+    found["pointers kept"] = before == ([] if layer is None else addresses(layer))
+    return found
+
+
+def addresses(layer: Any) -> list[int]:
+    placed = layer.balancer.placed_on(torch.device("cpu"))
+    return [
+        id(layer),
+        placed.slot_to_expert.data_ptr(),
+        placed.home_slot.data_ptr(),
+        placed.tables.data.data_ptr(),
+    ]

@@ -1,0 +1,33 @@
+"""Runs an SGLang engine over two CPU processes: python run_engine.py CHECKPOINT TOKENS.json [name=JSON value ...]"""
+
+import json
+import sys
+
+from checkpoint import PROMPTS
+
+COMMON = {
+    "skip_tokenizer_init": True, "device": "cpu", "dtype": "float32", "disable_cuda_graph": True,
+    "attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "none",
+    "mem_fraction_static": 0.2, "max_total_tokens": 2048, "max_running_requests": 4, "context_length": 256,
+    "tp_size": 2, "ep_size": 2, "log_level": "info",
+}  # fmt: skip
+
+
+def main() -> None:
+    import sglang
+
+    model, out, *given = sys.argv[1:]
+    options = {key: json.loads(value) for key, _, value in (pair.partition("=") for pair in given)}
+    engine = sglang.Engine(model_path=model, **(COMMON | options))
+    try:
+        results = engine.generate(
+            input_ids=PROMPTS, sampling_params={"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}
+        )
+        with open(out, "w") as file:
+            json.dump([result["output_ids"] for result in results], file)
+    finally:
+        engine.shutdown()
+
+
+if __name__ == "__main__":  # engines spawn processes, which import this file
+    main()

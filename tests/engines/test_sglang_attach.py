@@ -1,0 +1,188 @@
+"""Attaching to SGLang's own plug-in loader: with the variable, without it, and where a seam has moved."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import logging
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+import sglang.srt.managers.scheduler  # noqa: F401
+from engine_runs import HARNESS, PACKAGE
+from sglang.srt import plugins
+from sglang.srt.eplb import eplb_algorithms, expert_location_dispatch
+from sglang.srt.layers.moe import waterfill
+from sglang.srt.model_executor.model_runner_components import moe_ep_setup
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+from isoload.integrations.seams import faults, read_seams
+from isoload.integrations.sglang import LAYERS, self_check
+from support.documents import blocks
+
+PAGE = Path(__file__).parents[2] / "docs" / "sglang.md"
+
+
+@pytest.fixture
+def loader(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """SGLang's loader, as in a new process, up to where hooks are applied."""
+    monkeypatch.setattr(plugins, "_plugins_loaded", False)
+    monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: None)
+    monkeypatch.delenv("ISOLOAD_SGLANG", raising=False)
+    yield monkeypatch
+    HookRegistry.reset()
+    LAYERS.reset()
+
+
+def hooked() -> set[str]:
+    return {target.rsplit(".", 1)[-1] for target in HookRegistry._hooks}
+
+
+def test_the_installed_package_has_the_entry_point() -> None:
+    (found,) = entry_points(group="sglang.srt.plugins", name="isoload")
+    assert found.value == "isoload_engines:sglang"
+
+
+def test_every_seam_is_as_the_file_says() -> None:
+    assert faults(read_seams("sglang")) == []
+    assert self_check.faults() == []
+
+
+def test_with_the_variable_all_seams_are_hooked(loader: pytest.MonkeyPatch) -> None:
+    loader.setenv("ISOLOAD_SGLANG", "1")
+    plugins.load_plugins()
+    wanted = {seam.name for seam in read_seams("sglang") if seam.kind in ("replace", "around")}
+    assert hooked() == wanted - {"forward"}, "forward is for reports"
+    loader.setattr(plugins, "_plugins_loaded", False)
+    HookRegistry.reset()
+    loader.setenv("ISOLOAD_REPORT_SECONDS", "5")
+    plugins.load_plugins()
+    assert hooked() == wanted
+
+
+@pytest.mark.parametrize("value", [None, "0", ""])
+def test_without_the_variable_nothing_is(loader: pytest.MonkeyPatch, value: str | None) -> None:
+    if value is not None:
+        loader.setenv("ISOLOAD_SGLANG", value)
+    plugins.load_plugins()
+    assert hooked() == set()
+
+
+@pytest.mark.parametrize(("variable", "scheduler"), [("0", True), ("1", False)])
+def test_nothing_is_imported_where_it_is_not_wanted(variable: str, scheduler: bool) -> None:
+    """Without the variable, and in a process without a model, as the detokenizer's."""
+    code = f"""
+import os, sys, torchvision_names
+os.environ["ISOLOAD_SGLANG"] = {variable!r}
+from sglang.srt.plugins import load_plugins
+if {scheduler}: sys.modules["sglang.srt.managers.scheduler"] = sys
+load_plugins()
+assert "isoload_engines" in sys.modules, "the plug-in was called"
+assert not [name for name in sys.modules if name.split(".")[0] == "isoload"]
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def environment() -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("ISOLOAD_")}
+    return kept | {"PYTHONPATH": f"{HARNESS}{os.pathsep}{PACKAGE}", "HF_HUB_OFFLINE": "1"}
+
+
+def renamed(loader: pytest.MonkeyPatch) -> str:
+    loader.delattr(moe_ep_setup, "init_lplb_solvers")
+    return "init_lplb_solvers cannot be found"
+
+
+def other_arguments(loader: pytest.MonkeyPatch) -> str:
+    loader.setattr(expert_location_dispatch, "_topk_ids_logical_to_physical_dynamic", lambda topk_ids: None)
+    return r"_topk_ids_logical_to_physical_dynamic must take \(topk_ids, info\) \(as in 0\.5\.23\), got \(topk_ids\)"
+
+
+def other_result(loader: pytest.MonkeyPatch) -> str:
+    stock = eplb_algorithms.rebalance_experts
+
+    def rebalance_experts(
+        tokens_per_expert, num_physical_experts, num_local_physical_experts, num_groups, num_nodes, algorithm
+    ):  # fmt: skip
+        tables = stock(
+            tokens_per_expert,
+            num_physical_experts,
+            num_local_physical_experts,
+            num_groups,
+            num_nodes,
+            algorithm,
+        )
+        return tables[:2]
+
+    loader.setattr(eplb_algorithms, "rebalance_experts", rebalance_experts)
+    return "a known batch fails behind --eplb-algorithm isoload"
+
+
+@pytest.mark.parametrize("move", [renamed, other_arguments, other_result])
+def test_a_moved_seam_is_named_and_sglang_runs_alone(
+    loader: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, move
+) -> None:
+    message = move(loader)
+    loader.setenv("ISOLOAD_SGLANG", "1")
+    with caplog.at_level(logging.ERROR, "isoload"):
+        plugins.load_plugins()
+    assert hooked() == set()
+    (record,) = [record for record in caplog.records if record.name == "isoload"]
+    assert re.search(message, record.getMessage()) and "\n" not in record.getMessage()
+
+
+@pytest.mark.parametrize("move", [renamed, other_arguments, other_result])
+def test_strict_refuses_a_moved_seam(loader: pytest.MonkeyPatch, move) -> None:
+    """SGLang's loader logs an Exception and goes on; SystemExit passes."""
+    message = move(loader)
+    loader.setenv("ISOLOAD_SGLANG", "1")
+    loader.setenv("ISOLOAD_STRICT", "1")
+    with pytest.raises(SystemExit, match=message):
+        plugins.load_plugins()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("ISOLOAD_POLICY", "llep", "ISOLOAD_POLICY must not borrow weights"),
+        ("ISOLOAD_POLICY", "nobody", "ISOLOAD_POLICY: policy must be one of"),
+        ("ISOLOAD_STRICT", "yes", "ISOLOAD_STRICT must be 0 or 1, got 'yes'"),
+    ],
+)
+def test_a_bad_value_refuses_to_start(
+    loader: pytest.MonkeyPatch, name: str, value: str, message: str
+) -> None:
+    loader.setenv("ISOLOAD_SGLANG", "1")
+    loader.setenv(name, value)
+    with pytest.raises(SystemExit, match=message):
+        plugins.load_plugins()
+
+
+@pytest.mark.parametrize("launch", [line for line in blocks(PAGE, "sh") if "launch_server" in line])
+def test_documented_launches_have_options_that_sglang_takes(launch: str) -> None:
+    """Its own parser; a choice that it does not offer would end this."""
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    ServerArgs.add_cli_args(parser)
+    words = shlex.split(launch.replace("\\\n", " ").replace("${NODE_RANK}", "0"))
+    options = parser.parse_args(words[words.index("sglang.launch_server") + 1 :])
+    assert options.eplb_algorithm == "isoload" and options.ep_dispatch_algorithm in ("dynamic", "lp")
+
+
+def test_the_older_spelling_of_waterfill_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Older:
+        def __init__(self, num_routed_experts, world_size, rank, layer_id, routed_scaling_factor=1.0):
+            pass
+
+    monkeypatch.setattr(waterfill, "WaterfillBalancer", Older)
+    assert faults(read_seams("sglang")) == []
+    assert "routed_scaling_factor" in str(inspect.signature(Older))

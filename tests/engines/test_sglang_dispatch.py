@@ -1,0 +1,115 @@
+"""`lp` and Waterfill on SGLang's own classes over gloo: what its dispatcher would be given, counted over all ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sglang.srt.managers.scheduler  # noqa: F401  # once, before ranks are forked
+import torch
+from deepseek_config import make_config
+from ranks import CASES, EXPERTS, K, serve
+from torch import Tensor
+
+from support.processes import run_ranks
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+MODES: dict[str, tuple[str, bool, dict[str, str]]] = {
+    "lp": ("lp", False, {}),
+    "joint": ("lp", True, {"ISOLOAD_POLICY": "joint"}),  # what it would be without the variable, too
+    "waterfill": ("static", True, {}),
+}
+RUNS = [(mode, ranks) for ranks in (2, 4) for mode in MODES]
+
+
+@pytest.fixture(scope="session")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_config(tmp_path_factory.mktemp("deepseek"))
+
+
+_served: dict[tuple[str, int], list[dict[str, Any]]] = {}
+
+
+@pytest.fixture(params=RUNS, ids=lambda run: f"{run[0]}-{run[1]} ranks")
+def served(request: pytest.FixtureRequest, config: Path) -> tuple[str, list[dict[str, Any]]]:
+    """(mode, what every rank found)"""
+    mode, ranks = request.param
+    if request.param not in _served:
+        _served[request.param] = run_ranks(serve, ranks, ranks, *MODES[mode], config, timeout=120.0)
+    return mode, _served[request.param]
+
+
+def rank_loads(slots: list[Tensor], ranks: int, per_rank: int) -> Tensor:
+    copies = torch.cat([rows[rows >= 0] for rows in slots]).long()
+    return torch.bincount(copies // per_rank, minlength=ranks)
+
+
+def routed_slots(rows: Tensor, mode: str, per_rank: int) -> Tensor:
+    """[T, K] numbered without shared slots, undone by hand."""
+    if mode == "lp":
+        return rows
+    routed = rows[:, :-1]
+    return torch.where(routed < 0, -1, routed // (per_rank + 1) * per_rank + routed % (per_rank + 1))
+
+
+@pytest.mark.parametrize("case", [*CASES, "rebalanced"])
+def test_every_copy_reaches_its_expert(served: tuple[str, list[dict[str, Any]]], case: str) -> None:
+    mode, ranks = served
+    for found in (of_rank[case] for of_rank in ranks):
+        ids, valid = found["ids"], found["valid"]
+        slots = routed_slots(found["slots"], mode, len(found["table"]) // len(ranks))
+        assert slots.shape == ids.shape and slots.dtype == ids.dtype
+        assert torch.equal(found["table"][slots[:valid].long()].int(), ids[:valid])
+        assert (slots[valid:] == -1).all()
+
+
+@pytest.mark.parametrize("case", [*CASES, "rebalanced"])
+def test_the_busiest_rank_is_as_planned(served: tuple[str, list[dict[str, Any]]], case: str) -> None:
+    """Counted over all ranks: behind lp every slot has its quota, and no plan is better."""
+    mode, ranks = served
+    per_rank = len(ranks[0][case]["table"]) // len(ranks)
+    slots = [of_rank[case]["slots"] for of_rank in ranks]
+    size = per_rank + (mode != "lp")
+    loads = rank_loads(slots, len(ranks), size)
+    tokens = sum(of_rank[case]["valid"] for of_rank in ranks)
+    assert int(loads.sum()) == tokens * (K + (mode != "lp"))
+    if mode == "waterfill":  # the level to which shared copies fill the ranks, by trying all
+        routed = rank_loads([routed_slots(rows, mode, per_rank) for rows in slots], len(ranks), per_rank)
+        level = next(n for n in range(10**6) if int((n - routed).clamp(min=0).sum()) >= tokens)
+        assert int(loads.max()) == max(level, int(routed.max()))
+        return
+    quota, peak, bound = ranks[0][case]["plan"]
+    assert all(torch.equal(of_rank[case]["plan"][0], quota) for of_rank in ranks), "all ranks plan alike"
+    copies = torch.cat([rows[rows >= 0] for rows in slots]).long()
+    assert torch.equal(torch.bincount(copies, minlength=len(ranks) * size), quota.long())
+    assert int(loads.max()) == peak == bound
+    if mode == "joint" and case == "full":
+        assert peak == -(-tokens * (K + 1) // len(ranks)), "shared copies level all ranks"
+
+
+@pytest.mark.parametrize("case", [*CASES, "rebalanced"])
+def test_layout_of_waterfill(served: tuple[str, list[dict[str, Any]]], case: str) -> None:
+    """As SGLang's expand_topk_with_shared_expert lays it out; only the shared column's rank is free."""
+    mode, ranks = served
+    if mode == "lp":
+        assert all(of_rank[case]["slots"].shape[1] == K for of_rank in ranks)
+        return
+    for found in (of_rank[case] for of_rank in ranks):
+        slots, weights, valid = found["slots"], found["weights"], found["valid"]
+        per_rank = len(found["table"]) // len(ranks)
+        assert slots.shape == weights.shape == (len(found["ids"]), K + 1)
+        shared = slots[:, -1]
+        assert (shared[:valid] % (per_rank + 1) == per_rank).all() and (shared[valid:] == -1).all()
+        assert (slots[:, :-1] % (per_rank + 1) != per_rank)[slots[:, :-1] >= 0].all()
+        assert torch.equal(weights[:valid, :-1], found["given"][:valid])
+        assert torch.allclose(weights[:valid, -1], torch.tensor(1 / 2.5)) and not weights[valid:].any()
+
+
+def test_a_rebalance_moves_no_memory(served: tuple[str, list[dict[str, Any]]]) -> None:
+    mode, ranks = served
+    assert all(of_rank["pointers kept"] for of_rank in ranks)
+    tables = [(of_rank["full"]["table"], of_rank["rebalanced"]["table"]) for of_rank in ranks]
+    assert all(not torch.equal(old, new) for old, new in tables), "experts have moved"
+    assert len(tables[0][0]) == EXPERTS + 2 * len(ranks)

@@ -1,0 +1,161 @@
+"""When SGLang has loaded its model, or moves experts: Balancers made and refreshed, refusals, what the log says."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from deepseek_config import make_config
+from one_process import RANKS, draw, published, same_tokens
+from ranks import EXPERTS, LAYER, skewed_counts
+from sglang.srt.eplb import expert_location
+from sglang.srt.runtime_context import get_parallel
+
+import isoload
+from isoload.integrations.meter import GAUGES, Meter
+from isoload.integrations.settings import Settings
+from isoload.integrations.sglang import LAYERS, dispatch, placement
+from isoload.integrations.sglang.layers import Layer
+
+
+def test_a_locations_update_reaches_the_balancers(attached: None, tmp_path: Path) -> None:
+    """Behind dynamic, through SGLang's own metadata: made when it is set, refreshed in place when experts move."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    fields = {"ep_dispatch_algorithm": "dynamic", "ep_num_redundant_experts": 4, "moe_a2a_backend": "none"}
+    with published(tp_size=2, ep_size=2, **fields):
+        get_parallel().override_permanently(tp_rank=0, moe_ep_rank=0)
+        model = ModelConfig(str(make_config(tmp_path / "config")))
+        made = expert_location.ExpertLocationMetadata
+        first, second = (
+            made.init_by_eplb(model, counts) for counts in (skewed_counts(), skewed_counts().flip(-1))
+        )
+        dispatch.set_metadata(expert_location.set_global_expert_location_metadata, first)
+        layer = LAYERS.by_id[LAYER]
+        tables = layer.balancer.placed_on(torch.device("cpu")).tables.data
+        address = tables.data_ptr()
+        dispatch.update_metadata(made.update, first, second, [LAYER])
+        assert LAYERS.by_id[LAYER] is layer and address == tables.data_ptr()
+        for i, want in ((0, first), (LAYER, second), (2, first)):
+            held = LAYERS.by_id[i].balancer.placement.slot_to_expert[i]
+            assert torch.equal(held.long(), want.physical_to_logical_map_cpu[i]), i
+        assert torch.equal(
+            layer.balancer.placed_on(torch.device("cpu")).slot_to_expert.long(),
+            second.physical_to_logical_map[LAYER],
+        )
+        ids = draw(30)
+        slots = layer.slots(ids, None)
+        assert torch.equal(second.physical_to_logical_map[LAYER][slots.long()].int(), ids)
+
+
+def test_a_layout_that_the_placer_cannot_make_is_refused_at_start(attached: None) -> None:
+    with published(eplb_algorithm="isoload"):
+        every = SimpleNamespace(
+            ep_size=2,
+            num_layers=1,
+            num_logical_experts=4,
+            physical_to_logical_map_cpu=torch.arange(10).view(1, 10) % 4,
+        )
+        with pytest.raises(
+            ValueError, match="--eplb-algorithm isoload with ISOLOAD_PLACER=eplb: slots_per_rank must"
+        ):
+            dispatch.set_metadata(lambda value, allow_overwrite: None, every)
+
+
+@pytest.mark.parametrize(("placer", "anew"), [("scenario", False), ("eplb", True)])
+def test_a_placer_that_can_starts_from_where_experts_lie(attached: None, placer: str, anew: bool) -> None:
+    """With the counts of before an expert that need not move stays in its slot, wherever that is."""
+    LAYERS.start(Settings.read({"ISOLOAD_PLACER": placer}))
+    counts = skewed_counts()
+    shuffled = place_anew(counts).slot_to_expert.view(3, RANKS, -1).flip(1, 2).reshape(3, -1).long()
+    with published(tp_size=RANKS, ep_size=RANKS):
+        chosen = placement.compute_algorithm(lambda *_: None, "isoload", None, 1)
+        found = []
+        for now in (None, running(shuffled)):
+            expert_location.set_global_expert_location_metadata(now, allow_overwrite=True)
+            size = shuffled.shape[1] // RANKS
+            args = counts, shuffled.shape[1], size, None, 1, chosen
+            found.append(placement.rebalance_experts(lambda *_: None, *args)[0])
+    stays = [float((table == shuffled).float().mean()) for table in found]
+    assert torch.equal(*found) if anew else stays[1] > 0.9 > stays[0]
+
+
+def place_anew(counts: torch.Tensor) -> isoload.Placement:
+    return isoload.place(counts[0], isoload.Topology(RANKS), EXPERTS // RANKS + 2, placer="scenario")
+
+
+def running(table: torch.Tensor) -> SimpleNamespace:
+    return SimpleNamespace(
+        physical_to_logical_map_cpu=table, num_logical_experts=EXPERTS, num_physical_experts=table.shape[1]
+    )
+
+
+def test_a_policy_of_shared_experts_is_refused_where_the_model_has_none(
+    attached: None, placement: isoload.Placement
+) -> None:
+    """--enable-waterfill is given, and the model does not fuse its shared experts: SGLang says nothing."""
+    LAYERS.start(Settings.read({"ISOLOAD_POLICY": "joint"}))
+    LAYERS.by_id = {LAYER: same_tokens(placement)}
+    with published():
+        with pytest.raises(ValueError, match="ISOLOAD_POLICY must be a policy of routed experts"):
+            dispatch.initialize(lambda self: None, SimpleNamespace(is_draft_worker=False))
+        dispatch.initialize(lambda self: None, SimpleNamespace(is_draft_worker=True))
+
+
+@pytest.mark.parametrize(
+    ("fields", "waterfill", "lines"),
+    [
+        (
+            {"ep_dispatch_algorithm": "dynamic", "moe_a2a_backend": "deepep", "eplb_algorithm": "isoload"},
+            3,
+            [
+                "isoload: attached to SGLang's --enable-waterfill, policy waterfill on 3 layers; "
+                "--eplb-algorithm isoload, placer eplb",
+                "isoload: SGLang's own --ep-dispatch-algorithm dynamic stays with --moe-a2a-backend deepep: "
+                "isoload's are dynamic with none, lp with others",
+            ],
+        ),
+        (
+            {"ep_dispatch_algorithm": "static", "moe_a2a_backend": "deepep"},
+            0,
+            [
+                "isoload: attached to SGLang's loader, and to none of its options",
+                "isoload: SGLang's own --ep-dispatch-algorithm static stays with --moe-a2a-backend deepep: "
+                "isoload's are dynamic with none, lp with others",
+            ],
+        ),
+    ],
+)
+def test_the_log_says_what_is_not_attached(
+    attached: None, caplog: pytest.LogCaptureFixture, fields: dict[str, str], waterfill: int, lines: list[str]
+) -> None:
+    LAYERS.num_waterfill = waterfill
+    with published(**fields), caplog.at_level(logging.INFO, "isoload"):
+        get_parallel().override_permanently(tp_rank=0, moe_ep_rank=0)
+        dispatch.initialize(lambda self: None, SimpleNamespace(is_draft_worker=False))
+    assert [record.getMessage() for record in caplog.records] == lines
+
+
+def test_without_redundant_experts_the_log_says_so(attached: None, caplog: pytest.LogCaptureFixture) -> None:
+    single = isoload.place(skewed_counts(), isoload.Topology(RANKS))
+    LAYERS.by_id = {LAYER: same_tokens(single)}
+    with published(ep_dispatch_algorithm="dynamic"), caplog.at_level(logging.INFO, "isoload"):
+        get_parallel().override_permanently(tp_rank=0, moe_ep_rank=0)
+        dispatch.initialize(lambda self: None, SimpleNamespace(is_draft_worker=False))
+    assert "on 0 of 1 layers: no layer has redundant experts, so there is nothing to balance" in caplog.text
+
+
+def test_reports_are_gauges_too(placement: isoload.Placement, caplog: pytest.LogCaptureFixture) -> None:
+    from prometheus_client import REGISTRY
+
+    meter = Meter("SGLang", 0.0)
+    layer = Layer(same_tokens(placement).balancer, meter)
+    layer.slots(draw(64), None)
+    with caplog.at_level(logging.INFO, "isoload"):
+        meter.report_if_due()
+    values = {name: REGISTRY.get_sample_value(f"isoload_{name}") for name in GAUGES}
+    assert values["certified_share"] == 1.0 and 1 <= values["imbalance_after"] <= values["imbalance_before"]
+    assert f"{values['imbalance_after']:.3f} planned" in caplog.text and values["plan_seconds"] > 0

@@ -1,0 +1,78 @@
+"""Meter: sums over batches, against the same figures by hand; and the line that reports them."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+import isoload
+from isoload.integrations.meter import Meter, line, summary
+
+# Expert 0 has a replica on each of two ranks, 1 and 2 have one.
+TABLE = torch.tensor([[0, 1, 0, 2]])
+TOPOLOGY = isoload.Topology(2)
+
+
+def measured(meter: Meter, *loads: list[int], policy: str = "exact") -> None:
+    placement = isoload.Placement(TABLE, TOPOLOGY, 3)
+    for row in loads:
+        counts = torch.tensor([row, [0, 0, 0]], dtype=torch.int32)
+        meter.add(5, counts, isoload.plan(counts, placement, 0, policy), 1e-3)
+
+
+def test_sums_by_hand() -> None:
+    meter = Meter("engine", 60)
+    measured(meter, [6, 4, 0], [0, 8, 0], [0, 0, 0])
+    (report,) = meter.read()
+    # evenly spread: (3 + 4, 3) and (8, 0); planned: (5, 5) and (8, 0); the empty batch is none
+    assert (report.layer, report.batches, report.certified) == (5, 2, 2)
+    assert report.before == pytest.approx((7 / 5 + 2) / 2) and report.after == pytest.approx((1 + 2) / 2)
+    assert meter.read() == [], "a reading begins anew"
+
+
+def test_a_sampled_policy_has_no_peak() -> None:
+    meter = Meter("engine", 60)
+    measured(meter, [6, 4, 0], policy="dynamic")
+    (report,) = meter.read()
+    assert report.after is None and report.certified == 0 and report.before == pytest.approx(7 / 5)
+
+
+def test_the_line(caplog: pytest.LogCaptureFixture) -> None:
+    meter = Meter("engine", 0)
+    measured(meter, [6, 4, 0], [0, 8, 0])
+    with caplog.at_level(logging.INFO, "isoload"):
+        meter.report_if_due()
+        meter.report_if_due()  # nothing since
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "isoload engine: 2 plans of 1 layers; imbalance 1.700 evenly spread, 1.500 planned, 1.500 in the worst layer; "
+        "peak == bound in all batches of 1 of 1 layers; 1000 us per plan on the host"
+    )
+
+
+def test_a_graphs_replays_have_no_time() -> None:
+    """The host runs none of the calls, while the sums on the device go on."""
+    meter = Meter("engine", 0)
+    measured(meter, [6, 4, 0])
+    layers = meter.read()
+    assert line("engine", layers, summary(layers)).endswith("all replayed from graphs")
+
+
+def test_no_report_before_its_time(caplog: pytest.LogCaptureFixture) -> None:
+    meter = Meter("engine", 3600)
+    measured(meter, [6, 4, 0])
+    with caplog.at_level(logging.INFO, "isoload"):
+        meter.report_if_due()
+    assert not caplog.records and len(meter.read()) == 1
+
+
+def test_sums_stay_where_they_are() -> None:
+    """A captured graph goes on adding to them."""
+    meter = Meter("engine", 60)
+    measured(meter, [6, 4, 0])
+    address = meter._sums[5].data_ptr()
+    meter.read()
+    measured(meter, [6, 4, 0])
+    assert meter._sums[5].data_ptr() == address

@@ -1,0 +1,97 @@
+"""Seams: what an engine has against what the plug-in was written for, on modules made up here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+
+from isoload.integrations.seams import Seam, faults, read_seams, signature_of
+
+
+class Output(NamedTuple):
+    ids: int
+    weights: int
+
+
+@dataclass
+class Locations:
+    table: int
+
+    @property
+    def num_layers(self) -> int:
+        return 1
+
+    def update(self, other: Locations, layers: list[int]) -> None: ...
+
+
+class Balancer:
+    def __init__(self, rank: int, layer_id: int, weight: float = 1.0) -> None: ...
+
+
+def dispatch(topk_ids: int, info: object = None, *, layer: int) -> int:
+    return topk_ids
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    module = ModuleType("made_up_engine")
+    for item in (Output, Locations, Balancer, dispatch):
+        setattr(module, item.__name__, item)
+    monkeypatch.setitem(sys.modules, "made_up_engine", module)
+    yield
+
+
+def seam(target: str, kind: str, *signatures: str) -> Seam:
+    return Seam(f"made_up_engine.{target}", kind, signatures, "1.2", "why")  # type: ignore[arg-type]
+
+
+def test_as_expected(engine: None) -> None:
+    good = [
+        seam("dispatch", "around", "(topk_ids, info=None, *, layer)"),
+        seam("Balancer", "replace", "(rank, layer_id)", "(rank, layer_id, weight=1.0)"),
+        seam("Locations.update", "around", "(self, other, layers)"),
+        seam("Locations", "fields", "table", "num_layers"),
+        seam("Output", "fields", "weights"),
+    ]
+    assert faults(good) == []
+
+
+BAD = {
+    "renamed": (seam("route", "around", "()"), "made_up_engine.route cannot be found (AttributeError: "),
+    "gone": (Seam("nowhere.at", "call", ("()",), "1.2", ""), "nowhere.at cannot be found (ModuleNotFoundError: "),
+    "argument": (
+        seam("dispatch", "around", "(topk_ids, info=None)"),
+        "made_up_engine.dispatch must take (topk_ids, info=None) (as in 1.2), got (topk_ids, info=None, *, layer)",
+    ),
+    "default": (seam("Balancer", "replace", "(rank, layer_id, weight)"), "got (rank, layer_id, weight=1.0)"),
+    "both": (seam("Balancer", "replace", "(a)", "(b)"), "must take (a) or (b) (as in 1.2)"),
+    "field": (seam("Locations", "fields", "table", "ep_size"), "made_up_engine.Locations has no field ep_size"),
+    "tuple": (seam("Output", "fields", "logits"), "made_up_engine.Output has no field logits"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_names_what_has_moved(engine: None, name: str) -> None:
+    moved, message = BAD[name]
+    (found,) = faults([moved])
+    assert message in found and "\n" not in found
+
+
+def test_annotations_are_no_part_of_a_signature() -> None:
+    assert signature_of(dispatch) == "(topk_ids, info=None, *, layer)"
+
+
+def test_the_file_of_sglang() -> None:
+    """Each hooked seam has its hook, and says why; nothing of SGLang is imported to read it."""
+    seams = read_seams("sglang")
+    assert len({s.name for s in seams}) == len(seams)
+    assert all(s.why and s.read_from and s.target.startswith("sglang.srt.") for s in seams)
+    assert not any(name.split(".")[0] == "sglang" for name in sys.modules)
+    from isoload.integrations.sglang.attach import HOOKS
+
+    assert {s.name for s in seams if s.kind in ("replace", "around")} == set(HOOKS)

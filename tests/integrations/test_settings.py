@@ -1,0 +1,82 @@
+"""The plug-ins' environment variables: read, refused, documented."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import isoload
+from isoload.integrations.settings import VARIABLES, Settings
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_defaults() -> None:
+    settings = Settings.read({})
+    assert settings == Settings(False, False, None, "eplb", 0.0)
+    assert (
+        settings.policy_for(shared=False).name == "exact" and settings.policy_for(shared=True).name == "joint"
+    )
+
+
+def test_empty_is_unset() -> None:
+    names = [variable.name for variable in VARIABLES]
+    assert Settings.read(dict.fromkeys(names, "")) == Settings.read({})
+
+
+def test_values() -> None:
+    given = {
+        "ISOLOAD_SGLANG": "1", "ISOLOAD_STRICT": "1", "ISOLOAD_POLICY": "exact:tolerance=0.01",
+        "ISOLOAD_PLACER": "trivial", "ISOLOAD_REPORT_SECONDS": "2.5",
+    }  # fmt: skip
+    settings = Settings.read(given)
+    assert settings == Settings(True, True, "exact:tolerance=0.01", "trivial", 2.5)
+    for shared in (False, True):  # a policy of routed experts leaves shared ones at home
+        assert settings.policy_for(shared) == isoload.POLICIES["exact"](tolerance=0.01)
+
+
+def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ISOLOAD_SGLANG", "1")
+    assert Settings.read().enabled
+
+
+BAD = {
+    ("ISOLOAD_SGLANG", "true"): "ISOLOAD_SGLANG must be 0 or 1, got 'true'",
+    ("ISOLOAD_STRICT", "2"): "ISOLOAD_STRICT must be 0 or 1, got '2'",
+    ("ISOLOAD_POLICY", "best"): "ISOLOAD_POLICY: policy must be one of",
+    ("ISOLOAD_POLICY", "exact:speed=3"): "ISOLOAD_POLICY: option must be one of",
+    (
+        "ISOLOAD_POLICY",
+        "llep",
+    ): "ISOLOAD_POLICY must not borrow weights, which no engine copies between two batches, got 'llep'",
+    ("ISOLOAD_POLICY", "spill_cost"): "ISOLOAD_POLICY must not borrow weights",
+    ("ISOLOAD_PLACER", "best"): "ISOLOAD_PLACER: placer must be one of",
+    ("ISOLOAD_REPORT_SECONDS", "-1"): "ISOLOAD_REPORT_SECONDS must be a number of at least 0, got '-1'",
+    ("ISOLOAD_REPORT_SECONDS", "often"): "ISOLOAD_REPORT_SECONDS must be a number of at least 0, got 'often'",
+    ("ISOLOAD_REPORT_SECONDS", "inf"): "ISOLOAD_REPORT_SECONDS must be a number of at least 0, got 'inf'",
+    ("ISOLOAD_REPORT_SECONDS", "nan"): "ISOLOAD_REPORT_SECONDS must be a number of at least 0, got 'nan'",
+}
+
+
+@pytest.mark.parametrize(("name", "value"), BAD)
+def test_refuses(name: str, value: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(BAD[name, value])):
+        Settings.read({name: value})
+
+
+@pytest.mark.parametrize("policy", ["joint", "waterfill", "shared_local", "waterfill_sampled"])
+def test_a_policy_of_shared_experts_needs_some(policy: str) -> None:
+    settings = Settings.read({"ISOLOAD_POLICY": policy})
+    assert settings.policy_for(shared=True).name == policy
+    with pytest.raises(ValueError, match=f"without --enable-waterfill\\), got '{policy}'"):
+        settings.policy_for(shared=False)
+
+
+def test_documented_where_the_plug_in_is() -> None:
+    """Name, values, default and meaning of every variable, in order."""
+    text = (ROOT / "docs" / "sglang.md").read_text()
+    rows = re.findall(r"^\| `(ISOLOAD_\w+)` \| (.+?) \| (.+?) \| (.+?) \|$", text, re.M)
+    wanted = [(v.name, v.kind, f"`{v.default}`" if v.default else "empty", v.meaning) for v in VARIABLES]
+    assert rows == wanted

@@ -1,0 +1,158 @@
+"""A layer that is moved while it runs stays the dense layer, and its ranks get more level."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import isoload
+from isoload.online import Rebalancer, Recorder
+from isoload.reference.experts import run_experts
+from support.processes import run_ranks
+
+LAYERS, EXPERTS, HIDDEN, INNER = 3, 12, 8, 6
+TOKENS = (9, 0, 14, 7)
+
+
+class Stack:
+    """L layers of virtual ranks, or of this process's rank, beside the dense ones; hot experts drift apart."""
+
+    def __init__(self, ranks, group=None, seed=0, **how):
+        draw = torch.Generator().manual_seed(seed)
+        topology = isoload.Topology(ranks)
+        counts = torch.rand(LAYERS, EXPERTS, generator=draw) ** 3
+        self.placement = isoload.place(counts, topology, slots_per_rank=EXPERTS // ranks + 1)
+        self.dense = [
+            isoload.ExpertWeights.random(EXPERTS, HIDDEN, INNER, generator=draw, dtype=torch.float64)
+            for _ in range(LAYERS)
+        ]
+        self.routers = torch.randn(LAYERS, HIDDEN, EXPERTS, generator=draw, dtype=torch.float64)
+        self.routers[:, :, :2] += 0.7  # two hot experts, which the placement does not replicate on purpose
+        transport = (
+            isoload.LocalTransport(topology) if group is None else isoload.CollectiveTransport(topology)
+        )
+        self.layers = [
+            isoload.MoE(self.gate(i), dense, transport, self.placement, i, weight_rows=EXPERTS // ranks + 1)
+            for i, dense in enumerate(self.dense)
+        ]
+        self.recorder = Recorder(LAYERS, EXPERTS, max_batches=4)
+        self.rebalancer = Rebalancer(self.layers, self.recorder, **{"every": 6, "delay": 2, **how})
+
+    def gate(self, layer):
+        def gate(rows):
+            weights, ids = (rows @ self.routers[layer]).softmax(-1).topk(2)
+            return ids, weights
+
+        return gate
+
+    def rows(self, batch, ranks):
+        draw = torch.Generator().manual_seed(1000 + batch)
+        return [torch.randn(n, HIDDEN, generator=draw, dtype=torch.float64).abs() for n in TOKENS[:ranks]]
+
+    def check(self, layer, rows, outputs):
+        for row, output in zip(rows, outputs, strict=True):
+            ids, weights = self.gate(layer)(row)
+            wanted = run_experts(row, ids, weights, *self.dense[layer].stacks().values(), None, None)
+            assert torch.allclose(output, wanted, rtol=1e-12, atol=1e-12)
+
+    def run(self, batches, ranks, mine=None):
+        """Layers moved after each batch, and the imbalance of each."""
+        moved, imbalance = [], []
+        for batch in range(batches):
+            rows = self.rows(batch, ranks)
+            rows = rows if mine is None else [rows[mine]]
+            worst = []
+            for i, layer in enumerate(self.layers):
+                outputs = layer(rows)
+                self.check(i, rows, outputs)
+                worst.append(int(layer.last_plan.peak) * ranks / int(layer.last_plan.quota.sum()))
+            moved.append(self.rebalancer.step())
+            imbalance.append(worst)
+        return moved, imbalance
+
+
+def test_moves_a_few_experts_at_a_time_and_levels_the_ranks():
+    stack = Stack(4, moves=2)
+    moved, imbalance = stack.run(25, 4)
+    assert moved[:7] == [0] * 7 and moved[7] == 1 and sum(moved[7:12]) <= LAYERS
+    last = stack.rebalancer.last
+    assert last.after <= last.before
+    first, end = (sum(map(sum, part)) for part in (imbalance[:6], imbalance[-6:]))
+    assert end < first
+    slots = stack.rebalancer.placement.arrays[0]
+    assert all((layer.placement.arrays[0][i] == slots[i]).all() for i, layer in enumerate(stack.layers))
+    stack.rebalancer.close()
+    assert stack.layers[0].balancer.recorder is None
+
+
+def test_nothing_moves_for_little():
+    stack = Stack(4, least_gain=10.0)
+    moved, _ = stack.run(15, 4)
+    assert not any(moved) and stack.rebalancer.last.layers == ()
+    assert stack.rebalancer.placement is stack.placement
+
+
+def test_ranks_and_virtual_ranks_move_alike():
+    results = run_ranks(on_rank, 2)
+    stack = Stack(2, layers_per_step=2)
+    virtual = stack.run(14, 2)
+    assert any(virtual[0]) and all(result == virtual for result in results)
+
+
+def on_rank(rank):
+    return Stack(2, "processes", layers_per_step=2).run(14, 2, rank)
+
+
+def test_a_balancer_takes_the_slots():
+    """As an engine's: the same tokens on all ranks, weights moved by the engine."""
+    topology = isoload.Topology(2)
+    placement = isoload.place(torch.ones(1, EXPERTS), topology, slots_per_rank=7)
+    balancer = isoload.Balancer(placement, 0, tokens="same")
+    rebalancer = Rebalancer([balancer], Recorder(1, EXPERTS), every=3, delay=1, moves=None)
+    ids = torch.tensor([[5, 7], [5, 7], [5, 8], [5, 9]])
+    peaks = []
+    for _ in range(6):
+        balancer(ids)
+        peaks.append(int(balancer.last_plan.peak))
+        rebalancer.step()
+    assert balancer.placement is rebalancer.placement is not placement
+    assert peaks[-1] < peaks[0]
+
+
+def test_refused():
+    topology = isoload.Topology(2)
+    placement = isoload.place(torch.ones(2, EXPERTS), topology, slots_per_rank=7)
+    other = isoload.place(torch.ones(2, EXPERTS), topology, slots_per_rank=7)
+    layers = [isoload.Balancer(placement, i, tokens="same") for i in range(2)]
+    recorder = Recorder(2, EXPERTS)
+    for given, how, message in (
+        (layers, {"every": 0}, "every must be at least 1, got 0"),
+        (layers, {"delay": 0}, "delay must be at least 1, got 0"),
+        (layers, {"layers_per_step": 0}, "layers_per_step must be at least 1, got 0"),
+        (layers, {"least_gain": -1}, "least_gain must be at least 0, got -1"),
+        (layers, {"every": 9}, r"every must be at least delay \+ L / layers_per_step = 10, .* got 9"),
+        (layers, {"placer": "eplb"}, "option must be one of "),
+        ([], {}, "layers must be at least one, got none"),
+        (layers[:1], {}, r"layers must be all 2 of their Placement, each once, got positions \[0\]"),
+        (
+            [layers[0], isoload.Balancer(other, 1, tokens="same")],
+            {},
+            "layers must share one Placement, got several",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Rebalancer(given, recorder, **how)
+    with pytest.raises(ValueError, match="recorder must be of 2 layers and 12 experts, got 3 and 12"):
+        Rebalancer(layers, Recorder(3, EXPERTS))
+    dense = isoload.ExpertWeights.random(EXPERTS, HIDDEN, INNER)
+    one = isoload.place(torch.ones(1, EXPERTS), topology, placer="trivial")
+    shards = [
+        isoload.Shard(
+            range(6 * r, 6 * r + 6),
+            isoload.ExpertWeights(dense.gate_up[6 * r : 6 * r + 6], dense.down[6 * r : 6 * r + 6]),
+        )
+        for r in range(2)
+    ]
+    layer = isoload.MoE(lambda rows: None, shards, isoload.LocalTransport(topology), one)
+    with pytest.raises(ValueError, match="layers must own their experts' memory, got one made of Shards"):
+        Rebalancer([layer], Recorder(1, EXPERTS))

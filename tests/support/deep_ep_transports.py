@@ -1,0 +1,92 @@
+"""Transports over a double of DeepEP, for batches of any shape: a dispatcher and a buffer for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isoload import Topology
+from isoload.transport import CollectiveGroup, Dispatcher, Received, Transport
+from isoload.transport.deep_ep import DeepEPDispatcher
+from isoload.transport.deep_ep.wires import WIRES
+from support import deep_ep_double
+from support.batches import MAX_TOKENS
+from support.deep_ep_legacy_double import Buffer
+
+BUFFERS: dict[str, Any] = {
+    "EPBuffer": deep_ep_double.EPBuffer,
+    "ElasticBuffer": deep_ep_double.ElasticBuffer,
+    "Buffer": Buffer,
+}
+
+
+# by rank: what float32 keeps of the second depends on whether the others meet first
+CANCELLING = (2.0**20, 1.0, -(2.0**20), 1.0)
+
+
+class AnyShape(Dispatcher):
+    """DeepEP's buffers are made for one H, K and S: makes one on every rank when a batch first has others."""
+
+    def __init__(self, group: CollectiveGroup, made: Any, waits: bool) -> None:
+        self.group, self.made, self.host_waits = group, made, waits
+        self.max_tokens_per_rank = MAX_TOKENS
+        self.dtypes, self.hidden_multiple = DeepEPDispatcher.dtypes, DeepEPDispatcher.hidden_multiple
+        self.adds_by_rank = WIRES[made.__name__].adds_by_rank
+        self._made: dict[tuple[int, ...], DeepEPDispatcher] = {}
+        self._of: dict[int, tuple[object, DeepEPDispatcher]] = {}
+
+    def dispatch(
+        self, x: Any, slots: Any, weights: Any, slots_per_rank: int, facts: Mapping[str, int] | None = None
+    ) -> list[Received]:
+        shape = x[0].shape[1], slots[0].shape[1], slots_per_rank
+        if shape not in self._made:
+            self._made[shape] = make_dispatcher(self.group, self.made, *shape, self.host_waits)
+        received = self._made[shape].dispatch(x, slots, weights, slots_per_rank, facts)
+        self._of[id(received[0].handle)] = received[0].handle, self._made[shape]
+        return received
+
+    def combine(self, y: Any, received: list[Received], own: Any = None) -> list[Tensor]:
+        return self._of[id(received[0].handle)][1].combine(y, received, own)
+
+    def tell_failure(self, stage: str, device: torch.device, facts: Mapping[str, int] | None = None) -> None:
+        next(iter(self._made.values())).tell_failure(stage, device, facts)
+
+
+def make_dispatcher(
+    group: CollectiveGroup,
+    made: Any,
+    hidden: int,
+    top_k: int,
+    slots_per_rank: int,
+    waits: bool = True,
+    **how: Any,
+) -> DeepEPDispatcher:
+    """Over a new buffer of a class, for batches of up to MAX_TOKENS tokens."""
+    if made.__name__ == "Buffer":
+        buffer = made(group.process_group, low_latency_mode=how.get("low_latency", False))
+    else:
+        buffer = made(
+            group.process_group,
+            num_max_tokens_per_rank=MAX_TOKENS,
+            hidden=hidden,
+            num_topk=top_k,
+            deterministic=how.get("deterministic", True),
+        )
+    return DeepEPDispatcher(
+        group,
+        buffer,
+        hidden=hidden,
+        top_k=top_k,
+        slots_per_rank=slots_per_rank,
+        max_tokens_per_rank=how.get("max_tokens_per_rank", MAX_TOKENS),
+        waits=waits,
+        fp8=how.get("fp8", False),
+    )
+
+
+def any_shape(topology: Topology, made: Any, waits: bool) -> Transport:
+    group = CollectiveGroup(topology)
+    return Transport(group, AnyShape(group, made, waits))
