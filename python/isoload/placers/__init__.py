@@ -16,6 +16,7 @@ from isoload.placement import Placement
 from isoload.placers.base import Placed, Placer, Room, Slots
 from isoload.placers.craft import CraftPlacer
 from isoload.placers.eplb import EplbPlacer
+from isoload.placers.grace import GracePlacer
 from isoload.placers.graph import GraphPlacer
 from isoload.placers.scenario import ScenarioPlacer
 from isoload.placers.scenarios import Scenarios, make_scenarios
@@ -26,7 +27,8 @@ MAX_SHARED = 64  # models have one or two
 MAX_SLOTS = 2**16  # of a layer: planners stay below a second
 
 PLACERS: dict[str, type[Placer]] = {
-    placer.name: placer for placer in (TrivialPlacer, EplbPlacer, GraphPlacer, CraftPlacer, ScenarioPlacer)
+    placer.name: placer
+    for placer in (TrivialPlacer, EplbPlacer, GraphPlacer, CraftPlacer, ScenarioPlacer, GracePlacer)
 }
 OLD_NAMES = {"topology": "graph"}  # still accepted
 

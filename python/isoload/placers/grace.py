@@ -1,0 +1,206 @@
+"""Placer ``grace``: experts that tokens choose together lie together, the hottest get replicas (arXiv 2509.25041)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from isoload.placers.base import Floats, Placed, Placer, Room, Slots
+from isoload.placers.scenarios import Scenarios
+
+Groups = list[list[int]]
+RATIOS = tuple(i / 10 for i in range(11))  # of a rank's number of experts, by which it may differ
+CHUNK = 8192  # tokens that are counted at a time
+
+
+@dataclass(frozen=True)
+class GracePlacer(Placer):
+    """Spectral clusters of the affinity over nodes, then over each node's ranks with bounded sizes, then replicas.
+
+    The affinity of two experts is the number of tokens that choose both, which takes per-token traces. Groups over
+    nodes are as large as the clusters; those of a node's ranks differ by at most `ratio` of their mean (Algorithm 3).
+    The heaviest rank's hottest experts are copied to the least loaded ranks (Equation 2). The placement is ragged, and
+    has the weights by which policies split replicas: the inverse of the load predicted for their rank (Equation 3).
+
+    Options:
+        ratio: bound of the sizes; None: the knee of intra-group affinity over their deviation (Equation 1), by layer.
+        replicate: False: groups alone.
+        printed: the predicted loads as printed, with W_max/(n+1) on every replica's rank; else with the load that the
+            replicas take, W_r/(n+1).
+
+    Raises:
+        ValueError: no trace with per-token choices; fewer experts than ranks; an option out of range.
+        ImportError: scikit-learn is missing (pip install "isoload[plan]").
+    """
+
+    name = "grace"
+    ratio: float | None = None
+    replicate: bool = True
+    printed: bool = False
+
+    @property
+    def has_budget(self) -> bool:
+        return True
+
+    def place(self, scenarios: Scenarios, room: Room) -> Placed:
+        if self.ratio is not None and not 0 <= self.ratio <= 1:
+            raise ValueError(f"ratio must be in 0..1, got {self.ratio}")
+        if not scenarios.topk_ids:
+            raise ValueError(
+                "counts must be traces with per-token choices (topk_ids) for placer grace, got counts alone"
+            )
+        if scenarios.num_experts < room.num_ranks:
+            raise ValueError(
+                f"experts must be at least as many as the {room.num_ranks} ranks for placer grace, "
+                f"got {scenarios.num_experts}"
+            )
+        held, predicted, replicas = [], [], []
+        for layer, load in enumerate(scenarios.mean(scenarios.loads)):
+            groups = group_ranks(co_activation(scenarios, layer), room, self.ratio)
+            copies, weight = replicate(groups, load, self.replicate, self.printed)
+            held.append([group + more for group, more in zip(groups, copies, strict=True)])
+            predicted.append(weight)
+            replicas.append(sum(map(len, copies)))
+        slots = ragged(held)
+        if room.slots_per_rank is not None and slots.shape[2] > room.slots_per_rank:
+            raise ValueError(
+                f"slots_per_rank must leave a rank {slots.shape[2]} routed slots for these groups and replicas, "
+                f"got {room.slots_per_rank}"
+            )
+        parts = np.repeat(np.array(predicted, dtype=np.float32)[:, :, None], slots.shape[2], axis=2)
+        return Placed(slots, np.where(slots >= 0, parts, 0), {"replicas_by_layer": replicas})
+
+
+def co_activation(scenarios: Scenarios, layer: int) -> Floats:
+    """[E, E] tokens of all traces that choose both experts; every trace weighs alike, the diagonal is 0."""
+    experts = scenarios.num_experts
+    total = np.zeros((experts, experts))
+    for ids in scenarios.topk_ids:
+        own = np.zeros_like(total)
+        for first in range(0, len(ids), CHUNK):
+            chosen = ids[first : first + CHUNK, layer]
+            token, place = np.nonzero(chosen >= 0)
+            taken = np.zeros((len(chosen), experts))
+            taken[token, chosen[token, place]] = 1
+            own += taken.T @ taken
+        total += own / max(len(ids), 1)
+    np.fill_diagonal(total, 0)
+    return total
+
+
+def group_ranks(affinity: Floats, room: Room, ratio: float | None) -> Groups:
+    """[R] the experts of every rank: clusters over nodes, and within a node over its ranks."""
+    nodes = [np.flatnonzero(room.node == node).tolist() for node in np.unique(room.node)]
+    nodes.sort(key=len, reverse=True)  # stable: the largest cluster to the node with most ranks
+    experts = list(range(len(affinity)))
+    least = len(nodes[0])
+    whole = clusters(affinity, experts, len(nodes))
+    over_nodes = bounded(affinity, whole, least, len(experts))
+    over_nodes.sort(key=len, reverse=True)
+    groups: Groups = [[] for _ in range(room.num_ranks)]
+    for ranks, own in zip(nodes, over_nodes, strict=True):
+        for rank, group in zip(ranks, controlled(affinity, own, len(ranks), ratio), strict=True):
+            groups[rank] = sorted(group)
+    return groups
+
+
+def clusters(affinity: Floats, experts: list[int], number: int) -> Groups:
+    """So many clusters of some experts, by spectral clustering with a fixed seed; any size, none missing."""
+    if number == 1 or number == len(experts):
+        return [[e] for e in experts] if number > 1 else [experts]
+    from sklearn.cluster import SpectralClustering
+
+    own = affinity[np.ix_(experts, experts)]
+    joined = own + 1e-6 * (own.mean() or 1.0)  # a graph in one piece
+    labels = SpectralClustering(number, affinity="precomputed", random_state=0).fit_predict(joined)
+    return [[e for e, label in zip(experts, labels, strict=True) if label == c] for c in range(number)]
+
+
+def controlled(affinity: Floats, experts: list[int], number: int, ratio: float | None) -> Groups:
+    """Algorithm 3: so many groups whose sizes differ from their mean by at most a ratio; None: the knee's."""
+    found = clusters(affinity, experts, number)
+    mean = len(experts) // number
+    tried = []
+    for r in RATIOS if ratio is None else (ratio,):
+        delta = max(1, round(mean * r))
+        tried.append(bounded(affinity, found, max(1, mean - delta), mean + delta))
+    return tried[knee([deviation(groups) for groups in tried], [utilised(affinity, g) for g in tried])]
+
+
+def bounded(affinity: Floats, found: Groups, least: int, most: int) -> Groups:
+    """Moves experts until every group has least..most: the weakest leave, to where they add most affinity."""
+    groups, waiting = [], []
+    for group in found:
+        ranked = sorted(group, key=lambda e: (-affinity[e, group].sum(), e))
+        groups.append(ranked[:most])
+        waiting += ranked[most:]
+    for expert in waiting:
+        open_ones = [g for g in groups if len(g) < most]
+        max(open_ones, key=lambda g: affinity[expert, g].sum()).append(expert)
+    while needy := [g for g in groups if len(g) < least]:
+        givers = [g for g in groups if len(g) > least]
+        weakest = min(((affinity[e, g].sum(), e, g) for g in givers for e in g), key=lambda w: w[:2])
+        weakest[2].remove(weakest[1])
+        max(needy, key=lambda g: affinity[weakest[1], g].sum()).append(weakest[1])
+    return groups
+
+
+def deviation(groups: Groups) -> float:
+    """S of Equation 1."""
+    return float(np.std([len(group) for group in groups]))
+
+
+def utilised(affinity: Floats, groups: Groups) -> float:
+    """U of Equation 1, over pairs: the part of the affinity that lies inside of groups."""
+    inside = sum(affinity[np.ix_(group, group)].sum() for group in groups)
+    return float(inside / (affinity.sum() or 1.0))
+
+
+def knee(deviations: list[float], utilisations: list[float]) -> int:
+    """The point farthest above the line from the least to the greatest deviation; of equal ones the first."""
+    s, u = np.array(deviations), np.array(utilisations)
+    first, last = int(s.argmin()), int(s.argmax())
+    if s[first] == s[last]:
+        return int(u.argmax())
+    line = u[first] + (s - s[first]) / (s[last] - s[first]) * (u[last] - u[first])
+    return int((u - line).argmax())
+
+
+def replicate(groups: Groups, load: Floats, wanted: bool, printed: bool) -> tuple[Groups, list[float]]:
+    """[R] experts that ranks get a copy of, and every rank's weight: mean load over predicted load.
+
+    Args:
+        groups: [R] experts of every rank.
+        load: [E] copies.
+        wanted: False: no copies.
+        printed: see :class:`GracePlacer`.
+    """
+    work = np.array([load[group].sum() for group in groups])
+    copies: Groups = [[] for _ in groups]
+    mean = float(work.mean())
+    if not mean:
+        return copies, [1.0] * len(groups)
+    after = work.copy()
+    if wanted and len(groups) > 1:
+        heaviest = int(work.argmax())
+        number = min(max(1, int(work[heaviest] / mean)), len(groups) - 1)
+        ranked = sorted(groups[heaviest], key=lambda e: (-load[e], e))
+        enough = np.cumsum(load[ranked]) > work[heaviest] * number / (number + 1)
+        hot = ranked[: int(enough.argmax()) + 1]
+        moved = float(load[hot].sum())
+        part = (work[heaviest] if printed else moved) / (number + 1)
+        for rank in [r for r in np.argsort(work, kind="stable") if r != heaviest][:number]:
+            copies[rank] = list(hot)
+            after[rank] += part
+        after[heaviest] += part - moved
+    return copies, [mean / max(float(w), mean * 1e-6) for w in after]
+
+
+def ragged(held: list[Groups]) -> Slots:
+    """[L, R, S] slots of lists of experts; -1 behind the shorter ones."""
+    widest = max(len(experts) for layer in held for experts in layer)
+    slots = np.full((len(held), len(held[0]), widest), -1, dtype=np.int32)
+    for row, experts in zip(slots.reshape(-1, widest), (e for layer in held for e in layer), strict=True):
+        row[: len(experts)] = experts
+    return slots

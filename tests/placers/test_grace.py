@@ -1,0 +1,165 @@
+"""Placer grace: groups by affinity, sizes within bounds, replicas and weights as the paper's equations say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import isoload
+from isoload.experts.weights import ExpertWeights
+from isoload.placers.base import Room
+from isoload.placers.grace import (
+    bounded,
+    co_activation,
+    controlled,
+    deviation,
+    group_ranks,
+    knee,
+    replicate,
+    utilised,
+)
+from isoload.placers.scenarios import make_scenarios
+from isoload.reference.experts import run_experts
+
+pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+
+EXPERTS, TOP_K = 16, 3
+
+
+def make_trace(blocks, tokens=400, layers=2, seed=0, strays=0.05):
+    """Tokens that choose inside one of the blocks of experts, but for a few; another deal of experts in each layer."""
+    draw = np.random.default_rng(seed)
+    ids = np.zeros((tokens, layers, TOP_K), dtype=np.int32)
+    deals = [draw.permutation(EXPERTS) for _ in range(layers)]
+    for token in range(tokens):
+        for layer, deal in enumerate(deals):
+            block = blocks[draw.integers(len(blocks))]
+            pool = deal if draw.random() < strays else deal[list(block)]
+            ids[token, layer] = draw.choice(pool, TOP_K, replace=False)
+    return isoload.Trace("made", EXPERTS, topk_ids=ids), deals
+
+
+BLOCKS = [range(0, 4), range(4, 8), range(8, 12), range(12, 16)]
+
+
+def ranks_of(placement, layer):
+    """[R] sets of the experts at home, and of all."""
+    slots = placement.arrays[0][layer].reshape(placement.topology.num_ranks, -1)
+    return [set(row[row >= 0].tolist()) for row in slots]
+
+
+def test_affinity_counts_tokens_that_choose_both():
+    trace, _ = make_trace(BLOCKS, tokens=50)
+    scenarios, _ = make_scenarios(trace)
+    wanted = np.zeros((EXPERTS, EXPERTS))
+    for token in trace.topk_ids[:, 1]:
+        for a in token:
+            for b in token:
+                wanted[a, b] += a != b
+    assert np.allclose(co_activation(scenarios, 1) * 50, wanted)
+
+
+def test_planted_groups_come_back():
+    trace, deals = make_trace(BLOCKS)
+    placement = isoload.place(trace, isoload.Topology(4), placer="grace", replicate=False)
+    for layer, deal in enumerate(deals):
+        wanted = {frozenset(deal[list(block)].tolist()) for block in BLOCKS}
+        assert set(map(frozenset, ranks_of(placement, layer))) == wanted
+    assert placement.slots_per_rank == 4 and placement.provenance["placer"] == "grace"
+
+
+def test_nodes_take_whole_clusters_of_any_size():
+    """Two clusters of 10 and 6 over two nodes of two ranks: no cluster is cut between nodes."""
+    trace, deals = make_trace([range(0, 10), range(10, 16)])
+    placement = isoload.place(trace, isoload.Topology(4, 2), placer="grace", replicate=False, ratio=0.2)
+    for layer, deal in enumerate(deals):
+        held = ranks_of(placement, layer)
+        nodes = {frozenset(held[0] | held[1]), frozenset(held[2] | held[3])}
+        assert nodes == {frozenset(deal[:10].tolist()), frozenset(deal[10:].tolist())}
+        assert sorted(map(len, held)) in ([3, 3, 5, 5], [2, 4, 5, 5], [2, 4, 4, 6], [3, 3, 4, 6])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_affinity_gives_every_expert_one_home_within_bounds(seed):
+    draw = np.random.default_rng(seed)
+    ranks = int(draw.integers(1, 7))
+    experts = int(draw.integers(ranks, 20))
+    affinity = draw.random((experts, experts)) ** 4
+    affinity = affinity + affinity.T
+    np.fill_diagonal(affinity, 0)
+    node = np.sort(draw.integers(0, 3, ranks)).astype(np.int32)
+    groups = group_ranks(affinity, Room(node, np.ones(ranks), None), None)
+    assert sorted(e for g in groups for e in g) == list(range(experts)) and all(groups)
+    mean, ratio = experts // ranks, float(draw.random())
+    delta = max(1, round(mean * ratio))
+    for group in controlled(affinity, list(range(experts)), ranks, ratio):
+        assert max(1, mean - delta) <= len(group) <= mean + delta
+
+
+def test_the_weakest_leave_and_go_where_they_fit():
+    affinity = np.zeros((5, 5))
+    for a, b, w in ((0, 1, 9), (0, 2, 8), (1, 2, 7), (2, 3, 1), (3, 4, 6)):
+        affinity[a, b] = affinity[b, a] = w
+    assert list(map(sorted, bounded(affinity, [[0, 1, 2, 3], [4]], 1, 3))) == [[0, 1, 2], [3, 4]]
+    assert list(map(sorted, bounded(affinity, [[0, 1, 2, 3], [4]], 2, 4))) == [[0, 1, 2], [3, 4]]
+    assert utilised(affinity, [[0, 1, 2], [3, 4]]) == pytest.approx(30 / 31)
+    assert deviation([[0, 1, 2], [3, 4]]) == 0.5
+    assert knee([0.0, 1.0, 2.0], [0.5, 0.9, 1.0]) == 1 and knee([1.0, 1.0], [0.3, 0.4]) == 1
+
+
+def test_replicas_and_weights_by_hand():
+    """Loads 60, 20, 10, 10 of four ranks: rho = 2.4, n = 2; experts above 60 * 2/3 = 40 are hot: 35 + 15."""
+    groups = [[0, 1, 2], [3], [4], [5]]
+    load = np.array([35.0, 10, 15, 20, 10, 10])
+    copies, weight = replicate(groups, load, True, False)
+    assert copies == [[], [], [0, 2], [0, 2]]
+    part = 50 / 3
+    assert weight == pytest.approx([25 / (10 + part), 25 / 20, 25 / (10 + part), 25 / (10 + part)])
+    _, printed = replicate(groups, load, True, True)
+    assert printed == pytest.approx([25 / (10 + 20), 25 / 20, 25 / 30, 25 / 30])
+    assert replicate(groups, load, False, False) == ([[], [], [], []], [25 / 60, 25 / 20, 2.5, 2.5])
+    assert replicate([[0, 1, 2, 3, 4, 5]], load, True, False) == ([[]], [1.0])
+    assert replicate(groups, load * 0, True, False) == ([[]] * 4, [1.0] * 4)
+
+
+def test_a_ragged_placement_computes_the_dense_layer():
+    trace, _ = make_trace([range(0, 7), range(5, 12), range(12, 16)])
+    placement = isoload.place(trace, isoload.Topology(3), placer="grace", ratio=1.0)
+    assert len({len(held) for held in ranks_of(placement, 1)}) > 1
+    dense = ExpertWeights.random(EXPERTS, 8, 6, dtype=torch.float64)
+    router = torch.randn(8, EXPERTS, dtype=torch.float64)
+
+    def gate(rows):
+        weights, ids = (rows @ router).softmax(-1).topk(TOP_K)
+        return ids, weights
+
+    layer = isoload.MoE(gate, dense, isoload.LocalTransport(placement.topology), placement, layer=1)
+    rows = [torch.randn(n, 8, dtype=torch.float64) for n in (9, 0, 5)]
+    for row, output in zip(rows, layer(rows), strict=True):
+        wanted = run_experts(row, *gate(row), *dense.stacks().values(), None, None)
+        assert torch.allclose(output, wanted, rtol=1e-12, atol=1e-12)
+    assert layer.last_plan.peak == layer.last_plan.bound
+
+
+def test_refused():
+    trace, _ = make_trace(BLOCKS, tokens=20)
+    topology = isoload.Topology(4)
+    for counts, ranks, how, message in (
+        (torch.ones(2, EXPERTS), topology, {}, r"counts must be traces with per-token choices \(topk_ids\)"),
+        (
+            trace,
+            isoload.Topology(17),
+            {},
+            "experts must be at least as many as the 17 ranks for placer grace, got 16",
+        ),
+        (trace, topology, {"ratio": 1.5}, "ratio must be in 0..1, got 1.5"),
+        (
+            trace,
+            topology,
+            {"slots_per_rank": 4, "ratio": 1.0},
+            "slots_per_rank must leave a rank 6 routed slots for these groups and replicas, got 4",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            isoload.place(counts, ranks, placer="grace", **how)
