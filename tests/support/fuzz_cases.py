@@ -31,6 +31,7 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
         "split_by": ["sharding", "exact"], "alpha": [0.0, 0.5, 1.0], "printed": [False, True], "slots": [None, 1],
     },
     "hedge": {"slots": [None, 1]},
+    "grace": {"locality": [True, False]},
 }  # fmt: skip
 
 

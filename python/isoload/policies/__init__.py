@@ -5,6 +5,7 @@ from isoload.policies.base import Demand, Policy, Seeded, chosen_plan, sample_se
 from isoload.policies.even import EvenPolicy
 from isoload.policies.exact import ExactPolicy
 from isoload.policies.exact_active import ExactActivePolicy
+from isoload.policies.grace import GracePolicy
 from isoload.policies.hedge import HedgePolicy
 from isoload.policies.joint import JointPolicy
 from isoload.policies.libra import LibraPolicy
@@ -39,6 +40,7 @@ for _policy in (
     SpillCostPolicy,
     LibraPolicy,
     HedgePolicy,
+    GracePolicy,
 ):
     register_policy(_policy)
 

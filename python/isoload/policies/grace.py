@@ -1,0 +1,96 @@
+"""Policy ``grace``: the nearest replicas, among them by weights of the placement (GRACE-MoE, section 4.3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isoload.ops import Order
+from isoload.placed_layers import Filled, PlacedLayers
+from isoload.placement import IntArray, Placement
+from isoload.policies.base import Demand, Policy, chosen_plan
+from isoload.policies.published.static import replicas_of
+from isoload.records import Plan
+
+UNITS = 2**14  # in which an expert's weights are counted, over the replicas that a rank may choose from
+ONE = 2**16  # fixed point of where a rank's copies are cut: copies * weights * ONE stay below 2^63
+GOLDEN, TURN = 0x9E37, 0x5EB9  # 0.618.. and 0.37 of ONE
+
+
+@dataclass(frozen=True)
+class GracePolicy(Policy):
+    """A replica on the own rank, else those on the own node, else all: copies are cut by the replicas' weights.
+
+    Weights are the placement's ``replica_weight``, which placer ``grace`` makes of predicted loads; equal without. The
+    published rule draws every copy; here a rank cuts its copies, at an offset of its own, so that roundings cancel.
+
+    Options: locality=False cuts by weights alone (Algorithm 4 in place of 5).
+    """
+
+    name = "grace"
+    needs = "per_source"
+    locality: bool = True
+
+    def split(self, demand: Demand, filled: Filled) -> Plan:
+        rows = self._rows(demand.loads, self.cuts(filled.placed), filled.placed)
+        return chosen_plan(self, rows.sum(-2, dtype=torch.int32), demand, filled)
+
+    def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
+        cuts = self.cuts(plan.placed)
+        if rank is None:
+            return self._rows(loads, cuts, plan.placed)
+        own = self._rows(loads.narrow(-2, rank, 1), cuts.narrow(-2, rank, 1), plan.placed)
+        return own.squeeze(-2)
+
+    def copies(self, loads: Tensor, plan: Plan) -> Tensor:
+        rows = self._rows(loads, self.cuts(plan.placed), plan.placed)
+        return rows.view(*rows.shape[:-1], plan.tables.num_ranks, -1).sum(-1, dtype=torch.int32)
+
+    def cuts(self, placed: PlacedLayers) -> Tensor:
+        """[..., 4, R, P] int64 per source rank and slot: its weights' begin and end, their sum, and the offset."""
+        return placed.memo(self, self._derive)
+
+    def _rows(self, loads: Tensor, cuts: Tensor, placed: PlacedLayers) -> Tensor:
+        """[..., R, P] int32 copies from every source to every slot, for loads [..., R, E]."""
+        begin, end, total, offset = cuts.unbind(-3)
+        expert = placed.slot_to_expert.clamp(0, loads.shape[-1] - 1).long().unsqueeze(-2).expand(begin.shape)
+        own = loads.long().gather(-1, expert) * ONE
+        whole, offset = total * ONE, offset * total
+        rows = (own * end + offset) // whole - (own * begin + offset) // whole
+        return rows.to(torch.int32)
+
+    def _derive(self, placed: PlacedLayers) -> Tensor:
+        layers = range(placed.host.num_layers) if placed.layer is None else [placed.layer]
+        table = np.stack([weighted_cuts(placed.host, layer, self.locality) for layer in layers])
+        cuts = torch.tensor(table, device=placed.home_slot.device)
+        return cuts if placed.layer is None else cuts.select(0, 0)
+
+
+def weighted_cuts(
+    host: Placement, layer: int, locality: bool
+) -> np.ndarray[tuple[int, int, int], np.dtype[np.int64]]:
+    """[4, R, P] of one layer, see :meth:`GracePolicy.cuts`; a slot that a rank does not use begins where it ends."""
+    topology, size, slots = host.topology, host.slots_per_rank, host.num_slots
+    weights = np.ones(slots) if host.replica_weight is None else host.replica_weight[layer].double().numpy()
+    cuts = np.zeros((4, topology.num_ranks, slots), dtype=np.int64)
+    cuts[2] = 1
+    for expert, replicas in enumerate(replicas_of(host, layer)):
+        for rank in range(topology.num_ranks):
+            chosen = nearest(replicas, rank, size, topology.ranks_per_node) if locality else replicas
+            part = weights[chosen] / weights[chosen].sum() if weights[chosen].any() else 1 / len(chosen)
+            units = np.maximum(np.rint(part * np.full(len(chosen), UNITS)), 1).astype(np.int64)
+            ends = units.cumsum()
+            cuts[0, rank, chosen], cuts[1, rank, chosen], cuts[2, rank, chosen] = ends - units, ends, ends[-1]
+            cuts[3, rank, chosen] = (ONE // 2 + rank * GOLDEN + expert * TURN) % ONE
+    return cuts
+
+
+def nearest(replicas: IntArray, rank: int, size: int, per_node: int) -> IntArray:
+    """An expert's slots of the first tier that has any: on the own rank, on its node, anywhere."""
+    owner = replicas // size
+    here: IntArray = replicas[owner == rank]
+    near: IntArray = replicas[owner // per_node == rank // per_node]
+    return here if len(here) else near if len(near) else replicas
