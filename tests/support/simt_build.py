@@ -68,7 +68,7 @@ def build(folder: Path, file: str = "", old: str = "", new: str = "") -> Path:
     shutil.copytree(ROOT / "csrc", csrc)
     if file:
         (csrc / file).write_text((csrc / file).read_text().replace(old, new))
-    shutil.copytree(ROOT / "python", python, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copytree(ROOT / "python", python, ignore=shutil.ignore_patterns("_C*.so", "__pycache__"))
     (python / "isoload" / "_C.so").symlink_to(compile_library(csrc))
     return python
 
