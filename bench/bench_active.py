@@ -24,7 +24,7 @@ from rich.table import Table
 import isoload
 from harness import measure, write_results
 from isoload import ops
-from isoload.trace import count_batches, read_trace
+from isoload.trace import read_trace
 
 WEIGHTS = 3 * 7168 * 2048
 READ_US, COPY_US = WEIGHTS / 3.35e6, 2 * WEIGHTS / 1979e6
@@ -71,7 +71,7 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(1)
     trace = read_trace(asked.trace)
-    counts = count_batches(trace) if trace.counts is None else trace.counts
+    counts = trace.batch_counts()
     half = len(counts) // 2
     later = counts[half:].sum(0)
     placement = isoload.place(counts[:half], isoload.Topology(asked.ranks), asked.slots_per_rank)
