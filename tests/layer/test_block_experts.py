@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,6 +117,17 @@ def test_states_are_the_model_s_own(name: str) -> None:
     again, _ = balanced(name)
     again.load_state_dict(model.state_dict())
     assert all(torch.equal(value, changed[key]) for key, value in again.state_dict().items())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_saved_model_is_a_checkpoint_of_the_plain_one(name: str, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    model, _ = balanced(name)
+    model.save_pretrained(tmp_path)
+    loaded = type(make_model(name)).from_pretrained(tmp_path)
+    state = make_model(name).state_dict()
+    assert loaded.state_dict().keys() == state.keys()
+    assert all(torch.equal(value, state[key]) for key, value in loaded.state_dict().items())
 
 
 def state_of_rank(rank: int) -> tuple[dict[str, torch.Tensor], list[int], torch.Tensor]:
