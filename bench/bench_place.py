@@ -17,7 +17,7 @@ Fairness ledger
 - Times: planners alone (no reading of files, no Placement), best of 5, on the CPUs that this process may use; the load
   of the machine when they were taken is in the row.
 
-Usage: python bench/bench_place.py --traces FOLDER [--only WORD] [--write]
+Usage: python bench/bench_place.py --traces FOLDER [--only WORD] [--write]; --only writes its table beside the others
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 import isoload
-from harness import write_results
+from harness import read_results, write_results
 from isoload.placers import Room, make_placer
 from isoload.placers.compiled import num_threads
 from isoload.placers.scenarios import make_scenarios
@@ -340,7 +340,8 @@ def main() -> None:
     ]
     show(rows, Console(highlight=False, width=160))
     if arguments.write:
-        print(write_results("bench_place", rows))
+        others = [row for row in read_results("bench_place") if arguments.only not in (None, row["table"])]
+        print(write_results("bench_place", others + rows))
 
 
 if __name__ == "__main__":

@@ -88,7 +88,16 @@ class ResultFile:
 
     def add(self, row: dict[str, Any]) -> None:
         with self.path.open("a") as file:
-            file.write(json.dumps(row | self._where) + "\n")
+            where = {
+                key: value for key, value in self._where.items() if key not in row
+            }  # rows kept from before
+            file.write(json.dumps(row | where) + "\n")
+
+
+def read_results(name: str, folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """The rows of a results file, with the machine of each."""
+    path = folder / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def write_results(name: str, rows: list[dict[str, Any]], device: str = "cpu", folder: Path = RESULTS) -> Path:
