@@ -159,7 +159,9 @@ def test_planning_times_are_those_of_the_results_files():
     assert f"takes {ends(visited).removesuffix(' times')} times as long as count, share" in prose(MEASURED)
     slow = [row["ranks"] for row in rows if row["public_us"]["median"] > 15]
     late = [row["ranks"] for row in rows if row["share_row_us"] > 10]
-    assert f"From {slow[0]} ranks on the public call passes 15 us, from {late[0]} on" in prose(MEASURED)
+    assert f"public call first passes 15 us at {slow[0]} ranks, the share row 10 us at {late[0]}." in prose(
+        MEASURED
+    )
 
 
 def test_training_losses_are_those_of_the_results_file():
