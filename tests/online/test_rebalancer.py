@@ -103,6 +103,32 @@ def on_rank(rank):
     return Stack(2, "processes", layers_per_step=2).run(14, 2, rank)
 
 
+def with_options_of_its_own(rank, name, values):
+    try:
+        Stack(2, "processes", **{name: values[rank]})
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("every", (6, 7), "every must be the same on all ranks, got 6 on rank 0 and 7 on rank 1"),
+        ("delay", (2, 1), "delay must be the same on all ranks, got 2 on rank 0 and 1 on rank 1"),
+        (
+            "moves",
+            (2, 3),
+            "options must be the same on all ranks, got {'split': 'exact', 'moves': 2} on rank 0 and ",
+        ),
+        ("least_gain", (0.01, -1), "rank 1 failed in stage construction"),
+    ],
+)
+def test_ranks_with_other_options_stop_all(name, values, message):
+    first, second = run_ranks(with_options_of_its_own, 2, name, values)
+    assert first.startswith(message)
+    assert second == first or second == "least_gain must be at least 0, got -1"
+
+
 def test_a_balancer_takes_the_slots():
     """As an engine's: the same tokens on all ranks, weights moved by the engine."""
     topology = isoload.Topology(2)

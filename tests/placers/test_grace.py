@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -140,6 +142,13 @@ def test_a_ragged_placement_computes_the_dense_layer():
         wanted = run_experts(row, *gate(row), *dense.stacks().values(), None, None)
         assert torch.allclose(output, wanted, rtol=1e-12, atol=1e-12)
     assert layer.last_plan.peak == layer.last_plan.bound
+
+
+def test_a_missing_scikit_learn_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.cluster", None)
+    trace, _ = make_trace(BLOCKS, tokens=20)
+    with pytest.raises(ImportError, match=r"placer grace needs scikit-learn: pip install 'isoload\[plan\]'"):
+        isoload.place(trace, isoload.Topology(4), placer="grace")
 
 
 def test_refused():

@@ -86,7 +86,7 @@ def balance(
     placement: Placement | None = None,
     **how: Any,
 ) -> list[MoE]:
-    """Puts BlockExperts into every MoE block of a Hugging Face model.
+    """Puts BlockExperts into every MoE block of a Hugging Face model, before an optimizer takes its Parameters.
 
     Args:
         model: with the weights of all experts in every process.

@@ -57,7 +57,7 @@ class Rebalancer:
         **options: the placer's.
 
     Raises:
-        ValueError: naming the argument, the rule and the value.
+        ValueError: on all ranks, naming the argument, the rule and the value, or the option in which ranks differ.
     """
 
     def __init__(
@@ -85,9 +85,21 @@ class Rebalancer:
         )
         self.options = {"split": split, **({} if moves is None else {"moves": moves}), **options}
         self.placer = placer
-        self._check()
+        self.group = self.balancers[0].group if self.balancers else None
+        if self.group is None:
+            self._check()
+        else:  # a rank with other options would move other experts, or gather alone
+            with self.group.agreeing("construction") as facts:
+                self._check()
+                facts.update(
+                    every=every,
+                    delay=delay,
+                    layers_per_step=layers_per_step,
+                    least_gain=least_gain,
+                    placer=placer,
+                    options=self.options,
+                )
         self.placement: Placement = self.balancers[0].placement
-        self.group = self.balancers[0].group
         self.batches = 0
         self.last: Rebalanced | None = None
         for balancer in self.balancers:

@@ -106,10 +106,13 @@ def group_ranks(affinity: Floats, room: Room, ratio: float | None) -> Groups:
 
 
 def clusters(affinity: Floats, experts: list[int], number: int) -> Groups:
-    """So many clusters of some experts, by spectral clustering with a fixed seed; any size, none missing."""
+    """So many clusters of some experts, by spectral clustering with a fixed seed; any size."""
     if number == 1 or number == len(experts):
         return [[e] for e in experts] if number > 1 else [experts]
-    from sklearn.cluster import SpectralClustering
+    try:
+        from sklearn.cluster import SpectralClustering
+    except ImportError as error:
+        raise ImportError("placer grace needs scikit-learn: pip install 'isoload[plan]'") from error
 
     own = affinity[np.ix_(experts, experts)]
     joined = own + 1e-6 * (own.mean() or 1.0)  # a graph in one piece
