@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import isoload
 from isoload.experts.weights import ClampedGLU, SwiGLU
@@ -138,6 +139,10 @@ def state_of_rank(rank: int) -> tuple[dict[str, torch.Tensor], list[int], torch.
         model, topology, transport=isoload.CollectiveTransport(topology), placement=placement
     )
     state = model.state_dict()
+    states: list[Any] = [None, None]
+    dist.all_gather_object(states, state)
+    with pytest.raises(ValueError, match="home_experts must hold experts .*, at home on this rank, got"):
+        model.load_state_dict(states[1 - rank])  # the other rank's file
     other = make_model("gpt_oss")
     for parameter in other.parameters():
         parameter.data.zero_()
