@@ -1,0 +1,132 @@
+"""LibraStack: MoE layers that a model calls in order, each of which gets its replicas while the one before computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from isoload.balancer import Gathered
+from isoload.layer.feed import Feed
+from isoload.layer.fetch import Fetched, fetch
+from isoload.layer.moe import Choose, MoE
+from isoload.layer.stack_checks import check_layers, make_predictor
+from isoload.layer.two_stage import Batch, Span, run_planned
+from isoload.predict import Predictor
+from isoload.weights.borrow import Borrowed
+
+
+class LibraStack:
+    """Runs layers in two stages, with spare slots filled ahead. Inference only.
+
+    The model calls its layers as before, in order; each call goes through the stack until :meth:`close`. While layer i
+    computes, the spare slots of layer i + 1 are filled from predicted loads and their weights travel, into the buffer
+    of the pool that layer i leaves alone; those of the first layer while the last one computes. Spare slots of a layer
+    for which nothing was fetched stay empty: of one that is called out of order, of the first batch's first layer.
+
+    Args:
+        layers: of one transport, with equal experts and spare slots.
+        predict: "lookahead" (each layer's own gate on the rows of the one before), "last" or a Predictor; None where
+            no layer's policy fills ahead.
+        norms: for "lookahead": of every layer the module that makes its rows from the residual, and is called right
+            before it. The gate then reads the next norm of the residual.
+        local: "planned".
+        slots: most spare slots of a rank that are filled; None = as the policy says.
+
+    Raises:
+        ValueError: naming the argument, the rule and the value; on the other ranks naming the rank and the stage.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[MoE],
+        predict: str | Predictor | None,
+        norms: Sequence[nn.Module] | None = None,
+        local: str = "planned",
+        slots: int | None = None,
+    ) -> None:
+        self.layers, self.local, self.slots = list(layers), local, slots
+        check_layers(self.layers)
+        first = self.layers[0]
+        with first.group.agreeing("construction") as facts:
+            predictor = make_predictor(predict, self.layers, norms)
+            facts.update({"local": local, "slots": slots, "predict": type(predictor).__name__})
+        placement = first.placement
+        self.feed = None if predictor is None else Feed(predictor, placement.num_routed, placement.num_shared)
+        self.events: list[dict[str, Span]] = [{} for _ in self.layers]
+        self._next = 0
+        self._fetched: Fetched | None = None
+        for index, layer in enumerate(self.layers):
+            layer.run_by = partial(self._run, index)
+
+    def close(self) -> None:
+        """Gives the layers back: from now on each runs by itself."""
+        for layer in self.layers:
+            layer.run_by = None
+        if self.feed is not None:
+            self.feed.close()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops what was fetched ahead: on all ranks, after expert Parameters have changed."""
+        self._fetched = None
+
+    @torch.compiler.disable
+    def _run(self, index: int, rows: list[Tensor], choose: Choose, num_tokens: int | None) -> list[Tensor]:
+        """One layer's batch; what MoE._run is without a stack."""
+        try:
+            return self._stages(index, rows, choose, num_tokens)
+        except BaseException:
+            self.forget()
+            self._next = 0
+            raise
+
+    def _stages(self, index: int, rows: list[Tensor], choose: Choose, num_tokens: int | None) -> list[Tensor]:
+        layer, fetched = self.layers[index], self._take(index)
+        chosen, beside = layer.choices(rows, partial(self._checked, index, fetched, choose)), None
+        if self.feed is not None:
+            chosen, beside = self.feed.count(index, chosen)
+        gathered = layer.gather(chosen, num_tokens, beside)
+        filled, borrowed = None, None
+        if fetched is not None:
+            filled, borrowed = fetched.filled, fetched.borrowed
+        elif self._fills_ahead(layer):
+            filled = layer.balancer.placed_on(gathered.loads.device).filled
+        if borrowed is not None:
+            borrowed.begin("borrow")  # again, if others took its buffer
+        batch = Batch(layer, chosen, gathered, filled, borrowed, partial(self._fetch, index, gathered))
+        self.events[index] = batch.spans
+        return run_planned(batch)
+
+    def _take(self, index: int) -> Fetched | None:
+        """What was fetched for a layer, if it is the one that comes next."""
+        fetched, self._fetched = self._fetched, None
+        in_order, self._next = index == self._next, (index + 1) % len(self.layers)
+        if self.feed is not None and (index == 0 or not in_order):
+            self.feed.restart()
+        return fetched if in_order and fetched is not None and fetched.is_placed else None
+
+    def _checked(
+        self, index: int, fetched: Fetched | None, choose: Choose
+    ) -> Sequence[tuple[Tensor, Tensor]]:
+        """The layer's choices, once nothing on this rank stands against its run or the fetch that follows."""
+        if torch.is_grad_enabled():
+            raise ValueError("a LibraStack must run under torch.no_grad(), got gradients recorded")
+        if fetched is not None:
+            fetched.check()
+        self.layers[self._next]._check_weights()
+        return choose()
+
+    def _fills_ahead(self, layer: MoE) -> bool:
+        return self.feed is not None and layer.policy.ahead
+
+    def _fetch(self, index: int, gathered: Gathered, beside: Borrowed | None) -> Borrowed | None:
+        """Fetches for the layer after this one."""
+        layer = self.layers[self._next]
+        loads = None if self.feed is None else self.feed.predict(index, gathered)
+        if loads is None or not self._fills_ahead(layer):
+            return None
+        self._fetched = fetch(layer, loads, self.slots, beside)
+        return self._fetched.borrowed
