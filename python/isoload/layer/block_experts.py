@@ -58,7 +58,7 @@ class BlockExperts(nn.Module):
                 f"placement must have no shared experts, which the block computes, got {placement.num_shared}"
             )
         transport = LocalTransport(topology) if transport is None else transport
-        self.layer = MoE(_refuse, dense, transport, placement, **{"activation": activation, **how})
+        self.layer = MoE(no_gate, dense, transport, placement, **{"activation": activation, **how})
         replaced: Any = block.experts
         if is_fused(replaced):
             self._names, self._transposed = saved_names(replaced), bool(replaced.is_transposed)
@@ -165,6 +165,6 @@ def _rename_loaded(experts: BlockExperts, state: dict[str, Any], prefix: str, *r
             state[f"{prefix}layer.weights.{i}.{HOMES}"] = homes
 
 
-def _refuse(rows: Tensor) -> tuple[Tensor, Tensor]:
+def no_gate(rows: Tensor) -> tuple[Tensor, Tensor]:
     """In place of a gate, which the block keeps."""
     raise RuntimeError("experts must be called with the block's choices, see BlockExperts.forward")

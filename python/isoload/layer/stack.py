@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from isoload.balancer import Gathered
+from isoload.cost import CostModel
 from isoload.layer.feed import Feed
 from isoload.layer.fetch import Fetched, fetch
+from isoload.layer.held import run_held
 from isoload.layer.moe import Choose, MoE
-from isoload.layer.stack_checks import check_layers, make_predictor
+from isoload.layer.stack_checks import check_layers, check_local, count_slots, make_predictor
 from isoload.layer.two_stage import Batch, Span, run_planned
 from isoload.predict import Predictor
 from isoload.weights.borrow import Borrowed
@@ -28,12 +30,21 @@ class LibraStack:
 
     Args:
         layers: of one transport, with equal experts and spare slots.
-        predict: "lookahead" (each layer's own gate on the rows of the one before), "last" or a Predictor; None where
-            no layer's policy fills ahead.
+        predict: "lookahead" (each layer's own gate on the rows of the one before), "last" or a Predictor. None: nothing
+            is filled ahead, policies that borrow fill from the batch's loads.
         norms: for "lookahead": of every layer the module that makes its rows from the residual, and is called right
             before it. The gate then reads the next norm of the residual.
-        local: "planned".
-        slots: most spare slots of a rank that are filled; None = as the policy says.
+        local: "planned": plan, start dispatch, compute copies that stay on their rank, then the others. "held" (the
+            paper's): rows, choices and weights go to all ranks, and what a rank holds of its own copies is computed
+            before the plan, which keeps it there. Needs a transport with max_tokens_per_rank.
+        slots: most spare slots of a rank that are filled; None = as the policy says; "auto" = so many as can travel
+            while a rank computes copies_per_rank copies, by `cost`, at most the spare ones, none if that is too short.
+        cost: of experts of the layers' size, for "auto".
+        copies_per_rank: that a rank computes in a layer, for "auto".
+
+    Attributes:
+        slots: as above, "auto" as a number.
+        events: of every layer when the stages of its last batch began and ended, see :class:`Span`.
 
     Raises:
         ValueError: naming the argument, the rule and the value; on the other ranks naming the rank and the stage.
@@ -45,16 +56,28 @@ class LibraStack:
         predict: str | Predictor | None,
         norms: Sequence[nn.Module] | None = None,
         local: str = "planned",
-        slots: int | None = None,
+        slots: int | str | None = None,
+        *,
+        cost: CostModel | None = None,
+        copies_per_rank: int | None = None,
     ) -> None:
-        self.layers, self.local, self.slots = list(layers), local, slots
-        check_layers(self.layers)
-        first = self.layers[0]
-        with first.group.agreeing("construction") as facts:
+        self.layers, self.local = list(layers), local
+        if not self.layers:
+            raise ValueError("layers must be at least one, got none")
+        placement = self.layers[0].placement
+        with self.layers[0].group.agreeing("construction") as facts:
+            check_layers(self.layers)
             predictor = make_predictor(predict, self.layers, norms)
-            facts.update({"local": local, "slots": slots, "predict": type(predictor).__name__})
-        placement = first.placement
-        self.feed = None if predictor is None else Feed(predictor, placement.num_routed, placement.num_shared)
+            check_local(local, self.layers, predictor is not None)
+            self.slots = count_slots(slots, self.layers, cost, copies_per_rank)
+            if predictor is None and slots is not None:
+                raise ValueError(f"slots must be None where predict is, got {slots!r}")
+            described = "nothing" if predictor is None else predictor.describe()
+            facts.update(
+                {"layers": len(self.layers), "predict": described, "local": local, "slots": self.slots}
+            )
+        shape = placement.num_routed, placement.num_shared
+        self.feed = None if predictor is None else Feed(predictor, *shape)
         self.events: list[dict[str, Span]] = [{} for _ in self.layers]
         self._next = 0
         self._fetched: Fetched | None = None
@@ -92,13 +115,13 @@ class LibraStack:
         filled, borrowed = None, None
         if fetched is not None:
             filled, borrowed = fetched.filled, fetched.borrowed
-        elif self._fills_ahead(layer):
+        elif self._fills_ahead(layer) or self.local == "held":
             filled = layer.balancer.placed_on(gathered.loads.device).filled
         if borrowed is not None:
             borrowed.begin("borrow")  # again, if others took its buffer
         batch = Batch(layer, chosen, gathered, filled, borrowed, partial(self._fetch, index, gathered))
         self.events[index] = batch.spans
-        return run_planned(batch)
+        return (run_held if self.local == "held" and gathered.planned else run_planned)(batch)
 
     def _take(self, index: int) -> Fetched | None:
         """What was fetched for a layer, if it is the one that comes next."""
@@ -126,7 +149,7 @@ class LibraStack:
         """Fetches for the layer after this one."""
         layer = self.layers[self._next]
         loads = None if self.feed is None else self.feed.predict(index, gathered)
-        if loads is None or not self._fills_ahead(layer):
+        if loads is None or self.slots == 0 or not self._fills_ahead(layer):
             return None
         self._fetched = fetch(layer, loads, self.slots, beside)
         return self._fetched.borrowed

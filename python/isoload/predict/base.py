@@ -28,6 +28,10 @@ class Predictor(ABC):
     num_layers: int
     num_experts: int | None = None
 
+    def describe(self) -> str:
+        """The same text on all ranks for predictors that predict the same from the same."""
+        return type(self).__name__
+
     def depth_of(self, layer: int) -> int:
         """How many layers right before a layer must be known to predict it."""
         return 0

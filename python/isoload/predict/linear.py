@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -46,6 +47,12 @@ class Linear(LoadsPredictor):
                 )
         self.weights = list(weights)
         self.num_layers = len(self.weights)
+
+    def describe(self) -> str:
+        digest = hashlib.sha256()
+        for matrix in self.weights:
+            digest.update(matrix.cpu().contiguous().numpy().tobytes())
+        return f"Linear of weights {digest.hexdigest()[:16]}"
 
     def depth_of(self, layer: int) -> int:
         return len(self.weights[layer])
