@@ -102,7 +102,7 @@ def balance(
         ValueError: before any block has changed.
     """
     blocks = [
-        m for m in model.modules() if isinstance(getattr(m, "experts", None), nn.Module) and _is_known(m)
+        m for m in model.modules() if isinstance(getattr(m, "experts", None), nn.Module) and is_known(m)
     ]
     if not blocks:
         raise ValueError(f"model must have MoE blocks with fused experts, got none in {type(model).__name__}")
@@ -132,7 +132,8 @@ def block_experts(block: nn.Module) -> tuple[ExpertWeights, Activation]:
     return parts.dense, parts.activation
 
 
-def _is_known(block: nn.Module) -> bool:
+def is_known(block: nn.Module) -> bool:
+    """Whether a module is a MoE block whose experts :class:`BlockExperts` can replace."""
     experts = getattr(block, "experts", None)
     return isinstance(experts, nn.Module) and (is_fused(experts) or type(block).__name__ in READERS)
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from isoload.balancer import Gathered
 from isoload.cost import CostModel
+from isoload.layer.decoder import Decoder
 from isoload.layer.feed import Feed
 from isoload.layer.fetch import Fetched, fetch
 from isoload.layer.held import run_held
 from isoload.layer.moe import Choose, MoE
 from isoload.layer.stack_checks import check_layers, check_local, count_slots, make_predictor
 from isoload.layer.two_stage import Batch, Span, run_planned
-from isoload.predict import Predictor
+from isoload.placement import Placement
+from isoload.predict import Lookahead, Predictor
+from isoload.topology import Topology
+from isoload.transport import Transport
 from isoload.weights.borrow import Borrowed
 
 
@@ -83,6 +88,53 @@ class LibraStack:
         self._fetched: Fetched | None = None
         for index, layer in enumerate(self.layers):
             layer.run_by = partial(self._run, index)
+
+    @classmethod
+    def from_decoder(
+        cls,
+        layers: Iterable[nn.Module],
+        topology: Topology,
+        *,
+        transport: Transport | None = None,
+        placement: Placement | None = None,
+        predict: str | Predictor | None = "lookahead",
+        local: str = "planned",
+        slots: int | str | None = None,
+        cost: CostModel | None = None,
+        copies_per_rank: int | None = None,
+        **how: Any,
+    ) -> LibraStack:
+        """The stack of a Hugging Face decoder: Qwen3-MoE, OLMoE, Mixtral, DeepSeek-V3 or gpt-oss.
+
+        A BlockExperts takes the place of each MoE block's `experts`; router, auxiliary loss, outputs and the keys of
+        state_dict() stay the model's. Hooks on ``post_attention_layernorm`` keep the residual, for "lookahead".
+
+        Args:
+            layers: ``model.model.layers``, with the weights of all experts in every process; dense ones are skipped.
+            topology: R ranks.
+            transport: None = all ranks in this process, which the tokens are dealt to evenly.
+            placement: of the routed experts, a layer for each MoE block; None = in order, with 2 spare slots per rank.
+            predict, local, slots, cost, copies_per_rank: as of the class.
+            **how: policy (default "hedge"), its options, and what else :class:`MoE` takes.
+
+        Raises:
+            ValueError: before any block has changed: naming the argument, the rule and the value.
+        """
+        decoder = Decoder.of(layers)
+        if predict == "lookahead":
+            predict = Lookahead(decoder.gates(), decoder.norms)
+        made = decoder.experts(topology, transport, placement, **{"policy": "hedge", **how})
+        stack = cls(
+            [experts.layer for experts in made],
+            predict,
+            local=local,
+            slots=slots,
+            cost=cost,
+            copies_per_rank=copies_per_rank,
+        )
+        for block, experts in zip(decoder.blocks, made, strict=True):
+            block.experts = experts
+        return stack
 
     def close(self) -> None:
         """Gives the layers back: from now on each runs by itself."""
