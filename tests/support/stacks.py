@@ -88,11 +88,11 @@ class Model:
         return done
 
 
-def run(layers: Sequence[isoload.MoE], rows: Sequence[Tensor]) -> list[Tensor]:
+def run(layers: Sequence[isoload.MoE], rows: Sequence[Tensor], num_tokens: int | None = None) -> list[Tensor]:
     """The model by its layers; rows of the owned ranks."""
     done = list(rows)
     for layer in layers:
-        done = [row + y for row, y in zip(done, layer(done), strict=True)]
+        done = [row + y for row, y in zip(done, layer(done, num_tokens), strict=True)]
     return done
 
 
@@ -102,3 +102,10 @@ def close(got: Tensor, want: Tensor, tolerance: float) -> bool:
         return False
     scale = max(float(want.abs().max()), 1e-30) if want.numel() else 1.0
     return not got.numel() or float((got.double() - want.double()).abs().max()) <= tolerance * scale
+
+
+def routing_trace(num_layers: int) -> isoload.Trace:
+    """Choices of random tokens, for predictors that are fitted."""
+    model, rows = Model(1, num_layers), Model(1, num_layers, tokens=(200,)).rows(99)[0]
+    ids = [gate(rows)[0] for gate in model.gates]
+    return isoload.Trace("made", EXPERTS, topk_ids=torch.stack(ids, 1).int().numpy())
