@@ -75,11 +75,11 @@ class Model:
             for i, (gate, dense) in enumerate(zip(self.gates, self.dense, strict=True))
         ]
 
-    def wanted(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        """What the dense model makes of the rows."""
+    def wanted(self, rows: Sequence[Tensor], part: slice = slice(None)) -> list[Tensor]:
+        """What the dense model, or some layers of it, make of the rows."""
         done = list(rows)
         shared = torch.arange(EXPERTS, EXPERTS + self.num_shared)
-        for gate, dense in zip(self.gates, self.dense, strict=True):
+        for gate, dense in zip(self.gates[part], self.dense[part], strict=True):
             for i, row in enumerate(done):
                 ids, weights = gate(row)
                 ids = torch.cat([ids, shared.expand(len(ids), -1)], dim=1)

@@ -34,11 +34,12 @@ class Residuals:
         given: Tensor = args[0] if args else next(iter(kwargs.values()))
         self._given.append(given.detach().flatten(0, -2))
 
-    def take(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        """[T, H] of every owned rank: the last that were given, which must be as many as a layer's rows."""
+    def take(self, layer: int, rows: Sequence[Tensor]) -> list[Tensor]:
+        """[T, H] of every owned rank: the last that a layer's norm was given, which must be as many as its rows."""
         sizes, given, found = [len(row) for row in rows], list[Tensor](), 0
-        while self._given and found < sum(sizes):
-            given.insert(0, self._given.pop())
+        left = self._given if layer == self._of else []
+        while left and found < sum(sizes):
+            given.insert(0, left.pop())
             found += len(given[0])
         self.drop()
         if found != sum(sizes):
@@ -101,7 +102,7 @@ class Feed:
             ids = [own.narrow(1, 0, own.shape[1] - self.num_shared) for own in chosen.ids]
             self._choices = [ids, *self._choices][: self._keep]
             try:
-                counts = self._count(target, chosen.rows) if travels else []
+                counts = self._count(layer, chosen.rows) if travels else []
             except Exception as error:
                 chosen = replace(chosen, failure=error)
         if not travels:
@@ -114,14 +115,14 @@ class Feed:
         """Whether this layer and so many before it are all that a prediction reads."""
         return target != 0 and before + 1 >= self.predictor.depth_of(target)
 
-    def _count(self, target: int, rows: list[Tensor]) -> list[Tensor]:
-        predictor = self.predictor
+    def _count(self, layer: int, rows: list[Tensor]) -> list[Tensor]:
+        predictor, target = self.predictor, self.next(layer)
         assert isinstance(predictor, TokensPredictor)
         if predictor.reads == "choices":
             tokens = [torch.stack(near, dim=1) for near in zip(*self._choices, strict=True)]
         elif predictor.reads == "residual":
             assert self._residuals is not None
-            tokens = self._residuals.take(rows)
+            tokens = self._residuals.take(layer, rows)
         else:
             tokens = rows
         guesses = [predictor.choose(target, own) for own in tokens]
