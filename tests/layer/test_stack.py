@@ -11,9 +11,10 @@ from torch import Tensor
 
 import isoload
 from isoload import predict
+from isoload.cost import CostModel
 from isoload.layer.stack import LibraStack
 from isoload.transport import LocalTransport
-from support.stacks import EXPERTS, TOKENS, Model, close, routing_trace, run
+from support.stacks import EXPERTS, HIDDEN, INNER, TOKENS, Model, close, routing_trace, run
 
 LOCALS = pytest.mark.parametrize("local", ["planned", "held"])
 LAYERS = 3
@@ -210,3 +211,21 @@ def test_local_copies_are_computed_before_remote_ones_arrive(local: str) -> None
         assert set(spans) == {"dispatch", "fetch", "local", "remote", "combine"}
         assert spans["dispatch"].begin <= spans["fetch"].begin <= spans["fetch"].end <= spans["local"].begin
         assert spans["local"].begin < spans["dispatch"].end <= spans["remote"].begin <= spans["combine"].begin
+
+
+@pytest.mark.parametrize(
+    ("copies", "slots"), [(1, 0), (300, 1), (100_000, 2)], ids=["too short", "for one", "for all"]
+)
+def test_slots_by_a_cost_model(copies: int, slots: int) -> None:
+    """1 us per copy and 1 MB/s between nodes: 1 B per copy, and an expert has 3 * 8 * 6 * 2."""
+    cost = CostModel(
+        HIDDEN, INNER, weight_bytes=2, overhead_us=0, token_us=((1, 1.0),), bandwidths=(1, 0.001)
+    )
+    model = Model(4)
+    layers = model.layers()
+    stack = LibraStack(layers, "lookahead", slots="auto", cost=cost, copies_per_rank=copies)
+    assert stack.slots == slots
+    assert_dense(model, layers)
+    for layer in layers:
+        spare = layer.last_plan.slot_to_expert.view(4, -1)[:, -2:]
+        assert (spare[:, : 2 - slots] == -1).all() and bool((spare >= 0).any()) == (slots > 0)
