@@ -176,8 +176,9 @@ def test_closed_layers_run_by_themselves_and_may_join_another_stack() -> None:
     assert layers[0].weights[0].gate_up.grad is not None
     for weights in layers[0].weights.parameters():
         weights.grad = None
-    LibraStack(layers, "last")
-    assert matches(model, layers, 1)
+    other = LibraStack(layers, "last")
+    stack.close()
+    assert matches(model, layers, 1) and other.events[0]
 
 
 def test_norms_are_read_by_hooks() -> None:

@@ -86,8 +86,9 @@ class LibraStack:
         self.events: list[dict[str, Span]] = [{} for _ in self.layers]
         self._next = 0
         self._fetched: Fetched | None = None
-        for index, layer in enumerate(self.layers):
-            layer.run_by = partial(self._run, index)
+        self._runs = [partial(self._run, index) for index in range(len(self.layers))]
+        for layer, run in zip(self.layers, self._runs, strict=True):
+            layer.run_by = run
 
     @classmethod
     def from_decoder(
@@ -138,8 +139,9 @@ class LibraStack:
 
     def close(self) -> None:
         """Gives the layers back: from now on each runs by itself."""
-        for layer in self.layers:
-            layer.run_by = None
+        for layer, run in zip(self.layers, self._runs, strict=True):
+            if layer.run_by is run:  # not of another stack since
+                layer.run_by = None
         if self.feed is not None:
             self.feed.close()
         self.forget()
@@ -163,11 +165,12 @@ class LibraStack:
         chosen, beside = layer.choices(rows, partial(self._checked, index, fetched, choose)), None
         if self.feed is not None:
             chosen, beside = self.feed.count(index, chosen)
-        gathered = layer.gather(chosen, num_tokens, beside)
+        facts = {"slots filled ahead": 0 if fetched is None else fetched.fact}
+        gathered = layer.gather(chosen, num_tokens, beside, facts)
         filled, borrowed = None, None
-        if fetched is not None:
+        if gathered.planned and fetched is not None:
             filled, borrowed = fetched.filled, fetched.borrowed
-        elif self._fills_ahead(layer) or self.local == "held":
+        elif gathered.planned and (self._fills_ahead(layer) or self.local == "held"):
             filled = layer.balancer.placed_on(gathered.loads.device).filled
         if borrowed is not None:
             borrowed.begin("borrow")  # again, if others took its buffer
