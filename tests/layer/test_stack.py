@@ -127,6 +127,17 @@ def test_empty_ranks(tokens: tuple[int, ...], local: str) -> None:
 
 
 @LOCALS
+@pytest.mark.parametrize("num_shared", [0, 1])
+@pytest.mark.parametrize("policy", ["hedge", "libra"])
+def test_a_dead_rank_has_tokens_and_no_experts(policy: str, num_shared: int, local: str) -> None:
+    model = Model(4, slots=5, num_shared=num_shared, alive=(True, True, False, True))
+    layers = model.layers(transport_for(model, local), policy=policy, prefer="visited")
+    LibraStack(layers, "lookahead", local=local)
+    assert_dense(model, layers)
+    assert all(int(layer.last_plan.quota.view(4, -1)[2].sum()) == 0 for layer in layers)
+
+
+@LOCALS
 @pytest.mark.parametrize("borrow", ["pull", "copy", "all_to_all"])
 def test_back_ends_give_the_same_bits(borrow: str, local: str) -> None:
     model, found = Model(4, dtype=torch.float32), []
