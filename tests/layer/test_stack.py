@@ -12,6 +12,8 @@ from torch import Tensor
 import isoload
 from isoload import predict
 from isoload.cost import CostModel
+from isoload.experts.compute import run_experts
+from isoload.experts.weights import SwiGLU
 from isoload.layer.stack import LibraStack
 from isoload.transport import LocalTransport
 from support.stacks import EXPERTS, HIDDEN, INNER, TOKENS, Model, close, routing_trace, run
@@ -196,19 +198,27 @@ def test_small_batches_are_not_planned(local: str) -> None:
                 assert [filled_slots(layer) > 0 for layer in layers] == [batch == 3, True, True]
 
 
-def test_masked_copies_are_not_predicted() -> None:
-    """Rows that chose nothing, as padding does, count in no forecast."""
+@LOCALS
+def test_masked_copies_are_neither_computed_nor_predicted(local: str) -> None:
+    """Rows that chose nothing, as padding does, count in no forecast; other absent copies are just that."""
     model = Model(2)
-    layers = model.layers()
-    stack = LibraStack(layers, "lookahead")
+    layers = model.layers(transport_for(model, local))
+    stack = LibraStack(layers, "lookahead", local=local)
     seen: list[Tensor] = []
     predict_loads = stack.feed.predict
     stack.feed.predict = lambda *args: seen.append(args[1].beside) or predict_loads(*args)
+    rows, given, all_weights = model.rows(), [], []
+    for row in rows:
+        ids, weights = model.gates[0](row)
+        token = torch.arange(len(ids)).unsqueeze(1)
+        absent = (token % 2 == 1) | ((token % 4 == 2) & (torch.arange(3) == 1))
+        given.append(ids.masked_fill(absent, -1).int())
+        all_weights.append(weights)
     with torch.no_grad():
-        rows = model.rows()
-        chosen = [model.gates[0](row) for row in rows]
-        ids = [ids.masked_fill(torch.arange(len(ids)).unsqueeze(1) % 2 == 1, -1) for ids, _ in chosen]
-        layers[0].compute(rows, ids, [weights for _, weights in chosen])
+        for _ in range(2):
+            got = layers[0].compute(rows, given, all_weights)
+            for y, row, ids, weights in zip(got, rows, given, all_weights, strict=True):
+                assert close(y, run_experts(row, ids.long(), weights, [model.dense[0]], SwiGLU()), 1e-12)
     assert seen[0].sum(1).tolist() == [3 * (-(-len(row) // 2)) for row in rows]
 
 
