@@ -7,7 +7,7 @@ Fairness ledger
   replicas as it takes; not where tokens are drawn). Both have weights by the predicted loads. All policies share one.
 - weighted random = grace_sampled:locality=False (Algorithm 4), locality-first = grace_sampled (Algorithm 5); grace cuts
   in the same proportions. exact:objective=local has the given tolerance over the least peak.
-- All figures are counted from routed slots (isoload.replay): rows = distinct token x destination rank; deviation of the
+- All figures are counted from routed slots (isoload.replay): rows = distinct token x destination rank, per token and layer; deviation of the
   rank loads over their mean, mean; idle = sum(max - load) / (R max). saved = rows between nodes less than weighted
   random, % of those that locality-first saves. No figure is a time.
 - LOSS: exact:objective=local saves less than half of that, or ends above locality-first's imbalance.
@@ -38,9 +38,8 @@ FIGURES = {
     "imbalance_p99": "imbalance_p99",
     "deviation": "rank_load_std",
     "idle": "idle_share",
-    "rank_rows": "remote_rank_share",
-    "node_rows": "remote_node_share",
 }
+ROWS = {"rank_rows": "remote_rank_rows", "node_rows": "remote_node_rows"}  # per token and layer
 Row = dict[str, Any]
 
 
@@ -69,6 +68,7 @@ def bench(stream: Stream, placer: str, most: int) -> list[Row]:
             - placement.num_experts,
             "policy": figures.policy,
             **{name: getattr(figures, field) for name, field in FIGURES.items()},
+            **{name: getattr(figures, field) / found.tokens / found.layers for name, field in ROWS.items()},
         }
         for figures in found.policies
     ]
@@ -96,10 +96,12 @@ def show(rows: list[Row], console: Console) -> None:
     for key in dict.fromkeys((r["trace"], r["deal"], r["placer"]) for r in rows):
         mine = [r for r in rows if (r["trace"], r["deal"], r["placer"]) == key]
         table = Table(title=f"{', '.join(key)}: {mine[0]['replicas']:.1f} replicas per layer")
-        for heading in ("policy", *FIGURES, "saved"):
+        for heading in ("policy", *FIGURES, *ROWS, "saved"):
             table.add_column(heading, justify="left" if heading == "policy" else "right")
         for row in mine:
-            table.add_row(row["policy"], *(f"{row[name]:.3f}" for name in FIGURES), f"{row['saved']:.0%}")
+            table.add_row(
+                row["policy"], *(f"{row[name]:.3f}" for name in (*FIGURES, *ROWS)), f"{row['saved']:.0%}"
+            )
         console.print(table)
     for line in losses(rows):
         console.print(line)

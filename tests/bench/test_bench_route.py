@@ -33,7 +33,7 @@ def test_figures_of_a_small_stream(small: Stream, placer: str) -> None:
         assert (
             1 <= row["imbalance"] <= row["imbalance_p99"] and row["imbalance"] >= rows["exact"]["imbalance"]
         )
-        assert row["node_rows"] <= row["rank_rows"] <= 1 and row["replicas"] > 0
+        assert row["node_rows"] <= row["rank_rows"] <= 4 and row["replicas"] > 0
     gained = [rows[policy]["node_rows"] for policy in bench_route.LOCAL]
     assert gained == sorted(gained, reverse=True), "a looser split sends no more rows away"
 
