@@ -129,8 +129,8 @@ def ahead_costs() -> Table:
                     f"{moved['all_gather_mb']:.1f}",
                 ]
             )
-    head = "stream | fill | local copies | borrowed per rank, MB | rows sent per token | all-to-all, MB | all-gather, MB"
-    return head, rows
+    head = "stream | fill | local copies | borrowed per rank, MB | rows sent per token | "
+    return f"{head}all-to-all, MB | all-gather, MB", rows
 
 
 def accuracy() -> Table:
@@ -174,8 +174,8 @@ def route() -> Table:
         for row in read("bench_route")
         if row["policy"] in policies and row["deal"] == "even"
     ]
-    head = "stream | placer, replicas | policy | rows that leave the rank | the node | saved, % | imbalance | deviation | idle"
-    return head, rows
+    head = "stream | placer, replicas | policy | rows that leave the rank | the node | saved, % | "
+    return f"{head}imbalance | deviation | idle", rows
 
 
 AHEAD_TABLES = {

@@ -7,9 +7,9 @@ Fairness ledger
   replicas as it takes; not where tokens are drawn). Both have weights by the predicted loads. All policies share one.
 - weighted random = grace_sampled:locality=False (Algorithm 4), locality-first = grace_sampled (Algorithm 5); grace cuts
   in the same proportions. exact:objective=local has the given tolerance over the least peak.
-- All figures are counted from routed slots (isoload.replay): rows = distinct token x destination rank, per token and layer; deviation of the
-  rank loads over their mean, mean; idle = sum(max - load) / (R max). saved = rows between nodes less than weighted
-  random, % of those that locality-first saves. No figure is a time.
+- All figures are counted from routed slots (isoload.replay): rows = distinct token x destination rank, per token and
+  layer; deviation of the rank loads over their mean, mean; idle = sum(max - load) / (R max). saved = rows between nodes
+  less than weighted random, % of those that locality-first saves. No figure is a time.
 - LOSS: exact:objective=local saves less than half of that, or ends above locality-first's imbalance.
 
 Usage: python bench/bench_route.py [--traces FOLDER] [--write]
