@@ -1,7 +1,8 @@
 """Placement files of serving engines: SGLang, vLLM, vllm-ascend. Facts: their sources, 2026-08 to 2026-11.
 
 They hold a rectangle of slots of logical experts and the layers; ranks are known to the engine alone, so reading needs
-a topology, and takes the largest expert for the last. Shared experts are the engine's own affair: they are left out.
+a topology, and takes the largest expert for the last. Shared experts and how replicas share their expert's tokens are
+the engine's own affair: both are left out.
 """
 
 from __future__ import annotations
@@ -25,15 +26,13 @@ def engine_slots(placement: Placement) -> Slots:
     """[L, P] routed experts of all slots but the shared ones.
 
     Raises:
-        ValueError: what no engine's file can hold: spare, absent or dead slots, weights of replicas.
+        ValueError: what no engine's file can hold: spare, absent or dead slots.
     """
     if placement.spare_slots:
         raise ValueError(f"spare_slots must be 0 for an engine's file, got {placement.spare_slots}")
     dead = placement.topology.num_ranks - len(placement.topology.live_ranks)
     if dead:
         raise ValueError(f"alive must be True for all ranks for an engine's file, got {dead} dead")
-    if placement.replica_weight is not None:
-        raise ValueError("replica_weight must be None for an engine's file, whose replicas share alike")
     rows = placement.arrays[0].reshape(placement.num_layers, placement.topology.num_ranks, -1)
     routed = rows[:, :, : placement.slots_per_rank - placement.num_shared]
     absent = (routed < 0).any((1, 2))

@@ -21,6 +21,7 @@ from isoload.placers.graph import GraphPlacer
 from isoload.placers.scenario import ScenarioPlacer
 from isoload.placers.scenarios import Scenarios, make_scenarios
 from isoload.placers.trivial import TrivialPlacer
+from isoload.placers.weights import merged, weights_by_load
 from isoload.topology import NOMINAL_TICKS, Topology
 
 MAX_SHARED = 64  # models have one or two
@@ -81,6 +82,11 @@ def place(
         dense = width
     slots = np.full((scenarios.num_layers, topology.num_ranks, dense + others), -1, dtype=np.int32)
     slots[:, live, :width] = placed.slots if before is None else keep_places(placed.slots, room.before)
+    weight = np.zeros(slots.shape, dtype=np.float32)
+    if placed.replica_weight is None:
+        weight[:, live] = weights_by_load(slots[:, live], scenarios.mean(scenarios.loads), room.tick)
+    else:
+        weight[:, live, :width] = placed.replica_weight
     experts = scenarios.num_experts
     slots[:, live, dense : dense + num_shared] = np.arange(experts, experts + num_shared)
     return Placement(
@@ -90,7 +96,7 @@ def place(
         spare_slots=spare_slots,
         num_shared=num_shared,
         layer_ids=traces[0].layer_ids if traces else () if before is None else before.layer_ids,
-        replica_weight=_whole_width(placed, slots.shape, live),
+        replica_weight=torch.from_numpy(weight.reshape(scenarios.num_layers, -1)),
         provenance={
             "placer": planner.name,
             "options": asdict(planner),
@@ -212,27 +218,13 @@ def _check_before(
 
 def _routed_slots(before: Placement, dense: int) -> Slots:
     """[L, R, dense] routed experts of a placement; of two slots of an expert on a rank only the first."""
-    rows: Slots = (
-        before.arrays[0].reshape(before.num_layers, before.topology.num_ranks, -1)[:, :, :dense].copy()
-    )
-    for j in range(1, dense):
-        rows[:, :, j][(rows[:, :, :j] == rows[:, :, j : j + 1]).any(-1)] = -1
-    return rows
+    return merged(before.arrays[0].reshape(before.num_layers, before.topology.num_ranks, -1)[:, :, :dense])
 
 
 def _ticks(topology: Topology) -> np.ndarray[Any, np.dtype[np.float64]]:
     """[R] cost of one copy on each rank, 1.0 = nominal."""
     ticks = topology.ticks
     return np.ones(topology.num_ranks) if ticks is None else ticks.numpy() / NOMINAL_TICKS
-
-
-def _whole_width(placed: Placed, shape: tuple[int, ...], live: list[int]) -> torch.Tensor | None:
-    """[L, P] weights of all slots, from those of the placer's."""
-    if placed.replica_weight is None:
-        return None
-    weight = np.zeros(shape, dtype=np.float32)
-    weight[:, live, : placed.slots.shape[2]] = placed.replica_weight
-    return torch.from_numpy(weight.reshape(shape[0], -1))
 
 
 __all__ = ["PLACERS", "Placed", "Placer", "Room", "Scenarios", "make_placer", "parse_placer", "place"]
