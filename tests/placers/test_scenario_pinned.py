@@ -187,7 +187,7 @@ def test_a_rebalancer_moves_replicas_between_shards():
         (
             "before must have pinned homes on live ranks, that of expert 3 in layer 0 is on none",
             {
-                "before": pinned(np.ones((2, EXPERTS)), 4, 5),
+                "before": "of four ranks",
                 "slots_per_rank": 5,
                 "topology": isoload.Topology(4, alive=[True, False, True, True]),
             },
@@ -196,6 +196,8 @@ def test_a_rebalancer_moves_replicas_between_shards():
 )
 def test_refused(message, options):
     call = {"counts": np.ones((2, EXPERTS)), "topology": isoload.Topology(4), "placer": "scenario"}
+    if "before" in options:
+        options = {**options, "before": pinned(np.ones((2, EXPERTS)), 4, 5)}
     with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
         isoload.place(**{**call, "pinned": True, **options})
 
