@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from isoload.experts.weights import ExpertWeights
+from isoload.experts.weights import NAMES, ExpertWeights
 from isoload.weights.layout import Layout
-from isoload.weights.state import NAMES
 from isoload.weights.storage import RankWeights, new_stack, version_of
 
 
