@@ -76,6 +76,10 @@ class ShardWeights(RankWeights):
         self.place_rows(num_rows, spare_slots, here.down.device)
         self._refreshed = None  # no replica is there yet
 
+    @property
+    def reads_elsewhere(self) -> bool:
+        return self._shard is not None or super().reads_elsewhere
+
     def homes(self) -> dict[str, Tensor]:
         if self._shard is not None:
             return self._shard.read().stacks()

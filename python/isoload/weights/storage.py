@@ -83,6 +83,11 @@ class RankWeights(nn.Module):
             self.__dict__["sharded_over"] = frozenset(mesh.mesh.flatten().tolist())
         super().__setattr__(name, value)
 
+    @property
+    def reads_elsewhere(self) -> bool:
+        """Whether others own the Parameters, or give them their memory while the layer runs."""
+        return bool(self.sharded_over)
+
     def homes(self) -> dict[str, Tensor]:
         """The home rows [homes, ...] by stack: the Parameters."""
         held = [(name, getattr(self, name)) for name in NAMES]
