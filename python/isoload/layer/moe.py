@@ -13,6 +13,7 @@ from isoload.balancer import Balanced, Balancer
 from isoload.experts.compute import count_copies, run_experts
 from isoload.experts.weights import Activation, ExpertWeights, SwiGLU
 from isoload.layer.checks import Experts, check_parts, check_rows, check_wrappers, experts_by_rank, name_of
+from isoload.layer.compiled import Choose, handle_of, run_in_graph
 from isoload.layer.modules import place_module
 from isoload.layer.routers import Routing, given_choices
 from isoload.ops import Prefer, append_shared_expert
@@ -110,6 +111,11 @@ class MoE(nn.Module):
         self._settle(self.layouts)
         if isinstance(own[0], Shard):  # replicas come from other ranks
             self.refresh_replicas()
+        self.handle = handle_of(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.handle = handle_of(self)  # a copy is another layer
 
     def _settle(self, held: list[Layout]) -> None:
         self.layouts, self.replica_moves = held, replica_moves(held)
@@ -219,10 +225,13 @@ class MoE(nn.Module):
         combined = self._run(rows, lambda: list(zip(ids, given, strict=True)), num_tokens)
         return combined[0] if isinstance(x, Tensor) else combined
 
-    def _run(
-        self, rows: list[Tensor], choose: Callable[[], list[tuple[Tensor, Tensor]]], num_tokens: int | None
-    ) -> list[Tensor]:
-        """The pipeline, a line per stage."""
+    def _run(self, rows: list[Tensor], choose: Choose, num_tokens: int | None) -> list[Tensor]:
+        if torch.compiler.is_compiling():
+            return run_in_graph(self, rows, choose(), num_tokens)
+        return self.run(rows, choose, num_tokens)
+
+    def run(self, rows: list[Tensor], choose: Choose, num_tokens: int | None) -> list[Tensor]:
+        """The pipeline, a line per stage, for the rows and choices of every owned rank: see :meth:`compute`."""
         chosen, batch = self._balance(rows, choose, num_tokens)  # [T, K] ids; loads [R, E], quota [P]
         borrowed = self._borrow(batch.plan)  # on their way from here on
         slots = self.balancer.route(batch)  # [T, K]
@@ -327,7 +336,7 @@ class MoE(nn.Module):
         return self.borrowing.borrow(made.filled)
 
     def _balance(
-        self, rows: list[Tensor], choose: Callable[[], list[tuple[Tensor, Tensor]]], num_tokens: int | None
+        self, rows: list[Tensor], choose: Choose, num_tokens: int | None
     ) -> tuple[list[Routing], Balanced]:
         """Every owned rank's choices, and the batch balanced by them.
 
@@ -356,8 +365,6 @@ class MoE(nn.Module):
     def _check_weights(self) -> None:
         """Raises ValueError if an owned rank's Parameters cannot be computed from as they are now."""
         check_wrappers(self.group, self._ranks())
-        if torch.compiler.is_compiling():
-            return
         for rank, weights in zip(self.group.ranks, self._ranks(), strict=True):
             weights.check(rank in self._replicated)
             if self.borrowing is not None:
