@@ -29,13 +29,20 @@ class PathTable(TokensPredictor):
     experts.
     """
 
+    reads = "choices"
+    num_experts: int
+
     def __init__(self, tables: list[LayerTable], depth: int, num_experts: int) -> None:
         self.tables, self.depth, self.num_experts = tables, depth, num_experts
+        self.num_layers = len(tables)
+
+    def depth_of(self, layer: int) -> int:
+        return min(self.depth, layer)
 
     def choose(self, layer: int, tokens: Tensor) -> Tensor:
         """[T, K] experts; -1 for a token without choices (-1) in the layer before."""
         check_layer(layer, len(self.tables))
-        depth = min(self.depth, layer)
+        depth = self.depth_of(layer)
         if tokens.dim() != 3 or tokens.shape[1] < depth:
             raise ValueError(
                 f"tokens must be [T, at least {depth}, K] for layer {layer}, got {list(tokens.shape)}"

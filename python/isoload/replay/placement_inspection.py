@@ -100,7 +100,7 @@ def inspect_placement(trace: Trace, placement: Placement) -> PlacementView:
 def _packed(total: Floats, counts: Ints, slots: int, ranks: int) -> Floats:
     """[L] balancedness with so many slots of a layer, as EPLB fills them for the sum of the batches."""
     alone = assign(np.array([slots]), ranks)  # every layer by itself
-    rows = pack_into(total, np.repeat(alone, len(total), axis=0))
+    rows = pack_into(total.astype(np.float32), np.repeat(alone, len(total), axis=0))
     placement = _placement(rows.reshape(len(total), -1), ranks, counts.shape[2])
     return _balancedness(even_imbalance(placement, counts), counts)
 
