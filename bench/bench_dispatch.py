@@ -9,7 +9,7 @@ Fairness ledger
   experts and top-K, in bfloat16; SwiGLU everywhere. --scale N divides widths and a prefill's tokens by N, for CPUs, in
   float32. A decode has 128 tokens per rank, a prefill 4096. Forward only, no gradients.
 - Routing: recorded where a trace has a shape's experts and top-K (the shipped gpt-oss-20b decode, and what --traces
-  holds), at the layer of median imbalance; and made: Zipf of exponent 0.5, of which every batch is another drift (0.3).
+  holds), at the layer of median imbalance; and made: Zipf of exponent 0.8, of which every batch is another drift (0.5).
   Placements are made from the trace's first half, or from the popularity before the drift; the rest is measured.
 - Rooms: `none` has the experts in order, one slot each, and neither gathers nor plans. The others have a slot more for
   every eight of a rank's, at least one: replicas by placer `eplb`, or as many spare slots beside experts in order (and
@@ -44,11 +44,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 
 import isoload
-from clocks import CPU, Timer, timed, timed_on_cuda
+from clocks import Timer, timed, timed_on_cuda
 from dispatch_routing import SHIPPED, Routing, even, read_folder, sources
 from dispatch_setting import (
     LINES,
@@ -61,7 +59,8 @@ from dispatch_setting import (
     policy_of,
     why_not,
 )
-from dispatch_stages import STAGES, LayerBench, Sample, check
+from dispatch_stages import Batch, LayerBench, Sample, check
+from dispatch_tables import show
 from harness import RESULTS, ResultFile, machine, network
 from isoload.transport import CollectiveTransport, LocalTransport, Transport
 from isoload.transport.deep_ep import DeepEPTransport, installed
@@ -129,42 +128,40 @@ def bench_routing(
     for room in dict.fromkeys(line.room for line in able):
         own = [line for line in able if line.room == room]
         try:
-            placement = make_placement(setting, room, routing.seen)
-            most = max(len(ids) for batch in routing.batches for ids in batch)
-            transport = on.transport(setting, placement, most)
-            layer = LayerBench(setting, placement, transport, on.device, on.timer, on.borrow)
-        except (ValueError, ImportError) as error:  # alike on all ranks: they agree when they construct
-            yield from not_run(setting, routing.name, own, str(error))
-            continue
+            yield from bench_room(setting, on, routing, own, rounds)
         except torch.OutOfMemoryError:
             if on.kind != "local":
-                raise
+                raise  # the other ranks wait for this one
             yield from not_run(setting, routing.name, own, "out of memory")
-            continue
-        yield from bench_room(layer, routing, own, rounds)
-        del layer, transport
         gc.collect()
         if on.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def bench_room(layer: LayerBench, routing: Routing, lines: Sequence[Line], rounds: int) -> Iterator[Row]:
-    """Lines that share a layer, batch by batch."""
-    setting, group = layer.setting, layer.layer.group
+def make_layer(setting: Setting, on: Machine, routing: Routing, room: str) -> LayerBench:
+    """Raises ValueError or ImportError, on all ranks, where a setting has no such layer."""
+    placement = make_placement(setting, room, routing.seen)
+    most = max(len(ids) for batch in routing.batches for ids in batch)
+    transport = on.transport(setting, placement, most)
+    return LayerBench(setting, placement, transport, on.device, on.timer, on.borrow, room != "plain")
+
+
+def bench_room(
+    setting: Setting, on: Machine, routing: Routing, lines: Sequence[Line], rounds: int
+) -> Iterator[Row]:
+    """Lines that share a layer, batch by batch; the first turn warms up."""
+    try:
+        layer = make_layer(setting, on, routing, lines[0].room)
+    except (ValueError, ImportError) as error:
+        yield from not_run(setting, routing.name, lines, str(error))
+        return
     samples: dict[Line, list[list[Sample]]] = {line: [] for line in lines}  # [sample][process]
     batches = [layer.make_batch(ids) for ids in routing.batches]
     for turn in range(rounds + 1):
-        for ids, batch in zip(routing.batches, batches, strict=True):
-            total = sum(int((i >= 0).sum()) + setting.shape.shared * int((i >= 0).any(1).sum()) for i in ids)
+        for batch in batches:
             for line in lines:
-                layer.layer.policy = policy_of(line, setting)
-                of_all = group.gather_objects("bench", layer.run(batch))
-                made = layer.layer.last_plan
-                quota = made.quota if made is not None and made.realisation == "quota" else None
-                copies = torch.cat([own for sample in of_all for own in sample.copies])
-                error = max(sample.error for sample in of_all)
-                check(setting, copies, quota, total, error, f"{line.policy} on {routing.name}")
-                if turn:  # the first warms up
+                of_all = measure(layer, line, batch, f"{line.policy} on {routing.name}")
+                if turn:
                     samples[line].append(of_all)
     for line in lines:
         yield {
@@ -177,6 +174,19 @@ def bench_room(layer: LayerBench, routing: Routing, lines: Sequence[Line], round
             "borrow": layer.layer.borrowing.backend.name if layer.layer.borrowing else None,
             **figures(samples[line], setting),
         }
+
+
+def measure(layer: LayerBench, line: Line, batch: Batch, who: str) -> list[Sample]:
+    """Every process's sample of one batch, checked."""
+    setting, moe = layer.setting, layer.layer
+    moe.policy = policy_of(line, setting)
+    of_all: list[Sample] = moe.group.gather_objects("bench", layer.run(batch))
+    made = moe.last_plan
+    quota = made.quota if made is not None and made.realisation == "quota" else None
+    copies = torch.cat([own for sample in of_all for own in sample.copies])
+    error = float(np.max([sample.error for sample in of_all]))  # NaN where there is one
+    check(setting, copies, quota, batch.num_copies, error, who)
+    return of_all
 
 
 def figures(samples: Sequence[Sequence[Sample]], setting: Setting) -> Row:
@@ -208,31 +218,11 @@ def not_run(setting: Setting, routing: str, lines: Sequence[Line], reason: str) 
     return [{**where, "policy": line.policy, "room": line.room, "not_run": reason} for line in lines]
 
 
-def show(rows: Sequence[Row]) -> None:
-    """A table per shape, phase and routing; a whole time beside the limit's."""
-    limits = {(r["shape"], r["phase"]): r["ms"]["whole"] for r in rows if r["routing"] == "even"}
-    titles = ("busiest / ideal", *STAGES, "GB/s", "whole", "/ even")
-    for key in dict.fromkeys((r["shape"], r["phase"], r["routing"]) for r in rows):
-        own = [r for r in rows if (r["shape"], r["phase"], r["routing"]) == key]
-        head = f"{', '.join(key)}: {own[0]['ranks']} ranks, {own[0]['tokens_per_rank']} tokens each; ms"
-        table = Table(title=head, title_justify="left")
-        for title in ("policy", *titles):
-            table.add_column(title, justify="left" if title == "policy" else "right")
-        reasons = []
-        for row in own:
-            if "not_run" in row:
-                reasons.append(f"{row['policy']}: not run, {row['not_run']}")
-                continue
-            ms, rate = row["ms"], row["weights_gb_per_s"]
-            times = (f"{ms[stage]:.3f}" if stage in ms else "" for stage in STAGES)
-            ends = (
-                f"{rate:.1f}" if rate else "",
-                f"{ms['whole']:.3f}",
-                f"{ms['whole'] / limits[key[:2]]:.2f}",
-            )
-            table.add_row(row["policy"], f"{row['busiest_over_ideal']:.3f}", *times, *ends)
-        Console(width=150).print(table)
-        print(*reasons, sep="\n")
+def positive(text: str) -> int:
+    """A number of the command line, at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -244,14 +234,14 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--policies", nargs="+", choices=LINES, default=list(LINES), metavar="NAME")
     parser.add_argument("--traces", type=Path, help="a folder of more recorded routing, *.npz")
     parser.add_argument(
-        "--scale", type=int, default=1, help="divides widths and a prefill's tokens, for CPUs"
+        "--scale", type=positive, default=1, help="divides widths and a prefill's tokens, for CPUs"
     )
-    parser.add_argument("--ranks", type=int, default=8, help="virtual ones, without torchrun")
-    parser.add_argument("--ranks-per-node", type=int, help="default: torchrun's, or all")
+    parser.add_argument("--ranks", type=positive, default=8, help="virtual ones, without torchrun")
+    parser.add_argument("--ranks-per-node", type=positive, help="default: torchrun's, or all")
     parser.add_argument("--transport", choices=("collective", "deep_ep"), default="collective")
     parser.add_argument("--borrow", help="the backend of borrowed weights; default: the layer's choice")
-    parser.add_argument("--batches", type=int, default=3, help="of every routing")
-    parser.add_argument("--rounds", type=int, default=3, help="times that each batch is measured")
+    parser.add_argument("--batches", type=positive, default=3, help="of every routing")
+    parser.add_argument("--rounds", type=positive, default=3, help="times that each batch is measured")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results file")
     return parser
 
