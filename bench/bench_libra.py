@@ -55,6 +55,7 @@ PREDICTIONS = ("perfect", *PARTS, *(f"{p} partner" for p in PARTS), "last", "lin
 FITTED = ("linear", "path")
 FEW = ("perfect", "0.8", "0.45", "last")  # of the made workloads
 AHEAD = ("libra:printed=True", "libra", "libra:split_by=exact", "hedge")
+HELD = "hedge held"  # local copies stay, as in a stack that computes them before the plan
 LINA = ("perfect", "path", "popularity")  # the forecasts of `lina`: its own, and those that need no fit
 IN_TIME = ("none", "llep:min_chunk=1:threshold=0:tolerance=0", "harmoeny")
 RESIDENT = ("static", "dynamic", "exact")
@@ -155,11 +156,14 @@ def imbalance(stream: Stream, most: int) -> list[Row]:
                     loads,
                     batch,
                 )
-            pairs = [*product(AHEAD, ahead), *(("lina", kind) for kind in LINA if kind in ahead)]
+            pairs = [*product((*AHEAD, HELD), ahead), *(("lina", kind) for kind in LINA if kind in ahead)]
             for text, kind in pairs:
-                name, options = parse_policy(text)
+                name, options = parse_policy(text.removesuffix(" held"))
                 filled = planning.fill(ahead[kind], spared[spare], None, name, **options)
-                plan = isoload.plan(loads, spared[spare], None, name, filled=filled, **options)
+                keep = text == HELD
+                plan = isoload.plan(
+                    loads, spared[spare], None, name, filled=filled, keep_local=keep, **options
+                )
                 add((text, spare, kind), plan, loads, batch)
     return [summary(stream, key, found) for key, found in cells.items()]
 
