@@ -116,11 +116,8 @@ class Balancer:
             return
         with group.agreeing("construction") as facts:
             self._check(make_policy(policy, options))
-            slots, homes = _slots_of(placement, layer)
             facts.update({"layer": layer, "policy": self.policy, "min_tokens": min_tokens, "tokens": tokens})
-            facts.update(
-                {"checksum of slot_to_expert": checksum(slots), "checksum of home_slot": checksum(homes)}
-            )
+            facts.update(_placement_facts(placement, layer))
 
     @classmethod
     def from_slots(
@@ -281,16 +278,15 @@ class Balancer:
         else:
             with self.group.agreeing("placement") as facts:
                 check_same_shape(self.placement, placement)
-                slots, homes = _slots_of(placement, self.layer)
-                facts.update(
-                    {"checksum of slot_to_expert": checksum(slots), "checksum of home_slot": checksum(homes)}
-                )
+                facts.update(_placement_facts(placement, self.layer))
         self.settle(placement)
 
     def settle(self, placement: Placement) -> None:
         """:meth:`load` of a placement that all ranks have agreed on already."""
         self.placement, self.has_freedom = placement, placement.has_freedom[self.layer]
-        self._checksums["checksum of placement"] = checksum(_slots_of(placement, self.layer))
+        self._checksums["checksum of placement"] = checksum(
+            list(_placement_facts(placement, self.layer).values())
+        )
         for device, own in self._own.items():
             self._own[device] = refresh_layers(own, placement.layer(self.layer, device))
 
@@ -375,7 +371,13 @@ class Balancer:
         self.settle(self.placement)
 
 
-def _slots_of(placement: Placement, layer: int) -> tuple[list[int], list[int]]:
-    """slot_to_expert and home_slot of one layer."""
+def _placement_facts(placement: Placement, layer: int) -> dict[str, int]:
+    """What all ranks must hold alike of one layer."""
     slots, homes = placement.arrays
-    return slots[layer].tolist(), homes[layer].tolist()
+    weight = placement.weight_array
+    held = {
+        "slot_to_expert": slots[layer].tolist(),
+        "home_slot": homes[layer].tolist(),
+        "replica_weight": None if weight is None else weight[layer].tolist(),
+    }
+    return {f"checksum of {name}": checksum(value) for name, value in held.items()}

@@ -9,7 +9,7 @@ import torch
 
 import isoload
 from isoload.transport import LocalTransport
-from support.decoders import MODELS, E, K, blocks, make_model
+from support.hugging_face import EXPERTS, MODELS, TOP_K, blocks, make_model
 from support.processes import run_ranks
 
 TOPOLOGY = isoload.Topology(4)
@@ -72,8 +72,8 @@ def test_lookahead_reads_the_next_norm_of_the_residual() -> None:
         model(IDS[0])
         for i in (0, 1):
             ids = routers[i + 1](norms[i + 1].forward(residuals[i]))[2]
-            wanted = torch.stack([isoload.count(part, E) for part in ids.tensor_split(4)])
-            assert torch.equal(counted[i], wanted) and int(wanted.sum()) == len(residuals[i]) * K
+            wanted = torch.stack([isoload.count(part, EXPERTS) for part in ids.tensor_split(4)])
+            assert torch.equal(counted[i], wanted) and int(wanted.sum()) == len(residuals[i]) * TOP_K
     assert counted[2] is None, "the first layer is predicted by its last loads"
 
 

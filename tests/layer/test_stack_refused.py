@@ -14,7 +14,7 @@ from isoload import predict
 from isoload.cost import CostModel
 from isoload.layer.stack import LibraStack
 from isoload.transport import LocalTransport
-from support.decoders import make_model
+from support.hugging_face import make_model
 from support.stacks import EXPERTS, HIDDEN, INNER, Model, routing_trace
 
 MODEL = Model(4)

@@ -14,6 +14,7 @@ from isoload.balancer import Balancer, Gathered
 from isoload.experts.compute import count_copies, run_experts
 from isoload.experts.weights import Activation, ExpertWeights, SwiGLU
 from isoload.layer.checks import check_parts, check_rows, experts_by_rank, name_of
+from isoload.layer.compiled import Choose, handle_of, run_in_graph
 from isoload.layer.modules import place_module
 from isoload.layer.routers import Routing, given_choices
 from isoload.layer.stored import StoredExperts
@@ -30,7 +31,6 @@ from isoload.weights.layout import count_rows, layouts, shard_layouts
 from isoload.weights.shard import Shard
 
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]
-Choose = Callable[[], Sequence[tuple[Tensor, Tensor]]]  # ids and weights [T, K] of every owned rank
 ROW_FACTS = ("hidden size of x", "dtype of x", "top-k")  # which must be the same on all ranks in a batch
 
 
@@ -129,6 +129,11 @@ class MoE(StoredExperts):
         self._settle(self.layouts)
         if isinstance(own[0], Shard):  # replicas come from other ranks
             self.refresh_replicas()
+        self.handle = handle_of(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.handle = handle_of(self)  # a copy is another layer
 
     @property
     def policy(self) -> Policy:
@@ -200,7 +205,15 @@ class MoE(StoredExperts):
         return combined[0] if isinstance(x, Tensor) else combined
 
     def _run(self, rows: list[Tensor], choose: Choose, num_tokens: int | None) -> list[Tensor]:
-        """The pipeline, a line per stage; a LibraStack has the same stages in another order."""
+        if torch.compiler.is_compiling():
+            return run_in_graph(self, rows, choose(), num_tokens)
+        return self.run(rows, choose, num_tokens)
+
+    def run(self, rows: list[Tensor], choose: Choose, num_tokens: int | None) -> list[Tensor]:
+        """The pipeline, a line per stage, for the rows and choices of every owned rank: see :meth:`compute`.
+
+        A LibraStack has the same stages in another order.
+        """
         if self.run_by is not None:
             return self.run_by(rows, choose, num_tokens)
         chosen = self.choices(rows, choose)  # [T, K] ids and weights

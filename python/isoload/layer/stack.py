@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from isoload.balancer import Gathered
 from isoload.cost import CostModel
+from isoload.layer.compiled import Choose
 from isoload.layer.decoder import Decoder
 from isoload.layer.feed import Feed
 from isoload.layer.fetch import Fetched, fetch
 from isoload.layer.held import run_held
-from isoload.layer.moe import Choose, MoE
+from isoload.layer.moe import MoE
 from isoload.layer.stack_checks import check_layers, check_local, count_slots, make_predictor
 from isoload.layer.two_stage import Batch, Span, run_planned
 from isoload.placement import Placement
@@ -150,9 +151,8 @@ class LibraStack:
         """Drops what was fetched ahead: on all ranks, after expert Parameters have changed."""
         self._fetched = None
 
-    @torch.compiler.disable
     def _run(self, index: int, rows: list[Tensor], choose: Choose, num_tokens: int | None) -> list[Tensor]:
-        """One layer's batch; what MoE._run is without a stack."""
+        """One layer's batch; what MoE.run is without a stack."""
         try:
             return self._stages(index, rows, choose, num_tokens)
         except BaseException:

@@ -162,8 +162,6 @@ class StoredExperts(nn.Module):
     def _check_weights(self) -> None:
         """Raises ValueError if an owned rank's Parameters cannot be computed from as they are now."""
         check_wrappers(self.group, self._ranks())
-        if torch.compiler.is_compiling():
-            return
         for rank, weights in zip(self.group.ranks, self._ranks(), strict=True):
             weights.check(rank in self._replicated)
             if self.borrowing is not None:
