@@ -26,9 +26,10 @@ from torch import Tensor
 from harness import RESULTS, ResultFile, machine
 from isoload import kernels
 from isoload.experts.compute import _activate
-from isoload.experts.grouping import Grouping, group_copies
 from isoload.experts.weights import Activation, ClampedGLU, SwiGLU
+from isoload.ops import group_copies
 from isoload.permutation import spread_rows, sum_rows, sum_rows_backward
+from isoload.results import Grouping
 
 SHAPES = {  # H, I, K
     "DeepSeek-V3": (7168, 2048, 8),

@@ -107,8 +107,8 @@ template <class Slot>
 void number_rows(const Slot* slots, const RowSpace& space, int32_t* ranks, int32_t* numbers, int64_t* counts);
 
 // The rows that one rank sends, as bytes: a token's row, then from slots_at int32 [K] the slots of its copies on
-// the row's rank (-1 elsewhere), then from weights_at [K] their weights (0 elsewhere). A padding row has -1 and 0
-// for its copies and anything for values.
+// the row's rank (-1 elsewhere), then from weights_at [K] their weights (0 elsewhere). A padding row has
+// zeros for values: what experts compute of it is finite.
 struct RowPacking {
   RowSpace space;
   int64_t num_rows, capacity;  // capacity rows to every rank, or 0: as many as there are

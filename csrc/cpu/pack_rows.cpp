@@ -42,7 +42,9 @@ void pack_rows(const char* x, const Slot* slots, const Weight* weights, const in
     for (int64_t row = first[r] + counts[r]; row < first[r + 1]; ++row) {
       out.row_to_token[row] = space.T;
       out.row_to_rank[row] = R;
-      write_copies<Slot, Weight>(out.payload + row * in.bytes, nullptr, nullptr, r, in);
+      char* const to = out.payload + row * in.bytes;
+      std::memset(to, 0, in.row_bytes);
+      write_copies<Slot, Weight>(to, nullptr, nullptr, r, in);
     }
 }
 

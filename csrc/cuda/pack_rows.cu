@@ -1,12 +1,12 @@
 // pack_rows: a block per token reads its row once and writes it to every rank that it goes to; with a capacity
-// more blocks make the padding rows. What lies in a padding row's place for values is never read: it stays.
+// more blocks make the padding rows, a warp each.
 #include "cuda/cuda.h"
 #include "cuda/launch.cuh"
 
 namespace isoload::cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kMostRows = 16;  // of a token whose places are found at a time
 
 template <class Slot, class Weight>
@@ -51,7 +51,7 @@ __device__ void pack_token(const Packing<Slot, Weight>& p, int64_t token) {
   for (int start = 0; start < D; start += kMostRows) {
     const int here = D - start < kMostRows ? D - start : kMostRows;
     __syncthreads();  // all have read the rows before
-    for (int d = threadIdx.x / 32; d < here; d += kThreads / 32) {
+    for (int d = threadIdx.x / 32; d < here; d += kWarps) {
       const int64_t at = token * D + start + d;
       const int rank = p.ranks[at];
       const int64_t row = rank == R ? p.in.num_rows : p.first_row(rank) + p.numbers[at];
@@ -74,21 +74,24 @@ __device__ void pack_token(const Packing<Slot, Weight>& p, int64_t token) {
   }
 }
 
-template <class Slot, class Weight>
+template <class Vector, class Slot, class Weight>
 __device__ void pad(const Packing<Slot, Weight>& p, int64_t row) {
-  const int rank = static_cast<int>(row / p.in.capacity);
+  const int rank = static_cast<int>(row / p.in.capacity), lane = threadIdx.x % 32;
   if (row % p.in.capacity < p.counts[rank]) return;
+  auto* const to = reinterpret_cast<Vector*>(p.out.payload + row * p.in.bytes);
+  for (int64_t v = lane; v < p.in.row_bytes / int64_t(sizeof(Vector)); v += 32) to[v] = Vector{};
+  for (int k = lane; k < p.in.space.K; k += 32) p.write_copy(row, p.in.space.T, rank, k);
+  if (lane != 0) return;
   p.out.row_to_token[row] = p.in.space.T;
   p.out.row_to_rank[row] = p.in.space.R;
-  for (int k = 0; k < p.in.space.K; ++k) p.write_copy(row, p.in.space.T, rank, k);
 }
 
 template <class Vector, class Slot, class Weight>
 __global__ void __launch_bounds__(kThreads) pack_rows_kernel(Packing<Slot, Weight> p) {
   const int64_t T = p.in.space.T;
   if (blockIdx.x < T) return pack_token<Vector>(p, blockIdx.x);
-  const int64_t row = (blockIdx.x - T) * kThreads + threadIdx.x;
-  if (row < p.in.num_rows) pad(p, row);
+  const int64_t row = (blockIdx.x - T) * kWarps + threadIdx.x / 32;
+  if (row < p.in.num_rows) pad<Vector>(p, row);
 }
 
 }  // namespace
@@ -98,12 +101,12 @@ const char* pack_rows(const char* x, const Slot* slots, const Weight* weights, c
                       const int32_t* numbers, const int64_t* counts, const cpu::RowPacking& in,
                       const cpu::PackedRows& out, void* stream) {
   const Packing<Slot, Weight> p{x, slots, weights, ranks, numbers, counts, in, out};
-  const int64_t padding = in.capacity > 0 ? (in.num_rows + kThreads - 1) / kThreads : 0;
+  const int64_t padding = in.capacity > 0 ? (in.num_rows + kWarps - 1) / kWarps : 0;
   const int64_t blocks = in.space.T + padding;
   const uint64_t odd = reinterpret_cast<uint64_t>(x) | static_cast<uint64_t>(in.row_bytes);
   if (odd % 16 == 0) return launch(pack_rows_kernel<int4, Slot, Weight>, blocks, kThreads, 0, stream, p);
   if (odd % 4 == 0) return launch(pack_rows_kernel<int, Slot, Weight>, blocks, kThreads, 0, stream, p);
-  return launch(pack_rows_kernel<short, Slot, Weight>, blocks, kThreads, 0, stream, p);
+  return launch(pack_rows_kernel<char, Slot, Weight>, blocks, kThreads, 0, stream, p);
 }
 
 #define ISOLOAD_PACK_ROWS(Slot, Weight)                                                                     \

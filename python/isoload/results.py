@@ -109,7 +109,7 @@ class RowNumbers(NamedTuple):
 class RowLayout(NamedTuple):
     """Where the parts of a packed row start: the token's values at 0, int32 slots, weights; all in bytes.
 
-    Every part starts at a multiple of 16, so that the received ones can be read where they are.
+    Rows are multiples of 16 bytes and their parts aligned, so that the received ones can be read where they are.
     """
 
     slots_at: int
@@ -120,13 +120,14 @@ class RowLayout(NamedTuple):
     def of(cls, x: Tensor, weights: Tensor) -> RowLayout:
         """The layout of rows of x [T, H] with weights [T, K]."""
 
-        def up(size: int) -> int:
-            return -(-size // 16) * 16
+        def up(size: int, multiple: int) -> int:
+            return -(-size // multiple) * multiple
 
-        slots_at = up(x.shape[1] * x.element_size())
-        weights_at = slots_at + up(4 * weights.shape[1])
-        end = weights_at + up(weights.element_size() * weights.shape[1])
-        return cls(slots_at, weights_at, max(end, 16))  # rows of no bytes could not be viewed as any dtype
+        top_k, of_weight = weights.shape[1], weights.element_size()
+        slots_at = up(x.shape[1] * x.element_size(), 4)
+        weights_at = up(slots_at + 4 * top_k, of_weight)
+        # 16 at least: rows of no bytes could not be viewed as any dtype
+        return cls(slots_at, weights_at, max(up(weights_at + of_weight * top_k, 16), 16))
 
     def parts(self, buffer: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows [n, H], slots [n, K] int32 and weights [n, K] of a buffer [n, bytes]: views of it."""

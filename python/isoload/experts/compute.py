@@ -15,9 +15,11 @@ from torch.autograd.function import once_differentiable
 
 from isoload import kernels
 from isoload.experts.grouped_linear import linear_of
-from isoload.experts.grouping import Grouping, gather_copies, group_copies, weighted_sum
+from isoload.experts.grouping import gather_copies, weighted_sum
 from isoload.experts.weights import Activation, ClampedGLU, ExpertWeights, SwiGLU
+from isoload.ops import group_copies
 from isoload.permutation import sum_dtype
+from isoload.results import Grouping
 from isoload.value_checks import values_readable
 
 
@@ -61,8 +63,9 @@ def run_experts(
     parts = []
     first = 0
     for g, group in enumerate(groups):
-        held = None if num_copies is None else num_copies[g]
-        grouping = group_copies(slots, first, group.num_slots, held)
+        # One place at least, so that no product has zero rows.
+        places = None if num_copies is None else min(max(num_copies[g], 1), slots.numel())
+        grouping = group_copies(slots, first, group.num_slots, places)
         copies = gather_copies(rows, grouping)  # [C, H]
         if group.num_slots:  # else all are absent, but rows keep their gradient's way
             linear = linear_of(group)

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from isoload.experts.grouping import Grouping
 from isoload.experts.weights import ROW_BYTES, BorrowedWeights, ExpertWeights, compute_path
+from isoload.results import Grouping
 
 Linear = Callable[[Tensor, Tensor, Tensor | None, Grouping], Tensor]
 

@@ -20,7 +20,7 @@ def pack_rows(
     num_rows: int,
     capacity: int | None = None,
 ) -> PackedRows:
-    """The rows by destination, then token; padding rows have slots -1, weights 0 and anything for values.
+    """The rows by destination, then token; padding rows have slots -1, weights and values 0.
 
     Args:
         x: [T, H] of any dtype.

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from isoload.ops import number_rows, pack_rows
 from isoload.transport.agreement import error_code
 from isoload.transport.arguments import FACTS, check_like, dispatch_facts
 from isoload.transport.dispatcher import Dispatcher, Received, StartedDispatch, refuse_gradients
-from isoload.transport.exchange import Combine, Dispatch, anchor, pack_payload, unpack_payload
+from isoload.transport.exchange import Combine, Dispatch, anchor, unpack_payload
 from isoload.transport.group import Group
-from isoload.transport.rows import RowMap, find_destinations, map_rows
+from isoload.transport.rows import RowMap
 from isoload.value_checks import values_readable
 
 COUNTS_STAGE = "dispatch row counts"
@@ -63,11 +64,8 @@ class RowDispatcher(Dispatcher):
         facts: Mapping[str, int] | None = None,
     ) -> list[Received]:
         """See :meth:`Dispatcher.dispatch`."""
-        maps = self._map_tokens(x, slots, weights, slots_per_rank, facts or {})
-        padded = not self.host_waits
-        link, *values = Dispatch.apply(
-            self.group, maps, padded, slots_per_rank, slots, anchor(), *x, *weights
-        )
+        maps, payload = self._pack_tokens(x, slots, weights, slots_per_rank, facts or {})
+        link, *values = Dispatch.apply(self.group, maps, payload, anchor(), *x, *weights)
         owned = len(maps)
         return _received(maps, link, values[:owned], values[owned : 2 * owned], values[2 * owned :])
 
@@ -80,8 +78,7 @@ class RowDispatcher(Dispatcher):
         facts: Mapping[str, int] | None = None,
     ) -> StartedDispatch:
         """See :meth:`Dispatcher.start_dispatch`. The row counts are exchanged before it returns."""
-        maps = self._map_tokens(x, slots, weights, slots_per_rank, facts or {}, forward_only=True)
-        payload = pack_payload(x, slots, weights, maps, slots_per_rank, not self.host_waits)
+        maps, payload = self._pack_tokens(x, slots, weights, slots_per_rank, facts or {}, forward_only=True)
         finish = self.group.start_send("dispatch", payload, maps)
 
         def wait() -> list[Received]:
@@ -127,7 +124,7 @@ class RowDispatcher(Dispatcher):
                 COUNTS_STAGE, nothing, names, [(0,) * len(names)] * len(nothing), error_code(stage)
             )
 
-    def _map_tokens(
+    def _pack_tokens(
         self,
         x: list[Tensor],
         slots: list[Tensor],
@@ -135,8 +132,8 @@ class RowDispatcher(Dispatcher):
         slots_per_rank: int,
         more_facts: Mapping[str, int],
         forward_only: bool = False,
-    ) -> list[RowMap]:
-        """Where every owned rank's tokens go, once all ranks have given arguments that fit."""
+    ) -> tuple[list[RowMap], list[Tensor]]:
+        """Where every owned rank's tokens go, and what it sends, once all ranks have given arguments that fit."""
         group, capacity, num_ranks = self.group, self.max_tokens_per_rank, self.group.topology.num_ranks
         for name, given in (("x", x), ("slots", slots), ("weights", weights)):
             group.check_owned(name, given)
@@ -151,11 +148,11 @@ class RowDispatcher(Dispatcher):
         except ValueError:
             self.tell_failure("dispatch", x[0].device, more_facts)
             raise
-        destinations = [find_destinations(s, slots_per_rank, num_ranks) for s in slots]
+        numbers = [number_rows(s, slots_per_rank, num_ranks) for s in slots]
         if capacity is None:
             names, values = (*FACTS, *more_facts), tuple(more_facts.values())
             sent, got = group.swap_counts(
-                COUNTS_STAGE, [d.counts for d in destinations], names, [f + values for f in facts]
+                COUNTS_STAGE, [n.counts[0] for n in numbers], names, [f + values for f in facts]
             )
         else:
             if values_readable(x[0]):
@@ -166,9 +163,17 @@ class RowDispatcher(Dispatcher):
                 group.agree_new("dispatch", FACTS, facts, x[0].device)
             sent = got = [[capacity] * num_ranks] * len(group.ranks)
         group.traffic.rows = group.traffic.rows.to(x[0].device)
-        for rank, d in zip(group.ranks, destinations, strict=True):
-            group.traffic.rows.select(0, rank).add_(d.counts)
-        return [map_rows(*args, capacity) for args in zip(destinations, sent, got, strict=True)]
+        maps, payload = [], []
+        for r, (rank, rows) in enumerate(zip(group.ranks, numbers, strict=True)):
+            group.traffic.rows.select(0, rank).add_(rows.counts[0])
+            packed = pack_rows(
+                x[r].detach(), slots[r], weights[r].detach(), rows, slots_per_rank, sum(sent[r]), capacity
+            )
+            maps.append(
+                RowMap(packed.row_to_token, packed.row_to_rank, packed.token_to_rows, sent[r], got[r])
+            )
+            payload.append(packed.payload)
+        return maps, payload
 
     def _check_tokens(self, x: list[Tensor]) -> None:
         limit = self.max_tokens_per_rank
