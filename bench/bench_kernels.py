@@ -63,7 +63,7 @@ def draw(hidden: int, inner: int, top_k: int, num_rows: int, share: float) -> li
     places, position = 8 * slots.numel(), grouping.position
     spread = (num_rows + present) * row + places
     return [
-        Work("spread", lambda: spread_rows(rows, position, grouping.row), spread),
+        Work("spread", lambda: spread_rows(rows, position, grouping.copy, per_row=position.shape[1]), spread),
         Work("sum", lambda: sum_rows(copies, position), spread),
         Work("weighted sum", lambda: sum_rows(copies, position, weights, DTYPE), spread + 4 * present),
         Work(

@@ -109,7 +109,8 @@ class RowNumbers(NamedTuple):
 class RowLayout(NamedTuple):
     """Where the parts of a packed row start: the token's values at 0, int32 slots, weights; all in bytes.
 
-    Rows are multiples of 16 bytes and their parts aligned, so that the received ones can be read where they are.
+    Rows are multiples of 64 bytes, 16 values at least, and their parts aligned: kernels read the received ones where
+    they are, 16 bytes at a time.
     """
 
     slots_at: int
@@ -126,8 +127,8 @@ class RowLayout(NamedTuple):
         top_k, of_weight = weights.shape[1], weights.element_size()
         slots_at = up(x.shape[1] * x.element_size(), 4)
         weights_at = up(slots_at + 4 * top_k, of_weight)
-        # 16 at least: rows of no bytes could not be viewed as any dtype
-        return cls(slots_at, weights_at, max(up(weights_at + of_weight * top_k, 16), 16))
+        # 64 at least: rows of no bytes could not be viewed as any dtype
+        return cls(slots_at, weights_at, max(up(weights_at + of_weight * top_k, 64), 64))
 
     def parts(self, buffer: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows [n, H], slots [n, K] int32 and weights [n, K] of a buffer [n, bytes]: views of it."""

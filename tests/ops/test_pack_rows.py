@@ -125,7 +125,7 @@ def test_refuses_a_layout(
 
 
 def test_opcheck() -> None:
-    """Padding bytes between the parts are anything: one column of 16 bytes each leaves none."""
-    x, slots, weights, rows = draw(6, 4, 4, 8)
+    """Padding bytes between the parts are anything: these leave none."""
+    x, slots, weights, rows = draw(6, 4, 4, 16)
     args = (x, slots, weights, *rows, SIZE, int(rows.counts[0].sum()), 0, *RowLayout.of(x, weights))
     torch.library.opcheck(torch.ops.isoload.pack_rows.default, args)

@@ -209,7 +209,7 @@ def check_bytes(make: Make) -> None:
         if capacity is None:
             sent, got = batch.num_rows()[own_ranks].sum(), batch.num_rows()[:, own_ranks].sum()
         row = 4 * -(-hidden // 2) + 8 * top_k  # slots start at a multiple of 4
-        assert transport.group.traffic.bytes["dispatch"] == sent * 16 * -(-row // 16), batch.name
+        assert transport.group.traffic.bytes["dispatch"] == sent * 64 * -(-row // 64), batch.name
         assert transport.group.traffic.bytes["combine"] == got * 2 * hidden, batch.name
 
 

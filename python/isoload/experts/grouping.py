@@ -18,7 +18,7 @@ from isoload.results import Grouping
 
 def gather_copies(rows: Tensor, grouping: Grouping) -> Tensor:
     """[C, H] the row of every sorted copy, from rows [N, H]; gradients add up in max(fp32, dtype)."""
-    result: Tensor = _GatherCopies.apply(rows, grouping.row, grouping.position)
+    result: Tensor = _GatherCopies.apply(rows, grouping.copy, grouping.position)
     return result
 
 
@@ -40,9 +40,9 @@ def weighted_sum(
 
 class _GatherCopies(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, row: Tensor, position: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, copy: Tensor, position: Tensor) -> Tensor:
         ctx.save_for_backward(position)
-        return spread_rows(rows, position, row)
+        return spread_rows(rows, position, copy, per_row=max(position.shape[1], 1))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

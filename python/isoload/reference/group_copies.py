@@ -16,7 +16,9 @@ def group_copies(slots: Tensor, first: int, num_slots: int, num_places: int | No
     for copy, slot in enumerate(flat):
         if first <= slot < first + num_slots:
             by_slot[slot - first].append(copy)
-    copies, of, ends, position = [], [], [], [places] * len(flat)
+    copies: list[int] = []
+    of: list[int] = []
+    ends, position = [], [places] * len(flat)
     for slot, members in enumerate(by_slot):
         for copy in members:
             position[copy] = len(copies)

@@ -53,7 +53,7 @@ class Dispatch(torch.autograd.Function):
         ctx.group, ctx.maps = group, maps
         ctx.save_for_backward(*local_slots)
         ctx.mark_non_differentiable(*local_slots)
-        return x[0].new_zeros(()), *rows, *local_slots, *local_weights
+        return x[0].new_empty(()), *rows, *local_slots, *local_weights  # the link has no value
 
     @staticmethod
     @once_differentiable

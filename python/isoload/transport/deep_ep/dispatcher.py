@@ -103,7 +103,7 @@ class DeepEPDispatcher(Dispatcher):
         traffic.host_syncs += self.host_waits
         traffic.rows = traffic.rows.to(rows.device)
         traffic.rows.select(0, rank).add_(
-            number_rows(topk_idx, slots_per_rank, self.shape.num_ranks).counts[0]
+            number_rows(topk_idx, slots_per_rank, self.shape.num_ranks).counts.select(0, 0)
         )
         return [Received(got, local, gates, DeepEPHandle(handle, len(rows), link))]
 
