@@ -101,13 +101,13 @@ struct RowSpace {
   }
 };
 
-// slots [T, K] to ranks [T, D], a token's ranks ascending, then R; numbers [T, D], each row's number among those
-// to its rank by token, then -1; counts [2, R], the rows and the copies to every rank.
+// slots [T, K] to ranks [T, D], a token's ranks ascending, then R; numbers [T, D], each row's number among
+// those to its rank by token, then -1; counts [2, R], the rows and the copies to every rank.
 template <class Slot>
 void number_rows(const Slot* slots, const RowSpace& space, int32_t* ranks, int32_t* numbers, int64_t* counts);
 
-// The rows that one rank sends, as bytes: a token's row, then from slots_at int32 [K] the slots of its copies on
-// the row's rank (-1 elsewhere), then from weights_at [K] their weights (0 elsewhere). A padding row has
+// The rows that one rank sends, as bytes: a token's row, then from slots_at int32 [K] the slots of its copies
+// on the row's rank (-1 elsewhere), then from weights_at [K] their weights (0 elsewhere). A padding row has
 // zeros for values: what experts compute of it is finite.
 struct RowPacking {
   RowSpace space;
@@ -115,10 +115,10 @@ struct RowPacking {
   int64_t row_bytes, slots_at, weights_at, bytes;
 };
 struct PackedRows {
-  char* payload;             // [num_rows, bytes]
-  int64_t *row_to_token;     // [num_rows] T where the row is padding
-  int64_t *row_to_rank;      // [num_rows] R where the row is padding
-  int64_t *token_to_rows;    // [T, D] num_rows where there is none
+  char* payload;           // [num_rows, bytes]
+  int64_t* row_to_token;   // [num_rows] T where the row is padding
+  int64_t* row_to_rank;    // [num_rows] R where the row is padding
+  int64_t* token_to_rows;  // [T, D] num_rows where there is none
 };
 template <class Slot, class Weight>
 void pack_rows(const char* x, const Slot* slots, const Weight* weights, const int32_t* ranks,

@@ -48,8 +48,8 @@ void pack_rows(const char* x, const Slot* slots, const Weight* weights, const in
     }
 }
 
-#define ISOLOAD_PACK_ROWS(Slot, Weight)                                                                 \
-  template void pack_rows(const char*, const Slot*, const Weight*, const int32_t*, const int32_t*,      \
+#define ISOLOAD_PACK_ROWS(Slot, Weight)                                                            \
+  template void pack_rows(const char*, const Slot*, const Weight*, const int32_t*, const int32_t*, \
                           const int64_t*, const RowPacking&, const PackedRows&);
 ISOLOAD_PACK_ROWS(int32_t, float)
 ISOLOAD_PACK_ROWS(int32_t, double)

@@ -102,8 +102,8 @@ __global__ void __launch_bounds__(kAloneWarps * 32) group_alone_kernel(Sorting<S
 template <class Slot>
 __global__ void __launch_bounds__(kThreads) group_count_kernel(Sorting<Slot> in, int32_t* chunk_counts) {
   auto* const counts = reinterpret_cast<int32_t*>(shared_memory);
-  count_chunk<kAhead>(in.chunks, in.of.num_slots, [&](int64_t i) { return in.slot(i); }, counts,
-                      chunk_counts);
+  count_chunk<kAhead>(
+      in.chunks, in.of.num_slots, [&](int64_t i) { return in.slot(i); }, counts, chunk_counts);
 }
 
 template <class Slot>
@@ -143,8 +143,7 @@ const char* group_copies(const Slot* slots, const cpu::CopyGroup& of, const cpu:
   const int warps = rank_warps(of.num_slots, kRankWarps, 2);
   if (warps == 0) return "group_copies: num_slots do not fit into shared memory";
   auto* const chunk_counts = static_cast<int32_t*>(global);
-  const char* const error =
-      launch(group_count_kernel<Slot>, blocks, kThreads, row, stream, in, chunk_counts);
+  const char* const error = launch(group_count_kernel<Slot>, blocks, kThreads, row, stream, in, chunk_counts);
   if (error != nullptr) return error;
   return launch(group_place_kernel<Slot>, blocks, warps * 32, (warps + 2) * row, stream, in,
                 static_cast<const int32_t*>(chunk_counts));

@@ -43,7 +43,8 @@ struct Numbering {
     return first_rank(i) >= 0 ? mine : of.R + mine;
   }
 
-  // A row stands in the column of its rank among the token's ranks; a token's first copy also ends its columns.
+  // A row stands in the column of its rank among the token's ranks; a token's first copy also ends its
+  // columns.
   __device__ void write(int64_t i, int mine, int32_t number) const {
     const int64_t token = i / of.K;
     const int D = of.width();
@@ -81,7 +82,7 @@ __device__ void number(const Numbering<W, Slot>& in, const int32_t* before, int3
 }
 
 template <int W, class Slot>
-__global__ void __launch_bounds__(kAloneWarps * 32) number_alone_kernel(Numbering<W, Slot> in) {
+__global__ void __launch_bounds__(kAloneWarps * 32, 1) number_alone_kernel(Numbering<W, Slot> in) {
   const int keys = 2 * in.of.R;
   auto* const before = reinterpret_cast<int32_t*>(shared_memory);  // [2R]
   int32_t *const counts = before + keys, *const next = counts + keys;
@@ -98,7 +99,8 @@ __global__ void __launch_bounds__(kAloneWarps * 32) number_alone_kernel(Numberin
 }
 
 template <int W, class Slot>
-__global__ void __launch_bounds__(kThreads) number_count_kernel(Numbering<W, Slot> in, int32_t* chunk_counts) {
+__global__ void __launch_bounds__(kThreads)
+    number_count_kernel(Numbering<W, Slot> in, int32_t* chunk_counts) {
   auto* const counts = reinterpret_cast<int32_t*>(shared_memory);
   count_chunk<1>(in.chunks, 2 * in.of.R, [&](int64_t i) { return in.key(i); }, counts, chunk_counts);
 }

@@ -1,5 +1,5 @@
-// pack_rows: a block per token reads its row once and writes it to every rank that it goes to; with a capacity
-// more blocks make the padding rows, a warp each.
+// pack_rows: a block per token reads its row once and writes it to every rank that it goes to; with a
+// capacity more blocks make the padding rows, a warp each.
 #include "cuda/cuda.h"
 #include "cuda/launch.cuh"
 
@@ -9,13 +9,17 @@ namespace {
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kMostRows = 16;  // of a token whose places are found at a time
 
+struct alignas(16) Bytes16 {
+  uint64_t low, high;
+};
+
 template <class Slot, class Weight>
 struct Packing {
-  const char* x;           // [T, row_bytes]
-  const Slot* slots;       // [T, K]
-  const Weight* weights;   // [T, K]
+  const char* x;                   // [T, row_bytes]
+  const Slot* slots;               // [T, K]
+  const Weight* weights;           // [T, K]
   const int32_t *ranks, *numbers;  // [T, D]
-  const int64_t* counts;   // [R]
+  const int64_t* counts;           // [R]
   cpu::RowPacking in;
   cpu::PackedRows out;
 
@@ -104,13 +108,13 @@ const char* pack_rows(const char* x, const Slot* slots, const Weight* weights, c
   const int64_t padding = in.capacity > 0 ? (in.num_rows + kWarps - 1) / kWarps : 0;
   const int64_t blocks = in.space.T + padding;
   const uint64_t odd = reinterpret_cast<uint64_t>(x) | static_cast<uint64_t>(in.row_bytes);
-  if (odd % 16 == 0) return launch(pack_rows_kernel<int4, Slot, Weight>, blocks, kThreads, 0, stream, p);
+  if (odd % 16 == 0) return launch(pack_rows_kernel<Bytes16, Slot, Weight>, blocks, kThreads, 0, stream, p);
   if (odd % 4 == 0) return launch(pack_rows_kernel<int, Slot, Weight>, blocks, kThreads, 0, stream, p);
   return launch(pack_rows_kernel<char, Slot, Weight>, blocks, kThreads, 0, stream, p);
 }
 
-#define ISOLOAD_PACK_ROWS(Slot, Weight)                                                                     \
-  template const char* pack_rows(const char*, const Slot*, const Weight*, const int32_t*, const int32_t*,   \
+#define ISOLOAD_PACK_ROWS(Slot, Weight)                                                                   \
+  template const char* pack_rows(const char*, const Slot*, const Weight*, const int32_t*, const int32_t*, \
                                  const int64_t*, const cpu::RowPacking&, const cpu::PackedRows&, void*);
 ISOLOAD_PACK_ROWS(int32_t, float)
 ISOLOAD_PACK_ROWS(int32_t, double)

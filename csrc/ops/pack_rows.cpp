@@ -7,13 +7,15 @@ namespace isoload::ops {
 // The columns must not overlap, and be aligned to what they hold; rows to 16 bytes.
 static void check_layout(const cpu::RowPacking& in, int64_t weight_bytes) {
   const int64_t K = in.space.K;
-  require(in.slots_at >= in.row_bytes && in.slots_at % 4 == 0, "slots_at must be a multiple of 4 and at least ",
-          in.row_bytes, " (the bytes of a row of x), got ", in.slots_at);
+  require(in.slots_at >= in.row_bytes && in.slots_at % 4 == 0,
+          "slots_at must be a multiple of 4 and at least ", in.row_bytes, " (the bytes of a row of x), got ",
+          in.slots_at);
   require(in.weights_at >= in.slots_at + 4 * K && in.weights_at % weight_bytes == 0,
           "weights_at must be a multiple of ", weight_bytes, " and at least ", in.slots_at + 4 * K, ", got ",
           in.weights_at);
   require(in.bytes >= in.weights_at + weight_bytes * K && in.bytes % 16 == 0,
-          "bytes must be a multiple of 16 and at least ", in.weights_at + weight_bytes * K, ", got ", in.bytes);
+          "bytes must be a multiple of 16 and at least ", in.weights_at + weight_bytes * K, ", got ",
+          in.bytes);
 }
 
 // What the CPU writes must lie within the rows there are.
@@ -50,8 +52,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> pack_rows(const Tensor& x_in, const T
           dtype_name(real));
   require_shape(weights_in, "weights", {T, K});
   require_dtype(counts_in, "counts", ScalarType::Long);
-  require(counts_in.dim() == 2 && counts_in.size(0) == 2 && counts_in.size(1) >= 1, "counts must be [2, R], got ",
-          shape_text(counts_in));
+  require(counts_in.dim() == 2 && counts_in.size(0) == 2 && counts_in.size(1) >= 1,
+          "counts must be [2, R], got ", shape_text(counts_in));
   const int64_t R = counts_in.size(1);
   require(R <= kMaxRanks, "counts must be of 1..", kMaxRanks, " ranks, got ", R);
   require(slots_per_rank >= 1 && slots_per_rank * R <= INT32_MAX,
