@@ -73,9 +73,9 @@ def test_products_are_those_of_the_dequantised_weights(sizes: tuple[int, int], d
     rows, slots, gates = made_batch(sizes[0], dtype)
     dense = open_experts(weights, dtype)
     for activation in (SwiGLU(), ClampedGLU()):
-        for num_copies in (None, [int((slots >= 0).sum())]):
-            got = run_experts(rows, slots, gates, [weights], activation, num_copies)
-            want = run_experts(rows, slots, gates, [dense], activation, num_copies)
+        for max_copies in (None, [int((slots >= 0).sum())]):
+            got = run_experts(rows, slots, gates, [weights], activation, max_copies)
+            want = run_experts(rows, slots, gates, [dense], activation, max_copies)
             # MKL's last bits depend on where a matrix starts, and only a dense stack has several in a row
             aligned = all(stack[0].nbytes % 64 == 0 for stack in dense.stacks().values())
             assert torch.equal(got, want) if aligned else close(got, want, TOLERANCE[dtype])

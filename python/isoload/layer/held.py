@@ -33,7 +33,7 @@ def run_held(batch: Batch) -> list[Tensor]:
     with batch.span("local"):
         stacks = layer.stacks(borrowed)
         near = [held[rank][ids] for rank, ids in zip(ranks, chosen.ids, strict=True)]
-        own = layer.run_local(chosen.rows, near, chosen.weights, stacks)
+        own = layer.run_local(chosen.rows, near, chosen.weights, stacks, [None] * len(near))
     balanced = layer.balancer.plan(batch.gathered, batch.filled, keep_local=True)
     assert balanced.plan is not None
     tokens = arriving()
@@ -45,7 +45,8 @@ def run_held(batch: Batch) -> list[Tensor]:
     received = tokens.received(ranks, list(map(len, chosen.rows)), far, size)
     with batch.span("remote"):
         rows, local, weights = zip(*((got.rows, got.slots, got.weights) for got in received), strict=True)
-        computed = layer.run_local(rows, local, weights, stacks)
+        most = [got.max_copies for got in received]
+        computed = layer.run_local(rows, local, weights, stacks, most)
     with batch.span("combine"):
         return layer.dispatcher.combine(computed, received, own)
 

@@ -274,14 +274,19 @@ class MoE(StoredExperts):
         slots: Sequence[Tensor],
         weights: Sequence[Tensor],
         stacks: Sequence[Sequence[ExpertWeights]],
+        max_copies: Sequence[int | None],
     ) -> list[Tensor]:
-        """[N, H] of every owned rank: its experts on rows [N, H], by local slots [N, K], -1 = not here."""
+        """[N, H] of every owned rank: its experts on rows [N, H], by local slots [N, K], -1 = not here.
+
+        max_copies: most copies of every rank, which bound the buffers; None: N*K.
+        """
         outputs = []
         local = [rank.weight_rows(own) for rank, own in zip(self._ranks(), slots, strict=True)]
-        for row, held, given, groups in zip(rows, local, weights, stacks, strict=True):
-            # On a device the count would be one more wait: there buffers hold N*K copies.
-            counts = count_copies(held, groups) if values_readable(held) else None
-            outputs.append(run_experts(row, held, given, groups, self.activation, counts))
+        for row, held, given, groups, most in zip(rows, local, weights, stacks, max_copies, strict=True):
+            bounds = None if most is None else [most] * len(groups)
+            if values_readable(held):  # on a device the count would be one more wait
+                bounds = count_copies(held, groups)
+            outputs.append(run_experts(row, held, given, groups, self.activation, bounds))
         return outputs
 
     def _compute(
@@ -294,7 +299,7 @@ class MoE(StoredExperts):
             self.group, self._ranks(), [got.rows for got in received], self.replica_moves, borrowed, noted
         )
         local, weights = [got.slots for got in received], [got.weights for got in received]
-        outputs = self.run_local(rows, local, weights, stacks)
+        outputs = self.run_local(rows, local, weights, stacks, [got.max_copies for got in received])
         return outputs if borrowed is None else bring_again(borrowed, outputs)
 
     def _complete(self, topk_ids: Tensor, weights: Tensor) -> Routing:

@@ -197,10 +197,8 @@ class RankWeights(nn.Module):
         return dict(zip(self.stored(), stacks, strict=True))
 
     def weight_rows(self, slots: Tensor) -> Tensor:
-        """Local slots [N, K] as weight rows; -1 stays."""
-        if not len(self.row_of_slot):
-            return slots
-        return torch.where(slots < 0, -1, self.row_of_slot[slots.clamp(min=0)])
+        """Local slots [N, K] as int64 weight rows; -1 stays."""
+        return self.row_of_slot[slots]  # -1 reads the last entry
 
     def settle(self, layout: Layout) -> None:
         """Takes the storages as they are now for the rows of another layout; no pointer changes."""
@@ -212,9 +210,9 @@ class RankWeights(nn.Module):
         self.note_refreshed()
 
     def _rows(self, layout: Layout) -> list[int]:
-        """[S] weight row of every local slot, -1 = none."""
+        """[S + 1] weight row of every local slot, -1 = none, and of no slot."""
         placed = len(layout.row_of_slot) - self.spare_slots
-        return [*layout.row_of_slot[:placed], *range(self.num_rows, self.num_rows + self.spare_slots)]
+        return [*layout.row_of_slot[:placed], *range(self.num_rows, self.num_rows + self.spare_slots), -1]
 
     def _show_homes(self) -> None:
         """Makes each Parameter the first rows of its storage."""
