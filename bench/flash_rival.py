@@ -1,11 +1,11 @@
 """A placer in the manner of FlashLB (vllm-ascend's policy 3), for bench_place: the best published one for a window.
 
-Our re-implementation from its public description, in NumPy, so labelled "FlashLB-like": replicas go to the expert with
-the largest mean plus 0.674 standard deviations of a replica's load over the window; the heaviest first is laid onto the
-rank whose load would have the least mean plus 0.674 deviations, covariances included; a tree of depth 4 and width 8
-tries how many replicas the hotter half of the experts gets, then the hotter half of that, and so on; what counts is the
-mean over the window of max/mean rank load. Without its rules on when to re-plan a layer, and on moves. It says nothing about
-the speed of vllm-ascend.
+Our re-implementation from its public description, in NumPy, so labelled "FlashLB-like": replicas go to the expert
+with the largest mean plus 0.674 standard deviations of a replica's load over the window; the heaviest first is laid
+onto the rank whose load would have the least mean plus 0.674 deviations, covariances included; a tree of depth 4 and
+width 8 tries how many replicas the hotter half of the experts gets, then the hotter half of that, and so on; what
+counts is the mean over the window of max/mean rank load. Without its rules on when to re-plan a layer, and on moves.
+It says nothing about the speed of vllm-ascend.
 """
 
 from __future__ import annotations
