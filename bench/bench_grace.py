@@ -12,8 +12,8 @@ Fairness ledger
   (clusters cut to E/R); of any size (clusters as they come, over nodes and ranks: its fully non-uniform); controlled,
   the paper's knee (placer `grace`). Without replicas there is nothing to route.
 - With replicas: `grace` replicates the heaviest rank's hot experts (Equation 2); routed by weights alone (its WRR), by
-  locality first (its TAR), and by isoload's `exact`. Last, isoload's `scenario` with as many slots on every rank as
-  `grace` has on its widest, under `exact`.
+  locality first (its TAR), and by isoload's `exact`. Last, isoload's `scenario` under `exact`, with as many slots of a
+  layer as `grace` has in the mean, rounded up to the same number on every rank.
 - Rows: distinct token x destination rank, as de-duplicated dispatch sends them; "change" is against experts in order.
   Deviation: standard deviation over ranks / mean; idle share: sum of (max - load) / (R * max).
 - LOSS marks a row of GRACE that does not do what the paper says of it: groups that send no fewer rows to other nodes
@@ -26,6 +26,7 @@ Usage: python bench/bench_grace.py --traces FOLDER [--write]
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,7 +144,8 @@ def variants(seen: Trace, topology: isoload.Topology) -> Iterator[Variant]:
     yield Variant("+ replicas, weights", (replicated,), "grace:locality=False")
     yield Variant("+ replicas, locality", (replicated,), "grace")
     yield Variant("+ replicas, exact", (replicated,), "exact")
-    same = isoload.place(seen, topology, replicated.slots_per_rank, "scenario", split="exact")
+    held = int((replicated.slot_to_expert >= 0).sum()) / (seen.num_layers * topology.num_ranks)
+    same = isoload.place(seen, topology, math.ceil(held), "scenario", split="exact")
     yield Variant("scenario, exact", (same,), "exact")
 
 
@@ -178,6 +180,9 @@ def bench(trace: Trace, nodes: int, per_node: int) -> Rows:
                 "nodes": nodes,
                 "ranks": topology.num_ranks,
                 "variant": variant.name,
+                "slots": float(
+                    np.mean([(p.slot_to_expert >= 0).sum(1).float().mean() for p in variant.placements])
+                ),
                 **{name: float(np.mean([row[name] for row in found])) for name in FIGURES},
             }
         )

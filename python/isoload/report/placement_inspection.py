@@ -80,7 +80,7 @@ def print_placement(
 
 def _mean(layers: Sequence[PlacedLayer]) -> _Mean:
     def mean(name: str) -> float:
-        return sum(getattr(layer, name) for layer in layers) / len(layers)
+        return float(sum(getattr(layer, name) for layer in layers) / len(layers))
 
     names = ("in_order", "placed", "replicated", "exact", "gain_of_placing", "gain_of_replicas")
     replicas = sum(layer.replicas for layer in layers)
