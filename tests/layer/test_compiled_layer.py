@@ -227,6 +227,23 @@ def test_a_backward_over_changed_weights_raises() -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_what_changes_in_a_compiled_call_counts_a_version(trains: bool) -> None:
+    """Else autograd would not find what it saved overwritten."""
+    calls = torch.zeros(())
+
+    def activation(gate_up: Tensor) -> Tensor:
+        calls.add_(1)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+    layer = small(activation=activation)
+    run = compile_whole(layer)
+    with torch.set_grad_enabled(trains):
+        run(layer.setup.rows)
+    assert calls._version == int(calls) == 4  # per rank
+
+
 def test_a_copy_is_another_layer() -> None:
     layer = small()
     run = compile_whole(layer)

@@ -105,13 +105,11 @@ def run_layer(
         _check_own(layer, [*trained, *frozen])
         return list(zip(topk_ids, gates, strict=True))
 
-    if not records:
-        gates = weights
-        with torch.no_grad():
-            return [*layer.run(rows, choose, num_tokens), torch.empty(0, dtype=torch.uint8)]
-    with _recording():
-        leaves, gates = ([v.detach().requires_grad_() for v in values] for values in (rows, weights))
+    with _outside_of_ops(records):
+        leaves, gates = ([v.detach().requires_grad_(records) for v in values] for values in (rows, weights))
         outputs = layer.run(leaves, choose, num_tokens)
+    if not records:
+        return [*outputs, torch.empty(0, dtype=torch.uint8)]
     number = next(_numbers)
     made = _recordings[number] = Recording(number.to_bytes(8, "little"))
     made.outputs = outputs
@@ -138,7 +136,7 @@ def _(
 def run_layer_backward(ticket: Tensor, grads: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
     """The gradients of a recording's inputs (rows, weights, trained Parameters), from those of its outputs."""
     made = _recordings[int.from_bytes(bytes(ticket.tolist()), "little")]
-    with _recording():
+    with _outside_of_ops(records=True):
         # the recording ends with its ticket: backward may come again until then
         found = torch.autograd.grad(made.outputs, made.inputs, grads, retain_graph=True)
     return [grad.clone() for grad in found]
@@ -166,10 +164,11 @@ run_layer.register_autograd(_backward, setup_context=_save)
 
 
 @contextmanager
-def _recording() -> Iterator[None]:
-    """Within an op autograd is off, whatever the grad mode: on again."""
+def _outside_of_ops(records: bool) -> Iterator[None]:
+    """Within an op neither gradients are recorded nor versions counted, whatever the grad mode: here they are."""
     key, guard = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
-    with torch.enable_grad(), guard(key.AutogradFunctionality, False), guard(key.ADInplaceOrView, False):
+    on = guard(key.AutogradFunctionality, False), guard(key.ADInplaceOrView, False)
+    with on[0], on[1], torch.set_grad_enabled(records):
         yield
 
 
