@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from isoload.balancer import Balanced, Balancer
+from isoload.checkpoints import Checkpoint
 from isoload.experts.compute import count_copies, run_experts
-from isoload.experts.weights import Activation, ExpertWeights, SwiGLU
-from isoload.layer.checks import Experts, check_parts, check_rows, check_wrappers, experts_by_rank, name_of
+from isoload.experts.weights import Activation, ExpertWeights
+from isoload.layer import checks
 from isoload.layer.compiled import Choose, handle_of, run_in_graph
 from isoload.layer.modules import place_module
 from isoload.layer.routers import Routing, given_choices
@@ -44,14 +45,15 @@ class MoE(nn.Module):
 
     Args:
         gate: rows [T, H] -> (topk_ids [T, K] int64, weights [T, K] float32): a router, see isoload.layer.routers.Gate.
-        experts: the stacks of all E experts, shared ones last, of which each rank copies its own; or a Shard, a list of
-            them in process order, of the owned ranks' home experts, which stay in the memory where they are.
+        experts: the stacks of all E experts, shared ones last, of which each rank copies its own; or their Checkpoint,
+            of which each rank reads its own; or a Shard, a list of them in process order, of the owned ranks' home
+            experts, which stay in the memory where they are.
         transport: joins the ranks.
         placement: where the experts lie.
         layer: position of this layer in the placement.
         policy: a name in isoload.POLICIES or a Policy; options go with the name. One that samples draws anew in
             every batch.
-        activation: SwiGLU (default), or gpt-oss's ClampedGLU.
+        activation: SwiGLU, or gpt-oss's ClampedGLU. None: the checkpoint's, else SwiGLU.
         shared: a module for all local rows, added to the result, outside of dispatch. Shared experts of the
             placement need none: the layer adds them to every token's choices, with weight 1.
         prefer: see isoload.route.
@@ -71,7 +73,7 @@ class MoE(nn.Module):
     def __init__(
         self,
         gate: Gate,
-        experts: ExpertWeights | Shard | Sequence[Shard],
+        experts: ExpertWeights | Checkpoint | Shard | Sequence[Shard],
         transport: Transport,
         placement: Placement,
         layer: int = 0,
@@ -88,11 +90,11 @@ class MoE(nn.Module):
         super().__init__()
         self.gate, self.shared = gate, shared
         self.transport, self.group, self.dispatcher = transport, transport.group, transport.dispatcher
-        self.activation: Activation = SwiGLU() if activation is None else activation
-        own = experts_by_rank(experts, len(self.group.ranks))
+        own = checks.experts_by_rank(experts, len(self.group.ranks))
         with self.group.agreeing("construction") as facts:
             placed = placement.layer(layer, "cpu")
-            described = check_parts(own, self.group, placement, layer)
+            described = checks.check_parts(own, self.group, placement, layer)
+            self.activation = checks.activation_of(own) if activation is None else activation
             arrange = shard_layouts if isinstance(own[0], Shard) else layouts
             self.layouts, self.num_rows = arrange(placed), count_rows(placed, weight_rows)
             facts.update(
@@ -100,7 +102,7 @@ class MoE(nn.Module):
                     "weight_rows": weight_rows,
                     "borrow": borrow,
                     "experts": described,
-                    "activation": name_of(self.activation),
+                    "activation": checks.name_of(self.activation),
                 }
             )
         self.balancer = Balancer(
@@ -121,14 +123,13 @@ class MoE(nn.Module):
         self.layouts, self.replica_moves = held, replica_moves(held)
         self._replicated = {move.source.rank for move in self.replica_moves}
 
-    def _hold(self, experts: Experts, borrow: str | None) -> None:
+    def _hold(self, experts: checks.Experts, borrow: str | None) -> None:
         """Takes memory for the ranks' weights and, with spare slots, for borrowed ones."""
         spare, group, new, self.borrowing = self.placement.spare_slots, self.group, new_stack, None
         if spare:
-            first = experts[0]
-            device = (first.read() if isinstance(first, Shard) else first).down.device
             with group.agreeing("construction"):
-                backend = make_backend(group, borrow, device, own_memory=not isinstance(first, Shard))
+                whole = not isinstance(experts[0], Shard)
+                backend = make_backend(group, borrow, checks.device_of(experts), own_memory=whole)
             new = backend.new_stack
             if backend.reads_peers:
                 self.num_rows = [max(self.num_rows)] * len(self.num_rows)
@@ -349,7 +350,7 @@ class MoE(nn.Module):
         chosen: list[Routing] = []
         failure = None
         try:
-            check_rows(rows, most, self._ranks()[0].stored_down)
+            checks.check_rows(rows, most, self._ranks()[0].stored_down)
             self._check_weights()
             chosen = [self._complete(*routing) for routing in choose()]
         except Exception as error:
@@ -364,7 +365,7 @@ class MoE(nn.Module):
 
     def _check_weights(self) -> None:
         """Raises ValueError if an owned rank's Parameters cannot be computed from as they are now."""
-        check_wrappers(self.group, self._ranks())
+        checks.check_wrappers(self.group, self._ranks())
         for rank, weights in zip(self.group.ranks, self._ranks(), strict=True):
             weights.check(rank in self._replicated)
             if self.borrowing is not None:
