@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as Split
 
 import isoload
 from isoload.layer import compiled
@@ -319,6 +322,37 @@ def test_a_shard_given_as_a_function_ends_the_graph() -> None:
         loss = sum(y.square().sum() for y in run(setup.rows))
         found.append([loss, *torch.autograd.grad(loss, leaves)])
     assert_equal(*found)
+
+
+def over_shards(rank: int, distributed: bool) -> None:
+    """Experts that the model holds; those in DTensors end the graph, and are right between two."""
+    setup = make_setup(2, dtype=torch.float32)
+    placement = isoload.place(torch.arange(11)[None], setup.topology, slots_per_rank=7)
+    homes = placement.home_experts(0, rank)
+    own = {name: stack[list(homes)] for name, stack in setup.dense.stacks().items()}
+    if distributed:
+        mesh = DeviceMesh("cpu", [0, 1])
+        own = {n: DTensor.from_local(s, mesh, [Split(0)], run_check=False) for n, s in own.items()}
+    weights = isoload.ExpertWeights(**{name: nn.Parameter(stack) for name, stack in own.items()})
+    transport = CollectiveTransport(setup.topology)
+    layer = isoload.MoE(setup.gate, isoload.Shard(homes, weights), transport, placement)
+    rows = setup.rows[rank]
+    if distributed:
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="expert Parameters of others"):
+            compile_whole(layer)(rows)
+        torch._dynamo.reset()
+    run = torch.compile(layer, backend="aot_eager", fullgraph=not distributed)
+    found = []
+    for function in (run, layer):
+        y = function(rows)
+        grads = torch.autograd.grad(y.square().sum(), list(layer.parameters()))
+        found.append([y, *(g.to_local() if distributed else g for g in grads)])
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_experts_of_a_shard(distributed: bool) -> None:
+    run_ranks(over_shards, 2, distributed, timeout=200)
 
 
 def over_processes(rank: int, ranks: int) -> None:

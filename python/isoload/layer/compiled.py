@@ -54,7 +54,7 @@ def run_in_graph(
     return outputs[: len(rows)]
 
 
-@torch.compiler.disable(reason="expert Parameters of others (a Shard given as a function, FSDP)")
+@torch.compiler.disable(reason="expert Parameters of others: a Shard given as a function, DTensors")
 def _run_apart(layer: MoE, rows: list[Tensor], chosen: list[Choice], num_tokens: int | None) -> list[Tensor]:
     """Between two graphs: the op could not pass on the gradients of Parameters that it does not get."""
     return layer.run(rows, lambda: chosen, num_tokens)

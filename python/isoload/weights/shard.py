@@ -79,7 +79,7 @@ class ShardWeights(RankWeights):
 
     @property
     def reads_elsewhere(self) -> bool:
-        return self._shard is not None or super().reads_elsewhere
+        return self._shard is not None
 
     def homes(self) -> dict[str, Tensor]:
         if self._shard is not None:

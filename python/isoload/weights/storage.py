@@ -87,8 +87,8 @@ class RankWeights(nn.Module):
 
     @property
     def reads_elsewhere(self) -> bool:
-        """Whether others own the Parameters, or give them their memory while the layer runs."""
-        return bool(self.sharded_over)
+        """Whether home rows are computed from Parameters that are registered elsewhere."""
+        return False
 
     def homes(self) -> dict[str, Tensor]:
         """The home rows [homes, ...] by stack: the Parameters."""
