@@ -8,6 +8,7 @@ from isoload.experts.weights import ExpertWeights
 from isoload.formats import FORMATS, read_placement, write_placement
 from isoload.layer import (
     BlockExperts,
+    LibraStack,
     MoE,
     balance,
     full_optimizer_state,
@@ -42,6 +43,7 @@ __all__ = [
     "CollectiveGroup",
     "CollectiveTransport",
     "ExpertWeights",
+    "LibraStack",
     "LocalGroup",
     "LocalTransport",
     "MoE",

@@ -30,13 +30,14 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def make_model(name: str) -> torch.nn.Module:
+def make_model(name: str, **sizes: Any) -> Any:
+    """A tiny random model, the same for the same name and sizes."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     model, prefix, more = MODELS[name]
     modeling = import_module(f"transformers.models.{model}.modeling_{model}")
     config = getattr(import_module(f"transformers.models.{model}.configuration_{model}"), f"{prefix}Config")
     torch.manual_seed(3)
-    built = getattr(modeling, f"{prefix}ForCausalLM")(config(**{**SIZES, **more}))
+    built = getattr(modeling, f"{prefix}ForCausalLM")(config(**{**SIZES, **more, **sizes}))
     for parameter in built.parameters():
         parameter.data.normal_(std=0.2)
     return built.eval()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from isoload.layer.moe import MoE
 
 Choice = tuple[Tensor, Tensor]  # ids and weights [T, K] of a rank
-Choose = Callable[[], list[Choice]]  # of every owned rank; what fails in it fails on all ranks
+Choose = Callable[[], Sequence[Choice]]  # of every owned rank; what fails in it fails on all ranks
 
 _layers: WeakValueDictionary[int, MoE] = WeakValueDictionary()
 _recordings: WeakValueDictionary[int, Recording] = WeakValueDictionary()
@@ -38,7 +38,7 @@ def handle_of(layer: MoE) -> Tensor:
 
 
 def run_in_graph(
-    layer: MoE, rows: list[Tensor], chosen: list[Choice], num_tokens: int | None
+    layer: MoE, rows: list[Tensor], chosen: Sequence[Choice], num_tokens: int | None
 ) -> list[Tensor]:
     """The layer's outputs [T, H] for choices that the graph made; see MoE.run."""
     parameters = layer.expert_parameters()
@@ -55,7 +55,9 @@ def run_in_graph(
 
 
 @torch.compiler.disable(reason="expert Parameters of others: a Shard given as a function, DTensors")
-def _run_apart(layer: MoE, rows: list[Tensor], chosen: list[Choice], num_tokens: int | None) -> list[Tensor]:
+def _run_apart(
+    layer: MoE, rows: list[Tensor], chosen: Sequence[Choice], num_tokens: int | None
+) -> list[Tensor]:
     """Between two graphs: the op could not pass on the gradients of Parameters that it does not get."""
     return layer.run(rows, lambda: chosen, num_tokens)
 

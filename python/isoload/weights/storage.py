@@ -150,6 +150,11 @@ class RankWeights(nn.Module):
         """How often the home rows of every stack have changed."""
         return list(map(version_of, self.home_rows()))
 
+    def marks(self) -> list[tuple[int, int]]:
+        """Address and version of the home rows of every stack, equal as long as nothing is seen to change them."""
+        rows = self.home_rows()
+        return [(0 if isinstance(r, FakeTensor) else r.data_ptr(), version_of(r)) for r in rows]
+
     def check(self, replicated: bool) -> None:
         """Raises ValueError if the Parameters do not fit the layout or, replicated, changed since the refresh."""
         homes, storages = self.homes(), self.stored()
