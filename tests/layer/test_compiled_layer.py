@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 from typing import Any
 
 import pytest
@@ -20,8 +21,12 @@ from support.borrowed_layer import LLEP
 from support.borrowed_layer import make_setup as make_borrowed
 from support.fp8_experts import quantise
 from support.hugging_face import EXPERTS, MODELS, balanced, make_model
+from support.moved_layer import deal
+from support.moved_layer import make_setup as make_moved
 from support.processes import run_ranks
 from support.small_layer import make_setup
+from support.stacks import Model
+from support.stacks import run as run_layers
 
 
 def compile_whole(function: Any, backend: str = "aot_eager") -> Any:
@@ -152,6 +157,45 @@ def test_experts_in_fp8() -> None:
         assert_equal(compile_whole(layer)(setup.rows), layer(setup.rows))
     with pytest.raises(ValueError, match="experts in fp8 must run under torch.no_grad"):
         compile_whole(layer)(setup.rows)
+
+
+@torch.no_grad()
+def test_a_stack_is_one_graph() -> None:
+    model = Model(4, dtype=torch.float32)
+    layers = model.layers()
+    stack = isoload.LibraStack(layers, "last")
+    run = compile_whole(lambda rows: run_layers(layers, rows))
+    got = [run(model.rows(batch)) for batch in range(3)]
+    assert any(layer.last_plan.slot_to_expert.view(4, -1)[:, -2:].max() >= 0 for layer in layers)
+    stack.close()
+    again = model.layers()
+    isoload.LibraStack(again, "last")
+    for batch, ys in enumerate(got):
+        assert_equal(ys, run_layers(again, model.rows(batch)))
+
+
+@torch.no_grad()
+def test_a_stack_that_reads_norms_ends_the_graph_at_them() -> None:
+    """In one graph its hooks would keep the residual only after the layer has run."""
+    model = Model(4, dtype=torch.float32)
+    norms = [nn.LayerNorm(8) for _ in range(3)]
+    found = []
+    for compiles in (True, False):
+        layers = model.layers()
+        isoload.LibraStack(layers, "lookahead", norms)
+
+        def run(rows: list[Tensor], layers: list[isoload.MoE] = layers) -> list[Tensor]:
+            for norm, layer in zip(norms, layers, strict=True):
+                rows = [r + y for r, y in zip(rows, layer([norm(r) for r in rows]), strict=True)]
+            return rows
+
+        if compiles:
+            with pytest.raises(torch._dynamo.exc.Unsupported, match="between two graphs"):
+                compile_whole(run)(model.rows())
+            torch._dynamo.reset()
+        function = torch.compile(run, backend="aot_eager") if compiles else run
+        found.append([y for batch in range(2) for y in function(model.rows(batch))])
+    assert_equal(*found)
 
 
 def test_stale_replicas_raise_in_compiled_calls() -> None:
@@ -353,6 +397,27 @@ def over_shards(rank: int, distributed: bool) -> None:
 @pytest.mark.parametrize("distributed", [False, True])
 def test_experts_of_a_shard(distributed: bool) -> None:
     run_ranks(over_shards, 2, distributed, timeout=200)
+
+
+def without_experts(rank: int) -> None:
+    """On the first rank."""
+    setup = make_moved(2)
+    placement = deal(random.Random(4), setup.topology, 11, empty=[0])
+    layer = isoload.MoE(setup.gate, setup.dense, CollectiveTransport(setup.topology), placement)
+    assert (len(layer.weights[0].down) == 0) == (rank == 0)
+    found = []
+    for function in (compile_whole(layer), layer):
+        rows = setup.rows[rank].clone().requires_grad_()
+        y = function(rows)
+        grads = torch.autograd.grad(
+            y.square().sum(), [rows, *layer.parameters()], allow_unused=True, materialize_grads=True
+        )
+        found.append([y, *grads])
+    assert_equal(*found)
+
+
+def test_a_rank_without_experts() -> None:
+    run_ranks(without_experts, 2, timeout=200)
 
 
 def over_processes(rank: int, ranks: int) -> None:

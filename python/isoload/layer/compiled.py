@@ -29,12 +29,12 @@ _numbers = itertools.count()
 def handle_of(layer: MoE) -> Tensor:
     """[] float64: a new number by which compiled code finds the layer when it runs.
 
-    A tensor, since one graph then serves all layers that are alike; it requires a gradient, so that every rank enters
-    the backward of its layers, whatever else does.
+    A tensor, since one graph then serves all layers that are alike, and on the CPU, where it is read; it requires a
+    gradient, so that every rank enters the backward of its layers, whatever else does.
     """
     number = next(_numbers)
     _layers[number] = layer
-    return torch.tensor(float(number), dtype=torch.float64, requires_grad=True)
+    return torch.tensor(float(number), dtype=torch.float64, device="cpu", requires_grad=True)
 
 
 def run_in_graph(
@@ -139,8 +139,11 @@ def run_layer_backward(ticket: Tensor, grads: list[Tensor], inputs: list[Tensor]
     """The gradients of a recording's inputs (rows, weights, trained Parameters), from those of its outputs."""
     made = _recordings[int.from_bytes(bytes(ticket.tolist()), "little")]
     with _outside_of_ops(records=True):
-        # the recording ends with its ticket: backward may come again until then
-        found = torch.autograd.grad(made.outputs, made.inputs, grads, retain_graph=True)
+        # The recording ends with its ticket: backward may come again until then. A rank without experts has Parameters,
+        # of no rows, which nothing is computed from.
+        found = torch.autograd.grad(
+            made.outputs, made.inputs, grads, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
     return [grad.clone() for grad in found]
 
 
