@@ -1,121 +1,23 @@
-"""Whole balanced models, and layers, compiled into one graph: the bits of eager code, and its checks in every call."""
+"""A compiled layer is one op of its graph: the bits of eager code, and its checks in every call."""
 
 from __future__ import annotations
 
 import copy
 import gc
-import random
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as Split
 
 import isoload
 from isoload.layer import compiled
-from isoload.transport import CollectiveTransport, LocalTransport
 from support.borrowed_layer import LLEP
 from support.borrowed_layer import make_setup as make_borrowed
+from support.compiled import Layer, assert_equal, both_ways, compile_whole, small
 from support.fp8_experts import quantise
-from support.hugging_face import EXPERTS, MODELS, balanced, make_model
-from support.moved_layer import deal
-from support.moved_layer import make_setup as make_moved
-from support.processes import run_ranks
 from support.small_layer import make_setup
 from support.stacks import Model
 from support.stacks import run as run_layers
-
-
-def compile_whole(function: Any, backend: str = "aot_eager") -> Any:
-    torch._dynamo.reset()
-    return torch.compile(function, backend=backend, fullgraph=True)
-
-
-def token_ids(seed: int, length: int = 9) -> Tensor:
-    return torch.randint(1, 64, (2, length), generator=torch.Generator().manual_seed(seed))
-
-
-def assert_equal(got: list[Tensor], want: list[Tensor]) -> None:
-    assert len(got) == len(want) and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-# one model for every day, the others where time does not count
-SLOWLY = [pytest.param(name, marks=[] if name == "qwen3" else pytest.mark.slow) for name in MODELS]
-
-
-@pytest.mark.parametrize("name", SLOWLY)
-def test_a_whole_model_is_one_graph(name: str) -> None:
-    """Lengths differ, so that shapes become symbols."""
-    torch.set_num_threads(1)
-    model, layers = balanced(name)
-    run = compile_whole(model)
-    with torch.no_grad():
-        for length in (9, 5):
-            ids = token_ids(length, length)
-            got = run(ids).logits
-            plans = [layer.last_plan for layer in layers]
-            assert torch.equal(got, model(ids).logits)
-            assert all(plan is not None and plan.peak == plan.bound for plan in plans)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
-def test_a_whole_model_is_trained_as_one_graph(name: str) -> None:
-    torch.set_num_threads(1)
-    found = []
-    for compiles in (False, True):
-        model, layers = balanced(name)
-        run = compile_whole(model) if compiles else model
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        seen = []
-        for step in range(3):
-            optimizer.zero_grad()
-            loss = run(token_ids(step), labels=token_ids(step)).loss
-            loss.backward()
-            seen += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-            optimizer.step()
-            for layer in layers:
-                layer.refresh_replicas()
-        found.append(seen)
-    assert len(found[0]) > 3 * 10
-    assert_equal(found[1], found[0])
-
-
-@pytest.mark.slow
-def test_a_whole_model_under_inductor() -> None:
-    torch.set_num_threads(1)
-    model, _ = balanced("qwen3")
-    with torch.no_grad():
-        got = compile_whole(model, "inductor")(token_ids(3)).logits
-    torch.testing.assert_close(got, model(token_ids(3)).logits, rtol=1e-4, atol=1e-4)
-
-
-class Layer(nn.Module):
-    """A layer between other work, whose choices come from outside."""
-
-    def __init__(self, setup: Any, transport: Any = None, **how: Any) -> None:
-        super().__init__()
-        self.setup, transport = setup, transport or LocalTransport(setup.topology)
-        self.moe = isoload.MoE(setup.gate, setup.dense, transport, setup.placement, **how)
-
-    def forward(self, rows: list[Tensor]) -> list[Tensor]:
-        return [y * 2 for y in self.moe([r + 1 for r in rows])]
-
-
-def small(**how: Any) -> Layer:
-    return Layer(make_setup(4, dtype=torch.float32, masked=True), **how)
-
-
-def both_ways(run: Any, layer: Layer, rows: list[Tensor]) -> list[Tensor]:
-    """Outputs and all gradients."""
-    leaves = [r.clone().requires_grad_() for r in rows]
-    outputs = run(leaves)
-    loss = sum(y.square().sum() for y in outputs)
-    trained = [p for p in layer.parameters() if p.requires_grad]
-    return [*outputs, *torch.autograd.grad(loss, [*leaves, *trained])]
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -343,118 +245,3 @@ def test_recordings_end_with_their_graphs() -> None:
     run(layer.setup.rows)
     gc.collect()
     assert not compiled._recordings, "no backward came"
-
-
-def test_a_shard_given_as_a_function_ends_the_graph() -> None:
-    setup = make_setup(2, dtype=torch.float32)
-    placement = isoload.place(torch.ones(1, 11), setup.topology, placer="trivial")
-    stacks = [
-        {name: nn.Parameter(s[placement.home_experts(0, r)]) for name, s in setup.dense.stacks().items()}
-        for r in range(2)
-    ]
-    shards = [
-        isoload.Shard(placement.home_experts(0, r), lambda own=own: isoload.ExpertWeights(**own))
-        for r, own in enumerate(stacks)
-    ]
-    layer = isoload.MoE(setup.gate, shards, LocalTransport(setup.topology), placement)
-    leaves = [p for own in stacks for p in own.values()]
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="expert Parameters of others"):
-        compile_whole(layer)(setup.rows)
-    torch._dynamo.reset()
-    found = []
-    for run in (torch.compile(layer, backend="aot_eager"), layer):
-        loss = sum(y.square().sum() for y in run(setup.rows))
-        found.append([loss, *torch.autograd.grad(loss, leaves)])
-    assert_equal(*found)
-
-
-def over_shards(rank: int, distributed: bool) -> None:
-    """Experts that the model holds; those in DTensors end the graph, and are right between two."""
-    setup = make_setup(2, dtype=torch.float32)
-    placement = isoload.place(torch.arange(11)[None], setup.topology, slots_per_rank=7)
-    homes = placement.home_experts(0, rank)
-    own = {name: stack[list(homes)] for name, stack in setup.dense.stacks().items()}
-    if distributed:
-        mesh = DeviceMesh("cpu", [0, 1])
-        own = {n: DTensor.from_local(s, mesh, [Split(0)], run_check=False) for n, s in own.items()}
-    weights = isoload.ExpertWeights(**{name: nn.Parameter(stack) for name, stack in own.items()})
-    transport = CollectiveTransport(setup.topology)
-    layer = isoload.MoE(setup.gate, isoload.Shard(homes, weights), transport, placement)
-    rows = setup.rows[rank]
-    if distributed:
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="expert Parameters of others"):
-            compile_whole(layer)(rows)
-        torch._dynamo.reset()
-    run = torch.compile(layer, backend="aot_eager", fullgraph=not distributed)
-    found = []
-    for function in (run, layer):
-        y = function(rows)
-        grads = torch.autograd.grad(y.square().sum(), list(layer.parameters()))
-        found.append([y, *(g.to_local() if distributed else g for g in grads)])
-    assert_equal(*found)
-
-
-@pytest.mark.parametrize("distributed", [False, True])
-def test_experts_of_a_shard(distributed: bool) -> None:
-    run_ranks(over_shards, 2, distributed, timeout=200)
-
-
-def without_experts(rank: int) -> None:
-    """On the first rank."""
-    setup = make_moved(2)
-    placement = deal(random.Random(4), setup.topology, 11, empty=[0])
-    layer = isoload.MoE(setup.gate, setup.dense, CollectiveTransport(setup.topology), placement)
-    assert (len(layer.weights[0].down) == 0) == (rank == 0)
-    found = []
-    for function in (compile_whole(layer), layer):
-        rows = setup.rows[rank].clone().requires_grad_()
-        y = function(rows)
-        grads = torch.autograd.grad(
-            y.square().sum(), [rows, *layer.parameters()], allow_unused=True, materialize_grads=True
-        )
-        found.append([y, *grads])
-    assert_equal(*found)
-
-
-def test_a_rank_without_experts() -> None:
-    run_ranks(without_experts, 2, timeout=200)
-
-
-def over_processes(rank: int, ranks: int) -> None:
-    setup = make_setup(ranks, dtype=torch.float32, masked=True)
-    layer = Layer(setup, CollectiveTransport(setup.topology))
-    run = compile_whole(layer)
-    for scale in (1, 2):
-        rows = [setup.rows[rank] * scale]
-        assert_equal(both_ways(run, layer, rows), both_ways(layer, layer, rows))
-    with torch.no_grad():
-        if rank == 0:
-            layer.moe.weights[0].down.mul_(1.5)
-        message = "replicas must be refreshed" if rank == 0 else "rank 0 failed in stage count"
-        with pytest.raises(ValueError, match=message):
-            run([setup.rows[rank]])
-        layer.moe.refresh_replicas()
-        assert_equal(run([setup.rows[rank]]), layer([setup.rows[rank]]))
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_over_processes(ranks: int) -> None:
-    """Row counts that only the host has, in one graph; the second of 3 ranks has no tokens."""
-    run_ranks(over_processes, ranks, ranks, timeout=200)
-
-
-def model_over_processes(rank: int) -> None:
-    torch.set_num_threads(1)
-    model, topology = make_model("qwen3"), isoload.Topology(2)
-    placement = isoload.place(torch.arange(EXPERTS).repeat(2, 1) ** 2, topology, slots_per_rank=6)
-    isoload.balance(model, topology, transport=CollectiveTransport(topology), placement=placement)
-    with torch.no_grad():
-        got = compile_whole(model)(token_ids(rank)).logits
-        assert torch.equal(got, model(token_ids(rank)).logits)
-        plain = make_model("qwen3")(token_ids(rank)).logits
-    torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_a_model_over_processes() -> None:
-    run_ranks(model_over_processes, 2, timeout=200)
