@@ -143,7 +143,9 @@ def refusals(rank: int) -> None:
         setup.layer(far, **LLEP, borrow="deep_ep")
     with pytest.raises(ValueError, match="borrow_bytes must be at least 16384 .* got 0"):
         setup.layer(transport_of(setup, borrow_bytes=0), **LLEP, borrow="deep_ep")
-    with pytest.raises(ValueError, match="experts must be bfloat16, float16 or float32 .* got torch.float64"):
+    with pytest.raises(
+        ValueError, match="experts must be bfloat16, .* or float8_e4m3fn .* got torch.float64"
+    ):
         exact = make_setup(2, hidden=256)
         exact.layer(transport_of(exact), **LLEP, borrow="deep_ep")
     odd = small(2)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from isoload.balancer import Balancer, Gathered
+from isoload.checkpoints import Checkpoint
 from isoload.experts.compute import count_copies, run_experts
-from isoload.experts.weights import Activation, ExpertWeights, SwiGLU
-from isoload.layer.checks import check_parts, check_rows, experts_by_rank, name_of
+from isoload.experts.weights import Activation, ExpertWeights
+from isoload.layer.checks import activation_of, check_parts, check_rows, experts_by_rank, name_of
 from isoload.layer.compiled import Choose, handle_of, run_in_graph
 from isoload.layer.modules import place_module
 from isoload.layer.routers import Routing, given_choices
@@ -61,14 +62,15 @@ class MoE(StoredExperts):
 
     Args:
         gate: rows [T, H] -> (topk_ids [T, K] int64, weights [T, K] float32): a router, see isoload.layer.routers.Gate.
-        experts: the stacks of all E experts, shared ones last, of which each rank copies its own; or a Shard, a list of
-            them in process order, of the owned ranks' home experts, which stay in the memory where they are.
+        experts: the stacks of all E experts, shared ones last, of which each rank copies its own; or their Checkpoint,
+            of which each rank reads its own; or a Shard, a list of them in process order, of the owned ranks' home
+            experts, which stay in the memory where they are.
         transport: joins the ranks.
         placement: where the experts lie.
         layer: position of this layer in the placement.
         policy: a name in isoload.POLICIES or a Policy; options go with the name. One that samples draws anew in
             every batch.
-        activation: SwiGLU (default), or gpt-oss's ClampedGLU.
+        activation: SwiGLU, or gpt-oss's ClampedGLU. None: the checkpoint's, else SwiGLU.
         shared: a module for all local rows, added to the result, outside of dispatch. Shared experts of the
             placement need none: the layer adds them to every token's choices, with weight 1.
         prefer: see isoload.route.
@@ -88,7 +90,7 @@ class MoE(StoredExperts):
     def __init__(
         self,
         gate: Gate,
-        experts: ExpertWeights | Shard | Sequence[Shard],
+        experts: ExpertWeights | Checkpoint | Shard | Sequence[Shard],
         transport: Transport,
         placement: Placement,
         layer: int = 0,
@@ -106,11 +108,11 @@ class MoE(StoredExperts):
         self.gate, self.shared = gate, shared
         self.run_by: Callable[[list[Tensor], Choose, int | None], list[Tensor]] | None = None  # a stack
         self.transport, self.group, self.dispatcher = transport, transport.group, transport.dispatcher
-        self.activation: Activation = SwiGLU() if activation is None else activation
         own = experts_by_rank(experts, len(self.group.ranks))
         with self.group.agreeing("construction") as facts:
             placed = placement.layer(layer, "cpu")
             described = check_parts(own, self.group, placement, layer)
+            self.activation: Activation = activation_of(own) if activation is None else activation
             arrange = shard_layouts if isinstance(own[0], Shard) else layouts
             self.layouts, self.num_rows = arrange(placed), count_rows(placed, weight_rows)
             facts.update(
