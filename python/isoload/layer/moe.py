@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -237,8 +237,14 @@ class MoE(StoredExperts):
         except Exception as error:
             return Chosen(rows, [], error)
 
-    def gather(self, chosen: Chosen, num_tokens: int | None, beside: list[Tensor] | None = None) -> Gathered:
-        """The batch counted and gathered; num_tokens as in :meth:`forward`, beside as in :meth:`Balancer.gather`.
+    def gather(
+        self,
+        chosen: Chosen,
+        num_tokens: int | None,
+        beside: list[Tensor] | None = None,
+        facts: Mapping[str, int] | None = None,
+    ) -> Gathered:
+        """The batch counted and gathered; num_tokens as in :meth:`forward`, others as in :meth:`Balancer.gather`.
 
         A rank that failed tells the others in the gather or, without one, in dispatch; on a GPU with
         max_tokens_per_rank nothing there is read, and the others wait for the group's timeout.
@@ -251,8 +257,8 @@ class MoE(StoredExperts):
         if chosen.failure is None:
             row, ids = chosen.rows[0], chosen.ids[0]
             row_facts = [row.shape[1], DTYPES.index(row.dtype), ids.shape[1]]
-        facts = dict(zip(ROW_FACTS, row_facts, strict=True))
-        return self.balancer.gather(chosen.ids, num_tokens, chosen.failure, tell, facts, beside)
+        alike = {**dict(zip(ROW_FACTS, row_facts, strict=True)), **(facts or {})}
+        return self.balancer.gather(chosen.ids, num_tokens, chosen.failure, tell, alike, beside)
 
     def borrow(self, made: Plan | None) -> Borrowed | None:
         """Begins to bring the experts in the plan's spare slots."""

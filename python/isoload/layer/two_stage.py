@@ -18,9 +18,8 @@ from isoload.layer.moe import Chosen, MoE
 from isoload.placed_layers import Filled
 from isoload.weights.borrow import Borrowed
 
-Ahead = Callable[
-    [Borrowed | None], Borrowed | None
-]  # fetches for the next layer, beside what this one computes with
+# Fetches for the next layer, beside what this one computes with.
+Ahead = Callable[[Borrowed | None], Borrowed | None]
 
 
 @dataclass
