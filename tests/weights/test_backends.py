@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 import isoload
 from isoload.transport import CollectiveGroup, Group, LocalGroup
 from isoload.weights.backends import P2P_LIMIT, chunks_of, make_backend
+from isoload.weights.borrow import Borrowing
 from isoload.weights.borrow_plan import BorrowPlan
 from isoload.weights.moves import Address, Move
 from support.processes import run_ranks
@@ -147,3 +149,14 @@ def test_batches_of_sends_are_small_on_every_rank() -> None:
         for rank in range(6):
             assert sum(rank in (source.rank, target.rank) for source, target in chunk) <= P2P_LIMIT
     assert len(chunks) < 400 * 2 / P2P_LIMIT
+
+
+def test_weights_that_peers_cannot_read_are_refused_by_name() -> None:
+    """`pull` over processes reads the layer's own memory; a stand-in, since only a GPU has such a group."""
+    borrowing = object.__new__(Borrowing)
+    borrowing.group = SimpleNamespace(ranks=(0,), topology=isoload.Topology(2))
+    borrowing.backend = SimpleNamespace(reads_peers=True, name="pull")
+    borrowing.check(SimpleNamespace(shows_storage=lambda: True))
+    message = r"borrow must be all_to_all, p2p or deep_ep where expert Parameters have memory of their own .* got 'pull'"
+    with pytest.raises(ValueError, match=message):
+        borrowing.check(SimpleNamespace(shows_storage=lambda: False))
