@@ -157,6 +157,6 @@ def test_weights_that_peers_cannot_read_are_refused_by_name() -> None:
     borrowing.group = SimpleNamespace(ranks=(0,), topology=isoload.Topology(2))
     borrowing.backend = SimpleNamespace(reads_peers=True, name="pull")
     borrowing.check(SimpleNamespace(shows_storage=lambda: True))
-    message = r"borrow must be all_to_all, p2p or deep_ep where expert Parameters have memory of their own .* got 'pull'"
+    message = r"borrow must be all_to_all, p2p or deep_ep where expert Parameters have memory .* got 'pull'"
     with pytest.raises(ValueError, match=message):
         borrowing.check(SimpleNamespace(shows_storage=lambda: False))
