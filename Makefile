@@ -138,6 +138,7 @@ bench: $(READY)
 	$(PY) bench/bench_balance.py
 	OPENBLAS_NUM_THREADS=1 $(PY) bench/bench_lp.py
 	$(PY) bench/bench_active.py
+	$(PY) bench/bench_ahead.py
 	$(PY) bench/bench_kernels.py
 
 ifeq ($(VENV),0)

@@ -24,6 +24,7 @@ FLOORS = [
         "value_checks",
         "host_values",
         "shared_experts",
+        "steps",
         "cost",
         "kernels",
         "report.tables",

@@ -7,6 +7,7 @@ from isoload.experts.weights import ExpertWeights
 from isoload.formats import FORMATS, read_placement, write_placement
 from isoload.layer import (
     BlockExperts,
+    LibraStack,
     MoE,
     balance,
     full_optimizer_state,
@@ -40,6 +41,7 @@ __all__ = [
     "CollectiveGroup",
     "CollectiveTransport",
     "ExpertWeights",
+    "LibraStack",
     "LocalGroup",
     "LocalTransport",
     "MoE",

@@ -180,5 +180,7 @@ def test_refused():
         for r in range(2)
     ]
     layer = isoload.MoE(lambda rows: None, shards, isoload.LocalTransport(topology), one)
-    with pytest.raises(ValueError, match="layers must own their experts' memory, got one made of Shards"):
+    with pytest.raises(
+        ValueError, match="pinned must be True where a layer is made of Shards, whose homes stay"
+    ):
         Rebalancer([layer], Recorder(1, EXPERTS))

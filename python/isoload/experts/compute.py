@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from isoload import kernels
-from isoload.experts.grouped_linear import linear_of
+from isoload.experts.fp8 import check_no_gradients
+from isoload.experts.grouped_linear import projections
 from isoload.experts.grouping import Grouping, gather_copies, group_copies, weighted_sum
-from isoload.experts.weights import Activation, ClampedGLU, ExpertWeights, SwiGLU
+from isoload.experts.weights import DTYPES, Activation, ClampedGLU, ExpertWeights, SwiGLU
 from isoload.permutation import sum_dtype
 from isoload.value_checks import values_readable
 
@@ -35,7 +36,7 @@ def run_experts(
     and every stack that requires them.
 
     Args:
-        rows: [N, H] in the groups' dtype.
+        rows: [N, H] in the groups' dtype; without gradients beside groups in fp8, then in any dtype.
         slots: [N, K] int64 local slot, -1 = absent.
         weights: [N, K] float32 gate weights (float64 ones only with float64 rows).
         groups: stacks of weights: the resident rows, then the spare pool.
@@ -65,10 +66,9 @@ def run_experts(
         grouping = group_copies(slots, first, group.num_slots, held)
         copies = gather_copies(rows, grouping)  # [C, H]
         if group.num_slots:  # else all are absent, but rows keep their gradient's way
-            linear = linear_of(group)
-            gate_up = linear(copies, group.gate_up, group.gate_up_bias, grouping)  # [C, 2I]
-            inner = _activate(activation, gate_up, grouping)  # [C, I]
-            copies = linear(inner, group.down, group.down_bias, grouping)  # [C, H]
+            to_inner, to_hidden = projections(group, rows.dtype)
+            inner = _activate(activation, to_inner(copies, grouping), grouping)  # [C, 2I] -> [C, I]
+            copies = to_hidden(inner, grouping)  # [C, H]
         parts.append(weighted_sum(copies, weights, grouping, summed))  # [N, H]
         first += group.num_slots
     return functools.reduce(torch.add, parts).to(rows.dtype)
@@ -132,11 +132,15 @@ def _check_arguments(
                 f"groups[{g}] must have the width and dtype of groups[0] ({hidden}, {dtype}), "
                 f"got {group.down.shape[1]}, {group.down.dtype}"
             )
-    if rows.dim() != 2 or rows.shape[1] != hidden or rows.dtype != dtype:
-        raise ValueError(f"rows must be [N, {hidden}] {dtype}, got {list(rows.shape)} {rows.dtype}")
+    if groups[0].in_fp8:
+        check_no_gradients()
+    dtypes = DTYPES if groups[0].in_fp8 else (dtype,)
+    if rows.dim() != 2 or rows.shape[1] != hidden or rows.dtype not in dtypes:
+        names = " or ".join(map(str, dtypes))
+        raise ValueError(f"rows must be [N, {hidden}] {names}, got {list(rows.shape)} {rows.dtype}")
     if slots.dim() != 2 or len(slots) != len(rows) or slots.dtype != torch.int64:
         raise ValueError(f"slots must be [{len(rows)}, K] int64, got {list(slots.shape)} {slots.dtype}")
-    if weights.shape != slots.shape or weights.dtype not in (torch.float32, sum_dtype(dtype)):
+    if weights.shape != slots.shape or weights.dtype not in (torch.float32, sum_dtype(rows.dtype)):
         raise ValueError(
             f"weights must be {list(slots.shape)} torch.float32 (torch.float64 only with float64 rows), "
             f"got {list(weights.shape)} {weights.dtype}"

@@ -9,11 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from isoload.experts.fp8 import FP8, check_no_gradients
 from isoload.experts.weights import Activation, ClampedGLU, ExpertWeights, SwiGLU, describe
 from isoload.placement import Placement
 from isoload.transport import DTYPES, CollectiveGroup, Group
 from isoload.weights.shard import Shard, check_shard, describe_rows
-from isoload.weights.storage import RankWeights
+from isoload.weights.storage import RankWeights, check_fp8
 
 Experts = Sequence[ExpertWeights | Shard]  # for every owned rank: all experts, or its own
 
@@ -42,6 +43,9 @@ def check_parts(experts: Experts, group: Group, placement: Placement, layer: int
         )
     kinds: dict[str, None] = {}
     for rank, own in zip(group.ranks, experts, strict=True):
+        given = own.read() if isinstance(own, Shard) else own
+        if given.in_fp8:
+            check_fp8(given.stacks())
         if isinstance(own, Shard):
             kinds[describe_rows(check_shard(own, placement.home_experts(layer, rank), rank))] = None
         elif own.num_slots != placement.num_experts:
@@ -101,14 +105,20 @@ _CHECKED: WeakKeyDictionary[DistributedDataParallel, WeakSet[RankWeights]] = Wea
 
 
 def check_rows(rows: list[Tensor], most: int | None, down: Tensor) -> None:
-    """Raises ValueError if rows do not fit experts down [S, H, I], or are more than the transport has room for."""
+    """Raises ValueError if rows do not fit experts down [S, H, I], or are more than the transport has room for.
+
+    Beside experts in fp8 rows may have any dtype, and no gradients are recorded.
+    """
+    if down.dtype == FP8:
+        check_no_gradients()
     for row in rows:
         if row.dim() != 2 or row.dtype not in DTYPES:
             names = ", ".join(map(str, DTYPES))
             raise ValueError(f"x must be [T, H] of {names}, got {list(row.shape)} {row.dtype}")
-        if (row.shape[1], row.dtype) != (down.shape[1], down.dtype):
+        dtype = row.dtype if down.dtype == FP8 else down.dtype
+        if (row.shape[1], row.dtype) != (down.shape[1], dtype):
             raise ValueError(
-                f"x must be [T, {down.shape[1]}] {down.dtype} as the experts, whose weights autocast leaves alone, "
+                f"x must be [T, {down.shape[1]}] {dtype} as the experts, whose weights autocast leaves alone, "
                 f"got {list(row.shape)} {row.dtype}"
             )
     if most is not None and max(map(len, rows)) > most:

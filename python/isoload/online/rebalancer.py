@@ -204,7 +204,8 @@ class Rebalancer:
         if not make_placer(self.placer, self.options).takes_before:
             raise ValueError(f"placer must start from the placement before, got {self.placer!r}")
         held = [w for layer in self.layers if isinstance(layer, MoE) for w in layer.weights]
-        if any(isinstance(weights, ShardWeights) for weights in held):
+        if any(isinstance(weights, ShardWeights) for weights in held) and not self.options.get("pinned"):
             raise ValueError(
-                "layers must own their experts' memory, got one made of Shards, whose homes stay"
+                "pinned must be True where a layer is made of Shards, whose homes stay, got False: a placement that "
+                "moves them cannot be loaded"
             )

@@ -37,7 +37,8 @@ class Group(ABC):
     """R ranks that exchange tensors; lists run over ``ranks``, those that this process owns.
 
     Every rank makes the same calls in the same order. Each exchange has a stage, which names it in errors and in
-    ``traffic.bytes``. A subclass moves the bytes: ``_gather``, ``_swap``, ``_start_swap``, ``gather_objects``.
+    ``traffic.bytes``. A subclass moves the bytes: ``_gather``, ``_swap``, where it can begin them ``_start_gather`` and
+    ``_start_swap``, and ``gather_objects``.
 
     Args:
         topology: R ranks.
@@ -73,10 +74,19 @@ class Group(ABC):
         arrived = self._swap(stage, buffers, sent, got)
         return lambda: arrived
 
+    def _start_gather(self, stage: str, rows: list[Tensor]) -> Callable[[], Tensor]:
+        gathered = self._gather(stage, rows)
+        return lambda: gathered
+
     def gather(self, stage: str, rows: list[Tensor]) -> Tensor:
         """[R, F]: the row [F] of every rank, the same on all ranks."""
         self.traffic.bytes[stage] += sum(map(num_bytes, rows))
         return self._gather(stage, rows)
+
+    def start_gather(self, stage: str, rows: list[Tensor]) -> Callable[[], Tensor]:
+        """:meth:`gather`, begun: what it returns waits for the rows; other exchanges may come before that."""
+        self.traffic.bytes[stage] += sum(map(num_bytes, rows))
+        return self._start_gather(stage, rows)
 
     def swap(self, stage: str, buffers: list[Tensor], sent: PerRank, got: PerRank) -> list[Tensor]:
         """All-to-all of rows.

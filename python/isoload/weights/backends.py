@@ -173,9 +173,12 @@ class Pull(Backend):
         device = pools[0][0].device
         side = self._side = self._side or torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
+        done = torch.cuda.Event()
         with torch.cuda.stream(side):
             copy()
-        return lambda: torch.cuda.current_stream(device).wait_stream(side)
+            done.record(side)
+        # not for the stream: the next layer's copies may be on it by then
+        return lambda: torch.cuda.current_stream(device).wait_event(done)
 
     def _count(self, stage: str, plan: BorrowPlan, pools: Stacks) -> None:
         """Bytes of what the owned ranks read, where the plan lies on the host anyway."""

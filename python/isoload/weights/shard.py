@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from isoload.experts.weights import ExpertWeights
+from isoload.experts.weights import NAMES, ExpertWeights
 from isoload.weights.layout import Layout
-from isoload.weights.state import NAMES
 from isoload.weights.storage import RankWeights, new_stack, version_of
 
 
@@ -76,6 +75,10 @@ class ShardWeights(RankWeights):
             self.register_buffer(f"stored_{name}", stored, persistent=False)
         self.place_rows(num_rows, spare_slots, here.down.device)
         self._refreshed = None  # no replica is there yet
+
+    @property
+    def reads_elsewhere(self) -> bool:
+        return self._shard is not None or super().reads_elsewhere
 
     def homes(self) -> dict[str, Tensor]:
         if self._shard is not None:

@@ -10,19 +10,20 @@ The layer then reads the home rows from the Parameter, and replica rows from the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from isoload.experts.weights import ExpertWeights
+from isoload.experts.fp8 import FP8
+from isoload.experts.weights import NAMES, ExpertWeights
 from isoload.transport import Group
 from isoload.weights.layout import Layout
 from isoload.weights.moves import Move, move_rows
 from isoload.weights.optimizer_steps import see_steps
-from isoload.weights.state import HOMES, NAMES, rows_for
+from isoload.weights.state import HOMES, check_kind, rows_for
 
 
 def new_stack(like: Tensor, rows: int) -> Tensor:
@@ -60,7 +61,7 @@ class RankWeights(nn.Module):
             stored = None if stack is None else new_stack(stack, num_rows)
             if stack is not None and stored is not None:
                 stored[: len(experts)] = stack.detach()[experts]
-            homes = None if stored is None else nn.Parameter(stored[:num_homes])
+            homes = None if stored is None else nn.Parameter(stored[:num_homes], not dense.in_fp8)
             self.register_parameter(name, homes)
             self.register_buffer(f"stored_{name}", stored, persistent=False)
         self.place_rows(num_rows, spare_slots, dense.down.device)
@@ -81,6 +82,11 @@ class RankWeights(nn.Module):
         if mesh is not None:
             self.__dict__["sharded_over"] = frozenset(mesh.mesh.flatten().tolist())
         super().__setattr__(name, value)
+
+    @property
+    def reads_elsewhere(self) -> bool:
+        """Whether others own the Parameters, or give them their memory while the layer runs."""
+        return bool(self.sharded_over)
 
     def homes(self) -> dict[str, Tensor]:
         """The home rows [homes, ...] by stack: the Parameters."""
@@ -142,6 +148,11 @@ class RankWeights(nn.Module):
         """How often the home rows of every stack have changed."""
         return list(map(version_of, self.home_rows()))
 
+    def marks(self) -> list[tuple[int, int]]:
+        """Address and version of the home rows of every stack, equal as long as nothing is seen to change them."""
+        rows = self.home_rows()
+        return [(0 if isinstance(r, FakeTensor) else r.data_ptr(), version_of(r)) for r in rows]
+
     def check(self, replicated: bool) -> None:
         """Raises ValueError if the Parameters do not fit the layout or, replicated, changed since the refresh."""
         homes, storages = self.homes(), self.stored()
@@ -154,6 +165,8 @@ class RankWeights(nn.Module):
                 raise ValueError(
                     f"{name} must be {' '.join(map(str, wanted))}, got {' '.join(map(str, given))}"
                 )
+        if "gate_up_scale" in storages:
+            check_fp8(homes)
         if replicated and not self.is_refreshed():
             raise ValueError(
                 "replicas must be refreshed after the expert Parameters change: call refresh_replicas() on all ranks, "
@@ -220,6 +233,9 @@ class RankWeights(nn.Module):
 
     def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *how: Any) -> None:
         state = rows_for(self.layout.homes, state, prefix)
+        for name, held in self.stored().items():
+            if (given := state.get(prefix + name)) is not None:
+                check_kind(prefix + name, given, held)
         # assign=True would put Parameters with memory of their own in place of these: copy instead
         metadata = {**metadata, "assign_to_params_buffers": False}
         super()._load_from_state_dict(state, prefix, metadata, *how)
@@ -252,6 +268,19 @@ def _shows(home: Tensor, stored: Tensor) -> bool:
         return True
     rows = home.shape[1:] == stored.shape[1:] and home.stride() == stored.stride()
     return rows and home.dtype == stored.dtype and home.data_ptr() == stored.data_ptr()
+
+
+def check_fp8(homes: Mapping[str, Tensor]) -> None:
+    """Raises ValueError if home rows in fp8 have been cast, as ``.to(dtype)`` does, or are to be trained."""
+    for name, home in homes.items():
+        wanted = torch.float32 if name.endswith("_scale") else FP8
+        if home.dtype != wanted:
+            raise ValueError(
+                f"{name} must stay {wanted}, since experts in fp8 cannot be cast (.to(dtype)), got {home.dtype}: their "
+                "values are lost"
+            )
+        if home.requires_grad:
+            raise ValueError(f"{name} must not require a gradient, which experts in fp8 do not have, got one")
 
 
 def version_of(tensor: Tensor) -> int:
