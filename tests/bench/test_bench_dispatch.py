@@ -202,6 +202,22 @@ def test_numbers_below_one_are_refused(option: str, capsys: pytest.CaptureFixtur
     assert f"{option}: must be a whole number of at least 1, got '0'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--transport", "deep_ep"], "--transport deep_ep needs torchrun"),
+        (["--expert-major"], "--expert-major needs --transport deep_ep"),
+    ],
+)
+def test_options_that_do_nothing_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: list[str], message: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_dispatch.py", *given])
+    with pytest.raises(SystemExit):
+        bench_dispatch.main()
+    assert message in capsys.readouterr().err
+
+
 def test_links_of_a_machine() -> None:
     head = "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\x1b[0m\n"
     rows = (

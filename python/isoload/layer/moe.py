@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from isoload.balancer import Balancer, Gathered
 from isoload.experts.compute import count_copies, run_experts
+from isoload.experts.sorted_rows import run_sorted
 from isoload.experts.weights import Activation, ExpertWeights, SwiGLU
 from isoload.layer.checks import check_parts, check_rows, experts_by_rank, name_of
 from isoload.layer.compiled import Choose, handle_of, run_in_graph
@@ -274,11 +275,22 @@ class MoE(StoredExperts):
         slots: Sequence[Tensor],
         weights: Sequence[Tensor],
         stacks: Sequence[Sequence[ExpertWeights]],
+        ends: Sequence[Sequence[int] | None] | None = None,
     ) -> list[Tensor]:
-        """[N, H] of every owned rank: its experts on rows [N, H], by local slots [N, K], -1 = not here."""
+        """[N, H] of every owned rank: its experts on rows [N, H], by local slots [N, K], -1 = not here.
+
+        ends: see Received; None = no rank's rows lie by slot.
+        """
         outputs = []
         local = [rank.weight_rows(own) for rank, own in zip(self._ranks(), slots, strict=True)]
-        for row, held, given, groups in zip(rows, local, weights, stacks, strict=True):
+        by_row = [
+            None if of_rank is None else rank.row_ends(of_rank)
+            for rank, of_rank in zip(self._ranks(), ends or [None] * len(local), strict=True)
+        ]
+        for row, held, given, groups, sorted_ends in zip(rows, local, weights, stacks, by_row, strict=True):
+            if sorted_ends is not None:
+                outputs.append(run_sorted(row, given, sorted_ends, groups, self.activation))
+                continue
             # On a device the count would be one more wait: there buffers hold N*K copies.
             counts = count_copies(held, groups) if values_readable(held) else None
             outputs.append(run_experts(row, held, given, groups, self.activation, counts))
@@ -294,7 +306,7 @@ class MoE(StoredExperts):
             self.group, self._ranks(), [got.rows for got in received], self.replica_moves, borrowed, noted
         )
         local, weights = [got.slots for got in received], [got.weights for got in received]
-        outputs = self.run_local(rows, local, weights, stacks)
+        outputs = self.run_local(rows, local, weights, stacks, [got.ends for got in received])
         return outputs if borrowed is None else bring_again(borrowed, outputs)
 
     def _complete(self, topk_ids: Tensor, weights: Tensor) -> Routing:
