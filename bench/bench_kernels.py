@@ -25,7 +25,7 @@ from torch import Tensor
 
 from harness import RESULTS, ResultFile, machine
 from isoload import kernels
-from isoload.experts.compute import _activate
+from isoload.experts.compute import activate
 from isoload.experts.weights import Activation, ClampedGLU, SwiGLU
 from isoload.ops import group_copies
 from isoload.permutation import spread_rows, sum_rows, sum_rows_backward
@@ -87,11 +87,11 @@ def draw_activation(
     def backward() -> Any:
         fused = kernels.fit(forward)
         if fused not in recorded:
-            recorded[fused] = _activate(activation, gate_up, grouping)
+            recorded[fused] = activate(activation, gate_up, grouping)
         return torch.autograd.grad(recorded[fused], gate_up, grad, retain_graph=True)
 
     return [
-        Work(name, lambda: _activate(activation, forward, grouping), 3 * present * inner * 2),
+        Work(name, lambda: activate(activation, forward, grouping), 3 * present * inner * 2),
         Work(f"{name}, backward", backward, 5 * present * inner * 2),
     ]
 

@@ -70,7 +70,7 @@ def run_experts(
         copies = gather_copies(rows, grouping)  # [C, H]
         if group.num_slots:  # else all are absent, but rows keep their gradient's way
             to_inner, to_hidden = projections(group, rows.dtype)
-            inner = _activate(activation, to_inner(copies, grouping), grouping)  # [C, 2I] -> [C, I]
+            inner = activate(activation, to_inner(copies, grouping), grouping)  # [C, 2I] -> [C, I]
             copies = to_hidden(inner, grouping)  # [C, H]
         parts.append(weighted_sum(copies, weights, grouping, summed))  # [N, H]
         first += group.num_slots
@@ -87,7 +87,7 @@ def count_copies(slots: Tensor, groups: Sequence[ExpertWeights]) -> list[int]:
     return counts
 
 
-def _activate(activation: Activation, gate_up: Tensor, grouping: Grouping) -> Tensor:
+def activate(activation: Activation, gate_up: Tensor, grouping: Grouping) -> Tensor:
     """[C, 2I] -> [C, I]; where the kernels fit, without touching the tail."""
     known = isinstance(activation, SwiGLU | ClampedGLU)
     if not known or not kernels.fit(gate_up.detach()):  # autograd records the Function below

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from isoload.balancer import Balancer, Gathered
 from isoload.checkpoints import Checkpoint
 from isoload.experts.compute import count_copies, run_experts
+from isoload.experts.sorted_rows import run_sorted
 from isoload.experts.weights import Activation, ExpertWeights
 from isoload.layer.checks import activation_of, check_parts, check_rows, experts_by_rank, name_of
 from isoload.layer.compiled import Choose, handle_of, run_in_graph
@@ -52,6 +53,11 @@ class Chosen:
     def weights(self) -> list[Tensor]:
         """[T, K] each."""
         return [weights for _, weights in self.routings]
+
+    def kept(self, slots: list[Tensor]) -> list[Received]:
+        """The rows as if they had been received, with local slots [T, K] on their own rank; -1 = elsewhere."""
+        of_ranks = zip(self.rows, slots, self.weights, strict=True)
+        return [Received(row, own, given, None) for row, own, given in of_ranks]
 
 
 class MoE(StoredExperts):
@@ -277,24 +283,20 @@ class MoE(StoredExperts):
         return join_rows(self.group, self._ranks(), [], self.replica_moves, borrowed, {})[1]
 
     def run_local(
-        self,
-        rows: Sequence[Tensor],
-        slots: Sequence[Tensor],
-        weights: Sequence[Tensor],
-        stacks: Sequence[Sequence[ExpertWeights]],
-        max_copies: Sequence[int | None],
+        self, received: Sequence[Received], stacks: Sequence[Sequence[ExpertWeights]]
     ) -> list[Tensor]:
-        """[N, H] of every owned rank: its experts on rows [N, H], by local slots [N, K], -1 = not here.
-
-        max_copies: most copies of every rank, which bound the buffers; None: N*K.
-        """
+        """[N, H] of every owned rank: its experts on the rows that it received, or has itself."""
         outputs = []
-        local = [rank.weight_rows(own) for rank, own in zip(self._ranks(), slots, strict=True)]
-        for row, held, given, groups, most in zip(rows, local, weights, stacks, max_copies, strict=True):
-            bounds = None if most is None else [most] * len(groups)
-            if values_readable(held):  # on a device the count would be one more wait
-                bounds = count_copies(held, groups)
-            outputs.append(run_experts(row, held, given, groups, self.activation, bounds))
+        for rank, got, groups in zip(self._ranks(), received, stacks, strict=True):
+            ends = None if got.ends is None else rank.row_ends(got.ends)
+            if ends is not None:
+                outputs.append(run_sorted(got.rows, got.weights, ends, groups, self.activation))
+                continue
+            local = rank.weight_rows(got.slots)
+            most = None if got.max_copies is None else [got.max_copies] * len(groups)
+            if values_readable(local):  # on a device the count would be one more wait
+                most = count_copies(local, groups)
+            outputs.append(run_experts(got.rows, local, got.weights, groups, self.activation, most))
         return outputs
 
     def _compute(
@@ -306,8 +308,8 @@ class MoE(StoredExperts):
         rows, stacks = join_rows(
             self.group, self._ranks(), [got.rows for got in received], self.replica_moves, borrowed, noted
         )
-        local, weights = [got.slots for got in received], [got.weights for got in received]
-        outputs = self.run_local(rows, local, weights, stacks, [got.max_copies for got in received])
+        received = [replace(got, rows=row) for got, row in zip(received, rows, strict=True)]
+        outputs = self.run_local(received, stacks)
         return outputs if borrowed is None else bring_again(borrowed, outputs)
 
     def _complete(self, topk_ids: Tensor, weights: Tensor) -> Routing:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ class Received:
     weights  [N, K]  gate weights, which the experts' side multiplies by; 0 where slots is -1
     handle           for combine; only the dispatcher that made it reads it
     max_copies       most copies there are, where the host has such a number: experts need no more memory
+    ends             [S] if every row is of one copy (K = 1) and rows lie by slot: those of slot s before ends[s]
 
     A row whose slots are all -1 is padding. N, K and the order of rows are the dispatcher's own; rows, slots and
     weights may be parts of one buffer, not contiguous.
@@ -31,6 +32,7 @@ class Received:
     weights: Tensor
     handle: object
     max_copies: int | None = None
+    ends: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -202,6 +202,26 @@ class RankWeights(nn.Module):
         """Local slots [N, K] as int64 weight rows; -1 stays."""
         return self.row_of_slot[slots]  # -1 reads the last entry
 
+    def row_ends(self, ends: Sequence[int]) -> list[int] | None:
+        """Where the copies of every weight row end, given those of the local slots [S]; None if these lie otherwise.
+
+        Raises:
+            ValueError: copies came to a slot without a row.
+        """
+        placed = len(ends) - self.spare_slots
+        found: list[int] = []
+        for slot, row in enumerate(self._rows(self.layout)[:placed]):
+            if row < 0 and ends[slot] != (ends[slot - 1] if slot else 0):
+                raise ValueError(
+                    f"slot {slot} must have no copies, since it holds no expert, got ends {list(ends)}"
+                )
+            if row >= 0 and row != len(found):
+                return None
+            if row >= 0:
+                found.append(ends[slot])
+        last = ends[placed - 1] if placed else 0
+        return [*found, *[last] * (self.num_rows - len(found)), *ends[placed:]]
+
     def settle(self, layout: Layout) -> None:
         """Takes the storages as they are now for the rows of another layout; no pointer changes."""
         self.layout = layout
