@@ -1,0 +1,31 @@
+"""Runs a vLLM engine over two CPU processes: python run_vllm.py CHECKPOINT TOKENS.json [name=JSON value ...]"""
+
+import json
+import sys
+
+from checkpoint import PROMPTS
+
+COMMON = {
+    "skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 4,
+    "tensor_parallel_size": 2, "enable_expert_parallel": True,
+}  # fmt: skip
+
+
+def main() -> None:
+    from vllm import LLM, SamplingParams
+
+    model, out, *given = sys.argv[1:]
+    options = {key: json.loads(value) for key, _, value in (pair.partition("=") for pair in given)}
+    engine = LLM(model=model, **(COMMON | options))
+    try:
+        prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+        greedy = SamplingParams(max_tokens=24, temperature=0, detokenize=False, ignore_eos=True)
+        results = engine.generate(prompts, greedy, use_tqdm=False)
+        with open(out, "w") as file:
+            json.dump([result.outputs[0].token_ids for result in results], file)
+    finally:
+        engine.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":  # engines spawn processes, which import this file
+    main()
