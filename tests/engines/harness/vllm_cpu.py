@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 KNUTH = 2654435769  # of vLLM's choice of a replica
@@ -49,6 +50,7 @@ def register() -> None:
 
     # EPLB is refused unless the platform is one of these.
     parallel.current_platform = Standing(parallel.current_platform, is_xpu=lambda: True)
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.distributed.eplb import eplb_communicator, eplb_state
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
     from vllm.model_executor.layers.fused_moe.router import base_router
@@ -57,6 +59,7 @@ def register() -> None:
     accelerator = Standing(torch.accelerator, current_stream=lambda *_: Stream())
     eplb_communicator.torch = Standing(torch, accelerator=accelerator)
     eplb_state.torch = Standing(torch, Event=Event)
+    CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = all_gatherv, reduce_scatterv
     wrap(cpu_moe.CPUUnquantizedExperts, "apply", local_experts)
     wrap(cpu_model_runner.CPUModelRunner, "load_model", load_model)
     base_router.eplb_map_to_physical_and_record = (
@@ -79,6 +82,26 @@ def local_experts(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         kwargs["topk_weights"] = torch.where(local >= 0, weights, 0.0)
         kwargs["topk_ids"] = local.clamp(min=0).to(ids.dtype)
     original(self, *args, **kwargs)
+
+
+def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+    """Rows of all ranks, which hold different numbers of them; the CPU's communicator has none of this."""
+    if isinstance(input_, list):
+        return [all_gatherv(self, rows, dim, sizes) for rows in input_]
+    sizes = [len(input_)] * self.world_size if sizes is None else sizes
+    padded = input_.new_zeros(max(sizes), *input_.shape[1:])
+    padded[: len(input_)] = input_
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded, group=self.device_group)
+    return torch.cat([rows[:size] for rows, size in zip(gathered, sizes, strict=True)])
+
+
+def reduce_scatterv(self: Any, input_: Tensor, dim: int = -1, sizes: list[int] | None = None) -> Tensor:
+    """This rank's rows of the sum over ranks."""
+    total = input_.clone()
+    dist.all_reduce(total, group=self.device_group)
+    sizes = [len(total) // self.world_size] * self.world_size if sizes is None else sizes
+    return total.split(sizes)[self.rank_in_group]
 
 
 def load_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
