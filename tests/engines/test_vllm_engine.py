@@ -4,6 +4,7 @@ that move while tokens are generated. Hugging Face's model of the same checkpoin
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,12 @@ def test_experts_moved_while_tokens_were_generated(stock: EngineRun, balanced: E
         assert len(one_expert) >= 2
 
 
+def test_every_copy_is_at_its_expert(stock: EngineRun, balanced: EngineRun, pair: list[EngineRun]) -> None:
+    for run in (stock, balanced, pair[0]):
+        for batch in (batch for rank in run.batches for batch in rank):
+            assert torch.equal(batch.table[batch.slots], batch.ids)
+
+
 def test_all_ranks_choose_the_same_slots(balanced: EngineRun) -> None:
     """Else an expert's output would be added twice, or not at all."""
     first, second = balanced.batches
@@ -127,29 +134,24 @@ def test_ranks_with_tokens_of_their_own(oracle: Oracle, pair: list[EngineRun]) -
     assert reports and all("peak == bound in all batches of 3 of 3 layers" in report for report in reports)
 
 
-def test_loads_of_both_ranks_are_level_together(pair: list[EngineRun]) -> None:
-    """Counted over what both routed: no rank has more than one copy beyond its part, in batches that fit."""
+def test_loads_of_both_ranks_are_as_level_as_can_be(pair: list[EngineRun]) -> None:
+    """Counted over what both routed: the busiest rank has its half, or what lies there alone if that is more."""
     first, second = pair[0].batches
     assert len(first) == len(second) > LAYERS * 20
-    differ, level = 0, 0
+    differ = 0
     for a, b in zip(first, second, strict=True):
-        both = loads(a) + loads(b)
         differ += a.ids.shape != b.ids.shape or not torch.equal(a.ids, b.ids)
-        level += int(both.max() - both.min()) <= 1
-    assert differ > len(first) / 2 and level > 0.9 * len(first)
+        assert torch.equal(a.table, b.table)
+        ids = torch.cat([a.ids.flatten(), b.ids.flatten()])
+        on_rank = [torch.isin(ids, a.table[r * SLOTS : (r + 1) * SLOTS]) for r in range(RANKS)]
+        alone = [int((on_rank[r] & ~on_rank[1 - r]).sum()) for r in range(RANKS)]
+        assert int((loads(a) + loads(b)).max()) == max(-(-len(ids) // RANKS), *alone)
+    assert differ > len(first) / 2
 
 
 def test_a_rebalance_moves_no_more_than_was_asked(pair: list[EngineRun]) -> None:
-    """scenario:moves=2: in the slots that both ranks' copies went to, few experts change from step to step."""
-    held: dict[int, dict[int, int]] = {layer: {} for layer in range(LAYERS)}
-    changes = {layer: 0 for layer in range(LAYERS)}
-    for run in pair[0].batches:
-        for batch in run:
-            for expert, slot in zip(
-                batch.ids.flatten().tolist(), batch.slots.flatten().tolist(), strict=True
-            ):
-                before = held[batch.layer].setdefault(slot, expert)
-                changes[batch.layer] += before != expert
-                held[batch.layer][slot] = expert
-    rebalances = len(pair[0].lines("Rearranged experts"))
-    assert rebalances >= 3 and all(number <= 2 * 2 * rebalances for number in changes.values())
+    tables = [
+        [batch.table for batch in pair[0].batches[0] if batch.layer == layer] for layer in range(LAYERS)
+    ]
+    changes = [int((a != b).sum()) for layer in tables for a, b in pairwise(layer)]
+    assert len(pair[0].lines("Rearranged experts")) >= 3 and 0 < max(changes) <= 2

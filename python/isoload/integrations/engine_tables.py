@@ -66,7 +66,8 @@ def replica_lists(placement: Placement) -> ReplicaLists:
 
 def keep_slots(slots: Tensor, before: Tensor, num_ranks: int) -> Tensor:
     """[L, P] the same experts on every rank, those that were there [L, P] in their slots of before."""
-    new, old = slots.view(-1, slots.shape[1] // num_ranks), before.view(-1, slots.shape[1] // num_ranks)
+    size = slots.shape[1] // num_ranks
+    new, old = slots.reshape(-1, size), before.reshape(-1, size)
     kept, left = torch.full_like(new, -1), torch.ones_like(new, dtype=torch.bool)
     for place in range(new.shape[1]):
         stays = left & (new == old[:, place : place + 1])

@@ -22,11 +22,13 @@ SECONDS = 300  # an engine takes 30 on an idle machine
 
 @dataclass(frozen=True)
 class Batch:
-    """One layer's copies in one forward pass on one rank: logical ids [T, K] in, slots [T, K] out."""
+    """One layer's copies in one forward pass on one rank: logical ids [T, K] in, slots [T, K] out. Of vLLM also the
+    table [P], the expert in each slot."""
 
     layer: int
     ids: Tensor
     slots: Tensor
+    table: Tensor
 
 
 @dataclass(frozen=True)
@@ -131,4 +133,7 @@ def free_port() -> int:
 
 def read_batches(path: Path) -> list[Batch]:
     rows = map(json.loads, path.read_text().splitlines())
-    return [Batch(row["layer"], tensor(row["ids"]), tensor(row["slots"])) for row in rows]
+    return [
+        Batch(row["layer"], tensor(row["ids"]), tensor(row["slots"]), tensor(row.get("table", [])))
+        for row in rows
+    ]

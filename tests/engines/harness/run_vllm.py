@@ -1,7 +1,7 @@
 """Runs a vLLM engine over two CPU processes: python run_vllm.py CHECKPOINT TOKENS.json [name=JSON value ...]
 
-VLLM_DP_SIZE=2 and the variables beside it make it one of two engines of a data-parallel group. Each of these has its own
-part of the prompts, and the second is done before the first.
+VLLM_DP_SIZE=2 and the variables beside it make it one of two engines of a data-parallel group. Each of these has its
+own part of the prompts, and the second is done before the first.
 """
 
 import json

@@ -139,13 +139,17 @@ def map_and_record(
 
 
 def record_slots(original: Any, self: Any, topk_ids: Tensor) -> Tensor:
-    """A line per layer and batch: logical ids in, slots out, how many rows are no padding, and the layer's counts."""
+    """A line per layer and batch, padding aside: logical ids in, slots out, the expert in each of the layer's slots."""
     slots: Tensor = original(self, topk_ids)
-    state = self.eplb_state
-    if state is not None:
-        valid = int(state.num_unpadded_tokens_tensors[0])
-        layer = state.logical_to_physical_map.storage_offset() // state.logical_to_physical_map.numel()
-        line = {"layer": layer, "ids": topk_ids.tolist(), "slots": slots.tolist(), "valid": valid}
+    if (state := self.eplb_state) is not None:
+        valid, maps = int(state.num_unpadded_tokens_tensors[0]), state.logical_to_physical_map
+        table = [-1] * len(state.expert_load_view)
+        for expert, places in enumerate(maps[:, : int(state.logical_replica_count.max())].tolist()):
+            for slot in places:
+                if slot >= 0:
+                    table[slot] = expert
+        line = {"layer": maps.storage_offset() // maps.numel(), "table": table}
+        line |= {"ids": topk_ids[:valid].tolist(), "slots": slots[:valid].tolist()}
         with open(f"{os.environ['ENGINE_RECORD']}.{os.getpid()}", "a") as file:
             print(json.dumps(line), file=file)
     return slots
