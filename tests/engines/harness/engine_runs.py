@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, tensor
+from torch import Tensor, long, tensor
 
 HARNESS = Path(__file__).parent
 PACKAGE = HARNESS.parents[2] / "python"
@@ -134,6 +134,6 @@ def free_port() -> int:
 def read_batches(path: Path) -> list[Batch]:
     rows = map(json.loads, path.read_text().splitlines())
     return [
-        Batch(row["layer"], tensor(row["ids"]), tensor(row["slots"]), tensor(row.get("table", [])))
+        Batch(row["layer"], *(tensor(row.get(name, []), dtype=long) for name in ("ids", "slots", "table")))
         for row in rows
     ]
