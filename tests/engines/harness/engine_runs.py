@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor, long, tensor
 HARNESS = Path(__file__).parent
 PACKAGE = HARNESS.parents[2] / "python"
 SECONDS = 300  # an engine takes 30 on an idle machine
+LAST_SECONDS = 10
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,14 @@ def finish(process: subprocess.Popen[bytes], folder: Path, name: str) -> EngineR
     """Waits for an engine, and leaves none of its processes behind."""
     try:
         process.wait(SECONDS)
+        deadline = time.monotonic() + LAST_SECONDS
+        while (
+            time.monotonic() < deadline
+        ):  # its processes unlink their shared memory when they end by themselves
+            os.killpg(process.pid, 0)
+            time.sleep(0.1)
+    except ProcessLookupError:
+        pass
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
