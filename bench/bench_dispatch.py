@@ -73,8 +73,10 @@ Row = dict[str, Any]
 class Machine:
     """What the lines run on: a device, and how ranks are joined there."""
 
-    def __init__(self, kind: str, device: torch.device, borrow: str | None = None) -> None:
-        self.kind, self.device, self.borrow = kind, device, borrow
+    def __init__(
+        self, kind: str, device: torch.device, borrow: str | None = None, expert_major: bool = False
+    ) -> None:
+        self.kind, self.device, self.borrow, self.expert_major = kind, device, borrow, expert_major
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         clock: Timer = partial(timed, clock=perf_counter_ns)
         self.timer = timed_on_cuda if device.type == "cuda" else clock
@@ -93,6 +95,7 @@ class Machine:
             top_k=setting.shape.top_k + setting.shape.shared,
             slots_per_rank=placement.slots_per_rank,
             max_tokens_per_rank=most_tokens,
+            expert_major=self.expert_major,
             borrow_bytes=pool,
         )
 
@@ -239,6 +242,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=positive, default=8, help="virtual ones, without torchrun")
     parser.add_argument("--ranks-per-node", type=positive, help="default: torchrun's, or all")
     parser.add_argument("--transport", choices=("collective", "deep_ep"), default="collective")
+    parser.add_argument(
+        "--expert-major", action="store_true", help="DeepEP's rows come by slot, once per copy"
+    )
     parser.add_argument("--borrow", help="the backend of borrowed weights; default: the layer's choice")
     parser.add_argument("--batches", type=positive, default=3, help="of every routing")
     parser.add_argument("--rounds", type=positive, default=3, help="times that each batch is measured")
@@ -257,18 +263,22 @@ def bench(
             how = {"ranks": ranks, "ranks_per_node": per_node, "scale": asked.scale, "dtype": on.dtype}
             setting = Setting(shape=SHAPES[shape], phase=phase, **how)
             for row in bench_setting(setting, on, asked.policies, traces, asked.batches, asked.rounds):
-                rows.append({"transport": on.kind, **row})
+                rows.append({"transport": on.kind, "expert_major": on.expert_major, **row})
                 add(rows[-1])
     return rows
 
 
 def main() -> None:
-    asked = arguments().parse_args()
+    parser, under_torchrun = arguments(), "TORCHELASTIC_RUN_ID" in os.environ
+    asked = parser.parse_args()
+    if asked.transport == "deep_ep" and not under_torchrun:
+        parser.error("--transport deep_ep needs torchrun")
+    if asked.expert_major and asked.transport != "deep_ep":
+        parser.error("--expert-major needs --transport deep_ep")
     torch.set_num_threads(1)
-    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     if under_torchrun:
         device = join_torchrun()
-        on = Machine(asked.transport, device, asked.borrow)
+        on = Machine(asked.transport, device, asked.borrow, asked.expert_major)
         ranks, per_node = dist.get_world_size(), asked.ranks_per_node or int(os.environ["LOCAL_WORLD_SIZE"])
     else:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -70,19 +70,20 @@ class StageClock:
 
     def __enter__(self) -> StageClock:
         layer = self.layer
-        called: dict[str, tuple[Any, str]] = {
-            "count": (isoload.balancer, "count"),
-            "gather": (layer.group, "gather_loads"),
-            "plan": (isoload.balancer, "plan"),
-            "route": (layer.balancer, "route"),
-            "dispatch": (layer.dispatcher, "dispatch"),
-            "experts": (isoload.layer.moe, "run_experts"),
-            "combine": (layer.dispatcher, "combine"),
-        }
+        called: list[tuple[str, Any, str]] = [
+            ("count", isoload.balancer, "count"),
+            ("gather", layer.group, "gather_loads"),
+            ("plan", isoload.balancer, "plan"),
+            ("route", layer.balancer, "route"),
+            ("dispatch", layer.dispatcher, "dispatch"),
+            ("experts", isoload.layer.moe, "run_experts"),
+            ("experts", isoload.layer.moe, "run_sorted"),
+            ("combine", layer.dispatcher, "combine"),
+        ]
         if layer.borrowing is not None:
-            called["weights"] = (layer.borrowing, "borrow")
+            called.append(("weights", layer.borrowing, "borrow"))
         with ExitStack() as stack:
-            for stage, (owner, name) in called.items():
+            for stage, owner, name in called:
                 call = getattr(owner, name)
                 if stage == "weights":
                     call = partial(_bring, call)

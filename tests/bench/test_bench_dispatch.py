@@ -24,6 +24,8 @@ from harness import gpu_links
 from isoload.experts.compute import run_experts
 from isoload.experts.weights import ExpertWeights, SwiGLU
 from isoload.transport import LocalTransport
+from isoload.transport.deep_ep import transport as deep_ep_transport
+from support.deep_ep_transports import BUFFERS
 
 CPU = torch.device("cpu")
 TINY = Setting(
@@ -39,6 +41,26 @@ def rows_on(kind: str, setting: Setting = TINY) -> list[dict[str, Any]]:
 
 def rows_of_rank(rank: int) -> list[dict[str, Any]]:
     return rows_on("collective")
+
+
+def rows_over_deep_ep(rank: int, expert_major: bool) -> list[dict[str, Any]]:
+    deep_ep_transport.load_buffer = lambda name: BUFFERS[name or "EPBuffer"]
+    wide = replace(TINY, shape=replace(TINY.shape, hidden=256), dtype=torch.bfloat16)
+    on = bench_dispatch.Machine("deep_ep", CPU, "deep_ep", expert_major)
+    found = list(bench_dispatch.bench_setting(wide, on, ["none", "exact", "joint", "hedge"], [], 1, 1))
+    narrow = list(bench_dispatch.bench_setting(TINY, on, ["none"], [], 1, 1))
+    return found + narrow
+
+
+@pytest.mark.parametrize("expert_major", [False, True])
+def test_rows_over_a_double_of_deep_ep(expert_major: bool) -> None:
+    virtual = {row["policy"]: row for row in rows_on("local")[1:]}
+    for rows in run_ranks(rows_over_deep_ep, 2, expert_major):
+        assert [row["policy"] for row in rows] == ["none", "none", "exact", "joint", "hedge", "none", "none"]
+        for row in rows[1:5]:
+            assert row["busiest_over_ideal"] == virtual[row["policy"]]["busiest_over_ideal"]
+        assert rows[4]["borrow"] == "deep_ep" and rows[4]["weights_gb_per_s"] > 0
+        assert all("hidden must be a multiple of 256" in row["not_run"] for row in rows[5:])
 
 
 def layer_of(setting: Setting, line: Line) -> tuple[LayerBench, dispatch_routing.Routing]:
@@ -200,6 +222,22 @@ def test_numbers_below_one_are_refused(option: str, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         bench_dispatch.arguments().parse_args([option, "0"])
     assert f"{option}: must be a whole number of at least 1, got '0'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--transport", "deep_ep"], "--transport deep_ep needs torchrun"),
+        (["--expert-major"], "--expert-major needs --transport deep_ep"),
+    ],
+)
+def test_options_that_do_nothing_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: list[str], message: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_dispatch.py", *given])
+    with pytest.raises(SystemExit):
+        bench_dispatch.main()
+    assert message in capsys.readouterr().err
 
 
 def test_links_of_a_machine() -> None:

@@ -15,6 +15,7 @@ import isoload
 from isoload.transport import CollectiveGroup, Group, LocalGroup
 from isoload.transport.peers import SameProcess
 from isoload.weights.backends import P2P_LIMIT, Pull, chunks_of, make_backend
+from isoload.weights.borrow import Borrowing
 from isoload.weights.borrow_plan import BorrowPlan
 from isoload.weights.moves import Address, Move
 from support.processes import run_ranks
@@ -180,3 +181,14 @@ def test_a_wait_for_pulled_weights_is_not_for_those_pulled_later(monkeypatch: py
     first()
     second()
     assert waited == [["layer 1"], ["layer 1", "layer 2"]]
+
+
+def test_weights_that_peers_cannot_read_are_refused_by_name() -> None:
+    """`pull` over processes reads the layer's own memory; a stand-in, since only a GPU has such a group."""
+    borrowing = object.__new__(Borrowing)
+    borrowing.group = SimpleNamespace(ranks=(0,), topology=isoload.Topology(2))
+    borrowing.backend = SimpleNamespace(reads_peers=True, name="pull")
+    borrowing.check(SimpleNamespace(shows_storage=lambda: True))
+    message = r"borrow must be all_to_all, p2p or deep_ep where expert Parameters have memory .* got 'pull'"
+    with pytest.raises(ValueError, match=message):
+        borrowing.check(SimpleNamespace(shows_storage=lambda: False))

@@ -228,7 +228,7 @@ def make_backend(group: Group, name: str | None, device: torch.device, own_memor
     peers = group.peers(device) if readable and name in (None, "pull", "copy") else None
     if name in ("pull", "copy") and peers is None:
         raise ValueError(
-            f"borrow must be all_to_all or p2p where ranks cannot read each other's memory, got {name!r}"
+            f"borrow must be all_to_all, p2p or deep_ep where ranks cannot read each other's memory, got {name!r}"
         )
     kind = BACKENDS[name or ("all_to_all" if peers is None else "pull")]
     return group.memo(("backend", kind.name), lambda: kind(group, peers))
