@@ -253,11 +253,3 @@ def test_a_batch_that_is_not_planned_brings_nothing_again() -> None:
         run(layers, model.rows(1), 5)
     assert traffic.bytes["borrow"] == before > 0
     assert matches(model, layers, 2)
-
-
-def test_a_compiled_layer_runs_through_its_stack() -> None:
-    model, layers, _ = made(num_layers=2)
-    compiled = [torch.compile(layer, backend="eager") for layer in layers]
-    for batch in range(2):
-        assert matches(model, compiled, batch)
-    assert all(map(is_filled, layers))
