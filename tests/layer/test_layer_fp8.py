@@ -145,7 +145,7 @@ def test_borrowed_over_processes(borrow: str) -> None:
     assert min(run_ranks(over_processes, 3, 3, borrow)) > 0
 
 
-def over_deep_ep(rank: int, ranks: int, fp8_rows: bool) -> int:
+def over_deep_ep(rank: int, ranks: int, fp8_rows: bool, expert_major: bool) -> int:
     """Weights travel by DeepEP's double; rows in fp8 give what rounded rows give."""
     from isoload.transport.deep_ep import DeepEPTransport
 
@@ -157,7 +157,12 @@ def over_deep_ep(rank: int, ranks: int, fp8_rows: bool) -> int:
         shape = {"hidden": 512, "top_k": 3, "max_tokens_per_rank": 16}
         buffer = EPBuffer(group, num_max_tokens_per_rank=16, lb_allocation_plan_or_num_bytes=2**23)
         return DeepEPTransport(
-            placement.topology, slots_per_rank=placement.slots_per_rank, buffer=buffer, fp8=fp8, **shape
+            placement.topology,
+            slots_per_rank=placement.slots_per_rank,
+            buffer=buffer,
+            fp8=fp8,
+            expert_major=expert_major,
+            **shape,
         )
 
     layer = setups[0].layer(transport(fp8_rows), **LLEP, borrow="deep_ep")
@@ -171,9 +176,10 @@ def over_deep_ep(rank: int, ranks: int, fp8_rows: bool) -> int:
     return int((layer.last_plan.slot_to_expert.view(ranks, -1)[:, -2:] >= 0).sum())
 
 
+@pytest.mark.parametrize("expert_major", [False, True])
 @pytest.mark.parametrize("fp8_rows", [False, True])
-def test_borrowed_by_deep_ep(fp8_rows: bool) -> None:
-    assert min(run_ranks(over_deep_ep, 2, 2, fp8_rows, timeout=150)) > 0
+def test_borrowed_by_deep_ep(fp8_rows: bool, expert_major: bool) -> None:
+    assert min(run_ranks(over_deep_ep, 2, 2, fp8_rows, expert_major, timeout=150)) > 0
 
 
 def test_states() -> None:
