@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 import isoload
+from isoload import predict
 from isoload.layer.stack import LibraStack
 from isoload.transport import CollectiveTransport, LocalTransport
 from support.processes import rank_outcomes, run_ranks
@@ -60,6 +62,20 @@ def test_processes_compute_what_virtual_ranks_do(ranks: int, borrow: str, local:
     assert all(("tokens" in r["bytes"]) == (local == "held") for r in results)
 
 
+class Own(predict.LoadsPredictor):
+    """On rank 1 other loads than on the others, or an error."""
+
+    num_layers = 3
+
+    def __init__(self, rank: int, what: str) -> None:
+        self.rank, self.what = rank, what
+
+    def predict(self, layer: int, earlier: Sequence[Tensor]) -> Tensor:
+        if self.rank and self.what == "forecast fails":
+            raise KeyError("no such model")
+        return earlier[0].roll(self.rank * 5, 1)
+
+
 def differs(rank: int, ranks: int, what: str) -> None:
     model = Model(ranks)
     layers = model.layers(CollectiveTransport(model.topology, None, CAPACITY))
@@ -71,7 +87,7 @@ def differs(rank: int, ranks: int, what: str) -> None:
         LibraStack(layers, "last", local="held" if rank else "planned")
     elif what == "construction":
         LibraStack(layers, "last", local="both" if rank else "planned")
-    stack = LibraStack(layers, "lookahead")
+    stack = LibraStack(layers, Own(rank, what) if what.startswith("forecast") else "lookahead")
     rows = [model.rows(0)[rank]]
     with torch.set_grad_enabled(what == "gradients" and rank == 1):
         if what == "order" and rank == 1:
@@ -93,11 +109,14 @@ ON_RANK_0 = {
     "gradients": "rank 1 failed in stage count",
     "order": "layer must be the same on all ranks, got 0 on rank 0 and 1 on rank 1",
     "weights": "rank 1 failed in stage count",
+    "forecast": "slots filled ahead must be the same on all ranks, got",
+    "forecast fails": "rank 1 failed in stage plan, so all ranks stop",
     "forgotten": "slots filled ahead must be the same on all ranks, got",
 }
 ON_RANK_1 = {
     **ON_RANK_0,
     "construction": "local must be one of planned, held, got 'both'",
+    "forecast fails": "KeyError: 'no such model'",
     "gradients": "a LibraStack must run under torch.no_grad(), got gradients recorded",
     "weights": "expert Parameters must stay as they are while their weights travel ahead",
 }

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from isoload import ops
 from isoload.balancer import Gathered
 from isoload.layer.moe import Chosen
-from isoload.predict import Last, LoadsPredictor, Lookahead, Predictor, TokensPredictor
+from isoload.predict import Last, Linear, LoadsPredictor, Lookahead, Predictor, TokensPredictor
 
 MOST = 2**31 - 1  # copies of a batch: predicted ones stay below, whatever a predictor says
 
@@ -75,6 +75,8 @@ class Feed:
         self._keep = max(1, *map(predictor.depth_of, range(predictor.num_layers)))
         self._loads: list[Tensor] = []  # [R, E] of this batch's layers so far, the nearest first
         self._choices: list[list[Tensor]] = []  # [T, K] of every owned rank, likewise
+        # One from elsewhere may say other things on other ranks.
+        self.may_differ = not isinstance(predictor, Last | Linear | TokensPredictor)
         norms = predictor.norms if isinstance(predictor, Lookahead) else None
         self._residuals = None if norms is None else Residuals(norms)  # type: ignore[arg-type]
 

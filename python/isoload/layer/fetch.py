@@ -34,12 +34,6 @@ class Fetched:
         """Whether the layer's placement is the one it was filled for."""
         return self.filled.placed.host is self.layer.placement
 
-    @property
-    def fact(self) -> int:
-        """A number that is the same on ranks with the same slots, where the host may read them."""
-        slots = self.filled.slot_to_expert
-        return checksum(slots.tolist()) if values_readable(slots) else 1
-
     def check(self) -> None:
         """Raises ValueError if the layer's Parameters have changed since."""
         if self.marks != marks_of(self.layer):
@@ -49,18 +43,24 @@ class Fetched:
             )
 
 
-def fetch(layer: MoE, loads: Tensor, slots: int | None, beside: Borrowed | None) -> Fetched:
-    """Fills a layer's spare slots by predicted loads, and begins to bring their weights.
-
-    Args:
-        loads: [R, E] int32, the same on all ranks.
-        slots: most that are filled per rank; None = as the policy says.
-        beside: what a layer still computes with, whose memory stays as it is.
-    """
-    assert layer.borrowing is not None
+def fill_ahead(layer: MoE, loads: Tensor, slots: int | None) -> Filled:
+    """A layer's spare slots by predicted loads [R, E] int32, at most so many per rank; None = as the policy says."""
     policy = layer.policy if slots is None else replace(layer.policy, slots=slots)  # type: ignore[call-arg]
-    filled = fill(loads, layer.balancer.placed_on(loads.device), None, policy)
+    return fill(loads, layer.balancer.placed_on(loads.device), None, policy)
+
+
+def fetch(layer: MoE, filled: Filled, beside: Borrowed | None) -> Fetched:
+    """Begins to bring the weights of filled slots; what `beside` brought, for a layer that computes, stays."""
+    assert layer.borrowing is not None
     return Fetched(layer, filled, layer.borrowing.borrow(filled, beside), marks_of(layer))
+
+
+def fact_of(filled: Filled | None) -> int:
+    """A number that is the same on ranks with the same slots, where the host may read them; 0 without any."""
+    if filled is None:
+        return 0
+    slots = filled.slot_to_expert
+    return checksum(slots.tolist()) if values_readable(slots) else 1
 
 
 def marks_of(layer: MoE) -> list[list[tuple[int, int]]]:

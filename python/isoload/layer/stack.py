@@ -14,7 +14,7 @@ from isoload.cost import CostModel
 from isoload.layer.compiled import Choose
 from isoload.layer.decoder import Decoder
 from isoload.layer.feed import Feed
-from isoload.layer.fetch import Fetched, fetch
+from isoload.layer.fetch import Fetched, fact_of, fetch, fill_ahead
 from isoload.layer.held import run_held
 from isoload.layer.moe import MoE
 from isoload.layer.stack_checks import check_layers, check_local, count_slots, make_predictor
@@ -23,7 +23,10 @@ from isoload.placement import Placement
 from isoload.predict import Lookahead, Predictor
 from isoload.topology import Topology
 from isoload.transport import Transport
+from isoload.value_checks import values_readable
 from isoload.weights.borrow import Borrowed
+
+AHEAD = "slots filled ahead"  # what ranks compare
 
 
 class LibraStack:
@@ -165,7 +168,7 @@ class LibraStack:
         chosen, beside = layer.choices(rows, partial(self._checked, index, fetched, choose)), None
         if self.feed is not None:
             chosen, beside = self.feed.count(index, chosen)
-        facts = {"slots filled ahead": 0 if fetched is None else fetched.fact}
+        facts = {AHEAD: fact_of(None if fetched is None else fetched.filled)}
         gathered = layer.gather(chosen, num_tokens, beside, facts)
         filled, borrowed = None, None
         if gathered.planned and fetched is not None:
@@ -202,9 +205,22 @@ class LibraStack:
 
     def _fetch(self, index: int, gathered: Gathered, beside: Borrowed | None) -> Borrowed | None:
         """Fetches for the layer after this one."""
-        layer = self.layers[self._next]
-        loads = None if self.feed is None else self.feed.predict(index, gathered)
-        if loads is None or self.slots == 0 or not self._fills_ahead(layer):
+        if self.feed is None:
             return None
-        self._fetched = fetch(layer, loads, self.slots, beside)
+        layer, filled, failure = self.layers[self._next], None, None
+        try:
+            loads = self.feed.predict(index, gathered)
+            if loads is not None and self.slots != 0 and self._fills_ahead(layer):
+                filled = fill_ahead(layer, loads, self.slots)
+        except Exception as error:
+            failure = error
+        # No exchange can be begun with slots that differ: that of weights would abort the process.
+        if self.feed.may_differ and gathered.planned and values_readable(gathered.loads):
+            facts = [[fact_of(filled)]] * len(layer.group.ranks)
+            layer.group.agree("fetch", [AHEAD], facts, gathered.loads.device, failure, "plan")
+        elif failure is not None:
+            raise failure
+        if filled is None:
+            return None
+        self._fetched = fetch(layer, filled, beside)
         return self._fetched.borrowed
