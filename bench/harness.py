@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Callable
@@ -65,6 +66,29 @@ def machine(device: str = "cpu") -> dict[str, str]:
         "commit": commit,
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def network(backend: str, device: torch.device) -> dict[str, str]:
+    """What joins the ranks: the backend and, on GPUs, their links and NCCL's version."""
+    if device.type != "cuda":
+        return {"backend": backend}
+    try:
+        told = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True).stdout
+    except FileNotFoundError:
+        told = ""
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return {"backend": backend, "links": gpu_links(told), "nccl": nccl}
+
+
+def gpu_links(matrix: str) -> str:
+    """The kinds of link between a machine's GPUs, from what ``nvidia-smi topo -m`` prints, e.g. "NV18 x56"."""
+    lines = [line.split("\t") for line in re.sub(r"\x1b\[\d*m", "", matrix).splitlines()]
+    gpus = [cells for cells in lines if re.fullmatch(r"GPU\d+", cells[0].strip())]
+    if not gpus:
+        return "unknown"
+    found = [cell.strip() for cells in gpus for cell in cells[1 : len(gpus) + 1]]
+    kinds = sorted({kind for kind in found if kind != "X"})
+    return ", ".join(f"{kind} x{found.count(kind)}" for kind in kinds) or "one GPU"
 
 
 def _git_describe() -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from ahead_tables import AHEAD_TABLES
 from place_tables import PLACE_TABLES
 
 RESULTS = Path(__file__).parent / "results"
@@ -300,5 +301,6 @@ TABLES: dict[str, Callable[[], Table]] = {
         sglang,
         vllm,
         *PLACE_TABLES.values(),
+        *AHEAD_TABLES.values(),
     )
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -277,6 +278,9 @@ def failing(rank: int, ranks: int, what: str) -> None:
     if what == "placement":
         counts = torch.arange(EXPERTS).roll(5 * rank).expand(1, -1)
         balancer.load(isoload.place(counts, topology, slots_per_rank=EXPERTS // ranks + 2))
+    if what == "weights":
+        weight = placement.replica_weight
+        balancer.load(replace(placement, replica_weight=weight if rank == 0 else weight * 2))
     balancer(rows)
 
 
@@ -290,6 +294,11 @@ def failing(rank: int, ranks: int, what: str) -> None:
             "checksum of slot_to_expert must be the same",
             "checksum of slot_to_expert must be the same",
         ),
+        (
+            "weights",
+            "checksum of replica_weight must be the same",
+            "checksum of replica_weight must be the same",
+        ),
     ],
 )
 def test_one_rank_that_differs_stops_all(what: str, own: str, others: str) -> None:
@@ -297,7 +306,7 @@ def test_one_rank_that_differs_stops_all(what: str, own: str, others: str) -> No
     assert own in str(outcomes[1].error) and others in str(outcomes[0].error), outcomes
 
 
-@pytest.mark.parametrize("policy", ["exact", "dynamic"])
+@pytest.mark.parametrize("policy", ["exact", "dynamic", "grace_sampled"])
 @pytest.mark.parametrize("tokens", ["same", "own"])
 def test_never_waits_for_the_device(tokens: str, policy: str) -> None:
     balancer = Balancer(make_placement(), 1, policy, LocalGroup(make_topology()), tokens)
@@ -317,6 +326,16 @@ def test_compiles_whole() -> None:
     for tokens in (5, 9, 33):
         rows = draw_ids(tokens)[0][:tokens]
         assert torch.equal(compiled(rows), balancer(rows))
+
+
+@pytest.mark.parametrize("policy", ["grace", "grace_sampled"])
+def test_compiles_whole_with_what_a_policy_derived_before(policy: str) -> None:
+    torch._dynamo.reset()
+    plain, balancer = (Balancer(make_placement(), 1, policy, tokens="same") for _ in range(2))
+    rows = draw_ids(33)[0][:33]
+    assert torch.equal(balancer(rows), plain(rows)), "derives the table, outside of the graph"
+    compiled = torch.compile(balancer, backend="aot_eager", fullgraph=True, dynamic=True)
+    assert torch.equal(compiled(rows), plain(rows))
 
 
 BAD = {

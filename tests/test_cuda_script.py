@@ -14,7 +14,8 @@ import pytest
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "setup.py").exists())
 STEPS = [
     *("machine", "build", "imports", "one_op", "check", "quick", "ncu", "ncu_details"),
-    *("memcheck", "racecheck", "synccheck", "tests", "bench", "kernels", "forward", "gradients", "symmetric"),
+    *("memcheck", "racecheck", "synccheck", "tests", "bench", "kernels", "dispatch", "forward", "gradients"),
+    "symmetric",
 ]
 ON_A_CPU = ["simt_build", "check_cpu", "check_simt", "same_bits"]
 
@@ -29,7 +30,7 @@ def test_dry_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
     assert re.findall(r"^== (\w+), (?:at most|beside)", done.stdout, re.M) == STEPS + ON_A_CPU
     (limits,) = re.findall(r"the limits add up to (\d+) s", done.stdout)
-    assert int(limits) <= 600
+    assert int(limits) <= 660
     for name in ("tests", "forward", "gradients", "symmetric"):
         collected = re.findall(r"(test_\w+)\.py: (\d+)", (tmp_path / f"{name}.log").read_text())
         assert collected and all(int(count) > 0 for _, count in collected), name

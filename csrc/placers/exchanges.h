@@ -119,13 +119,13 @@ class Judge {
 
   // What it is worth that slot p's load leaves rank i for rank j. The objective falls by no more than the
   // worth of p less that of q: where i (or j) is at the peak, the peak is at least what is left there.
-  double worth(int p) const {
+  ISOLOAD_WIDE double worth(int p) const {
     const double* share = layout_.share_of(p);
     return lane_sum(problem_.scenarios, [&](int s) { return worth_[s] * share[s]; });
   }
 
   // The objective after slot p of rank i and slot q of rank j change places.
-  double after(int p, int q) const {
+  ISOLOAD_WIDE double after(int p, int q) const {
     const double *a = layout_.share_of(p), *b = layout_.share_of(q), *weight = problem_.weight;
     const double *here = layout_.load_on(i_), *there = layout_.load_on(j_);
     const double ti = problem_.tick[i_], tj = problem_.tick[j_];

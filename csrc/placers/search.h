@@ -160,21 +160,30 @@ class Search {
     std::vector<double> worth(problem_.width);
     const double rounding = now_ * 1e-9;  // far above that of sums, so that no change is passed over by it
     for (int j = 0; j < problem_.ranks; ++j) {
-      if (j == i) continue;
+      const int own = i * problem_.width, other = j * problem_.width, others = problem_.capacity[j];
+      if (j == i || others == 0) continue;
       judge.choose_other(j);
-      for (int k = 0; k < problem_.capacity[j]; ++k) worth[k] = judge.worth(j * problem_.width + k);
-      for (int p = i * problem_.width; p < i * problem_.width + problem_.capacity[i]; ++p) {
+      for (int k = 0; k < others; ++k) worth[k] = judge.worth(other + k);
+      const double lowest = *std::min_element(worth.begin(), worth.begin() + others);
+      for (int p = own; p < own + problem_.capacity[i]; ++p) {
         const int a = layout_.slot[p];
         if (!may_move(layout_, a, i, j)) continue;
         const double most = judge.worth(p) + rounding;
-        for (int q = j * problem_.width; q < j * problem_.width + problem_.capacity[j]; ++q) {
-          if (most - worth[q - j * problem_.width] < (limits_.moves < 0 ? best.least() : 0)) continue;
-          if (a == layout_.slot[q] || !may_move(layout_, layout_.slot[q], j, i)) continue;
-          consider(Change{now_ - judge.after(p, q), 0, p, q, -1}, best);
+        double bar = least_gain(best);
+        if (most - lowest < bar) continue;
+        for (int k = 0; k < others; ++k) {
+          if (most - worth[k] < bar) continue;
+          const int b = layout_.slot[other + k];
+          if (a == b || !may_move(layout_, b, j, i)) continue;
+          consider(Change{now_ - judge.after(p, other + k), 0, p, other + k, -1}, best);
+          bar = least_gain(best);
         }
       }
     }
   }
+
+  // A change with a lower gain is not kept. With moves the score is per changed slot: any gain may do.
+  double least_gain(const Best& best) const { return limits_.moves < 0 ? best.least() : 0; }
 
   // With an even split only changes that touch a busiest rank can help: its slots, and replicas of its
   // experts.

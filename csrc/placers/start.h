@@ -51,7 +51,7 @@ inline int best_rank(const Layout& layout, const std::vector<int>& filled, int e
 }
 
 // Every rank with room holds e: a full rank gives an expert's slot to one with room (ties: lowest giving
-// rank, its first slot, lowest taking rank). Returns the giving rank.
+// rank, its first slot, lowest taking rank). Returns the giving rank; -1 if none can.
 inline int give_room(Layout& layout, std::vector<int>& filled, int e) {
   const Problem& problem = *layout.problem;
   for (int giver = 0; giver < problem.ranks; ++giver) {
@@ -69,11 +69,30 @@ inline int give_room(Layout& layout, std::vector<int>& filled, int e) {
       }
     }
   }
-  throw std::invalid_argument("capacity must leave room for every copy on a rank without one of its expert");
+  return -1;
+}
+
+// Gives the room that is left to further copies, the largest risk per copy first (ties: lowest expert).
+inline void fill_room(Layout& layout, std::vector<int>& filled, const double* risk) {
+  const Problem& problem = *layout.problem;
+  std::vector<double> each(problem.experts), part(problem.scenarios);
+  for (int e = 0; e < problem.experts; ++e) each[e] = risk[e] / layout.copies[e];
+  for (;;) {
+    const int e = static_cast<int>(std::max_element(each.begin(), each.end()) - each.begin());
+    if (each[e] < 0) return;
+    for (int s = 0; s < problem.scenarios; ++s)
+      part[s] = Layout::whole(layout.load_of(e)[s] / (layout.copies[e] + 1));
+    const int r = best_rank(layout, filled, e, part.data(), -1);
+    if (r >= 0) {
+      layout.note(r * problem.width + filled[r]++, e, 1);
+      layout.split_evenly(e);
+    }
+    each[e] = r >= 0 ? risk[e] / layout.copies[e] : -1;  // ranks with room only get fewer
+  }
 }
 
 // Lays copies [E] out: those that a node must keep first, then all others, each group the largest risk per
-// copy first (ties: lowest expert).
+// copy first (ties: lowest expert). Where homes leave no rank for a further copy, other experts get its room.
 inline void lay_out(Layout& layout, const std::vector<int>& copies, const double* risk) {
   const Problem& problem = *layout.problem;
   std::vector<int> order(problem.experts), filled(problem.ranks);
@@ -81,12 +100,19 @@ inline void lay_out(Layout& layout, const std::vector<int>& copies, const double
   std::stable_sort(order.begin(), order.end(),
                    [&](int a, int b) { return risk[a] / copies[a] > risk[b] / copies[b]; });
   std::vector<double> part(problem.scenarios);
+  bool left_out = false;
   auto put = [&](int e, int node) {
     for (int s = 0; s < problem.scenarios; ++s) part[s] = Layout::whole(layout.load_of(e)[s] / copies[e]);
     int r = best_rank(layout, filled, e, part.data(), node);
     if (r < 0 && node >= 0)
       throw std::invalid_argument("groups must leave room for their experts on their node");
     if (r < 0) r = give_room(layout, filled, e);
+    if (r < 0 && layout.copies[e] == 0)
+      throw std::invalid_argument("capacity must leave room for every expert on some rank");
+    if (r < 0) {
+      left_out = true;
+      return;
+    }
     const int p = r * problem.width + filled[r]++;
     layout.note(p, e, 1);
     layout.carry(p, part.data());
@@ -97,6 +123,11 @@ inline void lay_out(Layout& layout, const std::vector<int>& copies, const double
   for (const int e : order) {
     for (int n = problem.home[e] >= 0 ? 1 : 0; n < copies[e]; ++n) put(e, -1);
   }
+  if (!left_out) return;
+  for (const int e : order) {
+    if (layout.copies[e] < copies[e]) layout.split_evenly(e);
+  }
+  fill_room(layout, filled, risk);
 }
 
 // Takes over slots [R, width]; -1 = empty.

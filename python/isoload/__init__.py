@@ -1,12 +1,14 @@
 """isoload: equal load for the ranks of expert-parallel Mixture-of-Experts layers. Names in pipeline order."""
 
 from isoload.balancer import Balancer
+from isoload.checkpoints import Checkpoint
 from isoload.cost import break_even
 from isoload.counting import count
 from isoload.experts.weights import ExpertWeights
 from isoload.formats import FORMATS, read_placement, write_placement
 from isoload.layer import (
     BlockExperts,
+    LibraStack,
     MoE,
     balance,
     full_optimizer_state,
@@ -37,9 +39,11 @@ __all__ = [
     "WORKLOADS",
     "Balancer",
     "BlockExperts",
+    "Checkpoint",
     "CollectiveGroup",
     "CollectiveTransport",
     "ExpertWeights",
+    "LibraStack",
     "LocalGroup",
     "LocalTransport",
     "MoE",

@@ -19,13 +19,14 @@ from torch import Tensor
 
 from isoload.counting import count
 from isoload.ops import Prefer
-from isoload.placed_layers import PlacedLayers, own_layers, refresh_layers
+from isoload.placed_layers import Filled, PlacedLayers, own_layers, refresh_layers
 from isoload.placement import Placement, check_same_shape
 from isoload.planning import plan
 from isoload.policies import Policy, Seeded, make_policy
 from isoload.records import Plan
 from isoload.routing import route, route_fixed
 from isoload.shared_experts import without_shared_slots
+from isoload.steps import first_step, in_backward, next_step
 from isoload.topology import Topology
 from isoload.transport import Group, LocalGroup, checksum, error_code
 from isoload.value_checks import may_be_kept
@@ -37,11 +38,21 @@ Tokens = Literal["own", "same"]
 
 
 @dataclass(frozen=True, eq=False)
-class Balanced:
-    """One batch on its way: topk_ids [T, K] of every owned rank, loads [R, E], and the plan made from them.
+class Gathered:
+    """One batch, counted: topk_ids [T, K] of every owned rank, loads [R, E], and what was gathered beside them [R, W].
 
-    Where nothing is planned, plan is None, and loads are the owned ranks' own counts.
+    Where nothing will be planned, nothing is gathered: loads are the owned ranks' own counts.
     """
+
+    topk_ids: list[Tensor]
+    loads: Tensor
+    planned: bool
+    beside: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Balanced:
+    """One batch on its way: topk_ids [T, K] of every owned rank, loads as gathered, and the plan, if there is one."""
 
     topk_ids: list[Tensor]
     loads: Tensor
@@ -105,11 +116,8 @@ class Balancer:
             return
         with group.agreeing("construction") as facts:
             self._check(make_policy(policy, options))
-            slots, homes = _slots_of(placement, layer)
             facts.update({"layer": layer, "policy": self.policy, "min_tokens": min_tokens, "tokens": tokens})
-            facts.update(
-                {"checksum of slot_to_expert": checksum(slots), "checksum of home_slot": checksum(homes)}
-            )
+            facts.update(_placement_facts(placement, layer))
 
     @classmethod
     def from_slots(
@@ -183,14 +191,21 @@ class Balancer:
         return self.has_freedom and not small
 
     def balance(
+        self, topk_ids: list[Tensor], num_tokens: int | None = None, failure: Exception | None = None
+    ) -> Balanced:
+        """:meth:`gather` and :meth:`plan`: all of a call but the route."""
+        return self.plan(self.gather(topk_ids, num_tokens, failure))
+
+    def gather(
         self,
         topk_ids: list[Tensor],
         num_tokens: int | None = None,
         failure: Exception | None = None,
         tell: Callable[[], None] | None = None,
         facts: Mapping[str, int] | None = None,
-    ) -> Balanced:
-        """Counts, gathers and plans: all of a call but the route. All ranks call it together.
+        beside: list[Tensor] | None = None,
+    ) -> Gathered:
+        """Counts and gathers. All ranks call it together.
 
         Args:
             topk_ids: of the owned ranks, shared columns included; not read where there is a failure.
@@ -199,6 +214,7 @@ class Balancer:
             tell: called before a failure of this process is raised that the other ranks have not raised yet: where
                 nothing is gathered, and on a device, whose errors the host reads later.
             facts: more integers that all ranks must give alike, beside :attr:`facts`.
+            beside: [W] int32 of every owned rank, gathered with the loads; W is the same on all ranks.
         """
         tell = (lambda: None) if tell is None else tell
         if not torch.compiler.is_compiling():  # which would compile anew for every number
@@ -217,12 +233,27 @@ class Balancer:
             if failure is not None:
                 tell()
                 raise failure
-            return Balanced(topk_ids, torch.stack(counts), None)
-        loads = self._gather(counts, failure, tell, {**self.facts, **(facts or {})})
+            return Gathered(topk_ids, torch.stack(counts), False)
+        rows = counts
+        if beside is not None and failure is None:
+            rows = [torch.cat(parts) for parts in zip(counts, beside, strict=True)]
+        width = self.placement.num_experts + (0 if beside is None else len(beside[0]))
+        gathered = self._gather(rows, width, failure, tell, {**self.facts, **(facts or {})})
+        if beside is None:
+            return Gathered(topk_ids, gathered, True)
+        own = self.placement.num_experts
+        return Gathered(topk_ids, gathered.narrow(1, 0, own), True, gathered.narrow(1, own, width - own))
+
+    def plan(self, gathered: Gathered, filled: Filled | None = None, keep_local: bool = False) -> Balanced:
+        """Plans a batch, if it is to be planned; filled and keep_local as in :func:`isoload.plan`."""
+        topk_ids, loads = gathered.topk_ids, gathered.loads
+        if not gathered.planned:
+            return Balanced(topk_ids, loads, None)
         self.last_loads = loads
         placed = self.placed_on(loads.device)
         step = next_step(self._step_on(loads.device)) if isinstance(self.policy, Seeded) else 0
-        made = self.last_plan = plan(loads, placed, None, self.policy, step=step)
+        made = plan(loads, placed, None, self.policy, filled=filled, keep_local=keep_local, step=step)
+        self.last_plan = made
         return Balanced(topk_ids, loads, made)
 
     def route(self, balanced: Balanced) -> list[Tensor]:
@@ -247,16 +278,15 @@ class Balancer:
         else:
             with self.group.agreeing("placement") as facts:
                 check_same_shape(self.placement, placement)
-                slots, homes = _slots_of(placement, self.layer)
-                facts.update(
-                    {"checksum of slot_to_expert": checksum(slots), "checksum of home_slot": checksum(homes)}
-                )
+                facts.update(_placement_facts(placement, self.layer))
         self.settle(placement)
 
     def settle(self, placement: Placement) -> None:
         """:meth:`load` of a placement that all ranks have agreed on already."""
         self.placement, self.has_freedom = placement, placement.has_freedom[self.layer]
-        self._checksums["checksum of placement"] = checksum(_slots_of(placement, self.layer))
+        self._checksums["checksum of placement"] = checksum(
+            list(_placement_facts(placement, self.layer).values())
+        )
         for device, own in self._own.items():
             self._own[device] = refresh_layers(own, placement.layer(self.layer, device))
 
@@ -268,11 +298,11 @@ class Balancer:
         if may_be_kept(own.home_slot):
             self._own[device] = own
             with torch.inference_mode(False):  # else only inference could advance it
-                self._steps[device] = _first_step(device)
+                self._steps[device] = first_step(device)
         return own
 
     def _step_on(self, device: torch.device) -> Tensor:
-        return self._steps[device] if device in self._steps else _first_step(device)
+        return self._steps[device] if device in self._steps else first_step(device)
 
     def routed_ids(self, slots: Tensor) -> Tensor:
         """Slots numbered as if the shared experts had none: an engine's physical ids of routed experts; -1 stays."""
@@ -299,21 +329,22 @@ class Balancer:
 
     def _gather(
         self,
-        counts: list[Tensor],
+        rows: list[Tensor],
+        width: int,
         failure: Exception | None,
         tell: Callable[[], None],
         facts: Mapping[str, int],
     ) -> Tensor:
-        """[R, E] loads. With tokens="same" rank 0 stands for the one source there is."""
+        """[R, width] counts of all ranks. With tokens="same" rank 0 stands for the one source there is."""
         if self.tokens == "same":
             if failure is not None:
                 raise failure
             others = self.placement.topology.num_ranks - 1
-            return torch.nn.functional.pad(counts[0].unsqueeze(0), (0, 0, 0, others))
+            return torch.nn.functional.pad(rows[0].unsqueeze(0), (0, 0, 0, others))
         assert self.group is not None
         if failure is None:
-            return self.group.gather_loads(counts, None, facts)
-        nothing = torch.zeros(self.placement.num_experts, dtype=torch.int32, device=self._device())
+            return self.group.gather_loads(rows, None, facts)
+        nothing = torch.zeros(width, dtype=torch.int32, device=self._device())
         try:
             owned = len(self.ranks)
             self.group.gather_loads([nothing] * owned, [error_code("count")] * owned, facts)
@@ -340,32 +371,13 @@ class Balancer:
         self.settle(self.placement)
 
 
-def _first_step(device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=torch.int64, device=device)
-
-
-@torch.library.custom_op("isoload::next_step", mutates_args=("step",))
-def next_step(step: Tensor) -> Tensor:
-    """Advances the number [] int64 of the batch, and returns a copy, which a batch in flight keeps.
-
-    A checkpoint's recompute draws as its forward did: an op of its own finds out when it runs, also in compiled code.
-    """
-    if not in_backward():
-        step.add_(1)
-    return step.clone()
-
-
-@next_step.register_fake
-def _(step: Tensor) -> Tensor:
-    return torch.empty_like(step)
-
-
-def in_backward() -> bool:
-    """Whether autograd is running a backward pass, as when a checkpoint recomputes its forward."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def _slots_of(placement: Placement, layer: int) -> tuple[list[int], list[int]]:
-    """slot_to_expert and home_slot of one layer."""
+def _placement_facts(placement: Placement, layer: int) -> dict[str, int]:
+    """What all ranks must hold alike of one layer."""
     slots, homes = placement.arrays
-    return slots[layer].tolist(), homes[layer].tolist()
+    weight = placement.weight_array
+    held = {
+        "slot_to_expert": slots[layer].tolist(),
+        "home_slot": homes[layer].tolist(),
+        "replica_weight": None if weight is None else weight[layer].tolist(),
+    }
+    return {f"checksum of {name}": checksum(value) for name, value in held.items()}

@@ -170,6 +170,28 @@ def import_seconds(lent: Tensor, topology: Topology, model: CostModel) -> Tensor
     return _busy(lent, topology, model) * model.expert_bytes
 
 
+def slots_in_time(copies: int, experts: int, topology: Topology, model: CostModel) -> int:
+    """Experts whose weights can come to a rank while it computes (papers/004, section 3.2): window x bandwidth / bytes.
+
+    Args:
+        copies: that a rank computes in a layer.
+        experts: over which they are spread evenly.
+        topology: of one node, or the bandwidth is that between nodes.
+
+    Raises:
+        ValueError: naming the argument, the rule and the value.
+    """
+    for name, value in (("copies", copies), ("experts", experts)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a number of at least 1, got {value!r}")
+    quota = torch.full((experts,), copies // experts)
+    quota[: copies % experts] += 1
+    window = float(rank_seconds(quota, 1, model))
+    near, far = topology.bandwidths or model.bandwidths
+    bandwidth = near if topology.num_nodes == 1 else far
+    return int(window * bandwidth * 1e9 / model.expert_bytes)
+
+
 def exchange_seconds(rows: Tensor, topology: Topology, model: CostModel) -> Tensor:
     """[..., R] float64 time of dispatch and combine: the larger of what a rank sends and receives, both ways.
 

@@ -17,6 +17,7 @@ from isoload.topology import Topology
 from isoload.value_checks import may_be_kept
 
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
+FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +54,7 @@ class Placement:
     replica_weight: Tensor | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
     arrays: tuple[IntArray, IntArray] = field(init=False, repr=False)  # slot_to_expert, home_slot as NumPy
+    weight_array: FloatArray | None = field(init=False, repr=False)  # [L, P] float64 replica_weight as NumPy
 
     def __post_init__(self) -> None:
         slots = _int32("slot_to_expert", self.slot_to_expert)
@@ -67,9 +69,12 @@ class Placement:
         # Kept, because a real tensor's .numpy() fails under FakeTensorMode.
         object.__setattr__(self, "arrays", (slots.numpy(), home.numpy()))
         object.__setattr__(self, "layer_ids", tuple(self.layer_ids) or tuple(range(slots.shape[0])))
+        weights = None
         if self.replica_weight is not None:
             weight = torch.as_tensor(self.replica_weight, device="cpu").to(torch.float32, copy=True)
             object.__setattr__(self, "replica_weight", weight)
+            weights = weight.double().numpy()
+        object.__setattr__(self, "weight_array", weights)
         if errors := placement_errors(self):
             raise ValueError("; ".join(errors))
 

@@ -31,7 +31,8 @@ class Plan:
                                 experts stay home in it unless the policy moves them
     telemetry       [4] int32   exact splits: sweeps, augmentations, Newton steps, cut by the budget; policies that
                                 borrow: [5], see isoload.ops.Spill
-    weights         [P] float32 sampled policies only: wished part of each replica
+    weights         [P] float32 sampled policies only: wished part of each replica; a source rank may draw with others,
+                                see isoload.Policy.weights_of
     shared                      where shared copies go; None without shared experts
     step                        the batch's number, which selects the random stream of what is sampled; or that number
                                 on the device, [] int64, which a captured graph reads anew

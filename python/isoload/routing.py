@@ -79,7 +79,8 @@ def _route_routed(
     if plan.weights is not None:
         if not 0 <= rank < plan.tables.num_ranks:
             raise ValueError(f"rank must be in 0..{plan.tables.num_ranks - 1}, got {rank}")
-        return ops.route_sampled(topk_ids, plan.weights, plan.tables, *sample_seed(plan, rank), rank)
+        weights = plan.policy.weights_of(plan, rank)
+        return ops.route_sampled(topk_ids, weights, plan.tables, *sample_seed(plan, rank), rank)
     row = share_routed(loads, plan, rank, order)
     return ops.route(topk_ids, row, plan.tables, prefer)
 

@@ -93,6 +93,13 @@ def test_every_option_reaches_the_replay(trace):
     assert found["settings"]["policies"] == ["even"] and found["batches"] == 6
 
 
+@pytest.mark.parametrize("predict", ["path", "popularity", "linear", "0.5"])
+def test_forecasts_reach_the_replay(trace, predict):
+    flags = ("--ranks", 2, "--spare-slots", 1, "--policies", "hedge", "--predict", predict, "--json", "-")
+    found = json.loads(run("replay", trace, *flags).stdout)
+    assert found["settings"]["predict"] == predict and found["policies"][0]["policy"] == "hedge"
+
+
 COSTS = """\
 constants: made
 expert 64 x 32, 3 matrices, 2 B per weight (0.0 MiB), 2 B per activation; µs: 1 per expert in use, per copy 2
@@ -234,6 +241,10 @@ def test_layers_that_are_no_numbers(trace, text):
         (
             ["--policies", "exact,best"],
             f"policy must be one of {', '.join(POLICIES)}, got 'best'",
+        ),
+        (
+            ["--predict", "often"],
+            "predict must be one of perfect, last, linear, path, popularity, none or a number in 0..1, got 'often'",
         ),
         (["--policies", ","], "policies must be distinct and at least one, got none at all"),
         (["--ranks", "4", "--ranks-per-node", "3"], "ranks_per_node must divide num_ranks=4, got 3"),

@@ -78,7 +78,7 @@ REFUSED_WEIGHTS = {
     "down": ({"down": torch.zeros(4, 6)}, r"down must be \[S, H, I\], got \[4, 6\]"),
     "dtype": (
         {"down": torch.zeros(2, 6, 4).int()},
-        "down must be float64, float32, bfloat16 or float16, got torch.int32",
+        "down must be float64, float32, bfloat16, float16 or float8_e4m3fn, got torch.int32",
     ),
     "gate_up": (
         {"gate_up": torch.zeros(2, 8, 5)},

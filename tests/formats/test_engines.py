@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -105,9 +104,6 @@ CANNOT = {
     "spare_slots must be 0 for an engine's file, got 1": lambda: made(spare_slots=1),
     "alive must be True for all ranks for an engine's file, got 1 dead": lambda: isoload.place(
         COUNTS, isoload.Topology(4, alive=(True, True, False, True)), 3
-    ),
-    "replica_weight must be None for an engine's file": lambda: replace(
-        made(), replica_weight=torch.ones(2, 12)
     ),
     "slots_per_rank must be filled for an engine's file, layer 3 has absent slots (ragged)": lambda: made(
         slots_per_rank=None, placer="craft", replicas=1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,42 +12,8 @@ import torch.distributed as dist
 import isoload
 from isoload.experts.weights import ClampedGLU, SwiGLU
 from isoload.layer.block_experts import BlockExperts
+from support.hugging_face import EXPERTS, MODELS, balanced, blocks, make_model
 from support.processes import run_ranks
-
-E, K = 8, 2
-SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2, "intermediate_size": 24, "num_experts_per_tok": K, "pad_token_id": 0}
-MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "qwen3": ("qwen3_moe", "Qwen3Moe", {"num_experts": E, "moe_intermediate_size": 24, "head_dim": 8}),
-    "olmoe": ("olmoe", "Olmoe", {"num_experts": E}),
-    "mixtral": ("mixtral", "Mixtral", {"num_local_experts": E}),
-    "gpt_oss": ("gpt_oss", "GptOss", {"num_local_experts": E, "head_dim": 8}),
-    "deepseek_v3": (
-        "deepseek_v3",
-        "DeepseekV3",
-        {
-            "n_routed_experts": E, "n_shared_experts": 1, "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1,
-            "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
-            "first_k_dense_replace": 1, "num_key_value_heads": 4,
-        },
-    ),
-}  # fmt: skip
-
-
-def make_model(name: str) -> torch.nn.Module:
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    model, prefix, more = MODELS[name]
-    modeling = import_module(f"transformers.models.{model}.modeling_{model}")
-    config = getattr(import_module(f"transformers.models.{model}.configuration_{model}"), f"{prefix}Config")
-    torch.manual_seed(3)
-    built = getattr(modeling, f"{prefix}ForCausalLM")(config(**{**SIZES, **more}))
-    for parameter in built.parameters():
-        parameter.data.normal_(std=0.2)
-    return built.eval()
-
-
-def blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    return [m for m in model.modules() if hasattr(m, "experts")]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -61,7 +26,7 @@ def test_the_model_stays_what_it_is(name: str) -> None:
         found = blocks(model)
         assert found, "a model with experts"
         topology = isoload.Topology(4)
-        placement = isoload.place(torch.arange(E)[None] ** 2 + 1, topology, slots_per_rank=3)
+        placement = isoload.place(torch.arange(EXPERTS)[None] ** 2 + 1, topology, slots_per_rank=3)
         for block in found if replaced else []:
             block.experts = BlockExperts(block, topology, placement=placement, policy="exact")
         asked = {"output_router_logits": True} if name not in ("deepseek_v3",) else {}
@@ -85,18 +50,6 @@ def test_the_model_stays_what_it_is(name: str) -> None:
     for key, grad in router.items():
         if grad is not None:
             torch.testing.assert_close(router_[key], grad, rtol=1e-3, atol=1e-4)
-
-
-def balanced(name: str, **how: Any) -> tuple[torch.nn.Module, list[isoload.MoE]]:
-    """A model on four virtual ranks with replicas."""
-    model, topology = make_model(name), isoload.Topology(4)
-    num_blocks = len(blocks(model))
-    placement = isoload.place(
-        torch.arange(E).repeat(num_blocks, 1) ** 2 + torch.arange(num_blocks)[:, None],
-        topology,
-        slots_per_rank=3,
-    )
-    return model, isoload.balance(model, topology, placement=placement, **how)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -134,7 +87,7 @@ def test_a_saved_model_is_a_checkpoint_of_the_plain_one(name: str, tmp_path: Pat
 def state_of_rank(rank: int) -> tuple[dict[str, torch.Tensor], list[int], torch.Tensor]:
     torch.set_num_threads(1)
     model, topology = make_model("gpt_oss"), isoload.Topology(2)
-    placement = isoload.place(torch.arange(E).flip(0).repeat(2, 1), topology)
+    placement = isoload.place(torch.arange(EXPERTS).flip(0).repeat(2, 1), topology)
     [first, *_] = isoload.balance(
         model, topology, transport=isoload.CollectiveTransport(topology), placement=placement
     )
@@ -163,7 +116,7 @@ def test_a_process_saves_its_own_experts() -> None:
         prefix = "model.layers.0.mlp.experts."
         assert state.keys() - whole.keys() == {f"model.layers.{i}.mlp.experts.home_experts" for i in (0, 1)}
         experts = state[prefix + "home_experts"].tolist()
-        assert sorted(experts) == homes and len(homes) < E
+        assert sorted(experts) == homes and len(homes) < EXPERTS
         for name in ("gate_up_proj", "down_proj", "gate_up_proj_bias"):
             assert torch.equal(state[prefix + name], whole[prefix + name][experts])
 
@@ -183,7 +136,7 @@ def test_refused_models() -> None:
     with pytest.raises(ValueError, match="model must have MoE blocks with fused experts, got none in Linear"):
         isoload.balance(torch.nn.Linear(2, 2), topology)
     model = make_model("qwen3")
-    placement = isoload.place(torch.ones(3, E), topology)
+    placement = isoload.place(torch.ones(3, EXPERTS), topology)
     with pytest.raises(ValueError, match="placement must have a layer for each of the 2 MoE blocks, got 3"):
         isoload.balance(model, topology, placement=placement)
     experts = blocks(model)[1].experts
@@ -207,7 +160,7 @@ def test_refused_models() -> None:
 def test_refuses_shared_experts_in_the_placement() -> None:
     block = blocks(make_model("qwen3"))[0]
     topology = isoload.Topology(2)
-    placement = isoload.place(torch.ones(1, E), topology, slots_per_rank=5, num_shared=1)
+    placement = isoload.place(torch.ones(1, EXPERTS), topology, slots_per_rank=5, num_shared=1)
     with pytest.raises(
         ValueError, match="placement must have no shared experts, which the block computes, got 1"
     ):

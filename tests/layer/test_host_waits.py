@@ -2,68 +2,37 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import isoload
 from isoload.experts.weights import ExpertWeights
-from isoload.placed_layers import PlacedLayers
-from isoload.transport import CollectiveGroup, Group, LocalTransport, Transport
-from isoload.transport.row_dispatcher import RowDispatcher
+from isoload.transport import LocalTransport, Transport
+from support.fake_ranks import (
+    CAPACITY,
+    EXPERTS,
+    HIDDEN,
+    RANKS,
+    TOKENS,
+    TOPOLOGY,
+    Everything,
+    answer,
+    gate,
+    kept_memos,
+    one_rank,
+    short,
+    wanted,
+)
 from support.host_waits import HostWaits
 
-RANKS, EXPERTS, HIDDEN, TOKENS, CAPACITY = 4, 16, 8, (5, 0, 7, 9), 13
-TOPOLOGY = isoload.Topology(RANKS, 2)
 CAPACITIES = pytest.mark.parametrize("capacity", [None, CAPACITY])
 NUM_SHARED = {"waterfill_sampled": (1,), **dict.fromkeys(("shared_local", "waterfill", "joint"), (1, 2))}
 ON_DEVICE = [name for name in isoload.POLICIES if name != "llep_published"]  # which plans on the host
 BORROWING = [name for name in ON_DEVICE if isoload.POLICIES[name]().borrows]
-
-
-class OneRank(CollectiveGroup):
-    """One rank of several, as a process has it, whose peers are not there: what they send is fake, too."""
-
-    def __init__(self, rank: int) -> None:
-        Group.__init__(self, TOPOLOGY, [rank])
-        self.process_group = None
-
-    def _gather(self, stage: str, rows: list[Tensor]) -> Tensor:
-        return rows[0].unsqueeze(0).expand(RANKS, -1)
-
-    def _start_swap(self, stage: str, buffers: list[Tensor], sent: Any, got: Any) -> Any:
-        arrived = buffers[0].new_empty(sum(got[0]), *buffers[0].shape[1:])
-        return lambda: [arrived]
-
-    def _swap(self, *given: Any) -> list[Tensor]:
-        arrived: list[Tensor] = self._start_swap(*given)()
-        return arrived
-
-    def gather_objects(self, stage: str, given: object) -> list[Any]:
-        return [given] * RANKS
-
-    def peers(self, device: torch.device) -> None:
-        return None
-
-    def named(self, stage: str) -> Any:
-        return nullcontext()
-
-
-def answer(tensor: Tensor) -> list[Any]:
-    """What the host reads: three rows between every two ranks, no errors, no facts that differ, expert 0 borrowed."""
-    if tensor.dim() == 3:
-        return [[[3, 0, 3] + [0] * (tensor.shape[2] - 3)] * tensor.shape[1]] * len(tensor)
-    return [[0] * tensor.shape[1]] * len(tensor) if tensor.dim() == 2 else [0] * len(tensor)
-
-
-def gate(rows: Tensor) -> tuple[Tensor, Tensor]:
-    weights, ids = rows.float().cumsum(1).repeat(1, 2).softmax(-1).topk(3)
-    return ids, weights
 
 
 def waits_of(
@@ -86,17 +55,10 @@ def waits_of(
     dense = ExpertWeights(torch.zeros(shape, dtype=dtype), torch.zeros(shape[0], HIDDEN, HIDDEN, dtype=dtype))
     rows = [torch.zeros(TOKENS[rank], HIDDEN, dtype=dtype) for rank in group.ranks]
     if len(group.ranks) == 1:
-        group._agreed = _Everything()
+        group._agreed = Everything()
     else:
         isoload.MoE(gate, dense, transport, placement, **{**how, "borrow": None})(rows)
-    made: dict[Any, Any] = {}  # tables of fake tensors are not kept, those of real ones are
-
-    def memo(placed: PlacedLayers, key: Any, make: Any) -> Any:
-        if key not in made:
-            made[key] = make(placed)
-        return made[key]
-
-    with HostWaits(answer) as host, torch.no_grad(), patch.object(PlacedLayers, "memo", memo):
+    with HostWaits(answer) as host, torch.no_grad(), kept_memos():
         dense = ExpertWeights(
             *(torch.zeros(s.shape, dtype=dtype, device="cuda") for s in (dense.gate_up, dense.down))
         )
@@ -110,20 +72,6 @@ def waits_of(
         before = group.traffic.host_syncs
         layer(rows)
         return host.waits, group.traffic.host_syncs - before
-
-
-class _Everything(set[Any]):
-    def __contains__(self, _fact: object) -> bool:
-        return True
-
-
-def wanted(capacity: int | None) -> tuple[list[str], int]:
-    return (["tolist in transport/group.py"], 1) if capacity is None else ([], 0)
-
-
-def short(found: tuple[list[str], int]) -> tuple[list[str], int]:
-    """Without line numbers."""
-    return [wait.rsplit(":", 1)[0] for wait in found[0]], found[1]
 
 
 @CAPACITIES
@@ -171,11 +119,6 @@ def test_every_backend_of_borrowing(
 @CAPACITIES
 def test_a_process_with_one_rank(capacity: int | None) -> None:
     assert short(waits_of(one_rank(1, capacity), policy="exact")) == wanted(capacity)
-
-
-def one_rank(rank: int, capacity: int | None) -> Transport:
-    group = OneRank(rank)
-    return Transport(group, RowDispatcher(group, capacity))
 
 
 def test_counting_anew_leaves_the_rows_on_the_device() -> None:

@@ -147,9 +147,8 @@ def test_ranks_that_differ_all_say_so(what: str, named: str) -> None:
 
 
 def test_processes_on_cpu_cannot_pull() -> None:
-    said = (
-        "ValueError: borrow must be all_to_all or p2p where ranks cannot read each other's memory, got 'pull'"
-    )
+    rule = "borrow must be all_to_all, p2p or deep_ep where ranks cannot read each other's memory"
+    said = f"ValueError: {rule}, got 'pull'"
     assert last_lines(construct, "pull without shared memory") == [said] * RANKS
 
 

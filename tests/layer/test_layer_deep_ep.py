@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import isoload
 from isoload import Topology
 from isoload.experts.weights import ExpertWeights
+from isoload.layer import moe
 from isoload.transport import CollectiveGroup, CollectiveTransport
 from isoload.transport.deep_ep import DeepEPTransport
 from support.borrowed_layer import LLEP, STACKS, TOLERANCE, TOP_K, Setup, close, make_setup
@@ -113,6 +114,36 @@ def test_experts_of_a_shard() -> None:
     assert len(set(run_ranks(over_a_shard, 3, 3))) == 2
 
 
+def expert_major(rank: int, ranks: int, borrow: str, replicas: bool) -> tuple[int, int]:
+    """Against the dense layer; how often experts took rows as they came, and how often they sorted them."""
+    setup = small(ranks, bias=True)
+    if replicas:  # before the home slots: their weight rows lie behind those of the homes
+        slots = torch.tensor([[8, *range(8), 0, *range(8, 16)]], dtype=torch.int32)
+        homes = torch.tensor([[*range(1, 9), *range(10, 18)]], dtype=torch.int32)
+        setup.placement = isoload.Placement(slots, setup.placement.topology, 16, home_slot=homes)
+    calls = {"run_sorted": 0, "run_experts": 0}
+    for name in calls:
+        called = getattr(moe, name)
+
+        def counted(*args: Any, name: str = name, called: Any = called) -> Tensor:
+            calls[name] += 1
+            return called(*args)
+
+        setattr(moe, name, counted)
+    how: dict[str, Any] = {"policy": "exact"} if replicas else {**LLEP, "borrow": borrow}
+    assert_dense_rank(setup, rank, train(setup, rank, transport_of(setup, expert_major=True), **how))
+    return calls["run_sorted"], calls["run_experts"]
+
+
+@pytest.mark.parametrize(("ranks", "borrow"), [(2, "deep_ep"), (4, "all_to_all")])
+def test_rows_by_expert_are_not_sorted_again(ranks: int, borrow: str) -> None:
+    assert run_ranks(expert_major, ranks, ranks, borrow, False, timeout=150) == [(1, 0)] * ranks
+
+
+def test_weights_in_another_order_than_slots_sort_the_rows() -> None:
+    assert run_ranks(expert_major, 2, 2, "", True, timeout=150) == [(0, 1), (0, 1)]
+
+
 def low_latency(rank: int, waits: bool) -> Tensor:
     draw = make_setup(2, hidden=2048, dtype=torch.bfloat16)
     transport = transport_of(draw, "Buffer", low_latency=True, waits=waits)
@@ -143,7 +174,9 @@ def refusals(rank: int) -> None:
         setup.layer(far, **LLEP, borrow="deep_ep")
     with pytest.raises(ValueError, match="borrow_bytes must be at least 16384 .* got 0"):
         setup.layer(transport_of(setup, borrow_bytes=0), **LLEP, borrow="deep_ep")
-    with pytest.raises(ValueError, match="experts must be bfloat16, float16 or float32 .* got torch.float64"):
+    with pytest.raises(
+        ValueError, match="experts must be bfloat16, .* or float8_e4m3fn .* got torch.float64"
+    ):
         exact = make_setup(2, hidden=256)
         exact.layer(transport_of(exact), **LLEP, borrow="deep_ep")
     odd = small(2)
@@ -154,3 +187,27 @@ def refusals(rank: int) -> None:
 
 def test_what_a_layer_refuses() -> None:
     run_ranks(refusals, 2)
+
+
+def stacked(rank: int, ranks: int, kind: str, how: dict[str, Any]) -> bool:
+    """Two layers in a stack over a double: whether the second batch fetched, and is the dense layers'."""
+    low_latency = how.get("low_latency", False)
+    setup = make_setup(ranks, hidden=2048 if low_latency else 256, dtype=torch.bfloat16)
+    transport = transport_of(setup, kind, waits=not low_latency, **how)
+    borrow = "deep_ep" if kind == "EPBuffer" else "all_to_all"
+    layers = [setup.layer(transport, policy="hedge", borrow=borrow) for _ in range(2)]
+    isoload.LibraStack(layers, "last")
+    wanted = setup.dense_run()[0][rank]
+    with torch.no_grad():
+        for _ in range(2):
+            assert all(close(layer(setup.rows[rank]), wanted, BOUND) for layer in layers)
+    spare = layers[1].last_plan.slot_to_expert.view(ranks, -1)[:, -2:]
+    return bool((spare >= 0).any())
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [("EPBuffer", {}), ("ElasticBuffer", {}), ("Buffer", {}), ("Buffer", {"low_latency": True})],
+)
+def test_a_stack_over_the_doubles(kind: str, how: dict[str, Any]) -> None:
+    assert all(run_ranks(stacked, 2, 2, kind, how))

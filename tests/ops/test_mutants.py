@@ -14,7 +14,8 @@ import pytest
 
 from support import native_build
 from support.changed_ops import compile_sources, link_ops
-from support.mutants import OF_FILLS, Mutant
+from support.mutants import OF_FILLS, OF_PLACERS, Mutant
+from support.place_build import build_place
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "python" / "isoload"
@@ -35,6 +36,21 @@ MUTANTS = {
         "bool free = k < mine;",
         "bool free = k < mine; if (free) mine = k;",
         "teams",
+    ),
+    "a rank counted by each of its copies": Mutant(
+        "csrc/cpu/number_rows.cpp",
+        "if (at > 0 && row[at - 1] == rank) continue;",
+        "",
+        "number_rows",
+    ),
+    "a row with the slots of all ranks": Mutant(
+        "csrc/cpu/pack_rows.cpp", "in.space.rank_of(slots[k]) == rank", "slots[k] >= 0", "pack_rows"
+    ),
+    "copies beyond the places kept": Mutant(
+        "csrc/cpu/group_copies.cpp",
+        "if (present > in.num_places) return present;",
+        "if (present > in.num_places) return in.num_places;",
+        "group_copies",
     ),
     "remainder dropped": Mutant(
         "csrc/algorithms/start.h", "each + (turn < more)", "each + 0 * (turn < more)", "plan_exact"
@@ -220,6 +236,7 @@ MUTANTS = {
         "teams",
     ),
     **OF_FILLS,
+    **OF_PLACERS,
     "a share dealt one short": Mutant(
         "csrc/cpu/route.cpp", "--hands_[e].left == 0", "--hands_[e].left <= 1", "route"
     ),
@@ -306,7 +323,9 @@ def fails(mutant: Mutant, folder: Path, objects: dict[str, Path]) -> tuple[bool,
         program = native_build.build(folder / "csrc", folder / "teams", native_build.THREAD)
         outcome = native_build.run(program, threads=8, instances=200, seed=1, room=64)
         return outcome.code not in (0, -1), outcome.text
-    if mutant.file.startswith("csrc"):
+    if mutant.file.startswith("csrc/placers"):
+        build_place(folder / "csrc", folder / "python" / "isoload", "-O1")
+    elif mutant.file.startswith("csrc"):
         link_ops(mutant.file, folder, objects)
     file, _, test = mutant.tests.partition("::")
     where = str(next((ROOT / "tests").rglob(f"test_{file}.py"))) + (f"::{test}" if test else "")

@@ -104,6 +104,24 @@ def test_path_table_is_a_dictionary_of_what_followed() -> None:
         assert counted.tolist() == np.bincount(got.numpy().ravel(), minlength=EXPERTS).tolist()
 
 
+def test_path_table_skips_what_is_absent() -> None:
+    """A token without choices in the layer before gets none; -1 further back is a path that the table lacks."""
+    trace = make_trace(4)
+    assert trace.topk_ids is not None
+    table, layer = predict.tabulate(trace, 2), 2
+    near = torch.from_numpy(np.ascontiguousarray(trace.topk_ids[:60, :layer][:, ::-1]))
+    whole, some = table.choose(layer, near), near.clone()
+    some[::3, 0] = -1
+    some[1::3, 1] = -1
+    got = table.choose(layer, some)
+    assert (got[::3] == -1).all() and torch.equal(got[2::3], whole[2::3])
+    popular = torch.from_numpy(table.tables[layer].popular).int()
+    assert torch.equal(got[1::3], popular.expand(20, -1)) and not torch.equal(whole[1::3], got[1::3])
+    counted = table.predict(layer, some, EXPERTS)
+    assert counted.dtype == torch.int32 and int(counted.sum()) == 40 * K
+    assert table.choose(0, near[:, :0]).shape == (60, K)
+
+
 def test_lookahead_runs_the_gate_of_the_layer() -> None:
     rows = torch.randn(5, 3)
     gates = [lambda x, w=w: ((x @ w).topk(K).indices, x) for w in torch.randn(2, 3, EXPERTS)]

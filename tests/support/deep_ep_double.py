@@ -95,6 +95,33 @@ class EPHandle:
         self._topk_idx, self._version = topk_idx, None if topk_idx.is_inference() else topk_idx._version
         self.num_experts, self.order, self.got = num_experts, order, got
         self.psum_num_recv_tokens_per_scaleup_rank = torch.tensor(got).cumsum(0).int()
+        self.expanded: tuple[Tensor, Tensor] | None = None  # row and choice of every expanded row
+
+    def expand(self, local: Tensor, deterministic: bool, size: int) -> None:
+        """Rows by local expert [N, K], one for every copy, in any order within an expert unless deterministic."""
+        row, place = (local >= 0).nonzero().unbind(1)
+        if not deterministic:
+            mixed = torch.randperm(len(row))
+            row, place = row[mixed], place[mixed]
+        by_expert = local[row, place].argsort(stable=True)
+        self.expanded = row[by_expert], place[by_expert]
+        self.num_recv_tokens_per_expert_list = local[row, place].bincount(minlength=size).tolist()
+
+    def reduced(self, x: Tensor, weights: Tensor | None, top_k: int) -> tuple[Tensor, Tensor | None]:
+        """Expanded rows [C, H] added up by row in float32, by choice, rounded once; weights [C] as [N, K]."""
+        assert self.expanded is not None and len(x) == len(self.expanded[0])
+        row, place = self.expanded
+        copies = torch.zeros(len(self.order), top_k, x.shape[1])
+        copies[row, place] = x.float()
+        sums = torch.zeros(len(self.order), x.shape[1])
+        for k in range(top_k):
+            sums = sums + copies[:, k]
+        if weights is None:
+            return sums.bfloat16(), None
+        assert weights.shape == row.shape
+        returned = torch.zeros(len(self.order), top_k)
+        returned[row, place] = weights
+        return sums.bfloat16(), returned
 
     @property
     def topk_idx(self) -> Tensor:
@@ -128,17 +155,29 @@ class _Elastic:
         return 4
 
     def _dispatch(
-        self, x: Any, topk_idx: Any, topk_weights: Any, num_experts: Any, most: Any, handle: Any, wait: Any
+        self,
+        x: Any,
+        topk_idx: Any,
+        topk_weights: Any,
+        num_experts: Any,
+        most: Any,
+        handle: Any,
+        wait: Any,
+        expand: bool = False,
     ) -> tuple[Any, ...]:
         if isinstance(x, tuple):
             return in_fp8(
-                lambda v: self._dispatch(v, topk_idx, topk_weights, num_experts, most, handle, wait), x
+                lambda v: self._dispatch(v, topk_idx, topk_weights, num_experts, most, handle, wait, expand),
+                x,
             )
         assert x.is_contiguous() and x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0
         self.get_theoretical_num_sms(num_experts, 1)
         if handle is not None:
             assert topk_idx is None and not wait
             real = torch.cat(self._send(x, handle.topk_idx, handle.num_experts))[handle.order]
+            assert expand == (handle.expanded is not None)
+            if expand:
+                return real[handle.expanded[0]], None, None, handle, Event()
             padding = x.new_full((handle.allocated - len(real), x.shape[1]), torch.nan)
             return torch.cat([real, padding]), None, None, handle, Event()
         num_ranks = self.group.size()
@@ -156,6 +195,11 @@ class _Elastic:
         for row in local.tolist():
             present = [i for i in row if i >= 0]
             assert len(set(present)) == len(present), "the kernel traps"
+        if expand:
+            assert wait in (None, True), "not written for worst-case sizes"
+            handle.expand(local[order], self.deterministic, num_experts // num_ranks)
+            row, place = handle.expanded
+            return torch.cat(rows)[order][row], None, torch.cat(weights)[order][row, place], handle, Event()
         padding = handle.allocated - count
         return (
             torch.cat([torch.cat(rows)[order], x.new_full((padding, x.shape[1]), torch.nan)]),
@@ -179,6 +223,8 @@ class _Elastic:
         tokens = tokens_to(topk_idx, handle.num_experts, num_ranks)
         if bias is not None:
             assert bias.shape == (len(topk_idx), x.shape[1]) and bias.dtype == x.dtype
+        if handle.expanded is not None:
+            x, topk_weights = handle.reduced(x, topk_weights, topk_idx.shape[1])
         sums = self.reduce(self._return(x, handle), tokens, topk_idx, size, bias)
         returned = None
         if topk_weights is not None:
@@ -214,7 +260,7 @@ class EPBuffer(_Elastic, BorrowingDouble):
     ):  # fmt: skip
         assert not do_handle_copy
         most = num_max_tokens_per_rank
-        return self._dispatch(x, topk_idx, topk_weights, num_experts, most, handle, do_cpu_sync)
+        return self._dispatch(x, topk_idx, topk_weights, num_experts, most, handle, do_cpu_sync, do_expand)
 
     def combine(
         self, x, handle, topk_weights=None, bias=None, num_sms=0, num_qps=0, previous_event=None,
@@ -245,7 +291,7 @@ class ElasticBuffer(_Elastic):
         if do_handle_copy and topk_idx is not None:
             topk_idx = topk_idx.clone()
         most = num_max_tokens_per_rank
-        return self._dispatch(x, topk_idx, topk_weights, num_experts, most, handle, do_cpu_sync)
+        return self._dispatch(x, topk_idx, topk_weights, num_experts, most, handle, do_cpu_sync, do_expand)
 
     def combine(
         self, x, handle, topk_weights=None, bias=None, num_sms=0, num_qps=0, previous_event=None,

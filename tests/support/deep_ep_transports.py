@@ -30,8 +30,8 @@ CANCELLING = (2.0**20, 1.0, -(2.0**20), 1.0)
 class AnyShape(Dispatcher):
     """DeepEP's buffers are made for one H, K and S: makes one on every rank when a batch first has others."""
 
-    def __init__(self, group: CollectiveGroup, made: Any, waits: bool) -> None:
-        self.group, self.made, self.host_waits = group, made, waits
+    def __init__(self, group: CollectiveGroup, made: Any, waits: bool, **how: Any) -> None:
+        self.group, self.made, self.host_waits, self.how = group, made, waits, how
         self.max_tokens_per_rank = MAX_TOKENS
         self.dtypes, self.hidden_multiple = DeepEPDispatcher.dtypes, DeepEPDispatcher.hidden_multiple
         self.adds_by_rank = WIRES[made.__name__].adds_by_rank
@@ -43,7 +43,7 @@ class AnyShape(Dispatcher):
     ) -> list[Received]:
         shape = x[0].shape[1], slots[0].shape[1], slots_per_rank
         if shape not in self._made:
-            self._made[shape] = make_dispatcher(self.group, self.made, *shape, self.host_waits)
+            self._made[shape] = make_dispatcher(self.group, self.made, *shape, self.host_waits, **self.how)
         received = self._made[shape].dispatch(x, slots, weights, slots_per_rank, facts)
         self._of[id(received[0].handle)] = received[0].handle, self._made[shape]
         return received
@@ -84,9 +84,10 @@ def make_dispatcher(
         max_tokens_per_rank=how.get("max_tokens_per_rank", MAX_TOKENS),
         waits=waits,
         fp8=how.get("fp8", False),
+        expert_major=how.get("expert_major", False),
     )
 
 
-def any_shape(topology: Topology, made: Any, waits: bool) -> Transport:
+def any_shape(topology: Topology, made: Any, waits: bool, **how: Any) -> Transport:
     group = CollectiveGroup(topology)
-    return Transport(group, AnyShape(group, made, waits))
+    return Transport(group, AnyShape(group, made, waits, **how))

@@ -32,6 +32,7 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
     },
     "hedge": {"slots": [None, 1]},
     "grace": {"locality": [True, False]},
+    "grace_sampled": {"seed": [0, 1], "step": [0, 3], "locality": [True, False]},
 }  # fmt: skip
 
 

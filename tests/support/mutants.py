@@ -1,4 +1,5 @@
-"""Faults that test_mutants.py seeds: what one is, and those of the planners that fill spare slots ahead."""
+"""Faults that test_mutants.py seeds: what one is, those of the planners that fill spare slots ahead, and those of the
+offline placers."""
 
 from __future__ import annotations
 
@@ -48,5 +49,56 @@ OF_FILLS = {
         "ws.exports[r] = 0; });\n    team_.sync();",
         "ws.exports[r] = 0; });",
         "teams",
+    ),
+}
+
+OF_PLACERS = {
+    "ties of ranks flipped": Mutant(
+        "csrc/placers/eplb.h", "weight_[r] < weight_[best]", "weight_[r] <= weight_[best]", "placers"
+    ),
+    "lanes added up in order": Mutant(
+        "csrc/placers/layout.h",
+        "return (lane[0] + lane[1]) + (lane[2] + lane[3]);",
+        "return ((lane[0] + lane[1]) + lane[2]) + lane[3];",
+        "place_builds::test_numpy_finds_the_same_objectives",
+    ),
+    "a home leaves its node": Mutant(
+        "csrc/placers/exchanges.h",
+        "return home < 0 || problem.node[i] != home",
+        "return true || problem.node[i] != home",
+        "scenario_pinned::test_experts_lie_in_order_and_replicas_in_the_room_left",
+    ),
+    "the last copy of an expert replaced": Mutant(
+        "csrc/placers/repoints.h",
+        "if (layout.copies[x] < 2) return false;",
+        "if (layout.copies[x] < 1) return false;",
+        "scenario::test_compiled_loops_and_numpy_give_the_same_slots",
+    ),
+    "circles of three left open": Mutant(
+        "csrc/placers/level.h",
+        "if (layout.copies[e] > 2)",
+        "if (layout.copies[e] > 3)",
+        "scenario::test_compiled_loops_and_numpy_give_the_same_slots",
+    ),
+    "a move too many": Mutant(
+        "csrc/placers/search.h",
+        "used_ + cost > limits_.moves) return;",
+        "used_ + cost > limits_.moves + 1) return;",
+        "scenario::test_with_before_at_most_so_many_slots_change_and_never_for_the_worse",
+    ),
+    "room left where homes leave no rank": Mutant(
+        "csrc/placers/start.h", "  fill_room(layout, filled, risk);\n", "", "scenario_pinned"
+    ),
+    "the last start kept": Mutant(
+        "csrc/placers/scenario.h",
+        "if (least >= 0 && found >= least) return;",
+        "",
+        "scenario::test_compiled_loops_and_numpy_give_the_same_slots",
+    ),
+    "a layer left out": Mutant(
+        "csrc/placers/layers.h",
+        "(layer = next++) < num_layers;",
+        "(layer = next++) < num_layers - 1;",
+        "place_builds::test_numpy_finds_the_same_objectives",
     ),
 }

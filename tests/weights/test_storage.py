@@ -8,8 +8,11 @@ import pickle
 import pytest
 import torch
 
+from isoload.experts.weights import ExpertWeights
 from isoload.layer.moe import MoE
 from isoload.transport import LocalTransport
+from isoload.weights.layout import Layout
+from isoload.weights.storage import RankWeights
 from support.small_layer import STACKS, make_setup
 
 
@@ -95,3 +98,20 @@ def test_a_backward_over_changed_weights_raises(change, copied):
         layer.refresh_replicas()
     with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
         loss.backward()
+
+
+def test_copies_by_slot_end_where_those_of_the_rows_do():
+    dense = ExpertWeights.random(4, 4, 4)
+    held = RankWeights(Layout((0, 1), (3,), (0, 1, -1, 2, -1)), dense, num_rows=4, spare_slots=1)
+    assert held.row_ends([2, 2, 2, 5, 6]) == [
+        2,
+        2,
+        5,
+        5,
+        6,
+    ]  # the fourth row holds no expert, the fifth is borrowed
+    with pytest.raises(ValueError, match="slot 2 must have no copies, since it holds no expert, got ends"):
+        held.row_ends([2, 2, 3, 5, 6])
+    other = RankWeights(Layout((0, 1), (3,), (2, 0, 1)), dense, num_rows=3)
+    assert other.row_ends([1, 2, 3]) is None
+    assert RankWeights(Layout((), (), (-1,)), dense, num_rows=1, spare_slots=1).row_ends([3]) == [0, 3]

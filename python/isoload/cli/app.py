@@ -15,22 +15,23 @@ from rich.text import Text
 
 from isoload import __version__
 from isoload.cli import demo, doctor
-from isoload.cli.place import PlaceSettings, check_format, run_place, write_placement
+from isoload.cli.place import PlaceSettings, check_format, given_placement, run_place, write_placement
 from isoload.cli.processes import RankError
 from isoload.cost import CostModel, read_cost
 from isoload.formats import FORMATS, read_placement
-from isoload.placement import Placement
 from isoload.placers import PLACERS
 from isoload.policies import POLICIES
 from isoload.replay.batches import ASSIGNMENTS
 from isoload.replay.calibration import CALIBRATIONS
 from isoload.replay.inspection import inspect_trace
+from isoload.replay.placement_inspection import inspect_placement
 from isoload.replay.prediction import PREDICTIONS
 from isoload.replay.simulate import DEFAULT_POLICIES, SHARED_POLICIES, ReplaySettings
 from isoload.replay.simulate import replay as replay_trace
 from isoload.report.cost import print_cost
 from isoload.report.files import check_target, write_json
 from isoload.report.inspection import inspect_json, print_inspection
+from isoload.report.placement_inspection import placement_json, print_placement
 from isoload.report.placing import place_json, print_place
 from isoload.report.replay import print_replay, replay_json
 from isoload.topology import Topology
@@ -131,7 +132,7 @@ def replay(
     """
     with _one_line_errors():
         check_target(json)
-        placed = None if placement is None else _placement(context, placement)
+        placed = None if placement is None else given_placement(context, placement)
         if placed is not None:
             ranks, ranks_per_node = placed.topology.num_ranks, placed.topology.ranks_per_node
             spare_slots, shared_experts = placed.spare_slots, placed.num_shared
@@ -239,22 +240,42 @@ def convert(
 
 @app.command()
 def inspect(
+    context: typer.Context,
     trace: TracePath,
     ranks: Annotated[
         int, typer.Option(help="R, ranks that hold the experts in order, without replicas.")
     ] = 8,
+    placement: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="What this placement's replicas bring, in place of how skewed it is."
+        ),
+    ] = None,
     layers: LayersText = None,
     json: JsonTarget = None,
 ) -> None:
-    """How skewed a trace is: per layer the largest share of an expert and of a rank, over batches."""
+    """How skewed a trace is: per layer the largest share of an expert and of a rank, over batches.
+
+    With --placement the balance of each layer instead: experts in order, placed without replicas, and as in the file;
+    and what so many replicas bring to each.
+    """
     with _one_line_errors():
         check_target(json)
+        placed = None if placement is None else given_placement(context, placement)
         loaded = _load(trace, layers)
+        console = Console(highlight=False)
+        if placed is not None:
+            view = inspect_placement(loaded, placed)
+            if json:
+                write_json(placement_json(loaded, str(placement), placed, view), json)
+            if json != "-":
+                print_placement(loaded, str(placement), placed, view, console)
+            return
         found = inspect_trace(loaded, ranks)
         if json:
             write_json(inspect_json(loaded, ranks, found), json)
         if json != "-":
-            print_inspection(loaded, ranks, found, Console(highlight=False))
+            print_inspection(loaded, ranks, found, console)
 
 
 @app.command("demo")
@@ -287,27 +308,6 @@ def run_doctor(cost: CostFile = None, json: JsonTarget = None) -> None:
             write_json(doctor.doctor_json(items), json)
         if json != "-":
             doctor.print_doctor(items, Console(highlight=False))
-
-
-def _placement(context: typer.Context, path: str) -> Placement:
-    """The placement of a file, which no option may contradict."""
-    found = read_placement(path)
-    topology = found.topology
-    has = {
-        "ranks": topology.num_ranks,
-        "ranks_per_node": topology.ranks_per_node,
-        "slots_per_rank": found.slots_per_rank,
-        "spare_slots": found.spare_slots,
-        "shared_experts": found.num_shared,
-        "placer": "not given",
-        "calibrate": "not given",
-    }
-    for name, value in has.items():
-        given = context.params[name]
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE" and given != value:
-            raise ValueError(f"{name} must be {value} with placement {path}, got {given}")
-    return found
 
 
 def _cost_model(given: str | None) -> CostModel | None:

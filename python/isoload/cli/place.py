@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import typer
+
 from isoload.formats import FORMATS, read_placement, write_placement
 from isoload.placement import Placement
 from isoload.placers import PLACERS, parse_placer, place
@@ -132,10 +134,45 @@ def _judge_file(placement: Placement, trace: Trace) -> tuple[float, float]:
     return float(even_imbalance(placement, counts).mean()), float(exact_imbalance(placement, counts).mean())
 
 
+def given_placement(context: typer.Context, path: str) -> Placement:
+    """The placement of a file, which no option of the command may contradict.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    found = read_placement(path)
+    topology = found.topology
+    has = {
+        "ranks": topology.num_ranks,
+        "ranks_per_node": topology.ranks_per_node,
+        "slots_per_rank": found.slots_per_rank,
+        "spare_slots": found.spare_slots,
+        "shared_experts": found.num_shared,
+        "placer": "not given",
+        "calibrate": "not given",
+    }
+    for name, value in has.items():
+        if name not in context.params:
+            continue  # no option of this command
+        given = context.params[name]
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE" and given != value:
+            raise ValueError(f"{name} must be {value} with placement {path}, got {given}")
+    return found
+
+
 def check_format(name: str) -> None:
     """Refuses an unknown format before any work is done for it."""
     if name not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {name!r}")
 
 
-__all__ = ["PlaceSettings", "Placing", "check_format", "default_calibrate", "run_place", "write_placement"]
+__all__ = [
+    "PlaceSettings",
+    "Placing",
+    "check_format",
+    "default_calibrate",
+    "given_placement",
+    "run_place",
+    "write_placement",
+]

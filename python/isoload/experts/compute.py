@@ -14,10 +14,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from isoload import kernels
-from isoload.experts.grouped_linear import linear_of
-from isoload.experts.grouping import Grouping, gather_copies, group_copies, weighted_sum
-from isoload.experts.weights import Activation, ClampedGLU, ExpertWeights, SwiGLU
+from isoload.experts.fp8 import check_no_gradients
+from isoload.experts.grouped_linear import projections
+from isoload.experts.grouping import gather_copies, weighted_sum
+from isoload.experts.weights import DTYPES, Activation, ClampedGLU, ExpertWeights, SwiGLU
+from isoload.ops import group_copies
 from isoload.permutation import sum_dtype
+from isoload.results import Grouping
 from isoload.value_checks import values_readable
 
 
@@ -27,7 +30,7 @@ def run_experts(
     weights: Tensor,
     groups: Sequence[ExpertWeights],
     activation: Activation,
-    num_copies: Sequence[int] | None = None,
+    max_copies: Sequence[int] | None = None,
 ) -> Tensor:
     """For each row the sum over its local copies of ``weight * expert(row)``.
 
@@ -35,13 +38,13 @@ def run_experts(
     and every stack that requires them.
 
     Args:
-        rows: [N, H] in the groups' dtype.
-        slots: [N, K] int64 local slot, -1 = absent.
+        rows: [N, H] in the groups' dtype; without gradients beside groups in fp8, then in any dtype.
+        slots: [N, K] int32 or int64 local slot, -1 = absent.
         weights: [N, K] float32 gate weights (float64 ones only with float64 rows).
         groups: stacks of weights: the resident rows, then the spare pool.
         activation: between the two projections.
-        num_copies: per group, the copies present, where the host has their number (a plan's quotas add up to it):
-            buffers then hold exactly these. None: buffers hold N*K, and the host waits for nothing.
+        max_copies: per group, most copies that are present: buffers hold so many. None: N*K. More copies are a
+            ValueError where values are readable, else absent, and the device's error word says so.
 
     Returns:
         [N, H] in rows' dtype, summed in max(fp32, dtype). Autocast changes nothing inside.
@@ -50,25 +53,25 @@ def run_experts(
         ValueError: naming the argument, the rule and the value. Slot and copy numbers are checked where values
             are readable (CPU, or ISOLOAD_CHECK=1); elsewhere an out-of-range slot is absent.
     """
-    _check_arguments(rows, slots, weights, groups, num_copies)
+    _check_arguments(rows, slots, weights, groups, max_copies)
     if torch.is_autocast_enabled(
         rows.device.type
     ):  # it would cast what the loop multiplies, not what grouped_mm does
         with torch.autocast(rows.device.type, enabled=False):
-            return run_experts(rows, slots, weights, groups, activation, num_copies)
+            return run_experts(rows, slots, weights, groups, activation, max_copies)
     # One group's sum is rounded as it is made; those of several are added up first.
     summed = rows.dtype if len(groups) == 1 else sum_dtype(rows.dtype)
     parts = []
     first = 0
     for g, group in enumerate(groups):
-        held = None if num_copies is None else num_copies[g]
-        grouping = group_copies(slots, first, group.num_slots, held)
+        # One place at least, so that no product has zero rows.
+        places = None if max_copies is None else min(max(max_copies[g], 1), slots.numel())
+        grouping = group_copies(slots, first, group.num_slots, places)
         copies = gather_copies(rows, grouping)  # [C, H]
         if group.num_slots:  # else all are absent, but rows keep their gradient's way
-            linear = linear_of(group)
-            gate_up = linear(copies, group.gate_up, group.gate_up_bias, grouping)  # [C, 2I]
-            inner = _activate(activation, gate_up, grouping)  # [C, I]
-            copies = linear(inner, group.down, group.down_bias, grouping)  # [C, H]
+            to_inner, to_hidden = projections(group, rows.dtype)
+            inner = activate(activation, to_inner(copies, grouping), grouping)  # [C, 2I] -> [C, I]
+            copies = to_hidden(inner, grouping)  # [C, H]
         parts.append(weighted_sum(copies, weights, grouping, summed))  # [N, H]
         first += group.num_slots
     return functools.reduce(torch.add, parts).to(rows.dtype)
@@ -84,7 +87,7 @@ def count_copies(slots: Tensor, groups: Sequence[ExpertWeights]) -> list[int]:
     return counts
 
 
-def _activate(activation: Activation, gate_up: Tensor, grouping: Grouping) -> Tensor:
+def activate(activation: Activation, gate_up: Tensor, grouping: Grouping) -> Tensor:
     """[C, 2I] -> [C, I]; where the kernels fit, without touching the tail."""
     known = isinstance(activation, SwiGLU | ClampedGLU)
     if not known or not kernels.fit(gate_up.detach()):  # autograd records the Function below
@@ -121,7 +124,7 @@ def _check_arguments(
     slots: Tensor,
     weights: Tensor,
     groups: Sequence[ExpertWeights],
-    num_copies: Sequence[int] | None,
+    max_copies: Sequence[int] | None,
 ) -> None:
     if not groups:
         raise ValueError("groups must hold at least one stack of weights, got none")
@@ -132,11 +135,17 @@ def _check_arguments(
                 f"groups[{g}] must have the width and dtype of groups[0] ({hidden}, {dtype}), "
                 f"got {group.down.shape[1]}, {group.down.dtype}"
             )
-    if rows.dim() != 2 or rows.shape[1] != hidden or rows.dtype != dtype:
-        raise ValueError(f"rows must be [N, {hidden}] {dtype}, got {list(rows.shape)} {rows.dtype}")
-    if slots.dim() != 2 or len(slots) != len(rows) or slots.dtype != torch.int64:
-        raise ValueError(f"slots must be [{len(rows)}, K] int64, got {list(slots.shape)} {slots.dtype}")
-    if weights.shape != slots.shape or weights.dtype not in (torch.float32, sum_dtype(dtype)):
+    if groups[0].in_fp8:
+        check_no_gradients()
+    dtypes = DTYPES if groups[0].in_fp8 else (dtype,)
+    if rows.dim() != 2 or rows.shape[1] != hidden or rows.dtype not in dtypes:
+        names = " or ".join(map(str, dtypes))
+        raise ValueError(f"rows must be [N, {hidden}] {names}, got {list(rows.shape)} {rows.dtype}")
+    if slots.dim() != 2 or len(slots) != len(rows) or slots.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"slots must be [{len(rows)}, K] int32 or int64, got {list(slots.shape)} {slots.dtype}"
+        )
+    if weights.shape != slots.shape or weights.dtype not in (torch.float32, sum_dtype(rows.dtype)):
         raise ValueError(
             f"weights must be {list(slots.shape)} torch.float32 (torch.float64 only with float64 rows), "
             f"got {list(weights.shape)} {weights.dtype}"
@@ -144,12 +153,12 @@ def _check_arguments(
     for name, tensor in (("rows", rows), ("slots", slots), ("weights", weights)):
         if tensor.device != groups[0].down.device:
             raise ValueError(f"{name} must be on {groups[0].down.device}, got {tensor.device}")
-    if num_copies is not None and len(num_copies) != len(groups):
-        raise ValueError(f"num_copies must have one entry per group ({len(groups)}), got {len(num_copies)}")
+    if max_copies is not None and len(max_copies) != len(groups):
+        raise ValueError(f"max_copies must have one entry per group ({len(groups)}), got {len(max_copies)}")
     if values_readable(slots):
         _check_slots(slots, sum(group.num_slots for group in groups))
-        if num_copies is not None:
-            _check_num_copies(slots, groups, num_copies)
+        if max_copies is not None:
+            _check_max_copies(slots, groups, max_copies)
 
 
 def _check_slots(slots: Tensor, num_slots: int) -> None:
@@ -158,9 +167,9 @@ def _check_slots(slots: Tensor, num_slots: int) -> None:
         raise ValueError(f"slots must be in -1..{num_slots - 1}, got {int(outside[0])}")
 
 
-def _check_num_copies(slots: Tensor, groups: Sequence[ExpertWeights], num_copies: Sequence[int]) -> None:
-    for g, (claimed, present) in enumerate(zip(num_copies, count_copies(slots, groups), strict=True)):
-        if claimed != present:
+def _check_max_copies(slots: Tensor, groups: Sequence[ExpertWeights], max_copies: Sequence[int]) -> None:
+    for g, (most, present) in enumerate(zip(max_copies, count_copies(slots, groups), strict=True)):
+        if most < present:
             raise ValueError(
-                f"num_copies[{g}] must be the number of copies present ({present}), got {claimed}"
+                f"max_copies[{g}] must be at least the number of copies present ({present}), got {most}"
             )

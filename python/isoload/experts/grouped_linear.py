@@ -15,19 +15,31 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from isoload.experts.grouping import Grouping
+from isoload.experts.fp8 import fp8_linear
 from isoload.experts.weights import ROW_BYTES, BorrowedWeights, ExpertWeights, compute_path
+from isoload.results import Grouping
 
 Linear = Callable[[Tensor, Tensor, Tensor | None, Grouping], Tensor]
+Projection = Callable[[Tensor, Grouping], Tensor]  # x [C, in] -> [C, out]
 
 
-def linear_of(group: ExpertWeights) -> Linear:
-    """(x [C, in], weight [S, out, in], bias [S, out] or None, grouping) -> [C, out], for these weights, once there."""
-    kernel = compute_path(group).kernel
-    if not isinstance(group, BorrowedWeights):
-        return _LINEAR[kernel]
-    group.wait()
-    return partial(_BorrowedLinear.apply, kernel, group.wait)
+def projections(group: ExpertWeights, dtype: torch.dtype) -> tuple[Projection, Projection]:
+    """gate_up's and down's products with copies of a dtype, once the weights are there."""
+    kernel = compute_path(group, dtype).kernel
+    linear = _LINEAR[kernel]
+    if isinstance(group, BorrowedWeights):
+        group.wait()
+        linear = partial(_BorrowedLinear.apply, kernel, group.wait)
+
+    def projection(weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Projection:
+        if scale is not None:
+            return lambda x, grouping: fp8_linear(x, weight, scale, grouping.ends, kernel == "grouped_mm")
+        return lambda x, grouping: linear(x, weight, bias, grouping)
+
+    return (
+        projection(group.gate_up, group.gate_up_bias, group.gate_up_scale),
+        projection(group.down, group.down_bias, group.down_scale),
+    )
 
 
 def _grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, grouping: Grouping) -> Tensor:

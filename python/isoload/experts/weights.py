@@ -5,7 +5,7 @@ Shapes: S slots, H width of a row, I intermediate width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from isoload.experts.fp8 import FP8, scale_shapes
+
+NAMES = ("gate_up", "down", "gate_up_bias", "down_bias", "gate_up_scale", "down_scale")  # of all stacks
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ROW_BYTES = 16  # grouped_mm refuses matrices whose rows do not start at multiples of this
 
@@ -49,11 +52,15 @@ Activation = SwiGLU | ClampedGLU
 class ExpertWeights:
     """The weights of S slots, stacked. A row is one output, as in nn.Linear, so checkpoints need no transposing.
 
+    In fp8 (inference only, without biases) every 128x128 block of a matrix has a scale, which multiplies its values.
+
     Args:
-        gate_up: [S, 2I, H].
+        gate_up: [S, 2I, H] float64, float32, bfloat16, float16, or float8_e4m3fn.
         down: [S, H, I].
         gate_up_bias: [S, 2I] or None.
         down_bias: [S, H] or None.
+        gate_up_scale: [S, 2, ceil(I / 128), ceil(H / 128)] float32 beside fp8: the gate's blocks, then those of up.
+        down_scale: [S, ceil(H / 128), ceil(I / 128)] float32 beside fp8.
 
     Raises:
         ValueError: naming the argument, the rule and the value.
@@ -63,19 +70,25 @@ class ExpertWeights:
     down: Tensor
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    gate_up_scale: Tensor | None = None
+    down_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
         shape = self.down.shape
         if len(shape) != 3:
             raise ValueError(f"down must be [S, H, I], got {list(shape)}")
         slots, hidden, inner = shape
+        if self.down.dtype not in (*DTYPES, FP8):
+            raise ValueError(
+                f"down must be float64, float32, bfloat16, float16 or float8_e4m3fn, got {self.down.dtype}"
+            )
+        self._check_kinds()
         expected = {
             "gate_up": [slots, 2 * inner, hidden],
             "gate_up_bias": [slots, 2 * inner],
             "down_bias": [slots, hidden],
+            **scale_shapes(slots, hidden, inner),
         }
-        if self.down.dtype not in DTYPES:
-            raise ValueError(f"down must be float64, float32, bfloat16 or float16, got {self.down.dtype}")
         for name, sizes in expected.items():
             tensor: Tensor | None = getattr(self, name)
             if tensor is None:
@@ -84,20 +97,40 @@ class ExpertWeights:
                 raise ValueError(
                     f"{name} must be {sizes} beside down {list(shape)}, got {list(tensor.shape)}"
                 )
-            if (tensor.dtype, tensor.device) != (self.down.dtype, self.down.device):
+            dtype = torch.float32 if name.endswith("_scale") else self.down.dtype
+            if (tensor.dtype, tensor.device) != (dtype, self.down.device):
+                of = "be" if name.endswith("_scale") else "have down's dtype and device"
                 raise ValueError(
-                    f"{name} must have down's dtype and device ({self.down.dtype}, {self.down.device}), "
-                    f"got {tensor.dtype}, {tensor.device}"
+                    f"{name} must {of} ({dtype}, {self.down.device}), got {tensor.dtype}, {tensor.device}"
                 )
+
+    def _check_kinds(self) -> None:
+        """Raises ValueError for stacks that do not go together: scales belong to fp8, biases to all else."""
+        for name in ("gate_up_scale", "down_scale"):
+            if (getattr(self, name) is not None) != self.in_fp8:
+                rule = "be there" if self.in_fp8 else "be None"
+                raise ValueError(f"{name} must {rule} beside down {self.down.dtype}, got {_kind(self, name)}")
+        for name in ("gate_up_bias", "down_bias"):
+            if self.in_fp8 and getattr(self, name) is not None:
+                raise ValueError(f"{name} must be None beside weights in fp8, got {_kind(self, name)}")
+
+    @property
+    def in_fp8(self) -> bool:
+        """Whether the weights are e4m3 with scales."""
+        return self.down.dtype == FP8
 
     @property
     def num_slots(self) -> int:
         return self.down.shape[0]
 
+    def rows(self, name: str, experts: Sequence[int]) -> Tensor | None:
+        """A copy of a stack's rows, without gradients; None where there is no such stack."""
+        stack: Tensor | None = getattr(self, name)
+        return None if stack is None else stack.detach()[list(experts)]
+
     def stacks(self) -> dict[str, Tensor]:
         """Those that are there, by name."""
-        names = ("gate_up", "down", "gate_up_bias", "down_bias")
-        return {name: stack for name in names if (stack := getattr(self, name)) is not None}
+        return {name: stack for name in NAMES if (stack := getattr(self, name)) is not None}
 
     @staticmethod
     def random(
@@ -122,6 +155,12 @@ class ExpertWeights:
             uniform(hidden, num_slots, 2 * intermediate) if bias else None,
             uniform(intermediate, num_slots, hidden) if bias else None,
         )
+
+
+def _kind(weights: ExpertWeights, name: str) -> str:
+    """A stack's shape and dtype, for messages."""
+    stack: Tensor | None = getattr(weights, name)
+    return "None" if stack is None else f"{list(stack.shape)} {stack.dtype}"
 
 
 def _there() -> None:
@@ -154,10 +193,14 @@ class ComputePath(NamedTuple):
     syncs: bool
 
 
-def compute_path(weights: ExpertWeights) -> ComputePath:
-    """Which path :func:`run_experts` takes for these weights; decided by dtype, layout and device alone."""
+def compute_path(weights: ExpertWeights, dtype: torch.dtype | None = None) -> ComputePath:
+    """Which path :func:`run_experts` takes for these weights; decided by dtype, layout and device alone.
+
+    dtype: of the rows, in which weights in fp8 are multiplied; None: the weights'.
+    """
     on_host = weights.down.device.type == "cpu"
-    dtype, item = weights.down.dtype, weights.down.element_size()
+    dtype = weights.down.dtype if dtype is None else dtype
+    item = dtype.itemsize
     if dtype == torch.float64:
         return ComputePath("loop", "grouped_mm has no float64", not on_host)
     for size, what in ((weights.down.shape[1], "hidden"), (weights.down.shape[2], "intermediate")):

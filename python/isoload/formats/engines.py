@@ -1,7 +1,8 @@
 """Placement files of serving engines: SGLang, vLLM, vllm-ascend. Facts: their sources, 2026-08 to 2026-11.
 
 They hold a rectangle of slots of logical experts and the layers; ranks are known to the engine alone, so reading needs
-a topology, and takes the largest expert for the last. Shared experts are the engine's own affair: they are left out.
+a topology, and takes the largest expert for the last. Shared experts and how replicas share their expert's tokens are
+the engine's own affair: both are left out.
 """
 
 from __future__ import annotations
@@ -11,29 +12,27 @@ from typing import Any
 import numpy as np
 import torch
 
-from isoload.formats.json_files import Slots, check_keys, slot_rows
 from isoload.placement import Placement
 from isoload.topology import Topology
 from isoload.trace.archives import shown
+from isoload.trace.json_files import Rows, check_keys, integer_rows
 
 SGLANG = "physical_to_logical_map"
 ASSIGNMENTS = "initial_global_assignments"
 MAX_LAYERS = 2**12  # above any model's; SGLang's files have a row for every layer up to the last
 
 
-def engine_slots(placement: Placement) -> Slots:
+def engine_slots(placement: Placement) -> Rows:
     """[L, P] routed experts of all slots but the shared ones.
 
     Raises:
-        ValueError: what no engine's file can hold: spare, absent or dead slots, weights of replicas.
+        ValueError: what no engine's file can hold: spare, absent or dead slots.
     """
     if placement.spare_slots:
         raise ValueError(f"spare_slots must be 0 for an engine's file, got {placement.spare_slots}")
     dead = placement.topology.num_ranks - len(placement.topology.live_ranks)
     if dead:
         raise ValueError(f"alive must be True for all ranks for an engine's file, got {dead} dead")
-    if placement.replica_weight is not None:
-        raise ValueError("replica_weight must be None for an engine's file, whose replicas share alike")
     rows = placement.arrays[0].reshape(placement.num_layers, placement.topology.num_ranks, -1)
     routed = rows[:, :, : placement.slots_per_rank - placement.num_shared]
     absent = (routed < 0).any((1, 2))
@@ -45,9 +44,7 @@ def engine_slots(placement: Placement) -> Slots:
     return routed.reshape(placement.num_layers, -1).astype(np.int64)
 
 
-def made(
-    rows: Slots, layer_ids: tuple[int, ...], topology: Topology | None, key: str, kind: str
-) -> Placement:
+def made(rows: Rows, layer_ids: tuple[int, ...], topology: Topology | None, key: str, kind: str) -> Placement:
     """The placement of an engine's file."""
     if topology is None:
         raise ValueError(f"topology must be given: {kind} does not say how many ranks there are")
@@ -80,7 +77,7 @@ def sglang_write(placement: Placement) -> Any:
 def sglang_read(content: Any, topology: Topology | None) -> Placement:
     """All rows, those of dense layers included: the file does not say which they are."""
     check_keys(content, {SGLANG})
-    rows = slot_rows(SGLANG, content[SGLANG])
+    rows = integer_rows(SGLANG, content[SGLANG])
     return made(rows, tuple(range(len(rows))), topology, SGLANG, "SGLang's file")
 
 
@@ -115,7 +112,7 @@ def vllm_read(content: Any, topology: Topology | None) -> Placement:
     return made(rows, layers, topology, ASSIGNMENTS, "vLLM's file")
 
 
-def assignments(content: dict[str, Any]) -> tuple[Slots, tuple[int, ...]]:
+def assignments(content: dict[str, Any]) -> tuple[Rows, tuple[int, ...]]:
     """Rows and layer numbers of {layer: slots}, whose number of slots must be num_slots."""
     by_layer = content[ASSIGNMENTS]
     if not isinstance(by_layer, dict) or not by_layer:
@@ -124,7 +121,7 @@ def assignments(content: dict[str, Any]) -> tuple[Slots, tuple[int, ...]]:
     for name in names:
         if not name.isdecimal() or len(name) > 9:
             raise ValueError(f"{ASSIGNMENTS} must have layer numbers as keys, got {shown(name)}")
-    rows = slot_rows(ASSIGNMENTS, list(by_layer.values()), list(names))
+    rows = integer_rows(ASSIGNMENTS, list(by_layer.values()), list(names))
     if content["num_slots"] != rows.shape[1]:
         raise ValueError(f"num_slots must be {rows.shape[1]}, got {shown(content['num_slots'])}")
     return rows, tuple(map(int, names))
@@ -140,7 +137,7 @@ def vllm_list_write(placement: Placement) -> Any:
 
 
 def vllm_list_read(content: Any, topology: Topology | None) -> Placement:
-    rows = slot_rows("the list", content)
+    rows = integer_rows("the list", content)
     return made(rows, tuple(range(len(rows))), topology, "the list", "vLLM's list")
 
 
@@ -194,7 +191,7 @@ def ascend_read(content: Any, topology: Topology | None) -> Placement:
         if i and len(held) != len(rows[0]) // len(held[0]):
             raise ValueError(f"device_count must be the same in every layer, not so in layer {i}")
         rows.append([e for h in held for e in h])
-    slots, ranks = slot_rows("device_expert", rows), layers[0]["device_count"]
+    slots, ranks = integer_rows("device_expert", rows), layers[0]["device_count"]
     if topology is not None and topology.num_ranks != ranks:
         raise ValueError(f"device_count must be {topology.num_ranks}, got {ranks}")
     ids = tuple(range(len(slots)))

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from isoload.formats.json_files import check_keys, slot_rows
 from isoload.placement import Placement
 from isoload.topology import Topology
 from isoload.trace.archives import shown
+from isoload.trace.json_files import check_keys, integer_rows
 
 NAME, VERSION = "isoload-placement", 1
 KEYS = {
@@ -66,14 +66,14 @@ def from_json(content: dict[str, Any], topology: Topology | None) -> Placement:
     ids = content["layer_ids"]
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
         raise ValueError(f"layer_ids must be a list of integers from 0 on, got {shown(ids)}")
-    slots = slot_rows("slot_to_expert", content["slot_to_expert"])
+    slots = integer_rows("slot_to_expert", content["slot_to_expert"])
     if len(ids) != len(slots):  # an empty list would mean 0..L-1
         raise ValueError(f"layer_ids must have {len(slots)} entries, got {len(ids)}")
     return Placement(
         torch.from_numpy(slots),
         topology or own,
         content["num_experts"],
-        torch.from_numpy(slot_rows("home_slot", content["home_slot"])),
+        torch.from_numpy(integer_rows("home_slot", content["home_slot"])),
         content["spare_slots"],
         content["num_shared"],
         tuple(ids),

@@ -4,9 +4,11 @@ from isoload.layer.block_experts import BlockExperts, balance
 from isoload.layer.data_parallel import ignore_in_ddp
 from isoload.layer.moe import MoE
 from isoload.layer.optimizer_state import full_optimizer_state, load_full_optimizer_state
+from isoload.layer.stack import LibraStack
 
 __all__ = [
     "BlockExperts",
+    "LibraStack",
     "MoE",
     "balance",
     "full_optimizer_state",

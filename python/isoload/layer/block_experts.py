@@ -58,7 +58,7 @@ class BlockExperts(nn.Module):
                 f"placement must have no shared experts, which the block computes, got {placement.num_shared}"
             )
         transport = LocalTransport(topology) if transport is None else transport
-        self.layer = MoE(_refuse, dense, transport, placement, **{"activation": activation, **how})
+        self.layer = MoE(no_gate, dense, transport, placement, **{"activation": activation, **how})
         replaced: Any = block.experts
         if is_fused(replaced):
             self._names, self._transposed = saved_names(replaced), bool(replaced.is_transposed)
@@ -102,7 +102,7 @@ def balance(
         ValueError: before any block has changed.
     """
     blocks = [
-        m for m in model.modules() if isinstance(getattr(m, "experts", None), nn.Module) and _is_known(m)
+        m for m in model.modules() if isinstance(getattr(m, "experts", None), nn.Module) and is_known(m)
     ]
     if not blocks:
         raise ValueError(f"model must have MoE blocks with fused experts, got none in {type(model).__name__}")
@@ -132,7 +132,8 @@ def block_experts(block: nn.Module) -> tuple[ExpertWeights, Activation]:
     return parts.dense, parts.activation
 
 
-def _is_known(block: nn.Module) -> bool:
+def is_known(block: nn.Module) -> bool:
+    """Whether a module is a MoE block whose experts :class:`BlockExperts` can replace."""
     experts = getattr(block, "experts", None)
     return isinstance(experts, nn.Module) and (is_fused(experts) or type(block).__name__ in READERS)
 
@@ -165,6 +166,6 @@ def _rename_loaded(experts: BlockExperts, state: dict[str, Any], prefix: str, *r
             state[f"{prefix}layer.weights.{i}.{HOMES}"] = homes
 
 
-def _refuse(rows: Tensor) -> tuple[Tensor, Tensor]:
+def no_gate(rows: Tensor) -> tuple[Tensor, Tensor]:
     """In place of a gate, which the block keeps."""
     raise RuntimeError("experts must be called with the block's choices, see BlockExperts.forward")

@@ -5,22 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from isoload.checkpoints import Checkpoint
+from isoload.experts.fp8 import FP8, check_no_gradients
 from isoload.experts.weights import Activation, ClampedGLU, ExpertWeights, SwiGLU, describe
 from isoload.placement import Placement
 from isoload.transport import DTYPES, CollectiveGroup, Group
 from isoload.weights.shard import Shard, check_shard, describe_rows
-from isoload.weights.storage import RankWeights
+from isoload.weights.storage import RankWeights, check_fp8
 
-Experts = Sequence[ExpertWeights | Shard]  # for every owned rank: all experts, or its own
+Experts = Sequence[ExpertWeights | Checkpoint | Shard]  # for every owned rank: all experts, or its own
 
 
-def experts_by_rank(experts: ExpertWeights | Shard | Sequence[Shard], num_ranks: int) -> Experts:
+def experts_by_rank(experts: ExpertWeights | Checkpoint | Shard | Sequence[Shard], num_ranks: int) -> Experts:
     """The experts as every one of so many owned ranks is to take them."""
-    if isinstance(experts, ExpertWeights):
+    if isinstance(experts, ExpertWeights | Checkpoint):
         return [experts] * num_ranks
     return [experts] if isinstance(experts, Shard) else list(experts)
 
@@ -42,17 +45,37 @@ def check_parts(experts: Experts, group: Group, placement: Placement, layer: int
         )
     kinds: dict[str, None] = {}
     for rank, own in zip(group.ranks, experts, strict=True):
+        given = own.read(()) if isinstance(own, Checkpoint) else own.read() if isinstance(own, Shard) else own
+        if given.in_fp8:
+            check_fp8(given.stacks())
         if isinstance(own, Shard):
             kinds[describe_rows(check_shard(own, placement.home_experts(layer, rank), rank))] = None
         elif own.num_slots != placement.num_experts:
             raise ValueError(
                 f"experts must hold num_experts={placement.num_experts} experts, got {own.num_slots}"
             )
+        elif isinstance(own, Checkpoint):
+            known = f"{own.prefix} of a checkpoint whose expert 0 has the checksum {own.checksum}"
+            kinds[f"{known}, {describe(given)}"] = None
         else:
             kinds[describe(own)] = None
     if len(kinds) > 1:
         raise ValueError(f"experts must be alike on all ranks of this process, got {' and '.join(kinds)}")
     return next(iter(kinds))
+
+
+def activation_of(experts: Experts) -> Activation:
+    """What is between the projections where the caller does not say."""
+    first = experts[0]
+    return first.activation if isinstance(first, Checkpoint) else SwiGLU()
+
+
+def device_of(experts: Experts) -> torch.device:
+    """Where the weights are to be."""
+    first = experts[0]
+    if isinstance(first, Checkpoint):
+        return torch.device(first.device)
+    return (first.read() if isinstance(first, Shard) else first).down.device
 
 
 def name_of(activation: Activation) -> str:
@@ -101,14 +124,20 @@ _CHECKED: WeakKeyDictionary[DistributedDataParallel, WeakSet[RankWeights]] = Wea
 
 
 def check_rows(rows: list[Tensor], most: int | None, down: Tensor) -> None:
-    """Raises ValueError if rows do not fit experts down [S, H, I], or are more than the transport has room for."""
+    """Raises ValueError if rows do not fit experts down [S, H, I], or are more than the transport has room for.
+
+    Beside experts in fp8 rows may have any dtype, and no gradients are recorded.
+    """
+    if down.dtype == FP8:
+        check_no_gradients()
     for row in rows:
         if row.dim() != 2 or row.dtype not in DTYPES:
             names = ", ".join(map(str, DTYPES))
             raise ValueError(f"x must be [T, H] of {names}, got {list(row.shape)} {row.dtype}")
-        if (row.shape[1], row.dtype) != (down.shape[1], down.dtype):
+        dtype = row.dtype if down.dtype == FP8 else down.dtype
+        if (row.shape[1], row.dtype) != (down.shape[1], dtype):
             raise ValueError(
-                f"x must be [T, {down.shape[1]}] {down.dtype} as the experts, whose weights autocast leaves alone, "
+                f"x must be [T, {down.shape[1]}] {dtype} as the experts, whose weights autocast leaves alone, "
                 f"got {list(row.shape)} {row.dtype}"
             )
     if most is not None and max(map(len, rows)) > most:

@@ -54,7 +54,7 @@ class Rebalancer:
         placer: which starts from the placement before.
         split: how the layers split replicas, and so what is compared: "exact", or "even" where an engine does.
         optimizer: whose state moves along, see :meth:`isoload.MoE.load_placement`.
-        **options: the placer's.
+        **options: the placer's; ``pinned=True`` where a layer is made of Shards.
 
     Raises:
         ValueError: on all ranks, naming the argument, the rule and the value, or the option in which ranks differ.
@@ -204,7 +204,8 @@ class Rebalancer:
         if not make_placer(self.placer, self.options).takes_before:
             raise ValueError(f"placer must start from the placement before, got {self.placer!r}")
         held = [w for layer in self.layers if isinstance(layer, MoE) for w in layer.weights]
-        if any(isinstance(weights, ShardWeights) for weights in held):
+        if any(isinstance(weights, ShardWeights) for weights in held) and not self.options.get("pinned"):
             raise ValueError(
-                "layers must own their experts' memory, got one made of Shards, whose homes stay"
+                "pinned must be True where a layer is made of Shards, whose homes stay, got False: a placement that "
+                "moves them cannot be loaded"
             )

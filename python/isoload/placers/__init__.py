@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from isoload.placement import Placement
-from isoload.placers.base import Placed, Placer, Room, Slots
+from isoload.placers.base import Ints, Placed, Placer, Room, Slots
 from isoload.placers.craft import CraftPlacer
 from isoload.placers.eplb import EplbPlacer
 from isoload.placers.grace import GracePlacer
@@ -21,6 +21,7 @@ from isoload.placers.graph import GraphPlacer
 from isoload.placers.scenario import ScenarioPlacer
 from isoload.placers.scenarios import Scenarios, make_scenarios
 from isoload.placers.trivial import TrivialPlacer
+from isoload.placers.weights import merged, weights_by_load
 from isoload.topology import NOMINAL_TICKS, Topology
 
 MAX_SHARED = 64  # models have one or two
@@ -74,6 +75,7 @@ def place(
         tick=_ticks(topology)[live],
         slots_per_rank=None if planner.has_budget and slots_per_rank is None else dense,
         before=None if before is None else _routed_slots(before, dense)[:, live],
+        home_rank=None if before is None else _home_ranks(before, live),
     )
     placed = planner.place(scenarios, room)
     width = placed.slots.shape[2]
@@ -81,16 +83,22 @@ def place(
         dense = width
     slots = np.full((scenarios.num_layers, topology.num_ranks, dense + others), -1, dtype=np.int32)
     slots[:, live, :width] = placed.slots if before is None else keep_places(placed.slots, room.before)
+    weight = np.zeros(slots.shape, dtype=np.float32)
+    if placed.replica_weight is None:
+        weight[:, live] = weights_by_load(slots[:, live], scenarios.mean(scenarios.loads), room.tick)
+    else:
+        weight[:, live, :width] = placed.replica_weight
     experts = scenarios.num_experts
     slots[:, live, dense : dense + num_shared] = np.arange(experts, experts + num_shared)
     return Placement(
         torch.from_numpy(slots.reshape(scenarios.num_layers, -1)),
         topology,
         experts + num_shared,
+        home_slot=_home_slots(slots, placed.home_rank, live, before, experts + num_shared),  # type: ignore[arg-type]
         spare_slots=spare_slots,
         num_shared=num_shared,
         layer_ids=traces[0].layer_ids if traces else () if before is None else before.layer_ids,
-        replica_weight=_whole_width(placed, slots.shape, live),
+        replica_weight=torch.from_numpy(weight.reshape(scenarios.num_layers, -1)),
         provenance={
             "placer": planner.name,
             "options": asdict(planner),
@@ -212,27 +220,44 @@ def _check_before(
 
 def _routed_slots(before: Placement, dense: int) -> Slots:
     """[L, R, dense] routed experts of a placement; of two slots of an expert on a rank only the first."""
-    rows: Slots = (
-        before.arrays[0].reshape(before.num_layers, before.topology.num_ranks, -1)[:, :, :dense].copy()
-    )
-    for j in range(1, dense):
-        rows[:, :, j][(rows[:, :, :j] == rows[:, :, j : j + 1]).any(-1)] = -1
-    return rows
+    return merged(before.arrays[0].reshape(before.num_layers, before.topology.num_ranks, -1)[:, :, :dense])
+
+
+def _home_ranks(before: Placement, live: list[int]) -> Ints:
+    """[L, E] position among the live ranks of every routed expert's home; -1 = not alive."""
+    position = np.full(before.topology.num_ranks, -1, dtype=np.int32)
+    position[live] = np.arange(len(live))
+    found: Ints = position[before.arrays[1][:, : before.num_routed] // before.slots_per_rank]
+    return found
+
+
+def _home_slots(
+    slots: Slots, home_rank: Ints | None, live: list[int], before: Placement | None, num_experts: int
+) -> torch.Tensor | None:
+    """[L, E] slots of the homes, from the ranks [L, routed] that a placer fixed; None where it fixed none.
+
+    Shared experts keep their home before, and begin on the first live rank.
+    """
+    if home_rank is None:
+        return None
+    size = slots.shape[2]
+    owner = np.full((len(slots), num_experts), live[0])
+    owner[:, : home_rank.shape[1]] = np.array(live)[home_rank]
+    if before is not None:
+        owner[:, home_rank.shape[1] :] = before.arrays[1][:, home_rank.shape[1] :] // size
+    if len(dead := np.setdiff1d(owner, live)):
+        raise ValueError(
+            f"before must have pinned homes on live ranks, a shared expert's is on rank {dead[0]}"
+        )
+    rows = np.take_along_axis(slots, owner[:, :, None], axis=1)  # [L, E, S] what the home's rank holds
+    place = (rows == np.arange(num_experts)[:, None]).argmax(2)
+    return torch.from_numpy((owner * size + place).astype(np.int32))
 
 
 def _ticks(topology: Topology) -> np.ndarray[Any, np.dtype[np.float64]]:
     """[R] cost of one copy on each rank, 1.0 = nominal."""
     ticks = topology.ticks
     return np.ones(topology.num_ranks) if ticks is None else ticks.numpy() / NOMINAL_TICKS
-
-
-def _whole_width(placed: Placed, shape: tuple[int, ...], live: list[int]) -> torch.Tensor | None:
-    """[L, P] weights of all slots, from those of the placer's."""
-    if placed.replica_weight is None:
-        return None
-    weight = np.zeros(shape, dtype=np.float32)
-    weight[:, live, : placed.slots.shape[2]] = placed.replica_weight
-    return torch.from_numpy(weight.reshape(shape[0], -1))
 
 
 __all__ = ["PLACERS", "Placed", "Placer", "Room", "Scenarios", "make_placer", "parse_placer", "place"]

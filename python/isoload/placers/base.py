@@ -23,12 +23,14 @@ class Room:
     tick            [R] float64 cost of one copy on each, 1.0 = nominal: 1/speed as :attr:`Topology.ticks` rounds it
     slots_per_rank  slots of a rank for routed experts; None = as many as the placer's budget of replicas asks for
     before          [L, R, slots_per_rank] int32 what lies there now (-1 = nothing), where the placer starts
+    home_rank       [L, E] int32 rank of each expert's home in `before`, of these R; -1 = on one that is not alive
     """
 
     node: Ints
     tick: Floats
     slots_per_rank: int | None
     before: Slots | None = None
+    home_rank: Ints | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -42,11 +44,13 @@ class Placed:
     slots           [L, R, S] int32 expert in each slot; -1 = absent, behind a rank's others
     replica_weight  [L, R, S] float32 wished part of each replica; None = equal
     notes           what else is to be known, for a placement's provenance: JSON values
+    home_rank       [L, E] int32 rank whose slot owns the weights; None = that of the lowest slot
     """
 
     slots: Slots
     replica_weight: np.ndarray[Any, np.dtype[np.float32]] | None = None
     notes: dict[str, Any] = field(default_factory=dict)
+    home_rank: Ints | None = None
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,9 @@ SPREADS = (
 )  # standard deviations above its mean load by which an expert is replicated, one start each
 STEPS = 5000  # changes that a search of a layer tries; it ends by itself long before
 TABLE_STEPS = 100  # the same where only the worth of a number of slots is asked
-FEW_SLOTS = 4  # up to so many on a rank, replica counts matter more than where replicas lie
+FEW_SLOTS = (
+    4  # up to so many on a rank, or on pinned homes, it matters more which experts have replicas than where
+)
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,14 @@ class ScenarioPlacer(Placer):
         replicas: of a rank over all layers, in the layers where they save most time, in place of the same number of
             slots everywhere; or "gain" or "knee", see placer ``craft``. None: no budget.
         moves: with ``before``, most slots of a layer that may get another expert. None: any number.
+        pinned: homes stay where they are, for layers of :class:`isoload.Shard`: with ``before`` its homes, else experts
+            in order, E/R on a rank (rounded up; the last ranks hold fewer). Only the room left gets replicas, so that
+            the result may be worse than ``eplb``'s, which moves homes too.
 
     Raises:
         ValueError: an option that is out of range; more slots on a rank than experts; groups that do not divide the
-            experts or do not fit the nodes; fewer moves than experts that lost their last copy.
+            experts or do not fit the nodes; fewer moves than experts that lost their last copy; pinned homes on a rank
+            that is not alive.
     """
 
     name = "scenario"
@@ -58,6 +64,7 @@ class ScenarioPlacer(Placer):
     groups: int = 0
     replicas: int | str | None = None
     moves: int | None = None
+    pinned: bool = False
 
     @property
     def has_budget(self) -> bool:
@@ -67,7 +74,11 @@ class ScenarioPlacer(Placer):
         self._check(scenarios, room)
         capacity, notes = self._capacity(scenarios, room)
         slots, objective = self.search_layers(scenarios, room, capacity, STEPS if self.search else 0)
-        return Placed(slots, notes={"seen_imbalance": round(float(objective.mean()), 4), **notes})
+        notes = {"seen_imbalance": round(float(objective.mean()), 4), **notes}
+        if not self.pinned:
+            return Placed(slots, notes=notes)
+        homes = pinned_homes(room, scenarios)
+        return Placed(homes_first(slots, homes), notes=notes, home_rank=homes)
 
     def _capacity(self, scenarios: Scenarios, room: Room) -> tuple[Ints, dict[str, Any]]:
         """[L, R] slots of every rank, and notes on how they were chosen."""
@@ -101,6 +112,13 @@ class ScenarioPlacer(Placer):
             raise ValueError(f"moves must be at least 0, got {self.moves}")
         if self.moves is not None and room.before is None:
             raise ValueError(f"moves must come with before, got {self.moves} without")
+        if self.pinned and self.groups:
+            raise ValueError(f"groups must be 0 with pinned, whose homes stay, got {self.groups}")
+        if self.pinned and self.replicas is not None and scenarios.num_experts % room.num_ranks:
+            raise ValueError(
+                f"replicas must be None with pinned where {room.num_ranks} ranks do not divide the "
+                f"{scenarios.num_experts} experts, got {self.replicas}"
+            )
         if self.replicas is None and slots_of(room) > scenarios.num_experts:
             raise ValueError(
                 f"slots_per_rank must be at most {scenarios.num_experts} besides spare slots, one for each expert, "
@@ -119,22 +137,25 @@ class ScenarioPlacer(Placer):
         whole = loads.sum(-1)  # [n, L]
         weight = np.pad(scenarios.weight, (0, -len(loads) % LANES))
         width = int(capacity.max())
-        rival = None if room.before is not None or self.groups else self._rival(scenarios, capacity)
+        held = self.groups or self.pinned
+        rival = None if room.before is not None or held else self._rival(scenarios, capacity)
+        # A pinned home is an expert's copy that stays on its node, where every rank is a node of its own.
+        node = np.arange(room.num_ranks, dtype=np.int32) if self.pinned else room.node
         slots, objective = loops().scenario(
             loads=np.ascontiguousarray(
                 np.pad(loads, ((0, len(weight) - len(loads)), (0, 0), (0, 0))).transpose(1, 2, 0)
             ),
             weight=weight,
             tick=room.tick,
-            node=room.node,
-            home=self._home(scenarios, room),
+            node=node,
+            home=pinned_homes(room, scenarios) if self.pinned else self._home(scenarios, room),
             capacity=capacity,
             risks=self._risks(scenarios, loads),
             rival=rival,
             before=room.before,
             width=width,
             exact=self.split == "exact",
-            few_slots=width <= FEW_SLOTS,
+            few_slots=width <= FEW_SLOTS or self.pinned,
             steps=steps,
             moves=-1 if self.moves is None else self.moves,
             threads=num_threads(),
@@ -192,3 +213,26 @@ class ScenarioPlacer(Placer):
             raise ValueError(
                 f"groups must fit their nodes: {experts // len(nodes)} experts on a node of {slots} slots"
             )
+
+
+def pinned_homes(room: Room, scenarios: Scenarios) -> Ints:
+    """[L, E] rank that keeps each expert: its home before, or experts in order."""
+    layers, experts = scenarios.num_layers, scenarios.num_experts
+    if room.home_rank is None:
+        in_order = np.arange(experts, dtype=np.int32) // -(-experts // room.num_ranks)
+        return np.tile(in_order, (layers, 1))
+    if (lost := np.argwhere(room.home_rank < 0)).size:
+        layer, expert = lost[0]
+        raise ValueError(
+            f"before must have pinned homes on live ranks, that of expert {expert} in layer {layer} is on none"
+        )
+    return room.home_rank
+
+
+def homes_first(slots: Slots, homes: Ints) -> Slots:
+    """Slots [L, R, S] with every rank's homes in order, then its replicas in order, then nothing."""
+    experts = homes.shape[1]
+    ranks = np.arange(slots.shape[1])[None, :, None]
+    held = np.take_along_axis(homes[:, None], np.maximum(slots, 0), axis=2)
+    key = np.where(slots < 0, 2 * experts, np.where(held == ranks, slots, slots + experts))
+    return np.take_along_axis(slots, key.argsort(axis=2, kind="stable"), axis=2)

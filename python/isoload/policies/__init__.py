@@ -13,6 +13,7 @@ from isoload.policies.llep import LlepPolicy
 from isoload.policies.lp import LpPolicy
 from isoload.policies.none import NonePolicy
 from isoload.policies.published.dynamic import DynamicPolicy
+from isoload.policies.published.grace_sampled import GraceSampledPolicy
 from isoload.policies.published.llep_published import LlepPublishedPolicy
 from isoload.policies.published.lp_sampled import LpSampledPolicy
 from isoload.policies.published.static import StaticPolicy
@@ -41,6 +42,7 @@ for _policy in (
     LibraPolicy,
     HedgePolicy,
     GracePolicy,
+    GraceSampledPolicy,
 ):
     register_policy(_policy)
 

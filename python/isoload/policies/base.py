@@ -8,6 +8,8 @@ between ranks: from the same loads every rank computes the same plan.
     share         loads, plan -> [R, P]        which source sends them (default: own rank first, then own node)
     route_shared  slots, plan -> [T, n]        where every token's shared experts are computed (default: at home)
 
+A policy that draws has weights in place of the share: plan, rank -> [P], by default the plan's for every rank.
+
 Mixes need no new class: a policy that fills takes the splitting one as option ``split_by``, one that places shared
 experts takes the policy of the routed ones as option ``routed``; both accept any policy.
 """
@@ -99,6 +101,11 @@ class Policy:
         """[..., R, R] int32 routed copies from source to rank: the share, summed over each rank's slots."""
         assert plan.quota is not None
         return ops.share_by_rank(loads, plan.quota, plan.tables, plan.topology.ranks_per_node)
+
+    def weights_of(self, plan: Plan, rank: int) -> Tensor:
+        """[..., P] float32 weights with which a source rank's copies draw their slots, of a plan that is sampled."""
+        assert plan.weights is not None
+        return plan.weights
 
     def route_shared(self, slots: Tensor, plan: Plan, rank: int) -> Tensor:
         """[T, n] int32 the rank of every token's shared experts, given its routed slots [T, K]; -1 = no token."""

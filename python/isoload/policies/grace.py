@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,14 +20,18 @@ from isoload.records import Plan
 UNITS = 2**14  # in which an expert's weights are counted, over the replicas that a rank may choose from
 ONE = 2**16  # fixed point of where a rank's copies are cut: copies * weights * ONE stay below 2^63
 GOLDEN, TURN = 0x9E37, 0x5EB9  # 0.618.. and 0.37 of ONE
+Ints = np.ndarray[Any, np.dtype[np.integer[Any]]]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True)
 class GracePolicy(Policy):
     """A replica on the own rank, else those on the own node, else all: copies are cut by the replicas' weights.
 
-    Weights are the placement's ``replica_weight``, which placer ``grace`` makes of predicted loads; equal without. The
-    published rule draws every copy; here a rank cuts its copies, at an offset of its own, so that roundings cancel.
+    Weights are the placement's ``replica_weight``, which :func:`isoload.place` makes of predicted loads; equal without.
+    The published rule draws every copy (``grace_sampled``); here a rank cuts its copies, at an offset of its own, so
+    that roundings cancel.
 
     Options: locality=False cuts by weights alone (Algorithm 4 in place of 5).
     """
@@ -73,24 +79,35 @@ def weighted_cuts(
     host: Placement, layer: int, locality: bool
 ) -> np.ndarray[tuple[int, int, int], np.dtype[np.int64]]:
     """[4, R, P] of one layer, see :meth:`GracePolicy.cuts`; a slot that a rank does not use begins where it ends."""
-    topology, size, slots = host.topology, host.slots_per_rank, host.num_slots
-    weights = np.ones(slots) if host.replica_weight is None else host.replica_weight[layer].double().numpy()
-    cuts = np.zeros((4, topology.num_ranks, slots), dtype=np.int64)
+    ranks = np.arange(host.topology.num_ranks)[:, None]
+    cuts = np.zeros((4, len(ranks), host.num_slots), dtype=np.int64)
     cuts[2] = 1
-    for expert, replicas in enumerate(replicas_of(host, layer)):
-        for rank in range(topology.num_ranks):
-            chosen = nearest(replicas, rank, size, topology.ranks_per_node) if locality else replicas
-            part = weights[chosen] / weights[chosen].sum() if weights[chosen].any() else 1 / len(chosen)
-            units = np.maximum(np.rint(part * np.full(len(chosen), UNITS)), 1).astype(np.int64)
-            ends = units.cumsum()
-            cuts[0, rank, chosen], cuts[1, rank, chosen], cuts[2, rank, chosen] = ends - units, ends, ends[-1]
-            cuts[3, rank, chosen] = (ONE // 2 + rank * GOLDEN + expert * TURN) % ONE
+    for expert, (slots, parts) in enumerate(wished_parts(host, layer, locality)):
+        units = np.rint(parts * UNITS).astype(np.int64)
+        ends = units.cumsum(1)
+        cuts[0][:, slots], cuts[1][:, slots], cuts[2][:, slots] = ends - units, ends, ends[:, -1:]
+        cuts[3][:, slots] = (ONE // 2 + ranks * GOLDEN + expert * TURN) % ONE
     return cuts
 
 
-def nearest(replicas: IntArray, rank: int, size: int, per_node: int) -> IntArray:
-    """An expert's slots of the first tier that has any: on the own rank, on its node, anywhere."""
-    owner = replicas // size
-    here: IntArray = replicas[owner == rank]
-    near: IntArray = replicas[owner // per_node == rank // per_node]
-    return here if len(here) else near if len(near) else replicas
+def wished_parts(host: Placement, layer: int, locality: bool) -> Iterator[tuple[IntArray, Floats]]:
+    """Of every routed expert its slots [n], and the parts [R, n] of each source's copies that they are wished to take.
+
+    Slots beyond the nearest tier have none; where no slot of the tier has weight, all have the same.
+    """
+    ranks = np.arange(host.topology.num_ranks)[:, None]
+    for slots in replicas_of(host, layer):
+        used: Bools = np.ones((len(ranks), len(slots)), dtype=bool)
+        if locality:
+            used = nearest(slots // host.slots_per_rank, ranks, host.topology.ranks_per_node)
+        weight = used * (1.0 if host.weight_array is None else host.weight_array[layer, slots])
+        weight = np.where(weight.any(1, keepdims=True), weight, used)
+        yield slots, weight / weight.sum(1, keepdims=True)
+
+
+def nearest(owner: Ints, ranks: Ints, per_node: int) -> Bools:
+    """[R, n] which replicas, on ranks owner [n], are of a rank's [R, 1] first tier: on it, on its node, anywhere."""
+    here, near = owner == ranks, owner // per_node == ranks // per_node
+    beyond: Bools = np.where(near.any(1, keepdims=True), near, True)
+    chosen: Bools = np.where(here.any(1, keepdims=True), here, beyond)
+    return chosen

@@ -14,11 +14,10 @@ from isoload.trace import Trace
 def accuracy(predictor: Linear | PathTable, trace: Trace) -> list[float]:
     """For layers 1.., the part of the true choices of a trace's tokens that are among the K predicted."""
     chosen = tokens_of(trace)
-    layers = len(predictor.weights) if isinstance(predictor, Linear) else len(predictor.tables)
-    if (layers, predictor.num_experts) != (trace.num_layers, trace.num_experts):
+    if (predictor.num_layers, predictor.num_experts) != (trace.num_layers, trace.num_experts):
         raise ValueError(
             f"predictor must be of {trace.num_layers} layers and {trace.num_experts} experts as the trace, "
-            f"got {layers} and {predictor.num_experts}"
+            f"got {predictor.num_layers} and {predictor.num_experts}"
         )
     found = []
     for layer in range(1, trace.num_layers):

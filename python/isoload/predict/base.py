@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 from torch import Tensor
@@ -13,11 +13,28 @@ from isoload import ops
 from isoload.trace import Trace
 from isoload.trace.checks import Ints
 
+Reads = Literal["rows", "residual", "choices"]
+
 
 class Predictor(ABC):
-    """Base. ``travels``: whether its counts are each rank's own, so that they must be gathered."""
+    """Base.
+
+    travels      whether its counts are each rank's own, so that they must be gathered
+    num_layers   MoE layers of the model
+    num_experts  routed experts of each; None = any number
+    """
 
     travels: ClassVar[bool]
+    num_layers: int
+    num_experts: int | None = None
+
+    def describe(self) -> str:
+        """The same text on all ranks for predictors that predict the same from the same."""
+        return type(self).__name__
+
+    def depth_of(self, layer: int) -> int:
+        """How many layers right before a layer must be known to predict it."""
+        return 0
 
 
 class LoadsPredictor(Predictor):
@@ -37,11 +54,19 @@ class LoadsPredictor(Predictor):
             None where nothing can be said yet.
         """
 
+    def note(self, layer: int, loads: Tensor) -> None:
+        """A batch's true loads of a layer, [R, E] (or [E]) int32; for predictors that learn from them."""
+
 
 class TokensPredictor(Predictor):
-    """From a rank's own tokens, one by one."""
+    """From a rank's own tokens, one by one.
+
+    reads  what a token is, in the layer before: its row [H], the residual [H] before that layer's norm, or its choices
+           [n, K] in the layers before, the nearest first
+    """
 
     travels = True
+    reads: Reads
 
     @abstractmethod
     def choose(self, layer: int, tokens: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ class Last(LoadsPredictor):
     """
 
     def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
         self._seen: list[Tensor | None] = [None] * num_layers
 
     def note(self, layer: int, loads: Tensor) -> None:

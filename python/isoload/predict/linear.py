@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,6 +27,8 @@ class Linear(LoadsPredictor):
             ``layer - 1 - d`` adds to expert j; n = 0 for layers that cannot be predicted. At most 32 in size.
     """
 
+    num_experts: int
+
     def __init__(self, weights: Sequence[Tensor]) -> None:
         if not weights:
             raise ValueError("weights must be of at least one layer, got none")
@@ -43,13 +46,21 @@ class Linear(LoadsPredictor):
                     f"weights must be integers of at most {MOST} in size, those of layer {layer} are not"
                 )
         self.weights = list(weights)
+        self.num_layers = len(self.weights)
 
-    @property
-    def num_layers(self) -> int:
-        return len(self.weights)
+    def describe(self) -> str:
+        digest = hashlib.sha256()
+        for matrix in self.weights:
+            digest.update(matrix.cpu().contiguous().numpy().tobytes())
+        return f"Linear of weights {digest.hexdigest()[:16]}"
+
+    def depth_of(self, layer: int) -> int:
+        return len(self.weights[layer])
 
     def to(self, device: torch.device | str) -> Linear:
-        return Linear([matrix.to(device) for matrix in self.weights])
+        """Its weights on a device; itself if they are there."""
+        moved = [matrix.to(device) for matrix in self.weights]
+        return self if all(a is b for a, b in zip(moved, self.weights, strict=True)) else Linear(moved)
 
     def predict(self, layer: int, earlier: Sequence[Tensor]) -> Tensor | None:
         check_layer(layer, self.num_layers)

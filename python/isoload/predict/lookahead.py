@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from isoload.predict.base import TokensPredictor, check_layer
+from isoload.predict.base import Reads, TokensPredictor, check_layer
 
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -15,7 +15,7 @@ Gate = Callable[[Tensor], tuple[Tensor, Tensor]]
 class Lookahead(TokensPredictor):
     """Runs a layer's gate ahead of time: hidden states change little from one layer to the next.
 
-    A token is its row [H] as it enters the layer before or, with `norms`, the residual before this layer's norm.
+    A token is its row [H] as it enters the layer before or, with `norms`, the residual before that layer's norm.
 
     Args:
         gates: of every layer, rows [T, H] -> expert ids [T, K] and their weights.
@@ -28,6 +28,8 @@ class Lookahead(TokensPredictor):
         if norms is not None and len(norms) != len(gates):
             raise ValueError(f"norms must be as many as gates, {len(gates)}, got {len(norms)}")
         self.gates, self.norms = list(gates), None if norms is None else list(norms)
+        self.num_layers = len(self.gates)
+        self.reads: Reads = "rows" if norms is None else "residual"
 
     @torch.no_grad()
     def choose(self, layer: int, tokens: Tensor) -> Tensor:

@@ -29,20 +29,33 @@ class PathTable(TokensPredictor):
     experts.
     """
 
+    reads = "choices"
+    num_experts: int
+
     def __init__(self, tables: list[LayerTable], depth: int, num_experts: int) -> None:
         self.tables, self.depth, self.num_experts = tables, depth, num_experts
+        self.num_layers = len(tables)
+
+    def depth_of(self, layer: int) -> int:
+        return min(self.depth, layer)
 
     def choose(self, layer: int, tokens: Tensor) -> Tensor:
+        """[T, K] experts; -1 for a token without choices (-1) in the layer before."""
         check_layer(layer, len(self.tables))
-        depth = min(self.depth, layer)
+        depth = self.depth_of(layer)
         if tokens.dim() != 3 or tokens.shape[1] < depth:
             raise ValueError(
                 f"tokens must be [T, at least {depth}, K] for layer {layer}, got {list(tokens.shape)}"
             )
-        table, mine = self.tables[layer], path_of(tokens[:, :depth].numpy(), self.num_experts)
+        table, near = self.tables[layer], tokens[:, :depth].numpy()
+        mine = path_of(near, self.num_experts)
         at = np.searchsorted(table.paths, mine).clip(max=len(table.paths) - 1)
-        known = table.paths[at] == mine
-        return torch.from_numpy(np.where(known[:, None], table.followed[at], table.popular).astype(np.int32))
+        # A path through -1 has the number of another one.
+        known = (table.paths[at] == mine) & (near[:, :, 0] >= 0).all(1)
+        chosen = np.where(known[:, None], table.followed[at], table.popular)
+        if depth:
+            chosen = np.where((near[:, :1] < 0).all(-1), -1, chosen)
+        return torch.from_numpy(chosen.astype(np.int32))
 
 
 def tabulate(trace: Trace, depth: int = 4) -> PathTable:

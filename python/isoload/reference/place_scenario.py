@@ -103,7 +103,8 @@ def choose_copies(problem: Problem, risk: Floats, most: Any) -> Any:
 
 
 def lay_out(layout: Layout, copies: Any, risk: Floats) -> None:
-    """Copies that a node must keep first, then all others; the largest risk per copy first."""
+    """Copies that a node must keep first, then all others; the largest risk per copy first. Where homes leave no rank
+    for a further copy, other experts get its room."""
     home, filled = layout.problem.home, np.zeros(layout.ranks, int)
     order = np.argsort(-(risk / copies), kind="stable")
     for e in order[home[order] >= 0]:
@@ -111,6 +112,25 @@ def lay_out(layout: Layout, copies: Any, risk: Floats) -> None:
     for e in order:
         for _ in range(int(home[e] >= 0), copies[e]):
             _put(layout, filled, int(e), copies[e], -1)
+    if (layout.copies == copies).all():
+        return
+    for e in np.flatnonzero(layout.copies < copies):
+        layout.split_evenly(int(e))
+    fill_room(layout, filled, risk)
+
+
+def fill_room(layout: Layout, filled: Any, risk: Floats) -> None:
+    """Gives the room that is left to further copies, the largest risk per copy first."""
+    each = risk / layout.copies
+    while each.max() >= 0:
+        e = int(each.argmax())
+        part = np.trunc(layout.problem.load[e] / (layout.copies[e] + 1))
+        r = best_rank(layout, filled, e, part, -1)
+        if r >= 0:
+            layout.note(r * layout.problem.width + filled[r], e, 1)
+            filled[r] += 1
+            layout.split_evenly(e)
+        each[e] = risk[e] / layout.copies[e] if r >= 0 else -1
 
 
 def _put(layout: Layout, filled: Any, e: int, copies: int, node: int) -> None:
@@ -120,6 +140,10 @@ def _put(layout: Layout, filled: Any, e: int, copies: int, node: int) -> None:
         raise ValueError("groups must leave room for their experts on their node")
     if r < 0:
         r = give_room(layout, filled, e)
+    if r < 0 and layout.copies[e] == 0:
+        raise ValueError("capacity must leave room for every expert on some rank")
+    if r < 0:
+        return
     p = r * layout.problem.width + filled[r]
     filled[r] += 1
     layout.note(p, e, 1)
@@ -138,7 +162,8 @@ def best_rank(layout: Layout, filled: Any, e: int, part: Floats, node: int) -> i
 
 
 def give_room(layout: Layout, filled: Any, e: int) -> Any:
-    """Every rank with room holds e: a full rank gives an expert's slot to one with room; the giving rank."""
+    """Every rank with room holds e: a full rank gives an expert's slot to one with room; the giving rank, -1 if none
+    can."""
     width, capacity = layout.problem.width, layout.problem.capacity
     for giver in np.flatnonzero(~layout.holds[:, e]).tolist():
         for p in range(giver * width, giver * width + int(filled[giver])):
@@ -151,7 +176,7 @@ def give_room(layout: Layout, filled: Any, e: int) -> Any:
                 if p != last:
                     layout.exchange(p, last)
                 return giver
-    raise ValueError("capacity must leave room for every copy on a rank without one of its expert")
+    return -1
 
 
 def take_over(layout: Layout, slots: Ints) -> Layout:

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from isoload.counting import count
-from isoload.predict import Last, Linear, fit
+from isoload.predict import Last, PathTable, fit, tabulate
 from isoload.replay.batches import Batches, CutBatches, SourceBatch
 from isoload.replay.calibration import Fold
 from isoload.trace import Trace
 from isoload.trace.checks import Ints
 
-PREDICTIONS = ("perfect", "last", "linear", "none")
+FROM_CALIBRATION = ("linear", "path", "popularity")
+PREDICTIONS = ("perfect", "last", *FROM_CALIBRATION, "none")
 
 
 def check_prediction(text: str) -> float | None:
@@ -34,18 +35,31 @@ class Forecast:
 
     Args:
         predict: perfect: the loads themselves. last: those of the batch before; nothing for the first one. linear:
-            by :func:`isoload.predict.fit` on the fold's calibration batches; the first layer's as last. none: nothing.
-            A number: each choice is kept with this probability, else drawn from the calibration batches' counts.
+            by :func:`isoload.predict.fit` on the fold's calibration batches, path: by
+            :func:`isoload.predict.tabulate`; the first layer's as last. popularity: each source's copies in the shares
+            of the calibration batches. none: nothing. A number: each choice is kept with this probability, else drawn
+            from the calibration batches' counts.
         seed: of that draw, whose stream is ``np.random.default_rng((seed, batch))``.
 
     No loads at all make a policy borrow nothing.
+
+    Raises:
+        ValueError: an unknown prediction; no batches to calibrate on where it needs some; linear or path, and the trace
+            has no per-token choices.
     """
 
     def __init__(self, predict: str, trace: Trace, batches: Batches, fold: Fold, seed: int) -> None:
         self.kept = check_prediction(predict)
         self.predict, self.seed, self.last = predict, seed, Last(trace.num_layers)
+        if not fold.calibrate and (self.kept is not None or predict in FROM_CALIBRATION):
+            raise ValueError(
+                f"predict={predict} needs batches to calibrate on, a given placement leaves none"
+            )
         self.popularity = batches.counts[list(fold.calibrate)].sum(0)
-        self.linear = fit_on(trace, batches, fold) if predict == "linear" else None
+        fits = predict in ("linear", "path")
+        seen = calibration_tokens(predict, trace, batches, fold) if fits else trace
+        self.linear = fit(seen) if predict == "linear" else None
+        self.path = tabulate(seen) if predict == "path" else None
 
     def of(self, batch: SourceBatch, index: int, loads: Tensor, num_shared: int) -> Tensor:
         """[L, R, E] int32; how many tokens need the shared experts is known ahead."""
@@ -53,46 +67,65 @@ class Forecast:
         routed, found = loads[..., :num_routed], loads.clone()
         if self.kept is not None:
             found[..., :num_routed] = self._draw(batch, index, num_routed)
+        elif self.predict == "popularity":
+            found[..., :num_routed] = self._in_shares(routed)
         elif self.predict != "perfect":
-            layers = [self._predict(layer, routed) for layer in range(len(loads))]
+            layers = [self._predict(layer, routed, batch) for layer in range(len(loads))]
             nothing = torch.zeros_like(routed[0])
             found[..., :num_routed] = torch.stack([nothing if x is None else x for x in layers])
         for layer in range(len(loads)):
             self.last.note(layer, routed[layer])
         return found
 
-    def _predict(self, layer: int, routed: Tensor) -> Tensor | None:
+    def _predict(self, layer: int, routed: Tensor, batch: SourceBatch) -> Tensor | None:
         if self.predict == "none":
             return None
+        if self.path is not None and layer:
+            return of_paths(self.path, layer, batch)
         made = None
         if self.linear is not None:
             made = self.linear.predict(layer, [routed[earlier] for earlier in range(layer - 1, -1, -1)])
         return self.last.predict(layer) if made is None else made
 
+    def _in_shares(self, routed: Tensor) -> Tensor:
+        popular = torch.from_numpy(self.popularity).double()
+        shares = popular / popular.sum(-1, keepdim=True).clamp(min=1)
+        return (routed.sum(-1, keepdim=True) * shares.unsqueeze(-2)).round().to(torch.int32)
+
     def _draw(self, batch: SourceBatch, index: int, num_routed: int) -> Tensor:
         stream = np.random.default_rng((self.seed, index))
         chosen = batch.topk_ids.numpy()
         mistaken = (stream.random(chosen.shape) >= (self.kept or 0)) & (chosen >= 0) & (chosen < num_routed)
-        guessed = np.where(mistaken, self._popular(chosen.shape, stream), chosen)
+        guessed = np.where(mistaken, self.wrong(chosen, stream), chosen)
         guesses = SourceBatch(torch.from_numpy(np.where(chosen < num_routed, guessed, -1)), batch.start)
         layers, ranks = range(len(chosen)), range(batch.num_ranks)
         return torch.stack(
             [torch.stack([count(guesses.on_rank(layer, r), num_routed) for r in ranks]) for layer in layers]
         )
 
-    def _popular(self, shape: tuple[int, ...], stream: np.random.Generator) -> Ints:
-        """[L, T, K] experts, each drawn with the probability of its copies in its layer."""
-        drawn = np.empty(shape, np.int32)
+    def wrong(self, chosen: Ints, stream: np.random.Generator) -> Ints:
+        """[L, T, K] int32 experts that take the place of mistaken choices [L, T, K]: by their layer's popularity."""
+        drawn = np.empty(chosen.shape, np.int32)
         for layer, copies in enumerate(self.popularity):
             ends = np.cumsum(copies)
-            points = stream.integers(max(1, ends[-1]), size=shape[1:])
+            points = stream.integers(max(1, ends[-1]), size=chosen.shape[1:])
             drawn[layer] = np.searchsorted(ends, points, side="right").clip(max=len(copies) - 1)
         return drawn
 
 
-def fit_on(trace: Trace, batches: Batches, fold: Fold) -> Linear:
-    """Of the tokens of a fold's calibration batches."""
+def of_paths(table: PathTable, layer: int, batch: SourceBatch) -> Tensor:
+    """[R, E] int32 loads of a layer, each source's from the paths of its own tokens."""
+    earlier = range(layer - 1, max(0, layer - table.depth) - 1, -1)
+    rows = []
+    for rank in range(batch.num_ranks):
+        near = torch.stack([batch.on_rank(before, rank) for before in earlier], dim=1)
+        rows.append(table.predict(layer, near, table.num_experts))
+    return torch.stack(rows)
+
+
+def calibration_tokens(predict: str, trace: Trace, batches: Batches, fold: Fold) -> Trace:
+    """The tokens of a fold's calibration batches."""
     if not isinstance(batches, CutBatches) or trace.topk_ids is None:
-        raise ValueError(f"predict=linear needs per-token choices, trace {trace.name} has counts only")
+        raise ValueError(f"predict={predict} needs per-token choices, trace {trace.name} has counts only")
     rows = [np.arange(batches.bounds[b], batches.bounds[b + 1]) for b in fold.calibrate]
-    return fit(Trace(trace.name, trace.num_experts, topk_ids=trace.topk_ids[np.concatenate(rows)]))
+    return Trace(trace.name, trace.num_experts, topk_ids=trace.topk_ids[np.concatenate(rows)])

@@ -22,7 +22,7 @@ L counts dense layers too. They are empty and dropped; the other layers keep the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +47,15 @@ _TENSORS = ("logical_count", _MAP, "global_physical_count", "topk_ids_of_layer")
 _Dumps = dict[Path, dict[str, Any]]
 
 
-def read_dump(paths: Sequence[Path], limit: int) -> dict[str, Any]:
+def read_dump(held: Mapping[Path, Any], limit: int) -> dict[str, Any]:
     """The fields of the Trace in the files of one recording, not checked against each other.
 
-    limit: most bytes that the tensors of all files may take.
+    held: what each file holds. limit: most bytes that the tensors of all files may take.
 
     Raises:
         ValueError: naming the file and what is wrong with it.
     """
-    dumps = {path: _load(path) for path in paths}
+    paths, dumps = list(held), {path: _dump(path, value) for path, value in held.items()}
     check_bytes(paths[0], sum(map(_num_bytes, dumps.values())), limit)
     modes = {path: _mode(path, dump) for path, dump in dumps.items()}
     mode = modes[paths[0]]
@@ -75,15 +75,10 @@ def read_dump(paths: Sequence[Path], limit: int) -> dict[str, Any]:
     return fields
 
 
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        dump = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged pickle may raise anything
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"{path}: torch.load(weights_only=True) refuses it ({reason})") from None
-    if not isinstance(dump, dict):
-        raise ValueError(f"{path}: is no SGLang recorder dump, it holds a {type(dump).__name__}")
-    return dump
+def _dump(path: Path, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: is no SGLang recorder dump, it holds a {type(value).__name__}")
+    return value
 
 
 def _num_bytes(dump: dict[str, Any]) -> int:

@@ -69,6 +69,19 @@ class CollectiveGroup(Group):
             _all_gather(gathered, rows[0], group=self.process_group)
         return gathered.view(self.topology.num_ranks, -1)
 
+    def _start_gather(self, stage: str, rows: list[Tensor]) -> Callable[[], Tensor]:
+        gathered = rows[0].new_empty(self.topology.num_ranks * len(rows[0]))
+        with self.named(stage):
+            self._meet(stage, rows[0], rows[0].nbytes)
+            work = _all_gather(gathered, rows[0], group=self.process_group, async_op=True)
+
+        def wait() -> Tensor:
+            with self.named(stage):
+                work.wait()
+            return gathered.view(self.topology.num_ranks, -1)
+
+        return wait
+
     def _swap(self, stage: str, buffers: list[Tensor], sent: PerRank, got: PerRank) -> list[Tensor]:
         arrived = buffers[0].new_empty(sum(got[0]), *buffers[0].shape[1:])
         with self.named(stage):

@@ -173,9 +173,12 @@ class Pull(Backend):
         device = pools[0][0].device
         side = self._side = self._side or torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
+        done = torch.cuda.Event()
         with torch.cuda.stream(side):
             copy()
-        return lambda: torch.cuda.current_stream(device).wait_stream(side)
+            done.record(side)
+        # not for the stream: the next layer's copies may be on it by then
+        return lambda: torch.cuda.current_stream(device).wait_event(done)
 
     def _count(self, stage: str, plan: BorrowPlan, pools: Stacks) -> None:
         """Bytes of what the owned ranks read, where the plan lies on the host anyway."""
@@ -225,7 +228,7 @@ def make_backend(group: Group, name: str | None, device: torch.device, own_memor
     peers = group.peers(device) if readable and name in (None, "pull", "copy") else None
     if name in ("pull", "copy") and peers is None:
         raise ValueError(
-            f"borrow must be all_to_all or p2p where ranks cannot read each other's memory, got {name!r}"
+            f"borrow must be all_to_all, p2p or deep_ep where ranks cannot read each other's memory, got {name!r}"
         )
     kind = BACKENDS[name or ("all_to_all" if peers is None else "pull")]
     return group.memo(("backend", kind.name), lambda: kind(group, peers))

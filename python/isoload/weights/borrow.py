@@ -44,9 +44,11 @@ class SparePool:
         self.holds: list[weakref.ref[Borrowed] | None] = [None] * NUM_BUFFERS
         self._next = 0
 
-    def take(self) -> int:
-        """The buffer whose turn it is."""
+    def take(self, beside: int | None = None) -> int:
+        """The buffer whose turn it is, but for one that is in use."""
         self._next = (self._next + 1) % NUM_BUFFERS
+        if self._next == beside:
+            self._next = (self._next + 1) % NUM_BUFFERS
         return self._next
 
 
@@ -87,19 +89,27 @@ class Borrowing:
         apart = len(self.group.ranks) < self.group.topology.num_ranks
         if apart and self.backend.reads_peers and not weights.shows_storage():
             raise ValueError(
-                "borrow must be all_to_all or p2p where expert Parameters have memory of their own (p.data = x, a flat "
-                f"buffer, functional_call or parametrize), got {self.backend.name!r}"
+                "borrow must be all_to_all, p2p or deep_ep where expert Parameters have memory of their own "
+                f"(p.data = x, a flat buffer, functional_call or parametrize), got {self.backend.name!r}"
             )
 
-    def borrow(self, filled: Filled) -> Borrowed | None:
-        """Begins to bring the experts of filled spare slots; None where there are none, as far as the host can read."""
+    @property
+    def waits_for_plan(self) -> bool:
+        """Whether the host must have a plan from a device before weights can travel."""
+        return self.backend.reads_moves and self.ranks[0].row_of_slot.device.type != "cpu"
+
+    def borrow(self, filled: Filled, beside: Borrowed | None = None) -> Borrowed | None:
+        """Begins to bring the experts of filled spare slots; None where there are none, as far as the host can read.
+
+        beside: whose buffer stays as it is, since a layer still computes with it.
+        """
         slots, num_ranks = filled.slot_to_expert, self.group.topology.num_ranks
         if slots.device not in self._home:
             self._home[slots.device] = torch.tensor(self._home_table, dtype=torch.int32, device=slots.device)
         wanted = BorrowPlan(slots, self._home[slots.device], self._home_rows, num_ranks, self.spare_slots)
         if wanted.on_host and not wanted.moves:
             return None
-        borrowed = Borrowed(self, wanted)
+        borrowed = Borrowed(self, wanted, beside)
         borrowed.begin("borrow")
         return borrowed
 
@@ -107,10 +117,10 @@ class Borrowing:
 class Borrowed:
     """The experts that one batch borrowed."""
 
-    def __init__(self, borrowing: Borrowing, plan: BorrowPlan) -> None:
+    def __init__(self, borrowing: Borrowing, plan: BorrowPlan, beside: Borrowed | None = None) -> None:
         self.plan = plan
         self._of, self._pool = borrowing, borrowing.pool
-        self._buffer = self._pool.take()
+        self._buffer: int = self._pool.take(None if beside is None else beside._buffer)
         # Kept for backward: by then a Parameter may have other memory (functional_call).
         self._held = [rank.readable_homes() for rank in borrowing.ranks]
         self._start: Callable[[], Callable[[], None]] | None = None

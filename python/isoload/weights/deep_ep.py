@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isoload.experts.fp8 import FP8
 from isoload.transport import Group
 from isoload.transport.deep_ep import shared_buffer
 from isoload.transport.peers import Peers
@@ -63,9 +64,9 @@ class DeepEPBorrow(Backend):
     def new_spare(self, like: Tensor, rows: int) -> Tensor:
         """See :meth:`Backend.new_spare`; raises ValueError for what DeepEP cannot move."""
         shape, dtype = like.shape[1:], like.dtype
-        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        if dtype not in (torch.bfloat16, torch.float16, torch.float32, FP8):
             raise ValueError(
-                f"experts must be bfloat16, float16 or float32 for borrow='deep_ep', got {dtype}"
+                f"experts must be bfloat16, float16, float32 or float8_e4m3fn for borrow='deep_ep', got {dtype}"
             )
         size = shape.numel() * like.itemsize
         if size % ALIGNMENT:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isoload.experts.weights import NAMES
 from isoload.transport import Group
 from isoload.weights.layout import Layout, home_addresses
 from isoload.weights.moves import Address, Move, move_rows
-from isoload.weights.state import FULL, NAMES
+from isoload.weights.state import FULL, check_kind
 from isoload.weights.storage import RankWeights
 
 
@@ -50,6 +51,8 @@ def load_full(ranks: Sequence[RankWeights], num_experts: int, state: Mapping[str
             wanted = None if home is None else [num_experts, *home.shape[1:]]
             if (found := None if given is None else list(given.shape)) != wanted:
                 raise ValueError(f"{FULL}{name} must be {wanted}, got {found}")
+            if given is not None and home is not None:
+                check_kind(FULL + name, given, home)
     for rank in ranks:
         homes, replicas = list(rank.layout.homes), list(rank.layout.replicas)
         stacks = [state[FULL + name] for name in rank.stored()]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from isoload.experts.weights import NAMES
 from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement, check_same_shape
 from isoload.transport import Group, checksum
@@ -16,7 +17,7 @@ from isoload.weights.moves import move_rows
 from isoload.weights.optimizer_steps import check_experts, has_rows
 from isoload.weights.schedule import plan_moves
 from isoload.weights.shard import ShardWeights, check_homes_stay
-from isoload.weights.state import HOMES, NAMES
+from isoload.weights.state import HOMES
 from isoload.weights.storage import RankWeights
 
 # What every rank must give load_placement alike, in the order of move_facts

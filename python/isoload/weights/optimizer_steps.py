@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from isoload.weights.state import HOMES, NAMES
+from isoload.experts.weights import NAMES
+from isoload.weights.state import HOMES
 
 if TYPE_CHECKING:
     from isoload.weights.storage import RankWeights

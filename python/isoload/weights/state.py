@@ -13,9 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NAMES = ("gate_up", "down", "gate_up_bias", "down_bias")
+from isoload.experts.fp8 import FP8
+from isoload.experts.weights import NAMES
+
 HOMES = "home_experts"  # [homes] int64, beside the stacks of a rank
 FULL = "experts."  # prefix of the stacks [E, ...] of a full state
+
+
+def check_kind(key: str, given: Tensor, held: Tensor) -> None:
+    """Raises ValueError where loading would cast to or from fp8: without its scales a value says nothing."""
+    if given.dtype != held.dtype and FP8 in (given.dtype, held.dtype):
+        raise ValueError(f"{key} must be {held.dtype} as the layer's experts, got {given.dtype}")
 
 
 def rows_for(homes: Sequence[int], state: Mapping[str, Any], prefix: str) -> dict[str, Any]:

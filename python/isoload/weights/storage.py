@@ -10,19 +10,21 @@ The layer then reads the home rows from the Parameter, and replica rows from the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from isoload.experts.weights import ExpertWeights
+from isoload.checkpoints import Checkpoint
+from isoload.experts.fp8 import FP8
+from isoload.experts.weights import NAMES, ExpertWeights
 from isoload.transport import Group
 from isoload.weights.layout import Layout
 from isoload.weights.moves import Move, move_rows
 from isoload.weights.optimizer_steps import see_steps
-from isoload.weights.state import HOMES, NAMES, rows_for
+from isoload.weights.state import HOMES, check_kind, rows_for
 
 
 def new_stack(like: Tensor, rows: int) -> Tensor:
@@ -34,7 +36,7 @@ class RankWeights(nn.Module):
 
     Args:
         layout: the experts of its rows.
-        dense: the stacks of all E experts, from which the rank takes its own.
+        dense: the stacks of all E experts, or their checkpoint, from which the rank takes its own.
         num_rows: weight rows to make room for; those that the layout does not use hold zeros.
         spare_slots: the last local slots, for borrowed experts, whose rows count on from num_rows.
         new_stack: (like, rows) -> [rows, ...] zeros: where the storages come from.
@@ -47,23 +49,24 @@ class RankWeights(nn.Module):
     def __init__(
         self,
         layout: Layout,
-        dense: ExpertWeights,
+        dense: ExpertWeights | Checkpoint,
         num_rows: int,
         spare_slots: int = 0,
         new_stack: Callable[[Tensor, int], Tensor] = new_stack,
     ) -> None:
         super().__init__()
         self.layout = layout
-        experts, num_homes = list(layout.experts), len(layout.homes)
+        experts, num_homes = layout.experts, len(layout.homes)
+        trains = dense.rows("down_scale", ()) is None  # none in fp8
         for name in NAMES:
-            stack: Tensor | None = getattr(dense, name)
-            stored = None if stack is None else new_stack(stack, num_rows)
-            if stack is not None and stored is not None:
-                stored[: len(experts)] = stack.detach()[experts]
-            homes = None if stored is None else nn.Parameter(stored[:num_homes])
+            rows = dense.rows(name, experts)
+            stored = None if rows is None else new_stack(rows, num_rows)
+            if rows is not None and stored is not None:
+                stored[: len(experts)] = rows
+            homes = None if stored is None else nn.Parameter(stored[:num_homes], trains)
             self.register_parameter(name, homes)
             self.register_buffer(f"stored_{name}", stored, persistent=False)
-        self.place_rows(num_rows, spare_slots, dense.down.device)
+        self.place_rows(num_rows, spare_slots, self.stored_down.device)
 
     def place_rows(self, num_rows: int, spare_slots: int, device: torch.device) -> None:
         """Notes which row every slot has; the end of construction."""
@@ -81,6 +84,11 @@ class RankWeights(nn.Module):
         if mesh is not None:
             self.__dict__["sharded_over"] = frozenset(mesh.mesh.flatten().tolist())
         super().__setattr__(name, value)
+
+    @property
+    def reads_elsewhere(self) -> bool:
+        """Whether home rows are computed from Parameters that are registered elsewhere."""
+        return False
 
     def homes(self) -> dict[str, Tensor]:
         """The home rows [homes, ...] by stack: the Parameters."""
@@ -142,6 +150,11 @@ class RankWeights(nn.Module):
         """How often the home rows of every stack have changed."""
         return list(map(version_of, self.home_rows()))
 
+    def marks(self) -> list[tuple[int, int]]:
+        """Address and version of the home rows of every stack, equal as long as nothing is seen to change them."""
+        rows = self.home_rows()
+        return [(0 if isinstance(r, FakeTensor) else r.data_ptr(), version_of(r)) for r in rows]
+
     def check(self, replicated: bool) -> None:
         """Raises ValueError if the Parameters do not fit the layout or, replicated, changed since the refresh."""
         homes, storages = self.homes(), self.stored()
@@ -154,6 +167,8 @@ class RankWeights(nn.Module):
                 raise ValueError(
                     f"{name} must be {' '.join(map(str, wanted))}, got {' '.join(map(str, given))}"
                 )
+        if "gate_up_scale" in storages:
+            check_fp8(homes)
         if replicated and not self.is_refreshed():
             raise ValueError(
                 "replicas must be refreshed after the expert Parameters change: call refresh_replicas() on all ranks, "
@@ -184,10 +199,28 @@ class RankWeights(nn.Module):
         return dict(zip(self.stored(), stacks, strict=True))
 
     def weight_rows(self, slots: Tensor) -> Tensor:
-        """Local slots [N, K] as weight rows; -1 stays."""
-        if not len(self.row_of_slot):
-            return slots
-        return torch.where(slots < 0, -1, self.row_of_slot[slots.clamp(min=0)])
+        """Local slots [N, K] as int64 weight rows; -1 stays."""
+        return self.row_of_slot[slots]  # -1 reads the last entry
+
+    def row_ends(self, ends: Sequence[int]) -> list[int] | None:
+        """Where the copies of every weight row end, given those of the local slots [S]; None if these lie otherwise.
+
+        Raises:
+            ValueError: copies came to a slot without a row.
+        """
+        placed = len(ends) - self.spare_slots
+        found: list[int] = []
+        for slot, row in enumerate(self._rows(self.layout)[:placed]):
+            if row < 0 and ends[slot] != (ends[slot - 1] if slot else 0):
+                raise ValueError(
+                    f"slot {slot} must have no copies, since it holds no expert, got ends {list(ends)}"
+                )
+            if row >= 0 and row != len(found):
+                return None
+            if row >= 0:
+                found.append(ends[slot])
+        last = ends[placed - 1] if placed else 0
+        return [*found, *[last] * (self.num_rows - len(found)), *ends[placed:]]
 
     def settle(self, layout: Layout) -> None:
         """Takes the storages as they are now for the rows of another layout; no pointer changes."""
@@ -199,9 +232,9 @@ class RankWeights(nn.Module):
         self.note_refreshed()
 
     def _rows(self, layout: Layout) -> list[int]:
-        """[S] weight row of every local slot, -1 = none."""
+        """[S + 1] weight row of every local slot, -1 = none, and of no slot."""
         placed = len(layout.row_of_slot) - self.spare_slots
-        return [*layout.row_of_slot[:placed], *range(self.num_rows, self.num_rows + self.spare_slots)]
+        return [*layout.row_of_slot[:placed], *range(self.num_rows, self.num_rows + self.spare_slots), -1]
 
     def _show_homes(self) -> None:
         """Makes each Parameter the first rows of its storage."""
@@ -220,6 +253,9 @@ class RankWeights(nn.Module):
 
     def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *how: Any) -> None:
         state = rows_for(self.layout.homes, state, prefix)
+        for name, held in self.stored().items():
+            if (given := state.get(prefix + name)) is not None:
+                check_kind(prefix + name, given, held)
         # assign=True would put Parameters with memory of their own in place of these: copy instead
         metadata = {**metadata, "assign_to_params_buffers": False}
         super()._load_from_state_dict(state, prefix, metadata, *how)
@@ -252,6 +288,19 @@ def _shows(home: Tensor, stored: Tensor) -> bool:
         return True
     rows = home.shape[1:] == stored.shape[1:] and home.stride() == stored.stride()
     return rows and home.dtype == stored.dtype and home.data_ptr() == stored.data_ptr()
+
+
+def check_fp8(homes: Mapping[str, Tensor]) -> None:
+    """Raises ValueError if home rows in fp8 have been cast, as ``.to(dtype)`` does, or are to be trained."""
+    for name, home in homes.items():
+        wanted = torch.float32 if name.endswith("_scale") else FP8
+        if home.dtype != wanted:
+            raise ValueError(
+                f"{name} must stay {wanted}, since experts in fp8 cannot be cast (.to(dtype)), got {home.dtype}: their "
+                "values are lost"
+            )
+        if home.requires_grad:
+            raise ValueError(f"{name} must not require a gradient, which experts in fp8 do not have, got one")
 
 
 def version_of(tensor: Tensor) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isoload.ops import number_rows
 from isoload.transport.arguments import FACTS, check_like, dispatch_facts
 from isoload.transport.collective import CollectiveGroup
 from isoload.transport.deep_ep.exchange import Combine, Dispatch
@@ -17,7 +18,6 @@ from isoload.transport.deep_ep.limits import HIDDEN_MULTIPLE, LIMITS, Shape
 from isoload.transport.deep_ep.wires import WireHandle, wire_of
 from isoload.transport.dispatcher import Dispatcher, Received
 from isoload.transport.exchange import anchor
-from isoload.transport.rows import find_destinations
 from isoload.value_checks import values_readable
 
 
@@ -51,6 +51,8 @@ class DeepEPDispatcher(Dispatcher):
             mode), for CUDA graphs.
         fp8: whether rows travel to the experts as e4m3 with a scale per 128 columns, half the bytes; they arrive as
             bfloat16. Gradients are passed on as if nothing had been rounded, and travel as bfloat16.
+        expert_major: whether a row comes once for each of its copies on the rank, by slot, so that experts whose
+            weights lie in the order of slots need not sort; DeepEP adds the copies up. EPBuffer and ElasticBuffer.
 
     Raises:
         ValueError: on all ranks: a limit of DeepEP passed, a buffer of another version, or facts that differ.
@@ -70,13 +72,13 @@ class DeepEPDispatcher(Dispatcher):
         max_tokens_per_rank: int,
         waits: bool = True,
         fp8: bool = False,
+        expert_major: bool = False,
     ) -> None:
         with group.agreeing("construction") as facts:
             self.shape = Shape(group.topology.num_ranks, slots_per_rank, top_k, hidden, max_tokens_per_rank)
-            self.wire = wire_of(buffer, self.shape, waits, fp8)
-            facts.update(
-                {"shape of DeepEP": self.shape, "kind of DeepEP": self.wire.kind, "waits": waits, "fp8": fp8}
-            )
+            self.wire = wire_of(buffer, self.shape, waits, fp8, expert_major)
+            facts.update({"shape of DeepEP": self.shape, "kind of DeepEP": self.wire.kind, "waits": waits})
+            facts.update({"fp8": fp8, "expert_major": expert_major})
         self.group = group
         self.max_tokens_per_rank = max_tokens_per_rank
         self.host_waits = waits
@@ -103,9 +105,9 @@ class DeepEPDispatcher(Dispatcher):
         traffic.host_syncs += self.host_waits
         traffic.rows = traffic.rows.to(rows.device)
         traffic.rows.select(0, rank).add_(
-            find_destinations(topk_idx, slots_per_rank, self.shape.num_ranks).counts
+            number_rows(topk_idx, slots_per_rank, self.shape.num_ranks).counts.select(0, 0)
         )
-        return [Received(got, local, gates, DeepEPHandle(handle, len(rows), link))]
+        return [Received(got, local, gates, DeepEPHandle(handle, len(rows), link), ends=handle.ends)]
 
     def combine(
         self, y: list[Tensor], received: list[Received], own: list[Tensor] | None = None

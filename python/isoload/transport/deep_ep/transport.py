@@ -24,7 +24,7 @@ class DeepEPTransport(Transport):
     Args:
         topology: R ranks, as many as the process group has.
         group: the process group, of NCCL; None = the default one.
-        hidden, top_k, slots_per_rank, max_tokens_per_rank, waits, fp8: see :class:`DeepEPDispatcher`.
+        hidden, top_k, slots_per_rank, max_tokens_per_rank, waits, fp8, expert_major: see :class:`DeepEPDispatcher`.
         kind: "EPBuffer", "ElasticBuffer" or "Buffer"; None = the first that is installed.
         low_latency: Buffer's low-latency mode, forward only.
         deterministic: rows by source rank, then token, whatever the timing; costs a sort in every dispatch.
@@ -47,6 +47,7 @@ class DeepEPTransport(Transport):
         max_tokens_per_rank: int,
         waits: bool = True,
         fp8: bool = False,
+        expert_major: bool = False,
         kind: str | None = None,
         low_latency: bool = False,
         deterministic: bool = False,
@@ -72,6 +73,7 @@ class DeepEPTransport(Transport):
             max_tokens_per_rank=max_tokens_per_rank,
             waits=waits,
             fp8=fp8,
+            expert_major=expert_major,
         )
         joined.memo(_BUFFER, lambda: buffer)
         super().__init__(joined, dispatcher)

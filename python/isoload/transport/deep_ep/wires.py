@@ -8,21 +8,24 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from isoload.host_values import put_on
 from isoload.transport.deep_ep.fp8 import from_fp8, to_fp8
 from isoload.transport.deep_ep.limits import LIMITS, Shape
 
 
 @dataclass(frozen=True, eq=False)
 class WireHandle:
-    """A buffer's own handle of a dispatch, and where rows are real: None where all are."""
+    """A buffer's own handle of a dispatch, where rows are real (None: all are), and where those of every slot end."""
 
     own: Any
     real: Tensor | None = None
+    ends: list[int] | None = None
 
 
 class Sent(NamedTuple):
@@ -42,6 +45,7 @@ class Wire(ABC):
         shape: that it was made for.
         waits: whether the host waits for how many rows come; else there are R * C of them, padding included.
         fp8: whether rows of a forward travel in fp8; gradients stay bfloat16.
+        expert_major: whether a row comes once per copy, by slot; else once, with all of its slots.
     """
 
     kind: ClassVar[str]
@@ -49,9 +53,18 @@ class Wire(ABC):
     adds_by_rank: ClassVar[bool] = True
     weights_at_source: ClassVar[bool] = False
     differentiable: ClassVar[bool] = True
+    expands: ClassVar[bool] = False  # whether rows can come by expert
 
-    def __init__(self, buffer: Any, shape: Shape, waits: bool, fp8: bool = False) -> None:
+    def __init__(
+        self, buffer: Any, shape: Shape, waits: bool, fp8: bool = False, expert_major: bool = False
+    ) -> None:
         LIMITS[self.kind].check(self.kind, shape)
+        if expert_major and not self.expands:
+            raise ValueError(f"expert_major must be False for DeepEP's {self.kind}, got True")
+        if expert_major and not waits:
+            raise ValueError(
+                "waits must be True for expert_major, whose rows are counted by expert, got False"
+            )
         for method, names in self.needs.items():
             found = getattr(buffer, method, None)
             taken = inspect.signature(found).parameters if callable(found) else {}
@@ -61,6 +74,7 @@ class Wire(ABC):
                     f"for, got a {type(buffer).__name__} of another version"
                 )
         self.buffer, self.shape, self.waits, self.fp8 = buffer, shape, waits, fp8
+        self.expert_major = expert_major
 
     @abstractmethod
     def dispatch(self, x: Tensor, topk_idx: Tensor, weights: Tensor) -> Sent:
@@ -95,10 +109,12 @@ class ElasticWire(Wire):
             "handle",
             "do_handle_copy",
             "do_cpu_sync",
+            "do_expand",
         ),
         "combine": ("handle", "topk_weights", "bias"),
     }
     adds_by_rank = False
+    expands = True
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, weights: Tensor) -> Sent:
         rows, slots, got, handle, _ = self.buffer.dispatch(
@@ -109,8 +125,15 @@ class ElasticWire(Wire):
             num_max_tokens_per_rank=self.shape.max_tokens_per_rank,
             do_handle_copy=False,
             do_cpu_sync=self.waits,
+            do_expand=self.expert_major,
         )
         rows = _opened(rows)
+        if self.expert_major:
+            counts = handle.num_recv_tokens_per_expert_list
+            slot = torch.arange(self.shape.slots_per_rank, device=rows.device)
+            slots = slot.repeat_interleave(put_on(rows.device, counts), output_size=len(rows)).unsqueeze(1)
+            ends = list(accumulate(counts))
+            return Sent(rows, slots, got.unsqueeze(1), WireHandle(handle, ends=ends))
         if self.waits:
             return Sent(rows, slots, got, WireHandle(handle))
         # behind the last row that came, memory is as it was
@@ -120,12 +143,16 @@ class ElasticWire(Wire):
 
     def dispatch_again(self, x: Tensor, handle: WireHandle) -> Tensor:
         # num_experts though the handle has it: the count of SMs is derived from the argument
-        rows: Tensor = self.buffer.dispatch(x, handle=handle.own, num_experts=self.shape.num_slots)[0]
+        rows: Tensor = self.buffer.dispatch(
+            x, handle=handle.own, num_experts=self.shape.num_slots, do_expand=self.expert_major
+        )[0]
         return rows if handle.real is None else rows.masked_fill(~handle.real, 0)
 
     def combine(
         self, y: Tensor, handle: WireHandle, weights: Tensor | None = None, own: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
+        if self.expert_major and weights is not None:
+            weights = weights.squeeze(1)
         sums, returned, _ = self.buffer.combine(y, handle=handle.own, topk_weights=weights, bias=own)
         return sums, returned
 
@@ -230,7 +257,7 @@ WIRES: dict[str, type[Wire]] = {
 }  # by class of the buffer
 
 
-def wire_of(buffer: Any, shape: Shape, waits: bool, fp8: bool = False) -> Wire:
+def wire_of(buffer: Any, shape: Shape, waits: bool, fp8: bool = False, expert_major: bool = False) -> Wire:
     """The wire that fits a buffer.
 
     Raises:
@@ -242,10 +269,10 @@ def wire_of(buffer: Any, shape: Shape, waits: bool, fp8: bool = False) -> Wire:
     if getattr(buffer, "low_latency_mode", False):
         if waits:
             raise ValueError("waits must be False for DeepEP's Buffer, low latency, got True")
-        return LowLatencyWire(buffer, shape, waits, fp8)
+        return LowLatencyWire(buffer, shape, waits, fp8, expert_major)
     if name == "Buffer" and not waits and shape.num_ranks > LEGACY_NODE:
         raise ValueError(
             f"waits must be True for DeepEP's Buffer over more than {LEGACY_NODE} ranks, got False over "
             f"{shape.num_ranks}"
         )
-    return WIRES[name](buffer, shape, waits, fp8)
+    return WIRES[name](buffer, shape, waits, fp8, expert_major)

@@ -11,7 +11,7 @@ import numpy as np
 from isoload.trace.archives import shown
 
 MAX_BYTES = 2**28  # a placement of 100 layers with 65536 slots is smaller
-Slots = np.ndarray[Any, np.dtype[np.int64]]
+Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def read_text(path: Path) -> str:
@@ -58,13 +58,14 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def slot_rows(key: str, rows: Any, layers: list[Any] | None = None) -> Slots:
+def integer_rows(key: str, rows: Any, layers: list[Any] | None = None, least: int = -1) -> Rows:
     """[L, P] int64 from a list of L lists of P integers.
 
     Args:
         key: for messages.
         rows: the value at the key.
         layers: what to call each layer in messages. Default: its position.
+        least: of the integers.
 
     Raises:
         ValueError: naming key and layer.
@@ -77,9 +78,9 @@ def slot_rows(key: str, rows: Any, layers: list[Any] | None = None) -> Slots:
             got = f"{len(row)} entries" if isinstance(row, list) else shown(row)
             wanted = len(rows[0]) if isinstance(rows[0], list) and rows[0] else "some"
             raise ValueError(f"{key} must have {wanted} entries in every layer, layer {name} has {got}")
-        for value in row:
-            if type(value) is not int or not -1 <= value < 2**31:
-                raise ValueError(f"{key} must be integers from -1 on, layer {name} has {shown(value)}")
+        if set(map(type, row)) != {int} or min(row) < least or max(row) >= 2**31:
+            wrong = next(value for value in row if type(value) is not int or not least <= value < 2**31)
+            raise ValueError(f"{key} must be integers from {least} on, layer {name} has {shown(wrong)}")
     return np.array(rows, dtype=np.int64)
 
 

@@ -1,0 +1,128 @@
+"""Rows that leave ranks and nodes under GRACE-MoE's locality-first routing, and what the busiest rank then carries.
+
+Fairness ledger
+- Streams: bench/streams.py, 8 ranks on 2 nodes; without --traces the shipped cut of gpt-oss-20b. First halves
+  calibrate.
+- Placements: `eplb` with one slot more per 8 experts of a rank, at least one; `grace` (groups by co-activation, as many
+  replicas as it takes; not where tokens are drawn). Both have weights by the predicted loads. All policies share one.
+- weighted random = grace_sampled:locality=False (Algorithm 4), locality-first = grace_sampled (Algorithm 5); grace cuts
+  in the same proportions. exact:objective=local has the given tolerance over the least peak.
+- All figures are counted from routed slots (isoload.replay): rows = distinct token x destination rank, per token and
+  layer; deviation of the rank loads over their mean, mean; idle = sum(max - load) / (R max). saved = rows between nodes
+  less than weighted random, % of those that locality-first saves. No figure is a time.
+- LOSS: exact:objective=local saves less than half of that, or ends above locality-first's imbalance.
+
+Usage: python bench/bench_route.py [--traces FOLDER] [--write]
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+import isoload
+from harness import machine, write_results
+from isoload.replay.simulate import ReplaySettings, default_slots_per_rank, replay
+from streams import SEED, Stream, parts, streams
+
+NODES = 2
+RANDOM, FIRST = "grace_sampled:locality=False", "grace_sampled"
+LOCAL = tuple(f"exact:objective=local:tolerance={part}" for part in ("0.0", "0.05", "0.1", "0.2"))
+POLICIES = ("none", "static", RANDOM, FIRST, "grace", "exact", *LOCAL)
+FIGURES = {
+    "imbalance": "imbalance_mean",
+    "imbalance_p99": "imbalance_p99",
+    "deviation": "rank_load_std",
+    "idle": "idle_share",
+}
+ROWS = {"rank_rows": "remote_rank_rows", "node_rows": "remote_node_rows"}  # per token and layer
+Row = dict[str, Any]
+
+
+def bench(stream: Stream, placer: str, most: int) -> list[Row]:
+    """A row per policy on one placement."""
+    seen, fresh = parts(stream)
+    topology = isoload.Topology(stream.ranks, stream.ranks // NODES)
+    slots = None if placer == "grace" else default_slots_per_rank(seen.num_experts, stream.ranks)
+    placement = isoload.place(seen, topology, slots, placer)
+    settings = ReplaySettings(
+        stream.ranks,
+        stream.ranks // NODES,
+        batch_tokens=stream.tokens,
+        max_batches=most,
+        assign="round-robin" if stream.deal == "even" else "contiguous",
+        seed=SEED,
+        policies=POLICIES,
+    )
+    found = replay(fresh, settings, placement=placement)
+    rows = [
+        {
+            "trace": stream.name,
+            "deal": stream.deal,
+            "placer": placer,
+            "replicas": int((placement.slot_to_expert >= 0).sum()) / placement.num_layers
+            - placement.num_experts,
+            "policy": figures.policy,
+            **{name: getattr(figures, field) for name, field in FIGURES.items()},
+            **{name: getattr(figures, field) / found.tokens / found.layers for name, field in ROWS.items()},
+        }
+        for figures in found.policies
+    ]
+    left = {row["policy"]: row["node_rows"] for row in rows}
+    gain = left[RANDOM] - left[FIRST]
+    return [row | {"saved": (left[RANDOM] - row["node_rows"]) / gain if gain else 0.0} for row in rows]
+
+
+def losses(rows: list[Row]) -> list[str]:
+    """Where the exact split does not save most of it at a lower peak."""
+    first = {(r["trace"], r["deal"], r["placer"]): r for r in rows if r["policy"] == FIRST}
+    found = []
+    for row in rows:
+        if row["policy"] in LOCAL:
+            peak = first[row["trace"], row["deal"], row["placer"]]["imbalance"]
+            if row["saved"] < 0.5 or row["imbalance"] > peak:
+                where = f"{row['trace']}, {row['deal']}, {row['placer']}: {row['policy']}"
+                found.append(
+                    f"LOSS {where}: saves {row['saved']:.0%}, imbalance {row['imbalance']:.3f} for {peak:.3f}"
+                )
+    return found
+
+
+def show(rows: list[Row], console: Console) -> None:
+    for key in dict.fromkeys((r["trace"], r["deal"], r["placer"]) for r in rows):
+        mine = [r for r in rows if (r["trace"], r["deal"], r["placer"]) == key]
+        table = Table(title=f"{', '.join(key)}: {mine[0]['replicas']:.1f} replicas per layer")
+        for heading in ("policy", *FIGURES, *ROWS, "saved"):
+            table.add_column(heading, justify="left" if heading == "policy" else "right")
+        for row in mine:
+            table.add_row(
+                row["policy"], *(f"{row[name]:.3f}" for name in (*FIGURES, *ROWS)), f"{row['saved']:.0%}"
+            )
+        console.print(table)
+    for line in losses(rows):
+        console.print(line)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--traces", type=Path, help="folder of npz traces; missing ones are named")
+    parser.add_argument("--max-batches", type=int, default=0, help="of every stream; 0 = all")
+    parser.add_argument("--write", action="store_true", help="bench/results/bench_route.jsonl")
+    arguments = parser.parse_args()
+    console, rows = Console(highlight=False, width=140), []
+    for stream in streams(arguments.traces, console):
+        if stream.ranks == 8:
+            for placer in ("eplb", "grace") if stream.per_token else ("eplb",):
+                rows += bench(stream, placer, arguments.max_batches)
+    show(rows, console)
+    console.print(machine())
+    if arguments.write:
+        console.print(f"written: {write_results('bench_route', rows)}")
+
+
+if __name__ == "__main__":
+    main()

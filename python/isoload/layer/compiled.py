@@ -1,0 +1,188 @@
+"""The layer under torch.compile: one op from the choices to the outputs, which runs the eager layer when it runs.
+
+So compiled code has all that eager code has: exchanges whose sizes the host reads, errors that reach every rank, checks
+of Parameters and replicas as they are in that call. None of it could be done while a graph is traced.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from isoload.layer.moe import MoE
+
+Choice = tuple[Tensor, Tensor]  # ids and weights [T, K] of a rank
+Choose = Callable[[], Sequence[Choice]]  # of every owned rank; what fails in it fails on all ranks
+
+_layers: WeakValueDictionary[int, MoE] = WeakValueDictionary()
+_recordings: WeakValueDictionary[int, Recording] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def handle_of(layer: MoE) -> Tensor:
+    """[] float64: a new number by which compiled code finds the layer when it runs.
+
+    A tensor, since one graph then serves all layers that are alike, and on the CPU, where it is read; it requires a
+    gradient, so that every rank enters the backward of its layers, whatever else does.
+    """
+    number = next(_numbers)
+    _layers[number] = layer
+    return torch.tensor(float(number), dtype=torch.float64, device="cpu", requires_grad=True)
+
+
+def run_in_graph(
+    layer: MoE, rows: list[Tensor], chosen: Sequence[Choice], num_tokens: int | None
+) -> list[Tensor]:
+    """The layer's outputs [T, H] for choices that the graph made; see MoE.run."""
+    parameters = layer.expert_parameters()
+    if not all(map(_is_whole, parameters)) or any(weights.reads_elsewhere for weights in layer.weights):
+        apart: list[Tensor] = _run_apart(layer, rows, chosen, num_tokens)
+        return apart
+    ids, weights = [ids for ids, _ in chosen], [weights for _, weights in chosen]
+    trained = [p for p in parameters if p.requires_grad]
+    frozen = [p for p in parameters if not p.requires_grad]
+    outputs: list[Tensor] = run_layer(
+        layer.handle, rows, ids, weights, trained, frozen, num_tokens, torch.is_grad_enabled()
+    )
+    return outputs[: len(rows)]
+
+
+@torch.compiler.disable(reason="expert Parameters of others: a Shard given as a function, DTensors")
+def _run_apart(
+    layer: MoE, rows: list[Tensor], chosen: Sequence[Choice], num_tokens: int | None
+) -> list[Tensor]:
+    """Between two graphs: the op could not pass on the gradients of Parameters that it does not get."""
+    return layer.run(rows, lambda: chosen, num_tokens)
+
+
+def _is_whole(parameter: nn.Parameter) -> bool:
+    """Whether a Parameter is no DTensor."""
+    return type(parameter) is nn.Parameter
+
+
+class Recording(bytearray):
+    """What backward needs of one call in training: lives as long as the memory of its ticket, which is this."""
+
+    outputs: list[Tensor]
+    inputs: list[Tensor]
+
+    def ticket(self) -> Tensor:
+        """[8] uint8 for the graph to keep."""
+        return torch.frombuffer(self, dtype=torch.uint8)
+
+
+@torch.library.custom_op("isoload::run_layer", mutates_args=())
+def run_layer(
+    handle: Tensor,
+    rows: list[Tensor],
+    topk_ids: list[Tensor],
+    weights: list[Tensor],
+    trained: list[Tensor],
+    frozen: list[Tensor],
+    num_tokens: int | None,
+    records: bool,
+) -> list[Tensor]:
+    """A layer's outputs [T, H] per owned rank, then the ticket of the recording (empty where nothing is recorded).
+
+    Args:
+        handle: of the layer.
+        rows, topk_ids, weights: [T, H], [T, K] and [T, K] per owned rank.
+        trained, frozen: the layer's own expert Parameters, with and without gradients.
+        num_tokens: see MoE.forward.
+        records: whether gradients are recorded.
+
+    Raises:
+        ValueError: as the layer, or where the Parameters are not the layer's.
+    """
+    layer = _layers[int(handle)]
+
+    def choose() -> list[Choice]:
+        _check_own(layer, [*trained, *frozen])
+        return list(zip(topk_ids, gates, strict=True))
+
+    with _outside_of_ops(records):
+        leaves, gates = ([v.detach().requires_grad_(records) for v in values] for values in (rows, weights))
+        outputs = layer.run(leaves, choose, num_tokens)
+    if not records:
+        return [*outputs, torch.empty(0, dtype=torch.uint8)]
+    number = next(_numbers)
+    made = _recordings[number] = Recording(number.to_bytes(8, "little"))
+    made.outputs = outputs
+    made.inputs = [*leaves, *gates, *(p for p in layer.expert_parameters() if p.requires_grad)]
+    return [*(output.detach() for output in outputs), made.ticket()]
+
+
+@run_layer.register_fake
+def _(
+    handle: Tensor,
+    rows: list[Tensor],
+    topk_ids: list[Tensor],
+    weights: list[Tensor],
+    trained: list[Tensor],
+    frozen: list[Tensor],
+    num_tokens: int | None,
+    records: bool,
+) -> list[Tensor]:
+    ticket = torch.empty(8 if records else 0, dtype=torch.uint8)
+    return [*(row.new_empty(row.shape) for row in rows), ticket]
+
+
+@torch.library.custom_op("isoload::run_layer_backward", mutates_args=())
+def run_layer_backward(ticket: Tensor, grads: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    """The gradients of a recording's inputs (rows, weights, trained Parameters), from those of its outputs."""
+    made = _recordings[int.from_bytes(bytes(ticket.tolist()), "little")]
+    with _outside_of_ops(records=True):
+        # The recording ends with its ticket: backward may come again until then. A rank without experts has Parameters,
+        # of no rows, which nothing is computed from.
+        found = torch.autograd.grad(
+            made.outputs, made.inputs, grads, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+    return [grad.clone() for grad in found]
+
+
+@run_layer_backward.register_fake
+def _(ticket: Tensor, grads: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    return [like.new_empty(like.shape) for like in inputs]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    _, rows, _, weights, trained, frozen, *_ = inputs
+    ctx.counts, ctx.num_frozen = (len(rows), len(weights), len(trained)), len(frozen)
+    ctx.save_for_backward(output[-1], *rows, *weights, *trained)
+
+
+def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    ticket, *inputs = ctx.saved_tensors
+    found = iter(run_layer_backward(ticket, grads[:-1], inputs))
+    to_rows, to_weights, to_trained = (list(itertools.islice(found, count)) for count in ctx.counts)
+    return None, to_rows, [None] * len(to_rows), to_weights, to_trained, [None] * ctx.num_frozen, None, None
+
+
+run_layer.register_autograd(_backward, setup_context=_save)
+
+
+@contextmanager
+def _outside_of_ops(records: bool) -> Iterator[None]:
+    """Within an op neither gradients are recorded nor versions counted, whatever the grad mode: here they are."""
+    key, guard = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
+    on = guard(key.AutogradFunctionality, False), guard(key.ADInplaceOrView, False)
+    with on[0], on[1], torch.set_grad_enabled(records):
+        yield
+
+
+def _check_own(layer: MoE, given: Sequence[Tensor]) -> None:
+    """Raises ValueError where compiled code computes with other Parameters than those that the layer has now."""
+    own = sorted(layer.expert_parameters(), key=lambda parameter: not parameter.requires_grad)
+    for mine, other in zip(own, given, strict=True):
+        if (mine.data_ptr(), mine.shape) != (other.data_ptr(), other.shape):
+            raise ValueError(
+                "expert Parameters in compiled code must be those of the layer, unchanged within that code, got others "
+                "(functional_call, or an in-place change)"
+            )

@@ -1,0 +1,163 @@
+"""Feed: what a stack's predictor reads of every layer of a batch, and the loads that it predicts for the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isoload import ops
+from isoload.balancer import Gathered
+from isoload.layer.moe import Chosen
+from isoload.predict import Last, LoadsPredictor, Lookahead, Predictor, TokensPredictor
+
+MOST = 2**31 - 1  # copies of a batch: predicted ones stay below, whatever a predictor says
+
+
+class Residuals:
+    """Keeps, by hooks, what the norms before a stack's layers were given."""
+
+    def __init__(self, norms: Sequence[nn.Module]) -> None:
+        self._of, self._given = -1, list[Tensor]()
+        self._hooks = [
+            norm.register_forward_pre_hook(partial(self._note, i), with_kwargs=True)
+            for i, norm in enumerate(norms)
+        ]
+
+    @torch.compiler.disable(reason="what a hook keeps is there for the layer only between two graphs")
+    def _note(self, layer: int, _norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if layer != self._of:
+            self._of, self._given = layer, []
+        given: Tensor = args[0] if args else next(iter(kwargs.values()))
+        self._given.append(given.detach().flatten(0, -2))
+
+    def take(self, layer: int, rows: Sequence[Tensor]) -> list[Tensor]:
+        """[T, H] of every owned rank: the last that a layer's norm was given, which must be as many as its rows."""
+        sizes, given, found = [len(row) for row in rows], list[Tensor](), 0
+        left = self._given if layer == self._of else []
+        while left and found < sum(sizes):
+            given.insert(0, left.pop())
+            found += len(given[0])
+        self.drop()
+        if found != sum(sizes):
+            raise ValueError(
+                f"norms must be called right before a layer, on its {sum(sizes)} rows, got {found}"
+            )
+        return list(torch.cat(given).split(sizes)) if given else list(rows)
+
+    def drop(self) -> None:
+        """Forgets what was given."""
+        self._of, self._given = -1, []
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+class Feed:
+    """One predictor beside the layers 0, 1, .. of a stack. All ranks make the same calls.
+
+    The first layer is predicted by its loads of the batch before (:class:`isoload.predict.Last`).
+
+    Args:
+        predictor: for the layers after the first.
+        num_routed: E.
+        num_shared: columns behind those of the routed experts, in choices and loads.
+    """
+
+    def __init__(self, predictor: Predictor, num_routed: int, num_shared: int) -> None:
+        self.predictor, self.num_routed, self.num_shared = predictor, num_routed, num_shared
+        self._last = predictor if isinstance(predictor, Last) else Last(1)
+        self._keep = max(1, *map(predictor.depth_of, range(predictor.num_layers)))
+        self._loads: list[Tensor] = []  # [R, E] of this batch's layers so far, the nearest first
+        self._choices: list[list[Tensor]] = []  # [T, K] of every owned rank, likewise
+        norms = predictor.norms if isinstance(predictor, Lookahead) else None
+        self._residuals = None if norms is None else Residuals(norms)  # type: ignore[arg-type]
+
+    def next(self, layer: int) -> int:
+        """The layer that is called after this one."""
+        return (layer + 1) % self.predictor.num_layers
+
+    def restart(self) -> None:
+        """The layers so far are not those right before the next one."""
+        self._loads, self._choices = [], []
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        if self._residuals is not None:
+            self._residuals.close()
+
+    def count(self, layer: int, chosen: Chosen) -> tuple[Chosen, list[Tensor] | None]:
+        """[E] int32 of every owned rank: the next layer's predicted counts, to be gathered; None if none travel.
+
+        A failure is noted in the choices, by which it reaches the other ranks.
+        """
+        predictor, target = self.predictor, self.next(layer)
+        travels = isinstance(predictor, TokensPredictor) and self._reaches(target, len(self._choices))
+        counts: list[Tensor] = []
+        if chosen.failure is None:
+            ids = [own.narrow(1, 0, own.shape[1] - self.num_shared) for own in chosen.ids]
+            self._choices = [ids, *self._choices][: self._keep]
+            try:
+                counts = self._count(layer, chosen.rows) if travels else []
+            except Exception as error:
+                chosen = replace(chosen, failure=error)
+        if not travels:
+            return chosen, None
+        device = chosen.rows[0].device
+        nothing = torch.zeros(self.num_routed, dtype=torch.int32, device=device)
+        return chosen, counts or [nothing] * len(chosen.rows)
+
+    def _reaches(self, target: int, before: int) -> bool:
+        """Whether this layer and so many before it are all that a prediction reads."""
+        return target != 0 and before + 1 >= self.predictor.depth_of(target)
+
+    def _count(self, layer: int, rows: list[Tensor]) -> list[Tensor]:
+        predictor, target = self.predictor, self.next(layer)
+        assert isinstance(predictor, TokensPredictor)
+        if predictor.reads == "choices":
+            tokens = [torch.stack(near, dim=1) for near in zip(*self._choices, strict=True)]
+        elif predictor.reads == "residual":
+            assert self._residuals is not None
+            tokens = self._residuals.take(layer, rows)
+        else:
+            tokens = rows
+        guesses = [predictor.choose(target, own) for own in tokens]
+        if self._residuals is not None:
+            self._residuals.drop()  # the predictor called norms, too
+        padding = [(own < 0).all(1, keepdim=True) for own in self._choices[0]]
+        return [
+            ops.count(guess.masked_fill(absent, -1), self.num_routed)
+            for guess, absent in zip(guesses, padding, strict=True)
+        ]
+
+    def predict(self, layer: int, gathered: Gathered) -> Tensor | None:
+        """[R, E] int32 loads of the next layer, shared experts' columns included; None where nothing can be said."""
+        if not gathered.planned:
+            self.restart()
+            return None
+        target, loads = self.next(layer), gathered.loads.narrow(1, 0, self.num_routed)
+        reached = self._reaches(target, len(self._loads))
+        self._loads = [loads, *self._loads][: self._keep]
+        predictor, found = self.predictor, gathered.beside
+        if layer < self._last.num_layers:
+            self._last.note(layer, loads)
+        if isinstance(predictor, LoadsPredictor) and predictor is not self._last:
+            predictor.note(layer, loads)
+        if target == 0:
+            found = self._last.predict(0)
+        elif isinstance(predictor, LoadsPredictor):
+            found = predictor.predict(target, self._loads) if reached else None
+        if found is None:
+            return None
+        if found.shape != loads.shape or found.dtype != torch.int32:
+            raise ValueError(
+                f"predict must return {list(loads.shape)} torch.int32, got {list(found.shape)} {found.dtype}"
+            )
+        shared = gathered.loads.narrow(1, self.num_routed, self.num_shared)  # known: every token needs them
+        whole = torch.cat([found, shared], dim=1)
+        return whole.clamp(0, MOST // whole.numel())

@@ -1,0 +1,167 @@
+"""StoredExperts: what a layer keeps of its experts, saved, loaded and moved; all that lasts longer than a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from isoload.balancer import Balancer
+from isoload.layer.checks import Experts, check_wrappers, device_of
+from isoload.placement import Placement
+from isoload.transport import Group
+from isoload.weights.backends import make_backend
+from isoload.weights.borrow import Borrowing
+from isoload.weights.full_state import gather_full, load_full
+from isoload.weights.layout import Layout, layouts, replica_moves
+from isoload.weights.migrate import FACTS, check_move, move_facts, move_state, move_weights
+from isoload.weights.shard import Shard, hold
+from isoload.weights.storage import RankWeights, new_stack, refresh_replicas
+
+
+class StoredExperts(nn.Module):
+    """Base of :class:`isoload.MoE`: every owned rank's weight rows where the placement says.
+
+    layouts, replica_moves  what the rows of all ranks hold, and which rows are copies of others
+    num_rows                weight rows that every rank has memory for
+    borrowing               how spare slots get their weights; None without spare slots
+    """
+
+    group: Group
+    balancer: Balancer
+    layouts: list[Layout]
+    num_rows: list[int]
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether any expert lies on several ranks."""
+        return bool(self.replica_moves)
+
+    @property
+    def placement(self) -> Placement:
+        """Where the experts lie; see :meth:`load_placement`."""
+        return self.balancer.placement
+
+    @property
+    def layer(self) -> int:
+        """Position of this layer in the placement."""
+        return self.balancer.layer
+
+    def _settle(self, held: list[Layout]) -> None:
+        self.layouts, self.replica_moves = held, replica_moves(held)
+        self._replicated = {move.source.rank for move in self.replica_moves}
+
+    def _hold(self, experts: Experts, borrow: str | None) -> None:
+        """Takes memory for the ranks' weights and, with spare slots, for borrowed ones."""
+        spare, group, new, self.borrowing = self.placement.spare_slots, self.group, new_stack, None
+        if spare:
+            with group.agreeing("construction"):
+                whole = not isinstance(experts[0], Shard)
+                backend = make_backend(group, borrow, device_of(experts), own_memory=whole)
+            new = backend.new_stack
+            if backend.reads_peers:
+                self.num_rows = [max(self.num_rows)] * len(self.num_rows)
+        with group.agreeing("construction"):
+            self.weights = nn.ModuleList(
+                hold(self.layouts[rank], own, self.num_rows[rank], spare, new)
+                for rank, own in zip(group.ranks, experts, strict=True)
+            )
+            if spare:
+                self.borrowing = Borrowing(group, self._ranks(), spare, backend)
+                self.borrowing.settle(self.layouts, self.placement.num_experts)
+
+    def expert_parameters(self) -> list[nn.Parameter]:
+        """The owned ranks' expert Parameters.
+
+        Their gradients are sums over the tokens of all ranks, so data parallelism must leave them alone; those of all
+        other Parameters are sums over the own rank's tokens and need an all-reduce. See docs/borrowing.md.
+        """
+        return list(self.weights.parameters())
+
+    def refresh_replicas(self) -> None:
+        """Copies home rows to their replicas: after every optimizer step, by all ranks together."""
+        if self.has_replicas:
+            refresh_replicas(self.group, self._ranks(), self.replica_moves)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The state on every rank, whatever the placement: all ranks together.
+
+        ``experts.gate_up`` and so on are stacks [E, ...]; a rank's own state_dict() holds only the rows of its homes.
+        """
+        own = {name: value for name, value in self.state_dict().items() if not name.startswith("weights.")}
+        return own | gather_full(self.group, self._ranks(), self.layouts)
+
+    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads what :meth:`full_state_dict` or merge_states made, replicas included, under any number of ranks.
+
+        Raises:
+            ValueError: before anything is copied: a missing or unknown key, or another shape.
+        """
+        own = {name: value for name, value in state.items() if not name.startswith("experts.")}
+        wanted = {name for name in self.state_dict() if not name.startswith("weights.")}
+        if own.keys() != wanted:
+            raise ValueError(f"state must hold {sorted(wanted)} beside experts, got {sorted(own)}")
+        load_full(self._ranks(), self.placement.num_experts, state)
+        self.load_state_dict(own, strict=False)
+
+    def load_placement(
+        self,
+        placement: Placement,
+        *,
+        rows_per_chunk: int | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Moves the layer to a new placement: between batches, by all ranks together.
+
+        Only rows that change travel. Memory stays where it is: the Parameters are the same objects on the same
+        memory, with the rows of their new experts; what planning reads is written in place. Layers that share a
+        Placement may be moved one by one, with batches between.
+
+        Args:
+            placement: with the same topology, layers, experts and slots. Replicas must be fresh
+                (:meth:`refresh_replicas`): any of an expert's rows may be the one that is copied.
+            rows_per_chunk: most rows, over all ranks, that are copied at a time; bounds the memory needed on the way.
+                None: R, at least 2.
+            optimizer: whose state of the expert Parameters moves along, wherever it has their shape. None: no state
+                moves, and an optimizer that keeps state by row raises at its next step.
+
+        Raises:
+            ValueError: on all ranks and before anything moves: naming the argument, the rule and the value on the rank
+                at fault, that rank or the fact they differ in on the others.
+            RuntimeError: naming the stage, if a rank is gone. The layer's weights are then undefined.
+        """
+        ranks, before = self._ranks(), self.layouts
+        size = max(2, len(before)) if rows_per_chunk is None else rows_per_chunk
+        facts: list[list[int]] = []
+        failure = None
+        try:
+            check_move(self.placement, placement, size, ranks)
+            self._check_weights()
+            placed = placement.layer(self.layer, "cpu")
+            after = layouts(placed, before)
+            facts = move_facts(placed, before, after, self.num_rows, size, ranks, optimizer)
+        except Exception as error:
+            failure = error
+        self.group.agree("placement", FACTS, facts, ranks[0].row_of_slot.device, failure)
+        if optimizer is not None:
+            move_state(self.group, ranks, optimizer, before, after, size)
+        move_weights(self.group, ranks, before, after, size)
+        for rank, weights in zip(self.group.ranks, ranks, strict=True):
+            weights.settle(after[rank])
+        if self.borrowing is not None:
+            self.borrowing.settle(after, placement.num_experts)
+        self._settle(after)
+        self.balancer.settle(placement)
+
+    def _ranks(self) -> list[RankWeights]:
+        return list(self.weights)  # type: ignore[arg-type]
+
+    def _check_weights(self) -> None:
+        """Raises ValueError if an owned rank's Parameters cannot be computed from as they are now."""
+        check_wrappers(self.group, self._ranks())
+        for rank, weights in zip(self.group.ranks, self._ranks(), strict=True):
+            weights.check(rank in self._replicated)
+            if self.borrowing is not None:
+                self.borrowing.check(weights)

@@ -1,0 +1,111 @@
+"""The two stages of a layer's batch: copies on their own rank are computed while the others travel (Libra, papers/004).
+
+Both orders make the same calls as MoE's pipeline, and the same sums: a rank's own part joins at the rank's place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from isoload.balancer import Gathered
+from isoload.layer.moe import Chosen, MoE
+from isoload.placed_layers import Filled
+from isoload.weights.borrow import Borrowed
+
+# Fetches for the next layer, beside what this one computes with.
+Ahead = Callable[[Borrowed | None], Borrowed | None]
+
+
+@dataclass
+class Span:
+    """When a stage began and ended, in seconds of time.perf_counter: as the host sees it, so on a device enqueued."""
+
+    begin: float
+    end: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One layer's batch on its way through the stages.
+
+    chosen, gathered  the rows and choices, and the loads
+    filled            the slots it is planned with; None: the policy fills them from the loads
+    borrowed          the weights of filled slots
+    ahead             called once, when this batch's rows are on their way
+    spans             by stage: dispatch (until the rows are there), fetch, local, remote, combine
+    """
+
+    layer: MoE
+    chosen: Chosen
+    gathered: Gathered
+    filled: Filled | None
+    borrowed: Borrowed | None
+    ahead: Ahead
+    spans: dict[str, Span] = field(default_factory=dict)
+
+    @contextmanager
+    def span(self, stage: str) -> Iterator[None]:
+        self.begin(stage)
+        yield
+        self.end(stage)
+
+    def begin(self, stage: str) -> None:
+        self.spans[stage] = Span(time.perf_counter())
+
+    def end(self, stage: str) -> None:
+        self.spans[stage].end = time.perf_counter()
+
+    def fetch(self, borrowed: Borrowed | None) -> Borrowed | None:
+        with self.span("fetch"):
+            return self.ahead(borrowed)
+
+
+def run_planned(batch: Batch) -> list[Tensor]:
+    """[T, H] of every owned rank: plan, start dispatch of remote copies, compute local ones, then the remote ones."""
+    layer, chosen = batch.layer, batch.chosen
+    balanced = layer.balancer.plan(batch.gathered, batch.filled)
+    borrowed = batch.borrowed if batch.filled is not None else layer.borrow(balanced.plan)
+    parts = [
+        part_slots(slots, rank, layer.placement.slots_per_rank)
+        for rank, slots in zip(layer.group.ranks, layer.balancer.route(balanced), strict=True)
+    ]
+    near, far = [part.near for part in parts], [part.far for part in parts]
+    # A plan that the host must read first gets there while it waits for the row counts.
+    early = layer.borrowing is not None and layer.borrowing.waits_for_plan
+    coming = batch.fetch(borrowed) if early else None
+    batch.begin("dispatch")
+    started = layer.dispatcher.start_dispatch(*layer.sent(chosen, far))
+    for waiting in (borrowed, coming):
+        if waiting is not None:
+            waiting.proceed()
+    if not early:
+        batch.fetch(borrowed)
+    with batch.span("local"):
+        stacks = layer.stacks(borrowed)
+        own = layer.run_local(chosen.kept(near), stacks)
+    received = started.wait()
+    batch.end("dispatch")
+    with batch.span("remote"):
+        computed = layer.run_local(received, stacks)
+    with batch.span("combine"):
+        return layer.dispatcher.combine(computed, received, own)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Slots [T, K] of one rank's copies: near, local slots on the rank itself; far, slots elsewhere; else -1."""
+
+    near: Tensor
+    far: Tensor
+
+
+def part_slots(slots: Tensor, rank: int, slots_per_rank: int) -> Parts:
+    local = slots - rank * slots_per_rank
+    here = (local >= 0) & (local < slots_per_rank)
+    return Parts(torch.where(here, local, -1).long(), slots.masked_fill(here, -1))

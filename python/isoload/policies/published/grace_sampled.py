@@ -1,0 +1,55 @@
+"""Policy ``grace_sampled``: the nearest replicas, drawn by the placement's weights, as GRACE-MoE is published."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isoload.placed_layers import Filled, PlacedLayers
+from isoload.policies.base import Demand, Seeded, sampled_plan
+from isoload.policies.grace import wished_parts
+from isoload.records import Plan
+
+
+@dataclass(frozen=True)
+class GraceSampledPolicy(Seeded):
+    """Each copy draws a replica on its own rank, else on its node, else any, by weights (GRACE-MoE, Algorithm 5).
+
+    Weights as in ``grace``. The plan's are those over all replicas; :meth:`weights_of` has a rank's own. Draws need no
+    loads, and do not use spare slots that another policy filled.
+
+    Options: seed and step (the batch's number), which together with layer and rank select the random stream;
+    locality=False draws among all replicas (Algorithm 4 alone).
+    """
+
+    name = "grace_sampled"
+    samples = True
+    locality: bool = True
+
+    def split(self, demand: Demand, filled: Filled) -> Plan:
+        anywhere = parts_by_rank(filled.placed, False).select(-2, 0)  # the same for all ranks
+        return sampled_plan(self, anywhere, demand, filled)
+
+    def weights_of(self, plan: Plan, rank: int) -> Tensor:
+        return parts_by_rank(plan.placed, self.locality).select(-2, rank)
+
+
+def parts_by_rank(placed: PlacedLayers, locality: bool) -> Tensor:
+    """[..., R, P] float32 wished part of every slot in a source rank's copies of its expert; 0 = not used."""
+    # Not by the policy, whose step changes with every batch.
+    return placed.memo(("grace_sampled", locality), partial(derive_parts, locality=locality))
+
+
+def derive_parts(placed: PlacedLayers, locality: bool) -> Tensor:
+    host = placed.host
+    layers = range(host.num_layers) if placed.layer is None else [placed.layer]
+    parts = np.zeros((len(layers), host.topology.num_ranks, host.num_slots), dtype=np.float32)
+    for row, layer in zip(parts, layers, strict=True):
+        for slots, wished in wished_parts(host, layer, locality):
+            row[:, slots] = wished
+    table = torch.tensor(parts, device=placed.home_slot.device)
+    return table if placed.layer is None else table.select(0, 0)

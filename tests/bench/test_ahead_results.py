@@ -1,0 +1,110 @@
+"""What docs/results.md says of bench_libra's and bench_route's results: goals that hold, and losses that are named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = " ".join((ROOT / "docs" / "results.md").read_text().split())
+EIGHT = [("DeepSeek-V2-Lite", 8, "even"), ("gpt-oss-20b", 8, "even"), ("GLM-5.2", 8, "even")]
+MORE = [("DeepSeek-V2-Lite", 8, "sequence"), ("gpt-oss-20b", 8, "sequence"), ("GLM-5.2", 32, "even")]
+Stream = tuple[str, int, str]
+
+
+def results(name: str) -> list[dict[str, Any]]:
+    lines = (ROOT / "bench" / "results" / f"{name}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+LIBRA, ROUTE = results("bench_libra"), results("bench_route")
+CELLS = {
+    (r["trace"], r["ranks"], r["deal"], r["policy"], r["spare"], r["predict"]): r
+    for r in LIBRA
+    if r["table"] == "imbalance"
+}
+
+
+def mean(stream: Stream, policy: str, spare: int, predict: str) -> float:
+    found: float = CELLS[(*stream, policy, spare, predict)]["imbalance_mean"]
+    return found
+
+
+@pytest.mark.parametrize("stream", EIGHT)
+def test_goals_of_hedge_at_eight_ranks(stream: Stream) -> None:
+    for predict in ("perfect", "0.9", "0.8", *(["linear"] if stream[0] != "GLM-5.2" else [])):
+        assert mean(stream, "hedge", 2, predict) <= 1.005
+    assert mean(stream, "hedge", 2, "0.45") <= 1.02
+    for predict in ("perfect", "0.9", "0.8", "0.45"):
+        assert mean(stream, "hedge", 4, predict) <= 1.002
+
+
+@pytest.mark.parametrize("stream", [*EIGHT, *MORE])
+def test_two_slots_of_hedge_are_below_eight_of_libra_as_printed(stream: Stream) -> None:
+    forecasts = [key[5] for key in CELLS if key[:5] == (*stream, "hedge", 2)]
+    assert len(forecasts) >= 11
+    for predict in forecasts:
+        assert mean(stream, "hedge", 2, predict) < mean(stream, "libra:printed=True", 8, predict)
+
+
+def test_goals_of_32_ranks_of_linear_and_of_exact_splits() -> None:
+    assert mean(("GLM-5.2", 32, "even"), "hedge", 2, "0.45") <= 1.03
+    right = [r["accuracy"] for r in LIBRA if r["table"] == "accuracy" and r["predictor"] == "linear"]
+    assert len(right) == 2 and min(right) >= 0.65
+    for key, row in CELLS.items():
+        if key[3] == "hedge":
+            assert row["over_bound_max"] == 1
+        if key[3] == "libra":
+            exact = CELLS[(*key[:3], "libra:split_by=exact", *key[4:])]
+            assert exact["imbalance_mean"] <= row["imbalance_mean"]
+
+
+def test_losses_of_fills_are_named() -> None:
+    worst = max(mean(stream, "hedge", 2, "0.45 partner") for stream in (*EIGHT, *MORE))
+    assert f"two slots at up to {worst:.4f}" in PAGE and worst > 1.02
+    for hot in (("W2 hot_rank", 8, "own"), ("W6 rotating_hotspot", 8, "own")):
+        ends = [mean(hot, "hedge", 2, "perfect"), mean(hot, "llep", 2, "true loads")]
+        assert all(f"end at {x:.3f} where eight of `libra` are level" in PAGE for x in ends)
+        assert mean(hot, "libra:printed=True", 8, "perfect") == 1
+    for stream in (*EIGHT, *MORE):
+        columns = (
+            ("eplb static", 8, "calibration"),
+            ("eplb static", 2, "calibration"),
+            ("none", 8, "true loads"),
+        )
+        most, some, none = (mean(stream, *column) for column in columns)
+        assert most > some > none
+    domains = [mean(("GLM-5.2", ranks, "even"), "eplb exact", 2, "calibration") for ranks in (8, 32)]
+    assert "they are not: {:.4f} with two slots, {:.4f} on 32 ranks".format(*domains) in PAGE
+    held = [mean(("DeepSeek-V2-Lite", 8, "sequence"), "hedge held", spare, "0.8") for spare in (2, 8)]
+    assert "{:.4f} with two, {:.4f} with eight (0.8)".format(*held) in PAGE
+    ratios = [r["all_gather_mb"] / r["all_to_all_mb"] for r in LIBRA if r["table"] == "traffic"]
+    assert f"{min(ratios):.1f} to {max(ratios):.1f} times what an all-to-all" in PAGE
+
+
+FIRST = {(r["trace"], r["deal"], r["placer"]): r for r in ROUTE if r["policy"] == "grace_sampled"}
+
+
+def local(part: str, placer: str) -> tuple[float, float, list[float]]:
+    """Least and most saved, in per cent, and the imbalances over those of locality first."""
+    policy = f"exact:objective=local:tolerance={part}"
+    found = [r for r in ROUTE if (r["policy"], r["placer"]) == (policy, placer)]
+    saved = [100 * r["saved"] for r in found]
+    over = [r["imbalance"] - FIRST[r["trace"], r["deal"], placer]["imbalance"] for r in found]
+    return min(saved), max(saved), over
+
+
+def test_what_local_replicas_save() -> None:
+    (least, most, over), (some, _, loose) = local("0.0", "eplb"), local("0.1", "eplb")
+    assert f"saves {least:.0f} to {most:.0f} % of those rows at the least peak" in PAGE
+    assert f"at least {some:.0f} % at a tolerance of 10 %" in PAGE and max(over + loose) <= 0
+    least, most, over = local("0.0", "grace")
+    assert f"it saves {least:.0f} to {most:.0f} % at the least peak" in PAGE and max(over) <= 0
+    worst = max(x for part in ("0.05", "0.1", "0.2") for x in local(part, "grace")[2])
+    assert f"ends {worst:.3f} above locality first on gpt-oss-20b" in PAGE
+    grouped = [key for key in FIRST if key[2] == "grace"]
+    fewer = [1 - FIRST[key]["rank_rows"] / FIRST[(*key[:2], "eplb")]["rank_rows"] for key in grouped]
+    assert f"{100 * min(fewer):.0f} to {100 * max(fewer):.0f} % of the rows that leave a rank" in PAGE

@@ -1,0 +1,299 @@
+"""A layer with experts in fp8 is, to the bit, the layer with what they stand for: placed, moved, borrowed, saved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import isoload
+from isoload.experts.weights import ExpertWeights
+from isoload.transport import CollectiveTransport
+from isoload.transport.deep_ep.fp8 import from_fp8, to_fp8
+from isoload.weights.state import merge_states
+from support.borrowed_layer import LLEP, Setup
+from support.borrowed_layer import make_setup as make_borrowed
+from support.deep_ep_double import EPBuffer
+from support.fp8_experts import FP8, open_experts, quantise, random_experts
+from support.processes import rank_outcomes, run_ranks
+from support.small_layer import TOKENS, make_gate
+from support.stacks import Model
+from support.stacks import run as run_layers
+
+EXPERTS, HIDDEN, INNER = 11, 200, 136
+DTYPES = [torch.bfloat16, torch.float32, torch.float64, torch.float16]
+
+
+def experts(seed: int = 3, num: int = EXPERTS, hidden: int = HIDDEN, inner: int = INNER) -> ExpertWeights:
+    print("seed", seed)
+    return random_experts(num, hidden, inner, torch.Generator().manual_seed(seed))
+
+
+def gate(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Of small_layer's, which has rows of its own width."""
+    return make_gate(3, masked=True, dtype=torch.float32)(rows[:, :8])
+
+
+def place(ranks: int, seed: int, spare: int = 0) -> isoload.Placement:
+    counts = torch.rand(1, EXPERTS, generator=torch.Generator().manual_seed(seed)) ** 3
+    size = min(-(-EXPERTS // ranks) + 1, EXPERTS) + spare
+    return isoload.place(counts, isoload.Topology(ranks), slots_per_rank=size, spare_slots=spare)
+
+
+def draw_rows(ranks: int, dtype: torch.dtype) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(8)
+    return [torch.randn(n, HIDDEN, generator=draw).to(dtype) for n in TOKENS[:ranks]]
+
+
+def virtual(weights: ExpertWeights, placement: isoload.Placement, **how: Any) -> isoload.MoE:
+    return isoload.MoE(gate, weights, isoload.LocalTransport(placement.topology), placement, **how)
+
+
+@torch.no_grad()
+def assert_same(layer: isoload.MoE, other: isoload.MoE, rows: list[Tensor]) -> None:
+    got, want = layer(rows), other(rows)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(got, want, strict=True))
+    assert any(y.any() for y in got)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_replicas_and_moves(ranks: int, dtype: torch.dtype) -> None:
+    weights, rows = experts(), draw_rows(ranks, dtype)
+    layers = [virtual(w, place(ranks, 1)) for w in (weights, open_experts(weights, dtype))]
+    assert layers[0].has_replicas == (ranks > 1)
+    assert_same(*layers, rows)
+    for layer in layers:
+        layer.load_placement(place(ranks, 2))
+    assert_same(*layers, rows)
+    assert_same(layers[0], virtual(weights, place(ranks, 2)), rows)
+    held = list(layers[0].weights)
+    assert all(stack.dtype in (FP8, torch.float32) for own in held for stack in own.stored_rows())
+    assert not any(p.requires_grad for p in layers[0].parameters())
+
+
+def test_experts_of_a_shard() -> None:
+    weights, placement, rows = experts(), place(4, 1), draw_rows(4, torch.bfloat16)
+    homes = [placement.home_experts(0, rank) for rank in range(4)]
+    own = [ExpertWeights(**{name: s[list(h)] for name, s in weights.stacks().items()}) for h in homes]
+    shards = [isoload.Shard(h, w) for h, w in zip(homes, own, strict=True)]
+    layer = isoload.MoE(gate, shards, isoload.LocalTransport(placement.topology), placement)
+    dense = [isoload.Shard(h, open_experts(w, torch.bfloat16)) for h, w in zip(homes, own, strict=True)]
+    other = isoload.MoE(gate, dense, isoload.LocalTransport(placement.topology), placement)
+    assert_same(layer, other, rows)
+
+
+def test_changed_experts_are_refreshed() -> None:
+    """In place, as an engine that loads weights does it."""
+    layer, new, rows = virtual(experts(), place(4, 1)), experts(4), draw_rows(4, torch.bfloat16)
+    for held in layer.weights:
+        for name, home in held.homes().items():
+            home.copy_(getattr(new, name)[list(held.layout.homes)])
+    with torch.no_grad(), pytest.raises(ValueError, match="replicas must be refreshed"):
+        layer(rows)
+    layer.refresh_replicas()
+    assert_same(layer, virtual(new, place(4, 1)), rows)
+
+
+@pytest.mark.parametrize("borrow", ["pull", "copy", "all_to_all"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_borrowed_on_virtual_ranks(borrow: str, dtype: torch.dtype) -> None:
+    setups = borrowed_setups(4, dtype)
+    layers = [setup.layer(**LLEP, borrow=borrow) for setup in setups]
+    assert_same(*layers, setups[0].rows)
+    plan = layers[0].last_plan
+    assert plan is not None and int((plan.slot_to_expert.view(4, -1)[:, -2:] >= 0).sum()) > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("local", ["planned", "held"])
+def test_borrowed_ahead_in_a_stack(local: str) -> None:
+    model = Model(4, dtype=torch.bfloat16)
+    weights = [quantise(dense) for dense in model.dense]
+    found = []
+    for kinds in (weights, [open_experts(w, torch.bfloat16) for w in weights]):
+        model.dense = kinds
+        layers = model.layers(isoload.LocalTransport(model.topology, 16))
+        isoload.LibraStack(layers, "last", local=local)
+        found.append([y for batch in range(3) for y in run_layers(layers, model.rows(batch))])
+    assert any(layer.last_plan.slot_to_expert.view(4, -1)[:, -2:].max() >= 0 for layer in layers)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def borrowed_setups(ranks: int, dtype: torch.dtype, hidden: int = HIDDEN, inner: int = INNER) -> list[Setup]:
+    """The same batch over experts in fp8, and over what they stand for."""
+    setup = make_borrowed(ranks, hidden=hidden, dtype=dtype)
+    weights = experts(num=16, hidden=hidden, inner=inner)
+    return [Setup(setup.ids, setup.rows, setup.placement, w) for w in (weights, open_experts(weights, dtype))]
+
+
+def over_processes(rank: int, ranks: int, borrow: str) -> int:
+    setups = borrowed_setups(ranks, torch.bfloat16)
+    transport = CollectiveTransport(setups[0].placement.topology)
+    layers = [setup.layer(transport, **LLEP, borrow=borrow) for setup in setups]
+    with torch.no_grad():
+        got, want = (layer(setups[0].rows[rank]) for layer in layers)
+    assert torch.equal(got, want)
+    plan = layers[0].last_plan
+    return int((plan.slot_to_expert.view(ranks, -1)[:, -2:] >= 0).sum())
+
+
+@pytest.mark.parametrize("borrow", ["all_to_all", "p2p"])
+def test_borrowed_over_processes(borrow: str) -> None:
+    assert min(run_ranks(over_processes, 3, 3, borrow)) > 0
+
+
+def over_deep_ep(rank: int, ranks: int, fp8_rows: bool) -> int:
+    """Weights travel by DeepEP's double; rows in fp8 give what rounded rows give."""
+    from isoload.transport.deep_ep import DeepEPTransport
+
+    setups = borrowed_setups(ranks, torch.bfloat16, hidden=512, inner=256)
+    placement, rows = setups[0].placement, setups[0].rows[rank]
+
+    def transport(fp8: bool) -> DeepEPTransport:
+        group = isoload.CollectiveGroup(placement.topology).process_group
+        shape = {"hidden": 512, "top_k": 3, "max_tokens_per_rank": 16}
+        buffer = EPBuffer(group, num_max_tokens_per_rank=16, lb_allocation_plan_or_num_bytes=2**23)
+        return DeepEPTransport(
+            placement.topology, slots_per_rank=placement.slots_per_rank, buffer=buffer, fp8=fp8, **shape
+        )
+
+    layer = setups[0].layer(transport(fp8_rows), **LLEP, borrow="deep_ep")
+    other = setups[1].layer(transport(False), **LLEP, borrow="all_to_all")
+    gates = setups[0].weights(rows)
+    with torch.no_grad():
+        got = layer.compute(rows, setups[0].ids[rank], gates)
+        sent = from_fp8(*to_fp8(rows)) if fp8_rows else rows
+        want = other.compute(sent, setups[0].ids[rank], gates)
+    assert torch.equal(got, want) and got.any() == (len(rows) > 0)
+    return int((layer.last_plan.slot_to_expert.view(ranks, -1)[:, -2:] >= 0).sum())
+
+
+@pytest.mark.parametrize("fp8_rows", [False, True])
+def test_borrowed_by_deep_ep(fp8_rows: bool) -> None:
+    assert min(run_ranks(over_deep_ep, 2, 2, fp8_rows, timeout=150)) > 0
+
+
+def test_states() -> None:
+    weights, rows = experts(), draw_rows(4, torch.bfloat16)
+    layer, wanted = virtual(weights, place(4, 1)), virtual(weights, place(4, 2))
+    state = layer.state_dict()
+    assert state["weights.0.gate_up"].dtype == FP8 and state["weights.0.down_scale"].dtype == torch.float32
+    again = virtual(experts(4), place(4, 1))
+    again.load_state_dict(state)
+    again.refresh_replicas()
+    assert_same(again, layer, rows)
+    for full in (layer.full_state_dict(), merge_states([state])):
+        stacks = {name.removeprefix("experts."): stack for name, stack in full.items()}
+        assert stacks.keys() == weights.stacks().keys()
+        assert all(same_bytes(stacks[name], stack) for name, stack in weights.stacks().items())
+        other = virtual(experts(5), place(4, 2))
+        other.load_full_state_dict(full)
+        assert_same(other, wanted, rows)
+    layer.load_placement(place(4, 2))  # rows in another order
+    again.load_state_dict(merge_to_rows(layer, again))
+    again.refresh_replicas()
+    assert_same(again, virtual(weights, place(4, 1)), rows)
+    assert_same(layer, wanted, rows)
+
+
+def merge_to_rows(layer: isoload.MoE, again: isoload.MoE) -> dict[str, Tensor]:
+    """A state of the layer's experts for each rank of another, every rank with all experts."""
+    full = layer.full_state_dict()
+    state = {f"weights.{i}.{n.removeprefix('experts.')}": s for i in range(4) for n, s in full.items()}
+    return state | {f"weights.{i}.home_experts": torch.arange(EXPERTS) for i in range(4)}
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_states_of_another_kind_are_refused() -> None:
+    weights = experts()
+    layer, plain = virtual(weights, place(4, 1)), virtual(open_experts(weights, torch.float32), place(4, 1))
+    cast = {k: v.float() if v.dtype == FP8 else v for k, v in layer.state_dict().items()}
+    with pytest.raises(
+        ValueError, match=r"weights.0.gate_up must be torch.float8_e4m3fn .*, got torch.float32"
+    ):
+        layer.load_state_dict(cast)
+    with pytest.raises(
+        ValueError, match=r"weights.0.gate_up must be torch.float32 .*, got torch.float8_e4m3fn"
+    ):
+        plain.load_state_dict(layer.state_dict(), strict=False)
+    full = layer.full_state_dict()
+    with pytest.raises(ValueError, match=r"experts.down must be torch.float8_e4m3fn .*, got torch.float32"):
+        layer.load_full_state_dict({**full, "experts.down": full["experts.down"].float()})
+    with pytest.raises(
+        ValueError, match=r"experts.gate_up must be torch.float32 .*, got torch.float8_e4m3fn"
+    ):
+        plain.load_full_state_dict(full)
+    with pytest.raises(ValueError, match=r"experts.down_scale must be \[11, 2, 2\], got None"):
+        layer.load_full_state_dict({k: v for k, v in full.items() if k != "experts.down_scale"})
+
+
+REFUSED_USES = {
+    "gradients recorded": "experts in fp8 must run under torch.no_grad",
+    "a Parameter trained": "down_scale must not require a gradient, which experts in fp8 do not have, got one",
+    "cast": r"gate_up must stay torch.float8_e4m3fn, since experts in fp8 cannot be cast .*, got torch.bfloat16",
+    "other width": rf"x must be \[T, {HIDDEN}\] torch.bfloat16 as the experts",
+}
+
+
+def use_wrongly(layer: isoload.MoE, use: str, rows: list[Tensor], rank: int = 0) -> None:
+    """One rank's mistake."""
+    held = layer.weights[0]
+    if use == "a Parameter trained":
+        held.down_scale.requires_grad_()
+    if use == "cast":
+        layer.to(torch.bfloat16)
+    if use == "other width":
+        rows[rank] = rows[rank][:, 1:]
+    with torch.set_grad_enabled(use == "gradients recorded"):
+        layer(rows if len(layer.weights) > 1 else rows[rank])
+
+
+@pytest.mark.parametrize("use", REFUSED_USES)
+def test_refused_uses(use: str) -> None:
+    with pytest.raises(ValueError, match=REFUSED_USES[use]):
+        use_wrongly(virtual(experts(), place(2, 1)), use, draw_rows(2, torch.bfloat16))
+
+
+def one_rank_errs(rank: int, use: str) -> None:
+    placement = place(2, 1)
+    layer = isoload.MoE(gate, experts(), CollectiveTransport(placement.topology), placement)
+    rows = draw_rows(2, torch.bfloat16)
+    message = REFUSED_USES[use] if rank == 1 else "rank 1 failed in stage count"
+    with pytest.raises(ValueError, match=message):
+        use_wrongly(layer, use if rank == 1 else "", rows, rank)
+
+
+@pytest.mark.parametrize("use", REFUSED_USES)
+def test_all_ranks_raise(use: str) -> None:
+    run_ranks(one_rank_errs, 2, use)
+
+
+def trained_from_the_start(rank: int) -> None:
+    weights, placement = experts(), place(2, 1)
+    if rank == 1:
+        weights.gate_up_scale.requires_grad_()
+    isoload.MoE(gate, weights, CollectiveTransport(placement.topology), placement)
+
+
+def test_all_ranks_refuse_experts_that_require_a_gradient() -> None:
+    first, second = rank_outcomes(trained_from_the_start, 2)
+    assert "rank 1 failed in stage construction" in first.error
+    assert "gate_up_scale must not require a gradient" in second.error
+
+
+def one_rank_in_fp8(rank: int) -> None:
+    weights, placement = experts(), place(2, 1)
+    kinds = [weights, open_experts(weights, torch.bfloat16)]
+    isoload.MoE(gate, kinds[rank], CollectiveTransport(placement.topology), placement)
+
+
+def test_ranks_agree_on_fp8() -> None:
+    for outcome in rank_outcomes(one_rank_in_fp8, 2):
+        assert "experts must be the same on all ranks, got gate_up" in outcome.error
+        assert "float8_e4m3fn" in outcome.error

@@ -1,0 +1,252 @@
+"""A stack is the dense model, whatever is predicted; it fetches a layer's experts while the one before computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import isoload
+from isoload import predict
+from isoload.cost import CostModel
+from isoload.experts.compute import run_experts
+from isoload.experts.weights import SwiGLU
+from isoload.layer.stack import LibraStack
+from isoload.transport import LocalTransport
+from support.stacks import EXPERTS, HIDDEN, INNER, TOKENS, Model, close, routing_trace, run
+
+LOCALS = pytest.mark.parametrize("local", ["planned", "held"])
+LAYERS = 3
+
+
+def transport_for(model: Model, local: str) -> LocalTransport:
+    return LocalTransport(model.topology, max(TOKENS) + 2 if local == "held" else None)
+
+
+def assert_dense(model: Model, layers: Sequence[isoload.MoE], batches: int = 3, bound: float = 1e-12) -> None:
+    """A few batches through the layers; every plan of the ranks realises what it says."""
+    with torch.no_grad():
+        for batch in range(batches):
+            rows = model.rows(batch)
+            for got, want in zip(run(layers, rows), model.wanted(rows), strict=True):
+                assert got.dtype == model.dtype and close(got, want, bound), batch
+
+
+def filled_slots(layer: isoload.MoE) -> int:
+    plan, spare = layer.last_plan, layer.placement.spare_slots
+    assert plan is not None
+    per_rank = plan.slot_to_expert.view(plan.topology.num_ranks, -1)
+    return int((per_rank[:, per_rank.shape[1] - spare :] >= 0).sum())
+
+
+@LOCALS
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_equals_the_dense_model(ranks: int, local: str) -> None:
+    model = Model(ranks)
+    layers = model.layers(transport_for(model, local))
+    LibraStack(layers, "lookahead", local=local)
+    assert_dense(model, layers)
+    for layer in layers:
+        assert filled_slots(layer) > 0 or ranks == 1
+        plan, loads = layer.last_plan, layer.balancer.last_loads
+        assert isoload.plan_errors(plan, loads) == []
+        assert local == "held" or plan.peak == plan.bound
+
+
+class Says(predict.LoadsPredictor):
+    """Adversarial forecasts."""
+
+    num_layers = LAYERS
+
+    def __init__(self, what: str) -> None:
+        self.what, self.draw = what, torch.Generator().manual_seed(3)
+
+    def predict(self, layer: int, earlier: Sequence[Tensor]) -> Tensor:
+        loads = earlier[0].clone()
+        if self.what == "zeros":
+            return loads.zero_()
+        if self.what == "reversed":
+            return (loads.max() - loads).flip(0)
+        if self.what == "huge":
+            return loads.fill_(2**31 - 1)
+        if self.what == "negative":
+            return -loads - 5
+        return torch.randint(0, 2**20, loads.shape, generator=self.draw, dtype=torch.int32)
+
+
+class Guesses(predict.TokensPredictor):
+    """All tokens to one expert, another one on every call, so that ranks disagree about it."""
+
+    num_layers, reads, calls = LAYERS, "rows", 0
+
+    def choose(self, layer: int, tokens: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.full((len(tokens), 1), self.calls % EXPERTS)
+
+
+PREDICTORS: dict[str, Any] = {
+    **{what: lambda what=what: Says(what) for what in ("zeros", "reversed", "huge", "negative", "random")},
+    "guesses": Guesses,
+    "last": lambda: "last",
+    "linear": lambda: predict.fit(routing_trace(LAYERS)),
+    "path table": lambda: predict.tabulate(routing_trace(LAYERS), 2),
+}
+
+
+@LOCALS
+@pytest.mark.parametrize("policy", ["hedge", "libra", "libra:split_by=exact"])
+@pytest.mark.parametrize("name", PREDICTORS)
+def test_any_prediction(name: str, policy: str, local: str) -> None:
+    model = Model(4)
+    kind, options = isoload.policies.parse_policy(policy)
+    layers = model.layers(transport_for(model, local), policy=kind, **options)
+    LibraStack(layers, PREDICTORS[name](), local=local)
+    assert_dense(model, layers)
+    assert all(filled_slots(layer) > 0 for layer in layers) or name in ("zeros", "negative")
+
+
+@LOCALS
+@pytest.mark.parametrize("num_shared", [0, 1, 2])
+@pytest.mark.parametrize("slots", [0, 4], ids=["no replicas", "replicas"])
+def test_replicas_and_shared_experts(slots: int, num_shared: int, local: str) -> None:
+    model = Model(4, slots=slots, num_shared=num_shared)
+    layers = model.layers(transport_for(model, local))
+    assert layers[0].has_replicas == bool(slots or num_shared)
+    LibraStack(layers, "lookahead", local=local)
+    assert_dense(model, layers)
+
+
+@LOCALS
+@pytest.mark.parametrize("tokens", [(0, 0, 0, 0), (0, 0, 13, 0), (1, 0, 0, 0)])
+def test_empty_ranks(tokens: tuple[int, ...], local: str) -> None:
+    model = Model(4, tokens=tokens)
+    layers = model.layers(transport_for(model, local))
+    LibraStack(layers, "lookahead", local=local)
+    assert_dense(model, layers)
+
+
+@LOCALS
+@pytest.mark.parametrize("num_shared", [0, 1])
+@pytest.mark.parametrize("policy", ["hedge", "libra"])
+def test_a_dead_rank_has_tokens_and_no_experts(policy: str, num_shared: int, local: str) -> None:
+    model = Model(4, slots=5, num_shared=num_shared, alive=(True, True, False, True))
+    layers = model.layers(transport_for(model, local), policy=policy, prefer="visited")
+    LibraStack(layers, "lookahead", local=local)
+    assert_dense(model, layers)
+    assert all(int(layer.last_plan.quota.view(4, -1)[2].sum()) == 0 for layer in layers)
+
+
+@LOCALS
+@pytest.mark.parametrize("borrow", ["pull", "copy", "all_to_all"])
+def test_back_ends_give_the_same_bits(borrow: str, local: str) -> None:
+    model, found = Model(4, dtype=torch.float32), []
+    for name in ("pull", borrow):
+        layers = model.layers(transport_for(model, local), borrow=name)
+        LibraStack(layers, "lookahead", local=local)
+        with torch.no_grad():
+            found.append([y for batch in range(2) for y in run(layers, model.rows(batch))])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_own_parts_are_rounded_as_those_of_any_rank(dtype: torch.dtype) -> None:
+    """The same plan gives the same sums as without a stack."""
+    model, found = Model(4, dtype=dtype, slots=4), []
+    for stacked in (False, True):
+        layers = model.layers(policy="none")
+        if stacked:
+            LibraStack(layers, None)
+        with torch.no_grad():
+            found.append(layers[0](model.rows()))
+    bound = {torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
+    assert all(close(a, b, bound) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    "policy", ["exact", "lp_sampled", "static", "llep", "hedge", "waterfill_sampled", "joint"]
+)
+def test_any_policy_in_two_stages(policy: str) -> None:
+    """Without a prediction a policy does what it does alone; hedge and llep fill from the batch's own loads."""
+    model = Model(4, slots=4, num_shared=1)
+    options = {"min_chunk": 1, "threshold": 1.0} if policy == "llep" else {}
+    layers, alone = model.layers(policy=policy, **options), model.layers(policy=policy, **options)
+    LibraStack(layers, None)
+    assert_dense(model, layers)
+    with torch.no_grad():
+        run(alone, model.rows(2))
+    for layer, other in zip(layers, alone, strict=True):
+        assert torch.equal(layer.last_plan.slot_to_expert, other.last_plan.slot_to_expert)
+        assert filled_slots(layer) > 0 or policy not in ("llep", "hedge")
+
+
+@LOCALS
+def test_small_batches_are_not_planned(local: str) -> None:
+    """And end what a prediction could be made from; the batches after are as any."""
+    model = Model(4, slots=4)
+    layers = model.layers(transport_for(model, local), min_tokens=100)
+    LibraStack(layers, "lookahead", local=local)
+    with torch.no_grad():
+        for batch, num_tokens in enumerate((1000, 10, 1000, 1000)):
+            rows = model.rows(batch)
+            for got, want in zip(run(layers, rows, num_tokens), model.wanted(rows), strict=True):
+                assert close(got, want, 1e-12)
+            assert all((layer.last_plan is None) == (num_tokens == 10) for layer in layers)
+            if num_tokens == 1000:
+                assert [filled_slots(layer) > 0 for layer in layers] == [batch == 3, True, True]
+
+
+@LOCALS
+def test_masked_copies_are_neither_computed_nor_predicted(local: str) -> None:
+    """Rows that chose nothing, as padding does, count in no forecast; other absent copies are just that."""
+    model = Model(2)
+    layers = model.layers(transport_for(model, local))
+    stack = LibraStack(layers, "lookahead", local=local)
+    seen: list[Tensor] = []
+    predict_loads = stack.feed.predict
+    stack.feed.predict = lambda *args: seen.append(args[1].beside) or predict_loads(*args)
+    rows, given, all_weights = model.rows(), [], []
+    for row in rows:
+        ids, weights = model.gates[0](row)
+        token = torch.arange(len(ids)).unsqueeze(1)
+        absent = (token % 2 == 1) | ((token % 4 == 2) & (torch.arange(3) == 1))
+        given.append(ids.masked_fill(absent, -1).int())
+        all_weights.append(weights)
+    with torch.no_grad():
+        for _ in range(2):
+            got = layers[0].compute(rows, given, all_weights)
+            for y, row, ids, weights in zip(got, rows, given, all_weights, strict=True):
+                assert close(y, run_experts(row, ids.long(), weights, [model.dense[0]], SwiGLU()), 1e-12)
+    assert seen[0].sum(1).tolist() == [3 * (-(-len(row) // 2)) for row in rows]
+
+
+@LOCALS
+def test_local_copies_are_computed_before_remote_ones_arrive(local: str) -> None:
+    model = Model(4)
+    layers = model.layers(transport_for(model, local))
+    stack = LibraStack(layers, "lookahead", local=local)
+    assert_dense(model, layers, batches=2)
+    for spans in stack.events:
+        assert set(spans) == {"dispatch", "fetch", "local", "remote", "combine"}
+        assert spans["dispatch"].begin <= spans["fetch"].begin <= spans["fetch"].end <= spans["local"].begin
+        assert spans["local"].begin < spans["dispatch"].end <= spans["remote"].begin <= spans["combine"].begin
+
+
+@pytest.mark.parametrize(
+    ("copies", "slots"), [(1, 0), (300, 1), (100_000, 2)], ids=["too short", "for one", "for all"]
+)
+def test_slots_by_a_cost_model(copies: int, slots: int) -> None:
+    """1 us per copy and 1 MB/s between nodes: 1 B per copy, and an expert has 3 * 8 * 6 * 2."""
+    cost = CostModel(
+        HIDDEN, INNER, weight_bytes=2, overhead_us=0, token_us=((1, 1.0),), bandwidths=(1, 0.001)
+    )
+    model = Model(4)
+    layers = model.layers()
+    stack = LibraStack(layers, "lookahead", slots="auto", cost=cost, copies_per_rank=copies)
+    assert stack.slots == slots
+    assert_dense(model, layers)
+    for layer in layers:
+        spare = layer.last_plan.slot_to_expert.view(4, -1)[:, -2:]
+        assert (spare[:, : 2 - slots] == -1).all() and bool((spare >= 0).any()) == (slots > 0)

@@ -1,0 +1,46 @@
+"""The same slots and objectives, bit for bit, from vectors, from plain loops of another build, and in NumPy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from isoload.placers.compiled import loops, why_not_compiled
+from isoload.reference.place_scenario import place_scenario
+from support.place_build import PLAIN, build_place, calls_of, load_place
+
+CSRC = Path(__file__).parents[2] / "csrc"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(why_not_compiled() is not None, reason="isoload._place is not built"),
+]
+
+
+def drawn(seed, layers, experts, batches=7):
+    """Loads without ties or round numbers: every sum rounds."""
+    rng = np.random.default_rng(seed)
+    common, own = rng.normal(size=(1, layers, experts)), rng.normal(size=(batches, layers, experts))
+    return np.exp(1.1 * (common + 0.7 * own)) * np.pi
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return load_place(build_place(CSRC, tmp_path_factory.mktemp("plain"), *PLAIN))
+
+
+@pytest.mark.parametrize("split", ["even", "exact"])
+@pytest.mark.parametrize(("ranks", "experts", "slots"), [(32, 256, 9), (64, 256, 5), (6, 40, 8)])
+def test_vectors_and_plain_loops_agree(plain, monkeypatch, ranks, experts, slots, split):
+    for call in calls_of(monkeypatch, drawn(ranks, 3, experts), ranks, slots, split=split):
+        for one, other in zip(loops().scenario(**call), plain.scenario(**call), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("split", ["even", "exact"])
+def test_numpy_finds_the_same_objectives(monkeypatch, split):
+    for call in calls_of(monkeypatch, drawn(1, 9, 16), 6, 4, split=split):
+        for one, other in zip(loops().scenario(**call), place_scenario(**call), strict=True):
+            np.testing.assert_array_equal(one, other)
