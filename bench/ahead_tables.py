@@ -19,6 +19,7 @@ FORECASTS = ("perfect", "0.8", "0.45", "0.12", "0.45 partner", "last", "linear",
 FILLS = (
     ("hedge", 2),
     ("hedge", 4),
+    ("hedge held", 2),
     ("libra:printed=True", 8),
     ("libra", 8),
     ("libra:split_by=exact", 8),
@@ -51,7 +52,15 @@ def ahead() -> Table:
             if found[0]:
                 figures = [f"{row['imbalance_mean']:.4f}" if row else "-" for row in found]
                 rows.append([named(stream), forecast, *figures])
-    fills = ("`hedge` 2", "`hedge` 4", "`libra` printed 8", "`libra` 8", "`libra` exact 8", "lina 8")
+    fills = (
+        "`hedge` 2",
+        "`hedge` 4",
+        "`hedge` held 2",
+        "`libra` printed 8",
+        "`libra` 8",
+        "`libra` exact 8",
+        "lina 8",
+    )
     return f"stream | forecast | {' | '.join(fills)}", rows
 
 

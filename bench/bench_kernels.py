@@ -26,9 +26,10 @@ from torch import Tensor
 from harness import RESULTS, ResultFile, machine
 from isoload import kernels
 from isoload.experts.compute import activate
-from isoload.experts.grouping import Grouping, group_copies
 from isoload.experts.weights import Activation, ClampedGLU, SwiGLU
+from isoload.ops import group_copies
 from isoload.permutation import spread_rows, sum_rows, sum_rows_backward
+from isoload.results import Grouping
 
 SHAPES = {  # H, I, K
     "DeepSeek-V3": (7168, 2048, 8),
@@ -62,7 +63,7 @@ def draw(hidden: int, inner: int, top_k: int, num_rows: int, share: float) -> li
     places, position = 8 * slots.numel(), grouping.position
     spread = (num_rows + present) * row + places
     return [
-        Work("spread", lambda: spread_rows(rows, position, grouping.row), spread),
+        Work("spread", lambda: spread_rows(rows, position, grouping.copy, per_row=position.shape[1]), spread),
         Work("sum", lambda: sum_rows(copies, position), spread),
         Work("weighted sum", lambda: sum_rows(copies, position, weights, DTYPE), spread + 4 * present),
         Work(

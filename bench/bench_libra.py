@@ -38,15 +38,15 @@ from rich.table import Table
 from torch import Tensor
 
 import isoload
-import published_ahead  # noqa: F401  registers lina and harmoeny
 from harness import machine, read_results, write_results
 from isoload import planning, predict
-from isoload.policies import parse_policy
+from isoload.policies import Policy, make_policy, parse_policy
 from isoload.replay.batches import SourceBatch
 from isoload.replay.metrics import count_routed
 from isoload.replay.prediction import Forecast
 from isoload.trace import read_trace
 from isoload.trace.checks import Ints
+from published_ahead import HarmoenyPolicy, LinaPolicy
 from streams import SEED, TASKS, Stream, parts, streams, workloads
 
 SPARE = (1, 2, 4, 8)
@@ -55,11 +55,19 @@ PREDICTIONS = ("perfect", *PARTS, *(f"{p} partner" for p in PARTS), "last", "lin
 FITTED = ("linear", "path")
 FEW = ("perfect", "0.8", "0.45", "last")  # of the made workloads
 AHEAD = ("libra:printed=True", "libra", "libra:split_by=exact", "hedge")
+HELD = "hedge held"  # local copies stay, as in a stack that computes them before the plan
 LINA = ("perfect", "path", "popularity")  # the forecasts of `lina`: its own, and those that need no fit
 IN_TIME = ("none", "llep:min_chunk=1:threshold=0:tolerance=0", "harmoeny")
 RESIDENT = ("static", "dynamic", "exact")
 TRAFFIC_BATCHES, DIGITS = 4, 6
 Row = dict[str, Any]
+
+
+RIVALS: dict[str, Policy] = {"lina": LinaPolicy(), "harmoeny": HarmoenyPolicy()}
+
+
+def policy_of(text: str) -> Policy:
+    return RIVALS[text] if text in RIVALS else make_policy(*parse_policy(text))
 
 
 class PartnerForecast(Forecast):
@@ -148,18 +156,13 @@ def imbalance(stream: Stream, most: int) -> list[Row]:
                 plan = isoload.plan(loads, resident[spare], None, text, step=index)
                 add((f"eplb {text}", spare, "calibration"), plan, loads, batch)
             for text in IN_TIME:
-                name, options = parse_policy(text)
-                add(
-                    (name, spare, "true loads"),
-                    isoload.plan(loads, spared[spare], None, name, **options),
-                    loads,
-                    batch,
-                )
-            pairs = [*product(AHEAD, ahead), *(("lina", kind) for kind in LINA if kind in ahead)]
+                plan = isoload.plan(loads, spared[spare], None, policy_of(text))
+                add((text.split(":")[0], spare, "true loads"), plan, loads, batch)
+            pairs = [*product((*AHEAD, HELD), ahead), *(("lina", kind) for kind in LINA if kind in ahead)]
             for text, kind in pairs:
-                name, options = parse_policy(text)
-                filled = planning.fill(ahead[kind], spared[spare], None, name, **options)
-                plan = isoload.plan(loads, spared[spare], None, name, filled=filled, **options)
+                policy, keep = policy_of(text.removesuffix(" held")), text == HELD
+                filled = planning.fill(ahead[kind], spared[spare], None, policy)
+                plan = isoload.plan(loads, spared[spare], None, policy, filled=filled, keep_local=keep)
                 add((text, spare, kind), plan, loads, batch)
     return [summary(stream, key, found) for key, found in cells.items()]
 

@@ -31,6 +31,14 @@ def spare_placement(x: Layer) -> tuple[Tensor, Tensor, int, int]:
     return slots, home, ranks, 2
 
 
+def pack(x: Layer) -> Tensor:
+    """Rows of 7168 bytes to every rank, at a fixed capacity: the host reads nothing."""
+    ranks, tokens = len(x.loads), len(x.slots)
+    rows = ops.number_rows(x.slots, size(x), ranks)
+    values = x.gates.new_zeros(tokens, 7168 // 4)
+    return ops.pack_rows(values, x.slots, x.gates, rows, size(x), ranks * tokens, tokens).token_to_rows
+
+
 def first_slots(x: Layer) -> Tensor:
     """[E] the lowest slot of every expert, as its home."""
     first = x.tables.field("offsets")[:-1].long()
@@ -172,6 +180,21 @@ JOBS = (
         "append_shared_expert",
         lambda x: ops.append_shared_expert(x.slots, x.gates, x.shared_ranks, size(x)),
         ("slots", "gates", "shared_ranks"),
+        tokens_matter=True,
+    ),
+    Job(
+        "number_rows",
+        "number_rows",
+        lambda x: ops.number_rows(x.slots, size(x), len(x.loads)),
+        ("slots",),
+        tokens_matter=True,
+    ),
+    Job("number_rows and pack_rows", "pack_rows", pack, ("slots", "gates"), tokens_matter=True),
+    Job(
+        "group_copies",
+        "group_copies",
+        lambda x: ops.group_copies(x.slots, RANK * size(x), size(x)),
+        ("slots",),
         tokens_matter=True,
     ),
     Job("chain", "route", chain, ("ids", "loads", "tables"), 25, ULTRA + " + reroute 37", True),

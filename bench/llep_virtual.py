@@ -20,8 +20,9 @@ import isoload
 from clocks import peak_bytes, timer_on
 from isoload import ops
 from isoload.experts.compute import count_copies, run_experts
-from isoload.experts.grouping import gather_copies, group_copies
+from isoload.experts.grouping import gather_copies
 from isoload.experts.weights import ExpertWeights, SwiGLU
+from isoload.ops import group_copies
 from isoload.value_checks import values_readable
 from isoload.weights.borrow import NUM_BUFFERS
 from llep_setting import TIMED, Setting

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.placed_layers import Filled, PlacedLayers
-from isoload.policies import Demand, Policy, register_policy
+from isoload.policies import Demand, Policy
 from isoload.policies.ahead import AheadPolicy
 from isoload.policies.base import chosen_plan, even_split, sum_sources
 from isoload.policies.spilling import routed_homes
@@ -29,7 +29,6 @@ FULL = 2**62
 Grid = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
-@register_policy
 @dataclass(frozen=True)
 class LinaPolicy(AheadPolicy):
     """Options: slots, as of ``hedge``."""
@@ -45,7 +44,6 @@ class LinaPolicy(AheadPolicy):
         return Plan(filled, self, *even_split(demand, filled)[:3], telemetry=filled.telemetry)
 
 
-@register_policy
 @dataclass(frozen=True)
 class HarmoenyPolicy(Policy):
     """Options: least, the fewest copies worth a transfer."""

@@ -273,6 +273,17 @@ def sglang() -> Table:
     return "tokens | ranks hold | dispatch | imbalance, mean | worst layer and batch | us per call", rows
 
 
+def vllm() -> Table:
+    """vLLM's choice of replicas beside isoload's."""
+    names = {"vllm": "vLLM, a hash of the row", "isoload": "isoload, policy `exact`"}
+    rows = []
+    for row in read("bench_vllm"):
+        held = {"own": "their own", "same": "all the same"}[row["held"]]
+        figures = [f"{row['imbalance_mean']:.3f}", f"{row['imbalance_max']:.3f}"]
+        rows.append([str(row["tokens"]), held, names[row["policy"]], *figures])
+    return "tokens | ranks hold | replicas chosen by | imbalance, mean | worst layer and batch", rows
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     table.__name__: table
     for table in (
@@ -288,6 +299,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         layer,
         borrow,
         sglang,
+        vllm,
         *PLACE_TABLES.values(),
         *AHEAD_TABLES.values(),
     )

@@ -31,6 +31,8 @@ inline const char* dtype_name(ScalarType type) {
       return "float32";
     case ScalarType::Double:
       return "float64";
+    case ScalarType::Byte:
+      return "uint8";
     default:
       return "another dtype";
   }

@@ -63,6 +63,8 @@ def launches(dtype: torch.dtype, width: int) -> Iterator[tuple[str, Callable[[],
     position, weights = torch.zeros(2, TOP_K, dtype=torch.int64), torch.zeros(2, TOP_K)
     ends = torch.zeros(3, dtype=torch.int32)
     yield "spread", partial(permutation.spread_rows, rows, position, 2, False)
+    part = torch.zeros(2, width + 64, dtype=dtype).narrow(1, 0, width)  # of a row as it arrives
+    yield "spread of longer rows", partial(permutation.spread_rows, part, position, 2, False)
     yield "sum", partial(permutation.sum_rows, rows, position, None, dtype)
     for summed in dict.fromkeys((dtype, torch.float32)):  # of one group of slots, and of several
         name, grad = f"weighted sum in {name_of(summed)}", rows.to(summed)

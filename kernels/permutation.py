@@ -17,13 +17,13 @@ from isoload.kernels.tiles import cover, tile
 
 @triton.jit
 def _spread_kernel(
-    rows, position, copies, num_rows, num_places, width,
+    rows, position, copies, num_rows, num_places, width, stride,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (column < width)[None, :]
-    values = tl.load(rows + row[:, None] * width + column[None, :], mask=inside)
+    values = tl.load(rows + row[:, None] * stride + column[None, :], mask=inside)
     for k in tl.static_range(K):
         place = tl.load(position + row * K + k, mask=row < num_rows, other=num_places)
         there = (place < num_places)[:, None] & inside
@@ -32,7 +32,7 @@ def _spread_kernel(
 
 @triton.jit
 def _sum_kernel(
-    copies, position, weights, total, num_rows, num_places, width,
+    copies, position, weights, total, num_rows, num_places, width, weight_stride,
     K: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -44,7 +44,7 @@ def _sum_kernel(
         there = (place < num_places)[:, None] & inside
         part = tl.load(copies + place[:, None] * width + column[None, :], mask=there, other=0).to(tl.float32)
         if WEIGHTED:
-            part *= tl.load(weights + row * K + k, mask=place < num_places, other=0)[:, None]
+            part *= tl.load(weights + row * weight_stride + k, mask=place < num_places, other=0)[:, None]
         added += part
     tl.store(total + row[:, None] * width + column[None, :], added, mask=inside)
 
@@ -72,7 +72,10 @@ def _sum_backward_kernel(
 
 
 def spread_rows(rows: Tensor, position: Tensor, num_places: int, padded: bool) -> Tensor:
-    """[C, H] each row [N, H] at its places; where no copy lies: zeros if padded, else anything."""
+    """[C, H] each row [N, H] at its places; where no copy lies: zeros if padded, else anything.
+
+    The rows may be parts of longer ones: nothing is copied to make them contiguous.
+    """
     empty = torch.zeros if padded else torch.empty
     copies = empty(num_places, rows.shape[1], dtype=rows.dtype, device=rows.device)
     (num_rows, width), num_choices = rows.shape, position.shape[1]
@@ -81,25 +84,31 @@ def spread_rows(rows: Tensor, position: Tensor, num_places: int, padded: bool) -
         grid = (cover(num_rows, cut["ROWS"]), cover(width, cut["BLOCK"]))
         with torch.cuda.device_of(rows):
             _spread_kernel[grid](
-                rows.contiguous(), position.contiguous(), copies, num_rows, num_places, width,
-                K=num_choices, **cut,
+                rows if rows.stride(1) == 1 else rows.contiguous(), position.contiguous(), copies,
+                num_rows, num_places, width, rows.stride(0), K=num_choices, **cut,
             )  # fmt: skip
     return copies
 
 
 def sum_rows(copies: Tensor, position: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """[N, H] in dtype: the sum over k of weights[n, k] * copies[position[n, k]], ascending k, in float32."""
+    """[N, H] in dtype: the sum over k of weights[n, k] * copies[position[n, k]], ascending k, in float32.
+
+    The weights may be parts of longer rows.
+    """
     (num_places, width), (num_rows, num_choices) = copies.shape, position.shape
     if not (position.numel() and copies.numel()):
         return torch.zeros(num_rows, width, dtype=dtype, device=copies.device)
     total = torch.empty(num_rows, width, dtype=dtype, device=copies.device)
+    weight_stride = 0
+    if weights is not None:
+        weights = weights if weights.stride(1) == 1 else weights.contiguous()
+        weight_stride = weights.stride(0)
     cut = tile(width)
     grid = (cover(num_rows, cut["ROWS"]), cover(width, cut["BLOCK"]))
     with torch.cuda.device_of(copies):
         _sum_kernel[grid](
-            copies.contiguous(), position.contiguous(), None if weights is None else weights.contiguous(), total,
-            num_rows, num_places, width, K=num_choices, WEIGHTED=weights is not None,
-            enable_fp_fusion=False, **cut,
+            copies.contiguous(), position.contiguous(), weights, total, num_rows, num_places, width, weight_stride,
+            K=num_choices, WEIGHTED=weights is not None, enable_fp_fusion=False, **cut,
         )  # fmt: skip
     return total
 

@@ -14,3 +14,12 @@ def sglang() -> None:
     from isoload.integrations.sglang import attach_or_leave
 
     attach_or_leave()
+
+
+def vllm() -> None:
+    """Entry point of the group ``vllm.general_plugins``; vLLM calls it in all of its processes."""
+    if os.environ.get("ISOLOAD_VLLM", "") in ("", "0"):
+        return
+    from isoload.integrations.vllm import attach_or_leave
+
+    attach_or_leave()

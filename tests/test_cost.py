@@ -21,6 +21,7 @@ from isoload.cost import (
     rank_bytes,
     rank_seconds,
     read_cost,
+    slots_in_time,
 )
 
 MODEL = CostModel(
@@ -159,3 +160,16 @@ def test_refuses_files(text: str, message: str, tmp_path: Path) -> None:
 def test_refuses_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cost file must be a JSON object, got .*none.json"):
         read_cost(tmp_path / "none.json")
+
+
+def test_slots_in_time_by_hand() -> None:
+    """10 copies over 3 experts take 3 launches and 22 us: 25 us, in which 25 kB come at 1 GB/s; an expert has 120 B."""
+    model = CostModel(hidden=10, intermediate=4, overhead_us=1, token_us=((1, 2.2),), bandwidths=(1.0, 0.1))
+    near, far = Topology(4), Topology(4, 2)
+    assert slots_in_time(10, 3, near, model) == 25_000 // 120
+    assert slots_in_time(10, 3, far, model) == 2_500 // 120
+    assert slots_in_time(10, 20, near, model) == 32_000 // 120, "launches of the experts that have copies"
+    assert slots_in_time(1, 1, Topology(4, bandwidths=(0.001, 0.001)), model) == 0
+    for arguments, name in (((0, 3), "copies"), ((3, 0), "experts"), ((1.5, 3), "copies")):
+        with pytest.raises(ValueError, match=f"{name} must be a number of at least 1, got"):
+            slots_in_time(*arguments, near, model)

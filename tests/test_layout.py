@@ -34,7 +34,7 @@ FLOORS = [
     ["ops"],
     ["placed_layers", "placement"],
     ["records"],
-    ["policies", "placers", "formats", "trace", "transport", "experts", "predict"],
+    ["policies", "placers", "formats", "trace", "transport", "experts", "predict", "checkpoints"],
     ["counting", "planning"],
     ["routing", "workloads"],
     ["balancer"],

@@ -9,6 +9,7 @@
 #include "algorithms/replica_tables.h"
 #include "algorithms/route_shared_sampled.h"
 #include "algorithms/share.h"
+#include "host_device.h"
 #include "random_word.h"
 #include "team.h"
 
@@ -84,5 +85,58 @@ struct SharedFault {
 
 template <class Id>
 SharedFault route_shared(const SharedRoute& problem, const Id* slots, int32_t* ranks);
+
+// The tokens of one rank and where their copies may go: slot p is on rank p / S.
+struct RowSpace {
+  int64_t T;
+  int K, R, S;
+
+  // Most ranks of a token.
+  ISOLOAD_HD int width() const { return K < R ? K : R; }
+  // R for an absent copy, which any slot outside 0..R*S-1 is.
+  ISOLOAD_HD int rank_of(int64_t slot) const {
+    if (slot < 0 || slot > INT32_MAX) return R;
+    const uint32_t rank = static_cast<uint32_t>(slot) / static_cast<uint32_t>(S);
+    return rank < static_cast<uint32_t>(R) ? static_cast<int>(rank) : R;
+  }
+};
+
+// slots [T, K] to ranks [T, D], a token's ranks ascending, then R; numbers [T, D], each row's number among
+// those to its rank by token, then -1; counts [2, R], the rows and the copies to every rank.
+template <class Slot>
+void number_rows(const Slot* slots, const RowSpace& space, int32_t* ranks, int32_t* numbers, int64_t* counts);
+
+// The rows that one rank sends, as bytes: a token's row, then from slots_at int32 [K] the slots of its copies
+// on the row's rank (-1 elsewhere), then from weights_at [K] their weights (0 elsewhere). A padding row has
+// zeros for values: what experts compute of it is finite.
+struct RowPacking {
+  RowSpace space;
+  int64_t num_rows, capacity;  // capacity rows to every rank, or 0: as many as there are
+  int64_t row_bytes, slots_at, weights_at, bytes;
+};
+struct PackedRows {
+  char* payload;           // [num_rows, bytes]
+  int64_t* row_to_token;   // [num_rows] T where the row is padding
+  int64_t* row_to_rank;    // [num_rows] R where the row is padding
+  int64_t* token_to_rows;  // [T, D] num_rows where there is none
+};
+template <class Slot, class Weight>
+void pack_rows(const char* x, const Slot* slots, const Weight* weights, const int32_t* ranks,
+               const int32_t* numbers, const int64_t* counts, const RowPacking& in, const PackedRows& out);
+
+// The copies [n] whose local slots are first .. first + num_slots - 1, and the places that they get.
+struct CopyGroup {
+  int64_t n, first;
+  int num_slots;
+  int64_t num_places;
+};
+struct Groups {
+  int64_t *copy, *slot;  // [num_places] behind the copies 0 and num_slots - 1
+  int32_t* ends;         // [num_slots]
+  int64_t* position;     // [n] num_places where absent
+};
+// Sorts them by slot, stable. Returns how many there are; more than places: nothing but ends is written.
+template <class Slot>
+int64_t group_copies(const Slot* slots, const CopyGroup& group, const Groups& out);
 
 }  // namespace isoload::cpu

@@ -81,4 +81,20 @@ const char* append_shared_expert(const Id* slots, const Weight* weights, const i
                                  int K, int n, const SharedLayout& layout, Id* new_slots, Weight* new_weights,
                                  void* stream);
 
+int64_t number_rows_bytes(const cpu::RowSpace& space);
+template <class Slot>
+const char* number_rows(const Slot* slots, const cpu::RowSpace& space, int32_t* ranks, int32_t* numbers,
+                        int64_t* counts, void* global, void* stream);
+
+template <class Slot, class Weight>
+const char* pack_rows(const char* x, const Slot* slots, const Weight* weights, const int32_t* ranks,
+                      const int32_t* numbers, const int64_t* counts, const cpu::RowPacking& in,
+                      const cpu::PackedRows& out, void* stream);
+
+// More copies than places: those are absent, and the error word says so.
+int64_t group_copies_bytes(const cpu::CopyGroup& group);
+template <class Slot>
+const char* group_copies(const Slot* slots, const cpu::CopyGroup& group, const cpu::Groups& out, void* global,
+                         void* stream);
+
 }  // namespace isoload::cuda

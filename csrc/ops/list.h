@@ -73,6 +73,15 @@ constexpr int kCpu = 1, kCuda = 2;
   OP(append_shared_expert, kCpu | kCuda, \
      "(Tensor slots, Tensor weights, Tensor ranks, int routed_per_rank, int? slots_per_rank, " \
      "float weight) -> (Tensor, Tensor)") \
+  OP(number_rows, kCpu | kCuda, \
+     "(Tensor slots, int slots_per_rank, int num_ranks) -> (Tensor ranks, Tensor numbers, Tensor counts)") \
+  OP(pack_rows, kCpu | kCuda, \
+     "(Tensor x, Tensor slots, Tensor weights, Tensor ranks, Tensor numbers, Tensor counts, " \
+     "int slots_per_rank, int num_rows, int capacity, int slots_at, int weights_at, int bytes) " \
+     "-> (Tensor payload, Tensor row_to_token, Tensor row_to_rank, Tensor token_to_rows)") \
+  OP(group_copies, kCpu | kCuda, \
+     "(Tensor slots, int first, int num_slots, int num_places) " \
+     "-> (Tensor copy, Tensor slot, Tensor ends, Tensor position)") \
   OP(borrow, kCpu | kCuda, \
      "(Tensor slot_to_expert, Tensor home, Tensor peers, Tensor(a!)[] spare, int num_ranks, " \
      "int rank, int blocks) -> ()") \
@@ -134,7 +143,9 @@ constexpr int kCpu = 1, kCuda = 2;
         "alive") \
   FAULT(kShardTokens, \
         "shard_tokens: loads and fixed must not be negative and must sum to less than 2^31 copies, a rank be " \
-        "alive, and the home of each expert on a rank that holds it")
+        "alive, and the home of each expert on a rank that holds it") \
+  FAULT(kGroupPlaces, \
+        "group_copies: num_places must be at least the number of copies present")
 // clang-format on
 
 #define ISOLOAD_FAULT(bit, rule) bit##_,

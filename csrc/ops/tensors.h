@@ -21,6 +21,7 @@ inline Tensor new_empty(const Tensor& like, std::initializer_list<int64_t> sizes
   for (std::size_t i = sizes.size(); i-- > 0; stride *= sizes.begin()[i]) strides[i] = stride;
   const int32_t code = dtype == ScalarType::Int     ? aoti_torch_dtype_int32()
                        : dtype == ScalarType::Long  ? aoti_torch_dtype_int64()
+                       : dtype == ScalarType::Byte  ? aoti_torch_dtype_uint8()
                        : dtype == ScalarType::Float ? aoti_torch_dtype_float32()
                                                     : aoti_torch_dtype_float64();
   AtenTensorHandle handle;

@@ -10,8 +10,9 @@ namespace isoload::placers {
 // Sums run in four lanes, always in this order: so compilers may use vectors, and NumPy finds the same bits.
 constexpr int kLanes = 4;
 
-// Compiled once more for CPUs with AVX2, whose vectors hold all lanes; the loader picks. The same bits: neither
-// version contracts a product and a sum (-ffp-contract=off), nor reorders. A sanitizer would run in the loader.
+// Compiled once more for CPUs with AVX2, whose vectors hold all lanes; the loader picks. The same bits:
+// neither version contracts a product and a sum (-ffp-contract=off), nor reorders. A sanitizer would run in
+// the loader.
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__) && \
     !defined(__SANITIZE_THREAD__) && !defined(ISOLOAD_ONE_TARGET)
 #define ISOLOAD_WIDE __attribute__((target_clones("avx2", "default")))

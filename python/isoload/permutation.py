@@ -21,10 +21,17 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def spread_rows(rows: Tensor, position: Tensor, source: Tensor, padded: bool = False) -> Tensor:
+def spread_rows(
+    rows: Tensor, position: Tensor, source: Tensor, padded: bool = False, per_row: int = 1
+) -> Tensor:
     """[C, H] the row of every place, from rows [N, H].
 
-    With ``padded`` source is N, and the result 0, at places without a copy; else the result may be anything there.
+    Args:
+        rows: of any stride between rows.
+        position: [N, K].
+        source: [C] the row at every place or, with per_row = K, its copy ``n * K + k``.
+        padded: source is N, and the result 0, at places without a copy; else the result may be anything there.
+        per_row: what source is divided by.
     """
     if kernels.fit(rows):
         from isoload.kernels import permutation  # imports Triton
@@ -33,7 +40,7 @@ def spread_rows(rows: Tensor, position: Tensor, source: Tensor, padded: bool = F
         return placed
     if padded:
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-    return rows.index_select(0, source)
+    return rows.index_select(0, source if per_row == 1 else source // per_row)
 
 
 def sum_rows(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -91,3 +92,86 @@ class WaterfillSplit(NamedTuple):
     share: Tensor
     peak: Tensor
     bound: Tensor
+
+
+class RowNumbers(NamedTuple):
+    """What :func:`isoload.ops.number_rows` returns, for R ranks and D = min(K, R).
+
+    ranks [T, D] int32 the distinct ranks of a token's slots, ascending, then R; numbers [T, D] int32 the token's row
+    among those to each rank, by token, then -1; counts [2, R] int64 rows and copies to every rank.
+    """
+
+    ranks: Tensor
+    numbers: Tensor
+    counts: Tensor
+
+
+class RowLayout(NamedTuple):
+    """Where the parts of a packed row start: the token's values at 0, int32 slots, weights; all in bytes.
+
+    Rows are multiples of 64 bytes, 16 values at least, and their parts aligned: kernels read the received ones where
+    they are, 16 bytes at a time.
+    """
+
+    slots_at: int
+    weights_at: int
+    bytes: int
+
+    @classmethod
+    def of(cls, x: Tensor, weights: Tensor) -> RowLayout:
+        """The layout of rows of x [T, H] with weights [T, K]."""
+
+        def up(size: int, multiple: int) -> int:
+            return -(-size // multiple) * multiple
+
+        top_k, of_weight = weights.shape[1], weights.element_size()
+        slots_at = up(x.shape[1] * x.element_size(), 4)
+        weights_at = up(slots_at + 4 * top_k, of_weight)
+        # 64 at least: rows of no bytes could not be viewed as any dtype
+        return cls(slots_at, weights_at, max(up(weights_at + of_weight * top_k, 64), 64))
+
+    def parts(self, buffer: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows [n, H], slots [n, K] int32 and weights [n, K] of a buffer [n, bytes]: views of it."""
+        top_k = weights.shape[1]
+        columns = (
+            (0, x.shape[1], x.dtype),
+            (self.slots_at, top_k, torch.int32),
+            (self.weights_at, top_k, weights.dtype),
+        )
+        rows, slots, gates = (
+            buffer.narrow(1, at, width * dtype.itemsize).view(dtype) for at, width, dtype in columns
+        )
+        return rows, slots, gates
+
+
+class PackedRows(NamedTuple):
+    """What :func:`isoload.ops.pack_rows` returns: n rows by destination, then token.
+
+    payload [n, bytes] uint8, see :class:`RowLayout`; row_to_token [n] int64, T where the row is padding;
+    row_to_rank [n] int64 destination, R where the row is padding; token_to_rows [T, D] int64 the token's rows by
+    ascending destination, n where there is none.
+    """
+
+    payload: Tensor
+    row_to_token: Tensor
+    row_to_rank: Tensor
+    token_to_rows: Tensor
+
+
+class Grouping(NamedTuple):
+    """What :func:`isoload.ops.group_copies` returns: C places, copies [N, K] sorted by slot, then row, then k.
+
+    copy [C] int64 the copy ``n * K + k`` at each place; slot [C] int64 its slot within the group; ends [S] int32 slot
+    s's copies end before place ``ends[s]``: the offsets of a grouped GEMM; position [N, K] int64 the place of copy
+    (n, k), C where it is absent from this group. Behind the present copies lies the tail: copy 0, slot S-1.
+    """
+
+    copy: Tensor
+    slot: Tensor
+    ends: Tensor
+    position: Tensor
+
+    @property
+    def row(self) -> Tensor:
+        """[C] int64 the row that each copy is of."""
+        return self.copy // max(self.position.shape[1], 1)

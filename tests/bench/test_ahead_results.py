@@ -79,6 +79,8 @@ def test_losses_of_fills_are_named() -> None:
         assert most > some > none
     domains = [mean(("GLM-5.2", ranks, "even"), "eplb exact", 2, "calibration") for ranks in (8, 32)]
     assert "they are not: {:.4f} with two slots, {:.4f} on 32 ranks".format(*domains) in PAGE
+    held = [mean(("DeepSeek-V2-Lite", 8, "sequence"), "hedge held", spare, "0.8") for spare in (2, 8)]
+    assert "{:.4f} with two, {:.4f} with eight (0.8)".format(*held) in PAGE
     ratios = [r["all_gather_mb"] / r["all_to_all_mb"] for r in LIBRA if r["table"] == "traffic"]
     assert f"{min(ratios):.1f} to {max(ratios):.1f} times what an all-to-all" in PAGE
 

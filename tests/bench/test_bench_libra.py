@@ -69,7 +69,7 @@ def test_figures_of_a_small_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = stream_of(*joined([draw(300, 3)], 32), 32)
     rows = bench_libra.imbalance(stream, 2)
     found = {(r["policy"], r["spare"], r["predict"]): r for r in rows}
-    ahead = len(bench_libra.AHEAD) * len(bench_libra.PREDICTIONS) + len(bench_libra.LINA)
+    ahead = (len(bench_libra.AHEAD) + 1) * len(bench_libra.PREDICTIONS) + len(bench_libra.LINA)
     others = len(bench_libra.IN_TIME) + len(bench_libra.RESIDENT)
     assert len(found) == len(rows) == 2 * (others + ahead)
     for row in rows:
@@ -77,6 +77,10 @@ def test_figures_of_a_small_stream(monkeypatch: pytest.MonkeyPatch) -> None:
         assert row["batches"] == 2 and row["layers"] == LAYERS
         assert row["import_mb"] == pytest.approx(row["imports_mean"] * 3 * 8 * 4 * 2 / 1e6, abs=1e-6)
         assert row["imports_mean"] <= row["spare"]
+        if row["policy"] == "hedge held":
+            planned = found["hedge", row["spare"], row["predict"]]
+            assert row["imbalance_mean"] >= planned["imbalance_mean"]
+            assert row["imports_mean"] == planned["imports_mean"]
         if row["policy"] in ("hedge", "eplb exact"):
             assert row["over_bound_max"] == 1
         if row["policy"] in ("none", *(f"eplb {name}" for name in bench_libra.RESIDENT)):

@@ -1,20 +1,16 @@
-"""Tests inside of real engines: `make test-sglang` and `make test-megatron`, each in a virtual environment of its own;
-elsewhere none is there."""
+"""Tests inside of real engines: `make test-sglang`, `test-vllm`, `test-megatron`, each in a virtual environment of its
+own; elsewhere no engine is there."""
 
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 HARNESS = Path(__file__).parent / "harness"
-collect_ignore_glob = []
+ENGINES = ("sglang", "vllm", "megatron")
+collect_ignore_glob = [f"test_{engine}_*.py" for engine in ENGINES if find_spec(engine) is None]
 
-if find_spec("megatron") is None:
-    collect_ignore_glob.append("test_megatron_*.py")
-else:
+if len(collect_ignore_glob) < len(ENGINES):
     sys.path.insert(0, str(HARNESS))
-if find_spec("sglang") is None:
-    collect_ignore_glob.append("test_sglang_*.py")
-else:
-    sys.path.insert(0, str(HARNESS))
+if find_spec("sglang") is not None:
     import torchvision_names  # noqa: F401
     from one_process import attached, placement  # noqa: F401  # fixtures

@@ -305,9 +305,9 @@ REFUSED = {
     "rows dtype": ({"rows": torch.zeros(29, 16).half()}, r"rows must be .* got \[29, 16\] torch.float16"),
     "slots shape": (
         {"slots": torch.zeros(28, 5).long()},
-        r"slots must be \[29, K\] int64, got \[28, 5\] torch.int64",
+        r"slots must be \[29, K\] int32 or int64, got \[28, 5\] torch.int64",
     ),
-    "slots dtype": ({"slots": torch.zeros(29, 5).int()}, r"slots must be .* got \[29, 5\] torch.int32"),
+    "slots dtype": ({"slots": torch.zeros(29, 5).float()}, r"slots must be .* got \[29, 5\] torch.float32"),
     "weights shape": ({"weights": torch.zeros(29, 4)}, r"weights must be \[29, 5\] .* got \[29, 4\]"),
     "weights dtype": (
         {"weights": torch.zeros(29, 5).double()},
@@ -318,12 +318,12 @@ REFUSED = {
     "slot too high": ({"slots": torch.full((29, 5), 7)}, r"slots must be in -1..6, got 7"),
     "slot too low": ({"slots": torch.full((29, 5), -2)}, r"slots must be in -1..6, got -2"),
     "copies per group": (
-        {"num_copies": [3]},
-        r"num_copies must have one entry per group \(2\), got 1",
+        {"max_copies": [3]},
+        r"max_copies must have one entry per group \(2\), got 1",
     ),
     "wrong copies": (
-        {"slots": torch.full((29, 5), 6), "num_copies": [0, 9]},
-        r"num_copies\[1\] must be the number of copies present \(145\), got 9",
+        {"slots": torch.full((29, 5), 6), "max_copies": [0, 9]},
+        r"max_copies\[1\] must be at least the number of copies present \(145\), got 9",
     ),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from isoload.experts.compute import run_experts
 from isoload.experts.fp8 import FP8, _at_once, dequantise, fp8_linear
@@ -73,9 +74,9 @@ def test_products_are_those_of_the_dequantised_weights(sizes: tuple[int, int], d
     rows, slots, gates = made_batch(sizes[0], dtype)
     dense = open_experts(weights, dtype)
     for activation in (SwiGLU(), ClampedGLU()):
-        for num_copies in (None, [int((slots >= 0).sum())]):
-            got = run_experts(rows, slots, gates, [weights], activation, num_copies)
-            want = run_experts(rows, slots, gates, [dense], activation, num_copies)
+        for max_copies in (None, [int((slots >= 0).sum())]):
+            got = run_experts(rows, slots, gates, [weights], activation, max_copies)
+            want = run_experts(rows, slots, gates, [dense], activation, max_copies)
             # MKL's last bits depend on where a matrix starts, and only a dense stack has several in a row
             aligned = all(stack[0].nbytes % 64 == 0 for stack in dense.stacks().values())
             assert torch.equal(got, want) if aligned else close(got, want, TOLERANCE[dtype])
@@ -96,6 +97,32 @@ def test_all_at_once_as_on_a_device(dtype: torch.dtype) -> None:
     )
     got = _at_once(x, weights.gate_up, weights.gate_up_scale, ends)[:10]  # behind lies the tail
     assert torch.equal(got, fp8_linear(x, weights.gate_up, weights.gate_up_scale, ends, True)[:10])
+
+
+def test_on_a_device_the_host_waits_for_nothing() -> None:
+    """A fake device's values cannot be read."""
+    with FakeTensorMode():
+        x, ends = (
+            torch.empty(7, 256, dtype=torch.bfloat16, device="cuda"),
+            torch.empty(4, dtype=torch.int32, device="cuda"),
+        )
+        weight, scale = (
+            torch.empty(4, 96, 256, dtype=FP8, device="cuda"),
+            torch.empty(4, 2, 1, 2, device="cuda"),
+        )
+        assert _at_once(x, weight, scale, ends).shape == (7, 96)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_on_a_device(dtype: torch.dtype) -> None:
+    weights = random_experts(5, 256, 128, draw(12))
+    rows, slots, gates = made_batch(256, dtype)
+    there = ExpertWeights(**{name: stack.cuda() for name, stack in weights.stacks().items()})
+    got = run_experts(rows.cuda(), slots.cuda(), gates.cuda(), [there], SwiGLU())
+    assert close(got.cpu(), run_experts(rows, slots, gates, [weights], SwiGLU()), TOLERANCE[dtype])
 
 
 @torch.no_grad()

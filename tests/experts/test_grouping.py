@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from isoload.experts.grouping import gather_copies, group_copies, weighted_sum
+from isoload.experts.grouping import gather_copies, weighted_sum
+from isoload.ops import group_copies
 
 
 def slots_of(seed: int) -> torch.Tensor:
@@ -59,8 +60,8 @@ def test_groups_share_the_copies():
         assert torch.equal(g.slot[:held] + first, slots.flatten()[g.copy[:held]])
 
 
-def test_nothing_present_keeps_one_place():
-    grouping = group_copies(torch.full((4, 3), -1), 0, 2, 0)
+def test_nothing_present_leaves_a_tail():
+    grouping = group_copies(torch.full((4, 3), -1), 0, 2, 1)
     assert len(grouping.copy) == 1 and grouping.ends.tolist() == [0, 0]
     assert grouping.position.tolist() == [[1] * 3] * 4
 

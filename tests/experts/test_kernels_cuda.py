@@ -11,8 +11,9 @@ from torch import Tensor
 
 from isoload import kernels
 from isoload.experts.compute import run_experts
-from isoload.experts.grouping import gather_copies, group_copies, weighted_sum
+from isoload.experts.grouping import gather_copies, weighted_sum
 from isoload.experts.weights import ClampedGLU, ExpertWeights, SwiGLU
+from isoload.ops import group_copies
 
 pytestmark = [
     pytest.mark.cuda,

@@ -8,42 +8,49 @@ from pathlib import Path
 import pytest
 
 import isoload
-from isoload.integrations.settings import VARIABLES, Settings
+from isoload.integrations.settings import COMMON, SGLANG, VLLM, Settings, Variable, is_on
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_defaults() -> None:
     settings = Settings.read({})
-    assert settings == Settings(False, False, None, "eplb", 0.0)
+    assert settings == Settings(False, None, "eplb", 0.0)
     assert (
         settings.policy_for(shared=False).name == "exact" and settings.policy_for(shared=True).name == "joint"
     )
 
 
 def test_empty_is_unset() -> None:
-    names = [variable.name for variable in VARIABLES]
+    names = [variable.name for variable in COMMON]
     assert Settings.read(dict.fromkeys(names, "")) == Settings.read({})
 
 
 def test_values() -> None:
     given = {
-        "ISOLOAD_SGLANG": "1", "ISOLOAD_STRICT": "1", "ISOLOAD_POLICY": "exact:tolerance=0.01",
+        "ISOLOAD_STRICT": "1", "ISOLOAD_POLICY": "exact:tolerance=0.01",
         "ISOLOAD_PLACER": "trivial", "ISOLOAD_REPORT_SECONDS": "2.5",
     }  # fmt: skip
     settings = Settings.read(given)
-    assert settings == Settings(True, True, "exact:tolerance=0.01", "trivial", 2.5)
+    assert settings == Settings(True, "exact:tolerance=0.01", "trivial", 2.5)
     for shared in (False, True):  # a policy of routed experts leaves shared ones at home
         assert settings.policy_for(shared) == isoload.POLICIES["exact"](tolerance=0.01)
 
 
 def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ISOLOAD_SGLANG", "1")
-    assert Settings.read().enabled
+    monkeypatch.setenv("ISOLOAD_STRICT", "1")
+    assert Settings.read().strict
+
+
+@pytest.mark.parametrize("switch", [SGLANG, VLLM], ids=lambda switch: switch.name)
+def test_switches(switch: Variable) -> None:
+    assert [is_on(switch, {switch.name: text}) for text in ("", "0", "1")] == [False, False, True]
+    assert not is_on(switch, {})
+    with pytest.raises(ValueError, match=f"{switch.name} must be 0 or 1, got 'true'"):
+        is_on(switch, {switch.name: "true"})
 
 
 BAD = {
-    ("ISOLOAD_SGLANG", "true"): "ISOLOAD_SGLANG must be 0 or 1, got 'true'",
     ("ISOLOAD_STRICT", "2"): "ISOLOAD_STRICT must be 0 or 1, got '2'",
     ("ISOLOAD_POLICY", "best"): "ISOLOAD_POLICY: policy must be one of",
     ("ISOLOAD_POLICY", "exact:speed=3"): "ISOLOAD_POLICY: option must be one of",
@@ -74,9 +81,11 @@ def test_a_policy_of_shared_experts_needs_some(policy: str) -> None:
         settings.policy_for(shared=False)
 
 
-def test_documented_where_the_plug_in_is() -> None:
+@pytest.mark.parametrize(("page", "switch"), [("sglang", SGLANG), ("vllm", VLLM)])
+def test_documented_where_the_plug_in_is(page: str, switch: Variable) -> None:
     """Name, values, default and meaning of every variable, in order."""
-    text = (ROOT / "docs" / "sglang.md").read_text()
+    text = (ROOT / "docs" / f"{page}.md").read_text()
     rows = re.findall(r"^\| `(ISOLOAD_\w+)` \| (.+?) \| (.+?) \| (.+?) \|$", text, re.M)
-    wanted = [(v.name, v.kind, f"`{v.default}`" if v.default else "empty", v.meaning) for v in VARIABLES]
+    variables = (switch, *COMMON)
+    wanted = [(v.name, v.kind, f"`{v.default}`" if v.default else "empty", v.meaning) for v in variables]
     assert rows == wanted

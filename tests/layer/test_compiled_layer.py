@@ -1,10 +1,9 @@
-"""Whole balanced models, and layers, compiled into one graph: the bits of eager code, and its checks in every call."""
+"""A compiled layer is one op of its graph: the bits of eager code, and its checks in every call."""
 
 from __future__ import annotations
 
 import copy
 import gc
-from typing import Any
 
 import pytest
 import torch
@@ -12,102 +11,13 @@ from torch import Tensor, nn
 
 import isoload
 from isoload.layer import compiled
-from isoload.transport import CollectiveTransport, LocalTransport
 from support.borrowed_layer import LLEP
 from support.borrowed_layer import make_setup as make_borrowed
+from support.compiled import Layer, assert_equal, both_ways, compile_whole, small
 from support.fp8_experts import quantise
-from support.hugging_face import EXPERTS, MODELS, balanced, make_model
-from support.processes import run_ranks
 from support.small_layer import make_setup
-
-
-def compile_whole(function: Any, backend: str = "aot_eager") -> Any:
-    torch._dynamo.reset()
-    return torch.compile(function, backend=backend, fullgraph=True)
-
-
-def token_ids(seed: int, length: int = 9) -> Tensor:
-    return torch.randint(1, 64, (2, length), generator=torch.Generator().manual_seed(seed))
-
-
-def assert_equal(got: list[Tensor], want: list[Tensor]) -> None:
-    assert len(got) == len(want) and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-# one model for every day, the others where time does not count
-SLOWLY = [pytest.param(name, marks=[] if name == "qwen3" else pytest.mark.slow) for name in MODELS]
-
-
-@pytest.mark.parametrize("name", SLOWLY)
-def test_a_whole_model_is_one_graph(name: str) -> None:
-    """Lengths differ, so that shapes become symbols."""
-    torch.set_num_threads(1)
-    model, layers = balanced(name)
-    run = compile_whole(model)
-    with torch.no_grad():
-        for length in (9, 5):
-            ids = token_ids(length, length)
-            got = run(ids).logits
-            plans = [layer.last_plan for layer in layers]
-            assert torch.equal(got, model(ids).logits)
-            assert all(plan is not None and plan.peak == plan.bound for plan in plans)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
-def test_a_whole_model_is_trained_as_one_graph(name: str) -> None:
-    torch.set_num_threads(1)
-    found = []
-    for compiles in (False, True):
-        model, layers = balanced(name)
-        run = compile_whole(model) if compiles else model
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        seen = []
-        for step in range(3):
-            optimizer.zero_grad()
-            loss = run(token_ids(step), labels=token_ids(step)).loss
-            loss.backward()
-            seen += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-            optimizer.step()
-            for layer in layers:
-                layer.refresh_replicas()
-        found.append(seen)
-    assert len(found[0]) > 3 * 10
-    assert_equal(found[1], found[0])
-
-
-@pytest.mark.slow
-def test_a_whole_model_under_inductor() -> None:
-    torch.set_num_threads(1)
-    model, _ = balanced("qwen3")
-    with torch.no_grad():
-        got = compile_whole(model, "inductor")(token_ids(3)).logits
-    torch.testing.assert_close(got, model(token_ids(3)).logits, rtol=1e-4, atol=1e-4)
-
-
-class Layer(nn.Module):
-    """A layer between other work, whose choices come from outside."""
-
-    def __init__(self, setup: Any, transport: Any = None, **how: Any) -> None:
-        super().__init__()
-        self.setup, transport = setup, transport or LocalTransport(setup.topology)
-        self.moe = isoload.MoE(setup.gate, setup.dense, transport, setup.placement, **how)
-
-    def forward(self, rows: list[Tensor]) -> list[Tensor]:
-        return [y * 2 for y in self.moe([r + 1 for r in rows])]
-
-
-def small(**how: Any) -> Layer:
-    return Layer(make_setup(4, dtype=torch.float32, masked=True), **how)
-
-
-def both_ways(run: Any, layer: Layer, rows: list[Tensor]) -> list[Tensor]:
-    """Outputs and all gradients."""
-    leaves = [r.clone().requires_grad_() for r in rows]
-    outputs = run(leaves)
-    loss = sum(y.square().sum() for y in outputs)
-    trained = [p for p in layer.parameters() if p.requires_grad]
-    return [*outputs, *torch.autograd.grad(loss, [*leaves, *trained])]
+from support.stacks import Model
+from support.stacks import run as run_layers
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -149,6 +59,45 @@ def test_experts_in_fp8() -> None:
         assert_equal(compile_whole(layer)(setup.rows), layer(setup.rows))
     with pytest.raises(ValueError, match="experts in fp8 must run under torch.no_grad"):
         compile_whole(layer)(setup.rows)
+
+
+@torch.no_grad()
+def test_a_stack_is_one_graph() -> None:
+    model = Model(4, dtype=torch.float32)
+    layers = model.layers()
+    stack = isoload.LibraStack(layers, "last")
+    run = compile_whole(lambda rows: run_layers(layers, rows))
+    got = [run(model.rows(batch)) for batch in range(3)]
+    assert any(layer.last_plan.slot_to_expert.view(4, -1)[:, -2:].max() >= 0 for layer in layers)
+    stack.close()
+    again = model.layers()
+    isoload.LibraStack(again, "last")
+    for batch, ys in enumerate(got):
+        assert_equal(ys, run_layers(again, model.rows(batch)))
+
+
+@torch.no_grad()
+def test_a_stack_that_reads_norms_ends_the_graph_at_them() -> None:
+    """In one graph its hooks would keep the residual only after the layer has run."""
+    model = Model(4, dtype=torch.float32)
+    norms = [nn.LayerNorm(8) for _ in range(3)]
+    found = []
+    for compiles in (True, False):
+        layers = model.layers()
+        isoload.LibraStack(layers, "lookahead", norms)
+
+        def run(rows: list[Tensor], layers: list[isoload.MoE] = layers) -> list[Tensor]:
+            for norm, layer in zip(norms, layers, strict=True):
+                rows = [r + y for r, y in zip(rows, layer([norm(r) for r in rows]), strict=True)]
+            return rows
+
+        if compiles:
+            with pytest.raises(torch._dynamo.exc.Unsupported, match="between two graphs"):
+                compile_whole(run)(model.rows())
+            torch._dynamo.reset()
+        function = torch.compile(run, backend="aot_eager") if compiles else run
+        found.append([y for batch in range(2) for y in function(model.rows(batch))])
+    assert_equal(*found)
 
 
 def test_stale_replicas_raise_in_compiled_calls() -> None:
@@ -227,6 +176,23 @@ def test_a_backward_over_changed_weights_raises() -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_what_changes_in_a_compiled_call_counts_a_version(trains: bool) -> None:
+    """Else autograd would not find what it saved overwritten."""
+    calls = torch.zeros(())
+
+    def activation(gate_up: Tensor) -> Tensor:
+        calls.add_(1)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+    layer = small(activation=activation)
+    run = compile_whole(layer)
+    with torch.set_grad_enabled(trains):
+        run(layer.setup.rows)
+    assert calls._version == int(calls) == 4  # per rank
+
+
 def test_a_copy_is_another_layer() -> None:
     layer = small()
     run = compile_whole(layer)
@@ -279,66 +245,3 @@ def test_recordings_end_with_their_graphs() -> None:
     run(layer.setup.rows)
     gc.collect()
     assert not compiled._recordings, "no backward came"
-
-
-def test_a_shard_given_as_a_function_ends_the_graph() -> None:
-    setup = make_setup(2, dtype=torch.float32)
-    placement = isoload.place(torch.ones(1, 11), setup.topology, placer="trivial")
-    stacks = [
-        {name: nn.Parameter(s[placement.home_experts(0, r)]) for name, s in setup.dense.stacks().items()}
-        for r in range(2)
-    ]
-    shards = [
-        isoload.Shard(placement.home_experts(0, r), lambda own=own: isoload.ExpertWeights(**own))
-        for r, own in enumerate(stacks)
-    ]
-    layer = isoload.MoE(setup.gate, shards, LocalTransport(setup.topology), placement)
-    leaves = [p for own in stacks for p in own.values()]
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="expert Parameters of others"):
-        compile_whole(layer)(setup.rows)
-    torch._dynamo.reset()
-    found = []
-    for run in (torch.compile(layer, backend="aot_eager"), layer):
-        loss = sum(y.square().sum() for y in run(setup.rows))
-        found.append([loss, *torch.autograd.grad(loss, leaves)])
-    assert_equal(*found)
-
-
-def over_processes(rank: int, ranks: int) -> None:
-    setup = make_setup(ranks, dtype=torch.float32, masked=True)
-    layer = Layer(setup, CollectiveTransport(setup.topology))
-    run = compile_whole(layer)
-    for scale in (1, 2):
-        rows = [setup.rows[rank] * scale]
-        assert_equal(both_ways(run, layer, rows), both_ways(layer, layer, rows))
-    with torch.no_grad():
-        if rank == 0:
-            layer.moe.weights[0].down.mul_(1.5)
-        message = "replicas must be refreshed" if rank == 0 else "rank 0 failed in stage count"
-        with pytest.raises(ValueError, match=message):
-            run([setup.rows[rank]])
-        layer.moe.refresh_replicas()
-        assert_equal(run([setup.rows[rank]]), layer([setup.rows[rank]]))
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_over_processes(ranks: int) -> None:
-    """Row counts that only the host has, in one graph; the second of 3 ranks has no tokens."""
-    run_ranks(over_processes, ranks, ranks, timeout=200)
-
-
-def model_over_processes(rank: int) -> None:
-    torch.set_num_threads(1)
-    model, topology = make_model("qwen3"), isoload.Topology(2)
-    placement = isoload.place(torch.arange(EXPERTS).repeat(2, 1) ** 2, topology, slots_per_rank=6)
-    isoload.balance(model, topology, transport=CollectiveTransport(topology), placement=placement)
-    with torch.no_grad():
-        got = compile_whole(model)(token_ids(rank)).logits
-        assert torch.equal(got, model(token_ids(rank)).logits)
-        plain = make_model("qwen3")(token_ids(rank)).logits
-    torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_a_model_over_processes() -> None:
-    run_ranks(model_over_processes, 2, timeout=200)

@@ -187,3 +187,27 @@ def refusals(rank: int) -> None:
 
 def test_what_a_layer_refuses() -> None:
     run_ranks(refusals, 2)
+
+
+def stacked(rank: int, ranks: int, kind: str, how: dict[str, Any]) -> bool:
+    """Two layers in a stack over a double: whether the second batch fetched, and is the dense layers'."""
+    low_latency = how.get("low_latency", False)
+    setup = make_setup(ranks, hidden=2048 if low_latency else 256, dtype=torch.bfloat16)
+    transport = transport_of(setup, kind, waits=not low_latency, **how)
+    borrow = "deep_ep" if kind == "EPBuffer" else "all_to_all"
+    layers = [setup.layer(transport, policy="hedge", borrow=borrow) for _ in range(2)]
+    isoload.LibraStack(layers, "last")
+    wanted = setup.dense_run()[0][rank]
+    with torch.no_grad():
+        for _ in range(2):
+            assert all(close(layer(setup.rows[rank]), wanted, BOUND) for layer in layers)
+    spare = layers[1].last_plan.slot_to_expert.view(ranks, -1)[:, -2:]
+    return bool((spare >= 0).any())
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [("EPBuffer", {}), ("ElasticBuffer", {}), ("Buffer", {}), ("Buffer", {"low_latency": True})],
+)
+def test_a_stack_over_the_doubles(kind: str, how: dict[str, Any]) -> None:
+    assert all(run_ranks(stacked, 2, 2, kind, how))

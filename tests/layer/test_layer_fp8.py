@@ -16,9 +16,11 @@ from isoload.weights.state import merge_states
 from support.borrowed_layer import LLEP, Setup
 from support.borrowed_layer import make_setup as make_borrowed
 from support.deep_ep_double import EPBuffer
-from support.fp8_experts import FP8, open_experts, random_experts
+from support.fp8_experts import FP8, open_experts, quantise, random_experts
 from support.processes import rank_outcomes, run_ranks
 from support.small_layer import TOKENS, make_gate
+from support.stacks import Model
+from support.stacks import run as run_layers
 
 EXPERTS, HIDDEN, INNER = 11, 200, 136
 DTYPES = [torch.bfloat16, torch.float32, torch.float64, torch.float16]
@@ -103,6 +105,21 @@ def test_borrowed_on_virtual_ranks(borrow: str, dtype: torch.dtype) -> None:
     assert_same(*layers, setups[0].rows)
     plan = layers[0].last_plan
     assert plan is not None and int((plan.slot_to_expert.view(4, -1)[:, -2:] >= 0).sum()) > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("local", ["planned", "held"])
+def test_borrowed_ahead_in_a_stack(local: str) -> None:
+    model = Model(4, dtype=torch.bfloat16)
+    weights = [quantise(dense) for dense in model.dense]
+    found = []
+    for kinds in (weights, [open_experts(w, torch.bfloat16) for w in weights]):
+        model.dense = kinds
+        layers = model.layers(isoload.LocalTransport(model.topology, 16))
+        isoload.LibraStack(layers, "last", local=local)
+        found.append([y for batch in range(3) for y in run_layers(layers, model.rows(batch))])
+    assert any(layer.last_plan.slot_to_expert.view(4, -1)[:, -2:].max() >= 0 for layer in layers)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def borrowed_setups(ranks: int, dtype: torch.dtype, hidden: int = HIDDEN, inner: int = INNER) -> list[Setup]:

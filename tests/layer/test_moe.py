@@ -163,9 +163,9 @@ def test_buffers_hold_only_the_copies_present(monkeypatch):
     layer = MoE(setup.gate, setup.dense, LocalTransport(setup.topology), setup.placement)
     held = []
 
-    def noted(rows, slots, weights, groups, activation, num_copies):
-        held.append((num_copies, [int((slots >= 0).sum())], slots.numel()))
-        return run(rows, slots, weights, groups, activation, num_copies)
+    def noted(rows, slots, weights, groups, activation, max_copies):
+        held.append((max_copies, [int((slots >= 0).sum())], slots.numel()))
+        return run(rows, slots, weights, groups, activation, max_copies)
 
     run = isoload.experts.compute.run_experts
     monkeypatch.setattr("isoload.layer.moe.run_experts", noted)

@@ -11,9 +11,12 @@ from torch import Tensor
 
 import isoload
 from isoload import predict
+from isoload.cost import CostModel
+from isoload.experts.compute import run_experts
+from isoload.experts.weights import SwiGLU
 from isoload.layer.stack import LibraStack
 from isoload.transport import LocalTransport
-from support.stacks import EXPERTS, TOKENS, Model, close, routing_trace, run
+from support.stacks import EXPERTS, HIDDEN, INNER, TOKENS, Model, close, routing_trace, run
 
 LOCALS = pytest.mark.parametrize("local", ["planned", "held"])
 LAYERS = 3
@@ -126,6 +129,17 @@ def test_empty_ranks(tokens: tuple[int, ...], local: str) -> None:
 
 
 @LOCALS
+@pytest.mark.parametrize("num_shared", [0, 1])
+@pytest.mark.parametrize("policy", ["hedge", "libra"])
+def test_a_dead_rank_has_tokens_and_no_experts(policy: str, num_shared: int, local: str) -> None:
+    model = Model(4, slots=5, num_shared=num_shared, alive=(True, True, False, True))
+    layers = model.layers(transport_for(model, local), policy=policy, prefer="visited")
+    LibraStack(layers, "lookahead", local=local)
+    assert_dense(model, layers)
+    assert all(int(layer.last_plan.quota.view(4, -1)[2].sum()) == 0 for layer in layers)
+
+
+@LOCALS
 @pytest.mark.parametrize("borrow", ["pull", "copy", "all_to_all"])
 def test_back_ends_give_the_same_bits(borrow: str, local: str) -> None:
     model, found = Model(4, dtype=torch.float32), []
@@ -184,19 +198,27 @@ def test_small_batches_are_not_planned(local: str) -> None:
                 assert [filled_slots(layer) > 0 for layer in layers] == [batch == 3, True, True]
 
 
-def test_masked_copies_are_not_predicted() -> None:
-    """Rows that chose nothing, as padding does, count in no forecast."""
+@LOCALS
+def test_masked_copies_are_neither_computed_nor_predicted(local: str) -> None:
+    """Rows that chose nothing, as padding does, count in no forecast; other absent copies are just that."""
     model = Model(2)
-    layers = model.layers()
-    stack = LibraStack(layers, "lookahead")
+    layers = model.layers(transport_for(model, local))
+    stack = LibraStack(layers, "lookahead", local=local)
     seen: list[Tensor] = []
     predict_loads = stack.feed.predict
     stack.feed.predict = lambda *args: seen.append(args[1].beside) or predict_loads(*args)
+    rows, given, all_weights = model.rows(), [], []
+    for row in rows:
+        ids, weights = model.gates[0](row)
+        token = torch.arange(len(ids)).unsqueeze(1)
+        absent = (token % 2 == 1) | ((token % 4 == 2) & (torch.arange(3) == 1))
+        given.append(ids.masked_fill(absent, -1).int())
+        all_weights.append(weights)
     with torch.no_grad():
-        rows = model.rows()
-        chosen = [model.gates[0](row) for row in rows]
-        ids = [ids.masked_fill(torch.arange(len(ids)).unsqueeze(1) % 2 == 1, -1) for ids, _ in chosen]
-        layers[0].compute(rows, ids, [weights for _, weights in chosen])
+        for _ in range(2):
+            got = layers[0].compute(rows, given, all_weights)
+            for y, row, ids, weights in zip(got, rows, given, all_weights, strict=True):
+                assert close(y, run_experts(row, ids.long(), weights, [model.dense[0]], SwiGLU()), 1e-12)
     assert seen[0].sum(1).tolist() == [3 * (-(-len(row) // 2)) for row in rows]
 
 
@@ -210,3 +232,21 @@ def test_local_copies_are_computed_before_remote_ones_arrive(local: str) -> None
         assert set(spans) == {"dispatch", "fetch", "local", "remote", "combine"}
         assert spans["dispatch"].begin <= spans["fetch"].begin <= spans["fetch"].end <= spans["local"].begin
         assert spans["local"].begin < spans["dispatch"].end <= spans["remote"].begin <= spans["combine"].begin
+
+
+@pytest.mark.parametrize(
+    ("copies", "slots"), [(1, 0), (300, 1), (100_000, 2)], ids=["too short", "for one", "for all"]
+)
+def test_slots_by_a_cost_model(copies: int, slots: int) -> None:
+    """1 us per copy and 1 MB/s between nodes: 1 B per copy, and an expert has 3 * 8 * 6 * 2."""
+    cost = CostModel(
+        HIDDEN, INNER, weight_bytes=2, overhead_us=0, token_us=((1, 1.0),), bandwidths=(1, 0.001)
+    )
+    model = Model(4)
+    layers = model.layers()
+    stack = LibraStack(layers, "lookahead", slots="auto", cost=cost, copies_per_rank=copies)
+    assert stack.slots == slots
+    assert_dense(model, layers)
+    for layer in layers:
+        spare = layer.last_plan.slot_to_expert.view(4, -1)[:, -2:]
+        assert (spare[:, : 2 - slots] == -1).all() and bool((spare >= 0).any()) == (slots > 0)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import isoload
-from isoload.predict import Lookahead
 from isoload.transport import LocalTransport
 from support.hugging_face import EXPERTS, MODELS, TOP_K, blocks, make_model
+from support.processes import run_ranks
 
 TOPOLOGY = isoload.Topology(4)
 IDS = [torch.randint(1, 64, (2, 9), generator=torch.Generator().manual_seed(5 + i)) for i in range(3)]
@@ -57,25 +57,43 @@ def test_the_model_stays_what_it_is(name: str, local: str) -> None:
 
 
 def test_lookahead_reads_the_next_norm_of_the_residual() -> None:
-    """Its predicted loads are those of the next gate on the next norm of what went into this one."""
+    """Its counts are those of the next block's own router on the next norm of what went into this block's norm."""
     model = make_model("qwen3", num_hidden_layers=3)
-    norms, gates = [], []
-    for layer in model.model.layers:
-        norms.append(layer.post_attention_layernorm)
-        gates.append(layer.mlp.gate)
-    given: list[torch.Tensor] = []
-    for norm in norms:
-        norm.register_forward_pre_hook(lambda _norm, args: given.append(args[0]))
+    norms = [layer.post_attention_layernorm for layer in model.model.layers]
+    routers = [layer.mlp.gate for layer in model.model.layers]
+    residuals: dict[int, torch.Tensor] = {}
+    for i, norm in enumerate(norms):
+        norm.register_forward_pre_hook(lambda _norm, args, i=i: residuals.update({i: args[0].flatten(0, -2)}))
     stack = isoload.LibraStack.from_decoder(model.model.layers, TOPOLOGY)
-    predicted: list[torch.Tensor | None] = []
+    counted: list[torch.Tensor] = []
     predict = stack.feed.predict
-    stack.feed.predict = lambda *args: predicted.append(predict(*args)) or predicted[-1]  # type: ignore[func-returns-value]
+    stack.feed.predict = lambda *args: counted.append(args[1].beside) or predict(*args)
     with torch.no_grad():
         model(IDS[0])
-        first, second = (given[i].flatten(0, 1) for i in (0, len(given) // 3))
-        assert predicted[0] is not None
-        wanted = gates[1](norms[1].forward(first))[2]
-        sizes = [len(part) for part in wanted.tensor_split(4)]
-        counts = torch.stack([isoload.count(part, EXPERTS) for part in wanted.split(sizes)])
-        assert torch.equal(predicted[0], counts) and int(counts.sum()) == first.shape[0] * TOP_K
-    assert isinstance(stack.feed.predictor, Lookahead)
+        for i in (0, 1):
+            ids = routers[i + 1](norms[i + 1].forward(residuals[i]))[2]
+            wanted = torch.stack([isoload.count(part, EXPERTS) for part in ids.tensor_split(4)])
+            assert torch.equal(counted[i], wanted) and int(wanted.sum()) == len(residuals[i]) * TOP_K
+    assert counted[2] is None, "the first layer is predicted by its last loads"
+
+
+def on_rank(rank: int, local: str) -> tuple[list[torch.Tensor], int]:
+    """Logits of this rank's own batches, and how many experts it borrowed."""
+    torch.set_num_threads(1)
+    model, topology = make_model("qwen3", num_hidden_layers=3), isoload.Topology(2)
+    transport = isoload.CollectiveTransport(topology, None, 20 if local == "held" else None)
+    stack = isoload.LibraStack.from_decoder(model.model.layers, topology, transport=transport, local=local)
+    with torch.no_grad():
+        logits = [model(ids[:, : 9 - rank]).logits for ids in IDS]
+    assert stack.feed is not None
+    return logits, transport.group.traffic.bytes["borrow"]
+
+
+@pytest.mark.parametrize("local", ["planned", "held"])
+def test_a_decoder_over_processes(local: str) -> None:
+    stock = make_model("qwen3", num_hidden_layers=3)
+    for rank, (logits, borrowed) in enumerate(run_ranks(on_rank, 2, local)):
+        assert borrowed > 0
+        for got, ids in zip(logits, IDS, strict=True):
+            with torch.no_grad():
+                torch.testing.assert_close(got, stock(ids[:, : 9 - rank]).logits, rtol=1e-4, atol=1e-4)

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import isoload
+from isoload import predict
 from isoload.layer.stack import LibraStack
 from isoload.transport import LocalTransport
-from support.stacks import Model, close, run
+from support.stacks import Model, close, routing_trace, run
 
 LOCALS = pytest.mark.parametrize("local", ["planned", "held"])
 CAPACITY = 15
@@ -176,8 +177,9 @@ def test_closed_layers_run_by_themselves_and_may_join_another_stack() -> None:
     assert layers[0].weights[0].gate_up.grad is not None
     for weights in layers[0].weights.parameters():
         weights.grad = None
-    LibraStack(layers, "last")
-    assert matches(model, layers, 1)
+    other = LibraStack(layers, "last")
+    stack.close()
+    assert matches(model, layers, 1) and other.events[0]
 
 
 def test_norms_are_read_by_hooks() -> None:
@@ -209,3 +211,54 @@ def test_norms_are_read_by_hooks() -> None:
                 layers[0](model.rows())
         stack.close()
     assert not any(norm._forward_pre_hooks for norm in norms)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["left out", "failed"])
+@pytest.mark.parametrize("kind", ["linear", "path table"])
+def test_a_history_with_a_gap_predicts_nothing(kind: str, fails: bool) -> None:
+    """Layer 1 is missing, so what comes before layer 3 is layer 2 alone."""
+    model, trace = Model(4, num_layers=4), routing_trace(4)
+    layers = model.layers()
+    LibraStack(layers, predict.fit(trace) if kind == "linear" else predict.tabulate(trace, 2))
+    assert matches(model, layers, 0) and is_filled(layers[3])
+    with torch.no_grad():
+        layers[0](model.rows())
+        if fails:
+            with pytest.raises(ValueError, match="must be"):
+                layers[1]([row[:, :3] for row in model.rows()])
+    for index in (2, 3):
+        assert matches(model, layers, 0, index) and not is_filled(layers[index])
+    assert matches(model, layers, 1) and is_filled(layers[3])
+
+
+def test_the_next_layer_s_weights_are_checked_before_they_are_sent() -> None:
+    model, layers, stack = made()
+    assert matches(model, layers, 0)
+    layers[1].weights[2].gate_up.data = layers[1].weights[2].gate_up.data[:, :3].clone()
+    with torch.no_grad(), pytest.raises(ValueError, match="gate_up must be .* got"):
+        layers[0](model.rows())
+    assert stack._fetched is None
+
+
+def test_a_batch_that_is_not_planned_brings_nothing_again() -> None:
+    model = Model(4)
+    layers = model.layers(min_tokens=10)
+    LibraStack(layers, "lookahead")
+    others = model.layers(layers[0].transport, policy="llep", min_chunk=1, threshold=1.0)[:2]
+    traffic = layers[0].group.traffic
+    assert matches(model, layers, 0)
+    with torch.no_grad():
+        for other in others:
+            other(model.rows(9))
+        before = traffic.bytes["borrow"]
+        run(layers, model.rows(1), 5)
+    assert traffic.bytes["borrow"] == before > 0
+    assert matches(model, layers, 2)
+
+
+def test_a_compiled_layer_runs_through_its_stack() -> None:
+    model, layers, _ = made(num_layers=2)
+    compiled = [torch.compile(layer, backend="eager") for layer in layers]
+    for batch in range(2):
+        assert matches(model, compiled, batch)
+    assert all(map(is_filled, layers))

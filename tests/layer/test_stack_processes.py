@@ -71,13 +71,15 @@ def differs(rank: int, ranks: int, what: str) -> None:
         LibraStack(layers, "last", local="held" if rank else "planned")
     elif what == "construction":
         LibraStack(layers, "last", local="both" if rank else "planned")
-    LibraStack(layers, "lookahead")
+    stack = LibraStack(layers, "lookahead")
     rows = [model.rows(0)[rank]]
     with torch.set_grad_enabled(what == "gradients" and rank == 1):
         if what == "order" and rank == 1:
             layers[1](rows)
         run(layers, rows)
     with torch.no_grad():
+        if what == "forgotten" and rank == 1:
+            stack.forget()
         if what == "weights" and rank == 1:
             layers[0].weights[0].down.mul_(2)
         run(layers, rows)
@@ -91,6 +93,7 @@ ON_RANK_0 = {
     "gradients": "rank 1 failed in stage count",
     "order": "layer must be the same on all ranks, got 0 on rank 0 and 1 on rank 1",
     "weights": "rank 1 failed in stage count",
+    "forgotten": "slots filled ahead must be the same on all ranks, got",
 }
 ON_RANK_1 = {
     **ON_RANK_0,

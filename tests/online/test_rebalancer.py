@@ -17,11 +17,13 @@ TOKENS = (9, 0, 14, 7)
 class Stack:
     """L layers of virtual ranks, or of this process's rank, beside the dense ones; hot experts drift apart."""
 
-    def __init__(self, ranks, group=None, seed=0, **how):
+    def __init__(self, ranks, group=None, seed=0, place=None, **how):
         draw = torch.Generator().manual_seed(seed)
         topology = isoload.Topology(ranks)
         counts = torch.rand(LAYERS, EXPERTS, generator=draw) ** 3
-        self.placement = isoload.place(counts, topology, slots_per_rank=EXPERTS // ranks + 1)
+        self.placement = isoload.place(
+            counts, topology, **(place or {"slots_per_rank": EXPERTS // ranks + 1})
+        )
         self.dense = [
             isoload.ExpertWeights.random(EXPERTS, HIDDEN, INNER, generator=draw, dtype=torch.float64)
             for _ in range(LAYERS)
@@ -83,6 +85,19 @@ def test_moves_a_few_experts_at_a_time_and_levels_the_ranks():
     assert all((layer.placement.arrays[0][i] == slots[i]).all() for i, layer in enumerate(stack.layers))
     stack.rebalancer.close()
     assert stack.layers[0].balancer.recorder is None
+
+
+@pytest.mark.parametrize("moves", [2, None])
+def test_ragged_placements_stay_the_dense_layer_while_they_move(moves):
+    """Layers and ranks of different numbers of slots, as a budget of replicas makes them."""
+    stack = Stack(4, place={"placer": "scenario", "replicas": 1}, moves=moves)
+    first = stack.placement.arrays[0]
+    held = (first.reshape(LAYERS, 4, -1) >= 0).sum(2)
+    assert (first < 0).any() and len(set(held.sum(1).tolist())) > 1
+    moved, _ = stack.run(25, 4)
+    last = stack.rebalancer.placement.arrays[0]
+    assert sum(moved) and (last != first).any()
+    stack.rebalancer.close()
 
 
 def test_nothing_moves_for_little():

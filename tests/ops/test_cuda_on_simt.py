@@ -44,6 +44,9 @@ MUTANTS = {
     "plan_waterfill": ("algorithms/visit_flow.h", "excess_[s] = excess - there;\n    team_.sync();"),
     "route_shared": ("cuda/route_shared.cu", "team_.sync();  // all have read the budget and the levels"),
     "route_shared_sampled": ("algorithms/route_shared_sampled.h", "team.sync();"),
+    "number_rows": ("cuda/number_rows.cu", "chunk_counts[int64_t(blockIdx.x) * keys + k];\n  }\n  __syncthreads();"),
+    "pack_rows": ("cuda/pack_rows.cu", "p.out.row_to_rank[row] = rank;\n    }\n    __syncthreads();"),
+    "group_copies": ("cuda/group_copies.cu", "present = all;\n  }\n  __syncthreads();"),
     "borrow": ("cuda/borrow.cu", "report(errors, kBorrowedSlot);\n  }\n  __syncthreads();"),
     "borrow_backward": ("cuda/borrow.cu", "chains.head[own] = head;\n  }\n  __syncthreads();"),
 }  # fmt: skip
@@ -86,6 +89,9 @@ CHOSEN = {
     "route_shared": "equals_reference and 1-True",
     "route_shared_sampled": "equals_reference",
     "append_shared_expert": "equals_reference",
+    "number_rows": "equals_reference",
+    "pack_rows": "equals_reference and 63 or more_ranks",
+    "group_copies": "equals_reference",
     "borrow": "equals_reference",
     "device_errors": "noted",
 }

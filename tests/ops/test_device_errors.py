@@ -105,6 +105,7 @@ BROKEN: dict[str, tuple[Callable[[str], object], list[int]]] = {
     "top_up": (lambda d: spill(d, ops.top_up), [19]),
     "shard_tokens": (lambda d: ops.shard_tokens(-LOADS.to(d), tables(d), TWO.new_tensor([0, 1, 3, 0]).to(d)), [20]),
     "shard_tokens home": (shard_without_home, [20]),
+    "group_copies": (lambda d: ops.group_copies(IDS.to(d), 0, 3, 5), [21]),
 }  # fmt: skip
 
 

@@ -37,6 +37,21 @@ MUTANTS = {
         "bool free = k < mine; if (free) mine = k;",
         "teams",
     ),
+    "a rank counted by each of its copies": Mutant(
+        "csrc/cpu/number_rows.cpp",
+        "if (at > 0 && row[at - 1] == rank) continue;",
+        "",
+        "number_rows",
+    ),
+    "a row with the slots of all ranks": Mutant(
+        "csrc/cpu/pack_rows.cpp", "in.space.rank_of(slots[k]) == rank", "slots[k] >= 0", "pack_rows"
+    ),
+    "copies beyond the places kept": Mutant(
+        "csrc/cpu/group_copies.cpp",
+        "if (present > in.num_places) return present;",
+        "if (present > in.num_places) return in.num_places;",
+        "group_copies",
+    ),
     "remainder dropped": Mutant(
         "csrc/algorithms/start.h", "each + (turn < more)", "each + 0 * (turn < more)", "plan_exact"
     ),

@@ -19,6 +19,7 @@ from isoload.reference import place_eplb
 from support.placing import placed
 
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "eplb_maps.npz")
+GROUPED = np.load(Path(__file__).parents[1] / "golden" / "eplb_groups.npz")
 CASES = sorted({name.split("/")[0] for name in GOLDEN.files})
 
 OF_COUNTS = [name for name in isoload.PLACERS if name != "grace"]  # which takes per-token traces
@@ -96,6 +97,18 @@ def test_without_dedup_maps_equal_the_published_ones(case):
     assert slots.dtype == np.int32
     np.testing.assert_array_equal(slots, GOLDEN[f"{case}/phy2log"])
     np.testing.assert_array_equal(copies(slots, loads.shape[-1]), GOLDEN[f"{case}/logcnt"])
+
+
+@pytest.mark.parametrize("case", ["readme", "random1", "random6"])
+def test_with_groups_maps_equal_the_published_hierarchical_ones(case):
+    num_slots, groups, nodes, ranks = (int(n) for n in GROUPED[f"{case}/settings"])
+    loads = GROUPED[f"{case}/weight"].astype(np.float64)[None]
+    placer = EplbPlacer(dedup=False, groups=groups)
+    slots = placed(placer, loads, ranks, num_slots // ranks, nodes=nodes)
+    np.testing.assert_array_equal(slots, GROUPED[f"{case}/phy2log"])
+    np.testing.assert_array_equal(copies(slots, loads.shape[-1]), GROUPED[f"{case}/logcnt"])
+    flat = placed(EplbPlacer(dedup=False), loads, ranks, num_slots // ranks, nodes=nodes)
+    assert (flat != slots).any(1).all(), "a case that does not show the policy"
 
 
 def test_golden_cases_cover_the_special_ones():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import isoload
 from isoload.predict import fit, tabulate
 from isoload.replay.batches import SourceBatch, make_batches
 from isoload.replay.calibration import Fold
@@ -143,5 +144,17 @@ def test_refuses() -> None:
             ValueError, match=f"predict={predict} needs per-token choices, trace counts has counts only"
         ):
             replay(counts, settings)
+    placement = isoload.place(
+        np.ones((LAYERS, EXPERTS)), isoload.Topology(RANKS), 6, "trivial", spare_slots=2
+    )
+    for predict in ("linear", "path", "popularity", "0.5"):
+        settings = ReplaySettings(
+            RANKS, spare_slots=2, batch_tokens=TOKENS, predict=predict, policies=("hedge",)
+        )
+        with pytest.raises(
+            ValueError,
+            match=f"predict={predict} needs batches to calibrate on, a given placement leaves none",
+        ):
+            replay(make_trace(), settings, placement=placement)
     popular = ReplaySettings(2, spare_slots=1, batch_tokens=8, predict="popularity", policies=("hedge",))
     assert replay(counts, popular).batches == 1

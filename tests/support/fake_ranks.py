@@ -22,12 +22,12 @@ TOPOLOGY = isoload.Topology(RANKS, 2)
 class OneRank(CollectiveGroup):
     """One rank of several, as a process has it, whose peers are not there: what they send is fake, too."""
 
-    def __init__(self, rank: int) -> None:
-        Group.__init__(self, TOPOLOGY, [rank])
+    def __init__(self, rank: int, topology: isoload.Topology) -> None:
+        Group.__init__(self, topology, [rank])
         self.process_group = None
 
     def _gather(self, stage: str, rows: list[Tensor]) -> Tensor:
-        return rows[0].unsqueeze(0).expand(RANKS, -1)
+        return rows[0].unsqueeze(0).expand(self.topology.num_ranks, -1)
 
     _start_gather = Group._start_gather
 
@@ -40,7 +40,7 @@ class OneRank(CollectiveGroup):
         return arrived
 
     def gather_objects(self, stage: str, given: object) -> list[Any]:
-        return [given] * RANKS
+        return [given] * self.topology.num_ranks
 
     def peers(self, device: torch.device) -> None:
         return None
@@ -50,9 +50,10 @@ class OneRank(CollectiveGroup):
 
 
 def answer(tensor: Tensor) -> list[Any]:
-    """What the host reads: three rows between every two ranks, no errors, no facts that differ, expert 0 borrowed."""
+    """What the host reads: three rows and copies between every two ranks, no errors, no facts that differ, expert 0
+    borrowed."""
     if tensor.dim() == 3:
-        return [[[3, 0, 3] + [0] * (tensor.shape[2] - 3)] * tensor.shape[1]] * len(tensor)
+        return [[[3, 3, 3] + [0] * (tensor.shape[2] - 3)] * tensor.shape[1]] * len(tensor)
     return [[0] * tensor.shape[1]] * len(tensor) if tensor.dim() == 2 else [0] * len(tensor)
 
 
@@ -91,6 +92,8 @@ def short(found: tuple[list[str], int]) -> tuple[list[str], int]:
     return [wait.rsplit(":", 1)[0] for wait in found[0]], found[1]
 
 
-def one_rank(rank: int, capacity: int | None) -> Transport:
-    group = OneRank(rank)
-    return Transport(group, RowDispatcher(group, capacity))
+def one_rank(
+    rank: int, capacity: int | None, topology: isoload.Topology = TOPOLOGY, max_copies: int | None = None
+) -> Transport:
+    group = OneRank(rank, topology)
+    return Transport(group, RowDispatcher(group, capacity, max_copies))

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from isoload import ops
+from isoload.results import RowLayout
 from support.borrow_plans import SHAPES, draw_plan, draw_values
 from support.cases import draw
 from support.simt_build import ROOT
@@ -64,6 +65,18 @@ def sampled_at_a_step(x: Layer) -> object:
     return slots, ops.route_shared_sampled(slots, x.tokens, x.tokens, size(x), RANK, "blog", 5, step)
 
 
+def pack(x: Layer) -> object:
+    """Rows of three tokens' worth of words, exactly and with a capacity; the payload's parts, without the gaps."""
+    ranks, tokens = len(x.loads), len(x.slots)
+    rows = ops.number_rows(x.slots, size(x), ranks)
+    values = torch.arange(tokens * 5, dtype=torch.float32).view(tokens, 5)
+    found: list[torch.Tensor] = []
+    for capacity, num_rows in ((None, int(rows.counts[0].sum())), (tokens, ranks * tokens)):
+        packed = ops.pack_rows(values, x.slots, x.gates, rows, size(x), num_rows, capacity)
+        found += [*RowLayout.of(values, x.gates).parts(packed.payload, values, x.gates), *packed[1:]]
+    return found
+
+
 def spread(x: Layer) -> object:
     """Every rank takes shared copies, so tokens have to be chosen."""
     ranks, tokens = len(x.loads), len(x.ids)
@@ -98,13 +111,18 @@ def spill_beside_replicas() -> object:
 __all__ = ["EXPERTS", "OF_LAYERS", "SCENARIOS", "bits", "layer", "make_inputs"]
 OF_LAYERS: dict[str, tuple[Callable[[Layer], object], tuple[int, int, int]]] = {
     **{job.name: (job.call, FEW) for job in JOBS if job.name != "chain"},
-    **{f"{job.name}, many tokens": (job.call, MANY) for job in JOBS if job.name in ("count", "route")},
+    **{
+        f"{job.name}, many tokens": (job.call, MANY)
+        for job in JOBS
+        if job.name in ("count", "route", "number_rows", "group_copies")
+    },
     "plan_lp, wide": (next(job.call for job in JOBS if job.name == "plan_lp"), WIDE),
     "plan_exact, packed": (more("packed"), FEW),
     "plan_exact, local": (more("local"), FEW),
     "plan_waterfill, visited": (visited, FEW),
     "route_shared, spread": (spread, FEW),
     "sampled at a step": (sampled_at_a_step, FEW),
+    "pack_rows, both": (pack, FEW),
     "share, all rows": (lambda x: ops.share(x.loads, x.quota, x.tables, per_node(x)), FEW),
 }
 SCENARIOS: dict[str, Callable[[], object]] = {

@@ -33,12 +33,13 @@ class Model:
     num_shared: int = 0
     dtype: torch.dtype = torch.float64
     tokens: Sequence[int] = TOKENS
+    alive: tuple[bool, ...] | None = None
     gates: list[Gate] = field(init=False)
     dense: list[ExpertWeights] = field(init=False)
 
     def __post_init__(self) -> None:
         draw = torch.Generator().manual_seed(17 * self.ranks + self.num_layers)
-        self.topology = isoload.Topology(self.ranks, 2 if self.ranks % 2 == 0 else 0)
+        self.topology = isoload.Topology(self.ranks, 2 if self.ranks % 2 == 0 else 0, alive=self.alive)
         common = torch.randn(EXPERTS, HIDDEN, generator=draw, dtype=torch.float64)
         total = EXPERTS + self.num_shared
         self.gates, self.dense = [], []

@@ -237,7 +237,7 @@ def test_other_facts_travel_with_the_row_counts() -> None:
         transport.dispatcher.dispatch(batch.x, batch.slots, batch.weights, batch.slots_per_rank, facts)
         sent.append(transport.group.traffic.bytes["dispatch row counts"])
         assert transport.group.traffic.host_syncs == 1
-    assert sent == [3 * 3 * 8 * (2 + 5), 3 * 3 * 8 * (2 + 5 + 2)]
+    assert sent == [3 * 3 * 8 * (3 + 5), 3 * 3 * 8 * (3 + 5 + 2)]
 
 
 def test_bad_arguments_of_the_rest() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import Tensor
 
 import isoload
 from isoload.transport import CollectiveGroup, Group, LocalGroup
-from isoload.weights.backends import P2P_LIMIT, chunks_of, make_backend
+from isoload.transport.peers import SameProcess
+from isoload.weights.backends import P2P_LIMIT, Pull, chunks_of, make_backend
 from isoload.weights.borrow import Borrowing
 from isoload.weights.borrow_plan import BorrowPlan
 from isoload.weights.moves import Address, Move
@@ -149,6 +151,36 @@ def test_batches_of_sends_are_small_on_every_rank() -> None:
         for rank in range(6):
             assert sum(rank in (source.rank, target.rank) for source, target in chunk) <= P2P_LIMIT
     assert len(chunks) < 400 * 2 / P2P_LIMIT
+
+
+def test_a_wait_for_pulled_weights_is_not_for_those_pulled_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next layer's copies may be on the side stream by then: on stubs that note what is enqueued where."""
+    enqueued: list[str] = []
+    waited: list[list[str]] = []
+
+    class Event:
+        def record(self, _stream: object) -> None:
+            self.after = list(enqueued)
+
+    class Stream:
+        def __init__(self, _device: object = None) -> None: ...
+
+        def wait_stream(self, _other: object) -> None:
+            waited.append(list(enqueued))
+
+        def wait_event(self, event: Event) -> None:
+            waited.append(event.after)
+
+    for name, stub in (("Event", Event), ("Stream", Stream), ("current_stream", Stream)):
+        monkeypatch.setattr(torch.cuda, name, stub)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _stream: nullcontext())
+    pull = Pull(LocalGroup(isoload.Topology(2)), SameProcess())
+    pools = [[SimpleNamespace(device=torch.device("cuda"))]]
+    first, second = (pull._beside(lambda i=i: enqueued.append(f"layer {i}"), pools) for i in (1, 2))
+    waited.clear()  # the side stream has waited, too
+    first()
+    second()
+    assert waited == [["layer 1"], ["layer 1", "layer 2"]]
 
 
 def test_weights_that_peers_cannot_read_are_refused_by_name() -> None:

@@ -16,9 +16,11 @@ from torch.autograd.function import once_differentiable
 from isoload import kernels
 from isoload.experts.fp8 import check_no_gradients
 from isoload.experts.grouped_linear import projections
-from isoload.experts.grouping import Grouping, gather_copies, group_copies, weighted_sum
+from isoload.experts.grouping import gather_copies, weighted_sum
 from isoload.experts.weights import DTYPES, Activation, ClampedGLU, ExpertWeights, SwiGLU
+from isoload.ops import group_copies
 from isoload.permutation import sum_dtype
+from isoload.results import Grouping
 from isoload.value_checks import values_readable
 
 
@@ -28,7 +30,7 @@ def run_experts(
     weights: Tensor,
     groups: Sequence[ExpertWeights],
     activation: Activation,
-    num_copies: Sequence[int] | None = None,
+    max_copies: Sequence[int] | None = None,
 ) -> Tensor:
     """For each row the sum over its local copies of ``weight * expert(row)``.
 
@@ -37,12 +39,12 @@ def run_experts(
 
     Args:
         rows: [N, H] in the groups' dtype; without gradients beside groups in fp8, then in any dtype.
-        slots: [N, K] int64 local slot, -1 = absent.
+        slots: [N, K] int32 or int64 local slot, -1 = absent.
         weights: [N, K] float32 gate weights (float64 ones only with float64 rows).
         groups: stacks of weights: the resident rows, then the spare pool.
         activation: between the two projections.
-        num_copies: per group, the copies present, where the host has their number (a plan's quotas add up to it):
-            buffers then hold exactly these. None: buffers hold N*K, and the host waits for nothing.
+        max_copies: per group, most copies that are present: buffers hold so many. None: N*K. More copies are a
+            ValueError where values are readable, else absent, and the device's error word says so.
 
     Returns:
         [N, H] in rows' dtype, summed in max(fp32, dtype). Autocast changes nothing inside.
@@ -51,19 +53,20 @@ def run_experts(
         ValueError: naming the argument, the rule and the value. Slot and copy numbers are checked where values
             are readable (CPU, or ISOLOAD_CHECK=1); elsewhere an out-of-range slot is absent.
     """
-    _check_arguments(rows, slots, weights, groups, num_copies)
+    _check_arguments(rows, slots, weights, groups, max_copies)
     if torch.is_autocast_enabled(
         rows.device.type
     ):  # it would cast what the loop multiplies, not what grouped_mm does
         with torch.autocast(rows.device.type, enabled=False):
-            return run_experts(rows, slots, weights, groups, activation, num_copies)
+            return run_experts(rows, slots, weights, groups, activation, max_copies)
     # One group's sum is rounded as it is made; those of several are added up first.
     summed = rows.dtype if len(groups) == 1 else sum_dtype(rows.dtype)
     parts = []
     first = 0
     for g, group in enumerate(groups):
-        held = None if num_copies is None else num_copies[g]
-        grouping = group_copies(slots, first, group.num_slots, held)
+        # One place at least, so that no product has zero rows.
+        places = None if max_copies is None else min(max(max_copies[g], 1), slots.numel())
+        grouping = group_copies(slots, first, group.num_slots, places)
         copies = gather_copies(rows, grouping)  # [C, H]
         if group.num_slots:  # else all are absent, but rows keep their gradient's way
             to_inner, to_hidden = projections(group, rows.dtype)
@@ -121,7 +124,7 @@ def _check_arguments(
     slots: Tensor,
     weights: Tensor,
     groups: Sequence[ExpertWeights],
-    num_copies: Sequence[int] | None,
+    max_copies: Sequence[int] | None,
 ) -> None:
     if not groups:
         raise ValueError("groups must hold at least one stack of weights, got none")
@@ -138,8 +141,10 @@ def _check_arguments(
     if rows.dim() != 2 or rows.shape[1] != hidden or rows.dtype not in dtypes:
         names = " or ".join(map(str, dtypes))
         raise ValueError(f"rows must be [N, {hidden}] {names}, got {list(rows.shape)} {rows.dtype}")
-    if slots.dim() != 2 or len(slots) != len(rows) or slots.dtype != torch.int64:
-        raise ValueError(f"slots must be [{len(rows)}, K] int64, got {list(slots.shape)} {slots.dtype}")
+    if slots.dim() != 2 or len(slots) != len(rows) or slots.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"slots must be [{len(rows)}, K] int32 or int64, got {list(slots.shape)} {slots.dtype}"
+        )
     if weights.shape != slots.shape or weights.dtype not in (torch.float32, sum_dtype(rows.dtype)):
         raise ValueError(
             f"weights must be {list(slots.shape)} torch.float32 (torch.float64 only with float64 rows), "
@@ -148,12 +153,12 @@ def _check_arguments(
     for name, tensor in (("rows", rows), ("slots", slots), ("weights", weights)):
         if tensor.device != groups[0].down.device:
             raise ValueError(f"{name} must be on {groups[0].down.device}, got {tensor.device}")
-    if num_copies is not None and len(num_copies) != len(groups):
-        raise ValueError(f"num_copies must have one entry per group ({len(groups)}), got {len(num_copies)}")
+    if max_copies is not None and len(max_copies) != len(groups):
+        raise ValueError(f"max_copies must have one entry per group ({len(groups)}), got {len(max_copies)}")
     if values_readable(slots):
         _check_slots(slots, sum(group.num_slots for group in groups))
-        if num_copies is not None:
-            _check_num_copies(slots, groups, num_copies)
+        if max_copies is not None:
+            _check_max_copies(slots, groups, max_copies)
 
 
 def _check_slots(slots: Tensor, num_slots: int) -> None:
@@ -162,9 +167,9 @@ def _check_slots(slots: Tensor, num_slots: int) -> None:
         raise ValueError(f"slots must be in -1..{num_slots - 1}, got {int(outside[0])}")
 
 
-def _check_num_copies(slots: Tensor, groups: Sequence[ExpertWeights], num_copies: Sequence[int]) -> None:
-    for g, (claimed, present) in enumerate(zip(num_copies, count_copies(slots, groups), strict=True)):
-        if claimed != present:
+def _check_max_copies(slots: Tensor, groups: Sequence[ExpertWeights], max_copies: Sequence[int]) -> None:
+    for g, (most, present) in enumerate(zip(max_copies, count_copies(slots, groups), strict=True)):
+        if most < present:
             raise ValueError(
-                f"num_copies[{g}] must be the number of copies present ({present}), got {claimed}"
+                f"max_copies[{g}] must be at least the number of copies present ({present}), got {most}"
             )

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from isoload.experts.fp8 import fp8_linear
-from isoload.experts.grouping import Grouping
 from isoload.experts.weights import ROW_BYTES, BorrowedWeights, ExpertWeights, compute_path
+from isoload.results import Grouping
 
 Linear = Callable[[Tensor, Tensor, Tensor | None, Grouping], Tensor]
 Projection = Callable[[Tensor, Grouping], Tensor]  # x [C, in] -> [C, out]

@@ -5,7 +5,7 @@ Shapes: S slots, H width of a row, I intermediate width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -122,6 +122,11 @@ class ExpertWeights:
     @property
     def num_slots(self) -> int:
         return self.down.shape[0]
+
+    def rows(self, name: str, experts: Sequence[int]) -> Tensor | None:
+        """A copy of a stack's rows, without gradients; None where there is no such stack."""
+        stack: Tensor | None = getattr(self, name)
+        return None if stack is None else stack.detach()[list(experts)]
 
     def stacks(self) -> dict[str, Tensor]:
         """Those that are there, by name."""

@@ -62,3 +62,17 @@ def replica_lists(placement: Placement) -> ReplicaLists:
     column = torch.arange(slots.shape[1]) - first.gather(1, held)
     lists[torch.arange(len(slots)).unsqueeze(1), held, column] = by_expert
     return ReplicaLists(slots, lists, num)
+
+
+def keep_slots(slots: Tensor, before: Tensor, num_ranks: int) -> Tensor:
+    """[L, P] the same experts on every rank, those that were there [L, P] in their slots of before."""
+    size = slots.shape[1] // num_ranks
+    new, old = slots.reshape(-1, size), before.reshape(-1, size)
+    kept, left = torch.full_like(new, -1), torch.ones_like(new, dtype=torch.bool)
+    for place in range(new.shape[1]):
+        stays = left & (new == old[:, place : place + 1])
+        found = stays.any(dim=1).nonzero().flatten()
+        kept[found, place] = old[found, place]
+        left[found, stays[found].int().argmax(dim=1)] = False  # one of several slots of an expert
+    kept[kept < 0] = new[left]  # as many in every row
+    return kept.view_as(slots)

@@ -22,6 +22,7 @@ class Variable:
 
 
 SGLANG = Variable("ISOLOAD_SGLANG", "0 or 1", "0", "attach to SGLang; with 0 nothing of isoload is imported")
+VLLM = Variable("ISOLOAD_VLLM", "0 or 1", "0", "attach to vLLM; with 0 nothing of isoload is imported")
 STRICT = Variable(
     "ISOLOAD_STRICT",
     "0 or 1",
@@ -32,13 +33,13 @@ POLICY = Variable(
     "ISOLOAD_POLICY",
     "name or name:option=value",
     "",
-    "how copies are split over replicas; empty: exact, with Waterfill joint",
+    "how copies are split over replicas; empty: exact, with SGLang's Waterfill joint",
 )
 PLACER = Variable(
     "ISOLOAD_PLACER",
     "name or name:option=value",
     "eplb",
-    "what --eplb-algorithm isoload lays experts out with",
+    "what lays experts out when the engine rebalances",
 )
 REPORT = Variable(
     "ISOLOAD_REPORT_SECONDS",
@@ -46,19 +47,18 @@ REPORT = Variable(
     "0",
     "seconds between two reports of imbalance, a log line and Prometheus gauges; 0: none, and nothing is measured",
 )
-VARIABLES = (SGLANG, STRICT, POLICY, PLACER, REPORT)
+COMMON = (STRICT, POLICY, PLACER, REPORT)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the variables say, checked.
+    """What the variables say that all engines have, checked.
 
     policy          as written; None = the door's default
     placer          as written
     report_seconds  0 = no reports
     """
 
-    enabled: bool
     strict: bool
     policy: str | None
     placer: str
@@ -72,24 +72,19 @@ class Settings:
             ValueError: naming the variable, the rule and the value.
         """
         given = os.environ if environ is None else environ
-
-        def value(variable: Variable) -> str:
-            return given.get(variable.name, "").strip() or variable.default
-
-        policy = value(POLICY) or None
+        policy = _text(POLICY, given) or None
         if policy is not None:
             _usable(policy)
-        placer = value(PLACER)
+        placer = _text(PLACER, given)
         try:
             parse_placer(placer)
         except ValueError as error:
             raise ValueError(f"{PLACER.name}: {error}") from None
         return cls(
-            _flag(SGLANG, value(SGLANG)),
-            _flag(STRICT, value(STRICT)),
+            is_on(STRICT, given),
             policy,
             placer,
-            _seconds(value(REPORT)),
+            _seconds(_text(REPORT, given)),
         )
 
     @property
@@ -128,10 +123,20 @@ def _usable(text: str) -> Policy:
     return policy
 
 
-def _flag(variable: Variable, text: str) -> bool:
+def is_on(variable: Variable, environ: Mapping[str, str]) -> bool:
+    """Whether a variable of 0 or 1 is 1.
+
+    Raises:
+        ValueError: it is neither, nor empty.
+    """
+    text = _text(variable, environ)
     if text not in ("0", "1"):
         raise ValueError(f"{variable.name} must be 0 or 1, got {text!r}")
     return text == "1"
+
+
+def _text(variable: Variable, environ: Mapping[str, str]) -> str:
+    return environ.get(variable.name, "").strip() or variable.default
 
 
 def _seconds(text: str) -> float:

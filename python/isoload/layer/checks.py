@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from isoload.checkpoints import Checkpoint
 from isoload.experts.fp8 import FP8, check_no_gradients
 from isoload.experts.weights import Activation, ClampedGLU, ExpertWeights, SwiGLU, describe
 from isoload.placement import Placement
@@ -16,12 +18,12 @@ from isoload.transport import DTYPES, CollectiveGroup, Group
 from isoload.weights.shard import Shard, check_shard, describe_rows
 from isoload.weights.storage import RankWeights, check_fp8
 
-Experts = Sequence[ExpertWeights | Shard]  # for every owned rank: all experts, or its own
+Experts = Sequence[ExpertWeights | Checkpoint | Shard]  # for every owned rank: all experts, or its own
 
 
-def experts_by_rank(experts: ExpertWeights | Shard | Sequence[Shard], num_ranks: int) -> Experts:
+def experts_by_rank(experts: ExpertWeights | Checkpoint | Shard | Sequence[Shard], num_ranks: int) -> Experts:
     """The experts as every one of so many owned ranks is to take them."""
-    if isinstance(experts, ExpertWeights):
+    if isinstance(experts, ExpertWeights | Checkpoint):
         return [experts] * num_ranks
     return [experts] if isinstance(experts, Shard) else list(experts)
 
@@ -43,7 +45,7 @@ def check_parts(experts: Experts, group: Group, placement: Placement, layer: int
         )
     kinds: dict[str, None] = {}
     for rank, own in zip(group.ranks, experts, strict=True):
-        given = own.read() if isinstance(own, Shard) else own
+        given = own.read(()) if isinstance(own, Checkpoint) else own.read() if isinstance(own, Shard) else own
         if given.in_fp8:
             check_fp8(given.stacks())
         if isinstance(own, Shard):
@@ -52,11 +54,28 @@ def check_parts(experts: Experts, group: Group, placement: Placement, layer: int
             raise ValueError(
                 f"experts must hold num_experts={placement.num_experts} experts, got {own.num_slots}"
             )
+        elif isinstance(own, Checkpoint):
+            known = f"{own.prefix} of a checkpoint whose expert 0 has the checksum {own.checksum}"
+            kinds[f"{known}, {describe(given)}"] = None
         else:
             kinds[describe(own)] = None
     if len(kinds) > 1:
         raise ValueError(f"experts must be alike on all ranks of this process, got {' and '.join(kinds)}")
     return next(iter(kinds))
+
+
+def activation_of(experts: Experts) -> Activation:
+    """What is between the projections where the caller does not say."""
+    first = experts[0]
+    return first.activation if isinstance(first, Checkpoint) else SwiGLU()
+
+
+def device_of(experts: Experts) -> torch.device:
+    """Where the weights are to be."""
+    first = experts[0]
+    if isinstance(first, Checkpoint):
+        return torch.device(first.device)
+    return (first.read() if isinstance(first, Shard) else first).down.device
 
 
 def name_of(activation: Activation) -> str:

@@ -29,12 +29,12 @@ _numbers = itertools.count()
 def handle_of(layer: MoE) -> Tensor:
     """[] float64: a new number by which compiled code finds the layer when it runs.
 
-    A tensor, since one graph then serves all layers that are alike; it requires a gradient, so that every rank enters
-    the backward of its layers, whatever else does.
+    A tensor, since one graph then serves all layers that are alike, and on the CPU, where it is read; it requires a
+    gradient, so that every rank enters the backward of its layers, whatever else does.
     """
     number = next(_numbers)
     _layers[number] = layer
-    return torch.tensor(float(number), dtype=torch.float64, requires_grad=True)
+    return torch.tensor(float(number), dtype=torch.float64, device="cpu", requires_grad=True)
 
 
 def run_in_graph(
@@ -54,7 +54,7 @@ def run_in_graph(
     return outputs[: len(rows)]
 
 
-@torch.compiler.disable(reason="expert Parameters of others (a Shard given as a function, FSDP)")
+@torch.compiler.disable(reason="expert Parameters of others: a Shard given as a function, DTensors")
 def _run_apart(
     layer: MoE, rows: list[Tensor], chosen: Sequence[Choice], num_tokens: int | None
 ) -> list[Tensor]:
@@ -107,13 +107,11 @@ def run_layer(
         _check_own(layer, [*trained, *frozen])
         return list(zip(topk_ids, gates, strict=True))
 
-    if not records:
-        gates = weights
-        with torch.no_grad():
-            return [*layer.run(rows, choose, num_tokens), torch.empty(0, dtype=torch.uint8)]
-    with _recording():
-        leaves, gates = ([v.detach().requires_grad_() for v in values] for values in (rows, weights))
+    with _outside_of_ops(records):
+        leaves, gates = ([v.detach().requires_grad_(records) for v in values] for values in (rows, weights))
         outputs = layer.run(leaves, choose, num_tokens)
+    if not records:
+        return [*outputs, torch.empty(0, dtype=torch.uint8)]
     number = next(_numbers)
     made = _recordings[number] = Recording(number.to_bytes(8, "little"))
     made.outputs = outputs
@@ -140,9 +138,12 @@ def _(
 def run_layer_backward(ticket: Tensor, grads: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
     """The gradients of a recording's inputs (rows, weights, trained Parameters), from those of its outputs."""
     made = _recordings[int.from_bytes(bytes(ticket.tolist()), "little")]
-    with _recording():
-        # the recording ends with its ticket: backward may come again until then
-        found = torch.autograd.grad(made.outputs, made.inputs, grads, retain_graph=True)
+    with _outside_of_ops(records=True):
+        # The recording ends with its ticket: backward may come again until then. A rank without experts has Parameters,
+        # of no rows, which nothing is computed from.
+        found = torch.autograd.grad(
+            made.outputs, made.inputs, grads, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
     return [grad.clone() for grad in found]
 
 
@@ -168,10 +169,11 @@ run_layer.register_autograd(_backward, setup_context=_save)
 
 
 @contextmanager
-def _recording() -> Iterator[None]:
-    """Within an op autograd is off, whatever the grad mode: on again."""
+def _outside_of_ops(records: bool) -> Iterator[None]:
+    """Within an op neither gradients are recorded nor versions counted, whatever the grad mode: here they are."""
     key, guard = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
-    with torch.enable_grad(), guard(key.AutogradFunctionality, False), guard(key.ADInplaceOrView, False):
+    on = guard(key.AutogradFunctionality, False), guard(key.ADInplaceOrView, False)
+    with on[0], on[1], torch.set_grad_enabled(records):
         yield
 
 

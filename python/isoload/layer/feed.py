@@ -28,6 +28,7 @@ class Residuals:
             for i, norm in enumerate(norms)
         ]
 
+    @torch.compiler.disable(reason="what a hook keeps is there for the layer only between two graphs")
     def _note(self, layer: int, _norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if layer != self._of:
             self._of, self._given = layer, []

@@ -9,6 +9,8 @@ from torch import Tensor
 from isoload.layer.moe import MoE
 from isoload.placed_layers import Filled
 from isoload.planning import fill
+from isoload.transport import checksum
+from isoload.value_checks import values_readable
 from isoload.weights.borrow import Borrowed
 
 
@@ -31,6 +33,12 @@ class Fetched:
     def is_placed(self) -> bool:
         """Whether the layer's placement is the one it was filled for."""
         return self.filled.placed.host is self.layer.placement
+
+    @property
+    def fact(self) -> int:
+        """A number that is the same on ranks with the same slots, where the host may read them."""
+        slots = self.filled.slot_to_expert
+        return checksum(slots.tolist()) if values_readable(slots) else 1
 
     def check(self) -> None:
         """Raises ValueError if the layer's Parameters have changed since."""

@@ -33,7 +33,7 @@ def run_held(batch: Batch) -> list[Tensor]:
     with batch.span("local"):
         stacks = layer.stacks(borrowed)
         near = [held[rank][ids] for rank, ids in zip(ranks, chosen.ids, strict=True)]
-        own = layer.run_local(chosen.rows, near, chosen.weights, stacks)
+        own = layer.run_local(chosen.kept(near), stacks)
     balanced = layer.balancer.plan(batch.gathered, batch.filled, keep_local=True)
     assert balanced.plan is not None
     tokens = arriving()
@@ -44,8 +44,7 @@ def run_held(batch: Batch) -> list[Tensor]:
         far.append(slots.masked_fill(held[source][ids] >= 0, -1))
     received = tokens.received(ranks, list(map(len, chosen.rows)), far, size)
     with batch.span("remote"):
-        rows, local, weights = zip(*((got.rows, got.slots, got.weights) for got in received), strict=True)
-        computed = layer.run_local(rows, local, weights, stacks)
+        computed = layer.run_local(received, stacks)
     with batch.span("combine"):
         return layer.dispatcher.combine(computed, received, own)
 

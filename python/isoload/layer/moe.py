@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from isoload.balancer import Balancer, Gathered
+from isoload.checkpoints import Checkpoint
 from isoload.experts.compute import count_copies, run_experts
 from isoload.experts.sorted_rows import run_sorted
-from isoload.experts.weights import Activation, ExpertWeights, SwiGLU
-from isoload.layer.checks import check_parts, check_rows, experts_by_rank, name_of
+from isoload.experts.weights import Activation, ExpertWeights
+from isoload.layer.checks import activation_of, check_parts, check_rows, experts_by_rank, name_of
 from isoload.layer.compiled import Choose, handle_of, run_in_graph
 from isoload.layer.modules import place_module
 from isoload.layer.routers import Routing, given_choices
@@ -53,6 +54,11 @@ class Chosen:
         """[T, K] each."""
         return [weights for _, weights in self.routings]
 
+    def kept(self, slots: list[Tensor]) -> list[Received]:
+        """The rows as if they had been received, with local slots [T, K] on their own rank; -1 = elsewhere."""
+        of_ranks = zip(self.rows, slots, self.weights, strict=True)
+        return [Received(row, own, given, None) for row, own, given in of_ranks]
+
 
 class MoE(StoredExperts):
     """One MoE layer over the ranks of a transport; the dense layer's mathematics, whatever the policy.
@@ -62,14 +68,15 @@ class MoE(StoredExperts):
 
     Args:
         gate: rows [T, H] -> (topk_ids [T, K] int64, weights [T, K] float32): a router, see isoload.layer.routers.Gate.
-        experts: the stacks of all E experts, shared ones last, of which each rank copies its own; or a Shard, a list of
-            them in process order, of the owned ranks' home experts, which stay in the memory where they are.
+        experts: the stacks of all E experts, shared ones last, of which each rank copies its own; or their Checkpoint,
+            of which each rank reads its own; or a Shard, a list of them in process order, of the owned ranks' home
+            experts, which stay in the memory where they are.
         transport: joins the ranks.
         placement: where the experts lie.
         layer: position of this layer in the placement.
         policy: a name in isoload.POLICIES or a Policy; options go with the name. One that samples draws anew in
             every batch.
-        activation: SwiGLU (default), or gpt-oss's ClampedGLU.
+        activation: SwiGLU, or gpt-oss's ClampedGLU. None: the checkpoint's, else SwiGLU.
         shared: a module for all local rows, added to the result, outside of dispatch. Shared experts of the
             placement need none: the layer adds them to every token's choices, with weight 1.
         prefer: see isoload.route.
@@ -89,7 +96,7 @@ class MoE(StoredExperts):
     def __init__(
         self,
         gate: Gate,
-        experts: ExpertWeights | Shard | Sequence[Shard],
+        experts: ExpertWeights | Checkpoint | Shard | Sequence[Shard],
         transport: Transport,
         placement: Placement,
         layer: int = 0,
@@ -107,11 +114,11 @@ class MoE(StoredExperts):
         self.gate, self.shared = gate, shared
         self.run_by: Callable[[list[Tensor], Choose, int | None], list[Tensor]] | None = None  # a stack
         self.transport, self.group, self.dispatcher = transport, transport.group, transport.dispatcher
-        self.activation: Activation = SwiGLU() if activation is None else activation
         own = experts_by_rank(experts, len(self.group.ranks))
         with self.group.agreeing("construction") as facts:
             placed = placement.layer(layer, "cpu")
             described = check_parts(own, self.group, placement, layer)
+            self.activation: Activation = activation_of(own) if activation is None else activation
             arrange = shard_layouts if isinstance(own[0], Shard) else layouts
             self.layouts, self.num_rows = arrange(placed), count_rows(placed, weight_rows)
             facts.update(
@@ -236,8 +243,14 @@ class MoE(StoredExperts):
         except Exception as error:
             return Chosen(rows, [], error)
 
-    def gather(self, chosen: Chosen, num_tokens: int | None, beside: list[Tensor] | None = None) -> Gathered:
-        """The batch counted and gathered; num_tokens as in :meth:`forward`, beside as in :meth:`Balancer.gather`.
+    def gather(
+        self,
+        chosen: Chosen,
+        num_tokens: int | None,
+        beside: list[Tensor] | None = None,
+        facts: Mapping[str, int] | None = None,
+    ) -> Gathered:
+        """The batch counted and gathered; num_tokens as in :meth:`forward`, others as in :meth:`Balancer.gather`.
 
         A rank that failed tells the others in the gather or, without one, in dispatch; on a GPU with
         max_tokens_per_rank nothing there is read, and the others wait for the group's timeout.
@@ -250,8 +263,8 @@ class MoE(StoredExperts):
         if chosen.failure is None:
             row, ids = chosen.rows[0], chosen.ids[0]
             row_facts = [row.shape[1], DTYPES.index(row.dtype), ids.shape[1]]
-        facts = dict(zip(ROW_FACTS, row_facts, strict=True))
-        return self.balancer.gather(chosen.ids, num_tokens, chosen.failure, tell, facts, beside)
+        alike = {**dict(zip(ROW_FACTS, row_facts, strict=True)), **(facts or {})}
+        return self.balancer.gather(chosen.ids, num_tokens, chosen.failure, tell, alike, beside)
 
     def borrow(self, made: Plan | None) -> Borrowed | None:
         """Begins to bring the experts in the plan's spare slots."""
@@ -270,30 +283,20 @@ class MoE(StoredExperts):
         return join_rows(self.group, self._ranks(), [], self.replica_moves, borrowed, {})[1]
 
     def run_local(
-        self,
-        rows: Sequence[Tensor],
-        slots: Sequence[Tensor],
-        weights: Sequence[Tensor],
-        stacks: Sequence[Sequence[ExpertWeights]],
-        ends: Sequence[Sequence[int] | None] | None = None,
+        self, received: Sequence[Received], stacks: Sequence[Sequence[ExpertWeights]]
     ) -> list[Tensor]:
-        """[N, H] of every owned rank: its experts on rows [N, H], by local slots [N, K], -1 = not here.
-
-        ends: see Received; None = no rank's rows lie by slot.
-        """
+        """[N, H] of every owned rank: its experts on the rows that it received, or has itself."""
         outputs = []
-        local = [rank.weight_rows(own) for rank, own in zip(self._ranks(), slots, strict=True)]
-        by_row = [
-            None if of_rank is None else rank.row_ends(of_rank)
-            for rank, of_rank in zip(self._ranks(), ends or [None] * len(local), strict=True)
-        ]
-        for row, held, given, groups, sorted_ends in zip(rows, local, weights, stacks, by_row, strict=True):
-            if sorted_ends is not None:
-                outputs.append(run_sorted(row, given, sorted_ends, groups, self.activation))
+        for rank, got, groups in zip(self._ranks(), received, stacks, strict=True):
+            ends = None if got.ends is None else rank.row_ends(got.ends)
+            if ends is not None:
+                outputs.append(run_sorted(got.rows, got.weights, ends, groups, self.activation))
                 continue
-            # On a device the count would be one more wait: there buffers hold N*K copies.
-            counts = count_copies(held, groups) if values_readable(held) else None
-            outputs.append(run_experts(row, held, given, groups, self.activation, counts))
+            local = rank.weight_rows(got.slots)
+            most = None if got.max_copies is None else [got.max_copies] * len(groups)
+            if values_readable(local):  # on a device the count would be one more wait
+                most = count_copies(local, groups)
+            outputs.append(run_experts(got.rows, local, got.weights, groups, self.activation, most))
         return outputs
 
     def _compute(
@@ -305,8 +308,8 @@ class MoE(StoredExperts):
         rows, stacks = join_rows(
             self.group, self._ranks(), [got.rows for got in received], self.replica_moves, borrowed, noted
         )
-        local, weights = [got.slots for got in received], [got.weights for got in received]
-        outputs = self.run_local(rows, local, weights, stacks, [got.ends for got in received])
+        received = [replace(got, rows=row) for got, row in zip(received, rows, strict=True)]
+        outputs = self.run_local(received, stacks)
         return outputs if borrowed is None else bring_again(borrowed, outputs)
 
     def _complete(self, topk_ids: Tensor, weights: Tensor) -> Routing:

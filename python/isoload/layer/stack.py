@@ -87,8 +87,9 @@ class LibraStack:
         self.events: list[dict[str, Span]] = [{} for _ in self.layers]
         self._next = 0
         self._fetched: Fetched | None = None
-        for index, layer in enumerate(self.layers):
-            layer.run_by = partial(self._run, index)
+        self._runs = [partial(self._run, index) for index in range(len(self.layers))]
+        for layer, run in zip(self.layers, self._runs, strict=True):
+            layer.run_by = run
 
     @classmethod
     def from_decoder(
@@ -139,8 +140,9 @@ class LibraStack:
 
     def close(self) -> None:
         """Gives the layers back: from now on each runs by itself."""
-        for layer in self.layers:
-            layer.run_by = None
+        for layer, run in zip(self.layers, self._runs, strict=True):
+            if layer.run_by is run:  # not of another stack since
+                layer.run_by = None
         if self.feed is not None:
             self.feed.close()
         self.forget()
@@ -149,9 +151,8 @@ class LibraStack:
         """Drops what was fetched ahead: on all ranks, after expert Parameters have changed."""
         self._fetched = None
 
-    @torch.compiler.disable
     def _run(self, index: int, rows: list[Tensor], choose: Choose, num_tokens: int | None) -> list[Tensor]:
-        """One layer's batch; what MoE._run is without a stack."""
+        """One layer's batch; what MoE.run is without a stack."""
         try:
             return self._stages(index, rows, choose, num_tokens)
         except BaseException:
@@ -164,11 +165,12 @@ class LibraStack:
         chosen, beside = layer.choices(rows, partial(self._checked, index, fetched, choose)), None
         if self.feed is not None:
             chosen, beside = self.feed.count(index, chosen)
-        gathered = layer.gather(chosen, num_tokens, beside)
+        facts = {"slots filled ahead": 0 if fetched is None else fetched.fact}
+        gathered = layer.gather(chosen, num_tokens, beside, facts)
         filled, borrowed = None, None
-        if fetched is not None:
+        if gathered.planned and fetched is not None:
             filled, borrowed = fetched.filled, fetched.borrowed
-        elif self._fills_ahead(layer) or self.local == "held":
+        elif gathered.planned and (self._fills_ahead(layer) or self.local == "held"):
             filled = layer.balancer.placed_on(gathered.loads.device).filled
         if borrowed is not None:
             borrowed.begin("borrow")  # again, if others took its buffer

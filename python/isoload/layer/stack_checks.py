@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from isoload.cost import CostModel, slots_in_time
 from isoload.layer.block_experts import no_gate
 from isoload.layer.moe import MoE
 from isoload.layer.routers import Gate
-from isoload.planning import plan
 from isoload.predict import Last, Linear, Lookahead, Predictor
 from isoload.transport.row_dispatcher import RowDispatcher
 
@@ -60,16 +58,15 @@ def check_local(local: str, layers: Sequence[MoE], predicts: bool) -> None:
             "local must not be held without a LocalTransport or CollectiveTransport with max_tokens_per_rank, got "
             f"a {type(dispatcher).__name__} with max_tokens_per_rank={dispatcher.max_tokens_per_rank}"
         )
-    for layer in layers:
-        policy, placed = layer.policy, layer.placement.layer(layer.layer, "cpu")
+    for policy in (layer.policy for layer in layers):
         if policy.borrows and not (policy.ahead and predicts):
             raise ValueError(
                 f"local must not be held where policy {policy.name} fills spare slots from the batch's own loads"
             )
-        nothing = torch.zeros(placed.shape_per_source, dtype=torch.int32)
-        made = plan(nothing, placed, None, policy, filled=placed.filled, keep_local=True)
-        if made.shared is not None and made.shared.rule != "home":
-            raise ValueError(f"local must not be held where policy {policy.name} moves shared copies")
+        if not policy.may_keep_local:
+            raise ValueError(
+                f"local must not be held with policy {policy.name}, which draws or fixes the share"
+            )
 
 
 def make_predictor(

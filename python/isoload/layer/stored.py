@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from isoload.balancer import Balancer
-from isoload.layer.checks import Experts, check_wrappers
+from isoload.layer.checks import Experts, check_wrappers, device_of
 from isoload.placement import Placement
 from isoload.transport import Group
 from isoload.weights.backends import make_backend
@@ -57,10 +57,9 @@ class StoredExperts(nn.Module):
         """Takes memory for the ranks' weights and, with spare slots, for borrowed ones."""
         spare, group, new, self.borrowing = self.placement.spare_slots, self.group, new_stack, None
         if spare:
-            first = experts[0]
-            device = (first.read() if isinstance(first, Shard) else first).down.device
             with group.agreeing("construction"):
-                backend = make_backend(group, borrow, device, own_memory=not isinstance(first, Shard))
+                whole = not isinstance(experts[0], Shard)
+                backend = make_backend(group, borrow, device_of(experts), own_memory=whole)
             new = backend.new_stack
             if backend.reads_peers:
                 self.num_rows = [max(self.num_rows)] * len(self.num_rows)

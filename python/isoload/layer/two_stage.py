@@ -18,9 +18,8 @@ from isoload.layer.moe import Chosen, MoE
 from isoload.placed_layers import Filled
 from isoload.weights.borrow import Borrowed
 
-Ahead = Callable[
-    [Borrowed | None], Borrowed | None
-]  # fetches for the next layer, beside what this one computes with
+# Fetches for the next layer, beside what this one computes with.
+Ahead = Callable[[Borrowed | None], Borrowed | None]
 
 
 @dataclass
@@ -89,12 +88,11 @@ def run_planned(batch: Batch) -> list[Tensor]:
         batch.fetch(borrowed)
     with batch.span("local"):
         stacks = layer.stacks(borrowed)
-        own = layer.run_local(chosen.rows, near, chosen.weights, stacks)
+        own = layer.run_local(chosen.kept(near), stacks)
     received = started.wait()
     batch.end("dispatch")
     with batch.span("remote"):
-        rows, slots, weights = zip(*((got.rows, got.slots, got.weights) for got in received), strict=True)
-        computed = layer.run_local(rows, slots, weights, stacks)
+        computed = layer.run_local(received, stacks)
     with batch.span("combine"):
         return layer.dispatcher.combine(computed, received, own)
 

@@ -54,7 +54,7 @@ class Rebalancer:
         placer: which starts from the placement before.
         split: how the layers split replicas, and so what is compared: "exact", or "even" where an engine does.
         optimizer: whose state moves along, see :meth:`isoload.MoE.load_placement`.
-        **options: the placer's.
+        **options: the placer's; ``pinned=True`` where a layer is made of Shards.
 
     Raises:
         ValueError: on all ranks, naming the argument, the rule and the value, or the option in which ranks differ.

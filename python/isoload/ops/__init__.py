@@ -11,6 +11,9 @@ from isoload.ops.append_shared_expert import append_shared_expert
 from isoload.ops.borrow import addresses, borrow, borrow_backward
 from isoload.ops.count import count
 from isoload.ops.device_errors import check_device, device_errors
+from isoload.ops.group_copies import group_copies
+from isoload.ops.number_rows import number_rows
+from isoload.ops.pack_rows import pack_rows
 from isoload.ops.plan_active import plan_active
 from isoload.ops.plan_exact import Objective, plan_exact
 from isoload.ops.plan_lp import plan_lp
@@ -49,6 +52,9 @@ __all__ = [
     "check_device",
     "count",
     "device_errors",
+    "group_copies",
+    "number_rows",
+    "pack_rows",
     "plan_active",
     "plan_exact",
     "plan_lp",

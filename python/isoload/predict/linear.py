@@ -58,7 +58,9 @@ class Linear(LoadsPredictor):
         return len(self.weights[layer])
 
     def to(self, device: torch.device | str) -> Linear:
-        return Linear([matrix.to(device) for matrix in self.weights])
+        """Its weights on a device; itself if they are there."""
+        moved = [matrix.to(device) for matrix in self.weights]
+        return self if all(a is b for a, b in zip(moved, self.weights, strict=True)) else Linear(moved)
 
     def predict(self, layer: int, earlier: Sequence[Tensor]) -> Tensor | None:
         check_layer(layer, self.num_layers)

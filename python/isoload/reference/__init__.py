@@ -6,6 +6,9 @@ Same names, signatures and results on valid input; slow, and checked by their ow
 from isoload.reference.append_shared_expert import append_shared_expert
 from isoload.reference.borrow import borrow, borrow_backward
 from isoload.reference.count import count
+from isoload.reference.group_copies import group_copies
+from isoload.reference.number_rows import number_rows
+from isoload.reference.pack_rows import pack_rows
 from isoload.reference.plan_active import plan_active
 from isoload.reference.plan_exact import plan_exact
 from isoload.reference.plan_lp import plan_lp
@@ -34,6 +37,9 @@ __all__ = [
     "borrow",
     "borrow_backward",
     "count",
+    "group_copies",
+    "number_rows",
+    "pack_rows",
     "plan_active",
     "plan_exact",
     "plan_lp",

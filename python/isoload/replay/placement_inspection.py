@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -97,7 +98,7 @@ def inspect_placement(trace: Trace, placement: Placement) -> PlacementView:
     return PlacementView(layers, tuple(grid), tuple(float(found.mean()) for found in packed))
 
 
-def _packed(total: Floats, counts: Ints, slots: int, ranks: int) -> Floats:
+def _packed(total: Any, counts: Ints, slots: int, ranks: int) -> Floats:
     """[L] balancedness with so many slots of a layer, as EPLB fills them for the sum of the batches."""
     alone = assign(np.array([slots]), ranks)  # every layer by itself
     rows = pack_into(total.astype(np.float32), np.repeat(alone, len(total), axis=0))

@@ -13,7 +13,8 @@ from isoload.replay.calibration import Fold
 from isoload.trace import Trace
 from isoload.trace.checks import Ints
 
-PREDICTIONS = ("perfect", "last", "linear", "path", "popularity", "none")
+FROM_CALIBRATION = ("linear", "path", "popularity")
+PREDICTIONS = ("perfect", "last", *FROM_CALIBRATION, "none")
 
 
 def check_prediction(text: str) -> float | None:
@@ -43,12 +44,17 @@ class Forecast:
     No loads at all make a policy borrow nothing.
 
     Raises:
-        ValueError: an unknown prediction; linear or path, and the trace has no per-token choices.
+        ValueError: an unknown prediction; no batches to calibrate on where it needs some; linear or path, and the trace
+            has no per-token choices.
     """
 
     def __init__(self, predict: str, trace: Trace, batches: Batches, fold: Fold, seed: int) -> None:
         self.kept = check_prediction(predict)
         self.predict, self.seed, self.last = predict, seed, Last(trace.num_layers)
+        if not fold.calibrate and (self.kept is not None or predict in FROM_CALIBRATION):
+            raise ValueError(
+                f"predict={predict} needs batches to calibrate on, a given placement leaves none"
+            )
         self.popularity = batches.counts[list(fold.calibrate)].sum(0)
         fits = predict in ("linear", "path")
         seen = calibration_tokens(predict, trace, batches, fold) if fits else trace

@@ -16,19 +16,22 @@ from isoload.transport.agreement import DTYPES
 class Received:
     """What one rank got.
 
-    rows     [N, H]        in the dtype of x
-    slots    [N, K] int64  local slot 0..S-1 of the row's copies; -1 = absent (that copy went elsewhere)
-    weights  [N, K]        gate weights, which the experts' side multiplies by; 0 where slots is -1
-    handle                 for combine; only the dispatcher that made it reads it
-    ends                   [S] if every row is of one copy (K = 1) and rows lie by slot: those of slot s before ends[s]
+    rows     [N, H]  in the dtype of x
+    slots    [N, K]  int32 or int64, local slot 0..S-1 of the row's copies; -1 = absent (that copy went elsewhere)
+    weights  [N, K]  gate weights, which the experts' side multiplies by; 0 where slots is -1
+    handle           for combine; only the dispatcher that made it reads it
+    max_copies       most copies there are, where the host has such a number: experts need no more memory
+    ends             [S] if every row is of one copy (K = 1) and rows lie by slot: those of slot s before ends[s]
 
-    A row whose slots are all -1 is padding. N, K and the order of rows are the dispatcher's own.
+    A row whose slots are all -1 is padding. N, K and the order of rows are the dispatcher's own; rows, slots and
+    weights may be parts of one buffer, not contiguous.
     """
 
     rows: Tensor
     slots: Tensor
     weights: Tensor
     handle: object
+    max_copies: int | None = None
     ends: Sequence[int] | None = None
 
 

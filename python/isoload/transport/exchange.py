@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from isoload.permutation import sum_rows
+from isoload.results import RowLayout
 from isoload.transport.group import Group
-from isoload.transport.packing import pack, unpack
-from isoload.transport.rows import RowMap, local_copies, take_rows, with_own
+from isoload.transport.packing import as_bytes, pack, unpack
+from isoload.transport.rows import RowMap, take_rows, with_own
 
 Columns = list[tuple[Tensor, ...]]
 
@@ -26,28 +27,11 @@ def anchor() -> Tensor:
     return torch.zeros((), requires_grad=torch.is_grad_enabled())
 
 
-def pack_payload(
-    x: Sequence[Tensor],
-    slots: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    maps: Sequence[RowMap],
-    slots_per_rank: int,
-    padded: bool,
-) -> list[Tensor]:
-    """[n, bytes] each: a row, the slots of its token's copies on the row's rank [n, K], and their weights [n, K]."""
-    payload = []
-    for r, m in enumerate(maps):
-        copies = local_copies(slots[r], weights[r], m, slots_per_rank, padded)
-        payload.append(pack(take_rows(x[r], m, padded), *copies))
-    return payload
-
-
 def unpack_payload(arrived: Sequence[Tensor], x: Tensor, weights: Tensor) -> Columns:
-    """Rows [N, H], slots [N, K] int64 and weights [N, K] of every owned rank, of the dtypes of x and weights."""
-    top_k = weights.shape[1]
-    layout = [(x.shape[1], x.dtype), (top_k, torch.int32), (top_k, weights.dtype)]
-    rows, slots, weights_ = zip(*(unpack(buffer, layout) for buffer in arrived), strict=True)
-    return [rows, tuple(s.long() for s in slots), weights_]
+    """Rows [N, H], slots [N, K] int32 and weights [N, K] of every owned rank: views of what arrived."""
+    layout = RowLayout.of(x, weights)
+    rows, slots, gates = zip(*(layout.parts(buffer, x, weights) for buffer in arrived), strict=True)
+    return [rows, slots, gates]
 
 
 class Dispatch(torch.autograd.Function):
@@ -58,21 +42,18 @@ class Dispatch(torch.autograd.Function):
         ctx: Any,
         group: Group,
         maps: list[RowMap],
-        padded: bool,
-        slots_per_rank: int,
-        slots: list[Tensor],
+        payload: list[Tensor],
         _anchor: Tensor,
         *values: Tensor,
     ) -> tuple[Tensor, ...]:
         x, weights = values[: len(maps)], values[len(maps) :]
-        payload = pack_payload(x, slots, weights, maps, slots_per_rank, padded)
         rows, local_slots, local_weights = unpack_payload(
             group.send("dispatch", payload, maps), x[0], weights[0]
         )
         ctx.group, ctx.maps = group, maps
         ctx.save_for_backward(*local_slots)
         ctx.mark_non_differentiable(*local_slots)
-        return x[0].new_zeros(()), *rows, *local_slots, *local_weights
+        return x[0].new_empty(()), *rows, *local_slots, *local_weights  # the link has no value
 
     @staticmethod
     @once_differentiable
@@ -88,7 +69,7 @@ class Dispatch(torch.autograd.Function):
         returned = [unpack(b, layout) for b in ctx.group.send_back("dispatch backward", payload, maps)]
         grad_x = [sum_rows(g, m.token_to_rows) for (g, _), m in zip(returned, maps, strict=True)]
         grad_weights = [sum_rows(w, m.token_to_rows) for (_, w), m in zip(returned, maps, strict=True)]
-        return *(None,) * 6, *grad_x, *grad_weights
+        return *(None,) * 4, *grad_x, *grad_weights
 
 
 class Combine(torch.autograd.Function):
@@ -102,7 +83,7 @@ class Combine(torch.autograd.Function):
         ctx: Any, group: Group, maps: list[RowMap], padded: bool, link: Tensor, *values: Tensor
     ) -> tuple[Tensor, ...]:
         y, own = values[: len(maps)], values[len(maps) :]
-        payload = [pack(rows.contiguous()) for rows in y]
+        payload = [as_bytes(rows) for rows in y]
         ctx.group, ctx.maps, ctx.padded, ctx.has_own = group, maps, padded, bool(own)
         returned = [b.view(y[0].dtype) for b in group.send_back("combine", payload, maps)]
         positions = [m.token_to_rows for m in maps]
@@ -114,7 +95,7 @@ class Combine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        payload = [pack(take_rows(g, m, ctx.padded)) for g, m in zip(grads, ctx.maps, strict=True)]
+        payload = [as_bytes(take_rows(g, m, ctx.padded)) for g, m in zip(grads, ctx.maps, strict=True)]
         arrived = ctx.group.send("combine backward", payload, ctx.maps)
         to_y = [b.view(grads[0].dtype) for b in arrived]
         return None, None, None, grads[0].new_zeros(()), *to_y, *(grads if ctx.has_own else ())

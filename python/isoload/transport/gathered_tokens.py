@@ -7,18 +7,20 @@ RowDispatcher's with max_tokens_per_rank: the rows lie where its own dispatch wo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from isoload.ops import number_rows, pack_rows
+from isoload.results import PackedRows, RowLayout
 from isoload.transport.agreement import DTYPES
 from isoload.transport.dispatcher import Received
 from isoload.transport.group import Group
 from isoload.transport.packing import pack, unpack
 from isoload.transport.row_dispatcher import RowHandle
-from isoload.transport.rows import RowMap, find_destinations, map_rows
+from isoload.transport.rows import RowMap
 
 FACTS = ("hidden size of x", "dtype of x", "top-k", "dtype of weights")
 
@@ -49,35 +51,31 @@ class GatheredTokens:
         """
         num_ranks, capacity = len(self.rows), len(self.rows[0])
         equal = [capacity] * num_ranks
-        maps = [
-            map_rows(find_destinations(s, slots_per_rank, num_ranks), equal, equal, capacity) for s in slots
-        ]
+        sent = []
+        for s, weights in zip(slots, self.weights, strict=True):
+            numbers = number_rows(s, slots_per_rank, num_ranks)
+            no_values = weights.narrow(1, 0, 0)  # these are here already
+            sent.append(
+                pack_rows(no_values, s, weights, numbers, slots_per_rank, num_ranks * capacity, capacity)
+            )
         got = []
         for rank, tokens in zip(ranks, num_tokens, strict=True):
-            parts = [
-                take_part(self.rows[s], slots[s], self.weights[s], maps[s], rank, slots_per_rank)
-                for s in range(num_ranks)
-            ]
-            own = replace(maps[rank], token_to_rows=maps[rank].token_to_rows[:tokens])
-            handle = RowHandle(own, self.rows[0].new_zeros(()))
+            parts = [take_part(*of, rank) for of in zip(self.rows, self.weights, sent, strict=True)]
             rows, local, weights = (torch.cat(column) for column in zip(*parts, strict=True))
-            got.append(Received(rows, local, weights, handle))
+            _, *maps = sent[rank]
+            own = RowMap(maps[0], maps[1], maps[2][:tokens], equal, equal)
+            got.append(Received(rows, local, weights, RowHandle(own, self.rows[0].new_empty(()))))
         return got
 
 
-def take_part(
-    rows: Tensor, slots: Tensor, weights: Tensor, map_: RowMap, rank: int, slots_per_rank: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """[C, H] rows, [C, K] int64 local slots and [C, K] weights that one source sends to a rank."""
-    capacity = len(rows)
-    tokens = map_.row_to_token.narrow(0, rank * capacity, capacity)  # C where the row is padding
-    present = (tokens < capacity).unsqueeze(1)
-    tokens = tokens.clamp(max=capacity - 1)
-    local = slots.index_select(0, tokens) - rank * slots_per_rank
-    here = (local >= 0) & (local < slots_per_rank) & present
-    taken = rows.index_select(0, tokens).masked_fill(present.logical_not(), 0)
-    given = weights.index_select(0, tokens).masked_fill(here.logical_not(), 0)
-    return taken, torch.where(here, local, -1).long(), given
+def take_part(rows: Tensor, weights: Tensor, sent: PackedRows, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """[C, H] rows, [C, K] local slots and [C, K] weights that one source, of rows [C, H], sends to a rank."""
+    capacity, no_values = len(rows), weights.narrow(1, 0, 0)
+    part = sent.payload.narrow(0, rank * capacity, capacity)
+    _, local, given = RowLayout.of(no_values, weights).parts(part, no_values, weights)
+    tokens = sent.row_to_token.narrow(0, rank * capacity, capacity)  # C where the row is padding
+    taken = rows.index_select(0, tokens.clamp(max=capacity - 1))
+    return taken.masked_fill((tokens == capacity).unsqueeze(1), 0), local, given
 
 
 def start_gather_tokens(

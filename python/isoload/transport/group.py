@@ -193,41 +193,48 @@ class Group(ABC):
         names: Sequence[str],
         facts: Sequence[Sequence[int]],
         code: int = 0,
-    ) -> tuple[PerRank, PerRank]:
-        """Tells every rank how many rows will come to it; the host waits, once, and raises what it finds then.
+    ) -> tuple[PerRank, PerRank, list[int]]:
+        """Tells every rank what will come to it; the host waits, once, and raises what it finds then.
 
         Args:
             stage: see :class:`Group`.
-            counts: [R] int64 each: rows to every destination.
+            counts: [2, R] int64 each: rows and copies to every destination.
             names: [F] of the facts that travel along, at no further cost; F is the same on all ranks.
             facts: [F] integers each, which all ranks must give alike.
             code: :func:`error_code` of the stage that failed in this process, 0 = none.
 
         Returns:
-            (sent, got) [R] for every owned rank: rows to every destination and from every source.
+            For every owned rank: sent and got [R], the rows to every destination and from every source, and the
+            number of copies that it gets.
 
         Raises:
             ValueError: on all ranks, naming the rank that failed and its stage (also if :meth:`gather_loads` carried
                 it), or the first fact that differs.
         """
         headers = [
-            torch.cat([c.unsqueeze(1), put_on(c.device, [code, *f]).expand(len(c), -1)], dim=1)
+            torch.cat([c.t(), put_on(c.device, [code, *f]).expand(c.shape[1], -1)], dim=1)
             for c, f in zip(counts, facts, strict=True)
         ]
-        ones = [[1] * len(counts[0])] * len(counts)
+        ones = [[1] * counts[0].shape[1]] * len(counts)
         arrived = self.swap(stage, headers, ones, ones)
-        errors = self._errors if self._errors is not None else torch.zeros_like(counts[0])
+        told = [] if self._errors is None else [self._errors.unsqueeze(1)]
         self._errors = None
         table = [
-            torch.cat([c.unsqueeze(1), errors.unsqueeze(1), a], dim=1)
+            torch.cat([c.select(0, 0).unsqueeze(1), a, *told], dim=1)
             for c, a in zip(counts, arrived, strict=True)
         ]
         self.traffic.host_syncs += 1
-        host = torch.stack(table).tolist()  # per owned rank and peer: sent, gather's error, got, error, facts
-        raise_failure([peer[1] for peer in host[0]])
+        joined = torch.stack(table) if len(table) > 1 else table[0].unsqueeze(0)
+        host = (
+            joined.tolist()
+        )  # per owned rank and peer: sent; rows and copies got, error, facts; gather's error
+        if told:
+            raise_failure([peer[-1] for peer in host[0]])
         raise_failure([peer[3] for peer in host[0]])
-        raise_disagreement(names, [peer[4:] for peer in host[0]])
-        return [[peer[0] for peer in rank] for rank in host], [[peer[2] for peer in rank] for rank in host]
+        raise_disagreement(names, [peer[4 : 4 + len(names)] for peer in host[0]])
+        sent = [[peer[0] for peer in rank] for rank in host]
+        got = [[peer[1] for peer in rank] for rank in host]
+        return sent, got, [sum(peer[2] for peer in rank) for rank in host]
 
     def agree(
         self,

@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 
+def as_bytes(rows: Tensor) -> Tensor:
+    """[n, bytes] uint8: rows [n, F] in their own memory, where they are contiguous."""
+    # by way of one dimension: rows of one value may have stride 0 and still be contiguous
+    return rows.contiguous().flatten().view(torch.uint8).view(len(rows), rows.shape[1] * rows.itemsize)
+
+
 def pack(*columns: Tensor) -> Tensor:
     """[n, bytes] uint8: contiguous columns [n, F] side by side."""
-    # by way of one dimension: a single column may have stride 0 and still be contiguous
-    return torch.cat(
-        [c.flatten().view(torch.uint8).view(len(c), c.shape[1] * c.itemsize) for c in columns], dim=1
-    )
+    return torch.cat([as_bytes(column) for column in columns], dim=1)
 
 
 def unpack(buffer: Tensor, layout: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from isoload.ops import number_rows, pack_rows
 from isoload.transport.agreement import error_code
 from isoload.transport.arguments import FACTS, check_like, dispatch_facts
 from isoload.transport.dispatcher import Dispatcher, Received, StartedDispatch, refuse_gradients
-from isoload.transport.exchange import Combine, Dispatch, anchor, pack_payload, unpack_payload
+from isoload.transport.exchange import Combine, Dispatch, anchor, unpack_payload
 from isoload.transport.group import Group
-from isoload.transport.rows import RowMap, find_destinations, map_rows
+from isoload.transport.rows import RowMap
 from isoload.value_checks import values_readable
 
 COUNTS_STAGE = "dispatch row counts"
@@ -40,18 +41,31 @@ class RowDispatcher(Dispatcher):
         max_tokens_per_rank: C. Every pair of ranks exchanges C rows, so shapes are fixed and the host never waits;
             N = R * C, and the rows of source s start at s * C. None: exactly the rows there are, and the host waits
             once per dispatch.
+        max_copies_per_rank: beside max_tokens_per_rank, most copies that a rank gets in a batch: the experts' buffers
+            then hold so many, not N*K. More are a ValueError on all ranks on CPU; on a GPU they are left out, and
+            :func:`isoload.check_device` raises. Without max_tokens_per_rank the host reads the number with that of
+            the rows.
 
     Raises:
-        ValueError: on all ranks alike, if the capacity is below 1 or differs between the ranks.
+        ValueError: on all ranks alike, if a capacity is below 1 or differs between the ranks.
     """
 
-    def __init__(self, group: Group, max_tokens_per_rank: int | None = None) -> None:
+    def __init__(
+        self, group: Group, max_tokens_per_rank: int | None = None, max_copies_per_rank: int | None = None
+    ) -> None:
+        given = {"max_tokens_per_rank": max_tokens_per_rank, "max_copies_per_rank": max_copies_per_rank}
         with group.agreeing("construction") as facts:
-            if max_tokens_per_rank is not None and max_tokens_per_rank < 1:
-                raise ValueError(f"max_tokens_per_rank must be at least 1, got {max_tokens_per_rank}")
-            facts["max_tokens_per_rank"] = max_tokens_per_rank
+            for name, value in given.items():
+                if value is not None and value < 1:
+                    raise ValueError(f"{name} must be at least 1, got {value}")
+            if max_tokens_per_rank is None and max_copies_per_rank is not None:
+                raise ValueError(
+                    f"max_copies_per_rank needs max_tokens_per_rank, got {max_copies_per_rank} and None"
+                )
+            facts.update(given)
         self.group = group
         self.max_tokens_per_rank = max_tokens_per_rank
+        self.max_copies_per_rank = max_copies_per_rank
         self.host_waits = max_tokens_per_rank is None
 
     def dispatch(
@@ -63,13 +77,11 @@ class RowDispatcher(Dispatcher):
         facts: Mapping[str, int] | None = None,
     ) -> list[Received]:
         """See :meth:`Dispatcher.dispatch`."""
-        maps = self._map_tokens(x, slots, weights, slots_per_rank, facts or {})
-        padded = not self.host_waits
-        link, *values = Dispatch.apply(
-            self.group, maps, padded, slots_per_rank, slots, anchor(), *x, *weights
-        )
+        maps, payload, most = self._pack_tokens(x, slots, weights, slots_per_rank, facts or {})
+        link, *values = Dispatch.apply(self.group, maps, payload, anchor(), *x, *weights)
         owned = len(maps)
-        return _received(maps, link, values[:owned], values[owned : 2 * owned], values[2 * owned :])
+        parts = values[:owned], values[owned : 2 * owned], values[2 * owned :]
+        return _received(maps, link, *parts, most)
 
     def start_dispatch(
         self,
@@ -80,13 +92,14 @@ class RowDispatcher(Dispatcher):
         facts: Mapping[str, int] | None = None,
     ) -> StartedDispatch:
         """See :meth:`Dispatcher.start_dispatch`. The row counts are exchanged before it returns."""
-        maps = self._map_tokens(x, slots, weights, slots_per_rank, facts or {}, forward_only=True)
-        payload = pack_payload(x, slots, weights, maps, slots_per_rank, not self.host_waits)
+        maps, payload, most = self._pack_tokens(
+            x, slots, weights, slots_per_rank, facts or {}, forward_only=True
+        )
         finish = self.group.start_send("dispatch", payload, maps)
 
         def wait() -> list[Received]:
             rows, local_slots, local_weights = unpack_payload(finish(), x[0], weights[0])
-            return _received(maps, x[0].new_zeros(()), rows, local_slots, local_weights)
+            return _received(maps, x[0].new_empty(()), rows, local_slots, local_weights, most)
 
         return StartedDispatch(wait)
 
@@ -120,14 +133,14 @@ class RowDispatcher(Dispatcher):
                     group.agree("dispatch", names, [], device, RankFailed(), failed_in=stage)
             return
         nothing = [
-            torch.zeros(group.topology.num_ranks, dtype=torch.int64, device=device) for _ in group.ranks
+            torch.zeros(2, group.topology.num_ranks, dtype=torch.int64, device=device) for _ in group.ranks
         ]
         with suppress(ValueError):  # it is this rank's own failure, which the caller raises in full
             group.swap_counts(
                 COUNTS_STAGE, nothing, names, [(0,) * len(names)] * len(nothing), error_code(stage)
             )
 
-    def _map_tokens(
+    def _pack_tokens(
         self,
         x: list[Tensor],
         slots: list[Tensor],
@@ -135,8 +148,11 @@ class RowDispatcher(Dispatcher):
         slots_per_rank: int,
         more_facts: Mapping[str, int],
         forward_only: bool = False,
-    ) -> list[RowMap]:
-        """Where every owned rank's tokens go, once all ranks have given arguments that fit."""
+    ) -> tuple[list[RowMap], list[Tensor], Sequence[int | None]]:
+        """Where every owned rank's tokens go, what it sends, and most copies that it gets.
+
+        Once all ranks have given arguments that fit.
+        """
         group, capacity, num_ranks = self.group, self.max_tokens_per_rank, self.group.topology.num_ranks
         for name, given in (("x", x), ("slots", slots), ("weights", weights)):
             group.check_owned(name, given)
@@ -151,24 +167,51 @@ class RowDispatcher(Dispatcher):
         except ValueError:
             self.tell_failure("dispatch", x[0].device, more_facts)
             raise
-        destinations = [find_destinations(s, slots_per_rank, num_ranks) for s in slots]
+        numbers = [number_rows(s, slots_per_rank, num_ranks) for s in slots]
+        most: Sequence[int | None]
         if capacity is None:
             names, values = (*FACTS, *more_facts), tuple(more_facts.values())
-            sent, got = group.swap_counts(
-                COUNTS_STAGE, [d.counts for d in destinations], names, [f + values for f in facts]
+            sent, got, most = group.swap_counts(
+                COUNTS_STAGE, [n.counts for n in numbers], names, [f + values for f in facts]
             )
         else:
             if values_readable(x[0]):
                 values = tuple(more_facts.values())
                 group.agree("dispatch", (*FACTS, *more_facts), [f + values for f in facts], x[0].device)
                 group.note_agreed(FACTS, facts)
+                self._check_copies([n.counts[1] for n in numbers])
             else:
                 group.agree_new("dispatch", FACTS, facts, x[0].device)
             sent = got = [[capacity] * num_ranks] * len(group.ranks)
+            most = [self.max_copies_per_rank] * len(group.ranks)
         group.traffic.rows = group.traffic.rows.to(x[0].device)
-        for rank, d in zip(group.ranks, destinations, strict=True):
-            group.traffic.rows.select(0, rank).add_(d.counts)
-        return [map_rows(*args, capacity) for args in zip(destinations, sent, got, strict=True)]
+        maps, payload = [], []
+        for r, (rank, rows) in enumerate(zip(group.ranks, numbers, strict=True)):
+            group.traffic.rows.select(0, rank).add_(rows.counts.select(0, 0))
+            packed = pack_rows(
+                x[r].detach(), slots[r], weights[r].detach(), rows, slots_per_rank, sum(sent[r]), capacity
+            )
+            maps.append(
+                RowMap(packed.row_to_token, packed.row_to_rank, packed.token_to_rows, sent[r], got[r])
+            )
+            payload.append(packed.payload)
+        return maps, payload, most
+
+    def _check_copies(self, copies: list[Tensor]) -> None:
+        """Raises ValueError on all ranks alike if a rank gets more than max_copies_per_rank.
+
+        Args:
+            copies: [R] int64 to every destination, of the owned ranks.
+        """
+        most = self.max_copies_per_rank
+        if most is None:
+            return
+        total = self.group.gather("dispatch agreement", copies).sum(0)
+        if (worst := int(total.max())) > most:
+            raise ValueError(
+                f"max_copies_per_rank must be at least the copies that rank {int(total.argmax())} gets ({worst}), "
+                f"got {most}"
+            )
 
     def _check_tokens(self, x: list[Tensor]) -> None:
         limit = self.max_tokens_per_rank
@@ -185,9 +228,10 @@ def _received(
     rows: Sequence[Tensor],
     slots: Sequence[Tensor],
     weights: Sequence[Tensor],
+    most: Sequence[int | None],
 ) -> list[Received]:
     handles = [RowHandle(row_map, link) for row_map in maps]
-    return [Received(*fields) for fields in zip(rows, slots, weights, handles, strict=True)]
+    return [Received(*fields) for fields in zip(rows, slots, weights, handles, most, strict=True)]
 
 
 def _handle(received: Received) -> RowHandle:

@@ -27,12 +27,17 @@ class LocalTransport(Transport):
 
     Args:
         topology: R ranks.
-        max_tokens_per_rank: see :class:`RowDispatcher`.
+        max_tokens_per_rank, max_copies_per_rank: see :class:`RowDispatcher`.
     """
 
-    def __init__(self, topology: Topology, max_tokens_per_rank: int | None = None) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        max_tokens_per_rank: int | None = None,
+        max_copies_per_rank: int | None = None,
+    ) -> None:
         group = LocalGroup(topology)
-        super().__init__(group, RowDispatcher(group, max_tokens_per_rank))
+        super().__init__(group, RowDispatcher(group, max_tokens_per_rank, max_copies_per_rank))
 
 
 class CollectiveTransport(Transport):
@@ -41,7 +46,7 @@ class CollectiveTransport(Transport):
     Args:
         topology: R ranks, as many as the process group has.
         group: the process group; None = the default one.
-        max_tokens_per_rank: see :class:`RowDispatcher`.
+        max_tokens_per_rank, max_copies_per_rank: see :class:`RowDispatcher`.
     """
 
     def __init__(
@@ -49,6 +54,7 @@ class CollectiveTransport(Transport):
         topology: Topology,
         group: dist.ProcessGroup | None = None,
         max_tokens_per_rank: int | None = None,
+        max_copies_per_rank: int | None = None,
     ) -> None:
         joined = CollectiveGroup(topology, group)
-        super().__init__(joined, RowDispatcher(joined, max_tokens_per_rank))
+        super().__init__(joined, RowDispatcher(joined, max_tokens_per_rank, max_copies_per_rank))

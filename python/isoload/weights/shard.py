@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from isoload.checkpoints import Checkpoint
 from isoload.experts.weights import NAMES, ExpertWeights
 from isoload.weights.layout import Layout
 from isoload.weights.storage import RankWeights, new_stack, version_of
@@ -78,7 +79,7 @@ class ShardWeights(RankWeights):
 
     @property
     def reads_elsewhere(self) -> bool:
-        return self._shard is not None or super().reads_elsewhere
+        return self._shard is not None
 
     def homes(self) -> dict[str, Tensor]:
         if self._shard is not None:
@@ -125,12 +126,12 @@ class ShardWeights(RankWeights):
 
 def hold(
     layout: Layout,
-    experts: ExpertWeights | Shard,
+    experts: ExpertWeights | Checkpoint | Shard,
     num_rows: int,
     spare_slots: int,
     new_stack: Callable[[Tensor, int], Tensor],
 ) -> RankWeights:
-    """One rank's weight rows, of the stacks of all experts or of its Shard; see RankWeights."""
+    """One rank's weight rows, of the stacks of all experts, of their checkpoint or of its Shard; see RankWeights."""
     if isinstance(experts, Shard):
         return ShardWeights(layout, experts, num_rows, spare_slots, new_stack)
     return RankWeights(layout, experts, num_rows, spare_slots, new_stack)

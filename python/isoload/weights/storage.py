@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
+from isoload.checkpoints import Checkpoint
 from isoload.experts.fp8 import FP8
 from isoload.experts.weights import NAMES, ExpertWeights
 from isoload.transport import Group
@@ -35,7 +36,7 @@ class RankWeights(nn.Module):
 
     Args:
         layout: the experts of its rows.
-        dense: the stacks of all E experts, from which the rank takes its own.
+        dense: the stacks of all E experts, or their checkpoint, from which the rank takes its own.
         num_rows: weight rows to make room for; those that the layout does not use hold zeros.
         spare_slots: the last local slots, for borrowed experts, whose rows count on from num_rows.
         new_stack: (like, rows) -> [rows, ...] zeros: where the storages come from.
@@ -48,23 +49,24 @@ class RankWeights(nn.Module):
     def __init__(
         self,
         layout: Layout,
-        dense: ExpertWeights,
+        dense: ExpertWeights | Checkpoint,
         num_rows: int,
         spare_slots: int = 0,
         new_stack: Callable[[Tensor, int], Tensor] = new_stack,
     ) -> None:
         super().__init__()
         self.layout = layout
-        experts, num_homes = list(layout.experts), len(layout.homes)
+        experts, num_homes = layout.experts, len(layout.homes)
+        trains = dense.rows("down_scale", ()) is None  # none in fp8
         for name in NAMES:
-            stack: Tensor | None = getattr(dense, name)
-            stored = None if stack is None else new_stack(stack, num_rows)
-            if stack is not None and stored is not None:
-                stored[: len(experts)] = stack.detach()[experts]
-            homes = None if stored is None else nn.Parameter(stored[:num_homes], not dense.in_fp8)
+            rows = dense.rows(name, experts)
+            stored = None if rows is None else new_stack(rows, num_rows)
+            if rows is not None and stored is not None:
+                stored[: len(experts)] = rows
+            homes = None if stored is None else nn.Parameter(stored[:num_homes], trains)
             self.register_parameter(name, homes)
             self.register_buffer(f"stored_{name}", stored, persistent=False)
-        self.place_rows(num_rows, spare_slots, dense.down.device)
+        self.place_rows(num_rows, spare_slots, self.stored_down.device)
 
     def place_rows(self, num_rows: int, spare_slots: int, device: torch.device) -> None:
         """Notes which row every slot has; the end of construction."""
@@ -85,8 +87,8 @@ class RankWeights(nn.Module):
 
     @property
     def reads_elsewhere(self) -> bool:
-        """Whether others own the Parameters, or give them their memory while the layer runs."""
-        return bool(self.sharded_over)
+        """Whether home rows are computed from Parameters that are registered elsewhere."""
+        return False
 
     def homes(self) -> dict[str, Tensor]:
         """The home rows [homes, ...] by stack: the Parameters."""
@@ -197,10 +199,8 @@ class RankWeights(nn.Module):
         return dict(zip(self.stored(), stacks, strict=True))
 
     def weight_rows(self, slots: Tensor) -> Tensor:
-        """Local slots [N, K] as weight rows; -1 stays."""
-        if not len(self.row_of_slot):
-            return slots
-        return torch.where(slots < 0, -1, self.row_of_slot[slots.clamp(min=0)])
+        """Local slots [N, K] as int64 weight rows; -1 stays."""
+        return self.row_of_slot[slots]  # -1 reads the last entry
 
     def row_ends(self, ends: Sequence[int]) -> list[int] | None:
         """Where the copies of every weight row end, given those of the local slots [S]; None if these lie otherwise.
@@ -232,9 +232,9 @@ class RankWeights(nn.Module):
         self.note_refreshed()
 
     def _rows(self, layout: Layout) -> list[int]:
-        """[S] weight row of every local slot, -1 = none."""
+        """[S + 1] weight row of every local slot, -1 = none, and of no slot."""
         placed = len(layout.row_of_slot) - self.spare_slots
-        return [*layout.row_of_slot[:placed], *range(self.num_rows, self.num_rows + self.spare_slots)]
+        return [*layout.row_of_slot[:placed], *range(self.num_rows, self.num_rows + self.spare_slots), -1]
 
     def _show_homes(self) -> None:
         """Makes each Parameter the first rows of its storage."""

@@ -8,12 +8,12 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 PROMPTS = [list(range(1, 20)), list(range(5, 12)), list(range(40, 100, 3))]
 
 
-def make_qwen3_moe(folder: Path) -> list[list[int]]:
+def make_qwen3_moe(folder: Path, head_dim: int = 16) -> list[list[int]]:
     """Saves a float32 model of 3 layers and 16 experts whose routing is skewed; its greedy tokens for PROMPTS."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=512, hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=16, num_experts_per_tok=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=head_dim, num_experts=16, num_experts_per_tok=4,
         decoder_sparse_step=1, mlp_only_layers=[], max_position_embeddings=512, dtype="float32",
         architectures=["Qwen3MoeForCausalLM"], eos_token_id=None,
     )  # fmt: skip

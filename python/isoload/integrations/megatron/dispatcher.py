@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from isoload.balancer import Balancer
-from isoload.experts.grouping import Grouping, gather_copies, group_copies, weighted_sum
+from isoload.experts.grouping import gather_copies, weighted_sum
 from isoload.integrations.megatron.lending import Lend, Loans, loans
+from isoload.ops import group_copies
 from isoload.permutation import sum_dtype
 from isoload.placement import Placement
+from isoload.results import Grouping
 from isoload.transport import CollectiveTransport, Received
 from isoload.value_checks import values_readable
 

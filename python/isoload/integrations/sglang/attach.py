@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from isoload.integrations import attaching
 from isoload.integrations.seams import Seam, faults, read_seams
-from isoload.integrations.settings import Settings
+from isoload.integrations.settings import SGLANG, Settings
 from isoload.integrations.sglang import dispatch, placement, self_check
 from isoload.integrations.sglang.layers import LAYERS
 from isoload.integrations.sglang.waterfill import WaterfillBalancer
 
-log = logging.getLogger("isoload")
 HOOKS: dict[str, Callable[..., Any]] = {
     "set_global_expert_location_metadata": dispatch.set_metadata,
     "update": dispatch.update_metadata,
@@ -29,21 +28,8 @@ HOOKS: dict[str, Callable[..., Any]] = {
 
 
 def attach_or_leave() -> None:
-    """What the entry point calls. SGLang logs an Exception of a plug-in and goes on, so a refusal leaves the process.
-
-    Raises:
-        SystemExit: a variable has a value that it must not have; or, with ISOLOAD_STRICT=1, SGLang is not as expected.
-    """
-    try:
-        settings = Settings.read()
-        found = attach(settings) if settings.enabled else []
-    except ValueError as error:
-        raise SystemExit(f"isoload: {error}") from None
-    if found:
-        reason = f"isoload: not attached to SGLang, which is not as isoload expects: {'; '.join(found)}"
-        if settings.strict:
-            raise SystemExit(f"{reason} (ISOLOAD_STRICT=1 refuses to start)")
-        log.error(f"{reason}. SGLang runs as without isoload")
+    """What the entry point calls."""
+    attaching.attach_or_leave("SGLang", SGLANG, attach)
 
 
 def attach(settings: Settings, seams: Sequence[Seam] | None = None) -> list[str]:

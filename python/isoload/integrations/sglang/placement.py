@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from isoload.integrations.engine_tables import ReplicaLists, engine_topology, placement_of, replica_lists
-from isoload.integrations.settings import PLACER
+from isoload.integrations.laying_out import check_placer, lay_out
 from isoload.integrations.sglang.layers import LAYERS
 from isoload.placement import Placement
-from isoload.placers import PLACERS, parse_placer, place
 from isoload.topology import Topology
 
 NAME = "isoload"
@@ -52,16 +50,15 @@ def rebalance_experts(
             algorithm,
         )
     num_ranks, device = num_physical_experts // num_local_physical_experts, tokens_per_expert.device
-    placed = lay_out(tokens_per_expert, num_ranks, num_nodes, num_local_physical_experts)
-    return tuple(ReplicaLists(*(table.to(device) for table in replica_lists(placed))))
-
-
-def lay_out(counts: Tensor, num_ranks: int, num_nodes: int, slots_per_rank: int) -> Placement:
-    """By the placer of ISOLOAD_PLACER; one that can starts from where the experts lie, so that fewer move."""
     topology = engine_topology(num_ranks, num_nodes)
-    name, options = parse_placer(LAYERS.settings.placer)
-    before = running(topology, slots_per_rank) if PLACERS[name].takes_before else None
-    return place(counts, topology, slots_per_rank, name, before=before, **options)
+    placed = lay_out(
+        tokens_per_expert,
+        topology,
+        num_local_physical_experts,
+        LAYERS.settings.placer,
+        lambda: running(topology, num_local_physical_experts),
+    )
+    return tuple(ReplicaLists(*(table.to(device) for table in replica_lists(placed))))
 
 
 def running(topology: Topology, slots_per_rank: int) -> Placement | None:
@@ -75,7 +72,7 @@ def running(topology: Topology, slots_per_rank: int) -> Placement | None:
 
 
 def check_at_start(metadata: Any) -> None:
-    """Where --eplb-algorithm isoload is given: a rebalance of this layout, so that none fails while tokens are served.
+    """Where --eplb-algorithm isoload is given: whether the placer can lay this model out.
 
     Args:
         metadata: SGLang's ExpertLocationMetadata.
@@ -87,11 +84,13 @@ def check_at_start(metadata: Any) -> None:
 
     if get_exec().moe.eplb_algorithm != NAME:
         return
-    ranks, slots = metadata.ep_size, metadata.physical_to_logical_map_cpu.shape[1]
-    try:
-        counts = torch.ones(metadata.num_layers, metadata.num_logical_experts)
-        replica_lists(lay_out(counts, ranks, get_parallel().nnodes, slots // ranks))
-    except ValueError as error:
-        raise ValueError(
-            f"--eplb-algorithm {NAME} with {PLACER.name}={LAYERS.settings.placer}: {error}"
-        ) from None
+    topology = engine_topology(metadata.ep_size, get_parallel().nnodes)
+    slots_per_rank = metadata.physical_to_logical_map_cpu.shape[1] // topology.num_ranks
+    check_placer(
+        f"--eplb-algorithm {NAME}",
+        LAYERS.settings.placer,
+        (metadata.num_layers, metadata.num_logical_experts),
+        topology,
+        slots_per_rank,
+        lambda: running(topology, slots_per_rank),
+    )

@@ -1,55 +1,42 @@
-"""A known batch through every hook that can run without a model, on SGLang's own records, before any is hooked.
-
-Six experts on two ranks of four slots; experts 0 and 1 have a replica on each rank. All tokens choose expert 0, so an
-optimal split halves it.
-"""
+"""A known batch through every hook that can run without a model, on SGLang's own records, before any is hooked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from isoload.balancer import Balancer
-from isoload.integrations.engine_tables import placement_of, replica_lists
+from isoload.integrations.engine_tables import replica_lists
+from isoload.integrations.known_batch import (
+    IDS,
+    SLOTS,
+    is_right,
+    known_balancer,
+    known_placement,
+    run_checks,
+)
 from isoload.integrations.sglang import dispatch, placement
 from isoload.integrations.sglang.layers import Layer
 from isoload.integrations.sglang.waterfill import WaterfillBalancer
-from isoload.topology import Topology
-
-SLOTS = torch.tensor([[0, 1, 2, 3, 0, 1, 4, 5]])
-IDS = torch.tensor([[0, 1], [0, 2], [0, 4], [0, 1]], dtype=torch.int32)
 
 
 def faults() -> list[str]:
     """One line for every hook that fails or returns what SGLang does not expect."""
-    checks: dict[str, Callable[[], bool]] = {
-        "dynamic": check_dynamic,
-        "lp": check_lp,
-        "Waterfill": check_waterfill,
-        "--eplb-algorithm isoload": check_placement,
-        "resolve_routing_inputs": check_resolve,
-    }
-    found = []
-    for name, check in checks.items():
-        try:
-            if not check():
-                found.append(f"a known batch comes out wrong behind {name}")
-        except Exception as error:
-            found.append(f"a known batch fails behind {name} ({type(error).__name__}: {error})")
-    return found
-
-
-def balancer() -> Balancer:
-    return Balancer(placement_of(SLOTS, 6, Topology(2)), 0, "exact", tokens="same")
+    return run_checks(
+        {
+            "dynamic": check_dynamic,
+            "lp": check_lp,
+            "Waterfill": check_waterfill,
+            "--eplb-algorithm isoload": check_placement,
+            "resolve_routing_inputs": check_resolve,
+        }
+    )
 
 
 def dispatch_info(algorithm: str) -> Any:
     from sglang.srt.eplb.expert_location_dispatch import ExpertLocationDispatchInfo
 
-    lists = replica_lists(placement_of(SLOTS, 6, Topology(2)))
+    lists = replica_lists(known_placement())
     return ExpertLocationDispatchInfo(
         ep_dispatch_algorithm=algorithm,  # type: ignore[arg-type]
         partial_logical_to_rank_dispatch_physical_map=None,
@@ -60,22 +47,13 @@ def dispatch_info(algorithm: str) -> Any:
     )
 
 
-def is_right(slots: Tensor, valid: int) -> bool:
-    """Whether the valid rows are split as well as can be, over slots of their experts."""
-    rows = slots[:valid]
-    per_rank = torch.bincount(rows.flatten().long() // 4, minlength=2)
-    half = -(-int(per_rank.sum()) // 2)
-    held = SLOTS[0][rows.long()]
-    return slots.dtype == IDS.dtype and torch.equal(held.int(), IDS[:valid]) and int(per_rank.max()) == half
-
-
 def check_dynamic() -> bool:
     """Through SGLang's own choice of the function, with and without rows of padding."""
     from sglang.srt.eplb.expert_location_dispatch import _topk_ids_logical_to_physical_dynamic as stock
 
     info, right = dispatch_info("dynamic"), True
     for valid in (None, torch.tensor(3)):
-        info.isoload_layer, info.isoload_num_valid = Layer(balancer(), None), valid
+        info.isoload_layer, info.isoload_num_valid = Layer(known_balancer(), None), valid
         slots = dispatch.map_dynamic(stock, IDS, info)
         right &= is_right(slots, len(IDS) if valid is None else 3) and bool((slots >= 0).all())
     info.isoload_layer = None
@@ -83,7 +61,7 @@ def check_dynamic() -> bool:
 
 
 def check_lp() -> bool:
-    layer = Layer(balancer(), None)
+    layer = Layer(known_balancer(), None)
     solved = layer.solve(IDS)
     return is_right(dispatch.map_solved(IDS, dispatch_info("lp"), solved), len(IDS))
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isoload.ops import number_rows
 from isoload.transport.arguments import FACTS, check_like, dispatch_facts
 from isoload.transport.collective import CollectiveGroup
 from isoload.transport.deep_ep.exchange import Combine, Dispatch
@@ -17,7 +18,6 @@ from isoload.transport.deep_ep.limits import HIDDEN_MULTIPLE, LIMITS, Shape
 from isoload.transport.deep_ep.wires import WireHandle, wire_of
 from isoload.transport.dispatcher import Dispatcher, Received
 from isoload.transport.exchange import anchor
-from isoload.transport.rows import find_destinations
 from isoload.value_checks import values_readable
 
 
@@ -105,9 +105,9 @@ class DeepEPDispatcher(Dispatcher):
         traffic.host_syncs += self.host_waits
         traffic.rows = traffic.rows.to(rows.device)
         traffic.rows.select(0, rank).add_(
-            find_destinations(topk_idx, slots_per_rank, self.shape.num_ranks).counts
+            number_rows(topk_idx, slots_per_rank, self.shape.num_ranks).counts.select(0, 0)
         )
-        return [Received(got, local, gates, DeepEPHandle(handle, len(rows), link), handle.ends)]
+        return [Received(got, local, gates, DeepEPHandle(handle, len(rows), link), ends=handle.ends)]
 
     def combine(
         self, y: list[Tensor], received: list[Received], own: list[Tensor] | None = None

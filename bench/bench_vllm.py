@@ -1,0 +1,91 @@
+"""vLLM's choice of replicas and isoload's on the same choices of experts: imbalance.
+
+Needs no vLLM: python bench/bench_vllm.py
+
+Fairness ledger
+- Placement: EPLB on the first half of the shipped gpt-oss trace, 32 experts in 8 ranks of 5 slots, the same for all.
+  Batches: the other half, cut into batches of as many tokens as a row says, all layers.
+- own: tokens lie on 8 ranks in turn, as before an all-to-all; each rank chooses replicas for its own rows.
+- same: all ranks hold all tokens, as with tensor parallelism alone.
+- vLLM's rule (a hash of the row) is tests/engines/harness/vllm_cpu.py's, which `make test-vllm` compares with vLLM's
+  own kernel, row by row. It is Triton for GPUs: no times here.
+- isoload: policy exact.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "engines" / "harness"))
+from vllm_cpu import map_and_record  # noqa: E402
+
+import isoload  # noqa: E402
+from harness import write_results  # noqa: E402
+from isoload.integrations.engine_tables import ReplicaLists, replica_lists  # noqa: E402
+from isoload.replay.batches import make_batches  # noqa: E402
+
+RANKS, SLOTS = 8, 5
+
+
+def vllms(lists: ReplicaLists, layer: int, rows: list[Tensor]) -> Tensor:
+    """[R * S] copies per slot."""
+    loads = torch.zeros(RANKS * SLOTS, dtype=torch.int32)
+    maps = lists.logical_to_physical[layer], lists.num_replicas[layer]
+    for ids in rows:
+        map_and_record(ids, loads, *maps, torch.tensor(True))
+    return loads
+
+
+def isoloads(placement: isoload.Placement, layer: int, rows: list[Tensor]) -> Tensor:
+    loads = torch.zeros(RANKS, placement.num_experts, dtype=torch.int32)
+    for rank, ids in enumerate(rows):
+        loads[rank] = isoload.count(ids, placement.num_experts)
+    made = isoload.plan(loads, placement, layer, "exact")
+    slots = [isoload.route(ids, loads, made, rank) for rank, ids in enumerate(rows)]
+    return isoload.count(torch.cat(slots), RANKS * SLOTS)
+
+
+def judge(placement: isoload.Placement, batches: list[Any], same: bool) -> list[dict[str, Any]]:
+    lists, found = replica_lists(placement), {"vllm": [], "isoload": []}
+    for batch in batches:
+        for layer in range(placement.num_layers):
+            rows = [batch.topk_ids[layer]] if same else [batch.on_rank(layer, rank) for rank in range(RANKS)]
+            rows = [ids.contiguous() for ids in rows]
+            made = {"vllm": vllms(lists, layer, rows), "isoload": isoloads(placement, layer, rows)}
+            for name, copies in made.items():
+                per_rank = copies.view(RANKS, -1).sum(1)
+                found[name].append(float(per_rank.max() * RANKS / per_rank.sum()))
+    return [
+        {"policy": name, "imbalance_mean": sum(values) / len(values), "imbalance_max": max(values)}
+        for name, values in found.items()
+    ]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[64, 1024], help="tokens per batch, all ranks"
+    )
+    trace = isoload.read_trace(ROOT / "examples/traces/gptoss20b_decode.npz")
+    found = []
+    for tokens in parser.parse_args().tokens:
+        cut = make_batches(trace, tokens)
+        number = len(cut.counts)
+        placement = isoload.place(cut.counts[: number // 2].sum(0), isoload.Topology(RANKS), SLOTS)
+        batches = [cut.source_batch(i, RANKS, "round-robin") for i in range(number // 2, number)]
+        for same in (False, True):
+            held = {"tokens": tokens, "held": "same" if same else "own"}
+            found += [held | row for row in judge(placement, batches, same)]
+    print(write_results("bench_vllm", found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+// pack_rows: a block per token reads its row once and writes it to every rank that it goes to; with a
+// capacity more blocks make the padding rows, a warp each.
+#include "cuda/cuda.h"
+#include "cuda/launch.cuh"
+
+namespace isoload::cuda {
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kMostRows = 16;  // of a token whose places are found at a time
+
+struct alignas(16) Bytes16 {
+  uint64_t low, high;
+};
+
+template <class Slot, class Weight>
+struct Packing {
+  const char* x;                   // [T, row_bytes]
+  const Slot* slots;               // [T, K]
+  const Weight* weights;           // [T, K]
+  const int32_t *ranks, *numbers;  // [T, D]
+  const int64_t* counts;           // [R]
+  cpu::RowPacking in;
+  cpu::PackedRows out;
+
+  // Where the rows to a rank start. By a whole warp, for the same rank.
+  __device__ int64_t first_row(int rank) const {
+    if (in.capacity > 0) return rank * in.capacity;
+    long long before = 0;
+    for (int r = threadIdx.x % 32; r < rank; r += 32) before += counts[r];
+    for (int step = 16; step > 0; step /= 2) before += __shfl_xor_sync(0xffffffffu, before, step);
+    return before;
+  }
+
+  // The slots and weights of a row's copies; of padding none.
+  __device__ void write_copy(int64_t row, int64_t token, int rank, int k) const {
+    const cpu::RowSpace& space = in.space;
+    const bool real = token < space.T;
+    const int64_t slot = real ? static_cast<int64_t>(slots[token * space.K + k]) : -1;
+    const bool here = real && space.rank_of(slot) == rank;
+    char* const to = out.payload + row * in.bytes;
+    reinterpret_cast<int32_t*>(to + in.slots_at)[k] =
+        here ? static_cast<int32_t>(slot - int64_t(rank) * space.S) : -1;
+    reinterpret_cast<Weight*>(to + in.weights_at)[k] = here ? weights[token * space.K + k] : Weight(0);
+  }
+};
+
+// Vector: what divides row_bytes and the addresses.
+template <class Vector, class Slot, class Weight>
+__device__ void pack_token(const Packing<Slot, Weight>& p, int64_t token) {
+  __shared__ int64_t rows[kMostRows];
+  const int D = p.in.space.width(), K = p.in.space.K, R = p.in.space.R;
+  const int64_t n = p.in.row_bytes / int64_t(sizeof(Vector));
+  const auto* const from = reinterpret_cast<const Vector*>(p.x + token * p.in.row_bytes);
+  for (int start = 0; start < D; start += kMostRows) {
+    const int here = D - start < kMostRows ? D - start : kMostRows;
+    __syncthreads();  // all have read the rows before
+    for (int d = threadIdx.x / 32; d < here; d += kWarps) {
+      const int64_t at = token * D + start + d;
+      const int rank = p.ranks[at];
+      const int64_t row = rank == R ? p.in.num_rows : p.first_row(rank) + p.numbers[at];
+      if (threadIdx.x % 32 != 0) continue;
+      rows[d] = row;
+      p.out.token_to_rows[at] = row;
+      if (rank == R) continue;
+      p.out.row_to_token[row] = token;
+      p.out.row_to_rank[row] = rank;
+    }
+    __syncthreads();
+    for (int64_t v = threadIdx.x; v < n; v += kThreads) {
+      const Vector value = from[v];
+      for (int d = 0; d < here && rows[d] < p.in.num_rows; ++d)
+        reinterpret_cast<Vector*>(p.out.payload + rows[d] * p.in.bytes)[v] = value;
+    }
+    for (int i = threadIdx.x; i < here * K; i += kThreads)
+      if (rows[i / K] < p.in.num_rows)
+        p.write_copy(rows[i / K], token, p.ranks[token * D + start + i / K], i % K);
+  }
+}
+
+template <class Vector, class Slot, class Weight>
+__device__ void pad(const Packing<Slot, Weight>& p, int64_t row) {
+  const int rank = static_cast<int>(row / p.in.capacity), lane = threadIdx.x % 32;
+  if (row % p.in.capacity < p.counts[rank]) return;
+  auto* const to = reinterpret_cast<Vector*>(p.out.payload + row * p.in.bytes);
+  for (int64_t v = lane; v < p.in.row_bytes / int64_t(sizeof(Vector)); v += 32) to[v] = Vector{};
+  for (int k = lane; k < p.in.space.K; k += 32) p.write_copy(row, p.in.space.T, rank, k);
+  if (lane != 0) return;
+  p.out.row_to_token[row] = p.in.space.T;
+  p.out.row_to_rank[row] = p.in.space.R;
+}
+
+template <class Vector, class Slot, class Weight>
+__global__ void __launch_bounds__(kThreads) pack_rows_kernel(Packing<Slot, Weight> p) {
+  const int64_t T = p.in.space.T;
+  if (blockIdx.x < T) return pack_token<Vector>(p, blockIdx.x);
+  const int64_t row = (blockIdx.x - T) * kWarps + threadIdx.x / 32;
+  if (row < p.in.num_rows) pad<Vector>(p, row);
+}
+
+}  // namespace
+
+template <class Slot, class Weight>
+const char* pack_rows(const char* x, const Slot* slots, const Weight* weights, const int32_t* ranks,
+                      const int32_t* numbers, const int64_t* counts, const cpu::RowPacking& in,
+                      const cpu::PackedRows& out, void* stream) {
+  const Packing<Slot, Weight> p{x, slots, weights, ranks, numbers, counts, in, out};
+  const int64_t padding = in.capacity > 0 ? (in.num_rows + kWarps - 1) / kWarps : 0;
+  const int64_t blocks = in.space.T + padding;
+  const uint64_t odd = reinterpret_cast<uint64_t>(x) | static_cast<uint64_t>(in.row_bytes);
+  if (odd % 16 == 0) return launch(pack_rows_kernel<Bytes16, Slot, Weight>, blocks, kThreads, 0, stream, p);
+  if (odd % 4 == 0) return launch(pack_rows_kernel<int, Slot, Weight>, blocks, kThreads, 0, stream, p);
+  return launch(pack_rows_kernel<char, Slot, Weight>, blocks, kThreads, 0, stream, p);
+}
+
+#define ISOLOAD_PACK_ROWS(Slot, Weight)                                                                   \
+  template const char* pack_rows(const char*, const Slot*, const Weight*, const int32_t*, const int32_t*, \
+                                 const int64_t*, const cpu::RowPacking&, const cpu::PackedRows&, void*);
+ISOLOAD_PACK_ROWS(int32_t, float)
+ISOLOAD_PACK_ROWS(int32_t, double)
+ISOLOAD_PACK_ROWS(int64_t, float)
+ISOLOAD_PACK_ROWS(int64_t, double)
+#undef ISOLOAD_PACK_ROWS
+
+}  // namespace isoload::cuda

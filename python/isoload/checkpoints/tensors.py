@@ -1,0 +1,139 @@
+"""Where a checkpoint's tensors are: in safetensors files, or in a mapping. Errors name the file and the key."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+# safetensors' names of the dtypes that are read; others stay names
+DTYPES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "U8": torch.uint8,
+}
+
+
+class Tensors(ABC):
+    """Named tensors, of which single rows can be read."""
+
+    @abstractmethod
+    def keys(self) -> Iterable[str]:
+        """All names."""
+
+    @abstractmethod
+    def where(self, key: str) -> str:
+        """The place of a tensor, for messages."""
+
+    @abstractmethod
+    def _find(self, key: str) -> Any:
+        """What slices like the tensor; keys that are not there are refused before."""
+
+    @abstractmethod
+    def _kind(self, found: Any) -> tuple[list[int], torch.dtype | str]:
+        """Its shape and dtype."""
+
+    def shape(self, key: str) -> list[int]:
+        """Of a tensor that must be there."""
+        return self._kind(self._found(key))[0]
+
+    def read(self, key: str, shape: list[int], dtype: torch.dtype, row: int | None = None) -> Tensor:
+        """A tensor on the CPU, or one row of it.
+
+        Raises:
+            ValueError: where it is missing, or of another shape or dtype.
+        """
+        found = self._found(key)
+        kind = self._kind(found)
+        if kind != (shape, dtype):
+            raise ValueError(f"{key} in {self.where(key)} must be {shape} {dtype}, got {kind[0]} {kind[1]}")
+        part: Tensor = found[:] if row is None else found[row : row + 1][0]
+        return part.cpu()
+
+    def _found(self, key: str) -> Any:
+        if key not in self.keys():
+            raise ValueError(f"{self.where(key)} must have {key}, got none")
+        return self._find(key)
+
+
+class StateTensors(Tensors):
+    """A state_dict or another mapping."""
+
+    def __init__(self, state: Mapping[str, Tensor]) -> None:
+        self.state = state
+
+    def keys(self) -> Iterable[str]:
+        return self.state.keys()
+
+    def where(self, key: str) -> str:
+        return "the state"
+
+    def _find(self, key: str) -> Tensor:
+        return self.state[key].detach()
+
+    def _kind(self, found: Tensor) -> tuple[list[int], torch.dtype | str]:
+        return list(found.shape), found.dtype
+
+
+class FileTensors(Tensors):
+    """A safetensors file, or a folder of them with Hugging Face's index. Files are opened when they are first read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._opened: dict[Path, Any] = {}
+
+    @cached_property
+    def files(self) -> dict[str, Path]:
+        """The file of every tensor."""
+        if self.path.is_file():
+            return dict.fromkeys(self._open(self.path).keys(), self.path)
+        if (index := self.path / INDEX).is_file():
+            try:
+                names: dict[str, str] = json.loads(index.read_text())["weight_map"]
+                return {key: self.path / name for key, name in names.items()}
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"{index} must be an index with a weight_map, got {error!r}") from error
+        found = sorted(self.path.glob("*.safetensors"))
+        if len(found) != 1:
+            raise ValueError(
+                f"{self.path} must be a safetensors file, or a folder with {INDEX} or one such file, got {len(found)}"
+            )
+        return dict.fromkeys(self._open(found[0]).keys(), found[0])
+
+    def keys(self) -> Iterable[str]:
+        return self.files.keys()
+
+    def where(self, key: str) -> str:
+        return str(self.files.get(key, self.path))
+
+    def _open(self, file: Path) -> Any:
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ImportError as error:
+            raise ImportError(
+                "a checkpoint's files need safetensors: pip install 'isoload[checkpoints]'"
+            ) from error
+        if file not in self._opened:
+            try:
+                self._opened[file] = safe_open(file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{file} must be a whole safetensors file, got: {error}") from error
+        return self._opened[file]
+
+    def _find(self, key: str) -> Any:
+        opened = self._open(self.files[key])
+        if key not in opened.keys():  # noqa: SIM118, no mapping
+            raise ValueError(f"{self.where(key)} must have {key}, as {INDEX} says, got none")
+        return opened.get_slice(key)
+
+    def _kind(self, found: Any) -> tuple[list[int], torch.dtype | str]:
+        name: str = found.get_dtype()
+        return list(found.get_shape()), DTYPES.get(name, name)

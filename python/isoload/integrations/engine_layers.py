@@ -1,0 +1,157 @@
+"""The Balancers of an engine's model, by layer: made when the engine has placed its experts, refreshed in place when it
+moves them."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from typing import ClassVar, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isoload.balancer import Balancer
+from isoload.integrations.engine_tables import placement_of
+from isoload.integrations.meter import Meter
+from isoload.integrations.settings import Settings
+from isoload.ops import check_device
+from isoload.placement import Placement
+from isoload.topology import Topology
+from isoload.transport import CollectiveGroup
+from isoload.transport.agreement import checksum
+
+
+class EngineLayer:
+    """One MoE layer.
+
+    Args:
+        balancer: tokens="own" or "same", as the engine's ranks hold them.
+        meter: of the rank that reports.
+    """
+
+    def __init__(self, balancer: Balancer, meter: Meter | None) -> None:
+        self.balancer, self.meter = balancer, meter
+
+    def slots(self, topk_ids: Tensor, num_valid: Tensor | None) -> Tensor:
+        """[T, K] as :class:`Balancer`, measured where reports are wanted."""
+        if self.meter is None or torch.compiler.is_compiling():
+            return self._one(topk_ids, num_valid)
+        start = time.perf_counter()
+        slots = self._one(topk_ids, num_valid)
+        made, loads = self.balancer.last_plan, self.balancer.last_loads
+        if made is not None and loads is not None:
+            self.meter.add(self.balancer.layer, loads, made, time.perf_counter() - start)
+        return slots
+
+    def _one(self, topk_ids: Tensor, num_valid: Tensor | None) -> Tensor:
+        slots = self.balancer(topk_ids.contiguous(), num_valid)
+        assert isinstance(slots, Tensor)
+        return slots
+
+
+AnyLayer = TypeVar("AnyLayer", bound=EngineLayer)
+
+
+class EngineLayers(ABC, Generic[AnyLayer]):
+    """All layers of one model in this process. A subclass says how its engine is called and where its ranks are."""
+
+    engine: ClassVar[str]  # begins every report
+
+    def __init__(self) -> None:
+        self.reset()
+
+    @abstractmethod
+    def engine_group(self) -> dist.ProcessGroup:
+        """The engine's expert-parallel ranks, on the devices where it routes."""
+
+    @abstractmethod
+    def engine_rank(self) -> int:
+        """This process's among them."""
+
+    def reset(self) -> None:
+        """As before the first model."""
+        self.settings = Settings.read({})
+        self.by_id: dict[int, AnyLayer] = {}
+        self.tables: Tensor | None = None  # [L, P] expert in each slot, as the Balancers have it
+        self.meter: Meter | None = None
+        self.device = torch.device("cpu")  # of the Balancers' tables
+        self._groups: dict[int, CollectiveGroup] = {}
+        self._placements: dict[int, Placement] = {}  # by shared experts
+
+    def start(self, settings: Settings) -> None:
+        """Of a process whose hooks are attached."""
+        self.reset()
+        self.settings = settings
+        if settings.report_seconds:
+            self.meter = Meter(self.engine, settings.report_seconds)
+
+    def get(self, layer_id: int | None) -> AnyLayer | None:
+        """The layer's, if isoload dispatches it."""
+        return None if layer_id is None else self.by_id.get(layer_id)
+
+    def place(self, tables: Tensor, num_experts: int, topology: Topology, device: torch.device) -> None:
+        """Where the experts lie, before Balancers are made.
+
+        Args:
+            tables: [L, P] routed expert in each slot, on the host.
+            num_experts: routed experts.
+            topology: R ranks; P/R consecutive slots lie on each.
+            device: on which the engine routes.
+        """
+        self.tables, self._placements, self.device = tables.clone(), {}, device
+        self._num_experts, self._topology = num_experts, topology
+
+    def placement(self, num_shared: int = 0) -> Placement:
+        """Of all layers, where the experts lie now."""
+        assert self.tables is not None
+        if num_shared not in self._placements:
+            made = placement_of(self.tables, self._num_experts, self._topology, num_shared)
+            self._placements[num_shared] = made
+        return self._placements[num_shared]
+
+    def refresh(self, tables: Tensor) -> bool:
+        """New locations [L, P] into the Balancers, which keep their memory: captured graphs stay valid.
+
+        Returns:
+            False where there are no Balancers of this shape: they have to be made.
+        """
+        if self.tables is None or self.tables.shape != tables.shape:
+            return False
+        if torch.equal(self.tables, tables):
+            return True
+        self.check_device()
+        changed = [i for i in self.by_id if not torch.equal(self.tables[i], tables[i])]
+        for group in self._groups.values():
+            group.agree_once("placement", {"checksum of physical_to_logical_map": checksum(tables.tolist())})
+        self.tables, self._placements = tables.clone(), {}
+        for i in changed:
+            balancer = self.by_id[i].balancer
+            balancer.settle(self.placement(balancer.placement.num_shared))
+        return True
+
+    def group(self, topology: Topology) -> CollectiveGroup:
+        """The engine's expert-parallel ranks, with a communicator of isoload's own; all ranks call it together."""
+        if topology.num_ranks not in self._groups:
+            theirs = self.engine_group()
+            ranks = dist.get_process_group_ranks(theirs)
+            # Synchronised among these ranks alone: other expert-parallel groups may be in other pipeline stages.
+            own = dist.new_group(ranks, backend=dist.get_backend(theirs), use_local_synchronization=True)
+            self._groups[topology.num_ranks] = CollectiveGroup(topology, own)
+        return self._groups[topology.num_ranks]
+
+    def own_meter(self) -> Meter | None:
+        """All ranks make the same plans: the first measures."""
+        return self.meter if self.meter is not None and self.engine_rank() == 0 else None
+
+    def check_device(self) -> None:
+        """Raises ValueError for what ops found wrong in values on a GPU; called where the host waits anyway."""
+        if self.device.type == "cuda":
+            check_device(self.device)
+
+    def describe(self) -> str:
+        """Which policy plans how many of the layers."""
+        policies = sorted({layer.balancer.policy.name for layer in self.by_id.values()})
+        free = sum(layer.balancer.has_freedom for layer in self.by_id.values())
+        text = f"policy {' and '.join(policies)} on {free} of {len(self.by_id)} layers"
+        return text if free else f"{text}: no layer has redundant experts, so there is nothing to balance"

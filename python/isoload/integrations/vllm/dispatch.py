@@ -1,0 +1,69 @@
+"""Hooks of vLLM's EPLB: the choice of a replica for every copy, and the state from which Balancers are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from isoload.integrations.vllm.layers import MODELS, padding
+
+Original = Callable[..., Any]
+
+
+def add_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Around EplbState.add_model, at whose end a loaded model's experts have their first places."""
+    before = set(self.model_states)
+    original(self, *args, **kwargs)
+    for key, state in self.model_states.items():
+        if key not in before:
+            MODELS.add(state, self.parallel_config)
+
+
+def commit(original: Original, model_state: Any, new_physical_to_logical_map: Tensor) -> None:
+    """Around _commit_eplb_maps: a rebalance has moved the experts of all layers."""
+    original(model_state, new_physical_to_logical_map)
+    if (layers := MODELS.of(model_state)) is not None and layers.by_id:
+        layers.follow(new_physical_to_logical_map)
+
+
+def commit_layer(
+    original: Original, model_state: Any, new_physical_to_logical_map: Tensor, layer: int
+) -> None:
+    """Around _commit_eplb_maps_for_layer: an asynchronous rebalance has moved one layer's."""
+    original(model_state, new_physical_to_logical_map, layer)
+    if (layers := MODELS.of(model_state)) is not None and layers.by_id:
+        layers.follow(new_physical_to_logical_map, layer)
+
+
+def map_and_record(
+    original: Original,
+    topk_ids: Tensor,
+    expert_load_view: Tensor,
+    logical_to_physical_map: Tensor,
+    logical_replica_count: Tensor,
+    record_enabled: Tensor,
+    num_unpadded_tokens: Tensor | None = None,
+) -> Tensor:
+    """Around eplb_map_to_physical_and_record."""
+    layer = MODELS.by_map.get(logical_to_physical_map.data_ptr())
+    maps = logical_to_physical_map, logical_replica_count
+    if layer is None:
+        theirs = original(topk_ids, expert_load_view, *maps, record_enabled, num_unpadded_tokens)
+        return cast(Tensor, theirs)
+    slots = layer.map_and_record(topk_ids, expert_load_view, record_enabled, num_unpadded_tokens)
+    if num_unpadded_tokens is None or layer.held == "gathered":
+        return slots
+    # Rows of padding keep vLLM's own replica: some of its kernels take no -1.
+    unrecorded = torch.zeros_like(record_enabled)
+    theirs = original(topk_ids, expert_load_view, *maps, unrecorded, num_unpadded_tokens)
+    return torch.where(padding(slots, num_unpadded_tokens), theirs, slots)
+
+
+def step(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Around EplbState.step, hooked where reports are wanted: they wait for the device, once per interval."""
+    original(self, *args, **kwargs)
+    if MODELS.meter is not None and MODELS.meter.report_if_due():
+        MODELS.check_device()

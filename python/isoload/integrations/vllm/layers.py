@@ -1,0 +1,215 @@
+"""The Balancers of one process, by model and layer: made when vLLM has placed a model's experts, refreshed in place
+when it moves them. MODELS is the only state of the plug-in."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isoload.balancer import Balancer
+from isoload.counting import count
+from isoload.integrations.engine_layers import EngineLayer, EngineLayers
+from isoload.integrations.engine_tables import engine_topology
+from isoload.integrations.meter import Meter
+from isoload.integrations.settings import Settings
+from isoload.integrations.vllm.placement import check_at_start
+
+log = logging.getLogger("isoload")
+Held = Literal["own", "same", "gathered"]
+EXCHANGE = {
+    "own": "tokens of their own, one gather per layer",
+    "same": "same tokens on all ranks, no collective",
+    "gathered": "tokens gathered before they are routed, no collective",
+}
+
+
+class Layer(EngineLayer):
+    """One MoE layer.
+
+    Args:
+        balancer: tokens="own" or "same".
+        meter: of the rank that reports.
+        runner: vLLM's MoERunner of the layer.
+        held: what a rank routes: see :func:`held_by`.
+    """
+
+    def __init__(self, balancer: Balancer, meter: Meter | None, runner: Any, held: Held) -> None:
+        super().__init__(balancer, meter)
+        self.runner, self.held = runner, held
+
+    def map_and_record(
+        self,
+        topk_ids: Tensor,
+        expert_load_view: Tensor,
+        record_enabled: Tensor,
+        num_unpadded_tokens: Tensor | None,
+    ) -> Tensor:
+        """[T, K] slots of logical ids [T, K]; rows of padding that were not planned are -1.
+
+        Args:
+            topk_ids: any integers; -1 = masked.
+            expert_load_view: [P] int32, to which the copies of each slot are added, padding aside.
+            record_enabled: [] bool, whether they are.
+            num_unpadded_tokens: [] int32, rows from here on are padding.
+        """
+        if self.runner.do_naive_dispatch_combine != (self.held == "gathered"):
+            raise RuntimeError(
+                f"layer {self.balancer.layer}: vLLM must exchange tokens as when its model was loaded, "
+                f"do_naive_dispatch_combine is now {self.runner.do_naive_dispatch_combine}"
+            )
+        ids = topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.to(torch.int32)
+        # Gathered rows are all ranks', the number of unpadded ones is this rank's: planned by it, ranks would differ.
+        padding_after = None if self.held == "gathered" else num_unpadded_tokens
+        slots = counted = self.slots(ids, padding_after)
+        if self.held == "gathered" and num_unpadded_tokens is not None:
+            counted = slots.masked_fill(padding(slots, num_unpadded_tokens), -1)
+        expert_load_view += count(counted, len(expert_load_view)) * record_enabled
+        return slots.to(topk_ids.dtype)
+
+
+def padding(rows: Tensor, num_unpadded_tokens: Tensor) -> Tensor:
+    """[T, 1] whether a row is padding."""
+    return (torch.arange(len(rows), device=rows.device) >= num_unpadded_tokens).unsqueeze(1)
+
+
+class ModelLayers(EngineLayers[Layer]):
+    """All layers of one model, the served one or a draft."""
+
+    engine = "vLLM"
+
+    def engine_group(self) -> dist.ProcessGroup:
+        from vllm.distributed.parallel_state import get_ep_group
+
+        group: dist.ProcessGroup = get_ep_group().device_group
+        return group
+
+    def engine_rank(self) -> int:
+        from vllm.distributed.parallel_state import get_ep_group
+
+        return int(get_ep_group().rank_in_group)
+
+    def make(self, state: Any, parallel: Any) -> Counter[str]:
+        """Balancers of the layers whose tokens isoload can plan; for the others how many vLLM keeps, by reason.
+
+        Args:
+            state: EplbModelState.
+            parallel: ParallelConfig.
+        """
+        from vllm.distributed.parallel_state import get_ep_group, get_node_count
+
+        tables = state.physical_to_logical_map.cpu()
+        topology = engine_topology(get_ep_group().world_size, get_node_count())
+        check_at_start(self.settings.placer, tables, state.model.num_logical_experts, topology)
+        self.place(tables, state.model.num_logical_experts, topology, state.physical_to_logical_map.device)
+        policy, kept = self.settings.policy_for(shared=False), Counter[str]()
+        for i, runner in enumerate(state.model.moe_layers):
+            held, reason = held_by(runner, parallel)
+            if held is None:
+                kept[reason] += 1
+                continue
+            how = {"group": self.group(topology)} if held == "own" else {"tokens": "same"}
+            balancer = Balancer(self.placement(), i, policy, shared_columns=False, **how)
+            balancer.placed_on(self.device)  # before any graph is captured
+            self.by_id[i] = Layer(balancer, self.own_meter(), runner, held)
+        return kept
+
+    def follow(self, rows: Tensor, layer: int | None = None) -> None:
+        """Takes new locations: [L, P] of all layers, or [P] of one."""
+        assert self.tables is not None
+        if layer is not None:
+            rows = self.tables.index_copy(0, torch.tensor([layer]), rows.cpu().unsqueeze(0))
+        if not self.refresh(rows.cpu()):
+            raise RuntimeError(f"vLLM must keep its {list(self.tables.shape)} slots, got {list(rows.shape)}")
+
+    def announce(self, name: str, kept: Counter[str]) -> None:
+        """What is attached, and what is not, of one rank for all."""
+        if self.engine_rank():
+            return
+        exchanged = " and ".join(sorted({EXCHANGE[layer.held] for layer in self.by_id.values()}))
+        dispatch = f"replicas ({exchanged}), {self.describe()}; " if self.by_id else ""
+        log.info(f"isoload: attached to vLLM's EPLB of {name}: {dispatch}placer {self.settings.placer}")
+        for reason, number in kept.items():
+            log.info(f"isoload: vLLM's own choice of replicas stays on {number} layers of {name}: {reason}")
+
+
+def held_by(runner: Any, parallel: Any) -> tuple[Held | None, str]:
+    """What a rank holds when it routes, as vLLM's layer and configuration say; the same on all ranks.
+
+    own       rows of its own, which an all-to-all exchanges afterwards
+    same      the rows that all ranks hold
+    gathered  those of all ranks, gathered before: the same everywhere, in one order
+    None      none of these, or unknown: and why
+    """
+    name = type(runner).__name__
+    if not hasattr(runner, "do_naive_dispatch_combine"):
+        return None, f"{name} routes by itself"
+    if runner.is_monolithic:
+        return None, "their kernel routes by itself"
+    if parallel.enable_elastic_ep:
+        return None, "ranks come and go with elastic expert parallelism"
+    if parallel.prefill_context_parallel_size > 1:
+        return None, "prefill context parallelism is on"
+    sequence_parallel = runner.moe_config.is_sequence_parallel
+    if runner.do_naive_dispatch_combine:
+        return "gathered", ""
+    if parallel.data_parallel_size == 1 and not sequence_parallel:
+        return "same", ""
+    if parallel.use_ubatching:
+        return None, "two micro-batches would gather their loads at once"
+    if parallel.tensor_parallel_size > 1 and not sequence_parallel:
+        return None, "some ranks hold the same tokens and others do not"
+    return "own", ""
+
+
+class Models:
+    """All models of this process, and the layer behind each of vLLM's maps."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """As before the first model."""
+        self.start(Settings.read({}))
+
+    def start(self, settings: Settings) -> None:
+        """Of a process whose hooks are attached."""
+        self.settings = settings
+        self.by_state: dict[int, tuple[Any, ModelLayers]] = {}  # by id, with the state that keeps it taken
+        self.by_map: dict[int, Layer] = {}  # by address of the layer's logical_to_physical_map, which stays
+
+    @property
+    def meter(self) -> Meter | None:
+        """Of the first model; drafts are not measured."""
+        return next((layers.meter for _, layers in self.by_state.values()), None)
+
+    def add(self, state: Any, parallel: Any) -> None:
+        """Takes a model whose experts vLLM has placed. All ranks call it together.
+
+        Raises:
+            ValueError: the placer cannot lay out this model.
+        """
+        layers = ModelLayers()
+        layers.start(self.settings)
+        if self.by_state:
+            layers.meter = None
+        kept = layers.make(state, parallel)
+        self.by_state[id(state)] = (state, layers)
+        for i, layer in layers.by_id.items():
+            self.by_map[state.logical_to_physical_map[i].data_ptr()] = layer
+        layers.announce(state.model_name, kept)
+
+    def of(self, state: Any) -> ModelLayers | None:
+        found = self.by_state.get(id(state))
+        return None if found is None else found[1]
+
+    def check_device(self) -> None:
+        for _, layers in self.by_state.values():
+            layers.check_device()
+
+
+MODELS = Models()

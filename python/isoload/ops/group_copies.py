@@ -1,0 +1,34 @@
+"""group_copies: where the copies of a group of slots lie once they are sorted by slot; wrapper and fake."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from isoload.ops.library import call, library
+from isoload.results import Grouping
+
+_group_copies = library.group_copies.default
+
+
+def group_copies(slots: Tensor, first: int, num_slots: int, num_places: int | None = None) -> Grouping:
+    """Sorts the copies of local slots ``first .. first + num_slots - 1``; others count as absent.
+
+    Stable: by slot, then row, then k.
+
+    Args:
+        slots: [N, K] int32 or int64 local slots; -1 = absent.
+        first: the group's first local slot.
+        num_slots: S.
+        num_places: C, most copies of the group. None: N*K. Copies beyond them are a ValueError on CPU; on CUDA they
+            count as absent and set the device's error word.
+    """
+    places = slots.numel() if num_places is None else num_places
+    return Grouping(*call(_group_copies, slots, first, num_slots, places))
+
+
+@torch.library.register_fake("isoload::group_copies")
+def _(slots: Tensor, first: int, num_slots: int, num_places: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    copy, slot = (slots.new_empty((num_places,), dtype=torch.int64) for _ in range(2))
+    ends = slots.new_empty((num_slots,), dtype=torch.int32)
+    return copy, slot, ends, slots.new_empty(slots.shape, dtype=torch.int64)

@@ -1,0 +1,157 @@
+"""Real vLLM engines over two CPU processes, without isoload and with it: expert parallel, redundant experts, experts
+that move while tokens are generated. Hugging Face's model of the same checkpoint is the oracle."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint import make_qwen3_moe
+from engine_runs import Batch, EngineRun, run_vllm, run_vllm_pair
+
+EPLB = {
+    "num_redundant_experts": 4, "window_size": 4, "step_interval": 4, "use_async": False,
+    "communicator": "torch_gloo", "log_balancedness": True,
+}  # fmt: skip
+OPTIONS = {"enable_eplb": True, "eplb_config": EPLB}
+RANKS, SLOTS, LAYERS = 2, 10, 3
+ATTACHED = {"ISOLOAD_VLLM": "1", "ISOLOAD_STRICT": "1", "ISOLOAD_REPORT_SECONDS": "0.2"}
+Oracle = tuple[Path, list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    """(checkpoint, Hugging Face's greedy tokens)"""
+    folder = tmp_path_factory.mktemp("qwen3_moe")
+    return folder, make_qwen3_moe(folder, head_dim=32)  # vLLM's attention on CPUs takes no smaller one
+
+
+@pytest.fixture(scope="module")
+def stock(oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
+    """isoload is installed, its variable is not set."""
+    return run_vllm(oracle[0], tmp_path_factory.mktemp("runs") / "stock", {}, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def balanced(oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
+    return run_vllm(oracle[0], tmp_path_factory.mktemp("runs") / "isoload", ATTACHED, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def pair(oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> list[EngineRun]:
+    """Each rank has its own prompts; experts move as little as possible."""
+    variables = ATTACHED | {"ISOLOAD_PLACER": "scenario:moves=2"}
+    return run_vllm_pair(oracle[0], tmp_path_factory.mktemp("runs") / "pair", variables, **OPTIONS)
+
+
+def loads(batch: Batch) -> torch.Tensor:
+    """[R] copies per rank."""
+    return torch.bincount(batch.slots.flatten() // SLOTS, minlength=RANKS)
+
+
+def balancedness(run: EngineRun) -> list[tuple[float, int]]:
+    """(mean, max) of the ranks' loads as vLLM logs them, step by step."""
+    found = re.findall(r"avg_tokens=([\d.]+), max_tokens=(\d+)", run.log)
+    return [(float(mean), int(most)) for mean, most in found]
+
+
+def test_tokens_are_hugging_faces(oracle: Oracle, stock: EngineRun, balanced: EngineRun) -> None:
+    assert stock.tokens == oracle[1], "the control"
+    assert balanced.tokens == oracle[1]
+
+
+def test_experts_moved_while_tokens_were_generated(stock: EngineRun, balanced: EngineRun) -> None:
+    for run in (stock, balanced):
+        assert len(run.lines("Rearranged experts")) >= 3
+        one_expert = {  # the slots that copies of a layer's busiest expert went to
+            int(slot) for batch in run.batches[0] if batch.layer == 1 for slot in batch.slots[batch.ids == 0]
+        }
+        assert len(one_expert) >= 2
+
+
+def test_every_copy_is_at_its_expert(stock: EngineRun, balanced: EngineRun, pair: list[EngineRun]) -> None:
+    for run in (stock, balanced, pair[0]):
+        for batch in (batch for rank in run.batches for batch in rank):
+            assert torch.equal(batch.table[batch.slots], batch.ids)
+
+
+def test_all_ranks_choose_the_same_slots(balanced: EngineRun) -> None:
+    """Else an expert's output would be added twice, or not at all."""
+    first, second = balanced.batches
+    assert len(first) == len(second) > LAYERS * 20
+    for a, b in zip(first, second, strict=True):
+        assert a.layer == b.layer and torch.equal(a.ids, b.ids) and torch.equal(a.slots, b.slots)
+
+
+def test_loads_are_recorded_as_vllm_counts_them(stock: EngineRun, balanced: EngineRun) -> None:
+    """vLLM's own sums of what each run recorded, against the slots that left the router; both ranks count all."""
+    for run in (stock, balanced):
+        batches = [batch for batch in run.batches[0] if len(batch.ids)]
+        steps = [batches[i : i + LAYERS] for i in range(0, len(batches), LAYERS)]
+        wanted = []
+        for step in steps:
+            assert [batch.layer for batch in step] == list(range(LAYERS))
+            per_rank = RANKS * torch.stack([loads(batch) for batch in step])
+            wanted.append((float(per_rank.sum()) / RANKS, int(per_rank.amax(dim=1).sum())))
+        logged = [pair for pair in balancedness(run) if pair[1]]
+        assert len(logged) > 20 and logged == wanted[-len(logged) :]
+
+
+def test_vllms_own_balancedness(stock: EngineRun, balanced: EngineRun) -> None:
+    """mean/max of the ranks' loads, averaged over the same steps of the same prompts."""
+    means = []
+    for run in (stock, balanced):
+        found = [mean / most for mean, most in balancedness(run) if most]
+        means.append(sum(found) / len(found))
+    assert means[0] < 0.9 and means[1] > 0.99
+
+
+def test_isoload_says_what_it_does(balanced: EngineRun) -> None:
+    (line,) = balanced.lines("isoload: attached")
+    assert "same tokens on all ranks, no collective" in line and "policy exact on 3 of 3 layers" in line
+    reports = balanced.lines("isoload vLLM: ")
+    assert reports
+    for report in reports:
+        assert "peak == bound in all batches of 3 of 3 layers" in report
+        before, after = re.search(r"imbalance ([\d.]+) evenly spread, ([\d.]+) planned", report).groups()
+        assert float(after) <= float(before)
+
+
+def test_without_its_variable_isoload_is_not_there(stock: EngineRun) -> None:
+    assert not stock.lines("isoload")
+
+
+def test_ranks_with_tokens_of_their_own(oracle: Oracle, pair: list[EngineRun]) -> None:
+    """Data parallel, with a real all-to-all behind the router; one rank is done before the other."""
+    for rank, run in enumerate(pair):
+        assert run.tokens == [tokens[: 24 - 8 * rank] for tokens in oracle[1][rank::2]]
+    (line,) = pair[0].lines("isoload: attached")
+    assert "tokens of their own, one gather per layer" in line and "placer scenario:moves=2" in line
+    reports = pair[0].lines("isoload vLLM: ")
+    assert reports and all("peak == bound in all batches of 3 of 3 layers" in report for report in reports)
+
+
+def test_loads_of_both_ranks_are_as_level_as_can_be(pair: list[EngineRun]) -> None:
+    """Counted over what both routed: the busiest rank has its half, or what lies there alone if that is more."""
+    first, second = pair[0].batches
+    assert len(first) == len(second) > LAYERS * 20
+    differ = 0
+    for a, b in zip(first, second, strict=True):
+        differ += a.ids.shape != b.ids.shape or not torch.equal(a.ids, b.ids)
+        assert torch.equal(a.table, b.table)
+        ids = torch.cat([a.ids.flatten(), b.ids.flatten()])
+        on_rank = [torch.isin(ids, a.table[r * SLOTS : (r + 1) * SLOTS]) for r in range(RANKS)]
+        alone = [int((on_rank[r] & ~on_rank[1 - r]).sum()) for r in range(RANKS)]
+        assert int((loads(a) + loads(b)).max()) == max(-(-len(ids) // RANKS), *alone)
+    assert differ > len(first) / 2
+
+
+def test_a_rebalance_moves_no_more_than_was_asked(pair: list[EngineRun]) -> None:
+    tables = [
+        [batch.table for batch in pair[0].batches[0] if batch.layer == layer] for layer in range(LAYERS)
+    ]
+    changes = [int((a != b).sum()) for layer in tables for a, b in pairwise(layer)]
+    assert len(pair[0].lines("Rearranged experts")) >= 3 and 0 < max(changes) <= 2

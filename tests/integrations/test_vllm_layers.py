@@ -1,0 +1,271 @@
+"""vLLM's hooks on records made up here: which tokens a layer plans, what it counts, where experts have moved."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import isoload
+from isoload import Balancer
+from isoload.integrations.engine_tables import replica_lists
+from isoload.integrations.settings import Settings
+from isoload.integrations.vllm import MODELS, dispatch
+from isoload.integrations.vllm.layers import Layer, held_by
+
+EXPERTS, K, RANKS, SIZE, LAYERS = 16, 4, 2, 10, 3
+LOADS = torch.rand(2, LAYERS, EXPERTS, generator=torch.Generator().manual_seed(1)).pow(4) * 1000
+PARALLEL = {
+    "tensor_parallel_size": 2, "data_parallel_size": 1, "prefill_context_parallel_size": 1,
+    "enable_elastic_ep": False, "use_ubatching": False,
+}  # fmt: skip
+
+
+def parallel(**changed: Any) -> Any:
+    return SimpleNamespace(**(PARALLEL | changed))
+
+
+def runner(naive: bool = False, monolithic: bool = False, sequence_parallel: bool = False) -> Any:
+    config = SimpleNamespace(is_sequence_parallel=sequence_parallel)
+    return SimpleNamespace(do_naive_dispatch_combine=naive, is_monolithic=monolithic, moe_config=config)
+
+
+def state_of(placement: isoload.Placement, runners: list[Any] | None = None, name: str = "model") -> Any:
+    """As EplbModelState."""
+    lists = replica_lists(placement)
+    runners = [runner() for _ in range(LAYERS)] if runners is None else runners
+    return SimpleNamespace(
+        physical_to_logical_map=lists.physical_to_logical.clone(),
+        logical_to_physical_map=lists.logical_to_physical.clone(),
+        model=SimpleNamespace(num_logical_experts=EXPERTS, moe_layers=runners),
+        model_name=name,
+    )
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process of vLLM's, of rank 0, whose hooks are in place; it has no model."""
+    module = ModuleType("vllm.distributed.parallel_state")
+    module.get_ep_group = lambda: SimpleNamespace(world_size=RANKS, rank_in_group=0)  # type: ignore[attr-defined]
+    module.get_node_count = lambda: 1  # type: ignore[attr-defined]
+    for name in ("vllm", "vllm.distributed", "vllm.distributed.parallel_state"):
+        monkeypatch.setitem(sys.modules, name, module)
+    MODELS.start(Settings.read({}))
+    yield
+    MODELS.reset()
+
+
+def placed(number: int = 0, placer: str = "eplb") -> isoload.Placement:
+    return isoload.place(LOADS[number], isoload.Topology(RANKS), SIZE, placer)
+
+
+def draw(tokens: int, seed: int = 0) -> Tensor:
+    skew = torch.rand(EXPERTS, generator=torch.Generator().manual_seed(7)).pow(4)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.multinomial(skew.expand(tokens, -1), K, generator=generator).int()
+
+
+def layer_of(held: str = "same", naive: bool = False) -> Layer:
+    return Layer(Balancer(placed(), 1, tokens="same", shared_columns=False), None, runner(naive), held)  # type: ignore[arg-type]
+
+
+def mapped(layer: Layer, ids: Tensor, record: bool = True, valid: int | None = None) -> tuple[Tensor, Tensor]:
+    """(slots, what was recorded)"""
+    loads = torch.zeros(RANKS * SIZE, dtype=torch.int32)
+    rows = None if valid is None else torch.tensor(valid, dtype=torch.int32)
+    return layer.map_and_record(ids, loads, torch.tensor(record), rows), loads
+
+
+HELD = {
+    "tensor parallel": (runner(), {}, "same"),
+    "data parallel": (runner(), {"data_parallel_size": 2, "tensor_parallel_size": 1}, "own"),
+    "sequence parallel": (runner(sequence_parallel=True), {"data_parallel_size": 2}, "own"),
+    "gathered": (runner(naive=True), {"data_parallel_size": 2}, "gathered"),
+    "gathered, micro-batches": (runner(naive=True), {"data_parallel_size": 2, "use_ubatching": True}, "gathered"),
+    "same, micro-batches": (runner(), {"use_ubatching": True}, "same"),
+    "groups of the same": (runner(), {"data_parallel_size": 2}, "some ranks hold the same tokens and others do not"),
+    "micro-batches": (
+        runner(sequence_parallel=True),
+        {"data_parallel_size": 2, "use_ubatching": True},
+        "two micro-batches would gather",
+    ),
+    "context parallel": (runner(), {"prefill_context_parallel_size": 2}, "prefill context parallelism is on"),
+    "elastic": (runner(), {"enable_elastic_ep": True}, "ranks come and go"),
+    "monolithic": (runner(monolithic=True), {}, "their kernel routes by itself"),
+    "another class": (SimpleNamespace(), {}, "SimpleNamespace routes by itself"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_which_tokens_a_rank_holds(name: str) -> None:
+    made, changed, want = HELD[name]
+    held, reason = held_by(made, parallel(**changed))
+    assert held == want if held else want in reason
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint32])
+@pytest.mark.parametrize("valid", [None, 0, 5, 40])
+def test_copies_are_level_and_counted(dtype: torch.dtype, valid: int | None) -> None:
+    ids, rows = draw(40), 40 if valid is None else valid
+    slots, loads = mapped(layer_of(), ids.to(dtype), valid=valid)
+    assert slots.dtype == dtype
+    slots = slots.to(torch.int32)[:rows].long()
+    assert torch.equal(placed().slot_to_expert[1][slots], ids[:rows])
+    assert torch.equal(loads, torch.bincount(slots.flatten(), minlength=RANKS * SIZE).int())
+    per_rank = loads.view(RANKS, -1).sum(1)
+    assert int(per_rank.max() - per_rank.min()) <= 1
+
+
+def test_masked_copies_stay_masked_and_uncounted() -> None:
+    ids = draw(12)
+    ids[3], ids[5, 1] = -1, -1
+    slots, loads = mapped(layer_of(), ids)
+    assert torch.equal(slots < 0, ids < 0) and int(loads.sum()) == 12 * K - K - 1
+
+
+def test_an_empty_batch() -> None:
+    slots, loads = mapped(layer_of(), draw(3)[:0], valid=0)
+    assert slots.shape == (0, K) and not loads.any()
+
+
+def test_nothing_is_counted_where_vllm_records_nothing() -> None:
+    slots, loads = mapped(layer_of(), draw(12), record=False)
+    assert (slots >= 0).all() and not loads.any()
+
+
+def test_gathered_rows_are_planned_alike_whatever_a_rank_calls_padding() -> None:
+    """Each rank gives the number of its own rows; counted are those that vLLM counts."""
+    ids, want = draw(30), None
+    for valid in (30, 12, 0):
+        slots, loads = mapped(layer_of("gathered", naive=True), ids, valid=valid)
+        want = slots if want is None else want
+        assert torch.equal(slots, want) and (slots >= 0).all()
+        counted = torch.bincount(slots[:valid].flatten().long(), minlength=RANKS * SIZE)
+        assert torch.equal(loads, counted.int())
+
+
+def test_another_exchange_than_at_start_is_refused() -> None:
+    layer = layer_of()
+    layer.runner.do_naive_dispatch_combine = True
+    with pytest.raises(RuntimeError, match="vLLM must exchange tokens as when its model was loaded"):
+        mapped(layer, draw(4))
+
+
+def vllms_own(topk_ids: Tensor, expert_load_view: Tensor, *given: Any) -> Tensor:
+    """Slot 7 for all, and a count where it is told to record."""
+    expert_load_view += 100 * given[2]
+    return torch.full_like(topk_ids, 7)
+
+
+def test_padding_keeps_vllms_replica_and_is_counted_once(engine: None) -> None:
+    state = state_of(placed())
+    MODELS.add(state, parallel())
+    loads, ids = torch.zeros(RANKS * SIZE, dtype=torch.int32), draw(20)
+    count, record = torch.zeros(0), torch.tensor(True)
+    slots = dispatch.map_and_record(
+        vllms_own, ids, loads, state.logical_to_physical_map[1], count, record, torch.tensor(15)
+    )
+    assert (slots[15:] == 7).all() and torch.equal(placed().slot_to_expert[1][slots[:15].long()], ids[:15])
+    assert int(loads.sum()) == 15 * K
+
+
+def test_layers_without_a_balancer_are_vllms(engine: None) -> None:
+    state = state_of(placed(), [runner(), runner(monolithic=True), runner()])
+    MODELS.add(state, parallel())
+    loads, ids = torch.zeros(RANKS * SIZE, dtype=torch.int32), draw(4)
+    for layer, theirs in enumerate((False, True, False)):
+        given = state.logical_to_physical_map[layer], torch.zeros(0), torch.tensor(True)
+        slots = dispatch.map_and_record(vllms_own, ids, loads, *given)
+        assert bool((slots == 7).all()) == theirs
+
+
+def add(state: Any) -> None:
+    """Through the hook, as EplbState.add_model."""
+    states: dict[str, Any] = {}
+    holder = SimpleNamespace(model_states=states, parallel_config=parallel())
+    dispatch.add_model(lambda self, name: states.update({name: state}), holder, state.model_name)
+
+
+def slots_of(state: Any, layer: int, ids: Tensor) -> Tensor:
+    loads = torch.zeros(RANKS * SIZE, dtype=torch.int32)
+    given = state.logical_to_physical_map[layer], torch.zeros(0), torch.tensor(True)
+    return dispatch.map_and_record(vllms_own, ids, loads, *given)
+
+
+def test_a_rebalance_reaches_the_balancers_in_place(engine: None) -> None:
+    state, moved = state_of(placed()), placed(1, "trivial").slot_to_expert.long()
+    add(state)
+    tables = MODELS.of(state).by_id[1].balancer.placed_on(torch.device("cpu")).tables.data  # type: ignore[union-attr]
+    address, called = tables.data_ptr(), []
+    dispatch.commit(lambda *given: called.append(given), state, moved)
+    assert len(called) == 1
+    balancer = MODELS.of(state).by_id[1].balancer  # type: ignore[union-attr]
+    assert balancer.placed_on(torch.device("cpu")).tables.data.data_ptr() == address
+    for layer in range(LAYERS):
+        assert torch.equal(moved[layer][slots_of(state, layer, draw(30)).long()].int(), draw(30))
+
+
+def test_an_asynchronous_rebalance_moves_layer_by_layer(engine: None) -> None:
+    state, first, moved = (
+        state_of(placed()),
+        placed().slot_to_expert,
+        placed(1, "trivial").slot_to_expert.long(),
+    )
+    add(state)
+    dispatch.commit_layer(lambda *_: None, state, moved[1], 1)
+    for layer in range(LAYERS):
+        held = moved[1] if layer == 1 else first[layer]
+        assert torch.equal(held[slots_of(state, layer, draw(30)).long()].int(), draw(30))
+
+
+def test_other_slots_are_refused(engine: None) -> None:
+    state = state_of(placed())
+    add(state)
+    with pytest.raises(RuntimeError, match=r"vLLM must keep its \[3, 20\] slots, got \[3, 18\]"):
+        dispatch.commit(lambda *_: None, state, torch.arange(18).expand(3, -1) % EXPERTS)
+
+
+def test_a_layout_that_the_placer_cannot_make_is_refused_at_start(engine: None) -> None:
+    MODELS.start(Settings.read({"ISOLOAD_PLACER": "scenario:groups=5"}))
+    with pytest.raises(
+        ValueError, match="--enable-eplb with ISOLOAD_PLACER=scenario:groups=5: groups must divide"
+    ):
+        add(state_of(placed()))
+
+
+def test_a_policy_of_shared_experts_is_refused_at_start(engine: None) -> None:
+    MODELS.start(Settings.read({"ISOLOAD_POLICY": "joint"}))
+    with pytest.raises(ValueError, match="ISOLOAD_POLICY must be a policy of routed experts"):
+        add(state_of(placed()))
+
+
+def test_the_log_says_what_is_attached_and_what_is_not(
+    engine: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "isoload"):
+        add(state_of(placed(), [runner(), runner(monolithic=True), runner()]))
+        add(state_of(isoload.place(LOADS[0], isoload.Topology(RANKS)), name="draft"))
+    assert [record.getMessage() for record in caplog.records] == [
+        "isoload: attached to vLLM's EPLB of model: replicas (same tokens on all ranks, no collective), "
+        "policy exact on 2 of 2 layers; placer eplb",
+        "isoload: vLLM's own choice of replicas stays on 1 layers of model: their kernel routes by itself",
+        "isoload: attached to vLLM's EPLB of draft: replicas (same tokens on all ranks, no collective), "
+        "policy exact on 0 of 3 layers: no layer has redundant experts, so there is nothing to balance; placer eplb",
+    ]
+
+
+def test_the_served_model_is_measured_drafts_are_not(engine: None, caplog: pytest.LogCaptureFixture) -> None:
+    MODELS.start(Settings.read({"ISOLOAD_REPORT_SECONDS": "0.000001"}))
+    model, draft = state_of(placed()), state_of(placed(), name="draft")
+    for state in (model, draft):
+        add(state)
+        slots_of(state, 1, draw(30))
+    with caplog.at_level(logging.INFO, "isoload"):
+        dispatch.step(lambda self: None, None)
+    assert "isoload vLLM: 1 plans of 1 layers" in caplog.records[-1].getMessage()

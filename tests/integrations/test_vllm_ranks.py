@@ -1,0 +1,115 @@
+"""vLLM's hooks over 2 and 4 processes with tokens of their own: what an all-to-all would be given, counted over all."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import isoload
+from isoload.integrations.engine_tables import replica_lists
+from isoload.integrations.settings import Settings
+from isoload.integrations.vllm import MODELS, dispatch
+from support.oracles import flow_optimum
+from support.processes import rank_outcomes, run_ranks
+
+EXPERTS, K, LAYERS = 16, 4, 2
+CASES = ("full", "padded", "one rank empty", "all empty", "few")
+
+
+def draw(case: str, rank: int) -> tuple[Tensor, int]:
+    """(logical ids [T, K], rows that are no padding) of a rank."""
+    tokens = {"full": 100, "padded": 64, "one rank empty": 45 * (rank != 0), "all empty": 0, "few": 3}[case]
+    generator = torch.Generator().manual_seed(100 * CASES.index(case) + rank)
+    skew = torch.rand(EXPERTS, generator=torch.Generator().manual_seed(7)).pow(6)
+    ids = torch.empty(0, K, dtype=torch.int32)
+    if tokens:
+        ids = torch.multinomial(skew.expand(tokens, -1), K, generator=generator).int()
+    return ids, tokens // 2 + rank if case == "padded" else tokens
+
+
+def placed(ranks: int, seed: int) -> isoload.Placement:
+    loads = torch.rand(LAYERS, EXPERTS, generator=torch.Generator().manual_seed(seed)).pow(4) * 1000
+    return isoload.place(loads, isoload.Topology(ranks), EXPERTS // ranks + 2)
+
+
+def add_model(rank: int, ranks: int, table: Tensor | None = None) -> Any:
+    """A model of a process whose hooks are in place; vLLM's groups stand on this test's."""
+    module = ModuleType("vllm.distributed.parallel_state")
+    group = SimpleNamespace(world_size=ranks, rank_in_group=rank, device_group=dist.group.WORLD)
+    module.get_ep_group, module.get_node_count = lambda: group, lambda: 1  # type: ignore[attr-defined]
+    sys.modules.update(dict.fromkeys(("vllm", "vllm.distributed", "vllm.distributed.parallel_state"), module))
+    lists = replica_lists(placed(ranks, 0))
+    config = SimpleNamespace(is_sequence_parallel=False)
+    runner = SimpleNamespace(do_naive_dispatch_combine=False, is_monolithic=False, moe_config=config)
+    state = SimpleNamespace(
+        physical_to_logical_map=lists.physical_to_logical if table is None else table,
+        logical_to_physical_map=lists.logical_to_physical,
+        model=SimpleNamespace(num_logical_experts=EXPERTS, moe_layers=[runner] * LAYERS),
+        model_name="model",
+    )
+    parallel = SimpleNamespace(
+        data_parallel_size=ranks, tensor_parallel_size=1, prefill_context_parallel_size=1,
+        enable_elastic_ep=False, use_ubatching=False,
+    )  # fmt: skip
+    MODELS.start(Settings.read({}))
+    MODELS.add(state, parallel)
+    return state
+
+
+def route(state: Any, ids: Tensor, valid: int) -> tuple[Tensor, Tensor]:
+    """(slots, recorded loads) of layer 1."""
+    loads = torch.zeros(state.physical_to_logical_map.shape[1], dtype=torch.int32)
+    given = state.logical_to_physical_map[1], torch.zeros(0), torch.tensor(True)
+    slots = dispatch.map_and_record(lambda rows, *_: rows, ids, loads, *given, torch.tensor(valid))
+    return slots, loads
+
+
+def serve(rank: int, ranks: int) -> dict[str, Any]:
+    state = add_model(rank, ranks)
+    found: dict[str, Any] = {}
+    for case in (*CASES, "rebalanced"):
+        if case == "rebalanced":
+            dispatch.commit(lambda *_: None, state, placed(ranks, 1).slot_to_expert.long())
+        ids, valid = draw("full" if case == "rebalanced" else case, rank)
+        slots, loads = route(state, ids, valid)
+        found[case] = ids[:valid], slots[:valid], loads
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_copies_of_all_ranks_are_as_level_as_can_be(ranks: int) -> None:
+    outcome = run_ranks(serve, ranks, ranks)
+    for case in (*CASES, "rebalanced"):
+        table = placed(ranks, int(case == "rebalanced")).slot_to_expert[1]
+        counts, per_slot = torch.zeros(EXPERTS, dtype=torch.int64), torch.zeros(len(table), dtype=torch.int64)
+        for ids, slots, loads in (of_rank[case] for of_rank in outcome):
+            assert torch.equal(table[slots.long()], ids)
+            counts += torch.bincount(ids.flatten().long(), minlength=EXPERTS)
+            own = torch.bincount(slots.flatten().long(), minlength=len(table))
+            assert torch.equal(loads, own.int()), "recorded"
+            per_slot += own
+        peak = int(per_slot.view(ranks, -1).sum(1).max())
+        assert peak == flow_optimum(counts.numpy(), table.numpy(), ranks), case
+
+
+def differ(rank: int, ranks: int) -> None:
+    """The second rank's experts lie elsewhere."""
+    table = placed(ranks, 0).slot_to_expert.long()
+    add_model(rank, ranks, table.flip(1) if rank else table)
+
+
+def move_differently(rank: int, ranks: int) -> None:
+    state = add_model(rank, ranks)
+    dispatch.commit(lambda *_: None, state, placed(ranks, 1 + rank).slot_to_expert.long())
+
+
+@pytest.mark.parametrize("body", [differ, move_differently])
+def test_ranks_that_disagree_where_experts_lie_all_raise(body: Any) -> None:
+    for outcome in rank_outcomes(body, 2, 2):
+        assert outcome.error is not None and "must be the same on all ranks" in outcome.error

@@ -1,0 +1,91 @@
+"""How many kernels a forward launches on a GPU outside of its GEMMs, and how much memory it takes on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import isoload
+from isoload.experts.weights import ExpertWeights
+from support.fake_ranks import Everything, kept_memos, one_rank
+from support.host_waits import HostWaits
+from support.launches import Launches, stand_ins
+
+RANKS, TOKENS, TOP_K, EXPERTS, HIDDEN = 16, 4096, 8, 256, 7168
+ROWS, COPIES = (
+    1651,
+    TOKENS * TOP_K // RANKS,
+)  # from a rank to another: 1 - (15/16)^8 of the tokens; all copies
+TOPOLOGY = isoload.Topology(RANKS, 8)
+GB = 1e9
+
+
+def answer(tensor: Tensor) -> list[Any]:
+    """Row counts as of even routing, no errors, no facts that differ."""
+    if tensor.dim() == 3:
+        return [[[ROWS, ROWS, COPIES] + [0] * (tensor.shape[2] - 3)] * RANKS]
+    return [[0] * tensor.shape[1]] * len(tensor) if tensor.dim() == 2 else [0] * len(tensor)
+
+
+def gate(rows: Tensor) -> tuple[Tensor, Tensor]:
+    ids = torch.empty(len(rows), TOP_K, dtype=torch.int64, device=rows.device)
+    return ids, torch.empty(len(rows), TOP_K, device=rows.device)
+
+
+def second_forward(capacity: int | None, max_copies: int | None = None, policy: str = "exact") -> Launches:
+    """What the second forward of one of 16 ranks launches: 4096 tokens of DeepSeek-V3's width, narrow experts."""
+    transport = one_rank(0, capacity, TOPOLOGY, max_copies)
+    borrows = isoload.POLICIES[policy]().borrows
+    placement = isoload.place(
+        torch.ones(1, EXPERTS),
+        TOPOLOGY,
+        slots_per_rank=18,
+        spare_slots=2 if borrows else 0,
+        placer="trivial" if borrows else "eplb",
+    )
+    assert placement.has_freedom == (True,)  # of real tensors, before they are fake
+    transport.group._agreed = Everything()
+    launches = Launches()
+    with HostWaits(answer), torch.no_grad(), kept_memos(), launches, stand_ins(launches):
+        shapes = (EXPERTS, 16, HIDDEN), (EXPERTS, HIDDEN, 8)
+        dense = ExpertWeights(*(torch.zeros(s, dtype=torch.bfloat16, device="cuda") for s in shapes))
+        layer = isoload.MoE(gate, dense, transport, placement, policy=policy)
+        layer.balancer._own[dense.down.device] = layer.balancer.placed_on(dense.down.device)
+        rows = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
+        layer(rows)
+        launches.clear()
+        layer(rows)
+    assert layer.last_plan is not None
+    return launches
+
+
+@pytest.mark.parametrize("capacity", [None, TOKENS])
+def test_twenty_launches(capacity: int | None) -> None:
+    launches = second_forward(capacity)
+    assert len(launches.kernels) <= 20, "\n".join(launches.kernels)
+    counted = launches.counted()
+    for op in (
+        "count",
+        "plan_exact",
+        "share",
+        "route",
+        "number_rows",
+        "pack_rows",
+        "group_copies",
+        "spread_rows",
+    ):
+        assert counted[op] > 0, op
+
+
+def test_memory_of_exact_splits() -> None:
+    """Buffers hold what arrives; all of transport and permutation, and the activations of narrow experts."""
+    assert second_forward(None).peak <= 1.5 * GB
+
+
+def test_memory_of_a_fixed_capacity() -> None:
+    """Rows for every pair, copies up to the most that a rank gets: a quarter above the mean."""
+    assert second_forward(TOKENS, TOKENS * TOP_K * 5 // 4).peak <= 4 * GB
+    assert second_forward(TOKENS).peak > 8 * GB
