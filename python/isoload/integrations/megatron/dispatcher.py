@@ -108,8 +108,14 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
         here, away = int(((local >= 0) & (local < own)).sum()), int((local >= own).sum())
         if here + away != (came := int((received.slots >= 0).sum())):
             raise RuntimeError(f"all {came} copies must come to experts of this rank, {here + away} did")
-        groupings = group_copies(local, 0, own, here), group_copies(local, own, lent_to, away)
-        self._arrived = Arrived(received, borrowed, *groupings)
+        groups = [(0, own, here), (own, lent_to, away)]
+        # One place at least, as run_experts has it: no product of zero rows.
+        places = [min(max(number, 1), local.numel()) for *_, number in groups]
+        homes, others = (
+            group_copies(local, first, size, number)
+            for (first, size, _), number in zip(groups, places, strict=True)
+        )
+        self._arrived = Arrived(received, borrowed, homes, others)
         return rows, received.weights
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,12 +128,14 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
         """[C, H] results of the own experts -> [N, H] weighted sums, with those of the borrowed ones."""
         arrived, dtype = self._arrived, hidden_states.dtype
         weights = arrived.received.weights
-        total = weighted_sum(padded(hidden_states), weights, arrived.homes, sum_dtype(dtype))
+        total = weighted_sum(padded(hidden_states, arrived.homes), weights, arrived.homes, sum_dtype(dtype))
         if arrived.borrowed:
             ends = arrived.away.ends.tolist()
             copies = gather_copies(arrived.received.rows, arrived.away)[: ends[-1] if ends else 0]
             results = self._run_borrowed(copies, ends, arrived.borrowed)
-            total = total + weighted_sum(padded(results), weights, arrived.away, sum_dtype(dtype))
+            total = total + weighted_sum(
+                padded(results, arrived.away), weights, arrived.away, sum_dtype(dtype)
+            )
         return total.to(dtype)
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
@@ -213,6 +221,6 @@ def check_placement(placement: Placement, layer: MoELayer, rank: int) -> None:
         )
 
 
-def padded(copies: Tensor) -> Tensor:
-    """[C, H], with a row of zeros if there is none, as a Grouping has one place at least."""
-    return copies if len(copies) else torch.cat([copies, copies.new_zeros(1, copies.shape[1])])
+def padded(copies: Tensor, grouping: Grouping) -> Tensor:
+    """[C, H]: copies, and zeros in the places of a grouping that has more of them."""
+    return torch.cat([copies, copies.new_zeros(len(grouping.copy) - len(copies), copies.shape[1])])
