@@ -16,6 +16,8 @@ from isoload.experts.compute import run_experts
 from isoload.experts.weights import SwiGLU
 from isoload.layer.stack import LibraStack
 from isoload.transport import LocalTransport
+from support.fp8_experts import open_experts, random_experts
+from support.live_tensors import live_tensors
 from support.stacks import EXPERTS, HIDDEN, INNER, TOKENS, Model, close, routing_trace, run
 
 LOCALS = pytest.mark.parametrize("local", ["planned", "held"])
@@ -250,3 +252,30 @@ def test_slots_by_a_cost_model(copies: int, slots: int) -> None:
     for layer in layers:
         spare = layer.last_plan.slot_to_expert.view(4, -1)[:, -2:]
         assert (spare[:, : 2 - slots] == -1).all() and bool((spare >= 0).any()) == (slots > 0)
+
+
+@LOCALS
+def test_experts_in_fp8_are_what_they_stand_for(local: str) -> None:
+    """To the bit, borrowed ones included: their scales travel with them."""
+    model, found = Model(4, dtype=torch.float32), []
+    draw = torch.Generator().manual_seed(4)
+    stored = [random_experts(EXPERTS, HIDDEN, INNER, draw) for _ in model.dense]
+    for dense in (stored, [open_experts(weights, torch.float32) for weights in stored]):
+        model.dense = dense
+        layers = model.layers(transport_for(model, local))
+        LibraStack(layers, "lookahead", local=local)
+        with torch.no_grad():
+            found.append([y for batch in range(2) for y in run(layers, model.rows(batch))])
+        assert all(filled_slots(layer) > 0 for layer in layers)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@LOCALS
+def test_batches_leave_nothing_behind(local: str) -> None:
+    model = Model(4)
+    layers = model.layers(transport_for(model, local))
+    LibraStack(layers, predict.tabulate(routing_trace(LAYERS), 2), local=local)
+    assert_dense(model, layers)
+    before = live_tensors()
+    assert_dense(model, layers, batches=10)
+    assert live_tensors() <= before

@@ -60,14 +60,14 @@ def test_any_number_of_layers_takes_the_buffers_in_turn(num_layers: int, local: 
 @LOCALS
 def test_others_may_take_the_buffers(local: str) -> None:
     """Layers outside of the stack, on the same pool, between its layers: weights are brought again."""
-    model, layers, stack = made(local)
+    model, layers, _ = made(local)
     llep = {"policy": "llep", "min_chunk": 1, "threshold": 1.0}
     others = [model.layers(layers[0].transport, **llep)[0] for _ in range(2)]
     assert others[0].borrowing.pool is layers[0].borrowing.pool
     for batch in range(6):
-        rows = want = model.rows(batch)
+        rows = model.rows(batch)
+        want = model.wanted(rows)
         with torch.no_grad():
-            want = model.wanted(rows)
             for index, layer in enumerate(layers):
                 for other in others[: batch % 3]:
                     other(model.rows(9))
@@ -137,12 +137,11 @@ def test_weights_that_change_on_the_way_are_refused() -> None:
         for weights in layers[0].weights:
             weights.gate_up.mul_(2)
     model.dense[0].gate_up.mul_(2)
-    rows = model.rows(1)
     with (
         torch.no_grad(),
         pytest.raises(ValueError, match="stay as they are while their weights travel ahead: call forget"),
     ):
-        layers[0](rows)
+        layers[0](model.rows(1))
     assert matches(model, layers, 1)
     with torch.no_grad():
         for weights in layers[0].weights:
@@ -254,11 +253,3 @@ def test_a_batch_that_is_not_planned_brings_nothing_again() -> None:
         run(layers, model.rows(1), 5)
     assert traffic.bytes["borrow"] == before > 0
     assert matches(model, layers, 2)
-
-
-def test_a_compiled_layer_runs_through_its_stack() -> None:
-    model, layers, _ = made(num_layers=2)
-    compiled = [torch.compile(layer, backend="eager") for layer in layers]
-    for batch in range(2):
-        assert matches(model, compiled, batch)
-    assert all(map(is_filled, layers))

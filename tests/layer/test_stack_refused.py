@@ -281,3 +281,11 @@ def test_a_prediction_must_be_loads() -> None:
         ),
     ):
         made[0](MODEL.rows())
+
+
+def test_a_gate_that_chooses_others_fails_with_its_layer() -> None:
+    """As the layer's own choices would: before anything is gathered."""
+    made = layers()
+    LibraStack(made, predict.Lookahead([lambda rows: (torch.full((len(rows), 2), 99), rows)] * 3))
+    with torch.no_grad(), pytest.raises(ValueError, match="topk_ids must be in -1..11, got 99"):
+        made[0](MODEL.rows())
