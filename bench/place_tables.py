@@ -100,6 +100,20 @@ def place_slots() -> Table:
     return "trace | ranks x slots | placer | without more | 1 more | 2 more | 4 more", rows
 
 
+def place_pinned() -> Table:
+    """Imbalance of unseen batches after `exact`, homes pinned or not, beside `eplb`."""
+    eplb = {(row["trace"], row["ranks"]): row for row in rows_of("unseen") if row["placer"] == "eplb"}
+    cases: dict[tuple[Any, ...], dict[bool, str]] = {}
+    for row in rows_of("pinned"):
+        found = cases.setdefault((row["trace"], row["ranks"], row["slots"]), {})
+        found[row["pinned"]] = f"{row['exact']:.3f}"
+    rows = [
+        [trace, f"{ranks} x {slots}", f"{eplb[trace, ranks]['exact']:.3f}", found[True], found[False]]
+        for (trace, ranks, slots), found in cases.items()
+    ]
+    return "trace | ranks x slots | `eplb` | `split=exact:pinned=True` | `split=exact`", rows
+
+
 def place_drawn() -> Table:
     """Imbalance of drawn tokens, `static` / `exact`, by placer."""
     cases: dict[tuple[Any, ...], dict[str, str]] = {}
@@ -163,6 +177,7 @@ PLACE_TABLES = {
     for table in (
         place_unseen,
         place_slots,
+        place_pinned,
         place_drawn,
         place_budgets,
         place_moves,
