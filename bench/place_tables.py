@@ -172,6 +172,15 @@ def place_times() -> Table:
     return head, rows
 
 
+def place_recorder() -> Table:
+    """What recording adds to a layer's call, by the ranks that a process owns."""
+    rows = [
+        [str(row["owned_ranks"]), f"{row['us_a_layer']:.1f}", f"{row['load']:.0f}"]
+        for row in rows_of("recorder")
+    ]
+    return "ranks of the process | µs a layer | load", rows
+
+
 PLACE_TABLES = {
     table.__name__: table
     for table in (
@@ -183,6 +192,7 @@ PLACE_TABLES = {
         place_moves,
         place_groups,
         place_times,
+        place_recorder,
         place_grace,
     )
 }
