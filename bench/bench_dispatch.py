@@ -64,6 +64,7 @@ from dispatch_tables import show
 from harness import RESULTS, ResultFile, machine, network
 from isoload.transport import CollectiveTransport, LocalTransport, Transport
 from isoload.transport.deep_ep import DeepEPTransport, installed
+from isoload.weights.backends import BACKENDS
 from isoload.weights.borrow import NUM_BUFFERS
 from llep_processes import join_torchrun
 
@@ -245,7 +246,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--expert-major", action="store_true", help="DeepEP's rows come by slot, once per copy"
     )
-    parser.add_argument("--borrow", help="the backend of borrowed weights; default: the layer's choice")
+    parser.add_argument("--borrow", choices=BACKENDS, help="what brings weights; default: the layer's choice")
     parser.add_argument("--batches", type=positive, default=3, help="of every routing")
     parser.add_argument("--rounds", type=positive, default=3, help="times that each batch is measured")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results file")
@@ -256,6 +257,7 @@ def bench(
     asked: argparse.Namespace, on: Machine, ranks: int, per_node: int, add: Callable[[Row], None]
 ) -> list[Row]:
     """All rows, each added as it is found. All processes call it together."""
+    isoload.Topology(ranks, per_node)  # else every line would say that it does not fit
     traces = [isoload.read_trace(SHIPPED), *(read_folder(asked.traces) if asked.traces else [])]
     rows = []
     for shape in asked.shapes:

@@ -110,6 +110,19 @@ def bench_slots(folder: Path) -> Rows:
     return rows
 
 
+def bench_pinned(folder: Path) -> Rows:
+    """What homes that stay in order cost: unseen batches under `exact`."""
+    rows: Rows = []
+    for case in (CASES[0], CASES[2], CASES[4]):
+        if (trace := read(folder, case)) is None:
+            continue
+        for pinned in (True, False):
+            even, exact = unseen(trace, case, "scenario", {"split": "exact", "pinned": pinned})
+            place = {"trace": case.name, "ranks": case.ranks, "slots": case.slots}
+            rows.append({"table": "pinned", **place, "pinned": pinned, "even": even, "exact": exact})
+    return rows
+
+
 def bench_drawn(folder: Path) -> Rows:
     """Tokens drawn from unseen batches, 4096 each and every eighth layer, under policies `static` and `exact`."""
     rows: Rows = []
@@ -275,6 +288,7 @@ BENCHES = {
     "unseen": bench_unseen,
     "flash": bench_flash,
     "slots": bench_slots,
+    "pinned": bench_pinned,
     "drawn": bench_drawn,
     "seen": bench_seen,
     "budgets": bench_budgets,

@@ -100,6 +100,20 @@ def place_slots() -> Table:
     return "trace | ranks x slots | placer | without more | 1 more | 2 more | 4 more", rows
 
 
+def place_pinned() -> Table:
+    """Imbalance of unseen batches after `exact`, homes pinned or not, beside `eplb`."""
+    eplb = {(row["trace"], row["ranks"]): row for row in rows_of("unseen") if row["placer"] == "eplb"}
+    cases: dict[tuple[Any, ...], dict[bool, str]] = {}
+    for row in rows_of("pinned"):
+        found = cases.setdefault((row["trace"], row["ranks"], row["slots"]), {})
+        found[row["pinned"]] = f"{row['exact']:.3f}"
+    rows = [
+        [trace, f"{ranks} x {slots}", f"{eplb[trace, ranks]['exact']:.3f}", found[True], found[False]]
+        for (trace, ranks, slots), found in cases.items()
+    ]
+    return "trace | ranks x slots | `eplb` | `split=exact:pinned=True` | `split=exact`", rows
+
+
 def place_drawn() -> Table:
     """Imbalance of drawn tokens, `static` / `exact`, by placer."""
     cases: dict[tuple[Any, ...], dict[str, str]] = {}
@@ -112,17 +126,14 @@ def place_drawn() -> Table:
 
 
 GRACE_TRACES = {
-    "dsv2lite_esft_intent": "DeepSeek-V2-Lite, intent",
-    "dsv2lite_esft_law": "DeepSeek-V2-Lite, law",
-    "dsv2lite_esft_summary": "DeepSeek-V2-Lite, summary",
+    "dsv2lite_esft_law": "DeepSeek-V2-Lite",
     "gptoss20b_decode_mmlu": "gpt-oss-20b",
     "olmoe_mmlu_small": "OLMoE",
-    "qwen3_30b_pertoken_small": "Qwen3-30B-A3B",
 }
 
 
 def place_grace() -> Table:
-    """GRACE-MoE's components on 2 nodes of 2 ranks; every variant's means over traces and losses are in the results."""
+    """GRACE-MoE's components on 2 nodes of 2 ranks."""
     rows = []
     for row in read("bench_grace"):
         if row["ranks"] != 4 or row["trace"] not in GRACE_TRACES:
@@ -141,8 +152,9 @@ def place_grace() -> Table:
     return "trace | variant | rows to other ranks | to other nodes | load deviation | idle share", rows
 
 
-def over(row: dict[str, Any], value: str) -> str:
-    return value if row.get("met", True) else f"{value} LOSS"
+def took(row: dict[str, Any]) -> str:
+    ms = f"{row['ms']:.0f}" if row["ms"] >= 100 else f"{row['ms']:.2g}"
+    return ms if row["ms"] <= row["goal"] else f"{ms} LOSS"
 
 
 def place_times() -> Table:
@@ -154,10 +166,19 @@ def place_times() -> Table:
             continue
         same = [other for other in rows_of("times") if other["ranks"] == row["ranks"]]
         memory = f"{more[row['ranks']]['planning_mb']:.0f}"
-        cells = [over(other, f"{other['ms']:.3g}") for other in same]
+        cells = [took(other) for other in same]
         rows.append([f"{row['ranks']} x {row['slots']}", *cells, memory, f"{row['load']:.0f}"])
     head = "ranks x slots | `eplb`, ms | `search=False`, ms | `scenario`, ms | `split=exact`, ms | memory, MB | load"
     return head, rows
+
+
+def place_recorder() -> Table:
+    """What recording adds to a layer's call, by the ranks that a process owns."""
+    rows = [
+        [str(row["owned_ranks"]), f"{row['us_a_layer']:.1f}", f"{row['load']:.0f}"]
+        for row in rows_of("recorder")
+    ]
+    return "ranks of the process | µs a layer | load", rows
 
 
 PLACE_TABLES = {
@@ -165,11 +186,13 @@ PLACE_TABLES = {
     for table in (
         place_unseen,
         place_slots,
+        place_pinned,
         place_drawn,
         place_budgets,
         place_moves,
         place_groups,
         place_times,
+        place_recorder,
         place_grace,
     )
 }

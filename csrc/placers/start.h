@@ -107,12 +107,8 @@ inline void lay_out(Layout& layout, const std::vector<int>& copies, const double
     if (r < 0 && node >= 0)
       throw std::invalid_argument("groups must leave room for their experts on their node");
     if (r < 0) r = give_room(layout, filled, e);
-    if (r < 0 && layout.copies[e] == 0)
-      throw std::invalid_argument("capacity must leave room for every expert on some rank");
-    if (r < 0) {
-      left_out = true;
-      return;
-    }
+    left_out |= r < 0;  // never an expert's first copy: no rank holds it, and room was counted
+    if (r < 0) return;
     const int p = r * problem.width + filled[r]++;
     layout.note(p, e, 1);
     layout.carry(p, part.data());

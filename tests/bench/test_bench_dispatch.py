@@ -240,6 +240,15 @@ def test_options_that_do_nothing_are_refused(
     assert message in capsys.readouterr().err
 
 
+def test_nodes_that_do_not_divide_the_ranks_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given = ["--ranks", "8", "--ranks-per-node", "3", "--results", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["bench_dispatch.py", *given])
+    with pytest.raises(ValueError, match="ranks_per_node must divide"):
+        bench_dispatch.main()
+
+
 def test_links_of_a_machine() -> None:
     head = "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\x1b[0m\n"
     rows = (

@@ -176,3 +176,36 @@ def test_more_choices_than_top_k_are_refused() -> None:
         ValueError, match="routing_map must choose at most moe_router_topk=1 experts per token"
     ):
         chosen_experts(chosen, 1)
+
+
+def one_rank_chooses_too_many(rank: int) -> str:
+    join(2)
+    (dispatcher,) = megatron.balance(make_layer("alltoall", 2), **OPTIONS["llep"])
+    chosen = torch.zeros(3, EXPERTS, dtype=torch.bool)
+    chosen[:, : 2 + rank] = True
+    rows, weights = dispatcher.dispatch_preprocess(torch.zeros(3, 1, HIDDEN), chosen, chosen.float())
+    with pytest.raises(ValueError) as error:
+        dispatcher.token_dispatch(rows, weights)
+    return str(error.value)
+
+
+def test_a_rank_that_fails_tells_the_others() -> None:
+    other, own = run_ranks(one_rank_chooses_too_many, 2)
+    assert own == "routing_map must choose at most moe_router_topk=2 experts per token"
+    assert "rank 1" in other
+
+
+def lose_a_loan(rank: int) -> str:
+    """A plan whose weights do not travel: the copies must not vanish."""
+    join(2)
+    layer = make_layer("alltoall", 2)
+    (dispatcher,) = megatron.balance(layer, "exact", placement=replicas(2))
+    dispatcher._slots = lambda: [-1] * dispatcher.balancer.placement.num_slots
+    with pytest.raises(RuntimeError) as error:
+        layer(torch.randn(8, 1, HIDDEN, generator=torch.Generator().manual_seed(rank)))
+    return str(error.value)
+
+
+def test_copies_without_weights_raise() -> None:
+    for said in run_ranks(lose_a_loan, 2):
+        assert "copies must come to experts of this rank" in said

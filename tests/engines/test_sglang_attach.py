@@ -55,8 +55,11 @@ def test_every_seam_is_as_the_file_says() -> None:
     assert self_check.faults() == []
 
 
-def test_with_the_variable_all_seams_are_hooked(loader: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("placer", ["eplb", "scenario:groups=8:moves=4"])
+def test_with_the_variable_all_seams_are_hooked(loader: pytest.MonkeyPatch, placer: str) -> None:
+    """Whatever the placer's options: they need not fit the known batch."""
     loader.setenv("ISOLOAD_SGLANG", "1")
+    loader.setenv("ISOLOAD_PLACER", placer)
     plugins.load_plugins()
     wanted = {seam.name for seam in read_seams("sglang") if seam.kind in ("replace", "around")}
     assert hooked() == wanted - {"forward"}, "forward is for reports"

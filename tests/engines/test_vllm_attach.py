@@ -49,7 +49,7 @@ def loader(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     monkeypatch.setitem(EPLB_POLICIES, "default", DefaultEplbPolicy)
     monkeypatch.delenv("ISOLOAD_VLLM", raising=False)
     yield monkeypatch
-    MODELS.reset()
+    MODELS.start(Settings.read({}))
 
 
 def hooked() -> set[str]:
@@ -66,11 +66,14 @@ def test_every_seam_is_as_the_file_says() -> None:
     assert faults(read_seams("vllm")) == []
     MODELS.start(Settings.read({}))
     assert self_check.faults() == []
-    MODELS.reset()
+    MODELS.start(Settings.read({}))
 
 
-def test_with_the_variable_all_seams_are_hooked(loader: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("placer", ["eplb", "scenario:groups=8:moves=4"])
+def test_with_the_variable_all_seams_are_hooked(loader: pytest.MonkeyPatch, placer: str) -> None:
+    """Whatever the placer's options: they need not fit the known batch."""
     loader.setenv("ISOLOAD_VLLM", "1")
+    loader.setenv("ISOLOAD_PLACER", placer)
     plugins.load_general_plugins()
     assert hooked() == {*ORIGINALS, "policy"} - {"step"}, "step is for reports"
     assert not MODELS.by_map, "the known batch is forgotten"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
+import weakref
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -27,20 +29,23 @@ PARALLEL = {
 }  # fmt: skip
 
 
+class State(SimpleNamespace):
+    """A record of vLLM's."""
+
+
 def parallel(**changed: Any) -> Any:
     return SimpleNamespace(**(PARALLEL | changed))
 
 
 def runner(naive: bool = False, monolithic: bool = False, sequence_parallel: bool = False) -> Any:
     config = SimpleNamespace(is_sequence_parallel=sequence_parallel)
-    return SimpleNamespace(do_naive_dispatch_combine=naive, is_monolithic=monolithic, moe_config=config)
+    return State(do_naive_dispatch_combine=naive, is_monolithic=monolithic, moe_config=config)
 
 
-def state_of(placement: isoload.Placement, runners: list[Any] | None = None, name: str = "model") -> Any:
-    """As EplbModelState."""
+def state_of(placement: isoload.Placement, runners: list[Any] | None = None, name: str = "model") -> State:
     lists = replica_lists(placement)
     runners = [runner() for _ in range(LAYERS)] if runners is None else runners
-    return SimpleNamespace(
+    return State(
         physical_to_logical_map=lists.physical_to_logical.clone(),
         logical_to_physical_map=lists.logical_to_physical.clone(),
         model=SimpleNamespace(num_logical_experts=EXPERTS, moe_layers=runners),
@@ -58,7 +63,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setitem(sys.modules, name, module)
     MODELS.start(Settings.read({}))
     yield
-    MODELS.reset()
+    MODELS.start(Settings.read({}))
 
 
 def placed(number: int = 0, placer: str = "eplb") -> isoload.Placement:
@@ -266,6 +271,18 @@ def test_the_served_model_is_measured_drafts_are_not(engine: None, caplog: pytes
     for state in (model, draft):
         add(state)
         slots_of(state, 1, draw(30))
+    assert MODELS.of(draft).by_id[1].meter is None  # type: ignore[union-attr]
     with caplog.at_level(logging.INFO, "isoload"):
         dispatch.step(lambda self: None, None)
     assert "isoload vLLM: 1 plans of 1 layers" in caplog.records[-1].getMessage()
+
+
+def test_a_model_that_vllm_drops_is_forgotten(engine: None) -> None:
+    """Else its weights would stay in memory, and its addresses would lead another model's batches astray."""
+    state = state_of(placed())
+    add(state)
+    layer = weakref.ref(state.model.moe_layers[0])
+    assert len(MODELS.by_map) == LAYERS and len(MODELS.by_state) == 1
+    del state
+    gc.collect()
+    assert not MODELS.by_map and not MODELS.by_state and layer() is None

@@ -22,6 +22,10 @@ EXPERTS, K, LAYERS = 16, 4, 2
 CASES = ("full", "padded", "one rank empty", "all empty", "few")
 
 
+class State(SimpleNamespace):
+    """As EplbModelState."""
+
+
 def draw(case: str, rank: int) -> tuple[Tensor, int]:
     """(logical ids [T, K], rows that are no padding) of a rank."""
     tokens = {"full": 100, "padded": 64, "one rank empty": 45 * (rank != 0), "all empty": 0, "few": 3}[case]
@@ -47,7 +51,7 @@ def add_model(rank: int, ranks: int, table: Tensor | None = None) -> Any:
     lists = replica_lists(placed(ranks, 0))
     config = SimpleNamespace(is_sequence_parallel=False)
     runner = SimpleNamespace(do_naive_dispatch_combine=False, is_monolithic=False, moe_config=config)
-    state = SimpleNamespace(
+    state = State(
         physical_to_logical_map=lists.physical_to_logical if table is None else table,
         logical_to_physical_map=lists.logical_to_physical,
         model=SimpleNamespace(num_logical_experts=EXPERTS, moe_layers=[runner] * LAYERS),

@@ -303,3 +303,17 @@ def test_ranks_agree_on_fp8() -> None:
     for outcome in rank_outcomes(one_rank_in_fp8, 2):
         assert "experts must be the same on all ranks, got gate_up" in outcome.error
         assert "float8_e4m3fn" in outcome.error
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_bytes_without_their_scales_are_refused(strict: bool) -> None:
+    """strict=False would else leave the old scales beside new bytes, or new ones beside old."""
+    layer = virtual(experts(), place(2, 1))
+    whole = layer.state_dict()
+    for name in ("gate_up", "down_scale"):
+        left = {key: value for key, value in whole.items() if not key.endswith(f".{name}")}
+        together = name.removesuffix("_scale")
+        with pytest.raises(
+            ValueError, match=rf"must hold weights.0.{together} and weights.0.{together}_scale together"
+        ):
+            layer.load_state_dict(left, strict=strict)

@@ -54,7 +54,12 @@ POLICIES_HELP = (
 COST_HELP = "A cost file (bench/bench_cost.py measures one), or: default."
 LAYERS_HELP = "Only these layers, by position: 0-3,7."
 
-TracePath = Annotated[Path, typer.Argument(metavar="TRACE", help="An npz trace or an SGLang expert dump.")]
+TracePath = Annotated[
+    Path,
+    typer.Argument(
+        metavar="TRACE", help="An npz trace, or a record of SGLang, TensorRT-LLM, vLLM, vllm-ascend."
+    ),
+]
 JsonTarget = Annotated[str | None, typer.Option("--json", metavar="FILE|-", help=JSON_HELP)]
 CostFile = Annotated[str | None, typer.Option("--cost", metavar="FILE|default", help=COST_HELP)]
 LayersText = Annotated[str | None, typer.Option("--layers", metavar="LIST", help=LAYERS_HELP)]

@@ -21,9 +21,7 @@ SPREADS = (
 )  # standard deviations above its mean load by which an expert is replicated, one start each
 STEPS = 5000  # changes that a search of a layer tries; it ends by itself long before
 TABLE_STEPS = 100  # the same where only the worth of a number of slots is asked
-FEW_SLOTS = (
-    4  # up to so many on a rank, or on pinned homes, it matters more which experts have replicas than where
-)
+FEW_SLOTS = 4  # up to so many on a rank, replica counts matter more than where replicas lie
 
 
 @dataclass(frozen=True)
@@ -155,7 +153,7 @@ class ScenarioPlacer(Placer):
             before=room.before,
             width=width,
             exact=self.split == "exact",
-            few_slots=width <= FEW_SLOTS or self.pinned,
+            few_slots=width <= FEW_SLOTS or self.pinned,  # beside pinned homes counts matter more, too
             steps=steps,
             moves=-1 if self.moves is None else self.moves,
             threads=num_threads(),

@@ -140,10 +140,8 @@ def _put(layout: Layout, filled: Any, e: int, copies: int, node: int) -> None:
         raise ValueError("groups must leave room for their experts on their node")
     if r < 0:
         r = give_room(layout, filled, e)
-    if r < 0 and layout.copies[e] == 0:
-        raise ValueError("capacity must leave room for every expert on some rank")
     if r < 0:
-        return
+        return  # never an expert's first copy: no rank holds it, and room was counted
     p = r * layout.problem.width + filled[r]
     filled[r] += 1
     layout.note(p, e, 1)

@@ -256,6 +256,11 @@ class RankWeights(nn.Module):
         for name, held in self.stored().items():
             if (given := state.get(prefix + name)) is not None:
                 check_kind(prefix + name, given, held)
+            of = name.removesuffix("_scale")
+            if of != name and (given is None) != (state.get(prefix + of) is None):
+                raise ValueError(
+                    f"state must hold {prefix + of} and {prefix + name} together, got one of them"
+                )
         # assign=True would put Parameters with memory of their own in place of these: copy instead
         metadata = {**metadata, "assign_to_params_buffers": False}
         super()._load_from_state_dict(state, prefix, metadata, *how)

@@ -22,6 +22,7 @@ from isoload.permutation import sum_dtype
 from isoload.placement import Placement
 from isoload.results import Grouping
 from isoload.transport import CollectiveTransport, Received
+from isoload.value_checks import values_readable
 
 # What the dispatcher does not do, and the value of the option that says so.
 REFUSED: dict[str, Any] = {
@@ -42,16 +43,15 @@ class Arrived:
     """One batch on one rank, between dispatch and combine.
 
     received   what dispatch brought
-    local      [N, K] expert of every copy: the rank's own, then the borrowed ones; -1 = elsewhere
-    borrowed   [n, ...] of every weight of the borrowed experts, in the order of an expert's Parameters
+    borrowed   [n, ...] of every weight of the borrowed experts, in the order of an expert's Parameters; none if n = 0
     homes      where the copies of the own experts are
+    away       where the copies of the borrowed experts are
     """
 
     received: Received
-    local: Tensor
     borrowed: Sequence[Tensor]
-    num_borrowed: int
     homes: Grouping
+    away: Grouping
 
 
 class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Megatron has no types
@@ -80,15 +80,21 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
         self, tokens: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
         """[S, B, H] tokens, [T, E] choices and probabilities -> [T, H], [T, K] float32; keeps the choices."""
-        self._shape = tokens.shape
-        self._ids = chosen_experts(routing_map, self.top_k)
+        self._shape, self._failure = tokens.shape, None
+        try:
+            self._ids = chosen_experts(routing_map, self.top_k)
+        except ValueError as error:  # raised where the other ranks hear of it
+            self._ids, self._failure = (
+                routing_map.new_full((len(routing_map), 1), -1, dtype=torch.int64),
+                error,
+            )
         weights = probs.gather(1, self._ids.clamp(min=0)).float()
         return tokens.reshape(-1, tokens.shape[-1]), weights.masked_fill(self._ids < 0, 0)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Balances the batch, brings the weights it borrows, and sends the rows: [N, H], [N, K]."""
         balancer = self.balancer
-        slots = balancer.route(balancer.balance([self._ids]))
+        slots = balancer.route(balancer.balance([self._ids], failure=self._failure))
         size, facts = balancer.placement.slots_per_rank, balancer.facts
         (received,) = self.dispatcher.dispatch([hidden_states], slots, [probs], size, facts)
         loan = loans(balancer.placement, self._slots(), self.group.ranks[0])
@@ -98,10 +104,18 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
             lent = [weight for expert in loan.lent for weight in self._weights(expert)]
             rows, *borrowed = Lend.apply(self.group, loan.moves, len(loan.places), like, rows, *lent)
         received = Received(rows, received.slots, received.weights, received.handle)
-        local = self._local(received.slots, loan)
-        here = ((local >= 0) & (local < len(self.own))).sum()
-        homes = group_copies(local, 0, len(self.own), int(here))
-        self._arrived = Arrived(received, local, borrowed, len(loan.places), homes)
+        local, own, lent_to = self._local(received.slots, loan), len(self.own), len(loan.places)
+        here, away = int(((local >= 0) & (local < own)).sum()), int((local >= own).sum())
+        if here + away != (came := int((received.slots >= 0).sum())):
+            raise RuntimeError(f"all {came} copies must come to experts of this rank, {here + away} did")
+        groups = [(0, own, here), (own, lent_to, away)]
+        # One place at least, as run_experts has it: no product of zero rows.
+        places = [min(max(number, 1), local.numel()) for *_, number in groups]
+        homes, others = (
+            group_copies(local, first, size, number)
+            for (first, size, _), number in zip(groups, places, strict=True)
+        )
+        self._arrived = Arrived(received, borrowed, homes, others)
         return rows, received.weights
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,14 +128,14 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
         """[C, H] results of the own experts -> [N, H] weighted sums, with those of the borrowed ones."""
         arrived, dtype = self._arrived, hidden_states.dtype
         weights = arrived.received.weights
-        total = weighted_sum(padded(hidden_states), weights, arrived.homes, sum_dtype(dtype))
-        if arrived.num_borrowed:
-            first = len(self.own)
-            present = int((arrived.local >= first).sum())
-            grouping = group_copies(arrived.local, first, arrived.num_borrowed, present)
-            copies = gather_copies(arrived.received.rows, grouping)[:present]
-            results = self._run_borrowed(copies, grouping.ends.tolist(), arrived.borrowed)
-            total = total + weighted_sum(padded(results), weights, grouping, sum_dtype(dtype))
+        total = weighted_sum(padded(hidden_states, arrived.homes), weights, arrived.homes, sum_dtype(dtype))
+        if arrived.borrowed:
+            ends = arrived.away.ends.tolist()
+            copies = gather_copies(arrived.received.rows, arrived.away)[: ends[-1] if ends else 0]
+            results = self._run_borrowed(copies, ends, arrived.borrowed)
+            total = total + weighted_sum(
+                padded(results, arrived.away), weights, arrived.away, sum_dtype(dtype)
+            )
         return total.to(dtype)
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
@@ -167,7 +181,7 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
             weights = {name: stack[i] for name, stack in zip(names, borrowed, strict=True)}
             results.append(functional_call(module, weights, (rows, rows.new_ones(len(rows))))[0])
             first = end
-        return torch.cat(results)
+        return torch.cat([*results, copies[first:]])
 
 
 def chosen_experts(routing_map: Tensor, top_k: int) -> Tensor:
@@ -175,7 +189,7 @@ def chosen_experts(routing_map: Tensor, top_k: int) -> Tensor:
     experts = routing_map.shape[1]
     ids = torch.arange(experts, device=routing_map.device)
     ordered = torch.where(routing_map, ids, experts).sort(1).values
-    if top_k < experts and routing_map.device.type == "cpu" and (ordered[:, top_k:] < experts).any():
+    if values_readable(ordered) and (ordered[:, top_k:] < experts).any():
         raise ValueError(f"routing_map must choose at most moe_router_topk={top_k} experts per token")
     ordered = ordered[:, :top_k]
     return ordered.masked_fill(ordered == experts, -1)
@@ -207,6 +221,6 @@ def check_placement(placement: Placement, layer: MoELayer, rank: int) -> None:
         )
 
 
-def padded(copies: Tensor) -> Tensor:
-    """[C, H], with a row of zeros if there is none, as a Grouping has one place at least."""
-    return copies if len(copies) else torch.cat([copies, copies.new_zeros(1, copies.shape[1])])
+def padded(copies: Tensor, grouping: Grouping) -> Tensor:
+    """[C, H]: copies, and zeros in the places of a grouping that has more of them."""
+    return torch.cat([copies, copies.new_zeros(len(grouping.copy) - len(copies), copies.shape[1])])

@@ -47,9 +47,9 @@ def attach(settings: Settings, seams: Sequence[Seam] | None = None) -> list[str]
     seams = read_seams("sglang") if seams is None else seams
     if found := faults(seams):
         return found
-    LAYERS.start(settings)
+    LAYERS.start(Settings.read({}))  # a placer's options are those of the model, not of the known batch
     found = self_check.faults()
-    LAYERS.start(settings)  # forgets the known batch
+    LAYERS.start(settings)
     if found:
         return found
     for seam in seams:

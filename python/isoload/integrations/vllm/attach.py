@@ -44,9 +44,9 @@ def attach(settings: Settings, seams: Sequence[Seam] | None = None) -> list[str]
     seams = read_seams("vllm") if seams is None else seams
     if found := faults(seams):
         return found
-    MODELS.start(settings)
+    MODELS.start(Settings.read({}))  # a placer's options are those of the model, not of the known batch
     found = self_check.faults()
-    MODELS.start(settings)  # forgets the known batch
+    MODELS.start(settings)
     if found:
         return found
     for seam in seams:

@@ -4,6 +4,7 @@ when it moves them. MODELS is the only state of the plug-in."""
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from typing import Any, Literal
 
@@ -167,25 +168,17 @@ def held_by(runner: Any, parallel: Any) -> tuple[Held | None, str]:
 
 
 class Models:
-    """All models of this process, and the layer behind each of vLLM's maps."""
+    """All models of this process, and the layer behind each of vLLM's maps; until vLLM drops a model."""
 
     def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """As before the first model."""
         self.start(Settings.read({}))
 
     def start(self, settings: Settings) -> None:
-        """Of a process whose hooks are attached."""
+        """Of a process whose hooks are attached; it has no model yet."""
         self.settings = settings
-        self.by_state: dict[int, tuple[Any, ModelLayers]] = {}  # by id, with the state that keeps it taken
+        self.meter = Meter("vLLM", settings.report_seconds) if settings.report_seconds else None
+        self.by_state: dict[int, ModelLayers] = {}  # by id of EplbModelState
         self.by_map: dict[int, Layer] = {}  # by address of the layer's logical_to_physical_map, which stays
-
-    @property
-    def meter(self) -> Meter | None:
-        """Of the first model; drafts are not measured."""
-        return next((layers.meter for _, layers in self.by_state.values()), None)
 
     def add(self, state: Any, parallel: Any) -> None:
         """Takes a model whose experts vLLM has placed. All ranks call it together.
@@ -194,22 +187,29 @@ class Models:
             ValueError: the placer cannot lay out this model.
         """
         layers = ModelLayers()
-        layers.start(self.settings)
-        if self.by_state:
-            layers.meter = None
+        layers.settings = self.settings
+        layers.meter = None if self.by_state else self.meter  # drafts are not measured
         kept = layers.make(state, parallel)
-        self.by_state[id(state)] = (state, layers)
-        for i, layer in layers.by_id.items():
-            self.by_map[state.logical_to_physical_map[i].data_ptr()] = layer
+        maps = {state.logical_to_physical_map[i].data_ptr(): layer for i, layer in layers.by_id.items()}
+        self.by_state[id(state)] = layers
+        self.by_map.update(maps)
+        weakref.finalize(state, self._forget, id(state), list(maps))
         layers.announce(state.model_name, kept)
 
     def of(self, state: Any) -> ModelLayers | None:
-        found = self.by_state.get(id(state))
-        return None if found is None else found[1]
+        """The model's, by its EplbModelState."""
+        return self.by_state.get(id(state))
 
     def check_device(self) -> None:
-        for _, layers in self.by_state.values():
+        """Raises ValueError for what ops found wrong in values on a GPU; called where the host waits anyway."""
+        for layers in self.by_state.values():
             layers.check_device()
+
+    def _forget(self, state: int, maps: list[int]) -> None:
+        """vLLM has dropped a model, so that its addresses may be another's."""
+        self.by_state.pop(state, None)
+        for address in maps:
+            self.by_map.pop(address, None)
 
 
 MODELS = Models()
