@@ -74,10 +74,16 @@ class BlockTeam {
     const int64_t* partial = publish(__shfl_sync(kAll, upto, 31));
     int32_t before = 0;
     total = 0;
-    for (int w = 0; w < kWarps; ++w) {
-      const int32_t here = static_cast<int32_t>(partial[w]);
-      before += w < warp() ? here : 0;
-      total += here;
+    if constexpr (kWarps > 8) {  // a lane per warp, where one lane would read many
+      const int32_t here = lane() < kWarps ? static_cast<int32_t>(partial[lane()]) : 0;
+      before = __reduce_add_sync(kAll, lane() < warp() ? here : 0);
+      total = __reduce_add_sync(kAll, here);
+    } else {
+      for (int w = 0; w < kWarps; ++w) {
+        const int32_t here = static_cast<int32_t>(partial[w]);
+        before += w < warp() ? here : 0;
+        total += here;
+      }
     }
     return before + upto - v;
   }

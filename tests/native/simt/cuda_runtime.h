@@ -95,6 +95,14 @@ template <class T>
 SIMT_INLINE T __reduce_max_sync(unsigned mask, T v) {
   return simt::reduce(mask, v, [](T a, T b) { return a > b ? a : b; });
 }
+template <class T>
+SIMT_INLINE T __reduce_add_sync(unsigned mask, T v) {
+  return simt::exchange(mask, v, [&](const T* all) {
+    T sum = 0;
+    for (int i = 0; i < 32; ++i) sum += mask >> i & 1 ? all[i] : 0;
+    return sum;
+  });
+}
 SIMT_INLINE unsigned __reduce_or_sync(unsigned mask, unsigned v) {
   return simt::reduce(mask, v, [](unsigned a, unsigned b) { return a | b; });
 }
