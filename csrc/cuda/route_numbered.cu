@@ -3,9 +3,8 @@
 // The i-th copy of an expert goes to the first replica whose cumulative share exceeds i. A block has the
 // listed replicas' shares added up from the first of all replicas on, modulo 2^32: differences inside one
 // expert are what it searches.
-#include <cuda_pipeline_primitives.h>
-
 #include "cuda/cuda.h"
+#include "cuda/fetch.cuh"
 #include "cuda/stable_rank.cuh"
 
 namespace isoload::cuda {
@@ -36,10 +35,6 @@ struct Lists {
   }
 };
 
-__device__ void copy_async(const Team& team, const int32_t* from, int n, int32_t* to) {
-  team.for_each(n, [&](int i) { __pipeline_memcpy_async(to + i, from + i, sizeof(int32_t)); });
-}
-
 // before [E]: copies in the parts before this block's. kPieces lanes take an expert, every kPieces-th part
 // each, so that a warp reads whole sectors.
 __device__ void add_up_parts(const Team& team, const Numbered& numbered, int E, int32_t* before) {
@@ -63,15 +58,7 @@ __device__ void add_up_parts(const Team& team, const Numbered& numbered, int E, 
   }
 }
 
-__device__ void list_replicas(Team& team, const ReplicaTables& t, const int32_t* share, int E, int P,
-                              const Lists& lists) {
-  copy_async(team, t.offsets, E + 1, lists.offsets);
-  copy_async(team, t.slots, P, lists.slots);
-  copy_async(team, share, P, lists.share);
-  __pipeline_commit();
-}
-
-// Once all lanes' copies have arrived.
+// upto [P+1], once the lists have arrived.
 __device__ void add_up_shares(Team& team, int E, int P, const Lists& lists) {
   int32_t sum = 0;
   for (int first = 0; first <= P; first += Team::kLanes) {
@@ -139,18 +126,19 @@ __global__ void __launch_bounds__(Team::kLanes) route_numbered_kernel(Numbers<Id
   const int64_t end = (blockIdx.x + 1) * in.part < in.n ? (blockIdx.x + 1) * in.part : in.n;
   Id id[kTurns];
   int32_t number[kTurns], faults = 0;
-  auto fetch = [&](int64_t i) {
+  auto look_ahead = [&](int64_t i) {
     fetch_ahead(in.ids, i, Team::kLanes, end, id);
     fetch_ahead(in.numbered.numbers, i, Team::kLanes, end, number);
   };
-  list_replicas(team, in.t, in.share, in.E, in.P, lists);
-  fetch(begin);
+  fetch(team, in.t.offsets, in.E + 1, lists.offsets);
+  fetch(team, in.t.slots, in.P, lists.slots);
+  fetch(team, in.share, in.P, lists.share);
+  look_ahead(begin);
   add_up_parts(team, in.numbered, in.E, lists.before);
-  __pipeline_wait_prior(0);  // this lane's; the barrier for all
-  team.sync();
+  wait_for_fetched(team);
   add_up_shares(team, in.E, in.P, lists);
   for (int64_t i = begin; i < end; i += kTurns * Team::kLanes) {
-    if (i > begin) fetch(i);
+    if (i > begin) look_ahead(i);
     faults |= look_up(in, lists, i, end, id, number);
   }
   report(in.errors, faults);

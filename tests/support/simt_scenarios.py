@@ -72,6 +72,12 @@ def spread(x: Layer) -> object:
     return ops.route_shared(x.slots, row, size(x), RANK)
 
 
+def exact_of_many_ranks() -> object:
+    """Of more than a warp has lanes, with paths to be found."""
+    case = draw("duplicates", 64, 8)
+    return ops.plan_exact(torch.from_numpy(case.loads), case.tables(), sweeps=1)
+
+
 def share_of_a_few() -> object:
     """With experts that are no multiple of the lanes."""
     case = draw("eplb", 12, 1)
@@ -122,6 +128,7 @@ OF_LAYERS: dict[str, tuple[Callable[[Layer], object], tuple[int, int, int]]] = {
 SCENARIOS: dict[str, Callable[[], object]] = {
     **{name: functools.partial(lambda call, at: call(layer(*at)), *of) for name, of in OF_LAYERS.items()},
     "numbered, wide tokens": numbered_of_many,
+    "plan_exact, many ranks": exact_of_many_ranks,
     "share, few experts": share_of_a_few,
     "plan_spill, levels": lambda: spill(1),
     "plan_spill, replicas": spill_beside_replicas,
