@@ -90,17 +90,24 @@ ISOLOAD_HD inline int64_t replica_tables_workspace(int64_t R, int64_t E) {
   return (TablesWorkspace::ints(R, E) + 1) / 2;
 }
 
+// f(p, r) for every slot p, on rank r. One lane needs no division to find r.
+template <class Team, class F>
+ISOLOAD_HD void for_slots(const Team& team, int R, int S, F&& f) {
+  if (team.size() > 1) return team.for_each(R * S, [&](int p) { f(p, p / S); });
+  for (int r = 0; r < R; ++r)
+    for (int p = r * S; p < r * S + S; ++p) f(p, r);
+}
+
 // Replicas of each expert. A replica's place in the list is the number of lower ranks that hold the expert,
 // so lanes need not meet. Leaves solo[p] = 1 for the slots that count, else 0.
 template <class Team>
 ISOLOAD_HD void list_replicas(Team& team, const int32_t* slot_to_expert, int R, int E, int S,
                               MutableReplicaTables t, const TablesWorkspace& ws) {
-  const int P = R * S;
   team.for_each(E * ws.words, [&](int i) { ws.holders[i] = 0; });
   team.sync();
   // A slot counts if it is not empty, and the first of its expert on its rank.
-  team.for_each(P, [&](int p) {
-    const int e = slot_to_expert[p], r = p / S;
+  for_slots(team, R, S, [&](int p, int r) {
+    const int e = slot_to_expert[p];
     bool first = e >= 0 && e < E;
     for (int q = r * S; first && q < p; ++q) first = slot_to_expert[q] != e;
     t.solo[p] = first;
@@ -112,9 +119,9 @@ ISOLOAD_HD void list_replicas(Team& team, const int32_t* slot_to_expert, int R, 
   team.sync();
   const int listed = team.scan(t.offsets, E);
   if (team.rank() == 0) t.offsets[E] = listed;
-  team.for_each(P, [&](int p) {
+  for_slots(team, R, S, [&](int p, int r) {
     if (!t.solo[p]) return;
-    const int e = slot_to_expert[p], r = p / S, j = t.offsets[e] + ws.holders_below(e, r);
+    const int e = slot_to_expert[p], j = t.offsets[e] + ws.holders_below(e, r);
     t.slots[j] = p, t.ranks[j] = r;
   });
 }
