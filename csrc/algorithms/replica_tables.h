@@ -104,6 +104,7 @@ template <class Team>
 ISOLOAD_HD void list_replicas(Team& team, const int32_t* slot_to_expert, int R, int E, int S,
                               MutableReplicaTables t, const TablesWorkspace& ws) {
   team.for_each(E * ws.words, [&](int i) { ws.holders[i] = 0; });
+  team.for_each(E, [&](int e) { t.offsets[e] = 0; });
   team.sync();
   // A slot counts if it is not empty, and the first of its expert on its rank.
   for_slots(team, R, S, [&](int p, int r) {
@@ -112,10 +113,10 @@ ISOLOAD_HD void list_replicas(Team& team, const int32_t* slot_to_expert, int R, 
     for (int q = r * S; first && q < p; ++q) first = slot_to_expert[q] != e;
     t.solo[p] = first;
     t.slots[p] = t.ranks[p] = -1;
-    if (first) team.add(&ws.holders_of(e)[r / 32], static_cast<int32_t>(uint32_t(1) << (r % 32)));
+    if (!first) return;
+    team.add(&ws.holders_of(e)[r / 32], static_cast<int32_t>(uint32_t(1) << (r % 32)));
+    team.add(&t.offsets[e], 1);
   });
-  team.sync();
-  team.for_each(E, [&](int e) { t.offsets[e] = ws.holders_below(e, R); });
   team.sync();
   const int listed = team.scan(t.offsets, E);
   if (team.rank() == 0) t.offsets[E] = listed;
@@ -124,6 +125,7 @@ ISOLOAD_HD void list_replicas(Team& team, const int32_t* slot_to_expert, int R, 
     const int e = slot_to_expert[p], j = t.offsets[e] + ws.holders_below(e, r);
     t.slots[j] = p, t.ranks[j] = r;
   });
+  team.sync();
 }
 
 // Greedy colouring in expert order: a class takes an expert if they share no rank, so the lanes of a team may
@@ -161,7 +163,7 @@ ISOLOAD_HD void replica_tables(Team& team, const int32_t* slot_to_expert, int R,
   const int P = R * S;
   const TablesWorkspace ws = TablesWorkspace::at(workspace, R, E);
   list_replicas(team, slot_to_expert, R, E, S, t, ws);
-  team.for_each(E, [&](int e) { ws.index[e] = ws.holders_below(e, R) > 1; });
+  team.for_each(E, [&](int e) { ws.index[e] = t.copies(e) > 1; });
   team.sync();
   const int num_split = team.scan(ws.index, E);
   team.for_each(E, [&](int e) {

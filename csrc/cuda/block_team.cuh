@@ -10,8 +10,8 @@
 
 namespace isoload {
 
-// kUnroll: turns of a for_each that are written out. Where a lane has one turn anyway, more is only code.
-template <int kWarps, int kUnroll = 4>
+// kRolled: the turns of a for_each are not written out. Where a lane has one turn anyway, that is only code.
+template <int kWarps, bool kRolled = false>
 class BlockTeam {
  public:
   static constexpr int kLanes = kWarps * 32;
@@ -36,14 +36,18 @@ class BlockTeam {
   }
   template <class F>
   __device__ void for_each(int n, F&& f) const {
-#pragma unroll kUnroll
-    for (int i = rank(); i < n; i += kLanes) f(i);
+    if constexpr (kRolled) {
+#pragma unroll 1
+      for (int i = rank(); i < n; i += kLanes) f(i);
+    } else {
+      for (int i = rank(); i < n; i += kLanes) f(i);
+    }
   }
   // The last warp's lanes take what is narrow, the others what is wide, a warp each.
   template <class Wide, class F, class G>
   __device__ void for_each_by(int n, Wide&& wide, F&& f, G&& g) const {
     constexpr int kGroups = kWarps > 1 ? kWarps - 1 : 1;
-    BlockTeam<1, kUnroll> group;
+    BlockTeam<1, kRolled> group;
     int before = 0;  // wide ones so far
     for (int first = 0; first < n; first += 32) {
       const int i = first + lane();
@@ -57,7 +61,7 @@ class BlockTeam {
   }
   template <class F>
   __device__ void alone(F&& f) const {
-    BlockTeam<1, kUnroll> group;
+    BlockTeam<1, kRolled> group;
     if (warp() == 0) f(group);
     sync();
   }

@@ -8,8 +8,8 @@
 namespace isoload::cuda {
 namespace {
 
-using ExactTeam = BlockTeam<8, 1>;
-using WideTeam = BlockTeam<kPlanWarps, 1>;
+using ExactTeam = BlockTeam<8, true>;
+using WideTeam = BlockTeam<kPlanWarps, true>;
 
 struct ExactMemory {  // of a block, in shared memory; in bytes and ints
   int64_t workspace, tables, P;

@@ -32,7 +32,7 @@ MUTANTS = {
     "route, earlier copies": ("cuda/stable_rank.cuh", "atomicAdd(&counts[k[a]], 1);\n  }\n  __syncthreads();"),
     "route_numbered": ("cuda/route_numbered.cu", "sum += total;\n  }\n  team.sync();"),
     "replica_tables": ("algorithms/replica_tables.h", "num_classes += is_new;\n    group.sync();"),
-    "replica_tables, holders": ("algorithms/replica_tables.h", "ws.holders[i] = 0; });\n  team.sync();"),
+    "replica_tables, holders": ("algorithms/replica_tables.h", "t.offsets[e] = 0; });\n  team.sync();"),
     "plan_exact": ("algorithms/plan_exact_paths.h", "team_.sync();  // all lanes have read the loads that lane 0"),
     "plan_exact, sweeps": ("algorithms/plan_exact.h", "first = end;\n      team_.sync();"),
     "plan_exact, one group": ("cuda/block_team.cuh", "if (warp() == 0) f(group);\n    sync();"),
