@@ -13,11 +13,16 @@ from gpu_layers import EXPERTS, RANK, Layer, per_node, size
 from isoload import ops
 
 
+def numbered(x: Layer) -> ops.Numbered:
+    return ops.Numbered(x.loads[RANK], x.numbers, x.parts)
+
+
 def chain(x: Layer) -> Tensor:
-    ops.count(x.ids, EXPERTS)
+    """As a Balancer does, but for the gather."""
+    of_ids = ops.count_numbered(x.ids, EXPERTS)
     quota = ops.plan_exact(x.loads, x.tables).quota
     row = ops.share(x.loads, quota, x.tables, per_node(x), RANK)
-    return ops.route(x.ids, row, x.tables)
+    return ops.route_numbered(x.ids, of_ids, row, x.tables)
 
 
 def spare_placement(x: Layer) -> tuple[Tensor, Tensor, int, int]:
@@ -61,6 +66,13 @@ class Job:
 LPLB, ULTRA = "DeepSeek LPLB ~100, SGLang HIP ~80", "UltraEP plan 67-78"
 JOBS = (
     Job("count", "count", lambda x: ops.count(x.ids, EXPERTS), ("ids",), tokens_matter=True),
+    Job(
+        "count_numbered",
+        "count_numbered",
+        lambda x: ops.count_numbered(x.ids, EXPERTS),
+        ("ids",),
+        tokens_matter=True,
+    ),
     Job(
         "replica_tables",
         "replica_tables",
@@ -146,6 +158,13 @@ JOBS = (
         "route",
         lambda x: ops.route(x.ids, x.row, x.tables, "visited"),
         ("ids", "row", "tables"),
+        tokens_matter=True,
+    ),
+    Job(
+        "route_numbered",
+        "route_numbered",
+        lambda x: ops.route_numbered(x.ids, numbered(x), x.row, x.tables),
+        ("ids", "numbers", "parts", "row", "tables"),
         tokens_matter=True,
     ),
     Job(

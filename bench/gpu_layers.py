@@ -20,6 +20,8 @@ class Layer:
     """One layer's inputs on one device; what a stage makes is the input of the next."""
 
     ids: Tensor  # [T, K]
+    numbers: Tensor  # [T, K]
+    parts: Tensor  # [C, E]
     slot_to_expert: Tensor  # [P]
     loads: Tensor  # [R, E]
     tables: isoload.ReplicaTables
@@ -65,7 +67,8 @@ def make_layer(
     ids = torch.from_numpy(np.argpartition(-keys, TOP_K, axis=1)[:, :TOP_K].copy())
     others = [draw.multinomial(TOP_K * tokens, popularity) for _ in range(ranks)]
     loads = torch.from_numpy(np.stack(others)).to(torch.int32)
-    loads[RANK] = ops.count(ids, EXPERTS)
+    numbered = ops.count_numbered(ids, EXPERTS)
+    loads[RANK] = numbered.counts
     tables, per_node = ops.replica_tables(slots, ranks, EXPERTS), min(PER_NODE, ranks)
     quota = ops.plan_exact(loads, tables).quota
     row = ops.share(loads, quota, tables, per_node, RANK)
@@ -75,6 +78,8 @@ def make_layer(
     shared_row = poured.share[RANK].contiguous()
     return Layer(
         ids=ids,
+        numbers=numbered.numbers,
+        parts=numbered.parts,
         slot_to_expert=slots,
         loads=loads,
         tables=tables,

@@ -22,4 +22,12 @@ ISOLOAD_HD inline int lowest_one(uint64_t word) {
 #endif
 }
 
+ISOLOAD_HD inline int count_ones(uint32_t word) {
+#ifdef __CUDA_ARCH__
+  return __popc(word);
+#else
+  return __builtin_popcount(word);
+#endif
+}
+
 }  // namespace isoload

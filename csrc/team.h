@@ -5,6 +5,14 @@
 //   for_each(n, f)        f(i) for i in [0, n), split over the lanes (no barrier at the end)
 //   sum/max/any(v)        reduction over the lanes, same result in all; also a barrier on both sides
 //   add(p, v)             integer add to shared memory from several lanes (order-free), returns the old value
+//   for_each_by(n, wide, f, g)   f(i), by one lane, or where wide(i) g(i, group), by a group of lanes: a team
+//   whose
+//                         rank() lies in it alone. No barrier at the end, nor any order between them
+//   alone(f)              f(group) by the first group, while the others wait at a barrier. What f computes
+//                         only lane 0 has for certain
+//   column_sums(...)      sums down columns; a lane has those that for_each gives it
+//   sum32(v)              of a group: a sum below 2^31, no barrier
+//   lanes_before(b, all)  of a group: how many lanes before this one have it, and how many of all; no barrier
 //   scan(data, n)         data[0..n) becomes its exclusive prefix sum, the total is returned; a barrier after
 //   it,
 //                         so data from other lanes needs a sync before it
@@ -12,26 +20,58 @@
 
 #include <cstdint>
 
+#include "host_device.h"
+
 namespace isoload {
+
+// What column_sums(rows, num_rows, n, sums) saw: sums [n] are those of rows [num_rows, n] modulo 2^32.
+struct ColumnSums {
+  int32_t any_row = 0, any_sum = 0;  // negative where a number is, and where a sum on the way there is
+};
 
 // One lane: plain loops, every synchronisation compiles to nothing.
 struct SerialTeam {
-  int rank() const { return 0; }
-  int size() const { return 1; }
-  void sync() const {}
+  ISOLOAD_HD int rank() const { return 0; }
+  ISOLOAD_HD int size() const { return 1; }
+  ISOLOAD_HD void sync() const {}
   template <class F>
-  void for_each(int n, F&& f) const {
+  ISOLOAD_HD void for_each(int n, F&& f) const {
     for (int i = 0; i < n; ++i) f(i);
   }
-  int64_t sum(int64_t v) const { return v; }
-  int64_t max(int64_t v) const { return v; }
-  uint64_t any(uint64_t v) const { return v; }
-  int32_t add(int32_t* p, int32_t v) const {
+  template <class Wide, class F, class G>
+  ISOLOAD_HD void for_each_by(int n, Wide&& wide, F&& f, G&& g) const {
+    for (int i = 0; i < n; ++i) wide(i) ? g(i, *this) : f(i);
+  }
+  template <class F>
+  ISOLOAD_HD void alone(F&& f) {
+    f(*this);
+  }
+  ISOLOAD_HD ColumnSums column_sums(const int32_t* rows, int num_rows, int n, int32_t* sums) const {
+    ColumnSums seen;
+    for (int i = 0; i < n; ++i) seen.any_row |= sums[i] = rows[i];
+    for (int s = 1; s < num_rows; ++s) {
+      const int32_t* row = rows + int64_t(s) * n;
+      for (int i = 0; i < n; ++i) {
+        seen.any_row |= row[i];
+        seen.any_sum |= sums[i] = static_cast<int32_t>(uint32_t(sums[i]) + uint32_t(row[i]));
+      }
+    }
+    return seen;
+  }
+  ISOLOAD_HD int32_t sum32(int32_t v) const { return v; }
+  ISOLOAD_HD int32_t lanes_before(bool b, int32_t& total) const {
+    total = b;
+    return 0;
+  }
+  ISOLOAD_HD int64_t sum(int64_t v) const { return v; }
+  ISOLOAD_HD int64_t max(int64_t v) const { return v; }
+  ISOLOAD_HD uint64_t any(uint64_t v) const { return v; }
+  ISOLOAD_HD int32_t add(int32_t* p, int32_t v) const {
     int32_t old = *p;
     *p = old + v;
     return old;
   }
-  int32_t scan(int32_t* data, int n) const {
+  ISOLOAD_HD int32_t scan(int32_t* data, int n) const {
     int32_t total = 0;
     for (int i = 0; i < n; ++i) {
       int32_t v = data[i];
@@ -73,6 +113,30 @@ class ThreadTeam {
   template <class F>
   void for_each(int n, F&& f) const {
     for (int i = rank_; i < n; i += size_) f(i);
+  }
+  template <class Wide, class F, class G>
+  void for_each_by(int n, Wide&& wide, F&& f, G&& g) const {
+    const SerialTeam group;
+    for_each(n, [&](int i) { wide(i) ? g(i, group) : f(i); });
+  }
+  template <class F>
+  void alone(F&& f) {
+    SerialTeam group;
+    if (rank_ == 0) f(group);
+    sync();
+  }
+  ColumnSums column_sums(const int32_t* rows, int num_rows, int n, int32_t* sums) const {
+    ColumnSums seen;
+    for_each(n, [&](int i) {
+      uint32_t sum = 0;
+      for (int s = 0; s < num_rows; ++s) {
+        const int32_t v = rows[int64_t(s) * n + i];
+        sum += static_cast<uint32_t>(v);
+        seen.any_row |= v, seen.any_sum |= static_cast<int32_t>(sum);
+      }
+      sums[i] = static_cast<int32_t>(sum);
+    });
+    return seen;
   }
   int64_t sum(int64_t v) {
     return reduce(v, [](int64_t a, int64_t b) { return a + b; });

@@ -24,30 +24,44 @@ ISOLOAD_HD inline void balance_pair(const ReplicaTables& t, int j, int32_t* load
 }
 
 // More replicas, equal ticks: pours the expert's copies anew onto the other load of its ranks, to one level.
-ISOLOAD_HD inline void balance_level(const ReplicaTables& t, int e, int32_t total, int32_t* load,
-                                     int32_t* quota) {
-  const int first = t.offsets[e], last = t.offsets[e + 1];
-  auto base = [&](int j) { return load[t.ranks[j]] - quota[t.slots[j]]; };
+// A group of lanes, which take a replica each.
+template <class Group>
+ISOLOAD_HD void balance_level(Group& group, const ReplicaTables& t, int e, int32_t total, int32_t* load,
+                              int32_t* quota) {
+  struct Replica {
+    int rank, slot;
+    int32_t other;  // load of its rank
+  };
+  const int first = t.offsets[e], copies = t.offsets[e + 1] - first;
+  auto read = [&](int i) {
+    const int rank = t.ranks[first + i], slot = t.slots[first + i];
+    return Replica{rank, slot, load[rank] - quota[slot]};
+  };
+  const Replica mine = group.rank() < copies ? read(group.rank()) : Replica{};
+  auto replica = [&](int i) { return i == group.rank() ? mine : read(i); };  // a lane has few more, or none
   int32_t level = INT32_MAX, left = 0;  // every sum here is below 2^31: it counts copies of the batch
-  for (int below = 0, before = -1; below != before;) {  // ranks above the level drop out; it only falls
+  for (int below = copies, before = -1; below != before;) {  // ranks above the level drop out; it only falls
     before = below;
-    below = 0;
-    int32_t sum = total;
-    for (int j = first; j < last; ++j) {
-      const bool in = base(j) <= level;
-      sum += in ? base(j) : 0;
-      below += in;
-    }
-    level = sum / below;
-    left = sum % below;
+    int32_t sum = 0, in = 0;
+    group.for_each(copies, [&](int i) { sum += replica(i).other <= level ? replica(i).other : 0; });
+    sum = total + group.sum32(sum);
+    level = sum / before;
+    left = sum % before;
+    group.for_each(copies, [&](int i) { in += replica(i).other <= level; });
+    below = group.sum32(in);
   }
-  for (int j = first; j < last; ++j) {
-    const int32_t other = base(j);
-    const bool in = other <= level;
-    const int32_t q = in ? level - other + (left > 0) : 0;
-    left -= in && left > 0;
-    load[t.ranks[j]] = other + q;
-    quota[t.slots[j]] = q;
+  for (int begin = 0; begin < copies; begin += group.size()) {  // the first ranks take what is left over
+    const int i = begin + group.rank();
+    const Replica at = i < copies ? replica(i) : mine;
+    const bool in = i < copies && at.other <= level;
+    int32_t all;
+    const int32_t before = group.lanes_before(in, all);
+    if (i < copies) {
+      const int32_t q = in ? level - at.other + (before < left) : 0;
+      load[at.rank] = at.other + q;
+      quota[at.slot] = q;
+    }
+    left -= all;
   }
 }
 
@@ -68,16 +82,20 @@ ISOLOAD_HD inline void balance_costs(const ReplicaTables& t, int e, const int32_
   quota[t.slots[low]] += static_cast<int32_t>(move), load[t.ranks[low]] += static_cast<int32_t>(move);
 }
 
-// e: a replicated expert with `total` copies; load [R] copies per rank; quota [P]; ticks [R] or null.
-ISOLOAD_HD inline void balance(const ReplicaTables& t, int e, int32_t total, const int32_t* ticks,
-                               int32_t* load, int32_t* quota) {
-  if (ticks) {
-    balance_costs(t, e, ticks, load, quota);
-  } else if (t.copies(e) == 2) {
-    balance_pair(t, t.offsets[e], load, quota);
-  } else {
-    balance_level(t, e, total, load, quota);
-  }
+// Experts `order`[0 .. n), which share no rank. total [E] copies per expert; load [R] copies per rank; quota
+// [P]; ticks [R] or null.
+template <class Team>
+ISOLOAD_HD void balance(Team& team, const ReplicaTables& t, const int32_t* order, int n, const int32_t* total,
+                        const int32_t* ticks, int32_t* load, int32_t* quota) {
+  team.for_each_by(
+      n, [&](int i) { return !ticks && t.copies(order[i]) > 2; },
+      [&](int i) {
+        if (ticks)
+          balance_costs(t, order[i], ticks, load, quota);
+        else
+          balance_pair(t, t.offsets[order[i]], load, quota);
+      },
+      [&](int i, auto& group) { balance_level(group, t, order[i], total[order[i]], load, quota); });
 }
 
 }  // namespace isoload

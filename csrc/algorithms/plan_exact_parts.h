@@ -38,6 +38,30 @@ struct ExactResult {
   int32_t* telemetry;  // [4] sweeps, augmentations, Newton steps, 1 if the budget ended the solve
 };
 
+// The target of a bound: in two parts, so that nothing overflows.
+ISOLOAD_HD inline int64_t with_tolerance(int64_t bound, int64_t ppm) {
+  const int64_t million = 1000000;
+  return bound + bound / million * ppm + bound % million * ppm / million;
+}
+
+// The smallest peak at which `size` ranks, listed by each(f), can carry `copies` copies between them. ticks:
+// [R] or null.
+template <class Each>
+ISOLOAD_HD int64_t smallest_peak(const int32_t* ticks, int64_t copies, Each&& each, int size) {
+  if (!ticks) return (copies + size - 1) / size;
+  int64_t low = 0, high = copies << 20;  // one rank alone could carry everything
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    int64_t room = 0;
+    each([&](int r) { room += middle / ticks[r]; });
+    if (room >= copies)
+      high = middle;
+    else
+      low = middle + 1;
+  }
+  return low;
+}
+
 // Caller's memory; every array is written before it is read.
 template <int W>
 struct ExactWorkspace {

@@ -50,74 +50,110 @@ struct BasicReplicaTables {
 using ReplicaTables = BasicReplicaTables<const int32_t>;
 using MutableReplicaTables = BasicReplicaTables<int32_t>;
 
-// Rank sets of the classes while they are being coloured: words per class.
-ISOLOAD_HD inline int64_t replica_tables_workspace(int64_t R, int64_t E) { return E * ((R + 63) / 64); }
+// Caller's memory; every array is written before it is read.
+struct TablesWorkspace {
+  int words;                        // of a set of ranks
+  int32_t* holders;                 // [E, words] ranks that hold an expert
+  int32_t* class_ranks;             // [E, words] ranks that hold an expert of a class
+  int32_t* class_size;              // [E]
+  int32_t* members;                 // [E] replicated experts, ascending
+  int32_t *colour, *place, *index;  // [E] of members: class, and place in it; of experts: index into order
+  int32_t* num_classes;             // [1]
 
-// Replicas of each expert: counted, scanned, filled in any order, then sorted by slot.
+  ISOLOAD_HD static int64_t ints(int64_t R, int64_t E) { return 2 * E * ((R + 31) / 32) + 5 * E + 1; }
+  ISOLOAD_HD static TablesWorkspace at(void* memory, int R, int64_t E) {
+    TablesWorkspace ws;
+    ws.words = (R + 31) / 32;
+    ws.holders = static_cast<int32_t*>(memory);
+    ws.class_ranks = ws.holders + E * ws.words;
+    ws.class_size = ws.class_ranks + E * ws.words;
+    ws.members = ws.class_size + E;
+    ws.colour = ws.members + E;
+    ws.place = ws.colour + E;
+    ws.index = ws.place + E;
+    ws.num_classes = ws.index + E;
+    return ws;
+  }
+  ISOLOAD_HD int32_t* holders_of(int e) const { return holders + int64_t(e) * words; }
+  // How many ranks below r hold e.
+  ISOLOAD_HD int holders_below(int e, int r) const {
+    const int32_t* held = holders_of(e);
+    int count = 0;
+    for (int w = 0; w < r / 32; ++w) count += count_ones(static_cast<uint32_t>(held[w]));
+    if (r % 32) count += count_ones(static_cast<uint32_t>(held[r / 32]) << (32 - r % 32));
+    return count;
+  }
+};
+
+// In words of 64 bits.
+ISOLOAD_HD inline int64_t replica_tables_workspace(int64_t R, int64_t E) {
+  return (TablesWorkspace::ints(R, E) + 1) / 2;
+}
+
+// f(p, r) for every slot p, on rank r. One lane needs no division to find r.
+template <class Team, class F>
+ISOLOAD_HD void for_slots(const Team& team, int R, int S, F&& f) {
+  if (team.size() > 1) return team.for_each(R * S, [&](int p) { f(p, p / S); });
+  for (int r = 0; r < R; ++r)
+    for (int p = r * S; p < r * S + S; ++p) f(p, r);
+}
+
+// Replicas of each expert. A replica's place in the list is the number of lower ranks that hold the expert,
+// so lanes need not meet. Leaves solo[p] = 1 for the slots that count, else 0.
 template <class Team>
 ISOLOAD_HD void list_replicas(Team& team, const int32_t* slot_to_expert, int R, int E, int S,
-                              MutableReplicaTables t) {
-  const int P = R * S;
-  team.for_each(E + 1, [&](int e) { t.offsets[e] = 0; });
-  team.for_each(E, [&](int e) { t.order[e] = 0; });  // replicas of e filled in so far
+                              MutableReplicaTables t, const TablesWorkspace& ws) {
+  team.for_each(E * ws.words, [&](int i) { ws.holders[i] = 0; });
+  team.for_each(E, [&](int e) { t.offsets[e] = 0; });
   team.sync();
-  // solo[p] = 1 marks the slots that count: not empty, and the first of their expert on their rank.
-  team.for_each(R, [&](int r) {
-    for (int p = r * S; p < r * S + S; ++p) {
-      const int e = slot_to_expert[p];
-      bool first = e >= 0 && e < E;
-      for (int q = r * S; first && q < p; ++q) first = slot_to_expert[q] != e;
-      t.solo[p] = first;
-      t.slots[p] = t.ranks[p] = t.split[p] = -1;
-      if (first) team.add(&t.offsets[e], 1);
-    }
+  // A slot counts if it is not empty, and the first of its expert on its rank.
+  for_slots(team, R, S, [&](int p, int r) {
+    const int e = slot_to_expert[p];
+    bool first = e >= 0 && e < E;
+    for (int q = r * S; first && q < p; ++q) first = slot_to_expert[q] != e;
+    t.solo[p] = first;
+    t.slots[p] = t.ranks[p] = -1;
+    if (!first) return;
+    team.add(&ws.holders_of(e)[r / 32], static_cast<int32_t>(uint32_t(1) << (r % 32)));
+    team.add(&t.offsets[e], 1);
   });
   team.sync();
-  team.scan(t.offsets, E + 1);
-  team.for_each(P, [&](int p) {
-    if (t.solo[p]) t.slots[t.offsets[slot_to_expert[p]] + team.add(&t.order[slot_to_expert[p]], 1)] = p;
-  });
-  team.sync();
-  team.for_each(E, [&](int e) {
-    const int first = t.offsets[e], last = t.offsets[e + 1];
-    for (int j = first + 1; j < last; ++j) {  // insertion sort: lanes filled the list in any order
-      const int slot = t.slots[j];
-      int k = j;
-      for (; k > first && t.slots[k - 1] > slot; --k) t.slots[k] = t.slots[k - 1];
-      t.slots[k] = slot;
-    }
-    for (int j = first; j < last; ++j) t.ranks[j] = t.slots[j] / S;
+  const int listed = team.scan(t.offsets, E);
+  if (team.rank() == 0) t.offsets[E] = listed;
+  for_slots(team, R, S, [&](int p, int r) {
+    if (!t.solo[p]) return;
+    const int e = slot_to_expert[p], j = t.offsets[e] + ws.holders_below(e, r);
+    t.slots[j] = p, t.ranks[j] = r;
   });
   team.sync();
 }
 
 // Greedy colouring in expert order: a class takes an expert if they share no rank, so the lanes of a team may
 // balance the experts of one class at the same time. Sequential over experts, parallel over classes.
-template <class Team>
-ISOLOAD_HD int colour_experts(Team& team, int R, int E, MutableReplicaTables t, int32_t* colour,
-                              uint64_t* class_ranks) {
-  const int W = (R + 63) / 64;
-  int num_classes = 0;
-  for (int e = 0; e < E; ++e) {
-    if (t.copies(e) < 2) continue;
+template <class Group>
+ISOLOAD_HD void colour_experts(Group& group, int num_members, const TablesWorkspace& ws) {
+  int num_classes = 0, e = num_members > 0 ? ws.members[0] : 0;
+  for (int m = 0; m < num_members; ++m) {
+    const int32_t* held = ws.holders_of(e);
+    e = ws.members[m + 1 < num_members ? m + 1 : m];
     int mine = num_classes;
-    team.for_each(num_classes, [&](int k) {
+    group.for_each(num_classes, [&](int k) {
       bool free = k < mine;
-      for (int j = t.offsets[e]; free && j < t.offsets[e + 1]; ++j)
-        free = !(class_ranks[k * W + t.ranks[j] / 64] >> (t.ranks[j] % 64) & 1);
+      for (int w = 0; free && w < ws.words; ++w) free = (ws.class_ranks[k * ws.words + w] & held[w]) == 0;
       if (free) mine = k;
     });
-    const int chosen = -static_cast<int>(team.max(-mine));
-    if (team.rank() == 0) {
-      colour[e] = chosen;
-      for (int w = 0; chosen == num_classes && w < W; ++w) class_ranks[chosen * W + w] = 0;
-      for (int j = t.offsets[e]; j < t.offsets[e + 1]; ++j)
-        class_ranks[chosen * W + t.ranks[j] / 64] |= uint64_t(1) << (t.ranks[j] % 64);
-    }
-    if (chosen == num_classes) ++num_classes;
-    team.sync();
+    const int chosen = -static_cast<int>(group.max(-mine));
+    const bool is_new = chosen == num_classes;
+    const int32_t size = group.rank() == 0 && !is_new ? ws.class_size[chosen] : 0;
+    group.for_each(ws.words, [&](int w) {
+      const int32_t taken = is_new ? 0 : ws.class_ranks[chosen * ws.words + w];
+      ws.class_ranks[chosen * ws.words + w] = taken | held[w];
+    });
+    if (group.rank() == 0) ws.colour[m] = chosen, ws.place[m] = size, ws.class_size[chosen] = size + 1;
+    num_classes += is_new;
+    group.sync();
   }
-  return num_classes;
+  if (group.rank() == 0) *ws.num_classes = num_classes;
 }
 
 // slot_to_expert [P] with -1 = empty -> tables. workspace: replica_tables_workspace() words, any content.
@@ -125,29 +161,37 @@ template <class Team>
 ISOLOAD_HD void replica_tables(Team& team, const int32_t* slot_to_expert, int R, int E, int S,
                                MutableReplicaTables t, uint64_t* workspace) {
   const int P = R * S;
-  list_replicas(team, slot_to_expert, R, E, S, t);
-  int32_t* colour = t.classes;  // [E], replaced by the class offsets below
-  const int num_classes = colour_experts(team, R, E, t, colour, workspace);
-  team.for_each(P, [&](int p) {
-    const bool counts = t.solo[p];
-    t.solo[p] = counts && t.copies(slot_to_expert[p]) == 1 ? slot_to_expert[p] : -1;
+  const TablesWorkspace ws = TablesWorkspace::at(workspace, R, E);
+  list_replicas(team, slot_to_expert, R, E, S, t, ws);
+  team.for_each(E, [&](int e) { ws.index[e] = t.copies(e) > 1; });
+  team.sync();
+  const int num_split = team.scan(ws.index, E);
+  team.for_each(E, [&](int e) {
+    if (t.copies(e) > 1) ws.members[ws.index[e]] = e;
   });
-  if (team.rank() == 0) {  // a stable counting sort of a few dozen experts
-    int filled = 0;
-    for (int k = 0; k < num_classes; ++k) {
-      workspace[k] = filled;  // colours are read to the end, so the offsets that replace them wait here
-      for (int e = 0; e < E; ++e)
-        if (t.copies(e) > 1 && colour[e] == k) t.order[filled++] = e;
-    }
-    for (int k = 0; k < num_classes; ++k) t.classes[k] = static_cast<int32_t>(workspace[k]);
-    for (int k = num_classes; k <= E; ++k) t.classes[k] = filled;
-    for (int i = filled; i < E; ++i) t.order[i] = -1;
-    t.header[0] = filled;
-    t.header[1] = num_classes;
+  team.sync();
+  team.alone([&](auto& group) { colour_experts(group, num_split, ws); });
+  const int num_classes = *ws.num_classes;
+  team.for_each(E, [&](int k) { t.classes[k + 1] = k < num_classes ? ws.class_size[k] : 0; });
+  team.sync();
+  if (team.rank() == 0) {  // few classes
+    t.header[0] = num_split, t.header[1] = num_classes;
+    t.classes[0] = 0;
+    for (int k = 0; k < num_classes; ++k) t.classes[k + 1] += t.classes[k];
   }
   team.sync();
-  team.for_each(t.header[0], [&](int i) {
-    for (int j = t.offsets[t.order[i]]; j < t.offsets[t.order[i] + 1]; ++j) t.split[t.slots[j]] = i;
+  team.for_each(E, [&](int i) {
+    if (i >= num_classes) t.classes[i + 1] = num_split;
+    if (i >= num_split) return void(t.order[i] = -1);
+    const int at = t.classes[ws.colour[i]] + ws.place[i];
+    t.order[at] = ws.members[i];
+    ws.index[ws.members[i]] = at;
+  });
+  team.sync();
+  team.for_each(P, [&](int p) {
+    const int e = slot_to_expert[p], copies = t.solo[p] ? t.copies(e) : 0;
+    t.solo[p] = copies == 1 ? e : -1;
+    t.split[p] = copies > 1 ? ws.index[e] : -1;
   });
   team.sync();
 }

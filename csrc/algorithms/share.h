@@ -27,11 +27,11 @@ struct ShareProblem {
   const int32_t* quota;  // [P]
 };
 
-// Caller's memory in int32: copies per node and expert, [R / per_node, E]; for all rows also what every
-// source still has, [R, E], and every slot still takes, [P].
+// Caller's memory in int32: copies per node and expert, [R / per_node, E]; what every replica takes from its
+// own rank, [P], and still takes from the others, [P]. For all rows also what every source still has, [R, E].
 ISOLOAD_HD inline int64_t share_workspace(const ShareProblem& in, bool all_rows) {
-  const int64_t left = int64_t(in.R) * in.E + int64_t(in.R) * in.S;
-  return int64_t(in.R / in.per_node) * in.E + (all_rows ? left : 0);
+  const int64_t left = int64_t(in.R) * in.E, P = int64_t(in.R) * in.S;
+  return int64_t(in.R / in.per_node) * in.E + 2 * P + (all_rows ? left : 0);
 }
 
 // The part of [start, start + length) that lies in [other, other + size).
@@ -49,8 +49,9 @@ class Share {
         in_(problem),
         t_(problem.tables),
         node_loads_(workspace),
-        left_(node_loads_ + int64_t(problem.R / problem.per_node) * problem.E),
-        room_(left_ + int64_t(problem.R) * problem.E) {}
+        own_(node_loads_ + int64_t(problem.R / problem.per_node) * problem.E),
+        room_(own_ + int64_t(problem.R) * problem.S),
+        left_(room_ + int64_t(problem.R) * problem.S) {}
 
   // An expert with a negative load or quota, or whose quotas do not sum to its load; -1 if there is none. To
   // be called first.
@@ -62,6 +63,7 @@ class Share {
   // What source rank s sends to every slot, onto row [P].
   ISOLOAD_HD void one_row(int s, int32_t* row) {
     team_.for_each(in_.R * in_.S, [&](int p) { row[p] = t_.solo[p] < 0 ? 0 : load(s, t_.solo[p]); });
+    serve_own_ranks();
     team_.sync();
     team_.for_each(t_.num_split(), [&](int i) { send(s, t_.order[i], row); });
     team_.sync();
@@ -105,18 +107,10 @@ class Share {
 
   ISOLOAD_HD void add_up_nodes() {
     int32_t sign = 0;
-    for (int s = 0; s < in_.R; ++s) {  // row by row; a lane keeps its experts, so no barrier between
-      const int32_t* row = in_.loads + int64_t(s) * in_.E;
-      int32_t* sum = node_loads_ + int64_t(s / in_.per_node) * in_.E;
-      if (s % in_.per_node == 0) {
-        team_.for_each(in_.E, [&](int e) { sign |= sum[e] = row[e]; });
-      } else {
-        team_.for_each(in_.E, [&](int e) {
-          sign |= row[e];
-          sum[e] = static_cast<int32_t>(uint32_t(sum[e]) + uint32_t(row[e]));
-        });
-      }
-    }
+    const int64_t rows = in_.per_node, E = in_.E;
+    for (int node = 0; node < in_.R / in_.per_node; ++node)
+      sign |=
+          team_.column_sums(in_.loads + node * rows * E, in_.per_node, in_.E, node_loads_ + node * E).any_row;
     team_.for_each(in_.R * in_.S, [&](int p) { sign |= in_.quota[p]; });
     negative_ = team_.any(sign < 0) != 0;
   }
@@ -179,13 +173,16 @@ class Share {
     give(s, j, copies);
   }
 
-  // What replica j takes from its own rank, and what is then left of its quota.
-  ISOLOAD_HD int32_t own(int e, int j) const {
-    if (!in_.locality) return 0;
-    const int32_t n = load(t_.ranks[j], e), quota = in_.quota[t_.slots[j]];
-    return n < quota ? n : quota;
+  // What replica j takes from its own rank, and what is then left of its quota; of replicated experts only.
+  ISOLOAD_HD void serve_own_ranks() {
+    team_.for_each(t_.offsets[in_.E], [&](int j) {
+      const int p = t_.slots[j], i = t_.split[p];
+      if (i < 0) return;
+      const int32_t n = in_.locality ? load(t_.ranks[j], t_.order[i]) : 0, quota = in_.quota[p];
+      own_[j] = n < quota ? n : quota;
+      room_[j] = quota - own_[j];
+    });
   }
-  ISOLOAD_HD int32_t room(int e, int j) const { return in_.quota[t_.slots[j]] - own(e, j); }
 
   // A node's part of expert e once every rank has served itself.
   struct Node {
@@ -196,8 +193,8 @@ class Share {
   ISOLOAD_HD Node visit(int e, int node, int begin) const {
     Node n{begin, begin, node_load(node, e), 0};
     for (; n.end < t_.offsets[e + 1] && t_.ranks[n.end] < (node + 1) * in_.per_node; ++n.end) {
-      n.sources -= own(e, n.end);
-      n.replicas += room(e, n.end);
+      n.sources -= own_[n.end];
+      n.replicas += room_[n.end];
     }
     return n;
   }
@@ -213,12 +210,12 @@ class Share {
     int32_t start = 0;  // where s begins on the line of its node's sources
     for (int before = node * in_.per_node; before < s; ++before) start += load(before, e);
     for (int j = here.begin; j < here.end; ++j) {
-      if (t_.ranks[j] < s) start -= own(e, j);
-      if (t_.ranks[j] == s) row[t_.slots[j]] += own(e, j), n -= own(e, j);
+      if (t_.ranks[j] < s) start -= own_[j];
+      if (t_.ranks[j] == s) row[t_.slots[j]] += own_[j], n -= own_[j];
     }
     int32_t taken = 0;
-    for (int j = here.begin; j < here.end; taken += room(e, j++))
-      row[t_.slots[j]] += overlap(start, n, taken, room(e, j));
+    for (int j = here.begin; j < here.end; taken += room_[j++])
+      if (const int32_t copies = overlap(start, n, taken, room_[j])) row[t_.slots[j]] += copies;
     const int32_t rest = n - overlap(start, n, 0, here.replicas);
     if (rest > 0) send_afar(e, node, start > here.replicas ? start - here.replicas : 0, rest, row);
   }
@@ -234,9 +231,9 @@ class Share {
     for (int j = t_.offsets[e]; j < t_.offsets[e + 1];) {
       const Node there = visit(e, t_.ranks[j] / in_.per_node, j);
       int32_t taken = 0;
-      for (; j < there.end; taken += room(e, j++)) {
-        const int32_t left = room(e, j) - overlap(taken, room(e, j), 0, there.sources);
-        row[t_.slots[j]] += overlap(start, rest, offered, left);
+      for (; j < there.end; taken += room_[j++]) {
+        const int32_t left = room_[j] - overlap(taken, room_[j], 0, there.sources);
+        if (const int32_t copies = overlap(start, rest, offered, left)) row[t_.slots[j]] += copies;
         offered += left;
       }
     }
@@ -245,7 +242,7 @@ class Share {
   Team& team_;
   const ShareProblem& in_;
   const ReplicaTables t_;
-  int32_t *const node_loads_, *const left_, *const room_;
+  int32_t *const node_loads_, *const own_, *const room_, *const left_;
   bool negative_ = false;
 };
 

@@ -10,6 +10,7 @@
 
 #include "algorithms/replica_tables.h"
 #include "host_device.h"
+#include "team.h"
 
 namespace isoload {
 
@@ -25,10 +26,13 @@ struct Start {
   int32_t *load, *quota;
 
   ISOLOAD_HD void spread() {
-    team.for_each(t.num_split(), [&](int i) {
+    auto deal_all = [&](int i, const auto& group) {
       const int e = t.order[i];
-      deal(e, t.offsets[e], t.offsets[e + 1], total[e]);
-    });
+      deal(group, e, t.offsets[e], t.offsets[e + 1], total[e]);
+    };
+    team.for_each_by(
+        t.num_split(), [&](int i) { return t.copies(t.order[i]) > kFew; },
+        [&](int i) { deal_all(i, SerialTeam()); }, deal_all);
     team.sync();
   }
 
@@ -48,11 +52,11 @@ struct Start {
             near += n;
         }
         if (j > first)
-          deal(e, first, j, near);
+          deal(SerialTeam(), e, first, j, near);
         else
           far += near;
       }
-      deal(e, t.offsets[e], end, far);
+      deal(SerialTeam(), e, t.offsets[e], end, far);
     });
     team.sync();
   }
@@ -84,16 +88,18 @@ struct Start {
   }
 
  private:
+  static constexpr int kFew = 4;  // replicas that a lane deals to by itself
+
   // Equal parts of an expert's copies to replicas first .. last-1; experts take turns at who gets the
   // remainder.
-  ISOLOAD_HD void deal(int e, int first, int last, int32_t copies) {
-    const int c = last - first;
+  template <class Group>
+  ISOLOAD_HD void deal(const Group& group, int e, int first, int last, int32_t copies) {
+    const int c = last - first, skipped = (c - e % c) % c;
     const int32_t each = copies / c, more = copies % c;
-    int turn = (c - e % c) % c;
-    for (int j = first; j < last; ++j) {
-      give(j, each + (turn < more));
-      turn = turn + 1 == c ? 0 : turn + 1;
-    }
+    group.for_each(c, [&](int i) {
+      const int turn = skipped + i < c ? skipped + i : skipped + i - c;
+      give(first + i, each + (turn < more));
+    });
   }
 
   ISOLOAD_HD void give(int j, int32_t copies) {

@@ -19,6 +19,17 @@ namespace isoload::cpu {
 template <class Id>
 int64_t count(const Id* ids, int64_t n, int E, int32_t* counts);
 
+// A copy's number: how many of the same expert come before it in its part, a run of kPartRows tokens. Parts
+// can be numbered apart, and the plan is not needed for it.
+constexpr int64_t kPartRows = 256;
+constexpr int64_t num_parts(int64_t T) { return (T + kPartRows - 1) / kPartRows; }
+
+// counts [E]; numbers [T, K], -1 for a masked copy; parts [num_parts(T), E] copies of each expert in each
+// part. Returns as count.
+template <class Id>
+int64_t count_numbered(const Id* ids, int64_t T, int K, int E, int32_t* counts, int32_t* numbers,
+                       int32_t* parts);
+
 SpillStatus plan_spill(const SpillProblem& problem, const SpillResult& result);
 
 // Copies the homes' rows to this rank's spare pools [W], sizes in bytes.
@@ -34,15 +45,26 @@ enum class ShareOf { one_row, all_rows, all_ranks };
 // Returns an expert whose quota was not made from its loads, or -1.
 int share(const ShareProblem& problem, ShareOf of, int rank, int32_t* out);
 
-// What a route did not fit: an id outside [-1, E), or an expert with more or fewer copies than its share.
+// What a route did not fit: an id outside [-1, E), an expert with more or fewer copies than its share, or
+// whose copies have other numbers.
 struct RouteFault {
-  enum Kind { none, bad_id, not_the_share, bad_weight } kind = none;
+  enum Kind { none, bad_id, not_the_share, not_the_numbers, bad_weight } kind = none;
   int64_t value = 0;  // the id, the expert, or the slot
 };
 
 template <class Id>
 RouteFault route(const Id* ids, int64_t T, int K, int E, int P, const ReplicaTables& tables,
                  const int32_t* source_quota, bool prefer_visited, Id* slots);
+
+// What count_numbered found in the ids; row c of parts begins at parts + c * stride, and may be longer than
+// E.
+struct Numbered {
+  const int32_t *numbers, *parts;
+  int64_t stride;
+};
+template <class Id>
+RouteFault route_numbered(const Id* ids, int64_t T, int K, int E, const ReplicaTables& tables,
+                          const Numbered& numbered, const int32_t* source_quota, Id* slots);
 
 template <class Id>
 RouteFault route_sampled(const Id* ids, int64_t n, int E, const ReplicaTables& tables, const float* weights,

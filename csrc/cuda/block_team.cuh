@@ -6,9 +6,12 @@
 
 #include <cstdint>
 
+#include "team.h"
+
 namespace isoload {
 
-template <int kWarps>
+// kRolled: the turns of a for_each are not written out. Where a lane has one turn anyway, that is only code.
+template <int kWarps, bool kRolled = false>
 class BlockTeam {
  public:
   static constexpr int kLanes = kWarps * 32;
@@ -19,9 +22,11 @@ class BlockTeam {
     int64_t partial[2][kWarps];
   };
 
-  __device__ explicit BlockTeam(Group& group) : group_(group) {}
+  __device__ explicit BlockTeam(Group& group) : group_(&group) {}
+  // A warp of a larger block: its own rank, and nothing shared.
+  __device__ BlockTeam() : group_(nullptr) { static_assert(kWarps == 1, "only a warp shares nothing"); }
 
-  __device__ int rank() const { return threadIdx.x; }
+  __device__ int rank() const { return kWarps == 1 ? lane() : threadIdx.x; }
   __device__ int size() const { return kLanes; }
   __device__ void sync() const {
     if constexpr (kWarps == 1)
@@ -31,7 +36,65 @@ class BlockTeam {
   }
   template <class F>
   __device__ void for_each(int n, F&& f) const {
-    for (int i = rank(); i < n; i += kLanes) f(i);
+    if constexpr (kRolled) {
+#pragma unroll 1
+      for (int i = rank(); i < n; i += kLanes) f(i);
+    } else {
+      for (int i = rank(); i < n; i += kLanes) f(i);
+    }
+  }
+  // The last warp's lanes take what is narrow, the others what is wide, a warp each.
+  template <class Wide, class F, class G>
+  __device__ void for_each_by(int n, Wide&& wide, F&& f, G&& g) const {
+    constexpr int kGroups = kWarps > 1 ? kWarps - 1 : 1;
+    BlockTeam<1, kRolled> group;
+    int before = 0;  // wide ones so far
+    for (int first = 0; first < n; first += 32) {
+      const int i = first + lane();
+      const bool is_wide = i < n && wide(i);
+      unsigned wide_ones = __ballot_sync(kAll, is_wide);
+      if ((kWarps == 1 || warp() == kGroups) && i < n && !is_wide) f(i);
+      __syncwarp();
+      for (; wide_ones; wide_ones &= wide_ones - 1, ++before)
+        if (before % kGroups == warp() || kWarps == 1) g(first + __ffs(wide_ones) - 1, group);
+    }
+  }
+  template <class F>
+  __device__ void alone(F&& f) const {
+    BlockTeam<1, kRolled> group;
+    if (warp() == 0) f(group);
+    sync();
+  }
+  // Each lane keeps its columns, so that its loads need not wait for a store.
+  __device__ ColumnSums column_sums(const int32_t* rows, int num_rows, int n, int32_t* sums) const {
+    constexpr int kAhead = 8;
+    ColumnSums seen;
+    for (int i = rank(); i < n; i += kLanes) {
+      uint32_t sum = 0;
+      for (int first = 0; first < num_rows; first += kAhead) {
+        int32_t v[kAhead];
+#pragma unroll
+        for (int a = 0; a < kAhead; ++a)
+          v[a] = rows[int64_t(first + a < num_rows ? first + a : num_rows - 1) * n + i];
+#pragma unroll
+        for (int a = 0; a < kAhead; ++a) {
+          if (first + a < num_rows) sum += static_cast<uint32_t>(v[a]);
+          seen.any_row |= v[a], seen.any_sum |= static_cast<int32_t>(sum);
+        }
+      }
+      sums[i] = static_cast<int32_t>(sum);
+    }
+    return seen;
+  }
+  __device__ int32_t sum32(int32_t v) const {
+    static_assert(kWarps == 1, "of a group");
+    return __reduce_add_sync(kAll, v);
+  }
+  __device__ int32_t lanes_before(bool b, int32_t& total) const {
+    static_assert(kWarps == 1, "of a group");
+    const unsigned all = __ballot_sync(kAll, b);
+    total = __popc(all);
+    return __popc(all & ((1u << lane()) - 1));
   }
   __device__ int64_t sum(int64_t v) {
     for (int far = 16; far > 0; far /= 2) v += __shfl_xor_sync(kAll, v, far);
@@ -71,13 +134,24 @@ class BlockTeam {
       const int32_t other = __shfl_up_sync(kAll, upto, far);
       if (lane() >= far) upto += other;
     }
+    if constexpr (kWarps == 1) {
+      sync();
+      total = __shfl_sync(kAll, upto, 31);
+      return upto - v;
+    }
     const int64_t* partial = publish(__shfl_sync(kAll, upto, 31));
     int32_t before = 0;
     total = 0;
-    for (int w = 0; w < kWarps; ++w) {
-      const int32_t here = static_cast<int32_t>(partial[w]);
-      before += w < warp() ? here : 0;
-      total += here;
+    if constexpr (kWarps > 8) {  // a lane per warp, where one lane would read many
+      const int32_t here = lane() < kWarps ? static_cast<int32_t>(partial[lane()]) : 0;
+      before = __reduce_add_sync(kAll, lane() < warp() ? here : 0);
+      total = __reduce_add_sync(kAll, here);
+    } else {
+      for (int w = 0; w < kWarps; ++w) {
+        const int32_t here = static_cast<int32_t>(partial[w]);
+        before += w < warp() ? here : 0;
+        total += here;
+      }
     }
     return before + upto - v;
   }
@@ -90,7 +164,7 @@ class BlockTeam {
   // Every warp's v for all to read. One barrier is enough: a warp that runs ahead writes the other half, and
   // cannot come round to this half before everybody has left this reduction.
   __device__ const int64_t* publish(int64_t v) {
-    int64_t* partial = group_.partial[odd_];
+    int64_t* partial = group_->partial[odd_];
     odd_ ^= 1;
     if (lane() == 0) partial[warp()] = v;
     sync();
@@ -110,7 +184,7 @@ class BlockTeam {
     }
   }
 
-  Group& group_;
+  Group* group_;
   int odd_ = 0;
 };
 

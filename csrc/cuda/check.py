@@ -1,6 +1,7 @@
 """make cuda-check: everything for CUDA compiles, spills nothing, grows nowhere, is linked with libtorch, and loads.
 
-registers.txt holds the registers of every kernel; --update writes it anew.
+sass.py reads the machine code, where there is a cuobjdump. registers.txt holds the registers of every kernel;
+--update writes it anew.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 
 import nvcc
+import sass
 
 ROOT = nvcc.CSRC.parent
 BUILD = ROOT / "build" / "cuda"
@@ -122,7 +124,12 @@ def main() -> None:
     show(kernels)
     if "--update" in sys.argv[1:]:
         write(registers(kernels), version)
-    if found := faults(kernels, version):
+    found = faults(kernels, version)
+    if cuobjdump := sass.find(compiler):
+        found += sass.faults(sass.disassemble(cuobjdump, sorted((BUILD / nvcc.ONLY).glob("*.o"))))
+    else:
+        print("machine code is not read: no cuobjdump (neither beside nvcc nor on PATH)")
+    if found:
         raise SystemExit("\n".join(found))
     link_and_load()
 

@@ -15,6 +15,7 @@
 
 namespace isoload::cuda {
 
+using cpu::Numbered;
 using cpu::SharedLayout;
 using cpu::SharedRoute;
 using cpu::ShareOf;
@@ -26,6 +27,10 @@ const char* device_errors(int32_t* taken, void* stream);
 
 template <class Id>
 const char* count(const Id* ids, int64_t n, int E, int32_t* counts, void* stream);
+
+template <class Id>
+const char* count_numbered(const Id* ids, int64_t T, int K, int E, int32_t* counts, int32_t* numbers,
+                           int32_t* parts, void* stream);
 
 // Planners (planner.h, planner.cuh). B layers, one block each; a problem and its result are those of layer 0,
 // the others follow without a gap. bytes: of all B.
@@ -62,6 +67,10 @@ struct Route {
 int64_t route_bytes(const Route& problem);
 template <class Id>
 const char* route(const Route& problem, const Id* ids, Id* slots, void* global, void* stream);
+
+template <class Id>
+const char* route_numbered(const Id* ids, int64_t T, int K, int E, int P, const ReplicaTables& tables,
+                           const Numbered& numbered, const int32_t* source_quota, Id* slots, void* stream);
 
 template <class Id>
 const char* route_sampled(const Id* ids, int64_t n, int E, const ReplicaTables& tables, const float* weights,

@@ -26,10 +26,7 @@ struct Copies {
   const int32_t* share;  // [P]
   int32_t* errors;       // the device's error word
 
-  __device__ int expert(int64_t i) const {
-    const Id id = ids[i];
-    return static_cast<uint64_t>(id) < static_cast<uint64_t>(E) ? static_cast<int>(id) : -1;
-  }
+  __device__ int expert(int64_t i) const { return expert_of(ids[i], E); }
   __device__ int unset_expert(int64_t i) const { return slots[i] == kUnset ? expert(i) : -1; }
 
   // Sets the slot of e's copy number `rank`; -1 if e is none or its share is used up.

@@ -2,10 +2,9 @@
 //
 // The algorithm reads loads, quota and tables over and over, a value at a time. Where they fit, the block
 // fetches all of them into shared memory first, so that global memory is waited for once.
-#include <cuda_pipeline_primitives.h>
-
 #include "algorithms/share.h"
 #include "cuda/cuda.h"
+#include "cuda/fetch.cuh"
 #include "cuda/launch.cuh"
 
 namespace isoload::cuda {
@@ -27,20 +26,13 @@ struct Sizes {  // in int32
   int64_t input_bytes() const { return (loads + quota + tables) * int64_t(sizeof(int32_t)); }
 };
 
-__device__ void fetch(const ShareTeam& team, const int32_t* from, int64_t n, int32_t* to) {
-  team.for_each(static_cast<int>(n),
-                [&](int i) { __pipeline_memcpy_async(to + i, from + i, sizeof(int32_t)); });
-}
-
 // The problem with its inputs in shared memory, `at` on.
 __device__ void fetch_inputs(ShareTeam& team, ShareProblem& problem, const Sizes& sizes, int32_t* at) {
   int32_t *const quota = at + sizes.loads, *const tables = quota + sizes.quota;
   fetch(team, problem.loads, sizes.loads, at);
   fetch(team, problem.quota, sizes.quota, quota);
   fetch(team, problem.tables.header, sizes.tables, tables);
-  __pipeline_commit();
-  __pipeline_wait_prior(0);  // this lane's; the barrier for all
-  team.sync();
+  wait_for_fetched(team);
   problem.loads = at, problem.quota = quota;
   problem.tables = ReplicaTables::at(tables, problem.E, sizes.quota);
 }

@@ -37,8 +37,28 @@ inline int rank_warps(int64_t keys, int most = kRankWarps, int besides = 0) {
   return warps;
 }
 
+// The ids at i, i + step, ... below end, all asked for before the first is looked at; -1 beyond. A branch
+// around each load would make the compiler wait for it there, so the last id stands in for those beyond.
+template <int kAhead, class Id>
+__device__ void fetch_ahead(const Id* ids, int64_t i, int64_t step, int64_t end, Id (&fetched)[kAhead]) {
+#pragma unroll
+  for (int a = 0; a < kAhead; ++a) {
+    const int64_t at = i + a * step;
+    fetched[a] = ids[at < end ? at : end - 1];
+  }
+#pragma unroll
+  for (int a = 0; a < kAhead; ++a)
+    if (i + a * step >= end) fetched[a] = -1;
+}
+
+// An id as an expert; -1 for a masked copy, and for an id that is none.
+template <class Id>
+__device__ int expert_of(Id id, int E) {
+  return static_cast<uint64_t>(id) < static_cast<uint64_t>(E) ? static_cast<int>(id) : -1;
+}
+
 // How often the items [begin, end) have each key. key(i) is -1 for none. counts [keys]: shared memory.
-// A lane asks for kAhead keys before it waits for the first. Begins and ends with a barrier.
+// Begins and ends with a barrier.
 template <int kAhead, class Key>
 __device__ void count_keys(int64_t begin, int64_t end, int keys, Key&& key, int32_t* counts) {
   __syncthreads();
@@ -49,8 +69,11 @@ __device__ void count_keys(int64_t begin, int64_t end, int keys, Key&& key, int3
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
       const int64_t at = i + int64_t(a) * blockDim.x;
-      k[a] = at < end ? key(at) : -1;
+      k[a] = key(at < end ? at : end - 1);
     }
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a)
+      if (i + int64_t(a) * blockDim.x >= end) k[a] = -1;
 #pragma unroll
     for (int a = 0; a < kAhead; ++a)
       if (k[a] >= 0) atomicAdd(&counts[k[a]], 1);

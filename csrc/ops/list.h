@@ -17,6 +17,8 @@ constexpr int kCpu = 1, kCuda = 2;
 #define ISOLOAD_OPS(OP) \
   OP(count, kCpu | kCuda, \
      "(Tensor topk_ids, int num_experts) -> Tensor") \
+  OP(count_numbered, kCpu | kCuda, \
+     "(Tensor topk_ids, int num_experts) -> (Tensor counts, Tensor numbers, Tensor parts)") \
   OP(replica_tables, kCpu | kCuda, \
      "(Tensor slot_to_expert, int num_ranks, int num_experts, Tensor(a!) tables) -> ()") \
   OP(plan_exact, kCpu | kCuda, \
@@ -61,6 +63,9 @@ constexpr int kCpu = 1, kCuda = 2;
   OP(route, kCpu | kCuda, \
      "(Tensor topk_ids, Tensor source_quota, Tensor tables, int num_experts, bool prefer_visited) " \
      "-> Tensor") \
+  OP(route_numbered, kCpu | kCuda, \
+     "(Tensor topk_ids, Tensor numbers, Tensor parts, Tensor source_quota, Tensor tables, " \
+     "int num_experts) -> Tensor") \
   OP(route_sampled, kCpu | kCuda, \
      "(Tensor topk_ids, Tensor weights, Tensor tables, int num_experts, int seed, Tensor? step, " \
      "int rank) -> Tensor") \

@@ -1,24 +1,15 @@
 // route and route_sampled: checks of ids, shares and weights.
 #include "cpu/cpu.h"
 #include "ops/op.h"
+#include "ops/route_checks.h"
 #include "rank_set.h"
 
 namespace isoload::ops {
 
-static void check_route(const cpu::RouteFault& fault, int64_t E) {
-  require(fault.kind != cpu::RouteFault::bad_id, "topk_ids must be in -1..", E - 1, ", got ", fault.value);
-  require(fault.kind != cpu::RouteFault::not_the_share,
-          "topk_ids must hold each expert as often as its share says, ", "expert ", fault.value, " does not");
-}
-
 Tensor route(const Tensor& topk_ids, const Tensor& share_row_in, const Tensor& tables_in, int64_t num_experts,
              bool prefer_visited) {
-  require_ids(topk_ids, "topk_ids");
-  require(topk_ids.dim() == 2, "topk_ids must be [T, K], got ", shape_text(topk_ids));
-  require(topk_ids.numel() <= INT32_MAX, "topk_ids must have fewer than 2^31 entries, got ",
-          topk_ids.numel());
-  require_dtype(share_row_in, "source_quota", ScalarType::Int);
-  require(share_row_in.dim() == 1, "source_quota must be [P], got ", shape_text(share_row_in));
+  require_copies(topk_ids);
+  require_row(share_row_in);
   const Tensor ids = dense(topk_ids), source_quota = dense(share_row_in);
   const int64_t P = source_quota.size(0), T = ids.size(0), K = ids.size(1);
   const Tables tables(tables_in, P, num_experts);

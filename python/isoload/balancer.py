@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from isoload.counting import count
-from isoload.ops import Prefer
+from isoload.ops import Numbered, Prefer, count_numbered
 from isoload.placed_layers import Filled, PlacedLayers, own_layers, refresh_layers
 from isoload.placement import Placement, check_same_shape
 from isoload.planning import plan
 from isoload.policies import Policy, Seeded, make_policy
 from isoload.records import Plan
-from isoload.routing import route, route_fixed
+from isoload.routing import route_counted, route_fixed
 from isoload.shared_experts import without_shared_slots
 from isoload.steps import first_step, in_backward, next_step
 from isoload.topology import Topology
@@ -41,10 +41,12 @@ Tokens = Literal["own", "same"]
 class Gathered:
     """One batch, counted: topk_ids [T, K] of every owned rank, loads [R, E], and what was gathered beside them [R, W].
 
-    Where nothing will be planned, nothing is gathered: loads are the owned ranks' own counts.
+    Where nothing will be planned, nothing is gathered: loads are the owned ranks' own counts. numbered: of every owned
+    rank's topk_ids, or None where its route has no use for it.
     """
 
     topk_ids: list[Tensor]
+    numbered: Sequence[Numbered | None]
     loads: Tensor
     planned: bool
     beside: Tensor | None = None
@@ -55,6 +57,7 @@ class Balanced:
     """One batch on its way: topk_ids [T, K] of every owned rank, loads as gathered, and the plan, if there is one."""
 
     topk_ids: list[Tensor]
+    numbered: Sequence[Numbered | None]
     loads: Tensor
     plan: Plan | None
 
@@ -221,48 +224,52 @@ class Balancer:
             self.batch += 1
         if self.tokens == "same" and num_tokens is None and topk_ids:
             num_tokens = len(topk_ids[0])
+        planned = self.plans(num_tokens)
         counts: list[Tensor] = []
+        numbered: Sequence[Numbered | None] = []
         if failure is None:
             try:
-                counts = [count(rows, self.placement.num_experts) for rows in topk_ids]
+                counts, numbered = self._count(topk_ids, planned)
                 self._record(counts)
             except ValueError as error:
                 failure = error
         self.last_plan = self.last_loads = None
-        if not self.plans(num_tokens):
+        if not planned:
             if failure is not None:
                 tell()
                 raise failure
-            return Gathered(topk_ids, torch.stack(counts), False)
+            return Gathered(topk_ids, numbered, torch.stack(counts), False)
         rows = counts
         if beside is not None and failure is None:
             rows = [torch.cat(parts) for parts in zip(counts, beside, strict=True)]
         width = self.placement.num_experts + (0 if beside is None else len(beside[0]))
         gathered = self._gather(rows, width, failure, tell, {**self.facts, **(facts or {})})
         if beside is None:
-            return Gathered(topk_ids, gathered, True)
+            return Gathered(topk_ids, numbered, gathered, True)
         own = self.placement.num_experts
-        return Gathered(topk_ids, gathered.narrow(1, 0, own), True, gathered.narrow(1, own, width - own))
+        return Gathered(
+            topk_ids, numbered, gathered.narrow(1, 0, own), True, gathered.narrow(1, own, width - own)
+        )
 
     def plan(self, gathered: Gathered, filled: Filled | None = None, keep_local: bool = False) -> Balanced:
         """Plans a batch, if it is to be planned; filled and keep_local as in :func:`isoload.plan`."""
-        topk_ids, loads = gathered.topk_ids, gathered.loads
+        topk_ids, numbered, loads = gathered.topk_ids, gathered.numbered, gathered.loads
         if not gathered.planned:
-            return Balanced(topk_ids, loads, None)
+            return Balanced(topk_ids, numbered, loads, None)
         self.last_loads = loads
         placed = self.placed_on(loads.device)
         step = next_step(self._step_on(loads.device)) if isinstance(self.policy, Seeded) else 0
         made = plan(loads, placed, None, self.policy, filled=filled, keep_local=keep_local, step=step)
         self.last_plan = made
-        return Balanced(topk_ids, loads, made)
+        return Balanced(topk_ids, numbered, loads, made)
 
     def route(self, balanced: Balanced) -> list[Tensor]:
         """[T, K] slots of every owned rank's copies: as planned or, without a plan, where they always go."""
-        of_rank = zip(self.ranks, balanced.topk_ids, strict=True)
-        made = balanced.plan
+        of_rank = zip(self.ranks, balanced.topk_ids, balanced.numbered, strict=True)
+        loads, made = balanced.loads, balanced.plan
         if made is None:
-            return [route_fixed(ids, self.placed_on(ids.device), rank) for rank, ids in of_rank]
-        return [route(ids, balanced.loads, made, rank, prefer=self.prefer) for rank, ids in of_rank]
+            return [route_fixed(ids, self.placed_on(ids.device), rank) for rank, ids, _ in of_rank]
+        return [route_counted(ids, n, loads, made, rank, prefer=self.prefer) for rank, ids, n in of_rank]
 
     def load(self, placement: Placement) -> None:
         """Takes a new placement in place: no address changes, so captured graphs stay valid. Between batches.
@@ -321,6 +328,14 @@ class Balancer:
         shared = torch.arange(routed, routed + num_shared, device=topk_ids.device, dtype=topk_ids.dtype)
         present = (topk_ids >= 0).any(1, keepdim=True)
         return torch.cat([topk_ids, torch.where(present, shared, -1)], dim=1)
+
+    def _count(self, topk_ids: list[Tensor], planned: bool) -> tuple[list[Tensor], Sequence[Numbered | None]]:
+        """Counts of every owned rank; numbers too, where the route will look them up."""
+        experts = self.placement.num_experts
+        if not planned or self.prefer is not None or self.policy.samples:
+            return [count(rows, experts) for rows in topk_ids], [None] * len(topk_ids)
+        numbered = [count_numbered(rows, experts) for rows in topk_ids]
+        return [found.counts for found in numbered], numbered
 
     def _record(self, counts: list[Tensor]) -> None:
         # A checkpoint's recompute counts no batch again.

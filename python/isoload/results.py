@@ -7,6 +7,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+PART_ROWS = 256  # tokens of a part: kPartRows in csrc/cpu/cpu.h
+
+
+class Numbered(NamedTuple):
+    """What :func:`isoload.ops.count_numbered` returns.
+
+    counts [E] int32 copies of every expert; numbers [T, K] int32: how many copies of the same expert come before this
+    one in its part, -1 where masked; parts [C, E] int32 copies of every expert in each part. A part is a run of
+    PART_ROWS tokens, so C = ceil(T / PART_ROWS).
+    """
+
+    counts: Tensor
+    numbers: Tensor
+    parts: Tensor
+
 
 class ExactSplit(NamedTuple):
     """What :func:`isoload.ops.plan_exact` returns, with the leading dimension of the tables.

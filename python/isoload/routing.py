@@ -40,12 +40,29 @@ def route(
     Returns:
         [T, K] in the dtype of topk_ids, -1 where masked: DeepEP's ``topk_idx``.
     """
+    return route_counted(topk_ids, None, loads, plan, rank, prefer=prefer, order=order)
+
+
+def route_counted(
+    topk_ids: Tensor,
+    numbered: ops.Numbered | None,
+    loads: Tensor,
+    plan: Plan,
+    rank: int,
+    *,
+    prefer: Prefer | None = None,
+    order: Order = "locality",
+) -> Tensor:
+    """:func:`route`; with :func:`isoload.ops.count_numbered` of topk_ids it need not count again.
+
+    numbered does not serve a plan that draws, nor ``prefer``.
+    """
     if plan.layer is None:
         raise ValueError("plan must be of one layer (plans[layer]), got a plan of all layers")
     if topk_ids.device != plan.bound.device:
         raise ValueError(f"topk_ids must be on the plan's device {plan.bound.device}, got {topk_ids.device}")
     if not plan.placed.num_shared:
-        return _route_routed(topk_ids, loads, plan, rank, prefer, order)
+        return _route_routed(topk_ids, numbered, loads, plan, rank, prefer, order)
     placed = plan.placed
     if topk_ids.dim() != 2 or topk_ids.shape[1] <= placed.num_shared:
         raise ValueError(
@@ -55,7 +72,12 @@ def route(
     routed = topk_ids.narrow(1, 0, topk_ids.shape[1] - placed.num_shared)
     if values_readable(topk_ids):
         _check_shared_columns(routed, topk_ids.narrow(1, routed.shape[1], placed.num_shared), placed)
-    slots = _route_routed(routed, loads, plan, rank, prefer, order)
+    if numbered is not None:  # the shared experts are the last, in columns of their own
+        numbers, parts = numbered.numbers, numbered.parts
+        numbered = numbered._replace(
+            numbers=numbers.narrow(1, 0, routed.shape[1]), parts=parts.narrow(1, 0, plan.tables.num_experts)
+        )
+    slots = _route_routed(routed, numbered, loads, plan, rank, prefer, order)
     ranks = plan.policy.route_shared(slots, plan, rank)
     return torch.cat([slots, shared_slots(ranks, placed).to(slots.dtype)], dim=1)
 
@@ -73,7 +95,13 @@ def _check_shared_columns(routed: Tensor, shared: Tensor, placed: PlacedLayers) 
 
 
 def _route_routed(
-    topk_ids: Tensor, loads: Tensor, plan: Plan, rank: int, prefer: Prefer | None, order: Order
+    topk_ids: Tensor,
+    numbered: ops.Numbered | None,
+    loads: Tensor,
+    plan: Plan,
+    rank: int,
+    prefer: Prefer | None,
+    order: Order,
 ) -> Tensor:
     """[T, K] slots of the routed experts."""
     if plan.weights is not None:
@@ -82,6 +110,8 @@ def _route_routed(
         weights = plan.policy.weights_of(plan, rank)
         return ops.route_sampled(topk_ids, weights, plan.tables, *sample_seed(plan, rank), rank)
     row = share_routed(loads, plan, rank, order)
+    if numbered is not None and prefer is None:
+        return ops.route_numbered(topk_ids, numbered, row, plan.tables)
     return ops.route(topk_ids, row, plan.tables, prefer)
 
 

@@ -1,14 +1,17 @@
-"""count: copies per expert, masked entries left out."""
+"""count: copies per expert, masked entries left out; count_numbered: their places, too."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from isoload import ops, reference
+from isoload.results import PART_ROWS
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -33,6 +36,34 @@ def test_input_need_not_be_contiguous() -> None:
     assert torch.equal(ops.count(ids.t(), 7), ops.count(ids, 7))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("experts", [1, 3, 257, 1030])
+@pytest.mark.parametrize(
+    "shape", [(0, 8), (5, 0), (1, 1), (256, 2), (257, 8), (1400, 6), (4097, 8), (300, 20)]
+)
+def test_numbered_equals_reference_and_a_copy_follows_its_number(
+    shape: tuple[int, int], experts: int, dtype: torch.dtype
+) -> None:
+    ids = torch.from_numpy(np.random.default_rng([experts, *shape]).zipf(1.3, shape) % (experts + 1) - 1).to(
+        dtype
+    )
+    mine, theirs = ops.count_numbered(ids, experts), reference.count_numbered(ids, experts)
+    for name in mine._fields:
+        a, b = getattr(mine, name), getattr(theirs, name)
+        assert a.dtype == b.dtype == torch.int32 and torch.equal(a, b), name
+    assert torch.equal(mine.counts, ops.count(ids, experts))
+    for part, numbers in zip(ids.split(PART_ROWS), mine.numbers.split(PART_ROWS), strict=True):
+        for e in range(min(experts, 4)):
+            found = numbers[part == e]
+            assert found.tolist() == list(range(len(found)))
+
+
+def test_numbered_input_need_not_be_contiguous() -> None:
+    ids = torch.arange(6000).view(600, 10) % 7
+    for name, a in ops.count_numbered(ids[:, ::3], 7)._asdict().items():
+        assert torch.equal(a, getattr(ops.count_numbered(ids[:, ::3].contiguous(), 7), name)), name
+
+
 REFUSED: dict[str, tuple[Any, int, str]] = {
     "dtype": (torch.ones(2, 2), 4, "topk_ids must be int32 or int64, got float32"),
     "another dtype": (
@@ -48,14 +79,23 @@ REFUSED: dict[str, tuple[Any, int, str]] = {
 }
 
 
+@pytest.mark.parametrize("op", [ops.count, ops.count_numbered])
 @pytest.mark.parametrize("name", REFUSED)
-def test_refuses(name: str) -> None:
+def test_refuses(name: str, op: Callable[[Tensor, int], object]) -> None:
     ids, experts, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
-        ops.count(ids, experts)
+        op(ids, experts)
+
+
+def test_numbered_refuses_a_flat_row() -> None:
+    with pytest.raises(ValueError, match=r"topk_ids must be \[T, K\], got \[3\]"):
+        ops.count_numbered(torch.tensor([0, 1, 2]), 4)
 
 
 def test_opcheck() -> None:
     op = torch.ops.isoload.count.default
     torch.library.opcheck(op, (torch.tensor([[0, 2], [-1, 1]]), 3))
     torch.library.opcheck(op, (torch.zeros(0, 4, dtype=torch.int32), 3))
+    numbered = torch.ops.isoload.count_numbered.default
+    torch.library.opcheck(numbered, (torch.tensor([[0, 2], [-1, 1]]), 3))
+    torch.library.opcheck(numbered, (torch.zeros(300, 4, dtype=torch.int32), 3))

@@ -307,10 +307,10 @@ def test_arguments_of_two_devices_are_refused() -> None:
 
 def plan_and_route(ids: Tensor, others: Tensor, tables: ReplicaTables) -> Tensor:
     """Rank 0's route: its own counts join those of the others [R, E], as a gather would."""
-    counts = ops.count(ids, tables.num_experts)
-    loads = torch.cat([counts[None], others])
+    numbered = ops.count_numbered(ids, tables.num_experts)
+    loads = torch.cat([numbered.counts[None], others])
     quota = ops.plan_exact(loads, tables).quota
-    return ops.route(ids, ops.share(loads, quota, tables, 1, 0), tables)
+    return ops.route_numbered(ids, numbered, ops.share(loads, quota, tables, 1, 0), tables)
 
 
 @contextmanager

@@ -45,6 +45,12 @@ def route_bad(d: str, ids: Tensor, prefer: ops.Prefer | None = None) -> Tensor:
     return ops.route(ids.to(d), ROW.to(d), tables(d), prefer)
 
 
+def numbered_bad(d: str, ids: Tensor, row: Tensor) -> Tensor:
+    """The ids become bad once they are numbered."""
+    numbered = ops.count_numbered(IDS[: len(ids), : ids.shape[1]].to(d), 4)
+    return ops.route_numbered(ids.to(d), numbered, row.to(d), tables(d))
+
+
 def shared_sampled(d: str) -> Tensor:
     return ops.route_shared_sampled(IDS.to(d) + 2, TWO.to(d), None, 2, 0, "static")
 
@@ -82,6 +88,7 @@ def borrow(d: str, backward: bool) -> None:
 BROKEN: dict[str, tuple[Callable[[str], object], list[int]]] = {
     **{f"count {i}": (lambda d, bad=bad: ops.count(bad.to(d), 4), [0]) for i, bad in enumerate(BAD_IDS)},
     "count of many": (count_of_many, [0]),
+    "count_numbered": (lambda d: ops.count_numbered(BAD_IDS[1].to(d), 4), [0]),
     "plan_exact": (plan_without_replica, [1]),
     "plan_active": (lambda d: ops.plan_active(-LOADS.to(d), tables(d)), [2]),
     "plan_waterfill": (lambda d: ops.plan_waterfill(NEGATIVE.to(d), TWO.to(d)), [3]),
@@ -91,6 +98,8 @@ BROKEN: dict[str, tuple[Callable[[str], object], list[int]]] = {
     "route visited": (lambda d: route_bad(d, BAD_IDS[0], "visited"), [6]),
     "route share": (lambda d: ops.route(IDS.to(d), ROW.to(d) - 1, tables(d)), [7]),
     "route both": (lambda d: ops.route(IDS.to(d) + 2, ROW.to(d) - 1, tables(d)), [6, 7]),
+    **{f"route_numbered {i}": (lambda d, bad=bad: numbered_bad(d, bad, ROW), [6]) for i, bad in enumerate(BAD_IDS)},
+    "route_numbered share": (lambda d: numbered_bad(d, IDS, ROW * 0), [7]),
     "route_sampled": (lambda d: ops.route_sampled(BAD_IDS[0].to(d), WEIGHTS.to(d), tables(d), 1), [8]),
     "route_sampled weights": (lambda d: ops.route_sampled(IDS.to(d), WEIGHTS.to(d), tables(d), 1), [9]),
     "route_shared": (lambda d: ops.route_shared(IDS.to(d) + 2, TWO.to(d), 2, 0), [10]),

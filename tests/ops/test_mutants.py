@@ -33,8 +33,8 @@ MUTANTS = {
     ),
     "a class shares a rank": Mutant(
         "csrc/algorithms/replica_tables.h",
-        "bool free = k < mine;",
-        "bool free = k < mine; if (free) mine = k;",
+        "if (free) mine = k;",
+        "if (k < mine) mine = k;",
         "teams",
     ),
     "a rank counted by each of its copies": Mutant(
@@ -56,16 +56,16 @@ MUTANTS = {
         "csrc/algorithms/start.h", "each + (turn < more)", "each + 0 * (turn < more)", "plan_exact"
     ),
     "an overloaded rank forgotten": Mutant(
-        "csrc/algorithms/plan_exact.h",
-        "if (ws_.load[source] <= ws_.cap[source]) over_.erase(source);",
-        "over_.erase(source);",
+        "csrc/algorithms/plan_exact_paths.h",
+        "if (width == excess) over_.erase(source_);",
+        "over_.erase(source_);",
         "plan_exact",
     ),
     "bound + 1": Mutant(
-        "csrc/algorithms/plan_exact.h", "bound_ = certify();", "bound_ = certify() + 1;", "plan_exact"
+        "csrc/algorithms/plan_exact_paths.h", "bound = certify();", "bound = certify() + 1;", "plan_exact"
     ),
     "poured copies left out of the level": Mutant(
-        "csrc/algorithms/plan_exact.h", "        copies + pour,\n", "        copies,\n", "plan_exact_pour"
+        "csrc/algorithms/plan_exact.h", "in_.ticks, copies + pour,", "in_.ticks, copies,", "plan_exact_pour"
     ),
     "near copies spread over all nodes": Mutant(
         "csrc/algorithms/start.h",
@@ -86,9 +86,9 @@ MUTANTS = {
         "plan_exact_objectives",
     ),
     "ties flipped": Mutant(
-        "csrc/algorithms/plan_exact.h",
-        "room(t_.ranks[j]) > room(t_.ranks[best])",
-        "room(t_.ranks[j]) >= room(t_.ranks[best])",
+        "csrc/algorithms/plan_exact_paths.h",
+        "key(last_hop ? room(r) : 0, r)",
+        "key(last_hop ? room(r) : 0, INT32_MAX - r)",
         "plan_exact::test_equals_reference",
     ),
     "speeds ignored": Mutant(
@@ -105,8 +105,8 @@ MUTANTS = {
     ),
     "a barrier removed from the sweeps": Mutant(
         "csrc/algorithms/plan_exact.h",
-        "f(expert(first + i)); });\n      team_.sync();",
-        "f(expert(first + i)); });",
+        "first = end;\n      team_.sync();",
+        "first = end;",
         "teams",
     ),
     "a barrier removed from the network": Mutant(

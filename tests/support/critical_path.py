@@ -23,14 +23,15 @@ LABEL = (
 INSIDE = "ISOLOAD_CRITICAL_PATH"  # set where isoload has the kernels on the run-time
 
 
-def show(ranks: int, wanted: list[str], lines: int) -> None:
+def show(ranks: int, tokens: int, wanted: list[str], lines: int) -> None:
     import isoload
     from support import simt_scenarios
     from support.simt import TEAM, Runtime
 
     torch.set_num_threads(1)
     runtime = Runtime(next(Path(isoload.__file__).parent.glob("_C*.so")))
-    at = (ranks, 2 * ranks, 128)
+    at = (ranks, 2 * ranks, tokens)
+    runtime.watch(races=False)
     x = simt_scenarios.layer(*at)
     calls = {name: call for name, (call, _) in simt_scenarios.OF_LAYERS.items()}
     unknown = [name for name in wanted if name not in calls]
@@ -40,7 +41,7 @@ def show(ranks: int, wanted: list[str], lines: int) -> None:
     for name in wanted or calls:
         runtime.watch(races=False, latency=True)
         calls[name](x)
-        runtime.watch()
+        runtime.watch(races=False)
         for path in runtime.take_paths():
             print(f"{name}: {path.kernel}, {path.blocks} blocks of {path.lanes}")
             print(f"  model: {path.cycles} cycles, {path.high} if no loads overlapped; ", end="")
@@ -60,10 +61,11 @@ def main() -> None:
     )
     parser.add_argument("kernels", nargs="*", help="names of scenarios; none: all")
     parser.add_argument("--ranks", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=128, help="of a rank")
     parser.add_argument("--lines", type=int, default=8, help="of each launch")
     options = parser.parse_args()
     if INSIDE in os.environ:
-        return show(options.ranks, options.kernels, options.lines)
+        return show(options.ranks, options.tokens, options.kernels, options.lines)
     from support import simt_build
 
     with tempfile.TemporaryDirectory() as folder:

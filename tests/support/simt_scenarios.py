@@ -22,6 +22,7 @@ sys.path.append(str(ROOT / "bench"))
 from gpu_jobs import JOBS
 from gpu_layers import EXPERTS, RANK, Layer, make_layers, per_node, size
 
+TOKENS = ("count", "count_numbered", "route", "route_numbered", "number_rows", "group_copies")
 FEW, MANY, WIDE = (16, 32, 64), (16, 32, 4100), (32, 32, 64)  # ranks, replicas, tokens
 
 
@@ -84,12 +85,29 @@ def spread(x: Layer) -> object:
     return ops.route_shared(x.slots, row, size(x), RANK)
 
 
+def exact_of_many_ranks() -> object:
+    """Of more than a warp has lanes, with paths to be found."""
+    case = draw("duplicates", 64, 8)
+    return ops.plan_exact(torch.from_numpy(case.loads), case.tables(), sweeps=1)
+
+
 def share_of_a_few() -> object:
     """With experts that are no multiple of the lanes."""
     case = draw("eplb", 12, 1)
     loads, tables = torch.from_numpy(case.loads), case.tables()
     quota = ops.plan_exact(loads, tables).quota
     return torch.cat([ops.share(loads, quota, tables, 4, rank) for rank in range(3)])
+
+
+def numbered_of_many() -> object:
+    """More copies in a part than a block takes at once."""
+    x = layer(*MANY)
+    ids = torch.cat([x.ids, x.ids.flip(0)[:, :4]], dim=1)
+    numbered = ops.count_numbered(ids, EXPERTS)
+    loads = x.loads.clone()
+    loads[RANK] = numbered.counts
+    row = ops.share(loads, ops.plan_exact(loads, x.tables).quota, x.tables, per_node(x), RANK)
+    return [*numbered, ops.route_numbered(ids, numbered, row, x.tables)]
 
 
 def spill(spare_slots: int, **rules: Any) -> object:
@@ -111,11 +129,7 @@ def spill_beside_replicas() -> object:
 __all__ = ["EXPERTS", "OF_LAYERS", "SCENARIOS", "bits", "layer", "make_inputs"]
 OF_LAYERS: dict[str, tuple[Callable[[Layer], object], tuple[int, int, int]]] = {
     **{job.name: (job.call, FEW) for job in JOBS if job.name != "chain"},
-    **{
-        f"{job.name}, many tokens": (job.call, MANY)
-        for job in JOBS
-        if job.name in ("count", "route", "number_rows", "group_copies")
-    },
+    **{f"{job.name}, many tokens": (job.call, MANY) for job in JOBS if job.name in TOKENS},
     "plan_lp, wide": (next(job.call for job in JOBS if job.name == "plan_lp"), WIDE),
     "plan_exact, packed": (more("packed"), FEW),
     "plan_exact, local": (more("local"), FEW),
@@ -127,6 +141,8 @@ OF_LAYERS: dict[str, tuple[Callable[[Layer], object], tuple[int, int, int]]] = {
 }
 SCENARIOS: dict[str, Callable[[], object]] = {
     **{name: functools.partial(lambda call, at: call(layer(*at)), *of) for name, of in OF_LAYERS.items()},
+    "numbered, wide tokens": numbered_of_many,
+    "plan_exact, many ranks": exact_of_many_ranks,
     "share, few experts": share_of_a_few,
     "plan_spill, levels": lambda: spill(1),
     "plan_spill, replicas": spill_beside_replicas,

@@ -9,7 +9,7 @@ Raises (all): ValueError naming the argument, the rule and the value. Values are
 
 from isoload.ops.append_shared_expert import append_shared_expert
 from isoload.ops.borrow import addresses, borrow, borrow_backward
-from isoload.ops.count import count
+from isoload.ops.count import count, count_numbered
 from isoload.ops.device_errors import check_device, device_errors
 from isoload.ops.group_copies import group_copies
 from isoload.ops.number_rows import number_rows
@@ -23,13 +23,14 @@ from isoload.ops.plan_waterfill import Candidates, plan_waterfill
 from isoload.ops.replica_tables import replica_tables
 from isoload.ops.round_split import round_split
 from isoload.ops.route import Prefer, route, route_sampled
+from isoload.ops.route_numbered import route_numbered
 from isoload.ops.route_shared import route_shared
 from isoload.ops.route_shared_sampled import SharedRule, route_shared_sampled
 from isoload.ops.shard_tokens import shard_tokens
 from isoload.ops.share import Order, share, share_by_rank
 from isoload.ops.share_alone import share_alone
 from isoload.ops.top_up import top_up
-from isoload.results import ActiveSplit, ExactSplit, LpSplit, SlotFill, Spill, WaterfillSplit
+from isoload.results import ActiveSplit, ExactSplit, LpSplit, Numbered, SlotFill, Spill, WaterfillSplit
 
 __all__ = [
     "NO_SPARE_SLOT",
@@ -37,6 +38,7 @@ __all__ = [
     "Candidates",
     "ExactSplit",
     "LpSplit",
+    "Numbered",
     "Objective",
     "Order",
     "Prefer",
@@ -51,6 +53,7 @@ __all__ = [
     "borrow_backward",
     "check_device",
     "count",
+    "count_numbered",
     "device_errors",
     "group_copies",
     "number_rows",
@@ -64,6 +67,7 @@ __all__ = [
     "replica_tables",
     "round_split",
     "route",
+    "route_numbered",
     "route_sampled",
     "route_shared",
     "route_shared_sampled",

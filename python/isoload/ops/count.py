@@ -1,4 +1,4 @@
-"""count: how many copies go to each logical expert; wrapper and fake."""
+"""count, count_numbered: how many copies go to each logical expert; wrappers and fakes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from isoload.ops.library import call, library
+from isoload.results import PART_ROWS, Numbered
 
-_count = library.count.default
+_count, _count_numbered = library.count.default, library.count_numbered.default
 
 
 def count(topk_ids: Tensor, num_experts: int) -> Tensor:
@@ -24,6 +25,29 @@ def count(topk_ids: Tensor, num_experts: int) -> Tensor:
     return counts
 
 
+def count_numbered(topk_ids: Tensor, num_experts: int) -> Numbered:
+    """:func:`count`, and every copy's place among the copies of its expert.
+
+    The place does not depend on the plan, so :func:`route_numbered` need not look for it once the plan is there.
+
+    Args:
+        topk_ids: [T, K] int32 or int64; -1 = masked, not counted.
+        num_experts: E.
+
+    Returns:
+        Numbered.
+    """
+    return Numbered(*call(_count_numbered, topk_ids, num_experts))
+
+
 @torch.library.register_fake("isoload::count")
 def _(topk_ids: Tensor, num_experts: int) -> Tensor:
     return topk_ids.new_empty((num_experts,), dtype=torch.int32)
+
+
+@torch.library.register_fake("isoload::count_numbered")
+def _(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    parts = (topk_ids.shape[0] + PART_ROWS - 1) // PART_ROWS
+    shapes = ((num_experts,), topk_ids.shape, (parts, num_experts))
+    counts, numbers, of_parts = (topk_ids.new_empty(shape, dtype=torch.int32) for shape in shapes)
+    return counts, numbers, of_parts

@@ -5,7 +5,7 @@ Same names, signatures and results on valid input; slow, and checked by their ow
 
 from isoload.reference.append_shared_expert import append_shared_expert
 from isoload.reference.borrow import borrow, borrow_backward
-from isoload.reference.count import count
+from isoload.reference.count import count, count_numbered
 from isoload.reference.group_copies import group_copies
 from isoload.reference.number_rows import number_rows
 from isoload.reference.pack_rows import pack_rows
@@ -18,18 +18,20 @@ from isoload.reference.plan_waterfill import plan_waterfill
 from isoload.reference.replica_tables import replica_tables
 from isoload.reference.round_split import round_split
 from isoload.reference.route import route, route_sampled
+from isoload.reference.route_numbered import route_numbered
 from isoload.reference.route_shared import route_shared
 from isoload.reference.route_shared_sampled import route_shared_sampled
 from isoload.reference.shard_tokens import shard_tokens
 from isoload.reference.share import share, share_by_rank
 from isoload.reference.share_alone import share_alone
 from isoload.reference.top_up import top_up
-from isoload.results import ActiveSplit, ExactSplit, LpSplit, SlotFill, Spill, WaterfillSplit
+from isoload.results import ActiveSplit, ExactSplit, LpSplit, Numbered, SlotFill, Spill, WaterfillSplit
 
 __all__ = [
     "ActiveSplit",
     "ExactSplit",
     "LpSplit",
+    "Numbered",
     "SlotFill",
     "Spill",
     "WaterfillSplit",
@@ -37,6 +39,7 @@ __all__ = [
     "borrow",
     "borrow_backward",
     "count",
+    "count_numbered",
     "group_copies",
     "number_rows",
     "pack_rows",
@@ -49,6 +52,7 @@ __all__ = [
     "replica_tables",
     "round_split",
     "route",
+    "route_numbered",
     "route_sampled",
     "route_shared",
     "route_shared_sampled",

@@ -1,9 +1,11 @@
-"""count: how many copies go to each logical expert."""
+"""count, count_numbered: how many copies go to each logical expert."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from isoload.results import PART_ROWS, Numbered
 
 
 def count(topk_ids: Tensor, num_experts: int) -> Tensor:
@@ -15,3 +17,19 @@ def count(topk_ids: Tensor, num_experts: int) -> Tensor:
             counts[expert] += 1
     assert sum(counts) == sum(expert >= 0 for expert in ids), "every copy that is not masked counts once"
     return torch.tensor(counts, dtype=torch.int32)
+
+
+def count_numbered(topk_ids: Tensor, num_experts: int) -> Numbered:
+    """count of topk_ids [T, K], and of every part; a copy's number is how many copies its expert had so far."""
+    numbers, parts = [], []
+    for part in topk_ids.split(PART_ROWS):
+        met = [0] * num_experts
+        for expert in part.flatten().tolist():
+            numbers.append(-1 if expert == -1 else met[expert])
+            if expert != -1:
+                met[expert] += 1
+        parts.append(met)
+    parts = parts if len(topk_ids) else []  # split makes one part of nothing
+    of_parts = torch.tensor(parts, dtype=torch.int32).view(len(parts), num_experts)
+    counts = of_parts.sum(0, dtype=torch.int32)
+    return Numbered(counts, torch.tensor(numbers, dtype=torch.int32).view(topk_ids.shape), of_parts)

@@ -264,8 +264,9 @@ Space space_of(uintptr_t a) {
 
 [[gnu::noinline]] void copy_async(void* to, const void* from, std::size_t bytes) {
   void* const pc = __builtin_return_address(0);
-  on_access({reinterpret_cast<uintptr_t>(from), bytes, false, false, pc});
-  if (machine.model_latency) latency().start_copy(machine.lane);
+  const Access read{reinterpret_cast<uintptr_t>(from), bytes, false, false, pc};
+  if (machine.find_races) races().access(read, space_of(read.address));
+  if (machine.model_latency) latency().start_copy(machine.lane, pc);  // no load: the lane goes on
   Block::here().running().copies.push_back(
       {static_cast<char*>(to), static_cast<const char*>(from), bytes, pc});
 }

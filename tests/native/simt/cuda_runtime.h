@@ -95,8 +95,23 @@ template <class T>
 SIMT_INLINE T __reduce_max_sync(unsigned mask, T v) {
   return simt::reduce(mask, v, [](T a, T b) { return a > b ? a : b; });
 }
+template <class T>
+SIMT_INLINE T __reduce_add_sync(unsigned mask, T v) {
+  return simt::exchange(mask, v, [&](const T* all) {
+    T sum = 0;
+    for (int i = 0; i < 32; ++i) sum += mask >> i & 1 ? all[i] : 0;
+    return sum;
+  });
+}
 SIMT_INLINE unsigned __reduce_or_sync(unsigned mask, unsigned v) {
   return simt::reduce(mask, v, [](unsigned a, unsigned b) { return a | b; });
+}
+SIMT_INLINE unsigned __ballot_sync(unsigned mask, bool v) {
+  return mask & simt::exchange(mask, unsigned(v), [&](const unsigned* all) {
+           unsigned set = 0;
+           for (int i = 0; i < 32; ++i) set |= all[i] << i;
+           return set;
+         });
 }
 SIMT_INLINE unsigned __match_any_sync(unsigned mask, int v) {
   return mask & simt::exchange(mask, v, [&](const int* all) {
@@ -108,5 +123,6 @@ SIMT_INLINE unsigned __match_any_sync(unsigned mask, int v) {
 SIMT_INLINE int atomicAdd(int* p, int v) { return simt::atomic_add(p, v); }
 SIMT_INLINE int atomicOr(int* p, int v) { return simt::atomic_or(p, v); }
 SIMT_INLINE int atomicExch(int* p, int v) { return simt::atomic_exchange(p, v); }
+inline int __ffs(int v) { return __builtin_ffs(v); }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __popcll(uint64_t v) { return __builtin_popcountll(v); }

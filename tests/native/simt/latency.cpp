@@ -50,8 +50,9 @@ void Latency::access(const Access& access, Space space) {
   spend(me, more + kUse, latency + kUse, access.pc);
 }
 
-void Latency::start_copy(int lane) {
+void Latency::start_copy(int lane, void* pc) {
   Lane& me = lanes_[lane];
+  spend(me, kIssue, kIssue, pc);
   me.arrival = std::max(me.arrival, me.time + kL2 + kCopy);
 }
 

@@ -23,7 +23,7 @@ class Latency {
   void begin_launch();
   void begin_block();
   void access(const Access& access, Space space);
-  void start_copy(int lane);
+  void start_copy(int lane, void* pc);
   void wait_for_copies(int lane);
   void arrive(int lane, Meeting meeting, void* pc);
   void open(Meeting meeting, const std::vector<int>& members);

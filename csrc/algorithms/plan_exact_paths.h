@@ -1,0 +1,208 @@
+// The last part of plan_exact: shortest paths of ranks from an overloaded one to one with room, which whole
+// copies are moved along, until there is none and the target is proved to be the least, or raised.
+#pragma once
+
+#include <climits>
+#include <cstdint>
+
+#include "algorithms/plan_exact_parts.h"
+#include "host_device.h"
+#include "rank_set.h"
+
+namespace isoload {
+
+struct PathsFound {
+  int64_t bound;         // proved
+  int32_t paths, steps;  // augmentations, Newton steps
+  bool cut;              // the budget ended it
+};
+
+template <int W, class Team>
+class ExactPaths {
+ public:
+  ISOLOAD_HD ExactPaths(Team& team, const ExactProblem& problem, ExactWorkspace<W> workspace, int32_t* quota)
+      : team_(team),
+        in_(problem),
+        t_(problem.tables),
+        ws_(workspace),
+        quota_(quota),
+        num_split_(problem.tables.num_split()) {}
+
+  // From the bound that `found` has, on the load and the quota as they are. A barrier comes before it.
+  ISOLOAD_HD PathsFound augment(PathsFound found) {
+    aim(with_tolerance(found.bound, in_.tolerance_ppm));
+    if (!over_.empty()) list_ranks();
+    while (!over_.empty()) {
+      const int depth = find_levels();
+      if (depth < 0) {
+        found.bound = certify();
+        aim(with_tolerance(found.bound, in_.tolerance_ppm));
+        ++found.steps;
+      } else if (found.paths >= in_.budget) {
+        found.cut = true;
+        break;
+      } else {
+        follow(depth);
+        ++found.paths;
+      }
+    }
+    return found;
+  }
+
+ private:
+  ISOLOAD_HD void list_ranks() {
+    team_.for_each(num_split_, [&](int i) {
+      const int e = t_.order[i];
+      RankSet<W> holders, givers;
+      for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j) {
+        holders.insert(t_.ranks[j]);
+        givers.insert_if(quota_[t_.slots[j]] > 0, t_.ranks[j]);
+      }
+      ws_.holders[i] = holders;
+      ws_.givers[i] = givers;
+    });
+    team_.sync();
+  }
+
+  // Sets the target: what each rank may carry, who carries more, who less.
+  ISOLOAD_HD void aim(int64_t target) {
+    over_ = under_ = RankSet<W>();
+    team_.for_each(in_.R, [&](int r) {
+      const int64_t room = in_.ticks ? target / in_.ticks[r] : target;
+      ws_.cap[r] = static_cast<int32_t>(room < INT32_MAX ? room : INT32_MAX);
+      over_.insert_if(ws_.load[r] > ws_.cap[r], r);
+      under_.insert_if(ws_.load[r] < ws_.cap[r], r);
+    });
+    over_ = unite(team_, over_);
+    under_ = unite(team_, under_);
+  }
+
+  // Breadth first, backwards: level 0 has room, level k can hand copies to level k-1. Returns the level that
+  // holds an overloaded rank, or -1.
+  ISOLOAD_HD int find_levels() {
+    RankSet<W> seen = under_, frontier = under_;
+    for (int depth = 0;;) {
+      if (team_.rank() == 0) ws_.levels[depth] = frontier;
+      if (frontier.meets(over_)) {
+        team_.sync();
+        source_ = frontier.lowest_in(over_);
+        return depth;
+      }
+      RankSet<W> next;
+      team_.for_each(num_split_,
+                     [&](int i) { next.unite_if(ws_.holders[i].meets(frontier), ws_.givers[i]); });
+      next = unite(team_, next).subtract(seen);
+      if (next.empty()) return -1;
+      seen |= next;
+      frontier = next;
+      ++depth;
+    }
+  }
+
+  // Everything reachable from the overloaded ranks: its load cannot leave, so its mean is a bound. Never all
+  // ranks: the target is at least the level at which all ranks together have room for everything, `pour`
+  // included. So `pour` need not be counted here: a smaller set can leave it to the others.
+  ISOLOAD_HD int64_t certify() {
+    RankSet<W> closed = over_;
+    for (RankSet<W> before; !(before == closed);) {
+      before = closed;
+      RankSet<W> next;
+      team_.for_each(num_split_, [&](int i) { next.unite_if(ws_.givers[i].meets(closed), ws_.holders[i]); });
+      closed |= unite(team_, next);
+    }
+    int64_t copies = 0;
+    int size = 0;
+    closed.for_each([&](int r) { copies += ws_.load[r], ++size; });
+    return smallest_peak(in_.ticks, copies, [&](auto&& f) { closed.for_each(f); }, size);
+  }
+
+  // One path from the lowest overloaded rank of the last level down to level 0, the widest hop each time.
+  // What the lanes have read they need not read again: only lane 0 changes it, and all know how.
+  ISOLOAD_HD void follow(int depth) {
+    const int32_t load = ws_.load[source_], excess = load - ws_.cap[source_];
+    int32_t width = excess, room = 0;
+    int u = source_;
+    for (int k = depth; k > 0; --k) {
+      const RankSet<W> below = W == 1 && k == 1 ? under_ : ws_.levels[k - 1];  // registers, if few
+      const Pick giver = widest(u, below);
+      if (giver.mine) ws_.from[k - 1] = giver.place;
+      width = giver.value < width ? giver.value : width;
+      const Pick taker = pick_replica(t_.order[giver.index], below, k == 1);
+      if (taker.mine) ws_.to[k - 1] = taker.place;
+      u = taker.index, room = taker.value;
+    }
+    width = room < width ? room : width;
+    team_.sync();  // all lanes have read the loads that lane 0 changes now
+    if (team_.rank() == 0) {
+      for (int k = 0; k < depth; ++k) move(ws_.from[k], ws_.to[k], width);
+      ws_.load[source_] = load - width;
+      ws_.load[u] += width;
+    }
+    team_.sync();
+    if (width == excess) over_.erase(source_);
+    if (width == room) under_.erase(u);
+  }
+
+  // The largest value of all lanes, then the lowest index; mine: this lane's, at `place`.
+  struct Pick {
+    int32_t value;
+    int index, place;
+    bool mine;
+  };
+  ISOLOAD_HD static int64_t key(int32_t value, int index) {
+    return int64_t(value) << 32 | uint32_t(INT32_MAX - index);
+  }
+  ISOLOAD_HD Pick best(int64_t key, int place) {  // -1: this lane has none
+    const int64_t top = team_.max(key);
+    const int index = INT32_MAX - static_cast<int>(top & 0xffffffff);
+    return {static_cast<int32_t>(top >> 32), index, place, key == top};
+  }
+
+  // The slot on rank u that can hand most copies to `level`, then the lowest index in order.
+  ISOLOAD_HD Pick widest(int u, const RankSet<W>& level) {
+    int64_t most = -1;
+    int place = -1;
+    team_.for_each(in_.S, [&](int s) {
+      const int p = u * in_.S + s, i = t_.split[p];
+      if (i < 0 || quota_[p] == 0 || !ws_.holders[i].meets(level)) return;
+      if (const int64_t k = key(quota_[p], i); k > most) most = k, place = p;
+    });
+    return best(most, place);
+  }
+
+  // The rank in `level` that holds e: the lowest, or where paths end the one with most room (ties to the
+  // lowest).
+  ISOLOAD_HD Pick pick_replica(int e, const RankSet<W>& level, bool last_hop) {
+    const int first = t_.offsets[e], last = t_.offsets[e + 1];
+    int64_t most = -1;
+    int place = -1;
+    team_.for_each(last - first, [&](int i) {
+      const int r = t_.ranks[first + i], slot = t_.slots[first + i];
+      if (!level.contains(r)) return;
+      if (const int64_t k = key(last_hop ? room(r) : 0, r); k > most) most = k, place = slot;
+    });
+    return best(most, place);
+  }
+  ISOLOAD_HD int32_t room(int r) const { return ws_.cap[r] - ws_.load[r]; }
+
+  ISOLOAD_HD void move(int from, int to, int32_t copies) {
+    const int i = t_.split[from];
+    const int32_t left = quota_[from] - copies, taken = quota_[to] + copies;
+    RankSet<W> givers = ws_.givers[i];
+    if (left == 0) givers.erase(from / in_.S);
+    givers.insert(to / in_.S);
+    quota_[from] = left, quota_[to] = taken;
+    ws_.givers[i] = givers;
+  }
+
+  Team& team_;
+  const ExactProblem& in_;
+  const ReplicaTables t_;
+  const ExactWorkspace<W> ws_;
+  int32_t* const quota_;
+  const int num_split_;
+  RankSet<W> over_, under_;
+  int source_ = 0;  // of the next path
+};
+
+}  // namespace isoload

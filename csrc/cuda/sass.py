@@ -1,0 +1,86 @@
+"""What the compiler made of the kernels on the way of a batch, read from their machine code (SASS). Needs no GPU."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import nvcc
+
+INSTRUCTION_BYTES = 16
+CODE_LIMIT = 64 * 1024  # what an instruction cache holds of a kernel
+AHEAD = 4  # loads on their way, at least: of eight that are asked for the compiler may hold some back
+LOADS_AHEAD = re.compile(r"count(_alone)?<")
+IN_SHARED = re.compile(r"plan_exact_fetched<true>")  # no pointer that may lead anywhere
+SHORT = re.compile(r"count|route_numbered<|plan_exact_fetched<true>")  # what every batch runs
+
+
+class Code(NamedTuple):
+    """One kernel on one architecture: its instructions in order, without their predicates."""
+
+    kernel: str
+    architecture: str
+    instructions: list[str]
+
+
+def find(compiler: str) -> str | None:
+    """cuobjdump beside nvcc, else of PATH."""
+    beside = Path(nvcc.library_folder(compiler)).resolve().parents[2] / "bin" / "cuobjdump"
+    return str(beside) if beside.exists() else shutil.which("cuobjdump")
+
+
+def disassemble(cuobjdump: str, objects: list[Path]) -> list[Code]:
+    found: list[Code] = []
+    for path in objects:
+        done = subprocess.run([cuobjdump, "-sass", str(path)], capture_output=True, text=True, check=True)
+        found += read(done.stdout)
+    said = subprocess.run(
+        ["c++filt"], input="\n".join(c.kernel for c in found), capture_output=True, text=True, check=True
+    )
+    return [
+        c._replace(kernel=nvcc._short(name)) for c, name in zip(found, said.stdout.splitlines(), strict=True)
+    ]
+
+
+def read(listing: str) -> list[Code]:
+    """The kernels of one cuobjdump -sass, by their mangled names."""
+    found = []
+    for architecture, text in re.findall(
+        r"code for (\w+)\n(.*?)(?=\ncode for|\n\tcode for|\Z)", listing, re.S
+    ):
+        for name, body in re.findall(r"Function : (\w+)\n(.*?)(?=\n\s*Function : |\Z)", text, re.S):
+            lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;", body)
+            found.append(Code(name, architecture, lines))
+    return found
+
+
+def loads_in_flight(instructions: list[str]) -> int:
+    """The most loads from global memory that are asked for before anything is done with one of them."""
+    most = 0
+    waiting: list[str] = []
+    for line in instructions:
+        load = re.match(r"LDG\S* (R\d+),(.*)", line)
+        used = re.findall(r"\bR\d+\b", load.group(2) if load else line)
+        if set(used) & set(waiting) or line.startswith(("BAR", "BRA", "EXIT")):
+            waiting = []
+        waiting += [load.group(1)] if load else []
+        most = max(most, len(waiting))
+    return most
+
+
+def faults(codes: list[Code]) -> list[str]:
+    found = []
+    for code in codes:
+        of = f"{code.kernel} on {code.architecture}"
+        size = len(code.instructions) * INSTRUCTION_BYTES
+        if SHORT.match(code.kernel) and size > CODE_LIMIT:
+            found.append(f"{of} has {size} bytes of code, {CODE_LIMIT} at most")
+        if LOADS_AHEAD.match(code.kernel) and (ahead := loads_in_flight(code.instructions)) < AHEAD:
+            found.append(f"{of} has {ahead} loads on their way at once, not {AHEAD}")
+        anywhere = [line for line in code.instructions if re.match(r"(LD|ST|ATOM)(\.| )", line)]
+        if IN_SHARED.match(code.kernel) and anywhere:
+            found.append(f"{of} has {len(anywhere)} accesses by pointers of any memory, as {anywhere[0]}")
+    return found

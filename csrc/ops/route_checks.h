@@ -1,0 +1,30 @@
+// What the routes check alike.
+#pragma once
+
+#include "cpu/cpu.h"
+#include "ops/op.h"
+
+namespace isoload::ops {
+
+inline void require_copies(const Tensor& topk_ids) {
+  require_ids(topk_ids, "topk_ids");
+  require(topk_ids.dim() == 2, "topk_ids must be [T, K], got ", shape_text(topk_ids));
+  require(topk_ids.numel() <= INT32_MAX, "topk_ids must have fewer than 2^31 entries, got ",
+          topk_ids.numel());
+}
+
+inline void require_row(const Tensor& source_quota) {
+  require_dtype(source_quota, "source_quota", ScalarType::Int);
+  require(source_quota.dim() == 1, "source_quota must be [P], got ", shape_text(source_quota));
+}
+
+inline void check_route(const cpu::RouteFault& fault, int64_t E) {
+  require(fault.kind != cpu::RouteFault::bad_id, "topk_ids must be in -1..", E - 1, ", got ", fault.value);
+  require(fault.kind != cpu::RouteFault::not_the_numbers,
+          "numbers and parts must be those of topk_ids, as count_numbered makes them, those of expert ",
+          fault.value, " are not");
+  require(fault.kind != cpu::RouteFault::not_the_share,
+          "topk_ids must hold each expert as often as its share says, ", "expert ", fault.value, " does not");
+}
+
+}  // namespace isoload::ops

@@ -1,0 +1,148 @@
+"""route_numbered: the slots of route, from the places that count_numbered found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from isoload import ops, reference
+from isoload.replica_tables import ReplicaTables
+from support.cases import draw
+
+CASES = [
+    (1, "random"),
+    (3, "eplb"),
+    (8, "duplicates"),
+    (12, "empty_slots"),
+    (16, "spare_slots"),
+    (31, "random"),
+]
+
+
+def draw_batch(
+    ranks: int, family: str, tokens: int, top_k: int, dtype: torch.dtype = torch.int64
+) -> tuple[Tensor, Tensor, ReplicaTables]:
+    """Skewed ids [T, K] of the last rank, some masked and some twice in a token; its share row; the tables."""
+    case = draw(family, ranks, seed=tokens)
+    rng = np.random.default_rng([ranks, tokens, top_k])
+    held = np.unique(case.slot_to_expert[case.slot_to_expert >= 0])
+    chosen = held[np.minimum(rng.zipf(1.4, (tokens, top_k)), len(held)) - 1]
+    ids = torch.from_numpy(np.where(rng.random(chosen.shape) < 0.1, -1, chosen)).to(dtype)
+    loads = torch.from_numpy(case.loads).clone()
+    loads[-1] = ops.count(ids, case.num_experts)
+    tables = case.tables()
+    quota = ops.plan_exact(loads, tables).quota
+    return ids, ops.share(loads, quota, tables, 1, ranks - 1), tables
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("ranks", "family"), CASES)
+@pytest.mark.parametrize(("tokens", "top_k"), [(0, 4), (1, 1), (256, 3), (257, 8), (700, 5)])
+def test_equals_route_and_reference(
+    tokens: int, top_k: int, ranks: int, family: str, dtype: torch.dtype
+) -> None:
+    ids, row, tables = draw_batch(ranks, family, tokens, top_k, dtype)
+    numbered = ops.count_numbered(ids, tables.num_experts)
+    slots = ops.route_numbered(ids, numbered, row, tables)
+    assert slots.dtype == dtype and torch.equal(slots, ops.route(ids, row, tables))
+    assert torch.equal(slots, reference.route_numbered(ids, numbered, row, tables))
+
+
+@pytest.mark.parametrize("top_k", [8, 12])
+def test_equals_route_where_many_tokens_are_routed(top_k: int) -> None:
+    """More parts than a lane reads at once, and of 12 copies a token more than a block takes at once."""
+    ids, row, tables = draw_batch(8, "eplb", 4500, top_k)
+    numbered = ops.count_numbered(ids, tables.num_experts)
+    assert torch.equal(ops.route_numbered(ids, numbered, row, tables), reference.route(ids, row, tables))
+
+
+def test_serves_with_other_columns_and_experts_left_out() -> None:
+    """As a batch with a shared expert, the last, in a column of its own."""
+    ids, row, tables = draw_batch(8, "eplb", 600, 4)
+    shared = torch.full((len(ids), 1), tables.num_experts)
+    numbered = ops.count_numbered(torch.cat([ids, shared], dim=1), tables.num_experts + 1)
+    cut = numbered._replace(numbers=numbered.numbers[:, :4], parts=numbered.parts[:, :-1])
+    assert not cut.parts.is_contiguous()
+    assert torch.equal(ops.route_numbered(ids, cut, row, tables), ops.route(ids, row, tables))
+
+
+def test_inputs_need_not_be_contiguous() -> None:
+    ids, row, tables = draw_batch(8, "eplb", 300, 4)
+    numbered = ops.count_numbered(ids, tables.num_experts)
+    apart = torch.stack([row, -row], dim=1)[:, 0]
+    turned = numbered._replace(numbers=numbered.numbers.t().contiguous().t())
+    slots = ops.route_numbered(ids.t().contiguous().t(), turned, apart, tables)
+    assert torch.equal(slots, ops.route(ids, row, tables))
+
+
+TABLES = ops.replica_tables(torch.tensor([0, 1, 1, 2, 2, 0, 3, 3], dtype=torch.int32), 4, 4)
+IDS = torch.tensor([[0, 1], [0, -1]])
+NUMBERED = ops.count_numbered(IDS, 4)
+SHARE = torch.tensor([1, 1, 0, 0, 0, 1, 0, 0], dtype=torch.int32)
+BATCH_OF_TABLES = ReplicaTables(TABLES.data.expand(2, -1), 4, 4, 8)
+NOT_THE_NUMBERS = (
+    "numbers and parts must be those of topk_ids, as count_numbered makes them, those of expert {} "
+)
+OFTEN = "topk_ids must hold each expert as often as its share says, expert {} does not"
+
+
+def numbers(*rows: list[int]) -> ops.Numbered:
+    return NUMBERED._replace(numbers=torch.tensor(rows, dtype=torch.int32))
+
+
+def parts(*row: int) -> ops.Numbered:
+    return NUMBERED._replace(parts=torch.tensor([row], dtype=torch.int32))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "ids dtype": ({"topk_ids": IDS.float()}, "topk_ids must be int32 or int64, got float32"),
+    "ids 1-d": ({"topk_ids": IDS[0]}, r"topk_ids must be \[T, K\], got \[2\]"),
+    "id high": ({"topk_ids": torch.tensor([[0, 4], [0, -1]])}, "topk_ids must be in -1..3, got 4"),
+    "tables of layers": ({"tables": BATCH_OF_TABLES}, r"tables must be of one layer, got \[2, 48\]"),
+    "share dtype": ({"source_quota": SHARE.long()}, "source_quota must be int32, got int64"),
+    "share 2-d": ({"source_quota": SHARE.view(1, 8)}, r"source_quota must be \[P\], got \[1, 8\]"),
+    "numbers dtype": (
+        {"numbered": NUMBERED._replace(numbers=NUMBERED.numbers.long())},
+        "numbers must be int32, got int64",
+    ),
+    "numbers shape": ({"numbered": numbers([0, 0])}, r"numbers must have shape \[2, 2\], got \[1, 2\]"),
+    "parts dtype": (
+        {"numbered": NUMBERED._replace(parts=NUMBERED.parts.long())},
+        "parts must be int32, got int64",
+    ),
+    "parts shape": ({"numbered": parts(2, 1, 0)}, r"parts must have shape \[1, 4\], got \[1, 3\]"),
+    "parts with gaps": (
+        {"numbered": NUMBERED._replace(parts=NUMBERED.parts.repeat_interleave(2, 1)[:, ::2])},
+        "parts must have rows without gaps, got stride 2",
+    ),
+    "another number": ({"numbered": numbers([0, 0], [0, -1])}, NOT_THE_NUMBERS.format(0)),
+    "another order": ({"numbered": numbers([1, 0], [0, -1])}, NOT_THE_NUMBERS.format(0)),
+    "other parts": ({"numbered": parts(2, 1, 0, 1)}, NOT_THE_NUMBERS.format(3)),
+    "less than the share": ({"source_quota": SHARE + 1}, OFTEN.format(0)),
+    "more than the share": ({"source_quota": SHARE * 0}, OFTEN.format(0)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses(name: str) -> None:
+    changed, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        ops.route_numbered(
+            **{"topk_ids": IDS, "numbered": NUMBERED, "source_quota": SHARE, "tables": TABLES, **changed}
+        )
+
+
+def test_too_many_copies_are_refused() -> None:
+    ids = torch.zeros(1, 1, dtype=torch.int32).expand(2**30, 2)  # no memory of its own
+    with pytest.raises(ValueError, match=r"topk_ids must have fewer than 2\^31 entries, got 2147483648"):
+        ops.route_numbered(ids, NUMBERED, SHARE, TABLES)
+
+
+def test_opcheck() -> None:
+    op = torch.ops.isoload.route_numbered.default
+    torch.library.opcheck(op, (IDS, NUMBERED.numbers, NUMBERED.parts, SHARE, TABLES.data, 4))
+    torch.library.opcheck(op, (IDS.int(), NUMBERED.numbers, NUMBERED.parts, SHARE, TABLES.data, 4))

@@ -1,0 +1,67 @@
+"""csrc/cuda/sass.py reads listings of machine code: sizes, loads on their way, accesses by pointers of any memory."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from support.simt_build import ROOT
+
+sys.path.append(str(ROOT / "csrc" / "cuda"))
+import sass
+
+LISTING = """
+Fatbin elf code:
+arch = sm_90a
+\tcode for sm_90a
+\t\tFunction : _Z5first
+        /*0000*/                   LDC R1, c[0x0][0x28] ;          /* 0x0 */
+                                                                   /* 0x1 */
+        /*0010*/              @!P0 LDG.E R6, desc[UR4][R2.64] ;    /* 0x0 */
+\t\tFunction : _Z6second
+        /*0000*/                   EXIT ;                          /* 0x0 */
+\tcode for sm_80
+\t\tFunction : _Z5first
+        /*0000*/             @UP0  BRA 0x10 ;                      /* 0x0 */
+"""
+
+
+def test_kernels_of_a_listing() -> None:
+    first, second, older = sass.read(LISTING)
+    assert first == ("_Z5first", "sm_90a", ["LDC R1, c[0x0][0x28]", "LDG.E R6, desc[UR4][R2.64]"])
+    assert second == ("_Z6second", "sm_90a", ["EXIT"])
+    assert (older.kernel, older.architecture, older.instructions) == ("_Z5first", "sm_80", ["BRA 0x10"])
+
+
+@pytest.mark.parametrize(
+    ("lines", "most"),
+    [
+        (["LDG.E R6, [R2.64]", "IADD3 R7, R6, 1, RZ", "LDG.E R8, [R2.64]"], 1),
+        (["LDG.E R6, [R2.64]", "IADD3 R7, R9, 1, RZ", "LDG.E R8, [R2.64+0x80]", "IADD3 R6, R8, R6, RZ"], 2),
+        (["LDG.E R6, [R2.64]", "BRA 0x40", "LDG.E R8, [R2.64]"], 1),
+        (["LDG.E R6, [R2.64]", "LDG.E R8, [R6.64]"], 1),
+        (["STG.E [R2.64], R6"], 0),
+    ],
+)
+def test_loads_in_flight(lines: list[str], most: int) -> None:
+    assert sass.loads_in_flight(lines) == most
+
+
+def test_faults_are_named() -> None:
+    waits = ["LDG.E R6, [R2.64]", "IADD3 R7, R6, 1, RZ"]
+    found = sass.faults(
+        [
+            sass.Code("count<true,long>", "sm_80", waits),
+            sass.Code("route_numbered<int>", "sm_90a", ["NOP"] * 4097),
+            sass.Code(
+                "plan_exact_fetched<true>", "sm_90a", ["ATOMS.ADD R2, [R4], R6", "ATOM.E.ADD R2, [R4.64], R6"]
+            ),
+            sass.Code("borrow", "sm_90a", [*waits, "LD.E R4, [R2.64]"]),
+        ]
+    )
+    assert found == [
+        "count<true,long> on sm_80 has 1 loads on their way at once, not 4",
+        "route_numbered<int> on sm_90a has 65552 bytes of code, 65536 at most",
+        "plan_exact_fetched<true> on sm_90a has 1 accesses by pointers of any memory, as ATOM.E.ADD R2, [R4.64], R6",
+    ]
