@@ -152,7 +152,7 @@ MUTANTS = {
         "share",
     ),
     "own-rank level left out of share": Mutant(
-        "csrc/algorithms/share.h", "if (!in_.locality) return 0;", "return 0;", "share"
+        "csrc/algorithms/share.h", "in_.locality ? load(t_.ranks[j], t_.order[i]) : 0", "0", "share"
     ),
     "every source rounds alike": Mutant(
         "csrc/algorithms/share_alone.h",
@@ -238,7 +238,7 @@ MUTANTS = {
     **OF_FILLS,
     **OF_PLACERS,
     "a share dealt one short": Mutant(
-        "csrc/cpu/route.cpp", "--hands_[e].left == 0", "--hands_[e].left <= 1", "route"
+        "csrc/cpu/dealer.h", "--hands_[e].left == 0", "--hands_[e].left <= 1", "route"
     ),
     "more granted than the share": Mutant(
         "csrc/cpu/route.cpp", "if (j < end && left[t.slots[j]] > 0)", "if (j < end)", "route"
