@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import isoload
@@ -157,34 +156,6 @@ def test_same_tokens_exact_is_the_optimum_of_their_sum() -> None:
     slots = balancer(rows)
     loads = torch.bincount(slots[slots >= 0] // placement.slots_per_rank, minlength=RANKS)
     assert int(loads.max()) == int(balancer.last_plan.peak) == int(balancer.last_plan.bound)
-
-
-class Called(TorchDispatchMode):
-    """The isoload ops that run, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names += [op.__name__.split(".")[0]] if op.namespace == "isoload" else []
-        return op(*args, **kwargs or {})
-
-
-def test_a_copy_is_numbered_when_it_is_counted() -> None:
-    """So the route looks no further than the plan; but for copies that choose, or draw, or are not planned."""
-    rows = draw_ids(4)[0]
-
-    def called(policy: str = "exact", **how: Any) -> list[str]:
-        balancer = Balancer(make_placement(), 2, policy, tokens="same", **how)
-        with Called() as ops:
-            balancer(rows)
-        return [name for name in ops.names if name.startswith(("count", "route"))]
-
-    assert called() == ["count_numbered", "route_numbered"]
-    assert called(prefer="visited") == ["count", "route"]
-    assert called("dynamic") == ["count", "route_sampled"]
-    assert called(min_tokens=10**6) == ["count"]
 
 
 def test_two_batches_in_flight_do_not_touch_each_other() -> None:

@@ -68,10 +68,10 @@ def test_twenty_launches(capacity: int | None) -> None:
     assert len(launches.kernels) <= 20, "\n".join(launches.kernels)
     counted = launches.counted()
     for op in (
-        "count",
+        "count_numbered",
         "plan_exact",
         "share",
-        "route",
+        "route_numbered",
         "number_rows",
         "pack_rows",
         "group_copies",

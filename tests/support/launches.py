@@ -24,7 +24,7 @@ NO_KERNEL = {
     "empty_strided", "expand", "lift_fresh", "narrow", "new_empty", "new_empty_strided", "permute", "reshape",
     "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
 }  # fmt: skip
-OF_MANY = {"number_rows": 2, "group_copies": 2, "route": 2}  # kernels of an op, of many copies
+OF_MANY = {"number_rows": 2, "group_copies": 2}  # kernels of an op, of many copies
 
 
 class Launches(TorchDispatchMode):

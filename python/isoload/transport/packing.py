@@ -10,8 +10,10 @@ from torch import Tensor
 
 def as_bytes(rows: Tensor) -> Tensor:
     """[n, bytes] uint8: rows [n, F] in their own memory, where they are contiguous."""
+    if not rows.is_contiguous():  # not contiguous(), which fake tensors on a GPU cannot on torch's CPU build
+        rows = rows.clone(memory_format=torch.contiguous_format)
     # by way of one dimension: rows of one value may have stride 0 and still be contiguous
-    return rows.contiguous().flatten().view(torch.uint8).view(len(rows), rows.shape[1] * rows.itemsize)
+    return rows.flatten().view(torch.uint8).view(len(rows), rows.shape[1] * rows.itemsize)
 
 
 def pack(*columns: Tensor) -> Tensor:
