@@ -71,7 +71,7 @@ class StageClock:
     def __enter__(self) -> StageClock:
         layer = self.layer
         called: list[tuple[str, Any, str]] = [
-            ("count", isoload.balancer, "count"),
+            ("count", layer.balancer, "_count"),
             ("gather", layer.group, "gather_loads"),
             ("plan", isoload.balancer, "plan"),
             ("route", layer.balancer, "route"),

@@ -66,7 +66,7 @@ def run_steps(rank: int, stage: str, fail: Fail, capacity: int | None) -> None:
     group.send_back = lambda name, *how: reach(name) or send_back(name, *how)
     group.gather_loads = reached_first("gather", group.gather_loads)
     balancer.plan = reached_first("plan", balancer.plan)
-    balancer.route = reached_first("route", balancer.route)
+    balancer.route_counted = reached_first("route", balancer.route_counted)
     gate = reached_first("count", setup.gate)
     layer = moe.MoE(gate, setup.dense, transport, setup.placement, activation=activation)
 
