@@ -86,7 +86,7 @@ __device__ void sort(const Sorting<Slot>& in, const int32_t* counts, int32_t* fi
 }
 
 template <class Slot>
-__global__ void __launch_bounds__(kAloneWarps * 32) group_alone_kernel(Sorting<Slot> in) {
+__global__ void __launch_bounds__(kAloneWarps * 32, 1) group_alone_kernel(Sorting<Slot> in) {
   const int S = in.of.num_slots;
   auto* const before = reinterpret_cast<int32_t*>(shared_memory);  // [S] in the blocks before this one
   int32_t *const counts = before + S, *const first = counts + S, *const next = first + S;

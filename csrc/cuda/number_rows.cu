@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <int W, class Slot>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     number_rows_kernel(Numbering<W, Slot> in, const int32_t* chunk_counts) {
   const int keys = 2 * in.of.R;
   auto* const before = reinterpret_cast<int32_t*>(shared_memory);  // [2R]

@@ -1,5 +1,7 @@
 // pack_rows: a block per token reads its row once and writes it to every rank that it goes to; with a
 // capacity more blocks make the padding rows, a warp each.
+#include <type_traits>
+
 #include "cuda/cuda.h"
 #include "cuda/launch.cuh"
 
@@ -12,6 +14,9 @@ constexpr int kMostRows = 16;  // of a token whose places are found at a time
 struct alignas(16) Bytes16 {
   uint64_t low, high;
 };
+// What a lane moves at a time, of so many bytes.
+template <int N>
+using Bytes = std::conditional_t<N == 16, Bytes16, std::conditional_t<N == 4, int32_t, char>>;
 
 template <class Slot, class Weight>
 struct Packing {
@@ -90,12 +95,12 @@ __device__ void pad(const Packing<Slot, Weight>& p, int64_t row) {
   p.out.row_to_rank[row] = p.in.space.R;
 }
 
-template <class Vector, class Slot, class Weight>
+template <int N, class Slot, class Weight>
 __global__ void __launch_bounds__(kThreads) pack_rows_kernel(Packing<Slot, Weight> p) {
   const int64_t T = p.in.space.T;
-  if (blockIdx.x < T) return pack_token<Vector>(p, blockIdx.x);
+  if (blockIdx.x < T) return pack_token<Bytes<N>>(p, blockIdx.x);
   const int64_t row = (blockIdx.x - T) * kWarps + threadIdx.x / 32;
-  if (row < p.in.num_rows) pad<Vector>(p, row);
+  if (row < p.in.num_rows) pad<Bytes<N>>(p, row);
 }
 
 }  // namespace
@@ -108,9 +113,9 @@ const char* pack_rows(const char* x, const Slot* slots, const Weight* weights, c
   const int64_t padding = in.capacity > 0 ? (in.num_rows + kWarps - 1) / kWarps : 0;
   const int64_t blocks = in.space.T + padding;
   const uint64_t odd = reinterpret_cast<uint64_t>(x) | static_cast<uint64_t>(in.row_bytes);
-  if (odd % 16 == 0) return launch(pack_rows_kernel<Bytes16, Slot, Weight>, blocks, kThreads, 0, stream, p);
-  if (odd % 4 == 0) return launch(pack_rows_kernel<int, Slot, Weight>, blocks, kThreads, 0, stream, p);
-  return launch(pack_rows_kernel<char, Slot, Weight>, blocks, kThreads, 0, stream, p);
+  if (odd % 16 == 0) return launch(pack_rows_kernel<16, Slot, Weight>, blocks, kThreads, 0, stream, p);
+  if (odd % 4 == 0) return launch(pack_rows_kernel<4, Slot, Weight>, blocks, kThreads, 0, stream, p);
+  return launch(pack_rows_kernel<1, Slot, Weight>, blocks, kThreads, 0, stream, p);
 }
 
 #define ISOLOAD_PACK_ROWS(Slot, Weight)                                                                   \
