@@ -1,4 +1,8 @@
-"""What train_tiny.py measures, prints and saves: rows, copies, borrowed weights and memory of every policy."""
+"""What train_tiny.py measures, prints and saves.
+
+Of every policy: rows, copies, borrowed weights and memory. Of the last model: its routing, and how accurately that is
+predicted.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.hooks import RemovableHandle
 
 from isoload import MoE
 from isoload.layer.routers import Routing
+from isoload.predict import Lookahead
 from isoload.trace import count_batches
 
 BORROW_STAGES = ("borrow", "borrow backward", "borrowed gradients")
@@ -117,6 +124,54 @@ def report(runs: dict[str, Run], title: str, before: str) -> None:
     Console(width=110, highlight=False).print(table)
 
 
+def gates_of(model: nn.Module) -> list[nn.Module]:
+    return [layer.gate for layer in model.modules() if isinstance(layer, MoE)]
+
+
+def run_hooked(model: nn.Module, batches: Sequence[Tensor], hooks: Sequence[RemovableHandle]) -> None:
+    """Runs the model on batches [B, T], then removes the hooks."""
+    with torch.no_grad():
+        for batch in batches:
+            model(batch)
+    for hook in hooks:
+        hook.remove()
+
+
+def prediction_accuracy(
+    model: nn.Module, norms: Sequence[nn.Module], batches: Sequence[Tensor], num_experts: int
+) -> dict[str, float]:
+    """Part of the tokens' true choices among the K predicted, over all ranks, a mean over layers 1, 2, ..
+
+    lookahead    the layer's own gate, on its own norm of the residual before the previous layer's norm
+    popularity   the top-k experts that the layer's tokens chose most often in earlier batches, the lowest of equals
+
+    The first batch has no earlier ones and is not scored. All ranks call it, with batches [B, T] of equal size.
+
+    Args:
+        norms: of every MoE layer the module that makes its rows from the residual.
+    """
+    gates = gates_of(model)
+    given: list[Tensor] = []  # residuals [B * T, H], batch by batch, layer by layer
+    made: list[Tensor] = []  # choices [B * T, K], likewise
+    hooks = [norm.register_forward_pre_hook(lambda _, x: given.append(x[0].flatten(0, -2))) for norm in norms]
+    hooks += [gate.register_forward_hook(lambda _, __, y: made.append(y.topk_ids)) for gate in gates]
+    run_hooked(model, batches, hooks)
+    residuals, chosen = (torch.stack(part).unflatten(0, (-1, len(gates))) for part in (given, made))
+
+    dist.all_reduce(counts := F.one_hot(chosen, num_experts).sum((2, 3)))  # [batches, L, E]
+    order = counts.cumsum(0)[:-1].argsort(dim=-1, descending=True, stable=True)
+    popular = order[:, 1:, None, : chosen.shape[-1]]  # [batches - 1, L - 1, 1, K]
+    lookahead = Lookahead(gates, norms)
+    ahead = [[lookahead.choose(i + 1, x) for i, x in enumerate(batch[:-1])] for batch in residuals[1:]]
+    foreseen = torch.stack([torch.stack(batch) for batch in ahead])  # [batches - 1, L - 1, B * T, K]
+
+    scored = chosen[1:, 1:, :, :, None]
+    hits = torch.stack([(scored == ids[..., None, :]).any(-1).sum() for ids in (foreseen, popular)])
+    dist.all_reduce(hits)
+    found = hits.double() / (scored.numel() * dist.get_world_size())
+    return dict(zip(("lookahead", "popularity"), found.tolist(), strict=True))
+
+
 def save_routing(path: Path, model: nn.Module, batches: Sequence[Tensor], num_experts: int) -> None:
     """Rank 0 writes what the routers see and choose on batches [B, T] of every rank, an .npz. All ranks call it.
 
@@ -131,13 +186,8 @@ def save_routing(path: Path, model: nn.Module, batches: Sequence[Tensor], num_ex
     def see(_: nn.Module, given: tuple[Tensor], routing: Routing) -> None:
         seen.append([given[0], routing.topk_ids])
 
-    gates = [layer.gate for layer in model.modules() if isinstance(layer, MoE)]
-    hooks = [gate.register_forward_hook(see) for gate in gates]
-    with torch.no_grad():
-        for batch in batches:
-            model(batch)
-    for hook in hooks:
-        hook.remove()
+    gates = gates_of(model)
+    run_hooked(model, batches, [gate.register_forward_hook(see) for gate in gates])
     mine = [torch.stack(part).unflatten(0, (-1, len(gates))).numpy() for part in zip(*seen, strict=True)]
     given: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(given, mine)

@@ -3,8 +3,9 @@
     python examples/train_tiny.py                                         # starts four processes itself
     torchrun --nproc-per-node 4 examples/train_tiny.py                    # or torchrun does
     python examples/train_tiny.py --policies none,llep:min_chunk=8,exact --replicas 1
+    python examples/train_tiny.py --layers 6 --policies none              # predicts choices a layer ahead, too
 
-A model over bytes of docs/balancing.md: two blocks of causal attention and an isoload.MoE with a trainable router.
+A model over bytes of docs/balancing.md: blocks of causal attention and an isoload.MoE with a trainable router.
 Every rank has sequences of its own (data parallel) and its part of the experts (expert parallel). Three rules make
 that one training run, see :func:`global_gradients`:
 
@@ -44,14 +45,14 @@ from isoload.layer.routers import Gate, Router
 from isoload.policies import parse_policy
 from isoload.transport import Transport
 from isoload.weights.borrow import NUM_BUFFERS
-from tiny_measure import Meter, Run, largest_difference, peak_bytes, report, save_routing
+from tiny_measure import Meter, Run, largest_difference, peak_bytes, prediction_accuracy, report, save_routing
 
 TEXT = Path(__file__).parents[1] / "docs" / "balancing.md"
-LAYERS, EXPERTS, TOP_K = 2, 16, 2
+EXPERTS, TOP_K = 16, 2
 HIDDEN, INNER, HEADS = 64, 128, 4
 SEQUENCES, LENGTH = 8, 64  # of every rank and step
 LEARNING_RATE = 3e-3
-SAVED_BATCHES = 8
+FRESH_BATCHES = 8  # after training, that the last model is measured on
 POLICIES = "none,llep:min_chunk=1:threshold=1"
 
 
@@ -88,6 +89,7 @@ class TinyLM(nn.Module):
 class Settings:
     """What the command line says; checked when made, before any process starts."""
 
+    layers: int
     steps: int
     policies: tuple[str, ...]
     ranks: int
@@ -99,6 +101,8 @@ class Settings:
     text: Path
 
     def __post_init__(self) -> None:
+        if self.layers < 1:
+            raise ValueError(f"layers must be at least 1, got {self.layers}")
         if self.steps < 1:
             raise ValueError(f"steps must be at least 1, got {self.steps}")
         if self.ranks < 1 or EXPERTS % self.ranks:
@@ -128,7 +132,7 @@ class Settings:
     def placement(self) -> isoload.Placement:
         """Slot p holds expert p mod E, spare slots nothing; the same under all policies."""
         size = EXPERTS // self.ranks + self.replicas + self.spare_slots
-        topology, counts = isoload.Topology(self.ranks), torch.ones(LAYERS, EXPERTS)
+        topology, counts = isoload.Topology(self.ranks), torch.ones(self.layers, EXPERTS)
         return isoload.place(counts, topology, size, "trivial", spare_slots=self.spare_slots)
 
     def batch(self, step: int, rank: int) -> Tensor:
@@ -144,7 +148,7 @@ def make_model(settings: Settings, policy: str, transport: Transport) -> TinyLM:
     dtype, placement = getattr(torch, settings.dtype), settings.placement()
     name, options = parse_policy(policy)
     moes: list[nn.Module] = []
-    for layer in range(LAYERS):
+    for layer in range(settings.layers):
         gate = Gate(Router(EXPERTS, TOP_K, renormalise=True), torch.randn(EXPERTS, HIDDEN, dtype=dtype))
         dense = isoload.ExpertWeights.random(EXPERTS, HIDDEN, INNER, dtype=dtype)
         moes.append(isoload.MoE(gate, dense, transport, placement, layer, name, **options))
@@ -197,9 +201,13 @@ def run_rank(rank: int, settings: Settings, store: str | None = None) -> None:
     runs = {}
     for policy in settings.policies:
         model, runs[policy] = train(settings, policy, rank)
+    fresh = [settings.batch(settings.steps + n, rank)[:, :-1] for n in range(FRESH_BATCHES)]
     if settings.save is not None:
-        fresh = [settings.batch(settings.steps + n, rank)[:, :-1] for n in range(SAVED_BATCHES)]
         save_routing(settings.save, model, fresh, EXPERTS)
+    accuracy = None
+    if settings.layers > 2:
+        norms = [block.norms[1] for block in model.blocks]
+        accuracy = prediction_accuracy(model, norms, fresh, EXPERTS)
     if rank == 0:
         pool = (
             NUM_BUFFERS * settings.spare_slots * 3 * HIDDEN * INNER * getattr(torch, settings.dtype).itemsize
@@ -207,6 +215,9 @@ def run_rank(rank: int, settings: Settings, store: str | None = None) -> None:
         title = f"{settings.steps} steps, {settings.ranks} ranks, {settings.dtype}"
         report(runs, title, f"weights, optimizer and spare pool ({pool / 1e6:.2f} MB of a rank)")
         print(f"largest difference between the loss curves: {largest_difference(list(runs.values())):.1e}")
+        if accuracy is not None:
+            shares = ", ".join(f"{name} {share:.1%}" for name, share in accuracy.items())
+            print(f"accuracy a layer ahead, mean of layers 1..{settings.layers - 1}: {shares}")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -216,6 +227,7 @@ def option(text: str) -> Any:
 
 
 def main(
+    layers: Annotated[int, option("L, blocks; of more than 2 the accuracy of predictions, too.")] = 2,
     steps: Annotated[int, option("Steps of the optimizer.")] = 60,
     policies: Annotated[str, option("Names, with options as name:option=value.")] = POLICIES,
     ranks: Annotated[int, option("R, processes to start; under torchrun its own.")] = 4,
@@ -233,7 +245,7 @@ def main(
     ranks = int(os.environ.get("WORLD_SIZE", ranks))
     try:
         names = tuple(policies.split(","))
-        settings = Settings(steps, names, ranks, dtype, seed, spare_slots, replicas, save, text)
+        settings = Settings(layers, steps, names, ranks, dtype, seed, spare_slots, replicas, save, text)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(2) from None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,7 @@ from support.processes import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
+import tiny_measure  # noqa: E402
 import train_tiny  # noqa: E402
 
 RANKS, STEPS = 2, 3
@@ -29,7 +32,7 @@ POLICIES = ("none", "llep:min_chunk=1:threshold=1:tolerance=0", "exact")
 
 
 def make_settings(**changed):
-    given = {"steps": STEPS, "policies": POLICIES, "ranks": RANKS, "dtype": "float64", "seed": 3}
+    given = {"layers": 2, "steps": STEPS, "policies": POLICIES, "ranks": RANKS, "dtype": "float64", "seed": 3}
     given |= {"spare_slots": 2, "replicas": 1, "save": None, "text": train_tiny.TEXT}
     return train_tiny.Settings(**given | changed)
 
@@ -91,19 +94,16 @@ def train_rank(rank, settings):
 
 @pytest.fixture(scope="module")
 def trained():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_tiny, "LAYERS", BLOCKS)  # forked ranks see it too
-        replicated = run_ranks(train_rank, RANKS, make_settings(policies=(POLICIES[0], POLICIES[2])))
-        # Replicas level the ranks, and llep would have nothing to borrow.
-        borrowing = run_ranks(train_rank, RANKS, make_settings(policies=(POLICIES[1],), replicas=0))
-        return [{**a, **b} for a, b in zip(replicated, borrowing, strict=True)]
+    settings = make_settings(layers=BLOCKS, policies=(POLICIES[0], POLICIES[2]))
+    replicated = run_ranks(train_rank, RANKS, settings)
+    # Replicas level the ranks, and llep would have nothing to borrow.
+    borrowing = run_ranks(train_rank, RANKS, replace(settings, policies=(POLICIES[1],), replicas=0))
+    return [{**a, **b} for a, b in zip(replicated, borrowing, strict=True)]
 
 
 @pytest.fixture(scope="module")
 def dense():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_tiny, "LAYERS", BLOCKS)
-        return train_dense(make_settings())
+    return train_dense(make_settings(layers=BLOCKS))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -153,13 +153,13 @@ def run_script(*words):
 
 def test_script_prints_and_saves(tmp_path):
     path = tmp_path / "routing.npz"
-    shown = run_script("examples/train_tiny.py", "--steps=2", "--ranks=2", f"--save={path}")
-    assert float(shown.split("between the loss curves:")[1]) < 1e-10
+    shown = run_script("examples/train_tiny.py", "--layers=3", "--steps=2", "--ranks=2", f"--save={path}")
+    assert float(shown.split("between the loss curves:")[1].split()[0]) < 1e-10
     for row in ("loss of step 1", "rows, busiest rank", "kB of borrowed gradients", "peak MB"):
         assert row in shown
     saved, trace = np.load(path), isoload.read_trace(path)
     rows = train_tiny.SEQUENCES * train_tiny.LENGTH
-    batches, layers, experts = train_tiny.SAVED_BATCHES, train_tiny.LAYERS, train_tiny.EXPERTS
+    batches, layers, experts = train_tiny.FRESH_BATCHES, 3, train_tiny.EXPERTS
     tokens = batches * RANKS * rows
     shapes = {
         "hidden": (tokens, layers, train_tiny.HIDDEN),
@@ -177,17 +177,76 @@ def test_script_prints_and_saves(tmp_path):
     np.testing.assert_array_equal(np.argsort(-logits, axis=2)[..., :2], saved["topk_ids"])
     assert set(Counter(saved["seq_id"].tolist()).values()) == {train_tiny.LENGTH}
     np.testing.assert_array_equal(saved["source_rank"].reshape(batches, RANKS, rows)[0, :, 0], range(RANKS))
+    accuracy = re.search(r"mean of layers 1..2: lookahead [\d.]+%, popularity ([\d.]+%)\n", shown)
+    assert accuracy[1] == f"{popularity_accuracy(saved):.1%}"
+
+
+def share_found(predicted, chosen):
+    """Of choices [tokens, K], those among the token's predicted [tokens, K]; by sets, token by token."""
+    return np.mean([len(set(p) & set(c)) / len(c) for p, c in zip(predicted, chosen, strict=True)])
+
+
+def popularity_accuracy(saved):
+    """Of the batches after the first, from counts that batches before add up to."""
+    batch = np.repeat(np.arange(len(saved["counts"])), saved["tokens_per_batch"])
+    shares = []
+    for n in range(1, len(saved["counts"])):
+        for layer in range(1, saved["counts"].shape[1]):
+            chosen = saved["topk_ids"][batch == n, layer]
+            total = saved["counts"][:n, layer].sum(0).tolist()
+            best = sorted(range(len(total)), key=lambda expert: (-total[expert], expert))[: chosen.shape[1]]
+            shares.append(share_found([best] * len(chosen), chosen))
+    return np.mean(shares)
+
+
+def lookahead_accuracy(saved, norms):
+    """A layer's rows, freed of its norm's weights and given the next norm's, through the next gate."""
+    later = slice(saved["tokens_per_batch"][0], None)
+    shares = []
+    for layer in range(1, saved["hidden"].shape[1]):
+        (gain, bias), (next_gain, next_bias) = norms[layer - 1 : layer + 1]
+        rows = (saved["hidden"][later, layer - 1] - bias) / gain * next_gain + next_bias
+        predicted = np.argsort(-rows @ saved["gate"][layer].T, axis=1)[:, : train_tiny.TOP_K]
+        shares.append(share_found(predicted, saved["topk_ids"][later, layer]))
+    return np.mean(shares)
+
+
+def predict_rank(rank, settings):
+    """The accuracy, and every norm's weights, here far from equal; saves the routing that it was measured on."""
+    torch.set_num_threads(1)
+    model, _ = train_tiny.train(settings, "none", rank)
+    norms = [block.norms[1] for block in model.blocks]
+    draw = torch.Generator().manual_seed(0)
+    for norm in norms:
+        for weight in norm.parameters():
+            torch.nn.init.uniform_(weight, 0.5, 2, generator=draw)
+    # Few tokens, so that the most popular experts differ between ranks and batches.
+    fresh = [settings.batch(STEPS + n, rank)[:1, :-1] for n in range(6)]
+    accuracy = tiny_measure.prediction_accuracy(model, norms, fresh, train_tiny.EXPERTS)
+    tiny_measure.save_routing(settings.save, model, fresh, train_tiny.EXPERTS)
+    return accuracy, [[weight.detach().numpy() for weight in norm.parameters()] for norm in norms]
+
+
+def test_accuracy_is_that_of_the_saved_choices(tmp_path):
+    settings = make_settings(layers=3, policies=("none",), save=tmp_path / "routing.npz")
+    (accuracy, norms), (others, _) = run_ranks(predict_rank, RANKS, settings)
+    saved = np.load(settings.save)
+    wanted = {"lookahead": lookahead_accuracy(saved, norms), "popularity": popularity_accuracy(saved)}
+    assert accuracy == others == pytest.approx(wanted, rel=1e-12)
+    assert 0 < wanted["popularity"] < 1 and 0 < wanted["lookahead"] < 1
 
 
 def test_torchrun_starts_it():
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2")
     shown = run_script(*launcher, "examples/train_tiny.py", "--steps=1", "--policies=llep:min_chunk=1")
     assert "1 steps, 2 ranks, float64" in shown
+    assert "accuracy" not in shown  # of two layers, the default, only one could be predicted
 
 
 @pytest.mark.parametrize(
     "words, message",
     {
+        "layers": ("--layers 0", "layers must be at least 1, got 0"),
         "steps": ("--steps 0", "steps must be at least 1, got 0"),
         "ranks": ("--ranks 3", "ranks must divide the 16 experts, got 3"),
         "no ranks": ("--ranks 0", "ranks must divide the 16 experts, got 0"),
