@@ -3,6 +3,7 @@
 import ast
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -227,3 +228,13 @@ def test_contributing_names_the_five_files() -> None:
         assert f"`{file}`" in text, file
     for file in ("tests/ops/test_X.py", "csrc/ops/list.h", "csrc/cpu/X.cpp", "csrc/cuda/X.cu"):
         assert f"`{file}`" in text, file
+
+
+def test_importing_isoload_imports_no_compiler():
+    """torch._dynamo takes seconds, and Triton with it, which then defines its functions before a test can ask for its
+    interpreter."""
+    said = (
+        "import sys, isoload; print(sorted({'torch._dynamo', 'triton', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

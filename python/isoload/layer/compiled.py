@@ -6,10 +6,11 @@ of Parameters and replicas as they are in that call. None of it could be done wh
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -21,9 +22,29 @@ if TYPE_CHECKING:
 Choice = tuple[Tensor, Tensor]  # ids and weights [T, K] of a rank
 Choose = Callable[[], Sequence[Choice]]  # of every owned rank; what fails in it fails on all ranks
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _layers: WeakValueDictionary[int, MoE] = WeakValueDictionary()
 _recordings: WeakValueDictionary[int, Recording] = WeakValueDictionary()
 _numbers = itertools.count()
+
+
+def between_graphs(reason: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """torch.compiler.disable, looked up when something is compiled: it imports half of torch, and Triton."""
+
+    def decorate(call: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(call)
+        def run(*args: P.args, **how: P.kwargs) -> T:
+            if torch.compiler.is_compiling():
+                torch._dynamo.graph_break(msg=reason)  # which says why; the next line would too, but not that
+                result: T = torch.compiler.disable(call)(*args, **how)
+                return result
+            return call(*args, **how)
+
+        return run
+
+    return decorate
 
 
 def handle_of(layer: MoE) -> Tensor:
@@ -54,7 +75,7 @@ def run_in_graph(
     return outputs[: len(rows)]
 
 
-@torch.compiler.disable(reason="expert Parameters of others: a Shard given as a function, DTensors")
+@between_graphs("expert Parameters of others: a Shard given as a function, DTensors")
 def _run_apart(
     layer: MoE, rows: list[Tensor], chosen: Sequence[Choice], num_tokens: int | None
 ) -> list[Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from isoload import ops
 from isoload.balancer import Gathered
+from isoload.layer.compiled import between_graphs
 from isoload.layer.moe import Chosen
 from isoload.predict import Last, Linear, LoadsPredictor, Lookahead, Predictor, TokensPredictor
 
@@ -28,7 +29,7 @@ class Residuals:
             for i, norm in enumerate(norms)
         ]
 
-    @torch.compiler.disable(reason="what a hook keeps is there for the layer only between two graphs")
+    @between_graphs("what a hook keeps is there for the layer only between two graphs")
     def _note(self, layer: int, _norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if layer != self._of:
             self._of, self._given = layer, []
