@@ -97,7 +97,9 @@ def started(command, **how):
     """A demo in a process group of its own, with its ranks, once these are there."""
     process = subprocess.Popen(
         [sys.executable, "-m", "isoload", *command],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, **how
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+        **how,
     )  # fmt: skip
     deadline = time.monotonic() + 60
     while (
