@@ -32,7 +32,7 @@ import torchvision_names  # noqa: E402, F401
 import isoload  # noqa: E402
 from harness import measure, write_results  # noqa: E402
 from isoload.integrations.engine_tables import replica_lists  # noqa: E402
-from isoload.replay.batches import make_batches  # noqa: E402
+from streams import shipped_batches  # noqa: E402
 
 RANKS, SLOTS = 8, 5
 Dispatch = Callable[[int, int, Tensor], Tensor]  # layer, rank, topk_ids -> slots
@@ -110,13 +110,9 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[64, 1024], help="tokens per batch, all ranks"
     )
-    trace = isoload.read_trace(ROOT / "examples/traces/gptoss20b_decode.npz")
     found = []
     for tokens in parser.parse_args().tokens:
-        cut = make_batches(trace, tokens)
-        number = len(cut.counts)
-        placement = isoload.place(cut.counts[: number // 2].sum(0), isoload.Topology(RANKS), SLOTS)
-        batches = [cut.source_batch(i, RANKS, "round-robin") for i in range(number // 2, number)]
+        placement, batches = shipped_batches(tokens, RANKS, SLOTS)
         for same, names in ((False, ("static", "dynamic", "isoload")), (True, ("dynamic", "isoload"))):
             for name in names:
                 row = {"tokens": tokens, "held": "same" if same else "own", "policy": name}

@@ -29,7 +29,7 @@ from vllm_cpu import map_and_record  # noqa: E402
 import isoload  # noqa: E402
 from harness import write_results  # noqa: E402
 from isoload.integrations.engine_tables import ReplicaLists, replica_lists  # noqa: E402
-from isoload.replay.batches import make_batches  # noqa: E402
+from streams import shipped_batches  # noqa: E402
 
 RANKS, SLOTS = 8, 5
 
@@ -74,13 +74,9 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[64, 1024], help="tokens per batch, all ranks"
     )
-    trace = isoload.read_trace(ROOT / "examples/traces/gptoss20b_decode.npz")
     found = []
     for tokens in parser.parse_args().tokens:
-        cut = make_batches(trace, tokens)
-        number = len(cut.counts)
-        placement = isoload.place(cut.counts[: number // 2].sum(0), isoload.Topology(RANKS), SLOTS)
-        batches = [cut.source_batch(i, RANKS, "round-robin") for i in range(number // 2, number)]
+        placement, batches = shipped_batches(tokens, RANKS, SLOTS)
         for same in (False, True):
             held = {"tokens": tokens, "held": "same" if same else "own"}
             found += [held | row for row in judge(placement, batches, same)]

@@ -16,8 +16,11 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from isoload.placement import Placement
+from isoload.placers import place
 from isoload.replay.batches import Batches, SourceBatch, make_batches
 from isoload.replay.calibration import Fold
+from isoload.topology import Topology
 from isoload.trace import Trace, read_trace
 from isoload.trace.checks import Ints
 from isoload.workloads import W0_TO_W7, Workload, make_workload
@@ -179,3 +182,12 @@ def parts(stream: Stream) -> tuple[Trace, Trace]:
         for rows in (slice(cut), slice(cut, None))
     )
     return seen, fresh
+
+
+def shipped_batches(tokens: int, num_ranks: int, slots_per_rank: int) -> tuple[Placement, list[SourceBatch]]:
+    """The shipped trace in batches of so many tokens, dealt evenly: a placement by the first half, and the second."""
+    cut = make_batches(read_trace(SHIPPED), tokens)
+    half = len(cut.counts) // 2
+    placement = place(cut.counts[:half].sum(0), Topology(num_ranks), slots_per_rank)
+    batches = [cut.source_batch(i, num_ranks, "round-robin") for i in range(half, len(cut.counts))]
+    return placement, batches

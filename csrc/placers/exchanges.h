@@ -121,7 +121,7 @@ class Judge {
   // worth of p less that of q: where i (or j) is at the peak, the peak is at least what is left there.
   ISOLOAD_WIDE double worth(int p) const {
     const double* share = layout_.share_of(p);
-    return lane_sum(problem_.scenarios, [&](int s) { return worth_[s] * share[s]; });
+    return lane_sum(problem_.scenarios, [&](int64_t s) { return worth_[s] * share[s]; });
   }
 
   // The objective after slot p of rank i and slot q of rank j change places.
@@ -130,13 +130,13 @@ class Judge {
     const double *here = layout_.load_on(i_), *there = layout_.load_on(j_);
     const double ti = problem_.tick[i_], tj = problem_.tick[j_];
     if (!problem_.exact) {
-      return lane_sum(problem_.scenarios, [&](int s) {
+      return lane_sum(problem_.scenarios, [&](int64_t s) {
         const double moved = a[s] - b[s];
         return weight[s] * std::max(rest_[s], std::max((here[s] - moved) * ti, (there[s] + moved) * tj));
       });
     }
     const double *mi = neck_.member_of(i_), *mj = neck_.member_of(j_);
-    return lane_sum(problem_.scenarios, [&](int s) {
+    return lane_sum(problem_.scenarios, [&](int64_t s) {
       const double moved = a[s] - b[s];
       const double level = neck_.peak[s] + (mj[s] - mi[s]) * moved * neck_.relief[s];
       const double outside =

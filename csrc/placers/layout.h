@@ -20,12 +20,13 @@ constexpr int kLanes = 4;
 #define ISOLOAD_WIDE
 #endif
 
-// The sum of term(0) .. term(n - 1), n a multiple of kLanes.
+// The sum of term(0) .. term(n - 1), n a multiple of kLanes. Indices as wide as an address: under -fwrapv,
+// with which Python compiles extensions, the four of an int need not be neighbours, and nothing is a vector.
 template <class Term>
-[[gnu::always_inline]] inline double lane_sum(int n, const Term& term) {
+[[gnu::always_inline]] inline double lane_sum(int64_t n, const Term& term) {
   double lane[kLanes] = {};
-  for (int s = 0; s < n; s += kLanes) {
-    for (int k = 0; k < kLanes; ++k) lane[k] += term(s + k);
+  for (int64_t s = 0; s < n; s += kLanes) {
+    for (int64_t k = 0; k < kLanes; ++k) lane[k] += term(s + k);
   }
   return (lane[0] + lane[1]) + (lane[2] + lane[3]);
 }
@@ -119,7 +120,7 @@ struct Layout {
   double objective() const {
     std::vector<double> peak(problem->scenarios);
     find_peaks(peak.data());
-    return lane_sum(problem->scenarios, [&](int s) { return problem->weight[s] * peak[s]; });
+    return lane_sum(problem->scenarios, [&](int64_t s) { return problem->weight[s] * peak[s]; });
   }
 
   const Problem* problem;

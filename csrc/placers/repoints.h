@@ -61,7 +61,7 @@ class EvenTurn {
       const double *load = load_.data() + static_cast<size_t>(r) * peak_.size(), tick = problem.tick[r];
       for (size_t s = 0; s < peak_.size(); ++s) peak_[s] = std::max(peak_[s], load[s] * tick);
     }
-    return lane_sum(problem.scenarios, [&](int s) { return problem.weight[s] * peak_[s]; });
+    return lane_sum(problem.scenarios, [&](int64_t s) { return problem.weight[s] * peak_[s]; });
   }
 
   const Layout& layout_;
@@ -107,8 +107,9 @@ class Relief {
   // By how much the objective falls if expert y comes instead.
   double gain(int y) const {
     const double *held = held_.data() + static_cast<size_t>(y) * n_, *weight = layout_.problem->weight;
-    return lane_sum(
-        n_, [&](int s) { return weight[s] * ((std::min(held[s], room_[s]) - back_[s]) * neck_.relief[s]); });
+    return lane_sum(n_, [&](int64_t s) {
+      return weight[s] * ((std::min(held[s], room_[s]) - back_[s]) * neck_.relief[s]);
+    });
   }
 
  private:

@@ -44,7 +44,8 @@ inline int best_rank(const Layout& layout, const std::vector<int>& filled, int e
     if (node >= 0 && problem.node[r] != node) continue;
     const double* load = layout.load_on(r);
     const double meets =
-        lane_sum(problem.scenarios, [&](int s) { return (load[s] + part[s]) * part[s]; }) * problem.tick[r];
+        lane_sum(problem.scenarios, [&](int64_t s) { return (load[s] + part[s]) * part[s]; }) *
+        problem.tick[r];
     if (best < 0 || meets < least) best = r, least = meets;
   }
   return best;

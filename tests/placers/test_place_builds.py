@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sysconfig
 from pathlib import Path
 
 import numpy as np
@@ -44,3 +50,14 @@ def test_numpy_finds_the_same_objectives(monkeypatch, split):
     for call in calls_of(monkeypatch, drawn(1, 9, 16), 6, 4, split=split):
         for one, other in zip(loops().scenario(**call), place_scenario(**call), strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.skipif(
+    shutil.which("objdump") is None or platform.machine() != "x86_64", reason="reads AVX2 code"
+)
+def test_the_shipped_build_has_vectors_of_four(tmp_path):
+    """As Python compiles it: -fwrapv, under which indices narrower than an address leave none."""
+    path = build_place(CSRC, tmp_path, *shlex.split(sysconfig.get_config_var("CFLAGS")), "-O3")
+    code = subprocess.run(["objdump", "-d", str(path)], capture_output=True, text=True, check=True).stdout
+    wide = re.findall(r"<_ZNK7isoload7placers5Judge(\w+)\.avx2>:\n(.*?)\n\n", code, re.S)
+    assert {name for name, body in wide if "%ymm" in body} == {"5afterEii", "5worthEi"}

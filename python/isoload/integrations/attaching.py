@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from isoload.integrations.seams import Seam, faults
 from isoload.integrations.settings import Settings, Variable, is_on
 
 log = logging.getLogger("isoload")
@@ -35,3 +36,26 @@ def attach_or_leave(engine: str, switch: Variable, attach: Callable[[Settings], 
         if settings.strict:
             raise SystemExit(f"{reason} (ISOLOAD_STRICT=1 refuses to start)")
         log.error(f"{reason}. {engine} runs as without isoload")
+
+
+def not_as_expected(
+    seams: Sequence[Seam],
+    start: Callable[[Settings], None],
+    self_check: Callable[[], list[str]],
+    settings: Settings,
+) -> list[str]:
+    """What keeps a plug-in from attaching, a line each; empty: it may, and the settings are in force.
+
+    Args:
+        seams: of the engine.
+        start: puts settings in force.
+        self_check: what does not come out right of a known batch, under the defaults: a placer's options are those of
+            the model, and need not fit this batch.
+        settings: what the environment says.
+    """
+    if found := faults(seams):
+        return found
+    start(Settings.read({}))
+    found = self_check()
+    start(settings)
+    return found

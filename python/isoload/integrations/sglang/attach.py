@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from isoload.integrations import attaching
-from isoload.integrations.seams import Seam, faults, read_seams
+from isoload.integrations.seams import Seam, read_seams
 from isoload.integrations.settings import SGLANG, Settings
 from isoload.integrations.sglang import dispatch, placement, self_check
 from isoload.integrations.sglang.layers import LAYERS
@@ -45,12 +45,7 @@ def attach(settings: Settings, seams: Sequence[Seam] | None = None) -> list[str]
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     seams = read_seams("sglang") if seams is None else seams
-    if found := faults(seams):
-        return found
-    LAYERS.start(Settings.read({}))  # a placer's options are those of the model, not of the known batch
-    found = self_check.faults()
-    LAYERS.start(settings)
-    if found:
+    if found := attaching.not_as_expected(seams, LAYERS.start, self_check.faults, settings):
         return found
     for seam in seams:
         if seam.kind in ("replace", "around") and (seam.name != "forward" or settings.report_seconds):

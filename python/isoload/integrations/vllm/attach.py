@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from isoload.integrations import attaching
-from isoload.integrations.seams import Seam, faults, read_seams
+from isoload.integrations.seams import Seam, read_seams
 from isoload.integrations.settings import VLLM, Settings
 from isoload.integrations.vllm import dispatch, self_check
 from isoload.integrations.vllm.layers import MODELS
@@ -42,12 +42,7 @@ def attach(settings: Settings, seams: Sequence[Seam] | None = None) -> list[str]
         What is not as expected, one line each; empty: attached.
     """
     seams = read_seams("vllm") if seams is None else seams
-    if found := faults(seams):
-        return found
-    MODELS.start(Settings.read({}))  # a placer's options are those of the model, not of the known batch
-    found = self_check.faults()
-    MODELS.start(settings)
-    if found:
+    if found := attaching.not_as_expected(seams, MODELS.start, self_check.faults, settings):
         return found
     for seam in seams:
         if seam.kind == "around" and (seam.name != "step" or settings.report_seconds):
