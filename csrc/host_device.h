@@ -5,10 +5,12 @@
 
 #ifdef __CUDACC__
 #define ISOLOAD_HD __host__ __device__
-#define ISOLOAD_COLD  // on a GPU a call would force the caller's registers into memory
+#define ISOLOAD_COLD                        // on a GPU a call would force the caller's registers into memory
+#define ISOLOAD_ROLLED _Pragma("unroll 1")  // a loop of few turns, whose code is not written out four times
 #else
 #define ISOLOAD_HD
 #define ISOLOAD_COLD [[gnu::noinline]]
+#define ISOLOAD_ROLLED
 #endif
 
 namespace isoload {

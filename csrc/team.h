@@ -8,11 +8,16 @@
 //   for_each_by(n, wide, f, g)   f(i), by one lane, or where wide(i) g(i, group), by a group of lanes: a team
 //   whose
 //                         rank() lies in it alone. No barrier at the end, nor any order between them
+//   for_each_group(n, f)  f(i, group) for i in [0, n), split over the groups (no barrier at the end)
+//   groups()              how many there are
 //   alone(f)              f(group) by the first group, while the others wait at a barrier. What f computes
 //                         only lane 0 has for certain
 //   column_sums(...)      sums down columns; a lane has those that for_each gives it
-//   sum32(v)              of a group: a sum below 2^31, no barrier
+//   sum32(v), max32(v)    of 32 bits, a sum below 2^31; of a group without a barrier
 //   lanes_before(b, all)  of a group: how many lanes before this one have it, and how many of all; no barrier
+//   largest(n, f, at)     of a group: the largest f(i) of i in [0, n), at: the lowest i that has it; n > 0;
+//   no barrier from_lane_of(i, v)    of a group: v of the lane to which for_each gives i; no barrier
+//   first(from, n, f)     of a group: the lowest i in [from, n) of which f is true, or n; no barrier
 //   scan(data, n)         data[0..n) becomes its exclusive prefix sum, the total is returned; a barrier after
 //   it,
 //                         so data from other lanes needs a sync before it
@@ -42,6 +47,11 @@ struct SerialTeam {
   ISOLOAD_HD void for_each_by(int n, Wide&& wide, F&& f, G&& g) const {
     for (int i = 0; i < n; ++i) wide(i) ? g(i, *this) : f(i);
   }
+  ISOLOAD_HD int groups() const { return 1; }
+  template <class F>
+  ISOLOAD_HD void for_each_group(int n, F&& f) {
+    for (int i = 0; i < n; ++i) f(i, *this);
+  }
   template <class F>
   ISOLOAD_HD void alone(F&& f) {
     f(*this);
@@ -59,9 +69,23 @@ struct SerialTeam {
     return seen;
   }
   ISOLOAD_HD int32_t sum32(int32_t v) const { return v; }
+  ISOLOAD_HD int32_t max32(int32_t v) const { return v; }
   ISOLOAD_HD int32_t lanes_before(bool b, int32_t& total) const {
     total = b;
     return 0;
+  }
+  template <class F>
+  ISOLOAD_HD auto largest(int n, F&& f, int& at) const {
+    auto most = f(at = 0);
+    for (int i = 1; i < n; ++i)
+      if (const auto v = f(i); v > most) most = v, at = i;
+    return most;
+  }
+  ISOLOAD_HD int from_lane_of(int, int v) const { return v; }
+  template <class F>
+  ISOLOAD_HD int first(int from, int n, F&& f) const {
+    while (from < n && !f(from)) ++from;
+    return from;
   }
   ISOLOAD_HD int64_t sum(int64_t v) const { return v; }
   ISOLOAD_HD int64_t max(int64_t v) const { return v; }
@@ -119,6 +143,12 @@ class ThreadTeam {
     const SerialTeam group;
     for_each(n, [&](int i) { wide(i) ? g(i, group) : f(i); });
   }
+  int groups() const { return size_; }
+  template <class F>
+  void for_each_group(int n, F&& f) const {
+    SerialTeam group;
+    for_each(n, [&](int i) { f(i, group); });
+  }
   template <class F>
   void alone(F&& f) {
     SerialTeam group;
@@ -138,6 +168,8 @@ class ThreadTeam {
     });
     return seen;
   }
+  int32_t sum32(int32_t v) { return static_cast<int32_t>(sum(v)); }
+  int32_t max32(int32_t v) { return static_cast<int32_t>(max(v)); }
   int64_t sum(int64_t v) {
     return reduce(v, [](int64_t a, int64_t b) { return a + b; });
   }

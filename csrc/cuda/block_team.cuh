@@ -59,6 +59,13 @@ class BlockTeam {
         if (before % kGroups == warp() || kWarps == 1) g(first + __ffs(wide_ones) - 1, group);
     }
   }
+  __device__ int groups() const { return kWarps; }
+  template <class F>
+  __device__ void for_each_group(int n, F&& f) const {
+    BlockTeam<1, kRolled> group;
+#pragma unroll 1
+    for (int i = warp(); i < n; i += kWarps) f(i, group);
+  }
   template <class F>
   __device__ void alone(F&& f) const {
     BlockTeam<1, kRolled> group;
@@ -86,15 +93,54 @@ class BlockTeam {
     }
     return seen;
   }
-  __device__ int32_t sum32(int32_t v) const {
-    static_assert(kWarps == 1, "of a group");
-    return __reduce_add_sync(kAll, v);
+  __device__ int32_t sum32(int32_t v) {
+    v = __reduce_add_sync(kAll, v);
+    if constexpr (kWarps == 1)
+      return v;
+    else
+      return over_warps(v, [](int32_t a, int32_t b) { return a + b; });
+  }
+  __device__ int32_t max32(int32_t v) {
+    v = __reduce_max_sync(kAll, v);
+    if constexpr (kWarps == 1)
+      return v;
+    else
+      return over_warps(v, [](int32_t a, int32_t b) { return a > b ? a : b; });
   }
   __device__ int32_t lanes_before(bool b, int32_t& total) const {
     static_assert(kWarps == 1, "of a group");
     const unsigned all = __ballot_sync(kAll, b);
     total = __popc(all);
     return __popc(all & ((1u << lane()) - 1));
+  }
+  // Of a number of 64 bits the upper half decides first.
+  template <class F>
+  __device__ auto largest(int n, F&& f, int& at) const {
+    static_assert(kWarps == 1, "of a group");
+    decltype(f(0)) mine = 0;
+    int here = n;
+    for_each(n, [&](int i) {
+      const auto v = f(i);
+      if (here == n || v > mine) mine = v, here = i;
+    });
+    bool mine_is = here < n;
+    const auto most = warp_max(mine, mine_is);
+    at = n - static_cast<int>(__reduce_max_sync(kAll, mine_is ? n - here : 0));
+    return most;
+  }
+  __device__ int from_lane_of(int i, int v) const {
+    static_assert(kWarps == 1, "of a group");
+    return __shfl_sync(kAll, v, i % 32);
+  }
+  template <class F>
+  __device__ int first(int from, int n, F&& f) const {
+    static_assert(kWarps == 1, "of a group");
+#pragma unroll 1
+    for (; from < n; from += 32) {
+      const unsigned found = __ballot_sync(kAll, from + lane() < n && f(from + lane()));
+      if (found) return from + __ffs(found) - 1;
+    }
+    return n;
   }
   __device__ int64_t sum(int64_t v) {
     for (int far = 16; far > 0; far /= 2) v += __shfl_xor_sync(kAll, v, far);
@@ -161,6 +207,19 @@ class BlockTeam {
   __device__ int lane() const { return threadIdx.x % 32; }
   __device__ int warp() const { return threadIdx.x / 32; }
 
+  // The largest v of the lanes that have one; has: whether this lane has it.
+  __device__ static int32_t warp_max(int32_t v, bool& has) {
+    const int32_t most = __reduce_max_sync(kAll, has ? v : INT32_MIN);
+    has &= v == most;
+    return most;
+  }
+  __device__ static int64_t warp_max(int64_t v, bool& has) {
+    const int32_t high = warp_max(static_cast<int32_t>(v >> 32), has);
+    const uint32_t low = __reduce_max_sync(kAll, has ? static_cast<uint32_t>(v) : 0u);
+    has &= static_cast<uint32_t>(v) == low;
+    return int64_t(high) << 32 | low;
+  }
+
   // Every warp's v for all to read. One barrier is enough: a warp that runs ahead writes the other half, and
   // cannot come round to this half before everybody has left this reduction.
   __device__ const int64_t* publish(int64_t v) {
@@ -171,15 +230,15 @@ class BlockTeam {
     return partial;
   }
 
-  template <class Combine>
-  __device__ int64_t over_warps(int64_t v, Combine&& combine) {
+  template <class Value, class Combine>
+  __device__ Value over_warps(Value v, Combine&& combine) {
     if constexpr (kWarps == 1) {
       sync();  // shuffles order no memory
       return v;
     } else {
       const int64_t* partial = publish(v);
-      v = partial[0];
-      for (int w = 1; w < kWarps; ++w) v = combine(v, partial[w]);
+      v = static_cast<Value>(partial[0]);
+      for (int w = 1; w < kWarps; ++w) v = combine(v, static_cast<Value>(partial[w]));
       return v;
     }
   }
