@@ -6,36 +6,38 @@
 // rank is full after a chunk that its room cut short: it never gets an expert twice. Where the roomy ranks
 // have no spare slot left, a giver that lends to one of them lends more of the same expert and takes the
 // chunk itself: a relay costs one import, as a direct chunk does.
+//
+// A group of lanes makes a try: together they look at slots and ranks, the first writes.
 #pragma once
 
 #include <cstdint>
 
+#include "algorithms/spill_open.h"
 #include "algorithms/spill_view.h"
 #include "host_device.h"
 
 namespace isoload {
 
+template <class Group>
 class SpillGreedy {
  public:
-  ISOLOAD_HD SpillGreedy(const SpillView& view, const SpillState& state, int64_t target)
-      : in_(view), to_(state), target_(target) {}
+  ISOLOAD_HD SpillGreedy(Group& group, const SpillView& view, const SpillState& state, int64_t target)
+      : group_(group), in_(view), to_(state), open_(group, view, state), target_(target) {}
 
   // free: [R] spare slots that may be filled. Returns the largest cost; or, as soon as a rank cannot get
   // below `limit`, that rank's, for this try is no use then: no later step lowers what was given up.
   ISOLOAD_HD int64_t run(const int32_t* free, int64_t slack, int64_t limit) {
     spare_ = free;
-    begin(in_, to_, free);
-    for (int i = 0; i < in_.R && !in_.replicated; ++i)
-      if (const int r = in_.order[i]; may_take(r))
-        to_.takers[num_takers_] = r, to_.filled[num_takers_++] = to_.cost[r];
+    begin(group_, in_, to_, free);
+    if (!in_.replicated) open_.begin([&](int r) { return open_cost(to_.cost[r], to_.free[r]); });
+    group_.sync();
+    ISOLOAD_ROLLED
     for (int i = 0; i < in_.R && in_.load[in_.order[i]] > target_; ++i) {
       const int giver = in_.order[i];
       relieve(giver, slack);
       if (to_.cost[giver] >= limit) return to_.cost[giver];
     }
-    int32_t largest = 0;
-    for (int r = 0; r < in_.R; ++r) largest = to_.cost[r] > largest ? to_.cost[r] : largest;
-    return largest;
+    return largest_cost(group_, in_, to_);
   }
 
   ISOLOAD_HD int32_t flags() const { return flags_; }
@@ -45,24 +47,29 @@ class SpillGreedy {
     int64_t copies;
     int taker, slot;  // rank; slot in which it holds the expert, or -1
     bool near;
+    int at;  // of an open rank; else -1
+  };
+  struct Relay {
+    int32_t copies;
+    int through;  // a spare slot, or -1
   };
 
   ISOLOAD_HD void relieve(int giver, int64_t slack) {
+    const int first = giver * in_.S;
     while (to_.cost[giver] > target_) {
       const int64_t excess = to_.cost[giver] - target_;
       if (excess < in_.min_excess) {  // not worth an import
         if (excess > slack) flags_ |= kSmallExcess;
         return;
       }
-      int largest = giver * in_.S;
-      for (int p = largest + 1; p < giver * in_.S + in_.S; ++p)
-        if (to_.quota[p] > to_.quota[largest]) largest = p;
-      if (to_.quota[largest] == 0) {  // what is left cannot move: shared experts
+      int s;
+      const int64_t here = group_.largest(in_.S, [&](int i) { return to_.quota[first + i]; }, s);
+      if (here == 0) {  // what is left cannot move: shared experts
         flags_ |= kImmovable;
         return;
       }
-      const int e = in_.slot_to_expert[largest], owner = in_.owner(e);
-      const int64_t here = to_.quota[largest];
+      const int e = in_.replicated ? in_.slot_to_expert[first + s] : -1;
+      const int owner = in_.replicated ? in_.owner(e) : giver;
       const int64_t wanted = here < excess ? here : excess;
       Chunk chunk = choose(owner, e, wanted);
       if (chunk.copies < in_.min_chunk && excess <= slack) return;  // the tail stays at home
@@ -71,28 +78,22 @@ class SpillGreedy {
         flags_ |= to_.exports[owner] == in_.egress ? kEgressLimit : kNoSpareSlot;
         return;
       }
-      give(owner, largest, chunk);
+      give(owner, giver, first + s, chunk);
     }
   }
 
   // The largest chunk near the expert's owner, or a far one where the near one is small.
   ISOLOAD_HD Chunk choose(int owner, int e, int64_t wanted) const {
-    const int first = owner / in_.per_node * in_.per_node, last = first + in_.per_node;
-    const bool by_rank = in_.replicated || in_.per_node < in_.R;
-    const Chunk near =
-        by_rank ? among_ranks(owner, e, wanted, first, last, true) : among_takers(owner, wanted, 0, 0, true);
-    if (near.copies == wanted || near.copies >= in_.min_chunk || in_.per_node == in_.R) return near;
-    Chunk far;
-    if (in_.replicated) {
-      far = among_ranks(owner, e, wanted, 0, first, false);
-      const Chunk other = among_ranks(owner, e, wanted, last, in_.R, false);
-      if (other.copies > far.copies ||
-          (other.copies && other.copies == far.copies && to_.cost[other.taker] > to_.cost[far.taker]))
-        far = other;
-    } else {
-      far = among_takers(owner, wanted, first, last, false);
+    const bool all = in_.per_node == in_.R;
+    const int first = all ? 0 : in_.node[owner] * in_.per_node, last = all ? 0 : first + in_.per_node;
+    Chunk other{0, -1, -1, true, -1};
+    ISOLOAD_ROLLED
+    for (bool near = true;; near = false) {
+      const Chunk chunk = among(owner, e, wanted, {first, last, near && !all}, near);
+      if (!near) return other.copies >= chunk.copies ? other : chunk;
+      if (all || chunk.copies == wanted || chunk.copies >= in_.min_chunk) return chunk;
+      other = chunk;
     }
-    return near.copies >= far.copies ? near : far;
   }
 
   ISOLOAD_HD bool lends(int owner, bool near) const {
@@ -100,118 +101,121 @@ class SpillGreedy {
   }
 
   // The largest chunk that one of the ranks takes, of several the fullest, then the lowest.
-  ISOLOAD_HD Chunk among_ranks(int owner, int e, int64_t wanted, int from, int to, bool near) const {
-    Chunk best{0, -1, -1, near};
-    for (int r = from; r < to; ++r) {
-      const int slot = in_.held(e, r, to_.lender, spare_[r], to_.free[r]);
-      int64_t room = target_ - to_.cost[r];
-      if (slot < 0) room = lends(owner, near) && to_.free[r] > 0 ? room - in_.import_cost[near] : 0;
-      const int64_t copies = room < wanted ? room : wanted;
-      if (copies > best.copies || (copies > 0 && copies == best.copies && to_.cost[r] > to_.cost[best.taker]))
-        best = {copies, r, slot, near};
-    }
-    return best;
+  ISOLOAD_HD Chunk among(int owner, int e, int64_t wanted, Ranks ranks, bool near) const {
+    const bool may_lend = lends(owner, near);
+    if (in_.replicated) return among_holders(e, wanted, ranks, near, may_lend);
+    if (!may_lend) return {0, -1, -1, near, -1};
+    const int64_t limit = target_ - in_.import_cost(near);
+    const OpenRank taker = open_.find(limit, wanted, ranks);
+    const int64_t room = limit - taker.cost, copies = room < wanted ? room : wanted;
+    return {copies > 0 ? copies : 0, taker.rank, -1, near, taker.at};
   }
 
-  // The same among all takers but ranks from..to-1, if nobody holds a replica.
-  ISOLOAD_HD Chunk among_takers(int owner, int64_t wanted, int from, int to, bool near) const {
-    const Chunk none{0, -1, -1, near};
-    if (!lends(owner, near)) return none;
-    auto may = [&](int i) { return to_.takers[i] < from || to_.takers[i] >= to; };
-    const int64_t limit = target_ - in_.import_cost[near];
-    const int fits = num_fuller(limit - wanted);
-    for (int i = fits; i < num_takers_; ++i)
-      if (may(i)) return {wanted, to_.takers[i], -1, near};
-    int best = fits - 1;
-    while (best >= 0 && !may(best)) --best;
-    if (best < 0 || to_.filled[best] >= limit) return none;
-    for (int i = best; i >= 0 && to_.filled[i] == to_.filled[best]; --i)
-      if (may(i)) best = i;
-    return {limit - to_.filled[best], to_.takers[best], -1, near};
+  // Where ranks may hold a replica, which needs no import: most copies first, then the fullest.
+  ISOLOAD_HD Chunk among_holders(int e, int64_t wanted, Ranks ranks, bool near, bool may_lend) const {
+    const int first = ranks.begin();
+    int i, mine = -1;  // of this lane's best
+    int64_t most = 0;
+    const int64_t best = group_.largest(
+        ranks.end(in_.R) - first,
+        [&](int k) {
+          const int r = first + k;
+          int64_t room = target_ - to_.cost[r];
+          if (room <= 0 || !ranks.has(r)) return int64_t(0);
+          const int slot = held(e, r);
+          if (slot < 0) room = may_lend && to_.free[r] > 0 ? room - in_.import_cost(near) : 0;
+          const int64_t copies = room < wanted ? room : wanted;
+          const int64_t key = copies > 0 ? copies << 32 | to_.cost[r] : 0;
+          if (key > most) most = key, mine = slot;
+          return key;
+        },
+        i);
+    return {best >> 32, first + i, group_.from_lane_of(i, mine), near, -1};
   }
+  ISOLOAD_HD int held(int e, int r) const { return in_.held(e, r, to_.lender, spare_[r], to_.free[r]); }
 
   // Room for the largest chunk on a giver whose taker has room, but no slot, left. Once there is none, none
   // is sought: the search would take longer than all else.
-  ISOLOAD_HD Chunk relay(int home, int64_t wanted) {
-    Chunk best{0, -1, -1, false};
-    if (in_.replicated || !relays_ || !lends(home, true)) return best;
-    const int64_t least_cost = in_.least_import_cost();
-    int through = -1;
-    for (int r = 0; r < in_.R && best.copies < wanted; ++r) {
-      const int64_t room = target_ - to_.cost[r];
-      if (to_.free[r] > 0 || room - least_cost <= best.copies) continue;
-      for (int p = r * in_.S + in_.S - spare_[r]; p < r * in_.S + in_.S; ++p) {
-        const int32_t left = to_.quota[to_.lender[p]];
-        const int64_t more = room < left ? room : left;
-        if (more - least_cost <= best.copies) continue;
-        const int giver = to_.lender[p] / in_.S;
-        if (giver == home || to_.free[giver] == 0) continue;
-        const bool near = giver / in_.per_node == home / in_.per_node;
-        if (!near && in_.within) continue;
-        const int64_t here = more - in_.import_cost[near], copies = here < wanted ? here : wanted;
-        if (copies > best.copies) best = {copies, giver, -1, near}, through = p;
-      }
+  ISOLOAD_HD ISOLOAD_COLD Chunk relay(int home, int64_t wanted) {
+    if (in_.replicated || !relays_ || !lends(home, true)) return {0, -1, -1, false, -1};
+    Relay mine{0, -1};
+    int r;
+    const int32_t copies = group_.largest(
+        in_.R,
+        [&](int k) {
+          const Relay found = relayed(home, wanted, k);
+          if (found.copies > mine.copies) mine = found;
+          return found.copies;
+        },
+        r);
+    relays_ = copies > 0;
+    if (!relays_) return {0, -1, -1, false, -1};
+    const int through = group_.from_lane_of(r, mine.through), lender = to_.lender[through];
+    const int giver = in_.rank[lender];
+    const bool near = in_.near(giver, home);
+    const int32_t more = copies + static_cast<int32_t>(in_.import_cost(near));
+    group_.sync();  // all have read what is written here
+    if (group_.rank() == 0) {
+      to_.quota[lender] -= more, to_.cost[giver] -= more;
+      to_.quota[through] += more, to_.cost[r] += more;
     }
-    relays_ = best.copies > 0;
-    if (!relays_) return best;
-    const int32_t more = static_cast<int32_t>(best.copies + in_.import_cost[best.near]);
-    to_.quota[to_.lender[through]] -= more, to_.cost[best.taker] -= more;
-    to_.quota[through] += more, to_.cost[through / in_.S] += more;
+    return {copies, giver, -1, near, -1};
+  }
+
+  // The largest chunk that fits if the rank takes more through one of its spare slots.
+  ISOLOAD_HD Relay relayed(int home, int64_t wanted, int r) const {
+    Relay best{0, -1};
+    const int64_t room = target_ - to_.cost[r], least_cost = in_.least_import_cost();
+    if (to_.free[r] > 0 || room <= least_cost) return best;
+    ISOLOAD_ROLLED
+    for (int p = r * in_.S + in_.S - spare_[r]; p < r * in_.S + in_.S; ++p) {
+      const int32_t left = to_.quota[to_.lender[p]];
+      const int64_t more = room < left ? room : left;
+      if (more - least_cost <= best.copies) continue;
+      const int giver = in_.rank[to_.lender[p]];
+      if (giver == home || to_.free[giver] == 0) continue;
+      const bool near = in_.near(giver, home);
+      if (!near && in_.within) continue;
+      const int64_t here = more - in_.import_cost(near), copies = here < wanted ? here : wanted;
+      if (copies > best.copies) best = {static_cast<int32_t>(copies), p};
+    }
     return best;
   }
 
-  // How many takers cost more: those before the others.
-  ISOLOAD_HD int num_fuller(int64_t cost) const {
-    const int32_t level = cost < 0 ? -1 : static_cast<int32_t>(cost);
-    int32_t fuller = 0;
-    for (int i = 0; i < num_takers_; ++i) fuller += to_.filled[i] > level;
-    return fuller;
-  }
-
-  ISOLOAD_HD void give(int owner, int from, const Chunk& chunk) {
-    int slot = chunk.slot;
-    const int r = chunk.taker;
-    const int32_t copies = static_cast<int32_t>(chunk.copies), before = to_.cost[r];
-    to_.cost[from / in_.S] -= copies;
-    to_.cost[r] += copies;
-    if (slot < 0) {
-      slot = r * in_.S + in_.S - to_.free[r];
-      --to_.free[r], ++to_.exports[owner];
-      to_.cost[r] += static_cast<int32_t>(in_.import_cost[chunk.near]);
-      to_.lender[slot] = from;
+  ISOLOAD_HD void give(int owner, int giver, int from, const Chunk& chunk) const {
+    group_.sync();             // all have read what is written here
+    if (group_.rank() == 0) {  // loads first: a store between would end their overlap
+      const int r = chunk.taker;
+      const auto copies = static_cast<int32_t>(chunk.copies);
+      const int32_t kept = to_.cost[giver] - copies, rest = to_.quota[from] - copies;
+      int32_t cost = to_.cost[r] + copies, free = to_.free[r];
+      if (chunk.slot < 0) {
+        const int32_t exports = to_.exports[owner] + 1;
+        const int slot = r * in_.S + in_.S - free--;
+        cost += static_cast<int32_t>(in_.import_cost(chunk.near));
+        to_.exports[owner] = exports, to_.free[r] = free;
+        to_.lender[slot] = from, to_.quota[slot] = copies;
+      } else {
+        to_.quota[chunk.slot] += copies;
+      }
+      to_.cost[giver] = kept, to_.quota[from] = rest, to_.cost[r] = cost;
+      if (chunk.at >= 0) open_.raise(r, chunk.at, open_cost(cost, free));
     }
-    to_.quota[from] -= copies;
-    to_.quota[slot] += copies;
-    if (!in_.replicated) move_up(r, before);
+    group_.sync();
   }
 
-  // A taker that costs more than before comes earlier, or no more. A relay is by no taker.
-  ISOLOAD_HD void move_up(int r, int32_t before) {
-    int i = num_fuller(before);
-    while (i < num_takers_ && to_.takers[i] != r) ++i;
-    if (i == num_takers_) return;
-    if (!may_take(r)) {
-      for (--num_takers_; i < num_takers_; ++i)
-        to_.takers[i] = to_.takers[i + 1], to_.filled[i] = to_.filled[i + 1];
-      return;
-    }
-    const int32_t now = to_.cost[r];
-    for (; i > 0 && (to_.filled[i - 1] < now || (to_.filled[i - 1] == now && to_.takers[i - 1] > r)); --i)
-      to_.takers[i] = to_.takers[i - 1], to_.filled[i] = to_.filled[i - 1];
-    to_.takers[i] = r, to_.filled[i] = now;
+  // What orders a rank among those that may fill a spare slot; nothing else changes it but what it takes.
+  ISOLOAD_HD int32_t open_cost(int32_t cost, int32_t free) const {
+    return free > 0 && target_ - cost > in_.least_import_cost() ? cost : kClosed;
   }
 
-  ISOLOAD_HD bool may_take(int r) const {
-    const int64_t room = target_ - to_.cost[r];
-    return in_.replicated ? room > 0 : to_.free[r] > 0 && room > in_.least_import_cost();
-  }
-
+  Group& group_;
   const SpillView& in_;
   const SpillState to_;
+  const OpenRanks<Group> open_;
   const int64_t target_;
   const int32_t* spare_ = nullptr;  // [R] spare slots that may be filled
-  int num_takers_ = 0;
-  bool relays_ = true;  // whether there may be one
+  bool relays_ = true;              // whether there may be one
   int32_t flags_ = 0;
 };
 

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "algorithms/spill_open.h"
 #include "algorithms/spill_view.h"
 #include "host_device.h"
 
@@ -17,156 +18,163 @@ namespace isoload {
 struct SpillQueue {
   int n;
   const int32_t* slots;  // [n] resident slots of the ranks that may lend, most copies first, then the lowest
-  const int32_t* giver;  // [P] the rank of each slot
-  const int64_t* roomy;  // [R] load_key of the ranks that may take, the least first, then INT64_MAX; by group
   const int32_t* free;   // [R] spare slots that may be filled
 };
 
-// Orders ranks by cost, then number: the cost above 16 bits for the rank.
-ISOLOAD_HD inline int64_t load_key(int32_t cost, int r) { return int64_t(cost) << 16 | r; }
-
+template <class Group>
 class SpillLevel {
  public:
-  ISOLOAD_HD SpillLevel(const SpillView& view, const SpillState& state, int64_t level,
+  ISOLOAD_HD SpillLevel(Group& group, const SpillView& view, const SpillState& state, int64_t level,
                         const SpillQueue& queue)
-      : in_(view), to_(state), queue_(queue), level_(level) {}
+      : group_(group), in_(view), to_(state), open_(group, view, state), queue_(queue), level_(level) {}
 
   // Returns the largest load.
   ISOLOAD_HD int64_t run() {
-    begin(in_, to_, queue_.free);
-    for (int g = 0; g < in_.num_groups(); ++g) to_.takers[g] = to_.filled[g] = 0;
-    for (int r = 0; r < in_.R; ++r) above_ += to_.cost[r] > level_;
+    begin(group_, in_, to_, queue_.free);
+    int32_t above = 0;
+    group_.for_each(in_.R, [&](int r) { above += is_above(r); });
+    open_.begin([&](int r) { return open_cost(to_.cost[r], to_.free[r]); });
+    above_ = group_.sum32(above);
+    group_.sync();
     const int n = queue_.n;
-    int i = 0, first = 0, last = 0;  // the next slot, and rests of those that were cut
-    while (above_ > 0 && (i < n || first < last)) {
-      const bool rest = first < last && (i == n || precedes(to_.rests[first], queue_.slots[i]));
-      const int from = rest ? to_.rests[first++] : queue_.slots[i++];
+    ISOLOAD_ROLLED
+    for (int i = 0; above_ > 0;) {
+      i = group_.first(i, n, [&](int k) { return is_above(in_.rank[queue_.slots[k]]); });
+      if (i == n && num_rests_ == 0) break;
+      const bool rest = num_rests_ > 0 && (i == n || largest_rest() > key(queue_.slots[i]));
+      const int from = rest ? take_rest() : queue_.slots[i++];
       const Answer answer = offer(from);
       if (answer == Answer::full && !in_.within) break;
-      if (answer != Answer::rest) continue;
-      int k = last++;
-      for (; k > first && precedes(from, to_.rests[k - 1]); --k) to_.rests[k] = to_.rests[k - 1];
-      to_.rests[k] = from;
+      if (answer == Answer::rest) add_rest(from);
     }
-    int32_t largest = 0;
-    for (int r = 0; r < in_.R; ++r) largest = to_.cost[r] > largest ? to_.cost[r] : largest;
-    return largest;
+    return largest_cost(group_, in_, to_);
   }
 
-  ISOLOAD_HD int64_t copies_above() const {
-    int64_t copies = 0;
-    for (int r = 0; r < in_.R; ++r) copies += to_.cost[r] > level_ ? to_.cost[r] - level_ : 0;
-    return copies;
+  ISOLOAD_HD int32_t copies_above() const {
+    int32_t copies = 0;
+    const auto level = static_cast<int32_t>(level_);
+    group_.for_each(in_.R, [&](int r) { copies += to_.cost[r] > level ? to_.cost[r] - level : 0; });
+    return group_.sum32(copies);  // none of them has taken any, so there are no more than all copies
   }
 
   // Copies go back as far as the rank they are from has room below `largest`, first where that saves an
-  // import.
+  // import. The last rank's imports come first.
   ISOLOAD_HD void take_back(int64_t largest) {
-    for_each_import(largest, [&](int p, int64_t here, int64_t room) {
-      if (room < here) return;
-      move(p, p / in_.S, to_.lender[p], to_.lender[p] / in_.S, static_cast<int32_t>(here));
-      to_.cost[p / in_.S] -= price(in_.owner(in_.slot_to_expert[to_.lender[p]]), p / in_.S);
-    });
-    for_each_import(largest, [&](int p, int64_t here, int64_t room) {
-      const int64_t most = here - in_.min_chunk, back = room < most ? room : most;
-      if (back > 0) move(p, p / in_.S, to_.lender[p], to_.lender[p] / in_.S, static_cast<int32_t>(back));
-    });
-    for (int r = 0; r < in_.R; ++r) close_up(r);
+    const int n = in_.R * in_.spare;
+    ISOLOAD_ROLLED
+    for (bool whole = true;; whole = false) {
+      ISOLOAD_ROLLED
+      for (int i = 0;; ++i) {
+        i = group_.first(i, n, [&](int k) { return copies_back(import_slot(k), largest, whole) > 0; });
+        if (i == n) break;
+        const int p = import_slot(i);
+        const int32_t copies = copies_back(p, largest, whole);
+        group_.sync();  // all have read what is written here
+        if (group_.rank() == 0) move_back(p, copies, whole);
+        group_.sync();
+      }
+      if (!whole) break;
+    }
+    group_.sync();  // all have looked at all imports
+    group_.for_each(in_.R, [&](int r) { close_up(r); });
   }
 
  private:
   enum class Answer { gone, rest, full };  // nothing is left to be offered; a rest is; no rank may take any
 
   ISOLOAD_HD int32_t price(int owner, int r) const {
-    const bool near = in_.per_node == in_.R || owner / in_.per_node == r / in_.per_node;
-    return static_cast<int32_t>(in_.import_cost[near]);
+    return static_cast<int32_t>(in_.import_cost(in_.near(owner, r)));
   }
+  ISOLOAD_HD bool is_above(int r) const { return to_.cost[r] > level_; }
 
-  // f(slot, copies, room below `largest` on the rank they are from) of every import, the last rank's first.
-  template <class F>
-  ISOLOAD_HD void for_each_import(int64_t largest, F&& f) {
-    for (int r = in_.R - 1; r >= 0; --r) {
-      const int end = r * in_.S + in_.S;
-      for (int p = end - to_.free[r] - 1; p >= end - queue_.free[r]; --p)
-        f(p, int64_t(to_.quota[p]), largest - to_.cost[to_.lender[p] / in_.S]);
-    }
+  ISOLOAD_HD int import_slot(int i) const {
+    const auto from_last = static_cast<int>(uint32_t(i) / uint32_t(in_.spare));  // rank
+    return (in_.R - from_last) * in_.S - 1 - (i - from_last * in_.spare);
+  }
+  // How many of a spare slot's copies may go back: all or none of a whole import, else some of it.
+  ISOLOAD_HD int32_t copies_back(int p, int64_t largest, bool whole) const {
+    const int r = in_.rank[p], end = r * in_.S + in_.S;
+    if (p < end - queue_.free[r] || p >= end - to_.free[r]) return 0;
+    const int64_t here = to_.quota[p], room = largest - to_.cost[in_.rank[to_.lender[p]]];
+    if (whole) return room < here ? 0 : static_cast<int32_t>(here);
+    const int64_t most = here - in_.min_chunk;
+    return static_cast<int32_t>(room < most ? room : most);
+  }
+  ISOLOAD_HD void move_back(int p, int32_t copies, bool whole) const {
+    const int r = in_.rank[p], home = to_.lender[p], giver = in_.rank[home];
+    const int32_t paid = whole ? price(in_.owner(in_.slot_to_expert[home]), r) : 0;
+    to_.quota[p] -= copies, to_.cost[r] -= copies + paid;
+    to_.quota[home] += copies, to_.cost[giver] += copies;
   }
 
   // Offers a slot's copies to the roomiest rank.
   ISOLOAD_HD Answer offer(int from) {
-    const int giver = queue_.giver[from], e = in_.slot_to_expert[from];
-    const int64_t here = to_.quota[from];
-    if (to_.cost[giver] <= level_ || here < in_.min_chunk) return Answer::gone;
-    const int owner = in_.replicated ? in_.owner(e) : giver, g = in_.group(owner);
-    const int64_t fresh = fresh_taker(g), other = to_.filled[g] > 0 ? to_.heap[g * in_.per_node] : INT64_MAX;
-    const int64_t taker = fresh < other ? fresh : other;
-    if (taker == INT64_MAX) return Answer::full;
-    const int r = static_cast<int>(taker & 0xffff);
-    int slot = in_.held(e, r, to_.lender, queue_.free[r], to_.free[r]);
-    const int32_t paid = slot < 0 ? price(owner, r) : 0;
-    const int64_t room = level_ - to_.cost[r] - paid, copies = here < room ? here : room;
-    if (copies < in_.min_chunk || (slot < 0 && to_.exports[owner] == in_.egress)) return Answer::gone;
-    if (slot < 0) {
-      slot = r * in_.S + in_.S - to_.free[r];
-      --to_.free[r], ++to_.exports[owner], to_.cost[r] += paid;
-      to_.lender[slot] = from;
+    const int giver = in_.rank[from];
+    const int32_t here = to_.quota[from], given = to_.cost[giver];
+    if (given <= level_ || here < in_.min_chunk) return Answer::gone;
+    const int e = in_.slot_to_expert[from], owner = in_.replicated ? in_.owner(e) : giver;
+    const OpenRank taker = open_.least(in_.group(owner));
+    if (taker.rank < 0) return Answer::full;
+    const int r = taker.rank, free = to_.free[r], exports = to_.exports[owner];
+    const int held = in_.held(e, r, to_.lender, queue_.free[r], free);
+    const int32_t paid = held < 0 ? price(owner, r) : 0;
+    const int64_t room = level_ - taker.cost - paid;
+    const int32_t copies = here < room ? here : static_cast<int32_t>(room);
+    if (copies < in_.min_chunk || (held < 0 && exports == in_.egress)) return Answer::gone;
+    const int32_t kept = given - copies, cost = taker.cost + paid + copies;
+    group_.sync();  // all have read what is written here
+    if (group_.rank() == 0) {
+      if (held < 0) {
+        const int slot = r * in_.S + in_.S - free;
+        to_.lender[slot] = from, to_.quota[slot] = copies;
+        to_.free[r] = free - 1, to_.exports[owner] = exports + 1;
+      } else {
+        to_.quota[held] += copies;
+      }
+      to_.quota[from] = here - copies, to_.cost[giver] = kept, to_.cost[r] = cost;
+      open_.raise(r, taker.at, open_cost(cost, free - (held < 0)));
+      open_.join(giver, open_cost(kept, to_.free[giver]));
     }
-    move(from, giver, slot, r, static_cast<int32_t>(copies));
-    above_ -= to_.cost[giver] <= level_;
-    if (taker == fresh)
-      ++to_.takers[g], join(r);
-    else
-      sink(g, r);
-    join(giver);
+    group_.sync();
+    above_ -= kept <= level_;
     return copies < here ? Answer::rest : Answer::gone;
   }
-  ISOLOAD_HD bool precedes(int p, int q) const {
-    return to_.quota[p] > to_.quota[q] || (to_.quota[p] == to_.quota[q] && p < q);
+
+  // Orders slots: most copies first, then the lowest.
+  ISOLOAD_HD int64_t key(int p) const { return (int64_t(to_.quota[p]) << 32) - p; }
+  ISOLOAD_HD int64_t largest_rest() {
+    if (rest_ < 0) rest_key_ = group_.largest(num_rests_, [&](int k) { return key(to_.rests[k]); }, rest_);
+    return rest_key_;
+  }
+  ISOLOAD_HD int take_rest() {
+    largest_rest();
+    const int from = to_.rests[rest_], last = to_.rests[--num_rests_];
+    group_.sync();  // all have read what is written here
+    if (group_.rank() == 0) to_.rests[rest_] = last;
+    group_.sync();
+    rest_ = -1;
+    return from;
+  }
+  ISOLOAD_HD void add_rest(int from) {
+    const int64_t mine = key(from);
+    if (num_rests_ == 0 || (rest_ >= 0 && mine > rest_key_)) rest_ = num_rests_, rest_key_ = mine;
+    if (group_.rank() == 0) to_.rests[num_rests_] = from;
+    ++num_rests_;
+    group_.sync();
   }
 
-  ISOLOAD_HD void move(int from, int giver, int to, int taker, int32_t copies) {
-    to_.quota[from] -= copies, to_.cost[giver] -= copies;
-    to_.quota[to] += copies, to_.cost[taker] += copies;
-  }
-
-  // The key of the roomiest rank that has taken nothing yet, or INT64_MAX. Others are in a heap.
-  ISOLOAD_HD int64_t fresh_taker(int g) const {
-    const int k = to_.takers[g];
-    const int64_t key = k < in_.group_size() ? queue_.roomy[g * in_.per_node + k] : INT64_MAX;
-    return key < level_ << 16 ? key : INT64_MAX;
-  }
-  ISOLOAD_HD bool may_take(int r) const { return to_.free[r] > 0 && to_.cost[r] < level_; }
-
-  ISOLOAD_HD void join(int r) {
-    if (!may_take(r)) return;
-    const int g = in_.group(r);
-    int64_t *heap = to_.heap + g * in_.per_node, mine = load_key(to_.cost[r], r);
-    int i = to_.filled[g]++;
-    for (; i > 0 && mine < heap[(i - 1) / 2]; i = (i - 1) / 2) heap[i] = heap[(i - 1) / 2];
-    heap[i] = mine;
-  }
-
-  // The first has less room than before, or none.
-  ISOLOAD_HD void sink(int g, int r) {
-    int64_t* heap = to_.heap + g * in_.per_node;
-    int32_t& n = to_.filled[g];
-    const int64_t mine = may_take(r) ? load_key(to_.cost[r], r) : heap[--n];
-    int i = 0;
-    for (int child = 1; child < n; child = 2 * i + 1) {
-      child += child + 1 < n && heap[child + 1] < heap[child];
-      if (mine < heap[child]) break;
-      heap[i] = heap[child], i = child;
-    }
-    heap[i] = mine;
+  ISOLOAD_HD int32_t open_cost(int32_t cost, int32_t free) const {
+    return free > 0 && cost < level_ ? cost : kClosed;
   }
 
   // A rank's imports without those that are empty, in the first spare slots.
-  ISOLOAD_HD void close_up(int r) {
+  ISOLOAD_HD void close_up(int r) const {
     const int end = r * in_.S + in_.S;
     int kept = end - queue_.free[r];
+    ISOLOAD_ROLLED
     for (int p = kept; p < end - to_.free[r]; ++p) {
       if (to_.quota[p] == 0) {
-        --to_.exports[in_.owner(in_.slot_to_expert[to_.lender[p]])];
+        group_.add(&to_.exports[in_.owner(in_.slot_to_expert[to_.lender[p]])], -1);
         continue;
       }
       const int32_t copies = to_.quota[p];
@@ -176,11 +184,16 @@ class SpillLevel {
     to_.free[r] = end - kept;
   }
 
+  Group& group_;
   const SpillView& in_;
   const SpillState to_;
+  const OpenRanks<Group> open_;
   const SpillQueue& queue_;
   const int64_t level_;
-  int above_ = 0;  // ranks above the level
+  int above_ = 0;         // ranks above the level
+  int num_rests_ = 0;     // of slots that were cut
+  int rest_ = -1;         // the largest of them, or -1: not known
+  int64_t rest_key_ = 0;  // of that
 };
 
 }  // namespace isoload

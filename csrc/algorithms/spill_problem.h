@@ -10,6 +10,7 @@ namespace isoload {
 
 constexpr int kSpillWays = 4, kSpillRounds = 3, kSpillFine = 1000;
 constexpr int kLevelWays = 2, kLevelRounds = 5, kLevelFirst = 4, kLevelFine = 10000;
+constexpr int kSpillProbes = 4;
 constexpr int kSpillStates = kSpillWays + 2;  // two plans are kept while others are tried
 constexpr int64_t kMillion = 1000000;
 
@@ -44,35 +45,40 @@ struct SpillStart {
 // Caller's memory; every array is written before it is read.
 struct SpillWorkspace {
   int64_t R, P;
-  int64_t *heaps, *roomy;           // [kSpillStates, R]; [R] see SpillQueue
   int64_t *reached, *above;         // [kSpillStates] cost of each try; copies above its level
+  int64_t* room;                    // [kSpillProbes] at levels that are looked at together
   int32_t *tries, *flags;           // of all states; [kSpillStates] of each try
-  int32_t *total, *free;            // [E]; [R]
-  SpillStart given, home;           // as the caller says; all copies in their home slots
-  int32_t *queue, *giver;           // [P] slots whose copies may be lent; [P] the rank of each slot
+  int32_t *total, *free, *node;     // [E]; [R]; [R] of each rank
+  int32_t* starts;                  // of both starts
+  int32_t *rank, *queue;            // [P] of each slot; [P] slots whose copies may be lent
   int32_t *index, *slots, *copies;  // [P] to find them
 
+  // As the caller says, or with all copies in their home slots.
+  ISOLOAD_HD SpillStart start(bool home) const {
+    int32_t* const copies = starts + home * (P + 2 * R);
+    return {copies, copies + P, copies + P + R};
+  }
   ISOLOAD_HD SpillState state(int k) const {
-    int32_t* next = tries + k * (5 * R + 3 * P);
+    int32_t* next = tries + k * (7 * R + 3 * P);
     auto take = [&](int64_t n) { return next += n, next - n; };
-    return {heaps + k * R, take(R), take(R), take(R), take(R), take(R), take(P), take(P), take(P)};
+    return {take(R), take(R), take(R), take(4 * R), take(P), take(P), take(P)};
   }
   ISOLOAD_HD static int64_t bytes(int64_t R, int64_t E, int64_t P) {
-    return 8 * (kSpillStates * (2 + R) + R) + 4 * (kSpillStates * (5 * R + 3 * P + 1) + E + 5 * R + 7 * P);
+    return 8 * (2 * kSpillStates + kSpillProbes) +
+           4 * (kSpillStates * (7 * R + 3 * P + 1) + E + 6 * R + 7 * P);
   }
   ISOLOAD_HD static SpillWorkspace at(void* memory, int64_t R, int64_t E, int64_t P) {
     SpillWorkspace ws;
     ws.R = R, ws.P = P;
     ws.reached = static_cast<int64_t*>(memory);
     ws.above = ws.reached + kSpillStates;
-    ws.heaps = ws.above + kSpillStates;
-    ws.roomy = ws.heaps + kSpillStates * R;
-    int32_t* next = reinterpret_cast<int32_t*>(ws.roomy + R);
+    ws.room = ws.above + kSpillStates;
+    int32_t* next = reinterpret_cast<int32_t*>(ws.room + kSpillProbes);
     auto take = [&](int64_t n) { return next += n, next - n; };
-    ws.tries = take(kSpillStates * (5 * R + 3 * P));
+    ws.tries = take(kSpillStates * (7 * R + 3 * P));
     ws.flags = take(kSpillStates), ws.total = take(E), ws.free = take(R);
-    ws.given = {take(P), take(R), take(R)}, ws.home = {take(P), take(R), take(R)};
-    ws.queue = take(P), ws.giver = take(P), ws.index = take(P), ws.slots = take(P), ws.copies = take(P);
+    ws.node = take(R), ws.starts = take(2 * (P + 2 * R));
+    ws.rank = take(P), ws.queue = take(P), ws.index = take(P), ws.slots = take(P), ws.copies = take(P);
     return ws;
   }
 };
