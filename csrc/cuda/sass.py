@@ -14,8 +14,8 @@ INSTRUCTION_BYTES = 16
 CODE_LIMIT = 64 * 1024  # what an instruction cache holds of a kernel
 AHEAD = 4  # loads on their way, at least: of eight that are asked for the compiler may hold some back
 LOADS_AHEAD = re.compile(r"count(_alone)?<")
-IN_SHARED = re.compile(r"plan_exact_fetched<true>")  # no pointer that may lead anywhere
-SHORT = re.compile(r"count|route_numbered<|plan_exact_fetched<true>")  # what every batch runs
+IN_SHARED = re.compile(r"plan_(exact|spill)_fetched<true>")  # no pointer that may lead anywhere
+SHORT = re.compile(r"count|route_numbered<|plan_(exact|spill)_fetched<true>")  # what every batch runs
 
 
 class Code(NamedTuple):

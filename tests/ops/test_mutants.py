@@ -186,14 +186,14 @@ MUTANTS = {
     ),
     "the capacity rounded down": Mutant(
         "csrc/algorithms/plan_spill.h",
-        "ceil_div(copies * in_.capacity_ppm, kMillion * live)",
-        "copies * in_.capacity_ppm / (kMillion * live)",
+        "copies + uint64_t(most_.live) - 1;",
+        "copies;",
         "plan_spill",
     ),
     "a spill published before it is made": Mutant(
         "csrc/algorithms/plan_spill.h",
-        "try_target(view, kept_, target, slack, INT64_MAX);\n    team_.sync();",
-        "try_target(view, kept_, target, slack, INT64_MAX);",
+        "low + step(k), slack, least);\n      });\n      team_.sync();",
+        "low + step(k), slack, least);\n      });",
         "teams",
     ),
     "levels of the last round overwritten": Mutant(
@@ -204,8 +204,8 @@ MUTANTS = {
     ),
     "no plan without what replicas took": Mutant(
         "csrc/algorithms/plan_spill.h",
-        "given.replicated && may_improve(given, capacity)",
-        "false",
+        "!may_improve(worth, capacity)",
+        "true",
         "plan_spill::test_equals_reference",
     ),
     "a small excess moves": Mutant(
@@ -219,14 +219,14 @@ MUTANTS = {
     ),
     "one import too many": Mutant(
         "csrc/algorithms/spill_greedy.h",
-        "lends(owner, near) && to_.free[r] > 0 ?",
-        "lends(owner, near) ?",
+        "may_lend && to_.free[r] > 0 ?",
+        "may_lend ?",
         "plan_spill",
     ),
     "imports cost nothing": Mutant(
         "csrc/algorithms/spill_greedy.h",
-        "to_.cost[r] += static_cast<int32_t>(in_.import_cost[chunk.near]);",
-        "to_.cost[r] += 0 * static_cast<int32_t>(in_.import_cost[chunk.near]);",
+        "cost += static_cast<int32_t>(in_.import_cost(chunk.near));",
+        "cost += 0 * static_cast<int32_t>(in_.import_cost(chunk.near));",
         "plan_spill",
     ),
     "tries of the last round overwritten": Mutant(

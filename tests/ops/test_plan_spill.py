@@ -155,6 +155,31 @@ def test_one_import_where_what_the_exact_split_leaves_would_need_two() -> None:
     assert spill.telemetry.tolist() == [1, 1, 1, 0, 0]
 
 
+def test_a_replica_that_takes_copies_does_not_come_before_larger_rests() -> None:
+    """Some slots that a level has cut are replicas that take copies later: the order of the other rests stays."""
+    case = in_order([100, 1, 4, 100, 144, 9, 4, 25, 25, 16, 16, 0, 49, 144, 100, 16], 8)
+    case.slots = np.array(
+        [[0, 1, -1], [2, 3, 6], [4, 5, 6], [6, 7, 5], [8, 9, -1], [10, 11, 14], [12, 13, -1], [14, 15, 13]]
+    )
+    case.slots = np.pad(case.slots, ((0, 0), (0, 1)), constant_values=-1).ravel().astype(np.int32)
+    case.home, case.spare = (np.arange(16) // 2 * 4 + np.arange(16) % 2).astype(np.int32), 1
+    split = [100, 1, 0, 4, 100, 2, 144, 1, 0, 2, 25, 8, 25, 16, 0, 16, 0, 17, 49, 86, 0, 83, 16, 58]
+    case.start = np.pad(np.array(split).reshape(8, 3), ((0, 0), (0, 1))).ravel().astype(np.int32)
+    spill = case.spill()
+    check_spill(case, spill)
+    assert all(torch.equal(a, b) for a, b in zip(spill, case.spill(reference.plan_spill), strict=True))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 96, 1000, 1024])
+@pytest.mark.parametrize("copies", [1, 1023, 65_537, 2**31 - 1])
+def test_the_capacity_is_rounded_up_once(ranks: int, copies: int) -> None:
+    """To the edges of int32, also beyond: what no rank can have is cut to 2^31 - 1."""
+    loads = [copies - copies // 3, copies // 3] + [0] * (ranks * 2 - 2)
+    for factor in (1.0, 1.000001, 1.333333, 3.0, 999.999999, 1000.0):
+        level = int(in_order(loads, ranks, capacity_factor=factor).spill().level)
+        assert level == min(-(-copies * round(factor * 1_000_000) // (1_000_000 * ranks)), 2**31 - 1)
+
+
 def test_shared_copies_that_cannot_move_are_flagged() -> None:
     case = in_order([5, 5], 2)
     case.fixed = np.array([100, 0], np.int32)

@@ -116,6 +116,12 @@ def spill(spare_slots: int, **rules: Any) -> object:
     return in_order(loads, 16, spare_slots, **rules).spill()
 
 
+def spill_over_many_ranks() -> object:
+    """Of more than a warp has lanes, in nodes that lend within themselves; what is cut is cut again."""
+    loads = np.random.default_rng(7).integers(50, 1000, 160) * (np.arange(160) % 32 < 12)
+    return in_order(loads, 40, 1, ranks_per_node=8, within="node").spill()
+
+
 def spill_beside_replicas() -> object:
     """A slot more on every rank, for a replica of an expert with copies: two starts, two plans."""
     loads = np.random.default_rng(5).integers(50, 1000, 256) * (np.arange(256) < 160)
@@ -145,6 +151,7 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "plan_exact, many ranks": exact_of_many_ranks,
     "share, few experts": share_of_a_few,
     "plan_spill, levels": lambda: spill(1),
+    "plan_spill, many ranks": spill_over_many_ranks,
     "plan_spill, replicas": spill_beside_replicas,
     "plan_spill, least cost": lambda: spill(
         2, capacity_factor=None, import_costs=(50, 200), ranks_per_node=8
