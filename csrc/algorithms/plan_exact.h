@@ -43,7 +43,7 @@ class ExactSolver {
     start();
     int32_t sweeps = 0;
     const int64_t target = with_tolerance(bound_, in_.tolerance_ppm);
-    while (sweeps < in_.sweeps && peak() > target) {
+    while (sweeps < in_.sweeps && is_above(target)) {
       sweep();
       ++sweeps;
     }
@@ -73,6 +73,12 @@ class ExactSolver {
     int64_t top = 0;
     team_.for_each(in_.R, [&](int r) { top = cost(r) > top ? cost(r) : top; });
     return team_.max(top);
+  }
+
+  ISOLOAD_HD bool is_above(int64_t target) {
+    bool above = false;
+    team_.for_each(in_.R, [&](int r) { above |= cost(r) > target; });
+    return team_.any_lane(above);
   }
 
   // Totals per expert, fixed and solo load per rank, the first lower bound; refuses what cannot be planned.

@@ -73,8 +73,8 @@ class ExactPaths {
       over_.insert_if(ws_.load[r] > ws_.cap[r], r);
       under_.insert_if(ws_.load[r] < ws_.cap[r], r);
     });
-    over_ = unite(team_, over_);
-    under_ = unite(team_, under_);
+    over_ = unite(team_, over_, in_.R);
+    under_ = unite(team_, under_, in_.R);
   }
 
   // Breadth first, backwards: level 0 has room, level k can hand copies to level k-1. Returns the level that
@@ -91,7 +91,7 @@ class ExactPaths {
       RankSet<W> next;
       team_.for_each(num_split_,
                      [&](int i) { next.unite_if(ws_.holders[i].meets(frontier), ws_.givers[i]); });
-      next = unite(team_, next).subtract(seen);
+      next = unite(team_, next, in_.R).subtract(seen);
       if (next.empty()) return -1;
       seen |= next;
       frontier = next;
@@ -108,7 +108,7 @@ class ExactPaths {
       before = closed;
       RankSet<W> next;
       team_.for_each(num_split_, [&](int i) { next.unite_if(ws_.givers[i].meets(closed), ws_.holders[i]); });
-      closed |= unite(team_, next);
+      closed |= unite(team_, next, in_.R);
     }
     int64_t copies = 0;
     int size = 0;
