@@ -20,6 +20,7 @@ from support import simt_build
 from support.simt_scenarios import SCENARIOS, bits
 
 SEEDS = (0, 1)
+pytestmark = pytest.mark.slow  # compiling all kernels takes both cores for half a minute
 
 # A barrier of each family: the file and the text behind which it is removed.
 MUTANTS = {
@@ -160,7 +161,6 @@ def test_a_removed_barrier_is_noticed(name: str, removed: Any) -> None:
     assert any(re.match("race|uninitialised", found["finding"]) for found in at), at
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["share", "round_split", "route"])
 def test_a_barrier_removed_from_the_source_is_noticed(name: str, tmp_path: Path) -> None:
     """A barrier that the run-time skips is one that is not there: the same by way of the compiler."""
@@ -171,7 +171,6 @@ def test_a_barrier_removed_from_the_source_is_noticed(name: str, tmp_path: Path)
     assert any(re.match("race|uninitialised", line) for of in found.values() for line in of["findings"])
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_every_barrier_is_needed(package: Path) -> None:
     """By some kernel that comes to it, but for a few lines of each file: the last barrier of a kernel, say."""
@@ -185,7 +184,6 @@ def test_every_barrier_is_needed(package: Path) -> None:
     assert all(len(lines) <= UNNOTICED.get(file, 0) for file, lines in unnoticed.items()), unnoticed
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("op", CHOSEN)
 def test_op(op: str, package: Path) -> None:
     """The op's own tests, with lanes in a drawn order."""
