@@ -85,6 +85,11 @@ def spread(x: Layer) -> object:
     return ops.route_shared(x.slots, row, size(x), RANK)
 
 
+def split_and_row(x: Layer, **options: Any) -> object:
+    split, row = ops.plan_exact_share(x.loads, x.tables, RANK, ranks_per_node=per_node(x), **options)
+    return [*split, row]
+
+
 def exact_of_many_ranks() -> object:
     """Of more than a warp has lanes, with paths to be found."""
     case = draw("duplicates", 64, 8)
@@ -133,6 +138,7 @@ OF_LAYERS: dict[str, tuple[Callable[[Layer], object], tuple[int, int, int]]] = {
     "plan_lp, wide": (next(job.call for job in JOBS if job.name == "plan_lp"), WIDE),
     "plan_exact, packed": (more("packed"), FEW),
     "plan_exact, local": (more("local"), FEW),
+    "plan_exact_share, local": (functools.partial(split_and_row, objective="local"), FEW),
     "plan_waterfill, visited": (visited, FEW),
     "route_shared, spread": (spread, FEW),
     "sampled at a step": (sampled_at_a_step, FEW),
