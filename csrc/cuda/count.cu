@@ -23,12 +23,13 @@ __device__ int32_t fault(Id id, int E) {
   return expert_of(id, E) >= 0 || id == -1 ? 0 : kCountId;
 }
 
-// use(id) of every step-th id of [begin, end), and of -1 instead of those beyond.
-template <class Id, class Use>
-__device__ void for_ids(const Id* ids, int64_t begin, int64_t end, int64_t step, Use&& use) {
-  for (int64_t i = begin; i < end; i += kAhead * step) {
+// use(id) of this block's share of the ids [n], and of -1: `blocks` blocks of kLanes take turns.
+template <int kLanes, class Id, class Use>
+__device__ void for_ids(const Id* ids, int64_t n, int64_t block, int64_t blocks, Use&& use) {
+  constexpr int64_t kTile = kLanes * kAhead;
+  for (int64_t i = block * kTile + threadIdx.x; i < n; i += blocks * kTile) {
     Id id[kAhead];
-    fetch_ahead(ids, i, step, end, id);
+    fetch_ahead<kLanes>(ids + i, static_cast<int>(n - i), id);
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) use(id[a]);
   }
@@ -43,7 +44,7 @@ __global__ void __launch_bounds__(kAloneThreads)
   if (threadIdx.x < kAloneExperts) mine[threadIdx.x] = 0;
   __syncthreads();
   int32_t faults = 0;
-  for_ids(ids, threadIdx.x, n, kAloneThreads, [&](Id id) {
+  for_ids<kAloneThreads>(ids, n, 0, 1, [&](Id id) {
     faults |= fault(id, E);
     if (id >= first && id < first + here) atomicAdd(&mine[id - first], 1);
   });
@@ -60,7 +61,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int e = threadIdx.x; kShared && e < E; e += kThreads) mine[e] = 0;
   __syncthreads();
   int32_t faults = 0;
-  for_ids(ids, int64_t(blockIdx.x) * kThreads + threadIdx.x, n, int64_t(gridDim.x) * kThreads, [&](Id id) {
+  for_ids<kThreads>(ids, n, blockIdx.x, gridDim.x, [&](Id id) {
     faults |= fault(id, E);
     if (expert_of(id, E) >= 0) atomicAdd(kShared ? &mine[id] : &counts[id], 1);
   });
@@ -118,7 +119,7 @@ __device__ int32_t number_copies(const Id* ids, int64_t begin, int64_t end, int 
   const int stride = row_stride(E);
   int32_t* const here = next + threadIdx.x / 32 * stride;
   Id id[kTurns];
-  fetch_ahead(ids, mine, 32, end, id);
+  fetch_ahead<32>(ids + mine, static_cast<int>(end - mine), id);
   for (int i = threadIdx.x; i < warps * stride; i += blockDim.x) next[i] = 0;
   __syncthreads();
   int32_t number[kTurns], faults = 0;

@@ -127,8 +127,8 @@ __global__ void __launch_bounds__(Team::kLanes, 1) route_numbered_kernel(Numbers
   Id id[kTurns];
   int32_t number[kTurns], faults = 0;
   auto look_ahead = [&](int64_t i) {
-    fetch_ahead(in.ids, i, Team::kLanes, end, id);
-    fetch_ahead(in.numbered.numbers, i, Team::kLanes, end, number);
+    fetch_ahead<Team::kLanes>(in.ids + i, static_cast<int>(end - i), id);
+    fetch_ahead<Team::kLanes>(in.numbered.numbers + i, static_cast<int>(end - i), number);
   };
   fetch(team, in.t.offsets, in.E + 1, lists.offsets);
   fetch(team, in.t.slots, in.P, lists.slots);
