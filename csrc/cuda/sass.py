@@ -12,7 +12,8 @@ import nvcc
 
 INSTRUCTION_BYTES = 16
 CODE_LIMIT = 64 * 1024  # what an instruction cache holds of a kernel
-AHEAD = {"count": 8, "count_alone": 8}  # loads on their way, at least: all that a lane asks for
+# Loads on their way, at least: all that a lane asks for.
+AHEAD = dict.fromkeys(("count", "count_alone", "count_numbered", "route_numbered"), 8)
 IN_SHARED = re.compile(r"plan_exact_fetched<true>")  # no pointer that may lead anywhere
 SHORT = re.compile(r"count|route_numbered<|plan_exact_fetched<true>")  # what every batch runs
 

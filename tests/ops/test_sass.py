@@ -57,7 +57,7 @@ def test_faults_are_named() -> None:
     found = sass.faults(
         [
             sass.Code("count<true,long>", "sm_80", waits),
-            sass.Code("route_numbered<int>", "sm_90a", ["NOP"] * 4097),
+            sass.Code("count_of_more<int>", "sm_90a", ["NOP"] * 4097),
             sass.Code(
                 "plan_exact_fetched<true>", "sm_90a", ["ATOMS.ADD R2, [R4], R6", "ATOM.E.ADD R2, [R4.64], R6"]
             ),
@@ -66,6 +66,6 @@ def test_faults_are_named() -> None:
     )
     assert found == [
         "count<true,long> on sm_80 has 1 loads on their way at once, not 8",
-        "route_numbered<int> on sm_90a has 65552 bytes of code, 65536 at most",
+        "count_of_more<int> on sm_90a has 65552 bytes of code, 65536 at most",
         "plan_exact_fetched<true> on sm_90a has 1 accesses by pointers of any memory, as ATOM.E.ADD R2, [R4.64], R6",
     ]
