@@ -1,4 +1,4 @@
-"""A kernel is compiled once for a layer: sizes that change from batch to batch are no part of what Triton keeps it by."""
+"""A kernel is compiled once for a layer: what changes from batch to batch is no part of what Triton keeps it by."""
 
 from __future__ import annotations
 
