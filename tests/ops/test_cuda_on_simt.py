@@ -25,10 +25,11 @@ pytestmark = pytest.mark.slow  # compiling all kernels takes both cores for half
 # A barrier of each family: the file and the text behind which it is removed.
 MUTANTS = {
     "team": ("cuda/block_team.cuh", "if (lane() == 0) partial[warp()] = v;\n    sync();"),
-    "count": ("cuda/count.cu", "mine[threadIdx.x] = 0;\n  __syncthreads();"),
+    "count": ("cuda/count.cuh", "mine[threadIdx.x] = 0;\n  __syncthreads();"),
     "count of many": ("cuda/count.cu", "mine[e] = 0;\n  __syncthreads();"),
-    "count_numbered": ("cuda/count.cu", "__syncwarp();  // all have read the counter"),
-    "count_numbered, next copies": ("cuda/count.cu", "= number[t];\n  __syncthreads();"),
+    "count_numbered": ("cuda/count_numbered.cu", "__syncwarp();  // all have read the counter"),
+    "count_numbered, own counters": ("cuda/count_numbered.cu", "__syncwarp();  // a warp's row is its own"),
+    "count_numbered, next copies": ("cuda/count_numbered.cu", "__syncwarp();  // all have read: the next copies"),
     "route": ("cuda/stable_rank.cuh", "__syncwarp();  // all have read"),
     "route, earlier copies": ("cuda/stable_rank.cuh", "atomicAdd(&counts[k[a]], 1);\n  }\n  __syncthreads();"),
     "route_numbered": ("cuda/route_numbered.cu", "sum += total;\n  }\n  team.sync();"),
@@ -95,7 +96,7 @@ CHOSEN = {
     "top_up": "by_hand or layers_at_once",
     "shard_tokens": "layers_at_once",
     "route": "equals_reference_where or nothing or 12-empty_slots",
-    "route_numbered": "(equals_route_and and (700 or 257)) or other_columns",
+    "route_numbered": "(equals_route_and and (700 or 129)) or other_columns",
     "route_shared": "equals_reference and 1-True",
     "route_shared_sampled": "equals_reference",
     "append_shared_expert": "equals_reference",
