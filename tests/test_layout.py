@@ -38,7 +38,7 @@ FLOORS = [
     ["policies", "placers", "formats", "trace", "transport", "experts", "predict", "checkpoints"],
     ["counting", "planning"],
     ["routing", "workloads"],
-    ["balancer"],
+    ["balancer", "captured"],
     ["weights"],
     ["layer"],
     ["replay"],
