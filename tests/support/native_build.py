@@ -33,13 +33,13 @@ class Outcome:
     counts: dict[str, int]
 
 
-def build(source_dir: Path, out: Path, flags: Sequence[str]) -> Path:
-    """Compiles the program against ``source_dir`` (csrc or a changed copy of it) into the file ``out``.
+def build(source_dir: Path, out: Path, flags: Sequence[str], program: Path = PROGRAM) -> Path:
+    """Compiles a program against ``source_dir`` (csrc or a changed copy of it) into the file ``out``.
 
     Raises:
         RuntimeError: with the compiler's message, if the sources do not compile.
     """
-    command = [CXX, *BASE_FLAGS, *flags, f"-I{source_dir}", str(PROGRAM), "-o", str(out)]
+    command = [CXX, *BASE_FLAGS, *flags, f"-I{source_dir}", str(program), "-o", str(out)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         raise RuntimeError(result.stderr)
