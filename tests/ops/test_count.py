@@ -37,9 +37,13 @@ def test_input_need_not_be_contiguous() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("experts", [1, 3, 257, 1030])
+@pytest.mark.parametrize("experts", [1, 3, 257, 1030, 5001])
 @pytest.mark.parametrize(
-    "shape", [(0, 8), (5, 0), (1, 1), (256, 2), (257, 8), (1400, 6), (4097, 8), (300, 20)]
+    "shape",
+    [
+        *[(0, 8), (5, 0), (1, 1), (PART_ROWS, 2), (PART_ROWS + 1, 8), (3 * PART_ROWS - 1, 6), (4097, 8)],
+        *[(2 * PART_ROWS, 9), (300, 40)],  # more choices than a block of a GPU takes at once
+    ],
 )
 def test_numbered_equals_reference_and_a_copy_follows_its_number(
     shape: tuple[int, int], experts: int, dtype: torch.dtype
