@@ -66,8 +66,10 @@ struct RankSet {
   }
   template <class F>
   ISOLOAD_HD void for_each(F&& f) const {
-    for (int w = 0; w < W; ++w)
+    for (int w = 0; w < W; ++w) {
+      ISOLOAD_ROLLED
       for (uint64_t left = word[w]; left; left &= left - 1) f(w * 64 + lowest_one(left));
+    }
   }
 };
 

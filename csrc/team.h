@@ -40,6 +40,7 @@ struct SerialTeam {
   ISOLOAD_HD void sync() const {}
   template <class F>
   ISOLOAD_HD void for_each(int n, F&& f) const {
+    ISOLOAD_ROLLED
     for (int i = 0; i < n; ++i) f(i);
   }
   template <class Wide, class F, class G>

@@ -51,6 +51,7 @@ ISOLOAD_HD void balance_level(Group& group, const ReplicaTables& t, int e, int32
     group.for_each(copies, [&](int i) { in += replica(i).other <= level; });
     below = group.sum32(in);
   }
+  ISOLOAD_ROLLED
   for (int begin = 0; begin < copies; begin += group.size()) {  // the first ranks take what is left over
     const int i = begin + group.rank();
     const Replica at = i < copies ? replica(i) : mine;
@@ -71,6 +72,7 @@ ISOLOAD_HD inline void balance_costs(const ReplicaTables& t, int e, const int32_
                                      int32_t* quota) {
   auto cost = [&](int j) { return int64_t(ticks[t.ranks[j]]) * load[t.ranks[j]]; };
   int low = t.offsets[e], high = -1;
+  ISOLOAD_ROLLED
   for (int j = t.offsets[e]; j < t.offsets[e + 1]; ++j) {
     if (cost(j) < cost(low)) low = j;
     if (quota[t.slots[j]] > 0 && (high < 0 || cost(j) > cost(high))) high = j;

@@ -30,30 +30,34 @@ class ExactPaths {
 
   // From the bound that `found` has, on the load and the quota as they are. A barrier comes before it.
   ISOLOAD_HD PathsFound augment(PathsFound found) {
-    aim(with_tolerance(found.bound, in_.tolerance_ppm));
-    if (!over_.empty()) list_ranks();
-    while (!over_.empty()) {
-      const int depth = find_levels();
-      if (depth < 0) {
-        found.bound = certify();
-        aim(with_tolerance(found.bound, in_.tolerance_ppm));
-        ++found.steps;
-      } else if (found.paths >= in_.budget) {
-        found.cut = true;
-        break;
-      } else {
-        follow(depth);
-        ++found.paths;
-      }
+    for (bool listed = false;; listed = true) {
+      aim(with_tolerance(found.bound, in_.tolerance_ppm));
+      if (!listed && !over_.empty()) list_ranks();
+      if (!take_paths(found)) return found;
+      found.bound = certify();
+      ++found.steps;
     }
-    return found;
   }
 
  private:
+  // Whether ranks are over the target still and no path is left.
+  ISOLOAD_HD bool take_paths(PathsFound& found) {
+    while (!over_.empty()) {
+      const int depth = find_levels();
+      if (depth < 0) return true;
+      found.cut = found.paths >= in_.budget;
+      if (found.cut) return false;
+      follow(depth);
+      ++found.paths;
+    }
+    return false;
+  }
+
   ISOLOAD_HD void list_ranks() {
     team_.for_each(num_split_, [&](int i) {
       const int e = t_.order[i];
       RankSet<W> holders, givers;
+      ISOLOAD_ROLLED
       for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j) {
         holders.insert(t_.ranks[j]);
         givers.insert_if(quota_[t_.slots[j]] > 0, t_.ranks[j]);
@@ -134,6 +138,7 @@ class ExactPaths {
     width = room < width ? room : width;
     team_.sync();  // all lanes have read the loads that lane 0 changes now
     if (team_.rank() == 0) {
+      ISOLOAD_ROLLED
       for (int k = 0; k < depth; ++k) move(ws_.from[k], ws_.to[k], width);
       ws_.load[source_] = load - width;
       ws_.load[u] += width;
