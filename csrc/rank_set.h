@@ -66,15 +66,17 @@ struct RankSet {
   }
   template <class F>
   ISOLOAD_HD void for_each(F&& f) const {
-    for (int w = 0; w < W; ++w)
+    for (int w = 0; w < W; ++w) {
+      ISOLOAD_ROLLED
       for (uint64_t left = word[w]; left; left &= left - 1) f(w * 64 + lowest_one(left));
+    }
   }
 };
 
-// The union of every lane's set, in all lanes.
+// The union of every lane's set of ranks below R, in all lanes.
 template <int W, class Team>
-ISOLOAD_HD RankSet<W> unite(Team& team, RankSet<W> mine) {
-  for (int w = 0; w < W; ++w) mine.word[w] = team.any(mine.word[w]);
+ISOLOAD_HD RankSet<W> unite(Team& team, RankSet<W> mine, int R = 64 * W) {
+  for (int w = 0; w < W; ++w) mine.word[w] = team.any(mine.word[w], R - 64 * w);
   return mine;
 }
 

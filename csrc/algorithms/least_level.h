@@ -47,10 +47,9 @@ ISOLOAD_HD ISOLOAD_COLD int64_t least_level(Team& team, const LevelProblem& of, 
       after = multiple + ticks(i) < after ? multiple + ticks(i) : after;
     });
     here = team.sum(here);
-    if (here >= of.wanted)
-      high = team.max(before);
-    else
-      low = -team.max(-after);
+    const bool enough = here >= of.wanted;
+    const int64_t next = team.max(enough ? before : -after);
+    enough ? high = next : low = -next;
     guess = level + static_cast<int64_t>(static_cast<double>(of.wanted - here) * per_copy);
   }
   return low;

@@ -41,9 +41,11 @@ struct Start {
     team.for_each(t.num_split(), [&](int i) {
       const int e = t.order[i], end = t.offsets[e + 1];
       int32_t far = 0;  // copies from nodes without a replica
+      ISOLOAD_ROLLED
       for (int node = 0, j = t.offsets[e]; node < R; node += per_node) {
         const int first = j;  // replicas ascend by rank, so this node's are next
         int32_t near = 0;     // copies from ranks without a replica
+        ISOLOAD_ROLLED
         for (int s = node; s < node + per_node; ++s) {
           const int32_t n = loads[int64_t(s) * E + e];
           if (j < end && t.ranks[j] == s)
@@ -69,6 +71,7 @@ struct Start {
     team.sync();
     team.for_each(n, [&](int i) {  // sorted by counting: needs no other lane
       int before = 0;
+      ISOLOAD_ROLLED
       for (int k = 0; k < n; ++k) before += copies[k] > copies[i] || (copies[k] == copies[i] && k < i);
       falling[before] = t.order[i];
     });
@@ -80,6 +83,7 @@ struct Start {
         return (ticks ? ticks[r] : 1) * (int64_t(load[r]) + total[e]);
       };
       int best = t.offsets[e];
+      ISOLOAD_ROLLED
       for (int j = best + 1; j < t.offsets[e + 1]; ++j)
         if (cost(j) < cost(best)) best = j;
       give(best, total[e]);
@@ -115,6 +119,7 @@ ISOLOAD_HD inline void close_replicas(const ReplicaTables& t, int e, const int32
   const int first = t.offsets[e], last = t.offsets[e + 1];
   for (int from = first; from < last; ++from) {
     int32_t& copies = quota[t.slots[from]];
+    ISOLOAD_ROLLED
     for (int to = first; to < last && copies > 0; ++to) {
       int32_t& taken = quota[t.slots[to]];
       if (to == from || taken == 0 || cap[t.ranks[to]] - load[t.ranks[to]] < copies) continue;

@@ -105,10 +105,15 @@ class BlockTeam {
     const uint32_t low = __reduce_max_sync(kAll, high == top ? static_cast<uint32_t>(v) : 0u);
     return over_warps(int64_t(top) << 32 | low, [](int64_t a, int64_t b) { return a > b ? a : b; });
   }
-  __device__ uint64_t any(uint64_t v) {
-    const uint64_t high = __reduce_or_sync(kAll, static_cast<uint32_t>(v >> 32));
+  __device__ uint64_t any(uint64_t v, int bits = 64) {
+    const uint64_t high = bits > 32 ? __reduce_or_sync(kAll, static_cast<uint32_t>(v >> 32)) : 0;
     const uint64_t low = __reduce_or_sync(kAll, static_cast<uint32_t>(v));
     return over_warps(static_cast<int64_t>(high << 32 | low), [](int64_t a, int64_t b) { return a | b; });
+  }
+  __device__ bool any_lane(bool b) const {
+    if constexpr (kWarps > 1) return __syncthreads_or(b);
+    sync();  // a vote orders no memory
+    return __ballot_sync(kAll, b) != 0;
   }
   __device__ int32_t add(int32_t* p, int32_t v) const { return atomicAdd(p, v); }
 
