@@ -99,6 +99,7 @@ CHOSEN = {
     "append_shared_expert": "equals_reference",
     "number_rows": "equals_reference",
     "pack_rows": "equals_reference and 63 or more_ranks",
+    "gather_rows": "processes",
     "group_copies": "equals_reference",
     "borrow": "equals_reference",
     "device_errors": "noted",
