@@ -1,10 +1,10 @@
-// gather_rows: every rank's row to every rank, through memory that all of them write. A rank puts its row into
-// every other rank's board, then the number of the round, and waits for theirs.
+// gather_rows: every rank's row to every rank, through memory that all of them write. A rank puts its row
+// into every other rank's board, then the number of the round, and waits for theirs.
 //
 // A board has places for two rounds, and they are enough. A rank puts round n + 2 where round n lay once its
-// own round n + 1 has ended, for which every rank has put a row of n + 1. A rank begins n + 1 when its round n
-// has ended, with all rows copied out. So a rank's rounds must follow one another: on a GPU in one stream, and
-// a kernel that is launched before the one ahead of it has ended waits for that before it calls this.
+// own round n + 1 has ended, for which every rank has put a row of n + 1. A rank begins n + 1 when its round
+// n has ended, with all rows copied out. So a rank's rounds must follow one another: on a GPU in one stream,
+// and a kernel that is launched before the one ahead of it has ended waits for that before it calls this.
 //
 // Round numbers wrap. A place sees every second number only, and never one that is two ahead.
 #pragma once
@@ -29,9 +29,9 @@ struct Board {
 };
 
 struct RowGather {
-  const int32_t* row;      // [W]
-  const int64_t* boards;   // [R] address of every rank's board, as this rank reaches it
-  int32_t* own;            // this rank's board
+  const int32_t* row;     // [W]
+  const int64_t* boards;  // [R] address of every rank's board, as this rank reaches it
+  int32_t* own;           // this rank's board
   int R, W, rank;
   int64_t patience;  // nanoseconds until a rank is late
 
@@ -48,7 +48,8 @@ struct RowGather {
 
 template <class Team>
 ISOLOAD_HD void put_row(Team& team, const RowGather& in, uint32_t round) {
-  team.for_each((in.R - 1) * in.W, [&](int i) { in.there(round, i / in.W)[1 + i % in.W] = in.row[i % in.W]; });
+  team.for_each((in.R - 1) * in.W,
+                [&](int i) { in.there(round, i / in.W)[1 + i % in.W] = in.row[i % in.W]; });
   team.sync();  // the number of the round says that all of the row is there
   team.for_each(in.R - 1,
                 [&](int i) { store_release(reinterpret_cast<uint32_t*>(in.there(round, i)), round); });
@@ -73,8 +74,8 @@ ISOLOAD_HD int wait_for_rows(Team& team, const RowGather& in, uint32_t round) {
 }
 
 // rows [R, W] of all ranks. Returns 0, or one more than the rank that was too late; from then on at once, for
-// this board gathers no more. Then the late rank's row is full of INT32_MAX, which no planner takes for loads,
-// and other ranks' rows are 0: nothing old is left.
+// this board gathers no more. Then the late rank's row is full of INT32_MAX, which no planner takes for
+// loads, and other ranks' rows are 0: nothing old is left.
 template <class Team>
 ISOLOAD_HD int gather_rows(Team& team, const RowGather& in, int32_t* rows) {
   const uint32_t round = static_cast<uint32_t>(in.own[Board::kRounds]) + 1;

@@ -15,6 +15,7 @@ CODE_LIMIT = 64 * 1024  # what an instruction cache holds of a kernel
 AHEAD = 4  # loads on their way, at least: of eight that are asked for the compiler may hold some back
 LOADS_AHEAD = re.compile(r"count(_alone)?<")
 IN_SHARED = re.compile(r"plan_exact_fetched<true>")  # no pointer that may lead anywhere
+ACROSS = re.compile(r"gather_rows")  # words that other GPUs read and write
 SHORT = re.compile(r"count|route_numbered<|plan_exact_fetched<true>")  # what every batch runs
 
 
@@ -71,6 +72,21 @@ def loads_in_flight(instructions: list[str]) -> int:
     return most
 
 
+def without_order(instructions: list[str]) -> list[str]:
+    """Words for other GPUs without a fence ahead; what follows a word of theirs while old lines are in the cache."""
+    found, fenced, stale = [], False, False
+    for line in instructions:
+        fenced |= bool(re.match(r"MEMBAR\S*\.SYS", line))
+        stale &= not line.startswith("CCTL.IVALL")
+        if re.match(r"ST\S*\.STRONG\.SYS", line) and not fenced:
+            found.append(line)
+        if stale and re.match("LDG|BAR|BRA|EXIT", line):
+            found.append(line)
+        fenced &= not line.startswith(("ST", "BRA"))
+        stale |= bool(re.match(r"LD\S*\.STRONG\.SYS", line))
+    return found
+
+
 def faults(codes: list[Code]) -> list[str]:
     found = []
     for code in codes:
@@ -80,6 +96,11 @@ def faults(codes: list[Code]) -> list[str]:
             found.append(f"{of} has {size} bytes of code, {CODE_LIMIT} at most")
         if LOADS_AHEAD.match(code.kernel) and (ahead := loads_in_flight(code.instructions)) < AHEAD:
             found.append(f"{of} has {ahead} loads on their way at once, not {AHEAD}")
+        if ACROSS.match(code.kernel):
+            shared = {line[:2] for line in code.instructions if ".STRONG.SYS" in line}
+            if shared != {"ST", "LD"}:
+                found.append(f"{of} must write and read words across the system")
+            found += [f"{of} has no order around {line}" for line in without_order(code.instructions)]
         anywhere = [line for line in code.instructions if re.match(r"(LD|ST|ATOM)(\.| )", line)]
         if IN_SHARED.match(code.kernel) and anywhere:
             found.append(f"{of} has {len(anywhere)} accesses by pointers of any memory, as {anywhere[0]}")

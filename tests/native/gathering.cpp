@@ -1,10 +1,9 @@
-// gather_rows between R ranks of N lanes each, a thread per lane, over boards in one memory. Every rank looks at
-// every row of every round; some wait at random before a round. Under ThreadSanitizer a missing barrier, release
-// or acquire is reported as a data race, and so is a row that is overwritten while another rank reads it.
+// gather_rows between R ranks of N lanes each, a thread per lane, over boards in one memory. Every rank looks
+// at every row of every round; some wait at random before a round. Under ThreadSanitizer a missing barrier,
+// release or acquire is reported as a data race, and so is a row that is overwritten while another rank reads
+// it.
 //   gathering RANKS LANES ROUNDS
 // Prints one line; the exit code is 1 if a row was wrong or a rank late.
-#include "algorithms/gather_rows.h"
-
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -12,6 +11,8 @@
 #include <random>
 #include <thread>
 #include <vector>
+
+#include "algorithms/gather_rows.h"
 
 namespace isoload {
 
