@@ -100,7 +100,7 @@ CHOSEN = {
     "append_shared_expert": "equals_reference",
     "number_rows": "equals_reference",
     "pack_rows": "equals_reference and 63 or more_ranks",
-    "gather_rows": "1-5 or 2-0.002 or wraps",
+    "gather_rows": "1-5 or 2-200 or wraps",
     "group_copies": "equals_reference",
     "borrow": "equals_reference",
     "device_errors": "noted",
