@@ -8,22 +8,26 @@ from pathlib import Path
 import pytest
 
 from support import native_build
-from support.native_build import CSRC, THREAD, Outcome
+from support.native_build import CSRC, THREAD
 
 PROGRAM = Path(__file__).parents[1] / "native" / "gathering.cpp"
 ALGORITHM, MEMORY = "algorithms/gather_rows.h", "system_memory.h"
 
 
-def run(source_dir: Path, folder: Path, numbers: tuple[int, int, int], timeout: float) -> Outcome:
-    """Ranks, lanes, rounds."""
+def build(source_dir: Path, folder: Path) -> Path:
     native_build.need(THREAD)
-    program = native_build.build(source_dir, folder / "gathering", THREAD, PROGRAM)
-    return native_build.run_arguments(program, numbers, timeout)
+    return native_build.build(source_dir, folder / "gathering", THREAD, PROGRAM)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(CSRC, tmp_path_factory.mktemp("gathering"))
 
 
 @pytest.mark.parametrize("numbers", [(3, 2, 1000), (5, 1, 500), (2, 5, 300)])
-def test_without_a_race(numbers: tuple[int, int, int], tmp_path: Path) -> None:
-    outcome = run(CSRC, tmp_path, numbers, 60)
+def test_without_a_race(numbers: tuple[int, int, int], program: Path) -> None:
+    """Ranks, lanes, rounds."""
+    outcome = native_build.run_arguments(program, numbers, 60)
     assert outcome.code == 0, outcome.text
     assert outcome.counts == {"rounds": numbers[2], "wrong": 0, "late": 0}
 
@@ -52,5 +56,5 @@ def test_each_fault_is_noticed(name: str, tmp_path: Path) -> None:
     text = (source_dir / file).read_text()
     assert text.count(old) == 1, f"{file} must hold exactly once: {old}"
     (source_dir / file).write_text(text.replace(old, new))
-    outcome = run(source_dir, tmp_path, (3, 3, 400), 8)
+    outcome = native_build.run_arguments(build(source_dir, tmp_path), (3, 3, 400), 8)
     assert outcome.code != 0, outcome.text  # a race, a wrong row, or ranks that wait for ever

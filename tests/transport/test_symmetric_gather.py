@@ -12,10 +12,14 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload import Balancer, CollectiveGroup, LocalGroup, Topology
+from isoload import Balancer, CapturedBalancer, CollectiveGroup, LocalGroup, Topology
 from isoload.transport import CollectiveTransport, collective, error_code, shared_memory
+from isoload.transport import group as group_module
 from isoload.transport.agreement import LATE, raise_failure
+from isoload.transport.boards import Boards
+from isoload.transport.peers import SameProcess
 from support.processes import die, rank_outcomes, run_ranks
+from support.recorded_calls import RecordedCalls, as_if_capturing
 from support.small_batches import EXPERTS, draw_ids
 
 RANKS = 3
@@ -50,6 +54,40 @@ def test_slots_are_those_of_virtual_ranks(policy: str) -> None:
     got = run_ranks(balance, RANKS, policy, 50)
     balancer = Balancer(make_placement(), 0, policy, LocalGroup(TOPOLOGY))
     for batch in range(50):
+        for rank, slots in enumerate(balancer(draw_ids(batch)[:RANKS])):
+            assert torch.equal(got[rank][batch], slots), (rank, batch)
+
+
+def replay_from_the_second(call: Any) -> Any:
+    """A graph's double whose capture is its first replay: what other ranks put here meanwhile cannot be undone."""
+    calls, ran = RecordedCalls(), []
+    with as_if_capturing(), calls:
+        result = call()
+
+    def replay() -> None:
+        if ran:
+            calls.replay()
+        ran.append(True)
+
+    return replay, result
+
+
+def balance_in_a_graph(rank: int, batches: int) -> list[Tensor]:
+    balancer = Balancer(make_placement(), 0, "exact", make_group())
+    graph = CapturedBalancer(balancer, 37, 4, device="cpu", capture=replay_from_the_second)
+    with patch.object(
+        group_module, "values_readable", lambda _tensor: False
+    ):  # as on a GPU: no facts in the row
+        first = [
+            balancer(draw_ids(batch)[rank]) for batch in range(rank)
+        ]  # not all capture in the same batch
+        return first + [graph(draw_ids(batch)[rank]).clone() for batch in range(rank, batches)]
+
+
+def test_the_number_of_the_round_is_read_by_every_replay() -> None:
+    got = run_ranks(balance_in_a_graph, RANKS, 30)
+    balancer = Balancer(make_placement(), 0, "exact", LocalGroup(TOPOLOGY))
+    for batch in range(30):
         for rank, slots in enumerate(balancer(draw_ids(batch)[:RANKS])):
             assert torch.equal(got[rank][batch], slots), (rank, batch)
 
@@ -188,6 +226,30 @@ def test_where_a_gpu_has_no_symmetric_memory() -> None:
     group.peers = lambda _device: None  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="gather must be 'collective' where cuda:0 has no symmetric memory"):
         group._make_boards(torch.device("cuda", 0))
+
+
+class NotedPeers(SameProcess):
+    """Of one rank, whose barriers are noted."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def new(self, *given: Any) -> Tensor:
+        self.done.append("new")
+        return super().new(*given)
+
+    def meet(self) -> None:
+        self.done.append("meet")
+
+
+def test_no_row_is_put_before_all_boards_are_zeros() -> None:
+    peers = NotedPeers()
+    boards = Boards(peers, torch.device("cpu"), Topology(1), 0, 1.0)
+    row = torch.arange(3, dtype=torch.int32)
+    assert torch.equal(boards.gather(row), row.unsqueeze(0)) and torch.equal(
+        boards.gather(row + 1)[0], row + 1
+    )
+    assert peers.done == ["new", "meet"]
 
 
 def made(rank: int) -> int:
