@@ -1,4 +1,4 @@
-"""What bench_cuda calls: every op on a layer of gpu_layers, and the chain count, plan_exact, share, route."""
+"""What bench_cuda calls: every op on a layer of gpu_layers, and the chain from ids to slots."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ def numbered(x: Layer) -> ops.Numbered:
     return ops.Numbered(x.loads[RANK], x.numbers, x.parts)
 
 
+def split_and_row(x: Layer) -> list[Tensor]:
+    """As a Balancer plans: the split, and this rank's row of the share."""
+    split, row = ops.plan_exact_share(x.loads, x.tables, RANK, ranks_per_node=per_node(x))
+    return [*split, row]
+
+
 def chain(x: Layer) -> Tensor:
     """As a Balancer does, but for the gather."""
     of_ids = ops.count_numbered(x.ids, EXPERTS)
-    quota = ops.plan_exact(x.loads, x.tables).quota
-    row = ops.share(x.loads, quota, x.tables, per_node(x), RANK)
+    *_, row = split_and_row(x)
     return ops.route_numbered(x.ids, of_ids, row, x.tables)
 
 
@@ -107,6 +112,7 @@ JOBS = (
         ("loads", "tables"),
         12,
     ),
+    Job("plan_exact_share", "plan_exact_share", split_and_row, ("loads", "tables"), 10),
     Job("plan_active", "plan_active", lambda x: ops.plan_active(x.loads, x.tables), ("loads", "tables")),
     Job("plan_lp", "plan_lp", lambda x: ops.plan_lp(x.loads, x.tables), ("loads", "tables"), 25, LPLB),
     Job(

@@ -6,9 +6,11 @@
 #ifdef __CUDACC__
 #define ISOLOAD_HD __host__ __device__
 #define ISOLOAD_COLD  // on a GPU a call would force the caller's registers into memory
+#define ISOLOAD_ROLLED _Pragma("unroll 1")  // before a loop whose turns are long enough
 #else
 #define ISOLOAD_HD
 #define ISOLOAD_COLD [[gnu::noinline]]
+#define ISOLOAD_ROLLED
 #endif
 
 namespace isoload {
@@ -27,6 +29,13 @@ ISOLOAD_HD inline int count_ones(uint32_t word) {
   return __popc(word);
 #else
   return __builtin_popcount(word);
+#endif
+}
+ISOLOAD_HD inline int count_ones(uint64_t word) {
+#ifdef __CUDA_ARCH__
+  return __popcll(word);
+#else
+  return __builtin_popcountll(word);
 #endif
 }
 

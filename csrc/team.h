@@ -31,6 +31,7 @@ struct ColumnSums {
 
 // One lane: plain loops, every synchronisation compiles to nothing.
 struct SerialTeam {
+  static constexpr int kLanes = 1;
   ISOLOAD_HD int rank() const { return 0; }
   ISOLOAD_HD int size() const { return 1; }
   ISOLOAD_HD void sync() const {}

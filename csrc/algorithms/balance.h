@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "algorithms/quotient.h"
 #include "algorithms/replica_tables.h"
 #include "host_device.h"
 
@@ -74,10 +75,9 @@ ISOLOAD_HD inline void balance_costs(const ReplicaTables& t, int e, const int32_
     if (cost(j) < cost(low)) low = j;
     if (quota[t.slots[j]] > 0 && (high < 0 || cost(j) > cost(high))) high = j;
   }
-  if (high < 0) return;
-  int64_t move = (cost(high) - cost(low)) / (int64_t(ticks[t.ranks[high]]) + ticks[t.ranks[low]]);
+  if (high < 0 || cost(high) <= cost(low)) return;
+  int64_t move = quotient(cost(high) - cost(low), ticks[t.ranks[high]] + ticks[t.ranks[low]]);
   move = move < quota[t.slots[high]] ? move : quota[t.slots[high]];
-  if (move <= 0) return;
   quota[t.slots[high]] -= static_cast<int32_t>(move), load[t.ranks[high]] -= static_cast<int32_t>(move);
   quota[t.slots[low]] += static_cast<int32_t>(move), load[t.ranks[low]] += static_cast<int32_t>(move);
 }

@@ -110,12 +110,7 @@ class ExactSolver {
           solo = group.sum32(solo);
           if (group.rank() == 0) ws_.load[r] = solo + (in_.fixed ? in_.fixed[r] : 0);
         });
-    level_ = smallest_peak(
-        in_.ticks, copies + pour,
-        [&](auto&& f) {
-          for (int r = 0; r < R; ++r) f(r);
-        },
-        R);
+    level_ = smallest_peak(team_, in_.ticks, R, copies + pour, R, [](int) { return true; });
     team_.sync();
     const int64_t top = peak();
     bound_ = top > level_ ? top : level_;

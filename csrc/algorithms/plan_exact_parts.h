@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "algorithms/least_level.h"
+#include "algorithms/quotient.h"
 #include "algorithms/replica_tables.h"
 #include "algorithms/start.h"
 #include "host_device.h"
@@ -44,22 +46,14 @@ ISOLOAD_HD inline int64_t with_tolerance(int64_t bound, int64_t ppm) {
   return bound + bound / million * ppm + bound % million * ppm / million;
 }
 
-// The smallest peak at which `size` ranks, listed by each(f), can carry `copies` copies between them. ticks:
-// [R] or null.
-template <class Each>
-ISOLOAD_HD int64_t smallest_peak(const int32_t* ticks, int64_t copies, Each&& each, int size) {
-  if (!ticks) return (copies + size - 1) / size;
-  int64_t low = 0, high = copies << 20;  // one rank alone could carry everything
-  while (low < high) {
-    const int64_t middle = low + (high - low) / 2;
-    int64_t room = 0;
-    each([&](int r) { room += middle / ticks[r]; });
-    if (room >= copies)
-      high = middle;
-    else
-      low = middle + 1;
-  }
-  return low;
+// The smallest peak at which `size` of R ranks, those that is_in(r), can carry `copies` < 2^31 between them.
+// ticks: [R] or null.
+template <class Team, class IsIn>
+ISOLOAD_HD int64_t smallest_peak(Team& team, const int32_t* ticks, int R, int64_t copies, int size,
+                                 IsIn&& is_in) {
+  if (!ticks) return rounded_up(copies, size);
+  return least_level(team, LevelProblem{R, ticks, 0, copies, copies}, is_in,
+                     [](int, int64_t carried) { return carried; });
 }
 
 // Caller's memory; every array is written before it is read.

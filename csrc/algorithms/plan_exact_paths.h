@@ -68,7 +68,7 @@ class ExactPaths {
   ISOLOAD_HD void aim(int64_t target) {
     over_ = under_ = RankSet<W>();
     team_.for_each(in_.R, [&](int r) {
-      const int64_t room = in_.ticks ? target / in_.ticks[r] : target;
+      const int64_t room = in_.ticks ? quotient(target, in_.ticks[r]) : target;
       ws_.cap[r] = static_cast<int32_t>(room < INT32_MAX ? room : INT32_MAX);
       over_.insert_if(ws_.load[r] > ws_.cap[r], r);
       under_.insert_if(ws_.load[r] < ws_.cap[r], r);
@@ -113,7 +113,7 @@ class ExactPaths {
     int64_t copies = 0;
     int size = 0;
     closed.for_each([&](int r) { copies += ws_.load[r], ++size; });
-    return smallest_peak(in_.ticks, copies, [&](auto&& f) { closed.for_each(f); }, size);
+    return smallest_peak(team_, in_.ticks, in_.R, copies, size, [&](int r) { return closed.contains(r); });
   }
 
   // One path from the lowest overloaded rank of the last level down to level 0, the widest hop each time.

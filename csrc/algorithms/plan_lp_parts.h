@@ -30,11 +30,11 @@ struct LpProblem {
 // Caller's memory; every array is written before it is read.
 template <class Real>
 struct LpWorkspace {
-  // [parts] copies x, reduced cost z, their steps, the predictor's dx dz, x / z
-  Real *x, *z, *dx, *dz, *cross, *conductance;
-  // [ranks] speed, burden, cost of the split; slack s, price y, their steps, ds dy, s / y; what rank rows
+  // [parts] copies x, reduced cost z, their steps, a product of both, x / z
+  Real *x, *z, *dx, *dz, *product, *conductance;
+  // [ranks] speed, burden, cost of the split; slack s, price y, their steps, a product, s / y; what rank rows
   // lack
-  Real *speed, *burden, *cost, *s, *y, *ds, *dy, *rank_cross, *rank_ground, *rank_excess;
+  Real *speed, *burden, *cost, *s, *y, *ds, *dy, *rank_product, *rank_ground, *rank_excess;
   // [experts] load, load / sum of its parts, its term of the bound, what expert rows lack, zeros
   Real *load, *scale, *value, *expert_excess, *expert_ground;
   // potentials of ranks and experts: of the current solve, and of currents = speeds
@@ -51,18 +51,15 @@ struct LpWorkspace {
   ISOLOAD_HD LpWorkspace(void* memory, int64_t R, int64_t E, int64_t P)
       : memory_(static_cast<char*>(memory)) {
     const int64_t kept = R < E ? R : E, all = R > E ? R : E;
-    for (Real** array : {&x, &z, &dx, &dz, &cross, &conductance, &network.part}) take(array, P);
-    for (Real** array : {&speed, &burden, &cost, &s, &y, &ds, &dy, &rank_cross, &rank_ground, &rank_excess,
+    for (Real** array : {&x, &z, &dx, &dz, &product, &conductance, &network.part}) take(array, P);
+    for (Real** array : {&speed, &burden, &cost, &s, &y, &ds, &dy, &rank_product, &rank_ground, &rank_excess,
                          &rank_u, &rank_g})
       take(array, R);
     for (Real** array : {&load, &scale, &value, &expert_excess, &expert_ground, &expert_u, &expert_g})
       take(array, E);
     take(&columns, OrderedSum<Real, int>::kScratch);
-    take(&network.mesh, kept * row_length(kept));
-    take(&network.ground, kept);
-    take(&network.inverse, kept);
-    take(&network.own, kept);
     take(&network.star, all);
+    take_mesh(kept, E);
     take(&total, E);
     take(&rank_at, R);
     take(&expert_at, E);
@@ -76,10 +73,23 @@ struct LpWorkspace {
   }
 
  private:
+  ISOLOAD_HD void take_mesh(int64_t n, int64_t E) {
+    MeshWorkspace<Real>& mesh = network.mesh;
+    for (Real** array : {&mesh.ground, &mesh.inverse, &mesh.own}) take(array, n);
+    take(&mesh.rows, n * row_length(n));
+    if (n > kMostColumns) return;
+    take(&mesh.columns, (n + kTile - 1) / kTile * n * column_length<Real>);
+    take(&mesh.triangles, n * column_length<Real>);
+    take(&mesh.row, 2 * kMostColumns);
+    take(&mesh.shared, 2 * kFlows * kTile);
+    take(&mesh.lefts, E);
+  }
+
+  // At a multiple of 16 bytes from the first, for packs.
   template <class T>
   ISOLOAD_HD void take(T** array, int64_t length) {
     *array = memory_ ? reinterpret_cast<T*>(memory_ + bytes) : nullptr;
-    bytes += length * int64_t(sizeof(T));
+    bytes += (length * int64_t(sizeof(T)) + 15) / 16 * 16;
   }
   char* memory_;
 };

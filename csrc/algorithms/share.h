@@ -60,6 +60,17 @@ class Share {
     return find_unlike();
   }
 
+  // In place of check(), where the quota has just been made from the loads and one row is wanted.
+  ISOLOAD_HD void add_up_replicated() {
+    const int n = t_.num_split();
+    team_.for_each(in_.R / in_.per_node * n, [&](int i) {
+      const int node = i / n, e = t_.order[i % n];
+      int32_t copies = 0;
+      for (int s = node * in_.per_node; s < (node + 1) * in_.per_node; ++s) copies += load(s, e);
+      node_loads_[int64_t(node) * in_.E + e] = copies;
+    });
+  }
+
   // What source rank s sends to every slot, onto row [P].
   ISOLOAD_HD void one_row(int s, int32_t* row) {
     team_.for_each(in_.R * in_.S, [&](int p) { row[p] = t_.solo[p] < 0 ? 0 : load(s, t_.solo[p]); });

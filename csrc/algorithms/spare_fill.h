@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "algorithms/quotient.h"
 #include "host_device.h"
 #include "planner.h"
 
@@ -100,7 +101,7 @@ class SpareFill {
   ISOLOAD_HD int32_t load(int source, int e) const { return in.loads[int64_t(source) * in.E + e]; }
   ISOLOAD_HD int32_t& holds(int r, int e) const { return ws.holds[int64_t(r) * in.E + e]; }
   // The mean load of a live rank, rounded up.
-  ISOLOAD_HD int64_t mean() const { return (copies_ + live_ - 1) / live_; }
+  ISOLOAD_HD int64_t mean() const { return rounded_up(copies_, live_); }
 
   // The least loaded rank with room that lacks the expert, or -1.
   ISOLOAD_HD int taker(int e) const {

@@ -47,7 +47,7 @@ class TopUp {
     return n;
   }
   ISOLOAD_HD int64_t part(int e, int n) const {
-    return n > 0 ? (int64_t(ws_.total[e]) << kTopUpFraction) / n : 0;
+    return n > 0 ? quotient(int64_t(ws_.total[e]) << kTopUpFraction, n) : 0;
   }
   ISOLOAD_HD void find_first(int g) {
     const int end = (g + 1) * kTopUpGroup < in_.E ? (g + 1) * kTopUpGroup : in_.E;

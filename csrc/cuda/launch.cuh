@@ -32,7 +32,7 @@ inline int64_t global_bytes(int64_t B, int64_t bytes) {
   return bytes <= shared_limit() ? 0 : B * padded(bytes);
 }
 
-extern __shared__ uint64_t shared_memory[];
+extern __shared__ __align__(16) uint64_t shared_memory[];
 
 // This block's workspace: its part of `global`, or shared memory if there is none.
 __device__ inline void* block_workspace(void* global, int64_t bytes) {

@@ -12,8 +12,8 @@ import nvcc
 
 INSTRUCTION_BYTES = 16
 CODE_LIMIT = 64 * 1024  # what an instruction cache holds of a kernel
-AHEAD = 4  # loads on their way, at least: of eight that are asked for the compiler may hold some back
-LOADS_AHEAD = re.compile(r"count(_alone)?<")
+# Loads on their way, at least: all that a lane asks for.
+AHEAD = dict.fromkeys(("count", "count_alone", "count_numbered", "route_numbered"), 8)
 IN_SHARED = re.compile(r"plan_exact_fetched<true>")  # no pointer that may lead anywhere
 ACROSS = re.compile(r"gather_rows")  # words that other GPUs read and write
 SHORT = re.compile(r"count|route_numbered<|plan_exact_fetched<true>")  # what every batch runs
@@ -61,13 +61,15 @@ def read(listing: str) -> list[Code]:
 def loads_in_flight(instructions: list[str]) -> int:
     """The most loads from global memory that are asked for before anything is done with one of them."""
     most = 0
-    waiting: list[str] = []
+    waiting: list[set[str]] = []  # the registers of each
     for line in instructions:
-        load = re.match(r"LDG\S* (R\d+),(.*)", line)
-        used = re.findall(r"\bR\d+\b", load.group(2) if load else line)
-        if set(used) & set(waiting) or line.startswith(("BAR", "BRA", "EXIT")):
+        load = re.match(r"LDG(\S*) R(\d+),(.*)", line)
+        used = re.findall(r"\bR\d+\b", load.group(3) if load else line)
+        if set(used) & set().union(*waiting) or line.startswith(("BAR", "BRA", "EXIT")):
             waiting = []
-        waiting += [load.group(1)] if load else []
+        if load:
+            words = 4 if ".128" in load.group(1) else 2 if ".64" in load.group(1) else 1
+            waiting.append({f"R{int(load.group(2)) + word}" for word in range(words)})
         most = max(most, len(waiting))
     return most
 
@@ -94,8 +96,9 @@ def faults(codes: list[Code]) -> list[str]:
         size = len(code.instructions) * INSTRUCTION_BYTES
         if SHORT.match(code.kernel) and size > CODE_LIMIT:
             found.append(f"{of} has {size} bytes of code, {CODE_LIMIT} at most")
-        if LOADS_AHEAD.match(code.kernel) and (ahead := loads_in_flight(code.instructions)) < AHEAD:
-            found.append(f"{of} has {ahead} loads on their way at once, not {AHEAD}")
+        wanted = AHEAD.get(code.kernel.split("<")[0], 0)
+        if (ahead := loads_in_flight(code.instructions)) < wanted:
+            found.append(f"{of} has {ahead} loads on their way at once, not {wanted}")
         if ACROSS.match(code.kernel):
             shared = {line[:2] for line in code.instructions if ".STRONG.SYS" in line}
             if shared != {"ST", "LD"}:

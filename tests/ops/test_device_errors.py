@@ -33,6 +33,13 @@ def plan_without_replica(d: str) -> None:
     ops.plan_exact(loads.to(d), tables(d))
 
 
+def plan_and_share_negative(d: str) -> None:
+    """Nothing is left but zeros, and -1 in place of peak and bound."""
+    split, row = ops.plan_exact_share(-LOADS.to(d), tables(d), 1)
+    assert not split.quota.any() and not split.telemetry.any() and not row.any()
+    assert split.peak.item() == split.bound.item() == -1
+
+
 def tables(d: str) -> isoload.ReplicaTables:
     return ops.replica_tables(SLOTS.to(d), 2, 4)
 
@@ -100,6 +107,7 @@ BROKEN: dict[str, tuple[Callable[[str], object], list[int]]] = {
     "count of many": (count_of_many, [0]),
     "count_numbered": (lambda d: ops.count_numbered(BAD_IDS[1].to(d), 4), [0]),
     "plan_exact": (plan_without_replica, [1]),
+    "plan_exact_share": (plan_and_share_negative, [1]),
     "plan_active": (lambda d: ops.plan_active(-LOADS.to(d), tables(d)), [2]),
     "plan_waterfill": (lambda d: ops.plan_waterfill(NEGATIVE.to(d), TWO.to(d)), [3]),
     "share": (lambda d: ops.share(LOADS.to(d), QUOTA.to(d) + 1, tables(d), 1), [4]),

@@ -41,6 +41,10 @@ def test_kernels_of_a_listing() -> None:
         (["LDG.E R6, [R2.64]", "IADD3 R7, R9, 1, RZ", "LDG.E R8, [R2.64+0x80]", "IADD3 R6, R8, R6, RZ"], 2),
         (["LDG.E R6, [R2.64]", "BRA 0x40", "LDG.E R8, [R2.64]"], 1),
         (["LDG.E R6, [R2.64]", "LDG.E R8, [R6.64]"], 1),
+        (
+            ["LDG.E.64 R6, [R2.64]", "ISETP.EQ P0, R7, -0x1", "LDG.E.64 R8, [R2.64+0x80]"],
+            1,
+        ),  # R7 is its second half
         (["STG.E [R2.64], R6"], 0),
     ],
 )
@@ -74,7 +78,7 @@ def test_faults_are_named() -> None:
     found = sass.faults(
         [
             sass.Code("count<true,long>", "sm_80", waits),
-            sass.Code("route_numbered<int>", "sm_90a", ["NOP"] * 4097),
+            sass.Code("count_of_more<int>", "sm_90a", ["NOP"] * 4097),
             sass.Code(
                 "plan_exact_fetched<true>", "sm_90a", ["ATOMS.ADD R2, [R4], R6", "ATOM.E.ADD R2, [R4.64], R6"]
             ),
@@ -82,7 +86,7 @@ def test_faults_are_named() -> None:
         ]
     )
     assert found == [
-        "count<true,long> on sm_80 has 1 loads on their way at once, not 4",
-        "route_numbered<int> on sm_90a has 65552 bytes of code, 65536 at most",
+        "count<true,long> on sm_80 has 1 loads on their way at once, not 8",
+        "count_of_more<int> on sm_90a has 65552 bytes of code, 65536 at most",
         "plan_exact_fetched<true> on sm_90a has 1 accesses by pointers of any memory, as ATOM.E.ADD R2, [R4.64], R6",
     ]

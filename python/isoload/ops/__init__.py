@@ -17,6 +17,7 @@ from isoload.ops.number_rows import number_rows
 from isoload.ops.pack_rows import pack_rows
 from isoload.ops.plan_active import plan_active
 from isoload.ops.plan_exact import Objective, plan_exact
+from isoload.ops.plan_exact_share import plan_exact_share
 from isoload.ops.plan_lp import plan_lp
 from isoload.ops.plan_replication import plan_replication
 from isoload.ops.plan_spill import NO_SPARE_SLOT, Within, plan_spill
@@ -64,6 +65,7 @@ __all__ = [
     "pack_rows",
     "plan_active",
     "plan_exact",
+    "plan_exact_share",
     "plan_lp",
     "plan_replication",
     "plan_spill",
