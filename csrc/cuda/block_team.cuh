@@ -65,6 +65,13 @@ class BlockTeam {
     if (warp() == 0) f(group);
     sync();
   }
+  template <class F>
+  __device__ void apart(int n, F&& f) const {
+    BlockTeam<1, kRolled> group;
+#pragma unroll 1
+    for (int i = warp(); i < n; i += kWarps) f(i, group);
+    sync();
+  }
   // Each lane keeps its columns, so that its loads need not wait for a store.
   __device__ ColumnSums column_sums(const int32_t* rows, int num_rows, int n, int32_t* sums) const {
     constexpr int kAhead = 8;
@@ -120,6 +127,7 @@ class BlockTeam {
   // A lane scans the same elements that it reads, so the tiles need no barrier of their own.
   __device__ int32_t scan(int32_t* data, int n) {
     int32_t before = 0;
+#pragma unroll 1
     for (int first = 0; first < n; first += kLanes) {
       const int i = first + rank();
       const int32_t v = i < n ? data[i] : 0;
