@@ -97,7 +97,7 @@ class VisitFlow {
     team_.sync();
     const int32_t total = team_.scan(ws_.line, in_.R + 1);
     const int32_t there = excess < total ? excess : total;
-    const uint64_t scale = total ? quotient((int64_t(there) << 32) + total - 1, total) : 0;
+    const uint64_t scale = total ? quotient_of_large((int64_t(there) << 32) + total - 1, total) : 0;
     team_.for_each(in_.R, [&](int d) {
       const int32_t sent =
           static_cast<int32_t>((ws_.line[d + 1] * scale >> 32) - (ws_.line[d] * scale >> 32));
