@@ -152,9 +152,8 @@ class SpareFill {
         in.R, [&](int r) { most_exports = ws.exports[r] > most_exports ? ws.exports[r] : most_exports; });
     const int64_t counts[] = {team_.sum(imports), team_.max(most_imports), team_.max(most_exports),
                               team_.sum(across), 0};
-    if (team_.rank() == 0)
-      ISOLOAD_ROLLED
-      for (int i = 0; i < 5; ++i) out_.telemetry[i] = static_cast<int32_t>(counts[i]);
+    if (team_.rank() == 0) ISOLOAD_ROLLED
+    for (int i = 0; i < 5; ++i) out_.telemetry[i] = static_cast<int32_t>(counts[i]);
     team_.sync();
   }
 
