@@ -104,7 +104,12 @@ class BlockTeam {
     return __popc(all & ((1u << lane()) - 1));
   }
   __device__ int64_t sum(int64_t v) {
-    for (int far = 16; far > 0; far /= 2) v += __shfl_xor_sync(kAll, v, far);
+    constexpr int kBits =
+        27;  // of 32 lanes, so many add up in 32 bits; three reductions cost less than shuffles
+    const uint64_t low = __reduce_add_sync(kAll, static_cast<uint32_t>(v) & ((1u << kBits) - 1));
+    const uint64_t middle = __reduce_add_sync(kAll, static_cast<uint32_t>(v >> kBits) & ((1u << kBits) - 1));
+    const uint64_t high = __reduce_add_sync(kAll, static_cast<uint32_t>(v >> 2 * kBits));
+    v = static_cast<int64_t>(low + (middle << kBits) + (high << 2 * kBits));
     return over_warps(v, [](int64_t a, int64_t b) { return a + b; });
   }
   __device__ int64_t max(int64_t v) {  // two reductions of 32 bits cost less than five rounds of shuffles
