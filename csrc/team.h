@@ -13,6 +13,7 @@
 //                         rank() lies in it alone. No barrier at the end, nor any order between them
 //   alone(f)              f(group) by the first group, while the others wait at a barrier. What f computes
 //                         only lane 0 has for certain
+//   apart(n, f)           f(i, group) for i in [0, n), by a group each, while others wait at a barrier; as alone
 //   column_sums(...)      sums down columns; a lane has those that for_each gives it
 //   sum32(v)              of a group: a sum below 2^31, no barrier
 //   lanes_before(b, all)  of a group: how many lanes before this one have it, and how many of all; no barrier
@@ -50,6 +51,10 @@ struct SerialTeam {
   template <class F>
   ISOLOAD_HD void alone(F&& f) {
     f(*this);
+  }
+  template <class F>
+  ISOLOAD_HD void apart(int n, F&& f) {
+    for (int i = 0; i < n; ++i) f(i, *this);
   }
   ISOLOAD_HD ColumnSums column_sums(const int32_t* rows, int num_rows, int n, int32_t* sums) const {
     ColumnSums seen;
@@ -129,6 +134,12 @@ class ThreadTeam {
   void alone(F&& f) {
     SerialTeam group;
     if (rank_ == 0) f(group);
+    sync();
+  }
+  template <class F>
+  void apart(int n, F&& f) {
+    SerialTeam group;
+    for_each(n, [&](int i) { f(i, group); });
     sync();
   }
   ColumnSums column_sums(const int32_t* rows, int num_rows, int n, int32_t* sums) const {

@@ -53,8 +53,8 @@ ISOLOAD_HD void balance_level(Group& group, const ReplicaTables& t, int first, i
     int32_t sum = 0, in = 0;
     group.for_each(copies, [&](int i) { sum += replica(i).other <= level ? replica(i).other : 0; });
     sum = total + group.sum32(sum);
-    level = sum / before;
-    left = sum % before;
+    level = uint32_t(sum) / uint32_t(before);
+    left = uint32_t(sum) % uint32_t(before);
     group.for_each(copies, [&](int i) { in += replica(i).other <= level; });
     below = group.sum32(in);
   }

@@ -72,7 +72,7 @@ class ActiveSolver {
     units.ticks = in_.ticks;
     units.sweeps = kSettleRounds, units.budget = INT32_MAX;
     const ExactResult split{out_.quota, out_.peak, out_.bound, out_.telemetry};
-    const PlanStatus solved = ExactSolver<W, Team>(team_, units, ws_.exact, out_.quota).solve(split);
+    const PlanStatus solved = ExactSolver<W, Team, true>(team_, units, ws_.exact, out_.quota).solve(split);
     if (solved != PlanStatus::ok) return solved;
     load_slots();
     const int32_t moves = settle();
@@ -194,8 +194,10 @@ struct ActivePlanner {  // see planner.h
   template <class Team>
   ISOLOAD_HD static void refuse(Team& team, const Problem& in, const Result& out) {
     team.for_each(in.R * in.S, [&](int p) { out.quota[p] = 0; });
-    team.for_each(4, [&](int i) { out.telemetry[i] = 0; });
-    if (team.rank() == 0) *out.peak = *out.bound = -1;
+    if (team.rank() > 0) return;
+    *out.peak = *out.bound = -1;
+    ISOLOAD_ROLLED
+    for (int i = 0; i < 4; ++i) out.telemetry[i] = 0;
   }
 };
 

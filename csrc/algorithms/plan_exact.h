@@ -31,7 +31,8 @@
 
 namespace isoload {
 
-template <int W, class Team>
+// kSpread: the objective is spread, and no other's code is compiled.
+template <int W, class Team, bool kSpread = false>
 class ExactSolver {
  public:
   ISOLOAD_HD ExactSolver(Team& team, const ExactProblem& problem, ExactWorkspace<W> workspace, int32_t* quota)
@@ -131,6 +132,7 @@ class ExactSolver {
   // Not inlined, like finish(): three starts inside solve() make the augmenting loop there a tenth slower.
   ISOLOAD_HD ISOLOAD_COLD void start() {
     Start<Team> start{team_, t_, ws_.total, in_.ticks, ws_.load, quota_};
+    if constexpr (kSpread) return start.spread();
     switch (in_.objective) {
       case Objective::spread:
         return start.spread();
@@ -160,7 +162,7 @@ class ExactSolver {
 
   // Few active replicas are the aim of packed only.
   ISOLOAD_HD ISOLOAD_COLD void finish() {
-    if (in_.objective == Objective::packed)
+    if (!kSpread && in_.objective == Objective::packed)
       class_by_class([&](int first, int n) {
         const int32_t* const order = t_.order + first;
         team_.for_each(n, [&](int i) { close_replicas(t_, order[i], ws_.cap, ws_.load, quota_); });
@@ -201,8 +203,10 @@ struct ExactPlanner {  // see planner.h
   template <class Team>
   ISOLOAD_HD static void refuse(Team& team, const Problem& in, const Result& out) {
     team.for_each(in.R * in.S, [&](int p) { out.quota[p] = 0; });
-    team.for_each(4, [&](int i) { out.telemetry[i] = 0; });
-    if (team.rank() == 0) *out.peak = *out.bound = -1;
+    if (team.rank() > 0) return;
+    *out.peak = *out.bound = -1;
+    ISOLOAD_ROLLED
+    for (int i = 0; i < 4; ++i) out.telemetry[i] = 0;
   }
 };
 

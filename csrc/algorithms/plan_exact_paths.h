@@ -189,11 +189,13 @@ class ExactPaths {
   }
   ISOLOAD_HD int32_t room(int r) const { return ws_.cap[r] - ws_.load[r]; }
 
+  ISOLOAD_HD int rank_of(int slot) const { return static_cast<uint32_t>(slot) / static_cast<uint32_t>(in_.S); }
+
   ISOLOAD_HD void move(int from, int to, int i, int32_t copies) {
     const int32_t left = quota_[from] - copies, taken = quota_[to] + copies;
     RankSet<W> givers = ws_.givers[i];
-    if (left == 0) givers.erase(from / in_.S);
-    givers.insert(to / in_.S);
+    if (left == 0) givers.erase(rank_of(from));
+    givers.insert(rank_of(to));
     quota_[from] = left, quota_[to] = taken;
     ws_.givers[i] = givers;
   }

@@ -138,6 +138,7 @@ class Share {
     team_.for_each(in_.E, [&](int e) {
       int64_t left = 0;
       for (int node = 0; node < in_.R / in_.per_node; ++node) left += node_load(node, e);
+      ISOLOAD_ROLLED
       for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j) left -= in_.quota[t_.slots[j]];
       if (left != 0 || (negative_ && has_negative(e))) bad = bad > in_.E - e ? bad : in_.E - e;
     });
@@ -147,7 +148,9 @@ class Share {
 
   ISOLOAD_HD bool has_negative(int e) const {
     bool found = false;
+    ISOLOAD_ROLLED
     for (int s = 0; s < in_.R; ++s) found |= load(s, e) < 0;
+    ISOLOAD_ROLLED
     for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j) found |= in_.quota[t_.slots[j]] < 0;
     return found;
   }
@@ -162,6 +165,7 @@ class Share {
     team_.for_each(t_.num_split(), [&](int i) {
       const int e = t_.order[i], first = t_.offsets[e], last = t_.offsets[e + 1];
       int32_t* left = left_ + int64_t(i) * in_.R;
+      ISOLOAD_ROLLED
       for (int j = first; j < last && in_.locality; ++j) meet(left, t_.ranks[j], j, give);
       for (int j = first; j < last;) {
         const int node = t_.ranks[j] / in_.per_node, begin = j;

@@ -40,13 +40,14 @@ struct Start {
   ISOLOAD_HD void local(const int32_t* loads, int R, int E, int per_node) {
     team.for_each(t.num_split(), [&](int i) {
       const int e = t.order[i], end = t.offsets[e + 1];
-      int32_t far = 0;  // copies from nodes without a replica
+      int32_t far =
+          0;  // copies from nodes without a replica; at last, behind all nodes, all replicas share them
       ISOLOAD_ROLLED
-      for (int node = 0, j = t.offsets[e]; node < R; node += per_node) {
-        const int first = j;  // replicas ascend by rank, so this node's are next
-        int32_t near = 0;     // copies from ranks without a replica
+      for (int node = 0, j = t.offsets[e]; node <= R; node += per_node) {
+        const int first = node < R ? j : t.offsets[e];  // replicas ascend by rank, so this node's are next
+        int32_t near = node < R ? 0 : far;              // copies from ranks without a replica
         ISOLOAD_ROLLED
-        for (int s = node; s < node + per_node; ++s) {
+        for (int s = node; s < node + per_node && node < R; ++s) {
           const int32_t n = loads[int64_t(s) * E + e];
           if (j < end && t.ranks[j] == s)
             give(j++, n);
@@ -58,7 +59,6 @@ struct Start {
         else
           far += near;
       }
-      deal(SerialTeam(), e, t.offsets[e], end, far);
     });
     team.sync();
   }
@@ -98,10 +98,10 @@ struct Start {
   // remainder.
   template <class Group>
   ISOLOAD_HD void deal(const Group& group, int e, int first, int last, int32_t copies) {
-    const int c = last - first, skipped = (c - e % c) % c;
-    const int32_t each = copies / c, more = copies % c;
+    const uint32_t c = last - first, taken = e % c, skipped = taken > 0 ? c - taken : 0;
+    const uint32_t each = copies / c, more = copies % c;
     group.for_each(c, [&](int i) {
-      const int turn = skipped + i < c ? skipped + i : skipped + i - c;
+      const uint32_t turn = skipped + i < c ? skipped + i : skipped + i - c;
       give(first + i, each + (turn < more));
     });
   }
