@@ -63,15 +63,13 @@ class Share {
     return find_unlike();
   }
 
-  // In place of check(), where the quota was just made from the loads. totals [E]: their sums over all
-  // sources.
+  // In place of check(), where the quota was just made from the loads; one_row() comes next. totals [E]: sums
+  // over all sources.
   ISOLOAD_HD void trust(const int32_t* totals) {
-    if (in_.per_node == in_.R) {
+    if (in_.per_node == in_.R)
       node_loads_ = totals;
-    } else {
+    else
       add_up_nodes();
-      team_.sync();
-    }
   }
 
   // What source rank s sends to every slot, onto row [P].
