@@ -85,8 +85,10 @@ class Waterfill {
     if (in_.candidates == Candidates::visited) {
       stay();
     } else {
-      pour(in_.per_node);
-      if (in_.candidates == Candidates::all) pour(in_.R);
+      for (int size = in_.per_node;; size = in_.R) {
+        pour(size);
+        if (size == in_.R || in_.candidates == Candidates::node) break;
+      }
     }
     const int64_t peak = reached(level);
     if (team_.rank() == 0) *out_.peak = peak, *out_.bound = level;
@@ -117,24 +119,17 @@ class Waterfill {
 
   // Routed copies per rank; refuses what cannot be planned.
   ISOLOAD_HD WaterfillStatus add_up() {
-    int32_t sign = 0, wrapped = 0;
-    team_.for_each(in_.R, [&](int d) { sign |= ws_.base[d] = in_.copies[d]; });
-    for (int s = 1; s < in_.R; ++s) {  // row by row; a lane keeps its columns, so no barrier between
-      const int32_t* row = in_.copies + int64_t(s) * in_.R;
-      team_.for_each(in_.R, [&](int d) {
-        sign |= row[d];
-        wrapped |= ws_.base[d] = static_cast<int32_t>(uint32_t(ws_.base[d]) + uint32_t(row[d]));
-      });
-    }
+    const ColumnSums seen = team_.column_sums(in_.copies, in_.R, in_.R, ws_.base);
+    int32_t sign = seen.any_row;
     team_.for_each(in_.R, [&](int s) { sign |= in_.tokens[s]; });
     if (team_.any(sign < 0)) return WaterfillStatus::negative;
     routed_ = sum([&](int r) { return ws_.base[r]; });
     shared_ = sum([&](int s) { return int64_t(in_.per_token) * in_.tokens[s]; });
-    const bool fits = routed_ + shared_ <= INT32_MAX && !team_.any(wrapped < 0);
+    const bool fits = routed_ + shared_ <= INT32_MAX && !team_.any(seen.any_sum < 0);
     return fits ? WaterfillStatus::ok : WaterfillStatus::too_many_copies;
   }
 
-  // The level, -1 if the limits hold too little. Each node pours into itself: the highest level is
+  // The level, -1 if the limits hold too little. Each node may pour into itself: the highest level is then
   // everybody's.
   ISOLOAD_HD int64_t find_level() {
     int64_t top = 0;
@@ -143,32 +138,32 @@ class Waterfill {
       top = cost > top ? cost : top;
     });
     top = team_.max(top);
-    if (in_.candidates != Candidates::node) return find_level(team_, 0, in_.R, top, routed_, shared_);
-    int64_t level = top, full = 0;
-    team_.for_each(in_.R / in_.per_node, [&](int node) {
-      const int first = node * in_.per_node;
-      int64_t routed = 0, shared = 0;
-      for (int r = first; r < first + in_.per_node; ++r) routed += ws_.base[r], shared += own(r);
-      SerialTeam alone;
-      const int64_t here = find_level(alone, first, in_.per_node, top, routed, shared);
-      full |= here < 0;
-      level = here > level ? here : level;
-    });
-    return team_.any(full) ? -1 : team_.max(level);
+    const bool by_node = in_.candidates == Candidates::node;
+    if (!by_node && !in_.ticks && !in_.limits) {  // every rank has room up to the mean
+      const int64_t mean = rounded_up(routed_ + shared_, in_.R);
+      return top > mean ? top : mean;
+    }
+    const int size = by_node ? in_.per_node : in_.R;
+    int64_t level = 0;
+    team_.for_each_by(
+        in_.R / size, [](int) { return true; }, [](int) {},
+        [&](int node, auto& group) {
+          const int64_t here = find_level(group, node * size, size, top);
+          level = here > level ? here : level;
+        });
+    level = team_.max(level);
+    return level < INT64_MAX ? level : -1;
   }
 
-  // The same for ranks first .. first + n - 1: not below `low`, under which their routed copies fit.
+  // Of ranks first .. first + n - 1: not below `low`, under which their routed copies fit. INT64_MAX if the
+  // limits hold too little.
   template <class Group>
-  ISOLOAD_HD int64_t find_level(Group& group, int first, int n, int64_t low, int64_t routed,
-                                int64_t shared) const {
-    if (in_.limits) {
-      int64_t most = 0;
-      group.for_each(n, [&](int i) { most += limit(first + i); });
-      if (group.sum(most) < shared) return -1;
-    }
-    const int64_t ideal = in_.ticks ? 0 : rounded_up(routed + shared, n);
-    low = ideal > low ? ideal : low;
-    if (!in_.ticks && !in_.limits) return low;
+  ISOLOAD_HD int64_t find_level(Group& group, int first, int n, int64_t low) const {
+    int64_t routed = 0, shared = 0, most = 0;
+    group.for_each(
+        n, [&](int i) { routed += ws_.base[first + i], shared += own(first + i), most += limit(first + i); });
+    routed = group.sum(routed), shared = group.sum(shared);
+    if (in_.limits && group.sum(most) < shared) return INT64_MAX;
     const int32_t* const ticks = in_.ticks ? in_.ticks + first : nullptr;
     return least_level(
         group, LevelProblem{n, ticks, low, routed + shared, shared}, [](int) { return true; },
@@ -187,6 +182,7 @@ class Waterfill {
       const int32_t kept = mine < capacity ? mine : capacity;
       ws_.excess[s] = mine - kept;
       ws_.room[s] = capacity - kept < shared_ ? capacity - kept : static_cast<int32_t>(shared_);
+      ISOLOAD_ROLLED
       for (int d = 0; d < in_.R; ++d) share(s, d) = 0;
       share(s, s) = kept;
       givers_.insert_if(mine > kept, s);
@@ -212,7 +208,9 @@ class Waterfill {
     team_.for_each(in_.R, [&](int r) {
       const int first = r / size * size;
       int64_t before = 0, left = ws_.excess[r], wanted = 0, start = 0;
+      ISOLOAD_ROLLED
       for (int s = first; s < r; ++s) before += ws_.excess[s];
+      ISOLOAD_ROLLED
       for (int d = first; d < first + size; ++d) {
         const int64_t place = ws_.room[d] > before ? ws_.room[d] - before : 0,
                       sent = left < place ? left : place;

@@ -44,7 +44,7 @@ MUTANTS = {
     "round_split": ("algorithms/round_split.h", "quota_[p] = 0; });\n    team_.sync();"),
     "plan_spill": ("algorithms/plan_spill.h", ": home ? ws_.total[e] : 0;\n    });\n    team_.sync();"),
     "spare_fill": ("algorithms/spare_fill.h", "ws.exports[r] = 0; });\n    team_.sync();"),
-    "plan_replication": ("algorithms/plan_replication.h", "take_local(r); });\n    team_.sync();"),
+    "plan_replication": ("algorithms/plan_replication.h", "take_local(r, group); });\n    team_.sync();"),
     "top_up": ("algorithms/top_up.h", "part(e, replicas(e)); });\n    team_.sync();"),
     "shard_tokens": ("algorithms/shard_tokens.h", "quota_[p] = 0; });\n    team_.sync();"),
     "share": ("algorithms/share.h", "serve_own_ranks();\n    team_.sync();"),
