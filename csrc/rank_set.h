@@ -82,11 +82,11 @@ struct RankSet {
   }
 };
 
-// The union of every lane's set, in all lanes.
+// The union of every lane's set of ranks below R, in all lanes.
 template <int W, class Team>
-ISOLOAD_HD RankSet<W> unite(Team& team, RankSet<W> mine) {
+ISOLOAD_HD RankSet<W> unite(Team& team, RankSet<W> mine, int R = 64 * W) {
   ISOLOAD_ROLLED
-  for (int w = 0; w < W; ++w) mine.word[w] = team.any(mine.word[w]);
+  for (int w = 0; w < W; ++w) mine.word[w] = team.any(mine.word[w], R - 64 * w);
   return mine;
 }
 

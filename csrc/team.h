@@ -3,13 +3,17 @@
 //   rank(), size()        this lane, number of lanes
 //   sync()                barrier; writes before it are visible after it
 //   for_each(n, f)        f(i) for i in [0, n), split over the lanes (no barrier at the end)
-//   sum/max/any(v)        reduction over the lanes, same result in all; also a barrier on both sides
+//   sum/max/any(v)        reduction over the lanes, same result in all; also a barrier on both sides. any:
+//   the
+//                         words' union, or that of their lowest `bits`, where the others are 0
+//   any_lane(b)           whether a lane has it, as those
 //   add(p, v)             integer add to shared memory from several lanes (order-free), returns the old value
 //   for_each_by(n, wide, f, g)   f(i), by one lane, or where wide(i) g(i, group), by a group of lanes: a team
 //   whose
 //                         rank() lies in it alone. No barrier at the end, nor any order between them
 //   alone(f)              f(group) by the first group, while the others wait at a barrier. What f computes
 //                         only lane 0 has for certain
+//   apart(n, f)           f(i, group) for i in [0, n), by a group each, while others wait at a barrier; as alone
 //   column_sums(...)      sums down columns; a lane has those that for_each gives it
 //   sum32(v)              of a group: a sum below 2^31, no barrier
 //   lanes_before(b, all)  of a group: how many lanes before this one have it, and how many of all; no barrier
@@ -48,6 +52,10 @@ struct SerialTeam {
   ISOLOAD_HD void alone(F&& f) {
     f(*this);
   }
+  template <class F>
+  ISOLOAD_HD void apart(int n, F&& f) {
+    for (int i = 0; i < n; ++i) f(i, *this);
+  }
   ISOLOAD_HD ColumnSums column_sums(const int32_t* rows, int num_rows, int n, int32_t* sums) const {
     ColumnSums seen;
     for (int i = 0; i < n; ++i) seen.any_row |= sums[i] = rows[i];
@@ -67,7 +75,8 @@ struct SerialTeam {
   }
   ISOLOAD_HD int64_t sum(int64_t v) const { return v; }
   ISOLOAD_HD int64_t max(int64_t v) const { return v; }
-  ISOLOAD_HD uint64_t any(uint64_t v) const { return v; }
+  ISOLOAD_HD uint64_t any(uint64_t v, int bits = 64) const { return v; }
+  ISOLOAD_HD bool any_lane(bool b) const { return b; }
   ISOLOAD_HD int32_t add(int32_t* p, int32_t v) const {
     int32_t old = *p;
     *p = old + v;
@@ -127,6 +136,12 @@ class ThreadTeam {
     if (rank_ == 0) f(group);
     sync();
   }
+  template <class F>
+  void apart(int n, F&& f) {
+    SerialTeam group;
+    for_each(n, [&](int i) { f(i, group); });
+    sync();
+  }
   ColumnSums column_sums(const int32_t* rows, int num_rows, int n, int32_t* sums) const {
     ColumnSums seen;
     for_each(n, [&](int i) {
@@ -146,9 +161,10 @@ class ThreadTeam {
   int64_t max(int64_t v) {
     return reduce(v, [](int64_t a, int64_t b) { return a > b ? a : b; });
   }
-  uint64_t any(uint64_t v) {
+  uint64_t any(uint64_t v, int bits = 64) {
     return reduce(static_cast<int64_t>(v), [](int64_t a, int64_t b) { return a | b; });
   }
+  bool any_lane(bool b) { return any(b) != 0; }
   int32_t add(int32_t* p, int32_t v) const {
     return std::atomic_ref<int32_t>(*p).fetch_add(v, std::memory_order_relaxed);
   }

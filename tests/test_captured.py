@@ -73,6 +73,7 @@ def check_same(eager: Balancer, graph: CapturedBalancer, ids: Any, num_tokens: i
             of = [getattr(b.last_plan, name) for b in (eager, inner)]
             assert of[0] is None or torch.equal(*of), name
         assert torch.equal(eager.last_loads, inner.last_loads)
+        assert inner.last_plan.placed.host is inner.placement
     if eager.group is not None:
         assert eager.group.traffic.bytes == inner.group.traffic.bytes
 

@@ -13,10 +13,12 @@
 
 namespace isoload {
 
-// One side of a network: node i's edges are list[first[i] .. first[i+1]), and node[k] is the end of edge k.
+// One side of a network: node i's edges are edge(first[i] .. first[i+1]), and node[k] is the end of edge k.
 struct NetworkSide {
   int size;
-  const int32_t *first, *list, *node;
+  const int32_t *first, *list, *node;  // no list: as they are numbered
+
+  ISOLOAD_HD int edge(int i) const { return list == nullptr ? i : list[i]; }
 };
 
 template <class Real>
@@ -86,10 +88,10 @@ class Mesh {
     Real ground = stars.kept_ground[a];
     for (int b = a + 1; b < n_; ++b) row[b] = 0;
     for (int i = kept.first[a]; i < kept.first[a + 1]; ++i) {
-      const int k = kept.list[i], h = hubs.node[k];
+      const int k = kept.edge(i), h = hubs.node[k];
       ground += stars.part[k] * stars.hub_ground[h];
       for (int j = hubs.first[h]; j < hubs.first[h + 1]; ++j) {
-        const int l = hubs.list[j], b = kept.node[l];
+        const int l = hubs.edge(j), b = kept.node[l];
         if (b > a) row[b] += stars.part[k] * stars.conductance[l];
       }
     }

@@ -25,7 +25,8 @@ class ColumnMesh {
   ISOLOAD_HD void prepare(const NetworkSide& left, const NetworkSide& right) {
     team_.for_each(right.size, [&](int e) {
       Set held;
-      for (int i = right.first[e]; i < right.first[e + 1]; ++i) held.insert(left.node[right.list[i]]);
+      ISOLOAD_ROLLED
+      for (int i = right.first[e]; i < right.first[e + 1]; ++i) held.insert(left.node[i]);
       ws_.lefts[e] = held.word[0];
     });
     team_.sync();
@@ -52,7 +53,9 @@ class ColumnMesh {
 
   // Currents [n] in, potentials out. A barrier last.
   ISOLOAD_HD void solve(Real* const (&kept)[kFlows], int flows) {
-    team_.alone([&](auto& group) { descend_and_ascend(group, kept, flows); });
+    team_.apart(flows, [&](int f, auto& group) {
+      descend_and_ascend(group, f == 0 ? kept[0] : kept[1], ws_.shared + f * 2 * kTile);
+    });
   }
 
  private:
@@ -72,42 +75,45 @@ class ColumnMesh {
     const int size = n_ - first, pairs = size + 1;
     team_.for_each((size + 1) / 2 * pairs, [&](int i) {
       const int row = i / pairs, place = i % pairs, mirror = size - 1 - row;
-      if (place < size - row)
-        f(first + row, first + row + place);
-      else if (mirror > row)
-        f(first + mirror, first + mirror + place - (size - row));
+      const bool in_row = place < size - row;
+      const int a = in_row ? row : mirror, b = in_row ? row + place : mirror + place - (size - row);
+      if (in_row || mirror > row) f(first + a, first + b);
     });
   }
 
   // a's way to ground, and no rows of its column from the diagonal on.
   ISOLOAD_HD void start(int a, const Stars<Real>& stars) {
     Real ground = stars.kept_ground[a];
+    ISOLOAD_ROLLED
     for (int i = stars.kept.first[a]; i < stars.kept.first[a + 1]; ++i) {
-      const int k = stars.kept.list[i];
+      const int k = stars.kept.edge(i);
       ground += stars.part[k] * stars.hub_ground[stars.hubs.node[k]];
     }
     ws_.ground[a] = ground;
+    ISOLOAD_ROLLED
     for (int i = a % kTile; i < kTile; ++i) column_of(a, a)[i] = 0;
   }
 
   // The edge from left node r to right node e, which are joined.
   ISOLOAD_HD int edge(const NetworkSide& right, int e, int r) const {
     const uint64_t before = ws_.lefts[e] & ((uint64_t(1) << r) - 1);
-    return right.list[right.first[e] + count_ones(before)];
+    return right.first[e] + count_ones(before);
   }
 
   // What hubs in between conduct, in the order of a's edges.
   ISOLOAD_HD Real between_lefts(int a, int b, const Stars<Real>& stars) const {
     const NetworkSide& left = stars.left;
     Real conducted = 0;
+    ISOLOAD_ROLLED
     for (int i = left.first[a]; i < left.first[a + 1]; ++i) {
-      const int k = left.list[i], e = stars.right.node[k];
+      const int k = left.edge(i), e = stars.right.node[k];
       if (ws_.lefts[e] >> b & 1) conducted += stars.part[k] * stars.conductance[edge(stars.right, e, b)];
     }
     return conducted;
   }
   ISOLOAD_HD Real between_rights(int a, int b, const Stars<Real>& stars) const {
     Real conducted = 0;
+    ISOLOAD_ROLLED
     for (uint64_t both = ws_.lefts[a] & ws_.lefts[b]; both; both &= both - 1) {
       const int r = lowest_one(both);
       conducted += stars.part[edge(stars.right, a, r)] * stars.conductance[edge(stars.right, b, r)];
@@ -138,6 +144,7 @@ class ColumnMesh {
       }
       group.sync();
       Real sums[OrderedSum<Real, Team>::kColumns] = {}, next[kTile] = {};
+      ISOLOAD_ROLLED
       for (int i = 0; i < width - k - 1; i += kTile) {
         Real terms[kTile];
         load(row + i, terms);
@@ -178,89 +185,77 @@ class ColumnMesh {
     at(a, b) = conducted;
   }
 
-  // As Mesh does it; a lane keeps its nodes. Shared: what a tile's nodes have, before and after.
+  // As Mesh does it; a lane keeps its nodes. shared [2, kTile]: what a tile's nodes have, before and after.
   template <class Group>
-  ISOLOAD_HD void descend_and_ascend(Group& group, Real* const (&kept)[kFlows], int flows) {
+  ISOLOAD_HD void descend_and_ascend(Group& group, Real* kept, Real* shared) {
     constexpr int kOwn = kMost / Group::kLanes;
-    Real flow[kOwn][kFlows];
-    for (int c = 0; c < kOwn; ++c)
-      for (int f = 0; f < kFlows; ++f) {
-        const int a = group.rank() + c * Group::kLanes;
-        flow[c][f] = a < n_ && f < flows ? kept[f][a] : 0;
-      }
+    Real* const own = shared + kTile;
+    Real flow[kOwn];
+    for (int c = 0; c < kOwn; ++c) {
+      const int a = group.rank() + c * Group::kLanes;
+      flow[c] = a < n_ ? kept[a] : 0;
+    }
     int first = 0;
     ISOLOAD_ROLLED
     for (;; first += kTile) {
       const int end = first + kTile;
-      share(group, flow, first, ws_.shared);
+      show(group, flow, first, shared);
       for (int c = 0; c < kOwn; ++c) {
         const int a = group.rank() + c * Group::kLanes;
         if (a < first || a >= end || a >= n_) continue;
-        Real before[kTile];
+        Real before[kTile], currents[kTile];
         load(triangle_of(a), before);
-        for (int f = 0; f < kFlows; ++f) {
-          Real current = flow[c][f], currents[kTile];
-          load(ws_.shared + f * kTile, currents);
-          for (int j = 0; j < kTile; ++j)
-            if (j < a - first) current += before[j] * currents[j];
-          flow[c][f] = current * ws_.inverse[a];
-        }
+        load(shared, currents);
+        for (int j = 0; j < kTile; ++j)
+          if (j < a - first) flow[c] += before[j] * currents[j];
+        flow[c] *= ws_.inverse[a];
       }
+      show(group, flow, first, own);
       if (end >= n_) break;
-      share(group, flow, first, ws_.shared + kFlows * kTile);
       for (int c = 0; c < kOwn; ++c) {
         const int a = group.rank() + c * Group::kLanes;
         if (a < end || a >= n_) continue;
-        Real row[kTile];
+        Real row[kTile], had[kTile];
         load(column_of(first, a), row);
-        for (int f = 0; f < kFlows; ++f) {
-          Real own[kTile];
-          load(ws_.shared + (kFlows + f) * kTile, own);
-          for (int k = 0; k < kTile; ++k) flow[c][f] += row[k] * own[k];
-        }
+        load(own, had);
+        for (int k = 0; k < kTile; ++k) flow[c] += row[k] * had[k];
       }
     }
     ISOLOAD_ROLLED
-    for (;; first -= kTile) {
+    for (;;) {
       const int end = first + kTile < n_ ? first + kTile : n_;
-      share(group, flow, first, ws_.shared + kFlows * kTile);
       for (int c = 0; c < kOwn; ++c) {
         const int a = group.rank() + c * Group::kLanes;
         if (a < first || a >= end) continue;
-        Real after[kTile];
+        Real after[kTile], had[kTile];
         load(column_of(first, a), after);
-        for (int f = 0; f < kFlows; ++f) {
-          Real own[kTile];
-          load(ws_.shared + (kFlows + f) * kTile, own);
-          for (int k = 0; k < kTile; ++k)
-            if (k > a - first && k < end - first) flow[c][f] += after[k] * own[k];
-          if (f < flows) kept[f][a] = flow[c][f];
-        }
+        load(own, had);
+        for (int k = 0; k < kTile; ++k)
+          if (k > a - first && k < end - first) flow[c] += after[k] * had[k];
+        kept[a] = flow[c];
       }
       if (first == 0) break;
-      share(group, flow, first, ws_.shared);
+      show(group, flow, first, shared);
       for (int c = 0; c < kOwn; ++c) {
         const int a = group.rank() + c * Group::kLanes;
         if (a >= first) continue;
         const Real inverse = ws_.inverse[a];
-        Real potential[kFlows][kTile];
-        for (int f = 0; f < kFlows; ++f) load(ws_.shared + f * kTile, potential[f]);
-        for (int k = 0; k < kTile; ++k) {
-          if (first + k >= end) continue;
-          const Real part = at(a, first + k) * inverse;
-          for (int f = 0; f < kFlows; ++f) flow[c][f] += part * potential[f][k];
-        }
+        Real potentials[kTile];
+        load(shared, potentials);
+        for (int k = 0; k < kTile; ++k)
+          if (first + k < end) flow[c] += at(a, first + k) * inverse * potentials[k];
       }
+      first -= kTile;
+      show(group, flow, first, own);
     }
   }
 
-  // For all lanes to read: what the tile's nodes have. A barrier last.
+  // To all lanes: what the tile's nodes have. A barrier last.
   template <class Group, int kOwn>
-  ISOLOAD_HD void share(Group& group, const Real (&flow)[kOwn][kFlows], int first, Real* to) const {
+  ISOLOAD_HD static void show(Group& group, const Real (&flow)[kOwn], int first, Real* to) {
     for (int c = 0; c < kOwn; ++c) {
       const int m = group.rank() + c * Group::kLanes - first;
-      for (int f = 0; f < kFlows; ++f)
-        if (m >= 0 && m < kTile) to[f * kTile + m] = flow[c][f];
+      if (m >= 0 && m < kTile) to[m] = flow[c];
     }
     group.sync();
   }

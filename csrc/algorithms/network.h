@@ -29,7 +29,7 @@ struct Flow {
 template <class Real, class Team, class Mesh>
 class Network {
  public:
-  // The edges of a right node are in the order of their left nodes. A barrier last.
+  // Edges are numbered right node by right node, and there by their left nodes. A barrier last.
   ISOLOAD_HD Network(Team& team, OrderedSum<Real, Team>& sum, NetworkSide left, NetworkSide right,
                      const NetworkWorkspace<Real>& workspace)
       : team_(team),
@@ -50,10 +50,14 @@ class Network {
     stars_.kept_ground = left_kept_ ? left_ground : right_ground, stars_.hub_ground = hub_ground;
     team_.for_each(hubs_.size, [&](int h) {
       Real star = hub_ground[h];
-      for (int i = hubs_.first[h]; i < hubs_.first[h + 1]; ++i) star += conductance[hubs_.list[i]];
+      ISOLOAD_ROLLED
+      for (int i = hubs_.first[h]; i < hubs_.first[h + 1]; ++i) star += conductance[hubs_.edge(i)];
       ws_.star[h] = star;
-      for (int i = hubs_.first[h]; i < hubs_.first[h + 1]; ++i)
-        ws_.part[hubs_.list[i]] = conductance[hubs_.list[i]] / star;
+      ISOLOAD_ROLLED
+      for (int i = hubs_.first[h]; i < hubs_.first[h + 1]; ++i) {
+        const int k = hubs_.edge(i);
+        ws_.part[k] = conductance[k] / star;
+      }
     });
     team_.sync();
     mesh_.factor(stars_);
@@ -66,36 +70,41 @@ class Network {
       kept[f] = left_kept_ ? of[f].left : of[f].right;
       hub[f] = left_kept_ ? of[f].right : of[f].left;
     }
-    team_.for_each(kept_.size, [&](int a) {
-      Real current[kFlows];
-      for (int f = 0; f < kFlows; ++f) current[f] = f < flows ? kept[f][a] : 0;
-      for (int i = kept_.first[a]; i < kept_.first[a + 1]; ++i) {
-        const int k = kept_.list[i], h = hubs_.node[k];
-        const Real part = ws_.part[k];
-        for (int f = 0; f < kFlows; ++f)
-          if (f < flows) current[f] += part * hub[f][h];
-      }
-      for (int f = 0; f < kFlows; ++f)
-        if (f < flows) kept[f][a] = current[f];
+    for_nodes(kept_.size, flows, [&](int a, int f) {
+      Real* const mine = f == 0 ? kept[0] : kept[1];
+      mine[a] = flow(kept_, a, hubs_.node, ws_.part, f == 0 ? hub[0] : hub[1], mine[a]);
     });
     team_.sync();
     mesh_.solve(kept, flows);
-    team_.for_each(hubs_.size, [&](int h) {
-      Real current[kFlows];
-      for (int f = 0; f < kFlows; ++f) current[f] = f < flows ? hub[f][h] : 0;
-      for (int i = hubs_.first[h]; i < hubs_.first[h + 1]; ++i) {
-        const int k = hubs_.list[i], a = kept_.node[k];
-        const Real conductance = stars_.conductance[k];
-        for (int f = 0; f < kFlows; ++f)
-          if (f < flows) current[f] += conductance * kept[f][a];
-      }
-      for (int f = 0; f < kFlows; ++f)
-        if (f < flows) hub[f][h] = current[f] / ws_.star[h];
+    for_nodes(hubs_.size, flows, [&](int h, int f) {
+      Real* const mine = f == 0 ? hub[0] : hub[1];
+      mine[h] = flow(hubs_, h, kept_.node, stars_.conductance, f == 0 ? kept[0] : kept[1], mine[h]) / ws_.star[h];
     });
     team_.sync();
   }
 
  private:
+  // body(node, f) for nodes of one side and f < flows; each flow has warps of its own.
+  template <class F>
+  ISOLOAD_HD void for_nodes(int n, int flows, F&& body) {
+    const int stride = team_.size() == 1 ? n : (n + 31) / 32 * 32;
+    team_.for_each(flows == 1 ? n : stride + n, [&](int i) {
+      const int f = i >= stride, node = f == 0 ? i : i - stride;
+      if (node < n) body(node, f);
+    });
+  }
+
+  // current + what flows to a node along its edges, each weighed.
+  ISOLOAD_HD static Real flow(const NetworkSide& side, int node, const int32_t* ends, const Real* weight,
+                              const Real* from, Real current) {
+    ISOLOAD_ROLLED
+    for (int i = side.first[node]; i < side.first[node + 1]; ++i) {
+      const int k = side.edge(i);
+      current += weight[k] * from[ends[k]];
+    }
+    return current;
+  }
+
   Team& team_;
   const bool left_kept_;
   const NetworkSide kept_, hubs_;

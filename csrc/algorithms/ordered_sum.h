@@ -89,6 +89,7 @@ class OrderedSum {
 
   template <class F>
   ISOLOAD_HD static void add_column(const Terms<F>& of, int c, Real& sum) {
+    ISOLOAD_ROLLED
     for (int i = c; i < of.n; i += kColumns) sum += of.term(i);
   }
 

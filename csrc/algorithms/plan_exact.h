@@ -44,7 +44,7 @@ class ExactSolver {
     start();
     int32_t sweeps = 0;
     const int64_t target = with_tolerance(bound_, in_.tolerance_ppm);
-    while (sweeps < in_.sweeps && peak() > target) {
+    while (sweeps < in_.sweeps && is_above(target)) {
       sweep();
       ++sweeps;
     }
@@ -74,6 +74,12 @@ class ExactSolver {
     int64_t top = 0;
     team_.for_each(in_.R, [&](int r) { top = cost(r) > top ? cost(r) : top; });
     return team_.max(top);
+  }
+
+  ISOLOAD_HD bool is_above(int64_t target) {
+    bool above = false;
+    team_.for_each(in_.R, [&](int r) { above |= cost(r) > target; });
+    return team_.any_lane(above);
   }
 
   // Totals per expert, fixed and solo load per rank, the first lower bound; refuses what cannot be planned.
@@ -111,6 +117,11 @@ class ExactSolver {
           solo = group.sum32(solo);
           if (group.rank() == 0) ws_.load[r] = solo + (in_.fixed ? in_.fixed[r] : 0);
         });
+    team_.for_each(t_.num_split(), [&](int i) {
+      const int e = t_.order[i];
+      ws_.split.first[i] = t_.offsets[e], ws_.split.last[i] = t_.offsets[e + 1];
+      ws_.split.copies[i] = ws_.total[e];
+    });
     level_ = smallest_peak(team_, in_.ticks, R, copies + pour, R, [](int) { return true; });
     team_.sync();
     const int64_t top = peak();
@@ -128,32 +139,32 @@ class ExactSolver {
       case Objective::local:
         return start.local(in_.loads, in_.R, in_.E, in_.per_node);
       case Objective::packed:
-        return start.packed(ws_.copies, ws_.falling);
+        return start.packed(ws_.split.copies, ws_.falling);
     }
   }
 
-  // f(order, n): the replicated experts, class by class. Meanwhile an expert's ranks are its own.
+  // f(first, n): the replicated experts, class by class. Meanwhile an expert's ranks are its own.
   template <class F>
   ISOLOAD_HD void class_by_class(F&& f) {
     const int num_classes = t_.num_classes();
     for (int k = 0, first = 0; k < num_classes; ++k) {
       const int end = t_.classes[k + 1];
-      f(t_.order + first, end - first);
+      f(first, end - first);
       first = end;
       team_.sync();
     }
   }
 
   ISOLOAD_HD void sweep() {
-    class_by_class([&](const int32_t* order, int n) {
-      balance(team_, t_, order, n, ws_.total, in_.ticks, ws_.load, quota_);
-    });
+    class_by_class(
+        [&](int first, int n) { balance(team_, t_, ws_.split.from(first), n, in_.ticks, ws_.load, quota_); });
   }
 
   // Few active replicas are the aim of packed only.
   ISOLOAD_HD ISOLOAD_COLD void finish() {
     if (!kSpread && in_.objective == Objective::packed)
-      class_by_class([&](const int32_t* order, int n) {
+      class_by_class([&](int first, int n) {
+        const int32_t* const order = t_.order + first;
         team_.for_each(n, [&](int i) { close_replicas(t_, order[i], ws_.cap, ws_.load, quota_); });
       });
   }

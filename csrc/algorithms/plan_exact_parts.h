@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "algorithms/balance.h"
 #include "algorithms/least_level.h"
 #include "algorithms/quotient.h"
 #include "algorithms/replica_tables.h"
@@ -62,11 +63,12 @@ struct ExactWorkspace {
   RankSet<W>*holders, *givers,
       *levels;                  // [E] ranks of a replicated expert; those with quota > 0; [R+1] BFS levels
   int32_t *total, *load, *cap;  // [E] copies per expert; [R] copies per rank; [R] copies the target allows
-  int32_t *from, *to;           // [R] slots of each hop of a path
-  int32_t *copies, *falling;    // [E] for Start::packed
+  int32_t *from, *to, *via;     // [R] slots of each hop of a path, and its expert in the order
+  Replicated split;             // [E] of the tables' order
+  int32_t* falling;             // [E] for Start::packed
 
   ISOLOAD_HD static int64_t bytes(int64_t R, int64_t E) {
-    return (2 * E + R + 1) * int64_t(sizeof(RankSet<W>)) + (3 * E + 4 * R) * int64_t(sizeof(int32_t));
+    return (2 * E + R + 1) * int64_t(sizeof(RankSet<W>)) + (5 * E + 5 * R) * int64_t(sizeof(int32_t));
   }
   ISOLOAD_HD static ExactWorkspace at(void* memory, int64_t R, int64_t E) {
     ExactWorkspace ws;
@@ -78,8 +80,9 @@ struct ExactWorkspace {
     ws.cap = ws.load + R;
     ws.from = ws.cap + R;
     ws.to = ws.from + R;
-    ws.copies = ws.to + R;
-    ws.falling = ws.copies + E;
+    ws.via = ws.to + R;
+    ws.split = {ws.via + R, ws.via + R + E, ws.via + R + 2 * E};
+    ws.falling = ws.split.copies + E;
     return ws;
   }
 };

@@ -55,10 +55,9 @@ class ExactPaths {
 
   ISOLOAD_HD void list_ranks() {
     team_.for_each(num_split_, [&](int i) {
-      const int e = t_.order[i];
       RankSet<W> holders, givers;
       ISOLOAD_ROLLED
-      for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j) {
+      for (int j = ws_.split.first[i]; j < ws_.split.last[i]; ++j) {
         holders.insert(t_.ranks[j]);
         givers.insert_if(quota_[t_.slots[j]] > 0, t_.ranks[j]);
       }
@@ -77,8 +76,8 @@ class ExactPaths {
       over_.insert_if(ws_.load[r] > ws_.cap[r], r);
       under_.insert_if(ws_.load[r] < ws_.cap[r], r);
     });
-    over_ = unite(team_, over_);
-    under_ = unite(team_, under_);
+    over_ = unite(team_, over_, in_.R);
+    under_ = unite(team_, under_, in_.R);
   }
 
   // Breadth first, backwards: level 0 has room, level k can hand copies to level k-1. Returns the level that
@@ -95,7 +94,7 @@ class ExactPaths {
       RankSet<W> next;
       team_.for_each(num_split_,
                      [&](int i) { next.unite_if(ws_.holders[i].meets(frontier), ws_.givers[i]); });
-      next = unite(team_, next).subtract(seen);
+      next = unite(team_, next, in_.R).subtract(seen);
       if (next.empty()) return -1;
       seen |= next;
       frontier = next;
@@ -112,7 +111,7 @@ class ExactPaths {
       before = closed;
       RankSet<W> next;
       team_.for_each(num_split_, [&](int i) { next.unite_if(ws_.givers[i].meets(closed), ws_.holders[i]); });
-      closed |= unite(team_, next);
+      closed |= unite(team_, next, in_.R);
     }
     int64_t copies = 0;
     int size = 0;
@@ -129,9 +128,9 @@ class ExactPaths {
     for (int k = depth; k > 0; --k) {
       const RankSet<W> below = W == 1 && k == 1 ? under_ : ws_.levels[k - 1];  // registers, if few
       const Pick giver = widest(u, below);
-      if (giver.mine) ws_.from[k - 1] = giver.place;
+      if (giver.mine) ws_.from[k - 1] = giver.place, ws_.via[k - 1] = giver.index;
       width = giver.value < width ? giver.value : width;
-      const Pick taker = pick_replica(t_.order[giver.index], below, k == 1);
+      const Pick taker = pick_replica(giver.index, below, k == 1);
       if (taker.mine) ws_.to[k - 1] = taker.place;
       u = taker.index, room = taker.value;
     }
@@ -139,7 +138,7 @@ class ExactPaths {
     team_.sync();  // all lanes have read the loads that lane 0 changes now
     if (team_.rank() == 0) {
       ISOLOAD_ROLLED
-      for (int k = 0; k < depth; ++k) move(ws_.from[k], ws_.to[k], width);
+      for (int k = 0; k < depth; ++k) move(ws_.from[k], ws_.to[k], ws_.via[k], width);
       ws_.load[source_] = load - width;
       ws_.load[u] += width;
     }
@@ -175,10 +174,10 @@ class ExactPaths {
     return best(most, place);
   }
 
-  // The rank in `level` that holds e: the lowest, or where paths end the one with most room (ties to the
-  // lowest).
-  ISOLOAD_HD Pick pick_replica(int e, const RankSet<W>& level, bool last_hop) {
-    const int first = t_.offsets[e], last = t_.offsets[e + 1];
+  // The rank in `level` that holds the expert `split` of the order: the lowest, or where paths end the one
+  // with most room (ties to the lowest).
+  ISOLOAD_HD Pick pick_replica(int split, const RankSet<W>& level, bool last_hop) {
+    const int first = ws_.split.first[split], last = ws_.split.last[split];
     int64_t most = -1;
     int place = -1;
     team_.for_each(last - first, [&](int i) {
@@ -190,10 +189,11 @@ class ExactPaths {
   }
   ISOLOAD_HD int32_t room(int r) const { return ws_.cap[r] - ws_.load[r]; }
 
-  ISOLOAD_HD int rank_of(int slot) const { return static_cast<uint32_t>(slot) / static_cast<uint32_t>(in_.S); }
+  ISOLOAD_HD int rank_of(int slot) const {
+    return static_cast<uint32_t>(slot) / static_cast<uint32_t>(in_.S);
+  }
 
-  ISOLOAD_HD void move(int from, int to, int32_t copies) {
-    const int i = t_.split[from];
+  ISOLOAD_HD void move(int from, int to, int i, int32_t copies) {
     const int32_t left = quota_[from] - copies, taken = quota_[to] + copies;
     RankSet<W> givers = ws_.givers[i];
     if (left == 0) givers.erase(rank_of(from));

@@ -50,18 +50,14 @@ class LpSolver {
     num_parts_ = parts.size();
     Net network(team_, sum_, ranks_, experts_, ws_.network);
     int32_t iterations = 0;
-    spread();
-    dual_ = heaviest_burden();
-    LpStatus status = judge();
-    if (status == LpStatus::open) status = centre();
+    LpStatus status = LpStatus::open;
     ISOLOAD_ROLLED
-    while (status == LpStatus::open && iterations < in_.iterations) {
-      find_step(network);
-      step();
-      status = residuals();
-      ++iterations;
+    for (bool again = true; again;) {  // a second time after a breakdown, for the split of the start
+      again = status != LpStatus::broke_down;
+      spread();
+      if (again) status = approach(network, iterations);
+      again = again && status == LpStatus::broke_down;
     }
-    if (status == LpStatus::broke_down) spread();
     team_.for_each(num_parts_, [&](int k) { out.split[ws_.part_slot[k]] = copies(k); });
     if (team_.rank() == 0) {
       *out.primal = primal_;
@@ -79,9 +75,24 @@ class LpSolver {
   static constexpr Real kReach = Real(0.999);  // how much of the way to a zero a step goes
   static constexpr Real kCentre = Real(0.2);   // the gap aimed at last, in tolerances
 
+  // From the start towards the optimum.
+  ISOLOAD_HD LpStatus approach(Net& network, int32_t& iterations) {
+    dual_ = heaviest_burden();
+    LpStatus status = judge();
+    if (status != LpStatus::open) return status;
+    centre();
+    ISOLOAD_ROLLED
+    for (;; ++iterations) {
+      status = residuals();
+      if (status != LpStatus::open || iterations == in_.iterations) return status;
+      find_step(network);
+      step();
+    }
+  }
+
   // The even split, or in proportion to speeds; M and s away from 0; prices y ~ 1 / s, so that s y = mu; the
   // largest w that leaves all x z >= mu.
-  ISOLOAD_HD LpStatus centre() {
+  ISOLOAD_HD void centre() {
     M_ = kRoom * primal_;
     team_.for_each(ranks_.size, [&](int r) { ws_.s[r] = ws_.speed[r] * (M_ - ws_.cost[r]); });
     const Real mu = 1 / sum_(ranks_.size, [&](int r) { return ws_.speed[r] / ws_.s[r]; });
@@ -92,20 +103,19 @@ class LpSolver {
     team_.sync();
     team_.for_each(experts_.size, [&](int e) {
       const Real price = least(e, [&](int k) { return ws_.y[ws_.part_rank[k]] - mu / ws_.x[k]; });
-      for (int i = experts_.first[e]; i < experts_.first[e + 1]; ++i) {
-        const int k = experts_.list[i];
+      ISOLOAD_ROLLED
+      for (int k = experts_.first[e]; k < experts_.first[e + 1]; ++k) {
         ws_.z[k] = ws_.y[ws_.part_rank[k]] - price;
-        ws_.product[k] = ws_.x[k] * ws_.z[k];
+        ws_.product[ws_.part_place[k]] = ws_.x[k] * ws_.z[k];
       }
     });
-    return residuals();
   }
 
   ISOLOAD_HD void spread() {
     team_.for_each(experts_.size, [&](int e) {
       const Real speed = total(experts_, e, 0, [&](int k) { return ws_.speed[ws_.part_rank[k]]; });
-      for (int i = experts_.first[e]; i < experts_.first[e + 1]; ++i) {
-        const int k = experts_.list[i];
+      ISOLOAD_ROLLED
+      for (int k = experts_.first[e]; k < experts_.first[e + 1]; ++k) {
         ws_.x[k] = ws_.load[e] * (ws_.speed[ws_.part_rank[k]] / speed);
       }
     });
@@ -128,7 +138,7 @@ class LpSolver {
           ws_.rank_excess[r] = ws_.speed[r] * M_ - carried - ws_.s[r];
         });
     team_.sync();
-    sum_.start(Terms{num_parts_, [&](int k) { return ws_.product[k]; }},
+    sum_.start(Terms{num_parts_, [&](int i) { return ws_.product[i]; }},
                Terms{ranks_.size, [&](int r) { return ws_.rank_product[r]; }},
                Terms{ranks_.size, [&](int r) { return ws_.speed[r] * ws_.y[r]; }},
                Terms{ranks_.size, [&](int r) { return ws_.burden[r] * ws_.y[r]; }},
@@ -204,6 +214,9 @@ class LpSolver {
         team_.sync();
       network.solve(flows, round == 0 ? 2 : 1);
       follow(round == 0);
+      if (round == 1) continue;  // whose end is that of no step
+      steepest_x_ = largest(steepest_x_);
+      steepest_z_ = largest(steepest_z_);
       if (round == 0) aim();
     }
   }
@@ -256,13 +269,13 @@ class LpSolver {
   ISOLOAD_HD void aim() {
     const Real a = reach(steepest_x_, 1), b = reach(steepest_z_, 1);
     team_.for_each(num_parts_, [&](int k) {
-      ws_.product[k] = (ws_.x[k] + a * ws_.dx[k]) * (ws_.z[k] + b * ws_.dz[k]);
+      ws_.product[ws_.part_place[k]] = (ws_.x[k] + a * ws_.dx[k]) * (ws_.z[k] + b * ws_.dz[k]);
     });
     team_.for_each(ranks_.size, [&](int r) {
       ws_.rank_product[r] = (ws_.s[r] + a * ws_.ds[r]) * (ws_.y[r] + b * ws_.dy[r]);
     });
     team_.sync();
-    sum_.start(Terms{num_parts_, [&](int k) { return ws_.product[k]; }},
+    sum_.start(Terms{num_parts_, [&](int i) { return ws_.product[i]; }},
                Terms{ranks_.size, [&](int r) { return ws_.rank_product[r]; }});
     team_.sync();
     const Real ratio = mean(sum_.take(0), sum_.take(1)) / mu_;
@@ -287,7 +300,7 @@ class LpSolver {
       const Real x = ws_.x[k] + a * ws_.dx[k], z = ws_.z[k] + b * ws_.dz[k];
       ws_.x[k] = x;
       ws_.z[k] = z;
-      ws_.product[k] = x * z;
+      ws_.product[ws_.part_place[k]] = x * z;
     });
     team_.for_each(ranks_.size, [&](int r) {
       const Real s = ws_.s[r] + a * ws_.ds[r], y = ws_.y[r] + b * ws_.dy[r];
@@ -298,9 +311,9 @@ class LpSolver {
     M_ += a * dM_;
   }
 
-  // The step length, at most 1, that goes `share` of the way to the first zero. A barrier.
-  ISOLOAD_HD Real reach(Real steepest, Real share) {
-    const Real length = share / largest(steepest);
+  // The step length, at most 1, that goes `share` of the way to the first zero.
+  ISOLOAD_HD static Real reach(Real steepest, Real share) {
+    const Real length = share / steepest;
     return length < 1 ? length : 1;
   }
 
@@ -325,15 +338,17 @@ class LpSolver {
   // sum + term(k) over the parts k of a rank or an expert.
   template <class F>
   ISOLOAD_HD static Real total(const NetworkSide& side, int node, Real sum, F&& term) {
-    for (int i = side.first[node]; i < side.first[node + 1]; ++i) sum += term(side.list[i]);
+    ISOLOAD_ROLLED
+    for (int i = side.first[node]; i < side.first[node + 1]; ++i) sum += term(side.edge(i));
     return sum;
   }
 
   template <class F>
   ISOLOAD_HD Real least(int e, F&& term) const {
-    Real least = term(experts_.list[experts_.first[e]]);
-    for (int i = experts_.first[e] + 1; i < experts_.first[e + 1]; ++i) {
-      const Real value = term(experts_.list[i]);
+    Real least = term(experts_.first[e]);
+    ISOLOAD_ROLLED
+    for (int k = experts_.first[e] + 1; k < experts_.first[e + 1]; ++k) {
+      const Real value = term(k);
       least = value < least ? value : least;
     }
     return least;

@@ -1,7 +1,7 @@
 // The linear program of plan_lp, listed from the replica tables: what is left to decide and what is not.
 //
 // A part is what one rank takes of one expert. Parts exist only for replicated experts with load, on ranks
-// with speed; they are numbered by slot. Ranks without speed take nothing and are left out, so are experts
+// with speed; they are numbered expert by expert, and sums of all take them by slot. Ranks without speed take nothing and are left out, so are experts
 // without a choice of rank: their copies are a burden of their rank, like the base load.
 #pragma once
 
@@ -44,8 +44,9 @@ struct LpWorkspace {
   int32_t* total;                                // [E] copies
   int32_t *rank_at, *expert_at, *part_at;        // [R], [E], [P] number of the listed rank, expert, part
   int32_t *rank_first, *expert_first;            // [ranks + 1], [experts + 1]
-  int32_t *rank_parts, *expert_parts;            // [parts] by rank (that is 0, 1, 2...) and by expert
+  int32_t* rank_parts;                           // [parts] by slot, so by rank
   int32_t *part_rank, *part_expert, *part_slot;  // [parts]
+  int32_t* part_place;                           // [parts] in rank_parts
   int64_t bytes = 0;
 
   ISOLOAD_HD LpWorkspace(void* memory, int64_t R, int64_t E, int64_t P)
@@ -65,7 +66,7 @@ struct LpWorkspace {
     take(&expert_at, E);
     take(&rank_first, R + 1);
     take(&expert_first, E + 1);
-    for (int32_t** array : {&part_at, &rank_parts, &expert_parts, &part_rank, &part_expert, &part_slot})
+    for (int32_t** array : {&part_at, &rank_parts, &part_rank, &part_expert, &part_slot, &part_place})
       take(array, P);
   }
   ISOLOAD_HD static int64_t size(int64_t R, int64_t E, int64_t P) {
@@ -111,7 +112,7 @@ class LpParts {
 
   ISOLOAD_HD NetworkSide ranks() const { return {num_ranks_, ws_.rank_first, ws_.rank_parts, ws_.part_rank}; }
   ISOLOAD_HD NetworkSide experts() const {
-    return {num_experts_, ws_.expert_first, ws_.expert_parts, ws_.part_expert};
+    return {num_experts_, ws_.expert_first, nullptr, ws_.part_expert};
   }
   ISOLOAD_HD int size() const { return num_parts_; }
 
@@ -122,6 +123,7 @@ class LpParts {
     int64_t copies = 0, sign = 0;
     team_.for_each(in_.E, [&](int e) {
       int64_t total = 0;
+      ISOLOAD_ROLLED
       for (int s = 0; s < in_.num_sources; ++s) {
         const int32_t load = in_.loads[int64_t(s) * in_.E + e];
         sign |= load;
@@ -142,6 +144,7 @@ class LpParts {
     num_ranks_ = team_.scan(ws_.rank_at, in_.R);
     team_.for_each(in_.R, [&](int r) {
       Real burden = in_.base ? in_.base[r] : Real(0);
+      ISOLOAD_ROLLED
       for (int p = r * S; p < r * S + S; ++p) {
         split_[p] = t_.solo[p] >= 0 ? static_cast<Real>(ws_.total[t_.solo[p]]) : Real(0);
         burden += split_[p];
@@ -168,6 +171,7 @@ class LpParts {
       if (ws_.total[e] == 0 || t_.copies(e) < 2) return;
       const int i = ws_.expert_at[e];
       int32_t parts = 0;
+      ISOLOAD_ROLLED
       for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j) parts += fast(t_.ranks[j]);
       stuck |= parts == 0;
       ws_.expert_first[i] = parts;
@@ -194,19 +198,21 @@ class LpParts {
       if (fast(r)) ws_.rank_first[ws_.rank_at[r]] = ws_.part_at[r * S];
     });
     if (team_.rank() == 0) ws_.rank_first[num_ranks_] = num_parts_;
+    team_.for_each(in_.E, [&](int e) {
+      if (ws_.total[e] == 0 || t_.copies(e) < 2) return;
+      int k = ws_.expert_first[ws_.expert_at[e]];
+      ISOLOAD_ROLLED
+      for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j)
+        if (fast(t_.ranks[j])) ws_.rank_parts[ws_.part_at[t_.slots[j]]] = k++;
+    });
+    team_.sync();
     team_.for_each(P, [&](int p) {
       if (!is_part(p)) return;
-      const int k = ws_.part_at[p];
-      ws_.rank_parts[k] = k;
+      const int k = ws_.rank_parts[ws_.part_at[p]];
       ws_.part_rank[k] = ws_.rank_at[p / S];
       ws_.part_expert[k] = ws_.expert_at[expert_in(p)];
       ws_.part_slot[k] = p;
-    });
-    team_.for_each(in_.E, [&](int e) {
-      if (ws_.total[e] == 0 || t_.copies(e) < 2) return;
-      int i = ws_.expert_first[ws_.expert_at[e]];
-      for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j)
-        if (fast(t_.ranks[j])) ws_.expert_parts[i++] = ws_.part_at[t_.slots[j]];
+      ws_.part_place[k] = ws_.part_at[p];
     });
     team_.sync();
   }

@@ -65,10 +65,9 @@ class Share {
     const int n = t_.num_split();
     team_.for_each(in_.R / in_.per_node * n, [&](int i) {
       const int node = i / n, e = t_.order[i % n];
-      int32_t copies = 0;
-      for (int s = node * in_.per_node; s < (node + 1) * in_.per_node; ++s) copies += load(s, e);
-      node_loads_[int64_t(node) * in_.E + e] = copies;
+      node_loads_[int64_t(node) * in_.E + e] = sum_of(node * in_.per_node, (node + 1) * in_.per_node, e);
     });
+    team_.sync();
   }
 
   // What source rank s sends to every slot, onto row [P].
@@ -114,6 +113,11 @@ class Share {
 
  private:
   ISOLOAD_HD int32_t load(int s, int e) const { return in_.loads[int64_t(s) * in_.E + e]; }
+  ISOLOAD_HD int32_t sum_of(int s, int end, int e) const {
+    int32_t copies = 0;
+    for (; s < end; ++s) copies += load(s, e);
+    return copies;
+  }
   ISOLOAD_HD int32_t node_load(int node, int e) const { return node_loads_[int64_t(node) * in_.E + e]; }
 
   ISOLOAD_HD void add_up_nodes() {
@@ -201,12 +205,13 @@ class Share {
 
   // A node's part of expert e once every rank has served itself.
   struct Node {
-    int begin, end;             // its replicas
+    int node, begin, end;       // its replicas
     int32_t sources, replicas;  // copies that its sources have left, that its replicas still take
   };
   // begin: the first replica on this node or after it.
   ISOLOAD_HD Node visit(int e, int node, int begin) const {
-    Node n{begin, begin, node_load(node, e), 0};
+    Node n{node, begin, begin, node_load(node, e), 0};
+    ISOLOAD_ROLLED
     for (; n.end < t_.offsets[e + 1] && t_.ranks[n.end] < (node + 1) * in_.per_node; ++n.end) {
       n.sources -= own_[n.end];
       n.replicas += room_[n.end];
@@ -214,41 +219,50 @@ class Share {
     return n;
   }
 
-  // Source s's copies of the replicated expert e, onto its row of the share.
+  // Source s's copies of the replicated expert e, onto its row of the share: to its own rank, then its node,
+  // then the others.
   ISOLOAD_HD void send(int s, int e, int32_t* row) {
+    const int node = s / in_.per_node, first = t_.offsets[e], last = t_.offsets[e + 1];
     int32_t n = load(s, e);
     if (n == 0) return;
-    const int node = s / in_.per_node;
-    int begin = t_.offsets[e];
-    while (begin < t_.offsets[e + 1] && t_.ranks[begin] < node * in_.per_node) ++begin;
+    int begin = first;
+    while (begin < last && t_.ranks[begin] < node * in_.per_node) ++begin;
     const Node here = visit(e, node, begin);
-    int32_t start = 0;  // where s begins on the line of its node's sources
-    for (int before = node * in_.per_node; before < s; ++before) start += load(before, e);
-    for (int j = here.begin; j < here.end; ++j) {
-      if (t_.ranks[j] < s) start -= own_[j];
-      if (t_.ranks[j] == s) row[t_.slots[j]] += own_[j], n -= own_[j];
-    }
+    int32_t start = sum_of(node * in_.per_node, s, e);  // where s begins on the line of its node's sources
+    ISOLOAD_ROLLED
+    for (int j = here.begin; j < here.end && t_.ranks[j] <= s; ++j)
+      t_.ranks[j] < s ? start -= own_[j] : n -= own_[j];
     int32_t taken = 0;
-    for (int j = here.begin; j < here.end; taken += room_[j++])
-      if (const int32_t copies = overlap(start, n, taken, room_[j])) row[t_.slots[j]] += copies;
+    ISOLOAD_ROLLED
+    for (int j = here.begin; j < here.end; taken += room_[j++]) {
+      const int32_t copies = overlap(start, n, taken, room_[j]) + (t_.ranks[j] == s ? own_[j] : 0);
+      if (copies > 0) row[t_.slots[j]] = copies;
+    }
     const int32_t rest = n - overlap(start, n, 0, here.replicas);
-    if (rest > 0) send_afar(e, node, start > here.replicas ? start - here.replicas : 0, rest, row);
+    if (rest > 0) send_afar(e, here, start > here.replicas ? start - here.replicas : 0, rest, row);
   }
 
-  // What the own node could not take: `rest` copies from `start` on the line of the copies it is left with.
-  ISOLOAD_HD void send_afar(int e, int node, int32_t start, int32_t rest, int32_t* row) {
-    for (int other = 0, j = t_.offsets[e]; other < node; ++other) {
+  // What the own node could not take, to replicas on others: `rest` copies from `start` on the line of the
+  // copies that it, and the nodes before it, are left with. Its own replicas are full then.
+  ISOLOAD_HD void send_afar(int e, const Node& here, int32_t start, int32_t rest, int32_t* row) {
+    const int first = t_.offsets[e], last = t_.offsets[e + 1];
+    ISOLOAD_ROLLED
+    for (int other = 0, j = first; other < here.node; ++other) {
       const Node there = visit(e, other, j);
       if (there.sources > there.replicas) start += there.sources - there.replicas;
       j = there.end;
     }
     int32_t offered = 0;
-    for (int j = t_.offsets[e]; j < t_.offsets[e + 1];) {
-      const Node there = visit(e, t_.ranks[j] / in_.per_node, j);
+    ISOLOAD_ROLLED
+    for (int j = first; j < last;) {
+      const int node = t_.ranks[j] / in_.per_node;
+      const Node there = node == here.node ? here : visit(e, node, j);
       int32_t taken = 0;
+      ISOLOAD_ROLLED
       for (; j < there.end; taken += room_[j++]) {
+        if (node == here.node) continue;
         const int32_t left = room_[j] - overlap(taken, room_[j], 0, there.sources);
-        if (const int32_t copies = overlap(start, rest, offered, left)) row[t_.slots[j]] += copies;
+        if (const int32_t copies = overlap(start, rest, offered, left)) row[t_.slots[j]] = copies;
         offered += left;
       }
     }

@@ -40,6 +40,7 @@ struct Lists {
 __device__ void add_up_parts(const Team& team, const Numbered& numbered, int E, int32_t* before) {
   constexpr int kPieces = 4, kAhead = 8;
   const int piece = team.rank() % kPieces, parts = blockIdx.x;
+  if (parts == 0) return team.for_each(E, [&](int e) { before[e] = 0; });
   for (int first = 0; first < E; first += Team::kLanes / kPieces) {
     const int e = first + team.rank() / kPieces;
     int32_t sum = 0;

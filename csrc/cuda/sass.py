@@ -15,6 +15,7 @@ CODE_LIMIT = 64 * 1024  # what an instruction cache holds of a kernel
 # Loads on their way, at least: all that a lane asks for.
 AHEAD = dict.fromkeys(("count", "count_alone", "count_numbered", "route_numbered"), 8)
 IN_SHARED = re.compile(r"plan_exact_fetched<true>")  # no pointer that may lead anywhere
+ACROSS = re.compile(r"gather_rows")  # words that other GPUs read and write
 SHORT = re.compile(r"count|route_numbered<|plan_exact_fetched<true>")  # what every batch runs
 
 
@@ -73,6 +74,21 @@ def loads_in_flight(instructions: list[str]) -> int:
     return most
 
 
+def without_order(instructions: list[str]) -> list[str]:
+    """Words for other GPUs without a fence ahead; what follows a word of theirs while old lines are in the cache."""
+    found, fenced, stale = [], False, False
+    for line in instructions:
+        fenced |= bool(re.match(r"MEMBAR\S*\.SYS", line))
+        stale &= not line.startswith("CCTL.IVALL")
+        if re.match(r"ST\S*\.STRONG\.SYS", line) and not fenced:
+            found.append(line)
+        if stale and re.match("LDG|BAR|BRA|EXIT", line):
+            found.append(line)
+        fenced &= not line.startswith(("ST", "BRA"))
+        stale |= bool(re.match(r"LD\S*\.STRONG\.SYS", line))
+    return found
+
+
 def faults(codes: list[Code]) -> list[str]:
     found = []
     for code in codes:
@@ -83,6 +99,11 @@ def faults(codes: list[Code]) -> list[str]:
         wanted = AHEAD.get(code.kernel.split("<")[0], 0)
         if (ahead := loads_in_flight(code.instructions)) < wanted:
             found.append(f"{of} has {ahead} loads on their way at once, not {wanted}")
+        if ACROSS.match(code.kernel):
+            shared = {line[:2] for line in code.instructions if ".STRONG.SYS" in line}
+            if shared != {"ST", "LD"}:
+                found.append(f"{of} must write and read words across the system")
+            found += [f"{of} has no order around {line}" for line in without_order(code.instructions)]
         anywhere = [line for line in code.instructions if re.match(r"(LD|ST|ATOM)(\.| )", line)]
         if IN_SHARED.match(code.kernel) and anywhere:
             found.append(f"{of} has {len(anywhere)} accesses by pointers of any memory, as {anywhere[0]}")

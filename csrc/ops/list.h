@@ -19,6 +19,8 @@ constexpr int kCpu = 1, kCuda = 2;
      "(Tensor topk_ids, int num_experts) -> Tensor") \
   OP(count_numbered, kCpu | kCuda, \
      "(Tensor topk_ids, int num_experts) -> (Tensor counts, Tensor numbers, Tensor parts)") \
+  OP(gather_rows, kCpu | kCuda, \
+     "(Tensor row, Tensor boards, Tensor(a!) board, int rank, int timeout_ms) -> Tensor") \
   OP(replica_tables, kCpu | kCuda, \
      "(Tensor slot_to_expert, int num_ranks, int num_experts, Tensor(a!) tables) -> ()") \
   OP(plan_exact, kCpu | kCuda, \
@@ -154,7 +156,9 @@ constexpr int kCpu = 1, kCuda = 2;
         "shard_tokens: loads and fixed must not be negative and must sum to less than 2^31 copies, a rank be " \
         "alive, and the home of each expert on a rank that holds it") \
   FAULT(kGroupPlaces, \
-        "group_copies: num_places must be at least the number of copies present")
+        "group_copies: num_places must be at least the number of copies present") \
+  FAULT(kGatherRows, \
+        "gather_rows: every rank must put its row in time; this group gathers no more")
 // clang-format on
 
 #define ISOLOAD_FAULT(bit, rule) bit##_,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -153,8 +153,8 @@ class CapturedBalancer:
     def _run(self, num_tokens: int | None) -> list[Tensor]:
         balancer, planned = self.balancer, self.balancer.plans(num_tokens)
         device = self._ids[0].device
-        replicated = balancer.placed_on(device).replicated
-        read = (balancer.policy, balancer.recorder, balancer.prefer, replicated)
+        placed = balancer.placed_on(device)
+        read = (balancer.policy, balancer.recorder, balancer.prefer, placed.replicated)
         if [id(x) for x in read] != [id(x) for x in self._read]:
             self._read = read
             self._graphs.clear()
@@ -169,6 +169,9 @@ class CapturedBalancer:
             if balancer.group is not None:
                 balancer.group.traffic.bytes.update(graph.bytes)
         graph.replay()
+        if graph.plan is not None and graph.plan.placed is not placed:  # loaded since
+            plan = replace(graph.plan, filled=replace(graph.plan.filled, placed=placed))
+            graph = self._graphs[planned] = replace(graph, plan=plan)
         balancer.last_plan, balancer.last_loads = graph.plan, graph.loads
         return graph.slots
 

@@ -62,6 +62,22 @@ def test_numbered_equals_reference_and_a_copy_follows_its_number(
             assert found.tolist() == list(range(len(found)))
 
 
+@pytest.mark.parametrize("top_k", [8, 16, 40])
+def test_numbered_where_all_copies_have_one_expert(top_k: int) -> None:
+    ids = torch.full((2 * PART_ROWS + 1, top_k), 2)
+    found = ops.count_numbered(ids, 5)
+    whole, last = PART_ROWS * top_k, top_k
+    assert found.parts[:, 2].tolist() == [whole, whole, last] and found.counts.tolist() == [
+        0,
+        0,
+        ids.numel(),
+        0,
+        0,
+    ]
+    assert found.parts.sum() == ids.numel()
+    assert found.numbers.flatten().tolist() == [*range(whole), *range(whole), *range(last)]
+
+
 def test_numbered_input_need_not_be_contiguous() -> None:
     ids = torch.arange(6000).view(600, 10) % 7
     for name, a in ops.count_numbered(ids[:, ::3], 7)._asdict().items():

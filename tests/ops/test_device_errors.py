@@ -91,6 +91,16 @@ def borrow(d: str, backward: bool) -> None:
         ops.borrow(slots, home, peers, [stack.clone()], 2, 0)
 
 
+def gather_with_one_late(d: str) -> Tensor:
+    boards = [torch.zeros(ops.board_words(2, 3), dtype=torch.int32, device=d) for _ in range(2)]
+    addresses = torch.tensor([board.data_ptr() for board in boards], device=d)
+    rows = ops.gather_rows(LOADS[0, :3].to(d), addresses, boards[0], 0, timeout=0.02)
+    assert rows.tolist() == [[2, 3, 1], [2**31 - 1] * 3]
+    again = ops.gather_rows(LOADS[0, :3].to(d), addresses, boards[0], 0, timeout=3600)
+    assert torch.equal(rows, again), "the board is closed"
+    return rows
+
+
 # name: what is called on a device, the rules that it breaks
 BROKEN: dict[str, tuple[Callable[[str], object], list[int]]] = {
     **{f"count {i}": (lambda d, bad=bad: ops.count(bad.to(d), 4), [0]) for i, bad in enumerate(BAD_IDS)},
@@ -122,6 +132,7 @@ BROKEN: dict[str, tuple[Callable[[str], object], list[int]]] = {
     "top_up": (lambda d: spill(d, ops.top_up), [19]),
     "shard_tokens": (lambda d: ops.shard_tokens(-LOADS.to(d), tables(d), TWO.new_tensor([0, 1, 3, 0]).to(d)), [20]),
     "shard_tokens home": (shard_without_home, [20]),
+    "gather_rows": (gather_with_one_late, [22]),
     "group_copies": (lambda d: ops.group_copies(IDS.to(d), 0, 3, 5), [21]),
 }  # fmt: skip
 

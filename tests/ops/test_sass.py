@@ -52,6 +52,27 @@ def test_loads_in_flight(lines: list[str], most: int) -> None:
     assert sass.loads_in_flight(lines) == most
 
 
+PUT = ["STG.E [R2.64], R6", "MEMBAR.ALL.SYS", "ERRBAR", "STG.E.STRONG.SYS [R4.64], R3"]
+TAKE = ["LDG.E.STRONG.SYS R10, [R14.64]", "CCTL.IVALL", "LDG.E R3, [R2.64]"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "faults"),
+    [
+        ([*PUT, *TAKE], 0),
+        ([PUT[1], PUT[0], PUT[3], *TAKE], 1),  # the row behind the fence
+        ([PUT[0], PUT[3], *TAKE], 1),
+        (["MEMBAR.SC.GPU", *PUT[2:], *TAKE], 1),
+        ([*PUT, PUT[3], *TAKE], 1),
+        ([*PUT, TAKE[0], TAKE[2]], 1),
+        ([*PUT, "LDG.E R10, [R14.64]"], 1),  # a plain read of the number
+        (TAKE, 1),
+    ],
+)
+def test_words_for_other_gpus_are_in_order(lines: list[str], faults: int) -> None:
+    assert len(sass.faults([sass.Code("gather_rows", "sm_90a", lines)])) == faults
+
+
 def test_faults_are_named() -> None:
     waits = ["LDG.E R6, [R2.64]", "IADD3 R7, R6, 1, RZ"]
     found = sass.faults(

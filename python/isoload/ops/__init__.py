@@ -11,6 +11,7 @@ from isoload.ops.append_shared_expert import append_shared_expert
 from isoload.ops.borrow import addresses, borrow, borrow_backward
 from isoload.ops.count import count, count_numbered
 from isoload.ops.device_errors import check_device, device_errors
+from isoload.ops.gather_rows import LINE_WORDS, board_words, gather_rows
 from isoload.ops.group_copies import group_copies
 from isoload.ops.number_rows import number_rows
 from isoload.ops.pack_rows import pack_rows
@@ -34,6 +35,7 @@ from isoload.ops.top_up import top_up
 from isoload.results import ActiveSplit, ExactSplit, LpSplit, Numbered, SlotFill, Spill, WaterfillSplit
 
 __all__ = [
+    "LINE_WORDS",
     "NO_SPARE_SLOT",
     "ActiveSplit",
     "Candidates",
@@ -50,12 +52,14 @@ __all__ = [
     "Within",
     "addresses",
     "append_shared_expert",
+    "board_words",
     "borrow",
     "borrow_backward",
     "check_device",
     "count",
     "count_numbered",
     "device_errors",
+    "gather_rows",
     "group_copies",
     "number_rows",
     "pack_rows",
