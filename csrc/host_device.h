@@ -1,16 +1,19 @@
-// ISOLOAD_HD marks what a CUDA block runs too; a C++ compiler sees nothing.
+// ISOLOAD_HD marks what a CUDA block runs too; a C++ compiler sees nothing. ISOLOAD_ROLLED stands before a
+// loop of few or long turns, which nvcc would write out: a GPU's instruction cache shall hold the kernel.
 #pragma once
 
 #include <cstdint>
 
 #ifdef __CUDACC__
 #define ISOLOAD_HD __host__ __device__
-#define ISOLOAD_COLD                        // on a GPU a call would force the caller's registers into memory
-#define ISOLOAD_ROLLED _Pragma("unroll 1")  // a loop of few turns, whose code is not written out four times
+#define ISOLOAD_ROLLED _Pragma("unroll 1")
+#define ISOLOAD_BY_FOUR _Pragma("unroll 4")
+#define ISOLOAD_COLD  // on a GPU a call would force the caller's registers into memory
 #else
 #define ISOLOAD_HD
 #define ISOLOAD_COLD [[gnu::noinline]]
 #define ISOLOAD_ROLLED
+#define ISOLOAD_BY_FOUR
 #endif
 
 namespace isoload {
@@ -29,6 +32,13 @@ ISOLOAD_HD inline int count_ones(uint32_t word) {
   return __popc(word);
 #else
   return __builtin_popcount(word);
+#endif
+}
+ISOLOAD_HD inline int count_ones(uint64_t word) {
+#ifdef __CUDA_ARCH__
+  return __popcll(word);
+#else
+  return __builtin_popcountll(word);
 #endif
 }
 

@@ -3,7 +3,10 @@
 //   rank(), size()        this lane, number of lanes
 //   sync()                barrier; writes before it are visible after it
 //   for_each(n, f)        f(i) for i in [0, n), split over the lanes (no barrier at the end)
-//   sum/max/any(v)        reduction over the lanes, same result in all; also a barrier on both sides
+//   sum/max/any(v)        reduction over the lanes, same result in all; also a barrier on both sides. any:
+//   the
+//                         words' union, or that of their lowest `bits`, where the others are 0
+//   any_lane(b)           whether a lane has it, as those
 //   add(p, v)             integer add to shared memory from several lanes (order-free), returns the old value
 //   for_each_by(n, wide, f, g)   f(i), by one lane, or where wide(i) g(i, group), by a group of lanes: a team
 //   whose
@@ -12,12 +15,13 @@
 //   groups()              how many there are
 //   alone(f)              f(group) by the first group, while the others wait at a barrier. What f computes
 //                         only lane 0 has for certain
+//   apart(n, f)           f(i, group) for i in [0, n), by a group each, while the others wait; as alone
 //   column_sums(...)      sums down columns; a lane has those that for_each gives it
 //   sum32(v), max32(v)    of 32 bits, a sum below 2^31; of a group without a barrier
-//   lanes_before(b, all)  of a group: how many lanes before this one have it, and how many of all; no barrier
-//   largest(n, f, at)     of a group: the largest f(i) of i in [0, n), at: the lowest i that has it; n > 0;
-//   no barrier from_lane_of(i, v)    of a group: v of the lane to which for_each gives i; no barrier
-//   first(from, n, f)     of a group: the lowest i in [from, n) of which f is true, or n; no barrier
+//   lanes_before(b, all)  of a group: how many lanes before this one have it, and how many of all
+//   largest(n, f, at)     of a group: the largest f(i) of i in [0, n), n > 0, and the lowest i that has it
+//   first(from, n, f)     of a group: the lowest i in [from, n) of which f is true, or n
+//   from_lane_of(i, v)    of a group: v of the lane to which for_each gives i; no barrier in these four
 //   scan(data, n)         data[0..n) becomes its exclusive prefix sum, the total is returned; a barrier after
 //   it,
 //                         so data from other lanes needs a sync before it
@@ -36,11 +40,13 @@ struct ColumnSums {
 
 // One lane: plain loops, every synchronisation compiles to nothing.
 struct SerialTeam {
+  static constexpr int kLanes = 1;
   ISOLOAD_HD int rank() const { return 0; }
   ISOLOAD_HD int size() const { return 1; }
   ISOLOAD_HD void sync() const {}
   template <class F>
   ISOLOAD_HD void for_each(int n, F&& f) const {
+    ISOLOAD_ROLLED
     for (int i = 0; i < n; ++i) f(i);
   }
   template <class Wide, class F, class G>
@@ -55,6 +61,10 @@ struct SerialTeam {
   template <class F>
   ISOLOAD_HD void alone(F&& f) {
     f(*this);
+  }
+  template <class F>
+  ISOLOAD_HD void apart(int n, F&& f) {
+    for (int i = 0; i < n; ++i) f(i, *this);
   }
   ISOLOAD_HD ColumnSums column_sums(const int32_t* rows, int num_rows, int n, int32_t* sums) const {
     ColumnSums seen;
@@ -89,7 +99,8 @@ struct SerialTeam {
   }
   ISOLOAD_HD int64_t sum(int64_t v) const { return v; }
   ISOLOAD_HD int64_t max(int64_t v) const { return v; }
-  ISOLOAD_HD uint64_t any(uint64_t v) const { return v; }
+  ISOLOAD_HD uint64_t any(uint64_t v, int bits = 64) const { return v; }
+  ISOLOAD_HD bool any_lane(bool b) const { return b; }
   ISOLOAD_HD int32_t add(int32_t* p, int32_t v) const {
     int32_t old = *p;
     *p = old + v;
@@ -155,6 +166,12 @@ class ThreadTeam {
     if (rank_ == 0) f(group);
     sync();
   }
+  template <class F>
+  void apart(int n, F&& f) {
+    SerialTeam group;
+    for_each(n, [&](int i) { f(i, group); });
+    sync();
+  }
   ColumnSums column_sums(const int32_t* rows, int num_rows, int n, int32_t* sums) const {
     ColumnSums seen;
     for_each(n, [&](int i) {
@@ -176,9 +193,10 @@ class ThreadTeam {
   int64_t max(int64_t v) {
     return reduce(v, [](int64_t a, int64_t b) { return a > b ? a : b; });
   }
-  uint64_t any(uint64_t v) {
+  uint64_t any(uint64_t v, int bits = 64) {
     return reduce(static_cast<int64_t>(v), [](int64_t a, int64_t b) { return a | b; });
   }
+  bool any_lane(bool b) { return any(b) != 0; }
   int32_t add(int32_t* p, int32_t v) const {
     return std::atomic_ref<int32_t>(*p).fetch_add(v, std::memory_order_relaxed);
   }

@@ -5,58 +5,90 @@
 #pragma once
 
 #include "host_device.h"
+#include "packs.h"
 
 namespace isoload {
+
+// term(0) .. term(n - 1)
+template <class F>
+struct Terms {
+  int n;
+  F term;
+};
+template <class F>
+Terms(int, F) -> Terms<F>;
 
 template <class Real, class Team>
 class OrderedSum {
  public:
   static constexpr int kColumns = 16;
-  static constexpr int kScratch = 2 * kColumns;
+  static constexpr int kMost = 5;  // sums at once
+  static constexpr int kScratch = 2 * kMost * kColumns;
 
+  // scratch lies at a multiple of 16 bytes.
   ISOLOAD_HD OrderedSum(Team& team, Real* scratch) : team_(team), scratch_(scratch) {}
 
-  // The sum of term(0) .. term(n - 1), the same in all lanes; a barrier on both sides.
+  // One sum, the same in all lanes; a barrier on both sides.
   template <class F>
   ISOLOAD_HD Real operator()(int n, F&& term) {
+    if (team_.size() == 1) return add_all(n, term);
     team_.sync();
+    start(Terms{n, term});
+    team_.sync();
+    return take(0);
+  }
+
+  // Adds up the columns of several sums; every term is from before the last barrier.
+  template <class... F>
+  ISOLOAD_HD void start(const Terms<F>&... of) {
+    static_assert(sizeof...(F) <= kMost, "more sums than scratch is for");
+    odd_ = !odd_;  // a lane that runs ahead writes the other half
+    Real* const half = scratch_half();
+    int i = 0;
+    if (team_.size() == 1) {
+      ((half[i++] = add_all(of.n, of.term)), ...);
+      return;
+    }
+    team_.for_each(kColumns * int(sizeof...(F)), [&](int m) {
+      Real sum = 0;
+      int k = 0;
+      ((k++ == m / kColumns ? add_column(of, m % kColumns, sum) : void()), ...);
+      half[m] = sum;
+    });
+  }
+
+  // Sum i of the last start, a barrier after it.
+  ISOLOAD_HD Real take(int i) const {
+    if (team_.size() == 1) return scratch_half()[i];
     Real column[kColumns];
-    if (team_.size() == 1 || n <= kFew)
-      add_all(n, term, column);
-    else
-      add_shared(n, term, column);
+    load(scratch_half() + i * kColumns, column);
+    return tree(column);
+  }
+
+  ISOLOAD_HD static Real tree(Real (&column)[kColumns]) {
     for (int half = kColumns / 2; half > 0; half /= 2)
       for (int c = 0; c < half; ++c) column[c] += column[c + half];
-    if (n <= kFew) team_.sync();
     return column[0];
   }
 
  private:
-  // So many terms every lane adds up sooner than lanes tell each other; doubles would take too many
-  // registers.
-  static constexpr int kFew = sizeof(Real) == 4 ? 2 * kColumns : 0;
+  ISOLOAD_HD Real* scratch_half() const { return scratch_ + (odd_ ? kMost * kColumns : 0); }
 
   template <class F>
-  ISOLOAD_HD static void add_all(int n, F&& term, Real* column) {
-    for (int c = 0; c < kColumns; ++c) column[c] = 0;
+  ISOLOAD_HD static Real add_all(int n, F&& term) {
+    Real column[kColumns] = {};
     int first = 0;
     for (; first + kColumns <= n; first += kColumns)
       for (int c = 0; c < kColumns; ++c) column[c] += term(first + c);
     for (int c = 0; c < kColumns; ++c)
       if (first + c < n) column[c] += term(first + c);
+    return tree(column);
   }
 
   template <class F>
-  ISOLOAD_HD void add_shared(int n, F&& term, Real* column) {
-    Real* shared = scratch_ + (odd_ ? kColumns : 0);  // a lane that runs ahead writes the other half
-    odd_ = !odd_;
-    team_.for_each(kColumns, [&](int c) {
-      Real sum = 0;
-      for (int i = c; i < n; i += kColumns) sum += term(i);
-      shared[c] = sum;
-    });
-    team_.sync();
-    for (int c = 0; c < kColumns; ++c) column[c] = shared[c];
+  ISOLOAD_HD static void add_column(const Terms<F>& of, int c, Real& sum) {
+    ISOLOAD_ROLLED
+    for (int i = c; i < of.n; i += kColumns) sum += of.term(i);
   }
 
   Team& team_;

@@ -1,7 +1,7 @@
 // The linear program of plan_lp, listed from the replica tables: what is left to decide and what is not.
 //
 // A part is what one rank takes of one expert. Parts exist only for replicated experts with load, on ranks
-// with speed; they are numbered by slot. Ranks without speed take nothing and are left out, so are experts
+// with speed; they are numbered expert by expert, and sums of all take them by slot. Ranks without speed take nothing and are left out, so are experts
 // without a choice of rank: their copies are a burden of their rank, like the base load.
 #pragma once
 
@@ -30,11 +30,11 @@ struct LpProblem {
 // Caller's memory; every array is written before it is read.
 template <class Real>
 struct LpWorkspace {
-  // [parts] copies x, reduced cost z, their steps, the predictor's dx dz, x / z
-  Real *x, *z, *dx, *dz, *cross, *conductance;
-  // [ranks] speed, burden, cost of the split; slack s, price y, their steps, ds dy, s / y; what rank rows
+  // [parts] copies x, reduced cost z, their steps, a product of both, x / z
+  Real *x, *z, *dx, *dz, *product, *conductance;
+  // [ranks] speed, burden, cost of the split; slack s, price y, their steps, a product, s / y; what rank rows
   // lack
-  Real *speed, *burden, *cost, *s, *y, *ds, *dy, *rank_cross, *rank_ground, *rank_excess;
+  Real *speed, *burden, *cost, *s, *y, *ds, *dy, *rank_product, *rank_ground, *rank_excess;
   // [experts] load, load / sum of its parts, its term of the bound, what expert rows lack, zeros
   Real *load, *scale, *value, *expert_excess, *expert_ground;
   // potentials of ranks and experts: of the current solve, and of currents = speeds
@@ -44,31 +44,29 @@ struct LpWorkspace {
   int32_t* total;                                // [E] copies
   int32_t *rank_at, *expert_at, *part_at;        // [R], [E], [P] number of the listed rank, expert, part
   int32_t *rank_first, *expert_first;            // [ranks + 1], [experts + 1]
-  int32_t *rank_parts, *expert_parts;            // [parts] by rank (that is 0, 1, 2...) and by expert
+  int32_t* rank_parts;                           // [parts] by slot, so by rank
   int32_t *part_rank, *part_expert, *part_slot;  // [parts]
+  int32_t* part_place;                           // [parts] in rank_parts
   int64_t bytes = 0;
 
   ISOLOAD_HD LpWorkspace(void* memory, int64_t R, int64_t E, int64_t P)
       : memory_(static_cast<char*>(memory)) {
     const int64_t kept = R < E ? R : E, all = R > E ? R : E;
-    for (Real** array : {&x, &z, &dx, &dz, &cross, &conductance, &network.part}) take(array, P);
-    for (Real** array : {&speed, &burden, &cost, &s, &y, &ds, &dy, &rank_cross, &rank_ground, &rank_excess,
+    for (Real** array : {&x, &z, &dx, &dz, &product, &conductance, &network.part}) take(array, P);
+    for (Real** array : {&speed, &burden, &cost, &s, &y, &ds, &dy, &rank_product, &rank_ground, &rank_excess,
                          &rank_u, &rank_g})
       take(array, R);
     for (Real** array : {&load, &scale, &value, &expert_excess, &expert_ground, &expert_u, &expert_g})
       take(array, E);
     take(&columns, OrderedSum<Real, int>::kScratch);
-    take(&network.mesh, kept * row_length(kept));
-    take(&network.ground, kept);
-    take(&network.inverse, kept);
-    take(&network.own, kept);
     take(&network.star, all);
+    take_mesh(kept, E);
     take(&total, E);
     take(&rank_at, R);
     take(&expert_at, E);
     take(&rank_first, R + 1);
     take(&expert_first, E + 1);
-    for (int32_t** array : {&part_at, &rank_parts, &expert_parts, &part_rank, &part_expert, &part_slot})
+    for (int32_t** array : {&part_at, &rank_parts, &part_rank, &part_expert, &part_slot, &part_place})
       take(array, P);
   }
   ISOLOAD_HD static int64_t size(int64_t R, int64_t E, int64_t P) {
@@ -76,10 +74,23 @@ struct LpWorkspace {
   }
 
  private:
+  ISOLOAD_HD void take_mesh(int64_t n, int64_t E) {
+    MeshWorkspace<Real>& mesh = network.mesh;
+    for (Real** array : {&mesh.ground, &mesh.inverse, &mesh.own}) take(array, n);
+    take(&mesh.rows, n * row_length(n));
+    if (n > kMostColumns) return;
+    take(&mesh.columns, (n + kTile - 1) / kTile * n * column_length<Real>);
+    take(&mesh.triangles, n * column_length<Real>);
+    take(&mesh.row, 2 * kMostColumns);
+    take(&mesh.shared, 2 * kFlows * kTile);
+    take(&mesh.lefts, E);
+  }
+
+  // At a multiple of 16 bytes from the first, for packs.
   template <class T>
   ISOLOAD_HD void take(T** array, int64_t length) {
     *array = memory_ ? reinterpret_cast<T*>(memory_ + bytes) : nullptr;
-    bytes += length * int64_t(sizeof(T));
+    bytes += (length * int64_t(sizeof(T)) + 15) / 16 * 16;
   }
   char* memory_;
 };
@@ -101,7 +112,7 @@ class LpParts {
 
   ISOLOAD_HD NetworkSide ranks() const { return {num_ranks_, ws_.rank_first, ws_.rank_parts, ws_.part_rank}; }
   ISOLOAD_HD NetworkSide experts() const {
-    return {num_experts_, ws_.expert_first, ws_.expert_parts, ws_.part_expert};
+    return {num_experts_, ws_.expert_first, nullptr, ws_.part_expert};
   }
   ISOLOAD_HD int size() const { return num_parts_; }
 
@@ -112,6 +123,7 @@ class LpParts {
     int64_t copies = 0, sign = 0;
     team_.for_each(in_.E, [&](int e) {
       int64_t total = 0;
+      ISOLOAD_ROLLED
       for (int s = 0; s < in_.num_sources; ++s) {
         const int32_t load = in_.loads[int64_t(s) * in_.E + e];
         sign |= load;
@@ -132,6 +144,7 @@ class LpParts {
     num_ranks_ = team_.scan(ws_.rank_at, in_.R);
     team_.for_each(in_.R, [&](int r) {
       Real burden = in_.base ? in_.base[r] : Real(0);
+      ISOLOAD_ROLLED
       for (int p = r * S; p < r * S + S; ++p) {
         split_[p] = t_.solo[p] >= 0 ? static_cast<Real>(ws_.total[t_.solo[p]]) : Real(0);
         burden += split_[p];
@@ -158,6 +171,7 @@ class LpParts {
       if (ws_.total[e] == 0 || t_.copies(e) < 2) return;
       const int i = ws_.expert_at[e];
       int32_t parts = 0;
+      ISOLOAD_ROLLED
       for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j) parts += fast(t_.ranks[j]);
       stuck |= parts == 0;
       ws_.expert_first[i] = parts;
@@ -184,19 +198,21 @@ class LpParts {
       if (fast(r)) ws_.rank_first[ws_.rank_at[r]] = ws_.part_at[r * S];
     });
     if (team_.rank() == 0) ws_.rank_first[num_ranks_] = num_parts_;
+    team_.for_each(in_.E, [&](int e) {
+      if (ws_.total[e] == 0 || t_.copies(e) < 2) return;
+      int k = ws_.expert_first[ws_.expert_at[e]];
+      ISOLOAD_ROLLED
+      for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j)
+        if (fast(t_.ranks[j])) ws_.rank_parts[ws_.part_at[t_.slots[j]]] = k++;
+    });
+    team_.sync();
     team_.for_each(P, [&](int p) {
       if (!is_part(p)) return;
-      const int k = ws_.part_at[p];
-      ws_.rank_parts[k] = k;
+      const int k = ws_.rank_parts[ws_.part_at[p]];
       ws_.part_rank[k] = ws_.rank_at[p / S];
       ws_.part_expert[k] = ws_.expert_at[expert_in(p)];
       ws_.part_slot[k] = p;
-    });
-    team_.for_each(in_.E, [&](int e) {
-      if (ws_.total[e] == 0 || t_.copies(e) < 2) return;
-      int i = ws_.expert_first[ws_.expert_at[e]];
-      for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j)
-        if (fast(t_.ranks[j])) ws_.expert_parts[i++] = ws_.part_at[t_.slots[j]];
+      ws_.part_place[k] = ws_.part_at[p];
     });
     team_.sync();
   }

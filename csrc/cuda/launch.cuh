@@ -14,7 +14,7 @@ namespace isoload::cuda {
 // A planner's block. Its steps run over at most a few hundred experts or slots: four warps take them in a few
 // turns, and a barrier of four warps costs little more than that of one.
 constexpr int kPlanWarps = 4;
-using PlanTeam = BlockTeam<kPlanWarps>;
+using PlanTeam = BlockTeam<kPlanWarps, true>;
 
 // The most dynamic shared memory that a block of this device may ask for, less what planners use besides.
 inline int64_t shared_limit() {
@@ -32,7 +32,7 @@ inline int64_t global_bytes(int64_t B, int64_t bytes) {
   return bytes <= shared_limit() ? 0 : B * padded(bytes);
 }
 
-extern __shared__ uint64_t shared_memory[];
+extern __shared__ __align__(16) uint64_t shared_memory[];
 
 // This block's workspace: its part of `global`, or shared memory if there is none.
 __device__ inline void* block_workspace(void* global, int64_t bytes) {

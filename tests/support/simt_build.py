@@ -28,7 +28,7 @@ CACHE = ROOT / "build" / "simt"
 REPLACED = (
     (
         "cuda/launch.cuh",
-        "extern __shared__ uint64_t shared_memory[];",
+        "extern __shared__ __align__(16) uint64_t shared_memory[];",
         "",
         "constexpr uint64_t* shared_memory = simt::shared_arena.data;",
     ),
