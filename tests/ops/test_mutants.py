@@ -185,7 +185,7 @@ MUTANTS = {
         "teams",
     ),
     "the capacity rounded down": Mutant(
-        "csrc/algorithms/plan_spill.h",
+        "csrc/algorithms/spill_layer.h",
         "copies + uint64_t(most_.live) - 1;",
         "copies;",
         "plan_spill",
