@@ -86,7 +86,7 @@ struct RankSet {
 template <int W, class Team>
 ISOLOAD_HD RankSet<W> unite(Team& team, RankSet<W> mine, int R = 64 * W) {
   ISOLOAD_ROLLED
-  for (int w = 0; w < W; ++w) mine.word[w] = team.any(mine.word[w], R - 64 * w);
+  for (int w = 0; w < W; ++w) mine.word[w] = team.any(mine.word[w], W == 1 ? R : 64);
   return mine;
 }
 

@@ -99,7 +99,7 @@ class ExactSolver {
       copies += ws_.total[e];
       wrong |= ws_.total[e] != 0 && t_.copies(e) == 0 ? kUncovered : 0;
     });
-    wrong = team_.any(wrong | (sign < 0 ? kNegative : 0) | (seen.any_sum < 0 ? kWrapped : 0));
+    wrong = team_.any(wrong | (sign < 0 ? kNegative : 0) | (seen.any_sum < 0 ? kWrapped : 0), 32);
     copies = team_.sum(copies);
     if (wrong & kNegative) return PlanStatus::negative_load;
     if (wrong & kWrapped || copies + pour > INT32_MAX) return PlanStatus::too_many_copies;

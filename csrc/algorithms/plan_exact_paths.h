@@ -189,7 +189,9 @@ class ExactPaths {
   }
   ISOLOAD_HD int32_t room(int r) const { return ws_.cap[r] - ws_.load[r]; }
 
-  ISOLOAD_HD int rank_of(int slot) const { return static_cast<uint32_t>(slot) / static_cast<uint32_t>(in_.S); }
+  ISOLOAD_HD int rank_of(int slot) const {
+    return static_cast<uint32_t>(slot) / static_cast<uint32_t>(in_.S);
+  }
 
   ISOLOAD_HD void move(int from, int to, int i, int32_t copies) {
     const int32_t left = quota_[from] - copies, taken = quota_[to] + copies;

@@ -165,8 +165,11 @@ class VisitFlow {
       hops += 2;
     }
     if (team_.rank() == 0) {
-      for (int i = 0; i + 1 < hops; ++i)
-        i % 2 ? send(ws_.path[i + 1], ws_.path[i], -width) : send(ws_.path[i], ws_.path[i + 1], width);
+      ISOLOAD_ROLLED
+      for (int i = 0; i + 1 < hops; ++i) {
+        const int back = i % 2;  // a taker returns copies
+        send(ws_.path[i + back], ws_.path[i + 1 - back], back ? -width : width);
+      }
       excess_[source] -= width;
       room_[d] -= width;
     }

@@ -1,5 +1,5 @@
-// Compares quotient() with a division of integers, where it must be exact: at every edge of a quotient, and
-// at random.
+// Compares quotient() and quotient_of_large() with a division of integers, where they are exact: at every
+// edge of a quotient, and at random.
 //   quotients RANDOM
 // Prints how many were equal. On the first that is not, that line names it, and the exit code is 1.
 #include <cstdint>
@@ -16,14 +16,18 @@ constexpr int64_t kMostQuotient = (int64_t(1) << 51) - 1;
 
 int64_t compared = 0;
 
-void compare(int64_t x, int64_t d) {
-  if (x < 0 || x / d > kMostQuotient) return;
+void expect(int64_t x, int64_t d, int64_t got) {
   ++compared;
-  const int64_t got = isoload::quotient(x, d);
   if (got == x / d) return;
   std::printf("%lld / %lld is %lld, not %lld\n", (long long)x, (long long)d, (long long)(x / d),
               (long long)got);
   std::exit(1);
+}
+
+void compare(int64_t x, int64_t d) {
+  if (x < 0 || x / d > kMostQuotient) return;
+  expect(x, d, isoload::quotient_of_large(x, d));
+  if (x <= (int64_t(1) << 53) - d) expect(x, d, isoload::quotient(x, d));
 }
 
 // What lies beside powers of two and beside INT32_MAX, up to `most`.
