@@ -12,16 +12,25 @@ namespace isoload::cuda {
 using FetchedTeam = BlockTeam<8, true>;
 using WideTeam = BlockTeam<kPlanWarps, true>;  // of a problem that is not fetched
 
-struct FetchedSizes {  // of a block, in int32
-  int64_t workspace, loads, tables, P;
+struct FetchedSizes {                      // of a block, in int32
+  int64_t workspace, loads, tables, P, R;  // P of the quota, R + 1 of what ranks carry besides
 
   template <class Planner>
   __host__ __device__ static FetchedSizes of(const typename Planner::Problem& in) {
     const int64_t E = in.E, P = int64_t(in.R) * in.S, bytes = Planner::template bytes<1>(in);
-    return {padded(bytes) / int64_t(sizeof(int32_t)), in.num_sources * E, ReplicaTables::size(E, P), P};
+    return {padded(bytes) / int64_t(sizeof(int32_t)), in.num_sources * E, ReplicaTables::size(E, P), P, in.R};
   }
-  int64_t bytes() const { return (workspace + loads + tables + P) * int64_t(sizeof(int32_t)); }
+  int64_t bytes() const { return (workspace + loads + tables + P + R + 1) * int64_t(sizeof(int32_t)); }
 };
+
+// Copies that are not given are none.
+template <class Team>
+__device__ void fetch_or_clear(const Team& team, const int32_t* from, int n, int32_t* to) {
+  if (from)
+    fetch(team, from, n, to);
+  else
+    team.for_each(n, [&](int i) { to[i] = 0; });
+}
 
 // What this block does: as plan_layer. kPlain: the usual problem, whose code has no divisions by ticks and no
 // other start.
@@ -33,8 +42,12 @@ __device__ __forceinline__ void plan_fetched(FetchedTeam& team, typename Planner
   const FetchedSizes sizes = FetchedSizes::of<Planner>(in);
   int32_t* const loads = reinterpret_cast<int32_t*>(shared_memory) + sizes.workspace;
   int32_t *const tables = loads + sizes.loads, *const quota = tables + sizes.tables, *const to = out.quota;
+  int32_t *const fixed = quota + sizes.P, *const pour = fixed + sizes.R;
   fetch(team, in.loads, sizes.loads, loads);
   fetch(team, in.tables.header, sizes.tables, tables);
+  fetch_or_clear(team, in.fixed, in.R, fixed);
+  fetch_or_clear(team, in.pour, 1, pour);
+  in.fixed = fixed, in.pour = pour;
   in.loads = loads, in.tables = ReplicaTables::at(tables, in.E, sizes.P), out.quota = quota;
   wait_for_fetched(team);
   if (Planner::template solve<1>(team, in, shared_memory, out) != kPlanned) {
