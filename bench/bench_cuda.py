@@ -1,4 +1,4 @@
-"""Every op on a GPU, and the chain count, plan_exact, share, route: in a captured graph, and from Python.
+"""Every op on a GPU, the chain count, plan_exact, share, route, and Balancers: in a captured graph, and from Python.
 
 Fairness ledger
 - Instances: E = 256, top-8, Zipf 0.8 popularity per layer; placed by `eplb` on the popularity before a drift of
@@ -15,6 +15,9 @@ Fairness ledger
 - at once: one call of all 58 layers, time of the call.
 - The chain's loads [R, E] are there already: the gather between count and plan_exact depends on the network and is
   left out; one GPU cannot measure it. nodes: of the graph of one call.
+- balancer: a Balancer under exact, one per layer, as engines capture it. Its peers' loads are there, too: its gather is
+  a copy of [R, E + 1] on the device. balancer, captured: CapturedBalancers, which hold a graph each, so there is no
+  time in a graph; alone and cold are one of them, eager is all 58 from Python: a copy of ids and a launch each.
 - target: what we set ourselves for an H100 before the first measurement, for R = 16, 32 replicas, in graph.
 - quoted: what others publish of their own planners on their own hardware; nothing of it ran here.
 """
@@ -33,6 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 import isoload
+from gpu_balancers import check_balancer, make_balancer, make_captured
 from gpu_check import check_all, profile, same_bits
 from gpu_clock import Graph, behind_others, between_events, from_python
 from gpu_jobs import JOBS, Job, need_cuda
@@ -71,15 +75,36 @@ class Bench:
         row = self.time(calls) | {"target_us": aimed, "quoted_us": job.quoted, "bytes": num_bytes}
         self.add(job.name, row | {"roof_us": self.roof(num_bytes)})
 
+    def balancers(self) -> None:
+        """From ids to slots by the Balancer, eager and captured."""
+        eager, captured = ([make(x) for x in self.there] for make in (make_balancer, make_captured))
+        for n, balancer in enumerate([*eager, *captured]):
+            slots = check_balancer(self.layers[n % LAYERS], self.there[n % LAYERS], balancer)
+        first = self.there[0]
+        num_bytes = sum(t.nbytes for t in (first.ids, first.loads, first.tables.data, slots))
+        bytes_and_roof = {"bytes": num_bytes, "roof_us": self.roof(num_bytes)}
+        calls, replays = (
+            [lambda x=x, b=b: b(x.ids) for x, b in zip(self.there, made, strict=True)]
+            for made in (eager, captured)
+        )
+        self.add("balancer", self.time(calls) | bytes_and_roof)
+        self.add("balancer, captured", self.time_calls(replays[0], replays) | bytes_and_roof)
+
+    def time_calls(self, one: Callable[[], Any], calls: list[Callable[[], Any]]) -> dict[str, Any]:
+        """One call on the device's clock, and all of them as Python's clock sees them."""
+        return {
+            "alone_us": between_events(one, 1, self.samples, 10).median,
+            "cold_us": behind_others(one, self.samples).median,
+            "eager_us": from_python(calls, max(self.samples // 5, 3)).median,
+        }
+
     def time(self, calls: list[Callable[[], Any]]) -> dict[str, Any]:
         one, many = Graph(calls[:1]), Graph(calls)
         inside = between_events(many.replay, len(calls), self.samples, 1)
         return {
             "in_graph_us": inside.median,
             "in_graph_p99_us": inside.p99,
-            "alone_us": between_events(one.replay, 1, self.samples, 10).median,
-            "cold_us": behind_others(one.replay, self.samples).median,
-            "eager_us": from_python(calls, max(self.samples // 5, 3)).median,
+            **self.time_calls(one.replay, calls),
             "nodes": one.num_nodes(),
         }
 
@@ -128,7 +153,7 @@ def show(rows: list[dict[str, Any]], title: str) -> None:
         cells = [f"{row[name]:.1f}" if name in row else "" for name in names]
         target = row.get("target_us")
         mark = "" if target is None else f"{target:.0f} {'met' if row['in_graph_us'] <= target else 'MISSED'}"
-        table.add_row(row["op"], str(row["nodes"]), *cells, mark, row.get("quoted_us", ""))
+        table.add_row(row["op"], str(row.get("nodes", "")), *cells, mark, row.get("quoted_us", ""))
     Console(width=130).print(table)
 
 
@@ -173,6 +198,7 @@ def measure(options: argparse.Namespace) -> None:
             if job.tokens_matter or n in (0, 2):
                 bench.run(job)
         if n in (0, 2):
+            bench.balancers()
             bench.at_once()
         show(
             bench.rows, f"R = {ranks}, E = {EXPERTS} + {replicas}, {tokens} x {TOP_K} per rank (microseconds)"

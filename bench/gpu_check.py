@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import isoload
+from gpu_balancers import check_balancer, make_balancer, make_captured
 from gpu_jobs import JOBS, Job, outputs
 from gpu_layers import EXPERTS, Layer, make_layers
 
@@ -35,11 +36,15 @@ def check_all(device: str, seed: int) -> None:
     for ranks, replicas, tokens in SIZES:
         (host,) = make_layers(ranks, replicas, tokens, seed, layers=1)
         there = host.to(device)
-        for job in JOBS:
+        found = {job.name: same_bits(job, [host], [there]) for job in JOBS}
+        found["balancer"] = [check_balancer(host, there, make_balancer(there))]
+        if device == "cuda":
+            found["balancer, captured"] = [check_balancer(host, there, make_captured(there))]
+        for name, results in found.items():
             checksum = 0
-            for result in same_bits(job, [host], [there]):
+            for result in results:
                 checksum = zlib.crc32(result.cpu().contiguous().view(-1).view(torch.uint8).numpy(), checksum)
-            print(f"R={ranks} E={EXPERTS}+{replicas} T={tokens} {job.name}: {checksum:08x}", flush=True)
+            print(f"R={ranks} E={EXPERTS}+{replicas} T={tokens} {name}: {checksum:08x}", flush=True)
 
 
 def profile(ranks: int, replicas: int, tokens: int, seed: int) -> None:

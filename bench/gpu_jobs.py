@@ -1,4 +1,4 @@
-"""What bench_cuda calls: every op on a layer of gpu_layers, and the chain count, plan_exact, share, route."""
+"""What bench_cuda calls: every op on a layer of gpu_layers, and the chain from ids to slots."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ def numbered(x: Layer) -> ops.Numbered:
     return ops.Numbered(x.loads[RANK], x.numbers, x.parts)
 
 
+def split_and_row(x: Layer) -> list[Tensor]:
+    """As a Balancer plans: the split, and this rank's row of the share."""
+    split, row = ops.plan_exact_share(x.loads, x.tables, RANK, ranks_per_node=per_node(x))
+    return [*split, row]
+
+
 def chain(x: Layer) -> Tensor:
     """As a Balancer does, but for the gather."""
     of_ids = ops.count_numbered(x.ids, EXPERTS)
-    quota = ops.plan_exact(x.loads, x.tables).quota
-    row = ops.share(x.loads, quota, x.tables, per_node(x), RANK)
+    *_, row = split_and_row(x)
     return ops.route_numbered(x.ids, of_ids, row, x.tables)
 
 
@@ -50,6 +55,18 @@ def first_slots(x: Layer) -> Tensor:
     return x.tables.field("slots").gather(0, first)
 
 
+def gather_beside_others(x: Layer) -> Tensor:
+    """A round in which the other ranks' rows are here already, on boards made for it: nobody is waited for."""
+    ranks, width = x.loads.shape
+    boards = torch.zeros(ranks, ops.board_words(ranks, width), dtype=torch.int32, device=x.loads.device)
+    places = boards[RANK, ops.LINE_WORDS :].view(2, ranks, -1)[1]  # of the first round
+    places[:, 0] = 1
+    places[:, 1 : width + 1] = x.loads
+    first = torch.full((), boards.data_ptr(), device=boards.device)
+    addresses = first + torch.arange(ranks, device=boards.device) * boards.stride(0) * boards.itemsize
+    return ops.gather_rows(x.loads[RANK], addresses, boards[RANK], RANK)
+
+
 @dataclass(frozen=True)
 class Job:
     """An op on a layer; reads: the fields that its bytes are counted of; target and quoted in microseconds."""
@@ -73,6 +90,7 @@ JOBS = (
         ("ids",),
         tokens_matter=True,
     ),
+    Job("gather_rows and its boards", "gather_rows", gather_beside_others, ("loads",)),
     Job(
         "replica_tables",
         "replica_tables",
@@ -94,6 +112,7 @@ JOBS = (
         ("loads", "tables"),
         12,
     ),
+    Job("plan_exact_share", "plan_exact_share", split_and_row, ("loads", "tables"), 10),
     Job("plan_active", "plan_active", lambda x: ops.plan_active(x.loads, x.tables), ("loads", "tables")),
     Job("plan_lp", "plan_lp", lambda x: ops.plan_lp(x.loads, x.tables), ("loads", "tables"), 25, LPLB),
     Job(

@@ -1,16 +1,19 @@
-// ISOLOAD_HD marks what a CUDA block runs too; a C++ compiler sees nothing.
+// ISOLOAD_HD marks what a CUDA block runs too; a C++ compiler sees nothing. ISOLOAD_ROLLED stands before a
+// loop of few or long turns, which nvcc would write out: a GPU's instruction cache shall hold the kernel.
 #pragma once
 
 #include <cstdint>
 
 #ifdef __CUDACC__
 #define ISOLOAD_HD __host__ __device__
+#define ISOLOAD_ROLLED _Pragma("unroll 1")
+#define ISOLOAD_BY_FOUR _Pragma("unroll 4")
 #define ISOLOAD_COLD  // on a GPU a call would force the caller's registers into memory
-#define ISOLOAD_ROLLED _Pragma("unroll 1")  // before a loop whose turns are long enough
 #else
 #define ISOLOAD_HD
 #define ISOLOAD_COLD [[gnu::noinline]]
 #define ISOLOAD_ROLLED
+#define ISOLOAD_BY_FOUR
 #endif
 
 namespace isoload {

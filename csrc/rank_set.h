@@ -20,6 +20,7 @@ struct RankSet {
   // Ranks 0 .. n-1.
   ISOLOAD_HD static RankSet first(int n) {
     RankSet set;
+    ISOLOAD_BY_FOUR
     for (int w = 0; w < W; ++w) {
       const int left = n - 64 * w;
       set.word[w] = left >= 64 ? ~uint64_t(0) : left > 0 ? (uint64_t(1) << left) - 1 : 0;
@@ -34,47 +35,58 @@ struct RankSet {
   ISOLOAD_HD bool contains(int r) const { return word[at(r)] >> (r & 63) & 1; }
   ISOLOAD_HD bool empty() const {
     uint64_t all = 0;
+    ISOLOAD_BY_FOUR
     for (int w = 0; w < W; ++w) all |= word[w];
     return all == 0;
   }
   ISOLOAD_HD bool meets(const RankSet& other) const {
     uint64_t all = 0;
+    ISOLOAD_BY_FOUR
     for (int w = 0; w < W; ++w) all |= word[w] & other.word[w];
     return all != 0;
   }
   // The lowest member of this & other, or -1.
   ISOLOAD_HD int lowest_in(const RankSet& other) const {
+    ISOLOAD_ROLLED
     for (int w = 0; w < W; ++w)
       if (uint64_t both = word[w] & other.word[w]) return w * 64 + lowest_one(both);
     return -1;
   }
   ISOLOAD_HD RankSet& operator|=(const RankSet& other) {
+    ISOLOAD_BY_FOUR
     for (int w = 0; w < W; ++w) word[w] |= other.word[w];
     return *this;
   }
   ISOLOAD_HD void unite_if(bool condition, const RankSet& other) {
+    ISOLOAD_BY_FOUR
     for (int w = 0; w < W; ++w) word[w] |= other.word[w] & -uint64_t(condition);
   }
   ISOLOAD_HD RankSet& subtract(const RankSet& other) {
+    ISOLOAD_BY_FOUR
     for (int w = 0; w < W; ++w) word[w] &= ~other.word[w];
     return *this;
   }
   ISOLOAD_HD bool operator==(const RankSet& other) const {
     bool same = true;
+    ISOLOAD_BY_FOUR
     for (int w = 0; w < W; ++w) same &= word[w] == other.word[w];
     return same;
   }
   template <class F>
   ISOLOAD_HD void for_each(F&& f) const {
-    for (int w = 0; w < W; ++w)
+    ISOLOAD_ROLLED
+    for (int w = 0; w < W; ++w) {
+      ISOLOAD_ROLLED
       for (uint64_t left = word[w]; left; left &= left - 1) f(w * 64 + lowest_one(left));
+    }
   }
 };
 
-// The union of every lane's set, in all lanes.
+// The union of every lane's set of ranks below R, in all lanes.
 template <int W, class Team>
-ISOLOAD_HD RankSet<W> unite(Team& team, RankSet<W> mine) {
-  for (int w = 0; w < W; ++w) mine.word[w] = team.any(mine.word[w]);
+ISOLOAD_HD RankSet<W> unite(Team& team, RankSet<W> mine, int R = 64 * W) {
+  ISOLOAD_ROLLED
+  for (int w = 0; w < W; ++w) mine.word[w] = team.any(mine.word[w], W == 1 ? R : 64);
   return mine;
 }
 

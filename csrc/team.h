@@ -3,7 +3,10 @@
 //   rank(), size()        this lane, number of lanes
 //   sync()                barrier; writes before it are visible after it
 //   for_each(n, f)        f(i) for i in [0, n), split over the lanes (no barrier at the end)
-//   sum/max/any(v)        reduction over the lanes, same result in all; also a barrier on both sides
+//   sum/max/any(v)        reduction over the lanes, same result in all; also a barrier on both sides. any:
+//   the
+//                         words' union, or that of their lowest `bits`, where the others are 0
+//   any_lane(b)           whether a lane has it, as those
 //   add(p, v)             integer add to shared memory from several lanes (order-free), returns the old value
 //   for_each_by(n, wide, f, g)   f(i), by one lane, or where wide(i) g(i, group), by a group of lanes: a team
 //   whose
@@ -38,6 +41,7 @@ struct SerialTeam {
   ISOLOAD_HD void sync() const {}
   template <class F>
   ISOLOAD_HD void for_each(int n, F&& f) const {
+    ISOLOAD_ROLLED
     for (int i = 0; i < n; ++i) f(i);
   }
   template <class Wide, class F, class G>
@@ -71,7 +75,8 @@ struct SerialTeam {
   }
   ISOLOAD_HD int64_t sum(int64_t v) const { return v; }
   ISOLOAD_HD int64_t max(int64_t v) const { return v; }
-  ISOLOAD_HD uint64_t any(uint64_t v) const { return v; }
+  ISOLOAD_HD uint64_t any(uint64_t v, int bits = 64) const { return v; }
+  ISOLOAD_HD bool any_lane(bool b) const { return b; }
   ISOLOAD_HD int32_t add(int32_t* p, int32_t v) const {
     int32_t old = *p;
     *p = old + v;
@@ -156,9 +161,10 @@ class ThreadTeam {
   int64_t max(int64_t v) {
     return reduce(v, [](int64_t a, int64_t b) { return a > b ? a : b; });
   }
-  uint64_t any(uint64_t v) {
+  uint64_t any(uint64_t v, int bits = 64) {
     return reduce(static_cast<int64_t>(v), [](int64_t a, int64_t b) { return a | b; });
   }
+  bool any_lane(bool b) { return any(b) != 0; }
   int32_t add(int32_t* p, int32_t v) const {
     return std::atomic_ref<int32_t>(*p).fetch_add(v, std::memory_order_relaxed);
   }

@@ -18,6 +18,8 @@ from isoload.kernels.tiles import cover, tile
 # Programs stride over the tiles that hold copies, so a long tail costs no more than these; a few per thread block
 # that a GPU can hold at once, so that they even out.
 PROGRAMS = 16384
+# Of every layer and placement another number: no reason to compile anew. One value is loaded of ends.
+SIZES = {"do_not_specialize": ["num_slots"], "do_not_specialize_on_alignment": ["ends"]}
 
 
 @triton.jit
@@ -39,7 +41,7 @@ def _clamp(gate, up, limit):
     return tl.where(gate > limit, limit, gate), tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
 
 
-@triton.jit
+@triton.jit(**SIZES)
 def _forward_kernel(
     gate_up, ends, inner, num_slots, width, alpha, limit,
     CLAMPED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -59,7 +61,7 @@ def _forward_kernel(
         tl.store(inner + row[:, None] * width + column[None, :], result, mask=inside)
 
 
-@triton.jit
+@triton.jit(**SIZES)
 def _backward_kernel(
     grad, gate_up, ends, to_gate_up, num_slots, width, alpha, limit,
     CLAMPED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,

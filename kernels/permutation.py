@@ -14,8 +14,15 @@ from torch import Tensor
 
 from isoload.kernels.tiles import cover, tile
 
+# What changes from batch to batch, and loads of single values: a kernel compiled for a multiple of 16, for 1, or for
+# an aligned address would serve no other, and gain nothing.
+SIZES = {
+    "do_not_specialize": ["num_rows", "num_places"],
+    "do_not_specialize_on_alignment": ["position", "weights", "to_weights"],
+}
 
-@triton.jit
+
+@triton.jit(**SIZES)
 def _spread_kernel(
     rows, position, copies, num_rows, num_places, width, stride,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -30,7 +37,7 @@ def _spread_kernel(
         tl.store(copies + place[:, None] * width + column[None, :], values, mask=there)
 
 
-@triton.jit
+@triton.jit(**SIZES)
 def _sum_kernel(
     copies, position, weights, total, num_rows, num_places, width, weight_stride,
     K: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -49,7 +56,7 @@ def _sum_kernel(
     tl.store(total + row[:, None] * width + column[None, :], added, mask=inside)
 
 
-@triton.jit
+@triton.jit(**SIZES)
 def _sum_backward_kernel(
     grad, copies, position, weights, to_copies, to_weights, num_rows, num_places, width,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -79,13 +86,13 @@ def spread_rows(rows: Tensor, position: Tensor, num_places: int, padded: bool) -
     empty = torch.zeros if padded else torch.empty
     copies = empty(num_places, rows.shape[1], dtype=rows.dtype, device=rows.device)
     (num_rows, width), num_choices = rows.shape, position.shape[1]
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
     if position.numel() and copies.numel():
         cut = tile(width)
         grid = (cover(num_rows, cut["ROWS"]), cover(width, cut["BLOCK"]))
         with torch.cuda.device_of(rows):
             _spread_kernel[grid](
-                rows if rows.stride(1) == 1 else rows.contiguous(), position.contiguous(), copies,
-                num_rows, num_places, width, rows.stride(0), K=num_choices, **cut,
+                rows, position.contiguous(), copies, num_rows, num_places, width, rows.stride(0), K=num_choices, **cut,
             )  # fmt: skip
     return copies
 

@@ -182,6 +182,17 @@ def test_training_losses_are_those_of_the_results_file():
     assert f"step sends {exact['refresh_bytes'] / 1e6:.1f} MB" in page and without["refresh_bytes"] == 0
 
 
+def test_shares_of_right_predictions_are_those_of_the_results_file():
+    rows, page = results("bench_lookahead"), prose(PAGE.parent / "libra.md")
+
+    def ends(name):
+        shares = [100 * row[name] for row in rows]
+        return f"{min(shares):.1f} to {max(shares):.1f} %"
+
+    assert f"predicted {ends('lookahead')} of the tokens' choices" in page
+    assert f"the most popular experts of earlier batches {ends('popularity')}" in page
+
+
 def test_figures_quoted_from_the_replays_are_in_them():
     """Rows of the three replays by policy, as words; every sentence that quotes them is built from these."""
     first, shared, small = (

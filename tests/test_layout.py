@@ -38,7 +38,7 @@ FLOORS = [
     ["policies", "placers", "formats", "trace", "transport", "experts", "predict", "checkpoints"],
     ["counting", "planning"],
     ["routing", "workloads"],
-    ["balancer"],
+    ["balancer", "captured"],
     ["weights"],
     ["layer"],
     ["replay"],
@@ -205,7 +205,8 @@ def test_no_file_of_an_op_is_left_over() -> None:
     stems = {stem_of(op) for op, _ in LISTED}
     assert len(LISTED) >= 19
     assert {p.stem for p in (ROOT / "csrc/ops").glob("*.cpp")} == stems
-    assert {p.stem for p in (ROOT / "csrc/cuda").glob("*.cu")} <= stems
+    # Kernels of an op that shares a stem may have a file of their own.
+    assert {p.stem for p in (ROOT / "csrc/cuda").glob("*.cu")} <= stems | {op for op, _ in LISTED}
     assert {p.stem for p in (ROOT / "csrc/cpu").glob("*.cpp")} <= stems
     shared = {"__init__", "library", "load"}
     assert {p.stem for p in (PACKAGE / "ops").glob("*.py")} - shared == stems

@@ -1,4 +1,4 @@
-"""A Balancer numbers copies as it counts them, where the route will look the numbers up."""
+"""A Balancer numbers copies as it counts them, where the route looks the numbers up; it plans and shares in one op."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def test_a_copy_is_numbered_when_it_is_counted() -> None:
         balancer = Balancer(make_placement(), 2, policy, tokens="same", **how)
         with Called() as ops:
             balancer(rows)
-        return [name for name in ops.names if name.startswith(("count", "route"))]
+        return ops.names
 
-    assert called() == ["count_numbered", "route_numbered"]
-    assert called(prefer="visited") == ["count", "route"]
-    assert called("dynamic") == ["count", "route_sampled"]
+    assert called() == ["count_numbered", "plan_exact_share", "route_numbered"]
+    assert called(prefer="visited") == ["count", "plan_exact_share", "route"]
+    assert called("even") == ["count_numbered", "plan_exact", "share", "route_numbered"]
+    assert called("dynamic")[::3] == ["count", "route_sampled"]
     assert called(min_tokens=10**6) == ["count"]

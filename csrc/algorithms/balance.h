@@ -6,33 +6,41 @@
 
 #include <cstdint>
 
+#include "algorithms/quotient.h"
 #include "algorithms/replica_tables.h"
 #include "host_device.h"
 
 namespace isoload {
 
+// Replicated experts, so that nothing need be looked up by expert: i has replicas first[i] .. last[i]-1 and
+// copies[i].
+struct Replicated {
+  int32_t *first, *last, *copies;
+
+  ISOLOAD_HD Replicated from(int i) const { return {first + i, last + i, copies + i}; }
+};
+
 // Two replicas, equal ticks: past the balance by 2/5. Over-relaxation saves a third of the sweeps and cannot
 // raise the larger load of the two.
 ISOLOAD_HD inline void balance_pair(const ReplicaTables& t, int j, int32_t* load, int32_t* quota) {
-  int32_t &q0 = quota[t.slots[j]], &q1 = quota[t.slots[j + 1]];
-  int32_t &load0 = load[t.ranks[j]], &load1 = load[t.ranks[j + 1]];
-  int64_t move = 7 * (int64_t(load1) - load0) / 10;  // from 1 to 0
-  move = move > q1 ? q1 : move;
-  move = move < -q0 ? -q0 : move;
-  q0 += static_cast<int32_t>(move), load0 += static_cast<int32_t>(move);
-  q1 -= static_cast<int32_t>(move), load1 -= static_cast<int32_t>(move);
+  const int slot0 = t.slots[j], slot1 = t.slots[j + 1], rank0 = t.ranks[j], rank1 = t.ranks[j + 1];
+  const int32_t q0 = quota[slot0], q1 = quota[slot1], load0 = load[rank0], load1 = load[rank1];
+  int64_t gap = 7 * (int64_t(load1) - load0) / 10;  // from 1 to 0
+  gap = gap > q1 ? q1 : gap;
+  const int32_t move = static_cast<int32_t>(gap < -q0 ? -q0 : gap);
+  quota[slot0] = q0 + move, load[rank0] = load0 + move;
+  quota[slot1] = q1 - move, load[rank1] = load1 - move;
 }
 
 // More replicas, equal ticks: pours the expert's copies anew onto the other load of its ranks, to one level.
 // A group of lanes, which take a replica each.
 template <class Group>
-ISOLOAD_HD void balance_level(Group& group, const ReplicaTables& t, int e, int32_t total, int32_t* load,
-                              int32_t* quota) {
+ISOLOAD_HD void balance_level(Group& group, const ReplicaTables& t, int first, int copies, int32_t total,
+                              int32_t* load, int32_t* quota) {
   struct Replica {
     int rank, slot;
     int32_t other;  // load of its rank
   };
-  const int first = t.offsets[e], copies = t.offsets[e + 1] - first;
   auto read = [&](int i) {
     const int rank = t.ranks[first + i], slot = t.slots[first + i];
     return Replica{rank, slot, load[rank] - quota[slot]};
@@ -45,11 +53,12 @@ ISOLOAD_HD void balance_level(Group& group, const ReplicaTables& t, int e, int32
     int32_t sum = 0, in = 0;
     group.for_each(copies, [&](int i) { sum += replica(i).other <= level ? replica(i).other : 0; });
     sum = total + group.sum32(sum);
-    level = sum / before;
-    left = sum % before;
+    level = uint32_t(sum) / uint32_t(before);
+    left = uint32_t(sum) % uint32_t(before);
     group.for_each(copies, [&](int i) { in += replica(i).other <= level; });
     below = group.sum32(in);
   }
+  ISOLOAD_ROLLED
   for (int begin = 0; begin < copies; begin += group.size()) {  // the first ranks take what is left over
     const int i = begin + group.rank();
     const Replica at = i < copies ? replica(i) : mine;
@@ -66,36 +75,38 @@ ISOLOAD_HD void balance_level(Group& group, const ReplicaTables& t, int e, int32
 }
 
 // Unequal ticks: from the costliest replica to the cheapest, to equal cost, rounded down.
-ISOLOAD_HD inline void balance_costs(const ReplicaTables& t, int e, const int32_t* ticks, int32_t* load,
-                                     int32_t* quota) {
+ISOLOAD_HD inline void balance_costs(const ReplicaTables& t, int first, int last, const int32_t* ticks,
+                                     int32_t* load, int32_t* quota) {
   auto cost = [&](int j) { return int64_t(ticks[t.ranks[j]]) * load[t.ranks[j]]; };
-  int low = t.offsets[e], high = -1;
-  for (int j = t.offsets[e]; j < t.offsets[e + 1]; ++j) {
+  int low = first, high = -1;
+  ISOLOAD_ROLLED
+  for (int j = first; j < last; ++j) {
     if (cost(j) < cost(low)) low = j;
     if (quota[t.slots[j]] > 0 && (high < 0 || cost(j) > cost(high))) high = j;
   }
-  if (high < 0) return;
-  int64_t move = (cost(high) - cost(low)) / (int64_t(ticks[t.ranks[high]]) + ticks[t.ranks[low]]);
+  if (high < 0 || cost(high) <= cost(low)) return;
+  int64_t move = quotient(cost(high) - cost(low), ticks[t.ranks[high]] + ticks[t.ranks[low]]);
   move = move < quota[t.slots[high]] ? move : quota[t.slots[high]];
-  if (move <= 0) return;
   quota[t.slots[high]] -= static_cast<int32_t>(move), load[t.ranks[high]] -= static_cast<int32_t>(move);
   quota[t.slots[low]] += static_cast<int32_t>(move), load[t.ranks[low]] += static_cast<int32_t>(move);
 }
 
-// Experts `order`[0 .. n), which share no rank. total [E] copies per expert; load [R] copies per rank; quota
-// [P]; ticks [R] or null.
+// The first n of `split`, which share no rank. load [R] copies per rank; quota [P]; ticks [R] or null.
 template <class Team>
-ISOLOAD_HD void balance(Team& team, const ReplicaTables& t, const int32_t* order, int n, const int32_t* total,
+ISOLOAD_HD void balance(Team& team, const ReplicaTables& t, const Replicated& split, int n,
                         const int32_t* ticks, int32_t* load, int32_t* quota) {
   team.for_each_by(
-      n, [&](int i) { return !ticks && t.copies(order[i]) > 2; },
+      n, [&](int i) { return !ticks && split.last[i] - split.first[i] > 2; },
       [&](int i) {
         if (ticks)
-          balance_costs(t, order[i], ticks, load, quota);
+          balance_costs(t, split.first[i], split.last[i], ticks, load, quota);
         else
-          balance_pair(t, t.offsets[order[i]], load, quota);
+          balance_pair(t, split.first[i], load, quota);
       },
-      [&](int i, auto& group) { balance_level(group, t, order[i], total[order[i]], load, quota); });
+      [&](int i, auto& group) {
+        const int first = split.first[i];
+        balance_level(group, t, first, split.last[i] - first, split.copies[i], load, quota);
+      });
 }
 
 }  // namespace isoload

@@ -72,7 +72,7 @@ class ActiveSolver {
     units.ticks = in_.ticks;
     units.sweeps = kSettleRounds, units.budget = INT32_MAX;
     const ExactResult split{out_.quota, out_.peak, out_.bound, out_.telemetry};
-    const PlanStatus solved = ExactSolver<W, Team>(team_, units, ws_.exact, out_.quota).solve(split);
+    const PlanStatus solved = ExactSolver<W, Team, true>(team_, units, ws_.exact, out_.quota).solve(split);
     if (solved != PlanStatus::ok) return solved;
     load_slots();
     const int32_t moves = settle();
@@ -110,6 +110,7 @@ class ActiveSolver {
   ISOLOAD_HD void load_slots() {
     team_.for_each(in_.R, [&](int r) {
       int32_t active = 0, copies = 0;
+      ISOLOAD_ROLLED
       for (int p = r * in_.S; p < r * in_.S + in_.S; ++p) {
         if (out_.quota[p] == 0) continue;
         const int e = t_.split[p] >= 0 ? t_.order[t_.split[p]] : t_.solo[p];
@@ -143,12 +144,14 @@ class ActiveSolver {
   ISOLOAD_HD bool relieve(int e) {
     const int32_t n = ws_.total[e];
     int from = t_.offsets[e];
+    ISOLOAD_ROLLED
     while (from < t_.offsets[e + 1] && out_.quota[t_.slots[from]] == 0) ++from;
     if (from == t_.offsets[e + 1]) return false;  // no load
     auto cost = [&](int j, int32_t more) {
       return tick(t_.ranks[j]) * (int64_t(ws_.copies[t_.ranks[j]]) + more);
     };
     int to = from;
+    ISOLOAD_ROLLED
     for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j) {
       if (j == from || tick(t_.ranks[j]) * (ws_.active[t_.ranks[j]] + 1) > *out_.peak) continue;
       if (cost(j, n) < cost(to, to == from ? 0 : n)) to = j;
@@ -191,8 +194,10 @@ struct ActivePlanner {  // see planner.h
   template <class Team>
   ISOLOAD_HD static void refuse(Team& team, const Problem& in, const Result& out) {
     team.for_each(in.R * in.S, [&](int p) { out.quota[p] = 0; });
-    team.for_each(4, [&](int i) { out.telemetry[i] = 0; });
-    if (team.rank() == 0) *out.peak = *out.bound = -1;
+    if (team.rank() > 0) return;
+    *out.peak = *out.bound = -1;
+    ISOLOAD_ROLLED
+    for (int i = 0; i < 4; ++i) out.telemetry[i] = 0;
   }
 };
 

@@ -31,7 +31,8 @@
 
 namespace isoload {
 
-template <int W, class Team>
+// kSpread: the objective is spread, and no other's code is compiled.
+template <int W, class Team, bool kSpread = false>
 class ExactSolver {
  public:
   ISOLOAD_HD ExactSolver(Team& team, const ExactProblem& problem, ExactWorkspace<W> workspace, int32_t* quota)
@@ -43,7 +44,7 @@ class ExactSolver {
     start();
     int32_t sweeps = 0;
     const int64_t target = with_tolerance(bound_, in_.tolerance_ppm);
-    while (sweeps < in_.sweeps && peak() > target) {
+    while (sweeps < in_.sweeps && is_above(target)) {
       sweep();
       ++sweeps;
     }
@@ -75,6 +76,12 @@ class ExactSolver {
     return team_.max(top);
   }
 
+  ISOLOAD_HD bool is_above(int64_t target) {
+    bool above = false;
+    team_.for_each(in_.R, [&](int r) { above |= cost(r) > target; });
+    return team_.any_lane(above);
+  }
+
   // Totals per expert, fixed and solo load per rank, the first lower bound; refuses what cannot be planned.
   ISOLOAD_HD PlanStatus add_up() {
     constexpr uint64_t kNegative = 1, kWrapped = 2, kUncovered = 4;
@@ -92,7 +99,7 @@ class ExactSolver {
       copies += ws_.total[e];
       wrong |= ws_.total[e] != 0 && t_.copies(e) == 0 ? kUncovered : 0;
     });
-    wrong = team_.any(wrong | (sign < 0 ? kNegative : 0) | (seen.any_sum < 0 ? kWrapped : 0));
+    wrong = team_.any(wrong | (sign < 0 ? kNegative : 0) | (seen.any_sum < 0 ? kWrapped : 0), 32);
     copies = team_.sum(copies);
     if (wrong & kNegative) return PlanStatus::negative_load;
     if (wrong & kWrapped || copies + pour > INT32_MAX) return PlanStatus::too_many_copies;
@@ -110,12 +117,12 @@ class ExactSolver {
           solo = group.sum32(solo);
           if (group.rank() == 0) ws_.load[r] = solo + (in_.fixed ? in_.fixed[r] : 0);
         });
-    level_ = smallest_peak(
-        in_.ticks, copies + pour,
-        [&](auto&& f) {
-          for (int r = 0; r < R; ++r) f(r);
-        },
-        R);
+    team_.for_each(t_.num_split(), [&](int i) {
+      const int e = t_.order[i];
+      ws_.split.first[i] = t_.offsets[e], ws_.split.last[i] = t_.offsets[e + 1];
+      ws_.split.copies[i] = ws_.total[e];
+    });
+    level_ = smallest_peak(team_, in_.ticks, R, copies + pour, R, [](int) { return true; });
     team_.sync();
     const int64_t top = peak();
     bound_ = top > level_ ? top : level_;
@@ -125,38 +132,39 @@ class ExactSolver {
   // Not inlined, like finish(): three starts inside solve() make the augmenting loop there a tenth slower.
   ISOLOAD_HD ISOLOAD_COLD void start() {
     Start<Team> start{team_, t_, ws_.total, in_.ticks, ws_.load, quota_};
+    if constexpr (kSpread) return start.spread();
     switch (in_.objective) {
       case Objective::spread:
         return start.spread();
       case Objective::local:
         return start.local(in_.loads, in_.R, in_.E, in_.per_node);
       case Objective::packed:
-        return start.packed(ws_.copies, ws_.falling);
+        return start.packed(ws_.split.copies, ws_.falling);
     }
   }
 
-  // f(order, n): the replicated experts, class by class. Meanwhile an expert's ranks are its own.
+  // f(first, n): the replicated experts, class by class. Meanwhile an expert's ranks are its own.
   template <class F>
   ISOLOAD_HD void class_by_class(F&& f) {
     const int num_classes = t_.num_classes();
     for (int k = 0, first = 0; k < num_classes; ++k) {
       const int end = t_.classes[k + 1];
-      f(t_.order + first, end - first);
+      f(first, end - first);
       first = end;
       team_.sync();
     }
   }
 
   ISOLOAD_HD void sweep() {
-    class_by_class([&](const int32_t* order, int n) {
-      balance(team_, t_, order, n, ws_.total, in_.ticks, ws_.load, quota_);
-    });
+    class_by_class(
+        [&](int first, int n) { balance(team_, t_, ws_.split.from(first), n, in_.ticks, ws_.load, quota_); });
   }
 
   // Few active replicas are the aim of packed only.
   ISOLOAD_HD ISOLOAD_COLD void finish() {
-    if (in_.objective == Objective::packed)
-      class_by_class([&](const int32_t* order, int n) {
+    if (!kSpread && in_.objective == Objective::packed)
+      class_by_class([&](int first, int n) {
+        const int32_t* const order = t_.order + first;
         team_.for_each(n, [&](int i) { close_replicas(t_, order[i], ws_.cap, ws_.load, quota_); });
       });
   }
@@ -195,8 +203,10 @@ struct ExactPlanner {  // see planner.h
   template <class Team>
   ISOLOAD_HD static void refuse(Team& team, const Problem& in, const Result& out) {
     team.for_each(in.R * in.S, [&](int p) { out.quota[p] = 0; });
-    team.for_each(4, [&](int i) { out.telemetry[i] = 0; });
-    if (team.rank() == 0) *out.peak = *out.bound = -1;
+    if (team.rank() > 0) return;
+    *out.peak = *out.bound = -1;
+    ISOLOAD_ROLLED
+    for (int i = 0; i < 4; ++i) out.telemetry[i] = 0;
   }
 };
 

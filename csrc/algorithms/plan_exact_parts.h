@@ -3,6 +3,9 @@
 
 #include <cstdint>
 
+#include "algorithms/balance.h"
+#include "algorithms/least_level.h"
+#include "algorithms/quotient.h"
 #include "algorithms/replica_tables.h"
 #include "algorithms/start.h"
 #include "host_device.h"
@@ -44,22 +47,14 @@ ISOLOAD_HD inline int64_t with_tolerance(int64_t bound, int64_t ppm) {
   return bound + bound / million * ppm + bound % million * ppm / million;
 }
 
-// The smallest peak at which `size` ranks, listed by each(f), can carry `copies` copies between them. ticks:
-// [R] or null.
-template <class Each>
-ISOLOAD_HD int64_t smallest_peak(const int32_t* ticks, int64_t copies, Each&& each, int size) {
-  if (!ticks) return (copies + size - 1) / size;
-  int64_t low = 0, high = copies << 20;  // one rank alone could carry everything
-  while (low < high) {
-    const int64_t middle = low + (high - low) / 2;
-    int64_t room = 0;
-    each([&](int r) { room += middle / ticks[r]; });
-    if (room >= copies)
-      high = middle;
-    else
-      low = middle + 1;
-  }
-  return low;
+// The smallest peak at which `size` of R ranks, those that is_in(r), can carry `copies` < 2^31 between them.
+// ticks: [R] or null.
+template <class Team, class IsIn>
+ISOLOAD_HD int64_t smallest_peak(Team& team, const int32_t* ticks, int R, int64_t copies, int size,
+                                 IsIn&& is_in) {
+  if (!ticks) return rounded_up(copies, size);
+  return least_level(team, LevelProblem{R, ticks, 0, copies, copies}, is_in,
+                     [](int, int64_t carried) { return carried; });
 }
 
 // Caller's memory; every array is written before it is read.
@@ -68,11 +63,12 @@ struct ExactWorkspace {
   RankSet<W>*holders, *givers,
       *levels;                  // [E] ranks of a replicated expert; those with quota > 0; [R+1] BFS levels
   int32_t *total, *load, *cap;  // [E] copies per expert; [R] copies per rank; [R] copies the target allows
-  int32_t *from, *to;           // [R] slots of each hop of a path
-  int32_t *copies, *falling;    // [E] for Start::packed
+  int32_t *from, *to, *via;     // [R] slots of each hop of a path, and its expert in the order
+  Replicated split;             // [E] of the tables' order
+  int32_t* falling;             // [E] for Start::packed
 
   ISOLOAD_HD static int64_t bytes(int64_t R, int64_t E) {
-    return (2 * E + R + 1) * int64_t(sizeof(RankSet<W>)) + (3 * E + 4 * R) * int64_t(sizeof(int32_t));
+    return (2 * E + R + 1) * int64_t(sizeof(RankSet<W>)) + (5 * E + 5 * R) * int64_t(sizeof(int32_t));
   }
   ISOLOAD_HD static ExactWorkspace at(void* memory, int64_t R, int64_t E) {
     ExactWorkspace ws;
@@ -84,8 +80,9 @@ struct ExactWorkspace {
     ws.cap = ws.load + R;
     ws.from = ws.cap + R;
     ws.to = ws.from + R;
-    ws.copies = ws.to + R;
-    ws.falling = ws.copies + E;
+    ws.via = ws.to + R;
+    ws.split = {ws.via + R, ws.via + R + E, ws.via + R + 2 * E};
+    ws.falling = ws.split.copies + E;
     return ws;
   }
 };

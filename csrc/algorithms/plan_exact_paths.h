@@ -30,31 +30,34 @@ class ExactPaths {
 
   // From the bound that `found` has, on the load and the quota as they are. A barrier comes before it.
   ISOLOAD_HD PathsFound augment(PathsFound found) {
-    aim(with_tolerance(found.bound, in_.tolerance_ppm));
-    if (!over_.empty()) list_ranks();
-    while (!over_.empty()) {
-      const int depth = find_levels();
-      if (depth < 0) {
-        found.bound = certify();
-        aim(with_tolerance(found.bound, in_.tolerance_ppm));
-        ++found.steps;
-      } else if (found.paths >= in_.budget) {
-        found.cut = true;
-        break;
-      } else {
-        follow(depth);
-        ++found.paths;
-      }
+    for (bool listed = false;; listed = true) {
+      aim(with_tolerance(found.bound, in_.tolerance_ppm));
+      if (!listed && !over_.empty()) list_ranks();
+      if (!take_paths(found)) return found;
+      found.bound = certify();
+      ++found.steps;
     }
-    return found;
   }
 
  private:
+  // Whether ranks are over the target still and no path is left.
+  ISOLOAD_HD bool take_paths(PathsFound& found) {
+    while (!over_.empty()) {
+      const int depth = find_levels();
+      if (depth < 0) return true;
+      found.cut = found.paths >= in_.budget;
+      if (found.cut) return false;
+      follow(depth);
+      ++found.paths;
+    }
+    return false;
+  }
+
   ISOLOAD_HD void list_ranks() {
     team_.for_each(num_split_, [&](int i) {
-      const int e = t_.order[i];
       RankSet<W> holders, givers;
-      for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j) {
+      ISOLOAD_ROLLED
+      for (int j = ws_.split.first[i]; j < ws_.split.last[i]; ++j) {
         holders.insert(t_.ranks[j]);
         givers.insert_if(quota_[t_.slots[j]] > 0, t_.ranks[j]);
       }
@@ -68,13 +71,13 @@ class ExactPaths {
   ISOLOAD_HD void aim(int64_t target) {
     over_ = under_ = RankSet<W>();
     team_.for_each(in_.R, [&](int r) {
-      const int64_t room = in_.ticks ? target / in_.ticks[r] : target;
+      const int64_t room = in_.ticks ? quotient(target, in_.ticks[r]) : target;
       ws_.cap[r] = static_cast<int32_t>(room < INT32_MAX ? room : INT32_MAX);
       over_.insert_if(ws_.load[r] > ws_.cap[r], r);
       under_.insert_if(ws_.load[r] < ws_.cap[r], r);
     });
-    over_ = unite(team_, over_);
-    under_ = unite(team_, under_);
+    over_ = unite(team_, over_, in_.R);
+    under_ = unite(team_, under_, in_.R);
   }
 
   // Breadth first, backwards: level 0 has room, level k can hand copies to level k-1. Returns the level that
@@ -91,7 +94,7 @@ class ExactPaths {
       RankSet<W> next;
       team_.for_each(num_split_,
                      [&](int i) { next.unite_if(ws_.holders[i].meets(frontier), ws_.givers[i]); });
-      next = unite(team_, next).subtract(seen);
+      next = unite(team_, next, in_.R).subtract(seen);
       if (next.empty()) return -1;
       seen |= next;
       frontier = next;
@@ -108,12 +111,12 @@ class ExactPaths {
       before = closed;
       RankSet<W> next;
       team_.for_each(num_split_, [&](int i) { next.unite_if(ws_.givers[i].meets(closed), ws_.holders[i]); });
-      closed |= unite(team_, next);
+      closed |= unite(team_, next, in_.R);
     }
     int64_t copies = 0;
     int size = 0;
     closed.for_each([&](int r) { copies += ws_.load[r], ++size; });
-    return smallest_peak(in_.ticks, copies, [&](auto&& f) { closed.for_each(f); }, size);
+    return smallest_peak(team_, in_.ticks, in_.R, copies, size, [&](int r) { return closed.contains(r); });
   }
 
   // One path from the lowest overloaded rank of the last level down to level 0, the widest hop each time.
@@ -125,16 +128,17 @@ class ExactPaths {
     for (int k = depth; k > 0; --k) {
       const RankSet<W> below = W == 1 && k == 1 ? under_ : ws_.levels[k - 1];  // registers, if few
       const Pick giver = widest(u, below);
-      if (giver.mine) ws_.from[k - 1] = giver.place;
+      if (giver.mine) ws_.from[k - 1] = giver.place, ws_.via[k - 1] = giver.index;
       width = giver.value < width ? giver.value : width;
-      const Pick taker = pick_replica(t_.order[giver.index], below, k == 1);
+      const Pick taker = pick_replica(giver.index, below, k == 1);
       if (taker.mine) ws_.to[k - 1] = taker.place;
       u = taker.index, room = taker.value;
     }
     width = room < width ? room : width;
     team_.sync();  // all lanes have read the loads that lane 0 changes now
     if (team_.rank() == 0) {
-      for (int k = 0; k < depth; ++k) move(ws_.from[k], ws_.to[k], width);
+      ISOLOAD_ROLLED
+      for (int k = 0; k < depth; ++k) move(ws_.from[k], ws_.to[k], ws_.via[k], width);
       ws_.load[source_] = load - width;
       ws_.load[u] += width;
     }
@@ -170,10 +174,10 @@ class ExactPaths {
     return best(most, place);
   }
 
-  // The rank in `level` that holds e: the lowest, or where paths end the one with most room (ties to the
-  // lowest).
-  ISOLOAD_HD Pick pick_replica(int e, const RankSet<W>& level, bool last_hop) {
-    const int first = t_.offsets[e], last = t_.offsets[e + 1];
+  // The rank in `level` that holds the expert `split` of the order: the lowest, or where paths end the one
+  // with most room (ties to the lowest).
+  ISOLOAD_HD Pick pick_replica(int split, const RankSet<W>& level, bool last_hop) {
+    const int first = ws_.split.first[split], last = ws_.split.last[split];
     int64_t most = -1;
     int place = -1;
     team_.for_each(last - first, [&](int i) {
@@ -185,12 +189,15 @@ class ExactPaths {
   }
   ISOLOAD_HD int32_t room(int r) const { return ws_.cap[r] - ws_.load[r]; }
 
-  ISOLOAD_HD void move(int from, int to, int32_t copies) {
-    const int i = t_.split[from];
+  ISOLOAD_HD int rank_of(int slot) const {
+    return static_cast<uint32_t>(slot) / static_cast<uint32_t>(in_.S);
+  }
+
+  ISOLOAD_HD void move(int from, int to, int i, int32_t copies) {
     const int32_t left = quota_[from] - copies, taken = quota_[to] + copies;
     RankSet<W> givers = ws_.givers[i];
-    if (left == 0) givers.erase(from / in_.S);
-    givers.insert(to / in_.S);
+    if (left == 0) givers.erase(rank_of(from));
+    givers.insert(rank_of(to));
     quota_[from] = left, quota_[to] = taken;
     ws_.givers[i] = givers;
   }

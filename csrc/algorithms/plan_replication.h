@@ -32,7 +32,7 @@ class Replication {
 
   ISOLOAD_HD bool run() {
     if (!fill_.start()) return false;
-    team_.for_each(in_.R, [&](int r) { take_local(r); });
+    fill_.for_each_rank([&](int r, auto& group) { take_local(r, group); });
     team_.sync();
     team_.for_each(in_.E, [&](int e) {
       int32_t remote = 0;
@@ -40,7 +40,10 @@ class Replication {
       ws_.total[e] = remote;
     });
     team_.sync();
-    team_.for_each(in_.R, [&](int r) { ws_.load[r] = fill_.fixed(r) + copies_of(r); });
+    fill_.for_each_rank([&](int r, auto& group) {
+      const int64_t copies = copies_of(r, group);
+      if (group.rank() == 0) ws_.load[r] = fill_.fixed(r) + copies;
+    });
     team_.sync();
     if (team_.rank() == 0)
       for (int i = (in_.spare - problem_.local) * in_.R; i > 0 && hand_over(); --i) continue;
@@ -49,23 +52,28 @@ class Replication {
   }
 
  private:
-  ISOLOAD_HD void take_local(int r) {
+  template <class Group>
+  ISOLOAD_HD void take_local(int r, Group& group) {
     for (int i = 0; i < problem_.local && ws_.room[r] > 0; ++i) {
-      int hottest = -1;
+      int hottest = 0;
       int32_t most = 0;
-      for (int e = 0; e < in_.E; ++e)
+      group.for_each(in_.E, [&](int e) {
         if (fill_.load(r, e) > most && !fill_.holds(r, e)) hottest = e, most = fill_.load(r, e);
-      if (hottest < 0) return;
-      fill_.place(r, hottest);
+      });
+      const int64_t best = group.max(int64_t(most) << 32 | (INT32_MAX - hottest));
+      if (best >> 32 == 0) return;
+      if (group.rank() == 0) fill_.place(r, INT32_MAX - static_cast<int>(best & INT32_MAX));
+      group.sync();
     }
   }
 
   // Its own copies of what it holds, and the remote ones of what it is the home of.
-  ISOLOAD_HD int64_t copies_of(int r) const {
+  template <class Group>
+  ISOLOAD_HD int64_t copies_of(int r, Group& group) const {
     int64_t copies = 0;
-    for (int e = 0; e < in_.E; ++e) copies += fill_.holds(r, e) ? fill_.load(r, e) : 0;
-    for (int p = r * in_.S; p < (r + 1) * in_.S; ++p) copies += is_home(p) ? remote_of(p) : 0;
-    return copies;
+    group.for_each(in_.E, [&](int e) { copies += fill_.holds(r, e) ? fill_.load(r, e) : 0; });
+    group.for_each(in_.S, [&](int s) { copies += is_home(r * in_.S + s) ? remote_of(r * in_.S + s) : 0; });
+    return group.sum(copies);
   }
   ISOLOAD_HD bool is_home(int p) const {
     const int e = in_.slot_to_expert[p];

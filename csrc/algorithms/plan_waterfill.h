@@ -15,10 +15,13 @@
 #include <climits>
 #include <cstdint>
 
+#include "algorithms/least_level.h"
+#include "algorithms/quotient.h"
 #include "algorithms/visit_flow.h"
 #include "host_device.h"
 #include "planner.h"
 #include "rank_set.h"
+#include "team.h"
 
 namespace isoload {
 
@@ -73,7 +76,7 @@ class Waterfill {
   ISOLOAD_HD WaterfillStatus solve() {
     const WaterfillStatus status = add_up();
     if (status != WaterfillStatus::ok) return status;
-    const int64_t level = least_level();
+    const int64_t level = find_level();
     if (level < 0 || (in_.candidates == Candidates::visited && !homes_hold())) {
       return WaterfillStatus::beyond_limits;
     }
@@ -82,8 +85,10 @@ class Waterfill {
     if (in_.candidates == Candidates::visited) {
       stay();
     } else {
-      pour(in_.per_node);
-      if (in_.candidates == Candidates::all) pour(in_.R);
+      for (int size = in_.per_node;; size = in_.R) {
+        pour(size);
+        if (size == in_.R || in_.candidates == Candidates::node) break;
+      }
     }
     const int64_t peak = reached(level);
     if (team_.rank() == 0) *out_.peak = peak, *out_.bound = level;
@@ -99,10 +104,10 @@ class Waterfill {
   ISOLOAD_HD int32_t& share(int s, int d) { return share_[int64_t(s) * in_.R + d]; }
   ISOLOAD_HD int64_t tick(int r) const { return in_.ticks ? in_.ticks[r] : 1; }
   ISOLOAD_HD int32_t limit(int r) const { return in_.limits ? in_.limits[r] : INT32_MAX; }
-  // Shared copies under a level that the routed ones respect.
-  ISOLOAD_HD int64_t capacity(int r, int64_t level) const {
-    const int64_t room = (in_.ticks ? level / in_.ticks[r] : level) - ws_.base[r];
-    return room < limit(r) ? room : limit(r);
+  // Shared copies of a rank that carries so many copies in all.
+  ISOLOAD_HD int64_t room(int r, int64_t copies) const {
+    const int64_t left = copies - ws_.base[r];
+    return left < limit(r) ? left : limit(r);
   }
 
   template <class F>
@@ -114,67 +119,55 @@ class Waterfill {
 
   // Routed copies per rank; refuses what cannot be planned.
   ISOLOAD_HD WaterfillStatus add_up() {
-    int32_t sign = 0, wrapped = 0;
-    team_.for_each(in_.R, [&](int d) { sign |= ws_.base[d] = in_.copies[d]; });
-    for (int s = 1; s < in_.R; ++s) {  // row by row; a lane keeps its columns, so no barrier between
-      const int32_t* row = in_.copies + int64_t(s) * in_.R;
-      team_.for_each(in_.R, [&](int d) {
-        sign |= row[d];
-        wrapped |= ws_.base[d] = static_cast<int32_t>(uint32_t(ws_.base[d]) + uint32_t(row[d]));
-      });
-    }
+    const ColumnSums seen = team_.column_sums(in_.copies, in_.R, in_.R, ws_.base);
+    int32_t sign = seen.any_row;
     team_.for_each(in_.R, [&](int s) { sign |= in_.tokens[s]; });
     if (team_.any(sign < 0)) return WaterfillStatus::negative;
     routed_ = sum([&](int r) { return ws_.base[r]; });
     shared_ = sum([&](int s) { return int64_t(in_.per_token) * in_.tokens[s]; });
-    const bool fits = routed_ + shared_ <= INT32_MAX && !team_.any(wrapped < 0);
+    const bool fits = routed_ + shared_ <= INT32_MAX && !team_.any(seen.any_sum < 0);
     return fits ? WaterfillStatus::ok : WaterfillStatus::too_many_copies;
   }
 
-  // Level. -1 if the limits hold too little.
-
-  ISOLOAD_HD int64_t least_level() {
+  // The level, -1 if the limits hold too little. Each node may pour into itself: the highest level is then
+  // everybody's.
+  ISOLOAD_HD int64_t find_level() {
     int64_t top = 0;
     team_.for_each(in_.R, [&](int r) {
       const int64_t cost = tick(r) * ws_.base[r];
       top = cost > top ? cost : top;
     });
     top = team_.max(top);
-    if (in_.candidates != Candidates::node) {
-      return least_level(top, routed_, shared_, in_.R, [&](auto&& f) { return sum(f); });
+    const bool by_node = in_.candidates == Candidates::node;
+    if (!by_node && !in_.ticks && !in_.limits) {  // every rank has room up to the mean
+      const int64_t mean = rounded_up(routed_ + shared_, in_.R);
+      return top > mean ? top : mean;
     }
-    int64_t level = top, full = 0;  // each node pours into itself; the highest level is everybody's
-    team_.for_each(in_.R / in_.per_node, [&](int node) {
-      const int first = node * in_.per_node;
-      auto sum_here = [&](auto&& f) {
-        int64_t total = 0;
-        for (int r = first; r < first + in_.per_node; ++r) total += f(r);
-        return total;
-      };
-      const int64_t routed = sum_here([&](int r) { return ws_.base[r]; });
-      const int64_t shared = sum_here([&](int r) { return own(r); });
-      const int64_t here = least_level(top, routed, shared, in_.per_node, sum_here);
-      full |= here < 0;
-      level = here > level ? here : level;
-    });
-    return team_.any(full) ? -1 : team_.max(level);
+    const int size = by_node ? in_.per_node : in_.R;
+    int64_t level = 0;
+    team_.for_each_by(
+        in_.R / size, [](int) { return true; }, [](int) {},
+        [&](int node, auto& group) {
+          const int64_t here = find_level(group, node * size, size, top);
+          level = here > level ? here : level;
+        });
+    level = team_.max(level);
+    return level < INT64_MAX ? level : -1;
   }
 
-  // The same for `size` ranks that sum(f) adds f over: not below `low`, under which their routed copies fit.
-  template <class Sum>
-  ISOLOAD_HD int64_t least_level(int64_t low, int64_t routed, int64_t shared, int size, Sum&& sum) const {
-    if (in_.limits && sum([&](int r) { return limit(r); }) < shared) return -1;
-    const int64_t ideal = in_.ticks ? 0 : (routed + shared + size - 1) / size;
-    low = ideal > low ? ideal : low;
-    auto fits = [&](int64_t level) { return sum([&](int r) { return capacity(r, level); }) >= shared; };
-    if (fits(low)) return low;
-    int64_t high = low + 1;
-    for (int64_t step = 1; !fits(high); high += step) low = high, step *= 2;
-    while (high - low > 1) {
-      const int64_t middle = low + (high - low) / 2;
-      (fits(middle) ? high : low) = middle;
-    }
-    return high;
+  // Of ranks first .. first + n - 1: not below `low`, under which their routed copies fit. INT64_MAX if the
+  // limits hold too little.
+  template <class Group>
+  ISOLOAD_HD int64_t find_level(Group& group, int first, int n, int64_t low) const {
+    int64_t routed = 0, shared = 0, most = 0;
+    group.for_each(
+        n, [&](int i) { routed += ws_.base[first + i], shared += own(first + i), most += limit(first + i); });
+    routed = group.sum(routed), shared = group.sum(shared);
+    if (in_.limits && group.sum(most) < shared) return INT64_MAX;
+    const int32_t* const ticks = in_.ticks ? in_.ticks + first : nullptr;
+    return least_level(
+        group, LevelProblem{n, ticks, low, routed + shared, shared}, [](int) { return true; },
+        [&](int i, int64_t copies) { return room(first + i, copies); });
   }
 
   // Whether every rank may keep all it has: then nothing is stranded that the visited ranks do not take.
@@ -184,11 +177,12 @@ class Waterfill {
 
   ISOLOAD_HD void keep(int64_t level) {
     team_.for_each(in_.R, [&](int s) {
-      const int64_t most = capacity(s, level);
+      const int64_t most = room(s, in_.ticks ? quotient(level, in_.ticks[s]) : level);
       const int32_t capacity = most < INT32_MAX ? static_cast<int32_t>(most) : INT32_MAX, mine = own(s);
       const int32_t kept = mine < capacity ? mine : capacity;
       ws_.excess[s] = mine - kept;
       ws_.room[s] = capacity - kept < shared_ ? capacity - kept : static_cast<int32_t>(shared_);
+      ISOLOAD_ROLLED
       for (int d = 0; d < in_.R; ++d) share(s, d) = 0;
       share(s, s) = kept;
       givers_.insert_if(mine > kept, s);
@@ -214,7 +208,9 @@ class Waterfill {
     team_.for_each(in_.R, [&](int r) {
       const int first = r / size * size;
       int64_t before = 0, left = ws_.excess[r], wanted = 0, start = 0;
+      ISOLOAD_ROLLED
       for (int s = first; s < r; ++s) before += ws_.excess[s];
+      ISOLOAD_ROLLED
       for (int d = first; d < first + size; ++d) {
         const int64_t place = ws_.room[d] > before ? ws_.room[d] - before : 0,
                       sent = left < place ? left : place;

@@ -12,6 +12,7 @@
 
 #include <cstdint>
 
+#include "algorithms/quotient.h"
 #include "algorithms/replica_tables.h"
 #include "host_device.h"
 #include "planner.h"
@@ -89,7 +90,7 @@ class Sharding {
     copies = team_.sum(copies), live = team_.sum(live);
     if (team_.any(sign < 0) || copies > INT32_MAX || live == 0) return ShardingStatus::bad_loads;
     if (team_.any(homeless)) return ShardingStatus::no_home;
-    mean_ = (copies + live - 1) / live;
+    mean_ = rounded_up(copies, live);
     team_.for_each(in_.E, [&](int e) {
       if (ws_.home[e] >= 0) quota_[t_.slots[ws_.home[e]]] += ws_.remote[e];
     });

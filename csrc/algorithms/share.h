@@ -48,16 +48,28 @@ class Share {
       : team_(team),
         in_(problem),
         t_(problem.tables),
-        node_loads_(workspace),
-        own_(node_loads_ + int64_t(problem.R / problem.per_node) * problem.E),
+        added_(workspace),
+        node_loads_(added_),
+        own_(added_ + int64_t(problem.R / problem.per_node) * problem.E),
         room_(own_ + int64_t(problem.R) * problem.S),
         left_(room_ + int64_t(problem.R) * problem.S) {}
 
   // An expert with a negative load or quota, or whose quotas do not sum to its load; -1 if there is none. To
   // be called first.
   ISOLOAD_HD int check() {
-    add_up_nodes();
+    int32_t sign = add_up_nodes();
+    team_.for_each(in_.R * in_.S, [&](int p) { sign |= in_.quota[p]; });
+    negative_ = team_.any(sign < 0) != 0;
     return find_unlike();
+  }
+
+  // In place of check(), where the quota was just made from the loads; one_row() comes next. totals [E]: sums
+  // over all sources.
+  ISOLOAD_HD void trust(const int32_t* totals) {
+    if (in_.per_node == in_.R)
+      node_loads_ = totals;
+    else
+      add_up_nodes();
   }
 
   // What source rank s sends to every slot, onto row [P].
@@ -103,16 +115,20 @@ class Share {
 
  private:
   ISOLOAD_HD int32_t load(int s, int e) const { return in_.loads[int64_t(s) * in_.E + e]; }
+  ISOLOAD_HD int32_t sum_of(int s, int end, int e) const {
+    int32_t copies = 0;
+    for (; s < end; ++s) copies += load(s, e);
+    return copies;
+  }
   ISOLOAD_HD int32_t node_load(int node, int e) const { return node_loads_[int64_t(node) * in_.E + e]; }
 
-  ISOLOAD_HD void add_up_nodes() {
+  // Negative where one of this lane's loads is.
+  ISOLOAD_HD int32_t add_up_nodes() {
     int32_t sign = 0;
     const int64_t rows = in_.per_node, E = in_.E;
     for (int node = 0; node < in_.R / in_.per_node; ++node)
-      sign |=
-          team_.column_sums(in_.loads + node * rows * E, in_.per_node, in_.E, node_loads_ + node * E).any_row;
-    team_.for_each(in_.R * in_.S, [&](int p) { sign |= in_.quota[p]; });
-    negative_ = team_.any(sign < 0) != 0;
+      sign |= team_.column_sums(in_.loads + node * rows * E, in_.per_node, in_.E, added_ + node * E).any_row;
+    return sign;
   }
 
   ISOLOAD_HD int find_unlike() {
@@ -120,6 +136,7 @@ class Share {
     team_.for_each(in_.E, [&](int e) {
       int64_t left = 0;
       for (int node = 0; node < in_.R / in_.per_node; ++node) left += node_load(node, e);
+      ISOLOAD_ROLLED
       for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j) left -= in_.quota[t_.slots[j]];
       if (left != 0 || (negative_ && has_negative(e))) bad = bad > in_.E - e ? bad : in_.E - e;
     });
@@ -129,7 +146,9 @@ class Share {
 
   ISOLOAD_HD bool has_negative(int e) const {
     bool found = false;
+    ISOLOAD_ROLLED
     for (int s = 0; s < in_.R; ++s) found |= load(s, e) < 0;
+    ISOLOAD_ROLLED
     for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j) found |= in_.quota[t_.slots[j]] < 0;
     return found;
   }
@@ -144,6 +163,7 @@ class Share {
     team_.for_each(t_.num_split(), [&](int i) {
       const int e = t_.order[i], first = t_.offsets[e], last = t_.offsets[e + 1];
       int32_t* left = left_ + int64_t(i) * in_.R;
+      ISOLOAD_ROLLED
       for (int j = first; j < last && in_.locality; ++j) meet(left, t_.ranks[j], j, give);
       for (int j = first; j < last;) {
         const int node = t_.ranks[j] / in_.per_node, begin = j;
@@ -186,12 +206,13 @@ class Share {
 
   // A node's part of expert e once every rank has served itself.
   struct Node {
-    int begin, end;             // its replicas
+    int node, begin, end;       // its replicas
     int32_t sources, replicas;  // copies that its sources have left, that its replicas still take
   };
   // begin: the first replica on this node or after it.
   ISOLOAD_HD Node visit(int e, int node, int begin) const {
-    Node n{begin, begin, node_load(node, e), 0};
+    Node n{node, begin, begin, node_load(node, e), 0};
+    ISOLOAD_ROLLED
     for (; n.end < t_.offsets[e + 1] && t_.ranks[n.end] < (node + 1) * in_.per_node; ++n.end) {
       n.sources -= own_[n.end];
       n.replicas += room_[n.end];
@@ -199,41 +220,50 @@ class Share {
     return n;
   }
 
-  // Source s's copies of the replicated expert e, onto its row of the share.
+  // Source s's copies of the replicated expert e, onto its row of the share: to its own rank, then its node,
+  // then the others.
   ISOLOAD_HD void send(int s, int e, int32_t* row) {
+    const int node = s / in_.per_node, first = t_.offsets[e], last = t_.offsets[e + 1];
     int32_t n = load(s, e);
     if (n == 0) return;
-    const int node = s / in_.per_node;
-    int begin = t_.offsets[e];
-    while (begin < t_.offsets[e + 1] && t_.ranks[begin] < node * in_.per_node) ++begin;
+    int begin = first;
+    while (begin < last && t_.ranks[begin] < node * in_.per_node) ++begin;
     const Node here = visit(e, node, begin);
-    int32_t start = 0;  // where s begins on the line of its node's sources
-    for (int before = node * in_.per_node; before < s; ++before) start += load(before, e);
-    for (int j = here.begin; j < here.end; ++j) {
-      if (t_.ranks[j] < s) start -= own_[j];
-      if (t_.ranks[j] == s) row[t_.slots[j]] += own_[j], n -= own_[j];
-    }
+    int32_t start = sum_of(node * in_.per_node, s, e);  // where s begins on the line of its node's sources
+    ISOLOAD_ROLLED
+    for (int j = here.begin; j < here.end && t_.ranks[j] <= s; ++j)
+      t_.ranks[j] < s ? start -= own_[j] : n -= own_[j];
     int32_t taken = 0;
-    for (int j = here.begin; j < here.end; taken += room_[j++])
-      if (const int32_t copies = overlap(start, n, taken, room_[j])) row[t_.slots[j]] += copies;
+    ISOLOAD_ROLLED
+    for (int j = here.begin; j < here.end; taken += room_[j++]) {
+      const int32_t copies = overlap(start, n, taken, room_[j]) + (t_.ranks[j] == s ? own_[j] : 0);
+      if (copies > 0) row[t_.slots[j]] = copies;
+    }
     const int32_t rest = n - overlap(start, n, 0, here.replicas);
-    if (rest > 0) send_afar(e, node, start > here.replicas ? start - here.replicas : 0, rest, row);
+    if (rest > 0) send_afar(e, here, start > here.replicas ? start - here.replicas : 0, rest, row);
   }
 
-  // What the own node could not take: `rest` copies from `start` on the line of the copies it is left with.
-  ISOLOAD_HD void send_afar(int e, int node, int32_t start, int32_t rest, int32_t* row) {
-    for (int other = 0, j = t_.offsets[e]; other < node; ++other) {
+  // What the own node could not take, to replicas on others: `rest` copies from `start` on the line of the
+  // copies that it, and the nodes before it, are left with. Its own replicas are full then.
+  ISOLOAD_HD void send_afar(int e, const Node& here, int32_t start, int32_t rest, int32_t* row) {
+    const int first = t_.offsets[e], last = t_.offsets[e + 1];
+    ISOLOAD_ROLLED
+    for (int other = 0, j = first; other < here.node; ++other) {
       const Node there = visit(e, other, j);
       if (there.sources > there.replicas) start += there.sources - there.replicas;
       j = there.end;
     }
     int32_t offered = 0;
-    for (int j = t_.offsets[e]; j < t_.offsets[e + 1];) {
-      const Node there = visit(e, t_.ranks[j] / in_.per_node, j);
+    ISOLOAD_ROLLED
+    for (int j = first; j < last;) {
+      const int node = t_.ranks[j] / in_.per_node;
+      const Node there = node == here.node ? here : visit(e, node, j);
       int32_t taken = 0;
+      ISOLOAD_ROLLED
       for (; j < there.end; taken += room_[j++]) {
+        if (node == here.node) continue;
         const int32_t left = room_[j] - overlap(taken, room_[j], 0, there.sources);
-        if (const int32_t copies = overlap(start, rest, offered, left)) row[t_.slots[j]] += copies;
+        if (const int32_t copies = overlap(start, rest, offered, left)) row[t_.slots[j]] = copies;
         offered += left;
       }
     }
@@ -242,7 +272,9 @@ class Share {
   Team& team_;
   const ShareProblem& in_;
   const ReplicaTables t_;
-  int32_t *const node_loads_, *const own_, *const room_, *const left_;
+  int32_t* const added_;       // [R / per_node, E]
+  const int32_t* node_loads_;  // those, or of one node the caller's
+  int32_t *const own_, *const room_, *const left_;
   bool negative_ = false;
 };
 

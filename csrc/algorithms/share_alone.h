@@ -11,6 +11,7 @@
 
 #include <cstdint>
 
+#include "algorithms/quotient.h"
 #include "algorithms/replica_tables.h"
 #include "host_device.h"
 #include "planner.h"
@@ -32,8 +33,8 @@ ISOLOAD_HD inline uint32_t rounding_offset(int source, int e) {
 
 // floor(n * part / total + offset / 2^32) with n, part <= total < 2^31: every term below stays under 2^64.
 ISOLOAD_HD inline int32_t rounded_part(int32_t n, int64_t part, int64_t total, uint32_t offset) {
-  const uint64_t product = uint64_t(n) * uint64_t(part), whole = product / uint64_t(total);
-  const uint64_t rest = product % uint64_t(total);
+  const int64_t product = n * part, whole = quotient_of_large(product, total);
+  const uint64_t rest = product - whole * total;
   const bool up = (rest << 32) + offset * uint64_t(total) >= uint64_t(total) << 32;
   return static_cast<int32_t>(whole + up);
 }

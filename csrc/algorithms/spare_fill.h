@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "algorithms/quotient.h"
 #include "host_device.h"
 #include "planner.h"
 
@@ -76,6 +77,7 @@ class SpareFill {
     team_.for_each(in.R, [&](int r) {
       const int first = r * in.S, end = first + in.S;
       ws.room[r] = 0;
+      ISOLOAD_ROLLED
       for (int p = first; p < end; ++p) {
         const int e = out_.slot_to_expert[p] = in.slot_to_expert[p];
         ws.room[r] += p >= end - in.spare && e < 0 && alive(r);
@@ -100,7 +102,13 @@ class SpareFill {
   ISOLOAD_HD int32_t load(int source, int e) const { return in.loads[int64_t(source) * in.E + e]; }
   ISOLOAD_HD int32_t& holds(int r, int e) const { return ws.holds[int64_t(r) * in.E + e]; }
   // The mean load of a live rank, rounded up.
-  ISOLOAD_HD int64_t mean() const { return (copies_ + live_ - 1) / live_; }
+  ISOLOAD_HD int64_t mean() const { return rounded_up(copies_, live_); }
+
+  // f(r, group) for every rank, by a group of lanes.
+  template <class F>
+  ISOLOAD_HD void for_each_rank(F&& f) const {
+    team_.for_each_by(in.R, [](int) { return true; }, [](int) {}, f);
+  }
 
   // The least loaded rank with room that lacks the expert, or -1.
   ISOLOAD_HD int taker(int e) const {
@@ -113,6 +121,7 @@ class SpareFill {
   // Puts the expert into the rank's first empty spare slot.
   ISOLOAD_HD void place(int r, int e) const {
     int p = (r + 1) * in.S - in.spare;
+    ISOLOAD_ROLLED
     while (out_.slot_to_expert[p] >= 0) ++p;
     out_.slot_to_expert[p] = e;
     holds(r, e) = 1;
@@ -127,6 +136,7 @@ class SpareFill {
     int64_t imports = 0, most_imports = 0, across = 0, most_exports = 0;
     team_.for_each(in.R, [&](int r) {
       int64_t mine = 0;
+      ISOLOAD_ROLLED
       for (int p = (r + 1) * in.S - in.spare; p < (r + 1) * in.S; ++p) {
         const int e = out_.slot_to_expert[p], owner = e >= 0 && e < in.E ? ws.owner[e] : -1;
         if (owner < 0) continue;
@@ -142,8 +152,8 @@ class SpareFill {
         in.R, [&](int r) { most_exports = ws.exports[r] > most_exports ? ws.exports[r] : most_exports; });
     const int64_t counts[] = {team_.sum(imports), team_.max(most_imports), team_.max(most_exports),
                               team_.sum(across), 0};
-    if (team_.rank() == 0)
-      for (int i = 0; i < 5; ++i) out_.telemetry[i] = static_cast<int32_t>(counts[i]);
+    if (team_.rank() == 0) ISOLOAD_ROLLED
+    for (int i = 0; i < 5; ++i) out_.telemetry[i] = static_cast<int32_t>(counts[i]);
     team_.sync();
   }
 

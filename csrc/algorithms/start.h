@@ -40,11 +40,14 @@ struct Start {
   ISOLOAD_HD void local(const int32_t* loads, int R, int E, int per_node) {
     team.for_each(t.num_split(), [&](int i) {
       const int e = t.order[i], end = t.offsets[e + 1];
-      int32_t far = 0;  // copies from nodes without a replica
-      for (int node = 0, j = t.offsets[e]; node < R; node += per_node) {
-        const int first = j;  // replicas ascend by rank, so this node's are next
-        int32_t near = 0;     // copies from ranks without a replica
-        for (int s = node; s < node + per_node; ++s) {
+      int32_t far =
+          0;  // copies from nodes without a replica; at last, behind all nodes, all replicas share them
+      ISOLOAD_ROLLED
+      for (int node = 0, j = t.offsets[e]; node <= R; node += per_node) {
+        const int first = node < R ? j : t.offsets[e];  // replicas ascend by rank, so this node's are next
+        int32_t near = node < R ? 0 : far;              // copies from ranks without a replica
+        ISOLOAD_ROLLED
+        for (int s = node; s < node + per_node && node < R; ++s) {
           const int32_t n = loads[int64_t(s) * E + e];
           if (j < end && t.ranks[j] == s)
             give(j++, n);
@@ -56,7 +59,6 @@ struct Start {
         else
           far += near;
       }
-      deal(SerialTeam(), e, t.offsets[e], end, far);
     });
     team.sync();
   }
@@ -69,6 +71,7 @@ struct Start {
     team.sync();
     team.for_each(n, [&](int i) {  // sorted by counting: needs no other lane
       int before = 0;
+      ISOLOAD_ROLLED
       for (int k = 0; k < n; ++k) before += copies[k] > copies[i] || (copies[k] == copies[i] && k < i);
       falling[before] = t.order[i];
     });
@@ -80,6 +83,7 @@ struct Start {
         return (ticks ? ticks[r] : 1) * (int64_t(load[r]) + total[e]);
       };
       int best = t.offsets[e];
+      ISOLOAD_ROLLED
       for (int j = best + 1; j < t.offsets[e + 1]; ++j)
         if (cost(j) < cost(best)) best = j;
       give(best, total[e]);
@@ -94,10 +98,10 @@ struct Start {
   // remainder.
   template <class Group>
   ISOLOAD_HD void deal(const Group& group, int e, int first, int last, int32_t copies) {
-    const int c = last - first, skipped = (c - e % c) % c;
-    const int32_t each = copies / c, more = copies % c;
+    const uint32_t c = last - first, taken = e % c, skipped = taken > 0 ? c - taken : 0;
+    const uint32_t each = copies / c, more = copies % c;
     group.for_each(c, [&](int i) {
-      const int turn = skipped + i < c ? skipped + i : skipped + i - c;
+      const uint32_t turn = skipped + i < c ? skipped + i : skipped + i - c;
       give(first + i, each + (turn < more));
     });
   }
@@ -115,6 +119,7 @@ ISOLOAD_HD inline void close_replicas(const ReplicaTables& t, int e, const int32
   const int first = t.offsets[e], last = t.offsets[e + 1];
   for (int from = first; from < last; ++from) {
     int32_t& copies = quota[t.slots[from]];
+    ISOLOAD_ROLLED
     for (int to = first; to < last && copies > 0; ++to) {
       int32_t& taken = quota[t.slots[to]];
       if (to == from || taken == 0 || cap[t.ranks[to]] - load[t.ranks[to]] < copies) continue;

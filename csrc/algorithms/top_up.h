@@ -27,10 +27,11 @@ class TopUp {
     if (!fill_.start()) return false;
     team_.for_each(in_.E, [&](int e) { ws_.key[e] = part(e, replicas(e)); });
     team_.sync();
-    team_.for_each(in_.R, [&](int r) {
-      int64_t load = int64_t(fill_.fixed(r)) << kTopUpFraction;
-      for (int e = 0; e < in_.E; ++e) load += fill_.holds(r, e) ? ws_.key[e] : 0;
-      ws_.load[r] = load;
+    fill_.for_each_rank([&](int r, auto& group) {
+      int64_t load = 0;
+      group.for_each(in_.E, [&](int e) { load += fill_.holds(r, e) ? ws_.key[e] : 0; });
+      load = group.sum(load);
+      if (group.rank() == 0) ws_.load[r] = load + (int64_t(fill_.fixed(r)) << kTopUpFraction);
     });
     team_.for_each(groups(), [&](int g) { find_first(g); });
     team_.sync();
@@ -47,7 +48,7 @@ class TopUp {
     return n;
   }
   ISOLOAD_HD int64_t part(int e, int n) const {
-    return n > 0 ? (int64_t(ws_.total[e]) << kTopUpFraction) / n : 0;
+    return n > 0 ? quotient(int64_t(ws_.total[e]) << kTopUpFraction, n) : 0;
   }
   ISOLOAD_HD void find_first(int g) {
     const int end = (g + 1) * kTopUpGroup < in_.E ? (g + 1) * kTopUpGroup : in_.E;

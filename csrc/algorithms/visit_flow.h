@@ -11,6 +11,7 @@
 #include <climits>
 #include <cstdint>
 
+#include "algorithms/quotient.h"
 #include "host_device.h"
 #include "rank_set.h"
 
@@ -78,7 +79,7 @@ class VisitFlow {
 
   // How many shared copies of s find a token that visits d.
   ISOLOAD_HD int32_t visits(int s, int d) const {
-    if (s / in_.reach != d / in_.reach) return 0;
+    if (uint32_t(s) / uint32_t(in_.reach) != uint32_t(d) / uint32_t(in_.reach)) return 0;
     const int64_t tokens = quarters_ * int64_t(in_.copies[int64_t(s) * in_.R + d]) / 4;
     return in_.per_token * static_cast<int32_t>(tokens < in_.tokens[s] ? tokens : in_.tokens[s]);
   }
@@ -96,7 +97,7 @@ class VisitFlow {
     team_.sync();
     const int32_t total = team_.scan(ws_.line, in_.R + 1);
     const int32_t there = excess < total ? excess : total;
-    const uint64_t scale = total ? ((uint64_t(there) << 32) + total - 1) / total : 0;
+    const uint64_t scale = total ? quotient_of_large((int64_t(there) << 32) + total - 1, total) : 0;
     team_.for_each(in_.R, [&](int d) {
       const int32_t sent =
           static_cast<int32_t>((ws_.line[d + 1] * scale >> 32) - (ws_.line[d] * scale >> 32));
@@ -164,8 +165,11 @@ class VisitFlow {
       hops += 2;
     }
     if (team_.rank() == 0) {
-      for (int i = 0; i + 1 < hops; ++i)
-        i % 2 ? send(ws_.path[i + 1], ws_.path[i], -width) : send(ws_.path[i], ws_.path[i + 1], width);
+      ISOLOAD_ROLLED
+      for (int i = 0; i + 1 < hops; ++i) {
+        const int back = i % 2;  // a taker returns copies
+        send(ws_.path[i + back], ws_.path[i + 1 - back], back ? -width : width);
+      }
       excess_[source] -= width;
       room_[d] -= width;
     }

@@ -21,7 +21,7 @@ int64_t count(const Id* ids, int64_t n, int E, int32_t* counts);
 
 // A copy's number: how many of the same expert come before it in its part, a run of kPartRows tokens. Parts
 // can be numbered apart, and the plan is not needed for it.
-constexpr int64_t kPartRows = 256;
+constexpr int64_t kPartRows = 128;
 constexpr int64_t num_parts(int64_t T) { return (T + kPartRows - 1) / kPartRows; }
 
 // counts [E]; numbers [T, K], -1 for a masked copy; parts [num_parts(T), E] copies of each expert in each

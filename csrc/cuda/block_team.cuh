@@ -104,7 +104,12 @@ class BlockTeam {
     return __popc(all & ((1u << lane()) - 1));
   }
   __device__ int64_t sum(int64_t v) {
-    for (int far = 16; far > 0; far /= 2) v += __shfl_xor_sync(kAll, v, far);
+    constexpr int kBits =
+        27;  // of 32 lanes, so many add up in 32 bits; three reductions cost less than shuffles
+    const uint64_t low = __reduce_add_sync(kAll, static_cast<uint32_t>(v) & ((1u << kBits) - 1));
+    const uint64_t middle = __reduce_add_sync(kAll, static_cast<uint32_t>(v >> kBits) & ((1u << kBits) - 1));
+    const uint64_t high = __reduce_add_sync(kAll, static_cast<uint32_t>(v >> 2 * kBits));
+    v = static_cast<int64_t>(low + (middle << kBits) + (high << 2 * kBits));
     return over_warps(v, [](int64_t a, int64_t b) { return a + b; });
   }
   __device__ int64_t max(int64_t v) {  // two reductions of 32 bits cost less than five rounds of shuffles
@@ -112,10 +117,15 @@ class BlockTeam {
     const uint32_t low = __reduce_max_sync(kAll, high == top ? static_cast<uint32_t>(v) : 0u);
     return over_warps(int64_t(top) << 32 | low, [](int64_t a, int64_t b) { return a > b ? a : b; });
   }
-  __device__ uint64_t any(uint64_t v) {
-    const uint64_t high = __reduce_or_sync(kAll, static_cast<uint32_t>(v >> 32));
+  __device__ uint64_t any(uint64_t v, int bits = 64) {
+    const uint64_t high = bits > 32 ? __reduce_or_sync(kAll, static_cast<uint32_t>(v >> 32)) : 0;
     const uint64_t low = __reduce_or_sync(kAll, static_cast<uint32_t>(v));
     return over_warps(static_cast<int64_t>(high << 32 | low), [](int64_t a, int64_t b) { return a | b; });
+  }
+  __device__ bool any_lane(bool b) const {
+    if constexpr (kWarps > 1) return __syncthreads_or(b);
+    sync();  // a vote orders no memory
+    return __ballot_sync(kAll, b) != 0;
   }
   __device__ int32_t add(int32_t* p, int32_t v) const { return atomicAdd(p, v); }
 

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "algorithms/gather_rows.h"
 #include "cpu/cpu.h"
 #include "ops/list.h"
 
@@ -51,6 +52,9 @@ const char* borrow(const Borrowing& in, const Rows* spare, int64_t blocks, void*
 template <class Value, class Total>
 const char* borrow_backward(const Borrowing& in, const Rows* totals, int64_t num_rows, int64_t blocks,
                             void* stream);
+
+// rows [R, W]. The kernel waits for the other ranks; one that is late is noted in the error word.
+const char* gather_rows(const RowGather& in, int32_t* rows, void* stream);
 
 int64_t share_bytes(const ShareProblem& problem, ShareOf of, int64_t B);
 const char* share(const ShareProblem& problem, ShareOf of, int rank, int32_t* out, int64_t B, void* global,

@@ -14,7 +14,7 @@ namespace isoload::cuda {
 // A planner's block. Its steps run over at most a few hundred experts or slots: four warps take them in a few
 // turns, and a barrier of four warps costs little more than that of one.
 constexpr int kPlanWarps = 4;
-using PlanTeam = BlockTeam<kPlanWarps>;
+using PlanTeam = BlockTeam<kPlanWarps, true>;
 
 // The most dynamic shared memory that a block of this device may ask for, less what planners use besides.
 inline int64_t shared_limit() {

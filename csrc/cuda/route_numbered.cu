@@ -11,7 +11,7 @@ namespace isoload::cuda {
 namespace {
 
 using Team = BlockTeam<32>;
-constexpr int kTurns = 2;  // copies of a lane that are looked up side by side
+constexpr int kMostTurns = 2;  // copies of a lane that are looked up side by side
 
 template <class Id>
 struct Numbers {
@@ -38,8 +38,9 @@ struct Lists {
 // before [E]: copies in the parts before this block's. kPieces lanes take an expert, every kPieces-th part
 // each, so that a warp reads whole sectors.
 __device__ void add_up_parts(const Team& team, const Numbered& numbered, int E, int32_t* before) {
-  constexpr int kPieces = 4, kAhead = 4;
+  constexpr int kPieces = 4, kAhead = 8;
   const int piece = team.rank() % kPieces, parts = blockIdx.x;
+  if (parts == 0) return team.for_each(E, [&](int e) { before[e] = 0; });
   for (int first = 0; first < E; first += Team::kLanes / kPieces) {
     const int e = first + team.rank() / kPieces;
     int32_t sum = 0;
@@ -74,7 +75,7 @@ __device__ void add_up_shares(Team& team, int E, int P, const Lists& lists) {
 }
 
 // The slots of this lane's copies at `first` on, a block apart: id and number have been fetched.
-template <class Id>
+template <int kTurns, class Id>
 __device__ int32_t look_up(const Numbers<Id>& in, const Lists& lists, int64_t first, int64_t end,
                            const Id (&id)[kTurns], const int32_t (&number)[kTurns]) {
   int low[kTurns], high[kTurns];
@@ -117,7 +118,7 @@ __device__ int32_t look_up(const Numbers<Id>& in, const Lists& lists, int64_t fi
   return faults;
 }
 
-template <class Id>
+template <int kTurns, class Id>
 __global__ void __launch_bounds__(Team::kLanes, 1) route_numbered_kernel(Numbers<Id> in) {
   __shared__ Team::Group group;
   Team team(group);
@@ -127,8 +128,8 @@ __global__ void __launch_bounds__(Team::kLanes, 1) route_numbered_kernel(Numbers
   Id id[kTurns];
   int32_t number[kTurns], faults = 0;
   auto look_ahead = [&](int64_t i) {
-    fetch_ahead(in.ids, i, Team::kLanes, end, id);
-    fetch_ahead(in.numbered.numbers, i, Team::kLanes, end, number);
+    fetch_ahead<Team::kLanes>(in.ids + i, static_cast<int>(end - i), id);
+    fetch_ahead<Team::kLanes>(in.numbered.numbers + i, static_cast<int>(end - i), number);
   };
   fetch(team, in.t.offsets, in.E + 1, lists.offsets);
   fetch(team, in.t.slots, in.P, lists.slots);
@@ -151,8 +152,10 @@ const char* route_numbered(const Id* ids, int64_t T, int K, int E, int P, const 
                            const Numbered& numbered, const int32_t* source_quota, Id* slots, void* stream) {
   const int64_t bytes = Lists::bytes(E, P), n = T * K;
   if (bytes > shared_limit()) return "more experts or slots than a block can list";
-  const Numbers<Id> in{ids, slots, n, cpu::kPartRows * K, E, P, tables, numbered, source_quota, error_word()};
-  return launch(route_numbered_kernel<Id>, n > 0 ? cpu::num_parts(T) : 0, Team::kLanes, bytes, stream, in);
+  const int64_t part = cpu::kPartRows * K, parts = n > 0 ? cpu::num_parts(T) : 0;
+  const Numbers<Id> in{ids, slots, n, part, E, P, tables, numbered, source_quota, error_word()};
+  return launch(part <= Team::kLanes ? route_numbered_kernel<1, Id> : route_numbered_kernel<kMostTurns, Id>,
+                parts, Team::kLanes, bytes, stream, in);
 }
 
 template const char* route_numbered(const int32_t*, int64_t, int, int, int, const ReplicaTables&,

@@ -62,8 +62,8 @@ class Matcher {
     RankSet<W> wanting;
     lay_out([&](int d) { return in_.source_quota[d]; });
     team_.for_each(in_.R, [&](int d) {
-      const int64_t from = (int64_t(c_.line[d]) + j) / in_.num_shared,
-                    upto = (int64_t(c_.line[d + 1]) + j) / in_.num_shared;
+      const uint32_t from = (uint32_t(c_.line[d]) + j) / in_.num_shared,
+                     upto = (uint32_t(c_.line[d + 1]) + j) / in_.num_shared;
       c_.budget[d] = static_cast<int32_t>(upto - from);
       c_.visitors[d] = 0;
       wanting.insert_if(d != in_.home && upto > from, d);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,18 +13,28 @@ import nvcc
 
 INSTRUCTION_BYTES = 16
 CODE_LIMIT = 64 * 1024  # what an instruction cache holds of a kernel
-AHEAD = 4  # loads on their way, at least: of eight that are asked for the compiler may hold some back
-LOADS_AHEAD = re.compile(r"count(_alone)?<")
-IN_SHARED = re.compile(r"plan_exact_fetched<true>")  # no pointer that may lead anywhere
-SHORT = re.compile(r"count|route_numbered<|plan_exact_fetched<true>")  # what every batch runs
+# Loads on their way, at least: all that a lane asks for.
+AHEAD = dict.fromkeys(("count", "count_alone", "count_numbered", "route_numbered"), 8)
+IN_SHARED = re.compile(r"plan_exact(_share)?_fetched<true>")  # no pointer that may lead anywhere
+ACROSS = re.compile(r"gather_rows")  # words that other GPUs read and write
+# What every batch may run. Longer are exact plans that are not fetched, and sets of ranks of several words: from 65
+# up to 100 KB, of which a problem's ticks and objective leave a part aside.
+SHORT = re.compile(
+    r"count|route_(numbered|shared)<|plan_exact_(share_fetched<true>|fetched)|plan_(active<1|waterfill<[12])>"
+    r"|plan_replication|top_up|shard_tokens|share|replica_tables"
+)
+NO_DIVISION = re.compile(
+    r"plan_(exact|active|waterfill|replication)|top_up|shard_tokens|share|replica_tables|route_shared<"
+)
 
 
 class Code(NamedTuple):
-    """One kernel on one architecture: its instructions in order, without their predicates."""
+    """One kernel on one architecture: its instructions in order, without their predicates; what it may call."""
 
     kernel: str
     architecture: str
     instructions: list[str]
+    subroutines: tuple[str, ...] = ()
 
 
 def find(compiler: str) -> str | None:
@@ -36,13 +47,45 @@ def disassemble(cuobjdump: str, objects: list[Path]) -> list[Code]:
     found: list[Code] = []
     for path in objects:
         done = subprocess.run([cuobjdump, "-sass", str(path)], capture_output=True, text=True, check=True)
-        found += read(done.stdout)
+        called = subroutines(cuobjdump, path)
+        found += [
+            c._replace(subroutines=called.get((c.architecture, c.kernel), ())) for c in read(done.stdout)
+        ]
     said = subprocess.run(
         ["c++filt"], input="\n".join(c.kernel for c in found), capture_output=True, text=True, check=True
     )
     return [
         c._replace(kernel=nvcc._short(name)) for c, name in zip(found, said.stdout.splitlines(), strict=True)
     ]
+
+
+def subroutines(cuobjdump: str, path: Path) -> dict[tuple[str, str], tuple[str, ...]]:
+    """Of an object's kernels, by architecture and mangled name: functions of the compiler's own in their sections."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(
+            [cuobjdump, "-xelf", "all", str(path.resolve())], cwd=folder, capture_output=True, check=True
+        )
+        for cubin in Path(folder).glob("*.cubin"):
+            architecture = cubin.suffixes[-2].removeprefix(".")
+            command = ["readelf", "--symbols", "--wide", str(cubin)]
+            symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            for kernel, own in in_sections(symbols).items():
+                found[architecture, kernel] = own
+    return found
+
+
+def in_sections(symbols: str) -> dict[str, tuple[str, ...]]:
+    """Kernels of a readelf --symbols, with the compiler's functions in their sections."""
+    sections: dict[str, list[str]] = {}
+    for section, name in re.findall(r" FUNC .*? (\d+) (\S+)$", symbols, re.M):
+        sections.setdefault(section, []).append(name)
+    return {
+        name: tuple(n.rpartition("$")[2] for n in names if n.startswith("$"))
+        for names in sections.values()
+        for name in names
+        if not name.startswith("$")
+    }
 
 
 def read(listing: str) -> list[Code]:
@@ -60,15 +103,32 @@ def read(listing: str) -> list[Code]:
 def loads_in_flight(instructions: list[str]) -> int:
     """The most loads from global memory that are asked for before anything is done with one of them."""
     most = 0
-    waiting: list[str] = []
+    waiting: list[set[str]] = []  # the registers of each
     for line in instructions:
-        load = re.match(r"LDG\S* (R\d+),(.*)", line)
-        used = re.findall(r"\bR\d+\b", load.group(2) if load else line)
-        if set(used) & set(waiting) or line.startswith(("BAR", "BRA", "EXIT")):
+        load = re.match(r"LDG(\S*) R(\d+),(.*)", line)
+        used = re.findall(r"\bR\d+\b", load.group(3) if load else line)
+        if set(used) & set().union(*waiting) or line.startswith(("BAR", "BRA", "EXIT")):
             waiting = []
-        waiting += [load.group(1)] if load else []
+        if load:
+            words = 4 if ".128" in load.group(1) else 2 if ".64" in load.group(1) else 1
+            waiting.append({f"R{int(load.group(2)) + word}" for word in range(words)})
         most = max(most, len(waiting))
     return most
+
+
+def without_order(instructions: list[str]) -> list[str]:
+    """Words for other GPUs without a fence ahead; what follows a word of theirs while old lines are in the cache."""
+    found, fenced, stale = [], False, False
+    for line in instructions:
+        fenced |= bool(re.match(r"MEMBAR\S*\.SYS", line))
+        stale &= not line.startswith("CCTL.IVALL")
+        if re.match(r"ST\S*\.STRONG\.SYS", line) and not fenced:
+            found.append(line)
+        if stale and re.match("LDG|BAR|BRA|EXIT", line):
+            found.append(line)
+        fenced &= not line.startswith(("ST", "BRA"))
+        stale |= bool(re.match(r"LD\S*\.STRONG\.SYS", line))
+    return found
 
 
 def faults(codes: list[Code]) -> list[str]:
@@ -78,8 +138,16 @@ def faults(codes: list[Code]) -> list[str]:
         size = len(code.instructions) * INSTRUCTION_BYTES
         if SHORT.match(code.kernel) and size > CODE_LIMIT:
             found.append(f"{of} has {size} bytes of code, {CODE_LIMIT} at most")
-        if LOADS_AHEAD.match(code.kernel) and (ahead := loads_in_flight(code.instructions)) < AHEAD:
-            found.append(f"{of} has {ahead} loads on their way at once, not {AHEAD}")
+        wanted = AHEAD.get(code.kernel.split("<")[0], 0)
+        if (ahead := loads_in_flight(code.instructions)) < wanted:
+            found.append(f"{of} has {ahead} loads on their way at once, not {wanted}")
+        if ACROSS.match(code.kernel):
+            shared = {line[:2] for line in code.instructions if ".STRONG.SYS" in line}
+            if shared != {"ST", "LD"}:
+                found.append(f"{of} must write and read words across the system")
+            found += [f"{of} has no order around {line}" for line in without_order(code.instructions)]
+        if NO_DIVISION.match(code.kernel):
+            found += [f"{of} calls {n}" for n in code.subroutines if re.search(r"_(div|rem)_[su]64$", n)]
         anywhere = [line for line in code.instructions if re.match(r"(LD|ST|ATOM)(\.| )", line)]
         if IN_SHARED.match(code.kernel) and anywhere:
             found.append(f"{of} has {len(anywhere)} accesses by pointers of any memory, as {anywhere[0]}")

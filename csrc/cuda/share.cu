@@ -10,7 +10,7 @@
 namespace isoload::cuda {
 namespace {
 
-using ShareTeam = BlockTeam<8>;
+using ShareTeam = BlockTeam<8, true>;
 
 struct Sizes {  // in int32
   int64_t workspace, loads, quota, tables;

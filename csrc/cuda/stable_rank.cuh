@@ -37,18 +37,12 @@ inline int rank_warps(int64_t keys, int most = kRankWarps, int besides = 0) {
   return warps;
 }
 
-// The ids at i, i + step, ... below end, all asked for before the first is looked at; -1 beyond. A branch
-// around each load would make the compiler wait for it there, so the last id stands in for those beyond.
-template <int kAhead, class Id>
-__device__ void fetch_ahead(const Id* ids, int64_t i, int64_t step, int64_t end, Id (&fetched)[kAhead]) {
+// The ids at 0, kStep, ... below left, all asked for before the first is looked at; -1 beyond. Constant steps
+// are part of the loads: a few addresses to work out would keep the compiler from asking for all at once.
+template <int kStep, int kAhead, class Id>
+__device__ void fetch_ahead(const Id* ids, int left, Id (&fetched)[kAhead]) {
 #pragma unroll
-  for (int a = 0; a < kAhead; ++a) {
-    const int64_t at = i + a * step;
-    fetched[a] = ids[at < end ? at : end - 1];
-  }
-#pragma unroll
-  for (int a = 0; a < kAhead; ++a)
-    if (i + a * step >= end) fetched[a] = -1;
+  for (int a = 0; a < kAhead; ++a) fetched[a] = a * kStep < left ? ids[a * kStep] : Id(-1);
 }
 
 // An id as an expert; -1 for a masked copy, and for an id that is none.

@@ -19,12 +19,18 @@ constexpr int kCpu = 1, kCuda = 2;
      "(Tensor topk_ids, int num_experts) -> Tensor") \
   OP(count_numbered, kCpu | kCuda, \
      "(Tensor topk_ids, int num_experts) -> (Tensor counts, Tensor numbers, Tensor parts)") \
+  OP(gather_rows, kCpu | kCuda, \
+     "(Tensor row, Tensor boards, Tensor(a!) board, int rank, int timeout_ms) -> Tensor") \
   OP(replica_tables, kCpu | kCuda, \
      "(Tensor slot_to_expert, int num_ranks, int num_experts, Tensor(a!) tables) -> ()") \
   OP(plan_exact, kCpu | kCuda, \
      "(Tensor loads, Tensor tables, int num_ranks, int num_slots, Tensor? fixed, Tensor? ticks, " \
      "Tensor? pour, int objective, int ranks_per_node, int tolerance_ppm, int sweeps, int budget) " \
      "-> (Tensor quota, Tensor peak, Tensor bound, Tensor telemetry)") \
+  OP(plan_exact_share, kCpu | kCuda, \
+     "(Tensor loads, Tensor tables, int num_ranks, int num_slots, Tensor? fixed, Tensor? ticks, " \
+     "Tensor? pour, int objective, int ranks_per_node, int tolerance_ppm, int sweeps, int budget, " \
+     "int rank) -> (Tensor quota, Tensor peak, Tensor bound, Tensor telemetry, Tensor row)") \
   OP(plan_active, kCpu | kCuda, \
      "(Tensor loads, Tensor tables, int num_ranks, int num_slots, Tensor? ticks) " \
      "-> (Tensor quota, Tensor active_peak, Tensor active_bound, Tensor telemetry)") \
@@ -150,7 +156,9 @@ constexpr int kCpu = 1, kCuda = 2;
         "shard_tokens: loads and fixed must not be negative and must sum to less than 2^31 copies, a rank be " \
         "alive, and the home of each expert on a rank that holds it") \
   FAULT(kGroupPlaces, \
-        "group_copies: num_places must be at least the number of copies present")
+        "group_copies: num_places must be at least the number of copies present") \
+  FAULT(kGatherRows, \
+        "gather_rows: every rank must put its row in time; this group gathers no more")
 // clang-format on
 
 #define ISOLOAD_FAULT(bit, rule) bit##_,

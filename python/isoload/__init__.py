@@ -1,6 +1,7 @@
 """isoload: equal load for the ranks of expert-parallel Mixture-of-Experts layers. Names in pipeline order."""
 
 from isoload.balancer import Balancer
+from isoload.captured import CapturedBalancer
 from isoload.checkpoints import Checkpoint
 from isoload.cost import break_even
 from isoload.counting import count
@@ -39,6 +40,7 @@ __all__ = [
     "WORKLOADS",
     "Balancer",
     "BlockExperts",
+    "CapturedBalancer",
     "Checkpoint",
     "CollectiveGroup",
     "CollectiveTransport",

@@ -259,9 +259,10 @@ class Balancer:
         self.last_loads = loads
         placed = self.placed_on(loads.device)
         step = next_step(self._step_on(loads.device)) if isinstance(self.policy, Seeded) else 0
-        made = plan(loads, placed, None, self.policy, filled=filled, keep_local=keep_local, step=step)
-        self.last_plan = made
-        return Balanced(topk_ids, numbered, loads, made)
+        rank = self.ranks[0] if len(self.ranks) == 1 else None
+        how: dict[str, Any] = {"filled": filled, "keep_local": keep_local, "step": step, "rank": rank}
+        self.last_plan = plan(loads, placed, None, self.policy, **how)
+        return Balanced(topk_ids, numbered, loads, self.last_plan)
 
     def route(self, balanced: Balanced) -> list[Tensor]:
         """[T, K] slots of every owned rank's copies: as planned or, without a plan, where they always go."""

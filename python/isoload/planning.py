@@ -14,7 +14,7 @@ from isoload.placed_layers import Filled, PlacedLayers
 from isoload.placement import Placement
 from isoload.policies import Demand, Policy, make_policy
 from isoload.policies.keeping import split_above_local
-from isoload.records import Plan
+from isoload.records import Plan, may_keep_share
 from isoload.shared_experts import SharedPlan, keep_home, per_expert
 
 
@@ -27,6 +27,7 @@ def plan(
     filled: Filled | None = None,
     keep_local: bool = False,
     step: int | Tensor = 0,
+    rank: int | None = None,
     **options: Any,
 ) -> Plan:
     """Decides which replica computes how many copies, for one layer and batch.
@@ -41,6 +42,8 @@ def plan(
             them. Needs loads per source. The bound is of all quotas all the same.
         step: the batch's number, for policies that sample: each has a random stream of its own. A [] int64 tensor on
             the loads' device is read when a kernel draws, and draws what the same int would.
+        rank: the source rank whose share, or route, follows: where the policy splits exactly, one kernel makes the
+            quota and this row. Needs loads per source. No plan depends on it.
         **options: the policy's own, e.g. ``tolerance=0.002``.
 
     Returns:
@@ -51,7 +54,10 @@ def plan(
     """
     chosen, placed = make_policy(policy, options), _placed(loads, placement, layer)
     _check_loads(loads, placed, chosen)
+    _check_rank(rank, loads, placed)
     demand = _demand(loads, placed)
+    if not placed.num_shared and may_keep_share(loads):
+        demand = demand._replace(rank=rank)
     if filled is None:
         filled = chosen.fill(demand, placed)
     elif filled.placed.host is not placed.host or filled.placed.layer != placed.layer:
@@ -152,6 +158,17 @@ def _check_loads(loads: Tensor, placed: PlacedLayers, policy: Policy) -> None:
         )
 
 
+def _check_rank(rank: int | None, loads: Tensor, placed: PlacedLayers) -> None:
+    if rank is None:
+        return
+    if not 0 <= rank < placed.topology.num_ranks:
+        raise ValueError(f"rank must be in 0..{placed.topology.num_ranks - 1}, got {rank}")
+    if loads.shape != placed.shape_per_source:
+        raise ValueError(
+            f"loads must be per source rank, {list(placed.shape_per_source)}, for rank, got the sum {list(loads.shape)}"
+        )
+
+
 def _check_keeps(loads: Tensor, placed: PlacedLayers, policy: Policy) -> None:
     if not policy.may_keep_local:
         raise ValueError(f"keep_local must be False for policy {policy.name}, which draws or fixes the share")
@@ -180,6 +197,8 @@ def share(loads: Tensor, plan: Plan, rank: int | None = None, order: Order = "lo
         order: "locality" or "rank_major", see :func:`isoload.ops.share`. Policies that fix the share ignore it.
     """
     rows, placed = share_routed(loads, plan, rank, order), plan.placed
+    if plan.own_share is not None and rows is plan.own_share.row:
+        rows = rows.clone()  # the caller's to write to
     if plan.shared is not None and plan.shared.is_met and placed.shared_home is not None:
         sent = plan.shared.share
         if sent is None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-PART_ROWS = 256  # tokens of a part: kPartRows in csrc/cpu/cpu.h
+PART_ROWS = 128  # tokens of a part: kPartRows in csrc/cpu/cpu.h
 
 
 class Numbered(NamedTuple):

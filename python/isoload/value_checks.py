@@ -1,4 +1,4 @@
-"""When the values of a tensor may be read: on a device that makes the host wait."""
+"""When the values of a tensor may be read: on a device that makes the host wait, in a captured graph never."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ def values_readable(tensor: Tensor) -> bool:
     if torch.compiler.is_compiling() or isinstance(tensor, FakeTensor):
         return False
     return tensor.device.type == "cpu" or os.environ.get("ISOLOAD_CHECK") == "1"
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether what runs on the device now becomes part of a CUDA graph: the host can read nothing then."""
+    on_gpu = device.type == "cuda" and not torch.compiler.is_compiling() and torch.cuda.is_initialized()
+    return on_gpu and torch.cuda.is_current_stream_capturing()
 
 
 def may_be_kept(tensor: Tensor) -> bool:

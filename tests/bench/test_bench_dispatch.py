@@ -52,7 +52,7 @@ def rows_over_deep_ep(rank: int, expert_major: bool) -> list[dict[str, Any]]:
     return found + narrow
 
 
-@pytest.mark.parametrize("expert_major", [False, True])
+@pytest.mark.parametrize("expert_major", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_rows_over_a_double_of_deep_ep(expert_major: bool) -> None:
     virtual = {row["policy"]: row for row in rows_on("local")[1:]}
     for rows in run_ranks(rows_over_deep_ep, 2, expert_major):

@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_transformers():
     for package in ("transformers", "accelerate"):
         pytest.importorskip(package, reason=f"{package} is not installed")

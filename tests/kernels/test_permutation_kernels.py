@@ -137,6 +137,14 @@ def test_sum_backward_is_the_gradient_of_the_sum() -> None:
     assert_close(got[1], to_weights, 1e-6)
 
 
+@pytest.mark.parametrize("rows", [torch.randn(7, 13).t(), torch.randn(13, 1).expand(13, 7)])
+def test_spread_of_rows_with_gaps(rows: Tensor) -> None:
+    drawn = Drawn(CASES["odd"], torch.float32)
+    assert rows.stride(1) != 1
+    got = kernel.spread_rows(rows, drawn.position, len(drawn.copy), True)
+    assert_bits(got, kernel.spread_rows(rows.contiguous(), drawn.position, len(drawn.copy), True))
+
+
 def test_gradients_that_are_no_plain_rows() -> None:
     """sum() sends stride 0, a transposition strides of its own."""
     drawn = Drawn(CASES["odd"], torch.float32)

@@ -69,8 +69,7 @@ def test_twenty_launches(capacity: int | None) -> None:
     counted = launches.counted()
     for op in (
         "count_numbered",
-        "plan_exact",
-        "share",
+        "plan_exact_share",
         "route_numbered",
         "number_rows",
         "pack_rows",
@@ -78,6 +77,13 @@ def test_twenty_launches(capacity: int | None) -> None:
         "spread_rows",
     ):
         assert counted[op] > 0, op
+
+
+def test_three_launches_from_ids_to_slots() -> None:
+    """But for those of the gather."""
+    kernels = second_forward(None).kernels
+    ours = [line.split(" ")[0] for line in kernels if "in transport/" not in line]
+    assert ours[: ours.index("number_rows")] == ["count_numbered", "plan_exact_share", "route_numbered"]
 
 
 def test_memory_of_exact_splits() -> None:

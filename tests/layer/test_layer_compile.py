@@ -130,6 +130,7 @@ def test_without_fixed_shapes_the_graph_ends_where_dispatch_reads_the_row_counts
     assert breaking_functions(chain, rows) == {"swap_counts"}
 
 
+@pytest.mark.slow
 def test_in_training_graphs_end_at_the_anchor_and_where_backward_counts_bytes() -> None:
     """dynamo makes no leaf with a gradient, and changes nothing outside from within a backward."""
     chain = Chain(3, MAX_TOKENS, trains=True)

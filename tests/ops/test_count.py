@@ -37,9 +37,13 @@ def test_input_need_not_be_contiguous() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("experts", [1, 3, 257, 1030])
+@pytest.mark.parametrize("experts", [1, 3, 257, 1030, 5001])
 @pytest.mark.parametrize(
-    "shape", [(0, 8), (5, 0), (1, 1), (256, 2), (257, 8), (1400, 6), (4097, 8), (300, 20)]
+    "shape",
+    [
+        *[(0, 8), (5, 0), (1, 1), (PART_ROWS, 2), (PART_ROWS + 1, 8), (3 * PART_ROWS - 1, 6), (4097, 8)],
+        *[(2 * PART_ROWS, 9), (300, 40)],  # more choices than a block of a GPU takes at once
+    ],
 )
 def test_numbered_equals_reference_and_a_copy_follows_its_number(
     shape: tuple[int, int], experts: int, dtype: torch.dtype
@@ -56,6 +60,22 @@ def test_numbered_equals_reference_and_a_copy_follows_its_number(
         for e in range(min(experts, 4)):
             found = numbers[part == e]
             assert found.tolist() == list(range(len(found)))
+
+
+@pytest.mark.parametrize("top_k", [8, 16, 40])
+def test_numbered_where_all_copies_have_one_expert(top_k: int) -> None:
+    ids = torch.full((2 * PART_ROWS + 1, top_k), 2)
+    found = ops.count_numbered(ids, 5)
+    whole, last = PART_ROWS * top_k, top_k
+    assert found.parts[:, 2].tolist() == [whole, whole, last] and found.counts.tolist() == [
+        0,
+        0,
+        ids.numel(),
+        0,
+        0,
+    ]
+    assert found.parts.sum() == ids.numel()
+    assert found.numbers.flatten().tolist() == [*range(whole), *range(whole), *range(last)]
 
 
 def test_numbered_input_need_not_be_contiguous() -> None:

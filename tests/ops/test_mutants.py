@@ -65,7 +65,10 @@ MUTANTS = {
         "csrc/algorithms/plan_exact_paths.h", "bound = certify();", "bound = certify() + 1;", "plan_exact"
     ),
     "poured copies left out of the level": Mutant(
-        "csrc/algorithms/plan_exact.h", "in_.ticks, copies + pour,", "in_.ticks, copies,", "plan_exact_pour"
+        "csrc/algorithms/plan_exact.h", "R, copies + pour, R,", "R, copies, R,", "plan_exact_pour"
+    ),
+    "a level with room for all is passed": Mutant(
+        "csrc/algorithms/least_level.h", "here >= of.wanted", "here > of.wanted", "least_level"
     ),
     "near copies spread over all nodes": Mutant(
         "csrc/algorithms/start.h",
@@ -265,7 +268,7 @@ MUTANTS = {
         "csrc/algorithms/plan_waterfill.h", "pour(in_.per_node);", "pour(in_.R);", "plan_waterfill"
     ),
     "spread loses a copy": Mutant(
-        "csrc/algorithms/visit_flow.h", "<< 32) + total - 1) / total", "<< 32)) / total", "plan_waterfill"
+        "csrc/algorithms/visit_flow.h", "<< 32) + total - 1, total)", "<< 32), total)", "plan_waterfill"
     ),
     "the flow to visited ranks left as it started": Mutant(
         "csrc/algorithms/visit_flow.h",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from isoload import ops, reference
 from isoload.replica_tables import ReplicaTables
+from isoload.results import PART_ROWS
 from support.cases import draw
 
 CASES = [
@@ -41,7 +42,7 @@ def draw_batch(
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(("ranks", "family"), CASES)
-@pytest.mark.parametrize(("tokens", "top_k"), [(0, 4), (1, 1), (256, 3), (257, 8), (700, 5)])
+@pytest.mark.parametrize(("tokens", "top_k"), [(0, 4), (1, 1), (PART_ROWS, 3), (PART_ROWS + 1, 8), (700, 5)])
 def test_equals_route_and_reference(
     tokens: int, top_k: int, ranks: int, family: str, dtype: torch.dtype
 ) -> None:
@@ -52,9 +53,9 @@ def test_equals_route_and_reference(
     assert torch.equal(slots, reference.route_numbered(ids, numbered, row, tables))
 
 
-@pytest.mark.parametrize("top_k", [8, 12])
+@pytest.mark.parametrize("top_k", [8, 12, 40])
 def test_equals_route_where_many_tokens_are_routed(top_k: int) -> None:
-    """More parts than a lane reads at once, and of 12 copies a token more than a block takes at once."""
+    """More parts than a lane reads at once; of 12 copies a token a lane looks up two at a time, of 40 three times."""
     ids, row, tables = draw_batch(8, "eplb", 4500, top_k)
     numbered = ops.count_numbered(ids, tables.num_experts)
     assert torch.equal(ops.route_numbered(ids, numbered, row, tables), reference.route(ids, row, tables))

@@ -41,6 +41,10 @@ def test_kernels_of_a_listing() -> None:
         (["LDG.E R6, [R2.64]", "IADD3 R7, R9, 1, RZ", "LDG.E R8, [R2.64+0x80]", "IADD3 R6, R8, R6, RZ"], 2),
         (["LDG.E R6, [R2.64]", "BRA 0x40", "LDG.E R8, [R2.64]"], 1),
         (["LDG.E R6, [R2.64]", "LDG.E R8, [R6.64]"], 1),
+        (
+            ["LDG.E.64 R6, [R2.64]", "ISETP.EQ P0, R7, -0x1", "LDG.E.64 R8, [R2.64+0x80]"],
+            1,
+        ),  # R7 is its second half
         (["STG.E [R2.64], R6"], 0),
     ],
 )
@@ -48,12 +52,33 @@ def test_loads_in_flight(lines: list[str], most: int) -> None:
     assert sass.loads_in_flight(lines) == most
 
 
+PUT = ["STG.E [R2.64], R6", "MEMBAR.ALL.SYS", "ERRBAR", "STG.E.STRONG.SYS [R4.64], R3"]
+TAKE = ["LDG.E.STRONG.SYS R10, [R14.64]", "CCTL.IVALL", "LDG.E R3, [R2.64]"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "faults"),
+    [
+        ([*PUT, *TAKE], 0),
+        ([PUT[1], PUT[0], PUT[3], *TAKE], 1),  # the row behind the fence
+        ([PUT[0], PUT[3], *TAKE], 1),
+        (["MEMBAR.SC.GPU", *PUT[2:], *TAKE], 1),
+        ([*PUT, PUT[3], *TAKE], 1),
+        ([*PUT, TAKE[0], TAKE[2]], 1),
+        ([*PUT, "LDG.E R10, [R14.64]"], 1),  # a plain read of the number
+        (TAKE, 1),
+    ],
+)
+def test_words_for_other_gpus_are_in_order(lines: list[str], faults: int) -> None:
+    assert len(sass.faults([sass.Code("gather_rows", "sm_90a", lines)])) == faults
+
+
 def test_faults_are_named() -> None:
     waits = ["LDG.E R6, [R2.64]", "IADD3 R7, R6, 1, RZ"]
     found = sass.faults(
         [
             sass.Code("count<true,long>", "sm_80", waits),
-            sass.Code("route_numbered<int>", "sm_90a", ["NOP"] * 4097),
+            sass.Code("count_of_more<int>", "sm_90a", ["NOP"] * 4097),
             sass.Code(
                 "plan_exact_fetched<true>", "sm_90a", ["ATOMS.ADD R2, [R4], R6", "ATOM.E.ADD R2, [R4.64], R6"]
             ),
@@ -61,7 +86,7 @@ def test_faults_are_named() -> None:
         ]
     )
     assert found == [
-        "count<true,long> on sm_80 has 1 loads on their way at once, not 4",
-        "route_numbered<int> on sm_90a has 65552 bytes of code, 65536 at most",
+        "count<true,long> on sm_80 has 1 loads on their way at once, not 8",
+        "count_of_more<int> on sm_90a has 65552 bytes of code, 65536 at most",
         "plan_exact_fetched<true> on sm_90a has 1 accesses by pointers of any memory, as ATOM.E.ADD R2, [R4.64], R6",
     ]

@@ -33,7 +33,7 @@ OF_FILLS = {
         "plan_replication",
     ),
     "an expert counts in full on every replica": Mutant(
-        "csrc/algorithms/top_up.h", "<< kTopUpFraction) / n", "<< kTopUpFraction)", "top_up"
+        "csrc/algorithms/top_up.h", "<< kTopUpFraction, n)", "<< kTopUpFraction, 1)", "top_up"
     ),
     "a rank gives more than its excess": Mutant(
         "csrc/algorithms/shard_tokens.h", "!in_.printed && copies", "false && copies", "shard_tokens"

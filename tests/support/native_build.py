@@ -33,13 +33,13 @@ class Outcome:
     counts: dict[str, int]
 
 
-def build(source_dir: Path, out: Path, flags: Sequence[str]) -> Path:
-    """Compiles the program against ``source_dir`` (csrc or a changed copy of it) into the file ``out``.
+def build(source_dir: Path, out: Path, flags: Sequence[str], program: Path = PROGRAM) -> Path:
+    """Compiles a program against ``source_dir`` (csrc or a changed copy of it) into the file ``out``.
 
     Raises:
         RuntimeError: with the compiler's message, if the sources do not compile.
     """
-    command = [CXX, *BASE_FLAGS, *flags, f"-I{source_dir}", str(PROGRAM), "-o", str(out)]
+    command = [CXX, *BASE_FLAGS, *flags, f"-I{source_dir}", str(program), "-o", str(out)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         raise RuntimeError(result.stderr)
@@ -48,7 +48,12 @@ def build(source_dir: Path, out: Path, flags: Sequence[str]) -> Path:
 
 def run(program: Path, threads: int, instances: int, seed: int, room: int, timeout: float = 300) -> Outcome:
     """Runs the program; see its first lines for the arguments. A team that hangs is an outcome with code -1."""
-    arguments = [str(program), str(threads), str(instances), str(seed), str(room)]
+    return run_arguments(program, (threads, instances, seed, room), timeout)
+
+
+def run_arguments(program: Path, numbers: Sequence[int], timeout: float = 300) -> Outcome:
+    """As :func:`run`, of any program that ends with such a line."""
+    arguments = [str(program), *map(str, numbers)]
     environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
     try:
         result = subprocess.run(

@@ -85,6 +85,11 @@ def spread(x: Layer) -> object:
     return ops.route_shared(x.slots, row, size(x), RANK)
 
 
+def split_and_row(x: Layer, **options: Any) -> object:
+    split, row = ops.plan_exact_share(x.loads, x.tables, RANK, ranks_per_node=per_node(x), **options)
+    return [*split, row]
+
+
 def exact_of_many_ranks() -> object:
     """Of more than a warp has lanes, with paths to be found."""
     case = draw("duplicates", 64, 8)
@@ -106,15 +111,15 @@ def share_of_a_few() -> object:
     return torch.cat([ops.share(loads, quota, tables, 4, rank) for rank in range(3)])
 
 
-def numbered_of_many() -> object:
-    """More copies in a part than a block takes at once."""
+def numbered(choices: int) -> object:
+    """Of tokens with more choices a lane takes two copies at a time; of still more, a block its part in three steps."""
     x = layer(*MANY)
-    ids = torch.cat([x.ids, x.ids.flip(0)[:, :4]], dim=1)
-    numbered = ops.count_numbered(ids, EXPERTS)
+    ids = torch.cat([x.ids.roll(i, 0) for i in range(5)], dim=1)[:300, :choices]
+    found = ops.count_numbered(ids, EXPERTS)
     loads = x.loads.clone()
-    loads[RANK] = numbered.counts
+    loads[RANK] = found.counts
     row = ops.share(loads, ops.plan_exact(loads, x.tables).quota, x.tables, per_node(x), RANK)
-    return [*numbered, ops.route_numbered(ids, numbered, row, x.tables)]
+    return [*found, ops.route_numbered(ids, found, row, x.tables)]
 
 
 def spill(spare_slots: int, **rules: Any) -> object:
@@ -140,6 +145,7 @@ OF_LAYERS: dict[str, tuple[Callable[[Layer], object], tuple[int, int, int]]] = {
     "plan_lp, wide": (next(job.call for job in JOBS if job.name == "plan_lp"), WIDE),
     "plan_exact, packed": (more("packed"), FEW),
     "plan_exact, local": (more("local"), FEW),
+    "plan_exact_share, local": (functools.partial(split_and_row, objective="local"), FEW),
     "plan_waterfill, visited": (visited, FEW),
     "route_shared, spread": (spread, FEW),
     "sampled at a step": (sampled_at_a_step, FEW),
@@ -148,7 +154,8 @@ OF_LAYERS: dict[str, tuple[Callable[[Layer], object], tuple[int, int, int]]] = {
 }
 SCENARIOS: dict[str, Callable[[], object]] = {
     **{name: functools.partial(lambda call, at: call(layer(*at)), *of) for name, of in OF_LAYERS.items()},
-    "numbered, wide tokens": numbered_of_many,
+    "numbered, 12 choices": lambda: numbered(12),
+    "numbered, 40 choices": lambda: numbered(40),
     "plan_exact, many ranks": exact_of_many_ranks,
     "plan_lp, many ranks": lambda: lp_of_ranks(48),
     "plan_lp, more ranks": lambda: lp_of_ranks(72),

@@ -45,7 +45,11 @@ def all_cases(rank: int, num_ranks: int, capacity: int | None) -> dict[str, str]
     return failed
 
 
-@pytest.fixture(scope="module", params=[(2, None), (3, None), (4, None), (3, MAX_TOKENS)], ids=str)
+GROUPS = [(2, None), (3, MAX_TOKENS)]
+MORE = [pytest.param(group, marks=pytest.mark.slow) for group in ((3, None), (4, None))]
+
+
+@pytest.fixture(scope="module", params=[*GROUPS, *MORE], ids=str)
 def failures(request: pytest.FixtureRequest) -> list[dict[str, str]]:
     """All cases on one group of forked ranks."""
     num_ranks, capacity = request.param

@@ -11,11 +11,13 @@ from isoload.ops.append_shared_expert import append_shared_expert
 from isoload.ops.borrow import addresses, borrow, borrow_backward
 from isoload.ops.count import count, count_numbered
 from isoload.ops.device_errors import check_device, device_errors
+from isoload.ops.gather_rows import LINE_WORDS, board_words, gather_rows
 from isoload.ops.group_copies import group_copies
 from isoload.ops.number_rows import number_rows
 from isoload.ops.pack_rows import pack_rows
 from isoload.ops.plan_active import plan_active
 from isoload.ops.plan_exact import Objective, plan_exact
+from isoload.ops.plan_exact_share import plan_exact_share
 from isoload.ops.plan_lp import plan_lp
 from isoload.ops.plan_replication import plan_replication
 from isoload.ops.plan_spill import NO_SPARE_SLOT, Within, plan_spill
@@ -33,6 +35,7 @@ from isoload.ops.top_up import top_up
 from isoload.results import ActiveSplit, ExactSplit, LpSplit, Numbered, SlotFill, Spill, WaterfillSplit
 
 __all__ = [
+    "LINE_WORDS",
     "NO_SPARE_SLOT",
     "ActiveSplit",
     "Candidates",
@@ -49,17 +52,20 @@ __all__ = [
     "Within",
     "addresses",
     "append_shared_expert",
+    "board_words",
     "borrow",
     "borrow_backward",
     "check_device",
     "count",
     "count_numbered",
     "device_errors",
+    "gather_rows",
     "group_copies",
     "number_rows",
     "pack_rows",
     "plan_active",
     "plan_exact",
+    "plan_exact_share",
     "plan_lp",
     "plan_replication",
     "plan_spill",

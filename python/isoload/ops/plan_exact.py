@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -55,14 +55,30 @@ def plan_exact(
         ranks_per_node: divides R; None = R. For "local".
         sweeps: most balancing sweeps; None = 4 for "spread", 0 for the others, whose start sweeps would undo.
     """
+    given = arguments(loads, tables, fixed, tolerance, budget, ticks, pour, objective, ranks_per_node, sweeps)
+    return ExactSplit(*call(_plan_exact, *given))
+
+
+def arguments(
+    loads: Tensor,
+    tables: ReplicaTables,
+    fixed: Tensor | None,
+    tolerance: float,
+    budget: int | None,
+    ticks: Tensor | None,
+    pour: Tensor | None,
+    objective: Objective,
+    ranks_per_node: int | None,
+    sweeps: int | None,
+) -> tuple[Any, ...]:
+    """Those of the op, from the wrapper's."""
     if objective not in OBJECTIVES:
         raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, got {objective!r}")
     if not 0 <= tolerance <= 1000:
         raise ValueError(f"tolerance must be in 0..1000 (relative), got {tolerance}")
     if budget is not None and budget < 0:
         raise ValueError(f"budget must be at least 0, got {budget}")
-    result = call(
-        _plan_exact,
+    return (
         loads,
         tables.data,
         tables.num_ranks,
@@ -76,7 +92,6 @@ def plan_exact(
         (4 if objective == "spread" else 0) if sweeps is None else sweeps,
         UNLIMITED if budget is None else min(budget, UNLIMITED),
     )
-    return ExactSplit(*result)
 
 
 @torch.library.register_fake("isoload::plan_exact")

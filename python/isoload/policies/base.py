@@ -17,7 +17,7 @@ experts takes the policy of the routed ones as option ``routed``; both accept an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from torch import Tensor
 from isoload import ops
 from isoload.ops import Order
 from isoload.placed_layers import Filled, PlacedLayers
-from isoload.records import Plan, rank_cost
+from isoload.records import OwnShare, Plan, rank_cost
 
 GOLDEN = 0x9E3779B97F4A7C15  # spreads layer, step and rank over the 64-bit seeds of sampled routes
 Needs = Literal["sum", "per_source"]
@@ -37,11 +37,14 @@ class Demand(NamedTuple):
     loads   [E] or [R, E] int32  copies of the routed experts
     tokens  [R] int32            tokens of each source rank that need the shared experts; None without any
     at_home [R] int32            shared copies per rank if all stay home; None without shared experts
+    rank                         the source rank whose row of the share is wanted besides the quota; None = none. A
+                                 policy may leave it to :meth:`Policy.share`
     """
 
     loads: Tensor
     tokens: Tensor | None = None
     at_home: Tensor | None = None
+    rank: int | None = None
 
     @property
     def routed(self) -> Demand:
@@ -89,11 +92,16 @@ class Policy:
 
         The quota is of the routed slots: :func:`isoload.plan` adds the shared ones.
         """
-        return Plan(filled, self, *exact_split(demand, filled))
+        return exact_plan(self, demand, filled)
 
     def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
-        """Source ranks' parts of the routed quota: [..., P] for one rank, [..., R, P] for all, from [..., R, E]."""
+        """Source ranks' parts of the routed quota: [..., P] for one rank, [..., R, P] for all, from [..., R, E].
+
+        The result may be the plan's own: not to be written to.
+        """
         assert plan.quota is not None
+        if plan.own_share is not None and plan.own_share.serves(plan, loads, rank, order):
+            return plan.own_share.row
         per_node = plan.topology.ranks_per_node
         return ops.share(loads, plan.quota, plan.tables, per_node, rank, order)
 
@@ -132,10 +140,20 @@ def sum_sources(loads: Tensor, placed: PlacedLayers) -> Tensor:
     return loads if loads.dim() == placed.home_slot.dim() else loads.sum(-2, dtype=torch.int32)
 
 
-def exact_split(demand: Demand, filled: Filled) -> ops.ExactSplit:
-    """The optimal quota of these slots beside the shared copies at home."""
-    ticks = filled.placed.topology.ticks_on(demand.loads.device)
-    return ops.plan_exact(demand.loads, filled.tables, demand.at_home, ticks=ticks)
+def exact_plan(policy: Policy, demand: Demand, filled: Filled, **options: Any) -> Plan:
+    """The Plan of the optimal quota of these slots, with the row of the share that the demand wants.
+
+    options: of :func:`isoload.ops.plan_exact`; by default beside the shared copies at home.
+    """
+    topology = filled.placed.topology
+    ticks, per_node = topology.ticks_on(demand.loads.device), topology.ranks_per_node
+    options = {"fixed": demand.at_home, "ticks": ticks, "ranks_per_node": per_node, **options}
+    if demand.rank is None:
+        return Plan(filled, policy, *ops.plan_exact(demand.loads, filled.tables, **options))
+    split, row = ops.plan_exact_share(demand.loads, filled.tables, demand.rank, **options)
+    return Plan(
+        filled, policy, *split, own_share=OwnShare.of(demand.rank, row, demand.loads, split.quota, filled)
+    )
 
 
 def even_split(demand: Demand, filled: Filled) -> ops.ExactSplit:

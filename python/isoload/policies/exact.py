@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from isoload import ops
 from isoload.ops import Objective
 from isoload.placed_layers import Filled
-from isoload.policies.base import Demand, Needs, Policy
+from isoload.policies.base import Demand, Needs, Policy, exact_plan
 from isoload.records import Plan
 
 
@@ -31,22 +30,11 @@ class ExactPolicy(Policy):
         return "per_source" if self.objective == "local" else "sum"
 
     def split(self, demand: Demand, filled: Filled) -> Plan:
-        return self.split_above(demand.loads, filled, fixed=demand.at_home)
+        return self.split_above(demand, filled, fixed=demand.at_home)
 
     def split_above(
-        self, loads: Tensor, filled: Filled, fixed: Tensor | None = None, pour: Tensor | None = None
+        self, demand: Demand, filled: Filled, fixed: Tensor | None = None, pour: Tensor | None = None
     ) -> Plan:
         """The split with copies that ranks carry besides [..., R], or that go to any rank afterwards [...]."""
-        topology = filled.placed.topology
-        exact = ops.plan_exact(
-            loads,
-            filled.tables,
-            fixed,
-            self.tolerance,
-            self.budget,
-            ticks=topology.ticks_on(loads.device),
-            pour=pour,
-            objective=self.objective,
-            ranks_per_node=topology.ranks_per_node,
-        )
-        return Plan(filled, self, *exact)
+        of = {"tolerance": self.tolerance, "budget": self.budget, "objective": self.objective}
+        return exact_plan(self, demand, filled, fixed=fixed, pour=pour, **of)

@@ -37,7 +37,7 @@ class JointPolicy(SharedPolicy):
 
     def split_routed(self, demand: Demand, filled: Filled) -> Plan:
         exact = ExactPolicy(self.tolerance, self.budget, self.objective)
-        return exact.split_above(demand.loads, filled, pour=total_shared(demand, filled.placed))
+        return exact.split_above(demand.routed, filled, pour=total_shared(demand, filled.placed))
 
     def pour(self, made: Plan, demand: Demand) -> Plan:
         poured, shared = pour_exactly(self, made, demand, "all")

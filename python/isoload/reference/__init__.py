@@ -6,11 +6,13 @@ Same names, signatures and results on valid input; slow, and checked by their ow
 from isoload.reference.append_shared_expert import append_shared_expert
 from isoload.reference.borrow import borrow, borrow_backward
 from isoload.reference.count import count, count_numbered
+from isoload.reference.gather_rows import gather_rows
 from isoload.reference.group_copies import group_copies
 from isoload.reference.number_rows import number_rows
 from isoload.reference.pack_rows import pack_rows
 from isoload.reference.plan_active import plan_active
 from isoload.reference.plan_exact import plan_exact
+from isoload.reference.plan_exact_share import plan_exact_share
 from isoload.reference.plan_lp import plan_lp
 from isoload.reference.plan_replication import plan_replication
 from isoload.reference.plan_spill import plan_spill
@@ -40,11 +42,13 @@ __all__ = [
     "borrow_backward",
     "count",
     "count_numbered",
+    "gather_rows",
     "group_copies",
     "number_rows",
     "pack_rows",
     "plan_active",
     "plan_exact",
+    "plan_exact_share",
     "plan_lp",
     "plan_replication",
     "plan_spill",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 STAGE_BYTES = 40  # of a stage's name, where ranks tell each other
 STAGES = ("count", "plan", "route", "dispatch", "experts", "combine", "placement")
+LATE = 2**31 - 1  # in the place of a code, in a row that did not come: see isoload.ops.gather_rows
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -21,8 +22,17 @@ def error_code(stage: str) -> int:
 
 
 def raise_failure(codes: Sequence[int]) -> None:
-    """Raises for the first rank whose code [R] is not 0: the same error on every rank that sees the same codes."""
+    """Raises for the first rank whose code [R] is not 0: the same error on every rank that sees the same codes.
+
+    Raises:
+        RuntimeError: the rank's row did not come.
+        ValueError: the rank failed in a stage.
+    """
     for rank, code in enumerate(codes):
+        if code == LATE:
+            raise RuntimeError(
+                f"stage gather failed: rank {rank} put no row in time, it is gone or far behind"
+            )
         if code:
             stage = STAGES[code - 1] if 1 <= code <= len(STAGES) else f"of code {code}"
             raise ValueError(rank_failed(rank, stage))

@@ -6,25 +6,44 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from datetime import timedelta
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 from isoload.topology import Topology
 from isoload.transport.agreement import raise_other_stage, stage_header
+from isoload.transport.boards import Boards
 from isoload.transport.group import Group, PerRank
 from isoload.transport.peers import Peers
+from isoload.transport.shared_memory import SharedMemory
 from isoload.transport.symmetric import SymmetricMemory
 from isoload.value_checks import values_readable
 
 # the name since torch 2.13, and the one before
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+Gather = Literal["collective", "symmetric"]
+
 
 def row_bytes(buffer: Tensor) -> int:
     return buffer.element_size() * math.prod(buffer.shape[1:])
+
+
+def device_of(process_group: dist.ProcessGroup) -> torch.device:
+    """Where a process group exchanges: on this process's GPU, if there is one and a backend for it."""
+    if torch.cuda.is_available() and "cuda:" in dist.get_backend_config(process_group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def timeout_of(process_group: dist.ProcessGroup) -> timedelta:
+    options = getattr(process_group._get_backend(device_of(process_group)), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)
+    return timeout
 
 
 class CollectiveGroup(Group):
@@ -36,33 +55,60 @@ class CollectiveGroup(Group):
     Args:
         topology: R ranks, as many as the process group has.
         process_group: None = the default one.
+        gather: how loads are gathered. "collective": all-gather. "symmetric": a kernel puts this rank's row into
+            memory of all the others and waits for theirs (:func:`isoload.ops.gather_rows`), at most for the process
+            group's timeout: through torch's symmetric memory on GPUs, where none has run it yet, and through shared
+            memory on CPUs. Not for compiled code.
 
     Raises:
-        ValueError: on all ranks alike, if the topology does not fit the process group or differs between the ranks.
+        ValueError: on all ranks alike, if the topology does not fit the process group or differs between the ranks, or
+            if ranks cannot reach each other's memory for gather="symmetric".
     """
 
-    def __init__(self, topology: Topology, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        process_group: dist.ProcessGroup | None = None,
+        gather: Gather = "collective",
+    ) -> None:
         self.process_group = process_group if process_group is not None else dist.group.WORLD
         super().__init__(topology, [dist.get_rank(self.process_group)])
         size = dist.get_world_size(self.process_group)
-        self.agree_once("construction", {"topology": topology})
+        self._symmetric = gather == "symmetric"
+        self.agree_once("construction", {"topology": topology, "gather": gather})
         if topology.num_ranks != size:
             raise ValueError(f"topology must have the group's {size} ranks, got {topology.num_ranks}")
+        if gather not in ("collective", "symmetric"):
+            raise ValueError(f"gather must be collective or symmetric, got {gather!r}")
+        if self._symmetric:
+            assert self.process_group is not None
+            self._boards(device_of(self.process_group))
 
     @classmethod
-    def own(cls, topology: Topology, like: dist.ProcessGroup | None = None) -> CollectiveGroup:
+    def own(
+        cls, topology: Topology, like: dist.ProcessGroup | None = None, gather: Gather = "collective"
+    ) -> CollectiveGroup:
         """A group over the processes of another, with a communicator that no other code's collectives share.
 
-        All processes of the default group call it together, as :func:`torch.distributed.new_group` demands.
+        All processes of the default group call it together, as :func:`torch.distributed.new_group` demands. Its timeout
+        is the other group's.
 
         Args:
             topology: R ranks, as many as `like` has.
             like: whose processes join; None = all.
+            gather: see :class:`CollectiveGroup`.
         """
         ranks = None if like is None else dist.get_process_group_ranks(like)
-        return cls(topology, dist.new_group(ranks))
+        given = dist.group.WORLD if like is None else like
+        assert given is not None
+        return cls(topology, dist.new_group(ranks, timeout=timeout_of(given)), gather)
 
     def _gather(self, stage: str, rows: list[Tensor]) -> Tensor:
+        if self._symmetric and stage == "gather":
+            if torch.compiler.is_compiling():  # which may hand the op a copy of the board
+                raise ValueError("gather must be 'collective' in compiled code, got 'symmetric'")
+            with self.named(stage):
+                return self._boards(rows[0].device).gather(rows[0])
         gathered = rows[0].new_empty(self.topology.num_ranks * len(rows[0]))
         with self.named(stage):
             self._meet(stage, rows[0], rows[0].nbytes)
@@ -137,6 +183,22 @@ class CollectiveGroup(Group):
         if device.type != "cuda":
             return None
         return self.memo(("symmetric memory",), lambda: self._try_symmetric(device))
+
+    def _boards(self, device: torch.device) -> Boards:
+        return self.memo(("boards", device), lambda: self._make_boards(device))
+
+    def _make_boards(self, device: torch.device) -> Boards:
+        """Boards of a first width, so that memory which cannot be had is found out now."""
+        assert self.process_group is not None
+        peers = self.peers(device) if device.type == "cuda" else SharedMemory(self)
+        if peers is None:
+            raise ValueError(
+                f"gather must be 'collective' where {device} has no symmetric memory, got 'symmetric'"
+            )
+        timeout = timeout_of(self.process_group).total_seconds()
+        boards = Boards(peers, device, self.topology, self.ranks[0], timeout)
+        boards.gather(torch.zeros(1, dtype=torch.int32, device=device))
+        return boards
 
     def _try_symmetric(self, device: torch.device) -> Peers | None:
         assert self.process_group is not None

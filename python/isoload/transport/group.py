@@ -16,7 +16,7 @@ from isoload.topology import Topology
 from isoload.transport.agreement import error_code, loads_of, raise_disagreement, raise_failure, rank_failed
 from isoload.transport.peers import Peers
 from isoload.transport.traffic import Traffic, num_bytes
-from isoload.value_checks import values_readable
+from isoload.value_checks import capturing, may_be_kept, values_readable
 
 T = TypeVar("T")
 FACT_RANGE = 2**31 - 1  # facts travel as int32 beside the loads: larger ones by their remainder
@@ -50,6 +50,8 @@ class Group(ABC):
         self.ranks = tuple(ranks)
         self.traffic = Traffic(torch.zeros(topology.num_ranks, topology.num_ranks, dtype=torch.int64))
         self._errors: Tensor | None = None  # [R] codes that the host has not read yet
+        self._replayed: Tensor | None = None  # [R] those of captured gathers, at an address that graphs hold
+        self._captures = False  # whether there are captured gathers
         self._agreed: set[tuple[Any, ...]] = set()
         self._memo: dict[tuple[Any, ...], Any] = {}
 
@@ -147,7 +149,7 @@ class Group(ABC):
         Raises:
             ValueError: the same on all ranks, naming rank and stage, if any rank has an error, or the first fact that
                 differs. At once on CPU; errors on a GPU at the next :meth:`swap_counts` or, where a dispatcher makes
-                none, at the next :meth:`check`.
+                none, at the next :meth:`check`. In a CUDA graph likewise, for every replay.
         """
         self.check_owned("counts", counts)
         self.check_owned("errors", errors := [0] * len(counts) if errors is None else errors)
@@ -164,27 +166,45 @@ class Group(ABC):
         ]
         gathered = self.gather("gather", rows)
         if torch.compiler.is_compiling() and gathered.device.type == "cpu":
-            loads: Tensor = loads_of(gathered, len(counts[0]))
-            return loads
+            checked: Tensor = loads_of(gathered, len(counts[0]))
+            return checked
         codes = gathered.select(1, len(counts[0]))
+        loads = gathered.narrow(1, 0, len(counts[0]))
+        if capturing(codes.device):
+            assert self._replayed is not None, "made by the gather before"
+            torch.maximum(self._replayed, codes, out=self._replayed)
+            self._captures = True
+            return loads
         self._errors = codes if self._errors is None else torch.maximum(self._errors, codes)
+        if self._replayed is None and may_be_kept(codes):
+            with torch.inference_mode(False):  # else only inference could write it
+                self._replayed = torch.zeros(codes.shape, dtype=codes.dtype, device=codes.device)
         if told or codes.device.type == "cpu":  # a rank that failed has no facts to compare
             self.check()
         if told:
             raise_disagreement(list(told), gathered.narrow(1, len(counts[0]) + 1, len(told)).tolist())
-        return gathered.narrow(1, 0, len(counts[0]))
+        return loads
 
     def check(self) -> None:
         """Raises the errors that :meth:`gather_loads` carried and the host has not looked at yet.
 
         Then, on a GPU, what ops found wrong in this rank's values: :func:`isoload.check_device`.
         """
-        if self._errors is not None:
-            codes, self._errors = self._errors, None
+        if (codes := self._take_errors()) is not None:
             self.traffic.host_syncs += codes.device.type != "cpu"
             raise_failure(codes.tolist())
         if self.traffic.rows.is_cuda:
             check_device(self.traffic.rows.device)
+
+    def _take_errors(self) -> Tensor | None:
+        """[R] the codes that the host has not read yet, which are forgotten here."""
+        codes, self._errors = self._errors, None
+        if self._captures:
+            assert self._replayed is not None
+            replayed = self._replayed.clone()
+            self._replayed.zero_()
+            codes = replayed if codes is None else torch.maximum(codes, replayed)
+        return codes
 
     def swap_counts(
         self,
@@ -217,8 +237,8 @@ class Group(ABC):
         ]
         ones = [[1] * counts[0].shape[1]] * len(counts)
         arrived = self.swap(stage, headers, ones, ones)
-        told = [] if self._errors is None else [self._errors.unsqueeze(1)]
-        self._errors = None
+        codes = self._take_errors()
+        told = [] if codes is None else [codes.unsqueeze(1)]
         table = [
             torch.cat([c.select(0, 0).unsqueeze(1), a, *told], dim=1)
             for c, a in zip(counts, arrived, strict=True)
@@ -274,6 +294,11 @@ class Group(ABC):
         """:meth:`agree` if these facts are new; the same facts are not compared again."""
         if (names, *facts) in self._agreed:
             return
+        if capturing(device):
+            raise ValueError(
+                f"stage {stage} must run once before it is captured in a CUDA graph: ranks agree on "
+                f"{', '.join(names)} first, which the host waits for"
+            )
         self.agree(stage, names, facts, device)
         self.note_agreed(names, facts)
 

@@ -44,6 +44,7 @@ struct Lane {
   unsigned mask = 0;
   void* pc = nullptr;  // of the meeting
   uint64_t given = 0;
+  bool any_given = false;     // whether a lane of the block gave a number other than 0
   uint64_t* taken = nullptr;  // [32]
   std::vector<void*> calls;
   std::vector<Copy> copies;  // on their way
@@ -148,8 +149,10 @@ class Block {
   void open(Meeting meeting, unsigned mask) {
     std::vector<int>& members = members_;
     members.clear();
+    bool any = false;
+    for_members(meeting, mask, [&](const Lane& lane, int) { any |= lane.given != 0; });
     for_members(meeting, mask, [&](Lane& lane, int i) {
-      lane.waits = Meeting::none;
+      lane.waits = Meeting::none, lane.any_given = any;
       members.push_back(i);
       ready_.push_back(i);
       if (meeting != Meeting::exchange) return;
@@ -253,6 +256,15 @@ Space space_of(uintptr_t a) {
   void* const pc = __builtin_return_address(0);
   if (machine.note_barriers && !barrier_sites().pass(pc)) return;
   Block::here().meet(meeting, mask, pc);
+}
+
+[[gnu::noinline]] bool meet_any(bool b) {
+  void* const pc = __builtin_return_address(0);
+  if (machine.note_barriers && !barrier_sites().pass(pc)) return b;
+  Lane& me = Block::here().running();
+  me.given = b;
+  Block::here().meet(Meeting::block, ~0u, pc);
+  return me.any_given;
 }
 
 [[gnu::noinline]] const uint64_t* exchange(unsigned mask, uint64_t word) {

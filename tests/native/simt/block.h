@@ -25,6 +25,7 @@ enum class Meeting : uint8_t { none, block, warp, exchange };
 
 // A barrier of the block, or of the lanes of this warp that are in mask.
 void meet(Meeting meeting, unsigned mask);
+bool meet_any(bool b);  // of the block: whether any lane has it
 
 // What the lanes of this warp in mask give, [32]; others' words are of no meaning.
 const uint64_t* exchange(unsigned mask, uint64_t word);

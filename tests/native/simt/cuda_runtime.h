@@ -77,6 +77,7 @@ SIMT_INLINE T reduce(unsigned mask, T v, F&& combine) {
 }  // namespace simt
 
 SIMT_INLINE void __syncthreads() { simt::meet(simt::Meeting::block, ~0u); }
+SIMT_INLINE int __syncthreads_or(int b) { return simt::meet_any(b != 0); }
 SIMT_INLINE void __syncwarp(unsigned mask = ~0u) { simt::meet(simt::Meeting::warp, mask); }
 template <class T>
 SIMT_INLINE T __shfl_sync(unsigned mask, T v, int from) {

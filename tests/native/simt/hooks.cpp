@@ -60,6 +60,16 @@ void __tsan_func_exit() {
 }
 void __tsan_init() {}
 
+// What ranks in other processes read and write too.
+void __tsan_atomic32_store(volatile uint32_t* p, uint32_t value, int) {
+  simt::on_access({reinterpret_cast<uintptr_t>(p), 4, true, true, PC});
+  __atomic_store_n(p, value, __ATOMIC_RELEASE);
+}
+uint32_t __tsan_atomic32_load(const volatile uint32_t* p, int) {
+  simt::on_access({reinterpret_cast<uintptr_t>(p), 4, false, true, PC});
+  return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+
 // The host's part of csrc/cuda: std::atomic pointers, and the guard of a static variable.
 uint8_t __tsan_atomic8_load(const volatile uint8_t* p, int) { return *p; }
 uint64_t __tsan_atomic64_load(const volatile uint64_t* p, int) { return *p; }

@@ -1,0 +1,61 @@
+"""Balancers on the layers of gpu_layers, eager and captured; their gather is a copy, so that no network is timed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import isoload
+from gpu_jobs import chain
+from gpu_layers import EXPERTS, RANK, TOP_K, Layer, per_node
+from isoload.transport import Group
+
+
+class OthersAreReady(Group):
+    """One rank, whose peers' loads [R, E] are on its device: a gather copies them and the other columns of its row."""
+
+    def __init__(self, topology: isoload.Topology, loads: Tensor) -> None:
+        super().__init__(topology, [RANK])
+        self._loads = loads
+        self._rows: Tensor | None = None  # [R, E and more]
+
+    def _gather(self, stage: str, rows: list[Tensor]) -> Tensor:
+        ranks, experts = self._loads.shape
+        if stage != "gather":
+            return rows[0].expand(ranks, -1)
+        if self._rows is None:
+            self._rows = rows[0].repeat(ranks, 1)
+            self._rows[:, :experts] = self._loads
+        return self._rows.clone()
+
+    def _swap(self, *_given: Any) -> list[Tensor]:
+        raise NotImplementedError("a Balancer swaps nothing")
+
+    def gather_objects(self, stage: str, given: object) -> list[Any]:
+        return [given] * self.topology.num_ranks
+
+
+def make_balancer(x: Layer) -> isoload.Balancer:
+    """One rank's, under exact, of a layer on any device."""
+    topology = isoload.Topology(len(x.loads), per_node(x))
+    group = OthersAreReady(topology, x.loads)
+    return isoload.Balancer.from_slots(x.slot_to_expert.cpu(), topology, EXPERTS, policy="exact", group=group)
+
+
+def make_captured(x: Layer) -> isoload.CapturedBalancer:
+    """The same as a graph, which its first two batches make."""
+    balancer = make_balancer(x)
+    captured = isoload.CapturedBalancer(balancer, len(x.ids), TOP_K, x.ids.dtype, x.ids.device)
+    captured(x.ids), captured(x.ids)
+    return captured
+
+
+def check_balancer(host: Layer, there: Layer, balancer: Any) -> Tensor:
+    """Raises unless its slots are those of the chain on the CPU; returns them."""
+    slots: Tensor = balancer(there.ids)
+    if not torch.equal(slots.cpu(), chain(host)):
+        raise SystemExit(f"{type(balancer).__name__} differs from the chain on the CPU")
+    isoload.check_device(slots.device)
+    return slots

@@ -1,0 +1,87 @@
+// Exact planners whose loads, tables and quota lie in shared memory next to the workspace: no pointer of
+// theirs leads anywhere else. Eight warps, and one of them for the paths.
+#pragma once
+
+#include "algorithms/plan_exact.h"
+#include "cuda/fetch.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/planner.cuh"
+
+namespace isoload::cuda {
+
+using FetchedTeam = BlockTeam<8, true>;
+using WideTeam = BlockTeam<kPlanWarps, true>;  // of a problem that is not fetched
+
+struct FetchedSizes {  // of a block, in int32
+  int64_t workspace, loads, tables, P;
+
+  template <class Planner>
+  __host__ __device__ static FetchedSizes of(const typename Planner::Problem& in) {
+    const int64_t E = in.E, P = int64_t(in.R) * in.S, bytes = Planner::template bytes<1>(in);
+    return {padded(bytes) / int64_t(sizeof(int32_t)), in.num_sources * E, ReplicaTables::size(E, P), P};
+  }
+  int64_t bytes() const { return (workspace + loads + tables + P) * int64_t(sizeof(int32_t)); }
+};
+
+// What this block does: as plan_layer. kPlain: the usual problem, whose code has no divisions by ticks and no
+// other start.
+template <class Planner, bool kPlain>
+__device__ __forceinline__ void plan_fetched(FetchedTeam& team, typename Planner::Problem& in,
+                                             typename Planner::Result& out, int32_t* errors, Fault fault) {
+  Planner::select(in, out, blockIdx.x);
+  if (kPlain) in.ticks = nullptr, in.objective = Objective::spread;
+  const FetchedSizes sizes = FetchedSizes::of<Planner>(in);
+  int32_t* const loads = reinterpret_cast<int32_t*>(shared_memory) + sizes.workspace;
+  int32_t *const tables = loads + sizes.loads, *const quota = tables + sizes.tables, *const to = out.quota;
+  fetch(team, in.loads, sizes.loads, loads);
+  fetch(team, in.tables.header, sizes.tables, tables);
+  in.loads = loads, in.tables = ReplicaTables::at(tables, in.E, sizes.P), out.quota = quota;
+  wait_for_fetched(team);
+  if (Planner::template solve<1>(team, in, shared_memory, out) != kPlanned) {
+    team.sync();
+    Planner::refuse(team, in, out);
+    if (team.rank() == 0) report(errors, fault);
+  }  // a lane takes to global memory what it has refused, or what all left before the planner's last barrier
+  team.for_each(static_cast<int>(sizes.P), [&](int p) { to[p] = quota[p]; });
+}
+
+}  // namespace isoload::cuda
+
+// Kernels of a planner: fetched where that fits, else as every planner.
+#define ISOLOAD_FETCHED_PLANNER(name, Planner, fault)                                                        \
+  namespace isoload::cuda {                                                                                  \
+  namespace {                                                                                                \
+  template <int W>                                                                                           \
+  __global__ void __launch_bounds__(WideTeam::kLanes, 1) name##_kernel(Planner::Problem problem,             \
+                                                                       Planner::Result result, void* global, \
+                                                                       int32_t* errors) {                    \
+    __shared__ WideTeam::Group group;                                                                        \
+    WideTeam team(group);                                                                                    \
+    plan_layer<Planner, W>(team, problem, result, global, errors, fault);                                    \
+  }                                                                                                          \
+  template <bool kPlain>                                                                                     \
+  __global__ void __launch_bounds__(FetchedTeam::kLanes, 1) name##_fetched_kernel(Planner::Problem problem,  \
+                                                                                  Planner::Result result,    \
+                                                                                  int32_t* errors) {         \
+    __shared__ FetchedTeam::Group group;                                                                     \
+    FetchedTeam team(group);                                                                                 \
+    plan_fetched<Planner, kPlain>(team, problem, result, errors, fault);                                     \
+  }                                                                                                          \
+  }                                                                                                          \
+  template <>                                                                                                \
+  struct Kernels<Planner> {                                                                                  \
+    template <int W>                                                                                         \
+    static const char* launch(int64_t B, int64_t bytes, void* stream, const Planner::Problem& problem,       \
+                              const Planner::Result& result, void* global, int32_t* errors) {                \
+      const int64_t fetched = FetchedSizes::of<Planner>(problem).bytes();                                    \
+      if (W == 1 && global == nullptr && fetched <= shared_limit()) {                                        \
+        const bool plain = problem.ticks == nullptr && problem.objective == Objective::spread;               \
+        return cuda::launch(plain ? name##_fetched_kernel<true> : name##_fetched_kernel<false>, B,           \
+                            FetchedTeam::kLanes, fetched, stream, problem, result, errors);                  \
+      }                                                                                                      \
+      return cuda::launch(name##_kernel<W>, B, WideTeam::kLanes, bytes, stream, problem, result, global,     \
+                          errors);                                                                           \
+    }                                                                                                        \
+  };                                                                                                         \
+  ISOLOAD_LAUNCHER(Planner)                                                                                  \
+  }

@@ -1,0 +1,31 @@
+// plan_exact_share: a batch of layers in parallel, and one source rank's row of each.
+#include "algorithms/plan_exact_share.h"
+
+#include "ops/exact_batch.h"
+#include "ops/op.h"
+#include "ops/plan_layers.h"
+
+namespace isoload::ops {
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> plan_exact_share(
+    const Tensor& loads, const Tensor& tables, int64_t num_ranks, int64_t num_slots,
+    const std::optional<Tensor>& fixed, const std::optional<Tensor>& ticks, const std::optional<Tensor>& pour,
+    int64_t objective, int64_t ranks_per_node, int64_t tolerance_ppm, int64_t sweeps, int64_t budget,
+    int64_t rank) {
+  const ExactBatch batch(loads, tables, num_ranks, num_slots, fixed, ticks, pour, objective, ranks_per_node,
+                         tolerance_ppm, sweeps, budget);
+  const LoadsBatch& in = batch.in;
+  batch.require_per_source("");
+  require(rank >= 0 && rank < in.R, "rank must be in 0..", in.R - 1, ", got ", rank);
+  const Tensor row = in.per_layer(in.P);
+  const ExactShareProblem problem{batch.problem, static_cast<int>(rank)};
+  const ExactShareResult result{batch.result(), mutable_data<int32_t>(row)};
+  plan_layers<ExactSharePlanner>(
+      in.loads, problem, result, in.B, 8,
+      [&](const ExactShareProblem& refused, int64_t b, int) { batch.explain(refused, b); });
+  return {batch.quota, batch.peak, batch.bound, batch.telemetry, row};
+}
+
+}  // namespace isoload::ops
+
+ISOLOAD_OP(plan_exact_share)

@@ -1,0 +1,46 @@
+"""gather_rows: every rank's row to every rank, through memory that all of them write; wrapper and fake kernel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from isoload.ops.library import call, library
+
+_gather_rows = library.gather_rows.default
+LINE_WORDS = 32
+
+
+def board_words(num_ranks: int, width: int) -> int:
+    """The int32 words of a rank's board for rows [width]: two places for every rank, each beside its round's number."""
+    return LINE_WORDS * (1 + 2 * num_ranks * (width // LINE_WORDS + 1))
+
+
+def gather_rows(row: Tensor, boards: Tensor, board: Tensor, rank: int, *, timeout: float = 60.0) -> Tensor:
+    """All ranks' rows, without a collective: one kernel puts this rank's into every board and waits for the others'.
+
+    All ranks call it together, each in one stream; the host waits for nothing. The number of the round lies in the
+    board, so a captured graph may hold the call.
+
+    Args:
+        row: [W] int32; W is the same on all ranks.
+        boards: [R] int64 address of every rank's board, as this rank reaches it.
+        board: [board_words(R, W)] int32, this rank's, which all ranks write; zeros before the first round of any rank,
+            else left alone.
+        rank: this rank.
+        timeout: seconds to wait for the other ranks' rows, in milliseconds.
+
+    Returns:
+        [R, W] int32, the same on all ranks. Where a rank was late, on CUDA: 2^31 - 1 in its row, and 0 in those of the
+        others, in this call and in all that follow with this board.
+
+    Raises:
+        RuntimeError: on the CPU, naming the rank that was late.
+    """
+    gathered: Tensor = call(_gather_rows, row, boards, board, rank, round(timeout * 1000))
+    return gathered
+
+
+@torch.library.register_fake("isoload::gather_rows")
+def _(row: Tensor, boards: Tensor, board: Tensor, rank: int, timeout_ms: int) -> Tensor:
+    return row.new_empty(boards.shape[0], row.shape[0])

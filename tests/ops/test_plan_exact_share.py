@@ -1,0 +1,176 @@
+"""plan_exact_share: the bits of plan_exact, and of share for one source rank, on fresh problems of every kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from isoload import ops, reference
+from isoload.replica_tables import ReplicaTables
+from support.cases import MAX_COPIES, Case, draw, instances
+from support.exact_splits import SLOTS, int32, random_fixed, random_ticks, strided
+
+LOADS = torch.tensor([[1, 0, 3, 8], [2, 1, 0, 0], [2, 5, 0, 0], [0, 0, 4, 0]], dtype=torch.int32)
+FIXED = {"sweeps": 1, "budget": 3}
+
+
+def nodes_of(ranks: int) -> list[int]:
+    """Some numbers of ranks per node: one, all, and what lies between."""
+    return sorted({n for n in (1, 2, 4, 8, 31, ranks) if ranks % n == 0})
+
+
+def draw_options(rng: np.random.Generator, case: Case) -> dict[str, Any]:
+    """What a policy may give besides: ticks, fixed copies and a pour within 2^31 copies, an objective."""
+    ticks = torch.from_numpy(random_ticks(rng, case.num_ranks))
+    fixed = random_fixed(rng, case)
+    room = MAX_COPIES - case.total - int(fixed.sum(dtype=np.int64))
+    pour = torch.tensor(int(rng.integers(0, min(room, case.total) + 1)), dtype=torch.int32)
+    drawn: dict[str, Any] = {"ticks": ticks, "fixed": torch.from_numpy(fixed), "pour": pour}
+    drawn = {name: value for name, value in drawn.items() if rng.random() < 0.5}
+    drawn["objective"] = ("spread", "local", "packed")[rng.integers(3)]
+    return drawn | (FIXED if rng.random() < 0.2 else {})
+
+
+def assert_same(
+    got: tuple[ops.ExactSplit, Tensor], split: ops.ExactSplit, row: Tensor, named: object
+) -> None:
+    for mine, theirs in zip([*got[0], got[1]], [*split, row], strict=True):
+        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs), named
+
+
+@pytest.mark.parametrize("per_case", [0, 1])
+def test_equals_plan_exact_and_share(per_case: int) -> None:
+    rng = np.random.default_rng(per_case)
+    for case in instances(4, seed=8000 + per_case, max_ranks=96):
+        loads, tables, options = torch.from_numpy(case.loads), case.tables(), draw_options(rng, case)
+        options["ranks_per_node"] = int(rng.choice(nodes_of(case.num_ranks)))
+        split = ops.plan_exact(loads, tables, **options)
+        rank = int(rng.integers(case.num_ranks))
+        row = ops.share(loads, split.quota, tables, options["ranks_per_node"], rank)
+        got = ops.plan_exact_share(loads, tables, rank, **options)
+        assert_same(got, split, row, (case.name, rank, options))
+
+
+def test_the_rows_of_all_ranks_add_up_to_the_quota() -> None:
+    for case in instances(1, seed=8100, max_ranks=16, families=("eplb", "duplicates", "empty_ranks")):
+        loads, tables = torch.from_numpy(case.loads), case.tables()
+        made = [ops.plan_exact_share(loads, tables, rank) for rank in range(case.num_ranks)]
+        assert torch.equal(sum(row for _, row in made), made[0][0].quota), case.name
+
+
+def test_equals_reference() -> None:
+    rng = np.random.default_rng(5)
+    for case in instances(1, seed=8200, max_ranks=16):
+        loads, tables = torch.from_numpy(case.loads), case.tables()
+        options = draw_options(rng, case) | {"ranks_per_node": nodes_of(case.num_ranks)[-2:][0]}
+        rank = int(rng.integers(case.num_ranks))
+        expected = reference.plan_exact_share(loads, tables, rank, **options)
+        assert_same(ops.plan_exact_share(loads, tables, rank, **options), *expected, (case.name, options))
+
+
+@pytest.mark.parametrize("ranks", [64, 65, 96])
+def test_many_ranks(ranks: int) -> None:
+    """Sets of ranks in one word and in more, which other kernels solve."""
+    case = draw("eplb", ranks, 3)
+    loads, tables = torch.from_numpy(case.loads), case.tables()
+    for per_node in nodes_of(ranks):
+        split = ops.plan_exact(loads, tables)
+        row = ops.share(loads, split.quota, tables, per_node, ranks - 2)
+        got = ops.plan_exact_share(loads, tables, ranks - 2, ranks_per_node=per_node)
+        assert_same(got, split, row, per_node)
+
+
+def test_more_than_shared_memory_holds() -> None:
+    """Loads of 4,000 experts from 16 ranks: a GPU leaves them in global memory."""
+    rng = np.random.default_rng(6)
+    slots = np.concatenate([np.arange(4000), rng.integers(0, 4000, 80)]).astype(np.int32)
+    loads = torch.from_numpy(rng.integers(0, 40, (16, 4000)).astype(np.int32))
+    tables = ops.replica_tables(torch.from_numpy(rng.permutation(slots)), 16, 4000)
+    split = ops.plan_exact(loads, tables)
+    row = ops.share(loads, split.quota, tables, 8, 11)
+    assert_same(ops.plan_exact_share(loads, tables, 11, ranks_per_node=8), split, row, "large")
+
+
+def test_layers_at_once_equal_one_by_one() -> None:
+    cases = [draw("split_256", 16, seed) for seed in range(9)]
+    loads = torch.from_numpy(np.stack([case.loads for case in cases]))
+    tables = ops.replica_tables(torch.from_numpy(np.stack([c.slot_to_expert for c in cases])), 16, 256)
+    fixed = torch.arange(9 * 16, dtype=torch.int32).view(9, 16)
+    together, rows = ops.plan_exact_share(loads, tables, 5, fixed, ranks_per_node=8)
+    for i in range(9):
+        alone = ops.plan_exact_share(loads[i], tables[i], 5, fixed[i], ranks_per_node=8)
+        assert_same(alone, ops.ExactSplit(*(field[i] for field in together)), rows[i], i)
+
+
+def test_no_layers() -> None:
+    tables = ops.replica_tables(torch.zeros(0, 8, dtype=torch.int32), 4, 3)
+    split, row = ops.plan_exact_share(torch.zeros(0, 4, 3, dtype=torch.int32), tables, 1)
+    assert [tuple(field.shape) for field in (*split, row)] == [(0, 8), (0,), (0,), (0, 4), (0, 8)]
+
+
+def test_inputs_need_not_be_contiguous_and_are_not_changed() -> None:
+    case = draw("eplb", 12, 8)
+    tables, loads, fixed = case.tables(), torch.from_numpy(case.loads), torch.arange(12, dtype=torch.int32)
+    apart = ReplicaTables(strided(tables.data), tables.num_ranks, tables.num_experts, tables.num_slots)
+    before = tables.data.clone(), loads.clone()
+    expected = ops.plan_exact_share(loads, tables, 3, fixed, ranks_per_node=4)
+    got = ops.plan_exact_share(loads.t().contiguous().t(), apart, 3, strided(fixed), ranks_per_node=4)
+    assert_same(got, *expected, "strided")
+    assert torch.equal(tables.data, before[0]) and torch.equal(loads, before[1])
+
+
+def test_all_copies_of_the_largest_batch() -> None:
+    """2^31 - 1 copies of one expert from one rank, of three that hold it."""
+    tables = ops.replica_tables(int32(0, 0, 0), 3, 1)
+    loads = torch.tensor([[0], [MAX_COPIES], [0]], dtype=torch.int32)
+    for rank in range(3):
+        split, row = ops.plan_exact_share(loads, tables, rank)
+        assert torch.equal(row, split.quota if rank == 1 else torch.zeros_like(row))
+        assert int(split.quota.sum(dtype=torch.int64)) == MAX_COPIES
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "summed loads": ({"loads": LOADS[0]}, r"loads must be per source rank, \[..., 4, 4\], got \[4\]"),
+    "sources": ({"loads": LOADS[:2]}, r"loads must be per source rank, \[..., 4, 4\], got \[2, 4\]"),
+    "rank low": ({"rank": -1}, "rank must be in 0..3, got -1"),
+    "rank high": ({"rank": 4}, "rank must be in 0..3, got 4"),
+    "node": ({"ranks_per_node": 3}, "ranks_per_node must divide 4, got 3"),
+    "objective": ({"objective": "best"}, "objective must be one of spread, local, packed, got 'best'"),
+    "tolerance": ({"tolerance": -1.0}, r"tolerance must be in 0..1000 \(relative\), got -1.0"),
+    "budget": ({"budget": -1}, "budget must be at least 0, got -1"),
+    "sweeps": ({"sweeps": -1}, r"sweeps must be in 0..2\^31-1, got -1"),
+    "fixed": ({"fixed": int32(0, 0, -1, 0)}, "fixed must not be negative, got -1 for rank 2"),
+    "ticks": ({"ticks": int32(1, 0, 1, 1)}, r"ticks must be in 1..2\^20, got 0 for rank 1"),
+    "pour": ({"pour": torch.tensor(-1, dtype=torch.int32)}, "pour must not be negative, got -1"),
+    "negative": ({"loads": LOADS - 2}, "loads must not be negative, got -1 for expert 0"),
+    "overflow": (
+        {"loads": LOADS + MAX_COPIES // 8},
+        r"loads, fixed and pour must sum to less than 2\^31 copies",
+    ),
+    "no replica": (
+        {"slots": int32(0, 1, 1, 2, 2, 0, -1, -1)},
+        "loads must be 0 for an expert without a replica, got copies for expert 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses(name: str) -> None:
+    changed, message = REFUSED[name]
+    arguments = {"loads": LOADS, "rank": 1, "slots": SLOTS, **changed}
+    arguments["tables"] = ops.replica_tables(arguments.pop("slots"), 4, 4)
+    with pytest.raises(ValueError, match=message):
+        ops.plan_exact_share(**arguments)
+
+
+def test_opcheck() -> None:
+    tables = ops.replica_tables(SLOTS, 4, 4).data
+    op = torch.ops.isoload.plan_exact_share.default
+    torch.library.opcheck(op, (LOADS, tables, 4, 8, None, None, None, 0, 2, 0, 4, 100, 3))
+    batched = LOADS.expand(3, 4, 4), tables.expand(3, -1), 4, 8
+    besides = LOADS, int32(1, 2, 3, 4), int32(0, 5, 9)
+    torch.library.opcheck(op, (*batched, besides[0][:3], *besides[1:], 1, 2, 1000, 4, 7, 0))
