@@ -13,12 +13,11 @@
 //                         rank() lies in it alone. No barrier at the end, nor any order between them
 //   alone(f)              f(group) by the first group, while the others wait at a barrier. What f computes
 //                         only lane 0 has for certain
-//   apart(n, f)           f(i, group) for i in [0, n), by a group each, while others wait at a barrier; as alone
-//   column_sums(...)      sums down columns; a lane has those that for_each gives it
-//   sum32(v)              of a group: a sum below 2^31, no barrier
-//   lanes_before(b, all)  of a group: how many lanes before this one have it, and how many of all; no barrier
-//   scan(data, n)         data[0..n) becomes its exclusive prefix sum, the total is returned; a barrier after
-//   it,
+//   apart(n, f)           f(i, group) for i in [0, n), by a group each, while others wait at a barrier; as
+//   alone column_sums(...)      sums down columns; a lane has those that for_each gives it sum32(v) of a
+//   group: a sum below 2^31, no barrier lanes_before(b, all)  of a group: how many lanes before this one have
+//   it, and how many of all; no barrier scan(data, n)         data[0..n) becomes its exclusive prefix sum,
+//   the total is returned; a barrier after it,
 //                         so data from other lanes needs a sync before it
 #pragma once
 

@@ -19,6 +19,26 @@ struct NetworkSide {
   const int32_t *first, *list, *node;  // no list: as they are numbered
 
   ISOLOAD_HD int edge(int i) const { return list == nullptr ? i : list[i]; }
+
+  // sum + term(k) over the edges k of a node, in their order.
+  template <class Real, class F>
+  ISOLOAD_HD Real total(int node, Real sum, F&& term) const {
+    ISOLOAD_ROLLED
+    for (int i = first[node]; i < first[node + 1]; ++i) sum += term(edge(i));
+    return sum;
+  }
+
+  // The least term(k) of a node's edges, of which there are some.
+  template <class F>
+  ISOLOAD_HD auto least(int node, F&& term) const {
+    auto least = term(edge(first[node]));
+    ISOLOAD_ROLLED
+    for (int i = first[node] + 1; i < first[node + 1]; ++i) {
+      const auto value = term(edge(i));
+      least = value < least ? value : least;
+    }
+    return least;
+  }
 };
 
 template <class Real>
@@ -46,7 +66,7 @@ constexpr int column_length = kTile + Pack<Real>::kSize;
 template <class Real>
 struct Stars {
   NetworkSide left, right, kept, hubs;
-  const Real *conductance, *part;         // [edges]
+  const Real *conductance, *part;        // [edges]
   const Real *kept_ground, *hub_ground;  // [nodes]
   bool left_kept;
 };

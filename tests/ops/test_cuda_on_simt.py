@@ -42,7 +42,7 @@ MUTANTS = {
     "plan_lp": ("algorithms/plan_lp.h", "ws_.speed[r] * ws_.rank_g[r]; }});\n    team_.sync();"),
     "ordered_sum": ("algorithms/ordered_sum.h", "start(Terms{n, term});\n    team_.sync();"),
     "mesh": ("algorithms/mesh.h", "current * ws_.inverse[first + m];\n    });\n    team_.sync();"),
-    "mesh of columns": ("algorithms/mesh_columns.h", "ws_.ground[first + k] = ground[c];\n      }\n      group.sync();"),
+    "mesh of columns": ("algorithms/mesh_columns.h", "+ k] = ground[c];\n      }\n      group.sync();"),
     "mesh of columns, a tile": ("algorithms/mesh_columns.h", "to[m] = flow[c];\n    }\n    group.sync();"),
     "mesh of columns, tiles": ("algorithms/mesh_columns.h", "follow(a, b, first);\n      });\n      team_.sync();"),
     "network": ("algorithms/network.h", "conductance[k] / star;\n      }\n    });\n    team_.sync();"),

@@ -125,7 +125,7 @@ MUTANTS = {
         "plan_lp::test_equals_reference",
     ),
     "the dearest rank proves the bound": Mutant(
-        "csrc/algorithms/plan_lp.h",
+        "csrc/algorithms/mesh.h",
         "value < least ? value : least",
         "value > least ? value : least",
         "plan_lp",

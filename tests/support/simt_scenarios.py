@@ -100,7 +100,9 @@ def lp_of_ranks(ranks: int) -> object:
     """In both dtypes; with more ranks than a warp has lanes, or than a mesh of columns takes."""
     case = draw("duplicates", ranks, 0)
     loads, tables = torch.from_numpy(case.loads), case.tables()
-    return [field for real in (torch.float32, torch.float64) for field in ops.plan_lp(loads, tables, dtype=real)]
+    return [
+        field for real in (torch.float32, torch.float64) for field in ops.plan_lp(loads, tables, dtype=real)
+    ]
 
 
 def share_of_a_few() -> object:
