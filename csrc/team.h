@@ -3,14 +3,12 @@
 //   rank(), size()        this lane, number of lanes
 //   sync()                barrier; writes before it are visible after it
 //   for_each(n, f)        f(i) for i in [0, n), split over the lanes (no barrier at the end)
-//   sum/max/any(v)        reduction over the lanes, same result in all; also a barrier on both sides. any:
-//   the
-//                         words' union, or that of their lowest `bits`, where the others are 0
+//   sum/max/any(v)        reduction over the lanes, same result in all; also a barrier on both sides
+//   any(v, bits)          the words' union, or that of their lowest `bits`, where the others are 0
 //   any_lane(b)           whether a lane has it, as those
 //   add(p, v)             integer add to shared memory from several lanes (order-free), returns the old value
-//   for_each_by(n, wide, f, g)   f(i), by one lane, or where wide(i) g(i, group), by a group of lanes: a team
-//   whose
-//                         rank() lies in it alone. No barrier at the end, nor any order between them
+//   for_each_by(n, wide, f, g)   f(i), by one lane, or where wide(i) g(i, group), by a group of lanes: a
+//                         team whose rank() lies in it alone. No barrier at the end, nor any order in them
 //   for_each_group(n, f)  f(i, group) for i in [0, n), split over the groups (no barrier at the end)
 //   groups()              how many there are
 //   alone(f)              f(group) by the first group, while the others wait at a barrier. What f computes
@@ -22,9 +20,8 @@
 //   largest(n, f, at)     of a group: the largest f(i) of i in [0, n), n > 0, and the lowest i that has it
 //   first(from, n, f)     of a group: the lowest i in [from, n) of which f is true, or n
 //   from_lane_of(i, v)    of a group: v of the lane to which for_each gives i; no barrier in these four
-//   scan(data, n)         data[0..n) becomes its exclusive prefix sum, the total is returned; a barrier after
-//   it,
-//                         so data from other lanes needs a sync before it
+//   scan(data, n)         data[0..n) becomes its exclusive prefix sum, the total is returned; a barrier
+//                         after it, so data from other lanes needs a sync before it
 #pragma once
 
 #include <cstdint>

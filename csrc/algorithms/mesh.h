@@ -19,6 +19,26 @@ struct NetworkSide {
   const int32_t *first, *list, *node;  // no list: as they are numbered
 
   ISOLOAD_HD int edge(int i) const { return list == nullptr ? i : list[i]; }
+
+  // sum + term(k) over the edges k of a node, in their order.
+  template <class Real, class F>
+  ISOLOAD_HD Real total(int node, Real sum, F&& term) const {
+    ISOLOAD_ROLLED
+    for (int i = first[node]; i < first[node + 1]; ++i) sum += term(edge(i));
+    return sum;
+  }
+
+  // The least term(k) of a node's edges, of which there are some.
+  template <class F>
+  ISOLOAD_HD auto least(int node, F&& term) const {
+    auto least = term(edge(first[node]));
+    ISOLOAD_ROLLED
+    for (int i = first[node] + 1; i < first[node + 1]; ++i) {
+      const auto value = term(edge(i));
+      least = value < least ? value : least;
+    }
+    return least;
+  }
 };
 
 template <class Real>
@@ -46,7 +66,7 @@ constexpr int column_length = kTile + Pack<Real>::kSize;
 template <class Real>
 struct Stars {
   NetworkSide left, right, kept, hubs;
-  const Real *conductance, *part;         // [edges]
+  const Real *conductance, *part;        // [edges]
   const Real *kept_ground, *hub_ground;  // [nodes]
   bool left_kept;
 };
@@ -86,10 +106,13 @@ class Mesh {
     const NetworkSide &kept = stars.kept, &hubs = stars.hubs;
     Real* row = row_of(a);
     Real ground = stars.kept_ground[a];
+    ISOLOAD_ROLLED
     for (int b = a + 1; b < n_; ++b) row[b] = 0;
+    ISOLOAD_ROLLED
     for (int i = kept.first[a]; i < kept.first[a + 1]; ++i) {
       const int k = kept.edge(i), h = hubs.node[k];
       ground += stars.part[k] * stars.hub_ground[h];
+      ISOLOAD_ROLLED
       for (int j = hubs.first[h]; j < hubs.first[h + 1]; ++j) {
         const int l = hubs.edge(j), b = kept.node[l];
         if (b > a) row[b] += stars.part[k] * stars.conductance[l];
@@ -114,6 +137,7 @@ class Mesh {
       const Real part = row[i] * inverse;
       if (piece == 0) ws_.ground[i] += part * ws_.ground[k], other[k] = part;
       for (int j = i + 1 + piece; j < n_; j += pieces) other[j] += part * row[j];
+      ISOLOAD_ROLLED
       for (int j = tile + piece; i < tile_end && j < k; j += pieces) other[j] += part * row[j];
     });
   }
@@ -124,11 +148,13 @@ class Mesh {
     team_.for_each(end - first, [&](int m) {
       const Real* row = row_of(first + m);
       Real current = kept[first + m];
+      ISOLOAD_ROLLED
       for (int j = first; j < first + m; ++j) current += row[j] * kept[j];
       ws_.own[first + m] = current * ws_.inverse[first + m];
     });
     team_.sync();
     if (end == n_) return;
+    ISOLOAD_ROLLED
     for (int k = first; k < end; ++k) {  // a lane keeps its nodes, so no barrier between rows
       const Real* __restrict row = row_of(k) + end;
       Real* __restrict after = kept + end;
@@ -144,11 +170,13 @@ class Mesh {
     const int end = end_of(first);
     team_.for_each(end - first, [&](int m) {
       Real potential = ws_.own[first + m];
+      ISOLOAD_ROLLED
       for (int k = first + m + 1; k < end; ++k) potential += row_of(k)[first + m] * ws_.own[k];
       kept[first + m] = potential;
     });
     team_.sync();
     if (first == 0) return;
+    ISOLOAD_ROLLED
     for (int k = first; k < end; ++k) {
       const Real* __restrict row = row_of(k);
       Real* __restrict before = ws_.own;

@@ -18,7 +18,8 @@ namespace isoload {
 template <class Real, class Team, int kMost>
 class ColumnMesh {
  public:
-  static_assert(kMost % 32 == 0 && kMost <= kMostColumns && (kMost & (kMost - 1)) == 0, "whole warps, sets of one word");
+  static_assert(kMost % 32 == 0 && kMost <= kMostColumns && (kMost & (kMost - 1)) == 0,
+                "whole warps, sets of one word");
   ISOLOAD_HD ColumnMesh(Team& team, OrderedSum<Real, Team>&, int n, const MeshWorkspace<Real>& workspace)
       : team_(team), n_(n), ws_(workspace) {}
 

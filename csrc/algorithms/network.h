@@ -49,9 +49,7 @@ class Network {
     stars_.conductance = conductance, stars_.part = ws_.part;
     stars_.kept_ground = left_kept_ ? left_ground : right_ground, stars_.hub_ground = hub_ground;
     team_.for_each(hubs_.size, [&](int h) {
-      Real star = hub_ground[h];
-      ISOLOAD_ROLLED
-      for (int i = hubs_.first[h]; i < hubs_.first[h + 1]; ++i) star += conductance[hubs_.edge(i)];
+      const Real star = hubs_.total(h, hub_ground[h], [&](int k) { return conductance[k]; });
       ws_.star[h] = star;
       ISOLOAD_ROLLED
       for (int i = hubs_.first[h]; i < hubs_.first[h + 1]; ++i) {
@@ -71,14 +69,16 @@ class Network {
       hub[f] = left_kept_ ? of[f].right : of[f].left;
     }
     for_nodes(kept_.size, flows, [&](int a, int f) {
-      Real* const mine = f == 0 ? kept[0] : kept[1];
-      mine[a] = flow(kept_, a, hubs_.node, ws_.part, f == 0 ? hub[0] : hub[1], mine[a]);
+      Real *const mine = f == 0 ? kept[0] : kept[1], *const other = f == 0 ? hub[0] : hub[1];
+      mine[a] = kept_.total(a, mine[a], [&](int k) { return ws_.part[k] * other[hubs_.node[k]]; });
     });
     team_.sync();
     mesh_.solve(kept, flows);
     for_nodes(hubs_.size, flows, [&](int h, int f) {
-      Real* const mine = f == 0 ? hub[0] : hub[1];
-      mine[h] = flow(hubs_, h, kept_.node, stars_.conductance, f == 0 ? kept[0] : kept[1], mine[h]) / ws_.star[h];
+      Real *const mine = f == 0 ? hub[0] : hub[1], *const other = f == 0 ? kept[0] : kept[1];
+      const Real* conductance = stars_.conductance;
+      mine[h] =
+          hubs_.total(h, mine[h], [&](int k) { return conductance[k] * other[kept_.node[k]]; }) / ws_.star[h];
     });
     team_.sync();
   }
@@ -92,17 +92,6 @@ class Network {
       const int f = i >= stride, node = f == 0 ? i : i - stride;
       if (node < n) body(node, f);
     });
-  }
-
-  // current + what flows to a node along its edges, each weighed.
-  ISOLOAD_HD static Real flow(const NetworkSide& side, int node, const int32_t* ends, const Real* weight,
-                              const Real* from, Real current) {
-    ISOLOAD_ROLLED
-    for (int i = side.first[node]; i < side.first[node + 1]; ++i) {
-      const int k = side.edge(i);
-      current += weight[k] * from[ends[k]];
-    }
-    return current;
   }
 
   Team& team_;

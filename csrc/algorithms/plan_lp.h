@@ -26,15 +26,6 @@
 
 namespace isoload {
 
-enum class LpStatus : int32_t { converged = 0, open = 1, broke_down = 2 };
-
-template <class Real>
-struct LpResult {
-  Real* split;          // [P] copies per slot
-  Real *primal, *dual;  // [1] largest rank cost of the split; proved lower bound
-  int32_t *iterations, *status;
-};
-
 template <class Real, class Team, class Mesh>
 class LpSolver {
  public:
@@ -102,7 +93,7 @@ class LpSolver {
     });
     team_.sync();
     team_.for_each(experts_.size, [&](int e) {
-      const Real price = least(e, [&](int k) { return ws_.y[ws_.part_rank[k]] - mu / ws_.x[k]; });
+      const Real price = experts_.least(e, [&](int k) { return ws_.y[ws_.part_rank[k]] - mu / ws_.x[k]; });
       ISOLOAD_ROLLED
       for (int k = experts_.first[e]; k < experts_.first[e + 1]; ++k) {
         ws_.z[k] = ws_.y[ws_.part_rank[k]] - price;
@@ -113,7 +104,7 @@ class LpSolver {
 
   ISOLOAD_HD void spread() {
     team_.for_each(experts_.size, [&](int e) {
-      const Real speed = total(experts_, e, 0, [&](int k) { return ws_.speed[ws_.part_rank[k]]; });
+      const Real speed = experts_.total(e, Real(0), [&](int k) { return ws_.speed[ws_.part_rank[k]]; });
       ISOLOAD_ROLLED
       for (int k = experts_.first[e]; k < experts_.first[e + 1]; ++k) {
         ws_.x[k] = ws_.load[e] * (ws_.speed[ws_.part_rank[k]] / speed);
@@ -131,10 +122,10 @@ class LpSolver {
     for_nodes(
         [&](int e) {
           ws_.expert_excess[e] = ws_.load[e] - scale(e);
-          ws_.value[e] = ws_.load[e] * least(e, [&](int k) { return ws_.y[ws_.part_rank[k]]; });
+          ws_.value[e] = ws_.load[e] * experts_.least(e, [&](int k) { return ws_.y[ws_.part_rank[k]]; });
         },
         [&](int r) {
-          const Real carried = total(ranks_, r, ws_.burden[r], [&](int k) { return ws_.x[k]; });
+          const Real carried = ranks_.total(r, ws_.burden[r], [&](int k) { return ws_.x[k]; });
           ws_.rank_excess[r] = ws_.speed[r] * M_ - carried - ws_.s[r];
         });
     team_.sync();
@@ -160,7 +151,7 @@ class LpSolver {
 
   // The sum of an expert's parts, and what scales it to its load.
   ISOLOAD_HD Real scale(int e) {
-    const Real sum = total(experts_, e, 0, [&](int k) { return ws_.x[k]; });
+    const Real sum = experts_.total(e, Real(0), [&](int k) { return ws_.x[k]; });
     ws_.scale[e] = ws_.load[e] / sum;
     return sum;
   }
@@ -169,7 +160,7 @@ class LpSolver {
   ISOLOAD_HD Real largest_cost(int busy) {
     Real top = 0;
     for_each_behind(busy, ranks_.size, [&](int r) {
-      ws_.cost[r] = total(ranks_, r, ws_.burden[r], [&](int k) { return copies(k); }) / ws_.speed[r];
+      ws_.cost[r] = ranks_.total(r, ws_.burden[r], [&](int k) { return copies(k); }) / ws_.speed[r];
       top = ws_.cost[r] <= top ? top : ws_.cost[r];  // keeps NaN
     });
     return top;
@@ -185,8 +176,8 @@ class LpSolver {
     return largest(top);
   }
 
-  // Newton's step, in three rounds. First to x z = s y = 0: it is not taken, but shows how far mu can fall, and
-  // what it leaves out. Then to the target. Then against rounding: parts with large conductances leave a
+  // Newton's step, in three rounds. First to x z = s y = 0: it is not taken, but shows how far mu can fall,
+  // and what it leaves out. Then to the target. Then against rounding: parts with large conductances leave a
   // residual behind.
   ISOLOAD_HD void find_step(Net& network) {
     constexpr int kRounds = 3;
@@ -225,15 +216,15 @@ class LpSolver {
   // What ranks and experts lack once the step is taken.
   ISOLOAD_HD void lack() {
     auto change = [&](int k) { return ws_.dx[k]; };
-    for_nodes(
-        [&](int e) { ws_.expert_u[e] = ws_.expert_excess[e] - total(experts_, e, 0, change); },
-        [&](int r) {
-          ws_.rank_u[r] = total(ranks_, r, ws_.ds[r], change) - ws_.rank_excess[r] - ws_.speed[r] * dM_;
-        });
+    for_nodes([&](int e) { ws_.expert_u[e] = ws_.expert_excess[e] - experts_.total(e, Real(0), change); },
+              [&](int r) {
+                ws_.rank_u[r] = ranks_.total(r, ws_.ds[r], change) - ws_.rank_excess[r] - ws_.speed[r] * dM_;
+              });
   }
 
-  // Changes prices and M by what ranks, experts and speed'y = 1 still lack; x z and s y stay on target. g: the
-  // response of prices to a rise of M, of which `first` finds the pull. `look`: for the steepest way to a zero.
+  // Changes prices and M by what ranks, experts and speed'y = 1 still lack; x z and s y stay on target. g:
+  // the response of prices to a rise of M, of which `first` finds the pull. `look`: for the steepest way to a
+  // zero.
   ISOLOAD_HD void follow(bool first, bool look) {
     sum_.start(Terms{ranks_.size, [&](int r) { return ws_.speed[r] * (ws_.rank_u[r] + ws_.dy[r]); }},
                Terms{ranks_.size, [&](int r) { return ws_.speed[r] * ws_.rank_g[r]; }});
@@ -341,25 +332,6 @@ class LpSolver {
     for_each_behind(experts_.size, ranks_.size, of_rank);
   }
 
-  // sum + term(k) over the parts k of a rank or an expert.
-  template <class F>
-  ISOLOAD_HD static Real total(const NetworkSide& side, int node, Real sum, F&& term) {
-    ISOLOAD_ROLLED
-    for (int i = side.first[node]; i < side.first[node + 1]; ++i) sum += term(side.edge(i));
-    return sum;
-  }
-
-  template <class F>
-  ISOLOAD_HD Real least(int e, F&& term) const {
-    Real least = term(experts_.first[e]);
-    ISOLOAD_ROLLED
-    for (int k = experts_.first[e] + 1; k < experts_.first[e + 1]; ++k) {
-      const Real value = term(k);
-      least = value < least ? value : least;
-    }
-    return least;
-  }
-
   ISOLOAD_HD Real mean(Real of_parts, Real of_ranks) const {
     return (of_parts + of_ranks) / Real(num_parts_ + ranks_.size);
   }
@@ -383,7 +355,7 @@ class LpSolver {
   NetworkSide ranks_{}, experts_{};
   int num_parts_ = 0;
   Real M_ = 0, dM_ = 0, mu_ = 0, primal_ = 0, dual_ = 0;
-  Real price_excess_ = 0, pull_ = 0;          // 1 - speed'y; speed'g
+  Real price_excess_ = 0, pull_ = 0;      // 1 - speed'y; speed'g
   Real steepest_x_ = 0, steepest_z_ = 0;  // of this lane's parts and ranks, ways to a first zero
 };
 
@@ -408,7 +380,8 @@ struct LpPlanner {  // see planner.h
   template <int W, class Team>
   ISOLOAD_HD static int solve(Team& team, const Problem& in, void* memory, const Result& out) {
     const LpWorkspace<Real> workspace(memory, in.R, in.E, int64_t(in.R) * in.S);
-    using Net = std::conditional_t<kMostRanks == 0, Mesh<Real, Team>, ColumnMesh<Real, Team, kMostRanks + (kMostRanks == 0) * 32>>;
+    using Net = std::conditional_t<kMostRanks == 0, Mesh<Real, Team>,
+                                   ColumnMesh<Real, Team, kMostRanks + (kMostRanks == 0) * 32>>;
     return LpSolver<Real, Team, Net>(team, in, workspace).solve(out) ? kPlanned : 0;
   }
   template <class Team>

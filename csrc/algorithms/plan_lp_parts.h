@@ -1,8 +1,9 @@
 // The linear program of plan_lp, listed from the replica tables: what is left to decide and what is not.
 //
 // A part is what one rank takes of one expert. Parts exist only for replicated experts with load, on ranks
-// with speed; they are numbered expert by expert, and sums of all take them by slot. Ranks without speed take nothing and are left out, so are experts
-// without a choice of rank: their copies are a burden of their rank, like the base load.
+// with speed; they are numbered expert by expert, and sums of all take them by slot. Ranks without speed take
+// nothing and are left out, so are experts without a choice of rank: their copies are a burden of their rank,
+// like the base load.
 #pragma once
 
 #include <climits>
@@ -25,6 +26,15 @@ struct LpProblem {
   const Real* base;      // [R] >= 0 copies that a rank carries besides, or null
   Real tolerance;        // converged when primal - dual <= tolerance * primal
   int iterations;        // most
+};
+
+enum class LpStatus : int32_t { converged = 0, open = 1, broke_down = 2 };
+
+template <class Real>
+struct LpResult {
+  Real* split;          // [P] copies per slot
+  Real *primal, *dual;  // [1] largest rank cost of the split; proved lower bound
+  int32_t *iterations, *status;
 };
 
 // Caller's memory; every array is written before it is read.

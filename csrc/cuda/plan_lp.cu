@@ -1,6 +1,6 @@
-// plan_lp: a kernel for each dtype and size. Up to 64 ranks a mesh lies in the registers of one warp; the block
-// has as many lanes as there are parts. With more ranks, eliminating them is most of the work and wants many
-// lanes.
+// plan_lp: a kernel for each dtype and size. Up to 64 ranks a mesh lies in the registers of one warp; the
+// block has as many lanes as there are parts. With more ranks, eliminating them is most of the work and wants
+// many lanes.
 #include "algorithms/plan_lp.h"
 #include "cuda/planner.cuh"
 
@@ -35,9 +35,11 @@ struct Kernels<LpPlanner<Real>> {
   static const char* launch(int64_t B, int64_t bytes, void* stream, const LpProblem<Real>& problem,
                             const LpResult<Real>& result, void* global, int32_t* errors) {
     if (problem.R <= 32 && global == nullptr)
-      return cuda::launch(plan_lp_columns_kernel<32, 4, Real>, B, 4 * 32, bytes, stream, problem, result, errors);
+      return cuda::launch(plan_lp_columns_kernel<32, 4, Real>, B, 4 * 32, bytes, stream, problem, result,
+                          errors);
     if (problem.R <= 64 && global == nullptr)
-      return cuda::launch(plan_lp_columns_kernel<64, 8, Real>, B, 8 * 32, bytes, stream, problem, result, errors);
+      return cuda::launch(plan_lp_columns_kernel<64, 8, Real>, B, 8 * 32, bytes, stream, problem, result,
+                          errors);
     return cuda::launch(plan_lp_kernel<Real>, B, WideTeam::kLanes, bytes, stream, problem, result, global,
                         errors);
   }

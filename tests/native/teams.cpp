@@ -238,8 +238,12 @@ class Lane {
     const LpWorkspace<Real> workspace(to_.workspace.data(), in_.R, in_.E, P);
     Real *split = plan.split(), *certificate = split + P;
     int32_t* numbers = plan.numbers(P);
-    const bool ok = LpSolver<Real, Team, Mesh<Real, Team>>(team_, problem, workspace)
-                        .solve({split, certificate, certificate + 1, numbers, numbers + 1});
+    const LpResult<Real> result{split, certificate, certificate + 1, numbers, numbers + 1};
+    const bool columns = team_.size() > 1 && in_.R % 2 == 1 && in_.R <= kMostColumns;
+    const bool ok =
+        columns ? LpSolver<Real, Team, ColumnMesh<Real, Team, kMostColumns>>(team_, problem, workspace)
+                      .solve(result)
+                : LpSolver<Real, Team, Mesh<Real, Team>>(team_, problem, workspace).solve(result);
     const uint64_t seen = ok ? numbers[0] + 2 * numbers[1] + 4 : 0;
     if (team_.rank() == 0) plan.ok = ok;
     finish(plan.words, seen);

@@ -112,20 +112,20 @@ MUTANTS = {
         "first = end;",
         "teams",
     ),
-    "a barrier removed from the network": Mutant(
-        "csrc/algorithms/network.h",
+    "a barrier removed from the mesh": Mutant(
+        "csrc/algorithms/mesh.h",
         "current * ws_.inverse[first + m];\n    });\n    team_.sync();",
         "current * ws_.inverse[first + m];\n    });",
         "teams",
     ),
     "a tile's inverse without the longer ways": Mutant(
-        "csrc/algorithms/network.h",
+        "csrc/algorithms/mesh.h",
         "i < tile_end && j < k; j += pieces",
         "i < tile_end && j < k; j = k",
         "plan_lp::test_equals_reference",
     ),
     "the dearest rank proves the bound": Mutant(
-        "csrc/algorithms/plan_lp.h",
+        "csrc/algorithms/mesh.h",
         "value < least ? value : least",
         "value > least ? value : least",
         "plan_lp",

@@ -96,6 +96,15 @@ def exact_of_many_ranks() -> object:
     return ops.plan_exact(torch.from_numpy(case.loads), case.tables(), sweeps=1)
 
 
+def lp_of_ranks(ranks: int) -> object:
+    """In both dtypes; with more ranks than a warp has lanes, or than a mesh of columns takes."""
+    case = draw("duplicates", ranks, 0)
+    loads, tables = torch.from_numpy(case.loads), case.tables()
+    return [
+        field for real in (torch.float32, torch.float64) for field in ops.plan_lp(loads, tables, dtype=real)
+    ]
+
+
 def share_of_a_few() -> object:
     """With experts that are no multiple of the lanes."""
     case = draw("eplb", 12, 1)
@@ -156,6 +165,8 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "numbered, 12 choices": lambda: numbered(12),
     "numbered, 40 choices": lambda: numbered(40),
     "plan_exact, many ranks": exact_of_many_ranks,
+    "plan_lp, many ranks": lambda: lp_of_ranks(48),
+    "plan_lp, more ranks": lambda: lp_of_ranks(72),
     "share, few experts": share_of_a_few,
     "plan_spill, levels": lambda: spill(1),
     "plan_spill, many ranks": spill_over_many_ranks,
