@@ -53,12 +53,10 @@ class BlockTeam {
       const int i = first + lane();
       const bool is_wide = i < n && wide(i);
       unsigned wide_ones = __ballot_sync(kAll, is_wide);
-      const bool all_wide = __ballot_sync(kAll, i < n && !is_wide) == 0;  // the last warp is free, too
       if ((kWarps == 1 || warp() == kGroups) && i < n && !is_wide) f(i);
       __syncwarp();
       for (; wide_ones; wide_ones &= wide_ones - 1, ++before)
-        if ((all_wide ? before % kWarps : before % kGroups) == warp() || kWarps == 1)
-          g(first + __ffs(wide_ones) - 1, group);
+        if (before % kGroups == warp() || kWarps == 1) g(first + __ffs(wide_ones) - 1, group);
     }
   }
   template <class F>
