@@ -46,10 +46,30 @@ struct RowGather {
   }
 };
 
+struct Word {
+  int32_t* to;
+  int32_t value;
+};
+
+// Writes word(i) for i in [0, n). A lane makes a few before it writes them: no read is moved up behind a
+// write.
+template <class Team, class F>
+ISOLOAD_HD void write_words(Team& team, int n, F&& word) {
+  constexpr int kAhead = 8;
+  const int64_t step = team.size();
+  for (int64_t first = team.rank(); first < n; first += kAhead * step) {
+    Word words[kAhead];
+    for (int a = 0; a < kAhead; ++a)
+      words[a] = word(static_cast<int>(first + a * step < n ? first + a * step : n - 1));
+    for (int a = 0; a < kAhead; ++a)
+      if (first + a * step < n) *words[a].to = words[a].value;
+  }
+}
+
 template <class Team>
 ISOLOAD_HD void put_row(Team& team, const RowGather& in, uint32_t round) {
-  team.for_each((in.R - 1) * in.W,
-                [&](int i) { in.there(round, i / in.W)[1 + i % in.W] = in.row[i % in.W]; });
+  write_words(team, (in.R - 1) * in.W,
+              [&](int i) { return Word{in.there(round, i / in.W) + 1 + i % in.W, in.row[i % in.W]}; });
   team.sync();  // the number of the round says that all of the row is there
   team.for_each(in.R - 1,
                 [&](int i) { store_release(reinterpret_cast<uint32_t*>(in.there(round, i)), round); });
@@ -88,10 +108,11 @@ ISOLOAD_HD int gather_rows(Team& team, const RowGather& in, int32_t* rows) {
       in.own[Board::kLate] = late;
     }
   }
-  team.for_each(in.R * in.W, [&](int i) {
+  write_words(team, in.R * in.W, [&](int i) {
     const int r = i / in.W, w = i % in.W;
     const int32_t instead = r == late - 1 ? INT32_MAX : 0;
-    rows[i] = r == in.rank ? in.row[w] : late == 0 ? in.place(in.own, round, r)[1 + w] : instead;
+    const int32_t* const there = in.place(in.own, round, r) + 1;
+    return Word{rows + i, r == in.rank ? in.row[w] : late == 0 ? there[w] : instead};
   });
   return late;
 }

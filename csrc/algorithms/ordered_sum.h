@@ -31,11 +31,7 @@ class OrderedSum {
   // One sum, the same in all lanes; a barrier on both sides.
   template <class F>
   ISOLOAD_HD Real operator()(int n, F&& term) {
-    if (team_.size() == 1) {
-      Real column[kColumns];
-      add_all(n, term, column);
-      return tree(column);
-    }
+    if (team_.size() == 1) return add_all(n, term);
     team_.sync();
     start(Terms{n, term});
     team_.sync();
@@ -50,7 +46,7 @@ class OrderedSum {
     Real* const half = scratch_half();
     int i = 0;
     if (team_.size() == 1) {
-      (add_all(of.n, of.term, half + kColumns * i++), ...);
+      ((half[i++] = add_all(of.n, of.term)), ...);
       return;
     }
     team_.for_each(kColumns * int(sizeof...(F)), [&](int m) {
@@ -63,6 +59,7 @@ class OrderedSum {
 
   // Sum i of the last start, a barrier after it.
   ISOLOAD_HD Real take(int i) const {
+    if (team_.size() == 1) return scratch_half()[i];
     Real column[kColumns];
     load(scratch_half() + i * kColumns, column);
     return tree(column);
@@ -78,13 +75,14 @@ class OrderedSum {
   ISOLOAD_HD Real* scratch_half() const { return scratch_ + (odd_ ? kMost * kColumns : 0); }
 
   template <class F>
-  ISOLOAD_HD static void add_all(int n, F&& term, Real* column) {
-    for (int c = 0; c < kColumns; ++c) column[c] = 0;
+  ISOLOAD_HD static Real add_all(int n, F&& term) {
+    Real column[kColumns] = {};
     int first = 0;
     for (; first + kColumns <= n; first += kColumns)
       for (int c = 0; c < kColumns; ++c) column[c] += term(first + c);
     for (int c = 0; c < kColumns; ++c)
       if (first + c < n) column[c] += term(first + c);
+    return tree(column);
   }
 
   template <class F>

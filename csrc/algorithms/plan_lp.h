@@ -213,8 +213,9 @@ class LpSolver {
       else
         team_.sync();
       network.solve(flows, round == 0 ? 2 : 1);
-      follow(round == 0);
-      if (round == 1) continue;  // whose end is that of no step
+      const bool last_of_step = round != 1;
+      follow(round == 0, last_of_step);
+      if (!last_of_step) continue;
       steepest_x_ = largest(steepest_x_);
       steepest_z_ = largest(steepest_z_);
       if (round == 0) aim();
@@ -231,36 +232,41 @@ class LpSolver {
         });
   }
 
-  // Changes prices and M by what ranks, experts and speed'y = 1 still lack; x z and s y stay on target. Notes
-  // the steepest way to a zero. g: the response of prices to a rise of M, of which `first` finds the pull.
-  ISOLOAD_HD void follow(bool first) {
+  // Changes prices and M by what ranks, experts and speed'y = 1 still lack; x z and s y stay on target. g: the
+  // response of prices to a rise of M, of which `first` finds the pull. `look`: for the steepest way to a zero.
+  ISOLOAD_HD void follow(bool first, bool look) {
     sum_.start(Terms{ranks_.size, [&](int r) { return ws_.speed[r] * (ws_.rank_u[r] + ws_.dy[r]); }},
                Terms{ranks_.size, [&](int r) { return ws_.speed[r] * ws_.rank_g[r]; }});
     team_.sync();
     if (first) pull_ = sum_.take(1);
     const Real rise = (sum_.take(0) - price_excess_) / pull_;
-    steepest_x_ = steepest_z_ = 0;
-    auto look = [](Real value, Real change, Real& steepest) {
+    Real steepest_x = 0, steepest_z = 0;
+    auto steeper = [](Real steepest, Real value, Real change) {
       const Real slope = -change / value;
-      steepest = slope > steepest ? slope : steepest;
+      return slope > steepest ? slope : steepest;
     };
     team_.for_each(num_parts_, [&](int k) {
       const int r = ws_.part_rank[k], e = ws_.part_expert[k];
       const Real change = (ws_.rank_u[r] - ws_.expert_u[e]) - rise * (ws_.rank_g[r] - ws_.expert_g[e]);
       const Real dz = ws_.dz[k] + change, dx = ws_.dx[k] - ws_.conductance[k] * change;
-      look(ws_.x[k], dx, steepest_x_);
-      look(ws_.z[k], dz, steepest_z_);
+      if (look) {
+        steepest_x = steeper(steepest_x, ws_.x[k], dx);
+        steepest_z = steeper(steepest_z, ws_.z[k], dz);
+      }
       ws_.dz[k] = dz;
       ws_.dx[k] = dx;
     });
     team_.for_each(ranks_.size, [&](int r) {
       const Real change = ws_.rank_u[r] - rise * ws_.rank_g[r];
       const Real dy = ws_.dy[r] + change, ds = ws_.ds[r] - ws_.rank_ground[r] * change;
-      look(ws_.s[r], ds, steepest_x_);
-      look(ws_.y[r], dy, steepest_z_);
+      if (look) {
+        steepest_x = steeper(steepest_x, ws_.s[r], ds);
+        steepest_z = steeper(steepest_z, ws_.y[r], dy);
+      }
       ws_.dy[r] = dy;
       ws_.ds[r] = ds;
     });
+    steepest_x_ = steepest_x, steepest_z_ = steepest_z;
     dM_ += rise;
   }
 

@@ -48,26 +48,28 @@ class Share {
       : team_(team),
         in_(problem),
         t_(problem.tables),
-        node_loads_(workspace),
-        own_(node_loads_ + int64_t(problem.R / problem.per_node) * problem.E),
+        added_(workspace),
+        node_loads_(added_),
+        own_(added_ + int64_t(problem.R / problem.per_node) * problem.E),
         room_(own_ + int64_t(problem.R) * problem.S),
         left_(room_ + int64_t(problem.R) * problem.S) {}
 
   // An expert with a negative load or quota, or whose quotas do not sum to its load; -1 if there is none. To
   // be called first.
   ISOLOAD_HD int check() {
-    add_up_nodes();
+    int32_t sign = add_up_nodes();
+    team_.for_each(in_.R * in_.S, [&](int p) { sign |= in_.quota[p]; });
+    negative_ = team_.any(sign < 0) != 0;
     return find_unlike();
   }
 
-  // In place of check(), where the quota has just been made from the loads and one row is wanted.
-  ISOLOAD_HD void add_up_replicated() {
-    const int n = t_.num_split();
-    team_.for_each(in_.R / in_.per_node * n, [&](int i) {
-      const int node = i / n, e = t_.order[i % n];
-      node_loads_[int64_t(node) * in_.E + e] = sum_of(node * in_.per_node, (node + 1) * in_.per_node, e);
-    });
-    team_.sync();
+  // In place of check(), where the quota was just made from the loads; one_row() comes next. totals [E]: sums
+  // over all sources.
+  ISOLOAD_HD void trust(const int32_t* totals) {
+    if (in_.per_node == in_.R)
+      node_loads_ = totals;
+    else
+      add_up_nodes();
   }
 
   // What source rank s sends to every slot, onto row [P].
@@ -120,14 +122,13 @@ class Share {
   }
   ISOLOAD_HD int32_t node_load(int node, int e) const { return node_loads_[int64_t(node) * in_.E + e]; }
 
-  ISOLOAD_HD void add_up_nodes() {
+  // Negative where one of this lane's loads is.
+  ISOLOAD_HD int32_t add_up_nodes() {
     int32_t sign = 0;
     const int64_t rows = in_.per_node, E = in_.E;
     for (int node = 0; node < in_.R / in_.per_node; ++node)
-      sign |=
-          team_.column_sums(in_.loads + node * rows * E, in_.per_node, in_.E, node_loads_ + node * E).any_row;
-    team_.for_each(in_.R * in_.S, [&](int p) { sign |= in_.quota[p]; });
-    negative_ = team_.any(sign < 0) != 0;
+      sign |= team_.column_sums(in_.loads + node * rows * E, in_.per_node, in_.E, added_ + node * E).any_row;
+    return sign;
   }
 
   ISOLOAD_HD int find_unlike() {
@@ -271,7 +272,9 @@ class Share {
   Team& team_;
   const ShareProblem& in_;
   const ReplicaTables t_;
-  int32_t *const node_loads_, *const own_, *const room_, *const left_;
+  int32_t* const added_;       // [R / per_node, E]
+  const int32_t* node_loads_;  // those, or of one node the caller's
+  int32_t *const own_, *const room_, *const left_;
   bool negative_ = false;
 };
 

@@ -41,8 +41,7 @@ __device__ __forceinline__ void plan_fetched(FetchedTeam& team, typename Planner
     team.sync();
     Planner::refuse(team, in, out);
     if (team.rank() == 0) report(errors, fault);
-  }
-  team.sync();
+  }  // a lane takes to global memory what it has refused, or what all left before the planner's last barrier
   team.for_each(static_cast<int>(sizes.P), [&](int p) { to[p] = quota[p]; });
 }
 

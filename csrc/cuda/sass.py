@@ -15,7 +15,7 @@ INSTRUCTION_BYTES = 16
 CODE_LIMIT = 64 * 1024  # what an instruction cache holds of a kernel
 # Loads on their way, at least: all that a lane asks for.
 AHEAD = dict.fromkeys(("count", "count_alone", "count_numbered", "route_numbered"), 8)
-IN_SHARED = re.compile(r"plan_exact_fetched<true>")  # no pointer that may lead anywhere
+IN_SHARED = re.compile(r"plan_exact(_share)?_fetched<true>")  # no pointer that may lead anywhere
 ACROSS = re.compile(r"gather_rows")  # words that other GPUs read and write
 # What every batch may run. Longer are exact plans that are not fetched, and sets of ranks of several words: from 65
 # up to 100 KB, of which a problem's ticks and objective leave a part aside.

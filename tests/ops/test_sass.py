@@ -29,8 +29,8 @@ arch = sm_90a
 
 def test_kernels_of_a_listing() -> None:
     first, second, older = sass.read(LISTING)
-    assert first == ("_Z5first", "sm_90a", ["LDC R1, c[0x0][0x28]", "LDG.E R6, desc[UR4][R2.64]"])
-    assert second == ("_Z6second", "sm_90a", ["EXIT"])
+    assert first == ("_Z5first", "sm_90a", ["LDC R1, c[0x0][0x28]", "LDG.E R6, desc[UR4][R2.64]"], ())
+    assert second == ("_Z6second", "sm_90a", ["EXIT"], ())
     assert (older.kernel, older.architecture, older.instructions) == ("_Z5first", "sm_80", ["BRA 0x10"])
 
 
