@@ -113,8 +113,9 @@ class SpareFill {
   // The least loaded rank with room that lacks the expert, or -1.
   ISOLOAD_HD int taker(int e) const {
     int best = -1;
+    int64_t least = INT64_MAX;
     for (int r = 0; r < in.R; ++r)
-      if (ws.room[r] > 0 && !holds(r, e) && (best < 0 || ws.load[r] < ws.load[best])) best = r;
+      if (ws.room[r] > 0 && !holds(r, e) && ws.load[r] < least) best = r, least = ws.load[r];
     return best;
   }
 

@@ -102,8 +102,8 @@ MUTANTS = {
     ),
     "sweeps overshoot": Mutant(
         "csrc/algorithms/balance.h",
-        "int64_t move = 7 *",
-        "int64_t move = 17 *",
+        "int64_t gap = 7 *",
+        "int64_t gap = 17 *",
         "plan_exact::test_equals_reference",
     ),
     "a barrier removed from the sweeps": Mutant(
@@ -165,8 +165,8 @@ MUTANTS = {
     ),
     "a cut product in 32 bits": Mutant(
         "csrc/algorithms/share_alone.h",
-        "uint64_t(n) * uint64_t(part)",
-        "uint32_t(n) * uint32_t(part)",
+        "product = n * part,",
+        "product = static_cast<int32_t>(n * part),",
         "share_alone::test_all_copies_of_the_largest_batch",
     ),
     "an active slot too many": Mutant(
@@ -260,12 +260,15 @@ MUTANTS = {
     ),
     "a level one too high": Mutant(
         "csrc/algorithms/plan_waterfill.h",
-        "if (fits(low)) return low;",
-        "if (fits(low)) return low + 1;",
+        "return top > mean ? top : mean;",
+        "return (top > mean ? top : mean) + 1;",
         "plan_waterfill",
     ),
     "excess leaves the node first": Mutant(
-        "csrc/algorithms/plan_waterfill.h", "pour(in_.per_node);", "pour(in_.R);", "plan_waterfill"
+        "csrc/algorithms/plan_waterfill.h",
+        "int size = in_.per_node;;",
+        "int size = in_.R;;",
+        "plan_waterfill",
     ),
     "spread loses a copy": Mutant(
         "csrc/algorithms/visit_flow.h", "<< 32) + total - 1, total)", "<< 32), total)", "plan_waterfill"

@@ -90,3 +90,22 @@ def test_faults_are_named() -> None:
         "count_of_more<int> on sm_90a has 65552 bytes of code, 65536 at most",
         "plan_exact_fetched<true> on sm_90a has 1 accesses by pointers of any memory, as ATOM.E.ADD R2, [R4.64], R6",
     ]
+
+
+SYMBOLS = """
+     3: 0000000000000000 60288 FUNC    LOCAL  DEFAULT [<other>: 10]    13 _Z6top_upv
+     4: 0000000000000000     0 SECTION LOCAL  DEFAULT   13 .text._Z6top_upv
+     9: 000000000000e4f0  1680 FUNC    WEAK   DEFAULT   13 $__internal_0_$__cuda_sm20_div_s64
+    12: 0000000000000000  9000 FUNC    GLOBAL DEFAULT [<other>: 10]    14 _Z5sharev
+"""
+
+
+def test_subroutines_of_a_kernel_are_those_in_its_section() -> None:
+    assert sass.in_sections(SYMBOLS) == {"_Z6top_upv": ("__cuda_sm20_div_s64",), "_Z5sharev": ()}
+
+
+def test_a_plan_kernel_calls_no_division_of_64_bits() -> None:
+    called = ("__cuda_sm20_div_rn_f64_full", "__cuda_sm20_rem_u64")
+    of = ["plan_exact_fetched<false>", "route<int>"]
+    found = sass.faults([sass.Code(name, "sm_80", ["EXIT"], called) for name in of])
+    assert found == ["plan_exact_fetched<false> on sm_80 calls __cuda_sm20_rem_u64"]

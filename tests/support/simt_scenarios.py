@@ -55,6 +55,11 @@ def visited(x: Layer) -> object:
     return ops.plan_waterfill(x.copies, x.tokens, candidates="visited")
 
 
+def speeds(x: Layer) -> torch.Tensor:
+    """Ticks of every rank, hardly two alike."""
+    return torch.arange(len(x.loads), dtype=torch.int32) * 37 % 400 + 900
+
+
 def more(objective: str) -> Callable[[Layer], object]:
     return lambda x: ops.plan_exact(x.loads, x.tables, objective=objective, ranks_per_node=per_node(x))
 
@@ -152,6 +157,9 @@ OF_LAYERS: dict[str, tuple[Callable[[Layer], object], tuple[int, int, int]]] = {
     **{f"{job.name}, many tokens": (job.call, MANY) for job in JOBS if job.name in TOKENS},
     "plan_lp, wide": (next(job.call for job in JOBS if job.name == "plan_lp"), WIDE),
     "plan_exact, packed": (more("packed"), FEW),
+    "plan_exact, speeds": (lambda x: ops.plan_exact(x.loads, x.tables, ticks=speeds(x)), FEW),
+    "plan_active, speeds": (lambda x: ops.plan_active(x.loads, x.tables, ticks=speeds(x)), FEW),
+    "plan_waterfill, speeds": (lambda x: ops.plan_waterfill(x.copies, x.tokens, ticks=speeds(x)), FEW),
     "plan_exact, local": (more("local"), FEW),
     "plan_exact_share, local": (functools.partial(split_and_row, objective="local"), FEW),
     "plan_waterfill, visited": (visited, FEW),
