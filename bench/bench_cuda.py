@@ -1,4 +1,4 @@
-"""Every op on a GPU, the chain count, plan_exact, share, route, and Balancers: in a captured graph, and from Python.
+"""Every op on a GPU, the chain from ids to slots, and Balancers: in a captured graph, and from Python.
 
 Fairness ledger
 - Instances: E = 256, top-8, Zipf 0.8 popularity per layer; placed by `eplb` on the popularity before a drift of
