@@ -266,4 +266,14 @@ class ColumnMesh {
   const MeshWorkspace<Real> ws_;
 };
 
+// The mesh of a network with at most kMost nodes on one of its sides; 0: with any number.
+template <class Real, class Team, int kMost>
+struct MeshOf {
+  using type = ColumnMesh<Real, Team, kMost>;
+};
+template <class Real, class Team>
+struct MeshOf<Real, Team, 0> {
+  using type = Mesh<Real, Team>;
+};
+
 }  // namespace isoload

@@ -380,9 +380,8 @@ struct LpPlanner {  // see planner.h
   template <int W, class Team>
   ISOLOAD_HD static int solve(Team& team, const Problem& in, void* memory, const Result& out) {
     const LpWorkspace<Real> workspace(memory, in.R, in.E, int64_t(in.R) * in.S);
-    using Net = std::conditional_t<kMostRanks == 0, Mesh<Real, Team>,
-                                   ColumnMesh<Real, Team, kMostRanks + (kMostRanks == 0) * 32>>;
-    return LpSolver<Real, Team, Net>(team, in, workspace).solve(out) ? kPlanned : 0;
+    using Mesh = typename MeshOf<Real, Team, kMostRanks>::type;
+    return LpSolver<Real, Team, Mesh>(team, in, workspace).solve(out) ? kPlanned : 0;
   }
   template <class Team>
   ISOLOAD_HD static void refuse(Team& team, const Problem& in, const Result& out) {
