@@ -17,8 +17,8 @@ CODE_LIMIT = 64 * 1024  # what an instruction cache holds of a kernel
 AHEAD = dict.fromkeys(("count", "count_alone", "count_numbered", "route_numbered"), 8)
 IN_SHARED = re.compile(r"plan_(exact(_share)?|spill)_fetched<true>")  # no pointer that may lead anywhere
 ACROSS = re.compile(r"gather_rows")  # words that other GPUs read and write
-# What every batch may run. Longer are exact plans that are not fetched, and sets of ranks of several words: from 65
-# up to 100 KB, of which a problem's ticks and objective leave a part aside.
+# What every batch may run. Up to 100 KB have exact plans that are not fetched, that with a row of the share where
+# ranks differ in speed, and kernels for sets of ranks of several words: each set's loop is code of its own.
 SHORT = re.compile(
     r"count|route_(numbered|shared)<|plan_exact_(share_fetched<true>|fetched)|plan_spill_fetched<true>"
     r"|plan_(active<1|waterfill<[12])>|plan_replication|top_up|shard_tokens|share|replica_tables"
