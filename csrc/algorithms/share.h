@@ -195,13 +195,19 @@ class Share {
 
   // What replica j takes from its own rank, and what is then left of its quota; of replicated experts only.
   ISOLOAD_HD void serve_own_ranks() {
-    team_.for_each(t_.offsets[in_.E], [&](int j) {
-      const int p = t_.slots[j], i = t_.split[p];
-      if (i < 0) return;
-      const int32_t n = in_.locality ? load(t_.ranks[j], t_.order[i]) : 0, quota = in_.quota[p];
+    auto serve = [&](int i, int j) {
+      const int32_t n = in_.locality ? load(t_.ranks[j], t_.order[i]) : 0, quota = in_.quota[t_.slots[j]];
       own_[j] = n < quota ? n : quota;
       room_[j] = quota - own_[j];
-    });
+    };
+    if (team_.size() == 1) {  // one lane need not look at the others
+      for (int i = 0; i < t_.num_split(); ++i)
+        for (int e = t_.order[i], j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j) serve(i, j);
+    } else {
+      team_.for_each(t_.offsets[in_.E], [&](int j) {
+        if (const int i = t_.split[t_.slots[j]]; i >= 0) serve(i, j);
+      });
+    }
   }
 
   // A node's part of expert e once every rank has served itself.
@@ -236,8 +242,7 @@ class Share {
     int32_t taken = 0;
     ISOLOAD_ROLLED
     for (int j = here.begin; j < here.end; taken += room_[j++]) {
-      const int32_t copies = overlap(start, n, taken, room_[j]) + (t_.ranks[j] == s ? own_[j] : 0);
-      if (copies > 0) row[t_.slots[j]] = copies;
+      row[t_.slots[j]] = overlap(start, n, taken, room_[j]) + (t_.ranks[j] == s ? own_[j] : 0);
     }
     const int32_t rest = n - overlap(start, n, 0, here.replicas);
     if (rest > 0) send_afar(e, here, start > here.replicas ? start - here.replicas : 0, rest, row);
@@ -263,7 +268,7 @@ class Share {
       for (; j < there.end; taken += room_[j++]) {
         if (node == here.node) continue;
         const int32_t left = room_[j] - overlap(taken, room_[j], 0, there.sources);
-        if (const int32_t copies = overlap(start, rest, offered, left)) row[t_.slots[j]] = copies;
+        row[t_.slots[j]] = overlap(start, rest, offered, left);
         offered += left;
       }
     }
