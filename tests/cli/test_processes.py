@@ -76,6 +76,7 @@ def test_the_rank_at_fault_is_named_and_nobody_stays(way, tmp_path):
     assert all(gone(int((tmp_path / f"{rank}").read_text())) for rank in range(3))
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_joins_is_named():
     def body(rank, alive):
         return summing(rank, alive)

@@ -236,6 +236,7 @@ def test_accuracy_is_that_of_the_saved_choices(tmp_path):
     assert 0 < wanted["popularity"] < 1 and 0 < wanted["lookahead"] < 1
 
 
+@pytest.mark.slow
 def test_torchrun_starts_it():
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2")
     shown = run_script(*launcher, "examples/train_tiny.py", "--steps=1", "--policies=llep:min_chunk=1")

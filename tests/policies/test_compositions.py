@@ -59,7 +59,7 @@ def check(placement: isoload.Placement, ids: list[Tensor], policy: isoload.Polic
 
 
 @pytest.mark.parametrize(
-    ("shared", "routed"), product(["shared_local", "waterfill", "waterfill_sampled"], ROUTED)
+    ("shared", "routed"), [*product(["shared_local", "waterfill", "waterfill_sampled"], ROUTED)]
 )
 def test_shared_experts_after_any_routed_policy(shared: str, routed: str) -> None:
     borrows = make_policy(routed).borrows
