@@ -157,11 +157,10 @@ def test_planning_times_are_those_of_the_results_files():
     rows = results("bench_plan")
     visited = [row["visited_us"] / row["count_share_route_us"] for row in rows]
     assert f"takes {ends(visited).removesuffix(' times')} times as long as count, share" in prose(MEASURED)
-    slow = [row["ranks"] for row in rows if row["public_us"]["median"] > 15]
-    late = [row["ranks"] for row in rows if row["share_row_us"] > 10]
-    assert f"public call first passes 15 us at {slow[0]} ranks, the share row 10 us at {late[0]}." in prose(
-        MEASURED
-    )
+    public = max(row["public_us"]["median"] for row in rows)
+    late = next(row["ranks"] for row in rows if row["share_row_us"] > 10)
+    said = f"public call takes at most {public:.1f} us, the share row first passes 10 us at {late} ranks."
+    assert said in prose(MEASURED)
 
 
 def test_training_losses_are_those_of_the_results_file():
