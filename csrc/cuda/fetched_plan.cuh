@@ -10,7 +10,6 @@
 namespace isoload::cuda {
 
 using FetchedTeam = BlockTeam<8, true>;
-using WideTeam = BlockTeam<kPlanWarps, true>;  // of a problem that is not fetched
 
 struct FetchedSizes {                      // of a block, in int32
   int64_t workspace, loads, tables, P, R;  // P of the quota, R + 1 of what ranks carry besides
@@ -65,11 +64,11 @@ __device__ __forceinline__ void plan_fetched(FetchedTeam& team, typename Planner
   namespace isoload::cuda {                                                                                  \
   namespace {                                                                                                \
   template <int W>                                                                                           \
-  __global__ void __launch_bounds__(WideTeam::kLanes, 1) name##_kernel(Planner::Problem problem,             \
+  __global__ void __launch_bounds__(PlanTeam::kLanes, 1) name##_kernel(Planner::Problem problem,             \
                                                                        Planner::Result result, void* global, \
                                                                        int32_t* errors) {                    \
-    __shared__ WideTeam::Group group;                                                                        \
-    WideTeam team(group);                                                                                    \
+    __shared__ PlanTeam::Group group;                                                                        \
+    PlanTeam team(group);                                                                                    \
     plan_layer<Planner, W>(team, problem, result, global, errors, fault);                                    \
   }                                                                                                          \
   template <bool kPlain>                                                                                     \
@@ -92,7 +91,7 @@ __device__ __forceinline__ void plan_fetched(FetchedTeam& team, typename Planner
         return cuda::launch(plain ? name##_fetched_kernel<true> : name##_fetched_kernel<false>, B,           \
                             FetchedTeam::kLanes, fetched, stream, problem, result, errors);                  \
       }                                                                                                      \
-      return cuda::launch(name##_kernel<W>, B, WideTeam::kLanes, bytes, stream, problem, result, global,     \
+      return cuda::launch(name##_kernel<W>, B, PlanTeam::kLanes, bytes, stream, problem, result, global,     \
                           errors);                                                                           \
     }                                                                                                        \
   };                                                                                                         \

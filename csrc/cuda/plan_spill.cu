@@ -8,8 +8,6 @@
 namespace isoload::cuda {
 namespace {
 
-using SpillTeam = BlockTeam<kPlanWarps, true>;
-
 // This block's layer of the batch.
 __device__ void select(SpillProblem& in, SpillResult& out) {
   const int64_t b = blockIdx.x, E = in.E, R = in.R, P = R * in.S;
@@ -21,9 +19,9 @@ __device__ void select(SpillProblem& in, SpillResult& out) {
   out = {out.slot_to_expert + b * P, out.quota + b * P, out.level + b, out.telemetry + b * 5};
 }
 
-__device__ __forceinline__ void solve(SpillTeam& team, const SpillProblem& in, const SpillResult& out,
+__device__ __forceinline__ void solve(PlanTeam& team, const SpillProblem& in, const SpillResult& out,
                                       const SpillWorkspace& workspace, int32_t* errors) {
-  Spill<SpillTeam> solver(team, in, workspace, out);
+  Spill<PlanTeam> solver(team, in, workspace, out);
   if (solver.solve() == SpillStatus::ok) return;
   team.sync();
   team.for_each(in.R * in.S, [&](int p) {
@@ -36,10 +34,10 @@ __device__ __forceinline__ void solve(SpillTeam& team, const SpillProblem& in, c
   report(errors, kPlanSpill);
 }
 
-__global__ void __launch_bounds__(SpillTeam::kLanes, 1)
+__global__ void __launch_bounds__(PlanTeam::kLanes, 1)
     plan_spill_kernel(SpillProblem problem, SpillResult result, void* global, int32_t* errors) {
-  __shared__ SpillTeam::Group group;
-  SpillTeam team(group);
+  __shared__ PlanTeam::Group group;
+  PlanTeam team(group);
   select(problem, result);
   const int64_t P = int64_t(problem.R) * problem.S;
   void* const memory = block_workspace(global, SpillWorkspace::bytes(problem.R, problem.E, P));
@@ -54,10 +52,10 @@ __host__ __device__ int64_t fetched_bytes(int R, int E, int64_t P) {
 // kPlain: the usual problem, whose code has no second start, no dead ranks and no nodes that lend within
 // themselves.
 template <bool kPlain>
-__global__ void __launch_bounds__(SpillTeam::kLanes, 1)
+__global__ void __launch_bounds__(PlanTeam::kLanes, 1)
     plan_spill_fetched_kernel(SpillProblem problem, SpillResult result, int32_t* errors) {
-  __shared__ SpillTeam::Group group;
-  SpillTeam team(group);
+  __shared__ PlanTeam::Group group;
+  PlanTeam team(group);
   select(problem, result);
   if (kPlain) problem.start = nullptr, problem.alive = nullptr, problem.within = false;
   const int64_t P = int64_t(problem.R) * problem.S;
@@ -83,11 +81,10 @@ const char* plan_spill(const SpillProblem& problem, const SpillResult& result, i
   if (global == nullptr && fetched <= shared_limit()) {
     const bool plain = problem.start == nullptr && problem.alive == nullptr && !problem.within;
     return launch(plain ? plan_spill_fetched_kernel<true> : plan_spill_fetched_kernel<false>, B,
-                  SpillTeam::kLanes, fetched, stream, problem, result, error_word());
+                  PlanTeam::kLanes, fetched, stream, problem, result, error_word());
   }
   const int64_t bytes = global ? 0 : SpillWorkspace::bytes(problem.R, problem.E, P);
-  return launch(plan_spill_kernel, B, SpillTeam::kLanes, bytes, stream, problem, result, global,
-                error_word());
+  return launch(plan_spill_kernel, B, PlanTeam::kLanes, bytes, stream, problem, result, global, error_word());
 }
 
 }  // namespace isoload::cuda

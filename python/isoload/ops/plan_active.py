@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from isoload.ops.library import call, library
+from isoload.ops.plan_exact import fake_split
 from isoload.replica_tables import ReplicaTables
 from isoload.results import ActiveSplit
 
@@ -33,10 +34,4 @@ def plan_active(loads: Tensor, tables: ReplicaTables, *, ticks: Tensor | None = 
 def _(
     loads: Tensor, tables: Tensor, num_ranks: int, num_slots: int, ticks: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    batch = tables.shape[:-1]
-    return (
-        loads.new_empty((*batch, num_slots)),
-        loads.new_empty(batch, dtype=torch.int64),
-        loads.new_empty(batch, dtype=torch.int64),
-        loads.new_empty((*batch, 4)),
-    )
+    return fake_split(loads, tables, num_slots)

@@ -94,6 +94,17 @@ def arguments(
     )
 
 
+def fake_split(loads: Tensor, tables: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The op's quota, peak, bound and telemetry, as shapes."""
+    batch = tables.shape[:-1]
+    return (
+        loads.new_empty((*batch, num_slots)),
+        loads.new_empty(batch, dtype=torch.int64),
+        loads.new_empty(batch, dtype=torch.int64),
+        loads.new_empty((*batch, 4)),
+    )
+
+
 @torch.library.register_fake("isoload::plan_exact")
 def _(
     loads: Tensor,
@@ -109,10 +120,4 @@ def _(
     sweeps: int,
     budget: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    batch = tables.shape[:-1]
-    return (
-        loads.new_empty((*batch, num_slots)),
-        loads.new_empty(batch, dtype=torch.int64),
-        loads.new_empty(batch, dtype=torch.int64),
-        loads.new_empty((*batch, 4)),
-    )
+    return fake_split(loads, tables, num_slots)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from isoload.ops.library import call, library
-from isoload.ops.plan_exact import Objective, arguments
+from isoload.ops.plan_exact import Objective, arguments, fake_split
 from isoload.ops.share import check_share
 from isoload.replica_tables import ReplicaTables
 from isoload.results import ExactSplit
@@ -61,11 +61,5 @@ def _(
     budget: int,
     rank: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    batch = tables.shape[:-1]
-    return (
-        loads.new_empty((*batch, num_slots)),
-        loads.new_empty(batch, dtype=torch.int64),
-        loads.new_empty(batch, dtype=torch.int64),
-        loads.new_empty((*batch, 4)),
-        loads.new_empty((*batch, num_slots)),
-    )
+    row = loads.new_empty((*tables.shape[:-1], num_slots))
+    return *fake_split(loads, tables, num_slots), row
