@@ -92,6 +92,12 @@ class Share {
 
   // What all source ranks send to every rank, onto out [R, R].
   ISOLOAD_HD void all_ranks(int32_t* out) {
+    all_ranks(out, [](int, int, int32_t) {});
+  }
+
+  // And give(s, j, copies) from source s to replica j, of replicated experts.
+  template <class Give>
+  ISOLOAD_HD void all_ranks(int32_t* out, Give&& give) {
     const int R = in_.R, S = in_.S;
     constexpr int kRows = 4;  // sources at a time, so that a slot is looked up once for all of them
     for (int first = 0; first < R; first += kRows)
@@ -109,8 +115,10 @@ class Share {
         for (int s = first; s < last; ++s) out[int64_t(s) * R + d] = copies[s - first];
       });
     team_.sync();
-    // Experts of several lanes meet in one cell.
-    deal_all([&](int s, int j, int32_t copies) { team_.add(&out[int64_t(s) * R + t_.ranks[j]], copies); });
+    deal_all([&](int s, int j, int32_t copies) {
+      team_.add(&out[int64_t(s) * R + t_.ranks[j]], copies);  // experts of several lanes meet in one cell
+      give(s, j, copies);
+    });
   }
 
  private:

@@ -1,4 +1,5 @@
-// A batch of exact splits: the inputs of plan_exact and plan_exact_share, checked, and the results of both.
+// A batch of exact splits: the inputs of plan_exact, plan_exact_share and plan_joint, checked, and the
+// results of all three.
 #pragma once
 
 #include <optional>
@@ -14,8 +15,8 @@ class ExactBatch {
   ExactBatch(const Tensor& loads, const Tensor& tables, int64_t num_ranks, int64_t num_slots,
              const std::optional<Tensor>& fixed, const std::optional<Tensor>& ticks,
              const std::optional<Tensor>& pour, int64_t objective, int64_t ranks_per_node,
-             int64_t tolerance_ppm, int64_t sweeps, int64_t budget)
-      : in(loads, tables, num_ranks, num_slots) {
+             int64_t tolerance_ppm, int64_t sweeps, int64_t budget, int64_t num_shared = 0)
+      : in(loads, tables, num_ranks, num_slots, num_shared) {
     problem.R = static_cast<int>(in.R);
     problem.E = static_cast<int>(in.E);
     problem.S = static_cast<int>(in.P / in.R);

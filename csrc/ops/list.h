@@ -59,6 +59,10 @@ constexpr int kCpu = 1, kCuda = 2;
   OP(plan_waterfill, kCpu | kCuda, \
      "(Tensor copies, Tensor tokens, int per_token, int ranks_per_node, int candidates, " \
      "Tensor? ticks, Tensor? limits) -> (Tensor share, Tensor peak, Tensor bound)") \
+  OP(plan_joint, kCpu | kCuda, \
+     "(Tensor loads, Tensor tables, int num_ranks, int num_slots, int num_shared, int first_shared, " \
+     "Tensor? ticks, int objective, int ranks_per_node, int tolerance_ppm, int sweeps, int budget, " \
+     "int rank) -> (Tensor quota, Tensor peak, Tensor bound, Tensor telemetry, Tensor row, Tensor share)") \
   OP(share, kCpu | kCuda, \
      "(Tensor loads, Tensor quota, Tensor tables, int ranks_per_node, int rank, bool locality) " \
      "-> Tensor") \

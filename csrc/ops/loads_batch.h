@@ -8,7 +8,9 @@
 namespace isoload::ops {
 
 struct LoadsBatch {
-  LoadsBatch(const Tensor& loads_in, const Tensor& tables_in, int64_t num_ranks, int64_t num_slots)
+  // num_shared: columns of shared experts behind those of the tables' E.
+  LoadsBatch(const Tensor& loads_in, const Tensor& tables_in, int64_t num_ranks, int64_t num_slots,
+             int64_t num_shared = 0)
       : loads(dense(loads_in)), batched(tables_in.dim() == 2), R(num_ranks), P(num_slots) {
     require_dtype(loads_in, "loads", ScalarType::Int);
     require(R >= 1 && R <= kMaxRanks, "num_ranks must be in 1..", kMaxRanks, ", got ", R);
@@ -16,7 +18,7 @@ struct LoadsBatch {
     const int64_t dims = loads.dim() - batched;
     require(dims == 1 || (dims == 2 && loads.size(batched) == R), "loads must be [E] or [", R,
             ", E] per layer, got ", shape_text(loads));
-    E = loads.size(loads.dim() - 1);
+    width = loads.size(loads.dim() - 1), E = width - num_shared;
     sources = dims == 1 ? 1 : R;
     tables.emplace(tables_in, P, E, R);
     B = tables->batch;
@@ -48,7 +50,7 @@ struct LoadsBatch {
     return ticks;
   }
 
-  const int32_t* of(int64_t b) const { return data<int32_t>(loads) + b * sources * E; }
+  const int32_t* of(int64_t b) const { return data<int32_t>(loads) + b * sources * width; }
 
   // Raises what a planner refused in the loads of layer b: it only knows that something is wrong, and here
   // there is time to look.
@@ -56,7 +58,7 @@ struct LoadsBatch {
     const ReplicaTables t = tables->layer(b);
     int64_t copies = besides, lonely = -1;
     for (int64_t i = 0; i < sources * E; ++i) {
-      const int64_t e = i % E, n = of(b)[i];
+      const int64_t e = i % E, n = of(b)[i / E * width + e];
       require(n >= 0, "loads must not be negative, got ", n, " for expert ", e);
       if (n > 0 && t.copies(static_cast<int>(e)) == 0 && lonely < 0) lonely = e;
       copies += n;
@@ -67,7 +69,7 @@ struct LoadsBatch {
 
   Tensor loads;
   bool batched;
-  int64_t R, P, E = 0, B = 0, sources = 0;
+  int64_t R, P, E = 0, width = 0, B = 0, sources = 0;
   std::optional<Tables> tables;
 };
 

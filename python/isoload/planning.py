@@ -14,7 +14,7 @@ from isoload.placed_layers import Filled, PlacedLayers
 from isoload.placement import Placement
 from isoload.policies import Demand, Policy, make_policy
 from isoload.policies.keeping import split_above_local
-from isoload.records import Plan, may_keep_share
+from isoload.records import OwnShare, Plan, may_keep_share
 from isoload.shared_experts import SharedPlan, keep_home, per_expert
 
 
@@ -56,7 +56,7 @@ def plan(
     _check_loads(loads, placed, chosen)
     _check_rank(rank, loads, placed)
     demand = _demand(loads, placed)
-    if not placed.num_shared and may_keep_share(loads):
+    if may_keep_share(loads):
         demand = demand._replace(rank=rank)
     if filled is None:
         filled = chosen.fill(demand, placed)
@@ -72,9 +72,7 @@ def plan(
     else:
         made = chosen.split(demand, filled)
     if demand.tokens is not None:
-        shared = made.shared or SharedPlan("home", demand.tokens)
-        _add_shared(made.quota, shared, demand, placed)
-        made = replace(made, shared=shared)
+        made = _with_shared(made, demand, placed)
     return replace(made, step=step) if isinstance(step, Tensor) or step else made
 
 
@@ -124,7 +122,21 @@ def _demand(loads: Tensor, placed: PlacedLayers) -> Demand:
     if placed.shared_limits is not None:  # some ranks hold no experts
         home = placed.shared_home.expand(at_home.shape)
         at_home = torch.zeros_like(at_home).scatter_add_(-1, home, at_home)
-    return Demand(loads.narrow(-1, 0, placed.host.num_routed), tokens, at_home)
+    return Demand(loads.narrow(-1, 0, placed.host.num_routed), tokens, at_home, loads)
+
+
+def _with_shared(made: Plan, demand: Demand, placed: PlacedLayers) -> Plan:
+    """A policy's plan with its shared copies, at home if it says nothing, and those in the quota."""
+    assert demand.tokens is not None
+    shared, own = made.shared or SharedPlan("home", demand.tokens), made.own_share
+    if shared.in_quota:
+        return made
+    if own is not None and not own.serves(made, demand.loads, own.rank, "locality"):
+        own = None
+    _add_shared(made.quota, shared, demand, placed)
+    if own is not None:  # the row is of the routed slots, which are as before
+        own = OwnShare.of(own.rank, own.row, own.loads, own.quota, own.filled)
+    return replace(made, shared=shared, own_share=own)
 
 
 def _add_shared(quota: Tensor | None, shared: SharedPlan, demand: Demand, placed: PlacedLayers) -> None:

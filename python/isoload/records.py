@@ -39,13 +39,21 @@ class OwnShare:
 
     def serves(self, plan: Plan, loads: Tensor, rank: int | None, order: str) -> bool:
         """Whether this is the share of that rank's part of a plan: nothing of it is replaced or written to since."""
-        same = plan.filled is self.filled and plan.quota is self.quota and loads is self.loads
+        same = plan.filled is self.filled and plan.quota is self.quota and _same_memory(loads, self.loads)
         asked = rank == self.rank and order == "locality"
         return same and asked and _versions(loads, self.quota, self.filled) == self.versions
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy's tensors count what is written to them anew: it has no share."""
         return type(None), ()
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether both show the same memory in the same shape: views count writes together."""
+    if a is b:
+        return True
+    shapes = a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
+    return shapes and a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def _versions(loads: Tensor, quota: Tensor, filled: Filled) -> tuple[int, ...]:

@@ -37,6 +37,23 @@ class ExactSplit(NamedTuple):
     telemetry: Tensor
 
 
+class JointSplit(NamedTuple):
+    """What :func:`isoload.ops.plan_joint` returns, with the leading dimension of the tables.
+
+    quota [P] int32 copies per slot, shared ones included; peak [] int64 largest rank cost; bound [] int64 proved lower
+    bound over all integer quotas and all places of the shared copies; telemetry [4] int32 as in :class:`ExactSplit`;
+    row [P] int32 routed copies that the rank asked for sends to each slot; share [R, R] int32 shared copies that source
+    s sends to rank d.
+    """
+
+    quota: Tensor
+    peak: Tensor
+    bound: Tensor
+    telemetry: Tensor
+    row: Tensor
+    share: Tensor
+
+
 class ActiveSplit(NamedTuple):
     """What :func:`isoload.ops.plan_active` returns, with the leading dimension of the tables.
 

@@ -24,12 +24,14 @@ class SharedPlan:
     tokens  [R] int32     tokens of source rank s that need the shared experts: n copies each
     share   [R, R] int32  shared copies, all n experts together, that source s sends to rank d; rules share and limit
     copies  [R, R] int32  routed copies that source s sends to rank d, where the rule uses them
+    in_quota              whether the quota of the policy's plan has these copies already
     """
 
     rule: Rule
     tokens: Tensor
     share: Tensor | None = None
     copies: Tensor | None = None
+    in_quota: bool = False
 
     @property
     def is_met(self) -> bool:
@@ -42,7 +44,9 @@ class SharedPlan:
         def pick(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.select(0, layer)
 
-        return SharedPlan(self.rule, self.tokens.select(0, layer), pick(self.share), pick(self.copies))
+        return SharedPlan(
+            self.rule, self.tokens.select(0, layer), pick(self.share), pick(self.copies), self.in_quota
+        )
 
 
 def shared_home(live_ranks: list[int], num_ranks: int) -> list[int]:

@@ -104,6 +104,34 @@ def test_shared_experts_stay_home_unless_a_policy_moves_them(policy):
         assert set(shared.tolist()) <= {-1, rank * placement.slots_per_rank + placement.slots_per_rank - 1}
 
 
+JOINED = {
+    "joint": ("joint", {}),
+    "joint, packed": ("joint", {"objective": "packed"}),
+    "joint, cut short": ("joint", {"budget": 1}),
+    "joint, nearly": ("joint", {"tolerance": 0.1}),
+    "waterfill": ("waterfill", {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("how", JOINED)
+def test_one_kernel_makes_the_same_plan_and_row(how, name):
+    policy, options = JOINED[how]
+    placement, ids, loads = make_case(name, seed=1)
+    other = isoload.plan(loads, placement, 1, policy, **options)
+    assert other.own_share is None and not other.shared.in_quota
+    for rank, rows in enumerate(ids):
+        plan = isoload.plan(loads, placement, 1, policy, rank=rank, **options)
+        assert plan.shared.in_quota == (name != "a dead rank")
+        for field in ("quota", "peak", "bound", "telemetry"):
+            assert torch.equal(getattr(plan, field), getattr(other, field)), field
+        assert plan.shared.rule == other.shared.rule and torch.equal(plan.shared.share, other.shared.share)
+        for asked in (rank, (rank + 1) % len(ids), None):
+            expected = isoload.share(loads, other, asked)
+            assert torch.equal(isoload.share(loads, plan, asked), expected)
+        assert torch.equal(isoload.route(rows, loads, plan, rank), isoload.route(rows, loads, other, rank))
+
+
 def joint_optimum(loads, placement, layer):
     """The linear program over all slots, in which a shared expert is one with a replica on every rank."""
     return lp_optimum(

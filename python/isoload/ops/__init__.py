@@ -18,6 +18,7 @@ from isoload.ops.pack_rows import pack_rows
 from isoload.ops.plan_active import plan_active
 from isoload.ops.plan_exact import Objective, plan_exact
 from isoload.ops.plan_exact_share import plan_exact_share
+from isoload.ops.plan_joint import plan_joint
 from isoload.ops.plan_lp import plan_lp
 from isoload.ops.plan_replication import plan_replication
 from isoload.ops.plan_spill import NO_SPARE_SLOT, Within, plan_spill
@@ -32,7 +33,16 @@ from isoload.ops.shard_tokens import shard_tokens
 from isoload.ops.share import Order, share, share_by_rank
 from isoload.ops.share_alone import share_alone
 from isoload.ops.top_up import top_up
-from isoload.results import ActiveSplit, ExactSplit, LpSplit, Numbered, SlotFill, Spill, WaterfillSplit
+from isoload.results import (
+    ActiveSplit,
+    ExactSplit,
+    JointSplit,
+    LpSplit,
+    Numbered,
+    SlotFill,
+    Spill,
+    WaterfillSplit,
+)
 
 __all__ = [
     "LINE_WORDS",
@@ -40,6 +50,7 @@ __all__ = [
     "ActiveSplit",
     "Candidates",
     "ExactSplit",
+    "JointSplit",
     "LpSplit",
     "Numbered",
     "Objective",
@@ -66,6 +77,7 @@ __all__ = [
     "plan_active",
     "plan_exact",
     "plan_exact_share",
+    "plan_joint",
     "plan_lp",
     "plan_replication",
     "plan_spill",

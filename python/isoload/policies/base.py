@@ -29,6 +29,10 @@ from isoload.records import OwnShare, Plan, rank_cost
 
 GOLDEN = 0x9E3779B97F4A7C15  # spreads layer, step and rank over the 64-bit seeds of sampled routes
 Needs = Literal["sum", "per_source"]
+EVEN: dict[str, Any] = {
+    "budget": 0,
+    "sweeps": 0,
+}  # of plan_exact: its start, copies spread evenly over replicas
 
 
 class Demand(NamedTuple):
@@ -37,6 +41,7 @@ class Demand(NamedTuple):
     loads   [E] or [R, E] int32  copies of the routed experts
     tokens  [R] int32            tokens of each source rank that need the shared experts; None without any
     at_home [R] int32            shared copies per rank if all stay home; None without shared experts
+    gathered [R, E + n] int32    loads with the shared experts' columns behind; None without shared experts
     rank                         the source rank whose row of the share is wanted besides the quota; None = none. A
                                  policy may leave it to :meth:`Policy.share`
     """
@@ -44,6 +49,7 @@ class Demand(NamedTuple):
     loads: Tensor
     tokens: Tensor | None = None
     at_home: Tensor | None = None
+    gathered: Tensor | None = None
     rank: int | None = None
 
     @property
@@ -90,7 +96,8 @@ class Policy:
     def split(self, demand: Demand, filled: Filled) -> Plan:
         """How many copies every slot takes, and where shared copies go (``plan.shared`` None: they stay home).
 
-        The quota is of the routed slots: :func:`isoload.plan` adds the shared ones.
+        The quota is of the routed slots: :func:`isoload.plan` adds the shared ones, unless ``plan.shared`` says that
+        they are in it.
         """
         return exact_plan(self, demand, filled)
 
@@ -159,7 +166,7 @@ def exact_plan(policy: Policy, demand: Demand, filled: Filled, **options: Any) -
 def even_split(demand: Demand, filled: Filled) -> ops.ExactSplit:
     """The exact solver's start: copies spread evenly over replicas, with the lower bound that costs nothing."""
     ticks = filled.placed.topology.ticks_on(demand.loads.device)
-    return ops.plan_exact(demand.loads, filled.tables, demand.at_home, budget=0, sweeps=0, ticks=ticks)
+    return ops.plan_exact(demand.loads, filled.tables, demand.at_home, ticks=ticks, **EVEN)
 
 
 def chosen_plan(

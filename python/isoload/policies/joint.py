@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -34,6 +35,10 @@ class JointPolicy(SharedPolicy):
     def __post_init__(self) -> None:
         if self.routed != "exact":
             raise ValueError(f"routed must be exact for policy joint, got {self.routed!r}")
+
+    def joined(self) -> dict[str, Any] | None:
+        own = {"tolerance": self.tolerance, "budget": self.budget, "objective": self.objective}
+        return own if type(self) is JointPolicy else None
 
     def split_routed(self, demand: Demand, filled: Filled) -> Plan:
         exact = ExactPolicy(self.tolerance, self.budget, self.objective)

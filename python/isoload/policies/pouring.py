@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from isoload.ops import Candidates, Order
 from isoload.placed_layers import Filled, PlacedLayers
 from isoload.policies.base import Demand, Policy
 from isoload.policies.registry import make_policy
-from isoload.records import Plan
+from isoload.records import OwnShare, Plan
 from isoload.shared_experts import Rule, SharedPlan
 
 
@@ -50,11 +51,18 @@ class SharedPolicy(Policy, ABC):
 
     def split(self, demand: Demand, filled: Filled) -> Plan:
         check_shared(filled.placed, self.name)
+        how = None if demand.rank is None or filled.placed.shared_limits is not None else self.joined()
+        if how is not None:
+            return joint_plan(self, demand, filled, how)
         return self.pour(self.split_routed(demand, filled), demand)
 
     def split_routed(self, demand: Demand, filled: Filled) -> Plan:
         """The split of the routed experts, as if there were no others."""
         return self.routed_policy.split(demand.routed, filled)
+
+    def joined(self) -> dict[str, Any] | None:
+        """Options with which :func:`isoload.ops.plan_joint` makes the same plan at once; None where none do."""
+        return None
 
     @abstractmethod
     def pour(self, made: Plan, demand: Demand) -> Plan:
@@ -103,6 +111,28 @@ def total_shared(demand: Demand, placed: PlacedLayers) -> Tensor:
     return demand.tokens.sum(-1, dtype=torch.int32) * placed.num_shared
 
 
+def joint_plan(policy: SharedPolicy, demand: Demand, filled: Filled, how: dict[str, Any]) -> Plan:
+    """The whole plan by one kernel, with the row of the share that the demand wants. how: of the policy's joined()."""
+    placed, rank = filled.placed, demand.rank
+    assert demand.gathered is not None and demand.tokens is not None and rank is not None
+    ticks, per_node = placed.topology.ticks_on(demand.loads.device), placed.topology.ranks_per_node
+    made = ops.plan_joint(
+        demand.gathered,
+        filled.tables,
+        rank,
+        placed.num_shared,
+        placed.first_shared,
+        ticks=ticks,
+        ranks_per_node=per_node,
+        **how,
+    )
+    shared = SharedPlan("share", demand.tokens, made.share, in_quota=True)
+    own = OwnShare.of(rank, made.row, demand.loads, made.quota, filled)
+    return Plan(
+        filled, policy, made.quota, made.peak, made.bound, made.telemetry, shared=shared, own_share=own
+    )
+
+
 def pour_exactly(
     policy: SharedPolicy, made: Plan, demand: Demand, candidates: Candidates
 ) -> tuple[ops.WaterfillSplit, SharedPlan]:
@@ -119,4 +149,4 @@ def pour_exactly(
         limits=made.placed.shared_limits,
     )
     rule: Rule = "limit" if candidates == "visited" else "share"
-    return poured, SharedPlan(rule, demand.tokens, poured.share, copies)
+    return poured, SharedPlan(rule, demand.tokens, poured.share)

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from isoload.ops import Candidates
-from isoload.policies.base import Demand
-from isoload.policies.pouring import SharedPolicy, pour_exactly, poured_bound
+from isoload.placed_layers import Filled
+from isoload.policies.base import EVEN, Demand, exact_plan
+from isoload.policies.even import EvenPolicy
+from isoload.policies.pouring import (
+    SharedPolicy,
+    live_bound,
+    pour_exactly,
+    poured_bound,
+    total_shared,
+)
 from isoload.records import Plan
 from isoload.topology import Topology
 
@@ -27,10 +36,24 @@ class WaterfillPolicy(SharedPolicy):
     name = "waterfill"
     candidates: Candidates = "all"
 
+    def joined(self) -> dict[str, Any] | None:
+        plain = type(self) is WaterfillPolicy and type(self.routed_policy) is EvenPolicy
+        return EVEN if plain and self.candidates == "all" else None
+
+    def split_routed(self, demand: Demand, filled: Filled) -> Plan:
+        """Copies spread evenly need no second split for the bound beside the shared ones."""
+        if self.joined() is None:
+            return super().split_routed(demand, filled)
+        return exact_plan(self, demand.routed, filled, pour=total_shared(demand, filled.placed), **EVEN)
+
     def pour(self, made: Plan, demand: Demand) -> Plan:
         check_live(made.placed.topology, self.candidates)
         poured, shared = pour_exactly(self, made, demand, self.candidates)
-        bound = torch.minimum(poured_bound(demand, made.filled), poured.peak)
+        if self.joined() is None:
+            bound = poured_bound(demand, made.filled)
+        else:
+            bound = live_bound(made.bound, demand, made.placed)
+        bound = torch.minimum(bound, poured.peak)
         peak = poured.peak if shared.is_met else None
         return replace(made, policy=self, peak=peak, bound=bound, shared=shared)
 

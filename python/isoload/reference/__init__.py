@@ -13,6 +13,7 @@ from isoload.reference.pack_rows import pack_rows
 from isoload.reference.plan_active import plan_active
 from isoload.reference.plan_exact import plan_exact
 from isoload.reference.plan_exact_share import plan_exact_share
+from isoload.reference.plan_joint import plan_joint
 from isoload.reference.plan_lp import plan_lp
 from isoload.reference.plan_replication import plan_replication
 from isoload.reference.plan_spill import plan_spill
@@ -27,11 +28,21 @@ from isoload.reference.shard_tokens import shard_tokens
 from isoload.reference.share import share, share_by_rank
 from isoload.reference.share_alone import share_alone
 from isoload.reference.top_up import top_up
-from isoload.results import ActiveSplit, ExactSplit, LpSplit, Numbered, SlotFill, Spill, WaterfillSplit
+from isoload.results import (
+    ActiveSplit,
+    ExactSplit,
+    JointSplit,
+    LpSplit,
+    Numbered,
+    SlotFill,
+    Spill,
+    WaterfillSplit,
+)
 
 __all__ = [
     "ActiveSplit",
     "ExactSplit",
+    "JointSplit",
     "LpSplit",
     "Numbered",
     "SlotFill",
@@ -49,6 +60,7 @@ __all__ = [
     "plan_active",
     "plan_exact",
     "plan_exact_share",
+    "plan_joint",
     "plan_lp",
     "plan_replication",
     "plan_spill",

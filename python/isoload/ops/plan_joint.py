@@ -1,0 +1,71 @@
+"""plan_joint: routed and shared experts decided together, and one source rank's row of the share; wrapper and fake."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from isoload.ops.library import call, library
+from isoload.ops.plan_exact import Objective, arguments, fake_split
+from isoload.replica_tables import ReplicaTables
+from isoload.results import JointSplit
+
+_plan_joint = library.plan_joint.default
+
+
+def plan_joint(
+    loads: Tensor,
+    tables: ReplicaTables,
+    rank: int,
+    num_shared: int,
+    first_shared: int,
+    tolerance: float = 0.0,
+    budget: int | None = None,
+    *,
+    ticks: Tensor | None = None,
+    objective: Objective = "spread",
+    ranks_per_node: int | None = None,
+    sweeps: int | None = None,
+) -> JointSplit:
+    """The exact split of the routed experts that leaves room for the shared copies, and those poured over it.
+
+    By one kernel, with their bits: :func:`plan_exact` whose ``pour`` is all shared copies, :func:`share_by_rank`,
+    :func:`plan_waterfill` with candidates "all", and :func:`share` of one source rank in the order "locality".
+    Without sweeps and budget the routed copies are spread evenly, and peak is the least beside that.
+
+    Args:
+        loads: [R, E + n] or [L, R, E + n] int32 copies per source rank. The last n columns are those of the shared
+            experts, each of which every token needs: the first of them is read.
+        tables: of the routed experts.
+        rank: the source rank whose row is wanted.
+        num_shared: n, 1..1024; every rank holds all of them.
+        first_shared: place of the first one among a rank's slots, 0..S-n.
+        ranks_per_node: divides R; None = R.
+        tolerance, budget, ticks, objective, sweeps: as in :func:`plan_exact`.
+    """
+    given = arguments(loads, tables, None, tolerance, budget, ticks, None, objective, ranks_per_node, sweeps)
+    data, of_tables, ranks, slots, _, _, _, *how = given
+    return JointSplit(
+        *call(_plan_joint, data, of_tables, ranks, slots, num_shared, first_shared, ticks, *how, rank)
+    )
+
+
+@torch.library.register_fake("isoload::plan_joint")
+def _(
+    loads: Tensor,
+    tables: Tensor,
+    num_ranks: int,
+    num_slots: int,
+    num_shared: int,
+    first_shared: int,
+    ticks: Tensor | None,
+    objective: int,
+    ranks_per_node: int,
+    tolerance_ppm: int,
+    sweeps: int,
+    budget: int,
+    rank: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    batch = tables.shape[:-1]
+    row, share = loads.new_empty((*batch, num_slots)), loads.new_empty((*batch, num_ranks, num_ranks))
+    return *fake_split(loads, tables, num_slots), row, share
