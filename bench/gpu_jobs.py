@@ -23,6 +23,18 @@ def split_and_row(x: Layer) -> list[Tensor]:
     return [*split, row]
 
 
+def joint(x: Layer) -> ops.JointSplit:
+    return ops.plan_joint(x.gathered, x.shared_tables, RANK, 1, size(x), ranks_per_node=per_node(x))
+
+
+def route_joint(x: Layer) -> Tensor:
+    """Of the routed copies at home, and of the shared ones where they fill the ranks."""
+    of_ids = ops.Numbered(x.gathered[RANK], x.shared_numbers, x.shared_parts)
+    row = torch.nn.functional.pad(x.row.view(len(x.loads), -1), (0, 1)).flatten()
+    columns = ops.SharedColumns(1, size(x), RANK, x.shared_row)
+    return ops.route_numbered(x.shared_ids, of_ids, row, x.shared_tables, columns)
+
+
 def chain(x: Layer) -> Tensor:
     """As a Balancer does, but for the gather."""
     of_ids = ops.count_numbered(x.ids, EXPERTS)
@@ -113,6 +125,7 @@ JOBS = (
         12,
     ),
     Job("plan_exact_share", "plan_exact_share", split_and_row, ("loads", "tables"), 10),
+    Job("plan_joint", "plan_joint", joint, ("gathered", "shared_tables")),
     Job("plan_active", "plan_active", lambda x: ops.plan_active(x.loads, x.tables), ("loads", "tables")),
     Job("plan_lp", "plan_lp", lambda x: ops.plan_lp(x.loads, x.tables), ("loads", "tables"), 25, LPLB),
     Job(
@@ -184,6 +197,13 @@ JOBS = (
         "route_numbered",
         lambda x: ops.route_numbered(x.ids, numbered(x), x.row, x.tables),
         ("ids", "numbers", "parts", "row", "tables"),
+        tokens_matter=True,
+    ),
+    Job(
+        "route_numbered, shared",
+        "route_numbered",
+        route_joint,
+        ("shared_ids", "shared_numbers", "shared_parts", "row", "shared_tables", "shared_row"),
         tokens_matter=True,
     ),
     Job(

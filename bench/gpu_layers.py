@@ -37,6 +37,11 @@ class Layer:
     shared_row: Tensor  # [R]
     shared_ranks: Tensor  # [T, 1]
     split: Tensor  # [P]
+    gathered: Tensor  # [R, E + 1] loads with those of a shared expert
+    shared_tables: isoload.ReplicaTables  # with a slot for it behind each rank's
+    shared_ids: Tensor  # [T, K + 1]
+    shared_numbers: Tensor  # [T, K + 1]
+    shared_parts: Tensor  # [C, E + 1]
 
     def to(self, device: str) -> Layer:
         def there(value: Any) -> Any:
@@ -76,6 +81,9 @@ def make_layer(
     per_rank = torch.full((ranks,), tokens, dtype=torch.int32)
     poured = ops.plan_waterfill(copies, per_rank)
     shared_row = poured.share[RANK].contiguous()
+    shared_ids = torch.nn.functional.pad(ids, (0, 1), value=EXPERTS)
+    of_shared = ops.count_numbered(shared_ids, EXPERTS + 1)
+    wide = torch.nn.functional.pad(slots.view(ranks, -1), (0, 1), value=-1)
     return Layer(
         ids=ids,
         numbers=numbered.numbers,
@@ -95,6 +103,11 @@ def make_layer(
         shared_row=shared_row,
         shared_ranks=ops.route_shared(routed, shared_row, len(slots) // ranks, RANK),
         split=ops.plan_lp(loads, tables).split,
+        gathered=torch.cat([loads, per_rank.unsqueeze(1)], 1),
+        shared_tables=ops.replica_tables(wide.flatten(), ranks, EXPERTS),
+        shared_ids=shared_ids,
+        shared_numbers=of_shared.numbers,
+        shared_parts=of_shared.parts,
     )
 
 

@@ -48,8 +48,8 @@ int share(const ShareProblem& problem, ShareOf of, int rank, int32_t* out);
 // What a route did not fit: an id outside [-1, E), an expert with more or fewer copies than its share, or
 // whose copies have other numbers.
 struct RouteFault {
-  enum Kind { none, bad_id, not_the_share, not_the_numbers, bad_weight } kind = none;
-  int64_t value = 0;  // the id, the expert, or the slot
+  enum Kind { none, bad_id, not_the_share, not_the_numbers, not_shared, bad_weight } kind = none;
+  int64_t value = 0;  // the id, the expert, the row, or the slot
 };
 
 template <class Id>
@@ -62,9 +62,16 @@ struct Numbered {
   const int32_t *numbers, *parts;
   int64_t stride;
 };
+// The last n columns are those of the shared experts, E and on; their slots begin at home_slot, or are left
+// to route_shared if that is -1.
+struct SharedColumns {
+  int n = 0;
+  int32_t home_slot = -1;
+};
 template <class Id>
 RouteFault route_numbered(const Id* ids, int64_t T, int K, int E, const ReplicaTables& tables,
-                          const Numbered& numbered, const int32_t* source_quota, Id* slots);
+                          const Numbered& numbered, const SharedColumns& shared, const int32_t* source_quota,
+                          Id* slots);
 
 template <class Id>
 RouteFault route_sampled(const Id* ids, int64_t n, int E, const ReplicaTables& tables, const float* weights,
@@ -97,6 +104,11 @@ struct SharedRoute {
   int K, R, S, home, num_shared;
   const int32_t* source_quota;  // [R] sums to num_shared * tokens with a slot, or holds as much if strict
   bool strict;
+  int slots_width, width;  // of a row of slots, and of one that is written
+  int first_shared;        // their place on every rank, where slots are written; -1: ranks are
+  ISOLOAD_HD int64_t written(int rank, int column) const {
+    return rank < 0 || first_shared < 0 ? rank : int64_t(rank) * S + first_shared + column;
+  }
 };
 
 // What a row of the share did not fit: a slot outside [-1, R * S), or the tokens that have a slot.
@@ -105,8 +117,8 @@ struct SharedFault {
   int64_t value = 0;  // the slot, or num_shared * tokens
 };
 
-template <class Id>
-SharedFault route_shared(const SharedRoute& problem, const Id* slots, int32_t* ranks);
+template <class Id, class Out>
+SharedFault route_shared(const SharedRoute& problem, const Id* slots, Out* out);
 
 // The tokens of one rank and where their copies may go: slot p is on rank p / S.
 struct RowSpace {

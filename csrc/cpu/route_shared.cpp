@@ -27,7 +27,7 @@ class Matcher {
       const uint64_t bit = uint64_t(1) << (t & 63);
       uint64_t* const word = visits + (t >> 6);
       bool any = false;
-      for (const Id *slot = slots + t * in.K, *end = slot + in.K; slot < end; ++slot) {
+      for (const Id *slot = slots + t * in.slots_width, *end = slot + in.K; slot < end; ++slot) {
         if (static_cast<uint64_t>(*slot) < static_cast<uint64_t>(P)) {
           word[row_of[*slot]] |= bit;
           any = true;
@@ -43,8 +43,9 @@ class Matcher {
 
   int64_t tokens() const { return tokens_; }
 
-  // One copy of every token: budget [R] says how many each rank takes. ranks: every stride-th is written.
-  void match(const SharedRoute& in, std::vector<int32_t>& budget, int32_t* ranks, int stride) {
+  // One copy of every token, that of a column: budget [R] says how many each rank takes.
+  template <class Out>
+  void match(const SharedRoute& in, std::vector<int32_t>& budget, int column, Out* out) {
     free_ = present_;
     todo_.clear();
     for (int d = 0; d < in.R; ++d)
@@ -56,9 +57,9 @@ class Matcher {
       const int d = *next;
       todo_.erase(next);
       forget(d);
-      choose(d, budget[d], ranks, stride);
+      choose(d, budget[d], static_cast<Out>(in.written(d, column)), in.width, out + column);
     }
-    deal_rest(in, budget, ranks, stride);
+    deal_rest(in, budget, column, out + column);
   }
 
  private:
@@ -96,7 +97,8 @@ class Matcher {
   }
 
   // Gives rank d up to `budget` free visitors, those with fewest others first; lowers it by what it found.
-  void choose(int d, int32_t& budget, int32_t* ranks, int stride) {
+  template <class Out>
+  void choose(int d, int32_t& budget, Out to, int stride, Out* out) {
     const int64_t digits = static_cast<int64_t>(others_.size());
     for (uint64_t others = 0; others <= todo_.size() && budget > 0; ++others) {
       for (int64_t w = 0; w < words_ && budget > 0; ++w) {
@@ -105,7 +107,7 @@ class Matcher {
           chosen &= others >> digit & 1 ? others_[at] : ~others_[at];
         for (; chosen && budget > 0; chosen &= chosen - 1, --budget) {
           const int64_t t = w * 64 + __builtin_ctzll(chosen);
-          ranks[t * stride] = d;
+          out[t * stride] = to;
           free_[w] &= ~(chosen & -chosen);
           for (const int other : todo_) visitors_[other] -= visits(other)[w] >> (t & 63) & 1;
         }
@@ -114,17 +116,18 @@ class Matcher {
   }
 
   // Tokens that nobody chose, in order: home, then where budgets are left over. Strict: all home.
-  void deal_rest(const SharedRoute& in, std::vector<int32_t>& budget, int32_t* ranks, int stride) {
+  template <class Out>
+  void deal_rest(const SharedRoute& in, std::vector<int32_t>& budget, int column, Out* out) {
     int d = in.home, next = 0;
     for (int64_t t = 0; t < in.T; ++t) {
       const bool here = present_[t >> 6] >> (t & 63) & 1, left = free_[t >> 6] >> (t & 63) & 1;
-      if (!here) ranks[t * stride] = -1;
+      if (!here) out[t * in.width] = -1;
       if (!left) continue;
       if (!in.strict) {
         while (budget[d] == 0) d = next++;
         --budget[d];
       }
-      ranks[t * stride] = d;
+      out[t * in.width] = static_cast<Out>(in.written(d, column));
     }
   }
 
@@ -139,8 +142,8 @@ class Matcher {
 
 }  // namespace
 
-template <class Id>
-SharedFault route_shared(const SharedRoute& in, const Id* slots, int32_t* ranks) {
+template <class Id, class Out>
+SharedFault route_shared(const SharedRoute& in, const Id* slots, Out* out) {
   thread_local Matcher matcher;
   thread_local std::vector<int32_t> budget;
   const int64_t bad = matcher.read(in, slots);
@@ -160,12 +163,13 @@ SharedFault route_shared(const SharedRoute& in, const Id* slots, int32_t* ranks)
       budget[d] = static_cast<int32_t>(upto - cut);
       cut = upto;
     }
-    matcher.match(in, budget, ranks + j, in.num_shared);
+    matcher.match(in, budget, j, out);
   }
   return {};
 }
 
 template SharedFault route_shared(const SharedRoute&, const int32_t*, int32_t*);
 template SharedFault route_shared(const SharedRoute&, const int64_t*, int32_t*);
+template SharedFault route_shared(const SharedRoute&, const int64_t*, int64_t*);
 
 }  // namespace isoload::cpu

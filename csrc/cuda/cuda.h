@@ -17,6 +17,7 @@
 namespace isoload::cuda {
 
 using cpu::Numbered;
+using cpu::SharedColumns;
 using cpu::SharedLayout;
 using cpu::SharedRoute;
 using cpu::ShareOf;
@@ -74,16 +75,16 @@ const char* route(const Route& problem, const Id* ids, Id* slots, void* global, 
 
 template <class Id>
 const char* route_numbered(const Id* ids, int64_t T, int K, int E, int P, const ReplicaTables& tables,
-                           const Numbered& numbered, const int32_t* source_quota, Id* slots, void* stream);
+                           const Numbered& numbered, const SharedColumns& shared, const int32_t* source_quota,
+                           Id* slots, void* stream);
 
 template <class Id>
 const char* route_sampled(const Id* ids, int64_t n, int E, const ReplicaTables& tables, const float* weights,
                           const Stream& words, Id* slots, void* stream);
 
 int64_t route_shared_bytes(const SharedRoute& problem);
-template <class Id>
-const char* route_shared(const SharedRoute& problem, const Id* slots, int32_t* ranks, void* global,
-                         void* stream);
+template <class Id, class Out>
+const char* route_shared(const SharedRoute& problem, const Id* slots, Out* out, void* global, void* stream);
 
 template <class Id>
 const char* route_shared_sampled(const Id* slots, int64_t T, int K, const SharedDraw& draw, int32_t* ranks,

@@ -19,11 +19,20 @@ struct Numbers {
   Id* slots;      // [n]
   int64_t n, part;
   int E, P;
+  int K, width;  // columns of routed experts, and all
   ReplicaTables t;
   Numbered numbered;
   const int32_t* share;  // [P]
+  int32_t home_slot;     // of the first shared expert; -1: theirs are left to route_shared
   int32_t* errors;       // the device's error word
 };
+
+// A shared expert's copy, in column K + j.
+template <class Id>
+__device__ int32_t route_home(const Numbers<Id>& in, int64_t i, int j, Id id) {
+  if (in.home_slot >= 0) in.slots[i] = id == in.E + j ? static_cast<Id>(in.home_slot + j) : Id(-1);
+  return id == in.E + j || id == -1 ? 0 : kRouteId;
+}
 
 // In shared memory: where each expert's replicas are, which, their shares, and what came in earlier parts.
 struct Lists {
@@ -75,7 +84,7 @@ __device__ void add_up_shares(Team& team, int E, int P, const Lists& lists) {
 }
 
 // The slots of this lane's copies at `first` on, a block apart: id and number have been fetched.
-template <int kTurns, class Id>
+template <bool kShared, int kTurns, class Id>
 __device__ int32_t look_up(const Numbers<Id>& in, const Lists& lists, int64_t first, int64_t end,
                            const Id (&id)[kTurns], const int32_t (&number)[kTurns]) {
   int low[kTurns], high[kTurns];
@@ -112,13 +121,21 @@ __device__ int32_t look_up(const Numbers<Id>& in, const Lists& lists, int64_t fi
 #pragma unroll
   for (int t = 0; t < kTurns; ++t) {
     if (first + t * Team::kLanes >= end) continue;
+    if (kShared) {
+      const uint32_t column =
+          static_cast<uint32_t>(first + t * Team::kLanes) % static_cast<uint32_t>(in.width);
+      if (const int j = static_cast<int>(column) - in.K; j >= 0) {
+        faults |= route_home(in, first + t * Team::kLanes, j, id[t]);
+        continue;
+      }
+    }
     in.slots[first + t * Team::kLanes] = static_cast<Id>(slot[t]);
     if (slot[t] < 0 && id[t] != -1) faults |= expert_of(id[t], in.E) < 0 ? kRouteId : kRouteShare;
   }
   return faults;
 }
 
-template <int kTurns, class Id>
+template <int kTurns, bool kShared, class Id>
 __global__ void __launch_bounds__(Team::kLanes, 1) route_numbered_kernel(Numbers<Id> in) {
   __shared__ Team::Group group;
   Team team(group);
@@ -140,7 +157,7 @@ __global__ void __launch_bounds__(Team::kLanes, 1) route_numbered_kernel(Numbers
   add_up_shares(team, in.E, in.P, lists);
   for (int64_t i = begin; i < end; i += kTurns * Team::kLanes) {
     if (i > begin) look_ahead(i);
-    faults |= look_up(in, lists, i, end, id, number);
+    faults |= look_up<kShared>(in, lists, i, end, id, number);
   }
   report(in.errors, faults);
 }
@@ -149,18 +166,25 @@ __global__ void __launch_bounds__(Team::kLanes, 1) route_numbered_kernel(Numbers
 
 template <class Id>
 const char* route_numbered(const Id* ids, int64_t T, int K, int E, int P, const ReplicaTables& tables,
-                           const Numbered& numbered, const int32_t* source_quota, Id* slots, void* stream) {
-  const int64_t bytes = Lists::bytes(E, P), n = T * K;
+                           const Numbered& numbered, const SharedColumns& shared, const int32_t* source_quota,
+                           Id* slots, void* stream) {
+  const int width = K + shared.n;
+  const int64_t bytes = Lists::bytes(E, P), n = T * width;
   if (bytes > shared_limit()) return "more experts or slots than a block can list";
-  const int64_t part = cpu::kPartRows * K, parts = n > 0 ? cpu::num_parts(T) : 0;
-  const Numbers<Id> in{ids, slots, n, part, E, P, tables, numbered, source_quota, error_word()};
-  return launch(part <= Team::kLanes ? route_numbered_kernel<1, Id> : route_numbered_kernel<kMostTurns, Id>,
-                parts, Team::kLanes, bytes, stream, in);
+  const int64_t part = int64_t(cpu::kPartRows) * width, parts = n > 0 ? cpu::num_parts(T) : 0;
+  const Numbers<Id> in{
+      ids, slots, n, part, E, P, K, width, tables, numbered, source_quota, shared.home_slot, error_word()};
+  const bool once = part <= Team::kLanes;
+  auto* const kernel = shared.n == 0 ? once ? route_numbered_kernel<1, false, Id>
+                                            : route_numbered_kernel<kMostTurns, false, Id>
+                       : once        ? route_numbered_kernel<1, true, Id>
+                                     : route_numbered_kernel<kMostTurns, true, Id>;
+  return launch(kernel, parts, Team::kLanes, bytes, stream, in);
 }
 
 template const char* route_numbered(const int32_t*, int64_t, int, int, int, const ReplicaTables&,
-                                    const Numbered&, const int32_t*, int32_t*, void*);
+                                    const Numbered&, const SharedColumns&, const int32_t*, int32_t*, void*);
 template const char* route_numbered(const int64_t*, int64_t, int, int, int, const ReplicaTables&,
-                                    const Numbered&, const int32_t*, int64_t*, void*);
+                                    const Numbered&, const SharedColumns&, const int32_t*, int64_t*, void*);
 
 }  // namespace isoload::cuda

@@ -33,12 +33,11 @@ __device__ int size(const RankSet<W>& set) {
 }
 
 // Tokens to ranks, one column of copies at a time. Every lane runs it and keeps its own tokens.
-template <int W>
+template <int W, class Out>
 class Matcher {
  public:
-  __device__ Matcher(Team& team, Counters& counters, const SharedRoute& in, RankSet<W>* visits,
-                     int32_t* ranks)
-      : team_(team), c_(counters), in_(in), tokens_(static_cast<int>(in.T)), visits_(visits), ranks_(ranks) {}
+  __device__ Matcher(Team& team, Counters& counters, const SharedRoute& in, RankSet<W>* visits, Out* out)
+      : team_(team), c_(counters), in_(in), tokens_(static_cast<int>(in.T)), visits_(visits), out_(out) {}
 
   template <class Id>
   __device__ void read(const Id* slots, int32_t* errors) {
@@ -46,7 +45,7 @@ class Matcher {
     team_.for_each(tokens_, [&](int t) {
       RankSet<W> visits;
       for (int k = 0; k < in_.K; ++k) {
-        const int64_t slot = slots[int64_t(t) * in_.K + k];
+        const int64_t slot = slots[int64_t(t) * in_.slots_width + k];
         if (slot >= 0 && slot < P)
           visits.insert(static_cast<int>(slot) / in_.S);
         else if (slot != -1)
@@ -80,10 +79,14 @@ class Matcher {
       choose(d, todo);
     }
     deal_rest();
+    if (in_.first_shared >= 0)
+      team_.for_each(tokens_, [&](int t) {
+        rank(t) = static_cast<Out>(in_.written(static_cast<int>(rank(t)), column_));
+      });
   }
 
  private:
-  __device__ int32_t& rank(int t) { return ranks_[int64_t(t) * in_.num_shared + column_]; }
+  __device__ Out& rank(int t) { return out_[int64_t(t) * in_.width + column_]; }
   __device__ bool is_free_visitor(int t, int d) { return rank(t) == kFree && visits_[t].contains(d); }
 
   // line becomes the prefix sums of length(d), each lane scanning what it wrote. Ends with a barrier; the
@@ -174,17 +177,17 @@ class Matcher {
   const SharedRoute& in_;
   const int tokens_;
   RankSet<W>* const visits_;  // [T]
-  int32_t* const ranks_;      // [T, num_shared]
+  Out* const out_;            // [T, width] ranks, where slots are wanted while a column is matched
   int column_ = 0;
 };
 
-template <int W, class Id>
+template <int W, class Id, class Out>
 __global__ void __launch_bounds__(Team::kLanes, 1)
-    route_shared_kernel(SharedRoute in, const Id* slots, int32_t* ranks, void* global, int32_t* errors) {
+    route_shared_kernel(SharedRoute in, const Id* slots, Out* out, void* global, int32_t* errors) {
   __shared__ Team::Group group;
   __shared__ Counters counters;
   Team team(group);
-  Matcher<W> matcher(team, counters, in, static_cast<RankSet<W>*>(global), ranks);
+  Matcher<W, Out> matcher(team, counters, in, static_cast<RankSet<W>*>(global), out);
   matcher.read(slots, errors);
   for (int j = 0; j < in.num_shared; ++j) matcher.match(j);
 }
@@ -195,15 +198,16 @@ int64_t route_shared_bytes(const SharedRoute& in) {
   return with_words(in.R, [&](auto W) { return in.T * int64_t(sizeof(RankSet<W>)); });
 }
 
-template <class Id>
-const char* route_shared(const SharedRoute& in, const Id* slots, int32_t* ranks, void* global, void* stream) {
+template <class Id, class Out>
+const char* route_shared(const SharedRoute& in, const Id* slots, Out* out, void* global, void* stream) {
   return with_words(in.R, [&](auto W) {
-    return launch(route_shared_kernel<W, Id>, in.T > 0, Team::kLanes, 0, stream, in, slots, ranks, global,
+    return launch(route_shared_kernel<W, Id, Out>, in.T > 0, Team::kLanes, 0, stream, in, slots, out, global,
                   error_word());
   });
 }
 
 template const char* route_shared(const SharedRoute&, const int32_t*, int32_t*, void*, void*);
 template const char* route_shared(const SharedRoute&, const int64_t*, int32_t*, void*, void*);
+template const char* route_shared(const SharedRoute&, const int64_t*, int64_t*, void*, void*);
 
 }  // namespace isoload::cuda

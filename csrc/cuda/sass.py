@@ -15,7 +15,9 @@ INSTRUCTION_BYTES = 16
 CODE_LIMIT = 64 * 1024  # what an instruction cache holds of a kernel
 # Loads on their way, at least: all that a lane asks for.
 AHEAD = dict.fromkeys(("count", "count_alone", "count_numbered", "route_numbered"), 8)
-IN_SHARED = re.compile(r"plan_(exact(_share)?|joint|spill)_fetched<true>")  # no pointer that may lead anywhere
+IN_SHARED = re.compile(
+    r"plan_(exact(_share)?|joint|spill)_fetched<true>"
+)  # no pointer that may lead anywhere
 ACROSS = re.compile(r"gather_rows")  # words that other GPUs read and write
 # What every batch may run. Up to 100 KB have exact plans that are not fetched, that with a row of the share where
 # ranks differ in speed, and kernels for sets of ranks of several words: each set's loop is code of its own.

@@ -23,8 +23,27 @@ inline void check_route(const cpu::RouteFault& fault, int64_t E) {
   require(fault.kind != cpu::RouteFault::not_the_numbers,
           "numbers and parts must be those of topk_ids, as count_numbered makes them, those of expert ",
           fault.value, " are not");
+  require(fault.kind != cpu::RouteFault::not_shared, "topk_ids must end in the shared experts from ", E,
+          " on, or in -1 where all routed choices are, row ", fault.value, " does not");
   require(fault.kind != cpu::RouteFault::not_the_share,
           "topk_ids must hold each expert as often as its share says, ", "expert ", fault.value, " does not");
+}
+
+inline void check_shared(const cpu::SharedFault& fault, const cpu::SharedRoute& problem) {
+  require(fault.kind != cpu::SharedFault::bad_slot, "slots must be in -1..",
+          int64_t(problem.R) * problem.S - 1, ", got ", fault.value);
+  if (fault.kind == cpu::SharedFault::none) return;
+  int64_t sum = 0;
+  for (int64_t d = 0; d < problem.R; ++d) sum += problem.source_quota[d];
+  require(false, "source_quota must sum to num_shared copies of every token with a slot, ", fault.value,
+          ", got ", sum);
+}
+
+inline void require_copies_of_ranks(const Tensor& source_quota) {
+  for (int64_t d = 0; d < source_quota.size(0); ++d) {
+    const int32_t copies = data<int32_t>(source_quota)[d];
+    require(copies >= 0, "source_quota must not be negative, got ", copies, " for rank ", d);
+  }
 }
 
 }  // namespace isoload::ops

@@ -1,6 +1,7 @@
 // route_shared: checks of slots and the row of the share.
 #include "cpu/cpu.h"
 #include "ops/op.h"
+#include "ops/route_checks.h"
 
 namespace isoload::ops {
 
@@ -21,10 +22,7 @@ Tensor route_shared(const Tensor& slots_in, const Tensor& share_row_in, int64_t 
           "slots must have fewer than 2^31 shared copies (num_shared=", num_shared, " of every token), got ",
           T * num_shared);
   require_device(source_quota, "source_quota", slots, "slots");
-  for (int64_t d = 0; d < R && slots.is_cpu(); ++d) {
-    const int32_t copies = data<int32_t>(source_quota)[d];
-    require(copies >= 0, "source_quota must not be negative, got ", copies, " for rank ", d);
-  }
+  if (slots.is_cpu()) require_copies_of_ranks(source_quota);
   const cpu::SharedRoute problem{T,
                                  static_cast<int>(slots.size(1)),
                                  static_cast<int>(R),
@@ -32,7 +30,10 @@ Tensor route_shared(const Tensor& slots_in, const Tensor& share_row_in, int64_t 
                                  static_cast<int>(rank),
                                  static_cast<int>(num_shared),
                                  data<int32_t>(source_quota),
-                                 strict};
+                                 strict,
+                                 static_cast<int>(slots.size(1)),
+                                 static_cast<int>(num_shared),
+                                 -1};
   const Tensor ranks = new_empty(slots, {T, num_shared});
   if (on_cuda(slots, [&](auto stream) {
         const Scratch scratch(slots, cuda::route_shared_bytes(problem));
@@ -47,14 +48,7 @@ Tensor route_shared(const Tensor& slots_in, const Tensor& share_row_in, int64_t 
     return cpu::route_shared(problem, data<decltype(id)>(slots), mutable_data<int32_t>(ranks));
   };
   const cpu::SharedFault fault = slots.scalar_type() == ScalarType::Int ? run(int32_t()) : run(int64_t());
-  require(fault.kind != cpu::SharedFault::bad_slot, "slots must be in -1..", R * slots_per_rank - 1, ", got ",
-          fault.value);
-  if (fault.kind == cpu::SharedFault::not_the_share) {
-    int64_t sum = 0;
-    for (int64_t d = 0; d < R; ++d) sum += data<int32_t>(source_quota)[d];
-    require(false, "source_quota must sum to num_shared copies of every token with a slot, ", fault.value,
-            ", got ", sum);
-  }
+  check_shared(fault, problem);
   return ranks;
 }
 

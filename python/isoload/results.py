@@ -23,6 +23,21 @@ class Numbered(NamedTuple):
     parts: Tensor
 
 
+class SharedColumns(NamedTuple):
+    """The shared experts in the last columns of topk_ids, and where one rank's copies of them go.
+
+    num_shared columns; first_shared: place of the first one among a rank's slots; home: the rank that computes them
+    unless row says otherwise; row [R] int32: the rank's row of :func:`isoload.ops.plan_waterfill`, or None; strict: see
+    :func:`isoload.ops.route_shared`.
+    """
+
+    num_shared: int
+    first_shared: int
+    home: int
+    row: Tensor | None = None
+    strict: bool = False
+
+
 class ExactSplit(NamedTuple):
     """What :func:`isoload.ops.plan_exact` returns, with the leading dimension of the tables.
 

@@ -72,6 +72,11 @@ def route_counted(
     routed = topk_ids.narrow(1, 0, topk_ids.shape[1] - placed.num_shared)
     if values_readable(topk_ids):
         _check_shared_columns(routed, topk_ids.narrow(1, routed.shape[1], placed.num_shared), placed)
+    looked_up = numbered is not None and prefer is None and plan.weights is None
+    columns = plan.policy.shared_columns(plan, rank) if looked_up else None
+    if numbered is not None and columns is not None:
+        row = share_routed(loads, plan, rank, order)
+        return ops.route_numbered(topk_ids, numbered, row, plan.tables, columns)
     if numbered is not None:  # the shared experts are the last, in columns of their own
         numbers, parts = numbered.numbers, numbered.parts
         numbered = numbered._replace(

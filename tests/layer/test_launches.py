@@ -10,7 +10,7 @@ from torch import Tensor
 
 import isoload
 from isoload.experts.weights import ExpertWeights
-from support.fake_ranks import Everything, kept_memos, one_rank
+from support.fake_ranks import Everything, OneRank, kept_memos, one_rank
 from support.host_waits import HostWaits
 from support.launches import Launches, stand_ins
 
@@ -84,6 +84,40 @@ def test_three_launches_from_ids_to_slots() -> None:
     kernels = second_forward(None).kernels
     ours = [line.split(" ")[0] for line in kernels if "in transport/" not in line]
     assert ours[: ours.index("number_rows")] == ["count_numbered", "plan_exact_share", "route_numbered"]
+
+
+def launched(policy: str, num_shared: int, **how: Any) -> list[str]:
+    """The kernels of a Balancer's second batch on one of 16 ranks, but for those of the gather."""
+    placement = isoload.place(
+        torch.ones(1, EXPERTS), TOPOLOGY, slots_per_rank=18 + num_shared, num_shared=num_shared
+    )
+    group, launches = OneRank(3, TOPOLOGY), Launches()
+    group._agreed = Everything()
+    with HostWaits(answer), torch.no_grad(), kept_memos(), launches:
+        balancer = isoload.Balancer(placement, 0, policy, group, **how)
+        ids = torch.empty(TOKENS, TOP_K + num_shared, dtype=torch.int64, device="cuda")
+        balancer._own[ids.device] = balancer.placed_on(ids.device)
+        balancer(ids)
+        launches.clear()
+        balancer(ids)
+    return [line.split(" ")[0] for line in launches.kernels if "in transport/" not in line]
+
+
+@pytest.mark.parametrize("policy", ["joint", "waterfill"])
+def test_launches_from_ids_to_slots_with_a_shared_expert(policy: str) -> None:
+    """Tokens are dealt to ranks once all their routed copies have slots."""
+    routed = ["route_numbered"] * 2
+    assert launched(policy, 1) == ["count_numbered", "plan_joint", *routed]
+
+
+def test_launches_where_shared_experts_stay_home() -> None:
+    assert launched("exact", 1) == [
+        "count_numbered",
+        "plan_exact_share",
+        "floor_divide",
+        "add_",
+        "route_numbered",
+    ]
 
 
 def test_memory_of_exact_splits() -> None:

@@ -40,6 +40,14 @@ def plan_and_share_negative(d: str) -> None:
     assert split.peak.item() == split.bound.item() == -1
 
 
+def joint_negative(d: str) -> None:
+    """As plan_exact_share; the shared copies go nowhere either."""
+    loads = torch.nn.functional.pad(LOADS, (0, 1), value=-1)
+    made = ops.plan_joint(loads.to(d), tables(d), 1, 1, 0)
+    assert not any(field.any() for field in (made.quota, made.telemetry, made.row, made.share))
+    assert made.peak.item() == made.bound.item() == -1
+
+
 def tables(d: str) -> isoload.ReplicaTables:
     return ops.replica_tables(SLOTS.to(d), 2, 4)
 
@@ -108,6 +116,7 @@ BROKEN: dict[str, tuple[Callable[[str], object], list[int]]] = {
     "count_numbered": (lambda d: ops.count_numbered(BAD_IDS[1].to(d), 4), [0]),
     "plan_exact": (plan_without_replica, [1]),
     "plan_exact_share": (plan_and_share_negative, [1]),
+    "plan_joint": (joint_negative, [1]),
     "plan_active": (lambda d: ops.plan_active(-LOADS.to(d), tables(d)), [2]),
     "plan_waterfill": (lambda d: ops.plan_waterfill(NEGATIVE.to(d), TWO.to(d)), [3]),
     "share": (lambda d: ops.share(LOADS.to(d), QUOTA.to(d) + 1, tables(d), 1), [4]),

@@ -27,6 +27,11 @@ NO_KERNEL = {
 OF_MANY = {"number_rows": 2, "group_copies": 2}  # kernels of an op, of many copies
 
 
+def kernels_of(name: str, args: tuple[Any, ...]) -> int:
+    """route_numbered deals shared copies, if it has a row of them, in a kernel of their own."""
+    return 2 if name == "route_numbered" and args[6] is not None else OF_MANY.get(name, 1)
+
+
 class Launches(TorchDispatchMode):
     """A mode, entered inside of HostWaits.
 
@@ -60,7 +65,7 @@ class Launches(TorchDispatchMode):
         on_cuda = any(x.is_cuda for x in made or args if isinstance(x, Tensor))
         crosses = name == "_to_copy" and args[0].device != made[0].device  # a copy engine's work
         if on_cuda and name not in NO_KERNEL and not crosses:
-            self.note(name, OF_MANY.get(name, 1))
+            self.note(name, kernels_of(name, args))
         for tensor in made:
             self._hold(tensor)
         return result

@@ -22,7 +22,15 @@ sys.path.append(str(ROOT / "bench"))
 from gpu_jobs import JOBS
 from gpu_layers import EXPERTS, RANK, Layer, make_layers, per_node, size
 
-TOKENS = ("count", "count_numbered", "route", "route_numbered", "number_rows", "group_copies")
+TOKENS = (
+    "count",
+    "count_numbered",
+    "route",
+    "route_numbered",
+    "route_numbered, shared",
+    "number_rows",
+    "group_copies",
+)
 FEW, MANY, WIDE = (16, 32, 64), (16, 32, 4100), (32, 32, 64)  # ranks, replicas, tokens
 
 
@@ -95,6 +103,15 @@ def split_and_row(x: Layer, **options: Any) -> object:
     return [*split, row]
 
 
+def joint_of_two(x: Layer, **options: Any) -> object:
+    """Two shared experts, the second in the place behind the first; ranks of unequal speed."""
+    gathered = torch.cat([x.gathered, x.gathered[:, -1:]], 1)
+    slots = torch.nn.functional.pad(x.slot_to_expert.view(len(x.loads), -1), (0, 2), value=-1)
+    tables = ops.replica_tables(slots.flatten(), len(x.loads), EXPERTS)
+    how = {"ranks_per_node": per_node(x), "ticks": speeds(x), **options}
+    return ops.plan_joint(gathered, tables, RANK, 2, size(x), **how)
+
+
 def exact_of_many_ranks() -> object:
     """Of more than a warp has lanes, with paths to be found."""
     case = draw("duplicates", 64, 8)
@@ -162,6 +179,7 @@ OF_LAYERS: dict[str, tuple[Callable[[Layer], object], tuple[int, int, int]]] = {
     "plan_waterfill, speeds": (lambda x: ops.plan_waterfill(x.copies, x.tokens, ticks=speeds(x)), FEW),
     "plan_exact, local": (more("local"), FEW),
     "plan_exact_share, local": (functools.partial(split_and_row, objective="local"), FEW),
+    "plan_joint, local": (functools.partial(joint_of_two, objective="local"), FEW),
     "plan_waterfill, visited": (visited, FEW),
     "route_shared, spread": (spread, FEW),
     "sampled at a step": (sampled_at_a_step, FEW),

@@ -122,6 +122,17 @@ class Policy:
         assert plan.weights is not None
         return plan.weights
 
+    def shared_columns(self, plan: Plan, rank: int) -> ops.SharedColumns | None:
+        """Where a source rank's shared copies go, as :meth:`route_shared` has it; None where it is the policy's own."""
+        if type(self).route_shared is not Policy.route_shared:
+            return None
+        assert plan.shared is not None
+        placed, share = plan.placed, plan.shared.share
+        if share is None:
+            return ops.SharedColumns(placed.num_shared, placed.first_shared, placed.home_rank(rank))
+        row, strict = share.select(0, rank), plan.shared.rule == "limit"
+        return ops.SharedColumns(placed.num_shared, placed.first_shared, rank, row, strict)
+
     def route_shared(self, slots: Tensor, plan: Plan, rank: int) -> Tensor:
         """[T, n] int32 the rank of every token's shared experts, given its routed slots [T, K]; -1 = no token."""
         assert plan.shared is not None
