@@ -32,7 +32,7 @@ def route_joint(x: Layer) -> Tensor:
     of_ids = ops.Numbered(x.gathered[RANK], x.shared_numbers, x.shared_parts)
     row = torch.nn.functional.pad(x.row.view(len(x.loads), -1), (0, 1)).flatten()
     columns = ops.SharedColumns(1, size(x), RANK, x.shared_row)
-    return ops.route_numbered(x.shared_ids, of_ids, row, x.shared_tables, columns)
+    return ops.route_columns(x.shared_ids, of_ids, row, x.shared_tables, columns)
 
 
 def chain(x: Layer) -> Tensor:
@@ -200,8 +200,8 @@ JOBS = (
         tokens_matter=True,
     ),
     Job(
-        "route_numbered, shared",
-        "route_numbered",
+        "route_columns",
+        "route_columns",
         route_joint,
         ("shared_ids", "shared_numbers", "shared_parts", "row", "shared_tables", "shared_row"),
         tokens_matter=True,

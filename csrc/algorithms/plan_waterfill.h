@@ -14,6 +14,7 @@
 
 #include <climits>
 #include <cstdint>
+#include <type_traits>
 
 #include "algorithms/least_level.h"
 #include "algorithms/quotient.h"
@@ -195,8 +196,15 @@ class Waterfill {
   ISOLOAD_HD void visit() {
     const VisitProblem problem{in_.R, in_.candidates == Candidates::node ? in_.per_node : in_.R,
                                in_.per_token, in_.copies, in_.tokens};
-    VisitFlow<W, Team> flow(team_, problem, ws_.visit, givers_, takers_, ws_.excess, ws_.room, share_);
-    paths_ = flow.run(routed_);
+    auto run = [&](auto& team) {
+      VisitFlow<W, std::decay_t<decltype(team)>> flow(team, problem, ws_.visit, givers_, takers_, ws_.excess,
+                                                      ws_.room, share_);
+      paths_ = flow.run(routed_);  // lane 0's, if a group runs it
+    };
+    if constexpr (W == 1)
+      team_.alone(run);  // a step is a few words: what there is to do lies between its barriers
+    else
+      run(team_);
   }
 
   // Rest

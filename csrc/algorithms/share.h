@@ -100,20 +100,20 @@ class Share {
   ISOLOAD_HD void all_ranks(int32_t* out, Give&& give) {
     const int R = in_.R, S = in_.S;
     constexpr int kRows = 4;  // sources at a time, so that a slot is looked up once for all of them
-    for (int first = 0; first < R; first += kRows)
-      team_.for_each(R, [&](int d) {
-        int32_t copies[kRows] = {};
-        const int last = first + kRows < R ? first + kRows : R;
-        const int32_t* rows[kRows];
-        for (int i = 0; i < kRows; ++i)
-          rows[i] = in_.loads + int64_t(first + i < last ? first + i : first) * in_.E;
-        for (int p = d * S; p < d * S + S; ++p) {
-          const int e = t_.solo[p];
-          if (e < 0) continue;
-          for (int i = 0; i < kRows; ++i) copies[i] += rows[i][e];
-        }
-        for (int s = first; s < last; ++s) out[int64_t(s) * R + d] = copies[s - first];
-      });
+    team_.for_each((R + kRows - 1) / kRows * R, [&](int i) {
+      const int first = i / R * kRows, d = i % R;
+      int32_t copies[kRows] = {};
+      const int last = first + kRows < R ? first + kRows : R;
+      const int32_t* rows[kRows];
+      for (int i = 0; i < kRows; ++i)
+        rows[i] = in_.loads + int64_t(first + i < last ? first + i : first) * in_.E;
+      for (int p = d * S; p < d * S + S; ++p) {
+        const int e = t_.solo[p];
+        if (e < 0) continue;
+        for (int i = 0; i < kRows; ++i) copies[i] += rows[i][e];
+      }
+      for (int s = first; s < last; ++s) out[int64_t(s) * R + d] = copies[s - first];
+    });
     team_.sync();
     deal_all([&](int s, int j, int32_t copies) {
       team_.add(&out[int64_t(s) * R + t_.ranks[j]], copies);  // experts of several lanes meet in one cell

@@ -75,6 +75,9 @@ constexpr int kCpu = 1, kCuda = 2;
      "-> Tensor") \
   OP(route_numbered, kCpu | kCuda, \
      "(Tensor topk_ids, Tensor numbers, Tensor parts, Tensor source_quota, Tensor tables, " \
+     "int num_experts) -> Tensor") \
+  OP(route_columns, kCpu | kCuda, \
+     "(Tensor topk_ids, Tensor numbers, Tensor parts, Tensor source_quota, Tensor tables, " \
      "int num_experts, Tensor? shared_row, int num_ranks, int num_shared, int first_shared, int home, " \
      "bool strict) -> Tensor") \
   OP(route_sampled, kCpu | kCuda, \

@@ -29,6 +29,19 @@ inline void check_route(const cpu::RouteFault& fault, int64_t E) {
           "topk_ids must hold each expert as often as its share says, ", "expert ", fault.value, " does not");
 }
 
+// parts [C, E]: a view of a wider one is as good.
+inline cpu::Numbered checked_numbers(const Tensor& numbers, const Tensor& parts, const Tensor& ids,
+                                     int64_t E) {
+  require_dtype(numbers, "numbers", ScalarType::Int);
+  require_shape(numbers, "numbers", {ids.size(0), ids.size(1)});
+  require_device(numbers, "numbers", ids, "topk_ids");
+  require_dtype(parts, "parts", ScalarType::Int);
+  require_shape(parts, "parts", {cpu::num_parts(ids.size(0)), E});
+  require_device(parts, "parts", ids, "topk_ids");
+  require(E == 1 || parts.stride(1) == 1, "parts must have rows without gaps, got stride ", parts.stride(1));
+  return {data<int32_t>(numbers), data<int32_t>(parts), parts.stride(0)};
+}
+
 inline void check_shared(const cpu::SharedFault& fault, const cpu::SharedRoute& problem) {
   require(fault.kind != cpu::SharedFault::bad_slot, "slots must be in -1..",
           int64_t(problem.R) * problem.S - 1, ", got ", fault.value);

@@ -76,7 +76,7 @@ def route_counted(
     columns = plan.policy.shared_columns(plan, rank) if looked_up else None
     if numbered is not None and columns is not None:
         row = share_routed(loads, plan, rank, order)
-        return ops.route_numbered(topk_ids, numbered, row, plan.tables, columns)
+        return ops.route_columns(topk_ids, numbered, row, plan.tables, columns)
     if numbered is not None:  # the shared experts are the last, in columns of their own
         numbers, parts = numbered.numbers, numbered.parts
         numbered = numbered._replace(

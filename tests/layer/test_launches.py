@@ -106,7 +106,7 @@ def launched(policy: str, num_shared: int, **how: Any) -> list[str]:
 @pytest.mark.parametrize("policy", ["joint", "waterfill"])
 def test_launches_from_ids_to_slots_with_a_shared_expert(policy: str) -> None:
     """Tokens are dealt to ranks once all their routed copies have slots."""
-    routed = ["route_numbered"] * 2
+    routed = ["route_columns"] * 2
     assert launched(policy, 1) == ["count_numbered", "plan_joint", *routed]
 
 
@@ -116,7 +116,7 @@ def test_launches_where_shared_experts_stay_home() -> None:
         "plan_exact_share",
         "floor_divide",
         "add_",
-        "route_numbered",
+        "route_columns",
     ]
 
 

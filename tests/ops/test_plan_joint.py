@@ -172,8 +172,13 @@ def test_all_copies_of_the_largest_batch() -> None:
     got = ops.plan_joint(loads, tables, 1, 3, 1)
     assert int(got.quota.sum(dtype=torch.int64)) == MAX_COPIES
     assert int(got.peak) == int(got.bound) == 2**30
+
+
+def test_refuses_more_copies_than_the_largest_batch_has() -> None:
+    tables = ops.replica_tables(int32(0, -1, -1, -1, 0, -1, -1, -1), 2, 1)
+    loads = torch.tensor([[0] * 4, [MAX_COPIES - 3 * 2**29 + 2] + [2**29] * 3], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"loads must sum to less than 2\^31 copies, got 2147483649"):
-        ops.plan_joint(loads + int32(1, 0, 0, 0), tables, 1, 3, 1)
+        ops.plan_joint(loads, tables, 1, 3, 1)
 
 
 # The slots of support.exact_splits, and a shared slot behind each rank's two.

@@ -1,4 +1,4 @@
-"""route_numbered with shared experts in the last columns: the slots of route and route_shared, side by side."""
+"""route_columns: the slots of route and of route_shared, side by side."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Batch:
         return torch.cat([slots, torch.where(ranks < 0, -1, ranks * size + place).to(slots.dtype)], 1)
 
     def together(self, columns: SharedColumns) -> Tensor:
-        return ops.route_numbered(self.ids, self.numbered, self.row, self.tables, columns)
+        return ops.route_columns(self.ids, self.numbered, self.row, self.tables, columns)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -84,10 +84,7 @@ def test_equals_the_ops_apart_and_reference(
         slots = batch.together(columns)
         assert slots.dtype == dtype and torch.equal(slots, batch.apart(columns)), columns
         if tokens <= PART_ROWS + 1:
-            cut = batch.numbered._replace(
-                numbers=batch.numbered.numbers[:, :4], parts=batch.numbered.parts[:, :-num_shared]
-            )
-            expected = reference.route_numbered(batch.ids, cut, batch.row, batch.tables, columns)
+            expected = reference.route_columns(batch.ids, batch.numbered, batch.row, batch.tables, columns)
             assert torch.equal(slots, expected)
 
 
@@ -146,8 +143,8 @@ def test_refuses_a_shared_expert_among_the_routed() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "num_shared low": ({"num_shared": -1}, "num_shared must be in 0..1024, got -1"),
-    "num_shared high": ({"num_shared": 1025}, "num_shared must be in 0..1024, got 1025"),
+    "num_shared low": ({"num_shared": 0}, "num_shared must be in 1..1024, got 0"),
+    "num_shared high": ({"num_shared": 1025}, "num_shared must be in 1..1024, got 1025"),
     "columns": ({"num_shared": 7}, r"topk_ids must be \[T, K \+ 7\], got \[300, 6\]"),
     "place": ({"first_shared": 99}, r"first_shared must be in 0..\d+ with num_shared=2, got 99"),
     "home low": ({"home": -1}, "home must be in 0..7, got -1"),
@@ -181,11 +178,11 @@ def test_refuses_numbers_of_the_routed_alone() -> None:
     batch = Batch(8, "eplb", 300, 2)
     cut = Numbered(batch.numbered.counts, batch.numbered.numbers[:, :4], batch.numbered.parts[:, :-2])
     with pytest.raises(ValueError, match=r"numbers must have shape \[300, 6\], got \[300, 4\]"):
-        ops.route_numbered(batch.ids, cut, batch.row, batch.tables, batch.columns)
+        ops.route_columns(batch.ids, cut, batch.row, batch.tables, batch.columns)
 
 
 def test_opcheck() -> None:
-    batch, op = Batch(3, "eplb", 40, 2), torch.ops.isoload.route_numbered.default
+    batch, op = Batch(3, "eplb", 40, 2), torch.ops.isoload.route_columns.default
     numbered, tables = batch.numbered, batch.tables
     given = batch.ids, numbered.numbers, numbered.parts, batch.row, tables.data, tables.num_experts
     for row in (batch.columns.row, None):

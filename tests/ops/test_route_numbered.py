@@ -144,9 +144,6 @@ def test_too_many_copies_are_refused() -> None:
 
 
 def test_opcheck() -> None:
-    no_columns = None, TABLES.num_ranks, 0, 0, 0, False
     op = torch.ops.isoload.route_numbered.default
-    torch.library.opcheck(op, (IDS, NUMBERED.numbers, NUMBERED.parts, SHARE, TABLES.data, 4, *no_columns))
-    torch.library.opcheck(
-        op, (IDS.int(), NUMBERED.numbers, NUMBERED.parts, SHARE, TABLES.data, 4, *no_columns)
-    )
+    torch.library.opcheck(op, (IDS, NUMBERED.numbers, NUMBERED.parts, SHARE, TABLES.data, 4))
+    torch.library.opcheck(op, (IDS.int(), NUMBERED.numbers, NUMBERED.parts, SHARE, TABLES.data, 4))

@@ -28,8 +28,8 @@ OF_MANY = {"number_rows": 2, "group_copies": 2}  # kernels of an op, of many cop
 
 
 def kernels_of(name: str, args: tuple[Any, ...]) -> int:
-    """route_numbered deals shared copies, if it has a row of them, in a kernel of their own."""
-    return 2 if name == "route_numbered" and args[6] is not None else OF_MANY.get(name, 1)
+    """route_columns deals shared copies, if it has a row of them, in a kernel of their own."""
+    return 2 if name == "route_columns" and args[6] is not None else OF_MANY.get(name, 1)
 
 
 class Launches(TorchDispatchMode):

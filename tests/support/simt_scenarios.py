@@ -27,7 +27,7 @@ TOKENS = (
     "count_numbered",
     "route",
     "route_numbered",
-    "route_numbered, shared",
+    "route_columns",
     "number_rows",
     "group_copies",
 )

@@ -26,6 +26,7 @@ from isoload.ops.plan_waterfill import Candidates, plan_waterfill
 from isoload.ops.replica_tables import replica_tables
 from isoload.ops.round_split import round_split
 from isoload.ops.route import Prefer, route, route_sampled
+from isoload.ops.route_columns import route_columns
 from isoload.ops.route_numbered import route_numbered
 from isoload.ops.route_shared import route_shared
 from isoload.ops.route_shared_sampled import SharedRule, route_shared_sampled
@@ -87,6 +88,7 @@ __all__ = [
     "replica_tables",
     "round_split",
     "route",
+    "route_columns",
     "route_numbered",
     "route_sampled",
     "route_shared",

@@ -21,6 +21,7 @@ from isoload.reference.plan_waterfill import plan_waterfill
 from isoload.reference.replica_tables import replica_tables
 from isoload.reference.round_split import round_split
 from isoload.reference.route import route, route_sampled
+from isoload.reference.route_columns import route_columns
 from isoload.reference.route_numbered import route_numbered
 from isoload.reference.route_shared import route_shared
 from isoload.reference.route_shared_sampled import route_shared_sampled
@@ -70,6 +71,7 @@ __all__ = [
     "replica_tables",
     "round_split",
     "route",
+    "route_columns",
     "route_numbered",
     "route_sampled",
     "route_shared",
