@@ -117,6 +117,19 @@ struct SharedFault {
   int64_t value = 0;  // the slot, or num_shared * tokens
 };
 
+// What route_numbered does with the columns of shared copies; without a source_quota they go home.
+inline SharedColumns columns_of(const SharedRoute& shared) {
+  return {shared.num_shared, shared.source_quota ? -1 : shared.home * shared.S + shared.first_shared};
+}
+
+struct ColumnsFault {
+  RouteFault routed;
+  SharedFault shared;
+};
+template <class Id>
+ColumnsFault route_columns(const Id* ids, int E, const ReplicaTables& tables, const Numbered& numbered,
+                           const SharedRoute& shared, const int32_t* source_quota, Id* slots);
+
 template <class Id, class Out>
 SharedFault route_shared(const SharedRoute& problem, const Id* slots, Out* out);
 

@@ -86,6 +86,12 @@ int64_t route_shared_bytes(const SharedRoute& problem);
 template <class Id, class Out>
 const char* route_shared(const SharedRoute& problem, const Id* slots, Out* out, void* global, void* stream);
 
+int64_t route_columns_bytes(const SharedRoute& shared);
+template <class Id>
+const char* route_columns(const Id* ids, int E, const ReplicaTables& tables, const Numbered& numbered,
+                          const SharedRoute& shared, const int32_t* source_quota, Id* slots, void* global,
+                          void* stream);
+
 template <class Id>
 const char* route_shared_sampled(const Id* slots, int64_t T, int K, const SharedDraw& draw, int32_t* ranks,
                                  void* stream);

@@ -57,9 +57,6 @@ Tensor route_columns(const Tensor& topk_ids, const Tensor& numbers_in, const Ten
   require_device(tables_in, "tables", ids, "topk_ids");
   const cpu::SharedRoute shared =
       checked_shared(ids, shared_row, P, num_ranks, num_shared, first_shared, home, strict);
-  const bool dealt = shared_row.has_value();  // over the ranks
-  const cpu::SharedColumns columns{shared.num_shared,
-                                   dealt ? -1 : static_cast<int32_t>(home * shared.S + first_shared)};
   const cpu::Numbered numbered = checked_numbers(numbers, parts, ids, num_experts + num_shared);
   Tensor slots = new_empty(ids, {shared.T, ids.size(1)}, ids.scalar_type());
   auto launch = [&](auto id, auto&& run) {
@@ -69,24 +66,20 @@ Tensor route_columns(const Tensor& topk_ids, const Tensor& numbers_in, const Ten
   const bool narrow = ids.scalar_type() == ScalarType::Int;
   const int32_t* const share = data<int32_t>(source_quota);
   if (on_cuda(ids, [&](auto stream) {
-        const Scratch scratch(ids, dealt ? cuda::route_shared_bytes(shared) : 0);
-        auto run = [&](const auto* from, auto* to) -> const char* {
-          const char* const error =
-              cuda::route_numbered(from, shared.T, shared.K, E, static_cast<int>(P), tables.layer(0),
-                                   numbered, columns, share, to, stream);
-          return error || !dealt ? error
-                                 : cuda::route_shared(shared, to, to + shared.K, scratch.data(), stream);
+        const Scratch scratch(ids, cuda::route_columns_bytes(shared));
+        auto run = [&](const auto* from, auto* to) {
+          return cuda::route_columns(from, E, tables.layer(0), numbered, shared, share, to, scratch.data(),
+                                     stream);
         };
         return narrow ? launch(int32_t(), run) : launch(int64_t(), run);
       }))
     return slots;
   auto run = [&](const auto* from, auto* to) {
-    check_route(
-        cpu::route_numbered(from, shared.T, shared.K, E, tables.layer(0), numbered, columns, share, to),
-        num_experts);
-    if (dealt) check_shared(cpu::route_shared(shared, to, to + shared.K), shared);
+    return cpu::route_columns(from, E, tables.layer(0), numbered, shared, share, to);
   };
-  narrow ? launch(int32_t(), run) : launch(int64_t(), run);
+  const cpu::ColumnsFault fault = narrow ? launch(int32_t(), run) : launch(int64_t(), run);
+  check_route(fault.routed, num_experts);
+  check_shared(fault.shared, shared);
   return slots;
 }
 
