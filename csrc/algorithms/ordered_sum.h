@@ -4,10 +4,31 @@
 // column adds its terms by ascending i, and the columns are added as a tree.
 #pragma once
 
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
 #include "host_device.h"
 #include "packs.h"
 
 namespace isoload {
+
+// The largest of non-negative values, one per lane; NaN counts as the largest. As integers their bits are in
+// the same order. A barrier.
+template <class Real, class Team>
+ISOLOAD_HD Real largest(Team& team, Real value) {
+  using Bits = std::conditional_t<sizeof(Real) == 4, int32_t, int64_t>;
+  constexpr Bits kNoSign = ~uint64_t(0) >> (65 - 8 * sizeof(Bits));
+  Bits bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  bits &= kNoSign;
+  if constexpr (sizeof(Real) == 4)
+    bits = team.max32(bits);
+  else
+    bits = team.max(bits);
+  std::memcpy(&value, &bits, sizeof bits);
+  return value;
+}
 
 // term(0) .. term(n - 1)
 template <class F>
