@@ -1,5 +1,6 @@
 // ISOLOAD_HD marks what a CUDA block runs too; a C++ compiler sees nothing. ISOLOAD_ROLLED stands before a
 // loop of few or long turns, which nvcc would write out: a GPU's instruction cache shall hold the kernel.
+// ISOLOAD_UNROLLED stands before one of many short turns, which g++ would not write out.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +9,14 @@
 #define ISOLOAD_HD __host__ __device__
 #define ISOLOAD_ROLLED _Pragma("unroll 1")
 #define ISOLOAD_BY_FOUR _Pragma("unroll 4")
+#define ISOLOAD_UNROLLED _Pragma("unroll 4")
 #define ISOLOAD_COLD  // on a GPU a call would force the caller's registers into memory
 #else
 #define ISOLOAD_HD
 #define ISOLOAD_COLD [[gnu::noinline]]
 #define ISOLOAD_ROLLED
 #define ISOLOAD_BY_FOUR
+#define ISOLOAD_UNROLLED _Pragma("GCC unroll 4")
 #endif
 
 namespace isoload {

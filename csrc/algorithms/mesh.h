@@ -136,10 +136,16 @@ class Mesh {
       Real* other = row_of(i);
       const Real part = row[i] * inverse;
       if (piece == 0) ws_.ground[i] += part * ws_.ground[k], other[k] = part;
-      for (int j = i + 1 + piece; j < n_; j += pieces) other[j] += part * row[j];
-      ISOLOAD_ROLLED
-      for (int j = tile + piece; i < tile_end && j < k; j += pieces) other[j] += part * row[j];
+      add(part, row, i + 1 + piece, n_, pieces, other);
+      if (i < tile_end) add(part, row, tile + piece, k, pieces, other);
     });
+  }
+
+  // to[j] += part * row[j] for every stride-th j of [first, end).
+  ISOLOAD_HD static void add(Real part, const Real* __restrict row, int first, int end, int stride,
+                             Real* __restrict to) {
+    ISOLOAD_UNROLLED
+    for (int j = first; j < end; j += stride) to[j] += part * row[j];
   }
 
   // From currents to what the tile's nodes have on their own, which flows on to the nodes after the tile.

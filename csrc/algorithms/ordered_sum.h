@@ -87,13 +87,17 @@ class OrderedSum {
   }
 
   ISOLOAD_HD static Real tree(Real (&column)[kColumns]) {
-    for (int half = kColumns / 2; half > 0; half /= 2)
-      for (int c = 0; c < half; ++c) column[c] += column[c + half];
-    return column[0];
+    fold<8>(column), fold<4>(column), fold<2>(column);
+    return column[0] + column[1];
   }
 
  private:
   ISOLOAD_HD Real* scratch_half() const { return scratch_ + (odd_ ? kMost * kColumns : 0); }
+
+  template <int half>
+  ISOLOAD_HD static void fold(Real (&column)[kColumns]) {
+    for (int c = 0; c < half; ++c) column[c] += column[c + half];
+  }
 
   template <class F>
   ISOLOAD_HD static Real add_all(int n, F&& term) {
@@ -101,8 +105,7 @@ class OrderedSum {
     int first = 0;
     for (; first + kColumns <= n; first += kColumns)
       for (int c = 0; c < kColumns; ++c) column[c] += term(first + c);
-    for (int c = 0; c < kColumns; ++c)
-      if (first + c < n) column[c] += term(first + c);
+    for (int c = 0; first + c < n; ++c) column[c] += term(first + c);
     return tree(column);
   }
 
