@@ -35,27 +35,23 @@ class ColumnMesh {
 
   // A barrier last.
   ISOLOAD_HD void factor(const Stars<Real>& stars) {
-    for_pairs(0, [&](int a, int b) {
-      if (a == b)
-        start(a, stars);
-      else
-        at(a, b) = stars.left_kept ? between_lefts(a, b, stars) : between_rights(a, b, stars);
-    });
-    team_.sync();
+    ISOLOAD_ROLLED
     for (int first = 0; first < n_; first += kTile) {
-      team_.alone([&](auto& group) { eliminate(group, first); });
-      if (first + kTile >= n_) break;
-      for_pairs(first + kTile, [&](int a, int b) {
-        if (a < b) follow(a, b, first);
+      for_pairs(first, [&](int a, int b) {
+        if (first > 0 && a < b)
+          follow(a, b, first - kTile);
+        else if (first == 0)
+          join(a, b, stars);
       });
       team_.sync();
+      team_.alone([&](auto& group) { eliminate(group, first); });
     }
   }
 
   // Currents [n] in, potentials out. A barrier last.
   ISOLOAD_HD void solve(Real* const (&kept)[kFlows], int flows) {
     team_.apart(flows, [&](int f, auto& group) {
-      descend_and_ascend(group, f == 0 ? kept[0] : kept[1], ws_.shared + f * 2 * kTile);
+      descend_and_ascend(group, f == 0 ? kept[0] : kept[1], ws_.owns + f * kMostColumns);
     });
   }
 
@@ -80,6 +76,13 @@ class ColumnMesh {
       const int a = in_row ? row : mirror, b = in_row ? row + place : mirror + place - (size - row);
       if (in_row || mirror > row) f(first + a, first + b);
     });
+  }
+
+  ISOLOAD_HD void join(int a, int b, const Stars<Real>& stars) {
+    if (a == b)
+      start(a, stars);
+    else
+      at(a, b) = stars.left_kept ? between_lefts(a, b, stars) : between_rights(a, b, stars);
   }
 
   // a's way to ground, and no rows of its column from the diagonal on.
@@ -186,79 +189,56 @@ class ColumnMesh {
     at(a, b) = conducted;
   }
 
-  // As Mesh does it; a lane keeps its nodes. shared [2, kTile]: what a tile's nodes have, before and after.
+  // As Mesh does it. own [n]: what nodes have without those after them.
   template <class Group>
-  ISOLOAD_HD void descend_and_ascend(Group& group, Real* kept, Real* shared) {
-    constexpr int kOwn = kMost / Group::kLanes;
-    Real* const own = shared + kTile;
-    Real flow[kOwn];
-    for (int c = 0; c < kOwn; ++c) {
-      const int a = group.rank() + c * Group::kLanes;
-      flow[c] = a < n_ ? kept[a] : 0;
-    }
+  ISOLOAD_HD void descend_and_ascend(Group& group, Real* kept, Real* own) {
     int first = 0;
     ISOLOAD_ROLLED
     for (;; first += kTile) {
       const int end = first + kTile;
-      show(group, flow, first, shared);
-      for (int c = 0; c < kOwn; ++c) {
-        const int a = group.rank() + c * Group::kLanes;
-        if (a < first || a >= end || a >= n_) continue;
-        Real before[kTile], currents[kTile];
-        load(triangle_of(a), before);
-        load(shared, currents);
-        for (int j = 0; j < kTile; ++j)
-          if (j < a - first) flow[c] += before[j] * currents[j];
-        flow[c] *= ws_.inverse[a];
-      }
-      show(group, flow, first, own);
+      group.for_each(rows_of(first), [&](int m) {
+        const int a = first + m;
+        own[a] = add(kept[a], triangle_of(a), kept + first, 0, m) * ws_.inverse[a];
+      });
+      group.sync();
       if (end >= n_) break;
-      for (int c = 0; c < kOwn; ++c) {
-        const int a = group.rank() + c * Group::kLanes;
-        if (a < end || a >= n_) continue;
-        Real row[kTile], had[kTile];
-        load(column_of(first, a), row);
-        load(own, had);
-        for (int k = 0; k < kTile; ++k) flow[c] += row[k] * had[k];
-      }
+      group.for_each(n_ - end, [&](int i) {
+        const int a = end + i;
+        kept[a] = add(kept[a], column_of(first, a), own + first, 0, kTile);
+      });
+      group.sync();
     }
     ISOLOAD_ROLLED
-    for (;;) {
-      const int end = first + kTile < n_ ? first + kTile : n_;
-      for (int c = 0; c < kOwn; ++c) {
-        const int a = group.rank() + c * Group::kLanes;
-        if (a < first || a >= end) continue;
-        Real after[kTile], had[kTile];
-        load(column_of(first, a), after);
-        load(own, had);
-        for (int k = 0; k < kTile; ++k)
-          if (k > a - first && k < end - first) flow[c] += after[k] * had[k];
-        kept[a] = flow[c];
-      }
+    for (;; first -= kTile) {
+      const int rows = rows_of(first);
+      group.for_each(rows, [&](int m) {
+        const int a = first + m;
+        kept[a] = add(own[a], column_of(first, a), own + first, m + 1, rows);
+      });
+      group.sync();
       if (first == 0) break;
-      show(group, flow, first, shared);
-      for (int c = 0; c < kOwn; ++c) {
-        const int a = group.rank() + c * Group::kLanes;
-        if (a >= first) continue;
+      group.for_each(first, [&](int a) {
         const Real inverse = ws_.inverse[a];
-        Real potentials[kTile];
-        load(shared, potentials);
+        Real potentials[kTile], potential = own[a];
+        load(kept + first, potentials);
         for (int k = 0; k < kTile; ++k)
-          if (first + k < end) flow[c] += at(a, first + k) * inverse * potentials[k];
-      }
-      first -= kTile;
-      show(group, flow, first, own);
+          if (k < rows) potential += at(a, first + k) * inverse * potentials[k];
+        own[a] = potential;
+      });
+      group.sync();
     }
   }
 
-  // To all lanes: what the tile's nodes have. A barrier last.
-  template <class Group, int kOwn>
-  ISOLOAD_HD static void show(Group& group, const Real (&flow)[kOwn], int first, Real* to) {
-    for (int c = 0; c < kOwn; ++c) {
-      const int m = group.rank() + c * Group::kLanes - first;
-      if (m >= 0 && m < kTile) to[m] = flow[c];
-    }
-    group.sync();
+  ISOLOAD_HD int rows_of(int first) const { return n_ - first < kTile ? n_ - first : kTile; }
+
+  // flow + values[i] * of[i] for i in [begin, end), of a tile.
+  ISOLOAD_HD static Real add(Real flow, const Real* values, const Real* of, int begin, int end) {
+    Real value[kTile], factor[kTile];
+    load(values, value);
+    load(of, factor);
+    for (int i = 0; i < kTile; ++i)
+      if (i >= begin && i < end) flow += value[i] * factor[i];
+    return flow;
   }
 
   Team& team_;

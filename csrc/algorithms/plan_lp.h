@@ -104,7 +104,8 @@ class LpSolver {
     });
     team_.sync();
     team_.for_each(experts_.size, [&](int e) {
-      const Real price = experts_.least(e, [&](int k) { return ws_.z[ws_.edge_rank[k]] - mu / ws_.x[k]; });
+      const Real price = experts_.template least<Real>(
+          e, [&](int k) { return ws_.z[ws_.edge_rank[k]] - mu / ws_.x[k]; });
       ISOLOAD_ROLLED
       for (int k = experts_.first[e]; k < experts_.first[e + 1]; ++k) {
         ws_.z[k] = ws_.z[ws_.edge_rank[k]] - price;
@@ -122,7 +123,9 @@ class LpSolver {
           ws_.scale[e] = ws_.load[e] / sum;
           if (!priced) return;
           ws_.expert_excess[e] = ws_.load[e] - sum;
-          ws_.value[e] = ws_.load[e] * experts_.least(e, [&](int k) { return ws_.z[ws_.edge_rank[k]]; });
+          const Real price =
+              experts_.template least<Real>(e, [&](int k) { return ws_.z[ws_.edge_rank[k]]; });
+          ws_.value[e] = ws_.load[e] * price;
         },
         [&](int r) {
           if (!priced) return;
@@ -180,17 +183,18 @@ class LpSolver {
       else
         team_.sync();
       network.solve(flows, round == 0 ? 2 : 1);
-      const bool last_of_step = round != 1;
-      follow(round == 0, last_of_step);
+      const bool last_of_step = round != 1, only_see = round == 0;
+      Real x = 0, z = 0;  // the steepest ways to a first zero, of this lane's edges; then how far to go
+      follow(round == 0, last_of_step, x, z);
       if (!last_of_step) continue;
       ISOLOAD_ROLLED
-      for (int i = 0; i < 2; ++i) {
-        const Real steepest = largest(team_, steepest_x_);
-        steepest_x_ = steepest_z_;
-        steepest_z_ = steepest;
+      for (int i = 0; i < 2; ++i) {  // both
+        const Real length = reach(largest(team_, x), only_see ? Real(1) : kReach);
+        x = z;
+        z = length;
       }
-      advance(round == 0);
-      if (round == 0) aim();
+      advance(x, z, only_see);
+      if (only_see) aim();
     }
   }
 
@@ -211,13 +215,17 @@ class LpSolver {
   // Changes prices and M by what ranks, experts and speed'y = 1 still lack; x z and s y stay on target. g:
   // the response of prices to a rise of M, of which `first` finds the pull. `look`: for the steepest way to a
   // zero.
-  ISOLOAD_HD void follow(bool first, bool look) {
+  ISOLOAD_HD void follow(bool first, bool look, Real& steepest_x, Real& steepest_z) {
     sum_.start(Terms{ranks_.size, [&](int r) { return ws_.speed[r] * (ws_.rank_u[r] + ws_.dz[r]); }},
                Terms{ranks_.size, [&](int r) { return ws_.speed[r] * ws_.rank_g[r]; }});
     team_.sync();
-    if (first) pull_ = sum_.take(1);
-    const Real rise = (sum_.take(0) - price_excess_) / pull_;
-    Real steepest_x = 0, steepest_z = 0;
+    Real prices = 0;
+    ISOLOAD_ROLLED
+    for (int i = first ? 1 : 0; i >= 0; --i) {
+      prices = sum_.take(i);
+      if (i == 1) pull_ = prices;
+    }
+    const Real rise = (prices - price_excess_) / pull_;
     auto steeper = [](Real steepest, Real value, Real change) {
       const Real slope = -change / value;
       return slope > steepest ? slope : steepest;
@@ -233,15 +241,12 @@ class LpSolver {
       ws_.dz[k] = dz;
       ws_.dx[k] = dx;
     });
-    steepest_x_ = steepest_x, steepest_z_ = steepest_z;
     dM_ += rise;
   }
 
   // Goes along the step: only to see the products there, or almost up to the first zero. z follows its step:
   // recomputed as y - w it would lose what x / z then magnifies.
-  ISOLOAD_HD void advance(bool only_see) {
-    const Real share = only_see ? Real(1) : kReach;
-    const Real a = reach(steepest_x_, share), b = reach(steepest_z_, share);
+  ISOLOAD_HD void advance(Real a, Real b, bool only_see) {
     team_.for_each(num_edges_, [&](int k) {
       const Real x = ws_.x[k] + a * ws_.dx[k], z = ws_.z[k] + b * ws_.dz[k];
       ws_.product[ws_.edge_place[k]] = x * z;
@@ -307,7 +312,6 @@ class LpSolver {
   int num_edges_ = 0;
   Real M_ = 0, dM_ = 0, mu_ = 0, primal_ = 0, dual_ = 0;
   Real price_excess_ = 0, pull_ = 0;      // 1 - speed'y; speed'g
-  Real steepest_x_ = 0, steepest_z_ = 0;  // ways to a first zero, of this lane's edges
 };
 
 // kMostRanks: where none has more, the mesh is one of columns, else 0.

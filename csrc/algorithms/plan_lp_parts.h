@@ -65,9 +65,10 @@ struct LpWorkspace {
       : memory_(static_cast<char*>(memory)) {
     const int64_t kept = R < E ? R : E, all = R > E ? R : E;
     for (Real** array : {&x, &z, &dx, &dz, &product, &conductance, &network.part}) take(array, R + P);
-    for (Real** array : {&speed, &burden, &cost, &rank_excess, &rank_u, &rank_g}) take(array, R);
+    for (Real** array : {&speed, &burden, &cost, &rank_excess}) take(array, R);
     for (Real** array : {&load, &scale, &value, &expert_excess, &expert_ground}) take(array, E);
-    for (Real** array : {&expert_u, &expert_g}) take(array, E + 1);
+    for (Real** array : {&rank_u, &rank_g}) take(array, R + kTile);  // lanes load whole tiles
+    for (Real** array : {&expert_u, &expert_g}) take(array, E + kTile);
     take(&columns, OrderedSum<Real, int>::kScratch);
     take(&network.star, all);
     take_mesh(kept, E);
@@ -91,7 +92,7 @@ struct LpWorkspace {
     take(&mesh.columns, (n + kTile - 1) / kTile * n * column_length<Real>);
     take(&mesh.triangles, n * column_length<Real>);
     take(&mesh.row, 2 * kMostColumns);
-    take(&mesh.shared, 2 * kFlows * kTile);
+    take(&mesh.owns, kFlows * kMostColumns);
     take(&mesh.lefts, E);
   }
 
@@ -124,7 +125,8 @@ class LpParts {
   // solved: negative loads, 2^31 copies or more, or copies that no rank with speed can take. A barrier last.
   ISOLOAD_HD bool list() {
     if (!add_up()) return false;
-    mark();
+    bool taken = true;
+    mark(taken);
     team_.sync();
     const int all = team_.scan(ws_.numbers, in_.R + P_ + 2 * in_.E);
     num_ranks_ = place_[0];
@@ -136,9 +138,8 @@ class LpParts {
       ws_.expert_u[num_experts_] = ws_.expert_g[num_experts_] = 0;
     }
     Real heaviest = 0;
-    bool taken = true;
     team_.for_each(in_.R, [&](int r) { list_rank(r, heaviest, taken); });
-    team_.for_each(in_.E, [&](int e) { list_expert(e, taken); });
+    team_.for_each(in_.E, [&](int e) { list_expert(e); });
     constexpr Real kNever = std::numeric_limits<Real>::quiet_NaN();
     heaviest_burden_ = largest(team_, taken ? heaviest : kNever);
     return heaviest_burden_ == heaviest_burden_;
@@ -153,11 +154,9 @@ class LpParts {
   ISOLOAD_HD Real heaviest_burden() const { return heaviest_burden_; }
 
  private:
-  ISOLOAD_HD bool fast(int r) const { return in_.speeds == nullptr || in_.speeds[r] > 0; }
-  ISOLOAD_HD bool split(int e) const { return ws_.total[e] > 0 && t_.copies(e) > 1; }
   ISOLOAD_HD int num_parts() const { return num_edges_ - num_ranks_; }
 
-  // Every expert's copies. A barrier last.
+  // Every expert's copies; 1 for each rank that is listed. A barrier last.
   ISOLOAD_HD bool add_up() {
     constexpr int64_t kTooMany = int64_t(INT32_MAX) + 1;
     int64_t copies = 0, sign = 0;
@@ -172,24 +171,26 @@ class LpParts {
       copies += total;
       ws_.total[e] = static_cast<int32_t>(total);
     });
+    team_.for_each(in_.R, [&](int r) { rank_at_[r] = in_.speeds == nullptr || in_.speeds[r] > 0; });
     team_.for_each(P_, [&](int p) { place_[p] = 0; });
     return team_.sum(sign < 0 ? kTooMany : copies) < kTooMany;
   }
 
-  // 1 for each rank that is listed, each slot of a part, each expert; the parts of each expert.
-  ISOLOAD_HD void mark() {
-    team_.for_each(in_.R, [&](int r) { rank_at_[r] = fast(r); });
+  // 1 for each slot of a part and each expert that is listed; the parts of each expert. Not taken, if none of
+  // its ranks has speed, or it has no rank.
+  ISOLOAD_HD void mark(bool& taken) {
     team_.for_each(in_.E, [&](int e) {
-      const int first = t_.offsets[e], end = split(e) ? t_.offsets[e + 1] : first;
+      const int first = t_.offsets[e], copies = t_.copies(e), total = ws_.total[e];
       int parts = 0;
       ISOLOAD_ROLLED
-      for (int j = first; j < end; ++j) {
-        if (!fast(t_.ranks[j])) continue;
+      for (int j = first; total > 0 && copies > 1 && j < first + copies; ++j) {
+        if (rank_at_[t_.ranks[j]] == 0) continue;
         place_[t_.slots[j]] = 1;
         ++parts;
       }
       first_[e] = parts;
-      expert_at_[e] = end > first;
+      expert_at_[e] = parts > 0;
+      taken &= total == 0 || copies == 1 || parts > 0;
     });
     team_.for_each(P_, [&](int p) {
       ws_.x[p] = split_[p] = t_.solo[p] >= 0 ? static_cast<Real>(ws_.total[t_.solo[p]]) : Real(0);
@@ -198,15 +199,14 @@ class LpParts {
 
   // What a rank carries already. Not taken, if it is without speed and carries something.
   ISOLOAD_HD void list_rank(int r, Real& heaviest, bool& taken) {
-    const int S = in_.S;
+    const int a = rank_at_[r], S = in_.S;
     Real burden = in_.base ? in_.base[r] : Real(0);
     ISOLOAD_ROLLED
     for (int p = r * S; p < r * S + S; ++p) burden += ws_.x[p];
-    if (!fast(r)) {
+    if (rank_at_[r + 1] == a) {
       taken &= !(burden > 0);
       return;
     }
-    const int a = rank_at_[r];
     const Real speed = in_.speeds ? in_.speeds[r] : Real(1), cost = burden / speed;
     heaviest = cost > heaviest ? cost : heaviest;
     ws_.burden[a] = burden;
@@ -216,21 +216,18 @@ class LpParts {
     ws_.edge_expert[a] = num_experts_;
   }
 
-  // Not taken, if none of its ranks has speed, or it has no rank.
-  ISOLOAD_HD void list_expert(int e, bool& taken) {
-    if (!split(e)) {
-      taken &= ws_.total[e] == 0 || t_.copies(e) > 0;
-      return;
-    }
+  ISOLOAD_HD void list_expert(int e) {
+    const int first = first_[e] - num_parts(), end = first_[e + 1] - num_parts();
+    if (first == end) return;
     const int a = expert_at_[e] - num_edges_ - num_parts();
-    int k = first_[e] - num_parts();
-    ws_.expert_first[a] = k;
+    ws_.expert_first[a] = first;
     ws_.load[a] = static_cast<Real>(ws_.total[e]);
     ws_.expert_ground[a] = 0;
+    int j = t_.offsets[e];
     ISOLOAD_ROLLED
-    for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j) {
+    for (int k = first; k < end; ++j) {
       const int r = t_.ranks[j], p = t_.slots[j];
-      if (!fast(r)) continue;
+      if (rank_at_[r + 1] == rank_at_[r]) continue;
       ws_.rank_parts[place_[p] - num_ranks_] = k;
       ws_.edge_rank[k] = rank_at_[r];
       ws_.edge_expert[k] = a;
@@ -238,7 +235,6 @@ class LpParts {
       ws_.edge_place[k] = place_[p];
       ++k;
     }
-    taken &= k > ws_.expert_first[a];
   }
 
   Team& team_;
@@ -248,7 +244,8 @@ class LpParts {
   Real* const split_;
   const int P_;
   // [R], [P], [E], [E] of ws_.numbers: ones and counts, then what stands before. Each goes on from the one
-  // before, so place_ counts ranks and parts by slot, first_ those and parts by expert, expert_at_ all.
+  // before, so place_ counts ranks and parts by slot, first_ those and parts by expert, expert_at_ all; and
+  // what is not listed has the number of what comes next.
   int32_t *const rank_at_, *const place_, *const first_, *const expert_at_;
   int num_ranks_ = 0, num_experts_ = 0, num_edges_ = 0;
   Real heaviest_burden_ = 0;
