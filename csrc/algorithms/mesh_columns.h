@@ -189,41 +189,28 @@ class ColumnMesh {
     at(a, b) = conducted;
   }
 
-  // As Mesh does it. own [n]: what nodes have without those after them.
+  // As Mesh does it. own [n]: what nodes have without those after them. Down the tiles from currents in `kept`
+  // to `own`, and up from there to potentials in `kept`; what a tile's nodes have flows on to the nodes ahead.
   template <class Group>
   ISOLOAD_HD void descend_and_ascend(Group& group, Real* kept, Real* own) {
-    int first = 0;
+    const int tiles = (n_ + kTile - 1) / kTile;
     ISOLOAD_ROLLED
-    for (;; first += kTile) {
-      const int end = first + kTile;
-      group.for_each(rows_of(first), [&](int m) {
-        const int a = first + m;
-        own[a] = add(kept[a], triangle_of(a), kept + first, 0, m) * ws_.inverse[a];
-      });
-      group.sync();
-      if (end >= n_) break;
-      group.for_each(n_ - end, [&](int i) {
-        const int a = end + i;
-        kept[a] = add(kept[a], column_of(first, a), own + first, 0, kTile);
-      });
-      group.sync();
-    }
-    ISOLOAD_ROLLED
-    for (;; first -= kTile) {
-      const int rows = rows_of(first);
+    for (int turn = 0; turn < 2 * tiles; ++turn) {
+      const bool down = turn < tiles;
+      const int first = (down ? turn : 2 * tiles - 1 - turn) * kTile, rows = rows_of(first);
+      Real *const from = down ? kept : own, *const to = down ? own : kept;
       group.for_each(rows, [&](int m) {
         const int a = first + m;
-        kept[a] = add(own[a], column_of(first, a), own + first, m + 1, rows);
+        const Real* values = down ? triangle_of(a) : column_of(first, a);
+        const Real flow = add(from[a], values, from + first, down ? 0 : m + 1, down ? m : rows);
+        to[a] = down ? flow * ws_.inverse[a] : flow;
       });
       group.sync();
-      if (first == 0) break;
-      group.for_each(first, [&](int a) {
-        const Real inverse = ws_.inverse[a];
-        Real potentials[kTile], potential = own[a];
-        load(kept + first, potentials);
-        for (int k = 0; k < kTile; ++k)
-          if (k < rows) potential += at(a, first + k) * inverse * potentials[k];
-        own[a] = potential;
+      const int ahead = down ? first + rows : 0;
+      group.for_each((down ? n_ : first) - ahead, [&](int i) {
+        const int a = ahead + i;
+        from[a] = down ? add(from[a], column_of(first, a), to + first, 0, kTile)
+                       : add_mirrored(from[a], a, first, to + first);
       });
       group.sync();
     }
@@ -238,6 +225,16 @@ class ColumnMesh {
     load(of, factor);
     for (int i = 0; i < kTile; ++i)
       if (i >= begin && i < end) flow += value[i] * factor[i];
+    return flow;
+  }
+
+  // The same of a tile's column at node a of an earlier one: what the tile's nodes conduct to a, in parts.
+  ISOLOAD_HD Real add_mirrored(Real flow, int a, int first, const Real* of) const {
+    const Real inverse = ws_.inverse[a];
+    Real factor[kTile];
+    load(of, factor);
+    for (int i = 0; i < kTile; ++i)
+      if (first + i < n_) flow += at(a, first + i) * inverse * factor[i];
     return flow;
   }
 

@@ -11,6 +11,7 @@
 #include <climits>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 #include "algorithms/network.h"
 #include "algorithms/ordered_sum.h"
@@ -59,10 +60,31 @@ struct LpWorkspace {
   int32_t* rank_parts;                           // [parts] by slot, so by rank
   int32_t *edge_rank, *edge_expert, *edge_slot;  // [edges]; slots of parts alone
   int32_t* edge_place;                           // [edges] in `product`: slacks, then parts by slot
-  int64_t bytes = 0;
 
-  ISOLOAD_HD LpWorkspace(void* memory, int64_t R, int64_t E, int64_t P)
-      : memory_(static_cast<char*>(memory)) {
+  ISOLOAD_HD LpWorkspace(void* memory, int64_t R, int64_t E, int64_t P) {
+    char* next = static_cast<char*>(memory);
+    lay_out(R, E, P, [&](auto** array, int64_t length) {
+      using T = std::remove_reference_t<decltype(**array)>;
+      *array = reinterpret_cast<T*>(next);
+      next += padded(length * sizeof(**array));
+    });
+  }
+  ISOLOAD_HD static int64_t size(int64_t R, int64_t E, int64_t P) {
+    int64_t bytes = 0;
+    LpWorkspace().lay_out(
+        R, E, P, [&](auto** array, int64_t length) { bytes += padded(length * sizeof(**array)); });
+    return bytes;
+  }
+
+ private:
+  LpWorkspace() = default;
+
+  // Each at a multiple of 16 bytes from the first, for packs.
+  ISOLOAD_HD static int64_t padded(int64_t bytes) { return (bytes + 15) & ~int64_t(15); }
+
+  // take(&array, length) of all.
+  template <class Take>
+  ISOLOAD_HD void lay_out(int64_t R, int64_t E, int64_t P, Take&& take) {
     const int64_t kept = R < E ? R : E, all = R > E ? R : E;
     for (Real** array : {&x, &z, &dx, &dz, &product, &conductance, &network.part}) take(array, R + P);
     for (Real** array : {&speed, &burden, &cost, &rank_excess}) take(array, R);
@@ -71,7 +93,7 @@ struct LpWorkspace {
     for (Real** array : {&expert_u, &expert_g}) take(array, E + kTile);
     take(&columns, OrderedSum<Real, int>::kScratch);
     take(&network.star, all);
-    take_mesh(kept, E);
+    lay_out_mesh(kept, E, take);
     take(&total, E);
     take(&numbers, R + P + 2 * E);
     take(&rank_first, R + 1);
@@ -79,12 +101,8 @@ struct LpWorkspace {
     take(&rank_parts, P);
     for (int32_t** array : {&edge_rank, &edge_expert, &edge_slot, &edge_place}) take(array, R + P);
   }
-  ISOLOAD_HD static int64_t size(int64_t R, int64_t E, int64_t P) {
-    return LpWorkspace(nullptr, R, E, P).bytes;
-  }
-
- private:
-  ISOLOAD_HD void take_mesh(int64_t n, int64_t E) {
+  template <class Take>
+  ISOLOAD_HD void lay_out_mesh(int64_t n, int64_t E, Take&& take) {
     MeshWorkspace<Real>& mesh = network.mesh;
     for (Real** array : {&mesh.ground, &mesh.inverse, &mesh.own}) take(array, n);
     take(&mesh.rows, n * row_length(n));
@@ -95,14 +113,6 @@ struct LpWorkspace {
     take(&mesh.owns, kFlows * kMostColumns);
     take(&mesh.lefts, E);
   }
-
-  // At a multiple of 16 bytes from the first, for packs.
-  template <class T>
-  ISOLOAD_HD void take(T** array, int64_t length) {
-    *array = memory_ ? reinterpret_cast<T*>(memory_ + bytes) : nullptr;
-    bytes += (length * int64_t(sizeof(T)) + 15) / 16 * 16;
-  }
-  char* memory_;
 };
 
 template <class Real, class Team>
