@@ -129,46 +129,46 @@ class ColumnMesh {
   // all lanes read is the one behind the diagonal, so that every index is known when this is compiled.
   template <class Group>
   ISOLOAD_HD void eliminate(Group& group, int first) {
-    constexpr int kOwn = kMost / Group::kLanes;  // columns of a lane
+    constexpr int kOwn = kMost / Group::kLanes;  // columns of a lane; only the first ones are the tile's
+    auto in_tile = [](int c) { return c * Group::kLanes < kTile; };
+    auto later = [&](int c, int j, int k) { return !in_tile(c) || j > k; };
     const int width = n_ - first, rows = width < kTile ? width : kTile;
     Real column[kOwn][kTile], ground[kOwn];
     for (int c = 0; c < kOwn; ++c) {
-      const int j = group.rank() + c * Group::kLanes;
-      for (int i = 0; i < kTile; ++i) column[c][i] = 0;
-      if (j < width) load(column_of(first, first + j), column[c]);
-      ground[c] = j < width ? ws_.ground[first + j] : 0;
+      const int j = group.rank() + c * Group::kLanes, node = first + (j < width ? j : 0);
+      load(column_of(first, node), column[c]);
+      ground[c] = j < width ? ws_.ground[node] : 0;
     }
     ISOLOAD_ROLLED
     for (int k = 0; k < rows; ++k) {
       Real* const row = ws_.row + k % 2 * kMost;  // a lane that runs ahead writes the other one
       for (int c = 0; c < kOwn; ++c) {
         const int j = group.rank() + c * Group::kLanes;
-        row[(j - k - 1) & (kMost - 1)] = j > k ? column[c][0] : 0;
-        if (j == k) ws_.ground[first + k] = ground[c];
+        row[(j - k - 1) & (kMost - 1)] = later(c, j, k) && j < width ? column[c][0] : 0;
+        if (in_tile(c) && j == k) ws_.ground[first + k] = ground[c];
       }
       group.sync();
-      Real sums[OrderedSum<Real, Team>::kColumns] = {}, next[kTile] = {};
+      Real sums[OrderedSum<Real, Team>::kColumns] = {}, next[kTile];
+      load(row, next);
       ISOLOAD_ROLLED
       for (int i = 0; i < width - k - 1; i += kTile) {
         Real terms[kTile];
         load(row + i, terms);
-        for (int t = 0; t < kTile; ++t) {
-          sums[t] += terms[t];
-          next[t] = i == 0 ? terms[t] : next[t];
-        }
+        for (int t = 0; t < kTile; ++t) sums[t] += terms[t];
       }
       const Real to_ground = ws_.ground[first + k];
       const Real inverse = 1 / (to_ground + OrderedSum<Real, Team>::tree(sums));
       for (int i = 0; i < kTile; ++i) next[i] *= inverse;  // parts
       for (int c = 0; c < kOwn; ++c) {
         const int j = group.rank() + c * Group::kLanes;
+        const bool is_k = in_tile(c) && j == k;
         const Real mine = column[c][0];
-        if (j < width) column_of(first, first + j)[k] = j == k ? 0 : mine;
-        if (j < kTile) triangle_of(first + k)[j] = j < k ? mine : 0;
-        if (j == k) ws_.inverse[first + k] = inverse;
-        if (j > k) ground[c] += mine * inverse * to_ground;
+        if (j < width) column_of(first, first + j)[k] = is_k ? 0 : mine;
+        if (in_tile(c) && j < kTile) triangle_of(first + k)[j] = j < k ? mine : 0;
+        if (is_k) ws_.inverse[first + k] = inverse;
+        if (later(c, j, k)) ground[c] += mine * inverse * to_ground;
         for (int i = 0; i + 1 < kTile; ++i)
-          column[c][i] = (j == k ? 0 : column[c][i + 1]) + next[i] * (j == k ? 1 : mine);
+          column[c][i] = (is_k ? 0 : column[c][i + 1]) + next[i] * (is_k ? 1 : mine);
         column[c][kTile - 1] = 0;
       }
     }

@@ -141,8 +141,11 @@ class LpSolver {
                  Terms{experts_.size, [&](int e) { return ws_.value[e]; }});
     primal_ = largest(team_, largest_cost(5 * sum_.kColumns));  // its barrier is that of the sums, too
     if (priced) {
-      mu_ = mean(sum_.take(0), sum_.take(1));
-      const Real prices = sum_.take(2), value = sum_.take(3) + sum_.take(4);
+      const Real prices = sum_.take(2);
+      Real products = 0, value = 0;
+      ISOLOAD_ROLLED
+      for (int i = 0; i < 2; ++i) products += sum_.take(i), value += sum_.take(3 + i);
+      mu_ = products / Real(num_edges_);
       price_excess_ = 1 - prices;
       const Real bound = value / prices;
       if (!finite(bound) || !finite(mu_)) return LpStatus::broke_down;
@@ -264,7 +267,10 @@ class LpSolver {
     sum_.start(Terms{num_parts(), [&](int i) { return ws_.product[ranks_.size + i]; }},
                Terms{ranks_.size, [&](int r) { return ws_.product[r]; }});
     team_.sync();
-    const Real ratio = mean(sum_.take(0), sum_.take(1)) / mu_;
+    Real products = 0;
+    ISOLOAD_ROLLED
+    for (int i = 0; i < 2; ++i) products += sum_.take(i);
+    const Real ratio = products / Real(num_edges_) / mu_;
     const Real last = kCentre * in_.tolerance * primal_ / Real(num_edges_);
     Real target = ratio * ratio * ratio * mu_;
     target = target > last ? target : last;
@@ -298,10 +304,6 @@ class LpSolver {
   ISOLOAD_HD void for_nodes(F&& of_expert, G&& of_rank) {
     team_.for_each(experts_.size, of_expert);
     for_each_behind(experts_.size, ranks_.size, of_rank);
-  }
-
-  ISOLOAD_HD Real mean(Real of_parts, Real of_ranks) const {
-    return (of_parts + of_ranks) / Real(num_edges_);
   }
 
   Team& team_;
