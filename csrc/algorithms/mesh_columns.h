@@ -148,10 +148,11 @@ class ColumnMesh {
         if (in_tile(c) && j == k) ws_.ground[first + k] = ground[c];
       }
       group.sync();
-      Real sums[OrderedSum<Real, Team>::kColumns] = {}, next[kTile];
+      Real sums[OrderedSum<Real, Team>::kColumns], next[kTile];
       load(row, next);
+      for (int t = 0; t < kTile; ++t) sums[t] = 0 + next[t];
       ISOLOAD_ROLLED
-      for (int i = 0; i < width - k - 1; i += kTile) {
+      for (int i = kTile; i < width - k - 1; i += kTile) {
         Real terms[kTile];
         load(row + i, terms);
         for (int t = 0; t < kTile; ++t) sums[t] += terms[t];
