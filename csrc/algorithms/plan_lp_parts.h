@@ -50,7 +50,7 @@ struct LpWorkspace {
   Real *speed, *burden, *cost, *rank_excess;
   // [experts] load, load / sum of its parts, its term of the bound, what expert rows lack, zeros
   Real *load, *scale, *value, *expert_excess, *expert_ground;
-  // [ranks], [experts + 1] potentials: of the current solve, and of currents = speeds
+  // [ranks + kTile], [experts + kTile] potentials: of the current solve, and of currents = speeds
   Real *rank_u, *rank_g, *expert_u, *expert_g;
   Real* columns;  // of the sums
   NetworkWorkspace<Real> network;
@@ -89,7 +89,7 @@ struct LpWorkspace {
     for (Real** array : {&x, &z, &dx, &dz, &product, &conductance, &network.part}) take(array, R + P);
     for (Real** array : {&speed, &burden, &cost, &rank_excess}) take(array, R);
     for (Real** array : {&load, &scale, &value, &expert_excess, &expert_ground}) take(array, E);
-    for (Real** array : {&rank_u, &rank_g}) take(array, R + kTile);  // lanes load whole tiles
+    for (Real** array : {&rank_u, &rank_g}) take(array, R + kTile);
     for (Real** array : {&expert_u, &expert_g}) take(array, E + kTile);
     take(&columns, OrderedSum<Real, int>::kScratch);
     take(&network.star, all);
@@ -145,8 +145,11 @@ class LpParts {
     if (team_.rank() == 0) {
       ws_.rank_first[num_ranks_] = num_parts();
       ws_.expert_first[num_experts_] = num_edges_;
-      ws_.expert_u[num_experts_] = ws_.expert_g[num_experts_] = 0;
     }
+    team_.for_each(kTile, [&](int i) {  // of the ground, and of what a mesh loads behind its nodes
+      ws_.rank_u[num_ranks_ + i] = ws_.rank_g[num_ranks_ + i] = 0;
+      ws_.expert_u[num_experts_ + i] = ws_.expert_g[num_experts_ + i] = 0;
+    });
     Real heaviest = 0;
     team_.for_each(in_.R, [&](int r) { list_rank(r, heaviest, taken); });
     team_.for_each(in_.E, [&](int e) { list_expert(e); });
