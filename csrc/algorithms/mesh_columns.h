@@ -23,6 +23,7 @@ class ColumnMesh {
   ISOLOAD_HD ColumnMesh(Team& team, OrderedSum<Real, Team>&, int n, const MeshWorkspace<Real>& workspace)
       : team_(team), n_(n), ws_(workspace) {}
 
+  // factor() comes behind a barrier.
   ISOLOAD_HD void prepare(const NetworkSide& left, const NetworkSide& right) {
     team_.for_each(right.size, [&](int e) {
       Set held;
@@ -30,7 +31,6 @@ class ColumnMesh {
       for (int i = right.first[e]; i < right.first[e + 1]; ++i) held.insert(left.node[i]);
       ws_.lefts[e] = held.word[0];
     });
-    team_.sync();
   }
 
   // A barrier last.
@@ -54,9 +54,10 @@ class ColumnMesh {
 
   // Currents [n] in, potentials out. A barrier last.
   ISOLOAD_HD void solve(Real* const (&kept)[kFlows], int flows) {
-    team_.apart(flows, [&](int f, auto& group) {
+    team_.for_each_group(flows, [&](int f, auto& group) {
       descend_and_ascend(group, f == 0 ? kept[0] : kept[1], ws_.shared + f * 2 * kTile);
     });
+    team_.sync();
   }
 
  private:
