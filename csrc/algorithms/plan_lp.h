@@ -109,9 +109,8 @@ class LpSolver {
       for (int k = experts_.first[e]; k < experts_.first[e + 1]; ++k) {
         ws_.x[k] = ws_.load[e] * (ws_.speed[ws_.part_rank[k]] / speed);
       }
+      scale(e);
     });
-    team_.sync();
-    team_.for_each(experts_.size, [&](int e) { scale(e); });
     team_.sync();
     primal_ = largest(largest_cost(0));
   }

@@ -150,7 +150,6 @@ class LpParts {
     const int S = in_.S;
     uint64_t stuck = 0;
     team_.for_each(in_.R, [&](int r) { ws_.rank_at[r] = fast(r); });
-    team_.sync();
     num_ranks_ = team_.scan(ws_.rank_at, in_.R);
     team_.for_each(in_.R, [&](int r) {
       Real burden = in_.base ? in_.base[r] : Real(0);
@@ -175,7 +174,6 @@ class LpParts {
       stuck |= ws_.total[e] > 0 && t_.copies(e) == 0;
       ws_.expert_at[e] = ws_.total[e] > 0 && t_.copies(e) > 1;
     });
-    team_.sync();
     num_experts_ = team_.scan(ws_.expert_at, in_.E);
     team_.for_each(in_.E, [&](int e) {
       if (ws_.total[e] == 0 || t_.copies(e) < 2) return;
@@ -202,7 +200,6 @@ class LpParts {
       return e >= 0 && ws_.total[e] > 0 && fast(p / S);
     };
     team_.for_each(P, [&](int p) { ws_.part_at[p] = is_part(p); });
-    team_.sync();
     num_parts_ = team_.scan(ws_.part_at, P);
     team_.for_each(in_.R, [&](int r) {
       if (fast(r)) ws_.rank_first[ws_.rank_at[r]] = ws_.part_at[r * S];
