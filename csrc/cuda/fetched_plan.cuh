@@ -36,6 +36,7 @@ __device__ void fetch_or_clear(const Team& team, const int32_t* from, int n, int
 template <class Planner, bool kPlain>
 __device__ __forceinline__ void plan_fetched(FetchedTeam& team, typename Planner::Problem& in,
                                              typename Planner::Result& out, int32_t* errors, Fault fault) {
+  take_turn();
   Planner::select(in, out, blockIdx.x);
   if (kPlain) in.ticks = nullptr, in.objective = Objective::spread;
   const FetchedSizes sizes = FetchedSizes::of<Planner>(in);

@@ -10,6 +10,7 @@ using GatherTeam = BlockTeam<16>;
 
 __global__ void __launch_bounds__(GatherTeam::kLanes, 1)
     gather_rows_kernel(RowGather in, int32_t* rows, int32_t* errors) {
+  wait_for_kernel_ahead();
   __shared__ GatherTeam::Group group;
   GatherTeam team(group);
   const int late = isoload::gather_rows(team, in, rows);

@@ -35,6 +35,7 @@ __device__ __forceinline__ void solve(PlanTeam& team, const SpillProblem& in, co
 
 __global__ void __launch_bounds__(PlanTeam::kLanes, 1)
     plan_spill_kernel(SpillProblem problem, SpillResult result, void* global, int32_t* errors) {
+  take_turn();
   __shared__ PlanTeam::Group group;
   PlanTeam team(group);
   select(problem, result);
@@ -53,6 +54,7 @@ __host__ __device__ int64_t fetched_bytes(int R, int E, int64_t P) {
 template <bool kPlain>
 __global__ void __launch_bounds__(PlanTeam::kLanes, 1)
     plan_spill_fetched_kernel(SpillProblem problem, SpillResult result, int32_t* errors) {
+  take_turn();
   __shared__ PlanTeam::Group group;
   PlanTeam team(group);
   select(problem, result);

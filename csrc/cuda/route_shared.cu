@@ -181,6 +181,7 @@ class Matcher {
 template <int W, class Id>
 __global__ void __launch_bounds__(Team::kLanes, 1)
     route_shared_kernel(SharedRoute in, const Id* slots, int32_t* ranks, void* global, int32_t* errors) {
+  take_turn();
   __shared__ Team::Group group;
   __shared__ Counters counters;
   Team team(group);

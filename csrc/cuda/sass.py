@@ -23,6 +23,12 @@ SHORT = re.compile(
     r"count|route_(numbered|shared)<|plan_exact_(share_fetched<true>|fetched)|plan_spill_fetched<true>"
     r"|plan_(active<1|waterfill<[12])>|plan_replication|top_up|shard_tokens|share|replica_tables"
 )
+# Not before a kernel's wait for the one ahead of it: global memory, the start of the next kernel, other ways on.
+BEHIND_WAIT = re.compile(
+    r"(LD|ST|ATOM)G?[. ]|LDGSTS|RED|CCTL|UBLK|UTMA|PREEXIT|BAR|BRA|BRX|JMP|JMX|CALL|RET|EXIT"
+)
+WAITS_FROM = 90  # of the compute capability
+ALONE = re.compile(r"borrow|gather_rows")  # until they have ended, no other kernel of theirs starts
 NO_DIVISION = re.compile(
     r"plan_(exact|active|waterfill|replication|spill)|top_up|shard_tokens|share|replica_tables|route_shared<"
 )
@@ -131,6 +137,16 @@ def without_order(instructions: list[str]) -> list[str]:
     return found
 
 
+def before_wait(instructions: list[str]) -> str:
+    """What a kernel does too early for one that starts before the kernel ahead has ended: see early_start.cuh."""
+    for line in instructions:
+        if line.startswith("ACQBULK"):
+            return ""
+        if BEHIND_WAIT.match(line):
+            return line
+    return "its end"
+
+
 def faults(codes: list[Code]) -> list[str]:
     found = []
     for code in codes:
@@ -148,6 +164,11 @@ def faults(codes: list[Code]) -> list[str]:
             found += [f"{of} has no order around {line}" for line in without_order(code.instructions)]
         if NO_DIVISION.match(code.kernel):
             found += [f"{of} calls {n}" for n in code.subroutines if re.search(r"_(div|rem)_[su]64$", n)]
+        starts_early = int(re.findall(r"\d+", code.architecture)[0]) >= WAITS_FROM
+        if starts_early and (line := before_wait(code.instructions)):
+            found.append(f"{of} comes to {line} before it waits for the kernel ahead")
+        if ALONE.match(code.kernel) and "PREEXIT" in code.instructions:
+            found.append(f"{of} lets the next kernel start before it has ended")
         anywhere = [line for line in code.instructions if re.match(r"(LD|ST|ATOM)(\.| )", line)]
         if IN_SHARED.match(code.kernel) and anywhere:
             found.append(f"{of} has {len(anywhere)} accesses by pointers of any memory, as {anywhere[0]}")

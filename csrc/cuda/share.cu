@@ -40,6 +40,7 @@ __device__ void fetch_inputs(ShareTeam& team, ShareProblem& problem, const Sizes
 __global__ void __launch_bounds__(ShareTeam::kLanes, 1)
     share_kernel(ShareProblem problem, Sizes sizes, ShareOf of, int rank, int32_t* out, void* global,
                  int32_t* errors) {
+  take_turn();
   __shared__ ShareTeam::Group group;
   ShareTeam team(group);
   const int64_t b = blockIdx.x, R = problem.R, E = problem.E, P = R * problem.S;

@@ -106,7 +106,7 @@ def kernels(package: Path) -> Any:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_kernels_equal_the_cpu_and_do_not_race(name: str, kernels: Any) -> None:
     found = kernels[name]
-    assert found["launches"] >= len(SEEDS)
+    assert found["early"] == found["launches"] >= len(SEEDS)
     assert not found["findings"], "\n".join(found["findings"])
     assert found["bits"] == [bits(SCENARIOS[name]())] * len(SEEDS)
 
@@ -157,6 +157,25 @@ def test_a_barrier_removed_from_the_source_is_noticed(name: str, tmp_path: Path)
     assert without != text
     found = answers(simt_build.build(tmp_path, file, text, without), "kernels", "0")
     assert any(re.match("race|uninitialised", line) for of in found.values() for line in of["findings"])
+
+
+def test_a_kernel_that_does_not_wait_for_the_one_ahead_is_noticed(tmp_path: Path) -> None:
+    begins = "(Numbering<Id> in) {\n  take_turn();"
+    changed = simt_build.build(tmp_path, "cuda/count_numbered.cu", begins, begins.replace("take_turn();", ""))
+    found = answers(changed, "kernels", "0")["count_numbered"]["findings"]
+    assert any(
+        re.match("early in count_numbered_kernel.*: lane .* reads global memory", line) for line in found
+    )
+    assert all(line.startswith("early in count_numbered_kernel") for line in found)
+
+
+@pytest.mark.parametrize(("wanted", "early"), [("0", 0), ("1", 1)])
+def test_kernels_start_early_unless_it_is_switched_off(wanted: str, early: int, package: Path) -> None:
+    call = (
+        "import torch; from support.simt_plugin import RUNTIME; from isoload import ops\n"
+        "ops.count(torch.tensor([[0, 1]]), 2); print(RUNTIME.launches, RUNTIME.early_launches)"
+    )
+    assert python(package, "-c", call, ISOLOAD_PDL=wanted).stdout == f"1 {early}\n"
 
 
 @pytest.mark.parametrize("op", CHOSEN)

@@ -29,7 +29,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Finding:
-    kind: str  # race, uninitialised, bounds, copy, stuck
+    kind: str  # race, uninitialised, bounds, copy, early, stuck
     text: str
     kernel: str
     frames: tuple[Frame, ...]  # innermost first
@@ -80,13 +80,19 @@ class Runtime:
         self._calls = ctypes.CDLL(str(self.library))
         for name in ("findings", "barriers", "paths"):
             getattr(self._calls, f"simt_{name}").restype = ctypes.c_char_p
-        self._calls.simt_launches.restype = ctypes.c_uint64
+        for name in ("launches", "early_launches"):
+            getattr(self._calls, f"simt_{name}").restype = ctypes.c_uint64
         self._frames: dict[str, tuple[Frame, ...]] = {"0": ()}
         self._kernels: dict[str, str] = {}
 
     @property
     def launches(self) -> int:
         return int(self._calls.simt_launches())
+
+    @property
+    def early_launches(self) -> int:
+        """Those of kernels that start before the one ahead of them has ended."""
+        return int(self._calls.simt_early_launches())
 
     def seed(self, seed: int) -> None:
         """Lanes run in an order drawn with this seed; 0: by their number."""

@@ -27,7 +27,7 @@ PATIENCE = 60.0  # seconds until a lane that goes round and round counts as foun
 def kernels(runtime: Runtime, seeds: list[int]) -> dict[str, object]:
     said: dict[str, object] = {}
     for name, scenario in SCENARIOS.items():
-        before, digests = runtime.launches, []
+        before, early, digests = runtime.launches, runtime.early_launches, []
         for seed in seeds:
             runtime.seed(seed)
             try:
@@ -37,6 +37,7 @@ def kernels(runtime: Runtime, seeds: list[int]) -> dict[str, object]:
         said[name] = {
             "bits": digests,
             "launches": runtime.launches - before,
+            "early": runtime.early_launches - early,
             "findings": [str(finding) for finding in runtime.take_findings()],
         }
     return said
