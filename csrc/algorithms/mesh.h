@@ -79,11 +79,10 @@ class Mesh {
 
   ISOLOAD_HD void prepare(const NetworkSide&, const NetworkSide&) {}
 
-  // A barrier last.
+  // solve() comes behind a barrier.
   ISOLOAD_HD void factor(const Stars<Real>& stars) {
     team_.for_each(n_, [&](int a) { join(a, stars); });
     for (int k = 0; k < n_; ++k) eliminate(k);
-    team_.sync();
   }
 
   // Currents [n] in, potentials out. A barrier last.

@@ -63,8 +63,7 @@ class ExactPaths {
       }
       ws_.holders[i] = holders;
       ws_.givers[i] = givers;
-    });
-    team_.sync();
+    });  // find_levels()'s reductions are the barrier
   }
 
   // Sets the target: what each rank may carry, who carries more, who less.
@@ -85,12 +84,11 @@ class ExactPaths {
   ISOLOAD_HD int find_levels() {
     RankSet<W> seen = under_, frontier = under_;
     for (int depth = 0;;) {
-      if (team_.rank() == 0) ws_.levels[depth] = frontier;
       if (frontier.meets(over_)) {
-        team_.sync();
         source_ = frontier.lowest_in(over_);
         return depth;
       }
+      if (team_.rank() == 0) ws_.levels[depth] = frontier;
       RankSet<W> next;
       team_.for_each(num_split_,
                      [&](int i) { next.unite_if(ws_.holders[i].meets(frontier), ws_.givers[i]); });

@@ -228,8 +228,7 @@ class Waterfill {
     team_.for_each(in_.R, [&](int r) {
       ws_.excess[r] = ws_.excess_left[r];
       ws_.room[r] = ws_.room_left[r];
-    });
-    team_.sync();
+    });  // the next one begins with a sum over what each lane wrote
   }
 
   ISOLOAD_HD void stay() {

@@ -86,7 +86,6 @@ class Share {
     const int P = in_.R * in_.S;
     for (int s = 0; s < in_.R; ++s)
       team_.for_each(P, [&](int p) { out[s * P + p] = t_.solo[p] < 0 ? 0 : load(s, t_.solo[p]); });
-    team_.sync();
     deal_all([&](int s, int j, int32_t copies) { out[int64_t(s) * P + t_.slots[j]] += copies; });
   }
 
@@ -108,7 +107,6 @@ class Share {
         }
         for (int s = first; s < last; ++s) out[int64_t(s) * R + d] = copies[s - first];
       });
-    team_.sync();
     // Experts of several lanes meet in one cell.
     deal_all([&](int s, int j, int32_t copies) { team_.add(&out[int64_t(s) * R + t_.ranks[j]], copies); });
   }
@@ -153,7 +151,8 @@ class Share {
     return found;
   }
 
-  // Every source serves its own rank, then its node, then all; give(s, j, copies) from source s to replica j.
+  // Every source serves its own rank, then its node, then all; give(s, j, copies) from source s to replica j,
+  // behind a barrier.
   template <class Give>
   ISOLOAD_HD void deal_all(Give&& give) {
     for (int s = 0; s < in_.R; ++s)

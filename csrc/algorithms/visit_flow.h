@@ -94,7 +94,6 @@ class VisitFlow {
       if (d < in_.R) wish = visits(s, d) < room_[d] ? visits(s, d) : room_[d];
       ws_.line[d] = wish >> shift;
     });
-    team_.sync();
     const int32_t total = team_.scan(ws_.line, in_.R + 1);
     const int32_t there = excess < total ? excess : total;
     const uint64_t scale = total ? quotient_of_large((int64_t(there) << 32) + total - 1, total) : 0;

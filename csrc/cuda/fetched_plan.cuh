@@ -51,7 +51,6 @@ __device__ __forceinline__ void plan_fetched(FetchedTeam& team, typename Planner
   in.loads = loads, in.tables = ReplicaTables::at(tables, in.E, sizes.P), out.quota = quota;
   wait_for_fetched(team);
   if (Planner::template solve<1>(team, in, shared_memory, out) != kPlanned) {
-    team.sync();
     Planner::refuse(team, in, out);
     if (team.rank() == 0) report(errors, fault);
   }  // a lane takes to global memory what it has refused, or what all left before the planner's last barrier

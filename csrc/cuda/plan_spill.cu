@@ -23,7 +23,6 @@ __device__ __forceinline__ void solve(PlanTeam& team, const SpillProblem& in, co
                                       const SpillWorkspace& workspace, int32_t* errors) {
   Spill<PlanTeam> solver(team, in, workspace, out);
   if (solver.solve() == SpillStatus::ok) return;
-  team.sync();
   team.for_each(in.R * in.S, [&](int p) {
     out.slot_to_expert[p] = in.slot_to_expert[p];
     out.quota[p] = 0;
