@@ -1,5 +1,6 @@
 // ISOLOAD_HD marks what a CUDA block runs too; a C++ compiler sees nothing. ISOLOAD_ROLLED stands before a
 // loop of few or long turns, which nvcc would write out: a GPU's instruction cache shall hold the kernel.
+// ISOLOAD_ONCE marks a rare function of several callers, for the same.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +10,11 @@
 #define ISOLOAD_ROLLED _Pragma("unroll 1")
 #define ISOLOAD_BY_FOUR _Pragma("unroll 4")
 #define ISOLOAD_COLD  // on a GPU a call would force the caller's registers into memory
+#define ISOLOAD_ONCE __attribute__((noinline))
 #else
 #define ISOLOAD_HD
 #define ISOLOAD_COLD [[gnu::noinline]]
+#define ISOLOAD_ONCE
 #define ISOLOAD_ROLLED
 #define ISOLOAD_BY_FOUR
 #endif

@@ -122,7 +122,7 @@ class ExactSolver {
       ws_.split.first[i] = t_.offsets[e], ws_.split.last[i] = t_.offsets[e + 1];
       ws_.split.copies[i] = ws_.total[e];
     });
-    level_ = smallest_peak(team_, in_.ticks, R, copies + pour, R, [](int) { return true; });
+    level_ = smallest_peak(team_, in_.ticks, R, copies + pour, R, RankSet<W>::first(R), ws_.found);
     team_.sync();
     const int64_t top = peak();
     bound_ = top > level_ ? top : level_;

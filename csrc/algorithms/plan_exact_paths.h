@@ -116,7 +116,7 @@ class ExactPaths {
     int64_t copies = 0;
     int size = 0;
     closed.for_each([&](int r) { copies += ws_.load[r], ++size; });
-    return smallest_peak(team_, in_.ticks, in_.R, copies, size, [&](int r) { return closed.contains(r); });
+    return smallest_peak(team_, in_.ticks, in_.R, copies, size, closed, ws_.found);
   }
 
   // One path from the lowest overloaded rank of the last level down to level 0, the widest hop each time.

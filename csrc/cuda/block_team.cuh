@@ -69,7 +69,7 @@ class BlockTeam {
   template <class F>
   __device__ void alone(F&& f) const {
     BlockTeam<1, kRolled> group;
-    if (warp() == 0) f(group);
+    if (kWarps == 1 || warp() == 0) f(group);
     sync();
   }
   template <class F>
