@@ -195,11 +195,10 @@ class ExactPaths {
 
   ISOLOAD_HD void move(int from, int to, int i, int32_t copies) {
     const int32_t left = quota_[from] - copies, taken = quota_[to] + copies;
-    RankSet<W> givers = ws_.givers[i];
+    RankSet<W>& givers = ws_.givers[i];
     if (left == 0) givers.erase(rank_of(from));
     givers.insert(rank_of(to));
     quota_[from] = left, quota_[to] = taken;
-    ws_.givers[i] = givers;
   }
 
   Team& team_;

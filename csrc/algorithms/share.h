@@ -117,6 +117,7 @@ class Share {
   ISOLOAD_HD int32_t load(int s, int e) const { return in_.loads[int64_t(s) * in_.E + e]; }
   ISOLOAD_HD int32_t sum_of(int s, int end, int e) const {
     int32_t copies = 0;
+    ISOLOAD_BY_FOUR
     for (; s < end; ++s) copies += load(s, e);
     return copies;
   }
