@@ -22,6 +22,14 @@ struct FetchedSizes {                      // of a block, in int32
   int64_t bytes() const { return (workspace + loads + tables + P + R + 1) * int64_t(sizeof(int32_t)); }
 };
 
+template <class Planner>
+bool fits_fetched(const typename Planner::Problem& problem) {
+  return problem.R <= 64 && FetchedSizes::of<Planner>(problem).bytes() <= shared_limit();
+}
+
+template <class Planner>
+struct FetchedKernels;
+
 // Copies that are not given are none.
 template <class Team>
 __device__ void fetch_or_clear(const Team& team, const int32_t* from, int n, int32_t* to) {
@@ -59,18 +67,10 @@ __device__ __forceinline__ void plan_fetched(FetchedTeam& team, typename Planner
 
 }  // namespace isoload::cuda
 
-// Kernels of a planner: fetched where that fits, else as every planner.
-#define ISOLOAD_FETCHED_PLANNER(name, Planner, fault)                                                        \
+// Kernels of a planner whose layers are fetched: FetchedKernels<Planner>::launch(problem, result, B, stream).
+#define ISOLOAD_FETCHED_KERNELS(name, Planner, fault)                                                        \
   namespace isoload::cuda {                                                                                  \
   namespace {                                                                                                \
-  template <int W>                                                                                           \
-  __global__ void __launch_bounds__(PlanTeam::kLanes, 1) name##_kernel(Planner::Problem problem,             \
-                                                                       Planner::Result result, void* global, \
-                                                                       int32_t* errors) {                    \
-    __shared__ PlanTeam::Group group;                                                                        \
-    PlanTeam team(group);                                                                                    \
-    plan_layer<Planner, W>(team, problem, result, global, errors, fault);                                    \
-  }                                                                                                          \
   template <bool kPlain>                                                                                     \
   __global__ void __launch_bounds__(FetchedTeam::kLanes, 1) name##_fetched_kernel(Planner::Problem problem,  \
                                                                                   Planner::Result result,    \
@@ -81,16 +81,38 @@ __device__ __forceinline__ void plan_fetched(FetchedTeam& team, typename Planner
   }                                                                                                          \
   }                                                                                                          \
   template <>                                                                                                \
+  struct FetchedKernels<Planner> {                                                                           \
+    static const char* launch(const Planner::Problem& problem, const Planner::Result& result, int64_t B,     \
+                              void* stream) {                                                                \
+      const bool plain = problem.ticks == nullptr && problem.objective == Objective::spread;                 \
+      return cuda::launch(plain ? name##_fetched_kernel<true> : name##_fetched_kernel<false>, B,             \
+                          FetchedTeam::kLanes, FetchedSizes::of<Planner>(problem).bytes(), stream, problem,  \
+                          result, error_word());                                                             \
+    }                                                                                                        \
+  };                                                                                                         \
+  }
+
+// All kernels of a planner: fetched where that fits, else as every planner.
+#define ISOLOAD_FETCHED_PLANNER(name, Planner, fault)                                                        \
+  ISOLOAD_FETCHED_KERNELS(name, Planner, fault)                                                              \
+  namespace isoload::cuda {                                                                                  \
+  namespace {                                                                                                \
+  template <int W>                                                                                           \
+  __global__ void __launch_bounds__(PlanTeam::kLanes, 1) name##_kernel(Planner::Problem problem,             \
+                                                                       Planner::Result result, void* global, \
+                                                                       int32_t* errors) {                    \
+    __shared__ PlanTeam::Group group;                                                                        \
+    PlanTeam team(group);                                                                                    \
+    plan_layer<Planner, W>(team, problem, result, global, errors, fault);                                    \
+  }                                                                                                          \
+  }                                                                                                          \
+  template <>                                                                                                \
   struct Kernels<Planner> {                                                                                  \
     template <int W>                                                                                         \
     static const char* launch(int64_t B, int64_t bytes, void* stream, const Planner::Problem& problem,       \
                               const Planner::Result& result, void* global, int32_t* errors) {                \
-      const int64_t fetched = FetchedSizes::of<Planner>(problem).bytes();                                    \
-      if (W == 1 && global == nullptr && fetched <= shared_limit()) {                                        \
-        const bool plain = problem.ticks == nullptr && problem.objective == Objective::spread;               \
-        return cuda::launch(plain ? name##_fetched_kernel<true> : name##_fetched_kernel<false>, B,           \
-                            FetchedTeam::kLanes, fetched, stream, problem, result, errors);                  \
-      }                                                                                                      \
+      if (W == 1 && global == nullptr && fits_fetched<Planner>(problem))                                     \
+        return FetchedKernels<Planner>::launch(problem, result, B, stream);                                  \
       return cuda::launch(name##_kernel<W>, B, PlanTeam::kLanes, bytes, stream, problem, result, global,     \
                           errors);                                                                           \
     }                                                                                                        \
