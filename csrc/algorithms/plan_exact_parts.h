@@ -41,16 +41,22 @@ struct ExactResult {
   int32_t* telemetry;  // [4] sweeps, augmentations, Newton steps, 1 if the budget ended the solve
 };
 
-// The target of a bound: in two parts, so that nothing overflows.
-ISOLOAD_HD inline int64_t with_tolerance(int64_t bound, int64_t ppm) {
+// In two parts, so that nothing overflows.
+ISOLOAD_HD ISOLOAD_ONCE inline int64_t millionths(int64_t bound, int64_t ppm) {
   const int64_t million = 1000000;
-  return bound + bound / million * ppm + bound % million * ppm / million;
+  return bound / million * ppm + bound % million * ppm / million;
+}
+
+// The target of a bound.
+ISOLOAD_HD inline int64_t with_tolerance(int64_t bound, int64_t ppm) {
+  return ppm == 0 ? bound : bound + millionths(bound, ppm);
 }
 
 // The smallest cost at which the ranks of a set, below R, can carry `copies` between them. By a group.
 template <int W, class Group>
 ISOLOAD_HD ISOLOAD_ONCE int64_t least_cost(Group group, const int32_t* ticks, int R, int64_t copies,
-                                           const RankSet<W> set) {
+                                           RankSet<W> set) {
+  lies_in_global(ticks);
   return least_level(
       group, LevelProblem{R, ticks, 0, copies, copies}, [&](int r) { return set.contains(r); },
       [](int, int64_t carried) { return carried; });
@@ -63,7 +69,7 @@ ISOLOAD_HD int64_t smallest_peak(Team& team, const int32_t* ticks, int R, int64_
                                  const RankSet<W>& set, int64_t* found) {
   if (!ticks) return rounded_up(copies, size);
   team.alone([&](auto& group) {
-    const int64_t cost = least_cost(group, ticks, R, copies, set);
+    const int64_t cost = least_cost<W>(group, ticks, R, copies, set);
     if (group.rank() == 0) *found = cost;
   });
   return *found;

@@ -69,15 +69,15 @@ class ExactPaths {
 
   // Sets the target: what each rank may carry, who carries more, who less.
   ISOLOAD_HD void aim(int64_t target) {
-    over_ = under_ = RankSet<W>();
+    over_ = RankSet<W>(), under_ = RankSet<W>();
     team_.for_each(in_.R, [&](int r) {
       const int64_t room = in_.ticks ? quotient(target, in_.ticks[r]) : target;
       ws_.cap[r] = static_cast<int32_t>(room < INT32_MAX ? room : INT32_MAX);
       over_.insert_if(ws_.load[r] > ws_.cap[r], r);
       under_.insert_if(ws_.load[r] < ws_.cap[r], r);
     });
-    over_ = unite(team_, over_, in_.R);
-    under_ = unite(team_, under_, in_.R);
+    unite(team_, over_, in_.R);
+    unite(team_, under_, in_.R);
   }
 
   // Breadth first, backwards: level 0 has room, level k can hand copies to level k-1. Returns the level that
@@ -94,8 +94,8 @@ class ExactPaths {
       RankSet<W> next;
       team_.for_each(num_split_,
                      [&](int i) { next.unite_if(ws_.holders[i].meets(frontier), ws_.givers[i]); });
-      next = unite(team_, next, in_.R).subtract(seen);
-      if (next.empty()) return -1;
+      unite(team_, next, in_.R);
+      if (next.subtract(seen).empty()) return -1;
       seen |= next;
       frontier = next;
       ++depth;
@@ -107,11 +107,12 @@ class ExactPaths {
   // included. So `pour` need not be counted here: a smaller set can leave it to the others.
   ISOLOAD_HD int64_t certify() {
     RankSet<W> closed = over_;
-    for (RankSet<W> before; !(before == closed);) {
-      before = closed;
+    for (;;) {
       RankSet<W> next;
       team_.for_each(num_split_, [&](int i) { next.unite_if(ws_.givers[i].meets(closed), ws_.holders[i]); });
-      closed |= unite(team_, next, in_.R);
+      unite(team_, next, in_.R);
+      if (next.subtract(closed).empty()) break;
+      closed |= next;
     }
     int64_t copies = 0;
     int size = 0;
@@ -126,7 +127,7 @@ class ExactPaths {
     int32_t width = excess, room = 0;
     int u = source_;
     for (int k = depth; k > 0; --k) {
-      const RankSet<W> below = W == 1 && k == 1 ? under_ : ws_.levels[k - 1];  // registers, if few
+      ReadSet<W> below = W == 1 && k == 1 ? under_ : ws_.levels[k - 1];
       const Pick giver = widest(u, below);
       if (giver.mine) ws_.from[k - 1] = giver.place, ws_.via[k - 1] = giver.index;
       width = giver.value < width ? giver.value : width;

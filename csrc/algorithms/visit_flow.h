@@ -130,14 +130,16 @@ class VisitFlow {
     for (int depth = 0; !takers.empty(); ++depth) {
       RankSet<W> givers, next;
       team_.for_each(in_.R, [&](int s) { givers.insert_if(ws_.open[s].meets(takers), s); });
-      givers = unite(team_, givers).subtract(seen);
+      unite(team_, givers);
+      givers.subtract(seen);
       if (team_.rank() == 0) {
         ws_.levels[depth] = takers;
         ws_.levels[depth] |= givers;
       }
       if (givers.meets(over_)) return team_.sync(), depth;
       team_.for_each(in_.R, [&](int s) { next.unite_if(givers.contains(s), ws_.sent[s]); });
-      takers = unite(team_, next).subtract(seen);
+      unite(team_, next);
+      takers = next.subtract(seen);
       seen |= givers;
       seen |= takers;
     }
