@@ -41,10 +41,11 @@ struct ExactResult {
   int32_t* telemetry;  // [4] sweeps, augmentations, Newton steps, 1 if the budget ended the solve
 };
 
-// In two parts, so that nothing overflows.
-ISOLOAD_HD ISOLOAD_ONCE inline int64_t millionths(int64_t bound, int64_t ppm) {
-  const int64_t million = 1000000;
-  return bound / million * ppm + bound % million * ppm / million;
+// In two parts, so that nothing overflows; without a sign, which would cost a GPU twice the code.
+ISOLOAD_HD ISOLOAD_ONCE inline uint64_t millionths(uint64_t bound, uint64_t ppm) {
+  constexpr uint64_t kMillion = 1000000;
+  const uint64_t millions = bound / kMillion, rest = bound - millions * kMillion;
+  return millions * ppm + rest * ppm / kMillion;
 }
 
 // The target of a bound.
