@@ -69,7 +69,11 @@ class VisitFlow {
     int paths = 0;
     for (quarters_ = 3; quarters_ <= 4 && !over_.empty() && !under_.empty(); ++quarters_) {
       list_ways();
-      for (int depth = find_levels(); depth >= 0; depth = find_levels()) augment(depth), ++paths;
+      for (;; ++paths) {  // one call: a kernel has the search once
+        const int depth = find_levels();
+        if (depth < 0) break;
+        augment(depth);
+      }
     }
     return paths;
   }
