@@ -20,6 +20,7 @@
 
 #include <climits>
 #include <cstdint>
+#include <type_traits>
 
 #include "algorithms/balance.h"
 #include "algorithms/plan_exact_parts.h"
@@ -49,7 +50,11 @@ class ExactSolver {
       ++sweeps;
     }
     PathsFound found{bound_, 0, 0, false};  // lane 0's, if a group augments
-    auto augment = [&](auto& team) { found = ExactPaths(team, in_, ws_, quota_).augment(found); };
+    auto augment = [&](auto& team) {
+      using Kept = std::conditional_t<kSpread, Sides<W>&, Sides<W>>;
+      Sides<W> sides;
+      found = ExactPaths<W, std::decay_t<decltype(team)>, Kept>(team, in_, ws_, quota_, sides).augment(found);
+    };
     if constexpr (W == 1)
       team_.alone(augment);  // a level is a few words: what there is to do lies between its barriers
     else
