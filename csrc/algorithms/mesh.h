@@ -143,7 +143,7 @@ class Mesh {
   // to[j] += part * row[j] for every stride-th j of [first, end).
   ISOLOAD_HD static void add(Real part, const Real* __restrict row, int first, int end, int stride,
                              Real* __restrict to) {
-    ISOLOAD_UNROLLED
+    ISOLOAD_BY_FOUR
     for (int j = first; j < end; j += stride) to[j] += part * row[j];
   }
 
