@@ -64,7 +64,7 @@ def gather_beside_others(x: Layer) -> Tensor:
     places[:, 1 : width + 1] = x.loads
     first = torch.full((), boards.data_ptr(), device=boards.device)
     addresses = first + torch.arange(ranks, device=boards.device) * boards.stride(0) * boards.itemsize
-    return ops.gather_rows(x.loads[RANK], addresses, boards[RANK], RANK)
+    return ops.gather_rows(x.loads[RANK], addresses, boards[RANK], RANK)[0]
 
 
 @dataclass(frozen=True)

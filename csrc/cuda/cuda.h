@@ -53,8 +53,8 @@ template <class Value, class Total>
 const char* borrow_backward(const Borrowing& in, const Rows* totals, int64_t num_rows, int64_t blocks,
                             void* stream);
 
-// rows [R, W]. The kernel waits for the other ranks; one that is late is noted in the error word.
-const char* gather_rows(const RowGather& in, int32_t* rows, void* stream);
+// The kernel waits for the other ranks; one that is late is noted in the error word.
+const char* gather_rows(const RowGather& in, const GatheredRows& out, void* stream);
 
 int64_t share_bytes(const ShareProblem& problem, ShareOf of, int64_t B);
 const char* share(const ShareProblem& problem, ShareOf of, int rank, int32_t* out, int64_t B, void* global,

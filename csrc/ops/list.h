@@ -20,7 +20,8 @@ constexpr int kCpu = 1, kCuda = 2;
   OP(count_numbered, kCpu | kCuda, \
      "(Tensor topk_ids, int num_experts) -> (Tensor counts, Tensor numbers, Tensor parts)") \
   OP(gather_rows, kCpu | kCuda, \
-     "(Tensor row, Tensor boards, Tensor(a!) board, int rank, int timeout_ms) -> Tensor") \
+     "(Tensor row, int[] beside, Tensor boards, Tensor(a!) board, int rank, int timeout_ms) " \
+     "-> (Tensor rows, Tensor beside)") \
   OP(replica_tables, kCpu | kCuda, \
      "(Tensor slot_to_expert, int num_ranks, int num_experts, Tensor(a!) tables) -> ()") \
   OP(plan_exact, kCpu | kCuda, \

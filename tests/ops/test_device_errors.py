@@ -94,9 +94,9 @@ def borrow(d: str, backward: bool) -> None:
 def gather_with_one_late(d: str) -> Tensor:
     boards = [torch.zeros(ops.board_words(2, 3), dtype=torch.int32, device=d) for _ in range(2)]
     addresses = torch.tensor([board.data_ptr() for board in boards], device=d)
-    rows = ops.gather_rows(LOADS[0, :3].to(d), addresses, boards[0], 0, timeout=0.02)
-    assert rows.tolist() == [[2, 3, 1], [2**31 - 1] * 3]
-    again = ops.gather_rows(LOADS[0, :3].to(d), addresses, boards[0], 0, timeout=3600)
+    rows, beside = ops.gather_rows(LOADS[0, :2].to(d), addresses, boards[0], 0, beside=[7], timeout=0.02)
+    assert rows.tolist() == [[0, 0], [2**31 - 1] * 2] and beside.tolist() == [[0], [2**31 - 1]]
+    again, _ = ops.gather_rows(LOADS[0, :2].to(d), addresses, boards[0], 0, beside=[7], timeout=3600)
     assert torch.equal(rows, again), "the board is closed"
     return rows
 

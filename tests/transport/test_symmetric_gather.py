@@ -246,9 +246,9 @@ def test_no_row_is_put_before_all_boards_are_zeros() -> None:
     peers = NotedPeers()
     boards = Boards(peers, torch.device("cpu"), Topology(1), 0, 1.0)
     row = torch.arange(3, dtype=torch.int32)
-    assert torch.equal(boards.gather(row), row.unsqueeze(0)) and torch.equal(
-        boards.gather(row + 1)[0], row + 1
-    )
+    for added, beside in ((0, []), (1, []), (2, [4])):
+        rows, told = boards.gather(row[: 3 - len(beside)] + added, beside)
+        assert torch.equal(rows[0], row[: 3 - len(beside)] + added) and told.tolist() == [beside]
     assert peers.done == ["new", "meet"]
 
 

@@ -39,18 +39,18 @@ def raise_failure(codes: Sequence[int]) -> None:
 
 
 @torch.library.custom_op("isoload::loads_of", mutates_args=())
-def loads_of(gathered: Tensor, num_experts: int) -> Tensor:
-    """The loads [R, E] of what was gathered [R, E + 1], once the codes behind them are 0; else raises.
+def loads_of(loads: Tensor, codes: Tensor) -> Tensor:
+    """The loads [R, E], once the codes [R] gathered beside them are 0; else raises.
 
     An op of its own, so that compiled code on CPU reads the codes when it runs and not when it is traced.
     """
-    raise_failure(gathered.select(1, num_experts).tolist())
-    return gathered.narrow(1, 0, num_experts).clone()
+    raise_failure(codes.tolist())
+    return loads.clone()
 
 
 @loads_of.register_fake
-def _(gathered: Tensor, num_experts: int) -> Tensor:
-    return gathered.new_empty(gathered.shape[0], num_experts)
+def _(loads: Tensor, codes: Tensor) -> Tensor:
+    return loads.new_empty(loads.shape)
 
 
 def rank_failed(rank: int, stage: str) -> str:

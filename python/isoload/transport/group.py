@@ -80,6 +80,15 @@ class Group(ABC):
         gathered = self._gather(stage, rows)
         return lambda: gathered
 
+    def _gather_beside(self, rows: list[Tensor], told: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """[R, E] int32 of every rank's row [E], and [R, F] of the integers that it tells beside it."""
+        joined = [
+            torch.cat([row, row.new_tensor(also) if len(also) > 1 else row.new_full((1,), also[0])])
+            for row, also in zip(rows, told, strict=True)
+        ]
+        width, gathered = len(rows[0]), self._gather("gather", joined)
+        return gathered.narrow(1, 0, width), gathered.narrow(1, width, len(told[0]))
+
     def gather(self, stage: str, rows: list[Tensor]) -> Tensor:
         """[R, F]: the row [F] of every rank, the same on all ranks."""
         self.traffic.bytes[stage] += sum(map(num_bytes, rows))
@@ -160,16 +169,15 @@ class Group(ABC):
                 )
         self.agree_new("gather", ("length of counts",), [(len(row),) for row in counts], counts[0].device)
         told = {k: v % FACT_RANGE for k, v in (facts or {}).items()} if values_readable(counts[0]) else {}
-        rows = [
-            torch.cat([row, row.new_tensor([code, *told.values()]) if told else row.new_full((1,), code)])
-            for row, code in zip(counts, errors, strict=True)
-        ]
-        gathered = self.gather("gather", rows)
-        if torch.compiler.is_compiling() and gathered.device.type == "cpu":
-            checked: Tensor = loads_of(gathered, len(counts[0]))
+        beside = [[code, *told.values()] for code in errors]
+        self.traffic.bytes["gather"] += sum(
+            num_bytes(row) + 4 * len(also) for row, also in zip(counts, beside, strict=True)
+        )
+        loads, gathered = self._gather_beside(counts, beside)
+        codes = gathered.select(1, 0)
+        if torch.compiler.is_compiling() and loads.device.type == "cpu":
+            checked: Tensor = loads_of(loads, codes)
             return checked
-        codes = gathered.select(1, len(counts[0]))
-        loads = gathered.narrow(1, 0, len(counts[0]))
         if capturing(codes.device):
             assert self._replayed is not None, "made by the gather before"
             torch.maximum(self._replayed, codes, out=self._replayed)
@@ -182,7 +190,7 @@ class Group(ABC):
         if told or codes.device.type == "cpu":  # a rank that failed has no facts to compare
             self.check()
         if told:
-            raise_disagreement(list(told), gathered.narrow(1, len(counts[0]) + 1, len(told)).tolist())
+            raise_disagreement(list(told), gathered.narrow(1, 1, len(told)).tolist())
         return loads
 
     def check(self) -> None:
