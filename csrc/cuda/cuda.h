@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "algorithms/gather_rows.h"
+#include "algorithms/plan_exact_share.h"
 #include "cpu/cpu.h"
 #include "ops/list.h"
 
@@ -55,6 +56,11 @@ const char* borrow_backward(const Borrowing& in, const Rows* totals, int64_t num
 
 // The kernel waits for the other ranks; one that is late is noted in the error word.
 const char* gather_rows(const RowGather& in, const GatheredRows& out, void* stream);
+
+// Both for one layer; in one kernel if the planner's inputs are fetched.
+const char* plan_exact_share_gathered(const RowGather& gather, const GatheredRows& gathered,
+                                      const ExactShareProblem& problem, const ExactShareResult& result,
+                                      void* global, void* stream);
 
 int64_t share_bytes(const ShareProblem& problem, ShareOf of, int64_t B);
 const char* share(const ShareProblem& problem, ShareOf of, int rank, int32_t* out, int64_t B, void* global,

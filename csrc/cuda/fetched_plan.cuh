@@ -22,6 +22,17 @@ struct FetchedSizes {                      // of a block, in int32
   int64_t bytes() const { return (workspace + loads + tables + P + R + 1) * int64_t(sizeof(int32_t)); }
 };
 
+// Shared memory of a block that fetches; 0 if it cannot.
+template <class Planner>
+int64_t fetched_bytes(const typename Planner::Problem& in, const void* global) {
+  if (global != nullptr || in.R > 64) return 0;
+  const int64_t bytes = FetchedSizes::of<Planner>(in).bytes();
+  return bytes <= shared_limit() ? bytes : 0;
+}
+inline bool is_plain(const ExactProblem& in) {
+  return in.ticks == nullptr && in.objective == Objective::spread;
+}
+
 // Copies that are not given are none.
 template <class Team>
 __device__ void fetch_or_clear(const Team& team, const int32_t* from, int n, int32_t* to) {
@@ -86,11 +97,9 @@ __device__ __forceinline__ void plan_fetched(FetchedTeam& team, typename Planner
     template <int W>                                                                                         \
     static const char* launch(int64_t B, int64_t bytes, void* stream, const Planner::Problem& problem,       \
                               const Planner::Result& result, void* global, int32_t* errors) {                \
-      const int64_t fetched = FetchedSizes::of<Planner>(problem).bytes();                                    \
-      if (W == 1 && global == nullptr && fetched <= shared_limit()) {                                        \
-        const bool plain = problem.ticks == nullptr && problem.objective == Objective::spread;               \
-        return cuda::launch(plain ? name##_fetched_kernel<true> : name##_fetched_kernel<false>, B,           \
-                            FetchedTeam::kLanes, fetched, stream, problem, result, errors);                  \
+      if (const int64_t fetched = fetched_bytes<Planner>(problem, global)) {                                 \
+        return cuda::launch(is_plain(problem) ? name##_fetched_kernel<true> : name##_fetched_kernel<false>,  \
+                            B, FetchedTeam::kLanes, fetched, stream, problem, result, errors);               \
       }                                                                                                      \
       return cuda::launch(name##_kernel<W>, B, PlanTeam::kLanes, bytes, stream, problem, result, global,     \
                           errors);                                                                           \

@@ -106,11 +106,18 @@ def test_three_launches_from_ids_to_slots() -> None:
     assert ours[: ours.index("number_rows")] == ["count_numbered", "plan_exact_share", "route_numbered"]
 
 
-def test_launches_from_ids_to_slots_where_ranks_write_each_other_s_memory() -> None:
-    """With the gather: nothing is joined to the loads, or taken from them again."""
-    kernels = [line.split(" ")[0] for line in second_forward(None, symmetric=True).kernels]
-    wanted = ["count_numbered", "gather_rows", "plan_exact_share", "route_numbered"]
-    assert kernels[: kernels.index("number_rows")] == wanted
+def test_three_launches_with_the_gather_where_ranks_write_each_other_s_memory() -> None:
+    """Nothing is joined to the loads, or taken from them again; other policies gather first."""
+    exact, active = (
+        [line.split(" ")[0] for line in second_forward(None, policy=policy, symmetric=True).kernels]
+        for policy in ("exact", "exact_active")
+    )
+    assert exact[: exact.index("number_rows")] == [
+        "count_numbered",
+        "plan_exact_share_gathered",
+        "route_numbered",
+    ]
+    assert active[:3] == ["count_numbered", "gather_rows", "plan_active"]
 
 
 def test_memory_of_exact_splits() -> None:

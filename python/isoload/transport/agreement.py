@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from isoload.placement import Placement
+
 STAGE_BYTES = 40  # of a stage's name, where ranks tell each other
 STAGES = ("count", "plan", "route", "dispatch", "experts", "combine", "placement")
 LATE = 2**31 - 1  # in the place of a code, in a row that did not come: see isoload.ops.gather_rows
@@ -92,3 +94,15 @@ def raise_other_stage(headers: Tensor) -> None:
 def checksum(value: object) -> int:
     """56 bits that are the same on every machine for equal lists of numbers and strings."""
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
+
+
+def placement_facts(placement: Placement, layer: int) -> dict[str, int]:
+    """What all ranks must hold alike of one layer."""
+    slots, homes = placement.arrays
+    weight = placement.weight_array
+    held = {
+        "slot_to_expert": slots[layer].tolist(),
+        "home_slot": homes[layer].tolist(),
+        "replica_weight": None if weight is None else weight[layer].tolist(),
+    }
+    return {f"checksum of {name}": checksum(value) for name, value in held.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,7 +30,12 @@ class Boards:
         self._rank, self._timeout = rank, timeout
         self._made: dict[int, tuple[Tensor, Tensor]] = {}  # by width: the own board, and the addresses of all
 
-    def gather(self, row: Tensor, beside: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+    def gather(
+        self,
+        row: Tensor,
+        beside: Sequence[int] = (),
+        by: Callable[..., tuple[Tensor, Tensor]] = gather_rows,
+    ) -> tuple[Tensor, Tensor]:
         """[R, W] and [R, F] int32 of every rank's row [W] and F integers; all ranks call it together.
 
         The first of a width W + F makes its boards.
@@ -39,7 +44,7 @@ class Boards:
         if width not in self._made:
             self._made[width] = self._make(width)
         board, addresses = self._made[width]
-        return gather_rows(row, addresses, board, self._rank, beside=beside, timeout=self._timeout)
+        return by(row, addresses, board, self._rank, beside=beside, timeout=self._timeout)
 
     def _make(self, width: int) -> tuple[Tensor, Tensor]:
         words = board_words(self._topology.num_ranks, width)

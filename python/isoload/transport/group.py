@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isoload.host_values import put_on
-from isoload.ops import check_device
+from isoload.ops import check_device, gather_rows
 from isoload.topology import Topology
 from isoload.transport.agreement import error_code, loads_of, raise_disagreement, raise_failure, rank_failed
 from isoload.transport.peers import Peers
@@ -19,6 +19,7 @@ from isoload.transport.traffic import Traffic, num_bytes
 from isoload.value_checks import capturing, may_be_kept, values_readable
 
 T = TypeVar("T")
+GatherRows = Callable[..., tuple[Tensor, Tensor]]  # as isoload.ops.gather_rows
 FACT_RANGE = 2**31 - 1  # facts travel as int32 beside the loads: larger ones by their remainder
 PerRank = list[list[int]]  # for every owned rank [R], by destination or by source
 
@@ -80,7 +81,9 @@ class Group(ABC):
         gathered = self._gather(stage, rows)
         return lambda: gathered
 
-    def _gather_beside(self, rows: list[Tensor], told: list[list[int]]) -> tuple[Tensor, Tensor]:
+    def _gather_beside(
+        self, rows: list[Tensor], told: list[list[int]], by: GatherRows
+    ) -> tuple[Tensor, Tensor]:
         """[R, E] int32 of every rank's row [E], and [R, F] of the integers that it tells beside it."""
         joined = [
             torch.cat([row, row.new_tensor(also) if len(also) > 1 else row.new_full((1,), also[0])])
@@ -143,6 +146,7 @@ class Group(ABC):
         counts: list[Tensor],
         errors: list[int] | None = None,
         facts: Mapping[str, int] | None = None,
+        by: GatherRows = gather_rows,
     ) -> Tensor:
         """Every rank's counts and, in more columns, whether it failed and the facts that must be equal.
 
@@ -151,6 +155,7 @@ class Group(ABC):
             errors: :func:`error_code` of the stage that failed on each rank, 0 = none.
             facts: integers that all ranks must give alike, by name, the same names on all ranks. Compared where values
                 are readable (on CPU; elsewhere under ISOLOAD_CHECK=1), else they stay here.
+            by: what gathers where ranks write each other's memory, else not called; with the same results.
 
         Returns:
             loads [R, E] int32, the same on all ranks.
@@ -173,7 +178,7 @@ class Group(ABC):
         self.traffic.bytes["gather"] += sum(
             num_bytes(row) + 4 * len(also) for row, also in zip(counts, beside, strict=True)
         )
-        loads, gathered = self._gather_beside(counts, beside)
+        loads, gathered = self._gather_beside(counts, beside, by)
         codes = gathered.select(1, 0)
         if torch.compiler.is_compiling() and loads.device.type == "cpu":
             checked: Tensor = loads_of(loads, codes)
