@@ -191,8 +191,9 @@ class ColumnMesh {
     at(a, b) = conducted;
   }
 
-  // As Mesh does it. own [n]: what nodes have without those after them. Down the tiles from currents in `kept`
-  // to `own`, and up from there to potentials in `kept`; what a tile's nodes have flows on to the nodes ahead.
+  // As Mesh does it. own [n]: what nodes have without those after them. Down the tiles from currents in
+  // `kept` to `own`, and up from there to potentials in `kept`; what a tile's nodes have flows on to the
+  // nodes ahead.
   template <class Group>
   ISOLOAD_HD void descend_and_ascend(Group& group, Real* kept, Real* own) {
     const int tiles = (n_ + kTile - 1) / kTile;

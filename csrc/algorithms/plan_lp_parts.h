@@ -71,8 +71,8 @@ struct LpWorkspace {
   }
   ISOLOAD_HD static int64_t size(int64_t R, int64_t E, int64_t P) {
     int64_t bytes = 0;
-    LpWorkspace().lay_out(
-        R, E, P, [&](auto** array, int64_t length) { bytes += padded(length * sizeof(**array)); });
+    LpWorkspace().lay_out(R, E, P,
+                          [&](auto** array, int64_t length) { bytes += padded(length * sizeof(**array)); });
     return bytes;
   }
 

@@ -52,6 +52,7 @@ CHOSEN = {
     "share": "layers or largest",
     "plan_exact": "(wide_groups or layers_at_once or overflow) and not refuses",
     "plan_exact_share": "plan_exact_and_share and 0 or many_ranks or shared_memory or layers or largest",
+    "plan_exact_share_gathered": "one_rank or 2-10",
     "plan_waterfill": "(wide_groups or layers_at_once or overflow) and not refuses",
     "plan_active": "(layers_at_once or overflow) and not refuses",
     "plan_lp": "equals_reference_with or layers_at_once or nothing",
