@@ -15,14 +15,10 @@ INSTRUCTION_BYTES = 16
 CODE_LIMIT = 64 * 1024  # what an instruction cache holds of a kernel
 # Loads on their way, at least: all that a lane asks for.
 AHEAD = dict.fromkeys(("count", "count_alone", "count_numbered", "route_numbered"), 8)
-IN_SHARED = re.compile(r"plan_(exact(_share)?|spill)_fetched<true>")  # no pointer that may lead anywhere
+IN_SHARED = re.compile(r"plan_(exact(_share)?|spill)_fetched")  # no pointer that may lead anywhere
 ACROSS = re.compile(r"gather_rows")  # words that other GPUs read and write
-# What every batch may run. Up to 100 KB have exact plans that are not fetched, that with a row of the share where
-# ranks differ in speed, and kernels for sets of ranks of several words: each set's loop is code of its own.
-SHORT = re.compile(
-    r"count|route_(numbered|shared)<|plan_exact_(share_fetched<true>|fetched)|plan_spill_fetched<true>"
-    r"|plan_(active<1|waterfill<[12])>|plan_replication|top_up|shard_tokens|share|replica_tables"
-)
+# Up to 95 KB has plan_lp, 75 a plan_spill that is not fetched.
+LONG = re.compile(r"plan_lp|plan_spill$")
 NO_DIVISION = re.compile(
     r"plan_(exact|active|waterfill|replication|spill)|top_up|shard_tokens|share|replica_tables|route_shared<"
 )
@@ -136,7 +132,7 @@ def faults(codes: list[Code]) -> list[str]:
     for code in codes:
         of = f"{code.kernel} on {code.architecture}"
         size = len(code.instructions) * INSTRUCTION_BYTES
-        if SHORT.match(code.kernel) and size > CODE_LIMIT:
+        if not LONG.match(code.kernel) and size > CODE_LIMIT:
             found.append(f"{of} has {size} bytes of code, {CODE_LIMIT} at most")
         wanted = AHEAD.get(code.kernel.split("<")[0], 0)
         if (ahead := loads_in_flight(code.instructions)) < wanted:

@@ -37,7 +37,7 @@ MUTANTS = {
     "replica_tables, holders": ("algorithms/replica_tables.h", "t.offsets[e] = 0; });\n  team.sync();"),
     "plan_exact": ("algorithms/plan_exact_paths.h", "team_.sync();  // all lanes have read the loads that lane 0"),
     "plan_exact, sweeps": ("algorithms/plan_exact.h", "first = end;\n      team_.sync();"),
-    "plan_exact, one group": ("cuda/block_team.cuh", "if (warp() == 0) f(group);\n    sync();"),
+    "plan_exact, one group": ("cuda/block_team.cuh", "warp() == 0) f(group);\n    sync();"),
     "plan_active": ("algorithms/plan_active.h", "ws_.copies[r] = copies;\n    });\n    team_.sync();"),
     "plan_lp": ("algorithms/plan_lp.h", "ws_.speed[r] * ws_.rank_g[r]; }});\n    team_.sync();"),
     "ordered_sum": ("algorithms/ordered_sum.h", "start(Terms{n, term});\n    team_.sync();"),
