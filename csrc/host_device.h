@@ -26,7 +26,8 @@
 
 namespace isoload {
 
-// Tells nvcc that p, or null, leads to a GPU's global memory, where it does not see a kernel's argument in it.
+// Tells nvcc that p, or null, leads to a GPU's global memory, where it does not see a kernel's argument in
+// it.
 ISOLOAD_HD inline void lies_in_global(const void* p) {
 #ifdef __CUDA_ARCH__
   __builtin_assume(__isGlobal(p));

@@ -23,8 +23,9 @@ struct Sides {
   RankSet<W> over, under;
 };
 
-// Kept: Sides<W>, or a reference to them. Several words are indexed at run time, so nvcc keeps all of an object
-// in memory that has them as a member. That is slower, and the shorter code in a kernel with much besides.
+// Kept: Sides<W>, or a reference to them. Several words are indexed at run time, so nvcc keeps all of an
+// object in memory that has them as a member. That is slower, and the shorter code in a kernel with much
+// besides.
 template <int W, class Team, class Kept>
 class ExactPaths {
  public:

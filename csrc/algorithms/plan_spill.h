@@ -40,7 +40,8 @@ class Spill : SpillLayer<Team> {
       this->settle(ws_.start(from_home), from_home ? nullptr : in_.start);
       if (!from_home) {
         balanced = this->is_balanced();
-        capacity = balanced ? 0 : this->capacity_of(), slack = uint64_t(capacity * in_.tolerance_ppm) / kMillion;
+        capacity = balanced ? 0 : this->capacity_of(),
+        slack = uint64_t(capacity * in_.tolerance_ppm) / kMillion;
       }
       const bool search = capacity == 0 && !balanced;
       lend(capacity ? capacity : view_.busiest, slack, search);

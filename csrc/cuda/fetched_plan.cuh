@@ -44,8 +44,8 @@ __device__ void fetch_or_clear(const Team& team, const int32_t* from, int n, int
     team.for_each(n, [&](int i) { to[i] = 0; });
 }
 
-// What this block does: as plan_layer. kPlain: of a plain problem, whose code has no divisions by ticks and no
-// other start.
+// What this block does: as plan_layer. kPlain: of a plain problem, whose code has no divisions by ticks and
+// no other start.
 template <class Planner, bool kPlain>
 __device__ __forceinline__ void plan_fetched(FetchedTeam& team, typename Planner::Problem& in,
                                              typename Planner::Result& out, int32_t* errors, Fault fault) {
@@ -75,27 +75,28 @@ __device__ __forceinline__ void plan_fetched(FetchedTeam& team, typename Planner
 
 // Kernels of a planner whose layers are fetched: FetchedKernels<Planner>::launch<kPlain>(problem, result, B,
 // stream).
-#define ISOLOAD_FETCHED_KERNELS(name, Planner, fault)                                                        \
-  namespace isoload::cuda {                                                                                  \
-  namespace {                                                                                                \
-  template <bool kPlain>                                                                                     \
-  __global__ void __launch_bounds__(FetchedTeam::kLanes, 1) name##_fetched_kernel(Planner::Problem problem,  \
-                                                                                  Planner::Result result,    \
-                                                                                  int32_t* errors) {         \
-    __shared__ FetchedTeam::Group group;                                                                     \
-    FetchedTeam team(group);                                                                                 \
-    plan_fetched<Planner, kPlain>(team, problem, result, errors, fault);                                     \
-  }                                                                                                          \
-  }                                                                                                          \
-  template <>                                                                                                \
-  struct FetchedKernels<Planner> {                                                                           \
-    template <bool kPlain>                                                                                   \
-    static const char* launch(const Planner::Problem& problem, const Planner::Result& result, int64_t B,     \
-                              void* stream) {                                                                \
-      return cuda::launch(name##_fetched_kernel<kPlain>, B, FetchedTeam::kLanes,                             \
-                          FetchedSizes::of<Planner>(problem).bytes(), stream, problem, result, error_word()); \
-    }                                                                                                        \
-  };                                                                                                         \
+#define ISOLOAD_FETCHED_KERNELS(name, Planner, fault)                                                       \
+  namespace isoload::cuda {                                                                                 \
+  namespace {                                                                                               \
+  template <bool kPlain>                                                                                    \
+  __global__ void __launch_bounds__(FetchedTeam::kLanes, 1) name##_fetched_kernel(Planner::Problem problem, \
+                                                                                  Planner::Result result,   \
+                                                                                  int32_t* errors) {        \
+    __shared__ FetchedTeam::Group group;                                                                    \
+    FetchedTeam team(group);                                                                                \
+    plan_fetched<Planner, kPlain>(team, problem, result, errors, fault);                                    \
+  }                                                                                                         \
+  }                                                                                                         \
+  template <>                                                                                               \
+  struct FetchedKernels<Planner> {                                                                          \
+    template <bool kPlain>                                                                                  \
+    static const char* launch(const Planner::Problem& problem, const Planner::Result& result, int64_t B,    \
+                              void* stream) {                                                               \
+      return cuda::launch(name##_fetched_kernel<kPlain>, B, FetchedTeam::kLanes,                            \
+                          FetchedSizes::of<Planner>(problem).bytes(), stream, problem, result,              \
+                          error_word());                                                                    \
+    }                                                                                                       \
+  };                                                                                                        \
   }
 
 // All kernels of a planner: fetched where that fits, else as every planner.

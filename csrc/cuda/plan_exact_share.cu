@@ -1,7 +1,6 @@
 // plan_exact_share: one block per layer of the batch. Of plain problems that can be fetched; for others the
 // kernels of plan_exact and share run, so that none grows beyond an instruction cache.
 #include "algorithms/plan_exact_share.h"
-
 #include "cuda/fetched_plan.cuh"
 
 ISOLOAD_FETCHED_KERNELS(plan_exact_share, ExactSharePlanner, kPlanExact)

@@ -17,7 +17,7 @@ CODE_LIMIT = 64 * 1024  # what an instruction cache holds of a kernel
 AHEAD = dict.fromkeys(("count", "count_alone", "count_numbered", "route_numbered"), 8)
 IN_SHARED = re.compile(r"plan_(exact(_share)?|spill)_fetched")  # no pointer that may lead anywhere
 ACROSS = re.compile(r"gather_rows")  # words that other GPUs read and write
-# Up to 95 KB has plan_lp, 75 a plan_spill that is not fetched.
+# Up to 95 KB has plan_lp, 73 a plan_spill that is not fetched.
 LONG = re.compile(r"plan_lp|plan_spill$")
 NO_DIVISION = re.compile(
     r"plan_(exact|active|waterfill|replication|spill)|top_up|shard_tokens|share|replica_tables|route_shared<"

@@ -1,4 +1,4 @@
-"""plan_exact_share: the exact split and one source rank's row of its share, by one kernel; wrapper and fake."""
+"""plan_exact_share: the exact split and one source rank's row of its share, together; wrapper and fake."""
 
 from __future__ import annotations
 
