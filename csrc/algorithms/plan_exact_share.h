@@ -1,5 +1,6 @@
-// plan_exact_share: plan_exact, and one source rank's row of the share of its quota. One kernel makes both,
-// so that loads, tables and quota are fetched once; the quota was made from these loads, and is not checked.
+// plan_exact_share: plan_exact, and one source rank's row of the share of its quota. One kernel makes both
+// of a usual problem, so that loads, tables and quota are fetched once; the quota was made from these loads,
+// and is not checked.
 #pragma once
 
 #include <cstdint>

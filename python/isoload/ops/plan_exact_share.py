@@ -1,4 +1,4 @@
-"""plan_exact_share: the exact split and one source rank's row of its share, by one kernel; wrappers and fakes."""
+"""plan_exact_share: the exact split and one source rank's row of its share, together; wrappers and fakes."""
 
 from __future__ import annotations
 
