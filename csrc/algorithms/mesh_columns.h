@@ -30,7 +30,6 @@ class ColumnMesh {
       for (int i = right.first[e]; i < right.first[e + 1]; ++i) held.insert(left.node[i]);
       ws_.lefts[e] = held.word[0];
     });
-    team_.for_each(kFlows * kMostColumns, [&](int i) { ws_.owns[i] = 0; });
   }
 
   // A barrier last.
@@ -48,7 +47,7 @@ class ColumnMesh {
     }
   }
 
-  // Currents [n] in, potentials out; behind them lie zeros, up to a whole tile. A barrier last.
+  // Currents [n] in, potentials out; behind them, as in `owns`, lie zeros up to a whole tile. A barrier last.
   ISOLOAD_HD void solve(Real* const (&kept)[kFlows], int flows) {
     team_.apart(flows, [&](int f, auto& group) {
       descend_and_ascend(group, f == 0 ? kept[0] : kept[1], ws_.owns + f * kMostColumns);
@@ -190,8 +189,9 @@ class ColumnMesh {
     at(a, b) = conducted;
   }
 
-  // As Mesh does it. own [n]: what nodes have without those after them. Down the tiles from currents in `kept`
-  // to `own`, and up from there to potentials in `kept`; what a tile's nodes have flows on to the nodes ahead.
+  // As Mesh does it. own [n]: what nodes have without those after them. Down the tiles from currents in
+  // `kept` to `own`, and up from there to potentials in `kept`; what a tile's nodes have flows on to the
+  // nodes ahead.
   template <class Group>
   ISOLOAD_HD void descend_and_ascend(Group& group, Real* kept, Real* own) {
     const int tiles = (n_ + kTile - 1) / kTile;

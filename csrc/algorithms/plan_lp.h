@@ -104,8 +104,8 @@ class LpSolver {
     });
     team_.sync();
     team_.for_each(experts_.size, [&](int e) {
-      const Real price = experts_.template least<Real>(
-          e, [&](int k) { return ws_.z[ws_.edge_rank[k]] - mu / ws_.x[k]; });
+      const Real price =
+          experts_.template least<Real>(e, [&](int k) { return ws_.z[ws_.edge_rank[k]] - mu / ws_.x[k]; });
       ISOLOAD_ROLLED
       for (int k = experts_.first[e]; k < experts_.first[e + 1]; ++k) {
         ws_.z[k] = ws_.z[ws_.edge_rank[k]] - price;
@@ -123,8 +123,7 @@ class LpSolver {
           ws_.scale[e] = ws_.load[e] / sum;
           if (!priced) return;
           ws_.expert_excess[e] = ws_.load[e] - sum;
-          const Real price =
-              experts_.template least<Real>(e, [&](int k) { return ws_.z[ws_.edge_rank[k]]; });
+          const Real price = experts_.template least<Real>(e, [&](int k) { return ws_.z[ws_.edge_rank[k]]; });
           ws_.value[e] = ws_.load[e] * price;
         },
         [&](int r) {
@@ -313,7 +312,7 @@ class LpSolver {
   NetworkSide ranks_{}, experts_{};
   int num_edges_ = 0;
   Real M_ = 0, dM_ = 0, mu_ = 0, primal_ = 0, dual_ = 0;
-  Real price_excess_ = 0, pull_ = 0;      // 1 - speed'y; speed'g
+  Real price_excess_ = 0, pull_ = 0;  // 1 - speed'y; speed'g
 };
 
 // kMostRanks: where none has more, the mesh is one of columns, else 0.

@@ -50,7 +50,8 @@ struct LpWorkspace {
   Real *speed, *burden, *cost, *rank_excess;
   // [experts] load, load / sum of its parts, its term of the bound, what expert rows lack, zeros
   Real *load, *scale, *value, *expert_excess, *expert_ground;
-  // [ranks + kTile], [experts + kTile] potentials: of the current solve, and of currents = speeds
+  // [ranks], [experts + 1] potentials: of the current solve, and of currents = speeds. Up to `columns` all
+  // that no node has is 0: the ground's, and what lies behind the nodes where a mesh loads whole tiles
   Real *rank_u, *rank_g, *expert_u, *expert_g;
   Real* columns;  // of the sums
   NetworkWorkspace<Real> network;
@@ -71,8 +72,8 @@ struct LpWorkspace {
   }
   ISOLOAD_HD static int64_t size(int64_t R, int64_t E, int64_t P) {
     int64_t bytes = 0;
-    LpWorkspace().lay_out(
-        R, E, P, [&](auto** array, int64_t length) { bytes += padded(length * sizeof(**array)); });
+    LpWorkspace().lay_out(R, E, P,
+                          [&](auto** array, int64_t length) { bytes += padded(length * sizeof(**array)); });
     return bytes;
   }
 
@@ -91,6 +92,7 @@ struct LpWorkspace {
     for (Real** array : {&load, &scale, &value, &expert_excess, &expert_ground}) take(array, E);
     for (Real** array : {&rank_u, &rank_g}) take(array, R + kTile);
     for (Real** array : {&expert_u, &expert_g}) take(array, E + kTile);
+    take(&network.mesh.owns, kFlows * kMostColumns);
     take(&columns, OrderedSum<Real, int>::kScratch);
     take(&network.star, all);
     lay_out_mesh(kept, E, take);
@@ -110,7 +112,6 @@ struct LpWorkspace {
     take(&mesh.columns, (n + kTile - 1) / kTile * n * column_length<Real>);
     take(&mesh.triangles, n * column_length<Real>);
     take(&mesh.row, 2 * kMostColumns);
-    take(&mesh.owns, kFlows * kMostColumns);
     take(&mesh.lefts, E);
   }
 };
@@ -146,10 +147,8 @@ class LpParts {
       ws_.rank_first[num_ranks_] = num_parts();
       ws_.expert_first[num_experts_] = num_edges_;
     }
-    team_.for_each(kTile, [&](int i) {  // of the ground, and of what a mesh loads behind its nodes
-      ws_.rank_u[num_ranks_ + i] = ws_.rank_g[num_ranks_ + i] = 0;
-      ws_.expert_u[num_experts_ + i] = ws_.expert_g[num_experts_ + i] = 0;
-    });
+    const int potentials = static_cast<int>(ws_.columns - ws_.rank_u);
+    team_.for_each(potentials, [&](int i) { ws_.rank_u[i] = 0; });
     Real heaviest = 0;
     team_.for_each(in_.R, [&](int r) { list_rank(r, heaviest, taken); });
     team_.for_each(in_.E, [&](int e) { list_expert(e); });

@@ -15,13 +15,14 @@ INSTRUCTION_BYTES = 16
 CODE_LIMIT = 64 * 1024  # what an instruction cache holds of a kernel
 # Loads on their way, at least: all that a lane asks for.
 AHEAD = dict.fromkeys(("count", "count_alone", "count_numbered", "route_numbered"), 8)
-IN_SHARED = re.compile(r"plan_(exact(_share)?|spill)_fetched<true>")  # no pointer that may lead anywhere
+# No pointer that may lead anywhere.
+IN_SHARED = re.compile(r"plan_(exact(_share)?|spill)_fetched<true>|plan_lp_columns")
 ACROSS = re.compile(r"gather_rows")  # words that other GPUs read and write
 # What every batch may run. Up to 100 KB have exact plans that are not fetched, that with a row of the share where
 # ranks differ in speed, and kernels for sets of ranks of several words: each set's loop is code of its own.
 SHORT = re.compile(
     r"count|route_(numbered|shared)<|plan_exact_(share_fetched<true>|fetched)|plan_spill_fetched<true>"
-    r"|plan_(active<1|waterfill<[12])>|plan_replication|top_up|shard_tokens|share|replica_tables"
+    r"|plan_(active<1|waterfill<[12])>|plan_lp|plan_replication|top_up|shard_tokens|share|replica_tables"
 )
 # Not before a kernel's wait for the one ahead of it: global memory, the start of the next kernel, other ways on.
 BEHIND_WAIT = re.compile(
