@@ -79,11 +79,10 @@ class Mesh {
 
   ISOLOAD_HD void prepare(const NetworkSide&, const NetworkSide&) {}
 
-  // A barrier last.
+  // solve() comes behind a barrier.
   ISOLOAD_HD void factor(const Stars<Real>& stars) {
     team_.for_each(n_, [&](int a) { join(a, stars); });
     for (int k = 0; k < n_; ++k) eliminate(k);
-    team_.sync();
   }
 
   // Currents [n] in, potentials out. A barrier last.
@@ -144,7 +143,7 @@ class Mesh {
   // to[j] += part * row[j] for every stride-th j of [first, end).
   ISOLOAD_HD static void add(Real part, const Real* __restrict row, int first, int end, int stride,
                              Real* __restrict to) {
-    ISOLOAD_UNROLLED
+    ISOLOAD_BY_FOUR
     for (int j = first; j < end; j += stride) to[j] += part * row[j];
   }
 

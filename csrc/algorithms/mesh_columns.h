@@ -49,9 +49,10 @@ class ColumnMesh {
 
   // Currents [n] in, potentials out; behind them, as in `owns`, lie zeros up to a whole tile. A barrier last.
   ISOLOAD_HD void solve(Real* const (&kept)[kFlows], int flows) {
-    team_.apart(flows, [&](int f, auto& group) {
+    team_.for_each_group(flows, [&](int f, auto& group) {
       descend_and_ascend(group, f == 0 ? kept[0] : kept[1], ws_.owns + f * kMostColumns);
     });
+    team_.sync();
   }
 
  private:

@@ -10,6 +10,7 @@
 
 #include <climits>
 #include <cstdint>
+#include <initializer_list>
 #include <limits>
 #include <type_traits>
 

@@ -17,11 +17,11 @@ CODE_LIMIT = 64 * 1024  # what an instruction cache holds of a kernel
 AHEAD = dict.fromkeys(("count", "count_alone", "count_numbered", "route_numbered"), 8)
 # No pointer that may lead anywhere.
 IN_SHARED = re.compile(r"plan_(exact(_share)?|spill)_fetched<true>|plan_lp_columns")
-ACROSS = re.compile(r"gather_rows")  # words that other GPUs read and write
+ACROSS = re.compile(r"gather_rows|plan_exact_share_gathered")  # words that other GPUs read and write
 # What every batch may run. Up to 100 KB have exact plans that are not fetched, that with a row of the share where
 # ranks differ in speed, and kernels for sets of ranks of several words: each set's loop is code of its own.
 SHORT = re.compile(
-    r"count|route_(numbered|shared)<|plan_exact_(share_fetched<true>|fetched)|plan_spill_fetched<true>"
+    r"count|route_(numbered|shared)<|plan_exact_(share_(fetched<true>|gathered)|fetched)|plan_spill_fetched<true>"
     r"|plan_(active<1|waterfill<[12])>|plan_lp|plan_replication|top_up|shard_tokens|share|replica_tables"
 )
 # Not before a kernel's wait for the one ahead of it: global memory, the start of the next kernel, other ways on.
@@ -29,7 +29,7 @@ BEHIND_WAIT = re.compile(
     r"(LD|ST|ATOM)G?[. ]|LDGSTS|RED|CCTL|UBLK|UTMA|PREEXIT|BAR|BRA|BRX|JMP|JMX|CALL|RET|EXIT"
 )
 WAITS_FROM = 90  # of the compute capability
-ALONE = re.compile(r"borrow|gather_rows")  # until they have ended, no other kernel of theirs starts
+WEIGHTS = re.compile("borrow")  # written: until they have ended, no other kernel starts
 NO_DIVISION = re.compile(
     r"plan_(exact|active|waterfill|replication|spill)|top_up|shard_tokens|share|replica_tables|route_shared<"
 )
@@ -163,12 +163,15 @@ def faults(codes: list[Code]) -> list[str]:
             if shared != {"ST", "LD"}:
                 found.append(f"{of} must write and read words across the system")
             found += [f"{of} has no order around {line}" for line in without_order(code.instructions)]
+            waits = [n for n, line in enumerate(code.instructions) if ".STRONG.SYS" in line]
+            if waits and "PREEXIT" in code.instructions[: waits[-1]]:
+                found.append(f"{of} lets the next kernel start while it waits for other GPUs")
         if NO_DIVISION.match(code.kernel):
             found += [f"{of} calls {n}" for n in code.subroutines if re.search(r"_(div|rem)_[su]64$", n)]
         starts_early = int(re.findall(r"\d+", code.architecture)[0]) >= WAITS_FROM
         if starts_early and (line := before_wait(code.instructions)):
             found.append(f"{of} comes to {line} before it waits for the kernel ahead")
-        if ALONE.match(code.kernel) and "PREEXIT" in code.instructions:
+        if WEIGHTS.match(code.kernel) and "PREEXIT" in code.instructions:
             found.append(f"{of} lets the next kernel start before it has ended")
         anywhere = [line for line in code.instructions if re.match(r"(LD|ST|ATOM)(\.| )", line)]
         if IN_SHARED.match(code.kernel) and anywhere:

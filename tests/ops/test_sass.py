@@ -95,13 +95,21 @@ def test_a_kernel_waits_before_all_else(lines: list[str], at: int | None) -> Non
     assert not sass.faults([sass.Code("route<int>", "sm_80", lines)])
 
 
-@pytest.mark.parametrize("kernel", ["borrow", "borrow_backward<float,float>", "gather_rows"])
+@pytest.mark.parametrize("kernel", ["borrow", "borrow_backward<float,float>"])
 def test_a_kernel_that_lets_nobody_start_beside_it(kernel: str) -> None:
-    words = ["ACQBULK", "PREEXIT", *PUT, *TAKE]
-    assert sass.faults([sass.Code(kernel, "sm_90a", words)]) == [
+    lines = ["ACQBULK", "PREEXIT", "STG.E [R2.64], R6"]
+    assert sass.faults([sass.Code(kernel, "sm_90a", lines)]) == [
         f"{kernel} on sm_90a lets the next kernel start before it has ended"
     ]
-    assert not sass.faults([sass.Code("route<int>", "sm_90a", words)])
+    assert not sass.faults([sass.Code("route<int>", "sm_90a", lines)])
+
+
+def test_a_kernel_that_waits_for_other_gpus_lets_the_next_start_behind_that() -> None:
+    name, words = "plan_exact_share_gathered", [*PUT, *TAKE]
+    assert not sass.faults([sass.Code(name, "sm_90a", ["ACQBULK", *words, "PREEXIT"])])
+    for at in (0, len(PUT)):
+        (found,) = sass.faults([sass.Code(name, "sm_90a", ["ACQBULK", *words[:at], "PREEXIT", *words[at:]])])
+        assert found == f"{name} on sm_90a lets the next kernel start while it waits for other GPUs"
 
 
 def test_a_kernel_without_a_wait() -> None:

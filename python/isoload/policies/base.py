@@ -94,6 +94,10 @@ class Policy:
         """
         return exact_plan(self, demand, filled)
 
+    def at_gather(self) -> dict[str, Any] | None:
+        """Options of :func:`isoload.ops.plan_exact_share_gathered`, where that is this policy's whole plan."""
+        return None
+
     def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
         """Source ranks' parts of the routed quota: [..., P] for one rank, [..., R, P] for all, from [..., R, E].
 

@@ -12,7 +12,7 @@ from isoload.reference.number_rows import number_rows
 from isoload.reference.pack_rows import pack_rows
 from isoload.reference.plan_active import plan_active
 from isoload.reference.plan_exact import plan_exact
-from isoload.reference.plan_exact_share import plan_exact_share
+from isoload.reference.plan_exact_share import plan_exact_share, plan_exact_share_gathered
 from isoload.reference.plan_lp import plan_lp
 from isoload.reference.plan_replication import plan_replication
 from isoload.reference.plan_spill import plan_spill
@@ -49,6 +49,7 @@ __all__ = [
     "plan_active",
     "plan_exact",
     "plan_exact_share",
+    "plan_exact_share_gathered",
     "plan_lp",
     "plan_replication",
     "plan_spill",
