@@ -30,7 +30,6 @@ class ColumnMesh {
       for (int i = right.first[e]; i < right.first[e + 1]; ++i) held.insert(left.node[i]);
       ws_.lefts[e] = held.word[0];
     });
-    team_.for_each(kFlows * kMostColumns, [&](int i) { ws_.owns[i] = 0; });
   }
 
   // A barrier last.
@@ -48,7 +47,7 @@ class ColumnMesh {
     }
   }
 
-  // Currents [n] in, potentials out; behind them lie zeros, up to a whole tile. A barrier last.
+  // Currents [n] in, potentials out; behind them, as in `owns`, lie zeros up to a whole tile. A barrier last.
   ISOLOAD_HD void solve(Real* const (&kept)[kFlows], int flows) {
     team_.for_each_group(flows, [&](int f, auto& group) {
       descend_and_ascend(group, f == 0 ? kept[0] : kept[1], ws_.owns + f * kMostColumns);

@@ -68,7 +68,7 @@ class LpSolver {
   static constexpr Real kReach = Real(0.999);  // how much of the way to a zero a step goes
   static constexpr Real kCentre = Real(0.2);   // the gap aimed at last, in tolerances
 
-  // From the start towards the optimum; or, without `sound`, only measures the start.
+  // From the start towards the optimum; after a breakdown (not `sound`) only the start is measured.
   ISOLOAD_HD LpStatus approach(Net& network, bool sound, int32_t& iterations) {
     ISOLOAD_ROLLED
     for (bool priced = false;; priced = true) {
@@ -190,10 +190,10 @@ class LpSolver {
       follow(round == 0, last_of_step, x, z);
       if (!last_of_step) continue;
       ISOLOAD_ROLLED
-      for (int i = 0; i < 2; ++i) {  // both
-        const Real length = reach(largest(team_, x), only_see ? Real(1) : kReach);
-        x = z;
-        z = length;
+      for (int i = 0; i < 2; ++i) {  // of z, then of x
+        const Real length = reach(largest(team_, z), only_see ? Real(1) : kReach);
+        z = x;
+        x = length;
       }
       advance(x, z, only_see);
       if (only_see) aim();

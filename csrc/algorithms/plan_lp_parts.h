@@ -10,6 +10,7 @@
 
 #include <climits>
 #include <cstdint>
+#include <initializer_list>
 #include <limits>
 #include <type_traits>
 
@@ -50,7 +51,8 @@ struct LpWorkspace {
   Real *speed, *burden, *cost, *rank_excess;
   // [experts] load, load / sum of its parts, its term of the bound, what expert rows lack, zeros
   Real *load, *scale, *value, *expert_excess, *expert_ground;
-  // [ranks + kTile], [experts + kTile] potentials: of the current solve, and of currents = speeds
+  // [ranks], [experts + 1] potentials: of the current solve, and of currents = speeds. Up to `columns` all
+  // that no node has is 0: the ground's, and what lies behind the nodes where a mesh loads whole tiles
   Real *rank_u, *rank_g, *expert_u, *expert_g;
   Real* columns;  // of the sums
   NetworkWorkspace<Real> network;
@@ -91,6 +93,7 @@ struct LpWorkspace {
     for (Real** array : {&load, &scale, &value, &expert_excess, &expert_ground}) take(array, E);
     for (Real** array : {&rank_u, &rank_g}) take(array, R + kTile);
     for (Real** array : {&expert_u, &expert_g}) take(array, E + kTile);
+    take(&network.mesh.owns, kFlows * kMostColumns);
     take(&columns, OrderedSum<Real, int>::kScratch);
     take(&network.star, all);
     lay_out_mesh(kept, E, take);
@@ -110,7 +113,6 @@ struct LpWorkspace {
     take(&mesh.columns, (n + kTile - 1) / kTile * n * column_length<Real>);
     take(&mesh.triangles, n * column_length<Real>);
     take(&mesh.row, 2 * kMostColumns);
-    take(&mesh.owns, kFlows * kMostColumns);
     take(&mesh.lefts, E);
   }
 };
@@ -146,10 +148,8 @@ class LpParts {
       ws_.rank_first[num_ranks_] = num_parts();
       ws_.expert_first[num_experts_] = num_edges_;
     }
-    team_.for_each(kTile, [&](int i) {  // of the ground, and of what a mesh loads behind its nodes
-      ws_.rank_u[num_ranks_ + i] = ws_.rank_g[num_ranks_ + i] = 0;
-      ws_.expert_u[num_experts_ + i] = ws_.expert_g[num_experts_ + i] = 0;
-    });
+    const int potentials = static_cast<int>(ws_.columns - ws_.rank_u);
+    team_.for_each(potentials, [&](int i) { ws_.rank_u[i] = 0; });
     Real heaviest = 0;
     team_.for_each(in_.R, [&](int r) { list_rank(r, heaviest, taken); });
     team_.for_each(in_.E, [&](int e) { list_expert(e); });

@@ -15,7 +15,8 @@ INSTRUCTION_BYTES = 16
 CODE_LIMIT = 64 * 1024  # what an instruction cache holds of a kernel
 # Loads on their way, at least: all that a lane asks for.
 AHEAD = dict.fromkeys(("count", "count_alone", "count_numbered", "route_numbered"), 8)
-IN_SHARED = re.compile(r"plan_(exact(_share)?|spill)_fetched")  # no pointer that may lead anywhere
+# No pointer that may lead anywhere.
+IN_SHARED = re.compile(r"plan_(exact(_share)?|spill)_fetched|plan_lp_columns")
 ACROSS = re.compile(r"gather_rows|plan_exact_share_gathered")  # words that other GPUs read and write
 # Up to 73 KB has a plan_spill that is not fetched.
 LONG = re.compile(r"plan_spill$")
