@@ -29,7 +29,7 @@ struct Flow {
 template <class Real, class Team, class Mesh>
 class Network {
  public:
-  // Edges are numbered right node by right node, and there by their left nodes.
+  // Edges are numbered right node by right node, and there by their left nodes. No barrier last.
   ISOLOAD_HD Network(Team& team, OrderedSum<Real, Team>& sum, NetworkSide left, NetworkSide right,
                      const NetworkWorkspace<Real>& workspace)
       : team_(team),

@@ -188,8 +188,8 @@ class Waterfill {
       givers_.insert_if(mine > kept, s);
       takers_.insert_if(capacity > kept, s);
     });
-    givers_ = unite(team_, givers_);
-    takers_ = unite(team_, takers_);
+    unite(team_, givers_);
+    unite(team_, takers_);
   }
 
   ISOLOAD_HD void visit() {

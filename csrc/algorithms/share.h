@@ -64,9 +64,9 @@ class Share {
   }
 
   // In place of check(), where the quota was just made from the loads; one_row() comes next. totals [E]: sums
-  // over all sources.
-  ISOLOAD_HD void trust(const int32_t* totals) {
-    if (in_.per_node == in_.R)
+  // over all sources, or null.
+  ISOLOAD_HD void trust(const int32_t* totals = nullptr) {
+    if (totals && in_.per_node == in_.R)
       node_loads_ = totals;
     else
       add_up_nodes();
@@ -115,6 +115,7 @@ class Share {
   ISOLOAD_HD int32_t load(int s, int e) const { return in_.loads[int64_t(s) * in_.E + e]; }
   ISOLOAD_HD int32_t sum_of(int s, int end, int e) const {
     int32_t copies = 0;
+    ISOLOAD_UNROLLED(4)
     for (; s < end; ++s) copies += load(s, e);
     return copies;
   }

@@ -68,7 +68,7 @@ class BlockTeam {
   template <class F>
   __device__ void alone(F&& f) const {
     BlockTeam<1, kRolled> group;
-    if (warp() == 0) f(group);
+    if (kWarps == 1 || warp() == 0) f(group);
     sync();
   }
   // Each lane keeps its columns, so that its loads need not wait for a store.
