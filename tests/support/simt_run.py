@@ -56,6 +56,7 @@ def barriers(runtime: Runtime) -> list[dict[str, str]]:
         assert not runtime.take_findings(), name
         for barrier in runtime.take_barriers():
             passed[barrier.place, barrier.kernel][name].add(barrier.number)
+    assert not without(runtime, set(), expected), "a child finds something by itself"
     missed: set[str] = set()
     said = []
     for at, numbers in passed.items():
