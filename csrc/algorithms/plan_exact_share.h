@@ -51,7 +51,7 @@ struct ExactSharePlanner {  // see planner.h
     team.for_each(in.R * in.S, [&](int p) { out.row[p] = 0; });
   }
 
- private:
+  // Without its quota.
   ISOLOAD_HD static ShareProblem share_of(const Problem& in) {
     return {in.R, in.E, in.S, in.per_node, true, in.tables, in.loads, nullptr};
   }

@@ -165,7 +165,6 @@ class Spill : SpillLayer<Team> {
       return view_.start[p] >= view_.min_chunk && view_.load[ws_.rank[p]] >= capacity + view_.min_excess;
     };
     team_.for_each(P, [&](int p) { ws_.index[p] = lends(p); });
-    team_.sync();
     const int n = team_.scan(ws_.index, P);
     team_.for_each(P, [&](int p) {
       if (lends(p)) ws_.slots[ws_.index[p]] = p, ws_.copies[ws_.index[p]] = view_.start[p];

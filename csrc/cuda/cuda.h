@@ -63,8 +63,10 @@ const char* plan_exact_share_gathered(const RowGather& gather, const GatheredRow
                                       void* global, void* stream);
 
 int64_t share_bytes(const ShareProblem& problem, ShareOf of, int64_t B);
-const char* share(const ShareProblem& problem, ShareOf of, int rank, int32_t* out, int64_t B, void* global,
-                  void* stream);
+// peaks [B]: of the plans that have just made the quotas, -1 where one was refused, whose rows are 0 then; or
+// null, and the quotas are checked.
+const char* share(const ShareProblem& problem, ShareOf of, int rank, const int64_t* peaks, int32_t* out,
+                  int64_t B, void* global, void* stream);
 
 // Routes of one layer.
 struct Route {

@@ -72,13 +72,4 @@ __device__ inline void report(int32_t* errors, int32_t faults) {
   if (faults != 0 && errors != nullptr) atomicOr(errors, faults);
 }
 
-// What a problem that the planner refuses leaves behind, instead of an error: no quota, and peak and bound
-// -1. A peak is never negative else.
-template <class Team>
-__device__ void refuse(const Team& team, int32_t* quota, int n, int64_t* peak, int64_t* bound) {
-  team.sync();
-  team.for_each(n, [&](int i) { quota[i] = 0; });
-  if (team.rank() == 0) *peak = *bound = -1;
-}
-
 }  // namespace isoload::cuda

@@ -17,7 +17,6 @@ __device__ __forceinline__ void plan_layer(Team& team, typename Planner::Problem
   Planner::select(in, out, blockIdx.x);
   void* const memory = block_workspace(global, Planner::template bytes<W>(in));
   if (Planner::template solve<W>(team, in, memory, out) == kPlanned) return;
-  team.sync();
   Planner::refuse(team, in, out);
   if (team.rank() == 0) report(errors, fault);
 }

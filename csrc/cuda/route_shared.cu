@@ -68,7 +68,8 @@ class Matcher {
       c_.visitors[d] = 0;
       wanting.insert_if(d != in_.home && upto > from, d);
     });
-    RankSet<W> todo = unite(team_, wanting);  // also the barrier
+    RankSet<W> todo = wanting;
+    unite(team_, todo);  // also the barrier
     team_.for_each(tokens_, [&](int t) {
       rank(t) = visits_[t].empty() ? -1 : kFree;
       common(visits_[t], todo).for_each([&](int d) { team_.add(&c_.visitors[d], 1); });

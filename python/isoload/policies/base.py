@@ -191,7 +191,8 @@ def sample_seed(plan: Plan, rank: int) -> tuple[int, Tensor | None]:
     """
     policy = plan.policy
     seed, step = (policy.seed, policy.step) if isinstance(policy, Seeded) else (0, 0)
-    seed = mix(seed, plan.layer or 0)
+    own = mix(seed, 0)  # else layer 1 of a seed would draw as layer 0 of the next
+    seed = mix(own, plan.layer or 0)
     if isinstance(plan.step, Tensor):
         return (seed + step) % 2**64, plan.step
     return mix(mix(seed, step + plan.step), rank), None

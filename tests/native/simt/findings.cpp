@@ -80,7 +80,7 @@ SIMT_API void simt_watch(bool races, bool latency, bool barriers) {
   simt::machine.find_races = races, simt::machine.model_latency = latency,
   simt::machine.note_barriers = barriers;
 }
-SIMT_API const char* simt_barriers() { return simt::as_text(simt::barrier_sites().list()); }
+SIMT_API const char* simt_barriers() { return simt::as_text(simt::barrier_sites().take()); }
 SIMT_API void simt_skip_barrier(uint64_t site) { simt::barrier_sites().skip(site); }
 SIMT_API const char* simt_paths() { return simt::as_text(simt::latency().take_paths()); }
 }
