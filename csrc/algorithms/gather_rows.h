@@ -61,12 +61,19 @@ struct GatheredRows {
   ISOLOAD_HD int32_t& word(int r, int w) const { return w < W ? rows[r * W + w] : beside[r * F + w - W]; }
 };
 
+constexpr int kWordsAhead = 8;  // read before the first is written, behind which no read is moved up
+
 template <class Team>
 ISOLOAD_HD void put_row(Team& team, const RowGather& in, uint32_t round) {
   team.for_each(in.width(), [&](int w) {
     const int32_t word = in.word(w);
-    ISOLOAD_BY_FOUR
-    for (int i = 0; i < in.R; ++i) in.there(round, i)[1 + w] = word;
+    ISOLOAD_ROLLED
+    for (int first = 0; first < in.R; first += kWordsAhead) {
+      int32_t* there[kWordsAhead];
+      for (int a = 0; a < kWordsAhead; ++a)
+        there[a] = in.there(round, first + a < in.R ? first + a : in.R - 1);
+      for (int a = 0; a < kWordsAhead; ++a) there[a][1 + w] = word;
+    }
   });
   team.sync();  // the number of the round says that all of the row is there
   team.for_each(in.R - 1,
@@ -106,16 +113,15 @@ ISOLOAD_HD int gather_rows(Team& team, const RowGather& in, const GatheredRows& 
       in.own[Board::kLate] = late;
     }
   }
-  constexpr int kAhead = 8;  // words before the first is written, behind which no read is moved up
   team.for_each(in.width(), [&](int w) {
     ISOLOAD_ROLLED
-    for (int first = 0; first < in.R; first += kAhead) {
-      int32_t words[kAhead];
-      for (int a = 0; a < kAhead; ++a) {
+    for (int first = 0; first < in.R; first += kWordsAhead) {
+      int32_t words[kWordsAhead];
+      for (int a = 0; a < kWordsAhead; ++a) {
         const int r = first + a < in.R ? first + a : in.R - 1;
         words[a] = late == 0 ? in.place(in.own, round, r)[1 + w] : r == late - 1 ? INT32_MAX : 0;
       }
-      for (int a = 0; a < kAhead; ++a)
+      for (int a = 0; a < kWordsAhead; ++a)
         if (first + a < in.R) out.word(first + a, w) = words[a];
     }
   });
