@@ -13,6 +13,7 @@ Fairness ledger
 - floor: the same for a kernel of one thread that writes one word (device_errors).
 - roof: a copy of as many bytes as the op reads and writes, in the same kind of graph: in graph.
 - at once: one call of all 58 layers, time of the call.
+- chain, one after another: with ISOLOAD_PDL=0, so that no kernel starts before the one ahead of it has ended.
 - The chain's loads [R, E] are there already: the gather between count and plan_exact depends on the network and is
   left out; one GPU cannot measure it. nodes: of the graph of one call.
 - balancer: a Balancer under exact, one per layer, as engines capture it. Its peers' loads are there, too: its gather is
@@ -25,7 +26,9 @@ Fairness ledger
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import unittest.mock
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,6 +77,13 @@ class Bench:
         aimed = job.target if self.where == AIMED else None
         row = self.time(calls) | {"target_us": aimed, "quoted_us": job.quoted, "bytes": num_bytes}
         self.add(job.name, row | {"roof_us": self.roof(num_bytes)})
+
+    def one_after_another(self, job: Job) -> None:
+        """The job without early starts."""
+        with unittest.mock.patch.dict(os.environ, ISOLOAD_PDL="0"):
+            same_bits(job, self.layers, self.there)
+            times = self.time([lambda x=x: job.call(x) for x in self.there])
+        self.add(f"{job.name}, one after another", times)
 
     def balancers(self) -> None:
         """From ids to slots by the Balancer, eager and captured."""
@@ -197,6 +207,8 @@ def measure(options: argparse.Namespace) -> None:
         for job in JOBS:
             if job.tokens_matter or n in (0, 2):
                 bench.run(job)
+            if job.name == "chain":
+                bench.one_after_another(job)
         if n in (0, 2):
             bench.balancers()
             bench.at_once()

@@ -67,8 +67,9 @@ def first_slots(x: Layer) -> Tensor:
     return x.tables.field("slots").gather(0, first)
 
 
-def gather_beside_others(x: Layer) -> Tensor:
-    """A round in which the other ranks' rows are here already, on boards made for it: nobody is waited for."""
+def boards_beside_others(x: Layer) -> tuple[Tensor, Tensor, Tensor, int]:
+    """What gathers this rank's row while the other ranks' rows are here already, on boards made for it: nobody is
+    waited for."""
     ranks, width = x.loads.shape
     boards = torch.zeros(ranks, ops.board_words(ranks, width), dtype=torch.int32, device=x.loads.device)
     places = boards[RANK, ops.LINE_WORDS :].view(2, ranks, -1)[1]  # of the first round
@@ -76,7 +77,14 @@ def gather_beside_others(x: Layer) -> Tensor:
     places[:, 1 : width + 1] = x.loads
     first = torch.full((), boards.data_ptr(), device=boards.device)
     addresses = first + torch.arange(ranks, device=boards.device) * boards.stride(0) * boards.itemsize
-    return ops.gather_rows(x.loads[RANK], addresses, boards[RANK], RANK)
+    return x.loads[RANK], addresses, boards[RANK], RANK
+
+
+def gather_and_plan(x: Layer) -> list[Tensor]:
+    """As a Balancer does where ranks write each other's memory."""
+    given = boards_beside_others(x)
+    loads, _, split, row = ops.plan_exact_share_gathered(*given, x.tables, ranks_per_node=per_node(x))
+    return [loads, *split, row]
 
 
 @dataclass(frozen=True)
@@ -102,7 +110,12 @@ JOBS = (
         ("ids",),
         tokens_matter=True,
     ),
-    Job("gather_rows and its boards", "gather_rows", gather_beside_others, ("loads",)),
+    Job(
+        "gather_rows and its boards",
+        "gather_rows",
+        lambda x: ops.gather_rows(*boards_beside_others(x))[0],
+        ("loads",),
+    ),
     Job(
         "replica_tables",
         "replica_tables",
@@ -126,6 +139,12 @@ JOBS = (
     ),
     Job("plan_exact_share", "plan_exact_share", split_and_row, ("loads", "tables"), 10),
     Job("plan_joint", "plan_joint", joint, ("gathered", "shared_tables")),
+    Job(
+        "plan_exact_share_gathered and its boards",
+        "plan_exact_share_gathered",
+        gather_and_plan,
+        ("loads", "tables"),
+    ),
     Job("plan_active", "plan_active", lambda x: ops.plan_active(x.loads, x.tables), ("loads", "tables")),
     Job("plan_lp", "plan_lp", lambda x: ops.plan_lp(x.loads, x.tables), ("loads", "tables"), 25, LPLB),
     Job(

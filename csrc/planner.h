@@ -5,7 +5,8 @@
 //   kSets                whether W, the words of a RankSet, follows from problem.R; else W is 1
 //   select(in, out, b)   turns both into those of layer b
 //   bytes<W>(in)         of one layer's workspace, any content
-//   solve<W>(team, in, memory, out)   kPlanned, or at least 0: what was refused, in the planner's own numbers
+//   solve<W>(team, in, memory, out)   kPlanned, a barrier last; or at least 0: what was refused, in the
+//                                     planner's own numbers, right behind a reduction
 //   refuse(team, in, out)             what a refused layer leaves behind on a GPU, where nothing is raised
 #pragma once
 

@@ -11,7 +11,7 @@ namespace isoload {
 constexpr int kMaxRanks = 1024;
 
 template <int W>
-struct RankSet {
+struct ISOLOAD_ALIGNED(W > 1 ? 16 : 8) RankSet {
   uint64_t word[W] = {};
 
   // A constant for one word: a run-time index would keep the set out of a GPU's registers.
@@ -20,7 +20,7 @@ struct RankSet {
   // Ranks 0 .. n-1.
   ISOLOAD_HD static RankSet first(int n) {
     RankSet set;
-    ISOLOAD_BY_FOUR
+    ISOLOAD_UNROLLED(W > 4 ? 1 : 4)
     for (int w = 0; w < W; ++w) {
       const int left = n - 64 * w;
       set.word[w] = left >= 64 ? ~uint64_t(0) : left > 0 ? (uint64_t(1) << left) - 1 : 0;
@@ -35,13 +35,13 @@ struct RankSet {
   ISOLOAD_HD bool contains(int r) const { return word[at(r)] >> (r & 63) & 1; }
   ISOLOAD_HD bool empty() const {
     uint64_t all = 0;
-    ISOLOAD_BY_FOUR
+    ISOLOAD_UNROLLED(W > 4 ? 1 : 4)
     for (int w = 0; w < W; ++w) all |= word[w];
     return all == 0;
   }
   ISOLOAD_HD bool meets(const RankSet& other) const {
     uint64_t all = 0;
-    ISOLOAD_BY_FOUR
+    ISOLOAD_UNROLLED(W > 4 ? 1 : 4)
     for (int w = 0; w < W; ++w) all |= word[w] & other.word[w];
     return all != 0;
   }
@@ -53,24 +53,18 @@ struct RankSet {
     return -1;
   }
   ISOLOAD_HD RankSet& operator|=(const RankSet& other) {
-    ISOLOAD_BY_FOUR
+    ISOLOAD_UNROLLED(W > 4 ? 1 : 4)
     for (int w = 0; w < W; ++w) word[w] |= other.word[w];
     return *this;
   }
   ISOLOAD_HD void unite_if(bool condition, const RankSet& other) {
-    ISOLOAD_BY_FOUR
+    ISOLOAD_UNROLLED(W > 4 ? 1 : 4)
     for (int w = 0; w < W; ++w) word[w] |= other.word[w] & -uint64_t(condition);
   }
   ISOLOAD_HD RankSet& subtract(const RankSet& other) {
-    ISOLOAD_BY_FOUR
+    ISOLOAD_UNROLLED(W > 4 ? 1 : 4)
     for (int w = 0; w < W; ++w) word[w] &= ~other.word[w];
     return *this;
-  }
-  ISOLOAD_HD bool operator==(const RankSet& other) const {
-    bool same = true;
-    ISOLOAD_BY_FOUR
-    for (int w = 0; w < W; ++w) same &= word[w] == other.word[w];
-    return same;
   }
   template <class F>
   ISOLOAD_HD void for_each(F&& f) const {
@@ -82,12 +76,15 @@ struct RankSet {
   }
 };
 
-// The union of every lane's set of ranks below R, in all lanes.
+// A set to be read: one word in a register, more where they lie.
+template <int W>
+using ReadSet = std::conditional_t<W == 1, const RankSet<W>, const RankSet<W>&>;
+
+// Every lane's set of ranks below R becomes the union of all.
 template <int W, class Team>
-ISOLOAD_HD RankSet<W> unite(Team& team, RankSet<W> mine, int R = 64 * W) {
+ISOLOAD_HD void unite(Team& team, RankSet<W>& mine, int R = 64 * W) {
   ISOLOAD_ROLLED
   for (int w = 0; w < W; ++w) mine.word[w] = team.any(mine.word[w], W == 1 ? R : 64);
-  return mine;
 }
 
 // f(W): the number of words that a set of R ranks takes.

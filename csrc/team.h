@@ -13,15 +13,14 @@
 //   groups()              how many there are
 //   alone(f)              f(group) by the first group, while the others wait at a barrier. What f computes
 //                         only lane 0 has for certain
-//   apart(n, f)           f(i, group) for i in [0, n), by a group each, while the others wait; as alone
 //   column_sums(...)      sums down columns; a lane has those that for_each gives it
 //   sum32(v), max32(v)    of 32 bits, a sum below 2^31; of a group without a barrier
 //   lanes_before(b, all)  of a group: how many lanes before this one have it, and how many of all
 //   largest(n, f, at)     of a group: the largest f(i) of i in [0, n), n > 0, and the lowest i that has it
 //   first(from, n, f)     of a group: the lowest i in [from, n) of which f is true, or n
 //   from_lane_of(i, v)    of a group: v of the lane to which for_each gives i; no barrier in these four
-//   scan(data, n)         data[0..n) becomes its exclusive prefix sum, the total is returned; a barrier
-//                         after it, so data from other lanes needs a sync before it
+//   scan(data, n)         data[0..n) becomes its exclusive prefix sum, the total is returned. A lane takes
+//                         what for_each gives it: data from others needs a sync before. A barrier after it
 #pragma once
 
 #include <cstdint>
@@ -58,10 +57,6 @@ struct SerialTeam {
   template <class F>
   ISOLOAD_HD void alone(F&& f) {
     f(*this);
-  }
-  template <class F>
-  ISOLOAD_HD void apart(int n, F&& f) {
-    for (int i = 0; i < n; ++i) f(i, *this);
   }
   ISOLOAD_HD ColumnSums column_sums(const int32_t* rows, int num_rows, int n, int32_t* sums) const {
     ColumnSums seen;
@@ -121,6 +116,7 @@ struct SerialTeam {
 
 #include <atomic>
 #include <barrier>
+#include <numeric>
 #include <vector>
 
 namespace isoload {
@@ -163,12 +159,6 @@ class ThreadTeam {
     if (rank_ == 0) f(group);
     sync();
   }
-  template <class F>
-  void apart(int n, F&& f) {
-    SerialTeam group;
-    for_each(n, [&](int i) { f(i, group); });
-    sync();
-  }
   ColumnSums column_sums(const int32_t* rows, int num_rows, int n, int32_t* sums) const {
     ColumnSums seen;
     for_each(n, [&](int i) {
@@ -197,17 +187,32 @@ class ThreadTeam {
   int32_t add(int32_t* p, int32_t v) const {
     return std::atomic_ref<int32_t>(*p).fetch_add(v, std::memory_order_relaxed);
   }
-  int32_t scan(int32_t* data, int n) { return sum(rank_ == 0 ? SerialTeam().scan(data, n) : 0); }
+  int32_t scan(int32_t* data, int n) {
+    int64_t before = 0;
+    for (int first = 0; first < n; first += size_) {
+      const int i = first + rank_;
+      const int64_t* partial = publish(i < n ? data[i] : 0);
+      if (i < n) data[i] = static_cast<int32_t>(std::accumulate(partial, partial + rank_, before));
+      before = std::accumulate(partial, partial + size_, before);
+    }
+    sync();
+    return static_cast<int32_t>(before);
+  }
 
  private:
-  // One barrier is enough: a lane that runs ahead writes the other half, and cannot come round to this half
-  // before everybody has left this reduction.
-  template <class Combine>
-  int64_t reduce(int64_t v, Combine&& combine) {
+  // Every lane's v for all to read. One barrier is enough: a lane that runs ahead writes the other half, and
+  // cannot come round to this half before everybody has left this reduction.
+  const int64_t* publish(int64_t v) {
     int64_t* partial = group_.partial.data() + (odd_ ? size_ : 0);
     odd_ = !odd_;
     partial[rank_] = v;
     sync();
+    return partial;
+  }
+
+  template <class Combine>
+  int64_t reduce(int64_t v, Combine&& combine) {
+    const int64_t* partial = publish(v);
     v = partial[0];
     for (int i = 1; i < size_; ++i) v = combine(v, partial[i]);
     return v;

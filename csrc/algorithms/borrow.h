@@ -7,6 +7,10 @@
 #include <cstdint>
 #include <cstring>
 
+#ifdef __CUDACC__
+#include <cuda_fp16.h>
+#endif
+
 #include "host_device.h"
 
 namespace isoload {
@@ -60,6 +64,9 @@ ISOLOAD_HD inline float float_of(uint32_t bits) {
 }
 ISOLOAD_HD inline float widen(BFloat16 value) { return float_of(uint32_t(value.bits) << 16); }
 ISOLOAD_HD inline float widen(Float16 value) {
+#ifdef __CUDA_ARCH__
+  return __half2float(__ushort_as_half(value.bits));  // one instruction
+#else
   const uint32_t sign = uint32_t(value.bits & 0x8000) << 16, rest = value.bits & 0x7fff;
   if (rest < 0x0400) {  // subnormal: a multiple of 2^-24, normal in float32
     const float small = static_cast<float>(rest) * 0x1p-24f;
@@ -67,6 +74,7 @@ ISOLOAD_HD inline float widen(Float16 value) {
   }
   const uint32_t rebias = rest < 0x7c00 ? (127 - 15) << 23 : (255 - 31) << 23;  // the latter for inf and NaN
   return float_of(sign | ((rest << 13) + rebias));
+#endif
 }
 
 // The nearest value of the total's dtype, ties to even, as torch rounds.
@@ -82,6 +90,9 @@ ISOLOAD_HD inline void narrow(float value, BFloat16& to) {
   to.bits = static_cast<uint16_t>(value != value ? 0x7fc0 : (bits + 0x7fff + even) >> 16);
 }
 ISOLOAD_HD inline void narrow(float value, Float16& to) {
+#ifdef __CUDA_ARCH__
+  to.bits = value != value ? 0x7e00 : __half_as_ushort(__float2half_rn(value));
+#else
   const uint32_t bits = bits_of(value), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
   uint32_t half =
       (rest + 0xfff + (rest >> 13 & 1) - (112u << 23)) >> 13;  // carries into infinity from 65520 on
@@ -89,6 +100,7 @@ ISOLOAD_HD inline void narrow(float value, Float16& to) {
     half = bits_of(float_of(rest) + 0.5f) - 0x3f000000;  // subnormal: 0.5's steps are 2^-24
   if (rest >= 0x47800000) half = rest > 0x7f800000 ? 0x7e00 : 0x7c00;
   to.bits = static_cast<uint16_t>(sign | half);
+#endif
 }
 
 }  // namespace isoload

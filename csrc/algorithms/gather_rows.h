@@ -28,48 +28,53 @@ struct Board {
   ISOLOAD_HD static int64_t words(int R, int W) { return kLineWords + 2 * R * place_words(W); }
 };
 
+constexpr int kMostBeside = 32;
+
 struct RowGather {
-  const int32_t* row;     // [W]
-  const int64_t* boards;  // [R] address of every rank's board, as this rank reaches it
-  int32_t* own;           // this rank's board
-  int R, W, rank;
+  const int32_t* row;           // [W]
+  const int64_t* boards;        // [R] address of every rank's board, as this rank reaches it
+  int32_t* own;                 // this rank's board
+  int32_t beside[kMostBeside];  // [F] that travel behind the row, from the host
+  int R, W, F, rank;
   int64_t patience;  // nanoseconds until a rank is late
+
+  ISOLOAD_HD int width() const { return W + F; }
+  ISOLOAD_HD int32_t word(int w) const { return w < W ? row[w] : beside[w - W]; }
 
   // The place of rank r's row on a board.
   ISOLOAD_HD int32_t* place(int32_t* board, uint32_t round, int r) const {
-    return board + kLineWords + (int64_t(round & 1) * R + r) * Board::place_words(W);
+    return board + kLineWords + (int64_t(round & 1) * R + r) * Board::place_words(width());
   }
-  // The place of this rank's row on the i-th other rank's board. All ranks begin with another one.
+  // The place of this rank's row on the i-th rank's board. All ranks begin with another one and end with
+  // their own, which is reached by one address alone.
   ISOLOAD_HD int32_t* there(uint32_t round, int i) const {
     const int r = rank + 1 + i < R ? rank + 1 + i : rank + 1 + i - R;
-    return place(reinterpret_cast<int32_t*>(boards[r]), round, rank);
+    return place(r == rank ? own : reinterpret_cast<int32_t*>(boards[r]), round, rank);
   }
 };
 
-struct Word {
-  int32_t* to;
-  int32_t value;
+// What all ranks have in the end.
+struct GatheredRows {
+  int32_t *rows, *beside;  // [R, W], [R, F]
+  int W, F;
+
+  ISOLOAD_HD int32_t& word(int r, int w) const { return w < W ? rows[r * W + w] : beside[r * F + w - W]; }
 };
 
-// Writes word(i) for i in [0, n). A lane makes a few before it writes them: no read is moved up behind a
-// write.
-template <class Team, class F>
-ISOLOAD_HD void write_words(Team& team, int n, F&& word) {
-  constexpr int kAhead = 8;
-  const int64_t step = team.size();
-  for (int64_t first = team.rank(); first < n; first += kAhead * step) {
-    Word words[kAhead];
-    for (int a = 0; a < kAhead; ++a)
-      words[a] = word(static_cast<int>(first + a * step < n ? first + a * step : n - 1));
-    for (int a = 0; a < kAhead; ++a)
-      if (first + a * step < n) *words[a].to = words[a].value;
-  }
-}
+constexpr int kWordsAhead = 8;  // read before the first is written, behind which no read is moved up
 
 template <class Team>
 ISOLOAD_HD void put_row(Team& team, const RowGather& in, uint32_t round) {
-  write_words(team, (in.R - 1) * in.W,
-              [&](int i) { return Word{in.there(round, i / in.W) + 1 + i % in.W, in.row[i % in.W]}; });
+  team.for_each(in.width(), [&](int w) {
+    const int32_t word = in.word(w);
+    ISOLOAD_ROLLED
+    for (int first = 0; first < in.R; first += kWordsAhead) {
+      int32_t* there[kWordsAhead];
+      for (int a = 0; a < kWordsAhead; ++a)
+        there[a] = in.there(round, first + a < in.R ? first + a : in.R - 1);
+      for (int a = 0; a < kWordsAhead; ++a) there[a][1 + w] = word;
+    }
+  });
   team.sync();  // the number of the round says that all of the row is there
   team.for_each(in.R - 1,
                 [&](int i) { store_release(reinterpret_cast<uint32_t*>(in.there(round, i)), round); });
@@ -93,11 +98,11 @@ ISOLOAD_HD int wait_for_rows(Team& team, const RowGather& in, uint32_t round) {
   return static_cast<int>(team.max(late));
 }
 
-// rows [R, W] of all ranks. Returns 0, or one more than the rank that was too late; from then on at once, for
-// this board gathers no more. Then the late rank's row is full of INT32_MAX, which no planner takes for
-// loads, and other ranks' rows are 0: nothing old is left.
+// Returns 0, or one more than the rank that was too late; from then on at once, for this board gathers no
+// more. Then the late rank's row is full of INT32_MAX, which no planner takes for loads, and all other rows
+// are 0: nothing old is left.
 template <class Team>
-ISOLOAD_HD int gather_rows(Team& team, const RowGather& in, int32_t* rows) {
+ISOLOAD_HD int gather_rows(Team& team, const RowGather& in, const GatheredRows& out) {
   const uint32_t round = static_cast<uint32_t>(in.own[Board::kRounds]) + 1;
   int late = in.own[Board::kLate];
   if (late == 0) {
@@ -108,11 +113,17 @@ ISOLOAD_HD int gather_rows(Team& team, const RowGather& in, int32_t* rows) {
       in.own[Board::kLate] = late;
     }
   }
-  write_words(team, in.R * in.W, [&](int i) {
-    const int r = i / in.W, w = i % in.W;
-    const int32_t instead = r == late - 1 ? INT32_MAX : 0;
-    const int32_t* const there = in.place(in.own, round, r) + 1;
-    return Word{rows + i, r == in.rank ? in.row[w] : late == 0 ? there[w] : instead};
+  team.for_each(in.width(), [&](int w) {
+    ISOLOAD_ROLLED
+    for (int first = 0; first < in.R; first += kWordsAhead) {
+      int32_t words[kWordsAhead];
+      for (int a = 0; a < kWordsAhead; ++a) {
+        const int r = first + a < in.R ? first + a : in.R - 1;
+        words[a] = late == 0 ? in.place(in.own, round, r)[1 + w] : r == late - 1 ? INT32_MAX : 0;
+      }
+      for (int a = 0; a < kWordsAhead; ++a)
+        if (first + a < in.R) out.word(first + a, w) = words[a];
+    }
   });
   return late;
 }

@@ -25,12 +25,12 @@ struct LevelProblem {
 // pays for so many; it does not fall, and at `all` copies a rank there is room for all that are wanted.
 template <class Team, class IsIn, class Room>
 ISOLOAD_HD ISOLOAD_COLD int64_t least_level(Team& team, const LevelProblem& of, IsIn&& is_in, Room&& room) {
-  constexpr int kGuesses = 8;                 // then halves, should the line mislead
-  constexpr double kUnit = int64_t(1) << 50;  // a level whose copies per rank add up to 2^60 at most
+  constexpr int kGuesses = 8;                  // then halves, should the line mislead
+  constexpr int64_t kUnit = int64_t(1) << 50;  // a level whose copies per rank add up to 2^60 at most
   auto ticks = [&](int i) { return of.ticks ? of.ticks[i] : 1; };
   int64_t paid = 0;
-  team.for_each(of.n, [&](int i) { paid += is_in(i) ? static_cast<int64_t>(kUnit / ticks(i)) : 0; });
-  const double per_copy = kUnit / static_cast<double>(team.sum(paid));
+  team.for_each(of.n, [&](int i) { paid += is_in(i) ? quotient(kUnit, ticks(i)) : 0; });
+  const double per_copy = static_cast<double>(kUnit) / static_cast<double>(team.sum(paid));
 
   int64_t low = of.low, high = of.all << 20;
   high = high > low ? high : low;

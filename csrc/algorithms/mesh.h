@@ -29,13 +29,13 @@ struct NetworkSide {
   }
 
   // The least term(k) of a node's edges, of which there are some.
-  template <class F>
-  ISOLOAD_HD auto least(int node, F&& term) const {
-    auto least = term(edge(first[node]));
+  template <class Real, class F>
+  ISOLOAD_HD Real least(int node, F&& term) const {
+    Real least = 0;
     ISOLOAD_ROLLED
-    for (int i = first[node] + 1; i < first[node + 1]; ++i) {
-      const auto value = term(edge(i));
-      least = value < least ? value : least;
+    for (int i = first[node]; i < first[node + 1]; ++i) {
+      const Real value = term(edge(i));
+      least = i == first[node] || value < least ? value : least;
     }
     return least;
   }
@@ -47,7 +47,7 @@ struct MeshWorkspace {
   Real *ground, *inverse, *own;  // [n]; own: what a node's potential is without the nodes after it
   // Of a ColumnMesh.
   Real *columns, *triangles;  // [tiles, n, column_length], [n, column_length]
-  Real *row, *shared;         // [2, kMostColumns] of a step; [2, kFlows, kTile] of a tile
+  Real *row, *owns;           // [2, kMostColumns] of a step; [kFlows, kMostColumns] own of each current
   uint64_t* lefts;            // [right nodes] the left nodes that each is joined to, as a set
 };
 
@@ -79,11 +79,10 @@ class Mesh {
 
   ISOLOAD_HD void prepare(const NetworkSide&, const NetworkSide&) {}
 
-  // A barrier last.
+  // solve() comes behind a barrier.
   ISOLOAD_HD void factor(const Stars<Real>& stars) {
     team_.for_each(n_, [&](int a) { join(a, stars); });
     for (int k = 0; k < n_; ++k) eliminate(k);
-    team_.sync();
   }
 
   // Currents [n] in, potentials out. A barrier last.
@@ -136,10 +135,16 @@ class Mesh {
       Real* other = row_of(i);
       const Real part = row[i] * inverse;
       if (piece == 0) ws_.ground[i] += part * ws_.ground[k], other[k] = part;
-      for (int j = i + 1 + piece; j < n_; j += pieces) other[j] += part * row[j];
-      ISOLOAD_ROLLED
-      for (int j = tile + piece; i < tile_end && j < k; j += pieces) other[j] += part * row[j];
+      add(part, row, i + 1 + piece, n_, pieces, other);
+      if (i < tile_end) add(part, row, tile + piece, k, pieces, other);
     });
+  }
+
+  // to[j] += part * row[j] for every stride-th j of [first, end).
+  ISOLOAD_HD static void add(Real part, const Real* __restrict row, int first, int end, int stride,
+                             Real* __restrict to) {
+    ISOLOAD_BY_FOUR
+    for (int j = first; j < end; j += stride) to[j] += part * row[j];
   }
 
   // From currents to what the tile's nodes have on their own, which flows on to the nodes after the tile.

@@ -30,33 +30,29 @@ class ColumnMesh {
       for (int i = right.first[e]; i < right.first[e + 1]; ++i) held.insert(left.node[i]);
       ws_.lefts[e] = held.word[0];
     });
-    team_.sync();
   }
 
   // A barrier last.
   ISOLOAD_HD void factor(const Stars<Real>& stars) {
-    for_pairs(0, [&](int a, int b) {
-      if (a == b)
-        start(a, stars);
-      else
-        at(a, b) = stars.left_kept ? between_lefts(a, b, stars) : between_rights(a, b, stars);
-    });
-    team_.sync();
+    ISOLOAD_ROLLED
     for (int first = 0; first < n_; first += kTile) {
-      team_.alone([&](auto& group) { eliminate(group, first); });
-      if (first + kTile >= n_) break;
-      for_pairs(first + kTile, [&](int a, int b) {
-        if (a < b) follow(a, b, first);
+      for_pairs(first, [&](int a, int b) {
+        if (first > 0 && a < b)
+          follow(a, b, first - kTile);
+        else if (first == 0)
+          join(a, b, stars);
       });
       team_.sync();
+      team_.alone([&](auto& group) { eliminate(group, first); });
     }
   }
 
-  // Currents [n] in, potentials out. A barrier last.
+  // Currents [n] in, potentials out; behind them, as in `owns`, lie zeros up to a whole tile. A barrier last.
   ISOLOAD_HD void solve(Real* const (&kept)[kFlows], int flows) {
-    team_.apart(flows, [&](int f, auto& group) {
-      descend_and_ascend(group, f == 0 ? kept[0] : kept[1], ws_.shared + f * 2 * kTile);
+    team_.for_each_group(flows, [&](int f, auto& group) {
+      descend_and_ascend(group, f == 0 ? kept[0] : kept[1], ws_.owns + f * kMostColumns);
     });
+    team_.sync();
   }
 
  private:
@@ -80,6 +76,13 @@ class ColumnMesh {
       const int a = in_row ? row : mirror, b = in_row ? row + place : mirror + place - (size - row);
       if (in_row || mirror > row) f(first + a, first + b);
     });
+  }
+
+  ISOLOAD_HD void join(int a, int b, const Stars<Real>& stars) {
+    if (a == b)
+      start(a, stars);
+    else
+      at(a, b) = stars.left_kept ? between_lefts(a, b, stars) : between_rights(a, b, stars);
   }
 
   // a's way to ground, and no rows of its column from the diagonal on.
@@ -126,46 +129,47 @@ class ColumnMesh {
   // all lanes read is the one behind the diagonal, so that every index is known when this is compiled.
   template <class Group>
   ISOLOAD_HD void eliminate(Group& group, int first) {
-    constexpr int kOwn = kMost / Group::kLanes;  // columns of a lane
+    constexpr int kOwn = kMost / Group::kLanes;  // columns of a lane; only the first ones are the tile's
+    auto in_tile = [](int c) { return c * Group::kLanes < kTile; };
+    auto later = [&](int c, int j, int k) { return !in_tile(c) || j > k; };
     const int width = n_ - first, rows = width < kTile ? width : kTile;
     Real column[kOwn][kTile], ground[kOwn];
     for (int c = 0; c < kOwn; ++c) {
-      const int j = group.rank() + c * Group::kLanes;
-      for (int i = 0; i < kTile; ++i) column[c][i] = 0;
-      if (j < width) load(column_of(first, first + j), column[c]);
-      ground[c] = j < width ? ws_.ground[first + j] : 0;
+      const int j = group.rank() + c * Group::kLanes, node = first + (j < width ? j : 0);
+      load(column_of(first, node), column[c]);
+      ground[c] = j < width ? ws_.ground[node] : 0;
     }
     ISOLOAD_ROLLED
     for (int k = 0; k < rows; ++k) {
       Real* const row = ws_.row + k % 2 * kMost;  // a lane that runs ahead writes the other one
       for (int c = 0; c < kOwn; ++c) {
         const int j = group.rank() + c * Group::kLanes;
-        row[(j - k - 1) & (kMost - 1)] = j > k ? column[c][0] : 0;
-        if (j == k) ws_.ground[first + k] = ground[c];
+        row[(j - k - 1) & (kMost - 1)] = later(c, j, k) && j < width ? column[c][0] : 0;
+        if (in_tile(c) && j == k) ws_.ground[first + k] = ground[c];
       }
       group.sync();
-      Real sums[OrderedSum<Real, Team>::kColumns] = {}, next[kTile] = {};
+      Real sums[OrderedSum<Real, Team>::kColumns], next[kTile];
+      load(row, next);
+      for (int t = 0; t < kTile; ++t) sums[t] = 0 + next[t];
       ISOLOAD_ROLLED
-      for (int i = 0; i < width - k - 1; i += kTile) {
+      for (int i = kTile; i < width - k - 1; i += kTile) {
         Real terms[kTile];
         load(row + i, terms);
-        for (int t = 0; t < kTile; ++t) {
-          sums[t] += terms[t];
-          next[t] = i == 0 ? terms[t] : next[t];
-        }
+        for (int t = 0; t < kTile; ++t) sums[t] += terms[t];
       }
       const Real to_ground = ws_.ground[first + k];
       const Real inverse = 1 / (to_ground + OrderedSum<Real, Team>::tree(sums));
       for (int i = 0; i < kTile; ++i) next[i] *= inverse;  // parts
       for (int c = 0; c < kOwn; ++c) {
         const int j = group.rank() + c * Group::kLanes;
+        const bool is_k = in_tile(c) && j == k;
         const Real mine = column[c][0];
-        if (j < width) column_of(first, first + j)[k] = j == k ? 0 : mine;
-        if (j < kTile) triangle_of(first + k)[j] = j < k ? mine : 0;
-        if (j == k) ws_.inverse[first + k] = inverse;
-        if (j > k) ground[c] += mine * inverse * to_ground;
+        if (j < width) column_of(first, first + j)[k] = is_k ? 0 : mine;
+        if (in_tile(c) && j < kTile) triangle_of(first + k)[j] = j < k ? mine : 0;
+        if (is_k) ws_.inverse[first + k] = inverse;
+        if (later(c, j, k)) ground[c] += mine * inverse * to_ground;
         for (int i = 0; i + 1 < kTile; ++i)
-          column[c][i] = (j == k ? 0 : column[c][i + 1]) + next[i] * (j == k ? 1 : mine);
+          column[c][i] = (is_k ? 0 : column[c][i + 1]) + next[i] * (is_k ? 1 : mine);
         column[c][kTile - 1] = 0;
       }
     }
@@ -186,79 +190,54 @@ class ColumnMesh {
     at(a, b) = conducted;
   }
 
-  // As Mesh does it; a lane keeps its nodes. shared [2, kTile]: what a tile's nodes have, before and after.
+  // As Mesh does it. own [n]: what nodes have without those after them. Down the tiles from currents in
+  // `kept` to `own`, and up from there to potentials in `kept`; what a tile's nodes have flows on to the
+  // nodes ahead.
   template <class Group>
-  ISOLOAD_HD void descend_and_ascend(Group& group, Real* kept, Real* shared) {
-    constexpr int kOwn = kMost / Group::kLanes;
-    Real* const own = shared + kTile;
-    Real flow[kOwn];
-    for (int c = 0; c < kOwn; ++c) {
-      const int a = group.rank() + c * Group::kLanes;
-      flow[c] = a < n_ ? kept[a] : 0;
-    }
-    int first = 0;
+  ISOLOAD_HD void descend_and_ascend(Group& group, Real* kept, Real* own) {
+    const int tiles = (n_ + kTile - 1) / kTile;
     ISOLOAD_ROLLED
-    for (;; first += kTile) {
-      const int end = first + kTile;
-      show(group, flow, first, shared);
-      for (int c = 0; c < kOwn; ++c) {
-        const int a = group.rank() + c * Group::kLanes;
-        if (a < first || a >= end || a >= n_) continue;
-        Real before[kTile], currents[kTile];
-        load(triangle_of(a), before);
-        load(shared, currents);
-        for (int j = 0; j < kTile; ++j)
-          if (j < a - first) flow[c] += before[j] * currents[j];
-        flow[c] *= ws_.inverse[a];
-      }
-      show(group, flow, first, own);
-      if (end >= n_) break;
-      for (int c = 0; c < kOwn; ++c) {
-        const int a = group.rank() + c * Group::kLanes;
-        if (a < end || a >= n_) continue;
-        Real row[kTile], had[kTile];
-        load(column_of(first, a), row);
-        load(own, had);
-        for (int k = 0; k < kTile; ++k) flow[c] += row[k] * had[k];
-      }
-    }
-    ISOLOAD_ROLLED
-    for (;;) {
-      const int end = first + kTile < n_ ? first + kTile : n_;
-      for (int c = 0; c < kOwn; ++c) {
-        const int a = group.rank() + c * Group::kLanes;
-        if (a < first || a >= end) continue;
-        Real after[kTile], had[kTile];
-        load(column_of(first, a), after);
-        load(own, had);
-        for (int k = 0; k < kTile; ++k)
-          if (k > a - first && k < end - first) flow[c] += after[k] * had[k];
-        kept[a] = flow[c];
-      }
-      if (first == 0) break;
-      show(group, flow, first, shared);
-      for (int c = 0; c < kOwn; ++c) {
-        const int a = group.rank() + c * Group::kLanes;
-        if (a >= first) continue;
-        const Real inverse = ws_.inverse[a];
-        Real potentials[kTile];
-        load(shared, potentials);
-        for (int k = 0; k < kTile; ++k)
-          if (first + k < end) flow[c] += at(a, first + k) * inverse * potentials[k];
-      }
-      first -= kTile;
-      show(group, flow, first, own);
+    for (int turn = 0; turn < 2 * tiles; ++turn) {
+      const bool down = turn < tiles;
+      const int first = (down ? turn : 2 * tiles - 1 - turn) * kTile, rows = rows_of(first);
+      Real *const from = down ? kept : own, *const to = down ? own : kept;
+      group.for_each(rows, [&](int m) {
+        const int a = first + m;
+        const Real* values = down ? triangle_of(a) : column_of(first, a);
+        const Real flow = add(from[a], values, from + first, down ? 0 : m + 1, down ? m : rows);
+        to[a] = down ? flow * ws_.inverse[a] : flow;
+      });
+      group.sync();
+      const int ahead = down ? first + rows : 0;
+      group.for_each((down ? n_ : first) - ahead, [&](int i) {
+        const int a = ahead + i;
+        from[a] = down ? add(from[a], column_of(first, a), to + first, 0, kTile)
+                       : add_mirrored(from[a], a, first, to + first);
+      });
+      group.sync();
     }
   }
 
-  // To all lanes: what the tile's nodes have. A barrier last.
-  template <class Group, int kOwn>
-  ISOLOAD_HD static void show(Group& group, const Real (&flow)[kOwn], int first, Real* to) {
-    for (int c = 0; c < kOwn; ++c) {
-      const int m = group.rank() + c * Group::kLanes - first;
-      if (m >= 0 && m < kTile) to[m] = flow[c];
-    }
-    group.sync();
+  ISOLOAD_HD int rows_of(int first) const { return n_ - first < kTile ? n_ - first : kTile; }
+
+  // flow + values[i] * of[i] for i in [begin, end), of a tile.
+  ISOLOAD_HD static Real add(Real flow, const Real* values, const Real* of, int begin, int end) {
+    Real value[kTile], factor[kTile];
+    load(values, value);
+    load(of, factor);
+    for (int i = 0; i < kTile; ++i)
+      if (i >= begin && i < end) flow += value[i] * factor[i];
+    return flow;
+  }
+
+  // The same of a tile's column at node a of an earlier one: what the tile's nodes conduct to a, in parts.
+  ISOLOAD_HD Real add_mirrored(Real flow, int a, int first, const Real* of) const {
+    const Real inverse = ws_.inverse[a];
+    Real factor[kTile];
+    load(of, factor);
+    for (int i = 0; i < kTile; ++i)
+      if (first + i < n_) flow += at(a, first + i) * inverse * factor[i];
+    return flow;
   }
 
   Team& team_;

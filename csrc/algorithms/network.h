@@ -29,7 +29,7 @@ struct Flow {
 template <class Real, class Team, class Mesh>
 class Network {
  public:
-  // Edges are numbered right node by right node, and there by their left nodes. A barrier last.
+  // Edges are numbered right node by right node, and there by their left nodes. No barrier last.
   ISOLOAD_HD Network(Team& team, OrderedSum<Real, Team>& sum, NetworkSide left, NetworkSide right,
                      const NetworkWorkspace<Real>& workspace)
       : team_(team),
@@ -43,7 +43,7 @@ class Network {
     mesh_.prepare(left, right);
   }
 
-  // conductance [edges], grounds per node; all from before the last barrier. A barrier last.
+  // conductance [edges], grounds per node; all from before the last barrier. A barrier on the way.
   ISOLOAD_HD void factor(const Real* conductance, const Real* left_ground, const Real* right_ground) {
     const Real* hub_ground = left_kept_ ? right_ground : left_ground;
     stars_.conductance = conductance, stars_.part = ws_.part;

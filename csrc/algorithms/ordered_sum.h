@@ -4,10 +4,31 @@
 // column adds its terms by ascending i, and the columns are added as a tree.
 #pragma once
 
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
 #include "host_device.h"
 #include "packs.h"
 
 namespace isoload {
+
+// The largest of non-negative values, one per lane; NaN counts as the largest. As integers their bits are in
+// the same order. A barrier.
+template <class Real, class Team>
+ISOLOAD_HD Real largest(Team& team, Real value) {
+  using Bits = std::conditional_t<sizeof(Real) == 4, int32_t, int64_t>;
+  constexpr Bits kNoSign = ~uint64_t(0) >> (65 - 8 * sizeof(Bits));
+  Bits bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  bits &= kNoSign;
+  if constexpr (sizeof(Real) == 4)
+    bits = team.max32(bits);
+  else
+    bits = team.max(bits);
+  std::memcpy(&value, &bits, sizeof bits);
+  return value;
+}
 
 // term(0) .. term(n - 1)
 template <class F>
@@ -66,13 +87,17 @@ class OrderedSum {
   }
 
   ISOLOAD_HD static Real tree(Real (&column)[kColumns]) {
-    for (int half = kColumns / 2; half > 0; half /= 2)
-      for (int c = 0; c < half; ++c) column[c] += column[c + half];
-    return column[0];
+    fold<8>(column), fold<4>(column), fold<2>(column);
+    return column[0] + column[1];
   }
 
  private:
   ISOLOAD_HD Real* scratch_half() const { return scratch_ + (odd_ ? kMost * kColumns : 0); }
+
+  template <int half>
+  ISOLOAD_HD static void fold(Real (&column)[kColumns]) {
+    for (int c = 0; c < half; ++c) column[c] += column[c + half];
+  }
 
   template <class F>
   ISOLOAD_HD static Real add_all(int n, F&& term) {
@@ -80,8 +105,7 @@ class OrderedSum {
     int first = 0;
     for (; first + kColumns <= n; first += kColumns)
       for (int c = 0; c < kColumns; ++c) column[c] += term(first + c);
-    for (int c = 0; c < kColumns; ++c)
-      if (first + c < n) column[c] += term(first + c);
+    for (int c = 0; first + c < n; ++c) column[c] += term(first + c);
     return tree(column);
   }
 

@@ -100,9 +100,11 @@ class ActiveSolver {
       copies += ws_.total[e];
       ws_.unit[e] = ws_.total[e] > 0;
     });
-    if (team_.any(sign < 0)) return PlanStatus::negative_load;
+    constexpr uint64_t kNegative = 1, kWrapped = 2;
+    const uint64_t wrong = team_.any((sign < 0 ? kNegative : 0) | (wrapped < 0 ? kWrapped : 0), 32);
     copies = team_.sum(copies);
-    if (team_.any(wrapped < 0) || copies > INT32_MAX) return PlanStatus::too_many_copies;
+    if (wrong & kNegative) return PlanStatus::negative_load;
+    if (wrong & kWrapped || copies > INT32_MAX) return PlanStatus::too_many_copies;
     return PlanStatus::ok;
   }
 
@@ -125,19 +127,19 @@ class ActiveSolver {
 
   // Class by class, as plan_exact sweeps: no two experts of a class share a rank.
   ISOLOAD_HD int32_t settle() {
-    int64_t moves = 0;
+    int32_t moves = 0;
     for (int round = 0; round < kSettleRounds; ++round) {
-      int64_t moved = 0;
+      int32_t moved = 0;
       for (int k = 0; k < t_.num_classes(); ++k) {
         const int first = t_.classes[k];
         team_.for_each(t_.classes[k + 1] - first, [&](int i) { moved += relieve(t_.order[first + i]); });
         team_.sync();
       }
-      moved = team_.sum(moved);
+      moved = team_.sum32(moved);
       moves += moved;
       if (moved == 0) break;
     }
-    return static_cast<int32_t>(moves);
+    return moves;
   }
 
   // Moves e to the replica whose rank then costs least, if it has a slot to spare and ends below e's rank.
@@ -151,10 +153,11 @@ class ActiveSolver {
       return tick(t_.ranks[j]) * (int64_t(ws_.copies[t_.ranks[j]]) + more);
     };
     int to = from;
+    int64_t least = cost(from, 0);
     ISOLOAD_ROLLED
     for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j) {
       if (j == from || tick(t_.ranks[j]) * (ws_.active[t_.ranks[j]] + 1) > *out_.peak) continue;
-      if (cost(j, n) < cost(to, to == from ? 0 : n)) to = j;
+      if (const int64_t here = cost(j, n); here < least) least = here, to = j;
     }
     if (to == from) return false;
     out_.quota[t_.slots[from]] = 0, out_.quota[t_.slots[to]] = n;

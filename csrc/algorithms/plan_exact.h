@@ -20,6 +20,7 @@
 
 #include <climits>
 #include <cstdint>
+#include <type_traits>
 
 #include "algorithms/balance.h"
 #include "algorithms/plan_exact_parts.h"
@@ -49,7 +50,11 @@ class ExactSolver {
       ++sweeps;
     }
     PathsFound found{bound_, 0, 0, false};  // lane 0's, if a group augments
-    auto augment = [&](auto& team) { found = ExactPaths(team, in_, ws_, quota_).augment(found); };
+    auto augment = [&](auto& team) {
+      using Kept = std::conditional_t<kSpread, Sides<W>&, Sides<W>>;
+      Sides<W> sides;
+      found = ExactPaths<W, std::decay_t<decltype(team)>, Kept>(team, in_, ws_, quota_, sides).augment(found);
+    };
     if constexpr (W == 1)
       team_.alone(augment);  // a level is a few words: what there is to do lies between its barriers
     else
@@ -122,7 +127,7 @@ class ExactSolver {
       ws_.split.first[i] = t_.offsets[e], ws_.split.last[i] = t_.offsets[e + 1];
       ws_.split.copies[i] = ws_.total[e];
     });
-    level_ = smallest_peak(team_, in_.ticks, R, copies + pour, R, [](int) { return true; });
+    level_ = smallest_peak(team_, in_.ticks, R, copies + pour, R, RankSet<W>::first(R), ws_.found);
     team_.sync();
     const int64_t top = peak();
     bound_ = top > level_ ? top : level_;

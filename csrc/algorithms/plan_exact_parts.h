@@ -41,20 +41,39 @@ struct ExactResult {
   int32_t* telemetry;  // [4] sweeps, augmentations, Newton steps, 1 if the budget ended the solve
 };
 
-// The target of a bound: in two parts, so that nothing overflows.
-ISOLOAD_HD inline int64_t with_tolerance(int64_t bound, int64_t ppm) {
-  const int64_t million = 1000000;
-  return bound + bound / million * ppm + bound % million * ppm / million;
+// In two parts, so that nothing overflows; without a sign, which would cost a GPU twice the code.
+ISOLOAD_HD ISOLOAD_ONCE inline uint64_t millionths(uint64_t bound, uint64_t ppm) {
+  constexpr uint64_t kMillion = 1000000;
+  const uint64_t millions = bound / kMillion, rest = bound - millions * kMillion;
+  return millions * ppm + rest * ppm / kMillion;
 }
 
-// The smallest peak at which `size` of R ranks, those that is_in(r), can carry `copies` < 2^31 between them.
-// ticks: [R] or null.
-template <class Team, class IsIn>
+// The target of a bound.
+ISOLOAD_HD inline int64_t with_tolerance(int64_t bound, int64_t ppm) {
+  return ppm == 0 ? bound : bound + millionths(bound, ppm);
+}
+
+// The smallest cost at which the ranks of a set, below R, can carry `copies` between them. By a group.
+template <int W, class Group>
+ISOLOAD_HD ISOLOAD_ONCE int64_t least_cost(Group group, const int32_t* ticks, int R, int64_t copies,
+                                           RankSet<W> set) {
+  lies_in_global(ticks);
+  return least_level(
+      group, LevelProblem{R, ticks, 0, copies, copies}, [&](int r) { return set.contains(r); },
+      [](int, int64_t carried) { return carried; });
+}
+
+// The smallest peak at which `size` of R ranks, those of a set, can carry `copies` < 2^31 between them.
+// ticks: [R] or null. found: [1] of the caller's memory.
+template <int W, class Team>
 ISOLOAD_HD int64_t smallest_peak(Team& team, const int32_t* ticks, int R, int64_t copies, int size,
-                                 IsIn&& is_in) {
+                                 const RankSet<W>& set, int64_t* found) {
   if (!ticks) return rounded_up(copies, size);
-  return least_level(team, LevelProblem{R, ticks, 0, copies, copies}, is_in,
-                     [](int, int64_t carried) { return carried; });
+  team.alone([&](auto& group) {
+    const int64_t cost = least_cost<W>(group, ticks, R, copies, set);
+    if (group.rank() == 0) *found = cost;
+  });
+  return *found;
 }
 
 // Caller's memory; every array is written before it is read.
@@ -62,20 +81,23 @@ template <int W>
 struct ExactWorkspace {
   RankSet<W>*holders, *givers,
       *levels;                  // [E] ranks of a replicated expert; those with quota > 0; [R+1] BFS levels
+  int64_t* found;               // [1] of smallest_peak
   int32_t *total, *load, *cap;  // [E] copies per expert; [R] copies per rank; [R] copies the target allows
   int32_t *from, *to, *via;     // [R] slots of each hop of a path, and its expert in the order
   Replicated split;             // [E] of the tables' order
   int32_t* falling;             // [E] for Start::packed
 
   ISOLOAD_HD static int64_t bytes(int64_t R, int64_t E) {
-    return (2 * E + R + 1) * int64_t(sizeof(RankSet<W>)) + (5 * E + 5 * R) * int64_t(sizeof(int32_t));
+    return (2 * E + R + 1) * int64_t(sizeof(RankSet<W>)) + int64_t(sizeof(int64_t)) +
+           (5 * E + 5 * R) * int64_t(sizeof(int32_t));
   }
   ISOLOAD_HD static ExactWorkspace at(void* memory, int64_t R, int64_t E) {
     ExactWorkspace ws;
     ws.holders = static_cast<RankSet<W>*>(memory);
     ws.givers = ws.holders + E;
     ws.levels = ws.givers + E;
-    ws.total = reinterpret_cast<int32_t*>(ws.levels + R + 1);
+    ws.found = reinterpret_cast<int64_t*>(ws.levels + R + 1);
+    ws.total = reinterpret_cast<int32_t*>(ws.found + 1);
     ws.load = ws.total + E;
     ws.cap = ws.load + R;
     ws.from = ws.cap + R;

@@ -17,22 +17,33 @@ struct PathsFound {
   bool cut;              // the budget ended it
 };
 
-template <int W, class Team>
+// Ranks that carry more than the target, and less.
+template <int W>
+struct Sides {
+  RankSet<W> over, under;
+};
+
+// Kept: Sides<W>, or a reference to them. Several words are indexed at run time, so nvcc keeps all of an
+// object in memory that has them as a member. That is slower, and the shorter code in a kernel with much
+// besides.
+template <int W, class Team, class Kept>
 class ExactPaths {
  public:
-  ISOLOAD_HD ExactPaths(Team& team, const ExactProblem& problem, ExactWorkspace<W> workspace, int32_t* quota)
+  ISOLOAD_HD ExactPaths(Team& team, const ExactProblem& problem, ExactWorkspace<W> workspace, int32_t* quota,
+                        Sides<W>& sides)
       : team_(team),
         in_(problem),
         t_(problem.tables),
         ws_(workspace),
         quota_(quota),
-        num_split_(problem.tables.num_split()) {}
+        num_split_(problem.tables.num_split()),
+        sides_(sides) {}
 
   // From the bound that `found` has, on the load and the quota as they are. A barrier comes before it.
   ISOLOAD_HD PathsFound augment(PathsFound found) {
     for (bool listed = false;; listed = true) {
       aim(with_tolerance(found.bound, in_.tolerance_ppm));
-      if (!listed && !over_.empty()) list_ranks();
+      if (!listed && !sides_.over.empty()) list_ranks();
       if (!take_paths(found)) return found;
       found.bound = certify();
       ++found.steps;
@@ -42,7 +53,7 @@ class ExactPaths {
  private:
   // Whether ranks are over the target still and no path is left.
   ISOLOAD_HD bool take_paths(PathsFound& found) {
-    while (!over_.empty()) {
+    while (!sides_.over.empty()) {
       const int depth = find_levels();
       if (depth < 0) return true;
       found.cut = found.paths >= in_.budget;
@@ -63,39 +74,37 @@ class ExactPaths {
       }
       ws_.holders[i] = holders;
       ws_.givers[i] = givers;
-    });
-    team_.sync();
+    });  // find_levels()'s reductions are the barrier
   }
 
   // Sets the target: what each rank may carry, who carries more, who less.
   ISOLOAD_HD void aim(int64_t target) {
-    over_ = under_ = RankSet<W>();
+    sides_.over = RankSet<W>(), sides_.under = RankSet<W>();
     team_.for_each(in_.R, [&](int r) {
       const int64_t room = in_.ticks ? quotient(target, in_.ticks[r]) : target;
       ws_.cap[r] = static_cast<int32_t>(room < INT32_MAX ? room : INT32_MAX);
-      over_.insert_if(ws_.load[r] > ws_.cap[r], r);
-      under_.insert_if(ws_.load[r] < ws_.cap[r], r);
+      sides_.over.insert_if(ws_.load[r] > ws_.cap[r], r);
+      sides_.under.insert_if(ws_.load[r] < ws_.cap[r], r);
     });
-    over_ = unite(team_, over_, in_.R);
-    under_ = unite(team_, under_, in_.R);
+    unite(team_, sides_.over, in_.R);
+    unite(team_, sides_.under, in_.R);
   }
 
   // Breadth first, backwards: level 0 has room, level k can hand copies to level k-1. Returns the level that
   // holds an overloaded rank, or -1.
   ISOLOAD_HD int find_levels() {
-    RankSet<W> seen = under_, frontier = under_;
+    RankSet<W> seen = sides_.under, frontier = sides_.under;
     for (int depth = 0;;) {
-      if (team_.rank() == 0) ws_.levels[depth] = frontier;
-      if (frontier.meets(over_)) {
-        team_.sync();
-        source_ = frontier.lowest_in(over_);
+      if (frontier.meets(sides_.over)) {
+        source_ = frontier.lowest_in(sides_.over);
         return depth;
       }
+      if (team_.rank() == 0) ws_.levels[depth] = frontier;
       RankSet<W> next;
       team_.for_each(num_split_,
                      [&](int i) { next.unite_if(ws_.holders[i].meets(frontier), ws_.givers[i]); });
-      next = unite(team_, next, in_.R).subtract(seen);
-      if (next.empty()) return -1;
+      unite(team_, next, in_.R);
+      if (next.subtract(seen).empty()) return -1;
       seen |= next;
       frontier = next;
       ++depth;
@@ -106,17 +115,18 @@ class ExactPaths {
   // ranks: the target is at least the level at which all ranks together have room for everything, `pour`
   // included. So `pour` need not be counted here: a smaller set can leave it to the others.
   ISOLOAD_HD int64_t certify() {
-    RankSet<W> closed = over_;
-    for (RankSet<W> before; !(before == closed);) {
-      before = closed;
+    RankSet<W> closed = sides_.over;
+    for (;;) {
       RankSet<W> next;
       team_.for_each(num_split_, [&](int i) { next.unite_if(ws_.givers[i].meets(closed), ws_.holders[i]); });
-      closed |= unite(team_, next, in_.R);
+      unite(team_, next, in_.R);
+      if (next.subtract(closed).empty()) break;
+      closed |= next;
     }
     int64_t copies = 0;
     int size = 0;
     closed.for_each([&](int r) { copies += ws_.load[r], ++size; });
-    return smallest_peak(team_, in_.ticks, in_.R, copies, size, [&](int r) { return closed.contains(r); });
+    return smallest_peak(team_, in_.ticks, in_.R, copies, size, closed, ws_.found);
   }
 
   // One path from the lowest overloaded rank of the last level down to level 0, the widest hop each time.
@@ -126,7 +136,7 @@ class ExactPaths {
     int32_t width = excess, room = 0;
     int u = source_;
     for (int k = depth; k > 0; --k) {
-      const RankSet<W> below = W == 1 && k == 1 ? under_ : ws_.levels[k - 1];  // registers, if few
+      ReadSet<W> below = W == 1 && k == 1 ? sides_.under : ws_.levels[k - 1];
       const Pick giver = widest(u, below);
       if (giver.mine) ws_.from[k - 1] = giver.place, ws_.via[k - 1] = giver.index;
       width = giver.value < width ? giver.value : width;
@@ -143,8 +153,8 @@ class ExactPaths {
       ws_.load[u] += width;
     }
     team_.sync();
-    if (width == excess) over_.erase(source_);
-    if (width == room) under_.erase(u);
+    if (width == excess) sides_.over.erase(source_);
+    if (width == room) sides_.under.erase(u);
   }
 
   // The largest value of all lanes, then the lowest index; mine: this lane's, at `place`.
@@ -195,11 +205,10 @@ class ExactPaths {
 
   ISOLOAD_HD void move(int from, int to, int i, int32_t copies) {
     const int32_t left = quota_[from] - copies, taken = quota_[to] + copies;
-    RankSet<W> givers = ws_.givers[i];
+    RankSet<W>& givers = ws_.givers[i];
     if (left == 0) givers.erase(rank_of(from));
     givers.insert(rank_of(to));
     quota_[from] = left, quota_[to] = taken;
-    ws_.givers[i] = givers;
   }
 
   Team& team_;
@@ -208,7 +217,7 @@ class ExactPaths {
   const ExactWorkspace<W> ws_;
   int32_t* const quota_;
   const int num_split_;
-  RankSet<W> over_, under_;
+  Kept sides_;
   int source_ = 0;  // of the next path
 };
 

@@ -1,5 +1,6 @@
-// plan_exact_share: plan_exact, and one source rank's row of the share of its quota. One kernel makes both,
-// so that loads, tables and quota are fetched once; the quota was made from these loads, and is not checked.
+// plan_exact_share: plan_exact, and one source rank's row of the share of its quota. One kernel makes both
+// of a usual problem, so that loads, tables and quota are fetched once; the quota was made from these loads,
+// and is not checked.
 #pragma once
 
 #include <cstdint>
@@ -51,7 +52,7 @@ struct ExactSharePlanner {  // see planner.h
     team.for_each(in.R * in.S, [&](int p) { out.row[p] = 0; });
   }
 
- private:
+  // Without its quota.
   ISOLOAD_HD static ShareProblem share_of(const Problem& in) {
     return {in.R, in.E, in.S, in.per_node, true, in.tables, in.loads, nullptr};
   }

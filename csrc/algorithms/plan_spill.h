@@ -40,7 +40,8 @@ class Spill : SpillLayer<Team> {
       this->settle(ws_.start(from_home), from_home ? nullptr : in_.start);
       if (!from_home) {
         balanced = this->is_balanced();
-        capacity = balanced ? 0 : this->capacity_of(), slack = capacity * in_.tolerance_ppm / kMillion;
+        capacity = balanced ? 0 : this->capacity_of(),
+        slack = uint64_t(capacity * in_.tolerance_ppm) / kMillion;
       }
       const bool search = capacity == 0 && !balanced;
       lend(capacity ? capacity : view_.busiest, slack, search);
@@ -87,7 +88,10 @@ class Spill : SpillLayer<Team> {
     int64_t low = target, least = INT64_MAX, span = 0;
     ISOLOAD_ROLLED
     for (int round = 0;; ++round) {
-      auto step = [&](int k) { return round > 1 ? span * k / kSpillWays : k ? span >> (kSpillWays - k) : 0; };
+      auto step = [&](int k) -> int64_t {
+        if (round > 1) return uint64_t(span) * k / kSpillWays;
+        return k ? span >> (kSpillWays - k) : 0;
+      };
       team_.for_each_group(round ? kSpillWays : 1, [&](int k, auto& group) {
         try_target(group, round ? way(k) : kept_, low + step(k), slack, least);
       });
@@ -165,7 +169,6 @@ class Spill : SpillLayer<Team> {
       return view_.start[p] >= view_.min_chunk && view_.load[ws_.rank[p]] >= capacity + view_.min_excess;
     };
     team_.for_each(P, [&](int p) { ws_.index[p] = lends(p); });
-    team_.sync();
     const int n = team_.scan(ws_.index, P);
     team_.for_each(P, [&](int p) {
       if (lends(p)) ws_.slots[ws_.index[p]] = p, ws_.copies[ws_.index[p]] = view_.start[p];
@@ -206,7 +209,7 @@ class Spill : SpillLayer<Team> {
     ISOLOAD_ROLLED
     for (int round = 0; round < kLevelRounds && least > enough && least - low > uint32_t(low) / kLevelFine;
          ++round) {
-      const int64_t span = least - low;
+      const auto span = static_cast<uint32_t>(least - low);  // of loads, below 2^31
       const int64_t lower = low + (round ? span / (kLevelWays + 1) : 0);
       const int64_t higher = low + (round ? span * 2 / (kLevelWays + 1) : span / kLevelFirst);
       const int first = way(0), second = way(1);

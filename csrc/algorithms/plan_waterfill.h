@@ -189,8 +189,8 @@ class Waterfill {
       givers_.insert_if(mine > kept, s);
       takers_.insert_if(capacity > kept, s);
     });
-    givers_ = unite(team_, givers_);
-    takers_ = unite(team_, takers_);
+    unite(team_, givers_);
+    unite(team_, takers_);
   }
 
   ISOLOAD_HD void visit() {
@@ -236,8 +236,7 @@ class Waterfill {
     team_.for_each(in_.R, [&](int r) {
       ws_.excess[r] = ws_.excess_left[r];
       ws_.room[r] = ws_.room_left[r];
-    });
-    team_.sync();
+    });  // the next one begins with a sum over what each lane wrote
   }
 
   ISOLOAD_HD void stay() {

@@ -11,7 +11,7 @@ namespace isoload {
 // x / d, rounded down, for x >= 0 and d >= 1 with x + d <= 2^53. The next whole number n is at least 1/d
 // away, and half a step between doubles below it is less than n / 2^53, which is 1/d at most: rounding cannot
 // reach it. Of a larger x the quotient may be a few parts in 2^53 off.
-ISOLOAD_HD inline int64_t quotient(int64_t x, int64_t d) {
+ISOLOAD_HD ISOLOAD_ONCE inline int64_t quotient(int64_t x, int64_t d) {
   return static_cast<int64_t>(static_cast<double>(x) / static_cast<double>(d));
 }
 

@@ -164,7 +164,6 @@ ISOLOAD_HD void replica_tables(Team& team, const int32_t* slot_to_expert, int R,
   const TablesWorkspace ws = TablesWorkspace::at(workspace, R, E);
   list_replicas(team, slot_to_expert, R, E, S, t, ws);
   team.for_each(E, [&](int e) { ws.index[e] = t.copies(e) > 1; });
-  team.sync();
   const int num_split = team.scan(ws.index, E);
   team.for_each(E, [&](int e) {
     if (t.copies(e) > 1) ws.members[ws.index[e]] = e;

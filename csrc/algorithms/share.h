@@ -64,9 +64,9 @@ class Share {
   }
 
   // In place of check(), where the quota was just made from the loads; one_row() comes next. totals [E]: sums
-  // over all sources.
-  ISOLOAD_HD void trust(const int32_t* totals) {
-    if (in_.per_node == in_.R)
+  // over all sources, or null.
+  ISOLOAD_HD void trust(const int32_t* totals = nullptr) {
+    if (totals && in_.per_node == in_.R)
       node_loads_ = totals;
     else
       add_up_nodes();
@@ -86,7 +86,6 @@ class Share {
     const int P = in_.R * in_.S;
     for (int s = 0; s < in_.R; ++s)
       team_.for_each(P, [&](int p) { out[s * P + p] = t_.solo[p] < 0 ? 0 : load(s, t_.solo[p]); });
-    team_.sync();
     deal_all([&](int s, int j, int32_t copies) { out[int64_t(s) * P + t_.slots[j]] += copies; });
   }
 
@@ -114,7 +113,6 @@ class Share {
       }
       for (int s = first; s < last; ++s) out[int64_t(s) * R + d] = copies[s - first];
     });
-    team_.sync();
     deal_all([&](int s, int j, int32_t copies) {
       team_.add(&out[int64_t(s) * R + t_.ranks[j]], copies);  // experts of several lanes meet in one cell
       give(s, j, copies);
@@ -125,6 +123,7 @@ class Share {
   ISOLOAD_HD int32_t load(int s, int e) const { return in_.loads[int64_t(s) * in_.E + e]; }
   ISOLOAD_HD int32_t sum_of(int s, int end, int e) const {
     int32_t copies = 0;
+    ISOLOAD_UNROLLED(4)
     for (; s < end; ++s) copies += load(s, e);
     return copies;
   }
@@ -161,7 +160,8 @@ class Share {
     return found;
   }
 
-  // Every source serves its own rank, then its node, then all; give(s, j, copies) from source s to replica j.
+  // Every source serves its own rank, then its node, then all; give(s, j, copies) from source s to replica j,
+  // behind a barrier.
   template <class Give>
   ISOLOAD_HD void deal_all(Give&& give) {
     for (int s = 0; s < in_.R; ++s)

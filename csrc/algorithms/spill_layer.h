@@ -152,8 +152,11 @@ class SpillLayer {
     const int ways = team_.groups() < kSpillProbes ? 1 : kSpillProbes - 1;
     ISOLOAD_ROLLED
     while (low < high) {
-      const int64_t from = low, span = high - low;
-      auto level = [&](int k) { return from + (ways == 1 ? span >> 1 : span * (k + 1) / kSpillProbes); };
+      const int64_t from = low;
+      const uint64_t span = high - low;
+      auto level = [&](int k) -> int64_t {
+        return from + (ways == 1 ? span >> 1 : span * (k + 1) / kSpillProbes);
+      };
       team_.for_each_group(ways, [&](int k, auto& group) {
         const int64_t at = level(k);
         int32_t upper = 0, rest = 0;  // of the sum, which may have more than 32 bits

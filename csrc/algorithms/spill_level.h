@@ -41,7 +41,8 @@ class SpillLevel {
     for (int i = 0; above_ > 0;) {
       i = group_.first(i, n, [&](int k) { return is_above(in_.rank[queue_.slots[k]]); });
       if (i == n && num_rests_ == 0) break;
-      const bool rest = num_rests_ > 0 && (i == n || largest_rest() > key(queue_.slots[i]));
+      bool rest = num_rests_ > 0;
+      if (rest) find_rest(), rest = i == n || rest_key_ > key(queue_.slots[i]);
       const int from = rest ? take_rest() : queue_.slots[i++];
       const Answer answer = offer(from);
       if (answer == Answer::full && !in_.within) break;
@@ -142,12 +143,10 @@ class SpillLevel {
 
   // Orders slots: most copies first, then the lowest.
   ISOLOAD_HD int64_t key(int p) const { return (int64_t(to_.quota[p]) << 32) - p; }
-  ISOLOAD_HD int64_t largest_rest() {
+  ISOLOAD_HD void find_rest() {
     if (rest_ < 0) rest_key_ = group_.largest(num_rests_, [&](int k) { return key(to_.rests[k]); }, rest_);
-    return rest_key_;
   }
   ISOLOAD_HD int take_rest() {
-    largest_rest();
     const int from = to_.rests[rest_], last = to_.rests[--num_rests_];
     group_.sync();  // all have read what is written here
     if (group_.rank() == 0) to_.rests[rest_] = last;
@@ -192,7 +191,7 @@ class SpillLevel {
   const int64_t level_;
   int above_ = 0;         // ranks above the level
   int num_rests_ = 0;     // of slots that were cut
-  int rest_ = -1;         // the largest of them, or -1: not known
+  int rest_ = -1;         // the largest of them, or -1: not found yet
   int64_t rest_key_ = 0;  // of that
 };
 

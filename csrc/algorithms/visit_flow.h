@@ -69,7 +69,11 @@ class VisitFlow {
     int paths = 0;
     for (quarters_ = 3; quarters_ <= 4 && !over_.empty() && !under_.empty(); ++quarters_) {
       list_ways();
-      for (int depth = find_levels(); depth >= 0; depth = find_levels()) augment(depth), ++paths;
+      for (;; ++paths) {  // one call: a kernel has the search once
+        const int depth = find_levels();
+        if (depth < 0) break;
+        augment(depth);
+      }
     }
     return paths;
   }
@@ -94,7 +98,6 @@ class VisitFlow {
       if (d < in_.R) wish = visits(s, d) < room_[d] ? visits(s, d) : room_[d];
       ws_.line[d] = wish >> shift;
     });
-    team_.sync();
     const int32_t total = team_.scan(ws_.line, in_.R + 1);
     const int32_t there = excess < total ? excess : total;
     const uint64_t scale = total ? quotient_of_large((int64_t(there) << 32) + total - 1, total) : 0;
@@ -130,14 +133,16 @@ class VisitFlow {
     for (int depth = 0; !takers.empty(); ++depth) {
       RankSet<W> givers, next;
       team_.for_each(in_.R, [&](int s) { givers.insert_if(ws_.open[s].meets(takers), s); });
-      givers = unite(team_, givers).subtract(seen);
+      unite(team_, givers);
+      givers.subtract(seen);
       if (team_.rank() == 0) {
         ws_.levels[depth] = takers;
         ws_.levels[depth] |= givers;
       }
       if (givers.meets(over_)) return team_.sync(), depth;
       team_.for_each(in_.R, [&](int s) { next.unite_if(givers.contains(s), ws_.sent[s]); });
-      takers = unite(team_, next).subtract(seen);
+      unite(team_, next);
+      takers = next.subtract(seen);
       seen |= givers;
       seen |= takers;
     }

@@ -24,6 +24,7 @@ struct Layout {
 
 template <class Id, class Weight>
 __global__ void __launch_bounds__(kThreads) append_shared_expert_kernel(Layout<Id, Weight> in) {
+  take_turn();
   const int64_t at = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (at >= in.total) return;
   const int64_t token = at / (in.K + in.n);

@@ -54,7 +54,6 @@ class BlockTeam {
       const bool is_wide = i < n && wide(i);
       unsigned wide_ones = __ballot_sync(kAll, is_wide);
       if ((kWarps == 1 || warp() == kGroups) && i < n && !is_wide) f(i);
-      __syncwarp();
       for (; wide_ones; wide_ones &= wide_ones - 1, ++before)
         if (before % kGroups == warp() || kWarps == 1) g(first + __ffs(wide_ones) - 1, group);
     }
@@ -69,14 +68,7 @@ class BlockTeam {
   template <class F>
   __device__ void alone(F&& f) const {
     BlockTeam<1, kRolled> group;
-    if (warp() == 0) f(group);
-    sync();
-  }
-  template <class F>
-  __device__ void apart(int n, F&& f) const {
-    BlockTeam<1, kRolled> group;
-#pragma unroll 1
-    for (int i = warp(); i < n; i += kWarps) f(i, group);
+    if (kWarps == 1 || warp() == 0) f(group);
     sync();
   }
   // Each lane keeps its columns, so that its loads need not wait for a store.

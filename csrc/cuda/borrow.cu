@@ -55,6 +55,7 @@ __device__ void copy(const char* from, char* to, int64_t begin, int64_t end) {
 // Dynamic shared memory: [spare_slots, stacks] where the row of each slot and stack comes from, null =
 // nowhere.
 __global__ void __launch_bounds__(kThreads) borrow_kernel(Borrowing in, Stacks stacks, int32_t* errors) {
+  wait_for_kernel_ahead();
   auto* const sources = reinterpret_cast<const char**>(shared_memory);
   const int n = in.spare_slots * stacks.count;
   for (int i = threadIdx.x; i < n; i += kThreads) {
@@ -177,6 +178,7 @@ __device__ void add(const Gradients<Value>& gradients, Total* total, int64_t beg
 template <class Value, class Total>
 __global__ void __launch_bounds__(kThreads)
     borrow_backward_kernel(Borrowing in, Stacks stacks, int num_rows, int32_t* errors) {
+  wait_for_kernel_ahead();
   const Chains chains = find_chains(in, num_rows, errors);
   int64_t turn = blockIdx.x;
   for (int row = 0; row < num_rows; ++row) {

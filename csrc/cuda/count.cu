@@ -12,6 +12,7 @@ constexpr int kMostBlocks = 512;  // a few per multiprocessor
 template <class Id>
 __global__ void __launch_bounds__(kAloneThreads)
     count_alone_kernel(const Id* ids, int64_t n, int E, int32_t* counts, int32_t* errors) {
+  take_turn();
   const int32_t faults = count_group(ids, n, E, blockIdx.x, counts);
   if (blockIdx.x == 0) report(errors, faults);
 }
@@ -20,6 +21,7 @@ __global__ void __launch_bounds__(kAloneThreads)
 template <bool kShared, class Id>
 __global__ void __launch_bounds__(kThreads)
     count_kernel(const Id* ids, int64_t n, int E, int32_t* counts, int32_t* errors) {
+  take_turn();
   auto* const mine = reinterpret_cast<int32_t*>(shared_memory);  // [E]
   for (int e = threadIdx.x; kShared && e < E; e += kThreads) mine[e] = 0;
   __syncthreads();

@@ -86,6 +86,7 @@ struct Numbering {
 // have many choices.
 template <int kTurns, class Id>
 __global__ void __launch_bounds__(kNumberWarps * 32) count_numbered_kernel(Numbering<Id> in) {
+  take_turn();
   if (blockIdx.x >= in.num_parts) {
     count_group(in.ids, in.n, in.E, static_cast<int>(blockIdx.x - in.num_parts), in.counts);
     return;

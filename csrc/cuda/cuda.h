@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "algorithms/gather_rows.h"
+#include "algorithms/plan_exact_share.h"
 #include "cpu/cpu.h"
 #include "ops/list.h"
 
@@ -54,12 +55,19 @@ template <class Value, class Total>
 const char* borrow_backward(const Borrowing& in, const Rows* totals, int64_t num_rows, int64_t blocks,
                             void* stream);
 
-// rows [R, W]. The kernel waits for the other ranks; one that is late is noted in the error word.
-const char* gather_rows(const RowGather& in, int32_t* rows, void* stream);
+// The kernel waits for the other ranks; one that is late is noted in the error word.
+const char* gather_rows(const RowGather& in, const GatheredRows& out, void* stream);
+
+// Both for one layer; in one kernel if the planner's inputs are fetched.
+const char* plan_exact_share_gathered(const RowGather& gather, const GatheredRows& gathered,
+                                      const ExactShareProblem& problem, const ExactShareResult& result,
+                                      void* global, void* stream);
 
 int64_t share_bytes(const ShareProblem& problem, ShareOf of, int64_t B);
-const char* share(const ShareProblem& problem, ShareOf of, int rank, int32_t* out, int64_t B, void* global,
-                  void* stream);
+// peaks [B]: of the plans that have just made the quotas, -1 where one was refused, whose rows are 0 then; or
+// null, and the quotas are checked.
+const char* share(const ShareProblem& problem, ShareOf of, int rank, const int64_t* peaks, int32_t* out,
+                  int64_t B, void* global, void* stream);
 
 // Routes of one layer.
 struct Route {

@@ -11,7 +11,10 @@ namespace {
 // graphs may hold it.
 __device__ int32_t faults_seen;
 
-__global__ void device_errors_kernel(int32_t* word, int32_t* taken) { *taken = atomicExch(word, 0); }
+__global__ void device_errors_kernel(int32_t* word, int32_t* taken) {
+  take_turn();
+  *taken = atomicExch(word, 0);
+}
 
 }  // namespace
 

@@ -87,6 +87,7 @@ __device__ void sort(const Sorting<Slot>& in, const int32_t* counts, int32_t* fi
 
 template <class Slot>
 __global__ void __launch_bounds__(kAloneWarps * 32, 1) group_alone_kernel(Sorting<Slot> in) {
+  take_turn();
   const int S = in.of.num_slots;
   auto* const before = reinterpret_cast<int32_t*>(shared_memory);  // [S] in the blocks before this one
   int32_t *const counts = before + S, *const first = counts + S, *const next = first + S;
@@ -101,6 +102,7 @@ __global__ void __launch_bounds__(kAloneWarps * 32, 1) group_alone_kernel(Sortin
 
 template <class Slot>
 __global__ void __launch_bounds__(kThreads) group_count_kernel(Sorting<Slot> in, int32_t* chunk_counts) {
+  take_turn();
   auto* const counts = reinterpret_cast<int32_t*>(shared_memory);
   count_chunk<kAhead>(
       in.chunks, in.of.num_slots, [&](int64_t i) { return in.slot(i); }, counts, chunk_counts);
@@ -109,6 +111,7 @@ __global__ void __launch_bounds__(kThreads) group_count_kernel(Sorting<Slot> in,
 template <class Slot>
 __global__ void __launch_bounds__(kThreads)
     group_place_kernel(Sorting<Slot> in, const int32_t* chunk_counts) {
+  take_turn();
   const int S = in.of.num_slots;
   auto* const counts = reinterpret_cast<int32_t*>(shared_memory);  // [S] in all blocks
   int32_t *const first = counts + S, *const next = first + S;

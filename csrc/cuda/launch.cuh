@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "cuda/block_team.cuh"
+#include "cuda/early_start.cuh"
 #include "rank_set.h"
 
 namespace isoload::cuda {
@@ -40,13 +41,6 @@ __device__ inline void* block_workspace(void* global, int64_t bytes) {
   return static_cast<char*>(global) + blockIdx.x * padded(bytes);
 }
 
-// What CUDA refused as text, or null. The thread forgets it: else the next launch would find it again.
-inline const char* refused(cudaError_t error) {
-  if (error == cudaSuccess) return nullptr;
-  (void)cudaGetLastError();
-  return cudaGetErrorString(error);
-}
-
 // Nothing to do is no launch: a grid of 0 blocks is an error.
 template <class... Parameters, class... Arguments>
 const char* launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int64_t shared_bytes,
@@ -59,9 +53,16 @@ const char* launch(void (*kernel)(Parameters...), int64_t blocks, int threads, i
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(most));
   }
   if (error == cudaSuccess) {
-    kernel<<<static_cast<unsigned>(blocks), threads, static_cast<std::size_t>(shared_bytes),
-             static_cast<cudaStream_t>(stream)>>>(Parameters(arguments)...);
-    error = cudaGetLastError();
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    const cudaLaunchConfig_t config{static_cast<unsigned>(blocks),
+                                    static_cast<unsigned>(threads),
+                                    static_cast<std::size_t>(shared_bytes),
+                                    static_cast<cudaStream_t>(stream),
+                                    &early,
+                                    starts_early(reinterpret_cast<const void*>(kernel))};
+    error = cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
   }
   return refused(error);
 }
@@ -69,15 +70,6 @@ const char* launch(void (*kernel)(Parameters...), int64_t blocks, int threads, i
 // Notes the faults that a lane saw, bits of Fault, in the device's error word.
 __device__ inline void report(int32_t* errors, int32_t faults) {
   if (faults != 0 && errors != nullptr) atomicOr(errors, faults);
-}
-
-// What a problem that the planner refuses leaves behind, instead of an error: no quota, and peak and bound
-// -1. A peak is never negative else.
-template <class Team>
-__device__ void refuse(const Team& team, int32_t* quota, int n, int64_t* peak, int64_t* bound) {
-  team.sync();
-  team.for_each(n, [&](int i) { quota[i] = 0; });
-  if (team.rank() == 0) *peak = *bound = -1;
 }
 
 }  // namespace isoload::cuda

@@ -83,6 +83,7 @@ __device__ void number(const Numbering<W, Slot>& in, const int32_t* before, int3
 
 template <int W, class Slot>
 __global__ void __launch_bounds__(kAloneWarps * 32, 1) number_alone_kernel(Numbering<W, Slot> in) {
+  take_turn();
   const int keys = 2 * in.of.R;
   auto* const before = reinterpret_cast<int32_t*>(shared_memory);  // [2R]
   int32_t *const counts = before + keys, *const next = counts + keys;
@@ -101,6 +102,7 @@ __global__ void __launch_bounds__(kAloneWarps * 32, 1) number_alone_kernel(Numbe
 template <int W, class Slot>
 __global__ void __launch_bounds__(kThreads)
     number_count_kernel(Numbering<W, Slot> in, int32_t* chunk_counts) {
+  take_turn();
   auto* const counts = reinterpret_cast<int32_t*>(shared_memory);
   count_chunk<1>(in.chunks, 2 * in.of.R, [&](int64_t i) { return in.key(i); }, counts, chunk_counts);
 }
@@ -108,6 +110,7 @@ __global__ void __launch_bounds__(kThreads)
 template <int W, class Slot>
 __global__ void __launch_bounds__(kThreads, 1)
     number_rows_kernel(Numbering<W, Slot> in, const int32_t* chunk_counts) {
+  take_turn();
   const int keys = 2 * in.of.R;
   auto* const before = reinterpret_cast<int32_t*>(shared_memory);  // [2R]
   int32_t *const counts = before + keys, *const next = counts + keys;

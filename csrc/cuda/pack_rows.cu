@@ -97,6 +97,7 @@ __device__ void pad(const Packing<Slot, Weight>& p, int64_t row) {
 
 template <int N, class Slot, class Weight>
 __global__ void __launch_bounds__(kThreads) pack_rows_kernel(Packing<Slot, Weight> p) {
+  take_turn();
   const int64_t T = p.in.space.T;
   if (blockIdx.x < T) return pack_token<Bytes<N>>(p, blockIdx.x);
   const int64_t row = (blockIdx.x - T) * kWarps + threadIdx.x / 32;

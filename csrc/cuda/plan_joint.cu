@@ -28,6 +28,7 @@ __global__ void __launch_bounds__(PlanTeam::kLanes, 1)
 template <bool kPlain>
 __global__ void __launch_bounds__(FetchedTeam::kLanes, 1)
     plan_joint_fetched_kernel(JointProblem in, JointResult result, int32_t* errors) {
+  take_turn();
   __shared__ FetchedTeam::Group group;
   FetchedTeam team(group);
   JointPlanner::select(in, result, blockIdx.x);
@@ -66,9 +67,9 @@ struct Kernels<JointPlanner> {
                             const JointResult& result, void* global, int32_t* errors) {
     const int64_t fetched = JointSizes::of(problem).bytes();
     if (W == 1 && global == nullptr && fetched <= shared_limit()) {
-      const bool plain = problem.ticks == nullptr && problem.objective == Objective::spread;
-      return cuda::launch(plain ? plan_joint_fetched_kernel<true> : plan_joint_fetched_kernel<false>, B,
-                          FetchedTeam::kLanes, fetched, stream, problem, result, errors);
+      return cuda::launch(
+          is_plain(problem) ? plan_joint_fetched_kernel<true> : plan_joint_fetched_kernel<false>, B,
+          FetchedTeam::kLanes, fetched, stream, problem, result, errors);
     }
     return cuda::launch(plan_joint_kernel<W>, B, PlanTeam::kLanes, bytes, stream, problem, result, global,
                         errors);

@@ -23,7 +23,6 @@ __device__ __forceinline__ void solve(PlanTeam& team, const SpillProblem& in, co
                                       const SpillWorkspace& workspace, int32_t* errors) {
   Spill<PlanTeam> solver(team, in, workspace, out);
   if (solver.solve() == SpillStatus::ok) return;
-  team.sync();
   team.for_each(in.R * in.S, [&](int p) {
     out.slot_to_expert[p] = in.slot_to_expert[p];
     out.quota[p] = 0;
@@ -36,6 +35,7 @@ __device__ __forceinline__ void solve(PlanTeam& team, const SpillProblem& in, co
 
 __global__ void __launch_bounds__(PlanTeam::kLanes, 1)
     plan_spill_kernel(SpillProblem problem, SpillResult result, void* global, int32_t* errors) {
+  take_turn();
   __shared__ PlanTeam::Group group;
   PlanTeam team(group);
   select(problem, result);
@@ -54,10 +54,13 @@ __host__ __device__ int64_t fetched_bytes(int R, int E, int64_t P) {
 template <bool kPlain>
 __global__ void __launch_bounds__(PlanTeam::kLanes, 1)
     plan_spill_fetched_kernel(SpillProblem problem, SpillResult result, int32_t* errors) {
+  take_turn();
   __shared__ PlanTeam::Group group;
   PlanTeam team(group);
   select(problem, result);
   if (kPlain) problem.start = nullptr, problem.alive = nullptr, problem.within = false;
+  lies_in_global(problem.loads), lies_in_global(problem.fixed);
+  lies_in_global(problem.start), lies_in_global(problem.alive);
   const int64_t P = int64_t(problem.R) * problem.S;
   const int64_t workspace = padded(SpillWorkspace::bytes(problem.R, problem.E, P));
   int32_t* const slots = reinterpret_cast<int32_t*>(shared_memory) + workspace / sizeof(int32_t);

@@ -13,10 +13,10 @@ template <class Planner, int W, class Team>
 __device__ __forceinline__ void plan_layer(Team& team, typename Planner::Problem& in,
                                            typename Planner::Result& out, void* global, int32_t* errors,
                                            Fault fault) {
+  take_turn();
   Planner::select(in, out, blockIdx.x);
   void* const memory = block_workspace(global, Planner::template bytes<W>(in));
   if (Planner::template solve<W>(team, in, memory, out) == kPlanned) return;
-  team.sync();
   Planner::refuse(team, in, out);
   if (team.rank() == 0) report(errors, fault);
 }

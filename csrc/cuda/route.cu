@@ -51,6 +51,7 @@ struct Copies {
 // Every block counts the copies before its own chunk itself.
 template <class Id>
 __global__ void __launch_bounds__(kAloneWarps * 32) route_alone_kernel(Copies<Id> in) {
+  take_turn();
   auto* const counts = reinterpret_cast<int32_t*>(shared_memory);  // [E]
   auto expert = [&](int64_t i) { return in.expert(i); };
   count_keys<kAhead>(0, in.chunks.begin(blockIdx.x), in.E, expert, counts);
@@ -61,6 +62,7 @@ __global__ void __launch_bounds__(kAloneWarps * 32) route_alone_kernel(Copies<Id
 
 template <class Id>
 __global__ void __launch_bounds__(kThreads) route_count_kernel(Copies<Id> in, int32_t* expert_counts) {
+  take_turn();
   auto* const counts = reinterpret_cast<int32_t*>(shared_memory);
   count_chunk<kAhead>(in.chunks, in.E, [&](int64_t i) { return in.expert(i); }, counts, expert_counts);
 }
@@ -69,6 +71,7 @@ __global__ void __launch_bounds__(kThreads) route_count_kernel(Copies<Id> in, in
 template <bool kSomeSet, class Id>
 __global__ void __launch_bounds__(kThreads)
     route_deal_kernel(Copies<Id> in, const int32_t* expert_counts, const int32_t* left) {
+  take_turn();
   auto* const next = reinterpret_cast<int32_t*>(shared_memory);
   rank_keys(
       in.chunks, in.E, [&](int64_t i) { return kSomeSet ? in.unset_expert(i) : in.expert(i); },
@@ -81,6 +84,7 @@ __global__ void __launch_bounds__(kThreads)
 // slots: the slot that a copy asks for, or kUnset. slot_counts [chunks, P]: askers per slot.
 template <class Id>
 __global__ void __launch_bounds__(kThreads) route_ask_kernel(Copies<Id> in, int32_t* slot_counts) {
+  take_turn();
   auto* const forced = reinterpret_cast<int32_t*>(shared_memory);  // [E]
   const ReplicaTables& t = in.t;
   for (int e = threadIdx.x; e < in.E; e += blockDim.x) {
@@ -113,6 +117,7 @@ __global__ void __launch_bounds__(kThreads) route_ask_kernel(Copies<Id> in, int3
 template <class Id>
 __global__ void __launch_bounds__(kThreads)
     route_grant_kernel(Copies<Id> in, const int32_t* slot_counts, int32_t* expert_counts, int32_t* left) {
+  take_turn();
   auto* const next = reinterpret_cast<int32_t*>(shared_memory);
   rank_keys(
       in.chunks, in.P, [&](int64_t i) { return static_cast<int>(in.slots[i]); },
@@ -152,6 +157,7 @@ template <class Id>
 __global__ void __launch_bounds__(kThreads)
     route_sampled_kernel(const Id* ids, int64_t n, int E, ReplicaTables t, const float* weights, Stream words,
                          Id* slots, int32_t* errors) {
+  take_turn();
   const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= n) return;
   const Id id = ids[i];

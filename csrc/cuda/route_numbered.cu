@@ -137,6 +137,7 @@ __device__ int32_t look_up(const Numbers<Id>& in, const Lists& lists, int64_t fi
 
 template <int kTurns, bool kShared, class Id>
 __global__ void __launch_bounds__(Team::kLanes, 1) route_numbered_kernel(Numbers<Id> in) {
+  take_turn();
   __shared__ Team::Group group;
   Team team(group);
   const Lists lists = Lists::at(reinterpret_cast<int32_t*>(shared_memory), in.E, in.P);

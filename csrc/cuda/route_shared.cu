@@ -67,7 +67,8 @@ class Matcher {
       c_.visitors[d] = 0;
       wanting.insert_if(d != in_.home && upto > from, d);
     });
-    RankSet<W> todo = unite(team_, wanting);  // also the barrier
+    RankSet<W> todo = wanting;
+    unite(team_, todo);  // also the barrier
     team_.for_each(tokens_, [&](int t) {
       rank(t) = visits_[t].empty() ? -1 : kFree;
       common(visits_[t], todo).for_each([&](int d) { team_.add(&c_.visitors[d], 1); });
@@ -184,6 +185,7 @@ class Matcher {
 template <int W, class Id, class Out>
 __global__ void __launch_bounds__(Team::kLanes, 1)
     route_shared_kernel(SharedRoute in, const Id* slots, Out* out, void* global, int32_t* errors) {
+  take_turn();
   __shared__ Team::Group group;
   __shared__ Counters counters;
   Team team(group);

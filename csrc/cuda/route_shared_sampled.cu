@@ -14,6 +14,7 @@ template <int W, class Id>
 __global__ void __launch_bounds__(Team::kLanes, 1)
     route_shared_sampled_kernel(const Id* slots, int64_t T, int K, SharedDraw in, int32_t* ranks,
                                 int32_t* errors) {
+  take_turn();
   __shared__ Team::Group group;
   Team team(group);
   const SharedSlack slack = find_slack(team, in, K, reinterpret_cast<int64_t*>(shared_memory));

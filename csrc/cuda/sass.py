@@ -15,16 +15,17 @@ INSTRUCTION_BYTES = 16
 CODE_LIMIT = 64 * 1024  # what an instruction cache holds of a kernel
 # Loads on their way, at least: all that a lane asks for.
 AHEAD = dict.fromkeys(("count", "count_alone", "count_numbered", "route_numbered"), 8)
-IN_SHARED = re.compile(
-    r"plan_(exact(_share)?|joint|spill)_fetched<true>"
-)  # no pointer that may lead anywhere
-ACROSS = re.compile(r"gather_rows")  # words that other GPUs read and write
-# What every batch may run. Up to 100 KB have exact plans that are not fetched, that with a row of the share where
-# ranks differ in speed, and kernels for sets of ranks of several words: each set's loop is code of its own.
-SHORT = re.compile(
-    r"count|route_(numbered|shared)<|plan_exact_(share_fetched<true>|fetched)|plan_spill_fetched<true>"
-    r"|plan_(active<1|waterfill<[12])>|plan_replication|top_up|shard_tokens|share|replica_tables"
+# No pointer that may lead anywhere.
+IN_SHARED = re.compile(r"plan_(exact(_share)?|joint|spill)_fetched|plan_lp_columns")
+ACROSS = re.compile(r"gather_rows|plan_exact_share_gathered")  # words that other GPUs read and write
+# Up to 73 KB has a plan_spill that is not fetched; plan_joint is four planners, each of which runs once.
+LONG = re.compile(r"plan_(spill$|joint)")
+# Not before a kernel's wait for the one ahead of it: global memory, the start of the next kernel, other ways on.
+BEHIND_WAIT = re.compile(
+    r"(LD|ST|ATOM)G?[. ]|LDGSTS|RED|CCTL|UBLK|UTMA|PREEXIT|BAR|BRA|BRX|JMP|JMX|CALL|RET|EXIT"
 )
+WAITS_FROM = 90  # of the compute capability
+WEIGHTS = re.compile("borrow")  # written: until they have ended, no other kernel starts
 NO_DIVISION = re.compile(
     r"plan_(exact|active|joint|waterfill|replication|spill)|top_up|shard_tokens|share|replica_tables"
     r"|route_shared<"
@@ -134,12 +135,22 @@ def without_order(instructions: list[str]) -> list[str]:
     return found
 
 
+def before_wait(instructions: list[str]) -> str:
+    """What a kernel does too early for one that starts before the kernel ahead has ended: see early_start.cuh."""
+    for line in instructions:
+        if line.startswith("ACQBULK"):
+            return ""
+        if BEHIND_WAIT.match(line):
+            return line
+    return "its end"
+
+
 def faults(codes: list[Code]) -> list[str]:
     found = []
     for code in codes:
         of = f"{code.kernel} on {code.architecture}"
         size = len(code.instructions) * INSTRUCTION_BYTES
-        if SHORT.match(code.kernel) and size > CODE_LIMIT:
+        if not LONG.match(code.kernel) and size > CODE_LIMIT:
             found.append(f"{of} has {size} bytes of code, {CODE_LIMIT} at most")
         wanted = AHEAD.get(code.kernel.split("<")[0], 0)
         if (ahead := loads_in_flight(code.instructions)) < wanted:
@@ -149,8 +160,16 @@ def faults(codes: list[Code]) -> list[str]:
             if shared != {"ST", "LD"}:
                 found.append(f"{of} must write and read words across the system")
             found += [f"{of} has no order around {line}" for line in without_order(code.instructions)]
+            waits = [n for n, line in enumerate(code.instructions) if ".STRONG.SYS" in line]
+            if waits and "PREEXIT" in code.instructions[: waits[-1]]:
+                found.append(f"{of} lets the next kernel start while it waits for other GPUs")
         if NO_DIVISION.match(code.kernel):
             found += [f"{of} calls {n}" for n in code.subroutines if re.search(r"_(div|rem)_[su]64$", n)]
+        starts_early = int(re.findall(r"\d+", code.architecture)[0]) >= WAITS_FROM
+        if starts_early and (line := before_wait(code.instructions)):
+            found.append(f"{of} comes to {line} before it waits for the kernel ahead")
+        if WEIGHTS.match(code.kernel) and "PREEXIT" in code.instructions:
+            found.append(f"{of} lets the next kernel start before it has ended")
         anywhere = [line for line in code.instructions if re.match(r"(LD|ST|ATOM)(\.| )", line)]
         if IN_SHARED.match(code.kernel) and anywhere:
             found.append(f"{of} has {len(anywhere)} accesses by pointers of any memory, as {anywhere[0]}")

@@ -38,8 +38,9 @@ __device__ void fetch_inputs(ShareTeam& team, ShareProblem& problem, const Sizes
 }
 
 __global__ void __launch_bounds__(ShareTeam::kLanes, 1)
-    share_kernel(ShareProblem problem, Sizes sizes, ShareOf of, int rank, int32_t* out, void* global,
-                 int32_t* errors) {
+    share_kernel(ShareProblem problem, Sizes sizes, ShareOf of, int rank, const int64_t* peaks, int32_t* out,
+                 void* global, int32_t* errors) {
+  take_turn();
   __shared__ ShareTeam::Group group;
   ShareTeam team(group);
   const int64_t b = blockIdx.x, R = problem.R, E = problem.E, P = R * problem.S;
@@ -51,10 +52,14 @@ __global__ void __launch_bounds__(ShareTeam::kLanes, 1)
   auto* const workspace = static_cast<int32_t*>(block_workspace(global, sizes.bytes()));
   if (sizes.fetched) fetch_inputs(team, problem, sizes, workspace + sizes.workspace);
   Share<ShareTeam> solver(team, problem, workspace);
-  if (solver.check() >= 0) {
+  const bool refused = peaks ? peaks[b] < 0 : solver.check() >= 0;
+  if (refused) {
     team.for_each(size, [&](int i) { out[i] = 0; });
-    if (team.rank() == 0) report(errors, kShareQuota);
-  } else if (of == ShareOf::one_row) {
+    if (team.rank() == 0 && !peaks) report(errors, kShareQuota);
+    return;
+  }
+  if (peaks) solver.trust();
+  if (of == ShareOf::one_row) {
     solver.one_row(rank, out);
   } else if (of == ShareOf::all_rows) {
     solver.all_rows(out);
@@ -69,12 +74,12 @@ int64_t share_bytes(const ShareProblem& problem, ShareOf of, int64_t B) {
   return global_bytes(B, Sizes::of(problem, of).bytes());
 }
 
-const char* share(const ShareProblem& problem, ShareOf of, int rank, int32_t* out, int64_t B, void* global,
-                  void* stream) {
+const char* share(const ShareProblem& problem, ShareOf of, int rank, const int64_t* peaks, int32_t* out,
+                  int64_t B, void* global, void* stream) {
   const Sizes sizes = Sizes::of(problem, of);
   const int64_t bytes = global ? 0 : sizes.bytes() + (sizes.fetched ? sizes.input_bytes() : 0);
-  return launch(share_kernel, B, ShareTeam::kLanes, bytes, stream, problem, sizes, of, rank, out, global,
-                error_word());
+  return launch(share_kernel, B, ShareTeam::kLanes, bytes, stream, problem, sizes, of, rank, peaks, out,
+                global, error_word());
 }
 
 }  // namespace isoload::cuda

@@ -51,11 +51,10 @@ __device__ int expert_of(Id id, int E) {
   return static_cast<uint64_t>(id) < static_cast<uint64_t>(E) ? static_cast<int>(id) : -1;
 }
 
-// How often the items [begin, end) have each key. key(i) is -1 for none. counts [keys]: shared memory.
-// Begins and ends with a barrier.
+// How often the items [begin, end) have each key. key(i) is -1 for none. counts [keys]: shared memory that
+// nobody uses any more. A barrier before the first key is asked for, and at the end.
 template <int kAhead, class Key>
 __device__ void count_keys(int64_t begin, int64_t end, int keys, Key&& key, int32_t* counts) {
-  __syncthreads();
   for (int k = threadIdx.x; k < keys; k += blockDim.x) counts[k] = 0;
   __syncthreads();
   for (int64_t i = begin + threadIdx.x; i < end; i += int64_t(kAhead) * blockDim.x) {
@@ -75,14 +74,13 @@ __device__ void count_keys(int64_t begin, int64_t end, int keys, Key&& key, int3
   __syncthreads();
 }
 
-// This block's row of chunk_counts [chunks, keys]. Begins and ends with a barrier.
+// This block's row of chunk_counts [chunks, keys].
 template <int kAhead, class Key>
 __device__ void count_chunk(const Chunks& chunks, int keys, Key&& key, int32_t* counts,
                             int32_t* chunk_counts) {
   count_keys<kAhead>(chunks.begin(blockIdx.x), chunks.end(blockIdx.x), keys, key, counts);
   for (int k = threadIdx.x; k < keys; k += blockDim.x)
     chunk_counts[int64_t(blockIdx.x) * keys + k] = counts[k];
-  __syncthreads();
 }
 
 // before(k) of rank_keys where a kernel before has counted all chunks.

@@ -1,44 +1,14 @@
-// gather_rows: checks of the row, the board and the table of boards; who was too late.
-#include "algorithms/gather_rows.h"
-
-#include <stdexcept>
-#include <string>
-
-#include "ops/op.h"
-#include "rank_set.h"
+// gather_rows: every rank's row, and the integers beside it.
+#include "ops/row_gather.h"
 
 namespace isoload::ops {
 
-Tensor gather_rows(const Tensor& row, const Tensor& boards, Tensor board, int64_t rank, int64_t timeout_ms) {
-  require_dtype(row, "row", ScalarType::Int);
-  require(row.dim() == 1 && row.numel() >= 1, "row must be [W] with W at least 1, got ", shape_text(row));
-  require_dtype(boards, "boards", ScalarType::Long);
-  const int64_t R = boards.numel(), W = row.numel();
-  require(boards.dim() == 1 && R >= 1 && R <= kMaxRanks, "boards must be [R] with R in 1..", kMaxRanks,
-          ", got ", shape_text(boards));
-  require(R * W <= INT32_MAX, "row must have fewer than 2^31 / R entries, got ", W);
-  require(rank >= 0 && rank < R, "rank must be in 0..", R - 1, ", got ", rank);
-  require(timeout_ms >= 1, "timeout_ms must be at least 1, got ", timeout_ms);
-  require_dtype(board, "board", ScalarType::Int);
-  require_shape(board, "board", {Board::words(static_cast<int>(R), static_cast<int>(W))});
-  require(board.is_contiguous(), "board must be contiguous");
-  require_device(boards, "boards", row, "row");
-  require_device(board, "board", row, "row");
-
-  const Tensor own_row = dense(row), addresses = dense(boards);
-  Tensor rows = new_empty(row, {R, W});
-  const RowGather in{data<int32_t>(own_row), data<int64_t>(addresses), mutable_data<int32_t>(board),
-                     static_cast<int>(R),    static_cast<int>(W),      static_cast<int>(rank),
-                     timeout_ms * 1000000};
-  int32_t* const out = mutable_data<int32_t>(rows);
-  if (on_cuda(row, [&](auto stream) { return cuda::gather_rows(in, out, stream); })) return rows;
-  for (int64_t r = 0; r < R; ++r)
-    require(in.boards[r] != 0, "boards must hold an address for rank ", r, ", got 0");
-  SerialTeam team;
-  if (const int late = isoload::gather_rows(team, in, out))
-    throw std::runtime_error("gather_rows: rank " + std::to_string(late - 1) + " put no row within " +
-                             std::to_string(timeout_ms) + " ms; this group gathers no more");
-  return rows;
+std::tuple<Tensor, Tensor> gather_rows(const Tensor& row, const std::vector<int64_t>& beside,
+                                       const Tensor& boards, Tensor board, int64_t rank, int64_t timeout_ms) {
+  const RowGathering gather(row, beside, boards, board, rank, timeout_ms);
+  if (!on_cuda(row, [&](auto stream) { return cuda::gather_rows(gather.in, gather.out, stream); }))
+    gather.run();
+  return {gather.rows, gather.beside};
 }
 
 }  // namespace isoload::ops

@@ -20,7 +20,8 @@ constexpr int kCpu = 1, kCuda = 2;
   OP(count_numbered, kCpu | kCuda, \
      "(Tensor topk_ids, int num_experts) -> (Tensor counts, Tensor numbers, Tensor parts)") \
   OP(gather_rows, kCpu | kCuda, \
-     "(Tensor row, Tensor boards, Tensor(a!) board, int rank, int timeout_ms) -> Tensor") \
+     "(Tensor row, int[] beside, Tensor boards, Tensor(a!) board, int rank, int timeout_ms) " \
+     "-> (Tensor rows, Tensor beside)") \
   OP(replica_tables, kCpu | kCuda, \
      "(Tensor slot_to_expert, int num_ranks, int num_experts, Tensor(a!) tables) -> ()") \
   OP(plan_exact, kCpu | kCuda, \
@@ -31,6 +32,11 @@ constexpr int kCpu = 1, kCuda = 2;
      "(Tensor loads, Tensor tables, int num_ranks, int num_slots, Tensor? fixed, Tensor? ticks, " \
      "Tensor? pour, int objective, int ranks_per_node, int tolerance_ppm, int sweeps, int budget, " \
      "int rank) -> (Tensor quota, Tensor peak, Tensor bound, Tensor telemetry, Tensor row)") \
+  OP(plan_exact_share_gathered, kCpu | kCuda, \
+     "(Tensor row, int[] beside, Tensor boards, Tensor(a!) board, int rank, int timeout_ms, " \
+     "Tensor tables, int num_slots, Tensor? ticks, int objective, int ranks_per_node, " \
+     "int tolerance_ppm, int sweeps, int budget) -> (Tensor rows, Tensor beside, Tensor quota, " \
+     "Tensor peak, Tensor bound, Tensor telemetry, Tensor share)") \
   OP(plan_active, kCpu | kCuda, \
      "(Tensor loads, Tensor tables, int num_ranks, int num_slots, Tensor? ticks) " \
      "-> (Tensor quota, Tensor active_peak, Tensor active_bound, Tensor telemetry)") \

@@ -43,7 +43,8 @@ class ShareBatch {
     int32_t* const rows = mutable_data<int32_t>(out);
     if (on_cuda(loads_, [&](auto stream) {
           const Scratch scratch(loads_, cuda::share_bytes(problem(0), of, B));
-          return cuda::share(problem(0), of, static_cast<int>(rank), rows, B, scratch.data(), stream);
+          return cuda::share(problem(0), of, static_cast<int>(rank), nullptr, rows, B, scratch.data(),
+                             stream);
         }))
       return out;
     for (int64_t b = 0; b < B; ++b) {

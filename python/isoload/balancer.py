@@ -18,17 +18,19 @@ import torch
 from torch import Tensor
 
 from isoload.counting import count
-from isoload.ops import Numbered, Prefer, count_numbered
+from isoload.ops import Numbered, Prefer, count_numbered, gather_rows
 from isoload.placed_layers import Filled, PlacedLayers, own_layers, refresh_layers
 from isoload.placement import Placement, check_same_shape
 from isoload.planning import plan
 from isoload.policies import Policy, Seeded, make_policy
+from isoload.policies.at_gather import PlanAtGather, plan_at_gather
 from isoload.records import Plan
 from isoload.routing import route_counted, route_fixed
 from isoload.shared_experts import without_shared_slots
 from isoload.steps import first_step, in_backward, next_step
 from isoload.topology import Topology
 from isoload.transport import Group, LocalGroup, checksum, error_code
+from isoload.transport.agreement import placement_facts
 from isoload.value_checks import may_be_kept
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class Gathered:
     loads: Tensor
     planned: bool
     beside: Tensor | None = None
+    plan: Plan | None = None  # which the gather made
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +123,7 @@ class Balancer:
         with group.agreeing("construction") as facts:
             self._check(make_policy(policy, options))
             facts.update({"layer": layer, "policy": self.policy, "min_tokens": min_tokens, "tokens": tokens})
-            facts.update(_placement_facts(placement, layer))
+            facts.update(placement_facts(placement, layer))
 
     @classmethod
     def from_slots(
@@ -243,9 +246,12 @@ class Balancer:
         if beside is not None and failure is None:
             rows = [torch.cat(parts) for parts in zip(counts, beside, strict=True)]
         width = self.placement.num_experts + (0 if beside is None else len(beside[0]))
-        gathered = self._gather(rows, width, failure, tell, {**self.facts, **(facts or {})})
+        ahead = None
+        if beside is None and failure is None and len(self.ranks) == 1:
+            ahead = plan_at_gather(self.policy, self.placed_on(rows[0].device), rows[0])
+        gathered = self._gather(rows, width, failure, tell, {**self.facts, **(facts or {})}, ahead)
         if beside is None:
-            return Gathered(topk_ids, numbered, gathered, True)
+            return Gathered(topk_ids, numbered, gathered, True, plan=ahead.plan if ahead else None)
         own = self.placement.num_experts
         return Gathered(
             topk_ids, numbered, gathered.narrow(1, 0, own), True, gathered.narrow(1, own, width - own)
@@ -257,6 +263,9 @@ class Balancer:
         if not gathered.planned:
             return Balanced(topk_ids, numbered, loads, None)
         self.last_loads = loads
+        if gathered.plan is not None and filled is None and not keep_local:
+            self.last_plan = gathered.plan
+            return Balanced(topk_ids, numbered, loads, self.last_plan)
         placed = self.placed_on(loads.device)
         step = next_step(self._step_on(loads.device)) if isinstance(self.policy, Seeded) else 0
         rank = self.ranks[0] if len(self.ranks) == 1 else None
@@ -286,14 +295,14 @@ class Balancer:
         else:
             with self.group.agreeing("placement") as facts:
                 check_same_shape(self.placement, placement)
-                facts.update(_placement_facts(placement, self.layer))
+                facts.update(placement_facts(placement, self.layer))
         self.settle(placement)
 
     def settle(self, placement: Placement) -> None:
         """:meth:`load` of a placement that all ranks have agreed on already."""
         self.placement, self.has_freedom = placement, placement.has_freedom[self.layer]
         self._checksums["checksum of placement"] = checksum(
-            list(_placement_facts(placement, self.layer).values())
+            list(placement_facts(placement, self.layer).values())
         )
         for device, own in self._own.items():
             self._own[device] = refresh_layers(own, placement.layer(self.layer, device))
@@ -350,6 +359,7 @@ class Balancer:
         failure: Exception | None,
         tell: Callable[[], None],
         facts: Mapping[str, int],
+        ahead: PlanAtGather | None,
     ) -> Tensor:
         """[R, width] counts of all ranks. With tokens="same" rank 0 stands for the one source there is."""
         if self.tokens == "same":
@@ -359,7 +369,7 @@ class Balancer:
             return torch.nn.functional.pad(rows[0].unsqueeze(0), (0, 0, 0, others))
         assert self.group is not None
         if failure is None:
-            return self.group.gather_loads(rows, None, facts)
+            return self.group.gather_loads(rows, None, facts, ahead or gather_rows)
         nothing = torch.zeros(width, dtype=torch.int32, device=self._device())
         try:
             owned = len(self.ranks)
@@ -385,15 +395,3 @@ class Balancer:
         self.policy = policy
         self.placed_on(torch.device("cpu"))  # refuses a layer that is not there
         self.settle(self.placement)
-
-
-def _placement_facts(placement: Placement, layer: int) -> dict[str, int]:
-    """What all ranks must hold alike of one layer."""
-    slots, homes = placement.arrays
-    weight = placement.weight_array
-    held = {
-        "slot_to_expert": slots[layer].tolist(),
-        "home_slot": homes[layer].tolist(),
-        "replica_weight": None if weight is None else weight[layer].tolist(),
-    }
-    return {f"checksum of {name}": checksum(value) for name, value in held.items()}

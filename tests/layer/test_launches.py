@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 import isoload
 from isoload.experts.weights import ExpertWeights
+from isoload.transport.boards import Boards
 from support.fake_ranks import Everything, OneRank, kept_memos, one_rank
 from support.host_waits import HostWaits
 from support.launches import Launches, stand_ins
@@ -35,7 +37,22 @@ def gate(rows: Tensor) -> tuple[Tensor, Tensor]:
     return ids, torch.empty(len(rows), TOP_K, device=rows.device)
 
 
-def second_forward(capacity: int | None, max_copies: int | None = None, policy: str = "exact") -> Launches:
+class NoPeers:
+    """Memory of ranks that are not there."""
+
+    def new(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def meet(self) -> None:
+        pass
+
+    def reach(self, boards: list[Tensor]) -> list[Any]:
+        return [SimpleNamespace(data_ptr=lambda: 16)] * RANKS
+
+
+def second_forward(
+    capacity: int | None, max_copies: int | None = None, policy: str = "exact", symmetric: bool = False
+) -> Launches:
     """What the second forward of one of 16 ranks launches: 4096 tokens of DeepSeek-V3's width, narrow experts."""
     transport = one_rank(0, capacity, TOPOLOGY, max_copies)
     borrows = isoload.POLICIES[policy]().borrows
@@ -48,6 +65,9 @@ def second_forward(capacity: int | None, max_copies: int | None = None, policy: 
     )
     assert placement.has_freedom == (True,)  # of real tensors, before they are fake
     transport.group._agreed = Everything()
+    if symmetric:
+        boards = Boards(NoPeers(), torch.device("cuda"), TOPOLOGY, 0, 60.0)
+        transport.group._symmetric, transport.group._boards = True, lambda _device: boards
     launches = Launches()
     with HostWaits(answer), torch.no_grad(), kept_memos(), launches, stand_ins(launches):
         shapes = (EXPERTS, 16, HIDDEN), (EXPERTS, HIDDEN, 8)
@@ -118,6 +138,20 @@ def test_launches_where_shared_experts_stay_home() -> None:
         "add_",
         "route_columns",
     ]
+
+
+def test_three_launches_with_the_gather_where_ranks_write_each_other_s_memory() -> None:
+    """Nothing is joined to the loads, or taken from them again; other policies gather first."""
+    exact, active = (
+        [line.split(" ")[0] for line in second_forward(None, policy=policy, symmetric=True).kernels]
+        for policy in ("exact", "exact_active")
+    )
+    assert exact[: exact.index("number_rows")] == [
+        "count_numbered",
+        "plan_exact_share_gathered",
+        "route_numbered",
+    ]
+    assert active[:3] == ["count_numbered", "gather_rows", "plan_active"]
 
 
 def test_memory_of_exact_splits() -> None:

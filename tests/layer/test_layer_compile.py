@@ -254,7 +254,9 @@ def test_a_balancer_over_a_group_is_one_graph_and_reads_the_codes_of_other_ranks
     wanted = balancer(ids)
     got = torch.compile(balancer, backend="aot_eager", fullgraph=True)(ids)
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
-    read = torch.compile(lambda gathered: loads_of(gathered, 3) + 1, backend="aot_eager", fullgraph=True)
+    read = torch.compile(
+        lambda rows: loads_of(rows[:, :3], rows[:, 3]) + 1, backend="aot_eager", fullgraph=True
+    )
     gathered = torch.arange(8, dtype=torch.int32).view(2, 4)
     with pytest.raises(ValueError, match="rank 0 failed in stage route"):
         read(gathered)

@@ -16,7 +16,7 @@
 
 namespace isoload {
 
-constexpr int kWidth = 37;
+constexpr int kWidth = 37, kBeside = 3;  // of them from the host
 
 int32_t value(int rank, int round, int w) { return rank * 1000003 + round * 1009 + w; }
 
@@ -39,15 +39,20 @@ int run(int R, int lanes, int rounds) {
     Rank& me = *ranks[r];
     ThreadTeam team(me.group, l);
     std::mt19937 random(r);
-    const RowGather in{me.row.data(), boards.data(), me.board.data(), R, kWidth, r, 20'000'000'000};
+    RowGather in{me.row.data(), boards.data(), me.board.data(), {}, R, kWidth - kBeside, kBeside, r,
+                 20'000'000'000};
+    int32_t* const beside = me.rows.data() + R * in.W;
     for (int round = 0; round < rounds; ++round) {
       const bool waits = random() % 8 == 0;
       if (l == 0 && waits) std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
       team.for_each(kWidth, [&](int w) { me.row[w] = value(r, round, w); });
       team.sync();
-      if (gather_rows(team, in, me.rows.data()) != 0) ++late;
+      for (int f = 0; f < kBeside; ++f) in.beside[f] = value(r, round, in.W + f);
+      if (gather_rows(team, in, {me.rows.data(), beside, in.W, in.F}) != 0) ++late;
       team.sync();
-      team.for_each(R * kWidth, [&](int i) { wrong += me.rows[i] != value(i / kWidth, round, i % kWidth); });
+      team.for_each(R * in.W, [&](int i) { wrong += me.rows[i] != value(i / in.W, round, i % in.W); });
+      team.for_each(R * kBeside,
+                    [&](int i) { wrong += beside[i] != value(i / kBeside, round, in.W + i % kBeside); });
       team.sync();
     }
   };

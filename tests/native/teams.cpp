@@ -82,7 +82,7 @@ class Lane {
     auto solve = [&](int i, auto&& planner) {
       const bool fits = planner(FillResult{fills.slots[i].data(), fills.telemetry[i]});
       if (team_.rank() == 0) fills.fits[i] = fits;
-      finish(fills.slots[i], fits);
+      finish(fills.slots[i], fits ? 1 + uint64_t(fills.telemetry[i][0]) : 0);
       return fits;
     };
     if (solve(0,
@@ -206,7 +206,8 @@ class Lane {
     const ActiveResult out{plan.quota.data(), &plan.certificate[0], &plan.certificate[1], plan.telemetry};
     const PlanStatus status = ActiveSolver<4, Team>(team_, problem, workspace, out).solve();
     if (team_.rank() == 0) plan.status = status;
-    finish(plan.quota, 3 * uint64_t(*out.peak) + 5 * uint64_t(*out.bound) + 7 * uint64_t(status));
+    finish(plan.quota, 3 * uint64_t(*out.peak) + 5 * uint64_t(*out.bound) + 7 * uint64_t(status) +
+                           11 * uint64_t(out.telemetry[3]));
   }
 
   void share_alone() {

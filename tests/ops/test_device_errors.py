@@ -102,11 +102,21 @@ def borrow(d: str, backward: bool) -> None:
 def gather_with_one_late(d: str) -> Tensor:
     boards = [torch.zeros(ops.board_words(2, 3), dtype=torch.int32, device=d) for _ in range(2)]
     addresses = torch.tensor([board.data_ptr() for board in boards], device=d)
-    rows = ops.gather_rows(LOADS[0, :3].to(d), addresses, boards[0], 0, timeout=0.02)
-    assert rows.tolist() == [[2, 3, 1], [2**31 - 1] * 3]
-    again = ops.gather_rows(LOADS[0, :3].to(d), addresses, boards[0], 0, timeout=3600)
+    rows, beside = ops.gather_rows(LOADS[0, :2].to(d), addresses, boards[0], 0, beside=[7], timeout=0.02)
+    assert rows.tolist() == [[0, 0], [2**31 - 1] * 2] and beside.tolist() == [[0], [2**31 - 1]]
+    again, _ = ops.gather_rows(LOADS[0, :2].to(d), addresses, boards[0], 0, beside=[7], timeout=3600)
     assert torch.equal(rows, again), "the board is closed"
     return rows
+
+
+def gather_and_plan_with_one_late(d: str) -> None:
+    """No plan is made of what did not come."""
+    boards = [torch.zeros(ops.board_words(2, 4), dtype=torch.int32, device=d) for _ in range(2)]
+    addresses = torch.tensor([board.data_ptr() for board in boards], device=d)
+    given = (LOADS[0].to(d), addresses, boards[0], 0, tables(d))
+    loads, _, split, share = ops.plan_exact_share_gathered(*given, timeout=0.02)
+    assert loads.tolist() == [[0] * 4, [2**31 - 1] * 4]
+    assert not split.quota.any() and not share.any() and split.peak.item() == split.bound.item() == -1
 
 
 # name: what is called on a device, the rules that it breaks
@@ -142,6 +152,7 @@ BROKEN: dict[str, tuple[Callable[[str], object], list[int]]] = {
     "shard_tokens": (lambda d: ops.shard_tokens(-LOADS.to(d), tables(d), TWO.new_tensor([0, 1, 3, 0]).to(d)), [20]),
     "shard_tokens home": (shard_without_home, [20]),
     "gather_rows": (gather_with_one_late, [22]),
+    "plan_exact_share_gathered": (gather_and_plan_with_one_late, [1, 22]),
     "group_copies": (lambda d: ops.group_copies(IDS.to(d), 0, 3, 5), [21]),
 }  # fmt: skip
 
@@ -191,7 +202,9 @@ def test_noted_of_several_ops_and_nothing_of_legal_ones() -> None:
 
 
 @pytest.mark.skipif(NOTING == "cpu", reason="the kernels stand in the place of the CPU's ops")
-@pytest.mark.parametrize("name", sorted(BROKEN.keys() - {"gather_rows"}))  # a lost rank is a RuntimeError
+@pytest.mark.parametrize(
+    "name", sorted(BROKEN.keys() - {"gather_rows", "plan_exact_share_gathered"})
+)  # a lost rank is a RuntimeError
 def test_the_cpu_raises_at_once(name: str) -> None:
     with pytest.raises(ValueError, match="must"):
         BROKEN[name][0]("cpu")

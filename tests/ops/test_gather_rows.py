@@ -31,10 +31,12 @@ def table(boards: list[Tensor]) -> Tensor:
     return torch.tensor([board.data_ptr() for board in boards])
 
 
-def draw_row(rank: int, number: int, width: int) -> Tensor:
-    """Other values in every round, so that an old row is seen."""
+def draw_row(rank: int, number: int, width: int) -> tuple[Tensor, list[int]]:
+    """A row, and up to 4 of the width beside it: other values in every round, so that an old row is seen."""
     rng = np.random.default_rng([rank, number])
-    return torch.from_numpy(rng.integers(-(2**31), 2**31, width).astype(np.int32))
+    row = torch.from_numpy(rng.integers(-(2**31), 2**31, width).astype(np.int32))
+    beside = min(4, width - 1)
+    return row[: width - beside], row[width - beside :].tolist()
 
 
 def go_through(rank: int, boards: list[Tensor], rounds: int, width: int, delay: float) -> int:
@@ -44,9 +46,10 @@ def go_through(rank: int, boards: list[Tensor], rounds: int, width: int, delay: 
     for number in range(rounds):
         if delay and rng.random() < 0.1:
             time.sleep(rng.random() * delay)
-        rows = ops.gather_rows(draw_row(rank, number, width), addresses, boards[rank], rank, timeout=50)
-        wanted = reference.gather_rows([draw_row(r, number, width) for r in range(ranks)])
-        wrong += int((rows != wanted).any(1).sum())
+        row, beside = draw_row(rank, number, width)
+        got = ops.gather_rows(row, addresses, boards[rank], rank, beside=beside, timeout=50)
+        wanted = reference.gather_rows(*zip(*(draw_row(r, number, width) for r in range(ranks)), strict=True))
+        wrong += sum(int((a != b).any(1).sum()) for a, b in zip(got, wanted, strict=True))
     return wrong
 
 
@@ -73,7 +76,7 @@ def test_processes_go_on_where_the_number_of_the_round_wraps(rounds: int) -> Non
 
 def with_one_gone(rank: int, boards: list[Tensor], gone: int) -> tuple[str, float, str]:
     addresses = table(boards)
-    row = draw_row(rank, 0, 9)
+    row = torch.arange(9, dtype=torch.int32)
     ops.gather_rows(row, addresses, boards[rank], rank, timeout=30)
     if rank == gone:
         die()
@@ -110,12 +113,14 @@ def test_what_a_late_rank_leaves() -> None:
             planner(loads, tables)
 
 
-def call(**changed: Any) -> Tensor:
+def call(**changed: Any) -> tuple[Tensor, Tensor]:
     boards = make_boards(2, 4)
     given = {"row": torch.zeros(4, dtype=torch.int32), "boards": table(boards), "board": boards[0], "rank": 0}
     given |= changed
     return ops.gather_rows(
-        *(given[n] for n in ("row", "boards", "board", "rank")), timeout=given.get("timeout", 1)
+        *(given[n] for n in ("row", "boards", "board", "rank")),
+        beside=given.get("beside", ()),
+        timeout=given.get("timeout", 1),
     )
 
 
@@ -131,6 +136,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "board dtype": (lambda: call(board=torch.zeros(160)), "board must be int32, got float32"),
     "board": (lambda: call(board=torch.zeros(9, dtype=torch.int32)), r"board must have shape \[160\], got \[9\]"),
     "strides": (lambda: call(board=torch.zeros(320, dtype=torch.int32)[::2]), "board must be contiguous"),
+    "beside": (lambda: call(beside=range(33)), "beside must have at most 32 integers, got 33"),
+    "beside large": (lambda: call(beside=[2**31]), "beside must be 32-bit integers, got 2147483648"),
+    "beside small": (lambda: call(beside=[-1, -(2**31) - 1]), "beside must be 32-bit integers, got -2147483649"),
+    "board and beside": (lambda: call(beside=range(28)), r"board must have shape \[288\], got \[160\]"),
     "large": (
         lambda: call(row=torch.zeros(1, dtype=torch.int32).expand(2**30)), r"row must have fewer than 2\^31 / R",
     ),
@@ -146,7 +155,7 @@ def test_refuses(name: str) -> None:
 
 def test_opcheck() -> None:
     (board,) = make_boards(1, 4)
-    given = (torch.arange(4, dtype=torch.int32), table([board]), board, 0, 1000)
+    given = (torch.arange(2, dtype=torch.int32), [7, -7], table([board]), board, 0, 1000)
     # a clone of the board, which the others would not write, is right for one rank alone
     torch.library.opcheck(torch.ops.isoload.gather_rows.default, given)
 
@@ -154,5 +163,6 @@ def test_opcheck() -> None:
 def test_traced() -> None:
     with FakeTensorMode():
         board = torch.empty(ops.board_words(3, 5), dtype=torch.int32)
-        rows = ops.gather_rows(torch.empty(5, dtype=torch.int32), torch.empty(3, dtype=torch.int64), board, 1)
-        assert rows.shape == (3, 5) and rows.dtype == torch.int32
+        row, addresses = torch.empty(3, dtype=torch.int32), torch.empty(3, dtype=torch.int64)
+        rows, beside = ops.gather_rows(row, addresses, board, 1, beside=[0, 1])
+        assert rows.shape == (3, 3) and beside.shape == (3, 2) and rows.dtype == beside.dtype == torch.int32

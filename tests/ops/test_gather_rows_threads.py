@@ -42,8 +42,7 @@ FAULTS = {
     "rows read before all have come": (ALGORITHM, "static_cast<int>(team.max(late))", "late"),
     "any number will do": (ALGORITHM, "load_acquire(number) != round", "load_acquire(number) == 0"),
     "the round never advances": (ALGORITHM, "= static_cast<int32_t>(round);", "= static_cast<int32_t>(round) - 1;"),
-    "rows at the wrong places": (ALGORITHM, "place(reinterpret_cast<int32_t*>(boards[r]), round, rank)",
-                                 "place(reinterpret_cast<int32_t*>(boards[r]), round, r)"),
+    "rows at the wrong places": (ALGORITHM, "(boards[r]), round, rank)", "(boards[r]), round, r)"),
 }  # fmt: skip
 
 

@@ -120,8 +120,8 @@ MUTANTS = {
     ),
     "a tile's inverse without the longer ways": Mutant(
         "csrc/algorithms/mesh.h",
-        "i < tile_end && j < k; j += pieces",
-        "i < tile_end && j < k; j = k",
+        "add(part, row, tile + piece, k, pieces, other);",
+        "add(part, row, tile + piece, tile + 1, pieces, other);",
         "plan_lp::test_equals_reference",
     ),
     "the dearest rank proves the bound": Mutant(

@@ -174,3 +174,12 @@ def test_opcheck() -> None:
     batched = LOADS.expand(3, 4, 4), tables.expand(3, -1), 4, 8
     besides = LOADS, int32(1, 2, 3, 4), int32(0, 5, 9)
     torch.library.opcheck(op, (*batched, besides[0][:3], *besides[1:], 1, 2, 1000, 4, 7, 0))
+
+
+def test_opcheck_gathered() -> None:
+    tables = ops.replica_tables(SLOTS, 1, 4).data
+    board = torch.zeros(ops.board_words(1, 5), dtype=torch.int32)
+    gather = LOADS[0], [7], torch.tensor([board.data_ptr()]), board, 0, 1000
+    # a clone of the board, which other ranks would not write, is right for one rank alone
+    op = torch.ops.isoload.plan_exact_share_gathered.default
+    torch.library.opcheck(op, (*gather, tables, 8, None, 0, 1, 0, 4, 100))

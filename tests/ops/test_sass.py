@@ -70,7 +70,51 @@ TAKE = ["LDG.E.STRONG.SYS R10, [R14.64]", "CCTL.IVALL", "LDG.E R3, [R2.64]"]
     ],
 )
 def test_words_for_other_gpus_are_in_order(lines: list[str], faults: int) -> None:
-    assert len(sass.faults([sass.Code("gather_rows", "sm_90a", lines)])) == faults
+    assert len(sass.faults([sass.Code("gather_rows", "sm_90a", ["ACQBULK", *lines])])) == faults
+
+
+@pytest.mark.parametrize(
+    ("lines", "at"),
+    [
+        (["LDC R1, c[0x0][0x28]", "STS [R2], RZ", "ACQBULK", "PREEXIT", "LDG.E R6, [R2.64]"], None),
+        (["LDG.E R6, [R2.64]", "ACQBULK"], 0),
+        (["STG.E [R2.64], R6", "ACQBULK"], 0),
+        (["S2R R0, SR_TID.X", "LDGSTS.E [R5], [R2.64]", "ACQBULK"], 1),
+        (["ATOMG.E.ADD R2, [R4.64], R6", "ACQBULK"], 0),
+        (["RED.E.ADD [R4.64], R6", "ACQBULK"], 0),
+        (["LD.E R6, [R2.64]", "ACQBULK"], 0),
+        (["PREEXIT", "ACQBULK"], 0),
+        (["ISETP.GE.AND P0, PT, R0, UR4, PT", "EXIT", "ACQBULK"], 1),  # a block without work
+        (["BRA 0x80", "ACQBULK"], 0),  # around the wait
+    ],
+)
+def test_a_kernel_waits_before_all_else(lines: list[str], at: int | None) -> None:
+    of = "route<int> on sm_90a comes to {} before it waits for the kernel ahead"
+    wanted = [] if at is None else [of.format(lines[at])]
+    assert sass.faults([sass.Code("route<int>", "sm_90a", lines)]) == wanted
+    assert not sass.faults([sass.Code("route<int>", "sm_80", lines)])
+
+
+@pytest.mark.parametrize("kernel", ["borrow", "borrow_backward<float,float>"])
+def test_a_kernel_that_lets_nobody_start_beside_it(kernel: str) -> None:
+    lines = ["ACQBULK", "PREEXIT", "STG.E [R2.64], R6"]
+    assert sass.faults([sass.Code(kernel, "sm_90a", lines)]) == [
+        f"{kernel} on sm_90a lets the next kernel start before it has ended"
+    ]
+    assert not sass.faults([sass.Code("route<int>", "sm_90a", lines)])
+
+
+def test_a_kernel_that_waits_for_other_gpus_lets_the_next_start_behind_that() -> None:
+    name, words = "plan_exact_share_gathered", [*PUT, *TAKE]
+    assert not sass.faults([sass.Code(name, "sm_90a", ["ACQBULK", *words, "PREEXIT"])])
+    for at in (0, len(PUT)):
+        (found,) = sass.faults([sass.Code(name, "sm_90a", ["ACQBULK", *words[:at], "PREEXIT", *words[at:]])])
+        assert found == f"{name} on sm_90a lets the next kernel start while it waits for other GPUs"
+
+
+def test_a_kernel_without_a_wait() -> None:
+    (found,) = sass.faults([sass.Code("borrow", "sm_100a", ["LDC R1, c[0x0][0x28]"])])
+    assert found == "borrow on sm_100a comes to its end before it waits for the kernel ahead"
 
 
 def test_faults_are_named() -> None:
@@ -78,17 +122,17 @@ def test_faults_are_named() -> None:
     found = sass.faults(
         [
             sass.Code("count<true,long>", "sm_80", waits),
-            sass.Code("count_of_more<int>", "sm_90a", ["NOP"] * 4097),
+            sass.Code("count_of_more<int>", "sm_90a", ["ACQBULK", *["NOP"] * 4096]),
             sass.Code(
-                "plan_exact_fetched<true>", "sm_90a", ["ATOMS.ADD R2, [R4], R6", "ATOM.E.ADD R2, [R4.64], R6"]
+                "plan_exact_fetched<true>", "sm_80", ["ATOMS.ADD R2, [R4], R6", "ATOM.E.ADD R2, [R4.64], R6"]
             ),
-            sass.Code("borrow", "sm_90a", [*waits, "LD.E R4, [R2.64]"]),
+            sass.Code("borrow", "sm_80", [*waits, "LD.E R4, [R2.64]"]),
         ]
     )
     assert found == [
         "count<true,long> on sm_80 has 1 loads on their way at once, not 8",
         "count_of_more<int> on sm_90a has 65552 bytes of code, 65536 at most",
-        "plan_exact_fetched<true> on sm_90a has 1 accesses by pointers of any memory, as ATOM.E.ADD R2, [R4.64], R6",
+        "plan_exact_fetched<true> on sm_80 has 1 accesses by pointers of any memory, as ATOM.E.ADD R2, [R4.64], R6",
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
-from ctypes import CDLL, c_int32
+from ctypes import CDLL, c_bool, c_int32, c_int64
 
 import pytest
 
@@ -40,12 +40,23 @@ PROBES = {
     "a_copy_not_waited_for": {"uninitialised", "copy"},
     "warp_values": set(),
 }
+# Of kernels that start before the one ahead of them has ended: what is said of them.
+EARLY = {
+    "an_early_start": "",
+    "an_early_read": "reads global memory",
+    "an_early_write": "writes global memory",
+    "an_early_copy": "reads global memory",
+    "an_early_atomic": "writes global memory",
+    "the_next_before_the_wait": "lets the next kernel start",
+    "a_block_that_never_waits": "lane 0 of block 0 leaves",
+}
 
 
 class Probes(Runtime):
-    def run(self, name: str, blocks: int = 1) -> tuple[list[int], list[int]]:
+    def run(self, name: str, blocks: int = 1, early: bool = False) -> tuple[list[int], list[int]]:
         result, order = (c_int32 * LANES)(), (c_int32 * LANES)()
-        assert CDLL(str(self.library)).probe(name.encode(), blocks, result, order), name
+        run = CDLL(str(self.library)).probe
+        assert run(name.encode(), c_int64(blocks), c_bool(early), result, order), name
         return list(result), list(order)
 
 
@@ -70,6 +81,19 @@ def test_finds(name: str, seed: int, probes: Probes) -> None:
     assert all(finding.kernel == name.split("<")[0] or "<" in name for finding in found)
     if name == "warp_values":
         assert result == [0] * LANES
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_a_kernel_that_starts_early_waits_first(name: str, probes: Probes) -> None:
+    probes.seed(0)
+    probes.take_findings()
+    before = probes.early_launches
+    probes.run(name, 2, early=True)
+    found = probes.take_findings()
+    said = [(finding.kind, finding.kernel) for finding in found]
+    assert said == [("early", name)] * bool(EARLY[name]), "\n".join(map(str, found))
+    assert all(EARLY[name] in finding.text for finding in found)
+    assert probes.early_launches == before + 1
 
 
 def test_a_race_names_both_lines(probes: Probes) -> None:
@@ -118,13 +142,13 @@ def test_a_skipped_barrier_is_a_race(probes: Probes) -> None:
     probes.watch(barriers=True)
     probes.run("block_barrier")
     probes.watch()
-    (barrier,) = (barrier for barrier in probes.barriers() if barrier.kernel == "block_barrier")
+    (barrier,) = (barrier for barrier in probes.take_barriers() if barrier.kernel == "block_barrier")
     assert not probes.take_findings()
     read, write = os.pipe()
     if (child := os.fork()) == 0:
         probes.tell(write)
         probes.watch(barriers=True)
-        probes.skip(barrier)
+        probes.skip(barrier.number)
         probes.run("block_barrier")
         os._exit(0)
     os.close(write)

@@ -95,13 +95,13 @@ def test_streams_differ_by_seed_step_layer_and_rank():
     ids = torch.zeros(64, 1, dtype=torch.int64)
     loads = torch.full((3, 1), 64, dtype=torch.int32)
     found = set()
-    for layer, seed, step in ((0, 0, 0), (0, 7, 0), (0, 0, 1), (1, 0, 0)):
+    for layer, seed, step in ((0, 0, 0), (0, 7, 0), (0, 0, 1), (1, 0, 0), (0, 1, 0)):
         plan = isoload.plan(loads, placement, layer, "grace_sampled", seed=seed, step=step, locality=False)
         for rank in range(3):
             slots = isoload.route(ids, loads, plan, rank)
             assert torch.equal(slots, isoload.route(ids, loads, plan, rank))
             found.add(tuple(slots.flatten().tolist()))
-    assert len(found) == 4 * 3
+    assert len(found) == 5 * 3
 
 
 def test_layers_at_once_are_layers_one_by_one():

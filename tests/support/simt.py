@@ -29,7 +29,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Finding:
-    kind: str  # race, uninitialised, bounds, copy, stuck
+    kind: str  # race, uninitialised, bounds, copy, early, stuck
     text: str
     kernel: str
     frames: tuple[Frame, ...]  # innermost first
@@ -42,20 +42,21 @@ class Finding:
 
 @dataclass(frozen=True)
 class Barrier:
-    """One that lanes came to; a line has several where several calls lead to it."""
+    """One that lanes came to by one way of calls; a barrier of the source has several."""
 
     number: int
     kernel: str
     frames: tuple[Frame, ...]
 
     @property
-    def line(self) -> Frame:
-        """Where the kernel or its algorithm calls it; of a reduction's or scan's, the line of that."""
-        return next((frame for frame in self.frames if frame.file != TEAM), self.frames[0])
+    def place(self) -> str:
+        """Its line in the source: that of a team's sync() or alone(), or the kernel's own."""
+        return str(next(frame for frame in self.frames if not is_callers(frame)))
 
-    @property
-    def in_reduction(self) -> bool:
-        return any(frame.file == TEAM and "sync" not in frame.function for frame in self.frames)
+
+def is_callers(frame: Frame) -> bool:
+    """Of the team's methods that are a barrier of whoever calls them."""
+    return frame.file == TEAM and re.search(r"::(sync|alone)\b", frame.function) is not None
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,19 @@ class Runtime:
         self._calls = ctypes.CDLL(str(self.library))
         for name in ("findings", "barriers", "paths"):
             getattr(self._calls, f"simt_{name}").restype = ctypes.c_char_p
-        self._calls.simt_launches.restype = ctypes.c_uint64
+        for name in ("launches", "early_launches"):
+            getattr(self._calls, f"simt_{name}").restype = ctypes.c_uint64
         self._frames: dict[str, tuple[Frame, ...]] = {"0": ()}
         self._kernels: dict[str, str] = {}
 
     @property
     def launches(self) -> int:
         return int(self._calls.simt_launches())
+
+    @property
+    def early_launches(self) -> int:
+        """Those of kernels that start before the one ahead of them has ended."""
+        return int(self._calls.simt_early_launches())
 
     def seed(self, seed: int) -> None:
         """Lanes run in an order drawn with this seed; 0: by their number."""
@@ -98,9 +105,9 @@ class Runtime:
         """Writes the line of every new finding to this file at once: for a process that may not live on."""
         self._calls.simt_tell(descriptor)
 
-    def skip(self, barrier: Barrier) -> None:
-        """From now on it is passed as if it were not there. watch(barriers=True) must be on."""
-        self._calls.simt_skip_barrier(ctypes.c_uint64(barrier.number))
+    def skip(self, number: int) -> None:
+        """From now on this barrier is passed as if it were not there. watch(barriers=True) must be on."""
+        self._calls.simt_skip_barrier(ctypes.c_uint64(number))
 
     def take_findings(self) -> list[Finding]:
         """Those since the last call."""
@@ -116,8 +123,8 @@ class Runtime:
             for kind, text, kernel, here, there in rows
         ]
 
-    def barriers(self) -> list[Barrier]:
-        """All that lanes came to so far, while watch(barriers=True) was on."""
+    def take_barriers(self) -> list[Barrier]:
+        """Those that lanes came to since the last call, while watch(barriers=True) was on."""
         rows = [line.split("|") for line in self._calls.simt_barriers().decode().splitlines()]
         self._find(place for row in rows for place in row[2:])
         return [

@@ -1,6 +1,6 @@
 """The package with its CUDA kernels in the place of csrc/cpu: g++ compiles csrc/cuda for tests/native/simt.
 
-tests/native/simt/machine.h says what that run-time models and what it cannot see. Four places of csrc are no C++, or
+tests/native/simt/machine.h says what that run-time models and what it cannot see. Three places of csrc are no C++, or
 call CUDA, and are replaced in a copy. Objects are kept in build/simt by what they are made of.
 """
 
@@ -37,12 +37,6 @@ REPLACED = (
         "  int device = 0, bytes = 0;",
         "return bytes - 1024;",
         "  return sizeof(simt::shared_arena.data);",
-    ),
-    (
-        "cuda/launch.cuh",
-        "  cudaError_t error = cudaSuccess;",
-        "return refused(error);",
-        "  simt::launch(kernel, blocks, threads, shared_bytes, Parameters(arguments)...);\n  return nullptr;",
     ),
     (
         "ops/device.h",

@@ -1,8 +1,7 @@
 """The scenarios in a process whose isoload has the kernels on tests/native/simt; its answers as JSON on stdout.
 
-simt_run.py kernels SEED...    of each scenario: digests of its results, one a seed, and what was found
-simt_run.py barriers [LINE...] of each kernel's barriers at these lines ("algorithms/share.h:65"), or of all: what
-                               is found first once they are gone; scenario: the first that comes to them
+simt_run.py kernels SEED...  of each scenario: digests of its results, one a seed, and what was found
+simt_run.py barriers         of each barrier of the source: what is found once it is gone
 """
 
 from __future__ import annotations
@@ -13,12 +12,13 @@ import os
 import select
 import signal
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import torch
 
 import isoload
-from support.simt import Barrier, Runtime
+from support.simt import Runtime
 from support.simt_scenarios import SCENARIOS, bits, make_inputs
 
 PATIENCE = 60.0  # seconds until a lane that goes round and round counts as found
@@ -27,7 +27,7 @@ PATIENCE = 60.0  # seconds until a lane that goes round and round counts as foun
 def kernels(runtime: Runtime, seeds: list[int]) -> dict[str, object]:
     said: dict[str, object] = {}
     for name, scenario in SCENARIOS.items():
-        before, digests = runtime.launches, []
+        before, early, digests = runtime.launches, runtime.early_launches, []
         for seed in seeds:
             runtime.seed(seed)
             try:
@@ -37,43 +37,49 @@ def kernels(runtime: Runtime, seeds: list[int]) -> dict[str, object]:
         said[name] = {
             "bits": digests,
             "launches": runtime.launches - before,
+            "early": runtime.early_launches - early,
             "findings": [str(finding) for finding in runtime.take_findings()],
         }
     return said
 
 
-def barriers(runtime: Runtime, lines: list[str]) -> list[dict[str, str]]:
-    """A reduction's barriers are the reduction's: they count only where its own line is asked for."""
+def barriers(runtime: Runtime) -> list[dict[str, str]]:
+    """Each barrier that a scenario comes to, of each of its kernels: what is found once it is gone.
+
+    Until every barrier was missed by a kernel, and every kernel missed one.
+    """
     runtime.watch(barriers=True)
-    seen: set[int] = set()
-    said = []
+    passed: dict[tuple[str, str], dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+    expected = {}
     for name, scenario in SCENARIOS.items():
-        scenario()
+        expected[name] = bits(scenario())
         assert not runtime.take_findings(), name
-        new: dict[tuple[str, str], list[Barrier]] = {}
-        for barrier in runtime.barriers():
-            at = [str(frame) for frame in barrier.frames if str(frame) in lines]
-            if not lines and not barrier.in_reduction:
-                at = [str(barrier.line)]
-            if at and barrier.number not in seen:
-                new.setdefault((barrier.kernel, at[0]), []).append(barrier)
-            seen.add(barrier.number)
-        for (kernel, line), gone in new.items():
-            finding = without(runtime, gone, list(SCENARIOS)[list(SCENARIOS).index(name) :])
-            said.append({"kernel": kernel, "line": line, "scenario": name, "finding": finding})
+        for barrier in runtime.take_barriers():
+            passed[barrier.place, barrier.kernel][name].add(barrier.number)
+    assert not without(runtime, set(), expected), "a child finds something by itself"
+    missed: set[str] = set()
+    said = []
+    for at, numbers in passed.items():
+        if missed.issuperset(at):
+            continue
+        finding = without(runtime, set().union(*numbers.values()), {name: expected[name] for name in numbers})
+        if finding:
+            missed.update(at)
+        said.append({"place": at[0], "kernel": at[1], "finding": finding})
     return said
 
 
-def without(runtime: Runtime, gone: list[Barrier], scenarios: list[str]) -> str:
-    """What is found first once these barriers are gone; in a child, for it may not live on. Empty: nothing in any."""
+def without(runtime: Runtime, gone: set[int], expected: dict[str, str]) -> str:
+    """What these scenarios find first without these barriers; in a child, for it may not live on. Empty: nothing."""
     read, write = os.pipe()
     if (child := os.fork()) == 0:
         faulthandler.disable()
         runtime.tell(write)
-        for barrier in gone:
-            runtime.skip(barrier)
-        for name in scenarios:
-            SCENARIOS[name]()
+        for number in gone:
+            runtime.skip(number)
+        for name, digest in expected.items():
+            if bits(SCENARIOS[name]()) != digest:
+                os.write(write, f"bits|not those of {name}|0|0|0\n".encode())
         os._exit(0)
     os.close(write)
     ready, _, _ = select.select([read], [], [], PATIENCE)
@@ -95,7 +101,7 @@ def main() -> None:
     if task == "kernels":
         json.dump(kernels(runtime, [int(seed) for seed in arguments]), sys.stdout)
     else:
-        json.dump(barriers(runtime, arguments), sys.stdout)
+        json.dump(barriers(runtime), sys.stdout)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import sys
@@ -13,13 +14,14 @@ import torch
 
 from isoload import ops
 from isoload.results import RowLayout
+from support import pourings
 from support.borrow_plans import SHAPES, draw_plan, draw_values
 from support.cases import draw
 from support.simt_build import ROOT
 from support.spills import SpillCase, in_order
 
 sys.path.append(str(ROOT / "bench"))
-from gpu_jobs import JOBS
+from gpu_jobs import JOBS, first_slots, spare_placement
 from gpu_layers import EXPERTS, RANK, Layer, make_layers, per_node, size
 
 TOKENS = (
@@ -79,15 +81,19 @@ def sampled_at_a_step(x: Layer) -> object:
     return slots, ops.route_shared_sampled(slots, x.tokens, x.tokens, size(x), RANK, "blog", 5, step)
 
 
-def pack(x: Layer) -> object:
-    """Rows of three tokens' worth of words, exactly and with a capacity; the payload's parts, without the gaps."""
-    ranks, tokens = len(x.loads), len(x.slots)
-    rows = ops.number_rows(x.slots, size(x), ranks)
+def pack(x: Layer, rolls: int = 1) -> object:
+    """Rows of five words, exactly and with a capacity; the payload's parts, without the gaps.
+
+    With rolls a token goes to more ranks than a block looks for at a time.
+    """
+    slots, gates = (torch.cat([of.roll(i, 0) for i in range(rolls)], dim=1) for of in (x.slots, x.gates))
+    ranks, tokens = len(x.loads), len(slots)
+    rows = ops.number_rows(slots, size(x), ranks)
     values = torch.arange(tokens * 5, dtype=torch.float32).view(tokens, 5)
     found: list[torch.Tensor] = []
     for capacity, num_rows in ((None, int(rows.counts[0].sum())), (tokens, ranks * tokens)):
-        packed = ops.pack_rows(values, x.slots, x.gates, rows, size(x), num_rows, capacity)
-        found += [*RowLayout.of(values, x.gates).parts(packed.payload, values, x.gates), *packed[1:]]
+        packed = ops.pack_rows(values, slots, gates, rows, size(x), num_rows, capacity)
+        found += [*RowLayout.of(values, gates).parts(packed.payload, values, gates), *packed[1:]]
     return found
 
 
@@ -96,6 +102,35 @@ def spread(x: Layer) -> object:
     ranks, tokens = len(x.loads), len(x.ids)
     row = torch.full((ranks,), tokens // ranks, dtype=torch.int32)
     return ops.route_shared(x.slots, row, size(x), RANK)
+
+
+def strangers(x: Layer) -> object:
+    """One rank takes the copies of two shared experts, also of tokens that do not visit it."""
+    row = torch.zeros(len(x.loads), dtype=torch.int32)
+    row[-1] = 2 * len(x.ids)
+    return ops.route_shared(x.slots, row, size(x), RANK, num_shared=2)
+
+
+def refused(x: Layer) -> torch.Tensor:
+    """Negative copies, by every planner: a CPU raises, kernels leave zeros."""
+    loads, spares = -x.loads, spare_placement(x)
+    calls: list[Callable[[], torch.Tensor]] = [
+        lambda: ops.plan_exact(loads, x.tables).quota,
+        lambda: ops.plan_exact_share(loads, x.tables, RANK)[0].quota,
+        lambda: ops.plan_active(loads, x.tables).quota,
+        lambda: ops.plan_lp(loads, x.tables).split,
+        lambda: ops.round_split(x.split, loads, x.tables),
+        lambda: ops.plan_waterfill(-x.copies, x.tokens).share,
+        lambda: ops.plan_spill(loads, *spares).quota,
+        lambda: ops.plan_replication(loads, *spares, local_slots=1).telemetry,
+        lambda: ops.top_up(loads, *spares).telemetry,
+        lambda: ops.shard_tokens(loads, x.tables, first_slots(x)),
+        lambda: ops.share_alone(loads[RANK], x.quota, x.tables, RANK),
+    ]
+    for call in calls:
+        with contextlib.suppress(ValueError):
+            assert not call().any()
+    return torch.zeros(())
 
 
 def split_and_row(x: Layer, **options: Any) -> object:
@@ -116,6 +151,19 @@ def exact_of_many_ranks() -> object:
     """Of more than a warp has lanes, with paths to be found."""
     case = draw("duplicates", 64, 8)
     return ops.plan_exact(torch.from_numpy(case.loads), case.tables(), sweeps=1)
+
+
+def more_ranks() -> object:
+    """Than one word of a set has bits."""
+    case = draw("eplb", 72, 7)
+    loads, tables = torch.from_numpy(case.loads), case.tables()
+    return [*ops.plan_exact(loads, tables, sweeps=1), *ops.plan_active(loads, tables)]
+
+
+def pour(ranks: int, seed: int, candidates: str = "all") -> object:
+    """With paths of several levels to find, and a rest."""
+    arguments, options = pourings.draw("contended", ranks, seed, candidates).arguments(candidates)
+    return ops.plan_waterfill(*arguments, **options)
 
 
 def lp_of_ranks(ranks: int) -> object:
@@ -182,8 +230,18 @@ OF_LAYERS: dict[str, tuple[Callable[[Layer], object], tuple[int, int, int]]] = {
     "plan_joint, local": (functools.partial(joint_of_two, objective="local"), FEW),
     "plan_waterfill, visited": (visited, FEW),
     "route_shared, spread": (spread, FEW),
+    "route_shared, strangers": (strangers, FEW),
+    "route, visited, many tokens": (lambda x: ops.route(x.ids, x.row, x.tables, "visited"), MANY),
+    "group_copies, more slots": (lambda x: ops.group_copies(x.slots, 0, 3 * size(x)), FEW),
+    "group_copies, more slots, many tokens": (lambda x: ops.group_copies(x.slots, 0, 3 * size(x)), MANY),
+    "plan_replication, local alone": (
+        lambda x: ops.plan_replication(x.loads, *spare_placement(x), local_slots=2),
+        FEW,
+    ),
+    "refused": (refused, FEW),
     "sampled at a step": (sampled_at_a_step, FEW),
     "pack_rows, both": (pack, FEW),
+    "pack_rows, wide": (functools.partial(pack, rolls=3), WIDE),
     "share, all rows": (lambda x: ops.share(x.loads, x.quota, x.tables, per_node(x)), FEW),
 }
 SCENARIOS: dict[str, Callable[[], object]] = {
@@ -191,6 +249,10 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "numbered, 12 choices": lambda: numbered(12),
     "numbered, 40 choices": lambda: numbered(40),
     "plan_exact, many ranks": exact_of_many_ranks,
+    "more ranks": more_ranks,
+    "plan_waterfill, paths": lambda: pour(16, 9),
+    "plan_waterfill, paths, visited": lambda: pour(16, 11, "visited"),
+    "plan_waterfill, more ranks": lambda: pour(72, 1),
     "plan_lp, many ranks": lambda: lp_of_ranks(48),
     "plan_lp, more ranks": lambda: lp_of_ranks(72),
     "share, few experts": share_of_a_few,

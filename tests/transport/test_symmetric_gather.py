@@ -13,6 +13,10 @@ from torch import Tensor
 
 import isoload
 from isoload import Balancer, CapturedBalancer, CollectiveGroup, LocalGroup, Topology
+from isoload.placed_layers import Filled
+from isoload.policies.base import Demand, even_split
+from isoload.policies.exact import ExactPolicy
+from isoload.records import Plan
 from isoload.transport import CollectiveTransport, collective, error_code, shared_memory
 from isoload.transport import group as group_module
 from isoload.transport.agreement import LATE, raise_failure
@@ -45,7 +49,8 @@ def balance(rank: int, policy: str, batches: int) -> list[Tensor]:
     group = make_group()
     balancer = Balancer(make_placement(), 0, policy, group)
     first = balancer(draw_ids(0)[rank])  # ranks agree by a collective, once
-    with patch.object(collective, "_all_gather", None):
+    without = patch.object(isoload.ops, "plan_exact_share", None)  # the gather's kernel plans
+    with patch.object(collective, "_all_gather", None), without:
         return [first, *(balancer(draw_ids(batch)[rank]) for batch in range(1, batches))]
 
 
@@ -54,6 +59,26 @@ def test_slots_are_those_of_virtual_ranks(policy: str) -> None:
     got = run_ranks(balance, RANKS, policy, 50)
     balancer = Balancer(make_placement(), 0, policy, LocalGroup(TOPOLOGY))
     for batch in range(50):
+        for rank, slots in enumerate(balancer(draw_ids(batch)[:RANKS])):
+            assert torch.equal(got[rank][batch], slots), (rank, batch)
+
+
+class Unlike(ExactPolicy):
+    """Splits like ``even``."""
+
+    def split(self, demand: Demand, filled: Filled) -> Plan:
+        return Plan(filled, self, *even_split(demand, filled))
+
+
+def balance_unlike(rank: int) -> list[Tensor]:
+    balancer = Balancer(make_placement(), 0, Unlike(), make_group())
+    return [balancer(draw_ids(batch)[rank]) for batch in range(3)]
+
+
+def test_a_policy_that_splits_its_own_way_is_not_planned_by_the_gather() -> None:
+    got = run_ranks(balance_unlike, RANKS)
+    balancer = Balancer(make_placement(), 0, Unlike(), LocalGroup(TOPOLOGY))
+    for batch in range(3):
         for rank, slots in enumerate(balancer(draw_ids(batch)[:RANKS])):
             assert torch.equal(got[rank][batch], slots), (rank, batch)
 
@@ -246,9 +271,9 @@ def test_no_row_is_put_before_all_boards_are_zeros() -> None:
     peers = NotedPeers()
     boards = Boards(peers, torch.device("cpu"), Topology(1), 0, 1.0)
     row = torch.arange(3, dtype=torch.int32)
-    assert torch.equal(boards.gather(row), row.unsqueeze(0)) and torch.equal(
-        boards.gather(row + 1)[0], row + 1
-    )
+    for added, beside in ((0, []), (1, []), (2, [4])):
+        rows, told = boards.gather(row[: 3 - len(beside)] + added, beside)
+        assert torch.equal(rows[0], row[: 3 - len(beside)] + added) and told.tolist() == [beside]
     assert peers.done == ["new", "meet"]
 
 

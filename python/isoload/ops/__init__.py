@@ -17,7 +17,7 @@ from isoload.ops.number_rows import number_rows
 from isoload.ops.pack_rows import pack_rows
 from isoload.ops.plan_active import plan_active
 from isoload.ops.plan_exact import Objective, plan_exact
-from isoload.ops.plan_exact_share import plan_exact_share
+from isoload.ops.plan_exact_share import plan_exact_share, plan_exact_share_gathered
 from isoload.ops.plan_joint import plan_joint
 from isoload.ops.plan_lp import plan_lp
 from isoload.ops.plan_replication import plan_replication
@@ -80,6 +80,7 @@ __all__ = [
     "plan_active",
     "plan_exact",
     "plan_exact_share",
+    "plan_exact_share_gathered",
     "plan_joint",
     "plan_lp",
     "plan_replication",

@@ -101,6 +101,10 @@ class Policy:
         """
         return exact_plan(self, demand, filled)
 
+    def at_gather(self) -> dict[str, Any] | None:
+        """Options of :func:`isoload.ops.plan_exact_share_gathered`, where that is this policy's whole plan."""
+        return None
+
     def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
         """Source ranks' parts of the routed quota: [..., P] for one rank, [..., R, P] for all, from [..., R, E].
 
@@ -205,7 +209,8 @@ def sample_seed(plan: Plan, rank: int) -> tuple[int, Tensor | None]:
     """
     policy = plan.policy
     seed, step = (policy.seed, policy.step) if isinstance(policy, Seeded) else (0, 0)
-    seed = mix(seed, plan.layer or 0)
+    own = mix(seed, 0)  # else layer 1 of a seed would draw as layer 0 of the next
+    seed = mix(own, plan.layer or 0)
     if isinstance(plan.step, Tensor):
         return (seed + step) % 2**64, plan.step
     return mix(mix(seed, step + plan.step), rank), None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -32,9 +33,15 @@ class ExactPolicy(Policy):
     def split(self, demand: Demand, filled: Filled) -> Plan:
         return self.split_above(demand, filled, fixed=demand.at_home)
 
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"tolerance": self.tolerance, "budget": self.budget, "objective": self.objective}
+
+    def at_gather(self) -> dict[str, Any] | None:
+        return self._options if type(self) is ExactPolicy else None  # another may fill or split its own way
+
     def split_above(
         self, demand: Demand, filled: Filled, fixed: Tensor | None = None, pour: Tensor | None = None
     ) -> Plan:
         """The split with copies that ranks carry besides [..., R], or that go to any rank afterwards [...]."""
-        of = {"tolerance": self.tolerance, "budget": self.budget, "objective": self.objective}
-        return exact_plan(self, demand, filled, fixed=fixed, pour=pour, **of)
+        return exact_plan(self, demand, filled, fixed=fixed, pour=pour, **self._options)

@@ -12,7 +12,7 @@ from isoload.reference.number_rows import number_rows
 from isoload.reference.pack_rows import pack_rows
 from isoload.reference.plan_active import plan_active
 from isoload.reference.plan_exact import plan_exact
-from isoload.reference.plan_exact_share import plan_exact_share
+from isoload.reference.plan_exact_share import plan_exact_share, plan_exact_share_gathered
 from isoload.reference.plan_joint import plan_joint
 from isoload.reference.plan_lp import plan_lp
 from isoload.reference.plan_replication import plan_replication
@@ -63,6 +63,7 @@ __all__ = [
     "plan_active",
     "plan_exact",
     "plan_exact_share",
+    "plan_exact_share_gathered",
     "plan_joint",
     "plan_lp",
     "plan_replication",

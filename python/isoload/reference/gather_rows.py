@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 
-def gather_rows(rows: Sequence[Tensor]) -> Tensor:
-    """[R, W] the ranks' rows [W] by rank."""
+def gather_rows(rows: Sequence[Tensor], beside: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """[R, W] the ranks' rows [W] and [R, F] what they tell beside them, by rank."""
     gathered = torch.empty(len(rows), len(rows[0]), dtype=torch.int32)
+    told = torch.empty(len(rows), len(beside[0]), dtype=torch.int32)
     for rank, row in enumerate(rows):
         for w, value in enumerate(row.tolist()):
             gathered[rank, w] = value
-    return gathered
+        for f, value in enumerate(beside[rank]):
+            told[rank, f] = value
+    return gathered, told

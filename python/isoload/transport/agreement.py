@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from isoload.placement import Placement
+
 STAGE_BYTES = 40  # of a stage's name, where ranks tell each other
 STAGES = ("count", "plan", "route", "dispatch", "experts", "combine", "placement")
 LATE = 2**31 - 1  # in the place of a code, in a row that did not come: see isoload.ops.gather_rows
@@ -39,18 +41,18 @@ def raise_failure(codes: Sequence[int]) -> None:
 
 
 @torch.library.custom_op("isoload::loads_of", mutates_args=())
-def loads_of(gathered: Tensor, num_experts: int) -> Tensor:
-    """The loads [R, E] of what was gathered [R, E + 1], once the codes behind them are 0; else raises.
+def loads_of(loads: Tensor, codes: Tensor) -> Tensor:
+    """The loads [R, E], once the codes [R] gathered beside them are 0; else raises.
 
     An op of its own, so that compiled code on CPU reads the codes when it runs and not when it is traced.
     """
-    raise_failure(gathered.select(1, num_experts).tolist())
-    return gathered.narrow(1, 0, num_experts).clone()
+    raise_failure(codes.tolist())
+    return loads.clone()
 
 
 @loads_of.register_fake
-def _(gathered: Tensor, num_experts: int) -> Tensor:
-    return gathered.new_empty(gathered.shape[0], num_experts)
+def _(loads: Tensor, codes: Tensor) -> Tensor:
+    return loads.new_empty(loads.shape)
 
 
 def rank_failed(rank: int, stage: str) -> str:
@@ -92,3 +94,15 @@ def raise_other_stage(headers: Tensor) -> None:
 def checksum(value: object) -> int:
     """56 bits that are the same on every machine for equal lists of numbers and strings."""
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
+
+
+def placement_facts(placement: Placement, layer: int) -> dict[str, int]:
+    """What all ranks must hold alike of one layer."""
+    slots, homes = placement.arrays
+    weight = placement.weight_array
+    held = {
+        "slot_to_expert": slots[layer].tolist(),
+        "home_slot": homes[layer].tolist(),
+        "replica_weight": None if weight is None else weight[layer].tolist(),
+    }
+    return {f"checksum of {name}": checksum(value) for name, value in held.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -28,12 +30,21 @@ class Boards:
         self._rank, self._timeout = rank, timeout
         self._made: dict[int, tuple[Tensor, Tensor]] = {}  # by width: the own board, and the addresses of all
 
-    def gather(self, row: Tensor) -> Tensor:
-        """[R, W] int32 of every rank's row [W]; all ranks call it together. The first of a width makes its boards."""
-        if len(row) not in self._made:
-            self._made[len(row)] = self._make(len(row))
-        board, addresses = self._made[len(row)]
-        return gather_rows(row, addresses, board, self._rank, timeout=self._timeout)
+    def gather(
+        self,
+        row: Tensor,
+        beside: Sequence[int] = (),
+        by: Callable[..., tuple[Tensor, Tensor]] = gather_rows,
+    ) -> tuple[Tensor, Tensor]:
+        """[R, W] and [R, F] int32 of every rank's row [W] and F integers; all ranks call it together.
+
+        The first of a width W + F makes its boards.
+        """
+        width = len(row) + len(beside)
+        if width not in self._made:
+            self._made[width] = self._make(width)
+        board, addresses = self._made[width]
+        return by(row, addresses, board, self._rank, beside=beside, timeout=self._timeout)
 
     def _make(self, width: int) -> tuple[Tensor, Tensor]:
         words = board_words(self._topology.num_ranks, width)

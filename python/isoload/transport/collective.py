@@ -17,7 +17,7 @@ from torch.distributed.constants import default_pg_timeout
 from isoload.topology import Topology
 from isoload.transport.agreement import raise_other_stage, stage_header
 from isoload.transport.boards import Boards
-from isoload.transport.group import Group, PerRank
+from isoload.transport.group import GatherRows, Group, PerRank
 from isoload.transport.peers import Peers
 from isoload.transport.shared_memory import SharedMemory
 from isoload.transport.symmetric import SymmetricMemory
@@ -65,6 +65,8 @@ class CollectiveGroup(Group):
             if ranks cannot reach each other's memory for gather="symmetric".
     """
 
+    _symmetric = False
+
     def __init__(
         self,
         topology: Topology,
@@ -104,16 +106,21 @@ class CollectiveGroup(Group):
         return cls(topology, dist.new_group(ranks, timeout=timeout_of(given)), gather)
 
     def _gather(self, stage: str, rows: list[Tensor]) -> Tensor:
-        if self._symmetric and stage == "gather":
-            if torch.compiler.is_compiling():  # which may hand the op a copy of the board
-                raise ValueError("gather must be 'collective' in compiled code, got 'symmetric'")
-            with self.named(stage):
-                return self._boards(rows[0].device).gather(rows[0])
         gathered = rows[0].new_empty(self.topology.num_ranks * len(rows[0]))
         with self.named(stage):
             self._meet(stage, rows[0], rows[0].nbytes)
             _all_gather(gathered, rows[0], group=self.process_group)
         return gathered.view(self.topology.num_ranks, -1)
+
+    def _gather_beside(
+        self, rows: list[Tensor], told: list[list[int]], by: GatherRows
+    ) -> tuple[Tensor, Tensor]:
+        if not self._symmetric:
+            return super()._gather_beside(rows, told, by)
+        if torch.compiler.is_compiling():  # which may hand the op a copy of the board
+            raise ValueError("gather must be 'collective' in compiled code, got 'symmetric'")
+        with self.named("gather"):
+            return self._boards(rows[0].device).gather(rows[0], told[0], by)
 
     def _start_gather(self, stage: str, rows: list[Tensor]) -> Callable[[], Tensor]:
         gathered = rows[0].new_empty(self.topology.num_ranks * len(rows[0]))

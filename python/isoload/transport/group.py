@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isoload.host_values import put_on
-from isoload.ops import check_device
+from isoload.ops import check_device, gather_rows
 from isoload.topology import Topology
 from isoload.transport.agreement import error_code, loads_of, raise_disagreement, raise_failure, rank_failed
 from isoload.transport.peers import Peers
@@ -19,6 +19,7 @@ from isoload.transport.traffic import Traffic, num_bytes
 from isoload.value_checks import capturing, may_be_kept, values_readable
 
 T = TypeVar("T")
+GatherRows = Callable[..., tuple[Tensor, Tensor]]  # as isoload.ops.gather_rows
 FACT_RANGE = 2**31 - 1  # facts travel as int32 beside the loads: larger ones by their remainder
 PerRank = list[list[int]]  # for every owned rank [R], by destination or by source
 
@@ -80,6 +81,17 @@ class Group(ABC):
         gathered = self._gather(stage, rows)
         return lambda: gathered
 
+    def _gather_beside(
+        self, rows: list[Tensor], told: list[list[int]], by: GatherRows
+    ) -> tuple[Tensor, Tensor]:
+        """[R, E] int32 of every rank's row [E], and [R, F] of the integers that it tells beside it."""
+        joined = [
+            torch.cat([row, row.new_tensor(also) if len(also) > 1 else row.new_full((1,), also[0])])
+            for row, also in zip(rows, told, strict=True)
+        ]
+        width, gathered = len(rows[0]), self._gather("gather", joined)
+        return gathered.narrow(1, 0, width), gathered.narrow(1, width, len(told[0]))
+
     def gather(self, stage: str, rows: list[Tensor]) -> Tensor:
         """[R, F]: the row [F] of every rank, the same on all ranks."""
         self.traffic.bytes[stage] += sum(map(num_bytes, rows))
@@ -134,6 +146,7 @@ class Group(ABC):
         counts: list[Tensor],
         errors: list[int] | None = None,
         facts: Mapping[str, int] | None = None,
+        by: GatherRows = gather_rows,
     ) -> Tensor:
         """Every rank's counts and, in more columns, whether it failed and the facts that must be equal.
 
@@ -142,6 +155,7 @@ class Group(ABC):
             errors: :func:`error_code` of the stage that failed on each rank, 0 = none.
             facts: integers that all ranks must give alike, by name, the same names on all ranks. Compared where values
                 are readable (on CPU; elsewhere under ISOLOAD_CHECK=1), else they stay here.
+            by: what gathers where ranks write each other's memory, else not called; with the same results.
 
         Returns:
             loads [R, E] int32, the same on all ranks.
@@ -160,16 +174,15 @@ class Group(ABC):
                 )
         self.agree_new("gather", ("length of counts",), [(len(row),) for row in counts], counts[0].device)
         told = {k: v % FACT_RANGE for k, v in (facts or {}).items()} if values_readable(counts[0]) else {}
-        rows = [
-            torch.cat([row, row.new_tensor([code, *told.values()]) if told else row.new_full((1,), code)])
-            for row, code in zip(counts, errors, strict=True)
-        ]
-        gathered = self.gather("gather", rows)
-        if torch.compiler.is_compiling() and gathered.device.type == "cpu":
-            checked: Tensor = loads_of(gathered, len(counts[0]))
+        beside = [[code, *told.values()] for code in errors]
+        self.traffic.bytes["gather"] += sum(
+            num_bytes(row) + 4 * len(also) for row, also in zip(counts, beside, strict=True)
+        )
+        loads, gathered = self._gather_beside(counts, beside, by)
+        codes = gathered.select(1, 0)
+        if torch.compiler.is_compiling() and loads.device.type == "cpu":
+            checked: Tensor = loads_of(loads, codes)
             return checked
-        codes = gathered.select(1, len(counts[0]))
-        loads = gathered.narrow(1, 0, len(counts[0]))
         if capturing(codes.device):
             assert self._replayed is not None, "made by the gather before"
             torch.maximum(self._replayed, codes, out=self._replayed)
@@ -182,7 +195,7 @@ class Group(ABC):
         if told or codes.device.type == "cpu":  # a rank that failed has no facts to compare
             self.check()
         if told:
-            raise_disagreement(list(told), gathered.narrow(1, len(counts[0]) + 1, len(told)).tolist())
+            raise_disagreement(list(told), gathered.narrow(1, 1, len(told)).tolist())
         return loads
 
     def check(self) -> None:

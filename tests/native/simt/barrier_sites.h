@@ -16,12 +16,13 @@ class BarrierSites {
   bool pass(void* pc);
   void skip(uint64_t site) { skipped_.insert(site); }
 
-  // A line each: number|kernel|place|calls around it, innermost first.
-  std::string list() const;
+  // Those noted since the last call, a line each: number|kernel|place|calls around it, innermost first.
+  std::string take();
 
  private:
   using Site = std::vector<void*>;  // kernel, calls outermost first, place
   std::map<Site, uint64_t> numbers_;
+  std::set<uint64_t> noted_;
   std::set<uint64_t> skipped_;
   Site here_;
 };

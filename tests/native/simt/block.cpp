@@ -107,6 +107,7 @@ class Block {
       if (!me.copies.empty())
         report("copy", "an asynchronous copy that nobody waits for", me.copies.front().pc);
       me.copies.clear();
+      if (machine.find_races) races().leave();
       me.done = true;
       yield(me);
     }
@@ -294,6 +295,14 @@ void wait_for_copies() {
   if (machine.model_latency) latency().wait_for_copies(machine.lane);
 }
 
+void wait_for_kernel_ahead() {
+  if (machine.find_races) races().wait_for_kernel_ahead();
+}
+
+[[gnu::noinline]] void let_next_kernel_start() {
+  if (machine.find_races) races().let_next_kernel_start(__builtin_return_address(0));
+}
+
 void run_grid(void* kernel, int64_t blocks, int lanes, int64_t shared_bytes, void (*body)(void*),
               void* closure) {
   if (shared_bytes > int64_t(sizeof shared_arena.data) || lanes > kMostLanes)
@@ -303,6 +312,7 @@ void run_grid(void* kernel, int64_t blocks, int lanes, int64_t shared_bytes, voi
   machine.kernel = kernel, machine.blocks = blocks, machine.lanes = lanes,
   machine.shared_bytes = shared_bytes;
   ++machine.launches;
+  machine.early_launches += machine.early;
   if (machine.find_races) races().begin_launch();
   if (machine.model_latency) latency().begin_launch();
   for (int64_t b = 0; b < blocks; ++b) {

@@ -34,6 +34,10 @@ const uint64_t* exchange(unsigned mask, uint64_t word);
 void copy_async(void* to, const void* from, std::size_t bytes);
 void wait_for_copies();
 
+// Of a kernel that starts before the one ahead of it has ended: see races.h.
+void wait_for_kernel_ahead();
+void let_next_kernel_start();
+
 // Runs body(closure) in every lane of every block.
 void run_grid(void* kernel, int64_t blocks, int lanes, int64_t shared_bytes, void (*body)(void*),
               void* closure);

@@ -37,19 +37,51 @@ enum cudaStreamCaptureMode { cudaStreamCaptureModeRelaxed };
 inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t) { return "refused"; }
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
+struct cudaFuncAttributes {
+  int ptxVersion;
+};
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* of, const void*) {
+  return of->ptxVersion = 90, cudaSuccess;
+}
+inline cudaError_t cudaDriverGetVersion(int* version) { return *version = 13000, cudaSuccess; }
 
-namespace simt {
-
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  unsigned blocks, lanes;
+  std::size_t shared_bytes;
+  cudaStream_t stream;
+  const cudaLaunchAttribute* attributes;
+  unsigned num_attributes;
+};
 // Runs kernel(arguments...) in every lane of every block. A lane reads its arguments from the host's stack,
 // which costs nothing and races with nothing, as CUDA's constant bank does.
-template <class Kernel, class... Arguments>
-void launch(Kernel kernel, int64_t blocks, int lanes, std::size_t shared_bytes,
-            const Arguments&... arguments) {
+template <class... Parameters>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               Parameters... arguments) {
+  simt::machine.early =
+      config->num_attributes > 0 && config->attributes->val.programmaticStreamSerializationAllowed;
   auto call = [&] { kernel(arguments...); };
-  run_grid(
-      reinterpret_cast<void*>(kernel), blocks, lanes, static_cast<int64_t>(shared_bytes),
+  simt::run_grid(
+      reinterpret_cast<void*>(kernel), config->blocks, static_cast<int>(config->lanes),
+      static_cast<int64_t>(config->shared_bytes),
       [](void* closure) { (*static_cast<decltype(call)*>(closure))(); }, &call);
+  return cudaSuccess;
 }
+SIMT_INLINE void cudaGridDependencySynchronize() { simt::wait_for_kernel_ahead(); }
+SIMT_INLINE void cudaTriggerProgrammaticLaunchCompletion() { simt::let_next_kernel_start(); }
+
+namespace simt {
 
 // f of what the lanes in mask give, [32].
 template <class T, class F>

@@ -74,12 +74,13 @@ SIMT_API const char* simt_findings() { return simt::as_text(simt::findings().lin
 SIMT_API void simt_forget_findings() { simt::findings().known.clear(), simt::findings().lines.clear(); }
 SIMT_API void simt_tell(int descriptor) { simt::findings().told = descriptor; }
 SIMT_API uint64_t simt_launches() { return simt::machine.launches; }
+SIMT_API uint64_t simt_early_launches() { return simt::machine.early_launches; }
 SIMT_API void simt_seed(uint64_t seed) { simt::set_seed(seed); }
 SIMT_API void simt_watch(bool races, bool latency, bool barriers) {
   simt::machine.find_races = races, simt::machine.model_latency = latency,
   simt::machine.note_barriers = barriers;
 }
-SIMT_API const char* simt_barriers() { return simt::as_text(simt::barrier_sites().list()); }
+SIMT_API const char* simt_barriers() { return simt::as_text(simt::barrier_sites().take()); }
 SIMT_API void simt_skip_barrier(uint64_t site) { simt::barrier_sites().skip(site); }
 SIMT_API const char* simt_paths() { return simt::as_text(simt::latency().take_paths()); }
 }

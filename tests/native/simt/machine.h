@@ -8,11 +8,11 @@
 //
 // It models: __syncthreads and __syncwarp with its mask as all that orders lanes; shuffles and their like,
 // which hand over values and order nothing; atomics of the block's and the grid's memory; asynchronous copies
-// that arrive when they are waited for; the launches of one stream, each ordered after the last. It cannot
-// see: memory orders of atomics and fences (there are none in csrc), two streams, reads of global memory that
-// nobody wrote or that does not exist, an overrun from one static __shared__ variable into the next, what
-// memcpy touches, lanes of a warp that come to one barrier from different branches, and anything nvcc makes
-// of the code.
+// that arrive when they are waited for; the launches of one stream, each ordered after the last, an early one
+// behind its wait alone. It cannot see: memory orders of atomics and fences (there are none in csrc), two
+// streams, reads of global memory that nobody wrote or that does not exist, an overrun from one static
+// __shared__ variable into the next, what memcpy touches, lanes of a warp that come to one barrier from
+// different branches, and anything nvcc makes of the code.
 #pragma once
 
 #include <cstddef>
@@ -43,7 +43,8 @@ struct Machine {
   int block = 0, lanes = 0;
   void* kernel = nullptr;
   int64_t blocks = 0, shared_bytes = 0;
-  uint64_t launches = 0;
+  uint64_t launches = 0, early_launches = 0;
+  bool early = false;  // the kernel ahead may still run
   bool find_races = true, model_latency = false, note_barriers = false;
   uintptr_t lanes_begin = 0, lanes_end = 0;    // their stacks
   uintptr_t host_begin = 0, host_end = 0;      // the host's stack: kernel arguments

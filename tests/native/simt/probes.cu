@@ -133,6 +133,40 @@ void a_lane_leaves() {
 }
 void a_foreign_mask() { __syncwarp(1u); }
 
+// Each starts early.
+void an_early_start() {
+  dynamic()[threadIdx.x] = 1;  // of its own: nothing to wait for
+  cudaGridDependencySynchronize();
+  cudaTriggerProgrammaticLaunchCompletion();
+  sink()[threadIdx.x] = dynamic()[threadIdx.x];
+}
+void an_early_read() {
+  const int32_t value = global[threadIdx.x];
+  cudaGridDependencySynchronize();
+  sink()[threadIdx.x] = value;
+}
+void an_early_write() {
+  sink()[threadIdx.x] = 1;
+  cudaGridDependencySynchronize();
+}
+void an_early_copy() {
+  __pipeline_memcpy_async(&dynamic()[threadIdx.x], &global[threadIdx.x], sizeof(int32_t));
+  cudaGridDependencySynchronize();
+  __pipeline_commit();
+  __pipeline_wait_prior(0);
+}
+void an_early_atomic() {
+  atomicAdd(&global[0], 1);
+  cudaGridDependencySynchronize();
+}
+void the_next_before_the_wait() {
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
+}
+void a_block_that_never_waits() {
+  if (blockIdx.x > 0) cudaGridDependencySynchronize();
+}
+
 // What every lane is worth to the warp.
 void warp_values() {
   const int me = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -180,17 +214,27 @@ const std::map<std::string, void (*)()> kProbes = {
     PROBE(warp_values),
     PROBE(order_of_lanes),
 };
+const std::map<std::string, void (*)()> kEarlyProbes = {
+    PROBE(an_early_start),           PROBE(an_early_read),
+    PROBE(an_early_write),           PROBE(an_early_copy),
+    PROBE(an_early_atomic),          PROBE(the_next_before_the_wait),
+    PROBE(a_block_that_never_waits),
+};
 
 }  // namespace
 
 extern "C" {
 // Runs a probe; false if there is none of this name. result: [kLanes] of sink; order: [kLanes] of global.
-bool probe(const char* name, int64_t blocks, int32_t* result, int32_t* order) {
-  const auto found = kProbes.find(name);
-  if (found == kProbes.end()) return false;
+bool probe(const char* name, int64_t blocks, bool early, int32_t* result, int32_t* order) {
+  const auto& probes = early ? kEarlyProbes : kProbes;
+  const auto found = probes.find(name);
+  if (found == probes.end()) return false;
   std::memset(sinks, 0, sizeof sinks);
   std::memset(global, 0, sizeof global);
-  simt::launch(found->second, blocks, kLanes, kLanes * sizeof(int32_t));
+  cudaLaunchAttribute attribute{cudaLaunchAttributeProgrammaticStreamSerialization, {1}};
+  const cudaLaunchConfig_t config{
+      static_cast<unsigned>(blocks), kLanes, kLanes * sizeof(int32_t), nullptr, &attribute, early};
+  cudaLaunchKernelEx(&config, found->second);
   std::memcpy(result, sinks[0], sizeof sinks[0]);
   std::memcpy(order, global, sizeof sinks[0]);
   return true;

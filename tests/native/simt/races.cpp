@@ -45,7 +45,10 @@ void Races::open(Meeting meeting, const std::vector<int>& members) {
 }
 
 void Races::access(const Access& access, Space space) {
-  if (space == Space::shared) check_bounds(access);
+  if (space == Space::shared)
+    check_bounds(access);
+  else
+    check_waited(access.write ? "writes global memory" : "reads global memory", access.pc);
   const Lane& me = lanes_[machine.lane];
   Record now{access.pc, machine.block, me.epoch,     me.clock, static_cast<int16_t>(machine.lane),
              0,         access.write,  access.atomic};
@@ -116,6 +119,13 @@ bool Races::is_redundant(const Word& word, const Record& now) const {
       return true;
   }
   return false;
+}
+
+void Races::check_waited(const char* what, void* pc) const {
+  if (machine.early && !lanes_[machine.lane].waited)
+    report("early",
+           name_of(machine.block, machine.lane) + ' ' + what + " and has not waited for the kernel ahead",
+           pc);
 }
 
 void Races::check_bounds(const Access& access) const {

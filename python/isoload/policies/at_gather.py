@@ -1,0 +1,57 @@
+"""A plan that the kernel of the gather makes, where ranks write each other's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from isoload import ops
+from isoload.placed_layers import PlacedLayers
+from isoload.policies.base import Policy
+from isoload.records import OwnShare, Plan, may_keep_share
+
+
+@dataclass(eq=False)
+class PlanAtGather:
+    """In the place of :func:`isoload.ops.gather_rows`, once: ``plan`` is then that of the loads which it returned.
+
+    policy   whose split is exact, without a fill
+    placed   the layer
+    options  of :func:`isoload.ops.plan_exact_share_gathered`
+    """
+
+    policy: Policy
+    placed: PlacedLayers
+    options: dict[str, Any]
+    plan: Plan | None = field(default=None, init=False)
+
+    def __call__(
+        self, row: Tensor, boards: Tensor, board: Tensor, rank: int, *, beside: Sequence[int], timeout: float
+    ) -> tuple[Tensor, Tensor]:
+        filled, topology = self.placed.filled, self.placed.topology
+        loads, told, split, share = ops.plan_exact_share_gathered(
+            row,
+            boards,
+            board,
+            rank,
+            filled.tables,
+            beside=beside,
+            timeout=timeout,
+            ticks=topology.ticks_on(row.device),
+            ranks_per_node=topology.ranks_per_node,
+            **self.options,
+        )
+        own_share = OwnShare.of(rank, share, loads, split.quota, filled)
+        self.plan = Plan(filled, self.policy, *split, own_share=own_share)
+        return loads, told
+
+
+def plan_at_gather(policy: Policy, placed: PlacedLayers, counts: Tensor) -> PlanAtGather | None:
+    """Where nothing but the loads and the slots as they are goes into the plan."""
+    options = policy.at_gather()
+    if options is None or placed.num_shared or not may_keep_share(counts):
+        return None
+    return PlanAtGather(policy, placed, options)
