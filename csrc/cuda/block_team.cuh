@@ -183,7 +183,7 @@ class BlockTeam {
     return before;
   }
 
-  // The sum of v over the lanes before this one; total: over all. A barrier on both sides.
+  // The sum of v over the lanes before this one; total: over all. A barrier, but for a warp alone.
   __device__ int32_t before_me(int32_t v, int32_t& total) {
     int32_t upto = v;
     for (int far = 1; far < 32; far *= 2) {
@@ -191,7 +191,6 @@ class BlockTeam {
       if (lane() >= far) upto += other;
     }
     if constexpr (kWarps == 1) {
-      sync();
       total = __shfl_sync(kAll, upto, 31);
       return upto - v;
     }

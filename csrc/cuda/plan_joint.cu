@@ -47,7 +47,6 @@ __global__ void __launch_bounds__(FetchedTeam::kLanes, 1)
   out.quota = tables + sizes.tables, out.row = out.quota + sizes.P, out.share = out.row + sizes.P;
   wait_for_fetched(team);
   if (JointPlanner::solve<1>(team, in, shared_memory, out) != kPlanned) {
-    team.sync();
     JointPlanner::refuse(team, in, out);
     if (team.rank() == 0) report(errors, kPlanExact);
   }  // as in fetched_plan.cuh: what a lane takes it has refused itself, or all left before the last barrier

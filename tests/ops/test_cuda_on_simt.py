@@ -33,7 +33,6 @@ UNNOTICED = {
     ("algorithms/replica_tables.h", "ws.index[e] : -1;\n  });\n  team.sync();"): LAST,
     ("algorithms/shard_tokens.h", "while (is_above() && move()) continue;\n    team_.sync();"): LAST,
     ("algorithms/share.h", "send(s, t_.order[i], row); });\n    team_.sync();"): LAST,
-    ("algorithms/share.h", "walk(left, 0, in_.R, first, last, give);\n    });\n    team_.sync();"): LAST,
     ("algorithms/spare_fill.h", "static_cast<int32_t>(counts[i]);\n    team_.sync();"): LAST,
 }  # fmt: skip
 

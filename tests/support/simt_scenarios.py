@@ -252,6 +252,7 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "more ranks": more_ranks,
     "plan_waterfill, paths": lambda: pour(16, 9),
     "plan_waterfill, paths, visited": lambda: pour(16, 11, "visited"),
+    "plan_waterfill, more ranks than a warp": lambda: pour(48, 9),
     "plan_waterfill, more ranks": lambda: pour(72, 1),
     "plan_lp, many ranks": lambda: lp_of_ranks(48),
     "plan_lp, more ranks": lambda: lp_of_ranks(72),
