@@ -42,7 +42,7 @@ def plan(
             them. Needs loads per source. The bound is of all quotas all the same.
         step: the batch's number, for policies that sample: each has a random stream of its own. A [] int64 tensor on
             the loads' device is read when a kernel draws, and draws what the same int would.
-        rank: the source rank whose share, or route, follows: where the policy splits exactly, one kernel makes the
+        rank: the source rank whose share, or route, follows: where the policy splits exactly, one op makes the
             quota and this row. Needs loads per source. No plan depends on it.
         **options: the policy's own, e.g. ``tolerance=0.002``.
 

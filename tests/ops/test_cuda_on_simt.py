@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow  # compiling all kernels takes both cores for half
 # Barriers that no scenario misses and that stay, by the text behind which they stand, and why.
 LAST = "a planner's last: its caller's lanes may read the result, as those of tests/native/teams.cpp do"
 UNNOTICED = {
-    ("algorithms/gather_rows.h", "team.sync();  // the number of the round says"): "other ranks': test_gather_rows_threads.py",
+    ("algorithms/gather_rows.h", "team.sync();  // the number of the round says"): "other ranks miss it",
     ("algorithms/plan_active.h", "// unlimited: the solve was not cut short\n    team_.sync();"): LAST,
     ("algorithms/plan_exact.h", "out.telemetry[i] = telemetry[i];\n    }\n    team_.sync();"): LAST,
     ("algorithms/plan_lp.h", "static_cast<int32_t>(status);\n    }\n    team_.sync();"): LAST,
