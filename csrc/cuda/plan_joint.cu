@@ -33,6 +33,7 @@ __global__ void __launch_bounds__(FetchedTeam::kLanes, 1)
   FetchedTeam team(group);
   JointPlanner::select(in, result, blockIdx.x);
   if (kPlain) in.ticks = nullptr, in.objective = Objective::spread;
+  lies_in_global(in.ticks);
   const JointSizes sizes = JointSizes::of(in);
   const JointMemory<1> m = JointMemory<1>::at(shared_memory, in);
   int32_t* const tables = reinterpret_cast<int32_t*>(shared_memory) + sizes.workspace;
