@@ -23,7 +23,7 @@ from isoload.placed_layers import Filled, PlacedLayers, own_layers, refresh_laye
 from isoload.placement import Placement, check_same_shape
 from isoload.planning import plan
 from isoload.policies import Policy, Seeded, make_policy
-from isoload.policies.at_gather import PlanAtGather, plan_at_gather
+from isoload.policies.at_gather import PlanAtGather, is_plan_of, plan_at_gather
 from isoload.records import Plan
 from isoload.routing import route_counted, route_fixed
 from isoload.shared_experts import without_shared_slots
@@ -263,10 +263,10 @@ class Balancer:
         if not gathered.planned:
             return Balanced(topk_ids, numbered, loads, None)
         self.last_loads = loads
-        if gathered.plan is not None and filled is None and not keep_local:
+        placed = self.placed_on(loads.device)
+        if filled is None and not keep_local and is_plan_of(gathered.plan, self.policy, placed):
             self.last_plan = gathered.plan
             return Balanced(topk_ids, numbered, loads, self.last_plan)
-        placed = self.placed_on(loads.device)
         step = next_step(self._step_on(loads.device)) if isinstance(self.policy, Seeded) else 0
         rank = self.ranks[0] if len(self.ranks) == 1 else None
         how: dict[str, Any] = {"filled": filled, "keep_local": keep_local, "step": step, "rank": rank}

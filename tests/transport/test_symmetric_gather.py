@@ -83,6 +83,32 @@ def test_a_policy_that_splits_its_own_way_is_not_planned_by_the_gather() -> None
             assert torch.equal(got[rank][batch], slots), (rank, batch)
 
 
+def other_placement() -> isoload.Placement:
+    counts = torch.arange(EXPERTS).flip(0).expand(1, -1)
+    return isoload.place(counts, TOPOLOGY, slots_per_rank=EXPERTS // RANKS + 2)
+
+
+def replace_after_the_gather(rank: int, what: str) -> Tensor:
+    balancer = Balancer(make_placement(), 0, "exact", make_group())
+    balancer(draw_ids(0)[rank])
+    gathered = balancer.gather([draw_ids(1)[rank]])
+    assert gathered.plan is not None
+    if what == "policy":
+        balancer.policy = isoload.policies.make_policy("even", {})
+    else:
+        balancer.load(other_placement())
+    return balancer.route(balancer.plan(gathered))[0]
+
+
+@pytest.mark.parametrize("what", ["policy", "placement"])
+def test_a_plan_of_the_gather_serves_no_other_policy_or_placement(what: str) -> None:
+    placement = other_placement() if what == "placement" else make_placement()
+    balancer = Balancer(placement, 0, "even" if what == "policy" else "exact", LocalGroup(TOPOLOGY))
+    wanted = balancer(draw_ids(1)[:RANKS])
+    for got, slots in zip(run_ranks(replace_after_the_gather, RANKS, what), wanted, strict=True):
+        assert torch.equal(got, slots)
+
+
 def replay_from_the_second(call: Any) -> Any:
     """A graph's double whose capture is its first replay: what other ranks put here meanwhile cannot be undone."""
     calls, ran = RecordedCalls(), []

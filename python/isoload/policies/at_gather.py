@@ -55,3 +55,8 @@ def plan_at_gather(policy: Policy, placed: PlacedLayers, counts: Tensor) -> Plan
     if options is None or placed.num_shared or not may_keep_share(counts):
         return None
     return PlanAtGather(policy, placed, options)
+
+
+def is_plan_of(plan: Plan | None, policy: Policy, placed: PlacedLayers) -> bool:
+    """Whether a plan made at the gather is that of this policy and placement: both may have been replaced since."""
+    return plan is not None and plan.policy is policy and plan.filled is placed.filled
