@@ -33,41 +33,47 @@ ISOLOAD_HD inline void balance_pair(const ReplicaTables& t, int j, int32_t* load
 }
 
 // More replicas, equal ticks: pours the expert's copies anew onto the other load of its ranks, to one level.
-// A group of lanes, which take a replica each.
+// A group of lanes, which take a replica each; further ones keep that load in the place of their quota.
 template <class Group>
 ISOLOAD_HD void balance_level(Group& group, const ReplicaTables& t, int first, int copies, int32_t total,
                               int32_t* load, int32_t* quota) {
   struct Replica {
     int rank, slot;
-    int32_t other;  // load of its rank
   };
-  auto read = [&](int i) {
-    const int rank = t.ranks[first + i], slot = t.slots[first + i];
-    return Replica{rank, slot, load[rank] - quota[slot]};
+  auto read = [&](int i) { return Replica{t.ranks[first + i], t.slots[first + i]}; };
+  const int own = group.rank(), next = own + group.size();
+  const Replica my = own < copies ? read(own) : Replica{};
+  const int32_t mine = own < copies ? load[my.rank] - quota[my.slot] : 0;
+  ISOLOAD_ROLLED
+  for (int i = next; i < copies; i += group.size()) {
+    const Replica at = read(i);
+    quota[at.slot] = load[at.rank] - quota[at.slot];
+  }
+  auto sum_of = [&](auto&& f) {  // over the replicas' other load
+    int32_t sum = own < copies ? f(mine) : 0;
+    ISOLOAD_ROLLED
+    for (int i = next; i < copies; i += group.size()) sum += f(quota[t.slots[first + i]]);
+    return group.sum32(sum);
   };
-  const Replica mine = group.rank() < copies ? read(group.rank()) : Replica{};
-  auto replica = [&](int i) { return i == group.rank() ? mine : read(i); };  // a lane has few more, or none
   int32_t level = INT32_MAX, left = 0;  // every sum here is below 2^31: it counts copies of the batch
   for (int below = copies, before = -1; below != before;) {  // ranks above the level drop out; it only falls
     before = below;
-    int32_t sum = 0, in = 0;
-    group.for_each(copies, [&](int i) { sum += replica(i).other <= level ? replica(i).other : 0; });
-    sum = total + group.sum32(sum);
+    const int32_t sum = total + sum_of([&](int32_t load) { return load <= level ? load : 0; });
     level = uint32_t(sum) / uint32_t(before);
     left = uint32_t(sum) % uint32_t(before);
-    group.for_each(copies, [&](int i) { in += replica(i).other <= level; });
-    below = group.sum32(in);
+    below = sum_of([&](int32_t load) { return int32_t(load <= level); });
   }
   ISOLOAD_ROLLED
   for (int begin = 0; begin < copies; begin += group.size()) {  // the first ranks take what is left over
-    const int i = begin + group.rank();
-    const Replica at = i < copies ? replica(i) : mine;
-    const bool in = i < copies && at.other <= level;
+    const int i = begin + own;
+    const Replica at = begin > 0 && i < copies ? read(i) : my;
+    const int32_t other = begin > 0 && i < copies ? quota[at.slot] : mine;
+    const bool in = i < copies && other <= level;
     int32_t all;
     const int32_t before = group.lanes_before(in, all);
     if (i < copies) {
-      const int32_t q = in ? level - at.other + (before < left) : 0;
-      load[at.rank] = at.other + q;
+      const int32_t q = in ? level - other + (before < left) : 0;
+      load[at.rank] = other + q;
       quota[at.slot] = q;
     }
     left -= all;

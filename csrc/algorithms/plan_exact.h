@@ -76,6 +76,11 @@ class ExactSolver {
     return in_.ticks ? int64_t(in_.ticks[r]) * ws_.load[r] : ws_.load[r];
   }
   ISOLOAD_HD int64_t peak() {
+    if (W == 1 && !in_.ticks) {  // in half the words
+      int32_t most = 0;
+      team_.for_each(in_.R, [&](int r) { most = ws_.load[r] > most ? ws_.load[r] : most; });
+      return team_.max32(most);
+    }
     int64_t top = 0;
     team_.for_each(in_.R, [&](int r) { top = cost(r) > top ? cost(r) : top; });
     return team_.max(top);
@@ -109,19 +114,17 @@ class ExactSolver {
     if (wrong & kNegative) return PlanStatus::negative_load;
     if (wrong & kWrapped || copies + pour > INT32_MAX) return PlanStatus::too_many_copies;
     if (wrong & kUncovered) return PlanStatus::expert_without_replica;
-    team_.for_each_by(
-        R, [](int) { return true; }, [](int) {},
-        [&](int r, auto& group) {
-          int32_t solo = 0;
-          group.for_each(S, [&](int s) {
-            const int p = r * S + s;
-            const int32_t q = t_.solo[p] >= 0 ? ws_.total[t_.solo[p]] : 0;
-            quota_[p] = q;
-            solo += q;
-          });
-          solo = group.sum32(solo);
-          if (group.rank() == 0) ws_.load[r] = solo + (in_.fixed ? in_.fixed[r] : 0);
-        });
+    team_.for_each_group(R, [&](int r, auto& group) {
+      int32_t solo = 0;
+      group.for_each(S, [&](int s) {
+        const int p = r * S + s;
+        const int32_t q = t_.solo[p] >= 0 ? ws_.total[t_.solo[p]] : 0;
+        quota_[p] = q;
+        solo += q;
+      });
+      solo = group.sum32(solo);
+      if (group.rank() == 0) ws_.load[r] = solo + (in_.fixed ? in_.fixed[r] : 0);
+    });
     team_.for_each(t_.num_split(), [&](int i) {
       const int e = t_.order[i];
       ws_.split.first[i] = t_.offsets[e], ws_.split.last[i] = t_.offsets[e + 1];

@@ -84,12 +84,13 @@ struct ExactWorkspace {
   int64_t* found;               // [1] of smallest_peak
   int32_t *total, *load, *cap;  // [E] copies per expert; [R] copies per rank; [R] copies the target allows
   int32_t *from, *to, *via;     // [R] slots of each hop of a path, and its expert in the order
+  int32_t* way;                 // [R+1] its ranks, from the last one
   Replicated split;             // [E] of the tables' order
   int32_t* falling;             // [E] for Start::packed
 
   ISOLOAD_HD static int64_t bytes(int64_t R, int64_t E) {
     return (2 * E + R + 1) * int64_t(sizeof(RankSet<W>)) + int64_t(sizeof(int64_t)) +
-           (5 * E + 5 * R) * int64_t(sizeof(int32_t));
+           (5 * E + 6 * R + 1) * int64_t(sizeof(int32_t));
   }
   ISOLOAD_HD static ExactWorkspace at(void* memory, int64_t R, int64_t E) {
     ExactWorkspace ws;
@@ -103,7 +104,10 @@ struct ExactWorkspace {
     ws.from = ws.cap + R;
     ws.to = ws.from + R;
     ws.via = ws.to + R;
-    ws.split = {ws.via + R, ws.via + R + E, ws.via + R + 2 * E};
+    ws.way = ws.via + R;
+    ws.split.first = ws.way + R + 1;
+    ws.split.last = ws.split.first + E;
+    ws.split.copies = ws.split.last + E;
     ws.falling = ws.split.copies + E;
     return ws;
   }

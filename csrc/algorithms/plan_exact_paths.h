@@ -44,18 +44,22 @@ class ExactPaths {
     for (bool listed = false;; listed = true) {
       aim(with_tolerance(found.bound, in_.tolerance_ppm));
       if (!listed && !sides_.over.empty()) list_ranks();
-      if (!take_paths(found)) return found;
-      found.bound = certify();
+      RankSet<W> closed;
+      if (!take_paths(found, closed)) return found;
+      found.bound = certify(closed);
       ++found.steps;
     }
   }
 
  private:
-  // Whether ranks are over the target still and no path is left.
-  ISOLOAD_HD bool take_paths(PathsFound& found) {
-    while (!sides_.over.empty()) {
-      const int depth = find_levels();
-      if (depth < 0) return true;
+  // Whether ranks are over the target still and no path is left: closed is then what they can reach. One loop
+  // for both searches: a kernel has the code of one.
+  ISOLOAD_HD bool take_paths(PathsFound& found, RankSet<W>& closed) {
+    for (bool stuck = false; !sides_.over.empty();) {
+      const int depth = search(stuck, closed);
+      if (stuck) return true;
+      stuck = depth < 0;
+      if (stuck) continue;
       found.cut = found.paths >= in_.budget;
       if (found.cut) return false;
       follow(depth);
@@ -74,7 +78,7 @@ class ExactPaths {
       }
       ws_.holders[i] = holders;
       ws_.givers[i] = givers;
-    });  // find_levels()'s reductions are the barrier
+    });  // search()'s reductions are the barrier
   }
 
   // Sets the target: what each rank may carry, who carries more, who less.
@@ -91,18 +95,20 @@ class ExactPaths {
   }
 
   // Breadth first, backwards: level 0 has room, level k can hand copies to level k-1. Returns the level that
-  // holds an overloaded rank, or -1.
-  ISOLOAD_HD int find_levels() {
-    RankSet<W> seen = sides_.under, frontier = sides_.under;
+  // holds an overloaded rank, or -1. Or forward, from all overloaded ranks to all that they reach.
+  ISOLOAD_HD int search(bool forward, RankSet<W>& seen) {
+    const RankSet<W>*const by = forward ? ws_.givers : ws_.holders, *const to =
+                                                                        forward ? ws_.holders : ws_.givers;
+    seen = forward ? sides_.over : sides_.under;
+    RankSet<W> frontier = seen;
     for (int depth = 0;;) {
-      if (frontier.meets(sides_.over)) {
+      if (!forward && frontier.meets(sides_.over)) {
         source_ = frontier.lowest_in(sides_.over);
         return depth;
       }
       if (team_.rank() == 0) ws_.levels[depth] = frontier;
       RankSet<W> next;
-      team_.for_each(num_split_,
-                     [&](int i) { next.unite_if(ws_.holders[i].meets(frontier), ws_.givers[i]); });
+      team_.for_each(num_split_, [&](int i) { next.unite_if(by[i].meets(frontier), to[i]); });
       unite(team_, next, in_.R);
       if (next.subtract(seen).empty()) return -1;
       seen |= next;
@@ -111,18 +117,10 @@ class ExactPaths {
     }
   }
 
-  // Everything reachable from the overloaded ranks: its load cannot leave, so its mean is a bound. Never all
+  // What the overloaded ranks reach, `closed`, its load cannot leave, so its mean is a bound. Never all
   // ranks: the target is at least the level at which all ranks together have room for everything, `pour`
   // included. So `pour` need not be counted here: a smaller set can leave it to the others.
-  ISOLOAD_HD int64_t certify() {
-    RankSet<W> closed = sides_.over;
-    for (;;) {
-      RankSet<W> next;
-      team_.for_each(num_split_, [&](int i) { next.unite_if(ws_.givers[i].meets(closed), ws_.holders[i]); });
-      unite(team_, next, in_.R);
-      if (next.subtract(closed).empty()) break;
-      closed |= next;
-    }
+  ISOLOAD_HD int64_t certify(const RankSet<W>& closed) {
     int64_t copies = 0;
     int size = 0;
     closed.for_each([&](int r) { copies += ws_.load[r], ++size; });
@@ -130,12 +128,13 @@ class ExactPaths {
   }
 
   // One path from the lowest overloaded rank of the last level down to level 0, the widest hop each time.
-  // What the lanes have read they need not read again: only lane 0 changes it, and all know how.
+  // What the lanes have read they need not read again: all know how it changes.
   ISOLOAD_HD void follow(int depth) {
     const int32_t load = ws_.load[source_], excess = load - ws_.cap[source_];
     int32_t width = excess, room = 0;
     int u = source_;
     for (int k = depth; k > 0; --k) {
+      if (team_.rank() == 0) ws_.way[k] = u;
       ReadSet<W> below = W == 1 && k == 1 ? sides_.under : ws_.levels[k - 1];
       const Pick giver = widest(u, below);
       if (giver.mine) ws_.from[k - 1] = giver.place, ws_.via[k - 1] = giver.index;
@@ -145,10 +144,10 @@ class ExactPaths {
       u = taker.index, room = taker.value;
     }
     width = room < width ? room : width;
-    team_.sync();  // all lanes have read the loads that lane 0 changes now
+    if (team_.rank() == 0) ws_.way[0] = u;
+    team_.sync();  // the path is there, and all lanes have read the loads that change now
+    team_.for_each(depth, [&](int k) { move(k, width); });
     if (team_.rank() == 0) {
-      ISOLOAD_ROLLED
-      for (int k = 0; k < depth; ++k) move(ws_.from[k], ws_.to[k], ws_.via[k], width);
       ws_.load[source_] = load - width;
       ws_.load[u] += width;
     }
@@ -199,16 +198,13 @@ class ExactPaths {
   }
   ISOLOAD_HD int32_t room(int r) const { return ws_.cap[r] - ws_.load[r]; }
 
-  ISOLOAD_HD int rank_of(int slot) const {
-    return static_cast<uint32_t>(slot) / static_cast<uint32_t>(in_.S);
-  }
-
-  ISOLOAD_HD void move(int from, int to, int i, int32_t copies) {
-    const int32_t left = quota_[from] - copies, taken = quota_[to] + copies;
-    RankSet<W>& givers = ws_.givers[i];
-    if (left == 0) givers.erase(rank_of(from));
-    givers.insert(rank_of(to));
-    quota_[from] = left, quota_[to] = taken;
+  // Along hop k. No other hop is of the same expert: it would have been a shorter way.
+  ISOLOAD_HD void move(int k, int32_t copies) {
+    int32_t &left = quota_[ws_.from[k]], &taken = quota_[ws_.to[k]];
+    RankSet<W>& givers = ws_.givers[ws_.via[k]];
+    left -= copies, taken += copies;
+    if (left == 0) givers.erase(ws_.way[k + 1]);
+    givers.insert(ws_.way[k]);
   }
 
   Team& team_;

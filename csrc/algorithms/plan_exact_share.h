@@ -31,7 +31,7 @@ struct ExactSharePlanner {  // see planner.h
   }
   template <int W>
   ISOLOAD_HD static int64_t bytes(const Problem& in) {
-    return ExactPlanner::bytes<W>(in) + share_workspace(share_of(in), false) * int64_t(sizeof(int32_t));
+    return ExactPlanner::bytes<W>(in) + share_workspace(share_of(in)) * int64_t(sizeof(int32_t));
   }
   template <int W, class Team>
   ISOLOAD_HD static int solve(Team& team, const Problem& in, void* memory, const Result& out) {

@@ -28,40 +28,32 @@ struct JointResult : ExactResult {  // quota: with the shared copies
   int32_t* share;                   // [R, R] shared copies that source s sends to rank d
 };
 
-// Caller's memory, behind the workspace of the exact split.
+// Caller's memory.
 template <int W>
 struct JointMemory {
-  WaterfillWorkspace<W> waterfill;
-  int64_t* level;                   // [1]
+  void* exact;                      // of the exact split
+  WaterfillWorkspace<W> waterfill;  // but for its base, which is the split's load
   int32_t *loads, *tokens, *pour;   // [R, E] routed copies; [R]; [1] all shared ones
-  int32_t *copies, *sums, *shares;  // [R, R] routed copies by rank; [R]; workspace of share
+  int32_t *copies, *shares;         // [R, R] routed copies by rank; workspace of share
 
   ISOLOAD_HD static int64_t exact_bytes(const JointProblem& in) {
     return (ExactWorkspace<W>::bytes(in.R, in.E) + 7) / 8 * 8;
   }
-  ISOLOAD_HD static int64_t waterfill_bytes(const JointProblem& in) {
-    return (WaterfillWorkspace<W>::bytes(in.R) + 7) / 8 * 8;
-  }
-  ISOLOAD_HD static ShareProblem share_of(const JointProblem& in, const int32_t* quota) {
-    return {in.R, in.E, in.S, in.per_node, true, in.tables, in.loads, quota};
-  }
   ISOLOAD_HD static int64_t bytes(const JointProblem& in) {
-    const int64_t R = in.R,
-                  ints = R * in.E + R + 1 + R * R + R + share_workspace(share_of(in, nullptr), true);
-    return exact_bytes(in) + waterfill_bytes(in) + int64_t(sizeof(int64_t)) + ints * int64_t(sizeof(int32_t));
+    const int64_t R = in.R, ints = R * in.E + R + 1 + R * R + R * in.S;
+    return exact_bytes(in) + WaterfillWorkspace<W>::bytes(R) + ints * int64_t(sizeof(int32_t));
   }
   ISOLOAD_HD static JointMemory at(void* memory, const JointProblem& in) {
-    char* const behind = static_cast<char*>(memory) + exact_bytes(in);
     const int64_t R = in.R;
     JointMemory m;
-    m.waterfill = WaterfillWorkspace<W>::at(behind, R);
-    m.level = reinterpret_cast<int64_t*>(behind + waterfill_bytes(in));
-    m.loads = reinterpret_cast<int32_t*>(m.level + 1);
+    m.exact = memory;
+    m.waterfill = WaterfillWorkspace<W>::at(static_cast<char*>(memory) + exact_bytes(in), R);
+    m.waterfill.base = ExactWorkspace<W>::at(memory, R, in.E).load;
+    m.loads = m.waterfill.room_left + R;
     m.tokens = m.loads + R * in.E;
     m.pour = m.tokens + R;
     m.copies = m.pour + 1;
-    m.sums = m.copies + R * R;
-    m.shares = m.sums + R;
+    m.shares = m.copies + R * R;
     return m;
   }
 };
@@ -85,76 +77,76 @@ struct JointPlanner {  // see planner.h
   template <int W, class Team>
   ISOLOAD_HD static int solve(Team& team, Problem& in, void* memory, const Result& out) {
     const JointMemory<W> m = JointMemory<W>::at(memory, in);
-    if (in.loads == nullptr) take_apart(team, in, m);
-    int64_t pour = 0;
-    bool negative = false;
-    team.for_each(in.R, [&](int s) {
-      negative |= m.tokens[s] < 0;
-      pour += int64_t(in.num_shared) * m.tokens[s];
-    });
-    if (team.any_lane(negative)) return static_cast<int>(PlanStatus::negative_load);
-    pour = team.sum(pour);
-    if (pour > INT32_MAX) return static_cast<int>(PlanStatus::too_many_copies);
-    if (team.rank() == 0) *m.pour = static_cast<int32_t>(pour);
+    const int64_t width = in.E + in.num_shared;
+    for (int s = 0; s < in.R; ++s)
+      team.for_each(in.E, [&](int e) { m.loads[int64_t(s) * in.E + e] = in.gathered[s * width + e]; });
+    team.for_each(in.R, [&](int s) { m.tokens[s] = in.gathered[s * width + in.E]; });
+    return solve(team, in, m, out);
+  }
+  // Where loads and tokens are in their place in the memory.
+  template <int W, class Team>
+  ISOLOAD_HD static int solve(Team& team, Problem& in, const JointMemory<W>& m, const Result& out) {
+    const int32_t pour = pour_of(team, in, m.tokens);
+    if (team.rank() == 0) *m.pour = pour;
     team.sync();
-    in.pour = m.pour;
-    const int status = ExactPlanner::solve<W>(team, in, memory, out);
+    in.loads = m.loads, in.pour = m.pour, in.fixed = nullptr;
+    const int status = ExactPlanner::solve<W>(team, in, m.exact, out);
     if (status != kPlanned) return status;
 
-    const ShareProblem problem = JointMemory<W>::share_of(in, out.quota);
+    const ShareProblem problem{in.R, in.E, in.S, in.per_node, true, in.tables, in.loads, out.quota};
     const ReplicaTables& t = in.tables;
     const int32_t* const own = in.loads + int64_t(in.rank) * in.E;
     team.for_each(in.R * in.S, [&](int p) { out.row[p] = t.solo[p] < 0 ? 0 : own[t.solo[p]]; });
-    Share<Team>(team, problem, m.shares).all_ranks(m.copies, [&](int s, int j, int32_t copies) {
+    Share<Team>(team, problem, m.shares).all_ranks(m.copies, m.loads, [&](int s, int j, int32_t copies) {
       if (s == in.rank) out.row[t.slots[j]] += copies;
     });
+    int32_t routed = 0;
+    team.for_each(in.R, [&](int r) { routed += m.waterfill.base[r]; });
+    routed = team.sum32(routed);
     const WaterfillProblem poured{in.R,     in.per_node, in.num_shared, Candidates::all,
                                   m.copies, m.tokens,    in.ticks,      nullptr};
-    const WaterfillResult result{out.share, out.peak, m.level};
-    Waterfill<W, Team>(team, poured, m.waterfill, result).solve();  // the exact split refused what it would
-    if (team.rank() == 0 && *out.peak < *out.bound) *out.bound = *out.peak;
-    add_shared(team, in, m, out);
+    const WaterfillResult result{out.share, nullptr, nullptr};
+    Waterfill<W, Team>(team, poured, m.waterfill, result).solve_at(*out.peak, routed, pour);
+    add_shared(team, in, out);
     team.sync();
     return kPlanned;
   }
-  template <class Team>
-  ISOLOAD_HD static void refuse(Team& team, const Problem& in, const Result& out) {
-    ExactPlanner::refuse(team, in, out);
-    team.for_each(in.R * in.S, [&](int p) { out.row[p] = 0; });
-    team.for_each(in.R * in.R, [&](int i) { out.share[i] = 0; });
-  }
 
- private:
-  template <int W, class Team>
-  ISOLOAD_HD static void take_apart(Team& team, Problem& in, const JointMemory<W>& m) {
-    for (int s = 0; s < in.R; ++s) {
-      const int32_t* const row = in.gathered + int64_t(s) * (in.E + in.num_shared);
-      team.for_each(in.E, [&](int e) { m.loads[int64_t(s) * in.E + e] = row[e]; });
-    }
+  // All shared copies; -1, which the split refuses, where tokens are negative or these copies too many.
+  template <class Team>
+  ISOLOAD_HD static int32_t pour_of(Team& team, const Problem& in, const int32_t* tokens) {
+    constexpr int64_t kNegative = int64_t(1) << 52;  // more than all shared copies can add up to
+    int64_t pour = 0;
     team.for_each(in.R,
-                  [&](int s) { m.tokens[s] = in.gathered[int64_t(s) * (in.E + in.num_shared) + in.E]; });
-    in.loads = m.loads;
+                  [&](int s) { pour += tokens[s] < 0 ? -kNegative : int64_t(in.num_shared) * tokens[s]; });
+    pour = team.sum(pour);
+    return uint64_t(pour) <= INT32_MAX ? static_cast<int32_t>(pour) : -1;
   }
 
   // The shared slots' quota, which the split left at 0. Of a source's first c copies in rank order shared
   // expert j has (c + j) / num_shared: what route_shared deals.
-  template <int W, class Team>
-  ISOLOAD_HD static void add_shared(Team& team, const Problem& in, const JointMemory<W>& m,
-                                    const Result& out) {
-    const int R = in.R, n = in.num_shared;
+  template <class Team>
+  ISOLOAD_HD static void add_shared(Team& team, const Problem& in, const Result& out) {
+    const uint32_t R = in.R, n = in.num_shared;
     int32_t* const quota = out.quota + in.first_shared;
-    if (n == 1) {
-      team.column_sums(out.share, R, R, m.sums);
-      team.for_each(R, [&](int d) { quota[d * in.S] = m.sums[d]; });
-      return;
-    }
-    team.for_each(R, [&](int s) {
-      uint32_t before = 0;
-      for (int d = 0; d < R; ++d) {
-        const uint32_t upto = before + static_cast<uint32_t>(out.share[int64_t(s) * R + d]);
-        for (int j = 0; upto > before && j < n; ++j)
-          team.add(&quota[d * in.S + j], static_cast<int32_t>((upto + j) / n - (before + j) / n));
-        before = upto;
+    if (n == 1)
+      return team.for_each(in.R * in.R, [&](int i) {
+        if (out.share[i] > 0) team.add(&quota[uint32_t(i) % R * in.S], out.share[i]);
+      });
+    team.for_each(in.R, [&](int s) {
+      uint32_t copies = 0, whole = 0, rest = 0;  // of the source so far; over n
+      ISOLOAD_ROLLED
+      for (uint32_t d = 0; d < R; ++d) {
+        const auto sent = static_cast<uint32_t>(out.share[int64_t(s) * R + d]);
+        if (sent == 0) continue;
+        copies += sent;
+        const uint32_t before = whole, over = rest;
+        whole = copies / n, rest = copies - whole * n;
+        ISOLOAD_ROLLED
+        for (uint32_t j = 0; j < n; ++j) {
+          const uint32_t part = whole - before + (rest + j >= n) - (over + j >= n);
+          team.add(&quota[d * in.S + j], static_cast<int32_t>(part));
+        }
       }
     });
   }

@@ -81,20 +81,18 @@ class Waterfill {
     if (level < 0 || (in_.candidates == Candidates::visited && !homes_hold())) {
       return WaterfillStatus::beyond_limits;
     }
-    keep(level);
-    visit();
-    if (in_.candidates == Candidates::visited) {
-      stay();
-    } else {
-      for (int size = in_.per_node;; size = in_.R) {
-        pour(size);
-        if (size == in_.R || in_.candidates == Candidates::node) break;
-      }
-    }
+    pour_to(level);
     const int64_t peak = reached(level);
     if (team_.rank() == 0) *out_.peak = peak, *out_.bound = level;
     team_.sync();
     return WaterfillStatus::ok;
+  }
+
+  // The share alone, where the caller has the rest: the level, `base` in the workspace, all copies. Not of
+  // visited ranks, whose share has no barrier behind it.
+  ISOLOAD_HD void solve_at(int64_t level, int64_t routed, int64_t shared) {
+    routed_ = routed, shared_ = shared;
+    pour_to(level);
   }
 
   ISOLOAD_HD int paths() const { return paths_; }  // augmentations of the last solve
@@ -176,6 +174,16 @@ class Waterfill {
     return sum([&](int s) { return own(s) > limit(s); }) == 0;
   }
 
+  ISOLOAD_HD void pour_to(int64_t level) {
+    keep(level);
+    visit();
+    if (in_.candidates == Candidates::visited) return stay();
+    for (int size = in_.per_node;; size = in_.R) {
+      pour(size);
+      if (size == in_.R || in_.candidates == Candidates::node) break;
+    }
+  }
+
   ISOLOAD_HD void keep(int64_t level) {
     team_.for_each(in_.R, [&](int s) {
       const int64_t most = room(s, in_.ticks ? quotient(level, in_.ticks[s]) : level);
@@ -212,25 +220,27 @@ class Waterfill {
   // In every group of `size` ranks: excess and room laid end to end in rank order, each giver sends to the
   // places beside it, as far as the shorter line goes. No group is left with both.
   ISOLOAD_HD void pour(int size) {
-    if (sum([&](int r) { return ws_.excess[r]; }) == 0) return;
+    int32_t any = 0;
+    team_.for_each(in_.R, [&](int r) { any |= ws_.excess[r]; });
+    if (!team_.any_lane(any != 0)) return;
     team_.for_each(in_.R, [&](int r) {
       const int first = r / size * size;
-      int64_t before = 0, left = ws_.excess[r], wanted = 0, start = 0;
+      int32_t before = 0, left = ws_.excess[r], wanted = 0, start = 0;  // of all excess < 2^31
       ISOLOAD_ROLLED
       for (int s = first; s < r; ++s) before += ws_.excess[s];
       ISOLOAD_ROLLED
       for (int d = first; d < first + size; ++d) {
-        const int64_t place = ws_.room[d] > before ? ws_.room[d] - before : 0,
+        const int32_t room = ws_.room[d], place = room > before ? room - before : 0,
                       sent = left < place ? left : place;
-        before = ws_.room[d] < before ? before - ws_.room[d] : 0;
-        share(r, d) += static_cast<int32_t>(sent);
+        before = room < before ? before - room : 0;
+        share(r, d) += sent;
         left -= sent;
-        start += d < r ? ws_.room[d] : 0;
+        if (d < r) start = room < INT32_MAX - start ? start + room : INT32_MAX;
         wanted += ws_.excess[d];
       }
       wanted = wanted > start ? wanted - start : 0;
-      ws_.excess_left[r] = static_cast<int32_t>(left);
-      ws_.room_left[r] = ws_.room[r] > wanted ? static_cast<int32_t>(ws_.room[r] - wanted) : 0;
+      ws_.excess_left[r] = left;
+      ws_.room_left[r] = ws_.room[r] > wanted ? ws_.room[r] - wanted : 0;
     });
     team_.sync();
     team_.for_each(in_.R, [&](int r) {

@@ -27,11 +27,10 @@ struct ShareProblem {
   const int32_t* quota;  // [P]
 };
 
-// Caller's memory in int32: copies per node and expert, [R / per_node, E]; what every replica takes from its
-// own rank, [P], and still takes from the others, [P]. For all rows also what every source still has, [R, E].
-ISOLOAD_HD inline int64_t share_workspace(const ShareProblem& in, bool all_rows) {
-  const int64_t left = int64_t(in.R) * in.E, P = int64_t(in.R) * in.S;
-  return int64_t(in.R / in.per_node) * in.E + 2 * P + (all_rows ? left : 0);
+// Caller's memory in int32: what every replica still takes from the others, [P], once it took what it could
+// from its own rank, [P]; copies per node and expert, [R / per_node, E].
+ISOLOAD_HD inline int64_t share_workspace(const ShareProblem& in) {
+  return 2 * int64_t(in.R) * in.S + int64_t(in.R / in.per_node) * in.E;
 }
 
 // The part of [start, start + length) that lies in [other, other + size).
@@ -48,11 +47,10 @@ class Share {
       : team_(team),
         in_(problem),
         t_(problem.tables),
-        added_(workspace),
-        node_loads_(added_),
-        own_(added_ + int64_t(problem.R / problem.per_node) * problem.E),
-        room_(own_ + int64_t(problem.R) * problem.S),
-        left_(room_ + int64_t(problem.R) * problem.S) {}
+        room_(workspace),
+        own_(room_ + int64_t(problem.R) * problem.S),
+        added_(own_ + int64_t(problem.R) * problem.S),
+        node_loads_(added_) {}
 
   // An expert with a negative load or quota, or whose quotas do not sum to its load; -1 if there is none. To
   // be called first.
@@ -75,45 +73,46 @@ class Share {
   // What source rank s sends to every slot, onto row [P].
   ISOLOAD_HD void one_row(int s, int32_t* row) {
     team_.for_each(in_.R * in_.S, [&](int p) { row[p] = t_.solo[p] < 0 ? 0 : load(s, t_.solo[p]); });
-    serve_own_ranks();
+    for_each_replica([&](int i, int j) { own_[j] = own_part(i, j); });
     team_.sync();
     team_.for_each(t_.num_split(), [&](int i) { send(s, t_.order[i], row); });
     team_.sync();
   }
 
-  // What all source ranks send to every slot, onto out [R, P].
-  ISOLOAD_HD void all_rows(int32_t* out) {
+  // What all source ranks send to every slot, onto out [R, P]. left [R, E]: memory for what sources still
+  // have; the loads' own, where they may be used up. No barrier at the end.
+  ISOLOAD_HD void all_rows(int32_t* out, int32_t* left) {
     const int P = in_.R * in_.S;
     for (int s = 0; s < in_.R; ++s)
       team_.for_each(P, [&](int p) { out[s * P + p] = t_.solo[p] < 0 ? 0 : load(s, t_.solo[p]); });
-    deal_all([&](int s, int j, int32_t copies) { out[int64_t(s) * P + t_.slots[j]] += copies; });
+    deal_all(left, [&](int s, int j, int32_t copies) { out[int64_t(s) * P + t_.slots[j]] += copies; });
   }
 
-  // What all source ranks send to every rank, onto out [R, R].
-  ISOLOAD_HD void all_ranks(int32_t* out) {
-    all_ranks(out, [](int, int, int32_t) {});
+  // What all source ranks send to every rank, onto out [R, R]; left and the end as above.
+  ISOLOAD_HD void all_ranks(int32_t* out, int32_t* left) {
+    all_ranks(out, left, [](int, int, int32_t) {});
   }
 
-  // And give(s, j, copies) from source s to replica j, of replicated experts.
+  // And give(s, j, copies) from source s to replica j, of replicated experts. Where the quota is trusted, the
+  // first [P] of the workspace do.
   template <class Give>
-  ISOLOAD_HD void all_ranks(int32_t* out, Give&& give) {
+  ISOLOAD_HD void all_ranks(int32_t* out, int32_t* left, Give&& give) {
     const int R = in_.R, S = in_.S;
     constexpr int kRows = 4;  // sources at a time, so that a slot is looked up once for all of them
     team_.for_each((R + kRows - 1) / kRows * R, [&](int i) {
-      const int first = i / R * kRows, d = i % R;
+      const int first = uint32_t(i) / uint32_t(R) * kRows, d = uint32_t(i) % uint32_t(R), rows = R - first;
       int32_t copies[kRows] = {};
-      const int last = first + kRows < R ? first + kRows : R;
-      const int32_t* rows[kRows];
-      for (int i = 0; i < kRows; ++i)
-        rows[i] = in_.loads + int64_t(first + i < last ? first + i : first) * in_.E;
+      const int32_t* const loads = in_.loads + int64_t(first) * in_.E;
+      ISOLOAD_ROLLED
       for (int p = d * S; p < d * S + S; ++p) {
         const int e = t_.solo[p];
         if (e < 0) continue;
-        for (int i = 0; i < kRows; ++i) copies[i] += rows[i][e];
+        for (int k = 0; k < kRows; ++k) copies[k] += loads[int64_t(k < rows ? k : 0) * in_.E + e];
       }
-      for (int s = first; s < last; ++s) out[int64_t(s) * R + d] = copies[s - first];
+      for (int k = 0; k < kRows; ++k)
+        if (k < rows) out[int64_t(first + k) * R + d] = copies[k];
     });
-    deal_all([&](int s, int j, int32_t copies) {
+    deal_all(left, [&](int s, int j, int32_t copies) {
       team_.add(&out[int64_t(s) * R + t_.ranks[j]], copies);  // experts of several lanes meet in one cell
       give(s, j, copies);
     });
@@ -160,62 +159,83 @@ class Share {
     return found;
   }
 
-  // Every source serves its own rank, then its node, then all; give(s, j, copies) from source s to replica j,
-  // behind a barrier.
+  // Every source serves its own rank, then its node, then all. give(s, j, copies) from source s to replica j,
+  // behind a barrier; none at the end.
   template <class Give>
-  ISOLOAD_HD void deal_all(Give&& give) {
-    for (int s = 0; s < in_.R; ++s)
-      team_.for_each(t_.num_split(), [&](int i) { left_[int64_t(i) * in_.R + s] = load(s, t_.order[i]); });
-    team_.for_each(in_.R * in_.S, [&](int p) { room_[p] = in_.quota[p]; });
+  ISOLOAD_HD void deal_all(int32_t* left, Give&& give) {
+    const int64_t E = in_.E;
+    for (int s = 0; s < in_.R && left != in_.loads; ++s)
+      team_.for_each(t_.num_split(), [&](int i) { left[s * E + t_.order[i]] = load(s, t_.order[i]); });
     team_.sync();
-    team_.for_each(t_.num_split(), [&](int i) {
-      const int e = t_.order[i], first = t_.offsets[e], last = t_.offsets[e + 1];
-      int32_t* left = left_ + int64_t(i) * in_.R;
-      ISOLOAD_ROLLED
-      for (int j = first; j < last && in_.locality; ++j) meet(left, t_.ranks[j], j, give);
-      for (int j = first; j < last;) {
-        const int node = t_.ranks[j] / in_.per_node, begin = j;
-        while (j < last && t_.ranks[j] < (node + 1) * in_.per_node) ++j;
-        walk(left, node * in_.per_node, (node + 1) * in_.per_node, begin, j, give);
-      }
-      walk(left, 0, in_.R, first, last, give);
+    for_each_replica([&](int i, int j) {
+      const int s = t_.ranks[j];
+      const int32_t served = own_part(i, j);
+      if (served == 0) return;
+      left[s * E + t_.order[i]] -= served;
+      give(s, j, served);
     });
     team_.sync();
+    team_.for_each(t_.num_split(), [&](int i) {
+      const int e = t_.order[i], last = t_.offsets[e + 1];
+      ISOLOAD_ROLLED
+      for (int size = in_.per_node;; size = in_.R) {  // groups of so many ranks
+        ISOLOAD_ROLLED
+        for (int j = t_.offsets[e]; j < last;) {
+          const int begin = j, low = uint32_t(t_.ranks[j]) / uint32_t(size) * size;
+          while (++j < last && t_.ranks[j] < low + size) continue;
+          walk(left + e, low, low + size, begin, j, give);
+        }
+        if (size == in_.R) break;
+      }
+    });
   }
 
-  // Sources [s, s_end) fill replicas [j, j_end), both lowest first, as far as both last.
+  // Sources [s, s_end) fill replicas [j, j_end), both lowest first, as far as both last. left: a source's
+  // copies are at s * E.
   template <class Give>
   ISOLOAD_HD void walk(int32_t* left, int s, int s_end, int j, int j_end, Give&& give) {
-    while (s < s_end && j < j_end) {
-      meet(left, s, j, give);
-      left[s] == 0 ? ++s : ++j;
+    int32_t *source = left + int64_t(s) * in_.E, copies = *source, room = room_[j];
+    ISOLOAD_ROLLED
+    for (;;) {
+      const int32_t sent = copies < room ? copies : room;
+      copies -= sent, room -= sent;
+      if (sent > 0) give(s, j, sent);
+      if (copies == 0) {
+        *source = 0;
+        if (++s == s_end) break;
+        source += in_.E, copies = *source;
+      } else {
+        room_[j] = 0;
+        if (++j == j_end) break;
+        room = room_[j];
+      }
     }
+    if (j < j_end)
+      room_[j] = room;
+    else
+      *source = copies;
   }
 
-  template <class Give>
-  ISOLOAD_HD void meet(int32_t* left, int s, int j, Give&& give) {
-    int32_t& room = room_[t_.slots[j]];
-    const int32_t copies = left[s] < room ? left[s] : room;
-    if (copies == 0) return;
-    left[s] -= copies, room -= copies;
-    give(s, j, copies);
-  }
-
-  // What replica j takes from its own rank, and what is then left of its quota; of replicated experts only.
-  ISOLOAD_HD void serve_own_ranks() {
-    auto serve = [&](int i, int j) {
-      const int32_t n = in_.locality ? load(t_.ranks[j], t_.order[i]) : 0, quota = in_.quota[t_.slots[j]];
-      own_[j] = n < quota ? n : quota;
-      room_[j] = quota - own_[j];
-    };
+  // f(i, j): replica j is one of the expert `i` of the order; of replicated experts only.
+  template <class F>
+  ISOLOAD_HD void for_each_replica(F&& f) {
     if (team_.size() == 1) {  // one lane need not look at the others
       for (int i = 0; i < t_.num_split(); ++i)
-        for (int e = t_.order[i], j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j) serve(i, j);
+        for (int e = t_.order[i], j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j) f(i, j);
     } else {
       team_.for_each(t_.offsets[in_.E], [&](int j) {
-        if (const int i = t_.split[t_.slots[j]]; i >= 0) serve(i, j);
+        if (const int i = t_.split[t_.slots[j]]; i >= 0) f(i, j);
       });
     }
+  }
+
+  // What replica j of the expert `i` of the order takes from its own rank; room: what is then left of its
+  // quota.
+  ISOLOAD_HD int32_t own_part(int i, int j) {
+    const int32_t n = in_.locality ? load(t_.ranks[j], t_.order[i]) : 0, quota = in_.quota[t_.slots[j]];
+    const int32_t own = n < quota ? n : quota;
+    room_[j] = quota - own;
+    return own;
   }
 
   // A node's part of expert e once every rank has served itself.
@@ -285,9 +305,8 @@ class Share {
   Team& team_;
   const ShareProblem& in_;
   const ReplicaTables t_;
-  int32_t* const added_;       // [R / per_node, E]
-  const int32_t* node_loads_;  // those, or of one node the caller's
-  int32_t *const own_, *const room_, *const left_;
+  int32_t *const room_, *const own_, *const added_;
+  const int32_t* node_loads_;  // those added up, or of one node the caller's
   bool negative_ = false;
 };
 

@@ -83,7 +83,7 @@ class VisitFlow {
 
   // How many shared copies of s find a token that visits d.
   ISOLOAD_HD int32_t visits(int s, int d) const {
-    if (uint32_t(s) / uint32_t(in_.reach) != uint32_t(d) / uint32_t(in_.reach)) return 0;
+    if (in_.reach < in_.R && uint32_t(s) / uint32_t(in_.reach) != uint32_t(d) / uint32_t(in_.reach)) return 0;
     const int64_t tokens = quarters_ * int64_t(in_.copies[int64_t(s) * in_.R + d]) / 4;
     return in_.per_token * static_cast<int32_t>(tokens < in_.tokens[s] ? tokens : in_.tokens[s]);
   }

@@ -1,9 +1,19 @@
-// plan_joint: one block per layer of the batch. Where all fits into shared memory, loads and tables are
-// fetched there, and results leave it at the end: no pointer leads anywhere else meanwhile.
+// plan_joint: one block per layer of the batch. Of plain problems that fit into shared memory: loads and
+// tables are fetched there, and results leave it at the end: no pointer leads anywhere else meanwhile. For
+// others the kernels of its parts run one after another, so that none grows beyond an instruction cache.
 #include "algorithms/plan_joint.h"
 #include "cuda/fetched_plan.cuh"
 
 namespace isoload::cuda {
+
+// Of plan_exact.cu and plan_waterfill.cu.
+extern template int64_t plan_bytes<ExactPlanner>(const ExactProblem&, int64_t);
+extern template const char* plan<ExactPlanner>(const ExactProblem&, const ExactResult&, int64_t, void*,
+                                               void*);
+extern template int64_t plan_bytes<WaterfillPlanner>(const WaterfillProblem&, int64_t);
+extern template const char* plan<WaterfillPlanner>(const WaterfillProblem&, const WaterfillResult&, int64_t,
+                                                   void*, void*);
+
 namespace {
 
 struct JointSizes {  // of a block, in int32
@@ -16,24 +26,17 @@ struct JointSizes {  // of a block, in int32
   int64_t bytes() const { return (workspace + tables + 2 * P + R * R) * int64_t(sizeof(int32_t)); }
 };
 
-template <int W>
-__global__ void __launch_bounds__(PlanTeam::kLanes, 1)
-    plan_joint_kernel(JointProblem problem, JointResult result, void* global, int32_t* errors) {
-  __shared__ PlanTeam::Group group;
-  PlanTeam team(group);
-  plan_layer<JointPlanner, W>(team, problem, result, global, errors, kPlanExact);
+bool is_one_kernel(const JointProblem& problem) {
+  return is_plain(problem) && problem.R <= 64 && JointSizes::of(problem).bytes() <= shared_limit();
 }
 
-// kPlain: the usual problem, whose code has no divisions by ticks and no other start.
-template <bool kPlain>
 __global__ void __launch_bounds__(FetchedTeam::kLanes, 1)
     plan_joint_fetched_kernel(JointProblem in, JointResult result, int32_t* errors) {
   take_turn();
   __shared__ FetchedTeam::Group group;
   FetchedTeam team(group);
   JointPlanner::select(in, result, blockIdx.x);
-  if (kPlain) in.ticks = nullptr, in.objective = Objective::spread;
-  lies_in_global(in.ticks);
+  in.ticks = nullptr, in.objective = Objective::spread;  // whose code has no divisions and no other start
   const JointSizes sizes = JointSizes::of(in);
   const JointMemory<1> m = JointMemory<1>::at(shared_memory, in);
   int32_t* const tables = reinterpret_cast<int32_t*>(shared_memory) + sizes.workspace;
@@ -43,38 +46,136 @@ __global__ void __launch_bounds__(FetchedTeam::kLanes, 1)
     __pipeline_memcpy_async(m.tokens + s, in.gathered + s * width + in.E, sizeof(int32_t));
   });
   fetch(team, in.tables.header, sizes.tables, tables);
-  in.loads = m.loads, in.tables = ReplicaTables::at(tables, in.E, sizes.P);
+  in.tables = ReplicaTables::at(tables, in.E, sizes.P);
   JointResult out = result;
   out.quota = tables + sizes.tables, out.row = out.quota + sizes.P, out.share = out.row + sizes.P;
   wait_for_fetched(team);
-  if (JointPlanner::solve<1>(team, in, shared_memory, out) != kPlanned) {
-    JointPlanner::refuse(team, in, out);
-    if (team.rank() == 0) report(errors, kPlanExact);
-  }  // as in fetched_plan.cuh: what a lane takes it has refused itself, or all left before the last barrier
+  const bool planned = JointPlanner::solve(team, in, m, out) == kPlanned;
+  if (!planned && team.rank() == 0) {
+    *result.peak = *result.bound = -1;
+    for (int i = 0; i < 4; ++i) result.telemetry[i] = 0;
+    report(errors, kPlanExact);
+  }
   team.for_each(static_cast<int>(sizes.P), [&](int p) {
-    result.quota[p] = out.quota[p];
-    result.row[p] = out.row[p];
+    result.quota[p] = planned ? out.quota[p] : 0;
+    result.row[p] = planned ? out.row[p] : 0;
   });
-  team.for_each(in.R * in.R, [&](int i) { result.share[i] = out.share[i]; });
+  team.for_each(in.R * in.R, [&](int i) { result.share[i] = planned ? out.share[i] : 0; });
+}
+
+// What the parts of a problem hand on, of all B layers; behind it what one part at a time needs.
+struct Between {
+  int64_t *peak, *bound;                    // [B] of the pour alone
+  int32_t *loads, *tokens, *pour, *copies;  // [B, R, E], [B, R], [B], [B, R, R]
+  void* workspace;
+
+  static int64_t bytes(const JointProblem& in, int64_t B) {
+    const int64_t R = in.R;
+    return padded(B * (2 * int64_t(sizeof(int64_t)) + (R * in.E + R + 1 + R * R) * int64_t(sizeof(int32_t))));
+  }
+  static Between at(void* memory, const JointProblem& in, int64_t B) {
+    const int64_t R = in.R;
+    Between m;
+    m.peak = static_cast<int64_t*>(memory), m.bound = m.peak + B;
+    m.loads = reinterpret_cast<int32_t*>(m.bound + B);
+    m.tokens = m.loads + B * R * in.E;
+    m.pour = m.tokens + B * R;
+    m.copies = m.pour + B;
+    m.workspace = static_cast<char*>(memory) + bytes(in, B);
+    return m;
+  }
+};
+
+// The problems of the parts, of all layers.
+struct Parts {
+  ExactProblem split;
+  ShareProblem share;
+  WaterfillProblem pour;
+
+  static Parts of(const JointProblem& in, const Between& m, const int32_t* quota) {
+    Parts parts{in,
+                {in.R, in.E, in.S, in.per_node, true, in.tables, m.loads, quota},
+                {in.R, in.per_node, in.num_shared, Candidates::all, m.copies, m.tokens, in.ticks, nullptr}};
+    parts.split.loads = m.loads, parts.split.fixed = nullptr, parts.split.pour = m.pour;
+    return parts;
+  }
+  int64_t bytes(int64_t B) const {  // of the one that needs most
+    int64_t most = 0;
+    for (const int64_t part :
+         {plan_bytes<ExactPlanner>(split, B), share_bytes(share, ShareOf::one_row, B),
+          share_bytes(share, ShareOf::all_ranks, B), plan_bytes<WaterfillPlanner>(pour, B)})
+      most = part > most ? part : most;
+    return most;
+  }
+};
+
+// Loads and tokens apart, for the kernels behind it: a block per source of a layer, and its first one for the
+// tokens. Those that are refused are none there.
+__global__ void __launch_bounds__(PlanTeam::kLanes, 1) plan_joint_open_kernel(JointProblem in, Between m) {
+  take_turn();
+  __shared__ PlanTeam::Group group;
+  PlanTeam team(group);
+  const int64_t row = blockIdx.x, b = row / in.R, width = in.E + in.num_shared;
+  const int32_t* const loads = in.gathered + row * width;
+  team.for_each(in.E, [&](int e) { m.loads[row * in.E + e] = loads[e]; });
+  if (row % in.R > 0) return;
+  int32_t* const tokens = m.tokens + row;
+  team.for_each(in.R, [&](int s) { tokens[s] = loads[s * width + in.E]; });
+  const int32_t pour = JointPlanner::pour_of(team, in, tokens);  // by lanes that wrote them
+  if (team.rank() == 0) m.pour[b] = pour;
+  if (pour < 0) team.for_each(in.R, [&](int s) { tokens[s] = 0; });
+}
+
+// The shared slots' quota; nothing of a layer whose split was refused.
+__global__ void __launch_bounds__(PlanTeam::kLanes, 1)
+    plan_joint_close_kernel(JointProblem in, JointResult out) {
+  take_turn();
+  __shared__ PlanTeam::Group group;
+  PlanTeam team(group);
+  JointPlanner::select(in, out, blockIdx.x);
+  if (*out.peak < 0)
+    team.for_each(in.R * in.R, [&](int i) { out.share[i] = 0; });
+  else
+    JointPlanner::add_shared(team, in, out);
+}
+
+const char* plan_in_parts(const JointProblem& problem, const JointResult& result, int64_t B, void* global,
+                          void* stream) {
+  const Between m = Between::at(global, problem, B);
+  const Parts parts = Parts::of(problem, m, result.quota);
+  auto workspace = [&](int64_t bytes) { return bytes > 0 ? m.workspace : nullptr; };
+  if (const char* error =
+          launch(plan_joint_open_kernel, B * problem.R, PlanTeam::kLanes, 0, stream, problem, m))
+    return error;
+  if (const char* error = plan<ExactPlanner>(parts.split, result, B,
+                                             workspace(plan_bytes<ExactPlanner>(parts.split, B)), stream))
+    return error;
+  for (const ShareOf of : {ShareOf::one_row, ShareOf::all_ranks})
+    if (const char* error =
+            share(parts.share, of, problem.rank, result.peak, of == ShareOf::one_row ? result.row : m.copies,
+                  B, workspace(share_bytes(parts.share, of, B)), stream))
+      return error;
+  const WaterfillResult poured{result.share, m.peak, m.bound};
+  if (const char* error = plan<WaterfillPlanner>(
+          parts.pour, poured, B, workspace(plan_bytes<WaterfillPlanner>(parts.pour, B)), stream))
+    return error;
+  return launch(plan_joint_close_kernel, B, PlanTeam::kLanes, 0, stream, problem, result);
 }
 
 }  // namespace
 
 template <>
-struct Kernels<JointPlanner> {
-  template <int W>
-  static const char* launch(int64_t B, int64_t bytes, void* stream, const JointProblem& problem,
-                            const JointResult& result, void* global, int32_t* errors) {
-    const int64_t fetched = JointSizes::of(problem).bytes();
-    if (W == 1 && global == nullptr && fetched <= shared_limit()) {
-      return cuda::launch(
-          is_plain(problem) ? plan_joint_fetched_kernel<true> : plan_joint_fetched_kernel<false>, B,
-          FetchedTeam::kLanes, fetched, stream, problem, result, errors);
-    }
-    return cuda::launch(plan_joint_kernel<W>, B, PlanTeam::kLanes, bytes, stream, problem, result, global,
-                        errors);
-  }
-};
-ISOLOAD_LAUNCHER(JointPlanner)
+int64_t plan_bytes<JointPlanner>(const JointProblem& problem, int64_t B) {
+  if (is_one_kernel(problem)) return 0;
+  return Between::bytes(problem, B) + Parts::of(problem, Between{}, nullptr).bytes(B);
+}
+
+template <>
+const char* plan<JointPlanner>(const JointProblem& problem, const JointResult& result, int64_t B,
+                               void* global, void* stream) {
+  if (!is_one_kernel(problem)) return plan_in_parts(problem, result, B, global, stream);
+  return launch(plan_joint_fetched_kernel, B, FetchedTeam::kLanes, JointSizes::of(problem).bytes(), stream,
+                problem, result, error_word());
+}
 
 }  // namespace isoload::cuda

@@ -14,12 +14,14 @@ using ShareTeam = BlockTeam<8, true>;
 
 struct Sizes {  // in int32
   int64_t workspace, loads, quota, tables;
+  int64_t left;  // of the workspace the last ones: what sources still have, where loads are not used up
   bool fetched;  // all fits into shared memory
 
   static Sizes of(const ShareProblem& in, ShareOf of) {
     const int64_t E = in.E, P = int64_t(in.R) * in.S;
-    Sizes s{share_workspace(in, of != ShareOf::one_row), in.R * E, P, ReplicaTables::size(E, P), false};
+    Sizes s{share_workspace(in), in.R * E, P, ReplicaTables::size(E, P), 0, false};
     s.fetched = s.bytes() + s.input_bytes() <= shared_limit();
+    if (!s.fetched && of != ShareOf::one_row) s.left = s.loads, s.workspace += s.left;
     return s;
   }
   __host__ __device__ int64_t bytes() const { return workspace * int64_t(sizeof(int32_t)); }
@@ -50,7 +52,9 @@ __global__ void __launch_bounds__(ShareTeam::kLanes, 1)
   const int64_t size = of == ShareOf::one_row ? P : of == ShareOf::all_rows ? R * P : R * R;
   out += b * size;
   auto* const workspace = static_cast<int32_t*>(block_workspace(global, sizes.bytes()));
-  if (sizes.fetched) fetch_inputs(team, problem, sizes, workspace + sizes.workspace);
+  int32_t* const behind = workspace + sizes.workspace;
+  int32_t* const left = sizes.fetched ? behind : behind - sizes.left;
+  if (sizes.fetched) fetch_inputs(team, problem, sizes, behind);
   Share<ShareTeam> solver(team, problem, workspace);
   const bool refused = peaks ? peaks[b] < 0 : solver.check() >= 0;
   if (refused) {
@@ -62,9 +66,9 @@ __global__ void __launch_bounds__(ShareTeam::kLanes, 1)
   if (of == ShareOf::one_row) {
     solver.one_row(rank, out);
   } else if (of == ShareOf::all_rows) {
-    solver.all_rows(out);
+    solver.all_rows(out, left);
   } else {
-    solver.all_ranks(out);
+    solver.all_ranks(out, left);
   }
 }
 

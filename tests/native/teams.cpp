@@ -184,9 +184,10 @@ class Lane {
     auto* workspace = reinterpret_cast<int32_t*>(to_.workspace.data());
     Share<Team> solver(team_, problem, workspace);
     const bool fits = solver.check() < 0;
-    if (fits && i % 3 == 0) solver.all_rows(out.data());
+    int32_t* const left = workspace + share_workspace(problem);
+    if (fits && i % 3 == 0) solver.all_rows(out.data(), left);
     if (fits && i % 3 == 1) solver.one_row(in_.row, out.data());
-    if (fits && i % 3 == 2) solver.all_ranks(out.data());
+    if (fits && i % 3 == 2) solver.all_ranks(out.data(), left);
     if (team_.rank() == 0) to_.shared[i] = fits;
     finish(out, fits);
   }

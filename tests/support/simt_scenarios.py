@@ -139,12 +139,11 @@ def split_and_row(x: Layer, **options: Any) -> object:
 
 
 def joint_of_two(x: Layer, **options: Any) -> object:
-    """Two shared experts, the second in the place behind the first; ranks of unequal speed."""
+    """Two shared experts, the second in the place behind the first."""
     gathered = torch.cat([x.gathered, x.gathered[:, -1:]], 1)
     slots = torch.nn.functional.pad(x.slot_to_expert.view(len(x.loads), -1), (0, 2), value=-1)
     tables = ops.replica_tables(slots.flatten(), len(x.loads), EXPERTS)
-    how = {"ranks_per_node": per_node(x), "ticks": speeds(x), **options}
-    return ops.plan_joint(gathered, tables, RANK, 2, size(x), **how)
+    return ops.plan_joint(gathered, tables, RANK, 2, size(x), ranks_per_node=per_node(x), **options)
 
 
 def exact_of_many_ranks() -> object:
@@ -227,7 +226,8 @@ OF_LAYERS: dict[str, tuple[Callable[[Layer], object], tuple[int, int, int]]] = {
     "plan_waterfill, speeds": (lambda x: ops.plan_waterfill(x.copies, x.tokens, ticks=speeds(x)), FEW),
     "plan_exact, local": (more("local"), FEW),
     "plan_exact_share, local": (functools.partial(split_and_row, objective="local"), FEW),
-    "plan_joint, local": (functools.partial(joint_of_two, objective="local"), FEW),
+    "plan_joint, two shared": (joint_of_two, FEW),
+    "plan_joint, in parts": (lambda x: joint_of_two(x, ticks=speeds(x), objective="local"), FEW),
     "plan_waterfill, visited": (visited, FEW),
     "route_shared, spread": (spread, FEW),
     "route_shared, strangers": (strangers, FEW),
