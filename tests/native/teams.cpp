@@ -189,6 +189,7 @@ class Lane {
     if (fits && i % 3 == 1) solver.one_row(in_.row, out.data());
     if (fits && i % 3 == 2) solver.all_ranks(out.data(), left);
     if (team_.rank() == 0) to_.shared[i] = fits;
+    team_.sync();  // which all rows and all ranks leave to the caller
     finish(out, fits);
   }
 
