@@ -87,6 +87,13 @@ ISOLOAD_HD void unite(Team& team, RankSet<W>& mine, int R = 64 * W) {
   for (int w = 0; w < W; ++w) mine.word[w] = team.any(mine.word[w], W == 1 ? R : 64);
 }
 
+// Places for R ranks in a workspace: as many as a set of one word has, so that a kernel has what lies behind
+// them at a constant distance.
+template <int W>
+ISOLOAD_HD constexpr int64_t places(int64_t R) {
+  return W == 1 ? 64 : R;
+}
+
 // f(W): the number of words that a set of R ranks takes.
 template <class F>
 auto with_words(int R, F&& f) {

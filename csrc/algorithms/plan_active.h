@@ -62,9 +62,9 @@ class ActiveSolver {
                           const ActiveResult& out)
       : team_(team), in_(problem), t_(problem.tables), ws_(workspace), out_(out) {}
 
-  ISOLOAD_HD PlanStatus solve() {
-    const PlanStatus status = add_up();
-    if (status != PlanStatus::ok) return status;
+  // Whether there is a plan, as ExactSolver.
+  ISOLOAD_HD bool solve() {
+    if (!add_up()) return false;
     ExactProblem units{};
     units.R = in_.R, units.E = in_.E, units.S = in_.S;
     units.tables = t_;
@@ -72,40 +72,34 @@ class ActiveSolver {
     units.ticks = in_.ticks;
     units.sweeps = kSettleRounds, units.budget = INT32_MAX;
     const ExactResult split{out_.quota, out_.peak, out_.bound, out_.telemetry};
-    const PlanStatus solved = ExactSolver<W, Team, true>(team_, units, ws_.exact, out_.quota).solve(split);
-    if (solved != PlanStatus::ok) return solved;
+    if (!ExactSolver<W, Team, true>(team_, units, ws_.exact, out_.quota).solve(split)) return false;
     load_slots();
     const int32_t moves = settle();
     if (team_.rank() == 0) out_.telemetry[3] = moves;  // unlimited: the solve was not cut short
     team_.sync();
-    return PlanStatus::ok;
+    return true;
   }
 
  private:
   ISOLOAD_HD int64_t tick(int r) const { return in_.ticks ? in_.ticks[r] : 1; }
 
   // Copies per expert; refuses what is no load. ExactSolver refuses an expert without a replica.
-  ISOLOAD_HD PlanStatus add_up() {
-    int32_t sign = 0, wrapped = 0;
+  ISOLOAD_HD bool add_up() {
+    int32_t sign = 0;  // of loads, and of sums on their way
     int64_t copies = 0;
     team_.for_each(in_.E, [&](int e) { sign |= ws_.total[e] = in_.loads[e]; });
     for (int s = 1; s < in_.num_sources; ++s) {  // a lane keeps its experts, so no barrier between rows
       const int32_t* row = in_.loads + int64_t(s) * in_.E;
       team_.for_each(in_.E, [&](int e) {
         sign |= row[e];
-        wrapped |= ws_.total[e] = static_cast<int32_t>(uint32_t(ws_.total[e]) + uint32_t(row[e]));
+        sign |= ws_.total[e] = static_cast<int32_t>(uint32_t(ws_.total[e]) + uint32_t(row[e]));
       });
     }
     team_.for_each(in_.E, [&](int e) {
       copies += ws_.total[e];
       ws_.unit[e] = ws_.total[e] > 0;
     });
-    constexpr uint64_t kNegative = 1, kWrapped = 2;
-    const uint64_t wrong = team_.any((sign < 0 ? kNegative : 0) | (wrapped < 0 ? kWrapped : 0), 32);
-    copies = team_.sum(copies);
-    if (wrong & kNegative) return PlanStatus::negative_load;
-    if (wrong & kWrapped || copies > INT32_MAX) return PlanStatus::too_many_copies;
-    return PlanStatus::ok;
+    return team_.sum(sign < 0 ? kTooMany : copies) <= INT32_MAX;
   }
 
   // Units become copies; counts both per rank.
@@ -191,8 +185,7 @@ struct ActivePlanner {  // see planner.h
   template <int W, class Team>
   ISOLOAD_HD static int solve(Team& team, const Problem& in, void* memory, const Result& out) {
     ActiveSolver<W, Team> solver(team, in, ActiveWorkspace<W>::at(memory, in.R, in.E), out);
-    const PlanStatus status = solver.solve();
-    return status == PlanStatus::ok ? kPlanned : static_cast<int>(status);
+    return solver.solve() ? kPlanned : 0;
   }
   template <class Team>
   ISOLOAD_HD static void refuse(Team& team, const Problem& in, const Result& out) {

@@ -39,9 +39,9 @@ class ExactSolver {
   ISOLOAD_HD ExactSolver(Team& team, const ExactProblem& problem, ExactWorkspace<W> workspace, int32_t* quota)
       : team_(team), in_(problem), t_(problem.tables), ws_(workspace), quota_(quota) {}
 
-  ISOLOAD_HD PlanStatus solve(const ExactResult& out) {
-    const PlanStatus status = add_up();
-    if (status != PlanStatus::ok) return status;
+  // Whether there is a plan: not of loads that are negative, too many or of an expert without a replica.
+  ISOLOAD_HD bool solve(const ExactResult& out) {
+    if (!add_up()) return false;
     start();
     int32_t sweeps = 0;
     const int64_t target = with_tolerance(bound_, in_.tolerance_ppm);
@@ -68,7 +68,7 @@ class ExactSolver {
       for (int i = 0; i < 4; ++i) out.telemetry[i] = telemetry[i];
     }
     team_.sync();
-    return PlanStatus::ok;
+    return true;
   }
 
  private:
@@ -93,27 +93,22 @@ class ExactSolver {
   }
 
   // Totals per expert, fixed and solo load per rank, the first lower bound; refuses what cannot be planned.
-  ISOLOAD_HD PlanStatus add_up() {
-    constexpr uint64_t kNegative = 1, kWrapped = 2, kUncovered = 4;
+  ISOLOAD_HD bool add_up() {
     const int R = in_.R, E = in_.E, S = in_.S;
     const int32_t pour = in_.pour ? *in_.pour : 0;
     const ColumnSums seen = team_.column_sums(in_.loads, in_.num_sources, E, ws_.total);
+    bool refused = (pour | seen.any_row | seen.any_sum) < 0;
     int64_t copies = 0;
-    int32_t sign = pour | seen.any_row;
-    uint64_t wrong = 0;
     team_.for_each(in_.fixed ? R : 0, [&](int r) {
       copies += in_.fixed[r];
-      sign |= in_.fixed[r];
+      refused |= in_.fixed[r] < 0;
     });
     team_.for_each(E, [&](int e) {  // the lane's own sums
       copies += ws_.total[e];
-      wrong |= ws_.total[e] != 0 && t_.copies(e) == 0 ? kUncovered : 0;
+      refused |= ws_.total[e] != 0 && t_.copies(e) == 0;
     });
-    wrong = team_.any(wrong | (sign < 0 ? kNegative : 0) | (seen.any_sum < 0 ? kWrapped : 0), 32);
-    copies = team_.sum(copies);
-    if (wrong & kNegative) return PlanStatus::negative_load;
-    if (wrong & kWrapped || copies + pour > INT32_MAX) return PlanStatus::too_many_copies;
-    if (wrong & kUncovered) return PlanStatus::expert_without_replica;
+    copies = team_.sum(refused ? kTooMany : copies);
+    if (copies + pour > INT32_MAX) return false;
     team_.for_each_group(R, [&](int r, auto& group) {
       int32_t solo = 0;
       group.for_each(S, [&](int s) {
@@ -134,7 +129,7 @@ class ExactSolver {
     team_.sync();
     const int64_t top = peak();
     bound_ = top > level_ ? top : level_;
-    return PlanStatus::ok;
+    return true;
   }
 
   // Not inlined, like finish(): three starts inside solve() make the augmenting loop there a tenth slower.
@@ -205,8 +200,7 @@ struct ExactPlanner {  // see planner.h
   template <int W, class Team>
   ISOLOAD_HD static int solve(Team& team, const Problem& in, void* memory, const Result& out) {
     ExactSolver<W, Team> solver(team, in, ExactWorkspace<W>::at(memory, in.R, in.E), out.quota);
-    const PlanStatus status = solver.solve(out);
-    return status == PlanStatus::ok ? kPlanned : static_cast<int>(status);
+    return solver.solve(out) ? kPlanned : 0;
   }
   template <class Team>
   ISOLOAD_HD static void refuse(Team& team, const Problem& in, const Result& out) {

@@ -13,12 +13,8 @@
 
 namespace isoload {
 
-enum class PlanStatus : int32_t {
-  ok = 0,
-  negative_load = 1,
-  too_many_copies = 2,
-  expert_without_replica = 3
-};
+// A lane's part of a sum of copies where it has seen what must be refused.
+constexpr int64_t kTooMany = int64_t(1) << 48;
 
 struct ExactProblem {
   int R, E, S;             // ranks, logical experts, slots per rank
@@ -76,38 +72,38 @@ ISOLOAD_HD int64_t smallest_peak(Team& team, const int32_t* ticks, int R, int64_
   return *found;
 }
 
-// Caller's memory; every array is written before it is read.
+// Caller's memory; every array is written before it is read. R here: places<W>(R).
 template <int W>
 struct ExactWorkspace {
-  RankSet<W>*holders, *givers,
-      *levels;                  // [E] ranks of a replicated expert; those with quota > 0; [R+1] BFS levels
-  int64_t* found;               // [1] of smallest_peak
-  int32_t *total, *load, *cap;  // [E] copies per expert; [R] copies per rank; [R] copies the target allows
-  int32_t *from, *to, *via;     // [R] slots of each hop of a path, and its expert in the order
-  int32_t* way;                 // [R+1] its ranks, from the last one
-  Replicated split;             // [E] of the tables' order
-  int32_t* falling;             // [E] for Start::packed
+  RankSet<W>*levels, *holders,
+      *givers;               // [R+1] BFS levels; [E] ranks of a replicated expert; those with quota > 0
+  int64_t* found;            // [1] of smallest_peak
+  int32_t *load, *cap;       // [R] copies per rank; copies the target allows
+  int32_t *from, *to, *via;  // [R] slots of each hop of a path, and its expert in the order
+  int32_t *way, *total;      // [R+1] its ranks, from the last one; [E] copies per expert
+  Replicated split;          // [E] of the tables' order
+  int32_t* falling;          // [E] for Start::packed
 
-  ISOLOAD_HD static int64_t bytes(int64_t R, int64_t E) {
+  ISOLOAD_HD static int64_t bytes(int64_t num_ranks, int64_t E) {
+    const int64_t R = places<W>(num_ranks);
     return (2 * E + R + 1) * int64_t(sizeof(RankSet<W>)) + int64_t(sizeof(int64_t)) +
            (5 * E + 6 * R + 1) * int64_t(sizeof(int32_t));
   }
-  ISOLOAD_HD static ExactWorkspace at(void* memory, int64_t R, int64_t E) {
+  ISOLOAD_HD static ExactWorkspace at(void* memory, int64_t num_ranks, int64_t E) {
+    const int64_t R = places<W>(num_ranks);
     ExactWorkspace ws;
-    ws.holders = static_cast<RankSet<W>*>(memory);
+    ws.levels = static_cast<RankSet<W>*>(memory);
+    ws.holders = ws.levels + R + 1;
     ws.givers = ws.holders + E;
-    ws.levels = ws.givers + E;
-    ws.found = reinterpret_cast<int64_t*>(ws.levels + R + 1);
-    ws.total = reinterpret_cast<int32_t*>(ws.found + 1);
-    ws.load = ws.total + E;
+    ws.found = reinterpret_cast<int64_t*>(ws.givers + E);
+    ws.load = reinterpret_cast<int32_t*>(ws.found + 1);
     ws.cap = ws.load + R;
     ws.from = ws.cap + R;
     ws.to = ws.from + R;
     ws.via = ws.to + R;
     ws.way = ws.via + R;
-    ws.split.first = ws.way + R + 1;
-    ws.split.last = ws.split.first + E;
-    ws.split.copies = ws.split.last + E;
+    ws.total = ws.way + R + 1;
+    ws.split = {ws.total + E, ws.total + 2 * E, ws.total + 3 * E};
     ws.falling = ws.split.copies + E;
     return ws;
   }

@@ -31,28 +31,30 @@ struct JointResult : ExactResult {  // quota: with the shared copies
 // Caller's memory.
 template <int W>
 struct JointMemory {
-  void* exact;                      // of the exact split
-  WaterfillWorkspace<W> waterfill;  // but for its base, which is the split's load
-  int32_t *loads, *tokens, *pour;   // [R, E] routed copies; [R]; [1] all shared ones
-  int32_t *copies, *shares;         // [R, R] routed copies by rank; workspace of share
+  WaterfillWorkspace<W> waterfill;   // its base: the split's load
+  int32_t *tokens, *pour;            // [places<W>(R)]; [1] all shared copies
+  void* exact;                       // workspace of the split
+  int32_t *loads, *copies, *shares;  // [R, E] and [R, R] routed copies, by rank; [P] workspace of share
 
-  ISOLOAD_HD static int64_t exact_bytes(const JointProblem& in) {
-    return (ExactWorkspace<W>::bytes(in.R, in.E) + 7) / 8 * 8;
+  ISOLOAD_HD static int64_t bytes_ahead(int64_t R) {  // of the split's workspace, which begins with sets
+    const int64_t bytes = WaterfillWorkspace<W>::bytes(R) + (places<W>(R) + 1) * int64_t(sizeof(int32_t));
+    return (bytes + 15) / 16 * 16;
   }
   ISOLOAD_HD static int64_t bytes(const JointProblem& in) {
-    const int64_t R = in.R, ints = R * in.E + R + 1 + R * R + R * in.S;
-    return exact_bytes(in) + WaterfillWorkspace<W>::bytes(R) + ints * int64_t(sizeof(int32_t));
+    const int64_t R = in.R, ints = R * in.E + R * R + R * in.S;
+    return bytes_ahead(R) + ExactWorkspace<W>::bytes(R, in.E) + ints * int64_t(sizeof(int32_t));
   }
   ISOLOAD_HD static JointMemory at(void* memory, const JointProblem& in) {
-    const int64_t R = in.R;
+    const int64_t R = in.R, E = in.E;
     JointMemory m;
-    m.exact = memory;
-    m.waterfill = WaterfillWorkspace<W>::at(static_cast<char*>(memory) + exact_bytes(in), R);
-    m.waterfill.base = ExactWorkspace<W>::at(memory, R, in.E).load;
-    m.loads = m.waterfill.room_left + R;
-    m.tokens = m.loads + R * in.E;
-    m.pour = m.tokens + R;
-    m.copies = m.pour + 1;
+    m.waterfill = WaterfillWorkspace<W>::at(memory, R);
+    m.tokens = m.waterfill.room_left + places<W>(R);
+    m.pour = m.tokens + places<W>(R);
+    m.exact = static_cast<char*>(memory) + bytes_ahead(R);
+    const ExactWorkspace<W> exact = ExactWorkspace<W>::at(m.exact, R, E);
+    m.waterfill.base = exact.load;
+    m.loads = exact.falling + E;
+    m.copies = m.loads + R * E;
     m.shares = m.copies + R * R;
     return m;
   }

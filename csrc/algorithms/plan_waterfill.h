@@ -45,7 +45,7 @@ struct WaterfillResult {
   int64_t* bound;  // [1] lower bound of the peak over all shares of these candidates
 };
 
-// Caller's memory; every array is written before it is read.
+// Caller's memory; every array is written before it is read. R here: places<W>(R).
 template <int W>
 struct WaterfillWorkspace {
   VisitWorkspace<W> visit;
@@ -53,9 +53,10 @@ struct WaterfillWorkspace {
   int32_t *excess_left, *room_left;  // [R] the same after a pour
 
   ISOLOAD_HD static int64_t bytes(int64_t R) {
-    return VisitWorkspace<W>::bytes(R) + 5 * R * int64_t(sizeof(int32_t));
+    return VisitWorkspace<W>::bytes(R) + 5 * places<W>(R) * int64_t(sizeof(int32_t));
   }
-  ISOLOAD_HD static WaterfillWorkspace at(void* memory, int64_t R) {
+  ISOLOAD_HD static WaterfillWorkspace at(void* memory, int64_t num_ranks) {
+    const int64_t R = places<W>(num_ranks);
     WaterfillWorkspace ws;
     ws.visit = VisitWorkspace<W>::at(memory, R);
     ws.base = ws.visit.path + R;

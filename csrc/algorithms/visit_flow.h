@@ -30,10 +30,12 @@ struct VisitWorkspace {
   RankSet<W>*open, *sent, *levels;  // [R] takers that giver s may send more, has sent some; [R] of a search
   int32_t *line, *path;             // [R+1] wishes laid end to end; [R] givers and takers in turn
 
-  ISOLOAD_HD static int64_t bytes(int64_t R) {
+  ISOLOAD_HD static int64_t bytes(int64_t num_ranks) {
+    const int64_t R = places<W>(num_ranks);
     return 3 * R * int64_t(sizeof(RankSet<W>)) + (2 * R + 1) * int64_t(sizeof(int32_t));
   }
-  ISOLOAD_HD static VisitWorkspace at(void* memory, int64_t R) {
+  ISOLOAD_HD static VisitWorkspace at(void* memory, int64_t num_ranks) {
+    const int64_t R = places<W>(num_ranks);
     VisitWorkspace ws;
     ws.open = static_cast<RankSet<W>*>(memory);
     ws.sent = ws.open + R;

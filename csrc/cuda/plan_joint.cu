@@ -27,7 +27,8 @@ struct JointSizes {  // of a block, in int32
 };
 
 bool is_one_kernel(const JointProblem& problem) {
-  return is_plain(problem) && problem.R <= 64 && JointSizes::of(problem).bytes() <= shared_limit();
+  return is_plain(problem) && problem.tolerance_ppm == 0 && problem.num_shared == 1 && problem.R <= 64 &&
+         JointSizes::of(problem).bytes() <= shared_limit();
 }
 
 __global__ void __launch_bounds__(FetchedTeam::kLanes, 1)
@@ -36,7 +37,7 @@ __global__ void __launch_bounds__(FetchedTeam::kLanes, 1)
   __shared__ FetchedTeam::Group group;
   FetchedTeam team(group);
   JointPlanner::select(in, result, blockIdx.x);
-  in.ticks = nullptr, in.objective = Objective::spread;  // whose code has no divisions and no other start
+  in.objective = Objective::spread, in.ticks = nullptr, in.tolerance_ppm = 0, in.num_shared = 1;  // less code
   const JointSizes sizes = JointSizes::of(in);
   const JointMemory<1> m = JointMemory<1>::at(shared_memory, in);
   int32_t* const tables = reinterpret_cast<int32_t*>(shared_memory) + sizes.workspace;

@@ -24,14 +24,14 @@ namespace isoload {
 using Buffer = std::vector<int32_t>;
 
 struct SolvedPlan {
-  PlanStatus status;
+  bool planned;
   int64_t certificate[2];  // peak, bound
   int32_t telemetry[4];
   Buffer quota;  // [P]
 
   int64_t peak() const { return certificate[0]; }
   int64_t bound() const { return certificate[1]; }
-  bool ok() const { return status == PlanStatus::ok; }
+  bool ok() const { return planned; }
   bool operator==(const SolvedPlan&) const = default;
 };
 
@@ -232,7 +232,7 @@ inline const char* answers_error(const Instance& in, const Answers& one, const A
   if (one.tables != many.tables) return "the tables of the two teams differ";
   for (int i = 0; i < 4; ++i) {
     if (!Answers::fits(in, i)) continue;
-    if (one.plans[i].status != many.plans[i].status) return "the statuses of the two teams differ";
+    if (one.plans[i].planned != many.plans[i].planned) return "the statuses of the two teams differ";
     if (!one.plans[i].ok()) continue;
     if (one.plans[i] != many.plans[i]) return "the plans of the two teams differ";
     if (!one.exact().ok()) continue;

@@ -141,9 +141,9 @@ class Lane {
     const auto workspace = ExactWorkspace<W>::at(to_.workspace.data(), in_.R, in_.E);
     SolvedPlan& plan = to_.plans[i];
     const ExactResult out{plan.quota.data(), &plan.certificate[0], &plan.certificate[1], plan.telemetry};
-    const PlanStatus status = ExactSolver<W, Team>(team_, problem, workspace, out.quota).solve(out);
-    const uint64_t seen = 3 * uint64_t(*out.peak) + 5 * uint64_t(*out.bound) + 7 * uint64_t(status);
-    if (team_.rank() == 0) plan.status = status;
+    const bool planned = ExactSolver<W, Team>(team_, problem, workspace, out.quota).solve(out);
+    const uint64_t seen = 3 * uint64_t(*out.peak) + 5 * uint64_t(*out.bound) + 7 * uint64_t(planned);
+    if (team_.rank() == 0) plan.planned = planned;
     finish(plan.quota, seen);
   }
 
@@ -206,9 +206,9 @@ class Lane {
     SolvedPlan& plan = to_.active;
     const auto workspace = ActiveWorkspace<4>::at(to_.workspace.data(), in_.R, in_.E);
     const ActiveResult out{plan.quota.data(), &plan.certificate[0], &plan.certificate[1], plan.telemetry};
-    const PlanStatus status = ActiveSolver<4, Team>(team_, problem, workspace, out).solve();
-    if (team_.rank() == 0) plan.status = status;
-    finish(plan.quota, 3 * uint64_t(*out.peak) + 5 * uint64_t(*out.bound) + 7 * uint64_t(status) +
+    const bool planned = ActiveSolver<4, Team>(team_, problem, workspace, out).solve();
+    if (team_.rank() == 0) plan.planned = planned;
+    finish(plan.quota, 3 * uint64_t(*out.peak) + 5 * uint64_t(*out.bound) + 7 * uint64_t(planned) +
                            11 * uint64_t(out.telemetry[3]));
   }
 
