@@ -37,12 +37,11 @@ class SpillLayer {
   ISOLOAD_HD SpillStatus add_up() {
     const ColumnSums seen = team_.column_sums(in_.loads, in_.num_sources, in_.E, ws_.total);
     int32_t sign = seen.any_row;
-    team_.for_each(in_.R, [&](int r) { sign |= fixed(r); });
+    int64_t mine = 0;
+    team_.for_each(in_.R, [&](int r) { sign |= fixed(r), mine += fixed(r); });
     const int32_t fault = team_.max32(sign < 0 ? 2 : seen.any_sum < 0);
     if (fault == 2) return SpillStatus::negative;
-    int64_t mine = 0;
     team_.for_each(in_.E, [&](int e) { mine += ws_.total[e]; });
-    team_.for_each(in_.R, [&](int r) { mine += fixed(r); });
     total_ = team_.sum(mine);
     return fault || total_ > INT32_MAX ? SpillStatus::too_many_copies : SpillStatus::ok;
   }
@@ -62,6 +61,7 @@ class SpillLayer {
   // The copies as they are before anything is lent: as `start` has them, or if null all in home slots.
   ISOLOAD_HD void settle(const SpillStart& at, const int32_t* start) {
     const int P = in_.R * in_.S;
+    lies_in_global(start);
     bool replica = false;
     team_.for_each(P, [&](int p) {
       const int e = in_.slot_to_expert[p];
@@ -70,11 +70,11 @@ class SpillLayer {
       replica |= held && !home;
     });
     team_.sync();
-    team_.for_each(in_.R, [&](int r) {
+    const int32_t busiest = max(in_.R, [&](int r) {
       int32_t load = fixed(r);
       ISOLOAD_ROLLED
       for (int p = r * in_.S; p < r * in_.S + in_.S; ++p) load += at.copies[p];
-      at.load[r] = load;
+      return at.load[r] = load;
     });
     view_ = {in_.R,
              in_.S,
@@ -87,7 +87,7 @@ class SpillLayer {
              at.copies,
              at.load,
              at.order,
-             max(in_.R, [&](int r) { return at.load[r]; }),
+             busiest,
              team_.max32(replica) != 0,
              in_.capacity_ppm ? in_.min_chunk : 1,
              in_.min_chunk,
