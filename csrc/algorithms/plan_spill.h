@@ -183,8 +183,13 @@ class Spill : SpillLayer<Team> {
       for (int k = i + 1; k < n; ++k) before += ws_.copies[k] > mine;
       ws_.queue[before] = ws_.slots[i];
     });
+    int32_t* const spare = ws_.index;  // which has served
+    team_.for_each(in_.R, [&](int r) {
+      ISOLOAD_ROLLED
+      for (int i = 0; i < in_.spare; ++i) spare[(in_.R - 1 - r) * in_.spare + i] = (r + 1) * in_.S - 1 - i;
+    });
     team_.sync();
-    return {n, ws_.queue, ws_.free};
+    return {n, ws_.queue, ws_.free, spare};
   }
 
   // A level that no plan is below: with its spare slots full of the largest chunks a rank still has room.

@@ -139,14 +139,13 @@ class SpillGreedy {
   // is sought: the search would take longer than all else.
   ISOLOAD_HD ISOLOAD_COLD Chunk relay(int home, int32_t wanted) {
     if (in_.replicated || !relays_ || !lends(home, true)) return {0, -1, -1, false, -1};
-    Relay mine{0, -1};
+    Relay mine{0, -1};  // of this lane's ranks so far
     int r;
     const int32_t copies = group_.largest(
         in_.R,
         [&](int k) {
-          const Relay found = relayed(home, wanted, k);
-          if (found.copies > mine.copies) mine = found;
-          return found.copies;
+          mine = relayed(home, wanted, k, mine);
+          return mine.copies;
         },
         r);
     relays_ = copies > 0;
@@ -163,11 +162,10 @@ class SpillGreedy {
     return {copies, giver, -1, near, -1};
   }
 
-  // The largest chunk that fits if the rank takes more through one of its spare slots.
-  ISOLOAD_HD Relay relayed(int home, int32_t wanted, int r) const {
-    Relay best{0, -1};
+  // The largest chunk that fits if the rank takes more through one of its spare slots, or `best`.
+  ISOLOAD_HD Relay relayed(int home, int32_t wanted, int r, Relay best) const {
     const int32_t room = target_ - to_.cost[r], least_cost = in_.least_import_cost();
-    if (to_.free[r] > 0 || room <= least_cost) return best;
+    if (to_.free[r] > 0 || room <= least_cost + best.copies || best.copies == wanted) return best;
     ISOLOAD_ROLLED
     for (int p = r * in_.S + in_.S - spare_[r]; p < r * in_.S + in_.S; ++p) {
       const int32_t left = to_.quota[to_.lender[p]];

@@ -19,6 +19,7 @@ struct SpillQueue {
   int n;
   const int32_t* slots;  // [n] resident slots of the ranks that may lend, most copies first, then the lowest
   const int32_t* free;   // [R] spare slots that may be filled
+  const int32_t* spare;  // [R * spare] all spare slots, the last one first
 };
 
 template <class Group>
@@ -65,9 +66,9 @@ class SpillLevel {
     for (bool whole = true;; whole = false) {
       ISOLOAD_ROLLED
       for (int i = 0;; ++i) {
-        i = group_.first(i, n, [&](int k) { return copies_back(import_slot(k), largest, whole) > 0; });
+        i = group_.first(i, n, [&](int k) { return copies_back(queue_.spare[k], largest, whole) > 0; });
         if (i == n) break;
-        const int p = import_slot(i);
+        const int p = queue_.spare[i];
         const int32_t copies = copies_back(p, largest, whole);
         group_.sync();  // all have read what is written here
         if (group_.rank() == 0) move_back(p, copies, whole);
@@ -85,10 +86,6 @@ class SpillLevel {
   ISOLOAD_HD int32_t price(int owner, int r) const { return in_.import_cost(in_.near(owner, r)); }
   ISOLOAD_HD bool is_above(int r) const { return to_.cost[r] > level_; }
 
-  ISOLOAD_HD int import_slot(int i) const {
-    const auto from_last = static_cast<int>(uint32_t(i) / uint32_t(in_.spare));  // rank
-    return (in_.R - from_last) * in_.S - 1 - (i - from_last * in_.spare);
-  }
   // How many of a spare slot's copies may go back: all or none of a whole import, else some of it.
   ISOLOAD_HD int32_t copies_back(int p, int32_t largest, bool whole) const {
     const int r = in_.rank[p], end = r * in_.S + in_.S;
