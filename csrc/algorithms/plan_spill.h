@@ -33,15 +33,14 @@ class Spill : SpillLayer<Team> {
     if (status != SpillStatus::ok) return status;
     if (this->prepare() == 0) return SpillStatus::none_alive;
     bool balanced = false;
-    int64_t capacity = 0, slack = 0;
+    int32_t capacity = 0, slack = 0;
     Worth first{};
     ISOLOAD_ROLLED
     for (bool from_home = false;; from_home = true) {
       this->settle(ws_.start(from_home), from_home ? nullptr : in_.start);
       if (!from_home) {
         balanced = this->is_balanced();
-        capacity = balanced ? 0 : this->capacity_of(),
-        slack = uint64_t(capacity * in_.tolerance_ppm) / kMillion;
+        capacity = balanced ? 0 : this->capacity_of(), slack = this->slack_of(capacity);
       }
       const bool search = capacity == 0 && !balanced;
       lend(capacity ? capacity : view_.busiest, slack, search);
@@ -84,12 +83,12 @@ class Spill : SpillLayer<Team> {
 
   // Towards the target; or from a first try there on, which lends nothing, a search for the least cost: over
   // geometric steps above the least target, then even ones.
-  ISOLOAD_HD void lend(int64_t target, int64_t slack, bool search) {
-    int64_t low = target, least = INT64_MAX, span = 0;
+  ISOLOAD_HD void lend(int32_t target, int32_t slack, bool search) {
+    int32_t low = target, least = INT32_MAX, span = 0;
     ISOLOAD_ROLLED
     for (int round = 0;; ++round) {
-      auto step = [&](int k) -> int64_t {
-        if (round > 1) return uint64_t(span) * k / kSpillWays;
+      auto step = [&](int k) -> int32_t {
+        if (round > 1) return static_cast<int32_t>(uint64_t(uint32_t(span)) * uint32_t(k) / kSpillWays);
         return k ? span >> (kSpillWays - k) : 0;
       };
       team_.for_each_group(round ? kSpillWays : 1, [&](int k, auto& group) {
@@ -105,11 +104,11 @@ class Spill : SpillLayer<Team> {
         for (int k = 1; k < kSpillWays; ++k)
           if (ws_.reached[way(k)] < ws_.reached[way(chosen)]) chosen = k;
         low += step(chosen > 0 ? chosen - 1 : 0);
-        const int64_t cost = ws_.reached[way(chosen)];
+        const int32_t cost = ws_.reached[way(chosen)];
         if (cost < least) least = cost, kept_ = way(chosen);
       }
       span = least - low;
-      if (round == kSpillRounds || span < uint32_t(low) / kSpillFine) return;
+      if (round == kSpillRounds || uint32_t(span) < uint32_t(low) / kSpillFine) return;
       team_.sync();  // before anybody tries again
     }
   }
@@ -137,11 +136,12 @@ class Spill : SpillLayer<Team> {
   }
 
   // The lowest target at which the other ranks have room for all excess if each pays for one import.
-  ISOLOAD_HD int64_t least_target() {
-    const int64_t cost = view_.replicated ? 0 : view_.least_import_cost();
-    return this->lowest(this->mean(), view_.busiest, [&](int64_t target, int r) {
-      const int64_t load = view_.load[r], room = target - cost - load;
-      return load > target ? target - load : room > 0 && this->alive(r) ? room : 0;
+  ISOLOAD_HD int32_t least_target() {
+    const int32_t cost = view_.replicated ? 0 : view_.least_import_cost();
+    return this->lowest(this->mean(), view_.busiest, [&](int32_t target, int r) {
+      const int32_t room = target - view_.load[r];
+      if (room < 0) return room;
+      return room > cost && this->alive(r) ? room - cost : 0;
     });
   }
 
@@ -153,20 +153,20 @@ class Spill : SpillLayer<Team> {
 
   // Where spare slots ran out: the lowest level found from where copies were given, if it is below the plan
   // that is kept. Returns the flags.
-  ISOLOAD_HD int32_t level_out(int64_t capacity, int64_t slack) {
+  ISOLOAD_HD int32_t level_out(int32_t capacity, int32_t slack) {
     const int32_t flags = ws_.flags[kept_];
     const SpillQueue queue = queue_up(capacity);
-    if (!seek(least_level(capacity, queue), capacity + slack, queue)) return flags;
-    const int64_t above = ws_.reached[kept_] - capacity;
+    if (!seek(least_level(capacity, queue), int64_t(capacity) + slack, queue)) return flags;
+    const int32_t above = ws_.reached[kept_] - capacity;
     team_.alone([&](auto& group) { level_of(group, kept_, 0, queue).take_back(capacity + above); });
     return above <= slack ? 0 : above < view_.min_excess ? kSmallExcess : flags;
   }
 
   // The slots whose copies may be lent and the ranks that may take some, in order.
-  ISOLOAD_HD SpillQueue queue_up(int64_t capacity) {
+  ISOLOAD_HD SpillQueue queue_up(int32_t capacity) {
     const int P = in_.R * in_.S;
     auto lends = [&](int p) {
-      return view_.start[p] >= view_.min_chunk && view_.load[ws_.rank[p]] >= capacity + view_.min_excess;
+      return view_.start[p] >= view_.min_chunk && view_.load[ws_.rank[p]] - capacity >= view_.min_excess;
     };
     team_.for_each(P, [&](int p) { ws_.index[p] = lends(p); });
     const int n = team_.scan(ws_.index, P);
@@ -183,18 +183,23 @@ class Spill : SpillLayer<Team> {
       for (int k = i + 1; k < n; ++k) before += ws_.copies[k] > mine;
       ws_.queue[before] = ws_.slots[i];
     });
+    int32_t* const spare = ws_.index;  // which has served
+    team_.for_each(in_.R, [&](int r) {
+      ISOLOAD_ROLLED
+      for (int i = 0; i < in_.spare; ++i) spare[(in_.R - 1 - r) * in_.spare + i] = (r + 1) * in_.S - 1 - i;
+    });
     team_.sync();
-    return {n, ws_.queue, ws_.free};
+    return {n, ws_.queue, ws_.free, spare};
   }
 
   // A level that no plan is below: with its spare slots full of the largest chunks a rank still has room.
-  ISOLOAD_HD int64_t least_level(int64_t capacity, const SpillQueue& queue) {
+  ISOLOAD_HD int32_t least_level(int32_t capacity, const SpillQueue& queue) {
     if (view_.replicated) return capacity;  // whose ranks take copies without a spare slot
-    int64_t most = 0;
+    int32_t most = 0;
     ISOLOAD_ROLLED
     for (int i = 0; i < in_.spare && i < queue.n; ++i) most += view_.start[queue.slots[i]];
-    return this->lowest(capacity, ws_.reached[kept_], [&](int64_t level, int r) {
-      const int64_t left = level - view_.load[r], more = queue.free[r] > 0 ? most : 0;
+    return this->lowest(capacity, ws_.reached[kept_], [&](int32_t level, int r) {
+      const int32_t left = level - view_.load[r], more = queue.free[r] > 0 ? most : 0;
       return left < more ? left : more;
     });
   }
@@ -202,21 +207,20 @@ class Spill : SpillLayer<Team> {
   // Keeps the plan of the level with the least load found, if that is below the plan's kept; returns whether
   // it is. Each round tries a level near the lowest one open and a higher one, which does not count if the
   // lower one was reached. A level that was missed is too low by an equal part of what is above it at least.
-  ISOLOAD_HD bool seek(int64_t low, int64_t enough, const SpillQueue& queue) {
+  ISOLOAD_HD bool seek(int32_t low, int64_t enough, const SpillQueue& queue) {
     static_assert(kLevelWays == 2, "a lane alone skips the way after one that was reached");
     bool found = false;
-    int64_t least = ws_.reached[kept_];
+    int32_t least = ws_.reached[kept_];
     ISOLOAD_ROLLED
-    for (int round = 0; round < kLevelRounds && least > enough && least - low > uint32_t(low) / kLevelFine;
-         ++round) {
+    for (int round = 0; round < kLevelRounds && least > enough && least - low > low / kLevelFine; ++round) {
       const auto span = static_cast<uint32_t>(least - low);  // of loads, below 2^31
-      const int64_t lower = low + (round ? span / (kLevelWays + 1) : 0);
-      const int64_t higher = low + (round ? span * 2 / (kLevelWays + 1) : span / kLevelFirst);
+      const int32_t lower = low + (round ? span / (kLevelWays + 1) : 0);
+      const int32_t higher = low + (round ? span * 2 / (kLevelWays + 1) : span / kLevelFirst);
       const int first = way(0), second = way(1);
       team_.for_each_group(kLevelWays, [&](int k, auto& group) {
         if (k > 0 && team_.size() == 1 && ws_.reached[first] <= lower) return;
         auto attempt = level_of(group, k ? second : first, k ? higher : lower, queue);
-        const int64_t reached = attempt.run(), above = attempt.copies_above();
+        const int32_t reached = attempt.run(), above = attempt.copies_above();
         if (group.rank() == 0)
           ws_.reached[k ? second : first] = reached, ws_.above[k ? second : first] = above;
       });
@@ -224,7 +228,7 @@ class Spill : SpillLayer<Team> {
       ISOLOAD_ROLLED
       for (int k = 0; k < kLevelWays; ++k) {
         const int state = k ? second : first;
-        const int64_t level = k ? higher : lower, reached = ws_.reached[state];
+        const int32_t level = k ? higher : lower, reached = ws_.reached[state];
         if (reached < least) least = reached, kept_ = state, found = true;
         if (reached <= level) break;
         low = level + uint32_t(ws_.above[state]) / uint32_t(in_.R) + 1;
@@ -235,15 +239,15 @@ class Spill : SpillLayer<Team> {
   }
 
   template <class Group>
-  ISOLOAD_HD SpillLevel<Group> level_of(Group& group, int state, int64_t level,
+  ISOLOAD_HD SpillLevel<Group> level_of(Group& group, int state, int32_t level,
                                         const SpillQueue& queue) const {
     return {group, view_, ws_.state(state), level, queue};
   }
 
   template <class Group>
-  ISOLOAD_HD void try_target(Group& group, int state, int64_t target, int64_t slack, int64_t limit) {
+  ISOLOAD_HD void try_target(Group& group, int state, int32_t target, int32_t slack, int32_t limit) {
     SpillGreedy<Group> greedy(group, view_, ws_.state(state), target);
-    const int64_t reached = greedy.run(ws_.free, slack, limit);
+    const int32_t reached = greedy.run(ws_.free, slack, limit);
     if (group.rank() == 0) ws_.reached[state] = reached, ws_.flags[state] = greedy.flags();
   }
 

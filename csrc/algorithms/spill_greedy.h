@@ -21,12 +21,12 @@ namespace isoload {
 template <class Group>
 class SpillGreedy {
  public:
-  ISOLOAD_HD SpillGreedy(Group& group, const SpillView& view, const SpillState& state, int64_t target)
+  ISOLOAD_HD SpillGreedy(Group& group, const SpillView& view, const SpillState& state, int32_t target)
       : group_(group), in_(view), to_(state), open_(group, view, state), target_(target) {}
 
   // free: [R] spare slots that may be filled. Returns the largest cost; or, as soon as a rank cannot get
   // below `limit`, that rank's, for this try is no use then: no later step lowers what was given up.
-  ISOLOAD_HD int64_t run(const int32_t* free, int64_t slack, int64_t limit) {
+  ISOLOAD_HD int32_t run(const int32_t* free, int32_t slack, int32_t limit) {
     spare_ = free;
     begin(group_, in_, to_, free);
     if (!in_.replicated) open_.begin([&](int r) { return open_cost(to_.cost[r], to_.free[r]); });
@@ -44,7 +44,7 @@ class SpillGreedy {
 
  private:
   struct Chunk {
-    int64_t copies;
+    int32_t copies;
     int taker, slot;  // rank; slot in which it holds the expert, or -1
     bool near;
     int at;  // of an open rank; else -1
@@ -54,23 +54,23 @@ class SpillGreedy {
     int through;  // a spare slot, or -1
   };
 
-  ISOLOAD_HD void relieve(int giver, int64_t slack) {
+  ISOLOAD_HD void relieve(int giver, int32_t slack) {
     const int first = giver * in_.S;
     while (to_.cost[giver] > target_) {
-      const int64_t excess = to_.cost[giver] - target_;
+      const int32_t excess = to_.cost[giver] - target_;
       if (excess < in_.min_excess) {  // not worth an import
         if (excess > slack) flags_ |= kSmallExcess;
         return;
       }
       int s;
-      const int64_t here = group_.largest(in_.S, [&](int i) { return to_.quota[first + i]; }, s);
+      const int32_t here = group_.largest(in_.S, [&](int i) { return to_.quota[first + i]; }, s);
       if (here == 0) {  // what is left cannot move: shared experts
         flags_ |= kImmovable;
         return;
       }
       const int e = in_.replicated ? in_.slot_to_expert[first + s] : -1;
       const int owner = in_.replicated ? in_.owner(e) : giver;
-      const int64_t wanted = here < excess ? here : excess;
+      const int32_t wanted = here < excess ? here : excess;
       Chunk chunk = choose(owner, e, wanted);
       if (chunk.copies < in_.min_chunk && excess <= slack) return;  // the tail stays at home
       if (chunk.copies == 0) chunk = relay(giver, wanted);
@@ -83,7 +83,7 @@ class SpillGreedy {
   }
 
   // The largest chunk near the expert's owner, or a far one where the near one is small.
-  ISOLOAD_HD Chunk choose(int owner, int e, int64_t wanted) const {
+  ISOLOAD_HD Chunk choose(int owner, int e, int32_t wanted) const {
     const bool all = in_.per_node == in_.R;
     const int first = all ? 0 : in_.node[owner] * in_.per_node, last = all ? 0 : first + in_.per_node;
     Chunk other{0, -1, -1, true, -1};
@@ -101,18 +101,19 @@ class SpillGreedy {
   }
 
   // The largest chunk that one of the ranks takes, of several the fullest, then the lowest.
-  ISOLOAD_HD Chunk among(int owner, int e, int64_t wanted, Ranks ranks, bool near) const {
+  ISOLOAD_HD Chunk among(int owner, int e, int32_t wanted, Ranks ranks, bool near) const {
     const bool may_lend = lends(owner, near);
     if (in_.replicated) return among_holders(e, wanted, ranks, near, may_lend);
     if (!may_lend) return {0, -1, -1, near, -1};
-    const int64_t limit = target_ - in_.import_cost(near);
+    const int32_t limit = target_ - in_.import_cost(near);
     const OpenRank taker = open_.find(limit, wanted, ranks);
-    const int64_t room = limit - taker.cost, copies = room < wanted ? room : wanted;
+    if (taker.rank < 0) return {0, -1, -1, near, -1};  // whose cost is none to reckon with
+    const int32_t room = limit - taker.cost, copies = room < wanted ? room : wanted;
     return {copies > 0 ? copies : 0, taker.rank, -1, near, taker.at};
   }
 
   // Where ranks may hold a replica, which needs no import: most copies first, then the fullest.
-  ISOLOAD_HD Chunk among_holders(int e, int64_t wanted, Ranks ranks, bool near, bool may_lend) const {
+  ISOLOAD_HD Chunk among_holders(int e, int32_t wanted, Ranks ranks, bool near, bool may_lend) const {
     const int first = ranks.begin();
     int i, mine = -1;  // of this lane's best
     int64_t most = 0;
@@ -120,32 +121,31 @@ class SpillGreedy {
         ranks.end(in_.R) - first,
         [&](int k) {
           const int r = first + k;
-          int64_t room = target_ - to_.cost[r];
+          int32_t room = target_ - to_.cost[r];
           if (room <= 0 || !ranks.has(r)) return int64_t(0);
           const int slot = held(e, r);
           if (slot < 0) room = may_lend && to_.free[r] > 0 ? room - in_.import_cost(near) : 0;
-          const int64_t copies = room < wanted ? room : wanted;
-          const int64_t key = copies > 0 ? copies << 32 | to_.cost[r] : 0;
+          const int32_t copies = room < wanted ? room : wanted;
+          const int64_t key = copies > 0 ? int64_t(copies) << 32 | to_.cost[r] : 0;
           if (key > most) most = key, mine = slot;
           return key;
         },
         i);
-    return {best >> 32, first + i, group_.from_lane_of(i, mine), near, -1};
+    return {static_cast<int32_t>(best >> 32), first + i, group_.from_lane_of(i, mine), near, -1};
   }
   ISOLOAD_HD int held(int e, int r) const { return in_.held(e, r, to_.lender, spare_[r], to_.free[r]); }
 
   // Room for the largest chunk on a giver whose taker has room, but no slot, left. Once there is none, none
   // is sought: the search would take longer than all else.
-  ISOLOAD_HD ISOLOAD_COLD Chunk relay(int home, int64_t wanted) {
+  ISOLOAD_HD ISOLOAD_COLD Chunk relay(int home, int32_t wanted) {
     if (in_.replicated || !relays_ || !lends(home, true)) return {0, -1, -1, false, -1};
-    Relay mine{0, -1};
+    Relay mine{0, -1};  // of this lane's ranks so far
     int r;
     const int32_t copies = group_.largest(
         in_.R,
         [&](int k) {
-          const Relay found = relayed(home, wanted, k);
-          if (found.copies > mine.copies) mine = found;
-          return found.copies;
+          mine = relayed(home, wanted, k, mine);
+          return mine.copies;
         },
         r);
     relays_ = copies > 0;
@@ -153,7 +153,7 @@ class SpillGreedy {
     const int through = group_.from_lane_of(r, mine.through), lender = to_.lender[through];
     const int giver = in_.rank[lender];
     const bool near = in_.near(giver, home);
-    const int32_t more = copies + static_cast<int32_t>(in_.import_cost(near));
+    const int32_t more = copies + in_.import_cost(near);
     group_.sync();  // all have read what is written here
     if (group_.rank() == 0) {
       to_.quota[lender] -= more, to_.cost[giver] -= more;
@@ -162,22 +162,21 @@ class SpillGreedy {
     return {copies, giver, -1, near, -1};
   }
 
-  // The largest chunk that fits if the rank takes more through one of its spare slots.
-  ISOLOAD_HD Relay relayed(int home, int64_t wanted, int r) const {
-    Relay best{0, -1};
-    const int64_t room = target_ - to_.cost[r], least_cost = in_.least_import_cost();
-    if (to_.free[r] > 0 || room <= least_cost) return best;
+  // The largest chunk that fits if the rank takes more through one of its spare slots, or `best`.
+  ISOLOAD_HD Relay relayed(int home, int32_t wanted, int r, Relay best) const {
+    const int32_t room = target_ - to_.cost[r], least_cost = in_.least_import_cost();
+    if (to_.free[r] > 0 || room <= least_cost + best.copies || best.copies == wanted) return best;
     ISOLOAD_ROLLED
     for (int p = r * in_.S + in_.S - spare_[r]; p < r * in_.S + in_.S; ++p) {
       const int32_t left = to_.quota[to_.lender[p]];
-      const int64_t more = room < left ? room : left;
+      const int32_t more = room < left ? room : left;
       if (more - least_cost <= best.copies) continue;
       const int giver = in_.rank[to_.lender[p]];
       if (giver == home || to_.free[giver] == 0) continue;
       const bool near = in_.near(giver, home);
       if (!near && in_.within) continue;
-      const int64_t here = more - in_.import_cost(near), copies = here < wanted ? here : wanted;
-      if (copies > best.copies) best = {static_cast<int32_t>(copies), p};
+      const int32_t here = more - in_.import_cost(near), copies = here < wanted ? here : wanted;
+      if (copies > best.copies) best = {copies, p};
     }
     return best;
   }
@@ -186,13 +185,13 @@ class SpillGreedy {
     group_.sync();             // all have read what is written here
     if (group_.rank() == 0) {  // loads first: a store between would end their overlap
       const int r = chunk.taker;
-      const auto copies = static_cast<int32_t>(chunk.copies);
+      const int32_t copies = chunk.copies;
       const int32_t kept = to_.cost[giver] - copies, rest = to_.quota[from] - copies;
       int32_t cost = to_.cost[r] + copies, free = to_.free[r];
       if (chunk.slot < 0) {
         const int32_t exports = to_.exports[owner] + 1;
         const int slot = r * in_.S + in_.S - free--;
-        cost += static_cast<int32_t>(in_.import_cost(chunk.near));
+        cost += in_.import_cost(chunk.near);
         to_.exports[owner] = exports, to_.free[r] = free;
         to_.lender[slot] = from, to_.quota[slot] = copies;
       } else {
@@ -213,7 +212,7 @@ class SpillGreedy {
   const SpillView& in_;
   const SpillState to_;
   const OpenRanks<Group> open_;
-  const int64_t target_;
+  const int32_t target_;
   const int32_t* spare_ = nullptr;  // [R] spare slots that may be filled
   bool relays_ = true;              // whether there may be one
   int32_t flags_ = 0;

@@ -37,12 +37,11 @@ class SpillLayer {
   ISOLOAD_HD SpillStatus add_up() {
     const ColumnSums seen = team_.column_sums(in_.loads, in_.num_sources, in_.E, ws_.total);
     int32_t sign = seen.any_row;
-    team_.for_each(in_.R, [&](int r) { sign |= fixed(r); });
+    int64_t mine = 0;
+    team_.for_each(in_.R, [&](int r) { sign |= fixed(r), mine += fixed(r); });
     const int32_t fault = team_.max32(sign < 0 ? 2 : seen.any_sum < 0);
     if (fault == 2) return SpillStatus::negative;
-    int64_t mine = 0;
     team_.for_each(in_.E, [&](int e) { mine += ws_.total[e]; });
-    team_.for_each(in_.R, [&](int r) { mine += fixed(r); });
     total_ = team_.sum(mine);
     return fault || total_ > INT32_MAX ? SpillStatus::too_many_copies : SpillStatus::ok;
   }
@@ -62,6 +61,7 @@ class SpillLayer {
   // The copies as they are before anything is lent: as `start` has them, or if null all in home slots.
   ISOLOAD_HD void settle(const SpillStart& at, const int32_t* start) {
     const int P = in_.R * in_.S;
+    lies_in_global(start);
     bool replica = false;
     team_.for_each(P, [&](int p) {
       const int e = in_.slot_to_expert[p];
@@ -70,11 +70,11 @@ class SpillLayer {
       replica |= held && !home;
     });
     team_.sync();
-    team_.for_each(in_.R, [&](int r) {
+    const int32_t busiest = max(in_.R, [&](int r) {
       int32_t load = fixed(r);
       ISOLOAD_ROLLED
       for (int p = r * in_.S; p < r * in_.S + in_.S; ++p) load += at.copies[p];
-      at.load[r] = load;
+      return at.load[r] = load;
     });
     view_ = {in_.R,
              in_.S,
@@ -87,7 +87,7 @@ class SpillLayer {
              at.copies,
              at.load,
              at.order,
-             max(in_.R, [&](int r) { return at.load[r]; }),
+             busiest,
              team_.max32(replica) != 0,
              in_.capacity_ppm ? in_.min_chunk : 1,
              in_.min_chunk,
@@ -124,7 +124,8 @@ class SpillLayer {
   }
 
   ISOLOAD_HD bool is_balanced() {
-    if (!in_.per_expert) return view_.busiest * most_.live * kMillion <= most_.copies * in_.threshold_ppm;
+    if (!in_.per_expert)
+      return int64_t(view_.busiest) * most_.live * kMillion <= most_.copies * in_.threshold_ppm;
     int32_t mine = 0;
     team_.for_each(in_.R, [&](int r) { mine += fixed(r); });
     const int64_t top = max(in_.E, [&](int e) { return ws_.total[e]; }),
@@ -133,7 +134,7 @@ class SpillLayer {
   }
 
   // 0 where the least cost is sought.
-  ISOLOAD_HD int64_t capacity_of() const {
+  ISOLOAD_HD int32_t capacity_of() const {
     const uint64_t copies = (uint64_t(most_.copies * in_.capacity_ppm) + kMillion - 1) / kMillion;
     const uint64_t most = copies + uint64_t(most_.live) - 1;  // below 2^42; divided in two steps of 32 bits
     const auto live = uint32_t(most_.live), upper = uint32_t(most >> 16);
@@ -141,28 +142,33 @@ class SpillLayer {
     const int64_t capacity = (int64_t(upper / live) << 16) + rest / live;
     return capacity < INT32_MAX ? capacity : INT32_MAX;
   }
-  ISOLOAD_HD int64_t mean() const {
+  // No excess is larger than the largest number.
+  ISOLOAD_HD int32_t slack_of(int32_t capacity) const {
+    const uint64_t slack = uint64_t(capacity * in_.tolerance_ppm) / kMillion;
+    return slack < INT32_MAX ? slack : INT32_MAX;
+  }
+  ISOLOAD_HD int32_t mean() const {
     return (uint32_t(most_.copies) + uint32_t(most_.live) - 1) / uint32_t(most_.live);
   }
 
   // The lowest level from low to high at which the ranks have room, room(level, r) in sum; `high` if none is
   // lower. Every group looks at a level of its own.
   template <class F>
-  ISOLOAD_HD int64_t lowest(int64_t low, int64_t high, F&& room) {
+  ISOLOAD_HD int32_t lowest(int32_t low, int32_t high, F&& room) {
     const int ways = team_.groups() < kSpillProbes ? 1 : kSpillProbes - 1;
     ISOLOAD_ROLLED
     while (low < high) {
-      const int64_t from = low;
-      const uint64_t span = high - low;
-      auto level = [&](int k) -> int64_t {
-        return from + (ways == 1 ? span >> 1 : span * (k + 1) / kSpillProbes);
+      const int32_t from = low;
+      const uint32_t span = high - low;
+      auto level = [&](int k) -> int32_t {
+        return from + (ways == 1 ? span >> 1 : uint64_t(span) * uint32_t(k + 1) / kSpillProbes);
       };
       team_.for_each_group(ways, [&](int k, auto& group) {
-        const int64_t at = level(k);
+        const int32_t at = level(k);
         int32_t upper = 0, rest = 0;  // of the sum, which may have more than 32 bits
         group.for_each(in_.R, [&](int r) {
-          const int64_t mine = room(at, r);
-          upper += static_cast<int32_t>(mine >> 16), rest += static_cast<int32_t>(mine & 0xffff);
+          const int32_t mine = room(at, r);
+          upper += mine >> 16, rest += mine & 0xffff;
         });
         const int64_t left = (int64_t(group.sum32(upper)) << 16) + group.sum32(rest);
         if (group.rank() == 0) ws_.room[k] = left;

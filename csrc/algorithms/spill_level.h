@@ -19,17 +19,18 @@ struct SpillQueue {
   int n;
   const int32_t* slots;  // [n] resident slots of the ranks that may lend, most copies first, then the lowest
   const int32_t* free;   // [R] spare slots that may be filled
+  const int32_t* spare;  // [R * spare] all spare slots, the last one first
 };
 
 template <class Group>
 class SpillLevel {
  public:
-  ISOLOAD_HD SpillLevel(Group& group, const SpillView& view, const SpillState& state, int64_t level,
+  ISOLOAD_HD SpillLevel(Group& group, const SpillView& view, const SpillState& state, int32_t level,
                         const SpillQueue& queue)
       : group_(group), in_(view), to_(state), open_(group, view, state), queue_(queue), level_(level) {}
 
   // Returns the largest load.
-  ISOLOAD_HD int64_t run() {
+  ISOLOAD_HD int32_t run() {
     begin(group_, in_, to_, queue_.free);
     int32_t above = 0;
     group_.for_each(in_.R, [&](int r) { above += is_above(r); });
@@ -53,22 +54,21 @@ class SpillLevel {
 
   ISOLOAD_HD int32_t copies_above() const {
     int32_t copies = 0;
-    const auto level = static_cast<int32_t>(level_);
-    group_.for_each(in_.R, [&](int r) { copies += to_.cost[r] > level ? to_.cost[r] - level : 0; });
+    group_.for_each(in_.R, [&](int r) { copies += to_.cost[r] > level_ ? to_.cost[r] - level_ : 0; });
     return group_.sum32(copies);  // none of them has taken any, so there are no more than all copies
   }
 
   // Copies go back as far as the rank they are from has room below `largest`, first where that saves an
   // import. The last rank's imports come first.
-  ISOLOAD_HD void take_back(int64_t largest) {
+  ISOLOAD_HD void take_back(int32_t largest) {
     const int n = in_.R * in_.spare;
     ISOLOAD_ROLLED
     for (bool whole = true;; whole = false) {
       ISOLOAD_ROLLED
       for (int i = 0;; ++i) {
-        i = group_.first(i, n, [&](int k) { return copies_back(import_slot(k), largest, whole) > 0; });
+        i = group_.first(i, n, [&](int k) { return copies_back(queue_.spare[k], largest, whole) > 0; });
         if (i == n) break;
-        const int p = import_slot(i);
+        const int p = queue_.spare[i];
         const int32_t copies = copies_back(p, largest, whole);
         group_.sync();  // all have read what is written here
         if (group_.rank() == 0) move_back(p, copies, whole);
@@ -83,23 +83,17 @@ class SpillLevel {
  private:
   enum class Answer { gone, rest, full };  // nothing is left to be offered; a rest is; no rank may take any
 
-  ISOLOAD_HD int32_t price(int owner, int r) const {
-    return static_cast<int32_t>(in_.import_cost(in_.near(owner, r)));
-  }
+  ISOLOAD_HD int32_t price(int owner, int r) const { return in_.import_cost(in_.near(owner, r)); }
   ISOLOAD_HD bool is_above(int r) const { return to_.cost[r] > level_; }
 
-  ISOLOAD_HD int import_slot(int i) const {
-    const auto from_last = static_cast<int>(uint32_t(i) / uint32_t(in_.spare));  // rank
-    return (in_.R - from_last) * in_.S - 1 - (i - from_last * in_.spare);
-  }
   // How many of a spare slot's copies may go back: all or none of a whole import, else some of it.
-  ISOLOAD_HD int32_t copies_back(int p, int64_t largest, bool whole) const {
+  ISOLOAD_HD int32_t copies_back(int p, int32_t largest, bool whole) const {
     const int r = in_.rank[p], end = r * in_.S + in_.S;
     if (p < end - queue_.free[r] || p >= end - to_.free[r]) return 0;
-    const int64_t here = to_.quota[p], room = largest - to_.cost[in_.rank[to_.lender[p]]];
-    if (whole) return room < here ? 0 : static_cast<int32_t>(here);
-    const int64_t most = here - in_.min_chunk;
-    return static_cast<int32_t>(room < most ? room : most);
+    const int32_t here = to_.quota[p], room = largest - to_.cost[in_.rank[to_.lender[p]]];
+    if (whole) return room < here ? 0 : here;
+    const int32_t most = here - in_.min_chunk;
+    return room < most ? room : most;
   }
   ISOLOAD_HD void move_back(int p, int32_t copies, bool whole) const {
     const int r = in_.rank[p], home = to_.lender[p], giver = in_.rank[home];
@@ -119,8 +113,8 @@ class SpillLevel {
     const int r = taker.rank, free = to_.free[r], exports = to_.exports[owner];
     const int held = in_.held(e, r, to_.lender, queue_.free[r], free);
     const int32_t paid = held < 0 ? price(owner, r) : 0;
-    const int64_t room = level_ - taker.cost - paid;
-    const int32_t copies = here < room ? here : static_cast<int32_t>(room);
+    const int32_t room = level_ - taker.cost - paid;
+    const int32_t copies = here < room ? here : room;
     if (copies < in_.min_chunk || (held < 0 && exports == in_.egress)) return Answer::gone;
     const int32_t kept = given - copies, cost = taker.cost + paid + copies;
     group_.sync();  // all have read what is written here
@@ -188,7 +182,7 @@ class SpillLevel {
   const SpillState to_;
   const OpenRanks<Group> open_;
   const SpillQueue& queue_;
-  const int64_t level_;
+  const int32_t level_;
   int above_ = 0;         // ranks above the level
   int num_rests_ = 0;     // of slots that were cut
   int rest_ = -1;         // the largest of them, or -1: not found yet

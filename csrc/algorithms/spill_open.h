@@ -34,8 +34,7 @@ struct Ranks {
 struct TakerOrder {
   int32_t fits;
 
-  ISOLOAD_HD TakerOrder(int64_t limit, int64_t wanted)
-      : fits(limit < wanted ? -1 : static_cast<int32_t>(limit - wanted)) {}
+  ISOLOAD_HD TakerOrder(int32_t limit, int32_t wanted) : fits(limit < wanted ? -1 : limit - wanted) {}
   ISOLOAD_HD int32_t key(int32_t cost) const { return cost <= fits ? cost : ~cost; }
   ISOLOAD_HD static int32_t cost(int32_t key) { return key < 0 ? ~key : key; }
 };
@@ -54,7 +53,7 @@ class OpenRanks {
   }
 
   // The one that takes most of `wanted` below `limit`, of several the fullest, then the lowest.
-  ISOLOAD_HD OpenRank find(int64_t limit, int64_t wanted, Ranks ranks) const {
+  ISOLOAD_HD OpenRank find(int32_t limit, int32_t wanted, Ranks ranks) const {
     const TakerOrder order(limit, wanted);
     const int first = ranks.begin();
     int i;
@@ -105,7 +104,7 @@ class OpenRanks<SerialTeam> {
     }
   }
 
-  ISOLOAD_HD OpenRank find(int64_t limit, int64_t wanted, Ranks ranks) const {
+  ISOLOAD_HD OpenRank find(int32_t limit, int32_t wanted, Ranks ranks) const {
     const TakerOrder order(limit, wanted);
     return ranks.inside ? find_in(order, ranks) : find_sorted(order, ranks);
   }

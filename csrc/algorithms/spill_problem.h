@@ -26,8 +26,8 @@ struct SpillProblem {
   const bool* alive;              // [R] or null
   int64_t capacity_ppm, threshold_ppm;  // of the mean; capacity 0 = search for the least cost
   bool per_expert;                      // the threshold is about experts, not about ranks
-  int64_t tolerance_ppm, min_chunk, near_cost, far_cost;
-  int32_t egress;
+  int64_t tolerance_ppm;
+  int32_t min_chunk, near_cost, far_cost, egress;
   bool within;  // experts do not leave their node
 };
 
@@ -42,44 +42,63 @@ struct SpillStart {
   int32_t *copies, *load, *order;  // [P]; [R]; [R] ranks, busiest first
 };
 
+// Of n numbers. Arrays start aligned, and nvcc keeps the address of each: the sum of such sizes is no index
+// that it could add to that of an access.
+ISOLOAD_HD inline int64_t aligned_bytes(int64_t n) {
+  return (n * int64_t(sizeof(int32_t)) + 15) & ~int64_t(15);
+}
+
+// The next n numbers of a workspace.
+ISOLOAD_HD inline int32_t* take(char*& next, int64_t n) {
+  char* const taken = next;
+  next += aligned_bytes(n);
+  return reinterpret_cast<int32_t*>(taken);
+}
+
 // Caller's memory; every array is written before it is read.
 struct SpillWorkspace {
   int64_t R, P;
-  int64_t *reached, *above;         // [kSpillStates] cost of each try; copies above its level
   int64_t* room;                    // [kSpillProbes] at levels that are looked at together
-  int32_t *tries, *flags;           // of all states; [kSpillStates] of each try
+  int32_t *reached, *above;         // [kSpillStates] cost of each try; copies above its level
+  int32_t* flags;                   // [kSpillStates] of each try
   int32_t *total, *free, *node;     // [E]; [R]; [R] of each rank
-  int32_t* starts;                  // of both starts
   int32_t *rank, *queue;            // [P] of each slot; [P] slots whose copies may be lent
   int32_t *index, *slots, *copies;  // [P] to find them
+  char *starts, *tries;             // of both starts; of all states
 
   // As the caller says, or with all copies in their home slots.
   ISOLOAD_HD SpillStart start(bool home) const {
-    int32_t* const copies = starts + home * (P + 2 * R);
-    return {copies, copies + P, copies + P + R};
+    char* at = starts + home * bytes_of_start(R, P);
+    return {take(at, P), take(at, R), take(at, R)};
   }
   ISOLOAD_HD SpillState state(int k) const {
-    int32_t* next = tries + k * (7 * R + 3 * P);
-    auto take = [&](int64_t n) { return next += n, next - n; };
-    return {take(R), take(R), take(R), take(4 * R), take(P), take(P), take(P)};
+    char* at = tries + k * bytes_of_state(R, P);
+    return {take(at, R), take(at, R), take(at, R), take(at, 4 * R), take(at, P), take(at, P), take(at, P)};
   }
   ISOLOAD_HD static int64_t bytes(int64_t R, int64_t E, int64_t P) {
-    return 8 * (2 * kSpillStates + kSpillProbes) +
-           4 * (kSpillStates * (7 * R + 3 * P + 1) + E + 6 * R + 7 * P);
+    return 8 * kSpillProbes + 3 * aligned_bytes(kSpillStates) + kSpillStates * bytes_of_state(R, P) +
+           aligned_bytes(E) + 2 * aligned_bytes(R) + 2 * bytes_of_start(R, P) + 5 * aligned_bytes(P);
   }
   ISOLOAD_HD static SpillWorkspace at(void* memory, int64_t R, int64_t E, int64_t P) {
     SpillWorkspace ws;
     ws.R = R, ws.P = P;
-    ws.reached = static_cast<int64_t*>(memory);
-    ws.above = ws.reached + kSpillStates;
-    ws.room = ws.above + kSpillStates;
-    int32_t* next = reinterpret_cast<int32_t*>(ws.room + kSpillProbes);
-    auto take = [&](int64_t n) { return next += n, next - n; };
-    ws.tries = take(kSpillStates * (7 * R + 3 * P));
-    ws.flags = take(kSpillStates), ws.total = take(E), ws.free = take(R);
-    ws.node = take(R), ws.starts = take(2 * (P + 2 * R));
-    ws.rank = take(P), ws.queue = take(P), ws.index = take(P), ws.slots = take(P), ws.copies = take(P);
+    ws.room = static_cast<int64_t*>(memory);
+    char* next = reinterpret_cast<char*>(ws.room + kSpillProbes);
+    ws.reached = take(next, kSpillStates), ws.above = take(next, kSpillStates);
+    ws.flags = take(next, kSpillStates);
+    ws.total = take(next, E), ws.free = take(next, R), ws.node = take(next, R);
+    ws.rank = take(next, P), ws.queue = take(next, P);
+    ws.index = take(next, P), ws.slots = take(next, P), ws.copies = take(next, P);
+    ws.starts = next, ws.tries = next + 2 * bytes_of_start(R, P);
     return ws;
+  }
+
+ private:
+  ISOLOAD_HD static int64_t bytes_of_start(int64_t R, int64_t P) {
+    return aligned_bytes(P) + 2 * aligned_bytes(R);
+  }
+  ISOLOAD_HD static int64_t bytes_of_state(int64_t R, int64_t P) {
+    return 3 * aligned_bytes(R) + aligned_bytes(4 * R) + 3 * aligned_bytes(P);
   }
 };
 

@@ -24,15 +24,15 @@ struct SpillView {
   const int32_t* start;           // [P] copies in the resident slots before anything is lent
   const int32_t* load;            // [R] copies of these and of what cannot move
   const int32_t* order;           // [R] ranks, busiest first
-  int64_t busiest;                // largest load
+  int32_t busiest;                // largest load
   bool replicated;                // whether an expert has more than its home slot
-  int64_t min_excess, min_chunk;  // copies; a rank that is above the target by less lends nothing (more)
-  int64_t near_cost, far_cost;    // of an import in copies; from the own node, from another
+  int32_t min_excess, min_chunk;  // copies; a rank that is above the target by less lends nothing (more)
+  int32_t near_cost, far_cost;    // of an import in copies, at most 2^30; from the own node, from another
   int32_t egress;                 // most exports of a rank
   bool within;                    // experts do not leave the node of their home
 
-  ISOLOAD_HD int64_t import_cost(bool near) const { return near ? near_cost : far_cost; }
-  ISOLOAD_HD int64_t least_import_cost() const { return near_cost < far_cost ? near_cost : far_cost; }
+  ISOLOAD_HD int32_t import_cost(bool near) const { return near ? near_cost : far_cost; }
+  ISOLOAD_HD int32_t least_import_cost() const { return near_cost < far_cost ? near_cost : far_cost; }
   // Ranks that lend to each other: the nodes, or all ranks. Without a division where that is all.
   ISOLOAD_HD int group_size() const { return within ? per_node : R; }
   ISOLOAD_HD int num_groups() const { return within ? R / per_node : 1; }

@@ -59,8 +59,7 @@ __global__ void __launch_bounds__(PlanTeam::kLanes, 1)
   PlanTeam team(group);
   select(problem, result);
   if (kPlain) problem.start = nullptr, problem.alive = nullptr, problem.within = false;
-  lies_in_global(problem.loads), lies_in_global(problem.fixed);
-  lies_in_global(problem.start), lies_in_global(problem.alive);
+  lies_in_global(problem.loads), lies_in_global(problem.fixed), lies_in_global(problem.alive);
   const int64_t P = int64_t(problem.R) * problem.S;
   const int64_t workspace = padded(SpillWorkspace::bytes(problem.R, problem.E, P));
   int32_t* const slots = reinterpret_cast<int32_t*>(shared_memory) + workspace / sizeof(int32_t);

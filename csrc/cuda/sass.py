@@ -18,9 +18,8 @@ AHEAD = dict.fromkeys(("count", "count_alone", "count_numbered", "route_numbered
 # No pointer that may lead anywhere.
 IN_SHARED = re.compile(r"plan_(exact(_share)?|spill)_fetched|plan_joint_fetched<true>|plan_lp_columns")
 ACROSS = re.compile(r"gather_rows|plan_exact_share_gathered")  # words that other GPUs read and write
-# Up to 74 KB has a plan_spill that is not fetched, up to 89 plan_joint for the usual problem and 143 for others: it is
-# four planners, each of which runs once.
-LONG = re.compile(r"plan_(spill$|joint)")
+# Up to 89 KB has plan_joint for the usual problem and 143 for others: it is four planners, each of which runs once.
+LONG = re.compile(r"plan_joint")
 # Not before a kernel's wait for the one ahead of it: global memory, the start of the next kernel, other ways on.
 BEHIND_WAIT = re.compile(
     r"(LD|ST|ATOM)G?[. ]|LDGSTS|RED|CCTL|UBLK|UTMA|PREEXIT|BAR|BRA|BRX|JMP|JMX|CALL|RET|EXIT"

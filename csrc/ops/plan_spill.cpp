@@ -68,18 +68,9 @@ class SpillBatch : public FillBatch {
   std::optional<Tensor> start_;
 };
 
-void check_rules(const SpillProblem& in) {
-  constexpr int64_t most = 1000 * kMillion, far = 1 << 30;
-  auto within = [](const char* name, int64_t value, int64_t low, int64_t high) {
-    require(value >= low && value <= high, name, " must be in ", low, "..", high, ", got ", value);
-  };
-  if (in.capacity_ppm != 0) within("capacity_ppm", in.capacity_ppm, kMillion, most);
-  within("threshold_ppm", in.threshold_ppm, 0, most);
-  within("tolerance_ppm", in.tolerance_ppm, 0, most);
-  within("min_chunk", in.min_chunk, 1, INT32_MAX);
-  within("near_cost", in.near_cost, 0, far);
-  within("far_cost", in.far_cost, 0, far);
-  within("egress", in.egress, 0, INT32_MAX);
+int32_t checked(const char* name, int64_t value, int64_t low, int64_t high) {
+  require(value >= low && value <= high, name, " must be in ", low, "..", high, ", got ", value);
+  return static_cast<int32_t>(value);
 }
 
 }  // namespace
@@ -96,16 +87,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plan_spill(
   if (start) batch.add_start(*start);
   batch.add_alive(alive);
   SpillProblem rules{};
-  rules.capacity_ppm = capacity_ppm;
-  rules.threshold_ppm = threshold_ppm;
+  constexpr int64_t most = 1000 * kMillion, far = 1 << 30;
+  if (capacity_ppm != 0) rules.capacity_ppm = checked("capacity_ppm", capacity_ppm, kMillion, most);
+  rules.threshold_ppm = checked("threshold_ppm", threshold_ppm, 0, most);
   rules.per_expert = per_expert;
-  rules.tolerance_ppm = tolerance_ppm;
-  rules.min_chunk = min_chunk;
-  rules.near_cost = near_cost;
-  rules.far_cost = far_cost;
-  rules.egress = static_cast<int32_t>(egress < INT32_MAX ? egress : INT32_MAX);
+  rules.tolerance_ppm = checked("tolerance_ppm", tolerance_ppm, 0, most);
+  rules.min_chunk = checked("min_chunk", min_chunk, 1, INT32_MAX);
+  rules.near_cost = checked("near_cost", near_cost, 0, far);
+  rules.far_cost = checked("far_cost", far_cost, 0, far);
+  rules.egress = checked("egress", egress < INT32_MAX ? egress : INT32_MAX, 0, INT32_MAX);
   rules.within = within;
-  check_rules(rules);
   return batch.solve(rules);
 }
 

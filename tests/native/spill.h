@@ -15,7 +15,8 @@ struct Spilling {
   int S, spare;                                    // slots per rank with the spare ones
   std::vector<int32_t> slot_to_expert, home_slot;  // [P]; [E], -1 for an expert without a slot
   std::vector<char> alive;                         // [R] or empty
-  int64_t capacity_ppm, threshold_ppm, tolerance_ppm, min_chunk, near_cost, far_cost;
+  int64_t capacity_ppm, threshold_ppm, tolerance_ppm;
+  int32_t min_chunk, near_cost, far_cost;
   int32_t egress;
   bool per_expert, within;
   std::vector<int32_t> start;  // [P] or empty
