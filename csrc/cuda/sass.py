@@ -29,7 +29,7 @@ WAITS_FROM = 90  # of the compute capability
 WEIGHTS = re.compile("borrow")  # written: until they have ended, no other kernel starts
 NO_DIVISION = re.compile(
     r"plan_(exact|active|joint|waterfill|replication|spill)|top_up|shard_tokens|share|replica_tables"
-    r"|route_shared<"
+    r"|route_shared(_few)?<"
 )
 
 

@@ -64,7 +64,7 @@ CHOSEN = {
     "route": "equals_reference_where or nothing or 12-empty_slots",
     "route_numbered": "(equals_route_and and (700 or 129)) or other_columns",
     "route_columns": "apart_and and (700 or 129) or many",
-    "route_shared": "equals_reference and 1-True",
+    "route_shared": "equals_reference and 1-True or many_tokens",
     "route_shared_sampled": "equals_reference",
     "append_shared_expert": "equals_reference",
     "number_rows": "equals_reference",
