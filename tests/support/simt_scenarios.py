@@ -231,6 +231,7 @@ OF_LAYERS: dict[str, tuple[Callable[[Layer], object], tuple[int, int, int]]] = {
     "plan_exact_share, local": (functools.partial(split_and_row, objective="local"), FEW),
     "plan_joint, local": (functools.partial(joint_of_two, objective="local"), FEW),
     "plan_waterfill, visited": (visited, FEW),
+    "route_columns, blocks": (next(job.call for job in JOBS if job.name == "route_columns"), TURNS),
     "route_shared, spread": (spread, FEW),
     "route_shared, turns": (spread, TURNS),
     "route_shared, more ranks": (lambda x: [spread(x), strangers(x)], WIDER),
