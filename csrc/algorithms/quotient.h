@@ -27,4 +27,15 @@ ISOLOAD_HD inline int64_t rounded_up(int64_t x, int64_t d) {
   return (static_cast<uint32_t>(x) + static_cast<uint32_t>(d) - 1) / static_cast<uint32_t>(d);
 }
 
+// x / d, rounded down, for many x of one d, both below 2^31: the multiplication is off by one at most,
+// because inverse is less than 1 below 2^32 / d.
+struct Divisor {
+  uint32_t d, inverse;
+  ISOLOAD_HD explicit Divisor(int divisor) : d(divisor), inverse(UINT32_MAX / d) {}
+  ISOLOAD_HD int quotient(int x) const {
+    const uint32_t near = static_cast<uint32_t>(uint64_t(static_cast<uint32_t>(x)) * inverse >> 32);
+    return static_cast<int>(near + (static_cast<uint32_t>(x) - near * d >= d));
+  }
+};
+
 }  // namespace isoload

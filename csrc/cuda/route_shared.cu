@@ -1,8 +1,11 @@
 // route_shared: one block matches the tokens of this rank to the ranks they visit, with the same choices as
 // csrc/cpu/route_shared.cpp. The ranks choose one after the other, so more blocks would only wait for each
-// other; sixteen warps take a batch of 4096 tokens in eight turns.
+// other. What is too much for match_few.cuh lies in global memory.
+#include "algorithms/quotient.h"
 #include "cuda/cuda.h"
 #include "cuda/launch.cuh"
+#include "cuda/match_few.cuh"
+#include "cuda/stable_rank.cuh"
 #include "rank_set.h"
 
 namespace isoload::cuda {
@@ -194,14 +197,52 @@ __global__ void __launch_bounds__(Team::kLanes, 1)
   for (int j = 0; j < in.num_shared; ++j) matcher.match(j);
 }
 
+// The ranks of the K slots at `slots`.
+template <class Id>
+__device__ uint64_t visits_of(const Id* slots, int K, int64_t P, const Divisor& slots_per_rank,
+                              int32_t* errors) {
+  constexpr int kAhead = 8;
+  RankSet<1> visits;
+  int32_t faults = 0;
+  for (int k = 0; k < K; k += kAhead) {
+    Id slot[kAhead];
+    fetch_ahead<1>(slots + k, K - k, slot);
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      const bool is_slot = slot[a] >= 0 && slot[a] < P;
+      visits.insert_if(is_slot, slots_per_rank.quotient(is_slot ? static_cast<int>(slot[a]) : 0));
+      faults |= is_slot || slot[a] == -1 ? 0 : kSharedSlot;
+    }
+  }
+  report(errors, faults);
+  return visits.word[0];
+}
+
+template <class Id, class Out>
+__global__ void __launch_bounds__(FewMatcher::kLanes, 1)
+    route_shared_few_kernel(SharedRoute in, const Id* slots, Out* out, int32_t* errors) {
+  take_turn();
+  __shared__ FewMatcher::Shared shared;
+  FewMatcher matcher(shared, in);
+  const Divisor slots_per_rank(in.S);
+  matcher.read([&](int t) {
+    return visits_of(slots + int64_t(t) * in.slots_width, in.K, int64_t(in.R) * in.S, slots_per_rank, errors);
+  });
+  for (int j = 0; j < in.num_shared; ++j) matcher.match(j, out);
+}
+
 }  // namespace
 
 int64_t route_shared_bytes(const SharedRoute& in) {
+  if (FewMatcher::fits(in)) return 0;
   return with_words(in.R, [&](auto W) { return in.T * int64_t(sizeof(RankSet<W>)); });
 }
 
 template <class Id, class Out>
 const char* route_shared(const SharedRoute& in, const Id* slots, Out* out, void* global, void* stream) {
+  if (FewMatcher::fits(in))
+    return launch(route_shared_few_kernel<Id, Out>, in.T > 0, FewMatcher::kLanes, 0, stream, in, slots, out,
+                  error_word());
   return with_words(in.R, [&](auto W) {
     return launch(route_shared_kernel<W, Id, Out>, in.T > 0, Team::kLanes, 0, stream, in, slots, out, global,
                   error_word());

@@ -14,9 +14,10 @@ import nvcc
 INSTRUCTION_BYTES = 16
 CODE_LIMIT = 64 * 1024  # what an instruction cache holds of a kernel
 # Loads on their way, at least: all that a lane asks for.
-AHEAD = dict.fromkeys(("count", "count_alone", "count_numbered", "route_numbered"), 8)
+AHEAD = dict.fromkeys(("count", "count_alone", "count_numbered", "route_numbered", "route_columns"), 8)
 # No pointer that may lead anywhere.
 IN_SHARED = re.compile(r"plan_(exact(_share)?|spill)_fetched|plan_joint_fetched<true>|plan_lp_columns")
+BETWEEN = re.compile("route_columns")  # blocks that leave words for each other: a fence ahead, one behind
 ACROSS = re.compile(r"gather_rows|plan_exact_share_gathered")  # words that other GPUs read and write
 # Up to 89 KB has plan_joint for the usual problem and 143 for others: it is four planners, each of which runs once.
 LONG = re.compile(r"plan_joint")
@@ -28,7 +29,7 @@ WAITS_FROM = 90  # of the compute capability
 WEIGHTS = re.compile("borrow")  # written: until they have ended, no other kernel starts
 NO_DIVISION = re.compile(
     r"plan_(exact|active|joint|waterfill|replication|spill)|top_up|shard_tokens|share|replica_tables"
-    r"|route_shared<"
+    r"|route_(columns|shared(_few)?)<"
 )
 
 
@@ -163,6 +164,9 @@ def faults(codes: list[Code]) -> list[str]:
             waits = [n for n, line in enumerate(code.instructions) if ".STRONG.SYS" in line]
             if waits and "PREEXIT" in code.instructions[: waits[-1]]:
                 found.append(f"{of} lets the next kernel start while it waits for other GPUs")
+        fences = sum(line.startswith("MEMBAR.SC.GPU") for line in code.instructions)
+        if BETWEEN.match(code.kernel) and fences < 3:
+            found.append(f"{of} has {fences} fences between its blocks, not 3")
         if NO_DIVISION.match(code.kernel):
             found += [f"{of} calls {n}" for n in code.subroutines if re.search(r"_(div|rem)_[su]64$", n)]
         starts_early = int(re.findall(r"\d+", code.architecture)[0]) >= WAITS_FROM

@@ -1,5 +1,5 @@
-// Compares quotient() and quotient_of_large() with a division of integers, where they are exact: at every
-// edge of a quotient, and at random.
+// Compares quotient(), quotient_of_large() and a Divisor's with a division of integers, where they are exact:
+// at every edge of a quotient, and at random.
 //   quotients RANDOM
 // Prints how many were equal. On the first that is not, that line names it, and the exit code is 1.
 #include <cstdint>
@@ -28,6 +28,8 @@ void compare(int64_t x, int64_t d) {
   if (x < 0 || x / d > kMostQuotient) return;
   expect(x, d, isoload::quotient_of_large(x, d));
   if (x <= (int64_t(1) << 53) - d) expect(x, d, isoload::quotient(x, d));
+  if (x <= INT32_MAX && d <= INT32_MAX)
+    expect(x, d, isoload::Divisor(static_cast<int>(d)).quotient(static_cast<int>(x)));
 }
 
 // What lies beside powers of two and beside INT32_MAX, up to `most`.

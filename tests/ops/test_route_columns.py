@@ -96,6 +96,15 @@ def test_many_tokens(top_k: int) -> None:
         assert torch.equal(batch.together(columns), batch.apart(columns))
 
 
+@pytest.mark.parametrize("ranks", [64, 65])
+@pytest.mark.parametrize("tokens", [4096, 4097])
+def test_more_than_one_block_matches(tokens: int, ranks: int) -> None:
+    """Up to 4096 tokens and 64 ranks the blocks that look up match too."""
+    batch = Batch(ranks, "eplb", tokens, 2)
+    for columns in (batch.columns, batch.columns._replace(strict=True)):
+        assert torch.equal(batch.together(columns), batch.apart(columns))
+
+
 def test_inputs_need_not_be_contiguous() -> None:
     batch = Batch(8, "eplb", 300, 2)
     expected = batch.together(batch.columns)

@@ -26,6 +26,25 @@ def test_equals_reference(num_shared: int, strict: bool) -> None:
             assert mine.dtype == theirs.dtype and torch.equal(mine, theirs), (seed, arguments)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("ranks", "tokens", "k"), [(3, 1024, 2), (16, 1025, 8), (64, 2100, 12), (40, 4096, 70), (12, 4097, 4)]
+)
+def test_many_tokens(ranks: int, tokens: int, k: int, strict: bool) -> None:
+    """Up to 64 ranks and 4096 tokens one block holds all; some are absent, some visit one rank with all their slots."""
+    rng = np.random.default_rng([ranks, tokens, k])
+    slots = rng.choice(2 * ranks, (tokens, k), p=rng.dirichlet(np.full(2 * ranks, 1.0)))
+    slots[rng.random((tokens, k)) < 0.1] = -1
+    slots[rng.random(tokens) < 0.1, 1:] = -1
+    slots[rng.random(tokens) < 0.1] = -1
+    for num_shared, part in ((1, 1.0), (3, 0.2)):
+        copies = num_shared * int((slots >= 0).any(1).sum())
+        row = torch.from_numpy(rng.multinomial(copies, rng.dirichlet(np.full(ranks, part))).astype(np.int32))
+        given = torch.from_numpy(slots), row, 2, ranks - 1, num_shared
+        theirs = reference.route_shared(*given, strict=strict)
+        assert torch.equal(ops.route_shared(*given, strict=strict), theirs)
+
+
 @pytest.mark.parametrize("num_shared", [1, 2, 5])
 def test_every_rank_gets_its_share(num_shared: int) -> None:
     for arguments in routings(10, num_shared):

@@ -112,6 +112,16 @@ def test_a_kernel_that_waits_for_other_gpus_lets_the_next_start_behind_that() ->
         assert found == f"{name} on sm_90a lets the next kernel start while it waits for other GPUs"
 
 
+def test_blocks_with_words_for_each_other_have_fences() -> None:
+    loads = [f"LDG.E R{10 + i}, [R2.64]" for i in range(8)]
+    for fences, faults in (
+        (2, ["route_columns<1,int> on sm_80 has 2 fences between its blocks, not 3"]),
+        (3, []),
+    ):
+        lines = [*loads, *["MEMBAR.SC.GPU"] * fences]
+        assert sass.faults([sass.Code("route_columns<1,int>", "sm_80", lines)]) == faults
+
+
 def test_a_kernel_without_a_wait() -> None:
     (found,) = sass.faults([sass.Code("borrow", "sm_100a", ["LDC R1, c[0x0][0x28]"])])
     assert found == "borrow on sm_100a comes to its end before it waits for the kernel ahead"

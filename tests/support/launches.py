@@ -28,8 +28,10 @@ OF_MANY = {"number_rows": 2, "group_copies": 2}  # kernels of an op, of many cop
 
 
 def kernels_of(name: str, args: tuple[Any, ...]) -> int:
-    """route_columns deals shared copies, if it has a row of them, in a kernel of their own."""
-    return 2 if name == "route_columns" and args[6] is not None else OF_MANY.get(name, 1)
+    """route_columns deals shared copies, if it has a row of them, of many tokens or ranks in a kernel of their own."""
+    if name == "route_columns":
+        return 2 if args[6] is not None and (len(args[0]) > 4096 or args[7] > 64) else 1
+    return OF_MANY.get(name, 1)
 
 
 class Launches(TorchDispatchMode):

@@ -34,6 +34,7 @@ TOKENS = (
     "group_copies",
 )
 FEW, MANY, WIDE = (16, 32, 64), (16, 32, 4100), (32, 32, 64)  # ranks, replicas, tokens
+TURNS, WIDER = (16, 32, 1100), (72, 32, 600)
 
 
 @functools.cache
@@ -97,14 +98,15 @@ def pack(x: Layer, rolls: int = 1) -> object:
     return found
 
 
-def spread(x: Layer) -> object:
+def spread(x: Layer) -> torch.Tensor:
     """Every rank takes shared copies, so tokens have to be chosen."""
     ranks, tokens = len(x.loads), len(x.ids)
     row = torch.full((ranks,), tokens // ranks, dtype=torch.int32)
+    row[RANK] += tokens % ranks
     return ops.route_shared(x.slots, row, size(x), RANK)
 
 
-def strangers(x: Layer) -> object:
+def strangers(x: Layer) -> torch.Tensor:
     """One rank takes the copies of two shared experts, also of tokens that do not visit it."""
     row = torch.zeros(len(x.loads), dtype=torch.int32)
     row[-1] = 2 * len(x.ids)
@@ -229,7 +231,10 @@ OF_LAYERS: dict[str, tuple[Callable[[Layer], object], tuple[int, int, int]]] = {
     "plan_joint, two shared": (joint_of_two, FEW),
     "plan_joint, in parts": (lambda x: joint_of_two(x, ticks=speeds(x), objective="local"), FEW),
     "plan_waterfill, visited": (visited, FEW),
+    "route_columns, blocks": (next(job.call for job in JOBS if job.name == "route_columns"), TURNS),
     "route_shared, spread": (spread, FEW),
+    "route_shared, turns": (spread, TURNS),
+    "route_shared, more ranks": (lambda x: [spread(x), strangers(x)], WIDER),
     "route_shared, strangers": (strangers, FEW),
     "route, visited, many tokens": (lambda x: ops.route(x.ids, x.row, x.tables, "visited"), MANY),
     "group_copies, more slots": (lambda x: ops.group_copies(x.slots, 0, 3 * size(x)), FEW),
@@ -269,7 +274,7 @@ SCENARIOS: dict[str, Callable[[], object]] = {
 
 
 def make_inputs() -> None:
-    for at in (FEW, MANY, WIDE):
+    for at in (FEW, MANY, WIDE, TURNS, WIDER):
         layer(*at)
 
 

@@ -110,6 +110,7 @@ SIMT_INLINE T reduce(unsigned mask, T v, F&& combine) {
 
 SIMT_INLINE void __syncthreads() { simt::meet(simt::Meeting::block, ~0u); }
 SIMT_INLINE int __syncthreads_or(int b) { return simt::meet_any(b != 0); }
+inline void __threadfence() {}  // blocks run one after another
 SIMT_INLINE void __syncwarp(unsigned mask = ~0u) { simt::meet(simt::Meeting::warp, mask); }
 template <class T>
 SIMT_INLINE T __shfl_sync(unsigned mask, T v, int from) {
