@@ -107,6 +107,14 @@ def test_other_rank_order_or_all_ranks(loads: Tensor, made: Plan) -> None:
         assert torch.equal(isoload.share(loads, made, rank, order), expected)
 
 
+def test_other_views_of_the_same_memory(made: Plan, loads: Tensor) -> None:
+    fewer, turned = loads[:-1], loads.as_strided(loads.shape, (1, RANKS))
+    assert loads.data_ptr() == fewer.data_ptr() == turned.data_ptr()
+    for view in (fewer, turned):
+        with pytest.raises(ValueError, match="loads must|quota"):
+            isoload.share(view, made, RANK)
+
+
 def test_other_loads(made: Plan, loads: Tensor) -> None:
     """A source may have other counts than the plan's: refused, as without a share."""
     assert torch.equal(isoload.share(loads.clone(), made, RANK), isoload.share(loads, made, RANK))
