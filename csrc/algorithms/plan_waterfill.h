@@ -196,15 +196,11 @@ class Waterfill {
   ISOLOAD_HD void visit() {
     const VisitProblem problem{in_.R, in_.candidates == Candidates::node ? in_.per_node : in_.R,
                                in_.per_token, in_.copies, in_.tokens};
-    auto run = [&](auto& team) {
-      VisitFlow<W, std::decay_t<decltype(team)>> flow(team, problem, ws_.visit, givers_, takers_, ws_.excess,
-                                                      ws_.room, share_);
-      paths_ = flow.run(routed_);  // lane 0's, if a group runs it
-    };
-    if constexpr (W == 1)
-      team_.alone(run);  // a step is a few words: what there is to do lies between its barriers
-    else
-      run(team_);
+    team_.alone([&](auto& group) {  // a step is a few words: what there is to do lies between its barriers
+      VisitFlow<W, std::decay_t<decltype(group)>> flow(group, problem, ws_.visit, givers_, takers_,
+                                                       ws_.excess, ws_.room, share_);
+      paths_ = flow.run(routed_);  // lane 0's
+    });
   }
 
   // Rest

@@ -135,26 +135,46 @@ class Pool:
         return self.per_token * min(self.tokens[giver], self.quarters * self.copies[giver][taker] // 4)
 
     def visit(self) -> None:
-        for giver in self.givers:
-            self.spread(giver)
         for self.quarters in (3, 4):
+            for taker, need in self.in_need():
+                wishes = {(s, taker): self.wish(s, taker, self.excess[s]) for s in self.givers}
+                self.spread(need, wishes)
+            for giver in self.givers:
+                wishes = {(giver, d): self.wish(giver, d, self.room[d]) for d in self.takers}
+                self.spread(self.excess[giver], wishes)
             while levels := self.levels():
                 self.augment(levels)
 
-    def spread(self, giver: int) -> None:
-        """Copies to every taker in proportion to its wish: equal parts of one line of all wishes, rounded."""
+    def in_need(self) -> list[tuple[int, int]]:
+        """(taker, copies that it must get because all other takers together have no room for them), first those
+        with the least choice of givers for one such copy."""
+        elsewhere = sum(self.room) - sum(self.excess)
+        needs = {d: self.room[d] - elsewhere for d in self.takers if self.room[d] > elsewhere}
+        choice = {
+            d: min(sum(self.wish(s, d, self.excess[s]) for s in self.givers) * 256 // need, MAX_COPIES - 1)
+            for d, need in needs.items()
+        }
+        return [(d, needs[d]) for d in sorted(needs, key=lambda d: (choice[d], d))]
+
+    def wish(self, giver: int, taker: int, most: int) -> int:
+        return min(self.unused(giver, taker), most)
+
+    def spread(self, copies: int, wishes: dict[tuple[int, int], int]) -> None:
+        """Copies from givers to takers in proportion to the wishes: rounded down, and what that leaves, one each to
+        the first."""
         scale = 0  # of the wishes of several shared experts, so that their sum is below 2^31
         while self.per_token * sum(self.base) >> scale > MAX_COPIES:
             scale += 1
-        wishes = [min(self.visits(giver, d), self.room[d]) >> scale for d in self.takers]
-        total = sum(wishes)
-        sent = min(total, self.excess[giver])
-        before = 0
-        for taker, line in zip(self.takers, accumulate(wishes), strict=True):
-            upto = line * -(-(sent << 32) // total) >> 32 if total else 0
-            self.send(giver, taker, upto - before)
-            before = upto
-        assert before == sent, "rounding loses nothing"
+        wishes = {way: wish >> scale for way, wish in wishes.items() if wish >> scale}
+        total = sum(wishes.values())
+        copies = min(copies, total)
+        parts = {way: wish * ((copies << 32) // total) >> 32 for way, wish in wishes.items()}
+        left = copies - sum(parts.values())
+        for way, part in parts.items():
+            one = left > 0 and part < wishes[way]
+            self.send(*way, part + one)
+            left -= one
+        assert left == 0, "rounding loses nothing"
 
     def send(self, giver: int, taker: int, copies: int) -> None:
         self.share[giver][taker] += copies
