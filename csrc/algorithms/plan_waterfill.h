@@ -199,7 +199,7 @@ class Waterfill {
     team_.alone([&](auto& group) {  // a step is a few words: what there is to do lies between its barriers
       VisitFlow<W, std::decay_t<decltype(group)>> flow(group, problem, ws_.visit, givers_, takers_,
                                                        ws_.excess, ws_.room, share_);
-      paths_ = flow.run(routed_);  // lane 0's
+      paths_ = flow.run();  // lane 0's
     });
   }
 

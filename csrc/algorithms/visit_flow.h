@@ -65,16 +65,16 @@ class VisitFlow {
         excess_(excess),
         room_(room),
         share_(share),
-        by_reach_(uint64_t(UINT32_MAX) / uint32_t(problem.reach) + 1),
+        by_reach_(static_cast<int>(quotient((1 << 20) - 1, problem.reach)) + 1),
         over_(givers),
         under_(takers) {}
 
-  // routed: the sum of copies. Returns how many paths the start left to find.
-  ISOLOAD_HD int run(int64_t routed) {
-    while ((in_.per_token * routed) >> shift_ > INT32_MAX) ++shift_;
-    int64_t spare = 0;
-    team_.for_each(in_.R, [&](int r) { spare += int64_t(room_[r]) - excess_[r]; });
-    spare_ = team_.sum(spare);
+  // Returns how many paths the start left to find.
+  ISOLOAD_HD int run() {
+    int32_t spare = 0;
+    team_.for_each(in_.R, [&](int r) { spare += (room_[r] < kMost ? room_[r] : kMost) - excess_[r]; });
+    spare = team_.sum32(spare);
+    spare_ = spare > 0 ? spare : 0;
     int paths = 0;
     ISOLOAD_ROLLED
     for (quarters_ = 3; quarters_ <= 4 && ends(); ++quarters_) {
@@ -91,6 +91,9 @@ class VisitFlow {
   }
 
  private:
+  // What counts for a start, which need not be exact, so that the sum over all ranks is below 2^31.
+  static constexpr int32_t kMost = INT32_MAX / kMaxRanks;
+
   ISOLOAD_HD int32_t& share(int s, int d) { return share_[s * in_.R + d]; }
 
   // How many shared copies of s find a token that visits d.
@@ -100,8 +103,8 @@ class VisitFlow {
                    within = quarters_ == 4 ? copies : copies - (copies + 3) / 4;
     return in_.per_token * static_cast<int32_t>(within < tokens ? within : tokens);
   }
-  // r / reach: of so few ranks the product with 2^32 / reach, rounded up, is exact.
-  ISOLOAD_HD uint32_t group_of(int r) const { return static_cast<uint32_t>(uint32_t(r) * by_reach_ >> 32); }
+  // r / reach: of at most 1024 ranks the product with 2^20 / reach, rounded up, is exact.
+  ISOLOAD_HD int group_of(int r) const { return r * by_reach_ >> 20; }
   ISOLOAD_HD int32_t unused(int s, int d) { return visits(s, d) - share(s, d); }
 
   ISOLOAD_HD bool ends() const { return !over_.empty() && !under_.empty(); }
@@ -147,7 +150,7 @@ class VisitFlow {
   }
 
   // What d must get because the other takers have too little room for it.
-  ISOLOAD_HD int64_t need(int d) const { return room_[d] - spare_; }
+  ISOLOAD_HD int32_t need(int d) const { return room_[d] - spare_; }
 
   // The takers in need, first those whose givers have the least to choose from, in `path`. Returns how many.
   ISOLOAD_HD int list_needs(int givers, int takers) {
@@ -156,10 +159,10 @@ class VisitFlow {
       const int d = ws_.takers[i];
       int64_t choice = INT32_MAX;
       if (need(d) > 0) {
-        int64_t wishes = 0;
+        int32_t wishes = 0;
         ISOLOAD_ROLLED
         for (int j = 0; j < givers; ++j) wishes += wish(ws_.givers[j], d, excess_[ws_.givers[j]]);
-        choice = quotient(wishes << 8, need(d));
+        choice = quotient(int64_t(wishes) << 8, need(d));
         choice = choice < INT32_MAX ? choice : INT32_MAX - 1;
         ++n;
       }
@@ -171,7 +174,7 @@ class VisitFlow {
       const int32_t choice = ws_.wish[i];
       if (choice == INT32_MAX) return;
       int place = 0;
-      ISOLOAD_BY_FOUR
+      ISOLOAD_ROLLED
       for (int j = 0; j < takers; ++j)
         place += ws_.wish[j] < choice + (j < i);
       ws_.path[place] = ws_.takers[i];
@@ -180,8 +183,10 @@ class VisitFlow {
     return n;
   }
 
+  // What s would send to d, of `most` at most.
   ISOLOAD_HD int32_t wish(int s, int d, int32_t most) {
     const int32_t more = unused(s, d);
+    most = most < kMost ? most : kMost;
     return more < most ? more : most;
   }
 
@@ -191,14 +196,13 @@ class VisitFlow {
     const int32_t* const partners = needs ? ws_.givers : ws_.takers;
     int32_t* const theirs = needs ? excess_ : room_;
     int32_t* const mine = needs ? room_ : excess_;
-    const int32_t copies = needs ? static_cast<int32_t>(need(r)) : excess_[r];
+    const int32_t copies = needs ? need(r) : excess_[r];
     const bool once = n <= team_.size();  // then a lane need not read back what it has
     int32_t total = 0, left = 0, wished = 0;
     int p = 0;
     team_.for_each(n, [&](int i) {
       p = partners[i];
-      wished = wish(needs ? p : r, needs ? r : p, theirs[p]) >> shift_;
-      total += wished;
+      total += wished = wish(needs ? p : r, needs ? r : p, theirs[p]);
       if (!once) ws_.wish[i] = wished;
     });
     total = team_.sum32(total);
@@ -315,11 +319,10 @@ class VisitFlow {
   const VisitWorkspace<W> ws_;
   const RankSet<W> givers_, takers_;
   int32_t *const excess_, *const room_, *const share_;
-  const uint64_t by_reach_;
+  const int by_reach_;
   RankSet<W> over_, under_;  // givers with excess, takers with room
   int quarters_ = 3;         // of the copies, how many count as visits
-  int64_t spare_ = 0;        // places that stay free when all excess has found one
-  int shift_ = 0;  // wishes for several shared experts together might pass 2^31; a start need not be exact
+  int32_t spare_ = 0;        // places that stay free when all excess has found one
 };
 
 }  // namespace isoload

@@ -22,6 +22,7 @@ from torch import Tensor
 from isoload.results import WaterfillSplit
 
 MAX_COPIES = 2**31 - 1
+MOST = MAX_COPIES // 1024  # that a way or a place counts for in a start: of all ranks together less than 2^31
 
 
 def plan_waterfill(
@@ -135,40 +136,36 @@ class Pool:
         return self.per_token * min(self.tokens[giver], self.quarters * self.copies[giver][taker] // 4)
 
     def visit(self) -> None:
+        spare = max(0, sum(min(room, MOST) - excess for room, excess in zip(self.room, self.excess, strict=True)))
         for self.quarters in (3, 4):
-            for taker, need in self.in_need():
+            for taker in self.in_need(spare):
                 wishes = {(s, taker): self.wish(s, taker, self.excess[s]) for s in self.givers}
-                self.spread(need, wishes)
+                self.spread(self.room[taker] - spare, wishes)
             for giver in self.givers:
                 wishes = {(giver, d): self.wish(giver, d, self.room[d]) for d in self.takers}
                 self.spread(self.excess[giver], wishes)
             while levels := self.levels():
                 self.augment(levels)
 
-    def in_need(self) -> list[tuple[int, int]]:
-        """(taker, copies that it must get because all other takers together have no room for them), first those
-        with the least choice of givers for one such copy."""
-        elsewhere = sum(self.room) - sum(self.excess)
-        needs = {d: self.room[d] - elsewhere for d in self.takers if self.room[d] > elsewhere}
+    def in_need(self, spare: int) -> list[int]:
+        """Takers with more room than stays free when all excess has a place: what they must get. First those whose
+        givers have the least choice of copies for one that is needed."""
         choice = {
-            d: min(sum(self.wish(s, d, self.excess[s]) for s in self.givers) * 256 // need, MAX_COPIES - 1)
-            for d, need in needs.items()
+            d: sum(self.wish(s, d, self.excess[s]) for s in self.givers) * 256 // (self.room[d] - spare)
+            for d in self.takers
+            if self.room[d] > spare
         }
-        return [(d, needs[d]) for d in sorted(needs, key=lambda d: (choice[d], d))]
+        return sorted(choice, key=lambda d: (min(choice[d], MAX_COPIES - 1), d))
 
     def wish(self, giver: int, taker: int, most: int) -> int:
-        return min(self.unused(giver, taker), most)
+        return min(self.unused(giver, taker), most, MOST)
 
     def spread(self, copies: int, wishes: dict[tuple[int, int], int]) -> None:
         """Copies from givers to takers in proportion to the wishes: rounded down, and what that leaves, one each to
         the first."""
-        scale = 0  # of the wishes of several shared experts, so that their sum is below 2^31
-        while self.per_token * sum(self.base) >> scale > MAX_COPIES:
-            scale += 1
-        wishes = {way: wish >> scale for way, wish in wishes.items() if wish >> scale}
         total = sum(wishes.values())
         copies = min(copies, total)
-        parts = {way: wish * ((copies << 32) // total) >> 32 for way, wish in wishes.items()}
+        parts = {way: wish * int((copies << 32) / total) >> 32 for way, wish in wishes.items() if wish}
         left = copies - sum(parts.values())
         for way, part in parts.items():
             one = left > 0 and part < wishes[way]
