@@ -3,7 +3,8 @@
 1. level: the lowest peak under which all shared copies fit.
 2. keep: every rank keeps what fits; a rank that cannot keep all is a giver, one with room left a taker.
 3. visit: a giver's tokens visit takers for their routed experts; copies that go there travel for nothing.
-   Spread the excess in proportion to that, then make it a maximum flow by shortest augmenting paths.
+   Takers that must get some take it first, then givers spread what is left, both in proportion to that; then
+   make it a maximum flow by shortest augmenting paths.
 4. rest: what is left goes inside its node, then anywhere.
 
 Everything is integral, and ties go to the lowest rank.
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -136,7 +136,7 @@ class Pool:
         return self.per_token * min(self.tokens[giver], self.quarters * self.copies[giver][taker] // 4)
 
     def visit(self) -> None:
-        spare = max(0, sum(min(room, MOST) - excess for room, excess in zip(self.room, self.excess, strict=True)))
+        spare = max(0, sum(min(room, MOST) for room in self.room) - sum(self.excess))
         for self.quarters in (3, 4):
             for taker in self.in_need(spare):
                 wishes = {(s, taker): self.wish(s, taker, self.excess[s]) for s in self.givers}
