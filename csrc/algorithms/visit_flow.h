@@ -175,8 +175,7 @@ class VisitFlow {
       if (choice == INT32_MAX) return;
       int place = 0;
       ISOLOAD_ROLLED
-      for (int j = 0; j < takers; ++j)
-        place += ws_.wish[j] < choice + (j < i);
+      for (int j = 0; j < takers; ++j) place += ws_.wish[j] < choice + (j < i);
       ws_.path[place] = ws_.takers[i];
     });
     team_.sync();
