@@ -124,13 +124,11 @@ class VisitFlow {
         spread(needs, needs ? ws_.path[k] : ws_.givers[k], count[needs ? 0 : 1]);
       team_.sync();
     }
-    over_ = under_ = RankSet<W>();
-    team_.for_each(in_.R, [&](int r) {
-      over_.insert_if(excess_[r] > 0, r);
-      under_.insert_if(room_[r] > 0, r);
-    });
-    unite(team_, over_);
-    unite(team_, under_);
+    RankSet<W> done;
+    team_.for_each(in_.R, [&](int r) { done.insert_if(excess_[r] + room_[r] == 0, r); });  // nobody has both
+    unite(team_, done);
+    over_.subtract(done);
+    under_.subtract(done);
   }
 
   // The ranks that have any, in order. Returns how many.
@@ -169,8 +167,9 @@ class VisitFlow {
       ws_.wish[i] = static_cast<int32_t>(choice);
     });
     n = team_.sum32(n);
+    if (n == 0) return 0;
     team_.sync();
-    team_.for_each(n ? takers : 0, [&](int i) {
+    team_.for_each(takers, [&](int i) {
       const int32_t choice = ws_.wish[i];
       if (choice == INT32_MAX) return;
       int place = 0;
@@ -308,9 +307,9 @@ class VisitFlow {
   }
 
   ISOLOAD_HD void send(int s, int d, int32_t copies) {
-    share(s, d) += copies;
-    ws_.open[s].erase(d), ws_.open[s].insert_if(unused(s, d) > 0, d);
-    ws_.sent[s].erase(d), ws_.sent[s].insert_if(share(s, d) > 0, d);
+    const int32_t sent = share(s, d) += copies;
+    ws_.open[s].erase(d), ws_.open[s].insert_if(visits(s, d) > sent, d);
+    ws_.sent[s].erase(d), ws_.sent[s].insert_if(sent > 0, d);
   }
 
   Team& team_;
