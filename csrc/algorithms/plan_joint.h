@@ -102,13 +102,10 @@ struct JointPlanner {  // see planner.h
     Share<Team>(team, problem, m.shares).all_ranks(m.copies, m.loads, [&](int s, int j, int32_t copies) {
       if (s == in.rank) out.row[t.slots[j]] += copies;
     });
-    int32_t routed = 0;
-    team.for_each(in.R, [&](int r) { routed += m.waterfill.base[r]; });
-    routed = team.sum32(routed);
     const WaterfillProblem poured{in.R,     in.per_node, in.num_shared, Candidates::all,
                                   m.copies, m.tokens,    in.ticks,      nullptr};
     const WaterfillResult result{out.share, nullptr, nullptr};
-    Waterfill<W, Team>(team, poured, m.waterfill, result).solve_at(*out.peak, routed, pour);
+    Waterfill<W, Team>(team, poured, m.waterfill, result).solve_at(*out.peak, pour);
     add_shared(team, in, out);
     team.sync();
     return kPlanned;

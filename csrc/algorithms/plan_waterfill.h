@@ -89,10 +89,10 @@ class Waterfill {
     return WaterfillStatus::ok;
   }
 
-  // The share alone, where the caller has the rest: the level, `base` in the workspace, all copies. Not of
-  // visited ranks, whose share has no barrier behind it.
-  ISOLOAD_HD void solve_at(int64_t level, int64_t routed, int64_t shared) {
-    routed_ = routed, shared_ = shared;
+  // The share alone, where the caller has the rest: the level, `base` in the workspace, all shared copies.
+  // Not of visited ranks, whose share has no barrier behind it.
+  ISOLOAD_HD void solve_at(int64_t level, int64_t shared) {
+    shared_ = shared;
     pour_to(level);
   }
 
@@ -205,15 +205,11 @@ class Waterfill {
   ISOLOAD_HD void visit() {
     const VisitProblem problem{in_.R, in_.candidates == Candidates::node ? in_.per_node : in_.R,
                                in_.per_token, in_.copies, in_.tokens};
-    auto run = [&](auto& team) {
-      VisitFlow<W, std::decay_t<decltype(team)>> flow(team, problem, ws_.visit, givers_, takers_, ws_.excess,
-                                                      ws_.room, share_);
-      paths_ = flow.run(routed_);  // lane 0's, if a group runs it
-    };
-    if constexpr (W == 1)
-      team_.alone(run);  // a step is a few words: what there is to do lies between its barriers
-    else
-      run(team_);
+    team_.alone([&](auto& group) {  // a step is a few words: what there is to do lies between its barriers
+      VisitFlow<W, std::decay_t<decltype(group)>> flow(group, problem, ws_.visit, givers_, takers_,
+                                                       ws_.excess, ws_.room, share_);
+      paths_ = flow.run();  // lane 0's
+    });
   }
 
   // Rest

@@ -2,10 +2,14 @@
 // visit anyway.
 //
 // copies[s][d] routed copies let about 3/4 as many tokens of s visit d, and at most as many; every rank knows
-// that without asking. Within 3/4 a giver first spreads its excess over the takers in proportion, which
-// leaves its tokens most choice of who goes where. That is nearly always all; else shortest augmenting paths
-// on ranks make it a maximum flow, first within 3/4, then within all. Integers only, ties go to the lowest
-// rank.
+// that without asking. First within 3/4, then within all:
+//
+//   needs   a taker whose room the others lack takes that much, from its givers in proportion
+//   spread  givers send what they have left to the takers in proportion, which leaves their tokens most
+//           choice of who goes where
+//   paths   shortest augmenting paths on ranks make it a maximum flow; hardly ever one is left to find
+//
+// Integers only, ties go to the lowest rank.
 #pragma once
 
 #include <climits>
@@ -24,15 +28,16 @@ struct VisitProblem {
   const int32_t* tokens;  // [R]
 };
 
-// Caller's memory; every array is written before it is read.
+// Caller's memory; every array is written before it is read. R here: places<W>(R).
 template <int W>
 struct VisitWorkspace {
   RankSet<W>*open, *sent, *levels;  // [R] takers that giver s may send more, has sent some; [R] of a search
-  int32_t *line, *path;             // [R+1] wishes laid end to end; [R] givers and takers in turn
+  int32_t *givers, *takers, *wish;  // [R] ranks with excess, with room; what a rank would send or take
+  int32_t* path;                    // [R] takers in need; givers and takers in turn
 
   ISOLOAD_HD static int64_t bytes(int64_t num_ranks) {
     const int64_t R = places<W>(num_ranks);
-    return 3 * R * int64_t(sizeof(RankSet<W>)) + (2 * R + 1) * int64_t(sizeof(int32_t));
+    return 3 * R * int64_t(sizeof(RankSet<W>)) + 4 * R * int64_t(sizeof(int32_t));
   }
   ISOLOAD_HD static VisitWorkspace at(void* memory, int64_t num_ranks) {
     const int64_t R = places<W>(num_ranks);
@@ -40,8 +45,10 @@ struct VisitWorkspace {
     ws.open = static_cast<RankSet<W>*>(memory);
     ws.sent = ws.open + R;
     ws.levels = ws.sent + R;
-    ws.line = reinterpret_cast<int32_t*>(ws.levels + R);
-    ws.path = ws.line + R + 1;
+    ws.givers = reinterpret_cast<int32_t*>(ws.levels + R);
+    ws.takers = ws.givers + R;
+    ws.wish = ws.takers + R;
+    ws.path = ws.wish + R;
     return ws;
   }
 };
@@ -59,17 +66,22 @@ class VisitFlow {
         takers_(takers),
         excess_(excess),
         room_(room),
-        share_(share) {}
+        share_(share),
+        by_reach_(static_cast<int>(quotient((1 << 20) - 1, problem.reach)) + 1),
+        over_(givers),
+        under_(takers) {}
 
-  // routed: the sum of copies. Returns how many paths the start left to find.
-  ISOLOAD_HD int run(int64_t routed) {
-    int shift = 0;  // wishes for several shared experts together might pass 2^31; a start need not be exact
-    while ((in_.per_token * routed) >> shift > INT32_MAX) ++shift;
-    givers_.for_each([&](int s) { spread(s, shift); });
-    givers_.for_each([&](int s) { over_.insert_if(excess_[s] > 0, s); });
-    takers_.for_each([&](int d) { under_.insert_if(room_[d] > 0, d); });
+  // Returns how many paths the start left to find.
+  ISOLOAD_HD int run() {
+    int32_t spare = 0;
+    team_.for_each(in_.R, [&](int r) { spare += (room_[r] < kMost ? room_[r] : kMost) - excess_[r]; });
+    spare = team_.sum32(spare);
+    spare_ = spare > 0 ? spare : 0;
     int paths = 0;
-    for (quarters_ = 3; quarters_ <= 4 && !over_.empty() && !under_.empty(); ++quarters_) {
+    ISOLOAD_ROLLED
+    for (quarters_ = 3; quarters_ <= 4 && ends(); ++quarters_) {
+      start();
+      if (!ends()) break;
       list_ways();
       for (;; ++paths) {  // one call: a kernel has the search once
         const int depth = find_levels();
@@ -81,37 +93,142 @@ class VisitFlow {
   }
 
  private:
-  ISOLOAD_HD int32_t& share(int s, int d) { return share_[int64_t(s) * in_.R + d]; }
+  // What counts for a start, which need not be exact, so that the sum over all ranks is below 2^31.
+  static constexpr int32_t kMost = INT32_MAX / kMaxRanks;
+
+  ISOLOAD_HD int32_t& share(int s, int d) { return share_[s * in_.R + d]; }
 
   // How many shared copies of s find a token that visits d.
   ISOLOAD_HD int32_t visits(int s, int d) const {
-    if (in_.reach < in_.R && uint32_t(s) / uint32_t(in_.reach) != uint32_t(d) / uint32_t(in_.reach)) return 0;
-    const int64_t tokens = quarters_ * int64_t(in_.copies[int64_t(s) * in_.R + d]) / 4;
-    return in_.per_token * static_cast<int32_t>(tokens < in_.tokens[s] ? tokens : in_.tokens[s]);
+    if (group_of(s) != group_of(d)) return 0;
+    const uint32_t copies = in_.copies[s * in_.R + d], tokens = in_.tokens[s],
+                   within = quarters_ == 4 ? copies : copies - (copies + 3) / 4;
+    return in_.per_token * static_cast<int32_t>(within < tokens ? within : tokens);
   }
+  // r / reach: of at most 1024 ranks the product with 2^20 / reach, rounded up, is exact.
+  ISOLOAD_HD int group_of(int r) const { return r * by_reach_ >> 20; }
   ISOLOAD_HD int32_t unused(int s, int d) { return visits(s, d) - share(s, d); }
 
-  // s's excess over the takers it visits, in proportion to what they would take: the wishes laid end to end
-  // and scaled to what is there. The scale is rounded up in 32.32 bits, so the line ends at `there` exactly.
-  ISOLOAD_HD void spread(int s, int shift) {
-    const int32_t excess = excess_[s];
-    team_.for_each(in_.R + 1, [&](int d) {
-      int32_t wish = 0;
-      if (d < in_.R) wish = visits(s, d) < room_[d] ? visits(s, d) : room_[d];
-      ws_.line[d] = wish >> shift;
-    });
-    const int32_t total = team_.scan(ws_.line, in_.R + 1);
-    const int32_t there = excess < total ? excess : total;
-    const uint64_t scale = total ? quotient_of_large((int64_t(there) << 32) + total - 1, total) : 0;
-    team_.for_each(in_.R, [&](int d) {
-      const int32_t sent =
-          static_cast<int32_t>((ws_.line[d + 1] * scale >> 32) - (ws_.line[d] * scale >> 32));
-      if (sent == 0) return;
-      share(s, d) = sent;
-      room_[d] -= sent;
-    });
-    if (team_.rank() == 0) excess_[s] = excess - there;
+  ISOLOAD_HD bool ends() const { return !over_.empty() && !under_.empty(); }
+
+  // A direct way for nearly all: takers in need take from givers, then givers send to takers.
+  ISOLOAD_HD void start() {
+    int count[2], turns = 1;  // givers and takers
+    ISOLOAD_ROLLED
+    for (int step = 0; step < 2; ++step) {
+      const bool needs = step == 0;
+      ISOLOAD_ROLLED
+      for (int side = 0; side < 2 && turns > 0; ++side)
+        count[side] = list(side ? room_ : excess_, side ? ws_.takers : ws_.givers);
+      turns = needs ? list_needs(count[0], count[1]) : count[0];
+      ISOLOAD_ROLLED
+      for (int k = 0; k < turns; ++k)
+        spread(needs, needs ? ws_.path[k] : ws_.givers[k], count[needs ? 0 : 1]);
+      team_.sync();
+    }
+    RankSet<W> done;
+    team_.for_each(in_.R, [&](int r) { done.insert_if(excess_[r] + room_[r] == 0, r); });  // nobody has both
+    unite(team_, done);
+    over_.subtract(done);
+    under_.subtract(done);
+  }
+
+  // The ranks that have any, in order. Returns how many.
+  ISOLOAD_HD int list(const int32_t* have, int32_t* ranks) {
+    int n = 0;
+    ISOLOAD_ROLLED
+    for (int first = 0; first < in_.R; first += team_.size()) {
+      const int r = first + team_.rank();
+      const bool has = r < in_.R && have[r] > 0;
+      int32_t more;
+      const int before = team_.lanes_before(has, more);
+      if (has) ranks[n + before] = r;
+      n += more;
+    }
     team_.sync();
+    return n;
+  }
+
+  // What d must get because the other takers have too little room for it.
+  ISOLOAD_HD int32_t need(int d) const { return room_[d] - spare_; }
+
+  // The takers in need, first those whose givers have the least to choose from, in `path`. Returns how many.
+  ISOLOAD_HD int list_needs(int givers, int takers) {
+    int32_t n = 0;
+    team_.for_each(takers, [&](int i) {
+      const int d = ws_.takers[i];
+      int64_t choice = INT32_MAX;
+      if (need(d) > 0) {
+        int32_t wishes = 0;
+        ISOLOAD_ROLLED
+        for (int j = 0; j < givers; ++j) wishes += wish(ws_.givers[j], d, excess_[ws_.givers[j]]);
+        choice = quotient(int64_t(wishes) << 8, need(d));
+        choice = choice < INT32_MAX ? choice : INT32_MAX - 1;
+        ++n;
+      }
+      ws_.wish[i] = static_cast<int32_t>(choice);
+    });
+    n = team_.sum32(n);
+    if (n == 0) return 0;
+    team_.sync();
+    team_.for_each(takers, [&](int i) {
+      const int32_t choice = ws_.wish[i];
+      if (choice == INT32_MAX) return;
+      int place = 0;
+      ISOLOAD_ROLLED
+      for (int j = 0; j < takers; ++j) place += ws_.wish[j] < choice + (j < i);
+      ws_.path[place] = ws_.takers[i];
+    });
+    team_.sync();
+    return n;
+  }
+
+  // What s would send to d, of `most` at most.
+  ISOLOAD_HD int32_t wish(int s, int d, int32_t most) {
+    const int32_t more = unused(s, d);
+    most = most < kMost ? most : kMost;
+    return more < most ? more : most;
+  }
+
+  // What taker r needs from the givers, or what giver r has to the takers, n of them, in proportion to what
+  // each would: rounded down, and what that leaves, one each to the first.
+  ISOLOAD_HD void spread(bool needs, int r, int n) {
+    const int32_t* const partners = needs ? ws_.givers : ws_.takers;
+    int32_t* const theirs = needs ? excess_ : room_;
+    int32_t* const mine = needs ? room_ : excess_;
+    const int32_t copies = needs ? need(r) : excess_[r];
+    const bool once = n <= team_.size();  // then a lane need not read back what it has
+    int32_t total = 0, left = 0, wished = 0;
+    int p = 0;
+    team_.for_each(n, [&](int i) {
+      p = partners[i];
+      total += wished = wish(needs ? p : r, needs ? r : p, theirs[p]);
+      if (!once) ws_.wish[i] = wished;
+    });
+    total = team_.sum32(total);
+    if (total == 0) return;
+    const int32_t there = copies < total ? copies : total;
+    const uint64_t scale = quotient(int64_t(there) << 32, total);
+    team_.for_each(n, [&](int i) {
+      if (!once) wished = ws_.wish[i];
+      left += static_cast<int32_t>(wished * scale >> 32);
+    });
+    left = there - team_.sum32(left);
+    ISOLOAD_ROLLED
+    for (int first = 0; first < n; first += team_.size()) {
+      const int i = first + team_.rank();
+      if (!once) wished = i < n ? ws_.wish[i] : 0, p = i < n ? partners[i] : 0;
+      const int32_t part = static_cast<int32_t>(wished * scale >> 32);
+      int32_t more;
+      const int before = team_.lanes_before(part < wished, more);
+      const int32_t sent = part + (part < wished && before < left);
+      left -= more;
+      if (sent == 0) continue;
+      share(needs ? p : r, needs ? r : p) += sent;
+      theirs[p] -= sent;
+    }
+    team_.sync();  // all lanes have read it; what else a lane reads here, no other one writes
+    if (team_.rank() == 0) mine[r] -= there;
   }
 
   ISOLOAD_HD void list_ways() {
@@ -155,25 +272,31 @@ class VisitFlow {
   // each time: a giver sends more to a taker, which returns as much to a giver of the next level.
   ISOLOAD_HD void augment(int depth) {
     const int source = ws_.levels[depth].lowest_in(over_);
-    int s = source, d = -1, hops = 0;
+    const int hops = 2 * depth + 1;
+    int s = source, d = -1;
     int32_t width = excess_[s];
-    for (int k = depth; k >= 0; --k) {
-      if (k < depth) {
-        const Hop back =
-            widest(ws_.levels[k], [&](int g) { return ws_.sent[g].contains(d) ? share(g, d) : 0; });
-        s = back.rank, width = back.width < width ? back.width : width;
-      }
-      const Hop on = widest(ws_.levels[k], [&](int t) {
-        const int32_t more = ws_.open[s].contains(t) ? unused(s, t) : 0;
-        return k == 0 && room_[t] < more ? room_[t] : more;
-      });
-      d = on.rank, width = on.width < width ? on.width : width;
-      if (team_.rank() == 0) ws_.path[hops] = s, ws_.path[hops + 1] = d;
-      hops += 2;
+    if (team_.rank() == 0) ws_.path[0] = s;
+    ISOLOAD_ROLLED
+    for (int hop = 0; hop < hops; ++hop) {
+      const bool back = hop % 2 == 1;
+      const int level = depth - (hop + 1) / 2;
+      int& end = back ? s : d;
+      const int32_t most = team_.largest(
+          in_.R,
+          [&](int r) {
+            if (!ws_.levels[level].contains(r)) return 0;
+            if (back) return ws_.sent[r].contains(d) ? share(r, d) : 0;
+            const int32_t more = ws_.open[s].contains(r) ? unused(s, r) : 0;
+            return level == 0 && room_[r] < more ? room_[r] : more;
+          },
+          end);
+      width = most < width ? most : width;
+      if (team_.rank() == 0) ws_.path[hop + 1] = end;
     }
+    team_.sync();  // nobody looks any more
     if (team_.rank() == 0) {
       ISOLOAD_ROLLED
-      for (int i = 0; i + 1 < hops; ++i) {
+      for (int i = 0; i < hops; ++i) {
         const int back = i % 2;  // a taker returns copies
         send(ws_.path[i + back], ws_.path[i + 1 - back], back ? -width : width);
       }
@@ -185,28 +308,10 @@ class VisitFlow {
     if (room_[d] == 0) under_.erase(d);
   }
 
-  struct Hop {
-    int rank;
-    int32_t width;
-  };
-
-  // The rank of a level that width(rank) is largest for; the lowest of equal ones.
-  template <class Width>
-  ISOLOAD_HD Hop widest(const RankSet<W>& level, Width&& width) {
-    int64_t best = 0;
-    team_.for_each(in_.R, [&](int r) {
-      if (!level.contains(r)) return;
-      const int64_t key = int64_t(width(r)) << 32 | uint32_t(INT32_MAX - r);
-      best = key > best ? key : best;
-    });
-    best = team_.max(best);
-    return {INT32_MAX - static_cast<int>(best & 0xffffffff), static_cast<int32_t>(best >> 32)};
-  }
-
   ISOLOAD_HD void send(int s, int d, int32_t copies) {
-    share(s, d) += copies;
-    unused(s, d) > 0 ? ws_.open[s].insert(d) : ws_.open[s].erase(d);
-    share(s, d) > 0 ? ws_.sent[s].insert(d) : ws_.sent[s].erase(d);
+    const int32_t sent = share(s, d) += copies;
+    ws_.open[s].erase(d), ws_.open[s].insert_if(visits(s, d) > sent, d);
+    ws_.sent[s].erase(d), ws_.sent[s].insert_if(sent > 0, d);
   }
 
   Team& team_;
@@ -214,8 +319,10 @@ class VisitFlow {
   const VisitWorkspace<W> ws_;
   const RankSet<W> givers_, takers_;
   int32_t *const excess_, *const room_, *const share_;
+  const int by_reach_;
   RankSet<W> over_, under_;  // givers with excess, takers with room
   int quarters_ = 3;         // of the copies, how many count as visits
+  int32_t spare_ = 0;        // places that stay free when all excess has found one
 };
 
 }  // namespace isoload

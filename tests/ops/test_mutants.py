@@ -271,18 +271,15 @@ MUTANTS = {
         "plan_waterfill",
     ),
     "spread loses a copy": Mutant(
-        "csrc/algorithms/visit_flow.h", "<< 32) + total - 1, total)", "<< 32), total)", "plan_waterfill"
+        "csrc/algorithms/visit_flow.h", "before < left)", "before + 1 < left)", "plan_waterfill"
     ),
     "the flow to visited ranks left as it started": Mutant(
-        "csrc/algorithms/visit_flow.h",
-        "depth >= 0; depth = find_levels()) augment",
-        "depth > in_.R; depth = find_levels()) augment",
-        "plan_waterfill",
+        "csrc/algorithms/visit_flow.h", "if (depth < 0) break;", "if (depth < in_.R) break;", "plan_waterfill"
     ),
-    "the next path sought before the last is applied": Mutant(
-        "csrc/algorithms/visit_flow.h",
-        "team_.sync();  // before anybody",
-        "// before anybody",
+    "a pour read while the next is written": Mutant(
+        "csrc/algorithms/plan_waterfill.h",
+        "(ws_.room[r] - wanted) : 0;\n    });\n    team_.sync();",
+        "(ws_.room[r] - wanted) : 0;\n    });",
         "teams",
     ),
     "ranks choose tokens in rank order": Mutant(

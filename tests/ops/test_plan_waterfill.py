@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from isoload import ops, reference
+from isoload.reference.plan_waterfill import Pool
 from support.oracles import least_moves, most_flow, pour_optimum
 from support.pourings import FAMILIES, RANKS, Pouring, draw, route_batch
 from support.sweeps import sweep
@@ -69,7 +71,7 @@ def check_nodes(case: Pouring, rest: np.ndarray, unused: np.ndarray) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_peak_is_the_integral_optimum(family: str) -> None:
-    """HiGHS, 8 families x 8 sizes x 6 seeds x 2 candidate sets."""
+    """HiGHS, 9 families x 8 sizes x 6 seeds x 2 candidate sets."""
     for ranks in RANKS:
         for candidates in ("all", "node"):
             for seed in SEEDS:
@@ -90,7 +92,7 @@ def test_there_are_five_hundred_instances() -> None:
 @pytest.mark.parametrize("candidates", CANDIDATES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keeps_every_promise(family: str, candidates: str, seeds: int) -> None:
-    for ranks in (*RANKS, 48, 72, 96):
+    for ranks in (*RANKS, 48, 64, 72, 96):
         for seed in range(100, 100 + seeds):
             case = draw(family, ranks, seed, candidates)
             check_split(case, candidates, *solve(case, candidates))
@@ -112,10 +114,29 @@ def test_equals_reference(family: str, candidates: str, seeds: int) -> None:
             assert_equals_reference(draw(family, ranks, seed, candidates), candidates)
 
 
+@pytest.mark.parametrize("ranks", [48, 64, 72])
+def test_equals_reference_where_paths_are_left(ranks: int) -> None:
+    for family in ("contended", "uneven", "hot"):
+        for seed in range(300, 306):
+            for candidates in CANDIDATES:
+                assert_equals_reference(draw(family, ranks, seed, candidates), candidates)
+
+
+def test_hardly_a_path_is_left_to_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Givers that send before takers in need have taken leave more than a thousand here."""
+    found, augment = [], Pool.augment
+    monkeypatch.setattr(Pool, "augment", lambda pool, levels: (found.append(pool), augment(pool, levels)))
+    for ranks in (16, 48, 64, 72):
+        for seed in range(0, 20, 2):
+            arguments, options = draw("uneven", ranks, seed).arguments()
+            reference.plan_waterfill(*arguments, **options)
+    assert 10 < len(found) < 100
+
+
 @pytest.mark.parametrize("ranks", [64, 65, 128, 200, 300])
 def test_equals_reference_in_wide_groups(ranks: int) -> None:
     """Rank sets of 1, 2, 4 and 16 words."""
-    for family in ("hot", "neighbours"):
+    for family in ("hot", "neighbours", "uneven"):
         for seed, candidates in zip((4, 5, 6), CANDIDATES, strict=True):
             assert_equals_reference(draw(family, ranks, seed, candidates), candidates)
 
@@ -191,6 +212,31 @@ def test_the_largest_numbers_do_not_overflow() -> None:
     for candidates in CANDIDATES:
         check_split(wide, candidates, *solve(wide, candidates))
         assert_equals_reference(wide, candidates)
+
+
+def test_a_start_that_counts_ways_and_places_in_part_is_made_up_for() -> None:
+    """Of ranks with millions of copies a start sees no more than 2^21, and of several experts' none that overflow."""
+    rng = np.random.default_rng(0)
+    for ranks, per_token in ((2, 1), (2, 1024), (3, 5), (5, 1), (8, 64)):
+        for _ in range(4):
+            copies = rng.multinomial(2**30 - 1, rng.dirichlet(np.full(ranks * ranks, 0.5))).reshape(
+                ranks, ranks
+            )
+            tokens = rng.multinomial(2**30 // per_token, rng.dirichlet(np.full(ranks, 0.5)))
+            large = Pouring(f"{ranks} large ranks", copies, tokens, per_token, 1)
+            for candidates in ("all", "visited"):
+                check_split(large, candidates, *solve(large, candidates))
+                assert_equals_reference(large, candidates)
+
+
+def test_one_giver_and_one_taker() -> None:
+    """Of all visits, of some and of none; where there is just the room for what is given, and where there is more."""
+    for visits, limit in itertools.product((0, 7, 10**6), (50, 99)):
+        copies = 10**6 * np.eye(3, dtype=np.int64) + np.array([[0, visits, 0], [0, -visits, 0], [0, 0, 0]])
+        limits = np.array([50, limit, 0])
+        case = Pouring(f"{visits} {limit}", copies, np.array([100, 0, 0]), 1, 3, limits=limits)
+        check_split(case, "all", *solve(case))
+        assert_equals_reference(case, "all")
 
 
 def static_rule(ranks: np.ndarray, source: int, num_ranks: int) -> np.ndarray:

@@ -103,9 +103,18 @@ def one_token(rng: Rng, ranks: int) -> tuple[np.ndarray, np.ndarray]:
     return np.minimum(copies, 1), np.minimum(tokens, 1)
 
 
+def uneven(rng: Rng, ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """As many tokens everywhere and a few cold ranks: no more room than shared copies, and hardly more visits."""
+    tokens, popularity = rng.integers(50, 400), 1 - rng.uniform(0.3, 0.5) * rng.random(ranks) ** 6
+    taste = popularity * rng.lognormal(0, 0.3, (ranks, ranks))
+    taste *= popularity / taste.sum(0)
+    copies = np.stack([rng.multinomial(8 * tokens, row / row.sum()) for row in taste])
+    return copies, np.full(ranks, tokens)
+
+
 FAMILIES: dict[str, Callable[[Rng, int], tuple[np.ndarray, np.ndarray]]] = {
     build.__name__: build
-    for build in (even, hot, neighbours, contended, no_tokens, not_routed, one_source, one_token)
+    for build in (even, hot, neighbours, contended, no_tokens, not_routed, one_source, one_token, uneven)
 }
 
 

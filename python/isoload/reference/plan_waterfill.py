@@ -3,7 +3,8 @@
 1. level: the lowest peak under which all shared copies fit.
 2. keep: every rank keeps what fits; a rank that cannot keep all is a giver, one with room left a taker.
 3. visit: a giver's tokens visit takers for their routed experts; copies that go there travel for nothing.
-   Spread the excess in proportion to that, then make it a maximum flow by shortest augmenting paths.
+   Takers that must get some take it first, then givers spread what is left, both in proportion to that; then
+   make it a maximum flow by shortest augmenting paths.
 4. rest: what is left goes inside its node, then anywhere.
 
 Everything is integral, and ties go to the lowest rank.
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from isoload.results import WaterfillSplit
 
 MAX_COPIES = 2**31 - 1
+MOST = MAX_COPIES // 1024  # that a way or a place counts for in a start: of all ranks together less than 2^31
 
 
 def plan_waterfill(
@@ -135,26 +136,42 @@ class Pool:
         return self.per_token * min(self.tokens[giver], self.quarters * self.copies[giver][taker] // 4)
 
     def visit(self) -> None:
-        for giver in self.givers:
-            self.spread(giver)
+        spare = max(0, sum(min(room, MOST) for room in self.room) - sum(self.excess))
         for self.quarters in (3, 4):
+            for taker in self.in_need(spare):
+                wishes = {(s, taker): self.wish(s, taker, self.excess[s]) for s in self.givers}
+                self.spread(self.room[taker] - spare, wishes)
+            for giver in self.givers:
+                wishes = {(giver, d): self.wish(giver, d, self.room[d]) for d in self.takers}
+                self.spread(self.excess[giver], wishes)
             while levels := self.levels():
                 self.augment(levels)
 
-    def spread(self, giver: int) -> None:
-        """Copies to every taker in proportion to its wish: equal parts of one line of all wishes, rounded."""
-        scale = 0  # of the wishes of several shared experts, so that their sum is below 2^31
-        while self.per_token * sum(self.base) >> scale > MAX_COPIES:
-            scale += 1
-        wishes = [min(self.visits(giver, d), self.room[d]) >> scale for d in self.takers]
-        total = sum(wishes)
-        sent = min(total, self.excess[giver])
-        before = 0
-        for taker, line in zip(self.takers, accumulate(wishes), strict=True):
-            upto = line * -(-(sent << 32) // total) >> 32 if total else 0
-            self.send(giver, taker, upto - before)
-            before = upto
-        assert before == sent, "rounding loses nothing"
+    def in_need(self, spare: int) -> list[int]:
+        """Takers with more room than stays free when all excess has a place: what they must get. First those whose
+        givers have the least choice of copies for one that is needed."""
+        choice = {
+            d: sum(self.wish(s, d, self.excess[s]) for s in self.givers) * 256 // (self.room[d] - spare)
+            for d in self.takers
+            if self.room[d] > spare
+        }
+        return sorted(choice, key=lambda d: (min(choice[d], MAX_COPIES - 1), d))
+
+    def wish(self, giver: int, taker: int, most: int) -> int:
+        return min(self.unused(giver, taker), most, MOST)
+
+    def spread(self, copies: int, wishes: dict[tuple[int, int], int]) -> None:
+        """Copies from givers to takers in proportion to the wishes: rounded down, and what that leaves, one each to
+        the first."""
+        total = sum(wishes.values())
+        copies = min(copies, total)
+        parts = {way: wish * int((copies << 32) / total) >> 32 for way, wish in wishes.items() if wish}
+        left = copies - sum(parts.values())
+        for way, part in parts.items():
+            one = left > 0 and part < wishes[way]
+            self.send(*way, part + one)
+            left -= one
+        assert left == 0, "rounding loses nothing"
 
     def send(self, giver: int, taker: int, copies: int) -> None:
         self.share[giver][taker] += copies
