@@ -17,6 +17,11 @@ def numbered(x: Layer) -> ops.Numbered:
     return ops.Numbered(x.loads[RANK], x.numbers, x.parts)
 
 
+def counted_columns(x: Layer) -> list[Tensor]:
+    found, of_ids = ops.count_columns(x.ids, EXPERTS, 1)
+    return [found, *of_ids]
+
+
 def split_and_row(x: Layer) -> list[Tensor]:
     """As a Balancer plans: the split, and this rank's row of the share."""
     split, row = ops.plan_exact_share(x.loads, x.tables, RANK, ranks_per_node=per_node(x))
@@ -110,6 +115,7 @@ JOBS = (
         ("ids",),
         tokens_matter=True,
     ),
+    Job("count_columns", "count_columns", counted_columns, ("ids",), tokens_matter=True),
     Job(
         "gather_rows and its boards",
         "gather_rows",

@@ -222,21 +222,38 @@ def test_rows_behind_num_valid_are_padding(as_tensor: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("policy", ["joint", "waterfill", "exact"])
-def test_shared_experts_with_and_without_columns(policy: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "how"),
+    [
+        *[(policy, {}) for policy in ("joint", "waterfill", "exact", "waterfill_sampled")],
+        ("exact", {"prefer": "visited"}),
+        ("exact", {"min_tokens": 10**6}),
+    ],
+)
+def test_shared_experts_with_and_without_columns(policy: str, how: dict[str, Any]) -> None:
     counts = torch.arange(EXPERTS).expand(1, -1)
     placement = isoload.place(counts, make_topology(), slots_per_rank=7, num_shared=1)
     group, ids = LocalGroup(make_topology()), draw_ids(2)
     ids[3][4] = -1
     shared = [torch.where((rows >= 0).any(1, keepdim=True), EXPERTS, -1) for rows in ids]
     full = [torch.cat(pair, dim=1) for pair in zip(ids, shared, strict=True)]
-    appended = Balancer(placement, 0, policy, group, shared_columns=False)
+    appended = Balancer(placement, 0, policy, group, shared_columns=False, **how)
     slots = appended(ids)
-    assert same(slots, Balancer(placement, 0, policy, group)(full))
+    assert same(slots, Balancer(placement, 0, policy, group, **how)(full))
     routed = [row[:, :-1] for row in slots]
     engine = [appended.routed_ids(row) for row in routed]  # numbered over six slots per rank
     for ours, theirs in zip(routed, engine, strict=True):
         assert torch.equal(torch.where(theirs < 0, -1, theirs // 6 * 7 + theirs % 6), ours)
+
+
+def test_a_shared_expert_is_no_routed_choice() -> None:
+    counts = torch.arange(EXPERTS).expand(1, -1)
+    placement = isoload.place(counts, make_topology(), slots_per_rank=7, num_shared=1)
+    balancer = Balancer(placement, 0, "joint", LocalGroup(make_topology()), shared_columns=False)
+    ids = draw_ids(2)
+    ids[1][0, 0] = EXPERTS
+    with pytest.raises(ValueError, match=rf"topk_ids must be in -1..{EXPERTS - 1}, got {EXPERTS}"):
+        balancer(ids)
 
 
 @pytest.mark.parametrize("policy", ["waterfill", "joint"])

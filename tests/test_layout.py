@@ -174,7 +174,7 @@ def test_no_file_grows_past_400_lines():
 
 LISTED = re.findall(r"^  OP\((\w+), (.+), \\\n", (ROOT / "csrc/ops/list.h").read_text(), re.M)
 VARIANT = re.compile(
-    "_(sampled|numbered|gathered|by_rank|backward)$"
+    "_(sampled|numbered|columns|gathered|by_rank|backward)$"
 )  # shares the files of its op, unless it has all of its own
 
 

@@ -40,9 +40,29 @@ int64_t count_numbered(const Id* ids, int64_t T, int K, int E, int32_t* counts, 
   return -1;
 }
 
+template <class Id>
+int64_t count_columns(const Id* ids, int64_t T, int K, int num_routed, int num_shared, Id* columns,
+                      int32_t* counts, int32_t* numbers, int32_t* parts) {
+  Id* out = columns;
+  for (int64_t t = 0; t < T; ++t, ids += K) {
+    bool any = false;
+    for (int k = 0; k < K; ++k) {
+      if (ids[k] >= num_routed) return ids[k];
+      any |= ids[k] >= 0;
+      *out++ = ids[k];
+    }
+    for (int j = 0; j < num_shared; ++j) *out++ = any ? static_cast<Id>(num_routed + j) : Id(-1);
+  }
+  return count_numbered(columns, T, K + num_shared, num_routed + num_shared, counts, numbers, parts);
+}
+
 template int64_t count(const int32_t*, int64_t, int, int32_t*);
 template int64_t count(const int64_t*, int64_t, int, int32_t*);
 template int64_t count_numbered(const int32_t*, int64_t, int, int, int32_t*, int32_t*, int32_t*);
 template int64_t count_numbered(const int64_t*, int64_t, int, int, int32_t*, int32_t*, int32_t*);
+template int64_t count_columns(const int32_t*, int64_t, int, int, int, int32_t*, int32_t*, int32_t*,
+                               int32_t*);
+template int64_t count_columns(const int64_t*, int64_t, int, int, int, int64_t*, int32_t*, int32_t*,
+                               int32_t*);
 
 }  // namespace isoload::cpu

@@ -30,6 +30,12 @@ template <class Id>
 int64_t count_numbered(const Id* ids, int64_t T, int K, int E, int32_t* counts, int32_t* numbers,
                        int32_t* parts);
 
+// columns [T, K + num_shared]: the ids [T, K] of routed experts, then the shared experts' where a row has a
+// choice, -1 where it has none; and what count_numbered has of them.
+template <class Id>
+int64_t count_columns(const Id* ids, int64_t T, int K, int num_routed, int num_shared, Id* columns,
+                      int32_t* counts, int32_t* numbers, int32_t* parts);
+
 SpillStatus plan_spill(const SpillProblem& problem, const SpillResult& result);
 
 // Copies the homes' rows to this rank's spare pools [W], sizes in bytes.

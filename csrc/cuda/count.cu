@@ -13,7 +13,7 @@ template <class Id>
 __global__ void __launch_bounds__(kAloneThreads)
     count_alone_kernel(const Id* ids, int64_t n, int E, int32_t* counts, int32_t* errors) {
   take_turn();
-  const int32_t faults = count_group(ids, n, E, blockIdx.x, counts);
+  const int32_t faults = count_group<Id>(ids, n, E, blockIdx.x, counts);
   if (blockIdx.x == 0) report(errors, faults);
 }
 
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int e = threadIdx.x; kShared && e < E; e += kThreads) mine[e] = 0;
   __syncthreads();
   int32_t faults = 0;
-  for_ids<kThreads>(ids, n, blockIdx.x, gridDim.x, [&](Id id) {
+  for_ids<kThreads, Id>(ids, n, blockIdx.x, gridDim.x, [&](Id id) {
     faults |= fault(id, E);
     if (expert_of(id, E) >= 0) atomicAdd(kShared ? &mine[id] : &counts[id], 1);
   });

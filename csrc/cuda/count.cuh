@@ -1,6 +1,8 @@
-// What count and count_numbered share: a group of experts counted by a block that reads all ids.
+// What count, count_numbered and count_columns share: a group of experts counted by a block that reads all
+// ids.
 #pragma once
 
+#include "algorithms/quotient.h"
 #include "cuda/cuda.h"
 #include "cuda/stable_rank.cuh"
 
@@ -16,28 +18,62 @@ __device__ int32_t fault(Id id, int E) {
   return expert_of(id, E) >= 0 || id == -1 ? 0 : kCountId;
 }
 
+// The ids [T, K] of routed experts and, behind each row, those of the shared ones: E, and so a fault, for a
+// routed choice of these.
+template <class Id>
+struct WithShared {
+  const Id* ids;
+  int K, num_routed, E;
+  Divisor width;
+
+  __device__ Id at(int i) const {
+    const int row = width.quotient(i), column = i - row * static_cast<int>(width.d);
+    const Id* const choices = ids + int64_t(row) * K;
+    if (column < K) {
+      const Id choice = choices[column];
+      return choice < num_routed ? choice : Id(E);
+    }
+    int k = 0;
+#pragma unroll 1
+    while (k < K && choices[k] < 0) ++k;
+    return k < K ? Id(num_routed + column - K) : Id(-1);
+  }
+};
+
+// fetch_ahead of the ids from the i-th on.
+template <int kStep, int kAhead, class Id>
+__device__ void fetch_ids(const Id* ids, int64_t i, int left, Id (&fetched)[kAhead]) {
+  fetch_ahead<kStep>(ids + i, left, fetched);
+}
+template <int kStep, int kAhead, class Id>
+__device__ void fetch_ids(const WithShared<Id>& ids, int64_t i, int left, Id (&fetched)[kAhead]) {
+#pragma unroll
+  for (int a = 0; a < kAhead; ++a)
+    fetched[a] = a * kStep < left ? ids.at(static_cast<int>(i) + a * kStep) : Id(-1);
+}
+
 // use(id) of this block's share of the ids [n], and of -1: `blocks` blocks of kLanes take turns.
-template <int kLanes, class Id, class Use>
-__device__ void for_ids(const Id* ids, int64_t n, int64_t block, int64_t blocks, Use&& use) {
+template <int kLanes, class Id, class Ids, class Use>
+__device__ void for_ids(const Ids& ids, int64_t n, int64_t block, int64_t blocks, Use&& use) {
   constexpr int64_t kTile = kLanes * kAhead;
   for (int64_t i = block * kTile + threadIdx.x; i < n; i += blocks * kTile) {
     Id id[kAhead];
-    fetch_ahead<kLanes>(ids + i, static_cast<int>(n - i), id);
+    fetch_ids<kLanes>(ids, i, static_cast<int>(n - i), id);
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) use(id[a]);
   }
 }
 
 // counts of the group-th kAloneExperts experts, by a block of kAloneThreads that reads all ids.
-template <class Id>
-__device__ int32_t count_group(const Id* ids, int64_t n, int E, int group, int32_t* counts) {
+template <class Id, class Ids>
+__device__ int32_t count_group(const Ids& ids, int64_t n, int E, int group, int32_t* counts) {
   __shared__ int32_t mine[kAloneExperts];
   const int first = group * kAloneExperts;
   const int here = E - first < kAloneExperts ? E - first : kAloneExperts;
   if (threadIdx.x < kAloneExperts) mine[threadIdx.x] = 0;
   __syncthreads();
   int32_t faults = 0;
-  for_ids<kAloneThreads>(ids, n, 0, 1, [&](Id id) {
+  for_ids<kAloneThreads, Id>(ids, n, 0, 1, [&](Id id) {
     faults |= fault(id, E);
     if (id >= first && id < first + here) atomicAdd(&mine[id - first], 1);
   });

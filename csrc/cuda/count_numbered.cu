@@ -1,4 +1,5 @@
-// count_numbered: a block per part of the tokens, whose warps take their own runs of copies in order.
+// count_numbered, count_columns: a block per part of the tokens, whose warps take their own runs of copies in
+// order.
 #include "cuda/count.cuh"
 
 namespace isoload::cuda {
@@ -83,12 +84,11 @@ struct Numbering {
 };
 
 // A block per part, whose warps take runs of 32 * kTurns copies in order: all of them at once, unless tokens
-// have many choices.
-template <int kTurns, class Id>
-__global__ void __launch_bounds__(kNumberWarps * 32) count_numbered_kernel(Numbering<Id> in) {
-  take_turn();
+// have many choices. see(i, id): of every copy.
+template <int kTurns, class Id, class Ids, class See>
+__device__ void number_parts(const Numbering<Id>& in, const Ids& ids, See&& see) {
   if (blockIdx.x >= in.num_parts) {
-    count_group(in.ids, in.n, in.E, static_cast<int>(blockIdx.x - in.num_parts), in.counts);
+    count_group<Id>(ids, in.n, in.E, static_cast<int>(blockIdx.x - in.num_parts), in.counts);
     return;
   }
   constexpr int kCopies = 32 * kTurns;  // of a warp
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kNumberWarps * 32) count_numbered_kernel(Numbe
     const int copies = last ? static_cast<int>(end - begin) : warps * kCopies;
     Id id[kTurns];
     int32_t number[kTurns];
-    fetch_ahead<32>(in.ids + begin + first, copies - first, id);
+    fetch_ids<32>(ids, begin + first, copies - first, id);
     number_in_warp(id, E, counter, number);
     __syncthreads();
     add_up((copies + kCopies - 1) / kCopies, E, counters, [&](int w, uint32_t both) {
@@ -129,7 +129,10 @@ __global__ void __launch_bounds__(kNumberWarps * 32) count_numbered_kernel(Numbe
 #pragma unroll
     for (int t = 0; t < kTurns; ++t) {
       faults |= fault(id[t], E);
-      if (first + 32 * t < copies) in.numbers[begin + first + 32 * t] = number[t];
+      if (first + 32 * t < copies) {
+        in.numbers[begin + first + 32 * t] = number[t];
+        see(begin + first + 32 * t, id[t]);
+      }
     }
     __syncwarp();  // all have read: the next copies start from 0
     int32_t* const oldest = before;
@@ -138,11 +141,23 @@ __global__ void __launch_bounds__(kNumberWarps * 32) count_numbered_kernel(Numbe
   report(in.errors, faults);
 }
 
-}  // namespace
+template <int kTurns, class Id>
+__global__ void __launch_bounds__(kNumberWarps * 32) count_numbered_kernel(Numbering<Id> in) {
+  take_turn();
+  number_parts<kTurns>(in, in.ids, [](int64_t, Id) {});
+}
 
-template <class Id>
-const char* count_numbered(const Id* ids, int64_t T, int K, int E, int32_t* counts, int32_t* numbers,
-                           int32_t* parts, void* stream) {
+template <int kTurns, class Id>
+__global__ void __launch_bounds__(kNumberWarps * 32, 1)
+    count_columns_kernel(Numbering<Id> in, WithShared<Id> ids, Id* columns) {
+  take_turn();
+  number_parts<kTurns>(in, ids, [&](int64_t i, Id id) { columns[i] = id; });
+}
+
+// launch_kernel(in, once, blocks, lanes, bytes): K columns and E experts in all; once: a lane has one copy.
+template <class Id, class Launch>
+const char* number(const Id* ids, int64_t T, int K, int E, int32_t* counts, int32_t* numbers, int32_t* parts,
+                   void* stream, Launch&& launch_kernel) {
   const int stride = row_stride(E), warps = rank_warps(stride, kNumberWarps, 4);  // 4: the sums
   if (warps == 0) return "more experts than a block can count";
   const int64_t num_parts = cpu::num_parts(T), part = cpu::kPartRows * K, lanes = 32 * warps;
@@ -152,12 +167,41 @@ const char* count_numbered(const Id* ids, int64_t T, int K, int E, int32_t* coun
     if (const char* error = clear(counts, E, stream)) return error;
   const int64_t words = warps * stride + (part > kMostTurns * lanes ? 2 * E : 0);
   const Numbering<Id> in{ids, T * K, part, num_parts, E, from, counts, numbers, parts, error_word()};
-  return launch(part <= lanes ? count_numbered_kernel<1, Id> : count_numbered_kernel<kMostTurns, Id>,
-                num_parts + (from == Counts::of_groups ? num_groups(E) : 0), lanes,
-                words * int64_t(sizeof(uint32_t)), stream, in);
+  return launch_kernel(in, part <= lanes, num_parts + (from == Counts::of_groups ? num_groups(E) : 0),
+                       static_cast<int>(lanes), words * int64_t(sizeof(uint32_t)));
+}
+
+}  // namespace
+
+template <class Id>
+const char* count_numbered(const Id* ids, int64_t T, int K, int E, int32_t* counts, int32_t* numbers,
+                           int32_t* parts, void* stream) {
+  return number(ids, T, K, E, counts, numbers, parts, stream,
+                [&](const Numbering<Id>& in, bool once, int64_t blocks, int lanes, int64_t bytes) {
+                  auto* const kernel =
+                      once ? count_numbered_kernel<1, Id> : count_numbered_kernel<kMostTurns, Id>;
+                  return launch(kernel, blocks, lanes, bytes, stream, in);
+                });
+}
+
+template <class Id>
+const char* count_columns(const Id* ids, int64_t T, int K, int num_routed, int num_shared, Id* columns,
+                          int32_t* counts, int32_t* numbers, int32_t* parts, void* stream) {
+  const int E = num_routed + num_shared, width = K + num_shared;
+  const WithShared<Id> all{ids, K, num_routed, E, Divisor(width)};
+  return number(ids, T, width, E, counts, numbers, parts, stream,
+                [&](const Numbering<Id>& in, bool once, int64_t blocks, int lanes, int64_t bytes) {
+                  auto* const kernel =
+                      once ? count_columns_kernel<1, Id> : count_columns_kernel<kMostTurns, Id>;
+                  return launch(kernel, blocks, lanes, bytes, stream, in, all, columns);
+                });
 }
 
 template const char* count_numbered(const int32_t*, int64_t, int, int, int32_t*, int32_t*, int32_t*, void*);
 template const char* count_numbered(const int64_t*, int64_t, int, int, int32_t*, int32_t*, int32_t*, void*);
+template const char* count_columns(const int32_t*, int64_t, int, int, int, int32_t*, int32_t*, int32_t*,
+                                   int32_t*, void*);
+template const char* count_columns(const int64_t*, int64_t, int, int, int, int64_t*, int32_t*, int32_t*,
+                                   int32_t*, void*);
 
 }  // namespace isoload::cuda

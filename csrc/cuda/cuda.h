@@ -34,6 +34,9 @@ const char* count(const Id* ids, int64_t n, int E, int32_t* counts, void* stream
 template <class Id>
 const char* count_numbered(const Id* ids, int64_t T, int K, int E, int32_t* counts, int32_t* numbers,
                            int32_t* parts, void* stream);
+template <class Id>
+const char* count_columns(const Id* ids, int64_t T, int K, int num_routed, int num_shared, Id* columns,
+                          int32_t* counts, int32_t* numbers, int32_t* parts, void* stream);
 
 // Planners (planner.h, planner.cuh). B layers, one block each; a problem and its result are those of layer 0,
 // the others follow without a gap. bytes: of all B.

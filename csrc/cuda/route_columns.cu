@@ -34,7 +34,6 @@ struct Meeting {
   // sees all words; another that sees them too does the same once more.
   __device__ bool all_are_done() const {
     __syncthreads();  // this block's visits are written
-    if (gridDim.x == 1) return true;
     if (threadIdx.x == 0) {
       __threadfence();
       for (int i = 0; i < 2; ++i) atomicExch(&done[2 * blockIdx.x + i], done_word(i));
@@ -75,15 +74,20 @@ __global__ void __launch_bounds__(LookUpTeam::kLanes, 1)
     atomicOr(&columns.visits[2 * token + rank / 32], static_cast<int32_t>(1u << rank % 32));
   });
   team.sync();
-  team.for_each(2 * cpu::kPartRows, [&](int i) {
-    if (first + i / 2 < shared.T) atomicExch(&meeting.visits[2 * first + i], columns.visits[i]);
-  });
-  if (!meeting.all_are_done()) return;
-  meeting.take_back();
+  const bool alone = gridDim.x == 1;
+  if (!alone) {
+    team.for_each(2 * cpu::kPartRows, [&](int i) {
+      if (first + i / 2 < shared.T) atomicExch(&meeting.visits[2 * first + i], columns.visits[i]);
+    });
+    if (!meeting.all_are_done()) return;
+    meeting.take_back();
+  }
   FewMatcher matcher(columns.matcher, shared);
   matcher.read([&](int t) {
-    const uint32_t low = atomicOr(&meeting.visits[2 * t], 0), high = atomicOr(&meeting.visits[2 * t + 1], 0);
-    return uint64_t(high) << 32 | low;
+    auto word = [&](int i) -> uint32_t {
+      return alone ? columns.visits[i] : atomicOr(&meeting.visits[i], 0);
+    };
+    return uint64_t(word(2 * t + 1)) << 32 | word(2 * t);
   });
   for (int j = 0; j < shared.num_shared; ++j) matcher.match(j, in.slots + in.K);
 }

@@ -19,6 +19,9 @@ constexpr int kCpu = 1, kCuda = 2;
      "(Tensor topk_ids, int num_experts) -> Tensor") \
   OP(count_numbered, kCpu | kCuda, \
      "(Tensor topk_ids, int num_experts) -> (Tensor counts, Tensor numbers, Tensor parts)") \
+  OP(count_columns, kCpu | kCuda, \
+     "(Tensor topk_ids, int num_routed, int num_shared) " \
+     "-> (Tensor columns, Tensor counts, Tensor numbers, Tensor parts)") \
   OP(gather_rows, kCpu | kCuda, \
      "(Tensor row, int[] beside, Tensor boards, Tensor(a!) board, int rank, int timeout_ms) " \
      "-> (Tensor rows, Tensor beside)") \

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from isoload.counting import count
-from isoload.ops import Numbered, Prefer, count_numbered, gather_rows
+from isoload.ops import Numbered, Prefer, count_columns, count_numbered, gather_rows
 from isoload.placed_layers import Filled, PlacedLayers, own_layers, refresh_layers
 from isoload.placement import Placement, check_same_shape
 from isoload.planning import plan
@@ -185,7 +185,7 @@ class Balancer:
         ids = [topk_ids] if isinstance(topk_ids, Tensor) else list(topk_ids)
         failure = None
         try:
-            ids = [self._complete(rows, num_valid) for rows in ids]
+            ids = [self._masked(rows, num_valid) for rows in ids]
         except ValueError as error:
             failure = error
         slots = self.route(self.balance(ids, num_tokens, failure))
@@ -214,7 +214,7 @@ class Balancer:
         """Counts and gathers. All ranks call it together.
 
         Args:
-            topk_ids: of the owned ranks, shared columns included; not read where there is a failure.
+            topk_ids: of the owned ranks, as the call takes them; not read where there is a failure.
             num_tokens: see :meth:`__call__`.
             failure: why this process has no choices. The gather carries the fact to the other ranks; it is raised here.
             tell: called before a failure of this process is raised that the other ranks have not raised yet: where
@@ -232,7 +232,7 @@ class Balancer:
         numbered: Sequence[Numbered | None] = []
         if failure is None:
             try:
-                counts, numbered = self._count(topk_ids, planned)
+                topk_ids, counts, numbered = self._count(topk_ids, planned)
                 self._record(counts)
             except ValueError as error:
                 failure = error
@@ -325,27 +325,29 @@ class Balancer:
         """Slots numbered as if the shared experts had none: an engine's physical ids of routed experts; -1 stays."""
         return without_shared_slots(slots, self.placement.slots_per_rank, self.placement.num_shared)
 
-    def _complete(self, topk_ids: Tensor, num_valid: int | Tensor | None) -> Tensor:
-        """Masks padding rows and adds the shared experts' columns, where topk_ids have none."""
+    def _masked(self, topk_ids: Tensor, num_valid: int | Tensor | None) -> Tensor:
+        """topk_ids with its padding rows masked."""
         if topk_ids.dim() != 2:
             raise ValueError(f"topk_ids must be [T, K], got {list(topk_ids.shape)}")
-        if num_valid is not None:
-            row = torch.arange(len(topk_ids), device=topk_ids.device)
-            topk_ids = topk_ids.masked_fill((row >= num_valid).unsqueeze(1), -1)
-        num_shared, routed = self.placement.num_shared, self.placement.num_routed
-        if self.shared_columns or not num_shared:
+        if num_valid is None:
             return topk_ids
-        shared = torch.arange(routed, routed + num_shared, device=topk_ids.device, dtype=topk_ids.dtype)
-        present = (topk_ids >= 0).any(1, keepdim=True)
-        return torch.cat([topk_ids, torch.where(present, shared, -1)], dim=1)
+        row = torch.arange(len(topk_ids), device=topk_ids.device)
+        return topk_ids.masked_fill((row >= num_valid).unsqueeze(1), -1)
 
-    def _count(self, topk_ids: list[Tensor], planned: bool) -> tuple[list[Tensor], Sequence[Numbered | None]]:
-        """Counts of every owned rank; numbers too, where the route will look them up."""
-        experts = self.placement.num_experts
-        if not planned or self.prefer is not None or self.policy.samples:
-            return [count(rows, experts) for rows in topk_ids], [None] * len(topk_ids)
-        numbered = [count_numbered(rows, experts) for rows in topk_ids]
-        return [found.counts for found in numbered], numbered
+    def _count(
+        self, topk_ids: list[Tensor], planned: bool
+    ) -> tuple[list[Tensor], list[Tensor], Sequence[Numbered | None]]:
+        """Of every owned rank: ids with shared columns, their counts; numbers too, where the route looks them up."""
+        experts, num_shared = self.placement.num_experts, self.placement.num_shared
+        numbers = planned and self.prefer is None and not self.policy.samples
+        if num_shared and not self.shared_columns:
+            added = [count_columns(rows, self.placement.num_routed, num_shared) for rows in topk_ids]
+            topk_ids, numbered = [ids for ids, _ in added], [found for _, found in added]
+        elif numbers:
+            numbered = [count_numbered(rows, experts) for rows in topk_ids]
+        else:
+            return topk_ids, [count(rows, experts) for rows in topk_ids], [None] * len(topk_ids)
+        return topk_ids, [found.counts for found in numbered], numbered if numbers else [None] * len(topk_ids)
 
     def _record(self, counts: list[Tensor]) -> None:
         # A checkpoint's recompute counts no batch again.

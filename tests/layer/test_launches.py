@@ -115,7 +115,8 @@ def launched(policy: str, num_shared: int, **how: Any) -> list[str]:
     group._agreed = Everything()
     with HostWaits(answer), torch.no_grad(), kept_memos(), launches:
         balancer = isoload.Balancer(placement, 0, policy, group, **how)
-        ids = torch.empty(TOKENS, TOP_K + num_shared, dtype=torch.int64, device="cuda")
+        width = TOP_K + (num_shared if how.get("shared_columns", True) else 0)
+        ids = torch.empty(TOKENS, width, dtype=torch.int64, device="cuda")
         balancer._own[ids.device] = balancer.placed_on(ids.device)
         balancer(ids)
         launches.clear()
@@ -127,6 +128,11 @@ def launched(policy: str, num_shared: int, **how: Any) -> list[str]:
 def test_three_launches_from_ids_to_slots_with_a_shared_expert(policy: str) -> None:
     """The last block to look up routed copies deals the shared ones to ranks."""
     assert launched(policy, 1) == ["count_numbered", "plan_joint", "route_columns"]
+
+
+def test_three_launches_where_the_caller_gives_no_shared_columns() -> None:
+    """They are added while the copies are counted."""
+    assert launched("joint", 1, shared_columns=False) == ["count_columns", "plan_joint", "route_columns"]
 
 
 def test_launches_where_shared_experts_stay_home() -> None:

@@ -1,4 +1,4 @@
-"""count: copies per expert, masked entries left out; count_numbered: their places, too."""
+"""count: copies per expert, masked entries left out; count_numbered: their places, too; count_columns: shared ones."""
 
 from __future__ import annotations
 
@@ -84,6 +84,58 @@ def test_numbered_input_need_not_be_contiguous() -> None:
         assert torch.equal(a, getattr(ops.count_numbered(ids[:, ::3].contiguous(), 7), name)), name
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("num_shared", [1, 3])
+@pytest.mark.parametrize("experts", [3, 200, 257])
+@pytest.mark.parametrize(
+    "shape", [(0, 8), (5, 0), (1, 1), (PART_ROWS + 1, 7), (2 * PART_ROWS, 8), (300, 40), (1100, 8)]
+)
+def test_columns_equal_reference_and_numbers_of_all_columns(
+    shape: tuple[int, int], experts: int, num_shared: int, dtype: torch.dtype
+) -> None:
+    """Rows without a choice among them; a few ids are counted by groups of experts, more by parts of the ids."""
+    rng = np.random.default_rng([experts, *shape])
+    ids = torch.from_numpy(rng.zipf(1.3, shape) % (experts + 1) - 1).to(dtype)
+    ids[torch.from_numpy(rng.random(len(ids)) < 0.3)] = -1
+    columns, mine = ops.count_columns(ids, experts, num_shared)
+    wanted, theirs = reference.count_columns(ids, experts, num_shared)
+    assert columns.dtype == dtype and torch.equal(columns, wanted)
+    apart = ops.count_numbered(columns, experts + num_shared)
+    for name in mine._fields:
+        a, b = getattr(mine, name), getattr(theirs, name)
+        assert a.dtype == torch.int32 and torch.equal(a, b) and torch.equal(a, getattr(apart, name)), name
+
+
+def test_columns_input_need_not_be_contiguous() -> None:
+    ids = torch.arange(6000).view(600, 10) % 7
+    columns, numbered = ops.count_columns(ids[:, ::3], 7, 2)
+    again, of_dense = ops.count_columns(ids[:, ::3].contiguous(), 7, 2)
+    assert torch.equal(columns, again) and all(map(torch.equal, numbered, of_dense))
+
+
+COLUMNS_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "flat": ({"topk_ids": torch.tensor([0, 1])}, r"topk_ids must be \[T, K\], got \[2\]"),
+    "a shared expert": ({"topk_ids": torch.tensor([[0, 4]])}, "topk_ids must be in -1..3, got 4"),
+    "low": ({"topk_ids": torch.tensor([[0, -2]])}, "topk_ids must be in -1..3, got -2"),
+    "dtype": ({"topk_ids": torch.ones(2, 2)}, "topk_ids must be int32 or int64, got float32"),
+    "none routed": ({"num_routed": 0}, "num_routed must be at least 1, got 0"),
+    "none shared": ({"num_shared": 0}, r"num_shared must be in 1..1024, got 0"),
+    "many shared": ({"num_shared": 1025}, r"num_shared must be in 1..1024, got 1025"),
+    "many copies": (
+        {"topk_ids": torch.zeros(1, 1, dtype=torch.int64).expand(2**21, 1), "num_shared": 1024},
+        r"topk_ids must have fewer than 2\^31 entries with num_shared=1024 more columns, got 2149580800",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS_REFUSED)
+def test_columns_refuses(name: str) -> None:
+    changed, message = COLUMNS_REFUSED[name]
+    given = {"topk_ids": torch.tensor([[0, 3], [-1, 1]]), "num_routed": 4, "num_shared": 1, **changed}
+    with pytest.raises(ValueError, match=message):
+        ops.count_columns(**given)
+
+
 REFUSED: dict[str, tuple[Any, int, str]] = {
     "dtype": (torch.ones(2, 2), 4, "topk_ids must be int32 or int64, got float32"),
     "another dtype": (
@@ -119,3 +171,6 @@ def test_opcheck() -> None:
     numbered = torch.ops.isoload.count_numbered.default
     torch.library.opcheck(numbered, (torch.tensor([[0, 2], [-1, 1]]), 3))
     torch.library.opcheck(numbered, (torch.zeros(300, 4, dtype=torch.int32), 3))
+    columns = torch.ops.isoload.count_columns.default
+    torch.library.opcheck(columns, (torch.tensor([[0, 2], [-1, -1]]), 3, 2))
+    torch.library.opcheck(columns, (torch.zeros(300, 4, dtype=torch.int32), 3, 1))

@@ -124,6 +124,7 @@ BROKEN: dict[str, tuple[Callable[[str], object], list[int]]] = {
     **{f"count {i}": (lambda d, bad=bad: ops.count(bad.to(d), 4), [0]) for i, bad in enumerate(BAD_IDS)},
     "count of many": (count_of_many, [0]),
     "count_numbered": (lambda d: ops.count_numbered(BAD_IDS[1].to(d), 4), [0]),
+    "count_columns": (lambda d: ops.count_columns(torch.tensor([[0, 4], [1, 2]]).to(d), 4, 1), [0]),
     "plan_exact": (plan_without_replica, [1]),
     "plan_exact_share": (plan_and_share_negative, [1]),
     "plan_joint": (joint_negative, [1]),

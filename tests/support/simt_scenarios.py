@@ -27,6 +27,7 @@ from gpu_layers import EXPERTS, RANK, Layer, make_layers, per_node, size
 TOKENS = (
     "count",
     "count_numbered",
+    "count_columns",
     "route",
     "route_numbered",
     "route_columns",

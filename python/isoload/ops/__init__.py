@@ -9,7 +9,7 @@ Raises (all): ValueError naming the argument, the rule and the value. Values are
 
 from isoload.ops.append_shared_expert import append_shared_expert
 from isoload.ops.borrow import addresses, borrow, borrow_backward
-from isoload.ops.count import count, count_numbered
+from isoload.ops.count import count, count_columns, count_numbered
 from isoload.ops.device_errors import check_device, device_errors
 from isoload.ops.gather_rows import LINE_WORDS, board_words, gather_rows
 from isoload.ops.group_copies import group_copies
@@ -71,6 +71,7 @@ __all__ = [
     "borrow_backward",
     "check_device",
     "count",
+    "count_columns",
     "count_numbered",
     "device_errors",
     "gather_rows",

@@ -5,7 +5,7 @@ Same names, signatures and results on valid input; slow, and checked by their ow
 
 from isoload.reference.append_shared_expert import append_shared_expert
 from isoload.reference.borrow import borrow, borrow_backward
-from isoload.reference.count import count, count_numbered
+from isoload.reference.count import count, count_columns, count_numbered
 from isoload.reference.gather_rows import gather_rows
 from isoload.reference.group_copies import group_copies
 from isoload.reference.number_rows import number_rows
@@ -55,6 +55,7 @@ __all__ = [
     "borrow",
     "borrow_backward",
     "count",
+    "count_columns",
     "count_numbered",
     "gather_rows",
     "group_copies",

@@ -1,4 +1,4 @@
-"""count, count_numbered: how many copies go to each logical expert."""
+"""count, count_numbered, count_columns: how many copies go to each logical expert."""
 
 from __future__ import annotations
 
@@ -33,3 +33,11 @@ def count_numbered(topk_ids: Tensor, num_experts: int) -> Numbered:
     of_parts = torch.tensor(parts, dtype=torch.int32).view(len(parts), num_experts)
     counts = of_parts.sum(0, dtype=torch.int32)
     return Numbered(counts, torch.tensor(numbers, dtype=torch.int32).view(topk_ids.shape), of_parts)
+
+
+def count_columns(topk_ids: Tensor, num_routed: int, num_shared: int) -> tuple[Tensor, Numbered]:
+    """topk_ids [T, K] with the shared experts behind every row that has a choice, and count_numbered of all that."""
+    shared = list(range(num_routed, num_routed + num_shared))
+    rows = [row + (shared if max(row, default=-1) >= 0 else [-1] * num_shared) for row in topk_ids.tolist()]
+    columns = torch.tensor(rows, dtype=topk_ids.dtype).view(len(topk_ids), topk_ids.shape[1] + num_shared)
+    return columns, count_numbered(columns, num_routed + num_shared)
