@@ -208,7 +208,7 @@ class VisitFlow {
     total = team_.sum32(total);
     if (total == 0) return;
     const int32_t there = copies < total ? copies : total;
-    const uint64_t scale = quotient(int64_t(there) << 32, total);
+    const uint64_t scale = quotient(int64_t(there) << 32, total);  // what it is off moves no sum below 2^31
     team_.for_each(n, [&](int i) {
       if (!once) wished = ws_.wish[i];
       left += static_cast<int32_t>(wished * scale >> 32);
