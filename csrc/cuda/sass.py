@@ -16,11 +16,9 @@ CODE_LIMIT = 64 * 1024  # what an instruction cache holds of a kernel
 # Loads on their way, at least: all that a lane asks for.
 AHEAD = dict.fromkeys(("count", "count_alone", "count_numbered", "route_numbered", "route_columns"), 8)
 # No pointer that may lead anywhere.
-IN_SHARED = re.compile(r"plan_(exact(_share)?|spill)_fetched|plan_joint_fetched<true>|plan_lp_columns")
+IN_SHARED = re.compile(r"plan_(exact(_share)?|joint|spill)_fetched|plan_lp_columns")
 BETWEEN = re.compile("route_columns")  # blocks that leave words for each other: a fence ahead, one behind
 ACROSS = re.compile(r"gather_rows|plan_exact_share_gathered")  # words that other GPUs read and write
-# Up to 89 KB has plan_joint for the usual problem and 143 for others: it is four planners, each of which runs once.
-LONG = re.compile(r"plan_joint")
 # Not before a kernel's wait for the one ahead of it: global memory, the start of the next kernel, other ways on.
 BEHIND_WAIT = re.compile(
     r"(LD|ST|ATOM)G?[. ]|LDGSTS|RED|CCTL|UBLK|UTMA|PREEXIT|BAR|BRA|BRX|JMP|JMX|CALL|RET|EXIT"
@@ -151,7 +149,7 @@ def faults(codes: list[Code]) -> list[str]:
     for code in codes:
         of = f"{code.kernel} on {code.architecture}"
         size = len(code.instructions) * INSTRUCTION_BYTES
-        if not LONG.match(code.kernel) and size > CODE_LIMIT:
+        if size > CODE_LIMIT:
             found.append(f"{of} has {size} bytes of code, {CODE_LIMIT} at most")
         wanted = AHEAD.get(code.kernel.split("<")[0], 0)
         if (ahead := loads_in_flight(code.instructions)) < wanted:
