@@ -152,11 +152,11 @@ class Spill : SpillLayer<Team> {
   }
 
   // Where spare slots ran out: the lowest level found from where copies were given, if it is below the plan
-  // that is kept. Returns the flags.
+  // that is kept, which is above capacity and slack. Returns the flags.
   ISOLOAD_HD int32_t level_out(int32_t capacity, int32_t slack) {
     const int32_t flags = ws_.flags[kept_];
     const SpillQueue queue = queue_up(capacity);
-    if (!seek(least_level(capacity, queue), int64_t(capacity) + slack, queue)) return flags;
+    if (!seek(least_level(capacity, queue), capacity + slack, queue)) return flags;
     const int32_t above = ws_.reached[kept_] - capacity;
     team_.alone([&](auto& group) { level_of(group, kept_, 0, queue).take_back(capacity + above); });
     return above <= slack ? 0 : above < view_.min_excess ? kSmallExcess : flags;
@@ -207,7 +207,7 @@ class Spill : SpillLayer<Team> {
   // Keeps the plan of the level with the least load found, if that is below the plan's kept; returns whether
   // it is. Each round tries a level near the lowest one open and a higher one, which does not count if the
   // lower one was reached. A level that was missed is too low by an equal part of what is above it at least.
-  ISOLOAD_HD bool seek(int32_t low, int64_t enough, const SpillQueue& queue) {
+  ISOLOAD_HD bool seek(int32_t low, int32_t enough, const SpillQueue& queue) {
     static_assert(kLevelWays == 2, "a lane alone skips the way after one that was reached");
     bool found = false;
     int32_t least = ws_.reached[kept_];

@@ -228,8 +228,8 @@ MUTANTS = {
     ),
     "imports cost nothing": Mutant(
         "csrc/algorithms/spill_greedy.h",
-        "cost += static_cast<int32_t>(in_.import_cost(chunk.near));",
-        "cost += 0 * static_cast<int32_t>(in_.import_cost(chunk.near));",
+        "cost += in_.import_cost(chunk.near);",
+        "cost += 0 * in_.import_cost(chunk.near);",
         "plan_spill",
     ),
     "tries of the last round overwritten": Mutant(

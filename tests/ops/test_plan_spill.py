@@ -45,6 +45,31 @@ def test_equals_reference() -> None:
     assert lent > 100
 
 
+def at_the_limits(seed: int) -> SpillCase:
+    """A drawn one with the most copies there may be, the largest chunks, costs and tolerances."""
+    case, rng = draw(seed), np.random.default_rng([11, seed])
+    if case.start is None:
+        fixed = 0 if case.fixed is None else int(case.fixed.sum())
+        case.loads[rng.integers(len(case.loads))] += 2**31 - 1 - int(case.loads.sum(dtype=np.int64)) - fixed
+    if case.rules["capacity_factor"] is not None:
+        case.rules["capacity_factor"] = float(rng.choice([1, 1.0001, 1000]))
+    case.rules["tolerance"] = float(rng.choice([0, 1, 1000]))
+    case.rules["min_chunk"] = int(rng.choice([1, 2**30, 2**31 - 1]))
+    case.rules["import_costs"] = tuple(int(cost) for cost in rng.choice([0, 1, 2**30], 2))
+    return case
+
+
+def test_equals_reference_at_the_limits() -> None:
+    lent = 0
+    for seed in range(3000, 3300):
+        case = at_the_limits(seed)
+        mine, theirs = case.spill(), case.spill(reference.plan_spill)
+        for name, a, b in zip(mine._fields, mine, theirs, strict=True):
+            assert torch.equal(a, b), (case.name, name, a, b)
+        lent += int(mine.telemetry[0]) > 0
+    assert lent > 30, lent
+
+
 NAMED: dict[str, tuple[SpillCase, list[int], list[int]]] = {
     # case, rank loads, telemetry
     "the published planner's hang": (in_order([127, 1, 2, 1], 2), [66, 65], [1, 1, 1, 0, 0]),
