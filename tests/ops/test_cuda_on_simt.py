@@ -40,7 +40,7 @@ UNNOTICED = {
 
 # Of some families, a barrier that the compiler leaves out: the file and the text at whose end it stands.
 REMOVED = {
-    "share": ("algorithms/share.h", "serve_own_ranks();\n    team_.sync();"),
+    "share": ("algorithms/share.h", "own_[j] = own_part(i, j); });\n    team_.sync();"),
     "round_split": ("algorithms/round_split.h", "quota_[p] = 0; });\n    team_.sync();"),
     "route": ("cuda/stable_rank.cuh", "__syncwarp();  // all have read"),
 }

@@ -57,12 +57,12 @@ MUTANTS = {
     ),
     "an overloaded rank forgotten": Mutant(
         "csrc/algorithms/plan_exact_paths.h",
-        "if (width == excess) over_.erase(source_);",
-        "over_.erase(source_);",
+        "if (width == excess) sides_.over.erase(source_);",
+        "sides_.over.erase(source_);",
         "plan_exact",
     ),
     "bound + 1": Mutant(
-        "csrc/algorithms/plan_exact_paths.h", "bound = certify();", "bound = certify() + 1;", "plan_exact"
+        "csrc/algorithms/plan_exact_paths.h", "bound = certify(closed);", "bound = certify(closed) + 1;", "plan_exact"
     ),
     "poured copies left out of the level": Mutant(
         "csrc/algorithms/plan_exact.h", "R, copies + pour, R,", "R, copies, R,", "plan_exact_pour"
@@ -278,8 +278,8 @@ MUTANTS = {
     ),
     "a pour read while the next is written": Mutant(
         "csrc/algorithms/plan_waterfill.h",
-        "(ws_.room[r] - wanted) : 0;\n    });\n    team_.sync();",
-        "(ws_.room[r] - wanted) : 0;\n    });",
+        "ws_.room[r] - wanted : 0;\n    });\n    team_.sync();",
+        "ws_.room[r] - wanted : 0;\n    });",
         "teams",
     ),
     "ranks choose tokens in rank order": Mutant(
