@@ -142,9 +142,8 @@ class Lane {
     SolvedPlan& plan = to_.plans[i];
     const ExactResult out{plan.quota.data(), &plan.certificate[0], &plan.certificate[1], plan.telemetry};
     const bool planned = ExactSolver<W, Team>(team_, problem, workspace, out.quota).solve(out);
-    const uint64_t seen = 3 * uint64_t(*out.peak) + 5 * uint64_t(*out.bound) + 7 * uint64_t(planned);
     if (team_.rank() == 0) plan.planned = planned;
-    finish(plan.quota, seen);
+    finish(plan.quota, 3 * uint64_t(*out.peak) + 5 * uint64_t(*out.bound) + 7 * uint64_t(planned));
   }
 
   template <int W>
@@ -184,10 +183,9 @@ class Lane {
     auto* workspace = reinterpret_cast<int32_t*>(to_.workspace.data());
     Share<Team> solver(team_, problem, workspace);
     const bool fits = solver.check() < 0;
-    int32_t* const left = workspace + share_workspace(problem);
-    if (fits && i % 3 == 0) solver.all_rows(out.data(), left);
+    if (fits && i % 3 == 0) solver.all_rows(out.data(), workspace + share_workspace(problem));
     if (fits && i % 3 == 1) solver.one_row(in_.row, out.data());
-    if (fits && i % 3 == 2) solver.all_ranks(out.data(), left);
+    if (fits && i % 3 == 2) solver.all_ranks(out.data(), workspace + share_workspace(problem));
     if (team_.rank() == 0) to_.shared[i] = fits;
     team_.sync();  // which all rows and all ranks leave to the caller
     finish(out, fits);
