@@ -116,14 +116,15 @@ __global__ void __launch_bounds__(PlanTeam::kLanes, 1) plan_joint_open_kernel(Jo
   take_turn();
   __shared__ PlanTeam::Group group;
   PlanTeam team(group);
-  const int64_t row = blockIdx.x, b = row / in.R, width = in.E + in.num_shared;
+  const uint32_t layer = blockIdx.x / uint32_t(in.R), source = blockIdx.x - layer * in.R;
+  const int64_t row = blockIdx.x, width = in.E + in.num_shared;
   const int32_t* const loads = in.gathered + row * width;
   team.for_each(in.E, [&](int e) { m.loads[row * in.E + e] = loads[e]; });
-  if (row % in.R > 0) return;
+  if (source > 0) return;
   int32_t* const tokens = m.tokens + row;
   team.for_each(in.R, [&](int s) { tokens[s] = loads[s * width + in.E]; });
   const int32_t pour = JointPlanner::pour_of(team, in, tokens);  // by lanes that wrote them
-  if (team.rank() == 0) m.pour[b] = pour;
+  if (team.rank() == 0) m.pour[layer] = pour;
   if (pour < 0) team.for_each(in.R, [&](int s) { tokens[s] = 0; });
 }
 
