@@ -38,6 +38,9 @@ UNNOTICED = {
     ("algorithms/spare_fill.h", "static_cast<int32_t>(counts[i]);\n    team_.sync();"): LAST,
 }  # fmt: skip
 
+# From ids to slots, of exact and of joint; one launch each.
+THREE = ("count_numbered", "plan_exact_share", "route_numbered", "plan_joint", "route_columns")
+
 # Of some families, a barrier that the compiler leaves out: the file and the text at whose end it stands.
 REMOVED = {
     "share": ("algorithms/share.h", "own_[j] = own_part(i, j); });\n    team_.sync();"),
@@ -113,6 +116,11 @@ def test_kernels_equal_the_cpu_and_do_not_race(name: str, kernels: Any) -> None:
     assert found["early"] == found["launches"] >= len(SEEDS)
     assert not found["findings"], "\n".join(found["findings"])
     assert found["bits"] == [bits(SCENARIOS[name]())] * len(SEEDS)
+
+
+@pytest.mark.parametrize("name", THREE)
+def test_three_kernels_lead_to_slots(name: str, kernels: Any) -> None:
+    assert kernels[name]["launches"] == len(SEEDS)
 
 
 def line_of(file: str, text: str) -> str:

@@ -62,7 +62,10 @@ MUTANTS = {
         "plan_exact",
     ),
     "bound + 1": Mutant(
-        "csrc/algorithms/plan_exact_paths.h", "bound = certify(closed);", "bound = certify(closed) + 1;", "plan_exact"
+        "csrc/algorithms/plan_exact_paths.h",
+        "bound = certify(closed);",
+        "bound = certify(closed) + 1;",
+        "plan_exact",
     ),
     "poured copies left out of the level": Mutant(
         "csrc/algorithms/plan_exact.h", "R, copies + pour, R,", "R, copies, R,", "plan_exact_pour"

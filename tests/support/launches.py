@@ -28,7 +28,11 @@ OF_MANY = {"number_rows": 2, "group_copies": 2}  # kernels of an op, of many cop
 
 
 def kernels_of(name: str, args: tuple[Any, ...]) -> int:
-    """route_columns deals shared copies, if it has a row of them, of many tokens or ranks in a kernel of their own."""
+    """plan_joint runs unusual problems in parts. route_columns deals shared copies, if it has a row of them, of many
+    tokens or ranks in a kernel of their own."""
+    if name == "plan_joint":
+        usual = args[2] <= 64 and args[4] == 1 and args[6] is None and args[7] == args[9] == 0
+        return 1 if usual else 6
     if name == "route_columns":
         return 2 if args[6] is not None and (len(args[0]) > 4096 or args[7] > 64) else 1
     return OF_MANY.get(name, 1)
