@@ -115,8 +115,9 @@ def bench_tokens(case: Case) -> dict[str, float]:
     ids = [torch.cat([row, shared], 1) for row in ids]
     loads = torch.stack([isoload.count(row, EXPERTS + 1) for row in ids])
     plan = isoload.plan(loads, placement, 0, "joint")
-    assert plan.shared is not None and plan.shared.share is not None and plan.shared.copies is not None
-    copies, tokens = plan.shared.copies, plan.shared.tokens
+    assert plan.shared is not None and plan.shared.share is not None
+    copies = plan.policy.copies(loads[:, :EXPERTS].contiguous(), plan)
+    tokens = plan.shared.tokens
     rank = int((plan.shared.share.diagonal() - TOKENS // 2).abs().argmin())
     share, everywhere = plan.shared.share[rank], copies.sum(0, dtype=torch.int32)
     size, slots = (
