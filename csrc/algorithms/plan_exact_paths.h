@@ -97,8 +97,8 @@ class ExactPaths {
   // Breadth first, backwards: level 0 has room, level k can hand copies to level k-1. Returns the level that
   // holds an overloaded rank, or -1. Or forward, from all overloaded ranks to all that they reach.
   ISOLOAD_HD int search(bool forward, RankSet<W>& seen) {
-    const RankSet<W>*const by = forward ? ws_.givers : ws_.holders, *const to =
-                                                                        forward ? ws_.holders : ws_.givers;
+    const RankSet<W>* const by = forward ? ws_.givers : ws_.holders;
+    const RankSet<W>* const to = forward ? ws_.holders : ws_.givers;
     seen = forward ? sides_.over : sides_.under;
     RankSet<W> frontier = seen;
     for (int depth = 0;;) {
@@ -128,7 +128,7 @@ class ExactPaths {
   }
 
   // One path from the lowest overloaded rank of the last level down to level 0, the widest hop each time.
-  // What the lanes have read they need not read again: all know how it changes.
+  // What the lanes have read they need not read again: each works out how it changes.
   ISOLOAD_HD void follow(int depth) {
     const int32_t load = ws_.load[source_], excess = load - ws_.cap[source_];
     int32_t width = excess, room = 0;

@@ -17,7 +17,7 @@
 
 namespace isoload {
 
-struct JointProblem : ExactProblem {  // loads: null, or [R, E] and tokens where JointMemory has them
+struct JointProblem : ExactProblem {  // loads and pour: those of JointMemory, once they are there
   const int32_t* gathered;            // [R, E + num_shared]; the first shared expert's column: tokens
   int num_shared, first_shared;       // copies per token; place of their slots on every rank
   int rank;                           // the source whose row is wanted
