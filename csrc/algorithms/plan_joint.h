@@ -60,7 +60,8 @@ struct JointMemory {
   }
 };
 
-struct JointPlanner {  // see planner.h
+// See planner.h; what a refused layer leaves behind, its kernels write themselves.
+struct JointPlanner {
   using Problem = JointProblem;
   using Result = JointResult;
   static constexpr bool kSets = true;

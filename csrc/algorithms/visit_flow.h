@@ -1,8 +1,8 @@
 // visit_flow: as many shared copies as possible from ranks with excess to ranks with room that their tokens
 // visit anyway.
 //
-// copies[s][d] routed copies let about 3/4 as many tokens of s visit d, and at most as many; every rank knows
-// that without asking. First within 3/4, then within all:
+// copies[s][d] routed copies let about 3/4 as many tokens of s visit d, and at most as many: all that follows
+// from counts, alike on every rank. First within 3/4, then within all:
 //
 //   needs   a taker whose room the others lack takes that much, from its givers in proportion
 //   spread  givers send what they have left to the takers in proportion, which leaves their tokens most

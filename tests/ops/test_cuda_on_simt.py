@@ -123,6 +123,11 @@ def test_three_kernels_lead_to_slots(name: str, kernels: Any) -> None:
     assert kernels[name]["launches"] == len(SEEDS)
 
 
+def test_six_kernels_make_an_unusual_joint_plan(kernels: Any) -> None:
+    """As docs/integrations.md has it; and its tables one."""
+    assert kernels["plan_joint, in parts"]["launches"] == 7 * len(SEEDS)
+
+
 def line_of(file: str, text: str) -> str:
     """Where the barrier at the end of the text stands, or at its start if a comment ends it."""
     source = (simt_build.ROOT / "csrc" / file).read_text()
