@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial, wraps
+import sys
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from isoload import ops
-from isoload.replica_tables import ReplicaTables
+from isoload.ops.library import call
 
 torch.set_num_threads(1)  # two beside a busy process make small operations slower, not faster
 
@@ -27,7 +27,23 @@ OWN_DEVICE = {
     "plan_exact_share_gathered",
 }  # their tests hold addresses, or choose the device
 # What only the CPU refuses, what calls no op of isoload.ops, and what forks.
-ON_CPU_ALONE = re.compile("refuse|one_bad_layer|out_must_be|opcheck|traced|never_waits|of_a_group_agree")
+ON_CPU_ALONE = re.compile(
+    "refuse|one_bad_layer|out_must_be|opcheck|traced|never_waits|of_a_group_agree"
+    "|there_are_|unknown_field|aligned_views|best_visited_is|hardly_a_path"
+)
+
+
+# Every wrapper calls its op by this name, however a test came by the wrapper.
+WRAPPERS = [of for name, of in sys.modules.items() if name.startswith("isoload.ops.") and hasattr(of, "call")]
+THERE = pytest.StashKey["Elsewhere"]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--without-gpu",
+        action="store_true",
+        help="run the tests of the ops on CUDA up to their first call there, on any machine",
+    )
 
 
 def has_cuda(op: str) -> bool:
@@ -44,9 +60,9 @@ def op_tested(path: Path) -> str | None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    op = op_tested(Path(metafunc.module.__file__ or ""))
+    op, option = op_tested(Path(metafunc.module.__file__ or "")), metafunc.config.option
     # --collect-only lists on any machine what a GPU would run
-    there = op is not None and (has_cuda(op) or metafunc.config.option.collectonly)
+    there = op is not None and (has_cuda(op) or option.collectonly or option.without_gpu)
     if there and not ON_CPU_ALONE.search(metafunc.function.__name__):
         both = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
         metafunc.parametrize("device", both, indirect=True)
@@ -57,32 +73,42 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """Where a test's ops run. Its tensors stay on the CPU: on CUDA every op gets them moved, and its results back."""
     name: str = getattr(request, "param", "cpu")
     if name != "cpu":
-        for op in filter(has_cuda, ops.__all__):
-            monkeypatch.setattr(ops, op, elsewhere(getattr(ops, op), name))
+        there = Elsewhere(name, request.config.option.without_gpu)
+        request.node.stash[THERE] = there
+        for module in WRAPPERS:
+            monkeypatch.setattr(module, "call", there)
     return name
 
 
-def elsewhere(op: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """The op on another device, for arguments and results on the CPU."""
-
-    @wraps(op)
-    def run(*args: Any, **options: Any) -> Any:
-        there = partial(moved, device=device)
-        result = moved(op(*map(there, args), **{k: there(v) for k, v in options.items()}), "cpu")
-        if (out := options.get("out")) is not None:
-            out.data.copy_(result.data)
-            return out
-        return result
-
-    return run
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
+    """A test's run on CUDA that has passed must have been there."""
+    there = pyfuncitem.stash.get(THERE, None)
+    try:
+        result = yield
+    except CameToTheDevice:
+        return True
+    assert there is None or there.calls > 0, "a run on CUDA that makes no call there"
+    return result
 
 
-def moved(value: Any, device: str) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, ReplicaTables):
-        return replace(value, data=value.data.to(device))
-    if isinstance(value, tuple):
-        items = [moved(item, device) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    return value
+class CameToTheDevice(BaseException):
+    """Ends a run without a GPU: neither a test nor pytest.raises takes it for an Exception."""
+
+
+class Elsewhere:
+    """Calls an op on another device, for arguments and results on the CPU."""
+
+    def __init__(self, device: str, is_absent: bool) -> None:
+        self.device, self.is_absent, self.calls = device, is_absent, 0
+
+    def __call__(self, op: Any, *args: Any) -> Any:
+        if self.is_absent:
+            raise CameToTheDevice
+        self.calls += 1
+        there = tree_map_only(Tensor, lambda x: x.to(self.device), args)
+        result = call(op, *there)
+        for argument, mine, theirs in zip(op._schema.arguments, args, there, strict=True):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                mine.copy_(theirs)
+        return tree_map_only(Tensor, Tensor.cpu, result)

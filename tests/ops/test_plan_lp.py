@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isoload import ops, reference
 from isoload.replica_tables import ReplicaTables
-from support.cases import FAMILIES, Case, draw, eplb, instances
+from support.cases import FAMILIES, Case, draw, eplb, families_up_to, instances
 from support.exact_splits import int32, strided
 from support.oracles import lp_value
 from support.processes import run_ranks
@@ -100,13 +100,13 @@ def test_there_are_two_thousand_instances() -> None:
 
 
 @sweep("per_case", 1, PER_CASE)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families_up_to(MAX_RANKS))
 def test_optimum(family: str, per_case: int) -> None:
     for case in instances(per_case, seed=1000, max_ranks=MAX_RANKS, families=(family,)):
         check_optimum(case)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families_up_to(MAX_RANKS))
 def test_optimum_with_speeds_and_base(family: str) -> None:
     rng = np.random.default_rng(list(FAMILIES).index(family))
     for i, case in enumerate(instances(2, seed=1100, max_ranks=MAX_RANKS, families=(family,))):

@@ -333,6 +333,11 @@ def draw(family: str, ranks: int, seed: int) -> Case:
     return Case(f"{family}-R{ranks}#{seed}", slots, loads)
 
 
+def families_up_to(max_ranks: int) -> list[str]:
+    """Those with problems of so few ranks."""
+    return [name for name, family in FAMILIES.items() if min(family.ranks) <= max_ranks]
+
+
 def instances(
     per_case: int, seed: int, max_ranks: int = MANY_RANKS[-1], families: tuple[str, ...] = tuple(FAMILIES)
 ) -> Iterator[Case]:
