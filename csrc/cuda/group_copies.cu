@@ -7,7 +7,6 @@ namespace isoload::cuda {
 namespace {
 
 constexpr int kThreads = kRankWarps * 32;
-constexpr int kAloneWarps = 32;
 constexpr int kAhead = 8;
 
 template <class Slot>
@@ -86,7 +85,7 @@ __device__ void sort(const Sorting<Slot>& in, const int32_t* counts, int32_t* fi
 }
 
 template <class Slot>
-__global__ void __launch_bounds__(kAloneWarps * 32, 1) group_alone_kernel(Sorting<Slot> in) {
+__global__ void __launch_bounds__(kMostWarps * 32, 1) group_alone_kernel(Sorting<Slot> in) {
   take_turn();
   const int S = in.of.num_slots;
   auto* const before = reinterpret_cast<int32_t*>(shared_memory);  // [S] in the blocks before this one
@@ -109,24 +108,22 @@ __global__ void __launch_bounds__(kThreads) group_count_kernel(Sorting<Slot> in,
 }
 
 template <class Slot>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kMostWarps * 32, 1)
     group_place_kernel(Sorting<Slot> in, const int32_t* chunk_counts) {
   take_turn();
   const int S = in.of.num_slots;
-  auto* const counts = reinterpret_cast<int32_t*>(shared_memory);  // [S] in all blocks
-  int32_t *const first = counts + S, *const next = first + S;
-  for (int s = threadIdx.x; s < S; s += blockDim.x) {
-    int32_t sum = 0;
-#pragma unroll 8
-    for (int64_t b = 0; b < gridDim.x; ++b) sum += chunk_counts[b * S + s];
-    counts[s] = sum;
-  }
+  auto* const before = reinterpret_cast<int32_t*>(shared_memory);  // [S] in the blocks before this one
+  int32_t *const counts = before + S, *const first = counts + S, *const next = first + S;
+  const int rows = blockIdx.x;
+  add_up_chunks(chunk_counts, S, before);
+  add_up_rows(chunk_counts + int64_t(rows) * S, S, gridDim.x - rows, S,
+              [&](int s, int32_t sum) { counts[s] = before[s] + sum; });  // the lane that has set before[s]
   __syncthreads();
-  sort(in, counts, first, next, [&](int s) { return in_chunks_before(chunk_counts, S, s); });
+  sort(in, counts, first, next, [&](int s) { return before[s]; });
 }
 
 bool few(const cpu::CopyGroup& of) {
-  return of.n <= kFewItems && rank_warps(of.num_slots, kAloneWarps, 3) == kAloneWarps;
+  return of.n <= kFewItems && rank_warps(of.num_slots, kMostWarps, 3) == kMostWarps;
 }
 
 }  // namespace
@@ -142,13 +139,13 @@ const char* group_copies(const Slot* slots, const cpu::CopyGroup& of, const cpu:
   const int64_t blocks = in.chunks.count() > 0 ? in.chunks.count() : 1;  // one writes the ends of no copies
   const int64_t row = of.num_slots * int64_t(sizeof(int32_t));
   if (few(of))
-    return launch(group_alone_kernel<Slot>, blocks, kAloneWarps * 32, (kAloneWarps + 3) * row, stream, in);
-  const int warps = rank_warps(of.num_slots, kRankWarps, 2);
+    return launch(group_alone_kernel<Slot>, blocks, kMostWarps * 32, (kMostWarps + 3) * row, stream, in);
+  const int warps = rank_warps(of.num_slots, kMostWarps, 3);
   if (warps == 0) return "group_copies: num_slots do not fit into shared memory";
   auto* const chunk_counts = static_cast<int32_t*>(global);
   const char* const error = launch(group_count_kernel<Slot>, blocks, kThreads, row, stream, in, chunk_counts);
   if (error != nullptr) return error;
-  return launch(group_place_kernel<Slot>, blocks, warps * 32, (warps + 2) * row, stream, in,
+  return launch(group_place_kernel<Slot>, blocks, warps * 32, (warps + 3) * row, stream, in,
                 static_cast<const int32_t*>(chunk_counts));
 }
 

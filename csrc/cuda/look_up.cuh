@@ -45,31 +45,6 @@ struct Lists {
   }
 };
 
-// before [E]: copies in the parts before this block's. kPieces lanes take an expert, every kPieces-th part
-// each, so that a warp reads whole sectors.
-__device__ inline void add_up_parts(const LookUpTeam& team, const Numbered& numbered, int E,
-                                    int32_t* before) {
-  constexpr int kPieces = 4, kAhead = 8;
-  const int piece = team.rank() % kPieces, parts = blockIdx.x;
-  if (parts == 0) return team.for_each(E, [&](int e) { before[e] = 0; });
-  for (int first = 0; first < E; first += LookUpTeam::kLanes / kPieces) {
-    const int e = first + team.rank() / kPieces;
-    int32_t sum = 0;
-    for (int c = piece; e < E && c < parts; c += kAhead * kPieces) {
-      int32_t here[kAhead];
-#pragma unroll
-      for (int a = 0; a < kAhead; ++a) {
-        const int part = c + a * kPieces < parts ? c + a * kPieces : c;
-        here[a] = numbered.parts[part * numbered.stride + e];
-      }
-#pragma unroll
-      for (int a = 0; a < kAhead; ++a) sum += c + a * kPieces < parts ? here[a] : 0;
-    }
-    for (int far = 1; far < kPieces; far *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, far);
-    if (e < E && piece == 0) before[e] = sum;
-  }
-}
-
 // upto [P+1], once the lists have arrived.
 __device__ inline void add_up_shares(LookUpTeam& team, int E, int P, const Lists& lists) {
   int32_t sum = 0;
@@ -154,7 +129,8 @@ __device__ void look_up_part(LookUpTeam& team, const Numbers<Id>& in, int32_t* m
   fetch(team, in.t.slots, in.P, lists.slots);
   fetch(team, in.share, in.P, lists.share);
   look_ahead(begin);
-  add_up_parts(team, in.numbered, in.E, lists.before);
+  add_up_rows(in.numbered.parts, in.numbered.stride, blockIdx.x, in.E,
+              [&](int e, int32_t sum) { lists.before[e] = sum; });
   wait_for_fetched(team);
   add_up_shares(team, in.E, in.P, lists);
   for (int64_t i = begin; i < end; i += kTurns * LookUpTeam::kLanes) {

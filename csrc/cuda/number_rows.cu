@@ -7,7 +7,6 @@ namespace isoload::cuda {
 namespace {
 
 constexpr int kThreads = kRankWarps * 32;
-constexpr int kAloneWarps = 32;
 
 template <int W>
 __device__ int members_below(const RankSet<W>& set, int end) {
@@ -82,7 +81,7 @@ __device__ void number(const Numbering<W, Slot>& in, const int32_t* before, int3
 }
 
 template <int W, class Slot>
-__global__ void __launch_bounds__(kAloneWarps * 32, 1) number_alone_kernel(Numbering<W, Slot> in) {
+__global__ void __launch_bounds__(kMostWarps * 32, 1) number_alone_kernel(Numbering<W, Slot> in) {
   take_turn();
   const int keys = 2 * in.of.R;
   auto* const before = reinterpret_cast<int32_t*>(shared_memory);  // [2R]
@@ -114,10 +113,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int keys = 2 * in.of.R;
   auto* const before = reinterpret_cast<int32_t*>(shared_memory);  // [2R]
   int32_t *const counts = before + keys, *const next = counts + keys;
-  for (int k = threadIdx.x; k < keys; k += blockDim.x) {
-    before[k] = in_chunks_before(chunk_counts, keys, k);
-    counts[k] = before[k] + chunk_counts[int64_t(blockIdx.x) * keys + k];
-  }
+  add_up_rows(chunk_counts, keys, blockIdx.x, keys, [&](int k, int32_t sum) {
+    before[k] = sum;
+    counts[k] = sum + chunk_counts[int64_t(blockIdx.x) * keys + k];
+  });
   __syncthreads();
   if (blockIdx.x == gridDim.x - 1) in.write_counts(counts, counts + in.of.R);
   number(in, before, next);
@@ -139,7 +138,7 @@ const char* number_rows(const Slot* slots, const cpu::RowSpace& of, int32_t* ran
     const Numbering<W, Slot> in{Chunks::of(n), slots, of, ranks, numbers, counts};
     const int64_t blocks = in.chunks.count() > 0 ? in.chunks.count() : 1;  // one writes the counts of no rows
     if (n <= kFewItems)
-      return launch(number_alone_kernel<W, Slot>, blocks, kAloneWarps * 32, (kAloneWarps + 4) * row, stream,
+      return launch(number_alone_kernel<W, Slot>, blocks, kMostWarps * 32, (kMostWarps + 4) * row, stream,
                     in);
     auto* const chunk_counts = static_cast<int32_t*>(global);
     const char* const error =

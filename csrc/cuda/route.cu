@@ -12,7 +12,6 @@ namespace isoload::cuda {
 namespace {
 
 constexpr int kThreads = kRankWarps * 32;
-constexpr int kAloneWarps = 32;  // so many loads on their way fetch all ids at the rate of a multiprocessor
 constexpr int kAhead = 8;
 constexpr int kUnset = -2;
 
@@ -50,7 +49,7 @@ struct Copies {
 
 // Every block counts the copies before its own chunk itself.
 template <class Id>
-__global__ void __launch_bounds__(kAloneWarps * 32) route_alone_kernel(Copies<Id> in) {
+__global__ void __launch_bounds__(kMostWarps * 32) route_alone_kernel(Copies<Id> in) {
   take_turn();
   auto* const counts = reinterpret_cast<int32_t*>(shared_memory);  // [E]
   auto expert = [&](int64_t i) { return in.expert(i); };
@@ -69,13 +68,14 @@ __global__ void __launch_bounds__(kThreads) route_count_kernel(Copies<Id> in, in
 
 // Of kUnset slots only if some are set; left [P]: what the share still holds then.
 template <bool kSomeSet, class Id>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kMostWarps * 32)
     route_deal_kernel(Copies<Id> in, const int32_t* expert_counts, const int32_t* left) {
   take_turn();
-  auto* const next = reinterpret_cast<int32_t*>(shared_memory);
+  auto* const before = reinterpret_cast<int32_t*>(shared_memory);  // [E]
+  add_up_chunks(expert_counts, in.E, before);
   rank_keys(
       in.chunks, in.E, [&](int64_t i) { return kSomeSet ? in.unset_expert(i) : in.expert(i); },
-      [&](int e) { return in_chunks_before(expert_counts, in.E, e); }, next,
+      [&](int e) { return before[e]; }, before + in.E,
       [&](int64_t i, int e, int32_t rank) {
         if (!kSomeSet || in.slots[i] == kUnset) in.set(i, e, rank, left);
       });
@@ -115,13 +115,15 @@ __global__ void __launch_bounds__(kThreads) route_ask_kernel(Copies<Id> in, int3
 
 // The first share[p] askers of slot p get it. The last block knows all askers and writes left [P].
 template <class Id>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kMostWarps * 32)
     route_grant_kernel(Copies<Id> in, const int32_t* slot_counts, int32_t* expert_counts, int32_t* left) {
   take_turn();
-  auto* const next = reinterpret_cast<int32_t*>(shared_memory);
+  auto* const before = reinterpret_cast<int32_t*>(shared_memory);  // [P]
+  int32_t* const next = before + in.P;
+  add_up_chunks(slot_counts, in.P, before);
   rank_keys(
       in.chunks, in.P, [&](int64_t i) { return static_cast<int>(in.slots[i]); },
-      [&](int p) { return in_chunks_before(slot_counts, in.P, p); }, next,
+      [&](int p) { return before[p]; }, next,
       [&](int64_t i, int p, int32_t rank) {
         if (p >= 0 && rank >= in.share[p]) in.slots[i] = kUnset;
       });
@@ -201,14 +203,10 @@ const char* route(const Route& in, const Id* ids, Id* slots, void* global, void*
                           in.source_quota,         error_word()};
   const int64_t blocks = copies.chunks.count(), word = sizeof(int32_t);
   const int64_t keys = in.prefer_visited && in.P > in.E ? in.P : in.E;
-  const int warps = rank_warps(keys);
-  if (warps == 0 || (in.E + keys) * word > shared_limit())
-    return "more experts or slots than a block can count";
-  if (is_alone(in)) {
-    const int alone = rank_warps(keys, kAloneWarps, 1);
-    return launch(route_alone_kernel<Id>, blocks, alone * 32, (alone + 1) * keys * word, stream, copies);
-  }
-  const int64_t bytes = warps * keys * word;
+  const int warps = rank_warps(keys, kMostWarps, 1);
+  if (warps == 0) return "more experts or slots than a block can count";
+  const int64_t bytes = (warps + 1) * keys * word;
+  if (is_alone(in)) return launch(route_alone_kernel<Id>, blocks, warps * 32, bytes, stream, copies);
   if (in.prefer_visited) return route_visited(in, copies, warps, bytes, global, stream);
   auto* const expert_counts = static_cast<int32_t*>(global);
   if (const char* error =

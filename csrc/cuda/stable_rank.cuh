@@ -9,7 +9,8 @@
 
 namespace isoload::cuda {
 
-constexpr int kRankWarps = 8;         // fewer where so many counters per warp do not fit
+constexpr int kRankWarps = 8;         // of a block that counts its chunk
+constexpr int kMostWarps = 32;        // of one that also reads what others count, many loads at a time
 constexpr int64_t kMostChunks = 128;  // a block reads the counts of all blocks before it: bounded
 
 // Up to here a block reads all items before its own itself: 256 KB of int64 come to one multiprocessor in the
@@ -21,7 +22,7 @@ struct Chunks {
   int64_t n, size;
 
   static Chunks of(int64_t n) {
-    const int64_t least = kRankWarps * 32 * 4, equal = (n + kMostChunks - 1) / kMostChunks;
+    const int64_t least = kMostWarps * 32, equal = (n + kMostChunks - 1) / kMostChunks;
     return {n, (((equal > least ? equal : least) + least - 1) / least) * least};
   }
   __host__ __device__ int64_t count() const { return (n + size - 1) / size; }
@@ -31,7 +32,7 @@ struct Chunks {
 
 // Warps, at most `most`, of a block that ranks `keys` keys and holds `besides` more counters of each; 0 if
 // the counters of a single one do not fit.
-inline int rank_warps(int64_t keys, int most = kRankWarps, int besides = 0) {
+inline int rank_warps(int64_t keys, int most, int besides) {
   int warps = most;
   while (warps > 0 && (warps + besides) * keys * int64_t(sizeof(int32_t)) > shared_limit()) warps /= 2;
   return warps;
@@ -83,11 +84,33 @@ __device__ void count_chunk(const Chunks& chunks, int keys, Key&& key, int32_t* 
     chunk_counts[int64_t(blockIdx.x) * keys + k] = counts[k];
 }
 
-// before(k) of rank_keys where a kernel before has counted all chunks.
-__device__ inline int32_t in_chunks_before(const int32_t* chunk_counts, int keys, int k) {
-  int32_t before = 0;
-  for (int64_t b = 0; b < blockIdx.x; ++b) before += chunk_counts[b * keys + k];
-  return before;
+// finish(k, sum) of each key's column of counts [rows, stride], which a kernel before has left. kPieces lanes
+// take a key, every kPieces-th row each, so that a warp reads whole sectors; one of them finishes it.
+template <class Finish>
+__device__ void add_up_rows(const int32_t* counts, int64_t stride, int rows, int keys, Finish&& finish) {
+  constexpr int kPieces = 4, kAhead = 8;
+  const int piece = threadIdx.x % kPieces;
+  for (int first = 0; first < keys; first += blockDim.x / kPieces) {
+    const int k = first + threadIdx.x / kPieces;
+    int32_t sum = 0;
+    for (int row = piece; k < keys && row < rows; row += kAhead * kPieces) {
+      int32_t here[kAhead];
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+        const int at = row + a * kPieces < rows ? row + a * kPieces : row;
+        here[a] = counts[at * stride + k];
+      }
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) sum += row + a * kPieces < rows ? here[a] : 0;
+    }
+    for (int far = 1; far < kPieces && far < rows; far *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, far);
+    if (k < keys && piece == 0) finish(k, sum);
+  }
+}
+
+// before [keys], for rank_keys: what the chunks before this one have, of the rows that count_chunk has left.
+__device__ inline void add_up_chunks(const int32_t* chunk_counts, int keys, int32_t* before) {
+  add_up_rows(chunk_counts, keys, blockIdx.x, keys, [&](int k, int32_t sum) { before[k] = sum; });
 }
 
 // next [warps, keys], how often each warp's part has a key, becomes how many come before the part.
