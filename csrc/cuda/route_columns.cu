@@ -12,43 +12,34 @@
 namespace isoload::cuda {
 namespace {
 
-// What a block leaves, in two words, once its part is done. Nobody sets this memory to 0 before: that would
-// be one more kernel. An earlier batch has taken its words back; of other memory, at random, one batch in
-// 2^59 has these 64 bits in a block's place.
-__device__ int32_t done_word(int i) { return i % 2 == 0 ? 0x5d1c9e37 : 0x2e8fb64b; }
-
 // In global memory, written and read by blocks at the same time: by atomics only.
+//
+// Blocks count themselves in the upper bits of a word in which they are 0: the last part's copies of expert
+// 0, as count_numbered or count_columns has set it for this batch. A look-up reads the parts before its own
+// alone, so nobody else needs the word now, and the last block leaves it as it was. Two calls at a time, on
+// two streams, need numbers of their own.
 struct Meeting {
-  int32_t* done;    // [blocks, 2]
+  static constexpr int kOne = 1 << 25;  // above what the copies of a part are counted to
+
+  int32_t* word;
   int32_t* visits;  // [T, 2] which ranks a token visits, 32 a word
 
   static constexpr int kMostBlocks = FewMatcher::kMostTokens / cpu::kPartRows;
-  static_assert(kMostBlocks <= 32, "a lane per block");
-  static int64_t bytes(int64_t T) { return (kMostBlocks + T) * 2 * int64_t(sizeof(int32_t)); }
-  __device__ static Meeting at(void* global) {
-    auto* const words = static_cast<int32_t*>(global);
-    return {words, words + 2 * kMostBlocks};
-  }
+  static_assert(kMostBlocks < INT32_MAX / kOne, "a word counts all blocks");
+  static int64_t bytes(int64_t T) { return T * 2 * int64_t(sizeof(int32_t)); }
 
-  // Whether all blocks' visits are there. Fences of a GPU have one order, so the block whose fences come last
-  // sees all words; another that sees them too does the same once more.
-  __device__ bool all_are_done() const {
+  // Whether this block is the last to come, so that all visits are there.
+  __device__ bool is_last() const {
     __syncthreads();  // this block's visits are written
+    bool last = false;
     if (threadIdx.x == 0) {
       __threadfence();
-      for (int i = 0; i < 2; ++i) atomicExch(&done[2 * blockIdx.x + i], done_word(i));
-    }
-    __syncthreads();  // and its word
-    bool missing = false;
-    if (threadIdx.x < gridDim.x) {
-      __threadfence();
-      for (int i = 0; i < 2; ++i) missing |= atomicOr(&done[2 * threadIdx.x + i], 0) != done_word(i);
+      const int blocks = gridDim.x;
+      last = atomicAdd(word, kOne) / kOne == blocks - 1;
+      if (last) atomicAdd(word, -blocks * kOne);
       __threadfence();
     }
-    return !__syncthreads_or(missing);
-  }
-  __device__ void take_back() const {
-    if (threadIdx.x < 2 * gridDim.x) atomicExch(&done[threadIdx.x], 0);
+    return __syncthreads_or(last);
   }
 };
 
@@ -60,12 +51,13 @@ struct Columns {
 
 template <int kTurns, class Id>
 __global__ void __launch_bounds__(LookUpTeam::kLanes, 1)
-    route_columns_kernel(Numbers<Id> in, SharedRoute shared, void* global) {
+    route_columns_kernel(Numbers<Id> in, SharedRoute shared, int32_t* visits) {
   take_turn();
   __shared__ LookUpTeam::Group group;
   LookUpTeam team(group);
   auto& columns = *reinterpret_cast<Columns*>(shared_memory);
-  const Meeting meeting = Meeting::at(global);
+  const int32_t* const last_part = in.numbered.parts + (gridDim.x - 1) * in.numbered.stride;
+  const Meeting meeting{const_cast<int32_t*>(last_part), visits};
   const Divisor slots_per_rank(shared.S), width(in.width);
   const int first = blockIdx.x * static_cast<int>(cpu::kPartRows);
   team.for_each(2 * cpu::kPartRows, [&](int i) { columns.visits[i] = 0; });
@@ -79,8 +71,7 @@ __global__ void __launch_bounds__(LookUpTeam::kLanes, 1)
     team.for_each(2 * cpu::kPartRows, [&](int i) {
       if (first + i / 2 < shared.T) atomicExch(&meeting.visits[2 * first + i], columns.visits[i]);
     });
-    if (!meeting.all_are_done()) return;
-    meeting.take_back();
+    if (!meeting.is_last()) return;
   }
   FewMatcher matcher(columns.matcher, shared);
   matcher.read([&](int t) {
@@ -107,13 +98,13 @@ const char* route_columns(const Id* ids, int E, const ReplicaTables& tables, con
                           void* stream) {
   const int P = shared.R * shared.S;
   const bool dealt = shared.source_quota != nullptr;
-  if (dealt && FewMatcher::fits(shared) && shared_bytes(E, P) <= shared_limit()) {
-    const Numbers<Id> in = numbers_of(ids, shared.T, shared.K, E, P, tables, numbered,
-                                      cpu::columns_of(shared), source_quota, slots);
+  const Numbers<Id> in = numbers_of(ids, shared.T, shared.K, E, P, tables, numbered, cpu::columns_of(shared),
+                                    source_quota, slots);
+  if (dealt && FewMatcher::fits(shared) && in.part < Meeting::kOne && shared_bytes(E, P) <= shared_limit()) {
     auto* const kernel =
         in.part <= LookUpTeam::kLanes ? route_columns_kernel<1, Id> : route_columns_kernel<kMostTurns, Id>;
     return launch(kernel, cpu::num_parts(shared.T), LookUpTeam::kLanes, shared_bytes(E, P), stream, in,
-                  shared, global);
+                  shared, static_cast<int32_t*>(global));
   }
   const char* const error = route_numbered(ids, shared.T, shared.K, E, P, tables, numbered,
                                            cpu::columns_of(shared), source_quota, slots, stream);

@@ -31,7 +31,6 @@ UNNOTICED = {
     ("algorithms/plan_spill.h", "team_.sync();  // a caller's lanes may read the result"): LAST,
     ("algorithms/plan_waterfill.h", "*out_.bound = level;\n    team_.sync();"): LAST,
     ("cuda/route_columns.cu", "__syncthreads();  // this block's visits are written"): "other blocks miss it",
-    ("cuda/route_columns.cu", "__syncthreads();  // and its word"): "other blocks miss it",
     ("algorithms/replica_tables.h", "ws.index[e] : -1;\n  });\n  team.sync();"): LAST,
     ("algorithms/shard_tokens.h", "while (is_above() && move()) continue;\n    team_.sync();"): LAST,
     ("algorithms/share.h", "send(s, t_.order[i], row); });\n    team_.sync();"): LAST,

@@ -99,10 +99,12 @@ def test_many_tokens(top_k: int) -> None:
 @pytest.mark.parametrize("ranks", [64, 65])
 @pytest.mark.parametrize("tokens", [4096, 4097])
 def test_more_than_one_block_matches(tokens: int, ranks: int) -> None:
-    """Up to 4096 tokens and 64 ranks the blocks that look up match too."""
+    """Up to 4096 tokens, 64 ranks, blocks that look up match too. Where they meet in parts is left as it was."""
     batch = Batch(ranks, "eplb", tokens, 2)
+    parts = batch.numbered.parts.clone()
     for columns in (batch.columns, batch.columns._replace(strict=True)):
         assert torch.equal(batch.together(columns), batch.apart(columns))
+        assert torch.equal(batch.numbered.parts, parts)
 
 
 def test_inputs_need_not_be_contiguous() -> None:
