@@ -22,6 +22,7 @@ from isoload.replica_tables import ReplicaTables
 from support import fills, pourings, spills
 from support.borrow_plans import SHAPES, draw_plan, draw_values
 from support.cases import Case, draw, instances
+from support.chain import NODES, chain, draw_batch
 from support.routings import routings
 from support.shared_copies import draw_copies
 
@@ -338,13 +339,6 @@ def num_nodes(graph: torch.cuda.CUDAGraph) -> int:
     return nodes.value
 
 
-def draw_batch(case: Case, rng: Rng, tokens: int) -> tuple[Tensor, Tensor]:
-    """ids [T, 8] of rank 0, masked ones among them, and what the other ranks count."""
-    ids = torch.from_numpy(rng.integers(-1, case.num_experts, (tokens, 8)))
-    others = rng.integers(0, 900, (case.num_ranks - 1, case.num_experts)).astype(np.int32)
-    return ids, torch.from_numpy(others)
-
-
 @pytest.mark.parametrize("tokens", [1, 512, 4096, 5000])
 def test_chain_in_a_graph_without_a_sync(tokens: int) -> None:
     """Captured once, replayed with ten batches: each time what the CPU gives."""
@@ -362,21 +356,10 @@ def test_chain_in_a_graph_without_a_sync(tokens: int) -> None:
     assert ops.device_errors("cuda") == 0
 
 
-@pytest.mark.parametrize(("tokens", "nodes"), [(1, 4), (4096, 4), (8192, 6)])
-def test_nodes_of_the_chain(tokens: int, nodes: int) -> None:
-    """count, plan_exact, share and route, whatever gathers the loads left out."""
-    case, rng = draw("eplb", 16, 9), np.random.default_rng(tokens)
-    tables, (ids, others) = to_cuda(case.tables()), draw_batch(case, rng, tokens)
-    counts = ops.count(ids, case.num_experts)
-    ids, loads = ids.cuda(), torch.cat([counts[None], others]).cuda()
-
-    def chain() -> Tensor:
-        ops.count(ids, case.num_experts)
-        quota = ops.plan_exact(loads, tables).quota
-        return ops.route(ids, ops.share(loads, quota, tables, 8, 0), tables)
-
-    graph, _ = captured(chain)
-    assert num_nodes(graph) == nodes
+@pytest.mark.parametrize("tokens", NODES)
+def test_nodes_of_the_chain(tokens: int) -> None:
+    graph, _ = captured(chain(tokens, "cuda"))
+    assert num_nodes(graph) == NODES[tokens]
 
 
 def test_a_replayed_graph_notes_what_is_wrong() -> None:

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from support import simt_build
-from support.simt_scenarios import SCENARIOS, bits
+from support.chain import NODES
+from support.launches import OF_MANY
+from support.simt_scenarios import LARGE, SCENARIOS, bits
 
 SEEDS = (0, 1)
 pytestmark = pytest.mark.slow  # compiling all kernels takes both cores for half a minute
@@ -39,6 +41,9 @@ UNNOTICED = {
 
 # From ids to slots, of exact and of joint; one launch each.
 THREE = ("count_numbered", "plan_exact_share", "route_numbered", "plan_joint", "route_columns")
+
+# KB that a block may have: compute capability 9.0 and 10.0; 8.0; 8.9.
+SHARED = {"H100": 227, "A100": 163, "L40": 99}
 
 # Of some families, a barrier that the compiler leaves out: the file and the text at whose end it stands.
 REMOVED = {
@@ -125,6 +130,34 @@ def test_three_kernels_lead_to_slots(name: str, kernels: Any) -> None:
 def test_six_kernels_make_an_unusual_joint_plan(kernels: Any) -> None:
     """As docs/integrations.md has it; and its tables one."""
     assert kernels["plan_joint, in parts"]["launches"] == 7 * len(SEEDS)
+
+
+@pytest.mark.parametrize("tokens", NODES)
+def test_nodes_of_the_chain(tokens: int, kernels: Any) -> None:
+    """What tests/ops/test_cuda.py counts in a captured graph."""
+    found = kernels[f"chain, {tokens} tokens"]
+    assert found["launches"] + found["memsets"] == NODES[tokens] * len(SEEDS)
+
+
+@pytest.mark.parametrize("op", OF_MANY)
+def test_kernels_of_many_copies(op: str, kernels: Any) -> None:
+    """What support/launches.py counts in a forward on fake tensors."""
+    assert kernels[f"{op}, many tokens"]["launches"] == OF_MANY[op] * len(SEEDS)
+
+
+@pytest.fixture(scope="module")
+def large(package: Path) -> Any:
+    return answers(package, "large", *(str(kilobytes * 1024) for kilobytes in SHARED.values()))
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_problems_equal_the_cpu_in_any_shared_memory(name: str, large: Any) -> None:
+    expected, took = bits(LARGE[name]()), []
+    for found in large[name].values():
+        assert not found["findings"], "\n".join(found["findings"])
+        assert found["bits"] == [expected]
+        took.append(found["shared"])
+    assert took[0] > 128 * 1024 and took[0] > took[-1]
 
 
 def line_of(file: str, text: str) -> str:

@@ -80,7 +80,7 @@ class Runtime:
         self._calls = ctypes.CDLL(str(self.library))
         for name in ("findings", "barriers", "paths"):
             getattr(self._calls, f"simt_{name}").restype = ctypes.c_char_p
-        for name in ("launches", "early_launches"):
+        for name in ("launches", "early_launches", "memsets", "most_shared_bytes"):
             getattr(self._calls, f"simt_{name}").restype = ctypes.c_uint64
         self._frames: dict[str, tuple[Frame, ...]] = {"0": ()}
         self._kernels: dict[str, str] = {}
@@ -93,6 +93,19 @@ class Runtime:
     def early_launches(self) -> int:
         """Those of kernels that start before the one ahead of them has ended."""
         return int(self._calls.simt_early_launches())
+
+    @property
+    def memsets(self) -> int:
+        return int(self._calls.simt_memsets())
+
+    @property
+    def most_shared_bytes(self) -> int:
+        """Of dynamic shared memory, that a launch has asked for since the last limit was set."""
+        return int(self._calls.simt_most_shared_bytes())
+
+    def limit_shared(self, limit: int) -> None:
+        """From now on the bytes that a block may have, up to the 227 KB of the first: what the GPU says of itself."""
+        self._calls.simt_limit_shared(ctypes.c_int64(limit))
 
     def seed(self, seed: int) -> None:
         """Lanes run in an order drawn with this seed; 0: by their number."""

@@ -1,6 +1,6 @@
 """The package with its CUDA kernels in the place of csrc/cpu: g++ compiles csrc/cuda for tests/native/simt.
 
-tests/native/simt/machine.h says what that run-time models and what it cannot see. Three places of csrc are no C++, or
+tests/native/simt/machine.h says what that run-time models and what it cannot see. Two places of csrc are no C++, or
 call CUDA, and are replaced in a copy. Objects are kept in build/simt by what they are made of.
 """
 
@@ -31,12 +31,6 @@ REPLACED = (
         "extern __shared__ __align__(16) uint64_t shared_memory[];",
         "",
         "constexpr uint64_t* shared_memory = simt::shared_arena.data;",
-    ),
-    (
-        "cuda/launch.cuh",
-        "  int device = 0, bytes = 0;",
-        "return bytes - 1024;",
-        "  return sizeof(simt::shared_arena.data);",
     ),
     (
         "ops/device.h",

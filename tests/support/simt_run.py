@@ -1,6 +1,7 @@
 """The scenarios in a process whose isoload has the kernels on tests/native/simt; its answers as JSON on stdout.
 
 simt_run.py kernels SEED...  of each scenario: digests of its results, one a seed, and what was found
+simt_run.py large BYTES...   of each large scenario, by a block's shared memory: the same, and what it took of that
 simt_run.py barriers         of each barrier of the source: what is found once it is gone
 """
 
@@ -13,21 +14,26 @@ import select
 import signal
 import sys
 from collections import defaultdict
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import isoload
 from support.simt import Runtime
-from support.simt_scenarios import SCENARIOS, bits, make_inputs
+from support.simt_scenarios import LARGE, SCENARIOS, bits, make_inputs
 
 PATIENCE = 60.0  # seconds until a lane that goes round and round counts as found
 
 
-def kernels(runtime: Runtime, seeds: list[int]) -> dict[str, object]:
-    said: dict[str, object] = {}
-    for name, scenario in SCENARIOS.items():
-        before, early, digests = runtime.launches, runtime.early_launches, []
+def kernels(
+    runtime: Runtime, seeds: list[int], scenarios: dict[str, Callable[[], object]] = SCENARIOS
+) -> dict[str, Any]:
+    said: dict[str, Any] = {}
+    for name, scenario in scenarios.items():
+        before, early, memsets, digests = runtime.launches, runtime.early_launches, runtime.memsets, []
         for seed in seeds:
             runtime.seed(seed)
             try:
@@ -38,8 +44,22 @@ def kernels(runtime: Runtime, seeds: list[int]) -> dict[str, object]:
             "bits": digests,
             "launches": runtime.launches - before,
             "early": runtime.early_launches - early,
+            "memsets": runtime.memsets - memsets,
             "findings": [str(finding) for finding in runtime.take_findings()],
         }
+    return said
+
+
+def large(runtime: Runtime, limits: list[int]) -> dict[str, dict[str, object]]:
+    """Of each large scenario on GPUs whose blocks have that much shared memory: kernels' answer, and what it took."""
+    for scenario in LARGE.values():
+        scenario()  # which makes its inputs
+    runtime.take_findings()
+    said: dict[str, dict[str, object]] = {name: {} for name in LARGE}
+    for name, limit in product(LARGE, limits):
+        runtime.limit_shared(limit)
+        found = kernels(runtime, [0], {name: LARGE[name]})[name]
+        said[name][str(limit)] = {**found, "shared": runtime.most_shared_bytes}
     return said
 
 
@@ -98,7 +118,9 @@ def main() -> None:
     task, *arguments = sys.argv[1:]
     make_inputs()  # by other kernels than the scenario's
     runtime.take_findings()
-    if task == "kernels":
+    if task == "large":
+        json.dump(large(runtime, [int(limit) for limit in arguments]), sys.stdout)
+    elif task == "kernels":
         json.dump(kernels(runtime, [int(seed) for seed in arguments]), sys.stdout)
     else:
         json.dump(barriers(runtime), sys.stdout)

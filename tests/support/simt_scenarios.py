@@ -13,10 +13,12 @@ import numpy as np
 import torch
 
 from isoload import ops
+from isoload.replica_tables import ReplicaTables
 from isoload.results import RowLayout
 from support import pourings
 from support.borrow_plans import SHAPES, draw_plan, draw_values
 from support.cases import draw
+from support.chain import NODES, chain
 from support.simt_build import ROOT
 from support.spills import SpillCase, in_order
 
@@ -218,7 +220,45 @@ def spill_beside_replicas() -> object:
     return case.split_exactly().spill()
 
 
-__all__ = ["EXPERTS", "OF_LAYERS", "SCENARIOS", "bits", "layer", "make_inputs"]
+@functools.cache
+def large(experts: int) -> tuple[torch.Tensor, ReplicaTables, torch.Tensor, torch.Tensor]:
+    """Loads of 16 ranks, tables, a quota and the ids [64, 8] of the last rank, for kernels with work in shared memory
+    of 128 to 226 KB: there on an H100, with fewer warps or in global memory where a block has less."""
+    rng = np.random.default_rng(6)
+    slots = rng.permutation(np.concatenate([np.arange(experts), rng.integers(0, experts, 80)]))
+    tables = ops.replica_tables(torch.from_numpy(slots.astype(np.int32)), 16, experts)
+    ids = torch.from_numpy(rng.integers(-1, experts, (64, 8)))
+    loads = torch.from_numpy(rng.integers(0, 40, (16, experts)).astype(np.int32))
+    loads[-1] = ops.count(ids, experts)
+    return loads, tables, ops.plan_exact(loads, tables).quota, ids
+
+
+def large_route(experts: int) -> object:
+    loads, tables, quota, ids = large(experts)
+    return ops.route(ids, ops.share(loads, quota, tables, 8, 15), tables)
+
+
+def large_split_and_row(experts: int) -> object:
+    split, row = ops.plan_exact_share(*large(experts)[:2], 3, ranks_per_node=8)
+    return [*split, row]
+
+
+def large_joint(experts: int) -> object:
+    loads, tables, _, _ = large(experts)
+    gathered = torch.cat([loads, loads.amax(1, keepdim=True)], 1)
+    return ops.plan_joint(gathered, tables, 3, 1, tables.num_slots // 16 - 1, ranks_per_node=8)
+
+
+def large_fill(experts: int) -> object:
+    """An expert's own slots in order, two spare ones behind each rank's."""
+    own = experts // 16
+    held = torch.arange(experts, dtype=torch.int32)
+    slots = torch.nn.functional.pad(held.view(16, own), (0, 2), value=-1).flatten()
+    given = large(experts)[0], slots, held + held // own * 2, 16, 2
+    return [*ops.plan_spill(*given), *ops.plan_replication(*given, local_slots=1), *ops.top_up(*given)]
+
+
+__all__ = ["EXPERTS", "LARGE", "OF_LAYERS", "SCENARIOS", "bits", "layer", "make_inputs"]
 OF_LAYERS: dict[str, tuple[Callable[[Layer], object], tuple[int, int, int]]] = {
     **{job.name: (job.call, FEW) for job in JOBS if job.name != "chain"},
     **{f"{job.name}, many tokens": (job.call, MANY) for job in JOBS if job.name in TOKENS},
@@ -269,12 +309,31 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "plan_spill, least cost": lambda: spill(
         2, capacity_factor=None, import_costs=(50, 200), ranks_per_node=8
     ),
+    **{f"chain, {tokens} tokens": lambda tokens=tokens: chain(tokens)() for tokens in NODES},
     "borrow": lambda: borrow(False),
     "borrow_backward": lambda: borrow(True),
 }
 
 
+LARGE: dict[str, Callable[[], object]] = {
+    "count_numbered": lambda: ops.count_numbered(large(2560)[3], 2560),
+    "replica_tables": lambda: ops.replica_tables(torch.arange(6400, dtype=torch.int32), 16, 6400).data,
+    "plan_exact": lambda: ops.plan_exact(*large(1600)[:2]),
+    "plan_exact_share": lambda: large_split_and_row(1600),
+    "plan_joint": lambda: large_joint(1600),
+    "plan_active": lambda: ops.plan_active(*large(4000)[:2]),
+    "plan_lp": lambda: ops.plan_lp(*large(1600)[:2]),
+    "fills": lambda: large_fill(1600),
+    "share": lambda: ops.share(large(1600)[0], large(1600)[2], large(1600)[1], 8, 3),
+    "share_by_rank": lambda: ops.share_by_rank(large(1600)[0], large(1600)[2], large(1600)[1], 8),
+    "route": lambda: large_route(1600),
+    "group_copies": lambda: ops.group_copies(large(1600)[3], 0, 1600),
+}
+
+
 def make_inputs() -> None:
+    for tokens in NODES:
+        chain(tokens)
     for at in (FEW, MANY, WIDE, TURNS, WIDER):
         layer(*at)
 

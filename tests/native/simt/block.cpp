@@ -305,12 +305,13 @@ void wait_for_kernel_ahead() {
 
 void run_grid(void* kernel, int64_t blocks, int lanes, int64_t shared_bytes, void (*body)(void*),
               void* closure) {
-  if (shared_bytes > int64_t(sizeof shared_arena.data) || lanes > kMostLanes)
+  if (shared_bytes > machine.shared_limit || lanes > kMostLanes)
     give_up("a launch with more lanes or shared memory than a block has");
   Block& block = Block::here();
   find_thread();
   machine.kernel = kernel, machine.blocks = blocks, machine.lanes = lanes,
   machine.shared_bytes = shared_bytes;
+  machine.most_shared_bytes = std::max(machine.most_shared_bytes, shared_bytes);
   ++machine.launches;
   machine.early_launches += machine.early;
   if (machine.find_races) races().begin_launch();

@@ -25,11 +25,16 @@
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess };
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin };
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  return *value = static_cast<int>(simt::machine.shared_limit), cudaSuccess;
+}
 template <class T>
 cudaError_t cudaGetSymbolAddress(void** address, T& symbol) {
   return *address = &symbol, cudaSuccess;
 }
 inline cudaError_t cudaMemsetAsync(void* p, int value, std::size_t bytes, cudaStream_t) {
+  ++simt::machine.memsets;
   std::memset(p, value, bytes);
   return cudaSuccess;
 }

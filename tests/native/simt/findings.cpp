@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <set>
@@ -75,6 +76,12 @@ SIMT_API void simt_forget_findings() { simt::findings().known.clear(), simt::fin
 SIMT_API void simt_tell(int descriptor) { simt::findings().told = descriptor; }
 SIMT_API uint64_t simt_launches() { return simt::machine.launches; }
 SIMT_API uint64_t simt_early_launches() { return simt::machine.early_launches; }
+SIMT_API uint64_t simt_memsets() { return simt::machine.memsets; }
+SIMT_API void simt_limit_shared(int64_t bytes) {
+  simt::machine.shared_limit = std::min(bytes, simt::kMostShared);
+  simt::machine.most_shared_bytes = 0;
+}
+SIMT_API int64_t simt_most_shared_bytes() { return simt::machine.most_shared_bytes; }
 SIMT_API void simt_seed(uint64_t seed) { simt::set_seed(seed); }
 SIMT_API void simt_watch(bool races, bool latency, bool barriers) {
   simt::machine.find_races = races, simt::machine.model_latency = latency,

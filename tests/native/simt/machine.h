@@ -20,10 +20,11 @@
 
 namespace simt {
 
-// As in csrc/cuda/launch.cuh, what a block may ask for; guards on both sides catch what lies beyond.
+// As large as a block's shared memory may be on any GPU; guards on both sides catch what lies beyond.
+constexpr int64_t kMostShared = 227 * 1024;
 struct SharedArena {
   alignas(16) unsigned char before[16 * 1024];
-  alignas(16) uint64_t data[128 * 1024 / 8];
+  alignas(16) uint64_t data[kMostShared / 8];
   alignas(16) unsigned char after[16 * 1024];
 };
 extern SharedArena shared_arena;
@@ -43,7 +44,9 @@ struct Machine {
   int block = 0, lanes = 0;
   void* kernel = nullptr;
   int64_t blocks = 0, shared_bytes = 0;
-  uint64_t launches = 0, early_launches = 0;
+  int64_t shared_limit = kMostShared;  // of this GPU
+  int64_t most_shared_bytes = 0;       // that a launch has asked for
+  uint64_t launches = 0, early_launches = 0, memsets = 0;
   bool early = false;  // the kernel ahead may still run
   bool find_races = true, model_latency = false, note_barriers = false;
   uintptr_t lanes_begin = 0, lanes_end = 0;    // their stacks
