@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads) route_count_kernel(Copies<Id> in, in
 
 // Of kUnset slots only if some are set; left [P]: what the share still holds then.
 template <bool kSomeSet, class Id>
-__global__ void __launch_bounds__(kMostWarps * 32)
+__global__ void __launch_bounds__(kMostWarps * 32, 1)
     route_deal_kernel(Copies<Id> in, const int32_t* expert_counts, const int32_t* left) {
   take_turn();
   auto* const before = reinterpret_cast<int32_t*>(shared_memory);  // [E]
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kThreads) route_ask_kernel(Copies<Id> in, int3
 
 // The first share[p] askers of slot p get it. The last block knows all askers and writes left [P].
 template <class Id>
-__global__ void __launch_bounds__(kMostWarps * 32)
+__global__ void __launch_bounds__(kMostWarps * 32, 1)
     route_grant_kernel(Copies<Id> in, const int32_t* slot_counts, int32_t* expert_counts, int32_t* left) {
   take_turn();
   auto* const before = reinterpret_cast<int32_t*>(shared_memory);  // [P]
