@@ -17,7 +17,7 @@ ROOT = next(folder for folder in Path(__file__).parents if (folder / "setup.py")
 
 IMPORT = """
 import isoload, isoload.kernels, isoload._place, torch
-print(isoload.__file__, isoload.kernels.__file__, sep="\n")
+print(isoload.__file__, isoload.kernels.__file__, sep="\\n")
 assert isoload.count(torch.tensor([[0, 2], [2, -1]]), 3).tolist() == [1, 0, 2]
 """
 
