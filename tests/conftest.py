@@ -15,8 +15,10 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.replica_tables import ReplicaTables
+from support.processes import start_autograd
 
 torch.set_num_threads(1)  # two beside a busy process make small operations slower, not faster
+start_autograd()
 
 collect_ignore = ["kernels"]  # they need Triton and its interpreter: make kernels-check
 

@@ -1,0 +1,54 @@
+"""Forked processes say what they raised, and run autograd whatever their parent did."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.native_build import CXX
+from support.processes import error_of
+
+# What a CUDA build of torch registers where there is no GPU.
+NO_GPU = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+struct NoGpu : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
+  c10::DeviceIndex deviceCount() const noexcept override { return 0; }
+} guard;
+c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, &guard);
+"""
+FORKS = """
+import ctypes, sys, torch
+ctypes.CDLL(sys.argv[1])
+from pathlib import Path
+from torch._subclasses.fake_tensor import FakeTensorMode
+from support.processes import error_of, start_autograd
+if sys.argv[2] == "started": start_autograd()
+FakeTensorMode().__enter__().__exit__(None, None, None)
+start_autograd()
+print(error_of("from support.processes import start_autograd; start_autograd()", Path()))
+"""
+
+
+def test_a_forked_program_tells_its_error(tmp_path: Path) -> None:
+    assert error_of("open('written', 'w').close()", tmp_path) == "" and (tmp_path / "written").exists()
+    error = error_of("print('so far')\nraise SystemExit(3)", tmp_path)
+    assert "so far" in error and "SystemExit: 3" in error
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU autograd has threads, which forks lack")
+@pytest.mark.parametrize("how", ["started", "not started"])
+def test_forks_run_autograd_beside_fake_tensors_of_a_cuda_build(how: str, tmp_path: Path) -> None:
+    folder, library = Path(torch.__file__).parent, tmp_path / "guard.so"
+    command = [CXX, "-std=c++20", "-shared", "-fPIC", f"-I{folder / 'include'}", "-xc++", "-"]
+    subprocess.run(
+        [*command, f"-L{folder / 'lib'}", "-lc10", "-o", library], input=NO_GPU, text=True, check=True
+    )
+    program = [sys.executable, "-c", FORKS, library, how]
+    tests = str(Path(__file__).parents[1])
+    done = subprocess.run(program, cwd=tests, capture_output=True, text=True, check=True)
+    assert ("autograd's threading in combination with fork" in done.stdout) == (how != "started"), done.stdout
