@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from support.documents import blocks, printed
-from support.processes import error_of
+from support.processes import run_program
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -59,7 +59,8 @@ def test_examples_run(document, monkeypatch, tmp_path):
         (tmp_path / folder).symlink_to(ROOT / folder)
     monkeypatch.chdir(tmp_path)
     for code in blocks(document, "python"):
-        assert not (error := error_of(code, tmp_path)), f"{code}\n{error}"
+        status, said = run_program(code, tmp_path)
+        assert status == 0, f"{code}\n{said}"
     for line in "".join(blocks(document, "sh")).replace("\\\n", "").splitlines():
         words = shlex.split(line, comments=True)
         if words[:1] == ["isoload"]:

@@ -82,26 +82,26 @@ def rank_outcomes(
         shutil.rmtree(folder)
 
 
-def error_of(code: str, folder: Path) -> str:
-    """Runs a program in a folder; what it raised, or "". Forked: a fresh interpreter would import torch again."""
+def run_program(code: str, folder: Path) -> tuple[int, str]:
+    """Runs a program in a folder: its status, and what it said. Forked: a new interpreter would import torch again."""
     import torch._dynamo  # noqa: F401  # as in rank_outcomes
 
     with tempfile.TemporaryFile("w+") as said:
         if (child := os.fork()) == 0:
             sys.stdout = sys.stderr = said
-            status = 1
+            status = 0
             try:
                 os.chdir(folder)
                 exec(compile(code, "example", "exec"), {"__name__": "__main__"})
-                status = 0
-            except BaseException:
-                traceback.print_exc()
+            except BaseException as error:
+                if status := int(not isinstance(error, SystemExit) or bool(error.code)):
+                    traceback.print_exc()
             finally:
                 said.flush()
                 os._exit(status)
         status = os.waitpid(child, 0)[1]
         said.seek(0)
-        return f"status {status}\n{said.read()}" if status else ""
+        return status, said.read()
 
 
 def die() -> None:
