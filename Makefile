@@ -154,6 +154,7 @@ bench: $(READY)
 	OPENBLAS_NUM_THREADS=1 $(PY) bench/bench_lp.py
 	$(PY) bench/bench_active.py
 	$(PY) bench/bench_ahead.py
+	$(PY) bench/bench_first.py
 	$(PY) bench/bench_kernels.py
 
 ifeq ($(VENV),0)

@@ -15,8 +15,10 @@ from torch.utils._pytree import tree_map_only
 
 from isoload import ops
 from isoload.ops.library import call
+from support.processes import start_autograd
 
 torch.set_num_threads(1)  # two beside a busy process make small operations slower, not faster
+start_autograd()
 
 collect_ignore = ["kernels"]  # they need Triton and its interpreter: make kernels-check
 

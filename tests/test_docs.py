@@ -7,7 +7,6 @@ import contextlib
 import json
 import re
 import shlex
-import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 from isoload import POLICIES
 from support.documents import blocks, printed
+from support.processes import run_program
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "balancing.md"
@@ -75,8 +75,8 @@ def test_python_examples_run(page, tmp_path):
         ROOT / "examples"
     )  # files that an example writes stay out of the repository
     for code in blocks(page, "python"):
-        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        status, said = run_program(code, tmp_path)
+        assert status == 0, said
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -17,7 +17,7 @@ ROOT = next(folder for folder in Path(__file__).parents if (folder / "setup.py")
 
 IMPORT = """
 import isoload, isoload.kernels, isoload._place, torch
-print(isoload.__file__, isoload.kernels.__file__)
+print(isoload.__file__, isoload.kernels.__file__, sep="\\n")
 assert isoload.count(torch.tensor([[0, 2], [2, -1]]), 3).tolist() == [1, 0, 2]
 """
 
@@ -33,7 +33,7 @@ def imported(folder: Path, cwd: Path) -> list[Path]:
         command, cwd=cwd, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    return [Path(name).parent for name in done.stdout.split()]
+    return [Path(name).parent for name in done.stdout.splitlines()]
 
 
 def sources(folder: Path) -> set[str]:

@@ -2,13 +2,12 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from support.documents import blocks, printed
+from support.processes import run_program
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -60,8 +59,8 @@ def test_examples_run(document, monkeypatch, tmp_path):
         (tmp_path / folder).symlink_to(ROOT / folder)
     monkeypatch.chdir(tmp_path)
     for code in blocks(document, "python"):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert done.returncode == 0, f"{code}\n{done.stderr}"
+        status, said = run_program(code, tmp_path)
+        assert status == 0, f"{code}\n{said}"
     for line in "".join(blocks(document, "sh")).replace("\\\n", "").splitlines():
         words = shlex.split(line, comments=True)
         if words[:1] == ["isoload"]:

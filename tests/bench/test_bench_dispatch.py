@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,11 @@ def rows_on(kind: str, setting: Setting = TINY) -> list[dict[str, Any]]:
     return list(bench_dispatch.bench_setting(setting, on, list(LINES), [], 1, 1))
 
 
+@cache
+def virtual_rows() -> list[dict[str, Any]]:
+    return rows_on("local")
+
+
 def rows_of_rank(rank: int) -> list[dict[str, Any]]:
     return rows_on("collective")
 
@@ -54,7 +60,7 @@ def rows_over_deep_ep(rank: int, expert_major: bool) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("expert_major", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_rows_over_a_double_of_deep_ep(expert_major: bool) -> None:
-    virtual = {row["policy"]: row for row in rows_on("local")[1:]}
+    virtual = {row["policy"]: row for row in virtual_rows()[1:]}
     for rows in run_ranks(rows_over_deep_ep, 2, expert_major):
         assert [row["policy"] for row in rows] == ["none", "none", "exact", "joint", "hedge", "none", "none"]
         for row in rows[1:5]:
@@ -72,7 +78,7 @@ def layer_of(setting: Setting, line: Line) -> tuple[LayerBench, dispatch_routing
 
 
 def test_every_line_counts_all_copies_alike_over_processes_and_virtual_ranks() -> None:
-    virtual = rows_on("local")
+    virtual = virtual_rows()
     assert [row["policy"] for row in virtual] == ["none", *LINES]
     assert [row["routing"] for row in virtual] == ["even", *["made"] * len(LINES)]
     for row in virtual:

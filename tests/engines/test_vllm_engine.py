@@ -121,7 +121,7 @@ def test_isoload_says_what_it_does(balanced: EngineRun) -> None:
 
 
 def test_without_its_variable_isoload_is_not_there(stock: EngineRun) -> None:
-    assert not stock.lines("isoload")
+    assert not stock.own_lines()
 
 
 def test_ranks_with_tokens_of_their_own(oracle: Oracle, pair: list[EngineRun]) -> None:

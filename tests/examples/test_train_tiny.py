@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import isoload
 from isoload.transport import LocalTransport
-from support.processes import run_ranks
+from support.processes import run_program, run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -153,7 +153,10 @@ def run_script(*words):
 
 def test_script_prints_and_saves(tmp_path):
     path = tmp_path / "routing.npz"
-    shown = run_script("examples/train_tiny.py", "--layers=3", "--steps=2", "--ranks=2", f"--save={path}")
+    words = ["examples/train_tiny.py", "--layers=3", "--steps=2", "--ranks=2", f"--save={path}"]
+    code = f"import runpy, sys; sys.argv = {words}; runpy.run_path(sys.argv[0], run_name='__main__')"
+    status, shown = run_program(code, EXAMPLES.parent)
+    assert status == 0, shown
     assert float(shown.split("between the loss curves:")[1].split()[0]) < 1e-10
     for row in ("loss of step 1", "rows, busiest rank", "kB of borrowed gradients", "peak MB"):
         assert row in shown

@@ -277,5 +277,5 @@ def test_batches_leave_nothing_behind(local: str) -> None:
     LibraStack(layers, predict.tabulate(routing_trace(LAYERS), 2), local=local)
     assert_dense(model, layers)
     before = live_tensors()
-    assert_dense(model, layers, batches=10)
+    assert_dense(model, layers, batches=5)
     assert live_tensors() <= before

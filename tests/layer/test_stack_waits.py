@@ -28,7 +28,7 @@ from support.fake_ranks import (
 )
 from support.host_waits import HostWaits
 
-LAYERS = 3
+LAYERS = 2
 
 
 def waits_of(

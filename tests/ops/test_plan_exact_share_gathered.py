@@ -117,8 +117,9 @@ def test_processes_equal_reference(ranks: int, rounds: int) -> None:
     assert run_ranks(go_through, ranks, boards, rounds, 0.002, "plain") == [0] * ranks
 
 
-def test_thousands_of_rounds_equal_the_two_ops() -> None:
-    assert run_ranks(go_fast, 4, make_boards(4, EXPERTS + 3), 2000) == [0] * 4
+@pytest.mark.parametrize("rounds", [500, pytest.param(2000, marks=pytest.mark.slow)])
+def test_many_rounds_equal_the_two_ops(rounds: int) -> None:
+    assert run_ranks(go_fast, 4, make_boards(4, EXPERTS + 3), rounds) == [0] * 4
 
 
 def with_one_gone(rank: int, boards: list[Tensor]) -> list[str]:

@@ -34,7 +34,7 @@ def compile_sources(folder: Path) -> dict[str, Path]:
 
 def link_ops(file: str, folder: Path, objects: dict[str, Path]) -> None:
     """The library of ``folder``'s sources, whose ``file`` is changed, in place of the package's there."""
-    touched = str(ROOT / file)
+    touched = str(ROOT / file).replace(" ", "\\ ")  # as in a Makefile
     mine = [name for name, out in objects.items() if touched in out.with_suffix(".d").read_text()]
     assert mine, f"no source includes {file}"
     again = {name: compile_one(folder / "csrc", name, folder / objects[name].name) for name in mine}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import traceback
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from isoload import kernels
 from isoload.experts import grouped_linear
+from support.host_waits import line_of_isoload
 
 # What runs no kernel: views and empty memory.
 NO_KERNEL = {
@@ -57,9 +57,7 @@ class Launches(TorchDispatchMode):
         return Counter(line.split(" ")[0] for line in self.kernels)
 
     def note(self, name: str, times: int = 1) -> None:
-        frames = [f for f in traceback.extract_stack() if "/isoload/" in f.filename]
-        where = f"{frames[-1].filename.split('/isoload/')[-1]}:{frames[-1].lineno}" if frames else "the test"
-        self.kernels += [f"{name} in {where}"] * times
+        self.kernels += [f"{name} in {line_of_isoload()}"] * times
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

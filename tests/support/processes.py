@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -15,10 +16,20 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+
+def start_autograd() -> None:
+    """To be called before any tensor is fake, so that forked processes can run autograd too.
+
+    The first backward of a process starts a thread for each device but the CPU, after which none of its forks can.
+    Without a GPU there is no such device, until a FakeTensorMode adds one to a CUDA build of torch.
+    """
+    torch.ones((), requires_grad=True).mul(2).backward()
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,7 @@ def rank_outcomes(
 
     Forked, so that a body may be any function and torch is imported once. The parent must hold no process group.
     """
+
     context = get_context("fork")
     folder = tempfile.mkdtemp()
     processes, readers = [], []
@@ -68,6 +80,28 @@ def rank_outcomes(
             process.kill()
             process.join()
         shutil.rmtree(folder)
+
+
+def run_program(code: str, folder: Path) -> tuple[int, str]:
+    """Runs a program in a folder: its status, and what it said. Forked: a new interpreter would import torch again."""
+    import torch._dynamo  # noqa: F401  # as in rank_outcomes
+
+    with tempfile.TemporaryFile("w+") as said:
+        if (child := os.fork()) == 0:
+            sys.stdout = sys.stderr = said
+            status = 0
+            try:
+                os.chdir(folder)
+                exec(compile(code, "example", "exec"), {"__name__": "__main__"})
+            except BaseException as error:
+                if status := int(not isinstance(error, SystemExit) or bool(error.code)):
+                    traceback.print_exc()
+            finally:
+                said.flush()
+                os._exit(status)
+        status = os.waitpid(child, 0)[1]
+        said.seek(0)
+        return status, said.read()
 
 
 def die() -> None:

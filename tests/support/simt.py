@@ -186,7 +186,7 @@ def frames_in(lines: list[str]) -> tuple[Frame, ...]:
     """Those of addr2line's pairs that lie in csrc, or among the probes."""
     frames = []
     for function, place in zip(lines[::2], lines[1::2], strict=True):
-        file, _, line = place.split(" ")[0].rpartition(":")
+        file, _, line = place.split(" (discriminator")[0].rpartition(":")  # a path may hold spaces
         if line.isdigit() and ("csrc/" in file or file.endswith("probes.cu")):
             frames.append(Frame(function, file.split("csrc/")[-1], int(line)))
     return tuple(frames)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -43,6 +44,10 @@ class EngineRun:
 
     def lines(self, word: str) -> list[str]:
         return [line for line in self.log.splitlines() if word in line]
+
+    def own_lines(self) -> list[str]:
+        """What isoload says; a path of that name is none of it."""
+        return [line for line in self.log.splitlines() if re.search(r"isoload( SGLang| vLLM)?: ", line)]
 
 
 def plug_in_path(folder: Path, group: str, module: str) -> Path:
