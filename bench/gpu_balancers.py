@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import isoload
-from gpu_jobs import chain
+from gpu_jobs import Job, chain
 from gpu_layers import EXPERTS, RANK, TOP_K, Layer, per_node
 from isoload.transport import Group
 
@@ -52,10 +52,23 @@ def make_captured(x: Layer) -> isoload.CapturedBalancer:
     return captured
 
 
-def check_balancer(host: Layer, there: Layer, balancer: Any) -> Tensor:
-    """Raises unless its slots are those of the chain on the CPU; returns them."""
-    slots: Tensor = balancer(there.ids)
-    if not torch.equal(slots.cpu(), chain(host)):
-        raise SystemExit(f"{type(balancer).__name__} differs from the chain on the CPU")
-    isoload.check_device(slots.device)
-    return slots
+READ = ("ids", "loads", "tables")
+BALANCERS = (
+    Job(
+        "balancer",
+        "route_numbered",
+        chain,
+        READ,
+        tokens_matter=True,
+        prepare=lambda x: partial(make_balancer(x), x.ids),
+    ),
+    Job(
+        "balancer, captured",
+        "route_numbered",
+        chain,
+        READ,
+        tokens_matter=True,
+        prepare=lambda x: partial(make_captured(x), x.ids),
+        captured=True,
+    ),
+)
