@@ -177,7 +177,7 @@ def measure(attempt: Attempt, results: ResultFile, headline_only: bool) -> bool:
                 wrong.append((f"{name}, {where}", found))
             for row in found.get("rows") or [{"op": name, "wrong": found["wrong"]}]:
                 if row.pop("wrong"):
-                    row["wrong"] = found["wrong"]
+                    row |= {name: found[name] for name in ("wrong", "one_after_another")}
                 if where != AIMED:
                     row["target_us"] = None
                 rows.append(where | row)

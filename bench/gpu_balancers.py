@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -52,23 +53,20 @@ def make_captured(x: Layer) -> isoload.CapturedBalancer:
     return captured
 
 
-READ = ("ids", "loads", "tables")
+def balanced(name: str, make: Callable[[Layer], Callable[[Tensor], Any]], captured: bool) -> Job:
+    """From ids to slots, which are the chain's; making the Balancer is no part of it."""
+    return Job(
+        name,
+        "route_numbered",
+        chain,
+        ("ids", "loads", "tables"),
+        tokens_matter=True,
+        prepare=lambda x: partial(make(x), x.ids),
+        captured=captured,
+    )
+
+
 BALANCERS = (
-    Job(
-        "balancer",
-        "route_numbered",
-        chain,
-        READ,
-        tokens_matter=True,
-        prepare=lambda x: partial(make_balancer(x), x.ids),
-    ),
-    Job(
-        "balancer, captured",
-        "route_numbered",
-        chain,
-        READ,
-        tokens_matter=True,
-        prepare=lambda x: partial(make_captured(x), x.ids),
-        captured=True,
-    ),
+    balanced("balancer", make_balancer, False),
+    balanced("balancer, captured", make_captured, True),
 )

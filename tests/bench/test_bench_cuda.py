@@ -218,7 +218,8 @@ def test_a_wrong_row_is_timed_and_says_so(
     rows = {row["op"]: row for row in read_results("rows", tmp_path)}
     assert list(rows) == names and all(row["in_graph_us"] == 1.0 for row in rows.values())
     assert {name for name, row in rows.items() if "wrong" in row} == {"route"}
-    assert rows["route"]["wrong"].startswith("layer 0, output 0: 1 of 400")
+    for told in ("wrong", "one_after_another"):
+        assert rows["route"][told].startswith("layer 0, output 0: 1 of 400")
     found = capsys.readouterr().out
     assert "route WRONG" in found and "chain WRONG" not in found and "with ISOLOAD_PDL=0" in found
 
