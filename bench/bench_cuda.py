@@ -2,8 +2,9 @@
 
 Fairness ledger
 - Instances: E = 256, top-8, Zipf 0.8 popularity per layer; placed by `eplb` on the popularity before a drift of
-  exp(0.5 N(0,1)) per expert; 58 layers, all different. T tokens on every rank. Results are compared with the CPU's
-  before anything is timed: bit by bit, of every layer.
+  exp(0.5 N(0,1)) per expert; 58 layers, all different; pack_rows, whose results are hundreds of MB, on two of them.
+  T tokens on every rank. Results are compared with the CPU's before anything is timed: bit by bit, of every layer. A
+  row that differs is timed all the same and says WRONG.
 - in graph: one graph of a call for each of the 58 layers, replayed; time between events / 58, median over replays. What
   an op adds to a captured forward pass: no launch from the host, inputs of 58 layers in turn.
 - alone: a graph of one call, ten replays between events / 10: the launch of a graph is in it.
@@ -19,6 +20,8 @@ Fairness ledger
 - balancer: a Balancer under exact, one per layer, as engines capture it. Its peers' loads are there, too: its gather is
   a copy of [R, E + 1] on the device. balancer, captured: CapturedBalancers, which hold a graph each, so there is no
   time in a graph; alone and cold are one of them, eager is all 58 from Python: a copy of ids and a launch each.
+- Order: what a batch costs at every size, then the single ops. Each job runs in a process that the next takes over
+  unless it failed: a CUDA error, or a kernel that hangs, costs one row.
 - target: what we set ourselves for an H100 before the first measurement, for R = 16, 32 replicas, in graph.
 - quoted: what others publish of their own planners on their own hardware; nothing of it ran here.
 """
@@ -26,11 +29,9 @@ Fairness ledger
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import unittest.mock
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,66 +40,74 @@ from rich.console import Console
 from rich.table import Table
 
 import isoload
-from gpu_balancers import check_balancer, make_balancer, make_captured
-from gpu_check import check_all, profile, same_bits
+from gpu_balancers import BALANCERS
+from gpu_check import Size, check_all, check_one, compare, profile, show_wrong, starts, tried
 from gpu_clock import Graph, behind_others, between_events, from_python
 from gpu_jobs import JOBS, Job, need_cuda
 from gpu_layers import EXPERTS, LAYERS, RANK, TOP_K, Layer, make_layers, per_node
+from gpu_worker import Attempt, Worker, in_this_process
 from harness import RESULTS, ResultFile, machine
 from isoload import ops
 
 SIZES = [(16, 32, 4096), (16, 32, 128), (64, 128, 4096), (16, 32, 16384)]  # ranks, replicas, tokens
+OF_RANKS = (SIZES[0], SIZES[2])  # where jobs run to which tokens do not matter
 AIMED = {"ranks": 16, "experts": EXPERTS, "replicas": 32, "tokens": 4096}  # what the targets are for
+FLOOR, ALONE, AT_ONCE = "floor: one word", "chain, one after another", f"{LAYERS} at once"
+HEADLINE = (
+    *(FLOOR, "chain", ALONE, "share, own row", "balancer", "balancer, captured"),
+    *("plan_exact", "plan_exact_share", "plan_lp"),
+)
+BENCHED = {job.name: job for job in (*JOBS, *BALANCERS)}
+torch.set_num_threads(1)  # here, so that a worker's process, which imports this, has it too
 
 
-@dataclass
+def order(sizes: Sequence[Size], headline_only: bool = False) -> list[tuple[Size, str]]:
+    """Every size and what is timed at it, the most telling first, the heaviest last."""
+    light_first = sorted(BENCHED, key=lambda name: BENCHED[name].layers < LAYERS)
+    others = [] if headline_only else [*(name for name in light_first if name not in HEADLINE), AT_ONCE]
+
+    def belongs(size: Size, name: str) -> bool:
+        tokens_matter = name in (FLOOR, ALONE) or (name in BENCHED and BENCHED[name].tokens_matter)
+        return tokens_matter or size in OF_RANKS
+
+    return [
+        (size, name)
+        for names in (HEADLINE, others)
+        for size in sizes
+        for name in names
+        if belongs(size, name)
+    ]
+
+
 class Bench:
-    """One size; each row goes to `results` as it is found, and stays in `rows` for the table."""
+    """One size, in the process that times it."""
 
-    layers: list[Layer]
-    samples: int
-    where: dict[str, int]
-    results: ResultFile
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    def __init__(self, layers: list[Layer], samples: int) -> None:
+        self.layers, self.samples = layers, samples
+        self.there = [layer.to("cuda") for layer in layers]
 
-    def __post_init__(self) -> None:
-        self.there = [layer.to("cuda") for layer in self.layers]
+    def run(self, name: str) -> list[dict[str, Any]]:
+        """The rows of a job: several of what takes all layers at once."""
+        if name == FLOOR:
+            call = lambda: torch.ops.isoload.device_errors(self.there[0].row)  # noqa: E731
+            return [{"op": name, "wrong": "", **self.time([call] * LAYERS)}]
+        if name == AT_ONCE:
+            return self.at_once()
+        if name == ALONE:
+            with starts(early=False):
+                return [{**self.job(BENCHED["chain"]), "op": name, "target_us": None}]
+        return [self.job(BENCHED[name])]
 
-    def add(self, name: str, row: dict[str, Any]) -> None:
-        self.rows.append({**self.where, "op": name, **row})
-        self.results.add(self.rows[-1])
-
-    def run(self, job: Job) -> None:
-        got = same_bits(job, self.layers, self.there)
-        fields = [getattr(self.there[0], name) for name in job.reads]
+    def job(self, job: Job) -> dict[str, Any]:
+        hosts, theres = self.layers[: job.layers], self.there[: job.layers]
+        got, wrong = compare(job, hosts, theres)
+        fields = [getattr(theres[0], name) for name in job.reads]
         read = [f.data if isinstance(f, isoload.ReplicaTables) else f for f in fields]
         num_bytes = sum(t.nbytes for t in (*read, *got))
-        calls = [lambda x=x: job.call(x) for x in self.there]
-        aimed = job.target if self.where == AIMED else None
-        row = self.time(calls) | {"target_us": aimed, "quoted_us": job.quoted, "bytes": num_bytes}
-        self.add(job.name, row | {"roof_us": self.roof(num_bytes)})
-
-    def one_after_another(self, job: Job) -> None:
-        """The job without early starts."""
-        with unittest.mock.patch.dict(os.environ, ISOLOAD_PDL="0"):
-            same_bits(job, self.layers, self.there)
-            times = self.time([lambda x=x: job.call(x) for x in self.there])
-        self.add(f"{job.name}, one after another", times)
-
-    def balancers(self) -> None:
-        """From ids to slots by the Balancer, eager and captured."""
-        eager, captured = ([make(x) for x in self.there] for make in (make_balancer, make_captured))
-        for n, balancer in enumerate([*eager, *captured]):
-            slots = check_balancer(self.layers[n % LAYERS], self.there[n % LAYERS], balancer)
-        first = self.there[0]
-        num_bytes = sum(t.nbytes for t in (first.ids, first.loads, first.tables.data, slots))
-        bytes_and_roof = {"bytes": num_bytes, "roof_us": self.roof(num_bytes)}
-        calls, replays = (
-            [lambda x=x, b=b: b(x.ids) for x, b in zip(self.there, made, strict=True)]
-            for made in (eager, captured)
-        )
-        self.add("balancer", self.time(calls) | bytes_and_roof)
-        self.add("balancer, captured", self.time_calls(replays[0], replays) | bytes_and_roof)
+        calls = [job.on(x) for x in theres]
+        times = self.time_calls(calls[0], calls) if job.captured else self.time(calls)
+        more = {"target_us": job.target, "quoted_us": job.quoted, "bytes": num_bytes, "wrong": wrong}
+        return {"op": job.name, **times, **more, "roof_us": self.roof(num_bytes, len(calls))}
 
     def time_calls(self, one: Callable[[], Any], calls: list[Callable[[], Any]]) -> dict[str, Any]:
         """One call on the device's clock, and all of them as Python's clock sees them."""
@@ -118,17 +127,13 @@ class Bench:
             "nodes": one.num_nodes(),
         }
 
-    def roof(self, num_bytes: int) -> float:
-        pairs = [torch.randint(9, (2, max(num_bytes // 8, 1)), dtype=torch.int32) for _ in range(LAYERS)]
-        pairs = [pair.to("cuda") for pair in pairs]
-        graph = Graph([lambda p=p: p[0].copy_(p[1]) for p in pairs])
-        return between_events(graph.replay, LAYERS, self.samples, 1).median
+    def roof(self, num_bytes: int, count: int) -> float:
+        shape = (2, max(num_bytes // 8, 1))
+        pairs = [torch.randint(9, shape, dtype=torch.int32, device="cuda") for _ in range(count)]
+        graph = Graph([partial(p[0].copy_, p[1]) for p in pairs])
+        return between_events(graph.replay, count, self.samples, 1).median
 
-    def floor(self) -> None:
-        call = lambda: torch.ops.isoload.device_errors(self.there[0].row)  # noqa: E731
-        self.add("floor: one word", self.time([call] * LAYERS))
-
-    def at_once(self) -> None:
+    def at_once(self) -> list[dict[str, Any]]:
         """One call of all layers."""
         data = torch.stack([x.tables.data for x in self.there])
         first = self.there[0].tables
@@ -139,31 +144,75 @@ class Bench:
             "plan_lp": lambda: ops.plan_lp(loads, tables),
             "share, own row": lambda: ops.share(loads, quota, tables, per_node(self.there[0]), RANK),
         }
-        for name, call in calls.items():
-            self.add(f"{name}, {LAYERS} at once", self.time([call]))
+        return [
+            {"op": f"{name}, {AT_ONCE}", "wrong": "", **self.time([call])} for name, call in calls.items()
+        ]
 
 
-def show(rows: list[dict[str, Any]], title: str) -> None:
+@lru_cache(maxsize=1)
+def bench_of(samples: int, seed: int, size: Size) -> Bench:
+    return Bench(make_layers(*size, seed), samples)
+
+
+def time_one(samples: int, seed: int, size: Size, name: str, early: bool) -> dict[str, Any]:
+    """The rows of a job at a size; the second time, without early starts, it is compared alone."""
+    bench = bench_of(samples, seed, size)
+    job = BENCHED.get("chain" if name == ALONE else name)
+    with starts(early):
+        if job and not early:
+            return {"wrong": compare(job, bench.layers[: job.layers], bench.there[: job.layers])[1]}
+        rows = bench.run(name)
+        return {"rows": rows, "wrong": "; ".join(row["wrong"] for row in rows if row["wrong"])}
+
+
+def measure(attempt: Attempt, results: ResultFile, headline_only: bool) -> bool:
+    """All rows, each on the disk as it is found; whether none is wrong."""
+    rows: list[dict[str, Any]] = []
+    wrong: list[tuple[str, dict[str, Any]]] = []
+    try:
+        for size, name in order(SIZES[: 1 if headline_only else None], headline_only):
+            found = tried(attempt, size, name)
+            where = dict(zip(AIMED, (size[0], EXPERTS, *size[1:]), strict=True))
+            if found["wrong"]:
+                wrong.append((f"{name}, {where}", found))
+            for row in found.get("rows") or [{"op": name, "wrong": found["wrong"]}]:
+                if row.pop("wrong"):
+                    row |= {name: found[name] for name in ("wrong", "one_after_another")}
+                if where != AIMED:
+                    row["target_us"] = None
+                rows.append(where | row)
+                results.add(rows[-1])
+                print(f"R={size[0]} E={EXPERTS}+{size[1]} T={size[2]} {line(row)}", flush=True)
+    finally:  # also when the time is up
+        for size in SIZES:
+            show(size, [row for row in rows if (row["ranks"], row["replicas"], row["tokens"]) == size])
+        show_wrong(wrong)
+    return not wrong
+
+
+def line(row: dict[str, Any]) -> str:
+    times = [f"{name.removesuffix('_us')} {row[name]:.1f}" for name in TIMES if name in row]
+    return f"{row['op']}: {', '.join(times)}{' WRONG' if row.get('wrong') else ''}"
+
+
+TIMES = ("in_graph_us", "in_graph_p99_us", "alone_us", "cold_us", "eager_us", "roof_us")
+COLUMNS = ("op", "nodes", "in graph", "p99", "alone", "cold", "eager", "roof", "target", "quoted elsewhere")
+
+
+def show(size: Size, rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        return
+    ranks, replicas, tokens = size
+    title = f"R = {ranks}, E = {EXPERTS} + {replicas}, {tokens} x {TOP_K} per rank (microseconds)"
     table = Table(title=title, title_justify="left")
-    for name in (
-        "op",
-        "nodes",
-        "in graph",
-        "p99",
-        "alone",
-        "cold",
-        "eager",
-        "roof",
-        "target",
-        "quoted elsewhere",
-    ):
+    for name in COLUMNS:
         table.add_column(name, justify="left" if name in ("op", "quoted elsewhere") else "right")
     for row in rows:
-        names = ("in_graph_us", "in_graph_p99_us", "alone_us", "cold_us", "eager_us", "roof_us")
-        cells = [f"{row[name]:.1f}" if name in row else "" for name in names]
+        cells = [f"{row[name]:.1f}" if name in row else "" for name in TIMES]
         target = row.get("target_us")
         mark = "" if target is None else f"{target:.0f} {'met' if row['in_graph_us'] <= target else 'MISSED'}"
-        table.add_row(row["op"], str(row.get("nodes", "")), *cells, mark, row.get("quoted_us", ""))
+        name = row["op"] + (" WRONG" if row.get("wrong") else "")
+        table.add_row(name, str(row.get("nodes", "")), *cells, mark, row.get("quoted_us", ""))
     Console(width=130).print(table)
 
 
@@ -172,7 +221,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--samples", type=int, default=50, help="of every time; the median is kept")
-    parser.add_argument("--quick", action="store_true", help="one size instead of four; a file of its own")
+    parser.add_argument(
+        "--quick", action="store_true", help="what a batch costs at one size; a file of its own"
+    )
     parser.add_argument("--check", action="store_true", help="run every kernel once, compare, time nothing")
     parser.add_argument(
         "--profile", action="store_true", help="run three ops once, for ncu --profile-from-start off"
@@ -180,6 +231,8 @@ def main() -> None:
     parser.add_argument(
         "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: with --check, its checksums"
     )
+    parser.add_argument("--one-process", action="store_true", help="for a tool that watches the process")
+    parser.add_argument("--spoil", default="", metavar="OP", help="with --check: see that it is found")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for bench_cuda[_quick].jsonl")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -187,35 +240,22 @@ def main() -> None:
         parser.error("--device cpu goes with --check: times are a GPU's")
     if options.device == "cuda":
         need_cuda()
-    torch.set_num_threads(1)
+    run: Callable[..., Any] = partial(time_one, options.samples, options.seed)
     if options.check:
-        check_all(options.device, options.seed)
-    elif options.profile:
-        profile(*SIZES[0], options.seed)
+        run = partial(check_one, options.device, options.seed, options.spoil)
+    patience = 600 if options.device == "cpu" else 20 if options.check else 40
+    attempt = in_this_process(run) if options.one_process else Worker(run, patience)
+    if options.profile:
+        profile(SIZES[0], options.seed)
+    elif options.check:
+        sys.exit(not check_all(attempt, options.device))
     else:
-        measure(options)
-
-
-def measure(options: argparse.Namespace) -> None:
-    print(__doc__.strip(), "\n", file=sys.stderr)
-    print(machine("cuda"), file=sys.stderr)
-    results = ResultFile("bench_cuda_quick" if options.quick else "bench_cuda", "cuda", options.results)
-    for n, (ranks, replicas, tokens) in enumerate(SIZES[: 1 if options.quick else None]):
-        where = {"ranks": ranks, "experts": EXPERTS, "replicas": replicas, "tokens": tokens}
-        bench = Bench(make_layers(ranks, replicas, tokens, options.seed), options.samples, where, results)
-        bench.floor()
-        for job in JOBS:
-            if job.tokens_matter or n in (0, 2):
-                bench.run(job)
-            if job.name == "chain":
-                bench.one_after_another(job)
-        if n in (0, 2):
-            bench.balancers()
-            bench.at_once()
-        show(
-            bench.rows, f"R = {ranks}, E = {EXPERTS} + {replicas}, {tokens} x {TOP_K} per rank (microseconds)"
-        )
-    print("written:", results.path)
+        print(__doc__.strip(), "\n", file=sys.stderr)
+        print(machine("cuda"), file=sys.stderr)
+        results = ResultFile("bench_cuda_quick" if options.quick else "bench_cuda", "cuda", options.results)
+        right = measure(attempt, results, options.quick)
+        print("written:", results.path)
+        sys.exit(not right)
 
 
 if __name__ == "__main__":

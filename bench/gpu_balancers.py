@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import isoload
-from gpu_jobs import chain
+from gpu_jobs import Job, chain
 from gpu_layers import EXPERTS, RANK, TOP_K, Layer, per_node
 from isoload.transport import Group
 
@@ -52,10 +53,20 @@ def make_captured(x: Layer) -> isoload.CapturedBalancer:
     return captured
 
 
-def check_balancer(host: Layer, there: Layer, balancer: Any) -> Tensor:
-    """Raises unless its slots are those of the chain on the CPU; returns them."""
-    slots: Tensor = balancer(there.ids)
-    if not torch.equal(slots.cpu(), chain(host)):
-        raise SystemExit(f"{type(balancer).__name__} differs from the chain on the CPU")
-    isoload.check_device(slots.device)
-    return slots
+def balanced(name: str, make: Callable[[Layer], Callable[[Tensor], Any]], captured: bool) -> Job:
+    """From ids to slots, which are the chain's; making the Balancer is no part of it."""
+    return Job(
+        name,
+        "route_numbered",
+        chain,
+        ("ids", "loads", "tables"),
+        tokens_matter=True,
+        prepare=lambda x: partial(make(x), x.ids),
+        captured=captured,
+    )
+
+
+BALANCERS = (
+    balanced("balancer", make_balancer, False),
+    balanced("balancer, captured", make_captured, True),
+)

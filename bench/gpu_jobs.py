@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpu_layers import EXPERTS, RANK, Layer, per_node, size
+from gpu_layers import EXPERTS, LAYERS, RANK, Layer, per_node, size
 from isoload import ops
 
 
@@ -58,12 +59,16 @@ def spare_placement(x: Layer) -> tuple[Tensor, Tensor, int, int]:
     return slots, home, ranks, 2
 
 
-def pack(x: Layer) -> Tensor:
-    """Rows of 7168 bytes to every rank, at a fixed capacity: the host reads nothing."""
-    ranks, tokens = len(x.loads), len(x.slots)
-    rows = ops.number_rows(x.slots, size(x), ranks)
-    values = x.gates.new_zeros(tokens, 7168 // 4)
-    return ops.pack_rows(values, x.slots, x.gates, rows, size(x), ranks * tokens, tokens).token_to_rows
+def packing(x: Layer) -> Callable[[], Any]:
+    """Rows of 7168 bytes to every rank, one rank's behind the other's. How many there are is read before."""
+    ranks = len(x.loads)
+    num_rows = int(ops.number_rows(x.slots, size(x), ranks).counts[0].sum())
+
+    def pack() -> Any:
+        rows = ops.number_rows(x.slots, size(x), ranks)
+        return ops.pack_rows(x.values, x.slots, x.gates, rows, size(x), num_rows)
+
+    return pack
 
 
 def first_slots(x: Layer) -> Tensor:
@@ -94,7 +99,14 @@ def gather_and_plan(x: Layer) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Job:
-    """An op on a layer; reads: the fields that its bytes are counted of; target and quoted in microseconds."""
+    """An op on a layer.
+
+    reads     the fields that its bytes are counted of
+    target    and quoted: microseconds
+    layers    how many a bench takes; two where the CPU takes seconds for all
+    prepare   makes the call once, where that is not part of it; its results are those of `call`
+    captured  the call is a graph itself
+    """
 
     name: str
     op: str  # of torch.ops.isoload
@@ -103,6 +115,12 @@ class Job:
     target: float | None = None
     quoted: str = ""
     tokens_matter: bool = False
+    layers: int = LAYERS
+    prepare: Callable[[Layer], Callable[[], Any]] | None = None
+    captured: bool = False
+
+    def on(self, layer: Layer) -> Callable[[], Any]:
+        return self.prepare(layer) if self.prepare else partial(self.call, layer)
 
 
 LPLB, ULTRA = "DeepSeek LPLB ~100, SGLang HIP ~80", "UltraEP plan 67-78"
@@ -272,7 +290,15 @@ JOBS = (
         ("slots",),
         tokens_matter=True,
     ),
-    Job("number_rows and pack_rows", "pack_rows", pack, ("slots", "gates"), tokens_matter=True),
+    Job(
+        "number_rows and pack_rows",
+        "pack_rows",
+        lambda x: packing(x)(),
+        ("slots", "gates", "values"),
+        tokens_matter=True,
+        layers=2,
+        prepare=packing,
+    ),
     Job(
         "group_copies",
         "group_copies",
@@ -284,9 +310,8 @@ JOBS = (
 )
 
 
-def outputs(job: Job, layer: Layer) -> list[Tensor]:
-    """What the job makes of a layer, wherever the layer is."""
-    result = job.call(layer)
+def outputs(result: Any) -> list[Tensor]:
+    """The tensors of what a call returned."""
     return [result] if isinstance(result, Tensor) else list(result)
 
 

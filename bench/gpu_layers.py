@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,12 @@ class Layer:
     shared_numbers: Tensor  # [T, K + 1]
     shared_parts: Tensor  # [C, E + 1]
 
+    @cached_property
+    def values(self) -> Tensor:
+        """[T, 1792] rows of 7168 bytes."""
+        count = len(self.ids) * 1792
+        return torch.arange(count, dtype=torch.float32, device=self.ids.device).view(len(self.ids), 1792)
+
     def to(self, device: str) -> Layer:
         def there(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -51,7 +58,7 @@ class Layer:
                 value.data.to(device), value.num_ranks, value.num_experts, value.num_slots
             )
 
-        return Layer(**{name: there(value) for name, value in vars(self).items()})
+        return Layer(**{field.name: there(getattr(self, field.name)) for field in fields(self)})
 
 
 def make_layers(ranks: int, replicas: int, tokens: int, seed: int, layers: int = LAYERS) -> list[Layer]:

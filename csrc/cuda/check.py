@@ -116,7 +116,9 @@ def link_and_load() -> None:
 def main() -> None:
     compiler = nvcc.find()
     if compiler is None:
-        print("CUDA compile check skipped: no nvcc (neither in CUDA_HOME nor on PATH)")
+        print(
+            "CUDA compile check skipped: no nvcc (neither in CUDA_HOME, nor on PATH, nor in /usr/local/cuda)"
+        )
         return
     version = nvcc.version(compiler)
     nvcc.compile_all(compiler, BUILD)

@@ -45,8 +45,7 @@ inline const char* refused(cudaError_t error) {
   return cudaGetErrorString(error);
 }
 
-// Whether this device's kernels have the wait, and its driver such edges. A GPU for which there is no code
-// runs that of compute_80, without a wait, however new it is: only the code itself tells.
+// Whether this device's kernels have the wait, and its driver such edges. Only the code itself tells.
 inline bool has_early_start(const void* any_kernel) {
   constexpr int kDevices = 64, kCuda = 12030, kCompute = 90;
   enum { kUnknown, kNo, kYes };

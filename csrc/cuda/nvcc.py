@@ -13,7 +13,7 @@ from typing import NamedTuple
 CUDA = Path(__file__).resolve().parent
 CSRC = CUDA.parent
 SOURCES = sorted(CUDA.glob("*.cu"))
-ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
+ARCHITECTURES, NEWEST = ("sm_80", "sm_90", "sm_100"), "compute_100"
 FLAGS = [
     "-O3",
     "--fmad=false",
@@ -22,10 +22,11 @@ FLAGS = [
     "-Xcompiler=-fPIC,-fvisibility=hidden",
     f"-I{CSRC}",
 ]
-ONLY = os.environ.get("ISOLOAD_CUDA_ARCH", "")  # e.g. sm_90a: for one GPU, in a fraction of the time
-# The PTX of compute_80 serves every newer GPU that has no code of its own here.
-FLAGS += [] if ONLY else ["-gencode=arch=compute_80,code=[sm_80,compute_80]"]
-FLAGS += [f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in ([ONLY] if ONLY else ARCHITECTURES[1:])]
+ONLY = os.environ.get("ISOLOAD_CUDA_ARCH", "")  # e.g. sm_90: for one GPU, in a fraction of the time
+# Code for X.0 runs on every X.y: that for sm_90a or sm_100a would not, and no kernel uses what those have besides.
+# Newer GPUs compile the newest one's PTX.
+FLAGS += [f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in ([ONLY] if ONLY else ARCHITECTURES)]
+FLAGS += [] if ONLY else [f"-gencode=arch={NEWEST},code={NEWEST}"]
 
 
 class Kernel(NamedTuple):
@@ -39,11 +40,11 @@ class Kernel(NamedTuple):
     shared: int  # static; a launch adds the dynamic part
 
 
-def find() -> str | None:
-    """nvcc of CUDA_HOME, else of PATH."""
-    home = os.environ.get("CUDA_HOME")
-    own = Path(home, "bin", "nvcc") if home else None
-    return str(own) if own and own.exists() else shutil.which("nvcc")
+def find(tool: str = "nvcc") -> str | None:
+    """A tool of CUDA where torch's CUDA_HOME is looked for: CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda."""
+    homes = filter(None, map(os.environ.get, ("CUDA_HOME", "CUDA_PATH")))
+    places = [*(f"{home}/bin" for home in homes), os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+    return shutil.which(tool, path=os.pathsep.join(places))
 
 
 def version(nvcc: str) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 from isoload import ops, reference
 from isoload.replica_tables import ReplicaTables
 from support.cases import FAMILIES, Case, draw, families_up_to, instances
+from support.sweeps import cut
 
 POISON = 0x7FFFFFFF
 
@@ -256,7 +257,7 @@ def test_readers_refuse_every_wrong_number_on_demand(op: str, monkeypatch: pytes
     """ISOLOAD_CHECK=1: whichever int of the tables is another one."""
     monkeypatch.setenv("ISOLOAD_CHECK", "1")
     READERS[op](made())
-    for i in range(made().data.numel()):
+    for i in cut(range(made().data.numel())):
         for wrong in (2**30, -(2**30), int(made().data[i]) + 1):
             tables = made()
             tables.data[i] = wrong

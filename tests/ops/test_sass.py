@@ -13,8 +13,8 @@ import sass
 
 LISTING = """
 Fatbin elf code:
-arch = sm_90a
-\tcode for sm_90a
+arch = sm_90
+\tcode for sm_90
 \t\tFunction : _Z5first
         /*0000*/                   LDC R1, c[0x0][0x28] ;          /* 0x0 */
                                                                    /* 0x1 */
@@ -29,8 +29,8 @@ arch = sm_90a
 
 def test_kernels_of_a_listing() -> None:
     first, second, older = sass.read(LISTING)
-    assert first == ("_Z5first", "sm_90a", ["LDC R1, c[0x0][0x28]", "LDG.E R6, desc[UR4][R2.64]"], ())
-    assert second == ("_Z6second", "sm_90a", ["EXIT"], ())
+    assert first == ("_Z5first", "sm_90", ["LDC R1, c[0x0][0x28]", "LDG.E R6, desc[UR4][R2.64]"], ())
+    assert second == ("_Z6second", "sm_90", ["EXIT"], ())
     assert (older.kernel, older.architecture, older.instructions) == ("_Z5first", "sm_80", ["BRA 0x10"])
 
 
@@ -70,7 +70,7 @@ TAKE = ["LDG.E.STRONG.SYS R10, [R14.64]", "CCTL.IVALL", "LDG.E R3, [R2.64]"]
     ],
 )
 def test_words_for_other_gpus_are_in_order(lines: list[str], faults: int) -> None:
-    assert len(sass.faults([sass.Code("gather_rows", "sm_90a", ["ACQBULK", *lines])])) == faults
+    assert len(sass.faults([sass.Code("gather_rows", "sm_90", ["ACQBULK", *lines])])) == faults
 
 
 @pytest.mark.parametrize(
@@ -89,27 +89,27 @@ def test_words_for_other_gpus_are_in_order(lines: list[str], faults: int) -> Non
     ],
 )
 def test_a_kernel_waits_before_all_else(lines: list[str], at: int | None) -> None:
-    of = "route<int> on sm_90a comes to {} before it waits for the kernel ahead"
+    of = "route<int> on sm_90 comes to {} before it waits for the kernel ahead"
     wanted = [] if at is None else [of.format(lines[at])]
-    assert sass.faults([sass.Code("route<int>", "sm_90a", lines)]) == wanted
+    assert sass.faults([sass.Code("route<int>", "sm_90", lines)]) == wanted
     assert not sass.faults([sass.Code("route<int>", "sm_80", lines)])
 
 
 @pytest.mark.parametrize("kernel", ["borrow", "borrow_backward<float,float>"])
 def test_a_kernel_that_lets_nobody_start_beside_it(kernel: str) -> None:
     lines = ["ACQBULK", "PREEXIT", "STG.E [R2.64], R6"]
-    assert sass.faults([sass.Code(kernel, "sm_90a", lines)]) == [
-        f"{kernel} on sm_90a lets the next kernel start before it has ended"
+    assert sass.faults([sass.Code(kernel, "sm_90", lines)]) == [
+        f"{kernel} on sm_90 lets the next kernel start before it has ended"
     ]
-    assert not sass.faults([sass.Code("route<int>", "sm_90a", lines)])
+    assert not sass.faults([sass.Code("route<int>", "sm_90", lines)])
 
 
 def test_a_kernel_that_waits_for_other_gpus_lets_the_next_start_behind_that() -> None:
     name, words = "plan_exact_share_gathered", [*PUT, *TAKE]
-    assert not sass.faults([sass.Code(name, "sm_90a", ["ACQBULK", *words, "PREEXIT"])])
+    assert not sass.faults([sass.Code(name, "sm_90", ["ACQBULK", *words, "PREEXIT"])])
     for at in (0, len(PUT)):
-        (found,) = sass.faults([sass.Code(name, "sm_90a", ["ACQBULK", *words[:at], "PREEXIT", *words[at:]])])
-        assert found == f"{name} on sm_90a lets the next kernel start while it waits for other GPUs"
+        (found,) = sass.faults([sass.Code(name, "sm_90", ["ACQBULK", *words[:at], "PREEXIT", *words[at:]])])
+        assert found == f"{name} on sm_90 lets the next kernel start while it waits for other GPUs"
 
 
 def test_blocks_with_words_for_each_other_have_fences() -> None:
@@ -123,8 +123,8 @@ def test_blocks_with_words_for_each_other_have_fences() -> None:
 
 
 def test_a_kernel_without_a_wait() -> None:
-    (found,) = sass.faults([sass.Code("borrow", "sm_100a", ["LDC R1, c[0x0][0x28]"])])
-    assert found == "borrow on sm_100a comes to its end before it waits for the kernel ahead"
+    (found,) = sass.faults([sass.Code("borrow", "sm_100", ["LDC R1, c[0x0][0x28]"])])
+    assert found == "borrow on sm_100 comes to its end before it waits for the kernel ahead"
 
 
 def test_faults_are_named() -> None:
@@ -132,7 +132,7 @@ def test_faults_are_named() -> None:
     found = sass.faults(
         [
             sass.Code("count<true,long>", "sm_80", waits),
-            sass.Code("count_of_more<int>", "sm_90a", ["ACQBULK", *["NOP"] * 4096]),
+            sass.Code("count_of_more<int>", "sm_90", ["ACQBULK", *["NOP"] * 4096]),
             sass.Code(
                 "plan_exact_fetched<true>", "sm_80", ["ATOMS.ADD R2, [R4], R6", "ATOM.E.ADD R2, [R4.64], R6"]
             ),
@@ -141,7 +141,7 @@ def test_faults_are_named() -> None:
     )
     assert found == [
         "count<true,long> on sm_80 has 1 loads on their way at once, not 8",
-        "count_of_more<int> on sm_90a has 65552 bytes of code, 65536 at most",
+        "count_of_more<int> on sm_90 has 65552 bytes of code, 65536 at most",
         "plan_exact_fetched<true> on sm_80 has 1 accesses by pointers of any memory, as ATOM.E.ADD R2, [R4.64], R6",
     ]
 

@@ -88,10 +88,14 @@ def _cuda_device() -> tuple[bool, str]:
 
 
 def _nvcc() -> tuple[bool, str]:
-    home = os.environ.get("CUDA_HOME")
-    path = shutil.which("nvcc") or (shutil.which("nvcc", path=f"{home}/bin") if home else None)
+    homes = filter(None, map(os.environ.get, ("CUDA_HOME", "CUDA_PATH")))
+    places = [*(f"{home}/bin" for home in homes), os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+    path = shutil.which("nvcc", path=os.pathsep.join(places))  # as setup.py looks
     if path is None:
-        return False, "not on PATH and not in CUDA_HOME: CUDA sources cannot be compiled"
+        return (
+            False,
+            "neither in CUDA_HOME, nor on PATH, nor in /usr/local/cuda: CUDA sources cannot be compiled",
+        )
     try:
         said = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=30, check=True
