@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import isoload
 from isoload import Balancer, CollectiveGroup, LocalGroup
+from isoload.placed_layers import Memo, PlacedLayers
 from support.processes import rank_outcomes, run_ranks
 from support.small_batches import EXPERTS, LAYERS, RANKS, draw_ids, gather, make_placement, make_topology
 
@@ -192,6 +194,50 @@ def test_load_keeps_every_address() -> None:
     fresh = balancer.placed_on(torch.device("cpu"))
     now = [fresh.slot_to_expert, fresh.home_slot, fresh.tables.data, fresh.filled.slot_to_expert]
     assert [t.data_ptr() for t in [*now, *(m.value for m in fresh.memos.values())]] == addresses
+
+
+@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize(("policy", "min_tokens"), [("static", 0), ("grace", 0), ("exact", 0), ("exact", 1000)])
+def test_loads_before_and_after_batches_in_inference_mode(policy: str, min_tokens: int, made: bool) -> None:
+    """Regression: what was made in inference mode could be written nowhere else."""
+    ids, group, new = draw_ids(9), LocalGroup(make_topology()), other_placement()
+    for modes in itertools.product((False, True), repeat=3):
+        with torch.inference_mode(made):
+            balancer = Balancer(make_placement(), 1, policy, group, min_tokens=min_tokens)
+        with torch.inference_mode(modes[0]):
+            balancer(ids, num_tokens=300)
+        with torch.inference_mode(modes[1]):
+            balancer.load(new)
+        with torch.inference_mode(modes[2]):
+            slots = balancer(ids, num_tokens=300)
+        assert same(slots, by_hand(ids, new, 1, "static" if min_tokens else policy, 0))
+
+
+def refuse(_placed: PlacedLayers) -> Tensor:
+    raise OSError("no memory")
+
+
+def load_on_one(rank: int, ranks: int) -> tuple[str, bool]:
+    """Rank 1 cannot derive what a policy keeps."""
+    topology = isoload.Topology(ranks)
+    size = EXPERTS // ranks + 2
+    first, second = (
+        isoload.place(torch.arange(EXPERTS).roll(n).expand(1, -1), topology, slots_per_rank=size) for n in (0, 9)
+    )
+    balancer, rows = Balancer(first, 0, "static", CollectiveGroup(topology)), draw_ids(0)[rank]
+    before, error = balancer(rows), ""
+    if rank == 1:
+        balancer.placed_on(torch.device("cpu")).memos["mine"] = Memo(torch.zeros(1), refuse)
+    try:
+        balancer.load(second)
+    except (ValueError, OSError) as failure:
+        error = f"{type(failure).__name__}: {failure}"
+    return error, balancer.placement is first and torch.equal(balancer(rows), before)
+
+
+def test_a_load_that_fails_on_one_rank_changes_none() -> None:
+    told = "ValueError: rank 1 failed in stage placement, so all ranks stop; its own error says why: "
+    assert run_ranks(load_on_one, 2, 2) == [(f"{told}OSError: no memory", True), ("OSError: no memory", True)]
 
 
 def test_small_batches_and_layers_without_freedom_gather_nothing() -> None:

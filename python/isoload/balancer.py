@@ -19,7 +19,7 @@ from torch import Tensor
 
 from isoload.counting import count
 from isoload.ops import Numbered, Prefer, count_columns, count_numbered, gather_rows
-from isoload.placed_layers import Filled, PlacedLayers, own_layers, refresh_layers
+from isoload.placed_layers import Filled, PlacedLayers, own_layers, refreshing
 from isoload.placement import Placement, check_same_shape
 from isoload.planning import plan
 from isoload.policies import Policy, Seeded, make_policy
@@ -292,20 +292,29 @@ class Balancer:
         """
         if self.group is None:
             check_same_shape(self.placement, placement)
+            settle = self.settling(placement)
         else:
             with self.group.agreeing("placement") as facts:
                 check_same_shape(self.placement, placement)
                 facts.update(placement_facts(placement, self.layer))
-        self.settle(placement)
+                settle = self.settling(placement)
+        settle()
 
-    def settle(self, placement: Placement) -> None:
-        """:meth:`load` of a placement that all ranks have agreed on already."""
-        self.placement, self.has_freedom = placement, placement.has_freedom[self.layer]
-        self._checksums["checksum of placement"] = checksum(
-            list(placement_facts(placement, self.layer).values())
-        )
-        for device, own in self._own.items():
-            self._own[device] = refresh_layers(own, placement.layer(self.layer, device))
+    def settling(self, placement: Placement) -> Callable[[], None]:
+        """:meth:`load` after the checks, in two steps, so that it happens on all ranks or on none.
+
+        What may fail happens here, and changes nothing; the result is called once all ranks have come so far.
+        """
+        has_freedom = placement.has_freedom[self.layer]
+        told = checksum(list(placement_facts(placement, self.layer).values()))
+        refresh = {d: refreshing(own, placement.layer(self.layer, d)) for d, own in self._own.items()}
+
+        def settle() -> None:
+            self.placement, self.has_freedom = placement, has_freedom
+            self._checksums["checksum of placement"] = told
+            self._own.update({device: write() for device, write in refresh.items()})
+
+        return settle
 
     def placed_on(self, device: torch.device) -> PlacedLayers:
         """The layer's own tables on a device, which :meth:`load` writes in place."""
@@ -396,4 +405,4 @@ class Balancer:
             raise ValueError(f"min_tokens must be at least 0, got {self.min_tokens}")
         self.policy = policy
         self.placed_on(torch.device("cpu"))  # refuses a layer that is not there
-        self.settle(self.placement)
+        self.settling(self.placement)()

@@ -184,7 +184,7 @@ class RowDispatcher(Dispatcher):
                 group.agree_new("dispatch", FACTS, facts, x[0].device)
             sent = got = [[capacity] * num_ranks] * len(group.ranks)
             most = [self.max_copies_per_rank] * len(group.ranks)
-        group.traffic.rows = group.traffic.rows.to(x[0].device)
+        group.traffic.move_to(x[0].device)
         maps, payload = [], []
         for r, (rank, rows) in enumerate(zip(group.ranks, numbers, strict=True)):
             group.traffic.rows.select(0, rank).add_(rows.counts.select(0, 0))

@@ -103,7 +103,7 @@ class DeepEPDispatcher(Dispatcher):
         )
         traffic = self.group.traffic
         traffic.host_syncs += self.host_waits
-        traffic.rows = traffic.rows.to(rows.device)
+        traffic.move_to(rows.device)
         traffic.rows.select(0, rank).add_(
             number_rows(topk_idx, slots_per_rank, self.shape.num_ranks).counts.select(0, 0)
         )
