@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import isoload
 from isoload import Balancer, CollectiveGroup, LocalGroup
-from isoload.placed_layers import Memo, PlacedLayers
-from support.processes import rank_outcomes, run_ranks
+from support.processes import run_ranks
 from support.small_batches import EXPERTS, LAYERS, RANKS, draw_ids, gather, make_placement, make_topology
 
 POLICIES = ["none", "static", "even", "exact", "exact_active", "lp", "dynamic", "lp_sampled"]
@@ -196,50 +193,6 @@ def test_load_keeps_every_address() -> None:
     assert [t.data_ptr() for t in [*now, *(m.value for m in fresh.memos.values())]] == addresses
 
 
-@pytest.mark.parametrize("made", [False, True])
-@pytest.mark.parametrize(("policy", "min_tokens"), [("static", 0), ("grace", 0), ("exact", 0), ("exact", 1000)])
-def test_loads_before_and_after_batches_in_inference_mode(policy: str, min_tokens: int, made: bool) -> None:
-    """Regression: what was made in inference mode could be written nowhere else."""
-    ids, group, new = draw_ids(9), LocalGroup(make_topology()), other_placement()
-    for modes in itertools.product((False, True), repeat=3):
-        with torch.inference_mode(made):
-            balancer = Balancer(make_placement(), 1, policy, group, min_tokens=min_tokens)
-        with torch.inference_mode(modes[0]):
-            balancer(ids, num_tokens=300)
-        with torch.inference_mode(modes[1]):
-            balancer.load(new)
-        with torch.inference_mode(modes[2]):
-            slots = balancer(ids, num_tokens=300)
-        assert same(slots, by_hand(ids, new, 1, "static" if min_tokens else policy, 0))
-
-
-def refuse(_placed: PlacedLayers) -> Tensor:
-    raise OSError("no memory")
-
-
-def load_on_one(rank: int, ranks: int) -> tuple[str, bool]:
-    """Rank 1 cannot derive what a policy keeps."""
-    topology = isoload.Topology(ranks)
-    size = EXPERTS // ranks + 2
-    first, second = (
-        isoload.place(torch.arange(EXPERTS).roll(n).expand(1, -1), topology, slots_per_rank=size) for n in (0, 9)
-    )
-    balancer, rows = Balancer(first, 0, "static", CollectiveGroup(topology)), draw_ids(0)[rank]
-    before, error = balancer(rows), ""
-    if rank == 1:
-        balancer.placed_on(torch.device("cpu")).memos["mine"] = Memo(torch.zeros(1), refuse)
-    try:
-        balancer.load(second)
-    except (ValueError, OSError) as failure:
-        error = f"{type(failure).__name__}: {failure}"
-    return error, balancer.placement is first and torch.equal(balancer(rows), before)
-
-
-def test_a_load_that_fails_on_one_rank_changes_none() -> None:
-    told = "ValueError: rank 1 failed in stage placement, so all ranks stop; its own error says why: "
-    assert run_ranks(load_on_one, 2, 2) == [(f"{told}OSError: no memory", True), ("OSError: no memory", True)]
-
-
 def test_small_batches_and_layers_without_freedom_gather_nothing() -> None:
     group = LocalGroup(make_topology())
     small = Balancer(make_placement(), 0, "exact", group, min_tokens=1000)
@@ -326,47 +279,6 @@ def test_from_an_engines_table() -> None:
     tables = made.placed_on(torch.device("cpu")).tables
     assert int(tables.logcnt().sum()) == int(tables.is_replica().sum())
     assert (table[tables.log2phy()[:, 0]] == torch.arange(EXPERTS)).all()
-
-
-def failing(rank: int, ranks: int, what: str) -> None:
-    topology = isoload.Topology(ranks)
-    placement = isoload.place(
-        torch.arange(EXPERTS).expand(1, -1), topology, slots_per_rank=EXPERTS // ranks + 2
-    )
-    policy = "even" if (what, rank) == ("policy", 1) else "exact"
-    balancer = Balancer(placement, 0, policy, CollectiveGroup(topology))
-    rows = draw_ids(0)[rank]
-    if what == "ids" and rank == 1:
-        rows = rows + EXPERTS
-    if what == "placement":
-        counts = torch.arange(EXPERTS).roll(5 * rank).expand(1, -1)
-        balancer.load(isoload.place(counts, topology, slots_per_rank=EXPERTS // ranks + 2))
-    if what == "weights":
-        weight = placement.replica_weight
-        balancer.load(replace(placement, replica_weight=weight if rank == 0 else weight * 2))
-    balancer(rows)
-
-
-@pytest.mark.parametrize(
-    ("what", "own", "others"),
-    [
-        ("ids", "ValueError: topk_ids must be in -1..31", "ValueError: rank 1 failed in stage count"),
-        ("policy", "policy must be the same on all ranks", "policy must be the same on all ranks"),
-        (
-            "placement",
-            "checksum of slot_to_expert must be the same",
-            "checksum of slot_to_expert must be the same",
-        ),
-        (
-            "weights",
-            "checksum of replica_weight must be the same",
-            "checksum of replica_weight must be the same",
-        ),
-    ],
-)
-def test_one_rank_that_differs_stops_all(what: str, own: str, others: str) -> None:
-    outcomes = rank_outcomes(failing, 2, 2, what)
-    assert own in str(outcomes[1].error) and others in str(outcomes[0].error), outcomes
 
 
 @pytest.mark.parametrize("policy", ["exact", "dynamic", "grace_sampled"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,11 +147,8 @@ class Rebalancer:
         """What the thread has planned; where it failed on one rank, no rank takes it."""
         assert self._planned is not None
         planned, self._planned = self._planned, None
-        if self.group is None:
+        with nullcontext() if self.group is None else self.group.agreeing("placing"):
             made = planned.result()
-        else:
-            with self.group.agreeing("placing"):
-                made = planned.result()
         self.last, self.placement = made, made.placement
         self._waiting = deque(dict.fromkeys([*made.layers, *self._waiting]))
 

@@ -164,7 +164,7 @@ class RowDispatcher(Dispatcher):
                 dispatch_facts(*given, slots_per_rank, num_ranks)
                 for given in zip(group.ranks, x, slots, weights, strict=True)
             ]
-        except ValueError:
+        except BaseException:
             self.tell_failure("dispatch", x[0].device, more_facts)
             raise
         numbers = [number_rows(s, slots_per_rank, num_ranks) for s in slots]
