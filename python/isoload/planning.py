@@ -15,7 +15,15 @@ from isoload.placement import Placement
 from isoload.policies import Demand, Policy, make_policy
 from isoload.policies.keeping import split_above_local
 from isoload.records import Plan
-from isoload.shared_experts import SharedPlan, keep_home, per_expert
+from isoload.shared_experts import (
+    SharedPlan,
+    check_tokens,
+    keep_home,
+    per_expert,
+    shared_copies,
+    widened,
+)
+from isoload.value_checks import values_readable
 
 
 def plan(
@@ -128,10 +136,15 @@ def _demand(loads: Tensor, placed: PlacedLayers) -> Demand:
     if placed.shared_home is None:
         return Demand(loads)
     tokens = loads.select(-1, placed.host.num_routed)
-    at_home = tokens if placed.num_shared == 1 else tokens * placed.num_shared
-    if placed.shared_limits is not None:  # some ranks hold no experts
-        home = placed.shared_home.expand(at_home.shape)
-        at_home = torch.zeros_like(at_home).scatter_add_(-1, home, at_home)
+    if values_readable(loads):
+        check_tokens(tokens, placed.host.num_routed, placed.num_shared)
+    at_home = tokens
+    if placed.num_shared > 1 or placed.shared_limits is not None:
+        wide = widened(tokens)
+        if placed.shared_limits is not None:  # some ranks hold no experts
+            home = placed.shared_home.expand(wide.shape)
+            wide = torch.zeros_like(wide).scatter_add_(-1, home, wide)
+        at_home = shared_copies(wide, placed.num_shared)
     return Demand(loads.narrow(-1, 0, placed.host.num_routed), tokens, at_home, loads)
 
 

@@ -18,7 +18,7 @@ from isoload.placed_layers import Filled, PlacedLayers
 from isoload.policies.base import Demand, Policy
 from isoload.policies.registry import make_policy
 from isoload.records import Plan
-from isoload.shared_experts import Rule, SharedPlan
+from isoload.shared_experts import Rule, SharedPlan, shared_copies, widened
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def live_bound(bound: Tensor, demand: Demand, placed: PlacedLayers) -> Tensor:
 def total_shared(demand: Demand, placed: PlacedLayers) -> Tensor:
     """[...] int32 shared copies of all ranks."""
     assert demand.tokens is not None
-    return demand.tokens.sum(-1, dtype=torch.int32) * placed.num_shared
+    return shared_copies(widened(demand.tokens).sum(-1), placed.num_shared)
 
 
 def joint_plan(
