@@ -47,6 +47,10 @@ def run(rank: int, what: str, capacity: int | None) -> None:
             first(rows.bfloat16() if odd else rows)
     elif what == "dimensions":
         first(rows[None] if odd else rows)
+    elif what == "nothing":
+        first(None if odd else rows)  # type: ignore[arg-type]
+    elif what == "two":
+        first([rows, rows] if odd else rows)
 
 
 @pytest.mark.parametrize("capacity", [None, 32])
@@ -147,7 +151,13 @@ FITS = "x must be [T, 8] torch.float64 as the experts, whose weights autocast le
 @pytest.mark.parametrize("capacity", [None, 32])
 @pytest.mark.parametrize(
     ("what", "message"),
-    [("dimensions", "x must be [T, H]"), ("dtype", FITS), ("dtype under autocast", FITS)],
+    [
+        ("dimensions", "x must be [T, H]"),
+        ("dtype", FITS),
+        ("dtype under autocast", FITS),
+        ("nothing", "'NoneType' object has no attribute 'dim'"),
+        ("two", "topk_ids must have one tensor per owned rank (1), got 2"),
+    ],
 )
 def test_rows_that_do_not_fit_stop_all_ranks(what: str, message: str, capacity: int | None) -> None:
     outcomes = rank_outcomes(run, RANKS, what, capacity, group_timeout=10.0)

@@ -111,9 +111,7 @@ class Feed:
                 chosen = replace(chosen, failure=error)
         if not travels:
             return chosen, None
-        device = chosen.rows[0].device
-        nothing = torch.zeros(self.num_routed, dtype=torch.int32, device=device)
-        return chosen, counts or [nothing] * len(chosen.rows)
+        return chosen, counts or [torch.zeros(self.num_routed, dtype=torch.int32)]
 
     def _reaches(self, target: int, before: int) -> bool:
         """Whether this layer and so many before it are all that a prediction reads."""

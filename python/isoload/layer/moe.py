@@ -60,6 +60,11 @@ class Chosen:
         return [Received(row, own, given, None) for row, own, given in of_ranks]
 
 
+def as_list(given: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """Of every owned rank; what is neither is refused where the other ranks hear of it."""
+    return list(given) if isinstance(given, list | tuple) else [given]  # type: ignore[list-item]
+
+
 class MoE(StoredExperts):
     """One MoE layer over the ranks of a transport; the dense layer's mathematics, whatever the policy.
 
@@ -187,7 +192,7 @@ class MoE(StoredExperts):
         num_tokens: tokens over all ranks, or an upper bound of them, the same on all ranks; compared with min_tokens.
             None: what max_tokens_per_rank allows, else unknown, and the batch is planned.
         """
-        rows = [x] if isinstance(x, Tensor) else list(x)
+        rows = as_list(x)
         combined = self._run(rows, lambda: [self.gate(row) for row in rows], num_tokens)
         if self.shared is not None:
             combined = [y + self.shared(row) for y, row in zip(combined, rows, strict=True)]
@@ -208,7 +213,7 @@ class MoE(StoredExperts):
             weights: [T, K], see isoload.layer.routers.Gate.
             num_tokens: as in forward.
         """
-        rows, ids, given = ([v] if isinstance(v, Tensor) else list(v) for v in (x, topk_ids, weights))
+        rows, ids, given = map(as_list, (x, topk_ids, weights))
         combined = self._run(rows, lambda: list(zip(ids, given, strict=True)), num_tokens)
         return combined[0] if isinstance(x, Tensor) else combined
 
