@@ -267,3 +267,13 @@ def test_wrong_shared_columns_are_refused_before_the_gather(min_tokens: int) -> 
     ]
     for got, rule in zip(own, rules, strict=True):
         assert rule in got, got
+
+
+def test_a_failure_is_told_on_the_device_of_the_batches() -> None:
+    """Regression: it was told on the host, where a GPU's group exchanges nothing."""
+    balancer = Balancer(make_placement(), 1, "exact", LocalGroup(make_topology()))
+    assert balancer._device() == torch.device("cpu")
+    balancer.placed_on(torch.device("meta"))
+    assert balancer._device() == torch.device("meta")
+    balancer.load(other_placement())
+    assert balancer._device() == torch.device("meta")
