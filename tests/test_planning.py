@@ -8,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import isoload
+from isoload import planning
 from support.small_batches import (
     EXPERTS,
     LAYERS,
@@ -177,6 +178,38 @@ def test_the_fast_clock_compiles_whole(placement):
     placement.layer(0, "cpu")
     compiled = torch.compile(chain, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(ids[0], loads), chain(ids[0], loads))
+
+
+OVER = {"negative": ([20, -3, 20, 20], "loads must not be negative, got -3 for expert 8")} | {
+    f"{tokens} tokens": ([tokens] * 4, "loads must sum to less than 2.31 copies, got .* of shared experts")
+    for tokens in (2**29, 2**30, 2**30 + 5, 2**31 - 1)
+}
+
+
+@pytest.mark.parametrize("readable", [True, False])
+@pytest.mark.parametrize("alive", [None, (True, False, True, True)])
+@pytest.mark.parametrize("num_shared", [1, 2])
+@pytest.mark.parametrize("name", OVER)
+def test_tokens_that_cannot_be_are_refused(name, num_shared, alive, readable, monkeypatch):
+    """Regression: they cancelled out, or their sums wrapped. Where values are not read, the planner's op sees it."""
+    slots = torch.arange(16).view(4, 4) % 8
+    slots = torch.cat([slots, torch.arange(8, 8 + num_shared).expand(4, -1)], dim=1)
+    if alive is not None:
+        slots[0], slots[1] = torch.cat([torch.arange(4), slots[0, 4:]]), -1
+        slots[2, :4] = torch.arange(4, 8)
+    placement = isoload.Placement(
+        slots.view(1, -1), isoload.Topology(4, alive=alive), 8 + num_shared, num_shared=num_shared
+    )
+    tokens, message = OVER[name]
+    loads = torch.ones(4, 8 + num_shared, dtype=torch.int32)
+    loads[:, 8:] = torch.tensor(tokens).unsqueeze(1)
+    if not readable:
+        monkeypatch.setattr(planning, "values_readable", lambda _loads: False)
+    for policy in ("shared_local", "waterfill", "joint", "exact", "none", "waterfill_sampled"):
+        if policy == "waterfill_sampled" and (alive or num_shared > 1):
+            continue
+        with pytest.raises(ValueError, match=message if readable else "must not be negative|less than 2.31"):
+            isoload.plan(loads, placement, 0, policy)
 
 
 def test_plan_errors_finds_each_broken_promise(placement):

@@ -38,7 +38,7 @@ def run(rank: int, what: str, capacity: int | None) -> None:
     elif what == "placement":
         counts = torch.arange(11).roll(3).expand(1, -1) + 1
         if odd:  # as if only this rank had loaded it: load_placement itself is collective
-            first.balancer.settle(isoload.place(counts, setup.topology, slots_per_rank=8))
+            first.balancer.settling(isoload.place(counts, setup.topology, slots_per_rank=8))()
         first(rows)
     elif what == "dtype":
         first(rows.bfloat16() if odd else rows)
@@ -47,6 +47,10 @@ def run(rank: int, what: str, capacity: int | None) -> None:
             first(rows.bfloat16() if odd else rows)
     elif what == "dimensions":
         first(rows[None] if odd else rows)
+    elif what == "nothing":
+        first(None if odd else rows)  # type: ignore[arg-type]
+    elif what == "two":
+        first([rows, rows] if odd else rows)
 
 
 @pytest.mark.parametrize("capacity", [None, 32])
@@ -147,7 +151,13 @@ FITS = "x must be [T, 8] torch.float64 as the experts, whose weights autocast le
 @pytest.mark.parametrize("capacity", [None, 32])
 @pytest.mark.parametrize(
     ("what", "message"),
-    [("dimensions", "x must be [T, H]"), ("dtype", FITS), ("dtype under autocast", FITS)],
+    [
+        ("dimensions", "x must be [T, H]"),
+        ("dtype", FITS),
+        ("dtype under autocast", FITS),
+        ("nothing", "'NoneType' object has no attribute 'dim'"),
+        ("two", "topk_ids must have one tensor per owned rank (1), got 2"),
+    ],
 )
 def test_rows_that_do_not_fit_stop_all_ranks(what: str, message: str, capacity: int | None) -> None:
     outcomes = rank_outcomes(run, RANKS, what, capacity, group_timeout=10.0)

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import isoload
 from isoload.experts.weights import ClampedGLU, ExpertWeights
 from isoload.layer.moe import MoE
+from isoload.planning import plan_and_share
 from isoload.transport import CollectiveTransport, LocalTransport
 from support.processes import rank_outcomes, run_ranks
 from support.small_layer import (
@@ -120,14 +121,14 @@ def test_recompute_makes_the_same_plan(reentrant, monkeypatch):
     quotas = []
 
     def noted(*args, **how):
-        made = isoload.plan(*args, **how)
+        made, row = plan_and_share(*args, **how)
         quotas.append(made.quota)
-        return made
+        return made, row
 
     def run(*rows):
         return tuple(layer(list(rows)))
 
-    monkeypatch.setattr("isoload.balancer.plan", noted)
+    monkeypatch.setattr("isoload.balancer.plan_and_share", noted)
 
     grads = []
     for call in (run, lambda *rows: checkpoint(run, *rows, use_reentrant=reentrant)):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from support.fuzz_cases import FuzzCase, draw_case
+from support.fuzz_faults import check_columns, check_failures, check_inference
 from support.fuzz_layers import check_layer
 from support.fuzz_plans import check_plans
 from support.fuzz_ranks import check_ranks
@@ -20,7 +21,17 @@ KINDS: dict[str, Callable[[FuzzCase], None]] = {
     "plan": check_plans,
     "layer": check_layer,
     "ranks": check_ranks,
+    "inference": check_inference,
+    "columns": check_columns,
+    "failures": check_failures,
 }
+# The last digits of seeds that run neither a plan nor a layer; processes take seconds.
+RARE = {
+    **{99: "ranks", 49: "failures"},
+    **dict.fromkeys((9, 29, 59, 79), "inference"),
+    **dict.fromkeys((19, 39, 69, 89), "columns"),
+}
+PROCESSES = ("ranks", "failures")
 MAX_GROWTH = 2**20  # KiB of memory, over a whole run
 # What a policy may say of a placement it is not made for. Everything else that is raised is a finding.
 REFUSALS = (
@@ -32,14 +43,14 @@ REFUSALS = (
 
 
 def kind_of(seed: int) -> str:
-    """Of ten seeds six plan and four run a layer; of a hundred one runs processes, which take seconds."""
-    return "ranks" if seed % 100 == 99 else "plan" if seed % 10 < 6 else "layer"
+    """Of ten seeds six plan and three run a layer."""
+    return RARE.get(seed % 100, "plan" if seed % 10 < 6 else "layer")
 
 
 def run_case(seed: int, kind: str | None = None) -> str:
     """ "ok" or "refused"; whatever else a case raises comes through."""
     kind = kind or kind_of(seed)
-    case = draw_case(seed, *((2, 4) if kind == "ranks" else (1, 6)))
+    case = draw_case(seed, *((2, 4) if kind in PROCESSES else (1, 6)))
     try:
         KINDS[kind](case)
     except Exception as error:

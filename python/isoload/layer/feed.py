@@ -107,13 +107,11 @@ class Feed:
             self._choices = [ids, *self._choices][: self._keep]
             try:
                 counts = self._count(layer, chosen.rows) if travels else []
-            except Exception as error:
+            except BaseException as error:
                 chosen = replace(chosen, failure=error)
         if not travels:
             return chosen, None
-        device = chosen.rows[0].device
-        nothing = torch.zeros(self.num_routed, dtype=torch.int32, device=device)
-        return chosen, counts or [nothing] * len(chosen.rows)
+        return chosen, counts or [torch.zeros(self.num_routed, dtype=torch.int32)]
 
     def _reaches(self, target: int, before: int) -> bool:
         """Whether this layer and so many before it are all that a prediction reads."""

@@ -42,7 +42,7 @@ class Chosen:
 
     rows: list[Tensor]
     routings: list[Routing]
-    failure: Exception | None = None
+    failure: BaseException | None = None
 
     @property
     def ids(self) -> list[Tensor]:
@@ -58,6 +58,11 @@ class Chosen:
         """The rows as if they had been received, with local slots [T, K] on their own rank; -1 = elsewhere."""
         of_ranks = zip(self.rows, slots, self.weights, strict=True)
         return [Received(row, own, given, None) for row, own, given in of_ranks]
+
+
+def as_list(given: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """Of every owned rank; what is neither is refused where the other ranks hear of it."""
+    return list(given) if isinstance(given, list | tuple) else [given]  # type: ignore[list-item]
 
 
 class MoE(StoredExperts):
@@ -187,7 +192,7 @@ class MoE(StoredExperts):
         num_tokens: tokens over all ranks, or an upper bound of them, the same on all ranks; compared with min_tokens.
             None: what max_tokens_per_rank allows, else unknown, and the batch is planned.
         """
-        rows = [x] if isinstance(x, Tensor) else list(x)
+        rows = as_list(x)
         combined = self._run(rows, lambda: [self.gate(row) for row in rows], num_tokens)
         if self.shared is not None:
             combined = [y + self.shared(row) for y, row in zip(combined, rows, strict=True)]
@@ -208,7 +213,7 @@ class MoE(StoredExperts):
             weights: [T, K], see isoload.layer.routers.Gate.
             num_tokens: as in forward.
         """
-        rows, ids, given = ([v] if isinstance(v, Tensor) else list(v) for v in (x, topk_ids, weights))
+        rows, ids, given = map(as_list, (x, topk_ids, weights))
         combined = self._run(rows, lambda: list(zip(ids, given, strict=True)), num_tokens)
         return combined[0] if isinstance(x, Tensor) else combined
 
@@ -240,7 +245,7 @@ class MoE(StoredExperts):
             check_rows(rows, self.dispatcher.max_tokens_per_rank, self._ranks()[0].stored_down)
             self._check_weights()
             return Chosen(rows, [self._complete(*routing) for routing in choose()])
-        except Exception as error:
+        except BaseException as error:  # the others must not wait for a rank that is interrupted either
             return Chosen(rows, [], error)
 
     def gather(
