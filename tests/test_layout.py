@@ -29,7 +29,7 @@ FLOORS = [
         "cost",
         "kernels",
         "report.tables",
-        "report.files",
+        "files",
     ],
     ["permutation", "reference"],
     ["ops"],

@@ -18,6 +18,8 @@ from isoload.cli import demo, doctor
 from isoload.cli.place import PlaceSettings, check_format, given_placement, run_place, write_placement
 from isoload.cli.processes import RankError
 from isoload.cost import CostModel, read_cost
+from isoload.files.reading import shown
+from isoload.files.writing import check_target, write_json
 from isoload.formats import FORMATS, read_placement
 from isoload.placers import PLACERS
 from isoload.policies import POLICIES
@@ -29,14 +31,12 @@ from isoload.replay.prediction import PREDICTIONS
 from isoload.replay.simulate import DEFAULT_POLICIES, SHARED_POLICIES, ReplaySettings
 from isoload.replay.simulate import replay as replay_trace
 from isoload.report.cost import print_cost
-from isoload.report.files import check_target, write_json
 from isoload.report.inspection import inspect_json, print_inspection
 from isoload.report.placement_inspection import placement_json, print_placement
 from isoload.report.placing import place_json, print_place
 from isoload.report.replay import print_replay, replay_json
 from isoload.topology import Topology
 from isoload.trace import Trace, read_trace
-from isoload.trace.archives import shown
 
 app = typer.Typer(
     name="isoload",

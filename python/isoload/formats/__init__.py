@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isoload.files.reading import parse_json, read_text
+from isoload.files.writing import to_json_text, write_text
 from isoload.formats import engines, own, tensorrt_llm
 from isoload.placement import Placement
-from isoload.report.files import to_json_text, write_text
 from isoload.topology import Topology
-from isoload.trace.json_files import parse_json, read_text
 
 
 @dataclass(frozen=True)

@@ -178,7 +178,7 @@ class Recorder:
         )
 
     def save(self, path: str | Path, group: Group | None = None) -> None:
-        """Writes the trace as .npz and .json; every process of the group calls it, the first one writes."""
+        """Writes the trace as .npz; every process of the group calls it, the first one writes."""
         trace = self.trace(group)
         if group is None or group.ranks[0] == 0:
             write_trace(trace, path)

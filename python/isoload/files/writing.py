@@ -23,7 +23,10 @@ def check_target(target: str | None, name: str = "json") -> None:
 
 def to_json_text(value: Any, indent: int | None = None) -> str:
     """A value as JSON, on one line or indented. ValueError: a value that JSON does not have."""
-    return json.dumps(value, indent=indent, allow_nan=False) + "\n"
+    try:
+        return json.dumps(value, indent=indent, allow_nan=False) + "\n"
+    except RecursionError:
+        raise ValueError("JSON must not be nested so deep") from None
 
 
 def write_json(value: Any, target: str) -> None:
