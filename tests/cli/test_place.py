@@ -80,7 +80,7 @@ def test_before_against_and_several_traces(trace, tmp_path):
 
 
 def test_memory_for_replicas_becomes_a_budget(trace, tmp_path):
-    base = ["place", trace, "-o", tmp_path / "p.json", "--ranks", 4, "--expert-bytes", 1000]
+    base = ["place", trace, "-o", tmp_path / "p.json", "--ranks", 4, "--expert-bytes", 1000, "--force"]
     assert run(*base, "--replica-memory", 1999).exit_code == 0
     slots = isoload.read_placement(tmp_path / "p.json").slot_to_expert
     assert (slots >= 0).sum() == 2 * 8 + 4, "one replica of each of 4 ranks"
