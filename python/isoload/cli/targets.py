@@ -39,7 +39,7 @@ def check_targets(
         check_target(target, name)
         if descriptor_of(target) is not None:
             continue
-        for path in filter(None, reads):
+        for path in (path for path in reads if path is not None):
             if _belongs(target, Path(path)):
                 raise ValueError(
                     f"{name} must be no file that is read, got {target!r}, which belongs to {path}"
