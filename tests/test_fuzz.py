@@ -34,6 +34,13 @@ def test_processes(how: str) -> None:
     assert fuzz.run_case(seed, "ranks") == "ok"
 
 
+@pytest.mark.parametrize("kind", ["speeds", "orders"])
+def test_rare_kinds(kind: str) -> None:
+    said: list[str] = []
+    assert fuzz.run_seeds(range(FIRST, FIRST + 8), 60.0, said.append, kind) == [], "\n".join(said)
+    assert said[-1] == f"{kind} ok: 8"
+
+
 def test_a_seed_is_a_case() -> None:
     assert str(draw_case(7)) == str(draw_case(7)) != str(draw_case(8))
     for a, b in zip(draw_case(7).ids, draw_case(7).ids, strict=True):

@@ -13,6 +13,7 @@ import torch
 
 from support.fuzz_cases import FuzzCase, draw_case
 from support.fuzz_layers import check_layer
+from support.fuzz_placing import check_orders, check_speeds
 from support.fuzz_plans import check_plans
 from support.fuzz_ranks import check_ranks
 
@@ -20,6 +21,8 @@ KINDS: dict[str, Callable[[FuzzCase], None]] = {
     "plan": check_plans,
     "layer": check_layer,
     "ranks": check_ranks,
+    "speeds": check_speeds,
+    "orders": check_orders,
 }
 MAX_GROWTH = 2**20  # KiB of memory, over a whole run
 # What a policy may say of a placement it is not made for. Everything else that is raised is a finding.
@@ -32,8 +35,9 @@ REFUSALS = (
 
 
 def kind_of(seed: int) -> str:
-    """Of ten seeds six plan and four run a layer; of a hundred one runs processes, which take seconds."""
-    return "ranks" if seed % 100 == 99 else "plan" if seed % 10 < 6 else "layer"
+    """Of ten seeds six plan and four run a layer, but for a few of a hundred; processes take seconds."""
+    rare = {99: "ranks", 98: "speeds", 88: "speeds", 97: "orders", 87: "orders"}
+    return rare[seed % 100] if seed % 100 in rare else "plan" if seed % 10 < 6 else "layer"
 
 
 def run_case(seed: int, kind: str | None = None) -> str:
