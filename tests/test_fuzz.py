@@ -34,7 +34,9 @@ def test_processes(how: str) -> None:
     assert fuzz.run_case(seed, "ranks") == "ok"
 
 
-@pytest.mark.parametrize(("kind", "cases"), [("inference", 20), ("columns", 40), ("failures", 1)])
+@pytest.mark.parametrize(
+    ("kind", "cases"), [("inference", 20), ("columns", 40), ("failures", 1), ("speeds", 8), ("orders", 8)]
+)
 def test_what_else_is_drawn(kind: str, cases: int) -> None:
     said: list[str] = []
     assert fuzz.run_seeds(range(FIRST, FIRST + cases), 60.0, said.append, kind) == [], "\n".join(said)

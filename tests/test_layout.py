@@ -30,7 +30,7 @@ FLOORS = [
         "cost",
         "kernels",
         "report.tables",
-        "report.files",
+        "files",
     ],
     ["permutation", "reference"],
     ["ops"],

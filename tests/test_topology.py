@@ -32,6 +32,12 @@ def test_ticks_are_1024_for_a_nominal_rank_and_fewer_for_a_fast_one():
     assert topology.ticks.tolist() == [1024, 512, 2048, 341, 1 << 20, 1]
 
 
+def test_the_mean_load_is_that_of_live_ranks_that_end_together():
+    assert Topology(6).copies_per_cost == 6 and Topology(3, alive=[True, False, True]).copies_per_cost == 2
+    topology = Topology(3, speeds=[1.0, 0.5, 2.0], alive=[True, True, False])
+    assert topology.copies_per_cost == 1 / 1024 + 1 / 2048
+
+
 def test_equal_speeds_still_count_in_ticks():
     assert Topology(2, speeds=(2.0, 2.0)).ticks.tolist() == [512, 512]
 

@@ -24,12 +24,12 @@ struct ActiveProblem {
   ReplicaTables tables;  // of this layer
   const int32_t* loads;  // [num_sources, E] copies; summed over sources here
   int num_sources;       //
-  const int32_t* ticks;  // [R] cost of one active slot, and of one copy, on a rank, 1..2^20, or null: all 1
+  const int32_t* ticks;  // [R] cost of one copy on a rank, 1..2^20, or null: all 1
 };
 
 struct ActiveResult {
   int32_t* quota;      // [P] copies per slot: an expert's load in one of its slots
-  int64_t* peak;       // [1] largest number of active slots of a rank (times its ticks if given)
+  int64_t* peak;       // [1] largest number of active slots of a rank
   int64_t* bound;      // [1] proved lower bound of it
   int32_t* telemetry;  // [4] sweeps, augmentations and Newton steps of the solve; moves of settle
 };
@@ -69,7 +69,6 @@ class ActiveSolver {
     units.R = in_.R, units.E = in_.E, units.S = in_.S;
     units.tables = t_;
     units.loads = ws_.unit, units.num_sources = 1;
-    units.ticks = in_.ticks;
     units.sweeps = kSettleRounds, units.budget = INT32_MAX;
     const ExactResult split{out_.quota, out_.peak, out_.bound, out_.telemetry};
     if (!ExactSolver<W, Team, true>(team_, units, ws_.exact, out_.quota).solve(split)) return false;
@@ -150,7 +149,7 @@ class ActiveSolver {
     int64_t least = cost(from, 0);
     ISOLOAD_ROLLED
     for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j) {
-      if (j == from || tick(t_.ranks[j]) * (ws_.active[t_.ranks[j]] + 1) > *out_.peak) continue;
+      if (j == from || (ws_.active[t_.ranks[j]] + 1) > *out_.peak) continue;
       if (const int64_t here = cost(j, n); here < least) least = here, to = j;
     }
     if (to == from) return false;

@@ -5,7 +5,6 @@ Predictions from constants, no measurement: they rank plans, they do not replace
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import ceil, inf
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from isoload.files.reading import MAX_NOTES, parse_json, read_text
 from isoload.topology import Topology
 
 DEFAULT_BANDWIDTHS = (400.0, 50.0)  # GB/s of a rank, inside a node and between: NVLink 4, one 400 Gb/s NIC
@@ -116,9 +116,7 @@ def read_cost(path: str | Path) -> CostModel:
         ValueError: no such file, no JSON object, an unknown field, or a value out of range.
     """
     try:
-        given = json.loads(Path(path).read_text())
-    except RecursionError:
-        raise ValueError(f"cost file must be a JSON object, got {path}: nested too deeply") from None
+        given = parse_json(read_text(Path(path), MAX_NOTES))
     except (OSError, ValueError) as error:
         raise ValueError(f"cost file must be a JSON object, got {path}: {error}") from None
     if not isinstance(given, dict):

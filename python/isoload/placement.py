@@ -63,6 +63,10 @@ class Placement:
             raise ValueError(f"slot_to_expert must be [L, P] with L >= 1, got shape {list(slots.shape)}")
         if self.num_experts < 1:
             raise ValueError(f"num_experts must be at least 1, got {self.num_experts}")
+        if 0 < slots.shape[1] < self.num_experts:  # before memory is taken for them
+            raise ValueError(
+                f"num_experts must be at most the {slots.shape[1]} slots of a layer, got {self.num_experts}"
+            )
         given = self.home_slot is not None
         home = _int32("home_slot", self.home_slot) if given else lowest_slots(slots, self.num_experts)
         object.__setattr__(self, "home_slot", home)

@@ -25,7 +25,7 @@ class Plan:
     policy                      that made it
     quota           [P] int32   copies each slot takes; for every expert they sum to its load. None if sampled.
                                 If only shared experts are sampled: of the routed slots, 0 in the shared ones
-    peak            []  int64   max over ranks of the rank's load (copies; ticks if ranks differ in speed).
+    peak            []  int64   max over ranks of the rank's load: copies, or their cost in ticks if it has speeds.
                                 None if sampled: what sampling did is counted from routed slots
     bound           []  int64   proved lower bound of the peak over all integer quotas of these slots; shared
                                 experts stay home in it unless the policy moves them

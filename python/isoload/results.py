@@ -74,8 +74,7 @@ class ActiveSplit(NamedTuple):
 
     quota [P] int32 copies per slot: an expert's load in one of its slots, 0 in the others; active_peak [] int64
     largest number of active slots of a rank; active_bound [] int64 proved lower bound of it, always equal;
-    telemetry [4] int32: sweeps, augmentations, Newton steps, moves that lowered the peak in copies.
-    With ticks, active slots count as many ticks as their rank's copies cost.
+    telemetry [4] int32: sweeps, augmentations, Newton steps, moves that lowered the peak of what copies cost.
     """
 
     quota: Tensor

@@ -24,7 +24,8 @@ class Topology:
     Args:
         num_ranks: R, 1..1024.
         ranks_per_node: ranks that share a fast link; divides R. Default (0): all of them.
-        speeds: [R] relative speed of each rank (1.0 = nominal), 1/1024..1024; None = all equal.
+        speeds: [R] relative speed of each rank (1.0 = nominal), 1/1024..1024; None = all equal. With speeds the load of
+            a rank, and with it every peak, bound and imbalance, is a cost: copies times the rank's :attr:`ticks`.
         alive: [R] False for a rank that holds no experts (elastic EP); None = all alive.
         bandwidths: (inside a node, between nodes) in GB/s per rank, for cost models.
 
@@ -62,6 +63,21 @@ class Topology:
         return self.ticks_on(torch.device("cpu"))
 
     @cached_property
+    def copies_per_cost(self) -> float:
+        """Copies that the live ranks compute in one unit of cost, so that all copies over it are the mean load.
+
+        The load of every rank if all ended together: copies / number of live ranks where none differs in speed.
+        """
+        return float(sum(1 / self._costs[rank] for rank in self.live_ranks))
+
+    @cached_property
+    def _costs(self) -> list[int]:
+        """[R] of one copy."""
+        if self.speeds is None:
+            return [1] * self.num_ranks
+        return [round(NOMINAL_TICKS / speed) for speed in self.speeds]
+
+    @cached_property
     def _ticks_by_device(self) -> dict[torch.device, Tensor]:
         return {}
 
@@ -71,8 +87,7 @@ class Topology:
             return None
         ticks = self._ticks_by_device.get(device)
         if ticks is None:
-            costs = [round(NOMINAL_TICKS / speed) for speed in self.speeds]
-            ticks = torch.tensor(costs, dtype=torch.int32, device=device)
+            ticks = torch.tensor(self._costs, dtype=torch.int32, device=device)
             if may_be_kept(ticks):
                 self._ticks_by_device[device] = ticks
         return ticks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,19 @@ REFUSED = {
     ),
     "an expert missing": (
         {k: v for k, v in DEEPSEEK.items() if not k.startswith(PREFIX + "4.")},
-        r"must have all experts under model.layers.3.mlp.experts., got none of \[4\]",
+        r"must have all experts under model.layers.3.mlp.experts., got 5 and no 4",
+    ),
+    "a number far away": (
+        {**DEEPSEEK, f"{PREFIX}3000000.x": torch.ones(1)},
+        r"must have all experts under model.layers.3.mlp.experts., got 3000000 and no 6",
+    ),
+    "a scale of nan": (
+        {**DEEPSEEK, f"{PREFIX}4.down_proj.weight_scale_inv": torch.full((2, 2), torch.nan)},
+        r"4.down_proj.weight_scale_inv in .* must be finite, got nan or inf",
+    ),
+    "an infinite scale": (
+        {**DEEPSEEK, f"{PREFIX}4.up_proj.weight_scale_inv": torch.tensor([[1, 1], [1, -torch.inf]])},
+        r"4.up_proj.weight_scale_inv in .* must be finite, got nan or inf",
     ),
     "another layer": (
         {k.replace("layers.3", "layers.4"): v for k, v in DEEPSEEK.items()},
@@ -243,12 +256,17 @@ def test_refused_files(tmp_path: Path) -> None:
         ValueError, match=r"safetensors must have .*1.up_proj.weight, as .*index.json says, got none"
     ):
         read()
-    for text in ("{", "[]", '{"weight_map": 3}'):
+    for text in ("{", "[]", '{"weight_map": 3}', "[" * 100_000):
         index.write_text(text)
         with pytest.raises(ValueError, match=r"index.json must be an index with a weight_map, got"):
             read()
     index.unlink()
     with pytest.raises(ValueError, match=r"a folder with .*index.json or one such file, got 2"):
+        read()
+    index.write_text(json.dumps(told))
+    first.unlink()
+    os.mkfifo(first)
+    with pytest.raises(ValueError, match=r"model-00001-of-00002.safetensors: is no regular file"):
         read()
 
 

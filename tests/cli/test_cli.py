@@ -175,6 +175,16 @@ def test_cost_files_that_are_wrong(trace, tmp_path):
         assert error_of(*command, "--cost", wrong) == "hidden must be a positive number below 2^53, got 0"
 
 
+def test_a_cost_file_without_an_end_is_refused(tmp_path):
+    """No byte of it is read; a large one neither."""
+    large = tmp_path / "large.json"
+    large.touch()
+    os.truncate(large, 2**33)
+    for path, why in (("/dev/zero", "is no regular file"), (large, "must be at most 16 MiB, has more")):
+        message = error_of("doctor", "--cost", path)
+        assert message == f"cost file must be a JSON object, got {path}: {path}: {why}"
+
+
 def test_doctor_says_when_a_borrow_pays(cost_file):
     found = json.loads(run("doctor", "--cost", cost_file, "--json", "-").stdout)
     assert found[-1]["detail"].startswith(

@@ -1,6 +1,7 @@
 """isoload place: the file, the table, the JSON; replay --placement; and one red line for what a user can mend."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -79,8 +80,32 @@ def test_before_against_and_several_traces(trace, tmp_path):
     assert rows[1]["changed"] == pytest.approx((old != new).float().mean().item())
 
 
+def test_before_and_against_are_of_the_layers_that_they_name(trace, tmp_path):
+    plan, mixed = tmp_path / "plan.json", tmp_path / "mixed.json"
+    args = ["place", trace, "--ranks", 4, "--placer", "scenario"]
+    assert run(*args, "-o", plan, "--slots-per-rank", 3).exit_code == 0
+    isoload.write_placement(isoload.read_placement(plan).with_layers((5, 3)), mixed)
+    given = ["--before", mixed, "--against", mixed, "--calibrate", "all", "--json", "-"]
+    args[-1] = "scenario:moves=0"
+    rows = json.loads(run(*args, *given, "-o", tmp_path / "again.json").stdout)["placers"]
+    same = [isoload.read_placement(path).slot_to_expert.tolist() for path in (plan, tmp_path / "again.json")]
+    assert same[0] == same[1] and rows[1]["changed"] == rows[2]["changed"] == 0
+    assert rows[1]["exact"] == rows[2]["exact"]
+    foreign = tmp_path / "foreign.json"
+    isoload.write_placement(replace(isoload.read_placement(plan), layer_ids=(50, 60)), foreign)
+    for option in ("--before", "--against"):
+        said = error_of(
+            *args[:-1], "scenario", option, foreign, "-o", tmp_path / "x.json", "--slots-per-rank", 3
+        )
+        assert said == f"{option[2:]} must have all layers of the trace, it has no layer 3"
+    fewer = isoload.place(np.ones((2, 6)), isoload.Topology(4), 3)
+    isoload.write_placement(replace(fewer, layer_ids=(3, 5)), foreign, "isoload")
+    said = error_of(*args[:-1], "eplb", "--against", foreign, "-o", tmp_path / "x.json")
+    assert said == "against must have 8 routed experts, got 6"
+
+
 def test_memory_for_replicas_becomes_a_budget(trace, tmp_path):
-    base = ["place", trace, "-o", tmp_path / "p.json", "--ranks", 4, "--expert-bytes", 1000]
+    base = ["place", trace, "-o", tmp_path / "p.json", "--ranks", 4, "--expert-bytes", 1000, "--force"]
     assert run(*base, "--replica-memory", 1999).exit_code == 0
     slots = isoload.read_placement(tmp_path / "p.json").slot_to_expert
     assert (slots >= 0).sum() == 2 * 8 + 4, "one replica of each of 4 ranks"

@@ -140,6 +140,8 @@ WRONG = [
     ("physical_to_logical_map must be a list of layers, got 3", {"physical_to_logical_map": 3}),
     ("physical_to_logical_map must have a multiple of 4 (ranks) slots", {"physical_to_logical_map": [[0, 1]]}),
     ("slot_to_expert must hold every expert, layer 0 has no replica", {"physical_to_logical_map": [[0, 2, 2, 0]]}),
+    ("num_experts must be at most the 4 slots of a layer, got 134217728",
+     {"physical_to_logical_map": [[0, 1, 2, 2**27 - 1]]}),
     ("version must be 1, got 2", VLLM | {"version": 2}),
     ("num_slots must be 4, got 5", VLLM | {"num_slots": 5}),
     ("num_redundant_experts must be 2, got 0", VLLM | {"num_redundant_experts": 0}),

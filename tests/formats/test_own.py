@@ -95,6 +95,12 @@ REFUSED = {
         "slot_to_expert", [[0] * 24] * 2
     ),
     "home_slot must be [2, 8], got [2, 1]": with_value("home_slot", [[0], [0]]),
+    "num_experts must be at most the 24 slots of a layer, got 134217728": with_value("num_experts", 2**27),
+    "topology speeds must be null or a list of numbers, got [1000": topology("speeds", [10**400] * 4),
+    "topology bandwidths must be null or a list of numbers, got [1000": topology("bandwidths", [10**400] * 2),
+    "replica_weight must have 24 numbers in every layer, not so layer 0": with_value(
+        "replica_weight", [[10**400] * 24] * 2
+    ),
     "topology must be an object, got None": with_value("topology", None),
     "topology must have alive, got ": lambda content: content["topology"].pop("alive"),
     "topology num_ranks must be an integer from 1 on, got '4'": topology("num_ranks", "4"),

@@ -15,8 +15,10 @@ TABLE = torch.tensor([[0, 1, 0, 2]])
 TOPOLOGY = isoload.Topology(2)
 
 
-def measured(meter: Meter, *loads: list[int], policy: str = "exact") -> None:
-    placement = isoload.Placement(TABLE, TOPOLOGY, 3)
+def measured(
+    meter: Meter, *loads: list[int], policy: str = "exact", topology: isoload.Topology = TOPOLOGY
+) -> None:
+    placement = isoload.Placement(TABLE, topology, 3)
     for row in loads:
         counts = torch.tensor([row, [0, 0, 0]], dtype=torch.int32)
         meter.add(5, counts, isoload.plan(counts, placement, 0, policy), 1e-3)
@@ -30,6 +32,14 @@ def test_sums_by_hand() -> None:
     assert (report.layer, report.batches, report.certified) == (5, 2, 2)
     assert report.before == pytest.approx((7 / 5 + 2) / 2) and report.after == pytest.approx((1 + 2) / 2)
     assert meter.read() == [], "a reading begins anew"
+
+
+def test_with_speeds_loads_are_costs() -> None:
+    """Ten copies of expert 0: 5 and 5 end after 5 and 10 copies' time, 7 and 3 after 7 and 6; together after 20 / 3."""
+    meter = Meter("engine", 60)
+    measured(meter, [10, 0, 0], topology=isoload.Topology(2, speeds=(1.0, 0.5)))
+    (report,) = meter.read()
+    assert report.before == pytest.approx(30 / 20) and report.after == pytest.approx(21 / 20)
 
 
 def test_a_sampled_policy_has_no_peak() -> None:

@@ -106,6 +106,28 @@ def test_watches_a_model_as_it_is():
         ValueError, match="block must have experts that transformers fuses, got Linear with NoneType"
     ):
         recorder.watch(torch.nn.Linear(2, 2), 0)
+    topology, told = (
+        isoload.Topology(2),
+        "^experts must not be watched by a Recorder where isoload takes them over",
+    )
+    recorder = Recorder(LAYERS, EXPERTS)
+    handle = recorder.watch(blocks[1], 1)
+    with pytest.raises(ValueError, match=told):
+        isoload.balance(model, topology)
+    with pytest.raises(ValueError, match=told):
+        isoload.MoE.from_module(blocks[1], topology)
+    handle.remove()
+    in_order = isoload.place(torch.ones(LAYERS, EXPERTS), topology, placer="trivial")
+    for made in isoload.balance(model, topology, placement=in_order):
+        made.balancer.recorder = recorder
+    with torch.no_grad():
+        model(ids)
+    recorder.step()
+    assert torch.equal(recorder.counts()[0], torch.stack(wanted))
+    with pytest.raises(
+        ValueError, match="block must have experts that transformers fuses, got .*BlockExperts: set"
+    ):
+        recorder.watch(blocks[1], 1)
 
 
 def test_refused(tmp_path: Path):

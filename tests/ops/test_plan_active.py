@@ -30,15 +30,15 @@ def per_rank(case: Case, quota: Tensor) -> tuple[np.ndarray, np.ndarray]:
     return (rows > 0).sum(1), rows.sum(1)
 
 
-def check_split(case: Case, split: ops.ActiveSplit, ticks: np.ndarray | None = None) -> None:
+def check_split(case: Case, split: ops.ActiveSplit) -> None:
     """Every promise but optimality, from the placement alone."""
     quota, loads = split.quota.numpy().astype(np.int64), case.expert_loads()
     used = np.flatnonzero(quota)
     experts = case.slot_to_expert[used]
     assert sorted(experts.tolist()) == np.flatnonzero(loads).tolist(), f"{case.name}: one slot per expert"
     assert np.array_equal(quota[used], loads[experts]), f"{case.name}: all copies of it"
-    cost = per_rank(case, split.quota)[0] * (1 if ticks is None else ticks)
-    assert split.active_peak.item() == split.active_bound.item() == cost.max(), case.name
+    most = per_rank(case, split.quota)[0].max()
+    assert split.active_peak.item() == split.active_bound.item() == most, case.name
 
 
 def choices(case: Case) -> list[list[int]]:
@@ -75,13 +75,9 @@ def test_peak_is_the_maximum_flow_s(family: str) -> None:
         units = (case.expert_loads() > 0).astype(np.int32)
         best = flow_optimum(units, case.slot_to_expert, case.num_ranks)
         assert split.active_peak.item() == best, case.name
-        if case.num_ranks > 32:
-            continue
-        ticks = random_ticks(rng, case.num_ranks)
-        split = solve(case, ticks=torch.from_numpy(ticks))
-        check_split(case, split, ticks)
-        best = flow_optimum(units, case.slot_to_expert, case.num_ranks, None, ticks)
-        assert split.active_peak.item() == best, case.name
+        split = solve(case, ticks=torch.from_numpy(random_ticks(rng, case.num_ranks)))
+        check_split(case, split)
+        assert split.active_peak.item() == best, "a slot is read in the same time on every rank"
 
 
 def test_equals_reference() -> None:
@@ -110,16 +106,19 @@ def test_settling_never_raises_the_peak_in_copies() -> None:
     assert lowered > 3, "settling had no work: the test sees nothing"
 
 
-def test_no_single_move_is_left_in_small_cases() -> None:
+@pytest.mark.parametrize("unequal", [False, True])
+def test_no_single_move_is_left_in_small_cases(unequal: bool) -> None:
     """Where settling ended by itself, no expert could move to a rank with a slot to spare and help."""
+    rng = np.random.default_rng(91)
     for case in instances(2, seed=90, max_ranks=12, families=("eplb", "random", "clique", "chain")):
-        split, size = solve(case), case.slots_per_rank
+        ticks = random_ticks(rng, case.num_ranks) if unequal else np.ones(case.num_ranks, np.int32)
+        split, size = solve(case, ticks=torch.from_numpy(ticks) if unequal else None), case.slots_per_rank
         active, copies = per_rank(case, split.quota)
         for p in np.flatnonzero(split.quota.numpy()):
             n = int(split.quota[p])
             for rank in case.rank_sets()[case.slot_to_expert[p]] - {p // size}:
                 spare = active[rank] < split.active_peak.item()
-                assert not spare or copies[rank] + n >= copies[p // size], case.name
+                assert not spare or ticks[rank] * (copies[rank] + n) >= ticks[p // size] * copies[p // size]
 
 
 def test_fewer_active_slots_than_the_exact_split() -> None:
@@ -163,7 +162,7 @@ def test_the_largest_batch_does_not_overflow() -> None:
     loads = torch.tensor([MAX_COPIES - 3, 3], dtype=torch.int32)
     ticks = torch.full((2,), 2**20, dtype=torch.int32)
     split = ops.plan_active(loads, ops.replica_tables(slots, 2, 2), ticks=ticks)
-    assert split.active_peak.item() == 2**20
+    assert split.active_peak.item() == 1
     assert sorted(split.quota.tolist()) == [0, 0, 3, MAX_COPIES - 3]
 
 

@@ -130,6 +130,24 @@ def changed(before, after):
     return ((before.slot_to_expert != after.slot_to_expert) & (after.slot_to_expert >= 0)).sum(1)
 
 
+def test_layers_before_are_found_by_their_ids():
+    """In whatever order, and among others; counts alone have no ids and follow those of before."""
+    counts = np.ceil(1e4 * skewed(np.random.default_rng(7), 4, 3, 16)).astype(np.int64)
+    topology = isoload.Topology(4)
+    traces = {ids: isoload.Trace("t", 16, counts=counts, layer_ids=ids) for ids in ((3, 4, 5), (50, 60, 70))}
+    before = isoload.place(traces[3, 4, 5], topology, 5, "scenario")
+    mixed = before.with_layers((5, 3, 4))
+    after = isoload.place(traces[3, 4, 5], topology, 5, "scenario", before=mixed, moves=0)
+    assert after.layer_ids == (3, 4, 5) and changed(before, after).sum() == 0
+    one = traces[3, 4, 5].select_layers([1])
+    some = isoload.place(one, topology, 5, "scenario", before=mixed, moves=0)
+    assert some.layer_ids == (4,) and changed(before.with_layers((4,)), some).sum() == 0
+    with pytest.raises(ValueError, match="^before must have all layers of the trace, it has no layer 50$"):
+        isoload.place(traces[50, 60, 70], topology, 5, "scenario", before=before)
+    rows = isoload.place(counts[:, [2, 0, 1]], topology, 5, "scenario", before=mixed, moves=0)
+    assert rows.layer_ids == (5, 3, 4) and changed(mixed, rows).sum() == 0
+
+
 @pytest.mark.parametrize("moves", [0, 1, 4, 12])
 @pytest.mark.parametrize("split", ["even", "exact"])
 def test_with_before_at_most_so_many_slots_change_and_never_for_the_worse(moves, split):

@@ -1,5 +1,7 @@
 """A placement's worth on counts: against plain counting, with dead ranks, shared experts and empty batches."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -21,6 +23,40 @@ def test_both_imbalances_are_what_plain_counting_finds(case):
     slots, mean = placement.slot_to_expert.numpy(), counts.sum(-1) / 4
     np.testing.assert_allclose(even_imbalance(placement, counts), busiest(slots, counts, 4) / mean)
     np.testing.assert_allclose(exact_imbalance(placement, counts), np.ceil(level_of(slots, counts, 4)) / mean)
+
+
+SPEEDS = (1.0, 0.5, 2.0, 0.9)
+
+
+def test_with_speeds_both_are_of_costs(case):
+    """Over what ranks have that all end together: 1.1, where ticks over copies gave a thousand."""
+    placement, counts = case
+    unequal = replace(placement, topology=isoload.Topology(4, speeds=SPEEDS))
+    slots, tick = placement.slot_to_expert.numpy(), unequal.topology.ticks.numpy()
+    mean = counts.sum(-1) / (1 / tick).sum()
+    even, exact = even_imbalance(unequal, counts), exact_imbalance(unequal, counts)
+    np.testing.assert_allclose(even, busiest(slots, counts, 4, tick) / mean)
+    level = level_of(
+        slots, counts, 4, tick
+    )  # of real numbers: whole copies take at most one more on each rank
+    assert (exact >= level / mean - 1e-9).all() and (exact <= (level + tick.max()) / mean).all()
+    assert (exact >= 1).all() and (exact <= even + tick.max() / mean).all() and even.max() < 4
+
+
+def test_equal_speeds_change_no_figure(case):
+    placement, counts = case
+    double = replace(placement, topology=isoload.Topology(4, speeds=(2.0,) * 4))
+    for judge in (even_imbalance, exact_imbalance):
+        np.testing.assert_allclose(judge(double, counts), judge(placement, counts), rtol=1e-12)
+
+
+@pytest.mark.parametrize("split", ["even", "exact"])
+def test_what_a_placer_saw_is_what_is_judged(split):
+    counts = np.random.default_rng(2).integers(100, 999, (1, 2, 9)) * 10**4  # few copies would be rounded
+    placement = isoload.place(counts, isoload.Topology(4, speeds=SPEEDS), 3, "scenario", split=split)
+    judge = even_imbalance if split == "even" else exact_imbalance
+    seen = placement.provenance["seen_imbalance"]
+    assert seen == pytest.approx(judge(placement, counts).mean(), abs=1e-2)
 
 
 def test_dead_ranks_and_shared_experts_are_left_aside(case):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -49,7 +50,9 @@ def link(a: int, b: int) -> float:
     return 0.0 if a == b else 1 / (2.0e9 if a // PER_NODE == b // PER_NODE else 0.5e9)
 
 
-def recount(slots: np.ndarray, sources: np.ndarray, held: np.ndarray) -> dict[str, float]:
+def recount(
+    slots: np.ndarray, sources: np.ndarray, held: np.ndarray, speeds: Sequence[float] = (1.0,) * RANKS
+) -> dict[str, float]:
     """One layer: routed slots [T, K], source ranks [T], filled slots [P]. Home of expert e: rank e // 2."""
     copies = np.bincount(slots.ravel(), minlength=RANKS * SIZE).reshape(RANKS, SIZE)
     rows = np.zeros((RANKS, RANKS))
@@ -78,7 +81,9 @@ def recount(slots: np.ndarray, sources: np.ndarray, held: np.ndarray) -> dict[st
         for r in range(RANKS)
     ]
     return {
-        "compute": max(sum(seconds_of(int(n)) for n in row) for row in copies),
+        "compute": max(
+            sum(seconds_of(int(n)) for n in row) / s for row, s in zip(copies, speeds, strict=True)
+        ),
         "exchange": 2 * busiest(rows, 64 * 4),
         "import": busiest(lending, weights),
         "memory": max(memory),
@@ -88,11 +93,13 @@ def recount(slots: np.ndarray, sources: np.ndarray, held: np.ndarray) -> dict[st
     }
 
 
-@pytest.mark.parametrize("policy", ["none", "llep", "exact"])
-def test_figures_are_those_of_the_routed_slots(policy: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "speeds"), [("none", None), ("llep", None), ("exact", None), ("exact", (1.0, 0.5, 2.0, 1.0))]
+)
+def test_figures_are_those_of_the_routed_slots(policy: str, speeds: tuple[float, ...] | None) -> None:
     trace = skewed_trace()
     batches = make_batches(trace, None, 0)
-    topology = isoload.Topology(RANKS, PER_NODE, bandwidths=MODEL.bandwidths)
+    topology = isoload.Topology(RANKS, PER_NODE, speeds, bandwidths=MODEL.bandwidths)
     placement = isoload.place(batches.counts, topology, SIZE, "trivial", SPARE)
     options = {"min_chunk": 1, "threshold": 0.0} if policy == "llep" else {}
     tally, expected = CostTally("any", MODEL), []
@@ -105,7 +112,8 @@ def test_figures_are_those_of_the_routed_slots(policy: str) -> None:
             routed = [isoload.route(batch.on_rank(layer, r), loads, plans[-1], r) for r in range(RANKS)]
             slots.append(torch.cat(routed).numpy())
             if batch.num_tokens:
-                expected.append(recount(slots[-1], batch.sources(), plans[-1].slot_to_expert.numpy()))
+                held = plans[-1].slot_to_expert.numpy()
+                expected.append(recount(slots[-1], batch.sources(), held, speeds or (1.0,) * RANKS))
         tally.add(plans, count_routed(np.stack(slots), batch.sources(), topology, SIZE), placement)
     found = tally.figures()
 

@@ -70,8 +70,8 @@ def test_figures_are_what_plain_counting_finds(trace, placement):
     assert view.balancedness == pytest.approx(np.mean([layer.by_replicas for layer in view.layers], axis=0))
 
 
-def test_shared_experts_speeds_and_dead_ranks_are_left_out(trace):
-    topology = isoload.Topology(RANKS + 1, speeds=[1, 2, 1, 1, 1], alive=[True, True, False, True, True])
+def test_shared_experts_and_dead_ranks_are_left_out(trace):
+    topology = isoload.Topology(RANKS + 1, alive=[True, True, False, True, True])
     odd = isoload.place(trace, topology, 5, "scenario", num_shared=1)
     plain = isoload.place(trace, isoload.Topology(RANKS), 4, "scenario")
     view, other = inspect_placement(trace, odd), inspect_placement(trace, plain)
@@ -79,6 +79,21 @@ def test_shared_experts_speeds_and_dead_ranks_are_left_out(trace):
         assert (one.in_order, one.by_replicas, one.replicas) == (two.in_order, two.by_replicas, two.replicas)
     held = odd.arrays[0].reshape(3, 5, 5)[:, [0, 1, 3, 4]]
     assert view.layers[0].replicated == pytest.approx(balancedness(rows_of(held[0]), trace.counts[:, 0]))
+
+
+def test_with_speeds_every_figure_is_of_costs(trace, placement):
+    """Equal ones change none; a slow rank holds back what lies in order as it does the placement."""
+    plain, equal, slow = (
+        inspect_placement(trace, replace(placement, topology=isoload.Topology(RANKS, speeds=speeds)))
+        for speeds in (None, (0.5,) * RANKS, (1.0, 1.0, 1.0, 0.25))
+    )
+    assert equal.balancedness == pytest.approx(plain.balancedness)
+    for one, two, three in zip(plain.layers, equal.layers, slow.layers, strict=True):
+        assert (two.in_order, two.replicated, two.exact) == pytest.approx(
+            (one.in_order, one.replicated, one.exact)
+        )
+        assert three.replicated < 0.7 * one.replicated and three.placed < 0.7 * one.placed
+        assert 0 < three.replicated <= three.exact <= 1
 
 
 @pytest.fixture

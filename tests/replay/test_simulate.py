@@ -133,6 +133,28 @@ def test_policies_differ_and_exact_has_no_gap():
     assert min(found, key=lambda policy: found[policy]["idle_share"]) == "exact"
 
 
+def test_speeds_leave_one_unit_in_every_figure():
+    """Ticks are compared with ticks: equal speeds change nothing, unequal ones leave exact at its bound."""
+    trace = small_trace()
+    placement = isoload.place(trace, isoload.Topology(4), 4)
+    topologies = [isoload.Topology(4, speeds=s) for s in (None, (2.0,) * 4, (1.0, 0.5, 2.0, 0.9))]
+    settings = ReplaySettings(num_ranks=4, slots_per_rank=4, policies=("none", "even", "exact"))
+    plain, equal, unequal = (
+        replay_json(simulate.replay(trace, settings, None, replace(placement, topology=topology)))
+        for topology in topologies
+    )
+    assert "speeds" not in plain["settings"] and unequal["settings"]["speeds"] == [1.0, 0.5, 2.0, 0.9]
+    names = ("imbalance", "gap", "idle_share", "rank_load_std")
+    for one, two in zip(plain["policies"], equal["policies"], strict=True):
+        for name in names:
+            assert two[name] == pytest.approx(one[name], abs=1e-12), name
+    none, even, exact = unequal["policies"]
+    assert exact["gap"] == {"mean": 0, "max": 0} and none["gap"]["mean"] > even["gap"]["mean"] > 0
+    for row in (none, even, exact):
+        assert 1 <= row["imbalance"]["mean"] < 4 and 0 < row["idle_share"] < 1 and row["ideal_gap"] > 0
+    assert even["imbalance"]["mean"] / exact["imbalance"]["mean"] > 1.1
+
+
 def test_totals_and_settings():
     found = replay_json(replay(small_trace(), slots_per_rank=4))
     assert list(found) == ["trace", "settings", "tokens", "layers", "batches", "policies"]

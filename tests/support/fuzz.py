@@ -14,6 +14,7 @@ import torch
 from support.fuzz_cases import FuzzCase, draw_case
 from support.fuzz_faults import check_columns, check_failures, check_inference
 from support.fuzz_layers import check_layer
+from support.fuzz_placing import check_orders, check_speeds
 from support.fuzz_plans import check_plans
 from support.fuzz_ranks import check_ranks
 
@@ -24,12 +25,16 @@ KINDS: dict[str, Callable[[FuzzCase], None]] = {
     "inference": check_inference,
     "columns": check_columns,
     "failures": check_failures,
+    "speeds": check_speeds,
+    "orders": check_orders,
 }
 # The last digits of seeds that run neither a plan nor a layer; processes take seconds.
 RARE = {
     **{99: "ranks", 49: "failures"},
     **dict.fromkeys((9, 29, 59, 79), "inference"),
     **dict.fromkeys((19, 39, 69, 89), "columns"),
+    **dict.fromkeys((88, 98), "speeds"),
+    **dict.fromkeys((87, 97), "orders"),
 }
 PROCESSES = ("ranks", "failures")
 MAX_GROWTH = 2**20  # KiB of memory, over a whole run

@@ -32,9 +32,10 @@ def busiest(slots, loads, ranks, tick=None):
     return found
 
 
-def level_of(slots, loads, ranks):
-    """[batches, L] least possible largest rank load: over all sets of ranks, what only they can compute over their
-    number. For few ranks."""
+def level_of(slots, loads, ranks, tick=None):
+    """[batches, L] least possible largest rank cost: over all sets of ranks, what only they can compute over their
+    number, or what they compute together in one unit of cost. For few ranks."""
+    speed = np.ones(ranks) if tick is None else 1 / np.asarray(tick)
     found = np.zeros(loads.shape[:2])
     sets = [np.array(s) for n in range(1, ranks + 1) for s in itertools.combinations(range(ranks), n)]
     for b, layer in itertools.product(*map(range, loads.shape[:2])):
@@ -44,5 +45,5 @@ def level_of(slots, loads, ranks):
             holds[r, row[row >= 0]] = True
         for some in sets:
             inside = ~np.delete(holds, some, axis=0).any(0)
-            found[b, layer] = max(found[b, layer], loads[b, layer, inside].sum() / len(some))
+            found[b, layer] = max(found[b, layer], loads[b, layer, inside].sum() / speed[some].sum())
     return found

@@ -53,12 +53,19 @@ NPZ_ERRORS = {
     "t.npz: counts.npy must be an array in NumPy's format, got 0 other bytes": lambda p: zipped(
         p, counts=b""
     ),
-    "t.json: is nested too deeply": lambda p: with_json(p, "[" * 100_000),
+    "t.json: is nested too deep": lambda p: with_json(p, "[" * 100_000),
     "t.json: is not JSON ('utf-8' codec can't encode character": lambda p: with_json(
         p, r'{"name": "\ud800"}'
     ),
     "t.json: is no regular file": as_json_folder,
     "t.npz: is no regular file": as_pipe,
+    "t.npz: about must be at most 16 MiB of bytes, got <U2 []": lambda p: np.savez(
+        p, counts=COUNTS, about=np.array("{}")
+    ),
+    "t.npz: about: is not JSON (": lambda p: np.savez(p, counts=COUNTS, about=np.array(b"{")),
+    "t.npz: must hold the arrays ['counts', 'seq_id'], got counts": lambda p: np.savez(
+        p, counts=COUNTS, about=np.array(b'{"arrays": ["counts", "seq_id"]}')
+    ),
     "t.npz: topk_ids must be below 65536, got 2147483646": lambda p: np.savez(
         p, topk_ids=ids_up_to(2**31 - 2)
     ),

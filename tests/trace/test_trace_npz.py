@@ -32,7 +32,19 @@ def test_round_trip(tmp_path, trace):
     again = read_trace(str(path))
     assert_same(again, trace)
     assert again.provenance == back.provenance
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["trace.json", "trace.npz"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["trace.npz"]
+
+
+def test_a_json_beside_is_read_where_the_npz_says_nothing(tmp_path):
+    """As the files of before are; beside an npz that says all it is somebody else's."""
+    np.savez(tmp_path / "t.npz", counts=COUNTS)
+    (tmp_path / "t.json").write_text('{"top_k": 3, "model": "m", "layer_ids": [4, 5, 9]}')
+    old = read_trace(tmp_path / "t.npz")
+    assert (old.top_k, old.layer_ids, old.provenance["model"]) == (3, (4, 5, 9), "m")
+    write_trace(old, tmp_path / "t.npz")
+    (tmp_path / "t.json").write_text("a plan")
+    new = read_trace(tmp_path / "t.npz")
+    assert (new.top_k, new.layer_ids, new.provenance) == (old.top_k, old.layer_ids, old.provenance)
 
 
 def test_files_are_narrow(tmp_path):
@@ -42,7 +54,9 @@ def test_files_are_narrow(tmp_path):
             "counts": np.uint8,
             "topk_ids": np.int8,
             "seq_id": np.uint8,
+            "about": archive["about"].dtype,
         }
+        assert json.loads(archive["about"].item())["top_k"] == 2
 
 
 def test_a_failed_write_leaves_the_old_files(tmp_path, monkeypatch):
@@ -183,5 +197,7 @@ def test_damage_anywhere(tmp_path):
             lost = {name: getattr(trace, name) for name in ARRAYS if getattr(back, name) is None}
             if any(array is not None for array in lost.values()):
                 assert back.provenance["arrays_not_read"]  # its name was hit: no longer one of ours
+            if "arrays_not_read" in back.provenance:  # or about's was: its name is the file's
+                lost["name"] = trace.name
             assert_same(replace(back, **lost), trace)
     assert refused > 150

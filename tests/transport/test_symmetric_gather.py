@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -308,6 +309,23 @@ def test_no_row_is_put_before_all_boards_are_zeros() -> None:
 def made(rank: int) -> int:
     make_group()
     return len(list(Path(shared_memory.FOLDER).glob("isoload-*")))
+
+
+def without_room(rank: int) -> None:
+    def full(_file: int, _start: int, _size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    if rank == 1:
+        shared_memory.os.posix_fallocate = full  # type: ignore[attr-defined]
+    make_group()
+
+
+def test_a_rank_without_room_is_named() -> None:
+    first, second, third = errors_of(without_room)
+    assert re.fullmatch(r"ValueError: /\S+ must have \d+ bytes free, got: No space left on device", second)
+    told = "ValueError: rank 1 failed in stage shared memory, so all ranks stop; its own error says why"
+    assert first == third == told
+    assert not list(Path(shared_memory.FOLDER).glob("isoload-*"))
 
 
 def test_no_file_is_left() -> None:

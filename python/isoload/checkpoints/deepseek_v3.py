@@ -41,12 +41,12 @@ class DeepSeekV3Layout:
 
     def __init__(self, tensors: Tensors, prefix: str) -> None:
         self.tensors, self.prefix = tensors, prefix
-        pattern = re.compile(re.escape(prefix) + r"(\d+)\.")
+        pattern = re.compile(re.escape(prefix) + r"(\d{1,9})\.")
         found = sorted({int(match[1]) for key in tensors.keys() if (match := pattern.match(key))})  # noqa: SIM118
         if found != list(range(len(found))):
-            missing = sorted(set(range(found[-1])) - set(found))
+            missing = next(i for i, expert in enumerate(found) if i != expert)
             raise ValueError(
-                f"{tensors.where('')} must have all experts under {prefix}, got none of {missing}"
+                f"{tensors.where('')} must have all experts under {prefix}, got {found[-1]} and no {missing}"
             )
         self.num_experts = len(found)
         shape = tensors.shape(key := f"{prefix}0.gate_proj.weight")
@@ -73,7 +73,10 @@ class DeepSeekV3Layout:
         stack = torch.empty(len(experts), len(parts), out, columns, dtype=dtype)
         for row, expert in zip(stack, experts, strict=True):
             for place, part in zip(row, parts, strict=True):
-                place.copy_(self.tensors.read(f"{self.prefix}{expert}.{part}", [out, columns], dtype))
+                key = f"{self.prefix}{expert}.{part}"
+                place.copy_(self.tensors.read(key, [out, columns], dtype))
+                if dtype != FP8 and not place.isfinite().all():
+                    raise ValueError(f"{key} in {self.tensors.where(key)} must be finite, got nan or inf")
         if name == "gate_up_scale":
             return stack
         return stack.flatten(1, 2)

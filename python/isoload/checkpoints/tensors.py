@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -11,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from isoload.files.reading import open_regular, parse_json, read_text
 
 INDEX = "model.safetensors.index.json"
 # safetensors' names of the dtypes that are read; others stay names
@@ -97,7 +98,7 @@ class FileTensors(Tensors):
             return dict.fromkeys(self._open(self.path).keys(), self.path)
         if (index := self.path / INDEX).is_file():
             try:
-                names: dict[str, str] = json.loads(index.read_text())["weight_map"]
+                names: dict[str, str] = parse_json(read_text(index))["weight_map"]
                 return {key: self.path / name for key, name in names.items()}
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{index} must be an index with a weight_map, got {error!r}") from error
@@ -123,6 +124,7 @@ class FileTensors(Tensors):
             ) from error
         if file not in self._opened:
             try:
+                open_regular(file).close()
                 self._opened[file] = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{file} must be a whole safetensors file, got: {error}") from error

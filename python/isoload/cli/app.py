@@ -17,7 +17,10 @@ from isoload import __version__
 from isoload.cli import demo, doctor
 from isoload.cli.place import PlaceSettings, check_format, given_placement, run_place, write_placement
 from isoload.cli.processes import RankError
+from isoload.cli.targets import check_targets
 from isoload.cost import CostModel, read_cost
+from isoload.files.reading import shown
+from isoload.files.writing import descriptor_of, write_json
 from isoload.formats import FORMATS, read_placement
 from isoload.placers import PLACERS
 from isoload.policies import POLICIES
@@ -29,14 +32,12 @@ from isoload.replay.prediction import PREDICTIONS
 from isoload.replay.simulate import DEFAULT_POLICIES, SHARED_POLICIES, ReplaySettings
 from isoload.replay.simulate import replay as replay_trace
 from isoload.report.cost import print_cost
-from isoload.report.files import check_target, write_json
 from isoload.report.inspection import inspect_json, print_inspection
 from isoload.report.placement_inspection import placement_json, print_placement
 from isoload.report.placing import place_json, print_place
 from isoload.report.replay import print_replay, replay_json
 from isoload.topology import Topology
 from isoload.trace import Trace, read_trace
-from isoload.trace.archives import shown
 
 app = typer.Typer(
     name="isoload",
@@ -62,6 +63,7 @@ TracePath = Annotated[
 ]
 JsonTarget = Annotated[str | None, typer.Option("--json", metavar="FILE|-", help=JSON_HELP)]
 CostFile = Annotated[str | None, typer.Option("--cost", metavar="FILE|default", help=COST_HELP)]
+Force = Annotated[bool, typer.Option("--force", help="Replace the file, if it holds the same kind of thing.")]
 LayersText = Annotated[str | None, typer.Option("--layers", metavar="LIST", help=LAYERS_HELP)]
 
 
@@ -120,6 +122,7 @@ def replay(
     layers: LayersText = None,
     cost: CostFile = None,
     json: JsonTarget = None,
+    force: Force = False,
 ) -> None:
     """Replay recorded routing over virtual ranks, under several policies.
 
@@ -136,7 +139,7 @@ def replay(
     policies that price imports use them where their options set no others.
     """
     with _one_line_errors():
-        check_target(json)
+        check_targets([trace, placement, cost], force, json)
         placed = None if placement is None else given_placement(context, placement)
         if placed is not None:
             ranks, ranks_per_node = placed.topology.num_ranks, placed.topology.ranks_per_node
@@ -201,14 +204,14 @@ def run_placing(
         int, typer.Option(help="Bytes of a rank for replicas of all layers: fewer, where they help. Ragged.")
     ] = 0,
     json: JsonTarget = None,
+    force: Force = False,
 ) -> None:
     """Turn recorded loads into a placement file, and print what it buys.
 
     Experts are placed on all batches; the figures are of placements made without the batches they are judged on.
     """
     with _one_line_errors():
-        check_target(json)
-        check_target(str(output), "output")
+        check_targets([*traces, before, against], force, json, str(output))
         check_format(file_format)
         settings = PlaceSettings(
             ranks,
@@ -226,7 +229,8 @@ def run_placing(
         if json:
             write_json(place_json(found.placement, found.calibrate, found.rows), json)
         if json != "-":
-            print_place(found.placement, str(output), found.calibrate, found.rows, Console(highlight=False))
+            console = Console(highlight=False, stderr=descriptor_of(str(output)) == 1)
+            print_place(found.placement, str(output), found.calibrate, found.rows, console)
 
 
 @app.command()
@@ -235,10 +239,11 @@ def convert(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The new file.")],
     file_format: Annotated[str, typer.Option("--format", help=f"One of {', '.join(FORMATS)}.")],
     ranks: Annotated[int, typer.Option(help="R, where the file does not say it. 0: it does.")] = 0,
+    force: Force = False,
 ) -> None:
     """Write a placement file in another format."""
     with _one_line_errors():
-        check_target(str(output), "output")
+        check_targets([source], force, output=str(output))
         check_format(file_format)
         write_placement(read_placement(source, Topology(ranks) if ranks else None), output, file_format)
 
@@ -258,6 +263,7 @@ def inspect(
     ] = None,
     layers: LayersText = None,
     json: JsonTarget = None,
+    force: Force = False,
 ) -> None:
     """How skewed a trace is: per layer the largest share of an expert and of a rank, over batches.
 
@@ -265,7 +271,7 @@ def inspect(
     and what so many replicas bring to each.
     """
     with _one_line_errors():
-        check_target(json)
+        check_targets([trace, placement], force, json)
         placed = None if placement is None else given_placement(context, placement)
         loaded = _load(trace, layers)
         console = Console(highlight=False)
@@ -292,10 +298,11 @@ def run_demo(
         float, typer.Option(help="A rank that ends no batch for so long has stalled, which ends the demo.")
     ] = demo.STALL_SECONDS,
     json: JsonTarget = None,
+    force: Force = False,
 ) -> None:
     """Run one MoE layer over local processes, once per policy, and compare it with the dense layer."""
     with _one_line_errors():
-        check_target(json)
+        check_targets([trace], force, json)
         found = demo.run_demo(trace, ranks, layer, stall_seconds)
         if json:
             write_json(demo.demo_json(found), json)
@@ -304,10 +311,10 @@ def run_demo(
 
 
 @app.command("doctor")
-def run_doctor(cost: CostFile = None, json: JsonTarget = None) -> None:
+def run_doctor(cost: CostFile = None, json: JsonTarget = None, force: Force = False) -> None:
     """What this machine offers, what is off, and why; and from how many tokens borrowing an expert pays."""
     with _one_line_errors():
-        check_target(json)
+        check_targets([cost], force, json)
         items = doctor.report(_cost_model(cost))
         if json:
             write_json(doctor.doctor_json(items), json)

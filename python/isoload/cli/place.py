@@ -10,7 +10,7 @@ import typer
 
 from isoload.formats import FORMATS, read_placement, write_placement
 from isoload.placement import Placement
-from isoload.placers import PLACERS, parse_placer, place
+from isoload.placers import PLACERS, layers_of, parse_placer, place
 from isoload.replay.judge import (
     Ints,
     Judged,
@@ -59,8 +59,10 @@ def run_place(traces: Sequence[Trace], settings: PlaceSettings) -> Placing:
     name, options = parse_placer(settings.placer)
     options |= memory_budget(settings, name, options, traces[0].num_layers)
     topology = Topology(settings.num_ranks, settings.ranks_per_node)
-    before = None if settings.before is None else read_placement(settings.before, topology)
-    against = None if settings.against is None else read_placement(settings.against, topology)
+    before, against = (
+        None if path is None else layers_of(read_placement(path, topology), traces[0], name)
+        for name, path in (("before", settings.before), ("against", settings.against))
+    )
     slots = settings.slots_per_rank or (None if before is None else before.slots_per_rank)
     given: dict[str, Any] = {"slots_per_rank": slots, "placer": name, **options}
     if before is not None:
@@ -126,11 +128,8 @@ def default_calibrate(trace: Trace) -> str:
 
 def _judge_file(placement: Placement, trace: Trace) -> tuple[float, float]:
     counts = trace.batch_counts()
-    if (placement.num_layers, placement.num_routed) != (trace.num_layers, trace.num_experts):
-        raise ValueError(
-            f"against must have {trace.num_layers} layers of {trace.num_experts} routed experts, "
-            f"got {placement.num_layers} of {placement.num_routed}"
-        )
+    if placement.num_routed != trace.num_experts:
+        raise ValueError(f"against must have {trace.num_experts} routed experts, got {placement.num_routed}")
     return float(even_imbalance(placement, counts).mean()), float(exact_imbalance(placement, counts).mean())
 
 

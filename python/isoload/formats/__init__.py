@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isoload.files.reading import parse_json, read_text
+from isoload.files.writing import to_json_text, write_text
 from isoload.formats import engines, own, tensorrt_llm
 from isoload.placement import Placement
-from isoload.report.files import to_json_text, write_text
 from isoload.topology import Topology
-from isoload.trace.json_files import parse_json, read_text
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,23 @@ def read_placement(path: str | Path, topology: Topology | None = None) -> Placem
     path = Path(path)
     text = read_text(path)
     try:
-        content = tensorrt_llm.from_text(text) if tensorrt_llm.looks_like(text) else parse_json(text)
-        reading = [form for form in FORMATS.values() if form.matches(content)]
-        if not reading:
-            raise ValueError(f"is no placement file; formats are {', '.join(FORMATS)}")
-        return reading[0].read(content, topology)
+        content, form = recognise(text)
+        return form.read(content, topology)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
-__all__ = ["FORMATS", "Format", "read_placement", "write_placement"]
+def recognise(text: str) -> tuple[Any, Format]:
+    """The content of a placement file, and its format.
+
+    Raises:
+        ValueError: it has none of ours.
+    """
+    content = tensorrt_llm.from_text(text) if tensorrt_llm.looks_like(text) else parse_json(text)
+    for form in FORMATS.values():
+        if form.matches(content):
+            return content, form
+    raise ValueError(f"is no placement file; formats are {', '.join(FORMATS)}")
+
+
+__all__ = ["FORMATS", "Format", "read_placement", "recognise", "write_placement"]

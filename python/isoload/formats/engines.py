@@ -12,14 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from isoload.files.reading import MAX_LAYERS, Rows, check_keys, integer_rows, shown
 from isoload.placement import Placement
 from isoload.topology import Topology
-from isoload.trace.archives import shown
-from isoload.trace.json_files import Rows, check_keys, integer_rows
 
 SGLANG = "physical_to_logical_map"
 ASSIGNMENTS = "initial_global_assignments"
-MAX_LAYERS = 2**12  # above any model's; SGLang's files have a row for every layer up to the last
 
 
 def engine_slots(placement: Placement) -> Rows:

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
+from isoload.files.reading import check_keys, integer_rows, is_number, shown
 from isoload.placement import Placement
 from isoload.topology import Topology
-from isoload.trace.archives import shown
-from isoload.trace.json_files import check_keys, integer_rows
 
 NAME, VERSION = "isoload-placement", 1
 KEYS = {
@@ -89,13 +88,13 @@ def _topology(found: Any) -> Topology:
     for key in ("num_ranks", "ranks_per_node"):
         if type(found[key]) is not int or found[key] < 1:
             raise ValueError(f"topology {key} must be an integer from 1 on, got {shown(found[key])}")
-    for key, kinds, words in (
-        ("speeds", (int, float), "numbers"),
-        ("alive", (bool,), "true or false"),
-        ("bandwidths", (int, float), "numbers"),
+    for key, fits, words in (
+        ("speeds", is_number, "numbers"),
+        ("alive", lambda v: type(v) is bool, "true or false"),
+        ("bandwidths", is_number, "numbers"),
     ):
         value = found[key]
-        if value is not None and not (isinstance(value, list) and all(type(v) in kinds for v in value)):
+        if value is not None and not (isinstance(value, list) and all(map(fits, value))):
             raise ValueError(f"topology {key} must be null or a list of {words}, got {shown(value)}")
     return Topology(**found)
 
@@ -106,7 +105,7 @@ def _weight(rows: Any) -> torch.Tensor | None:
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
         raise ValueError(f"replica_weight must be null or a list of layers, got {shown(rows)}")
     for layer, row in enumerate(rows):
-        if len(row) != len(rows[0]) or not all(type(v) in (int, float) for v in row):
+        if len(row) != len(rows[0]) or not all(map(is_number, row)):
             raise ValueError(
                 f"replica_weight must have {len(rows[0])} numbers in every layer, not so layer {layer}"
             )

@@ -9,11 +9,10 @@ import json
 import re
 from typing import Any
 
+from isoload.files.reading import check_keys, shown
 from isoload.formats.engines import ASSIGNMENTS, assignments, engine_slots, made
 from isoload.placement import Placement
 from isoload.topology import Topology
-from isoload.trace.archives import shown
-from isoload.trace.json_files import check_keys
 
 KEYS = {"num_slots", ASSIGNMENTS, "layer_updates_per_iter"}
 SCALAR = re.compile(r"(\w+): *(\d{1,9}) *")

@@ -54,7 +54,7 @@ class Meter:
         if layer not in self._sums:
             with torch.inference_mode(False):  # else only inference could add to it
                 self._sums[layer] = torch.zeros(COLUMNS, dtype=torch.float64, device=loads.device)
-        mean = loads.sum(dtype=torch.float64) / made.topology.num_ranks
+        mean = loads.sum(dtype=torch.float64) / made.topology.copies_per_cost
         some, least = mean > 0, mean.clamp(min=1e-9)
         even = plan(loads, made.placed, None, "even").peak
         assert even is not None

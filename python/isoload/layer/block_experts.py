@@ -8,7 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from isoload.experts.weights import Activation, ExpertWeights
-from isoload.layer.fused_experts import check_fused, fused_activation, fused_stacks, is_fused, saved_names
+from isoload.layer.fused_experts import (
+    check_fused,
+    check_unwatched,
+    fused_activation,
+    fused_stacks,
+    is_fused,
+    saved_names,
+)
 from isoload.layer.modules import READERS, module_parts
 from isoload.layer.moe import MoE
 from isoload.placement import Placement
@@ -124,6 +131,7 @@ def balance(
 
 def block_experts(block: nn.Module) -> tuple[ExpertWeights, Activation]:
     """The stacks [E, ...] of a block's experts and what is computed between them."""
+    check_unwatched(block)
     experts = getattr(block, "experts", None)
     if isinstance(experts, nn.Module) and is_fused(experts):
         check_fused(experts)

@@ -23,6 +23,17 @@ def is_fused(experts: nn.Module) -> bool:
     return hasattr(experts, "is_transposed") and hasattr(experts, "has_bias")
 
 
+def check_unwatched(block: nn.Module) -> None:
+    """Raises ValueError if a Recorder watches a block's experts, which run no more once isoload has taken them over."""
+    experts = getattr(block, "experts", None)
+    hooks = experts._forward_pre_hooks.values() if isinstance(experts, nn.Module) else ()
+    if watched := [hook.watches for hook in hooks if hasattr(hook, "watches")]:
+        raise ValueError(
+            "experts must not be watched by a Recorder where isoload takes them over, it would see nothing: set the "
+            f"layer's balancer.recorder, got a watch of layer {watched[0]}"
+        )
+
+
 def saved_names(experts: nn.Module) -> dict[str, str]:
     """The module's name of every stack."""
     return {**STACKS, **(BIASES if experts.has_bias else {})}

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isoload.experts.weights import Activation, ClampedGLU, ExpertWeights, SwiGLU
+from isoload.layer.fused_experts import check_unwatched
 from isoload.layer.routers import Gate, Router
 from isoload.placement import Placement
 from isoload.placers import place
@@ -52,8 +53,9 @@ def module_parts(block: nn.Module) -> ModuleParts:
             3-D parameters.
 
     Raises:
-        ValueError: an unknown class, or a known one that lacks a value or computes something else.
+        ValueError: an unknown class, or a known one that lacks a value, computes something else, or is watched.
     """
+    check_unwatched(block)
     name = type(block).__name__
     if name not in READERS:
         raise ValueError(f"block must be one of {', '.join(READERS)}, got {name}")

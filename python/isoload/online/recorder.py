@@ -102,7 +102,7 @@ class Recorder:
             )
 
     def watch(self, block: nn.Module, layer: int) -> RemovableHandle:
-        """Records a Hugging Face block that runs as it is.
+        """Records a Hugging Face block that runs as it is; one that isoload runs takes ``balancer.recorder``.
 
         Args:
             block: whose ``experts`` transformers calls with (hidden_states, top_k_index, top_k_weights).
@@ -115,13 +115,14 @@ class Recorder:
         if not isinstance(experts, nn.Module) or not is_fused(experts):
             raise ValueError(
                 f"block must have experts that transformers fuses, got {type(block).__name__} with "
-                f"{type(experts).__name__}"
+                f"{type(experts).__name__}: set balancer.recorder of a layer that isoload runs"
             )
 
         def record(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
             ids = named["top_k_index"] if "top_k_index" in named else args[1]
             self.add(layer, [count(ids, self.num_experts)], module)
 
+        record.watches = layer  # type: ignore[attr-defined]  # for check_unwatched
         return experts.register_forward_pre_hook(record, with_kwargs=True)
 
     def step(self) -> None:
@@ -180,7 +181,7 @@ class Recorder:
         )
 
     def save(self, path: str | Path, group: Group | None = None) -> None:
-        """Writes the trace as .npz and .json; every process of the group calls it, the first one writes."""
+        """Writes the trace as .npz; every process of the group calls it, the first one writes."""
         trace = self.trace(group)
         if group is None or group.ranks[0] == 0:
             write_trace(trace, path)

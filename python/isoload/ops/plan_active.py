@@ -24,7 +24,7 @@ def plan_active(loads: Tensor, tables: ReplicaTables, *, ticks: Tensor | None = 
     Args:
         loads: [E] or [R, E] int32 copies (with a leading L if the tables have one); sources are summed.
         tables: of the same layers.
-        ticks: [R] int32 cost of an active slot, and of a copy, per rank, 1..2^20; None = 1 each.
+        ticks: [R] int32 cost of one copy per rank, 1..2^20; None = 1 each. A slot is read in the same time on all.
     """
     result = call(_plan_active, loads, tables.data, tables.num_ranks, tables.num_slots, ticks)
     return ActiveSplit(*result)

@@ -23,6 +23,7 @@ from isoload.placers.scenarios import Scenarios, make_scenarios
 from isoload.placers.trivial import TrivialPlacer
 from isoload.placers.weights import merged, weights_by_load
 from isoload.topology import NOMINAL_TICKS, Topology
+from isoload.trace import Trace
 
 MAX_SHARED = 64  # models have one or two
 MAX_SLOTS = 2**16  # of a layer: planners stay below a second
@@ -54,8 +55,9 @@ def place(
         placer: a name in ``isoload.PLACERS``.
         spare_slots: of every rank's S slots, how many stay empty; at most E.
         num_shared: shared experts, at most 64; every live rank holds each in a slot after its routed ones.
-        before: a placement of the same layers, experts and slots, from which a placer that can (``scenario``) starts.
-            Ranks may have died since, or come.
+        before: a placement of the same experts and slots, from which a placer that can (``scenario``) starts. Its
+            layers are found by a trace's layer_ids; counts alone are of all of them, in order. Ranks may have died
+            since, or come.
         **options: the placer's own, e.g. ``dedup=False``.
 
     Raises:
@@ -69,6 +71,8 @@ def place(
     if before is not None:
         if not planner.takes_before:
             raise ValueError(f"before must be None for placer {planner.name}, which starts anew")
+        if traces:
+            before = layers_of(before, traces[0], "before")
         _check_before(before, scenarios, topology, dense, spare_slots, num_shared)
     room = Room(
         node=np.array(live, dtype=np.int32) // topology.ranks_per_node,
@@ -157,6 +161,17 @@ def _option_value(key: str, text: str, kinds: tuple[Any, ...]) -> Any:
             continue
     names = ", ".join(kind.__name__.removesuffix("Type") for kind in kinds)
     raise ValueError(f"option {key} must be of type {names}, got {text!r}")
+
+
+def layers_of(placement: Placement, trace: Trace, name: str) -> Placement:
+    """The placement of a trace's layers, found by their ids.
+
+    Raises:
+        ValueError: by this name; a layer that the placement does not have.
+    """
+    if missing := sorted(set(trace.layer_ids) - set(placement.layer_ids)):
+        raise ValueError(f"{name} must have all layers of the trace, it has no layer {missing[0]}")
+    return placement.with_layers(trace.layer_ids)
 
 
 def keep_places(slots: Slots, before: Slots | None) -> Slots:

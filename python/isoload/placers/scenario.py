@@ -31,12 +31,13 @@ class ScenarioPlacer(Placer):
     Every batch of the calibration is a scenario of equal size. Copies are given out by mean plus some standard
     deviations of an expert's share, then the heaviest is laid first onto the rank whose load over scenarios meets its
     own least, then slots are exchanged, and replicas given to other experts, while that helps. The same slots for any
-    number of threads, and never worse than ``eplb`` (with ``dedup``) on the scenarios themselves.
+    number of threads, and never worse than ``eplb`` (with ``dedup``) on the scenarios themselves: it is one of the
+    starts, but not without search, from ``before``, or with groups or pinned.
 
     Options:
         split: how replicas will share an expert's load: "even" in equal parts, as serving engines do; "exact" as
             isoload's policies ``exact`` and ``joint`` do.
-        search: False stops before the local search (milliseconds).
+        search: False stops before the local search (milliseconds), and may end above ``eplb``.
         shrink: 0..1, so much of every scenario is replaced by their mean. Default (None): see
             :meth:`isoload.placers.scenarios.Scenarios.shares`.
         groups: of experts, consecutive ones; one copy of each expert stays on the node of its group, where a router

@@ -22,7 +22,7 @@ def plan_active(loads: Tensor, tables: ReplicaTables, *, ticks: Tensor | None = 
         layers = [plan_active(loads[i], tables[i], ticks=ticks) for i in range(len(tables.data))]
         return ActiveSplit(*(torch.stack(field) for field in zip(*layers, strict=True)))
     totals = loads.reshape(-1, tables.num_experts).sum(0)
-    units = plan_exact((totals > 0).int(), tables, ticks=ticks, sweeps=ROUNDS)
+    units = plan_exact((totals > 0).int(), tables, sweeps=ROUNDS)
     peak, held = int(units.peak), replicas(tables)
     cost = [1] * tables.num_ranks if ticks is None else ticks.tolist()
     chosen = {e: p for e, slots in enumerate(held) for p in slots if units.quota[p] > 0}
@@ -36,9 +36,7 @@ def plan_active(loads: Tensor, tables: ReplicaTables, *, ticks: Tensor | None = 
         moves += moved
         if not moved:
             break
-    assert max(c * n for c, n in zip(cost, settling.active, strict=True)) == peak, (
-        "settling keeps the optimum"
-    )
+    assert max(settling.active) == peak, "settling keeps the optimum"
 
     quota = torch.zeros(tables.num_slots, dtype=torch.int32)
     for e, p in chosen.items():
@@ -48,7 +46,7 @@ def plan_active(loads: Tensor, tables: ReplicaTables, *, ticks: Tensor | None = 
 
 
 class Settling:
-    """Lowers the load of ranks in copies while no rank exceeds ``peak`` active slots (each costs its ticks)."""
+    """Lowers the load of ranks, copies times cost, while no rank exceeds ``peak`` active slots."""
 
     def __init__(
         self, chosen: dict[int, int], totals: list[int], cost: list[int], slots_per_rank: int, peak: int
@@ -69,7 +67,7 @@ class Settling:
         best, least = None, self.cost[own] * self.copies[own]
         for p in slots:
             rank = p // self.slots_per_rank
-            if rank == own or self.cost[rank] * (self.active[rank] + 1) > self.peak:
+            if rank == own or self.active[rank] + 1 > self.peak:
                 continue
             after = self.cost[rank] * (self.copies[rank] + self.totals[expert])
             if after < least:

@@ -24,17 +24,18 @@ def even_imbalance(placement: Placement, counts: Ints) -> Floats:
     """[batches, L] max/mean load of the live ranks, each replica with an equal part of its expert's load.
 
     Args:
-        placement: without speeds or shared experts in its loads.
+        placement: whose shared experts have no load. With speeds a load is a cost, see :class:`isoload.Topology`.
         counts: [batches, L, E] copies. A batch without copies in a layer has imbalance 1.
     """
-    slots, ranks = placement.arrays[0], placement.topology.num_ranks
+    slots, ranks, ticks = placement.arrays[0], placement.topology.num_ranks, placement.topology.ticks
     experts = counts.shape[2]
     routed = np.where(slots < experts, slots, -1)  # shared experts lie behind
     copies = np.stack([np.bincount(row[row >= 0], minlength=experts) for row in routed])
     held = np.broadcast_to(np.maximum(routed, 0), (len(counts), *routed.shape))
     part = np.where(routed >= 0, np.take_along_axis(counts / copies, held, 2), 0)
     load = part.reshape(*counts.shape[:2], ranks, -1).sum(-1)
-    return _over_mean(load.max(-1), counts, placement)
+    cost = load if ticks is None else load * ticks.numpy()
+    return _over_mean(cost.max(-1), counts, placement)
 
 
 def exact_imbalance(placement: Placement, counts: Ints) -> Floats:
@@ -53,7 +54,7 @@ def exact_imbalance(placement: Placement, counts: Ints) -> Floats:
 
 def _over_mean(peak: Floats, counts: Ints, placement: Placement) -> Floats:
     total = counts.sum(-1)
-    mean = total / len(placement.topology.live_ranks)
+    mean = total / placement.topology.copies_per_cost
     return np.where(total > 0, peak / np.maximum(mean, 1e-300), 1.0)
 
 

@@ -12,6 +12,7 @@ from isoload.cost import CostModel, exchange_seconds, import_seconds, lent, rank
 from isoload.placement import Placement
 from isoload.records import Plan
 from isoload.replay.metrics import RoutedBatch
+from isoload.topology import NOMINAL_TICKS
 
 Floats = npt.NDArray[np.float64]
 
@@ -59,9 +60,10 @@ class CostTally:
         topology, ranks = placement.topology, placement.topology.num_ranks
         copies = torch.from_numpy(routed.slot_copies)
         slots = torch.stack([plan.slot_to_expert for plan in plans])
+        slowness = 1 if topology.ticks is None else topology.ticks / NOMINAL_TICKS
         lending = lent(slots, placement.home_slot, placement.spare_slots, topology)
         parts = (
-            rank_seconds(copies, ranks, self.model),
+            rank_seconds(copies, ranks, self.model) * slowness,
             exchange_seconds(torch.from_numpy(routed.rank_rows), topology, self.model),
             import_seconds(lending, topology, self.model),
         )

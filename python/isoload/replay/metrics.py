@@ -71,11 +71,13 @@ def _count_shared(ranks: Ints, sources: Ints, num_shared: int) -> Ints:
 class PolicyFigures:
     """One row of a replay. Means are over all (batch, layer) pairs that have copies.
 
+    A rank's load is its copies, or with speeds what they cost; the mean load is that of ranks that all end together.
+
     imbalance_*          max / mean rank load: mean, 99th percentile (linear interpolation), max
     rank_load_std        standard deviation over ranks / mean rank load, mean
     idle_share           sum of (max - load) over ranks, batches and layers / sum of R * max
     gap_*                max rank load / exact's bound on the same placement - 1: mean, max
-    ideal_gap            max rank load / ceil(total / R) - 1, mean
+    ideal_gap            max rank load / ceil(mean rank load) - 1, mean
     remote_*_rows        rows (distinct token x destination rank) that leave their rank, their node
     remote_*_share       the same / all rows
     remote_*_copy_share  copies (token x expert) that leave their rank, their node / all copies
@@ -114,8 +116,9 @@ class Tally:
     """Collects a policy's routed batches and planning times; :meth:`figures` sums them up."""
 
     policy: str
-    num_ranks: int
-    loads: list[Ints] = field(default_factory=list)  # [L, R] copies per rank
+    topology: Topology
+    loads: list[Ints] = field(default_factory=list)  # [L, R] of every rank
+    means: list[Floats] = field(default_factory=list)  # [L] load of ranks that all end together
     bounds: list[Ints] = field(default_factory=list)  # [L] exact's bound
     active: list[Ints] = field(default_factory=list)  # [L] slots in use on the rank with most
     rows: list[Ints] = field(default_factory=list)  # [L, 3]
@@ -126,8 +129,12 @@ class Tally:
 
     def add(self, routed: RoutedBatch, bound: Ints) -> None:
         """Adds one batch; bound [L] is exact's, on the same placement and loads."""
-        per_rank = routed.slot_copies.reshape(len(bound), self.num_ranks, -1)
-        self.loads.append(per_rank.sum(-1))
+        per_rank, ticks = (
+            routed.slot_copies.reshape(len(bound), self.topology.num_ranks, -1),
+            self.topology.ticks,
+        )
+        self.loads.append(per_rank.sum(-1) * (1 if ticks is None else ticks.numpy()))
+        self.means.append(per_rank.sum((-1, -2)) / self.topology.copies_per_cost)
         self.active.append((per_rank > 0).sum(-1).max(-1))
         self.bounds.append(bound)
         self.rows.append(routed.rows)
@@ -136,11 +143,12 @@ class Tally:
 
     def figures(self) -> PolicyFigures:
         loads, bound, active = (np.concatenate(part) for part in (self.loads, self.bounds, self.active))
+        mean = np.concatenate(self.means)
         used = loads.sum(-1) > 0
         if not used.any():
             raise ValueError("trace must have copies in the batches to replay, got none")
-        loads, bound, active = loads[used], bound[used], active[used]
-        peak, mean, total = loads.max(-1), loads.mean(-1), loads.sum(-1)
+        loads, mean, bound, active = loads[used], mean[used], bound[used], active[used]
+        peak = loads.max(-1)
         gap, imbalance = peak / bound - 1, peak / mean
         rows, copies = (np.concatenate(part).sum(0).tolist() for part in (self.rows, self.copies))
         shared = np.concatenate(self.shared).sum(0).tolist()
@@ -151,10 +159,10 @@ class Tally:
             imbalance_p99=float(np.percentile(imbalance, 99)),
             imbalance_max=float(imbalance.max()),
             rank_load_std=float((loads.std(-1) / mean).mean()),
-            idle_share=float((peak[:, None] - loads).sum() / (self.num_ranks * peak).sum()),
+            idle_share=float((peak[:, None] - loads).sum() / (loads.shape[1] * peak).sum()),
             gap_mean=float(gap.mean()),
             gap_max=float(gap.max()),
-            ideal_gap=float((peak / -(-total // self.num_ranks) - 1).mean()),
+            ideal_gap=float((peak / np.ceil(mean) - 1).mean()),
             remote_rank_rows=rows[1],
             remote_node_rows=rows[2],
             remote_rank_share=rows[1] / rows[0],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,7 @@ class PlacementView:
 
 
 def inspect_placement(trace: Trace, placement: Placement) -> PlacementView:
-    """A placement beside others of the same ranks, on a trace's batches. Loads are copies, whatever a rank's speed.
+    """A placement beside others of the same ranks, on a trace's batches.
 
     Args:
         trace: L layers of E experts; with tokens they are counted in the trace's own batches.
@@ -65,19 +65,21 @@ def inspect_placement(trace: Trace, placement: Placement) -> PlacementView:
         raise ValueError(
             f"num_experts must be the placement's {placement.num_routed}, got {trace.num_experts}"
         )
-    mine = replace(placement.with_layers(trace.layer_ids), topology=replace(placement.topology, speeds=None))
+    mine = placement.with_layers(trace.layer_ids)
     counts, experts = trace.batch_counts(), trace.num_experts
-    live = len(mine.topology.live_ranks)
+    ranks, speeds = mine.topology.live_ranks, mine.topology.speeds
+    alive = Topology(len(ranks), speeds=None if speeds is None else tuple(speeds[rank] for rank in ranks))
+    live = alive.num_ranks
     if experts < live:
         raise ValueError(f"num_experts must be at least the placement's {live} live ranks, got {experts}")
     total = counts.sum(0).astype(np.float32)
     grid = make_grid(Room(np.zeros(live, np.int32), np.ones(live), None), experts)
-    packed = [_packed(total, counts, experts + number, live) for number in grid]  # [L] each
+    packed = [_packed(total, counts, experts + number, alive) for number in grid]  # [L] each
     per_rank = -(-experts // live)
     row = np.full(live * per_rank, -1)
     row[:experts] = np.arange(experts)
     in_order = _balancedness(
-        even_imbalance(_placement(np.tile(row, (len(total), 1)), live, experts), counts), counts
+        even_imbalance(_placement(np.tile(row, (len(total), 1)), alive, experts), counts), counts
     )
     even, exact = (_balancedness(judge(mine, counts), counts) for judge in (even_imbalance, exact_imbalance))
     routed = (mine.arrays[0] >= 0) & (mine.arrays[0] < experts)
@@ -98,16 +100,16 @@ def inspect_placement(trace: Trace, placement: Placement) -> PlacementView:
     return PlacementView(layers, tuple(grid), tuple(float(found.mean()) for found in packed))
 
 
-def _packed(total: Any, counts: Ints, slots: int, ranks: int) -> Floats:
+def _packed(total: Any, counts: Ints, slots: int, topology: Topology) -> Floats:
     """[L] balancedness with so many slots of a layer, as EPLB fills them for the sum of the batches."""
-    alone = assign(np.array([slots]), ranks)  # every layer by itself
+    alone = assign(np.array([slots]), topology.num_ranks)  # every layer by itself
     rows = pack_into(total.astype(np.float32), np.repeat(alone, len(total), axis=0))
-    placement = _placement(rows.reshape(len(total), -1), ranks, counts.shape[2])
+    placement = _placement(rows.reshape(len(total), -1), topology, counts.shape[2])
     return _balancedness(even_imbalance(placement, counts), counts)
 
 
-def _placement(slots: Ints, ranks: int, experts: int) -> Placement:
-    return Placement(torch.from_numpy(slots.astype(np.int32)), Topology(ranks), experts)
+def _placement(slots: Ints, topology: Topology, experts: int) -> Placement:
+    return Placement(torch.from_numpy(slots.astype(np.int32)), topology, experts)
 
 
 def _balancedness(imbalance: Floats, counts: Ints) -> Floats:

@@ -137,7 +137,7 @@ def _replay(
         given = fitting(given, trace, settings)
         topology, slots_per_rank = given.topology, given.slots_per_rank
     folds = [Fold(fold.calibrate, fold.replay[: settings.max_batches or None]) for fold in whole]
-    tallies = [Tally(name, settings.num_ranks) for name in settings.policies]
+    tallies = [Tally(name, topology) for name in settings.policies]
     costs = [CostTally(name, model) for name in settings.policies] if model else []
     tokens = done = 0
     total = sum(len(fold.replay) for fold in folds)
@@ -163,6 +163,8 @@ def _replay(
     resolved = _resolved(settings, trace, batches, folds, slots_per_rank)
     if given is not None:
         resolved |= {"placer": None, "calibrate": None, "placement": given.provenance}
+        if topology.speeds is not None:
+            resolved["speeds"] = list(topology.speeds)
     predicted = tuple(tally.figures() for tally in costs)
     return Replay(trace.name, resolved, tokens, trace.num_layers, total, figures, predicted)
 
@@ -294,7 +296,7 @@ def _warm_up(placement: Placement, settings: ReplaySettings) -> None:
     """Plans every layer once, so that what is derived once per placement is not timed."""
     loads = torch.zeros(placement.num_layers, settings.num_ranks, placement.num_experts, dtype=torch.int32)
     for policy in settings.policies:
-        _timed_plans(loads, loads, placement, _policy(policy, settings, 0), Tally(policy, settings.num_ranks))
+        _timed_plans(loads, loads, placement, _policy(policy, settings, 0), Tally(policy, placement.topology))
 
 
 def _resolved(

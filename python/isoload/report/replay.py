@@ -11,6 +11,7 @@ from isoload.replay.metrics import PolicyFigures
 from isoload.replay.simulate import Replay
 from isoload.report.cost import cost_json
 from isoload.report.tables import Figure, json_of, print_lines, print_table, table_of
+from isoload.topology import NOMINAL_TICKS
 
 UNITS = (
     "imbalance: max/mean rank load. max load over: exact's bound here (mean, worst), ceil(total/R).",
@@ -21,7 +22,10 @@ SHARED_UNITS = (
     UNITS[1],
     "Shared copies that leave their rank; unvisited: to a rank where the token has no routed copy.",
 )
-
+SPEEDS = (
+    f"Ranks differ in speed: a load is what its copies cost, {NOMINAL_TICKS} ticks each on a rank of speed 1; mean and "
+    "ideal are those of ranks that all end together."
+)
 
 FIGURES = (
     Figure("policy", "", "policy", ""),
@@ -94,6 +98,8 @@ def print_replay(replay: Replay, console: Console) -> None:
     print_lines(console, replay_header(replay), "bold")
     print_table(console, heading, rows)
     print_lines(console, SHARED_UNITS if replay.settings["shared_experts"] else UNITS, "dim")
+    if replay.settings.get("speeds"):
+        print_lines(console, [SPEEDS], "dim")
     if any(row.gap_mean < 0 for row in replay.policies):
         print_lines(
             console,

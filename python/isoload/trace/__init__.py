@@ -118,8 +118,8 @@ def read_trace(path: str | Path | Sequence[str | Path], *, max_bytes: int | None
     Args:
         path: one of
 
-            * an .npz of arrays named as the fields of :class:`Trace`, to which a .json of the same stem may add name,
-              top_k, num_experts, layer_ids and provenance;
+            * an .npz of arrays named as the fields of :class:`Trace`, and ``about``: name, top_k, num_experts,
+              layer_ids and provenance as JSON; where it is missing a .json of the same stem may say them;
             * an SGLang recorder dump (:mod:`isoload.trace.sglang_dump`): one .pt, a directory of them, or a list of the
               ranks' files;
             * a directory of TensorRT-LLM's expert statistics (:mod:`isoload.trace.tensorrt_llm_statistics`);
@@ -168,7 +168,7 @@ def _read_archives(shown: str, paths: list[Path], limit: int) -> dict[str, Any]:
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:
-    """Writes ``path`` (.npz) and a .json of the same stem, which :func:`read_trace` reads back.
+    """Writes ``path`` (.npz), which holds all that :func:`read_trace` reads back.
 
     Raises:
         ValueError: another suffix than .npz; provenance that JSON cannot hold.

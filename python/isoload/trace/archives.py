@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import os
-import reprlib
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-MAX_BYTES = 2**30  # of a trace's arrays as they lie in its files, unfolded
+from isoload.files.reading import MAX_ARRAYS, open_regular, shown
+
 MAX_BYTES_NAME = "ISOLOAD_MAX_TRACE_BYTES"  # of the environment: another limit
-
-_repr = reprlib.Repr()
-_repr.maxstring = _repr.maxother = 100
-_repr.maxlevel = 3
-
-
-def shown(value: Any) -> str:
-    """repr of a value of a file, cut short: nested lists that share their parts print exponentially long."""
-    text = _repr.repr(value)
-    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def max_bytes(given: int | None) -> int:
-    """The limit: given, or the environment's, or MAX_BYTES.
+    """The limit: given, or the environment's, or MAX_ARRAYS.
 
     Raises:
         ValueError: no positive integer.
@@ -33,7 +22,7 @@ def max_bytes(given: int | None) -> int:
         ("max_bytes", given) if given is not None else (MAX_BYTES_NAME, os.environ.get(MAX_BYTES_NAME))
     )
     if value is None:
-        return MAX_BYTES
+        return MAX_ARRAYS
     limit = int(value) if isinstance(value, int) or (value.isdecimal() and len(value) < 19) else 0
     if limit < 1:
         raise ValueError(f"{name} must be a positive integer, got {shown(value)}")
@@ -55,18 +44,16 @@ def read_members(path: Path) -> list[zipfile.ZipInfo]:
     Raises:
         ValueError: naming the file and what is wrong with it.
     """
-    if path.exists() and not path.is_file():  # a pipe would block, and cannot be read twice
-        raise ValueError(f"{path}: is no regular file")
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         magic = file.read(2)
-    if magic != b"PK":
-        raise ValueError(f"{path}: " + ("is neither an npz nor a torch file" if magic else "is empty"))
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return archive.infolist()
-    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError):
-        # damage may read as a version yet to come, or as a place before the file's start
-        raise ValueError(f"{path}: is truncated or damaged") from None
+        if magic != b"PK":
+            raise ValueError(f"{path}: " + ("is neither an npz nor a torch file" if magic else "is empty"))
+        try:
+            with zipfile.ZipFile(file) as archive:
+                return archive.infolist()
+        except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError):
+            # damage may read as a version yet to come, or as a place before the file's start
+            raise ValueError(f"{path}: is truncated or damaged") from None
 
 
 def is_npz(path: Path, members: Sequence[zipfile.ZipInfo]) -> bool:

@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from isoload.trace.archives import shown
+from isoload.files.reading import MAX_EXPERTS, shown
 
 if TYPE_CHECKING:
     from isoload.trace import Trace
 
 Ints = npt.NDArray[np.integer[Any]]
 
-MAX_EXPERTS = (
-    2**16
-)  # far above any model's; an id beyond is damage, and memory goes with the number of experts
 MAX_SUM = 2**53  # copies and tokens of a whole trace: exact in a float64, and no product of them wraps
 
 DIMS = {

@@ -1,4 +1,7 @@
-"""The project's own trace files: an .npz of the arrays and a .json of everything else, beside it."""
+"""The project's own trace files: an .npz of the arrays, one of which, ``about``, is everything else as JSON.
+
+Files of before have that in a .json of the same stem, which is read where the .npz says nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +13,29 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from isoload.trace.archives import check_bytes, shown
-from isoload.trace.checks import DIMS, MAX_EXPERTS, Ints
+from isoload.files.reading import MAX_EXPERTS, MAX_NOTES, open_regular, parse_json, read_text, shown
+from isoload.trace.archives import check_bytes
+from isoload.trace.checks import DIMS, Ints
 
 if TYPE_CHECKING:
     from isoload.trace import Trace
 
 ARRAYS = (*DIMS, "cluster")
-ARRAY_FILES = tuple(f"{name}.npy" for name in ARRAYS)  # what is read of an .npz
+ABOUT = "about"  # [] bytes: a JSON object
+ARRAY_FILES = tuple(f"{name}.npy" for name in (*ARRAYS, ABOUT))  # what is read of an .npz
 
-# Fields of a Trace that a .json may set; all its other keys are provenance.
+# Fields of a Trace that the JSON may set; all its other keys are provenance.
 _JSON_FIELDS = {"name": (str, "a string"), "num_experts": (int, "an integer"), "top_k": (int, "an integer")}
 
 
 def read_npz(path: Path, limit: int) -> dict[str, Any]:
-    """The fields of the Trace in an .npz and the .json beside it (at most limit bytes of text), not checked against
-    each other."""
+    """The fields of the Trace in an .npz, and in the .json beside one of before, not checked against each other.
+
+    limit: most bytes of the .json.
+    """
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = {key: archive[key] for key in archive.files if key in ARRAYS}
+        with open_regular(path) as file, np.load(file, allow_pickle=False) as archive:
+            arrays = {key: archive[key] for key in archive.files if key in (*ARRAYS, ABOUT)}
             others = [key for key in archive.files if key not in arrays]
     except Exception as error:
         # damaged bytes surface from zipfile, zlib, tokenize or NumPy, as a dozen types
@@ -41,7 +48,7 @@ def read_npz(path: Path, limit: int) -> dict[str, Any]:
     if "counts" not in arrays and "topk_ids" not in arrays:
         names = ", ".join(others) or "none"
         raise ValueError(f"{path}: holds neither counts nor topk_ids, its arrays are {names}")
-    fields = {"name": path.stem, **_read_json(path.with_suffix(".json"), limit)}
+    fields = {"name": path.stem, **_about(path, arrays, limit)}
     provenance = fields.setdefault("provenance", {})
     if others:
         provenance.setdefault("arrays_not_read", others)
@@ -78,20 +85,36 @@ def _num_experts(path: Path, arrays: dict[str, Ints]) -> tuple[int, str]:
     return largest + 1, "largest id"
 
 
-def _read_json(path: Path, limit: int) -> dict[str, Any]:
-    """The fields that a trace's .json gives; none if there is no such file."""
-    if not path.exists():
+def _about(path: Path, arrays: dict[str, npt.NDArray[Any]], limit: int) -> dict[str, Any]:
+    """The fields that a trace's JSON gives: that among the arrays, which it leaves, else in the .json beside, else
+    none."""
+    if (held := arrays.pop(ABOUT, None)) is not None:
+        if held.dtype.kind != "S" or held.ndim or held.nbytes > MAX_NOTES:
+            got = f"{held.dtype} {list(held.shape)}"
+            raise ValueError(f"{path}: {ABOUT} must be at most {MAX_NOTES >> 20} MiB of bytes, got {got}")
+        fields = _parse_about(f"{path}: {ABOUT}", held.item())
+        told = fields["provenance"].pop("arrays", [])
+        if not isinstance(told, list) or not set(map(str, told)) <= arrays.keys():
+            raise ValueError(f"{path}: must hold the arrays {shown(told)}, got {', '.join(arrays)}")
+        return fields
+    beside = path.with_suffix(".json")
+    if not beside.exists():
         return {}
-    if not path.is_file():
-        raise ValueError(f"{path}: is no regular file")
-    check_bytes(path, path.stat().st_size, limit)
+    check_bytes(beside, beside.stat().st_size, limit)
+    return _parse_about(str(beside), read_text(beside, MAX_NOTES).encode())
+
+
+def _parse_about(path: str, text: bytes) -> dict[str, Any]:
+    """The fields in a JSON object; path: for messages."""
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))
+        known = parse_json(text.decode())
         json.dumps(known, ensure_ascii=False).encode()  # \ud800 is JSON, but no text that could be printed
     except RecursionError:
-        raise ValueError(f"{path}: is nested too deeply") from None
-    except ValueError as error:
+        raise ValueError(f"{path}: is nested too deep") from None
+    except UnicodeError as error:
         raise ValueError(f"{path}: is not JSON ({error})") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     if not isinstance(known, dict):
         raise ValueError(f"{path}: must hold one JSON object, got {type(known).__name__}")
     if "experts" in known:
@@ -109,32 +132,29 @@ def _read_json(path: Path, limit: int) -> dict[str, Any]:
 
 
 def write_npz(trace: Trace, path: Path) -> None:
-    """Writes both files, each array in the narrowest integers that hold it.
+    """Writes each array in the narrowest integers that hold it.
 
-    They are written aside and renamed when complete: a crash leaves no half-written file.
+    The file is written aside and renamed when complete: a crash leaves no half-written one.
     """
     if path.suffix != ".npz":
         raise ValueError(f"path must end in .npz, got {str(path)!r}")
     known = {**trace.provenance, "layer_ids": list(trace.layer_ids)}
     known |= {"name": trace.name, "num_experts": trace.num_experts, "top_k": trace.top_k}
-    try:
-        text = json.dumps(known, indent=1, allow_nan=False) + "\n"
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"provenance must be JSON values, got {error}") from None
     arrays: dict[str, Any] = {key: _narrow(a) for key in DIMS if (a := getattr(trace, key)) is not None}
     if trace.cluster is not None:
         arrays["cluster"] = np.array(trace.cluster)
-    new_npz = path.with_name(f".{path.name}.{os.getpid()}")
-    new_json = new_npz.with_name(f"{new_npz.name}.json")
+    known["arrays"] = list(arrays)  # zipfile does not see that damage to its index hides some
     try:
-        new_json.write_text(text, encoding="utf-8")
-        with new_npz.open("wb") as file:
-            np.savez_compressed(file, **arrays)
-        new_json.replace(path.with_suffix(".json"))
-        new_npz.replace(path)
+        text = json.dumps(known, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"provenance must be JSON values, got {error}") from None
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with new.open("wb") as file:
+            np.savez_compressed(file, about=np.array(text.encode()), **arrays)
+        new.replace(path)
     finally:
-        for leftover in (new_json, new_npz):
-            leftover.unlink(missing_ok=True)
+        new.unlink(missing_ok=True)
 
 
 def _narrow(array: Ints) -> Ints:

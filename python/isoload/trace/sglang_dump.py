@@ -29,7 +29,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from isoload.trace.archives import check_bytes, shown
+from isoload.files.reading import shown
+from isoload.trace.archives import check_bytes
 from isoload.trace.checks import Ints
 from isoload.trace.sglang_records import (
     Key,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from isoload.trace.archives import shown
+from isoload.files.reading import shown
 from isoload.trace.checks import Ints
 
 Key = tuple[int, int, str]

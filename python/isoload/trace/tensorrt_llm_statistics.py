@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from isoload.trace.archives import check_bytes, shown
-from isoload.trace.checks import MAX_EXPERTS, Ints
-from isoload.trace.json_files import parse_json, read_text
+from isoload.files.reading import MAX_EXPERTS, open_regular, parse_json, read_text, shown
+from isoload.trace.archives import check_bytes
+from isoload.trace.checks import Ints
 
 META = "meta_info.json"
 FILE, KEY = re.compile(r"rank(\d{1,6})\.safetensors"), re.compile(r"(\d{1,9})_(\d{1,9})")
@@ -37,8 +37,7 @@ def read_tensorrt_llm(folder: Path, limit: int) -> dict[str, Any]:
         got = ", ".join(str(path.name) for _, path in sorted(named.items())) or "none"
         raise ValueError(f"{folder}: must hold rank0.safetensors and so on without a gap, got {got}")
     for path in named.values():
-        if not path.is_file():
-            raise ValueError(f"{path}: is no regular file")
+        open_regular(path).close()
     check_bytes(folder, sum(path.stat().st_size for path in named.values()), limit)
     grid: Grid | None = None
     views: dict[bytes, tuple[int, Ints]] = {}

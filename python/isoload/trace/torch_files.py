@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from isoload.files.reading import open_regular
 from isoload.trace.archives import check_bytes
 from isoload.trace.sglang_dump import read_dump
 from isoload.trace.sglang_records import integers
@@ -30,7 +31,8 @@ def read_torch(paths: Sequence[Path], limit: int) -> dict[str, Any]:
 
 def _load(path: Path) -> Any:
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with open_regular(path) as file:
+            return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle may raise anything
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{path}: torch.load(weights_only=True) refuses it ({reason})") from None

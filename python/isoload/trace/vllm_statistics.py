@@ -7,25 +7,25 @@ the MoE layers alone.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from isoload.trace.archives import check_bytes, shown
-from isoload.trace.checks import MAX_EXPERTS, Ints
-from isoload.trace.json_files import integer_rows, parse_json
+from isoload.files.reading import MAX_EXPERTS, MAX_LINE, integer_rows, open_regular, parse_json, shown
+from isoload.trace.archives import check_bytes
+from isoload.trace.checks import Ints
 
 META, STATS = "eplb_load_meta", "eplb_load_stats"
 LOAD, MAP, REDUNDANT = "expert_load", "p2l_map", "num_redundant_experts"
-MAX_LINE = 2**26  # bytes; a step of 100 layers with 65536 slots is smaller
 
 
 def looks_like_json(path: Path) -> bool:
     """Whether a file begins as one of lines of JSON objects."""
     if not path.is_file():
         return False
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return file.read(1) == b"{"
 
 
@@ -35,11 +35,11 @@ def read_vllm(path: Path, limit: int) -> dict[str, Any]:
     Raises:
         ValueError: naming the file, the line, the key and the layer.
     """
-    check_bytes(path, path.stat().st_size, limit)
     redundant: int | None = None
     steps: dict[int, Ints] = {}
     size = 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
+        check_bytes(path, os.fstat(file.fileno()).st_size, limit)
         for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), b""), 1):
             if not line.strip():
                 continue

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -29,12 +30,12 @@ class SharedMemory(Peers):
         """Zeros of one shape on every rank.
 
         Raises:
-            ValueError: on all ranks, where one cannot open another's memory: it is on another machine.
+            ValueError: on all ranks, where one has no room, or cannot open another's memory: it is on another machine.
         """
-        folder = FOLDER if os.path.isdir(FOLDER) else None
-        with tempfile.NamedTemporaryFile(prefix="isoload-", dir=folder) as file:
-            os.ftruncate(file.fileno(), math.prod(shape) * dtype.itemsize)
-            paths = self._group.gather_objects(STAGE, file.name)
+        with ExitStack() as until_opened:
+            with self._group.agreeing(STAGE):
+                path = until_opened.enter_context(_reserved(math.prod(shape) * dtype.itemsize))
+            paths = self._group.gather_objects(STAGE, path)
             with self._group.agreeing(STAGE):  # nobody's name goes before all have opened it
                 views = [_open(rank, path, shape, dtype) for rank, path in enumerate(paths)]
         own = views[self._group.ranks[0]]
@@ -48,6 +49,18 @@ class SharedMemory(Peers):
     def meet(self) -> None:
         """A barrier, for which the host waits."""
         self._group.gather_objects(STAGE, None)
+
+
+@contextmanager
+def _reserved(size: int) -> Iterator[str]:
+    """The name of a file of zeros that are there: the first touch of one that is not would be SIGBUS."""
+    folder = FOLDER if os.path.isdir(FOLDER) else tempfile.gettempdir()
+    with tempfile.NamedTemporaryFile(prefix="isoload-", dir=folder) as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            raise ValueError(f"{folder} must have {size} bytes free, got: {error.strerror}") from None
+        yield file.name
 
 
 def _open(rank: int, path: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

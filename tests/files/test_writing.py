@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from isoload.report import files
-from isoload.report.files import check_target, write_json
+from isoload.files import writing as files
+from isoload.files.writing import check_target, write_json
 
 # The file alone: to import isoload takes seconds.
 CODE = f"import runpy; write_json = runpy.run_path({files.__file__!r})['write_json']; print('before')"
@@ -32,7 +32,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("isoload.report.files.os.replace", full)
+    monkeypatch.setattr("isoload.files.writing.os.replace", full)
     with pytest.raises(OSError, match="No space left.*out.json"):
         write_json({"a": 1}, str(target))
     assert target.read_text() == "old" and os.listdir(tmp_path) == ["out.json"]
@@ -95,6 +95,11 @@ def test_stdout_by_name(tmp_path, target, into):
 def test_json_refuses_what_json_does_not_have(tmp_path):
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json({"a": float("nan")}, str(tmp_path / "out.json"))
+    nested: list[object] = []
+    for _ in range(100_000):
+        nested = [nested]
+    with pytest.raises(ValueError, match="JSON must not be nested so deep"):
+        write_json(nested, str(tmp_path / "out.json"))
     assert os.listdir(tmp_path) == []
 
 

@@ -1,32 +1,69 @@
-"""JSON files from anywhere: read without surprises, and lists of integers in them."""
+"""Files from anywhere: regular ones alone, no more bytes than what they stand for needs, and lists of integers in JSON.
+
+All bounds stand here: they are met before memory is taken.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import reprlib
+import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from isoload.trace.archives import shown
+MAX_TEXT = 2**28  # bytes: a placement of 100 layers with 65536 slots is smaller
+MAX_NOTES = 2**24  # of what only describes: a cost file, a trace's provenance, a checkpoint's index
+MAX_LINE = 2**26  # of one line of JSON: a step of 100 layers with 65536 slots is smaller
+MAX_ARRAYS = 2**30  # of a trace's arrays as they lie in its files, unfolded
+MAX_EXPERTS = (
+    2**16
+)  # far above any model's; an id beyond is damage, and memory goes with the number of experts
+MAX_LAYERS = 2**12  # above any model's; SGLang's files have a row for every layer up to the last
+MAX_NUMBER = 2.0**127  # of float32, which holds weights, speeds and bandwidths
 
-MAX_BYTES = 2**28  # a placement of 100 layers with 65536 slots is smaller
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 100
+_repr.maxlevel = 3
 
-def read_text(path: Path) -> str:
+
+def shown(value: Any) -> str:
+    """repr of a value of a file, cut short: nested lists that share their parts print exponentially long."""
+    text = _repr.repr(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A file opened for reading; whatever else the path may be is refused: a pipe would block, /dev/zero never ends.
+
+    Raises:
+        ValueError: naming the path.
+        OSError: a file that cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{path}: is no regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_text(path: Path, most: int = MAX_TEXT) -> str:
     """A file's text.
 
     Raises:
         ValueError: naming the file: no regular file, too large, not UTF-8.
         OSError: a file that cannot be opened.
     """
-    if path.exists() and not path.is_file():  # a pipe would block
-        raise ValueError(f"{path}: is no regular file")
-    if (size := path.stat().st_size) > MAX_BYTES:
-        raise ValueError(f"{path}: must be at most {MAX_BYTES >> 20} MiB, has {size >> 20}")
+    with open_regular(path) as file:
+        data = file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else None
+    if data is None or len(data) > most:  # /proc's files say that they are empty
+        raise ValueError(f"{path}: must be at most {most >> 20} MiB, has more")
     try:
-        return path.read_text(encoding="utf-8")
+        return data.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: is not text ({str(error)[:120]})") from None
 
@@ -90,3 +127,8 @@ def check_keys(found: dict[str, Any], wanted: set[str], what: str = "keys") -> N
         raise ValueError(f"{what} must have {key}, got {shown(sorted(found))}")
     for key in sorted(found.keys() - wanted):
         raise ValueError(f"{what} must be {', '.join(sorted(wanted))}, got {shown(key)} besides")
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON is a number that float32 holds: 10^400 is an integer there."""
+    return type(value) in (int, float) and -MAX_NUMBER < value < MAX_NUMBER

@@ -23,7 +23,10 @@ def check_target(target: str | None, name: str = "json") -> None:
 
 def to_json_text(value: Any, indent: int | None = None) -> str:
     """A value as JSON, on one line or indented. ValueError: a value that JSON does not have."""
-    return json.dumps(value, indent=indent, allow_nan=False) + "\n"
+    try:
+        return json.dumps(value, indent=indent, allow_nan=False) + "\n"
+    except RecursionError:
+        raise ValueError("JSON must not be nested so deep") from None
 
 
 def write_json(value: Any, target: str) -> None:
@@ -50,7 +53,7 @@ def write_text(text: str, target: str) -> None:
 
 
 def _write(text: str, target: str) -> None:
-    descriptor = _descriptor(Path(target))
+    descriptor = descriptor_of(target)
     if descriptor is not None:
         sys.stdout.flush()  # what was printed before comes before
         with open(descriptor, "w", encoding="utf-8", closefd=False) as file:
@@ -80,10 +83,12 @@ def _found(target: str) -> os.stat_result | None:
         return None
 
 
-def _descriptor(path: Path) -> int | None:
-    """The number behind /dev/stdout, /dev/fd/3 and the like, which may stand for a regular file: that one is open
+def descriptor_of(target: str) -> int | None:
+    """The number behind "-", /dev/stdout, /dev/fd/3 and the like, which may stand for a regular file: that one is open
     already, and replacing it would leave its writer with a file that has no name."""
-    own = os.path.realpath("/proc/self/fd")
+    if target == "-":
+        return 1
+    path, own = Path(target), os.path.realpath("/proc/self/fd")
     for _ in range(40):  # as many links as Linux follows
         if os.path.realpath(path.parent) == own and path.name.isdecimal():
             return int(path.name)

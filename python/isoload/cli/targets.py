@@ -1,0 +1,89 @@
+"""What a command may write to: nothing that it reads, nothing that holds something else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from isoload.files.reading import parse_json, read_text
+from isoload.files.writing import check_target, descriptor_of
+from isoload.formats import recognise
+
+KINDS = {"output": "a placement", "json": "figures"}
+FIGURES = (  # keys of what --json writes, by which it is known again
+    {"policies"},  # replay, demo
+    {"placers", "calibrate"},  # place
+    {"trace", "layers"},  # inspect
+    {"name", "on", "detail"},  # doctor, each row
+)
+
+
+def check_targets(
+    reads: Sequence[str | Path | None], force: bool, json: str | None = None, output: str | None = None
+) -> None:
+    """Refuses what a command must not write to, before any work is done for it.
+
+    Args:
+        reads: files and folders that the command reads. What lies in a folder belongs to it, and to an .npz the .json
+            of the same stem.
+        force: a file of the same kind may be replaced; no other file ever.
+        json, output: where figures go, and a placement.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    given = {name: target for name, target in (("output", output), ("json", json)) if target is not None}
+    for name, target in given.items():
+        check_target(target, name)
+        if descriptor_of(target) is not None:
+            continue
+        for path in (path for path in reads if path is not None):
+            if _belongs(target, Path(path)):
+                raise ValueError(
+                    f"{name} must be no file that is read, got {target!r}, which belongs to {path}"
+                )
+        if os.path.isfile(target) and os.path.getsize(target):
+            _check_old(name, target, force)
+    if len(given) == 2 and _place(given["output"]) == _place(given["json"]):
+        raise ValueError(f"output and json must be two files, got {output!r} and {json!r}")
+
+
+def _belongs(target: str, path: Path) -> bool:
+    there, owned = Path(os.path.realpath(target)), [path]
+    if path.suffix == ".npz":
+        owned += [path.with_suffix(".json"), path.resolve().with_suffix(".json")]
+    return any(
+        own.resolve() in (there, *there.parents) or _place(str(own)) == _place(target) for own in owned
+    )
+
+
+def _check_old(name: str, target: str, force: bool) -> None:
+    """Refuses to replace a file, but for one of the same kind where that is asked for."""
+    if not force:
+        raise ValueError(
+            f"{name} must be a new file, or --force be given to replace {KINDS[name]}, got {target!r}"
+        )
+    try:
+        text = read_text(Path(target))
+        same = bool(recognise(text)) if name == "output" else _holds_figures(parse_json(text))
+    except ValueError:
+        same = False
+    if not same:
+        raise ValueError(
+            f"{name} must be a new file or replace {KINDS[name]}, got {target!r} of another kind"
+        )
+
+
+def _holds_figures(content: Any) -> bool:
+    rows = content if isinstance(content, list) and content else [content]
+    return any(all(isinstance(row, dict) and kind <= row.keys() for row in rows) for kind in FIGURES)
+
+
+def _place(target: str) -> object:
+    """The same for two names of one file, or of one stream."""
+    number = descriptor_of(target)
+    if number is not None:
+        return number
+    return os.stat(target)[1:3] if os.path.exists(target) else os.path.realpath(target)
