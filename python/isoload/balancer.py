@@ -233,7 +233,7 @@ class Balancer:
         if failure is None:
             try:
                 topk_ids, counts, numbered = self._count(topk_ids, planned)
-                self._record(counts)
+                self._record(counts, topk_ids)
             except ValueError as error:
                 failure = error
         self.last_plan = self.last_loads = None
@@ -349,10 +349,11 @@ class Balancer:
             return topk_ids, [count(rows, experts) for rows in topk_ids], [None] * len(topk_ids)
         return topk_ids, [found.counts for found in numbered], numbered if numbers else [None] * len(topk_ids)
 
-    def _record(self, counts: list[Tensor]) -> None:
+    def _record(self, counts: list[Tensor], topk_ids: list[Tensor]) -> None:
         # A checkpoint's recompute counts no batch again.
         if self.recorder is not None and (torch.compiler.is_compiling() or not in_backward()):
-            self.recorder.add(self.layer, counts, self)
+            top_k = topk_ids[0].shape[1] - self.placement.num_shared
+            self.recorder.add(self.layer, counts, self, top_k)
 
     def _gather(
         self,
