@@ -158,6 +158,16 @@ def test_a_placement_is_judged_on_the_part_that_place_judged_on(tokens, tmp_path
     assert file["batches"] == 6 and file["policies"][1]["imbalance"] != unseen["policies"][1]["imbalance"]
 
 
+def test_of_totals_the_file_itself_is_replayed_and_called_seen(tmp_path):
+    counts = np.random.default_rng(2).integers(1, 50, (1, 2, 8))
+    write_trace(Trace("totals", 8, 2, counts=counts), tmp_path / "t.npz")
+    target = tmp_path / "p.json"
+    placed = run("place", tmp_path / "t.npz", "-o", target, "--ranks", 4)
+    assert "Seen batches (calibrate all)" in placed.stdout
+    shown = run("replay", tmp_path / "t.npz", "--placement", target, "--policies", "even").stdout
+    assert f"seen:{target},placedonthesebatches" in "".join(shown.split())
+
+
 def test_a_placement_of_other_loads_is_replayed_as_it_is(trace, tmp_path):
     isoload.write_placement(isoload.place(np.ones((2, 8)), isoload.Topology(4), 3), tmp_path / "p.json")
     other = Trace("other", 8, 2, counts=np.random.default_rng(2).integers(1, 50, (3, 2, 8)))

@@ -9,6 +9,7 @@ import typer
 from isoload.formats import UnknownRanks, read_placement
 from isoload.placement import Placement
 from isoload.placers import make_placer, place
+from isoload.replay.calibration import strictest
 from isoload.replay.simulate import ReplaySettings
 from isoload.topology import Topology
 from isoload.trace import Trace
@@ -67,7 +68,8 @@ def unseen_part(
     """How a file is replayed on a trace: settings, the placement if it is replayed as it is, and that in words.
 
     A file that ``isoload place`` made of this trace has seen all of its batches. As there, it is judged by placements
-    that its placer makes without the batches they are replayed on; calibrate "all" replays the file itself.
+    that its placer makes without the batches they are replayed on; calibrate "all", and a trace of one batch, replay
+    the file itself.
 
     Raises:
         ValueError: calibrate where the file was not made of this trace.
@@ -82,7 +84,7 @@ def unseen_part(
         names = known if isinstance(known, list) else []
         source = ", ".join(map(shown, names)) or "loads that it does not name"
         return settings, placement, f"{path}, placed on {source}"
-    if settings.calibrate == "all":
+    if (settings.calibrate or strictest(trace.num_batches, trace.cluster)) == "all":
         return settings, placement, f"seen: {path}, placed on these batches"
     note = f", as {path} was on all (--calibrate all: the file itself)"
     return replace(settings, placer=placer), None, note
