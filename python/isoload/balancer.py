@@ -248,7 +248,7 @@ class Balancer:
             check_one_each(topk_ids, len(self.ranks))
             numbers = planned and self.prefer is None and not self.policy.samples
             topk_ids, rows, numbered = count_owned(topk_ids, self.placement, self.shared_columns, numbers)
-            self._record(rows)
+            self._record(rows, topk_ids)
             if beside is not None:
                 rows = [torch.cat(parts) for parts in zip(rows, beside, strict=True)]
             elif planned and len(self.ranks) == 1:
@@ -349,10 +349,11 @@ class Balancer:
         """Slots numbered as if the shared experts had none: an engine's physical ids of routed experts; -1 stays."""
         return without_shared_slots(slots, self.placement.slots_per_rank, self.placement.num_shared)
 
-    def _record(self, counts: list[Tensor]) -> None:
+    def _record(self, counts: list[Tensor], topk_ids: list[Tensor]) -> None:
         # A checkpoint's recompute counts no batch again.
         if self.recorder is not None and (torch.compiler.is_compiling() or not in_backward()):
-            self.recorder.add(self.layer, counts, self)
+            top_k = topk_ids[0].shape[1] - self.placement.num_shared
+            self.recorder.add(self.layer, counts, self, top_k)
 
     def _gather(
         self,

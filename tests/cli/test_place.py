@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import isoload
@@ -12,6 +13,7 @@ from isoload.cli.app import app
 from isoload.placers import parse_placer
 from isoload.trace import Trace, write_trace
 from support.documents import PLAIN
+from support.sglang_recording import EXPERTS, MOE, Recording
 
 
 @pytest.fixture(scope="module")
@@ -41,22 +43,23 @@ def test_a_trace_becomes_a_placement_and_a_table(trace, tmp_path):
     assert found.layer_ids == (3, 5) and found.slots_per_rank == 3
     assert found.provenance["placer"] == "scenario" and found.provenance["traces"] == ["small"]
     lines = result.stdout.splitlines()
-    assert [line.split()[0] for line in lines[5:7]] == ["eplb", "scenario"]
-    eplb, ours = (line.split() for line in lines[5:7])
-    assert eplb[3:] == ["8", "2.0", "-"] and ours[3] == "8"
-    assert "(calibrate interleaved)" in " ".join(result.stdout.split())
+    in_order, eplb, ours = (line.split() for line in lines if line.startswith(("in order", "eplb", "scen")))
+    assert in_order[:2] == ["in", "order"] and in_order[-2:] == ["0", "0.0"]
+    assert eplb[0] == "eplb" and eplb[3:] == ["8", "2.0"] and ours[0] == "scenario" and ours[3] == "8"
+    assert "(calibrate first-half)" in " ".join(result.stdout.split())
+    assert max(map(len, lines[2:])) <= 80
 
 
 def test_the_figures_are_of_placements_that_have_not_seen_the_judged_batches(trace, tmp_path):
     result = run(
         "place", trace, "-o", tmp_path / "p.json", "--ranks", 4, "--slots-per-rank", 3, "--json", "-"
     )
-    (eplb, ours) = json.loads(result.stdout)["placers"]
+    (_, eplb, ours) = json.loads(result.stdout)["placers"]
     counts = isoload.read_trace(trace).counts
     for row, placer in ((eplb, "eplb"), (ours, "scenario")):
-        slots = isoload.place(counts[::2], isoload.Topology(4), 3, placer).slot_to_expert.numpy()
+        slots = isoload.place(counts[:3], isoload.Topology(4), 3, placer).slot_to_expert.numpy()
         found = []
-        for batch in counts[1::2]:
+        for batch in counts[3:]:
             for layer, row_of in enumerate(slots.reshape(2, 4, 3)):
                 copies = np.bincount(row_of.ravel(), minlength=8)
                 load = [sum(batch[layer, e] / copies[e] for e in rank) for rank in row_of]
@@ -74,10 +77,12 @@ def test_before_against_and_several_traces(trace, tmp_path):
     args = ["place", trace, trace, "-o", second, "--ranks", 4, "--placer", "scenario:moves=1:split=exact"]
     result = run(*args, "--before", first, "--against", first, "--calibrate", "first-half", "--json", "-")
     rows = json.loads(result.stdout)["placers"]
-    assert [row["placer"] for row in rows] == ["eplb", "scenario:moves=1:split=exact", str(first)]
+    assert [row["placer"] for row in rows] == [
+        "in order", "eplb", "scenario:moves=1:split=exact", str(first),
+    ]  # fmt: skip
     old, new = (isoload.read_placement(path).slot_to_expert for path in (first, second))
-    assert ((old != new).sum(1) <= 1).all() and rows[2]["changed"] == 0
-    assert rows[1]["changed"] == pytest.approx((old != new).float().mean().item())
+    assert ((old != new).sum(1) <= 1).all() and rows[3]["changed"] == 0
+    assert rows[2]["changed"] == pytest.approx((old != new).float().mean().item())
 
 
 def test_before_and_against_are_of_the_layers_that_they_name(trace, tmp_path):
@@ -89,8 +94,8 @@ def test_before_and_against_are_of_the_layers_that_they_name(trace, tmp_path):
     args[-1] = "scenario:moves=0"
     rows = json.loads(run(*args, *given, "-o", tmp_path / "again.json").stdout)["placers"]
     same = [isoload.read_placement(path).slot_to_expert.tolist() for path in (plan, tmp_path / "again.json")]
-    assert same[0] == same[1] and rows[1]["changed"] == rows[2]["changed"] == 0
-    assert rows[1]["exact"] == rows[2]["exact"]
+    assert same[0] == same[1] and rows[2]["changed"] == rows[3]["changed"] == 0
+    assert rows[2]["exact"] == rows[3]["exact"]
     foreign = tmp_path / "foreign.json"
     isoload.write_placement(replace(isoload.read_placement(plan), layer_ids=(50, 60)), foreign)
     for option in ("--before", "--against"):
@@ -112,15 +117,15 @@ def test_memory_for_replicas_becomes_a_budget(trace, tmp_path):
     for more, message in (
         (
             ["--expert-bytes", 0, "--replica-memory", 5],
-            "replica_memory must be at least 0 and come with expert_bytes",
+            "--replica-memory must be at least 0 and come with --expert-bytes",
         ),
         (
             ["--replica-memory", 5, "--placer", "craft:replicas=1"],
-            "replica_memory must be 0 where the placer has rep",
+            "--replica-memory must be 0 where the placer has rep",
         ),
         (
             ["--replica-memory", 5, "--placer", "eplb"],
-            "replica_memory must be 0 for placer eplb, which has no budget",
+            "--replica-memory must be 0 for placer eplb, which has no budget",
         ),
     ):
         assert error_of(*base, *more).startswith(message)
@@ -129,7 +134,8 @@ def test_memory_for_replicas_becomes_a_budget(trace, tmp_path):
 def test_a_placement_is_replayed_by_layer_ids(trace, tmp_path):
     target = tmp_path / "plan.json"
     run("place", trace, "-o", target, "--ranks", 4, "--ranks-per-node", 2, "--slots-per-rank", 3)
-    base = ["replay", trace, "--placement", target, "--policies", "even", "--batch-tokens", 64, "--json", "-"]
+    base = ["replay", trace, "--placement", target, "--policies", "even", "--batch-tokens", 64]
+    base += ["--calibrate", "all", "--json", "-"]
     found = json.loads(run(*base).stdout)
     assert (
         found["batches"] == 6 and found["settings"]["num_ranks"] == 4 and found["settings"]["placer"] is None
@@ -137,7 +143,8 @@ def test_a_placement_is_replayed_by_layer_ids(trace, tmp_path):
     assert found["settings"]["ranks_per_node"] == 2 and found["settings"]["slots_per_rank"] == 3
     second = json.loads(run(*base, "--layers", "1").stdout)
     assert second["settings"]["layer_ids"] == [5]
-    assert "a given placement" in run(*base[:-2]).stdout
+    seen = f"seen:{target},placedonthesebatches"
+    assert seen in "".join(run(*base[:-2]).stdout.split())
     assert run(*base, "--ranks", 4).exit_code == 0
     assert error_of(*base, "--ranks", 8) == f"ranks must be 4 with placement {target}, got 8"
     assert (
@@ -147,6 +154,129 @@ def test_a_placement_is_replayed_by_layer_ids(trace, tmp_path):
     write_trace(swapped, tmp_path / "other.npz")
     missing = error_of("replay", tmp_path / "other.npz", "--placement", target)
     assert missing == "layer_ids must be of the placement's layers, it has no layer 4"
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    """Six batches of 64 tokens, whose hot experts move."""
+    rng = np.random.default_rng(1)
+    keys = rng.gumbel(size=(384, 2, 8)) + np.linspace(0, 2, 384)[:, None, None] * np.arange(8)
+    ids = np.argsort(-keys, axis=-1)[..., :2].astype(np.int32)
+    path = tmp_path_factory.mktemp("traces") / "tokens.npz"
+    write_trace(Trace("tokens", 8, topk_ids=ids, tokens_per_batch=np.full(6, 64)), path)
+    return str(path)
+
+
+@pytest.mark.parametrize("placer", ["scenario", "scenario:split=exact", "eplb"])
+def test_a_placement_is_judged_on_the_part_that_place_judged_on(tokens, tmp_path, placer):
+    """The file has seen all batches; replay finds place's figures, of placements that have not."""
+    target = tmp_path / "plan.json"
+    placed = run("place", tokens, "-o", target, "--ranks", 4, "--placer", placer, "--json", "-")
+    said = json.loads(placed.stdout)["placers"][-1]
+    base = ["replay", tokens, "--placement", target, "--policies", "exact,even"]
+    unseen = json.loads(run(*base, "--json", "-").stdout)
+    assert unseen["policies"][0]["imbalance"]["mean"] == pytest.approx(said["exact"])
+    assert unseen["settings"]["placer"] == placer and unseen["batches"] == 3
+    line = f"unseen: placed on the first 3 batches, as {target} was on all (--calibrate all: the file itself)"
+    assert "".join(line.split()) in "".join(run(*base).stdout.split())
+    file = json.loads(run(*base, "--calibrate", "all", "--json", "-").stdout)
+    assert file["batches"] == 6 and file["policies"][1]["imbalance"] != unseen["policies"][1]["imbalance"]
+
+
+def test_of_totals_the_file_itself_is_replayed_and_called_seen(tmp_path):
+    counts = np.random.default_rng(2).integers(1, 50, (1, 2, 8))
+    write_trace(Trace("totals", 8, 2, counts=counts), tmp_path / "t.npz")
+    target = tmp_path / "p.json"
+    placed = run("place", tmp_path / "t.npz", "-o", target, "--ranks", 4)
+    assert "Seen batches (calibrate all)" in placed.stdout
+    shown = run("replay", tmp_path / "t.npz", "--placement", target, "--policies", "even").stdout
+    assert f"seen:{target},placedonthesebatches" in "".join(shown.split())
+
+
+def test_a_placement_of_other_loads_is_replayed_as_it_is(trace, tmp_path):
+    isoload.write_placement(isoload.place(np.ones((2, 8)), isoload.Topology(4), 3), tmp_path / "p.json")
+    other = Trace("other", 8, 2, counts=np.random.default_rng(2).integers(1, 50, (3, 2, 8)))
+    write_trace(other, tmp_path / "other.npz")
+    base = ["replay", tmp_path / "other.npz", "--placement", tmp_path / "p.json", "--policies", "even"]
+    shown = " ".join(run(*base).stdout.split())
+    assert "in 3 batches" in shown and "placed on loads that it does not name" in shown
+    assert error_of(*base, "--calibrate", "all") == (
+        "calibrate must be not given with a placement of other loads, got all"
+    )
+
+
+def test_place_and_replay_give_a_rank_the_same_slots(trace, tmp_path):
+    """And without a slot more than experts both say that nothing is left to choose."""
+    target = tmp_path / "plan.json"
+    run("place", trace, "-o", target, "--ranks", 4)
+    replayed = json.loads(run("replay", trace, "--ranks", 4, "--json", "-").stdout)
+    assert isoload.read_placement(target).slots_per_rank == replayed["settings"]["slots_per_rank"] == 3
+    message = (
+        "Every expert has one slot, so no policy has a choice: --slots-per-rank 3 gives each rank a replica."
+    )
+    base = ["--ranks", 4, "--slots-per-rank"]
+    for command in (["place", trace, "-o", target, "--force"], ["replay", trace]):
+        assert message in " ".join(run(*command, *base, 2).stdout.split())
+        assert message not in " ".join(run(*command, *base, 3).stdout.split())
+
+
+def test_an_engines_placement_takes_its_ranks_from_the_command(trace, tmp_path):
+    target = tmp_path / "plan.json"
+    assert run("place", trace, "-o", target, "--ranks", 4, "--format", "sglang").exit_code == 0
+    for command in (["replay", trace, "--policies", "even"], ["inspect", trace]):
+        base = [*command, "--placement", target]
+        assert run(*base, "--ranks", 4).exit_code == 0
+        assert error_of(*base) == (
+            f"{target}: --ranks must be given: SGLang's file does not say how many ranks there are"
+        )
+    nodes = ["replay", trace, "--placement", target, "--ranks", 4, "--ranks-per-node", 2, "--json", "-"]
+    assert json.loads(run(*nodes).stdout)["settings"]["ranks_per_node"] == 2
+
+
+def recorded(folder, kind):
+    """What an engine records, and isoload."""
+    recording = Recording(1, folder)
+    if kind.startswith("per_"):
+        return (
+            recording.save() and folder
+            if kind == "per_token"
+            else recording.save(recording.own_slots) and folder
+        )
+    counts = recording.true_counts()
+    if kind == "isoload":
+        recorder, sources = isoload.Recorder(*counts.shape[1:]), [torch.nn.Module() for _ in MOE]
+        for batch in counts:
+            for layer, row in enumerate(batch):
+                recorder.add(layer, [torch.from_numpy(row)], sources[layer], top_k=2)
+            recorder.step()
+        recorder.save(folder / "run.npz")
+        return folder / "run.npz"
+    step = {"record_type": "eplb_load_stats", "version": 1, "p2l_map": [list(range(EXPERTS))] * len(MOE)}
+    lines = [json.dumps(step | {"step": i, "expert_load": batch.tolist()}) for i, batch in enumerate(counts)]
+    (folder / "run.jsonl").write_text("\n".join(lines))
+    return folder / "run.jsonl"
+
+
+@pytest.mark.parametrize("kind", ["per_token", "per_pass", "vllm", "isoload"])
+def test_from_a_record_to_an_engines_file(tmp_path, kind):
+    """README's path. per_pass and vLLM's lines do not say K: without --top-k all but rows is judged."""
+    (tmp_path / "run").mkdir()
+    record, says_k = recorded(tmp_path / "run", kind), kind in ("per_token", "isoload")
+    engine = "vllm" if kind == "vllm" else "sglang"
+    target, own = tmp_path / "engine.json", tmp_path / "own.json"
+    base = ["--ranks", 3, "--policies", "none,exact", "--json", "-"]
+    for given in [[]] if says_k else [[], ["--top-k", 2]]:
+        rows = json.loads(run("replay", record, *base, *given).stdout)["policies"]
+        assert (rows[0]["remote_rank_rows"] is None) == (not says_k and not given)
+        assert rows[1]["gap"]["max"] == 0 and rows[0]["gap"]["max"] > 0
+    placed = run("place", record, "-o", target, "--ranks", 3, "--format", engine, "--json", "-")
+    in_order, _, ours = json.loads(placed.stdout)["placers"]
+    assert ours["replicas"] == 3 * len(MOE) and ours["exact"] < in_order["exact"]
+    judged = json.loads(run("replay", record, "--placement", target, *base).stdout)
+    assert judged["batches"] == 3 and judged["policies"][1]["gap"]["max"] == 0
+    assert run("inspect", record, "--placement", target, "--ranks", 3).exit_code == 0
+    assert run("convert", target, "-o", own, "--format", "isoload", "--ranks", 3).exit_code == 0
+    assert isoload.read_placement(own).slots_per_rank == 3
 
 
 def test_replay_takes_a_placer_with_options(trace):
@@ -166,6 +296,10 @@ def test_what_place_refuses(trace, tmp_path):
     assert (
         error_of(*base, "--format", "yaml")
         == "format must be one of isoload, tensorrt-llm, sglang, vllm, vllm-list, vllm-ascend, got 'yaml'"
+    )
+    named = str(tmp_path / "p.yaml")
+    assert error_of("place", trace, "-o", named, "--ranks", 4, "--format", "sglang") == (
+        f"output must end in .json for format sglang, got {named!r}"
     )
     assert error_of(*base, "--placer", "best").startswith("placer must be one of trivial, eplb, ")
     assert error_of(*base, "--placer", "scenario:shrink") == (

@@ -100,12 +100,13 @@ def test_a_placement_is_no_figures_and_figures_are_no_placement(folder):
 
 @pytest.mark.parametrize("format", list(isoload.FORMATS))
 def test_force_replaces_a_placement_of_any_format(folder, format):
-    isoload.write_placement(isoload.read_placement("plan.json"), "there", format)
-    old = Path("there").read_bytes()
-    assert "--force" in refused(*PLACE, "-o", "there")
-    assert run(*PLACE, "-o", "there", "--force").exit_code == 0
+    there = "there.json"
+    isoload.write_placement(isoload.read_placement("plan.json"), there, format)
+    old = Path(there).read_bytes()
+    assert "--force" in refused(*PLACE, "-o", there)
+    assert run(*PLACE, "-o", there, "--force").exit_code == 0
     assert (
-        Path("there").read_bytes() != old and isoload.read_placement("there").provenance["placer"] == "eplb"
+        Path(there).read_bytes() != old and isoload.read_placement(there).provenance["placer"] == "eplb"
     )
 
 

@@ -3,6 +3,7 @@ that move while tokens are generated. Hugging Face's model of the same checkpoin
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -10,13 +11,16 @@ import pytest
 import torch
 from checkpoint import make_qwen3_moe
 from engine_runs import Batch, EngineRun, run_sglang
+from typer.testing import CliRunner
+
+from isoload.cli.app import app
 
 EPLB = {
     "ep_num_redundant_experts": 4, "ep_dispatch_algorithm": "dynamic", "enable_eplb": True,
-    "eplb_rebalance_num_iterations": 6, "expert_distribution_recorder_buffer_size": 6,
+    "eplb_rebalance_num_iterations": 7, "expert_distribution_recorder_buffer_size": 7,
     "expert_distribution_recorder_mode": "stat",
 }  # fmt: skip
-RANKS, SLOTS = 2, 10
+RANKS, SLOTS, LAYERS = 2, 10, 3
 ATTACHED = {"ISOLOAD_SGLANG": "1", "ISOLOAD_STRICT": "1", "ISOLOAD_REPORT_SECONDS": "0.2"}
 
 
@@ -29,15 +33,33 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[in
 
 @pytest.fixture(scope="module")
 def stock(oracle: tuple[Path, list[list[int]]], tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
-    """isoload is installed, its variable is not set."""
-    return run_sglang(oracle[0], tmp_path_factory.mktemp("runs") / "stock", {}, **EPLB)
+    """isoload is installed, its variable is not set. At its end the engine writes what it has recorded."""
+    folder = tmp_path_factory.getbasetemp() / "stock"
+    variables = {"SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR": str(folder / "recorded")}
+    return run_sglang(oracle[0], folder, variables, **EPLB)
 
 
 @pytest.fixture(scope="module")
-def balanced(oracle: tuple[Path, list[list[int]]], tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
-    return run_sglang(
-        oracle[0], tmp_path_factory.mktemp("runs") / "isoload", ATTACHED, **EPLB, eplb_algorithm="isoload"
-    )
+def placed(stock: EngineRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """README's path, on what the engine recorded: replayed, placed, replayed as placed."""
+    record = tmp_path_factory.getbasetemp() / "stock" / "recorded"
+    target = tmp_path_factory.mktemp("placed") / "placement.json"
+    slots = ["--ranks", str(RANKS), "--slots-per-rank", str(SLOTS)]
+    place = ["place", str(record), "-o", str(target), *slots, "--format", "sglang"]
+    replay = ["replay", str(record), *slots, "--top-k", "4", "--policies", "none,exact"]
+    for command in (replay, place, [*replay, "--placement", str(target)]):
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, done.output
+    return target
+
+
+@pytest.fixture(scope="module")
+def balanced(
+    oracle: tuple[Path, list[list[int]]], placed: Path, tmp_path_factory: pytest.TempPathFactory
+) -> EngineRun:
+    """It starts from where isoload placed the experts."""
+    start = {"eplb_algorithm": "isoload", "init_expert_location": str(placed)}
+    return run_sglang(oracle[0], tmp_path_factory.mktemp("runs") / "isoload", ATTACHED, **EPLB, **start)
 
 
 def imbalance(batch: Batch) -> float:
@@ -51,6 +73,13 @@ def test_tokens_are_hugging_faces(
 ) -> None:
     assert stock.tokens == oracle[1], "the control"
     assert balanced.tokens == oracle[1]
+
+
+def test_an_engine_starts_from_what_was_placed_on_its_record(placed: Path, balanced: EngineRun) -> None:
+    """The copies of the first pass are in slots where the file has their experts."""
+    table = torch.tensor(json.loads(placed.read_text())["physical_to_logical_map"])
+    for batch in balanced.batches[0][:LAYERS]:
+        assert torch.equal(table[batch.layer][batch.slots], batch.ids)
 
 
 def test_experts_moved_while_tokens_were_generated(stock: EngineRun, balanced: EngineRun) -> None:

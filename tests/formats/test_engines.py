@@ -27,20 +27,20 @@ def made(**arguments):
 @pytest.mark.parametrize("name", ENGINES)
 def test_slots_come_back(name, tmp_path):
     placement = made(num_shared=1, slots_per_rank=4)
-    isoload.write_placement(placement, tmp_path / "p", name)
-    found = isoload.read_placement(tmp_path / "p", TOPOLOGY)
+    isoload.write_placement(placement, tmp_path / "p.json", name)
+    found = isoload.read_placement(tmp_path / "p.json", TOPOLOGY)
     routed = placement.slot_to_expert.view(2, 4, 4)[:, :, :3].reshape(2, 12)
     rows = [1, 3] if name == "sglang" else [0, 1]
     assert found.layer_ids == ((1, 3) if name == "tensorrt-llm" else tuple(range(len(found.layer_ids))))
     assert torch.equal(found.slot_to_expert[rows], routed)
     assert found.num_experts == 6 and found.num_shared == 0
-    assert (tmp_path / "p").read_text().count("\n") == (5 if name == "tensorrt-llm" else 1)
+    assert (tmp_path / "p.json").read_text().count("\n") == (5 if name == "tensorrt-llm" else 1)
 
 
 def test_sglang_has_every_layer_and_no_other_key(tmp_path):
     """Its dense layers hold every expert, and any other key would be an unknown argument."""
-    isoload.write_placement(made(), tmp_path / "p", "sglang")
-    content = json.loads((tmp_path / "p").read_text())
+    isoload.write_placement(made(), tmp_path / "p.json", "sglang")
+    content = json.loads((tmp_path / "p.json").read_text())
     assert list(content) == ["physical_to_logical_map"] and len(content["physical_to_logical_map"]) == 4
     for dense in (0, 2):
         assert content["physical_to_logical_map"][dense] == [i % 6 for i in range(12)]
@@ -101,11 +101,11 @@ def test_refused_yaml(message, tmp_path):
 
 
 CANNOT = {
-    "spare_slots must be 0 for an engine's file, got 1": lambda: made(spare_slots=1),
-    "alive must be True for all ranks for an engine's file, got 1 dead": lambda: isoload.place(
+    "placement must have no spare slots for an engine's file, got 1": lambda: made(spare_slots=1),
+    "placement must have all ranks alive for an engine's file, got 1 dead": lambda: isoload.place(
         COUNTS, isoload.Topology(4, alive=(True, True, False, True)), 3
     ),
-    "slots_per_rank must be filled for an engine's file, layer 3 has absent slots (ragged)": lambda: made(
+    "placement must have no absent slots for an engine's file, layer 3 is ragged": lambda: made(
         slots_per_rank=None, placer="craft", replicas=1
     ),
 }
@@ -115,7 +115,7 @@ CANNOT = {
 @pytest.mark.parametrize("name", ENGINES)
 def test_what_an_engines_file_cannot_hold(message, name, tmp_path):
     with pytest.raises(ValueError, match="^" + re.escape(message)):
-        isoload.write_placement(CANNOT[message](), tmp_path / "p", name)
+        isoload.write_placement(CANNOT[message](), tmp_path / "p.json", name)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -168,9 +168,18 @@ def test_refused_files(message, content, tmp_path):
 
 
 def test_ranks_must_be_said_where_the_file_does_not(tmp_path):
-    isoload.write_placement(made(), tmp_path / "p", "sglang")
-    with pytest.raises(ValueError, match="p: topology must be given: SGLang's file does not say"):
-        isoload.read_placement(tmp_path / "p")
+    isoload.write_placement(made(), tmp_path / "p.json", "sglang")
+    with pytest.raises(ValueError, match="p.json: topology must be given: SGLang's file does not say"):
+        isoload.read_placement(tmp_path / "p.json")
+
+
+@pytest.mark.parametrize("name", ["p.pt", "p.yaml", "p"])
+def test_names_that_sglang_does_not_open(name, tmp_path):
+    """It takes a .pt for a torch file, and what is no .json either for the JSON itself."""
+    message = f"path must end in .json for format sglang, got {str(tmp_path / name)!r}"
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        isoload.write_placement(made(), tmp_path / name, "sglang")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_convert(tmp_path):
@@ -179,9 +188,18 @@ def test_convert(tmp_path):
     def run(*args):
         return CliRunner().invoke(app, ["convert", *map(str, args)])
 
-    assert run(tmp_path / "own", "-o", tmp_path / "p", "--format", "sglang").exit_code == 0
-    assert run(tmp_path / "p", "-o", tmp_path / "q", "--format", "vllm", "--ranks", 4).exit_code == 0
-    found = isoload.read_placement(tmp_path / "q", TOPOLOGY)
+    p, q = tmp_path / "p.json", tmp_path / "q"
+    done = run(tmp_path / "own", "-o", p, "--format", "sglang")
+    assert "".join(done.stdout.split()) == "".join(
+        f"{p}: 2 layers, 6 experts, 3 slots on each of 4 ranks, format sglang".split()
+    )
+    assert run(p, "-o", q, "--format", "vllm", "--ranks", 4).exit_code == 0
+    found = isoload.read_placement(q, TOPOLOGY)
     assert torch.equal(found.slot_to_expert[[1, 3]], made().slot_to_expert)
-    assert run(tmp_path / "p", "-o", tmp_path / "r", "--format", "vllm").exit_code == 2
+    for how, message in (
+        ([p], f"{p}: --ranks must be given: SGLang's file does not say how many ranks there are"),
+        ([tmp_path / "own", "--ranks", 8], f"ranks must be 4 with placement {tmp_path / 'own'}, got 8"),
+    ):
+        failed = run(*how, "-o", tmp_path / "r", "--format", "vllm")
+        assert (failed.exit_code, failed.stderr) == (2, f"error: {message}\n")
     assert not (tmp_path / "r").exists()

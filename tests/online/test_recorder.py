@@ -58,6 +58,20 @@ def test_a_file_is_a_trace_that_place_reads(tmp_path: Path):
     assert placement.num_layers == LAYERS
 
 
+def test_experts_per_token_are_kept(tmp_path: Path):
+    """Without shared columns, eager and compiled: a replay draws tokens of so many experts."""
+    topology = isoload.Topology(2)
+    placement = isoload.place(torch.ones(LAYERS, EXPERTS), topology, slots_per_rank=5, num_shared=1)
+    for compiled, shared in ((False, False), (False, True), (True, False)):
+        balancer = isoload.Balancer(placement, 0, "joint", tokens="same", shared_columns=shared)
+        balancer.recorder = recorder = Recorder(LAYERS, EXPERTS)
+        call = torch.compile(balancer, backend="aot_eager", fullgraph=True) if compiled else balancer
+        call(torch.tensor([[0, 1, 5], [1, 4, 5]])[:, : 3 if shared else 2])
+        recorder.step()
+        recorder.save(tmp_path / "run.npz")
+        assert isoload.read_trace(tmp_path / "run.npz").top_k == 2, (compiled, shared)
+
+
 def on_rank(rank, ranks, steps):
     group = isoload.CollectiveGroup(isoload.Topology(ranks))
     recorder = Recorder(LAYERS, EXPERTS, max_batches=4)
@@ -102,6 +116,7 @@ def test_watches_a_model_as_it_is():
         recorder.step()
     wanted = [torch.bincount(logits.topk(2).indices.flatten(), minlength=EXPERTS) for logits in routed]
     assert torch.equal(recorder.counts()[0], torch.stack(wanted)) and not recorder.counts()[1].any()
+    assert recorder.trace().top_k == 2
     with pytest.raises(
         ValueError, match="block must have experts that transformers fuses, got Linear with NoneType"
     ):

@@ -180,15 +180,18 @@ def test_drawn_batches_are_as_large_as_the_trace_says():
     assert np.diff(batch.start).tolist() == [1, 2, 1, 2]
 
 
+def test_without_k_copies_are_drawn_one_by_one():
+    counts = np.array([[[30, 10, 0, 0]], [[1, 1, 1, 1]]])
+    batches = make_batches(count_trace(counts, 0, tokens_per_batch=np.array([7, 7])))
+    assert batches.num_tokens == (40, 4)
+    assert batches.source_batch(0, 2, "contiguous").topk_ids.shape == (1, 40, 1)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: make_batches(token_trace(9), 0), "batch_tokens must be at least 1, got 0"),
         (lambda: make_batches(token_trace(9), seed=-2), "seed must be at least 0, got -2"),
-        (
-            lambda: make_batches(count_trace(np.ones((1, 1, 4), dtype=np.int64), 0)),
-            r"top_k must be known to draw tokens from counts, got 0 \(unknown\)",
-        ),
         (
             lambda: draw_topk_ids(np.array([5, 1, 1]), 4, 2, np.random.default_rng(0)),
             "counts must be of 2 distinct experts per token, so none above 7/2, got 5",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from isoload.replay.calibration import CALIBRATIONS, Fold, calibration_folds
+from isoload.replay.calibration import CALIBRATIONS, Fold, calibration_folds, strictest
 
 
 def test_first_half():
@@ -59,3 +59,9 @@ def test_every_mode_but_all_keeps_them_apart(calibrate):
 def test_messages(arguments, message):
     with pytest.raises(ValueError, match=message):
         calibration_folds(*arguments)
+
+
+def test_the_strictest_that_the_batches_allow():
+    assert strictest(4, ("a", "b", "b", "b")) == "leave-cluster-out"
+    assert strictest(4, ("a",) * 4) == strictest(2, None) == "first-half"
+    assert strictest(1, None) == "all"

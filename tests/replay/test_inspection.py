@@ -27,7 +27,9 @@ def test_by_hand():
     assert (stats.rank.hottest, stats.rank.total) == (1, 0.55)
     assert stats.expert_max_over_mean == pytest.approx(1.6)
     assert stats.imbalance == pytest.approx(1.1)
-    assert stats.skew == "low-skew"
+    assert stats.skew is None, "K is not known"
+    assert stats.on_ranks[2].in_order == pytest.approx(1.7)
+    assert stats.on_ranks[2].least == pytest.approx((2 * 0.6 + 2 * 0.7) / 2)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 4, 5, 7, 12, 100])
@@ -44,17 +46,33 @@ def test_any_number_of_ranks(num_ranks):
         assert stats.imbalance == pytest.approx(max(totals) / np.mean(totals))
 
 
-@pytest.mark.parametrize(("hot", "skew"), [(1900, "low-skew"), (1901, "high-skew")])
-def test_high_skew_is_more_than_ten_times_the_mean(hot, skew):
-    counts = np.full((1, 1, 20), 100)
-    counts[0, 0, 7] = hot  # 20 * 1900 / (1900 + 19 * 100) = 10 exactly
-    assert inspect_trace(counted(counts), 4)[0].skew == skew
+def test_skew_is_on_the_scale_of_e_and_k():
+    """0 = all experts alike, 1 = every token chooses it: E/K times the mean."""
+    chosen_by_all = [4, 2, 1, 1, 0, 0, 0, 0]
+    for row, skew in (([1] * 8, 0.0), (chosen_by_all, 1.0), ([5, 3, 3, 3, 2, 2, 1, 1], (2 - 1) / 3)):
+        (stats,) = inspect_trace(counted([[row]], top_k=2), 4)
+        assert stats.skew == pytest.approx(skew)
+
+
+@pytest.mark.parametrize(
+    ("experts", "ranks", "numbers"), [(32, 8, [8, 16, 32]), (20, 4, [4, 8, 16]), (4, 6, [6])]
+)
+def test_what_the_skew_costs_on_more_ranks(experts, ranks, numbers):
+    counts = np.random.default_rng(1).integers(0, 50, (3, 2, experts))
+    for layer, stats in enumerate(inspect_trace(counted(counts), ranks)):
+        assert list(stats.on_ranks) == numbers
+        for number, cost in stats.on_ranks.items():
+            size, mean = -(-experts // number), counts[:, layer].sum(1) / number
+            loads = np.stack([counts[:, layer, r * size : (r + 1) * size].sum(1) for r in range(number)])
+            assert cost.in_order == pytest.approx((loads.max(0) / mean).mean())
+            assert cost.least == pytest.approx(np.maximum(1, counts[:, layer].max(1) / mean).mean())
+            assert cost.least <= cost.in_order
 
 
 def test_layer_without_copies():
-    (stats,) = inspect_trace(counted(np.zeros((2, 1, 4), dtype=int)), 2)
+    (stats,) = inspect_trace(counted(np.zeros((2, 1, 4), dtype=int), top_k=2), 2)
     assert stats.expert.total == stats.rank.mean == stats.imbalance == 0
-    assert stats.skew == "low-skew"
+    assert stats.skew is None and stats.on_ranks[2].least == stats.on_ranks[2].in_order == 0
 
 
 def test_tokens_are_counted_in_their_batches():

@@ -14,9 +14,15 @@ from isoload.replay.layer_cost import LayerCost
 from isoload.replay.metrics import PolicyFigures
 from isoload.replay.simulate import Replay
 from isoload.report.cost import cost_figures
-from isoload.report.inspection import FIGURES as INSPECTED
-from isoload.report.inspection import inspect_table, print_inspection
-from isoload.report.replay import FIGURES, print_replay, replay_header, replay_json, replay_table
+from isoload.report.inspection import inspect_figures, print_inspection
+from isoload.report.replay import (
+    FIGURES,
+    print_replay,
+    replay_header,
+    replay_json,
+    replay_table,
+    replay_warnings,
+)
 from isoload.report.tables import WIDTH, Column, Figure, json_of, percent, table, table_of
 from isoload.trace import Trace
 
@@ -41,7 +47,6 @@ DYNAMIC = PolicyFigures(
     shared_unvisited_share=None,
     active_experts=4.97,
     plan_us_median=66.61,
-    plan_us_p99=777.2,
     plan_us_batched=12.34,
 )
 EXACT = replace(DYNAMIC, policy="exact", gap_mean=0.0, gap_max=0.0, idle_share=0.0001, imbalance_max=1.0)
@@ -59,6 +64,7 @@ SETTINGS = {
     "top_k": 4,
     "drawn": False,
     "calibration_batches": [7],
+    "layers_with_freedom": 24,
 }
 REPLAY = Replay("tiny", SETTINGS, 3584, 24, 7, (DYNAMIC, EXACT))
 
@@ -94,21 +100,37 @@ def test_percent_tells_zero_from_nearly_zero():
     assert [percent(share) for share in (0.0, 1e-6, 0.1234, 1.758)] == ["0%", "0.0%", "12.3%", "175.8%"]
 
 
-def test_replay_table_shows_every_figure_in_its_column():
-    heading, rows = replay_table([DYNAMIC, EXACT], with_nodes=True)
-    titles = "policy mean p99 max bound worst ideal idle std rank node rank node slots one p99 batch"
-    dynamic = (
-        "dynamic 1.111 2.222 3.333 12.3% 166.6% 17.7% 5.5% 0.444 88.0% 55.0% 89.0% 56.0% 5.0 66.6 777 12.3"
-    )
+def test_wide_replay_table_shows_every_figure_in_its_column():
+    heading, rows = replay_table([DYNAMIC, EXACT], with_nodes=True, wide=True)
+    titles = "policy mean p99 max bound worst ideal idle std rank node rank node slots one batch"
+    dynamic = "dynamic 1.111 2.222 3.333 12.3% 166.6% 17.7% 5.5% 0.444 88.0% 55.0% 89.0% 56.0% 5.0 66.6 12.3"
     assert squeezed(heading[1]) == titles
     assert squeezed(rows[0]) == dynamic
     assert squeezed(rows[1]).startswith("exact 1.111 2.222 1.000 0% 0% 17.7% 0.0%")
     assert len({len(line) for line in (*rows, heading[1])}) == 1
-    assert len(rows[0]) <= WIDTH
+
+
+def test_replay_table_shows_what_one_decides_by():
+    """Within 80 columns, for the longest names of the documents too."""
+    named = replace(EXACT, policy="waterfill_sampled:rule=dynamic")
+    heading, rows = replay_table([DYNAMIC, named], with_nodes=True)
+    assert squeezed(heading[0]) == "imbalance max load over rows leave plan µs"
+    assert squeezed(heading[1]) == "policy mean bound rank node one"
+    assert squeezed(rows[0]) == "dynamic 1.111 12.3% 88.0% 55.0% 66.6"
+    assert max(map(len, (*heading, *rows))) <= 80
+
+
+def test_a_column_without_values_is_left_out():
+    unknown = dict.fromkeys([field.name for field in fields(PolicyFigures) if "_rows" in field.name])
+    shares = {"remote_rank_share": None, "remote_node_share": None}
+    row = replace(DYNAMIC, **unknown, **shares)
+    assert "rows leave" not in replay_table([row], with_nodes=True, wide=True)[0][0]
+    known = replay_table([row, DYNAMIC], with_nodes=True)[1]
+    assert squeezed(known[0]) == "dynamic 1.111 12.3% - - 66.6"
 
 
 def test_replay_table_speaks_of_nodes_only_if_there_are_several():
-    heading, rows = replay_table([DYNAMIC], with_nodes=False)
+    heading, rows = replay_table([DYNAMIC], with_nodes=False, wide=True)
     assert "node" not in heading[1] and "55.0%" not in rows[0] and "56.0%" not in rows[0]
 
 
@@ -116,7 +138,8 @@ def test_replay_header():
     assert replay_header(REPLAY) == [
         "tiny (a/model)",
         "3584 tokens in 7 batches, routing as recorded; 24 layers, 32 experts, top-4",
-        "8 ranks on 2 nodes, 5 slots per rank, placer eplb, calibrated on the first 7 batches",
+        "8 ranks on 2 nodes, 5 slots per rank, placer eplb",
+        "unseen: placed on the first 7 batches",
     ]
 
 
@@ -126,16 +149,42 @@ def test_replay_header():
         ({"drawn": True}, "drawn from counts with seed 3"),
         ({"spare_slots": 2}, "5 slots per rank (2 spare)"),
         ({"ranks_per_node": 8}, "8 ranks on 1 node, "),
-        ({"calibrate": "all"}, "calibrated on the replayed batches"),
-        ({"calibrate": "leave-one-out"}, "calibrated for each batch on the 7 others"),
+        ({"calibrate": "all"}, "\nseen: placed on the replayed batches"),
+        ({"calibrate": "leave-one-out"}, "unseen: placed for each batch on the 7 others"),
+        ({"calibrate": None, "placer": None}, "5 slots per rank\na given placement"),
+        (
+            {"top_k": 0, "drawn": True},
+            "3584 copies in 7 batches, drawn from counts with seed 3; 24 layers, 32 experts\n",
+        ),
         (
             {"calibrate": "leave-cluster-out", "calibration_batches": [6, 8]},
-            "calibrated for each cluster on the others (6 or 8 batches)",
+            "unseen: placed for each cluster on the others (6 or 8 batches)",
         ),
     ],
 )
 def test_replay_header_says_how(settings, words):
-    assert words in " ".join(replay_header(with_settings(**settings)))
+    assert words in "\n".join(replay_header(with_settings(**settings)))
+
+
+def test_a_given_placement_is_named():
+    given = with_settings(calibrate=None, placer=None)
+    assert (
+        replay_header(given, "seen: p.json, placed on these batches")[3]
+        == "seen: p.json, placed on these batches"
+    )
+
+
+def test_what_a_replay_cannot_judge_is_said():
+    assert replay_warnings(REPLAY) == []
+    (unknown,) = replay_warnings(with_settings(top_k=0))
+    assert (
+        unknown == "The record does not say top-k: copies are drawn one by one, rows not counted (--top-k)."
+    )
+    (fixed,) = replay_warnings(with_settings(layers_with_freedom=0))
+    assert fixed.startswith("Every expert has one slot, so no policy has a choice: --slots-per-rank 6 gives")
+    assert "no policy has a choice" in " ".join(
+        printed(print_replay, with_settings(layers_with_freedom=0)).split()
+    )
 
 
 def test_a_model_is_named_only_if_known():
@@ -151,7 +200,7 @@ def test_replay_prints_the_same_lines_everywhere(options):
     rows = [line for line in lines if line.startswith(("dynamic", "exact"))]
     assert [line.split()[0] for line in rows] == ["dynamic", "exact"]
     assert "[bold]" in "".join(lines)
-    assert lines[-1].startswith("idle: ") and "imbalance: max/mean" in lines[-2]
+    assert " ".join(lines[-2:]).endswith("--wide shows all figures.") and "imbalance: max/mean" in lines[-3]
 
 
 def test_replay_json_names_every_figure():
@@ -172,7 +221,7 @@ def test_replay_json_names_every_figure():
         "shared_remote_share": None,
         "shared_unvisited_share": None,
         "active_experts": 4.97,
-        "plan_us": {"median": 66.61, "p99": 777.2, "batched": 12.34},
+        "plan_us": {"median": 66.61, "batched": 12.34},
     }
     assert {key: found[key] for key in ("trace", "tokens", "layers", "batches")} == {
         "trace": "tiny",
@@ -192,10 +241,15 @@ def skewed_trace():
 
 
 def test_inspect_table():
-    heading, rows = inspect_table(inspect_trace(skewed_trace(), 4))
-    assert squeezed(heading[1]) == "layer hottest all mean max hottest all mean max expert rank class"
-    assert squeezed(rows[0]) == "3 0 4.2% 4.2% 4.2% 0 25.0% 25.0% 25.0% 1.00 1.00 low-skew"
-    assert squeezed(rows[1]) == "8 5 69.3% 65.5% 77.0% 0 76.0% 73.0% 82.0% 16.64 3.04 high-skew"
+    figures, layers = inspect_figures([4, 8, 16]), inspect_trace(skewed_trace(), 4)
+    heading, rows = table_of(figures, layers)
+    assert squeezed(heading[0]) == "hottest expert 4 ranks 8 ranks 16 ranks"
+    assert squeezed(heading[1]) == "layer id /mean skew order least order least order least"
+    assert squeezed(rows[0]) == "3 0 1.00 0% 1.00 1.00 1.00 1.00 1.33 1.00"
+    assert squeezed(rows[1]) == "8 5 16.64 68.0% 2.92 2.62 5.48 5.24 10.72 10.48"
+    wide = table_of(figures, layers, wide=True)[1]
+    assert squeezed(wide[1]).endswith("10.48 69.3% 65.5% 77.0% 0 76.0% 73.0% 82.0% 3.04")
+    assert max(map(len, heading)) <= 80
 
 
 def test_inspection_prints_its_extremes():
@@ -203,8 +257,9 @@ def test_inspection_prints_its_extremes():
     lines = printed(lambda console: print_inspection(trace, 4, inspect_trace(trace, 4), console)).splitlines()
     assert lines[0] == "skewed (a/model)"
     assert lines[1] == "2 batches, 2 layers, 24 experts; experts in order on 4 ranks, no replicas"
-    assert lines[-3] == "largest in any layer and batch: expert 77.0%, rank 82.0%"
-    assert lines[-2] == "high-skew (hottest expert > 10 x mean): 1 of 2 layers"
+    assert "4 ranks: 1.96 in order, 1.81 at least; 1 of 2 layers need replicas" in lines
+    assert "100% chosen by every token, 24.00 x." in " ".join(lines)
+    assert lines[-1] == "largest share in any layer and batch: expert 77.0%, rank of 4 82.0%"
     assert max(map(len, lines)) <= WIDTH
 
 
@@ -218,7 +273,7 @@ COST_ROW = LayerCost("none", *map(float, range(1, 11)))
 DEMO_ROW = demo.DemoFigures("none", 0.5, 1.5, 2.5, 35, 4.5)
 ROWS = {
     "replay": (FIGURES, DYNAMIC),
-    "inspect": (INSPECTED, TRACE_ROW),
+    "inspect": (inspect_figures([4, 8, 16]), TRACE_ROW),
     "cost": (cost_figures([COST_ROW]), COST_ROW),
     "demo": (demo.FIGURES, DEMO_ROW),
     "doctor": (doctor.FIGURES, Item("one", True, "1.0")),
@@ -239,8 +294,11 @@ def test_one_list_feeds_table_and_json(name):
     found = leaves(json_of(figures, row))
     assert len(found) == len(figures)
     assert all(value in found for value in leaves(asdict(row)))
-    shown = [figure for figure in figures if figure.form is not None]
-    assert table_of(figures, [row])[1][0].split() == " ".join(figure.cell(row) for figure in shown).split()
+    shown = [figure for figure in figures if figure.form is not None and figure.value(row) is not None]
+    assert (
+        table_of(figures, [row], wide=True)[1][0].split()
+        == " ".join(figure.cell(row) for figure in shown).split()
+    )
 
 
 def test_cells():

@@ -1,12 +1,14 @@
 """Trace: its rules field by field, its views, and the traces there are."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from isoload.trace import Trace, count_batches, read_trace, trace_errors
+from isoload.trace.top_k import model_top_k, with_top_k
 from support.sample_traces import ARRAYS, COUNTS, IDS, token_trace
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "traces" / "gptoss20b_decode.npz"
@@ -142,3 +144,29 @@ def test_a_folder_of_traces():
         trace = read_trace(path)
         for name, array in arrays.items():
             np.testing.assert_array_equal(getattr(trace, name), array, err_msg=f"{path.name} {name}")
+
+
+@pytest.mark.parametrize(
+    ("model", "experts", "top_k"),
+    [
+        ("openai/gpt-oss-20b: 24 MoE layers, 32 experts, top-4", 32, 4),
+        ("deepseek-ai/DeepSeek-V3-0324", 256, 8),
+        ("DeepSeek V2 Lite", 64, 6),
+        ("Qwen/Qwen3-30B-A3B", 128, 8),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", 512, 10),
+        ("mistralai/Mixtral-8x7B-v0.1", 8, 2),
+        ("allenai/OLMoE-1B-7B-0924", 64, 8),
+        ("GLM-5.2", 256, 8),
+        ("moonshotai/Kimi-K2-Instruct", 384, 8),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", 128, 0),
+        ("some model", 64, 0),
+    ],
+)
+def test_k_by_a_models_name(model, experts, top_k):
+    """Of the experts that the name's models have, and no others."""
+    assert model_top_k(model, experts) == top_k
+    counts = np.ones((1, 1, experts), dtype=np.int64)
+    trace = Trace("loads", experts, counts=counts, provenance={"model": model})
+    assert with_top_k(trace).top_k == top_k
+    assert with_top_k(replace(trace, top_k=3)).top_k == 3, "the record comes first"
+    assert with_top_k(trace, "5").top_k == 5, "then what is given"

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from isoload import __version__
 from isoload.cli import demo, doctor
-from isoload.cli.place import PlaceSettings, check_format, given_placement, run_place, write_placement
+from isoload.cli.errors import in_options
+from isoload.cli.given import given_placement, read_given, unseen_part
+from isoload.cli.place import PlaceSettings, run_place
 from isoload.cli.processes import RankError
 from isoload.cli.targets import check_targets
+from isoload.cli.traces import load_trace, progress
 from isoload.cost import CostModel, read_cost
-from isoload.files.reading import shown
 from isoload.files.writing import descriptor_of, write_json
-from isoload.formats import FORMATS, read_placement
+from isoload.formats import FORMATS, check_format, write_placement
 from isoload.placers import PLACERS
 from isoload.policies import POLICIES
 from isoload.replay.batches import ASSIGNMENTS
@@ -34,10 +35,10 @@ from isoload.replay.simulate import replay as replay_trace
 from isoload.report.cost import print_cost
 from isoload.report.inspection import inspect_json, print_inspection
 from isoload.report.placement_inspection import placement_json, print_placement
-from isoload.report.placing import place_json, print_place
+from isoload.report.placing import place_json, placement_line, print_place
 from isoload.report.replay import print_replay, replay_json
+from isoload.report.tables import print_lines
 from isoload.topology import Topology
-from isoload.trace import Trace, read_trace
 
 app = typer.Typer(
     name="isoload",
@@ -47,12 +48,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+CALIBRATE_DEFAULT = (
+    "Default: leave-cluster-out where batches have clusters, else first-half; of one batch all."
+)
 JSON_HELP = "Write the figures as JSON to this file, or to stdout (-) in place of the table."
 POLICIES_HELP = (
     f"Some of {', '.join(POLICIES)}, each with options as name:option=value. "
     f"Default: {','.join(DEFAULT_POLICIES)}; with shared experts {','.join(SHARED_POLICIES)}."
 )
 COST_HELP = "A cost file (bench/bench_cost.py measures one), or: default."
+SLOTS_HELP = "S, shared and spare slots included. 0: E/R, an eighth of it (at least 1) more, and those."
+TOP_K_HELP = "K, experts of a token, or the model's name: where the record does not say K."
 LAYERS_HELP = "Only these layers, by position: 0-3,7."
 
 TracePath = Annotated[
@@ -64,6 +70,9 @@ TracePath = Annotated[
 JsonTarget = Annotated[str | None, typer.Option("--json", metavar="FILE|-", help=JSON_HELP)]
 CostFile = Annotated[str | None, typer.Option("--cost", metavar="FILE|default", help=COST_HELP)]
 Force = Annotated[bool, typer.Option("--force", help="Replace the file, if it holds the same kind of thing.")]
+SlotsPerRank = Annotated[int, typer.Option(help=SLOTS_HELP)]
+TopK = Annotated[str | None, typer.Option("--top-k", metavar="K|MODEL", help=TOP_K_HELP)]
+Wide = Annotated[bool, typer.Option("--wide", help="Show all figures; without it the table fits 80 columns.")]
 LayersText = Annotated[str | None, typer.Option("--layers", metavar="LIST", help=LAYERS_HELP)]
 
 
@@ -80,12 +89,7 @@ def replay(
     trace: TracePath,
     ranks: Annotated[int, typer.Option(help="R, ranks of the expert-parallel group.")] = 8,
     ranks_per_node: Annotated[int, typer.Option(help="Ranks that share a node. 0: all.")] = 0,
-    slots_per_rank: Annotated[
-        int,
-        typer.Option(
-            help="S, shared and spare slots included. 0: E/R, an eighth of it (at least 1) more, and those."
-        ),
-    ] = 0,
+    slots_per_rank: SlotsPerRank = 0,
     spare_slots: Annotated[int, typer.Option(help="Slots of every rank that stay empty.")] = 0,
     shared_experts: Annotated[
         int, typer.Option(help="Shared experts that every token gets besides; every rank holds each.")
@@ -95,11 +99,15 @@ def replay(
     ] = "eplb",
     placement: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Replay all batches on this placement instead of making one."),
+        typer.Option(metavar="FILE", help="Replay this placement instead of making one."),
     ] = None,
     calibrate: Annotated[
-        str, typer.Option(help=f"Batches to place on: {', '.join(CALIBRATIONS)}. The rest is replayed.")
-    ] = "first-half",
+        str | None,
+        typer.Option(
+            help=f"Batches to place on: {', '.join(CALIBRATIONS)}. The rest is replayed. {CALIBRATE_DEFAULT}"
+        ),
+    ] = None,
+    top_k: TopK = None,
     batch_tokens: Annotated[
         int | None,
         typer.Option(help="Tokens per batch. Default: the trace's own, else 1024 (drawn: at most 4096)."),
@@ -121,6 +129,7 @@ def replay(
     policies: Annotated[str | None, typer.Option(help=POLICIES_HELP)] = None,
     layers: LayersText = None,
     cost: CostFile = None,
+    wide: Wide = False,
     json: JsonTarget = None,
     force: Force = False,
 ) -> None:
@@ -133,7 +142,7 @@ def replay(
     planning time is in microseconds per layer, on one CPU thread.
 
     From a trace of counts alone tokens are drawn, layer by layer:
-    K distinct experts each, in the shares of the counts.
+    K distinct experts each, in the shares of the counts; without K copy by copy.
 
     With --cost a second table predicts times and memory of a layer by constants, which are printed;
     policies that price imports use them where their options set no others.
@@ -164,15 +173,18 @@ def replay(
             cost=_cost_model(cost),
             policies=chosen,
         )
-        loaded = _load(trace, layers)
-        with _progress("replaying batches") as on_batch:
+        loaded, note = load_trace(trace, layers, top_k), ""
+        if placed is not None:
+            settings, placed, note = unseen_part(placed, str(placement), loaded, settings)
+        with progress("replaying batches") as on_batch:
             found = replay_trace(loaded, settings, on_batch, placed)
         if json:
             write_json(replay_json(found), json)
         if json != "-":
-            print_replay(found, Console(highlight=False))
+            console = Console(highlight=False)
+            print_replay(found, console, wide, note)
             if settings.cost:
-                print_cost(found.costs, settings.cost, Console(highlight=False))
+                print_cost(found.costs, settings.cost, console, wide)
 
 
 @app.command("place")
@@ -183,9 +195,7 @@ def run_placing(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The placement file.")],
     ranks: Annotated[int, typer.Option(help="R, ranks of the expert-parallel group.")],
     ranks_per_node: Annotated[int, typer.Option(help="Ranks that share a node. 0: all.")] = 0,
-    slots_per_rank: Annotated[
-        int, typer.Option(help="S. 0: one slot for each expert, or those of --before.")
-    ] = 0,
+    slots_per_rank: SlotsPerRank = 0,
     placer: Annotated[
         str, typer.Option(help=f"One of {', '.join(PLACERS)}, with options as name:option=value.")
     ] = "scenario",
@@ -195,8 +205,7 @@ def run_placing(
     calibrate: Annotated[
         str | None,
         typer.Option(
-            help=f"Batches of the first trace held back to judge: {', '.join(CALIBRATIONS)}. "
-            "Default: leave-cluster-out where batches have clusters, else interleaved."
+            help=f"Batches of the first trace held back to judge: {', '.join(CALIBRATIONS)}. {CALIBRATE_DEFAULT}"
         ),
     ] = None,
     expert_bytes: Annotated[int, typer.Option(help="Of one expert's weights; 0: not known.")] = 0,
@@ -212,7 +221,7 @@ def run_placing(
     """
     with _one_line_errors():
         check_targets([*traces, before, against], force, json, str(output))
-        check_format(file_format)
+        check_format(file_format, output, "output")
         settings = PlaceSettings(
             ranks,
             ranks_per_node,
@@ -224,7 +233,7 @@ def run_placing(
             expert_bytes,
             replica_memory,
         )
-        found = run_place([_load(trace, None) for trace in traces], settings)
+        found = run_place([load_trace(trace) for trace in traces], settings)
         write_placement(found.placement, output, file_format)
         if json:
             write_json(place_json(found.placement, found.calibrate, found.rows), json)
@@ -238,14 +247,18 @@ def convert(
     source: Annotated[Path, typer.Argument(metavar="FILE", help="A placement file, of any format.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The new file.")],
     file_format: Annotated[str, typer.Option("--format", help=f"One of {', '.join(FORMATS)}.")],
-    ranks: Annotated[int, typer.Option(help="R, where the file does not say it. 0: it does.")] = 0,
+    ranks: Annotated[int | None, typer.Option(help="R, where the file does not say it.")] = None,
     force: Force = False,
 ) -> None:
     """Write a placement file in another format."""
     with _one_line_errors():
         check_targets([source], force, output=str(output))
-        check_format(file_format)
-        write_placement(read_placement(source, Topology(ranks) if ranks else None), output, file_format)
+        check_format(file_format, output, "output")
+        found = read_given(str(source), None if ranks is None else Topology(ranks))
+        write_placement(found, output, file_format)
+        if str(output) != "-":
+            line = f"{placement_line(found, str(output))}, format {file_format}"
+            print_lines(Console(highlight=False), [line])
 
 
 @app.command()
@@ -261,11 +274,13 @@ def inspect(
             metavar="FILE", help="What this placement's replicas bring, in place of how skewed it is."
         ),
     ] = None,
+    top_k: TopK = None,
     layers: LayersText = None,
+    wide: Wide = False,
     json: JsonTarget = None,
     force: Force = False,
 ) -> None:
-    """How skewed a trace is: per layer the largest share of an expert and of a rank, over batches.
+    """How skewed a trace is: per layer its hottest expert, and what that costs on 8, 16, 32 and R ranks.
 
     With --placement the balance of each layer instead: experts in order, placed without replicas, and as in the file;
     and what so many replicas bring to each.
@@ -273,7 +288,7 @@ def inspect(
     with _one_line_errors():
         check_targets([trace, placement], force, json)
         placed = None if placement is None else given_placement(context, placement)
-        loaded = _load(trace, layers)
+        loaded = load_trace(trace, layers, top_k)
         console = Console(highlight=False)
         if placed is not None:
             view = inspect_placement(loaded, placed)
@@ -286,7 +301,7 @@ def inspect(
         if json:
             write_json(inspect_json(loaded, ranks, found), json)
         if json != "-":
-            print_inspection(loaded, ranks, found, console)
+            print_inspection(loaded, ranks, found, console, wide)
 
 
 @app.command("demo")
@@ -329,36 +344,6 @@ def _cost_model(given: str | None) -> CostModel | None:
     return CostModel() if given == "default" else read_cost(given)
 
 
-def parse_layers(text: str, num_layers: int) -> list[int]:
-    """Positions of layers from a list of numbers and ranges: "0-3,7" -> [0, 1, 2, 3, 7]."""
-    ends = [part.split("-") for part in text.replace(" ", "").split(",")]
-    if not all(len(pair) <= 2 and all(map(str.isdecimal, pair)) for pair in ends):
-        raise ValueError(f"layers must be numbers and ranges such as 0-3,7, got {shown(text)}")
-    # Before a range is laid out, and before int() refuses too many digits.
-    if any(len(end) > 9 or int(end) >= num_layers for pair in ends for end in pair):
-        raise ValueError(f"layers must be some of 0..{num_layers - 1}, got {shown(text)}")
-    layers = {layer: None for pair in ends for layer in range(int(pair[0]), int(pair[-1]) + 1)}
-    if not layers or len(layers) < sum(int(pair[-1]) + 1 - int(pair[0]) for pair in ends):
-        raise ValueError(f"layers must be distinct and at least one, got {shown(text)}")
-    return list(layers)
-
-
-def _load(path: Path, layers: str | None) -> Trace:
-    with Console(stderr=True).status(f"reading {escape(str(path))}"):
-        trace = read_trace(path)
-    return trace if layers is None else trace.select_layers(parse_layers(layers, trace.num_layers))
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr, gone when done and absent where stderr is not a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
     """Errors in what the user gave end in one red line and exit code 2, a lost process in exit code 1, all others in a
@@ -371,13 +356,21 @@ def _one_line_errors() -> Iterator[None]:
             raise
         text = f"{error.filename}: {error.strerror}"
     except ValueError as error:
-        text = str(error)
+        text = in_options(str(error), PARAMETERS)
     except RankError as error:
         text, code = str(error), 1
     else:
         return
     Console(stderr=True, highlight=False).print(Text(f"error: {text}", style="red"), soft_wrap=True)
     raise typer.Exit(code)
+
+
+PARAMETERS = {
+    name
+    for command in app.registered_commands
+    if command.callback is not None
+    for name in signature(command.callback).parameters
+}
 
 
 def main() -> None:

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-import typer
-
-from isoload.formats import FORMATS, read_placement, write_placement
+from isoload.formats import read_placement
 from isoload.placement import Placement
-from isoload.placers import PLACERS, layers_of, parse_placer, place
+from isoload.placers import PLACERS, layers_of, make_placer, parse_placer, place
+from isoload.replay.calibration import strictest
 from isoload.replay.judge import (
     Ints,
     Judged,
@@ -21,14 +20,15 @@ from isoload.replay.judge import (
     judge_unseen,
     most_replicas,
 )
+from isoload.replay.simulate import default_slots_per_rank
 from isoload.topology import Topology
 from isoload.trace import Trace
 
 
 @dataclass(frozen=True)
 class PlaceSettings:
-    """What is placed where. slots_per_rank 0: E/R and the placer's replicas; expert_bytes 0: not known; replica_memory
-    bytes of a rank for replicas of all layers, 0: as the placer's options say."""
+    """What is placed where. slots_per_rank 0: those of before, else as many as a replay's; expert_bytes 0: not known;
+    replica_memory bytes of a rank for replicas of all layers, 0: as the placer's options say."""
 
     num_ranks: int
     ranks_per_node: int = 0
@@ -51,7 +51,7 @@ class Placing:
 
 
 def run_place(traces: Sequence[Trace], settings: PlaceSettings) -> Placing:
-    """Places the experts of some traces, and judges that beside ``eplb``.
+    """Places the experts of some traces, and judges that beside experts in order and ``eplb``.
 
     Raises:
         ValueError: naming the argument, the rule and the value.
@@ -63,20 +63,29 @@ def run_place(traces: Sequence[Trace], settings: PlaceSettings) -> Placing:
         None if path is None else layers_of(read_placement(path, topology), traces[0], name)
         for name, path in (("before", settings.before), ("against", settings.against))
     )
-    slots = settings.slots_per_rank or (None if before is None else before.slots_per_rank)
+    slots: int | None = settings.slots_per_rank or (0 if before is None else before.slots_per_rank)
+    if not slots:
+        budget = make_placer(name, options).has_budget  # decides itself how many slots each rank has
+        slots = None if budget else default_slots_per_rank(traces[0].num_experts, settings.num_ranks)
     given: dict[str, Any] = {"slots_per_rank": slots, "placer": name, **options}
     if before is not None:
         given["before"] = before
     placement = place(list(traces), topology, **given)
-    calibrate = settings.calibrate or default_calibrate(traces[0])
+    calibrate = settings.calibrate or strictest(traces[0].num_batches, traces[0].cluster)
 
     def again(counts: Ints) -> Placement:
         return place(counts, topology, **given)
 
+    def in_order(counts: Ints) -> Placement:
+        return place(counts, topology, placer="trivial")
+
     def eplb(counts: Ints) -> Placement:
         return place(counts, topology, placement.slots_per_rank, "eplb")
 
-    rivals = [("eplb", eplb(sum_counts(traces)), judge_unseen(traces[0], calibrate, eplb))]
+    rivals = [
+        (label, make(sum_counts(traces)), judge_unseen(traces[0], calibrate, make))
+        for label, make in (("in order", in_order), ("eplb", eplb))
+    ]
     rivals.append((settings.placer, placement, judge_unseen(traces[0], calibrate, again)))
     if against is not None:
         rivals.append((settings.against or "", against, _judge_file(against, traces[0])))
@@ -119,13 +128,6 @@ def sum_counts(traces: Sequence[Trace]) -> Ints:
     return total
 
 
-def default_calibrate(trace: Trace) -> str:
-    """The strictest split that the trace allows."""
-    if trace.cluster is not None and len(set(trace.cluster)) > 1:
-        return "leave-cluster-out"
-    return "interleaved" if trace.num_batches > 1 else "all"
-
-
 def _judge_file(placement: Placement, trace: Trace) -> tuple[float, float]:
     counts = trace.batch_counts()
     if placement.num_routed != trace.num_experts:
@@ -133,45 +135,4 @@ def _judge_file(placement: Placement, trace: Trace) -> tuple[float, float]:
     return float(even_imbalance(placement, counts).mean()), float(exact_imbalance(placement, counts).mean())
 
 
-def given_placement(context: typer.Context, path: str) -> Placement:
-    """The placement of a file, which no option of the command may contradict.
-
-    Raises:
-        ValueError: naming the option.
-    """
-    found = read_placement(path)
-    topology = found.topology
-    has = {
-        "ranks": topology.num_ranks,
-        "ranks_per_node": topology.ranks_per_node,
-        "slots_per_rank": found.slots_per_rank,
-        "spare_slots": found.spare_slots,
-        "shared_experts": found.num_shared,
-        "placer": "not given",
-        "calibrate": "not given",
-    }
-    for name, value in has.items():
-        if name not in context.params:
-            continue  # no option of this command
-        given = context.params[name]
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE" and given != value:
-            raise ValueError(f"{name} must be {value} with placement {path}, got {given}")
-    return found
-
-
-def check_format(name: str) -> None:
-    """Refuses an unknown format before any work is done for it."""
-    if name not in FORMATS:
-        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {name!r}")
-
-
-__all__ = [
-    "PlaceSettings",
-    "Placing",
-    "check_format",
-    "default_calibrate",
-    "given_placement",
-    "run_place",
-    "write_placement",
-]
+__all__ = ["PlaceSettings", "Placing", "run_place"]

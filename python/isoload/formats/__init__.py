@@ -10,6 +10,7 @@ from typing import Any
 from isoload.files.reading import parse_json, read_text
 from isoload.files.writing import to_json_text, write_text
 from isoload.formats import engines, own, tensorrt_llm
+from isoload.formats.engines import UnknownRanks
 from isoload.placement import Placement
 from isoload.topology import Topology
 
@@ -22,22 +23,36 @@ class Format:
     read     content, the caller's topology or None -> placement; ValueError names key and layer
     write    placement -> content; ValueError where the format cannot hold it
     dumps    content -> text
+    suffix   of the file's name, where the reader goes by it
     """
 
     matches: Callable[[Any], bool]
     read: Callable[[Any, Topology | None], Placement]
     write: Callable[[Placement], Any]
     dumps: Callable[[Any], str] = to_json_text
+    suffix: str = ""
 
 
 FORMATS = {
     "isoload": Format(own.matches, own.from_json, own.to_json),
     "tensorrt-llm": Format(tensorrt_llm.matches, tensorrt_llm.read, tensorrt_llm.write, tensorrt_llm.to_text),
-    "sglang": Format(engines.sglang_matches, engines.sglang_read, engines.sglang_write),
+    "sglang": Format(engines.sglang_matches, engines.sglang_read, engines.sglang_write, suffix=".json"),
     "vllm": Format(engines.vllm_matches, engines.vllm_read, engines.vllm_write),
     "vllm-list": Format(engines.vllm_list_matches, engines.vllm_list_read, engines.vllm_list_write),
     "vllm-ascend": Format(engines.ascend_matches, engines.ascend_read, engines.ascend_write),
 }
+
+
+def check_format(format: str, path: str | Path, name: str = "path") -> None:
+    """Refuses an unknown format, and a name by which the format's reader would take the file for another kind.
+
+    SGLang takes a .pt for a torch file, and any name but .json for the JSON itself.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+    suffix = FORMATS[format].suffix
+    if not str(path).endswith(suffix) and str(path) != "-":
+        raise ValueError(f"{name} must end in {suffix} for format {format}, got {str(path)!r}")
 
 
 def write_placement(placement: Placement, path: str | Path, format: str = "isoload") -> None:
@@ -49,11 +64,10 @@ def write_placement(placement: Placement, path: str | Path, format: str = "isolo
         format: one of ``isoload.FORMATS``.
 
     Raises:
-        ValueError: an unknown format; a placement that the format cannot hold.
+        ValueError: an unknown format; a placement that the format cannot hold, or a name that its reader does not open.
         OSError: naming the file.
     """
-    if format not in FORMATS:
-        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+    check_format(format, path)
     form = FORMATS[format]
     write_text(form.dumps(form.write(placement)), str(path))
 
@@ -75,6 +89,8 @@ def read_placement(path: str | Path, topology: Topology | None = None) -> Placem
     try:
         content, form = recognise(text)
         return form.read(content, topology)
+    except UnknownRanks as error:
+        raise UnknownRanks(f"{path}: {error}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -92,4 +108,12 @@ def recognise(text: str) -> tuple[Any, Format]:
     raise ValueError(f"is no placement file; formats are {', '.join(FORMATS)}")
 
 
-__all__ = ["FORMATS", "Format", "read_placement", "recognise", "write_placement"]
+__all__ = [
+    "FORMATS",
+    "Format",
+    "UnknownRanks",
+    "check_format",
+    "read_placement",
+    "recognise",
+    "write_placement",
+]

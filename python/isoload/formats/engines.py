@@ -20,6 +20,10 @@ SGLANG = "physical_to_logical_map"
 ASSIGNMENTS = "initial_global_assignments"
 
 
+class UnknownRanks(ValueError):
+    """A file that does not say how many ranks there are, read without a topology."""
+
+
 def engine_slots(placement: Placement) -> Rows:
     """[L, P] routed experts of all slots but the shared ones.
 
@@ -27,25 +31,25 @@ def engine_slots(placement: Placement) -> Rows:
         ValueError: what no engine's file can hold: spare, absent or dead slots.
     """
     if placement.spare_slots:
-        raise ValueError(f"spare_slots must be 0 for an engine's file, got {placement.spare_slots}")
+        raise ValueError(
+            f"placement must have no spare slots for an engine's file, got {placement.spare_slots}"
+        )
     dead = placement.topology.num_ranks - len(placement.topology.live_ranks)
     if dead:
-        raise ValueError(f"alive must be True for all ranks for an engine's file, got {dead} dead")
+        raise ValueError(f"placement must have all ranks alive for an engine's file, got {dead} dead")
     rows = placement.arrays[0].reshape(placement.num_layers, placement.topology.num_ranks, -1)
     routed = rows[:, :, : placement.slots_per_rank - placement.num_shared]
     absent = (routed < 0).any((1, 2))
     if absent.any():
         layer = placement.layer_ids[int(absent.argmax())]
-        raise ValueError(
-            f"slots_per_rank must be filled for an engine's file, layer {layer} has absent slots (ragged)"
-        )
+        raise ValueError(f"placement must have no absent slots for an engine's file, layer {layer} is ragged")
     return routed.reshape(placement.num_layers, -1).astype(np.int64)
 
 
 def made(rows: Rows, layer_ids: tuple[int, ...], topology: Topology | None, key: str, kind: str) -> Placement:
     """The placement of an engine's file."""
     if topology is None:
-        raise ValueError(f"topology must be given: {kind} does not say how many ranks there are")
+        raise UnknownRanks(f"topology must be given: {kind} does not say how many ranks there are")
     if rows.shape[1] % topology.num_ranks:
         raise ValueError(
             f"{key} must have a multiple of {topology.num_ranks} (ranks) slots, got {rows.shape[1]}"

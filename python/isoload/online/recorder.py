@@ -58,6 +58,7 @@ class Recorder:
             self._now = torch.zeros(*shape, dtype=torch.int64, device=device)
             self._layers = list(self._now.unbind())  # views made once
         self._sources: dict[int, weakref.ref[object]] = {}
+        self.top_k = 0  # K of the tokens seen last, 0 = none yet: what a replay draws by
         self.clear()
 
     @property
@@ -69,13 +70,14 @@ class Recorder:
         self._now.zero_()
         self.num_batches, self.steps_per_batch, self._steps = 0, 1, 0
 
-    def add(self, layer: int, counts: Sequence[Tensor], source: object) -> None:
+    def add(self, layer: int, counts: Sequence[Tensor], source: object, top_k: int = 0) -> None:
         """Adds the copies of a batch, or of a part of one.
 
         Args:
             layer: position.
             counts: [E] integers or longer, shared experts after the routed ones, of every owned rank.
             source: who counts them: one object per layer, so that two layers of one number do not add up unseen.
+            top_k: K, the routed experts of a token; 0 = not known.
 
         Raises:
             ValueError: naming the argument, the rule and the value.
@@ -84,6 +86,7 @@ class Recorder:
             raise ValueError(f"layer must be in 0..{len(self._layers) - 1}, got {layer}")
         if not torch.compiler.is_compiling():
             self._check_source(layer, source)
+        self.top_k = top_k  # never read here: compiled code would be compiled anew once it is known
         for row in counts:
             if len(row) < self.num_experts or row.device != self._now.device:
                 raise ValueError(
@@ -120,7 +123,7 @@ class Recorder:
 
         def record(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
             ids = named["top_k_index"] if "top_k_index" in named else args[1]
-            self.add(layer, [count(ids, self.num_experts)], module)
+            self.add(layer, [count(ids, self.num_experts)], module, ids.shape[-1])
 
         record.watches = layer  # type: ignore[attr-defined]  # for check_unwatched
         return experts.register_forward_pre_hook(record, with_kwargs=True)
@@ -175,6 +178,7 @@ class Recorder:
         return Trace(
             name,
             self.num_experts,
+            self.top_k,
             counts=counts.numpy(),
             layer_ids=self.layer_ids,
             provenance=provenance,

@@ -81,6 +81,9 @@ class CutBatches:
 class DrawnBatches:
     """Batches drawn from a trace's counts by :func:`draw_topk_ids`; each layer on its own.
 
+    Where K is not known, copies are drawn one by one, each as a token of one expert: how many go to which expert and
+    come from which rank is the same, rows (distinct token x destination rank) say nothing.
+
     The stream of a batch and layer is ``np.random.default_rng((seed, batch, layer_id))``: what a layer draws
     does not depend on which other layers or batches are replayed.
 
@@ -101,7 +104,7 @@ class DrawnBatches:
         layers = []
         for layer_id, counts in zip(self.trace.layer_ids, self.counts[index], strict=True):
             stream = np.random.default_rng((self.seed, index, layer_id))
-            layers.append(draw_topk_ids(counts, self.num_tokens[index], self.trace.top_k, stream))
+            layers.append(draw_topk_ids(counts, self.num_tokens[index], self.trace.top_k or 1, stream))
         topk_ids = np.stack(layers, axis=1)
         return _group(topk_ids, source_ranks(len(topk_ids), num_ranks, assign), num_ranks)
 
@@ -116,7 +119,8 @@ def make_batches(trace: Trace, batch_tokens: int | None = None, seed: int = 0) -
         trace: with topk_ids or counts.
         batch_tokens: N. Tokens are cut every N and where the cluster changes; the last batch before such a
             change (or the end) takes what is left. Default: the trace's own batches if they cover its tokens,
-            else 1024. Drawn batches have N tokens. Default: as many as the trace's batch, at most 4096.
+            else 1024. Drawn batches have N tokens (copies, where K is not known). Default: as many as the trace's
+            batch, at most 4096.
         seed: of the draw.
 
     Raises:
@@ -133,11 +137,9 @@ def make_batches(trace: Trace, batch_tokens: int | None = None, seed: int = 0) -
         raise ValueError(
             f"batch_tokens must be at most {MAX_ASKED_TOKENS} where tokens are drawn, got {batch_tokens}"
         )
-    if trace.top_k == 0:
-        raise ValueError("top_k must be known to draw tokens from counts, got 0 (unknown)")
     tokens = trace.tokens_per_batch
-    if tokens is None:
-        tokens = -(-trace.counts.sum(-1).max(-1) // trace.top_k)  # of the fullest layer
+    if tokens is None or not trace.top_k:
+        tokens = -(-trace.counts.sum(-1).max(-1) // (trace.top_k or 1))  # of the fullest layer
     num_tokens = [min(int(n), MAX_DRAWN_TOKENS) if batch_tokens is None else batch_tokens for n in tokens]
     return DrawnBatches(trace, tuple(num_tokens), trace.counts, trace.cluster, seed)
 

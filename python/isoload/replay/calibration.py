@@ -15,6 +15,13 @@ class Fold:
     replay: tuple[int, ...]
 
 
+def strictest(num_batches: int, clusters: tuple[str, ...] | None) -> str:
+    """The calibration that asks most of a placement, of those that the batches allow."""
+    if clusters is not None and len(set(clusters)) > 1:
+        return "leave-cluster-out"
+    return "first-half" if num_batches > 1 else "all"
+
+
 def calibration_folds(
     num_batches: int, calibrate: str, clusters: tuple[str, ...] | None = None
 ) -> list[Fold]:

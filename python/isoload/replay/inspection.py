@@ -8,7 +8,7 @@ import numpy as np
 
 from isoload.trace import Ints, Trace
 
-HIGH_SKEW = 10.0  # CRAFT's line (its section 3): above it a layer needs replicas, below it packing suffices
+RANKS = (8, 16, 32)  # on which every inspection says what the skew costs
 
 
 @dataclass(frozen=True)
@@ -29,22 +29,36 @@ class LargestShare:
 
 
 @dataclass(frozen=True)
+class Imbalance:
+    """max/mean rank load of one layer on so many ranks, mean over batches with copies; 0 if none has any.
+
+    in_order  experts in order
+    least     what no placement without replicas is below: the rank of the batch's hottest expert has its copies
+    """
+
+    in_order: float
+    least: float
+
+
+@dataclass(frozen=True)
 class LayerStats:
     """One layer of a trace on R ranks. Plain values only.
 
     layer_id              the model's own layer number
     expert, rank          largest shares; balanced would be 1/E and 1/R
-    expert_max_over_mean  expert.total * E: hottest over mean expert load
+    expert_max_over_mean  expert.total * E: hottest over mean expert load; E/K where every token chooses it
+    skew                  where that lies between 1 (0.0) and E/K (1.0); None if K is not known, or E
     imbalance             rank.total * R: max/mean rank load, all batches as one
-    skew                  "high-skew" if expert_max_over_mean > 10, else "low-skew"
+    on_ranks              what the skew costs on R ranks, and on each of RANKS that is at most E
     """
 
     layer_id: int
     expert: LargestShare
     rank: LargestShare
     expert_max_over_mean: float
+    skew: float | None
     imbalance: float
-    skew: str
+    on_ranks: dict[int, Imbalance]
 
 
 def inspect_trace(trace: Trace, num_ranks: int) -> list[LayerStats]:
@@ -61,19 +75,39 @@ def inspect_trace(trace: Trace, num_ranks: int) -> list[LayerStats]:
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
     counts = trace.batch_counts()
-    first_expert = np.arange(0, trace.num_experts, -(-trace.num_experts // num_ranks))
-    rank_counts = np.add.reduceat(counts, first_expert, axis=2)  # ranks without experts are left out
     return [
-        _layer_stats(trace.layer_ids[layer], counts[:, layer], rank_counts[:, layer], num_ranks)
-        for layer in range(trace.num_layers)
+        _layer_stats(layer_id, counts[:, layer], num_ranks, trace.top_k)
+        for layer, layer_id in enumerate(trace.layer_ids)
     ]
 
 
-def _layer_stats(layer_id: int, counts: Ints, rank_counts: Ints, num_ranks: int) -> LayerStats:
-    expert, rank = _largest_share(counts), _largest_share(rank_counts)
-    max_over_mean = expert.total * counts.shape[1]
-    skew = "high-skew" if max_over_mean > HIGH_SKEW else "low-skew"
-    return LayerStats(layer_id, expert, rank, max_over_mean, rank.total * num_ranks, skew)
+def _layer_stats(layer_id: int, counts: Ints, num_ranks: int, top_k: int) -> LayerStats:
+    experts = counts.shape[1]
+    expert = _largest_share(counts)
+    ranks = sorted({num_ranks, *(number for number in RANKS if number <= experts)})
+    shares = {number: _largest_share(_in_order(counts, number)) for number in ranks}
+    max_over_mean, most = expert.total * experts, experts / (top_k or experts)
+    return LayerStats(
+        layer_id,
+        expert,
+        shares[num_ranks],
+        max_over_mean,
+        (max_over_mean - 1) / (most - 1) if most > 1 and expert.total else None,
+        shares[num_ranks].total * num_ranks,
+        {number: _imbalance(expert, share, number) for number, share in shares.items()},
+    )
+
+
+def _in_order(counts: Ints, num_ranks: int) -> Ints:
+    """[batches, ranks with experts] copies, of counts [batches, E]."""
+    first_expert = np.arange(0, counts.shape[1], -(-counts.shape[1] // num_ranks))
+    found: Ints = np.add.reduceat(counts, first_expert, axis=1)
+    return found
+
+
+def _imbalance(expert: LargestShare, rank: LargestShare, num_ranks: int) -> Imbalance:
+    least = [max(1.0, share * num_ranks) for share in expert.per_batch if share]
+    return Imbalance(rank.mean * num_ranks, float(np.mean(least)) if least else 0.0)
 
 
 def _largest_share(counts: Ints) -> LargestShare:

@@ -78,14 +78,15 @@ class PolicyFigures:
     idle_share           sum of (max - load) over ranks, batches and layers / sum of R * max
     gap_*                max rank load / exact's bound on the same placement - 1: mean, max
     ideal_gap            max rank load / ceil(mean rank load) - 1, mean
-    remote_*_rows        rows (distinct token x destination rank) that leave their rank, their node
+    remote_*_rows        rows (distinct token x destination rank) that leave their rank, their node; None where K
+                         is not known, nor then their shares
     remote_*_share       the same / all rows
     remote_*_copy_share  copies (token x expert) that leave their rank, their node / all copies
     shared_remote_share  copies of shared experts that leave their rank / all; None without shared experts
     shared_unvisited_share  those that go to a rank where the token has no routed copy / all
     active_experts       slots that received copies, on the rank that has most of them, mean
-    plan_us_*            planning time per layer in microseconds: of a call for one layer (median, p99), and
-                         of a call for all layers divided by their number (median)
+    plan_us_*            planning time per layer in microseconds: of a call for one layer, and of a call for all
+                         layers divided by their number; medians, as a busy machine only raises the tail
     """
 
     policy: str
@@ -97,17 +98,16 @@ class PolicyFigures:
     gap_mean: float
     gap_max: float
     ideal_gap: float
-    remote_rank_rows: int
-    remote_node_rows: int
-    remote_rank_share: float
-    remote_node_share: float
+    remote_rank_rows: int | None
+    remote_node_rows: int | None
+    remote_rank_share: float | None
+    remote_node_share: float | None
     remote_rank_copy_share: float
     remote_node_copy_share: float
     shared_remote_share: float | None
     shared_unvisited_share: float | None
     active_experts: float
     plan_us_median: float
-    plan_us_p99: float
     plan_us_batched: float
 
 
@@ -117,6 +117,7 @@ class Tally:
 
     policy: str
     topology: Topology
+    counts_rows: bool = True  # False where K is not known: a row is a token's, and there are only copies
     loads: list[Ints] = field(default_factory=list)  # [L, R] of every rank
     means: list[Floats] = field(default_factory=list)  # [L] load of ranks that all end together
     bounds: list[Ints] = field(default_factory=list)  # [L] exact's bound
@@ -152,7 +153,6 @@ class Tally:
         gap, imbalance = peak / bound - 1, peak / mean
         rows, copies = (np.concatenate(part).sum(0).tolist() for part in (self.rows, self.copies))
         shared = np.concatenate(self.shared).sum(0).tolist()
-        layer_us = np.array(self.layer_ns) / 1000
         return PolicyFigures(
             policy=self.policy,
             imbalance_mean=float(imbalance.mean()),
@@ -163,16 +163,15 @@ class Tally:
             gap_mean=float(gap.mean()),
             gap_max=float(gap.max()),
             ideal_gap=float((peak / np.ceil(mean) - 1).mean()),
-            remote_rank_rows=rows[1],
-            remote_node_rows=rows[2],
-            remote_rank_share=rows[1] / rows[0],
-            remote_node_share=rows[2] / rows[0],
+            remote_rank_rows=rows[1] if self.counts_rows else None,
+            remote_node_rows=rows[2] if self.counts_rows else None,
+            remote_rank_share=rows[1] / rows[0] if self.counts_rows else None,
+            remote_node_share=rows[2] / rows[0] if self.counts_rows else None,
             remote_rank_copy_share=copies[1] / copies[0],
             remote_node_copy_share=copies[2] / copies[0],
             shared_remote_share=shared[1] / shared[0] if shared[0] else None,
             shared_unvisited_share=shared[2] / shared[0] if shared[0] else None,
             active_experts=float(active.mean()),
-            plan_us_median=float(np.median(layer_us)),
-            plan_us_p99=float(np.percentile(layer_us, 99)),
+            plan_us_median=float(np.median(self.layer_ns)) / 1000,
             plan_us_batched=float(np.median(self.batched_ns)) / 1000,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from time import perf_counter_ns
 from typing import Any
 
@@ -24,7 +24,7 @@ from isoload.planning import fill, plan, plan_layers
 from isoload.policies import POLICIES, Policy, make_policy, parse_policy
 from isoload.records import Plan
 from isoload.replay.batches import Batches, SourceBatch, make_batches
-from isoload.replay.calibration import Fold, calibration_folds
+from isoload.replay.calibration import Fold, calibration_folds, strictest
 from isoload.replay.layer_cost import CostTally, LayerCost
 from isoload.replay.metrics import PolicyFigures, RoutedBatch, Tally, count_routed
 from isoload.replay.prediction import Forecast, check_prediction
@@ -46,7 +46,8 @@ class ReplaySettings:
     spare_slots     of each rank's S slots, how many stay empty
     shared_experts  how many shared experts every token gets besides the trace's routed ones
     placer          a name in ``isoload.PLACERS``, with options as ``name:option=value``
-    calibrate       which batches the placement is made from, see :func:`isoload.replay.calibration.calibration_folds`
+    calibrate       which batches the placement is made from, see :func:`isoload.replay.calibration.calibration_folds`;
+                    None = the strictest that the batches allow
     batch_tokens    tokens per batch; None = see :func:`isoload.replay.batches.make_batches`
     max_batches     of every calibration's batches, how many are replayed, the first ones; 0 = all
     assign          how sequences go to source ranks, see :func:`isoload.replay.batches.source_ranks`
@@ -62,7 +63,7 @@ class ReplaySettings:
     spare_slots: int = 0
     shared_experts: int = 0
     placer: str = "eplb"
-    calibrate: str = "first-half"
+    calibrate: str | None = None
     batch_tokens: int | None = None
     max_batches: int = 0
     assign: str = "contiguous"
@@ -74,7 +75,8 @@ class ReplaySettings:
 
 @dataclass(frozen=True)
 class Replay:
-    """What a replay found. tokens and batches are the replayed ones; settings holds the resolved settings.
+    """What a replay found. tokens (copies, where K is not known) and batches are the replayed ones; settings holds the
+    resolved settings.
 
     costs has a row per policy if the settings have a cost model, else none.
     """
@@ -119,6 +121,8 @@ def _replay(
 ) -> Replay:
     if settings.max_batches < 0:
         raise ValueError(f"max_batches must be at least 0, got {settings.max_batches}")
+    if not trace.top_k and (settings.cost or settings.shared_experts):
+        raise ValueError("top_k must be known where cost or shared_experts count tokens, got none")
     model = settings.cost
     bandwidths = model.bandwidths if model else None
     topology = Topology(settings.num_ranks, settings.ranks_per_node, bandwidths=bandwidths)
@@ -128,7 +132,9 @@ def _replay(
     ahead = any(_policy(name, settings, 0).ahead for name in settings.policies)
     batches = make_batches(trace, settings.batch_tokens, settings.seed)
     if given is None:
-        whole = calibration_folds(len(batches.counts), settings.calibrate, batches.clusters)
+        calibrate = settings.calibrate or strictest(len(batches.counts), batches.clusters)
+        settings = replace(settings, calibrate=calibrate)
+        whole = calibration_folds(len(batches.counts), calibrate, batches.clusters)
         slots_per_rank = settings.slots_per_rank or default_slots_per_rank(
             trace.num_experts, settings.num_ranks, settings.spare_slots + settings.shared_experts
         )
@@ -137,7 +143,7 @@ def _replay(
         given = fitting(given, trace, settings)
         topology, slots_per_rank = given.topology, given.slots_per_rank
     folds = [Fold(fold.calibrate, fold.replay[: settings.max_batches or None]) for fold in whole]
-    tallies = [Tally(name, topology) for name in settings.policies]
+    tallies = [Tally(name, topology, trace.top_k > 0) for name in settings.policies]
     costs = [CostTally(name, model) for name in settings.policies] if model else []
     tokens = done = 0
     total = sum(len(fold.replay) for fold in folds)
@@ -161,6 +167,7 @@ def _replay(
             on_batch(done, total)
     figures = tuple(tally.figures() for tally in tallies)
     resolved = _resolved(settings, trace, batches, folds, slots_per_rank)
+    resolved["layers_with_freedom"] = sum(placement.has_freedom)
     if given is not None:
         resolved |= {"placer": None, "calibrate": None, "placement": given.provenance}
         if topology.speeds is not None:

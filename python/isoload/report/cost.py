@@ -24,23 +24,18 @@ def cost_figures(rows: Sequence[LayerCost]) -> tuple[Figure, ...]:
     first = rows[0].layer_us_mean
     return (
         Figure("policy", "", "policy", ""),
-        Figure("compute_us", "µs, busiest rank", "compute", ".1f"),
-        Figure("exchange_us", "µs, busiest rank", "all-to-all", ".1f"),
-        Figure("import_us", "µs, busiest rank", "import", ".1f"),
+        Figure("compute_us", "µs, busiest rank", "compute", ".1f", wide=True),
+        Figure("exchange_us", "µs, busiest rank", "all-to-all", ".1f", wide=True),
+        Figure("import_us", "µs, busiest rank", "import", ".1f", wide=True),
         Figure("layer_us_mean", "µs, layer", "mean", ".1f"),
-        Figure("layer_us_max", "µs, layer", "max", ".1f"),
+        Figure("layer_us_max", "µs, layer", "max", ".1f", wide=True),
         Figure("layer_us_change", "µs, layer", "change", "+.1%", lambda row: row.layer_us_mean / first - 1),
-        Figure("bytes_mean", "MiB, fullest rank", "mean", "MiB"),
+        Figure("bytes_mean", "MiB, fullest rank", "mean", "MiB", wide=True),
         Figure("bytes_max", "MiB, fullest rank", "max", "MiB"),
         Figure("borrowed", "borrowed", "experts", ".1f"),
-        Figure("copies_per_borrowed", "borrowed", "copies", ".0f"),
+        Figure("copies_per_borrowed", "borrowed", "copies", ".0f", wide=True),
         Figure("mean_copies"),
     )
-
-
-def cost_table(rows: Sequence[LayerCost]) -> tuple[list[str], list[str]]:
-    """Heading and a row per policy."""
-    return table_of(cost_figures(rows), rows)
 
 
 def cost_json(rows: Sequence[LayerCost]) -> list[dict[str, Any]]:
@@ -78,9 +73,9 @@ def warnings(rows: Sequence[LayerCost], model: CostModel) -> list[str]:
     return found
 
 
-def print_cost(rows: Sequence[LayerCost], model: CostModel, console: Console) -> None:
+def print_cost(rows: Sequence[LayerCost], model: CostModel, console: Console, wide: bool = False) -> None:
     console.print()
     print_lines(console, constants(model), "bold")
-    print_table(console, *cost_table(rows))
+    print_table(console, *table_of(cost_figures(rows), rows, wide))
     print_lines(console, UNITS, "dim")
     print_lines(console, warnings(rows, model), "yellow")

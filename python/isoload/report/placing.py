@@ -11,10 +11,13 @@ from isoload.placement import Placement
 from isoload.replay.judge import Judged
 from isoload.report.tables import Figure, json_of, print_lines, print_table, table_of
 
+NO_FREEDOM = (
+    "Every expert has one slot, so no policy has a choice: --slots-per-rank {more} gives each rank a replica."
+)
 FIGURES = (
     Figure("placer", "", "placer", ""),
-    Figure("even", "unseen imbalance", "even", ".3f"),
-    Figure("exact", "unseen imbalance", "exact", ".3f"),
+    Figure("even", "imbalance", "even", ".3f"),
+    Figure("exact", "imbalance", "exact", ".3f"),
     Figure("replicas", "", "replicas", ""),
     Figure("replica_bytes", "replicas on a rank", "MiB", "MiB"),
     Figure("changed", "slots", "changed", "%"),
@@ -30,19 +33,25 @@ def place_json(placement: Placement, calibrate: str, rows: Sequence[Judged]) -> 
     }
 
 
+def placement_line(placement: Placement, path: str) -> str:
+    """What a file holds."""
+    slots = f"{placement.slots_per_rank} slots on each of {placement.topology.num_ranks} ranks"
+    return f"{path}: {placement.num_layers} layers, {placement.num_routed} experts, {slots}"
+
+
 def print_place(
     placement: Placement, path: str, calibrate: str, rows: Sequence[Judged], console: Console
 ) -> None:
-    topology = placement.topology
-    slots = f"{placement.slots_per_rank} slots on each of {topology.num_ranks} ranks"
-    print_lines(console, [f"{path}: {placement.num_layers} layers, {placement.num_routed} experts, {slots}"])
+    print_lines(console, [placement_line(placement, path)])
     print_table(console, *table_of(FIGURES, rows))
-    seen = "the same batches were seen" if calibrate == "all" else "on batches that were not placed on"
+    seen = "Seen batches" if calibrate == "all" else "Unseen batches"
     print_lines(
         console,
         [
-            f"Imbalance: max/mean rank load, mean over batches and layers, {seen} (calibrate {calibrate}); even: "
-            "replicas share alike, exact: the best split, as isoload's policy exact makes it. The file is made of all "
-            "batches. Files given with --before or --against may have seen the judged ones.",
+            f"{seen} (calibrate {calibrate}): max/mean rank load, mean over batches and layers. even: replicas share "
+            "alike; exact: the best split, as isoload's policy exact makes it. The file is made of all batches; files "
+            "given with --before or --against may have seen the judged ones.",
         ],
     )
+    if not any(placement.has_freedom):
+        print_lines(console, [NO_FREEDOM.format(more=placement.slots_per_rank + 1)], "yellow")

@@ -10,95 +10,98 @@ from rich.console import Console
 from isoload.replay.metrics import PolicyFigures
 from isoload.replay.simulate import Replay
 from isoload.report.cost import cost_json
+from isoload.report.placing import NO_FREEDOM
 from isoload.report.tables import Figure, json_of, print_lines, print_table, table_of
 from isoload.topology import NOMINAL_TICKS
 
 UNITS = (
-    "imbalance: max/mean rank load. max load over: exact's bound here (mean, worst), ceil(total/R).",
-    "idle: sum(max - load) / (R max). std: / mean. row: token x rank. copy: token x expert. One CPU thread.",
+    "imbalance: max/mean rank load, mean over batches and layers. bound: {best}'s here. row: token x rank. "
+    "plan: per layer, median, one CPU thread. --wide shows all figures."
 )
-SHARED_UNITS = (
-    UNITS[0].replace("exact's", "joint's"),
-    UNITS[1],
-    "Shared copies that leave their rank; unvisited: to a rank where the token has no routed copy.",
+WIDE_UNITS = (
+    "imbalance: max/mean rank load. max load over: {best}'s bound here (mean, worst), ceil(total/R). "
+    "idle: sum(max - load) / (R max). std: / mean. row: token x rank. copy: token x expert. plan: per layer, "
+    "median, of a call for one layer and for all, one CPU thread."
 )
 SPEEDS = (
     f"Ranks differ in speed: a load is what its copies cost, {NOMINAL_TICKS} ticks each on a rank of speed 1; mean and "
     "ideal are those of ranks that all end together."
 )
+SHARED = "Shared copies that leave their rank; unvisited: to a rank where the token has no routed copy."
 
 FIGURES = (
     Figure("policy", "", "policy", ""),
     Figure("imbalance.mean", "imbalance", "mean", ".3f", "imbalance_mean"),
-    Figure("imbalance.p99", "imbalance", "p99", ".3f", "imbalance_p99"),
-    Figure("imbalance.max", "imbalance", "max", ".3f", "imbalance_max"),
+    Figure("imbalance.p99", "imbalance", "p99", ".3f", "imbalance_p99", wide=True),
+    Figure("imbalance.max", "imbalance", "max", ".3f", "imbalance_max", wide=True),
     Figure("gap.mean", "max load over", "bound", "%", "gap_mean"),
-    Figure("gap.max", "max load over", "worst", "%", "gap_max"),
-    Figure("ideal_gap", "max load over", "ideal", "%"),
-    Figure("idle_share", "rank load", "idle", "%"),
-    Figure("rank_load_std", "rank load", "std", ".3f"),
+    Figure("gap.max", "max load over", "worst", "%", "gap_max", wide=True),
+    Figure("ideal_gap", "max load over", "ideal", "%", wide=True),
+    Figure("idle_share", "rank load", "idle", "%", wide=True),
+    Figure("rank_load_std", "rank load", "std", ".3f", wide=True),
     Figure("remote_rank_rows"),
     Figure("remote_node_rows"),
     Figure("remote_rank_share", "rows leave", "rank", "%"),
     Figure("remote_node_share", "rows leave", "node", "%"),
-    Figure("remote_rank_copy_share", "copies leave", "rank", "%"),
-    Figure("remote_node_copy_share", "copies leave", "node", "%"),
-    Figure("shared_remote_share", "shared copies", "leave", "%"),
-    Figure("shared_unvisited_share", "shared copies", "unvisited", "%"),
-    Figure("active_experts", "used", "slots", ".1f"),
-    Figure("plan_us.median", "plan µs/layer", "one", ".1f", "plan_us_median"),
-    Figure("plan_us.p99", "plan µs/layer", "p99", ".0f", "plan_us_p99"),
-    Figure("plan_us.batched", "plan µs/layer", "batch", ".1f", "plan_us_batched"),
+    Figure("remote_rank_copy_share", "copies leave", "rank", "%", wide=True),
+    Figure("remote_node_copy_share", "copies leave", "node", "%", wide=True),
+    Figure("shared_remote_share", "shared copies", "leave", "%", wide=True),
+    Figure("shared_unvisited_share", "shared copies", "unvisited", "%", wide=True),
+    Figure("active_experts", "used", "slots", ".1f", wide=True),
+    Figure("plan_us.median", "plan µs", "one", ".1f", "plan_us_median"),
+    Figure("plan_us.batched", "plan µs", "batch", ".1f", "plan_us_batched", wide=True),
 )
 
 
-def replay_table(rows: Sequence[PolicyFigures], with_nodes: bool) -> tuple[list[str], list[str]]:
+def replay_table(
+    rows: Sequence[PolicyFigures], with_nodes: bool, wide: bool = False
+) -> tuple[list[str], list[str]]:
     """Heading and rows of a replay.
 
     Columns about nodes stand only where there are several; what is said of shared copies stands in the place of what
     is said of all copies.
     """
     shared = any(row.shared_remote_share is not None for row in rows)
-    hidden = "copies leave" if shared else "shared copies"
-    shown = [f for f in FIGURES if f.group != hidden and (with_nodes or f.title != "node")]
-    return table_of(shown, rows)
+    shown = [f for f in FIGURES if not (shared and f.group == "copies leave")]
+    return table_of([f for f in shown if with_nodes or f.title != "node"], rows, wide)
 
 
-def replay_header(replay: Replay) -> list[str]:
-    """What was replayed, and how."""
+def replay_header(replay: Replay, note: str = "") -> list[str]:
+    """What was replayed, how, and whether the placement has seen it; a note says what placement was given."""
     used = replay.settings
     model = f" ({used['model']})" if used["model"] else ""
     source = f"drawn from counts with seed {used['seed']}" if used["drawn"] else "routing as recorded"
+    what, top_k = ("tokens", f", top-{used['top_k']}") if used["top_k"] else ("copies", "")
     nodes = used["num_ranks"] // used["ranks_per_node"]
     seen = " or ".join(map(str, used["calibration_batches"]))
-    placed = f"placer {used['placer']}, " if used["placer"] else ""
+    placer = f", placer {used['placer']}" if used["placer"] else ""
     calibrated = {
-        None: "a given placement",
-        "interleaved": f"calibrated on {seen} batches between them",
-        "first-half": f"calibrated on the first {seen} batches",
-        "all": "calibrated on the replayed batches",
-        "leave-one-out": f"calibrated for each batch on the {seen} others",
-        "leave-cluster-out": f"calibrated for each cluster on the others ({seen} batches)",
+        None: "" if note else "a given placement",
+        "interleaved": f"unseen: placed on {seen} batches between them",
+        "first-half": f"unseen: placed on the first {seen} batches",
+        "all": "seen: placed on the replayed batches",
+        "leave-one-out": f"unseen: placed for each batch on the {seen} others",
+        "leave-cluster-out": f"unseen: placed for each cluster on the others ({seen} batches)",
     }
     kinds = [f"{used[name]} {name.split('_')[0]}" for name in ("shared_experts", "spare_slots") if used[name]]
     reserved = f" ({', '.join(kinds)})" if kinds else ""
     return [
         f"{replay.trace}{model}",
-        f"{replay.tokens} tokens in {replay.batches} batches, {source}; {replay.layers} layers, "
-        f"{used['num_experts']} experts, top-{used['top_k']}",
+        f"{replay.tokens} {what} in {replay.batches} batches, {source}; {replay.layers} layers, "
+        f"{used['num_experts']} experts{top_k}",
         f"{used['num_ranks']} ranks on {nodes} node{'s' * (nodes > 1)}, {used['slots_per_rank']} slots per "
-        f"rank{reserved}, {placed}{calibrated[used['calibrate']]}",
+        f"rank{reserved}{placer}",
+        f"{calibrated[used['calibrate']]}{note}",
     ]
 
 
-def print_replay(replay: Replay, console: Console) -> None:
-    heading, rows = replay_table(
-        replay.policies, replay.settings["num_ranks"] > replay.settings["ranks_per_node"]
-    )
-    print_lines(console, replay_header(replay), "bold")
-    print_table(console, heading, rows)
-    print_lines(console, SHARED_UNITS if replay.settings["shared_experts"] else UNITS, "dim")
-    if replay.settings.get("speeds"):
+def print_replay(replay: Replay, console: Console, wide: bool = False, note: str = "") -> None:
+    used, shared = replay.settings, replay.settings["shared_experts"]
+    print_lines(console, replay_header(replay, note), "bold")
+    print_table(console, *replay_table(replay.policies, used["num_ranks"] > used["ranks_per_node"], wide))
+    units = (WIDE_UNITS if wide else UNITS).format(best="joint" if shared else "exact")
+    print_lines(console, [units, *([SHARED] if shared and wide else [])], "dim")
+    if used.get("speeds"):
         print_lines(console, [SPEEDS], "dim")
     if any(row.gap_mean < 0 for row in replay.policies):
         print_lines(
@@ -106,6 +109,19 @@ def print_replay(replay: Replay, console: Console) -> None:
             ["Below the bound: policies that borrow have slots that the bound does not count."],
             "dim",
         )
+    print_lines(console, replay_warnings(replay), "yellow")
+
+
+def replay_warnings(replay: Replay) -> list[str]:
+    """What cannot be judged here, and why."""
+    found = []
+    if not replay.settings["top_k"]:
+        found.append(
+            "The record does not say top-k: copies are drawn one by one, rows not counted (--top-k)."
+        )
+    if not replay.settings["layers_with_freedom"]:
+        found.append(NO_FREEDOM.format(more=replay.settings["slots_per_rank"] + 1))
+    return found
 
 
 def replay_json(replay: Replay) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-WIDTH = 110
+WIDTH = 80  # of a terminal: what is printed without --wide
 MIB = 2.0**20
 
 
@@ -34,6 +34,7 @@ class Figure:
     group   of the column, and its title
     form    a format spec, "%" for :func:`percent` or "MiB" for bytes; None: in the JSON alone
     of      the attribute of the row, or a function of the row; None: the attribute named like the key
+    wide    whether its column stands in the wide table alone
     """
 
     key: str
@@ -41,6 +42,7 @@ class Figure:
     title: str = ""
     form: str | None = None
     of: str | Callable[[Any], Any] | None = None
+    wide: bool = False
 
     def value(self, row: Any) -> Any:
         return self.of(row) if callable(self.of) else attrgetter(self.of or self.key)(row)
@@ -56,9 +58,12 @@ class Figure:
         return f"{value / MIB:.1f}" if self.form == "MiB" else format(value, self.form or "")
 
 
-def table_of(figures: Sequence[Figure], rows: Sequence[Any]) -> tuple[list[str], list[str]]:
-    """Two heading lines and a line per row, of the figures that have a form."""
-    shown = [figure for figure in figures if figure.form is not None]
+def table_of(
+    figures: Sequence[Figure], rows: Sequence[Any], wide: bool = False
+) -> tuple[list[str], list[str]]:
+    """Two heading lines and a line per row, of the figures that have a form and, in some row, a value."""
+    formed = [figure for figure in figures if figure.form is not None and (wide or not figure.wide)]
+    shown = [figure for figure in formed if any(figure.value(row) is not None for row in rows)]
     return table([Column(f.group, f.title, [f.cell(row) for row in rows]) for f in shown])
 
 
@@ -105,7 +110,7 @@ def print_table(console: Console, heading: list[str], rows: list[str]) -> None:
 
 
 def print_lines(console: Console, lines: Sequence[str], style: str = "") -> None:
-    """Prints lines broken at 110 columns."""
+    """Prints lines broken at 80 columns."""
     for line in lines:
         for part in textwrap.wrap(line, WIDTH):
             _print(console, part, style)

@@ -1,6 +1,7 @@
 """Runs an SGLang engine over two CPU processes: python run_engine.py CHECKPOINT TOKENS.json [name=JSON value ...]"""
 
 import json
+import os
 import sys
 
 from checkpoint import PROMPTS
@@ -25,6 +26,8 @@ def main() -> None:
         )
         with open(out, "w") as file:
             json.dump([result["output_ids"] for result in results], file)
+        if "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR" in os.environ:
+            engine.dump_expert_distribution_record()
     finally:
         engine.shutdown()
 

@@ -1,0 +1,109 @@
+"""Placement files given to commands: whose ranks they are of, and which batches of a trace they have not seen."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import typer
+
+from isoload.files.reading import shown
+from isoload.formats import UnknownRanks, read_placement
+from isoload.placement import Placement
+from isoload.placers import make_placer, place
+from isoload.replay.calibration import strictest
+from isoload.replay.simulate import ReplaySettings
+from isoload.topology import Topology
+from isoload.trace import Trace
+
+
+def read_given(path: str, topology: Topology | None) -> Placement:
+    """The placement of a file; the topology is for engines' files, which do not say it.
+
+    Raises:
+        ValueError: naming the option; other ranks than the file's own.
+    """
+    try:
+        found = read_placement(path)
+    except UnknownRanks as error:
+        if topology is None:
+            raise ValueError(str(error).replace("topology must be given", "--ranks must be given")) from None
+        return read_placement(path, topology)
+    if topology is not None and topology.num_ranks != found.topology.num_ranks:
+        raise ValueError(
+            f"ranks must be {found.topology.num_ranks} with placement {path}, got {topology.num_ranks}"
+        )
+    return found
+
+
+def given_placement(context: typer.Context, path: str) -> Placement:
+    """The placement of a file, which no option of the command may contradict.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    given = {name: value for name, value in context.params.items() if _is_given(context, name)}
+    ranks = given.get("ranks")
+    found = read_given(path, None if ranks is None else Topology(ranks, given.get("ranks_per_node", 0)))
+    has = {
+        "ranks_per_node": found.topology.ranks_per_node,
+        "slots_per_rank": found.slots_per_rank,
+        "spare_slots": found.spare_slots,
+        "shared_experts": found.num_shared,
+        "placer": "not given",
+    }
+    for name, value in has.items():
+        if name in given and given[name] != value:
+            raise ValueError(f"{name} must be {value} with placement {path}, got {given[name]}")
+    return found
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def unseen_part(
+    placement: Placement, path: str, trace: Trace, settings: ReplaySettings
+) -> tuple[ReplaySettings, Placement | None, str]:
+    """How a file is replayed on a trace: settings, the placement if it is replayed as it is, and that in words.
+
+    A file that ``isoload place`` made of this trace has seen all of its batches. As there, it is judged by placements
+    that its placer makes without the batches they are replayed on; calibrate "all", and a trace of one batch, replay
+    the file itself.
+
+    Raises:
+        ValueError: calibrate where the file was not made of this trace.
+    """
+    placer = made_by(placement, trace)
+    if placer is None:
+        if settings.calibrate is not None:
+            raise ValueError(
+                f"calibrate must be not given with a placement of other loads, got {settings.calibrate}"
+            )
+        known = placement.provenance.get("traces")
+        names = known if isinstance(known, list) else []
+        source = ", ".join(map(shown, names)) or "loads that it does not name"
+        return settings, placement, f"{path}, placed on {source}"
+    if (settings.calibrate or strictest(trace.num_batches, trace.cluster)) == "all":
+        return settings, placement, f"seen: {path}, placed on these batches"
+    note = f", as {path} was on all (--calibrate all: the file itself)"
+    return replace(settings, placer=placer), None, note
+
+
+def made_by(placement: Placement, trace: Trace) -> str | None:
+    """The placer, with options, that makes this placement of all batches of the trace; None: no placer is known to."""
+    name, options = placement.provenance.get("placer"), placement.provenance.get("options")
+    topology = placement.topology
+    if not isinstance(name, str) or not isinstance(options, dict) or topology.alive or topology.speeds:
+        return None
+    others = placement.spare_slots, placement.num_shared
+    try:
+        if make_placer(name, options).has_budget:  # its slots are those that the loads asked for
+            return None
+        default = asdict(make_placer(name, {}))
+        again = place(trace.batch_counts(), topology, placement.slots_per_rank, name, *others, **options)
+        same = again.slot_to_expert.equal(placement.with_layers(trace.layer_ids).slot_to_expert)
+    except (ValueError, TypeError, ImportError):
+        return None  # made of another trace, by another version, by a placer that needs more than counts
+    given = [f"{key}={value}" for key, value in options.items() if value != default[key]]
+    return ":".join([name, *given]) if same else None
