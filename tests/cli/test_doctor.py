@@ -10,7 +10,7 @@ from isoload.cost import CostModel
 from isoload.transport import deep_ep
 
 NAMES = [
-    "python", "torch", "isoload ops", "isoload placers", "isoload CUDA ops", "CUDA device", "nvcc", "NCCL",
+    "python", "torch", "isoload ops", "isoload CUDA ops", "CUDA device", "nvcc", "NCCL",
     "Triton", "Triton kernels", "DeepEP", "HiGHS (scipy)", "break-even",
 ]  # fmt: skip
 

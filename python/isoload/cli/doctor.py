@@ -20,7 +20,6 @@ from rich.text import Text
 
 from isoload import __version__, kernels
 from isoload.cost import CostModel
-from isoload.placers.compiled import why_not_compiled
 from isoload.report.tables import Figure, json_of
 from isoload.transport import deep_ep
 
@@ -47,7 +46,6 @@ def report(cost: CostModel | None = None) -> list[Item]:
         "python": lambda: (True, f"{platform.python_version()} on {platform.machine()}"),
         "torch": lambda: (True, f"{torch.__version__}, {torch.get_num_threads()} CPU threads"),
         "isoload ops": _ops,
-        "isoload placers": _placers,
         "isoload CUDA ops": _cuda_ops,
         "CUDA device": _cuda_device,
         "nvcc": _nvcc,
@@ -64,11 +62,6 @@ def report(cost: CostModel | None = None) -> list[Item]:
 def _ops() -> tuple[bool, str]:
     files = sorted(PACKAGE.glob("_C*.so"))
     return (True, f"{__version__}, {files[0].name}") if files else (False, "not compiled: run `make build`")
-
-
-def _placers() -> tuple[bool, str]:
-    why = why_not_compiled()
-    return (False, f"in NumPy, many times slower: {why}") if why else (True, "compiled")
 
 
 def _cuda_ops() -> tuple[bool, str]:
