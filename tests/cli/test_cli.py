@@ -300,7 +300,9 @@ def test_the_committed_replay_is_todays():
 
 @pytest.mark.parametrize("words", [[], ["--help"]], ids=["nothing", "--help"])
 def test_help_is_the_commands_own_and_needs_no_torch(words):
-    code = f"import sys; sys.modules['torch'] = None; sys.argv = ['isoload', *{words}]; import isoload_command"
+    code = (
+        f"import sys; sys.modules['torch'] = None; sys.argv = ['isoload', *{words}]; import isoload_command"
+    )
     command = [sys.executable, "-c", f"{code}; isoload_command.main()"]
     said = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"})
     real = run("--help", env=PLAIN | {"COLUMNS": "80"})

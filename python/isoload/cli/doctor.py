@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from isoload import __version__, kernels
+from isoload.cli.engines import look_at_all
 from isoload.cost import CostModel
 from isoload.report.tables import Figure, json_of
 from isoload.transport import deep_ep
@@ -29,11 +30,12 @@ CUDA_OP = "isoload::plan_exact"  # stands for all ops: they are compiled for CUD
 
 @dataclass(frozen=True)
 class Item:
-    """One thing that isoload can use: whether it is there, and what it is or why it is off."""
+    """One thing that isoload can use or go into: whether it does, what it is or why not, whether a variable asks for it."""
 
     name: str
     on: bool
     detail: str
+    asked: bool = False
 
 
 def report(cost: CostModel | None = None) -> list[Item]:
@@ -56,7 +58,9 @@ def report(cost: CostModel | None = None) -> list[Item]:
         "HiGHS (scipy)": lambda: _package("scipy", "the LP oracle of tests and benchmarks", "plan"),
         "break-even": lambda: _break_even(cost or CostModel()),
     }
-    return [Item(name, *check()) for name, check in checks.items()]
+    engines = [Item(*found) for found in look_at_all()]
+    items = [Item(name, *check()) for name, check in checks.items()]
+    return [*items[:-2], *engines, *items[-2:]]
 
 
 def _ops() -> tuple[bool, str]:
