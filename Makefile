@@ -55,6 +55,7 @@ TRACE := examples/traces/gptoss20b_decode.npz
 .PHONY: run test test-sglang test-vllm test-megatron test-deepep test-gate test-all fuzz build wheels lint cuda-check kernels-check critical-path gpu bench clean
 run: $(READY)
 	$(PY) -m isoload replay $(TRACE) --ranks 8 --ranks-per-node 4
+	@echo "isoload: one layer over four processes, five policies, a few seconds"
 	$(PY) -m isoload demo
 
 # worksteal leaves most of a module to one worker, so that what its tests share is made once.

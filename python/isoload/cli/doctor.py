@@ -30,7 +30,7 @@ CUDA_OP = "isoload::plan_exact"  # stands for all ops: they are compiled for CUD
 
 @dataclass(frozen=True)
 class Item:
-    """One thing that isoload can use or go into: whether it does, what it is or why not, whether a variable asks for it."""
+    """What isoload can use or go into: whether it is so; what there is, or why not; whether a variable asks for it."""
 
     name: str
     on: bool
