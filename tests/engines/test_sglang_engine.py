@@ -11,12 +11,15 @@ import torch
 from checkpoint import make_qwen3_moe
 from engine_runs import Batch, EngineRun, run_sglang
 
+import isoload
+
 EPLB = {
     "ep_num_redundant_experts": 4, "ep_dispatch_algorithm": "dynamic", "enable_eplb": True,
     "eplb_rebalance_num_iterations": 6, "expert_distribution_recorder_buffer_size": 6,
     "expert_distribution_recorder_mode": "stat",
 }  # fmt: skip
 RANKS, SLOTS = 2, 10
+START = isoload.place(torch.arange(48).view(3, 16), isoload.Topology(RANKS), SLOTS, "scenario")
 ATTACHED = {"ISOLOAD_SGLANG": "1", "ISOLOAD_STRICT": "1", "ISOLOAD_REPORT_SECONDS": "0.2"}
 
 
@@ -35,9 +38,11 @@ def stock(oracle: tuple[Path, list[list[int]]], tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="module")
 def balanced(oracle: tuple[Path, list[list[int]]], tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
-    return run_sglang(
-        oracle[0], tmp_path_factory.mktemp("runs") / "isoload", ATTACHED, **EPLB, eplb_algorithm="isoload"
-    )
+    """Its experts start where a file of isoload's says."""
+    folder = tmp_path_factory.mktemp("runs")
+    isoload.write_placement(START, folder / "start.json", format="sglang")
+    given = EPLB | {"eplb_algorithm": "isoload", "init_expert_location": str(folder / "start.json")}
+    return run_sglang(oracle[0], folder / "isoload", ATTACHED, **given)
 
 
 def imbalance(batch: Batch) -> float:
@@ -51,6 +56,14 @@ def test_tokens_are_hugging_faces(
 ) -> None:
     assert stock.tokens == oracle[1], "the control"
     assert balanced.tokens == oracle[1]
+
+
+def test_experts_start_where_the_file_says(balanced: EngineRun) -> None:
+    assert balanced.lines("init_expert_location from init_by_mapping")
+    for layer in range(3):
+        first = next(batch for batch in balanced.batches[0] if batch.layer == layer)
+        held = START.slot_to_expert[layer][first.slots]
+        assert torch.equal(held, first.ids.int()), layer
 
 
 def test_experts_moved_while_tokens_were_generated(stock: EngineRun, balanced: EngineRun) -> None:
