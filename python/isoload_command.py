@@ -41,7 +41,9 @@ def commands() -> Iterator[tuple[str, str]]:
     spec = find_spec("isoload")
     assert spec is not None and spec.submodule_search_locations
     for node in ast.parse(Path(spec.submodule_search_locations[0], "cli", "app.py").read_text()).body:
-        for call in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        for call in node.decorator_list:
             if isinstance(call, ast.Call) and ast.unparse(call.func) == "app.command":
                 yield (
                     ast.literal_eval(call.args[0]) if call.args else node.name,
