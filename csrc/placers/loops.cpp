@@ -1,6 +1,8 @@
 // The offline placers' loops over plain arrays, for python/isoload/placers/compiled.py: no Python and no
 // torch, so that one build serves every version of both. Shapes, and values that memory depends on, are
 // checked there.
+#include <cstdio>
+
 #include "placers/eplb.h"
 #include "placers/layers.h"
 #include "placers/scenario.h"
@@ -12,12 +14,12 @@ namespace {
 // Null, or what a layer could not do; kept until this thread's next call.
 template <class Solve>
 const char* plan_layers(int layers, int threads, const Solve& solve) {
-  thread_local std::string fault;
+  thread_local char fault[200];  // no destructor: it may outlive this library's own
   try {
     for_layers(layers, threads, solve);
   } catch (const std::exception& error) {
-    fault = error.what();
-    return fault.c_str();
+    std::snprintf(fault, sizeof fault, "%s", error.what());
+    return fault;
   }
   return nullptr;
 }
