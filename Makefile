@@ -5,6 +5,7 @@
 # make test-deepep  DeepEP's wheels: their signatures, their references behind our adapter; downloads 24 MB, needs no GPU
 # make fuzz   random placements, policies, layers and lost processes, SECONDS=60 long; SEED=N is one case again
 # make build  rebuild the compiled ops in place (seconds)
+# make wheels  dist/: one wheel for Python 3.10 to 3.13, or newer, and any torch from 2.11 on
 # make lint   ruff, mypy, clang-format
 # make cuda-check  compiles the CUDA ops for three architectures; needs nvcc, no GPU (minutes)
 # make kernels-check  runs the Triton kernels in Triton's interpreter and compiles them; needs no GPU (a minute)
@@ -51,9 +52,10 @@ endef
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 TRACE := examples/traces/gptoss20b_decode.npz
 
-.PHONY: run test test-sglang test-vllm test-megatron test-deepep test-gate test-all fuzz build lint cuda-check kernels-check critical-path gpu bench clean
+.PHONY: run test test-sglang test-vllm test-megatron test-deepep test-gate test-all fuzz build wheels lint cuda-check kernels-check critical-path gpu bench clean
 run: $(READY)
 	$(PY) -m isoload replay $(TRACE) --ranks 8 --ranks-per-node 4
+	@echo "isoload: one layer over four processes, five policies, a few seconds"
 	$(PY) -m isoload demo
 
 # worksteal leaves most of a module to one worker, so that what its tests share is made once.
@@ -83,6 +85,11 @@ fuzz: $(TESTED)
 
 build: $(READY)
 	$(PY) setup.py -q build_ext --inplace
+
+# build/lib may hold modules that are gone.
+wheels: $(READY)
+	rm -rf build/lib*
+	$(PY) -m pip wheel -q --no-deps --no-build-isolation --wheel-dir dist .
 
 lint: $(TESTED)
 	$(PY) -m ruff check .
@@ -164,18 +171,22 @@ $(READY): setup.py pyproject.toml $(SOURCES)
 else
 # torch first: isoload builds against it. pip fetches it from PIP_ARGS' index only.
 $(VENV)/.torch:
+	@echo "isoload: $(TORCH) into $(VENV), minutes where it is downloaded"
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -q $(PIP_ARGS) "$(TORCH)"
+	$(PY) -m pip install $(PIP_ARGS) "$(TORCH)"
 	$(PY) -m pip install -q "setuptools>=77" wheel
 	@touch $@
 
+# In place first: pip would be silent while it compiles.
 $(READY): $(VENV)/.torch setup.py pyproject.toml $(SOURCES)
-	$(PY) -m pip install -q --no-build-isolation -e .
+	@echo "isoload: compiles its ops, a minute or two, and installs itself into $(VENV)"
+	@$(PY) setup.py -q build_ext --inplace
+	@ISOLOAD_OPS=in-place $(PY) -m pip install -q --no-build-isolation -e .
 	@touch $@
 
-$(TESTED): $(VENV)/.torch setup.py pyproject.toml $(SOURCES)
-	$(PY) -m pip install -q --no-build-isolation -e ".[test,dev]"
-	@touch $(READY) $@
+$(TESTED): $(READY)
+	ISOLOAD_OPS=in-place $(PY) -m pip install -q --no-build-isolation -e ".[test,dev]"
+	@touch $@
 endif
 
 .venv-kernels/.installed: $(TESTED) Makefile

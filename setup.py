@@ -1,27 +1,26 @@
-"""Builds isoload._C: the torch ops, against libtorch's stable ABI (one binary for every torch >= 2.11); and
-isoload._place: the offline placers' loops on NumPy arrays, for this Python alone.
+"""Builds isoload._C: the torch ops, against libtorch's stable ABI, and the offline placers' loops. It calls nothing of
+Python: one binary serves every Python and every torch >= 2.11.
 
 With nvcc and a CUDA build of torch the CUDA ops are built in. ISOLOAD_CUDA=1 builds them on any torch, 0 never;
-ISOLOAD_CUDA_ARCH=sm_90 for one GPU only.
+ISOLOAD_CUDA_ARCH=sm_90 for one GPU only. ISOLOAD_OPS=in-place: `build_ext --inplace` has built them already.
 """
 
 import os
 import sys
-import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from pathlib import Path
 from typing import Any
 
-from setuptools import Extension, setup
+from setuptools import setup
 
 try:
     import torch
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 except ImportError as error:
     raise SystemExit(
-        "isoload builds against the torch you will run it with: install torch >= 2.11 first, then use "
-        "`pip install --no-build-isolation .` (or `make build`)"
+        "isoload builds against torch, which is not here: run `pip install .`, which finds or fetches it, or install "
+        "torch >= 2.11 before `--no-build-isolation`"
     ) from error
 
 ROOT = Path(__file__).parent.resolve()
@@ -32,7 +31,7 @@ TORCH_2_11 = "0x020b000000000000"  # the oldest torch whose stable ABI we compil
 
 # Integers only need -O3; -ffp-contract=off keeps float planners bit-equal between CPU and CUDA.
 COMPILE = ["-O3", "-g0", "-std=c++17", "-Wall", "-Wextra", "-Wno-unused-parameter", "-ffp-contract=off"]
-COMPILE += ["-fvisibility=hidden", f"-DTORCH_TARGET_VERSION={TORCH_2_11}"]
+COMPILE += ["-pthread", "-fvisibility=hidden", f"-DTORCH_TARGET_VERSION={TORCH_2_11}"]
 COMPILE += os.environ.get("ISOLOAD_CXXFLAGS", "").split()
 
 
@@ -46,6 +45,9 @@ def find_nvcc() -> str | None:
 
 
 NVCC = find_nvcc()
+
+
+END = "\r" if sys.stdout.isatty() else "\n"
 
 
 class Build(BuildExtension.with_options(use_ninja=False)):
@@ -62,8 +64,9 @@ class Build(BuildExtension.with_options(use_ninja=False)):
 
             def compile_all(*sources: Any, **how: Any) -> list[str]:
                 objects = type(compiler).compile(compiler, *sources, **how)
-                for job in jobs:
+                for done, job in enumerate(jobs, 1):
                     job.result()  # raises what the compiler refused
+                    print(f"isoload: {done} of {len(jobs)} files compiled", end=END, flush=True)
                 return objects
 
             compiler._compile, compiler.compile = start, compile_all
@@ -71,38 +74,9 @@ class Build(BuildExtension.with_options(use_ninja=False)):
 
 
 def find_sources(*kinds: str) -> list[str]:
-    """Files of csrc of these kinds, but those of the placers."""
-    found = (path for kind in kinds for path in Path("csrc").rglob(kind))
-    return sorted(str(path) for path in found if path.parent != PLACERS)
+    return sorted(str(path) for kind in kinds for path in Path("csrc").rglob(kind))
 
 
-def place_extensions() -> list[Extension]:
-    """isoload._place; nothing, and a line that says so, where a header is missing: placers then run in NumPy."""
-    try:
-        import pybind11
-
-        headers = pybind11.get_include()
-    except ImportError:
-        headers = str(Path(torch.__file__).parent / "include")  # torch brings a copy
-    wanted = [Path(headers, "pybind11", "pybind11.h"), Path(sysconfig.get_path("include"), "Python.h")]
-    if missing := [str(path) for path in wanted if not path.exists()]:
-        print(
-            f"isoload._place is left out: no {' and no '.join(missing)}. Placers run in NumPy.",
-            file=sys.stderr,
-        )
-        return []
-    place = Extension(
-        "isoload._place",
-        [str(PLACERS / "bind.cpp")],
-        include_dirs=[str(ROOT / "csrc"), headers],
-        depends=sorted(str(path) for path in PLACERS.glob("*.h")),
-        extra_compile_args=[*COMPILE, "-pthread"],
-        extra_link_args=["-pthread"],
-    )
-    return [place]
-
-
-PLACERS = Path("csrc", "placers")
 ops = CppExtension(
     "isoload._C",
     find_sources("*.cpp"),
@@ -112,16 +86,15 @@ ops = CppExtension(
     extra_compile_args={"cxx": COMPILE},
     # Named again, behind the flag: only libtorch brings libtorch_cuda, where the weak symbols of ops/device.h are, and
     # the linker drops it where nothing in it is used.
-    extra_link_args=["-Wl,--no-as-needed", "-ltorch"],
+    extra_link_args=["-pthread", "-Wl,--no-as-needed", "-ltorch"],
     py_limited_api=True,
 )
 if NVCC:  # the runtime is linked in: a CPU torch brings none, and loads the library all the same
     ops.library_dirs.append(nvcc.library_folder(NVCC))
     ops.libraries += ["cudart_static", "dl", "rt", "pthread"]
 
-place = place_extensions()
 setup(
-    ext_modules=[ops, *place],
+    ext_modules=[] if os.environ.get("ISOLOAD_OPS") == "in-place" else [ops],
     cmdclass={"build_ext": Build},
-    options={} if place else {"bdist_wheel": {"py_limited_api": "cp310"}},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

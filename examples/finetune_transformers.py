@@ -41,12 +41,16 @@ def save_tiny_model(folder: str) -> None:
 
 
 def train(folder: str, implementation: str, steps: int) -> tuple[list[float], list[str]]:
-    """Mean losses over all ranks, and how level the last batch was in every layer."""
+    """Mean losses over all ranks, and the busiest rank over the mean in every layer of the last batch."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     config = DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation=implementation)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False)
     draw, losses = torch.Generator().manual_seed(rank), []
+    chosen: dict[torch.nn.Module, torch.Tensor] = {}  # by experts, [T, K] of this rank's last batch
+    for module in model.modules():
+        if hasattr(module, "gate_up_proj"):
+            module.register_forward_pre_hook(lambda module, args: chosen.update({module: args[1]}))
     for _ in range(steps):
         ids = torch.randint(model.config.vocab_size, (SEQUENCES, LENGTH), generator=draw)
         loss = model(ids.to(model.device), labels=ids.to(model.device)).loss
@@ -56,8 +60,18 @@ def train(folder: str, implementation: str, steps: int) -> tuple[list[float], li
         mean = loss.detach() / ranks
         dist.all_reduce(mean)
         losses.append(float(mean))
-    plans = [plan for layer in huggingface.layers(model) if (plan := layer.last_plan) is not None]
-    return losses, [f"{int(plan.peak) * ranks / int(plan.quota.sum()):.3f}" for plan in plans]
+    if layers := huggingface.layers(model):
+        plans = [layer.last_plan for layer in layers]
+        return losses, [f"{int(plan.peak) * ranks / int(plan.quota.sum()):.3f}" for plan in plans]
+    return losses, [at_home(topk_ids, model.config.num_experts, ranks) for topk_ids in chosen.values()]
+
+
+def at_home(topk_ids: torch.Tensor, num_experts: int, ranks: int) -> str:
+    """The busiest rank over the mean where each computes its own experts, as they lie in order."""
+    loads = torch.bincount(topk_ids.flatten(), minlength=num_experts)
+    dist.all_reduce(loads)
+    per_rank = loads.view(ranks, -1).sum(1)
+    return f"{int(per_rank.max()) * ranks / int(loads.sum()):.3f}"
 
 
 def main(
@@ -76,8 +90,8 @@ def main(
     for implementation in ("all_to_all", "isoload"):
         losses, level = train(folder, implementation, steps)
         if dist.get_rank() == 0:
-            shown = f"; busiest rank over the mean, by layer: {', '.join(level)}" if level else ""
-            print(f"{implementation:10} loss {' '.join(f'{loss:.5f}' for loss in losses)}{shown}")
+            shown = f"busiest rank over the mean, by layer: {', '.join(level)}"
+            print(f"{implementation:10} loss {' '.join(f'{loss:.5f}' for loss in losses)}; {shown}")
     dist.barrier()
     if model is None and dist.get_rank() == 0:
         shutil.rmtree(folder)

@@ -124,6 +124,18 @@ def report(runs: dict[str, Run], title: str, before: str) -> None:
     Console(width=110, highlight=False).print(table)
 
 
+def print_bars(runs: dict[str, Run], width: int = 50) -> None:
+    """The picture: copies of every rank, per step and layer, under each policy; the mean is at the bar's mark."""
+    most = max(float(run.copies.double().mean(0).max()) for run in runs.values())
+    for policy, run in runs.items():
+        mean = run.copies.double().mean(0)
+        mark = round(width * float(mean.mean()) / most)
+        print(f"copies of each rank under {policy}")
+        for rank, copies in enumerate(mean.tolist()):
+            bar = "█" * round(width * copies / most)
+            print(f"  rank {rank} {bar.ljust(mark)[:mark]}|{bar[mark:]} {copies:.0f}")
+
+
 def gates_of(model: nn.Module) -> list[nn.Module]:
     return [layer.gate for layer in model.modules() if isinstance(layer, MoE)]
 

@@ -1,6 +1,6 @@
 """Trains a tiny MoE language model over four CPU processes, once per policy, and compares the policies.
 
-    python examples/train_tiny.py                                         # starts four processes itself
+    python examples/train_tiny.py                                         # starts four processes itself; a minute
     torchrun --nproc-per-node 4 examples/train_tiny.py                    # or torchrun does
     python examples/train_tiny.py --policies none,llep:min_chunk=8,exact --replicas 1
     python examples/train_tiny.py --layers 6 --policies none              # predicts choices a layer ahead, too
@@ -22,6 +22,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import time
 
 # Read when torch is loaded; without them the profiler, which measures memory, announces itself on stderr.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -45,7 +46,16 @@ from isoload.layer.routers import Gate, Router
 from isoload.policies import parse_policy
 from isoload.transport import Transport
 from isoload.weights.borrow import NUM_BUFFERS
-from tiny_measure import Meter, Run, largest_difference, peak_bytes, prediction_accuracy, report, save_routing
+from tiny_measure import (
+    Meter,
+    Run,
+    largest_difference,
+    peak_bytes,
+    prediction_accuracy,
+    print_bars,
+    report,
+    save_routing,
+)
 
 TEXT = Path(__file__).parents[1] / "docs" / "balancing.md"
 EXPERTS, TOP_K = 16, 2
@@ -200,7 +210,10 @@ def run_rank(rank: int, settings: Settings, store: str | None = None) -> None:
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=settings.ranks)
     runs = {}
     for policy in settings.policies:
+        start = time.monotonic()
         model, runs[policy] = train(settings, policy, rank)
+        if rank == 0:
+            print(f"{policy}: {settings.steps} steps in {time.monotonic() - start:.0f} s", file=sys.stderr)
     fresh = [settings.batch(settings.steps + n, rank)[:, :-1] for n in range(FRESH_BATCHES)]
     if settings.save is not None:
         save_routing(settings.save, model, fresh, EXPERTS)
@@ -213,6 +226,7 @@ def run_rank(rank: int, settings: Settings, store: str | None = None) -> None:
             NUM_BUFFERS * settings.spare_slots * 3 * HIDDEN * INNER * getattr(torch, settings.dtype).itemsize
         )
         title = f"{settings.steps} steps, {settings.ranks} ranks, {settings.dtype}"
+        print_bars(runs)
         report(runs, title, f"weights, optimizer and spare pool ({pool / 1e6:.2f} MB of a rank)")
         print(f"largest difference between the loss curves: {largest_difference(list(runs.values())):.1e}")
         if accuracy is not None:

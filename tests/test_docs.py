@@ -79,6 +79,19 @@ def test_python_examples_run(page, tmp_path):
         assert status == 0, said
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
+def test_shell_blocks_say_what_they_need_and_are_run_in_ci(page):
+    """A page's blocks run in one fresh shell, in .ci/first_hour; but those of engines, which need GPUs."""
+    commands = blocks(page, "sh")
+    if not commands or page.stem in ("sglang", "vllm"):
+        return
+    assert commands[0].startswith("make run ") == (page.name == "README.md")
+    activated = [body for body in commands if not body.startswith("make ")]
+    assert activated[0].startswith(". .venv/bin/activate ")
+    run = re.search(r"for page in README.md docs/\{(.+)\}.md", (ROOT / ".ci" / "first_hour").read_text())[1]
+    assert page.name == "README.md" or page.stem in run.split(",")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_shown_replays_are_what_replay_prints(page, monkeypatch):
     """Each shell block with a replay is followed by its output; planning times may differ."""

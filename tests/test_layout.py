@@ -45,7 +45,7 @@ FLOORS = [
     ["replay"],
     ["online"],
     ["integrations"],
-    ["report", "cli.demo", "cli.doctor", "cli.processes"],
+    ["report", "cli.demo", "cli.doctor", "cli.engines", "cli.processes"],
     ["cli"],
     ["__main__", "__init__"],
 ]

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "setup.py").exists())
 
 IMPORT = """
-import isoload, isoload.kernels, isoload._place, torch
+import isoload, isoload.kernels, torch
 print(isoload.__file__, isoload.kernels.__file__, sep="\\n")
 assert isoload.count(torch.tensor([[0, 2], [2, -1]]), 3).tolist() == [1, 0, 2]
 """
@@ -54,6 +53,56 @@ def modules() -> set[str]:
 def test_an_in_place_build_needs_the_python_folder_alone(tmp_path: Path) -> None:
     package = ROOT / "python" / "isoload"
     assert imported(ROOT / "python", tmp_path) == [package, package / "kernels"]
+
+
+def test_the_library_calls_nothing_of_python() -> None:
+    """So one wheel serves every version of it, whatever torch was built for."""
+    command = ["readelf", "--dyn-syms", "--wide", ROOT / "python" / "isoload" / "_C.abi3.so"]
+    symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "isoload_place_scenario" in symbols
+    assert [
+        line for line in symbols.splitlines() if " _Py" in line or " Py" in line or "pybind" in line
+    ] == []
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        (
+            "import setuptools; setuptools.__version__ = '65.5.0'; import build_backend",
+            "is built by setuptools >= 77",
+        ),
+        (
+            "import os; os.environ['CXX'] = 'no-g++ -O1'; import build_backend",
+            "compiles C++, and there is no no-g++",
+        ),
+        (
+            "import sys; sys.modules['torch'] = None; exec(open('setup.py').read())",
+            "builds against torch, which is",
+        ),
+    ],
+)
+def test_the_first_line_says_what_a_build_misses(first: str, said: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "csrc")}
+    done = subprocess.run(
+        [sys.executable, "-c", first], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and done.stderr.startswith(f"isoload {said}"), done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_isolated_build_finds_the_torch_of_its_environment(tmp_path: Path) -> None:
+    """Setuptools alone on the path, as under pip's isolation. Without a torch the hooks ask for one."""
+    found = next(Path(path) for path in sys.path if (Path(path) / "setuptools").is_dir())
+    for part in (*found.glob("setuptools*"), found / "_distutils_hack"):
+        (tmp_path / part.name).symlink_to(part)
+    isolate = "import sys, sysconfig; sys.path = [x for x in sys.path if 'site-packages' not in x]; "
+    code = "import build_backend as b, importlib.util as i; print(b.needed(), bool(i.find_spec('torch')))"
+    path = os.pathsep.join([str(ROOT / "csrc"), str(tmp_path)])
+    for there, said in (("", "[] True"), ("sysconfig.get_path = str; ", "['torch>=2.11'] False")):
+        command = [sys.executable, "-c", isolate + there + code]
+        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+        assert done.stdout.strip() == said, done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +149,8 @@ def test_a_build_from_the_sdist(sdist: Path, tmp_path: Path) -> None:
         archive.extractall(tmp_path / "installed")
     package = tmp_path / "installed" / "isoload"
     held = {str(path.relative_to(package.parent)) for path in package.rglob("*") if path.is_file()}
-    place = f"isoload/_place{sysconfig.get_config_var('EXT_SUFFIX')}"
-    assert held == modules() | {"isoload/_C.abi3.so", place}
-    assert f"-cp{sys.version_info.major}{sys.version_info.minor}-" in wheel.name, (
-        "_place is of one Python version"
-    )
+    assert held == modules() | {"isoload/_C.abi3.so"}
+    assert "-cp310-abi3-" in wheel.name, "one wheel for every Python"
     assert imported(package.parent, tmp_path) == [package, package / "kernels"]
     dynamic = subprocess.run(
         ["readelf", "--dynamic", package / "_C.abi3.so"], capture_output=True, text=True, check=True

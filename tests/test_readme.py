@@ -37,7 +37,7 @@ def test_the_tree_is_the_tree():
             seen.add((base / name).relative_to(ROOT).parts[0])
         if not line.startswith(" ") and names[-1].endswith("/"):
             folder = ROOT / names[-1]
-    top = {p.name for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith(".")} - {"build"}
+    top = {p.name for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith(".")} - {"build", "dist"}
     assert {t for t in top if not t.endswith(".egg-info")} <= seen
 
 

@@ -347,3 +347,14 @@ def test_the_committed_replay_is_todays():
     for row in (*found["policies"], *committed["policies"]):
         assert set(row.pop("plan_us")) == {"median", "batched"}
     assert found == committed
+
+
+@pytest.mark.parametrize("words", [[], ["--help"]], ids=["nothing", "--help"])
+def test_help_is_the_commands_own_and_needs_no_torch(words):
+    code = (
+        f"import sys; sys.modules['torch'] = None; sys.argv = ['isoload', *{words}]; import isoload_command"
+    )
+    command = [sys.executable, "-c", f"{code}; isoload_command.main()"]
+    said = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"})
+    real = run("--help", env=PLAIN | {"COLUMNS": "80"})
+    assert said.stdout.split() == real.stdout.replace("root", "isoload").split() != [], said.stderr

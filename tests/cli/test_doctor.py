@@ -4,15 +4,26 @@ import subprocess
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from isoload.cli import doctor
+from isoload.cli import doctor, engines
+from isoload.cli.app import app
 from isoload.cost import CostModel
+from isoload.integrations.settings import SGLANG
 from isoload.transport import deep_ep
 
 NAMES = [
-    "python", "torch", "isoload ops", "isoload placers", "isoload CUDA ops", "CUDA device", "nvcc", "NCCL",
-    "Triton", "Triton kernels", "DeepEP", "HiGHS (scipy)", "break-even",
+    "python", "torch", "isoload ops", "isoload CUDA ops", "CUDA device", "nvcc", "NCCL",
+    "Triton", "Triton kernels", "DeepEP", "SGLang", "vLLM", "transformers", "Megatron-Core",
+    "HiGHS (scipy)", "break-even",
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def engines_are_not_asked(request, monkeypatch):
+    """Each takes a process and seconds."""
+    if request.node.name != "test_transformers_takes_isoload_here":
+        monkeypatch.setattr(engines, "is_here", lambda module: False)
 
 
 def item(name):
@@ -122,3 +133,69 @@ def test_break_even_is_of_the_given_constants():
         True,
         "borrowing an expert pays from 24 tokens inside a node (0.5 GB/s), 120 between nodes (0.1 GB/s): mine",
     )
+
+
+# numpy stands for an engine: it is here, and quick to ask.
+def ask(monkeypatch, probe="", *, group="sglang.srt.plugins", switch=SGLANG, **environ):
+    engine = engines.Engine("Engine", "numpy", probe, "all well", switch, group, "PLUGINS")
+    monkeypatch.setattr(engines, "is_here", lambda module: True)
+    return engines.look(engine, {"PATH": "", **environ})
+
+
+@pytest.mark.parametrize(
+    ("environ", "probe", "on", "said"),
+    [
+        ({}, "", False, ": all well; attaches with ISOLOAD_SGLANG=1"),
+        ({"ISOLOAD_SGLANG": "0"}, "", False, ": all well; attaches with ISOLOAD_SGLANG=1"),
+        ({"ISOLOAD_SGLANG": "1"}, "print('noise')", True, ": all well; attaches, policy exact, placer eplb"),
+        (
+            {"ISOLOAD_SGLANG": "1", "ISOLOAD_POLICY": "joint", "ISOLOAD_PLACER": "scenario"},
+            "",
+            True,
+            "attaches, policy joint, placer scenario",
+        ),
+        (
+            {"ISOLOAD_SGLANG": "1"},
+            "print('isoload: f has no x'); print('isoload: g is gone')",
+            False,
+            ", and isoload stays out: f has no x; g is gone",
+        ),
+        (
+            {"ISOLOAD_SGLANG": "1"},
+            "raise ValueError('ISOLOAD_POLICY: no such')",
+            False,
+            ", and isoload stays out: ISOLOAD_POLICY: no such",
+        ),
+        (
+            {"ISOLOAD_SGLANG": "1", "PLUGINS": "a,b"},
+            "",
+            False,
+            "isoload stays out: PLUGINS names other plug-ins alone, got 'a,b'",
+        ),
+        ({"PLUGINS": "a,isoload"}, "", False, "attaches with ISOLOAD_SGLANG=1"),
+    ],
+)
+def test_an_engine_and_what_would_attach(monkeypatch, environ, probe, on, said):
+    found = ask(monkeypatch, probe, **environ)
+    assert found[0] == on and found[1].startswith("numpy ") and found[1].endswith(said), found
+    assert found[2] == (environ.get("ISOLOAD_SGLANG") == "1")
+
+
+def test_an_engine_that_finds_no_entry_point_or_needs_none(monkeypatch):
+    assert "does not see its entry point" in ask(monkeypatch, group="no.such.group")[1]
+    assert ask(monkeypatch, group="", switch=None)[::2] == (True, False)
+
+
+@pytest.mark.parametrize(("value", "code"), [("", 0), ("0", 0), ("1", 1)])
+def test_exit_code_1_where_an_engine_that_is_asked_for_stays_without(monkeypatch, value, code):
+    """No engine is here."""
+    done = CliRunner().invoke(app, ["doctor"], env={"ISOLOAD_VLLM": value})
+    assert done.exit_code == code and "vLLM              off  not installed" in done.stdout
+
+
+@pytest.mark.slow
+def test_transformers_takes_isoload_here():
+    """The real one: what it says is what tests/integrations/test_huggingface.py does."""
+    pytest.importorskip("transformers")
+    found = item("transformers")
+    assert found.on and "ep_implementation='isoload'" in found.detail

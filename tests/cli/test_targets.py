@@ -105,9 +105,7 @@ def test_force_replaces_a_placement_of_any_format(folder, format):
     old = Path(there).read_bytes()
     assert "--force" in refused(*PLACE, "-o", there)
     assert run(*PLACE, "-o", there, "--force").exit_code == 0
-    assert (
-        Path(there).read_bytes() != old and isoload.read_placement(there).provenance["placer"] == "eplb"
-    )
+    assert Path(there).read_bytes() != old and isoload.read_placement(there).provenance["placer"] == "eplb"
 
 
 @pytest.mark.parametrize(

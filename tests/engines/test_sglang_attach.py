@@ -23,6 +23,7 @@ from sglang.srt.layers.moe import waterfill
 from sglang.srt.model_executor.model_runner_components import moe_ep_setup
 from sglang.srt.plugins.hook_registry import HookRegistry
 
+from isoload.cli.engines import ENGINES, look
 from isoload.integrations.seams import faults, read_seams
 from isoload.integrations.sglang import LAYERS, self_check
 from support.documents import blocks
@@ -189,3 +190,12 @@ def test_the_older_spelling_of_waterfill_is_accepted(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(waterfill, "WaterfillBalancer", Older)
     assert faults(read_seams("sglang")) == []
     assert "routed_scaling_factor" in str(inspect.signature(Older))
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_doctor_says_what_would_attach(value: str) -> None:
+    environ = dict(os.environ) | {"ISOLOAD_SGLANG": value, "PYTHONPATH": str(HARNESS)}
+    (engine,) = [engine for engine in ENGINES if engine.name == "SGLang"]
+    on, detail, asked = look(engine, environ)
+    assert (on, asked) == (value == "1", value == "1"), detail
+    assert "its functions are as isoload expects and a known batch comes out right; attaches" in detail

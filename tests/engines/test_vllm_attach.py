@@ -22,6 +22,7 @@ from vllm.distributed.eplb.policy import EPLB_POLICIES, DefaultEplbPolicy
 from vllm.model_executor.layers.fused_moe.router import base_router
 
 import isoload
+from isoload.cli.engines import ENGINES, look
 from isoload.integrations.seams import Seam, faults, read_seams
 from isoload.integrations.settings import Settings
 from isoload.integrations.vllm import MODELS, self_check
@@ -222,3 +223,12 @@ def test_documented_launches_have_options_that_vllm_takes(launch: str) -> None:
     options = parser.parse_args(words[words.index("serve") + 2 :])
     assert options.enable_eplb and options.enable_expert_parallel
     assert options.eplb_config.num_redundant_experts
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_doctor_says_what_would_attach(value: str) -> None:
+    environ = dict(os.environ) | {"ISOLOAD_VLLM": value, "PYTHONPATH": str(HARNESS)}
+    (engine,) = [engine for engine in ENGINES if engine.name == "vLLM"]
+    on, detail, asked = look(engine, environ)
+    assert (on, asked) == (value == "1", value == "1"), detail
+    assert "its functions are as isoload expects and a known batch comes out right; attaches" in detail

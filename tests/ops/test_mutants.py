@@ -15,7 +15,6 @@ import pytest
 from support import native_build
 from support.changed_ops import compile_sources, link_ops
 from support.mutants import OF_FILLS, OF_PLACERS, Mutant
-from support.place_build import build_place
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "python" / "isoload"
@@ -329,9 +328,7 @@ def fails(mutant: Mutant, folder: Path, objects: dict[str, Path]) -> tuple[bool,
         program = native_build.build(folder / "csrc", folder / "teams", native_build.THREAD)
         outcome = native_build.run(program, threads=8, instances=200, seed=1, room=64)
         return outcome.code not in (0, -1), outcome.text
-    if mutant.file.startswith("csrc/placers"):
-        build_place(folder / "csrc", folder / "python" / "isoload", "-O1")
-    elif mutant.file.startswith("csrc"):
+    if mutant.file.startswith("csrc"):
         link_ops(mutant.file, folder, objects)
     file, _, test = mutant.tests.partition("::")
     where = str(next((ROOT / "tests").rglob(f"test_{file}.py"))) + (f"::{test}" if test else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import re
 import shlex
@@ -13,16 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from isoload.placers.compiled import loops, why_not_compiled
+from isoload.placers.compiled import Loops, loops
 from isoload.reference.place_scenario import place_scenario
-from support.place_build import PLAIN, build_place, calls_of, load_place
+from support.place_build import PLAIN, build_loops, calls_of
 
 CSRC = Path(__file__).parents[2] / "csrc"
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(why_not_compiled() is not None, reason="isoload._place is not built"),
-]
+pytestmark = pytest.mark.slow
 
 
 def drawn(seed, layers, experts, batches=7):
@@ -34,7 +32,7 @@ def drawn(seed, layers, experts, batches=7):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    return load_place(build_place(CSRC, tmp_path_factory.mktemp("plain"), *PLAIN))
+    return Loops(ctypes.CDLL(str(build_loops(CSRC, tmp_path_factory.mktemp("plain"), *PLAIN))))
 
 
 @pytest.mark.parametrize("split", ["even", "exact"])
@@ -57,7 +55,7 @@ def test_numpy_finds_the_same_objectives(monkeypatch, split):
 )
 def test_the_shipped_build_has_vectors_of_four(tmp_path):
     """As Python compiles it: -fwrapv, under which indices narrower than an address leave none."""
-    path = build_place(CSRC, tmp_path, *shlex.split(sysconfig.get_config_var("CFLAGS")), "-O3")
+    path = build_loops(CSRC, tmp_path, *shlex.split(sysconfig.get_config_var("CFLAGS")), "-O3")
     code = subprocess.run(["objdump", "-d", str(path)], capture_output=True, text=True, check=True).stdout
     wide = re.findall(r"<_ZNK7isoload7placers5Judge(\w+)\.avx2>:\n(.*?)\n\n", code, re.S)
     assert {name for name, body in wide if "%ymm" in body} == {"5afterEii", "5worthEi"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -206,7 +205,6 @@ def test_stuck_packing_is_repaired_by_the_mildest_move():
 
 @pytest.mark.parametrize("dedup", [False, True])
 def test_compiled_loops_and_numpy_give_the_same_slots(dedup):
-    assert compiled.why_not_compiled() is None, "`make build`"
     rng = np.random.default_rng(13)
     for _ in range(400):
         ranks, size = rng.integers(1, 9, 2).tolist()
@@ -331,20 +329,59 @@ def test_more_slots_than_distinct_replicas_are_filled_without_dedup():
     assert copies(placement.slot_to_expert.numpy(), 2).sum() == 6
 
 
-def test_without_the_compiled_loops_placers_warn_once_and_place_alike(monkeypatch):
-    counts = np.random.default_rng(6).integers(0, 1000, (3, 2, 10))
-    fast = {
-        name: isoload.place(counts, isoload.Topology(3), 4, name).slot_to_expert
-        for name in ("eplb", "scenario")
-    }
-    monkeypatch.setitem(sys.modules, "isoload._place", None)  # what import finds where it was not built
-    compiled.loops.cache_clear()
-    try:
-        with pytest.warns(
-            UserWarning, match="^placers run in NumPy, many times slower: isoload._place was not"
-        ) as found:
-            for name, slots in fast.items():
-                assert torch.equal(isoload.place(counts, isoload.Topology(3), 4, name).slot_to_expert, slots)
-        assert len(found) == 1
-    finally:
-        compiled.loops.cache_clear()
+def scenario_call(**changes):
+    """Two layers of six experts on three ranks of three slots, with something changed."""
+    slots = np.array([[[0, 1, 2], [3, 4, 5], [0, 1, -1]]] * 2)
+    given = {
+        "loads": np.ones((2, 6, 4)), "weight": np.ones(4), "tick": np.ones(3), "node": np.zeros(3, int),
+        "home": np.full((2, 6), -1), "capacity": np.full((2, 3), 3), "risks": np.ones((1, 2, 6)), "rival": None,
+        "before": slots, "width": 3, "exact": False, "few_slots": False, "steps": 4, "moves": -1, "threads": 1,
+    }  # fmt: skip
+    return given | changes
+
+
+def with_slot(value, rank=0, slot=0):
+    slots = scenario_call()["before"].copy()
+    slots[1, rank, slot] = value
+    return slots
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"loads": np.ones((2, 6, 3))}, "loads must be [L, E, n], n a multiple of 4"),
+        ({"weight": np.ones(3)}, "weight must be [4]"),
+        ({"node": np.zeros(2)}, "node must be [3]"),
+        ({"home": np.zeros((2, 5))}, "home must be [2, 6]"),
+        ({"risks": np.ones((1, 2, 5))}, "risks must be [1, 2, 6]"),
+        ({"risks": np.ones((0, 2, 6)), "before": None}, "risks must be given without before"),
+        ({"capacity": np.full((1, 3), 3)}, "capacity must be [2, 3]"),
+        ({"capacity": np.full((2, 3), 4)}, "capacity must be in 0..3 on every rank"),
+        ({"capacity": np.full((2, 3), -1)}, "capacity must be in 0..3 on every rank"),
+        ({"capacity": np.full((2, 3), 1)}, "capacity must hold all 6 experts"),
+        ({"before": np.zeros((2, 3, 4))}, "before must be [2, 3, 3]"),
+        ({"before": with_slot(6)}, "before must have experts within capacity, none twice"),
+        ({"before": with_slot(-2)}, "before must have experts within capacity, none twice"),
+        ({"before": with_slot(2)}, "before must have experts within capacity, none twice"),
+        ({"rival": with_slot(2), "before": None}, "rival must have experts within capacity, none twice"),
+        ({"capacity": np.full((2, 3), 2)}, "before must have experts within capacity, none twice"),
+    ],
+)
+def test_loops_refuse_what_would_not_stay_in_memory(changes, rule):
+    assert compiled.loops().scenario(**scenario_call())[0].shape == (2, 3, 3)
+    with pytest.raises(ValueError, match="^" + re.escape(rule)):
+        compiled.loops().scenario(**scenario_call(**changes))
+
+
+@pytest.mark.parametrize(
+    ("weight", "capacity", "rule"),
+    [
+        (np.ones(6), np.full((2, 3), 2), "weight must be [L, E] and capacity [L, R]"),
+        (np.ones((1, 6)), np.full((2, 3), 2), "capacity must be [1, 3]"),
+        (np.ones((2, 6)), np.full((2, 3), 7), "capacity must be in 0..6 on every rank"),
+        (np.ones((2, 6)), np.full((2, 3), 1), "capacity must hold all 6 experts"),
+    ],
+)
+def test_loops_of_eplb_refuse_likewise(weight, capacity, rule):
+    with pytest.raises(ValueError, match="^" + re.escape(rule)):
+        compiled.loops().eplb(weight, capacity, True, 1)

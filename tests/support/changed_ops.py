@@ -25,8 +25,7 @@ def compile_one(csrc: Path, source: str, out: Path) -> Path:
 def compile_sources(folder: Path) -> dict[str, Path]:
     """The object of every file of csrc as it is."""
     csrc = ROOT / "csrc"
-    found = (path.relative_to(csrc) for path in sorted(csrc.rglob("*.cpp")))
-    sources = [str(path) for path in found if path.parts[0] != "placers"]  # a module of its own
+    sources = [str(path.relative_to(csrc)) for path in sorted(csrc.rglob("*.cpp"))]
     outs = [folder / f"{source.replace('/', '.')}.o" for source in sources]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return dict(zip(sources, pool.map(compile_one, [csrc] * len(sources), sources, outs), strict=True))

@@ -327,7 +327,10 @@ def run_demo(
 
 @app.command("doctor")
 def run_doctor(cost: CostFile = None, json: JsonTarget = None, force: Force = False) -> None:
-    """What this machine offers, what is off, and why; and from how many tokens borrowing an expert pays."""
+    """What this machine offers, what is off, and why; which engines isoload attaches to, with this environment.
+
+    Exit code 1 if a variable asks for an engine (ISOLOAD_SGLANG=1, ISOLOAD_VLLM=1) that isoload would stay out of.
+    """
     with _one_line_errors():
         check_targets([cost], force, json)
         items = doctor.report(_cost_model(cost))
@@ -335,6 +338,8 @@ def run_doctor(cost: CostFile = None, json: JsonTarget = None, force: Force = Fa
             write_json(doctor.doctor_json(items), json)
         if json != "-":
             doctor.print_doctor(items, Console(highlight=False))
+        if any(item.asked and not item.on for item in items):
+            raise typer.Exit(1)
 
 
 def _cost_model(given: str | None) -> CostModel | None:

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.text import Text
 
 from isoload import __version__, kernels
+from isoload.cli.engines import look_at_all
 from isoload.cost import CostModel
-from isoload.placers.compiled import why_not_compiled
 from isoload.report.tables import Figure, json_of
 from isoload.transport import deep_ep
 
@@ -30,11 +30,12 @@ CUDA_OP = "isoload::plan_exact"  # stands for all ops: they are compiled for CUD
 
 @dataclass(frozen=True)
 class Item:
-    """One thing that isoload can use: whether it is there, and what it is or why it is off."""
+    """What isoload can use or go into: whether it is so; what there is, or why not; whether a variable asks for it."""
 
     name: str
     on: bool
     detail: str
+    asked: bool = False
 
 
 def report(cost: CostModel | None = None) -> list[Item]:
@@ -47,7 +48,6 @@ def report(cost: CostModel | None = None) -> list[Item]:
         "python": lambda: (True, f"{platform.python_version()} on {platform.machine()}"),
         "torch": lambda: (True, f"{torch.__version__}, {torch.get_num_threads()} CPU threads"),
         "isoload ops": _ops,
-        "isoload placers": _placers,
         "isoload CUDA ops": _cuda_ops,
         "CUDA device": _cuda_device,
         "nvcc": _nvcc,
@@ -58,17 +58,14 @@ def report(cost: CostModel | None = None) -> list[Item]:
         "HiGHS (scipy)": lambda: _package("scipy", "the LP oracle of tests and benchmarks", "plan"),
         "break-even": lambda: _break_even(cost or CostModel()),
     }
-    return [Item(name, *check()) for name, check in checks.items()]
+    engines = [Item(*found) for found in look_at_all()]
+    items = [Item(name, *check()) for name, check in checks.items()]
+    return [*items[:-2], *engines, *items[-2:]]
 
 
 def _ops() -> tuple[bool, str]:
     files = sorted(PACKAGE.glob("_C*.so"))
     return (True, f"{__version__}, {files[0].name}") if files else (False, "not compiled: run `make build`")
-
-
-def _placers() -> tuple[bool, str]:
-    why = why_not_compiled()
-    return (False, f"in NumPy, many times slower: {why}") if why else (True, "compiled")
 
 
 def _cuda_ops() -> tuple[bool, str]:

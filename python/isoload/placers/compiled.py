@@ -1,36 +1,140 @@
-"""The placers' inner loops: compiled (csrc/placers), or where they were not built, the same slots in NumPy."""
+"""The placers' inner loops: csrc/placers, two C functions of the compiled library, on NumPy arrays."""
 
 from __future__ import annotations
 
-import importlib
+import ctypes
 import os
-import warnings
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
-from isoload.reference.place_eplb import place_eplb
-from isoload.reference.place_scenario import place_scenario
+import numpy as np
+
+from isoload.ops.load import LIBRARY
+
+Ints = np.ndarray[Any, np.dtype[np.int32]]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+LANES = 4  # the loops sum scenarios in so many lanes
+
+
+class Loops:
+    """The loops of a library. The slots are the same for any number of threads; the interpreter goes on meanwhile.
+
+    Raises (both): ValueError naming the argument and the rule; the library itself checks nothing.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def eplb(self, weight: Any, capacity: Any, dedup: bool, threads: int) -> Ints:
+        """Slots [L, R, S], S the largest capacity.
+
+        Args:
+            weight: [L, E] loads.
+            capacity: [L, R] slots of every rank.
+            dedup: never two replicas of one expert on one rank.
+            threads: that layers are spread over.
+        """
+        weight, capacity = np.require(weight, np.float32, "C"), np.require(capacity, np.int32, "C")
+        _need(weight.ndim == capacity.ndim == 2, "weight must be [L, E] and capacity [L, R]")
+        (layers, experts), ranks, width = weight.shape, capacity.shape[1], int(capacity.max(initial=0))
+        _need_room(capacity, (layers, ranks), experts, experts if dedup else width)
+        slots = np.full((layers, ranks, width), -1, dtype=np.int32)
+        self._call("eplb", weight, capacity, layers, experts, ranks, width, dedup, threads, slots)
+        return slots
+
+    def scenario(
+        self,
+        *,
+        loads: Any,
+        weight: Any,
+        tick: Any,
+        node: Any,
+        home: Any,
+        capacity: Any,
+        risks: Any,
+        rival: Any,
+        before: Any,
+        width: int,
+        exact: bool,
+        few_slots: bool,
+        steps: int,
+        moves: int,
+        threads: int,
+    ) -> tuple[Ints, Floats]:
+        """Slots [L, R, width] and the objective of every layer [L].
+
+        Args:
+            loads: [L, E, n] whole numbers, n a multiple of LANES; weight [n].
+            tick: [R] cost of a copy; node [R].
+            home: [L, E] node that keeps a copy of an expert; -1 = none.
+            capacity: [L, R] slots of every rank, of width.
+            risks: [z, L, E] by what experts are replicated, a start each.
+            rival: [L, R, width] slots that the result is never worse than; before: likewise, to start from. Or None.
+            steps, moves: of the search; moves -1 = any.
+        """
+        loads, weight, tick, risks = (np.require(x, np.float64, "C") for x in (loads, weight, tick, risks))
+        node, home, capacity = (np.require(x, np.int32, "C") for x in (node, home, capacity))
+        old, other = (None if x is None else np.require(x, np.int32, "C") for x in (before, rival))
+        _need(
+            loads.ndim == 3 and loads.shape[2] % LANES == 0,
+            f"loads must be [L, E, n], n a multiple of {LANES}",
+        )
+        (layers, experts, n), ranks = loads.shape, len(tick)
+        shapes: dict[str, tuple[Any, tuple[int, ...]]] = {
+            "weight": (weight, (n,)),
+            "tick": (tick, (ranks,)),
+            "node": (node, (ranks,)),
+        }
+        shapes |= {"home": (home, (layers, experts)), "risks": (risks, (len(risks), layers, experts))}
+        for name, (array, shape) in shapes.items():
+            _need(array.shape == shape, f"{name} must be {list(shape)} for these loads and ticks")
+        _need_room(capacity, (layers, ranks), experts, min(width, experts))
+        _need(old is not None or other is not None or len(risks) > 0, "risks must be given without before")
+        for name, taken in (("rival", other), ("before", old)):
+            _need_valid(name, taken, capacity, experts, width)
+        slots, objective = np.empty((layers, ranks, width), np.int32), np.empty(layers)
+        arrays = loads, weight, tick, node, home, capacity, risks, other, old
+        numbers = layers, experts, n, ranks, len(risks), width, exact, few_slots, steps, moves, threads
+        self._call("scenario", *arrays, *numbers, slots, objective)
+        return slots, objective
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        """Arrays go as addresses, None as null."""
+        function = getattr(self._library, f"isoload_place_{name}")
+        function.restype = ctypes.c_char_p
+        passed = [ctypes.c_void_p(x.ctypes.data) if isinstance(x, np.ndarray) else x for x in arguments]
+        if fault := function(*passed):
+            raise ValueError(fault.decode())
+
+
+def _need(holds: Any, rule: str) -> None:
+    if not holds:
+        raise ValueError(rule)
+
+
+def _need_room(capacity: Ints, shape: tuple[int, int], experts: int, most: int) -> None:
+    _need(capacity.shape == shape, f"capacity must be {list(shape)} for these loads and ranks")
+    _need(((capacity >= 0) & (capacity <= most)).all(), f"capacity must be in 0..{most} on every rank")
+    _need((capacity.sum(1) >= experts).all(), f"capacity must hold all {experts} experts")
+
+
+def _need_valid(name: str, slots: Ints | None, capacity: Ints, experts: int, width: int) -> None:
+    """The search relies on it that slots which are taken over lie in their ranks' room and repeat no expert there."""
+    if slots is None:
+        return
+    _need(slots.shape == (*capacity.shape, width), f"{name} must be {[*capacity.shape, width]}")
+    held, row = slots >= 0, np.sort(slots, axis=2)
+    fits = (slots >= -1) & (slots < experts) & (~held | (np.arange(width) < capacity[..., None]))
+    repeats = (row[..., 1:] == row[..., :-1]) & (row[..., 1:] >= 0)
+    _need(fits.all() and not repeats.any(), f"{name} must have experts within capacity, none twice on a rank")
 
 
 @cache
-def loops() -> Any:
-    """The functions ``eplb`` and ``scenario``; csrc/placers/bind.cpp has their arguments."""
-    if why := why_not_compiled():
-        warnings.warn(f"placers run in NumPy, many times slower: {why}", stacklevel=2)
-        return SimpleNamespace(eplb=place_eplb, scenario=place_scenario)
-    return importlib.import_module("isoload._place")
-
-
-def why_not_compiled() -> str | None:
-    """Why the compiled loops are not here; None if they are."""
-    try:
-        importlib.import_module("isoload._place")
-    except ModuleNotFoundError:
-        return "isoload._place was not built for this Python, which needs Python.h: run `make build`"
-    return None
+def loops() -> Loops:
+    """Those of the library that isoload has loaded."""
+    return Loops(LIBRARY)
 
 
 def num_threads() -> int:
-    """CPUs that this process may use. The slots are the same for any number."""
+    """CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -9,11 +9,10 @@ import numpy as np
 
 from isoload.placers.base import Floats, Ints, Placed, Placer, Room, Slots, slots_of
 from isoload.placers.budget import allocate, assign, check_budget, make_grid
-from isoload.placers.compiled import loops, num_threads
+from isoload.placers.compiled import LANES, loops, num_threads
 from isoload.placers.eplb import pack_into, pack_once
 from isoload.placers.scenarios import WHOLE, Scenarios
 
-LANES = 4  # the loops sum scenarios in so many lanes
 SPREADS = (
     0.0,
     0.674,

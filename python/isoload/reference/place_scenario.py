@@ -30,7 +30,7 @@ def place_scenario(
     moves: int,
     threads: int = 1,
 ) -> tuple[Ints, Floats]:
-    """Slots [L, R, width] int32 and the objective of each layer [L]; csrc/placers/bind.cpp has the arguments.
+    """Slots [L, R, width] int32 and the objective of each layer [L]; placers/compiled.py has the arguments.
 
     Raises:
         ValueError: slots before that leave experts without room; more moves needed than there are.

@@ -1,0 +1,66 @@
+// The offline placers' loops over plain arrays, for python/isoload/placers/compiled.py: no Python and no
+// torch, so that one build serves every version of both. Shapes, and values that memory depends on, are
+// checked there.
+#include <cstdio>
+
+#include "placers/eplb.h"
+#include "placers/layers.h"
+#include "placers/scenario.h"
+
+using namespace isoload::placers;
+
+namespace {
+
+// Null, or what a layer could not do; kept until this thread's next call.
+template <class Solve>
+const char* plan_layers(int layers, int threads, const Solve& solve) {
+  thread_local char fault[200];  // no destructor: it may outlive this library's own
+  try {
+    for_layers(layers, threads, solve);
+  } catch (const std::exception& error) {
+    std::snprintf(fault, sizeof fault, "%s", error.what());
+    return fault;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+#define ISOLOAD_EXPORT extern "C" [[gnu::visibility("default")]]
+
+// weight [L, E], capacity [L, R] -> slots [L, R, width], which hold -1 before.
+ISOLOAD_EXPORT const char* isoload_place_eplb(const float* weight, const int32_t* capacity, int layers,
+                                              int experts, int ranks, int width, int dedup, int threads,
+                                              int32_t* slots) {
+  return plan_layers(layers, threads, [=](int64_t l) {
+    EplbLayer(weight + l * experts, experts, capacity + l * ranks, ranks, width, dedup)
+        .place(slots + l * ranks * width);
+  });
+}
+
+// loads [L, E, n] whole numbers, weight [n], tick [R], node [R], home [L, E] (-1 = none), capacity [L, R],
+// risks [z, L, E], rival and before [L, R, width] or null -> slots [L, R, width], objective [L].
+ISOLOAD_EXPORT const char* isoload_place_scenario(
+    const double* loads, const double* weight, const double* tick, const int32_t* node, const int32_t* home,
+    const int32_t* capacity, const double* risks, const int32_t* rival, const int32_t* before, int layers,
+    int experts, int n, int ranks, int num_risks, int width, int exact, int few_slots, int steps, int moves,
+    int threads, int32_t* slots, double* objective) {
+  return plan_layers(layers, threads, [=](int64_t l) {
+    const int64_t size = static_cast<int64_t>(ranks) * width;
+    const Problem problem{experts,
+                          ranks,
+                          width,
+                          n,
+                          loads + l * experts * n,
+                          weight,
+                          tick,
+                          capacity + l * ranks,
+                          node,
+                          home + l * experts,
+                          exact != 0};
+    const Starts starts{risks + l * experts, num_risks, static_cast<size_t>(layers) * experts,
+                        rival ? rival + l * size : nullptr};
+    const Limits limits{steps, moves, few_slots != 0, before ? before + l * size : nullptr};
+    objective[l] = plan_layer(problem, starts, limits, slots + l * size);
+  });
+}

@@ -1,0 +1,115 @@
+"""The engines that isoload goes into: which are here, whether they are as isoload expects, what would attach now."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from isoload.integrations.settings import PLACER, POLICY, SGLANG, VLLM, Variable
+
+SAID = "isoload: "  # engines print, too
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine, and how to ask it.
+
+    probe   Python that prints a line after SAID for everything that is not as expected; run in a process of its own,
+            since it imports the engine and attaches to it
+    switch  the variable that turns the plug-in on; None: a program calls isoload
+    group   of the entry points by which the engine finds it
+    plugins the engine's own variable that lists the plug-ins it loads
+    use     what there is, if nothing is wrong
+    """
+
+    name: str
+    module: str
+    probe: str
+    use: str
+    switch: Variable | None = None
+    group: str = ""
+    plugins: str = ""
+
+
+ATTACH = f"""
+from isoload.integrations.settings import Settings
+from isoload.integrations.NAME import attach
+for fault in attach(Settings.read()): print({SAID!r} + fault)
+"""
+HOOKS = "its functions are as isoload expects and a known batch comes out right"
+ENGINES = (
+    Engine(
+        "SGLang",
+        "sglang",
+        "import sglang.srt.managers.scheduler" + ATTACH.replace("NAME", "sglang"),
+        HOOKS,
+        SGLANG,
+        "sglang.srt.plugins",
+    ),
+    Engine(
+        "vLLM", "vllm", ATTACH.replace("NAME", "vllm"), HOOKS, VLLM, "vllm.general_plugins", "VLLM_PLUGINS"
+    ),
+    Engine(
+        "transformers",
+        "transformers",
+        "from isoload.integrations import huggingface; huggingface.register()",
+        "ep_implementation='isoload' after isoload.integrations.huggingface.register()",
+    ),
+    Engine(
+        "Megatron-Core",
+        "megatron.core",
+        "import isoload.integrations.megatron",
+        "isoload.integrations.megatron.balance(model)",
+    ),
+)
+
+
+def look(engine: Engine, environ: Mapping[str, str]) -> tuple[bool, str, bool]:
+    """Whether isoload is, or can be, in this engine; what there is or why not; whether the environment asks for it."""
+    asked = engine.switch is not None and environ.get(engine.switch.name, "").strip() not in ("", "0")
+    if not is_here(engine.module):
+        return False, "not installed", asked
+    name = importlib.metadata.packages_distributions().get(engine.module.split(".")[0], [engine.module])[0]
+    found = importlib.metadata.version(name)
+    if wrong := faults(engine, environ):
+        return False, f"{name} {found}, and isoload stays out: {'; '.join(wrong)}", asked
+    if engine.switch is None:
+        return True, f"{name} {found}: {engine.use}", asked
+    if not asked:
+        return False, f"{name} {found}: {engine.use}; attaches with {engine.switch.name}=1", asked
+    chosen = [environ.get(variable.name, "").strip() or variable.default for variable in (POLICY, PLACER)]
+    return (
+        True,
+        f"{name} {found}: {engine.use}; attaches, policy {chosen[0] or 'exact'}, placer {chosen[1]}",
+        asked,
+    )
+
+
+def is_here(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the folder around it
+        return False
+
+
+def faults(engine: Engine, environ: Mapping[str, str]) -> list[str]:
+    """What keeps isoload out of an engine that is here, a line each."""
+    if engine.group and not importlib.metadata.entry_points(group=engine.group, name="isoload"):
+        return ["isoload is not installed as a package, so the engine does not see its entry point"]
+    if engine.plugins in environ and "isoload" not in environ[engine.plugins].split(","):
+        return [f"{engine.plugins} names other plug-ins alone, got {environ[engine.plugins]!r}"]
+    command = [sys.executable, "-c", engine.probe]
+    done = subprocess.run(command, env=dict(environ), capture_output=True, text=True)
+    if done.returncode:
+        return [done.stderr.strip().rpartition("\n")[2].removeprefix("ValueError: ")]
+    return [line.removeprefix(SAID) for line in done.stdout.splitlines() if line.startswith(SAID)]
+
+
+def look_at_all(environ: Mapping[str, str] | None = None) -> list[tuple[str, bool, str, bool]]:
+    """Name and :func:`look` of every engine."""
+    return [(engine.name, *look(engine, os.environ if environ is None else environ)) for engine in ENGINES]
