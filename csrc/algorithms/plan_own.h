@@ -24,14 +24,16 @@ namespace isoload {
 
 constexpr int32_t kMostOwn = 1 << 29;  // copies of a source, below: a load and a gap of two then fit an int32
 constexpr int kOffsetBits = 20;
+constexpr int64_t kRecentLoss = 5439;  // in 2^-16: what a batch leaves of `recent` halves in eight batches
 
 struct OwnProblem {
-  int R, E, S;                // ranks, logical experts, slots per rank
-  ReplicaTables tables;       // of this layer
-  const int32_t* counts;      // [E] this source's copies
-  const int32_t* offset;      // [R] in 2^-20 of this source's copies, 0..2^20
-  const int32_t* fixed;       // [R] copies a rank carries besides, or null
-  const int32_t* ticks;       // [R] cost of one copy on a rank, 1..2^20, or null: all 1
+  int R, E, S;            // ranks, logical experts, slots per rank
+  ReplicaTables tables;   // of this layer
+  const int32_t* counts;  // [E] this source's copies
+  const int32_t* offset;  // [R] in 2^-20 of this source's copies, 0..2^20
+  const int32_t* fixed;   // [R] copies a rank carries besides, or null
+  const int32_t* ticks;   // [R] cost of one copy on a rank, 1..2^20, or null: all 1
+  int64_t* recent;  // [E] decayed sums of the counts of batches, in 2^-16, which this one joins; or null
   int source, layer, sweeps;  // layer: of the first of the batch; most sweeps
 };
 
@@ -75,6 +77,9 @@ class OwnSplit {
     });
     copies = team_.sum(refused < 0 ? int64_t(1) << 48 : copies);
     if (copies >= kMostOwn) return false;
+    team_.for_each(in_.recent ? in_.E : 0, [&](int e) {
+      in_.recent[e] += (int64_t(in_.counts[e]) << 16) - (in_.recent[e] * kRecentLoss >> 16);
+    });
     team_.for_each_group(in_.R, [&](int r, auto& group) {
       int32_t solo = 0;
       group.for_each(in_.S, [&](int s) {
@@ -211,6 +216,7 @@ struct OwnPlanner {  // see planner.h
     in.tables = in.tables.layer(b, E, P);
     in.counts += b * E, in.offset += b * R, in.layer += static_cast<int>(b);
     if (in.fixed) in.fixed += b * R;
+    if (in.recent) in.recent += b * E;
     out += b * P;
   }
   template <int W>

@@ -74,7 +74,7 @@ constexpr int kCpu = 1, kCuda = 2;
      "int rank) -> (Tensor quota, Tensor peak, Tensor bound, Tensor telemetry, Tensor row, Tensor share)") \
   OP(plan_own, kCpu | kCuda, \
      "(Tensor counts, Tensor tables, int num_ranks, int num_slots, Tensor offset, " \
-     "Tensor? fixed, Tensor? ticks, int source, int layer, int sweeps) -> Tensor") \
+     "Tensor? fixed, Tensor? ticks, Tensor(a!)? recent, int source, int layer, int sweeps) -> Tensor") \
   OP(share, kCpu | kCuda, \
      "(Tensor loads, Tensor quota, Tensor tables, int ranks_per_node, int rank, bool locality) " \
      "-> Tensor") \

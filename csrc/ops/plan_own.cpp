@@ -66,7 +66,7 @@ struct OwnBatch {
 
 Tensor plan_own(const Tensor& counts, const Tensor& tables, int64_t num_ranks, int64_t num_slots,
                 const Tensor& offset, const std::optional<Tensor>& fixed, const std::optional<Tensor>& ticks,
-                int64_t source, int64_t layer, int64_t sweeps) {
+                const std::optional<Tensor>& recent, int64_t source, int64_t layer, int64_t sweeps) {
   OwnBatch batch(counts, tables, num_ranks, num_slots);
   OwnProblem& problem = batch.problem;
   Tensor kept[3] = {offset, offset, offset};
@@ -76,6 +76,14 @@ Tensor plan_own(const Tensor& counts, const Tensor& tables, int64_t num_ranks, i
   for (int64_t r = 0; ticks && r < num_ranks && batch.counts.is_cpu(); ++r)
     require(problem.ticks[r] >= 1 && problem.ticks[r] <= 1 << 20, "ticks must be in 1..2^20, got ",
             problem.ticks[r], " for rank ", r);
+  if (recent) {
+    require_dtype(*recent, "recent", ScalarType::Long);
+    require(recent->is_contiguous() && recent->numel() == batch.counts.numel(),
+            "recent must be contiguous with ", batch.counts.numel(), " numbers, as counts, got ",
+            shape_text(*recent));
+    require_device(*recent, "recent", counts, "counts");
+    problem.recent = mutable_data<int64_t>(*recent);
+  }
   require(source >= 0 && source < num_ranks, "source must be in 0..", num_ranks - 1, ", got ", source);
   require(layer >= 0 && layer <= INT32_MAX, "layer must be in 0..2^31-1, got ", layer);
   require(sweeps >= 0 && sweeps <= INT32_MAX, "sweeps must be in 0..2^31-1, got ", sweeps);

@@ -181,6 +181,19 @@ def test_most_copies() -> None:
     assert ops.plan_own(counts, tables, aside, 0).tolist() in ([0, 0, MOST, 0], [1, 0, MOST - 1, 0])
 
 
+def test_recent_counts_decay_by_half_in_eight_batches() -> None:
+    tables = ops.replica_tables(torch.tensor([0, 1, 2, 0], dtype=torch.int32), 4, 3)
+    recent = torch.zeros(3, dtype=torch.int64)
+    ops.plan_own(COUNTS * 1000, tables, NONE, 0, recent=recent)
+    assert recent.tolist() == [n * 1000 << 16 for n in COUNTS.tolist()]
+    for _ in range(8):
+        ops.plan_own(COUNTS * 0, tables, NONE, 0, recent=recent)
+    assert torch.allclose(recent / (COUNTS.long() * 1000 << 16), torch.tensor(0.5), atol=1e-4)
+    with pytest.raises(ValueError, match="counts must not be negative"):
+        ops.plan_own(-COUNTS, tables, NONE, 0, recent=(kept := recent.clone()))
+    assert torch.equal(kept, recent), "a refused batch leaves no trace"
+
+
 NONE = torch.zeros(4, dtype=torch.int32)
 COUNTS = torch.tensor([3, 1, 2], dtype=torch.int32)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -201,6 +214,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fixed": ({"fixed": NONE - 2}, "fixed must not be negative, got -2 for rank 0"),
     "fixed shape": ({"fixed": NONE[:3]}, r"fixed must have shape \[4\], got \[3\]"),
     "ticks": ({"ticks": NONE}, r"ticks must be in 1..2\^20, got 0 for rank 0"),
+    "recent": ({"recent": NONE}, "recent must be int64, got int32"),
+    "recent shape": (
+        {"recent": NONE.long()},
+        r"recent must be contiguous with 3 numbers, as counts, got \[4\]",
+    ),
     "source": ({"source": 4}, "source must be in 0..3, got 4"),
     "layer": ({"layer": -1}, r"layer must be in 0..2\^31-1, got -1"),
     "sweeps": ({"sweeps": -1}, r"sweeps must be in 0..2\^31-1, got -1"),
@@ -225,5 +243,5 @@ def test_refuses_layers_that_differ() -> None:
 
 def test_opcheck() -> None:
     tables = ops.replica_tables(torch.tensor([0, 1, 2, 0], dtype=torch.int32), 4, 3)
-    arguments = (COUNTS, tables.data, 4, 4, NONE, NONE + 1, NONE + 1024, 1, 0, 6)
+    arguments = (COUNTS, tables.data, 4, 4, NONE, NONE + 1, NONE + 1024, COUNTS.long(), 1, 0, 6)
     torch.library.opcheck(torch.ops.isoload.plan_own.default, arguments)

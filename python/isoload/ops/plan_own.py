@@ -19,6 +19,7 @@ def plan_own(
     *,
     fixed: Tensor | None = None,
     ticks: Tensor | None = None,
+    recent: Tensor | None = None,
     layer: int = 0,
     sweeps: int = 6,
 ) -> Tensor:
@@ -39,6 +40,8 @@ def plan_own(
         fixed: [R] int32 copies of this source that each rank carries besides (leading L as above).
         ticks: [R] int32 cost of one copy per rank, 1..2^20 (1024 = nominal); None = 1 each. The sum is then that of
             ``ticks_r * (base_r + y_r) ** 2``: ranks draw level in cost.
+        recent: [E] int64 (leading L as above), decayed sums of the counts of batches in 2^-16 copies, with a half-life
+            of eight batches: this batch's counts are added in place.
         layer: of the first of these layers; turns the rotation.
         sweeps: most sweeps; they end sooner where none moves a copy.
 
@@ -54,6 +57,7 @@ def plan_own(
         offset,
         fixed,
         ticks,
+        recent,
         source,
         layer,
         sweeps,
@@ -70,6 +74,7 @@ def _(
     offset: Tensor,
     fixed: Tensor | None,
     ticks: Tensor | None,
+    recent: Tensor | None,
     source: int,
     layer: int,
     sweeps: int,
