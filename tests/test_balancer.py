@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import isoload
 from isoload import Balancer, CollectiveGroup, LocalGroup
-from support.processes import rank_outcomes, run_ranks
+from support.processes import run_ranks
 from support.small_batches import EXPERTS, LAYERS, RANKS, draw_ids, gather, make_placement, make_topology
 
 POLICIES = ["none", "static", "even", "exact", "exact_active", "lp", "dynamic", "lp_sampled"]
@@ -280,47 +279,6 @@ def test_from_an_engines_table() -> None:
     tables = made.placed_on(torch.device("cpu")).tables
     assert int(tables.logcnt().sum()) == int(tables.is_replica().sum())
     assert (table[tables.log2phy()[:, 0]] == torch.arange(EXPERTS)).all()
-
-
-def failing(rank: int, ranks: int, what: str) -> None:
-    topology = isoload.Topology(ranks)
-    placement = isoload.place(
-        torch.arange(EXPERTS).expand(1, -1), topology, slots_per_rank=EXPERTS // ranks + 2
-    )
-    policy = "even" if (what, rank) == ("policy", 1) else "exact"
-    balancer = Balancer(placement, 0, policy, CollectiveGroup(topology))
-    rows = draw_ids(0)[rank]
-    if what == "ids" and rank == 1:
-        rows = rows + EXPERTS
-    if what == "placement":
-        counts = torch.arange(EXPERTS).roll(5 * rank).expand(1, -1)
-        balancer.load(isoload.place(counts, topology, slots_per_rank=EXPERTS // ranks + 2))
-    if what == "weights":
-        weight = placement.replica_weight
-        balancer.load(replace(placement, replica_weight=weight if rank == 0 else weight * 2))
-    balancer(rows)
-
-
-@pytest.mark.parametrize(
-    ("what", "own", "others"),
-    [
-        ("ids", "ValueError: topk_ids must be in -1..31", "ValueError: rank 1 failed in stage count"),
-        ("policy", "policy must be the same on all ranks", "policy must be the same on all ranks"),
-        (
-            "placement",
-            "checksum of slot_to_expert must be the same",
-            "checksum of slot_to_expert must be the same",
-        ),
-        (
-            "weights",
-            "checksum of replica_weight must be the same",
-            "checksum of replica_weight must be the same",
-        ),
-    ],
-)
-def test_one_rank_that_differs_stops_all(what: str, own: str, others: str) -> None:
-    outcomes = rank_outcomes(failing, 2, 2, what)
-    assert own in str(outcomes[1].error) and others in str(outcomes[0].error), outcomes
 
 
 @pytest.mark.parametrize("policy", ["exact", "dynamic", "grace_sampled"])

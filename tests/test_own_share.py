@@ -1,9 +1,8 @@
-"""A plan's own share: used where it is that of the plan, the loads and the rank that are asked for, and never else."""
+"""A rank's share that the op which plans has made: the Balancer hands it on, and share() computes from what it gets."""
 
 from __future__ import annotations
 
-import copy
-import pickle
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,226 +10,181 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import isoload
-from isoload.policies import Demand, ExactPolicy, Policy
+from isoload.planning import plan_and_share, share_routed
+from isoload.policies import Policy
+from isoload.policies.exact import ExactPolicy
+from isoload.policies.hedge import HedgePolicy
+from isoload.policies.joint import JointPolicy
+from isoload.policies.waterfill import WaterfillPolicy
 from isoload.records import Plan
-from support.small_batches import EXPERTS, RANKS, draw_ids, gather, make_placement
+from support.small_batches import EXPERTS, RANKS, draw_ids, gather, make_placement, make_topology
 
 RANK = 3
 
 
-class Shares(TorchDispatchMode):
-    """How often the op share runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += op is torch.ops.isoload.share.default
-        return op(*args, **kwargs or {})
+def shared_placement() -> isoload.Placement:
+    counts = torch.arange(EXPERTS).expand(1, -1)
+    return isoload.place(counts, make_topology(), slots_per_rank=7, num_shared=1)
 
 
-def ran(call: Callable[[], Any]) -> int:
-    with Shares() as shares:
-        call()
-    return shares.count
+def spare_placement() -> isoload.Placement:
+    counts = torch.ones(1, EXPERTS)
+    return isoload.place(counts, make_topology(), slots_per_rank=6, spare_slots=2, placer="trivial")
 
 
-@pytest.fixture
-def loads() -> Tensor:
-    return gather(draw_ids(4))
+def shared_ids(seed: int) -> list[Tensor]:
+    """[R][T, K + 1]"""
+    ids = draw_ids(seed)
+    columns = [torch.where((rows >= 0).any(1, keepdim=True), EXPERTS, -1) for rows in ids]
+    return [torch.cat(pair, dim=1) for pair in zip(ids, columns, strict=True)]
 
 
-@pytest.fixture
-def made(loads: Tensor) -> Plan:
-    return isoload.plan(loads, make_placement(), 2, rank=RANK)
+def shared_loads(seed: int) -> Tensor:
+    return torch.stack([isoload.count(rows, EXPERTS + 1) for rows in shared_ids(seed)])
 
 
-def plain(loads: Tensor, **options: Any) -> Plan:
-    """The same plan, without a share of its own."""
-    made = isoload.plan(loads, make_placement(), 2, **options)
-    assert made.own_share is None
-    return made
+def by_numpy(tensor: Tensor) -> None:
+    tensor.numpy()[..., 0] += 1
 
 
-def test_no_plan_depends_on_the_rank(loads: Tensor, made: Plan) -> None:
-    other = plain(loads)
-    for field in ("quota", "peak", "bound", "telemetry"):
-        assert torch.equal(getattr(made, field), getattr(other, field))
+def by_storage(tensor: Tensor) -> None:
+    torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).fill_(7)
 
 
-def test_share_and_route_use_it(loads: Tensor, made: Plan) -> None:
-    ids, other = draw_ids(4)[RANK], plain(loads)
-    assert ran(lambda: isoload.share(loads, made, RANK)) == 0
-    assert torch.equal(isoload.share(loads, made, RANK), isoload.share(loads, other, RANK))
-    assert ran(lambda: isoload.route(ids, loads, made, RANK)) == 0
-    assert torch.equal(isoload.route(ids, loads, made, RANK), isoload.route(ids, loads, other, RANK))
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "in place": lambda tensor: tensor[..., 0].add_(1),
+    "data": lambda tensor: tensor.data[..., 0].add_(1),
+    "numpy": by_numpy,
+    "storage": by_storage,
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("what", ["loads", "quota"])
+@pytest.mark.parametrize("write", WRITES)
+def test_share_reads_what_it_is_given(write: str, what: str, inference: bool) -> None:
+    """Regression: it served loads that were written through .data, NumPy or storage as they had been."""
+    rows = draw_ids(4)[0]
+    with torch.inference_mode(inference):
+        balancer = isoload.Balancer(make_placement(), 2, "exact", tokens="same")
+        balancer(rows)
+        made, loads = balancer.last_plan, balancer.last_loads
+        assert made is not None and made.quota is not None and loads is not None
+        WRITES[write](loads if what == "loads" else made.quota)
+        with pytest.raises(ValueError, match="quota must conserve loads"):
+            isoload.share(loads, made, 0)
+        with pytest.raises(ValueError, match="quota must conserve loads"):
+            isoload.route(rows, loads, made, 0)
 
 
 @pytest.mark.parametrize("policy", ["exact", "hedge", "llep", "lp"])
 def test_a_balancer_s_slots_are_those_of_plan_and_share(policy: str) -> None:
-    ids = draw_ids(5)
-    borrows = isoload.POLICIES[policy]().borrows
-    placement = isoload.place(
-        torch.ones(1, EXPERTS),
-        make_placement().topology,
-        slots_per_rank=6,
-        spare_slots=2 if borrows else 0,
-        placer="trivial" if borrows else "eplb",
-    )
-    loads, rows = torch.zeros(RANKS, EXPERTS, dtype=torch.int32), ids[0]
+    placement = spare_placement() if isoload.POLICIES[policy]().borrows else make_placement()
+    loads, rows = torch.zeros(RANKS, EXPERTS, dtype=torch.int32), draw_ids(5)[0]
     loads[0] = isoload.count(rows, EXPERTS)
     slots = isoload.Balancer(placement, 0, policy, tokens="same")(rows)
     made = isoload.plan(loads, placement, 0, policy)
-    assert made.own_share is None and torch.equal(slots, isoload.route(rows, loads, made, 0))
+    assert torch.equal(slots, isoload.route(rows, loads, made, 0))
 
 
-def test_the_caller_may_write_to_a_share(loads: Tensor, made: Plan) -> None:
-    before = isoload.share(loads, plain(loads), RANK)
-    isoload.share(loads, made, RANK).fill_(7)
-    assert torch.equal(isoload.share(loads, made, RANK), before)
+@pytest.mark.parametrize("prefer", [None, "visited"])
+@pytest.mark.parametrize("policy", ["exact", "joint", "waterfill"])
+def test_a_balancer_s_slots_with_a_shared_expert(policy: str, prefer: Any) -> None:
+    rows, placement = shared_ids(6)[0], shared_placement()
+    loads = torch.zeros(RANKS, EXPERTS + 1, dtype=torch.int32)
+    loads[0] = isoload.count(rows, EXPERTS + 1)
+    slots = isoload.Balancer(placement, 0, policy, tokens="same", prefer=prefer)(rows)
+    made = isoload.plan(loads, placement, 0, policy)
+    assert torch.equal(slots, isoload.route(rows, loads, made, 0, prefer=prefer))
 
 
-def test_other_rank_order_or_all_ranks(loads: Tensor, made: Plan) -> None:
-    other = plain(loads)
-    for rank, order in (
-        (RANK + 1, "locality"),
-        (None, "locality"),
-        (RANK, "rank_major"),
-        (None, "rank_major"),
-    ):
-        assert ran(lambda r=rank, o=order: isoload.share(loads, made, r, o)) == 1
-        expected = isoload.share(loads, other, rank, order)
-        assert torch.equal(isoload.share(loads, made, rank, order), expected)
+class RankMajor(ExactPolicy):
+    name = "rank_major"
+
+    def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Any) -> Tensor:
+        return super().share(loads, plan, rank, "rank_major")
 
 
-def test_other_views_of_the_same_memory(made: Plan, loads: Tensor) -> None:
-    fewer, turned = loads[:-1], loads.as_strided(loads.shape, (1, RANKS))
-    assert loads.data_ptr() == fewer.data_ptr() == turned.data_ptr()
-    for view in (fewer, turned):
-        with pytest.raises(ValueError, match="loads must|quota"):
-            isoload.share(view, made, RANK)
+class Later(HedgePolicy):
+    name = "later"
+
+    def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Any) -> Tensor:
+        return super().share(loads, plan, rank, "rank_major")
 
 
-def test_other_loads(made: Plan, loads: Tensor) -> None:
-    """A source may have other counts than the plan's: refused, as without a share."""
-    assert torch.equal(isoload.share(loads.clone(), made, RANK), isoload.share(loads, made, RANK))
-    wrong = loads + torch.eye(RANKS, EXPERTS, dtype=torch.int32)
-    with pytest.raises(ValueError, match="quota must conserve loads"):
-        isoload.share(wrong, made, RANK)
-    assert torch.equal(isoload.share(loads[RANK], made, RANK), isoload.share(loads[RANK], plain(loads), RANK))
+class Moved(ExactPolicy):
+    """Moves an expert's copies to one of its replicas, after the exact split."""
+
+    name = "moved"
+
+    def split(self, demand: Any, filled: Any) -> Plan:
+        made = super().split(demand, filled)
+        assert made.quota is not None
+        held = filled.slot_to_expert
+        first, second = (held == held[0]).nonzero()[:2, 0].tolist()
+        made.quota[first] += made.quota[second]
+        made.quota[second] = 0
+        return made
 
 
-def test_another_quota_of_the_same_loads(loads: Tensor, made: Plan) -> None:
-    even = plain(loads, policy="even")
-    assert not torch.equal(even.quota, made.quota)
-    swapped = replace(made, quota=even.quota)
-    assert torch.equal(isoload.share(loads, swapped, RANK), isoload.share(loads, even, RANK))
+class Doubled(JointPolicy):
+    """Pours as its own rule says: every rank's copies at home."""
+
+    name = "doubled"
+
+    def pour(self, made: Plan, demand: Any) -> Plan:
+        return replace(made, policy=self)
 
 
-def test_other_slots_with_the_same_loads(loads: Tensor, made: Plan) -> None:
-    other = isoload.plan(loads, make_placement(), 1)
-    with pytest.raises(ValueError, match="quota must conserve loads"):
-        isoload.share(loads, replace(made, filled=other.filled), RANK)
+class Nearest(WaterfillPolicy):
+    name = "nearest"
+
+    def copies(self, loads: Tensor, plan: Plan) -> Tensor:
+        return super().copies(loads, plan).flip(0).contiguous()
 
 
-@pytest.mark.parametrize("written", ["quota", "loads", "tables"])
-def test_what_was_written_to_since(written: str, loads: Tensor, made: Plan) -> None:
-    """As without a share: refused, as the quota is no longer that of the loads."""
-    tensor = {"quota": made.quota, "loads": loads, "tables": made.tables.data}[written]
-    assert tensor is not None
-    if written == "tables":
-        tensor.copy_(make_placement().layer(1, torch.device("cpu")).tables.data)
-    else:
-        tensor.view(-1)[tensor.argmax()] += 1
-    with pytest.raises(ValueError, match="quota must conserve loads"):
-        isoload.share(loads, made, RANK)
+PLAIN: list[str | Policy] = ["exact", "even", "lp", RankMajor(), Moved()]
+SHARED: list[str | Policy] = [
+    *["exact", "joint", "waterfill", "shared_local", Doubled(), Nearest()],
+    *[WaterfillPolicy(routed="none"), WaterfillPolicy("exact"), RankMajor(), Moved()],
+]
+CASES = [
+    *itertools.product([make_placement], PLAIN),
+    *itertools.product([spare_placement], ["hedge", "llep", Later()]),
+    *itertools.product([shared_placement], SHARED),
+]
+AT_ONCE = {"exact", "hedge", "joint", "waterfill"}
 
 
-def test_inference_mode_counts_no_writes(loads: Tensor) -> None:
-    with torch.inference_mode():
-        made = isoload.plan(loads, make_placement(), 2, rank=RANK)
-        assert made.own_share is None and made.quota is not None
-        made.quota[made.quota.argmax()] += 1
-        with pytest.raises(ValueError, match="quota must conserve loads"):
-            isoload.share(loads, made, RANK)
+@pytest.mark.parametrize(("place", "policy"), CASES)
+def test_the_row_is_the_share_of_the_plan(place: Any, policy: str | Policy) -> None:
+    """And made by one op with it for policies that are wholly the op's: not for those derived from them."""
+    loads = shared_loads(4) if place is shared_placement else gather(draw_ids(4))
+    placed = place().layer(0, "cpu")
+    chosen = isoload.policies.make_policy(policy)
+    made, row = plan_and_share(loads, placed, chosen, RANK)
+    other = isoload.plan(loads, placed, policy=policy)
+    for field in ("quota", "peak", "bound"):
+        assert torch.equal(getattr(made, field), getattr(other, field))
+    assert (row is not None) == (policy in AT_ONCE if isinstance(policy, str) else False)
+    if row is not None:
+        assert torch.equal(row, share_routed(loads, other, RANK))
 
 
-def test_kept_local_copies(loads: Tensor) -> None:
-    made = isoload.plan(loads, make_placement(), 2, keep_local=True, rank=RANK)
-    expected = isoload.share(loads, plain(loads, keep_local=True), RANK)
-    assert torch.equal(isoload.share(loads, made, RANK), expected)
-
-
-def test_a_policy_with_a_share_of_its_own_over_an_exact_split(loads: Tensor) -> None:
-    class RankMajor(ExactPolicy):
-        name = "rank_major"
-
-        def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Any) -> Tensor:
-            return super().share(loads, plan, rank, "rank_major")
-
-    made = isoload.plan(loads, make_placement(), 2, RankMajor(), rank=RANK)
-    assert torch.equal(isoload.share(loads, made, RANK), isoload.share(loads, made, RANK, "rank_major"))
-
-
-def test_a_policy_that_splits_a_part_of_the_loads(loads: Tensor) -> None:
-    """Copies of half the ranks by the exact split, the rest on their experts' lowest slots: the rank is passed on."""
-
-    class Half(Policy):
-        name = "half"
-
-        def split(self, demand: Demand, filled: Any) -> Plan:
-            part = demand.loads.clone()
-            part[RANKS // 2 :] = 0
-            made = ExactPolicy().split(demand._replace(loads=part), filled)
-            rest = Policy().split(Demand(demand.loads - part), filled)
-            return replace(made, policy=self, quota=made.quota + rest.quota)
-
-    made = isoload.plan(loads, make_placement(), 2, Half(), rank=RANK)
-    assert made.own_share is not None
-    expected = isoload.ops.share(loads, made.quota, made.tables, 4, RANK)
-    assert torch.equal(isoload.share(loads, made, RANK), expected)
+def test_kept_local_copies_have_no_row() -> None:
+    placed, exact = make_placement().layer(2, "cpu"), ExactPolicy()
+    assert plan_and_share(gather(draw_ids(4)), placed, exact, RANK, keep_local=True)[1] is None
 
 
 def test_a_moved_placement() -> None:
-    """A plan made before is void: where its slots still fit the loads, it is shared anew."""
+    """A plan made before is void: where its slots do not fit the copies any more, it is refused."""
     rows, balancer = draw_ids(4)[0], isoload.Balancer(make_placement(), 2, tokens="same")
     balanced = balancer.balance([rows])
-    balancer.load(replace_layers(make_placement()))
-    with pytest.raises(ValueError, match="quota must conserve loads"):
+    assert balanced.row is not None
+    placement = make_placement()
+    rolled = {name: getattr(placement, name).roll(1, 0) for name in ("slot_to_expert", "home_slot")}
+    balancer.load(replace(placement, **rolled))
+    with pytest.raises(ValueError, match="topk_ids must hold each expert as often as its share says"):
         balancer.route(balanced)
-
-
-def replace_layers(placement: isoload.Placement) -> isoload.Placement:
-    """The same layers, in another order."""
-    return replace(
-        placement,
-        slot_to_expert=placement.slot_to_expert.roll(1, 0),
-        home_slot=placement.home_slot.roll(1, 0),
-    )
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))])
-def test_a_copied_share_is_none(copied: Callable[[Any], Any], made: Plan) -> None:
-    """Its tensors would count writes anew."""
-    assert made.own_share is not None and copied(made.own_share) is None
-
-
-def test_layers_at_once(loads: Tensor) -> None:
-    all_loads = torch.stack([gather(draw_ids(seed)) for seed in range(3)])
-    made = isoload.plan_layers(all_loads, make_placement(), rank=RANK)
-    other = isoload.plan_layers(all_loads, make_placement())
-    assert torch.equal(isoload.share(all_loads, made, RANK), isoload.share(all_loads, other, RANK))
-    assert made[1].own_share is None
-
-
-def test_refuses(loads: Tensor) -> None:
-    with pytest.raises(ValueError, match=r"rank must be in 0..7, got 8"):
-        isoload.plan(loads, make_placement(), 2, rank=8)
-    with pytest.raises(
-        ValueError, match=r"loads must be per source rank, \[8, 32\], for rank, got the sum \[32\]"
-    ):
-        isoload.plan(loads.sum(0, dtype=torch.int32), make_placement(), 2, rank=0)

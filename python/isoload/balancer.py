@@ -11,17 +11,18 @@ ranks, so give them a group of their own (:meth:`isoload.CollectiveGroup.own`), 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from isoload.counting import count
-from isoload.ops import Numbered, Prefer, count_columns, count_numbered, gather_rows
-from isoload.placed_layers import Filled, PlacedLayers, own_layers, refresh_layers
+from isoload.counting import check_one_each, count_owned, without_padding
+from isoload.ops import Numbered, Prefer, gather_rows
+from isoload.placed_layers import Filled, PlacedLayers, own_layers, refreshing
 from isoload.placement import Placement, check_same_shape
-from isoload.planning import plan
+from isoload.planning import plan_and_share
 from isoload.policies import Policy, Seeded, make_policy
 from isoload.policies.at_gather import PlanAtGather, is_plan_of, plan_at_gather
 from isoload.records import Plan
@@ -31,7 +32,7 @@ from isoload.steps import first_step, in_backward, next_step
 from isoload.topology import Topology
 from isoload.transport import Group, LocalGroup, checksum, error_code
 from isoload.transport.agreement import placement_facts
-from isoload.value_checks import may_be_kept
+from isoload.value_checks import check_whole_number, may_be_kept
 
 if TYPE_CHECKING:
     from isoload.online.recorder import Recorder
@@ -44,7 +45,7 @@ class Gathered:
     """One batch, counted: topk_ids [T, K] of every owned rank, loads [R, E], and what was gathered beside them [R, W].
 
     Where nothing will be planned, nothing is gathered: loads are the owned ranks' own counts. numbered: of every owned
-    rank's topk_ids, or None where its route has no use for it.
+    rank's topk_ids, or None where its route has no use for it. ahead: what may have planned at the gather.
     """
 
     topk_ids: list[Tensor]
@@ -52,17 +53,21 @@ class Gathered:
     loads: Tensor
     planned: bool
     beside: Tensor | None = None
-    plan: Plan | None = None  # which the gather made
+    ahead: PlanAtGather | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Balanced:
-    """One batch on its way: topk_ids [T, K] of every owned rank, loads as gathered, and the plan, if there is one."""
+    """One batch on its way: topk_ids [T, K] of every owned rank, loads as gathered, and the plan, if there is one.
+
+    row: [P] this rank's share of the routed experts, where the op that planned has made it, too.
+    """
 
     topk_ids: list[Tensor]
     numbered: Sequence[Numbered | None]
     loads: Tensor
     plan: Plan | None
+    row: Tensor | None = None
 
 
 class Balancer:
@@ -172,7 +177,8 @@ class Balancer:
         Args:
             topk_ids: [T, K] int32 or int64 logical experts of this rank's tokens; -1 = masked. T may differ between
                 ranks and be 0. A list over the owned ranks, where this process owns several.
-            num_valid: rows from here on are padding: neither counted nor routed. A tensor is not read on the host.
+            num_valid: rows from here on are padding: neither counted nor routed. An integer, or a tensor [] of one,
+                which is not read on the host.
             num_tokens: tokens over all ranks, or an upper bound of them, the same on all ranks; compared with
                 min_tokens. None: with tokens="same" T, else unknown, and the batch is planned.
 
@@ -181,23 +187,27 @@ class Balancer:
 
         Raises:
             ValueError: naming the argument, the rule and the value, on the other ranks naming the rank and the stage.
+                Whatever else is raised before the gather, an interrupt too, stops the other ranks likewise.
         """
-        ids = [topk_ids] if isinstance(topk_ids, Tensor) else list(topk_ids)
-        failure = None
+        ids: list[Tensor] = []
+        failure: BaseException | None = None
         try:
-            ids = [self._masked(rows, num_valid) for rows in ids]
-        except ValueError as error:
+            given = [topk_ids] if isinstance(topk_ids, Tensor) else list(topk_ids)
+            ids = [without_padding(rows, num_valid) for rows in given]
+        except BaseException as error:
             failure = error
         slots = self.route(self.balance(ids, num_tokens, failure))
         return slots[0] if isinstance(topk_ids, Tensor) else slots
 
     def plans(self, num_tokens: int | None) -> bool:
         """Whether a batch of so many tokens is planned: known on the host, and alike on all ranks."""
-        small = num_tokens is not None and num_tokens < self.min_tokens
-        return self.has_freedom and not small
+        if num_tokens is None:
+            return self.has_freedom
+        check_whole_number("num_tokens", num_tokens)
+        return self.has_freedom and num_tokens >= self.min_tokens
 
     def balance(
-        self, topk_ids: list[Tensor], num_tokens: int | None = None, failure: Exception | None = None
+        self, topk_ids: list[Tensor], num_tokens: int | None = None, failure: BaseException | None = None
     ) -> Balanced:
         """:meth:`gather` and :meth:`plan`: all of a call but the route."""
         return self.plan(self.gather(topk_ids, num_tokens, failure))
@@ -206,7 +216,7 @@ class Balancer:
         self,
         topk_ids: list[Tensor],
         num_tokens: int | None = None,
-        failure: Exception | None = None,
+        failure: BaseException | None = None,
         tell: Callable[[], None] | None = None,
         facts: Mapping[str, int] | None = None,
         beside: list[Tensor] | None = None,
@@ -216,7 +226,8 @@ class Balancer:
         Args:
             topk_ids: of the owned ranks, as the call takes them; not read where there is a failure.
             num_tokens: see :meth:`__call__`.
-            failure: why this process has no choices. The gather carries the fact to the other ranks; it is raised here.
+            failure: why this process has no choices. The gather carries the fact to the other ranks, as of all that
+                fails here before it; it is raised here.
             tell: called before a failure of this process is raised that the other ranks have not raised yet: where
                 nothing is gathered, and on a device, whose errors the host reads later.
             facts: more integers that all ranks must give alike, beside :attr:`facts`.
@@ -225,37 +236,38 @@ class Balancer:
         tell = (lambda: None) if tell is None else tell
         if not torch.compiler.is_compiling():  # which would compile anew for every number
             self.batch += 1
-        if self.tokens == "same" and num_tokens is None and topk_ids:
-            num_tokens = len(topk_ids[0])
-        planned = self.plans(num_tokens)
-        counts: list[Tensor] = []
+        planned, ahead = self.has_freedom, None  # so the others gather, unless num_tokens tells them not to
+        rows: list[Tensor] = []
         numbered: Sequence[Numbered | None] = []
-        if failure is None:
-            try:
-                topk_ids, counts, numbered = self._count(topk_ids, planned)
-                self._record(counts)
-            except ValueError as error:
-                failure = error
+        try:
+            if self.tokens == "same" and num_tokens is None and topk_ids:
+                num_tokens = len(topk_ids[0])
+            planned = self.plans(num_tokens)
+            if failure is not None:
+                raise failure
+            check_one_each(topk_ids, len(self.ranks))
+            numbers = planned and self.prefer is None and not self.policy.samples
+            topk_ids, rows, numbered = count_owned(topk_ids, self.placement, self.shared_columns, numbers)
+            self._record(rows)
+            if beside is not None:
+                rows = [torch.cat(parts) for parts in zip(rows, beside, strict=True)]
+            elif planned and len(self.ranks) == 1:
+                ahead = plan_at_gather(self.policy, self.placed_on(rows[0].device))
+        except BaseException as error:
+            failure = error if failure is None else failure
         self.last_plan = self.last_loads = None
         if not planned:
             if failure is not None:
                 tell()
                 raise failure
-            return Gathered(topk_ids, numbered, torch.stack(counts), False)
-        rows = counts
-        if beside is not None and failure is None:
-            rows = [torch.cat(parts) for parts in zip(counts, beside, strict=True)]
-        width = self.placement.num_experts + (0 if beside is None else len(beside[0]))
-        ahead = None
-        if beside is None and failure is None and len(self.ranks) == 1:
-            ahead = plan_at_gather(self.policy, self.placed_on(rows[0].device), rows[0])
+            return Gathered(topk_ids, numbered, torch.stack(rows), False)
+        own = self.placement.num_experts
+        width = own + (0 if beside is None else len(beside[0]))
         gathered = self._gather(rows, width, failure, tell, {**self.facts, **(facts or {})}, ahead)
         if beside is None:
-            return Gathered(topk_ids, numbered, gathered, True, plan=ahead.plan if ahead else None)
-        own = self.placement.num_experts
-        return Gathered(
-            topk_ids, numbered, gathered.narrow(1, 0, own), True, gathered.narrow(1, own, width - own)
-        )
+            return Gathered(topk_ids, numbered, gathered, True, ahead=ahead)
+        loads, others = gathered.narrow(1, 0, own), gathered.narrow(1, own, width - own)
+        return Gathered(topk_ids, numbered, loads, True, others)
 
     def plan(self, gathered: Gathered, filled: Filled | None = None, keep_local: bool = False) -> Balanced:
         """Plans a batch, if it is to be planned; filled and keep_local as in :func:`isoload.plan`."""
@@ -263,15 +275,20 @@ class Balancer:
         if not gathered.planned:
             return Balanced(topk_ids, numbered, loads, None)
         self.last_loads = loads
-        placed = self.placed_on(loads.device)
-        if filled is None and not keep_local and is_plan_of(gathered.plan, self.policy, placed):
-            self.last_plan = gathered.plan
-            return Balanced(topk_ids, numbered, loads, self.last_plan)
+        placed, ahead = self.placed_on(loads.device), gathered.ahead
+        if (
+            ahead is not None
+            and filled is None
+            and not keep_local
+            and is_plan_of(ahead.plan, self.policy, placed)
+        ):
+            self.last_plan = ahead.plan
+            return Balanced(topk_ids, numbered, loads, self.last_plan, ahead.row)
         step = next_step(self._step_on(loads.device)) if isinstance(self.policy, Seeded) else 0
         rank = self.ranks[0] if len(self.ranks) == 1 else None
-        how: dict[str, Any] = {"filled": filled, "keep_local": keep_local, "step": step, "rank": rank}
-        self.last_plan = plan(loads, placed, None, self.policy, **how)
-        return Balanced(topk_ids, numbered, loads, self.last_plan)
+        how: dict[str, Any] = {"filled": filled, "keep_local": keep_local, "step": step}
+        self.last_plan, row = plan_and_share(loads, placed, self.policy, rank, **how)
+        return Balanced(topk_ids, numbered, loads, self.last_plan, row)
 
     def route(self, balanced: Balanced) -> list[Tensor]:
         """[T, K] slots of every owned rank's copies: as planned or, without a plan, where they always go."""
@@ -279,7 +296,8 @@ class Balancer:
         loads, made = balanced.loads, balanced.plan
         if made is None:
             return [route_fixed(ids, self.placed_on(ids.device), rank) for rank, ids, _ in of_rank]
-        return [route_counted(ids, n, loads, made, rank, prefer=self.prefer) for rank, ids, n in of_rank]
+        how: dict[str, Any] = {"row": balanced.row, "prefer": self.prefer}
+        return [route_counted(ids, n, loads, made, rank, **how) for rank, ids, n in of_rank]
 
     def load(self, placement: Placement) -> None:
         """Takes a new placement in place: no address changes, so captured graphs stay valid. Between batches.
@@ -290,22 +308,28 @@ class Balancer:
         Raises:
             ValueError: on all ranks, naming the argument, the rule and the value, or the fact in which ranks differ.
         """
-        if self.group is None:
+        alone = nullcontext(dict[str, object]())
+        with alone if self.group is None else self.group.agreeing("placement") as facts:
             check_same_shape(self.placement, placement)
-        else:
-            with self.group.agreeing("placement") as facts:
-                check_same_shape(self.placement, placement)
-                facts.update(placement_facts(placement, self.layer))
-        self.settle(placement)
+            facts.update(placement_facts(placement, self.layer))
+            settle = self.settling(placement)
+        settle()
 
-    def settle(self, placement: Placement) -> None:
-        """:meth:`load` of a placement that all ranks have agreed on already."""
-        self.placement, self.has_freedom = placement, placement.has_freedom[self.layer]
-        self._checksums["checksum of placement"] = checksum(
-            list(placement_facts(placement, self.layer).values())
-        )
-        for device, own in self._own.items():
-            self._own[device] = refresh_layers(own, placement.layer(self.layer, device))
+    def settling(self, placement: Placement) -> Callable[[], None]:
+        """:meth:`load` after the checks, in two steps, so that it happens on all ranks or on none.
+
+        What may fail happens here, and changes nothing; the result is called once all ranks have come so far.
+        """
+        has_freedom = placement.has_freedom[self.layer]
+        told = checksum(list(placement_facts(placement, self.layer).values()))
+        refresh = {d: refreshing(own, placement.layer(self.layer, d)) for d, own in self._own.items()}
+
+        def settle() -> None:
+            self.placement, self.has_freedom = placement, has_freedom
+            self._checksums["checksum of placement"] = told
+            self._own.update({device: write() for device, write in refresh.items()})
+
+        return settle
 
     def placed_on(self, device: torch.device) -> PlacedLayers:
         """The layer's own tables on a device, which :meth:`load` writes in place."""
@@ -325,30 +349,6 @@ class Balancer:
         """Slots numbered as if the shared experts had none: an engine's physical ids of routed experts; -1 stays."""
         return without_shared_slots(slots, self.placement.slots_per_rank, self.placement.num_shared)
 
-    def _masked(self, topk_ids: Tensor, num_valid: int | Tensor | None) -> Tensor:
-        """topk_ids with its padding rows masked."""
-        if topk_ids.dim() != 2:
-            raise ValueError(f"topk_ids must be [T, K], got {list(topk_ids.shape)}")
-        if num_valid is None:
-            return topk_ids
-        row = torch.arange(len(topk_ids), device=topk_ids.device)
-        return topk_ids.masked_fill((row >= num_valid).unsqueeze(1), -1)
-
-    def _count(
-        self, topk_ids: list[Tensor], planned: bool
-    ) -> tuple[list[Tensor], list[Tensor], Sequence[Numbered | None]]:
-        """Of every owned rank: ids with shared columns, their counts; numbers too, where the route looks them up."""
-        experts, num_shared = self.placement.num_experts, self.placement.num_shared
-        numbers = planned and self.prefer is None and not self.policy.samples
-        if num_shared and not self.shared_columns:
-            added = [count_columns(rows, self.placement.num_routed, num_shared) for rows in topk_ids]
-            topk_ids, numbered = [ids for ids, _ in added], [found for _, found in added]
-        elif numbers:
-            numbered = [count_numbered(rows, experts) for rows in topk_ids]
-        else:
-            return topk_ids, [count(rows, experts) for rows in topk_ids], [None] * len(topk_ids)
-        return topk_ids, [found.counts for found in numbered], numbered if numbers else [None] * len(topk_ids)
-
     def _record(self, counts: list[Tensor]) -> None:
         # A checkpoint's recompute counts no batch again.
         if self.recorder is not None and (torch.compiler.is_compiling() or not in_backward()):
@@ -358,7 +358,7 @@ class Balancer:
         self,
         rows: list[Tensor],
         width: int,
-        failure: Exception | None,
+        failure: BaseException | None,
         tell: Callable[[], None],
         facts: Mapping[str, int],
         ahead: PlanAtGather | None,
@@ -382,8 +382,8 @@ class Balancer:
         raise failure
 
     def _device(self) -> torch.device:
-        """Where this layer's tables are."""
-        return next(iter(self._own), torch.device("cpu"))
+        """Where the last tables were made: on the host at construction, then where the batches are."""
+        return next(reversed(self._own), torch.device("cpu"))
 
     def _check(self, policy: Policy) -> None:
         """What construction refuses."""
@@ -396,4 +396,4 @@ class Balancer:
             raise ValueError(f"min_tokens must be at least 0, got {self.min_tokens}")
         self.policy = policy
         self.placed_on(torch.device("cpu"))  # refuses a layer that is not there
-        self.settle(self.placement)
+        self.settling(self.placement)()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from isoload.balancer import Balancer
+from isoload.counting import check_ids, check_one_each
 from isoload.records import Plan
 from isoload.value_checks import values_readable
 
@@ -117,30 +118,34 @@ class CapturedBalancer:
         Raises:
             ValueError: naming the argument, the rule and the value. The other ranks raise it from the gather.
         """
-        ids = [topk_ids] if isinstance(topk_ids, Tensor) else list(topk_ids)
-        if (refusal := self._refusal(ids)) is not None:
-            self.balancer.gather([], num_tokens, refusal)  # tells the other ranks, and raises it
-        if self.balancer.tokens == "same" and num_tokens is None:
-            num_tokens = len(ids[0])
-        for n, rows in enumerate(ids):
-            self._take(n, rows)
+        ids: list[Tensor] = []
+        failure: BaseException | None = None
+        try:
+            ids = [topk_ids] if isinstance(topk_ids, Tensor) else list(topk_ids)
+            self._check(ids)
+            if self.balancer.tokens == "same" and num_tokens is None:
+                num_tokens = len(ids[0])
+            self.balancer.plans(num_tokens)
+            for n, rows in enumerate(ids):
+                self._take(n, rows)
+        except BaseException as error:
+            failure = error
+        if failure is not None:
+            self.balancer.gather([], num_tokens, failure)  # tells the other ranks, and raises it
         slots = [s.narrow(0, 0, len(rows)) for s, rows in zip(self._run(num_tokens), ids, strict=True)]
         return slots[0] if isinstance(topk_ids, Tensor) else slots
 
-    def _refusal(self, ids: list[Tensor]) -> ValueError | None:
-        if len(ids) != len(self._ids):
-            return ValueError(
-                f"topk_ids must have one tensor per owned rank ({len(self._ids)}), got {len(ids)}"
-            )
+    def _check(self, ids: list[Tensor]) -> None:
+        check_one_each(ids, len(self._ids))
         for rows, own in zip(ids, self._ids, strict=True):
+            check_ids(rows)
             tokens, top_k = own.shape
-            fits = rows.dim() == 2 and rows.shape[1] == top_k and len(rows) <= tokens
+            fits = rows.shape[1] == top_k and len(rows) <= tokens
             if not fits or rows.dtype != own.dtype or rows.device != own.device:
-                return ValueError(
+                raise ValueError(
                     f"topk_ids must be [T, {top_k}] {own.dtype} on {own.device} with T at most {tokens}, got "
                     f"{list(rows.shape)} {rows.dtype} on {rows.device}"
                 )
-        return None
 
     def _take(self, n: int, rows: Tensor) -> None:
         """Copies an owned rank's rows to where the graph reads them; those of a longer batch before become -1."""
@@ -182,8 +187,13 @@ class CapturedBalancer:
 
     def _captured(self, num_tokens: int | None) -> _Graph:
         """The graph of a batch, which its capture counts but does not run."""
-        group = self.balancer.group
+        group, batch = self.balancer.group, self.balancer.batch
         before = Counter[str]() if group is None else group.traffic.bytes.copy()
-        replay, slots = self._capture(lambda: self._call(num_tokens))
+        try:
+            replay, slots = self._capture(lambda: self._call(num_tokens))
+        except BaseException as error:
+            self.balancer.batch = batch
+            self.balancer.gather([], num_tokens, error)  # for which the other ranks wait
+            raise
         sent = Counter[str]() if group is None else group.traffic.bytes - before
         return _Graph(replay, slots, self.balancer.last_plan, self.balancer.last_loads, sent)

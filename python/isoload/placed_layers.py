@@ -105,13 +105,14 @@ class PlacedLayers:
             object.__setattr__(self, name, value)
 
     def memo(self, key: Any, derive: Callable[[PlacedLayers], Tensor]) -> Tensor:
-        """What `derive` makes of these layers, kept; :func:`refresh_layers` rewrites it in place.
+        """What `derive` makes of these layers, kept; :func:`refreshing` rewrites it in place.
 
         The last MEMOS are kept, so that a key which changes with every batch costs time, not memory.
         """
         if key in self.memos:
             return self.memos[key].value
-        value = derive(self)
+        with torch.inference_mode(False):  # else only inference could write it
+            value = derive(self)
         if may_be_kept(value):
             while len(self.memos) >= MEMOS:
                 del self.memos[next(iter(self.memos))]
@@ -140,27 +141,36 @@ class PlacedLayers:
 
 
 def own_layers(placed: PlacedLayers) -> PlacedLayers:
-    """Layers with memory of their own, which :func:`refresh_layers` may write."""
-    tables = replace(placed.tables, data=placed.tables.data.clone())
-    slots, home = placed.slot_to_expert.clone(), placed.home_slot.clone()
-    return PlacedLayers(slots, home, tables, placed.host, placed.layer)
+    """Layers with memory of their own, which :func:`refreshing` may write."""
+    with torch.inference_mode(False):  # else only inference could
+        tables = replace(placed.tables, data=placed.tables.data.clone())
+        slots, home = placed.slot_to_expert.clone(), placed.home_slot.clone()
+        return PlacedLayers(slots, home, tables, placed.host, placed.layer)
 
 
-def refresh_layers(own: PlacedLayers, placed: PlacedLayers) -> PlacedLayers:
+def refreshing(own: PlacedLayers, placed: PlacedLayers) -> Callable[[], PlacedLayers]:
     """Own layers with another placement's content, in the same memory, what policies keep included.
 
-    Plans made from them before are void.
+    What may fail happens here; the layers are those of before until the result is called, which only copies. Plans
+    made before that are void.
     """
-    own.slot_to_expert.copy_(placed.slot_to_expert)
-    own.home_slot.copy_(placed.home_slot)
-    own.tables.data.copy_(placed.tables.data)
+    written = [
+        (own.slot_to_expert, placed.slot_to_expert),
+        (own.home_slot, placed.home_slot),
+        (own.tables.data, placed.tables.data),
+        *((memo.value, memo.derive(placed).expand_as(memo.value)) for memo in own.memos.values()),
+    ]
     fresh = copy(own)  # keeps what depends on the topology alone, on its memory
     object.__setattr__(fresh, "host", placed.host)
     object.__setattr__(fresh, "replicated", placed.replicated)
     object.__setattr__(fresh, "filled", Filled(own.slot_to_expert, own.tables, fresh))
-    for memo in fresh.memos.values():
-        memo.value.copy_(memo.derive(fresh))
-    return fresh
+
+    def write() -> PlacedLayers:
+        for kept, new in written:
+            kept.copy_(new)
+        return fresh
+
+    return write
 
 
 def pick_layer(tensor: Tensor | None, layer: int) -> Tensor | None:

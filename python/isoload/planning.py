@@ -14,7 +14,7 @@ from isoload.placed_layers import Filled, PlacedLayers
 from isoload.placement import Placement
 from isoload.policies import Demand, Policy, make_policy
 from isoload.policies.keeping import split_above_local
-from isoload.records import OwnShare, Plan, may_keep_share
+from isoload.records import Plan
 from isoload.shared_experts import SharedPlan, keep_home, per_expert
 
 
@@ -27,7 +27,6 @@ def plan(
     filled: Filled | None = None,
     keep_local: bool = False,
     step: int | Tensor = 0,
-    rank: int | None = None,
     **options: Any,
 ) -> Plan:
     """Decides which replica computes how many copies, for one layer and batch.
@@ -42,8 +41,6 @@ def plan(
             them. Needs loads per source. The bound is of all quotas all the same.
         step: the batch's number, for policies that sample: each has a random stream of its own. A [] int64 tensor on
             the loads' device is read when a kernel draws, and draws what the same int would.
-        rank: the source rank whose share, or route, follows: where the policy splits exactly, one op makes the
-            quota and this row. Needs loads per source. No plan depends on it.
         **options: the policy's own, e.g. ``tolerance=0.002``.
 
     Returns:
@@ -53,11 +50,22 @@ def plan(
         ValueError: naming the argument, the rule and the value.
     """
     chosen, placed = make_policy(policy, options), _placed(loads, placement, layer)
+    return plan_and_share(loads, placed, chosen, None, filled=filled, keep_local=keep_local, step=step)[0]
+
+
+def plan_and_share(
+    loads: Tensor,
+    placed: PlacedLayers,
+    chosen: Policy,
+    rank: int | None,
+    *,
+    filled: Filled | None = None,
+    keep_local: bool = False,
+    step: int | Tensor = 0,
+) -> tuple[Plan, Tensor | None]:
+    """:func:`plan` of loads [R, E] and, where the same op makes it, a source rank's row of :func:`share_routed`."""
     _check_loads(loads, placed, chosen)
-    _check_rank(rank, loads, placed)
-    demand = _demand(loads, placed)
-    if may_keep_share(loads):
-        demand = demand._replace(rank=rank)
+    demand, row = _demand(loads, placed), None
     if filled is None:
         filled = chosen.fill(demand, placed)
     elif filled.placed.host is not placed.host or filled.placed.layer != placed.layer:
@@ -69,11 +77,13 @@ def plan(
     if keep_local:
         _check_keeps(loads, placed, chosen)
         made = split_above_local(chosen, demand, filled)
-    else:
+    elif rank is None:
         made = chosen.split(demand, filled)
+    else:
+        made, row = chosen.split_and_share(demand, filled, rank)
     if demand.tokens is not None:
         made = _with_shared(made, demand, placed)
-    return replace(made, step=step) if isinstance(step, Tensor) or step else made
+    return (replace(made, step=step) if isinstance(step, Tensor) or step else made), row
 
 
 def plan_layers(loads: Tensor, placement: Placement, policy: str | Policy = "exact", **options: Any) -> Plan:
@@ -128,15 +138,11 @@ def _demand(loads: Tensor, placed: PlacedLayers) -> Demand:
 def _with_shared(made: Plan, demand: Demand, placed: PlacedLayers) -> Plan:
     """A policy's plan with its shared copies, at home if it says nothing, and those in the quota."""
     assert demand.tokens is not None
-    shared, own = made.shared or SharedPlan("home", demand.tokens), made.own_share
+    shared = made.shared or SharedPlan("home", demand.tokens)
     if shared.in_quota:
         return made
-    if own is not None and not own.serves(made, demand.loads, own.rank, "locality"):
-        own = None
     _add_shared(made.quota, shared, demand, placed)
-    if own is not None:  # the row is of the routed slots, which are as before
-        own = OwnShare.of(own.rank, own.row, own.loads, own.quota, own.filled)
-    return replace(made, shared=shared, own_share=own)
+    return replace(made, shared=shared)
 
 
 def _add_shared(quota: Tensor | None, shared: SharedPlan, demand: Demand, placed: PlacedLayers) -> None:
@@ -170,17 +176,6 @@ def _check_loads(loads: Tensor, placed: PlacedLayers, policy: Policy) -> None:
         )
 
 
-def _check_rank(rank: int | None, loads: Tensor, placed: PlacedLayers) -> None:
-    if rank is None:
-        return
-    if not 0 <= rank < placed.topology.num_ranks:
-        raise ValueError(f"rank must be in 0..{placed.topology.num_ranks - 1}, got {rank}")
-    if loads.shape != placed.shape_per_source:
-        raise ValueError(
-            f"loads must be per source rank, {list(placed.shape_per_source)}, for rank, got the sum {list(loads.shape)}"
-        )
-
-
 def _check_keeps(loads: Tensor, placed: PlacedLayers, policy: Policy) -> None:
     if not policy.may_keep_local:
         raise ValueError(f"keep_local must be False for policy {policy.name}, which draws or fixes the share")
@@ -209,8 +204,6 @@ def share(loads: Tensor, plan: Plan, rank: int | None = None, order: Order = "lo
         order: "locality" or "rank_major", see :func:`isoload.ops.share`. Policies that fix the share ignore it.
     """
     rows, placed = share_routed(loads, plan, rank, order), plan.placed
-    if plan.own_share is not None and rows is plan.own_share.row:
-        rows = rows.clone()  # the caller's to write to
     if plan.shared is not None and plan.shared.is_met and placed.shared_home is not None:
         sent = plan.shared.share
         if sent is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,62 +15,6 @@ from isoload.topology import Topology
 
 if TYPE_CHECKING:
     from isoload.policies.base import Policy
-
-
-@dataclass(frozen=True, eq=False)
-class OwnShare:
-    """One source rank's row of the share, which the op that made the quota made with it.
-
-    rank              the source rank
-    row     [P] int32 copies that it sends to each slot, in the order "locality"
-    loads, quota, filled   what it was made from, of these tensors as they were: see :meth:`serves`
-    """
-
-    rank: int
-    row: Tensor
-    loads: Tensor
-    quota: Tensor
-    filled: Filled
-    versions: tuple[int, ...]
-
-    @classmethod
-    def of(cls, rank: int, row: Tensor, loads: Tensor, quota: Tensor, filled: Filled) -> OwnShare:
-        return cls(rank, row, loads, quota, filled, _versions(loads, quota, filled))
-
-    def serves(self, plan: Plan, loads: Tensor, rank: int | None, order: str) -> bool:
-        """Whether this is the share of that rank's part of a plan: nothing of it is replaced or written to since."""
-        same = plan.filled is self.filled and plan.quota is self.quota and _same_memory(loads, self.loads)
-        asked = rank == self.rank and order == "locality"
-        return same and asked and _versions(loads, self.quota, self.filled) == self.versions
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy's tensors count what is written to them anew: it has no share."""
-        return type(None), ()
-
-
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether both show the same memory in the same shape: views count writes together."""
-    if a is b:
-        return True
-    shapes = a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
-    return shapes and a.untyped_storage()._cdata == b.untyped_storage()._cdata
-
-
-def _versions(loads: Tensor, quota: Tensor, filled: Filled) -> tuple[int, ...]:
-    """How often each was written to; tensors made in inference mode do not count."""
-    return tuple(
-        0 if tensor.is_inference() else tensor._version for tensor in (loads, quota, filled.tables.data)
-    )
-
-
-def may_keep_share(loads: Tensor) -> bool:
-    """Whether a plan of these loads may have a share: not where it would hide what the op refuses on the CPU.
-
-    That is a write to a tensor of inference mode, which counts none; nor does a graph that is being traced.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    return not (loads.is_cpu and (loads.is_inference() or torch.is_inference_mode_enabled()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +36,6 @@ class Plan:
     shared                      where shared copies go; None without shared experts
     step                        the batch's number, which selects the random stream of what is sampled; or that number
                                 on the device, [] int64, which a captured graph reads anew
-    own_share                   the share of the rank that was named to :func:`isoload.plan`, if it was made
     """
 
     filled: Filled
@@ -104,7 +47,6 @@ class Plan:
     weights: Tensor | None = None
     shared: SharedPlan | None = None
     step: int | Tensor = 0
-    own_share: OwnShare | None = None
 
     @property
     def slot_to_expert(self) -> Tensor:

@@ -11,6 +11,7 @@ from isoload.placed_layers import PlacedLayers
 from isoload.planning import share_routed
 from isoload.policies import StaticPolicy, sample_seed
 from isoload.records import Plan
+from isoload.shared_experts import check_shared_columns
 from isoload.value_checks import values_readable
 
 FIXED = StaticPolicy()
@@ -40,6 +41,8 @@ def route(
     Returns:
         [T, K] in the dtype of topk_ids, -1 where masked: DeepEP's ``topk_idx``.
     """
+    if plan.placed.num_shared:
+        check_shared_columns(topk_ids, plan.placed.host.num_routed, plan.placed.num_shared)
     return route_counted(topk_ids, None, loads, plan, rank, prefer=prefer, order=order)
 
 
@@ -50,53 +53,36 @@ def route_counted(
     plan: Plan,
     rank: int,
     *,
+    row: Tensor | None = None,
     prefer: Prefer | None = None,
     order: Order = "locality",
 ) -> Tensor:
-    """:func:`route`; with :func:`isoload.ops.count_numbered` of topk_ids it need not count again.
+    """:func:`route` of ids whose shared columns are checked.
 
-    numbered does not serve a plan that draws, nor ``prefer``.
+    With :func:`isoload.ops.count_numbered` of topk_ids it need not count again, which serves neither a plan that draws
+    nor ``prefer``; with the rank's row of the share, in this order, it need not share.
     """
     if plan.layer is None:
         raise ValueError("plan must be of one layer (plans[layer]), got a plan of all layers")
     if topk_ids.device != plan.bound.device:
         raise ValueError(f"topk_ids must be on the plan's device {plan.bound.device}, got {topk_ids.device}")
     if not plan.placed.num_shared:
-        return _route_routed(topk_ids, numbered, loads, plan, rank, prefer, order)
+        return _route_routed(topk_ids, numbered, loads, plan, rank, row, prefer, order)
     placed = plan.placed
-    if topk_ids.dim() != 2 or topk_ids.shape[1] <= placed.num_shared:
-        raise ValueError(
-            f"topk_ids must be [T, K + {placed.num_shared}] with the shared experts in the last columns, "
-            f"got {list(topk_ids.shape)}"
-        )
     routed = topk_ids.narrow(1, 0, topk_ids.shape[1] - placed.num_shared)
-    if values_readable(topk_ids):
-        _check_shared_columns(routed, topk_ids.narrow(1, routed.shape[1], placed.num_shared), placed)
     looked_up = numbered is not None and prefer is None and plan.weights is None
     columns = plan.policy.shared_columns(plan, rank) if looked_up else None
     if numbered is not None and columns is not None:
-        row = share_routed(loads, plan, rank, order)
+        row = share_routed(loads, plan, rank, order) if row is None else row
         return ops.route_columns(topk_ids, numbered, row, plan.tables, columns)
     if numbered is not None:  # the shared experts are the last, in columns of their own
         numbers, parts = numbered.numbers, numbered.parts
         numbered = numbered._replace(
             numbers=numbers.narrow(1, 0, routed.shape[1]), parts=parts.narrow(1, 0, plan.tables.num_experts)
         )
-    slots = _route_routed(routed, numbered, loads, plan, rank, prefer, order)
+    slots = _route_routed(routed, numbered, loads, plan, rank, row, prefer, order)
     ranks = plan.policy.route_shared(slots, plan, rank)
     return torch.cat([slots, shared_slots(ranks, placed).to(slots.dtype)], dim=1)
-
-
-def _check_shared_columns(routed: Tensor, shared: Tensor, placed: PlacedLayers) -> None:
-    """Every token with a routed choice needs all shared experts, and no other does: so their copies are counted."""
-    wanted = torch.arange(placed.host.num_routed, placed.host.num_experts, device=shared.device)
-    wrong = (shared != torch.where((routed >= 0).any(1, keepdim=True), wanted, -1)).any(1).nonzero()
-    if len(wrong):
-        row = int(wrong[0])
-        raise ValueError(
-            f"topk_ids must end in the shared experts {wanted.tolist()}, or in -1 where all routed choices are, "
-            f"got {routed[row].tolist()} and {shared[row].tolist()} in row {row}"
-        )
 
 
 def _route_routed(
@@ -105,6 +91,7 @@ def _route_routed(
     loads: Tensor,
     plan: Plan,
     rank: int,
+    row: Tensor | None,
     prefer: Prefer | None,
     order: Order,
 ) -> Tensor:
@@ -114,7 +101,7 @@ def _route_routed(
             raise ValueError(f"rank must be in 0..{plan.tables.num_ranks - 1}, got {rank}")
         weights = plan.policy.weights_of(plan, rank)
         return ops.route_sampled(topk_ids, weights, plan.tables, *sample_seed(plan, rank), rank)
-    row = share_routed(loads, plan, rank, order)
+    row = share_routed(loads, plan, rank, order) if row is None else row
     if numbered is not None and prefer is None:
         return ops.route_numbered(topk_ids, numbered, row, plan.tables)
     return ops.route(topk_ids, row, plan.tables, prefer)

@@ -12,6 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from isoload.value_checks import values_readable
+
 Rule = Literal["home", "share", "limit", "sample"]
 
 
@@ -67,6 +69,29 @@ def without_shared_slots(slots: Tensor, slots_per_rank: int, num_shared: int) ->
     SGLang's physical ids count so; its Waterfill adds the shared slots again (``id + id // slots``).
     """
     return slots - slots.div(slots_per_rank, rounding_mode="floor").clamp(min=0) * num_shared
+
+
+def check_shared_columns(topk_ids: Tensor, num_routed: int, num_shared: int) -> None:
+    """Raises ValueError unless the last columns of topk_ids [T, K + n] are the shared experts' own.
+
+    Every token with a routed choice needs all of them, and no other does: so their copies are counted.
+    """
+    if topk_ids.dim() != 2 or topk_ids.shape[1] <= num_shared:
+        raise ValueError(
+            f"topk_ids must be [T, K + {num_shared}] with the shared experts in the last columns, "
+            f"got {list(topk_ids.shape)}"
+        )
+    if not values_readable(topk_ids):
+        return
+    routed, shared = topk_ids.tensor_split([topk_ids.shape[1] - num_shared], dim=1)
+    wanted = torch.arange(num_routed, num_routed + num_shared, device=shared.device)
+    wrong = (shared != torch.where((routed >= 0).any(1, keepdim=True), wanted, -1)).any(1).nonzero()
+    if len(wrong):
+        row = int(wrong[0])
+        raise ValueError(
+            f"topk_ids must end in the shared experts {wanted.tolist()}, or in -1 where all routed choices are, "
+            f"got {routed[row].tolist()} and {shared[row].tolist()} in row {row}"
+        )
 
 
 def per_expert(share: Tensor, num_shared: int) -> Tensor:

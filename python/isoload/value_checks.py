@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -14,6 +15,24 @@ def values_readable(tensor: Tensor) -> bool:
     if torch.compiler.is_compiling() or isinstance(tensor, FakeTensor):
         return False
     return tensor.device.type == "cpu" or os.environ.get("ISOLOAD_CHECK") == "1"
+
+
+def check_whole_number(name: str, value: object) -> None:
+    """Raises ValueError unless a value is an integer that the host has; a bool is none."""
+    if isinstance(value, bool) or not isinstance(value, Integral | torch.SymInt):
+        raise ValueError(f"{name} must be an integer, got {_named(value)}")
+
+
+def check_whole(name: str, value: object) -> None:
+    """Raises ValueError unless a value is an integer, or a tensor [] of one."""
+    if not isinstance(value, Tensor):
+        check_whole_number(name, value)
+    elif value.dim() or value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+        raise ValueError(f"{name} must be an integer or a tensor [] of one, got {_named(value)}")
+
+
+def _named(value: object) -> str:
+    return f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else repr(value)
 
 
 def capturing(device: torch.device) -> bool:

@@ -65,7 +65,7 @@ def run_steps(rank: int, stage: str, fail: Fail, capacity: int | None) -> None:
     group.start_send = lambda name, *how: reach(name) or start_send(name, *how)
     group.send_back = lambda name, *how: reach(name) or send_back(name, *how)
     group.gather_loads = reached_first("gather", group.gather_loads)
-    balancer.plan = reached_first("plan", balancer.plan)
+    balancer.plan_and_share = reached_first("plan", balancer.plan_and_share)
     balancer.route_counted = reached_first("route", balancer.route_counted)
     gate = reached_first("count", setup.gate)
     layer = moe.MoE(gate, setup.dense, transport, setup.placement, activation=activation)
@@ -105,6 +105,18 @@ def test_all_ranks_stop_and_name_the_stage(stage: str, fail: Fail, capacity: int
             continue
         assert error.startswith(f"RuntimeError: stage {EXCHANGE[stage]}"), error
         assert f" failed on rank {rank}: " in error and " by peer" in error, error
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("capacity", [None, 13])
+def test_an_interrupted_rank_tells_the_others(capacity: int | None) -> None:
+    """Regression: they waited for the group's timeout where it was caught."""
+    first, own, last = last_lines("count", interrupt, capacity)
+    assert own == "KeyboardInterrupt" and first == last
+    assert first.startswith("ValueError: rank 1 failed in stage count, so all ranks stop")
 
 
 def test_a_rank_that_swallows_its_error_fails_the_others_after_the_timeout() -> None:

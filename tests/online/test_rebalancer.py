@@ -144,6 +144,65 @@ def test_ranks_with_other_options_stop_all(name, values, message):
     assert second == first or second == "least_gain must be at least 0, got -1"
 
 
+def place_or_fail(rank, fail):
+    """What each of two steps says, where rank 1's thread fails, and whether the slots stayed."""
+    stack, said = Stack(2, "processes"), []
+    if rank == 1:
+        stack.rebalancer._plan = fail
+    for batch in range(9):
+        for layer in stack.layers:
+            layer([stack.rows(batch, 2)[rank]])
+        try:
+            stack.rebalancer.step()
+        except (ValueError, OSError) as error:
+            said.append(f"{batch}: {type(error).__name__}: {error}")
+    return said, all(layer.placement is stack.placement for layer in stack.layers)
+
+
+def no_memory(*_args):
+    raise OSError("no memory")
+
+
+def test_a_thread_that_fails_on_one_rank_is_told_to_all():
+    """Regression: the others went on, and waited in an exchange."""
+    told = "7: ValueError: rank 1 failed in stage placing, so all ranks stop; its own error says why: "
+    first, second = run_ranks(place_or_fail, 2, no_memory, group_timeout=5)
+    assert first == ([f"{told}OSError: no memory"], True) and second == (["7: OSError: no memory"], True)
+
+
+def test_a_layer_that_could_not_move_is_tried_again():
+    stack = Stack(4)
+    stack.run(7, 4)
+    moved = stack.layers[0].group.agree
+    with pytest.raises(OSError, match="no memory"):
+        stack.layers[0].group.agree = no_memory
+        stack.run(1, 4)
+    stack.layers[0].group.agree = moved
+    waiting = len(stack.rebalancer._waiting)
+    assert waiting == len(stack.rebalancer.last.layers) > 0
+    assert sum(stack.run(waiting, 4)[0]) == waiting
+    slots = stack.rebalancer.placement.arrays[0]
+    assert all((layer.placement.arrays[0][i] == slots[i]).all() for i, layer in enumerate(stack.layers))
+
+
+@pytest.mark.parametrize("mode", ["recorder", "batches", "steps"])
+def test_in_and_out_of_inference_mode(mode):
+    """Regression: what was made in inference mode could be written nowhere else."""
+    topology = isoload.Topology(2)
+    placement = isoload.place(torch.ones(1, EXPERTS), topology, slots_per_rank=7)
+    balancer = isoload.Balancer(placement, 0, "static", tokens="same")
+    with torch.inference_mode(mode == "recorder"):
+        recorder = Recorder(1, EXPERTS, max_batches=2)
+    rebalancer = Rebalancer([balancer], recorder, every=3, delay=1, moves=None, split="even")
+    ids = torch.tensor([[5, 7], [5, 7], [5, 8], [5, 9]])
+    for _ in range(6):
+        with torch.inference_mode(mode == "batches"):
+            balancer(ids)
+        with torch.inference_mode(mode == "steps"):
+            rebalancer.step()
+    assert balancer.placement is rebalancer.placement is not placement
+
+
 def test_a_balancer_takes_the_slots():
     """As an engine's: the same tokens on all ranks, weights moved by the engine."""
     topology = isoload.Topology(2)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import isoload
 from isoload import planning
-from isoload.placed_layers import MEMOS, own_layers, refresh_layers
+from isoload.placed_layers import MEMOS, own_layers, refreshing
 from isoload.policies import POLICIES, StaticPolicy, make_policy
 from isoload.policies.exact import ExactPolicy
 from isoload.policies.lp import LpPolicy
@@ -136,7 +136,9 @@ def test_what_policies_keep_is_refreshed_in_place() -> None:
     other = isoload.place(
         np.random.default_rng(9).zipf(1.6, (1, EXPERTS)).clip(max=500), TOPOLOGY, EXPERTS // RANKS + 1
     )
-    fresh = refresh_layers(own, other.layer(0, "cpu"))
+    write = refreshing(own, other.layer(0, "cpu"))
+    assert torch.equal(StaticPolicy().slots(own), StaticPolicy().slots(place().layer(0, "cpu")))
+    fresh = write()
     assert StaticPolicy().slots(fresh).data_ptr() == address
     assert torch.equal(StaticPolicy().slots(fresh), StaticPolicy().slots(other.layer(0, "cpu")))
     assert fresh.filled.slot_to_expert.data_ptr() == own.slot_to_expert.data_ptr()

@@ -8,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import isoload
+from isoload.planning import plan_and_share, share_routed
 from isoload.replay.batches import make_batches
 from isoload.shared_experts import per_expert
 from support.oracles import lp_optimum
@@ -118,14 +119,16 @@ JOINED = {
 def test_one_kernel_makes_the_same_plan_and_row(how, name):
     policy, options = JOINED[how]
     placement, ids, loads = make_case(name, seed=1)
-    other = isoload.plan(loads, placement, 1, policy, **options)
-    assert other.own_share is None and not other.shared.in_quota
+    placed, chosen = placement.layer(1, "cpu"), isoload.policies.make_policy(policy, options)
+    other = isoload.plan(loads, placed, policy=chosen)
+    assert not other.shared.in_quota
     for rank, rows in enumerate(ids):
-        plan = isoload.plan(loads, placement, 1, policy, rank=rank, **options)
-        assert plan.shared.in_quota == (name != "a dead rank")
+        plan, row = plan_and_share(loads, placed, chosen, rank)
+        assert plan.shared.in_quota == (row is not None) == (name != "a dead rank")
         for field in ("quota", "peak", "bound", "telemetry"):
             assert torch.equal(getattr(plan, field), getattr(other, field)), field
         assert plan.shared.rule == other.shared.rule and torch.equal(plan.shared.share, other.shared.share)
+        assert row is None or torch.equal(row, share_routed(loads, other, rank))
         for asked in (rank, (rank + 1) % len(ids), None):
             expected = isoload.share(loads, other, asked)
             assert torch.equal(isoload.share(loads, plan, asked), expected)

@@ -92,7 +92,7 @@ def replace_after_the_gather(rank: int, what: str) -> Tensor:
     balancer = Balancer(make_placement(), 0, "exact", make_group())
     balancer(draw_ids(0)[rank])
     gathered = balancer.gather([draw_ids(1)[rank]])
-    assert gathered.plan is not None
+    assert gathered.ahead is not None and gathered.ahead.plan is not None
     if what == "policy":
         balancer.policy = isoload.policies.make_policy("even", {})
     else:
@@ -265,7 +265,9 @@ def test_refuses() -> None:
     )
     first, second, third = errors_of(on_another_machine)
     told = "ValueError: rank 2 failed in stage shared memory, so all ranks stop; its own error says why"
-    assert first == second == told
+    assert first == second and first.startswith(
+        f"{told}: ValueError: memory of rank 0 must be on this machine"
+    )
     assert "ValueError: memory of rank 0 must be on this machine, got no " in third
     outcomes = rank_outcomes(compiled, RANKS)
     assert all("gather must be 'collective' in compiled code" in str(o.error) for o in outcomes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -103,6 +104,29 @@ def test_plans_are_those_of_the_new_placement(policy):
     assert same(run(layer, setup.rows), run(fresh, setup.rows))
     assert torch.equal(layer.last_plan.slot_to_expert, fresh.last_plan.slot_to_expert)
     assert torch.equal(layer.last_plan.tables.data, fresh.last_plan.tables.data)
+
+
+@pytest.mark.parametrize("policy", ["static", "exact", "llep"])
+def test_moves_in_and_out_of_inference_mode(policy):
+    """Regression: what was made in inference mode could be written nowhere else."""
+    setup = make_setup(2)
+    _, before, after = list(pairs(2))[2]  # with spare slots
+    for made, ran, moved in itertools.product((False, True), repeat=3):
+        with torch.inference_mode(made):
+            transport = LocalTransport(setup.topology)
+            layer = MoE(setup.gate, setup.dense, transport, before, policy=policy, weight_rows=20)
+        optimizer = torch.optim.Adam(layer.parameters())
+        first = run(layer, setup.rows)
+        optimizer.step()
+        layer.refresh_replicas()
+        first = run(layer, setup.rows)
+        with torch.inference_mode(ran):
+            layer(setup.rows)
+        with torch.inference_mode(moved):
+            layer.load_placement(after, optimizer=optimizer)
+        second = run(layer, setup.rows)
+        assert all(close(a, b, 1e-12) for a, b in zip(first[0], second[0], strict=True))
+        optimizer.step()
 
 
 def test_layers_move_one_by_one():

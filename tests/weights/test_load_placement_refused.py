@@ -9,6 +9,7 @@ import torch
 
 import isoload
 from isoload.layer.moe import MoE
+from isoload.placed_layers import Memo
 from isoload.transport import CollectiveTransport, LocalTransport
 from support.moved_layer import deal, eplb, make_setup, pairs, run, same
 from support.processes import die, rank_outcomes
@@ -167,6 +168,21 @@ def test_a_rank_that_fails_its_checks_fails_all():
     told = "ValueError: rank 1 failed in stage placement, so all ranks stop; its own error says why"
     assert errors[0] == errors[2] == told
     assert errors[1].startswith("ValueError: expert Parameters must have no gradient")
+
+
+@pytest.mark.parametrize("kind", [1, 2])
+def test_what_fails_last_is_found_before_anything_moves(kind):
+    """Regression: a policy's tables, written when weights had moved already, could not be."""
+    layer, after, setup = local_layer(kind=kind, weight_rows=6)
+
+    def refuse(_placed):
+        raise OSError("no memory")
+
+    first = run(layer, setup.rows)
+    layer.balancer.placed_on(torch.device("cpu")).memos["mine"] = Memo(torch.zeros(1), refuse)
+    with pytest.raises(OSError, match="no memory"):
+        layer.load_placement(after)
+    assert layer.placement is not after and same(run(layer, setup.rows), first)
 
 
 def test_a_rank_that_dies_in_the_move_fails_the_others_at_that_stage():

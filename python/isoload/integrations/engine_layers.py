@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from contextlib import ExitStack
 from typing import ClassVar, Generic, TypeVar
 
 import torch
@@ -121,13 +122,18 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         if torch.equal(self.tables, tables):
             return True
         self.check_device()
-        changed = [i for i in self.by_id if not torch.equal(self.tables[i], tables[i])]
-        for group in self._groups.values():
-            group.agree_once("placement", {"checksum of physical_to_logical_map": checksum(tables.tolist())})
-        self.tables, self._placements = tables.clone(), {}
-        for i in changed:
-            balancer = self.by_id[i].balancer
-            balancer.settle(self.placement(balancer.placement.num_shared))
+        changed = [layer.balancer for i, layer in self.by_id.items() if (self.tables[i] != tables[i]).any()]
+        made: dict[int, Placement] = {}
+        with ExitStack() as all_ranks:  # what fails on one of them changes none
+            for group in self._groups.values():
+                facts = all_ranks.enter_context(group.agreeing("placement"))
+                facts["checksum of physical_to_logical_map"] = checksum(tables.tolist())
+            for num_shared in {balancer.placement.num_shared for balancer in changed}:
+                made[num_shared] = placement_of(tables, self._num_experts, self._topology, num_shared)
+            settles = [balancer.settling(made[balancer.placement.num_shared]) for balancer in changed]
+        self.tables, self._placements = tables.clone(), made
+        for settle in settles:
+            settle()
         return True
 
     def group(self, topology: Topology) -> CollectiveGroup:

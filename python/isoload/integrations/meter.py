@@ -52,7 +52,8 @@ class Meter:
     def add(self, layer: int, loads: Tensor, made: Plan, host_seconds: float) -> None:
         """One batch: [R, E] loads, their plan, and how long the host took for the call."""
         if layer not in self._sums:
-            self._sums[layer] = torch.zeros(COLUMNS, dtype=torch.float64, device=loads.device)
+            with torch.inference_mode(False):  # else only inference could add to it
+                self._sums[layer] = torch.zeros(COLUMNS, dtype=torch.float64, device=loads.device)
         mean = loads.sum(dtype=torch.float64) / made.topology.num_ranks
         some, least = mean > 0, mean.clamp(min=1e-9)
         even = plan(loads, made.placed, None, "even").peak

@@ -107,7 +107,7 @@ class Feed:
             self._choices = [ids, *self._choices][: self._keep]
             try:
                 counts = self._count(layer, chosen.rows) if travels else []
-            except Exception as error:
+            except BaseException as error:
                 chosen = replace(chosen, failure=error)
         if not travels:
             return chosen, None

@@ -42,7 +42,7 @@ class Chosen:
 
     rows: list[Tensor]
     routings: list[Routing]
-    failure: Exception | None = None
+    failure: BaseException | None = None
 
     @property
     def ids(self) -> list[Tensor]:
@@ -240,7 +240,7 @@ class MoE(StoredExperts):
             check_rows(rows, self.dispatcher.max_tokens_per_rank, self._ranks()[0].stored_down)
             self._check_weights()
             return Chosen(rows, [self._complete(*routing) for routing in choose()])
-        except Exception as error:
+        except BaseException as error:  # the others must not wait for a rank that is interrupted either
             return Chosen(rows, [], error)
 
     def gather(

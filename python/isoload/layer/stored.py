@@ -135,14 +135,15 @@ class StoredExperts(nn.Module):
         ranks, before = self._ranks(), self.layouts
         size = max(2, len(before)) if rows_per_chunk is None else rows_per_chunk
         facts: list[list[int]] = []
-        failure = None
+        failure: BaseException | None = None
         try:
             check_move(self.placement, placement, size, ranks)
             self._check_weights()
             placed = placement.layer(self.layer, "cpu")
             after = layouts(placed, before)
             facts = move_facts(placed, before, after, self.num_rows, size, ranks, optimizer)
-        except Exception as error:
+            settle = self.balancer.settling(placement)
+        except BaseException as error:
             failure = error
         self.group.agree("placement", FACTS, facts, ranks[0].row_of_slot.device, failure)
         if optimizer is not None:
@@ -153,7 +154,7 @@ class StoredExperts(nn.Module):
         if self.borrowing is not None:
             self.borrowing.settle(after, placement.num_experts)
         self._settle(after)
-        self.balancer.settle(placement)
+        settle()
 
     def _ranks(self) -> list[RankWeights]:
         return list(self.weights)  # type: ignore[arg-type]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -107,25 +108,26 @@ class Rebalancer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="isoload-rebalancer")
         self._planned: Future[Rebalanced] | None = None
         self._due = 0
-        self._waiting: Iterator[int] = iter(())
+        self._waiting: deque[int] = deque()  # layers that have not moved yet
 
     def step(self) -> int:
         """Ends a batch: after it, on all ranks; in training after refresh_replicas and zero_grad.
 
         Returns:
-            layers that moved.
+            layers that moved. One that could not is tried again after the next batch.
 
         Raises:
-            ValueError: as place and MoE.load_placement, on all ranks.
+            ValueError: as place and MoE.load_placement, on all ranks; where place failed on another, naming the rank
+                and its error.
         """
         self.recorder.step()
         self.batches += 1
         if self._planned is not None and self.batches == self._due:
-            self.last, self._planned = self._planned.result(), None
-            self.placement, self._waiting = self.last.placement, iter(self.last.layers)
+            self._take_plan()
         moved = 0
-        for layer in islice(self._waiting, self.layers_per_step):
-            self._load(layer)
+        while self._waiting and moved < self.layers_per_step:
+            self._load(self._waiting[0])
+            self._waiting.popleft()
             moved += 1
         if self.batches % self.every == 0:
             counts = self.recorder.counts(self.group)
@@ -140,6 +142,15 @@ class Rebalancer:
         self._thread.shutdown()
         for balancer in self.balancers:
             balancer.recorder = None
+
+    def _take_plan(self) -> None:
+        """What the thread has planned; where it failed on one rank, no rank takes it."""
+        assert self._planned is not None
+        planned, self._planned = self._planned, None
+        with nullcontext() if self.group is None else self.group.agreeing("placing"):
+            made = planned.result()
+        self.last, self.placement = made, made.placement
+        self._waiting = deque(dict.fromkeys([*made.layers, *self._waiting]))
 
     def _load(self, index: int) -> None:
         layer = self.layers[self._index[index]]

@@ -52,9 +52,11 @@ class Recorder:
         if len(set(self.layer_ids)) != num_layers:
             raise ValueError(f"layer_ids must be {num_layers} distinct numbers, got {list(self.layer_ids)}")
         self.num_experts, self.max_batches = num_experts, max_batches
-        self._batches = torch.zeros(max_batches, num_layers, num_experts, dtype=torch.int64, device=device)
-        self._now = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
-        self._layers = list(self._now.unbind())  # views made once
+        with torch.inference_mode(False):  # else only inference could write them
+            shape = num_layers, num_experts
+            self._batches = torch.zeros(max_batches, *shape, dtype=torch.int64, device=device)
+            self._now = torch.zeros(*shape, dtype=torch.int64, device=device)
+            self._layers = list(self._now.unbind())  # views made once
         self._sources: dict[int, weakref.ref[object]] = {}
         self.clear()
 

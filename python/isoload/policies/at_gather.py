@@ -11,12 +11,14 @@ from torch import Tensor
 from isoload import ops
 from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import Policy
-from isoload.records import OwnShare, Plan, may_keep_share
+from isoload.records import Plan
 
 
 @dataclass(eq=False)
 class PlanAtGather:
     """In the place of :func:`isoload.ops.gather_rows`, once: ``plan`` is then that of the loads which it returned.
+
+    ``row`` is this rank's share of it.
 
     policy   whose split is exact, without a fill
     placed   the layer
@@ -27,12 +29,13 @@ class PlanAtGather:
     placed: PlacedLayers
     options: dict[str, Any]
     plan: Plan | None = field(default=None, init=False)
+    row: Tensor | None = field(default=None, init=False)
 
     def __call__(
         self, row: Tensor, boards: Tensor, board: Tensor, rank: int, *, beside: Sequence[int], timeout: float
     ) -> tuple[Tensor, Tensor]:
         filled, topology = self.placed.filled, self.placed.topology
-        loads, told, split, share = ops.plan_exact_share_gathered(
+        loads, told, split, self.row = ops.plan_exact_share_gathered(
             row,
             boards,
             board,
@@ -44,15 +47,14 @@ class PlanAtGather:
             ranks_per_node=topology.ranks_per_node,
             **self.options,
         )
-        own_share = OwnShare.of(rank, share, loads, split.quota, filled)
-        self.plan = Plan(filled, self.policy, *split, own_share=own_share)
+        self.plan = Plan(filled, self.policy, *split)
         return loads, told
 
 
-def plan_at_gather(policy: Policy, placed: PlacedLayers, counts: Tensor) -> PlanAtGather | None:
+def plan_at_gather(policy: Policy, placed: PlacedLayers) -> PlanAtGather | None:
     """Where nothing but the loads and the slots as they are goes into the plan."""
     options = policy.at_gather()
-    if options is None or placed.num_shared or not may_keep_share(counts):
+    if options is None or placed.num_shared:
         return None
     return PlanAtGather(policy, placed, options)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from isoload import ops
 from isoload.ops import Order
 from isoload.placed_layers import Filled, PlacedLayers
-from isoload.records import OwnShare, Plan, rank_cost
+from isoload.records import Plan, rank_cost
 
 GOLDEN = 0x9E3779B97F4A7C15  # spreads layer, step and rank over the 64-bit seeds of sampled routes
 Needs = Literal["sum", "per_source"]
@@ -42,15 +42,12 @@ class Demand(NamedTuple):
     tokens  [R] int32            tokens of each source rank that need the shared experts; None without any
     at_home [R] int32            shared copies per rank if all stay home; None without shared experts
     gathered [R, E + n] int32    loads with the shared experts' columns behind; None without shared experts
-    rank                         the source rank whose row of the share is wanted besides the quota; None = none. A
-                                 policy may leave it to :meth:`Policy.share`
     """
 
     loads: Tensor
     tokens: Tensor | None = None
     at_home: Tensor | None = None
     gathered: Tensor | None = None
-    rank: int | None = None
 
     @property
     def routed(self) -> Demand:
@@ -101,18 +98,17 @@ class Policy:
         """
         return exact_plan(self, demand, filled)
 
+    def split_and_share(self, demand: Demand, filled: Filled, rank: int) -> tuple[Plan, Tensor | None]:
+        """:meth:`split` and, where the same op makes it, a source rank's row of the :meth:`share`; loads per source."""
+        return self.split(demand, filled), None
+
     def at_gather(self) -> dict[str, Any] | None:
         """Options of :func:`isoload.ops.plan_exact_share_gathered`, where that is this policy's whole plan."""
         return None
 
     def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
-        """Source ranks' parts of the routed quota: [..., P] for one rank, [..., R, P] for all, from [..., R, E].
-
-        The result may be the plan's own: not to be written to.
-        """
+        """Source ranks' parts of the routed quota: [..., P] for one rank, [..., R, P] for all, from [..., R, E]."""
         assert plan.quota is not None
-        if plan.own_share is not None and plan.own_share.serves(plan, loads, rank, order):
-            return plan.own_share.row
         per_node = plan.topology.ranks_per_node
         return ops.share(loads, plan.quota, plan.tables, per_node, rank, order)
 
@@ -163,19 +159,27 @@ def sum_sources(loads: Tensor, placed: PlacedLayers) -> Tensor:
 
 
 def exact_plan(policy: Policy, demand: Demand, filled: Filled, **options: Any) -> Plan:
-    """The Plan of the optimal quota of these slots, with the row of the share that the demand wants.
+    """The Plan of the optimal quota of these slots.
 
     options: of :func:`isoload.ops.plan_exact`; by default beside the shared copies at home.
     """
+    options = {**_exact_options(demand, filled), **options}
+    return Plan(filled, policy, *ops.plan_exact(demand.loads, filled.tables, **options))
+
+
+def exact_plan_and_share(
+    policy: Policy, demand: Demand, filled: Filled, rank: int, **options: Any
+) -> tuple[Plan, Tensor]:
+    """:func:`exact_plan`, and a source rank's row of the share, by one op."""
+    options = {**_exact_options(demand, filled), **options}
+    split, row = ops.plan_exact_share(demand.loads, filled.tables, rank, **options)
+    return Plan(filled, policy, *split), row
+
+
+def _exact_options(demand: Demand, filled: Filled) -> dict[str, Any]:
     topology = filled.placed.topology
-    ticks, per_node = topology.ticks_on(demand.loads.device), topology.ranks_per_node
-    options = {"fixed": demand.at_home, "ticks": ticks, "ranks_per_node": per_node, **options}
-    if demand.rank is None:
-        return Plan(filled, policy, *ops.plan_exact(demand.loads, filled.tables, **options))
-    split, row = ops.plan_exact_share(demand.loads, filled.tables, demand.rank, **options)
-    return Plan(
-        filled, policy, *split, own_share=OwnShare.of(demand.rank, row, demand.loads, split.quota, filled)
-    )
+    ticks = topology.ticks_on(demand.loads.device)
+    return {"fixed": demand.at_home, "ticks": ticks, "ranks_per_node": topology.ranks_per_node}
 
 
 def even_split(demand: Demand, filled: Filled) -> ops.ExactSplit:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from isoload.ops import Objective
 from isoload.placed_layers import Filled
-from isoload.policies.base import Demand, Needs, Policy, exact_plan
+from isoload.policies.base import Demand, Needs, Policy, exact_plan, exact_plan_and_share
 from isoload.records import Plan
 
 
@@ -33,12 +33,17 @@ class ExactPolicy(Policy):
     def split(self, demand: Demand, filled: Filled) -> Plan:
         return self.split_above(demand, filled, fixed=demand.at_home)
 
+    def split_and_share(self, demand: Demand, filled: Filled, rank: int) -> tuple[Plan, Tensor | None]:
+        if type(self) is not ExactPolicy:  # another may split or share its own way
+            return super().split_and_share(demand, filled, rank)
+        return exact_plan_and_share(self, demand, filled, rank, **self._options)
+
     @property
     def _options(self) -> dict[str, Any]:
         return {"tolerance": self.tolerance, "budget": self.budget, "objective": self.objective}
 
     def at_gather(self) -> dict[str, Any] | None:
-        return self._options if type(self) is ExactPolicy else None  # another may fill or split its own way
+        return self._options if type(self) is ExactPolicy else None
 
     def split_above(
         self, demand: Demand, filled: Filled, fixed: Tensor | None = None, pour: Tensor | None = None

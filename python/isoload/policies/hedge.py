@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from isoload import ops
 from isoload.placed_layers import Filled, PlacedLayers
 from isoload.policies.ahead import AheadPolicy, check_slots
@@ -43,3 +45,9 @@ class HedgePolicy(AheadPolicy):
 
     def split(self, demand: Demand, filled: Filled) -> Plan:
         return replace(EXACT.split(demand, filled), policy=self, telemetry=filled.telemetry)
+
+    def split_and_share(self, demand: Demand, filled: Filled, rank: int) -> tuple[Plan, Tensor | None]:
+        if type(self) is not HedgePolicy:
+            return super().split_and_share(demand, filled, rank)
+        made, row = EXACT.split_and_share(demand, filled, rank)
+        return replace(made, policy=self, telemetry=filled.telemetry), row

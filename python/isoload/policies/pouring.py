@@ -17,7 +17,7 @@ from isoload.ops import Candidates, Order
 from isoload.placed_layers import Filled, PlacedLayers
 from isoload.policies.base import Demand, Policy
 from isoload.policies.registry import make_policy
-from isoload.records import OwnShare, Plan
+from isoload.records import Plan
 from isoload.shared_experts import Rule, SharedPlan
 
 
@@ -51,10 +51,13 @@ class SharedPolicy(Policy, ABC):
 
     def split(self, demand: Demand, filled: Filled) -> Plan:
         check_shared(filled.placed, self.name)
-        how = None if demand.rank is None or filled.placed.shared_limits is not None else self.joined()
-        if how is not None:
-            return joint_plan(self, demand, filled, how)
         return self.pour(self.split_routed(demand, filled), demand)
+
+    def split_and_share(self, demand: Demand, filled: Filled, rank: int) -> tuple[Plan, Tensor | None]:
+        how = self.joined() if filled.placed.num_shared and filled.placed.shared_limits is None else None
+        if how is None:
+            return super().split_and_share(demand, filled, rank)
+        return joint_plan(self, demand, filled, rank, how)
 
     def split_routed(self, demand: Demand, filled: Filled) -> Plan:
         """The split of the routed experts, as if there were no others."""
@@ -111,10 +114,12 @@ def total_shared(demand: Demand, placed: PlacedLayers) -> Tensor:
     return demand.tokens.sum(-1, dtype=torch.int32) * placed.num_shared
 
 
-def joint_plan(policy: SharedPolicy, demand: Demand, filled: Filled, how: dict[str, Any]) -> Plan:
-    """The whole plan by one kernel, with the row of the share that the demand wants. how: of the policy's joined()."""
-    placed, rank = filled.placed, demand.rank
-    assert demand.gathered is not None and demand.tokens is not None and rank is not None
+def joint_plan(
+    policy: SharedPolicy, demand: Demand, filled: Filled, rank: int, how: dict[str, Any]
+) -> tuple[Plan, Tensor]:
+    """The whole plan and a source rank's row of the share, by one kernel. how: of the policy's joined()."""
+    placed = filled.placed
+    assert demand.gathered is not None and demand.tokens is not None
     ticks, per_node = placed.topology.ticks_on(demand.loads.device), placed.topology.ranks_per_node
     made = ops.plan_joint(
         demand.gathered,
@@ -127,10 +132,8 @@ def joint_plan(policy: SharedPolicy, demand: Demand, filled: Filled, how: dict[s
         **how,
     )
     shared = SharedPlan("share", demand.tokens, made.share, in_quota=True)
-    own = OwnShare.of(rank, made.row, demand.loads, made.quota, filled)
-    return Plan(
-        filled, policy, made.quota, made.peak, made.bound, made.telemetry, shared=shared, own_share=own
-    )
+    plan = Plan(filled, policy, made.quota, made.peak, made.bound, made.telemetry, shared=shared)
+    return plan, made.row
 
 
 def pour_exactly(

@@ -49,7 +49,7 @@ class Group(ABC):
     def __init__(self, topology: Topology, ranks: Sequence[int]) -> None:
         self.topology = topology
         self.ranks = tuple(ranks)
-        self.traffic = Traffic(torch.zeros(topology.num_ranks, topology.num_ranks, dtype=torch.int64))
+        self.traffic = Traffic.of(topology.num_ranks, torch.device("cpu"))
         self._errors: Tensor | None = None  # [R] codes that the host has not read yet
         self._replayed: Tensor | None = None  # [R] those of captured gathers, at an address that graphs hold
         self._captures = False  # whether there are captured gathers
@@ -275,7 +275,7 @@ class Group(ABC):
         names: Sequence[str],
         facts: Sequence[Sequence[int]],
         device: torch.device,
-        failure: Exception | None = None,
+        failure: BaseException | None = None,
         failed_in: str | None = None,
     ) -> None:
         """Compares facts between all ranks, on each call; the host waits for them.
@@ -290,7 +290,7 @@ class Group(ABC):
 
         Raises:
             ValueError: on all ranks alike, naming the first fact that differs, or the rank that failed and the stage.
-            Exception: the failure, on the rank that has it.
+            BaseException: the failure, on the rank that has it.
         """
         code = 0 if failure is None else error_code(failed_in or stage)
         told = facts if failure is None else [[0] * len(names)] * len(self.ranks)
@@ -319,7 +319,7 @@ class Group(ABC):
         """These facts have been compared: :meth:`agree_new` need not do so again."""
         self._agreed.add((names, *facts))
 
-    def agree_once(self, stage: str, facts: dict[str, object], failure: Exception | None = None) -> None:
+    def agree_once(self, stage: str, facts: dict[str, object], failure: BaseException | None = None) -> None:
         """Compares facts of any kind between all processes, as when something is made. Slow, and the host waits.
 
         Args:
@@ -328,15 +328,17 @@ class Group(ABC):
             failure: why this process cannot go on.
 
         Raises:
-            ValueError: on all ranks alike, naming the first fact that differs, or the rank that failed and the stage.
-            Exception: the failure, on the process that has it.
+            ValueError: on all ranks alike, naming the first fact that differs, or the rank that failed, the stage and
+                the failure.
+            BaseException: the failure, on the process that has it.
         """
-        gathered = self.gather_objects(stage, None if failure is not None else facts)
+        said = None if failure is None else f"{type(failure).__name__}: {failure}"
+        gathered = self.gather_objects(stage, facts if said is None else said)
         if failure is not None:
             raise failure
         for rank, given in enumerate(gathered):
-            if given is None:
-                raise ValueError(rank_failed(rank, stage))
+            if isinstance(given, str):
+                raise ValueError(f"{rank_failed(rank, stage)}: {given}")
         for name, value in gathered[0].items():
             for rank, given in enumerate(gathered):
                 if given[name] != value:
@@ -348,10 +350,10 @@ class Group(ABC):
     def agreeing(self, stage: str) -> Iterator[dict[str, object]]:
         """What fails inside fails on all ranks, and so do facts (put into the dict) that differ: :meth:`agree_once`."""
         facts: dict[str, object] = {}
-        failure = None
+        failure: BaseException | None = None
         try:
             yield facts
-        except Exception as error:
+        except BaseException as error:  # the others must not wait for a rank that is interrupted either
             failure = error
         self.agree_once(stage, facts, failure)
 
@@ -368,8 +370,7 @@ class Group(ABC):
 
     def reset_traffic(self) -> None:
         """Counts from zero. The rows stay where they were: a dispatch would move them, and the host wait for that."""
-        num_ranks, device = self.topology.num_ranks, self.traffic.rows.device
-        self.traffic = Traffic(torch.zeros(num_ranks, num_ranks, dtype=torch.int64, device=device))
+        self.traffic = Traffic.of(self.topology.num_ranks, self.traffic.rows.device)
 
     def check_owned(self, name: str, given: Sequence[object]) -> None:
         """Raises ValueError unless a list has an entry per owned rank."""

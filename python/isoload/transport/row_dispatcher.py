@@ -164,7 +164,7 @@ class RowDispatcher(Dispatcher):
                 dispatch_facts(*given, slots_per_rank, num_ranks)
                 for given in zip(group.ranks, x, slots, weights, strict=True)
             ]
-        except ValueError:
+        except BaseException:
             self.tell_failure("dispatch", x[0].device, more_facts)
             raise
         numbers = [number_rows(s, slots_per_rank, num_ranks) for s in slots]
@@ -184,7 +184,7 @@ class RowDispatcher(Dispatcher):
                 group.agree_new("dispatch", FACTS, facts, x[0].device)
             sent = got = [[capacity] * num_ranks] * len(group.ranks)
             most = [self.max_copies_per_rank] * len(group.ranks)
-        group.traffic.rows = group.traffic.rows.to(x[0].device)
+        group.traffic.move_to(x[0].device)
         maps, payload = [], []
         for r, (rank, rows) in enumerate(zip(group.ranks, numbers, strict=True)):
             group.traffic.rows.select(0, rank).add_(rows.counts.select(0, 0))

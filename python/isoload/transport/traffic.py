@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 
@@ -21,6 +22,17 @@ class Traffic:
     rows: Tensor
     bytes: Counter[str] = field(default_factory=Counter)
     host_syncs: int = 0
+
+    @classmethod
+    def of(cls, num_ranks: int, device: torch.device) -> Traffic:
+        """Nothing so far."""
+        with torch.inference_mode(False):  # else only inference could add to it
+            return cls(torch.zeros(num_ranks, num_ranks, dtype=torch.int64, device=device))
+
+    def move_to(self, device: torch.device) -> None:
+        """Counts on where the rows are."""
+        with torch.inference_mode(False):
+            self.rows = self.rows.to(device)
 
 
 def num_bytes(tensor: Tensor) -> int:

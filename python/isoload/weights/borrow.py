@@ -32,10 +32,11 @@ class SparePool:
 
     def __init__(self, like: Stacks, spare_slots: int, backend: Backend) -> None:
         try:
-            self.buffers: list[Stacks] = [
-                [[backend.new_spare(s, spare_slots) for s in stacks] for stacks in like]
-                for _ in range(NUM_BUFFERS)
-            ]
+            with torch.inference_mode(False):  # else only inference could write them
+                self.buffers: list[Stacks] = [
+                    [[backend.new_spare(s, spare_slots) for s in stacks] for stacks in like]
+                    for _ in range(NUM_BUFFERS)
+                ]
         except RuntimeError as error:
             one = sum(s.shape[1:].numel() * s.itemsize for s in like[0])
             raise ValueError(
@@ -105,7 +106,10 @@ class Borrowing:
         """
         slots, num_ranks = filled.slot_to_expert, self.group.topology.num_ranks
         if slots.device not in self._home:
-            self._home[slots.device] = torch.tensor(self._home_table, dtype=torch.int32, device=slots.device)
+            with torch.inference_mode(False):
+                self._home[slots.device] = torch.tensor(
+                    self._home_table, dtype=torch.int32, device=slots.device
+                )
         wanted = BorrowPlan(slots, self._home[slots.device], self._home_rows, num_ranks, self.spare_slots)
         if wanted.on_host and not wanted.moves:
             return None

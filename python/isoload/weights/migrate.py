@@ -102,6 +102,7 @@ def move_replicas(
         move_rows(group, "placement", moves[first : first + rows_per_chunk], homes, replicas)
 
 
+@torch.inference_mode(False)  # else only inference could step on it
 def move_state(
     group: Group,
     ranks: Sequence[RankWeights],

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from isoload.checkpoints import Checkpoint
@@ -132,9 +133,10 @@ def hold(
     new_stack: Callable[[Tensor, int], Tensor],
 ) -> RankWeights:
     """One rank's weight rows, of the stacks of all experts, of their checkpoint or of its Shard; see RankWeights."""
-    if isinstance(experts, Shard):
-        return ShardWeights(layout, experts, num_rows, spare_slots, new_stack)
-    return RankWeights(layout, experts, num_rows, spare_slots, new_stack)
+    with torch.inference_mode(False):  # else only inference could write them
+        if isinstance(experts, Shard):
+            return ShardWeights(layout, experts, num_rows, spare_slots, new_stack)
+        return RankWeights(layout, experts, num_rows, spare_slots, new_stack)
 
 
 def as_parameter(stack: Tensor | None) -> nn.Parameter | None:

@@ -83,7 +83,7 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
         self._shape, self._failure = tokens.shape, None
         try:
             self._ids = chosen_experts(routing_map, self.top_k)
-        except ValueError as error:  # raised where the other ranks hear of it
+        except BaseException as error:  # raised where the other ranks hear of it
             self._ids, self._failure = (
                 routing_map.new_full((len(routing_map), 1), -1, dtype=torch.int64),
                 error,

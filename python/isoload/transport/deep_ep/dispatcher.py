@@ -103,7 +103,7 @@ class DeepEPDispatcher(Dispatcher):
         )
         traffic = self.group.traffic
         traffic.host_syncs += self.host_waits
-        traffic.rows = traffic.rows.to(rows.device)
+        traffic.move_to(rows.device)
         traffic.rows.select(0, rank).add_(
             number_rows(topk_idx, slots_per_rank, self.shape.num_ranks).counts.select(0, 0)
         )
@@ -156,10 +156,10 @@ class DeepEPDispatcher(Dispatcher):
                 self.group.check()  # what the loads' gather carried: DeepEP would wait for a rank that has failed
             return
         facts: list[tuple[int, ...]] = []
-        failure = None
+        failure: BaseException | None = None
         try:
             facts = [self._check(x[0], slots[0], weights[0], slots_per_rank) + tuple(more_facts.values())]
-        except ValueError as error:
+        except BaseException as error:
             failure = error
         self.group.agree("dispatch", (*FACTS, *more_facts), facts, x[0].device, failure)
 
