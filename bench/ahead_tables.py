@@ -187,7 +187,20 @@ def route() -> Table:
     return f"{head}imbalance | deviation | idle", rows
 
 
+def loads() -> Table:
+    """docs/balancing.md: the busiest rank by what a rank may know in the forward."""
+    protocols = ("hash", "static", "last, sampled", "own", "own + targets")
+    found: dict[tuple[int, str, str], list[float]] = {}
+    for row in read("bench_loads"):
+        found.setdefault((row["tokens"], row["protocol"], row["dealing"]), []).append(row["mean"])
+    rows = []
+    for tokens in sorted({key[0] for key in found}):
+        means = ([found[tokens, p, dealing] for dealing in ("hom", "het")] for p in protocols)
+        rows.append([str(tokens), *(" / ".join(f"{sum(x) / len(x):.3f}" for x in of) for of in means)])
+    return f"tokens of a rank | {' | '.join(protocols)}", rows
+
+
 AHEAD_TABLES = {
     table.__name__: table
-    for table in (ahead, ahead_others, ahead_workloads, ahead_costs, accuracy, ahead_times, route)
+    for table in (ahead, ahead_others, ahead_workloads, ahead_costs, accuracy, ahead_times, route, loads)
 }

@@ -220,6 +220,12 @@ JOBS = (
         ("quota", "tables"),
     ),
     Job(
+        "plan_own",
+        "plan_own",
+        lambda x: ops.plan_own(x.loads[RANK], x.tables, x.fixed, RANK),
+        ("row", "tables"),
+    ),
+    Job(
         "route",
         "route",
         lambda x: ops.route(x.ids, x.row, x.tables),

@@ -37,7 +37,7 @@ FLOORS = [
     ["placed_layers", "placement"],
     ["records"],
     ["policies", "placers", "formats", "trace", "transport", "experts", "predict", "checkpoints"],
-    ["counting", "planning"],
+    ["counting", "own_counts", "planning"],
     ["routing", "workloads"],
     ["balancer", "captured"],
     ["weights"],

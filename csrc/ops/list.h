@@ -72,6 +72,9 @@ constexpr int kCpu = 1, kCuda = 2;
      "(Tensor loads, Tensor tables, int num_ranks, int num_slots, int num_shared, int first_shared, " \
      "Tensor? ticks, int objective, int ranks_per_node, int tolerance_ppm, int sweeps, int budget, " \
      "int rank) -> (Tensor quota, Tensor peak, Tensor bound, Tensor telemetry, Tensor row, Tensor share)") \
+  OP(plan_own, kCpu | kCuda, \
+     "(Tensor counts, Tensor tables, int num_ranks, int num_slots, Tensor offset, " \
+     "Tensor? fixed, Tensor? ticks, Tensor(a!)? recent, int source, int layer, int sweeps) -> Tensor") \
   OP(share, kCpu | kCuda, \
      "(Tensor loads, Tensor quota, Tensor tables, int ranks_per_node, int rank, bool locality) " \
      "-> Tensor") \
@@ -175,7 +178,10 @@ constexpr int kCpu = 1, kCuda = 2;
   FAULT(kGroupPlaces, \
         "group_copies: num_places must be at least the number of copies present") \
   FAULT(kGatherRows, \
-        "gather_rows: every rank must put its row in time; this group gathers no more")
+        "gather_rows: every rank must put its row in time; this group gathers no more") \
+  FAULT(kPlanOwn, \
+        "plan_own: counts and fixed must not be negative, must sum to less than 2^29 copies, offset be in " \
+        "0..2^20, and counts be 0 for an expert without a replica")
 // clang-format on
 
 #define ISOLOAD_FAULT(bit, rule) bit##_,

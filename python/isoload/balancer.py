@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -20,13 +19,14 @@ from torch import Tensor
 
 from isoload.counting import check_one_each, count_owned, without_padding
 from isoload.ops import Numbered, Prefer, gather_rows
+from isoload.own_counts import OwnCounts, exchange
 from isoload.placed_layers import Filled, PlacedLayers, own_layers, refreshing
 from isoload.placement import Placement, check_same_shape
-from isoload.planning import plan_and_share
+from isoload.planning import Balanced, Gathered, plan_and_share
 from isoload.policies import Policy, Seeded, make_policy
 from isoload.policies.at_gather import PlanAtGather, is_plan_of, plan_at_gather
 from isoload.records import Plan
-from isoload.routing import route_counted, route_fixed
+from isoload.routing import route_counted, route_fixed, route_sent
 from isoload.shared_experts import without_shared_slots
 from isoload.steps import first_step, in_backward, next_step
 from isoload.topology import Topology
@@ -38,36 +38,7 @@ if TYPE_CHECKING:
     from isoload.online.recorder import Recorder
 
 Tokens = Literal["own", "same"]
-
-
-@dataclass(frozen=True, eq=False)
-class Gathered:
-    """One batch, counted: topk_ids [T, K] of every owned rank, loads [R, E], and what was gathered beside them [R, W].
-
-    Where nothing will be planned, nothing is gathered: loads are the owned ranks' own counts. numbered: of every owned
-    rank's topk_ids, or None where its route has no use for it. ahead: what may have planned at the gather.
-    """
-
-    topk_ids: list[Tensor]
-    numbered: Sequence[Numbered | None]
-    loads: Tensor
-    planned: bool
-    beside: Tensor | None = None
-    ahead: PlanAtGather | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Balanced:
-    """One batch on its way: topk_ids [T, K] of every owned rank, loads as gathered, and the plan, if there is one.
-
-    row: [P] this rank's share of the routed experts, where the op that planned has made it, too.
-    """
-
-    topk_ids: list[Tensor]
-    numbered: Sequence[Numbered | None]
-    loads: Tensor
-    plan: Plan | None
-    row: Tensor | None = None
+Loads = Literal["gathered", "own"]
 
 
 class Balancer:
@@ -83,6 +54,10 @@ class Balancer:
             same rows, as tensor-parallel serving without an all-to-all does; nothing is exchanged, and every rank
             computes the same slots. All rows count as rank 0's, which is then home to all shared copies: choose
             waterfill or joint where the placement has shared experts.
+        loads: "gathered": a batch is planned by all ranks' counts, gathered in the forward; certified. "own": each rank
+            splits its own copies, with no exchange in the forward, by :func:`isoload.ops.plan_own`, towards targets
+            that :meth:`exchange` renews. The policy is then exact and last_plan None: nothing is proved of what all
+            ranks send together.
         prefer: see :func:`isoload.route`.
         min_tokens: with fewer tokens over all ranks nothing is gathered or planned: each expert goes to its ``static``
             replica, shared ones stay home, and last_plan is None. The same on all ranks.
@@ -104,6 +79,7 @@ class Balancer:
         prefer: Prefer | None = None,
         min_tokens: int = 0,
         shared_columns: bool = True,
+        loads: Loads = "gathered",
         **options: Any,
     ) -> None:
         group = LocalGroup(Topology(1)) if group is None and placement.topology.num_ranks == 1 else group
@@ -112,6 +88,10 @@ class Balancer:
         if tokens == "own" and group is None:
             raise ValueError(
                 f"group must join the {placement.topology.num_ranks} ranks for tokens='own', got None"
+            )
+        if loads not in ("gathered", "own") or (loads == "own" and tokens == "same"):
+            raise ValueError(
+                f"loads must be gathered, or own where tokens are, got {loads!r} for {tokens!r} tokens"
             )
         self.placement, self.layer, self.group, self.tokens = placement, layer, group, tokens
         self.prefer, self.min_tokens, self.shared_columns = prefer, min_tokens, shared_columns
@@ -122,12 +102,14 @@ class Balancer:
         self._own: dict[torch.device, PlacedLayers] = {}
         self._steps: dict[torch.device, Tensor] = {}  # [] int64, batches that drew: read by captured graphs
         self._checksums: dict[str, int] = {}
+        self.own_counts = OwnCounts(placement, self.ranks) if loads == "own" else None
         if group is None:
             self._check(make_policy(policy, options))
             return
         with group.agreeing("construction") as facts:
             self._check(make_policy(policy, options))
-            facts.update({"layer": layer, "policy": self.policy, "min_tokens": min_tokens, "tokens": tokens})
+            facts.update({"layer": layer, "policy": self.policy, "min_tokens": min_tokens})
+            facts.update({"tokens": tokens, "loads": loads})
             facts.update(placement_facts(placement, layer))
 
     @classmethod
@@ -153,6 +135,8 @@ class Balancer:
     def policy(self, policy: Policy) -> None:
         if policy.borrows and not self.placement.spare_slots:
             raise ValueError(f"spare_slots must be at least 1 for policy {policy.name}, got 0")
+        if self.own_counts is not None:
+            self.own_counts.check(policy)
         self._policy = policy
         self._checksums["checksum of policy"] = checksum(policy)
 
@@ -251,16 +235,17 @@ class Balancer:
             self._record(rows, topk_ids)
             if beside is not None:
                 rows = [torch.cat(parts) for parts in zip(rows, beside, strict=True)]
-            elif planned and len(self.ranks) == 1:
+            elif planned and len(self.ranks) == 1 and self.own_counts is None:
                 ahead = plan_at_gather(self.policy, self.placed_on(rows[0].device))
         except BaseException as error:
             failure = error if failure is None else failure
         self.last_plan = self.last_loads = None
-        if not planned:
+        if not planned or self.own_counts is not None:
             if failure is not None:
                 tell()
                 raise failure
-            return Gathered(topk_ids, numbered, torch.stack(rows), False)
+            counted = rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
+            return Gathered(topk_ids, numbered, counted, planned)
         own = self.placement.num_experts
         width = own + (0 if beside is None else len(beside[0]))
         gathered = self._gather(rows, width, failure, tell, {**self.facts, **(facts or {})}, ahead)
@@ -274,8 +259,11 @@ class Balancer:
         topk_ids, numbered, loads = gathered.topk_ids, gathered.numbered, gathered.loads
         if not gathered.planned:
             return Balanced(topk_ids, numbered, loads, None)
-        self.last_loads = loads
         placed, ahead = self.placed_on(loads.device), gathered.ahead
+        if self.own_counts is not None:
+            sent = self.own_counts.split(loads, placed, self.layer)
+            return Balanced(topk_ids, numbered, loads, None, sent=sent)
+        self.last_loads = loads
         if (
             ahead is not None
             and filled is None
@@ -292,12 +280,19 @@ class Balancer:
 
     def route(self, balanced: Balanced) -> list[Tensor]:
         """[T, K] slots of every owned rank's copies: as planned or, without a plan, where they always go."""
-        of_rank = zip(self.ranks, balanced.topk_ids, balanced.numbered, strict=True)
+        of_rank = list(zip(self.ranks, balanced.topk_ids, balanced.numbered, strict=True))
         loads, made = balanced.loads, balanced.plan
+        if (sent := balanced.sent) is not None:
+            tables = self.placed_on(loads.device).tables
+            return [route_sent(ids, n, sent[i], tables, self.prefer) for i, (_, ids, n) in enumerate(of_rank)]
         if made is None:
             return [route_fixed(ids, self.placed_on(ids.device), rank) for rank, ids, _ in of_rank]
         how: dict[str, Any] = {"row": balanced.row, "prefer": self.prefer}
         return [route_counted(ids, n, loads, made, rank, **how) for rank, ids, n in of_rank]
+
+    def exchange(self, *others: Balancer) -> None:
+        """Renews the targets of this layer and of others with loads="own": :func:`isoload.own_counts.exchange`."""
+        exchange([self, *others])
 
     def load(self, placement: Placement) -> None:
         """Takes a new placement in place: no address changes, so captured graphs stay valid. Between batches.
@@ -328,6 +323,8 @@ class Balancer:
             self.placement, self.has_freedom = placement, has_freedom
             self._checksums["checksum of placement"] = told
             self._own.update({device: write() for device, write in refresh.items()})
+            if self.own_counts is not None:
+                self.own_counts.offset.zero_()  # targets are of the placement
 
         return settle
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from isoload import ops
-from isoload.ops import Order
+from isoload.ops import Numbered, Order
 from isoload.placed_layers import Filled, PlacedLayers
 from isoload.placement import Placement
 from isoload.policies import Demand, Policy, make_policy
+from isoload.policies.at_gather import PlanAtGather
 from isoload.policies.keeping import split_above_local
 from isoload.records import Plan
 from isoload.shared_experts import (
@@ -24,6 +26,38 @@ from isoload.shared_experts import (
     widened,
 )
 from isoload.value_checks import values_readable
+
+
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """One batch, counted: topk_ids [T, K] of every owned rank, loads [R, E], and what was gathered beside them [R, W].
+
+    Where nothing will be planned, nothing is gathered: loads are the owned ranks' own counts. numbered: of every owned
+    rank's topk_ids, or None where its route has no use for it. ahead: what may have planned at the gather.
+    """
+
+    topk_ids: list[Tensor]
+    numbered: Sequence[Numbered | None]
+    loads: Tensor
+    planned: bool
+    beside: Tensor | None = None
+    ahead: PlanAtGather | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Balanced:
+    """One batch on its way: topk_ids [T, K] of every owned rank, loads as gathered, and the plan, if there is one.
+
+    row: [P] this rank's share of the routed experts, where the op that planned has made it, too.
+    sent: [P] what every owned rank sends by its own counts, in the place of a plan.
+    """
+
+    topk_ids: list[Tensor]
+    numbered: Sequence[Numbered | None]
+    loads: Tensor
+    plan: Plan | None
+    row: Tensor | None = None
+    sent: list[Tensor] | None = None
 
 
 def plan(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+ONE_OFFSET = 2**20  # of plan_own: as much as all copies of the source
 PART_ROWS = 128  # tokens of a part: kPartRows in csrc/cpu/cpu.h
 
 

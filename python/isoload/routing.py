@@ -11,6 +11,7 @@ from isoload.placed_layers import PlacedLayers
 from isoload.planning import share_routed
 from isoload.policies import StaticPolicy, sample_seed
 from isoload.records import Plan
+from isoload.replica_tables import ReplicaTables
 from isoload.shared_experts import check_shared_columns
 from isoload.value_checks import values_readable
 
@@ -105,6 +106,19 @@ def _route_routed(
     if numbered is not None and prefer is None:
         return ops.route_numbered(topk_ids, numbered, row, plan.tables)
     return ops.route(topk_ids, row, plan.tables, prefer)
+
+
+def route_sent(
+    topk_ids: Tensor,
+    numbered: ops.Numbered | None,
+    sent: Tensor,
+    tables: ReplicaTables,
+    prefer: Prefer | None,
+) -> Tensor:
+    """The slot of every copy on a rank that sends [P] copies to each slot, without a plan."""
+    if numbered is None:
+        return ops.route(topk_ids, sent, tables, prefer)
+    return ops.route_numbered(topk_ids, numbered, sent, tables)
 
 
 def route_fixed(topk_ids: Tensor, placed: PlacedLayers, rank: int) -> Tensor:

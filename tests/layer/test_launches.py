@@ -124,6 +124,11 @@ def launched(policy: str, num_shared: int, **how: Any) -> list[str]:
     return [line.split(" ")[0] for line in launches.kernels if "in transport/" not in line]
 
 
+def test_three_launches_from_own_counts() -> None:
+    """And no exchange, though the group has 16 ranks."""
+    assert launched("exact", 0, loads="own") == ["count_numbered", "plan_own", "route_numbered"]
+
+
 @pytest.mark.parametrize("policy", ["joint", "waterfill"])
 def test_three_launches_from_ids_to_slots_with_a_shared_expert(policy: str) -> None:
     """The last block to look up routed copies deals the shared ones to ranks."""

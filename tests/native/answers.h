@@ -17,6 +17,7 @@
 #include "algorithms/share_alone.h"
 #include "algorithms/spare_fill.h"
 #include "instances.h"
+#include "own.h"
 #include "spill.h"
 
 namespace isoload {
@@ -60,6 +61,7 @@ struct Answers {
   std::array<bool, 6> shared;
   SolvedPlan active;  // peak and bound count slots
   Buffer alone;       // [P] the row of in.row from its own loads
+  Buffer own;         // [P] what in.row sends by its own counts
   RelaxedPlan<float> relaxed;
   RelaxedPlan<double> relaxed_double;
   bool diverged;  // a lane returned or saw something else than the others
@@ -91,6 +93,7 @@ struct Answers {
     for (SolvedPlan& plan : plans) fill_plan(plan);
     fill_plan(active);
     fill(alone, in.P());
+    fill(own, in.P());
     for (int i = 0; i < 6; ++i) fill(shares[i], i % 3 == 1 ? in.P() : in.R * (i % 3 ? in.R : in.P()));
     diverged = false;
   }
@@ -245,8 +248,10 @@ inline const char* answers_error(const Instance& in, const Answers& one, const A
   if (const char* wrong = relaxed_error(in, one, one.relaxed_double)) return wrong;
   if (!one.exact().ok()) return nullptr;
   if (one.active != many.active) return "the active plans of the two teams differ";
+  if (one.own != many.own) return "the splits of own counts of the two teams differ";
   if (one.alone != many.alone) return "the rows shared alone of the two teams differ";
   if (const char* wrong = active_error(in, one)) return wrong;
+  if (const char* wrong = own_error(in, one.own)) return wrong;
   if (one.shares != many.shares || one.shared != many.shared) return "the shares of the two teams differ";
   const char* wrong = share_error(in, one, 0);
   return wrong ? wrong : share_error(in, one, 3);

@@ -1,6 +1,5 @@
 // Runs every single-source planner with one lane and with N threads on random instances: the answers must be
-// the same bits and keep what a plan promises. Under ThreadSanitizer a missing barrier is reported as a data
-// race.
+// the same bits and keep what a plan promises. Under ThreadSanitizer a missing barrier is a data race.
 //   teams THREADS INSTANCES SEED ROOM
 // Prints one line. On the first wrong answer that line names the instance, and the exit code is 1.
 #include <cstdio>
@@ -32,6 +31,7 @@ class Lane {
     solve<4>(Answers::kCut);
     for (int i = 0; i < 6 && to_.exact().ok(); ++i) share(i);
     if (to_.exact().ok()) solve_active(), share_alone();
+    finish(to_.own, split_own(team_, in_, tables(), to_.workspace.data(), to_.own.data()));
     relax(to_.relaxed);
     relax(to_.relaxed_double);
   }

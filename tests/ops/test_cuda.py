@@ -26,10 +26,8 @@ from support.chain import NODES, chain, draw_batch
 from support.routings import routings
 from support.shared_copies import draw_copies
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+no_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = [pytest.mark.cuda, no_device]
 
 Rng = np.random.Generator
 
@@ -68,22 +66,22 @@ def test_tables_plans_and_shares() -> None:
     for case, rng in every_case():
         slots, loads, R = torch.from_numpy(case.slot_to_expert), torch.from_numpy(case.loads), case.num_ranks
         tables = case.tables()
-        on_cuda = ops.replica_tables(slots.cuda(), R, case.num_experts)
-        assert torch.equal(tables.data, on_cuda.data.cpu()), case.name
+        made = ops.replica_tables(slots.cuda(), R, case.num_experts)
+        assert torch.equal(tables.data, made.data.cpu()), case.name
         per_node = max(n for n in (1, 2, 4, 8) if R % n == 0)
         ticks = torch.from_numpy(rng.integers(1, 3000, R).astype(np.int32))
-        for objective in ("spread", "local", "packed"):
-            assert_same(
-                case.name, ops.plan_exact, loads, tables, objective=objective, ranks_per_node=per_node
-            )
+        for aim in ("spread", "local", "packed"):
+            assert_same(case.name, ops.plan_exact, loads, tables, objective=aim, ranks_per_node=per_node)
         quota = assert_same(case.name, ops.plan_exact, loads, tables).quota
         if case.total < 2**30:
             fixed = torch.from_numpy(rng.integers(0, 50, R).astype(np.int32))
             pour = torch.tensor(int(rng.integers(0, 10_000)), dtype=torch.int32)
             assert_same(case.name, ops.plan_exact, loads, tables, fixed, ticks=ticks, pour=pour)
             assert_same(case.name, ops.plan_exact, loads, tables, fixed, 0.01, 3, pour=pour)
+        offset = torch.from_numpy(rng.integers(0, 2**20, R).astype(np.int32))
         for costs in (None, ticks):
             assert_same(case.name, ops.plan_active, loads, tables, ticks=costs)
+            assert_same(case.name, ops.plan_own, loads[R // 2] // 4, tables, offset, R // 2, ticks=costs)
         for order in ("locality", "rank_major"):
             assert_same(case.name, ops.share, loads, quota, tables, per_node, None, order)
             assert_same(case.name, ops.share, loads, quota, tables, per_node, R // 2, order)
@@ -103,6 +101,7 @@ def test_layers_at_once() -> None:
     assert_same("layers", ops.share, loads, quota, tables, 4, 3)
     assert_same("layers", ops.share_by_rank, loads, quota, tables, 4)
     assert_same("layers", ops.share_alone, loads[:, 3].contiguous(), quota, tables, 3)
+    assert_same("layers", ops.plan_own, loads[:, 3], tables, loads[:, 2, :8], 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -67,6 +67,7 @@ CHOSEN = {
     "plan_lp": "equals_reference_with or layers_at_once or nothing",
     "round_split": "by_hand or layers_at_once or largest",
     "plan_spill": "named or layers_at_once",
+    "plan_own": "layers_at_once or most_copies or an_offset or slower",
     "plan_replication": "first_phase or layers_at_once",
     "top_up": "by_hand or layers_at_once",
     "shard_tokens": "layers_at_once",

@@ -17,6 +17,7 @@ from isoload.ops import library
 from isoload.ops.device_errors import RULES
 
 SLOTS = torch.tensor([0, 1, 1, 2], dtype=torch.int32)  # experts 0..2 on two ranks; expert 3 has no replica
+NO_OFFSET = torch.zeros(2, dtype=torch.int32)
 LOADS = torch.tensor([[2, 3, 1, 0], [0, 1, 0, 0]], dtype=torch.int32)
 QUOTA = torch.tensor([2, 2, 2, 1], dtype=torch.int32)
 IDS = torch.tensor([[0, 1], [0, 1], [1, 2]])  # the first rank's
@@ -132,6 +133,7 @@ BROKEN: dict[str, tuple[Callable[[str], object], list[int]]] = {
     "plan_waterfill": (lambda d: ops.plan_waterfill(NEGATIVE.to(d), TWO.to(d)), [3]),
     "share": (lambda d: ops.share(LOADS.to(d), QUOTA.to(d) + 1, tables(d), 1), [4]),
     "share_alone": (lambda d: ops.share_alone(-LOADS[0].to(d), QUOTA.to(d), tables(d), 0), [5]),
+    "plan_own": (lambda d: ops.plan_own(-LOADS[0].to(d), tables(d), NO_OFFSET.to(d), 0), [23]),
     **{f"route {i}": (lambda d, bad=bad: route_bad(d, bad), [6]) for i, bad in enumerate(BAD_IDS)},
     "route visited": (lambda d: route_bad(d, BAD_IDS[0], "visited"), [6]),
     "route share": (lambda d: ops.route(IDS.to(d), ROW.to(d) - 1, tables(d)), [7]),

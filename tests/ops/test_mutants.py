@@ -14,7 +14,7 @@ import pytest
 
 from support import native_build
 from support.changed_ops import compile_sources, link_ops
-from support.mutants import OF_FILLS, OF_PLACERS, Mutant
+from support.mutants import OF_FILLS, OF_OWN, OF_PLACERS, Mutant
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "python" / "isoload"
@@ -241,6 +241,7 @@ MUTANTS = {
         "teams",
     ),
     **OF_FILLS,
+    **OF_OWN,
     **OF_PLACERS,
     "a share dealt one short": Mutant(
         "csrc/cpu/dealer.h", "--hands_[e].left == 0", "--hands_[e].left <= 1", "route"

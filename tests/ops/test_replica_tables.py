@@ -225,6 +225,7 @@ READERS: dict[str, Callable[[ReplicaTables], object]] = {
     "share": lambda t: ops.share(FULL, planned(), t, 2),
     "share_by_rank": lambda t: ops.share_by_rank(FULL, planned(), t, 2),
     "share_alone": lambda t: ops.share_alone(FULL[0], planned(), t, 0),
+    "plan_own": lambda t: ops.plan_own(FULL[0], t, FULL[1], 0),
     "route": lambda t: ops.route(int32(0, 1, 2, 3)[None], ops.share(FULL, planned(), made(), 2, 0), t),
     "route_sampled": lambda t: ops.route_sampled(int32(0, 1, 2, 3)[None], torch.ones(12), t, 1),
 }

@@ -52,6 +52,33 @@ OF_FILLS = {
     ),
 }
 
+OF_OWN = {
+    "sources that rotate alike": Mutant(
+        "csrc/algorithms/plan_own.h",
+        "uint32_t(source) * 0xc13fa9a9u",
+        "0",
+        "plan_own::test_rotation_keeps_sources_from_rounding_alike",
+    ),
+    "a rest to the first": Mutant(
+        "csrc/algorithms/plan_own.h",
+        "(other < mine || (other == mine && j < i))",
+        "j < i",
+        "plan_own::test_near_the_optimum",
+    ),
+    "an odd copy to either": Mutant(
+        "csrc/algorithms/plan_own.h",
+        "((gap & 1) && part_[rank1] > part_[rank0])",
+        "(gap & 1)",
+        "plan_own::test_peak_over_all_sources_is_that_of_the_optimum",
+    ),
+    "an offset of all that is sent": Mutant(
+        "csrc/algorithms/plan_own.h",
+        "(base >> kOffsetBits)",
+        "base",
+        "plan_own::test_an_offset_counts_as_copies_that_are_there",
+    ),
+}
+
 OF_PLACERS = {
     "ties of ranks flipped": Mutant(
         "csrc/placers/eplb.h", "weight_[r] < weight_[best]", "weight_[r] <= weight_[best]", "placers"

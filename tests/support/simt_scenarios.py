@@ -131,6 +131,7 @@ def refused(x: Layer) -> torch.Tensor:
         lambda: ops.top_up(loads, *spares).telemetry,
         lambda: ops.shard_tokens(loads, x.tables, first_slots(x)),
         lambda: ops.share_alone(loads[RANK], x.quota, x.tables, RANK),
+        lambda: ops.plan_own(loads[RANK], x.tables, x.loads[0][: len(x.loads)], RANK),
     ]
     for call in calls:
         with contextlib.suppress(ValueError):

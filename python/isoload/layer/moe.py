@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isoload.balancer import Balancer, Gathered
+from isoload.balancer import Balancer
 from isoload.checkpoints import Checkpoint
 from isoload.experts.compute import count_copies, run_experts
 from isoload.experts.sorted_rows import run_sorted
@@ -22,6 +22,7 @@ from isoload.layer.routers import Routing, given_choices
 from isoload.layer.stored import StoredExperts
 from isoload.ops import Prefer, append_shared_expert
 from isoload.placement import Placement
+from isoload.planning import Gathered
 from isoload.policies import Policy
 from isoload.records import Plan
 from isoload.topology import Topology

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isoload.balancer import Gathered
 from isoload.cost import CostModel
 from isoload.layer.compiled import Choose
 from isoload.layer.decoder import Decoder
@@ -20,6 +19,7 @@ from isoload.layer.moe import MoE
 from isoload.layer.stack_checks import check_layers, check_local, count_slots, make_predictor
 from isoload.layer.two_stage import Batch, Span, run_planned
 from isoload.placement import Placement
+from isoload.planning import Gathered
 from isoload.predict import Lookahead, Predictor
 from isoload.topology import Topology
 from isoload.transport import Transport

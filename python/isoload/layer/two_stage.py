@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from isoload.balancer import Gathered
 from isoload.layer.moe import Chosen, MoE
 from isoload.placed_layers import Filled
+from isoload.planning import Gathered
 from isoload.weights.borrow import Borrowed
 
 # Fetches for the next layer, beside what this one computes with.

@@ -20,6 +20,7 @@ from isoload.ops.plan_exact import Objective, plan_exact
 from isoload.ops.plan_exact_share import plan_exact_share, plan_exact_share_gathered
 from isoload.ops.plan_joint import plan_joint
 from isoload.ops.plan_lp import plan_lp
+from isoload.ops.plan_own import plan_own
 from isoload.ops.plan_replication import plan_replication
 from isoload.ops.plan_spill import NO_SPARE_SLOT, Within, plan_spill
 from isoload.ops.plan_waterfill import Candidates, plan_waterfill
@@ -84,6 +85,7 @@ __all__ = [
     "plan_exact_share_gathered",
     "plan_joint",
     "plan_lp",
+    "plan_own",
     "plan_replication",
     "plan_spill",
     "plan_waterfill",

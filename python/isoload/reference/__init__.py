@@ -15,6 +15,7 @@ from isoload.reference.plan_exact import plan_exact
 from isoload.reference.plan_exact_share import plan_exact_share, plan_exact_share_gathered
 from isoload.reference.plan_joint import plan_joint
 from isoload.reference.plan_lp import plan_lp
+from isoload.reference.plan_own import plan_own
 from isoload.reference.plan_replication import plan_replication
 from isoload.reference.plan_spill import plan_spill
 from isoload.reference.plan_waterfill import plan_waterfill
@@ -67,6 +68,7 @@ __all__ = [
     "plan_exact_share_gathered",
     "plan_joint",
     "plan_lp",
+    "plan_own",
     "plan_replication",
     "plan_spill",
     "plan_waterfill",

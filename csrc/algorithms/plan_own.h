@@ -1,0 +1,236 @@
+// plan_own: one source rank's copies over the replicas, from its own counts alone: nothing is exchanged.
+//
+// Minimises the sum over ranks of (base_r + y_r)^2 where y_r copies go to rank r. base_r is what this source
+// is to even out: copies that rank r carries besides, an offset (from targets that ranks exchange now and
+// then), and a rotation u_r in [0, 1) of the source's own. Few copies leave many equal splits; u makes every
+// source choose another, else 32 of them would round to the same rank. What all send is then nearly level,
+// too.
+//
+// Whole copies move, so fractions only order ranks that are equal else: `load` are the whole numbers, `part`
+// the fractions in 2^-32. Two or more replicas are levelled class by class (replica_tables.h), over and over;
+// no sweep raises the sum. Integers only, ties to the first replica: the same split on every team and device.
+#pragma once
+
+#include <cstdint>
+
+#include "algorithms/balance.h"
+#include "algorithms/quotient.h"
+#include "algorithms/replica_tables.h"
+#include "algorithms/start.h"
+#include "host_device.h"
+#include "planner.h"
+
+namespace isoload {
+
+constexpr int32_t kMostOwn = 1 << 29;  // copies of a source, below: a load and a gap of two then fit an int32
+constexpr int kOffsetBits = 20;
+constexpr int64_t kRecentLoss = 5439;  // in 2^-16: what a batch leaves of `recent` halves in eight batches
+
+struct OwnProblem {
+  int R, E, S;            // ranks, logical experts, slots per rank
+  ReplicaTables tables;   // of this layer
+  const int32_t* counts;  // [E] this source's copies
+  const int32_t* offset;  // [R] in 2^-20 of this source's copies, 0..2^20
+  const int32_t* fixed;   // [R] copies a rank carries besides, or null
+  const int32_t* ticks;   // [R] cost of one copy on a rank, 1..2^20, or null: all 1
+  int64_t* recent;  // [E] decayed sums of the counts of batches, in 2^-16, which this one joins; or null
+  int source, layer, sweeps;  // layer: of the first of the batch; most sweeps
+};
+
+// u of a source, rank and layer in 2^-32: multiples of three irrational numbers, spread evenly in the cube.
+ISOLOAD_HD inline uint32_t own_rotation(int source, int rank, int layer) {
+  return uint32_t(source) * 0xc13fa9a9u + uint32_t(rank) * 0x91e10da6u + uint32_t(layer) * 0x61c88647u;
+}
+
+template <class Team>
+class OwnSplit {
+ public:
+  ISOLOAD_HD static int64_t bytes(int64_t R, int64_t E) { return (2 * R + 3 * E) * int64_t(sizeof(int32_t)); }
+  ISOLOAD_HD OwnSplit(Team& team, const OwnProblem& problem, void* memory, int32_t* send)
+      : team_(team), in_(problem), t_(problem.tables), send_(send) {
+    load_ = static_cast<int32_t*>(memory);
+    part_ = reinterpret_cast<uint32_t*>(load_ + in_.R);
+    int32_t* const first = load_ + 2 * in_.R;
+    split_ = {first, first + in_.E, first + 2 * in_.E};
+  }
+
+  // Whether there is a split: not of counts that are negative, too many or of an expert without a replica.
+  ISOLOAD_HD bool solve() {
+    if (!add_up()) return false;
+    Start<Team>{team_, t_, in_.counts, in_.ticks, load_, send_}.spread();
+    for (int s = 0; s < in_.sweeps; ++s)
+      if (!sweep(2 * s < in_.sweeps)) break;
+    return true;
+  }
+
+ private:
+  ISOLOAD_HD bool add_up() {
+    int64_t copies = 0, refused = 0;
+    team_.for_each(in_.R, [&](int r) {
+      const int32_t offset = in_.offset[r], fixed = in_.fixed ? in_.fixed[r] : 0;
+      copies += fixed;
+      refused |= offset > 1 << kOffsetBits ? -1 : offset | fixed;
+    });
+    team_.for_each(in_.E, [&](int e) {
+      copies += in_.counts[e];
+      refused |= in_.counts[e] > 0 && t_.copies(e) == 0 ? -1 : in_.counts[e];
+    });
+    copies = team_.sum(refused < 0 ? int64_t(1) << 48 : copies);
+    if (copies >= kMostOwn) return false;
+    team_.for_each(in_.recent ? in_.E : 0, [&](int e) {
+      in_.recent[e] += (int64_t(in_.counts[e]) << 16) - (in_.recent[e] * kRecentLoss >> 16);
+    });
+    team_.for_each_group(in_.R, [&](int r, auto& group) {
+      int32_t solo = 0;
+      group.for_each(in_.S, [&](int s) {
+        const int p = r * in_.S + s;
+        const int32_t q = t_.solo[p] >= 0 ? in_.counts[t_.solo[p]] : 0;
+        send_[p] = q;
+        solo += q;
+      });
+      solo = group.sum32(solo) + (in_.fixed ? in_.fixed[r] : 0);
+      if (group.rank() > 0) return;
+      const uint64_t base = uint64_t(uint32_t(in_.offset[r])) * uint64_t(copies);
+      const uint64_t part =
+          (base << (32 - kOffsetBits) & 0xffffffffu) + own_rotation(in_.source, r, in_.layer);
+      load_[r] = solo + static_cast<int32_t>((base >> kOffsetBits) + (part >> 32));
+      part_[r] = static_cast<uint32_t>(part);
+    });
+    team_.for_each(t_.num_split(), [&](int i) {
+      const int e = t_.order[i];
+      split_.first[i] = t_.offsets[e], split_.last[i] = t_.offsets[e + 1];
+      split_.copies[i] = in_.counts[e];
+    });
+    team_.sync();
+    return true;
+  }
+
+  // Levels every replicated expert once; whether copies moved. far: past the level, see balance_pair.
+  ISOLOAD_HD bool sweep(bool far) {
+    bool moved = false;
+    for (int k = 0; k < t_.num_classes(); ++k) {
+      if (k > 0) team_.sync();
+      const Replicated split = split_.from(t_.classes[k]);
+      team_.for_each_by(
+          t_.classes[k + 1] - t_.classes[k],
+          [&](int i) { return !in_.ticks && split.last[i] - split.first[i] > 2; },
+          [&](int i) {
+            moved |= in_.ticks ? level_costs(split.first[i], split.last[i]) : level_pair(split.first[i], far);
+          },
+          [&](int i, auto& group) {
+            moved |= level(group, split.first[i], split.last[i] - split.first[i], split.copies[i]);
+          });
+    }
+    return team_.any_lane(moved);
+  }
+
+  // Two replicas.
+  ISOLOAD_HD bool level_pair(int j, bool far) {
+    const int rank0 = t_.ranks[j], rank1 = t_.ranks[j + 1];
+    const int32_t gap = load_[rank1] - load_[rank0];
+    int32_t move = (gap >> 1) + ((gap & 1) && part_[rank1] > part_[rank0]);  // from 1 to 0
+    if (far && (gap > kWide || gap < -kWide)) move = static_cast<int32_t>(7 * int64_t(gap) / 10);
+    return shift(j + 1, j, move);
+  }
+
+  // At most `move` copies from one replica to another; negative: back.
+  ISOLOAD_HD bool shift(int from, int to, int64_t move) {
+    int32_t &giver = send_[t_.slots[from]], &taker = send_[t_.slots[to]];
+    const int32_t moved = static_cast<int32_t>(move > giver ? giver : move < -taker ? -taker : move);
+    giver -= moved, load_[t_.ranks[from]] -= moved;
+    taker += moved, load_[t_.ranks[to]] += moved;
+    return moved != 0;
+  }
+
+  // More replicas: the expert's copies are taken back and poured anew to one level; what does not fill a
+  // whole level goes where the fraction is least.
+  template <class Group>
+  ISOLOAD_HD bool level(Group& group, int first, int n, int32_t copies) {
+    auto load = [&](int i) -> int32_t& { return load_[t_.ranks[first + i]]; };
+    auto sent = [&](int i) -> int32_t& { return send_[t_.slots[first + i]]; };
+    group.for_each(n, [&](int i) { load(i) -= sent(i); });
+    int32_t height = INT32_MAX, left = 0;
+    for (int below = n, before = -1; below != before;) {  // ranks above the level drop out; it only falls
+      before = below;
+      int32_t sum = 0;
+      group.for_each(n, [&](int i) { sum += load(i) <= height ? load(i) : 0; });
+      const uint32_t all = uint32_t(copies) + uint32_t(group.sum32(sum));
+      height = static_cast<int32_t>(all / uint32_t(before)),
+      left = static_cast<int32_t>(all % uint32_t(before));
+      sum = 0;
+      group.for_each(n, [&](int i) { sum += load(i) <= height; });
+      below = group.sum32(sum);
+    }
+    group.sync();
+    bool moved = false;
+    group.for_each(n, [&](int i) {
+      const uint32_t mine = part_[t_.ranks[first + i]];
+      int lower = 0;  // ranks that take of what is left over before this one
+      for (int j = 0; j < n; ++j) {
+        const uint32_t other = part_[t_.ranks[first + j]];
+        lower += load(j) <= height && (other < mine || (other == mine && j < i));
+      }
+      const int32_t q = load(i) <= height ? height - load(i) + (lower < left) : 0;
+      moved |= q != sent(i);
+      sent(i) = q;
+    });
+    group.sync();
+    group.for_each(n, [&](int i) { load(i) += sent(i); });
+    return moved;
+  }
+
+  // Unequal ticks: from the costliest replica to the cheapest, as near to equal cost as whole copies come.
+  ISOLOAD_HD bool level_costs(int first, int last) {
+    auto cost = [&](int j) {  // in 2^-8 copies
+      const int r = t_.ranks[j];
+      return in_.ticks[r] * (int64_t(load_[r]) * 256 + (part_[r] >> 24));
+    };
+    int low = first, high = -1;
+    ISOLOAD_ROLLED
+    for (int j = first; j < last; ++j) {
+      if (cost(j) < cost(low)) low = j;
+      if (send_[t_.slots[j]] > 0 && (high < 0 || cost(j) > cost(high))) high = j;
+    }
+    if (high < 0 || cost(high) <= cost(low)) return false;
+    const int64_t both = 256 * int64_t(in_.ticks[t_.ranks[high]] + in_.ticks[t_.ranks[low]]);
+    return shift(high, low, quotient_of_large(cost(high) - cost(low) + both / 2 - 1, both));
+  }
+
+  static constexpr int32_t kWide = 8;  // a gap that is worth to go past its middle
+  Team& team_;
+  const OwnProblem& in_;
+  const ReplicaTables t_;
+  int32_t* const send_;
+  int32_t* load_;     // [R]
+  uint32_t* part_;    // [R]
+  Replicated split_;  // [E]
+};
+
+struct OwnPlanner {  // see planner.h
+  using Problem = OwnProblem;
+  using Result = int32_t*;  // [P] copies that the source sends to each slot
+  static constexpr bool kSets = false;
+
+  ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
+    const int64_t E = in.E, R = in.R, P = R * in.S;
+    in.tables = in.tables.layer(b, E, P);
+    in.counts += b * E, in.offset += b * R, in.layer += static_cast<int>(b);
+    if (in.fixed) in.fixed += b * R;
+    if (in.recent) in.recent += b * E;
+    out += b * P;
+  }
+  template <int W>
+  ISOLOAD_HD static int64_t bytes(const Problem& in) {
+    return OwnSplit<SerialTeam>::bytes(in.R, in.E);
+  }
+  template <int W, class Team>
+  ISOLOAD_HD static int solve(Team& team, const Problem& in, void* memory, Result out) {
+    return OwnSplit<Team>(team, in, memory, out).solve() ? kPlanned : 0;
+  }
+  template <class Team>
+  ISOLOAD_HD static void refuse(Team& team, const Problem& in, Result out) {
+    team.for_each(in.R * in.S, [&](int p) { out[p] = 0; });
+  }
+};
+
+}  // namespace isoload

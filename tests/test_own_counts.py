@@ -1,0 +1,228 @@
+"""Balancer(loads="own"): slots from a rank's own counts, with no exchange but that of the targets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import isoload
+from isoload import Balancer, CollectiveGroup, LocalGroup, ops
+from isoload.policies.even import EvenPolicy
+from support.processes import rank_outcomes, run_ranks
+from support.small_batches import EXPERTS, LAYERS, RANKS, K, draw_ids, gather, make_placement, make_topology
+
+
+def own_balancers(layers: int = LAYERS, **how: Any) -> list[Balancer]:
+    placement = make_placement()
+    return [
+        Balancer(placement, i, group=LocalGroup(make_topology()), loads="own", **how) for i in range(layers)
+    ]
+
+
+def rank_loads(slots: list[Tensor]) -> Tensor:
+    """[R] copies that come to each rank."""
+    routed = torch.cat([s.flatten() for s in slots])
+    return torch.bincount(routed[routed >= 0] // 6, minlength=RANKS)
+
+
+def expert_of(balancer: Balancer, slots: Tensor) -> Tensor:
+    table = balancer.placed_on(torch.device("cpu")).slot_to_expert.long()
+    return torch.where(slots >= 0, table[slots.clamp(min=0)], -1)
+
+
+@pytest.mark.parametrize("prefer", [None, "visited"])
+def test_every_copy_gets_a_slot_of_its_expert_as_the_ops_split(prefer: Any) -> None:
+    (balancer,) = own_balancers(1, prefer=prefer)
+    none = torch.zeros(RANKS, dtype=torch.int32)
+    for batch in range(3):
+        ids = draw_ids(batch)
+        slots = balancer(ids)
+        assert balancer.last_plan is None
+        for rank, (mine, to) in enumerate(zip(ids, slots, strict=True)):
+            assert torch.equal(expert_of(balancer, to), mine)
+            tables = balancer.placed_on(torch.device("cpu")).tables
+            sent = ops.plan_own(isoload.count(mine, EXPERTS), tables, none, rank)
+            assert torch.equal(torch.bincount(to[to >= 0], minlength=len(sent)), sent)
+
+
+def domains(batch: int, tokens: int = 64) -> list[Tensor]:
+    """[R][T, K] of ranks that each have a domain of their own: other experts are popular."""
+    generator = torch.Generator().manual_seed(100 + batch)
+    ids = []
+    for rank in range(RANKS):
+        likes = torch.rand(EXPERTS, generator=torch.Generator().manual_seed(rank)) ** 4 + 1e-3
+        ids.append(torch.multinomial(likes.expand(tokens, -1), K, generator=generator))
+    return ids
+
+
+def imbalance(balancer: Balancer, batches: range) -> float:
+    """Mean of the largest rank load over the proved bound of all loads."""
+    found = []
+    for batch in batches:
+        ids = domains(batch)
+        bound = isoload.plan(gather(ids), balancer.placement, balancer.layer).bound
+        found.append(int(rank_loads(balancer(ids)).max()) / int(bound))
+    return float(np.mean(found))
+
+
+def test_targets_make_up_for_domains_that_differ() -> None:
+    (balancer,) = own_balancers(1)
+    before = imbalance(balancer, range(16))
+    balancer.exchange()
+    after = imbalance(balancer, range(16, 32))
+    assert after < before - 0.02 and after < 1.05, (before, after)
+    balancer.load(balancer.placement)
+    assert balancer.own_counts is not None and not balancer.own_counts.offset.any(), (
+        "targets are of the placement"
+    )
+
+
+def test_what_others_leave_is_shared_out() -> None:
+    """Without the 1 / R of an offset every source would make up for all of it: worse than no targets."""
+    (balancer,) = own_balancers(1)
+    imbalance(balancer, range(16))
+    balancer.exchange()
+    assert balancer.own_counts is not None
+    good = imbalance(balancer, range(16, 24))
+    balancer.own_counts.offset.mul_(RANKS).clamp_(max=2**20)
+    assert imbalance(balancer, range(16, 24)) > good + 0.1
+
+
+def test_targets_of_domains_that_change_in_each_batch_do_no_harm() -> None:
+    (kept,), (alone,) = own_balancers(1), own_balancers(1)
+
+    def turned(batch: int) -> list[Tensor]:
+        ids = domains(batch)
+        return ids[batch % RANKS :] + ids[: batch % RANKS]
+
+    peaks: tuple[list[float], list[float]] = [], []
+    for batch in range(48):
+        ids = turned(batch)
+        if batch % 16 == 0 and batch:
+            kept.exchange()
+        for found, balancer in zip(peaks, (kept, alone), strict=True):
+            found.append(float(rank_loads(balancer(ids)).max() / rank_loads(ids).sum() * RANKS))
+    assert np.mean(peaks[0]) < np.mean(peaks[1]) + 0.01
+
+
+def test_layers_are_exchanged_together_as_one_by_one() -> None:
+    together, single = own_balancers(), own_balancers()
+    for batch in range(4):
+        for a, b in zip(together, single, strict=True):
+            a(draw_ids(batch + 10 * a.layer)), b(draw_ids(batch + 10 * a.layer))
+    together[0].exchange(*together[1:])
+    for a, b in zip(together, single, strict=True):
+        b.exchange()
+        assert a.own_counts is not None and b.own_counts is not None
+        assert a.own_counts.offset.any() and torch.equal(a.own_counts.offset, b.own_counts.offset)
+
+
+def test_memory_stays_where_it_is() -> None:
+    (balancer,) = own_balancers(1)
+    with torch.inference_mode():
+        balancer(draw_ids(1))
+    assert balancer.own_counts is not None
+    at = [x.data_ptr() for x in (balancer.own_counts.recent, balancer.own_counts.offset)]
+    balancer.exchange()
+    balancer.load(balancer.placement)
+    balancer(draw_ids(2))
+    assert at == [x.data_ptr() for x in (balancer.own_counts.recent, balancer.own_counts.offset)]
+
+
+def test_over_processes_without_an_exchange_in_the_forward() -> None:
+    def on_rank(rank: int) -> tuple[list[Tensor], dict[str, int]]:
+        group = CollectiveGroup.own(isoload.Topology(2))
+        counts = torch.arange(1, 17).repeat(2, 1)
+        placement = isoload.place(counts, group.topology, slots_per_rank=10)
+        layers = [Balancer(placement, i, group=group, loads="own") for i in range(2)]
+        group.reset_traffic()
+        ids = [
+            torch.randint(16, (20, 2), generator=torch.Generator().manual_seed(7 * rank + i))
+            for i in range(2)
+        ]
+        if rank == 0:  # no other rank is waited for
+            layers[0](ids[0])
+        slots = [layer(rows) for layer, rows in zip(layers, ids, strict=True)]
+        forward = dict(group.traffic.bytes)
+        layers[0].exchange(layers[1])
+        slots += [layer(rows) for layer, rows in zip(layers, ids, strict=True)]
+        assert layers[0].own_counts is not None
+        return [*slots, layers[0].own_counts.offset], forward
+
+    (first, none), (second, _) = run_ranks(on_rank, 2)
+    assert not none, "bytes of the forward"
+    assert not torch.equal(first[-1], second[-1])
+
+
+def test_exchanges_that_differ_raise_on_all_ranks() -> None:
+    def on_rank(rank: int) -> str:
+        group = CollectiveGroup.own(isoload.Topology(2))
+        placement = isoload.place(torch.ones(2, 8), group.topology, slots_per_rank=5)
+        layers = [Balancer(placement, i, group=group, loads="own") for i in range(2)]
+        first, second = layers if rank == 0 else layers[::-1]
+        with pytest.raises(ValueError) as raised:
+            first.exchange(second)
+        return str(raised.value)
+
+    for text in run_ranks(on_rank, 2):
+        assert text.startswith("layers of exchange must be the same on all ranks, got [{'layer': 0")
+
+
+def test_a_rank_killed_in_an_exchange_is_named_on_the_others() -> None:
+    def on_rank(rank: int) -> None:
+        group = CollectiveGroup.own(isoload.Topology(2))
+        placement = isoload.place(torch.ones(1, 8), group.topology, slots_per_rank=5)
+        layer = Balancer(placement, group=group, loads="own")
+        if rank == 1:
+            raise SystemExit(3)
+        layer(torch.zeros(4, 2, dtype=torch.int64))  # the others' plans need nothing of it
+        layer.exchange()
+
+    alive, gone = rank_outcomes(on_rank, 2)
+    assert gone.error is not None and alive.error is not None and "exchange" in alive.error
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "word": (
+        {"loads": "mine"},
+        "loads must be gathered, or own where tokens are, got 'mine' for 'own' tokens",
+    ),
+    "same": (
+        {"tokens": "same"},
+        "loads must be gathered, or own where tokens are, got 'own' for 'same' tokens",
+    ),
+    "policy": (
+        {"policy": "dynamic"},
+        r"policy must be exact, of objective spread, for loads='own', got Dynamic",
+    ),
+    "objective": (
+        {"objective": "local"},
+        "policy must be exact, of objective spread, for loads='own', got Exact",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses(name: str) -> None:
+    how, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        Balancer(make_placement(), 0, **{"group": LocalGroup(make_topology()), "loads": "own", **how})
+
+
+def test_refuses_shared_experts() -> None:
+    placement = isoload.place(torch.ones(1, 8), isoload.Topology(2), slots_per_rank=6, num_shared=1)
+    with pytest.raises(ValueError, match="num_shared must be 0 for loads='own', got 1"):
+        Balancer(placement, group=LocalGroup(placement.topology), loads="own")
+
+
+def test_refuses_another_policy_later_and_an_exchange_of_gathered_loads() -> None:
+    (balancer,) = own_balancers(1)
+    with pytest.raises(ValueError, match="policy must be exact"):
+        balancer.policy = EvenPolicy()
+    gathered = Balancer(make_placement(), group=LocalGroup(make_topology()))
+    with pytest.raises(ValueError, match="loads must be own where targets are exchanged, got gathered"):
+        gathered.exchange()
