@@ -146,8 +146,7 @@ class Balancer:
 
     @policy.setter
     def policy(self, policy: Policy) -> None:
-        if policy.borrows and not self.placement.spare_slots:
-            raise ValueError(f"spare_slots must be at least 1 for policy {policy.name}, got 0")
+        policy.check(self.placement)
         self._policy = policy
         self._checksums["checksum of policy"] = checksum(policy)
 

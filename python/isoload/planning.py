@@ -55,6 +55,9 @@ def plan(
     chosen, placed = make_policy(policy, options), _placed(loads, placement, layer)
     _check_loads(loads, placed, chosen)
     _check_rank(rank, loads, placed)
+    if keep_local:
+        _check_keeps(loads, placed, chosen)
+    chosen.check(placed.host)
     demand = _demand(loads, placed)
     if may_keep_share(loads):
         demand = demand._replace(rank=rank)
@@ -67,7 +70,6 @@ def plan(
     elif filled.quota is not None:  # of other loads
         filled = replace(filled, quota=None)
     if keep_local:
-        _check_keeps(loads, placed, chosen)
         made = split_above_local(chosen, demand, filled)
     else:
         made = chosen.split(demand, filled)
@@ -97,6 +99,7 @@ def fill(
     """
     chosen, placed = make_policy(policy, options), _placed(loads, placement, layer)
     _check_loads(loads, placed, chosen)
+    chosen.check(placed.host)
     return chosen.fill(_demand(loads, placed), placed)
 
 

@@ -106,7 +106,7 @@ class Rebalancer:
             balancer.recorder = recorder
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="isoload-rebalancer")
         self._planned: Future[Rebalanced] | None = None
-        self._due = 0
+        self._due, self._closed = 0, False
         self._waiting: Iterator[int] = iter(())
 
     def step(self) -> int:
@@ -116,8 +116,12 @@ class Rebalancer:
             layers that moved.
 
         Raises:
-            ValueError: as place and MoE.load_placement, on all ranks.
+            ValueError: as place and MoE.load_placement, on all ranks; after :meth:`close`.
         """
+        if self._closed:
+            raise ValueError(
+                "step() must come before close(), after which nothing is recorded: make another one"
+            )
         self.recorder.step()
         self.batches += 1
         if self._planned is not None and self.batches == self._due:
@@ -137,6 +141,7 @@ class Rebalancer:
 
     def close(self) -> None:
         """Ends the thread, and stops recording."""
+        self._closed = True
         self._thread.shutdown()
         for balancer in self.balancers:
             balancer.recorder = None
