@@ -57,13 +57,12 @@ class RankWeights(nn.Module):
         super().__init__()
         self.layout = layout
         experts, num_homes = layout.experts, len(layout.homes)
-        trains = dense.rows("down_scale", ()) is None  # none in fp8
         for name in NAMES:
             rows = dense.rows(name, experts)
             stored = None if rows is None else new_stack(rows, num_rows)
             if rows is not None and stored is not None:
                 stored[: len(experts)] = rows
-            homes = None if stored is None else nn.Parameter(stored[:num_homes], trains)
+            homes = None if stored is None else nn.Parameter(stored[:num_homes], dense.trains(name))
             self.register_parameter(name, homes)
             self.register_buffer(f"stored_{name}", stored, persistent=False)
         self.place_rows(num_rows, spare_slots, self.stored_down.device)
