@@ -139,6 +139,9 @@ class Balancer:
         slots = torch.as_tensor(slot_to_expert).unsqueeze(0)
         return cls(Placement(slots, topology, num_experts, num_shared=num_shared), **how)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "recorder": None}  # which tells layers apart: a copy does not record
+
     @property
     def policy(self) -> Policy:
         """What plans; another may be set between batches, the same on all ranks."""

@@ -140,6 +140,9 @@ class MoE(StoredExperts):
             self.refresh_replicas()
         self.handle = handle_of(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "run_by": None}  # a stack runs its own layers
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.handle = handle_of(self)  # a copy is another layer
