@@ -254,10 +254,8 @@ class Balancer:
         gathered = self._gather(rows, width, failure, tell, {**self.facts, **(facts or {})}, ahead)
         if beside is None:
             return Gathered(topk_ids, numbered, gathered, True, plan=ahead.plan if ahead else None)
-        own = self.placement.num_experts
-        return Gathered(
-            topk_ids, numbered, gathered.narrow(1, 0, own), True, gathered.narrow(1, own, width - own)
-        )
+        loads, more = gathered.split([self.placement.num_experts, len(beside[0])], dim=1)
+        return Gathered(topk_ids, numbered, loads, True, more)
 
     def plan(self, gathered: Gathered, filled: Filled | None = None, keep_local: bool = False) -> Balanced:
         """Plans a batch, if it is to be planned; filled and keep_local as in :func:`isoload.plan`."""

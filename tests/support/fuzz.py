@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from support.fuzz_cases import FuzzCase, draw_case
+from support.fuzz_lasting import check_checkpoints, check_copies, check_frozen
 from support.fuzz_layers import check_layer
 from support.fuzz_plans import check_plans
 from support.fuzz_ranks import check_ranks
@@ -20,6 +21,9 @@ KINDS: dict[str, Callable[[FuzzCase], None]] = {
     "plan": check_plans,
     "layer": check_layer,
     "ranks": check_ranks,
+    "frozen": check_frozen,
+    "checkpoints": check_checkpoints,
+    "copies": check_copies,
 }
 MAX_GROWTH = 2**20  # KiB of memory, over a whole run
 # What a policy may say of a placement it is not made for. Everything else that is raised is a finding.
@@ -32,8 +36,9 @@ REFUSALS = (
 
 
 def kind_of(seed: int) -> str:
-    """Of ten seeds six plan and four run a layer; of a hundred one runs processes, which take seconds."""
-    return "ranks" if seed % 100 == 99 else "plan" if seed % 10 < 6 else "layer"
+    """Of ten seeds five plan, two run a layer, three one that lasts; of a hundred one runs processes, for seconds."""
+    kinds = ["plan"] * 5 + ["frozen", "checkpoints", "copies"] + ["layer"] * 2
+    return "ranks" if seed % 100 == 99 else kinds[seed % 10]
 
 
 def run_case(seed: int, kind: str | None = None) -> str:
