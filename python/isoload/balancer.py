@@ -126,6 +126,9 @@ class Balancer:
         slots = torch.as_tensor(slot_to_expert).unsqueeze(0)
         return cls(Placement(slots, topology, num_experts, num_shared=num_shared), **how)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "recorder": None}  # which tells layers apart: a copy does not record
+
     @property
     def policy(self) -> Policy:
         """What plans; another may be set between batches, the same on all ranks."""
@@ -133,8 +136,7 @@ class Balancer:
 
     @policy.setter
     def policy(self, policy: Policy) -> None:
-        if policy.borrows and not self.placement.spare_slots:
-            raise ValueError(f"spare_slots must be at least 1 for policy {policy.name}, got 0")
+        policy.check(self.placement)
         if self.own_counts is not None:
             self.own_counts.check(policy)
         self._policy = policy

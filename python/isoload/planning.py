@@ -107,6 +107,9 @@ def plan_and_share(
 ) -> tuple[Plan, Tensor | None]:
     """:func:`plan` of loads [R, E] and, where the same op makes it, a source rank's row of :func:`share_routed`."""
     _check_loads(loads, placed, chosen)
+    if keep_local:
+        _check_keeps(loads, placed, chosen)
+    chosen.check(placed.host)
     demand, row = _demand(loads, placed), None
     if filled is None:
         filled = chosen.fill(demand, placed)
@@ -117,7 +120,6 @@ def plan_and_share(
     elif filled.quota is not None:  # of other loads
         filled = replace(filled, quota=None)
     if keep_local:
-        _check_keeps(loads, placed, chosen)
         made = split_above_local(chosen, demand, filled)
     elif rank is None:
         made = chosen.split(demand, filled)
@@ -149,6 +151,7 @@ def fill(
     """
     chosen, placed = make_policy(policy, options), _placed(loads, placement, layer)
     _check_loads(loads, placed, chosen)
+    chosen.check(placed.host)
     return chosen.fill(_demand(loads, placed), placed)
 
 

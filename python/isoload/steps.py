@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import torch
 from torch import Tensor
+
+MOST_DRAWN = 2**14  # numbers that are kept for a checkpoint to come back to: batches in flight, times layers
+
+_drawn: OrderedDict[int, Tensor] = (
+    OrderedDict()
+)  # numbers of batches, by the draw of torch's generator beside each
 
 
 def first_step(device: torch.device) -> Tensor:
@@ -13,15 +21,24 @@ def first_step(device: torch.device) -> Tensor:
 def next_step(step: Tensor) -> Tensor:
     """Advances the number [] int64 of the batch, and returns a copy, which a batch in flight keeps.
 
-    A checkpoint's recompute draws as its forward did: an op of its own finds out when it runs, in compiled code. Eager
-    calls pass the op by: the first that any op in Python gets imports torch's compiler, for a second and more.
+    A checkpoint's recompute finds the number of its own batch, whatever ran since: every checkpoint brings back the
+    state of torch's generator, from which a batch that may be recomputed draws once (one made with
+    preserve_rng_state=False has the number of the last batch). In compiled code an op of its own finds out when it
+    runs. Eager calls pass the op by: the first that any op in Python gets imports torch's compiler, for a second and
+    more.
     """
     if torch.compiler.is_compiling():
         traced: Tensor = _traced_next_step(step)
         return traced
-    if not in_backward():
-        step.add_(1)
-    return step.clone()
+    if torch.is_inference_mode_enabled():  # no backward comes: nobody's generator is touched
+        return step.add_(1).clone()
+    drawn = int(torch.randint(2**63 - 1, (), device="cpu"))
+    if in_backward():
+        return _drawn.get(drawn, step).clone()
+    _drawn[drawn] = step.add_(1).clone()
+    if len(_drawn) > MOST_DRAWN:
+        _drawn.popitem(last=False)
+    return _drawn[drawn].clone()
 
 
 _traced_next_step = torch.library.custom_op("isoload::next_step", next_step, mutates_args=("step",))

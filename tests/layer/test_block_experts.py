@@ -57,7 +57,7 @@ def test_states_are_the_model_s_own(name: str) -> None:
     torch.set_num_threads(1)
     stock, (model, layers) = make_model(name), balanced(name)
     state, own = stock.state_dict(), model.state_dict()
-    assert list(own) and own.keys() == state.keys()
+    assert list(own) and list(own) == list(state)
     assert all(torch.equal(own[key], value) for key, value in state.items())
     changed = {key: value * 1.25 for key, value in state.items()}
     stock.load_state_dict(changed)
@@ -155,6 +155,42 @@ def test_refused_models() -> None:
         ValueError, match="experts.down_proj must be a Parameter of float64, float32, bfloat16 or float16"
     ):
         isoload.balance(model, topology)
+
+
+def test_a_model_is_balanced_once() -> None:
+    model, _ = balanced("qwen3")
+    message = "block must be balanced once, got a BlockExperts in place of its experts"
+    for call in (isoload.balance, lambda m, t: isoload.LibraStack.from_decoder(m.model.layers, t)):
+        with pytest.raises(ValueError, match=message):
+            call(model, isoload.Topology(4))
+    with pytest.raises(ValueError, match=message):
+        isoload.MoE.from_module(blocks(model)[0], isoload.Topology(4))
+
+
+class Adapter(torch.nn.Module):
+    """As peft wraps a module, or the Parameters of one: it keeps what it wraps as ``base_layer``."""
+
+    def __init__(self, base_layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+
+def by_parametrization(block: torch.nn.Module) -> None:
+    torch.nn.utils.parametrize.register_parametrization(block.experts, "down_proj", torch.nn.Identity())
+
+
+def by_wrapper(block: torch.nn.Module) -> None:
+    block.experts = Adapter(block.experts)
+
+
+@pytest.mark.parametrize("adapt", [by_wrapper, by_parametrization])
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+def test_experts_with_adapters_are_refused(name: str, adapt: Any) -> None:
+    model = make_model(name)
+    adapt(blocks(model)[1])
+    with pytest.raises(ValueError, match=r"experts must have no adapters \(LoRA\): merge them first"):
+        isoload.balance(model, isoload.Topology(4))
+    assert not any(isinstance(module, BlockExperts) for module in model.modules())
 
 
 def test_refuses_shared_experts_in_the_placement() -> None:

@@ -109,7 +109,7 @@ def test_three_launches_from_ids_to_slots() -> None:
 def launched(policy: str, num_shared: int, **how: Any) -> list[str]:
     """The kernels of a Balancer's second batch on one of 16 ranks, but for those of the gather."""
     placement = isoload.place(
-        torch.ones(1, EXPERTS), TOPOLOGY, slots_per_rank=18 + num_shared, num_shared=num_shared
+        torch.ones(1, EXPERTS), TOPOLOGY, slots_per_rank=18 + num_shared, num_shared=num_shared, placer="eplb"
     )
     group, launches = OneRank(3, TOPOLOGY), Launches()
     group._agreed = Everything()

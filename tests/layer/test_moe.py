@@ -140,6 +140,42 @@ def test_recompute_makes_the_same_plan(reentrant, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
+@pytest.mark.parametrize("how", ["reentrant", "not reentrant", "nested", "reentrant in another"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_batches_in_flight_are_recomputed_with_their_own_draws(how, order):
+    """Of the same rows: two draws, each the same again, whichever goes backward first."""
+    setup, drawn, grads = make_setup(4), {}, []
+
+    def recomputed(run, rows):
+        if how in ("nested", "reentrant in another"):
+            inner = how == "reentrant in another"
+            return checkpoint(lambda *r: checkpoint(run, *r, use_reentrant=inner), *rows, use_reentrant=False)
+        return checkpoint(run, *rows, use_reentrant=how == "reentrant")
+
+    for call in (lambda run, rows: run(*rows), recomputed):
+        layer = MoE(
+            setup.gate, setup.dense, LocalTransport(setup.topology), setup.placement, policy="dynamic"
+        )
+        route, all_rows, losses = layer.balancer.route, [], []
+        for batch in (0, 1):
+
+            def run(*rows, batch=batch, layer=layer, route=route):
+                slots = drawn.setdefault(batch, [])
+                layer.balancer.route = lambda made: slots.append(route(made)) or slots[-1]
+                return tuple(layer(list(rows)))
+
+            all_rows.append([r.clone().requires_grad_() for r in setup.rows])
+            losses.append(sum((y**2).sum() for y in call(run, all_rows[-1])))
+        for batch in order:
+            losses[batch].backward()
+        grads.append([r.grad for rows in all_rows for r in rows] + [p.grad for p in layer.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    first, second = ([torch.cat(slots) for slots in drawn[batch]] for batch in (0, 1))
+    assert len(first) == len(second) >= 3, "in a plain run, and at least twice under a checkpoint"
+    assert all(torch.equal(slots, first[0]) for slots in first) and not torch.equal(first[0], second[0])
+    assert all(torch.equal(slots, second[0]) for slots in second)
+
+
 def test_a_recompute_that_chooses_otherwise_raises():
     setup = make_setup(1, dtype=torch.float32)
     dense = ExpertWeights.random(EXPERTS, HIDDEN, 8)  # one kernel for all experts: shapes do not tell

@@ -283,6 +283,27 @@ def test_a_prediction_must_be_loads() -> None:
         made[0](MODEL.rows())
 
 
+class Writes(predict.TokensPredictor):
+    """A gate that normalises its rows in place."""
+
+    num_layers, reads = 3, "rows"
+
+    def choose(self, layer: int, tokens: torch.Tensor) -> torch.Tensor:
+        return MODEL.gates[layer](tokens.mul_(0.5))[0]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_predictor_that_writes_to_the_rows_is_refused(mode: Any) -> None:
+    """Regression: the layer computed from what was left of them."""
+    made = layers()
+    LibraStack(made, Writes())
+    with (
+        mode(),
+        pytest.raises(ValueError, match="Writes.choose must not write to the tokens that it is given"),
+    ):
+        made[0](MODEL.rows())
+
+
 def test_a_gate_that_chooses_others_fails_with_its_layer() -> None:
     """As the layer's own choices would: before anything is gathered."""
     made = layers()

@@ -258,3 +258,14 @@ def test_refused():
         ValueError, match="pinned must be True where a layer is made of Shards, whose homes stay"
     ):
         Rebalancer([layer], Recorder(1, EXPERTS))
+
+
+def test_no_step_after_the_end():
+    placement = isoload.place(torch.ones(1, EXPERTS), isoload.Topology(2), slots_per_rank=7)
+    balancer = isoload.Balancer(placement, 0, tokens="same")
+    rebalancer = Rebalancer([balancer], Recorder(1, EXPERTS), every=3, delay=1)
+    rebalancer.step()
+    rebalancer.close()
+    rebalancer.close()
+    with pytest.raises(ValueError, match=r"step\(\) must come before close\(\)"):
+        rebalancer.step()

@@ -148,3 +148,52 @@ def test_what_policies_keep_is_refreshed_in_place() -> None:
 def test_refuses_shared_policies_as_routed(routed: str) -> None:
     with pytest.raises(ValueError, match=f"routed must be a policy of routed experts, got '{routed}'"):
         make_policy("waterfill", {"routed": routed})
+
+
+SPEEDS, DEAD = {"speeds": (1.0, 1.0, 1.0, 0.5)}, {"alive": (True, True, True, False)}
+UNFIT: dict[str, tuple[str, dict[str, object], dict[str, object], dict[str, int], str]] = {
+    **{
+        f"{policy} {name}": (policy, {}, topology, {"spare_slots": 1}, message.format(policy))
+        for policy in ("llep", "spill_cost", "libra", "hedge")
+        for name, topology, message in (
+            ("speeds", SPEEDS, "speeds must be None for policy {}, which counts copies"),
+        )
+    },
+    **{
+        f"{policy} shared": (policy, {}, {}, {}, f"placement must have shared experts for policy {policy}, got")
+        for policy in SHARED
+    },
+    "slots": ("hedge", {"slots": 3}, {}, {"spare_slots": 2}, "slots must be at most spare_slots, 2, for policy"),
+    "split": ("llep", {"split_by": "joint"}, {}, {"spare_slots": 1}, "must have shared experts for policy joint"),
+    "routed": ("waterfill", {"routed": "llep"}, {}, {"num_shared": 1}, "spare_slots must be at least 1 for"),
+    "visited": ("waterfill", {"candidates": "visited"}, DEAD, {"num_shared": 1}, "candidates must be all or node"),
+    "drawn": ("waterfill_sampled", {}, DEAD, {"num_shared": 1}, "topology must have all ranks alive for policy"),
+    "two": ("waterfill_sampled", {}, {}, {"num_shared": 2}, "num_shared must be at most 1 for policy"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_policy_refuses_a_placement_before_any_batch(name: str) -> None:
+    policy, options, ranks, slots, message = UNFIT[name]
+    topology = isoload.Topology(RANKS, ranks_per_node=2, **ranks)  # type: ignore[arg-type]
+    placement = isoload.place(np.ones((1, EXPERTS)), topology, slots_per_rank=9, **slots)
+    group = isoload.transport.LocalGroup(topology)
+    with pytest.raises(ValueError, match=message):
+        isoload.Balancer(placement, 0, policy, group, **options)
+    balancer = isoload.Balancer(placement, 0, "exact", group)
+    with pytest.raises(ValueError, match=message):
+        balancer.policy = make_policy(policy, options)
+    with pytest.raises(ValueError, match=message):
+        isoload.plan(
+            torch.ones(RANKS, placement.num_experts, dtype=torch.int32), placement, 0, policy, **options
+        )
+
+
+@pytest.mark.parametrize("policy", ["static", "dynamic", "lp_sampled", "grace_sampled", "waterfill_sampled"])
+def test_seeds_are_whole_numbers(policy: str) -> None:
+    for seed in (-1, 0.5):
+        with pytest.raises(ValueError, match=f"seed must be an integer, at least 0, got {seed}"):
+            make_policy(policy, {"seed": seed})
+    if policy != "static":
+        with pytest.raises(ValueError, match="step must be an integer, at least 0, got -3"):
+            make_policy(policy, {"step": -3})

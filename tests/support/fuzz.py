@@ -13,6 +13,7 @@ import torch
 
 from support.fuzz_cases import FuzzCase, draw_case
 from support.fuzz_faults import check_columns, check_failures, check_inference
+from support.fuzz_lasting import check_checkpoints, check_copies, check_frozen
 from support.fuzz_layers import check_layer
 from support.fuzz_placing import check_orders, check_speeds
 from support.fuzz_plans import check_plans
@@ -27,6 +28,9 @@ KINDS: dict[str, Callable[[FuzzCase], None]] = {
     "failures": check_failures,
     "speeds": check_speeds,
     "orders": check_orders,
+    "frozen": check_frozen,
+    "checkpoints": check_checkpoints,
+    "copies": check_copies,
 }
 # The last digits of seeds that run neither a plan nor a layer; processes take seconds.
 RARE = {
@@ -35,6 +39,9 @@ RARE = {
     **dict.fromkeys((19, 39, 69, 89), "columns"),
     **dict.fromkeys((88, 98), "speeds"),
     **dict.fromkeys((87, 97), "orders"),
+    **dict.fromkeys((6, 36, 66), "frozen"),
+    **dict.fromkeys((16, 46, 76), "checkpoints"),
+    **dict.fromkeys((26, 56, 86), "copies"),
 }
 PROCESSES = ("ranks", "failures")
 MAX_GROWTH = 2**20  # KiB of memory, over a whole run

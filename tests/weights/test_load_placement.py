@@ -39,7 +39,7 @@ def check_dense(setup, got):
 
 
 def pointers(layer):
-    tensors = [t for w in layer.weights for t in [*w.buffers(), *w.parameters()]]
+    tensors = [t for w in layer.weights for t in [*w.stored_rows(), w.row_of_slot, *w.parameters()]]
     placed = layer.balancer.placed_on(torch.device("cpu"))
     tensors += [placed.slot_to_expert, placed.home_slot, placed.tables.data]
     return [t.data_ptr() for t in tensors if t.numel()]

@@ -75,6 +75,10 @@ class Checkpoint:
         stack = self.layout.rows(name, experts)
         return None if stack is None else stack.to(self.device)
 
+    def trains(self, name: str) -> bool:
+        """Whether a stack's rows are to require gradients: those in fp8 cannot."""
+        return self.rows("down_scale", ()) is None
+
     def read(self, experts: Sequence[int]) -> ExpertWeights:
         """All stacks of these experts, in this order."""
         return ExpertWeights(**{name: self.rows(name, experts) for name in NAMES})  # type: ignore[arg-type]

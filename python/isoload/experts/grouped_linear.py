@@ -79,24 +79,26 @@ class _BorrowedLinear(torch.autograd.Function):
         grouping: Grouping,
     ) -> Tensor:
         ctx.save_for_backward(x, grouping.ends)
-        ctx.kernel, ctx.wait, ctx.weight, ctx.has_bias = kernel, wait, weight.detach(), bias is not None
+        ctx.kernel, ctx.wait, ctx.weight = kernel, wait, weight.detach()
         return _LINEAR[kernel](x, weight, bias, grouping)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, ends = ctx.saved_tensors
+        _, _, _, trains, biased, _ = ctx.needs_input_grad
         ctx.wait()
         if ctx.kernel == "grouped_mm":
             to_x = grouped_mm(grad, ctx.weight, ends)
-            to_weight = grouped_mm(grad.t(), x, ends)
-            return None, None, to_x, to_weight, _sum_per_slot(grad, ends) if ctx.has_bias else None, None
+            to_weight = grouped_mm(grad.t(), x, ends) if trains else None
+            return None, None, to_x, to_weight, _sum_per_slot(grad, ends) if biased else None, None
         bounds = [0, *ends.tolist()]
         parts = [(grad[a:b], x[a:b]) for a, b in pairwise(bounds)]
         to_x = torch.cat([g @ w for (g, _), w in zip(parts, ctx.weight.unbind(), strict=True)])
         to_x = torch.cat([to_x, x.new_zeros(len(x) - bounds[-1], x.shape[1])])
-        to_bias = torch.stack([g.sum(0) for g, _ in parts]) if ctx.has_bias else None
-        return None, None, to_x, torch.stack([g.t() @ rows for g, rows in parts]), to_bias, None
+        to_weight = torch.stack([g.t() @ rows for g, rows in parts]) if trains else None
+        to_bias = torch.stack([g.sum(0) for g, _ in parts]) if biased else None
+        return None, None, to_x, to_weight, to_bias, None
 
 
 class _AddBias(torch.autograd.Function):
@@ -110,7 +112,7 @@ class _AddBias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (ends,) = ctx.saved_tensors
-        return grad, _sum_per_slot(grad, ends), None, None
+        return grad, _sum_per_slot(grad, ends) if ctx.needs_input_grad[1] else None, None, None
 
 
 def _sum_per_slot(grad: Tensor, ends: Tensor) -> Tensor:

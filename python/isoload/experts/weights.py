@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from isoload.experts.fp8 import FP8, scale_shapes
 
@@ -53,6 +53,8 @@ class ExpertWeights:
     """The weights of S slots, stacked. A row is one output, as in nn.Linear, so checkpoints need no transposing.
 
     In fp8 (inference only, without biases) every 128x128 block of a matrix has a scale, which multiplies its values.
+
+    Parameters among them say whether a layer trains what it makes of them; of other stacks it does, unless in fp8.
 
     Args:
         gate_up: [S, 2I, H] float64, float32, bfloat16, float16, or float8_e4m3fn.
@@ -127,6 +129,11 @@ class ExpertWeights:
         """A copy of a stack's rows, without gradients; None where there is no such stack."""
         stack: Tensor | None = getattr(self, name)
         return None if stack is None else stack.detach()[list(experts)]
+
+    def trains(self, name: str) -> bool:
+        """Whether a stack's rows are to require gradients."""
+        stack: Tensor | None = getattr(self, name)
+        return stack.requires_grad if isinstance(stack, nn.Parameter) else not self.in_fp8
 
     def stacks(self) -> dict[str, Tensor]:
         """Those that are there, by name."""

@@ -16,7 +16,7 @@ from isoload.layer.fused_experts import (
     is_fused,
     saved_names,
 )
-from isoload.layer.modules import READERS, module_parts
+from isoload.layer.modules import READERS, module_parts, own_experts, train_as
 from isoload.layer.moe import MoE
 from isoload.placement import Placement
 from isoload.placers import place
@@ -68,7 +68,10 @@ class BlockExperts(nn.Module):
         self.layer = MoE(no_gate, dense, transport, placement, **{"activation": activation, **how})
         replaced: Any = block.experts
         if is_fused(replaced):
-            self._names, self._transposed = saved_names(replaced), bool(replaced.is_transposed)
+            names = saved_names(replaced)
+            order = [name for name, _ in replaced.named_parameters(recurse=False)]  # of the model's states
+            self._names = dict(sorted(names.items(), key=lambda own: order.index(own[1])))
+            self._transposed = bool(replaced.is_transposed)
             self.register_state_dict_post_hook(_rename_saved)
             self.register_load_state_dict_pre_hook(_rename_loaded)
 
@@ -132,18 +135,24 @@ def balance(
 def block_experts(block: nn.Module) -> tuple[ExpertWeights, Activation]:
     """The stacks [E, ...] of a block's experts and what is computed between them."""
     check_unwatched(block)
-    experts = getattr(block, "experts", None)
-    if isinstance(experts, nn.Module) and is_fused(experts):
+    held = isinstance(getattr(block, "experts", None), nn.Module)
+    if held and is_fused(experts := own_experts(block)):
         check_fused(experts)
-        return fused_stacks(experts, dict(experts.named_parameters(recurse=False))), fused_activation(experts)
+        own = dict(experts.named_parameters(recurse=False))
+        names, stacks = saved_names(experts), fused_stacks(experts, own).stacks()
+        dense = {name: train_as(stack, own[names[name]]) for name, stack in stacks.items()}
+        return ExpertWeights(**dense), fused_activation(experts)
     parts = module_parts(block)
     return parts.dense, parts.activation
 
 
 def is_known(block: nn.Module) -> bool:
-    """Whether a module is a MoE block whose experts :class:`BlockExperts` can replace."""
+    """Whether a module is a MoE block whose experts :class:`BlockExperts` can replace, or has replaced."""
     experts = getattr(block, "experts", None)
-    return isinstance(experts, nn.Module) and (is_fused(experts) or type(block).__name__ in READERS)
+    if not isinstance(experts, nn.Module):
+        return False
+    found = (isinstance(module, BlockExperts) or is_fused(module) for module in experts.modules())
+    return type(block).__name__ in READERS or any(found)
 
 
 def _rename_saved(experts: BlockExperts, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -158,8 +167,8 @@ def _rename_saved(experts: BlockExperts, state: dict[str, Any], prefix: str, met
     else:
         full = gather_full(group, ranks, experts.layer.layouts)
         stacks = {name.removeprefix(FULL): stack for name, stack in full.items()}
-    for name, stack in stacks.items():
-        state[prefix + experts._names[name]] = experts.turn(stack.detach())
+    for name, saved in experts._names.items():
+        state[prefix + saved] = experts.turn(stacks[name].detach())
 
 
 def _rename_loaded(experts: BlockExperts, state: dict[str, Any], prefix: str, *rest: Any) -> None:

@@ -39,11 +39,11 @@ def ignore_in_ddp(model: Model) -> Model:
             raise ValueError(
                 "model must have its experts' Parameters in its MoE layers, got a layer of a Shard given as a function"
             )
-        owned.update(map(id, [*layer.weights.parameters(), *layer.weights.buffers()]))
+        owned.update(map(id, layer.weights.parameters()))
         for weights in layer._ranks():
             weights.gradient_divisor = layer.group.topology.num_ranks
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-    for named in (model.named_parameters, model.named_buffers):
-        ignored.update(name for name, own in named(remove_duplicate=False) if id(own) in owned)
+    named = model.named_parameters(remove_duplicate=False)
+    ignored.update(name for name, own in named if id(own) in owned)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
     return model

@@ -19,6 +19,13 @@ from isoload.predict import Last, Linear, LoadsPredictor, Lookahead, Predictor, 
 MOST = 2**31 - 1  # copies of a batch: predicted ones stay below, whatever a predictor says
 
 
+def watched(rows: Tensor) -> Tensor:
+    """The same memory as a tensor that counts its own changes, which one of inference mode does not."""
+    with torch.inference_mode(False), torch.no_grad():
+        same: Tensor = torch.empty(0, dtype=rows.dtype, device=rows.device).set_(rows.detach())  # type: ignore[call-overload]
+        return same
+
+
 class Residuals:
     """Keeps, by hooks, what the norms before a stack's layers were given."""
 
@@ -126,8 +133,15 @@ class Feed:
             assert self._residuals is not None
             tokens = self._residuals.take(layer, rows)
         else:
-            tokens = rows
+            tokens = list(map(watched, rows))
+        mine = tokens if predictor.reads == "rows" else []  # the layer's own; others are copies
+        before = [own._version for own in mine]
         guesses = [predictor.choose(target, own) for own in tokens]
+        if before != [own._version for own in mine]:
+            raise ValueError(
+                f"{type(predictor).__name__}.choose must not write to the tokens that it is given, which are the "
+                "layer's own rows: clone them first, got rows that changed"
+            )
         if self._residuals is not None:
             self._residuals.drop()  # the predictor called norms, too
         padding = [(own < 0).all(1, keepdim=True) for own in self._choices[0]]

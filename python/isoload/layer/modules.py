@@ -15,10 +15,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from isoload.experts.weights import Activation, ClampedGLU, ExpertWeights, SwiGLU
 from isoload.layer.fused_experts import check_unwatched
 from isoload.layer.routers import Gate, Router
+from isoload.layer.stored import StoredExperts
 from isoload.placement import Placement
 from isoload.placers import place
 from isoload.policies import POLICIES, Policy, make_policy
@@ -62,6 +64,42 @@ def module_parts(block: nn.Module) -> ModuleParts:
     return READERS[name](block)
 
 
+def train_as(stack: Tensor, *of: Tensor) -> nn.Parameter:
+    """A stack as a Parameter that requires a gradient as the block's own do.
+
+    Raises:
+        ValueError: some do and some do not.
+    """
+    flags = [own.requires_grad for own in of]
+    if any(flags) != all(flags):
+        raise ValueError(
+            "experts must all require gradients or none of them, as one Parameter holds a stack of them, got "
+            f"{sum(flags)} of {len(flags)} matrices that do"
+        )
+    return nn.Parameter(stack.detach(), all(flags))
+
+
+def own_experts(block: nn.Module) -> nn.Module:
+    """A block's experts, as the model made them.
+
+    Raises:
+        ValueError: they have been replaced, or others compute with them.
+    """
+    experts: nn.Module = _find(block, "experts")
+    for name, module in experts.named_modules(prefix="experts"):
+        if isinstance(module, StoredExperts):
+            raise ValueError(
+                f"block must be balanced once, got a {type(experts).__name__} in place of its experts"
+            )
+        # peft's name of what an adapter wraps
+        if hasattr(module, "base_layer") or is_parametrized(module):
+            raise ValueError(
+                f"experts must have no adapters (LoRA): merge them first (merge_and_unload() of peft), or adapt other "
+                f"modules, got {name} in a {type(module).__name__}"
+            )
+    return experts
+
+
 def fold_shared(parts: ModuleParts, num_shared: int) -> ModuleParts:
     """The parts with the block's shared experts as the last num_shared of its experts, to be dispatched like these.
 
@@ -87,9 +125,12 @@ def fold_shared(parts: ModuleParts, num_shared: int) -> ModuleParts:
         wide = num_shared * inner
         raise ValueError(f"shared experts must have width num_shared * I = {wide}, got {down.shape[1]}")
     halves = torch.stack([w.view(num_shared, inner, hidden) for w in (gate, up)], dim=1)
+    routed = parts.dense
     dense = ExpertWeights(
-        torch.cat([parts.dense.gate_up, halves.flatten(1, 2)]),
-        torch.cat([parts.dense.down, down.view(hidden, num_shared, inner).transpose(0, 1)]),
+        train_as(torch.cat([routed.gate_up, halves.flatten(1, 2)]), routed.gate_up, gate, up),
+        train_as(
+            torch.cat([routed.down, down.view(hidden, num_shared, inner).transpose(0, 1)]), routed.down, down
+        ),
     )
     return replace(parts, dense=dense, shared=None)
 
@@ -124,13 +165,13 @@ def _softmax_parts(block: nn.Module, renormalise: bool | None = None) -> ModuleP
         raise ValueError(f"block.jitter_noise must be 0, got {noise}")
     if renormalise is None:
         renormalise = bool(_find(block, "gate.norm_topk_prob", "norm_topk_prob"))
-    weight = _find(block, "gate.weight").detach()
+    weight = _find(block, "gate.weight")
     router = Router(len(weight), _find(block, "gate.top_k", "top_k"), renormalise=renormalise)
     return ModuleParts(Gate(router, weight), _swiglu_stacks(block), SwiGLU(), None)
 
 
 def _deepseek_v3_parts(block: nn.Module) -> ModuleParts:
-    weight = _find(block, "gate.weight").detach()
+    weight = _find(block, "gate.weight")
     router = Router(
         len(weight),
         _find(block, "gate.top_k", "top_k"),
@@ -146,13 +187,15 @@ def _deepseek_v3_parts(block: nn.Module) -> ModuleParts:
 
 
 def _gpt_oss_parts(block: nn.Module) -> ModuleParts:
-    weight, bias = _find(block, "router.weight").detach(), _find(block, "router.bias").detach()
+    weight, bias = _find(block, "router.weight"), _find(block, "router.bias")
     router = Router(len(weight), _find(block, "router.top_k"), "topk_softmax")
+    own_experts(block)
+    gate_up, down = _find(block, "experts.gate_up_proj"), _find(block, "experts.down_proj")
     dense = ExpertWeights(
-        _find(block, "experts.gate_up_proj").detach().mT,  # the block multiplies from the other side
-        _find(block, "experts.down_proj").detach().mT,
-        _find(block, "experts.gate_up_proj_bias").detach(),
-        _find(block, "experts.down_proj_bias").detach(),
+        train_as(gate_up.mT, gate_up),  # the block multiplies from the other side
+        train_as(down.mT, down),
+        _find(block, "experts.gate_up_proj_bias"),
+        _find(block, "experts.down_proj_bias"),
     )
     activation = ClampedGLU(_find(block, "experts.alpha"), _find(block, "experts.limit"))
     return ModuleParts(Gate(router, weight, bias), dense, activation, None)
@@ -169,21 +212,22 @@ READERS: dict[str, Callable[[nn.Module], ModuleParts]] = {
 
 def _swiglu_stacks(block: nn.Module) -> ExpertWeights:
     """gate_up [E, 2I, H] and down [E, H, I] of experts whose activation is found to be SiLU."""
-    experts = _find(block, "experts")
+    experts = own_experts(block)
     if not isinstance(experts, nn.ModuleList):
         _check_silu(_find(block, "experts.act_fn"))
-        return ExpertWeights(
-            _find(block, "experts.gate_up_proj").detach(), _find(block, "experts.down_proj").detach()
-        )
+        return ExpertWeights(_find(block, "experts.gate_up_proj"), _find(block, "experts.down_proj"))
     matrices: list[tuple[Tensor, ...]] = []
     for i, expert in enumerate(experts):
         _check_silu(_find(block, f"experts.{i}.act_fn"))
         layers = [_find(block, *(f"experts.{i}.{name}" for name in names)) for names in PROJECTIONS]
         if any(layer.bias is not None for layer in layers):
             raise ValueError(f"block.experts.{i} must have no biases, got {expert}")
-        matrices.append(tuple(layer.weight.detach() for layer in layers))
-    gate_up = torch.stack([torch.cat([gate, up]) for gate, up, _ in matrices])
-    return ExpertWeights(gate_up, torch.stack([down for _, _, down in matrices]))
+        matrices.append(tuple(layer.weight for layer in layers))
+    with torch.no_grad():
+        gate_up = torch.stack([torch.cat([gate, up]) for gate, up, _ in matrices])
+        stacked = torch.stack([down for _, _, down in matrices])
+    gates_ups = [weight for pair in matrices for weight in pair[:2]]
+    return ExpertWeights(train_as(gate_up, *gates_ups), train_as(stacked, *(down for _, _, down in matrices)))
 
 
 def _check_silu(function: Callable[[Tensor], Tensor]) -> None:

@@ -28,13 +28,14 @@ from isoload.records import Plan
 from isoload.topology import Topology
 from isoload.transport import DTYPES, LocalTransport, Received, Transport
 from isoload.value_checks import values_readable
-from isoload.weights.autograd import bring_again, join_rows
+from isoload.weights.autograd import bring_again, join_rows, trained_stacks
 from isoload.weights.borrow import Borrowed
 from isoload.weights.layout import count_rows, layouts, shard_layouts
 from isoload.weights.shard import Shard
 
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]
 ROW_FACTS = ("hidden size of x", "dtype of x", "top-k")  # which must be the same on all ranks in a batch
+TRAINED = "requires_grad of the expert stacks"  # a bit each
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,6 +146,9 @@ class MoE(StoredExperts):
             self.refresh_replicas()
         self.handle = handle_of(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "run_by": None}  # a stack runs its own layers
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.handle = handle_of(self)  # a copy is another layer
@@ -157,6 +161,12 @@ class MoE(StoredExperts):
     @policy.setter
     def policy(self, policy: Policy) -> None:
         self.balancer.policy = policy
+
+    @property
+    def facts(self) -> dict[str, int]:
+        """See :attr:`Balancer.facts`. And what trains: in backward ranks exchange gradients of nothing else."""
+        bits = sum(trains << i for i, trains in enumerate(trained_stacks(self._ranks())))
+        return {**self.balancer.facts, TRAINED: bits}
 
     @property
     def last_plan(self) -> Plan | None:
@@ -264,12 +274,13 @@ class MoE(StoredExperts):
         most, device = self.dispatcher.max_tokens_per_rank, self._ranks()[0].row_of_slot.device
         if num_tokens is None and most is not None:
             num_tokens = most * self.group.topology.num_ranks
-        tell = partial(self.dispatcher.tell_failure, "count", device, self.balancer.facts)
+        own = self.facts if chosen.failure is None else {**self.balancer.facts, TRAINED: 0}
+        tell = partial(self.dispatcher.tell_failure, "count", device, own)
         row_facts = [0] * len(ROW_FACTS)
         if chosen.failure is None:
             row, ids = chosen.rows[0], chosen.ids[0]
             row_facts = [row.shape[1], DTYPES.index(row.dtype), ids.shape[1]]
-        alike = {**dict(zip(ROW_FACTS, row_facts, strict=True)), **(facts or {})}
+        alike = {TRAINED: own[TRAINED], **dict(zip(ROW_FACTS, row_facts, strict=True)), **(facts or {})}
         return self.balancer.gather(chosen.ids, num_tokens, chosen.failure, tell, alike, beside)
 
     def borrow(self, made: Plan | None) -> Borrowed | None:
@@ -282,7 +293,7 @@ class MoE(StoredExperts):
         self, chosen: Chosen, slots: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor], int, dict[str, int]]:
         """What dispatch takes, for copies that go to slots [T, K]."""
-        return chosen.rows, slots, chosen.weights, self.placement.slots_per_rank, self.balancer.facts
+        return chosen.rows, slots, chosen.weights, self.placement.slots_per_rank, self.facts
 
     def stacks(self, borrowed: Borrowed | None) -> list[list[ExpertWeights]]:
         """Every owned rank's weights, resident, then borrowed, where no gradients are recorded."""

@@ -128,7 +128,7 @@ class Gate(nn.Module):
 
     Args:
         router: how experts are chosen.
-        weight: [E, H].
+        weight: [E, H]; a Parameter that does not require a gradient stays so, and so does the bias.
         bias: [E] added to the logits (gpt-oss), or None.
         score_bias: [E] for style sigmoid, or None. A buffer: it is set by load, not by gradients.
         project_in_fp32: whether the product itself is in fp32 (DeepSeek-V3) or in the weight's dtype.
@@ -151,8 +151,8 @@ class Gate(nn.Module):
         if bias is not None and list(bias.shape) != [router.num_experts]:
             raise ValueError(f"bias must be [{router.num_experts}], got {list(bias.shape)}")
         self.router, self.project_in_fp32 = router, project_in_fp32
-        self.weight = nn.Parameter(weight)
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+        self.weight = _as_parameter(weight)
+        self.register_parameter("bias", None if bias is None else _as_parameter(bias))
         self.register_buffer("score_bias", score_bias)
 
     def forward(self, rows: Tensor) -> Routing:
@@ -164,6 +164,10 @@ class Gate(nn.Module):
         )
         bias = None if self.bias is None else self.bias.to(dtype)
         return self.router(F.linear(rows.to(dtype), self.weight.to(dtype), bias), self.score_bias)
+
+
+def _as_parameter(given: Tensor) -> nn.Parameter:
+    return nn.Parameter(given, given.requires_grad if isinstance(given, nn.Parameter) else True)
 
 
 def given_choices(topk_ids: Tensor, weights: Tensor, num_experts: int) -> Routing:

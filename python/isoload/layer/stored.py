@@ -12,6 +12,7 @@ from isoload.balancer import Balancer
 from isoload.layer.checks import Experts, check_wrappers, device_of
 from isoload.placement import Placement
 from isoload.transport import Group
+from isoload.weights.backend import Backend
 from isoload.weights.backends import make_backend
 from isoload.weights.borrow import Borrowing
 from isoload.weights.full_state import gather_full, load_full
@@ -33,6 +34,7 @@ class StoredExperts(nn.Module):
     balancer: Balancer
     layouts: list[Layout]
     num_rows: list[int]
+    borrowing: Borrowing | None
 
     @property
     def has_replicas(self) -> bool:
@@ -48,6 +50,24 @@ class StoredExperts(nn.Module):
     def layer(self) -> int:
         """Position of this layer in the placement."""
         return self.balancer.layer
+
+    def __getstate__(self) -> dict[str, Any]:
+        backend = None if self.borrowing is None else self.borrowing.backend
+        if backend is not None and backend.reads_peers and not self.group.owns_all:
+            raise TypeError(
+                f"a layer with borrow={backend.name!r}, whose weights other processes read in place, cannot be copied: "
+                "load its full_state_dict() into a layer made anew"
+            )
+        return {**super().__getstate__(), "borrowing": None if backend is None else backend.name}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if (name := state["borrowing"]) is not None:
+            self._borrow_by(make_backend(self.group, name, self._ranks()[0].row_of_slot.device))
+
+    def _borrow_by(self, backend: Backend) -> None:
+        self.borrowing = Borrowing(self.group, self._ranks(), self.placement.spare_slots, backend)
+        self.borrowing.settle(self.layouts, self.placement.num_experts)
 
     def _settle(self, held: list[Layout]) -> None:
         self.layouts, self.replica_moves = held, replica_moves(held)
@@ -69,8 +89,7 @@ class StoredExperts(nn.Module):
                 for rank, own in zip(group.ranks, experts, strict=True)
             )
             if spare:
-                self.borrowing = Borrowing(group, self._ranks(), spare, backend)
-                self.borrowing.settle(self.layouts, self.placement.num_experts)
+                self._borrow_by(backend)
 
     def expert_parameters(self) -> list[nn.Parameter]:
         """The owned ranks' expert Parameters.

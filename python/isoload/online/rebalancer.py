@@ -107,7 +107,7 @@ class Rebalancer:
             balancer.recorder = recorder
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="isoload-rebalancer")
         self._planned: Future[Rebalanced] | None = None
-        self._due = 0
+        self._due, self._closed = 0, False
         self._waiting: deque[int] = deque()  # layers that have not moved yet
 
     def step(self) -> int:
@@ -118,8 +118,12 @@ class Rebalancer:
 
         Raises:
             ValueError: as place and MoE.load_placement, on all ranks; where place failed on another, naming the rank
-                and its error.
+                and its error; after :meth:`close`.
         """
+        if self._closed:
+            raise ValueError(
+                "step() must come before close(), after which nothing is recorded: make another one"
+            )
         self.recorder.step()
         self.batches += 1
         if self._planned is not None and self.batches == self._due:
@@ -139,6 +143,7 @@ class Rebalancer:
 
     def close(self) -> None:
         """Ends the thread, and stops recording."""
+        self._closed = True
         self._thread.shutdown()
         for balancer in self.balancers:
             balancer.recorder = None

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 
 from isoload import ops
 from isoload.placed_layers import Filled, PlacedLayers
+from isoload.placement import Placement
 from isoload.policies.base import Demand, Policy
 from isoload.policies.spilling import check_borrows
 
@@ -24,13 +25,15 @@ class AheadPolicy(Policy, ABC):
     def fill_slots(self, demand: Demand, placed: PlacedLayers, slots: int) -> ops.SlotFill:
         """Experts for at most so many spare slots of every rank."""
 
-    def fill(self, demand: Demand, placed: PlacedLayers) -> Filled:
-        check_borrows(self, placed)
-        slots = placed.spare_slots if self.slots is None else self.slots
-        if slots > placed.spare_slots:
+    def check(self, placement: Placement) -> None:
+        check_borrows(self, placement)
+        if self.slots is not None and self.slots > placement.spare_slots:
             raise ValueError(
-                f"slots must be at most spare_slots, {placed.spare_slots}, for policy {self.name}, got {slots}"
+                f"slots must be at most spare_slots, {placement.spare_slots}, for policy {self.name}, got {self.slots}"
             )
+
+    def fill(self, demand: Demand, placed: PlacedLayers) -> Filled:
+        slots = placed.spare_slots if self.slots is None else self.slots
         made = self.fill_slots(demand, placed, slots)
         return placed.fill(made.slot_to_expert, telemetry=made.telemetry)
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from isoload import ops
 from isoload.ops import Order
 from isoload.placed_layers import Filled, PlacedLayers
+from isoload.placement import Placement
 from isoload.records import Plan, rank_cost
 
 GOLDEN = 0x9E3779B97F4A7C15  # spreads layer, step and rank over the 64-bit seeds of sampled routes
@@ -60,6 +61,12 @@ class Policy:
     """Base of all policies; by itself it fills nothing, splits exactly and leaves shared experts at home."""
 
     name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for options that cannot be."""
+
+    def check(self, placement: Placement) -> None:
+        """Raises ValueError for a placement that it cannot plan, whatever the loads."""
 
     @property
     def needs(self) -> Needs:
@@ -151,6 +158,16 @@ class Seeded(Policy):
 
     seed: int = 0
     step: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_seed("seed", self.seed)
+        check_seed("step", self.step)
+
+
+def check_seed(name: str, seed: int) -> None:
+    if not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"{name} must be an integer, at least 0, got {seed}")
 
 
 def sum_sources(loads: Tensor, placed: PlacedLayers) -> Tensor:

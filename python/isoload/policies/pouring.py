@@ -15,6 +15,7 @@ from torch import Tensor
 from isoload import ops
 from isoload.ops import Candidates, Order
 from isoload.placed_layers import Filled, PlacedLayers
+from isoload.placement import Placement
 from isoload.policies.base import Demand, Policy
 from isoload.policies.registry import make_policy
 from isoload.records import Plan
@@ -46,11 +47,15 @@ class SharedPolicy(Policy, ABC):
     def borrows(self) -> bool:
         return self.routed_policy.borrows
 
+    def check(self, placement: Placement) -> None:
+        if not placement.num_shared:
+            raise ValueError(f"placement must have shared experts for policy {self.name}, got num_shared=0")
+        self.routed_policy.check(placement)
+
     def fill(self, demand: Demand, placed: PlacedLayers) -> Filled:
         return self.routed_policy.fill(demand.routed, placed)
 
     def split(self, demand: Demand, filled: Filled) -> Plan:
-        check_shared(filled.placed, self.name)
         return self.pour(self.split_routed(demand, filled), demand)
 
     def split_and_share(self, demand: Demand, filled: Filled, rank: int) -> tuple[Plan, Tensor | None]:
@@ -76,13 +81,6 @@ class SharedPolicy(Policy, ABC):
 
     def copies(self, loads: Tensor, plan: Plan) -> Tensor:
         return self.routed_policy.copies(loads, plan)
-
-
-def check_shared(placed: PlacedLayers, policy: str, most: int | None = None) -> None:
-    if not placed.num_shared:
-        raise ValueError(f"placement must have shared experts for policy {policy}, got num_shared=0")
-    if most is not None and placed.num_shared > most:
-        raise ValueError(f"num_shared must be at most {most} for policy {policy}, got {placed.num_shared}")
 
 
 def poured_bound(demand: Demand, filled: Filled) -> Tensor:

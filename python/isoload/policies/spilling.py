@@ -12,6 +12,7 @@ from torch import Tensor
 from isoload import ops
 from isoload.ops import Order
 from isoload.placed_layers import Filled, PlacedLayers
+from isoload.placement import Placement
 from isoload.policies.base import Demand, Needs, Policy, chosen_plan
 from isoload.policies.exact import ExactPolicy
 from isoload.policies.registry import make_policy
@@ -55,8 +56,11 @@ class SpillPolicy(Policy, ABC):
     def spill(self, demand: Demand, placed: PlacedLayers) -> ops.Spill:
         """Filled slots, quota, level and telemetry, see :class:`isoload.ops.Spill`."""
 
+    def check(self, placement: Placement) -> None:
+        check_borrows(self, placement)
+        self._splitter.check(placement)
+
     def fill(self, demand: Demand, placed: PlacedLayers) -> Filled:
-        check_borrows(self, placed)
         spill = self.spill(demand, placed)
         return placed.fill(spill.slot_to_expert, spill.quota, spill.telemetry)
 
@@ -72,11 +76,13 @@ class SpillPolicy(Policy, ABC):
         return self._splitter.copies(loads, plan)
 
 
-def check_borrows(policy: Policy, placed: PlacedLayers) -> None:
+def check_borrows(policy: Policy, placement: Placement) -> None:
     """Raises where a policy has no slot to fill, or would have to count in ticks."""
-    if placed.spare_slots < 1:
-        raise ValueError(f"spare_slots must be at least 1 for policy {policy.name}, got {placed.spare_slots}")
-    if placed.topology.speeds is not None:
+    if placement.spare_slots < 1:
+        raise ValueError(
+            f"spare_slots must be at least 1 for policy {policy.name}, got {placement.spare_slots}"
+        )
+    if placement.topology.speeds is not None:
         raise ValueError(f"speeds must be None for policy {policy.name}, which counts copies")
 
 

@@ -9,6 +9,7 @@ import torch
 
 from isoload.ops import Candidates
 from isoload.placed_layers import Filled
+from isoload.placement import Placement
 from isoload.policies.base import EVEN, Demand, exact_plan
 from isoload.policies.even import EvenPolicy
 from isoload.policies.pouring import (
@@ -36,6 +37,10 @@ class WaterfillPolicy(SharedPolicy):
     name = "waterfill"
     candidates: Candidates = "all"
 
+    def check(self, placement: Placement) -> None:
+        super().check(placement)
+        check_live(placement.topology, self.candidates)
+
     def joined(self) -> dict[str, Any] | None:
         plain = type(self) is WaterfillPolicy and type(self.routed_policy) is EvenPolicy
         return EVEN if plain and self.candidates == "all" else None
@@ -47,7 +52,6 @@ class WaterfillPolicy(SharedPolicy):
         return exact_plan(self, demand.routed, filled, pour=total_shared(demand, filled.placed), **EVEN)
 
     def pour(self, made: Plan, demand: Demand) -> Plan:
-        check_live(made.placed.topology, self.candidates)
         poured, shared = pour_exactly(self, made, demand, self.candidates)
         if self.joined() is None:
             bound = poured_bound(demand, made.filled)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from isoload.transport.agreement import DTYPES
+from isoload.transport.shared import Shared
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +43,7 @@ class StartedDispatch:
     wait: Callable[[], list[Received]]
 
 
-class Dispatcher(ABC):
+class Dispatcher(Shared, ABC):
     """Moves rows between the ranks of a group; lists run over the ranks that this process owns.
 
     Every rank makes the same calls in the same order, T = 0 included. Where gradients are recorded, dispatch is

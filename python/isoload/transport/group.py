@@ -15,6 +15,7 @@ from isoload.ops import check_device, gather_rows
 from isoload.topology import Topology
 from isoload.transport.agreement import error_code, loads_of, raise_disagreement, raise_failure, rank_failed
 from isoload.transport.peers import Peers
+from isoload.transport.shared import Shared
 from isoload.transport.traffic import Traffic, num_bytes
 from isoload.value_checks import capturing, may_be_kept, values_readable
 
@@ -34,7 +35,7 @@ class SendCounts(Protocol):
     def got(self) -> list[int]: ...
 
 
-class Group(ABC):
+class Group(Shared, ABC):
     """R ranks that exchange tensors; lists run over ``ranks``, those that this process owns.
 
     Every rank makes the same calls in the same order. Each exchange has a stage, which names it in errors and in
@@ -55,6 +56,12 @@ class Group(ABC):
         self._captures = False  # whether there are captured gathers
         self._agreed: set[tuple[Any, ...]] = set()
         self._memo: dict[tuple[Any, ...], Any] = {}
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a layer over processes cannot be pickled (torch.save): save its state_dict() on every rank or its "
+            "full_state_dict(), and load that into a layer made anew"
+        )
 
     @property
     def owns_all(self) -> bool:

@@ -18,6 +18,9 @@ class LocalGroup(Group):
     def __init__(self, topology: Topology) -> None:
         super().__init__(topology, range(topology.num_ranks))
 
+    def __reduce__(self) -> Any:
+        return LocalGroup, (self.topology,)
+
     def _gather(self, stage: str, rows: list[Tensor]) -> Tensor:
         return torch.stack(rows)
 

@@ -12,10 +12,11 @@ from isoload.transport.dispatcher import Dispatcher
 from isoload.transport.group import Group
 from isoload.transport.local import LocalGroup
 from isoload.transport.row_dispatcher import RowDispatcher
+from isoload.transport.shared import Shared
 
 
 @dataclass(frozen=True, eq=False)
-class Transport:
+class Transport(Shared):
     """What joins the ranks of a layer: loads and weights travel by the group, rows by the dispatcher."""
 
     group: Group

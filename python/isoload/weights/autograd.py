@@ -6,8 +6,8 @@ function does it, and every rank enters it in every backward: no exchange waits 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from itertools import compress, cycle, islice
 from typing import Any
 
 import torch
@@ -17,17 +17,17 @@ from torch.autograd.function import once_differentiable
 from isoload.experts.weights import BorrowedWeights, ExpertWeights
 from isoload.transport import Group
 from isoload.weights.borrow import Borrowed
-from isoload.weights.moves import Move, add_back
+from isoload.weights.moves import Move, Stacks, add_back
 from isoload.weights.storage import RankWeights
 
 
 class JoinRows(torch.autograd.Function):
-    """Parameters in, all weight rows and borrowed stacks out; the gradients of their rows return to the home rows.
+    """Parameters in, weight rows and borrowed stacks out; the gradients of their rows return to the home rows.
 
-    Inputs, for all owned ranks: received rows (none where no gradient travels), then every rank's Parameters; outputs:
-    the same rows, then every rank's weight rows, then every rank's spare stacks if any are borrowed. Rows pass through
-    so that every rank, also one that holds no weights, enters the exchange of the gradients. Weight rows are whole
-    storages or, where Parameters lie elsewhere, the Parameters and then the storages' replica rows.
+    Inputs, for all owned ranks: received rows (see :func:`join_rows`), then every rank's Parameters; outputs: the same
+    rows, then every rank's weight rows, then every rank's spare stacks if any are borrowed, of stacks that train. Rows
+    pass through so that every rank, also one that holds no weights, enters the exchange of the gradients. Weight rows
+    are whole storages or, where Parameters lie elsewhere, the Parameters and then the storages' replica rows.
     """
 
     @staticmethod
@@ -35,54 +35,60 @@ class JoinRows(torch.autograd.Function):
         ctx: Any,
         group: Group,
         ranks: Sequence[RankWeights],
+        trained: Sequence[bool],
+        held: Stacks,
         replicas: Sequence[Move],
         borrowed: Borrowed | None,
         noted: dict[str, Tensor],
         num_passed: int,
         *values: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.group, ctx.num_homes = group, [len(rank.layout.homes) for rank in ranks]
+        ctx.group, ctx.num_homes, ctx.trained = group, [len(rank.layout.homes) for rank in ranks], trained
         ctx.noted, ctx.num_passed, ctx.divisor = noted, num_passed, ranks[0].gradient_divisor
         ctx.replicas, ctx.borrowed = replicas, borrowed
         # Saved to be found changed: after .to() or a copy, a step on a Parameter shows in no storage's version.
         ctx.save_for_backward(*noted.values(), *values[num_passed:])
-        homes = cut(values[num_passed:], len(ranks))
-        ctx.whole = [rank.shows_storage() for rank in ranks]
-        held = [
-            rank.stored_rows() if whole else [*own, *rank.replica_rows()]
-            for rank, whole, own in zip(ranks, ctx.whole, homes, strict=True)
-        ]
-        ctx.widths = list(map(len, held))
-        stored = [stack.detach() for stacks in held for stack in stacks]
-        spare = [] if borrowed is None else [stack.detach() for stacks in borrowed.pools for stack in stacks]
-        return *(rows.view_as(rows) for rows in values[:num_passed]), *stored, *spare
+        joined = [list(compress(own, cycle(trained))) for own in held]
+        ctx.widths = list(map(len, joined))
+        pools = [] if borrowed is None else borrowed.pools
+        joined += [list(compress(own, trained)) for own in pools]
+        stacks = [stack.detach() for own in joined for stack in own]
+        return *(rows.view_as(rows) for rows in values[:num_passed]), *stacks
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         check_recomputed(ctx.noted, ctx.saved_tensors)
         rows, stacks = grads[: ctx.num_passed], grads[ctx.num_passed :]
-        held, spare = split(stacks, ctx.widths), cut(stacks[sum(ctx.widths) :], len(ctx.widths))
-        # The gradients are this node's own: nothing but run_experts made them. Rows are added in place.
-        homes, replicas = [], []
-        for whole, count, own in zip(ctx.whole, ctx.num_homes, held, strict=True):
-            half = len(own) if whole else len(own) // 2
-            homes.append([first_rows(g, count) for g in own[:half]])
-            replicas.append([g[count:] for g in own] if whole else own[half:])
-        if ctx.replicas:
-            exact = torch.promote_types(stacks[0].dtype, torch.float32)
-            # Rows with replicas that are borrowed, too, would be rounded twice: then the sums stay exact in between.
-            both = ctx.borrowed is not None
-            totals = [[g.to(exact) for g in own] for own in homes] if both else homes
-            add_back(ctx.group, "replica gradients", ctx.replicas, replicas, totals)
-        else:
-            totals = homes
         if ctx.borrowed is not None:
-            ctx.borrowed.add_back(spare, totals)
-        dtype = stacks[0].dtype
-        if ctx.divisor != 1:
-            totals = [[total.div_(ctx.divisor) for total in own] for own in totals]
-        return *(None,) * 6, *rows, *(total.to(dtype) for own in totals for total in own)
+            ctx.borrowed.wait()  # also where no copy was computed: others may wait for what this rank sends
+        totals = iter(_totals(ctx, stacks) if stacks else ())
+        flags = [trains for _ in ctx.num_homes for trains in ctx.trained]
+        return *(None,) * 8, *rows, *(next(totals) if trains else None for trains in flags)
+
+
+def _totals(ctx: Any, stacks: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of every rank's home rows, replicas' and borrowed ones' included, of the stacks that train."""
+    held, spare = split(stacks, ctx.widths), cut(stacks[sum(ctx.widths) :], len(ctx.widths))
+    width, dtype = sum(ctx.trained), stacks[0].dtype
+    # The gradients are this node's own: nothing but run_experts made them. Rows are added in place.
+    homes, replicas = [], []
+    for count, own in zip(ctx.num_homes, held, strict=True):
+        homes.append([first_rows(g, count) for g in own[:width]])
+        replicas.append([g[count:] for g in own] if len(own) == width else own[width:])
+    if ctx.replicas:
+        exact = torch.promote_types(dtype, torch.float32)
+        # Rows with replicas that are borrowed, too, would be rounded twice: then the sums stay exact in between.
+        both = ctx.borrowed is not None
+        totals = [[g.to(exact) for g in own] for own in homes] if both else homes
+        add_back(ctx.group, "replica gradients", ctx.replicas, replicas, totals)
+    else:
+        totals = homes
+    if ctx.borrowed is not None:
+        ctx.borrowed.add_back(spare, totals)
+    if ctx.divisor != 1:
+        totals = [[total.div_(ctx.divisor) for total in own] for own in totals]
+    return [total.to(dtype) for own in totals for total in own]
 
 
 def first_rows(grad: Tensor, count: int) -> Tensor:
@@ -116,6 +122,14 @@ def check_recomputed(noted: dict[str, Tensor], saved: Sequence[Tensor]) -> None:
             )
 
 
+def trained_stacks(ranks: Sequence[RankWeights]) -> list[bool]:
+    """By stack, whether the home rows require gradients, on any of these ranks."""
+    return [
+        any(home.requires_grad for home in homes)
+        for homes in zip(*(r.home_rows() for r in ranks), strict=True)
+    ]
+
+
 def join_rows(
     group: Group,
     ranks: Sequence[RankWeights],
@@ -126,6 +140,8 @@ def join_rows(
 ) -> tuple[list[Tensor], list[list[ExpertWeights]]]:
     """Received rows and, for every owned rank, stacks of all its rows and of what it borrowed, joined to autograd.
 
+    Stacks whose Parameters require no gradient get none, replicas and borrowed rows included, and none travels.
+
     Args:
         group: joins the ranks.
         ranks: the owned ones.
@@ -135,22 +151,31 @@ def join_rows(
         borrowed: by any rank: then it does so, too.
         noted: what a recompute must find again, see :func:`check_recomputed`.
     """
-    passed = list(rows) if replicas or borrowed is not None else []
-    homes = [stack for rank in ranks for stack in rank.home_rows()]
-    out: tuple[Tensor, ...] = JoinRows.apply(
-        group, ranks, replicas, borrowed, noted, len(passed), *passed, *homes
+    trained, homes = trained_stacks(ranks), [rank.home_rows() for rank in ranks]
+    held = [
+        rank.stored_rows() if rank.shows_storage() else [*own, *rank.replica_rows()]
+        for rank, own in zip(ranks, homes, strict=True)
+    ]
+    passes = bool(replicas) or borrowed is not None or not any(trained)  # else the node hangs on the weights
+    passed = list(rows) if passes else []
+    given = [*passed, *(stack for own in homes for stack in own)]
+    out: Iterator[Tensor] = iter(
+        JoinRows.apply(group, ranks, trained, held, replicas, borrowed, noted, len(passed), *given)
     )
-    stacks = out[len(passed) :]
-    per_rank = len(homes) // len(ranks)
-    widths = [per_rank if rank.shows_storage() else 2 * per_rank for rank in ranks]
+    rows = [next(out) for _ in passed] if passes else list(rows)
+
+    def joined(stacks: Sequence[Tensor]) -> list[Tensor]:
+        return [next(out) if t else s.detach() for s, t in zip(stacks, cycle(trained), strict=False)]
+
     groups = []
-    for rank, own in zip(ranks, split(stacks, widths), strict=True):
-        made = [ExpertWeights(**rank.by_name(own[i : i + per_rank])) for i in range(0, len(own), per_rank)]
+    for rank, own in zip(ranks, map(joined, held), strict=True):
+        width = len(trained)
+        made = [ExpertWeights(**rank.by_name(own[i : i + width])) for i in range(0, len(own), width)]
         groups.append([made[0], *(weights for weights in made[1:] if weights.num_slots)])
     if borrowed is not None:
-        for parts, rank, spare in zip(groups, ranks, cut(stacks[sum(widths) :], len(ranks)), strict=True):
+        for parts, rank, spare in zip(groups, ranks, map(joined, borrowed.pools), strict=True):
             parts.append(BorrowedWeights(**rank.by_name(spare), wait=borrowed.wait))
-    return (list(out[: len(passed)]) if passed else list(rows)), groups
+    return rows, groups
 
 
 class _BringAgain(torch.autograd.Function):

@@ -174,5 +174,4 @@ class Borrowed:
 
     def add_back(self, grads: Stacks, totals: Stacks) -> None:
         """Adds the gradients [spare_slots, ...] of the pools to the homes' totals."""
-        self.wait()  # also where no copy was computed
         self._of.backend.add_back("borrowed gradients", self.plan, grads, totals)

@@ -63,8 +63,9 @@ def load_optimizer(
     """
     _check_held(ranks)
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    for rank in ranks:
-        for name, parameter in expert_parameters(rank):
+    trained = [[(n, p) for n, p in expert_parameters(rank) if p.requires_grad] for rank in ranks]
+    for own in trained:
+        for name, parameter in own:
             if id(parameter) not in groups:
                 raise ValueError(f"optimizer must hold the layer's expert Parameters, {name} is missing")
             if FULL + name not in state:
@@ -75,9 +76,9 @@ def load_optimizer(
                     raise ValueError(
                         f"{FULL}{name} {key} must be {wanted} or one element, got {list(value.shape)}"
                     )
-    for rank in ranks:
+    for rank, own in zip(ranks, trained, strict=True):
         homes = list(rank.layout.homes)
-        for name, parameter in expert_parameters(rank):
+        for name, parameter in own:
             how, wanted = groups[id(parameter)], [num_experts, *parameter.shape[1:]]
             counts_there = how.get("capturable", False) or how.get("fused", False)
             kept = {}

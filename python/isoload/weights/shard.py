@@ -74,7 +74,7 @@ class ShardWeights(RankWeights):
             self.register_parameter(name, own)
             stack: Tensor | None = getattr(here, name)
             stored = None if stack is None else new_stack(stack.detach(), num_rows - len(layout.homes))
-            self.register_buffer(f"stored_{name}", stored, persistent=False)
+            setattr(self, f"stored_{name}", stored)
         self.place_rows(num_rows, spare_slots, here.down.device)
         self._refreshed = None  # no replica is there yet
 
@@ -119,8 +119,8 @@ class ShardWeights(RankWeights):
     def __getstate__(self) -> dict[str, Any]:
         if self._shard is not None:
             raise TypeError(
-                "experts of a Shard given as a function cannot be copied or pickled: the copy would read the "
-                "original's Parameters"
+                "experts of a Shard given as a function cannot be copied or pickled, since the copy would read the "
+                "original's Parameters: copy their state_dict(), and make a layer of the copy's own"
             )
         return super().__getstate__()
 

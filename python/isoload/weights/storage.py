@@ -2,7 +2,8 @@
 
 The storage is made once and never again. Its first rows are the home rows, which the Parameter shows, then come the
 replica rows, which are kept equal to their homes, then rows that nothing uses yet. Replica gradients return to the
-home row, so an optimizer sees each expert once.
+home row, so an optimizer sees each expert once. Storages are no buffers: what copies or averages those (EMA) would
+write home rows once more, past the Parameters.
 
 Others may give a Parameter memory of its own: ``p.data = x``, flat buffers (ZeRO, FSDP), functional_call, parametrize.
 The layer then reads the home rows from the Parameter, and replica rows from the storage.
@@ -57,23 +58,21 @@ class RankWeights(nn.Module):
         super().__init__()
         self.layout = layout
         experts, num_homes = layout.experts, len(layout.homes)
-        trains = dense.rows("down_scale", ()) is None  # none in fp8
         for name in NAMES:
             rows = dense.rows(name, experts)
             stored = None if rows is None else new_stack(rows, num_rows)
             if rows is not None and stored is not None:
                 stored[: len(experts)] = rows
-            homes = None if stored is None else nn.Parameter(stored[:num_homes], trains)
+            homes = None if stored is None else nn.Parameter(stored[:num_homes], dense.trains(name))
             self.register_parameter(name, homes)
-            self.register_buffer(f"stored_{name}", stored, persistent=False)
+            setattr(self, f"stored_{name}", stored)
         self.place_rows(num_rows, spare_slots, self.stored_down.device)
 
     def place_rows(self, num_rows: int, spare_slots: int, device: torch.device) -> None:
         """Notes which row every slot has; the end of construction."""
         self.num_rows, self.spare_slots = num_rows, spare_slots
         self.gradient_divisor = 1  # of the home rows' gradients
-        row_of_slot = torch.tensor(self._rows(self.layout), dtype=torch.int64, device=device)
-        self.register_buffer("row_of_slot", row_of_slot, persistent=False)
+        self.row_of_slot = torch.tensor(self._rows(self.layout), dtype=torch.int64, device=device)
         self._refreshed: list[tuple[Tensor, int]] | None = None
         self.note_refreshed()
         see_steps(self)
@@ -268,6 +267,9 @@ class RankWeights(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RankWeights:
         before = self.shows_storage(), self.is_refreshed()
         super()._apply(fn, recurse)
+        for name, stored in self.stored().items():
+            setattr(self, f"stored_{name}", fn(stored))
+        self.row_of_slot = fn(self.row_of_slot)
         self._settle_copy(*before)  # .to() and the like give the Parameters memory of their own
         return self
 

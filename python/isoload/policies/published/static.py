@@ -11,7 +11,7 @@ from torch import Tensor
 from isoload.ops import Order
 from isoload.placed_layers import Filled, PlacedLayers
 from isoload.placement import IntArray, Placement
-from isoload.policies.base import Demand, Policy, chosen_plan
+from isoload.policies.base import Demand, Policy, check_seed, chosen_plan
 from isoload.records import Plan
 
 
@@ -25,6 +25,9 @@ class StaticPolicy(Policy):
     name = "static"
     needs = "per_source"
     seed: int = 42
+
+    def __post_init__(self) -> None:
+        check_seed("seed", self.seed)
 
     def split(self, demand: Demand, filled: Filled) -> Plan:
         rows = self._all_rows(demand.loads, self.slots(filled.placed), filled.tables.num_slots)

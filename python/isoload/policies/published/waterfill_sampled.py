@@ -9,8 +9,9 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.ops import SharedRule
+from isoload.placement import Placement
 from isoload.policies.base import Demand, Seeded, sample_seed
-from isoload.policies.pouring import SharedPolicy, check_shared, poured_bound
+from isoload.policies.pouring import SharedPolicy, poured_bound
 from isoload.records import Plan
 from isoload.shared_experts import SharedPlan
 
@@ -27,12 +28,18 @@ class WaterfillSampledPolicy(Seeded, SharedPolicy):
     name = "waterfill_sampled"
     rule: SharedRule = "static"
 
-    def pour(self, made: Plan, demand: Demand) -> Plan:
-        check_shared(made.placed, self.name, most=1)
-        if made.placed.shared_limits is not None:
+    def check(self, placement: Placement) -> None:
+        super().check(placement)
+        if placement.num_shared > 1:
+            raise ValueError(
+                f"num_shared must be at most 1 for policy {self.name}, got {placement.num_shared}"
+            )
+        if len(placement.topology.live_ranks) < placement.topology.num_ranks:
             raise ValueError(
                 "topology must have all ranks alive for policy waterfill_sampled, which draws any of them"
             )
+
+    def pour(self, made: Plan, demand: Demand) -> Plan:
         assert demand.tokens is not None
         shared = SharedPlan("sample", demand.tokens, None, self.copies(demand.loads, made))
         bound = poured_bound(demand, made.filled)
