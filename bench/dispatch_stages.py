@@ -71,9 +71,9 @@ class StageClock:
     def __enter__(self) -> StageClock:
         layer = self.layer
         called: list[tuple[str, Any, str]] = [
-            ("count", layer.balancer, "_count"),
+            ("count", isoload.balancer, "count_owned"),
             ("gather", layer.group, "gather_loads"),
-            ("plan", isoload.balancer, "plan"),
+            ("plan", isoload.balancer, "plan_and_share"),
             ("route", layer.balancer, "route"),
             ("dispatch", layer.dispatcher, "dispatch"),
             ("experts", isoload.layer.moe, "run_experts"),

@@ -7,6 +7,8 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
+from isoload.value_checks import may_be_kept
+
 MOST_DRAWN = 2**14  # numbers that are kept for a checkpoint to come back to: batches in flight, times layers
 
 _drawn: OrderedDict[int, Tensor] = (
@@ -30,7 +32,9 @@ def next_step(step: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         traced: Tensor = _traced_next_step(step)
         return traced
-    if torch.is_inference_mode_enabled():  # no backward comes: nobody's generator is touched
+    if torch.is_inference_mode_enabled() or not may_be_kept(
+        step
+    ):  # no backward comes: no generator is touched
         return step.add_(1).clone()
     drawn = int(torch.randint(2**63 - 1, (), device="cpu"))
     if in_backward():

@@ -243,7 +243,7 @@ def test_doctor():
     result = run("doctor")
     assert result.exit_code == 0 and "isoload ops" in result.stdout
     found = json.loads(run("doctor", "--json", "-").stdout)
-    assert {"name", "on", "detail"} == set(found[0])
+    assert {"name", "on", "detail", "asked"} == set(found[0])
 
 
 def test_version_and_help():

@@ -111,6 +111,7 @@ def launched(policy: str, num_shared: int, **how: Any) -> list[str]:
     placement = isoload.place(
         torch.ones(1, EXPERTS), TOPOLOGY, slots_per_rank=18 + num_shared, num_shared=num_shared, placer="eplb"
     )
+    assert placement.has_freedom == (True,)  # of real tensors, before they are fake
     group, launches = OneRank(3, TOPOLOGY), Launches()
     group._agreed = Everything()
     with HostWaits(answer), torch.no_grad(), kept_memos(), launches:

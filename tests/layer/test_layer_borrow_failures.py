@@ -124,7 +124,7 @@ MADE = SparePool.__init__
 def test_a_rank_that_cannot_be_made_stops_all(what: str, own: str) -> None:
     errors = last_lines(construct, what)
     assert errors.pop(FAILING) == f"ValueError: {own}"
-    assert errors == [STOPPED] * 2
+    assert all(error.startswith(STOPPED) for error in errors)
 
 
 @pytest.mark.parametrize(

@@ -323,8 +323,8 @@ def without_room(rank: int) -> None:
 def test_a_rank_without_room_is_named() -> None:
     first, second, third = errors_of(without_room)
     assert re.fullmatch(r"ValueError: /\S+ must have \d+ bytes free, got: No space left on device", second)
-    told = "ValueError: rank 1 failed in stage shared memory, so all ranks stop; its own error says why"
-    assert first == third == told
+    told = "ValueError: rank 1 failed in stage shared memory, so all ranks stop; its own error says why: "
+    assert first == third == told + second
     assert not list(Path(shared_memory.FOLDER).glob("isoload-*"))
 
 

@@ -157,7 +157,7 @@ def _break_even(model: CostModel) -> tuple[bool, str]:
     )
 
 
-FIGURES = (Figure("name", form=""), Figure("on", form=""), Figure("detail", form=""))
+FIGURES = (Figure("name", form=""), Figure("on", form=""), Figure("detail", form=""), Figure("asked"))
 
 
 def doctor_json(items: Sequence[Item]) -> list[dict[str, Any]]:
@@ -168,6 +168,6 @@ def doctor_json(items: Sequence[Item]) -> list[dict[str, Any]]:
 def print_doctor(items: Sequence[Item], console: Console) -> None:
     width = max(len(item.name) for item in items)
     for item in items:
-        name, on, detail = (figure.cell(item) for figure in FIGURES)
+        name, on, detail = (figure.cell(item) for figure in FIGURES[:3])
         line = Text(f"{name:<{width}}  ").append(f"{on:<3}", "green" if item.on else "yellow")
         console.print(line.append(f"  {detail}"), soft_wrap=True)
