@@ -56,10 +56,8 @@ class OwnCounts:
         if self.recent.device != counts.device:
             with torch.inference_mode(False):
                 self.recent, self.offset = self.recent.to(counts.device), self.offset.to(counts.device)
-        ticks, again = (
-            placed.topology.ticks_on(counts.device),
-            in_backward(),
-        )  # a checkpoint counts no batch again
+        ticks = placed.topology.ticks_on(counts.device)
+        is_new = not in_backward()  # a checkpoint's recompute counts no batch again
         return [
             ops.plan_own(
                 counts[i],
@@ -67,7 +65,7 @@ class OwnCounts:
                 self.offset[i],
                 rank,
                 ticks=ticks,
-                recent=None if again else self.recent[i],
+                recent=self.recent[i] if is_new else None,
                 layer=layer,
             )
             for i, rank in enumerate(self.ranks)
