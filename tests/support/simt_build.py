@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch.utils.cpp_extension import include_paths, library_paths
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
 RUNTIME = TESTS / "native" / "simt"
-CACHE = ROOT / "build" / "simt"
+CACHE = (ROOT if os.access(ROOT, os.W_OK) else Path(tempfile.gettempdir())) / "build" / "simt"
 
 # (file, from here, up to here, what stands there instead)
 REPLACED = (
