@@ -13,6 +13,7 @@ import isoload
 from isoload import Balancer, CollectiveGroup, LocalGroup, ops
 from isoload.policies.even import EvenPolicy
 from support.processes import rank_outcomes, run_ranks
+from support.recorded_calls import recorded
 from support.small_batches import EXPERTS, LAYERS, RANKS, K, draw_ids, gather, make_placement, make_topology
 
 
@@ -226,3 +227,16 @@ def test_refuses_another_policy_later_and_an_exchange_of_gathered_loads() -> Non
     gathered = Balancer(make_placement(), group=LocalGroup(make_topology()))
     with pytest.raises(ValueError, match="loads must be own where targets are exchanged, got gathered"):
         gathered.exchange()
+
+
+def test_a_captured_graph_reads_what_an_exchange_writes() -> None:
+    (eager,), (inner,) = own_balancers(1), own_balancers(1)
+    graph = isoload.CapturedBalancer(inner, 64, K, device="cpu", capture=recorded)
+    for batch in range(24):
+        ids = domains(batch)
+        for mine, theirs in zip(eager(ids), graph(ids), strict=True):
+            assert torch.equal(mine, theirs)
+        if batch % 8 == 7:
+            eager.exchange(), inner.exchange()
+    assert eager.own_counts is not None and inner.own_counts is not None
+    assert torch.equal(eager.own_counts.recent, inner.own_counts.recent) and inner.own_counts.offset.any()
