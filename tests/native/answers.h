@@ -196,9 +196,7 @@ inline const char* active_error(const Instance& in, const Answers& got) {
   if (taken != in.summed) return "active slots do not hold the loads";
   if (!std::equal(sent.begin(), sent.end(), in.loads.begin() + in.row * in.E))
     return "a source that shares alone does not send its loads";
-  int64_t peak = 0;
-  for (int r = 0; r < in.R; ++r)
-    peak = std::max(peak, slots[r] * int64_t(in.ticks.empty() ? 1 : in.ticks[r]));
+  const int64_t peak = *std::max_element(slots.begin(), slots.end());
   if (plan.peak() != peak) return "the active peak is not the most slots of a rank";
   return plan.bound() == peak ? nullptr : "the active peak and bound differ";
 }

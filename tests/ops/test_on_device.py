@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -35,7 +36,11 @@ def test_makes_no_call():
 
 def runs_on_cuda(folder: Path) -> str:
     command = [sys.executable, "-m", "pytest", "-m", "cuda", "--without-gpu", "-p", "no:cacheprovider", "-rf"]
-    done = subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=600)
+    path = os.pathsep.join(
+        [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )  # conftest.py's own imports
+    variables = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=600, env=variables)
     return done.stdout[-3000:]
 
 
