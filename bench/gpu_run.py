@@ -42,6 +42,10 @@ def run(step: Step, command: Sequence[str | Path], seconds: float, log: Path) ->
     ]
     env = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | step.env
     env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    if (
+        signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    ):  # as in a shell's background: children would be deaf too
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with log.open("wb") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=env, start_new_session=True
