@@ -342,7 +342,8 @@ def test_module_names_itself(monkeypatch, capsys):
 def test_the_committed_replay_is_todays():
     """By the command that bench/README.md gives; planning times aside."""
     said = re.search(r"`isoload (replay [^`]+) --json FILE`", (ROOT / "bench" / "README.md").read_text())[1]
-    found = json.loads(run(*said.replace(TRACE, str(SHIPPED)).split(), "--json", "-").stdout)
+    words = [str(SHIPPED) if word == TRACE else word for word in said.split()]  # whose path may have a space
+    found = json.loads(run(*words, "--json", "-").stdout)
     committed = json.loads((ROOT / "bench" / "results" / "replay_gptoss20b.json").read_text())
     for row in (*found["policies"], *committed["policies"]):
         assert set(row.pop("plan_us")) == {"median", "batched"}
