@@ -108,3 +108,17 @@ def test_what_local_replicas_save() -> None:
     grouped = [key for key in FIRST if key[2] == "grace"]
     fewer = [1 - FIRST[key]["rank_rows"] / FIRST[(*key[:2], "eplb")]["rank_rows"] for key in grouped]
     assert f"{100 * min(fewer):.0f} to {100 * max(fewer):.0f} % of the rows that leave a rank" in PAGE
+
+
+def test_where_own_counts_lose_to_the_last_step() -> None:
+    """docs/balancing.md names each such setting of bench_loads, with both figures."""
+    settings: dict[tuple[str, str, int, int], dict[str, float]] = {}
+    for r in results("bench_loads"):
+        settings.setdefault((r["trace"], r["dealing"], r["ranks"], r["tokens"]), {})[r["protocol"]] = r[
+            "mean"
+        ]
+    lost = {at: of for at, of in settings.items() if of["own + targets"] > of["last, sampled"] + 0.0005}
+    assert len(settings) == 60 and [*lost] == [("GLM-5.2", "het", ranks, 2048) for ranks in (16, 32)]
+    page = " ".join((ROOT / "docs" / "balancing.md").read_text().split())
+    figures = ", ".join(f"{of['own + targets']:.3f} for {of['last, sampled']:.3f}" for of in lost.values())
+    assert f"({figures})" in page
