@@ -189,7 +189,7 @@ def route() -> Table:
 
 def loads() -> Table:
     """docs/balancing.md: the busiest rank by what a rank may know in the forward."""
-    protocols = ("hash", "static", "last, sampled", "own", "own + targets")
+    protocols = ("hash", "static", "last step, sampled", "last", "own", "own + targets", "node")
     found: dict[tuple[int, str, str], list[float]] = {}
     for row in read("bench_loads"):
         found.setdefault((row["tokens"], row["protocol"], row["dealing"]), []).append(row["mean"])

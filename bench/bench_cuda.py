@@ -55,7 +55,7 @@ AIMED = {"ranks": 16, "experts": EXPERTS, "replicas": 32, "tokens": 4096}  # wha
 FLOOR, ALONE, AT_ONCE = "floor: one word", "chain, one after another", f"{LAYERS} at once"
 HEADLINE = (
     *(FLOOR, "chain", ALONE, "share, own row", "balancer", "balancer, captured"),
-    *("plan_exact", "plan_exact_share", "plan_lp"),
+    *("plan_exact", "plan_exact, of a rank", "plan_lp"),
 )
 BENCHED = {job.name: job for job in (*JOBS, *BALANCERS)}
 torch.set_num_threads(1)  # here, so that a worker's process, which imports this, has it too

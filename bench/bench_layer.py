@@ -53,6 +53,7 @@ from isoload.experts.weights import ExpertWeights, SwiGLU
 from isoload.replay.batches import make_batches
 from isoload.replay.simulate import DEFAULT_POLICIES
 from isoload.transport import CollectiveTransport, LocalTransport, Transport
+from workloads import make_workload
 
 TRACE = Path(__file__).parents[1] / "examples" / "traces" / "gptoss20b_decode.npz"
 EXPERTS, TOP_K, BATCHES, LAYER = 32, 4, 14, 12
@@ -75,7 +76,7 @@ class Batch:
 def make_ids(routing: str, ranks: int) -> list[list[Tensor]]:
     """[batches][R] choices [T, K]."""
     if routing == "hot_experts":
-        workload = isoload.make_workload(
+        workload = make_workload(
             "hot_experts",
             num_ranks=ranks,
             num_experts=EXPERTS,

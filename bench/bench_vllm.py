@@ -9,13 +9,16 @@ Fairness ledger
 - same: all ranks hold all tokens, as with tensor parallelism alone.
 - vLLM's rule (a hash of the row) is tests/engines/harness/vllm_cpu.py's, which `make test-vllm` compares with vLLM's
   own kernel, row by row. It is Triton for GPUs: no times here.
-- isoload: policy exact.
+- isoload, all counts: policy exact by the counts of all ranks, as with ISOLOAD_LOADS=gathered. isoload, own counts:
+  each rank by its own, targets exchanged every 16 batches; of 1,024 tokens there are four, which have none.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from vllm_cpu import map_and_record  # noqa: E402
 
 import isoload  # noqa: E402
 from harness import write_results  # noqa: E402
+from isoload.integrations.engine_layers import EXCHANGE_EVERY  # noqa: E402
 from isoload.integrations.engine_tables import ReplicaLists, replica_lists  # noqa: E402
 from streams import shipped_batches  # noqa: E402
 
@@ -52,15 +56,32 @@ def isoloads(placement: isoload.Placement, layer: int, rows: list[Tensor]) -> Te
     return isoload.count(torch.cat(slots), RANKS * SLOTS)
 
 
+def by_own_counts(placement: isoload.Placement) -> Callable[[int, list[Tensor]], Tensor]:
+    """Of one batch after the other: (layer, rows of every rank) to copies per slot."""
+    group = isoload.LocalGroup(placement.topology)
+    layers = [isoload.Balancer(placement, i, group=group, loads="own") for i in range(placement.num_layers)]
+
+    def next_batch(layer: int, rows: list[Tensor]) -> Tensor:
+        balancer = layers[layer]
+        if layer == 0 and balancer.batch and balancer.batch % EXCHANGE_EVERY == 0:
+            balancer.exchange(*layers[1:])
+        return isoload.count(torch.cat(balancer(rows)), RANKS * SLOTS)
+
+    return next_batch
+
+
 def judge(placement: isoload.Placement, batches: list[Any], same: bool) -> list[dict[str, Any]]:
-    lists, found = replica_lists(placement), {"vllm": [], "isoload": []}
+    lists = replica_lists(placement)
+    choices = {"vllm": partial(vllms, lists), "isoload": partial(isoloads, placement)}
+    if not same:
+        choices["isoload_own"] = by_own_counts(placement)
+    found: dict[str, list[float]] = {name: [] for name in choices}
     for batch in batches:
         for layer in range(placement.num_layers):
             rows = [batch.topk_ids[layer]] if same else [batch.on_rank(layer, rank) for rank in range(RANKS)]
             rows = [ids.contiguous() for ids in rows]
-            made = {"vllm": vllms(lists, layer, rows), "isoload": isoloads(placement, layer, rows)}
-            for name, copies in made.items():
-                per_rank = copies.view(RANKS, -1).sum(1)
+            for name, choose in choices.items():
+                per_rank = choose(layer, rows).view(RANKS, -1).sum(1)
                 found[name].append(float(per_rank.max() * RANKS / per_rank.sum()))
     return [
         {"policy": name, "imbalance_mean": sum(values) / len(values), "imbalance_max": max(values)}

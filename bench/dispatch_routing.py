@@ -17,6 +17,7 @@ import isoload
 from dispatch_setting import Setting
 from isoload.replay.batches import CutBatches, make_batches
 from isoload.trace import Ints
+from workloads import make_workload
 
 SHIPPED = Path(__file__).parents[1] / "examples" / "traces" / "gptoss20b_decode.npz"
 EXPONENT, DRIFT = 0.8, 0.5  # as in bench_plan: near recorded DeepSeek-V3 on 8 and 16 ranks
@@ -107,7 +108,7 @@ def median_layer(counts: Ints, ranks: int) -> int:
 
 
 def _workload(setting: Setting, name: str, **options: Any) -> Any:
-    return isoload.make_workload(
+    return make_workload(
         name,
         num_ranks=setting.ranks,
         num_experts=setting.shape.experts,

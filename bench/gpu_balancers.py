@@ -57,7 +57,7 @@ def balanced(name: str, make: Callable[[Layer], Callable[[Tensor], Any]], captur
     """From ids to slots, which are the chain's; making the Balancer is no part of it."""
     return Job(
         name,
-        "route_numbered",
+        "route",
         chain,
         ("ids", "loads", "tables"),
         tokens_matter=True,

@@ -14,19 +14,13 @@ from gpu_layers import EXPERTS, LAYERS, RANK, Layer, per_node, size
 from isoload import ops
 
 
-def numbered(x: Layer) -> ops.Numbered:
-    return ops.Numbered(x.loads[RANK], x.numbers, x.parts)
+def counted(x: Layer) -> ops.Counted:
+    return ops.Counted(x.ids, x.loads[RANK], x.numbers, x.parts)
 
 
-def counted_columns(x: Layer) -> list[Tensor]:
-    found, of_ids = ops.count_columns(x.ids, EXPERTS, 1)
-    return [found, *of_ids]
-
-
-def split_and_row(x: Layer) -> list[Tensor]:
-    """As a Balancer plans: the split, and this rank's row of the share."""
-    split, row = ops.plan_exact_share(x.loads, x.tables, RANK, ranks_per_node=per_node(x))
-    return [*split, row]
+def split_of_a_rank(x: Layer) -> ops.ExactSplit:
+    """As a Balancer plans: the split, and this rank's send_counts."""
+    return ops.plan_exact(x.loads, x.tables, rank=RANK, ranks_per_node=per_node(x))
 
 
 def joint(x: Layer) -> ops.JointSplit:
@@ -35,17 +29,15 @@ def joint(x: Layer) -> ops.JointSplit:
 
 def route_joint(x: Layer) -> Tensor:
     """Of the routed copies at home, and of the shared ones where they fill the ranks."""
-    of_ids = ops.Numbered(x.gathered[RANK], x.shared_numbers, x.shared_parts)
+    of_ids = ops.Counted(x.shared_ids, x.gathered[RANK], x.shared_numbers, x.shared_parts)
     row = torch.nn.functional.pad(x.row.view(len(x.loads), -1), (0, 1)).flatten()
     columns = ops.SharedColumns(1, size(x), RANK, x.shared_row)
-    return ops.route_columns(x.shared_ids, of_ids, row, x.shared_tables, columns)
+    return ops.route(of_ids, row, x.shared_tables, columns)
 
 
 def chain(x: Layer) -> Tensor:
     """As a Balancer does, but for the gather."""
-    of_ids = ops.count_numbered(x.ids, EXPERTS)
-    *_, row = split_and_row(x)
-    return ops.route_numbered(x.ids, of_ids, row, x.tables)
+    return ops.route(ops.count(x.ids, EXPERTS), split_of_a_rank(x).send_counts, x.tables)
 
 
 def spare_placement(x: Layer) -> tuple[Tensor, Tensor, int, int]:
@@ -77,24 +69,9 @@ def first_slots(x: Layer) -> Tensor:
     return x.tables.field("slots").gather(0, first)
 
 
-def boards_beside_others(x: Layer) -> tuple[Tensor, Tensor, Tensor, int]:
-    """What gathers this rank's row while the other ranks' rows are here already, on boards made for it: nobody is
-    waited for."""
-    ranks, width = x.loads.shape
-    boards = torch.zeros(ranks, ops.board_words(ranks, width), dtype=torch.int32, device=x.loads.device)
-    places = boards[RANK, ops.LINE_WORDS :].view(2, ranks, -1)[1]  # of the first round
-    places[:, 0] = 1
-    places[:, 1 : width + 1] = x.loads
-    first = torch.full((), boards.data_ptr(), device=boards.device)
-    addresses = first + torch.arange(ranks, device=boards.device) * boards.stride(0) * boards.itemsize
-    return x.loads[RANK], addresses, boards[RANK], RANK
-
-
-def gather_and_plan(x: Layer) -> list[Tensor]:
-    """As a Balancer does where ranks write each other's memory."""
-    given = boards_beside_others(x)
-    loads, _, split, row = ops.plan_exact_share_gathered(*given, x.tables, ranks_per_node=per_node(x))
-    return [loads, *split, row]
+def balanced_same(x: Layer) -> list[Tensor]:
+    slots, loads, split = ops.balance_same(x.ids, x.tables)
+    return [slots, loads, *split]
 
 
 @dataclass(frozen=True)
@@ -127,18 +104,11 @@ LPLB, ULTRA = "DeepSeek LPLB ~100, SGLang HIP ~80", "UltraEP plan 67-78"
 JOBS = (
     Job("count", "count", lambda x: ops.count(x.ids, EXPERTS), ("ids",), tokens_matter=True),
     Job(
-        "count_numbered",
-        "count_numbered",
-        lambda x: ops.count_numbered(x.ids, EXPERTS),
+        "count, shared columns",
+        "count",
+        lambda x: ops.count(x.ids, EXPERTS, 1),
         ("ids",),
         tokens_matter=True,
-    ),
-    Job("count_columns", "count_columns", counted_columns, ("ids",), tokens_matter=True),
-    Job(
-        "gather_rows and its boards",
-        "gather_rows",
-        lambda x: ops.gather_rows(*boards_beside_others(x))[0],
-        ("loads",),
     ),
     Job(
         "replica_tables",
@@ -161,14 +131,8 @@ JOBS = (
         ("loads", "tables"),
         12,
     ),
-    Job("plan_exact_share", "plan_exact_share", split_and_row, ("loads", "tables"), 10),
+    Job("plan_exact, of a rank", "plan_exact", split_of_a_rank, ("loads", "tables"), 10),
     Job("plan_joint", "plan_joint", joint, ("gathered", "shared_tables")),
-    Job(
-        "plan_exact_share_gathered and its boards",
-        "plan_exact_share_gathered",
-        gather_and_plan,
-        ("loads", "tables"),
-    ),
     Job("plan_active", "plan_active", lambda x: ops.plan_active(x.loads, x.tables), ("loads", "tables")),
     Job("plan_lp", "plan_lp", lambda x: ops.plan_lp(x.loads, x.tables), ("loads", "tables"), 25, LPLB),
     Job(
@@ -226,10 +190,18 @@ JOBS = (
         ("row", "tables"),
     ),
     Job(
+        "balance_own",
+        "balance_own",
+        lambda x: ops.balance_own(x.ids, x.tables, x.fixed, RANK),
+        ("ids", "tables"),
+        tokens_matter=True,
+    ),
+    Job("balance_same", "balance_same", balanced_same, ("ids", "tables"), tokens_matter=True),
+    Job(
         "route",
         "route",
-        lambda x: ops.route(x.ids, x.row, x.tables),
-        ("ids", "row", "tables"),
+        lambda x: ops.route(counted(x), x.row, x.tables),
+        ("ids", "numbers", "parts", "row", "tables"),
         None,
         "UltraEP reroute 37",
         True,
@@ -237,20 +209,13 @@ JOBS = (
     Job(
         "route, visited",
         "route",
-        lambda x: ops.route(x.ids, x.row, x.tables, "visited"),
+        lambda x: ops.route(counted(x), x.row, x.tables, prefer="visited"),
         ("ids", "row", "tables"),
         tokens_matter=True,
     ),
     Job(
-        "route_numbered",
-        "route_numbered",
-        lambda x: ops.route_numbered(x.ids, numbered(x), x.row, x.tables),
-        ("ids", "numbers", "parts", "row", "tables"),
-        tokens_matter=True,
-    ),
-    Job(
-        "route_columns",
-        "route_columns",
+        "route, shared columns",
+        "route",
         route_joint,
         ("shared_ids", "shared_numbers", "shared_parts", "row", "shared_tables", "shared_row"),
         tokens_matter=True,

@@ -79,22 +79,22 @@ def make_layer(
     ids = torch.from_numpy(np.argpartition(-keys, TOP_K, axis=1)[:, :TOP_K].copy())
     others = [draw.multinomial(TOP_K * tokens, popularity) for _ in range(ranks)]
     loads = torch.from_numpy(np.stack(others)).to(torch.int32)
-    numbered = ops.count_numbered(ids, EXPERTS)
-    loads[RANK] = numbered.counts
+    counted = ops.count(ids, EXPERTS)
+    loads[RANK] = counted.counts
     tables, per_node = ops.replica_tables(slots, ranks, EXPERTS), min(PER_NODE, ranks)
     quota = ops.plan_exact(loads, tables).quota
     row = ops.share(loads, quota, tables, per_node, RANK)
-    routed, copies = ops.route(ids, row, tables), ops.share_by_rank(loads, quota, tables, per_node)
+    routed, copies = ops.route(counted, row, tables), ops.share_by_rank(loads, quota, tables, per_node)
     per_rank = torch.full((ranks,), tokens, dtype=torch.int32)
     poured = ops.plan_waterfill(copies, per_rank)
     shared_row = poured.share[RANK].contiguous()
     shared_ids = torch.nn.functional.pad(ids, (0, 1), value=EXPERTS)
-    of_shared = ops.count_numbered(shared_ids, EXPERTS + 1)
+    of_shared = ops.count(shared_ids, EXPERTS + 1)
     wide = torch.nn.functional.pad(slots.view(ranks, -1), (0, 1), value=-1)
     return Layer(
         ids=ids,
-        numbers=numbered.numbers,
-        parts=numbered.parts,
+        numbers=counted.numbers,
+        parts=counted.parts,
         slot_to_expert=slots,
         loads=loads,
         tables=tables,

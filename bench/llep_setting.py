@@ -13,6 +13,7 @@ import isoload
 from isoload.cost import DEEPSEEK_V3_FP8
 from isoload.experts.weights import ExpertWeights
 from isoload.policies import Policy, make_policy
+from workloads import make_workload
 
 SHARES, NUM_HOT = (0.3, 0.5, 0.8, 0.95), (1, 4, 16)
 POLICIES = {"EP": "none", "LLEP": "llep", "spill_cost": "spill_cost"}  # a row's name, whose plan it is
@@ -92,7 +93,7 @@ class Setting:
     def topk_ids(self, device: torch.device) -> list[Tensor]:
         """[R][T, K] int64."""
         how: dict[str, Any] = {"share": self.share, "num_hot": self.num_hot, "repeat": self.repeat}
-        workload = isoload.make_workload(
+        workload = make_workload(
             "balanced" if self.share is None else "concentrated",
             num_ranks=self.ranks,
             num_experts=self.shape.experts,

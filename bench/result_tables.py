@@ -275,7 +275,11 @@ def sglang() -> Table:
 
 def vllm() -> Table:
     """vLLM's choice of replicas beside isoload's."""
-    names = {"vllm": "vLLM, a hash of the row", "isoload": "isoload, policy `exact`"}
+    names = {
+        "vllm": "vLLM, a hash of the row",
+        "isoload": "isoload, all counts",
+        "isoload_own": "isoload, own counts",
+    }
     rows = []
     for row in read("bench_vllm"):
         held = {"own": "their own", "same": "all the same"}[row["held"]]

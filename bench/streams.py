@@ -23,7 +23,7 @@ from isoload.replay.calibration import Fold
 from isoload.topology import Topology
 from isoload.trace import Trace, read_trace
 from isoload.trace.checks import Ints
-from isoload.workloads import W0_TO_W7, Workload, make_workload
+from workloads import W0_TO_W7, Workload, make_workload
 
 TASKS = ("intent", "law", "summary")
 SHIPPED = Path(__file__).parents[1] / "examples" / "traces" / "gptoss20b_decode.npz"

@@ -59,14 +59,12 @@ inline void require_ids(const Tensor& tensor, const char* name) {
 
 inline void require_shape(const Tensor& tensor, const char* name, std::initializer_list<int64_t> shape) {
   bool same = tensor.dim() == static_cast<int64_t>(shape.size());
-  std::ostringstream expected;
   int64_t i = 0;
-  for (const int64_t n : shape) {
-    expected << (i ? ", " : "") << n;
-    same = same && tensor.size(i) == n;
-    ++i;
-  }
-  require(same, name, " must have shape [", expected.str(), "], got ", shape_text(tensor));
+  for (const int64_t n : shape) same = same && tensor.size(i++) == n;
+  if (same) return;
+  std::ostringstream expected;  // made where it is told: that takes longer than all other checks
+  for (auto n = shape.begin(); n != shape.end(); ++n) expected << (n == shape.begin() ? "" : ", ") << *n;
+  require(false, name, " must have shape [", expected.str(), "], got ", shape_text(tensor));
 }
 
 }  // namespace isoload

@@ -22,12 +22,7 @@ start_autograd()
 
 collect_ignore = ["kernels"]  # they need Triton and its interpreter: make kernels-check
 
-OWN_DEVICE = {
-    "borrow",
-    "device_errors",
-    "gather_rows",
-    "plan_exact_share_gathered",
-}  # their tests hold addresses, or choose the device
+OWN_DEVICE = {"borrow", "device_errors"}  # their tests hold addresses, or choose the device
 # What only the CPU refuses, what calls no op of isoload.ops, and what forks.
 ON_CPU_ALONE = re.compile(
     "refuse|one_bad_layer|out_must_be|opcheck|traced|never_waits|of_a_group_agree"

@@ -329,14 +329,16 @@ def test_balance_is_found_again(benches):
 
 def test_pictures_are_what_the_script_draws(benches, tmp_path, monkeypatch):
     import picture_balance
+    import picture_loads
 
-    monkeypatch.setattr(sys, "argv", ["picture_balance.py", "--out", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["a picture", "--out", str(tmp_path)])
     with contextlib.redirect_stdout(None):
-        picture_balance.main()
+        picture_balance.main(), picture_loads.main()
     drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
     kept = {path.name: path.read_text() for path in (PAGE.parent / "pictures").iterdir()}
     assert drawn == kept
-    assert {name for name in kept if f"pictures/{name}" in MEASURED.read_text()} == set(kept)
+    shown = MEASURED.read_text() + PAGE.read_text()
+    assert {name for name in kept if f"pictures/{name}" in shown} == set(kept)
 
 
 def test_what_hedge_reaches_is_in_its_results_file():

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from isoload import ops, reference
+import reference
+from isoload import ops
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "python" / "isoload"
@@ -24,28 +25,26 @@ FLOORS = [
         "replica_tables",
         "results",
         "value_checks",
-        "host_values",
+        "options",
         "shared_experts",
         "steps",
         "cost",
         "kernels",
-        "report.tables",
         "files",
     ],
-    ["permutation", "reference"],
+    ["permutation"],
     ["ops"],
     ["placed_layers", "placement"],
     ["records"],
     ["policies", "placers", "formats", "trace", "transport", "experts", "predict", "checkpoints"],
     ["counting", "own_counts", "planning"],
-    ["routing", "workloads"],
+    ["routing"],
     ["balancer", "captured"],
     ["weights"],
     ["layer"],
     ["replay"],
     ["online"],
     ["integrations"],
-    ["report", "cli.demo", "cli.doctor", "cli.engines", "cli.processes"],
     ["cli"],
     ["__main__", "__init__"],
 ]
@@ -129,13 +128,19 @@ def test_tests_import_no_tests() -> None:
         assert not re.search(r"^(from|import) test_", path.read_text(), re.M), path
 
 
+def test_benches_import_no_tests() -> None:
+    """But the harness of an engine on a CPU, in that engine's environment; steps of `make gpu` start tests."""
+    naming = {
+        path.name
+        for path in (ROOT / "bench").rglob("*.py")
+        if re.search(r'^(from|import) (support|reference)\b|^sys\.path.*"tests"', path.read_text(), re.M)
+    }
+    assert naming == {"bench_sglang.py", "bench_vllm.py", "gpu_steps.py"}
+
+
 def test_reference_knows_only_torch_the_tables_and_the_results() -> None:
-    for path in (PACKAGE / "reference").glob("*.py"):
-        assert {name.split(".")[0] for name in imported(path)} <= {
-            "reference",
-            "replica_tables",
-            "results",
-        }, path
+    for path in (ROOT / "tests" / "reference").glob("*.py"):
+        assert set(imported(path)) <= {"replica_tables", "results"}, path
 
 
 def test_kernels_know_nothing_above_them() -> None:
@@ -175,7 +180,7 @@ def test_no_file_grows_past_400_lines():
 
 LISTED = re.findall(r"^  OP\((\w+), (.+), \\\n", (ROOT / "csrc/ops/list.h").read_text(), re.M)
 VARIANT = re.compile(
-    "_(sampled|numbered|columns|gathered|by_rank|backward)$"
+    "_(sampled|by_rank|backward)$"
 )  # shares the files of its op, unless it has all of its own
 
 
@@ -198,7 +203,7 @@ def test_every_op_has_its_five_files(op: str, devices: str) -> None:
     algorithm = ROOT / f"csrc/algorithms/{stem}.h"
     assert algorithm.exists() or (ROOT / f"csrc/cpu/{stem}.cpp").exists()
     assert (ROOT / f"csrc/cuda/{stem}.cu").exists() == ("kCuda" in devices)
-    assert f"def {op}(" in (PACKAGE / f"reference/{stem}.py").read_text()
+    assert f"def {op}(" in (ROOT / f"tests/reference/{stem}.py").read_text()
     assert op in reference.__all__
 
 
@@ -225,7 +230,7 @@ def test_contributing_names_the_five_files() -> None:
         "csrc/algorithms/X.h",
         "csrc/ops/X.cpp",
         "python/isoload/ops/X.py",
-        "python/isoload/reference/X.py",
+        "tests/reference/X.py",
     ):
         assert f"`{file}`" in text, file
     for file in ("tests/ops/test_X.py", "csrc/ops/list.h", "csrc/cpu/X.cpp", "csrc/cuda/X.cu"):

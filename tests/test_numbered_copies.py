@@ -23,7 +23,7 @@ class Called(TorchDispatchMode):
 
 
 def test_a_copy_is_numbered_when_it_is_counted() -> None:
-    """So the route looks no further than the plan; but for copies that choose, or draw, or are not planned."""
+    """So the route looks no further than the plan."""
     rows = draw_ids(4)[0]
 
     def called(policy: str = "exact", **how: Any) -> list[str]:
@@ -32,8 +32,8 @@ def test_a_copy_is_numbered_when_it_is_counted() -> None:
             balancer(rows)
         return ops.names
 
-    assert called() == ["count_numbered", "plan_exact_share", "route_numbered"]
-    assert called(prefer="visited") == ["count", "plan_exact_share", "route"]
-    assert called("even") == ["count_numbered", "plan_exact", "share", "route_numbered"]
+    assert called() == ["balance_same"]
+    assert called(prefer="visited") == ["count", "plan_exact", "route"]
+    assert called("even") == ["count", "plan_exact", "share", "route"]
     assert called("dynamic") == ["count", "plan_exact", "route_sampled"]
     assert called(min_tokens=10**6) == ["count"]

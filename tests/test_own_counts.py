@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import numpy as np
@@ -11,17 +13,17 @@ from torch import Tensor
 
 import isoload
 from isoload import Balancer, CollectiveGroup, LocalGroup, ops
+from isoload.online.recorder import Recorder
 from isoload.policies.even import EvenPolicy
+from support.fake_ranks import OneRank
 from support.processes import rank_outcomes, run_ranks
 from support.recorded_calls import recorded
 from support.small_batches import EXPERTS, LAYERS, RANKS, K, draw_ids, gather, make_placement, make_topology
 
 
 def own_balancers(layers: int = LAYERS, **how: Any) -> list[Balancer]:
-    placement = make_placement()
-    return [
-        Balancer(placement, i, group=LocalGroup(make_topology()), loads="own", **how) for i in range(layers)
-    ]
+    placement, group = make_placement(), LocalGroup(make_topology())
+    return [Balancer(placement, i, group=group, **{"loads": "own", **how}) for i in range(layers)]
 
 
 def rank_loads(slots: list[Tensor]) -> Tensor:
@@ -190,11 +192,11 @@ def test_a_rank_killed_in_an_exchange_is_named_on_the_others() -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "word": (
         {"loads": "mine"},
-        "loads must be gathered, or own where tokens are, got 'mine' for 'own' tokens",
+        "loads must be gathered or, where tokens are own, node, own or last, got 'mine' for 'own' tokens",
     ),
     "same": (
         {"tokens": "same"},
-        "loads must be gathered, or own where tokens are, got 'own' for 'same' tokens",
+        "loads must be gathered or, where tokens are own, node, own or last, got 'own' for 'same' tokens",
     ),
     "policy": (
         {"policy": "dynamic"},
@@ -214,18 +216,14 @@ def test_refuses(name: str) -> None:
         Balancer(make_placement(), 0, **{"group": LocalGroup(make_topology()), "loads": "own", **how})
 
 
-def test_refuses_shared_experts() -> None:
-    placement = isoload.place(torch.ones(1, 8), isoload.Topology(2), slots_per_rank=6, num_shared=1)
-    with pytest.raises(ValueError, match="num_shared must be 0 for loads='own', got 1"):
-        Balancer(placement, group=LocalGroup(placement.topology), loads="own")
-
-
 def test_refuses_another_policy_later_and_an_exchange_of_gathered_loads() -> None:
     (balancer,) = own_balancers(1)
     with pytest.raises(ValueError, match="policy must be exact"):
         balancer.policy = EvenPolicy()
     gathered = Balancer(make_placement(), group=LocalGroup(make_topology()))
-    with pytest.raises(ValueError, match="loads must be own where targets are exchanged, got gathered"):
+    with pytest.raises(
+        ValueError, match="loads must be own, node or last where counts are exchanged, got gathered"
+    ):
         gathered.exchange()
 
 
@@ -240,3 +238,146 @@ def test_a_captured_graph_reads_what_an_exchange_writes() -> None:
             eager.exchange(), inner.exchange()
     assert eager.own_counts is not None and inner.own_counts is not None
     assert torch.equal(eager.own_counts.recent, inner.own_counts.recent) and inner.own_counts.offset.any()
+
+
+def test_own_counts_compile_whole_once_for_all_layers() -> None:
+    """A layer's number must not be in the graph: an engine compiles its dispatch once, and its compiler gives up."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    group = OneRank(1, make_topology())
+    eager, traced = (
+        [Balancer(make_placement(), i, group=group, loads="own") for i in range(LAYERS)] for _ in "ab"
+    )
+
+    def slots(ids: Tensor, balancer: Balancer) -> Tensor:
+        routed = balancer(ids)
+        assert isinstance(routed, Tensor)
+        return routed
+
+    compiled = torch.compile(slots, dynamic=True, fullgraph=True, backend="aot_eager")
+    for tokens in (5, 9, 33):
+        for a, b in zip(eager, traced, strict=True):
+            ids = draw_ids(tokens, tokens)[0]
+            assert torch.equal(slots(ids, a), compiled(ids, b))
+    for a, b in zip(eager, traced, strict=True):
+        assert a.own_counts is not None and b.own_counts is not None
+        assert a.own_counts.recent.any() and torch.equal(a.own_counts.recent, b.own_counts.recent)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def one_of_all(rank: int, **how: Any) -> Balancer:
+    """The Balancer of a process that owns one rank."""
+    group = LocalGroup(make_topology())
+    group.ranks = (rank,)
+    return Balancer(make_placement(), group=group, loads="own", **how)
+
+
+def test_one_op_sends_copies_as_count_plan_and_route_do() -> None:
+    """Which run where a process owns several ranks; targets, decayed counts and records, too."""
+    (whole,), alone = own_balancers(1), [one_of_all(rank) for rank in range(RANKS)]
+    recorders = [Recorder(LAYERS, EXPERTS) for _ in range(2)]
+    whole.recorder = recorders[0]
+    alone[2].recorder = recorders[1]
+    for batch in range(4):
+        ids = draw_ids(batch)
+        slots = whole(ids, len(ids[0]) - 1)
+        for rank, (rows, expected) in enumerate(zip(ids, slots, strict=True)):
+            given = [rows] if batch % 2 else rows
+            found = alone[rank](given, len(ids[0]) - 1)
+            assert torch.equal(found[0] if isinstance(found, list) else found, expected)
+        if batch == 1:
+            whole.exchange()
+            assert whole.own_counts is not None
+            for rank, balancer in enumerate(alone):
+                assert balancer.own_counts is not None
+                balancer.own_counts.offset.copy_(whole.own_counts.offset[rank : rank + 1])
+    assert recorders[0]._now.any() and recorders[1]._now.any()
+    for rank, balancer in enumerate(alone):
+        assert balancer.own_counts is not None and balancer.batch == whole.batch == 4
+        assert torch.equal(balancer.own_counts.recent[0], whole.own_counts.recent[rank])
+        assert balancer.last_plan is None and balancer.last_loads is None
+
+
+def test_one_op_for_rows_that_all_ranks_hold() -> None:
+    """The slots, plan, loads and records of the chain, which the rest of a Balancer's doors lead to."""
+    for options in ({}, {"objective": "packed"}, {"tolerance": 0.1}, {"objective": "local"}):
+        at_once, chain = (Balancer(make_placement(), 1, tokens="same", **options) for _ in range(2))
+        at_once.recorder, chain.recorder = Recorder(LAYERS, EXPERTS), Recorder(LAYERS, EXPERTS)
+        for batch in range(3):
+            rows = draw_ids(batch)[0].int()
+            (expected,) = chain.route(chain.balance([rows]))
+            assert torch.equal(at_once(rows), expected)
+            mine, theirs = at_once.last_plan, chain.last_plan
+            assert (
+                mine is not None and theirs is not None and torch.equal(at_once.last_loads, chain.last_loads)
+            )
+            for name in ("quota", "peak", "bound", "telemetry"):
+                assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
+            assert at_once.batch == chain.batch == batch + 1
+        assert torch.equal(at_once.recorder._layers[1], chain.recorder._layers[1])
+        assert bool(at_once.recorder._layers[1].any())
+
+
+def test_few_tokens_and_no_freedom_are_not_planned() -> None:
+    balancer, rows = one_of_all(1, min_tokens=1000), draw_ids(0)[1]
+    fixed = balancer(rows, num_tokens=999)
+    assert balancer.own_counts is not None and not balancer.own_counts.recent.any()
+    assert torch.equal(expert_of(balancer, fixed), rows)
+    balancer(rows, num_tokens=1000)
+    assert balancer.own_counts.recent.any() and balancer.batch == 2
+    with pytest.raises(ValueError, match="num_tokens must be an integer, got 1.5"):
+        balancer(rows, num_tokens=1.5)  # type: ignore[arg-type]
+
+
+def test_a_refused_batch_of_one_op_leaves_no_trace() -> None:
+    balancer = one_of_all(0)
+    balancer.recorder = Recorder(LAYERS, EXPERTS)
+    with pytest.raises(ValueError, match=f"topk_ids must be in -1..{EXPERTS - 1}, got {EXPERTS}"):
+        balancer(torch.tensor([[0, EXPERTS]]))
+    assert balancer.own_counts is not None and not balancer.own_counts.recent.any()
+    assert not balancer.recorder._now.any()
+
+
+def test_a_recompute_counts_no_batch_again() -> None:
+    """As a checkpoint's: inside of a backward pass."""
+    balancer, rows = one_of_all(0), draw_ids(0)[0]
+    balancer.recorder, found = Recorder(LAYERS, EXPERTS), []
+    found.append(balancer(rows))
+    assert balancer.own_counts is not None
+    recent, recorded = balancer.own_counts.recent.clone(), balancer.recorder._now.clone()
+    x = torch.ones((), requires_grad=True)
+    y = x * 1
+    y.register_hook(lambda _: found.append(balancer(rows)))
+    y.backward()
+    assert len(found) == 2 and torch.equal(found[0], found[1])
+    assert torch.equal(balancer.own_counts.recent, recent)
+    assert torch.equal(balancer.recorder._now, recorded)
+
+
+def test_a_copy_keeps_counts_of_its_own() -> None:
+    first, rows = one_of_all(0), draw_ids(0)[0]
+    second = copy.deepcopy(first)
+    first(rows)
+    assert second.own_counts is not None and not second.own_counts.recent.any()
+    second(rows)
+    assert first.own_counts is not None and torch.equal(second.own_counts.recent, first.own_counts.recent)
+    third = pickle.loads(pickle.dumps(first.own_counts))  # whose memory pickle would give each view anew
+    third.offset[:, 0] = 2**20
+    placed = first.placed_on(rows.device)
+    assert not torch.equal(third.balance(rows, placed, 0)[0], second.own_counts.balance(rows, placed, 0)[0])
+    assert torch.equal(third.recent, second.own_counts.recent)
+
+
+@pytest.mark.parametrize("tokens", ["own", "same"])
+def test_one_op_in_compiled_code(tokens: Any) -> None:
+    rows = draw_ids(0)[0]
+    made = [one_of_all(0) if tokens == "own" else Balancer(make_placement(), tokens="same") for _ in range(2)]
+    made[1](rows)
+    made[0](rows)  # places its tables
+    compiled = torch.compile(made[1], backend="eager", fullgraph=True)
+    for batch in range(2):
+        rows = draw_ids(batch)[0]
+        assert torch.equal(compiled(rows), made[0](rows))
+    if tokens == "own":
+        assert made[0].own_counts is not None and made[1].own_counts is not None
+        assert torch.equal(made[0].own_counts.recent, made[1].own_counts.recent)

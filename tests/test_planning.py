@@ -277,7 +277,7 @@ BAD_CALLS = {
     ),
     "bad budget": (
         lambda s: isoload.plan(s.good, s.placement, 0, budget=-1),
-        "budget must be at least 0, got -1",
+        r"budget must be in 0\.\.2\^31-1, got -1",
     ),
     "layer": (lambda s: isoload.plan(s.good, s.placement, 3), r"layer must be in 0\.\.2, got 3"),
     "loads shape": (

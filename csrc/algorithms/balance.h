@@ -34,8 +34,9 @@ ISOLOAD_HD inline void balance_pair(const ReplicaTables& t, int j, int32_t* load
 
 // More replicas, equal ticks: pours the expert's copies anew onto the other load of its ranks, to one level.
 // A group of lanes, which take a replica each; further ones keep that load in the place of their quota.
+// Whether this lane's copies moved.
 template <class Group>
-ISOLOAD_HD void balance_level(Group& group, const ReplicaTables& t, int first, int copies, int32_t total,
+ISOLOAD_HD bool balance_level(Group& group, const ReplicaTables& t, int first, int copies, int32_t total,
                               int32_t* load, int32_t* quota) {
   struct Replica {
     int rank, slot;
@@ -43,7 +44,7 @@ ISOLOAD_HD void balance_level(Group& group, const ReplicaTables& t, int first, i
   auto read = [&](int i) { return Replica{t.ranks[first + i], t.slots[first + i]}; };
   const int own = group.rank(), next = own + group.size();
   const Replica my = own < copies ? read(own) : Replica{};
-  const int32_t mine = own < copies ? load[my.rank] - quota[my.slot] : 0;
+  const int32_t had = own < copies ? quota[my.slot] : 0, mine = own < copies ? load[my.rank] - had : 0;
   ISOLOAD_ROLLED
   for (int i = next; i < copies; i += group.size()) {
     const Replica at = read(i);
@@ -63,6 +64,7 @@ ISOLOAD_HD void balance_level(Group& group, const ReplicaTables& t, int first, i
     left = uint32_t(sum) % uint32_t(before);
     below = sum_of([&](int32_t load) { return int32_t(load <= level); });
   }
+  bool moved = false;
   ISOLOAD_ROLLED
   for (int begin = 0; begin < copies; begin += group.size()) {  // the first ranks take what is left over
     const int i = begin + own;
@@ -73,11 +75,13 @@ ISOLOAD_HD void balance_level(Group& group, const ReplicaTables& t, int first, i
     const int32_t before = group.lanes_before(in, all);
     if (i < copies) {
       const int32_t q = in ? level - other + (before < left) : 0;
+      moved |= q != (begin > 0 ? load[at.rank] - other : had);
       load[at.rank] = other + q;
       quota[at.slot] = q;
     }
     left -= all;
   }
+  return moved;
 }
 
 // Unequal ticks: from the costliest replica to the cheapest, to equal cost, rounded down.

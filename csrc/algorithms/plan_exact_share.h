@@ -1,4 +1,4 @@
-// plan_exact_share: plan_exact, and one source rank's row of the share of its quota. One kernel makes both
+// plan_exact, and one source rank's row of the share of its quota. One kernel makes both
 // of a usual problem, so that loads, tables and quota are fetched once; the quota was made from these loads,
 // and is not checked.
 #pragma once
@@ -17,7 +17,7 @@ struct ExactShareProblem : ExactProblem {  // loads per source rank; per_node: f
 };
 
 struct ExactShareResult : ExactResult {
-  int32_t* row;  // [P] copies that it sends to every slot
+  int32_t* send_counts;  // [P] copies that it sends to every slot
 };
 
 struct ExactSharePlanner {  // see planner.h
@@ -27,7 +27,7 @@ struct ExactSharePlanner {  // see planner.h
 
   ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
     ExactPlanner::select(in, out, b);
-    out.row += b * in.R * in.S;
+    out.send_counts += b * in.R * in.S;
   }
   template <int W>
   ISOLOAD_HD static int64_t bytes(const Problem& in) {
@@ -43,13 +43,13 @@ struct ExactSharePlanner {  // see planner.h
         reinterpret_cast<int32_t*>(static_cast<char*>(memory) + ExactPlanner::bytes<W>(in));
     Share<Team> share(team, problem, workspace);
     share.trust(ExactWorkspace<W>::at(memory, in.R, in.E).total);
-    share.one_row(in.rank, out.row);
+    share.one_row(in.rank, out.send_counts);
     return kPlanned;
   }
   template <class Team>
   ISOLOAD_HD static void refuse(Team& team, const Problem& in, const Result& out) {
     ExactPlanner::refuse(team, in, out);
-    team.for_each(in.R * in.S, [&](int p) { out.row[p] = 0; });
+    team.for_each(in.R * in.S, [&](int p) { out.send_counts[p] = 0; });
   }
 
   // Without its quota.

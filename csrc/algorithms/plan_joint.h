@@ -1,4 +1,4 @@
-// plan_joint: routed and shared experts decided together, and one source rank's row of the share. One kernel
+// plan_joint: routed and shared experts decided together, and one source rank's send_counts. One kernel
 // does what plan_exact with `pour`, share_by_rank, plan_waterfill and share do one after another: of all that
 // lies between, nothing leaves the block.
 //
@@ -24,7 +24,7 @@ struct JointProblem : ExactProblem {  // loads and pour: those of JointMemory, o
 };
 
 struct JointResult : ExactResult {  // quota: with the shared copies
-  int32_t* row;                     // [P] routed copies that the source sends to every slot
+  int32_t* send_counts;             // [P] routed copies that the source sends to every slot
   int32_t* share;                   // [R, R] shared copies that source s sends to rank d
 };
 
@@ -71,7 +71,7 @@ struct JointPlanner {
     ExactPlanner::select(in, out, b);
     in.loads = nullptr;
     in.gathered += b * R * (in.E + in.num_shared);
-    out.row += b * P, out.share += b * R * R;
+    out.send_counts += b * P, out.share += b * R * R;
   }
   template <int W>
   ISOLOAD_HD static int64_t bytes(const Problem& in) {
@@ -99,9 +99,9 @@ struct JointPlanner {
     const ShareProblem problem{in.R, in.E, in.S, in.per_node, true, in.tables, in.loads, out.quota};
     const ReplicaTables& t = in.tables;
     const int32_t* const own = in.loads + int64_t(in.rank) * in.E;
-    team.for_each(in.R * in.S, [&](int p) { out.row[p] = t.solo[p] < 0 ? 0 : own[t.solo[p]]; });
+    team.for_each(in.R * in.S, [&](int p) { out.send_counts[p] = t.solo[p] < 0 ? 0 : own[t.solo[p]]; });
     Share<Team>(team, problem, m.shares).all_ranks(m.copies, m.loads, [&](int s, int j, int32_t copies) {
-      if (s == in.rank) out.row[t.slots[j]] += copies;
+      if (s == in.rank) out.send_counts[t.slots[j]] += copies;
     });
     const WaterfillProblem poured{in.R,     in.per_node, in.num_shared, Candidates::all,
                                   m.copies, m.tokens,    in.ticks,      nullptr};

@@ -22,7 +22,8 @@
 
 namespace isoload {
 
-constexpr int32_t kMostOwn = 1 << 29;  // copies of a source, below: a load and a gap of two then fit an int32
+// Copies of a source, at most: offsets may put all of them on each rank, and all loads together fit an int32.
+ISOLOAD_HD constexpr int32_t most_own(int R) { return INT32_MAX / (R + 2); }
 constexpr int kOffsetBits = 20;
 constexpr int64_t kRecentLoss = 5439;  // in 2^-16: what a batch leaves of `recent` halves in eight batches
 
@@ -34,6 +35,7 @@ struct OwnProblem {
   const int32_t* fixed;   // [R] copies a rank carries besides, or null
   const int32_t* ticks;   // [R] cost of one copy on a rank, 1..2^20, or null: all 1
   int64_t* recent;  // [E] decayed sums of the counts of batches, in 2^-16, which this one joins; or null
+  int64_t* sent;  // [3, R] or null: decayed likewise, copies sent to ranks and fixed ones; both of this batch
   int source, layer, sweeps;  // layer: of the first of the batch; most sweeps
 };
 
@@ -45,9 +47,11 @@ ISOLOAD_HD inline uint32_t own_rotation(int source, int rank, int layer) {
 template <class Team>
 class OwnSplit {
  public:
-  ISOLOAD_HD static int64_t bytes(int64_t R, int64_t E) { return (2 * R + 3 * E) * int64_t(sizeof(int32_t)); }
+  ISOLOAD_HD static int64_t bytes(int64_t R, int64_t E, int64_t P) {
+    return (2 * R + 3 * E + 2 * P) * int64_t(sizeof(int32_t));
+  }
   ISOLOAD_HD OwnSplit(Team& team, const OwnProblem& problem, void* memory, int32_t* send)
-      : team_(team), in_(problem), t_(problem.tables), send_(send) {
+      : team_(team), in_(problem), t_(problem.tables), by_part_(problem.tables), send_(send) {
     load_ = static_cast<int32_t*>(memory);
     part_ = reinterpret_cast<uint32_t*>(load_ + in_.R);
     int32_t* const first = load_ + 2 * in_.R;
@@ -57,13 +61,19 @@ class OwnSplit {
   // Whether there is a split: not of counts that are negative, too many or of an expert without a replica.
   ISOLOAD_HD bool solve() {
     if (!add_up()) return false;
+    if (!in_.ticks) order_by_part(load_ + 2 * in_.R + 3 * in_.E);
     Start<Team>{team_, t_, in_.counts, in_.ticks, load_, send_}.spread();
     for (int s = 0; s < in_.sweeps; ++s)
       if (!sweep(2 * s < in_.sweeps)) break;
+    if (in_.sent) note_sent();
     return true;
   }
 
  private:
+  ISOLOAD_HD static void join(int64_t& sum, int32_t copies) {
+    sum += (int64_t(copies) << 16) - (sum * kRecentLoss >> 16);
+  }
+
   ISOLOAD_HD bool add_up() {
     int64_t copies = 0, refused = 0;
     team_.for_each(in_.R, [&](int r) {
@@ -76,10 +86,8 @@ class OwnSplit {
       refused |= in_.counts[e] > 0 && t_.copies(e) == 0 ? -1 : in_.counts[e];
     });
     copies = team_.sum(refused < 0 ? int64_t(1) << 48 : copies);
-    if (copies >= kMostOwn) return false;
-    team_.for_each(in_.recent ? in_.E : 0, [&](int e) {
-      in_.recent[e] += (int64_t(in_.counts[e]) << 16) - (in_.recent[e] * kRecentLoss >> 16);
-    });
+    if (copies > most_own(in_.R)) return false;
+    team_.for_each(in_.recent ? in_.E : 0, [&](int e) { join(in_.recent[e], in_.counts[e]); });
     team_.for_each_group(in_.R, [&](int r, auto& group) {
       int32_t solo = 0;
       group.for_each(in_.S, [&](int s) {
@@ -105,6 +113,44 @@ class OwnSplit {
     return true;
   }
 
+  // A barrier comes before: the last sweep's or, without one, the start's.
+  ISOLOAD_HD void note_sent() {
+    team_.for_each_group(in_.R, [&](int r, auto& group) {
+      int32_t copies = 0;
+      group.for_each(in_.S, [&](int s) { copies += send_[r * in_.S + s]; });
+      copies = group.sum32(copies);
+      if (group.rank() > 0) return;
+      const int32_t fixed = in_.fixed ? in_.fixed[r] : 0;
+      join(in_.sent[r], copies), join(in_.sent[in_.R + r], fixed);
+      in_.sent[2 * in_.R + r] = copies + fixed;
+    });
+  }
+
+  // Every expert's replicas anew by the fractions of their ranks, the least first: a copy that is left over
+  // then goes to the first that takes any. lists [2 P]. No barrier at the end.
+  ISOLOAD_HD void order_by_part(int32_t* lists) {
+    int32_t *const slots = lists, *const ranks = lists + in_.R * in_.S;
+    auto place = [&](int e, int j) {
+      const uint32_t mine = part_[t_.ranks[j]];
+      int at = t_.offsets[e];
+      ISOLOAD_ROLLED
+      for (int k = t_.offsets[e]; k < t_.offsets[e + 1]; ++k) {
+        const uint32_t other = part_[t_.ranks[k]];
+        at += other < mine || (other == mine && k < j);
+      }
+      slots[at] = t_.slots[j], ranks[at] = t_.ranks[j];
+    };
+    if (team_.size() == 1) {  // one lane need not look at the others
+      for (int i = 0; i < t_.num_split(); ++i)
+        for (int e = t_.order[i], j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j) place(e, j);
+    } else {
+      team_.for_each(t_.offsets[in_.E], [&](int j) {
+        if (const int i = t_.split[t_.slots[j]]; i >= 0) place(t_.order[i], j);
+      });
+    }
+    by_part_.slots = slots, by_part_.ranks = ranks;
+  }
+
   // Levels every replicated expert once; whether copies moved. far: past the level, see balance_pair.
   ISOLOAD_HD bool sweep(bool far) {
     bool moved = false;
@@ -118,7 +164,8 @@ class OwnSplit {
             moved |= in_.ticks ? level_costs(split.first[i], split.last[i]) : level_pair(split.first[i], far);
           },
           [&](int i, auto& group) {
-            moved |= level(group, split.first[i], split.last[i] - split.first[i], split.copies[i]);
+            const int first = split.first[i], n = split.last[i] - first;
+            moved |= balance_level(group, by_part_, first, n, split.copies[i], load_, send_);
           });
     }
     return team_.any_lane(moved);
@@ -126,57 +173,17 @@ class OwnSplit {
 
   // Two replicas.
   ISOLOAD_HD bool level_pair(int j, bool far) {
-    const int rank0 = t_.ranks[j], rank1 = t_.ranks[j + 1];
-    const int32_t gap = load_[rank1] - load_[rank0];
+    const int slot0 = by_part_.slots[j], slot1 = by_part_.slots[j + 1];
+    const int rank0 = by_part_.ranks[j], rank1 = by_part_.ranks[j + 1];
+    const int32_t q0 = send_[slot0], q1 = send_[slot1], load0 = load_[rank0], load1 = load_[rank1];
+    const int32_t gap = load1 - load0;
     int32_t move = (gap >> 1) + ((gap & 1) && part_[rank1] > part_[rank0]);  // from 1 to 0
     if (far && (gap > kWide || gap < -kWide)) move = static_cast<int32_t>(7 * int64_t(gap) / 10);
-    return shift(j + 1, j, move);
-  }
-
-  // At most `move` copies from one replica to another; negative: back.
-  ISOLOAD_HD bool shift(int from, int to, int64_t move) {
-    int32_t &giver = send_[t_.slots[from]], &taker = send_[t_.slots[to]];
-    const int32_t moved = static_cast<int32_t>(move > giver ? giver : move < -taker ? -taker : move);
-    giver -= moved, load_[t_.ranks[from]] -= moved;
-    taker += moved, load_[t_.ranks[to]] += moved;
-    return moved != 0;
-  }
-
-  // More replicas: the expert's copies are taken back and poured anew to one level; what does not fill a
-  // whole level goes where the fraction is least.
-  template <class Group>
-  ISOLOAD_HD bool level(Group& group, int first, int n, int32_t copies) {
-    auto load = [&](int i) -> int32_t& { return load_[t_.ranks[first + i]]; };
-    auto sent = [&](int i) -> int32_t& { return send_[t_.slots[first + i]]; };
-    group.for_each(n, [&](int i) { load(i) -= sent(i); });
-    int32_t height = INT32_MAX, left = 0;
-    for (int below = n, before = -1; below != before;) {  // ranks above the level drop out; it only falls
-      before = below;
-      int32_t sum = 0;
-      group.for_each(n, [&](int i) { sum += load(i) <= height ? load(i) : 0; });
-      const uint32_t all = uint32_t(copies) + uint32_t(group.sum32(sum));
-      height = static_cast<int32_t>(all / uint32_t(before)),
-      left = static_cast<int32_t>(all % uint32_t(before));
-      sum = 0;
-      group.for_each(n, [&](int i) { sum += load(i) <= height; });
-      below = group.sum32(sum);
-    }
-    group.sync();
-    bool moved = false;
-    group.for_each(n, [&](int i) {
-      const uint32_t mine = part_[t_.ranks[first + i]];
-      int lower = 0;  // ranks that take of what is left over before this one
-      for (int j = 0; j < n; ++j) {
-        const uint32_t other = part_[t_.ranks[first + j]];
-        lower += load(j) <= height && (other < mine || (other == mine && j < i));
-      }
-      const int32_t q = load(i) <= height ? height - load(i) + (lower < left) : 0;
-      moved |= q != sent(i);
-      sent(i) = q;
-    });
-    group.sync();
-    group.for_each(n, [&](int i) { load(i) += sent(i); });
-    return moved;
+    move = move > q1 ? q1 : move < -q0 ? -q0 : move;
+    if (move == 0) return false;
+    send_[slot0] = q0 + move, load_[rank0] = load0 + move;
+    send_[slot1] = q1 - move, load_[rank1] = load1 - move;
+    return true;
   }
 
   // Unequal ticks: from the costliest replica to the cheapest, as near to equal cost as whole copies come.
@@ -193,13 +200,19 @@ class OwnSplit {
     }
     if (high < 0 || cost(high) <= cost(low)) return false;
     const int64_t both = 256 * int64_t(in_.ticks[t_.ranks[high]] + in_.ticks[t_.ranks[low]]);
-    return shift(high, low, quotient_of_large(cost(high) - cost(low) + both / 2 - 1, both));
+    int32_t &giver = send_[t_.slots[high]], &taker = send_[t_.slots[low]];
+    const int64_t move = quotient_of_large(cost(high) - cost(low) + both / 2 - 1, both);
+    const int32_t moved = static_cast<int32_t>(move > giver ? giver : move);
+    giver -= moved, load_[t_.ranks[high]] -= moved;
+    taker += moved, load_[t_.ranks[low]] += moved;
+    return moved != 0;
   }
 
   static constexpr int32_t kWide = 8;  // a gap that is worth to go past its middle
   Team& team_;
   const OwnProblem& in_;
   const ReplicaTables t_;
+  ReplicaTables by_part_;  // with other lists of slots and ranks, once there are some
   int32_t* const send_;
   int32_t* load_;     // [R]
   uint32_t* part_;    // [R]
@@ -217,11 +230,12 @@ struct OwnPlanner {  // see planner.h
     in.counts += b * E, in.offset += b * R, in.layer += static_cast<int>(b);
     if (in.fixed) in.fixed += b * R;
     if (in.recent) in.recent += b * E;
+    if (in.sent) in.sent += 3 * b * R;
     out += b * P;
   }
   template <int W>
   ISOLOAD_HD static int64_t bytes(const Problem& in) {
-    return OwnSplit<SerialTeam>::bytes(in.R, in.E);
+    return OwnSplit<SerialTeam>::bytes(in.R, in.E, int64_t(in.R) * in.S);
   }
   template <int W, class Team>
   ISOLOAD_HD static int solve(Team& team, const Problem& in, void* memory, Result out) {

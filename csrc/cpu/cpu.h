@@ -5,6 +5,8 @@
 #include <cstdint>
 
 #include "algorithms/borrow.h"
+#include "algorithms/plan_exact.h"
+#include "algorithms/plan_own.h"
 #include "algorithms/plan_spill.h"
 #include "algorithms/replica_tables.h"
 #include "algorithms/route_shared_sampled.h"
@@ -15,26 +17,22 @@
 
 namespace isoload::cpu {
 
-// counts [E] += occurrences of each id; -1 is skipped. Returns the first id outside [-1, E), or -1.
-template <class Id>
-int64_t count(const Id* ids, int64_t n, int E, int32_t* counts);
-
 // A copy's number: how many of the same expert come before it in its part, a run of kPartRows tokens. Parts
 // can be numbered apart, and the plan is not needed for it.
 constexpr int64_t kPartRows = 128;
 constexpr int64_t num_parts(int64_t T) { return (T + kPartRows - 1) / kPartRows; }
 
 // counts [E]; numbers [T, K], -1 for a masked copy; parts [num_parts(T), E] copies of each expert in each
-// part. Returns as count.
-template <class Id>
-int64_t count_numbered(const Id* ids, int64_t T, int K, int E, int32_t* counts, int32_t* numbers,
-                       int32_t* parts);
+// part.
+struct Counts {
+  int32_t *counts, *numbers, *parts;
+};
 
-// columns [T, K + num_shared]: the ids [T, K] of routed experts, then the shared experts' where a row has a
-// choice, -1 where it has none; and what count_numbered has of them.
+// Counts ids [T, K] of E experts. With shared ones, whose ids follow, it counts columns [T, K + num_shared]:
+// the ids, then the shared experts' where a row has a choice, -1 where it has none. Returns the first id
+// outside [-1, E), or -1.
 template <class Id>
-int64_t count_columns(const Id* ids, int64_t T, int K, int num_routed, int num_shared, Id* columns,
-                      int32_t* counts, int32_t* numbers, int32_t* parts);
+int64_t count(const Id* ids, int64_t T, int K, int E, int num_shared, Id* columns, const Counts& out);
 
 SpillStatus plan_spill(const SpillProblem& problem, const SpillResult& result);
 
@@ -51,33 +49,26 @@ enum class ShareOf { one_row, all_rows, all_ranks };
 // Returns an expert whose quota was not made from its loads, or -1.
 int share(const ShareProblem& problem, ShareOf of, int rank, int32_t* out);
 
-// What a route did not fit: an id outside [-1, E), an expert with more or fewer copies than its share, or
-// whose copies have other numbers.
+// What a route did not fit: an id outside [-1, E), an expert with more or fewer copies than its share, other
+// shared columns, or a weight.
 struct RouteFault {
-  enum Kind { none, bad_id, not_the_share, not_the_numbers, not_shared, bad_weight } kind = none;
+  enum Kind { none, bad_id, not_the_share, not_shared, bad_weight } kind = none;
   int64_t value = 0;  // the id, the expert, the row, or the slot
 };
 
-template <class Id>
-RouteFault route(const Id* ids, int64_t T, int K, int E, int P, const ReplicaTables& tables,
-                 const int32_t* source_quota, bool prefer_visited, Id* slots);
+// What slots could not be made of: an id outside [-1, E), or counts that the planner refused.
+struct BalanceFault {
+  enum Kind { none, bad_id, not_planned } kind = none;
+  int64_t value = 0;  // the id
+};
 
-// What count_numbered found in the ids; row c of parts begins at parts + c * stride, and may be longer than
-// E.
-struct Numbered {
-  const int32_t *numbers, *parts;
-  int64_t stride;
-};
-// The last n columns are those of the shared experts, E and on; their slots begin at home_slot, or are left
-// to route_shared if that is -1.
-struct SharedColumns {
-  int n = 0;
-  int32_t home_slot = -1;
-};
+// ids [n] to counts [E] and slots [n], by plan_own of these counts, and by plan_exact: loads [R, E], those of
+// rank 0 and of the others, which have none. in: of the counts or loads, which need not be there yet.
 template <class Id>
-RouteFault route_numbered(const Id* ids, int64_t T, int K, int E, const ReplicaTables& tables,
-                          const Numbered& numbered, const SharedColumns& shared, const int32_t* source_quota,
-                          Id* slots);
+BalanceFault balance_own(const Id* ids, int64_t n, OwnProblem in, int32_t* counts, Id* slots);
+template <class Id>
+BalanceFault balance_same(const Id* ids, int64_t n, const ExactProblem& in, int32_t* loads,
+                          const ExactResult& out, Id* slots);
 
 template <class Id>
 RouteFault route_sampled(const Id* ids, int64_t n, int E, const ReplicaTables& tables, const float* weights,
@@ -123,18 +114,34 @@ struct SharedFault {
   int64_t value = 0;  // the slot, or num_shared * tokens
 };
 
-// What route_numbered does with the columns of shared copies; without a source_quota they go home.
-inline SharedColumns columns_of(const SharedRoute& shared) {
-  return {shared.num_shared, shared.source_quota ? -1 : shared.home * shared.S + shared.first_shared};
-}
+// What count found in the ids; row c of parts begins at parts + c * stride, and may be longer than E.
+struct Numbered {
+  const int32_t *numbers, *parts;
+  int64_t stride;
+};
 
+// The copies of one rank's tokens: K columns of routed experts, then those of the shared ones, E and on.
+struct Route {
+  int64_t T;
+  int K, E, P;
+  ReplicaTables tables;
+  Numbered numbered;
+  const int32_t* send_counts;  // [P]
+  bool prefer_visited;
+  SharedRoute shared;  // without a source_quota its copies go home
+
+  ISOLOAD_HD int width() const { return K + shared.num_shared; }
+  // The slot of the first shared expert; -1: route_shared deals their copies.
+  int32_t home_slot() const {
+    return shared.source_quota ? -1 : shared.home * shared.S + shared.first_shared;
+  }
+};
 struct ColumnsFault {
   RouteFault routed;
   SharedFault shared;
 };
 template <class Id>
-ColumnsFault route_columns(const Id* ids, int E, const ReplicaTables& tables, const Numbered& numbered,
-                           const SharedRoute& shared, const int32_t* source_quota, Id* slots);
+ColumnsFault route(const Route& in, const Id* ids, Id* slots);
 
 template <class Id, class Out>
 SharedFault route_shared(const SharedRoute& problem, const Id* slots, Out* out);

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cfloat>
 #include <vector>
 
@@ -10,22 +11,37 @@ namespace {
 
 constexpr int kUnset = -2;
 
+// Deals copies [n] that lie side by side in order; kSomeSet: those that are kUnset.
 template <bool kSomeSet, class Id>
-RouteFault deal_all(const Id* ids, int64_t n, int E, const ReplicaTables& tables, const int32_t* share,
-                    Id* slots) {
-  thread_local Dealer dealer;
-  dealer.reset(tables, E, share);
+RouteFault deal(const Id* ids, int64_t n, int E, Dealer& dealer, Id* slots) {
   for (int64_t i = 0; i < n; ++i) {
     if (kSomeSet && slots[i] != kUnset) continue;
     const Id id = ids[i];
-    if (is_expert(id, E)) {
-      const int p = dealer.deal(static_cast<int>(id));
-      if (p < 0) return {RouteFault::not_the_share, id};
-      slots[i] = p;
-    } else if (id == -1) {
-      slots[i] = -1;
-    } else {
-      return {RouteFault::bad_id, id};
+    slots[i] = -1;
+    if (id == -1) continue;
+    if (!is_expert(id, E)) return {RouteFault::bad_id, id};
+    slots[i] = dealer.deal(static_cast<int>(id));
+    if (slots[i] < 0) return {RouteFault::not_the_share, id};
+  }
+  return {};
+}
+
+// The copies' numbers are of no use here: a thread meets them in order.
+template <bool kSomeSet, class Id>
+RouteFault deal_all(const Route& in, const int32_t* left, const Id* ids, Id* slots) {
+  thread_local Dealer dealer;
+  dealer.reset(in.tables, in.E, left);
+  const int n = in.shared.num_shared, home = in.home_slot();
+  const int64_t run = n == 0 ? in.T * in.K : in.K, end = in.T * in.width();
+  for (int64_t at = 0; at < end; at += run + n) {
+    const RouteFault fault = deal<kSomeSet>(ids + at, run, in.E, dealer, slots + at);
+    if (fault.kind != RouteFault::none) return fault;
+    const bool present =
+        n > 0 && std::any_of(slots + at, slots + at + run, [](Id slot) { return slot >= 0; });
+    for (int j = 0; j < n; ++j) {
+      const int64_t i = at + run + j;
+      if (ids[i] != (present ? in.E + j : -1)) return {RouteFault::not_shared, at / in.width()};
+      slots[i] = present && home >= 0 ? home + j : -1;
     }
   }
   if (const int e = dealer.undealt(); e >= 0) return {RouteFault::not_the_share, e};
@@ -64,16 +80,22 @@ void grant_visited(const Id* ids, int64_t T, int K, int E, const ReplicaTables& 
   }
 }
 
+template <class Id>
+RouteFault route_visited(const Route& in, const Id* ids, Id* slots) {
+  thread_local std::vector<int32_t> left;
+  left.assign(in.send_counts, in.send_counts + in.P);
+  grant_visited(ids, in.T, in.K, in.E, in.tables, in.send_counts, left.data(), slots);
+  return deal_all<true>(in, left.data(), ids, slots);
+}
+
 }  // namespace
 
 template <class Id>
-RouteFault route(const Id* ids, int64_t T, int K, int E, int P, const ReplicaTables& tables,
-                 const int32_t* source_quota, bool prefer_visited, Id* slots) {
-  if (!prefer_visited) return deal_all<false>(ids, T * K, E, tables, source_quota, slots);
-  thread_local std::vector<int32_t> left;
-  left.assign(source_quota, source_quota + P);
-  grant_visited(ids, T, K, E, tables, source_quota, left.data(), slots);
-  return deal_all<true>(ids, T * K, E, tables, left.data(), slots);
+ColumnsFault route(const Route& in, const Id* ids, Id* slots) {
+  const RouteFault fault =
+      in.prefer_visited ? route_visited(in, ids, slots) : deal_all<false>(in, in.send_counts, ids, slots);
+  if (fault.kind != RouteFault::none || in.shared.source_quota == nullptr) return {fault, {}};
+  return {fault, route_shared(in.shared, slots, slots + in.K)};
 }
 
 template <class Id>
@@ -105,10 +127,8 @@ RouteFault route_sampled(const Id* ids, int64_t n, int E, const ReplicaTables& t
   return {};
 }
 
-template RouteFault route(const int32_t*, int64_t, int, int, int, const ReplicaTables&, const int32_t*, bool,
-                          int32_t*);
-template RouteFault route(const int64_t*, int64_t, int, int, int, const ReplicaTables&, const int32_t*, bool,
-                          int64_t*);
+template ColumnsFault route(const Route&, const int32_t*, int32_t*);
+template ColumnsFault route(const Route&, const int64_t*, int64_t*);
 template RouteFault route_sampled(const int32_t*, int64_t, int, const ReplicaTables&, const float*,
                                   const Stream&, int32_t*);
 template RouteFault route_sampled(const int64_t*, int64_t, int, const ReplicaTables&, const float*,

@@ -1,5 +1,4 @@
-// What count, count_numbered and count_columns share: a group of experts counted by a block that reads all
-// ids.
+// The ids of a count, and a group of experts counted by a block that reads all of them.
 #pragma once
 
 #include "algorithms/quotient.h"

@@ -10,15 +10,13 @@
 
 #include <cstdint>
 
-#include "algorithms/gather_rows.h"
 #include "algorithms/plan_exact_share.h"
 #include "cpu/cpu.h"
 #include "ops/list.h"
 
 namespace isoload::cuda {
 
-using cpu::Numbered;
-using cpu::SharedColumns;
+using cpu::Route;
 using cpu::SharedLayout;
 using cpu::SharedRoute;
 using cpu::ShareOf;
@@ -28,15 +26,10 @@ int32_t* error_word();
 // taken [1] becomes the error word, which becomes 0.
 const char* device_errors(int32_t* taken, void* stream);
 
+// out.counts: or null, where the parts are wanted alone.
 template <class Id>
-const char* count(const Id* ids, int64_t n, int E, int32_t* counts, void* stream);
-
-template <class Id>
-const char* count_numbered(const Id* ids, int64_t T, int K, int E, int32_t* counts, int32_t* numbers,
-                           int32_t* parts, void* stream);
-template <class Id>
-const char* count_columns(const Id* ids, int64_t T, int K, int num_routed, int num_shared, Id* columns,
-                          int32_t* counts, int32_t* numbers, int32_t* parts, void* stream);
+const char* count(const Id* ids, int64_t T, int K, int num_routed, int num_shared, Id* columns,
+                  const cpu::Counts& out, void* stream);
 
 // Planners (planner.h, planner.cuh). B layers, one block each; a problem and its result are those of layer 0,
 // the others follow without a gap. bytes: of all B.
@@ -58,13 +51,15 @@ template <class Value, class Total>
 const char* borrow_backward(const Borrowing& in, const Rows* totals, int64_t num_rows, int64_t blocks,
                             void* stream);
 
-// The kernel waits for the other ranks; one that is late is noted in the error word.
-const char* gather_rows(const RowGather& in, const GatheredRows& out, void* stream);
-
-// Both for one layer; in one kernel if the planner's inputs are fetched.
-const char* plan_exact_share_gathered(const RowGather& gather, const GatheredRows& gathered,
-                                      const ExactShareProblem& problem, const ExactShareResult& result,
-                                      void* global, void* stream);
+// ids [T, K] to counts [E] and slots, as cpu::balance_own: few of them in one kernel.
+int64_t balance_own_bytes(int64_t T, int K, const OwnProblem& in);
+template <class Id>
+const char* balance_own(const Id* ids, int64_t T, int K, const OwnProblem& in, int32_t* counts, Id* slots,
+                        void* global, void* stream);
+int64_t balance_same_bytes(int64_t T, int K, const ExactProblem& in);
+template <class Id>
+const char* balance_same(const Id* ids, int64_t T, int K, const ExactProblem& in, int32_t* loads,
+                         const ExactResult& out, Id* slots, void* global, void* stream);
 
 int64_t share_bytes(const ShareProblem& problem, ShareOf of, int64_t B);
 // peaks [B]: of the plans that have just made the quotas, -1 where one was refused, whose rows are 0 then; or
@@ -72,22 +67,9 @@ int64_t share_bytes(const ShareProblem& problem, ShareOf of, int64_t B);
 const char* share(const ShareProblem& problem, ShareOf of, int rank, const int64_t* peaks, int32_t* out,
                   int64_t B, void* global, void* stream);
 
-// Routes of one layer.
-struct Route {
-  int64_t T;
-  int K, E, P;
-  ReplicaTables tables;
-  const int32_t* source_quota;  // [P]
-  bool prefer_visited;
-};
-int64_t route_bytes(const Route& problem);
+int64_t route_bytes(const Route& in);
 template <class Id>
-const char* route(const Route& problem, const Id* ids, Id* slots, void* global, void* stream);
-
-template <class Id>
-const char* route_numbered(const Id* ids, int64_t T, int K, int E, int P, const ReplicaTables& tables,
-                           const Numbered& numbered, const SharedColumns& shared, const int32_t* source_quota,
-                           Id* slots, void* stream);
+const char* route(const Route& in, const Id* ids, Id* slots, void* global, void* stream);
 
 template <class Id>
 const char* route_sampled(const Id* ids, int64_t n, int E, const ReplicaTables& tables, const float* weights,
@@ -96,12 +78,6 @@ const char* route_sampled(const Id* ids, int64_t n, int E, const ReplicaTables& 
 int64_t route_shared_bytes(const SharedRoute& problem);
 template <class Id, class Out>
 const char* route_shared(const SharedRoute& problem, const Id* slots, Out* out, void* global, void* stream);
-
-int64_t route_columns_bytes(const SharedRoute& shared);
-template <class Id>
-const char* route_columns(const Id* ids, int E, const ReplicaTables& tables, const Numbered& numbered,
-                          const SharedRoute& shared, const int32_t* source_quota, Id* slots, void* global,
-                          void* stream);
 
 template <class Id>
 const char* route_shared_sampled(const Id* slots, int64_t T, int K, const SharedDraw& draw, int32_t* ranks,

@@ -7,9 +7,7 @@
 //   without waiting, the kernel ahead of it might still run.
 // - It lets the next kernel start behind its own wait, not sooner: what the next one reads before its wait
 //   (in other libraries: weights) is then as old as if all ran one after another. So a kernel that writes
-//   weights (borrow) never lets it. One that waits for other GPUs (gather_rows, plan_exact_share_gathered)
-//   does not before they have come: waiting blocks of the next might hold every processor, and what those
-//   GPUs need in another stream would find none.
+//   weights (borrow) never lets it.
 //
 // Kernels that are launched as usual, torch's for one, wait for all before them and let the next start at
 // their end. Stream capture makes of such a launch a programmatic edge of the graph from CUDA 12.3 on: CUDA

@@ -22,7 +22,7 @@ struct Numbers {
   int E, P;
   int K, width;  // columns of routed experts, and all
   ReplicaTables t;
-  Numbered numbered;
+  cpu::Numbered numbered;
   const int32_t* share;  // [P]
   int32_t home_slot;     // of the first shared expert; -1: theirs are left to route_shared
   int32_t* errors;       // the device's error word
@@ -141,22 +141,11 @@ __device__ void look_up_part(LookUpTeam& team, const Numbers<Id>& in, int32_t* m
 }
 
 template <class Id>
-Numbers<Id> numbers_of(const Id* ids, int64_t T, int K, int E, int P, const ReplicaTables& tables,
-                       const Numbered& numbered, const SharedColumns& shared, const int32_t* source_quota,
-                       Id* slots) {
-  const int width = K + shared.n;
-  return {ids,
-          slots,
-          T * width,
-          int64_t(cpu::kPartRows) * width,
-          E,
-          P,
-          K,
-          width,
-          tables,
-          numbered,
-          source_quota,
-          shared.home_slot,
+Numbers<Id> numbers_of(const Route& in, const Id* ids, Id* slots) {
+  const int width = in.width();
+  return {ids,         slots,       in.T * width,   int64_t(cpu::kPartRows) * width,
+          in.E,        in.P,        in.K,           width,
+          in.tables,   in.numbered, in.send_counts, in.home_slot(),
           error_word()};
 }
 

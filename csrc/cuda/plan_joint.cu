@@ -49,7 +49,8 @@ __global__ void __launch_bounds__(FetchedTeam::kLanes, 1)
   fetch(team, in.tables.header, sizes.tables, tables);
   in.tables = ReplicaTables::at(tables, in.E, sizes.P);
   JointResult out = result;
-  out.quota = tables + sizes.tables, out.row = out.quota + sizes.P, out.share = out.row + sizes.P;
+  out.quota = tables + sizes.tables, out.send_counts = out.quota + sizes.P,
+  out.share = out.send_counts + sizes.P;
   wait_for_fetched(team);
   const bool planned = JointPlanner::solve(team, in, m, out) == kPlanned;
   if (!planned && team.rank() == 0) {
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(FetchedTeam::kLanes, 1)
   }
   team.for_each(static_cast<int>(sizes.P), [&](int p) {
     result.quota[p] = planned ? out.quota[p] : 0;
-    result.row[p] = planned ? out.row[p] : 0;
+    result.send_counts[p] = planned ? out.send_counts[p] : 0;
   });
   team.for_each(in.R * in.R, [&](int i) { result.share[i] = planned ? out.share[i] : 0; });
 }
@@ -153,9 +154,9 @@ const char* plan_in_parts(const JointProblem& problem, const JointResult& result
                                              workspace(plan_bytes<ExactPlanner>(parts.split, B)), stream))
     return error;
   for (const ShareOf of : {ShareOf::one_row, ShareOf::all_ranks})
-    if (const char* error =
-            share(parts.share, of, problem.rank, result.peak, of == ShareOf::one_row ? result.row : m.copies,
-                  B, workspace(share_bytes(parts.share, of, B)), stream))
+    if (const char* error = share(parts.share, of, problem.rank, result.peak,
+                                  of == ShareOf::one_row ? result.send_counts : m.copies, B,
+                                  workspace(share_bytes(parts.share, of, B)), stream))
       return error;
   const WaterfillResult poured{result.share, m.peak, m.bound};
   if (const char* error = plan<WaterfillPlanner>(

@@ -14,11 +14,10 @@ import nvcc
 INSTRUCTION_BYTES = 16
 CODE_LIMIT = 64 * 1024  # what an instruction cache holds of a kernel
 # Loads on their way, at least: all that a lane asks for.
-AHEAD = dict.fromkeys(("count", "count_alone", "count_numbered", "route_numbered", "route_columns"), 8)
+AHEAD = dict.fromkeys(("count_numbered", "route_numbered", "route_columns"), 8)
 # No pointer that may lead anywhere.
 IN_SHARED = re.compile(r"plan_(exact(_share)?|joint|spill)_fetched|plan_lp_columns")
 BETWEEN = re.compile("route_columns")  # blocks that leave words for each other: a fence ahead, one behind
-ACROSS = re.compile(r"gather_rows|plan_exact_share_gathered")  # words that other GPUs read and write
 # Not before a kernel's wait for the one ahead of it: global memory, the start of the next kernel, other ways on.
 BEHIND_WAIT = re.compile(
     r"(LD|ST|ATOM)G?[. ]|LDGSTS|RED|CCTL|UBLK|UTMA|PREEXIT|BAR|BRA|BRX|JMP|JMX|CALL|RET|EXIT"
@@ -119,21 +118,6 @@ def loads_in_flight(instructions: list[str]) -> int:
     return most
 
 
-def without_order(instructions: list[str]) -> list[str]:
-    """Words for other GPUs without a fence ahead; what follows a word of theirs while old lines are in the cache."""
-    found, fenced, stale = [], False, False
-    for line in instructions:
-        fenced |= bool(re.match(r"MEMBAR\S*\.SYS", line))
-        stale &= not line.startswith("CCTL.IVALL")
-        if re.match(r"ST\S*\.STRONG\.SYS", line) and not fenced:
-            found.append(line)
-        if stale and re.match("LDG|BAR|BRA|EXIT", line):
-            found.append(line)
-        fenced &= not line.startswith(("ST", "BRA"))
-        stale |= bool(re.match(r"LD\S*\.STRONG\.SYS", line))
-    return found
-
-
 def before_wait(instructions: list[str]) -> str:
     """What a kernel does too early for one that starts before the kernel ahead has ended: see early_start.cuh."""
     for line in instructions:
@@ -154,14 +138,6 @@ def faults(codes: list[Code]) -> list[str]:
         wanted = AHEAD.get(code.kernel.split("<")[0], 0)
         if (ahead := loads_in_flight(code.instructions)) < wanted:
             found.append(f"{of} has {ahead} loads on their way at once, not {wanted}")
-        if ACROSS.match(code.kernel):
-            shared = {line[:2] for line in code.instructions if ".STRONG.SYS" in line}
-            if shared != {"ST", "LD"}:
-                found.append(f"{of} must write and read words across the system")
-            found += [f"{of} has no order around {line}" for line in without_order(code.instructions)]
-            waits = [n for n, line in enumerate(code.instructions) if ".STRONG.SYS" in line]
-            if waits and "PREEXIT" in code.instructions[: waits[-1]]:
-                found.append(f"{of} lets the next kernel start while it waits for other GPUs")
         fences = sum(line.startswith("MEMBAR.SC.GPU") for line in code.instructions)
         if BETWEEN.match(code.kernel) and fences < 3:
             found.append(f"{of} has {fences} fences between its blocks, not 3")

@@ -1,5 +1,4 @@
-// A batch of exact splits: the inputs of plan_exact, plan_exact_share and plan_joint, checked, and the
-// results of all three.
+// A batch of exact splits: the inputs of plan_exact and plan_joint, checked, and the results of both.
 #pragma once
 
 #include <optional>

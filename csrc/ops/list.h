@@ -16,30 +16,14 @@ constexpr int kCpu = 1, kCuda = 2;
 // clang-format off
 #define ISOLOAD_OPS(OP) \
   OP(count, kCpu | kCuda, \
-     "(Tensor topk_ids, int num_experts) -> Tensor") \
-  OP(count_numbered, kCpu | kCuda, \
-     "(Tensor topk_ids, int num_experts) -> (Tensor counts, Tensor numbers, Tensor parts)") \
-  OP(count_columns, kCpu | kCuda, \
-     "(Tensor topk_ids, int num_routed, int num_shared) " \
-     "-> (Tensor columns, Tensor counts, Tensor numbers, Tensor parts)") \
-  OP(gather_rows, kCpu | kCuda, \
-     "(Tensor row, int[] beside, Tensor boards, Tensor(a!) board, int rank, int timeout_ms) " \
-     "-> (Tensor rows, Tensor beside)") \
+     "(Tensor topk_ids, int num_experts, int num_shared) " \
+     "-> (Tensor ids, Tensor counts, Tensor numbers, Tensor parts)") \
   OP(replica_tables, kCpu | kCuda, \
      "(Tensor slot_to_expert, int num_ranks, int num_experts, Tensor(a!) tables) -> ()") \
   OP(plan_exact, kCpu | kCuda, \
      "(Tensor loads, Tensor tables, int num_ranks, int num_slots, Tensor? fixed, Tensor? ticks, " \
-     "Tensor? pour, int objective, int ranks_per_node, int tolerance_ppm, int sweeps, int budget) " \
-     "-> (Tensor quota, Tensor peak, Tensor bound, Tensor telemetry)") \
-  OP(plan_exact_share, kCpu | kCuda, \
-     "(Tensor loads, Tensor tables, int num_ranks, int num_slots, Tensor? fixed, Tensor? ticks, " \
      "Tensor? pour, int objective, int ranks_per_node, int tolerance_ppm, int sweeps, int budget, " \
-     "int rank) -> (Tensor quota, Tensor peak, Tensor bound, Tensor telemetry, Tensor row)") \
-  OP(plan_exact_share_gathered, kCpu | kCuda, \
-     "(Tensor row, int[] beside, Tensor boards, Tensor(a!) board, int rank, int timeout_ms, " \
-     "Tensor tables, int num_slots, Tensor? ticks, int objective, int ranks_per_node, " \
-     "int tolerance_ppm, int sweeps, int budget) -> (Tensor rows, Tensor beside, Tensor quota, " \
-     "Tensor peak, Tensor bound, Tensor telemetry, Tensor share)") \
+     "int? rank) -> (Tensor quota, Tensor peak, Tensor bound, Tensor telemetry, Tensor send_counts)") \
   OP(plan_active, kCpu | kCuda, \
      "(Tensor loads, Tensor tables, int num_ranks, int num_slots, Tensor? ticks) " \
      "-> (Tensor quota, Tensor active_peak, Tensor active_bound, Tensor telemetry)") \
@@ -71,27 +55,31 @@ constexpr int kCpu = 1, kCuda = 2;
   OP(plan_joint, kCpu | kCuda, \
      "(Tensor loads, Tensor tables, int num_ranks, int num_slots, int num_shared, int first_shared, " \
      "Tensor? ticks, int objective, int ranks_per_node, int tolerance_ppm, int sweeps, int budget, " \
-     "int rank) -> (Tensor quota, Tensor peak, Tensor bound, Tensor telemetry, Tensor row, Tensor share)") \
+     "int rank) -> (Tensor quota, Tensor peak, Tensor bound, Tensor telemetry, Tensor send_counts, " \
+     "Tensor share)") \
   OP(plan_own, kCpu | kCuda, \
      "(Tensor counts, Tensor tables, int num_ranks, int num_slots, Tensor offset, " \
-     "Tensor? fixed, Tensor? ticks, Tensor(a!)? recent, int source, int layer, int sweeps) -> Tensor") \
+     "Tensor? fixed, Tensor? ticks, Tensor(a!)? recent, Tensor(b!)? sent, int source, SymInt layer, " \
+     "int sweeps) -> Tensor") \
+  OP(balance_own, kCpu | kCuda, \
+     "(Tensor topk_ids, Tensor tables, int num_experts, int num_ranks, int num_slots, Tensor offset, " \
+     "Tensor? ticks, Tensor(a!)? recent, Tensor(b!)? sent, int source, SymInt layer, int sweeps) " \
+     "-> (Tensor slots, Tensor counts)") \
+  OP(balance_same, kCpu | kCuda, \
+     "(Tensor topk_ids, Tensor tables, int num_experts, int num_ranks, int num_slots, Tensor? ticks, " \
+     "int objective, int ranks_per_node, int tolerance_ppm, int sweeps, int budget) " \
+     "-> (Tensor slots, Tensor loads, Tensor quota, Tensor peak, Tensor bound, Tensor telemetry)") \
   OP(share, kCpu | kCuda, \
      "(Tensor loads, Tensor quota, Tensor tables, int ranks_per_node, int rank, bool locality) " \
      "-> Tensor") \
   OP(share_by_rank, kCpu | kCuda, \
      "(Tensor loads, Tensor quota, Tensor tables, int ranks_per_node, bool locality) -> Tensor") \
   OP(share_alone, kCpu | kCuda, \
-     "(Tensor counts, Tensor quota, Tensor tables, int source) -> Tensor") \
+     "(Tensor counts, Tensor quota, Tensor tables, int source, bool past, Tensor(a!)? recent) -> Tensor") \
   OP(route, kCpu | kCuda, \
-     "(Tensor topk_ids, Tensor source_quota, Tensor tables, int num_experts, bool prefer_visited) " \
-     "-> Tensor") \
-  OP(route_numbered, kCpu | kCuda, \
-     "(Tensor topk_ids, Tensor numbers, Tensor parts, Tensor source_quota, Tensor tables, " \
-     "int num_experts) -> Tensor") \
-  OP(route_columns, kCpu | kCuda, \
-     "(Tensor topk_ids, Tensor numbers, Tensor parts, Tensor source_quota, Tensor tables, " \
-     "int num_experts, Tensor? shared_row, int num_ranks, int num_shared, int first_shared, int home, " \
-     "bool strict) -> Tensor") \
+     "(Tensor topk_ids, Tensor numbers, Tensor parts, Tensor send_counts, Tensor tables, " \
+     "int num_experts, int num_ranks, Tensor? shared_row, int num_shared, int first_shared, int home, " \
+     "bool strict, bool prefer_visited) -> Tensor") \
   OP(route_sampled, kCpu | kCuda, \
      "(Tensor topk_ids, Tensor weights, Tensor tables, int num_experts, int seed, Tensor? step, " \
      "int rank) -> Tensor") \
@@ -137,7 +125,8 @@ constexpr int kCpu = 1, kCuda = 2;
   FAULT(kShareQuota, \
         "share: quota must conserve loads") \
   FAULT(kShareAloneQuota, \
-        "share_alone: counts must be part of the loads that quota was made from") \
+        "share_alone: counts must be part of the loads that quota was made from; where that is past, neither " \
+        "may be negative, and counts be 0 for an expert without a replica") \
   FAULT(kRouteId, \
         "route: topk_ids must be in -1..E-1") \
   FAULT(kRouteShare, \
@@ -177,11 +166,13 @@ constexpr int kCpu = 1, kCuda = 2;
         "alive, and the home of each expert on a rank that holds it") \
   FAULT(kGroupPlaces, \
         "group_copies: num_places must be at least the number of copies present") \
-  FAULT(kGatherRows, \
-        "gather_rows: every rank must put its row in time; this group gathers no more") \
   FAULT(kPlanOwn, \
-        "plan_own: counts and fixed must not be negative, must sum to less than 2^29 copies, offset be in " \
-        "0..2^20, and counts be 0 for an expert without a replica")
+        "plan_own: counts and fixed must not be negative, must sum to at most 2^31 / (num_ranks + 2) copies, " \
+        "offset be in 0..2^20, and counts be 0 for an expert without a replica") \
+  FAULT(kBalanceId, \
+        "balance_own: topk_ids must be in -1..E-1") \
+  FAULT(kBalanceOwn, \
+        "balance_own: offset must be in 0..2^20, and topk_ids of experts with a replica")
 // clang-format on
 
 #define ISOLOAD_FAULT(bit, rule) bit##_,

@@ -1,21 +1,31 @@
-// plan_exact: a batch of layers in parallel.
-#include "algorithms/plan_exact.h"
-
+// plan_exact: a batch of layers in parallel, and one source rank's send_counts of each, if a rank is given.
+#include "algorithms/plan_exact_share.h"
 #include "ops/exact_batch.h"
 #include "ops/op.h"
 #include "ops/plan_layers.h"
 
 namespace isoload::ops {
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> plan_exact(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> plan_exact(
     const Tensor& loads, const Tensor& tables, int64_t num_ranks, int64_t num_slots,
     const std::optional<Tensor>& fixed, const std::optional<Tensor>& ticks, const std::optional<Tensor>& pour,
-    int64_t objective, int64_t ranks_per_node, int64_t tolerance_ppm, int64_t sweeps, int64_t budget) {
+    int64_t objective, int64_t ranks_per_node, int64_t tolerance_ppm, int64_t sweeps, int64_t budget,
+    std::optional<int64_t> rank) {
   const ExactBatch batch(loads, tables, num_ranks, num_slots, fixed, ticks, pour, objective, ranks_per_node,
                          tolerance_ppm, sweeps, budget);
-  plan_layers<ExactPlanner>(batch.in.loads, batch.problem, batch.result(), batch.in.B, 8,
-                            [&](const ExactProblem& in, int64_t b, int) { batch.explain(in, b); });
-  return {batch.quota, batch.peak, batch.bound, batch.telemetry};
+  const LoadsBatch& in = batch.in;
+  auto explain = [&](const ExactProblem& refused, int64_t b, int) { batch.explain(refused, b); };
+  const Tensor send_counts = in.per_layer(rank ? in.P : 0);
+  if (rank) {
+    batch.require_per_source(", for send_counts");
+    require(*rank >= 0 && *rank < in.R, "rank must be in 0..", in.R - 1, ", got ", *rank);
+    const ExactShareProblem problem{batch.problem, static_cast<int>(*rank)};
+    const ExactShareResult result{batch.result(), mutable_data<int32_t>(send_counts)};
+    plan_layers<ExactSharePlanner>(in.loads, problem, result, in.B, 8, explain);
+  } else {
+    plan_layers<ExactPlanner>(in.loads, batch.problem, batch.result(), in.B, 8, explain);
+  }
+  return {batch.quota, batch.peak, batch.bound, batch.telemetry, send_counts};
 }
 
 }  // namespace isoload::ops

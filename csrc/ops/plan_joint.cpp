@@ -1,4 +1,4 @@
-// plan_joint: a batch of layers in parallel, and one source rank's row of each.
+// plan_joint: a batch of layers in parallel, and one source rank's send_counts of each.
 #include "algorithms/plan_joint.h"
 
 #include "ops/exact_batch.h"
@@ -22,10 +22,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_joint(
   require(rank >= 0 && rank < in.R, "rank must be in 0..", in.R - 1, ", got ", rank);
   const JointProblem problem{batch.problem, batch.problem.loads, static_cast<int>(num_shared),
                              static_cast<int>(first_shared), static_cast<int>(rank)};
-  const Tensor row = in.per_layer(in.P);
+  const Tensor send_counts = in.per_layer(in.P);
   const Tensor share =
       in.batched ? new_empty(in.loads, {in.B, in.R, in.R}) : new_empty(in.loads, {in.R, in.R});
-  const JointResult result{batch.result(), mutable_data<int32_t>(row), mutable_data<int32_t>(share)};
+  const JointResult result{batch.result(), mutable_data<int32_t>(send_counts), mutable_data<int32_t>(share)};
   plan_layers<JointPlanner>(in.loads, problem, result, in.B, 8, [&](const JointProblem&, int64_t b, int) {
     int64_t copies = 0;
     for (int64_t s = 0; s < in.R; ++s) {
@@ -35,7 +35,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_joint(
     }
     in.explain(b, copies);
   });
-  return {batch.quota, batch.peak, batch.bound, batch.telemetry, row, share};
+  return {batch.quota, batch.peak, batch.bound, batch.telemetry, send_counts, share};
 }
 
 }  // namespace isoload::ops

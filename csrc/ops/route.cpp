@@ -1,4 +1,4 @@
-// route and route_sampled: checks of ids, shares and weights.
+// route and route_sampled: checks of ids, numbers, shares and weights.
 #include "cpu/cpu.h"
 #include "ops/op.h"
 #include "ops/route_checks.h"
@@ -6,39 +6,104 @@
 
 namespace isoload::ops {
 
-Tensor route(const Tensor& topk_ids, const Tensor& share_row_in, const Tensor& tables_in, int64_t num_experts,
-             bool prefer_visited) {
+namespace {
+
+void check_route(const cpu::RouteFault& fault, int64_t E) {
+  require(fault.kind != cpu::RouteFault::bad_id, "topk_ids must be in -1..", E - 1, ", got ", fault.value);
+  require(fault.kind != cpu::RouteFault::not_shared, "topk_ids must end in the shared experts from ", E,
+          " on, or in -1 where all routed choices are, row ", fault.value, " does not");
+  require(fault.kind != cpu::RouteFault::not_the_share,
+          "topk_ids must hold each expert as often as its share says, ", "expert ", fault.value, " does not");
+}
+
+// parts [C, E]: a view of a wider one is as good.
+cpu::Numbered checked_numbers(const Tensor& numbers, const Tensor& parts, const Tensor& ids, int64_t E) {
+  require_dtype(numbers, "numbers", ScalarType::Int);
+  require_shape(numbers, "numbers", {ids.size(0), ids.size(1)});
+  require_device(numbers, "numbers", ids, "topk_ids");
+  require_dtype(parts, "parts", ScalarType::Int);
+  require_shape(parts, "parts", {cpu::num_parts(ids.size(0)), E});
+  require_device(parts, "parts", ids, "topk_ids");
+  require(E == 1 || parts.stride(1) == 1, "parts must have rows without gaps, got stride ", parts.stride(1));
+  return {data<int32_t>(numbers), data<int32_t>(parts), parts.stride(0)};
+}
+
+// Where the shared copies go: home, or as row [R] of their share says.
+cpu::SharedRoute checked_shared(const Tensor& ids, const std::optional<Tensor>& row, int64_t P,
+                                int64_t num_ranks, int64_t num_shared, int64_t first_shared, int64_t home,
+                                bool strict) {
+  const int64_t T = ids.size(0), width = ids.size(1), R = num_ranks;
+  require(num_shared >= 0 && num_shared <= 1024, "num_shared must be in 0..1024, got ", num_shared);
+  if (num_shared == 0) return {};
+  require(width >= num_shared, "topk_ids must be [T, K + ", num_shared, "], got ", shape_text(ids));
+  require(R >= 1 && R <= kMaxRanks && P % R == 0, "num_ranks must divide ", P, " slots and be in 1..",
+          kMaxRanks, ", got ", R);
+  const int64_t most = P / R - num_shared;
+  require(first_shared >= 0 && first_shared <= most, "first_shared must be in 0..", most,
+          " with num_shared=", num_shared, ", got ", first_shared);
+  require(home >= 0 && home < R, "home must be in 0..", R - 1, ", got ", home);
+  if (row) {
+    require_dtype(*row, "shared_row", ScalarType::Int);
+    require_shape(*row, "shared_row", {R});
+    require_device(*row, "shared_row", ids, "topk_ids");
+    require(row->is_contiguous(), "shared_row must have no gaps");
+    if (ids.is_cpu()) require_copies_of_ranks(*row);
+  }
+  return {T,
+          static_cast<int>(width - num_shared),
+          static_cast<int>(R),
+          static_cast<int>(P / R),
+          static_cast<int>(home),
+          static_cast<int>(num_shared),
+          row ? data<int32_t>(*row) : nullptr,
+          strict,
+          static_cast<int>(width),
+          static_cast<int>(width),
+          static_cast<int>(first_shared)};
+}
+
+}  // namespace
+
+Tensor route(const Tensor& topk_ids, const Tensor& numbers_in, const Tensor& parts,
+             const Tensor& send_counts_in, const Tensor& tables_in, int64_t num_experts, int64_t num_ranks,
+             const std::optional<Tensor>& shared_row, int64_t num_shared, int64_t first_shared, int64_t home,
+             bool strict, bool prefer_visited) {
   require_copies(topk_ids);
-  require_row(share_row_in);
-  const Tensor ids = dense(topk_ids), source_quota = dense(share_row_in);
-  const int64_t P = source_quota.size(0), T = ids.size(0), K = ids.size(1);
+  require_dtype(send_counts_in, "send_counts", ScalarType::Int);
+  require(send_counts_in.dim() == 1, "send_counts must be [P], got ", shape_text(send_counts_in));
+  require(!prefer_visited || num_shared == 0, "num_shared must be 0 with prefer, got ", num_shared);
+  const Tensor ids = dense(topk_ids), numbers = dense(numbers_in), send_counts = dense(send_counts_in);
+  const int64_t P = send_counts.size(0), T = ids.size(0);
   const Tables tables(tables_in, P, num_experts);
   require(tables_in.dim() == 1, "tables must be of one layer, got ", shape_text(tables_in));
-  Tensor slots = new_empty(ids, {ids.size(0), ids.size(1)}, ids.scalar_type());
-  require_device(source_quota, "source_quota", ids, "topk_ids");
+  require_device(send_counts, "send_counts", ids, "topk_ids");
   require_device(tables_in, "tables", ids, "topk_ids");
+  const cpu::SharedRoute shared =
+      checked_shared(ids, shared_row, P, num_ranks, num_shared, first_shared, home, strict);
+  const cpu::Route in{T,
+                      static_cast<int>(ids.size(1) - num_shared),
+                      static_cast<int>(num_experts),
+                      static_cast<int>(P),
+                      tables.layer(0),
+                      checked_numbers(numbers, parts, ids, num_experts + num_shared),
+                      data<int32_t>(send_counts),
+                      prefer_visited,
+                      shared};
+  Tensor slots = new_empty(ids, {T, ids.size(1)}, ids.scalar_type());
+  auto launch = [&](auto&& run) {
+    if (ids.scalar_type() == ScalarType::Int) return run(data<int32_t>(ids), mutable_data<int32_t>(slots));
+    return run(data<int64_t>(ids), mutable_data<int64_t>(slots));
+  };
   if (on_cuda(ids, [&](auto stream) {
-        const cuda::Route problem{T,
-                                  static_cast<int>(K),
-                                  static_cast<int>(num_experts),
-                                  static_cast<int>(P),
-                                  tables.layer(0),
-                                  data<int32_t>(source_quota),
-                                  prefer_visited};
-        const Scratch scratch(ids, cuda::route_bytes(problem));
-        auto launch = [&](auto id) {
-          using Id = decltype(id);
-          return cuda::route(problem, data<Id>(ids), mutable_data<Id>(slots), scratch.data(), stream);
-        };
-        return ids.scalar_type() == ScalarType::Int ? launch(int32_t()) : launch(int64_t());
+        const Scratch scratch(ids, cuda::route_bytes(in));
+        return launch(
+            [&](const auto* from, auto* to) { return cuda::route(in, from, to, scratch.data(), stream); });
       }))
     return slots;
-  auto run = [&](auto id) {
-    using Id = decltype(id);
-    return cpu::route(data<Id>(ids), T, K, num_experts, P, tables.layer(0), data<int32_t>(source_quota),
-                      prefer_visited, mutable_data<Id>(slots));
-  };
-  check_route(ids.scalar_type() == ScalarType::Int ? run(int32_t()) : run(int64_t()), num_experts);
+  const cpu::ColumnsFault fault =
+      launch([&](const auto* from, auto* to) { return cpu::route(in, from, to); });
+  check_route(fault.routed, num_experts);
+  check_shared(fault.shared, shared);
   return slots;
 }
 

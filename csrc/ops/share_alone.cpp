@@ -7,7 +7,8 @@
 
 namespace isoload::ops {
 
-Tensor share_alone(const Tensor& counts_in, const Tensor& quota_in, const Tensor& tables_in, int64_t source) {
+Tensor share_alone(const Tensor& counts_in, const Tensor& quota_in, const Tensor& tables_in, int64_t source,
+                   bool past, const std::optional<Tensor>& recent) {
   require_dtype(counts_in, "counts", ScalarType::Int);
   require_dtype(quota_in, "quota", ScalarType::Int);
   require(counts_in.dim() == 1 || counts_in.dim() == 2, "counts must be [E] or [L, E], got ",
@@ -28,10 +29,28 @@ Tensor share_alone(const Tensor& counts_in, const Tensor& quota_in, const Tensor
   require_device(quota, "quota", counts, "counts");
   require_device(tables_in, "tables", counts, "counts");
   Tensor out = batched ? new_empty(counts, {B, P}) : new_empty(counts, {P});
-  const ShareAloneProblem problem{static_cast<int>(E),   static_cast<int>(P),  tables.layer(0),
-                                  data<int32_t>(counts), data<int32_t>(quota), static_cast<int>(source)};
+  if (recent) {
+    require_dtype(*recent, "recent", ScalarType::Long);
+    require(recent->is_contiguous() && recent->numel() == counts.numel(), "recent must be contiguous with ",
+            counts.numel(), " numbers, got ", shape_text(*recent));
+    require_device(*recent, "recent", counts, "counts");
+  }
+  const ShareAloneProblem problem{static_cast<int>(E),
+                                  static_cast<int>(P),
+                                  tables.layer(0),
+                                  data<int32_t>(counts),
+                                  data<int32_t>(quota),
+                                  static_cast<int>(source),
+                                  past,
+                                  recent ? mutable_data<int64_t>(*recent) : nullptr};
   plan_layers<ShareAlonePlanner>(
-      counts, problem, mutable_data<int32_t>(out), B, 0, [](const ShareAloneProblem&, int64_t, int expert) {
+      counts, problem, mutable_data<int32_t>(out), B, 0,
+      [](const ShareAloneProblem& in, int64_t, int expert) {
+        require(
+            !in.past,
+            "counts and past quotas must not be negative, quotas sum to less than 2^31 copies, and counts be "
+            "0 for an expert without a replica: those of expert ",
+            expert, " are not");
         require(false, "counts must be part of the loads that quota was made from: those of expert ", expert,
                 " are not");
       });

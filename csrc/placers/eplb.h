@@ -1,4 +1,4 @@
-// One layer of EPLB's global policy: python/isoload/reference/place_eplb.py computes the same slots.
+// One layer of EPLB's global policy: tests/reference/place_eplb.py computes the same slots.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // Local search on the mean over scenarios of the busiest rank's cost.
-// python/isoload/reference/place_search.py finds the same slots.
+// tests/reference/place_search.py finds the same slots.
 #pragma once
 
 #include <stdexcept>

@@ -29,7 +29,6 @@ from isoload.topology import Topology, topology_errors
 from isoload.trace import Trace, read_trace, trace_errors, write_trace
 from isoload.transport import CollectiveGroup, CollectiveTransport, LocalGroup, LocalTransport
 from isoload.weights.shard import Shard
-from isoload.workloads import WORKLOADS, make_workload
 
 __version__ = "0.1.0"
 
@@ -37,7 +36,6 @@ __all__ = [
     "FORMATS",
     "PLACERS",
     "POLICIES",
-    "WORKLOADS",
     "Balancer",
     "BlockExperts",
     "CapturedBalancer",
@@ -67,7 +65,6 @@ __all__ = [
     "full_optimizer_state",
     "ignore_in_ddp",
     "load_full_optimizer_state",
-    "make_workload",
     "place",
     "placement_errors",
     "plan",

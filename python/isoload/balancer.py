@@ -3,9 +3,8 @@
     count -> gather -> plan -> share -> route
 
 Every call allocates its own results and writes nothing that an earlier call returned: two batches may be in flight,
-and a second captured graph leaves the first alone. What persists are the layer's tables, refreshed in place by
-:meth:`Balancer.load`. The gather is the only exchange: all Balancers of a group must be called in one order on all
-ranks, so give them a group of their own (:meth:`isoload.CollectiveGroup.own`), which no other collective shares.
+and a second captured graph leaves the first alone. :meth:`Balancer.load` refreshes the tables in place. All Balancers
+of a group are called in one order on all ranks: no other collective may share it (:meth:`isoload.CollectiveGroup.own`).
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ import torch
 from torch import Tensor
 
 from isoload.counting import check_one_each, count_owned, without_padding
-from isoload.ops import Numbered, Prefer, gather_rows
-from isoload.own_counts import OwnCounts, exchange
+from isoload.ops import Counted, Prefer
+from isoload.own_counts import Exchanged, Loads, exchange, make_own_counts, no_one
+from isoload.own_counts.at_once import balance_at_once, needs_no_gather, record
 from isoload.placed_layers import Filled, PlacedLayers, own_layers, refreshing
 from isoload.placement import Placement, check_same_shape
 from isoload.planning import Balanced, Gathered, plan_and_share
 from isoload.policies import Policy, Seeded, make_policy
-from isoload.policies.at_gather import PlanAtGather, is_plan_of, plan_at_gather
 from isoload.records import Plan
 from isoload.routing import route_counted, route_fixed, route_sent
 from isoload.shared_experts import without_shared_slots
-from isoload.steps import first_step, in_backward, next_step
+from isoload.steps import first_step, next_step
 from isoload.topology import Topology
 from isoload.transport import Group, LocalGroup, checksum, error_code
 from isoload.transport.agreement import placement_facts
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from isoload.online.recorder import Recorder
 
 Tokens = Literal["own", "same"]
-Loads = Literal["gathered", "own"]
 
 
 class Balancer:
@@ -54,10 +52,11 @@ class Balancer:
             same rows, as tensor-parallel serving without an all-to-all does; nothing is exchanged, and every rank
             computes the same slots. All rows count as rank 0's, which is then home to all shared copies: choose
             waterfill or joint where the placement has shared experts.
-        loads: "gathered": a batch is planned by all ranks' counts, gathered in the forward; certified. "own": each rank
-            splits its own copies, with no exchange in the forward, by :func:`isoload.ops.plan_own`, towards targets
-            that :meth:`exchange` renews. The policy is then exact and last_plan None: nothing is proved of what all
-            ranks send together.
+        loads: "gathered": a batch is planned by all ranks' counts, gathered in the forward; certified. "node": by those
+            of each node, gathered there. "own": by each rank's own, with no exchange in the forward. Both split towards
+            targets that :meth:`exchange` renews, see :mod:`isoload.own_counts`. "last": by those of batches before
+            the last :meth:`exchange`. The policy is then exact, shared experts stay home, and last_plan is None.
+        price: whether targets are corrected by what came of the last ones, see isoload.own_counts.targets.new_price.
         prefer: see :func:`isoload.route`.
         min_tokens: with fewer tokens over all ranks nothing is gathered or planned: each expert goes to its ``static``
             replica, shared ones stay home, and last_plan is None. The same on all ranks.
@@ -80,6 +79,7 @@ class Balancer:
         min_tokens: int = 0,
         shared_columns: bool = True,
         loads: Loads = "gathered",
+        price: bool = False,
         **options: Any,
     ) -> None:
         group = LocalGroup(Topology(1)) if group is None and placement.topology.num_ranks == 1 else group
@@ -89,28 +89,24 @@ class Balancer:
             raise ValueError(
                 f"group must join the {placement.topology.num_ranks} ranks for tokens='own', got None"
             )
-        if loads not in ("gathered", "own") or (loads == "own" and tokens == "same"):
-            raise ValueError(
-                f"loads must be gathered, or own where tokens are, got {loads!r} for {tokens!r} tokens"
-            )
         self.placement, self.layer, self.group, self.tokens = placement, layer, group, tokens
         self.prefer, self.min_tokens, self.shared_columns = prefer, min_tokens, shared_columns
-        self.batch = 0  # batches so far
+        self.loads, self.batch = loads, 0  # batches so far
         self.last_plan: Plan | None = None
         self.recorder: Recorder | None = None  # counts every batch, planned or not
         self.last_loads: Tensor | None = None  # [R, E] of the last plan
         self._own: dict[torch.device, PlacedLayers] = {}
         self._steps: dict[torch.device, Tensor] = {}  # [] int64, batches that drew: read by captured graphs
         self._checksums: dict[str, int] = {}
-        self.own_counts = OwnCounts(placement, self.ranks) if loads == "own" else None
-        if group is None:
-            self._check(make_policy(policy, options))
-            return
-        with group.agreeing("construction") as facts:
+        alone = nullcontext(dict[str, object]())
+        with alone if group is None else group.agreeing("construction") as facts:
+            self.own_counts = make_own_counts(loads, tokens, placement, group, price)
             self._check(make_policy(policy, options))
             facts.update({"layer": layer, "policy": self.policy, "min_tokens": min_tokens})
-            facts.update({"tokens": tokens, "loads": loads})
+            facts.update({"tokens": tokens, "loads": loads, "price": price})
             facts.update(placement_facts(placement, layer))
+        if self.own_counts is not None:
+            self.own_counts.join()
 
     @classmethod
     def from_slots(
@@ -136,10 +132,11 @@ class Balancer:
 
     @policy.setter
     def policy(self, policy: Policy) -> None:
-        policy.check(self.placement)
         if self.own_counts is not None:
             self.own_counts.check(policy)
+        policy.check(self.placement)
         self._policy = policy
+        self.needs_no_gather = needs_no_gather(self)
         self._checksums["checksum of policy"] = checksum(policy)
 
     @property
@@ -182,7 +179,8 @@ class Balancer:
             ids = [without_padding(rows, num_valid) for rows in given]
         except BaseException as error:
             failure = error
-        slots = self.route(self.balance(ids, num_tokens, failure))
+        slots = None if failure is not None else balance_at_once(self, ids, num_tokens)
+        slots = self.route(self.balance(ids, num_tokens, failure)) if slots is None else slots
         return slots[0] if isinstance(topk_ids, Tensor) else slots
 
     def plans(self, num_tokens: int | None) -> bool:
@@ -203,7 +201,7 @@ class Balancer:
         topk_ids: list[Tensor],
         num_tokens: int | None = None,
         failure: BaseException | None = None,
-        tell: Callable[[], None] | None = None,
+        tell: Callable[[], None] = no_one,
         facts: Mapping[str, int] | None = None,
         beside: list[Tensor] | None = None,
     ) -> Gathered:
@@ -219,12 +217,11 @@ class Balancer:
             facts: more integers that all ranks must give alike, beside :attr:`facts`.
             beside: [W] int32 of every owned rank, gathered with the loads; W is the same on all ranks.
         """
-        tell = (lambda: None) if tell is None else tell
         if not torch.compiler.is_compiling():  # which would compile anew for every number
             self.batch += 1
-        planned, ahead = self.has_freedom, None  # so the others gather, unless num_tokens tells them not to
+        planned = self.has_freedom  # so the others gather, unless num_tokens tells them not to
+        counted: list[Counted] = []
         rows: list[Tensor] = []
-        numbered: Sequence[Numbered | None] = []
         try:
             if self.tokens == "same" and num_tokens is None and topk_ids:
                 num_tokens = len(topk_ids[0])
@@ -232,69 +229,64 @@ class Balancer:
             if failure is not None:
                 raise failure
             check_one_each(topk_ids, len(self.ranks))
-            numbers = planned and self.prefer is None and not self.policy.samples
-            topk_ids, rows, numbered = count_owned(topk_ids, self.placement, self.shared_columns, numbers)
-            self._record(rows, topk_ids)
+            counted = count_owned(topk_ids, self.placement, self.shared_columns)
+            rows = [found.counts for found in counted]
+            record(self, rows, counted[0].ids.shape[1])
             if beside is not None:
                 rows = [torch.cat(parts) for parts in zip(rows, beside, strict=True)]
-            elif planned and len(self.ranks) == 1 and self.own_counts is None:
-                ahead = plan_at_gather(self.policy, self.placed_on(rows[0].device))
         except BaseException as error:
             failure = error if failure is None else failure
         self.last_plan = self.last_loads = None
-        if not planned or self.own_counts is not None:
+        told = {**self.facts, **(facts or {})}
+        if planned and self.own_counts is not None:
+            return Gathered(counted, self.own_counts.gather(rows, failure, tell, told), True)
+        if not planned:
             if failure is not None:
                 tell()
                 raise failure
-            counted = rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
-            return Gathered(topk_ids, numbered, counted, planned)
+            own_loads = rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
+            return Gathered(counted, own_loads, False)
         own = self.placement.num_experts
         width = own + (0 if beside is None else len(beside[0]))
-        gathered = self._gather(rows, width, failure, tell, {**self.facts, **(facts or {})}, ahead)
+        gathered = self._gather(rows, width, failure, tell, told)
         if beside is None:
-            return Gathered(topk_ids, numbered, gathered, True, ahead=ahead)
+            return Gathered(counted, gathered, True)
         loads, others = gathered.narrow(1, 0, own), gathered.narrow(1, own, width - own)
-        return Gathered(topk_ids, numbered, loads, True, others)
+        return Gathered(counted, loads, True, others)
 
     def plan(self, gathered: Gathered, filled: Filled | None = None, keep_local: bool = False) -> Balanced:
         """Plans a batch, if it is to be planned; filled and keep_local as in :func:`isoload.plan`."""
-        topk_ids, numbered, loads = gathered.topk_ids, gathered.numbered, gathered.loads
+        counted, loads = gathered.counted, gathered.loads
         if not gathered.planned:
-            return Balanced(topk_ids, numbered, loads, None)
-        placed, ahead = self.placed_on(loads.device), gathered.ahead
+            return Balanced(counted, loads, None)
+        placed = self.placed_on(loads.device)
         if self.own_counts is not None:
             sent = self.own_counts.split(loads, placed, self.layer)
-            return Balanced(topk_ids, numbered, loads, None, sent=sent)
+            return Balanced(counted, loads, None, sent)
         self.last_loads = loads
-        if (
-            ahead is not None
-            and filled is None
-            and not keep_local
-            and is_plan_of(ahead.plan, self.policy, placed)
-        ):
-            self.last_plan = ahead.plan
-            return Balanced(topk_ids, numbered, loads, self.last_plan, ahead.row)
         step = next_step(self._step_on(loads.device)) if isinstance(self.policy, Seeded) else 0
         rank = self.ranks[0] if len(self.ranks) == 1 else None
         how: dict[str, Any] = {"filled": filled, "keep_local": keep_local, "step": step}
-        self.last_plan, row = plan_and_share(loads, placed, self.policy, rank, **how)
-        return Balanced(topk_ids, numbered, loads, self.last_plan, row)
+        self.last_plan, sent_by_rank = plan_and_share(loads, placed, self.policy, rank, **how)
+        return Balanced(counted, loads, self.last_plan, None if sent_by_rank is None else [sent_by_rank])
 
     def route(self, balanced: Balanced) -> list[Tensor]:
         """[T, K] slots of every owned rank's copies: as planned or, without a plan, where they always go."""
-        of_rank = list(zip(self.ranks, balanced.topk_ids, balanced.numbered, strict=True))
-        loads, made = balanced.loads, balanced.plan
-        if (sent := balanced.sent) is not None:
-            tables = self.placed_on(loads.device).tables
-            return [route_sent(ids, n, sent[i], tables, self.prefer) for i, (_, ids, n) in enumerate(of_rank)]
-        if made is None:
-            return [route_fixed(ids, self.placed_on(ids.device), rank) for rank, ids, _ in of_rank]
-        how: dict[str, Any] = {"row": balanced.row, "prefer": self.prefer}
-        return [route_counted(ids, n, loads, made, rank, **how) for rank, ids, n in of_rank]
+        loads, made, slots = balanced.loads, balanced.plan, []
+        for i, (rank, counted) in enumerate(zip(self.ranks, balanced.counted, strict=True)):
+            sent = None if balanced.send_counts is None else balanced.send_counts[i]
+            placed = self.placed_on(loads.device)
+            if made is not None:
+                slots.append(route_counted(counted, loads, made, rank, send_counts=sent, prefer=self.prefer))
+            elif sent is not None:
+                slots.append(route_sent(counted, sent, placed, rank, self.prefer))
+            else:
+                slots.append(route_fixed(counted.ids, placed, rank))
+        return slots
 
-    def exchange(self, *others: Balancer) -> None:
-        """Renews the targets of this layer and of others with loads="own": :func:`isoload.own_counts.exchange`."""
-        exchange([self, *others])
+    def exchange(self, *others: Balancer) -> Exchanged:
+        """Renews the targets of this layer and of others by own counts: :func:`isoload.own_counts.exchange`."""
+        return exchange([self, *others])
 
     def load(self, placement: Placement) -> None:
         """Takes a new placement in place: no address changes, so captured graphs stay valid. Between batches.
@@ -326,7 +318,7 @@ class Balancer:
             self._checksums["checksum of placement"] = told
             self._own.update({device: write() for device, write in refresh.items()})
             if self.own_counts is not None:
-                self.own_counts.offset.zero_()  # targets are of the placement
+                self.own_counts.reset()
 
         return settle
 
@@ -348,12 +340,6 @@ class Balancer:
         """Slots numbered as if the shared experts had none: an engine's physical ids of routed experts; -1 stays."""
         return without_shared_slots(slots, self.placement.slots_per_rank, self.placement.num_shared)
 
-    def _record(self, counts: list[Tensor], topk_ids: list[Tensor]) -> None:
-        # A checkpoint's recompute counts no batch again.
-        if self.recorder is not None and (torch.compiler.is_compiling() or not in_backward()):
-            top_k = topk_ids[0].shape[1] - self.placement.num_shared
-            self.recorder.add(self.layer, counts, self, top_k)
-
     def _gather(
         self,
         rows: list[Tensor],
@@ -361,7 +347,6 @@ class Balancer:
         failure: BaseException | None,
         tell: Callable[[], None],
         facts: Mapping[str, int],
-        ahead: PlanAtGather | None,
     ) -> Tensor:
         """[R, width] counts of all ranks. With tokens="same" rank 0 stands for the one source there is."""
         if self.tokens == "same":
@@ -371,7 +356,7 @@ class Balancer:
             return torch.nn.functional.pad(rows[0].unsqueeze(0), (0, 0, 0, others))
         assert self.group is not None
         if failure is None:
-            return self.group.gather_loads(rows, None, facts, ahead or gather_rows)
+            return self.group.gather_loads(rows, None, facts)
         nothing = torch.zeros(width, dtype=torch.int32, device=self._device())
         try:
             owned = len(self.ranks)

@@ -8,21 +8,22 @@ import torch
 from torch import Tensor
 
 from isoload import ops
-from isoload.ops import Numbered
+from isoload.ops import Counted
 from isoload.placement import Placement
 from isoload.shared_experts import check_shared_columns
 from isoload.value_checks import check_whole
 
 
 def count(topk_ids: Tensor, num_experts: int) -> Tensor:
-    """[E] int32 copies per logical expert in topk_ids [T, K] (int32 or int64; -1 = masked, not counted).
+    """[E] int32 copies per logical expert in topk_ids [T, K], or of any shape (int32 or int64; -1 = masked).
 
     All-gather it over the ranks to get loads [R, E].
 
     Raises:
         ValueError: an id outside -1..E-1, or another dtype.
     """
-    return ops.count(topk_ids, num_experts)
+    rows = topk_ids if topk_ids.dim() == 2 else topk_ids.reshape(-1, 1)
+    return ops.count(rows, num_experts).counts
 
 
 def without_padding(topk_ids: Tensor, num_valid: int | Tensor | None) -> Tensor:
@@ -49,25 +50,17 @@ def check_one_each(topk_ids: Sequence[Tensor], owned: int) -> None:
         raise ValueError(f"topk_ids must have one tensor per owned rank ({owned}), got {len(topk_ids)}")
 
 
-def count_owned(
-    topk_ids: list[Tensor], placement: Placement, shared_columns: bool, numbers: bool
-) -> tuple[list[Tensor], list[Tensor], Sequence[Numbered | None]]:
-    """Of every owned rank: ids with shared columns, their counts, and numbers where the route looks them up.
+def count_owned(topk_ids: list[Tensor], placement: Placement, shared_columns: bool) -> list[Counted]:
+    """Counts of every owned rank's ids [T, K].
 
     Args:
-        topk_ids: [T, K] of every owned rank.
+        topk_ids: of every owned rank.
         placement: how many experts there are.
-        shared_columns: whether the ids have them; else they are added.
-        numbers: whether the route looks them up.
+        shared_columns: whether the ids have those of the shared experts; else they are added.
     """
-    experts, routed, num_shared = placement.num_experts, placement.num_routed, placement.num_shared
-    if num_shared and not shared_columns:
-        added = [ops.count_columns(rows, routed, num_shared) for rows in topk_ids]
-        topk_ids, numbered = [ids for ids, _ in added], [found for _, found in added]
-        return topk_ids, [found.counts for found in numbered], numbered if numbers else [None] * len(topk_ids)
+    routed, num_shared = placement.num_routed, placement.num_shared
+    if not shared_columns:
+        return [ops.count(rows, routed, num_shared) for rows in topk_ids]
     for rows in topk_ids if num_shared else ():
         check_shared_columns(rows, routed, num_shared)
-    if not numbers:
-        return topk_ids, [count(rows, experts) for rows in topk_ids], [None] * len(topk_ids)
-    numbered = [ops.count_numbered(rows, experts) for rows in topk_ids]
-    return topk_ids, [found.counts for found in numbered], numbered
+    return [ops.count(rows, placement.num_experts) for rows in topk_ids]

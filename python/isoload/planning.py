@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,11 +9,10 @@ import torch
 from torch import Tensor
 
 from isoload import ops
-from isoload.ops import Numbered, Order
+from isoload.ops import Counted, Order
 from isoload.placed_layers import Filled, PlacedLayers
 from isoload.placement import Placement
 from isoload.policies import Demand, Policy, make_policy
-from isoload.policies.at_gather import PlanAtGather
 from isoload.policies.keeping import split_above_local
 from isoload.records import Plan
 from isoload.shared_experts import (
@@ -30,34 +28,29 @@ from isoload.value_checks import values_readable
 
 @dataclass(frozen=True, eq=False)
 class Gathered:
-    """One batch, counted: topk_ids [T, K] of every owned rank, loads [R, E], and what was gathered beside them [R, W].
+    """One batch, counted: of every owned rank, loads [R, E], and what was gathered beside them [R, W].
 
-    Where nothing will be planned, nothing is gathered: loads are the owned ranks' own counts. numbered: of every owned
-    rank's topk_ids, or None where its route has no use for it. ahead: what may have planned at the gather.
+    Where nothing will be planned, nothing is gathered: loads are the owned ranks' own counts.
     """
 
-    topk_ids: list[Tensor]
-    numbered: Sequence[Numbered | None]
+    counted: list[Counted]
     loads: Tensor
     planned: bool
     beside: Tensor | None = None
-    ahead: PlanAtGather | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Balanced:
-    """One batch on its way: topk_ids [T, K] of every owned rank, loads as gathered, and the plan, if there is one.
+    """One batch on its way: counted as gathered, loads, and the plan, if there is one.
 
-    row: [P] this rank's share of the routed experts, where the op that planned has made it, too.
-    sent: [P] what every owned rank sends by its own counts, in the place of a plan.
+    send_counts: [P] copies of the routed experts that every owned rank sends to each slot: where the op that planned
+    has made them, too, or by the rank's own counts, in the place of a plan.
     """
 
-    topk_ids: list[Tensor]
-    numbered: Sequence[Numbered | None]
+    counted: list[Counted]
     loads: Tensor
     plan: Plan | None
-    row: Tensor | None = None
-    sent: list[Tensor] | None = None
+    send_counts: list[Tensor] | None = None
 
 
 def plan(

@@ -62,20 +62,3 @@ class ReplicaTables:
     def is_replica(self) -> Tensor:
         """[..., P] bool: slots that take copies (not empty, and the lowest of their expert on their rank)."""
         return torch.logical_or(self.field("solo") >= 0, self.field("split") >= 0)
-
-    def logcnt(self) -> Tensor:
-        """[..., E] int32 replicas of every expert, as engines call it (logical_replica_count)."""
-        offsets = self.field("offsets")
-        return offsets[..., 1:] - offsets[..., :-1]
-
-    def log2phy(self, width: int | None = None) -> Tensor:
-        """[..., E, width] int32 slots of every expert, ascending, then -1: engines' logical_to_physical_map.
-
-        width: None = as many as the expert with most replicas has, which waits for a device.
-        """
-        counts = self.logcnt().unsqueeze(-1)
-        width = int(counts.max()) if width is None else width
-        place = torch.arange(width, device=self.data.device)
-        index = (self.field("offsets")[..., :-1, None] + place).clamp(max=self.num_slots - 1).long()
-        slots = self.field("slots").unsqueeze(-2).expand(*index.shape[:-1], -1)
-        return torch.where(place < counts, slots.gather(-1, index), -1)

@@ -1,4 +1,4 @@
-"""What planners return: the same types of isoload.ops and of isoload.reference."""
+"""What planners return: the types of isoload.ops, and of their plain twins in tests/reference."""
 
 from __future__ import annotations
 
@@ -8,20 +8,29 @@ import torch
 from torch import Tensor
 
 ONE_OFFSET = 2**20  # of plan_own: as much as all copies of the source
+RECENT_LOSS = 5439  # in 2^-16, by which decayed counts shrink in a batch: kRecentLoss in plan_own.h
 PART_ROWS = 128  # tokens of a part: kPartRows in csrc/cpu/cpu.h
 
 
-class Numbered(NamedTuple):
-    """What :func:`isoload.ops.count_numbered` returns.
+class Counted(NamedTuple):
+    """What :func:`isoload.ops.count` returns.
 
-    counts [E] int32 copies of every expert; numbers [T, K] int32: how many copies of the same expert come before this
-    one in its part, -1 where masked; parts [C, E] int32 copies of every expert in each part. A part is a run of
-    PART_ROWS tokens, so C = ceil(T / PART_ROWS).
+    ids [T, K] those counted, with the shared experts' columns where they were to be added; counts [E] int32 copies of
+    every expert; numbers [T, K] int32: how many copies of the same expert come before this one in its part, -1 where
+    masked; parts [C, E] int32 copies of every expert in each part. A part is a run of PART_ROWS tokens, so
+    C = ceil(T / PART_ROWS).
     """
 
+    ids: Tensor
     counts: Tensor
     numbers: Tensor
     parts: Tensor
+
+    def routed(self, num_shared: int) -> Counted:
+        """Without the shared experts, which are the last and alone in the last columns: views."""
+        columns, experts = self.ids.shape[1] - num_shared, len(self.counts) - num_shared
+        ids, numbers = self.ids.narrow(1, 0, columns), self.numbers.narrow(1, 0, columns)
+        return Counted(ids, self.counts.narrow(0, 0, experts), numbers, self.parts.narrow(1, 0, experts))
 
 
 class SharedColumns(NamedTuple):
@@ -44,13 +53,15 @@ class ExactSplit(NamedTuple):
 
     quota [P] int32 copies per slot; peak [] int64 largest rank cost; bound [] int64 proved lower bound over all
     integer quotas; telemetry [4] int32: sweeps, augmentations, Newton steps, 1 if the budget ended the solve.
-    Costs are copies, or ticks if ticks were given.
+    Costs are copies, or ticks if ticks were given. send_counts [P] int32: of the quota, what :func:`isoload.ops.share`
+    gives the rank asked for in the order "locality"; [0] where none was.
     """
 
     quota: Tensor
     peak: Tensor
     bound: Tensor
     telemetry: Tensor
+    send_counts: Tensor
 
 
 class JointSplit(NamedTuple):
@@ -58,15 +69,15 @@ class JointSplit(NamedTuple):
 
     quota [P] int32 copies per slot, shared ones included; peak [] int64 largest rank cost; bound [] int64 proved lower
     bound over all integer quotas and all places of the shared copies; telemetry [4] int32 as in :class:`ExactSplit`;
-    row [P] int32 routed copies that the rank asked for sends to each slot; share [R, R] int32 shared copies that source
-    s sends to rank d.
+    send_counts [P] int32 routed copies that the rank asked for sends to each slot; share [R, R] int32 shared copies
+    that source s sends to rank d.
     """
 
     quota: Tensor
     peak: Tensor
     bound: Tensor
     telemetry: Tensor
-    row: Tensor
+    send_counts: Tensor
     share: Tensor
 
 

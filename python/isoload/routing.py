@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from isoload import ops
-from isoload.ops import Order, Prefer
+from isoload.ops import Counted, Order, Prefer
 from isoload.placed_layers import PlacedLayers
 from isoload.planning import share_routed
 from isoload.policies import StaticPolicy, sample_seed
 from isoload.records import Plan
-from isoload.replica_tables import ReplicaTables
 from isoload.shared_experts import check_shared_columns
 from isoload.value_checks import values_readable
 
@@ -42,83 +41,64 @@ def route(
     Returns:
         [T, K] in the dtype of topk_ids, -1 where masked: DeepEP's ``topk_idx``.
     """
-    if plan.placed.num_shared:
-        check_shared_columns(topk_ids, plan.placed.host.num_routed, plan.placed.num_shared)
-    return route_counted(topk_ids, None, loads, plan, rank, prefer=prefer, order=order)
+    num_shared = plan.placed.num_shared
+    if num_shared:
+        check_shared_columns(topk_ids, plan.placed.host.num_routed, num_shared)
+    counted = ops.count(topk_ids, plan.tables.num_experts + num_shared)
+    return route_counted(counted, loads, plan, rank, prefer=prefer, order=order)
 
 
 def route_counted(
-    topk_ids: Tensor,
-    numbered: ops.Numbered | None,
+    counted: ops.Counted,
     loads: Tensor,
     plan: Plan,
     rank: int,
     *,
-    row: Tensor | None = None,
+    send_counts: Tensor | None = None,
     prefer: Prefer | None = None,
     order: Order = "locality",
 ) -> Tensor:
-    """:func:`route` of ids whose shared columns are checked.
-
-    With :func:`isoload.ops.count_numbered` of topk_ids it need not count again, which serves neither a plan that draws
-    nor ``prefer``; with the rank's row of the share, in this order, it need not share.
-    """
+    """:func:`route` of ids whose shared columns are checked; with the rank's send_counts, in this order, it need not
+    share."""
     if plan.layer is None:
         raise ValueError("plan must be of one layer (plans[layer]), got a plan of all layers")
-    if topk_ids.device != plan.bound.device:
-        raise ValueError(f"topk_ids must be on the plan's device {plan.bound.device}, got {topk_ids.device}")
-    if not plan.placed.num_shared:
-        return _route_routed(topk_ids, numbered, loads, plan, rank, row, prefer, order)
-    placed = plan.placed
-    routed = topk_ids.narrow(1, 0, topk_ids.shape[1] - placed.num_shared)
-    looked_up = numbered is not None and prefer is None and plan.weights is None
-    columns = plan.policy.shared_columns(plan, rank) if looked_up else None
-    if numbered is not None and columns is not None:
-        row = share_routed(loads, plan, rank, order) if row is None else row
-        return ops.route_columns(topk_ids, numbered, row, plan.tables, columns)
-    if numbered is not None:  # the shared experts are the last, in columns of their own
-        numbers, parts = numbered.numbers, numbered.parts
-        numbered = numbered._replace(
-            numbers=numbers.narrow(1, 0, routed.shape[1]), parts=parts.narrow(1, 0, plan.tables.num_experts)
+    if counted.ids.device != plan.bound.device:
+        raise ValueError(
+            f"topk_ids must be on the plan's device {plan.bound.device}, got {counted.ids.device}"
         )
-    slots = _route_routed(routed, numbered, loads, plan, rank, row, prefer, order)
-    ranks = plan.policy.route_shared(slots, plan, rank)
-    return torch.cat([slots, shared_slots(ranks, placed).to(slots.dtype)], dim=1)
-
-
-def _route_routed(
-    topk_ids: Tensor,
-    numbered: ops.Numbered | None,
-    loads: Tensor,
-    plan: Plan,
-    rank: int,
-    row: Tensor | None,
-    prefer: Prefer | None,
-    order: Order,
-) -> Tensor:
-    """[T, K] slots of the routed experts."""
+    placed, policy, columns = plan.placed, plan.policy, None
+    if placed.num_shared and plan.weights is None and prefer is None:
+        columns = policy.shared_columns(plan, rank)
+    if placed.num_shared and columns is None:
+        counted = counted.routed(placed.num_shared)
     if plan.weights is not None:
         if not 0 <= rank < plan.tables.num_ranks:
             raise ValueError(f"rank must be in 0..{plan.tables.num_ranks - 1}, got {rank}")
-        weights = plan.policy.weights_of(plan, rank)
-        return ops.route_sampled(topk_ids, weights, plan.tables, *sample_seed(plan, rank), rank)
-    row = share_routed(loads, plan, rank, order) if row is None else row
-    if numbered is not None and prefer is None:
-        return ops.route_numbered(topk_ids, numbered, row, plan.tables)
-    return ops.route(topk_ids, row, plan.tables, prefer)
+        weights = policy.weights_of(plan, rank)
+        slots = ops.route_sampled(counted.ids, weights, plan.tables, *sample_seed(plan, rank), rank)
+    else:
+        send_counts = share_routed(loads, plan, rank, order) if send_counts is None else send_counts
+        slots = ops.route(counted, send_counts, plan.tables, columns, prefer)
+    if not placed.num_shared or columns is not None:
+        return slots
+    ranks = policy.route_shared(slots, plan, rank)
+    return torch.cat([slots, shared_slots(ranks, placed).to(slots.dtype)], dim=1)
 
 
 def route_sent(
-    topk_ids: Tensor,
-    numbered: ops.Numbered | None,
-    sent: Tensor,
-    tables: ReplicaTables,
-    prefer: Prefer | None,
+    counted: Counted, send_counts: Tensor, placed: PlacedLayers, rank: int, prefer: Prefer | None
 ) -> Tensor:
-    """The slot of every copy on a rank that sends [P] copies to each slot, without a plan."""
-    if numbered is None:
-        return ops.route(topk_ids, sent, tables, prefer)
-    return ops.route_numbered(topk_ids, numbered, sent, tables)
+    """The slot of every copy on a rank that sends [P] copies to each slot, without a plan; shared ones stay home."""
+    num_shared = placed.num_shared
+    if not num_shared:
+        return ops.route(counted, send_counts, placed.tables, prefer=prefer)
+    home = placed.home_rank(rank)
+    if prefer is None:
+        columns = ops.SharedColumns(num_shared, placed.first_shared, home)
+        return ops.route(counted, send_counts, placed.tables, columns)
+    slots = ops.route(counted.routed(num_shared), send_counts, placed.tables, prefer=prefer)
+    absent = counted.ids.narrow(1, slots.shape[1], num_shared) < 0
+    return torch.cat([slots, shared_slots(torch.where(absent, -1, home), placed).to(slots.dtype)], 1)
 
 
 def route_fixed(topk_ids: Tensor, placed: PlacedLayers, rank: int) -> Tensor:

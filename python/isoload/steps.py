@@ -50,5 +50,5 @@ _traced_next_step.register_fake(torch.empty_like)
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward pass, as when a checkpoint recomputes its forward."""
-    return torch._C._current_graph_task_id() != -1
+    """Whether a backward pass runs, as when a checkpoint recomputes its forward; traced code cannot tell."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

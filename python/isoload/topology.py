@@ -52,6 +52,11 @@ class Topology:
     def num_nodes(self) -> int:
         return self.num_ranks // self.ranks_per_node
 
+    def node_of(self, rank: int) -> range:
+        """The ranks of a rank's node."""
+        first = rank // self.ranks_per_node * self.ranks_per_node
+        return range(first, first + self.ranks_per_node)
+
     @property
     def live_ranks(self) -> list[int]:
         """Ranks that may hold experts, ascending."""

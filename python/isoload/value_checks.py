@@ -1,8 +1,10 @@
-"""When the values of a tensor may be read: on a device that makes the host wait, in a captured graph never."""
+"""When the values of a tensor may be read: on a device that makes the host wait, in a captured graph never. And how the
+host's own numbers come to a device."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from numbers import Integral
 
 import torch
@@ -44,3 +46,9 @@ def capturing(device: torch.device) -> bool:
 def may_be_kept(tensor: Tensor) -> bool:
     """Whether a cache may hold the tensor: tracing's FakeTensors must not outlive their mode."""
     return type(tensor) is Tensor
+
+
+def put_on(device: torch.device, values: Sequence[int]) -> Tensor:
+    """[len(values)] int64. From pinned memory, so that the host does not wait for a GPU, as a copy of a list does."""
+    on_cuda = device.type == "cuda"
+    return torch.tensor(values, dtype=torch.int64, pin_memory=on_cuda).to(device, non_blocking=on_cuda)

@@ -110,15 +110,27 @@ def test_what_local_replicas_save() -> None:
     assert f"{100 * min(fewer):.0f} to {100 * max(fewer):.0f} % of the rows that leave a rank" in PAGE
 
 
-def test_where_own_counts_lose_to_the_last_step() -> None:
-    """docs/balancing.md names each such setting of bench_loads, with both figures."""
+def loads_settings() -> dict[tuple[str, str, int, int], dict[str, float]]:
     settings: dict[tuple[str, str, int, int], dict[str, float]] = {}
     for r in results("bench_loads"):
-        settings.setdefault((r["trace"], r["dealing"], r["ranks"], r["tokens"]), {})[r["protocol"]] = r[
-            "mean"
-        ]
-    lost = {at: of for at, of in settings.items() if of["own + targets"] > of["last, sampled"] + 0.0005}
-    assert len(settings) == 60 and [*lost] == [("GLM-5.2", "het", ranks, 2048) for ranks in (16, 32)]
+        at = (r["trace"], r["dealing"], r["ranks"], r["tokens"])
+        settings.setdefault(at, {})[r["protocol"]] = r["mean"]
+    return settings
+
+
+def test_where_own_counts_lose() -> None:
+    """docs/balancing.md names each such setting of bench_loads, with both figures; turned domains are apart."""
+    settings = {at: of for at, of in loads_settings().items() if at[1] != "turned"}
+    lost = []
+    for (trace, dealing, ranks, tokens), of in settings.items():
+        least = min(of[name] for name in ("hash", "static", "last step, sampled"))
+        if of["own + targets"] > least + 0.0005:
+            figures = f"{of['own + targets']:.3f} for {least:.3f}"
+            lost.append(f"{trace} {dealing}, {ranks} ranks, {tokens:,} tokens: {figures}")
     page = " ".join((ROOT / "docs" / "balancing.md").read_text().split())
-    figures = ", ".join(f"{of['own + targets']:.3f} for {of['last, sampled']:.3f}" for of in lost.values())
-    assert f"({figures})" in page
+    assert f"in {len(lost)} of {len(settings)} settings ({'; '.join(lost)})" in page
+
+
+def test_stale_targets_do_no_harm_to_speak_of() -> None:
+    turned = [of for at, of in loads_settings().items() if at[1] == "turned"]
+    assert turned and max(of["own + targets"] - of["own"] for of in turned) < 0.0025

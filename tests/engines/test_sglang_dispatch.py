@@ -13,6 +13,7 @@ from deepseek_config import make_config
 from ranks import CASES, EXPERTS, K, serve
 from torch import Tensor
 
+import isoload
 from support.processes import run_ranks
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -20,7 +21,12 @@ MODES: dict[str, tuple[str, bool, dict[str, str]]] = {
     "lp": ("lp", False, {}),
     "joint": ("lp", True, {"ISOLOAD_POLICY": "joint"}),  # what it would be without the variable, too
     "waterfill": ("static", True, {}),
+    "own": ("dynamic", False, {}),
+    "lp of own": ("lp", False, {"ISOLOAD_LOADS": "own"}),
+    "own, waterfill": ("dynamic", True, {}),
 }
+WITH_SHARED = [mode for mode, (_, waterfill, _) in MODES.items() if waterfill]
+AGAIN = ("renewed", "rebalanced")
 RUNS = [(mode, ranks) for ranks in (2, 4) for mode in MODES]
 
 
@@ -48,13 +54,13 @@ def rank_loads(slots: list[Tensor], ranks: int, per_rank: int) -> Tensor:
 
 def routed_slots(rows: Tensor, mode: str, per_rank: int) -> Tensor:
     """[T, K] numbered without shared slots, undone by hand."""
-    if mode == "lp":
+    if mode not in WITH_SHARED:
         return rows
     routed = rows[:, :-1]
     return torch.where(routed < 0, -1, routed // (per_rank + 1) * per_rank + routed % (per_rank + 1))
 
 
-@pytest.mark.parametrize("case", [*CASES, "rebalanced"])
+@pytest.mark.parametrize("case", [*CASES, *AGAIN])
 def test_every_copy_reaches_its_expert(served: tuple[str, list[dict[str, Any]]], case: str) -> None:
     mode, ranks = served
     for found in (of_rank[case] for of_rank in ranks):
@@ -65,20 +71,29 @@ def test_every_copy_reaches_its_expert(served: tuple[str, list[dict[str, Any]]],
         assert (slots[valid:] == -1).all()
 
 
-@pytest.mark.parametrize("case", [*CASES, "rebalanced"])
+@pytest.mark.parametrize("case", [*CASES, *AGAIN])
 def test_the_busiest_rank_is_as_planned(served: tuple[str, list[dict[str, Any]]], case: str) -> None:
     """Counted over all ranks: behind lp every slot has its quota, and no plan is better."""
     mode, ranks = served
     per_rank = len(ranks[0][case]["table"]) // len(ranks)
     slots = [of_rank[case]["slots"] for of_rank in ranks]
-    size = per_rank + (mode != "lp")
+    shared = mode in WITH_SHARED
+    size = per_rank + shared
     loads = rank_loads(slots, len(ranks), size)
     tokens = sum(of_rank[case]["valid"] for of_rank in ranks)
-    assert int(loads.sum()) == tokens * (K + (mode != "lp"))
-    if mode == "waterfill":  # the level to which shared copies fill the ranks, by trying all
+    assert int(loads.sum()) == tokens * (K + shared)
+    if mode.endswith("waterfill"):  # the level to which shared copies fill the ranks, by trying all
         routed = rank_loads([routed_slots(rows, mode, per_rank) for rows in slots], len(ranks), per_rank)
         level = next(n for n in range(10**6) if int((n - routed).clamp(min=0).sum()) >= tokens)
         assert int(loads.max()) == max(level, int(routed.max()))
+        return
+    if mode.endswith("own"):
+        table, counts = (
+            ranks[0][case]["table"],
+            [isoload.count(of_rank[case]["ids"][: of_rank[case]["valid"]], EXPERTS) for of_rank in ranks],
+        )
+        placed = isoload.Placement(table.int().unsqueeze(0), isoload.Topology(len(ranks)), EXPERTS)
+        assert int(loads.max()) <= 1.03 * int(isoload.plan(torch.stack(counts), placed, 0).bound) + 2
         return
     quota, peak, bound = ranks[0][case]["plan"]
     assert all(torch.equal(of_rank[case]["plan"][0], quota) for of_rank in ranks), "all ranks plan alike"
@@ -89,11 +104,11 @@ def test_the_busiest_rank_is_as_planned(served: tuple[str, list[dict[str, Any]]]
         assert peak == -(-tokens * (K + 1) // len(ranks)), "shared copies level all ranks"
 
 
-@pytest.mark.parametrize("case", [*CASES, "rebalanced"])
+@pytest.mark.parametrize("case", [*CASES, *AGAIN])
 def test_layout_of_waterfill(served: tuple[str, list[dict[str, Any]]], case: str) -> None:
     """As SGLang's expand_topk_with_shared_expert lays it out; only the shared column's rank is free."""
     mode, ranks = served
-    if mode == "lp":
+    if mode not in WITH_SHARED:
         assert all(of_rank[case]["slots"].shape[1] == K for of_rank in ranks)
         return
     for found in (of_rank[case] for of_rank in ranks):
@@ -105,6 +120,14 @@ def test_layout_of_waterfill(served: tuple[str, list[dict[str, Any]]], case: str
         assert (slots[:, :-1] % (per_rank + 1) != per_rank)[slots[:, :-1] >= 0].all()
         assert torch.equal(weights[:valid, :-1], found["given"][:valid])
         assert torch.allclose(weights[:valid, -1], torch.tensor(1 / 2.5)) and not weights[valid:].any()
+
+
+def test_own_counts_exchange_nothing_in_a_pass(served: tuple[str, list[dict[str, Any]]]) -> None:
+    """Waterfill's gather is of the layers' shared copies."""
+    mode, ranks = served
+    for of_rank in ranks:
+        assert ("gather" in of_rank["exchanged"]) == (mode not in ("own", "lp of own"))
+        assert "exchange" not in of_rank["exchanged"], "before the end of a pass"
 
 
 def test_a_rebalance_moves_no_memory(served: tuple[str, list[dict[str, Any]]]) -> None:

@@ -3,11 +3,12 @@ once, compilation."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from one_process import ORIGINAL, draw, info_of, peak, published, resolved, same_tokens
+from one_process import ORIGINAL, RANKS, draw, info_of, own_tokens, peak, published, resolved, same_tokens
 from ranks import EXPERTS, LAYER, K, skewed_counts
 from sglang.srt.eplb import lplb_solver
 from sglang.srt.eplb.expert_location_dispatch import (
@@ -22,6 +23,25 @@ from isoload import Balancer
 from isoload.integrations.sglang import LAYERS, dispatch
 from isoload.integrations.sglang.layers import Layer
 from isoload.integrations.sglang.waterfill import WaterfillBalancer
+
+
+@pytest.mark.parametrize("valid", [None, 50, 0])
+def test_dynamic_over_an_all_to_all_splits_a_ranks_own_copies(
+    attached: None, placement: isoload.Placement, valid: int | None
+) -> None:
+    LAYERS.by_id = {LAYER: own_tokens(placement)}
+    ids, rows = draw(64), 64 if valid is None else valid
+    info = resolved(info_of(placement, "dynamic"), None if valid is None else torch.tensor(valid))
+    info.rank_invariant = False
+    slots = dispatch.map_dynamic(_topk_ids_logical_to_physical_dynamic, ids, info)
+    assert slots.dtype == ids.dtype
+    assert torch.equal(placement.slot_to_expert[LAYER][slots.long()], ids), "padding, too, has a slot"
+    tables = LAYERS.by_id[LAYER].balancer.placed_on(torch.device("cpu")).tables
+    none = torch.zeros(RANKS, dtype=torch.int32)
+    sent = isoload.ops.plan_own(isoload.count(ids[:rows], EXPERTS), tables, none, 1, layer=LAYER)
+    assert torch.equal(torch.bincount(slots[:rows].flatten(), minlength=len(sent)), sent.long())
+    kept = LAYERS.by_id[LAYER].balancer.own_counts
+    assert kept is not None and bool(kept.recent.any()) == bool(rows)
 
 
 @pytest.mark.parametrize("valid", [None, 50])
@@ -143,14 +163,17 @@ def test_waterfill_refuses(attached: None, arguments: dict[str, float], message:
         WaterfillBalancer(8, 3, 0, LAYER, 1.0)
 
 
-def test_dynamic_compiles_whole_once_for_all_layers(attached: None, placement: isoload.Placement) -> None:
+@pytest.mark.parametrize("held", [same_tokens, own_tokens])
+def test_dynamic_compiles_whole_once_for_all_layers(
+    attached: None, placement: isoload.Placement, held: Callable[..., Layer]
+) -> None:
     """SGLang compiles its dispatch of CUDA tensors, for any number of tokens."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     infos = []
     for layer in range(placement.num_layers):
         info = info_of(placement, "dynamic", layer)
-        info.isoload_layer, info.isoload_num_valid = same_tokens(placement, layer), torch.tensor(4)
+        info.isoload_layer, info.isoload_num_valid = held(placement, layer), torch.tensor(4)
         infos.append(info)
 
     def dispatched(ids: Tensor, info: Any) -> Tensor:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from deepseek_config import make_config
-from one_process import RANKS, draw, published, same_tokens
+from one_process import RANKS, draw, own_tokens, published, same_tokens
 from ranks import EXPERTS, LAYER, skewed_counts
 from sglang.srt.eplb import expert_location
 from sglang.srt.runtime_context import get_parallel
@@ -109,13 +109,12 @@ def test_a_policy_of_shared_experts_is_refused_where_the_model_has_none(
     ("fields", "waterfill", "lines"),
     [
         (
-            {"ep_dispatch_algorithm": "dynamic", "moe_a2a_backend": "deepep", "eplb_algorithm": "isoload"},
+            {"ep_dispatch_algorithm": "fake", "moe_a2a_backend": "deepep", "eplb_algorithm": "isoload"},
             3,
             [
                 "isoload: attached to SGLang's --enable-waterfill, policy waterfill on 3 layers; "
                 "--eplb-algorithm isoload, placer eplb",
-                "isoload: SGLang's own --ep-dispatch-algorithm dynamic stays with --moe-a2a-backend deepep: "
-                "isoload's are dynamic with none, lp with others",
+                "isoload: SGLang's own --ep-dispatch-algorithm fake stays: isoload's are dynamic and lp",
             ],
         ),
         (
@@ -123,8 +122,7 @@ def test_a_policy_of_shared_experts_is_refused_where_the_model_has_none(
             0,
             [
                 "isoload: attached to SGLang's loader, and to none of its options",
-                "isoload: SGLang's own --ep-dispatch-algorithm static stays with --moe-a2a-backend deepep: "
-                "isoload's are dynamic with none, lp with others",
+                "isoload: SGLang's own --ep-dispatch-algorithm static stays: isoload's are dynamic and lp",
             ],
         ),
     ],
@@ -137,6 +135,70 @@ def test_the_log_says_what_is_not_attached(
         get_parallel().override_permanently(tp_rank=0, moe_ep_rank=0)
         dispatch.initialize(lambda self: None, SimpleNamespace(is_draft_worker=False))
     assert [record.getMessage() for record in caplog.records] == lines
+
+
+@pytest.mark.parametrize("loads", ["gathered", "own"])
+def test_the_log_says_whose_counts(
+    attached: None, placement: isoload.Placement, caplog: pytest.LogCaptureFixture, loads: str
+) -> None:
+    LAYERS.by_id = {LAYER: own_tokens(placement, loads=loads)}
+    with published(ep_dispatch_algorithm="lp"), caplog.at_level(logging.INFO, "isoload"):
+        get_parallel().override_permanently(tp_rank=0, moe_ep_rank=0)
+        dispatch.initialize(lambda self: None, SimpleNamespace(is_draft_worker=False))
+    assert f"--ep-dispatch-algorithm lp (loads {loads}: " in caplog.text
+    assert ("no collective in a pass, targets renewed every 16 passes" in caplog.text) == (loads == "own")
+
+
+@pytest.mark.parametrize(
+    ("fields", "variables", "message"),
+    [
+        (
+            {},
+            {"ISOLOAD_LOADS": "gathered"},
+            "ISOLOAD_LOADS must be own or last behind .* got 'gathered'",
+        ),
+        ({}, {"ISOLOAD_LOADS": "node"}, "where ranks without tokens join no gather .* got 'node'"),
+        (
+            {},
+            {"ISOLOAD_POLICY": "lp"},
+            "ISOLOAD_POLICY must be exact where ISOLOAD_LOADS is own.*'lp'",
+        ),
+        (
+            {"elastic_ep_backend": "mooncake"},
+            {},
+            "--elastic-ep-backend must not be given with isoload behind .* dynamic: .* got 'mooncake'",
+        ),
+        ({}, {"ISOLOAD_POLICY": "joint"}, "ISOLOAD_POLICY must be a policy of routed experts"),
+    ],
+)
+def test_counts_that_dynamic_cannot_have_are_refused_at_start(
+    attached: None, fields: dict[str, str], variables: dict[str, str], message: str
+) -> None:
+    LAYERS.start(Settings.read(variables))
+    every = SimpleNamespace(ep_size=2, num_layers=1, num_logical_experts=4)
+    every.physical_to_logical_map_cpu = every.physical_to_logical_map = torch.arange(10).view(1, 10) % 4
+    fields = {"ep_dispatch_algorithm": "dynamic", "moe_a2a_backend": "deepep"} | fields
+    with published(**fields), pytest.raises(ValueError, match=message):
+        dispatch.set_metadata(lambda value, allow_overwrite: None, every)
+
+
+@pytest.mark.parametrize("loads", ["gathered", "own"])
+def test_lp_of_own_counts_is_for_every_model(attached: None, loads: str) -> None:
+    """SGLang's list is of models whose ranks without tokens join a gather: here there is none."""
+    LAYERS.start(Settings.read({"ISOLOAD_LOADS": loads}))
+    architecture = SimpleNamespace(hf_config=SimpleNamespace(architectures=["Qwen3MoeForCausalLM"]))
+    with published(ep_dispatch_algorithm="lp", moe_a2a_backend="deepep"):
+        if loads == "own":
+            return dispatch.init_lplb_solvers(model_config=architecture)
+        with pytest.raises(NotImplementedError, match="Qwen3MoeForCausalLM"):
+            dispatch.init_lplb_solvers(model_config=architecture)
+
+
+def test_passes_of_draft_models_are_not_counted(attached: None) -> None:
+    for is_draft in (True, False, True):
+        out = dispatch.forward(lambda self, batch: batch, SimpleNamespace(is_draft_worker=is_draft), "batch")
+        assert out == "batch"
+    assert LAYERS.passes == 1
 
 
 def test_without_redundant_experts_the_log_says_so(attached: None, caplog: pytest.LogCaptureFixture) -> None:

@@ -76,15 +76,8 @@ def test_with_the_variable_all_seams_are_hooked(loader: pytest.MonkeyPatch, plac
     loader.setenv("ISOLOAD_VLLM", "1")
     loader.setenv("ISOLOAD_PLACER", placer)
     plugins.load_general_plugins()
-    assert hooked() == {*ORIGINALS, "policy"} - {"step"}, "step is for reports"
-    assert not MODELS.by_map, "the known batch is forgotten"
-
-
-def test_reports_hook_one_more(loader: pytest.MonkeyPatch) -> None:
-    loader.setenv("ISOLOAD_VLLM", "1")
-    loader.setenv("ISOLOAD_REPORT_SECONDS", "5")
-    plugins.load_general_plugins()
     assert hooked() == {*ORIGINALS, "policy"}
+    assert not MODELS.by_map, "the known batch is forgotten"
 
 
 def test_modules_that_imported_a_function_by_name_get_the_hook(loader: pytest.MonkeyPatch) -> None:
@@ -178,6 +171,7 @@ def test_strict_refuses_a_moved_seam(loader: pytest.MonkeyPatch, move) -> None:
     [
         ("ISOLOAD_VLLM", "yes", "ISOLOAD_VLLM must be 0 or 1, got 'yes'"),
         ("ISOLOAD_POLICY", "llep", "ISOLOAD_POLICY must not borrow weights"),
+        ("ISOLOAD_LOADS", "all", "ISOLOAD_LOADS must be one of gathered, own, node, last, got 'all'"),
         ("ISOLOAD_PLACER", "nobody", "ISOLOAD_PLACER: placer must be one of"),
     ],
 )

@@ -4,6 +4,7 @@ that move while tokens are generated. Hugging Face's model of the same checkpoin
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +12,10 @@ import pytest
 import torch
 from checkpoint import make_qwen3_moe
 from engine_runs import Batch, EngineRun, run_vllm, run_vllm_pair
+from vllm_cpu import map_and_record
+
+import isoload
+from isoload.integrations.engine_tables import replica_lists
 
 EPLB = {
     "num_redundant_experts": 4, "window_size": 4, "step_interval": 4, "use_async": False,
@@ -42,9 +47,16 @@ def balanced(oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> Engine
 
 @pytest.fixture(scope="module")
 def pair(oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> list[EngineRun]:
-    """Each rank has its own prompts; experts move as little as possible."""
-    variables = ATTACHED | {"ISOLOAD_PLACER": "scenario:moves=2"}
+    """Each rank has its own prompts, all counts plan; experts move as little as possible."""
+    variables = ATTACHED | {"ISOLOAD_PLACER": "scenario:moves=2", "ISOLOAD_LOADS": "gathered"}
     return run_vllm_pair(oracle[0], tmp_path_factory.mktemp("runs") / "pair", variables, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def apart(oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> list[EngineRun]:
+    """The same by each rank's own counts, as without ISOLOAD_LOADS; one rebalance, so that targets last."""
+    options = OPTIONS | {"eplb_config": EPLB | {"step_interval": 40}}
+    return run_vllm_pair(oracle[0], tmp_path_factory.mktemp("runs") / "apart", ATTACHED, **options)
 
 
 def loads(batch: Batch) -> torch.Tensor:
@@ -72,8 +84,10 @@ def test_experts_moved_while_tokens_were_generated(stock: EngineRun, balanced: E
         assert len(one_expert) >= 2
 
 
-def test_every_copy_is_at_its_expert(stock: EngineRun, balanced: EngineRun, pair: list[EngineRun]) -> None:
-    for run in (stock, balanced, pair[0]):
+def test_every_copy_is_at_its_expert(
+    stock: EngineRun, balanced: EngineRun, pair: list[EngineRun], apart: list[EngineRun]
+) -> None:
+    for run in (stock, balanced, pair[0], apart[0]):
         for batch in (batch for rank in run.batches for batch in rank):
             assert torch.equal(batch.table[batch.slots], batch.ids)
 
@@ -124,12 +138,18 @@ def test_without_its_variable_isoload_is_not_there(stock: EngineRun) -> None:
     assert not stock.own_lines()
 
 
-def test_ranks_with_tokens_of_their_own(oracle: Oracle, pair: list[EngineRun]) -> None:
+def test_ranks_with_tokens_of_their_own(
+    oracle: Oracle, pair: list[EngineRun], apart: list[EngineRun]
+) -> None:
     """Data parallel, with a real all-to-all behind the router; one rank is done before the other."""
-    for rank, run in enumerate(pair):
-        assert run.tokens == [tokens[: 24 - 8 * rank] for tokens in oracle[1][rank::2]]
+    for runs in (pair, apart):
+        for rank, run in enumerate(runs):
+            assert run.tokens == [tokens[: 24 - 8 * rank] for tokens in oracle[1][rank::2]]
+
+
+def test_gathered_loads_are_certified(pair: list[EngineRun]) -> None:
     (line,) = pair[0].lines("isoload: attached")
-    assert "tokens of their own, one gather per layer" in line and "placer scenario:moves=2" in line
+    assert "tokens of their own, loads gathered" in line and "placer scenario:moves=2" in line
     reports = pair[0].lines("isoload vLLM: ")
     assert reports and all("peak == bound in all batches of 3 of 3 layers" in report for report in reports)
 
@@ -147,6 +167,41 @@ def test_loads_of_both_ranks_are_as_level_as_can_be(pair: list[EngineRun]) -> No
         alone = [int((on_rank[r] & ~on_rank[1 - r]).sum()) for r in range(RANKS)]
         assert int((loads(a) + loads(b)).max()) == max(-(-len(ids) // RANKS), *alone)
     assert differ > len(first) / 2
+
+
+def test_own_counts_are_exchanged_between_steps(apart: list[EngineRun]) -> None:
+    """Also while one rank has no requests, and behind a rebalance."""
+    (line,) = apart[0].lines("isoload: attached")
+    assert "tokens of their own, loads own: no collective in a pass" in line
+    assert len(apart[0].lines("Rearranged experts")) >= 1
+    reports = [
+        re.search(r"(\d+) exchanges of 3 layers; imbalance ([\d.]+)", r)
+        for r in apart[0].lines("isoload vLLM: ")
+    ]
+    assert reports and all(report is not None and float(report[2]) >= 1 for report in reports)
+
+
+def peaks(runs: list[EngineRun], loads_of: Callable[[Batch], torch.Tensor]) -> float:
+    """Sum over batches of both ranks' busiest."""
+    return float(
+        sum(
+            (loads_of(a) + loads_of(b)).max()
+            for a, b in zip(runs[0].batches[0], runs[0].batches[1], strict=True)
+        )
+    )
+
+
+def test_own_counts_level_better_than_vllms_choice(apart: list[EngineRun]) -> None:
+    """vLLM's rule on the same choices of experts and the same table."""
+
+    def theirs(batch: Batch) -> torch.Tensor:
+        lists = replica_lists(isoload.Placement(batch.table.view(1, -1).int(), isoload.Topology(RANKS), 16))
+        counts = torch.zeros(RANKS * SLOTS, dtype=torch.int32)
+        maps = lists.logical_to_physical[0], lists.num_replicas[0]
+        map_and_record(batch.ids, counts, *maps, torch.tensor(True))
+        return counts.view(RANKS, -1).sum(1)
+
+    assert peaks(apart, loads) < 0.95 * peaks(apart, theirs)
 
 
 def test_a_rebalance_moves_no_more_than_was_asked(pair: list[EngineRun]) -> None:

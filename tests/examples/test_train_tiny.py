@@ -160,6 +160,9 @@ def test_script_prints_and_saves(tmp_path):
     assert float(shown.split("between the loss curves:")[1].split()[0]) < 1e-10
     for row in ("loss of step 1", "rows, busiest rank", "kB of borrowed gradients", "peak MB"):
         assert row in shown
+    for policy in train_tiny.POLICIES.split(","):
+        assert re.search(rf"^{policy}: 2 steps in \d+ s$", shown, re.M)
+        assert re.search(rf"^copies of each rank under {policy}\n(  rank \d █+.*\n){{2}}", shown, re.M)
     saved, trace = np.load(path), isoload.read_trace(path)
     rows = train_tiny.SEQUENCES * train_tiny.LENGTH
     batches, layers, experts = train_tiny.FRESH_BATCHES, 3, train_tiny.EXPERTS

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from isoload.experts.compute import run_experts
 from isoload.experts.weights import ClampedGLU, ExpertWeights, SwiGLU
-from isoload.reference import experts as reference
+from reference import experts as reference
 
 # Largest difference from the float64 loop, relative to its largest absolute value.
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}

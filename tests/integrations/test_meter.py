@@ -86,3 +86,29 @@ def test_sums_stay_where_they_are() -> None:
     meter.read()
     measured(meter, [6, 4, 0])
     assert meter._sums[5].data_ptr() == address
+
+
+def test_exchanges_are_measured_by_the_batches_before_them(caplog: pytest.LogCaptureFixture) -> None:
+    """A layer in which no rank had a copy, then, is left out of that one."""
+    meter, nan = Meter("engine", 0), float("nan")
+    for imbalance in ([1.5, 1.0, nan], [1.0, nan, nan]):
+        meter.add_exchange(torch.tensor(imbalance, dtype=torch.float64))
+    with caplog.at_level(logging.INFO, "isoload"):
+        meter.report_if_due()
+        meter.report_if_due()  # nothing since
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "isoload engine: 2 exchanges of 2 layers; imbalance 1.125 of all copies of the batch before each, "
+        "1.250 in the worst layer"
+    )
+
+
+def test_exchanges_and_plans_have_a_line_each(caplog: pytest.LogCaptureFixture) -> None:
+    meter = Meter("engine", 0)
+    measured(meter, [6, 4, 0])
+    meter.add_exchange(torch.ones(2, dtype=torch.float64))
+    with caplog.at_level(logging.INFO, "isoload"):
+        meter.report_if_due()
+    assert [record.getMessage().split(";")[0] for record in caplog.records] == [
+        "isoload engine: 1 plans of 1 layers", "isoload engine: 1 exchanges of 2 layers",
+    ]  # fmt: skip

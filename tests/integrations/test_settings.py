@@ -8,14 +8,26 @@ from pathlib import Path
 import pytest
 
 import isoload
-from isoload.integrations.settings import COMMON, SGLANG, VLLM, Settings, Variable, is_on
+from isoload.integrations.settings import (
+    LOADS,
+    PLACER,
+    POLICY,
+    REPORT,
+    SGLANG,
+    STRICT,
+    VLLM,
+    Settings,
+    Variable,
+    is_on,
+)
 
 ROOT = Path(__file__).parents[2]
+COMMON = (STRICT, POLICY, LOADS, PLACER, REPORT)
 
 
 def test_defaults() -> None:
     settings = Settings.read({})
-    assert settings == Settings(False, None, "eplb", 0.0)
+    assert settings == Settings(False, None, None, "eplb", 0.0)
     assert (
         settings.policy_for(shared=False).name == "exact" and settings.policy_for(shared=True).name == "joint"
     )
@@ -29,10 +41,10 @@ def test_empty_is_unset() -> None:
 def test_values() -> None:
     given = {
         "ISOLOAD_STRICT": "1", "ISOLOAD_POLICY": "exact:tolerance=0.01",
-        "ISOLOAD_PLACER": "trivial", "ISOLOAD_REPORT_SECONDS": "2.5",
+        "ISOLOAD_LOADS": "own", "ISOLOAD_PLACER": "trivial", "ISOLOAD_REPORT_SECONDS": "2.5",
     }  # fmt: skip
     settings = Settings.read(given)
-    assert settings == Settings(True, "exact:tolerance=0.01", "trivial", 2.5)
+    assert settings == Settings(True, "exact:tolerance=0.01", "own", "trivial", 2.5)
     for shared in (False, True):  # a policy of routed experts leaves shared ones at home
         assert settings.policy_for(shared) == isoload.POLICIES["exact"](tolerance=0.01)
 
@@ -59,6 +71,7 @@ BAD = {
         "llep",
     ): "ISOLOAD_POLICY must not borrow weights, which no engine copies between two batches, got 'llep'",
     ("ISOLOAD_POLICY", "spill_cost"): "ISOLOAD_POLICY must not borrow weights",
+    ("ISOLOAD_LOADS", "all"): "ISOLOAD_LOADS must be one of gathered, own, node, last, got 'all'",
     ("ISOLOAD_PLACER", "best"): "ISOLOAD_PLACER: placer must be one of",
     ("ISOLOAD_REPORT_SECONDS", "-1"): "ISOLOAD_REPORT_SECONDS must be a number of at least 0, got '-1'",
     ("ISOLOAD_REPORT_SECONDS", "often"): "ISOLOAD_REPORT_SECONDS must be a number of at least 0, got 'often'",
@@ -71,6 +84,20 @@ BAD = {
 def test_refuses(name: str, value: str) -> None:
     with pytest.raises(ValueError, match=re.escape(BAD[name, value])):
         Settings.read({name: value})
+
+
+@pytest.mark.parametrize("loads", ["own", "node", "last"])
+@pytest.mark.parametrize("policy", ["dynamic", "lp", "grace_sampled", "joint"])
+def test_a_policy_of_all_counts_needs_them(loads: str, policy: str) -> None:
+    """Whether the variable says so or the door."""
+    given = {"ISOLOAD_POLICY": policy}
+    message = f"ISOLOAD_POLICY must be exact where ISOLOAD_LOADS is {loads}: .*, got '{policy}'"
+    with pytest.raises(ValueError, match=message):
+        Settings.read(given | {"ISOLOAD_LOADS": loads})
+    with pytest.raises(ValueError, match=message):
+        Settings.read(given).loads_for(loads)
+    assert Settings.read(given | {"ISOLOAD_LOADS": "gathered"}).loads_for(loads) == "gathered"
+    assert Settings.read({}).loads_for(loads) == loads
 
 
 @pytest.mark.parametrize("policy", ["joint", "waterfill", "shared_local", "waterfill_sampled"])

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload import Balancer
+from isoload import Balancer, LocalGroup
 from isoload.integrations.engine_tables import replica_lists
-from isoload.integrations.settings import Settings
+from isoload.integrations.settings import ALL_LOADS, Settings
 from isoload.integrations.vllm import MODELS, dispatch
-from isoload.integrations.vllm.layers import Layer, held_by
+from isoload.integrations.vllm.layers import Layer, ModelLayers, held_by
 
 EXPERTS, K, RANKS, SIZE, LAYERS = 16, 4, 2, 10, 3
 LOADS = torch.rand(2, LAYERS, EXPERTS, generator=torch.Generator().manual_seed(1)).pow(4) * 1000
@@ -87,19 +87,17 @@ def mapped(layer: Layer, ids: Tensor, record: bool = True, valid: int | None = N
     return layer.map_and_record(ids, loads, torch.tensor(record), rows), loads
 
 
+OWN = (runner(), {"data_parallel_size": 2, "tensor_parallel_size": 1})
+SEQUENCE = (runner(sequence_parallel=True), {"data_parallel_size": 2})
+MICRO = {"use_ubatching": True}
 HELD = {
     "tensor parallel": (runner(), {}, "same"),
-    "data parallel": (runner(), {"data_parallel_size": 2, "tensor_parallel_size": 1}, "own"),
-    "sequence parallel": (runner(sequence_parallel=True), {"data_parallel_size": 2}, "own"),
+    "data parallel": (*OWN, "own"),
+    "sequence parallel": (*SEQUENCE, "own"),
     "gathered": (runner(naive=True), {"data_parallel_size": 2}, "gathered"),
-    "gathered, micro-batches": (runner(naive=True), {"data_parallel_size": 2, "use_ubatching": True}, "gathered"),
-    "same, micro-batches": (runner(), {"use_ubatching": True}, "same"),
-    "groups of the same": (runner(), {"data_parallel_size": 2}, "some ranks hold the same tokens and others do not"),
-    "micro-batches": (
-        runner(sequence_parallel=True),
-        {"data_parallel_size": 2, "use_ubatching": True},
-        "two micro-batches would gather",
-    ),
+    "gathered, micro-batches": (runner(naive=True), {"data_parallel_size": 2} | MICRO, "gathered"),
+    "same, micro-batches": (runner(), MICRO, "same"),
+    "groups of the same": (runner(), {"data_parallel_size": 2}, "tensor-parallel ranks hold the same tokens"),
     "context parallel": (runner(), {"prefill_context_parallel_size": 2}, "prefill context parallelism is on"),
     "elastic": (runner(), {"enable_elastic_ep": True}, "ranks come and go"),
     "monolithic": (runner(monolithic=True), {}, "their kernel routes by itself"),
@@ -107,11 +105,24 @@ HELD = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("loads", ALL_LOADS)
 @pytest.mark.parametrize("name", HELD)
-def test_which_tokens_a_rank_holds(name: str) -> None:
+def test_which_tokens_a_rank_holds(name: str, loads: str) -> None:
     made, changed, want = HELD[name]
-    held, reason = held_by(made, parallel(**changed))
+    held, reason = held_by(made, parallel(**changed), loads)
     assert held == want if held else want in reason
+
+
+@pytest.mark.parametrize("made", [OWN, SEQUENCE])
+@pytest.mark.parametrize("loads", ALL_LOADS)
+def test_two_micro_batches_may_not_gather(made: Any, loads: str) -> None:
+    """Where ranks hold rows of their own; what is not exchanged in a pass cannot meet another exchange there."""
+    held, reason = held_by(made[0], parallel(**made[1] | MICRO), loads)
+    if loads in ("own", "last"):
+        assert held == "own"
+    else:
+        assert held is None
+        assert reason == f"two micro-batches would gather their loads at once with ISOLOAD_LOADS={loads}"
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint32])
@@ -190,10 +201,10 @@ def test_layers_without_a_balancer_are_vllms(engine: None) -> None:
         assert bool((slots == 7).all()) == theirs
 
 
-def add(state: Any) -> None:
+def add(state: Any, **changed: Any) -> None:
     """Through the hook, as EplbState.add_model."""
     states: dict[str, Any] = {}
-    holder = SimpleNamespace(model_states=states, parallel_config=parallel())
+    holder = SimpleNamespace(model_states=states, parallel_config=parallel(**changed))
     dispatch.add_model(lambda self, name: states.update({name: state}), holder, state.model_name)
 
 
@@ -201,6 +212,30 @@ def slots_of(state: Any, layer: int, ids: Tensor) -> Tensor:
     loads = torch.zeros(RANKS * SIZE, dtype=torch.int32)
     given = state.logical_to_physical_map[layer], torch.zeros(0), torch.tensor(True)
     return dispatch.map_and_record(vllms_own, ids, loads, *given)
+
+
+def step(*states: Any, **how: bool) -> None:
+    """Through the hook, as EplbState.step of a process that serves these models."""
+    holder = SimpleNamespace(model_states=dict(enumerate(states)))
+    dispatch.step(lambda self, *_, **__: None, holder, log_stats=False, **how)
+
+
+def test_every_step_but_a_profiled_one_counts_for_every_model(engine: None) -> None:
+    """As vLLM counts them towards a rebalance, for which all ranks must be at the same number."""
+    states = state_of(placed()), state_of(placed(), name="draft")
+    for state in states:
+        add(state)
+    step(*states, is_profile=True)
+    step(*states)
+    step(*states, is_dummy=True)
+    assert [MODELS.of(state).passes for state in states] == [2, 2]  # type: ignore[union-attr]
+
+
+def test_the_hook_gives_vllm_what_it_was_given(engine: None) -> None:
+    given: list[Any] = []
+    holder = SimpleNamespace(model_states={})
+    dispatch.step(lambda *args, **kwargs: given.append((args, kwargs)), holder, True, False, log_stats=True)
+    assert given == [((holder, True, False), {"log_stats": True})]
 
 
 def test_a_rebalance_reaches_the_balancers_in_place(engine: None) -> None:
@@ -250,6 +285,36 @@ def test_a_policy_of_shared_experts_is_refused_at_start(engine: None) -> None:
         add(state_of(placed()))
 
 
+LOADS_OF = {
+    "nothing said": ({}, "own"),
+    "a policy": ({"ISOLOAD_POLICY": "lp"}, "gathered"),
+    "exact by name": ({"ISOLOAD_POLICY": "exact"}, "gathered"),
+    "own by name": ({"ISOLOAD_POLICY": "exact", "ISOLOAD_LOADS": "own"}, "own"),
+    "gathered": ({"ISOLOAD_LOADS": "gathered"}, "gathered"),
+}
+
+
+@pytest.mark.parametrize("name", LOADS_OF)
+def test_whose_counts_plan_tokens_of_ones_own(
+    engine: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    environ, loads = LOADS_OF[name]
+    monkeypatch.setattr(ModelLayers, "group", lambda self, topology: LocalGroup(topology))
+    MODELS.start(Settings.read(environ))
+    states = [state_of(placed(), name=str(number)) for number in range(3)]
+    with caplog.at_level(logging.INFO, "isoload"):
+        for state, changed in zip(states, (OWN[1], PARALLEL, OWN[1] | MICRO), strict=True):
+            add(state, **changed)
+    own, same, micro = MODELS.by_state.values()
+    assert {layer.balancer.loads for layer in own.by_id.values()} == {loads}
+    assert {layer.balancer.tokens for layer in same.by_id.values()} == {"same"}
+    assert len(micro.by_id) == (LAYERS if loads == "own" else 0)
+    said = caplog.records[0].getMessage()
+    assert f"replicas (tokens of their own, loads {loads}: " in said and "on 3 of 3 layers" in said
+    refused = f"stays on 3 layers of 2: two micro-batches would gather their loads at once with ISOLOAD_LOADS={loads}"
+    assert (refused in caplog.text) == (loads == "gathered")
+
+
 def test_the_log_says_what_is_attached_and_what_is_not(
     engine: None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -273,7 +338,7 @@ def test_the_served_model_is_measured_drafts_are_not(engine: None, caplog: pytes
         slots_of(state, 1, draw(30))
     assert MODELS.of(draft).by_id[1].meter is None  # type: ignore[union-attr]
     with caplog.at_level(logging.INFO, "isoload"):
-        dispatch.step(lambda self: None, None)
+        step(model, draft)
     assert "isoload vLLM: 1 plans of 1 layers" in caplog.records[-1].getMessage()
 
 

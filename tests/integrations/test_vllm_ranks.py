@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import isoload
+from isoload.integrations.engine_layers import EXCHANGE_EVERY
 from isoload.integrations.engine_tables import replica_lists
 from isoload.integrations.settings import Settings
 from isoload.integrations.vllm import MODELS, dispatch
@@ -19,6 +21,7 @@ from support.oracles import flow_optimum
 from support.processes import rank_outcomes, run_ranks
 
 EXPERTS, K, LAYERS = 16, 4, 2
+WITHOUT_AND_WITH_TARGETS = slice(EXCHANGE_EVERY), slice(EXCHANGE_EVERY, None)  # steps
 CASES = ("full", "padded", "one rank empty", "all empty", "few")
 
 
@@ -42,7 +45,9 @@ def placed(ranks: int, seed: int) -> isoload.Placement:
     return isoload.place(loads, isoload.Topology(ranks), EXPERTS // ranks + 2)
 
 
-def add_model(rank: int, ranks: int, table: Tensor | None = None) -> Any:
+def add_model(
+    rank: int, ranks: int, table: Tensor | None = None, loads: str = "gathered", micro_batches: bool = False
+) -> Any:
     """A model of a process whose hooks are in place; vLLM's groups stand on this test's."""
     module = ModuleType("vllm.distributed.parallel_state")
     group = SimpleNamespace(world_size=ranks, rank_in_group=rank, device_group=dist.group.WORLD)
@@ -59,9 +64,9 @@ def add_model(rank: int, ranks: int, table: Tensor | None = None) -> Any:
     )
     parallel = SimpleNamespace(
         data_parallel_size=ranks, tensor_parallel_size=1, prefill_context_parallel_size=1,
-        enable_elastic_ep=False, use_ubatching=False,
+        enable_elastic_ep=False, use_ubatching=micro_batches,
     )  # fmt: skip
-    MODELS.start(Settings.read({}))
+    MODELS.start(Settings.read({"ISOLOAD_LOADS": loads}))
     MODELS.add(state, parallel)
     return state
 
@@ -117,3 +122,48 @@ def move_differently(rank: int, ranks: int) -> None:
 def test_ranks_that_disagree_where_experts_lie_all_raise(body: Any) -> None:
     for outcome in rank_outcomes(body, 2, 2):
         assert outcome.error is not None and "must be the same on all ranks" in outcome.error
+
+
+def draw_step(step: int, rank: int) -> list[Tensor]:
+    """Two micro-batches on the last of three ranks, one on the second, none on the first; a domain for each rank."""
+    skew = torch.rand(3, EXPERTS, generator=torch.Generator().manual_seed(7)).pow(4)[rank]
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return [torch.multinomial(skew.expand(40, -1), K, generator=generator).int() for _ in range(rank)]
+
+
+def serve_own(rank: int, ranks: int) -> dict[str, Any]:
+    """Micro-batches of a step at once, in threads that do not wait for each other."""
+    state = add_model(rank, ranks, loads="", micro_batches=True)
+    holder, found = SimpleNamespace(model_states={"model": state}), []
+    if rank == 0:
+        dispatch.step(lambda *_, **__: None, holder, is_profile=True)
+    with ThreadPoolExecutor(2) as threads:
+        for step in range(2 * EXCHANGE_EVERY):
+            batches = draw_step(step, rank)
+            found.append(list(threads.map(lambda ids: route(state, ids, len(ids)), batches)))
+            dispatch.step(lambda *_, **__: None, holder, is_dummy=not batches)
+    counts = MODELS.of(state).by_id[1].balancer.own_counts  # type: ignore[union-attr]
+    assert counts is not None
+    return {"found": found, "offset": counts.offset[0]}
+
+
+def test_with_own_counts_ranks_meet_only_between_steps() -> None:
+    """With none, one and two micro-batches each: any exchange in a pass would wait for ever."""
+    ranks = 3
+    outcome, table = run_ranks(serve_own, ranks, ranks), placed(ranks, 0).slot_to_expert[1]
+    peaks, bounds = [], []
+    for step in range(2 * EXCHANGE_EVERY):
+        counts, per_slot = torch.zeros(EXPERTS, dtype=torch.int64), torch.zeros(len(table), dtype=torch.int64)
+        for rank in range(ranks):
+            batches = draw_step(step, rank)
+            for ids, (slots, loads) in zip(batches, outcome[rank]["found"][step], strict=True):
+                assert torch.equal(table[slots.long()], ids)
+                own = torch.bincount(slots.flatten().long(), minlength=len(table))
+                assert torch.equal(loads, own.int()), "recorded"
+                counts += torch.bincount(ids.flatten().long(), minlength=EXPERTS)
+                per_slot += own
+        peaks.append(int(per_slot.view(ranks, -1).sum(1).max()))
+        bounds.append(flow_optimum(counts.numpy(), table.numpy(), ranks))
+    before, after = (sum(peaks[part]) / sum(bounds[part]) for part in WITHOUT_AND_WITH_TARGETS)
+    assert after < 1.01 < before
+    assert any(of_rank["offset"].any() for of_rank in outcome), "targets came"

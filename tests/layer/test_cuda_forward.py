@@ -100,10 +100,12 @@ def no_wait_but(reads: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 def need_one_kernel(layer: isoload.MoE) -> None:
-    """Where torch itself loops over the experts on the host, a forward waits for that, too."""
-    path = compute_path(ExpertWeights(*layer.weights[0].stored_rows()))
-    if path.syncs:
-        pytest.skip(f"the experts make the host wait: {path.reason}")
+    """Where torch itself loops over the experts on the host, a forward waits for that, too: its grouped_mm does so but
+    for bfloat16 on SM 9.x and 10.x."""
+    weights = ExpertWeights(*layer.weights[0].stored_rows())
+    fast = weights.down.dtype == torch.bfloat16 and torch.cuda.get_device_capability()[0] in (9, 10)
+    if compute_path(weights) == "loop" or not fast:
+        pytest.skip("the experts make the host wait: torch loops over them")
 
 
 def launched(call: Callable[[], Any]) -> int:

@@ -8,9 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import isoload
 from support.cuda_layer import check_borrowing_processes, in_processes
-from support.small_batches import EXPERTS, K, draw_ids
 
 pytestmark = [
     pytest.mark.cuda,
@@ -42,32 +40,3 @@ def test_symmetric_memory_of_processes_on_one_gpu(tmp_path: Path) -> None:
 
 def test_pull_between_processes_on_one_gpu(tmp_path: Path) -> None:
     check_borrowing_processes("pull", tmp_path)
-
-
-def gather_by_boards(rank: int, ranks: int) -> list[torch.Tensor]:
-    """Slots of eager batches, and of batches in a graph."""
-    topology = isoload.Topology(ranks)
-    placement = isoload.place(
-        torch.arange(EXPERTS).expand(1, -1), topology, slots_per_rank=EXPERTS // ranks + 2
-    )
-    group = isoload.CollectiveGroup(topology, gather="symmetric")
-    balancer = isoload.Balancer(placement, 0, "exact", group)
-    captured = isoload.CapturedBalancer(balancer, 37, K)
-    slots = []
-    for batch in range(12):
-        ids = draw_ids(batch)[rank].cuda()
-        slots.append((captured if batch >= 4 else balancer)(ids).cpu())
-    group.check()
-    isoload.check_device("cuda")
-    return slots
-
-
-def test_loads_gathered_by_boards_on_one_gpu(tmp_path: Path) -> None:
-    """Kernels of two processes wait for each other: the GPU changes between them."""
-    got = in_processes(gather_by_boards, 2, tmp_path)
-    topology = isoload.Topology(2)
-    placement = isoload.place(torch.arange(EXPERTS).expand(1, -1), topology, slots_per_rank=EXPERTS // 2 + 2)
-    balancer = isoload.Balancer(placement, 0, "exact", isoload.LocalGroup(topology))
-    for batch in range(12):
-        for rank, slots in enumerate(balancer(draw_ids(batch)[:2])):
-            assert torch.equal(got[rank][batch], slots), (rank, batch)

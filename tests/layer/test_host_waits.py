@@ -118,7 +118,8 @@ def test_every_backend_of_borrowing(
 
 @CAPACITIES
 def test_a_process_with_one_rank(capacity: int | None) -> None:
-    assert short(waits_of(one_rank(1, capacity), policy="exact")) == wanted(capacity)
+    for loads in ("gathered", "node", "own"):
+        assert short(waits_of(one_rank(1, capacity), policy="exact", loads=loads)) == wanted(capacity), loads
 
 
 def test_counting_anew_leaves_the_rows_on_the_device() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor
 
 import isoload
 from isoload.experts.weights import ExpertWeights
-from isoload.transport.boards import Boards
 from support.fake_ranks import Everything, OneRank, kept_memos, one_rank
 from support.host_waits import HostWaits
 from support.launches import Launches, stand_ins
@@ -37,22 +35,7 @@ def gate(rows: Tensor) -> tuple[Tensor, Tensor]:
     return ids, torch.empty(len(rows), TOP_K, device=rows.device)
 
 
-class NoPeers:
-    """Memory of ranks that are not there."""
-
-    def new(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    def meet(self) -> None:
-        pass
-
-    def reach(self, boards: list[Tensor]) -> list[Any]:
-        return [SimpleNamespace(data_ptr=lambda: 16)] * RANKS
-
-
-def second_forward(
-    capacity: int | None, max_copies: int | None = None, policy: str = "exact", symmetric: bool = False
-) -> Launches:
+def second_forward(capacity: int | None, max_copies: int | None = None, policy: str = "exact") -> Launches:
     """What the second forward of one of 16 ranks launches: 4096 tokens of DeepSeek-V3's width, narrow experts."""
     transport = one_rank(0, capacity, TOPOLOGY, max_copies)
     borrows = isoload.POLICIES[policy]().borrows
@@ -65,9 +48,6 @@ def second_forward(
     )
     assert placement.has_freedom == (True,)  # of real tensors, before they are fake
     transport.group._agreed = Everything()
-    if symmetric:
-        boards = Boards(NoPeers(), torch.device("cuda"), TOPOLOGY, 0, 60.0)
-        transport.group._symmetric, transport.group._boards = True, lambda _device: boards
     launches = Launches()
     with HostWaits(answer), torch.no_grad(), kept_memos(), launches, stand_ins(launches):
         shapes = (EXPERTS, 16, HIDDEN), (EXPERTS, HIDDEN, 8)
@@ -88,9 +68,9 @@ def test_twenty_launches(capacity: int | None) -> None:
     assert len(launches.kernels) <= 20, "\n".join(launches.kernels)
     counted = launches.counted()
     for op in (
-        "count_numbered",
-        "plan_exact_share",
-        "route_numbered",
+        "count",
+        "plan_exact",
+        "route",
         "number_rows",
         "pack_rows",
         "group_copies",
@@ -103,21 +83,22 @@ def test_three_launches_from_ids_to_slots() -> None:
     """But for those of the gather."""
     kernels = second_forward(None).kernels
     ours = [line.split(" ")[0] for line in kernels if "in transport/" not in line]
-    assert ours[: ours.index("number_rows")] == ["count_numbered", "plan_exact_share", "route_numbered"]
+    assert ours[: ours.index("number_rows")] == ["count", "plan_exact", "route"]
 
 
-def launched(policy: str, num_shared: int, **how: Any) -> list[str]:
+def launched(policy: str, num_shared: int, tokens: int = TOKENS, **how: Any) -> list[str]:
     """The kernels of a Balancer's second batch on one of 16 ranks, but for those of the gather."""
     placement = isoload.place(
         torch.ones(1, EXPERTS), TOPOLOGY, slots_per_rank=18 + num_shared, num_shared=num_shared, placer="eplb"
     )
     assert placement.has_freedom == (True,)  # of real tensors, before they are fake
     group, launches = OneRank(3, TOPOLOGY), Launches()
+    how["tokens"] = how.pop("tokens_are", "own")
     group._agreed = Everything()
     with HostWaits(answer), torch.no_grad(), kept_memos(), launches:
         balancer = isoload.Balancer(placement, 0, policy, group, **how)
         width = TOP_K + (num_shared if how.get("shared_columns", True) else 0)
-        ids = torch.empty(TOKENS, width, dtype=torch.int64, device="cuda")
+        ids = torch.empty(tokens, width, dtype=torch.int64, device="cuda")
         balancer._own[ids.device] = balancer.placed_on(ids.device)
         balancer(ids)
         launches.clear()
@@ -125,44 +106,43 @@ def launched(policy: str, num_shared: int, **how: Any) -> list[str]:
     return [line.split(" ")[0] for line in launches.kernels if "in transport/" not in line]
 
 
-def test_three_launches_from_own_counts() -> None:
+def test_one_launch_from_own_counts_and_three_of_many_copies() -> None:
     """And no exchange, though the group has 16 ranks."""
-    assert launched("exact", 0, loads="own") == ["count_numbered", "plan_own", "route_numbered"]
+    assert launched("exact", 0, loads="own") == ["balance_own"] * 3
+    assert launched("exact", 0, 8192 // TOP_K, loads="own") == ["balance_own"]
+    assert launched("exact", 0, 8192 // TOP_K + 1, loads="own") == ["balance_own"] * 3
+
+
+def test_six_launches_from_a_nodes_counts() -> None:
+    """But for those of the gather in the node: its sum, its split, and what of it is this rank's."""
+    made = ["count", "sum", "plan_own", "constant_pad_nd", "share", "route"]
+    assert launched("exact", 0, loads="node") == made
+
+
+def test_launches_from_the_same_rows() -> None:
+    """Count, plan and route, and the loads of ranks that have none."""
+    assert launched("exact", 0, tokens_are="same") == ["balance_same"] * 4
 
 
 @pytest.mark.parametrize("policy", ["joint", "waterfill"])
 def test_three_launches_from_ids_to_slots_with_a_shared_expert(policy: str) -> None:
     """The last block to look up routed copies deals the shared ones to ranks."""
-    assert launched(policy, 1) == ["count_numbered", "plan_joint", "route_columns"]
+    assert launched(policy, 1) == ["count", "plan_joint", "route"]
 
 
 def test_three_launches_where_the_caller_gives_no_shared_columns() -> None:
     """They are added while the copies are counted."""
-    assert launched("joint", 1, shared_columns=False) == ["count_columns", "plan_joint", "route_columns"]
+    assert launched("joint", 1, shared_columns=False) == ["count", "plan_joint", "route"]
 
 
 def test_launches_where_shared_experts_stay_home() -> None:
     assert launched("exact", 1) == [
-        "count_numbered",
-        "plan_exact_share",
+        "count",
+        "plan_exact",
         "floor_divide",
         "add_",
-        "route_columns",
+        "route",
     ]
-
-
-def test_three_launches_with_the_gather_where_ranks_write_each_other_s_memory() -> None:
-    """Nothing is joined to the loads, or taken from them again; other policies gather first."""
-    exact, active = (
-        [line.split(" ")[0] for line in second_forward(None, policy=policy, symmetric=True).kernels]
-        for policy in ("exact", "exact_active")
-    )
-    assert exact[: exact.index("number_rows")] == [
-        "count_numbered",
-        "plan_exact_share_gathered",
-        "route_numbered",
-    ]
-    assert active[:3] == ["count_numbered", "gather_rows", "plan_active"]
 
 
 def test_memory_of_exact_splits() -> None:

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import isoload
 from isoload.transport import CollectiveTransport, LocalTransport
-from isoload.workloads import W0_TO_W7
 from support.borrowed_layer import LLEP, Setup, assert_dense, make_setup
 from support.live_tensors import live_tensors
+from support.made_routing import W0_TO_W7
 from support.processes import run_ranks
 
 LOCAL = ("pull", "copy", "all_to_all")

@@ -6,65 +6,12 @@ import pytest
 import torch
 
 import isoload
-from isoload.experts.weights import ExpertWeights
 from isoload.layer.moe import MoE
 from isoload.transport import CollectiveTransport, LocalTransport
 from support.processes import rank_outcomes, run_ranks
-from support.small_layer import EXPERTS, HIDDEN, INNER, close, dense_layer, make_setup
+from support.small_layer import EXPERTS, check_dense, close, dense_layer, make_setup, with_shared
 
 POLICIES = ["none", "static", "even", "dynamic", "exact", "shared_local", "waterfill", "joint"]
-
-
-def with_shared(ranks, num_shared=1, **how):
-    """make_setup with shared experts: the same routed ones, their stacks first, and a dense twin of the whole."""
-    setup = make_setup(ranks, **how)
-    draw = torch.Generator().manual_seed(ranks)
-    setup.placement = isoload.place(
-        torch.rand(2, EXPERTS, generator=draw),
-        setup.topology,
-        min(-(-EXPERTS // ranks) + 1, EXPERTS) + num_shared,
-        num_shared=num_shared,
-    )
-    setup.routed = setup.gate
-    setup.dense = ExpertWeights.random(
-        EXPERTS + num_shared, HIDDEN, INNER, generator=draw, dtype=setup.dense.down.dtype
-    )
-
-    def gate(rows):
-        ids, weights = setup.routed(rows)
-        shared = torch.arange(EXPERTS, EXPERTS + num_shared).expand(len(rows), -1)
-        used = (ids >= 0).any(1, keepdim=True)
-        return (
-            torch.cat([ids, torch.where(used, shared, -1)], 1),
-            torch.cat([weights, weights.new_ones(shared.shape)], 1),
-        )
-
-    setup.gate = gate
-    return setup
-
-
-def run_layer(setup, layer):
-    """Outputs and every gradient, ours and the dense layer's."""
-    rows = [r.clone().requires_grad_() for r in setup.rows]
-    outputs = layer(rows)
-    sum((y**2).sum() for y in outputs).backward()
-    twins = [r.clone().requires_grad_() for r in setup.rows]
-    stacks = [getattr(setup.dense, name).clone().requires_grad_() for name in ("gate_up", "down")]
-    wanted = [dense_layer(setup, r, [*stacks, None, None]) for r in twins]
-    sum((y**2).sum() for y in wanted).backward()
-    return outputs, wanted, rows, twins, stacks
-
-
-def check(setup, layer):
-    outputs, wanted, rows, twins, stacks = run_layer(setup, layer)
-    for a, b in zip(outputs, wanted, strict=True):
-        assert close(a, b, 1e-12)
-    for a, b in zip(rows, twins, strict=True):
-        assert close(a.grad, b.grad, 4e-12)
-    for weights in layer.weights:
-        homes = list(weights.layout.homes)
-        for name, stack in zip(("gate_up", "down"), stacks, strict=True):
-            assert not homes or close(getattr(weights, name).grad, stack.grad[homes], 4e-12)
 
 
 @pytest.mark.parametrize("num_shared", [1, 2])
@@ -73,14 +20,14 @@ def check(setup, layer):
 def test_dispatched_shared_experts_are_the_dense_layer(policy, ranks, num_shared):
     setup = with_shared(ranks, num_shared, masked=True)
     layer = MoE(setup.routed, setup.dense, LocalTransport(setup.topology), setup.placement, policy=policy)
-    check(setup, layer)
+    check_dense(setup, layer)
 
 
 def test_the_published_sampling_is_the_dense_layer_too():
     for rule in ("static", "dynamic", "blog"):
         setup = with_shared(4, tokens=[80, 70, 0, 65])
         transport = LocalTransport(setup.topology)
-        check(
+        check_dense(
             setup,
             MoE(setup.routed, setup.dense, transport, setup.placement, policy="waterfill_sampled", rule=rule),
         )

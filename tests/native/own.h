@@ -11,6 +11,7 @@ namespace isoload {
 template <class Team>
 bool split_own(Team& team, const Instance& in, const ReplicaTables& tables, void* workspace, int32_t* send) {
   const std::vector<int32_t> offset(in.R, 1 << in.row % kOffsetBits);
+  std::vector<int64_t> sent(3 * in.R);
   const OwnProblem problem{
       .R = in.R,
       .E = in.E,
@@ -20,6 +21,7 @@ bool split_own(Team& team, const Instance& in, const ReplicaTables& tables, void
       .offset = offset.data(),
       .fixed = in.fixed.empty() ? nullptr : in.fixed.data(),
       .ticks = in.ticks.empty() ? nullptr : in.ticks.data(),
+      .sent = sent.data(),
       .source = in.row,
       .layer = in.S,
       .sweeps = 6,

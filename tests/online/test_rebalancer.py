@@ -7,7 +7,7 @@ import torch
 
 import isoload
 from isoload.online import Rebalancer, Recorder
-from isoload.reference.experts import run_experts
+from reference.experts import run_experts
 from support.processes import run_ranks
 
 LAYERS, EXPERTS, HIDDEN, INNER = 3, 12, 8, 6

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isoload import ops, reference
+import reference
+from isoload import ops
 from support.shared_copies import draw_copies
 
 

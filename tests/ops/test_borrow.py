@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isoload import ops, reference
+import reference
+from isoload import ops
 from support.borrow_plans import SHAPES, draw_plan, draw_values
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -1,39 +1,28 @@
-"""count: copies per expert, masked entries left out; count_numbered: their places, too; count_columns: shared ones."""
+"""count: copies per expert, masked entries left out, and their places; shared experts' columns added to them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from isoload import ops, reference
+import isoload
+import reference
+from isoload import ops
 from isoload.results import PART_ROWS
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("experts", [1, 3, 64, 257, 1030])
-@pytest.mark.parametrize("shape", [(0, 8), (1, 1), (33, 8), (4001, 6), (4097, 8), (17,), (3, 5, 2), ()])
-def test_equals_bincount_and_reference(shape: tuple[int, ...], experts: int, dtype: torch.dtype) -> None:
-    ids = np.random.default_rng([experts, *shape]).integers(-1, experts, shape)
-    topk_ids = torch.from_numpy(np.asarray(ids)).to(dtype)
-    counts = ops.count(topk_ids, experts)
-    assert counts.dtype == torch.int32 and counts.shape == (experts,)
-    assert counts.tolist() == np.bincount(ids[ids >= 0].ravel(), minlength=experts).tolist()
-    assert torch.equal(counts, reference.count(topk_ids, experts))
+@pytest.mark.parametrize("shape", [(), (17,), (3, 5, 2), (0, 2, 3)])
+def test_counts_alone_are_of_any_shape(shape: tuple[int, ...]) -> None:
+    ids = torch.from_numpy(np.asarray(np.random.default_rng(3).integers(-1, 7, shape)))
+    counts = isoload.count(ids, 7)
+    assert torch.equal(counts.long(), ids[ids >= 0].flatten().bincount(minlength=7))
 
 
 def test_only_masked_entries() -> None:
-    assert ops.count(torch.full((7, 2), -1), 5).tolist() == [0] * 5
-
-
-def test_input_need_not_be_contiguous() -> None:
-    ids = torch.arange(60).view(6, 10) % 7
-    assert torch.equal(ops.count(ids[:, ::3], 7), ops.count(ids[:, ::3].contiguous(), 7))
-    assert torch.equal(ops.count(ids.t(), 7), ops.count(ids, 7))
+    assert ops.count(torch.full((7, 2), -1), 5).counts.tolist() == [0] * 5
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -41,21 +30,23 @@ def test_input_need_not_be_contiguous() -> None:
 @pytest.mark.parametrize(
     "shape",
     [
-        *[(0, 8), (5, 0), (1, 1), (PART_ROWS, 2), (PART_ROWS + 1, 8), (3 * PART_ROWS - 1, 6), (4097, 8)],
+        *[(0, 8), (5, 0), (1, 1), (33, 8), (PART_ROWS, 2), (PART_ROWS + 1, 8), (3 * PART_ROWS - 1, 6)],
+        (4097, 8),
         *[(2 * PART_ROWS, 9), (300, 40)],  # more choices than a block of a GPU takes at once
     ],
 )
-def test_numbered_equals_reference_and_a_copy_follows_its_number(
+def test_equals_bincount_and_reference_and_a_copy_follows_its_number(
     shape: tuple[int, int], experts: int, dtype: torch.dtype
 ) -> None:
     ids = torch.from_numpy(np.random.default_rng([experts, *shape]).zipf(1.3, shape) % (experts + 1) - 1).to(
         dtype
     )
-    mine, theirs = ops.count_numbered(ids, experts), reference.count_numbered(ids, experts)
-    for name in mine._fields:
+    mine, theirs = ops.count(ids, experts), reference.count(ids, experts)
+    assert mine.ids is ids
+    for name in ("counts", "numbers", "parts"):
         a, b = getattr(mine, name), getattr(theirs, name)
         assert a.dtype == b.dtype == torch.int32 and torch.equal(a, b), name
-    assert torch.equal(mine.counts, ops.count(ids, experts))
+    assert torch.equal(mine.counts.long(), ids[ids >= 0].long().bincount(minlength=experts))
     for part, numbers in zip(ids.split(PART_ROWS), mine.numbers.split(PART_ROWS), strict=True):
         for e in range(min(experts, 4)):
             found = numbers[part == e]
@@ -63,9 +54,9 @@ def test_numbered_equals_reference_and_a_copy_follows_its_number(
 
 
 @pytest.mark.parametrize("top_k", [8, 16, 40])
-def test_numbered_where_all_copies_have_one_expert(top_k: int) -> None:
+def test_where_all_copies_have_one_expert(top_k: int) -> None:
     ids = torch.full((2 * PART_ROWS + 1, top_k), 2)
-    found = ops.count_numbered(ids, 5)
+    found = ops.count(ids, 5)
     whole, last = PART_ROWS * top_k, top_k
     assert found.parts[:, 2].tolist() == [whole, whole, last] and found.counts.tolist() == [
         0,
@@ -78,10 +69,11 @@ def test_numbered_where_all_copies_have_one_expert(top_k: int) -> None:
     assert found.numbers.flatten().tolist() == [*range(whole), *range(whole), *range(last)]
 
 
-def test_numbered_input_need_not_be_contiguous() -> None:
+@pytest.mark.parametrize("num_shared", [0, 2])
+def test_input_need_not_be_contiguous(num_shared: int) -> None:
     ids = torch.arange(6000).view(600, 10) % 7
-    for name, a in ops.count_numbered(ids[:, ::3], 7)._asdict().items():
-        assert torch.equal(a, getattr(ops.count_numbered(ids[:, ::3].contiguous(), 7), name)), name
+    apart, dense = ops.count(ids[:, ::3], 7, num_shared), ops.count(ids[:, ::3].contiguous(), 7, num_shared)
+    assert all(map(torch.equal, apart, dense))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -97,80 +89,56 @@ def test_columns_equal_reference_and_numbers_of_all_columns(
     rng = np.random.default_rng([experts, *shape])
     ids = torch.from_numpy(rng.zipf(1.3, shape) % (experts + 1) - 1).to(dtype)
     ids[torch.from_numpy(rng.random(len(ids)) < 0.3)] = -1
-    columns, mine = ops.count_columns(ids, experts, num_shared)
-    wanted, theirs = reference.count_columns(ids, experts, num_shared)
-    assert columns.dtype == dtype and torch.equal(columns, wanted)
-    apart = ops.count_numbered(columns, experts + num_shared)
-    for name in mine._fields:
+    mine, theirs = ops.count(ids, experts, num_shared), reference.count(ids, experts, num_shared)
+    assert mine.ids.dtype == dtype and torch.equal(mine.ids, theirs.ids)
+    apart = ops.count(mine.ids, experts + num_shared)
+    for name in ("counts", "numbers", "parts"):
         a, b = getattr(mine, name), getattr(theirs, name)
         assert a.dtype == torch.int32 and torch.equal(a, b) and torch.equal(a, getattr(apart, name)), name
 
 
-def test_columns_input_need_not_be_contiguous() -> None:
-    ids = torch.arange(6000).view(600, 10) % 7
-    columns, numbered = ops.count_columns(ids[:, ::3], 7, 2)
-    again, of_dense = ops.count_columns(ids[:, ::3].contiguous(), 7, 2)
-    assert torch.equal(columns, again) and all(map(torch.equal, numbered, of_dense))
-
-
-COLUMNS_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+IDS = torch.tensor([[0, 3], [-1, 1]])
+ONE_ID = torch.zeros(1, 1, dtype=torch.int64)  # has no memory of its own where it is expanded
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "flat": ({"topk_ids": torch.tensor([0, 1])}, r"topk_ids must be \[T, K\], got \[2\]"),
-    "a shared expert": ({"topk_ids": torch.tensor([[0, 4]])}, "topk_ids must be in -1..3, got 4"),
-    "low": ({"topk_ids": torch.tensor([[0, -2]])}, "topk_ids must be in -1..3, got -2"),
     "dtype": ({"topk_ids": torch.ones(2, 2)}, "topk_ids must be int32 or int64, got float32"),
-    "none routed": ({"num_routed": 0}, "num_routed must be at least 1, got 0"),
-    "none shared": ({"num_shared": 0}, r"num_shared must be in 1..1024, got 0"),
-    "many shared": ({"num_shared": 1025}, r"num_shared must be in 1..1024, got 1025"),
-    "many copies": (
-        {"topk_ids": torch.zeros(1, 1, dtype=torch.int64).expand(2**21, 1), "num_shared": 1024},
-        r"topk_ids must have fewer than 2\^31 entries with num_shared=1024 more columns, got 2149580800",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", COLUMNS_REFUSED)
-def test_columns_refuses(name: str) -> None:
-    changed, message = COLUMNS_REFUSED[name]
-    given = {"topk_ids": torch.tensor([[0, 3], [-1, 1]]), "num_routed": 4, "num_shared": 1, **changed}
-    with pytest.raises(ValueError, match=message):
-        ops.count_columns(**given)
-
-
-REFUSED: dict[str, tuple[Any, int, str]] = {
-    "dtype": (torch.ones(2, 2), 4, "topk_ids must be int32 or int64, got float32"),
     "another dtype": (
-        torch.ones(2, 2, dtype=torch.int16),
-        4,
+        {"topk_ids": torch.ones(2, 2, dtype=torch.int16)},
         "topk_ids must be int32 or int64, got another dtype",
     ),
-    "no experts": (torch.ones(2, 2, dtype=torch.int64), 0, "num_experts must be at least 1, got 0"),
-    "high": (torch.tensor([[0, 4]]), 4, "topk_ids must be in -1..3, got 4"),
-    "low": (torch.tensor([[0, -2]]), 4, "topk_ids must be in -1..3, got -2"),
-    "high int32": (torch.tensor([[0, 4]], dtype=torch.int32), 4, "topk_ids must be in -1..3, got 4"),
-    "of 64 bits": (torch.tensor([[2**32 + 1]]), 4, "topk_ids must be in -1..3, got 4294967297"),
+    "no experts": ({"num_experts": 0}, "num_experts must be at least 1, got 0"),
+    "fewer shared": ({"num_shared": -1}, "num_shared must be in 0..1024, got -1"),
+    "many shared": ({"num_shared": 1025}, "num_shared must be in 0..1024, got 1025"),
+    "high": ({"topk_ids": torch.tensor([[0, 4]])}, "topk_ids must be in -1..3, got 4"),
+    "low": ({"topk_ids": torch.tensor([[0, -2]])}, "topk_ids must be in -1..3, got -2"),
+    "high int32": (
+        {"topk_ids": torch.tensor([[0, 4]], dtype=torch.int32)},
+        "topk_ids must be in -1..3, got 4",
+    ),
+    "of 64 bits": ({"topk_ids": torch.tensor([[2**32 + 1]])}, "topk_ids must be in -1..3, got 4294967297"),
+    "many copies": (
+        {"topk_ids": ONE_ID.expand(2**30, 2)},
+        r"topk_ids must have fewer than 2\^31 entries, its num_shared=0 more columns included, got 2147483648",
+    ),
+    "many shared copies": (
+        {"topk_ids": ONE_ID.expand(2**21, 1), "num_shared": 1024},
+        r"topk_ids must have fewer than 2\^31 entries, its num_shared=1024 more columns included, got 2149580800",
+    ),
 }
+OF_IDS = ("high", "low", "high int32", "of 64 bits")
 
 
-@pytest.mark.parametrize("op", [ops.count, ops.count_numbered])
-@pytest.mark.parametrize("name", REFUSED)
-def test_refuses(name: str, op: Callable[[Tensor, int], object]) -> None:
-    ids, experts, message = REFUSED[name]
+@pytest.mark.parametrize("name", [*REFUSED, *(f"{name}, shared" for name in OF_IDS)])
+def test_refuses(name: str) -> None:
+    changed, message = REFUSED[name.removesuffix(", shared")]
+    given = {"topk_ids": IDS, "num_experts": 4, "num_shared": int("," in name), **changed}
     with pytest.raises(ValueError, match=message):
-        op(ids, experts)
-
-
-def test_numbered_refuses_a_flat_row() -> None:
-    with pytest.raises(ValueError, match=r"topk_ids must be \[T, K\], got \[3\]"):
-        ops.count_numbered(torch.tensor([0, 1, 2]), 4)
+        ops.count(**given)
 
 
 def test_opcheck() -> None:
     op = torch.ops.isoload.count.default
-    torch.library.opcheck(op, (torch.tensor([[0, 2], [-1, 1]]), 3))
-    torch.library.opcheck(op, (torch.zeros(0, 4, dtype=torch.int32), 3))
-    numbered = torch.ops.isoload.count_numbered.default
-    torch.library.opcheck(numbered, (torch.tensor([[0, 2], [-1, 1]]), 3))
-    torch.library.opcheck(numbered, (torch.zeros(300, 4, dtype=torch.int32), 3))
-    columns = torch.ops.isoload.count_columns.default
-    torch.library.opcheck(columns, (torch.tensor([[0, 2], [-1, -1]]), 3, 2))
-    torch.library.opcheck(columns, (torch.zeros(300, 4, dtype=torch.int32), 3, 1))
+    for num_shared in (0, 2):
+        torch.library.opcheck(op, (torch.tensor([[0, 2], [-1, -1]]), 3, num_shared))
+        torch.library.opcheck(op, (torch.zeros(300, 4, dtype=torch.int32), 3, num_shared))
+    torch.library.opcheck(op, (torch.zeros(0, 4, dtype=torch.int32), 3, 0))

@@ -35,6 +35,8 @@ Rng = np.random.Generator
 def to_cuda(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.cuda()
+    if isinstance(value, ops.Counted):
+        return ops.Counted(*map(to_cuda, value))
     return replace(value, data=value.data.cuda()) if isinstance(value, ReplicaTables) else value
 
 
@@ -87,6 +89,7 @@ def test_tables_plans_and_shares() -> None:
             assert_same(case.name, ops.share, loads, quota, tables, per_node, R // 2, order)
             assert_same(case.name, ops.share_by_rank, loads, quota, tables, per_node, order)
         assert_same(case.name, ops.share_alone, loads[R // 2], quota, tables, R // 2)
+        assert_same(case.name, ops.share_alone, loads[R // 2], quota // 2, tables, R // 2, past=True)
 
 
 def test_layers_at_once() -> None:
@@ -140,10 +143,11 @@ def test_count_and_routes(dtype: torch.dtype) -> None:
         if case.loads[rank].sum() > 300_000:
             continue
         ids, loads = draw_ids(rng, case, rank, dtype), torch.from_numpy(case.loads)
-        assert torch.equal(assert_same(case.name, ops.count, ids, case.num_experts), loads[rank])
+        counted = assert_same(case.name, ops.count, ids, case.num_experts)
+        assert torch.equal(counted.counts, loads[rank])
         row = ops.share(loads, ops.plan_exact(loads, tables).quota, tables, 1, rank)
-        assert_same(case.name, ops.route, ids, row, tables)
-        assert_same(case.name, ops.route, ids, row, tables, "visited")
+        assert_same(case.name, ops.route, counted, row, tables)
+        assert_same(case.name, ops.route, counted, row, tables, prefer="visited")
         weights = torch.from_numpy(rng.random(tables.num_slots).astype(np.float32) + 0.01)
         seed = int(rng.integers(2**62))
         assert_same(case.name, ops.route_sampled, ids, weights, tables, seed)
@@ -265,18 +269,20 @@ def test_many_copies(copies: int) -> None:
     tables = case.tables()
     ids = torch.from_numpy(rng.zipf(1.3, (copies // 8, 8)) % (case.num_experts + 1) - 1)
     loads = torch.zeros(16, case.num_experts, dtype=torch.int32)
-    loads[3] = assert_same(f"{copies}", ops.count, ids, case.num_experts)
+    counted = assert_same(f"{copies}", ops.count, ids, case.num_experts)
+    loads[3] = counted.counts
     row = ops.share(loads, ops.plan_exact(loads, tables).quota, tables, 8, 3)
     for prefer in (None, "visited"):
-        assert_same(f"{copies}", ops.route, ids, row, tables, prefer)
+        assert_same(f"{copies}", ops.route, counted, row, tables, prefer=prefer)
 
 
 def test_ids_out_of_range_count_as_masked() -> None:
     ids = torch.tensor([[0, 7], [-1, 1], [4, -5]], device="cuda")
-    assert ops.count(ids, 4).tolist() == [1, 1, 0, 0]
+    counted = ops.count(ids, 4)
+    assert counted.counts.tolist() == [1, 1, 0, 0]
     tables = ops.replica_tables(torch.arange(4, dtype=torch.int32).cuda(), 2, 4)
     row = torch.tensor([1, 1, 0, 0], dtype=torch.int32).cuda()
-    assert ops.route(ids, row, tables).tolist() == [[0, -1], [-1, 1], [-1, -1]]
+    assert ops.route(counted, row, tables).tolist() == [[0, -1], [-1, 1], [-1, -1]]
     assert ops.device_errors("cuda") == 1 << 0 | 1 << 6
 
 
@@ -307,10 +313,10 @@ def test_arguments_of_two_devices_are_refused() -> None:
 
 def plan_and_route(ids: Tensor, others: Tensor, tables: ReplicaTables) -> Tensor:
     """Rank 0's route: its own counts join those of the others [R, E], as a gather would."""
-    numbered = ops.count_numbered(ids, tables.num_experts)
-    loads = torch.cat([numbered.counts[None], others])
+    counted = ops.count(ids, tables.num_experts)
+    loads = torch.cat([counted.counts[None], others])
     quota = ops.plan_exact(loads, tables).quota
-    return ops.route_numbered(ids, numbered, ops.share(loads, quota, tables, 1, 0), tables)
+    return ops.route(counted, ops.share(loads, quota, tables, 1, 0), tables)
 
 
 @contextmanager
@@ -365,7 +371,8 @@ def test_a_replayed_graph_notes_what_is_wrong() -> None:
     tables = ops.replica_tables(torch.arange(4, dtype=torch.int32).cuda(), 2, 4)
     row = torch.tensor([2, 1, 0, 0], dtype=torch.int32).cuda()
     ids = torch.tensor([[0, 0], [1, -1]]).cuda()
-    graph, slots = captured(lambda: ops.route(ids, row, tables))
+    counted = ops.count(ids, 4)
+    graph, slots = captured(lambda: ops.route(counted, row, tables))
     graph.replay()
     isoload.check_device("cuda")
     ids.copy_(torch.tensor([[0, 9], [1, -1]]))
@@ -379,4 +386,4 @@ def test_each_op_is_checked_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ISOLOAD_CHECK", "1")
     with pytest.raises(ValueError, match="count: topk_ids must be in -1..E-1"):
         ops.count(torch.tensor([[0, 7]], device="cuda"), 4)
-    assert ops.count(torch.tensor([[0, 3]], device="cuda"), 4).tolist() == [1, 0, 0, 1]
+    assert ops.count(torch.tensor([[0, 3]], device="cuda"), 4).counts.tolist() == [1, 0, 0, 1]

@@ -26,13 +26,12 @@ pytestmark = pytest.mark.slow  # compiling all kernels takes both cores for half
 # Barriers that no scenario misses and that stay, by the text behind which they stand, and why.
 LAST = "a planner's last: its caller's lanes may read the result, as those of tests/native/teams.cpp do"
 UNNOTICED = {
-    ("algorithms/gather_rows.h", "team.sync();  // the number of the round says"): "other ranks miss it",
     ("algorithms/plan_active.h", "// unlimited: the solve was not cut short\n    team_.sync();"): LAST,
     ("algorithms/plan_exact.h", "out.telemetry[i] = telemetry[i];\n    }\n    team_.sync();"): LAST,
     ("algorithms/plan_lp.h", "static_cast<int32_t>(status);\n    }\n    team_.sync();"): LAST,
     ("algorithms/plan_spill.h", "team_.sync();  // a caller's lanes may read the result"): LAST,
     ("algorithms/plan_waterfill.h", "*out_.bound = level;\n    team_.sync();"): LAST,
-    ("cuda/route_columns.cu", "__syncthreads();  // this block's visits are written"): "other blocks miss it",
+    ("cuda/route.cu", "__syncthreads();  // this block's visits are written"): "other blocks miss it",
     ("algorithms/replica_tables.h", "ws.index[e] : -1;\n  });\n  team.sync();"): LAST,
     ("algorithms/shard_tokens.h", "while (is_above() && move()) continue;\n    team_.sync();"): LAST,
     ("algorithms/share.h", "send(s, t_.order[i], row); });\n    team_.sync();"): LAST,
@@ -40,7 +39,7 @@ UNNOTICED = {
 }  # fmt: skip
 
 # From ids to slots, of exact and of joint; one launch each.
-THREE = ("count_numbered", "plan_exact_share", "route_numbered", "plan_joint", "route_columns")
+THREE = ("count", "plan_exact, of a rank", "route", "plan_joint", "route, shared columns")
 
 # KB that a block may have: compute capability 9.0 and 10.0; 8.0; 8.9.
 SHARED = {"H100": 227, "A100": 163, "L40": 99}
@@ -61,25 +60,25 @@ CHOSEN = {
     "plan_exact": "(wide_groups or layers_at_once or overflow) and not refuses",
     "plan_exact_share": "plan_exact_and_share and 0 or many_ranks or shared_memory or layers or largest",
     "plan_joint": "(joins and 0 or many_ranks or shared_memory or layers or largest) and not refuses",
-    "plan_exact_share_gathered": "one_rank or 2-10",
     "plan_waterfill": "(wide_groups or layers_at_once or overflow) and not refuses",
     "plan_active": "(layers_at_once or overflow) and not refuses",
     "plan_lp": "equals_reference_with or layers_at_once or nothing",
     "round_split": "by_hand or layers_at_once or largest",
     "plan_spill": "named or layers_at_once",
-    "plan_own": "layers_at_once or most_copies or an_offset or slower",
+    "balance_own": "equals_three_ops and (64-8 or 700) and (8-duplicates or 3-eplb)",
+    "balance_same": "equals_three_ops and spread and (8-duplicates or 3-eplb)",
+    "plan_own": "layers_at_once or most_copies or an_offset or slower or noted",
     "plan_replication": "first_phase or layers_at_once",
     "top_up": "by_hand or layers_at_once",
     "shard_tokens": "layers_at_once",
     "route": "equals_reference_where or nothing or 12-empty_slots",
-    "route_numbered": "(equals_route_and and (700 or 129)) or other_columns",
+    "route_numbered": "(equals_reference and (700 or 129)) or other_columns",
     "route_columns": "apart_and and (700 or 129) or many or 4096-64",
     "route_shared": "equals_reference and 1-True or many_tokens",
     "route_shared_sampled": "equals_reference",
     "append_shared_expert": "equals_reference",
     "number_rows": "equals_reference",
     "pack_rows": "equals_reference and 63 or more_ranks",
-    "gather_rows": "1-5 or 2-200 or wraps",
     "group_copies": "equals_reference",
     "borrow": "equals_reference",
     "device_errors": "noted",
@@ -131,6 +130,13 @@ def test_three_kernels_lead_to_slots(name: str, kernels: Any) -> None:
 def test_six_kernels_make_an_unusual_joint_plan(kernels: Any) -> None:
     """As docs/integrations.md has it; and its tables one."""
     assert kernels["plan_joint, in parts"]["launches"] == 7 * len(SEEDS)
+
+
+def test_one_kernel_leads_from_few_ids_to_slots(kernels: Any) -> None:
+    """As support/launches.py has it."""
+    for name, launches in {"": 1, ", most": 1, ", more": 3, ", many tokens": 3}.items():
+        found = kernels[f"balance_own{name}"]
+        assert (found["launches"], found["memsets"]) == (launches * len(SEEDS), 0), name
 
 
 @pytest.mark.parametrize("tokens", NODES)
@@ -211,8 +217,8 @@ def test_a_barrier_removed_from_the_source_is_noticed(name: str, tmp_path: Path)
 
 def test_a_kernel_that_does_not_wait_for_the_one_ahead_is_noticed(tmp_path: Path) -> None:
     begins = "(Numbering<Id> in) {\n  take_turn();"
-    changed = simt_build.build(tmp_path, "cuda/count_numbered.cu", begins, begins.replace("take_turn();", ""))
-    found = answers(changed, "kernels", "0")["count_numbered"]["findings"]
+    changed = simt_build.build(tmp_path, "cuda/count.cu", begins, begins.replace("take_turn();", ""))
+    found = answers(changed, "kernels", "0")["count"]["findings"]
     assert any(
         re.match("early in count_numbered_kernel.*: lane .* reads global memory", line) for line in found
     )

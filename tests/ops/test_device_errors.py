@@ -34,18 +34,18 @@ def plan_without_replica(d: str) -> None:
     ops.plan_exact(loads.to(d), tables(d))
 
 
-def plan_and_share_negative(d: str) -> None:
+def split_for_a_rank_negative(d: str) -> None:
     """Nothing is left but zeros, and -1 in place of peak and bound."""
-    split, row = ops.plan_exact_share(-LOADS.to(d), tables(d), 1)
-    assert not split.quota.any() and not split.telemetry.any() and not row.any()
+    split = ops.plan_exact(-LOADS.to(d), tables(d), rank=1)
+    assert not split.quota.any() and not split.telemetry.any() and not split.send_counts.any()
     assert split.peak.item() == split.bound.item() == -1
 
 
 def joint_negative(d: str) -> None:
-    """As plan_exact_share; the shared copies go nowhere either."""
+    """As plan_exact; the shared copies go nowhere either."""
     loads = torch.nn.functional.pad(LOADS, (0, 1), value=-1)
     made = ops.plan_joint(loads.to(d), tables(d), 1, 1, 0)
-    assert not any(field.any() for field in (made.quota, made.telemetry, made.row, made.share))
+    assert not any(field.any() for field in (made.quota, made.telemetry, made.send_counts, made.share))
     assert made.peak.item() == made.bound.item() == -1
 
 
@@ -54,17 +54,19 @@ def tables(d: str) -> isoload.ReplicaTables:
 
 
 def count_of_many(d: str) -> Tensor:
-    return ops.count(BAD_IDS[0].to(d), 2000)
+    return ops.count(BAD_IDS[0].to(d), 2000).counts
 
 
-def route_bad(d: str, ids: Tensor, prefer: ops.Prefer | None = None) -> Tensor:
-    return ops.route(ids.to(d), ROW.to(d), tables(d), prefer)
+def route(d: str, ids: Tensor, row: Tensor = ROW, prefer: ops.Prefer | None = None) -> Tensor:
+    """The ids become bad once they are counted."""
+    counted = ops.count(IDS[: len(ids), : ids.shape[1]].to(d), 4)
+    return ops.route(counted._replace(ids=ids.to(d)), row.to(d), tables(d), prefer=prefer)
 
 
-def numbered_bad(d: str, ids: Tensor, row: Tensor) -> Tensor:
-    """The ids become bad once they are numbered."""
-    numbered = ops.count_numbered(IDS[: len(ids), : ids.shape[1]].to(d), 4)
-    return ops.route_numbered(ids.to(d), numbered, row.to(d), tables(d))
+def balance_own_bad(d: str, ids: Tensor, offset: Tensor) -> None:
+    """No copy of an id that is none has a slot."""
+    slots, _ = ops.balance_own(ids.to(d), tables(d), offset.to(d), 0)
+    assert (slots[((ids < 0) | (ids >= 4)).to(d)] < 0).all()
 
 
 def shared_sampled(d: str) -> Tensor:
@@ -100,46 +102,31 @@ def borrow(d: str, backward: bool) -> None:
         ops.borrow(slots, home, peers, [stack.clone()], 2, 0)
 
 
-def gather_with_one_late(d: str) -> Tensor:
-    boards = [torch.zeros(ops.board_words(2, 3), dtype=torch.int32, device=d) for _ in range(2)]
-    addresses = torch.tensor([board.data_ptr() for board in boards], device=d)
-    rows, beside = ops.gather_rows(LOADS[0, :2].to(d), addresses, boards[0], 0, beside=[7], timeout=0.02)
-    assert rows.tolist() == [[0, 0], [2**31 - 1] * 2] and beside.tolist() == [[0], [2**31 - 1]]
-    again, _ = ops.gather_rows(LOADS[0, :2].to(d), addresses, boards[0], 0, beside=[7], timeout=3600)
-    assert torch.equal(rows, again), "the board is closed"
-    return rows
-
-
-def gather_and_plan_with_one_late(d: str) -> None:
-    """No plan is made of what did not come."""
-    boards = [torch.zeros(ops.board_words(2, 4), dtype=torch.int32, device=d) for _ in range(2)]
-    addresses = torch.tensor([board.data_ptr() for board in boards], device=d)
-    given = (LOADS[0].to(d), addresses, boards[0], 0, tables(d))
-    loads, _, split, share = ops.plan_exact_share_gathered(*given, timeout=0.02)
-    assert loads.tolist() == [[0] * 4, [2**31 - 1] * 4]
-    assert not split.quota.any() and not share.any() and split.peak.item() == split.bound.item() == -1
-
-
 # name: what is called on a device, the rules that it breaks
 BROKEN: dict[str, tuple[Callable[[str], object], list[int]]] = {
     **{f"count {i}": (lambda d, bad=bad: ops.count(bad.to(d), 4), [0]) for i, bad in enumerate(BAD_IDS)},
     "count of many": (count_of_many, [0]),
-    "count_numbered": (lambda d: ops.count_numbered(BAD_IDS[1].to(d), 4), [0]),
-    "count_columns": (lambda d: ops.count_columns(torch.tensor([[0, 4], [1, 2]]).to(d), 4, 1), [0]),
+    "count shared": (lambda d: ops.count(torch.tensor([[0, 4], [1, 2]]).to(d), 4, 1), [0]),
     "plan_exact": (plan_without_replica, [1]),
-    "plan_exact_share": (plan_and_share_negative, [1]),
+    "plan_exact for a rank": (split_for_a_rank_negative, [1]),
     "plan_joint": (joint_negative, [1]),
     "plan_active": (lambda d: ops.plan_active(-LOADS.to(d), tables(d)), [2]),
     "plan_waterfill": (lambda d: ops.plan_waterfill(NEGATIVE.to(d), TWO.to(d)), [3]),
     "share": (lambda d: ops.share(LOADS.to(d), QUOTA.to(d) + 1, tables(d), 1), [4]),
     "share_alone": (lambda d: ops.share_alone(-LOADS[0].to(d), QUOTA.to(d), tables(d), 0), [5]),
-    "plan_own": (lambda d: ops.plan_own(-LOADS[0].to(d), tables(d), NO_OFFSET.to(d), 0), [23]),
-    **{f"route {i}": (lambda d, bad=bad: route_bad(d, bad), [6]) for i, bad in enumerate(BAD_IDS)},
-    "route visited": (lambda d: route_bad(d, BAD_IDS[0], "visited"), [6]),
-    "route share": (lambda d: ops.route(IDS.to(d), ROW.to(d) - 1, tables(d)), [7]),
-    "route both": (lambda d: ops.route(IDS.to(d) + 2, ROW.to(d) - 1, tables(d)), [6, 7]),
-    **{f"route_numbered {i}": (lambda d, bad=bad: numbered_bad(d, bad, ROW), [6]) for i, bad in enumerate(BAD_IDS)},
-    "route_numbered share": (lambda d: numbered_bad(d, IDS, ROW * 0), [7]),
+    "plan_own": (lambda d: ops.plan_own(-LOADS[0].to(d), tables(d), NO_OFFSET.to(d), 0), [22]),
+    **{
+        f"balance_own {i}": (lambda d, bad=bad: balance_own_bad(d, bad, NO_OFFSET), [23])
+        for i, bad in enumerate(BAD_IDS)
+    },
+    "balance_own offset": (lambda d: balance_own_bad(d, IDS, NO_OFFSET - 1), [24]),
+    "balance_own without replica": (lambda d: balance_own_bad(d, IDS + 1, NO_OFFSET), [24]),
+    "balance_own of many": (lambda d: balance_own_bad(d, (IDS + 1).repeat(1400, 1), NO_OFFSET), [7, 24]),
+    "balance_same": (lambda d: ops.balance_same(BAD_IDS[0].to(d), tables(d)), [0, 6]),
+    **{f"route {i}": (lambda d, bad=bad: route(d, bad), [6]) for i, bad in enumerate(BAD_IDS)},
+    "route visited": (lambda d: route(d, BAD_IDS[0], prefer="visited"), [6]),
+    "route share": (lambda d: route(d, IDS, ROW * 0), [7]),
+    "route both": (lambda d: route(d, IDS + 2, ROW - 1), [6, 7]),
     "route_sampled": (lambda d: ops.route_sampled(BAD_IDS[0].to(d), WEIGHTS.to(d), tables(d), 1), [8]),
     "route_sampled weights": (lambda d: ops.route_sampled(IDS.to(d), WEIGHTS.to(d), tables(d), 1), [9]),
     "route_shared": (lambda d: ops.route_shared(IDS.to(d) + 2, TWO.to(d), 2, 0), [10]),
@@ -154,8 +141,6 @@ BROKEN: dict[str, tuple[Callable[[str], object], list[int]]] = {
     "top_up": (lambda d: spill(d, ops.top_up), [19]),
     "shard_tokens": (lambda d: ops.shard_tokens(-LOADS.to(d), tables(d), TWO.new_tensor([0, 1, 3, 0]).to(d)), [20]),
     "shard_tokens home": (shard_without_home, [20]),
-    "gather_rows": (gather_with_one_late, [22]),
-    "plan_exact_share_gathered": (gather_and_plan_with_one_late, [1, 22]),
     "group_copies": (lambda d: ops.group_copies(IDS.to(d), 0, 3, 5), [21]),
 }  # fmt: skip
 
@@ -195,7 +180,7 @@ def test_noted(name: str) -> None:
 @noting
 def test_noted_of_several_ops_and_nothing_of_legal_ones() -> None:
     d = str(NOTING)
-    ops.route(IDS.to(d), ROW.to(d), tables(d))
+    route(d, IDS)
     ops.count(torch.full((5, 2), -1, device=d), 4)
     assert ops.device_errors(d) == 0
     BROKEN["share"][0](d)
@@ -205,9 +190,7 @@ def test_noted_of_several_ops_and_nothing_of_legal_ones() -> None:
 
 
 @pytest.mark.skipif(NOTING == "cpu", reason="the kernels stand in the place of the CPU's ops")
-@pytest.mark.parametrize(
-    "name", sorted(BROKEN.keys() - {"gather_rows", "plan_exact_share_gathered"})
-)  # a lost rank is a RuntimeError
+@pytest.mark.parametrize("name", BROKEN)
 def test_the_cpu_raises_at_once(name: str) -> None:
     with pytest.raises(ValueError, match="must"):
         BROKEN[name][0]("cpu")
@@ -234,9 +217,9 @@ def test_tables_are_checked_before_a_kernel_follows_them(monkeypatch: pytest.Mon
             calls.append(self.name)
             return self.op(*args)
 
-    library.call_on_any(Op("share_alone"), LOADS[0], QUOTA, tables("cpu").data, 0)
+    library.call_on_any(Op("share_alone"), LOADS[0], QUOTA, tables("cpu").data, 0, False, None)
     library.call_on_any(Op("replica_tables"), SLOTS, 2, 4, tables("cpu").data)  # writes them
-    library.call_on_any(Op("count"), IDS, 4)
+    library.call_on_any(Op("count"), IDS, 4, 0)
     assert calls == ["share_alone", "share_alone", "replica_tables", "count"]
 
 

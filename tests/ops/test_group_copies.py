@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isoload import ops, reference
+import reference
+from isoload import ops
 
 SHAPES = [(0, 4), (1, 1), (5, 0), (63, 6), (200, 8)]
 

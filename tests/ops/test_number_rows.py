@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isoload import ops, reference
+import reference
+from isoload import ops
 
 
 def draw(tokens: int, top_k: int, slots: int, seed: int = 0) -> Tensor:

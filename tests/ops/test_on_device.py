@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow  # a process of pytest each, one of which collects
 PROBES = """
 import torch
 from isoload import ops
-IDS = torch.tensor([0, 3])
+IDS = torch.tensor([[0, 3]])
 def bound(op=ops.count):
     return op(IDS, 4)
 def test_calls():

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isoload import ops, reference
+import reference
+from isoload import ops
 from support.cases import FAMILIES, MAX_COPIES, Case, draw, instances
 from support.oracles import flow_optimum
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from isoload import ops, reference
+import reference
+from isoload import ops
 from isoload.replica_tables import ReplicaTables
 from support.cases import FAMILIES, MAX_COPIES, Case, draw, instances
 from support.exact_splits import (
@@ -172,7 +173,7 @@ def test_layers_at_once_equal_one_by_one() -> None:
 def test_no_layers() -> None:
     tables = ops.replica_tables(torch.zeros(0, 8, dtype=torch.int32), 4, 3)
     split = ops.plan_exact(torch.zeros(0, 3, dtype=torch.int32), tables)
-    assert [tuple(field.shape) for field in split] == [(0, 8), (0,), (0,), (0, 4)]
+    assert [tuple(field.shape) for field in split] == [(0, 8), (0,), (0,), (0, 4), (0, 0)]
 
 
 def test_sources_are_summed() -> None:
@@ -292,7 +293,7 @@ def test_unlimited_budget_may_be_any_large_number() -> None:
 def test_opcheck() -> None:
     tables = ops.replica_tables(SLOTS, 4, 4)
     op = torch.ops.isoload.plan_exact.default
-    torch.library.opcheck(op, (LOADS, tables.data, 4, 8, None, None, None, 0, 4, 0, 4, 100))
+    torch.library.opcheck(op, (LOADS, tables.data, 4, 8, None, None, None, 0, 4, 0, 4, 100, None))
     batched = (
         LOADS.expand(3, 4, 4),
         tables.data.expand(3, -1),
@@ -306,5 +307,6 @@ def test_opcheck() -> None:
         1000,
         4,
         100,
+        None,
     )
     torch.library.opcheck(op, batched)

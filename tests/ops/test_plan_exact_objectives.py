@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import isoload
-from isoload import ops, reference
+import reference
+from isoload import ops
 from isoload.ops import library
 from support.cases import FAMILIES, Case, draw, instances
 from support.drifted import drifted
@@ -196,7 +197,20 @@ def test_op_refuses_unknown_objectives(number: int) -> None:
     message = rf"objective must be 0 \(spread\), 1 \(local\) or 2 \(packed\), got {number}"
     with pytest.raises(ValueError, match=message):
         library.call(
-            torch.ops.isoload.plan_exact.default, LOADS, tables, 4, 8, None, None, None, number, 4, 0, 4, 9
+            torch.ops.isoload.plan_exact.default,
+            LOADS,
+            tables,
+            4,
+            8,
+            None,
+            None,
+            None,
+            number,
+            4,
+            0,
+            4,
+            9,
+            None,
         )
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from isoload import ops, reference
+import reference
+from isoload import ops
 from support.cases import FAMILIES, MAX_COPIES, Case, draw, families_up_to, instances
 from support.drifted import drifted
 from support.exact_splits import LOADS, LP_LIMIT, SLOTS, int32, random_fixed, random_ticks

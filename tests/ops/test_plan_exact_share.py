@@ -1,4 +1,4 @@
-"""plan_exact_share: the bits of plan_exact, and of share for one source rank, on fresh problems of every kind."""
+"""plan_exact with a rank: its own bits, and those of share for this rank, on fresh problems of every kind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isoload import ops, reference
+import reference
+from isoload import ops
 from isoload.replica_tables import ReplicaTables
 from support.cases import MAX_COPIES, Case, draw, instances
 from support.exact_splits import SLOTS, int32, random_fixed, random_ticks, strided
@@ -36,10 +37,8 @@ def draw_options(rng: np.random.Generator, case: Case) -> dict[str, Any]:
     return drawn | (FIXED if rng.random() < 0.2 else {})
 
 
-def assert_same(
-    got: tuple[ops.ExactSplit, Tensor], split: ops.ExactSplit, row: Tensor, named: object
-) -> None:
-    for mine, theirs in zip([*got[0], got[1]], [*split, row], strict=True):
+def assert_same(got: ops.ExactSplit, split: ops.ExactSplit, send_counts: Tensor, named: object) -> None:
+    for mine, theirs in zip(got, split._replace(send_counts=send_counts), strict=True):
         assert mine.dtype == theirs.dtype and torch.equal(mine, theirs), named
 
 
@@ -52,15 +51,16 @@ def test_equals_plan_exact_and_share(per_case: int) -> None:
         split = ops.plan_exact(loads, tables, **options)
         rank = int(rng.integers(case.num_ranks))
         row = ops.share(loads, split.quota, tables, options["ranks_per_node"], rank)
-        got = ops.plan_exact_share(loads, tables, rank, **options)
+        got = ops.plan_exact(loads, tables, rank=rank, **options)
+        assert not split.send_counts.numel()
         assert_same(got, split, row, (case.name, rank, options))
 
 
 def test_the_rows_of_all_ranks_add_up_to_the_quota() -> None:
     for case in instances(1, seed=8100, max_ranks=16, families=("eplb", "duplicates", "empty_ranks")):
         loads, tables = torch.from_numpy(case.loads), case.tables()
-        made = [ops.plan_exact_share(loads, tables, rank) for rank in range(case.num_ranks)]
-        assert torch.equal(sum(row for _, row in made), made[0][0].quota), case.name
+        made = [ops.plan_exact(loads, tables, rank=rank) for rank in range(case.num_ranks)]
+        assert torch.equal(sum(split.send_counts for split in made), made[0].quota), case.name
 
 
 def test_equals_reference() -> None:
@@ -69,8 +69,13 @@ def test_equals_reference() -> None:
         loads, tables = torch.from_numpy(case.loads), case.tables()
         options = draw_options(rng, case) | {"ranks_per_node": nodes_of(case.num_ranks)[-2:][0]}
         rank = int(rng.integers(case.num_ranks))
-        expected = reference.plan_exact_share(loads, tables, rank, **options)
-        assert_same(ops.plan_exact_share(loads, tables, rank, **options), *expected, (case.name, options))
+        expected = reference.plan_exact(loads, tables, rank=rank, **options)
+        assert_same(
+            ops.plan_exact(loads, tables, rank=rank, **options),
+            expected,
+            expected.send_counts,
+            (case.name, options),
+        )
 
 
 @pytest.mark.parametrize("ranks", [64, 65, 96])
@@ -81,7 +86,7 @@ def test_many_ranks(ranks: int) -> None:
     for per_node in nodes_of(ranks):
         split = ops.plan_exact(loads, tables)
         row = ops.share(loads, split.quota, tables, per_node, ranks - 2)
-        got = ops.plan_exact_share(loads, tables, ranks - 2, ranks_per_node=per_node)
+        got = ops.plan_exact(loads, tables, rank=ranks - 2, ranks_per_node=per_node)
         assert_same(got, split, row, per_node)
 
 
@@ -93,7 +98,7 @@ def test_more_than_shared_memory_holds() -> None:
     tables = ops.replica_tables(torch.from_numpy(rng.permutation(slots)), 16, 4000)
     split = ops.plan_exact(loads, tables)
     row = ops.share(loads, split.quota, tables, 8, 11)
-    assert_same(ops.plan_exact_share(loads, tables, 11, ranks_per_node=8), split, row, "large")
+    assert_same(ops.plan_exact(loads, tables, rank=11, ranks_per_node=8), split, row, "large")
 
 
 def test_layers_at_once_equal_one_by_one() -> None:
@@ -101,16 +106,23 @@ def test_layers_at_once_equal_one_by_one() -> None:
     loads = torch.from_numpy(np.stack([case.loads for case in cases]))
     tables = ops.replica_tables(torch.from_numpy(np.stack([c.slot_to_expert for c in cases])), 16, 256)
     fixed = torch.arange(9 * 16, dtype=torch.int32).view(9, 16)
-    together, rows = ops.plan_exact_share(loads, tables, 5, fixed, ranks_per_node=8)
+    together = ops.plan_exact(loads, tables, fixed, rank=5, ranks_per_node=8)
     for i in range(9):
-        alone = ops.plan_exact_share(loads[i], tables[i], 5, fixed[i], ranks_per_node=8)
-        assert_same(alone, ops.ExactSplit(*(field[i] for field in together)), rows[i], i)
+        alone = ops.plan_exact(loads[i], tables[i], fixed[i], rank=5, ranks_per_node=8)
+        of_layer = ops.ExactSplit(*(field[i] for field in together))
+        assert_same(alone, of_layer, together.send_counts[i], i)
 
 
 def test_no_layers() -> None:
     tables = ops.replica_tables(torch.zeros(0, 8, dtype=torch.int32), 4, 3)
-    split, row = ops.plan_exact_share(torch.zeros(0, 4, 3, dtype=torch.int32), tables, 1)
-    assert [tuple(field.shape) for field in (*split, row)] == [(0, 8), (0,), (0,), (0, 4), (0, 8)]
+    split = ops.plan_exact(torch.zeros(0, 4, 3, dtype=torch.int32), tables, rank=1)
+    assert [tuple(field.shape) for field in split] == [
+        (0, 8),
+        (0,),
+        (0,),
+        (0, 4),
+        (0, 8),
+    ]
 
 
 def test_inputs_need_not_be_contiguous_and_are_not_changed() -> None:
@@ -118,9 +130,9 @@ def test_inputs_need_not_be_contiguous_and_are_not_changed() -> None:
     tables, loads, fixed = case.tables(), torch.from_numpy(case.loads), torch.arange(12, dtype=torch.int32)
     apart = ReplicaTables(strided(tables.data), tables.num_ranks, tables.num_experts, tables.num_slots)
     before = tables.data.clone(), loads.clone()
-    expected = ops.plan_exact_share(loads, tables, 3, fixed, ranks_per_node=4)
-    got = ops.plan_exact_share(loads.t().contiguous().t(), apart, 3, strided(fixed), ranks_per_node=4)
-    assert_same(got, *expected, "strided")
+    expected = ops.plan_exact(loads, tables, fixed, rank=3, ranks_per_node=4)
+    got = ops.plan_exact(loads.t().contiguous().t(), apart, strided(fixed), rank=3, ranks_per_node=4)
+    assert_same(got, expected, expected.send_counts, "strided")
     assert torch.equal(tables.data, before[0]) and torch.equal(loads, before[1])
 
 
@@ -129,14 +141,17 @@ def test_all_copies_of_the_largest_batch() -> None:
     tables = ops.replica_tables(int32(0, 0, 0), 3, 1)
     loads = torch.tensor([[0], [MAX_COPIES], [0]], dtype=torch.int32)
     for rank in range(3):
-        split, row = ops.plan_exact_share(loads, tables, rank)
-        assert torch.equal(row, split.quota if rank == 1 else torch.zeros_like(row))
+        split = ops.plan_exact(loads, tables, rank=rank)
+        assert torch.equal(split.send_counts, split.quota if rank == 1 else torch.zeros_like(split.quota))
         assert int(split.quota.sum(dtype=torch.int64)) == MAX_COPIES
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "summed loads": ({"loads": LOADS[0]}, r"loads must be per source rank, \[..., 4, 4\], got \[4\]"),
-    "sources": ({"loads": LOADS[:2]}, r"loads must be per source rank, \[..., 4, 4\], got \[2, 4\]"),
+    "summed loads": (
+        {"loads": LOADS[0]},
+        r"loads must be per source rank, \[4, 4\] per layer, for send_counts, got the sum \[4\]",
+    ),
+    "sources": ({"loads": LOADS[:2]}, r"loads must be \[E\] or \[4, E\] per layer, got \[2, 4\]"),
     "rank low": ({"rank": -1}, "rank must be in 0..3, got -1"),
     "rank high": ({"rank": 4}, "rank must be in 0..3, got 4"),
     "node": ({"ranks_per_node": 3}, "ranks_per_node must divide 4, got 3"),
@@ -165,22 +180,13 @@ def test_refuses(name: str) -> None:
     arguments = {"loads": LOADS, "rank": 1, "slots": SLOTS, **changed}
     arguments["tables"] = ops.replica_tables(arguments.pop("slots"), 4, 4)
     with pytest.raises(ValueError, match=message):
-        ops.plan_exact_share(**arguments)
+        ops.plan_exact(**arguments)
 
 
 def test_opcheck() -> None:
     tables = ops.replica_tables(SLOTS, 4, 4).data
-    op = torch.ops.isoload.plan_exact_share.default
+    op = torch.ops.isoload.plan_exact.default
     torch.library.opcheck(op, (LOADS, tables, 4, 8, None, None, None, 0, 2, 0, 4, 100, 3))
     batched = LOADS.expand(3, 4, 4), tables.expand(3, -1), 4, 8
     besides = LOADS, int32(1, 2, 3, 4), int32(0, 5, 9)
     torch.library.opcheck(op, (*batched, besides[0][:3], *besides[1:], 1, 2, 1000, 4, 7, 0))
-
-
-def test_opcheck_gathered() -> None:
-    tables = ops.replica_tables(SLOTS, 1, 4).data
-    board = torch.zeros(ops.board_words(1, 5), dtype=torch.int32)
-    gather = LOADS[0], [7], torch.tensor([board.data_ptr()]), board, 0, 1000
-    # a clone of the board, which other ranks would not write, is right for one rank alone
-    op = torch.ops.isoload.plan_exact_share_gathered.default
-    torch.library.opcheck(op, (*gather, tables, 8, None, 0, 1, 0, 4, 100))

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isoload import ops, reference
+import reference
+from isoload import ops
 from isoload.replica_tables import ReplicaTables
 from isoload.shared_experts import per_expert
 from support.cases import MAX_COPIES, Case, draw, instances
@@ -108,7 +109,7 @@ def test_rows_and_shares_of_all_ranks_add_up_to_the_quota() -> None:
     for case in instances(1, seed=8600, max_ranks=16, families=("eplb", "duplicates", "empty_ranks")):
         loads, tables, first = with_shared(case, draw_tokens(rng, case, 1), 1)
         made = [ops.plan_joint(loads, tables, rank, 1, first) for rank in range(case.num_ranks)]
-        whole = torch.stack([split.row for split in made]).sum(0, dtype=torch.int32)
+        whole = torch.stack([split.send_counts for split in made]).sum(0, dtype=torch.int32)
         whole.view(case.num_ranks, -1)[:, first] += made[0].share.sum(0, dtype=torch.int32)
         assert torch.equal(whole, made[0].quota), case.name
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isoload import ops, reference
+import reference
+from isoload import ops
 from isoload.replica_tables import ReplicaTables
 from support.cases import FAMILIES, Case, draw, eplb, families_up_to, instances
 from support.exact_splits import int32, strided

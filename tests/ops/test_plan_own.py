@@ -11,15 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from isoload import ops, reference
-from isoload.reference.plan_own import ONE, base_of
+import reference
+from isoload import ops
+from reference.plan_own import ONE, base_of
 from support.cases import Case, draw, instances
 
 FAMILIES = (
     *("eplb", "random", "ring", "clique", "duplicates", "zero_loads", "one_expert", "no_replicas"),
     *("empty_slots", "empty_ranks", "spare_slots", "copies_128"),
 )
-MOST = 2**29 - 1
+
+
+def most(ranks: int) -> int:
+    """Copies that a source may have."""
+    return (2**31 - 1) // (ranks + 2)
 
 
 def drawn_offset(rng: np.random.Generator, ranks: int) -> Tensor:
@@ -37,8 +42,7 @@ def cases(seed: int, max_ranks: int = 128) -> Iterator[tuple[Case, Tensor, int, 
         if n % 4 == 1:
             how["ticks"] = torch.from_numpy(rng.integers(512, 2048, ranks).astype(np.int32))
         counts = torch.from_numpy(case.loads[n % ranks])
-        if int(counts.sum(dtype=torch.int64)) > MOST // 2:
-            counts = counts // 16
+        counts = counts // (int(counts.sum(dtype=torch.int64)) // (most(ranks) // 2) + 1)
         yield case, counts, n % ranks, {"offset": drawn_offset(rng, ranks), "layer": n, **how}
 
 
@@ -174,11 +178,22 @@ def test_layers_at_once() -> None:
 def test_most_copies() -> None:
     tables = ops.replica_tables(torch.tensor([0, 1, 0, 2], dtype=torch.int32), 2, 3)
     full = torch.tensor([2**20, 2**20], dtype=torch.int32)
-    counts = torch.tensor([MOST, 0, 0], dtype=torch.int32)
+    counts = torch.tensor([most(2), 0, 0], dtype=torch.int32)
     sent = ops.plan_own(counts, tables, full, 0).tolist()
-    assert sent[0] + sent[2] == MOST and abs(sent[0] - sent[2]) <= 1
+    assert sent[0] + sent[2] == most(2) and abs(sent[0] - sent[2]) <= 1
     aside = torch.tensor([2**20, 0], dtype=torch.int32)
-    assert ops.plan_own(counts, tables, aside, 0).tolist() in ([0, 0, MOST, 0], [1, 0, MOST - 1, 0])
+    assert ops.plan_own(counts, tables, aside, 0).tolist() in ([0, 0, most(2), 0], [1, 0, most(2) - 1, 0])
+
+
+@pytest.mark.parametrize("ranks", [3, 16, 128, 1024])
+def test_most_copies_on_many_ranks_that_carry_as_much(ranks: int) -> None:
+    tables = ops.replica_tables(torch.zeros(ranks, dtype=torch.int32), ranks, 1)
+    counts, full = (
+        torch.tensor([most(ranks)], dtype=torch.int32),
+        torch.full((ranks,), 2**20, dtype=torch.int32),
+    )
+    sent = ops.plan_own(counts, tables, full, 0)
+    assert int(sent.sum()) == most(ranks) and int(sent.max()) - int(sent.min()) <= 1
 
 
 def test_recent_counts_decay_by_half_in_eight_batches() -> None:
@@ -189,12 +204,32 @@ def test_recent_counts_decay_by_half_in_eight_batches() -> None:
     for _ in range(8):
         ops.plan_own(COUNTS * 0, tables, NONE, 0, recent=recent)
     assert torch.allclose(recent / (COUNTS.long() * 1000 << 16), torch.tensor(0.5), atol=1e-4)
-    with pytest.raises(ValueError, match="counts must not be negative"):
-        ops.plan_own(-COUNTS, tables, NONE, 0, recent=(kept := recent.clone()))
-    assert torch.equal(kept, recent), "a refused batch leaves no trace"
+
+
+def test_what_was_sent_is_noted_by_rank() -> None:
+    """Of many layers at once, too; by plain sums of the split itself."""
+    for case, counts, source, how in cases(seed=102, max_ranks=32):
+        ranks = case.num_ranks
+        fixed = how.get("fixed", torch.zeros(ranks, dtype=torch.int32)).long()
+        sent, was = torch.zeros(2, 3, ranks, dtype=torch.int64), torch.zeros(2, 2, ranks, dtype=torch.int64)
+        tables = ops.replica_tables(
+            torch.from_numpy(case.slot_to_expert).expand(2, -1).contiguous(), ranks, case.num_experts
+        )
+        twice = {
+            k: v if k == "ticks" or not isinstance(v, Tensor) else v.expand(2, -1) for k, v in how.items()
+        }
+        for batch in range(2):
+            both = torch.stack([counts, counts // (batch + 2)])
+            split = ops.plan_own(both, tables, source=source, **twice, sent=sent)
+            assert torch.equal(split, ops.plan_own(both, tables, source=source, **twice)), case.name
+            to = split.view(2, ranks, -1).sum(-1)
+            joined = torch.stack([to, fixed.expand(2, -1)], 1) << 16
+            was += joined - (was * 5439 >> 16)
+            assert torch.equal(sent[:, :2], was) and torch.equal(sent[:, 2], to + fixed), case.name
 
 
 NONE = torch.zeros(4, dtype=torch.int32)
+SENT = torch.zeros(3, 4, dtype=torch.int64)
 COUNTS = torch.tensor([3, 1, 2], dtype=torch.int32)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"counts": COUNTS.long()}, "counts must be int32, got int64"),
@@ -206,7 +241,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "too many": (
         {"counts": torch.tensor([2**28, 2**28, 0], dtype=torch.int32)},
-        r"counts and fixed must sum to less than 2\^29 copies, got 536870912",
+        "counts and fixed must sum to at most 357913941 copies on 4 ranks, got 536870912",
     ),
     "offset": ({"offset": NONE - 1}, r"offset must be in 0..2\^20, got -1 for rank 0"),
     "large offset": ({"offset": NONE + 2**20 + 1}, r"offset must be in 0..2\^20, got 1048577 for rank 0"),
@@ -217,8 +252,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "recent": ({"recent": NONE}, "recent must be int64, got int32"),
     "recent shape": (
         {"recent": NONE.long()},
-        r"recent must be contiguous with 3 numbers, as counts, got \[4\]",
+        r"recent must be contiguous with 3 numbers, got \[4\]",
     ),
+    "sent": ({"sent": NONE}, "sent must be int64, got int32"),
+    "sent shape": ({"sent": NONE.long()}, r"sent must be contiguous with 12 numbers, got \[4\]"),
     "source": ({"source": 4}, "source must be in 0..3, got 4"),
     "layer": ({"layer": -1}, r"layer must be in 0..2\^31-1, got -1"),
     "sweeps": ({"sweeps": -1}, r"sweeps must be in 0..2\^31-1, got -1"),
@@ -235,6 +272,22 @@ def test_refuses(name: str) -> None:
         ops.plan_own(given.pop("counts"), tables, **given)
 
 
+@pytest.mark.parametrize("ranks", [3, 16, 128, 1024])
+def test_refuses_one_copy_more(ranks: int) -> None:
+    tables = ops.replica_tables(torch.zeros(ranks, dtype=torch.int32), ranks, 1)
+    counts, none = torch.tensor([most(ranks) + 1], dtype=torch.int32), torch.zeros(ranks, dtype=torch.int32)
+    with pytest.raises(ValueError, match="must sum to at most"):
+        ops.plan_own(counts, tables, none, 0)
+
+
+def test_refuses_and_leaves_no_trace() -> None:
+    tables = ops.replica_tables(torch.tensor([0, 1, 2, 0], dtype=torch.int32), 4, 3)
+    recent, sent = COUNTS.long(), SENT.clone()
+    with pytest.raises(ValueError, match="counts must not be negative"):
+        ops.plan_own(-COUNTS, tables, NONE, 0, recent=recent, sent=sent)
+    assert torch.equal(recent, COUNTS.long()) and not sent.any()
+
+
 def test_refuses_layers_that_differ() -> None:
     tables = ops.replica_tables(torch.zeros(2, 4, dtype=torch.int32), 4, 3)
     with pytest.raises(ValueError, match=r"counts must have one entry per layer \(2\), got \[3, 3\]"):
@@ -243,5 +296,5 @@ def test_refuses_layers_that_differ() -> None:
 
 def test_opcheck() -> None:
     tables = ops.replica_tables(torch.tensor([0, 1, 2, 0], dtype=torch.int32), 4, 3)
-    arguments = (COUNTS, tables.data, 4, 4, NONE, NONE + 1, NONE + 1024, COUNTS.long(), 1, 0, 6)
+    arguments = (COUNTS, tables.data, 4, 4, NONE, NONE + 1, NONE + 1024, COUNTS.long(), SENT, 1, 0, 6)
     torch.library.opcheck(torch.ops.isoload.plan_own.default, arguments)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from isoload import ops, reference
+import reference
+from isoload import ops
 from support.fills import (
     FillCase,
     algorithm_1,

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from isoload import ops, reference
+import reference
+from isoload import ops
 from support.spills import SpillCase, check_spill, draw, in_order
 
 

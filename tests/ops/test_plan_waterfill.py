@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from isoload import ops, reference
-from isoload.reference.plan_waterfill import Pool
+import reference
+from isoload import ops
+from reference.plan_waterfill import Pool
 from support.oracles import least_moves, most_flow, pour_optimum
 from support.pourings import FAMILIES, RANKS, Pouring, draw, route_batch
 from support.sweeps import sweep

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isoload import ops, reference
+import reference
+from isoload import ops
 from support.cases import Case, draw, instances
 from support.exact_splits import int32, strided
 from support.relaxed_layers import SLOTS, layers, reals

@@ -11,7 +11,8 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from isoload import ops, reference
+import reference
+from isoload import ops
 from isoload.ops import Prefer
 from isoload.replica_tables import ReplicaTables
 from support.cases import draw, popularity
@@ -48,11 +49,21 @@ def draw_batch(family: str, ranks: int, seed: int, top_k: int, dtype: torch.dtyp
         chosen = routed[np.argsort(-keys, axis=1)[:, :top_k]].astype(np.int64)
         chosen[rng.random(chosen.shape) < 0.1] = -1
         ids.append(torch.from_numpy(chosen).to(dtype))
-    loads = torch.stack([ops.count(row, case.num_experts) for row in ids])
+    loads = torch.stack([ops.count(row, case.num_experts).counts for row in ids])
     quota = ops.plan_exact(loads, case.tables()).quota
     per_node = 4 if ranks % 4 == 0 else 1
     share = ops.share(loads, quota, case.tables(), per_node)
     return Batch(f"{case.name} K={top_k}", ids, case.tables(), case.slot_to_expert, quota, share)
+
+
+def route(ids: Tensor, send_counts: Tensor, tables: ReplicaTables, prefer: Prefer | None = None) -> Tensor:
+    return ops.route(ops.count(ids, tables.num_experts), send_counts, tables, prefer=prefer)
+
+
+def reference_route(
+    ids: Tensor, send_counts: Tensor, tables: ReplicaTables, prefer: Prefer | None = None
+) -> Tensor:
+    return reference.route(ops.count(ids, tables.num_experts), send_counts, tables, prefer=prefer)
 
 
 def rows(slots: Tensor, tables: ReplicaTables) -> int:
@@ -68,11 +79,11 @@ def test_every_slot_receives_its_quota(ranks: int, family: str, prefer: Prefer |
         batch = draw_batch(family, ranks, seed=top_k, top_k=top_k)
         received = torch.zeros_like(batch.quota)
         for r, ids in enumerate(batch.ids):
-            slots = ops.route(ids, batch.share[r], batch.tables, prefer)
+            slots = route(ids, batch.share[r], batch.tables, prefer)
             assert slots.shape == ids.shape and slots.dtype == ids.dtype
             held = np.append(batch.slot_to_expert, -1)[slots.numpy()]
             assert np.array_equal(held, ids.numpy()), f"{batch.name}: a copy in another expert's slot"
-            counted = ops.count(slots, len(batch.quota))
+            counted = ops.count(slots, len(batch.quota)).counts
             assert torch.equal(counted, batch.share[r]), f"{batch.name}: rank {r}"
             received += counted
         assert torch.equal(received, batch.quota), batch.name
@@ -85,7 +96,7 @@ def test_the_ith_copy_goes_to_the_first_replica_whose_cumulative_share_exceeds_i
     batch = draw_batch(family, ranks, seed=50, top_k=3)
     offsets, listed = batch.tables.field("offsets").tolist(), batch.tables.field("slots").tolist()
     for r, ids in enumerate(batch.ids):
-        slots = ops.route(ids, batch.share[r], batch.tables)
+        slots = route(ids, batch.share[r], batch.tables)
         for e in range(batch.tables.num_experts):
             replicas = listed[offsets[e] : offsets[e + 1]]
             in_order = np.repeat(replicas, batch.share[r].numpy()[replicas]).tolist()
@@ -99,8 +110,8 @@ def test_equals_reference(top_k: int, prefer: Prefer | None, dtype: torch.dtype)
     for ranks, family in RANKS_AND_FAMILIES[:-1]:
         batch = draw_batch(family, ranks, seed=70 + top_k, top_k=top_k, dtype=dtype)
         for r, ids in enumerate(batch.ids):
-            mine = ops.route(ids, batch.share[r], batch.tables, prefer)
-            theirs = reference.route(ids, batch.share[r], batch.tables, prefer)
+            mine = route(ids, batch.share[r], batch.tables, prefer)
+            theirs = reference_route(ids, batch.share[r], batch.tables, prefer)
             assert mine.dtype == theirs.dtype == dtype and torch.equal(mine, theirs), (
                 f"{batch.name}: rank {r}"
             )
@@ -111,12 +122,12 @@ def test_equals_reference_where_a_token_repeats_an_expert() -> None:
     batch = draw_batch("eplb", 8, seed=3, top_k=4)
     ids = torch.from_numpy(rng.integers(-1, 6, (50, 8)))
     loads = torch.zeros(8, batch.tables.num_experts, dtype=torch.int32)
-    loads[2] = ops.count(ids, batch.tables.num_experts)
+    loads[2] = ops.count(ids, batch.tables.num_experts).counts
     share = ops.share(loads, ops.plan_exact(loads, batch.tables).quota, batch.tables, 4, rank=2)
     for prefer in (None, "visited"):
         mine, theirs = (
-            ops.route(ids, share, batch.tables, prefer),
-            reference.route(ids, share, batch.tables, prefer),
+            route(ids, share, batch.tables, prefer),
+            reference_route(ids, share, batch.tables, prefer),
         )
         assert torch.equal(mine, theirs)
 
@@ -128,17 +139,17 @@ def test_equals_reference_where_many_tokens_are_routed(tokens: int) -> None:
     tables = draw("eplb", 8, seed=5).tables()
     ids = torch.from_numpy(rng.zipf(1.5, (tokens, 8)) % (tables.num_experts + 1) - 1)
     loads = torch.stack(
-        [ops.count(ids, tables.num_experts), *torch.zeros(7, tables.num_experts, dtype=torch.int32)]
+        [ops.count(ids, tables.num_experts).counts, *torch.zeros(7, tables.num_experts, dtype=torch.int32)]
     )
     share = ops.share(loads, ops.plan_exact(loads, tables).quota, tables, 4, rank=0)
-    assert torch.equal(ops.route(ids, share, tables), reference.route(ids, share, tables))
+    assert torch.equal(route(ids, share, tables), reference_route(ids, share, tables))
 
 
 def test_visited_meets_where_plain_order_does_not() -> None:
     """Experts 1 and 2 live on ranks 0 and 1, expert 0 on both. Token 0 visits rank 1 and token 1 rank 0 anyway."""
     tables = ops.replica_tables(torch.tensor([0, 1, 0, 2], dtype=torch.int32), 2, 3)
     ids, share = torch.tensor([[0, 2], [0, 1]]), torch.tensor([1, 1, 1, 1], dtype=torch.int32)
-    plain, visited = ops.route(ids, share, tables), ops.route(ids, share, tables, "visited")
+    plain, visited = route(ids, share, tables), route(ids, share, tables, "visited")
     assert plain.tolist() == [[0, 3], [2, 1]] and rows(plain, tables) == 4
     assert visited.tolist() == [[2, 3], [0, 1]] and rows(visited, tables) == 2
 
@@ -148,8 +159,8 @@ def test_visited_needs_fewer_rows_on_average() -> None:
     for seed in range(12):
         batch = draw_batch("eplb", 8, seed=seed, top_k=6)
         for r, ids in enumerate(batch.ids):
-            plain += rows(ops.route(ids, batch.share[r], batch.tables), batch.tables)
-            visited += rows(ops.route(ids, batch.share[r], batch.tables, "visited"), batch.tables)
+            plain += rows(route(ids, batch.share[r], batch.tables), batch.tables)
+            visited += rows(route(ids, batch.share[r], batch.tables, "visited"), batch.tables)
     assert visited < plain
 
 
@@ -157,7 +168,7 @@ def test_visited_needs_fewer_rows_on_average() -> None:
 @pytest.mark.parametrize("shape", [(0, 4), (5, 0), (3, 4)])
 def test_nothing_to_route(shape: tuple[int, int], prefer: Prefer | None) -> None:
     ids, share = torch.full(shape, -1), torch.zeros(8, dtype=torch.int32)
-    assert torch.equal(ops.route(ids, share, TABLES, prefer), ids)
+    assert torch.equal(route(ids, share, TABLES, prefer), ids)
     assert torch.equal(ops.route_sampled(ids, torch.ones(8), TABLES, seed=1), ids)
 
 
@@ -167,8 +178,8 @@ def test_inputs_need_not_be_contiguous() -> None:
     apart = torch.stack([share, torch.full_like(share, 9)], dim=1)[:, 0]
     turned = ids.t().contiguous().t()
     for prefer in (None, "visited"):
-        mine = ops.route(turned, apart, batch.tables, prefer)
-        assert torch.equal(mine, ops.route(ids, share, batch.tables, prefer))
+        mine = route(turned, apart, batch.tables, prefer)
+        assert torch.equal(mine, route(ids, share, batch.tables, prefer))
     weights = torch.rand(len(share), generator=torch.Generator().manual_seed(0)) + 0.1
     apart = torch.stack([weights, -weights], dim=1)[:, 0]
     mine = ops.route_sampled(turned, apart, batch.tables, 4)
@@ -215,7 +226,7 @@ def test_sampled_frequencies_follow_the_weights(seed: int) -> None:
     tables = ops.replica_tables(torch.zeros(6, dtype=torch.int32), 6, 1)
     weights = torch.tensor([1.0, 0.0, 2.0, 0.5, 4.0, 0.25])
     slots = ops.route_sampled(torch.zeros(20_000, 3, dtype=torch.int64), weights, tables, seed)
-    drawn, expected = ops.count(slots, 6).double(), 60_000 * weights.double() / weights.sum()
+    drawn, expected = ops.count(slots, 6).counts.double(), 60_000 * weights.double() / weights.sum()
     assert drawn[1] == 0
     kept = weights > 0
     statistic = ((drawn - expected)[kept] ** 2 / expected[kept]).sum().item()
@@ -246,9 +257,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 ROUTE_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     **REFUSED,
-    "share dtype": ({"source_quota": SHARE.long()}, "source_quota must be int32, got int64"),
-    "share 2-d": ({"source_quota": SHARE.view(1, 8)}, r"source_quota must be \[P\], got \[1, 8\]"),
-    "share slots": ({"source_quota": SHARE[:7]}, "tables must be those of 4 experts in 7 slots"),
+    "share dtype": ({"send_counts": SHARE.long()}, "send_counts must be int32, got int64"),
+    "share 2-d": ({"send_counts": SHARE.view(1, 8)}, r"send_counts must be \[P\], got \[1, 8\]"),
+    "share slots": ({"send_counts": SHARE[:7]}, "tables must be those of 4 experts in 7 slots"),
     "more copies than share": ({"topk_ids": torch.tensor([[0, 1], [0, 0]])}, OFTEN.format(0)),
     "fewer copies than share": ({"topk_ids": torch.tensor([[0, -1], [0, -1]])}, OFTEN.format(1)),
 }
@@ -280,17 +291,26 @@ SAMPLED_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def counted_at_all(ids: Tensor) -> ops.Counted:
+    """Of ids that count refuses, with the counts of others."""
+    try:
+        return ops.count(ids, 4)
+    except ValueError:
+        return ops.count(IDS[: len(ids), : ids.shape[-1]], 4)._replace(ids=ids)
+
+
 @pytest.mark.parametrize("prefer", [None, "visited"])
 @pytest.mark.parametrize("name", ROUTE_REFUSED)
 def test_route_refuses(name: str, prefer: Prefer | None) -> None:
     changed, message = ROUTE_REFUSED[name]
     with pytest.raises(ValueError, match=message):
-        ops.route(**{"topk_ids": IDS, "source_quota": SHARE, "tables": TABLES, "prefer": prefer, **changed})
+        given = {"topk_ids": IDS, "send_counts": SHARE, "tables": TABLES, **changed}
+        ops.route(counted_at_all(given.pop("topk_ids")), prefer=prefer, **given)
 
 
 def test_route_refuses_an_unknown_preference() -> None:
     with pytest.raises(ValueError, match="prefer must be None or visited, got 'nearest'"):
-        ops.route(IDS, SHARE, TABLES, "nearest")  # type: ignore[arg-type]
+        ops.route(ops.count(IDS, 4), SHARE, TABLES, prefer="nearest")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", SAMPLED_REFUSED)
@@ -303,15 +323,10 @@ def test_route_sampled_refuses(name: str) -> None:
 
 
 def test_opcheck() -> None:
-    torch.library.opcheck(torch.ops.isoload.route.default, (IDS, SHARE, TABLES.data, 4, False))
-    torch.library.opcheck(torch.ops.isoload.route.default, (IDS.int(), SHARE, TABLES.data, 4, True))
+    _, _, numbers, parts = ops.count(IDS, 4)
+    for ids, visited in ((IDS, False), (IDS.int(), True)):
+        given = ids, numbers, parts, SHARE, TABLES.data, 4, 4, None, 0, 0, 0, False, visited
+        torch.library.opcheck(torch.ops.isoload.route.default, given)
     sampled = torch.ops.isoload.route_sampled.default
     for step in (None, torch.tensor(3)):
         torch.library.opcheck(sampled, (IDS, torch.ones(8), TABLES.data, 4, 7, step, 1))
-
-
-def test_too_many_copies_are_refused():
-    ids = torch.zeros(1, 1, dtype=torch.int32).expand(2**30, 2)  # no memory of its own
-    tables = ops.replica_tables(torch.zeros(1, dtype=torch.int32), 1, 1)
-    with pytest.raises(ValueError, match=r"topk_ids must have fewer than 2\^31 entries, got 2147483648"):
-        ops.route(ids, torch.ones(1, dtype=torch.int32), tables)

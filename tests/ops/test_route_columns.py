@@ -1,4 +1,4 @@
-"""route_columns: the slots of route and of route_shared, side by side."""
+"""route with shared columns: the slots of the routed alone and of route_shared, side by side."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from isoload import ops, reference
+import reference
+from isoload import ops
 from isoload.replica_tables import ReplicaTables
-from isoload.results import PART_ROWS, Numbered, SharedColumns
+from isoload.results import PART_ROWS, SharedColumns
 from support.cases import draw
 
 CASES = [(1, "random", 1), (3, "eplb", 2), (8, "duplicates", 1), (16, "spare_slots", 3), (70, "eplb", 1)]
@@ -38,10 +39,11 @@ class Batch:
             torch.from_numpy(slots.ravel()), ranks, case.num_experts
         )
         loads = torch.from_numpy(case.loads).clone()
-        loads[-1] = ops.count(self.routed, case.num_experts)
+        self.of_routed = ops.count(self.routed, case.num_experts)
+        loads[-1] = self.of_routed.counts
         quota = ops.plan_exact(loads, self.tables).quota
         self.row = ops.share(loads, quota, self.tables, 1, ranks - 1)
-        self.numbered = ops.count_numbered(self.ids, case.num_experts + num_shared)
+        self.counted = ops.count(self.ids, case.num_experts + num_shared)
         self.tokens, self.ranks = int(present.sum()), ranks
         self.columns = SharedColumns(
             num_shared, case.slots_per_rank, ranks - 1, self.draw_row(rng, num_shared)
@@ -53,7 +55,7 @@ class Batch:
 
     def apart(self, columns: SharedColumns) -> Tensor:
         """By the ops that it joins."""
-        slots = ops.route(self.routed, self.row, self.tables)
+        slots = ops.route(self.of_routed, self.row, self.tables)
         size = self.tables.num_slots // self.ranks
         if columns.row is None:
             ranks = torch.where((slots >= 0).any(1, keepdim=True), columns.home, -1).expand(
@@ -66,7 +68,7 @@ class Batch:
         return torch.cat([slots, torch.where(ranks < 0, -1, ranks * size + place).to(slots.dtype)], 1)
 
     def together(self, columns: SharedColumns) -> Tensor:
-        return ops.route_columns(self.ids, self.numbered, self.row, self.tables, columns)
+        return ops.route(self.counted._replace(ids=self.ids), self.row, self.tables, columns)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -84,7 +86,7 @@ def test_equals_the_ops_apart_and_reference(
         slots = batch.together(columns)
         assert slots.dtype == dtype and torch.equal(slots, batch.apart(columns)), columns
         if tokens <= PART_ROWS + 1:
-            expected = reference.route_columns(batch.ids, batch.numbered, batch.row, batch.tables, columns)
+            expected = reference.route(batch.counted, batch.row, batch.tables, columns)
             assert torch.equal(slots, expected)
 
 
@@ -101,17 +103,17 @@ def test_many_tokens(top_k: int) -> None:
 def test_more_than_one_block_matches(tokens: int, ranks: int) -> None:
     """Up to 4096 tokens, 64 ranks, blocks that look up match too. Where they meet in parts is left as it was."""
     batch = Batch(ranks, "eplb", tokens, 2)
-    parts = batch.numbered.parts.clone()
+    parts = batch.counted.parts.clone()
     for columns in (batch.columns, batch.columns._replace(strict=True)):
         assert torch.equal(batch.together(columns), batch.apart(columns))
-        assert torch.equal(batch.numbered.parts, parts)
+        assert torch.equal(batch.counted.parts, parts)
 
 
 def test_inputs_need_not_be_contiguous() -> None:
     batch = Batch(8, "eplb", 300, 2)
     expected = batch.together(batch.columns)
     batch.ids = batch.ids.t().contiguous().t()
-    batch.numbered = batch.numbered._replace(numbers=batch.numbered.numbers.t().contiguous().t())
+    batch.counted = batch.counted._replace(numbers=batch.counted.numbers.t().contiguous().t())
     assert torch.equal(batch.together(batch.columns), expected)
 
 
@@ -154,8 +156,8 @@ def test_refuses_a_shared_expert_among_the_routed() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "num_shared low": ({"num_shared": 0}, "num_shared must be in 1..1024, got 0"),
-    "num_shared high": ({"num_shared": 1025}, "num_shared must be in 1..1024, got 1025"),
+    "num_shared low": ({"num_shared": -1}, "num_shared must be in 0..1024, got -1"),
+    "num_shared high": ({"num_shared": 1025}, "num_shared must be in 0..1024, got 1025"),
     "columns": ({"num_shared": 7}, r"topk_ids must be \[T, K \+ 7\], got \[300, 6\]"),
     "place": ({"first_shared": 99}, r"first_shared must be in 0..\d+ with num_shared=2, got 99"),
     "home low": ({"home": -1}, "home must be in 0..7, got -1"),
@@ -187,14 +189,20 @@ def test_refuses(name: str) -> None:
 
 def test_refuses_numbers_of_the_routed_alone() -> None:
     batch = Batch(8, "eplb", 300, 2)
-    cut = Numbered(batch.numbered.counts, batch.numbered.numbers[:, :4], batch.numbered.parts[:, :-2])
+    cut = batch.counted.routed(2)._replace(ids=batch.ids)
     with pytest.raises(ValueError, match=r"numbers must have shape \[300, 6\], got \[300, 4\]"):
-        ops.route_columns(batch.ids, cut, batch.row, batch.tables, batch.columns)
+        ops.route(cut, batch.row, batch.tables, batch.columns)
+
+
+def test_refuses_a_preference() -> None:
+    batch = Batch(8, "eplb", 300, 2)
+    with pytest.raises(ValueError, match="num_shared must be 0 with prefer, got 2"):
+        ops.route(batch.counted, batch.row, batch.tables, batch.columns, "visited")
 
 
 def test_opcheck() -> None:
-    batch, op = Batch(3, "eplb", 40, 2), torch.ops.isoload.route_columns.default
-    numbered, tables = batch.numbered, batch.tables
-    given = batch.ids, numbered.numbers, numbered.parts, batch.row, tables.data, tables.num_experts
+    batch, op = Batch(3, "eplb", 40, 2), torch.ops.isoload.route.default
+    ids, _, numbers, parts = batch.counted
+    given = ids, numbers, parts, batch.row, batch.tables.data, batch.tables.num_experts, 3
     for row in (batch.columns.row, None):
-        torch.library.opcheck(op, (*given, row, 3, 2, batch.columns.first_shared, 2, False))
+        torch.library.opcheck(op, (*given, row, 2, batch.columns.first_shared, 2, False, False))

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from isoload import ops, reference
-from isoload.reference.route_shared import best_visited, visited_ranks
+import reference
+from isoload import ops
+from reference.route_shared import best_visited, visited_ranks
 from support.oracles import most_flow
 from support.pourings import route_batch
 from support.routings import routings

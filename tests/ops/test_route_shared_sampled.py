@@ -10,7 +10,8 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from isoload import ops, reference
+import reference
+from isoload import ops
 from isoload.ops import SharedRule
 
 RULES = get_args(SharedRule)

@@ -52,27 +52,6 @@ def test_loads_in_flight(lines: list[str], most: int) -> None:
     assert sass.loads_in_flight(lines) == most
 
 
-PUT = ["STG.E [R2.64], R6", "MEMBAR.ALL.SYS", "ERRBAR", "STG.E.STRONG.SYS [R4.64], R3"]
-TAKE = ["LDG.E.STRONG.SYS R10, [R14.64]", "CCTL.IVALL", "LDG.E R3, [R2.64]"]
-
-
-@pytest.mark.parametrize(
-    ("lines", "faults"),
-    [
-        ([*PUT, *TAKE], 0),
-        ([PUT[1], PUT[0], PUT[3], *TAKE], 1),  # the row behind the fence
-        ([PUT[0], PUT[3], *TAKE], 1),
-        (["MEMBAR.SC.GPU", *PUT[2:], *TAKE], 1),
-        ([*PUT, PUT[3], *TAKE], 1),
-        ([*PUT, TAKE[0], TAKE[2]], 1),
-        ([*PUT, "LDG.E R10, [R14.64]"], 1),  # a plain read of the number
-        (TAKE, 1),
-    ],
-)
-def test_words_for_other_gpus_are_in_order(lines: list[str], faults: int) -> None:
-    assert len(sass.faults([sass.Code("gather_rows", "sm_90", ["ACQBULK", *lines])])) == faults
-
-
 @pytest.mark.parametrize(
     ("lines", "at"),
     [
@@ -104,14 +83,6 @@ def test_a_kernel_that_lets_nobody_start_beside_it(kernel: str) -> None:
     assert not sass.faults([sass.Code("route<int>", "sm_90", lines)])
 
 
-def test_a_kernel_that_waits_for_other_gpus_lets_the_next_start_behind_that() -> None:
-    name, words = "plan_exact_share_gathered", [*PUT, *TAKE]
-    assert not sass.faults([sass.Code(name, "sm_90", ["ACQBULK", *words, "PREEXIT"])])
-    for at in (0, len(PUT)):
-        (found,) = sass.faults([sass.Code(name, "sm_90", ["ACQBULK", *words[:at], "PREEXIT", *words[at:]])])
-        assert found == f"{name} on sm_90 lets the next kernel start while it waits for other GPUs"
-
-
 def test_blocks_with_words_for_each_other_have_fences() -> None:
     loads = [f"LDG.E R{10 + i}, [R2.64]" for i in range(8)]
     for fences, faults in (
@@ -131,7 +102,7 @@ def test_faults_are_named() -> None:
     waits = ["LDG.E R6, [R2.64]", "IADD3 R7, R6, 1, RZ"]
     found = sass.faults(
         [
-            sass.Code("count<true,long>", "sm_80", waits),
+            sass.Code("count_numbered<1,long>", "sm_80", waits),
             sass.Code("count_of_more<int>", "sm_90", ["ACQBULK", *["NOP"] * 4096]),
             sass.Code(
                 "plan_exact_fetched<true>", "sm_80", ["ATOMS.ADD R2, [R4], R6", "ATOM.E.ADD R2, [R4.64], R6"]
@@ -140,7 +111,7 @@ def test_faults_are_named() -> None:
         ]
     )
     assert found == [
-        "count<true,long> on sm_80 has 1 loads on their way at once, not 8",
+        "count_numbered<1,long> on sm_80 has 1 loads on their way at once, not 8",
         "count_of_more<int> on sm_90 has 65552 bytes of code, 65536 at most",
         "plan_exact_fetched<true> on sm_80 has 1 accesses by pointers of any memory, as ATOM.E.ADD R2, [R4.64], R6",
     ]

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isoload import ops, reference
+import reference
+from isoload import ops
 from support.fills import FillCase, algorithm_2, fill_cases, loads_of
 
 

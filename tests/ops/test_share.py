@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isoload import ops, reference
+import reference
+from isoload import ops
 from isoload.ops import Order
 from isoload.replica_tables import ReplicaTables
 from support.cases import MAX_COPIES, Case, draw, instances

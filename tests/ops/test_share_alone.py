@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isoload import ops, reference
+import reference
+from isoload import ops
 from support.cases import MAX_COPIES, Case, draw, instances
 from support.sweeps import cut
 
@@ -114,6 +115,53 @@ def test_equals_reference() -> None:
             assert torch.equal(mine, reference.share_alone(loads[s], quota, tables, s)), (case.name, s)
 
 
+def test_past_quotas_say_proportions() -> None:
+    """Of batches before: more copies now, none of some experts then, which are cut level."""
+    unseen = 0
+    for case, quota in shared(seed=350, max_ranks=16):
+        tables, now = case.tables(), torch.from_numpy(case.loads.astype(np.int64))
+        past = torch.where(torch.arange(len(quota)) % 3 == 0, 0, quota // 5).to(torch.int32)
+        past[(case.slot_to_expert < 0)] = 0
+        counts = torch.where(now < 2**20, now * 3 + 1, now).to(torch.int32)
+        held = np.unique(case.slot_to_expert[case.slot_to_expert >= 0])
+        counts[:, np.setdiff1d(np.arange(case.num_experts), held)] = 0
+        for s in range(case.num_ranks):
+            row = ops.share_alone(counts[s], past, tables, s, past=True)
+            assert torch.equal(row, reference.share_alone(counts[s], past, tables, s, past=True)), case.name
+            for e in held:
+                slots = np.flatnonzero(case.slot_to_expert == e)
+                mine, n = row[slots].tolist(), int(counts[s, e])
+                assert sum(mine) == n, "every copy is sent"
+                ranks = len({p // case.slots_per_rank for p in slots})
+                if not past[slots].any() and ranks == len(slots):
+                    unseen += len(slots) > 1
+                    assert max(mine) - min(mine) <= 2 and max(mine) - n / ranks <= 1
+                whole = int(past[slots].sum(dtype=torch.int64))
+                if whole:
+                    part = [n * int(q) / whole for q in past[slots]]
+                    assert all(abs(m - p) < 1 for m, p in zip(mine, part, strict=True)), case.name
+    assert unseen > 50
+
+
+def test_recent_counts_halve_in_eight_batches() -> None:
+    tables = ops.replica_tables(SLOTS, 4, 4)
+    mine, theirs = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    none = torch.zeros(4, dtype=torch.int32)
+    for batch in range(3):
+        counts = COUNTS * (batch + 1)
+        ops.share_alone(counts, QUOTA, tables, 1, past=True, recent=mine)
+        ops.plan_own(counts, tables, none, 1, recent=theirs)
+        assert torch.equal(mine, theirs), "as plan_own keeps them"
+    for _ in range(8):
+        ops.share_alone(none, QUOTA, tables, 1, past=True, recent=mine)
+    assert torch.allclose(mine.double(), theirs.double() / 2, rtol=1e-3)
+    layers = torch.zeros(3, 4, dtype=torch.int64)
+    of_layers = ops.replica_tables(SLOTS.expand(3, 8).contiguous(), 4, 4)
+    counts = torch.stack([COUNTS, 2 * COUNTS, 0 * COUNTS])
+    ops.share_alone(counts, QUOTA.expand(3, 8), of_layers, 1, past=True, recent=layers)
+    assert torch.equal(layers, counts.long() << 16)
+
+
 def test_route_takes_the_row_as_any_other() -> None:
     case = draw("eplb", 8, 5)
     loads, tables = torch.from_numpy(case.loads), case.tables()
@@ -122,7 +170,7 @@ def test_route_takes_the_row_as_any_other() -> None:
         ids = torch.repeat_interleave(torch.arange(case.num_experts), loads[source])
         ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(source))]
         row = ops.share_alone(loads[source], quota, tables, source)
-        slots = ops.route(ids.view(-1, 1), row, tables)
+        slots = ops.route(ops.count(ids.view(-1, 1), tables.num_experts), row, tables)
         assert torch.equal(slots.flatten().bincount(minlength=len(quota)), row.long())
 
 
@@ -162,6 +210,8 @@ SLOTS = torch.tensor([0, 1, 1, 2, 2, 0, 3, 3], dtype=torch.int32)  # 4 experts o
 COUNTS = torch.tensor([1, 2, 1, 4], dtype=torch.int32)
 QUOTA = torch.tensor([1, 2, 2, 1, 3, 3, 4, 0], dtype=torch.int32)
 HUGE = torch.tensor([2**30, 2, 2, 1, 3, 2**30, 4, 0], dtype=torch.int32)
+NOT_PAST = "counts and past quotas must not be negative, .* those of expert {} are not"
+WIDE = torch.tensor([0, 1, 1, 2, 2, 0, -1, -1], dtype=torch.int32)  # expert 3 has no replica
 NOT_A_PART = "counts must be part of the loads that quota was made from: those of expert {} are not"
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -182,6 +232,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "negative counts": ({"counts": COUNTS - 2}, NOT_A_PART.format(0)),
     "negative quota": ({"quota": QUOTA - 3 * torch.eye(8, dtype=torch.int32)[1]}, NOT_A_PART.format(1)),
     "2^31 copies": ({"quota": HUGE}, NOT_A_PART.format(0)),
+    "past counts": ({"counts": COUNTS - 2, "past": True}, NOT_PAST.format(0)),
+    "past quota": (
+        {"quota": QUOTA - 3 * torch.eye(8, dtype=torch.int32)[1], "past": True},
+        NOT_PAST.format(1),
+    ),
+    "past 2^31 copies": ({"quota": HUGE, "past": True}, NOT_PAST.format(0)),
+    "past without replica": ({"slots": WIDE, "past": True}, NOT_PAST.format(3)),
+    "recent dtype": ({"recent": COUNTS}, "recent must be int64, got int32"),
+    "recent size": (
+        {"recent": torch.zeros(3, dtype=torch.int64)},
+        r"recent must be contiguous with 4 numbers, got \[3\]",
+    ),
 }
 
 
@@ -194,14 +256,23 @@ def test_refuses(name: str) -> None:
         ops.share_alone(**arguments)
 
 
+def test_refuses_and_counts_nothing() -> None:
+    recent = COUNTS.long()
+    with pytest.raises(ValueError, match="counts and past quotas must not be negative"):
+        ops.share_alone(-COUNTS, QUOTA, ops.replica_tables(SLOTS, 4, 4), 1, past=True, recent=recent)
+    assert torch.equal(recent, COUNTS.long())
+
+
 def test_the_op_itself_refuses_sources_that_no_group_has() -> None:
     tables = ops.replica_tables(SLOTS, 4, 4)
     with pytest.raises(RuntimeError, match=r"source must be in 0\.\.1023, got 1024"):
-        torch.ops.isoload.share_alone.default(COUNTS, QUOTA, tables.data, 1024)
+        torch.ops.isoload.share_alone.default(COUNTS, QUOTA, tables.data, 1024, False, None)
 
 
 def test_opcheck() -> None:
     tables = ops.replica_tables(SLOTS, 4, 4).data
     op = torch.ops.isoload.share_alone.default
-    torch.library.opcheck(op, (COUNTS, QUOTA, tables, 3))
-    torch.library.opcheck(op, (COUNTS.expand(3, 4), QUOTA.expand(3, 8), tables.expand(3, -1), 0))
+    torch.library.opcheck(op, (COUNTS, QUOTA, tables, 3, False, None))
+    torch.library.opcheck(op, (COUNTS.expand(3, 4), QUOTA.expand(3, 8), tables.expand(3, -1), 0, False, None))
+    recent = torch.zeros(4, dtype=torch.int64)
+    torch.library.opcheck(op, (9 * COUNTS, QUOTA, tables, 3, True, recent))

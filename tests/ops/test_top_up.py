@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from isoload import ops, reference
+import reference
+from isoload import ops
 from support.fills import FillCase, check_fill, fill_cases, one_expert_each, per_node
 
 

@@ -22,7 +22,7 @@ from isoload.placers.grace import (
     utilised,
 )
 from isoload.placers.scenarios import make_scenarios
-from isoload.reference.experts import run_experts
+from reference.experts import run_experts
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from isoload.placers.compiled import Loops, loops
-from isoload.reference.place_scenario import place_scenario
+from reference.place_scenario import place_scenario
 from support.place_build import PLAIN, build_loops, calls_of
 
 CSRC = Path(__file__).parents[2] / "csrc"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import isoload
 from isoload.placers import compiled
 from isoload.placers.eplb import EplbPlacer
-from isoload.reference import place_eplb
+from reference import place_eplb
 from support.placing import placed
 
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "eplb_maps.npz")

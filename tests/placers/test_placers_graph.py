@@ -129,9 +129,3 @@ REFUSED = [
 def test_refuses(message: str, ranks: int, slots: int, options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         isoload.place(np.ones((1, 16)), isoload.Topology(ranks), slots, "graph", **options)
-
-
-def test_the_old_name_is_accepted():
-    arguments = np.ones((1, 16)), isoload.Topology(8)
-    old, new = (isoload.place(*arguments, placer=name, graph="cube") for name in ("topology", "graph"))
-    assert (old.slot_to_expert == new.slot_to_expert).all()

@@ -14,7 +14,7 @@ from isoload.placers import compiled, scenario
 from isoload.placers.eplb import EplbPlacer
 from isoload.placers.scenario import ScenarioPlacer
 from isoload.placers.scenarios import make_scenarios
-from isoload.reference.place_scenario import place_scenario
+from reference.place_scenario import place_scenario
 from support.placing import busiest, level_of, placed, room_of
 
 

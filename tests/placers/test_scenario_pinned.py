@@ -15,8 +15,8 @@ from isoload.online import Rebalancer, Recorder
 from isoload.placers import scenario
 from isoload.placers.scenario import ScenarioPlacer
 from isoload.placers.scenarios import make_scenarios
-from isoload.reference.experts import run_experts
-from isoload.reference.place_scenario import place_scenario
+from reference.experts import run_experts
+from reference.place_scenario import place_scenario
 from support.placing import busiest, room_of
 
 EXPERTS, HIDDEN, INNER = 12, 8, 6

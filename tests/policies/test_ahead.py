@@ -186,7 +186,7 @@ def test_options_are_read_as_written() -> None:
         "libra",
         {"printed": False, "alpha": 0.25, "slots": 2},
     )
-    with pytest.raises(ValueError, match="option printed must be True or False, got '0'"):
+    with pytest.raises(ValueError, match="option printed must be of type bool, got '0'"):
         parse_policy("libra:printed=0")
 
 

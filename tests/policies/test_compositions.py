@@ -191,9 +191,9 @@ def test_a_policy_refuses_a_placement_before_any_batch(name: str) -> None:
 
 @pytest.mark.parametrize("policy", ["static", "dynamic", "lp_sampled", "grace_sampled", "waterfill_sampled"])
 def test_seeds_are_whole_numbers(policy: str) -> None:
-    for seed in (-1, 0.5):
-        with pytest.raises(ValueError, match=f"seed must be an integer, at least 0, got {seed}"):
+    for seed, rule in ((-1, "at least 0"), (0.5, "of type int")):
+        with pytest.raises(ValueError, match=f"seed must be {rule}, got {seed}"):
             make_policy(policy, {"seed": seed})
     if policy != "static":
-        with pytest.raises(ValueError, match="step must be an integer, at least 0, got -3"):
+        with pytest.raises(ValueError, match="step must be at least 0, got -3"):
             make_policy(policy, {"step": -3})

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import isoload
-from isoload.reference.experts import run_experts
+from reference.experts import run_experts
 from support.grace_cases import draw, tier
 
 

@@ -9,7 +9,7 @@ import torch
 from scipy.stats import chi2
 
 import isoload
-from isoload import reference
+import reference
 from isoload.policies import sample_seed
 from isoload.replay.simulate import ReplaySettings, replay
 from isoload.trace import read_trace

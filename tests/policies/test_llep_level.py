@@ -166,5 +166,5 @@ def test_a_level_keeps_the_promises_at_any_scale() -> None:
 @pytest.mark.parametrize("policy", ["llep", "spill_cost"])
 def test_refuses_another_within(policy: str) -> None:
     case = in_order([1, 2], 2)
-    with pytest.raises(ValueError, match="within must be all or node, got 'rack'"):
+    with pytest.raises(ValueError, match="within must be one of all, node, got 'rack'"):
         isoload.plan(torch.from_numpy(case.loads), placement(case), 0, policy, within="rack")

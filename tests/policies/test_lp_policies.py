@@ -87,7 +87,7 @@ def test_ranks_agree_bit_for_bit():
 
 def test_refuses():
     placement, _, loads = make_batch()
-    with pytest.raises(ValueError, match="precision must be float32 or float64, got 'half'"):
+    with pytest.raises(ValueError, match="precision must be one of float32, float64, got 'half'"):
         isoload.plan(loads, placement, 0, "lp", precision="half")
     with pytest.raises(ValueError, match="tolerance must be"):
         isoload.plan(loads, placement, 0, "lp", tolerance=-1.0)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload.reference.plan_spill import capacity_of, lend
-from isoload.reference.spill_tries import Layer, SpillRules
 from isoload.trace import read_trace
+from reference.plan_spill import capacity_of, lend
+from reference.spill_tries import Layer, SpillRules
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "traces" / "gptoss20b_decode.npz"
 COUNT, EXPERTS, UNLIMITED = 500, 32, 2**31 - 1

@@ -33,7 +33,7 @@ def loads_of(trace: Trace, layer: int) -> Tensor:
     """[2, E] of two ranks with half of the tokens each."""
     assert trace.topk_ids is not None
     halves = torch.from_numpy(trace.topk_ids[:, layer]).chunk(2)
-    return torch.stack([ops.count(half, EXPERTS) for half in halves])
+    return torch.stack([ops.count(half, EXPERTS).counts for half in halves])
 
 
 def test_linear_is_exact_in_integers() -> None:
@@ -77,7 +77,7 @@ def test_a_prediction_of_sums_is_the_sum_of_predictions() -> None:
 
 def test_last_is_the_batch_before() -> None:
     last = predict.Last(2)
-    assert last.predict(0) is None and not last.travels
+    assert last.predict(0) is None
     loads = loads_of(make_trace(), 0)
     last.note(1, loads)
     assert last.predict(0) is None and last.predict(1) is loads
@@ -128,7 +128,7 @@ def test_lookahead_runs_the_gate_of_the_layer() -> None:
     norms = [lambda x: x, lambda x: -x]
     assert torch.equal(predict.Lookahead(gates).choose(1, rows), gates[1](rows)[0])
     ahead = predict.Lookahead(gates, norms)
-    assert torch.equal(ahead.choose(1, rows), gates[1](-rows)[0]) and ahead.travels
+    assert torch.equal(ahead.choose(1, rows), gates[1](-rows)[0])
 
 
 COUNTS = Trace("counts", 2, top_k=1, counts=np.ones((1, 1, 2), np.int64))

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import isoload
+from isoload.cli.replay import replay_json
 from isoload.cost import CostModel
 from isoload.policies import parse_policy
 from isoload.replay import simulate
 from isoload.replay.simulate import ReplaySettings, default_slots_per_rank
-from isoload.report.replay import replay_json
 from isoload.trace import Trace
 from support.oracles import cut_optimum
 
@@ -353,6 +353,17 @@ def test_threads_are_given_back():
         ({"calibrate": "best"}, "calibrate must be one of first-half, .*got 'best'"),
         ({"calibrate": "leave-cluster-out"}, "needs batches of at least 2 clusters, got no labels"),
         ({"batch_tokens": 0}, "batch_tokens must be at least 1, got 0"),
+        ({"loads": "mine"}, "loads must be one of gathered, node, own, last, got 'mine'"),
+        ({"exchange_every": 0}, "exchange_every must be at least 1, got 0"),
+        (
+            {"loads": "own", "policies": ("even", "dynamic")},
+            "policies must have exact for loads='own', got even, dynamic",
+        ),
+        ({"loads": "own", "cost": CostModel()}, "cost must be none for loads='own'"),
+        (
+            {"loads": "own", "policies": ("exact:objective=local",)},
+            "policy must be exact, of objective spread",
+        ),
     ],
 )
 def test_messages(settings, message):
@@ -379,7 +390,7 @@ def test_policies_take_options():
     for text, message in (
         ("exact:budget", "policy must be written name:option=value, got 'exact:budget'"),
         ("exact:speed=1", "option must be one of tolerance, budget, objective for policy exact, got 'speed'"),
-        ("exact:budget=many", "option budget must be of type int, got 'many'"),
+        ("exact:budget=many", "option budget must be of type int, None, got 'many'"),
         ("exact:tolerance=low", "option tolerance must be of type float, got 'low'"),
     ):
         with pytest.raises(ValueError, match=message):

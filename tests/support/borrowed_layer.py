@@ -13,6 +13,7 @@ import isoload
 from isoload.experts.compute import run_experts
 from isoload.experts.weights import ExpertWeights, SwiGLU
 from isoload.transport import LocalTransport, Transport
+from support.made_routing import make_workload
 
 HIDDEN, INNER, TOP_K = 8, 8, 3
 STACKS = ("gate_up", "down", "gate_up_bias", "down_bias")
@@ -93,7 +94,7 @@ def make_setup(
     seed: int = 0,
     **options: Any,
 ) -> Setup:
-    made = isoload.make_workload(
+    made = make_workload(
         workload,
         num_ranks=ranks,
         num_experts=experts,

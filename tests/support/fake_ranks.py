@@ -29,6 +29,11 @@ class OneRank(CollectiveGroup):
     def _gather(self, stage: str, rows: list[Tensor]) -> Tensor:
         return rows[0].unsqueeze(0).expand(self.topology.num_ranks, -1)
 
+    _gather_node = _gather
+
+    def join_node(self) -> None:
+        pass
+
     _start_gather = Group._start_gather
 
     def _start_swap(self, stage: str, buffers: list[Tensor], sent: Any, got: Any) -> Any:

@@ -15,6 +15,7 @@ from support.fuzz_cases import FuzzCase, draw_case
 from support.fuzz_faults import check_columns, check_failures, check_inference
 from support.fuzz_lasting import check_checkpoints, check_copies, check_frozen
 from support.fuzz_layers import check_layer
+from support.fuzz_own import check_own
 from support.fuzz_placing import check_orders, check_speeds
 from support.fuzz_plans import check_plans
 from support.fuzz_ranks import check_ranks
@@ -31,6 +32,7 @@ KINDS: dict[str, Callable[[FuzzCase], None]] = {
     "frozen": check_frozen,
     "checkpoints": check_checkpoints,
     "copies": check_copies,
+    "own": check_own,
 }
 # The last digits of seeds that run neither a plan nor a layer; processes take seconds.
 RARE = {
@@ -42,6 +44,7 @@ RARE = {
     **dict.fromkeys((6, 36, 66), "frozen"),
     **dict.fromkeys((16, 46, 76), "checkpoints"),
     **dict.fromkeys((26, 56, 86), "copies"),
+    **dict.fromkeys((5, 35, 65), "own"),
 }
 PROCESSES = ("ranks", "failures")
 MAX_GROWTH = 2**20  # KiB of memory, over a whole run

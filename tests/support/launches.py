@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -28,13 +28,20 @@ OF_MANY = {"number_rows": 2, "group_copies": 2}  # kernels of an op, of many cop
 
 
 def kernels_of(name: str, args: tuple[Any, ...]) -> int:
-    """plan_joint runs unusual problems in parts. route_columns deals shared copies, if it has a row of them, of many
-    tokens or ranks in a kernel of their own."""
+    """plan_joint runs unusual problems in parts. route deals shared copies, if it has a row of them, of many tokens or
+    ranks in a kernel of their own; what visits in three. balance_own of few copies is one kernel; balance_same clears
+    the other ranks' loads besides."""
     if name == "plan_joint":
         usual = args[2] <= 64 and args[4] == 1 and args[6] is None and args[7] == args[9] == 0
         return 1 if usual else 6
-    if name == "route_columns":
-        return 2 if args[6] is not None and (len(args[0]) > 4096 or args[7] > 64) else 1
+    if name == "balance_own":
+        return 1 if args[0].numel() <= 8192 else 3
+    if name == "balance_same":
+        return 4
+    if name == "route":
+        if args[12]:
+            return 3
+        return 2 if args[7] is not None and (len(args[0]) > 4096 or args[6] > 64) else 1
     return OF_MANY.get(name, 1)
 
 
@@ -108,7 +115,6 @@ def stand_ins(launches: Launches) -> Iterator[None]:
         },
         activation: {"activate": lambda both, _ends, _clamp: both.new_empty(len(both), both.shape[1] // 2)},
     }
-    path = SimpleNamespace(kernel="grouped_mm", syncs=False, reason="")
     with ExitStack() as stack:
         for module, functions in made.items():
             for name, make in functions.items():
@@ -117,6 +123,6 @@ def stand_ins(launches: Launches) -> Iterator[None]:
             name = module.__name__.rsplit(".", 1)[1]
             stack.enter_context(patch.object(kernels, name, module, create=True))
         stack.enter_context(patch.object(kernels, "fit", lambda *given: all(x.is_cuda for x in given)))
-        stack.enter_context(patch.object(grouped_linear, "compute_path", lambda *_: path))
+        stack.enter_context(patch.object(grouped_linear, "compute_path", lambda *_: "grouped_mm"))
         stack.enter_context(patch.object(grouped_linear, "grouped_mm", grouped_mm))
         yield

@@ -59,17 +59,29 @@ OF_OWN = {
         "0",
         "plan_own::test_rotation_keeps_sources_from_rounding_alike",
     ),
-    "a rest to the first": Mutant(
-        "csrc/algorithms/plan_own.h",
-        "(other < mine || (other == mine && j < i))",
-        "j < i",
-        "plan_own::test_near_the_optimum",
-    ),
     "an odd copy to either": Mutant(
         "csrc/algorithms/plan_own.h",
         "((gap & 1) && part_[rank1] > part_[rank0])",
         "(gap & 1)",
         "plan_own::test_peak_over_all_sources_is_that_of_the_optimum",
+    ),
+    "a block in which a replica ends is only looked up": Mutant(
+        "csrc/cpu/counted_deal.h",
+        "mark[split_ + i] >= upto_[i]",
+        "mark[split_ + i] > upto_[i] + 1",
+        "balance_own::test_replicas_that_end_in_any_block",
+    ),
+    "a replica without a share takes copies": Mutant(
+        "csrc/cpu/counted_deal.h",
+        "while (j < end && share_[t_.slots[j]] == 0) ++j;\n",
+        "",
+        "balance_own::test_equals_three_ops",
+    ),
+    "loads of other ranks left as they were": Mutant(
+        "csrc/cpu/balance_same.cpp",
+        "  std::fill(loads + in.E, loads + int64_t(in.R) * in.E, 0);\n",
+        "  loads[in.R * in.E - 1] += in.R > 1;\n",
+        "balance_same::test_equals_three_ops_and_the_reference",
     ),
     "an offset of all that is sent": Mutant(
         "csrc/algorithms/plan_own.h",

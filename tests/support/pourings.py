@@ -153,7 +153,7 @@ class RoutedBatch:
     def copies(self) -> Tensor:
         """[R, R] int32"""
         num_ranks = len(self.slots)
-        return torch.stack([ops.count(r, num_ranks) for r in self.slots // self.slots_per_rank])
+        return torch.stack([ops.count(r, num_ranks).counts for r in self.slots // self.slots_per_rank])
 
     def visited(self) -> np.ndarray:
         """[R, T, R] whether a token has a routed copy on a rank."""
@@ -172,7 +172,7 @@ def route_batch(num_ranks: int, replicas: int, tokens: int, drift: float, seed: 
     live = np.log(zipf) + drift * rng.standard_normal(256)
     scores = live + rng.gumbel(size=(num_ranks, tokens, 256))
     topk_ids = torch.from_numpy(np.argpartition(-scores, 8, -1)[..., :8].copy())
-    loads = torch.stack([ops.count(ids, 256) for ids in topk_ids])
+    loads = torch.stack([ops.count(ids, 256).counts for ids in topk_ids])
     plan = isoload.plan(loads, placement, 0, policy="exact")
     slots = [isoload.route(ids, loads, plan, rank=r) for r, ids in enumerate(topk_ids)]
     return RoutedBatch(torch.stack(slots), (256 + replicas) // num_ranks)

@@ -27,12 +27,13 @@ from gpu_jobs import JOBS, first_slots, spare_placement
 from gpu_layers import EXPERTS, RANK, Layer, make_layers, per_node, size
 
 TOKENS = (
+    "balance_own",
+    "balance_same",
     "count",
-    "count_numbered",
-    "count_columns",
+    "count, shared columns",
     "route",
-    "route_numbered",
-    "route_columns",
+    "route, shared columns",
+    "route, visited",
     "number_rows",
     "group_copies",
 )
@@ -121,7 +122,7 @@ def refused(x: Layer) -> torch.Tensor:
     loads, spares = -x.loads, spare_placement(x)
     calls: list[Callable[[], torch.Tensor]] = [
         lambda: ops.plan_exact(loads, x.tables).quota,
-        lambda: ops.plan_exact_share(loads, x.tables, RANK)[0].quota,
+        lambda: ops.plan_exact(loads, x.tables, rank=RANK).quota,
         lambda: ops.plan_active(loads, x.tables).quota,
         lambda: ops.plan_lp(loads, x.tables).split,
         lambda: ops.round_split(x.split, loads, x.tables),
@@ -132,6 +133,7 @@ def refused(x: Layer) -> torch.Tensor:
         lambda: ops.shard_tokens(loads, x.tables, first_slots(x)),
         lambda: ops.share_alone(loads[RANK], x.quota, x.tables, RANK),
         lambda: ops.plan_own(loads[RANK], x.tables, x.loads[0][: len(x.loads)], RANK),
+        lambda: ops.balance_own(x.ids, x.tables, -1 - x.fixed, RANK)[0] + 1,
     ]
     for call in calls:
         with contextlib.suppress(ValueError):
@@ -139,9 +141,8 @@ def refused(x: Layer) -> torch.Tensor:
     return torch.zeros(())
 
 
-def split_and_row(x: Layer, **options: Any) -> object:
-    split, row = ops.plan_exact_share(x.loads, x.tables, RANK, ranks_per_node=per_node(x), **options)
-    return [*split, row]
+def split_of_a_rank(x: Layer, **options: Any) -> object:
+    return ops.plan_exact(x.loads, x.tables, rank=RANK, ranks_per_node=per_node(x), **options)
 
 
 def joint_of_two(x: Layer, **options: Any) -> object:
@@ -180,6 +181,17 @@ def lp_of_ranks(ranks: int) -> object:
     ]
 
 
+def balanced_own(at: tuple[int, int, int], tokens: int, **how: Any) -> object:
+    """With some masked, an offset and counts kept."""
+    x = layer(*at)
+    ids = x.ids[:tokens].masked_fill(torch.arange(tokens)[:, None] % 7 == 3, -1)
+    ids = ids.masked_fill(torch.arange(ids.shape[1]) == 2, -1).int()
+    recent = torch.arange(EXPERTS, dtype=torch.int64) << 16
+    offset = x.fixed * 37 % 2**20
+    slots, counts = ops.balance_own(ids, x.tables, offset, RANK, recent=recent, layer=3, **how)
+    return [slots, counts, recent]
+
+
 def share_of_a_few() -> object:
     """With experts that are no multiple of the lanes."""
     case = draw("eplb", 12, 1)
@@ -192,11 +204,11 @@ def numbered(choices: int) -> object:
     """Of tokens with more choices a lane takes two copies at a time; of still more, a block its part in three steps."""
     x = layer(*MANY)
     ids = torch.cat([x.ids.roll(i, 0) for i in range(5)], dim=1)[:300, :choices]
-    found = ops.count_numbered(ids, EXPERTS)
+    found = ops.count(ids, EXPERTS)
     loads = x.loads.clone()
     loads[RANK] = found.counts
     row = ops.share(loads, ops.plan_exact(loads, x.tables).quota, x.tables, per_node(x), RANK)
-    return [*found, ops.route_numbered(ids, found, row, x.tables)]
+    return [*found, ops.route(found, row, x.tables)]
 
 
 def spill(spare_slots: int, **rules: Any) -> object:
@@ -230,18 +242,17 @@ def large(experts: int) -> tuple[torch.Tensor, ReplicaTables, torch.Tensor, torc
     tables = ops.replica_tables(torch.from_numpy(slots.astype(np.int32)), 16, experts)
     ids = torch.from_numpy(rng.integers(-1, experts, (64, 8)))
     loads = torch.from_numpy(rng.integers(0, 40, (16, experts)).astype(np.int32))
-    loads[-1] = ops.count(ids, experts)
+    loads[-1] = ops.count(ids, experts).counts
     return loads, tables, ops.plan_exact(loads, tables).quota, ids
 
 
 def large_route(experts: int) -> object:
     loads, tables, quota, ids = large(experts)
-    return ops.route(ids, ops.share(loads, quota, tables, 8, 15), tables)
+    return ops.route(ops.count(ids, experts), ops.share(loads, quota, tables, 8, 15), tables)
 
 
-def large_split_and_row(experts: int) -> object:
-    split, row = ops.plan_exact_share(*large(experts)[:2], 3, ranks_per_node=8)
-    return [*split, row]
+def large_split_of_a_rank(experts: int) -> object:
+    return ops.plan_exact(*large(experts)[:2], rank=3, ranks_per_node=8)
 
 
 def large_joint(experts: int) -> object:
@@ -269,16 +280,18 @@ OF_LAYERS: dict[str, tuple[Callable[[Layer], object], tuple[int, int, int]]] = {
     "plan_active, speeds": (lambda x: ops.plan_active(x.loads, x.tables, ticks=speeds(x)), FEW),
     "plan_waterfill, speeds": (lambda x: ops.plan_waterfill(x.copies, x.tokens, ticks=speeds(x)), FEW),
     "plan_exact, local": (more("local"), FEW),
-    "plan_exact_share, local": (functools.partial(split_and_row, objective="local"), FEW),
+    "plan_exact, of a rank, local": (functools.partial(split_of_a_rank, objective="local"), FEW),
     "plan_joint, two shared": (joint_of_two, FEW),
     "plan_joint, in parts": (lambda x: joint_of_two(x, ticks=speeds(x), objective="local"), FEW),
     "plan_waterfill, visited": (visited, FEW),
-    "route_columns, blocks": (next(job.call for job in JOBS if job.name == "route_columns"), TURNS),
+    "route, shared columns, blocks": (
+        next(job.call for job in JOBS if job.name == "route, shared columns"),
+        TURNS,
+    ),
     "route_shared, spread": (spread, FEW),
     "route_shared, turns": (spread, TURNS),
     "route_shared, more ranks": (lambda x: [spread(x), strangers(x)], WIDER),
     "route_shared, strangers": (strangers, FEW),
-    "route, visited, many tokens": (lambda x: ops.route(x.ids, x.row, x.tables, "visited"), MANY),
     "group_copies, more slots": (lambda x: ops.group_copies(x.slots, 0, 3 * size(x)), FEW),
     "group_copies, more slots, many tokens": (lambda x: ops.group_copies(x.slots, 0, 3 * size(x)), MANY),
     "plan_replication, local alone": (
@@ -304,6 +317,11 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "plan_lp, many ranks": lambda: lp_of_ranks(48),
     "plan_lp, more ranks": lambda: lp_of_ranks(72),
     "share, few experts": share_of_a_few,
+    "balance_own, most": lambda: balanced_own(TURNS, 1024),
+    "balance_own, more": lambda: balanced_own(TURNS, 1100),
+    "balance_own, speeds": lambda: balanced_own(FEW, 64, ticks=speeds(layer(*FEW))),
+    "balance_own, more ranks": lambda: balanced_own(WIDE, 64),
+    "balance_own, no sweeps": lambda: balanced_own(FEW, 64, sweeps=0),
     "plan_spill, levels": lambda: spill(1),
     "plan_spill, many ranks": spill_over_many_ranks,
     "plan_spill, replicas": spill_beside_replicas,
@@ -317,10 +335,10 @@ SCENARIOS: dict[str, Callable[[], object]] = {
 
 
 LARGE: dict[str, Callable[[], object]] = {
-    "count_numbered": lambda: ops.count_numbered(large(2560)[3], 2560),
+    "count": lambda: ops.count(large(2560)[3], 2560),
     "replica_tables": lambda: ops.replica_tables(torch.arange(6400, dtype=torch.int32), 16, 6400).data,
     "plan_exact": lambda: ops.plan_exact(*large(1600)[:2]),
-    "plan_exact_share": lambda: large_split_and_row(1600),
+    "plan_exact, of a rank": lambda: large_split_of_a_rank(1600),
     "plan_joint": lambda: large_joint(1600),
     "plan_active": lambda: ops.plan_active(*large(4000)[:2]),
     "plan_lp": lambda: ops.plan_lp(*large(1600)[:2]),

@@ -8,7 +8,7 @@ import torch
 
 import isoload
 from isoload.experts.weights import ClampedGLU, ExpertWeights
-from isoload.reference.experts import run_experts
+from reference.experts import run_experts
 
 HIDDEN, INNER, EXPERTS = 8, 6, 11
 
@@ -87,3 +87,56 @@ def train(layer_of, parameters, refresh, setup, steps=20):
         refresh()
         losses.append(float(loss.detach()))
     return losses
+
+
+def with_shared(ranks, num_shared=1, **how):
+    """make_setup with shared experts: the same routed ones, their stacks first, and a dense twin of the whole."""
+    setup = make_setup(ranks, **how)
+    draw = torch.Generator().manual_seed(ranks)
+    setup.placement = isoload.place(
+        torch.rand(2, EXPERTS, generator=draw),
+        setup.topology,
+        min(-(-EXPERTS // ranks) + 1, EXPERTS) + num_shared,
+        num_shared=num_shared,
+    )
+    setup.routed = setup.gate
+    setup.dense = ExpertWeights.random(
+        EXPERTS + num_shared, HIDDEN, INNER, generator=draw, dtype=setup.dense.down.dtype
+    )
+
+    def gate(rows):
+        ids, weights = setup.routed(rows)
+        shared = torch.arange(EXPERTS, EXPERTS + num_shared).expand(len(rows), -1)
+        used = (ids >= 0).any(1, keepdim=True)
+        return (
+            torch.cat([ids, torch.where(used, shared, -1)], 1),
+            torch.cat([weights, weights.new_ones(shared.shape)], 1),
+        )
+
+    setup.gate = gate
+    return setup
+
+
+def run_layer(setup, layer):
+    """Outputs and every gradient, ours and the dense layer's."""
+    rows = [r.clone().requires_grad_() for r in setup.rows]
+    outputs = layer(rows)
+    sum((y**2).sum() for y in outputs).backward()
+    twins = [r.clone().requires_grad_() for r in setup.rows]
+    stacks = [getattr(setup.dense, name).clone().requires_grad_() for name in ("gate_up", "down")]
+    wanted = [dense_layer(setup, r, [*stacks, None, None]) for r in twins]
+    sum((y**2).sum() for y in wanted).backward()
+    return outputs, wanted, rows, twins, stacks
+
+
+def check_dense(setup, layer):
+    """Outputs and gradients of rows and experts are the dense layer's."""
+    outputs, wanted, rows, twins, stacks = run_layer(setup, layer)
+    for a, b in zip(outputs, wanted, strict=True):
+        assert close(a, b, 1e-12)
+    for a, b in zip(rows, twins, strict=True):
+        assert close(a.grad, b.grad, 4e-12)
+    for weights in layer.weights:
+        homes = list(weights.layout.homes)
+        for name, stack in zip(("gate_up", "down"), stacks, strict=True):
+            assert not homes or close(getattr(weights, name).grad, stack.grad[homes], 4e-12)

@@ -18,9 +18,9 @@ from torch._subclasses import FakeTensorMode
 import isoload
 from isoload import Topology
 from isoload.transport import CollectiveTransport, LocalTransport, Transport, error_code
-from isoload.workloads import make_workload
 from support.batches import MAX_TOKENS, Batch, draw
 from support.conformance import CASES, layer, own, send
+from support.made_routing import make_workload
 from support.processes import run_ranks
 
 CAPACITIES = [None, MAX_TOKENS]

@@ -3,113 +3,140 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from isoload.formats import read_placement
-from isoload.placement import Placement
-from isoload.placers import PLACERS, layers_of, make_placer, parse_placer, place
-from isoload.replay.calibration import strictest
-from isoload.replay.judge import (
-    Ints,
-    Judged,
-    changed_slots,
-    count_replicas,
-    even_imbalance,
-    exact_imbalance,
-    judge_unseen,
-    most_replicas,
+import typer
+from rich.console import Console
+
+from isoload.cli import options
+from isoload.cli.tables import NO_FREEDOM, Figure, json_of, print_lines, print_table, table_of, write_out
+from isoload.files.writing import descriptor_of
+
+if TYPE_CHECKING:
+    from isoload.placement import Placement
+    from isoload.replay.judge import Ints, Judged
+    from isoload.topology import Topology
+    from isoload.trace import Trace
+
+UNITS = (
+    "max/mean rank load, mean over batches and layers. even: replicas share alike; exact: the best split, as isoload's "
+    "policy exact makes it. The file is made of all batches; files given with --before or --against may have seen the "
+    "judged ones."
 )
-from isoload.replay.simulate import default_slots_per_rank
-from isoload.topology import Topology
-from isoload.trace import Trace
+FIGURES = (
+    Figure("placer", "", "placer", ""),
+    Figure("even", "imbalance", "even", ".3f"),
+    Figure("exact", "imbalance", "exact", ".3f"),
+    Figure("replicas", "", "replicas", ""),
+    Figure("replica_bytes", "replicas on a rank", "MiB", "MiB"),
+    Figure("changed", "slots", "changed", "%"),
+)
 
 
-@dataclass(frozen=True)
-class PlaceSettings:
-    """What is placed where. slots_per_rank 0: those of before, else as many as a replay's; expert_bytes 0: not known;
-    replica_memory bytes of a rank for replicas of all layers, 0: as the placer's options say."""
-
-    num_ranks: int
-    ranks_per_node: int = 0
-    slots_per_rank: int = 0
-    placer: str = "scenario"
-    before: str | None = None
-    against: str | None = None
-    calibrate: str | None = None
-    expert_bytes: int = 0
-    replica_memory: int = 0
+def place_json(placement: Placement, calibrate: str, rows: Sequence[Judged]) -> dict[str, Any]:
+    """The JSON object of ``isoload place --json``."""
+    return {
+        "calibrate": calibrate,
+        "provenance": placement.provenance,
+        "placers": [json_of(FIGURES, row) for row in rows],
+    }
 
 
-@dataclass(frozen=True)
-class Placing:
-    """The placement, how unseen batches were held back, and a row per placer."""
-
-    placement: Placement
-    calibrate: str
-    rows: tuple[Judged, ...]
+def placement_line(placement: Placement, path: str) -> str:
+    """What a file holds."""
+    slots = f"{placement.slots_per_rank} slots on each of {placement.topology.num_ranks} ranks"
+    return f"{path}: {placement.num_layers} layers, {placement.num_routed} experts, {slots}"
 
 
-def run_place(traces: Sequence[Trace], settings: PlaceSettings) -> Placing:
+def print_place(
+    placement: Placement, path: str, calibrate: str, rows: Sequence[Judged], console: Console
+) -> None:
+    print_lines(console, [placement_line(placement, path)])
+    print_table(console, *table_of(FIGURES, rows))
+    seen = "Seen batches" if calibrate == "all" else "Unseen batches"
+    print_lines(console, [f"{seen} (calibrate {calibrate}): {UNITS}"])
+    if not any(placement.has_freedom):
+        print_lines(console, [NO_FREEDOM.format(more=placement.slots_per_rank + 1)], "yellow")
+
+
+def run_place(
+    traces: Sequence[Trace],
+    topology: Topology,
+    slots_per_rank: int,
+    placer: str,
+    before: str | None,
+    against: str | None,
+    calibrate: str,
+    expert_bytes: int,
+    replica_memory: int,
+) -> tuple[Placement, list[Judged]]:
     """Places the experts of some traces, and judges that beside experts in order and ``eplb``.
+
+    Args:
+        slots_per_rank: 0: those of before, else as many as a replay's.
+        before, against: files.
+        expert_bytes: 0: not known.
+        replica_memory: bytes of a rank for replicas of all layers; 0: as the placer's options say.
 
     Raises:
         ValueError: naming the argument, the rule and the value.
     """
-    name, options = parse_placer(settings.placer)
-    options |= memory_budget(settings, name, options, traces[0].num_layers)
-    topology = Topology(settings.num_ranks, settings.ranks_per_node)
-    before, against = (
-        None if path is None else layers_of(read_placement(path, topology), traces[0], name)
-        for name, path in (("before", settings.before), ("against", settings.against))
+    from isoload.formats import read_placement
+    from isoload.placers import layers_of, make_placer, parse_placer
+    from isoload.placers import place as place_experts
+    from isoload.replay.judge import Judged, changed_slots, count_replicas, judge_unseen, most_replicas
+    from isoload.replay.simulate import default_slots_per_rank
+
+    first = traces[0]
+    name, options = parse_placer(placer)
+    options |= memory_budget(replica_memory, expert_bytes, name, options, first.num_layers)
+    start, rival = (
+        None if path is None else layers_of(read_placement(path, topology), first, option)
+        for option, path in (("before", before), ("against", against))
     )
-    slots: int | None = settings.slots_per_rank or (0 if before is None else before.slots_per_rank)
+    slots: int | None = slots_per_rank or (0 if start is None else start.slots_per_rank)
     if not slots:
         budget = make_placer(name, options).has_budget  # decides itself how many slots each rank has
-        slots = None if budget else default_slots_per_rank(traces[0].num_experts, settings.num_ranks)
+        slots = None if budget else default_slots_per_rank(first.num_experts, topology.num_ranks)
     given: dict[str, Any] = {"slots_per_rank": slots, "placer": name, **options}
-    if before is not None:
-        given["before"] = before
-    placement = place(list(traces), topology, **given)
-    calibrate = settings.calibrate or strictest(traces[0].num_batches, traces[0].cluster)
+    if start is not None:
+        given["before"] = start
+    placement = place_experts(list(traces), topology, **given)
 
-    def again(counts: Ints) -> Placement:
-        return place(counts, topology, **given)
-
-    def in_order(counts: Ints) -> Placement:
-        return place(counts, topology, placer="trivial")
-
-    def eplb(counts: Ints) -> Placement:
-        return place(counts, topology, placement.slots_per_rank, "eplb")
-
-    rivals = [
-        (label, make(sum_counts(traces)), judge_unseen(traces[0], calibrate, make))
-        for label, make in (("in order", in_order), ("eplb", eplb))
-    ]
-    rivals.append((settings.placer, placement, judge_unseen(traces[0], calibrate, again)))
-    if against is not None:
-        rivals.append((settings.against or "", against, _judge_file(against, traces[0])))
-    old = before if before is not None else against
-    rows = [
-        Judged(
+    def judged(label: str, made: Placement, worth: tuple[float, float]) -> Judged:
+        old = start if start is not None else rival
+        return Judged(
             label,
             *worth,
             replicas=count_replicas(made),
-            replica_bytes=round(most_replicas(made) * settings.expert_bytes)
-            if settings.expert_bytes
-            else None,
+            replica_bytes=round(most_replicas(made) * expert_bytes) if expert_bytes else None,
             changed=None if old is None or old.num_slots != made.num_slots else changed_slots(old, made),
         )
-        for label, made, worth in rivals
-    ]
-    return Placing(placement, calibrate, tuple(rows))
+
+    counts: Ints = sum(trace.batch_counts().sum(0) for trace in traces)  # type: ignore[assignment]
+    rows = []
+    for label, options in (
+        ("in order", {"placer": "trivial"}),
+        ("eplb", {"placer": "eplb", "slots_per_rank": placement.slots_per_rank}),
+        (placer, given),
+    ):
+        made = placement if options is given else place_experts(counts, topology, **options)
+        worth = judge_unseen(first, calibrate, partial(place_experts, topology=topology, **options))
+        rows.append(judged(label, made, worth))
+    if rival is not None:
+        rows.append(judged(against or "", rival, judge_file(rival, first)))
+    return placement, rows
 
 
 def memory_budget(
-    settings: PlaceSettings, name: str, options: dict[str, Any], num_layers: int
+    memory: int, size: int, name: str, options: dict[str, Any], num_layers: int
 ) -> dict[str, int]:
-    """The placer's option ``replicas`` from bytes, if they are given."""
-    memory, size = settings.replica_memory, settings.expert_bytes
+    """The placer's option ``replicas`` from bytes of a rank and of an expert, if they are given."""
+    from isoload.placers import PLACERS
+
     if memory == 0:
         return {}
     if memory < 0 or size < 1:
@@ -123,16 +150,59 @@ def memory_budget(
     return {"replicas": min(memory // size, num_layers)}
 
 
-def sum_counts(traces: Sequence[Trace]) -> Ints:
-    total: Ints = sum(trace.batch_counts().sum(0) for trace in traces)  # type: ignore[assignment]
-    return total
+def judge_file(placement: Placement, trace: Trace) -> tuple[float, float]:
+    from isoload.replay.judge import even_imbalance, exact_imbalance
 
-
-def _judge_file(placement: Placement, trace: Trace) -> tuple[float, float]:
     counts = trace.batch_counts()
     if placement.num_routed != trace.num_experts:
         raise ValueError(f"against must have {trace.num_experts} routed experts, got {placement.num_routed}")
     return float(even_imbalance(placement, counts).mean()), float(exact_imbalance(placement, counts).mean())
 
 
-__all__ = ["PlaceSettings", "Placing", "run_place"]
+def place(
+    traces: Annotated[
+        list[Path], typer.Argument(metavar="TRACE...", help="What was recorded; traces weigh alike.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The placement file.")],
+    ranks: Annotated[int, typer.Option(help="R, ranks of the expert-parallel group.")],
+    ranks_per_node: options.RanksPerNode = 0,
+    slots_per_rank: options.SlotsPerRank = 0,
+    placer: options.PlacerName = "scenario",
+    file_format: options.FormatName = "isoload",
+    before: Annotated[str | None, typer.Option(metavar="FILE", help="A placement to start from.")] = None,
+    against: Annotated[str | None, typer.Option(metavar="FILE", help="A placement to compare with.")] = None,
+    calibrate: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Batches of the first trace held back to judge: {options.CALIBRATIONS}. {options.CALIBRATE_DEFAULT}"
+        ),
+    ] = None,
+    expert_bytes: Annotated[int, typer.Option(help="Of one expert's weights; 0: not known.")] = 0,
+    replica_memory: Annotated[
+        int, typer.Option(help="Bytes of a rank for replicas of all layers: fewer, where they help. Ragged.")
+    ] = 0,
+    json: options.JsonTarget = None,
+    force: options.Force = False,
+) -> None:
+    """Turn recorded loads into a placement file, and print what it buys.
+
+    Experts are placed on all batches; the figures are of placements made without the batches they are judged on.
+    """
+    from isoload.cli.targets import check_targets
+    from isoload.cli.traces import load_trace
+    from isoload.formats import check_format, write_placement
+    from isoload.replay.calibration import strictest
+    from isoload.topology import Topology
+
+    check_targets([*traces, before, against], force, json, str(output))
+    check_format(file_format, output, "output")
+    loaded = [load_trace(trace) for trace in traces]
+    held_back = calibrate or strictest(loaded[0].num_batches, loaded[0].cluster)
+    topology = Topology(ranks, ranks_per_node)
+    placement, rows = run_place(
+        loaded, topology, slots_per_rank, placer, before, against, held_back, expert_bytes, replica_memory
+    )
+    write_placement(placement, output, file_format)
+    figures = place_json(placement, held_back, rows)
+    console = Console(highlight=False, stderr=descriptor_of(str(output)) == 1)
+    write_out(json, figures, lambda c: print_place(placement, str(output), held_back, rows, c), console)

@@ -17,10 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-
-class RankError(RuntimeError):
-    """A rank failed, ended or stalled."""
-
+from isoload.cli.errors import RankError
 
 Body = Callable[[int, Callable[[], None]], Any]
 

@@ -25,7 +25,7 @@ Projection = Callable[[Tensor, Grouping], Tensor]  # x [C, in] -> [C, out]
 
 def projections(group: ExpertWeights, dtype: torch.dtype) -> tuple[Projection, Projection]:
     """gate_up's and down's products with copies of a dtype, once the weights are there."""
-    kernel = compute_path(group, dtype).kernel
+    kernel = compute_path(group, dtype)
     linear = _LINEAR[kernel]
     if isinstance(group, BorrowedWeights):
         group.wait()

@@ -15,9 +15,9 @@ from isoload.experts.compute import activate
 from isoload.experts.fp8 import check_no_gradients
 from isoload.experts.grouped_linear import projections
 from isoload.experts.weights import Activation, ExpertWeights
-from isoload.host_values import put_on
 from isoload.permutation import sum_dtype
 from isoload.results import Grouping
+from isoload.value_checks import put_on
 
 
 def run_sorted(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -192,38 +192,14 @@ def describe(weights: ExpertWeights) -> str:
     return f"{shapes} {weights.down.dtype} on {weights.down.device.type}"
 
 
-class ComputePath(NamedTuple):
-    """How a stack of weights is multiplied: the kernel, why, and whether it makes the host wait for a device."""
-
-    kernel: Literal["grouped_mm", "loop"]
-    reason: str
-    syncs: bool
-
-
-def compute_path(weights: ExpertWeights, dtype: torch.dtype | None = None) -> ComputePath:
-    """Which path :func:`run_experts` takes for these weights; decided by dtype, layout and device alone.
+def compute_path(weights: ExpertWeights, dtype: torch.dtype | None = None) -> Literal["grouped_mm", "loop"]:
+    """Which path :func:`run_experts` takes for these weights: by dtype and layout alone.
 
     dtype: of the rows, in which weights in fp8 are multiplied; None: the weights'.
     """
-    on_host = weights.down.device.type == "cpu"
     dtype = weights.down.dtype if dtype is None else dtype
-    item = dtype.itemsize
-    if dtype == torch.float64:
-        return ComputePath("loop", "grouped_mm has no float64", not on_host)
-    for size, what in ((weights.down.shape[1], "hidden"), (weights.down.shape[2], "intermediate")):
-        if size * item % ROW_BYTES:
-            reason = f"{what} rows take {size * item} bytes, not a multiple of {ROW_BYTES}"
-            return ComputePath("loop", reason, not on_host)
-    for name, stack in (("gate_up", weights.gate_up), ("down", weights.down)):
-        if not (stack.is_contiguous() or stack.transpose(1, 2).is_contiguous()):
-            return ComputePath("loop", f"{name} has strides {stack.stride()}", not on_host)
-    if on_host:
-        return ComputePath("grouped_mm", "dtype and layout allow it", False)
-    # Elsewhere than on SM 9.x and 10.x in bf16, torch's own grouped_mm reads the offsets back and loops.
-    native = (
-        dtype == torch.bfloat16
-        and weights.down.device.type == "cuda"
-        and torch.cuda.get_device_capability(weights.down.device)[0] in (9, 10)
+    aligned = all(size * dtype.itemsize % ROW_BYTES == 0 for size in weights.down.shape[1:])
+    dense = all(
+        s.is_contiguous() or s.transpose(1, 2).is_contiguous() for s in (weights.gate_up, weights.down)
     )
-    reason = "one kernel" if native else f"torch loops over the groups for {dtype} on this device"
-    return ComputePath("grouped_mm", reason, not native)
+    return "grouped_mm" if dtype != torch.float64 and aligned and dense else "loop"  # it has no float64

@@ -22,6 +22,16 @@ from isoload.topology import Topology
 from isoload.transport import CollectiveGroup
 from isoload.transport.agreement import checksum
 
+EXCHANGE_EVERY = 16  # forward passes; as rarely as this costs no balance in recorded decoding
+JOINED_BY_ALL = ("gathered", "node")  # loads of which ranks without tokens must join each pass, too
+_TARGETS = f"targets renewed every {EXCHANGE_EVERY} passes"
+EXCHANGED = {
+    "gathered": "loads gathered: one gather per layer",
+    "node": f"loads node: one gather per layer within each node, {_TARGETS}",
+    "own": f"loads own: no collective in a pass, {_TARGETS}",
+    "last": f"loads last: no collective in a pass, counts exchanged every {EXCHANGE_EVERY} passes",
+}
+
 
 class EngineLayer:
     """One MoE layer.
@@ -77,6 +87,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         self.tables: Tensor | None = None  # [L, P] expert in each slot, as the Balancers have it
         self.meter: Meter | None = None
         self.device = torch.device("cpu")  # of the Balancers' tables
+        self.passes = 0  # forward passes so far
         self._groups: dict[int, CollectiveGroup] = {}
         self._placements: dict[int, Placement] = {}  # by shared experts
 
@@ -136,6 +147,25 @@ class EngineLayers(ABC, Generic[AnyLayer]):
             settle()
         return True
 
+    def step_ended(self) -> None:
+        """A forward pass of the model is over, on all ranks, outside of any graph: every EXCHANGE_EVERY of them one
+        exchange renews the targets of all layers that are planned without the counts of all ranks.
+
+        All ranks must have run the same number of passes, those without tokens too. They have where every pass holds
+        an all-to-all over the same ranks, for which none can be early.
+        """
+        self.passes += 1
+        if self.passes % EXCHANGE_EVERY:
+            return
+        balancers = [layer.balancer for _, layer in sorted(self.by_id.items())]
+        renewed = [of for of in balancers if of.loads != "gathered"]
+        if any(
+            of.has_freedom for of in renewed
+        ):  # a rebalance may change whose: the meter wants the same layers
+            found = renewed[0].exchange(*renewed[1:])
+            if (meter := self.own_meter()) is not None:
+                meter.add_exchange(found.imbalance)
+
     def group(self, topology: Topology) -> CollectiveGroup:
         """The engine's expert-parallel ranks, with a communicator of isoload's own; all ranks call it together."""
         if topology.num_ranks not in self._groups:
@@ -149,6 +179,22 @@ class EngineLayers(ABC, Generic[AnyLayer]):
     def own_meter(self) -> Meter | None:
         """All ranks make the same plans: the first measures."""
         return self.meter if self.meter is not None and self.engine_rank() == 0 else None
+
+    def ready(self, balancer: Balancer) -> Balancer:
+        """With what persists on the device where the engine routes: before a graph is captured, and in layers that the
+        model does not run, too, which an exchange takes with the others."""
+        balancer.placed_on(self.device)
+        if balancer.own_counts is not None:
+            balancer.own_counts.move(self.device)
+        return balancer
+
+    def exchanged(self) -> str:
+        """What the ranks exchange so that copies are level, in words."""
+        balancers = [layer.balancer for layer in self.by_id.values()]
+        same = "same tokens on all ranks, no collective"
+        return " and ".join(
+            sorted({same if of.tokens == "same" else EXCHANGED[of.loads] for of in balancers})
+        )
 
     def check_device(self) -> None:
         """Raises ValueError for what ops found wrong in values on a GPU; called where the host waits anyway."""

@@ -21,15 +21,16 @@ COLUMNS = 5  # batches, sum of imbalance before, after, batches with peak == bou
 class LayerReport:
     """One layer since the last report. Imbalance is max/mean rank load.
 
-    batches    batches with at least one copy that were planned
-    before     mean imbalance if every expert's copies were spread evenly over its replicas
+    batches    batches with at least one copy that were planned; where loads are not gathered the last of each layer
+               before an exchange: between two nobody has all ranks' counts
+    before     mean imbalance if every expert's copies were spread evenly over its replicas; None: not gathered
     after      mean imbalance of the plans; None: the policy samples, so that its plans have no peak
     certified  batches whose plan has peak == bound: no split over these replicas is better
     """
 
     layer: int
     batches: int
-    before: float
+    before: float | None
     after: float | None
     certified: int
 
@@ -45,6 +46,7 @@ class Meter:
     def __init__(self, name: str, seconds: float) -> None:
         self.name, self.seconds = name, seconds
         self._sums: dict[int, Tensor] = {}
+        self._sent: Tensor | None = None  # [2, L]: exchanges behind copies of a layer, sum of imbalance
         self._calls, self._host_seconds = 0, 0.0
         self._since = time.monotonic()
         self._gauges: dict[str, Any] | None = None
@@ -68,6 +70,18 @@ class Meter:
         self._calls += 1
         self._host_seconds += host_seconds
 
+    def add_exchange(self, imbalance: Tensor) -> None:
+        """What an exchange found out of L layers: [L] float64; nan: no rank sent a copy."""
+        some = ~imbalance.isnan()
+        row = torch.stack([some.to(imbalance.dtype), torch.where(some, imbalance, 0.0)])
+        self._sent = row if self._sent is None else self._sent + row
+
+    def read_sent(self) -> list[LayerReport]:
+        """As :meth:`read`, of layers whose loads are not gathered, numbered as they were exchanged."""
+        sums = [] if self._sent is None else self._sent.T.tolist()
+        self._sent = None
+        return [LayerReport(i, int(n), None, total / n, 0) for i, (n, total) in enumerate(sums) if n]
+
     def read(self) -> list[LayerReport]:
         """All layers since the last reading, which begins anew; the host waits for the device."""
         reports = []
@@ -84,8 +98,9 @@ class Meter:
         if time.monotonic() - self._since < self.seconds:
             return False
         self._since = time.monotonic()
-        if layers := self.read():
-            self.report(layers)
+        for layers in (self.read(), self.read_sent()):
+            if layers:
+                self.report(layers)
         self._calls, self._host_seconds = 0, 0.0
         return True
 
@@ -113,20 +128,21 @@ class Meter:
 
 
 GAUGES = {
-    "imbalance_before": "mean over layers of max/mean rank load, copies spread evenly over replicas",
-    "imbalance_after": "mean over layers of max/mean rank load, as planned",
-    "imbalance_worst": "max/mean rank load of the worst layer, as planned",
+    "imbalance_before": "mean over layers of max/mean rank load, copies spread evenly over replicas; nan: not gathered",
+    "imbalance_after": "mean over layers of max/mean rank load, as planned, or as sent before exchanges",
+    "imbalance_worst": "max/mean rank load of the worst layer, as planned, or as sent before exchanges",
     "certified_share": "part of the plans that are proved optimal",
     "plan_seconds": "time of the host per layer and batch that was not replayed from a graph",
 }
 
 
 def summary(layers: list[LayerReport]) -> dict[str, float]:
-    """The figures of GAUGES but the time; nan where a sampled policy has none."""
+    """The figures of GAUGES but the time; nan where there is none."""
+    spread = [layer.before for layer in layers if layer.before is not None]
     planned = [layer.after for layer in layers if layer.after is not None]
     batches = sum(layer.batches for layer in layers)
     return {
-        "imbalance_before": sum(layer.before for layer in layers) / len(layers),
+        "imbalance_before": sum(spread) / len(spread) if spread else float("nan"),
         "imbalance_after": sum(planned) / len(planned) if planned else float("nan"),
         "imbalance_worst": max(planned, default=float("nan")),
         "certified_share": sum(layer.certified for layer in layers) / batches,
@@ -135,6 +151,12 @@ def summary(layers: list[LayerReport]) -> dict[str, float]:
 
 def line(name: str, layers: list[LayerReport], figures: dict[str, float]) -> str:
     """What a report says in the log."""
+    if layers[0].before is None:
+        return (
+            f"isoload {name}: {max(layer.batches for layer in layers)} exchanges of {len(layers)} layers; imbalance "
+            f"{figures['imbalance_after']:.3f} of all copies of the batch before each, "
+            f"{figures['imbalance_worst']:.3f} in the worst layer"
+        )
     level = sum(layer.certified == layer.batches for layer in layers)
     seconds = figures.get("plan_seconds")
     time_taken = (

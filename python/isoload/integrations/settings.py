@@ -35,6 +35,12 @@ POLICY = Variable(
     "",
     "how copies are split over replicas; empty: exact, with SGLang's Waterfill joint",
 )
+LOADS = Variable(
+    "ISOLOAD_LOADS",
+    "gathered, own, node or last",
+    "",
+    "whose counts a batch is planned by where ranks hold tokens of their own; empty: as above",
+)
 PLACER = Variable(
     "ISOLOAD_PLACER",
     "name or name:option=value",
@@ -47,7 +53,7 @@ REPORT = Variable(
     "0",
     "seconds between two reports of imbalance, a log line and Prometheus gauges; 0: none, and nothing is measured",
 )
-COMMON = (STRICT, POLICY, PLACER, REPORT)
+ALL_LOADS = ("gathered", "own", "node", "last")
 
 
 @dataclass(frozen=True)
@@ -55,12 +61,14 @@ class Settings:
     """What the variables say that all engines have, checked.
 
     policy          as written; None = the door's default
+    loads           as Balancer's; None = the door's default
     placer          as written
     report_seconds  0 = no reports
     """
 
     strict: bool
     policy: str | None
+    loads: str | None
     placer: str
     report_seconds: float
 
@@ -75,6 +83,9 @@ class Settings:
         policy = _text(POLICY, given) or None
         if policy is not None:
             _usable(policy)
+        loads = _text(LOADS, given) or None
+        if loads is not None:
+            _check_loads(loads, policy)
         placer = _text(PLACER, given)
         try:
             parse_placer(placer)
@@ -83,6 +94,7 @@ class Settings:
         return cls(
             is_on(STRICT, given),
             policy,
+            loads,
             placer,
             _seconds(_text(REPORT, given)),
         )
@@ -107,6 +119,29 @@ class Settings:
                 f"(SGLang: without --enable-waterfill), got {self.policy!r}"
             )
         return policy
+
+    def loads_for(self, default: str) -> str:
+        """Whose counts plan the batches of ranks that hold tokens of their own.
+
+        Args:
+            default: the door's, where the variable is empty.
+
+        Raises:
+            ValueError: the policy asked for plans by the counts of all ranks alone.
+        """
+        loads = self.loads or default
+        _check_loads(loads, self.policy)
+        return loads
+
+
+def _check_loads(loads: str, policy: str | None) -> None:
+    if loads not in ALL_LOADS:
+        raise ValueError(f"{LOADS.name} must be one of {', '.join(ALL_LOADS)}, got {loads!r}")
+    if loads != "gathered" and policy is not None and _usable(policy).name != "exact":
+        raise ValueError(
+            f"{POLICY.name} must be exact where {LOADS.name} is {loads}: other policies need the counts of all ranks "
+            f"({LOADS.name}=gathered), got {policy!r}"
+        )
 
 
 def _usable(text: str) -> Policy:

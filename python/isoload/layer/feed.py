@@ -146,7 +146,7 @@ class Feed:
             self._residuals.drop()  # the predictor called norms, too
         padding = [(own < 0).all(1, keepdim=True) for own in self._choices[0]]
         return [
-            ops.count(guess.masked_fill(absent, -1), self.num_routed)
+            ops.count(guess.masked_fill(absent, -1), self.num_routed).counts
             for guess, absent in zip(guesses, padding, strict=True)
         ]
 

@@ -21,6 +21,7 @@ from isoload.layer.modules import place_module
 from isoload.layer.routers import Routing, given_choices
 from isoload.layer.stored import StoredExperts
 from isoload.ops import Prefer, append_shared_expert
+from isoload.own_counts import Exchanged, Loads
 from isoload.placement import Placement
 from isoload.planning import Gathered
 from isoload.policies import Policy
@@ -90,6 +91,9 @@ class MoE(StoredExperts):
         min_tokens: with fewer tokens over all ranks nothing is gathered or planned: each expert goes to its
             ``static`` replica, shared ones stay home, and last_plan is None. What is compared must be known on the
             host: see num_tokens of :meth:`forward`. The same on all ranks.
+        loads: by which a batch is planned, see :class:`isoload.Balancer`, as for `price`. "node" and "own" need
+            :meth:`exchange` now and then; their policy is ``exact``, which borrows nothing and leaves shared experts
+            at home.
         weight_rows: experts that every rank has memory for, for :meth:`load_placement`. None: as many as the
             placement's slots hold on it.
         borrow: the backend that brings the weights of spare slots: "pull", "copy", "all_to_all", "p2p" or, over a
@@ -113,6 +117,7 @@ class MoE(StoredExperts):
         shared: nn.Module | None = None,
         prefer: Prefer | None = None,
         min_tokens: int = 0,
+        loads: Loads = "gathered",
         weight_rows: int | None = None,
         borrow: str | None = None,
         **options: Any,
@@ -136,9 +141,8 @@ class MoE(StoredExperts):
                     "activation": name_of(self.activation),
                 }
             )
-        self.balancer = Balancer(
-            placement, layer, policy, self.group, prefer=prefer, min_tokens=min_tokens, **options
-        )
+        how = {"prefer": prefer, "min_tokens": min_tokens, "loads": loads, **options}
+        self.balancer = Balancer(placement, layer, policy, self.group, **how)
         self._hold(own, borrow)
         self.balancer.placed_on(self._ranks()[0].row_of_slot.device)
         self._settle(self.layouts)
@@ -172,6 +176,10 @@ class MoE(StoredExperts):
     def last_plan(self) -> Plan | None:
         """Of the last batch; None where nothing was planned."""
         return self.balancer.last_plan
+
+    def exchange(self, *others: MoE) -> Exchanged:
+        """Renews the targets of this layer and of others: :func:`isoload.own_counts.exchange`. All ranks call it."""
+        return self.balancer.exchange(*(other.balancer for other in others))
 
     @classmethod
     def from_module(

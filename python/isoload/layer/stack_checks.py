@@ -23,6 +23,11 @@ def check_layers(layers: Sequence[MoE]) -> None:
         if layer.run_by is not None or id(layer) in seen:
             raise ValueError(f"layers must be in one stack at a time, and once, got layer {i} again")
         seen.add(id(layer))
+        if (own := layer.balancer.own_counts) is not None:
+            raise ValueError(
+                f"layers must have loads='gathered' in a stack, which plans by all ranks' loads, got {own.word!r} in "
+                f"layer {i}"
+            )
         for name, value in facts_of(layer).items():
             if value != wanted[name]:
                 raise ValueError(

@@ -8,16 +8,16 @@ Raises (all): ValueError naming the argument, the rule and the value. Values are
 """
 
 from isoload.ops.append_shared_expert import append_shared_expert
+from isoload.ops.balance_own import balance_own
+from isoload.ops.balance_same import balance_same
 from isoload.ops.borrow import addresses, borrow, borrow_backward
-from isoload.ops.count import count, count_columns, count_numbered
+from isoload.ops.count import count
 from isoload.ops.device_errors import check_device, device_errors
-from isoload.ops.gather_rows import LINE_WORDS, board_words, gather_rows
 from isoload.ops.group_copies import group_copies
 from isoload.ops.number_rows import number_rows
 from isoload.ops.pack_rows import pack_rows
 from isoload.ops.plan_active import plan_active
 from isoload.ops.plan_exact import Objective, plan_exact
-from isoload.ops.plan_exact_share import plan_exact_share, plan_exact_share_gathered
 from isoload.ops.plan_joint import plan_joint
 from isoload.ops.plan_lp import plan_lp
 from isoload.ops.plan_own import plan_own
@@ -27,8 +27,6 @@ from isoload.ops.plan_waterfill import Candidates, plan_waterfill
 from isoload.ops.replica_tables import replica_tables
 from isoload.ops.round_split import round_split
 from isoload.ops.route import Prefer, route, route_sampled
-from isoload.ops.route_columns import route_columns
-from isoload.ops.route_numbered import route_numbered
 from isoload.ops.route_shared import route_shared
 from isoload.ops.route_shared_sampled import SharedRule, route_shared_sampled
 from isoload.ops.shard_tokens import shard_tokens
@@ -37,10 +35,10 @@ from isoload.ops.share_alone import share_alone
 from isoload.ops.top_up import top_up
 from isoload.results import (
     ActiveSplit,
+    Counted,
     ExactSplit,
     JointSplit,
     LpSplit,
-    Numbered,
     SharedColumns,
     SlotFill,
     Spill,
@@ -48,14 +46,13 @@ from isoload.results import (
 )
 
 __all__ = [
-    "LINE_WORDS",
     "NO_SPARE_SLOT",
     "ActiveSplit",
     "Candidates",
+    "Counted",
     "ExactSplit",
     "JointSplit",
     "LpSplit",
-    "Numbered",
     "Objective",
     "Order",
     "Prefer",
@@ -67,22 +64,18 @@ __all__ = [
     "Within",
     "addresses",
     "append_shared_expert",
-    "board_words",
+    "balance_own",
+    "balance_same",
     "borrow",
     "borrow_backward",
     "check_device",
     "count",
-    "count_columns",
-    "count_numbered",
     "device_errors",
-    "gather_rows",
     "group_copies",
     "number_rows",
     "pack_rows",
     "plan_active",
     "plan_exact",
-    "plan_exact_share",
-    "plan_exact_share_gathered",
     "plan_joint",
     "plan_lp",
     "plan_own",
@@ -92,8 +85,6 @@ __all__ = [
     "replica_tables",
     "round_split",
     "route",
-    "route_columns",
-    "route_numbered",
     "route_sampled",
     "route_shared",
     "route_shared_sampled",

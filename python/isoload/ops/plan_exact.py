@@ -30,6 +30,7 @@ def plan_exact(
     objective: Objective = "spread",
     ranks_per_node: int | None = None,
     sweeps: int | None = None,
+    rank: int | None = None,
 ) -> ExactSplit:
     """Splits every replicated expert's copies so that the busiest rank's cost is the least integers allow.
 
@@ -39,7 +40,7 @@ def plan_exact(
 
     Args:
         loads: [E] or [R, E] int32 copies (with a leading L if the tables have one); sources are summed.
-            [R, E] for objective "local".
+            [R, E] for objective "local" and for a rank.
         tables: of the same layers.
         fixed: [R] int32 copies that each rank carries besides (leading L as above).
         tolerance: stop at ``bound * (1 + tolerance)``; 0 = exact.
@@ -52,11 +53,12 @@ def plan_exact(
         objective: "spread" levels the other ranks too; "local" keeps copies on their source rank, else its node;
             "packed" leaves replicas idle, so that fewer weights are read. By the start of the solve: no optimum of
             these, only near it.
-        ranks_per_node: divides R; None = R. For "local".
+        ranks_per_node: divides R; None = R. Of the nodes of "local" and of send_counts.
         sweeps: most balancing sweeps; None = 4 for "spread", 0 for the others, whose start sweeps would undo.
+        rank: the source rank whose send_counts are wanted; None = nobody's.
     """
     given = arguments(loads, tables, fixed, tolerance, budget, ticks, pour, objective, ranks_per_node, sweeps)
-    return ExactSplit(*call(_plan_exact, *given))
+    return ExactSplit(*call(_plan_exact, *given, rank))
 
 
 def arguments(
@@ -119,5 +121,7 @@ def _(
     tolerance_ppm: int,
     sweeps: int,
     budget: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return fake_split(loads, tables, num_slots)
+    rank: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    send_counts = loads.new_empty((*tables.shape[:-1], 0 if rank is None else num_slots))
+    return *fake_split(loads, tables, num_slots), send_counts

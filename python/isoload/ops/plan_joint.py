@@ -1,4 +1,4 @@
-"""plan_joint: routed and shared experts decided together, and one source rank's row of the share; wrapper and fake."""
+"""plan_joint: routed and shared experts decided together, and a source rank's send_counts; wrapper and fake."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def plan_joint(
         loads: [R, E + n] or [L, R, E + n] int32 copies per source rank. The last n columns are those of the shared
             experts, each of which every token needs: the first of them is read.
         tables: of the routed experts.
-        rank: the source rank whose row is wanted.
+        rank: the source rank whose send_counts are wanted.
         num_shared: n, 1..1024; every rank holds all of them.
         first_shared: place of the first one among a rank's slots, 0..S-n.
         ranks_per_node: divides R; None = R.
@@ -67,5 +67,5 @@ def _(
     rank: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     batch = tables.shape[:-1]
-    row, share = loads.new_empty((*batch, num_slots)), loads.new_empty((*batch, num_ranks, num_ranks))
-    return *fake_split(loads, tables, num_slots), row, share
+    send_counts, share = loads.new_empty((*batch, num_slots)), loads.new_empty((*batch, num_ranks, num_ranks))
+    return *fake_split(loads, tables, num_slots), send_counts, share

@@ -20,6 +20,7 @@ def plan_own(
     fixed: Tensor | None = None,
     ticks: Tensor | None = None,
     recent: Tensor | None = None,
+    sent: Tensor | None = None,
     layer: int = 0,
     sweeps: int = 6,
 ) -> Tensor:
@@ -32,16 +33,19 @@ def plan_own(
     another expert takes one; what all sources send together is level on average, and proved nowhere.
 
     Args:
-        counts: [E] int32 this source's copies (with a leading L if the tables have one), less than 2^29 together.
+        counts: [E] int32 this source's copies (with a leading L if the tables have one), together at most
+            2^31 / (R + 2).
         tables: of the same layers.
         offset: [R] int32 (leading L as above) what this source shall take each rank to carry already, in 2^-20 of its
-            copies, 0..2^20; see :class:`isoload.Targets`. Zeros: level the source's own copies.
+            copies, 0..2^20; see :func:`isoload.own_counts.offsets`. Zeros: level the source's own copies.
         source: this rank, 0..R-1.
         fixed: [R] int32 copies of this source that each rank carries besides (leading L as above).
         ticks: [R] int32 cost of one copy per rank, 1..2^20 (1024 = nominal); None = 1 each. The sum is then that of
             ``ticks_r * (base_r + y_r) ** 2``: ranks draw level in cost.
         recent: [E] int64 (leading L as above), decayed sums of the counts of batches in 2^-16 copies, with a half-life
             of eight batches: this batch's counts are added in place.
+        sent: [3, R] int64 (leading L as above), written in place: sums decayed as those of the copies sent to every
+            rank and of the fixed ones, then how many of both this batch sends there.
         layer: of the first of these layers; turns the rotation.
         sweeps: most sweeps; they end sooner where none moves a copy.
 
@@ -58,6 +62,7 @@ def plan_own(
         fixed,
         ticks,
         recent,
+        sent,
         source,
         layer,
         sweeps,
@@ -75,6 +80,7 @@ def _(
     fixed: Tensor | None,
     ticks: Tensor | None,
     recent: Tensor | None,
+    sent: Tensor | None,
     source: int,
     layer: int,
     sweeps: int,

@@ -9,36 +9,54 @@ from torch import Tensor
 
 from isoload.ops.library import call, library
 from isoload.replica_tables import ReplicaTables
+from isoload.results import Counted, SharedColumns
 
 Prefer = Literal["visited"]
+NO_COLUMNS = SharedColumns(0, 0, 0)
 
 _route, _route_sampled = library.route.default, library.route_sampled.default
 
 
 def route(
-    topk_ids: Tensor, source_quota: Tensor, tables: ReplicaTables, prefer: Prefer | None = None
+    counted: Counted,
+    send_counts: Tensor,
+    tables: ReplicaTables,
+    shared: SharedColumns | None = None,
+    prefer: Prefer | None = None,
 ) -> Tensor:
-    """The slot of every copy on this rank, exactly as often as the rank's share says.
+    """The slot of every copy on this rank, exactly as often as the rank's send_counts say.
 
-    Stable: the i-th copy of an expert (token order) goes to the first replica whose cumulative share exceeds i.
+    Stable: the i-th copy of an expert (token order) goes to the first replica whose cumulative count exceeds i.
 
     Args:
-        topk_ids: [T, K] int32 or int64 logical experts; -1 = masked.
-        source_quota: [P] int32, this rank's row of :func:`share`.
-        tables: of this layer.
-        prefer: "visited" permutes copies inside the same share so that more of a token's copies meet on one rank.
+        counted: :func:`count` of this rank's ids [T, K].
+        send_counts: [P] int32, this rank's row of :func:`share`.
+        tables: of this layer's routed experts.
+        shared: the last columns are the shared experts', E and on, or -1 where all routed choices are; and where this
+            rank's copies of them go, as :func:`route_shared` has it.
+        prefer: "visited" permutes copies inside the same counts so that more of a token's copies meet on one rank. Not
+            with shared.
 
     Returns:
-        [T, K] slots in the dtype of topk_ids; -1 where topk_ids is -1. DeepEP's ``topk_idx``.
+        [T, K] slots in the dtype of the ids; -1 where they are -1. DeepEP's ``topk_idx``.
     """
     if prefer not in (None, "visited"):
         raise ValueError(f"prefer must be None or visited, got {prefer!r}")
+    columns = NO_COLUMNS if shared is None else shared
     slots: Tensor = call(
         _route,
-        topk_ids,
-        source_quota,
+        counted.ids,
+        counted.numbers,
+        counted.parts,
+        send_counts,
         tables.data,
         tables.num_experts,
+        tables.num_ranks,
+        columns.row,
+        columns.num_shared,
+        columns.first_shared,
+        columns.home,
+        columns.strict,
         prefer is not None,
     )
     return slots
@@ -77,7 +95,19 @@ def route_sampled(
 
 @torch.library.register_fake("isoload::route")
 def _(
-    topk_ids: Tensor, source_quota: Tensor, tables: Tensor, num_experts: int, prefer_visited: bool
+    topk_ids: Tensor,
+    numbers: Tensor,
+    parts: Tensor,
+    send_counts: Tensor,
+    tables: Tensor,
+    num_experts: int,
+    num_ranks: int,
+    shared_row: Tensor | None,
+    num_shared: int,
+    first_shared: int,
+    home: int,
+    strict: bool,
+    prefer_visited: bool,
 ) -> Tensor:
     return torch.empty_like(topk_ids)
 

@@ -11,7 +11,15 @@ from isoload.replica_tables import ReplicaTables
 _share_alone = library.share_alone.default
 
 
-def share_alone(counts: Tensor, quota: Tensor, tables: ReplicaTables, source: int) -> Tensor:
+def share_alone(
+    counts: Tensor,
+    quota: Tensor,
+    tables: ReplicaTables,
+    source: int,
+    *,
+    past: bool = False,
+    recent: Tensor | None = None,
+) -> Tensor:
     """How many of its own copies one source rank sends to each slot, without the other ranks' counts.
 
     For loads that were all-reduced, not gathered: each source cuts its copies of an expert in the proportions
@@ -25,16 +33,22 @@ def share_alone(counts: Tensor, quota: Tensor, tables: ReplicaTables, source: in
         quota: [P] or [L, P] int32.
         tables: of the same layers.
         source: this rank, 0..R-1.
+        past: the quota is of batches before, so counts need not be a part of their sums: an expert's copies are cut in
+            the proportions of its quotas, level over its replicas where all are 0. A slot then gets about its part.
+        recent: [E] int64 (leading L as above), decayed sums of counts as in :func:`isoload.ops.plan_own`: these are
+            added in place.
 
     Returns:
         [P] int32 (with a leading L if counts have one): a row for :func:`route`.
     """
     if not 0 <= source < tables.num_ranks:
         raise ValueError(f"source must be in 0..{tables.num_ranks - 1}, got {source}")
-    row: Tensor = call(_share_alone, counts, quota, tables.data, source)
+    row: Tensor = call(_share_alone, counts, quota, tables.data, source, past, recent)
     return row
 
 
 @torch.library.register_fake("isoload::share_alone")
-def _(counts: Tensor, quota: Tensor, tables: Tensor, source: int) -> Tensor:
+def _(
+    counts: Tensor, quota: Tensor, tables: Tensor, source: int, past: bool, recent: Tensor | None
+) -> Tensor:
     return quota.new_empty(quota.shape)

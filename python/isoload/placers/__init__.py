@@ -6,12 +6,13 @@ whatever the placer.
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
-from typing import Any, get_args, get_type_hints
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import torch
 
+from isoload.options import make, parse
 from isoload.placement import Placement
 from isoload.placers.base import Ints, Placed, Placer, Room, Slots
 from isoload.placers.craft import CraftPlacer
@@ -32,7 +33,6 @@ PLACERS: dict[str, type[Placer]] = {
     placer.name: placer
     for placer in (TrivialPlacer, EplbPlacer, GraphPlacer, CraftPlacer, ScenarioPlacer, GracePlacer)
 }
-OLD_NAMES = {"topology": "graph"}  # still accepted
 
 
 def place(
@@ -119,14 +119,7 @@ def make_placer(name: str, options: dict[str, Any]) -> Placer:
     Raises:
         ValueError: an unknown name or option.
     """
-    name = OLD_NAMES.get(name, name)
-    if name not in PLACERS:
-        raise ValueError(f"placer must be one of {', '.join(PLACERS)}, got {name!r}")
-    known = [f.name for f in fields(PLACERS[name])]
-    if unknown := [key for key in options if key not in known]:
-        listed = ", ".join(known) or "(none)"
-        raise ValueError(f"option must be one of {listed} for placer {name}, got {unknown[0]!r}")
-    return PLACERS[name](**options)
+    return make("placer", PLACERS, name, options)
 
 
 def parse_placer(text: str) -> tuple[str, dict[str, Any]]:
@@ -135,32 +128,7 @@ def parse_placer(text: str) -> tuple[str, dict[str, Any]]:
     Raises:
         ValueError: an unknown name or option, or a value that its option cannot be.
     """
-    name, *given = text.split(":")
-    name = OLD_NAMES.get(name, name)
-    make_placer(name, {})
-    hints, options = get_type_hints(PLACERS[name]), {}
-    for pair in given:
-        key, equals, value = pair.partition("=")
-        if not equals:
-            raise ValueError(f"placer must be written name:option=value, got {text!r}")
-        make_placer(name, {key: None})  # refuses an unknown option
-        options[key] = _option_value(key, value, get_args(hints[key]) or (hints[key],))
-    return name, options
-
-
-def _option_value(key: str, text: str, kinds: tuple[Any, ...]) -> Any:
-    """The value in the first of the option's types that it can be."""
-    words = {"True": True, "False": False, "None": None}
-    if text in words and type(words[text]) in kinds:
-        return words[text]
-    for kind in (int, float, str):
-        try:
-            if kind in kinds:
-                return kind(text)
-        except ValueError:
-            continue
-    names = ", ".join(kind.__name__.removesuffix("Type") for kind in kinds)
-    raise ValueError(f"option {key} must be of type {names}, got {text!r}")
+    return parse("placer", PLACERS, text)
 
 
 def layers_of(placement: Placement, trace: Trace, name: str) -> Placement:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from isoload.options import check_options
 from isoload.placers.scenarios import Scenarios
 
 Slots = np.ndarray[Any, np.dtype[np.int32]]
@@ -59,6 +60,10 @@ class Placer(ABC):
 
     name: ClassVar[str]
     takes_before: ClassVar[bool] = False  # whether it can start from a placement
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for options that cannot be."""
+        check_options(self)
 
     @property
     def has_budget(self) -> bool:

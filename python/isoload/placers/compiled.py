@@ -75,23 +75,17 @@ class Loops:
         loads, weight, tick, risks = (np.require(x, np.float64, "C") for x in (loads, weight, tick, risks))
         node, home, capacity = (np.require(x, np.int32, "C") for x in (node, home, capacity))
         old, other = (None if x is None else np.require(x, np.int32, "C") for x in (before, rival))
-        _need(
-            loads.ndim == 3 and loads.shape[2] % LANES == 0,
-            f"loads must be [L, E, n], n a multiple of {LANES}",
-        )
+        fits = loads.ndim == 3 and loads.shape[2] % LANES == 0
+        _need(fits, f"loads must be [L, E, n], n a multiple of {LANES}")
         (layers, experts, n), ranks = loads.shape, len(tick)
-        shapes: dict[str, tuple[Any, tuple[int, ...]]] = {
-            "weight": (weight, (n,)),
-            "tick": (tick, (ranks,)),
-            "node": (node, (ranks,)),
-        }
-        shapes |= {"home": (home, (layers, experts)), "risks": (risks, (len(risks), layers, experts))}
-        for name, (array, shape) in shapes.items():
-            _need(array.shape == shape, f"{name} must be {list(shape)} for these loads and ticks")
+        _need_shape("weight", weight, n)
+        _need_shape("node", node, ranks)
+        _need_shape("home", home, layers, experts)
+        _need_shape("risks", risks, len(risks), layers, experts)
         _need_room(capacity, (layers, ranks), experts, min(width, experts))
         _need(old is not None or other is not None or len(risks) > 0, "risks must be given without before")
-        for name, taken in (("rival", other), ("before", old)):
-            _need_valid(name, taken, capacity, experts, width)
+        _need_valid("rival", other, capacity, experts, width)
+        _need_valid("before", old, capacity, experts, width)
         slots, objective = np.empty((layers, ranks, width), np.int32), np.empty(layers)
         arrays = loads, weight, tick, node, home, capacity, risks, other, old
         numbers = layers, experts, n, ranks, len(risks), width, exact, few_slots, steps, moves, threads
@@ -112,8 +106,12 @@ def _need(holds: Any, rule: str) -> None:
         raise ValueError(rule)
 
 
+def _need_shape(name: str, array: Any, *shape: int) -> None:
+    _need(array.shape == shape, f"{name} must be {list(shape)} for these loads and ranks")
+
+
 def _need_room(capacity: Ints, shape: tuple[int, int], experts: int, most: int) -> None:
-    _need(capacity.shape == shape, f"capacity must be {list(shape)} for these loads and ranks")
+    _need_shape("capacity", capacity, *shape)
     _need(((capacity >= 0) & (capacity <= most)).all(), f"capacity must be in 0..{most} on every rank")
     _need((capacity.sum(1) >= experts).all(), f"capacity must hold all {experts} experts")
 
@@ -122,7 +120,7 @@ def _need_valid(name: str, slots: Ints | None, capacity: Ints, experts: int, wid
     """The search relies on it that slots which are taken over lie in their ranks' room and repeat no expert there."""
     if slots is None:
         return
-    _need(slots.shape == (*capacity.shape, width), f"{name} must be {[*capacity.shape, width]}")
+    _need_shape(name, slots, *capacity.shape, width)
     held, row = slots >= 0, np.sort(slots, axis=2)
     fits = (slots >= -1) & (slots < experts) & (~held | (np.arange(width) < capacity[..., None]))
     repeats = (row[..., 1:] == row[..., :-1]) & (row[..., 1:] >= 0)

@@ -77,10 +77,7 @@ def pack_replicas(weight: Floats, ranks: int, slots: int, dedup: bool) -> Slots:
 
 def pack_into(weight: Floats, capacity: Slots, dedup: bool = True) -> Slots:
     """[L, R, S] experts, from loads [L, E] float32 and slots of every rank [L, R]; S is the largest, -1 = absent."""
-    found: Slots = loops().eplb(
-        np.ascontiguousarray(weight), np.ascontiguousarray(capacity), dedup, num_threads()
-    )
-    return found
+    return loops().eplb(weight, capacity, dedup, num_threads())
 
 
 def pack_once(weight: Floats, packs: int) -> Slots:

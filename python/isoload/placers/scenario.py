@@ -13,11 +13,7 @@ from isoload.placers.compiled import LANES, loops, num_threads
 from isoload.placers.eplb import pack_into, pack_once
 from isoload.placers.scenarios import WHOLE, Scenarios
 
-SPREADS = (
-    0.0,
-    0.674,
-    1.5,
-)  # standard deviations above its mean load by which an expert is replicated, one start each
+SPREADS = (0.0, 0.674, 1.5)  # deviations above its mean load by which an expert is replicated, a start each
 STEPS = 5000  # changes that a search of a layer tries; it ends by itself long before
 TABLE_STEPS = 100  # the same where only the worth of a number of slots is asked
 FEW_SLOTS = 4  # up to so many on a rank, replica counts matter more than where replicas lie
@@ -140,9 +136,7 @@ class ScenarioPlacer(Placer):
         # A pinned home is an expert's copy that stays on its node, where every rank is a node of its own.
         node = np.arange(room.num_ranks, dtype=np.int32) if self.pinned else room.node
         slots, objective = loops().scenario(
-            loads=np.ascontiguousarray(
-                np.pad(loads, ((0, len(weight) - len(loads)), (0, 0), (0, 0))).transpose(1, 2, 0)
-            ),
+            loads=np.pad(loads, ((0, len(weight) - len(loads)), (0, 0), (0, 0))).transpose(1, 2, 0),
             weight=weight,
             tick=room.tick,
             node=node,

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.ops import Order
+from isoload.options import check_options
 from isoload.placed_layers import Filled, PlacedLayers
 from isoload.placement import Placement
 from isoload.records import Plan, rank_cost
@@ -63,7 +64,9 @@ class Policy:
     name: ClassVar[str]
 
     def __post_init__(self) -> None:
-        """Raises ValueError for options that cannot be."""
+        """Raises ValueError for options that cannot be. A subclass with rules of its own comes here first."""
+        if not torch.compiler.is_compiling():  # in a graph policies are made of checked ones
+            check_options(self)
 
     def check(self, placement: Placement) -> None:
         """Raises ValueError for a placement that it cannot plan, whatever the loads."""
@@ -108,10 +111,6 @@ class Policy:
     def split_and_share(self, demand: Demand, filled: Filled, rank: int) -> tuple[Plan, Tensor | None]:
         """:meth:`split` and, where the same op makes it, a source rank's row of the :meth:`share`; loads per source."""
         return self.split(demand, filled), None
-
-    def at_gather(self) -> dict[str, Any] | None:
-        """Options of :func:`isoload.ops.plan_exact_share_gathered`, where that is this policy's whole plan."""
-        return None
 
     def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
         """Source ranks' parts of the routed quota: [..., P] for one rank, [..., R, P] for all, from [..., R, E]."""
@@ -165,9 +164,17 @@ class Seeded(Policy):
         check_seed("step", self.step)
 
 
+def check_search(tolerance: float, budget: int | None) -> None:
+    """Raises ValueError for limits of the exact search that cannot be."""
+    if not 0 <= tolerance <= 1000:
+        raise ValueError(f"tolerance must be in 0..1000 (relative), got {tolerance}")
+    if budget is not None and not 0 <= budget < 2**31:
+        raise ValueError(f"budget must be in 0..2^31-1, got {budget}")
+
+
 def check_seed(name: str, seed: int) -> None:
-    if not isinstance(seed, int) or seed < 0:
-        raise ValueError(f"{name} must be an integer, at least 0, got {seed}")
+    if seed < 0:
+        raise ValueError(f"{name} must be at least 0, got {seed}")
 
 
 def sum_sources(loads: Tensor, placed: PlacedLayers) -> Tensor:
@@ -180,23 +187,18 @@ def exact_plan(policy: Policy, demand: Demand, filled: Filled, **options: Any) -
 
     options: of :func:`isoload.ops.plan_exact`; by default beside the shared copies at home.
     """
-    options = {**_exact_options(demand, filled), **options}
-    return Plan(filled, policy, *ops.plan_exact(demand.loads, filled.tables, **options))
+    return exact_plan_and_share(policy, demand, filled, None, **options)[0]
 
 
 def exact_plan_and_share(
-    policy: Policy, demand: Demand, filled: Filled, rank: int, **options: Any
-) -> tuple[Plan, Tensor]:
-    """:func:`exact_plan`, and a source rank's row of the share, by one op."""
-    options = {**_exact_options(demand, filled), **options}
-    split, row = ops.plan_exact_share(demand.loads, filled.tables, rank, **options)
-    return Plan(filled, policy, *split), row
-
-
-def _exact_options(demand: Demand, filled: Filled) -> dict[str, Any]:
+    policy: Policy, demand: Demand, filled: Filled, rank: int | None, **options: Any
+) -> tuple[Plan, Tensor | None]:
+    """:func:`exact_plan`, and a source rank's send_counts, by one op."""
     topology = filled.placed.topology
     ticks = topology.ticks_on(demand.loads.device)
-    return {"fixed": demand.at_home, "ticks": ticks, "ranks_per_node": topology.ranks_per_node}
+    how = {"fixed": demand.at_home, "ticks": ticks, "ranks_per_node": topology.ranks_per_node, **options}
+    made = ops.plan_exact(demand.loads, filled.tables, rank=rank, **how)
+    return Plan(filled, policy, made.quota, made.peak, made.bound, made.telemetry), made.send_counts
 
 
 def even_split(demand: Demand, filled: Filled) -> ops.ExactSplit:

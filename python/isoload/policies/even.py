@@ -16,4 +16,5 @@ class EvenPolicy(Policy):
     name = "even"
 
     def split(self, demand: Demand, filled: Filled) -> Plan:
-        return Plan(filled, self, *even_split(demand, filled))
+        made = even_split(demand, filled)
+        return Plan(filled, self, made.quota, made.peak, made.bound, made.telemetry)

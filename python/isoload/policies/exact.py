@@ -7,9 +7,17 @@ from typing import Any
 
 from torch import Tensor
 
+from isoload import ops
 from isoload.ops import Objective
 from isoload.placed_layers import Filled
-from isoload.policies.base import Demand, Needs, Policy, exact_plan, exact_plan_and_share
+from isoload.policies.base import (
+    Demand,
+    Needs,
+    Policy,
+    check_search,
+    exact_plan,
+    exact_plan_and_share,
+)
 from isoload.records import Plan
 
 
@@ -26,6 +34,10 @@ class ExactPolicy(Policy):
     budget: int | None = None
     objective: Objective = "spread"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_search(self.tolerance, self.budget)
+
     @property
     def needs(self) -> Needs:
         return "per_source" if self.objective == "local" else "sum"
@@ -38,12 +50,17 @@ class ExactPolicy(Policy):
             return super().split_and_share(demand, filled, rank)
         return exact_plan_and_share(self, demand, filled, rank, **self._options)
 
+    def balance_same(self, topk_ids: Tensor, filled: Filled) -> tuple[Tensor, Tensor, Plan]:
+        """Slots [T, K] of rows that all ranks hold alike, their loads [R, E], and the plan; without shared experts."""
+        topology = filled.placed.topology
+        how: dict[str, Any] = {"ranks_per_node": topology.ranks_per_node, **self._options}
+        ticks = topology.ticks_on(topk_ids.device)
+        slots, loads, split = ops.balance_same(topk_ids, filled.tables, ticks=ticks, **how)
+        return slots, loads, Plan(filled, self, split.quota, split.peak, split.bound, split.telemetry)
+
     @property
     def _options(self) -> dict[str, Any]:
         return {"tolerance": self.tolerance, "budget": self.budget, "objective": self.objective}
-
-    def at_gather(self) -> dict[str, Any] | None:
-        return self._options if type(self) is ExactPolicy else None
 
     def split_above(
         self, demand: Demand, filled: Filled, fixed: Tensor | None = None, pour: Tensor | None = None

@@ -28,6 +28,7 @@ class HedgePolicy(AheadPolicy):
     slots: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_slots(self.slots)
 
     def fill_slots(self, demand: Demand, placed: PlacedLayers, slots: int) -> ops.SlotFill:

@@ -9,7 +9,7 @@ import torch
 
 from isoload.ops import Objective
 from isoload.placed_layers import Filled
-from isoload.policies.base import Demand
+from isoload.policies.base import Demand, check_search
 from isoload.policies.exact import ExactPolicy
 from isoload.policies.pouring import SharedPolicy, live_bound, pour_exactly, total_shared
 from isoload.records import Plan
@@ -33,6 +33,8 @@ class JointPolicy(SharedPolicy):
     objective: Objective = "spread"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        check_search(self.tolerance, self.budget)
         if self.routed != "exact":
             raise ValueError(f"routed must be exact for policy joint, got {self.routed!r}")
 

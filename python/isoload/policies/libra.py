@@ -34,6 +34,7 @@ class LibraPolicy(AheadPolicy):
     slots: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.split_by not in ("sharding", "exact"):
             raise ValueError(f"split_by must be sharding or exact, got {self.split_by!r}")
         if not 0 <= self.alpha <= 1:

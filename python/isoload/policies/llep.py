@@ -10,7 +10,7 @@ from isoload import ops
 from isoload.ops import Within
 from isoload.placed_layers import Filled, PlacedLayers
 from isoload.policies.base import Demand
-from isoload.policies.spilling import EXACT, SpillPolicy, check_within, plan_spill
+from isoload.policies.spilling import EXACT, SpillPolicy, plan_spill
 from isoload.records import Plan, rank_cost
 
 
@@ -43,7 +43,6 @@ class LlepPolicy(SpillPolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_rules(self.capacity, self.min_chunk, self.threshold, self.measure)
-        check_within(self.within)
         if not 0 <= self.tolerance <= 1000:
             raise ValueError(f"tolerance must be in 0..1000, got {self.tolerance}")
 

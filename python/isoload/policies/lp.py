@@ -31,8 +31,9 @@ class LpPolicy(Policy):
     tolerance: float | None = None
 
     def __post_init__(self) -> None:
-        if self.precision not in ("float32", "float64"):
-            raise ValueError(f"precision must be float32 or float64, got {self.precision!r}")
+        super().__post_init__()
+        if self.tolerance is not None and not 0 <= self.tolerance <= 1:
+            raise ValueError(f"tolerance must be in 0..1 (relative), got {self.tolerance}")
 
     def split(self, demand: Demand, filled: Filled) -> Plan:
         relaxed = self.relax(demand, filled)

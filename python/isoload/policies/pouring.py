@@ -33,6 +33,7 @@ class SharedPolicy(Policy, ABC):
     routed: str | Policy = "even"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         policy = self.routed_policy
         if isinstance(policy, SharedPolicy):
             raise ValueError(f"routed must be a policy of routed experts, got {policy.name!r}")
@@ -115,7 +116,7 @@ def total_shared(demand: Demand, placed: PlacedLayers) -> Tensor:
 def joint_plan(
     policy: SharedPolicy, demand: Demand, filled: Filled, rank: int, how: dict[str, Any]
 ) -> tuple[Plan, Tensor]:
-    """The whole plan and a source rank's row of the share, by one kernel. how: of the policy's joined()."""
+    """The whole plan and a source rank's send_counts, by one kernel. how: of the policy's joined()."""
     placed = filled.placed
     assert demand.gathered is not None and demand.tokens is not None
     ticks, per_node = placed.topology.ticks_on(demand.loads.device), placed.topology.ranks_per_node
@@ -131,7 +132,7 @@ def joint_plan(
     )
     shared = SharedPlan("share", demand.tokens, made.share, in_quota=True)
     plan = Plan(filled, policy, made.quota, made.peak, made.bound, made.telemetry, shared=shared)
-    return plan, made.row
+    return plan, made.send_counts
 
 
 def pour_exactly(

@@ -33,6 +33,7 @@ class SpillPolicy(Policy, ABC):
     split_by: str | Policy = "fill"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.split_by != "fill" and make_policy(self.split_by).borrows:
             raise ValueError(f"split_by must be fill or a policy that does not borrow, got {self.split_by!r}")
 
@@ -109,11 +110,6 @@ def plan_spill(
         ranks_per_node=placed.topology.ranks_per_node,
         **rules,
     )
-
-
-def check_within(within: str) -> None:
-    if within not in ("all", "node"):
-        raise ValueError(f"within must be all or node, got {within!r}")
 
 
 def alive(placed: PlacedLayers) -> Tensor | None:

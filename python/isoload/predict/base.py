@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 from torch import Tensor
@@ -19,12 +19,10 @@ Reads = Literal["rows", "residual", "choices"]
 class Predictor(ABC):
     """Base.
 
-    travels      whether its counts are each rank's own, so that they must be gathered
     num_layers   MoE layers of the model
     num_experts  routed experts of each; None = any number
     """
 
-    travels: ClassVar[bool]
     num_layers: int
     num_experts: int | None = None
 
@@ -39,8 +37,6 @@ class Predictor(ABC):
 
 class LoadsPredictor(Predictor):
     """From gathered loads: every rank predicts the same, and nothing travels."""
-
-    travels = False
 
     @abstractmethod
     def predict(self, layer: int, earlier: Sequence[Tensor]) -> Tensor | None:
@@ -59,13 +55,12 @@ class LoadsPredictor(Predictor):
 
 
 class TokensPredictor(Predictor):
-    """From a rank's own tokens, one by one.
+    """From a rank's own tokens, one by one: its counts are to be gathered.
 
     reads  what a token is, in the layer before: its row [H], the residual [H] before that layer's norm, or its choices
            [n, K] in the layers before, the nearest first
     """
 
-    travels = True
     reads: Reads
 
     @abstractmethod
@@ -74,7 +69,7 @@ class TokensPredictor(Predictor):
 
     def predict(self, layer: int, tokens: Tensor, num_experts: int) -> Tensor:
         """[E] int32 this rank's row of the predicted loads."""
-        return ops.count(self.choose(layer, tokens), num_experts)
+        return ops.count(self.choose(layer, tokens), num_experts).counts
 
 
 def tokens_of(trace: Trace) -> Ints:

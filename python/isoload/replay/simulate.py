@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -18,12 +18,14 @@ from torch import Tensor
 
 from isoload.cost import CostModel
 from isoload.counting import count
+from isoload.own_counts import Loads
 from isoload.placement import Placement
 from isoload.placers import parse_placer, place
 from isoload.planning import fill, plan, plan_layers
 from isoload.policies import POLICIES, Policy, make_policy, parse_policy
 from isoload.records import Plan
 from isoload.replay.batches import Batches, SourceBatch, make_batches
+from isoload.replay.by_loads import LayersByLoads
 from isoload.replay.calibration import Fold, calibration_folds, strictest
 from isoload.replay.layer_cost import CostTally, LayerCost
 from isoload.replay.metrics import PolicyFigures, RoutedBatch, Tally, count_routed
@@ -55,6 +57,8 @@ class ReplaySettings:
     predict         what policies that fill spare slots ahead know, see :class:`isoload.replay.prediction.Forecast`
     cost            constants by which layer times are predicted; the policies that price imports take them, too
     policies        names in ``isoload.POLICIES``, with options as ``name:option=value``
+    loads           what ``exact`` plans by, see :class:`isoload.Balancer`; other policies by all ranks' loads
+    exchange_every  batches after which its ranks exchange, where loads are not gathered
     """
 
     num_ranks: int = 8
@@ -71,6 +75,8 @@ class ReplaySettings:
     predict: str = "last"
     cost: CostModel | None = None
     policies: tuple[str, ...] = DEFAULT_POLICIES
+    loads: Loads = "gathered"
+    exchange_every: int = 16
 
 
 @dataclass(frozen=True)
@@ -127,6 +133,7 @@ def _replay(
     bandwidths = model.bandwidths if model else None
     topology = Topology(settings.num_ranks, settings.ranks_per_node, bandwidths=bandwidths)
     _check_policies(settings.policies)
+    _check_loads(settings)
     placer, options = parse_placer(settings.placer)
     check_prediction(settings.predict)
     ahead = any(_policy(name, settings, 0).ahead for name in settings.policies)
@@ -158,11 +165,12 @@ def _replay(
             **options,
         )
         _warm_up(placement, settings)
+        by_loads = _by_loads(placement, settings)
         forecast = Forecast(settings.predict, trace, batches, fold, settings.seed) if ahead else None
         for index in fold.replay:
             batch = batches.source_batch(index, settings.num_ranks, settings.assign)
             batch = batch.with_shared(trace.num_experts, settings.shared_experts)
-            _replay_batch(batch, index, placement, settings, forecast, tallies, costs)
+            _replay_batch(batch, index, placement, settings, forecast, by_loads, tallies, costs)
             tokens, done = tokens + batch.num_tokens, done + 1
             on_batch(done, total)
     figures = tuple(tally.figures() for tally in tallies)
@@ -218,6 +226,7 @@ def _replay_batch(
     placement: Placement,
     settings: ReplaySettings,
     forecast: Forecast | None,
+    by_loads: dict[str, LayersByLoads],
     tallies: list[Tally],
     costs: list[CostTally],
 ) -> None:
@@ -226,8 +235,12 @@ def _replay_batch(
     bound = plan_layers(loads, placement, best).bound.numpy()
     ahead = loads if forecast is None else forecast.of(batch, index, loads, placement.num_shared)
     for position, tally in enumerate(tallies):
-        plans = _timed_plans(loads, ahead, placement, _policy(tally.policy, settings, index), tally)
-        slots = torch.stack([_route_layer(batch, *pair) for pair in zip(loads, plans, strict=True)])
+        plans: list[Plan] = []
+        if layers := by_loads.get(tally.policy):
+            slots = layers.route(batch, tally)
+        else:
+            plans = _timed_plans(loads, ahead, placement, _policy(tally.policy, settings, index), tally)
+            slots = torch.stack([_route_layer(batch, *pair) for pair in zip(loads, plans, strict=True)])
         size, shared = placement.slots_per_rank, placement.num_shared
         routed = count_routed(slots.numpy(), batch.sources(), placement.topology, size, shared)
         _check_realised(plans, routed, tally.policy)
@@ -287,6 +300,31 @@ def _check_policies(policies: tuple[str, ...]) -> None:
         )
 
 
+def _check_loads(settings: ReplaySettings) -> None:
+    loads = settings.loads
+    if loads not in get_args(Loads):
+        raise ValueError(f"loads must be one of {', '.join(get_args(Loads))}, got {loads!r}")
+    if settings.exchange_every < 1:
+        raise ValueError(f"exchange_every must be at least 1, got {settings.exchange_every}")
+    if loads != "gathered" and not any(parse_policy(name)[0] == "exact" for name in settings.policies):
+        raise ValueError(
+            f"policies must have exact for loads={loads!r}, got {', '.join(settings.policies)}: others plan by all"
+        )
+    if loads != "gathered" and settings.cost:
+        raise ValueError(f"cost must be none for loads={loads!r}: it is reckoned from plans of all ranks")
+
+
+def _by_loads(placement: Placement, settings: ReplaySettings) -> dict[str, LayersByLoads]:
+    """By policy, where it plans by other than all ranks' loads."""
+    if settings.loads == "gathered":
+        return {}
+    return {
+        name: LayersByLoads(placement, _policy(name, settings, 0), settings.loads, settings.exchange_every)
+        for name in settings.policies
+        if parse_policy(name)[0] == "exact"
+    }
+
+
 def _policy(policy: str, settings: ReplaySettings, step: int) -> Policy:
     """A policy that draws gets the seed, and one that draws anew for every batch its number; one that prices imports
     the cost model's constants. Its own options come first."""
@@ -313,6 +351,10 @@ def _resolved(
     given = asdict(settings)
     if not any(_policy(name, settings, 0).ahead for name in settings.policies):
         del given["predict"]  # nothing was predicted
+    if settings.loads == "gathered":
+        del given["loads"], given["exchange_every"]  # as ever: nothing was exchanged
+    else:  # those that a batch comes after
+        given["exchanges"] = sum((len(fold.replay) - 1) // settings.exchange_every for fold in folds)
     return {
         **given,
         "ranks_per_node": settings.ranks_per_node or settings.num_ranks,

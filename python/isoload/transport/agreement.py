@@ -12,7 +12,6 @@ from isoload.placement import Placement
 
 STAGE_BYTES = 40  # of a stage's name, where ranks tell each other
 STAGES = ("count", "plan", "route", "dispatch", "experts", "combine", "placement")
-LATE = 2**31 - 1  # in the place of a code, in a row that did not come: see isoload.ops.gather_rows
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -27,14 +26,9 @@ def raise_failure(codes: Sequence[int]) -> None:
     """Raises for the first rank whose code [R] is not 0: the same error on every rank that sees the same codes.
 
     Raises:
-        RuntimeError: the rank's row did not come.
-        ValueError: the rank failed in a stage.
+        ValueError: naming the rank and the stage.
     """
     for rank, code in enumerate(codes):
-        if code == LATE:
-            raise RuntimeError(
-                f"stage gather failed: rank {rank} put no row in time, it is gone or far behind"
-            )
         if code:
             stage = STAGES[code - 1] if 1 <= code <= len(STAGES) else f"of code {code}"
             raise ValueError(rank_failed(rank, stage))
@@ -59,14 +53,17 @@ def rank_failed(rank: int, stage: str) -> str:
     return f"rank {rank} failed in stage {stage}, so all ranks stop; its own error says why"
 
 
-def raise_disagreement(names: Sequence[str], facts: Sequence[Sequence[int]]) -> None:
-    """Raises if the ranks' facts [R][F] differ, naming the first fact that does; "dtype ..." is an index of DTYPES."""
+def raise_disagreement(names: Sequence[str], facts: Sequence[Sequence[int]], first: int = 0) -> None:
+    """Raises if facts [n][F] of the ranks from first on differ, naming the first that does.
+
+    "dtype ..." is an index of DTYPES.
+    """
     for name, values in zip(names, zip(*facts, strict=True), strict=True):
-        for rank, value in enumerate(values):
+        for rank, value in enumerate(values, first):
             if value != values[0]:
-                first, other = (DTYPES[v] if name.startswith("dtype") else v for v in (values[0], value))
+                wanted, other = (DTYPES[v] if name.startswith("dtype") else v for v in (values[0], value))
                 raise ValueError(
-                    f"{name} must be the same on all ranks, got {first} on rank 0 and {other} on rank {rank}"
+                    f"{name} must be the same on all ranks, got {wanted} on rank {first} and {other} on rank {rank}"
                 )
 
 
@@ -76,18 +73,18 @@ def stage_header(stage: str, row_bytes: int) -> Tensor:
     return torch.frombuffer(bytearray(text + row_bytes.to_bytes(8, "little")), dtype=torch.uint8)
 
 
-def raise_other_stage(headers: Tensor) -> None:
-    """Raises if the ranks' stage_header [R, :] differ: ranks that called different methods, or in another order."""
+def raise_other_stage(headers: Tensor, first: int = 0) -> None:
+    """Raises if stage_header [n, :] of the ranks from first on differ: other methods were called, or another order."""
     told = [bytes(row) for row in headers.tolist()]
     stages = [row[:STAGE_BYTES].rstrip(b"\0").decode(errors="replace") for row in told]
     sizes = [int.from_bytes(row[STAGE_BYTES:], "little") for row in told]
     of = f"bytes per row of stage {stages[0]}"
     for name, values in (("stage", stages), (of, sizes)):
-        for rank, value in enumerate(values):
+        for rank, value in enumerate(values, first):
             if value != values[0]:
                 raise ValueError(
-                    f"{name} must be the same on all ranks, got {values[0]} on rank 0 and {value} on rank {rank}: all "
-                    "ranks make the same calls in the same order"
+                    f"{name} must be the same on all ranks, got {values[0]} on rank {first} and {value} on rank "
+                    f"{rank}: all ranks make the same calls in the same order"
                 )
 
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,17 +16,13 @@ from torch.distributed.constants import default_pg_timeout
 
 from isoload.topology import Topology
 from isoload.transport.agreement import raise_other_stage, stage_header
-from isoload.transport.boards import Boards
-from isoload.transport.group import GatherRows, Group, PerRank
+from isoload.transport.group import Group, PerRank
 from isoload.transport.peers import Peers
-from isoload.transport.shared_memory import SharedMemory
 from isoload.transport.symmetric import SymmetricMemory
 from isoload.value_checks import values_readable
 
 # the name since torch 2.13, and the one before
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-Gather = Literal["collective", "symmetric"]
 
 
 def row_bytes(buffer: Tensor) -> int:
@@ -55,41 +51,21 @@ class CollectiveGroup(Group):
     Args:
         topology: R ranks, as many as the process group has.
         process_group: None = the default one.
-        gather: how loads are gathered. "collective": all-gather. "symmetric": a kernel puts this rank's row into
-            memory of all the others and waits for theirs (:func:`isoload.ops.gather_rows`), at most for the process
-            group's timeout: through torch's symmetric memory on GPUs, where none has run it yet, and through shared
-            memory on CPUs. Not for compiled code.
 
     Raises:
-        ValueError: on all ranks alike, if the topology does not fit the process group or differs between the ranks, or
-            if ranks cannot reach each other's memory for gather="symmetric".
+        ValueError: on all ranks alike, if the topology does not fit the process group or differs between the ranks.
     """
 
-    _symmetric = False
-
-    def __init__(
-        self,
-        topology: Topology,
-        process_group: dist.ProcessGroup | None = None,
-        gather: Gather = "collective",
-    ) -> None:
+    def __init__(self, topology: Topology, process_group: dist.ProcessGroup | None = None) -> None:
         self.process_group = process_group if process_group is not None else dist.group.WORLD
         super().__init__(topology, [dist.get_rank(self.process_group)])
         size = dist.get_world_size(self.process_group)
-        self._symmetric = gather == "symmetric"
-        self.agree_once("construction", {"topology": topology, "gather": gather})
+        self.agree_once("construction", {"topology": topology})
         if topology.num_ranks != size:
             raise ValueError(f"topology must have the group's {size} ranks, got {topology.num_ranks}")
-        if gather not in ("collective", "symmetric"):
-            raise ValueError(f"gather must be collective or symmetric, got {gather!r}")
-        if self._symmetric:
-            assert self.process_group is not None
-            self._boards(device_of(self.process_group))
 
     @classmethod
-    def own(
-        cls, topology: Topology, like: dist.ProcessGroup | None = None, gather: Gather = "collective"
-    ) -> CollectiveGroup:
+    def own(cls, topology: Topology, like: dist.ProcessGroup | None = None) -> CollectiveGroup:
         """A group over the processes of another, with a communicator that no other code's collectives share.
 
         All processes of the default group call it together, as :func:`torch.distributed.new_group` demands. Its timeout
@@ -98,12 +74,11 @@ class CollectiveGroup(Group):
         Args:
             topology: R ranks, as many as `like` has.
             like: whose processes join; None = all.
-            gather: see :class:`CollectiveGroup`.
         """
         ranks = None if like is None else dist.get_process_group_ranks(like)
         given = dist.group.WORLD if like is None else like
         assert given is not None
-        return cls(topology, dist.new_group(ranks, timeout=timeout_of(given)), gather)
+        return cls(topology, dist.new_group(ranks, timeout=timeout_of(given)))
 
     def _gather(self, stage: str, rows: list[Tensor]) -> Tensor:
         gathered = rows[0].new_empty(self.topology.num_ranks * len(rows[0]))
@@ -112,15 +87,32 @@ class CollectiveGroup(Group):
             _all_gather(gathered, rows[0], group=self.process_group)
         return gathered.view(self.topology.num_ranks, -1)
 
-    def _gather_beside(
-        self, rows: list[Tensor], told: list[list[int]], by: GatherRows
-    ) -> tuple[Tensor, Tensor]:
-        if not self._symmetric:
-            return super()._gather_beside(rows, told, by)
-        if torch.compiler.is_compiling():  # which may hand the op a copy of the board
-            raise ValueError("gather must be 'collective' in compiled code, got 'symmetric'")
-        with self.named("gather"):
-            return self._boards(rows[0].device).gather(rows[0], told[0], by)
+    def join_node(self) -> None:
+        self._node()
+
+    def _node(self) -> dist.ProcessGroup:
+        """This rank's node, joined once."""
+
+        def make() -> dist.ProcessGroup:
+            assert self.process_group is not None
+            near = self.topology.node_of(self.ranks[0])
+            members = [dist.get_process_group_ranks(self.process_group)[rank] for rank in near]
+            # local: ranks outside of this group need not call it
+            made = dist.new_group(
+                members, timeout=timeout_of(self.process_group), use_local_synchronization=True
+            )
+            assert isinstance(made, dist.ProcessGroup)
+            return made
+
+        return self.memo(("node",), make)
+
+    def _gather_node(self, stage: str, rows: list[Tensor]) -> Tensor:
+        node, near = self._node(), self.topology.node_of(self.ranks[0])
+        gathered = rows[0].new_zeros(self.topology.num_ranks, len(rows[0]))
+        with self.named(stage):
+            self._meet(stage, rows[0], rows[0].nbytes, node)
+            _all_gather(gathered[near.start : near.stop].flatten(), rows[0], group=node)
+        return gathered
 
     def _start_gather(self, stage: str, rows: list[Tensor]) -> Callable[[], Tensor]:
         gathered = rows[0].new_empty(self.topology.num_ranks * len(rows[0]))
@@ -163,19 +155,20 @@ class CollectiveGroup(Group):
 
         return wait
 
-    def _meet(self, stage: str, like: Tensor, size: int) -> None:
-        """Raises on all ranks, on CPU, unless all are in this stage with rows as large: gloo would abort or wait.
+    def _meet(self, stage: str, like: Tensor, size: int, node: dist.ProcessGroup | None = None) -> None:
+        """Raises on all ranks (of a node), on CPU, unless all are in this stage with rows as large: gloo would abort.
 
         On a GPU it would be one more collective and a wait of the host; there only the group's timeout helps.
         """
         if not values_readable(like) or like.device.type != "cpu":
             return
         own = self.memo(("header", stage, size), lambda: stage_header(stage, size))
-        headers = own.new_empty(dist.get_world_size(self.process_group) * len(own))
-        _all_gather(headers, own, group=self.process_group)
+        met = self.process_group if node is None else node
+        headers = own.new_empty(dist.get_world_size(met) * len(own))
+        _all_gather(headers, own, group=met)
         headers = headers.view(-1, len(own))
         if not headers.eq(own).all():
-            raise_other_stage(headers)
+            raise_other_stage(headers, 0 if node is None else self.topology.node_of(self.ranks[0]).start)
 
     def gather_objects(self, stage: str, given: object) -> list[Any]:
         gathered: list[Any] = [None] * dist.get_world_size(self.process_group)
@@ -190,22 +183,6 @@ class CollectiveGroup(Group):
         if device.type != "cuda":
             return None
         return self.memo(("symmetric memory",), lambda: self._try_symmetric(device))
-
-    def _boards(self, device: torch.device) -> Boards:
-        return self.memo(("boards", device), lambda: self._make_boards(device))
-
-    def _make_boards(self, device: torch.device) -> Boards:
-        """Boards of a first width, so that memory which cannot be had is found out now."""
-        assert self.process_group is not None
-        peers = self.peers(device) if device.type == "cuda" else SharedMemory(self)
-        if peers is None:
-            raise ValueError(
-                f"gather must be 'collective' where {device} has no symmetric memory, got 'symmetric'"
-            )
-        timeout = timeout_of(self.process_group).total_seconds()
-        boards = Boards(peers, device, self.topology, self.ranks[0], timeout)
-        boards.gather(torch.zeros(1, dtype=torch.int32, device=device))
-        return boards
 
     def _try_symmetric(self, device: torch.device) -> Peers | None:
         assert self.process_group is not None

@@ -10,17 +10,15 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from isoload.host_values import put_on
-from isoload.ops import check_device, gather_rows
+from isoload.ops import check_device
 from isoload.topology import Topology
 from isoload.transport.agreement import error_code, loads_of, raise_disagreement, raise_failure, rank_failed
 from isoload.transport.peers import Peers
 from isoload.transport.shared import Shared
 from isoload.transport.traffic import Traffic, num_bytes
-from isoload.value_checks import capturing, may_be_kept, values_readable
+from isoload.value_checks import capturing, may_be_kept, put_on, values_readable
 
 T = TypeVar("T")
-GatherRows = Callable[..., tuple[Tensor, Tensor]]  # as isoload.ops.gather_rows
 FACT_RANGE = 2**31 - 1  # facts travel as int32 beside the loads: larger ones by their remainder
 PerRank = list[list[int]]  # for every owned rank [R], by destination or by source
 
@@ -88,15 +86,23 @@ class Group(Shared, ABC):
         gathered = self._gather(stage, rows)
         return lambda: gathered
 
+    def join_node(self) -> None:
+        """Makes what :meth:`gather_loads` needs inside nodes. All ranks call it together."""
+
+    def _gather_node(self, stage: str, rows: list[Tensor]) -> Tensor:
+        """[R, F] as :meth:`_gather`, from the ranks of the owned ones' nodes; 0 of the others."""
+        return self._gather(stage, rows)
+
     def _gather_beside(
-        self, rows: list[Tensor], told: list[list[int]], by: GatherRows
+        self, rows: list[Tensor], told: list[list[int]], in_node: bool
     ) -> tuple[Tensor, Tensor]:
         """[R, E] int32 of every rank's row [E], and [R, F] of the integers that it tells beside it."""
         joined = [
             torch.cat([row, row.new_tensor(also) if len(also) > 1 else row.new_full((1,), also[0])])
             for row, also in zip(rows, told, strict=True)
         ]
-        width, gathered = len(rows[0]), self._gather("gather", joined)
+        gather = self._gather_node if in_node else self._gather
+        width, gathered = len(rows[0]), gather("gather", joined)
         return gathered.narrow(1, 0, width), gathered.narrow(1, width, len(told[0]))
 
     def gather(self, stage: str, rows: list[Tensor]) -> Tensor:
@@ -153,7 +159,7 @@ class Group(Shared, ABC):
         counts: list[Tensor],
         errors: list[int] | None = None,
         facts: Mapping[str, int] | None = None,
-        by: GatherRows = gather_rows,
+        in_node: bool = False,
     ) -> Tensor:
         """Every rank's counts and, in more columns, whether it failed and the facts that must be equal.
 
@@ -162,7 +168,8 @@ class Group(Shared, ABC):
             errors: :func:`error_code` of the stage that failed on each rank, 0 = none.
             facts: integers that all ranks must give alike, by name, the same names on all ranks. Compared where values
                 are readable (on CPU; elsewhere under ISOLOAD_CHECK=1), else they stay here.
-            by: what gathers where ranks write each other's memory, else not called; with the same results.
+            in_node: only the ranks of a node meet, after :meth:`join_node`; rows of other nodes are 0, and their
+                failures and facts not heard of. Their caller agrees on the length of counts.
 
         Returns:
             loads [R, E] int32, the same on all ranks.
@@ -185,7 +192,7 @@ class Group(Shared, ABC):
         self.traffic.bytes["gather"] += sum(
             num_bytes(row) + 4 * len(also) for row, also in zip(counts, beside, strict=True)
         )
-        loads, gathered = self._gather_beside(counts, beside, by)
+        loads, gathered = self._gather_beside(counts, beside, in_node)
         codes = gathered.select(1, 0)
         if torch.compiler.is_compiling() and loads.device.type == "cpu":
             checked: Tensor = loads_of(loads, codes)
@@ -202,7 +209,8 @@ class Group(Shared, ABC):
         if told or codes.device.type == "cpu":  # a rank that failed has no facts to compare
             self.check()
         if told:
-            raise_disagreement(list(told), gathered.narrow(1, 1, len(told)).tolist())
+            met = self.topology.node_of(self.ranks[0]) if in_node else range(len(gathered))
+            raise_disagreement(list(told), gathered[met.start : met.stop, 1:].tolist(), met.start)
         return loads
 
     def check(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from isoload.topology import Topology
-from isoload.transport.collective import CollectiveGroup, Gather
+from isoload.transport.collective import CollectiveGroup
 from isoload.transport.dispatcher import Dispatcher
 from isoload.transport.group import Group
 from isoload.transport.local import LocalGroup
@@ -48,7 +48,6 @@ class CollectiveTransport(Transport):
         topology: R ranks, as many as the process group has.
         group: the process group; None = the default one.
         max_tokens_per_rank, max_copies_per_rank: see :class:`RowDispatcher`.
-        gather: see :class:`CollectiveGroup`.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class CollectiveTransport(Transport):
         group: dist.ProcessGroup | None = None,
         max_tokens_per_rank: int | None = None,
         max_copies_per_rank: int | None = None,
-        gather: Gather = "collective",
     ) -> None:
-        joined = CollectiveGroup(topology, group, gather)
+        joined = CollectiveGroup(topology, group)
         super().__init__(joined, RowDispatcher(joined, max_tokens_per_rank, max_copies_per_rank))

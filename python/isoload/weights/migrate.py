@@ -13,7 +13,7 @@ from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement, check_same_shape
 from isoload.transport import Group, checksum
 from isoload.weights.layout import Layout, replica_moves
-from isoload.weights.moves import move_rows
+from isoload.weights.moves import Address, move_rows
 from isoload.weights.optimizer_steps import check_experts, has_rows
 from isoload.weights.schedule import plan_moves
 from isoload.weights.shard import ShardWeights, check_homes_stay
@@ -75,31 +75,26 @@ def move_weights(
     after: Sequence[Layout],
     rows_per_chunk: int,
 ) -> None:
-    """Moves the storages of a layer from one layout [R] to the next; the Parameters are to be settled after it."""
+    """Moves the storages of a layer from one layout [R] to the next; the Parameters are to be settled after it.
+
+    Where home rows stay, of a Shard, they are copied into the replica rows that get another expert.
+    """
     if isinstance(ranks[0], ShardWeights):
-        move_replicas(group, ranks, before, after, rows_per_chunk)
-        return
-    stacks = [rank.stored_rows() for rank in ranks]
-    for chunk in plan_moves([r.experts for r in before], [r.experts for r in after], rows_per_chunk):
-        move_rows(group, "placement", chunk, stacks, stacks)
+        held, into = [r.home_rows() for r in ranks], [r.replica_rows() for r in ranks]
+        moves = [
+            m for m in replica_moves(after) if replica_at(after, m.target) != replica_at(before, m.target)
+        ]
+        chunks = [moves[first : first + rows_per_chunk] for first in range(0, len(moves), rows_per_chunk)]
+    else:
+        held = into = [rank.stored_rows() for rank in ranks]
+        chunks = plan_moves([r.experts for r in before], [r.experts for r in after], rows_per_chunk)
+    for chunk in chunks:
+        move_rows(group, "placement", chunk, held, into)
 
 
-def move_replicas(
-    group: Group,
-    ranks: Sequence[RankWeights],
-    before: Sequence[Layout],
-    after: Sequence[Layout],
-    rows_per_chunk: int,
-) -> None:
-    """Where all home rows stay: copies them into the replica rows that get another expert."""
-    moves = []
-    for move in replica_moves(after):
-        rank, row = move.target
-        if after[rank].replicas[row : row + 1] != before[rank].replicas[row : row + 1]:
-            moves.append(move)
-    homes, replicas = [r.home_rows() for r in ranks], [r.replica_rows() for r in ranks]
-    for first in range(0, len(moves), rows_per_chunk):
-        move_rows(group, "placement", moves[first : first + rows_per_chunk], homes, replicas)
+def replica_at(held: Sequence[Layout], place: Address) -> Sequence[int]:
+    """The expert in a replica row, none behind the last."""
+    return held[place.rank].replicas[place.row : place.row + 1]
 
 
 @torch.inference_mode(False)  # else only inference could step on it

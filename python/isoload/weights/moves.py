@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from isoload.host_values import put_on
 from isoload.transport import Group
 from isoload.transport.packing import unpack
+from isoload.value_checks import put_on
 
 Stacks = list[list[Tensor]]
 Wait = Callable[[], None]

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -31,10 +32,29 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.layers.moe.fused_moe_native.moe_forward_native", experts, HookType.REPLACE
     )
+    HookRegistry.register(
+        "sglang.srt.layers.moe.fused_moe_triton.layer.create_moe_dispatcher", dispatcher, HookType.AROUND
+    )
+    HookRegistry.register(
+        "sglang.srt.layers.moe.ep_moe.layer.DeepEPMoE.forward_impl", experts_over_gloo, HookType.REPLACE
+    )
+    for_data_parallel_attention()
+    if os.environ.get("ISOLOAD_SGLANG") == "1":
+        HookRegistry.register("isoload.balancer.Balancer.exchange", say_exchange, HookType.AROUND)
     if os.environ.get("ENGINE_RECORD"):
         HookRegistry.register(
             "sglang.srt.layers.moe.topk._post_process_topk_ids", record_slots, HookType.AROUND
         )
+
+
+def for_data_parallel_attention() -> None:
+    """SGLang's own ways on a CPU, which it takes only where there are AMX kernels."""
+    from sglang.srt.layers import dp_attention
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.model_executor import forward_batch_info
+
+    forward_batch_info._is_cpu, dp_attention.memcpy_func = True, dp_attention.memcpy_cpu
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
 
 
 def experts(layer: Any, x: Tensor, topk_output: Any, moe_runner_config: Any) -> Tensor:
@@ -48,6 +68,32 @@ def experts(layer: Any, x: Tensor, topk_output: Any, moe_runner_config: Any) -> 
             y = F.linear(F.silu(gate) * up, layer.w2_weight[e])
             out.index_add_(0, row, y.float() * weights[row, k, None].float())
     return out.to(x.dtype)
+
+
+def dispatcher(original: Any, moe_runner_config: Any, quant_method: Any) -> Any:
+    """With --moe-a2a-backend none, which is an option's word, SGLang's own; DeepEP's needs a GPU."""
+    from sglang.srt.layers.moe.utils import get_moe_a2a_backend
+
+    return (
+        original(moe_runner_config, quant_method) if get_moe_a2a_backend().is_none() else ModuleType("none")
+    )
+
+
+def experts_over_gloo(layer: Any, hidden_states: Tensor, topk_output: Any) -> Tensor:
+    """DeepEP's contract: every copy is computed where its slot lies, and a rank gets the sums of its own rows back."""
+    from sglang.srt.runtime_context import get_parallel
+
+    group = get_parallel().moe_ep_group.cpu_group
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    given: list[Any] = [None] * ranks
+    dist.all_gather_object(given, (hidden_states, topk_output.topk_ids, topk_output.topk_weights), group)
+    x, ids, weights = (torch.cat(parts) for parts in zip(*given, strict=True))
+    first, size = rank * layer.w13_weight.shape[0], layer.w13_weight.shape[0]
+    here = torch.where((ids >= first) & (ids < first + size), ids - first, -1)
+    parts: list[Any] = [None] * ranks
+    dist.all_gather_object(parts, experts(layer, x, (weights, here, None), None), group)
+    rows = [len(of_rank[0]) for of_rank in given]
+    return sum(parts)[sum(rows[:rank]) : sum(rows[: rank + 1])]
 
 
 def rotary_embedding(
@@ -65,6 +111,12 @@ def rotary_embedding(
         pair = (a * cos - b * sin, b * cos + a * sin)
         x = torch.cat(pair, -1) if is_neox else torch.stack(pair, -1).flatten(-2)
         heads[..., :turned] = x.to(states.dtype)
+
+
+def say_exchange(original: Any, balancer: Any, *others: Any) -> Any:
+    """A line in the log."""
+    print(f"exchange of {1 + len(others)} layers on rank {balancer.ranks[0]}", flush=True)
+    return original(balancer, *others)
 
 
 def record_slots(original: Any, topk_ids: Tensor, *args: Any, **kwargs: Any) -> Any:

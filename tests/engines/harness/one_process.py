@@ -20,6 +20,7 @@ from isoload.integrations.engine_tables import replica_lists
 from isoload.integrations.settings import Settings
 from isoload.integrations.sglang import LAYERS, dispatch
 from isoload.integrations.sglang.layers import Layer
+from support.fake_ranks import OneRank
 
 RANKS = 4
 ORIGINAL = sglang_topk.resolve_routing_inputs
@@ -50,6 +51,12 @@ def info_of(placement: isoload.Placement, algorithm: str, layer: int = LAYER) ->
 
 def same_tokens(placement: isoload.Placement, layer: int = LAYER) -> Layer:
     return Layer(Balancer(placement, layer, tokens="same", shared_columns=False), None)
+
+
+def own_tokens(placement: isoload.Placement, layer: int = LAYER, rank: int = 1, loads: str = "own") -> Layer:
+    """Of one rank, without its peers."""
+    how: Any = {"group": OneRank(rank, placement.topology), "loads": loads, "shared_columns": False}
+    return Layer(Balancer(placement, layer, **how), None)
 
 
 def resolved(info: Any, num_valid: Tensor | None = None) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -101,8 +102,10 @@ def route(top: Any, ids: Tensor, weights: Tensor, valid: int) -> Any:
 def serve(
     rank: int, ranks: int, algorithm: str, waterfill: bool, variables: dict[str, str], config: Path
 ) -> dict[str, Any]:
-    """All cases, then a rebalance, then one case again."""
+    """All cases, then the passes up to an exchange and one case again, then a rebalance and that case again."""
+    from isoload.integrations.engine_layers import EXCHANGE_EVERY
     from isoload.integrations.sglang import LAYERS as ours
+    from isoload.integrations.sglang import dispatch
 
     model = start(rank, ranks, algorithm, waterfill, config, **variables)
     from sglang.srt.eplb import expert_location
@@ -123,19 +126,25 @@ def serve(
         }  # fmt: skip
 
     found: dict[str, Any] = {case: batch(case) for case in CASES}
+    exchanged = [dict(group.traffic.bytes) for group in ours._groups.values()]
+    for _ in range(EXCHANGE_EVERY):
+        dispatch.forward(lambda runner: None, SimpleNamespace(is_draft_worker=False))
+    found["renewed"] = batch("full")
     before = [] if layer is None else addresses(layer)
     moved = expert_location.ExpertLocationMetadata.init_by_eplb(model, skewed_counts().flip(-1))
     locations.update(moved, [0, LAYER])
     if algorithm == "lp":
         moe_ep_setup.init_lplb_solvers(model_config=model)
     found["rebalanced"] = batch("full")
+    found["exchanged"] = exchanged[0]
     found["pointers kept"] = before == ([] if layer is None else addresses(layer))
     return found
 
 
 def addresses(layer: Any) -> list[int]:
-    placed = layer.balancer.placed_on(torch.device("cpu"))
+    placed, own = layer.balancer.placed_on(torch.device("cpu")), layer.balancer.own_counts
     return [
+        *([] if own is None else [own.recent.data_ptr(), own.offset.data_ptr()]),
         id(layer),
         placed.slot_to_expert.data_ptr(),
         placed.home_slot.data_ptr(),

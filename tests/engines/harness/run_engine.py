@@ -1,4 +1,6 @@
-"""Runs an SGLang engine over two CPU processes: python run_engine.py CHECKPOINT TOKENS.json [name=JSON value ...]"""
+"""Runs an SGLang engine over two CPU processes: python run_engine.py CHECKPOINT TOKENS.json [name=JSON value ...]
+
+Names are sglang.Engine's options, and lengths: how many tokens to generate for each prompt."""
 
 import json
 import os
@@ -19,11 +21,11 @@ def main() -> None:
 
     model, out, *given = sys.argv[1:]
     options = {key: json.loads(value) for key, _, value in (pair.partition("=") for pair in given)}
+    lengths = options.pop("lengths", [24] * len(PROMPTS))
     engine = sglang.Engine(model_path=model, **(COMMON | options))
     try:
-        results = engine.generate(
-            input_ids=PROMPTS, sampling_params={"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}
-        )
+        greedy = [{"max_new_tokens": n, "temperature": 0, "ignore_eos": True} for n in lengths]
+        results = engine.generate(input_ids=PROMPTS, sampling_params=greedy)
         with open(out, "w") as file:
             json.dump([result["output_ids"] for result in results], file)
         if "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR" in os.environ:

@@ -1,4 +1,4 @@
-// What is wrong with a kernel, in words for Python (tests/simt.py), each once.
+// What is wrong with a kernel, in words for Python (tests/support/simt.py), each once.
 //
 // A line: kind|text|kernel|place|the other access's place, the last three as offsets into this library, 0 for
 // none.

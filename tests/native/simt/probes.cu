@@ -1,4 +1,4 @@
-// Small kernels, right and wrong, that show what the run-time sees: tests/test_simt.py.
+// Small kernels, right and wrong, that show what the run-time sees: tests/ops/test_simt.py.
 #include <cuda_pipeline_primitives.h>
 #include <cuda_runtime.h>
 

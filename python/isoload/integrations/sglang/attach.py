@@ -48,6 +48,6 @@ def attach(settings: Settings, seams: Sequence[Seam] | None = None) -> list[str]
     if found := attaching.not_as_expected(seams, LAYERS.start, self_check.faults, settings):
         return found
     for seam in seams:
-        if seam.kind in ("replace", "around") and (seam.name != "forward" or settings.report_seconds):
+        if seam.kind in ("replace", "around"):
             HookRegistry.register(seam.target, HOOKS[seam.name], HookType(seam.kind))
     return []

@@ -1,8 +1,9 @@
 """Hooks of SGLang's dispatch: logical to physical ids, behind --ep-dispatch-algorithm dynamic and lp.
 
-dynamic  without an all-to-all backend: all ranks hold the same tokens and compute the same plan, nothing is exchanged
-lp       with one: SGLang calls the layer's solver before it maps ids, on all ranks, also on those without tokens. The
-         solver is a Layer, and what it returns are the physical ids already.
+dynamic  Without an all-to-all backend all ranks hold the same tokens and compute the same plan. With one each plans its
+         own, and SGLang calls nothing on a rank without tokens: no forward pass may hold an exchange.
+lp       With one. SGLang calls the layer's solver before it maps ids, in the DeepSeek family also on ranks without
+         tokens. The solver is a Layer, and what it returns are the physical ids already.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from isoload.integrations.engine_layers import JOINED_BY_ALL
 from isoload.integrations.sglang.layers import LAYERS, Layer
 from isoload.integrations.sglang.placement import check_at_start
 
@@ -27,8 +29,7 @@ def set_metadata(original: Original, value: Any, allow_overwrite: bool = False) 
     if value is None:
         return
     check_at_start(value)
-    moe = get_exec().moe
-    if moe.ep_dispatch_algorithm == "dynamic" and moe.moe_a2a_backend == "none":
+    if get_exec().moe.ep_dispatch_algorithm == "dynamic":
         LAYERS.follow(value, "dynamic")
 
 
@@ -47,10 +48,9 @@ def init_lplb_solvers(*, model_config: Any) -> None:
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
     from sglang.srt.eplb.lplb_solver import assert_lplb_supported_model, set_global_lplb_solver
 
-    if architectures := getattr(model_config.hf_config, "architectures", None):
-        assert_lplb_supported_model(
-            architectures[0]
-        )  # in other models ranks without tokens do not join the gather
+    architectures = getattr(model_config.hf_config, "architectures", None)
+    if architectures and LAYERS.loads_of("lp") in JOINED_BY_ALL:
+        assert_lplb_supported_model(architectures[0])  # elsewhere ranks without tokens do not join a gather
     metadata = get_global_expert_location_metadata()
     if metadata is None:
         return
@@ -76,7 +76,7 @@ def resolve_routing_inputs(
     )
     layer = LAYERS.get(layer_id)
     if info is not None and layer is not None:
-        if layer.balancer.tokens == "same":
+        if info.ep_dispatch_algorithm == "dynamic":
             info.isoload_layer, info.isoload_num_valid = layer, num_valid
         else:
             layer.num_valid = num_valid
@@ -114,8 +114,15 @@ def initialize(original: Original, self: Any) -> None:
 
 
 def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ModelRunner.forward, hooked where reports are wanted: they wait for the device, once per interval."""
+    """Around ModelRunner.forward, in which graphs are replayed and experts move: what is exchanged comes after it.
+
+    SGLang counts the same passes towards its own rebalances: with attention data parallelism ranks without requests run
+    idle ones. Reports wait for the device, once per interval.
+    """
     result = original(self, *args, **kwargs)
-    if LAYERS.meter is not None and not self.is_draft_worker and LAYERS.meter.report_if_due():
+    if self.is_draft_worker:
+        return result
+    LAYERS.step_ended()
+    if LAYERS.meter is not None and LAYERS.meter.report_if_due():
         LAYERS.check_device()
     return result

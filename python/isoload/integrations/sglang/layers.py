@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isoload.balancer import Balancer
-from isoload.integrations.engine_layers import EngineLayer, EngineLayers
+from isoload.integrations.engine_layers import JOINED_BY_ALL, EngineLayer, EngineLayers
 from isoload.integrations.engine_tables import engine_topology
 from isoload.integrations.meter import Meter
+from isoload.integrations.settings import LOADS
 from isoload.policies import make_policy
 from isoload.topology import Topology
 
@@ -20,7 +21,7 @@ log = logging.getLogger("isoload")
 
 
 class Layer(EngineLayer):
-    """It stands where SGLang has an LPLBSolver: ``solve(topk_ids)``. tokens="own" behind lp, "same" behind dynamic."""
+    """Behind lp it stands where SGLang has an LPLBSolver: ``solve(topk_ids)``."""
 
     def __init__(self, balancer: Balancer, meter: Meter | None) -> None:
         super().__init__(balancer, meter)
@@ -41,6 +42,12 @@ class Layer(EngineLayer):
         per_rank = self.balancer.placement.slots_per_rank
         self.shared = slots[:, -num_shared:].div(per_rank, rounding_mode="floor")
         return self.balancer.routed_ids(slots[:, :-num_shared])
+
+    @property
+    def plans_shared(self) -> bool:
+        """Whether Waterfill's shared copies can join the plan: one of all counts, which has none yet."""
+        of = self.balancer
+        return of.tokens == "own" and of.loads == "gathered" and not of.placement.num_shared
 
     def take_shared(self, num_tokens: int) -> Tensor | None:
         """[T, 1] the ranks that the plan of this batch chose for the shared copies, once; None: nothing was planned."""
@@ -78,7 +85,10 @@ class Layers(EngineLayers[Layer]):
 
         Args:
             metadata: ExpertLocationMetadata.
-            door: "dynamic" (all ranks hold the same tokens) or "lp" (each has its own); the same on all ranks.
+            door: "dynamic" or "lp"; the same on all ranks.
+
+        Raises:
+            ValueError: ISOLOAD_LOADS or ISOLOAD_POLICY cannot be behind this door.
         """
         from sglang.srt.runtime_context import get_exec
 
@@ -90,20 +100,38 @@ class Layers(EngineLayers[Layer]):
         # A policy of shared experts comes with Waterfill, which SGLang makes when it has loaded the model.
         waits = self.settings.places_shared and get_exec().moe.enable_waterfill
         policy = make_policy("exact") if waits else self.settings.policy_for(shared=False)
-        how = {"tokens": "same"} if door == "dynamic" else {"group": self.group(topology)}
-        self.by_id = {
-            i: Layer(Balancer(self.placement(), i, policy, shared_columns=False, **how), self.own_meter())
+        how: dict[str, Any] = {"tokens": "same"}
+        if get_exec().moe.moe_a2a_backend != "none":
+            how = {"loads": self.loads_of(door), "group": self.group(topology)}
+        made = [
+            Balancer(self.placement(), i, policy, shared_columns=False, **how)
             for i in range(metadata.num_layers)
-        }
-        for layer in self.by_id.values():
-            layer.balancer.placed_on(self.device)  # before any graph is captured
+        ]
+        self.by_id = {of.layer: Layer(self.ready(of), self.own_meter()) for of in made}
+
+    def loads_of(self, door: str) -> str:
+        """Whose counts plan the batches of an all-to-all backend's ranks, which hold tokens of their own."""
+        from sglang.srt.runtime_context import get_exec
+
+        if (elastic := get_exec().moe.elastic_ep_backend) is not None:
+            raise ValueError(
+                f"--elastic-ep-backend must not be given with isoload behind --ep-dispatch-algorithm {door}: "
+                f"ranks that go would be waited for, got {elastic!r}"
+            )
+        loads = self.settings.loads_for("own" if door == "dynamic" else "gathered")
+        if door == "dynamic" and loads in JOINED_BY_ALL:
+            raise ValueError(
+                f"{LOADS.name} must be own or last behind --ep-dispatch-algorithm dynamic over an all-to-all backend, "
+                f"where ranks without tokens join no gather (behind lp they do), got {loads!r}"
+            )
+        return loads
 
     def add_shared(self, layer: Layer) -> None:
         """Waterfill is on in this layer: the shared expert's copies are planned with the routed ones."""
         old = layer.balancer
         policy = self.settings.policy_for(shared=True)
-        layer.balancer = Balancer(self.placement(1), old.layer, policy, old.group, shared_columns=False)
-        layer.balancer.placed_on(self.device)
+        balancer = Balancer(self.placement(1), old.layer, policy, old.group, shared_columns=False)
+        layer.balancer = self.ready(balancer)
 
     def announce(self) -> None:
         """The line that says what is attached, of one rank for all; when the model is loaded.
@@ -119,7 +147,8 @@ class Layers(EngineLayers[Layer]):
             return
         moe, attached = get_exec().moe, []
         if self.by_id:
-            attached.append(self._describe(moe.ep_dispatch_algorithm))
+            dispatch = f"--ep-dispatch-algorithm {moe.ep_dispatch_algorithm}"
+            attached.append(f"{dispatch} ({self.exchanged()}), {self.describe()}")
         if self.num_waterfill:
             attached.append(f"--enable-waterfill, policy waterfill on {self.num_waterfill} layers")
         if moe.eplb_algorithm == "isoload":
@@ -128,17 +157,10 @@ class Layers(EngineLayers[Layer]):
             f"isoload: attached to SGLang's {'; '.join(attached) or 'loader, and to none of its options'}"
         )
         if not self.by_id:
-            backend = f"with --moe-a2a-backend {moe.moe_a2a_backend}: isoload's are dynamic with none, lp with others"
             log.info(
-                f"isoload: SGLang's own --ep-dispatch-algorithm {moe.ep_dispatch_algorithm} stays {backend}"
+                f"isoload: SGLang's own --ep-dispatch-algorithm {moe.ep_dispatch_algorithm} stays: isoload's are "
+                "dynamic and lp"
             )
-
-    def _describe(self, algorithm: str) -> str:
-        """What is attached behind --ep-dispatch-algorithm."""
-        tokens = (
-            "same tokens on all ranks, no collective" if algorithm == "dynamic" else "one gather per layer"
-        )
-        return f"--ep-dispatch-algorithm {algorithm} ({tokens}), {self.describe()}"
 
 
 def topology_of(metadata: Any) -> Topology:

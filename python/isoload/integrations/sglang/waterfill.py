@@ -53,7 +53,7 @@ class WaterfillBalancer:
         self.layer: Layer | None = None
         layer = LAYERS.get(layer_id)
         # The model's own layers come before those of draft models, whose numbers may be the same.
-        if layer is not None and layer.balancer.tokens == "own" and not layer.balancer.placement.num_shared:
+        if layer is not None and layer.plans_shared:
             LAYERS.add_shared(layer)
             self.layer = layer
         else:

@@ -45,7 +45,7 @@ def attach(settings: Settings, seams: Sequence[Seam] | None = None) -> list[str]
     if found := attaching.not_as_expected(seams, MODELS.start, self_check.faults, settings):
         return found
     for seam in seams:
-        if seam.kind == "around" and (seam.name != "step" or settings.report_seconds):
+        if seam.kind == "around":
             hook(seam.target, HOOKS[seam.name])
 
     from vllm.distributed.eplb.policy import EPLB_POLICIES

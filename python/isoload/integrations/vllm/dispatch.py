@@ -62,8 +62,14 @@ def map_and_record(
     return torch.where(padding(slots, num_unpadded_tokens), theirs, slots)
 
 
-def step(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Around EplbState.step, hooked where reports are wanted: they wait for the device, once per interval."""
-    original(self, *args, **kwargs)
+def step(
+    original: Original, self: Any, is_dummy: bool = False, is_profile: bool = False, **kwargs: Any
+) -> None:
+    """Around EplbState.step, which every rank calls after every forward pass, one without requests after a dummy one:
+    vLLM counts these calls towards its own rebalances. Reports wait for the device, once per interval."""
+    original(self, is_dummy, is_profile, **kwargs)
+    if is_profile:
+        return
+    MODELS.step_ended(self.model_states.values())
     if MODELS.meter is not None and MODELS.meter.report_if_due():
         MODELS.check_device()

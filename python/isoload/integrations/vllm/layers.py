@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -14,16 +15,16 @@ from torch import Tensor
 
 from isoload.balancer import Balancer
 from isoload.counting import count
-from isoload.integrations.engine_layers import EngineLayer, EngineLayers
+from isoload.integrations.engine_layers import EXCHANGED, JOINED_BY_ALL, EngineLayer, EngineLayers
 from isoload.integrations.engine_tables import engine_topology
 from isoload.integrations.meter import Meter
-from isoload.integrations.settings import Settings
+from isoload.integrations.settings import LOADS, Settings
 from isoload.integrations.vllm.placement import check_at_start
 
 log = logging.getLogger("isoload")
 Held = Literal["own", "same", "gathered"]
-EXCHANGE = {
-    "own": "tokens of their own, one gather per layer",
+HELD = {
+    "own": "tokens of their own",
     "same": "same tokens on all ranks, no collective",
     "gathered": "tokens gathered before they are routed, no collective",
 }
@@ -42,6 +43,11 @@ class Layer(EngineLayer):
     def __init__(self, balancer: Balancer, meter: Meter | None, runner: Any, held: Held) -> None:
         super().__init__(balancer, meter)
         self.runner, self.held = runner, held
+
+    def describe(self) -> str:
+        """What ranks hold, and what they exchange so that copies are level."""
+        loads = self.balancer.loads
+        return f"{HELD[self.held]}, {EXCHANGED[loads]}" if self.held == "own" else HELD[self.held]
 
     def map_and_record(
         self,
@@ -108,14 +114,16 @@ class ModelLayers(EngineLayers[Layer]):
         check_at_start(self.settings.placer, tables, state.model.num_logical_experts, topology)
         self.place(tables, state.model.num_logical_experts, topology, state.physical_to_logical_map.device)
         policy, kept = self.settings.policy_for(shared=False), Counter[str]()
+        loads = self.settings.loads_for("own" if self.settings.policy is None else "gathered")
         for i, runner in enumerate(state.model.moe_layers):
-            held, reason = held_by(runner, parallel)
+            held, reason = held_by(runner, parallel, loads)
             if held is None:
                 kept[reason] += 1
                 continue
-            how = {"group": self.group(topology)} if held == "own" else {"tokens": "same"}
-            balancer = Balancer(self.placement(), i, policy, shared_columns=False, **how)
-            balancer.placed_on(self.device)  # before any graph is captured
+            how: dict[str, Any] = {"tokens": "same"}
+            if held == "own":
+                how = {"loads": loads, "group": self.group(topology)}
+            balancer = self.ready(Balancer(self.placement(), i, policy, shared_columns=False, **how))
             self.by_id[i] = Layer(balancer, self.own_meter(), runner, held)
         return kept
 
@@ -131,20 +139,25 @@ class ModelLayers(EngineLayers[Layer]):
         """What is attached, and what is not, of one rank for all."""
         if self.engine_rank():
             return
-        exchanged = " and ".join(sorted({EXCHANGE[layer.held] for layer in self.by_id.values()}))
-        dispatch = f"replicas ({exchanged}), {self.describe()}; " if self.by_id else ""
+        held = " and ".join(sorted({layer.describe() for layer in self.by_id.values()}))
+        dispatch = f"replicas ({held}), {self.describe()}; " if self.by_id else ""
         log.info(f"isoload: attached to vLLM's EPLB of {name}: {dispatch}placer {self.settings.placer}")
         for reason, number in kept.items():
             log.info(f"isoload: vLLM's own choice of replicas stays on {number} layers of {name}: {reason}")
 
 
-def held_by(runner: Any, parallel: Any) -> tuple[Held | None, str]:
+def held_by(runner: Any, parallel: Any, loads: str) -> tuple[Held | None, str]:
     """What a rank holds when it routes, as vLLM's layer and configuration say; the same on all ranks.
 
     own       rows of its own, which an all-to-all exchanges afterwards
     same      the rows that all ranks hold
     gathered  those of all ranks, gathered before: the same everywhere, in one order
     None      none of these, or unknown: and why
+
+    Args:
+        runner: vLLM's MoERunner of the layer.
+        parallel: ParallelConfig.
+        loads: whose counts would plan rows of its own, as Balancer's.
     """
     name = type(runner).__name__
     if not hasattr(runner, "do_naive_dispatch_combine"):
@@ -160,10 +173,12 @@ def held_by(runner: Any, parallel: Any) -> tuple[Held | None, str]:
         return "gathered", ""
     if parallel.data_parallel_size == 1 and not sequence_parallel:
         return "same", ""
-    if parallel.use_ubatching:
-        return None, "two micro-batches would gather their loads at once"
+    if parallel.use_ubatching and loads in JOINED_BY_ALL:
+        return None, f"two micro-batches would gather their loads at once with {LOADS.name}={loads}"
     if parallel.tensor_parallel_size > 1 and not sequence_parallel:
-        return None, "some ranks hold the same tokens and others do not"
+        # Some backends exchange rows among data-parallel ranks alone, once for each tensor-parallel one: of a copy that
+        # each of these gave to a slot of the other none would compute anything.
+        return None, "tensor-parallel ranks hold the same tokens, others do not"
     return "own", ""
 
 
@@ -199,6 +214,12 @@ class Models:
     def of(self, state: Any) -> ModelLayers | None:
         """The model's, by its EplbModelState."""
         return self.by_state.get(id(state))
+
+    def step_ended(self, states: Iterable[Any]) -> None:
+        """A forward pass over these EplbModelStates is over, on all ranks, a dummy one too."""
+        for state in states:
+            if (layers := self.of(state)) is not None:
+                layers.step_ended()
 
     def check_device(self) -> None:
         """Raises ValueError for what ops found wrong in values on a GPU; called where the host waits anyway."""

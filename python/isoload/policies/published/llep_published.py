@@ -10,8 +10,8 @@ from isoload import ops
 from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, sum_sources
 from isoload.policies.llep import check_rules
+from isoload.policies.published.llep_segments import Segment, imbalance, llep_published
 from isoload.policies.spilling import SpillPolicy, routed_homes
-from isoload.reference.llep_published import Segment, imbalance, llep_published
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ class StaticPolicy(Policy):
     seed: int = 42
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_seed("seed", self.seed)
 
     def split(self, demand: Demand, filled: Filled) -> Plan:

@@ -14,9 +14,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from isoload.host_values import put_on
 from isoload.transport.deep_ep.fp8 import from_fp8, to_fp8
 from isoload.transport.deep_ep.limits import LIMITS, Shape
+from isoload.value_checks import put_on
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,60 @@
+// balance_own: checks of ids and of what ranks carry besides.
+#include "cpu/cpu.h"
+#include "ops/op.h"
+#include "ops/own_batch.h"
+#include "ops/route_checks.h"
+
+namespace isoload::ops {
+namespace {
+
+void check(const cpu::BalanceFault& fault, const OwnProblem& in) {
+  require(fault.kind != cpu::BalanceFault::bad_id, "topk_ids must be in -1..", in.E - 1, ", got ",
+          fault.value);
+  if (fault.kind == cpu::BalanceFault::none) return;
+  OwnBatch::explain_base(in);
+  for (int e = 0; e < in.E; ++e)
+    require(in.counts[e] == 0 || in.tables.copies(e) > 0, "topk_ids must be of experts with a replica, got ",
+            e);
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> balance_own(const Tensor& topk_ids, const Tensor& tables, int64_t num_experts,
+                                       int64_t num_ranks, int64_t num_slots, const Tensor& offset,
+                                       const std::optional<Tensor>& ticks,
+                                       const std::optional<Tensor>& recent, const std::optional<Tensor>& sent,
+                                       int64_t source, int64_t layer, int64_t sweeps) {
+  require_copies(topk_ids);
+  require(num_experts >= 1, "num_experts must be at least 1, got ", num_experts);
+  require(tables.dim() == 1, "tables must be of one layer, got ", shape_text(tables));
+  const Tensor ids = dense(topk_ids), counts = new_empty(ids, {num_experts});
+  OwnBatch batch(counts, tables, num_ranks, num_slots);
+  batch.set_base(offset, std::nullopt, ticks);
+  batch.set_sums(recent, sent);
+  batch.set_place(source, layer, sweeps);
+  const OwnProblem& problem = batch.problem;
+  const int64_t n = ids.numel();
+  require(n <= most_own(problem.R), "topk_ids must have at most ", most_own(problem.R), " entries on ",
+          num_ranks, " ranks, got ", n);
+  const int64_t T = ids.size(0);
+  const int K = static_cast<int>(ids.size(1));
+  Tensor slots = new_empty(ids, {ids.size(0), ids.size(1)}, ids.scalar_type());
+  int32_t* const to = mutable_data<int32_t>(counts);
+  auto launch = [&](auto&& run) {
+    if (ids.scalar_type() == ScalarType::Int) return run(data<int32_t>(ids), mutable_data<int32_t>(slots));
+    return run(data<int64_t>(ids), mutable_data<int64_t>(slots));
+  };
+  if (!on_cuda(ids, [&](auto stream) {
+        const Scratch scratch(ids, cuda::balance_own_bytes(T, K, problem));
+        return launch([&](const auto* from, auto* slot) {
+          return cuda::balance_own(from, T, K, problem, to, slot, scratch.data(), stream);
+        });
+      }))
+    check(launch([&](const auto* from, auto* slot) { return cpu::balance_own(from, n, problem, to, slot); }),
+          problem);
+  return {slots, counts};
+}
+
+}  // namespace isoload::ops
+
+ISOLOAD_OP(balance_own)

@@ -1,0 +1,51 @@
+// balance_same: checks of ids.
+#include "cpu/cpu.h"
+#include "ops/exact_batch.h"
+#include "ops/op.h"
+#include "ops/route_checks.h"
+
+namespace isoload::ops {
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> balance_same(
+    const Tensor& topk_ids, const Tensor& tables, int64_t num_experts, int64_t num_ranks, int64_t num_slots,
+    const std::optional<Tensor>& ticks, int64_t objective, int64_t ranks_per_node, int64_t tolerance_ppm,
+    int64_t sweeps, int64_t budget) {
+  require_copies(topk_ids);
+  require(num_experts >= 1, "num_experts must be at least 1, got ", num_experts);
+  require(num_ranks >= 1 && num_ranks <= kMaxRanks, "num_ranks must be in 1..", kMaxRanks, ", got ",
+          num_ranks);
+  require(tables.dim() == 1, "tables must be of one layer, got ", shape_text(tables));
+  const Tensor ids = dense(topk_ids), loads = new_empty(ids, {num_ranks, num_experts});
+  ExactBatch batch(loads, tables, num_ranks, num_slots, std::nullopt, ticks, std::nullopt, objective,
+                   ranks_per_node, tolerance_ppm, sweeps, budget);
+  ExactProblem problem = batch.problem;
+  if (problem.objective != Objective::local) problem.num_sources = 1;  // the others have no copies
+  const int64_t T = ids.size(0);
+  const int K = static_cast<int>(ids.size(1));
+  Tensor slots = new_empty(ids, {ids.size(0), ids.size(1)}, ids.scalar_type());
+  int32_t* const to = mutable_data<int32_t>(loads);
+  auto launch = [&](auto&& run) {
+    if (ids.scalar_type() == ScalarType::Int) return run(data<int32_t>(ids), mutable_data<int32_t>(slots));
+    return run(data<int64_t>(ids), mutable_data<int64_t>(slots));
+  };
+  if (!on_cuda(ids, [&](auto stream) {
+        const Scratch scratch(ids, cuda::balance_same_bytes(T, K, problem));
+        return launch([&](const auto* from, auto* slot) {
+          return cuda::balance_same(from, T, K, problem, to, batch.result(), slot, scratch.data(), stream);
+        });
+      })) {
+    const cpu::BalanceFault fault = launch([&](const auto* from, auto* slot) {
+      return cpu::balance_same(from, ids.numel(), problem, to, batch.result(), slot);
+    });
+    require(fault.kind != cpu::BalanceFault::bad_id, "topk_ids must be in -1..", num_experts - 1, ", got ",
+            fault.value);
+    for (int e = 0; fault.kind != cpu::BalanceFault::none && e < problem.E; ++e)
+      require(to[e] == 0 || problem.tables.copies(e) > 0, "topk_ids must be of experts with a replica, got ",
+              e);
+  }
+  return {slots, loads, batch.quota, batch.peak, batch.bound, batch.telemetry};
+}
+
+}  // namespace isoload::ops
+
+ISOLOAD_OP(balance_same)

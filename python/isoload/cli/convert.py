@@ -1,0 +1,35 @@
+"""``isoload convert``: a placement file in another format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from isoload.cli.options import Force, FormatName
+from isoload.cli.place import placement_line
+from isoload.cli.tables import print_lines
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="FILE", help="A placement file, of any format.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The new file.")],
+    file_format: FormatName,
+    ranks: Annotated[int | None, typer.Option(help="R, where the file does not say it.")] = None,
+    force: Force = False,
+) -> None:
+    """Write a placement file in another format."""
+    from isoload.cli.given import read_given
+    from isoload.cli.targets import check_targets
+    from isoload.formats import check_format, write_placement
+    from isoload.topology import Topology
+
+    check_targets([source], force, output=str(output))
+    check_format(file_format, output, "output")
+    found = read_given(str(source), None if ranks is None else Topology(ranks))
+    write_placement(found, output, file_format)
+    if str(output) != "-":
+        line = f"{placement_line(found, str(output))}, format {file_format}"
+        print_lines(Console(highlight=False), [line])

@@ -1,0 +1,270 @@
+"""``isoload replay``: recorded routing over virtual ranks, under several policies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from isoload.cli import options
+from isoload.cli.cost import cost_json, given_cost, print_cost
+from isoload.cli.tables import NO_FREEDOM, Figure, json_of, print_lines, print_table, table_of, write_out
+
+if TYPE_CHECKING:
+    from isoload.replay.metrics import PolicyFigures
+    from isoload.replay.simulate import Replay
+
+UNITS = (
+    "imbalance: max/mean rank load, mean over batches and layers. bound: {best}'s here. row: token x rank. "
+    "plan: per layer, median, one CPU thread. --wide shows all figures."
+)
+WIDE_UNITS = (
+    "imbalance: max/mean rank load. max load over: {best}'s bound here (mean, worst), ceil(total/R). "
+    "idle: sum(max - load) / (R max). std: / mean. row: token x rank. copy: token x expert. plan: per layer, "
+    "median, of a call for one layer and for all, one CPU thread."
+)
+SPEEDS = (
+    "Ranks differ in speed: a load is what its copies cost, {ticks} ticks each on a rank of speed 1; mean and "
+    "ideal are those of ranks that all end together."
+)
+BELOW = "Below the bound: policies that borrow have slots that the bound does not count."
+BY_LOADS = "exact by loads {loads}, exchanged every {exchange_every} batches"
+SHARED = "Shared copies that leave their rank; unvisited: to a rank where the token has no routed copy."
+
+FIGURES = (
+    Figure("policy", "", "policy", ""),
+    Figure("imbalance.mean", "imbalance", "mean", ".3f", "imbalance_mean"),
+    Figure("imbalance.p99", "imbalance", "p99", ".3f", "imbalance_p99", wide=True),
+    Figure("imbalance.max", "imbalance", "max", ".3f", "imbalance_max", wide=True),
+    Figure("gap.mean", "max load over", "bound", "%", "gap_mean"),
+    Figure("gap.max", "max load over", "worst", "%", "gap_max", wide=True),
+    Figure("ideal_gap", "max load over", "ideal", "%", wide=True),
+    Figure("idle_share", "rank load", "idle", "%", wide=True),
+    Figure("rank_load_std", "rank load", "std", ".3f", wide=True),
+    Figure("remote_rank_rows"),
+    Figure("remote_node_rows"),
+    Figure("remote_rank_share", "rows leave", "rank", "%"),
+    Figure("remote_node_share", "rows leave", "node", "%"),
+    Figure("remote_rank_copy_share", "copies leave", "rank", "%", wide=True),
+    Figure("remote_node_copy_share", "copies leave", "node", "%", wide=True),
+    Figure("shared_remote_share", "shared copies", "leave", "%", wide=True),
+    Figure("shared_unvisited_share", "shared copies", "unvisited", "%", wide=True),
+    Figure("active_experts", "used", "slots", ".1f", wide=True),
+    Figure("plan_us.median", "plan µs", "one", ".1f", "plan_us_median"),
+    Figure("plan_us.batched", "plan µs", "batch", ".1f", "plan_us_batched", wide=True),
+)
+
+
+def replay_table(
+    rows: Sequence[PolicyFigures], with_nodes: bool, wide: bool = False
+) -> tuple[list[str], list[str]]:
+    """Heading and rows of a replay.
+
+    Columns about nodes stand only where there are several; what is said of shared copies stands in the place of what
+    is said of all copies.
+    """
+    shared = any(row.shared_remote_share is not None for row in rows)
+    shown = [f for f in FIGURES if not (shared and f.group == "copies leave")]
+    return table_of([f for f in shown if with_nodes or f.title != "node"], rows, wide)
+
+
+def replay_header(replay: Replay, note: str = "") -> list[str]:
+    """What was replayed, how, and whether the placement has seen it; a note says what placement was given."""
+    used = replay.settings
+    model = f" ({used['model']})" if used["model"] else ""
+    source = f"drawn from counts with seed {used['seed']}" if used["drawn"] else "routing as recorded"
+    what, top_k = ("tokens", f", top-{used['top_k']}") if used["top_k"] else ("copies", "")
+    nodes = used["num_ranks"] // used["ranks_per_node"]
+    seen = " or ".join(map(str, used["calibration_batches"]))
+    placer = f", placer {used['placer']}" if used["placer"] else ""
+    calibrated = {
+        None: "" if note else "a given placement",
+        "interleaved": f"unseen: placed on {seen} batches between them",
+        "first-half": f"unseen: placed on the first {seen} batches",
+        "all": "seen: placed on the replayed batches",
+        "leave-one-out": f"unseen: placed for each batch on the {seen} others",
+        "leave-cluster-out": f"unseen: placed for each cluster on the others ({seen} batches)",
+    }
+    kinds = [f"{used[name]} {name.split('_')[0]}" for name in ("shared_experts", "spare_slots") if used[name]]
+    reserved = f" ({', '.join(kinds)})" if kinds else ""
+    return [
+        f"{replay.trace}{model}",
+        f"{replay.tokens} {what} in {replay.batches} batches, {source}; {replay.layers} layers, "
+        f"{used['num_experts']} experts{top_k}",
+        f"{used['num_ranks']} ranks on {nodes} node{'s' * (nodes > 1)}, {used['slots_per_rank']} slots per "
+        f"rank{reserved}{placer}",
+        f"{calibrated[used['calibrate']]}{note}",
+        *([BY_LOADS.format(**used)] if "loads" in used else []),
+    ]
+
+
+def print_replay(replay: Replay, console: Console, wide: bool = False, note: str = "") -> None:
+    from isoload.topology import NOMINAL_TICKS
+
+    used, shared = replay.settings, replay.settings["shared_experts"]
+    print_lines(console, replay_header(replay, note), "bold")
+    print_table(console, *replay_table(replay.policies, used["num_ranks"] > used["ranks_per_node"], wide))
+    units = (WIDE_UNITS if wide else UNITS).format(best="joint" if shared else "exact")
+    print_lines(console, [units, *([SHARED] if shared and wide else [])], "dim")
+    if used.get("speeds"):
+        print_lines(console, [SPEEDS.format(ticks=NOMINAL_TICKS)], "dim")
+    if any(row.gap_mean < 0 for row in replay.policies):
+        print_lines(console, [BELOW], "dim")
+    print_lines(console, replay_warnings(replay), "yellow")
+
+
+def replay_warnings(replay: Replay) -> list[str]:
+    """What cannot be judged here, and why."""
+    found = []
+    if not replay.settings["top_k"]:
+        found.append(
+            "The record does not say top-k: copies are drawn one by one, rows not counted (--top-k)."
+        )
+    if replay.settings.get("exchanges") == 0:
+        found.append("Nothing was exchanged: the replayed batches are not more than --exchange-every.")
+    if not replay.settings["layers_with_freedom"]:
+        found.append(NO_FREEDOM.format(more=replay.settings["slots_per_rank"] + 1))
+    return found
+
+
+def replay_json(replay: Replay) -> dict[str, Any]:
+    """The JSON object of ``isoload replay --json``."""
+    return {
+        "trace": replay.trace,
+        "settings": replay.settings,
+        "tokens": replay.tokens,
+        "layers": replay.layers,
+        "batches": replay.batches,
+        "policies": [
+            json_of(FIGURES, row) | predicted
+            for row, predicted in zip(replay.policies, _predicted(replay), strict=True)
+        ],
+    }
+
+
+def _predicted(replay: Replay) -> list[dict[str, Any]]:
+    """What a cost model adds to the rows of the policies."""
+    if not replay.costs:
+        return [{}] * len(replay.policies)
+    return [{"predicted": row} for row in cost_json(replay.costs)]
+
+
+def replay(
+    context: typer.Context,
+    trace: options.TracePath,
+    ranks: Annotated[int, typer.Option(help="R, ranks of the expert-parallel group.")] = 8,
+    ranks_per_node: options.RanksPerNode = 0,
+    slots_per_rank: options.SlotsPerRank = 0,
+    spare_slots: Annotated[int, typer.Option(help="Slots of every rank that stay empty.")] = 0,
+    shared_experts: Annotated[
+        int, typer.Option(help="Shared experts that every token gets besides; every rank holds each.")
+    ] = 0,
+    placer: options.PlacerName = "eplb",
+    placement: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Replay this placement instead of making one.")
+    ] = None,
+    calibrate: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Batches to place on: {options.CALIBRATIONS}. The rest is replayed. {options.CALIBRATE_DEFAULT}"
+        ),
+    ] = None,
+    top_k: options.TopK = None,
+    batch_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens per batch. Default: the trace's own, else 1024 (drawn: at most 4096)."),
+    ] = None,
+    max_batches: Annotated[
+        int, typer.Option(help="Batches replayed per calibration, the first ones. 0: all.")
+    ] = 0,
+    assign: Annotated[
+        str, typer.Option(help=f"How whole sequences go to source ranks: {options.ASSIGNMENTS}.")
+    ] = "contiguous",
+    seed: Annotated[int, typer.Option(help="Of drawn tokens and of policies that draw.")] = 0,
+    predict: Annotated[
+        str,
+        typer.Option(
+            help=f"What policies that fill spare slots ahead know: {options.PREDICTIONS}, or a number: the part of "
+            "the choices that is predicted right."
+        ),
+    ] = "last",
+    policies: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Some of {options.POLICIES}, each with options as name:option=value. "
+            f"Default: {options.DEFAULT_POLICIES}; with shared experts {options.SHARED_POLICIES}."
+        ),
+    ] = None,
+    loads: Annotated[
+        str,
+        typer.Option(help=f"What exact plans by: {options.LOADS}. Other policies plan by all ranks' loads."),
+    ] = "gathered",
+    exchange_every: Annotated[
+        int, typer.Option(help="Batches after which ranks exchange, where loads are not gathered.")
+    ] = 16,
+    layers: options.LayersText = None,
+    cost: options.CostFile = None,
+    wide: options.Wide = False,
+    json: options.JsonTarget = None,
+    force: options.Force = False,
+) -> None:
+    """Replay recorded routing over virtual ranks, under several policies.
+
+    Experts are placed on one part of the trace, the rest is routed.
+
+    Every figure is counted from routed slots. Imbalance is max/mean rank load;
+    the standard deviation is relative to the mean, too, and idle share to R*max;
+    planning time is in microseconds per layer, on one CPU thread.
+
+    From a trace of counts alone tokens are drawn, layer by layer:
+    K distinct experts each, in the shares of the counts; without K copy by copy.
+
+    With --cost a second table predicts times and memory of a layer by constants, which are printed;
+    policies that price imports use them where their options set no others.
+    """
+    from isoload.cli.given import given_placement, unseen_part
+    from isoload.cli.targets import check_targets
+    from isoload.cli.traces import load_trace, progress
+    from isoload.replay import simulate
+
+    check_targets([trace, placement, cost], force, json)
+    placed = None if placement is None else given_placement(context, placement)
+    if placed is not None:
+        ranks, ranks_per_node = placed.topology.num_ranks, placed.topology.ranks_per_node
+        spare_slots, shared_experts = placed.spare_slots, placed.num_shared
+        slots_per_rank = placed.slots_per_rank
+    chosen: tuple[str, ...] = simulate.SHARED_POLICIES if shared_experts else simulate.DEFAULT_POLICIES
+    if policies is not None:
+        chosen = tuple(name.strip() for name in policies.split(",") if name.strip())
+    settings = simulate.ReplaySettings(
+        num_ranks=ranks,
+        ranks_per_node=ranks_per_node,
+        slots_per_rank=slots_per_rank,
+        spare_slots=spare_slots,
+        shared_experts=shared_experts,
+        placer=placer,
+        calibrate=calibrate,
+        batch_tokens=batch_tokens,
+        max_batches=max_batches,
+        assign=assign,
+        seed=seed,
+        predict=predict,
+        cost=given_cost(cost),
+        policies=chosen,
+        loads=loads,  # type: ignore[arg-type]
+        exchange_every=exchange_every,
+    )
+    loaded, note = load_trace(trace, layers, top_k), ""
+    if placed is not None:
+        settings, placed, note = unseen_part(placed, str(placement), loaded, settings)
+    with progress("replaying batches") as on_batch:
+        found = simulate.replay(loaded, settings, on_batch, placed)
+
+    def show(console: Console) -> None:
+        print_replay(found, console, wide, note)
+        if settings.cost:
+            print_cost(found.costs, settings.cost, console, wide)
+
+    write_out(json, replay_json(found), show)

@@ -1,0 +1,136 @@
+"""Tables of fixed-width columns, printed line by line, and JSON rows of the same figures; where both go."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.text import Text
+
+from isoload.files.writing import write_json
+
+WIDTH = 80  # of a terminal: what is printed without --wide
+MIB = 2.0**20
+NO_FREEDOM = (
+    "Every expert has one slot, so no policy has a choice: --slots-per-rank {more} gives each rank a replica."
+)
+
+
+class Column(NamedTuple):
+    """A table column; neighbours of one group share a heading above their titles."""
+
+    group: str
+    title: str
+    cells: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of a row: a key of its JSON and, with a form, a column of its table.
+
+    One list of these feeds both, so that neither can lack what the other has.
+
+    key     where JSON has it; a dot opens an inner object
+    group   of the column, and its title
+    form    a format spec, "%" for :func:`percent` or "MiB" for bytes; None: in the JSON alone
+    of      the attribute of the row, or a function of the row; None: the attribute named like the key
+    wide    whether its column stands in the wide table alone
+    """
+
+    key: str
+    group: str = ""
+    title: str = ""
+    form: str | None = None
+    of: str | Callable[[Any], Any] | None = None
+    wide: bool = False
+
+    def value(self, row: Any) -> Any:
+        return self.of(row) if callable(self.of) else attrgetter(self.of or self.key)(row)
+
+    def cell(self, row: Any) -> str:
+        value = self.value(row)
+        if value is None:
+            return "-"
+        if isinstance(value, bool):
+            return "on" if value else "off"
+        if self.form == "%":
+            return percent(value)
+        return f"{value / MIB:.1f}" if self.form == "MiB" else format(value, self.form or "")
+
+
+def write_out(
+    json: str | None, figures: Any, show: Callable[[Console], None], console: Console | None = None
+) -> None:
+    """Figures to where --json says, and a table unless they take stdout."""
+    if json:
+        write_json(figures, json)
+    if json != "-":
+        show(console or Console(highlight=False))
+
+
+def table_of(
+    figures: Sequence[Figure], rows: Sequence[Any], wide: bool = False
+) -> tuple[list[str], list[str]]:
+    """Two heading lines and a line per row, of the figures that have a form and, in some row, a value."""
+    formed = [figure for figure in figures if figure.form is not None and (wide or not figure.wide)]
+    shown = [figure for figure in formed if any(figure.value(row) is not None for row in rows)]
+    return table([Column(f.group, f.title, [f.cell(row) for row in rows]) for f in shown])
+
+
+def json_of(figures: Sequence[Figure], row: Any) -> dict[str, Any]:
+    """One row as JSON, every figure at its key."""
+    found: dict[str, Any] = {}
+    for figure in figures:
+        *outer, last = figure.key.split(".")
+        inner = found
+        for name in outer:
+            inner = inner.setdefault(name, {})
+        inner[last] = figure.value(row)
+    return found
+
+
+def table(columns: Sequence[Column]) -> tuple[list[str], list[str]]:
+    """Two heading lines and a line per row: the first column left, the others right."""
+    blocks: list[list[str]] = []
+    for group, members in groupby(columns, key=lambda column: column.group):
+        inside = []
+        for column in members:
+            width = max(map(len, (column.title, *column.cells)))
+            lines = [column.title, *column.cells]
+            inside.append([f"{line:<{width}}" if not blocks else f"{line:>{width}}" for line in lines])
+        joined = [" ".join(parts) for parts in zip(*inside, strict=True)]
+        width = max(len(group), len(joined[0]))
+        blocks.append([f"{group:^{width}}", *(f"{line:>{width}}" for line in joined)])
+    lines = ["  ".join(parts).rstrip() for parts in zip(*blocks, strict=True)]
+    return lines[:2], lines[2:]
+
+
+def percent(share: float) -> str:
+    """0% is exactly zero, 0.0% is not."""
+    return "0%" if share == 0 else f"{100 * share:.1f}%"
+
+
+def print_table(console: Console, heading: list[str], rows: list[str]) -> None:
+    console.print()
+    for line in heading:
+        _print(console, line, "cyan")
+    for line in rows:
+        _print(console, line)
+    console.print()
+
+
+def print_lines(console: Console, lines: Sequence[str], style: str = "") -> None:
+    """Prints lines broken at 80 columns."""
+    for line in lines:
+        for part in textwrap.wrap(line, WIDTH):
+            _print(console, part, style)
+
+
+def _print(console: Console, line: str, style: str = "") -> None:
+    # Text and soft_wrap: no markup in names, and a pipe gets the line as it is.
+    console.print(Text(line, style), soft_wrap=True)

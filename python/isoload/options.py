@@ -1,0 +1,92 @@
+"""Options of policies and placers: fields of a frozen dataclass, in text ``name:option=value:option=value``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from numbers import Integral, Real
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_type_hints
+
+Made = TypeVar("Made")
+_TYPES: dict[type, dict[str, tuple[Any, ...]]] = {}  # by class, as read once
+
+
+def make(kind: str, classes: Mapping[str, type[Made]], name: str, options: Mapping[str, Any]) -> Made:
+    """The policy or placer (kind) of a name, with options.
+
+    Raises:
+        ValueError: an unknown name or option, or a value that its option cannot be.
+    """
+    return _find(kind, classes, name, options)(**options)
+
+
+def parse(kind: str, classes: Mapping[str, type[Made]], text: str) -> tuple[str, dict[str, Any]]:
+    """Name and options of what is written ``name:option=value:option=value``; raises ValueError as :func:`make`."""
+    name, *pairs = text.split(":")
+    given: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"{kind} must be written name:option=value, got {text!r}")
+        if key in given:
+            raise ValueError(f"option {key} must be given once, got {text!r}")
+        given[key] = value
+    types = types_of(_find(kind, classes, name, given))
+    options = {key: _read(key, value, types[key]) for key, value in given.items()}
+    make(kind, classes, name, options)
+    return name, options
+
+
+def check_options(made: Any) -> None:
+    """Raises ValueError for an option whose value is not of its type, before any batch meets it."""
+    for name, types in types_of(type(made)).items():
+        value = getattr(made, name)
+        if not any(_is(value, kind) for kind in types):
+            raise ValueError(f"{name} must be {_listed(types)}, got {value!r}")
+
+
+def types_of(made: type) -> dict[str, tuple[Any, ...]]:
+    """By option the types that it may have, or their values, where it is one of some."""
+    if made not in _TYPES:
+        hints = get_type_hints(made)
+        _TYPES[made] = {f.name: get_args(hints[f.name]) or (hints[f.name],) for f in fields(made)}
+    return _TYPES[made]
+
+
+def _find(kind: str, classes: Mapping[str, type[Made]], name: str, options: Mapping[str, Any]) -> type[Made]:
+    if name not in classes:
+        raise ValueError(f"{kind} must be one of {', '.join(classes)}, got {name!r}")
+    known = types_of(classes[name])
+    if unknown := [key for key in options if key not in known]:
+        listed = ", ".join(known) or "(none)"
+        raise ValueError(f"option must be one of {listed} for {kind} {name}, got {unknown[0]!r}")
+    return classes[name]
+
+
+def _read(name: str, text: str, types: tuple[Any, ...]) -> Any:
+    """The value in the first of these types that it can be."""
+    words = {"True": True, "False": False, "None": None}
+    if text in types or (text in words and type(words[text]) in types):
+        return words.get(text, text)
+    for kind in (int, float, str):
+        try:
+            if kind in types:
+                return kind(text)
+        except ValueError:
+            continue
+    raise ValueError(f"option {name} must be {_listed(types)}, got {text!r}")
+
+
+def _is(value: Any, kind: Any) -> bool:
+    if not isinstance(kind, type):
+        return bool(value == kind)  # one of a Literal's values
+    if kind in (int, float):
+        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _listed(types: tuple[Any, ...]) -> str:
+    if not isinstance(types[0], type):
+        return f"one of {', '.join(map(str, types))}"
+    return f"of type {', '.join('None' if kind is NoneType else kind.__name__ for kind in types)}"

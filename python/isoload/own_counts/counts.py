@@ -1,0 +1,261 @@
+"""OwnCounts: one layer's counts and targets, and the split of the copies of the sources that a process plans for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from isoload import ops
+from isoload.placed_layers import PlacedLayers
+from isoload.placement import Placement
+from isoload.policies import Policy
+from isoload.policies.exact import ExactPolicy
+from isoload.replica_tables import ReplicaTables
+from isoload.shared_experts import shared_copies, widened
+from isoload.steps import in_backward
+from isoload.transport import Group, error_code
+
+Loads = Literal["gathered", "node", "own", "last"]
+
+
+def described(failure: BaseException) -> str:
+    """As the other ranks read it."""
+    return f"{type(failure).__name__}: {failure}"
+
+
+def no_one() -> None:
+    """In place of what tells other ranks of a failure: they hear of it in the next exchange."""
+
+
+class OwnSplit(NamedTuple):
+    """What the owned sources sent in a batch, each judged by its own copies alone; of all ranks nothing is proved.
+
+    counts  [E] int32     of every owned source: copies of the routed experts
+    fixed   [R] int32     its shared copies, by rank; None without shared experts
+    copies  [n, R] int64  what each sent to every rank, shared copies included; the next batch writes it
+    """
+
+    placed: PlacedLayers
+    counts: list[Tensor]
+    fixed: list[Tensor | None]
+    copies: Tensor
+
+    @property
+    def own_peak(self) -> Tensor:
+        """[n] int64 largest cost that each source causes on a rank, in the units of :attr:`isoload.Plan.peak`."""
+        ticks = self.placed.topology.ticks_on(self.copies.device)
+        return (self.copies if ticks is None else self.copies * ticks).amax(1)
+
+    @property
+    def own_bound(self) -> Tensor:
+        """[n] int64 the least that a source could have caused; its targets may want more."""
+        ticks = self.placed.topology.ticks_on(self.counts[0].device)
+        given = zip(self.counts, self.fixed, strict=True)
+        return torch.stack([ops.plan_exact(n, self.placed.tables, f, ticks=ticks).bound for n, f in given])
+
+
+class OwnCounts:
+    """One layer's counts and targets of the n sources that this process plans for: its ranks, or their nodes.
+
+    recent [n, E] int64      their decayed counts of routed experts, as :func:`isoload.ops.plan_own` keeps them
+    sent   [n, 3, R] int64   what they sent to ranks, as it keeps that
+    offset [n, R] int32      what each takes ranks to carry already; 0 before the first exchange and after a load
+    price  [2, R] int64      see :func:`new_price`, and the targets' sum that it is of; None without one
+    last                     of the last planned batch
+
+    All stay where they are once a batch has been on a device, so captured graphs read what an exchange writes.
+    """
+
+    def __init__(self, placement: Placement, group: Group, by_node: bool, price: bool) -> None:
+        self.group, self.by_node = group, by_node
+        self.size = placement.topology.ranks_per_node if by_node else 1  # ranks of a source
+        self.sources = list(dict.fromkeys(rank // self.size for rank in group.ranks))
+        self.last: OwnSplit | None = None
+        # Views of the first source, of which each would cost a batch a microsecond; a copy makes its own.
+        self._first: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+        # Of a batch since the last exchange, where other sources have not heard of it.
+        self.failure: str | None = None
+        self.num_experts = placement.num_experts
+        n, num_ranks = len(self.sources), placement.topology.num_ranks
+        with torch.inference_mode(False):  # else only inference could write them
+            self.recent = torch.zeros(n, placement.num_routed, dtype=torch.int64)
+            self.sent = torch.zeros(n, 3, num_ranks, dtype=torch.int64)
+            self.offset = torch.zeros(n, num_ranks, dtype=torch.int32)
+            self.price = torch.zeros(2, num_ranks, dtype=torch.int64) if price else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_first": None}
+
+    @property
+    def word(self) -> Loads:
+        return "node" if self.by_node else "own"
+
+    def check(self, policy: Policy) -> None:
+        """Raises ValueError for a policy that is not ``exact`` by spread: nothing else is split by own counts."""
+        if type(policy) is not ExactPolicy or policy.objective != "spread":
+            raise ValueError(
+                f"policy must be exact, of objective spread, for loads={self.word!r}, got {policy}; others need "
+                "loads='gathered'"
+            )
+
+    def join(self) -> None:
+        """Joins the ranks of every node. All ranks call it together, once they hold the same placement."""
+        if self.by_node:
+            self.group.join_node()
+            self.group.note_agreed(("length of counts",), [(self.num_experts,)] * len(self.group.ranks))
+
+    def reset(self) -> None:
+        """Forgets what is of the placement: targets, and where copies went."""
+        self.last = None
+        for kept in (
+            self.offset,
+            self.sent[:, 0],
+            self.sent[:, 2],
+            *([] if self.price is None else [self.price]),
+        ):
+            kept.zero_()
+
+    def gather(
+        self,
+        rows: list[Tensor],
+        failure: BaseException | None,
+        tell: Callable[[], None],
+        facts: Mapping[str, int],
+    ) -> Tensor:
+        """Counts for :meth:`split`: [n, E] of the owned ranks or, by node, [R, E], of the owned nodes' ranks.
+
+        Args:
+            rows: [E] of every owned rank, shared experts included; not read where there is a failure.
+            failure: why this process has no counts; raised here, and by the ranks of its node.
+            tell: called before that. Where it is :func:`no_one`, the next exchange names the failure.
+            facts: as of :meth:`Group.gather_loads`.
+        """
+        if failure is not None and tell is no_one:
+            self.failure = described(failure)
+        if not self.by_node:
+            if failure is not None:
+                tell()
+                raise failure
+            return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
+        owned, code = len(self.group.ranks), 0
+        if failure is not None:
+            nothing = torch.zeros(self.num_experts, dtype=torch.int32, device=self.recent.device)
+            rows, code = [nothing] * owned, error_code("count")
+        try:
+            loads = self.group.gather_loads(rows, [code] * owned, facts, in_node=True)
+        except ValueError as error:
+            tell()  # other nodes, which have not met this one yet
+            if failure is None:
+                raise
+            raise failure from error
+        if failure is not None:  # on a device, whose errors the host reads later
+            tell()
+            raise failure
+        return loads
+
+    def split(self, loads: Tensor, placed: PlacedLayers, layer: int) -> list[Tensor]:
+        """[P] copies that every owned rank sends to each slot, from what :meth:`gather` returned."""
+        self.move(loads.device)
+        is_new = not in_backward()  # a checkpoint's recompute counts no batch again
+        num_routed = placed.host.num_routed
+        made = OwnSplit(placed, [], [], self.sent[:, 2])
+        rows: list[Tensor] = []
+        for i, source in enumerate(self.sources):
+            own = loads.narrow(0, source * self.size if self.by_node else i, self.size)
+            routed = own.narrow(1, 0, num_routed)
+            counts = routed.sum(0, dtype=torch.int32) if self.by_node else routed[0]
+            fixed = None if placed.shared_home is None else at_home(own, source, placed)
+            sent = self.send(i, counts, fixed, placed, layer, is_new)
+            made.counts.append(counts)
+            made.fixed.append(fixed)
+            ranks = [r for r in self.group.ranks if r // self.size == source]
+            rows += [sent] if not self.by_node else share_in_node(routed, sent, placed.tables, source, ranks)
+        self.last = made
+        return rows
+
+    def send(
+        self, i: int, counts: Tensor, fixed: Tensor | None, placed: PlacedLayers, layer: int, is_new: bool
+    ) -> Tensor:
+        """[P] copies that the owned source at i sends to each slot, from its counts [E]; a new batch's are kept."""
+        return ops.plan_own(
+            counts,
+            placed.tables,
+            self.offset[i],
+            self.sources[i],
+            fixed=fixed,
+            ticks=placed.topology.ticks_on(counts.device),
+            recent=self.recent[i] if is_new else None,
+            sent=self.sent[i] if is_new else None,
+            layer=layer,
+        )
+
+    def balance(self, topk_ids: Tensor, placed: PlacedLayers, layer: int) -> tuple[Tensor, Tensor]:
+        """[T, K] slots of the only owned rank's topk_ids by one op, and their counts [E]; without shared experts."""
+        self.move(topk_ids.device)
+        recent, sent, offset, copies = self._views()
+        is_new = not in_backward()
+        try:
+            slots, counts = ops.balance_own(
+                topk_ids,
+                placed.tables,
+                offset,
+                self.sources[0],
+                ticks=placed.topology.ticks_on(topk_ids.device),
+                recent=recent if is_new else None,
+                sent=sent if is_new else None,
+                layer=layer,
+            )
+        except BaseException as error:
+            self.failure = described(error)
+            raise
+        self.last = OwnSplit(placed, [counts], [None], copies)
+        return slots, counts
+
+    def _views(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        if self._first is not None and not torch.compiler.is_compiling():
+            return self._first
+        made = self.recent[0], self.sent[0], self.offset[0], self.sent[:, 2]
+        if not torch.compiler.is_compiling():  # which would compile anew for what is kept
+            self._first = made
+        return made
+
+    def move(self, device: torch.device) -> None:
+        """To where the batches are; the first batch there does it, if nobody has before."""
+        if self.recent.device != device:
+            self._first = None
+            with torch.inference_mode(False):
+                self.recent, self.sent, self.offset = (
+                    kept.to(device) for kept in (self.recent, self.sent, self.offset)
+                )
+                self.price = None if self.price is None else self.price.to(device)
+
+
+def at_home(counts: Tensor, source: int, placed: PlacedLayers) -> Tensor:
+    """[R] int32 shared copies that a source's ranks send home, from their counts [n, E], shared experts included."""
+    assert placed.shared_home is not None
+    copies = shared_copies(widened(counts.select(1, placed.host.num_routed)), placed.num_shared)
+    home = placed.shared_home.narrow(0, source * len(counts), len(counts))
+    return copies.new_zeros(placed.topology.num_ranks).scatter_add_(0, home, copies)
+
+
+def share_in_node(
+    counts: Tensor, send_counts: Tensor, tables: ReplicaTables, node: int, ranks: Sequence[int]
+) -> list[Tensor]:
+    """[P] int32 what each of these ranks sends to every slot, so that all ranks of the node send its send_counts.
+
+    Args:
+        counts: [n, E] int32 copies of the node's ranks.
+        send_counts: [P] int32 of the node; for every expert they sum to the node's copies.
+        tables: of the layer.
+        node: which.
+        ranks: of the node. Copies stay on their own rank as far as the node sends any there.
+    """
+    size, num_ranks = len(counts), tables.num_ranks
+    loads = torch.nn.functional.pad(counts, (0, 0, node * size, num_ranks - (node + 1) * size))
+    if len(ranks) == 1:
+        return [ops.share(loads, send_counts, tables, size, ranks[0])]
+    rows = ops.share(loads, send_counts, tables, size)
+    return [rows[rank] for rank in ranks]

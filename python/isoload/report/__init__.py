@@ -1,1 +1,0 @@
-"""Tables, pages and files of what was found."""

@@ -1,0 +1,60 @@
+"""Help is the commands' own, needs no torch, and lists the names that there are."""
+
+import os
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+from typer.testing import CliRunner
+
+from isoload.cli import options
+from isoload.cli.app import app
+from isoload.formats import FORMATS
+from isoload.own_counts import Loads
+from isoload.placers import PLACERS
+from isoload.policies import POLICIES
+from isoload.replay.batches import ASSIGNMENTS
+from isoload.replay.calibration import CALIBRATIONS
+from isoload.replay.prediction import PREDICTIONS
+from isoload.replay.simulate import DEFAULT_POLICIES, SHARED_POLICIES
+from support.documents import PLAIN
+
+COMMANDS = [command.callback.__name__ for command in app.registered_commands]
+HELPS = [[], ["--help"], *([name, "--help"] for name in COMMANDS)]
+
+
+@pytest.mark.parametrize("words", HELPS, ids=lambda words: words[0] if words else "nothing")
+def test_help_is_the_commands_own_and_needs_no_torch(words):
+    code = (
+        f"import sys; sys.modules['torch'] = None; sys.argv = ['isoload', *{words}]; import isoload_command"
+    )
+    command = [sys.executable, "-c", f"{code}; isoload_command.main()"]
+    said = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"})
+    real = CliRunner().invoke(app, words or ["--help"], env=PLAIN | {"COLUMNS": "80"}, prog_name="isoload")
+    assert said.stdout.split() == real.stdout.split() != [], said.stderr
+
+
+def test_what_is_no_help_has_the_whole_package():
+    """A word in the place of an option's value is none: this command runs, and ends in its own error."""
+    code = "import sys; sys.argv = ['isoload', 'doctor', '--cost', '--help']; import isoload_command as c; c.main()"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ})
+    assert said.stderr.startswith("error: cost file must be a JSON object, got --help"), said.stderr
+
+
+def test_names_in_help_are_those_that_there_are():
+    for said, names in (
+        (options.POLICIES, POLICIES),
+        (options.PLACERS, PLACERS),
+        (options.FORMATS, FORMATS),
+        (options.ASSIGNMENTS, ASSIGNMENTS),
+        (options.CALIBRATIONS, CALIBRATIONS),
+        (options.PREDICTIONS, PREDICTIONS),
+        (options.LOADS, get_args(Loads)),
+    ):
+        assert said == ", ".join(names)
+    for said, names in (
+        (options.DEFAULT_POLICIES, DEFAULT_POLICIES),
+        (options.SHARED_POLICIES, SHARED_POLICIES),
+    ):
+        assert said == ",".join(names)

@@ -1,0 +1,136 @@
+"""EngineLayers between two forward passes: when targets are renewed, and of which layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import isoload
+from isoload import Balancer, LocalGroup
+from isoload.integrations.engine_layers import EXCHANGE_EVERY, EngineLayer, EngineLayers
+from isoload.integrations.meter import Meter
+from support.small_batches import LAYERS, draw_ids, make_placement, make_topology
+
+
+class Layers(EngineLayers[EngineLayer]):
+    engine = "an engine"
+
+    def engine_group(self) -> dist.ProcessGroup:
+        raise NotImplementedError
+
+    def engine_rank(self) -> int:
+        return 0
+
+
+@pytest.fixture
+def exchanged(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
+    """The layers of every exchange, in its order."""
+    found: list[list[int]] = []
+    stock = Balancer.exchange
+
+    def exchange(self: Balancer, *others: Balancer) -> object:
+        found.append([of.layer for of in (self, *others)])
+        return stock(self, *others)
+
+    monkeypatch.setattr(Balancer, "exchange", exchange)
+    yield found
+
+
+def layers_of(*loads: str, placement: isoload.Placement | None = None) -> Layers:
+    """By number, put in backwards: the order of an exchange is not that in which layers were made."""
+    made, group = Layers(), LocalGroup(make_topology())
+    placement = make_placement() if placement is None else placement
+    for i in reversed(range(len(loads))):
+        made.by_id[i] = EngineLayer(Balancer(placement, i, group=group, loads=loads[i]), None)  # type: ignore[arg-type]
+    return made
+
+
+def test_one_exchange_of_all_layers_in_their_order_every_so_many_passes(exchanged: list[list[int]]) -> None:
+    layers = layers_of(*["own"] * LAYERS)
+    for passes in range(1, 2 * EXCHANGE_EVERY + 1):
+        for layer in layers.by_id.values():
+            layer.balancer(draw_ids(passes))
+        layers.step_ended()
+        assert exchanged == [[0, 1, 2]] * (passes // EXCHANGE_EVERY)
+    for layer in layers.by_id.values():
+        assert layer.balancer.own_counts is not None and layer.balancer.own_counts.offset.any()
+
+
+def test_layers_that_gather_are_left_out(exchanged: list[list[int]]) -> None:
+    for loads, want in (("own", "gathered", "own"), [[0, 2]]), (("gathered",) * 3, []):
+        exchanged.clear()
+        layers = layers_of(*loads)
+        for _ in range(EXCHANGE_EVERY):
+            layers.step_ended()
+        assert exchanged == want
+
+
+def test_without_redundant_experts_nothing_is_exchanged(exchanged: list[list[int]]) -> None:
+    single = isoload.place(torch.ones(2, 32), make_topology())
+    layers = layers_of("own", "own", placement=single)
+    for _ in range(EXCHANGE_EVERY):
+        layers.step_ended()
+    assert not exchanged
+
+
+def test_a_layer_that_loses_its_freedom_stays_in_the_exchange() -> None:
+    """A rebalance may leave a layer no choice; the meter sums over exchanges of the same layers."""
+    layers = layers_of("own", "own")
+    layers.meter = Meter("an engine", 60)
+    for passes in range(2 * EXCHANGE_EVERY):
+        for layer in layers.by_id.values():
+            layer.balancer(draw_ids(passes))
+        layers.step_ended()
+        layers.by_id[0].balancer.has_freedom = passes < EXCHANGE_EVERY
+    assert [(report.layer, report.batches) for report in layers.meter.read_sent()] == [(0, 2), (1, 2)]
+
+
+def test_a_model_made_anew_counts_anew(exchanged: list[list[int]]) -> None:
+    layers = layers_of("own")
+    for _ in range(EXCHANGE_EVERY - 1):
+        layers.step_ended()
+    layers.reset()
+    layers.step_ended()
+    assert layers.passes == 1 and not exchanged
+
+
+def test_what_persists_is_where_the_engine_routes_also_of_layers_that_never_run() -> None:
+    """A model's dense layers have a Balancer, too, and one exchange takes all: on a GPU their counts must be there."""
+    layers = layers_of("own", "gathered")
+    layers.device = torch.device("meta")
+    for layer in layers.by_id.values():
+        assert layers.ready(layer.balancer) is layer.balancer
+    own = layers.by_id[0].balancer.own_counts
+    assert own is not None and own.recent.is_meta and own.offset.is_meta
+
+
+@pytest.mark.parametrize(
+    ("loads", "want"),
+    [
+        (["gathered", "gathered"], "loads gathered: one gather per layer"),
+        (
+            ["own", "gathered"],
+            "loads gathered: one gather per layer and loads own: no collective in a pass, targets",
+        ),
+    ],
+)
+def test_what_is_exchanged_in_words(loads: list[str], want: str) -> None:
+    assert layers_of(*loads).exchanged().startswith(want)
+
+
+def test_exchanges_are_measured_where_reports_are_wanted() -> None:
+    """By the last batch of each layer; of one in which no rank had a copy there is nothing to say."""
+    layers = layers_of("own", "own", "gathered")
+    layers.meter, layer = Meter("an engine", 60), layers.by_id[0].balancer
+    slots = torch.cat(layer(draw_ids(0)))  # type: ignore[arg-type]
+    for _ in range(EXCHANGE_EVERY):
+        layers.step_ended()
+    (report,) = layers.meter.read_sent()
+    per_rank = (
+        isoload.count(slots, layer.placement.num_slots).view(layer.placement.topology.num_ranks, -1).sum(1)
+    )
+    assert (report.layer, report.batches, report.before) == (0, 1, None)
+    assert report.after == pytest.approx(float(per_rank.max() / per_rank.float().mean()))
