@@ -22,7 +22,7 @@ class OthersAreReady(Group):
         self._loads = loads
         self._rows: Tensor | None = None  # [R, E and more]
 
-    def _gather(self, stage: str, rows: list[Tensor]) -> Tensor:
+    def _gather(self, stage: str, rows: list[Tensor], in_node: bool = False) -> Tensor:
         ranks, experts = self._loads.shape
         if stage != "gather":
             return rows[0].expand(ranks, -1)

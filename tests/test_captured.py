@@ -163,7 +163,7 @@ class OthersAreReady(Group):
         super().__init__(make_topology(), [rank])
         self.rows = rows
 
-    def _gather(self, stage: str, rows: list[Tensor]) -> Tensor:
+    def _gather(self, stage: str, rows: list[Tensor], in_node: bool = False) -> Tensor:
         if stage != "gather":
             return rows[0].expand(RANKS, -1)
         gathered = rows[0].expand(RANKS, -1).clone()  # facts as this rank's
@@ -215,7 +215,7 @@ def test_an_error_of_a_replay_reaches_the_exchange_of_row_counts() -> None:
         graph(ids[2])
     group.rows[5, EXPERTS] = error_code("count")
     graph(ids[2])
-    group._swap = lambda _stage, buffers, *_: buffers  # type: ignore[method-assign]
+    group._swap = lambda _stage, buffers, *_: lambda: buffers  # type: ignore[method-assign]
     counts = [torch.zeros(2, RANKS, dtype=torch.int64)]
     with pytest.raises(ValueError, match="rank 5 failed in stage count"):
         group.swap_counts("row counts", counts, [], [[]])
@@ -229,10 +229,10 @@ def test_a_refused_batch_tells_the_other_ranks() -> None:
     told: list[int] = []
     gather_rows = group._gather
 
-    def note(stage: str, rows: list[Tensor]) -> Tensor:
+    def note(stage: str, rows: list[Tensor], in_node: bool = False) -> Tensor:
         if stage == "gather":
             told.append(int(rows[0][EXPERTS]))
-        return gather_rows(stage, rows)
+        return gather_rows(stage, rows, in_node)
 
     group._gather = note  # type: ignore[method-assign]
     for _ in range(3):

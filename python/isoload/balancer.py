@@ -9,7 +9,7 @@ of a group are called in one order on all ranks: no other collective may share i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from isoload.counting import check_one_each, count_owned, without_padding
 from isoload.ops import Counted, Prefer
-from isoload.own_counts import Exchanged, Loads, exchange, make_own_counts, no_one
+from isoload.own_counts import Exchanged, Loads, exchange, make_own_counts
 from isoload.own_counts.at_once import balance_at_once, needs_no_gather, record
 from isoload.placed_layers import Filled, PlacedLayers, own_layers, refreshing
 from isoload.placement import Placement, check_same_shape
@@ -29,7 +29,7 @@ from isoload.routing import route_counted, route_fixed, route_sent
 from isoload.shared_experts import without_shared_slots
 from isoload.steps import first_step, next_step
 from isoload.topology import Topology
-from isoload.transport import Group, LocalGroup, checksum, error_code
+from isoload.transport import Call, Group, LocalGroup, checksum
 from isoload.transport.agreement import placement_facts
 from isoload.value_checks import check_whole_number, may_be_kept
 
@@ -173,14 +173,14 @@ class Balancer:
                 Whatever else is raised before the gather, an interrupt too, stops the other ranks likewise.
         """
         ids: list[Tensor] = []
-        failure: BaseException | None = None
+        call = None
         try:
             given = [topk_ids] if isinstance(topk_ids, Tensor) else list(topk_ids)
             ids = [without_padding(rows, num_valid) for rows in given]
         except BaseException as error:
-            failure = error
-        slots = None if failure is not None else balance_at_once(self, ids, num_tokens)
-        slots = self.route(self.balance(ids, num_tokens, failure)) if slots is None else slots
+            call = Call(self.group, failure=error)
+        slots = balance_at_once(self, ids, num_tokens) if call is None else None
+        slots = self.route(self.balance(ids, num_tokens, call)) if slots is None else slots
         return slots[0] if isinstance(topk_ids, Tensor) else slots
 
     def plans(self, num_tokens: int | None) -> bool:
@@ -191,68 +191,65 @@ class Balancer:
         return self.has_freedom and num_tokens >= self.min_tokens
 
     def balance(
-        self, topk_ids: list[Tensor], num_tokens: int | None = None, failure: BaseException | None = None
+        self, topk_ids: list[Tensor], num_tokens: int | None = None, call: Call | None = None
     ) -> Balanced:
         """:meth:`gather` and :meth:`plan`: all of a call but the route."""
-        return self.plan(self.gather(topk_ids, num_tokens, failure))
+        return self.plan(self.gather(topk_ids, num_tokens, call))
 
     def gather(
         self,
         topk_ids: list[Tensor],
         num_tokens: int | None = None,
-        failure: BaseException | None = None,
-        tell: Callable[[], None] = no_one,
-        facts: Mapping[str, int] | None = None,
-        beside: list[Tensor] | None = None,
+        call: Call | None = None,
+        more: list[Tensor] | None = None,
     ) -> Gathered:
         """Counts and gathers. All ranks call it together.
 
         Args:
-            topk_ids: of the owned ranks, as the call takes them; not read where there is a failure.
+            topk_ids: of the owned ranks, as the call takes them; not read where it has failed.
             num_tokens: see :meth:`__call__`.
-            failure: why this process has no choices. The gather carries the fact to the other ranks, as of all that
-                fails here before it; it is raised here.
-            tell: called before a failure of this process is raised that the other ranks have not raised yet: where
-                nothing is gathered, and on a device, whose errors the host reads later.
-            facts: more integers that all ranks must give alike, beside :attr:`facts`.
-            beside: [W] int32 of every owned rank, gathered with the loads; W is the same on all ranks.
+            call: what has failed before, and what else all ranks must give alike; gets :attr:`facts`. The gather
+                carries its failure to the other ranks, as all that fails here before it.
+            more: [W] int32 of every owned rank, gathered with the loads; W is the same on all ranks.
         """
         if not torch.compiler.is_compiling():  # which would compile anew for every number
             self.batch += 1
+        call = Call(self.group) if call is None else call
         planned = self.has_freedom  # so the others gather, unless num_tokens tells them not to
         counted: list[Counted] = []
         rows: list[Tensor] = []
-        try:
+        with call:
             if self.tokens == "same" and num_tokens is None and topk_ids:
                 num_tokens = len(topk_ids[0])
             planned = self.plans(num_tokens)
-            if failure is not None:
-                raise failure
+            call.raise_failure()
             check_one_each(topk_ids, len(self.ranks))
             counted = count_owned(topk_ids, self.placement, self.shared_columns)
             rows = [found.counts for found in counted]
             record(self, rows, counted[0].ids.shape[1])
-            if beside is not None:
-                rows = [torch.cat(parts) for parts in zip(rows, beside, strict=True)]
-        except BaseException as error:
-            failure = error if failure is None else failure
+            if more is not None:
+                rows = [torch.cat(parts) for parts in zip(rows, more, strict=True)]
         self.last_plan = self.last_loads = None
-        told = {**self.facts, **(facts or {})}
+        call.facts = {**self.facts, **call.facts}
         if planned and self.own_counts is not None:
-            return Gathered(counted, self.own_counts.gather(rows, failure, tell, told), True)
-        if not planned:
-            if failure is not None:
-                tell()
-                raise failure
-            own_loads = rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
-            return Gathered(counted, own_loads, False)
+            return Gathered(counted, self.own_counts.gather(rows, call), True)
+        if call.failure is not None and (not planned or self.tokens == "same"):
+            call.stop()  # no other rank waits in a gather
+        if not planned or self.tokens == "same":
+            gathered = rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
+            if not planned:
+                return Gathered(counted, gathered, False)
+            others = self.placement.topology.num_ranks - 1  # rank 0 stands for the one source there is
+            gathered = torch.nn.functional.pad(gathered, (0, 0, 0, others))
         own = self.placement.num_experts
-        width = own + (0 if beside is None else len(beside[0]))
-        gathered = self._gather(rows, width, failure, tell, told)
-        if beside is None:
+        width = own if more is None else own + len(more[0])
+        if self.tokens == "own":
+            if call.failure is not None and call.device is None:
+                call.device = self._device()
+            gathered = call.gather_loads(rows, width)
+        if more is None:
             return Gathered(counted, gathered, True)
-        loads, others = gathered.narrow(1, 0, own), gathered.narrow(1, own, width - own)
-        return Gathered(counted, loads, True, others)
+        return Gathered(counted, gathered.narrow(1, 0, own), True, gathered.narrow(1, own, width - own))
 
     def plan(self, gathered: Gathered, filled: Filled | None = None, keep_local: bool = False) -> Balanced:
         """Plans a batch, if it is to be planned; filled and keep_local as in :func:`isoload.plan`."""
@@ -339,32 +336,6 @@ class Balancer:
     def routed_ids(self, slots: Tensor) -> Tensor:
         """Slots numbered as if the shared experts had none: an engine's physical ids of routed experts; -1 stays."""
         return without_shared_slots(slots, self.placement.slots_per_rank, self.placement.num_shared)
-
-    def _gather(
-        self,
-        rows: list[Tensor],
-        width: int,
-        failure: BaseException | None,
-        tell: Callable[[], None],
-        facts: Mapping[str, int],
-    ) -> Tensor:
-        """[R, width] counts of all ranks. With tokens="same" rank 0 stands for the one source there is."""
-        if self.tokens == "same":
-            if failure is not None:
-                raise failure
-            others = self.placement.topology.num_ranks - 1
-            return torch.nn.functional.pad(rows[0].unsqueeze(0), (0, 0, 0, others))
-        assert self.group is not None
-        if failure is None:
-            return self.group.gather_loads(rows, None, facts)
-        nothing = torch.zeros(width, dtype=torch.int32, device=self._device())
-        try:
-            owned = len(self.ranks)
-            self.group.gather_loads([nothing] * owned, [error_code("count")] * owned, facts)
-        except ValueError:
-            raise failure from None
-        tell()
-        raise failure
 
     def _device(self) -> torch.device:
         """Where the last tables were made: on the host at construction, then where the batches are."""

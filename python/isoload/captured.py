@@ -18,6 +18,7 @@ from torch import Tensor
 from isoload.balancer import Balancer
 from isoload.counting import check_ids, check_one_each
 from isoload.records import Plan
+from isoload.transport import Call
 from isoload.value_checks import values_readable
 
 Replay = Callable[[], None]
@@ -119,8 +120,8 @@ class CapturedBalancer:
             ValueError: naming the argument, the rule and the value. The other ranks raise it from the gather.
         """
         ids: list[Tensor] = []
-        failure: BaseException | None = None
-        try:
+        call = Call(self.balancer.group)
+        with call:
             ids = [topk_ids] if isinstance(topk_ids, Tensor) else list(topk_ids)
             self._check(ids)
             if self.balancer.tokens == "same" and num_tokens is None:
@@ -128,10 +129,8 @@ class CapturedBalancer:
             self.balancer.plans(num_tokens)
             for n, rows in enumerate(ids):
                 self._take(n, rows)
-        except BaseException as error:
-            failure = error
-        if failure is not None:
-            self.balancer.gather([], num_tokens, failure)  # tells the other ranks, and raises it
+        if call.failure is not None:
+            self.balancer.gather([], num_tokens, call)  # in which the other ranks hear of it; raises
         slots = [s.narrow(0, 0, len(rows)) for s, rows in zip(self._run(num_tokens), ids, strict=True)]
         return slots[0] if isinstance(topk_ids, Tensor) else slots
 
@@ -193,7 +192,7 @@ class CapturedBalancer:
             replay, slots = self._capture(lambda: self._call(num_tokens))
         except BaseException as error:
             self.balancer.batch = batch
-            self.balancer.gather([], num_tokens, error)  # for which the other ranks wait
+            self.balancer.gather([], num_tokens, Call(group, failure=error))  # for which the other ranks wait
             raise
         sent = Counter[str]() if group is None else group.traffic.bytes - before
         return _Graph(replay, slots, self.balancer.last_plan, self.balancer.last_loads, sent)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from isoload import Topology
-from isoload.transport import CollectiveGroup, Dispatcher, Received, Transport
+from isoload.transport import Call, CollectiveGroup, Dispatcher, Received, Transport
 from isoload.transport.deep_ep import DeepEPDispatcher
 from isoload.transport.deep_ep.wires import WIRES
 from support import deep_ep_double
@@ -39,20 +37,20 @@ class AnyShape(Dispatcher):
         self._of: dict[int, tuple[object, DeepEPDispatcher]] = {}
 
     def dispatch(
-        self, x: Any, slots: Any, weights: Any, slots_per_rank: int, facts: Mapping[str, int] | None = None
+        self, x: Any, slots: Any, weights: Any, slots_per_rank: int, call: Call | None = None
     ) -> list[Received]:
         shape = x[0].shape[1], slots[0].shape[1], slots_per_rank
         if shape not in self._made:
             self._made[shape] = make_dispatcher(self.group, self.made, *shape, self.host_waits, **self.how)
-        received = self._made[shape].dispatch(x, slots, weights, slots_per_rank, facts)
+        received = self._made[shape].dispatch(x, slots, weights, slots_per_rank, call)
         self._of[id(received[0].handle)] = received[0].handle, self._made[shape]
         return received
 
     def combine(self, y: Any, received: list[Received], own: Any = None) -> list[Tensor]:
         return self._of[id(received[0].handle)][1].combine(y, received, own)
 
-    def tell_failure(self, stage: str, device: torch.device, facts: Mapping[str, int] | None = None) -> None:
-        next(iter(self._made.values())).tell_failure(stage, device, facts)
+    def carry_failure(self, call: Call) -> None:
+        next(iter(self._made.values())).carry_failure(call)
 
 
 def make_dispatcher(

@@ -26,23 +26,17 @@ class OneRank(CollectiveGroup):
         Group.__init__(self, topology, [rank])
         self.process_group = None
 
-    def _gather(self, stage: str, rows: list[Tensor]) -> Tensor:
+    def _gather(self, stage: str, rows: list[Tensor], in_node: bool = False) -> Tensor:
         return rows[0].unsqueeze(0).expand(self.topology.num_ranks, -1)
-
-    _gather_node = _gather
 
     def join_node(self) -> None:
         pass
 
     _start_gather = Group._start_gather
 
-    def _start_swap(self, stage: str, buffers: list[Tensor], sent: Any, got: Any) -> Any:
+    def _swap(self, stage: str, buffers: list[Tensor], sent: Any, got: Any, begun: bool = False) -> Any:
         arrived = buffers[0].new_empty(sum(got[0]), *buffers[0].shape[1:])
         return lambda: [arrived]
-
-    def _swap(self, *given: Any) -> list[Tensor]:
-        arrived: list[Tensor] = self._start_swap(*given)()
-        return arrived
 
     def gather_objects(self, stage: str, given: object) -> list[Any]:
         return [given] * self.topology.num_ranks

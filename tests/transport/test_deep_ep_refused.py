@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from isoload import Topology
-from isoload.transport import CollectiveGroup, Received
+from isoload.transport import Call, CollectiveGroup, Received
 from isoload.transport.deep_ep import DeepEPTransport, dispatcher, packages, transport
 from isoload.transport.deep_ep.limits import LIMITS, Shape
 from isoload.transport.deep_ep.wires import wire_of
@@ -93,8 +93,8 @@ def test_constructions_are_refused_on_all_ranks() -> None:
 GOOD = {"x": (3, 256), "slots": [[0, 3], [1, -1], [2, 0]]}
 
 
-def send(made: Any, x: Tensor, slots: Tensor, facts: dict[str, int] | None = None) -> list[Received]:
-    return made.dispatch([x], [slots], [torch.rand(slots.shape)], 2, facts)
+def send(made: Any, x: Tensor, slots: Tensor, call: Call | None = None) -> list[Received]:
+    return made.dispatch([x], [slots], [torch.rand(slots.shape)], 2, call)
 
 
 CHANGES: dict[str, tuple[Any, str]] = {
@@ -146,12 +146,13 @@ def failing(rank: int, readable: bool) -> None:
         dispatcher.values_readable = lambda tensor: False
     group = CollectiveGroup(Topology(2))
     made = make_dispatcher(group, BUFFERS["EPBuffer"], 256, 2, 2)
+    call = Call(group, "count", torch.device("cpu"), {"layer": 3})
     if rank == 1:
-        made.tell_failure("count", torch.device("cpu"), {"layer": 3})
-        raise OSError("disk full")
+        call.failure = OSError("disk full")
+        made.carry_failure(call)
     if not readable:
         group._errors = torch.tensor([0, 1])
-    send(made, torch.ones(3, 256, dtype=torch.bfloat16), torch.tensor(GOOD["slots"]), {"layer": 3})
+    send(made, torch.ones(3, 256, dtype=torch.bfloat16), torch.tensor(GOOD["slots"]), call)
 
 
 @pytest.mark.parametrize("readable", [True, False])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload.transport import Dispatcher, Group, LocalGroup, Received, Transport
+from isoload.transport import Call, Dispatcher, Group, LocalGroup, Received, Transport
 from support.borrowed_layer import LLEP, assert_dense, make_setup
 
 
@@ -23,7 +22,7 @@ class ToyDispatcher(Dispatcher):
         self.group = group
 
     def dispatch(
-        self, x: Any, slots: Any, weights: Any, slots_per_rank: int, facts: Mapping[str, int] | None = None
+        self, x: Any, slots: Any, weights: Any, slots_per_rank: int, call: Call | None = None
     ) -> list[Received]:
         rows, ids, gates = torch.cat(x), torch.cat(slots), torch.cat(weights)
         received = []
@@ -44,7 +43,7 @@ class ToyDispatcher(Dispatcher):
             total = total + nothing.index_add(0, token, rows.to(gate.dtype) * gate)
         return list(total.to(y[0].dtype).split(handles[0][2]))
 
-    def tell_failure(self, stage: str, device: torch.device, facts: Mapping[str, int] | None = None) -> None:
+    def carry_failure(self, call: Call) -> None:
         """All ranks are in this process and raise anyway."""
 
 

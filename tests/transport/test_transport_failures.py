@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from isoload import Topology
-from isoload.transport import STAGES, CollectiveTransport, error_code
+from isoload.transport import STAGES, Call, CollectiveTransport, error_code
 from support.batches import MAX_TOKENS, Batch, draw
 from support.conformance import own, send
 from support.processes import die, rank_outcomes, run_ranks
@@ -99,13 +99,14 @@ def test_ranks_that_differ_in_other_facts_raise_alike() -> None:
     batch = draw("facts", 3, absent=0.0)
 
     def body(rank: int, fails: bool) -> None:
-        dispatcher = CollectiveTransport(Topology(3)).dispatcher
+        transport = CollectiveTransport(Topology(3))
         facts = {"layer": 2, "batch": 7 + (rank == 1)}
+        call = Call(transport.group, "count", torch.device("cpu"), facts)
         if fails and rank == 1:
-            dispatcher.tell_failure("count", torch.device("cpu"), facts)
-            raise OSError("disk full")
+            call.failure = OSError("disk full")
+            transport.dispatcher.carry_failure(call)
         x, slots, weights = ([values[rank]] for values in (batch.x, batch.slots, batch.weights))
-        dispatcher.dispatch(x, slots, weights, batch.slots_per_rank, facts)
+        transport.dispatcher.dispatch(x, slots, weights, batch.slots_per_rank, call)
 
     told = "ValueError: batch must be the same on all ranks, got 7 on rank 0 and 8 on rank 1"
     assert errors_of(body, 3, False) == [told] * 3

@@ -11,7 +11,7 @@ With "last" a source cuts its copies as the sums of the exchange before are spli
 Shared experts stay home: their copies are there before a source splits the others.
 """
 
-from isoload.own_counts.counts import Loads, OwnCounts, OwnSplit, no_one, share_in_node
+from isoload.own_counts.counts import Loads, OwnCounts, OwnSplit, share_in_node
 from isoload.own_counts.making import make_own_counts
 from isoload.own_counts.renewal import Exchanged, exchange
 from isoload.own_counts.targets import offsets
@@ -23,7 +23,6 @@ __all__ = [
     "OwnSplit",
     "exchange",
     "make_own_counts",
-    "no_one",
     "offsets",
     "share_in_node",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from isoload.policies.exact import ExactPolicy
 from isoload.replica_tables import ReplicaTables
 from isoload.shared_experts import shared_copies, widened
 from isoload.steps import in_backward
-from isoload.transport import Group, error_code
+from isoload.transport import Call, Group
 
 Loads = Literal["gathered", "node", "own", "last"]
 
@@ -24,10 +24,6 @@ Loads = Literal["gathered", "node", "own", "last"]
 def described(failure: BaseException) -> str:
     """As the other ranks read it."""
     return f"{type(failure).__name__}: {failure}"
-
-
-def no_one() -> None:
-    """In place of what tells other ranks of a failure: they hear of it in the next exchange."""
 
 
 class OwnSplit(NamedTuple):
@@ -118,43 +114,22 @@ class OwnCounts:
         ):
             kept.zero_()
 
-    def gather(
-        self,
-        rows: list[Tensor],
-        failure: BaseException | None,
-        tell: Callable[[], None],
-        facts: Mapping[str, int],
-    ) -> Tensor:
+    def gather(self, rows: list[Tensor], call: Call) -> Tensor:
         """Counts for :meth:`split`: [n, E] of the owned ranks or, by node, [R, E], of the owned nodes' ranks.
 
         Args:
-            rows: [E] of every owned rank, shared experts included; not read where there is a failure.
-            failure: why this process has no counts; raised here, and by the ranks of its node.
-            tell: called before that. Where it is :func:`no_one`, the next exchange names the failure.
-            facts: as of :meth:`Group.gather_loads`.
+            rows: [E] of every owned rank, shared experts included; not read where the call has failed.
+            call: whose failure the ranks of the node hear of here. Where no later exchange carries it to the others,
+                the next :func:`exchange` names it.
         """
-        if failure is not None and tell is no_one:
-            self.failure = described(failure)
-        if not self.by_node:
-            if failure is not None:
-                tell()
-                raise failure
-            return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
-        owned, code = len(self.group.ranks), 0
-        if failure is not None:
-            nothing = torch.zeros(self.num_experts, dtype=torch.int32, device=self.recent.device)
-            rows, code = [nothing] * owned, error_code("count")
-        try:
-            loads = self.group.gather_loads(rows, [code] * owned, facts, in_node=True)
-        except ValueError as error:
-            tell()  # other nodes, which have not met this one yet
-            if failure is None:
-                raise
-            raise failure from error
-        if failure is not None:  # on a device, whose errors the host reads later
-            tell()
-            raise failure
-        return loads
+        if call.failure is not None and call.later is None:
+            self.failure = described(call.failure)
+        if self.by_node:
+            call.device = self.recent.device if call.device is None else call.device
+            return call.gather_loads(rows, self.num_experts, in_node=True)
+        if call.failure is not None:
+            call.stop()
+        return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
 
     def split(self, loads: Tensor, placed: PlacedLayers, layer: int) -> list[Tensor]:
         """[P] copies that every owned rank sends to each slot, from what :meth:`gather` returned."""

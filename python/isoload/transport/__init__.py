@@ -3,15 +3,15 @@
 from isoload.transport.agreement import DTYPES, STAGES, checksum, error_code
 from isoload.transport.collective import CollectiveGroup
 from isoload.transport.dispatcher import Dispatcher, Received, StartedDispatch
-from isoload.transport.group import Group, SendCounts
-from isoload.transport.local import LocalGroup
+from isoload.transport.exchanges import SendCounts, Traffic
+from isoload.transport.group import Call, Group
 from isoload.transport.row_dispatcher import RowDispatcher
-from isoload.transport.traffic import Traffic
-from isoload.transport.transport import CollectiveTransport, LocalTransport, Transport
+from isoload.transport.transport import CollectiveTransport, LocalGroup, LocalTransport, Transport
 
 __all__ = [
     "DTYPES",
     "STAGES",
+    "Call",
     "CollectiveGroup",
     "CollectiveTransport",
     "Dispatcher",

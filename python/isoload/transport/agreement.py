@@ -53,18 +53,20 @@ def rank_failed(rank: int, stage: str) -> str:
     return f"rank {rank} failed in stage {stage}, so all ranks stop; its own error says why"
 
 
-def raise_disagreement(names: Sequence[str], facts: Sequence[Sequence[int]], first: int = 0) -> None:
-    """Raises if facts [n][F] of the ranks from first on differ, naming the first that does.
+def raise_unlike(name: str, values: Sequence[object], first: int = 0, why: str = "") -> None:
+    """Raises ValueError if the values of the ranks from first on differ, naming the first rank that does."""
+    for rank, value in enumerate(values, first):
+        if value != values[0]:
+            raise ValueError(
+                f"{name} must be the same on all ranks, got {values[0]} on rank {first} and {value} on rank {rank}{why}"
+            )
 
-    "dtype ..." is an index of DTYPES.
-    """
+
+def raise_disagreement(names: Sequence[str], facts: Sequence[Sequence[int]], first: int = 0) -> None:
+    """:func:`raise_unlike` for facts [n][F]; "dtype ..." is an index of DTYPES."""
     for name, values in zip(names, zip(*facts, strict=True), strict=True):
-        for rank, value in enumerate(values, first):
-            if value != values[0]:
-                wanted, other = (DTYPES[v] if name.startswith("dtype") else v for v in (values[0], value))
-                raise ValueError(
-                    f"{name} must be the same on all ranks, got {wanted} on rank {first} and {other} on rank {rank}"
-                )
+        if len(set(values)) > 1:
+            raise_unlike(name, [DTYPES[v] for v in values] if name.startswith("dtype") else values, first)
 
 
 def stage_header(stage: str, row_bytes: int) -> Tensor:
@@ -78,14 +80,9 @@ def raise_other_stage(headers: Tensor, first: int = 0) -> None:
     told = [bytes(row) for row in headers.tolist()]
     stages = [row[:STAGE_BYTES].rstrip(b"\0").decode(errors="replace") for row in told]
     sizes = [int.from_bytes(row[STAGE_BYTES:], "little") for row in told]
-    of = f"bytes per row of stage {stages[0]}"
-    for name, values in (("stage", stages), (of, sizes)):
-        for rank, value in enumerate(values, first):
-            if value != values[0]:
-                raise ValueError(
-                    f"{name} must be the same on all ranks, got {values[0]} on rank {first} and {value} on rank "
-                    f"{rank}: all ranks make the same calls in the same order"
-                )
+    why = ": all ranks make the same calls in the same order"
+    raise_unlike("stage", stages, first, why)
+    raise_unlike(f"bytes per row of stage {stages[0]}", sizes, first, why)
 
 
 def checksum(value: object) -> int:

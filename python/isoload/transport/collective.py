@@ -16,9 +16,9 @@ from torch.distributed.constants import default_pg_timeout
 
 from isoload.topology import Topology
 from isoload.transport.agreement import raise_other_stage, stage_header
-from isoload.transport.group import Group, PerRank
-from isoload.transport.peers import Peers
-from isoload.transport.symmetric import SymmetricMemory
+from isoload.transport.exchanges import PerRank
+from isoload.transport.group import Group
+from isoload.transport.peers import Peers, SymmetricMemory
 from isoload.value_checks import values_readable
 
 # the name since torch 2.13, and the one before
@@ -60,7 +60,8 @@ class CollectiveGroup(Group):
         self.process_group = process_group if process_group is not None else dist.group.WORLD
         super().__init__(topology, [dist.get_rank(self.process_group)])
         size = dist.get_world_size(self.process_group)
-        self.agree_once("construction", {"topology": topology})
+        with self.agreeing("construction") as facts:
+            facts["topology"] = topology
         if topology.num_ranks != size:
             raise ValueError(f"topology must have the group's {size} ranks, got {topology.num_ranks}")
 
@@ -80,12 +81,14 @@ class CollectiveGroup(Group):
         assert given is not None
         return cls(topology, dist.new_group(ranks, timeout=timeout_of(given)))
 
-    def _gather(self, stage: str, rows: list[Tensor]) -> Tensor:
-        gathered = rows[0].new_empty(self.topology.num_ranks * len(rows[0]))
+    def _gather(self, stage: str, rows: list[Tensor], in_node: bool = False) -> Tensor:
+        node, num_ranks = self._node() if in_node else None, self.topology.num_ranks
+        near = self.topology.node_of(self.ranks[0]) if in_node else range(num_ranks)
+        gathered = (rows[0].new_zeros if in_node else rows[0].new_empty)(num_ranks, len(rows[0]))
         with self.named(stage):
-            self._meet(stage, rows[0], rows[0].nbytes)
-            _all_gather(gathered, rows[0], group=self.process_group)
-        return gathered.view(self.topology.num_ranks, -1)
+            self._meet(stage, rows[0], rows[0].nbytes, node)
+            _all_gather(gathered[near.start : near.stop].flatten(), rows[0], group=node or self.process_group)
+        return gathered
 
     def join_node(self) -> None:
         self._node()
@@ -106,14 +109,6 @@ class CollectiveGroup(Group):
 
         return self.memo(("node",), make)
 
-    def _gather_node(self, stage: str, rows: list[Tensor]) -> Tensor:
-        node, near = self._node(), self.topology.node_of(self.ranks[0])
-        gathered = rows[0].new_zeros(self.topology.num_ranks, len(rows[0]))
-        with self.named(stage):
-            self._meet(stage, rows[0], rows[0].nbytes, node)
-            _all_gather(gathered[near.start : near.stop].flatten(), rows[0], group=node)
-        return gathered
-
     def _start_gather(self, stage: str, rows: list[Tensor]) -> Callable[[], Tensor]:
         gathered = rows[0].new_empty(self.topology.num_ranks * len(rows[0]))
         with self.named(stage):
@@ -127,30 +122,22 @@ class CollectiveGroup(Group):
 
         return wait
 
-    def _swap(self, stage: str, buffers: list[Tensor], sent: PerRank, got: PerRank) -> list[Tensor]:
-        arrived = buffers[0].new_empty(sum(got[0]), *buffers[0].shape[1:])
-        with self.named(stage):
-            self._meet(stage, buffers[0], row_bytes(buffers[0]))
-            dist.all_to_all_single(
-                arrived, buffers[0].contiguous(), got[0], sent[0], group=self.process_group
-            )
-        return [arrived]
-
-    def _start_swap(
-        self, stage: str, buffers: list[Tensor], sent: PerRank, got: PerRank
+    def _swap(
+        self, stage: str, buffers: list[Tensor], sent: PerRank, got: PerRank, begun: bool = False
     ) -> Callable[[], list[Tensor]]:
         arrived = buffers[0].new_empty(sum(got[0]), *buffers[0].shape[1:])
         leaving = buffers[0].contiguous()
         with self.named(stage):
             self._meet(stage, buffers[0], row_bytes(buffers[0]))
             work = dist.all_to_all_single(
-                arrived, leaving, got[0], sent[0], group=self.process_group, async_op=True
+                arrived, leaving, got[0], sent[0], group=self.process_group, async_op=begun
             )
 
         def wait() -> list[Tensor]:
-            with self.named(stage):
-                work.wait()
-            leaving.untyped_storage()  # held until here
+            if begun:
+                with self.named(stage):
+                    work.wait()
+                leaving.untyped_storage()  # held until here
             return [arrived]
 
         return wait
@@ -192,7 +179,8 @@ class CollectiveGroup(Group):
         except (RuntimeError, ImportError) as error:
             works = False
             warnings.warn(f"symmetric memory cannot be had: {error}", stacklevel=2)
-        self.agree_once("construction", {"symmetric memory": works})
+        with self.agreeing("construction") as facts:
+            facts["symmetric memory"] = works
         return made if works else None
 
     @contextmanager

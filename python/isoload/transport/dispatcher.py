@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from isoload.transport.agreement import DTYPES
-from isoload.transport.shared import Shared
+from isoload.transport.exchanges import Shared
+from isoload.transport.group import Call
+from isoload.value_checks import values_readable
+
+# In the order of dispatch_facts
+FACTS = ("hidden size of x", "dtype of x", "top-k of slots", "dtype of weights", "slots_per_rank")
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +79,7 @@ class Dispatcher(Shared, ABC):
         slots: list[Tensor],
         weights: list[Tensor],
         slots_per_rank: int,
-        facts: Mapping[str, int] | None = None,
+        call: Call | None = None,
     ) -> list[Received]:
         """Sends every token to each rank that holds one of its slots.
 
@@ -83,9 +88,8 @@ class Dispatcher(Shared, ABC):
             slots: [T, K] int32 or int64 each, global: what :func:`isoload.route` returns; -1 = absent.
             weights: [T, K] float32 each; beside float64 x also float64, which keeps their gradients exact.
             slots_per_rank: S; slot p lives on rank p // S.
-            facts: more integers that all ranks must give alike, by name, the same names on all ranks. They travel with
-                the row counts; where the host does not wait for these, facts are compared where values are readable
-                (on CPU; elsewhere under ISOLOAD_CHECK=1).
+            call: whose facts travel with the row counts; where the host does not wait for these, they are compared
+                where values are readable (on CPU; elsewhere under ISOLOAD_CHECK=1).
 
         Raises:
             ValueError: naming the argument, the rule and the value. The other ranks raise, too, naming rank and stage;
@@ -116,13 +120,10 @@ class Dispatcher(Shared, ABC):
         """
 
     @abstractmethod
-    def tell_failure(self, stage: str, device: torch.device, facts: Mapping[str, int] | None = None) -> None:
-        """Takes part in the exchange in which the other ranks' dispatch waits for this one, so that they raise.
+    def carry_failure(self, call: Call) -> None:
+        """Takes part in the exchange in which the other ranks' dispatch waits for this one, where there is one.
 
-        Args:
-            stage: in which this process failed.
-            device: that the group exchanges on.
-            facts: with the names that the other ranks give to dispatch; their values are not read.
+        They raise, and so does this rank what has failed in the call.
         """
 
     def start_dispatch(
@@ -131,7 +132,7 @@ class Dispatcher(Shared, ABC):
         slots: list[Tensor],
         weights: list[Tensor],
         slots_per_rank: int,
-        facts: Mapping[str, int] | None = None,
+        call: Call | None = None,
     ) -> StartedDispatch:
         """:meth:`dispatch`, begun: other work, and other exchanges, may come before its ``wait()``. Forward only.
 
@@ -141,7 +142,7 @@ class Dispatcher(Shared, ABC):
             ValueError: as dispatch, or if gradients are recorded.
         """
         refuse_gradients()
-        received = self.dispatch(x, slots, weights, slots_per_rank, facts)
+        received = self.dispatch(x, slots, weights, slots_per_rank, call)
         return StartedDispatch(lambda: received)
 
 
@@ -149,3 +150,58 @@ def refuse_gradients() -> None:
     """Raises ValueError where gradients are recorded."""
     if torch.is_grad_enabled():
         raise ValueError("start_dispatch must run under torch.no_grad(), got gradients recorded")
+
+
+def dispatch_facts(
+    rank: int, x: Tensor, slots: Tensor, weights: Tensor, slots_per_rank: int, num_ranks: int
+) -> tuple[int, ...]:
+    """FACTS of one rank's arguments.
+
+    Raises:
+        ValueError: naming the argument, the rule and the value. Where slots' values are not readable, one
+            out of range is an absent copy.
+    """
+    if x.dim() != 2 or x.dtype not in DTYPES:
+        raise ValueError(
+            f"x of rank {rank} must be [T, H] of {', '.join(map(str, DTYPES))}, got {list(x.shape)} {x.dtype}"
+        )
+    if slots.dim() != 2 or len(slots) != len(x) or not slots.shape[1]:
+        raise ValueError(f"slots of rank {rank} must be [{len(x)}, K], K >= 1, got {list(slots.shape)}")
+    if slots.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"slots of rank {rank} must be int32 or int64, got {slots.dtype}")
+    if weights.shape != slots.shape:
+        raise ValueError(
+            f"weights of rank {rank} must be {list(slots.shape)} as slots, got {list(weights.shape)}"
+        )
+    if weights.dtype not in (torch.float32, torch.promote_types(torch.float32, x.dtype)):
+        raise ValueError(
+            f"weights of rank {rank} must be float32 (or float64 beside float64 x), got {weights.dtype}"
+        )
+    if not x.device == slots.device == weights.device:
+        raise ValueError(
+            f"x, slots and weights of rank {rank} must be on one device, "
+            f"got {x.device}, {slots.device}, {weights.device}"
+        )
+    if slots_per_rank < 1:
+        raise ValueError(f"slots_per_rank must be at least 1, got {slots_per_rank}")
+    if values_readable(slots):
+        last = num_ranks * slots_per_rank - 1
+        if (wrong := slots[(slots < -1) | (slots > last)]).numel():
+            raise ValueError(f"slots of rank {rank} must be in -1..{last}, got {int(wrong[0])}")
+    return (
+        x.shape[1],
+        DTYPES.index(x.dtype),
+        slots.shape[1],
+        DTYPES.index(weights.dtype),
+        slots_per_rank,
+    )
+
+
+def check_like(
+    name: str, rank: int, given: Tensor, shape: torch.Size, dtype: torch.dtype, whose: str
+) -> None:
+    """Raises ValueError unless a rank's rows have the shape and dtype of others."""
+    if given.shape != shape or given.dtype != dtype:
+        raise ValueError(
+            f"{name} of rank {rank} must be {list(shape)} {dtype} as {whose}, got {list(given.shape)} {given.dtype}"
+        )

@@ -18,9 +18,8 @@ from isoload.results import PackedRows, RowLayout
 from isoload.transport.agreement import DTYPES
 from isoload.transport.dispatcher import Received
 from isoload.transport.group import Group
-from isoload.transport.packing import pack, unpack
 from isoload.transport.row_dispatcher import RowHandle
-from isoload.transport.rows import RowMap
+from isoload.transport.rows import RowMap, pack, unpack
 
 FACTS = ("hidden size of x", "dtype of x", "top-k", "dtype of weights")
 

@@ -1,158 +1,39 @@
-"""Group: the ranks that share a layer, and every exchange between them that is not a dispatch."""
+"""Group: how ranks tell each other, beside what they exchange, that one failed or that they differ."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from isoload.ops import check_device
 from isoload.topology import Topology
-from isoload.transport.agreement import error_code, loads_of, raise_disagreement, raise_failure, rank_failed
-from isoload.transport.peers import Peers
-from isoload.transport.shared import Shared
-from isoload.transport.traffic import Traffic, num_bytes
+from isoload.transport.agreement import (
+    error_code,
+    loads_of,
+    raise_disagreement,
+    raise_failure,
+    raise_unlike,
+    rank_failed,
+)
+from isoload.transport.exchanges import Exchanges, PerRank, num_bytes
 from isoload.value_checks import capturing, may_be_kept, put_on, values_readable
 
-T = TypeVar("T")
 FACT_RANGE = 2**31 - 1  # facts travel as int32 beside the loads: larger ones by their remainder
-PerRank = list[list[int]]  # for every owned rank [R], by destination or by source
 
 
-class SendCounts(Protocol):
-    """How many rows a rank sends to every destination and gets from every source, [R] each."""
-
-    @property
-    def sent(self) -> list[int]: ...
-
-    @property
-    def got(self) -> list[int]: ...
-
-
-class Group(Shared, ABC):
-    """R ranks that exchange tensors; lists run over ``ranks``, those that this process owns.
-
-    Every rank makes the same calls in the same order. Each exchange has a stage, which names it in errors and in
-    ``traffic.bytes``. A subclass moves the bytes: ``_gather``, ``_swap``, where it can begin them ``_start_gather`` and
-    ``_start_swap``, and ``gather_objects``.
-
-    Args:
-        topology: R ranks.
-        ranks: the ranks that this process owns.
-    """
+class Group(Exchanges):
+    """R ranks that share a layer; for the arguments see :class:`Exchanges`."""
 
     def __init__(self, topology: Topology, ranks: Sequence[int]) -> None:
-        self.topology = topology
-        self.ranks = tuple(ranks)
-        self.traffic = Traffic.of(topology.num_ranks, torch.device("cpu"))
+        super().__init__(topology, ranks)
         self._errors: Tensor | None = None  # [R] codes that the host has not read yet
         self._replayed: Tensor | None = None  # [R] those of captured gathers, at an address that graphs hold
         self._captures = False  # whether there are captured gathers
         self._agreed: set[tuple[Any, ...]] = set()
-        self._memo: dict[tuple[Any, ...], Any] = {}
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "a layer over processes cannot be pickled (torch.save): save its state_dict() on every rank or its "
-            "full_state_dict(), and load that into a layer made anew"
-        )
-
-    @property
-    def owns_all(self) -> bool:
-        """Whether this process owns every rank."""
-        return len(self.ranks) == self.topology.num_ranks
-
-    @abstractmethod
-    def _gather(self, stage: str, rows: list[Tensor]) -> Tensor: ...
-
-    @abstractmethod
-    def _swap(self, stage: str, buffers: list[Tensor], sent: PerRank, got: PerRank) -> list[Tensor]: ...
-
-    @abstractmethod
-    def gather_objects(self, stage: str, given: object) -> list[Any]:
-        """The object of every process of the group. Slow: by pickle."""
-
-    def _start_swap(
-        self, stage: str, buffers: list[Tensor], sent: PerRank, got: PerRank
-    ) -> Callable[[], list[Tensor]]:
-        arrived = self._swap(stage, buffers, sent, got)
-        return lambda: arrived
-
-    def _start_gather(self, stage: str, rows: list[Tensor]) -> Callable[[], Tensor]:
-        gathered = self._gather(stage, rows)
-        return lambda: gathered
-
-    def join_node(self) -> None:
-        """Makes what :meth:`gather_loads` needs inside nodes. All ranks call it together."""
-
-    def _gather_node(self, stage: str, rows: list[Tensor]) -> Tensor:
-        """[R, F] as :meth:`_gather`, from the ranks of the owned ones' nodes; 0 of the others."""
-        return self._gather(stage, rows)
-
-    def _gather_beside(
-        self, rows: list[Tensor], told: list[list[int]], in_node: bool
-    ) -> tuple[Tensor, Tensor]:
-        """[R, E] int32 of every rank's row [E], and [R, F] of the integers that it tells beside it."""
-        joined = [
-            torch.cat([row, row.new_tensor(also) if len(also) > 1 else row.new_full((1,), also[0])])
-            for row, also in zip(rows, told, strict=True)
-        ]
-        gather = self._gather_node if in_node else self._gather
-        width, gathered = len(rows[0]), gather("gather", joined)
-        return gathered.narrow(1, 0, width), gathered.narrow(1, width, len(told[0]))
-
-    def gather(self, stage: str, rows: list[Tensor]) -> Tensor:
-        """[R, F]: the row [F] of every rank, the same on all ranks."""
-        self.traffic.bytes[stage] += sum(map(num_bytes, rows))
-        return self._gather(stage, rows)
-
-    def start_gather(self, stage: str, rows: list[Tensor]) -> Callable[[], Tensor]:
-        """:meth:`gather`, begun: what it returns waits for the rows; other exchanges may come before that."""
-        self.traffic.bytes[stage] += sum(map(num_bytes, rows))
-        return self._start_gather(stage, rows)
-
-    def swap(self, stage: str, buffers: list[Tensor], sent: PerRank, got: PerRank) -> list[Tensor]:
-        """All-to-all of rows.
-
-        Args:
-            stage: see :class:`Group`.
-            buffers: [sum(sent), F] each, by destination; F and dtype are the same on all ranks.
-            sent: rows to every destination.
-            got: rows from every source.
-
-        Returns:
-            [sum(got), F] each, by source.
-
-        Raises:
-            RuntimeError: naming the stage, if a rank is gone.
-        """
-        self.traffic.bytes[stage] += sum(map(num_bytes, buffers))
-        return self._swap(stage, buffers, sent, got)
-
-    def start_swap(
-        self, stage: str, buffers: list[Tensor], sent: PerRank, got: PerRank
-    ) -> Callable[[], list[Tensor]]:
-        """:meth:`swap`, begun: what it returns waits for the rows; other exchanges may come before that."""
-        self.traffic.bytes[stage] += sum(map(num_bytes, buffers))
-        return self._start_swap(stage, buffers, sent, got)
-
-    def send(self, stage: str, buffers: list[Tensor], counts: Sequence[SendCounts]) -> list[Tensor]:
-        """Buffers [sum(sent), F] -> [sum(got), F]."""
-        return self.swap(stage, buffers, [c.sent for c in counts], [c.got for c in counts])
-
-    def start_send(
-        self, stage: str, buffers: list[Tensor], counts: Sequence[SendCounts]
-    ) -> Callable[[], list[Tensor]]:
-        """:meth:`send`, begun, as :meth:`start_swap`."""
-        return self.start_swap(stage, buffers, [c.sent for c in counts], [c.got for c in counts])
-
-    def send_back(self, stage: str, buffers: list[Tensor], counts: Sequence[SendCounts]) -> list[Tensor]:
-        """The other way: buffers [sum(got), F] -> [sum(sent), F]."""
-        return self.swap(stage, buffers, [c.got for c in counts], [c.sent for c in counts])
 
     def gather_loads(
         self,
@@ -187,13 +68,17 @@ class Group(Shared, ABC):
                     f"counts of rank {rank} must be [E] int32, got {list(row.shape)} {row.dtype}"
                 )
         self.agree_new("gather", ("length of counts",), [(len(row),) for row in counts], counts[0].device)
-        told = {k: v % FACT_RANGE for k, v in (facts or {}).items()} if values_readable(counts[0]) else {}
-        beside = [[code, *told.values()] for code in errors]
-        self.traffic.bytes["gather"] += sum(
-            num_bytes(row) + 4 * len(also) for row, also in zip(counts, beside, strict=True)
-        )
-        loads, gathered = self._gather_beside(counts, beside, in_node)
-        codes = gathered.select(1, 0)
+        compared = {k: v % FACT_RANGE for k, v in (facts or {}).items()} if values_readable(counts[0]) else {}
+        # a constant of one number is filled in: a copy of it would make the host wait
+        rows = [
+            torch.cat(
+                [row, row.new_tensor([code, *compared.values()]) if compared else row.new_full((1,), code)]
+            )
+            for row, code in zip(counts, errors, strict=True)
+        ]
+        self.traffic.bytes["gather"] += sum(map(num_bytes, rows))
+        gathered = self._gather("gather", rows, in_node)
+        loads, codes = gathered.narrow(1, 0, len(counts[0])), gathered.select(1, len(counts[0]))
         if torch.compiler.is_compiling() and loads.device.type == "cpu":
             checked: Tensor = loads_of(loads, codes)
             return checked
@@ -206,11 +91,12 @@ class Group(Shared, ABC):
         if self._replayed is None and may_be_kept(codes):
             with torch.inference_mode(False):  # else only inference could write it
                 self._replayed = torch.zeros(codes.shape, dtype=codes.dtype, device=codes.device)
-        if told or codes.device.type == "cpu":  # a rank that failed has no facts to compare
+        if compared or codes.device.type == "cpu":  # a rank that failed has no facts to compare
             self.check()
-        if told:
+        if compared:
             met = self.topology.node_of(self.ranks[0]) if in_node else range(len(gathered))
-            raise_disagreement(list(told), gathered[met.start : met.stop, 1:].tolist(), met.start)
+            facts_of_ranks = gathered[met.start : met.stop, len(counts[0]) + 1 :].tolist()
+            raise_disagreement(list(compared), facts_of_ranks, met.start)
         return loads
 
     def check(self) -> None:
@@ -264,7 +150,7 @@ class Group(Shared, ABC):
             for c, f in zip(counts, facts, strict=True)
         ]
         ones = [[1] * counts[0].shape[1]] * len(counts)
-        arrived = self.swap(stage, headers, ones, ones)
+        arrived = self._all_to_all(stage, headers, ones, ones)()
         codes = self._take_errors()
         told = [] if codes is None else [codes.unsqueeze(1)]
         table = [
@@ -284,42 +170,10 @@ class Group(Shared, ABC):
         got = [[peer[1] for peer in rank] for rank in host]
         return sent, got, [sum(peer[2] for peer in rank) for rank in host]
 
-    def agree(
-        self,
-        stage: str,
-        names: Sequence[str],
-        facts: Sequence[Sequence[int]],
-        device: torch.device,
-        failure: BaseException | None = None,
-        failed_in: str | None = None,
-    ) -> None:
-        """Compares facts between all ranks, on each call; the host waits for them.
-
-        Args:
-            stage: in whose name the ranks agree.
-            names: [F] what the facts are.
-            facts: [F] integers each; not read on a rank with a failure.
-            device: that the group exchanges on.
-            failure: why this process cannot go on.
-            failed_in: the stage it failed in, where that was an earlier one.
-
-        Raises:
-            ValueError: on all ranks alike, naming the first fact that differs, or the rank that failed and the stage.
-            BaseException: the failure, on the rank that has it.
-        """
-        code = 0 if failure is None else error_code(failed_in or stage)
-        told = facts if failure is None else [[0] * len(names)] * len(self.ranks)
-        rows = [torch.tensor([code, *f], dtype=torch.int64, device=device) for f in told]
-        gathered = self.gather(f"{stage} agreement", rows).tolist()
-        if failure is not None:
-            raise failure
-        raise_failure([row[0] for row in gathered])
-        raise_disagreement(names, [row[1:] for row in gathered])
-
     def agree_new(
         self, stage: str, names: tuple[str, ...], facts: list[tuple[int, ...]], device: torch.device
     ) -> None:
-        """:meth:`agree` if these facts are new; the same facts are not compared again."""
+        """:meth:`Call.agree` if these facts are new; the same facts are not compared again."""
         if (names, *facts) in self._agreed:
             return
         if capturing(device):
@@ -327,69 +181,159 @@ class Group(Shared, ABC):
                 f"stage {stage} must run once before it is captured in a CUDA graph: ranks agree on "
                 f"{', '.join(names)} first, which the host waits for"
             )
-        self.agree(stage, names, facts, device)
+        Call(self, stage, device).agree(stage, names, facts)
         self.note_agreed(names, facts)
 
     def note_agreed(self, names: tuple[str, ...], facts: list[tuple[int, ...]]) -> None:
         """These facts have been compared: :meth:`agree_new` need not do so again."""
         self._agreed.add((names, *facts))
 
-    def agree_once(self, stage: str, facts: dict[str, object], failure: BaseException | None = None) -> None:
-        """Compares facts of any kind between all processes, as when something is made. Slow, and the host waits.
+    @contextmanager
+    def agreeing(self, stage: str) -> Iterator[dict[str, Any]]:
+        """What fails inside fails on all ranks, and so do facts of any kind (put into the dict) that differ.
 
-        Args:
-            stage: in whose name the ranks agree.
-            facts: by name; not read where there is a failure.
-            failure: why this process cannot go on.
+        For what happens seldom, as when something is made: by pickle, and the host waits.
 
         Raises:
             ValueError: on all ranks alike, naming the first fact that differs, or the rank that failed, the stage and
                 the failure.
             BaseException: the failure, on the process that has it.
         """
-        said = None if failure is None else f"{type(failure).__name__}: {failure}"
-        gathered = self.gather_objects(stage, facts if said is None else said)
-        if failure is not None:
-            raise failure
+        call = Call(self, stage)
+        with call:
+            yield call.facts
+        error = call.failure
+        said = None if error is None else f"{type(error).__name__}: {error}"
+        gathered = self.gather_objects(stage, call.facts if said is None else said)
+        if error is not None:
+            raise error
         for rank, given in enumerate(gathered):
             if isinstance(given, str):
                 raise ValueError(f"{rank_failed(rank, stage)}: {given}")
-        for name, value in gathered[0].items():
-            for rank, given in enumerate(gathered):
-                if given[name] != value:
-                    raise ValueError(
-                        f"{name} must be the same on all ranks, got {value} on rank 0 and {given[name]} on rank {rank}"
-                    )
+        for name in gathered[0]:
+            raise_unlike(name, [given[name] for given in gathered])
 
-    @contextmanager
-    def agreeing(self, stage: str) -> Iterator[dict[str, object]]:
-        """What fails inside fails on all ranks, and so do facts (put into the dict) that differ: :meth:`agree_once`."""
-        facts: dict[str, object] = {}
-        failure: BaseException | None = None
+
+class Call:
+    """One call of all ranks: what went wrong in this process, and what all of them must hold alike.
+
+    As a context it keeps what fails inside, an interrupt too: the others must not wait for this rank. The next exchange
+    carries that, and raises: the failure here, on the other ranks an error that names the rank and the stage.
+
+    Args:
+        group: joins the ranks; None where this process is alone.
+        stage: in which it fails, if it does.
+        device: that the group exchanges on.
+        facts: integers that all ranks must give alike, by name, the same names on all ranks; in every exchange.
+        failure: why this process cannot go on.
+        later: the exchange in which the others are where they did not hear of the failure in the gather of loads;
+            it raises. None: they are in none.
+    """
+
+    __slots__ = ("device", "facts", "failure", "group", "in_gather", "later", "stage")
+
+    def __init__(
+        self,
+        group: Group | None,
+        stage: str = "count",
+        device: torch.device | None = None,
+        facts: Mapping[str, Any] | None = None,
+        failure: BaseException | None = None,
+        later: Callable[[Call], object] | None = None,
+    ) -> None:
+        self.group, self.stage, self.device, self.failure, self.later = group, stage, device, failure, later
+        self.facts: dict[str, Any] = {} if facts is None else dict(facts)
+        self.in_gather: dict[str, int] = {}  # more facts, which travel with the loads alone
+
+    def __enter__(self) -> Call:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
+        if error is not None and self.failure is None:
+            self.failure = error
+        return error is not None
+
+    def at(self, stage: str) -> Call:
+        """This context, for a later stage: what failed before failed in its own."""
+        if self.failure is None:
+            self.stage = stage
+        return self
+
+    def raise_failure(self) -> None:
+        """Raises what has failed here, if anything has."""
+        if self.failure is not None:
+            raise self.failure
+
+    def stop(self) -> NoReturn:
+        """Raises the failure, once the other ranks hear of it in the exchange that they are in."""
+        assert self.failure is not None
+        if self.later is not None:
+            self.later(self)
+        raise self.failure
+
+    def gather_loads(self, counts: list[Tensor], width: int, in_node: bool = False) -> Tensor:
+        """:meth:`Group.gather_loads` of counts [width] each, which are not read where this process has failed."""
+        group, errors, failed = self.group, None, self.failure is not None
+        assert group is not None
+        if failed:
+            nothing = torch.zeros(width, dtype=torch.int32, device=self.device)
+            counts, errors = [nothing] * len(group.ranks), [error_code(self.stage)] * len(group.ranks)
         try:
-            yield facts
-        except BaseException as error:  # the others must not wait for a rank that is interrupted either
-            failure = error
-        self.agree_once(stage, facts, failure)
+            loads = group.gather_loads(counts, errors, {**self.facts, **self.in_gather}, in_node)
+        except ValueError as error:
+            if in_node:  # other nodes have not met this one yet
+                self.failure = error if self.failure is None else self.failure
+                self.stop()
+            self.raise_failure()
+            raise
+        if failed:  # on a device, whose errors the host reads later
+            self.stop()
+        return loads
 
-    def peers(self, device: torch.device) -> Peers | None:
-        """The other ranks' memory on a device, where kernels can read it, else None. All ranks call it together."""
-        return None
+    def swap_counts(
+        self, stage: str, counts: list[Tensor], names: Sequence[str], facts: Sequence[Sequence[int]]
+    ) -> tuple[PerRank, PerRank, list[int]]:
+        """:meth:`Group.swap_counts`; counts and facts are not read where this process has failed."""
+        group, code = self.group, 0
+        assert group is not None
+        if self.failure is not None:
+            num_ranks, code = group.topology.num_ranks, error_code(self.stage)
+            counts = [torch.zeros(2, num_ranks, dtype=torch.int64, device=self.device)] * len(group.ranks)
+        try:
+            return group.swap_counts(stage, counts, *self._with_own(names, facts), code)
+        except ValueError:
+            self.raise_failure()
+            raise
 
-    def memo(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-        """What make() returned when the key was new, the same object from then on: for all layers of the group."""
-        if key not in self._memo:
-            self._memo[key] = make()
-        made: T = self._memo[key]
-        return made
+    def agree(
+        self, stage: str, names: Sequence[str] = (), facts: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        """Compares facts between all ranks, on each call; the host waits for them.
 
-    def reset_traffic(self) -> None:
-        """Counts from zero. The rows stay where they were: a dispatch would move them, and the host wait for that."""
-        self.traffic = Traffic.of(self.topology.num_ranks, self.traffic.rows.device)
+        Args:
+            stage: in whose name the ranks agree.
+            names: [F] of more facts, which may differ between the ranks that a process owns.
+            facts: [F] integers of each of these; not read where this process has failed.
 
-    def check_owned(self, name: str, given: Sequence[object]) -> None:
-        """Raises ValueError unless a list has an entry per owned rank."""
-        if len(given) != len(self.ranks):
-            raise ValueError(
-                f"{name} must have one entry per owned rank ({len(self.ranks)}), got {len(given)}"
-            )
+        Raises:
+            ValueError: on all ranks alike, naming the first fact that differs, or the rank that failed and the stage.
+            BaseException: the failure, on the rank that has it.
+        """
+        assert self.group is not None
+        code = 0 if self.failure is None else error_code(self.stage)
+        names, facts = self._with_own(names, facts)
+        rows = [torch.tensor([code, *f], dtype=torch.int64, device=self.device) for f in facts]
+        gathered = self.group.gather(f"{stage} agreement", rows).tolist()
+        self.raise_failure()
+        raise_failure([row[0] for row in gathered])
+        raise_disagreement(names, [row[1:] for row in gathered])
+
+    def _with_own(
+        self, names: Sequence[str], facts: Sequence[Sequence[int]] | None
+    ) -> tuple[Sequence[str], Sequence[Sequence[int]]]:
+        """Names and every owned rank's facts, followed by those that are alike; zeros where this process has failed."""
+        assert self.group is not None
+        names, own = (*names, *self.facts), tuple(self.facts.values())
+        if self.failure is not None:
+            return names, [(0,) * len(names)] * len(self.group.ranks)
+        return names, [(*f, *own) for f in ([()] * len(self.group.ranks) if facts is None else facts)]

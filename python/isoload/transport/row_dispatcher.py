@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from isoload.ops import number_rows, pack_rows
-from isoload.transport.agreement import error_code
-from isoload.transport.arguments import FACTS, check_like, dispatch_facts
-from isoload.transport.dispatcher import Dispatcher, Received, StartedDispatch, refuse_gradients
-from isoload.transport.exchange import Combine, Dispatch, anchor, unpack_payload
-from isoload.transport.group import Group
-from isoload.transport.rows import RowMap
+from isoload.transport.dispatcher import (
+    FACTS,
+    Dispatcher,
+    Received,
+    StartedDispatch,
+    check_like,
+    dispatch_facts,
+    refuse_gradients,
+)
+from isoload.transport.exchanges import PerRank
+from isoload.transport.group import Call, Group
+from isoload.transport.rows import Combine, Dispatch, RowMap, anchor, unpack_payload
 from isoload.value_checks import values_readable
 
 COUNTS_STAGE = "dispatch row counts"
-
-
-class RankFailed(Exception):
-    """Stands for this rank's own failure, which the caller raises in full."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,10 +75,10 @@ class RowDispatcher(Dispatcher):
         slots: list[Tensor],
         weights: list[Tensor],
         slots_per_rank: int,
-        facts: Mapping[str, int] | None = None,
+        call: Call | None = None,
     ) -> list[Received]:
         """See :meth:`Dispatcher.dispatch`."""
-        maps, payload, most = self._pack_tokens(x, slots, weights, slots_per_rank, facts or {})
+        maps, payload, most = self._pack_tokens(x, slots, weights, slots_per_rank, call)
         link, *values = Dispatch.apply(self.group, maps, payload, anchor(), *x, *weights)
         owned = len(maps)
         parts = values[:owned], values[owned : 2 * owned], values[2 * owned :]
@@ -89,12 +90,10 @@ class RowDispatcher(Dispatcher):
         slots: list[Tensor],
         weights: list[Tensor],
         slots_per_rank: int,
-        facts: Mapping[str, int] | None = None,
+        call: Call | None = None,
     ) -> StartedDispatch:
         """See :meth:`Dispatcher.start_dispatch`. The row counts are exchanged before it returns."""
-        maps, payload, most = self._pack_tokens(
-            x, slots, weights, slots_per_rank, facts or {}, forward_only=True
-        )
+        maps, payload, most = self._pack_tokens(x, slots, weights, slots_per_rank, call, forward_only=True)
         finish = self.group.start_send("dispatch", payload, maps)
 
         def wait() -> list[Received]:
@@ -122,23 +121,35 @@ class RowDispatcher(Dispatcher):
         maps = [handle.row_map for handle in handles]
         return list(Combine.apply(self.group, maps, not self.host_waits, link, *y, *(own or [])))
 
-    def tell_failure(self, stage: str, device: torch.device, facts: Mapping[str, int] | None = None) -> None:
-        """See :meth:`Dispatcher.tell_failure`. With max_tokens_per_rank there is such an exchange where the host may
-        read values (on CPU; elsewhere under ISOLOAD_CHECK=1): elsewhere nothing is told.
+    def carry_failure(self, call: Call) -> None:
+        """See :meth:`Dispatcher.carry_failure`. With max_tokens_per_rank there is such an exchange where the host may
+        read values (on CPU; elsewhere under ISOLOAD_CHECK=1).
         """
-        group, names = self.group, (*FACTS, *(facts or {}))
-        if not self.host_waits:
-            if values_readable(torch.empty(0, device=device)):
-                with suppress(RankFailed):
-                    group.agree("dispatch", names, [], device, RankFailed(), failed_in=stage)
-            return
-        nothing = [
-            torch.zeros(2, group.topology.num_ranks, dtype=torch.int64, device=device) for _ in group.ranks
-        ]
-        with suppress(ValueError):  # it is this rank's own failure, which the caller raises in full
-            group.swap_counts(
-                COUNTS_STAGE, nothing, names, [(0,) * len(names)] * len(nothing), error_code(stage)
-            )
+        self._exchange_counts(call, [], [], torch.empty(0, device=call.device))
+
+    def _exchange_counts(
+        self, call: Call, counts: list[Tensor], facts: list[tuple[int, ...]], like: Tensor
+    ) -> tuple[PerRank, PerRank, Sequence[int | None]]:
+        """Rows sent and got, and most copies got, of every owned rank, once all ranks have given arguments that fit.
+
+        Args:
+            call: that may have failed.
+            counts: [2, R] int64 each: rows and copies to every destination.
+            facts: FACTS of every owned rank.
+            like: on whose device the ranks meet.
+        """
+        group, capacity = self.group, self.max_tokens_per_rank
+        if capacity is None:
+            return call.swap_counts(COUNTS_STAGE, counts, FACTS, facts)
+        if values_readable(like):
+            call.agree("dispatch", FACTS, facts)
+            group.note_agreed(FACTS, facts)
+            self._check_copies([own[1] for own in counts])
+        else:
+            call.raise_failure()
+            group.agree_new("dispatch", FACTS, facts, like.device)
+        equal = [[capacity] * group.topology.num_ranks] * len(group.ranks)
+        return equal, equal, [self.max_copies_per_rank] * len(group.ranks)
 
     def _pack_tokens(
         self,
@@ -146,17 +157,17 @@ class RowDispatcher(Dispatcher):
         slots: list[Tensor],
         weights: list[Tensor],
         slots_per_rank: int,
-        more_facts: Mapping[str, int],
+        call: Call | None,
         forward_only: bool = False,
     ) -> tuple[list[RowMap], list[Tensor], Sequence[int | None]]:
-        """Where every owned rank's tokens go, what it sends, and most copies that it gets.
-
-        Once all ranks have given arguments that fit.
-        """
+        """Where every owned rank's tokens go, what it sends, and most copies that it gets."""
         group, capacity, num_ranks = self.group, self.max_tokens_per_rank, self.group.topology.num_ranks
         for name, given in (("x", x), ("slots", slots), ("weights", weights)):
             group.check_owned(name, given)
-        try:
+        call = Call(group, device=x[0].device) if call is None else call
+        numbers = []
+        facts: list[tuple[int, ...]] = []
+        with call.at("dispatch"):
             if forward_only:
                 refuse_gradients()
             self._check_tokens(x)
@@ -164,26 +175,8 @@ class RowDispatcher(Dispatcher):
                 dispatch_facts(*given, slots_per_rank, num_ranks)
                 for given in zip(group.ranks, x, slots, weights, strict=True)
             ]
-        except BaseException:
-            self.tell_failure("dispatch", x[0].device, more_facts)
-            raise
-        numbers = [number_rows(s, slots_per_rank, num_ranks) for s in slots]
-        most: Sequence[int | None]
-        if capacity is None:
-            names, values = (*FACTS, *more_facts), tuple(more_facts.values())
-            sent, got, most = group.swap_counts(
-                COUNTS_STAGE, [n.counts for n in numbers], names, [f + values for f in facts]
-            )
-        else:
-            if values_readable(x[0]):
-                values = tuple(more_facts.values())
-                group.agree("dispatch", (*FACTS, *more_facts), [f + values for f in facts], x[0].device)
-                group.note_agreed(FACTS, facts)
-                self._check_copies([n.counts[1] for n in numbers])
-            else:
-                group.agree_new("dispatch", FACTS, facts, x[0].device)
-            sent = got = [[capacity] * num_ranks] * len(group.ranks)
-            most = [self.max_copies_per_rank] * len(group.ranks)
+            numbers = [number_rows(s, slots_per_rank, num_ranks) for s in slots]
+        sent, got, most = self._exchange_counts(call, [n.counts for n in numbers], facts, x[0])
         group.traffic.move_to(x[0].device)
         maps, payload = [], []
         for r, (rank, rows) in enumerate(zip(group.ranks, numbers, strict=True)):

@@ -1,18 +1,22 @@
-"""Transport: a group and the dispatcher over it, as a layer takes them."""
+"""Transport: a group and the dispatcher over it, as a layer takes them; the group of R virtual ranks in one process."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from isoload.topology import Topology
 from isoload.transport.collective import CollectiveGroup
 from isoload.transport.dispatcher import Dispatcher
+from isoload.transport.exchanges import PerRank, Shared
 from isoload.transport.group import Group
-from isoload.transport.local import LocalGroup
+from isoload.transport.peers import Peers, SameProcess
 from isoload.transport.row_dispatcher import RowDispatcher
-from isoload.transport.shared import Shared
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,6 +25,32 @@ class Transport(Shared):
 
     group: Group
     dispatcher: Dispatcher
+
+
+class LocalGroup(Group):
+    """R virtual ranks in one process, which owns them all; the same results as a process group, bit for bit."""
+
+    def __init__(self, topology: Topology) -> None:
+        super().__init__(topology, range(topology.num_ranks))
+
+    def __reduce__(self) -> Any:
+        return LocalGroup, (self.topology,)
+
+    def _gather(self, stage: str, rows: list[Tensor], in_node: bool = False) -> Tensor:
+        return torch.stack(rows)
+
+    def _swap(
+        self, stage: str, buffers: list[Tensor], sent: PerRank, got: PerRank, begun: bool = False
+    ) -> Callable[[], list[Tensor]]:
+        parts = [buffer.split(sizes) for buffer, sizes in zip(buffers, sent, strict=True)]
+        arrived = [torch.cat(from_all) for from_all in zip(*parts, strict=True)]
+        return lambda: arrived
+
+    def gather_objects(self, stage: str, given: object) -> list[Any]:
+        return [given]
+
+    def peers(self, device: torch.device) -> Peers:
+        return SameProcess()
 
 
 class LocalTransport(Transport):

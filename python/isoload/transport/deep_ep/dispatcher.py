@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +9,13 @@ import torch
 from torch import Tensor
 
 from isoload.ops import number_rows
-from isoload.transport.arguments import FACTS, check_like, dispatch_facts
 from isoload.transport.collective import CollectiveGroup
 from isoload.transport.deep_ep.exchange import Combine, Dispatch
 from isoload.transport.deep_ep.limits import HIDDEN_MULTIPLE, LIMITS, Shape
 from isoload.transport.deep_ep.wires import WireHandle, wire_of
-from isoload.transport.dispatcher import Dispatcher, Received
-from isoload.transport.exchange import anchor
+from isoload.transport.dispatcher import FACTS, Dispatcher, Received, check_like, dispatch_facts
+from isoload.transport.group import Call
+from isoload.transport.rows import anchor
 from isoload.value_checks import values_readable
 
 
@@ -91,10 +89,16 @@ class DeepEPDispatcher(Dispatcher):
         slots: list[Tensor],
         weights: list[Tensor],
         slots_per_rank: int,
-        facts: Mapping[str, int] | None = None,
+        call: Call | None = None,
     ) -> list[Received]:
         """See :meth:`Dispatcher.dispatch`."""
-        self._agree(x, slots, weights, slots_per_rank, facts or {})
+        for name, given in (("x", x), ("slots", slots), ("weights", weights)):
+            self.group.check_owned(name, given)
+        call = Call(self.group, device=x[0].device) if call is None else call
+        facts: list[tuple[int, ...]] = []
+        with call.at("dispatch"):
+            facts = [self._check(x[0], slots[0], weights[0], slots_per_rank)]
+        self._meet(call, facts, x[0])
         rows, rank = x[0], self.group.ranks[0]
         # a tensor of our own: DeepEP keeps it until backward, and a route may be written again for the next batch
         topk_idx = slots[0].to(torch.int64, copy=True, memory_format=torch.contiguous_format)
@@ -131,37 +135,17 @@ class DeepEPDispatcher(Dispatcher):
         sums: Tensor = Combine.apply(self.group, self.wire, handle.own, link, y[0], *(own or []))
         return [sums]
 
-    def tell_failure(self, stage: str, device: torch.device, facts: Mapping[str, int] | None = None) -> None:
-        """See :meth:`Dispatcher.tell_failure`. Where values are not read there is no such exchange."""
-        if not values_readable(torch.empty(0, device=device)):
-            return
-        names = (*FACTS, *(facts or {}))
-        with suppress(ValueError):  # it is this rank's own failure, which the caller raises in full
-            self.group.agree("dispatch", names, [], device, ValueError(stage), failed_in=stage)
+    def carry_failure(self, call: Call) -> None:
+        """See :meth:`Dispatcher.carry_failure`. Where values are not read there is no such exchange."""
+        self._meet(call, [], torch.empty(0, device=call.device))
 
-    def _agree(
-        self,
-        x: list[Tensor],
-        slots: list[Tensor],
-        weights: list[Tensor],
-        slots_per_rank: int,
-        more_facts: Mapping[str, int],
-    ) -> None:
-        """Checks one batch's arguments, on all ranks before any dispatches."""
-        for name, given in (("x", x), ("slots", slots), ("weights", weights)):
-            self.group.check_owned(name, given)
-        if not values_readable(x[0]):
-            self._check(x[0], slots[0], weights[0], slots_per_rank)
-            if self.host_waits:
-                self.group.check()  # what the loads' gather carried: DeepEP would wait for a rank that has failed
-            return
-        facts: list[tuple[int, ...]] = []
-        failure: BaseException | None = None
-        try:
-            facts = [self._check(x[0], slots[0], weights[0], slots_per_rank) + tuple(more_facts.values())]
-        except BaseException as error:
-            failure = error
-        self.group.agree("dispatch", (*FACTS, *more_facts), facts, x[0].device, failure)
+    def _meet(self, call: Call, facts: list[tuple[int, ...]], like: Tensor) -> None:
+        """All ranks, before any dispatches: they agree on facts where values can be read."""
+        if values_readable(like):
+            call.agree("dispatch", FACTS, facts)
+        call.raise_failure()
+        if self.host_waits and not values_readable(like):
+            self.group.check()  # what the loads' gather carried: DeepEP would wait for a rank that has failed
 
     def _check(self, x: Tensor, slots: Tensor, weights: Tensor, slots_per_rank: int) -> tuple[int, ...]:
         """FACTS of this rank's arguments, or ValueError."""

@@ -1,0 +1,182 @@
+"""Exchanges: the ranks that share a layer and move tensors between them, and what is counted of that."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from isoload.topology import Topology
+from isoload.transport.peers import Peers
+
+T = TypeVar("T")
+Own = TypeVar("Own", bound="Shared")
+PerRank = list[list[int]]  # for every owned rank [R], by destination or by source
+
+
+class Shared:
+    """A part of a layer's transport, which joins processes: a copy of the layer is another layer on the same one."""
+
+    def __deepcopy__(self: Own, memo: dict[int, Any]) -> Own:
+        return self
+
+
+@dataclass
+class Traffic:
+    """What this process handed to the exchanges since the group was made.
+
+    rows        [R, R] int64  rows dispatched, source x destination; only the process's own sources are filled
+    bytes                     by stage; padding and what a rank sends to itself count, too, but not by what processes
+                              on CPU find out, before an exchange, that they are in one stage
+    host_syncs                times the host waited for values that an exchange brought
+    """
+
+    rows: Tensor
+    bytes: Counter[str] = field(default_factory=Counter)
+    host_syncs: int = 0
+
+    @classmethod
+    def of(cls, num_ranks: int, device: torch.device) -> Traffic:
+        """Nothing so far."""
+        with torch.inference_mode(False):  # else only inference could add to it
+            return cls(torch.zeros(num_ranks, num_ranks, dtype=torch.int64, device=device))
+
+    def move_to(self, device: torch.device) -> None:
+        """Counts on where the rows are."""
+        with torch.inference_mode(False):
+            self.rows = self.rows.to(device)
+
+
+def num_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor; unlike ``nbytes`` also while torch.compile traces symbolic sizes."""
+    return tensor.numel() * tensor.itemsize
+
+
+class SendCounts(Protocol):
+    """How many rows a rank sends to every destination and gets from every source, [R] each."""
+
+    @property
+    def sent(self) -> list[int]: ...
+
+    @property
+    def got(self) -> list[int]: ...
+
+
+class Exchanges(Shared, ABC):
+    """R ranks that exchange tensors; lists run over ``ranks``, those that this process owns.
+
+    Every rank makes the same calls in the same order. Each exchange has a stage, which names it in errors and in
+    ``traffic.bytes``. A subclass moves the bytes: ``_gather``, ``_swap``, where it can begin one ``_start_gather``, and
+    ``gather_objects``.
+
+    Args:
+        topology: R ranks.
+        ranks: the ranks that this process owns.
+    """
+
+    def __init__(self, topology: Topology, ranks: Sequence[int]) -> None:
+        self.topology = topology
+        self.ranks = tuple(ranks)
+        self.traffic = Traffic.of(topology.num_ranks, torch.device("cpu"))
+        self._memo: dict[tuple[Any, ...], Any] = {}
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a layer over processes cannot be pickled (torch.save): save its state_dict() on every rank or its "
+            "full_state_dict(), and load that into a layer made anew"
+        )
+
+    @property
+    def owns_all(self) -> bool:
+        """Whether this process owns every rank."""
+        return len(self.ranks) == self.topology.num_ranks
+
+    @abstractmethod
+    def _gather(self, stage: str, rows: list[Tensor], in_node: bool = False) -> Tensor:
+        """[R, F] the row [F] of every rank; in_node: only of the ranks of the owned ones' nodes, 0 of the others."""
+
+    @abstractmethod
+    def _swap(
+        self, stage: str, buffers: list[Tensor], sent: PerRank, got: PerRank, begun: bool = False
+    ) -> Callable[[], list[Tensor]]:
+        """What :meth:`send` returns, once it is waited for; begun: other exchanges may come before that."""
+
+    @abstractmethod
+    def gather_objects(self, stage: str, given: object) -> list[Any]:
+        """The object of every process of the group. Slow: by pickle."""
+
+    def _start_gather(self, stage: str, rows: list[Tensor]) -> Callable[[], Tensor]:
+        gathered = self._gather(stage, rows)
+        return lambda: gathered
+
+    def join_node(self) -> None:
+        """Makes what gathers inside nodes need. All ranks call it together."""
+
+    def gather(self, stage: str, rows: list[Tensor]) -> Tensor:
+        """[R, F]: the row [F] of every rank, the same on all ranks."""
+        self.traffic.bytes[stage] += sum(map(num_bytes, rows))
+        return self._gather(stage, rows)
+
+    def start_gather(self, stage: str, rows: list[Tensor]) -> Callable[[], Tensor]:
+        """:meth:`gather`, begun: what it returns waits for the rows; other exchanges may come before that."""
+        self.traffic.bytes[stage] += sum(map(num_bytes, rows))
+        return self._start_gather(stage, rows)
+
+    def send(self, stage: str, buffers: list[Tensor], counts: Sequence[SendCounts]) -> list[Tensor]:
+        """All-to-all of rows.
+
+        Args:
+            stage: see :class:`Exchanges`.
+            buffers: [sum(sent), F] each, by destination; F and dtype are the same on all ranks.
+            counts: of every owned rank.
+
+        Returns:
+            [sum(got), F] each, by source.
+
+        Raises:
+            RuntimeError: naming the stage, if a rank is gone.
+        """
+        return self._all_to_all(stage, buffers, [c.sent for c in counts], [c.got for c in counts])()
+
+    def start_send(
+        self, stage: str, buffers: list[Tensor], counts: Sequence[SendCounts]
+    ) -> Callable[[], list[Tensor]]:
+        """:meth:`send`, begun: what it returns waits for the rows; other exchanges may come before that."""
+        return self._all_to_all(stage, buffers, [c.sent for c in counts], [c.got for c in counts], True)
+
+    def send_back(self, stage: str, buffers: list[Tensor], counts: Sequence[SendCounts]) -> list[Tensor]:
+        """The other way: buffers [sum(got), F] -> [sum(sent), F]."""
+        return self._all_to_all(stage, buffers, [c.got for c in counts], [c.sent for c in counts])()
+
+    def _all_to_all(
+        self, stage: str, buffers: list[Tensor], sent: PerRank, got: PerRank, begun: bool = False
+    ) -> Callable[[], list[Tensor]]:
+        self.traffic.bytes[stage] += sum(map(num_bytes, buffers))
+        return self._swap(stage, buffers, sent, got, begun)
+
+    def peers(self, device: torch.device) -> Peers | None:
+        """The other ranks' memory on a device, where kernels can read it, else None. All ranks call it together."""
+        return None
+
+    def memo(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+        """What make() returned when the key was new, the same object from then on: for all layers of the group."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        made: T = self._memo[key]
+        return made
+
+    def reset_traffic(self) -> None:
+        """Counts from zero. The rows stay where they were: a dispatch would move them, and the host wait for that."""
+        self.traffic = Traffic.of(self.topology.num_ranks, self.traffic.rows.device)
+
+    def check_owned(self, name: str, given: Sequence[object]) -> None:
+        """Raises ValueError unless a list has an entry per owned rank."""
+        if len(given) != len(self.ranks):
+            raise ValueError(
+                f"{name} must have one entry per owned rank ({len(self.ranks)}), got {len(given)}"
+            )
