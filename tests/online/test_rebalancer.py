@@ -173,11 +173,11 @@ def test_a_thread_that_fails_on_one_rank_is_told_to_all():
 def test_a_layer_that_could_not_move_is_tried_again():
     stack = Stack(4)
     stack.run(7, 4)
-    moved = stack.layers[0].group.agree
+    gather = stack.layers[0].group.gather
     with pytest.raises(OSError, match="no memory"):
-        stack.layers[0].group.agree = no_memory
+        stack.layers[0].group.gather = no_memory
         stack.run(1, 4)
-    stack.layers[0].group.agree = moved
+    stack.layers[0].group.gather = gather
     waiting = len(stack.rebalancer._waiting)
     assert waiting == len(stack.rebalancer.last.layers) > 0
     assert sum(stack.run(waiting, 4)[0]) == waiting

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -101,24 +100,17 @@ class Feed:
         if self._residuals is not None:
             self._residuals.close()
 
-    def count(self, layer: int, chosen: Chosen) -> tuple[Chosen, list[Tensor] | None]:
-        """[E] int32 of every owned rank: the next layer's predicted counts, to be gathered; None if none travel.
-
-        A failure is noted in the choices, by which it reaches the other ranks.
-        """
+    def count(self, layer: int, chosen: Chosen) -> list[Tensor] | None:
+        """[E] int32 of every owned rank: the next layer's predicted counts, to be gathered; None if none travel."""
         predictor, target = self.predictor, self.next(layer)
         travels = isinstance(predictor, TokensPredictor) and self._reaches(target, len(self._choices))
         counts: list[Tensor] = []
-        if chosen.failure is None:
+        if chosen.call.failure is None:
             ids = [own.narrow(1, 0, own.shape[1] - self.num_shared) for own in chosen.ids]
             self._choices = [ids, *self._choices][: self._keep]
-            try:
+            with chosen.call:
                 counts = self._count(layer, chosen.rows) if travels else []
-            except BaseException as error:
-                chosen = replace(chosen, failure=error)
-        if not travels:
-            return chosen, None
-        return chosen, counts or [torch.zeros(self.num_routed, dtype=torch.int32)]
+        return (counts or [torch.zeros(self.num_routed, dtype=torch.int32)]) if travels else None
 
     def _reaches(self, target: int, before: int) -> bool:
         """Whether this layer and so many before it are all that a prediction reads."""

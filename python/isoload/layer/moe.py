@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from isoload.planning import Gathered
 from isoload.policies import Policy
 from isoload.records import Plan
 from isoload.topology import Topology
-from isoload.transport import DTYPES, LocalTransport, Received, Transport
+from isoload.transport import DTYPES, Call, LocalTransport, Received, Transport
 from isoload.value_checks import values_readable
 from isoload.weights.autograd import bring_again, join_rows, trained_stacks
 from isoload.weights.borrow import Borrowed
@@ -35,17 +34,20 @@ from isoload.weights.layout import count_rows, layouts, shard_layouts
 from isoload.weights.shard import Shard
 
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]
-ROW_FACTS = ("hidden size of x", "dtype of x", "top-k")  # which must be the same on all ranks in a batch
-TRAINED = "requires_grad of the expert stacks"  # a bit each
+# What must be the same on all ranks in a batch
+ROW_FACTS = ("hidden size of x", "dtype of x", "top-k")
+TRAINED = (
+    "requires_grad of the expert stacks"  # a bit each: in backward ranks exchange gradients of nothing else
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """The owned ranks' rows [T, H] and what they chose, shared experts included; nothing where this process failed."""
+    """The owned ranks' rows [T, H] and what they chose, shared experts included; nothing where the call has failed."""
 
     rows: list[Tensor]
     routings: list[Routing]
-    failure: BaseException | None = None
+    call: Call
 
     @property
     def ids(self) -> list[Tensor]:
@@ -167,12 +169,6 @@ class MoE(StoredExperts):
         self.balancer.policy = policy
 
     @property
-    def facts(self) -> dict[str, int]:
-        """See :attr:`Balancer.facts`. And what trains: in backward ranks exchange gradients of nothing else."""
-        bits = sum(trains << i for i, trains in enumerate(trained_stacks(self._ranks())))
-        return {**self.balancer.facts, TRAINED: bits}
-
-    @property
     def last_plan(self) -> Plan | None:
         """Of the last batch; None where nothing was planned."""
         return self.balancer.last_plan
@@ -259,37 +255,30 @@ class MoE(StoredExperts):
         return self.dispatcher.combine(computed, received)  # [T, H]
 
     def choices(self, rows: list[Tensor], choose: Choose) -> Chosen:
-        """Every owned rank's choices, or why there are none."""
-        try:
-            check_rows(rows, self.dispatcher.max_tokens_per_rank, self._ranks()[0].stored_down)
-            self._check_weights()
-            return Chosen(rows, [self._complete(*routing) for routing in choose()])
-        except BaseException as error:  # the others must not wait for a rank that is interrupted either
-            return Chosen(rows, [], error)
+        """Every owned rank's choices, or why there are none.
 
-    def gather(
-        self,
-        chosen: Chosen,
-        num_tokens: int | None,
-        beside: list[Tensor] | None = None,
-        facts: Mapping[str, int] | None = None,
-    ) -> Gathered:
-        """The batch counted and gathered; num_tokens as in :meth:`forward`, others as in :meth:`Balancer.gather`.
-
-        A rank that failed tells the others in the gather or, without one, in dispatch; on a GPU with
-        max_tokens_per_rank nothing there is read, and the others wait for the group's timeout.
+        A rank that fails tells the others in the gather or, without one, in dispatch; on a GPU with max_tokens_per_rank
+        nothing there is read, and the others wait for the group's timeout.
         """
-        most, device = self.dispatcher.max_tokens_per_rank, self._ranks()[0].row_of_slot.device
+        ranks, routings = self._ranks(), list[Routing]()
+        device, facts = ranks[0].row_of_slot.device, {TRAINED: 0}
+        call = Call(self.group, "count", device, facts, later=self.dispatcher.carry_failure)
+        call.in_gather = dict.fromkeys(ROW_FACTS, 0)
+        with call:
+            check_rows(rows, self.dispatcher.max_tokens_per_rank, ranks[0].stored_down)
+            self._check_weights()
+            routings = [self._complete(*routing) for routing in choose()]
+            call.facts[TRAINED] = sum(trains << i for i, trains in enumerate(trained_stacks(ranks)))
+            row_facts = rows[0].shape[1], DTYPES.index(rows[0].dtype), routings[0][0].shape[1]
+            call.in_gather.update(zip(ROW_FACTS, row_facts, strict=True))
+        return Chosen(rows, routings, call)
+
+    def gather(self, chosen: Chosen, num_tokens: int | None, more: list[Tensor] | None = None) -> Gathered:
+        """The batch counted and gathered; num_tokens as in :meth:`forward`, more as in :meth:`Balancer.gather`."""
+        most = self.dispatcher.max_tokens_per_rank
         if num_tokens is None and most is not None:
             num_tokens = most * self.group.topology.num_ranks
-        own = self.facts if chosen.failure is None else {**self.balancer.facts, TRAINED: 0}
-        tell = partial(self.dispatcher.tell_failure, "count", device, own)
-        row_facts = [0] * len(ROW_FACTS)
-        if chosen.failure is None:
-            row, ids = chosen.rows[0], chosen.ids[0]
-            row_facts = [row.shape[1], DTYPES.index(row.dtype), ids.shape[1]]
-        alike = {TRAINED: own[TRAINED], **dict(zip(ROW_FACTS, row_facts, strict=True)), **(facts or {})}
-        return self.balancer.gather(chosen.ids, num_tokens, chosen.failure, tell, alike, beside)
+        return self.balancer.gather(chosen.ids, num_tokens, chosen.call, more)
 
     def borrow(self, made: Plan | None) -> Borrowed | None:
         """Begins to bring the experts in the plan's spare slots."""
@@ -299,9 +288,9 @@ class MoE(StoredExperts):
 
     def sent(
         self, chosen: Chosen, slots: list[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], int, dict[str, int]]:
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], int, Call]:
         """What dispatch takes, for copies that go to slots [T, K]."""
-        return chosen.rows, slots, chosen.weights, self.placement.slots_per_rank, self.facts
+        return chosen.rows, slots, chosen.weights, self.placement.slots_per_rank, chosen.call
 
     def stacks(self, borrowed: Borrowed | None) -> list[list[ExpertWeights]]:
         """Every owned rank's weights, resident, then borrowed, where no gradients are recorded."""

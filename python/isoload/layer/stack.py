@@ -22,7 +22,7 @@ from isoload.placement import Placement
 from isoload.planning import Gathered
 from isoload.predict import Lookahead, Predictor
 from isoload.topology import Topology
-from isoload.transport import Transport
+from isoload.transport import Call, Transport
 from isoload.value_checks import values_readable
 from isoload.weights.borrow import Borrowed
 
@@ -165,11 +165,10 @@ class LibraStack:
 
     def _stages(self, index: int, rows: list[Tensor], choose: Choose, num_tokens: int | None) -> list[Tensor]:
         layer, fetched = self.layers[index], self._take(index)
-        chosen, beside = layer.choices(rows, partial(self._checked, index, fetched, choose)), None
-        if self.feed is not None:
-            chosen, beside = self.feed.count(index, chosen)
-        facts = {AHEAD: fact_of(None if fetched is None else fetched.filled)}
-        gathered = layer.gather(chosen, num_tokens, beside, facts)
+        chosen = layer.choices(rows, partial(self._checked, index, fetched, choose))
+        predicted = None if self.feed is None else self.feed.count(index, chosen)
+        chosen.call.in_gather[AHEAD] = fact_of(None if fetched is None else fetched.filled)
+        gathered = layer.gather(chosen, num_tokens, predicted)
         filled, borrowed = None, None
         if gathered.planned and fetched is not None:
             filled, borrowed = fetched.filled, fetched.borrowed
@@ -207,19 +206,17 @@ class LibraStack:
         """Fetches for the layer after this one."""
         if self.feed is None:
             return None
-        layer, filled, failure = self.layers[self._next], None, None
-        try:
+        layer, filled = self.layers[self._next], None
+        call = Call(layer.group, "plan", gathered.loads.device, {AHEAD: 0})
+        with call:
             loads = self.feed.predict(index, gathered)
             if loads is not None and self.slots != 0 and self._fills_ahead(layer):
                 filled = fill_ahead(layer, loads, self.slots)
-        except Exception as error:
-            failure = error
         # No exchange can be begun with slots that differ: that of weights would abort the process.
         if self.feed.may_differ and gathered.planned and values_readable(gathered.loads):
-            facts = [[fact_of(filled)]] * len(layer.group.ranks)
-            layer.group.agree("fetch", [AHEAD], facts, gathered.loads.device, failure, "plan")
-        elif failure is not None:
-            raise failure
+            call.facts[AHEAD] = fact_of(filled)
+            call.agree("fetch")
+        call.raise_failure()
         if filled is None:
             return None
         self._fetched = fetch(layer, filled, beside)

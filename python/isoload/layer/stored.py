@@ -11,7 +11,7 @@ from torch import nn
 from isoload.balancer import Balancer
 from isoload.layer.checks import Experts, check_wrappers, device_of
 from isoload.placement import Placement
-from isoload.transport import Group
+from isoload.transport import Call, Group
 from isoload.weights.backend import Backend
 from isoload.weights.backends import make_backend
 from isoload.weights.borrow import Borrowing
@@ -154,17 +154,15 @@ class StoredExperts(nn.Module):
         ranks, before = self._ranks(), self.layouts
         size = max(2, len(before)) if rows_per_chunk is None else rows_per_chunk
         facts: list[list[int]] = []
-        failure: BaseException | None = None
-        try:
+        call = Call(self.group, "placement", ranks[0].row_of_slot.device)
+        with call:
             check_move(self.placement, placement, size, ranks)
             self._check_weights()
             placed = placement.layer(self.layer, "cpu")
             after = layouts(placed, before)
             facts = move_facts(placed, before, after, self.num_rows, size, ranks, optimizer)
             settle = self.balancer.settling(placement)
-        except BaseException as error:
-            failure = error
-        self.group.agree("placement", FACTS, facts, ranks[0].row_of_slot.device, failure)
+        call.agree("placement", FACTS, facts)
         if optimizer is not None:
             move_state(self.group, ranks, optimizer, before, after, size)
         move_weights(self.group, ranks, before, after, size)

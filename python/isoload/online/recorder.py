@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from isoload.counting import count
 from isoload.layer.fused_experts import is_fused
 from isoload.trace import Trace, write_trace
-from isoload.transport import Group
+from isoload.transport import Call, Group
 
 
 class Recorder:
@@ -156,8 +156,8 @@ class Recorder:
         if group is None or len(group.ranks) == group.topology.num_ranks:
             return own.cpu()
         names = ("batches recorded", "steps per batch", "layers", "experts")
-        facts = [self.num_batches, self.steps_per_batch, *self._now.shape]
-        group.agree("recorded loads", names, [facts] * len(group.ranks), self._now.device)
+        facts = zip(names, (self.num_batches, self.steps_per_batch, *self._now.shape), strict=True)
+        Call(group, device=self._now.device, facts=dict(facts)).agree("recorded loads")
         nothing = [torch.zeros_like(own[0].flatten())] * (len(group.ranks) - 1) if len(own) else []
         sums = [group.gather("recorded loads", [b.flatten(), *nothing]).sum(0).view_as(b) for b in own]
         return torch.stack(sums).cpu() if sums else own.cpu()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from isoload.transport import Group
-from isoload.transport.packing import unpack
+from isoload.transport.rows import unpack
 from isoload.value_checks import put_on
 
 Stacks = list[list[Tensor]]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from isoload.transport import Group, checksum
+from isoload.transport import Call, Group, checksum
 from isoload.weights.full_state import gather_rows
 from isoload.weights.layout import Layout
 from isoload.weights.migrate import state_fields
@@ -26,15 +26,12 @@ def gather_optimizer(
 ) -> State:
     """What the optimizer keeps of every expert, on every process. All ranks call it together with the layouts [R]."""
     fields: list[list[tuple[str, str, str]]] = []
-    failure = None
-    try:
+    call = Call(group, "placement", ranks[0].row_of_slot.device)
+    with call:
         _check_held(ranks)
         fields = [state_fields(optimizer, rank) for rank in ranks]
-    except ValueError as error:
-        failure = error
     names = ("checksum of the optimizer's state names and dtypes",)
-    device = ranks[0].row_of_slot.device
-    group.agree("placement", names, [(checksum(own),) for own in fields], device, failure)
+    call.agree("placement", names, [(checksum(own),) for own in fields])
     stacks = [
         [optimizer.state[getattr(rank, name)][key] for name, key, _ in own]
         for rank, own in zip(ranks, fields, strict=True)

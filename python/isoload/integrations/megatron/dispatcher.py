@@ -21,7 +21,7 @@ from isoload.ops import group_copies
 from isoload.permutation import sum_dtype
 from isoload.placement import Placement
 from isoload.results import Grouping
-from isoload.transport import CollectiveTransport, Received
+from isoload.transport import Call, CollectiveTransport, Received
 from isoload.value_checks import values_readable
 
 # What the dispatcher does not do, and the value of the option that says so.
@@ -80,23 +80,22 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
         self, tokens: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
         """[S, B, H] tokens, [T, E] choices and probabilities -> [T, H], [T, K] float32; keeps the choices."""
-        self._shape, self._failure = tokens.shape, None
-        try:
+        self._shape = tokens.shape
+        self._ids = routing_map.new_full((len(routing_map), 1), -1, dtype=torch.int64)
+        self._call = Call(self.group, device=tokens.device, later=self.dispatcher.carry_failure)
+        with self._call:
             self._ids = chosen_experts(routing_map, self.top_k)
-        except BaseException as error:  # raised where the other ranks hear of it
-            self._ids, self._failure = (
-                routing_map.new_full((len(routing_map), 1), -1, dtype=torch.int64),
-                error,
-            )
         weights = probs.gather(1, self._ids.clamp(min=0)).float()
         return tokens.reshape(-1, tokens.shape[-1]), weights.masked_fill(self._ids < 0, 0)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Balances the batch, brings the weights it borrows, and sends the rows: [N, H], [N, K]."""
         balancer = self.balancer
-        slots = balancer.route(balancer.balance([self._ids], failure=self._failure))
-        size, facts = balancer.placement.slots_per_rank, balancer.facts
-        (received,) = self.dispatcher.dispatch([hidden_states], slots, [probs], size, facts)
+        slots, size = (
+            balancer.route(balancer.balance([self._ids], None, self._call)),
+            balancer.placement.slots_per_rank,
+        )
+        (received,) = self.dispatcher.dispatch([hidden_states], slots, [probs], size, self._call)
         loan = loans(balancer.placement, self._slots(), self.group.ranks[0])
         rows, borrowed = received.rows, []
         if loan.moves:
