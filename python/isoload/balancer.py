@@ -233,23 +233,22 @@ class Balancer:
         call.facts = {**self.facts, **call.facts}
         if planned and self.own_counts is not None:
             return Gathered(counted, self.own_counts.gather(rows, call), True)
-        if call.failure is not None and (not planned or self.tokens == "same"):
-            call.stop()  # no other rank waits in a gather
-        if not planned or self.tokens == "same":
-            gathered = rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
-            if not planned:
-                return Gathered(counted, gathered, False)
-            others = self.placement.topology.num_ranks - 1  # rank 0 stands for the one source there is
-            gathered = torch.nn.functional.pad(gathered, (0, 0, 0, others))
+        gathers = planned and self.tokens == "own"
+        if call.failure is not None and not gathers:
+            call.stop()
         own = self.placement.num_experts
         width = own if more is None else own + len(more[0])
-        if self.tokens == "own":
+        if gathers:
             if call.failure is not None and call.device is None:
                 call.device = self._device()
-            gathered = call.gather_loads(rows, width)
-        if more is None:
-            return Gathered(counted, gathered, True)
-        return Gathered(counted, gathered.narrow(1, 0, own), True, gathered.narrow(1, own, width - own))
+            loads = call.gather_loads(rows, width)
+        else:
+            loads = rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
+        if planned and not gathers:  # rank 0 stands for the one source there is
+            loads = torch.nn.functional.pad(loads, (0, 0, 0, self.placement.topology.num_ranks - 1))
+        if more is None or not planned:
+            return Gathered(counted, loads, planned)
+        return Gathered(counted, loads.narrow(1, 0, own), True, loads.narrow(1, own, width - own))
 
     def plan(self, gathered: Gathered, filled: Filled | None = None, keep_local: bool = False) -> Balanced:
         """Plans a batch, if it is to be planned; filled and keep_local as in :func:`isoload.plan`."""

@@ -11,7 +11,7 @@ from torch import Tensor
 import isoload
 from isoload.experts.weights import ExpertWeights
 from isoload.transport import CollectiveTransport
-from isoload.transport.deep_ep.fp8 import from_fp8, to_fp8
+from isoload.transport.deep_ep.wires import from_fp8, to_fp8
 from isoload.weights.state import merge_states
 from support.borrowed_layer import LLEP, Setup
 from support.borrowed_layer import make_setup as make_borrowed

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from isoload.transport.deep_ep.fp8 import to_fp8
+from isoload.transport.deep_ep.wires import to_fp8
 from support.deep_ep_double import Event, in_fp8, local_ids, swap
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isoload import Topology
 from isoload.transport import CollectiveGroup
-from isoload.transport.deep_ep.fp8 import from_fp8, to_fp8
+from isoload.transport.deep_ep.wires import from_fp8, to_fp8
 from support.batches import MAX_TOKENS, draw
 from support.deep_ep_transports import BUFFERS, make_dispatcher
 from support.processes import run_ranks

@@ -141,21 +141,22 @@ class Exchanges(Shared, ABC):
         Raises:
             RuntimeError: naming the stage, if a rank is gone.
         """
-        return self._all_to_all(stage, buffers, [c.sent for c in counts], [c.got for c in counts])()
+        return self.swap(stage, buffers, [c.sent for c in counts], [c.got for c in counts])()
 
     def start_send(
         self, stage: str, buffers: list[Tensor], counts: Sequence[SendCounts]
     ) -> Callable[[], list[Tensor]]:
         """:meth:`send`, begun: what it returns waits for the rows; other exchanges may come before that."""
-        return self._all_to_all(stage, buffers, [c.sent for c in counts], [c.got for c in counts], True)
+        return self.swap(stage, buffers, [c.sent for c in counts], [c.got for c in counts], True)
 
     def send_back(self, stage: str, buffers: list[Tensor], counts: Sequence[SendCounts]) -> list[Tensor]:
         """The other way: buffers [sum(got), F] -> [sum(sent), F]."""
-        return self._all_to_all(stage, buffers, [c.got for c in counts], [c.sent for c in counts])()
+        return self.swap(stage, buffers, [c.got for c in counts], [c.sent for c in counts])()
 
-    def _all_to_all(
+    def swap(
         self, stage: str, buffers: list[Tensor], sent: PerRank, got: PerRank, begun: bool = False
     ) -> Callable[[], list[Tensor]]:
+        """Buffers [sum(sent), F] by destination -> [sum(got), F] by source, as :meth:`_swap`."""
         self.traffic.bytes[stage] += sum(map(num_bytes, buffers))
         return self._swap(stage, buffers, sent, got, begun)
 

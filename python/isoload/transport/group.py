@@ -150,7 +150,7 @@ class Group(Exchanges):
             for c, f in zip(counts, facts, strict=True)
         ]
         ones = [[1] * counts[0].shape[1]] * len(counts)
-        arrived = self._all_to_all(stage, headers, ones, ones)()
+        arrived = self.swap(stage, headers, ones, ones)()
         codes = self._take_errors()
         told = [] if codes is None else [codes.unsqueeze(1)]
         table = [

@@ -14,9 +14,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from isoload.transport.deep_ep.fp8 import from_fp8, to_fp8
 from isoload.transport.deep_ep.limits import LIMITS, Shape
 from isoload.value_checks import put_on
+
+# Rows in fp8: e4m3 with a float32 scale per BLOCK columns of a token, DeepSeek-V3's recipe
+BLOCK = 128  # columns that share a scale
+LARGEST = 448.0  # of float8_e4m3fn
+SMALLEST = 1e-4  # that a block's largest value is taken for: DeepEP's own cast has it
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,15 +84,36 @@ class Wire(ABC):
     def dispatch(self, x: Tensor, topk_idx: Tensor, weights: Tensor) -> Sent:
         """x [T, H] bfloat16, topk_idx [T, K] int64, weights [T, K] float32: all contiguous, topk_idx for keeps."""
 
-    @abstractmethod
     def dispatch_again(self, x: Tensor, handle: WireHandle) -> Tensor:
         """[N, H] rows of other x [T, H], in the order of the first dispatch."""
+        rows: Tensor = self.buffer.dispatch(x, handle=handle.own, **self.as_before())[0]
+        return rows if handle.real is None else rows.masked_fill(~handle.real, 0)
 
-    @abstractmethod
+    def as_before(self) -> dict[str, Any]:
+        """What a buffer must be given again, beside its handle."""
+        return {}
+
     def combine(
         self, y: Tensor, handle: WireHandle, weights: Tensor | None = None, own: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """y [N, H] -> sums [T, H], plus own [T, H]; weights [N, K] -> [T, K], each from the rank of its copy."""
+        if self.expert_major and weights is not None:
+            weights = weights.squeeze(1)
+        sums, returned, _ = self.buffer.combine(y, handle=handle.own, topk_weights=weights, bias=own)
+        return sums, returned
+
+
+def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, H] -> float8_e4m3fn [T, H] and scales [T, H / 128] float32, whose product is x to within 1/16 of it."""
+    blocks = x.float().unflatten(-1, (-1, BLOCK))
+    scales = blocks.abs().amax(-1).clamp(min=SMALLEST) / LARGEST
+    return (blocks / scales.unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(-2), scales
+
+
+def from_fp8(rows: Tensor, scales: Tensor) -> Tensor:
+    """[..., H] bfloat16 from rows [..., H] float8_e4m3fn and scales [..., H / 128]."""
+    blocks: Tensor = rows.float().unflatten(-1, (-1, BLOCK)) * scales.unsqueeze(-1)
+    return blocks.flatten(-2).bfloat16()
 
 
 def _opened(rows: Tensor | tuple[Tensor, Tensor]) -> Tensor:
@@ -141,20 +166,9 @@ class ElasticWire(Wire):
         real = (torch.arange(len(rows), device=rows.device) < count).unsqueeze(1)
         return Sent(rows.masked_fill(~real, 0), slots.masked_fill(~real, -1), got, WireHandle(handle, real))
 
-    def dispatch_again(self, x: Tensor, handle: WireHandle) -> Tensor:
+    def as_before(self) -> dict[str, Any]:
         # num_experts though the handle has it: the count of SMs is derived from the argument
-        rows: Tensor = self.buffer.dispatch(
-            x, handle=handle.own, num_experts=self.shape.num_slots, do_expand=self.expert_major
-        )[0]
-        return rows if handle.real is None else rows.masked_fill(~handle.real, 0)
-
-    def combine(
-        self, y: Tensor, handle: WireHandle, weights: Tensor | None = None, own: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        if self.expert_major and weights is not None:
-            weights = weights.squeeze(1)
-        sums, returned, _ = self.buffer.combine(y, handle=handle.own, topk_weights=weights, bias=own)
-        return sums, returned
+        return {"num_experts": self.shape.num_slots, "do_expand": self.expert_major}
 
 
 class EPWire(ElasticWire):
@@ -201,16 +215,6 @@ class LegacyWire(Wire):
             return Sent(rows, slots, got, WireHandle(handle))
         real = (slots >= 0).any(1, keepdim=True)
         return Sent(rows.masked_fill(~real, 0), slots, got, WireHandle(handle, real))
-
-    def dispatch_again(self, x: Tensor, handle: WireHandle) -> Tensor:
-        rows: Tensor = self.buffer.dispatch(x, handle=handle.own)[0]
-        return rows if handle.real is None else rows.masked_fill(~handle.real, 0)
-
-    def combine(
-        self, y: Tensor, handle: WireHandle, weights: Tensor | None = None, own: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        sums, returned, _ = self.buffer.combine(y, handle=handle.own, topk_weights=weights, bias=own)
-        return sums, returned
 
 
 class LowLatencyWire(Wire):
