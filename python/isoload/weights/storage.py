@@ -24,7 +24,6 @@ from isoload.experts.weights import NAMES, ExpertWeights
 from isoload.transport import Group
 from isoload.weights.layout import Layout
 from isoload.weights.moves import Move, move_rows
-from isoload.weights.optimizer_steps import see_steps
 from isoload.weights.state import HOMES, check_kind, rows_for
 
 
@@ -72,10 +71,10 @@ class RankWeights(nn.Module):
         """Notes which row every slot has; the end of construction."""
         self.num_rows, self.spare_slots = num_rows, spare_slots
         self.gradient_divisor = 1  # of the home rows' gradients
+        self.had_gradients = False  # so an optimizer may keep state of the home rows
         self.row_of_slot = torch.tensor(self._rows(self.layout), dtype=torch.int64, device=device)
         self._refreshed: list[tuple[Tensor, int]] | None = None
         self.note_refreshed()
-        see_steps(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Notes over which ranks fully_shard spreads a Parameter: while the layer runs nothing shows it."""
@@ -128,14 +127,10 @@ class RankWeights(nn.Module):
             (home.detach(), version) for home, version in zip(self.home_rows(), self.versions(), strict=True)
         ]
 
-    def note_changed(self) -> None:
-        """Replicas are stale: an optimizer has stepped."""
-        self._refreshed = None
-
     def is_refreshed(self) -> bool:
-        """Whether the home rows are those of the last :meth:`note_refreshed`, as far as it can be seen.
+        """Whether the home rows are those of the last :meth:`note_refreshed`, as far as torch counts their versions.
 
-        Steps of torch's optimizers are, and what counts a version; ``p.data.add_()`` by hand is not.
+        It counts none for fused optimizers' steps, nor for ``p.data.add_()``.
         """
         return self._refreshed is not None and all(
             (home.data_ptr(), now) == (noted.data_ptr(), version)
@@ -279,7 +274,6 @@ class RankWeights(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._settle_copy(*state["_refreshed"])  # so do deepcopy and pickle
-        see_steps(self)
 
     def _settle_copy(self, shown: bool, refreshed: bool) -> None:
         """Makes all Parameters and storages, new tensors with the values of others, what these were to each other."""
