@@ -42,7 +42,6 @@ class RankWeights(nn.Module):
         new_stack: (like, rows) -> [rows, ...] zeros: where the storages come from.
     """
 
-    sharded_over: frozenset[int] = frozenset()  # of the default process group
     row_of_slot: Tensor
     stored_down: Tensor
 
@@ -73,15 +72,14 @@ class RankWeights(nn.Module):
         self.gradient_divisor = 1  # of the home rows' gradients
         self.had_gradients = False  # so an optimizer may keep state of the home rows
         self.row_of_slot = torch.tensor(self._rows(self.layout), dtype=torch.int64, device=device)
+        self._own = dict(self.named_parameters(recurse=False))
         self._refreshed: list[tuple[Tensor, int]] | None = None
         self.note_refreshed()
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Notes over which ranks fully_shard spreads a Parameter: while the layer runs nothing shows it."""
-        mesh = getattr(value, "device_mesh", None) if isinstance(value, Tensor) else None
-        if mesh is not None:
-            self.__dict__["sharded_over"] = frozenset(mesh.mesh.flatten().tolist())
-        super().__setattr__(name, value)
+    def replaced(self) -> list[str]:
+        """The stacks that have another Parameter than this was made with, as fully_shard gives them one."""
+        now = self.named_parameters(recurse=False)
+        return [name for name, p in now if p is not self._own[name] and isinstance(p, nn.Parameter)]
 
     @property
     def reads_elsewhere(self) -> bool:
@@ -265,6 +263,7 @@ class RankWeights(nn.Module):
         for name, stored in self.stored().items():
             setattr(self, f"stored_{name}", fn(stored))
         self.row_of_slot = fn(self.row_of_slot)
+        self._own = dict(self.named_parameters(recurse=False))
         self._settle_copy(*before)  # .to() and the like give the Parameters memory of their own
         return self
 
