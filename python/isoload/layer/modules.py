@@ -7,7 +7,7 @@ looked for where any of them has it. Shapes: E experts, H width of a row, I inte
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -21,12 +21,7 @@ from isoload.experts.weights import Activation, ClampedGLU, ExpertWeights, SwiGL
 from isoload.layer.fused_experts import check_unwatched
 from isoload.layer.routers import Gate, Router
 from isoload.layer.stored import StoredExperts
-from isoload.placement import Placement
-from isoload.placers import place
-from isoload.policies import POLICIES, Policy, make_policy
-from isoload.topology import Topology
 
-SPARE_SLOTS = 2  # of every rank, where a borrowing policy comes without a placement
 PROJECTIONS = (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))  # Mixtral's own names come second
 
 
@@ -98,64 +93,6 @@ def own_experts(block: nn.Module) -> nn.Module:
                 f"modules, got {name} in a {type(module).__name__}"
             )
     return experts
-
-
-def fold_shared(parts: ModuleParts, num_shared: int) -> ModuleParts:
-    """The parts with the block's shared experts as the last num_shared of its experts, to be dispatched like these.
-
-    A shared MLP of width num_shared * I is num_shared experts of width I, which add up to it.
-
-    Raises:
-        ValueError: the block has no such shared experts, or their gate, width or activation differ.
-    """
-    shared, (_, hidden, inner) = parts.shared, parts.dense.down.shape
-    if shared is None:
-        raise ValueError(
-            f"placement must have num_shared=0 for a block without shared experts, got {num_shared}"
-        )
-    names = [f"{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")]
-    plain = isinstance(parts.activation, SwiGLU) and parts.dense.gate_up_bias is None
-    held = dict(shared.named_parameters())
-    if not plain or sorted(held) != sorted(names):
-        raise ValueError(
-            f"shared experts must be a plain SwiGLU to be dispatched, got {type(shared).__name__}"
-        )
-    gate, up, down = (held[name] for name in names)
-    if list(down.shape) != [hidden, num_shared * inner]:
-        wide = num_shared * inner
-        raise ValueError(f"shared experts must have width num_shared * I = {wide}, got {down.shape[1]}")
-    halves = torch.stack([w.view(num_shared, inner, hidden) for w in (gate, up)], dim=1)
-    routed = parts.dense
-    dense = ExpertWeights(
-        train_as(torch.cat([routed.gate_up, halves.flatten(1, 2)]), routed.gate_up, gate, up),
-        train_as(
-            torch.cat([routed.down, down.view(hidden, num_shared, inner).transpose(0, 1)]), routed.down, down
-        ),
-    )
-    return replace(parts, dense=dense, shared=None)
-
-
-def place_module(
-    block: nn.Module, topology: Topology, placement: Placement | None, policy: str | Policy
-) -> tuple[ModuleParts, Placement]:
-    """A block's parts and where its experts are to lie.
-
-    Args:
-        block: see :func:`module_parts`.
-        topology: R ranks.
-        placement: None = experts in order (placer ``trivial``), with SPARE_SLOTS spare slots per rank if the policy
-            borrows. With num_shared the block's shared experts are dispatched like the routed ones, else they stay a
-            module for local rows.
-        policy: a name or a Policy.
-    """
-    parts = module_parts(block)
-    if placement is not None:
-        return (fold_shared(parts, placement.num_shared) if placement.num_shared else parts), placement
-    # an unknown name is refused where the layer is made
-    known = isinstance(policy, Policy) or policy in POLICIES
-    spare = SPARE_SLOTS if known and make_policy(policy).borrows else 0
-    counts = torch.ones(1, parts.dense.num_slots)
-    return parts, place(counts, topology, spare_slots=spare, placer="trivial")
 
 
 def _softmax_parts(block: nn.Module, renormalise: bool | None = None) -> ModuleParts:
