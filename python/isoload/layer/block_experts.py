@@ -9,15 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from isoload.experts.weights import Activation, ExpertWeights
-from isoload.layer.fused_experts import (
+from isoload.layer.modules import (
+    READERS,
     check_fused,
     check_unwatched,
     fused_activation,
     fused_stacks,
     is_fused,
+    module_parts,
+    own_experts,
     saved_names,
+    train_as,
 )
-from isoload.layer.modules import READERS, module_parts, own_experts, train_as
 from isoload.layer.moe import MoE
 from isoload.placement import Placement
 from isoload.placers import place

@@ -44,7 +44,7 @@ class Fetched:
     layer: MoE
     filled: Filled
     borrowed: Borrowed | None
-    marks: list[list[tuple[int, int]]]
+    marks: list[list[tuple[Tensor, int]]]
 
     @property
     def is_placed(self) -> bool:
@@ -53,7 +53,8 @@ class Fetched:
 
     def check(self) -> None:
         """Raises ValueError if the layer's Parameters have changed since."""
-        if self.marks != marks_of(self.layer):
+        ranks = self.layer._ranks()
+        if not all(rank.is_marked(marks) for rank, marks in zip(ranks, self.marks, strict=True)):
             raise ValueError(
                 "expert Parameters must stay as they are while their weights travel ahead: call forget() of the "
                 "stack on all ranks after a change, got Parameters that changed since"
@@ -255,7 +256,8 @@ class LibraStack:
         if filled is None:
             return None
         assert layer.borrowing is not None
-        self._fetched = Fetched(layer, filled, layer.borrowing.borrow(filled, beside), marks_of(layer))
+        borrowed = layer.borrowing.borrow(filled, beside)
+        self._fetched = Fetched(layer, filled, borrowed, [rank.marks() for rank in layer._ranks()])
         return self._fetched.borrowed
 
 
@@ -288,7 +290,3 @@ def fact_of(filled: Filled | None) -> int:
         return 0
     slots = filled.slot_to_expert
     return checksum(slots.tolist()) if values_readable(slots) else 1
-
-
-def marks_of(layer: MoE) -> list[list[tuple[int, int]]]:
-    return [rank.marks() for rank in layer._ranks()]

@@ -120,32 +120,30 @@ class RankWeights(nn.Module):
 
     def note_refreshed(self) -> None:
         """Replicas are equal to the home rows as these are now."""
-        # The alias keeps the memory, so that no other tensor comes to lie at the same address.
-        self._refreshed = [
-            (home.detach(), version) for home, version in zip(self.home_rows(), self.versions(), strict=True)
-        ]
+        self._refreshed = self.marks()
 
     def is_refreshed(self) -> bool:
         """Whether the home rows are those of the last :meth:`note_refreshed`, as far as torch counts their versions.
 
         It counts none for fused optimizers' steps, nor for ``p.data.add_()``.
         """
-        return self._refreshed is not None and all(
-            (home.data_ptr(), now) == (noted.data_ptr(), version)
-            for home, now, (noted, version) in zip(
-                self.home_rows(), self.versions(), self._refreshed, strict=True
-            )
-            if not isinstance(home, FakeTensor)
+        return self._refreshed is not None and self.is_marked(self._refreshed)
+
+    def is_marked(self, marks: Sequence[tuple[Tensor, int]]) -> bool:
+        """Whether nothing is seen to have changed the home rows since they had these :meth:`marks`."""
+        return all(
+            isinstance(home, FakeTensor) or (home.data_ptr(), now) == (noted.data_ptr(), version)
+            for (home, now), (noted, version) in zip(self.marks(), marks, strict=True)
         )
 
     def versions(self) -> list[int]:
         """How often the home rows of every stack have changed."""
         return list(map(version_of, self.home_rows()))
 
-    def marks(self) -> list[tuple[int, int]]:
-        """Address and version of the home rows of every stack, equal as long as nothing is seen to change them."""
-        rows = self.home_rows()
-        return [(0 if isinstance(r, FakeTensor) else r.data_ptr(), version_of(r)) for r in rows]
+    def marks(self) -> list[tuple[Tensor, int]]:
+        """The home rows of every stack and how often they have changed."""
+        # The alias keeps the memory, so that no other tensor comes to lie at the same address.
+        return [(home.detach(), now) for home, now in zip(self.home_rows(), self.versions(), strict=True)]
 
     def check(self, replicated: bool) -> None:
         """Raises ValueError if the Parameters do not fit the layout or, replicated, changed since the refresh."""
