@@ -155,17 +155,6 @@ def test_one_expert_is_dequantised_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
     assert opened == [(128, 128)] * 4 + [(128, 64)] * 4  # not slot 2, which has no copies
 
 
-def test_products_are_one_op_under_compile() -> None:
-    weights = random_experts(5, 128, 64, draw(8))
-    rows, slots, gates = made_batch(128, torch.bfloat16)
-
-    def run(rows: Tensor) -> Tensor:
-        return run_experts(rows, slots, gates, [weights], SwiGLU())
-
-    with torch.no_grad():
-        assert torch.equal(torch.compile(run, backend="aot_eager", fullgraph=True)(rows), run(rows))
-
-
 STACKS = random_experts(2, 6, 4, torch.Generator().manual_seed(9)).stacks()
 REFUSED = {
     "no scale": (

@@ -28,7 +28,7 @@ def test_the_model_stays_what_it_is(name: str) -> None:
         topology = isoload.Topology(4)
         placement = isoload.place(torch.arange(EXPERTS)[None] ** 2 + 1, topology, slots_per_rank=3)
         for block in found if replaced else []:
-            block.experts = BlockExperts(block, topology, placement=placement, policy="exact")
+            isoload.balance(block, topology, placement=placement, policy="exact")
         asked = {"output_router_logits": True} if name not in ("deepseek_v3",) else {}
         result = model(ids, labels=ids, **asked)
         result.loss.backward()
@@ -163,8 +163,6 @@ def test_a_model_is_balanced_once() -> None:
     for call in (isoload.balance, lambda m, t: isoload.LibraStack.from_decoder(m.model.layers, t)):
         with pytest.raises(ValueError, match=message):
             call(model, isoload.Topology(4))
-    with pytest.raises(ValueError, match=message):
-        isoload.MoE.from_module(blocks(model)[0], isoload.Topology(4))
 
 
 class Adapter(torch.nn.Module):
@@ -200,7 +198,7 @@ def test_refuses_shared_experts_in_the_placement() -> None:
     with pytest.raises(
         ValueError, match="placement must have no shared experts, which the block computes, got 1"
     ):
-        BlockExperts(block, topology, placement=placement)
-    experts = BlockExperts(block, topology)
+        isoload.balance(block, topology, placement=placement)
+    [layer] = isoload.balance(block, topology)
     with pytest.raises(RuntimeError, match="experts must be called with the block's choices"):
-        experts.layer(torch.ones(3, 32))
+        layer(torch.ones(3, 32))

@@ -52,17 +52,9 @@ def test_a_model_trains_what_it_trained(name: str) -> None:
 def test_a_block_keeps_its_flags(name: str, trains: bool) -> None:
     block = blocks(make_model(name))[0].requires_grad_(trains)
     with torch.no_grad():  # under which views lose theirs
-        layer = isoload.MoE.from_module(block, isoload.Topology(2))
-    assert set(flags(layer).values()) == {trains}
-    assert module_parts(block).gate.weight.requires_grad == trains
-
-
-def test_flags_of_a_stack_must_be_alike() -> None:
-    shared = blocks(make_model("deepseek_v3"))[0]
-    shared.experts.requires_grad_(False)
-    placement = isoload.place(torch.ones(1, 8), isoload.Topology(2), slots_per_rank=5, num_shared=1)
-    with pytest.raises(ValueError, match="experts must all require gradients or none of them, .* got 2 of 3"):
-        isoload.MoE.from_module(shared, isoload.Topology(2), placement=placement)
+        gate = module_parts(block).gate
+        [layer] = isoload.balance(block, isoload.Topology(2))
+    assert set(flags(layer).values()) == {trains} and gate.weight.requires_grad == trains
 
 
 LASTING = {

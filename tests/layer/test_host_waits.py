@@ -110,7 +110,7 @@ def test_every_backend_of_borrowing(
     alone = borrow in ("all_to_all", "p2p")
     expected = wanted(capacity)
     if capacity is not None and borrow != "pull":
-        expected = ["event in weights/borrow_plan.py"], 1
+        expected = ["event in weights/backend.py"], 1
     for policy in BORROWING:
         transport = one_rank(rank, capacity) if alone else LocalTransport(TOPOLOGY, capacity)
         assert short(waits_of(transport, policy=policy, borrow=borrow)) == expected, policy

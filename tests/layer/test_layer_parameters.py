@@ -133,17 +133,36 @@ def test_replicas_must_be_refreshed_and_then_follow(swap):
             layer.load_placement(layer.placement)
 
 
-@pytest.mark.parametrize("how", [{}, {"foreach": True}, {"fused": True}])
+@pytest.mark.parametrize("how", [{}, {"foreach": True}])
 def test_training_goes_on_after_a_refresh_and_only_then(how):
     layer, setup = make_layer(True)
     optimizer = torch.optim.AdamW(layer.parameters(), **how)
     for _ in range(2):
         sum((y**2).sum() for y in layer(setup.rows)).backward()
         optimizer.step()
-        with pytest.raises(ValueError, match=REFRESH):  # fused, too, where torch counts no version
+        with pytest.raises(ValueError, match=REFRESH):
             layer(setup.rows)
         layer.refresh_replicas()
     layer(setup.rows)
+
+
+@pytest.mark.parametrize("how", [{}, {"foreach": True}, {"fused": True}])
+def test_a_hook_of_the_user_s_refreshes_after_every_step(how):
+    """As docs/borrowing.md says: fused steps, of which torch counts no version, too."""
+    outcomes = []
+    for hooked in (False, True):
+        layer, setup = make_layer(True)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, **how)
+        if hooked:
+            optimizer.register_step_post_hook(lambda *_, layer=layer: layer.refresh_replicas())
+        for _ in range(2):
+            optimizer.zero_grad()
+            sum((y**2).sum() for y in layer(setup.rows)).backward()
+            optimizer.step()
+            if not hooked:
+                layer.refresh_replicas()
+        outcomes.append([y.detach() for y in layer(setup.rows)])
+    assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
 
 
 def test_parametrized_homes_of_replicas_are_refused():

@@ -336,28 +336,10 @@ def test_refuses_noise():
         module_parts(block)
 
 
-@pytest.mark.parametrize("num_shared", [1, 2])
-def test_deepseek_s_shared_experts_can_be_dispatched(num_shared):
-    block = make_block("deepseek_v3", n_shared_experts=num_shared)
-    topology = isoload.Topology(4, 2)
-    placement = isoload.place(
-        torch.arange(E)[None] ** 2 + 1, topology, slots_per_rank=4 + num_shared, num_shared=num_shared
-    )
-    layer = MoE.from_module(block, topology, placement=placement, policy="joint")
-    assert layer.shared is None
-    rows = torch.randn(sum(TOKENS), H) * 2
-    assert_close(torch.cat(layer(list(rows.split(TOKENS)))), block_output(block, rows), 1e-5)
-
-
-@pytest.mark.parametrize(
-    "name, num_shared, message",
-    [
-        ("olmoe", 1, "placement must have num_shared=0 for a block without shared experts, got 1"),
-        ("deepseek_v3", 1, rf"shared experts must have width num_shared \* I = {I}, got {2 * I}"),
-    ],
-)
-def test_shared_experts_that_cannot_be_dispatched(name, num_shared, message):
-    topology = isoload.Topology(4, 2)
-    placement = isoload.place(torch.ones(1, E), topology, num_shared=num_shared)
-    with pytest.raises(ValueError, match=message):
-        MoE.from_module(make_block(name), topology, placement=placement)
+def test_refuses_experts_of_which_some_train():
+    block = qwen3_by_hand(top_k=K)
+    block.experts[2].up_proj.requires_grad_(False)
+    with pytest.raises(
+        ValueError, match="experts must all require gradients or none of them, .* got 15 of 16"
+    ):
+        module_parts(block)

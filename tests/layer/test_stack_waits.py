@@ -89,7 +89,7 @@ def test_one_wait_per_layer(
     for capacity in (CAPACITY,) if local == "held" else (None, CAPACITY):
         waits, syncs = wanted(capacity)
         if capacity is not None and borrow != "pull":
-            waits, syncs = ["event in weights/borrow_plan.py"], 1
+            waits, syncs = ["event in weights/backend.py"], 1
         alone = borrow in ("all_to_all", "p2p")
         transport = one_rank(rank, capacity) if alone else LocalTransport(TOPOLOGY, capacity)
         found = short(waits_of(transport, predict, local, policy, borrow))

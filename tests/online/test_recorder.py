@@ -130,7 +130,7 @@ def test_watches_a_model_as_it_is():
     with pytest.raises(ValueError, match=told):
         isoload.balance(model, topology)
     with pytest.raises(ValueError, match=told):
-        isoload.MoE.from_module(blocks[1], topology)
+        isoload.LibraStack.from_decoder(model.model.layers, topology)
     handle.remove()
     in_order = isoload.place(torch.ones(LAYERS, EXPERTS), topology, placer="trivial")
     for made in isoload.balance(model, topology, placement=in_order):

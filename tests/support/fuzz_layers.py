@@ -69,7 +69,7 @@ def follow(case: FuzzCase, dense: Dense, transport: Transport) -> None:
     layer = dense.layer(transport)
     for move in (False, False, True):
         if move:
-            layer.load_placement(case.after)
+            layer.load_placement(case.after, optimizer="none")
         batch(dense, layer, transport.group.ranks)
         with torch.no_grad():
             for parameter in layer.parameters():

@@ -14,9 +14,9 @@ from torch import Tensor
 import isoload
 from isoload.transport import CollectiveGroup, Group, LocalGroup
 from isoload.transport.peers import SameProcess
+from isoload.weights.backend import BorrowPlan
 from isoload.weights.backends import P2P_LIMIT, Pull, chunks_of, make_backend
 from isoload.weights.borrow import Borrowing
-from isoload.weights.borrow_plan import BorrowPlan
 from isoload.weights.moves import Address, Move
 from support.processes import run_ranks
 

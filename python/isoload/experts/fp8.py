@@ -55,9 +55,6 @@ def check_no_gradients() -> None:
 def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, ends: Tensor, grouped: bool) -> Tensor:
     """Sorted copies by the dequantised matrices of their slots; the tail behind the last copy is undefined.
 
-    In compiled code an op of its own, so that it reads ends when it runs; eager calls pass the op by, see
-    :func:`isoload.steps.next_step`.
-
     Args:
         x: [C, in].
         weight, scale: [S, ...], see :func:`dequantise`.
@@ -67,19 +64,8 @@ def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, ends: Tensor, grouped: 
     Returns:
         [C, out] in x's dtype.
     """
-    if torch.compiler.is_compiling():
-        traced: Tensor = _traced_fp8_linear(x, weight, scale, ends, grouped)
-        return traced
     one_by_one = x.device.type == "cpu" or not grouped
     return _one_by_one(x, weight, scale, ends, grouped) if one_by_one else _at_once(x, weight, scale, ends)
-
-
-_traced_fp8_linear = torch.library.custom_op("isoload::fp8_linear", fp8_linear, mutates_args=())
-
-
-@_traced_fp8_linear.register_fake
-def _(x: Tensor, weight: Tensor, scale: Tensor, ends: Tensor, grouped: bool) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[1])
 
 
 def _one_by_one(x: Tensor, weight: Tensor, scale: Tensor, ends: Tensor, grouped: bool) -> Tensor:

@@ -123,33 +123,4 @@ def _sum_per_slot(grad: Tensor, ends: Tensor) -> Tensor:
 
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """a [C, in] by b [S, in, out] to [C, out], or a [in, C] by b [C, out] to [S, in, out]: groups end at ends [S]."""
-    if torch.compiler.is_compiling() and a.dtype != torch.bfloat16:
-        traced: Tensor = _traced_grouped_mm(a, b, ends)
-        return traced
     return F.grouped_mm(a, b, offs=ends)
-
-
-@torch.library.custom_op("isoload::grouped_mm", mutates_args=())
-def _traced_grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """The same product, opaque to torch.compile, whose own rule for its shape refuses all but bf16 (torch 2.13)."""
-    return F.grouped_mm(a, b, offs=ends)
-
-
-@_traced_grouped_mm.register_fake
-def _(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (ends.shape[0], a.shape[0], b.shape[1])
-    return a.new_empty(shape)
-
-
-def _save_operands(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _grouped_mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """torch's own formulas for b [S, in, out] by columns; no other product here needs gradients."""
-    a, b, ends = ctx.saved_tensors
-    to_b = _traced_grouped_mm(grad.t(), a, ends).transpose(1, 2)
-    return _traced_grouped_mm(grad, b.transpose(1, 2), ends), to_b, None
-
-
-_traced_grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_save_operands)

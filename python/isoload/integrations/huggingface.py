@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from isoload.layer import MoE
-from isoload.layer.fused_experts import check_fused, fused_activation, fused_stacks
+from isoload.layer.block_experts import no_gate
+from isoload.layer.modules import check_fused, fused_activation, fused_stacks
 from isoload.placers import place
 from isoload.policies import Policy, make_policy
 from isoload.topology import Topology
@@ -123,7 +124,7 @@ class BalancedExperts:
         )
         shard = Shard(placement.home_experts(0, rank), lambda: fused_stacks(experts, self._parameters))
         return MoE(
-            _refuse,
+            no_gate,
             shard,
             self.settings.transport(self.ep_mesh.get_group(), num_ranks),
             placement,
@@ -153,8 +154,3 @@ class BalancedExperts:
             own.contiguous(), self.tp_mesh, [Split(0)], run_check=False, shape=shape, stride=(own.shape[1], 1)
         )
         return parts.full_tensor()
-
-
-def _refuse(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """In place of a gate, which the model keeps."""
-    raise RuntimeError("experts must be called with the model's choices, see BalancedExperts")

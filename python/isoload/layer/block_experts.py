@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from isoload.experts.weights import Activation, ExpertWeights
-from isoload.layer.fused_experts import (
+from isoload.layer.modules import (
+    READERS,
     check_fused,
     check_unwatched,
     fused_activation,
     fused_stacks,
     is_fused,
+    module_parts,
+    own_experts,
     saved_names,
+    train_as,
 )
-from isoload.layer.modules import READERS, module_parts, own_experts, train_as
 from isoload.layer.moe import MoE
 from isoload.placement import Placement
 from isoload.placers import place
+from isoload.policies import POLICIES, Policy, make_policy
 from isoload.topology import Topology
 from isoload.transport import LocalTransport, Transport
 from isoload.weights.full_state import gather_full
 from isoload.weights.state import FULL, HOMES
 from isoload.weights.storage import RankWeights
+
+SPARE_SLOTS = 2  # of every rank, where a borrowing policy comes without a placement
 
 
 class BlockExperts(nn.Module):
@@ -37,34 +44,20 @@ class BlockExperts(nn.Module):
 
     Args:
         block: with ``experts`` that transformers fuses, or a Qwen3-MoE, OLMoE, Mixtral, DeepSeek-V3 or gpt-oss block.
-            The weights of all experts are copied to their ranks' rows; ``block.experts = BlockExperts(block,
-            topology)`` replaces them.
-        topology: R ranks.
-        transport: None = all ranks in this process.
-        placement: of the routed experts alone; None = in order (placer ``trivial``).
-        **how: policy, its options, and what else :class:`MoE` takes.
+            The weights of all experts are copied to their ranks' rows.
+        **how: what :class:`MoE` takes beside gate and experts.
 
     Raises:
         ValueError: as MoE, or for an unknown block.
     """
 
-    def __init__(
-        self,
-        block: nn.Module,
-        topology: Topology,
-        transport: Transport | None = None,
-        placement: Placement | None = None,
-        **how: Any,
-    ) -> None:
+    def __init__(self, block: nn.Module, transport: Transport, placement: Placement, **how: Any) -> None:
         super().__init__()
-        dense, activation = block_experts(block)
-        if placement is None:
-            placement = place(torch.ones(1, dense.num_slots), topology, placer="trivial")
         if placement.num_shared:
             raise ValueError(
                 f"placement must have no shared experts, which the block computes, got {placement.num_shared}"
             )
-        transport = LocalTransport(topology) if transport is None else transport
+        dense, activation = block_experts(block)
         self.layer = MoE(no_gate, dense, transport, placement, **{"activation": activation, **how})
         replaced: Any = block.experts
         if is_fused(replaced):
@@ -99,10 +92,11 @@ def balance(
     """Puts BlockExperts into every MoE block of a Hugging Face model, before an optimizer takes its Parameters.
 
     Args:
-        model: with the weights of all experts in every process.
+        model: with the weights of all experts in every process; or one of its blocks.
         topology: R ranks.
         transport: one for all blocks; None = all ranks in this process.
-        placement: one layer for each MoE block, in the model's order; None = experts in order.
+        placement: of the routed experts, one layer for each MoE block, in the model's order; None = experts in order
+            (placer ``trivial``), with SPARE_SLOTS spare slots per rank if the policy borrows.
         **how: policy, its options, and what else :class:`MoE` takes.
 
     Returns:
@@ -111,22 +105,37 @@ def balance(
     Raises:
         ValueError: before any block has changed.
     """
-    blocks = [
-        m for m in model.modules() if isinstance(getattr(m, "experts", None), nn.Module) and is_known(m)
-    ]
+    blocks = [module for module in model.modules() if is_known(module)]
     if not blocks:
         raise ValueError(f"model must have MoE blocks with fused experts, got none in {type(model).__name__}")
-    if placement is not None and placement.num_layers != len(blocks):
+    made = take_over(blocks, topology, transport, placement, **how)
+    return put_in(blocks, made)
+
+
+def take_over(
+    blocks: Sequence[nn.Module],
+    topology: Topology,
+    transport: Transport | None,
+    placement: Placement | None,
+    **how: Any,
+) -> list[BlockExperts]:
+    """For each block its experts, not put in their place yet; arguments as of :func:`balance`."""
+    transport = LocalTransport(topology) if transport is None else transport
+    if placement is None:
+        policy = how.get("policy", "exact")
+        known = isinstance(policy, Policy) or policy in POLICIES  # else the layer refuses it
+        spare = SPARE_SLOTS if known and make_policy(policy).borrows else 0
+        counts = torch.ones(len(blocks), block_experts(blocks[0])[0].num_slots)
+        placement = place(counts, topology, spare_slots=spare, placer="trivial")
+    if placement.num_layers != len(blocks):
         raise ValueError(
             f"placement must have a layer for each of the {len(blocks)} MoE blocks, got {placement.num_layers}"
         )
-    transport = LocalTransport(topology) if transport is None else transport
-    made = [
-        BlockExperts(
-            block, topology, transport, placement, **({} if placement is None else {"layer": i}), **how
-        )
-        for i, block in enumerate(blocks)
-    ]
+    return [BlockExperts(block, transport, placement, layer=i, **how) for i, block in enumerate(blocks)]
+
+
+def put_in(blocks: Sequence[nn.Module], made: Sequence[BlockExperts]) -> list[MoE]:
+    """Puts experts into their blocks; returns their layers."""
     for block, experts in zip(blocks, made, strict=True):
         block.experts = experts
     return [experts.layer for experts in made]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -89,13 +88,12 @@ def check_wrappers(group: Group, ranks: Sequence[RankWeights]) -> None:
     """Raises ValueError if a data-parallel wrapper mixes the experts of the layer's ranks; see docs/borrowing.md."""
     if not isinstance(group, CollectiveGroup):
         return
-    for weights in filter(lambda weights: weights.sharded_over, ranks):
-        mixed = weights.sharded_over.intersection(dist.get_process_group_ranks(group.process_group))
-        if len(mixed) > 1:
-            raise ValueError(
-                "expert Parameters must not be sharded over the layer's ranks, each of which has its own: pass "
-                f"ignored_params=set(layer.expert_parameters()) to fully_shard, got shards over ranks {sorted(mixed)}"
-            )
+    if others := [name for weights in ranks for name in weights.replaced()]:
+        raise ValueError(
+            "expert Parameters must not be sharded over the layer's ranks, each of which has its own: pass "
+            "ignored_params=set(layer.expert_parameters()) to fully_shard, got other Parameters in place of the "
+            f"layer's {', '.join(others)}"
+        )
     _check_ddp(group, ranks)
 
 

@@ -1,13 +1,15 @@
 """module_parts: the parts of a Hugging Face MoE block that MoE takes, without importing transformers.
 
 Blocks are known by class name. Versions of transformers keep the same values in different places, so each value is
-looked for where any of them has it. Shapes: E experts, H width of a row, I intermediate width.
+looked for where any of them has it. Fused experts (transformers' ``use_experts_implementation``) say how their
+Parameters lie: ``is_transposed``, ``has_bias``, ``has_gate``, and compute what is between them in ``_apply_gate``.
+Shapes: E experts, H width of a row, I intermediate width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -17,16 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from isoload.experts.weights import Activation, ClampedGLU, ExpertWeights, SwiGLU
-from isoload.layer.fused_experts import check_unwatched
+from isoload.experts.weights import DTYPES, Activation, ClampedGLU, ExpertWeights, SwiGLU
 from isoload.layer.routers import Gate, Router
 from isoload.layer.stored import StoredExperts
-from isoload.placement import Placement
-from isoload.placers import place
-from isoload.policies import POLICIES, Policy, make_policy
-from isoload.topology import Topology
 
-SPARE_SLOTS = 2  # of every rank, where a borrowing policy comes without a placement
+STACKS = {"gate_up": "gate_up_proj", "down": "down_proj"}
+BIASES = {"gate_up_bias": "gate_up_proj_bias", "down_bias": "down_proj_bias"}
 PROJECTIONS = (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))  # Mixtral's own names come second
 
 
@@ -98,64 +96,6 @@ def own_experts(block: nn.Module) -> nn.Module:
                 f"modules, got {name} in a {type(module).__name__}"
             )
     return experts
-
-
-def fold_shared(parts: ModuleParts, num_shared: int) -> ModuleParts:
-    """The parts with the block's shared experts as the last num_shared of its experts, to be dispatched like these.
-
-    A shared MLP of width num_shared * I is num_shared experts of width I, which add up to it.
-
-    Raises:
-        ValueError: the block has no such shared experts, or their gate, width or activation differ.
-    """
-    shared, (_, hidden, inner) = parts.shared, parts.dense.down.shape
-    if shared is None:
-        raise ValueError(
-            f"placement must have num_shared=0 for a block without shared experts, got {num_shared}"
-        )
-    names = [f"{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")]
-    plain = isinstance(parts.activation, SwiGLU) and parts.dense.gate_up_bias is None
-    held = dict(shared.named_parameters())
-    if not plain or sorted(held) != sorted(names):
-        raise ValueError(
-            f"shared experts must be a plain SwiGLU to be dispatched, got {type(shared).__name__}"
-        )
-    gate, up, down = (held[name] for name in names)
-    if list(down.shape) != [hidden, num_shared * inner]:
-        wide = num_shared * inner
-        raise ValueError(f"shared experts must have width num_shared * I = {wide}, got {down.shape[1]}")
-    halves = torch.stack([w.view(num_shared, inner, hidden) for w in (gate, up)], dim=1)
-    routed = parts.dense
-    dense = ExpertWeights(
-        train_as(torch.cat([routed.gate_up, halves.flatten(1, 2)]), routed.gate_up, gate, up),
-        train_as(
-            torch.cat([routed.down, down.view(hidden, num_shared, inner).transpose(0, 1)]), routed.down, down
-        ),
-    )
-    return replace(parts, dense=dense, shared=None)
-
-
-def place_module(
-    block: nn.Module, topology: Topology, placement: Placement | None, policy: str | Policy
-) -> tuple[ModuleParts, Placement]:
-    """A block's parts and where its experts are to lie.
-
-    Args:
-        block: see :func:`module_parts`.
-        topology: R ranks.
-        placement: None = experts in order (placer ``trivial``), with SPARE_SLOTS spare slots per rank if the policy
-            borrows. With num_shared the block's shared experts are dispatched like the routed ones, else they stay a
-            module for local rows.
-        policy: a name or a Policy.
-    """
-    parts = module_parts(block)
-    if placement is not None:
-        return (fold_shared(parts, placement.num_shared) if placement.num_shared else parts), placement
-    # an unknown name is refused where the layer is made
-    known = isinstance(policy, Policy) or policy in POLICIES
-    spare = SPARE_SLOTS if known and make_policy(policy).borrows else 0
-    counts = torch.ones(1, parts.dense.num_slots)
-    return parts, place(counts, topology, spare_slots=spare, placer="trivial")
 
 
 def _softmax_parts(block: nn.Module, renormalise: bool | None = None) -> ModuleParts:
@@ -245,3 +185,67 @@ def _find(block: nn.Module, *paths: str) -> Any:
         except AttributeError:
             continue
     raise ValueError(f"block must have {' or '.join(paths)}, got a {type(block).__name__} without")
+
+
+def is_fused(experts: nn.Module) -> bool:
+    """Whether a module carries transformers' flags."""
+    return hasattr(experts, "is_transposed") and hasattr(experts, "has_bias")
+
+
+def check_unwatched(block: nn.Module) -> None:
+    """Raises ValueError if a Recorder watches a block's experts, which run no more once isoload has taken them over."""
+    experts = getattr(block, "experts", None)
+    hooks = experts._forward_pre_hooks.values() if isinstance(experts, nn.Module) else ()
+    if watched := [hook.watches for hook in hooks if hasattr(hook, "watches")]:
+        raise ValueError(
+            "experts must not be watched by a Recorder where isoload takes them over, it would see nothing: set the "
+            f"layer's balancer.recorder, got a watch of layer {watched[0]}"
+        )
+
+
+def saved_names(experts: nn.Module) -> dict[str, str]:
+    """The module's name of every stack."""
+    return {**STACKS, **(BIASES if experts.has_bias else {})}
+
+
+def check_fused(experts: nn.Module) -> None:
+    """Raises ValueError if a module's experts are none that MoE can compute."""
+    name = type(experts).__name__
+    flags = {"has_gate": True, "has_post_expert_norm": False}
+    missing = [flag for flag in (*flags, "is_transposed", "has_bias") if not hasattr(experts, flag)]
+    if missing:
+        raise ValueError(f"experts must be a fused module of transformers, got {name} without {missing[0]}")
+    for flag, wanted in flags.items():
+        if getattr(experts, flag) != wanted:
+            raise ValueError(f"experts.{flag} must be {wanted}, got {getattr(experts, flag)} in {name}")
+    for stack in saved_names(experts).values():
+        found = getattr(experts, stack, None)
+        if not isinstance(found, Tensor) or found.dtype not in DTYPES:
+            kind = found.dtype if isinstance(found, Tensor) else type(found).__name__
+            raise ValueError(
+                f"experts.{stack} must be a Parameter of float64, float32, bfloat16 or float16, got {kind} in {name}"
+            )
+
+
+def fused_stacks(experts: nn.Module, parameters: Mapping[str, Tensor]) -> ExpertWeights:
+    """Views [E, ...] of a module's Parameters, a row per output, whichever way they lie."""
+
+    def view(stack: Tensor) -> Tensor:
+        return stack.transpose(1, 2) if experts.is_transposed and stack.dim() == 3 else stack
+
+    return ExpertWeights(**{name: view(parameters[own]) for name, own in saved_names(experts).items()})
+
+
+def fused_activation(experts: Any) -> Activation:
+    """One that isoload has kernels for where the values are the same, else the module's own function."""
+    own: Activation = experts._apply_gate
+    known: list[Activation] = [SwiGLU()]
+    if hasattr(experts, "alpha") and hasattr(experts, "limit"):
+        known.append(ClampedGLU(float(experts.alpha), float(experts.limit)))
+    probe = torch.linspace(-9, 9, 32).view(2, 16)
+    with torch.no_grad():
+        wanted = own(probe)
+        for activation in known:
+            if torch.allclose(activation(probe), wanted, rtol=1e-5, atol=1e-6):
+                return activation
+    return own

@@ -16,7 +16,6 @@ from isoload.experts.sorted_rows import run_sorted
 from isoload.experts.weights import Activation, ExpertWeights
 from isoload.layer.checks import activation_of, check_parts, check_rows, experts_by_rank, name_of
 from isoload.layer.compiled import Choose, handle_of, run_in_graph
-from isoload.layer.modules import place_module
 from isoload.layer.routers import Routing, given_choices
 from isoload.layer.stored import StoredExperts
 from isoload.ops import Prefer, append_shared_expert
@@ -25,8 +24,7 @@ from isoload.placement import Placement
 from isoload.planning import Gathered
 from isoload.policies import Policy
 from isoload.records import Plan
-from isoload.topology import Topology
-from isoload.transport import DTYPES, Call, LocalTransport, Received, Transport
+from isoload.transport import DTYPES, Call, Received, Transport
 from isoload.value_checks import values_readable
 from isoload.weights.autograd import bring_again, join_rows, trained_stacks
 from isoload.weights.borrow import Borrowed
@@ -176,30 +174,6 @@ class MoE(StoredExperts):
     def exchange(self, *others: MoE) -> Exchanged:
         """Renews the targets of this layer and of others: :func:`isoload.own_counts.exchange`. All ranks call it."""
         return self.balancer.exchange(*(other.balancer for other in others))
-
-    @classmethod
-    def from_module(
-        cls,
-        block: nn.Module,
-        topology: Topology,
-        *,
-        transport: Transport | None = None,
-        placement: Placement | None = None,
-        **how: Any,
-    ) -> MoE:
-        """The layer of a Hugging Face block: Qwen3-MoE, OLMoE, Mixtral, DeepSeek-V3 or gpt-oss.
-
-        Args:
-            block: with the weights of all experts; see :func:`isoload.layer.modules.module_parts`.
-            topology: R ranks.
-            transport: None = all ranks in this process.
-            placement: see :func:`isoload.layer.modules.place_module`.
-            **how: layer, policy, prefer and the policy's options.
-        """
-        parts, placement = place_module(block, topology, placement, how.get("policy", "exact"))
-        transport = LocalTransport(topology) if transport is None else transport
-        how = {"activation": parts.activation, "shared": parts.shared, **how}
-        return cls(parts.gate, parts.dense, transport, placement, **how)
 
     def forward(self, x: Tensor | Sequence[Tensor], num_tokens: int | None = None) -> Tensor | list[Tensor]:
         """[T, H] -> [T, H] on every owned rank, autocast or not in the experts' dtype; T may differ and be 0.

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from isoload.layer.moe import MoE
-from isoload.weights.optimizer_state import State, gather_optimizer, load_optimizer
+from isoload.transport import Call, checksum
+from isoload.weights.full_state import gather_rows
+from isoload.weights.migrate import FACTS, state_fields
+from isoload.weights.state import FULL
+from isoload.weights.storage import RankWeights
+
+State = dict[str, dict[str, Any]]  # by stack and key
 
 
 def full_optimizer_state(layer: MoE, optimizer: Optimizer) -> State:
@@ -27,9 +36,33 @@ def full_optimizer_state(layer: MoE, optimizer: Optimizer) -> State:
     Raises:
         ValueError: on all ranks, naming what does not fit on the rank at fault.
     """
-    return gather_optimizer(layer.group, layer._ranks(), layer.layouts, optimizer)
+    ranks, fields = layer._ranks(), list[list[tuple[str, str, str]]]()
+    call = Call(layer.group, "placement", ranks[0].row_of_slot.device)
+    with call:
+        check_plain(ranks)
+        fields = [state_fields(optimizer, rank) for rank in ranks]
+    call.agree("placement", FACTS[-1:], [(checksum(own),) for own in fields])
+    stacks = [
+        [optimizer.state[getattr(rank, name)][key] for name, key, _ in own]
+        for rank, own in zip(ranks, fields, strict=True)
+    ]
+    full: State = {
+        FULL + name: {
+            key: copy.deepcopy(value)
+            for key, value in optimizer.state.get(parameter, {}).items()
+            if getattr(value, "shape", None) != parameter.shape
+        }
+        for name, parameter in ranks[0].named_parameters(recurse=False)
+    }
+    if fields[0]:
+        for (name, key, _), rows in zip(
+            fields[0], gather_rows(layer.group, layer.layouts, stacks), strict=True
+        ):
+            full[FULL + name][key] = rows
+    return full
 
 
+@torch.no_grad()
 def load_full_optimizer_state(layer: MoE, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Loads what :func:`full_optimizer_state` made, under any placement and number of ranks. Each rank by itself.
 
@@ -39,4 +72,47 @@ def load_full_optimizer_state(layer: MoE, optimizer: Optimizer, state: Mapping[s
         ValueError: before anything is changed: a missing stack, another shape, or Parameters that the optimizer does
             not hold.
     """
-    load_optimizer(layer._ranks(), layer.placement.num_experts, optimizer, state)
+    ranks, num_experts = layer._ranks(), layer.placement.num_experts
+    check_plain(ranks)
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for _, name, parameter in trained(ranks):
+        if id(parameter) not in groups:
+            raise ValueError(f"optimizer must hold the layer's expert Parameters, {name} is missing")
+        if FULL + name not in state:
+            raise ValueError(f"state must hold {FULL}{name}, got {sorted(state)}")
+        wanted = [num_experts, *parameter.shape[1:]]
+        for key, value in state[FULL + name].items():
+            if isinstance(value, Tensor) and value.numel() != 1 and list(value.shape) != wanted:
+                raise ValueError(
+                    f"{FULL}{name} {key} must be {wanted} or one element, got {list(value.shape)}"
+                )
+    for rank, name, parameter in trained(ranks):
+        how, wanted = groups[id(parameter)], [num_experts, *parameter.shape[1:]]
+        counts_there = how.get("capturable", False) or how.get("fused", False)
+        kept = optimizer.state[parameter] = {}
+        for key, value in state[FULL + name].items():
+            if isinstance(value, Tensor) and list(value.shape) == wanted:
+                kept[key] = value[list(rank.layout.homes)].to(parameter.device)
+            elif isinstance(value, Tensor):
+                kept[key] = value.clone().to(parameter.device if counts_there else value.device)
+            else:
+                kept[key] = copy.deepcopy(value)
+
+
+def trained(ranks: list[RankWeights]) -> Iterator[tuple[RankWeights, str, nn.Parameter]]:
+    """Names and Parameters of the stacks that train, by rank."""
+    for rank in ranks:
+        for name, parameter in rank.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                yield rank, name, parameter
+
+
+def check_plain(ranks: list[RankWeights]) -> None:
+    """Raises ValueError unless all stacks are plain Parameters of the layer."""
+    for rank in ranks:
+        found = [name for name, p in rank.named_parameters(recurse=False) if not hasattr(p, "to_local")]
+        if len(found) != len(rank.stored()):
+            raise ValueError(
+                f"experts must be plain Parameters of the layer for their optimizer state, {list(rank.stored())}, got "
+                f"{found} beside parametrized ones, DTensors or a Shard given as a function: keep it by its owner"
+            )

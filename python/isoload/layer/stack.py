@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -10,23 +11,54 @@ import torch
 from torch import Tensor, nn
 
 from isoload.cost import CostModel
+from isoload.layer.block_experts import is_known, put_in, take_over
 from isoload.layer.compiled import Choose
-from isoload.layer.decoder import Decoder
 from isoload.layer.feed import Feed
-from isoload.layer.fetch import Fetched, fact_of, fetch, fill_ahead
-from isoload.layer.held import run_held
+from isoload.layer.modules import module_parts
 from isoload.layer.moe import MoE
 from isoload.layer.stack_checks import check_layers, check_local, count_slots, make_predictor
-from isoload.layer.two_stage import Batch, Span, run_planned
+from isoload.layer.two_stage import Batch, Span, run_held, run_planned
+from isoload.placed_layers import Filled
 from isoload.placement import Placement
-from isoload.planning import Gathered
+from isoload.planning import Gathered, fill
 from isoload.predict import Lookahead, Predictor
 from isoload.topology import Topology
-from isoload.transport import Call, Transport
+from isoload.transport import Call, Transport, checksum
 from isoload.value_checks import values_readable
 from isoload.weights.borrow import Borrowed
 
 AHEAD = "slots filled ahead"  # what ranks compare
+NORM = "post_attention_layernorm"  # in front of the block in all known decoders
+
+
+@dataclass(frozen=True, eq=False)
+class Fetched:
+    """What one layer has got ahead.
+
+    layer     whose spare slots they are
+    filled    the slots
+    borrowed  their weights; None where nothing is borrowed
+    marks     the owned ranks' Parameters as they were sent, see :meth:`isoload.weights.storage.RankWeights.marks`
+    """
+
+    layer: MoE
+    filled: Filled
+    borrowed: Borrowed | None
+    marks: list[list[tuple[Tensor, int]]]
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether the layer's placement is the one it was filled for."""
+        return self.filled.placed.host is self.layer.placement
+
+    def check(self) -> None:
+        """Raises ValueError if the layer's Parameters have changed since."""
+        ranks = self.layer._ranks()
+        if not all(rank.is_marked(marks) for rank, marks in zip(ranks, self.marks, strict=True)):
+            raise ValueError(
+                "expert Parameters must stay as they are while their weights travel ahead: call forget() of the "
+                "stack on all ranks after a change, got Parameters that changed since"
+            )
 
 
 class LibraStack:
@@ -125,10 +157,10 @@ class LibraStack:
         Raises:
             ValueError: before any block has changed: naming the argument, the rule and the value.
         """
-        decoder = Decoder.of(layers)
-        if predict == "lookahead":
-            predict = Lookahead(decoder.gates(), decoder.norms)
-        made = decoder.experts(topology, transport, placement, **{"policy": "hedge", **how})
+        blocks, norms = find_blocks(layers)
+        if predict == "lookahead":  # reads the blocks' own gates
+            predict = Lookahead([module_parts(block).gate for block in blocks], norms)
+        made = take_over(blocks, topology, transport, placement, **{"policy": "hedge", **how})
         stack = cls(
             [experts.layer for experts in made],
             predict,
@@ -137,8 +169,7 @@ class LibraStack:
             cost=cost,
             copies_per_rank=copies_per_rank,
         )
-        for block, experts in zip(decoder.blocks, made, strict=True):
-            block.experts = experts
+        put_in(blocks, made)
         return stack
 
     def close(self) -> None:
@@ -211,7 +242,9 @@ class LibraStack:
         with call:
             loads = self.feed.predict(index, gathered)
             if loads is not None and self.slots != 0 and self._fills_ahead(layer):
-                filled = fill_ahead(layer, loads, self.slots)
+                most = {} if self.slots is None else {"slots": self.slots}
+                policy = replace(layer.policy, **most)  # type: ignore[arg-type]
+                filled = fill(loads, layer.balancer.placed_on(loads.device), None, policy)
         # No exchange can be begun with slots that differ: that of weights would abort the process.
         if self.feed.may_differ and gathered.planned and values_readable(gathered.loads):
             call.facts[AHEAD] = fact_of(filled)
@@ -219,5 +252,38 @@ class LibraStack:
         call.raise_failure()
         if filled is None:
             return None
-        self._fetched = fetch(layer, filled, beside)
+        assert layer.borrowing is not None
+        borrowed = layer.borrowing.borrow(filled, beside)
+        self._fetched = Fetched(layer, filled, borrowed, [rank.marks() for rank in layer._ranks()])
         return self._fetched.borrowed
+
+
+def find_blocks(layers: Iterable[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The MoE blocks of a decoder's layers, in order, and the norms in front of them; dense layers are left out.
+
+    Raises:
+        ValueError: none has a block that is known, or one has no such norm.
+    """
+    blocks, norms, kinds = list[nn.Module](), list[nn.Module](), dict[str, None]()
+    for i, layer in enumerate(layers):
+        kinds[type(layer).__name__] = None
+        if not (found := [child for child in layer.children() if is_known(child)]):
+            continue
+        norm = getattr(layer, NORM, None)
+        if not isinstance(norm, nn.Module):
+            raise ValueError(f"layers must have a {NORM} before the block, got layer {i} without")
+        blocks.append(found[0])
+        norms.append(norm)
+    if not blocks:
+        raise ValueError(
+            f"layers must have MoE blocks that are known, got none in {', '.join(kinds) or 'none'}"
+        )
+    return blocks, norms
+
+
+def fact_of(filled: Filled | None) -> int:
+    """A number that is the same on ranks with the same slots, where the host may read them; 0 without any."""
+    if filled is None:
+        return 0
+    slots = filled.slot_to_expert
+    return checksum(slots.tolist()) if values_readable(slots) else 1

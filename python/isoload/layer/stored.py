@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from isoload.weights.backends import make_backend
 from isoload.weights.borrow import Borrowing
 from isoload.weights.full_state import gather_full, load_full
 from isoload.weights.layout import Layout, layouts, replica_moves
-from isoload.weights.migrate import FACTS, check_move, move_facts, move_state, move_weights
+from isoload.weights.migrate import FACTS, check_move, check_no_state, move_facts, move_state, move_weights
 from isoload.weights.shard import Shard, hold
 from isoload.weights.storage import RankWeights, new_stack, refresh_replicas
 
@@ -130,7 +130,7 @@ class StoredExperts(nn.Module):
         placement: Placement,
         *,
         rows_per_chunk: int | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Literal["none"] | None = None,
     ) -> None:
         """Moves the layer to a new placement: between batches, by all ranks together.
 
@@ -143,8 +143,8 @@ class StoredExperts(nn.Module):
                 (:meth:`refresh_replicas`): any of an expert's rows may be the one that is copied.
             rows_per_chunk: most rows, over all ranks, that are copied at a time; bounds the memory needed on the way.
                 None: R, at least 2.
-            optimizer: whose state of the expert Parameters moves along, wherever it has their shape. None: no state
-                moves, and an optimizer that keeps state by row raises at its next step.
+            optimizer: whose state of the expert Parameters moves along, wherever it has their shape; "none" where none
+                keeps any. None: that too, but refused where experts move that a backward has given gradients to.
 
         Raises:
             ValueError: on all ranks and before anything moves: naming the argument, the rule and the value on the rank
@@ -152,6 +152,7 @@ class StoredExperts(nn.Module):
             RuntimeError: naming the stage, if a rank is gone. The layer's weights are then undefined.
         """
         ranks, before = self._ranks(), self.layouts
+        moved = None if isinstance(optimizer, str) else optimizer
         size = max(2, len(before)) if rows_per_chunk is None else rows_per_chunk
         facts: list[list[int]] = []
         call = Call(self.group, "placement", ranks[0].row_of_slot.device)
@@ -160,11 +161,13 @@ class StoredExperts(nn.Module):
             self._check_weights()
             placed = placement.layer(self.layer, "cpu")
             after = layouts(placed, before)
-            facts = move_facts(placed, before, after, self.num_rows, size, ranks, optimizer)
+            if optimizer is None:
+                check_no_state(before, after, ranks)
+            facts = move_facts(placed, before, after, self.num_rows, size, ranks, moved)
             settle = self.balancer.settling(placement)
         call.agree("placement", FACTS, facts)
-        if optimizer is not None:
-            move_state(self.group, ranks, optimizer, before, after, size)
+        if moved is not None:
+            move_state(self.group, ranks, moved, before, after, size)
         move_weights(self.group, ranks, before, after, size)
         for rank, weights in zip(self.group.ranks, ranks, strict=True):
             weights.settle(after[rank])

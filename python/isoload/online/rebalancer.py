@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch.optim import Optimizer
@@ -73,7 +73,7 @@ class Rebalancer:
         delay: int = 8,
         placer: str = "scenario",
         split: str = "exact",
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Literal["none"] | None = None,
         **options: Any,
     ) -> None:
         self.layers, self.recorder, self.optimizer = list(layers), recorder, optimizer

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from isoload.counting import count
-from isoload.layer.fused_experts import is_fused
+from isoload.layer.modules import is_fused
 from isoload.trace import Trace, write_trace
 from isoload.transport import Call, Group
 

@@ -43,7 +43,8 @@ class JoinRows(torch.autograd.Function):
         num_passed: int,
         *values: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.group, ctx.num_homes, ctx.trained = group, [len(rank.layout.homes) for rank in ranks], trained
+        ctx.group, ctx.ranks, ctx.trained = group, ranks, trained
+        ctx.num_homes = [len(rank.layout.homes) for rank in ranks]
         ctx.noted, ctx.num_passed, ctx.divisor = noted, num_passed, ranks[0].gradient_divisor
         ctx.replicas, ctx.borrowed = replicas, borrowed
         # Saved to be found changed: after .to() or a copy, a step on a Parameter shows in no storage's version.
@@ -63,6 +64,8 @@ class JoinRows(torch.autograd.Function):
         if ctx.borrowed is not None:
             ctx.borrowed.wait()  # also where no copy was computed: others may wait for what this rank sends
         totals = iter(_totals(ctx, stacks) if stacks else ())
+        for rank in ctx.ranks if stacks else ():
+            rank.had_gradients = True
         flags = [trains for _ in ctx.num_homes for trains in ctx.trained]
         return *(None,) * 8, *rows, *(next(totals) if trains else None for trains in flags)
 

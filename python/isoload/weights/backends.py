@@ -12,8 +12,7 @@ from isoload import ops
 from isoload.transport import CollectiveGroup, Group
 from isoload.transport.exchanges import num_bytes
 from isoload.transport.peers import Peers
-from isoload.weights.backend import Backend
-from isoload.weights.borrow_plan import BorrowPlan
+from isoload.weights.backend import Backend, BorrowPlan
 from isoload.weights.deep_ep import DeepEPBorrow, check_deep_ep
 from isoload.weights.moves import (
     Move,

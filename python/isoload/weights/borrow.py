@@ -18,8 +18,7 @@ from torch import Tensor
 
 from isoload.placed_layers import Filled
 from isoload.transport import Group
-from isoload.weights.backend import Backend
-from isoload.weights.borrow_plan import BorrowPlan
+from isoload.weights.backend import Backend, BorrowPlan
 from isoload.weights.layout import Layout, home_addresses
 from isoload.weights.moves import Stacks
 from isoload.weights.storage import RankWeights

@@ -17,8 +17,7 @@ from isoload.experts.fp8 import FP8
 from isoload.transport import Group
 from isoload.transport.deep_ep import shared_buffer
 from isoload.transport.peers import Peers
-from isoload.weights.backend import Backend
-from isoload.weights.borrow_plan import BorrowPlan
+from isoload.weights.backend import Backend, BorrowPlan
 from isoload.weights.moves import Stacks, Wait
 
 ALIGNMENT = 32  # bytes; of an expert in every stack, and of a stack in the buffer's region

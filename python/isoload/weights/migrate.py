@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from isoload.experts.weights import NAMES
 from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement, check_same_shape
 from isoload.transport import Group, checksum
 from isoload.weights.layout import Layout, replica_moves
 from isoload.weights.moves import Address, move_rows
-from isoload.weights.optimizer_steps import check_experts, has_rows
 from isoload.weights.schedule import plan_moves
 from isoload.weights.shard import ShardWeights, check_homes_stay
-from isoload.weights.state import HOMES
 from isoload.weights.storage import RankWeights
 
 # What every rank must give load_placement alike, in the order of move_facts
@@ -38,6 +35,16 @@ def check_move(now: Placement, new: Placement, rows_per_chunk: int, ranks: Seque
         raise ValueError(f"rows_per_chunk must be at least 2, got {rows_per_chunk}")
     for rank in ranks:
         rank.check_move()
+
+
+def check_no_state(before: Sequence[Layout], after: Sequence[Layout], ranks: Sequence[RankWeights]) -> None:
+    """Raises ValueError if an optimizer may keep state of home rows that get other experts."""
+    moved = any(now.homes != new.homes for now, new in zip(before, after, strict=True))
+    if moved and any(rank.had_gradients for rank in ranks):
+        raise ValueError(
+            "optimizer must be given where experts that had gradients move, since it may keep state by row, or be "
+            "'none' where none keeps any, got None"
+        )
 
 
 def move_facts(
@@ -119,9 +126,8 @@ def move_state(
         rooms = [_make_room(state[key], count) for state, count in zip(states, counts, strict=True)]
         for chunk in chunks:
             move_rows(group, "placement state", chunk, [[room] for room in rooms], [[room] for room in rooms])
-        for rank, state, room, count in zip(group.ranks, states, rooms, counts, strict=True):
+        for state, room, count in zip(states, rooms, counts, strict=True):
             state[key] = room if len(room) == count else room[:count].clone()
-            state[HOMES] = list(after[rank].homes)
 
 
 def _make_room(tensor: Tensor, count: int) -> Tensor:
@@ -139,18 +145,16 @@ def state_fields(optimizer: Optimizer, rank: RankWeights) -> list[tuple[str, str
         ValueError: naming the Parameter or state that does not fit.
     """
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    check_experts(optimizer, rank)
     fields = []
-    for name in NAMES:
-        parameter: nn.Parameter | None = getattr(rank, name, None)
-        if parameter is None or not parameter.requires_grad:
+    for name, parameter in rank.named_parameters(recurse=False):
+        if not parameter.requires_grad:
             continue
         if id(parameter) not in held:
             raise ValueError(f"optimizer must hold the layer's expert Parameters, {name} is missing")
         for key, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor):
                 continue
-            if has_rows(value, parameter):
+            if value.shape == parameter.shape:
                 fields.append((name, key, str(value.dtype)))
             elif value.numel() != 1:
                 raise ValueError(

@@ -24,7 +24,6 @@ from isoload.experts.weights import NAMES, ExpertWeights
 from isoload.transport import Group
 from isoload.weights.layout import Layout
 from isoload.weights.moves import Move, move_rows
-from isoload.weights.optimizer_steps import see_steps
 from isoload.weights.state import HOMES, check_kind, rows_for
 
 
@@ -43,7 +42,6 @@ class RankWeights(nn.Module):
         new_stack: (like, rows) -> [rows, ...] zeros: where the storages come from.
     """
 
-    sharded_over: frozenset[int] = frozenset()  # of the default process group
     row_of_slot: Tensor
     stored_down: Tensor
 
@@ -72,17 +70,16 @@ class RankWeights(nn.Module):
         """Notes which row every slot has; the end of construction."""
         self.num_rows, self.spare_slots = num_rows, spare_slots
         self.gradient_divisor = 1  # of the home rows' gradients
+        self.had_gradients = False  # so an optimizer may keep state of the home rows
         self.row_of_slot = torch.tensor(self._rows(self.layout), dtype=torch.int64, device=device)
+        self._own = dict(self.named_parameters(recurse=False))
         self._refreshed: list[tuple[Tensor, int]] | None = None
         self.note_refreshed()
-        see_steps(self)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Notes over which ranks fully_shard spreads a Parameter: while the layer runs nothing shows it."""
-        mesh = getattr(value, "device_mesh", None) if isinstance(value, Tensor) else None
-        if mesh is not None:
-            self.__dict__["sharded_over"] = frozenset(mesh.mesh.flatten().tolist())
-        super().__setattr__(name, value)
+    def replaced(self) -> list[str]:
+        """The stacks that have another Parameter than this was made with, as fully_shard gives them one."""
+        now = self.named_parameters(recurse=False)
+        return [name for name, p in now if p is not self._own[name] and isinstance(p, nn.Parameter)]
 
     @property
     def reads_elsewhere(self) -> bool:
@@ -123,36 +120,30 @@ class RankWeights(nn.Module):
 
     def note_refreshed(self) -> None:
         """Replicas are equal to the home rows as these are now."""
-        # The alias keeps the memory, so that no other tensor comes to lie at the same address.
-        self._refreshed = [
-            (home.detach(), version) for home, version in zip(self.home_rows(), self.versions(), strict=True)
-        ]
-
-    def note_changed(self) -> None:
-        """Replicas are stale: an optimizer has stepped."""
-        self._refreshed = None
+        self._refreshed = self.marks()
 
     def is_refreshed(self) -> bool:
-        """Whether the home rows are those of the last :meth:`note_refreshed`, as far as it can be seen.
+        """Whether the home rows are those of the last :meth:`note_refreshed`, as far as torch counts their versions.
 
-        Steps of torch's optimizers are, and what counts a version; ``p.data.add_()`` by hand is not.
+        It counts none for fused optimizers' steps, nor for ``p.data.add_()``.
         """
-        return self._refreshed is not None and all(
-            (home.data_ptr(), now) == (noted.data_ptr(), version)
-            for home, now, (noted, version) in zip(
-                self.home_rows(), self.versions(), self._refreshed, strict=True
-            )
-            if not isinstance(home, FakeTensor)
+        return self._refreshed is not None and self.is_marked(self._refreshed)
+
+    def is_marked(self, marks: Sequence[tuple[Tensor, int]]) -> bool:
+        """Whether nothing is seen to have changed the home rows since they had these :meth:`marks`."""
+        return all(
+            isinstance(home, FakeTensor) or (home.data_ptr(), now) == (noted.data_ptr(), version)
+            for (home, now), (noted, version) in zip(self.marks(), marks, strict=True)
         )
 
     def versions(self) -> list[int]:
         """How often the home rows of every stack have changed."""
         return list(map(version_of, self.home_rows()))
 
-    def marks(self) -> list[tuple[int, int]]:
-        """Address and version of the home rows of every stack, equal as long as nothing is seen to change them."""
-        rows = self.home_rows()
-        return [(0 if isinstance(r, FakeTensor) else r.data_ptr(), version_of(r)) for r in rows]
+    def marks(self) -> list[tuple[Tensor, int]]:
+        """The home rows of every stack and how often they have changed."""
+        # The alias keeps the memory, so that no other tensor comes to lie at the same address.
+        return [(home.detach(), now) for home, now in zip(self.home_rows(), self.versions(), strict=True)]
 
     def check(self, replicated: bool) -> None:
         """Raises ValueError if the Parameters do not fit the layout or, replicated, changed since the refresh."""
@@ -270,6 +261,7 @@ class RankWeights(nn.Module):
         for name, stored in self.stored().items():
             setattr(self, f"stored_{name}", fn(stored))
         self.row_of_slot = fn(self.row_of_slot)
+        self._own = dict(self.named_parameters(recurse=False))
         self._settle_copy(*before)  # .to() and the like give the Parameters memory of their own
         return self
 
@@ -279,7 +271,6 @@ class RankWeights(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._settle_copy(*state["_refreshed"])  # so do deepcopy and pickle
-        see_steps(self)
 
     def _settle_copy(self, shown: bool, refreshed: bool) -> None:
         """Makes all Parameters and storages, new tensors with the values of others, what these were to each other."""
