@@ -92,6 +92,6 @@ def test_the_file_of_sglang() -> None:
     assert len({s.name for s in seams}) == len(seams)
     assert all(s.why and s.read_from and s.target.startswith("sglang.srt.") for s in seams)
     assert not any(name.split(".")[0] == "sglang" for name in sys.modules)
-    from isoload.integrations.sglang.attach import HOOKS
+    from isoload.integrations.sglang import HOOKS
 
     assert {s.name for s in seams if s.kind in ("replace", "around")} == set(HOOKS)

@@ -16,10 +16,9 @@ from torch import Tensor
 from isoload.balancer import Balancer
 from isoload.counting import count
 from isoload.integrations.engine_layers import EXCHANGED, JOINED_BY_ALL, EngineLayer, EngineLayers
-from isoload.integrations.engine_tables import engine_topology
+from isoload.integrations.engine_tables import check_placer, engine_topology
 from isoload.integrations.meter import Meter
 from isoload.integrations.settings import LOADS, Settings
-from isoload.integrations.vllm.placement import check_at_start
 
 log = logging.getLogger("isoload")
 Held = Literal["own", "same", "gathered"]
@@ -111,8 +110,9 @@ class ModelLayers(EngineLayers[Layer]):
 
         tables = state.physical_to_logical_map.cpu()
         topology = engine_topology(get_ep_group().world_size, get_node_count())
-        check_at_start(self.settings.placer, tables, state.model.num_logical_experts, topology)
-        self.place(tables, state.model.num_logical_experts, topology, state.physical_to_logical_map.device)
+        experts = state.model.num_logical_experts
+        check_placer("--enable-eplb", self.settings.placer, tables, experts, topology)
+        self.place(tables, experts, topology, state.physical_to_logical_map.device)
         policy, kept = self.settings.policy_for(shared=False), Counter[str]()
         loads = self.settings.loads_for("own" if self.settings.policy is None else "gathered")
         for i, runner in enumerate(state.model.moe_layers):
