@@ -96,8 +96,6 @@ def lay_out(
 
     Args:
         counts: [L, E] or [batches, L, E] copies per routed expert.
-        topology: R ranks.
-        slots_per_rank: S.
         placer: name and options, as the variable has them.
         before: :func:`running`.
     """
@@ -111,15 +109,8 @@ def lay_out(
 def check_placer(option: str, placer: str, tables: Tensor, num_experts: int, topology: Topology) -> None:
     """A layout as an engine's rebalance will want one, so that none fails while tokens are served.
 
-    Args:
-        option: the engine's, in whose name the placer is refused.
-        placer: name and options, as the variable has them.
-        tables: [L, P] where the experts lie first.
-        num_experts: E.
-        topology: R ranks.
-
     Raises:
-        ValueError: naming the rule of the placer that this layout breaks.
+        ValueError: naming the engine's option and the rule of the placer that the layout of these tables [L, P] breaks.
     """
     layers, num_slots = tables.shape
     before, size = running(tables, num_slots), num_slots // topology.num_ranks

@@ -95,8 +95,7 @@ class Recorder:
             self._layers[layer].add_(row[: self.num_experts])
 
     def _check_source(self, layer: int, source: object) -> None:
-        held = self._sources.get(layer)
-        before = None if held is None else held()
+        before = self._sources.get(layer, lambda: None)()
         if before is None:
             self._sources[layer] = weakref.ref(source)
         elif before is not source:

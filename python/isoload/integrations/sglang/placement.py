@@ -13,11 +13,7 @@ from isoload.integrations.sglang.layers import LAYERS, topology_of
 NAME = "isoload"
 
 
-class Chosen:
-    """What compute_algorithm returns for this name, in place of a member of SGLang's Enum."""
-
-
-CHOSEN = Chosen()
+CHOSEN = object()  # what compute_algorithm returns for this name, in place of a member of SGLang's Enum
 
 
 def compute_algorithm(
