@@ -40,7 +40,8 @@ def hook(seams: list[Seam], settings: Settings) -> None:
     from vllm.distributed.eplb.policy import EPLB_POLICIES
 
     for seam in seams:
-        wrap(seam.target, HOOKS[seam.name])
+        if seam.kind == "around":
+            wrap(seam.target, HOOKS[seam.name])
     EPLB_POLICIES["default"] = make_policy(settings.placer)  # the only name that vLLM's option takes
 
 
