@@ -36,12 +36,8 @@ class LayerReport:
 
 
 class Meter:
-    """Sums per layer, on the plans' device: written in place, so that captured graphs go on counting.
-
-    Args:
-        name: of the engine, begins every line.
-        seconds: between two reports.
-    """
+    """Sums per layer, on the plans' device: written in place, so that captured graphs go on counting. The engine's name
+    begins every line, and so many seconds lie between two."""
 
     def __init__(self, name: str, seconds: float) -> None:
         self.name, self.seconds = name, seconds
@@ -150,10 +146,9 @@ def line(name: str, layers: list[LayerReport], figures: dict[str, float]) -> str
             f"{figures['imbalance_worst']:.3f} in the worst layer"
         )
     level = sum(layer.certified == layer.batches for layer in layers)
-    seconds = figures.get("plan_seconds")
-    time_taken = (
-        "all replayed from graphs" if seconds is None else f"{1e6 * seconds:.0f} us per plan on the host"
-    )
+    time_taken = "all replayed from graphs"
+    if (seconds := figures.get("plan_seconds")) is not None:
+        time_taken = f"{1e6 * seconds:.0f} us per plan on the host"
     return (
         f"isoload {name}: {sum(layer.batches for layer in layers)} plans of {len(layers)} layers; "
         f"imbalance {figures['imbalance_before']:.3f} evenly spread, {figures['imbalance_after']:.3f} planned, "

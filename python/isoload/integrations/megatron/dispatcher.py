@@ -84,10 +84,8 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
         try:
             self._ids = chosen_experts(routing_map, self.top_k)
         except BaseException as error:  # raised where the other ranks hear of it
-            self._ids, self._failure = (
-                routing_map.new_full((len(routing_map), 1), -1, dtype=torch.int64),
-                error,
-            )
+            self._ids = routing_map.new_full((len(routing_map), 1), -1, dtype=torch.int64)
+            self._failure = error
         weights = probs.gather(1, self._ids.clamp(min=0)).float()
         return tokens.reshape(-1, tokens.shape[-1]), weights.masked_fill(self._ids < 0, 0)
 
@@ -133,9 +131,8 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
             ends = arrived.away.ends.tolist()
             copies = gather_copies(arrived.received.rows, arrived.away)[: ends[-1] if ends else 0]
             results = self._run_borrowed(copies, ends, arrived.borrowed)
-            total = total + weighted_sum(
-                padded(results, arrived.away), weights, arrived.away, sum_dtype(dtype)
-            )
+            away = padded(results, arrived.away)
+            total = total + weighted_sum(away, weights, arrived.away, sum_dtype(dtype))
         return total.to(dtype)
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:

@@ -34,14 +34,8 @@ def rebalance_experts(
 ) -> Any:
     """Around SGLang's of this name: counts [batches, L, E] -> its three tables, on the device of the counts."""
     if algorithm is not CHOSEN:
-        return original(
-            tokens_per_expert,
-            num_physical_experts,
-            num_local_physical_experts,
-            num_groups,
-            num_nodes,
-            algorithm,
-        )
+        sizes = num_physical_experts, num_local_physical_experts, num_groups, num_nodes
+        return original(tokens_per_expert, *sizes, algorithm)
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
     device, metadata = tokens_per_expert.device, get_global_expert_location_metadata()

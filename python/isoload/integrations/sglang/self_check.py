@@ -7,13 +7,7 @@ from typing import Any
 import torch
 
 from isoload.integrations.engine_tables import replica_lists
-from isoload.integrations.known_batch import (
-    IDS,
-    SLOTS,
-    is_right,
-    known_balancer,
-    known_placement,
-)
+from isoload.integrations.known_batch import IDS, SLOTS, is_right, known_balancer, known_placement
 from isoload.integrations.sglang import dispatch, placement
 from isoload.integrations.sglang.layers import Layer
 from isoload.integrations.sglang.waterfill import WaterfillBalancer

@@ -18,14 +18,8 @@ class WaterfillBalancer:
 
     Behind lp the layer's plan has decided about the shared copies already (policy joint, unless ISOLOAD_POLICY says
     another); else, and in draft models, they fill the ranks beside the routed copies as these lie (policy waterfill).
-
-    Args:
-        num_routed_experts: P, slots of routed experts over all ranks.
-        world_size: R ranks.
-        rank: this one.
-        layer_id: the model's layer.
-        shared_weight: weight of the shared expert's output.
-        routed_scaling_factor: of older versions, in place of shared_weight: its inverse, or 1 where it is 0.
+    num_routed_experts is P, the slots of all ranks; shared_weight that of the shared expert's output, in older versions
+    the inverse of routed_scaling_factor, or 1 where that is 0.
     """
 
     def __init__(
