@@ -13,18 +13,16 @@ Fairness ledger
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import isoload
-from harness import measure, write_results
 from isoload import ops
 from isoload.trace import read_trace
+from lib import table
+from lib.harness import command, measure, write_results
 
 WEIGHTS = 3 * 7168 * 2048
 READ_US, COPY_US = WEIGHTS / 3.35e6, 2 * WEIGHTS / 1979e6
@@ -62,7 +60,7 @@ def compare(loads: torch.Tensor, tables: Any) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = command(__doc__)
     parser.add_argument("trace", nargs="?", default="examples/traces/gptoss20b_decode.npz")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--slots-per-rank", type=int, default=5)
@@ -76,9 +74,6 @@ def main() -> None:
     later = counts[half:].sum(0)
     placement = isoload.place(counts[:half], isoload.Topology(asked.ranks), asked.slots_per_rank)
     tables = placement.layers("cpu").tables
-    table = Table(title=f"{trace.name}: {asked.ranks} ranks, {asked.slots_per_rank} slots each")
-    for name in ("tokens", "split", "slots", "copies", "roofline us"):
-        table.add_column(name, justify="right")
     rows: list[dict[str, Any]] = []
     for tokens in asked.tokens:
         rng, found = np.random.default_rng(tokens), []
@@ -89,9 +84,8 @@ def main() -> None:
         for split in found[0]:
             means = {key: float(np.mean([each[split][key] for each in found])) for key in found[0][split]}
             rows.append({"trace": trace.name, "tokens": tokens, "split": split, **means})
-            table.add_row(str(tokens), split, *(f"{value:.2f}" for value in means.values()))
         rows[-1]["plan_us_per_layer"] = plan.median
-    Console().print(table)
+    table.show_rows(f"{asked.ranks} ranks, {asked.slots_per_rank} slots each", rows)
     for row in rows:
         row |= {"ranks": asked.ranks, "slots_per_rank": asked.slots_per_rank}
     print(write_results(f"bench_active_{trace.name}", rows))

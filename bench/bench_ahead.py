@@ -10,7 +10,6 @@ Fairness ledger
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +18,9 @@ import torch
 from torch import Tensor
 
 import isoload
-from harness import machine, measure, write_results
 from isoload import ops, predict
 from isoload.placed_layers import PlacedLayers
+from lib.harness import begin, measure, write_results
 
 RANKS, EXPERTS, SPARE, COPIES = 8, 256, 8, 4096
 GOALS = {"plan_replication": 40, "fill of hedge": 40, "Linear, sums": 40, "shard_tokens": 15, "top_up": 15}
@@ -70,8 +69,7 @@ def times(instances: int = 4, seconds: float = 0.1) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    print(__doc__.strip(), machine(), sep="\n", file=sys.stderr)
+    begin(__doc__)
     rows = times()
     for row in rows:
         loss = "" if row["us"] <= row["goal_us"] else "  LOSS"

@@ -20,19 +20,18 @@ shipped trace always is. The results file is written only by --write.)
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
-from harness import machine, write_results
 from isoload.replay.simulate import ReplaySettings, replay
 from isoload.trace import Trace, read_trace
+from lib import table
+from lib.harness import command, machine, write_results
+from lib.result_tables import by
 
 RANKS, NODE = 16, 8
 TRACES = {
@@ -108,48 +107,41 @@ def run(path: Path, placement: str, tokens: int) -> list[dict[str, Any]]:
     ]
 
 
-def print_matrix(rows: list[dict[str, Any]], console: Console) -> None:
+def print_matrix(rows: list[dict[str, Any]]) -> None:
     """Per trace and placement: the busiest rank against shared_local, by tokens; then the traffic that it costs."""
+    drawn = [SHORT[i] for i in (1, 2, 3, 5)]
+    columns = {
+        **table.same(("placement", "tokens"), "{at[NAME]}"),
+        "imbalance": "{at[imbalance_mean]:.3f}",
+        **table.same(SHORT[1:], "{NAME[busiest]:+.1f*100} %"),
+        "shared copies unvisited": " / ".join(
+            f"{{{name}[shared_unvisited_share]:.1f*100}}" for name in drawn
+        ),
+        "rows": " / ".join(f"{{{name}[rows]:+.1f*100}}" for name in drawn),
+    }
     for name in dict.fromkeys(row["trace"] for row in rows):
-        table = Table(title=f"{name}, R={RANKS}: busiest rank relative to shared_local (its imbalance)")
-        for heading in ("placement", "tokens", "imbalance", *SHORT[1:], "shared copies unvisited", "rows"):
-            table.add_column(heading, justify="right")
-        for placement in PLACEMENTS:
-            for tokens in TOKENS:
-                cell = [
-                    r for r in rows if (r["trace"], r["placement"], r["tokens"]) == (name, placement, tokens)
-                ]
-                if not cell:
-                    continue
-                unvisited = [f"{100 * cell[i]['shared_unvisited_share']:.1f}" for i in (1, 2, 3, 5)]
-                travel = [f"{100 * cell[i]['rows']:+.1f}" for i in (1, 2, 3, 5)]
-                table.add_row(
-                    placement,
-                    str(tokens),
-                    f"{cell[0]['imbalance_mean']:.3f}",
-                    *(f"{100 * r['busiest']:+.1f} %" for r in cell[1:]),
-                    " / ".join(unvisited),
-                    " / ".join(travel),
-                )
-        console.print(table)
-    console.print(
+        cells = by([row for row in rows if row["trace"] == name], "placement", "tokens").values()
+        named = [dict(zip(("at", *SHORT[1:]), cell.values(), strict=True)) for cell in cells]
+        table.show(
+            f"{name}, R={RANKS}: busiest rank relative to shared_local (its imbalance)", columns, named
+        )
+    print(
         "unvisited: % of shared copies sent to a rank where the token has no routed copy; rows: change in rows that "
         "leave their rank, %; both for sampled static / sampled dynamic / waterfill / joint"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command(__doc__)
     parser.add_argument("--traces", type=Path, default=SHIPPED.parent, help="folder of npz traces")
     parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
     parser.add_argument("--write", action="store_true", help="bench/results/bench_balance.jsonl")
     arguments = parser.parse_args()
-    console = Console(highlight=False, width=200)
     rows = []
     for stem in TRACES:
         path = SHIPPED if stem == SHIPPED.stem else arguments.traces / f"{stem}.npz"
         if not path.exists():
-            console.print(f"{path} is not there: left out")
+            print(f"{path} is not there: left out")
             continue
         for placement in PLACEMENTS:
             for tokens in arguments.tokens:
@@ -157,10 +149,10 @@ def main() -> None:
                 print(stem, placement, tokens, file=sys.stderr)
     if not rows:
         raise SystemExit(f"{arguments.traces} holds none of {', '.join(TRACES)}")
-    print_matrix(rows, console)
-    console.print(machine())
+    print_matrix(rows)
+    print(machine())
     if arguments.write:
-        console.print(f"written: {write_results('bench_balance', rows)}")
+        print(f"written: {write_results('bench_balance', rows)}")
 
 
 if __name__ == "__main__":

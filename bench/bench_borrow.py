@@ -11,17 +11,15 @@ Fairness ledger
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from harness import measure, write_results
 from isoload import ops
+from lib import table
+from lib.harness import command, measure, write_results
 
 RANKS, SPARE, HOMES = 4, 2, 4
 SHAPES = {"H 2048, I 768": (2048, 768), "H 7168, I 2048": (7168, 2048)}
@@ -81,23 +79,17 @@ def bench(hidden: int, inner: int, device: str, blocks: list[int]) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.parse_args()
+    command(__doc__).parse_args()
     torch.set_num_threads(1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     blocks = [8, 16, 32, 64, 128] if device == "cuda" else [32]
     where = torch.cuda.get_device_name() if device == "cuda" else device
-    table = Table(title=f"GB/s on {where}")
-    for column in ("expert", "MB", "borrow", "copy_", "backward", "+="):
-        table.add_column(column, justify="right")
-    rows = []
-    for name, (hidden, inner) in SHAPES.items():
-        row = {"expert": name, "on": where, **bench(hidden, inner, device, blocks)}
-        rows.append(row)
-        table.add_row(
-            name, f"{row['bytes'] / 1e6:.0f}", *(f"{rate:.2f}" for rate in row["gb_per_s"].values())
-        )
-    Console().print(table)
+    rows = [
+        {"expert": name, "on": where, **bench(hidden, inner, device, blocks)}
+        for name, (hidden, inner) in SHAPES.items()
+    ]
+    rates = table.same(rows[0]["gb_per_s"], "{gb_per_s[NAME]:.2f}")
+    table.show(f"GB/s on {where}", {"expert": "{expert}", "MB": "{bytes:.0f/1e6}", **rates}, rows)
     print(write_results("bench_borrow", rows))
 
 

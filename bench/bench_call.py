@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--write", action="store_true", help="bench/results/bench_call.jsonl")
     options = parser.parse_args()
-    from harness import machine, write_results
+    from lib.harness import machine, write_results
 
     told = ["git", "-C", str(options.checkout), "describe", "--always", "--dirty"]
     before = subprocess.run(told, capture_output=True, text=True).stdout.strip()

@@ -13,7 +13,6 @@ measured and what was given)
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import time
@@ -24,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from harness import RESULTS, machine, measure
 from isoload.cost import DEFAULT_BANDWIDTHS, CostModel
+from lib.harness import RESULTS, command, machine, measure
 
 SIZES = (1, 8, 64, 128, 512, 2048)
 BEYOND_CACHES = 512 * 2**20  # bytes of weights that are used in turn
@@ -114,7 +113,7 @@ def measure_model(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = command(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="default: CPU float32, CUDA bf16"

@@ -28,7 +28,6 @@ Fairness ledger
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -36,18 +35,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import isoload
-from gpu_balancers import BALANCERS
-from gpu_check import Size, check_all, check_one, compare, profile, show_wrong, starts, tried
-from gpu_clock import Graph, behind_others, between_events, from_python
-from gpu_jobs import JOBS, Job, need_cuda
-from gpu_layers import EXPERTS, LAYERS, RANK, TOP_K, Layer, make_layers, per_node
-from gpu_worker import Attempt, Worker, in_this_process
-from harness import RESULTS, ResultFile, machine
 from isoload import ops
+from lib import table
+from lib.gpu_balancers import BALANCERS
+from lib.gpu_check import Size, check_all, check_one, compare, profile, show_wrong, starts, tried
+from lib.gpu_clock import Graph, behind_others, between_events, from_python
+from lib.gpu_jobs import JOBS, Job, need_cuda
+from lib.gpu_layers import EXPERTS, LAYERS, RANK, TOP_K, Layer, make_layers, per_node
+from lib.gpu_worker import Attempt, Worker, in_this_process
+from lib.harness import RESULTS, ResultFile, command, machine
 
 SIZES = [(16, 32, 4096), (16, 32, 128), (64, 128, 4096), (16, 32, 16384)]  # ranks, replicas, tokens
 OF_RANKS = (SIZES[0], SIZES[2])  # where jobs run to which tokens do not matter
@@ -196,30 +194,33 @@ def line(row: dict[str, Any]) -> str:
 
 
 TIMES = ("in_graph_us", "in_graph_p99_us", "alone_us", "cold_us", "eager_us", "roof_us")
-COLUMNS = ("op", "nodes", "in graph", "p99", "alone", "cold", "eager", "roof", "target", "quoted elsewhere")
+
+
+def met(row: dict[str, Any]) -> str:
+    target = row.get("target_us")
+    return "" if target is None else f"{target:.0f} {'met' if row['in_graph_us'] <= target else 'MISSED'}"
+
+
+COLUMNS: table.Columns = {
+    "op": lambda row: row["op"] + (" WRONG" if row.get("wrong") else ""),
+    "nodes": "{nodes}",
+    "in graph": "{in_graph_us:.1f}",
+    "p99": "{in_graph_p99_us:.1f}",
+    **{name: f"{{{name}_us:.1f}}" for name in ("alone", "cold", "eager", "roof")},
+    "target": met,
+    "quoted elsewhere": lambda row: row.get("quoted_us", ""),
+}
 
 
 def show(size: Size, rows: list[dict[str, Any]]) -> None:
-    if not rows:
-        return
-    ranks, replicas, tokens = size
-    title = f"R = {ranks}, E = {EXPERTS} + {replicas}, {tokens} x {TOP_K} per rank (microseconds)"
-    table = Table(title=title, title_justify="left")
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name in ("op", "quoted elsewhere") else "right")
-    for row in rows:
-        cells = [f"{row[name]:.1f}" if name in row else "" for name in TIMES]
-        target = row.get("target_us")
-        mark = "" if target is None else f"{target:.0f} {'met' if row['in_graph_us'] <= target else 'MISSED'}"
-        name = row["op"] + (" WRONG" if row.get("wrong") else "")
-        table.add_row(name, str(row.get("nodes", "")), *cells, mark, row.get("quoted_us", ""))
-    Console(width=130).print(table)
+    if rows:
+        ranks, replicas, tokens = size
+        title = f"R = {ranks}, E = {EXPERTS} + {replicas}, {tokens} x {TOP_K} per rank (microseconds)"
+        table.show(title, COLUMNS, rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("--samples", type=int, default=50, help="of every time; the median is kept")
     parser.add_argument(
         "--quick", action="store_true", help="what a batch costs at one size; a file of its own"
@@ -235,25 +236,25 @@ def main() -> None:
     parser.add_argument("--spoil", default="", metavar="OP", help="with --check: see that it is found")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for bench_cuda[_quick].jsonl")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    if options.device == "cpu" and not options.check:
+    asked = parser.parse_args()
+    if asked.device == "cpu" and not asked.check:
         parser.error("--device cpu goes with --check: times are a GPU's")
-    if options.device == "cuda":
+    if asked.device == "cuda":
         need_cuda()
-    run: Callable[..., Any] = partial(time_one, options.samples, options.seed)
-    if options.check:
-        run = partial(check_one, options.device, options.seed, options.spoil)
-    patience = 600 if options.device == "cpu" else 20 if options.check else 40
-    attempt = in_this_process(run) if options.one_process else Worker(run, patience)
-    if options.profile:
-        profile(SIZES[0], options.seed)
-    elif options.check:
-        sys.exit(not check_all(attempt, options.device))
+    run: Callable[..., Any] = partial(time_one, asked.samples, asked.seed)
+    if asked.check:
+        run = partial(check_one, asked.device, asked.seed, asked.spoil)
+    patience = 600 if asked.device == "cpu" else 20 if asked.check else 40
+    attempt = in_this_process(run) if asked.one_process else Worker(run, patience)
+    if asked.profile:
+        profile(SIZES[0], asked.seed)
+    elif asked.check:
+        sys.exit(not check_all(attempt, asked.device))
     else:
         print(__doc__.strip(), "\n", file=sys.stderr)
         print(machine("cuda"), file=sys.stderr)
-        results = ResultFile("bench_cuda_quick" if options.quick else "bench_cuda", "cuda", options.results)
-        right = measure(attempt, results, options.quick)
+        results = ResultFile("bench_cuda_quick" if asked.quick else "bench_cuda", "cuda", asked.results)
+        right = measure(attempt, results, asked.quick)
         print("written:", results.path)
         sys.exit(not right)
 

@@ -46,9 +46,13 @@ import torch
 import torch.distributed as dist
 
 import isoload
-from clocks import Timer, timed, timed_on_cuda
-from dispatch_routing import SHIPPED, Routing, even, read_folder, sources
-from dispatch_setting import (
+from isoload.transport import CollectiveTransport, LocalTransport, Transport
+from isoload.transport.deep_ep import DeepEPTransport, installed
+from isoload.weights.backends import BACKENDS
+from isoload.weights.borrow import NUM_BUFFERS
+from lib.clocks import Timer, timed, timed_on_cuda
+from lib.dispatch_routing import SHIPPED, Routing, even, read_folder, sources
+from lib.dispatch_setting import (
     LINES,
     NO_BALANCE,
     PHASES,
@@ -59,14 +63,10 @@ from dispatch_setting import (
     policy_of,
     why_not,
 )
-from dispatch_stages import Batch, LayerBench, Sample, check
-from dispatch_tables import show
-from harness import RESULTS, ResultFile, machine, network
-from isoload.transport import CollectiveTransport, LocalTransport, Transport
-from isoload.transport.deep_ep import DeepEPTransport, installed
-from isoload.weights.backends import BACKENDS
-from isoload.weights.borrow import NUM_BUFFERS
-from llep_processes import join_torchrun
+from lib.dispatch_stages import Batch, LayerBench, Sample, check
+from lib.dispatch_tables import show
+from lib.harness import RESULTS, ResultFile, command, machine, network
+from lib.llep_processes import join_torchrun
 
 Row = dict[str, Any]
 
@@ -230,9 +230,7 @@ def positive(text: str) -> int:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="NAME")
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES), metavar="NAME")
     parser.add_argument("--policies", nargs="+", choices=LINES, default=list(LINES), metavar="NAME")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import isoload
-from harness import machine, write_results
+from lib.harness import begin, write_results
 
 RANKS, EXPERTS, TOKENS, TOP_K = 8, 256, 512, 8
 OF_SHARED = ("shared_local", "waterfill", "waterfill_sampled", "joint")
@@ -51,7 +51,7 @@ def first_calls(policy: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    print(__doc__.strip(), machine(), sep="\n", file=sys.stderr)
+    begin(__doc__)
     rows = []
     for policy in isoload.POLICIES:
         with ProcessPoolExecutor(1, get_context("fork")) as fresh:

@@ -25,7 +25,6 @@ Usage: python bench/bench_grace.py --traces FOLDER [--write]
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,15 +33,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import isoload
-from harness import write_results
 from isoload.placers.grace import bounded, clusters, co_activation, ragged
 from isoload.placers.scenarios import make_scenarios
 from isoload.replay.simulate import ReplaySettings, replay
 from isoload.trace import Trace, read_trace
+from lib import table
+from lib.harness import command, write_results
 
 FILES = (
     "dsv2lite_esft_intent",
@@ -202,21 +200,8 @@ def mark_losses(rows: dict[str, dict[str, Any]]) -> None:
     locality["met"] = locality["node_rows"] < weights["node_rows"]
 
 
-def show(rows: Rows, console: Console) -> None:
-    table = Table()
-    headings = [key for key in rows[0] if key != "met"]
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    for row in rows:
-        cells = [row[key] for key in headings]
-        table.add_row(*(f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in cells))
-    console.print(table)
-    losses = [row for row in rows if row.get("met") is False]
-    console.print(f"{len(losses)} losses" + "".join(f"\n  LOSS {row}" for row in losses))
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command(__doc__)
     parser.add_argument("--traces", type=Path, required=True, help="folder of npz traces")
     parser.add_argument("--write", action="store_true", help="bench/results/bench_grace.jsonl")
     arguments = parser.parse_args()
@@ -232,7 +217,8 @@ def main() -> None:
             rows += bench(trace, nodes, per_node)
     if not rows:
         raise SystemExit(f"traces must be a folder with one of {', '.join(FILES)}")
-    show(rows, Console(highlight=False, width=200))
+    table.show_rows("", rows, "met")
+    table.losses(rows)
     if arguments.write:
         print(write_results("bench_grace", rows))
 

@@ -10,8 +10,6 @@ between the two; caches are as the calls before left them, so each size is well 
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,17 +17,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from harness import RESULTS, ResultFile, machine
 from isoload import kernels
 from isoload.experts.compute import activate
 from isoload.experts.weights import Activation, ClampedGLU, SwiGLU
 from isoload.ops import group_copies
 from isoload.permutation import spread_rows, sum_rows, sum_rows_backward
 from isoload.results import Grouping
+from lib import table
+from lib.harness import RESULTS, ResultFile, begin, command
 
 SHAPES = {  # H, I, K
     "DeepSeek-V3": (7168, 2048, 8),
@@ -142,39 +139,38 @@ def bench(work: Work, bandwidth: float, rounds: int) -> dict[str, Any]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    table = Table(title="microseconds", title_justify="left")
-    for title in ("shape", "share", "kernel", "ours", "torch", "roof", "of the roof", "over torch"):
-        table.add_column(title, justify="left" if title in ("shape", "kernel") else "right")
-    for row in rows:
-        ours, twin, roof = row["kernel_us"], row["torch_us"], row["roof_us"]
-        times = [f"{ours:.1f}", f"{twin:.1f}", f"{roof:.1f}", f"{roof / ours:.0%}", f"{twin / ours:.2f}x"]
-        table.add_row(row["shape"], f"{row['share']:.0%}", row["kernel"], *times)
-    Console(width=120).print(table)
+    columns = {
+        "shape": "{shape}",
+        "share": "{share:.0%}",
+        "kernel": "{kernel}",
+        "ours": "{kernel_us:.1f}",
+        **{name: f"{{{name}_us:.1f}}" for name in ("torch", "roof")},
+        "of the roof": lambda row: f"{row['roof_us'] / row['kernel_us']:.0%}",
+        "over torch": lambda row: f"{row['torch_us'] / row['kernel_us']:.2f}x",
+    }
+    table.show("microseconds", columns, rows)
     lost = [f"{r['kernel']} ({r['shape']}, {r['share']:.0%})" for r in rows if r["kernel_us"] > r["torch_us"]]
     print("slower than torch:", "; ".join(lost) or "nowhere")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("--rows", type=int, default=16384, help="N")
     parser.add_argument("--rounds", type=int, default=20, help="samples of each")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of bench_kernels.jsonl")
-    options = parser.parse_args()
+    asked = parser.parse_args()
     if reason := kernels.why_not():
         print(f"nothing to measure: {reason}")
         return
-    print(__doc__.strip(), "\n", file=sys.stderr)
-    print(machine(), file=sys.stderr)
+    begin(__doc__)
     bandwidth, gpu = copy_bandwidth(), torch.cuda.get_device_name()
     print(f"{gpu}: a copy moves {bandwidth / 1e3:.0f} GB/s")
-    rows, results = [], ResultFile("bench_kernels", "cuda", options.results)
+    rows, results = [], ResultFile("bench_kernels", "cuda", asked.results)
     for shape, (hidden, inner, top_k) in SHAPES.items():
         for share in SHARES:
-            where = {"shape": shape, "share": share, "rows": options.rows, "gpu": gpu, "copy": bandwidth}
-            for work in draw(hidden, inner, top_k, options.rows, share):
-                rows.append(where | bench(work, bandwidth, options.rounds))
+            where = {"shape": shape, "share": share, "rows": asked.rows, "gpu": gpu, "copy": bandwidth}
+            for work in draw(hidden, inner, top_k, asked.rows, share):
+                rows.append(where | bench(work, bandwidth, asked.rounds))
                 results.add(rows[-1])
             torch.cuda.empty_cache()
     show(rows)

@@ -26,9 +26,7 @@ Fairness ledger
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -41,18 +39,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import isoload
-from clocks import medians, peak_bytes, timed
-from harness import machine, write_results
 from isoload.experts.compute import run_experts
 from isoload.experts.weights import ExpertWeights, SwiGLU
 from isoload.replay.batches import make_batches
 from isoload.replay.simulate import DEFAULT_POLICIES
 from isoload.transport import CollectiveTransport, LocalTransport, Transport
+from lib import table
+from lib.clocks import medians, peak_bytes, timed
+from lib.harness import begin, command, write_results
 from workloads import make_workload
 
 TRACE = Path(__file__).parents[1] / "examples" / "traces" / "gptoss20b_decode.npz"
@@ -313,19 +310,10 @@ TIMES: dict[str, tuple[str, float]] = {
 
 def show(routing: str, rows: list[dict[str, Any]]) -> None:
     """Sizes and times of one routing, then where exact loses."""
-    console = Console(width=110)
     kinds = [list(group) for _, group in itertools.groupby(rows, key=lambda r: r["kind"])]
     for what, columns in (("sizes", SIZES), ("times", TIMES)):
-        table = Table(title=f"{routing}: {what}", title_justify="left")
-        table.add_column("policy", no_wrap=True)
-        for title, _ in columns.values():
-            table.add_column(title, justify="right")
-        for of_kind in kinds:
-            table.add_row(f"[b]{of_kind[0]['kind']}, R = {of_kind[0]['ranks']}")
-            for row in of_kind:
-                cells = (f"{row[k] / unit:.4g}" if k in row else "" for k, (_, unit) in columns.items())
-                table.add_row(row["policy"], *cells)
-        console.print(table)
+        cells = {title: f"{{{key}:.4g/{unit}}}" for key, (title, unit) in columns.items()}
+        table.show(f"{routing}: {what}", {"policy": "{policy}, {kind}, R = {ranks}", **cells}, rows)
     for of_kind in kinds[:2]:
         by_name = {row["policy"]: row for row in of_kind}
         for other in ("none", "no replicas"):
@@ -346,18 +334,14 @@ def losses(mine: dict[str, Any], its: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("--rounds", type=int, default=2, help="times that each batch is measured")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    print(__doc__.strip(), "\n", file=sys.stderr)
-    print(machine(), file=sys.stderr)
-    in_processes = bench_processes(4, options.rounds)  # first: forked before this process has run anything
+    asked = parser.parse_args()
+    begin(__doc__)
+    in_processes = bench_processes(4, asked.rounds)  # first: forked before this process has run anything
     rows = []
     for routing in ROUTINGS:
-        virtual, dense = bench_virtual(routing, 8, options.rounds)
+        virtual, dense = bench_virtual(routing, 8, asked.rounds)
         of_routing = [*virtual, *(row for row in in_processes if row["routing"] == routing), dense]
         show(routing, of_routing)
         rows += of_routing

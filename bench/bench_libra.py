@@ -1,7 +1,7 @@
 """Imbalance of fills made ahead, by how well the next batch is predicted: libra, hedge, and what they are compared to.
 
 Fairness ledger
-- Streams: bench/streams.py. Nothing of the first halves, which calibrate, is counted.
+- Streams: bench/lib/streams.py. Nothing of the first halves, which calibrate, is counted.
 - Experts lie in their order, E / R per rank, without replicas; N spare slots per rank. `eplb` has N more resident slots
   per rank and layer instead, placed by the calibration's loads: memory that the others need once for all layers.
 - Predictions: perfect; a number = that part of the true choices, the others drawn from the calibration's counts or
@@ -24,7 +24,6 @@ Usage: python bench/bench_libra.py --traces FOLDER [--only TABLE]   (npz files; 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain, product
@@ -33,12 +32,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import isoload
-from harness import machine, read_results, write_results
 from isoload import planning, predict
 from isoload.policies import Policy, make_policy, parse_policy
 from isoload.replay.batches import SourceBatch
@@ -46,8 +42,11 @@ from isoload.replay.metrics import count_routed
 from isoload.replay.prediction import Forecast
 from isoload.trace import read_trace
 from isoload.trace.checks import Ints
-from published_ahead import HarmoenyPolicy, LinaPolicy
-from streams import SEED, TASKS, Stream, parts, streams, workloads
+from lib import table
+from lib.harness import command, machine, read_results, write_results
+from lib.published_ahead import HarmoenyPolicy, LinaPolicy
+from lib.result_tables import by
+from lib.streams import SEED, TASKS, Stream, parts, streams, workloads
 
 SPARE = (1, 2, 4, 8)
 PARTS = ("0.9", "0.8", "0.45", "0.12")
@@ -261,14 +260,14 @@ def other_tasks(folder: Path) -> list[Row]:
     return rows
 
 
-Bench = Callable[[Path, int, Console], list[Row]]
+Bench = Callable[[Path, int], list[Row]]
 
 
 def over(bench: Callable[[Stream, int], list[Row]], *, made: bool = False) -> Bench:
     """A bench of one stream over all of them."""
 
-    def run(folder: Path, most: int, console: Console) -> list[Row]:
-        every = chain(streams(folder, console), workloads() if made else ())
+    def run(folder: Path, most: int) -> list[Row]:
+        every = chain(streams(folder), workloads() if made else ())
         return [row for stream in every for row in bench(stream, most)]
 
     return run
@@ -278,55 +277,47 @@ BENCHES: dict[str, Bench] = {
     "imbalance": over(imbalance, made=True),
     "traffic": over(traffic),
     "accuracy": over(accuracy),
-    "other tasks": lambda folder, most, console: other_tasks(folder),
+    "other tasks": lambda folder, most: other_tasks(folder),
 }
 
 
-def show(rows: list[Row], console: Console) -> None:
+def show(rows: list[Row]) -> None:
     """Per stream the mean imbalance by spare slots; the other tables as they are."""
     balance = [row for row in rows if row["table"] == "imbalance"]
+    columns = {"policy": "{any[policy]}", "prediction": "{any[predict]}"}
+    figures = "{NAME[imbalance_mean]:.4f}, {NAME[imbalance_p99]:.3f} ({NAME[local_mean]:.2f}, {NAME[imports_mean]:.1f})"
+    columns |= {f"N={n}": figures.replace("NAME", f"n{n}") for n in SPARE}
     for key in dict.fromkeys((r["trace"], r["ranks"], r["deal"]) for r in balance):
-        mine = [r for r in balance if (r["trace"], r["ranks"], r["deal"]) == key]
-        table = Table(
-            title=f"{key[0]}, {key[1]} ranks, {key[2]}: mean imbalance, 99 % (local, imports per rank)"
-        )
-        table.add_column("policy")
-        table.add_column("prediction")
-        for spare in SPARE:
-            table.add_column(f"N={spare}", justify="right")
-        for policy, kind in dict.fromkeys((r["policy"], r["predict"]) for r in mine):
-            row = {r["spare"]: r for r in mine if (r["policy"], r["predict"]) == (policy, kind)}
-            cells = (
-                f"{row[n]['imbalance_mean']:.4f}, {row[n]['imbalance_p99']:.3f} "
-                f"({row[n]['local_mean']:.2f}, {row[n]['imports_mean']:.1f})"
-                for n in SPARE
-            )
-            table.add_row(policy, kind, *cells)
-        console.print(table)
+        mine = [r | {"n": f"n{r['spare']}"} for r in balance if (r["trace"], r["ranks"], r["deal"]) == key]
+        cells = [
+            cell | {"any": next(iter(cell.values()))}
+            for cell in by(mine, "policy", "predict", last="n").values()
+        ]
+        title = f"{key[0]}, {key[1]} ranks, {key[2]}: mean imbalance, 99 % (local, imports per rank)"
+        table.show(title, columns, cells)
     for name in [name for name in BENCHES if name != "imbalance"]:
-        for row in rows:
-            if row["table"] == name:
-                console.print(*(f"{x:.3f}" if isinstance(x, float) else x for x in row.values()))
+        if found := [row for row in rows if row["table"] == name]:
+            table.show_rows(name, found, "table")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command(__doc__)
     parser.add_argument("--traces", type=Path, required=True, help="folder of npz traces")
     parser.add_argument("--only", choices=BENCHES, help="one table; the others keep their rows")
     parser.add_argument("--max-batches", type=int, default=0, help="of every stream; 0 = all")
     parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    console, rows = Console(highlight=False, width=200), []
+    rows: list[Row] = []
     for name, bench in BENCHES.items():
         if arguments.only in (None, name):
-            found = bench(arguments.traces, arguments.max_batches, console)
+            found = bench(arguments.traces, arguments.max_batches)
             rows += [{"table": name, **row} for row in found]
-    show(rows, console)
-    console.print(machine())
+    show(rows)
+    print(machine())
     if not arguments.no_write:
         kept = [row for row in read_results("bench_libra") if arguments.only not in (None, row.get("table"))]
-        console.print(f"written: {write_results('bench_libra', kept + rows)}")
+        print(f"written: {write_results('bench_libra', kept + rows)}")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ Fairness ledger
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -45,12 +44,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from clocks import timer_on
-from harness import machine, write_results
-from llep_processes import bench_forked, join_torchrun, run_rank
-from llep_setting import FULL, NUM_HOT, POLICIES, SHAPES, SHARES, TIMED, Scale, Setting
-from llep_tables import show
-from llep_virtual import VirtualRanks, bench_cell
+from lib.clocks import timer_on
+from lib.harness import begin, command, write_results
+from lib.llep_processes import bench_forked, join_torchrun, run_rank
+from lib.llep_setting import FULL, NUM_HOT, POLICIES, SHAPES, SHARES, TIMED, Scale, Setting
+from lib.llep_tables import show
+from lib.llep_virtual import VirtualRanks, bench_cell
 
 Row = dict[str, Any]
 GROUPED = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -160,9 +159,7 @@ def bench_all(scale: Scale, shapes: Sequence[str], rounds: int) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("--full", action="store_true", help="the paper's sizes in bfloat16, for GPUs")
     parser.add_argument("--rounds", type=int, default=3, help="times that each setting is measured")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="NAME")
@@ -176,8 +173,7 @@ def main() -> None:
         rows = bench_torchrun(scale, asked.shapes, asked.rounds)
         if rows is None:
             return
-    print(__doc__.strip(), "\n", file=sys.stderr)
-    print(machine(), file=sys.stderr)
+    begin(__doc__)
     if not under_torchrun:
         rows = bench_all(scale, asked.shapes, asked.rounds)
     gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}

@@ -21,7 +21,6 @@ Usage: python bench/bench_loads.py [--traces FOLDER] [--write]    (without a fol
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,17 +28,16 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 
 import isoload
-from harness import write_results
 from isoload import ops
 from isoload.own_counts import offsets
 from isoload.own_counts.targets import exact_quota, scaled
 from isoload.policies.published.static import StaticPolicy
 from isoload.trace import read_trace
-from streams import SHIPPED, TASKS
+from lib import table
+from lib.harness import command, write_results
+from lib.streams import SHIPPED, TASKS
 
 LAYERS, STEPS, WARM, EVERY = 4, 48, 16, 16
 TOKENS = (4, 8, 16, 32, 64, 256, 2048)  # of a rank: from small decode to prefill
@@ -256,12 +254,9 @@ def judge(
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    table = Table(title="busiest rank over the bound of all loads, mean over traces and ranks: hom / het")
-    for head in ("tokens a rank", *PROTOCOLS):
-        table.add_column(head, justify="right")
-    for tokens in TOKENS:
-        table.add_row(str(tokens), *(" / ".join(means(rows, p, tokens)) for p in PROTOCOLS))
-    Console().print(table)
+    cells = [[str(tokens), *(" / ".join(means(rows, p, tokens)) for p in PROTOCOLS)] for tokens in TOKENS]
+    title = "busiest rank over the bound of all loads, mean over traces and ranks: hom / het"
+    table.show(title, " | ".join(("tokens a rank", *PROTOCOLS)), cells)
     lost, all_of = losses(rows)
     print(f"own + targets is above hash, static or last step, sampled in {len(lost)} of {all_of}:")
     for row, least in lost:
@@ -303,9 +298,7 @@ def losses(rows: list[dict[str, Any]]) -> tuple[list[tuple[dict[str, Any], float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("--traces", type=Path, help="folder of npz traces")
     parser.add_argument("--write", action="store_true", help="write the results file")
     asked = parser.parse_args()

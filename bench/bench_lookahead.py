@@ -13,17 +13,14 @@ Usage: python bench/bench_lookahead.py [--write]
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import sys
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from harness import write_results
-from streams import SHIPPED
+from lib import table
+from lib.harness import command, write_results
+from lib.streams import SHIPPED
 
 COMMAND = ("examples/train_tiny.py", "--layers", "6", "--policies", "none", "--text", "LICENSE")
 LINE = re.compile(r"accuracy a layer ahead, .*: lookahead ([\d.]+)%, popularity ([\d.]+)%")
@@ -41,17 +38,12 @@ def judge(seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--write", action="store_true", help="write the results file")
     asked = parser.parse_args()
     rows = [judge(seed) for seed in asked.seeds]
-    table = Table("seed", "lookahead", "popularity", title="right choices, a layer ahead")
-    for row in rows:
-        table.add_row(str(row["seed"]), f"{row['lookahead']:.1%}", f"{row['popularity']:.1%}")
-    Console().print(table)
+    table.show_rows("right choices, a layer ahead", rows)
     if asked.write:
         print(write_results("bench_lookahead", rows))
 

@@ -13,22 +13,19 @@ Fairness ledger
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import highspy
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import isoload
-from bench_plan import CASES, EXPERTS, LAYERS, make_case
-from harness import machine, measure, over_instances, write_results
+from bench_plan import CASES, EXPERTS, LAYERS, make_case, time_singles
 from isoload import ops
-from rivals import AffineScaling, highs_model, split_problem
+from lib import table
+from lib.harness import begin, command, measure, over_instances, write_results
+from lib.result_tables import LP
+from lib.rivals import time_rivals
 
 Solve = Callable[[torch.Tensor, isoload.ReplicaTables], Any]
 SOLVERS: dict[str, Solve] = {
@@ -40,15 +37,8 @@ SOLVERS: dict[str, Solve] = {
 
 def time_solver(solve: Solve, loads: torch.Tensor, tables: isoload.ReplicaTables) -> dict[str, float]:
     """Microseconds per layer: of a call of all layers, and over single instances."""
-    batch, single = measure(lambda: solve(loads, tables), LAYERS), []
-    for layer in range(LAYERS):
-        one = tables[layer]
-        same = isoload.ReplicaTables(
-            one.data.repeat(LAYERS, 1), one.num_ranks, one.num_experts, one.num_slots
-        )
-        copies = loads[layer].repeat(LAYERS, 1)
-        single.append(measure(lambda s=same, c=copies: solve(c, s), LAYERS, 0.01, 5).median)
-    alone = over_instances(single)
+    batch = measure(lambda: solve(loads, tables), LAYERS)
+    alone = over_instances(time_singles(solve, loads, tables, 5))
     return {"batch": batch.median, "single_median": alone.median, "single_p99": alone.p99}
 
 
@@ -58,22 +48,9 @@ def spread_of(values: np.ndarray) -> dict[str, float]:
 
 def bench_rivals(placement: isoload.Placement, loads: torch.Tensor) -> tuple[dict[str, Any], np.ndarray]:
     """HiGHS and affine scaling; with the optimum of every layer."""
-    highs, affine, optima, gaps = [], [], [], []
-    for layer in range(LAYERS):
-        slots = placement.slot_to_expert[layer].numpy()
-        problem = split_problem(slots, loads[layer].numpy(), placement.topology.num_ranks)
-        scaling, model = AffineScaling.build(problem), highs_model(problem)
-
-        def run(model: highspy.Highs = model) -> None:
-            model.clearSolver()  # no warm start
-            model.run()
-
-        highs.append(measure(run, 1, 0.01, 3).median)
-        affine.append(measure(scaling.solve, 1, 0.01, 3).median)
-        optima.append(model.getObjectiveValue())
-        gaps.append(100 * (problem.peak(scaling.solve()) / optima[-1] - 1))
-    times = {"highs_us": float(np.median(highs)), "affine_us": float(np.median(affine))}
-    return {**times, "affine_gap": spread_of(np.array(gaps))}, np.array(optima)
+    found = time_rivals(placement, loads, LAYERS)
+    times = {"highs_us": float(np.median(found.highs)), "affine_us": float(np.median(found.affine))}
+    return {**times, "affine_gap": spread_of(np.array(found.gaps))}, np.array(found.optima)
 
 
 def quality(
@@ -105,39 +82,21 @@ def bench_case(ranks: int, replicas: int, seed: int) -> dict[str, Any]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    console = Console(width=120)
-    table = Table(title="The real-valued split (microseconds per layer, one core)", title_justify="left")
-    names = ("R+replicas", "lp32", "p99", "lp64", "exact", "HiGHS", "affine x5")
-    quality = ("iterations 32 / 64", "gap max 32 / 64", "affine gap mean/max")
-    for name in (*names, *quality):
-        table.add_column(name, justify="right")
-    for r in rows:
-        us, lp32, lp64 = r["plan_us"], r["reached"]["lp32"], r["reached"]["lp64"]
-        table.add_row(
-            f"{r['ranks']}+{r['replicas']}",
-            f"{us['lp32']['batch']:.1f}",
-            f"{us['lp32']['single_p99']:.1f}",
-            f"{us['lp64']['batch']:.1f}",
-            f"{us['exact']['batch']:.1f}",
-            f"{r['highs_us']:.0f}",
-            f"{r['affine_us']:.0f}",
-            f"{lp32['iterations']['mean']:.1f} / {lp64['iterations']['mean']:.1f}",
-            f"{lp32['gap']['max']:.0e} / {max(0, lp64['gap']['max']):.0e} %",
-            f"{r['affine_gap']['mean']:.1f} / {r['affine_gap']['max']:.0f} %",
-        )
-    console.print(table)
+    more = {
+        "p99": "{plan_us[lp32][single_p99]:.1f}",
+        "iterations, lp64": "{reached[lp64][iterations][mean]:.1f}",
+        "gap max, lp64": "{reached[lp64][gap][max]:.1e}",
+        "affine gap mean/max": "{affine_gap[mean]:.1f} / {affine_gap[max]:.0f} %",
+    }
+    table.show("The real-valued split (microseconds per layer, one core)", {**LP, **more}, rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    print(__doc__.strip(), "\n", file=sys.stderr)
-    print(machine(), file=sys.stderr)
-    rows = [bench_case(ranks, replicas, options.seed) for ranks, replicas in CASES]
+    asked = parser.parse_args()
+    begin(__doc__)
+    rows = [bench_case(ranks, replicas, asked.seed) for ranks, replicas in CASES]
     show(rows)
     print("written:", write_results("bench_lp", rows).name)
 

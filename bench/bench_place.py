@@ -14,7 +14,7 @@ Fairness ledger
   the same search under another order of ties differs by up to 0.004.
 - Seen batches: balance is mean/max, of the planned loads themselves. Nodes per token: 4 of 8 groups drawn by their
   load, 8 distinct experts in them by theirs, fewest nodes that hold a copy of each (best cover).
-- Flash: a re-implementation in the manner of vllm-ascend's FlashLB (flash_rival.py says what of it).
+- Flash: a re-implementation in the manner of vllm-ascend's FlashLB (lib/flash_rival.py says what of it).
 - Drawn: each token draws its experts by the unseen batch's shares, so `static`'s own draws are in the figure.
 - Memory: what planning adds at its peak to a process that has read the trace. Recorder: its call alone, on the CPU.
 - Times: planners alone (no reading of files, no Placement), best of 5, on the CPUs that this process may use; the load
@@ -25,111 +25,82 @@ Usage: python bench/bench_place.py --traces FOLDER [--only WORD] [--write]; --on
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import isoload
-from flash_rival import flash_placement
-from harness import read_results, write_results
 from isoload.replay.judge import even_imbalance, judge_unseen
 from isoload.replay.simulate import ReplaySettings, replay
-from place_cases import CASES, LEFT_OUT, PLACERS, Rows, read, unseen
-from place_cost import bench_memory, bench_recorder, bench_times
+from lib import table
+from lib.flash_rival import flash_placement
+from lib.harness import command, read_results, write_results
+from lib.place_cases import CASES, LEFT_OUT, PLACERS, Rows, present, read, unseen
+from lib.place_cost import bench_memory, bench_recorder, bench_times
 
 
 def bench_unseen(folder: Path) -> Rows:
     rows = []
-    for case in (*CASES, LEFT_OUT):
-        if (trace := read(folder, case)) is None:
-            continue
+    for case, trace, where in present(folder, (*CASES, LEFT_OUT)):
+        goals_of = {"scenario": case.goals[:2], "split=exact": (np.inf, case.goals[2])}
         for label, (placer, options) in PLACERS.items():
-            even, exact = unseen(trace, case, placer, options)
-            goals = {"scenario": case.goals[:2], "split=exact": (np.inf, case.goals[2])}.get(
-                label, (np.inf,) * 2
-            )
-            rows.append(
-                {
-                    "table": "unseen",
-                    "trace": case.name,
-                    "ranks": case.ranks,
-                    "slots": case.slots,
-                    "placer": label,
-                    "even": even,
-                    "exact": exact,
-                    "goals": [None if np.isinf(goal) else goal for goal in goals],
-                    "met": even <= goals[0] + 0.0005 and exact <= goals[1] + 0.0005,
-                }
-            )
+            found, goals = unseen(trace, case, placer, options), goals_of.get(label, (np.inf,) * 2)
+            met = found["even"] <= goals[0] + 0.0005 and found["exact"] <= goals[1] + 0.0005
+            finite = [None if np.isinf(goal) else goal for goal in goals]
+            rows.append({**where, "placer": label, **found, "goals": finite, "met": met})
     return rows
 
 
 def bench_flash(folder: Path) -> Rows:
     """The FlashLB-like rival on the same unseen batches, and on vllm-ascend's example, where FlashLB's has 205."""
     rows: Rows = []
-    for case in CASES:
-        if (trace := read(folder, case)) is None:
-            continue
+    for case, trace, where in present(folder):
+        topology = isoload.Topology(case.ranks)
         even, exact = judge_unseen(
             trace,
             case.calibrate,
-            lambda seen, case=case: flash_placement(seen, isoload.Topology(case.ranks), case.slots),
+            lambda seen, topology=topology, case=case: flash_placement(seen, topology, case.slots),
         )
-        place = {"trace": case.name, "ranks": case.ranks, "slots": case.slots}
-        rows.append({"table": "flash", **place, "even": even, "exact": exact})
+        rows.append({**where, "even": even, "exact": exact})
     example = np.array([[[600, 560, 120, 120, 20, 10, 10, 10.0]]])
     for label, placement in (
         ("FlashLB-like", flash_placement(example, isoload.Topology(8), 2)),
         ("scenario", isoload.place(example, isoload.Topology(8), 2, "scenario")),
     ):
         busiest = even_imbalance(placement, example)[0, 0] * example.sum() / 8
-        rows.append(
-            {"table": "flash", "trace": f"example, {label}", "ranks": 8, "slots": 2, "busiest": busiest}
-        )
+        rows.append({"trace": f"example, {label}", "ranks": 8, "slots": 2, "busiest": busiest})
     return rows
 
 
 def bench_slots(folder: Path) -> Rows:
     """Imbalance of unseen batches after `exact`, by the slots of a rank: how many an imbalance needs."""
     rows: Rows = []
-    for case in (CASES[0], CASES[2], CASES[4]):
-        if (trace := read(folder, case)) is None:
-            continue
+    for case, trace, where in present(folder, CASES[:5:2]):
         least = trace.num_experts // case.ranks
         for more, label in itertools.product((0, 1, 2, 4), ("eplb", "split=exact")):
-            placer, options = PLACERS[label]
-            even, exact = unseen(trace, replace(case, slots=least + more), placer, options)
-            place = {"trace": case.name, "ranks": case.ranks, "slots": least + more}
-            rows.append({"table": "slots", **place, "placer": label, "even": even, "exact": exact})
+            found = unseen(trace, replace(case, slots=least + more), *PLACERS[label])
+            rows.append({**where, "slots": least + more, "placer": label, **found})
     return rows
 
 
 def bench_pinned(folder: Path) -> Rows:
     """What homes that stay in order cost: unseen batches under `exact`."""
     rows: Rows = []
-    for case in (CASES[0], CASES[2], CASES[4]):
-        if (trace := read(folder, case)) is None:
-            continue
+    for case, trace, where in present(folder, CASES[:5:2]):
         for pinned in (True, False):
-            even, exact = unseen(trace, case, "scenario", {"split": "exact", "pinned": pinned})
-            place = {"trace": case.name, "ranks": case.ranks, "slots": case.slots}
-            rows.append({"table": "pinned", **place, "pinned": pinned, "even": even, "exact": exact})
+            found = unseen(trace, case, "scenario", {"split": "exact", "pinned": pinned})
+            rows.append({**where, "pinned": pinned, **found})
     return rows
 
 
 def bench_drawn(folder: Path) -> Rows:
     """Tokens drawn from unseen batches, 4096 each and every eighth layer, under policies `static` and `exact`."""
     rows: Rows = []
-    for case in CASES:
-        if (trace := read(folder, case)) is None:
-            continue
-        trace = replace(trace, topk_ids=None, seq_id=None, tokens_per_batch=None)
+    for case, recorded, where in present(folder):
+        trace = replace(recorded, topk_ids=None, seq_id=None, tokens_per_batch=None)
         some = trace.select_layers(range(0, trace.num_layers, 8))
         for label in ("eplb", "scenario", "split=exact"):
             name, options = PLACERS[label]
@@ -143,32 +114,22 @@ def bench_drawn(folder: Path) -> Rows:
                 policies=("static", "exact"),
             )
             found = {row.policy: row.imbalance_mean for row in replay(some, settings).policies}
-            place = {"trace": case.name, "ranks": case.ranks, "slots": case.slots}
-            rows.append({"table": "drawn", **place, "placer": label, **found})
+            rows.append({**where, "placer": label, **found})
     return rows
 
 
 def bench_seen(folder: Path) -> Rows:
     """Balance on the planned loads themselves, which `scenario` never makes worse than `eplb`."""
     rows = []
-    for case in CASES:
-        if (trace := read(folder, case)) is None:
-            continue
+    for case, trace, where in present(folder):
         total = trace.batch_counts().sum(0)[None]
         found = {}
         for placer in ("eplb", "scenario"):
             placement = isoload.place(total, isoload.Topology(case.ranks), case.slots, placer)
             found[placer] = 1 / even_imbalance(placement, total)[0]
-        rows.append(
-            {
-                "table": "seen",
-                "trace": case.name,
-                "ranks": case.ranks,
-                "slots": case.slots,
-                **{placer: float(balance.mean()) for placer, balance in found.items()},
-                "worse_layers": int((found["scenario"] < found["eplb"] * (1 - 1e-4)).sum()),
-            }
-        )
+        balance = {placer: float(by_layer.mean()) for placer, by_layer in found.items()}
+        worse = int((found["scenario"] < found["eplb"] * (1 - 1e-4)).sum())
+        rows.append({**where, **balance, "worse_layers": worse})
     return rows
 
 
@@ -194,14 +155,8 @@ def bench_moves(folder: Path) -> Rows:
             balance.append(1 / even_imbalance(now, after))
             changed.append((now.slot_to_expert != before.slot_to_expert).float().mean())
             before = now
-        rows.append(
-            {
-                "table": "moves",
-                "moves": moves,
-                "balance": float(np.concatenate(balance).mean()),
-                "changed": float(np.mean(changed)),
-            }
-        )
+        means = {"balance": float(np.concatenate(balance).mean()), "changed": float(np.mean(changed))}
+        rows.append({"moves": moves, **means})
     for row, goal in zip(rows, (0, 0.93, 0.99, 0), strict=True):
         row["of_scratch"], row["goal"] = row["balance"] / rows[-1]["balance"], goal
     return rows
@@ -234,53 +189,35 @@ def nodes_per_token(placement: isoload.Placement, load: np.ndarray, groups: int,
 def bench_budgets(folder: Path) -> Rows:
     """Fewer replicas: `scenario` and `craft` with a budget, against `eplb` with a slot or more on every rank."""
     rows = []
-    for case, budgets in ((CASES[0], (1, 2, 4)), (CASES[1], (8, 14, 20)), (CASES[2], (1, 4))):
-        if (trace := read(folder, case)) is None:
-            continue
-        goal = unseen(trace, case, "eplb", {})[0]
+    budgets_of = {0: (1, 2, 4), 1: (8, 14, 20), 2: (1, 4)}
+    for case, trace, where in present(folder, CASES[:3]):
+        goal = unseen(trace, case, "eplb", {})["even"]
         whole = trace.num_layers * (case.slots - trace.num_experts / case.ranks)
-        for placer, replicas in itertools.product(("scenario", "craft"), budgets):
-            even, exact = unseen(trace, replace(case, slots=None), placer, {"replicas": replicas})
-            rows.append(
-                {
-                    "table": "budgets",
-                    "trace": case.name,
-                    "ranks": case.ranks,
-                    "placer": placer,
-                    "replicas_of_a_rank": replicas,
-                    "share": replicas / whole,
-                    "even": even,
-                    "exact": exact,
-                    "eplb": goal,
-                }
-            )
+        for placer, replicas in itertools.product(("scenario", "craft"), budgets_of[CASES.index(case)]):
+            found = unseen(trace, replace(case, slots=None), placer, {"replicas": replicas})
+            budget = {"replicas_of_a_rank": replicas, "share": replicas / whole}
+            place = {"trace": where["trace"], "ranks": case.ranks, "placer": placer}
+            rows.append({**place, **budget, **found, "eplb": goal})
     return rows
 
 
 def bench_groups(folder: Path) -> Rows:
     rows = []
-    for case, per_node, goal in ((CASES[0], 8, 0.95), (CASES[1], 8, 0.84)):
-        if (trace := read(folder, case)) is None:
-            continue
-        total = trace.batch_counts().sum(0)[None]
-        topology = isoload.Topology(case.ranks, per_node)
+    for case, trace, _ in present(folder, CASES[:2]):
+        total, goal = trace.batch_counts().sum(0)[None], 0.95 if case is CASES[0] else 0.84
+        topology = isoload.Topology(case.ranks, 8)
         for label, placer, groups in (
             ("eplb", "eplb", 0),
             ("hierarchical", "eplb", 8),
             ("groups=8", "scenario", 8),
         ):
             placement = isoload.place(total, topology, case.slots, placer, groups=groups)
-            rows.append(
-                {
-                    "table": "groups",
-                    "ranks": case.ranks,
-                    "nodes": topology.num_nodes,
-                    "placer": label,
-                    "balance": float((1 / even_imbalance(placement, total)).mean()),
-                    "nodes_per_token": nodes_per_token(placement, total[0], 8),
-                    "goal": goal if placer == "scenario" else None,
-                }
-            )
+            found = {
+                "balance": float((1 / even_imbalance(placement, total)).mean()),
+                "nodes_per_token": nodes_per_token(placement, total[0], 8),
+                "goal": goal if placer == "scenario" else None,
+            }
+            rows.append({"ranks": case.ranks, "nodes": topology.num_nodes, "placer": label, **found})
     return rows
 
 
@@ -300,35 +237,22 @@ BENCHES = {
 }
 
 
-def show(rows: Rows, console: Console) -> None:
-    for name in dict.fromkeys(row["table"] for row in rows):
-        mine = [row for row in rows if row["table"] == name]
-        headings = list(dict.fromkeys(key for row in mine for key in row if key != "table"))
-        table = Table(title=name)
-        for heading in headings:
-            table.add_column(heading, justify="right")
-        for row in mine:
-            cells = [row.get(key) for key in headings]
-            table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
-        console.print(table)
-    losses = [row for row in rows if row.get("met") is False]
-    console.print(f"{len(losses)} goals missed" + "".join(f"\n  LOSS {row}" for row in losses))
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command(__doc__)
     parser.add_argument("--traces", type=Path, required=True, help="folder of npz traces")
     parser.add_argument("--only", choices=BENCHES, help="one table")
     parser.add_argument("--write", action="store_true", help="bench/results/bench_place.jsonl")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = [
-        row
+        {"table": name, **row}
         for name, bench in BENCHES.items()
         if arguments.only in (None, name)
         for row in bench(arguments.traces)
     ]
-    show(rows, Console(highlight=False, width=160))
+    for name in dict.fromkeys(row["table"] for row in rows):
+        table.show_rows(name, [row for row in rows if row["table"] == name], "table")
+    table.losses(rows)
     if arguments.write:
         others = [row for row in read_results("bench_place") if arguments.only not in (None, row["table"])]
         print(write_results("bench_place", others + rows))

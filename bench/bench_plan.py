@@ -15,20 +15,18 @@ Fairness ledger
 
 from __future__ import annotations
 
-import argparse
-import sys
+from collections.abc import Callable
 from typing import Any
 
-import highspy
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import isoload
-from harness import Timing, machine, measure, over_instances, write_results
 from isoload import ops
-from rivals import AffineScaling, highs_model, split_problem
+from lib import table
+from lib.harness import Timing, begin, command, measure, over_instances, write_results
+from lib.result_tables import PLANNING, RANKS
+from lib.rivals import time_rivals
 
 EXPERTS, LAYERS, TOP_K = 256, 58, 8
 CASES = [(16, 32), (32, 64), (64, 128), (128, 128)]  # ranks, replicas
@@ -54,19 +52,26 @@ def tile_imbalance(quota: torch.Tensor, ranks: int, quantum: int) -> float:
     return float((load.amax(1) / load.mean(1)).mean())
 
 
+def time_singles(
+    solve: Callable[..., Any], loads: torch.Tensor, tables: isoload.ReplicaTables, least: int = 20
+) -> list[float]:
+    """[58] microseconds of the single instances, each among copies of itself."""
+    single = []
+    for layer in range(LAYERS):
+        one, copies = tables[layer], loads[layer].repeat(LAYERS, 1)
+        data = one.data.repeat(LAYERS, 1)
+        same = isoload.ReplicaTables(data, one.num_ranks, one.num_experts, one.num_slots)
+        single.append(measure(lambda s=same, c=copies: solve(c, s), LAYERS, 0.01, least).median)
+    return single
+
+
 def bench_exact(placement: isoload.Placement, loads: torch.Tensor) -> tuple[Timing, list[float], Timing]:
     """Per layer: a call of all 58; [58] medians of single instances; the public call, spread over instances."""
-    single, public = [], []
     tables = placement.layers("cpu").tables
     batch = measure(lambda: ops.plan_exact(loads, tables), LAYERS)
+    single, public = time_singles(ops.plan_exact, loads, tables), []
     for layer in range(LAYERS):
-        one = tables[layer]
-        same = isoload.ReplicaTables(
-            one.data.repeat(LAYERS, 1), one.num_ranks, one.num_experts, one.num_slots
-        )
-        copies = loads[layer].repeat(LAYERS, 1)
         row = loads[layer].clone()
-        single.append(measure(lambda s=same, c=copies: ops.plan_exact(c, s), LAYERS, 0.01).median)
         public.append(measure(lambda r=row, i=layer: isoload.plan(r, placement, i), 1, 0.01).median)
     return batch, single, over_instances(public)
 
@@ -74,30 +79,17 @@ def bench_exact(placement: isoload.Placement, loads: torch.Tensor) -> tuple[Timi
 def bench_rivals(placement: isoload.Placement, loads: torch.Tensor, ours: list[float]) -> dict[str, float]:
     """Medians over the layers that `ours` has times for; gaps of the affine scaling's split to the real-valued
     optimum, per cent."""
-    highs, affine, gaps = [], [], []
-    for layer in range(len(ours)):
-        slots = placement.slot_to_expert[layer].numpy()
-        problem = split_problem(slots, loads[layer].numpy(), placement.topology.num_ranks)
-        scaling = AffineScaling.build(problem)
-        model = highs_model(problem)
-
-        def run(model: highspy.Highs = model) -> None:
-            model.clearSolver()  # no warm start
-            model.run()
-
-        highs.append(measure(run, 1, 0.01, 5).median)
-        optimum = model.getObjectiveValue()
-        affine.append(measure(scaling.solve, 1, 0.01, 3).median)
-        gaps.append(100 * (problem.peak(scaling.solve()) / optimum - 1))
+    found = time_rivals(placement, loads, len(ours))
+    for layer, optimum in enumerate(found.optima):
         exact = ops.plan_exact(loads[layer], placement.layer(layer, "cpu").tables)
         assert int(exact.peak) == int(exact.bound) == int(np.ceil(optimum - 1e-6)), "not the optimum"
     return {
-        "highs_us": float(np.median(highs)),
-        "affine_us": float(np.median(affine)),
-        "highs_ratio": float(np.median(np.divide(highs, ours))),
-        "affine_ratio": float(np.median(np.divide(affine, ours))),
-        "affine_gap_mean": float(np.mean(gaps)),
-        "affine_gap_max": float(np.max(gaps)),
+        "highs_us": float(np.median(found.highs)),
+        "affine_us": float(np.median(found.affine)),
+        "highs_ratio": float(np.median(np.divide(found.highs, ours))),
+        "affine_ratio": float(np.median(np.divide(found.affine, ours))),
+        "affine_gap_mean": float(np.mean(found.gaps)),
+        "affine_gap_max": float(np.max(found.gaps)),
     }
 
 
@@ -147,71 +139,27 @@ def bench_case(ranks: int, replicas: int, quantum: int, rival_layers: int, seed:
 
 
 def show(rows: list[dict[str, Any]], quantum: int) -> None:
-    """Two tables: the split beside its rivals, and what the tokens then cost."""
-    console = Console(width=110)
-    us = "microseconds, one core"
-    table = Table(title=f"Planning one layer ({us})", title_justify="left")
-    names = (
-        "R+replicas",
-        "exact, 58 layers",
-        "p99",
-        "public call",
-        "HiGHS",
-        "affine x5",
-        "affine gap mean/max",
-    )
-    for name in names:
-        table.add_column(name, justify="right")
-    for r in rows:
-        table.add_row(
-            f"{r['ranks']}+{r['replicas']}",
-            f"{r['plan_us']['batch']:.2f}",
-            f"{r['plan_us']['single_p99']:.1f}",
-            f"{r['public_us']['median']:.1f}",
-            f"{r['highs_us']:.0f} ({r['highs_ratio']:.0f}x)",
-            f"{r['affine_us']:.0f} ({r['affine_ratio']:.0f}x)",
-            f"{r['affine_gap_mean']:.1f} / {r['affine_gap_max']:.0f} %",
-        )
-    console.print(table)
-    table = Table(
-        title=f"Imbalance reached, and the tokens of one rank, 4096 x 8 ({us})", title_justify="left"
-    )
-    names = (
-        "R+replicas",
-        "exact/even",
-        f"in tiles of {quantum}",
-        "share row",
-        "count+share+route",
-        "visited route",
-    )
-    for name in names:
-        table.add_column(name, justify="right")
-    for r in rows:
-        imbalance, tiles = r["imbalance"], r["tile_imbalance"]
-        table.add_row(
-            f"{r['ranks']}+{r['replicas']}",
-            f"{imbalance['exact']:.3f} / {imbalance['even']:.3f}",
-            f"{tiles['exact']:.3f} / {tiles['even']:.3f}",
-            f"{r['share_row_us']:.1f}",
-            f"{r['count_share_route_us']:.0f}",
-            f"{r['visited_us']:.0f}",
-        )
-    console.print(table)
+    """The split beside its rivals and what the tokens then cost; what was reached."""
+    table.show("One layer, and the tokens of one rank, 4096 x 8 (microseconds, one core)", PLANNING, rows)
+    reached = {
+        "R+replicas": RANKS,
+        "exact/even": "{imbalance[exact]:.3f} / {imbalance[even]:.3f}",
+        f"in tiles of {quantum}": "{tile_imbalance[exact]:.3f} / {tile_imbalance[even]:.3f}",
+        "affine gap max": "{affine_gap_max:.0f} %",
+        "visited route": "{visited_us:.0f}",
+    }
+    table.show("Imbalance reached", reached, rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("--quantum", type=int, default=64, help="rows of a GEMM tile")
     parser.add_argument("--rival-layers", type=int, default=24, help="instances on which rivals run")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    print(__doc__.strip(), "\n", file=sys.stderr)
-    print(machine(), file=sys.stderr)
-    rows = [bench_case(r, x, options.quantum, options.rival_layers, options.seed) for r, x in CASES]
-    show(rows, options.quantum)
+    asked = parser.parse_args()
+    begin(__doc__)
+    rows = [bench_case(r, x, asked.quantum, asked.rival_layers, asked.seed) for r, x in CASES]
+    show(rows, asked.quantum)
     print("written:", write_results("bench_plan", rows).name)
 
 

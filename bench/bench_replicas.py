@@ -15,19 +15,19 @@ Usage: python bench/bench_replicas.py --traces FOLDER   (npz files; what is not 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-import published  # noqa: F401  registers affine5 and affine5_sampled
 from bench_balance import TRACES, load_trace
-from harness import machine, write_results
 from isoload.replay.simulate import ReplaySettings, replay
+from lib import (
+    published,  # noqa: F401  registers affine5 and affine5_sampled
+    table,
+)
+from lib.harness import command, machine, write_results
+from lib.result_tables import by
 
 CASES = ((8, 32), (16, 32), (32, 64), (64, 64), (128, 128))  # ranks, replicas of 256 experts
 SMALL_CASES = ((8, 8), (16, 16))  # of gpt-oss-20b's 32
@@ -53,40 +53,37 @@ def run(path: Path, ranks: int, replicas: int, tokens: int) -> list[dict[str, An
     return [{**where, **size, **dataclasses.asdict(row)} for row in found.policies]
 
 
-def print_costs(rows: list[dict[str, Any]], console: Console) -> None:
-    """Per trace: how far each policy is over the bound, and what sampling and five steps cost."""
+def print_costs(rows: list[dict[str, Any]]) -> None:
+    """Per trace: how far each policy is over the bound, %, and what sampling and five steps cost."""
+    columns = {
+        "R + replicas": "{exact[ranks]}+{exact[replicas]}",
+        "tokens": "{exact[tokens]}",
+        "imbalance of exact": "{exact[imbalance_mean]:.3f}",
+        **table.same(POLICIES[1:], "{NAME[gap_mean]:.2f*100}"),
+        "sampling": lambda cell: f"{100 * (over(cell, 'lp_sampled') / over(cell, 'lp') - 1):+.2f}",
+        "five steps": "{affine5[gap_mean]:+.2f*100}",
+        "published": "{affine5_sampled[gap_mean]:+.2f*100}",
+    }
     for name in dict.fromkeys(row["trace"] for row in rows):
-        table = Table(title=f"{name}: busiest rank over exact's bound, %")
-        headings = ("R + replicas", "tokens", "imbalance of exact", *POLICIES[1:])
-        for heading in (*headings, "sampling", "five steps", "published"):
-            table.add_column(heading, justify="right")
-        mine = [row for row in rows if row["trace"] == name]
-        for key in dict.fromkeys((r["ranks"], r["replicas"], r["tokens"]) for r in mine):
-            cell = {r["policy"]: r for r in mine if (r["ranks"], r["replicas"], r["tokens"]) == key}
-            over = {policy: 1 + cell[policy]["gap_mean"] for policy in POLICIES}
-            costs = (over["lp_sampled"] / over["lp"], over["affine5"], over["affine5_sampled"])
-            table.add_row(
-                f"{key[0]}+{key[1]}",
-                str(key[2]),
-                f"{cell['exact']['imbalance_mean']:.3f}",
-                *(f"{100 * (over[policy] - 1):.2f}" for policy in POLICIES[1:]),
-                *(f"{100 * (cost - 1):+.2f}" for cost in costs),
-            )
-        console.print(table)
+        cells = by([row for row in rows if row["trace"] == name], "ranks", "replicas", "tokens").values()
+        table.show(f"{name}: busiest rank over exact's bound, %", columns, cells)
+
+
+def over(cell: dict[str, Any], policy: str) -> float:
+    return 1 + float(cell[policy]["gap_mean"])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command(__doc__)
     parser.add_argument("--traces", type=Path, required=True, help="folder of npz traces")
     parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
     parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()
-    console = Console(highlight=False, width=200)
     rows = []
     for stem in TRACES:
         path = arguments.traces / f"{stem}.npz"
         if not path.exists():
-            console.print(f"{path} is not there: left out")
+            print(f"{path} is not there: left out")
             continue
         for ranks, replicas in SMALL_CASES if "gptoss" in stem else CASES:
             for tokens in arguments.tokens:
@@ -94,10 +91,10 @@ def main() -> None:
                 print(stem, ranks, replicas, tokens, file=sys.stderr)
     if not rows:
         raise SystemExit(f"{arguments.traces} holds none of {', '.join(TRACES)}")
-    print_costs(rows, console)
-    console.print(machine())
+    print_costs(rows)
+    print(machine())
     if not arguments.no_write:
-        console.print(f"written: {write_results('bench_replicas', rows)}")
+        print(f"written: {write_results('bench_replicas', rows)}")
 
 
 if __name__ == "__main__":

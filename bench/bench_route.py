@@ -1,7 +1,7 @@
 """Rows that leave ranks and nodes under GRACE-MoE's locality-first routing, and what the busiest rank then carries.
 
 Fairness ledger
-- Streams: bench/streams.py, 8 ranks on 2 nodes; without --traces the shipped cut of gpt-oss-20b. First halves
+- Streams: bench/lib/streams.py, 8 ranks on 2 nodes; without --traces the shipped cut of gpt-oss-20b. First halves
   calibrate.
 - Placements: `eplb` with one slot more per 8 experts of a rank, at least one; `grace` (groups by co-activation, as many
   replicas as it takes; not where tokens are drawn). Both have weights by the predicted loads. All policies share one.
@@ -17,17 +17,15 @@ Usage: python bench/bench_route.py [--traces FOLDER] [--write]
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 import isoload
-from harness import machine, write_results
 from isoload.replay.simulate import ReplaySettings, default_slots_per_rank, replay
-from streams import SEED, Stream, parts, streams
+from lib import table
+from lib.harness import command, machine, write_results
+from lib.result_tables import ROUTE
+from lib.streams import SEED, Stream, parts, streams
 
 NODES = 2
 RANDOM, FIRST = "grace_sampled:locality=False", "grace_sampled"
@@ -92,36 +90,27 @@ def losses(rows: list[Row]) -> list[str]:
     return found
 
 
-def show(rows: list[Row], console: Console) -> None:
-    for key in dict.fromkeys((r["trace"], r["deal"], r["placer"]) for r in rows):
-        mine = [r for r in rows if (r["trace"], r["deal"], r["placer"]) == key]
-        table = Table(title=f"{', '.join(key)}: {mine[0]['replicas']:.1f} replicas per layer")
-        for heading in ("policy", *FIGURES, *ROWS, "saved"):
-            table.add_column(heading, justify="left" if heading == "policy" else "right")
-        for row in mine:
-            table.add_row(
-                row["policy"], *(f"{row[name]:.3f}" for name in (*FIGURES, *ROWS)), f"{row['saved']:.0%}"
-            )
-        console.print(table)
-    for line in losses(rows):
-        console.print(line)
+def show(rows: list[Row]) -> None:
+    for deal in dict.fromkeys(row["deal"] for row in rows):
+        table.show(f"tokens dealt: {deal}", ROUTE, [row for row in rows if row["deal"] == deal])
+    print(*losses(rows), sep="\n")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command(__doc__)
     parser.add_argument("--traces", type=Path, help="folder of npz traces; missing ones are named")
     parser.add_argument("--max-batches", type=int, default=0, help="of every stream; 0 = all")
     parser.add_argument("--write", action="store_true", help="bench/results/bench_route.jsonl")
     arguments = parser.parse_args()
-    console, rows = Console(highlight=False, width=140), []
-    for stream in streams(arguments.traces, console):
+    rows: list[Row] = []
+    for stream in streams(arguments.traces):
         if stream.ranks == 8:
             for placer in ("eplb", "grace") if stream.per_token else ("eplb",):
                 rows += bench(stream, placer, arguments.max_batches)
-    show(rows, console)
-    console.print(machine())
+    show(rows)
+    print(machine())
     if arguments.write:
-        console.print(f"written: {write_results('bench_route', rows)}")
+        print(f"written: {write_results('bench_route', rows)}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ Fairness ledger
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,9 +29,9 @@ sys.path.insert(0, str(ROOT / "tests" / "engines" / "harness"))
 import torchvision_names  # noqa: E402, F401
 
 import isoload  # noqa: E402
-from harness import measure, write_results  # noqa: E402
 from isoload.integrations.engine_tables import replica_lists  # noqa: E402
-from streams import shipped_batches  # noqa: E402
+from lib.harness import command, measure, write_results  # noqa: E402
+from lib.streams import shipped_batches  # noqa: E402
 
 RANKS, SLOTS = 8, 5
 Dispatch = Callable[[int, int, Tensor], Tensor]  # layer, rank, topk_ids -> slots
@@ -106,7 +105,7 @@ def judge(name: str, placement: isoload.Placement, batches: list[Any], same: boo
 
 def main() -> None:
     torch.set_num_threads(1)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = command(__doc__)
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[64, 1024], help="tokens per batch, all ranks"
     )

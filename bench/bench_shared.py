@@ -15,19 +15,17 @@ Fairness ledger
 
 from __future__ import annotations
 
-import argparse
-import sys
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import isoload
-from harness import machine, measure, over_instances, write_results
 from isoload import ops
+from lib import table
+from lib.harness import begin, command, measure, over_instances, write_results
+from lib.result_tables import SHARED_PLANNING
 
 EXPERTS, LAYERS, TOP_K, TOKENS = 256, 58, 8, 4096
 CASES = [(16, 32), (32, 64), (64, 128), (128, 128)]  # ranks, replicas
@@ -155,37 +153,21 @@ def bench_case(ranks: int, replicas: int, seed: int) -> dict[str, Any]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    console, us = Console(width=110), "microseconds, one core"
-    plans = Table(title=f"Planning one layer ({us})", title_justify="left")
-    for name in ("R+replicas", "exact", "with pour", "share_by_rank", "waterfill (p99)", "joint"):
-        plans.add_column(name, justify="right")
-    for name in POLICIES:
-        plans.add_column(f"public {name}", justify="right")
-    tokens = Table(title=f"Shared copies of one rank, {TOKENS} x {TOP_K} ({us})", title_justify="left")
-    for name in ("R+replicas", "route_shared", "sampled static", "sampled dynamic", "append", "moved"):
-        tokens.add_column(name, justify="right")
-    for r in rows:
-        name = f"{r['ranks']}+{r['replicas']}"
-        ops_us = [f"{r[key]:.2f}" for key in ("exact_us", "exact_pour_us", "share_by_rank_us")]
-        waterfill = f"{r['waterfill_us']:.2f} ({r['waterfill_p99_us']:.1f})"
-        public = [f"{r['public_us'][policy]:.1f}" for policy in POLICIES]
-        plans.add_row(name, *ops_us, waterfill, f"{r['joint_us']:.2f}", *public)
-        token_us = [f"{r[key]:.0f}" for key in ("route_shared_us", "static_us", "dynamic_us", "append_us")]
-        tokens.add_row(name, *token_us, f"{100 * r['moved_share']:.0f} %")
-    console.print(plans)
-    console.print(tokens)
+    more = {
+        "waterfill p99": "{waterfill_p99_us:.1f}",
+        "append": "{append_us:.0f}",
+        "moved": "{moved_share:.0f*100} %",
+    }
+    title = f"Planning one layer; the shared copies of one rank, {TOKENS} x {TOP_K} (microseconds, one core)"
+    table.show(title, {**SHARED_PLANNING, **more}, rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    print(__doc__.strip(), "\n", file=sys.stderr)
-    print(machine(), file=sys.stderr)
-    rows = [bench_case(ranks, replicas, options.seed) for ranks, replicas in CASES]
+    asked = parser.parse_args()
+    begin(__doc__)
+    rows = [bench_case(ranks, replicas, asked.seed) for ranks, replicas in CASES]
     show(rows)
     print("written:", write_results("bench_shared", rows).name)
 

@@ -20,22 +20,20 @@ Fairness ledger
 
 from __future__ import annotations
 
-import argparse
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 from torch import Tensor
 
 import isoload
-from harness import machine, write_results
 from isoload import ops
+from lib import table
+from lib.harness import begin, command, write_results
+from lib.result_tables import SHARED_TRAFFIC
 
 SEEDS = 8
 GATE = 64  # rows per rank below which SGLang stays at home
@@ -188,42 +186,16 @@ def bench_setting(setting: Setting) -> dict[str, Any]:
     }
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    names = ("home", "static", "dynamic", "blog", "visited", "counts", "ours", "best")
-    unvisited = Table(
-        title="Shared copies on ranks that their token does not visit, % of all", title_justify="left"
-    )
-    peaks = Table(title="Busiest rank over the least possible", title_justify="left")
-    for table in (unvisited, peaks):
-        for name in ("R+replicas", "E, K", "tokens", "drift", *names):
-            table.add_column(name, justify="right")
-    unvisited.add_column("static/ours", justify="right")
-    unvisited.add_column("of moved", justify="right")
-    for r in rows:
-        row = (
-            f"{r['ranks']}+{r['replicas']}",
-            f"{r['experts']}, {r['top_k']}",
-            str(r["tokens"]),
-            str(r["drift"]),
-        )
-        ratios = ["-" if r[key] is None else f"{r[key]:.0f}x" for key in RATIOS]
-        unvisited.add_row(*row, *(f"{100 * r['unvisited'][name]:.2f}" for name in names), *ratios)
-        peaks.add_row(*row, *(f"{r['peak'][name]:.3f}" for name in names))
-    console = Console(width=130)
-    console.print(unvisited)
-    console.print(peaks)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.parse_args()
-    torch.set_num_threads(1)
-    print(__doc__.strip(), "\n", file=sys.stderr)
-    print(machine(), file=sys.stderr)
+    command(__doc__).parse_args()
+    begin(__doc__)
     rows = [bench_setting(setting) for setting in SETTINGS]
-    show(rows)
+    more = {
+        "of moved": "{fewer_of_moved:.0f}x",
+        **table.same(("home", "visited"), "{unvisited[NAME]:.2f*100} ({peak[NAME]:.3f})"),
+    }
+    title = "Shared copies on ranks that their token does not visit, % of all (busiest rank over the least possible)"
+    table.show(title, {**SHARED_TRAFFIC, **more}, rows)
     print("written:", write_results("bench_shared_traffic", rows).name)
 
 

@@ -15,23 +15,20 @@ Fairness ledger
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from harness import measure, write_results
 from isoload import ops
 from isoload.policies.published.llep_segments import llep_published
 from isoload.trace import read_trace
-from spill_bound import least_cost_bound, level_bound, slots_bound
+from lib import table
+from lib.harness import command, measure, write_results
+from lib.spill_bound import least_cost_bound, level_bound, slots_bound
 from workloads import W0_TO_W7, make_workload
 
 SHAPES = ((8, 64), (8, 128), (16, 256), (32, 256))
@@ -159,27 +156,22 @@ def times() -> list[dict[str, Any]]:
     return rows
 
 
-def show(rows: list[dict[str, Any]], console: Console) -> None:
-    table = Table(
-        title="spill_cost and llep by workload: means over shapes; moves: mean / most in / most out"
-    )
+def show(rows: list[dict[str, Any]]) -> None:
     policies = ("llep_published", "llep", "spill_cost")
-    headings = ("workload", "copies / rank", "EP", *policies, *(f"gap, {spare} spare" for spare in SPARE))
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "workload" else "right")
-    keyed = sorted(rows, key=lambda row: row["copies"] // row["ranks"])
-    for kind in dict.fromkeys(row["kind"] for row in rows):
-        same = [row for row in keyed if row["kind"] == kind]
-        for copies, group in groupby(same, lambda row: row["copies"] // row["ranks"]):
-            part = list(group)
-            cells = [kind, str(copies), f"{np.mean([row['ep_peak'] for row in part]):.3f}"]
-            for policy in policies:
-                moves = np.array([row[f"{policy}_moves"] for row in part])
-                peak = np.mean([row[f"{policy}_peak"] for row in part])
-                cells.append(f"{peak:.3f} {moves[:, 0].mean():.1f}/{moves[:, 1].max()}/{moves[:, 2].max()}")
-            gaps = [[row[f"gap_spare{spare}"] for row in part] for spare in SPARE]
-            table.add_row(*cells, *(f"{max(gap):.2%}" for gap in gaps))
-    console.print(table)
+    head = ["workload", "copies / rank", "EP", *policies, *(f"gap, {spare} spare" for spare in SPARE)]
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: row["copies"] // row["ranks"]):
+        groups.setdefault((row["kind"], row["copies"] // row["ranks"]), []).append(row)
+    lines = []
+    for (kind, copies), part in groups.items():
+        cells = [kind, str(copies), f"{np.mean([row['ep_peak'] for row in part]):.3f}"]
+        for policy in policies:
+            moves = np.array([row[f"{policy}_moves"] for row in part])
+            peak = np.mean([row[f"{policy}_peak"] for row in part])
+            cells.append(f"{peak:.3f} {moves[:, 0].mean():.1f}/{moves[:, 1].max()}/{moves[:, 2].max()}")
+        lines.append([*cells, *(f"{max(row[f'gap_spare{spare}'] for row in part):.2%}" for spare in SPARE)])
+    title = "spill_cost and llep by workload: means over shapes; moves: mean / most in / most out"
+    table.show(title, " | ".join(head), lines)
     for spare in SPARE:
         gaps = [row[f"gap_spare{spare}"] for row in rows]
         print(
@@ -188,7 +180,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = command(__doc__)
     parser.add_argument("--seconds", type=float, default=1.0, help="of HiGHS per probe of the bound")
     parser.add_argument("--traces", type=Path, help="folder with npz files; missing ones are named")
     asked = parser.parse_args()
@@ -204,7 +196,7 @@ def main() -> None:
             print(f"left out: no {path}")
     instances = [*made(), *(found for path in files if path.exists() for found in recorded(path))]
     rows = [judge(*instance, asked.seconds) for instance in instances]
-    show(rows, Console(width=150))
+    show(rows)
     print(write_results("bench_spill", timings + rows))
 
 

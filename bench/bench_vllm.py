@@ -15,7 +15,6 @@ Fairness ledger
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -30,10 +29,10 @@ sys.path.insert(0, str(ROOT / "tests" / "engines" / "harness"))
 from vllm_cpu import map_and_record  # noqa: E402
 
 import isoload  # noqa: E402
-from harness import write_results  # noqa: E402
 from isoload.integrations.engine_layers import EXCHANGE_EVERY  # noqa: E402
 from isoload.integrations.engine_tables import ReplicaLists, replica_lists  # noqa: E402
-from streams import shipped_batches  # noqa: E402
+from lib.harness import command, write_results  # noqa: E402
+from lib.streams import shipped_batches  # noqa: E402
 
 RANKS, SLOTS = 8, 5
 
@@ -91,7 +90,7 @@ def judge(placement: isoload.Placement, batches: list[Any], same: bool) -> list[
 
 def main() -> None:
     torch.set_num_threads(1)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = command(__doc__)
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[64, 1024], help="tokens per batch, all ranks"
     )

@@ -11,7 +11,7 @@ import sys
 import torch
 
 import isoload
-from gpu_clock import Graph
+from lib.gpu_clock import Graph
 
 TOKENS, TOP_K, EXPERTS = 2**20, 8, 256  # 32 MB: a memset of microseconds
 

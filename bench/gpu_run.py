@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from gpu_steps import PARTS, Step, on_a_cpu, steps
+from lib.gpu_steps import PARTS, Step, on_a_cpu, steps
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "csrc" / "cuda"))
 import nvcc

@@ -15,7 +15,9 @@ import re
 import sys
 from pathlib import Path
 
-from result_tables import TABLES
+import lib.cross_tables  # noqa: F401  # its tables are in TABLES, too
+from lib import table
+from lib.result_tables import TABLES
 
 ROOT = Path(__file__).parent.parent
 START, END = re.compile(r"<!-- table: (.*) -->"), "<!-- end -->"
@@ -32,7 +34,7 @@ def markdown(name: str) -> list[str]:
     for row in rows:
         if len(row) != width:
             raise ValueError(f"table {name} has {width} columns, got a row of {len(row)}: {row}")
-    return [f"| {head} |", "|---" * width + "|", *(f"| {' | '.join(row)} |" for row in rows)]
+    return table.markdown(head, rows)
 
 
 def renew(text: str, page: str) -> tuple[str, list[str], list[str]]:

@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[1] / "bench"))
 import gpu_library
 import gpu_run
 from gpu_run import nvcc
-from gpu_steps import GPU_ONLY, Step, steps
+from lib.gpu_steps import GPU_ONLY, Step, steps
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "setup.py").exists())
 STEPS = {

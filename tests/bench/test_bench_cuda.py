@@ -18,13 +18,12 @@ from support.recorded_calls import recorded
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 import bench_cuda
-import gpu_balancers
-import gpu_check
-from gpu_balancers import BALANCERS
-from gpu_jobs import JOBS, Job
-from gpu_layers import LAYERS, make_layers
-from gpu_worker import in_this_process
-from harness import ResultFile, Timing, read_results
+from lib import gpu_balancers, gpu_check
+from lib.gpu_balancers import BALANCERS
+from lib.gpu_jobs import JOBS, Job
+from lib.gpu_layers import LAYERS, make_layers
+from lib.gpu_worker import in_this_process
+from lib.harness import ResultFile, Timing, read_results
 
 SIZE = (16, 32, 50)
 

@@ -17,15 +17,15 @@ from support.processes import run_ranks
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 import bench_dispatch
-import dispatch_routing
 import isoload
-from dispatch_setting import LINES, SHAPES, Line, Setting, Shape, make_placement, policy_of
-from dispatch_stages import STAGES, LayerBench, StageClock, check
-from harness import gpu_links
 from isoload.experts.compute import run_experts
 from isoload.experts.weights import ExpertWeights, SwiGLU
 from isoload.transport import LocalTransport
 from isoload.transport.deep_ep import transport as deep_ep_transport
+from lib import dispatch_routing
+from lib.dispatch_setting import LINES, SHAPES, Line, Setting, Shape, make_placement, policy_of
+from lib.dispatch_stages import STAGES, LayerBench, StageClock, check
+from lib.harness import gpu_links
 from support.deep_ep_transports import BUFFERS
 
 CPU = torch.device("cpu")

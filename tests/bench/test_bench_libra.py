@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 from isoload.replay.batches import make_batches
 from isoload.replay.calibration import Fold
@@ -17,8 +15,8 @@ from isoload.trace import Trace, write_trace
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 import bench_libra
-import published_ahead
-from streams import Stream, joined, parts, streams, workloads
+from lib import published_ahead
+from lib.streams import Stream, joined, parts, streams, workloads
 
 EXPERTS, LAYERS, K = 16, 3, 2
 
@@ -154,14 +152,13 @@ def test_harmoeny_levels_where_it_has_room_and_keeps_every_copy() -> None:
             assert after <= -(-int(loads.sum()) // ranks)
 
 
-def test_what_is_not_there_is_said(tmp_path: Path) -> None:
-    console = Console(record=True, file=StringIO())
-    assert list(streams(tmp_path, console)) == []
-    assert "glm52_domains_a.npz is not there: left out" in console.export_text()
+def test_what_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(streams(tmp_path)) == []
+    assert "glm52_domains_a.npz is not there: left out" in capsys.readouterr().out
     write_trace(draw(2000, 4), tmp_path / "gptoss20b_decode_mmlu.npz")
-    even, sequence = streams(tmp_path, Console(quiet=True))
+    even, sequence = streams(tmp_path)
     assert (even.name, even.fold, even.tokens, even.ranks) == ("gpt-oss-20b", Fold((0,), (1,)), 512, 8)
     assert (even.deal, sequence.deal) == ("even", "sequence")
     assert even.trace.seq_id is None and sequence.trace.seq_id is not None
-    (shipped,) = streams(None, console)
+    (shipped,) = streams(None)
     assert shipped.name == "gpt-oss-20b, shipped cut" and len(shipped.fold.replay) == 7

@@ -14,12 +14,12 @@ from support.processes import run_ranks
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 import bench_llep
 import isoload
-import llep_tables
 from isoload.experts.compute import run_experts
 from isoload.experts.weights import SwiGLU
-from llep_processes import RankBench
-from llep_setting import POLICIES, SHAPES, Scale, Setting, Shape
-from llep_virtual import VirtualRanks, bench_cell, count_traffic, imports
+from lib import llep_tables
+from lib.llep_processes import RankBench
+from lib.llep_setting import POLICIES, SHAPES, Scale, Setting, Shape
+from lib.llep_virtual import VirtualRanks, bench_cell, count_traffic, imports
 
 CPU = torch.device("cpu")
 TINY = Setting(

@@ -7,17 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 import bench_route
-from streams import Stream, streams
+from lib.streams import Stream, streams
 
 
 @pytest.fixture(scope="module")
 def small() -> Stream:
     """Two layers of the shipped trace."""
-    (stream,) = streams(None, Console(quiet=True))
+    (stream,) = streams(None)
     trace = stream.trace.select_layers([3, 9])
     batches = replace(stream.batches, trace=trace, counts=stream.batches.counts[:, [3, 9]])
     return replace(stream, trace=trace, batches=batches)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
-from gpu_worker import Worker
+from lib.gpu_worker import Worker
 
 seen: list[str] = []
 

@@ -14,7 +14,7 @@ from isoload.trace import Trace
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 import bench_grace as grace
-import flash_rival as flash
+from lib import flash_rival as flash
 
 
 def test_the_flash_like_rival_is_whole_and_meets_the_published_example():

@@ -28,7 +28,7 @@ def spill(benches: None) -> ModuleType:
 @pytest.fixture
 def cost(benches: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     import bench_cost
-    from harness import Timing
+    from lib.harness import Timing
 
     def one_call(call: Any, units: int = 1, seconds: float = 0, least: int = 0) -> Timing:
         call()
@@ -67,7 +67,7 @@ def test_published_moves_are_counted_once_per_expert_and_rank(spill: ModuleType)
 
 
 def test_few_slots_bound(benches: None) -> None:
-    from spill_bound import slots_bound
+    from lib.spill_bound import slots_bound
 
     assert slots_bound([[60], [60], [0]], 0, 1) == 40
     assert slots_bound([[30, 30], [30, 30], [0, 0]], 0, 1) == 45, "rank 2 can get 30"

@@ -15,7 +15,7 @@ from support.spills import SpillCase, in_order
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
-    import spill_bound
+    from lib import spill_bound
 
     return spill_bound
 

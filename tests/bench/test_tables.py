@@ -64,7 +64,7 @@ def test_a_changed_figure_is_found_and_written_again(tables, monkeypatch, tmp_pa
 
 
 def test_a_changed_result_makes_its_table_old(tables, monkeypatch, tmp_path):
-    import result_tables
+    from lib import result_tables
 
     rows = result_tables.read("bench_plan")
     rows[0]["plan_us"]["batch"] = 99.0

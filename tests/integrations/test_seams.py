@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import pytest
 
-from isoload.integrations.seams import Seam, faults, read_seams, signature_of
+from isoload.integrations.seams import PlugIn, Seam, faults, read_seams, signature_of
+from isoload.integrations.settings import SGLANG, Settings
 
 
 class Output(NamedTuple):
@@ -92,6 +93,46 @@ def test_the_file_of_sglang() -> None:
     assert len({s.name for s in seams}) == len(seams)
     assert all(s.why and s.read_from and s.target.startswith("sglang.srt.") for s in seams)
     assert not any(name.split(".")[0] == "sglang" for name in sys.modules)
-    from isoload.integrations.sglang.attach import HOOKS
+    from isoload.integrations.sglang import HOOKS
 
     assert {s.name for s in seams if s.kind in ("replace", "around")} == set(HOOKS)
+
+
+def test_the_file_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each function to be wrapped has its hook, and the policy of rebalances is replaced in vLLM's table."""
+    from isoload.integrations import vllm
+
+    policy, wrapped = ModuleType("vllm.distributed.eplb.policy"), []
+    policy.EPLB_POLICIES, policy.AbstractEplbPolicy = {"default": None}, object  # type: ignore[attr-defined]
+    for name in ("vllm", "vllm.distributed", "vllm.distributed.eplb", "vllm.distributed.eplb.policy"):
+        monkeypatch.setitem(sys.modules, name, policy)
+    monkeypatch.setattr(vllm, "wrap", lambda target, around: wrapped.append(target.rsplit(".", 1)[-1]))
+    seams = [seam for seam in read_seams("vllm") if seam.kind in ("replace", "around")]
+    vllm.hook(seams, Settings.read({}))
+    assert set(wrapped) == set(vllm.HOOKS) and len(seams) == len(wrapped) + 1
+    assert policy.EPLB_POLICIES["default"].__name__ == "IsoloadEplbPolicy"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("fault", ["none", "seam", "batch"])
+def test_all_hooks_or_none(monkeypatch: pytest.MonkeyPatch, engine: None, fault: str) -> None:
+    """A known batch passes under the defaults, and what the environment says is in force afterwards."""
+    given, started, hooked = Settings.read({"ISOLOAD_PLACER": "trivial"}), [], []
+    good = [
+        seam("dispatch", "around", "(topk_ids, info=None, *, layer)"),
+        seam("Locations", "fields", "table"),
+    ]
+    found = [*good, seam("route", "call", "()")] if fault == "seam" else good
+    monkeypatch.setattr("isoload.integrations.seams.read_seams", lambda name: found)
+
+    def hook(seams: list[Seam], settings: Settings) -> None:
+        hooked.append(([seam.name for seam in seams], settings))
+
+    def is_right() -> bool:
+        return fault != "batch" and started == [Settings.read({})]
+
+    plug_in = PlugIn("Engine", SGLANG, started.append, {"dispatch": is_right}, hook)
+    told = plug_in.attach(given)
+    if fault == "none":
+        assert told == [] and hooked == [(["dispatch"], given)] and started[-1] == given
+    else:
+        assert len(told) == 1 and not hooked

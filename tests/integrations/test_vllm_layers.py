@@ -258,7 +258,7 @@ def test_an_asynchronous_rebalance_moves_layer_by_layer(engine: None) -> None:
         placed(1, "trivial").slot_to_expert.long(),
     )
     add(state)
-    dispatch.commit_layer(lambda *_: None, state, moved[1], 1)
+    dispatch.commit(lambda *_: None, state, moved[1], 1)
     for layer in range(LAYERS):
         held = moved[1] if layer == 1 else first[layer]
         assert torch.equal(held[slots_of(state, layer, draw(30)).long()].int(), draw(30))

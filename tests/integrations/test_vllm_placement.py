@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload.integrations.engine_tables import keep_slots
-from isoload.integrations.vllm.placement import check_at_start, rebalance
+from isoload.integrations.engine_tables import check_placer, keep_slots
+from isoload.integrations.vllm.placement import rebalance
 
 EXPERTS, RANKS, SIZE, LAYERS = 16, 4, 6, 3
 TOPOLOGY = isoload.Topology(RANKS)
@@ -81,5 +81,5 @@ def test_other_or_empty_slots_are_laid_out_anew(before: str) -> None:
 def test_a_placer_that_leaves_slots_empty_is_refused() -> None:
     layout = (torch.arange(RANKS * 20) % EXPERTS).expand(LAYERS, -1)
     with pytest.raises(ValueError, match="--enable-eplb with ISOLOAD_PLACER=eplb: "):
-        check_at_start("eplb", layout, EXPERTS, TOPOLOGY)
-    check_at_start("eplb", first(), EXPERTS, TOPOLOGY)
+        check_placer("--enable-eplb", "eplb", layout, EXPERTS, TOPOLOGY)
+    check_placer("--enable-eplb", "eplb", first(), EXPERTS, TOPOLOGY)

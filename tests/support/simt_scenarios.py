@@ -23,8 +23,8 @@ from support.simt_build import ROOT
 from support.spills import SpillCase, in_order
 
 sys.path.append(str(ROOT / "bench"))
-from gpu_jobs import JOBS, first_slots, spare_placement
-from gpu_layers import EXPERTS, RANK, Layer, make_layers, per_node, size
+from lib.gpu_jobs import JOBS, first_slots, spare_placement
+from lib.gpu_layers import EXPERTS, RANK, Layer, make_layers, per_node, size
 
 TOKENS = (
     "balance_own",

@@ -26,6 +26,7 @@ EXCHANGE_EVERY = 16  # forward passes; as rarely as this costs no balance in rec
 JOINED_BY_ALL = ("gathered", "node")  # loads of which ranks without tokens must join each pass, too
 _TARGETS = f"targets renewed every {EXCHANGE_EVERY} passes"
 EXCHANGED = {
+    "same": "same tokens on all ranks, no collective",
     "gathered": "loads gathered: one gather per layer",
     "node": f"loads node: one gather per layer within each node, {_TARGETS}",
     "own": f"loads own: no collective in a pass, {_TARGETS}",
@@ -34,12 +35,7 @@ EXCHANGED = {
 
 
 class EngineLayer:
-    """One MoE layer.
-
-    Args:
-        balancer: tokens="own" or "same", as the engine's ranks hold them.
-        meter: of the rank that reports.
-    """
+    """One MoE layer: its Balancer, and the meter of the rank that reports."""
 
     def __init__(self, balancer: Balancer, meter: Meter | None) -> None:
         self.balancer, self.meter = balancer, meter
@@ -98,19 +94,8 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         if settings.report_seconds:
             self.meter = Meter(self.engine, settings.report_seconds)
 
-    def get(self, layer_id: int | None) -> AnyLayer | None:
-        """The layer's, if isoload dispatches it."""
-        return None if layer_id is None else self.by_id.get(layer_id)
-
     def place(self, tables: Tensor, num_experts: int, topology: Topology, device: torch.device) -> None:
-        """Where the experts lie, before Balancers are made.
-
-        Args:
-            tables: [L, P] routed expert in each slot, on the host.
-            num_experts: routed experts.
-            topology: R ranks; P/R consecutive slots lie on each.
-            device: on which the engine routes.
-        """
+        """Before Balancers are made: where the routed experts lie, [L, P] on the host; on what device is routed."""
         self.tables, self._placements, self.device = tables.clone(), {}, device
         self._num_experts, self._topology = num_experts, topology
 
@@ -118,9 +103,11 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         """Of all layers, where the experts lie now."""
         assert self.tables is not None
         if num_shared not in self._placements:
-            made = placement_of(self.tables, self._num_experts, self._topology, num_shared)
-            self._placements[num_shared] = made
+            self._placements[num_shared] = self._placed(self.tables, num_shared)
         return self._placements[num_shared]
+
+    def _placed(self, tables: Tensor, num_shared: int) -> Placement:
+        return placement_of(tables, self._num_experts, self._topology, num_shared)
 
     def refresh(self, tables: Tensor) -> bool:
         """New locations [L, P] into the Balancers, which keep their memory: captured graphs stay valid.
@@ -134,14 +121,12 @@ class EngineLayers(ABC, Generic[AnyLayer]):
             return True
         self.check_device()
         changed = [layer.balancer for i, layer in self.by_id.items() if (self.tables[i] != tables[i]).any()]
-        made: dict[int, Placement] = {}
         with ExitStack() as all_ranks:  # what fails on one of them changes none
             for group in self._groups.values():
                 facts = all_ranks.enter_context(group.agreeing("placement"))
                 facts["checksum of physical_to_logical_map"] = checksum(tables.tolist())
-            for num_shared in {balancer.placement.num_shared for balancer in changed}:
-                made[num_shared] = placement_of(tables, self._num_experts, self._topology, num_shared)
-            settles = [balancer.settling(made[balancer.placement.num_shared]) for balancer in changed]
+            made = {n: self._placed(tables, n) for n in {of.placement.num_shared for of in changed}}
+            settles = [of.settling(made[of.placement.num_shared]) for of in changed]
         self.tables, self._placements = tables.clone(), made
         for settle in settles:
             settle()
@@ -159,9 +144,8 @@ class EngineLayers(ABC, Generic[AnyLayer]):
             return
         balancers = [layer.balancer for _, layer in sorted(self.by_id.items())]
         renewed = [of for of in balancers if of.loads != "gathered"]
-        if any(
-            of.has_freedom for of in renewed
-        ):  # a rebalance may change whose: the meter wants the same layers
+        # All of them, since a rebalance may change which have freedom, and the meter wants the same layers.
+        if any(of.has_freedom for of in renewed):
             found = renewed[0].exchange(*renewed[1:])
             if (meter := self.own_meter()) is not None:
                 meter.add_exchange(found.imbalance)
@@ -191,10 +175,8 @@ class EngineLayers(ABC, Generic[AnyLayer]):
     def exchanged(self) -> str:
         """What the ranks exchange so that copies are level, in words."""
         balancers = [layer.balancer for layer in self.by_id.values()]
-        same = "same tokens on all ranks, no collective"
-        return " and ".join(
-            sorted({same if of.tokens == "same" else EXCHANGED[of.loads] for of in balancers})
-        )
+        told = {EXCHANGED["same" if of.tokens == "same" else of.loads] for of in balancers}
+        return " and ".join(sorted(told))
 
     def check_device(self) -> None:
         """Raises ValueError for what ops found wrong in values on a GPU; called where the host waits anyway."""

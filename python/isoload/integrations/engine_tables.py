@@ -1,4 +1,5 @@
-"""Engines' tables of replicas: from their physical-to-logical map to a Placement, and from a Placement to theirs."""
+"""Engines' tables of replicas: from their physical-to-logical map to a Placement, and from a Placement to theirs; and
+the Placement that ISOLOAD_PLACER makes when an engine rebalances."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from isoload.integrations.settings import PLACER
 from isoload.placement import Placement
+from isoload.placers import PLACERS, parse_placer, place
 from isoload.topology import Topology
 
 
@@ -69,10 +72,49 @@ def keep_slots(slots: Tensor, before: Tensor, num_ranks: int) -> Tensor:
     size = slots.shape[1] // num_ranks
     new, old = slots.reshape(-1, size), before.reshape(-1, size)
     kept, left = torch.full_like(new, -1), torch.ones_like(new, dtype=torch.bool)
-    for place in range(new.shape[1]):
-        stays = left & (new == old[:, place : place + 1])
+    for slot in range(new.shape[1]):
+        stays = left & (new == old[:, slot : slot + 1])
         found = stays.any(dim=1).nonzero().flatten()
-        kept[found, place] = old[found, place]
+        kept[found, slot] = old[found, slot]
         left[found, stays[found].int().argmax(dim=1)] = False  # one of several slots of an expert
     kept[kept < 0] = new[left]  # as many in every row
     return kept.view_as(slots)
+
+
+def running(before: Tensor | None, num_slots: int) -> Tensor | None:
+    """The map [L, P] of where an engine's experts lie; None: nowhere yet, or some slots are empty or P are others, as
+    when ranks come or go."""
+    if before is None or before.shape[1] != num_slots or (before < 0).any():
+        return None
+    return before
+
+
+def lay_out(
+    counts: Tensor, topology: Topology, slots_per_rank: int, placer: str, before: Tensor | None
+) -> ReplicaLists:
+    """By a placer of the registry; one that can starts from where the experts lie, so that fewer move.
+
+    Args:
+        counts: [L, E] or [batches, L, E] copies per routed expert.
+        placer: name and options, as the variable has them.
+        before: :func:`running`.
+    """
+    name, options = parse_placer(placer)
+    start = None
+    if before is not None and PLACERS[name].takes_before:
+        start = placement_of(before, counts.shape[-1], topology)
+    return replica_lists(place(counts, topology, slots_per_rank, name, before=start, **options))
+
+
+def check_placer(option: str, placer: str, tables: Tensor, num_experts: int, topology: Topology) -> None:
+    """A layout as an engine's rebalance will want one, so that none fails while tokens are served.
+
+    Raises:
+        ValueError: naming the engine's option and the rule of the placer that the layout of these tables [L, P] breaks.
+    """
+    layers, num_slots = tables.shape
+    before, size = running(tables, num_slots), num_slots // topology.num_ranks
+    try:
+        lay_out(torch.ones(layers, num_experts), topology, size, placer, before)
+    except ValueError as error:
+        raise ValueError(f"{option} with {PLACER.name}={placer}: {error}") from None

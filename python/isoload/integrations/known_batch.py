@@ -6,8 +6,6 @@ optimal split halves it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import torch
 from torch import Tensor
 
@@ -36,15 +34,3 @@ def is_right(slots: Tensor, valid: int) -> bool:
     half = -(-int(per_rank.sum()) // NUM_RANKS)
     held = SLOTS[0][rows.long()]
     return slots.dtype == IDS.dtype and torch.equal(held.int(), IDS[:valid]) and int(per_rank.max()) == half
-
-
-def run_checks(checks: Mapping[str, Callable[[], bool]]) -> list[str]:
-    """One line for every check, by what it is behind, that fails or raises."""
-    found = []
-    for name, check in checks.items():
-        try:
-            if not check():
-                found.append(f"a known batch comes out wrong behind {name}")
-        except Exception as error:
-            found.append(f"a known batch fails behind {name} ({type(error).__name__}: {error})")
-    return found

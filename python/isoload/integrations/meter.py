@@ -36,12 +36,8 @@ class LayerReport:
 
 
 class Meter:
-    """Sums per layer, on the plans' device: written in place, so that captured graphs go on counting.
-
-    Args:
-        name: of the engine, begins every line.
-        seconds: between two reports.
-    """
+    """Sums per layer, on the plans' device: written in place, so that captured graphs go on counting. The engine's name
+    begins every line, and so many seconds lie between two."""
 
     def __init__(self, name: str, seconds: float) -> None:
         self.name, self.seconds = name, seconds
@@ -57,16 +53,13 @@ class Meter:
             with torch.inference_mode(False):  # else only inference could add to it
                 self._sums[layer] = torch.zeros(COLUMNS, dtype=torch.float64, device=loads.device)
         mean = loads.sum(dtype=torch.float64) / made.topology.copies_per_cost
-        some, least = mean > 0, mean.clamp(min=1e-9)
         even = plan(loads, made.placed, None, "even").peak
         assert even is not None
-        zero = torch.zeros_like(mean)
-        row = [some, torch.where(some, even / least, zero)]
-        if made.peak is None:
-            row += [zero, zero, zero]
-        else:
-            row += [torch.where(some, made.peak / least, zero), some & (made.peak == made.bound), some]
-        self._sums[layer] += torch.stack([value.to(torch.float64) for value in row])
+        some, least = mean > 0, mean.clamp(min=1e-9)
+        row = [some, some * even / least]
+        if made.peak is not None:
+            row += [some * made.peak / least, some & (made.peak == made.bound), some]
+        self._sums[layer][: len(row)] += torch.stack([value.to(torch.float64) for value in row])
         self._calls += 1
         self._host_seconds += host_seconds
 
@@ -98,21 +91,16 @@ class Meter:
         if time.monotonic() - self._since < self.seconds:
             return False
         self._since = time.monotonic()
-        for layers in (self.read(), self.read_sent()):
-            if layers:
-                self.report(layers)
+        for layers in filter(None, (self.read(), self.read_sent())):
+            figures = summary(layers)
+            if self._calls:
+                figures["plan_seconds"] = self._host_seconds / self._calls
+            log.info(line(self.name, layers, figures))
+            for name, gauge in self._all_gauges().items():
+                if name in figures:
+                    gauge.set(figures[name])
         self._calls, self._host_seconds = 0, 0.0
         return True
-
-    def report(self, layers: list[LayerReport]) -> None:
-        """The line and the gauges of these layers."""
-        figures = summary(layers)
-        if self._calls:
-            figures["plan_seconds"] = self._host_seconds / self._calls
-        log.info(line(self.name, layers, figures))
-        for name, value in figures.items():
-            if gauges := self._all_gauges():
-                gauges[name].set(value)
 
     def _all_gauges(self) -> dict[str, Any]:
         """By figure; empty where prometheus_client is not installed."""
@@ -158,10 +146,9 @@ def line(name: str, layers: list[LayerReport], figures: dict[str, float]) -> str
             f"{figures['imbalance_worst']:.3f} in the worst layer"
         )
     level = sum(layer.certified == layer.batches for layer in layers)
-    seconds = figures.get("plan_seconds")
-    time_taken = (
-        "all replayed from graphs" if seconds is None else f"{1e6 * seconds:.0f} us per plan on the host"
-    )
+    time_taken = "all replayed from graphs"
+    if (seconds := figures.get("plan_seconds")) is not None:
+        time_taken = f"{1e6 * seconds:.0f} us per plan on the host"
     return (
         f"isoload {name}: {sum(layer.batches for layer in layers)} plans of {len(layers)} layers; "
         f"imbalance {figures['imbalance_before']:.3f} evenly spread, {figures['imbalance_after']:.3f} planned, "

@@ -1,4 +1,5 @@
-"""Seams: the functions of an engine that a plug-in replaces, wraps, calls or reads, and whether they are as expected.
+"""Seams: the functions of an engine that a plug-in replaces, wraps, calls or reads; it attaches where they are as
+expected.
 
 An engine's seams stand in one JSON file: each with its signature and the version that it was read from. They are
 compared with the engine that runs, whatever its version is called.
@@ -8,12 +9,17 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
+import os
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from importlib import resources
 from typing import Any, Literal
 
+from isoload.integrations.settings import Settings, Variable, is_on
+
+log = logging.getLogger("isoload")
 Kind = Literal["replace", "around", "call", "fields"]
 
 
@@ -74,9 +80,69 @@ def signature_of(function: Any) -> str:
 
 def field_names(record: type) -> set[str]:
     """Fields and properties of a dataclass or NamedTuple."""
-    own = (
-        {field.name for field in fields(record)}
-        if is_dataclass(record)
-        else set(getattr(record, "_fields", ()))
-    )
-    return own | {name for name, value in vars(record).items() if isinstance(value, property)}
+    own = [field.name for field in fields(record)] if is_dataclass(record) else getattr(record, "_fields", ())
+    return {*own, *(name for name, value in vars(record).items() if isinstance(value, property))}
+
+
+@dataclass(frozen=True)
+class PlugIn:
+    """What isoload puts into one engine: all hooks, or none.
+
+    engine  its name in messages; in lower case that of its seams
+    switch  the variable that turns the plug-in on
+    start   puts settings in force
+    checks  whether a known batch comes out right, by the hook that it passes
+    hook    puts the hooks of these seams in place
+    """
+
+    engine: str
+    switch: Variable
+    start: Callable[[Settings], None]
+    checks: Mapping[str, Callable[[], bool]]
+    hook: Callable[[list[Seam], Settings], None]
+
+    def attach_or_leave(self) -> None:
+        """What an entry point calls. Engines log an Exception of a plug-in and go on, so a refusal leaves the process.
+
+        Raises:
+            SystemExit: a variable has a value that it must not have; or, with ISOLOAD_STRICT=1, the engine is not as
+                expected.
+        """
+        try:
+            if not is_on(self.switch, os.environ):
+                return
+            settings = Settings.read()
+            found = self.attach(settings)
+        except ValueError as error:
+            raise SystemExit(f"isoload: {error}") from None
+        if found:
+            reason = (
+                f"isoload: not attached to {self.engine}, which is not as isoload expects: {'; '.join(found)}"
+            )
+            if settings.strict:
+                raise SystemExit(f"{reason} (ISOLOAD_STRICT=1 refuses to start)")
+            log.error(f"{reason}. {self.engine} runs as without isoload")
+
+    def attach(self, settings: Settings) -> list[str]:
+        """Hooks everything and returns []; or hooks nothing and returns what is not as expected, a line each."""
+        seams = read_seams(self.engine.lower())
+        if found := faults(seams):
+            return found
+        self.start(Settings.read({}))  # options for the model need not fit the known batch
+        found = wrong_checks(self.checks)
+        self.start(settings)
+        if not found:
+            self.hook([seam for seam in seams if seam.kind in ("replace", "around")], settings)
+        return found
+
+
+def wrong_checks(checks: Mapping[str, Callable[[], bool]]) -> list[str]:
+    """One line for every check of a known batch that fails or raises."""
+    found = []
+    for name, check in checks.items():
+        try:
+            if not check():
+                found.append(f"a known batch comes out wrong behind {name}")
+        except Exception as error:
+            found.append(f"a known batch fails behind {name} ({type(error).__name__}: {error})")
+    return found

@@ -80,24 +80,20 @@ class Settings:
             ValueError: naming the variable, the rule and the value.
         """
         given = os.environ if environ is None else environ
-        policy = _text(POLICY, given) or None
+        policy, loads, placer = (
+            _text(POLICY, given) or None,
+            _text(LOADS, given) or None,
+            _text(PLACER, given),
+        )
         if policy is not None:
             _usable(policy)
-        loads = _text(LOADS, given) or None
         if loads is not None:
             _check_loads(loads, policy)
-        placer = _text(PLACER, given)
         try:
             parse_placer(placer)
         except ValueError as error:
             raise ValueError(f"{PLACER.name}: {error}") from None
-        return cls(
-            is_on(STRICT, given),
-            policy,
-            loads,
-            placer,
-            _seconds(_text(REPORT, given)),
-        )
+        return cls(is_on(STRICT, given), policy, loads, placer, _seconds(_text(REPORT, given)))
 
     @property
     def places_shared(self) -> bool:
@@ -105,11 +101,7 @@ class Settings:
         return self.policy is not None and isinstance(_usable(self.policy), SharedPolicy)
 
     def policy_for(self, shared: bool) -> Policy:
-        """The policy of layers with or without shared experts that the plan may move.
-
-        Raises:
-            ValueError: the policy needs shared experts, and there are none to move.
-        """
+        """The policy of layers with or without shared experts that the plan may move; some policies need them."""
         if self.policy is None:
             return make_policy("joint" if shared else "exact")
         policy = _usable(self.policy)
@@ -121,14 +113,7 @@ class Settings:
         return policy
 
     def loads_for(self, default: str) -> str:
-        """Whose counts plan the batches of ranks that hold tokens of their own.
-
-        Args:
-            default: the door's, where the variable is empty.
-
-        Raises:
-            ValueError: the policy asked for plans by the counts of all ranks alone.
-        """
+        """Whose counts plan the batches of ranks that hold tokens of their own; the door's where none are asked for."""
         loads = self.loads or default
         _check_loads(loads, self.policy)
         return loads
@@ -159,11 +144,7 @@ def _usable(text: str) -> Policy:
 
 
 def is_on(variable: Variable, environ: Mapping[str, str]) -> bool:
-    """Whether a variable of 0 or 1 is 1.
-
-    Raises:
-        ValueError: it is neither, nor empty.
-    """
+    """Whether a variable of 0 or 1 is 1."""
     text = _text(variable, environ)
     if text not in ("0", "1"):
         raise ValueError(f"{variable.name} must be 0 or 1, got {text!r}")

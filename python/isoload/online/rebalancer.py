@@ -17,7 +17,7 @@ from isoload.layer import MoE
 from isoload.online.recorder import Recorder
 from isoload.placement import Placement
 from isoload.placers import make_placer, place
-from isoload.replay.judge import Floats, Ints, even_imbalance, exact_imbalance
+from isoload.replay.judge import Ints, even_imbalance, exact_imbalance
 from isoload.weights.shard import ShardWeights
 
 
@@ -78,28 +78,16 @@ class Rebalancer:
     ) -> None:
         self.layers, self.recorder, self.optimizer = list(layers), recorder, optimizer
         self.balancers = [getattr(layer, "balancer", layer) for layer in layers]
-        self.every, self.least_gain, self.layers_per_step, self.delay = (
-            every,
-            least_gain,
-            layers_per_step,
-            delay,
-        )
+        self.every, self.delay = every, delay
+        self.least_gain, self.layers_per_step = least_gain, layers_per_step
         self.options = {"split": split, **({} if moves is None else {"moves": moves}), **options}
         self.placer = placer
         self.group = self.balancers[0].group if self.balancers else None
-        if self.group is None:
+        # A rank with other options would move other experts, or gather alone.
+        with nullcontext({}) if self.group is None else self.group.agreeing("construction") as facts:
             self._check()
-        else:  # a rank with other options would move other experts, or gather alone
-            with self.group.agreeing("construction") as facts:
-                self._check()
-                facts.update(
-                    every=every,
-                    delay=delay,
-                    layers_per_step=layers_per_step,
-                    least_gain=least_gain,
-                    placer=placer,
-                    options=self.options,
-                )
+            for name in ("every", "delay", "layers_per_step", "least_gain", "placer", "options"):
+                facts[name] = getattr(self, name)
         self.placement: Placement = self.balancers[0].placement
         self.batches = 0
         self.last: Rebalanced | None = None
@@ -127,10 +115,19 @@ class Rebalancer:
         self.recorder.step()
         self.batches += 1
         if self._planned is not None and self.batches == self._due:
-            self._take_plan()
+            planned, self._planned = self._planned, None
+            # Where a thread failed on one rank, no rank takes the plan.
+            with nullcontext() if self.group is None else self.group.agreeing("placing"):
+                made = planned.result()
+            self.last, self.placement = made, made.placement
+            self._waiting = deque(dict.fromkeys([*made.layers, *self._waiting]))
         moved = 0
         while self._waiting and moved < self.layers_per_step:
-            self._load(self._waiting[0])
+            layer = self.layers[self._index[self._waiting[0]]]
+            if isinstance(layer, MoE):
+                layer.load_placement(self.placement, optimizer=self.optimizer)
+            else:
+                layer.load(self.placement)
             self._waiting.popleft()
             moved += 1
         if self.batches % self.every == 0:
@@ -148,22 +145,6 @@ class Rebalancer:
         for balancer in self.balancers:
             balancer.recorder = None
 
-    def _take_plan(self) -> None:
-        """What the thread has planned; where it failed on one rank, no rank takes it."""
-        assert self._planned is not None
-        planned, self._planned = self._planned, None
-        with nullcontext() if self.group is None else self.group.agreeing("placing"):
-            made = planned.result()
-        self.last, self.placement = made, made.placement
-        self._waiting = deque(dict.fromkeys([*made.layers, *self._waiting]))
-
-    def _load(self, index: int) -> None:
-        layer = self.layers[self._index[index]]
-        if isinstance(layer, MoE):
-            layer.load_placement(self.placement, optimizer=self.optimizer)
-        else:
-            layer.load(self.placement)
-
     def _plan(self, counts: Ints, now: Placement) -> Rebalanced:
         counts = counts[counts.sum((1, 2)) > 0]
         new = place(
@@ -176,7 +157,8 @@ class Rebalancer:
             before=now,
             **self.options,
         )
-        before, after = (self._imbalance(placement, counts) for placement in (now, new))
+        judge = exact_imbalance if self.options["split"] == "exact" else even_imbalance
+        before, after = (judge(placement, counts) for placement in (now, new))  # [batches, L]
         if before.mean() - after.mean() < self.least_gain:
             return Rebalanced(now, float(before.mean()), float(before.mean()), ())
         changed = (new.arrays[0] != now.arrays[0]).any(1) | (new.arrays[1] != now.arrays[1]).any(1)
@@ -184,17 +166,10 @@ class Rebalancer:
         order = [int(layer) for layer in np.argsort(-gain, kind="stable") if changed[layer]]
         return Rebalanced(new, float(before.mean()), float(after.mean()), tuple(order))
 
-    def _imbalance(self, placement: Placement, counts: Ints) -> Floats:
-        """[batches, L]"""
-        judge = exact_imbalance if self.options["split"] == "exact" else even_imbalance
-        return judge(placement, counts)
-
     def _check(self) -> None:
-        for name, least in (("every", 1), ("layers_per_step", 1), ("delay", 1)):
+        for name, least in (("every", 1), ("layers_per_step", 1), ("delay", 1), ("least_gain", 0)):
             if (value := getattr(self, name)) < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
-        if self.least_gain < 0:
-            raise ValueError(f"least_gain must be at least 0, got {self.least_gain}")
         if not self.layers:
             raise ValueError("layers must be at least one, got none")
         first: Placement = self.balancers[0].placement

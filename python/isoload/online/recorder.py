@@ -71,16 +71,12 @@ class Recorder:
         self.num_batches, self.steps_per_batch, self._steps = 0, 1, 0
 
     def add(self, layer: int, counts: Sequence[Tensor], source: object, top_k: int = 0) -> None:
-        """Adds the copies of a batch, or of a part of one.
+        """Adds the copies of a batch, or of a part of one, in the layer of a position.
 
         Args:
-            layer: position.
             counts: [E] integers or longer, shared experts after the routed ones, of every owned rank.
             source: who counts them: one object per layer, so that two layers of one number do not add up unseen.
             top_k: K, the routed experts of a token; 0 = not known.
-
-        Raises:
-            ValueError: naming the argument, the rule and the value.
         """
         if not 0 <= layer < len(self._layers):
             raise ValueError(f"layer must be in 0..{len(self._layers) - 1}, got {layer}")
@@ -95,8 +91,7 @@ class Recorder:
             self._layers[layer].add_(row[: self.num_experts])
 
     def _check_source(self, layer: int, source: object) -> None:
-        held = self._sources.get(layer)
-        before = None if held is None else held()
+        before = self._sources.get(layer, lambda: None)()
         if before is None:
             self._sources[layer] = weakref.ref(source)
         elif before is not source:
@@ -105,14 +100,8 @@ class Recorder:
             )
 
     def watch(self, block: nn.Module, layer: int) -> RemovableHandle:
-        """Records a Hugging Face block that runs as it is; one that isoload runs takes ``balancer.recorder``.
-
-        Args:
-            block: whose ``experts`` transformers calls with (hidden_states, top_k_index, top_k_weights).
-            layer: position.
-
-        Returns:
-            a handle whose ``remove()`` ends it.
+        """Records a Hugging Face block that runs as it is, until the handle's ``remove()``; one that isoload runs takes
+        ``balancer.recorder``. transformers calls its experts with (hidden_states, top_k_index, top_k_weights).
         """
         experts = getattr(block, "experts", None)
         if not isinstance(experts, nn.Module) or not is_fused(experts):
@@ -145,12 +134,8 @@ class Recorder:
     def counts(self, group: Group | None = None) -> Tensor:
         """[batches, L, E] int64 copies on the host, summed over all ranks of a group, which call it together.
 
-        Args:
-            group: joins the ranks; None: what this process recorded, which is all of it where ranks hold the same
-                tokens or the process owns every rank.
-
-        Raises:
-            ValueError: on all ranks, if they recorded different numbers of batches.
+        Without a group what this process recorded, which is all of it where ranks hold the same tokens or the process
+        owns every rank. If ranks recorded different numbers of batches, all of them raise ValueError.
         """
         own = self._batches[: self.num_batches]
         if group is None or len(group.ranks) == group.topology.num_ranks:
@@ -175,14 +160,8 @@ class Recorder:
                 "trace must have at least one batch with copies: call step() after each, got none"
             )
         provenance = {"recorded by": "isoload.Recorder", "steps per batch": self.steps_per_batch}
-        return Trace(
-            name,
-            self.num_experts,
-            self.top_k,
-            counts=counts.numpy(),
-            layer_ids=self.layer_ids,
-            provenance=provenance,
-        )
+        more: dict[str, Any] = {"layer_ids": self.layer_ids, "provenance": provenance}
+        return Trace(name, self.num_experts, self.top_k, counts=counts.numpy(), **more)
 
     def save(self, path: str | Path, group: Group | None = None) -> None:
         """Writes the trace as .npz; every process of the group calls it, the first one writes."""

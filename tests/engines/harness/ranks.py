@@ -113,7 +113,7 @@ def serve(
 
     locations = expert_location.get_global_expert_location_metadata()
     top = make_topk(model, waterfill)
-    layer = ours.get(LAYER)
+    layer = ours.by_id.get(LAYER)
 
     def batch(case: str) -> dict[str, Any]:
         ids, weights, valid = draw(case, rank)

@@ -132,9 +132,8 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
             ends = arrived.away.ends.tolist()
             copies = gather_copies(arrived.received.rows, arrived.away)[: ends[-1] if ends else 0]
             results = self._run_borrowed(copies, ends, arrived.borrowed)
-            total = total + weighted_sum(
-                padded(results, arrived.away), weights, arrived.away, sum_dtype(dtype)
-            )
+            away = padded(results, arrived.away)
+            total = total + weighted_sum(away, weights, arrived.away, sum_dtype(dtype))
         return total.to(dtype)
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """isoload inside of SGLang: behind its own options, attached by its plug-in loader. docs/sglang.md describes it.
 
-seams       ../sglang_seams.json: what is replaced, wrapped and read
-attach      checks the seams, hooks them
 layers      the Balancers of all layers, made once and refreshed in place
 dispatch    hooks of --ep-dispatch-algorithm dynamic and lp
 waterfill   stands for SGLang's WaterfillBalancer
@@ -9,7 +7,35 @@ placement   --eplb-algorithm isoload
 self_check  a known batch through every hook
 """
 
-from isoload.integrations.sglang.attach import attach, attach_or_leave
-from isoload.integrations.sglang.layers import LAYERS
+from __future__ import annotations
 
-__all__ = ["LAYERS", "attach", "attach_or_leave"]
+from isoload.integrations.seams import PlugIn, Seam
+from isoload.integrations.settings import SGLANG, Settings
+from isoload.integrations.sglang import dispatch, placement, self_check
+from isoload.integrations.sglang.layers import LAYERS
+from isoload.integrations.sglang.waterfill import WaterfillBalancer
+
+HOOKS = {
+    "set_global_expert_location_metadata": dispatch.set_metadata,
+    "update": dispatch.update_metadata,
+    "init_lplb_solvers": dispatch.init_lplb_solvers,
+    "resolve_routing_inputs": dispatch.resolve_routing_inputs,
+    "_topk_ids_logical_to_physical_dynamic": dispatch.map_dynamic,
+    "_topk_ids_logical_to_physical_probability": dispatch.map_solved,
+    "WaterfillBalancer": WaterfillBalancer,
+    "compute_algorithm": placement.compute_algorithm,
+    "rebalance_experts": placement.rebalance_experts,
+    "initialize": dispatch.initialize,
+    "forward": dispatch.forward,
+}
+
+
+def hook(seams: list[Seam], settings: Settings) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for seam in seams:
+        HookRegistry.register(seam.target, HOOKS[seam.name], HookType(seam.kind))
+
+
+PLUG_IN = PlugIn("SGLang", SGLANG, LAYERS.start, self_check.CHECKS, hook)
+attach, attach_or_leave = PLUG_IN.attach, PLUG_IN.attach_or_leave

@@ -74,7 +74,7 @@ def resolve_routing_inputs(
         num_token_non_padded=num_token_non_padded,
         expert_location_dispatch_info=expert_location_dispatch_info,
     )
-    layer = LAYERS.get(layer_id)
+    layer = LAYERS.by_id.get(layer_id)
     if info is not None and layer is not None:
         if info.ep_dispatch_algorithm == "dynamic":
             info.isoload_layer, info.isoload_num_valid = layer, num_valid

@@ -81,10 +81,9 @@ class Layers(EngineLayers[Layer]):
         return int(get_parallel().moe_ep_rank)
 
     def follow(self, metadata: Any, door: str) -> None:
-        """Takes SGLang's expert locations: Balancers are made, or refreshed in place where there are some.
+        """Takes SGLang's ExpertLocationMetadata: Balancers are made, or refreshed in place where there are some.
 
         Args:
-            metadata: ExpertLocationMetadata.
             door: "dynamic" or "lp"; the same on all ranks.
 
         Raises:

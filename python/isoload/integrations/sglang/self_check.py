@@ -7,30 +7,10 @@ from typing import Any
 import torch
 
 from isoload.integrations.engine_tables import replica_lists
-from isoload.integrations.known_batch import (
-    IDS,
-    SLOTS,
-    is_right,
-    known_balancer,
-    known_placement,
-    run_checks,
-)
+from isoload.integrations.known_batch import IDS, SLOTS, is_right, known_balancer, known_placement
 from isoload.integrations.sglang import dispatch, placement
 from isoload.integrations.sglang.layers import Layer
 from isoload.integrations.sglang.waterfill import WaterfillBalancer
-
-
-def faults() -> list[str]:
-    """One line for every hook that fails or returns what SGLang does not expect."""
-    return run_checks(
-        {
-            "dynamic": check_dynamic,
-            "lp": check_lp,
-            "Waterfill": check_waterfill,
-            "--eplb-algorithm isoload": check_placement,
-            "resolve_routing_inputs": check_resolve,
-        }
-    )
 
 
 def dispatch_info(algorithm: str) -> Any:
@@ -106,3 +86,12 @@ def check_resolve() -> bool:
         resolve_routing_inputs, layer_id=0, is_draft=True, num_token_non_padded=rows
     )
     return found == (rows, None)
+
+
+CHECKS = {
+    "dynamic": check_dynamic,
+    "lp": check_lp,
+    "Waterfill": check_waterfill,
+    "--eplb-algorithm isoload": check_placement,
+    "resolve_routing_inputs": check_resolve,
+}

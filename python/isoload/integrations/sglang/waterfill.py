@@ -18,14 +18,8 @@ class WaterfillBalancer:
 
     Behind lp the layer's plan has decided about the shared copies already (policy joint, unless ISOLOAD_POLICY says
     another); else, and in draft models, they fill the ranks beside the routed copies as these lie (policy waterfill).
-
-    Args:
-        num_routed_experts: P, slots of routed experts over all ranks.
-        world_size: R ranks.
-        rank: this one.
-        layer_id: the model's layer.
-        shared_weight: weight of the shared expert's output.
-        routed_scaling_factor: of older versions, in place of shared_weight: its inverse, or 1 where it is 0.
+    num_routed_experts is P, the slots of all ranks; shared_weight that of the shared expert's output, in older versions
+    the inverse of routed_scaling_factor, or 1 where that is 0.
     """
 
     def __init__(
@@ -51,7 +45,7 @@ class WaterfillBalancer:
             shared_weight = 1 / routed_scaling_factor if routed_scaling_factor else 1.0
         self.slots_per_rank, self.shared_weight = num_routed_experts // world_size, shared_weight
         self.layer: Layer | None = None
-        layer = LAYERS.get(layer_id)
+        layer = LAYERS.by_id.get(layer_id)
         # The model's own layers come before those of draft models, whose numbers may be the same.
         if layer is not None and layer.plans_shared:
             LAYERS.add_shared(layer)
@@ -68,15 +62,15 @@ class WaterfillBalancer:
         """
         ids, weights = topk_output.topk_ids, topk_output.topk_weights
         shared_rank = None if self.layer is None else self.layer.take_shared(num_tokens)
-        if self.layer is not None and shared_rank is None:
-            raise RuntimeError(
-                "Waterfill must come after the layer's plan, which was not made for this batch"
-            )
-        if shared_rank is None:
+        if shared_rank is not None:
+            # One shared slot lies behind the routed ones of each rank; -1 stays.
+            routed = ids + ids.div(self.slots_per_rank, rounding_mode="floor").clamp(min=0)
+            slots = torch.cat([routed, self._slot(ids, shared_rank)], dim=1)
+        elif self.layer is None:
             slots = cast(Tensor, self.balancer(ids.contiguous()))
         else:
-            slots = torch.cat(
-                [with_shared_slots(ids, self.slots_per_rank), self._slot(ids, shared_rank)], dim=1
+            raise RuntimeError(
+                "Waterfill must come after the layer's plan, which was not made for this batch"
             )
         shared = torch.where(slots[:, -1:] >= 0, self.shared_weight, 0.0).to(weights.dtype)
         weights = torch.cat([weights.masked_fill(ids < 0, 0.0), shared], dim=1)
@@ -87,11 +81,6 @@ class WaterfillBalancer:
         live = (rank >= 0) & (ids >= 0).any(1, keepdim=True)
         size = self.slots_per_rank
         return torch.where(live, rank * (size + 1) + size, -1).to(ids.dtype)
-
-
-def with_shared_slots(ids: Tensor, slots_per_rank: int) -> Tensor:
-    """Routed slots numbered with one shared slot behind each rank's; -1 stays."""
-    return ids + ids.div(slots_per_rank, rounding_mode="floor").clamp(min=0)
 
 
 def beside_routed(num_slots: int, num_ranks: int) -> Balancer:

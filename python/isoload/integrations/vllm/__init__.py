@@ -1,15 +1,77 @@
 """isoload inside of vLLM: behind its expert-parallel load balancer (EPLB), attached as a general plug-in.
 docs/vllm.md describes it.
 
-seams       ../vllm_seams.json: what is replaced, wrapped and read
-attach      checks the seams, hooks them
 layers      the Balancers of all models, made once and refreshed in place
 dispatch    hooks of the choice of replicas and of EPLB's state
 placement   the policy of rebalances
 self_check  a known batch through every hook
 """
 
-from isoload.integrations.vllm.attach import attach, attach_or_leave
-from isoload.integrations.vllm.layers import MODELS
+from __future__ import annotations
 
-__all__ = ["MODELS", "attach", "attach_or_leave"]
+import functools
+import logging
+import pkgutil
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from isoload.integrations.seams import PlugIn, Seam
+from isoload.integrations.settings import VLLM, Settings
+from isoload.integrations.vllm import dispatch, self_check
+from isoload.integrations.vllm.layers import MODELS
+from isoload.integrations.vllm.placement import make_policy
+
+HOOKS: dict[str, Callable[..., Any]] = {
+    "add_model": dispatch.add_model,
+    "_commit_eplb_maps": dispatch.commit,
+    "_commit_eplb_maps_for_layer": dispatch.commit,
+    "eplb_map_to_physical_and_record": dispatch.map_and_record,
+    "step": dispatch.step,
+}
+
+
+def attach_or_leave() -> None:
+    log_as_vllm()
+    PLUG_IN.attach_or_leave()
+
+
+def hook(seams: list[Seam], settings: Settings) -> None:
+    from vllm.distributed.eplb.policy import EPLB_POLICIES
+
+    for seam in seams:
+        if seam.kind == "around":
+            wrap(seam.target, HOOKS[seam.name])
+    EPLB_POLICIES["default"] = make_policy(settings.placer)  # the only name that vLLM's option takes
+
+
+def wrap(target: str, around: Callable[..., Any]) -> None:
+    """Wraps vLLM's function of a dotted path: in its own place, and where modules have imported it by name."""
+    path, _, name = target.rpartition(".")
+    owner = pkgutil.resolve_name(path)
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(owner, name, hooked)
+    for module in [module for key, module in sys.modules.items() if key.startswith("vllm.")]:
+        if vars(module).get(name) is original:
+            setattr(module, name, hooked)
+
+
+def log_as_vllm() -> None:
+    """vLLM gives handlers to its own logger alone; where the program gave none either, isoload's lines go to them."""
+    import vllm.logger  # noqa: F401  # configures it
+
+    log, theirs = logging.getLogger("isoload"), logging.getLogger("vllm")
+    if not log.hasHandlers():
+        for handler in theirs.handlers:
+            log.addHandler(handler)
+        log.setLevel(theirs.level)
+        log.propagate = False  # handlers that the root gets later would write each line again
+
+
+PLUG_IN = PlugIn("vLLM", VLLM, MODELS.start, self_check.CHECKS, hook)
+attach = PLUG_IN.attach

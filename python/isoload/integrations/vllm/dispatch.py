@@ -22,18 +22,12 @@ def add_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
             MODELS.add(state, self.parallel_config)
 
 
-def commit(original: Original, model_state: Any, new_physical_to_logical_map: Tensor) -> None:
-    """Around _commit_eplb_maps: a rebalance has moved the experts of all layers."""
-    original(model_state, new_physical_to_logical_map)
-    if (layers := MODELS.of(model_state)) is not None and layers.by_id:
-        layers.follow(new_physical_to_logical_map)
-
-
-def commit_layer(
-    original: Original, model_state: Any, new_physical_to_logical_map: Tensor, layer: int
+def commit(
+    original: Original, model_state: Any, new_physical_to_logical_map: Tensor, layer: int | None = None
 ) -> None:
-    """Around _commit_eplb_maps_for_layer: an asynchronous rebalance has moved one layer's."""
-    original(model_state, new_physical_to_logical_map, layer)
+    """Around _commit_eplb_maps: a rebalance has moved the experts of all layers; and around
+    _commit_eplb_maps_for_layer: an asynchronous one has moved those of one."""
+    original(model_state, new_physical_to_logical_map, *([] if layer is None else [layer]))
     if (layers := MODELS.of(model_state)) is not None and layers.by_id:
         layers.follow(new_physical_to_logical_map, layer)
 

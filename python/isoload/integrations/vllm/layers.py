@@ -16,29 +16,16 @@ from torch import Tensor
 from isoload.balancer import Balancer
 from isoload.counting import count
 from isoload.integrations.engine_layers import EXCHANGED, JOINED_BY_ALL, EngineLayer, EngineLayers
-from isoload.integrations.engine_tables import engine_topology
+from isoload.integrations.engine_tables import check_placer, engine_topology
 from isoload.integrations.meter import Meter
 from isoload.integrations.settings import LOADS, Settings
-from isoload.integrations.vllm.placement import check_at_start
 
 log = logging.getLogger("isoload")
 Held = Literal["own", "same", "gathered"]
-HELD = {
-    "own": "tokens of their own",
-    "same": "same tokens on all ranks, no collective",
-    "gathered": "tokens gathered before they are routed, no collective",
-}
 
 
 class Layer(EngineLayer):
-    """One MoE layer.
-
-    Args:
-        balancer: tokens="own" or "same".
-        meter: of the rank that reports.
-        runner: vLLM's MoERunner of the layer.
-        held: what a rank routes: see :func:`held_by`.
-    """
+    """One MoE layer, vLLM's MoERunner of it, and what a rank routes: see :func:`held_by`."""
 
     def __init__(self, balancer: Balancer, meter: Meter | None, runner: Any, held: Held) -> None:
         super().__init__(balancer, meter)
@@ -46,8 +33,10 @@ class Layer(EngineLayer):
 
     def describe(self) -> str:
         """What ranks hold, and what they exchange so that copies are level."""
-        loads = self.balancer.loads
-        return f"{HELD[self.held]}, {EXCHANGED[loads]}" if self.held == "own" else HELD[self.held]
+        if self.held == "own":
+            return f"tokens of their own, {EXCHANGED[self.balancer.loads]}"
+        gathered = "tokens gathered before they are routed, no collective"
+        return gathered if self.held == "gathered" else EXCHANGED["same"]
 
     def map_and_record(
         self,
@@ -101,18 +90,15 @@ class ModelLayers(EngineLayers[Layer]):
         return int(get_ep_group().rank_in_group)
 
     def make(self, state: Any, parallel: Any) -> Counter[str]:
-        """Balancers of the layers whose tokens isoload can plan; for the others how many vLLM keeps, by reason.
-
-        Args:
-            state: EplbModelState.
-            parallel: ParallelConfig.
-        """
+        """Balancers of the layers of an EplbModelState whose tokens isoload can plan, under a ParallelConfig; for the
+        others how many vLLM keeps, by reason."""
         from vllm.distributed.parallel_state import get_ep_group, get_node_count
 
         tables = state.physical_to_logical_map.cpu()
         topology = engine_topology(get_ep_group().world_size, get_node_count())
-        check_at_start(self.settings.placer, tables, state.model.num_logical_experts, topology)
-        self.place(tables, state.model.num_logical_experts, topology, state.physical_to_logical_map.device)
+        experts = state.model.num_logical_experts
+        check_placer("--enable-eplb", self.settings.placer, tables, experts, topology)
+        self.place(tables, experts, topology, state.physical_to_logical_map.device)
         policy, kept = self.settings.policy_for(shared=False), Counter[str]()
         loads = self.settings.loads_for("own" if self.settings.policy is None else "gathered")
         for i, runner in enumerate(state.model.moe_layers):
@@ -154,10 +140,7 @@ def held_by(runner: Any, parallel: Any, loads: str) -> tuple[Held | None, str]:
     gathered  those of all ranks, gathered before: the same everywhere, in one order
     None      none of these, or unknown: and why
 
-    Args:
-        runner: vLLM's MoERunner of the layer.
-        parallel: ParallelConfig.
-        loads: whose counts would plan rows of its own, as Balancer's.
+    loads are those by which rows of its own would be planned.
     """
     name = type(runner).__name__
     if not hasattr(runner, "do_naive_dispatch_combine"):

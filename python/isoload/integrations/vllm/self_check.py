@@ -17,16 +17,10 @@ from isoload.integrations.known_batch import (
     is_right,
     known_balancer,
     known_placement,
-    run_checks,
 )
 from isoload.integrations.vllm import dispatch
 from isoload.integrations.vllm.layers import MODELS, Layer
 from isoload.integrations.vllm.placement import make_policy
-
-
-def faults() -> list[str]:
-    """One line for every hook that fails or returns what vLLM does not expect."""
-    return run_checks({"eplb_map_to_physical_and_record": check_dispatch, "rebalance_experts": check_policy})
 
 
 def first_replica(topk_ids: Tensor, *_: Any) -> Tensor:
@@ -62,3 +56,6 @@ def check_policy() -> bool:
     ]
     alike = all(getattr(made[0], name) == getattr(made[1], name) for name in ("shape", "dtype", "device"))
     return alike and made[0].unique().tolist() == list(range(NUM_EXPERTS))
+
+
+CHECKS = {"eplb_map_to_physical_and_record": check_dispatch, "rebalance_experts": check_policy}

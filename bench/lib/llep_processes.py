@@ -14,12 +14,12 @@ import torch.multiprocessing as processes
 from torch import Tensor
 
 import isoload
-from clocks import CPU, medians, peak_bytes, timer_on
 from isoload.experts.weights import ExpertWeights
 from isoload.transport import CollectiveTransport
 from isoload.weights.borrow import NUM_BUFFERS
-from llep_setting import TIMED, Setting
-from llep_virtual import imports
+from lib.clocks import CPU, medians, peak_bytes, timer_on
+from lib.llep_setting import TIMED, Setting
+from lib.llep_virtual import imports
 
 LIMIT = timedelta(minutes=5)
 FORWARD = ("gather", "dispatch row counts", "dispatch", "combine")

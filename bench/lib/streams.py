@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from isoload.placement import Placement
 from isoload.placers import place
@@ -26,7 +25,7 @@ from isoload.trace.checks import Ints
 from workloads import W0_TO_W7, Workload, make_workload
 
 TASKS = ("intent", "law", "summary")
-SHIPPED = Path(__file__).parents[1] / "examples" / "traces" / "gptoss20b_decode.npz"
+SHIPPED = Path(__file__).parents[2] / "examples" / "traces" / "gptoss20b_decode.npz"
 SEED = 0
 BF16 = 2
 
@@ -124,7 +123,7 @@ def decode(trace: Trace, tokens: int, skip: int = 640, requests: int = 64) -> tu
     return halves(found, tokens)
 
 
-def streams(folder: Path | None, console: Console) -> Iterator[Stream]:
+def streams(folder: Path | None) -> Iterator[Stream]:
     """Those whose files are in the folder; the shipped cut of gpt-oss-20b without one. Even deals come first."""
 
     def found(*stems: str) -> list[Trace]:
@@ -132,7 +131,7 @@ def streams(folder: Path | None, console: Console) -> Iterator[Stream]:
         paths = [folder / f"{stem}.npz" for stem in stems]
         for path in paths:
             if not path.exists():
-                console.print(f"{path.name} is not there: left out")
+                print(f"{path.name} is not there: left out")
         return [read_trace(path) for path in paths if path.exists()]
 
     def of(made: tuple[Trace, Fold], tokens: int, ranks: int, deal: str, hidden: int, inner: int) -> Stream:

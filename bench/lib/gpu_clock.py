@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from harness import Timing
+from lib.harness import Timing
 
 Call = Callable[[], Any]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,15 @@ def read(folder: Path, case: Case) -> Trace | None:
     return Trace(trace.name, trace.num_experts, trace.top_k, counts)
 
 
-def unseen(trace: Trace, case: Case, placer: str, options: dict[str, Any]) -> tuple[float, float]:
+def present(folder: Path, cases: Iterable[Case] = CASES) -> Iterator[tuple[Case, Trace, dict[str, Any]]]:
+    """Cases whose trace is there, and what their rows say of them."""
+    for case in cases:
+        if (trace := read(folder, case)) is not None:
+            yield case, trace, {"trace": case.name, "ranks": case.ranks, "slots": case.slots}
+
+
+def unseen(trace: Trace, case: Case, placer: str, options: dict[str, Any]) -> dict[str, float]:
     """Mean imbalance over unseen batches and layers, even and exact."""
     topology = isoload.Topology(case.ranks)
-    return judge_unseen(
-        trace, case.calibrate, lambda seen: isoload.place(seen, topology, case.slots, placer, **options)
-    )
+    place = lambda seen: isoload.place(seen, topology, case.slots, placer, **options)  # noqa: E731
+    return dict(zip(("even", "exact"), judge_unseen(trace, case.calibrate, place), strict=True))

@@ -17,12 +17,12 @@ from torch import Tensor
 import isoload
 import isoload.balancer
 import isoload.layer.moe
-from clocks import Timer
-from dispatch_setting import Setting
 from isoload.experts.weights import ExpertWeights, SwiGLU
 from isoload.placed_layers import Filled
 from isoload.transport import Received, Transport
 from isoload.weights.borrow import Borrowed
+from lib.clocks import Timer
+from lib.dispatch_setting import Setting
 
 NEVER = 2**31  # tokens
 STAGES = ("count", "gather", "plan", "route", "weights", "dispatch", "experts", "combine")

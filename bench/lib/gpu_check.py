@@ -10,15 +10,14 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import isoload
-from gpu_balancers import BALANCERS
-from gpu_jobs import JOBS, Job, outputs
-from gpu_layers import EXPERTS, Layer, make_layers
-from gpu_worker import Attempt
+from lib import table
+from lib.gpu_balancers import BALANCERS
+from lib.gpu_jobs import JOBS, Job, outputs
+from lib.gpu_layers import EXPERTS, Layer, make_layers
+from lib.gpu_worker import Attempt
 
 SIZES = [(16, 32, 128), (16, 32, 4100), (128, 128, 64), (192, 128, 64), (304, 352, 64)]  # every kernel
 PROFILED = ("plan_exact", "count", "route")
@@ -119,14 +118,9 @@ def check_all(attempt: Attempt, device: str, sizes: Sequence[Size] = tuple(SIZES
 
 
 def show_wrong(rows: Sequence[tuple[str, dict[str, Any]]]) -> None:
-    if not rows:
-        return
-    table = Table(title="WRONG", title_justify="left")
-    for name in ("what", "against the CPU", "with ISOLOAD_PDL=0"):
-        table.add_column(name, overflow="fold")
-    for what, row in rows:
-        table.add_row(what, row["wrong"], row["one_after_another"])
-    Console(width=150).print(table)
+    if rows:
+        cells = [[what, row["wrong"], row["one_after_another"]] for what, row in rows]
+        table.show("WRONG", "what | against the CPU | with ISOLOAD_PDL=0", cells)
 
 
 def profile(size: Size, seed: int) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_layers import EXPERTS, LAYERS, RANK, Layer, per_node, size
 from isoload import ops
+from lib.gpu_layers import EXPERTS, LAYERS, RANK, Layer, per_node, size
 
 
 def counted(x: Layer) -> ops.Counted:

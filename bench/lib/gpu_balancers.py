@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 import isoload
-from gpu_jobs import Job, chain
-from gpu_layers import EXPERTS, RANK, TOP_K, Layer, per_node
 from isoload.transport import Group
+from lib.gpu_jobs import Job, chain
+from lib.gpu_layers import EXPERTS, RANK, TOP_K, Layer, per_node
 
 
 class OthersAreReady(Group):

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 import isoload
-from harness import measure
 from isoload.placers import Room, Scenarios, make_placer
 from isoload.placers.compiled import num_threads
 from isoload.placers.scenarios import make_scenarios
-from place_cases import CASES, PLACERS, Rows, read
+from lib.harness import measure
+from lib.place_cases import CASES, PLACERS, Rows, read
 
 SIZES = ((32, 9), (64, 5))  # ranks, slots
 LIMITS_MS = {"eplb": 5, "search=False": 20}  # else 1000
@@ -58,19 +58,9 @@ def bench_times(folder: Path) -> Rows:
         for label, (name, options) in PLACERS.items():
             placer, limit = make_placer(name, options), LIMITS_MS.get(label, 1000)
             took = best_of(lambda placer=placer, room=room: placer.place(scenarios, room))
-            rows.append(
-                {
-                    "table": "times",
-                    "ranks": ranks,
-                    "slots": slots,
-                    "placer": label,
-                    "ms": took,
-                    "goal": limit,
-                    "met": took <= limit,
-                    "threads": num_threads(),
-                    "load": os.getloadavg()[0],
-                }
-            )
+            judged = {"ms": took, "goal": limit, "met": took <= limit}
+            where = {"ranks": ranks, "slots": slots, "placer": label}
+            rows.append({**where, **judged, "threads": num_threads(), "load": os.getloadavg()[0]})
     return rows
 
 
@@ -99,18 +89,8 @@ def bench_memory(folder: Path) -> Rows:
     for (ranks, slots), label in ((size, label) for size in SIZES for label in PLACERS):
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             more, peak = pool.apply(planning_memory, (folder, label, ranks, slots))
-        rows.append(
-            {
-                "table": "memory",
-                "ranks": ranks,
-                "slots": slots,
-                "placer": label,
-                "planning_mb": more,
-                "process_mb": peak,
-                "goal": LIMIT_MB,
-                "met": more <= LIMIT_MB,
-            }
-        )
+        judged = {"planning_mb": more, "process_mb": peak, "goal": LIMIT_MB, "met": more <= LIMIT_MB}
+        rows.append({"ranks": ranks, "slots": slots, "placer": label, **judged})
     return rows
 
 
@@ -128,15 +108,7 @@ def bench_recorder(folder: Path) -> Rows:
             recorder.step()
 
         took = measure(batch, units=58)
-        rows.append(
-            {
-                "table": "recorder",
-                "owned_ranks": ranks,
-                "us_a_layer": took.median,
-                "us_a_layer_p99": took.p99,
-                "goal": LIMIT_US if ranks == 1 else None,
-                "met": ranks > 1 or took.median <= LIMIT_US,
-                "load": os.getloadavg()[0],
-            }
-        )
+        judged = {"goal": LIMIT_US if ranks == 1 else None, "met": ranks > 1 or took.median <= LIMIT_US}
+        us = {"us_a_layer": took.median, "us_a_layer_p99": took.p99}
+        rows.append({"owned_ranks": ranks, **us, **judged, "load": os.getloadavg()[0]})
     return rows

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import isoload
-from clocks import peak_bytes, timer_on
 from isoload import ops
 from isoload.experts.compute import count_copies, run_experts
 from isoload.experts.grouping import gather_copies
@@ -25,7 +24,8 @@ from isoload.experts.weights import ExpertWeights, SwiGLU
 from isoload.ops import group_copies
 from isoload.value_checks import values_readable
 from isoload.weights.borrow import NUM_BUFFERS
-from llep_setting import TIMED, Setting
+from lib.clocks import peak_bytes, timer_on
+from lib.llep_setting import TIMED, Setting
 
 Tokens = tuple[Tensor, Tensor, Tensor]  # rows [N, H], local slots [N, K], gate weights [N, K]
 Times = dict[str, list[float]]  # per rank, but for plan_ms

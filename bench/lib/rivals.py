@@ -8,10 +8,15 @@ nothing about the speed of SGLang.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import highspy
 import numpy as np
 from scipy.linalg import cho_factor, cho_solve
+from torch import Tensor
+
+import isoload
+from lib.harness import measure
 
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
@@ -109,3 +114,32 @@ class AffineScaling:
         problem = self.problem
         sums = np.bincount(problem.expert, parts, len(problem.load))
         return parts * (problem.load / np.where(sums > 0, sums, 1))[problem.expert]
+
+
+class Rivals(NamedTuple):
+    """Of each layer: microseconds of HiGHS and of affine scaling, the optimum, and how far affine scaling's split is
+    above it, per cent."""
+
+    highs: list[float]
+    affine: list[float]
+    optima: list[float]
+    gaps: list[float]
+
+
+def time_rivals(placement: isoload.Placement, loads: Tensor, layers: int) -> Rivals:
+    """On loads [L, E], of the first so many layers; building a problem is not timed."""
+    found = Rivals([], [], [], [])
+    for layer in range(layers):
+        slots = placement.slot_to_expert[layer].numpy()
+        problem = split_problem(slots, loads[layer].numpy(), placement.topology.num_ranks)
+        scaling, model = AffineScaling.build(problem), highs_model(problem)
+
+        def run(model: highspy.Highs = model) -> None:
+            model.clearSolver()  # no warm start
+            model.run()
+
+        found.highs.append(measure(run, 1, 0.01, 5).median)
+        found.affine.append(measure(scaling.solve, 1, 0.01, 3).median)
+        found.optima.append(model.getObjectiveValue())
+        found.gaps.append(100 * (problem.peak(scaling.solve()) / found.optima[-1] - 1))
+    return found

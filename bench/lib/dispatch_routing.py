@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 import isoload
-from dispatch_setting import Setting
 from isoload.replay.batches import CutBatches, make_batches
 from isoload.trace import Ints
+from lib.dispatch_setting import Setting
 from workloads import make_workload
 
-SHIPPED = Path(__file__).parents[1] / "examples" / "traces" / "gptoss20b_decode.npz"
+SHIPPED = Path(__file__).parents[2] / "examples" / "traces" / "gptoss20b_decode.npz"
 EXPONENT, DRIFT = 0.8, 0.5  # as in bench_plan: near recorded DeepSeek-V3 on 8 and 16 ranks
 
 

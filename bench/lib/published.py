@@ -17,7 +17,7 @@ from isoload.placed_layers import Filled, PlacedLayers
 from isoload.policies import Demand, Policy, register_policy
 from isoload.policies.base import Seeded, chosen_plan, sampled_plan
 from isoload.records import Plan
-from rivals import AffineScaling, split_problem
+from lib.rivals import AffineScaling, split_problem
 
 
 def affine_split(loads: Tensor, slot_to_expert: Tensor, num_ranks: int) -> Tensor:

@@ -7,11 +7,13 @@ of the machine hits both; the losses are printed like the wins.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +23,19 @@ from typing import Any
 import numpy as np
 import torch
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def command(ledger: str) -> argparse.ArgumentParser:
+    """A bench's command line, whose help is its docstring."""
+    return argparse.ArgumentParser(description=ledger, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def begin(ledger: str, *more: object) -> None:
+    """One thread from here on; prints the docstring and the machine where they do not get into the tables."""
+    torch.set_num_threads(1)
+    print(ledger.strip(), "\n", file=sys.stderr)
+    print(machine(), *more, file=sys.stderr)
 
 
 @dataclass(frozen=True)

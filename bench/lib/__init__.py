@@ -1,0 +1,1 @@
+"""What several benches use, and the parts of the large ones."""

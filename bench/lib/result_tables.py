@@ -1,0 +1,358 @@
+"""The tables of README.md and docs/*.md, each built from files under bench/results; bench/tables.py writes them.
+
+Which rows a page shows is fixed here, so that a page and its results cannot drift apart. Where rows of a results file
+are rows of the page, a table is its columns; benches print by the same ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from lib.table import Columns, Table, same, table
+
+RESULTS = Path(__file__).parents[1] / "results"
+Row = dict[str, Any]
+TABLES: dict[str, Callable[[], Table]] = {}
+
+
+def read(name: str, kind: str = "", column: str = "table") -> list[Row]:
+    """A results file, or what of it is of one kind."""
+    rows = [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+    return [row for row in rows if not kind or row.get(column) == kind]
+
+
+def shown(build: Callable[[], Table]) -> Callable[[], Table]:
+    TABLES[build.__name__] = build
+    return build
+
+
+def by(rows: Iterable[Row], *keys: str, last: str = "policy") -> dict[tuple[Any, ...], dict[Any, Row]]:
+    """{values of keys: {policy: row}}"""
+    cells: dict[tuple[Any, ...], dict[Any, Row]] = {}
+    for row in rows:
+        cells.setdefault(tuple(row[key] for key in keys), {})[row[last]] = row
+    return cells
+
+
+# --- Tables whose rows are those of a file.
+
+RANKS = "{ranks}+{replicas}"
+AFFINE = "{affine_us:.0f} ({affine_ratio:.0f}x), {affine_gap_mean:.1f} %"
+PLANNING: Columns = {
+    "R + replicas": RANKS,
+    "exact, per layer of 58": "{plan_us[batch]:.2f}",
+    "p99 of single layers": "{plan_us[single_p99]:.1f}",
+    "public call": "{public_us[median]:.1f}",
+    "HiGHS": "{highs_us:.0f} ({highs_ratio:.0f}x)",
+    "affine scaling x5, its gap": AFFINE,
+    "share row": "{share_row_us:.1f}",
+    "count+share+route": "{count_share_route_us:.0f}",
+}
+SHARED_PLANNING: Columns = {
+    "ranks+replicas": RANKS,
+    "exact": "{exact_us:.2f}",
+    "exact, stops at the level": "{exact_pour_us:.2f}",
+    "share by rank": "{share_by_rank_us:.2f}",
+    "waterfill": "{waterfill_us:.2f}",
+    "joint": "{joint_us:.1f}",
+    "public exact / waterfill / joint": "{public_us[exact]:.0f} / {public_us[waterfill]:.0f} / {public_us[joint]:.0f}",
+    "route_shared": "{route_shared_us:.0f}",
+    "sampled static": "{static_us:.0f}",
+    "sampled dynamic": "{dynamic_us:.0f}",
+}
+LP: Columns = {
+    "R + replicas": RANKS,
+    "exact": "{plan_us[exact][batch]:.1f}",
+    "lp, float32": "{plan_us[lp32][batch]:.1f}",
+    "lp, float64": "{plan_us[lp64][batch]:.1f}",
+    "lp / exact": lambda row: f"{row['plan_us']['lp32']['batch'] / row['plan_us']['exact']['batch']:.1f}x",
+    "HiGHS": "{highs_us:.0f}",
+    "affine scaling x5": "{affine_us:.0f}",
+    "iterations": "{reached[lp32][iterations][mean]:.1f}",
+    "largest gap, %": "{reached[lp32][gap][max]:.4f}",
+}
+SPILL: Columns = {
+    "policy": "{time}",
+    "ranks": "{ranks}",
+    "median": "{median_us:.0f}",
+    "slowest": "{slowest_us:.0f}",
+    "the slowest instance: tokens into experts": "{slowest}",
+}
+LAYER: Columns = {
+    "policy": "{policy}",
+    "busiest rank: copies": "{busiest_copies:.0f}",
+    "its experts, ms": "{experts_busiest_ms:.2f}",
+    "rows sent": "{rows_sent:.0f}",
+    "forward, MB": "{forward_bytes:.1f/1e6}",
+    "backward, MB": "{backward_bytes:.1f/1e6}",
+    "refresh, MB": "{refresh_bytes:.1f/1e6}",
+    "peak forward / training, MB": "{forward_peak_bytes:.0f/1e6} / {training_peak_bytes:.0f/1e6}",
+}
+HELD = {"own": "their own", "same": "all the same"}
+SGLANG_NAMES = {
+    ("own", "static"): "SGLang `static`",
+    ("own", "dynamic"): "SGLang `dynamic`: a random replica",
+    ("own", "isoload"): "isoload behind `lp`",
+    ("same", "dynamic"): "SGLang `dynamic`: replicas by row",
+    ("same", "isoload"): "isoload behind `dynamic`",
+}
+SGLANG: Columns = {
+    "tokens": "{tokens}",
+    "ranks hold": lambda row: HELD[row["held"]],
+    "dispatch": lambda row: SGLANG_NAMES[row["held"], row["policy"]],
+    "imbalance, mean": "{imbalance_mean:.3f}",
+    "worst layer and batch": "{imbalance_max:.3f}",
+    "us per call": "{us:.0f}",
+}
+VLLM_NAMES = {
+    "vllm": "vLLM, a hash of the row",
+    "isoload": "isoload, all counts",
+    "isoload_own": "isoload, own counts",
+}
+VLLM: Columns = {
+    "tokens": "{tokens}",
+    "ranks hold": lambda row: HELD[row["held"]],
+    "replicas chosen by": lambda row: VLLM_NAMES[row["policy"]],
+    "imbalance, mean": "{imbalance_mean:.3f}",
+    "worst layer and batch": "{imbalance_max:.3f}",
+}
+MOVES: Columns = {
+    "moves": lambda row: "from scratch" if row["moves"] is None else str(row["moves"]),
+    "slots changed": "{changed:.1f*100} %",
+    "balance of the next batches": "{balance:.3f}",
+    "of that from scratch": "{of_scratch:.1f*100} %",
+}
+GROUPS: Columns = {
+    "ranks / nodes": "{ranks} / {nodes}",
+    "placer": "`{placer}`",
+    "balance, seen": "{balance:.3f}",
+    "nodes per token": "{nodes_per_token:.2f}",
+}
+RECORDER: Columns = {
+    "ranks of the process": "{owned_ranks}",
+    "µs a layer": "{us_a_layer:.1f}",
+    "load": "{load:.0f}",
+}
+GRACE_TRACES = {
+    "dsv2lite_esft_law": "DeepSeek-V2-Lite",
+    "gptoss20b_decode_mmlu": "gpt-oss-20b",
+    "olmoe_mmlu_small": "OLMoE",
+}
+GRACE: Columns = {
+    "trace": lambda row: GRACE_TRACES[row["trace"]] if row["variant"] == "in order" else "",
+    "variant": lambda row: row["variant"] + (" LOSS" if row.get("met") is False else ""),
+    "rows to other ranks": "{rank_rows:.0f} ({rank_rows_change:+.0f*100} %)",
+    "to other nodes": "{node_rows:.0f} ({node_rows_change:+.0f*100} %)",
+    "load deviation": "{deviation:.3f}",
+    "idle share": "{idle_share:.1f*100} %",
+}
+AHEAD_TIMES: Columns = {
+    "one call": "{op}",
+    "median, us": "{us:.1f}",
+    "slowest instance, us": "{slowest_us:.1f}",
+    "goal, us": "{goal_us}",
+}
+ROUTE_NAMES = {
+    "grace_sampled:locality=False": "weighted random",
+    "grace_sampled": "locality first, drawn",
+    "grace": "`grace`",
+    "exact:objective=local:tolerance=0.0": "`exact`, local",
+    **{
+        f"exact:objective=local:tolerance=0.{n}": f"`exact`, local, {p} %"
+        for n, p in (("05", 5), (1, 10), (2, 20))
+    },
+}
+ROUTE: Columns = {
+    "stream": "{trace}",
+    "placer, replicas": "`{placer}`, {replicas:.1f}",
+    "policy": lambda row: ROUTE_NAMES.get(row["policy"], row["policy"]),
+    "rows that leave the rank": "{rank_rows:.3f}",
+    "the node": "{node_rows:.3f}",
+    "saved, %": "{saved:.0f*100}",
+    **same(("imbalance", "deviation", "idle"), "{NAME:.3f}"),
+}
+TRAFFIC_RULES = ("static", "dynamic", "blog", "counts", "ours", "best")
+SHARED_TRAFFIC: Columns = {
+    "R+replicas": RANKS,
+    "K": "top-{top_k}",
+    "tokens per rank": "{tokens}",
+    "drift": "{drift}",
+    **same(TRAFFIC_RULES, "{unvisited[NAME]:.2f*100} ({peak[NAME]:.3f})"),
+    "static / ours": lambda row: "none sent" if row["fewer"] is None else f"{row['fewer']:.0f}x",
+}
+ROWS: dict[str, tuple[Columns, Callable[[], list[Row]]]] = {
+    "shared_traffic": (SHARED_TRAFFIC, lambda: read("bench_shared_traffic")),
+    "planning": (PLANNING, lambda: read("bench_plan")),
+    "shared_planning": (SHARED_PLANNING, lambda: read("bench_shared")),
+    "lp": (LP, lambda: read("bench_lp")),
+    "spill": (
+        SPILL,
+        lambda: sorted((r for r in read("bench_spill") if "time" in r), key=lambda r: r["time"]),
+    ),
+    "layer": (
+        LAYER,
+        lambda: [r for r in read("bench_layer", "virtual", "kind") if r["routing"].startswith("gptoss")],
+    ),
+    "sglang": (SGLANG, lambda: read("bench_sglang")),
+    "vllm": (VLLM, lambda: read("bench_vllm")),
+    "place_moves": (MOVES, lambda: read("bench_place", "moves")),
+    "place_groups": (GROUPS, lambda: read("bench_place", "groups")),
+    "place_recorder": (RECORDER, lambda: read("bench_place", "recorder")),
+    "place_grace": (
+        GRACE,
+        lambda: [r for r in read("bench_grace") if r["ranks"] == 4 and r["trace"] in GRACE_TRACES],
+    ),
+    "ahead_times": (AHEAD_TIMES, lambda: read("bench_ahead")),
+    "route": (ROUTE, lambda: [r for r in read("bench_route", "even", "deal") if r["policy"] in ROUTE_NAMES]),
+}
+
+# --- Tables across rows.
+
+
+@shown
+def replay() -> Table:
+    """README: `make run`'s replay, by policy."""
+    names = {
+        "none": "`none`: no replicas used",
+        "static": "`static`: SGLang's default, one replica per source rank",
+        "dynamic": "`dynamic`: SGLang's random replica",
+        "exact": "`exact`",
+    }
+    found = json.loads((RESULTS / "replay_gptoss20b.json").read_text())["policies"]
+    columns: Columns = {
+        "policy": lambda row: names[row["policy"]],
+        "imbalance, mean": "{imbalance[mean]:.3f}",
+        "worst layer and batch": "{imbalance[max]:.3f}",
+        "busiest rank over the proved bound": lambda row: (
+            f"{100 * row['gap']['mean']:.1f} %" if row["gap"]["max"] else "0 %, certified"
+        ),
+    }
+    return table(columns, [row for row in found if row["policy"] in names])
+
+
+BALANCE = [
+    *(
+        (trace, placement, 4096)
+        for trace in ("DeepSeek-V3", "GLM-5.2", "gpt-oss-20b")
+        for placement in ("no EPLB", "red0", "red16", "red32")
+    ),
+    *(("DeepSeek-V3", "red32", tokens) for tokens in (64, 1024, 65536)),
+    ("GLM-5.2", "red32", 64),
+    ("gpt-oss-20b", "red16", 64),
+    ("gpt-oss-20b", "red32", 64),
+    ("gpt-oss-20b, shipped cut", "red32", 256),
+]
+
+
+@shown
+def balance() -> Table:
+    """Shared experts on real routing: change of the busiest rank and of the rows that travel."""
+    cells = by(read("bench_balance"), "trace", "placement", "tokens")
+    drawn = {f"sampled {rule}": f"waterfill_sampled:rule={rule}" for rule in ("static", "dynamic")}
+    policies = {**drawn, **{name: name for name in ("waterfill", "exact", "joint")}}
+    columns = {
+        name: lambda cell, p=policy: f"{100 * cell[p]['busiest']:+.1f}" for name, policy in policies.items()
+    }
+    travel = (*drawn.values(), "waterfill", "joint")
+    columns["rows"] = lambda cell: " / ".join(f"{cell[p]['rows'] / 0.01:+.1f}" for p in travel)
+    where = same(("trace", "placement", "tokens"), "{shared_local[NAME]}")
+    columns = {**where, "at home": "{shared_local[imbalance_mean]:.3f}", **columns}
+    return table(columns, [cells[key] for key in BALANCE])
+
+
+SAMPLING = {  # (ranks, replicas): tokens
+    "DeepSeek-V3": {(8, 32): [1024], (16, 32): [64, 1024, 65536], (32, 64): [64, 1024, 65536]},
+    "GLM-5.2": {(8, 32): [1024], (16, 32): [64, 1024, 65536], (32, 64): [64, 1024, 65536]},
+    "gpt-oss-20b": {(8, 8): [1024], (16, 16): [64, 1024, 65536]},
+}
+for _large in ("DeepSeek-V3", "GLM-5.2"):
+    SAMPLING[_large] |= {(64, 64): [1024], (128, 128): [1024]}
+
+
+@shown
+def sampling() -> Table:
+    """What drawing replicas costs against quotas: busiest rank over exact's bound, %."""
+    cells = by(read("bench_replicas"), "trace", "ranks", "replicas", "tokens")
+    columns: Columns = {
+        "model": "{exact[trace]}",
+        "R + replicas": "{exact[ranks]}+{exact[replicas]}",
+        "tokens": "{exact[tokens]}",
+        "exact": "{exact[imbalance_mean]:.3f}",
+        **same(
+            ("lp", "lp_sampled", "even", "dynamic", "affine5", "affine5_sampled"), "{NAME[gap_mean]:.2f*100}"
+        ),
+    }
+    keys = [
+        (m, *size, n) for m, sizes in SAMPLING.items() for size, batches in sizes.items() for n in batches
+    ]
+    return table(columns, [cells[key] for key in keys])
+
+
+@shown
+def active_slots() -> Table:
+    """Fewest slots against fewest copies, by the tokens of a batch."""
+    files = {
+        "gpt-oss-20b": ("gptoss20b_decode", [8, 64, 1024, 4096]),
+        "DeepSeek-V3": ("dsv3_sglang_longin", [32, 128, 1024, 8192]),
+    }
+    rows = []
+    for model, (trace, batches) in files.items():
+        cells = by(read(f"bench_active_{trace}"), "tokens", last="split")
+        rows += [cells[tokens,] | {"model": model} for tokens in batches]
+    columns = {"trace": "{model}, R={exact[ranks]}, S={exact[slots_per_rank]}", "tokens": "{exact[tokens]}"}
+    for split, name in (("even", "even"), ("exact", "exact"), ("active", "exact_active")):
+        columns |= {
+            f"{name}: slots, copies, us": f"{{{split}[slots]:.1f}}, {{{split}[copies]:.0f}}, {{{split}[us]:.0f}}"
+        }
+    return table(columns, rows)
+
+
+BORROW = [
+    (shape, *cell)
+    for shape in ("gpt-oss-120b", "DeepSeek-V3", "Kimi-K2")
+    for cell in (
+        (0.95, 1, "repeated"),
+        (0.95, 1, "distinct"),
+        (0.3, 4, "distinct"),
+        (0.95, 4, "distinct"),
+        (0.95, 16, "distinct"),
+    )
+]
+
+
+@shown
+def borrow() -> Table:
+    """docs/borrowing.md: plain expert parallelism and `llep`, on the protocol of LLEP's paper."""
+    cells = by(read("bench_llep", "layer", "kind"), "shape", "share", "num_hot", "form")
+    columns: Columns = {
+        "layer": "{EP[shape]}",
+        "tokens into experts": "{EP[share]:.0f*100} % into {EP[num_hot]}",
+        "form": "{EP[form]}",
+        "copies, EP / LLEP": "{EP[copies_ratio]:.2f} / {LLEP[copies_ratio]:.3f}",
+        "time, EP / LLEP": "{EP[ratio]:.2f} / {LLEP[ratio]:.2f}",
+        "LLEP's GEMMs": "{LLEP[gemms_ratio]:.2f}",
+        "experts moved, MB": "{LLEP[moved]}, {LLEP[weight_bytes]:.1f/1e6}",
+        "rows, EP / LLEP": "{EP[rows_left]:.0f} / {LLEP[rows_left]:.0f}",
+        "peak MB, EP / LLEP": "{EP[peak_bytes]:.0f/1e6} / {LLEP[peak_bytes]:.0f/1e6}",
+    }
+    return table(columns, [cells[key] for key in BORROW])
+
+
+@shown
+def loads() -> Table:
+    """docs/balancing.md: the busiest rank by what a rank may know in the forward."""
+    protocols = ("hash", "static", "last step, sampled", "last", "own", "own + targets", "node")
+    found: dict[tuple[int, str, str], list[float]] = {}
+    for row in read("bench_loads"):
+        found.setdefault((row["tokens"], row["protocol"], row["dealing"]), []).append(row["mean"])
+    rows = []
+    for tokens in sorted({key[0] for key in found}):
+        means = ([found[tokens, p, dealing] for dealing in ("hom", "het")] for p in protocols)
+        rows.append([str(tokens), *(" / ".join(f"{sum(x) / len(x):.3f}" for x in of) for of in means)])
+    return f"tokens of a rank | {' | '.join(protocols)}", rows
+
+
+TABLES |= {name: lambda of=columns, rows=rows: table(of, rows()) for name, (columns, rows) in ROWS.items()}
