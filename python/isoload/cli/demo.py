@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from isoload.cli.options import Force, JsonTarget
-from isoload.cli.tables import Figure, json_of, print_lines, print_table, table_of, write_out
-
-if TYPE_CHECKING:
-    from isoload.cli.demo_layer import DemoFigures
+from isoload.cli.tables import Figure, Row, print_lines, print_table, table_of, write_out
 
 FIGURES = (
-    Figure("policy", "", "policy", ""),
+    Figure("policy", "", "policy"),
     Figure("busiest_rank_rows", "busiest rank", "rows", ".1f"),
     Figure("busiest_rank_cpu_ms", "busiest rank", "CPU ms", ".1f"),
     Figure("bytes_sent", "all ranks", "bytes sent", "d"),
@@ -25,12 +22,7 @@ FIGURES = (
 )
 
 
-def demo_json(rows: Sequence[DemoFigures]) -> dict[str, Any]:
-    """The JSON object of ``isoload demo --json``."""
-    return {"policies": [json_of(FIGURES, row) for row in rows]}
-
-
-def print_demo(num_ranks: int, rows: Sequence[DemoFigures], console: Console) -> None:
+def print_demo(num_ranks: int, rows: Sequence[Row], console: Console) -> None:
     print_lines(
         console, [f"one MoE layer over {num_ranks} processes (gloo), forward, recorded routing"], "bold"
     )
@@ -54,4 +46,4 @@ def demo(
 
     check_targets([trace], force, json)
     found = run_demo(trace, ranks, layer, stall_seconds)
-    write_out(json, demo_json(found), lambda console: print_demo(ranks, found, console))
+    write_out(json, {"policies": found}, lambda console: print_demo(ranks, found, console))

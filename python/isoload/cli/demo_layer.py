@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from isoload.cli.processes import run_ranks
+from isoload.cli.tables import Row
 from isoload.counting import count
 from isoload.experts.compute import run_experts
 from isoload.experts.weights import ExpertWeights, SwiGLU
@@ -25,44 +25,17 @@ from isoload.topology import Topology
 from isoload.trace import Trace, read_trace
 from isoload.transport import CollectiveTransport
 
-SHIPPED = (
-    Path(__file__).parents[1] / "traces" / "gptoss20b_decode.npz"
-)  # a link in a checkout, files in a wheel
+# A link in a checkout, files in a wheel.
+SHIPPED = Path(__file__).parents[1] / "traces" / "gptoss20b_decode.npz"
 HIDDEN, INNER = 64, 128
 MAX_RANKS = 32  # processes that one machine is asked for
 
 
-@dataclass(frozen=True)
-class DemoFigures:
-    """One policy over all batches.
-
-    max_abs_diff         largest difference of any output element from the dense layer's
-    busiest_rank_rows    rows that the busiest rank of a batch received, mean over batches
-    busiest_rank_cpu_ms  process CPU time of the rank with most rows in all, over all forwards but a first
-    bytes_sent           handed to collectives, all ranks and batches
-    plan_us              median time of a plan
-    """
-
-    policy: str
-    max_abs_diff: float
-    busiest_rank_rows: float
-    busiest_rank_cpu_ms: float
-    bytes_sent: int
-    plan_us: float
-
-
-def run_demo(trace_path: Path | None, num_ranks: int, layer: int, stall_seconds: float) -> list[DemoFigures]:
-    """Starts the ranks and gathers what they measured.
-
-    Args:
-        trace_path: a per-token trace; None = the one that comes with isoload.
-        num_ranks: R processes.
-        layer: position of the layer whose routing is used.
-        stall_seconds: a rank that brings no batch to its end for so long has stalled.
+def run_demo(trace_path: Path | None, num_ranks: int, layer: int, stall_seconds: float) -> list[Row]:
+    """Starts the ranks and gathers what they measured: a row per policy, over all batches.
 
     Raises:
-        ValueError: naming the argument, the rule and the value.
-        RuntimeError: a rank failed, ended or stalled; naming it.
+        RankError: a rank failed, ended or stalled; naming it.
     """
     if not 1 <= num_ranks <= MAX_RANKS:
         raise ValueError(f"ranks must be in 1..{MAX_RANKS} (processes), got {num_ranks}")
@@ -133,14 +106,19 @@ def _run_policy(
     }
 
 
-def _summarise(policy: str, reports: list[dict[str, Any]]) -> DemoFigures:
+def _summarise(policy: str, reports: list[dict[str, Any]]) -> Row:
     received = np.sum([report["sent"] for report in reports], axis=0)  # [batches, R] rows by destination
     busiest = int(received.sum(0).argmax())
-    return DemoFigures(
-        policy=policy,
-        max_abs_diff=max(report["max_abs_diff"] for report in reports),
-        busiest_rank_rows=float(received.max(1).mean()),
-        busiest_rank_cpu_ms=reports[busiest]["cpu_ms"],
-        bytes_sent=sum(report["bytes"] for report in reports),
-        plan_us=reports[0]["plan_us"],
-    )
+    return {
+        "policy": policy,
+        "busiest_rank_rows": float(received.max(1).mean()),  # that a batch's busiest rank received, mean
+        # CPU time of the process of the rank with most rows in all, over all forwards but a first.
+        "busiest_rank_cpu_ms": reports[busiest]["cpu_ms"],
+        "bytes_sent": sum(
+            report["bytes"] for report in reports
+        ),  # handed to collectives, all ranks and batches
+        "plan_us": reports[0]["plan_us"],  # median
+        "max_abs_diff": max(
+            report["max_abs_diff"] for report in reports
+        ),  # of an element, from the dense layer's
+    }

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from isoload.cli.options import CostFile, Force, JsonTarget
-from isoload.cli.tables import Figure, json_of, write_out
+from isoload.cli.tables import write_out
 
 if TYPE_CHECKING:
     from isoload.cli.checks import Item
-
-FIGURES = (Figure("name", form=""), Figure("on", form=""), Figure("detail", form=""), Figure("asked"))
-
-
-def doctor_json(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """The JSON list of ``isoload doctor --json``."""
-    return [json_of(FIGURES, item) for item in items]
 
 
 def print_doctor(items: Sequence[Item], console: Console) -> None:
     width = max(len(item.name) for item in items)
     for item in items:
-        name, on, detail = (figure.cell(item) for figure in FIGURES[:3])
-        line = Text(f"{name:<{width}}  ").append(f"{on:<3}", "green" if item.on else "yellow")
-        console.print(line.append(f"  {detail}"), soft_wrap=True)
+        on, colour = ("on", "green") if item.on else ("off", "yellow")
+        line = Text(f"{item.name:<{width}}  ").append(f"{on:<3}", colour).append(f"  {item.detail}")
+        console.print(line, soft_wrap=True)
 
 
 def doctor(cost: CostFile = None, json: JsonTarget = None, force: Force = False) -> None:
@@ -42,6 +36,6 @@ def doctor(cost: CostFile = None, json: JsonTarget = None, force: Force = False)
 
     check_targets([cost], force, json)
     items = report(given_cost(cost))
-    write_out(json, doctor_json(items), lambda console: print_doctor(items, console))
+    write_out(json, [asdict(item) for item in items], lambda console: print_doctor(items, console))
     if any(item.asked and not item.on for item in items):
         raise typer.Exit(1)

@@ -12,12 +12,12 @@ import typer
 from rich.console import Console
 
 from isoload.cli import options
-from isoload.cli.tables import NO_FREEDOM, Figure, json_of, print_lines, print_table, table_of, write_out
+from isoload.cli.tables import NO_FREEDOM, Figure, Row, print_lines, print_table, table_of, write_out
 from isoload.files.writing import descriptor_of
 
 if TYPE_CHECKING:
     from isoload.placement import Placement
-    from isoload.replay.judge import Ints, Judged
+    from isoload.replay.judge import Ints
     from isoload.topology import Topology
     from isoload.trace import Trace
 
@@ -27,22 +27,13 @@ UNITS = (
     "judged ones."
 )
 FIGURES = (
-    Figure("placer", "", "placer", ""),
+    Figure("placer", "", "placer"),
     Figure("even", "imbalance", "even", ".3f"),
     Figure("exact", "imbalance", "exact", ".3f"),
-    Figure("replicas", "", "replicas", ""),
+    Figure("replicas", "", "replicas"),
     Figure("replica_bytes", "replicas on a rank", "MiB", "MiB"),
     Figure("changed", "slots", "changed", "%"),
 )
-
-
-def place_json(placement: Placement, calibrate: str, rows: Sequence[Judged]) -> dict[str, Any]:
-    """The JSON object of ``isoload place --json``."""
-    return {
-        "calibrate": calibrate,
-        "provenance": placement.provenance,
-        "placers": [json_of(FIGURES, row) for row in rows],
-    }
 
 
 def placement_line(placement: Placement, path: str) -> str:
@@ -52,7 +43,7 @@ def placement_line(placement: Placement, path: str) -> str:
 
 
 def print_place(
-    placement: Placement, path: str, calibrate: str, rows: Sequence[Judged], console: Console
+    placement: Placement, path: str, calibrate: str, rows: Sequence[Row], console: Console
 ) -> None:
     print_lines(console, [placement_line(placement, path)])
     print_table(console, *table_of(FIGURES, rows))
@@ -72,22 +63,12 @@ def run_place(
     calibrate: str,
     expert_bytes: int,
     replica_memory: int,
-) -> tuple[Placement, list[Judged]]:
-    """Places the experts of some traces, and judges that beside experts in order and ``eplb``.
-
-    Args:
-        slots_per_rank: 0: those of before, else as many as a replay's.
-        before, against: files.
-        expert_bytes: 0: not known.
-        replica_memory: bytes of a rank for replicas of all layers; 0: as the placer's options say.
-
-    Raises:
-        ValueError: naming the argument, the rule and the value.
-    """
+) -> tuple[Placement, list[Row]]:
+    """Places the experts of some traces, and judges that beside experts in order and ``eplb``."""
     from isoload.formats import read_placement
     from isoload.placers import layers_of, make_placer, parse_placer
     from isoload.placers import place as place_experts
-    from isoload.replay.judge import Judged, changed_slots, count_replicas, judge_unseen, most_replicas
+    from isoload.replay.judge import changed_slots, count_replicas, judge_unseen, most_replicas
     from isoload.replay.simulate import default_slots_per_rank
 
     first = traces[0]
@@ -106,15 +87,18 @@ def run_place(
         given["before"] = start
     placement = place_experts(list(traces), topology, **given)
 
-    def judged(label: str, made: Placement, worth: tuple[float, float]) -> Judged:
-        old = start if start is not None else rival
-        return Judged(
-            label,
-            *worth,
-            replicas=count_replicas(made),
-            replica_bytes=round(most_replicas(made) * expert_bytes) if expert_bytes else None,
-            changed=None if old is None or old.num_slots != made.num_slots else changed_slots(old, made),
-        )
+    old = rival if start is None else start
+
+    def judged(label: str, made: Placement, worth: tuple[float, float]) -> Row:
+        even, exact = worth  # mean over unseen batches and layers, replicas sharing alike and split exactly
+        return {
+            "placer": label,
+            "even": even,
+            "exact": exact,
+            "replicas": count_replicas(made),
+            "replica_bytes": round(most_replicas(made) * expert_bytes) if expert_bytes else None,
+            "changed": None if old is None or old.num_slots != made.num_slots else changed_slots(old, made),
+        }
 
     counts: Ints = sum(trace.batch_counts().sum(0) for trace in traces)  # type: ignore[assignment]
     rows = []
@@ -203,6 +187,6 @@ def place(
         loaded, topology, slots_per_rank, placer, before, against, held_back, expert_bytes, replica_memory
     )
     write_placement(placement, output, file_format)
-    figures = place_json(placement, held_back, rows)
+    figures = {"calibrate": held_back, "provenance": placement.provenance, "placers": rows}
     console = Console(highlight=False, stderr=descriptor_of(str(output)) == 1)
     write_out(json, figures, lambda c: print_place(placement, str(output), held_back, rows, c), console)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -58,32 +57,10 @@ def _over_mean(peak: Floats, counts: Ints, placement: Placement) -> Floats:
     return np.where(total > 0, peak / np.maximum(mean, 1e-300), 1.0)
 
 
-@dataclass(frozen=True)
-class Judged:
-    """A placer's worth. Plain values only.
-
-    placer         as it was asked for
-    even, exact    mean imbalance over unseen batches and layers, replicas sharing alike and split exactly
-    replicas       slots of all layers and ranks that hold a second copy of an expert, or a further one
-    replica_bytes  of the rank that holds most replicas' worth of slots, if the bytes of an expert are known
-    changed        part of the slots that hold another expert than before, if that is known
-    """
-
-    placer: str
-    even: float
-    exact: float
-    replicas: int
-    replica_bytes: int | None
-    changed: float | None
-
-
 def judge_unseen(trace: Trace, calibrate: str, make: Callable[[Ints], Placement]) -> tuple[float, float]:
-    """Mean imbalance, even and exact, over batches that the placement has not seen, and layers.
+    """Mean imbalance, even and exact, over layers and batches that the placement has not seen.
 
-    Args:
-        trace: its batches are split as :func:`isoload.replay.calibration.calibration_folds` does.
-        calibrate: one of ``CALIBRATIONS``.
-        make: the placement of counts [batches, L, E].
+    calibrate: one of ``CALIBRATIONS``, by which batches are split; make: the placement of counts [batches, L, E].
     """
     counts, even, exact = trace.batch_counts(), [], []
     for fold in calibration_folds(len(counts), calibrate, trace.cluster):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,49 +16,14 @@ from isoload.topology import Topology
 from isoload.trace import Trace
 
 
-@dataclass(frozen=True)
-class PlacedLayer:
-    """One layer on a placement's ranks; balancedness is mean/max rank load, a mean over batches with copies.
+def inspect_placement(trace: Trace, placement: Placement) -> dict[str, Any]:
+    """A placement beside others of the same ranks, on a trace's batches, as ``isoload inspect --json`` writes it.
 
-    layer_id           the model's own layer number
-    replicas           slots beyond one for each expert
-    in_order           experts in order, without replicas (CRAFT's Figure 3, the lowest part)
-    placed             packed by load as EPLB packs, without replicas (the middle part)
-    replicated, exact  the placement itself (the upper part), replicas sharing alike, and split exactly
-    gain_of_placing    placed - in_order
-    gain_of_replicas   replicated - placed
-    by_replicas        balancedness by each number of replicas, chosen and packed as EPLB does (Figure 6)
-    """
-
-    layer_id: int
-    replicas: int
-    in_order: float
-    placed: float
-    replicated: float
-    exact: float
-    gain_of_placing: float
-    gain_of_replicas: float
-    by_replicas: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class PlacementView:
-    """Every layer; replicas are the numbers tried, balancedness their means over layers (Figure 5)."""
-
-    layers: tuple[PlacedLayer, ...]
-    replicas: tuple[int, ...]
-    balancedness: tuple[float, ...]
-
-
-def inspect_placement(trace: Trace, placement: Placement) -> PlacementView:
-    """A placement beside others of the same ranks, on a trace's batches.
+    Balancedness is mean/max rank load, a mean over batches with copies.
 
     Args:
         trace: L layers of E experts; with tokens they are counted in the trace's own batches.
         placement: of the trace's layers, found by their ids, and of E routed experts.
-
-    Raises:
-        ValueError: naming the argument, the rule and the value.
     """
     if placement.num_routed != trace.num_experts:
         raise ValueError(
@@ -83,21 +47,27 @@ def inspect_placement(trace: Trace, placement: Placement) -> PlacementView:
     )
     even, exact = (_balancedness(judge(mine, counts), counts) for judge in (even_imbalance, exact_imbalance))
     routed = (mine.arrays[0] >= 0) & (mine.arrays[0] < experts)
-    layers = tuple(
-        PlacedLayer(
-            layer_id=layer_id,
-            replicas=int(routed[i].sum()) - experts,
-            in_order=float(in_order[i]),
-            placed=float(packed[0][i]),
-            replicated=float(even[i]),
-            exact=float(exact[i]),
-            gain_of_placing=float(packed[0][i] - in_order[i]),
-            gain_of_replicas=float(even[i] - packed[0][i]),
-            by_replicas=tuple(float(found[i]) for found in packed),
-        )
+    layers = [
+        {
+            "layer_id": layer_id,  # the model's own number
+            "in_order": float(
+                in_order[i]
+            ),  # experts in order, without replicas (CRAFT's Figure 3, the lowest part)
+            "placed": float(packed[0][i]),  # packed by load as EPLB packs, without replicas (the middle part)
+            "replicated": float(even[i]),  # the placement itself, replicas sharing alike (the upper part)
+            "exact": float(exact[i]),  # the same, split exactly
+            "gain_of_placing": float(packed[0][i] - in_order[i]),
+            "gain_of_replicas": float(even[i] - packed[0][i]),
+            "replicas": int(routed[i].sum()) - experts,  # slots beyond one for each expert
+            "by_replicas": [float(found[i]) for found in packed],  # by each number of them (Figure 6)
+        }
         for i, layer_id in enumerate(trace.layer_ids)
-    )
-    return PlacementView(layers, tuple(grid), tuple(float(found.mean()) for found in packed))
+    ]
+    return {
+        "replicas": grid,  # the numbers of a layer that were tried
+        "balancedness_by_replicas": [float(found.mean()) for found in packed],  # over layers (Figure 5)
+        "layers": layers,
+    }
 
 
 def _packed(total: Any, counts: Ints, slots: int, topology: Topology) -> Floats:

@@ -27,7 +27,7 @@ from isoload.records import Plan
 from isoload.replay.batches import Batches, SourceBatch, make_batches
 from isoload.replay.by_loads import LayersByLoads
 from isoload.replay.calibration import Fold, calibration_folds, strictest
-from isoload.replay.layer_cost import CostTally, LayerCost
+from isoload.replay.layer_cost import CostTally
 from isoload.replay.metrics import PolicyFigures, RoutedBatch, Tally, count_routed
 from isoload.replay.prediction import Forecast, check_prediction
 from isoload.routing import route
@@ -40,60 +40,39 @@ SHARED_POLICIES = ("shared_local", "waterfill_sampled", "exact", "waterfill", "j
 
 @dataclass(frozen=True)
 class ReplaySettings:
-    """How a trace is replayed.
-
-    num_ranks       R
-    ranks_per_node  divides R; 0 = all of them
-    slots_per_rank  S, spare slots included; 0 = :func:`default_slots_per_rank`
-    spare_slots     of each rank's S slots, how many stay empty
-    shared_experts  how many shared experts every token gets besides the trace's routed ones
-    placer          a name in ``isoload.PLACERS``, with options as ``name:option=value``
-    calibrate       which batches the placement is made from, see :func:`isoload.replay.calibration.calibration_folds`;
-                    None = the strictest that the batches allow
-    batch_tokens    tokens per batch; None = see :func:`isoload.replay.batches.make_batches`
-    max_batches     of every calibration's batches, how many are replayed, the first ones; 0 = all
-    assign          how sequences go to source ranks, see :func:`isoload.replay.batches.source_ranks`
-    seed            of drawn batches and of every policy that draws
-    predict         what policies that fill spare slots ahead know, see :class:`isoload.replay.prediction.Forecast`
-    cost            constants by which layer times are predicted; the policies that price imports take them, too
-    policies        names in ``isoload.POLICIES``, with options as ``name:option=value``
-    loads           what ``exact`` plans by, see :class:`isoload.Balancer`; other policies by all ranks' loads
-    exchange_every  batches after which its ranks exchange, where loads are not gathered
-    """
+    """How a trace is replayed."""
 
     num_ranks: int = 8
-    ranks_per_node: int = 0
-    slots_per_rank: int = 0
-    spare_slots: int = 0
-    shared_experts: int = 0
-    placer: str = "eplb"
-    calibrate: str | None = None
-    batch_tokens: int | None = None
-    max_batches: int = 0
-    assign: str = "contiguous"
-    seed: int = 0
-    predict: str = "last"
-    cost: CostModel | None = None
-    policies: tuple[str, ...] = DEFAULT_POLICIES
-    loads: Loads = "gathered"
-    exchange_every: int = 16
+    ranks_per_node: int = 0  # divides R; 0 = all of them
+    slots_per_rank: int = 0  # S, spare slots included; 0 = :func:`default_slots_per_rank`
+    spare_slots: int = 0  # of each rank's S slots, how many stay empty
+    shared_experts: int = 0  # that every token gets besides the trace's routed ones
+    placer: str = "eplb"  # a name in ``isoload.PLACERS``, with options as ``name:option=value``
+    calibrate: str | None = None  # see :func:`calibration_folds`; None = the strictest that the batches allow
+    batch_tokens: int | None = None  # None = see :func:`make_batches`
+    max_batches: int = 0  # of every calibration's batches, how many are replayed, the first ones; 0 = all
+    assign: str = (
+        "contiguous"  # how sequences go to source ranks, see :func:`isoload.replay.batches.source_ranks`
+    )
+    seed: int = 0  # of drawn batches and of every policy that draws
+    predict: str = "last"  # what policies that fill spare slots ahead know, see :class:`Forecast`
+    cost: CostModel | None = None  # by which times are predicted; policies that price imports take it, too
+    policies: tuple[str, ...] = DEFAULT_POLICIES  # in ``isoload.POLICIES``, with options as the placer
+    loads: Loads = "gathered"  # what ``exact`` plans by, see :class:`isoload.Balancer`
+    exchange_every: int = 16  # batches after which its ranks exchange, where loads are not gathered
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What a replay found. tokens (copies, where K is not known) and batches are the replayed ones; settings holds the
-    resolved settings.
-
-    costs has a row per policy if the settings have a cost model, else none.
-    """
+    """What a replay found."""
 
     trace: str
-    settings: dict[str, Any]
-    tokens: int
+    settings: dict[str, Any]  # as they took effect
+    tokens: int  # replayed ones, as batches; copies, where K is not known
     layers: int
     batches: int
     policies: tuple[PolicyFigures, ...]
-    costs: tuple[LayerCost, ...] = ()
+    costs: tuple[dict[str, Any], ...] = ()  # a row per policy if the settings have a cost model
 
 
 def replay(
@@ -151,7 +130,7 @@ def _replay(
         topology, slots_per_rank = given.topology, given.slots_per_rank
     folds = [Fold(fold.calibrate, fold.replay[: settings.max_batches or None]) for fold in whole]
     tallies = [Tally(name, topology, trace.top_k > 0) for name in settings.policies]
-    costs = [CostTally(name, model) for name in settings.policies] if model else []
+    costs = [CostTally(model) for _ in settings.policies] if model else []
     tokens = done = 0
     total = sum(len(fold.replay) for fold in folds)
     for fold in folds:
@@ -181,6 +160,8 @@ def _replay(
         if topology.speeds is not None:
             resolved["speeds"] = list(topology.speeds)
     predicted = tuple(tally.figures() for tally in costs)
+    for row in predicted:
+        row["layer_us_change"] = row["layer_us_mean"] / predicted[0]["layer_us_mean"] - 1
     return Replay(trace.name, resolved, tokens, trace.num_layers, total, figures, predicted)
 
 
