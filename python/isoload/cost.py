@@ -175,9 +175,6 @@ def slots_in_time(copies: int, experts: int, topology: Topology, model: CostMode
         copies: that a rank computes in a layer.
         experts: over which they are spread evenly.
         topology: of one node, or the bandwidth is that between nodes.
-
-    Raises:
-        ValueError: naming the argument, the rule and the value.
     """
     for name, value in (("copies", copies), ("experts", experts)):
         if not isinstance(value, int) or value < 1:

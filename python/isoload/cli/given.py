@@ -17,11 +17,7 @@ from isoload.trace import Trace
 
 
 def read_given(path: str, topology: Topology | None) -> Placement:
-    """The placement of a file; the topology is for engines' files, which do not say it.
-
-    Raises:
-        ValueError: naming the option; other ranks than the file's own.
-    """
+    """The placement of a file; the topology is for engines' files, which do not say it."""
     try:
         found = read_placement(path)
     except UnknownRanks as error:
@@ -36,11 +32,7 @@ def read_given(path: str, topology: Topology | None) -> Placement:
 
 
 def given_placement(context: typer.Context, path: str) -> Placement:
-    """The placement of a file, which no option of the command may contradict.
-
-    Raises:
-        ValueError: naming the option.
-    """
+    """The placement of a file, which no option of the command may contradict."""
     given = {name: value for name, value in context.params.items() if _is_given(context, name)}
     ranks = given.get("ranks")
     found = read_given(path, None if ranks is None else Topology(ranks, given.get("ranks_per_node", 0)))
@@ -70,9 +62,6 @@ def unseen_part(
     A file that ``isoload place`` made of this trace has seen all of its batches. As there, it is judged by placements
     that its placer makes without the batches they are replayed on; calibrate "all", and a trace of one batch, replay
     the file itself.
-
-    Raises:
-        ValueError: calibrate where the file was not made of this trace.
     """
     placer = made_by(placement, trace)
     if placer is None:

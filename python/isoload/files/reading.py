@@ -38,12 +38,7 @@ def shown(value: Any) -> str:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A file opened for reading; whatever else the path may be is refused: a pipe would block, /dev/zero never ends.
-
-    Raises:
-        ValueError: naming the path.
-        OSError: a file that cannot be opened.
-    """
+    """A file opened for reading; whatever else the path may be is refused: a pipe would block, /dev/zero never ends."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -52,12 +47,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path, most: int = MAX_TEXT) -> str:
-    """A file's text.
-
-    Raises:
-        ValueError: naming the file: no regular file, too large, not UTF-8.
-        OSError: a file that cannot be opened.
-    """
+    """A file's text."""
     with open_regular(path) as file:
         data = file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else None
     if data is None or len(data) > most:  # /proc's files say that they are empty
@@ -69,11 +59,7 @@ def read_text(path: Path, most: int = MAX_TEXT) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: not JSON, cut off, a key twice, NaN, too deep.
-    """
+    """The value of a JSON text."""
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
@@ -103,9 +89,6 @@ def integer_rows(key: str, rows: Any, layers: list[Any] | None = None, least: in
         rows: the value at the key.
         layers: what to call each layer in messages. Default: its position.
         least: of the integers.
-
-    Raises:
-        ValueError: naming key and layer.
     """
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"{key} must be a list of layers, got {shown(rows)}")

@@ -39,9 +39,6 @@ def write_text(text: str, target: str) -> None:
 
     A regular file appears whole or not at all, with the mode it had; links are followed, and stay. Whatever else the
     target is (a device, a pipe, /dev/stdout, /dev/fd/3) is opened and written, never replaced.
-
-    Raises:
-        OSError: naming the target.
     """
     if target == "-":
         print(text, end="")

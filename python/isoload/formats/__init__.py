@@ -96,11 +96,7 @@ def read_placement(path: str | Path, topology: Topology | None = None) -> Placem
 
 
 def recognise(text: str) -> tuple[Any, Format]:
-    """The content of a placement file, and its format.
-
-    Raises:
-        ValueError: it has none of ours.
-    """
+    """The content of a placement file, and its format."""
     content = tensorrt_llm.from_text(text) if tensorrt_llm.looks_like(text) else parse_json(text)
     for form in FORMATS.values():
         if form.matches(content):

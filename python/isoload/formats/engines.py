@@ -25,11 +25,7 @@ class UnknownRanks(ValueError):
 
 
 def engine_slots(placement: Placement) -> Rows:
-    """[L, P] routed experts of all slots but the shared ones.
-
-    Raises:
-        ValueError: what no engine's file can hold: spare, absent or dead slots.
-    """
+    """[L, P] routed experts of all slots but the shared ones."""
     if placement.spare_slots:
         raise ValueError(
             f"placement must have no spare slots for an engine's file, got {placement.spare_slots}"

@@ -41,11 +41,7 @@ def looks_like(text: str) -> bool:
 
 
 def from_text(text: str) -> dict[str, Any]:
-    """The content of a file.
-
-    Raises:
-        ValueError: naming the line.
-    """
+    """The content of a file."""
     found: dict[str, Any] = {}
     rows: dict[str, Any] | None = None  # while inside of the assignments
     for number, line in enumerate(text.splitlines(), 1):

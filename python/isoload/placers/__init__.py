@@ -114,29 +114,17 @@ def place(
 
 
 def make_placer(name: str, options: dict[str, Any]) -> Placer:
-    """A placer by its name, with its options.
-
-    Raises:
-        ValueError: an unknown name or option.
-    """
+    """A placer by its name, with its options."""
     return make("placer", PLACERS, name, options)
 
 
 def parse_placer(text: str) -> tuple[str, dict[str, Any]]:
-    """Name and options of a placer written ``name`` or ``name:option=value:option=value``.
-
-    Raises:
-        ValueError: an unknown name or option, or a value that its option cannot be.
-    """
+    """Name and options of a placer written ``name`` or ``name:option=value:option=value``."""
     return parse("placer", PLACERS, text)
 
 
 def layers_of(placement: Placement, trace: Trace, name: str) -> Placement:
-    """The placement of a trace's layers, found by their ids.
-
-    Raises:
-        ValueError: by this name; a layer that the placement does not have.
-    """
+    """The placement of a trace's layers, found by their ids."""
     if missing := sorted(set(trace.layer_ids) - set(placement.layer_ids)):
         raise ValueError(f"{name} must have all layers of the trace, it has no layer {missing[0]}")
     return placement.with_layers(trace.layer_ids)

@@ -74,11 +74,7 @@ class Scenarios:
 
 
 def make_scenarios(counts: Any) -> tuple[Scenarios, list[Trace]]:
-    """Scenarios of an array of counts [L, E] or [batches, L, E], of a trace, or of several; and these traces.
-
-    Raises:
-        ValueError: naming the argument, the rule and the value; traces that disagree.
-    """
+    """Scenarios of an array of counts [L, E] or [batches, L, E], of a trace, or of several; and these traces."""
     traces = _traces(counts)
     batches: list[Loads] = [_batches(trace.batch_counts()) for trace in traces] or [_batches(counts)]
     sums = [part.sum() for part in batches]

@@ -122,9 +122,6 @@ def make_batches(trace: Trace, batch_tokens: int | None = None, seed: int = 0) -
             else 1024. Drawn batches have N tokens (copies, where K is not known). Default: as many as the trace's
             batch, at most 4096.
         seed: of the draw.
-
-    Raises:
-        ValueError: naming the argument, the rule and the value.
     """
     if batch_tokens is not None and batch_tokens < 1:
         raise ValueError(f"batch_tokens must be at least 1, got {batch_tokens}")
@@ -186,9 +183,6 @@ def draw_topk_ids(counts: Ints, num_tokens: int, top_k: int, stream: np.random.G
 
     Returns:
         [T, K] int32.
-
-    Raises:
-        ValueError: an expert has more than 1/K of the copies, so the counts are not of K distinct experts.
     """
     total = int(counts.sum())
     topk_ids = np.full((num_tokens, top_k), -1, dtype=np.int32)

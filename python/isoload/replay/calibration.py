@@ -36,9 +36,6 @@ def calibration_folds(
             leave-one-out: each batch on the placement of all others.
             leave-cluster-out: each cluster's batches on the placement of all other clusters.
         clusters: [num_batches] labels; leave-cluster-out needs them.
-
-    Raises:
-        ValueError: naming the argument, the rule and the value.
     """
     every = tuple(range(num_batches))
     if calibrate not in CALIBRATIONS:

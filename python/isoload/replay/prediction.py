@@ -42,10 +42,6 @@ class Forecast:
         seed: of that draw, whose stream is ``np.random.default_rng((seed, batch))``.
 
     No loads at all make a policy borrow nothing.
-
-    Raises:
-        ValueError: an unknown prediction; no batches to calibrate on where it needs some; linear or path, and the trace
-            has no per-token choices.
     """
 
     def __init__(self, predict: str, trace: Trace, batches: Batches, fold: Fold, seed: int) -> None:

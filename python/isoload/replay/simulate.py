@@ -91,7 +91,6 @@ def replay(
             those of the settings, whose placer and calibration then mean nothing. Default: one is made.
 
     Raises:
-        ValueError: naming the argument, the rule and the value.
         RuntimeError: the routed slots do not meet the plan (a bug in isoload).
     """
     with _one_thread():

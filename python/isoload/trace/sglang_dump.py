@@ -52,9 +52,6 @@ def read_dump(held: Mapping[Path, Any], limit: int) -> dict[str, Any]:
     """The fields of the Trace in the files of one recording, not checked against each other.
 
     held: what each file holds. limit: most bytes that the tensors of all files may take.
-
-    Raises:
-        ValueError: naming the file and what is wrong with it.
     """
     paths, dumps = list(held), {path: _dump(path, value) for path, value in held.items()}
     check_bytes(paths[0], sum(map(_num_bytes, dumps.values())), limit)

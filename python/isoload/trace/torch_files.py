@@ -18,9 +18,6 @@ def read_torch(paths: Sequence[Path], limit: int) -> dict[str, Any]:
     """The fields of the Trace in the files of one recording, not checked against each other.
 
     limit: most bytes that the tensors of all files may take.
-
-    Raises:
-        ValueError: naming the file and what is wrong with it.
     """
     held = {path: _load(path) for path in paths}
     only = held[paths[0]]

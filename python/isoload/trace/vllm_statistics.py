@@ -30,11 +30,7 @@ def looks_like_json(path: Path) -> bool:
 
 
 def read_vllm(path: Path, limit: int) -> dict[str, Any]:
-    """The fields of the Trace in a file of at most limit bytes, not checked against each other.
-
-    Raises:
-        ValueError: naming the file, the line, the key and the layer.
-    """
+    """The fields of the Trace in a file of at most limit bytes, not checked against each other."""
     redundant: int | None = None
     steps: dict[int, Ints] = {}
     size = 0
