@@ -12,24 +12,8 @@ from isoload.placement import Placement
 from isoload.topology import Topology
 
 NAME, VERSION = "isoload-placement", 1
-KEYS = {
-    "format",
-    "version",
-    "topology",
-    "num_experts",
-    "num_shared",
-    "spare_slots",
-    "layer_ids",
-    "slot_to_expert",
-    "home_slot",
-    "replica_weight",
-    "provenance",
-}
+KEYS = {"format", "version", *(field.name for field in fields(Placement) if field.init)}
 TOPOLOGY = {field.name for field in fields(Topology)}
-
-
-def matches(content: Any) -> bool:
-    return isinstance(content, dict) and content.get("format") == NAME
 
 
 def to_json(placement: Placement) -> dict[str, Any]:

@@ -19,10 +19,6 @@ SCALAR = re.compile(r"(\w+): *(\d{1,9}) *")
 ROW = re.compile(r" +(\d{1,9}): *(\[[-\d, ]*\]) *")
 
 
-def matches(content: Any) -> bool:
-    return isinstance(content, dict) and ASSIGNMENTS in content and "record_type" not in content
-
-
 def write(placement: Placement) -> Any:
     """Layers by the model's own numbers; no updates while serving."""
     slots = engine_slots(placement)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from isoload.counting import count
 from isoload.predict import Last, PathTable, fit, tabulate
-from isoload.replay.batches import Batches, CutBatches, SourceBatch
+from isoload.replay.batches import Batches, SourceBatch
 from isoload.replay.calibration import Fold
 from isoload.trace import Trace
 from isoload.trace.checks import Ints
@@ -121,7 +121,7 @@ def of_paths(table: PathTable, layer: int, batch: SourceBatch) -> Tensor:
 
 def calibration_tokens(predict: str, trace: Trace, batches: Batches, fold: Fold) -> Trace:
     """The tokens of a fold's calibration batches."""
-    if not isinstance(batches, CutBatches) or trace.topk_ids is None:
+    if trace.topk_ids is None:
         raise ValueError(f"predict={predict} needs per-token choices, trace {trace.name} has counts only")
-    rows = [np.arange(batches.bounds[b], batches.bounds[b + 1]) for b in fold.calibrate]
-    return Trace(trace.name, trace.num_experts, topk_ids=trace.topk_ids[np.concatenate(rows)])
+    tokens = np.concatenate([trace.topk_ids[batches.tokens(b)] for b in fold.calibrate])
+    return Trace(trace.name, trace.num_experts, topk_ids=tokens)
