@@ -18,9 +18,7 @@ MAX_TEXT = 2**28  # bytes: a placement of 100 layers with 65536 slots is smaller
 MAX_NOTES = 2**24  # of what only describes: a cost file, a trace's provenance, a checkpoint's index
 MAX_LINE = 2**26  # of one line of JSON: a step of 100 layers with 65536 slots is smaller
 MAX_ARRAYS = 2**30  # of a trace's arrays as they lie in its files, unfolded
-MAX_EXPERTS = (
-    2**16
-)  # far above any model's; an id beyond is damage, and memory goes with the number of experts
+MAX_EXPERTS = 2**16  # far above any model's; an id beyond is damage, and memory goes with their number
 MAX_LAYERS = 2**12  # above any model's; SGLang's files have a row for every layer up to the last
 MAX_NUMBER = 2.0**127  # of float32, which holds weights, speeds and bandwidths
 
@@ -82,14 +80,7 @@ def _no_constant(name: str) -> Any:
 
 
 def integer_rows(key: str, rows: Any, layers: list[Any] | None = None, least: int = -1) -> Rows:
-    """[L, P] int64 from a list of L lists of P integers.
-
-    Args:
-        key: for messages.
-        rows: the value at the key.
-        layers: what to call each layer in messages. Default: its position.
-        least: of the integers.
-    """
+    """[L, P] int64 from a list of L lists of P integers, least or more; key, and names of layers, are for messages."""
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"{key} must be a list of layers, got {shown(rows)}")
     names = layers or list(range(len(rows)))

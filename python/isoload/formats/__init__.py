@@ -30,26 +30,24 @@ class Format:
 
 
 FORMATS = {
-    "isoload": Format(lambda found: found.get("format") == own.NAME, own.from_json, own.to_json),
+    "isoload": Format(lambda c: c.get("format") == own.NAME, own.from_json, own.to_json),
     "tensorrt-llm": Format(
-        lambda found: engines.ASSIGNMENTS in found and "record_type" not in found,
+        lambda c: engines.ASSIGNMENTS in c and "record_type" not in c,
         tensorrt_llm.read,
         tensorrt_llm.write,
         tensorrt_llm.to_text,
     ),
     "sglang": Format(
-        lambda found: engines.SGLANG in found, engines.sglang_read, engines.sglang_write, suffix=".json"
+        lambda c: engines.SGLANG in c, engines.sglang_read, engines.sglang_write, suffix=".json"
     ),
-    "vllm": Format(
-        lambda found: found.get("record_type") == engines.VLLM, engines.vllm_read, engines.vllm_write
-    ),
+    "vllm": Format(lambda c: c.get("record_type") == engines.VLLM, engines.vllm_read, engines.vllm_write),
     "vllm-list": Format(
-        lambda found: found and isinstance(found[0], list),
+        lambda c: c and isinstance(c[0], list),
         engines.vllm_list_read,
         engines.vllm_list_write,
         holds=list,
     ),
-    "vllm-ascend": Format(lambda found: "layer_list" in found, engines.ascend_read, engines.ascend_write),
+    "vllm-ascend": Format(lambda c: "layer_list" in c, engines.ascend_read, engines.ascend_write),
 }
 
 
