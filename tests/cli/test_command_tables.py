@@ -8,8 +8,7 @@ import pytest
 from rich.console import Console
 
 from isoload.cli import cost, demo
-from isoload.cli.checks import Item
-from isoload.cli.doctor import print_doctor
+from isoload.cli.doctor import Item, print_doctor
 from isoload.cli.inspect import inspect_figures, print_inspection
 from isoload.cli.replay import (
     FIGURES,

@@ -14,7 +14,7 @@ import isoload
 from isoload.cli.app import app
 from isoload.placers.budget import assign
 from isoload.placers.eplb import pack_into
-from isoload.replay.placement_inspection import inspect_placement
+from isoload.replay.inspection import inspect_placement
 from isoload.trace import Trace, write_trace
 from support.documents import PLAIN
 from support.placing import level_of

@@ -152,11 +152,9 @@ def inspect(
     With --placement the balance of each layer instead: experts in order, placed without replicas, and as in the file;
     and what so many replicas bring to each.
     """
-    from isoload.cli.given import given_placement
+    from isoload.cli.given import given_placement, load_trace
     from isoload.cli.targets import check_targets
-    from isoload.cli.traces import load_trace
-    from isoload.replay.inspection import inspect_trace
-    from isoload.replay.placement_inspection import inspect_placement
+    from isoload.replay.inspection import inspect_placement, inspect_trace
 
     check_targets([trace, placement], force, json)
     placed = None if placement is None else given_placement(context, placement)

@@ -210,9 +210,8 @@ def replay(
     With --cost a second table predicts times and memory of a layer by constants, which are printed;
     policies that price imports use them where their options set no others.
     """
-    from isoload.cli.given import given_placement, unseen_part
+    from isoload.cli.given import given_placement, load_trace, progress, unseen_part
     from isoload.cli.targets import check_targets
-    from isoload.cli.traces import load_trace, progress
     from isoload.replay import simulate
 
     check_targets([trace, placement, cost], force, json)

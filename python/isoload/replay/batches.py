@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from isoload.counting import count
 from isoload.trace import Trace
 from isoload.trace.checks import Ints, count_batches
 
@@ -36,6 +37,12 @@ class SourceBatch:
     def on_rank(self, layer: int, rank: int) -> Tensor:
         """[T_r, K] choices of one source rank's tokens, a view."""
         return self.topk_ids[layer, self.start[rank] : self.start[rank + 1]]
+
+    def loads(self, num_experts: int) -> Tensor:
+        """[L, R, E] int32 copies that each source rank sends to each expert."""
+        ranks, layers = range(self.num_ranks), range(len(self.topk_ids))
+        counts = [[count(self.on_rank(layer, rank), num_experts) for rank in ranks] for layer in layers]
+        return torch.stack([torch.stack(layer) for layer in counts])
 
     def with_shared(self, num_routed: int, num_shared: int) -> SourceBatch:
         """The batch with one more column per shared expert (ids from num_routed on); -1 for a token without experts."""

@@ -46,13 +46,8 @@ def calibration_folds(
         if clusters is None or len(set(clusters)) < 2:
             got = "no labels" if clusters is None else f"only {clusters[0]!r}"
             raise ValueError(f"calibrate=leave-cluster-out needs batches of at least 2 clusters, got {got}")
-        return [
-            Fold(
-                tuple(b for b in every if clusters[b] != label),
-                tuple(b for b in every if clusters[b] == label),
-            )
-            for label in dict.fromkeys(clusters)
-        ]
+        own = [tuple(b for b in every if clusters[b] == label) for label in dict.fromkeys(clusters)]
+        return [Fold(tuple(b for b in every if b not in held), held) for held in own]
     if num_batches < 2:
         raise ValueError(
             f"calibrate={calibrate} needs at least 2 batches, got {num_batches}: use calibrate=all"

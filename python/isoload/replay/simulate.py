@@ -6,8 +6,7 @@ and counts every figure from the routed slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from time import perf_counter_ns
 from typing import Any, get_args
@@ -16,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from isoload.balancer import Balancer
 from isoload.cost import CostModel
-from isoload.counting import count
 from isoload.own_counts import Loads
 from isoload.placement import Placement
 from isoload.placers import parse_placer, place
@@ -25,7 +24,6 @@ from isoload.planning import fill, plan, plan_layers
 from isoload.policies import POLICIES, Policy, make_policy, parse_policy
 from isoload.records import Plan
 from isoload.replay.batches import Batches, SourceBatch, make_batches
-from isoload.replay.by_loads import LayersByLoads
 from isoload.replay.calibration import Fold, calibration_folds, strictest
 from isoload.replay.layer_cost import CostTally
 from isoload.replay.metrics import PolicyFigures, RoutedBatch, Tally, count_routed
@@ -33,6 +31,7 @@ from isoload.replay.prediction import Forecast, check_prediction
 from isoload.routing import route
 from isoload.topology import Topology
 from isoload.trace import Trace
+from isoload.transport import LocalGroup
 
 DEFAULT_POLICIES = ("none", "static", "even", "dynamic", "exact")
 SHARED_POLICIES = ("shared_local", "waterfill_sampled", "exact", "waterfill", "joint")
@@ -51,9 +50,7 @@ class ReplaySettings:
     calibrate: str | None = None  # see :func:`calibration_folds`; None = the strictest that the batches allow
     batch_tokens: int | None = None  # None = see :func:`make_batches`
     max_batches: int = 0  # of every calibration's batches, how many are replayed, the first ones; 0 = all
-    assign: str = (
-        "contiguous"  # how sequences go to source ranks, see :func:`isoload.replay.batches.source_ranks`
-    )
+    assign: str = "contiguous"  # how sequences go to source ranks, see :func:`source_ranks` of replay.batches
     seed: int = 0  # of drawn batches and of every policy that draws
     predict: str = "last"  # what policies that fill spare slots ahead know, see :class:`Forecast`
     cost: CostModel | None = None  # by which times are predicted; policies that price imports take it, too
@@ -93,8 +90,14 @@ def replay(
     Raises:
         RuntimeError: the routed slots do not meet the plan (a bug in isoload).
     """
-    with _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(
+        1
+    )  # plans are small: threads would only make their times those of the machine's other work
+    try:
         return _replay(trace, settings, on_batch or (lambda done, total: None), placement)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _replay(
@@ -103,26 +106,20 @@ def _replay(
     on_batch: Callable[[int, int], None],
     given: Placement | None,
 ) -> Replay:
-    if settings.max_batches < 0:
-        raise ValueError(f"max_batches must be at least 0, got {settings.max_batches}")
-    if not trace.top_k and (settings.cost or settings.shared_experts):
-        raise ValueError("top_k must be known where cost or shared_experts count tokens, got none")
     model = settings.cost
     bandwidths = model.bandwidths if model else None
     topology = Topology(settings.num_ranks, settings.ranks_per_node, bandwidths=bandwidths)
-    _check_policies(settings.policies)
-    _check_loads(settings)
+    _check(settings, trace)
     placer, options = parse_placer(settings.placer)
-    check_prediction(settings.predict)
     ahead = any(_policy(name, settings, 0).ahead for name in settings.policies)
     batches = make_batches(trace, settings.batch_tokens, settings.seed)
     if given is None:
         calibrate = settings.calibrate or strictest(len(batches.counts), batches.clusters)
         settings = replace(settings, calibrate=calibrate)
         whole = calibration_folds(len(batches.counts), calibrate, batches.clusters)
-        slots_per_rank = settings.slots_per_rank or default_slots_per_rank(
-            trace.num_experts, settings.num_ranks, settings.spare_slots + settings.shared_experts
-        )
+        others = settings.spare_slots + settings.shared_experts
+        default = default_slots_per_rank(trace.num_experts, settings.num_ranks, others)
+        slots_per_rank = settings.slots_per_rank or default
     else:
         whole = [Fold((), tuple(range(len(batches.counts))))]
         given = fitting(given, trace, settings)
@@ -183,17 +180,6 @@ def fitting(placement: Placement, trace: Trace, settings: ReplaySettings) -> Pla
     return placement.with_layers(trace.layer_ids)
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Plans are small: threads would only make their times those of the machine's other work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def default_slots_per_rank(num_experts: int, num_ranks: int, others: int = 0) -> int:
     """S: E/R rounded up, one more for every eight of these but at least one, and the others (spare, shared)."""
     dense = -(-num_experts // num_ranks)
@@ -210,29 +196,27 @@ def _replay_batch(
     tallies: list[Tally],
     costs: list[CostTally],
 ) -> None:
-    loads = torch.stack([_layer_loads(batch, layer, placement) for layer in range(placement.num_layers)])
+    ranks, loads = range(batch.num_ranks), batch.loads(placement.num_experts)
     best = "joint" if placement.num_shared else "exact"
     bound = plan_layers(loads, placement, best).bound.numpy()
     ahead = loads if forecast is None else forecast.of(batch, index, loads, placement.num_shared)
     for position, tally in enumerate(tallies):
         plans: list[Plan] = []
-        if layers := by_loads.get(tally.policy):
-            slots = layers.route(batch, tally)
+        if by_own := by_loads.get(tally.policy):
+            slots = by_own.route(batch, tally)
         else:
             plans = _timed_plans(loads, ahead, placement, _policy(tally.policy, settings, index), tally)
-            slots = torch.stack([_route_layer(batch, *pair) for pair in zip(loads, plans, strict=True)])
+            routes = [
+                torch.cat([route(batch.on_rank(layer, rank), loads[layer], made, rank) for rank in ranks])
+                for layer, made in enumerate(plans)
+            ]
+            slots = torch.stack(routes)
         size, shared = placement.slots_per_rank, placement.num_shared
         routed = count_routed(slots.numpy(), batch.sources(), placement.topology, size, shared)
         _check_realised(plans, routed, tally.policy)
         tally.add(routed, bound)
         if costs:
             costs[position].add(plans, routed, placement)
-
-
-def _layer_loads(batch: SourceBatch, layer: int, placement: Placement) -> Tensor:
-    """[R, E] copies that each source rank sends to each expert."""
-    ranks = range(batch.num_ranks)
-    return torch.stack([count(batch.on_rank(layer, rank), placement.num_experts) for rank in ranks])
 
 
 def _timed_plans(
@@ -253,13 +237,6 @@ def _timed_plans(
     return plans
 
 
-def _route_layer(batch: SourceBatch, loads: Tensor, made: Plan) -> Tensor:
-    """[T, K] slots of a layer's tokens; each source rank routes its own."""
-    assert made.layer is not None
-    ranks = range(batch.num_ranks)
-    return torch.cat([route(batch.on_rank(made.layer, rank), loads, made, rank) for rank in ranks])
-
-
 def _check_realised(plans: list[Plan], routed: RoutedBatch, policy: str) -> None:
     for layer, made in enumerate(plans):
         if made.quota is None:
@@ -271,27 +248,24 @@ def _check_realised(plans: list[Plan], routed: RoutedBatch, policy: str) -> None
             raise RuntimeError(f"routed slots do not meet the quota of policy {policy} in layer {layer}")
 
 
-def _check_policies(policies: tuple[str, ...]) -> None:
-    for policy in policies:
-        parse_policy(policy)
+def _check(settings: ReplaySettings, trace: Trace) -> None:
+    policies, loads = settings.policies, settings.loads
+    if settings.max_batches < 0:
+        raise ValueError(f"max_batches must be at least 0, got {settings.max_batches}")
+    if not trace.top_k and (settings.cost or settings.shared_experts):
+        raise ValueError("top_k must be known where cost or shared_experts count tokens, got none")
+    names, listed = [parse_policy(policy)[0] for policy in policies], ", ".join(policies)
     if not policies or len(set(policies)) < len(policies):
-        raise ValueError(
-            f"policies must be distinct and at least one, got {', '.join(policies) or 'none at all'}"
-        )
-
-
-def _check_loads(settings: ReplaySettings) -> None:
-    loads = settings.loads
+        raise ValueError(f"policies must be distinct and at least one, got {listed or 'none at all'}")
     if loads not in get_args(Loads):
         raise ValueError(f"loads must be one of {', '.join(get_args(Loads))}, got {loads!r}")
     if settings.exchange_every < 1:
         raise ValueError(f"exchange_every must be at least 1, got {settings.exchange_every}")
-    if loads != "gathered" and not any(parse_policy(name)[0] == "exact" for name in settings.policies):
-        raise ValueError(
-            f"policies must have exact for loads={loads!r}, got {', '.join(settings.policies)}: others plan by all"
-        )
+    if loads != "gathered" and "exact" not in names:
+        raise ValueError(f"policies must have exact for loads={loads!r}, got {listed}: others plan by all")
     if loads != "gathered" and settings.cost:
         raise ValueError(f"cost must be none for loads={loads!r}: it is reckoned from plans of all ranks")
+    check_prediction(settings.predict)
 
 
 def _by_loads(placement: Placement, settings: ReplaySettings) -> dict[str, LayersByLoads]:
@@ -303,6 +277,33 @@ def _by_loads(placement: Placement, settings: ReplaySettings) -> dict[str, Layer
         for name in settings.policies
         if parse_policy(name)[0] == "exact"
     }
+
+
+class LayersByLoads:
+    """Policy ``exact`` where not all ranks' loads are gathered: a Balancer for each layer, over virtual ranks; all
+    exchange after every so many batches, as an engine would."""
+
+    def __init__(self, placement: Placement, policy: Policy, loads: Loads, exchange_every: int) -> None:
+        group = LocalGroup(placement.topology)
+        layers = range(placement.num_layers)
+        self.layers = [Balancer(placement, i, policy, group, loads=loads) for i in layers]
+        self.exchange_every, self.batches = exchange_every, 0
+
+    def route(self, batch: SourceBatch, tally: Tally) -> Tensor:
+        """[L, T, K] slots of the next batch; adds what planning took, for one source of one layer."""
+        slots, spent = [], []
+        for i, layer in enumerate(self.layers):
+            counted = layer.gather([batch.on_rank(i, rank) for rank in range(batch.num_ranks)])
+            start = perf_counter_ns()
+            planned = layer.plan(counted)
+            spent.append((perf_counter_ns() - start) // batch.num_ranks)
+            slots.append(torch.cat(layer.route(planned)))
+        tally.layer_ns += spent
+        tally.batched_ns.append(sum(spent) / len(spent))
+        self.batches += 1
+        if self.batches % self.exchange_every == 0:
+            self.layers[0].exchange(*self.layers[1:])
+        return torch.stack(slots)
 
 
 def _policy(policy: str, settings: ReplaySettings, step: int) -> Policy:
