@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload.replay.batches import CutBatches, make_batches
+from isoload.replay.batches import make_batches
 from isoload.trace import Ints
 from lib.dispatch_setting import Setting
 from workloads import make_workload
@@ -65,8 +65,7 @@ def recorded(setting: Setting, num_batches: int, trace: isoload.Trace) -> Routin
     """
     layer, wanted = median_layer(trace.batch_counts(), setting.ranks), setting.ranks * setting.tokens
     batches = make_batches(trace.select_layers([layer]), wanted)
-    sizes = np.diff(batches.bounds) if isinstance(batches, CutBatches) else np.array(batches.num_tokens)
-    whole = np.flatnonzero(sizes == wanted).tolist()
+    whole = np.flatnonzero(np.array(batches.num_tokens) == wanted).tolist()
     if len(whole) < 2:
         raise ValueError(
             f"trace {trace.name} must have at least 2 batches of {wanted} tokens, got {len(whole)}"
@@ -76,9 +75,8 @@ def recorded(setting: Setting, num_batches: int, trace: isoload.Trace) -> Routin
     cut = [batches.source_batch(i, setting.ranks, "contiguous") for i in chosen]
     ids = [[batch.on_rank(0, rank).long() for rank in range(setting.ranks)] for batch in cut]
     seen: isoload.Trace | Ints = batches.counts[first]
-    if isinstance(batches, CutBatches):  # placer grace wants to know which experts are chosen together
-        assert batches.trace.topk_ids is not None
-        before = batches.trace.topk_ids[: batches.bounds[first[-1] + 1], 0]
+    if batches.trace.topk_ids is not None:  # placer grace wants to know which experts are chosen together
+        before = batches.trace.topk_ids[: batches.tokens(first[-1]).stop, 0]
         seen = _trace(trace.name, torch.from_numpy(before), setting)
     return Routing(f"{trace.name}, layer {trace.layer_ids[layer]}", seen, ids)
 

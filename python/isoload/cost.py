@@ -30,38 +30,25 @@ class CostModel:
 
     The default is arithmetic for DeepSeek-V3's experts in FP8 on an H100: 600 TFLOP/s from 128 tokens on, below that
     the time to read the weights at 3.35 TB/s. Replace it by what bench/bench_cost.py measures, see :func:`read_cost`.
-
-    hidden, intermediate  D and H of an expert, in elements
-    matrices              weights per expert, each D x H: 3 with a gate
-    weight_bytes          bytes of a weight element; expert_bytes = matrices * D * H * weight_bytes
-    token_bytes           bytes of an activation element
-    overhead_us           of every expert that has tokens (kernel launches), in microseconds
-    token_us              ((tokens, microseconds per token), ...): per-token time by size of the GEMM, ascending sizes;
-                          between two sizes linear in log(tokens), outside the nearest
-    bandwidths            GB/s of one rank, inside a node and between nodes, where the topology has none
-    source                where the constants are from, in words
     """
 
-    hidden: int = 7168
-    intermediate: int = 2048
-    matrices: int = 3
-    weight_bytes: float = 1.0
-    token_bytes: float = 2.0
-    overhead_us: float = 5.0
+    hidden: int = 7168  # D of an expert, in elements
+    intermediate: int = 2048  # H
+    matrices: int = 3  # of weights per expert, each D x H: 3 with a gate
+    weight_bytes: float = 1.0  # of a weight element
+    token_bytes: float = 2.0  # of an activation element
+    overhead_us: float = 5.0  # of every expert that has tokens (kernel launches)
+    # Per-token time by tokens of the GEMM, ascending; between two sizes linear in log(tokens), outside the nearest.
     token_us: tuple[tuple[int, float], ...] = ((1, 13.1), (8, 1.64), (64, 0.205), (128, 0.147))
-    bandwidths: tuple[float, float] = DEFAULT_BANDWIDTHS
-    source: str = "arithmetic for DeepSeek-V3's experts in FP8 on an H100"
+    bandwidths: tuple[float, float] = DEFAULT_BANDWIDTHS  # of one rank, where the topology has none
+    source: str = "arithmetic for DeepSeek-V3's experts in FP8 on an H100"  # of the constants, in words
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "intermediate", "matrices", "weight_bytes", "token_bytes"):
-            if not _is_positive(getattr(self, name)):
-                raise ValueError(
-                    f"{name} must be a positive number below 2^53, got {getattr(self, name)!r:.60}"
-                )
-        if self.overhead_us != 0 and not _is_positive(self.overhead_us):
-            raise ValueError(
-                f"overhead_us must be 0 or a positive number below 2^53, got {self.overhead_us!r:.60}"
-            )
+        for name in ("hidden", "intermediate", "matrices", "weight_bytes", "token_bytes", "overhead_us"):
+            value, free = getattr(self, name), name == "overhead_us"
+            if not _is_positive(value) and not (free and value == 0):
+                rule = f"{'0 or ' * free}a positive number below 2^53"
+                raise ValueError(f"{name} must be {rule}, got {value!r:.60}")
         if not isinstance(self.source, str):
             raise ValueError(f"source must be text, got {self.source!r}")
         if not _are_numbers(self.bandwidths) or len(self.bandwidths) != 2:
@@ -82,10 +69,8 @@ class CostModel:
     def break_even(self) -> tuple[int, int]:
         """Tokens from which borrowing an expert pays, inside a node and between nodes: :func:`break_even`."""
         near, far = self.bandwidths
-        return (
-            break_even(self.expert_bytes, near, self.large_token_us),
-            break_even(self.expert_bytes, far, self.large_token_us),
-        )
+        size, us = self.expert_bytes, self.large_token_us
+        return break_even(size, near, us), break_even(size, far, us)
 
 
 def _is_positive(value: object) -> bool:
@@ -149,8 +134,7 @@ def rank_bytes(quota: Tensor, slot_to_expert: Tensor, num_ranks: int, model: Cos
 def lent(slot_to_expert: Tensor, home_slot: Tensor, spare_slots: int, topology: Topology) -> Tensor:
     """[..., R, R] int64 experts that each rank sends to each rank's spare slots.
 
-    Args:
-        slot_to_expert: [..., P] of a plan; home_slot: [..., E] of its placement.
+    slot_to_expert: [..., P] of a plan; home_slot: [..., E] of its placement.
     """
     ranks, size = topology.num_ranks, slot_to_expert.shape[-1] // topology.num_ranks
     borrowed = slot_to_expert.reshape(*slot_to_expert.shape[:-1], ranks, size)[..., size - spare_slots :]
@@ -162,8 +146,7 @@ def lent(slot_to_expert: Tensor, home_slot: Tensor, spare_slots: int, topology: 
 def import_seconds(lent: Tensor, topology: Topology, model: CostModel) -> Tensor:
     """[..., R] float64 time of borrowed weights, if nothing hides it: the larger of what a rank receives and sends.
 
-    Args:
-        lent: [..., R, R] experts whose weights one rank (row) sends to another (column).
+    lent: [..., R, R] experts whose weights one rank (row) sends to another (column).
     """
     return _busy(lent, topology, model) * model.expert_bytes
 
@@ -175,9 +158,6 @@ def slots_in_time(copies: int, experts: int, topology: Topology, model: CostMode
         copies: that a rank computes in a layer.
         experts: over which they are spread evenly.
         topology: of one node, or the bandwidth is that between nodes.
-
-    Raises:
-        ValueError: naming the argument, the rule and the value.
     """
     for name, value in (("copies", copies), ("experts", experts)):
         if not isinstance(value, int) or value < 1:
@@ -193,8 +173,7 @@ def slots_in_time(copies: int, experts: int, topology: Topology, model: CostMode
 def exchange_seconds(rows: Tensor, topology: Topology, model: CostModel) -> Tensor:
     """[..., R] float64 time of dispatch and combine: the larger of what a rank sends and receives, both ways.
 
-    Args:
-        rows: [..., R, R] rows that source sends to rank; those to itself are free.
+    rows: [..., R, R] that source sends to rank; those to itself are free.
     """
     return 2 * _busy(rows, topology, model) * model.hidden * model.token_bytes
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import isoload
 from isoload.cli.app import app
-from isoload.cli.traces import parse_layers
+from isoload.cli.given import parse_layers
 from isoload.policies import POLICIES
 from isoload.trace import Trace, write_trace
 from support.documents import PLAIN

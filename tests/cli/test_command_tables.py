@@ -7,11 +7,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from isoload.cli import demo, doctor
-from isoload.cli.checks import Item
-from isoload.cli.cost import cost_figures
-from isoload.cli.demo_layer import DemoFigures
-from isoload.cli.doctor import print_doctor
+from isoload.cli import cost, demo
+from isoload.cli.doctor import Item, print_doctor
 from isoload.cli.inspect import inspect_figures, print_inspection
 from isoload.cli.replay import (
     FIGURES,
@@ -21,9 +18,8 @@ from isoload.cli.replay import (
     replay_table,
     replay_warnings,
 )
-from isoload.cli.tables import WIDTH, Column, Figure, json_of, percent, table, table_of
+from isoload.cli.tables import WIDTH, Column, Figure, percent, table, table_of
 from isoload.replay.inspection import inspect_trace
-from isoload.replay.layer_cost import LayerCost
 from isoload.replay.metrics import PolicyFigures
 from isoload.replay.simulate import Replay
 from isoload.trace import Trace
@@ -243,7 +239,7 @@ def skewed_trace():
 
 
 def test_inspect_table():
-    figures, layers = inspect_figures([4, 8, 16]), inspect_trace(skewed_trace(), 4)
+    figures, layers = inspect_figures(["4", "8", "16"]), inspect_trace(skewed_trace(), 4)
     heading, rows = table_of(figures, layers)
     assert squeezed(heading[0]) == "hottest expert 4 ranks 8 ranks 16 ranks"
     assert squeezed(heading[1]) == "layer id /mean skew order least order least order least"
@@ -270,15 +266,14 @@ def test_doctor_prints_what_is_off_and_why():
     assert out.splitlines() == ["one        on   1.0", "other one  off  not [there]"]
 
 
-TRACE_ROW = inspect_trace(skewed_trace(), 4)[0]
-COST_ROW = LayerCost("none", *map(float, range(1, 11)))
-DEMO_ROW = DemoFigures("none", 0.5, 1.5, 2.5, 35, 4.5)
+NAMES = [figure.key for figure in cost.FIGURES]
+COST_ROW = {"mean_copies": 1.5, **dict(zip(NAMES, ["none", *map(float, range(1, 11))], strict=True))}
+DEMO_ROW = dict(zip([figure.key for figure in demo.FIGURES], ["none", 1.5, 2.5, 35, 4.5, 0.5], strict=True))
 ROWS = {
-    "replay": (FIGURES, DYNAMIC),
-    "inspect": (inspect_figures([4, 8, 16]), TRACE_ROW),
-    "cost": (cost_figures([COST_ROW]), COST_ROW),
+    "replay": (FIGURES, DYNAMIC.to_json()),
+    "inspect": (inspect_figures(["4", "8", "16"]), inspect_trace(skewed_trace(), 4)[0]),
+    "cost": (cost.FIGURES, COST_ROW),
     "demo": (demo.FIGURES, DEMO_ROW),
-    "doctor": (doctor.FIGURES, Item("one", True, "1.0")),
 }
 
 
@@ -289,30 +284,25 @@ def leaves(value):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_one_list_feeds_table_and_json(name):
-    """Every figure of the record is in the JSON, at a key of its own, and every column of the table is there, too."""
+def test_the_table_shows_what_the_json_has(name):
+    """Every column shows a figure of its own, at its key of the JSON."""
     figures, row = ROWS[name]
     assert len({figure.key for figure in figures}) == len(figures)
-    found = leaves(json_of(figures, row))
-    assert len(found) == len(figures)
-    assert all(value in found for value in leaves(asdict(row)))
-    shown = [figure for figure in figures if figure.form is not None and figure.value(row) is not None]
+    shown = [figure for figure in figures if figure.value(row) is not None]
     assert (
         table_of(figures, [row], wide=True)[1][0].split()
         == " ".join(figure.cell(row) for figure in shown).split()
     )
 
 
+def test_every_figure_of_a_replay_is_in_the_json():
+    assert leaves(DYNAMIC.to_json()) == list(asdict(DYNAMIC).values())
+
+
 def test_cells():
-    row = DYNAMIC
-    cells = {"": "dynamic", "%": "12.3%", ".3f": "0.123"}
-    assert Figure("policy", form="").cell(row) == cells[""]
-    assert [Figure("gap_mean", form=form).cell(row) for form in ("%", ".3f")] == [cells["%"], cells[".3f"]]
-    assert Figure("x", form="%", of="shared_remote_share").cell(row) == "-"
-    assert Figure("x", form="MiB", of=lambda _: 3 * 2**19).cell(row) == "1.5"
-    assert [Figure("x", form="", of=lambda _, on=on: on).cell(row) for on in (True, False)] == ["on", "off"]
-
-
-def test_json_opens_objects_at_dots():
-    figures = (Figure("a.b", of="policy"), Figure("a.c", of="ideal_gap"), Figure("idle_share"))
-    assert json_of(figures, DYNAMIC) == {"a": {"b": "dynamic", "c": 0.177}, "idle_share": 0.055}
+    row = {"name": "dynamic", "part": 0.123, "none": None, "size": 3 * 2**19, "inner": {"x": 1.0}}
+    assert Figure("name", "", "").cell(row) == "dynamic"
+    assert [Figure("part", "", "", form).cell(row) for form in ("%", ".3f")] == ["12.3%", "0.123"]
+    assert Figure("none", "", "", "%").cell(row) == "-"
+    assert Figure("size", "", "", "MiB").cell(row) == "1.5"
+    assert Figure("inner.x", "", "", ".2f").cell(row) == "1.00", "a dot opens an object"

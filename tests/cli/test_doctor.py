@@ -6,7 +6,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from isoload.cli import checks, engines
+from isoload import kernels
+from isoload.cli import doctor, engines
 from isoload.cli.app import app
 from isoload.cost import CostModel
 from isoload.integrations.settings import SGLANG
@@ -27,11 +28,11 @@ def engines_are_not_asked(request, monkeypatch):
 
 
 def item(name):
-    return next(item for item in checks.report() if item.name == name)
+    return next(item for item in doctor.report() if item.name == name)
 
 
 def test_report_on_this_machine():
-    items = checks.report()
+    items = doctor.report()
     assert [item.name for item in items] == NAMES
     assert all(type(item.on) is bool and item.detail for item in items)
     assert all(item.on for item in items if item.name in ("python", "torch", "isoload ops", "HiGHS (scipy)"))
@@ -52,35 +53,35 @@ def test_a_device_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: f"card {i}")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30 << 30, 80 << 30))
-    assert item("CUDA device") == checks.Item(
+    assert item("CUDA device") == doctor.Item(
         "CUDA device", True, "card 0, card 1; 30 of 80 GiB free on the first"
     )
 
 
 def test_no_nvcc(monkeypatch):
-    monkeypatch.setattr(checks.shutil, "which", lambda name, path=None: None)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name, path=None: None)
     assert not item("nvcc").on and "neither in CUDA_HOME, nor on PATH" in item("nvcc").detail
 
 
 def test_nvcc_of_cuda_home(monkeypatch):
     monkeypatch.setenv("CUDA_HOME", "/opt/cuda")
-    monkeypatch.setattr(checks.shutil, "which", lambda name, path: f"{path.split(':')[0]}/{name}")
+    monkeypatch.setattr(doctor.shutil, "which", lambda name, path: f"{path.split(':')[0]}/{name}")
     said = subprocess.CompletedProcess([], 0, stdout="Cuda compilation tools, release 12.8, V12.8.93")
-    monkeypatch.setattr(checks.subprocess, "run", lambda *_, **__: said)
-    assert item("nvcc") == checks.Item("nvcc", True, "CUDA 12.8, /opt/cuda/bin/nvcc")
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: said)
+    assert item("nvcc") == doctor.Item("nvcc", True, "CUDA 12.8, /opt/cuda/bin/nvcc")
 
 
 def test_an_nvcc_that_does_not_run_is_off(monkeypatch):
     def broken(*_, **__):
         raise subprocess.CalledProcessError(1, "nvcc")
 
-    monkeypatch.setattr(checks.shutil, "which", lambda name, path=None: "/bin/nvcc")
-    monkeypatch.setattr(checks.subprocess, "run", broken)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name, path=None: "/bin/nvcc")
+    monkeypatch.setattr(doctor.subprocess, "run", broken)
     assert not item("nvcc").on and "/bin/nvcc does not run" in item("nvcc").detail
 
 
 def test_missing_packages_say_how_to_get_them(monkeypatch):
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(deep_ep, "installed", list)
     for name, extra in (("Triton", "triton"), ("DeepEP", "deepep"), ("HiGHS (scipy)", "plan")):
         assert not item(name).on and f"pip install 'isoload[{extra}]'" in item(name).detail
@@ -95,10 +96,10 @@ def test_deep_ep_says_what_it_can_do(monkeypatch):
     )
     monkeypatch.setattr(deep_ep, "installed", lambda: [new, old])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert item("DeepEP") == checks.Item("DeepEP", False, f"{can}; needs a GPU, and torch finds none")
-    monkeypatch.setattr(checks, "_cuda_device", lambda: (True, "a card"))
+    assert item("DeepEP") == doctor.Item("DeepEP", False, f"{can}; needs a GPU, and torch finds none")
+    monkeypatch.setattr(doctor, "_cuda_device", lambda: (True, "a card"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert item("DeepEP") == checks.Item("DeepEP", True, can)
+    assert item("DeepEP") == doctor.Item("DeepEP", True, can)
     monkeypatch.setattr(
         deep_ep, "installed", lambda: [deep_ep.Package("deep_ep", "deep-ep", "1.0.0", (), False)]
     )
@@ -106,11 +107,11 @@ def test_deep_ep_says_what_it_can_do(monkeypatch):
 
 
 def test_triton_kernels(monkeypatch):
-    monkeypatch.setattr(checks.kernels, "why_not", lambda: None)
-    assert item("Triton kernels") == checks.Item("Triton kernels", True, "permutation and activation of rows")
-    monkeypatch.setattr(checks.kernels, "why_not", lambda: "there is no device")
+    monkeypatch.setattr(kernels, "why_not", lambda: None)
+    assert item("Triton kernels") == doctor.Item("Triton kernels", True, "permutation and activation of rows")
+    monkeypatch.setattr(kernels, "why_not", lambda: "there is no device")
     detail = "plain torch computes: there is no device"
-    assert item("Triton kernels") == checks.Item("Triton kernels", False, detail)
+    assert item("Triton kernels") == doctor.Item("Triton kernels", False, detail)
 
 
 def test_collectives_without_nccl(monkeypatch):
@@ -119,8 +120,8 @@ def test_collectives_without_nccl(monkeypatch):
 
 
 def test_ops_that_are_not_compiled(monkeypatch, tmp_path):
-    monkeypatch.setattr(checks, "PACKAGE", tmp_path)
-    assert item("isoload ops") == checks.Item("isoload ops", False, "not compiled: run `make build`")
+    monkeypatch.setattr(doctor, "PACKAGE", tmp_path)
+    assert item("isoload ops") == doctor.Item("isoload ops", False, "not compiled: run `make build`")
 
 
 def test_break_even_is_of_the_given_constants():
@@ -128,7 +129,7 @@ def test_break_even_is_of_the_given_constants():
         "borrowing an expert pays from 749 tokens inside a node (400 GB/s)"
     )
     model = CostModel(hidden=10, intermediate=4, token_us=((8, 0.01),), bandwidths=(0.5, 0.1), source="mine")
-    assert checks.report(model)[-1] == checks.Item(
+    assert doctor.report(model)[-1] == doctor.Item(
         "break-even",
         True,
         "borrowing an expert pays from 24 tokens inside a node (0.5 GB/s), 120 between nodes (0.1 GB/s): mine",

@@ -14,7 +14,7 @@ import isoload
 from isoload.cli.app import app
 from isoload.placers.budget import assign
 from isoload.placers.eplb import pack_into
-from isoload.replay.placement_inspection import inspect_placement
+from isoload.replay.inspection import inspect_placement
 from isoload.trace import Trace, write_trace
 from support.documents import PLAIN
 from support.placing import level_of
@@ -51,23 +51,25 @@ def rows_of(slots):
 
 def test_figures_are_what_plain_counting_finds(trace, placement):
     view = inspect_placement(trace, placement)
-    assert view.replicas == (0, 1, 2, 4)
+    assert view["replicas"] == [0, 1, 2, 4]
     total = trace.counts.sum(0).astype(np.float32)
-    for i, layer in enumerate(view.layers):
+    for i, layer in enumerate(view["layers"]):
         loads = trace.counts[:, i]
-        assert (layer.layer_id, layer.replicas) == (LAYER_IDS[i], 6)
-        assert layer.in_order == pytest.approx(balancedness([[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]], loads))
-        assert layer.replicated == pytest.approx(balancedness(rows_of(placement.arrays[0][i]), loads))
-        for number, found in zip(view.replicas, layer.by_replicas, strict=True):
+        assert (layer["layer_id"], layer["replicas"]) == (LAYER_IDS[i], 6)
+        assert layer["in_order"] == pytest.approx(balancedness([[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]], loads))
+        assert layer["replicated"] == pytest.approx(balancedness(rows_of(placement.arrays[0][i]), loads))
+        for number, found in zip(view["replicas"], layer["by_replicas"], strict=True):
             slots = pack_into(total[i : i + 1], assign(np.array([EXPERTS + number]), RANKS))
             assert found == pytest.approx(balancedness(rows_of(slots), loads))
-        assert layer.placed == layer.by_replicas[0]
-        assert layer.gain_of_placing == pytest.approx(layer.placed - layer.in_order)
-        assert layer.gain_of_replicas == pytest.approx(layer.replicated - layer.placed)
+        assert layer["placed"] == layer["by_replicas"][0]
+        assert layer["gain_of_placing"] == pytest.approx(layer["placed"] - layer["in_order"])
+        assert layer["gain_of_replicas"] == pytest.approx(layer["replicated"] - layer["placed"])
         used = loads[loads.sum(1) > 0].astype(float)
         peaks = np.ceil(level_of(placement.arrays[0][i : i + 1], used[:, None], RANKS)[:, 0] - 1e-9)
-        assert layer.exact == pytest.approx((used.sum(1) / RANKS / peaks).mean())
-    assert view.balancedness == pytest.approx(np.mean([layer.by_replicas for layer in view.layers], axis=0))
+        assert layer["exact"] == pytest.approx((used.sum(1) / RANKS / peaks).mean())
+    assert view["balancedness_by_replicas"] == pytest.approx(
+        np.mean([layer["by_replicas"] for layer in view["layers"]], axis=0)
+    )
 
 
 def test_shared_experts_and_dead_ranks_are_left_out(trace):
@@ -75,10 +77,16 @@ def test_shared_experts_and_dead_ranks_are_left_out(trace):
     odd = isoload.place(trace, topology, 5, "scenario", num_shared=1)
     plain = isoload.place(trace, isoload.Topology(RANKS), 4, "scenario")
     view, other = inspect_placement(trace, odd), inspect_placement(trace, plain)
-    for one, two in zip(view.layers, other.layers, strict=True):
-        assert (one.in_order, one.by_replicas, one.replicas) == (two.in_order, two.by_replicas, two.replicas)
+    for one, two in zip(view["layers"], other["layers"], strict=True):
+        assert (one["in_order"], one["by_replicas"], one["replicas"]) == (
+            two["in_order"],
+            two["by_replicas"],
+            two["replicas"],
+        )
     held = odd.arrays[0].reshape(3, 5, 5)[:, [0, 1, 3, 4]]
-    assert view.layers[0].replicated == pytest.approx(balancedness(rows_of(held[0]), trace.counts[:, 0]))
+    assert view["layers"][0]["replicated"] == pytest.approx(
+        balancedness(rows_of(held[0]), trace.counts[:, 0])
+    )
 
 
 def test_with_speeds_every_figure_is_of_costs(trace, placement):
@@ -87,13 +95,13 @@ def test_with_speeds_every_figure_is_of_costs(trace, placement):
         inspect_placement(trace, replace(placement, topology=isoload.Topology(RANKS, speeds=speeds)))
         for speeds in (None, (0.5,) * RANKS, (1.0, 1.0, 1.0, 0.25))
     )
-    assert equal.balancedness == pytest.approx(plain.balancedness)
-    for one, two, three in zip(plain.layers, equal.layers, slow.layers, strict=True):
-        assert (two.in_order, two.replicated, two.exact) == pytest.approx(
-            (one.in_order, one.replicated, one.exact)
+    assert equal["balancedness_by_replicas"] == pytest.approx(plain["balancedness_by_replicas"])
+    for one, two, three in zip(plain["layers"], equal["layers"], slow["layers"], strict=True):
+        assert (two["in_order"], two["replicated"], two["exact"]) == pytest.approx(
+            (one["in_order"], one["replicated"], one["exact"])
         )
-        assert three.replicated < 0.7 * one.replicated and three.placed < 0.7 * one.placed
-        assert 0 < three.replicated <= three.exact <= 1
+        assert three["replicated"] < 0.7 * one["replicated"] and three["placed"] < 0.7 * one["placed"]
+        assert 0 < three["replicated"] <= three["exact"] <= 1
 
 
 @pytest.fixture
@@ -113,15 +121,15 @@ def test_the_command_prints_layers_in_order_and_as_json(trace, placement, files)
     first = next(i for i, line in enumerate(lines) if line.startswith("layer"))
     cells = [line.split() for line in lines[first + 1 : first + 5]]
     assert [row[0] for row in cells] == ["3", "5", "8", "all"]
-    for row, layer in zip(cells, view.layers, strict=False):
-        wanted = [layer.in_order, layer.placed, layer.replicated, layer.exact]
+    for row, layer in zip(cells, view["layers"], strict=False):
+        wanted = [layer["in_order"], layer["placed"], layer["replicated"], layer["exact"]]
         assert row[1:5] == [f"{value:.3f}" for value in wanted] and row[7] == "6"
     assert cells[3][7] == "18"
     last = next(line for line in reversed(lines) if line.startswith("all"))
-    assert last.split()[1:] == [f"{value:.3f}" for value in view.balancedness]
+    assert last.split()[1:] == [f"{value:.3f}" for value in view["balancedness_by_replicas"]]
     found = json.loads(run(*files, "--json", "-", "--layers", "1-2").stdout)
     assert [layer["layer_id"] for layer in found["layers"]] == [5, 8] and found["replicas"] == [0, 1, 2, 4]
-    assert found["layers"][0]["by_replicas"] == list(view.layers[1].by_replicas)
+    assert found["layers"][0]["by_replicas"] == view["layers"][1]["by_replicas"]
     assert found["num_ranks"] == RANKS and len(found["balancedness_by_replicas"]) == 4
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from isoload.cli.tables import MIB, Figure, json_of, print_lines, print_table, table_of
+from isoload.cli.tables import MIB, Figure, Row, print_lines, print_table, table_of
 
 if TYPE_CHECKING:
     from isoload.cost import CostModel
-    from isoload.replay.layer_cost import LayerCost
 
 UNITS = (
     "µs: predicted, of the busiest rank, one layer. layer = compute + all-to-all + import: nothing hides anything. "
@@ -30,29 +29,19 @@ def given_cost(given: str | None) -> CostModel | None:
     return CostModel() if given == "default" else read_cost(given)
 
 
-def cost_figures(rows: Sequence[LayerCost]) -> tuple[Figure, ...]:
-    """The figures of a row; its change is from the first of all rows."""
-    first = rows[0].layer_us_mean
-    return (
-        Figure("policy", "", "policy", ""),
-        Figure("compute_us", "µs, busiest rank", "compute", ".1f", wide=True),
-        Figure("exchange_us", "µs, busiest rank", "all-to-all", ".1f", wide=True),
-        Figure("import_us", "µs, busiest rank", "import", ".1f", wide=True),
-        Figure("layer_us_mean", "µs, layer", "mean", ".1f"),
-        Figure("layer_us_max", "µs, layer", "max", ".1f", wide=True),
-        Figure("layer_us_change", "µs, layer", "change", "+.1%", lambda row: row.layer_us_mean / first - 1),
-        Figure("bytes_mean", "MiB, fullest rank", "mean", "MiB", wide=True),
-        Figure("bytes_max", "MiB, fullest rank", "max", "MiB"),
-        Figure("borrowed", "borrowed", "experts", ".1f"),
-        Figure("copies_per_borrowed", "borrowed", "copies", ".0f", wide=True),
-        Figure("mean_copies"),
-    )
-
-
-def cost_json(rows: Sequence[LayerCost]) -> list[dict[str, Any]]:
-    """A JSON object per policy, without its name: it lies inside the policy's own row."""
-    figures = cost_figures(rows)[1:]
-    return [json_of(figures, row) for row in rows]
+FIGURES = (
+    Figure("policy", "", "policy"),
+    Figure("compute_us", "µs, busiest rank", "compute", ".1f", wide=True),
+    Figure("exchange_us", "µs, busiest rank", "all-to-all", ".1f", wide=True),
+    Figure("import_us", "µs, busiest rank", "import", ".1f", wide=True),
+    Figure("layer_us_mean", "µs, layer", "mean", ".1f"),
+    Figure("layer_us_max", "µs, layer", "max", ".1f", wide=True),
+    Figure("layer_us_change", "µs, layer", "change", "+.1%"),
+    Figure("bytes_mean", "MiB, fullest rank", "mean", "MiB", wide=True),
+    Figure("bytes_max", "MiB, fullest rank", "max", "MiB"),
+    Figure("borrowed", "borrowed", "experts", ".1f"),
+    Figure("copies_per_borrowed", "borrowed", "copies", ".0f", wide=True),
+)
 
 
 def constants(model: CostModel) -> list[str]:
@@ -70,23 +59,23 @@ def constants(model: CostModel) -> list[str]:
     ]
 
 
-def warnings(rows: Sequence[LayerCost], model: CostModel) -> list[str]:
+def warnings(rows: Sequence[Row], model: CostModel) -> list[str]:
     """Borrows that cost more than they save, and batches too small for any."""
     least = min(model.break_even)
     found = [
-        f"{row.policy}: a borrowed expert computes {row.copies_per_borrowed:.0f} copies, "
+        f"{row['policy']}: a borrowed expert computes {row['copies_per_borrowed']:.0f} copies, "
         "its transfer takes longer than they do"
         for row in rows
-        if row.copies_per_borrowed is not None and row.copies_per_borrowed < least
+        if row["copies_per_borrowed"] is not None and row["copies_per_borrowed"] < least
     ]
-    if (copies := rows[0].mean_copies) < least:
+    if (copies := rows[0]["mean_copies"]) < least:
         found.append(f"a rank has {copies:.0f} copies per batch and layer, mean: too few for a borrow to pay")
     return found
 
 
-def print_cost(rows: Sequence[LayerCost], model: CostModel, console: Console, wide: bool = False) -> None:
+def print_cost(rows: Sequence[Row], model: CostModel, console: Console, wide: bool = False) -> None:
     console.print()
     print_lines(console, constants(model), "bold")
-    print_table(console, *table_of(cost_figures(rows), rows, wide))
+    print_table(console, *table_of(FIGURES, rows, wide))
     print_lines(console, UNITS, "dim")
     print_lines(console, warnings(rows, model), "yellow")

@@ -2,33 +2,178 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from isoload.cli.options import CostFile, Force, JsonTarget
-from isoload.cli.tables import Figure, json_of, write_out
+from isoload.cli.tables import write_out
 
 if TYPE_CHECKING:
-    from isoload.cli.checks import Item
+    from isoload.cost import CostModel
+    from isoload.transport import deep_ep
 
-FIGURES = (Figure("name", form=""), Figure("on", form=""), Figure("detail", form=""), Figure("asked"))
+PACKAGE = Path(__file__).parents[1]
+CUDA_OP = "isoload::plan_exact"  # stands for all ops: they are compiled for CUDA together
 
 
-def doctor_json(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """The JSON list of ``isoload doctor --json``."""
-    return [json_of(FIGURES, item) for item in items]
+@dataclass(frozen=True)
+class Item:
+    """What isoload can use or go into: whether it is so; what there is, or why not; whether a variable asks for it."""
+
+    name: str
+    on: bool
+    detail: str
+    asked: bool = False
+
+
+def report(cost: CostModel | None = None) -> list[Item]:
+    """Everything isoload can use, from the interpreter up; cost: constants of the break-even point of a borrow."""
+    import torch
+
+    from isoload.cli.engines import ENGINES, look
+    from isoload.cost import CostModel
+
+    checks: dict[str, Callable[[], tuple[bool, str]]] = {
+        "python": lambda: (True, f"{platform.python_version()} on {platform.machine()}"),
+        "torch": lambda: (True, f"{torch.__version__}, {torch.get_num_threads()} CPU threads"),
+        "isoload ops": _ops,
+        "isoload CUDA ops": _cuda_ops,
+        "CUDA device": _cuda_device,
+        "nvcc": _nvcc,
+        "NCCL": _nccl,
+        "Triton": lambda: _package("triton", "the Triton kernels", "triton"),
+        "Triton kernels": _kernels,
+        "DeepEP": _deep_ep,
+        "HiGHS (scipy)": lambda: _package("scipy", "the LP oracle of tests and benchmarks", "plan"),
+        "break-even": lambda: _break_even(cost or CostModel()),
+    }
+    engines = [Item(engine.name, *look(engine, os.environ)) for engine in ENGINES]
+    items = [Item(name, *check()) for name, check in checks.items()]
+    return [*items[:-2], *engines, *items[-2:]]
+
+
+def _ops() -> tuple[bool, str]:
+    from isoload import __version__
+
+    files = sorted(PACKAGE.glob("_C*.so"))
+    return (True, f"{__version__}, {files[0].name}") if files else (False, "not compiled: run `make build`")
+
+
+def _cuda_ops() -> tuple[bool, str]:
+    import torch
+
+    if torch._C._dispatch_has_kernel_for_dispatch_key(CUDA_OP, "CUDA"):
+        return True, "compiled in"
+    return False, "this build has CPU ops only"
+
+
+def _cuda_device() -> tuple[bool, str]:
+    import torch
+
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        return True, f"{names}; {free / 2**30:.0f} of {total / 2**30:.0f} GiB free on the first"
+    if torch.version.cuda is None:
+        return False, f"torch {torch.__version__} is built without CUDA"
+    return False, f"torch is built for CUDA {torch.version.cuda} but finds no device or driver"
+
+
+def _nvcc() -> tuple[bool, str]:
+    homes = filter(None, map(os.environ.get, ("CUDA_HOME", "CUDA_PATH")))
+    places = [*(f"{home}/bin" for home in homes), os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+    path = shutil.which("nvcc", path=os.pathsep.join(places))  # as setup.py looks
+    if path is None:
+        where = "neither in CUDA_HOME, nor on PATH, nor in /usr/local/cuda"
+        return False, f"{where}: CUDA sources cannot be compiled"
+    asked = [path, "--version"]
+    try:
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return False, f"{path} does not run: {error}"
+    release = re.search(r"release ([\d.]+)", said.stdout)
+    return True, f"CUDA {release.group(1) if release else 'of unknown release'}, {path}"
+
+
+def _nccl() -> tuple[bool, str]:
+    import torch
+
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        return True, ".".join(map(str, torch.cuda.nccl.version()))
+    gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+    return False, f"torch is built without NCCL{': collectives run on Gloo' if gloo else ''}"
+
+
+def _kernels() -> tuple[bool, str]:
+    from isoload import kernels
+
+    if reason := kernels.why_not():
+        return False, f"plain torch computes: {reason}"
+    return True, "permutation and activation of rows"
+
+
+def _deep_ep() -> tuple[bool, str]:
+    """What is installed, by its files: importing it needs a GPU."""
+    import torch
+
+    from isoload.transport import deep_ep
+
+    found = [package for package in deep_ep.installed() if package.buffers]
+    if not found:
+        others = ", ".join(f"{p.module} is there but not DeepSeek's" for p in deep_ep.installed())
+        return (
+            False,
+            f"{others or 'not installed'}, needed for DeepEPTransport: pip install 'isoload[deepep]'",
+        )
+    can = "; ".join(f"{package}: {_abilities(package)}" for package in found)
+    if not torch.cuda.is_available():
+        return False, f"{can}; needs a GPU, and torch finds none"
+    return True, can
+
+
+def _abilities(package: deep_ep.Package) -> str:
+    low_latency = ", low latency" if "Buffer" in package.buffers else ""
+    borrows = ", borrows (borrow='deep_ep')" if package.borrows else ""
+    return f"{', '.join(package.buffers)} by DeepEPTransport{low_latency}{borrows}"
+
+
+def _package(module: str, use: str, extra: str) -> tuple[bool, str]:
+    if importlib.util.find_spec(module) is None:
+        return False, f"not installed, needed for {use}: pip install 'isoload[{extra}]'"
+    try:
+        return True, f"{importlib.metadata.version(module)}, for {use}"
+    except importlib.metadata.PackageNotFoundError:
+        return True, f"version unknown, for {use}"
+
+
+def _break_even(model: CostModel) -> tuple[bool, str]:
+    """From how many tokens borrowing an expert pays."""
+    (near, far), (inside, outside) = model.break_even, model.bandwidths
+    return True, (
+        f"borrowing an expert pays from {near} tokens inside a node ({inside:g} GB/s), {far} between nodes "
+        f"({outside:g} GB/s): {model.source}"
+    )
 
 
 def print_doctor(items: Sequence[Item], console: Console) -> None:
     width = max(len(item.name) for item in items)
     for item in items:
-        name, on, detail = (figure.cell(item) for figure in FIGURES[:3])
-        line = Text(f"{name:<{width}}  ").append(f"{on:<3}", "green" if item.on else "yellow")
-        console.print(line.append(f"  {detail}"), soft_wrap=True)
+        on, colour = ("on", "green") if item.on else ("off", "yellow")
+        line = Text(f"{item.name:<{width}}  ").append(f"{on:<3}", colour).append(f"  {item.detail}")
+        console.print(line, soft_wrap=True)
 
 
 def doctor(cost: CostFile = None, json: JsonTarget = None, force: Force = False) -> None:
@@ -36,12 +181,11 @@ def doctor(cost: CostFile = None, json: JsonTarget = None, force: Force = False)
 
     Exit code 1 if a variable asks for an engine (ISOLOAD_SGLANG=1, ISOLOAD_VLLM=1) that isoload would stay out of.
     """
-    from isoload.cli.checks import report
     from isoload.cli.cost import given_cost
     from isoload.cli.targets import check_targets
 
     check_targets([cost], force, json)
     items = report(given_cost(cost))
-    write_out(json, doctor_json(items), lambda console: print_doctor(items, console))
+    write_out(json, [asdict(item) for item in items], lambda console: print_doctor(items, console))
     if any(item.asked and not item.on for item in items):
         raise typer.Exit(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -17,55 +16,37 @@ SAID = "isoload: "  # engines print, too
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine, and how to ask it.
-
-    probe   Python that prints a line after SAID for everything that is not as expected; run in a process of its own,
-            since it imports the engine and attaches to it
-    switch  the variable that turns the plug-in on; None: a program calls isoload
-    group   of the entry points by which the engine finds it
-    plugins the engine's own variable that lists the plug-ins it loads
-    use     what there is, if nothing is wrong
-    """
+    """An engine, and how to ask it."""
 
     name: str
     module: str
+    # Python that prints a line after SAID for everything that is not as expected; run in a process of its own, since it
+    # imports the engine and attaches to it.
     probe: str
-    use: str
-    switch: Variable | None = None
-    group: str = ""
-    plugins: str = ""
+    use: str  # what there is, if nothing is wrong
+    switch: Variable | None = None  # that turns the plug-in on; None: a program calls isoload
+    group: str = ""  # of the entry points by which the engine finds it
+    plugins: str = ""  # the engine's own variable that lists the plug-ins it loads
 
 
-ATTACH = f"""
+def _attaches(plug_in: str, first: str = "") -> str:
+    return f"""{first}
 from isoload.integrations.settings import Settings
-from isoload.integrations.NAME import attach
+from isoload.integrations.{plug_in} import attach
 for fault in attach(Settings.read()): print({SAID!r} + fault)
 """
+
+
 HOOKS = "its functions are as isoload expects and a known batch comes out right"
+SCHEDULER = "import sglang.srt.managers.scheduler"
+HUGGING_FACE = "from isoload.integrations import huggingface; huggingface.register()"
+EXPERTS = "ep_implementation='isoload' after isoload.integrations.huggingface.register()"
+MEGATRON = "import isoload.integrations.megatron"
 ENGINES = (
-    Engine(
-        "SGLang",
-        "sglang",
-        "import sglang.srt.managers.scheduler" + ATTACH.replace("NAME", "sglang"),
-        HOOKS,
-        SGLANG,
-        "sglang.srt.plugins",
-    ),
-    Engine(
-        "vLLM", "vllm", ATTACH.replace("NAME", "vllm"), HOOKS, VLLM, "vllm.general_plugins", "VLLM_PLUGINS"
-    ),
-    Engine(
-        "transformers",
-        "transformers",
-        "from isoload.integrations import huggingface; huggingface.register()",
-        "ep_implementation='isoload' after isoload.integrations.huggingface.register()",
-    ),
-    Engine(
-        "Megatron-Core",
-        "megatron.core",
-        "import isoload.integrations.megatron",
-        "isoload.integrations.megatron.balance(model)",
-    ),
+    Engine("SGLang", "sglang", _attaches("sglang", SCHEDULER), HOOKS, SGLANG, "sglang.srt.plugins"),
+    Engine("vLLM", "vllm", _attaches("vllm"), HOOKS, VLLM, "vllm.general_plugins", "VLLM_PLUGINS"),
+    Engine("transformers", "transformers", HUGGING_FACE, EXPERTS),
+    Engine("Megatron-Core", "megatron.core", MEGATRON, "isoload.integrations.megatron.balance(model)"),
 )
 
 
@@ -83,11 +64,8 @@ def look(engine: Engine, environ: Mapping[str, str]) -> tuple[bool, str, bool]:
     if not asked:
         return False, f"{name} {found}: {engine.use}; attaches with {engine.switch.name}=1", asked
     chosen = [environ.get(variable.name, "").strip() or variable.default for variable in (POLICY, PLACER)]
-    return (
-        True,
-        f"{name} {found}: {engine.use}; attaches, policy {chosen[0] or 'exact'}, placer {chosen[1]}",
-        asked,
-    )
+    attaches = f"attaches, policy {chosen[0] or 'exact'}, placer {chosen[1]}"
+    return True, f"{name} {found}: {engine.use}; {attaches}", asked
 
 
 def is_here(module: str) -> bool:
@@ -108,8 +86,3 @@ def faults(engine: Engine, environ: Mapping[str, str]) -> list[str]:
     if done.returncode:
         return [done.stderr.strip().rpartition("\n")[2].removeprefix("ValueError: ")]
     return [line.removeprefix(SAID) for line in done.stdout.splitlines() if line.startswith(SAID)]
-
-
-def look_at_all(environ: Mapping[str, str] | None = None) -> list[tuple[str, bool, str, bool]]:
-    """Name and :func:`look` of every engine."""
-    return [(engine.name, *look(engine, os.environ if environ is None else environ)) for engine in ENGINES]

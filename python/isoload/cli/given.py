@@ -1,10 +1,16 @@
-"""Placement files given to commands: whose ranks they are of, and which batches of a trace they have not seen."""
+"""Traces and placement files given to commands: their layers, whose ranks they are of, which batches are unseen."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from isoload.files.reading import shown
 from isoload.formats import UnknownRanks, read_placement
@@ -13,15 +19,12 @@ from isoload.placers import make_placer, place
 from isoload.replay.calibration import strictest
 from isoload.replay.simulate import ReplaySettings
 from isoload.topology import Topology
-from isoload.trace import Trace
+from isoload.trace import Trace, read_trace
+from isoload.trace.top_k import with_top_k
 
 
 def read_given(path: str, topology: Topology | None) -> Placement:
-    """The placement of a file; the topology is for engines' files, which do not say it.
-
-    Raises:
-        ValueError: naming the option; other ranks than the file's own.
-    """
+    """The placement of a file; the topology is for engines' files, which do not say it."""
     try:
         found = read_placement(path)
     except UnknownRanks as error:
@@ -36,12 +39,9 @@ def read_given(path: str, topology: Topology | None) -> Placement:
 
 
 def given_placement(context: typer.Context, path: str) -> Placement:
-    """The placement of a file, which no option of the command may contradict.
-
-    Raises:
-        ValueError: naming the option.
-    """
-    given = {name: value for name, value in context.params.items() if _is_given(context, name)}
+    """The placement of a file, which no option of the command may contradict."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = {name: context.params[name] for name, of in sources.items() if of and of.name == "COMMANDLINE"}
     ranks = given.get("ranks")
     found = read_given(path, None if ranks is None else Topology(ranks, given.get("ranks_per_node", 0)))
     has = {
@@ -57,11 +57,6 @@ def given_placement(context: typer.Context, path: str) -> Placement:
     return found
 
 
-def _is_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
-
-
 def unseen_part(
     placement: Placement, path: str, trace: Trace, settings: ReplaySettings
 ) -> tuple[ReplaySettings, Placement | None, str]:
@@ -70,9 +65,6 @@ def unseen_part(
     A file that ``isoload place`` made of this trace has seen all of its batches. As there, it is judged by placements
     that its placer makes without the batches they are replayed on; calibrate "all", and a trace of one batch, replay
     the file itself.
-
-    Raises:
-        ValueError: calibrate where the file was not made of this trace.
     """
     placer = made_by(placement, trace)
     if placer is None:
@@ -107,3 +99,34 @@ def made_by(placement: Placement, trace: Trace) -> str | None:
         return None  # made of another trace, by another version, by a placer that needs more than counts
     given = [f"{key}={value}" for key, value in options.items() if value != default[key]]
     return ":".join([name, *given]) if same else None
+
+
+def load_trace(path: Path, layers: str | None = None, top_k: str | None = None) -> Trace:
+    """The trace of some layers, with K where it is known."""
+    with Console(stderr=True).status(f"reading {escape(str(path))}"):
+        trace = with_top_k(read_trace(path), top_k)
+    return trace if layers is None else trace.select_layers(parse_layers(layers, trace.num_layers))
+
+
+def parse_layers(text: str, num_layers: int) -> list[int]:
+    """Positions of layers from a list of numbers and ranges: "0-3,7" -> [0, 1, 2, 3, 7]."""
+    ends = [part.split("-") for part in text.replace(" ", "").split(",")]
+    if not all(len(pair) <= 2 and all(map(str.isdecimal, pair)) for pair in ends):
+        raise ValueError(f"layers must be numbers and ranges such as 0-3,7, got {shown(text)}")
+    # Before a range is laid out, and before int() refuses too many digits.
+    if any(len(end) > 9 or int(end) >= num_layers for pair in ends for end in pair):
+        raise ValueError(f"layers must be some of 0..{num_layers - 1}, got {shown(text)}")
+    layers = {layer: None for pair in ends for layer in range(int(pair[0]), int(pair[-1]) + 1)}
+    if not layers or len(layers) < sum(int(pair[-1]) + 1 - int(pair[0]) for pair in ends):
+        raise ValueError(f"layers must be distinct and at least one, got {shown(text)}")
+    return list(layers)
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr, gone when done and absent where stderr is not a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -14,7 +12,7 @@ from isoload.cli.options import Force, JsonTarget, LayersText, TopK, TracePath, 
 from isoload.cli.tables import (
     Column,
     Figure,
-    json_of,
+    Row,
     percent,
     print_lines,
     print_table,
@@ -25,62 +23,47 @@ from isoload.cli.tables import (
 
 if TYPE_CHECKING:
     from isoload.placement import Placement
-    from isoload.replay.inspection import LayerStats
-    from isoload.replay.placement_inspection import PlacedLayer, PlacementView
     from isoload.trace import Trace
 
 
-def _share(of: str) -> list[Figure]:
-    """The figures of one :class:`isoload.replay.inspection.LargestShare`."""
-    group = f"largest share of {'an expert' if of == 'expert' else 'a rank'}"
-    return [
-        Figure(f"{of}.total", group, "all", "%", wide=True),
-        Figure(f"{of}.mean", group, "mean", "%", wide=True),
-        Figure(f"{of}.max", group, "max", "%", wide=True),
-        Figure(f"{of}.per_batch"),
-    ]
-
-
-def inspect_figures(ranks: Sequence[int]) -> tuple[Figure, ...]:
+def inspect_figures(ranks: Sequence[str]) -> list[Figure]:
     """The figures of a layer, with what its skew costs on each of these numbers of ranks."""
     costs = [
-        Figure(f"on_ranks.{number}.{key}", f"{number} ranks", title, ".2f", partial(_cost, number, key))
+        Figure(f"on_ranks.{number}.{key}", f"{number} ranks", title, ".2f")
         for number in ranks
         for key, title in (("in_order", "order"), ("least", "least"))
     ]
-    return (
-        Figure("layer_id", "", "layer", ""),
-        Figure("expert.hottest", "hottest expert", "id", ""),
+    expert, rank = "largest share of an expert", "largest share of a rank"
+    return [
+        Figure("layer_id", "", "layer"),
+        Figure("expert.hottest", "hottest expert", "id"),
         Figure("expert_max_over_mean", "hottest expert", "/mean", ".2f"),
         Figure("skew", "hottest expert", "skew", "%"),
         *costs,
-        *_share("expert"),
-        Figure("rank.hottest", "largest share of a rank", "hottest", "", wide=True),
-        *_share("rank"),
+        Figure("expert.total", expert, "all", "%", wide=True),
+        Figure("expert.mean", expert, "mean", "%", wide=True),
+        Figure("expert.max", expert, "max", "%", wide=True),
+        Figure("rank.hottest", rank, "hottest", wide=True),
+        Figure("rank.total", rank, "all", "%", wide=True),
+        Figure("rank.mean", rank, "mean", "%", wide=True),
+        Figure("rank.max", rank, "max", "%", wide=True),
         Figure("imbalance", "max/mean", "rank", ".2f", wide=True),
-    )
-
-
-def inspect_json(trace: Trace, num_ranks: int, layers: Sequence[LayerStats]) -> dict[str, Any]:
-    """The JSON object of ``isoload inspect --json``."""
-    figures = inspect_figures(list(layers[0].on_ranks))
-    rows = [json_of(figures, layer) for layer in layers]
-    return {"trace": trace.name, "num_ranks": num_ranks, "layers": rows}
+    ]
 
 
 def print_inspection(
-    trace: Trace, num_ranks: int, layers: Sequence[LayerStats], console: Console, wide: bool = False
+    trace: Trace, num_ranks: int, layers: Sequence[Row], console: Console, wide: bool = False
 ) -> None:
     model = f" ({trace.provenance['model']})" if trace.provenance.get("model") else ""
     shape = f"{trace.num_batches} batches, {trace.num_layers} layers, {trace.num_experts} experts"
     ranks = f"experts in order on {num_ranks} ranks, no replicas"
     print_lines(console, [f"{trace.name}{model}", f"{shape}; {ranks}"], "bold")
-    numbers = list(layers[0].on_ranks)
+    numbers = list(layers[0]["on_ranks"])
     print_table(console, *table_of(inspect_figures(numbers), layers, wide))
     print_lines(
         console, ["Mean of the layers, max/mean rank load:", *(_cost_line(layers, n) for n in numbers)]
     )
-    expert, rank = max(layer.expert.max for layer in layers), max(layer.rank.max for layer in layers)
+    expert, rank = (max(layer[of]["max"] for layer in layers) for of in ("expert", "rank"))
     scale = f"chosen by every token, {trace.num_experts / trace.top_k:.2f} x" if trace.top_k else "(--top-k)"
     notes = [
         "order: max/mean rank load with experts in order; least: of any placement without replicas, which the hottest "
@@ -91,18 +74,12 @@ def print_inspection(
     print_lines(console, notes, "dim")
 
 
-def _cost(num_ranks: int, key: str, layer: LayerStats) -> float:
-    value: float = getattr(layer.on_ranks[num_ranks], key)
-    return value
-
-
-def _cost_line(layers: Sequence[LayerStats], num_ranks: int) -> str:
+def _cost_line(layers: Sequence[Row], number: str) -> str:
     """What the skew costs on so many ranks, mean over layers."""
-    in_order, least = (
-        sum(_cost(num_ranks, key, layer) for layer in layers) / len(layers) for key in ("in_order", "least")
-    )
-    above = f"{sum(layer.on_ranks[num_ranks].least > 1 for layer in layers)} of {len(layers)} layers"
-    return f"{num_ranks} ranks: {in_order:.2f} in order, {least:.2f} at least; {above} need replicas"
+    costs = [layer["on_ranks"][number] for layer in layers]
+    in_order, least = (sum(cost[key] for cost in costs) / len(costs) for key in ("in_order", "least"))
+    above = f"{sum(cost['least'] > 1 for cost in costs)} of {len(layers)} layers"
+    return f"{number} ranks: {in_order:.2f} in order, {least:.2f} at least; {above} need replicas"
 
 
 PLACED_UNITS = (
@@ -114,56 +91,41 @@ GAIN_UNITS = (
     "the balancedness itself, all layers."
 )
 PLACED_FIGURES = (
-    Figure("layer_id", "", "layer", ""),
+    Figure("layer_id", "", "layer"),
     Figure("in_order", "balancedness (mean/max)", "in order", ".3f"),
     Figure("placed", "balancedness (mean/max)", "placed", ".3f"),
     Figure("replicated", "balancedness (mean/max)", "replicated", ".3f"),
     Figure("exact", "balancedness (mean/max)", "exact", ".3f"),
     Figure("gain_of_placing", "gain of", "placing", "+.3f"),
     Figure("gain_of_replicas", "gain of", "replicas", "+.3f"),
-    Figure("replicas", "replicas", "held", ""),
-    Figure("by_replicas"),
+    Figure("replicas", "replicas", "held"),
 )
 
 
-def placement_json(trace: Trace, path: str, placement: Placement, view: PlacementView) -> dict[str, Any]:
-    """The JSON object of ``isoload inspect --placement --json``."""
-    return {
-        "trace": trace.name,
-        "placement": path,
-        "num_ranks": placement.topology.num_ranks,
-        "replicas": list(view.replicas),
-        "balancedness_by_replicas": list(view.balancedness),
-        "layers": [json_of(PLACED_FIGURES, layer) for layer in view.layers],
-    }
-
-
-def print_placement(
-    trace: Trace, path: str, placement: Placement, view: PlacementView, console: Console
-) -> None:
+def print_placement(trace: Trace, path: str, placement: Placement, view: Row, console: Console) -> None:
     shape = f"{trace.num_batches} batches, {trace.num_layers} layers, {trace.num_experts} experts"
     ranks = f"{placement.slots_per_rank} slots on each of {placement.topology.num_ranks} ranks"
     print_lines(console, [f"{path} under {trace.name}", f"{shape}; {ranks}"], "bold")
-    print_table(console, *table_of(PLACED_FIGURES, [*view.layers, _mean(view.layers)]))
+    print_table(console, *table_of(PLACED_FIGURES, [*view["layers"], _mean(view["layers"])]))
     print_lines(console, [PLACED_UNITS], "dim")
     print_table(console, *_by_replicas(view))
     print_lines(console, [GAIN_UNITS], "dim")
 
 
-def _mean(layers: Sequence[PlacedLayer]) -> SimpleNamespace:
+def _mean(layers: Sequence[Row]) -> Row:
     """All layers, as a last row."""
-    names = ("in_order", "placed", "replicated", "exact", "gain_of_placing", "gain_of_replicas")
-    means = {name: float(sum(getattr(layer, name) for layer in layers) / len(layers)) for name in names}
-    return SimpleNamespace(layer_id="all", replicas=sum(layer.replicas for layer in layers), **means)
+    sums = {figure.key: sum(figure.value(layer) for layer in layers) for figure in PLACED_FIGURES[1:]}
+    means = {key: value / len(layers) for key, value in sums.items()}
+    return means | {"layer_id": "all", "replicas": sums["replicas"]}
 
 
-def _by_replicas(view: PlacementView) -> tuple[list[str], list[str]]:
+def _by_replicas(view: Row) -> tuple[list[str], list[str]]:
     """A row per layer, a column per number of replicas."""
-    names = [*(str(layer.layer_id) for layer in view.layers), "all"]
-    columns = [Column("", "layer", names)]
-    for k, number in enumerate(view.replicas):
-        gains = [f"{layer.by_replicas[k] - layer.by_replicas[0]:+.3f}" for layer in view.layers]
-        columns.append(Column("replicas of a layer", str(number), [*gains, f"{view.balancedness[k]:.3f}"]))
+    layers, means = view["layers"], view["balancedness_by_replicas"]
+    columns = [Column("", "layer", [*(str(layer["layer_id"]) for layer in layers), "all"])]
+    for k, number in enumerate(view["replicas"]):
+        gains = [f"{layer['by_replicas'][k] - layer['by_replicas'][0]:+.3f}" for layer in layers]
+        columns.append(Column("replicas of a layer", str(number), [*gains, f"{means[k]:.3f}"]))
     return table(columns)
 
 
@@ -190,20 +152,23 @@ def inspect(
     With --placement the balance of each layer instead: experts in order, placed without replicas, and as in the file;
     and what so many replicas bring to each.
     """
-    from isoload.cli.given import given_placement
+    from isoload.cli.given import given_placement, load_trace
     from isoload.cli.targets import check_targets
-    from isoload.cli.traces import load_trace
-    from isoload.replay.inspection import inspect_trace
-    from isoload.replay.placement_inspection import inspect_placement
+    from isoload.replay.inspection import inspect_placement, inspect_trace
 
     check_targets([trace, placement], force, json)
     placed = None if placement is None else given_placement(context, placement)
     loaded = load_trace(trace, layers, top_k)
     if placed is not None and placement is not None:
         view = inspect_placement(loaded, placed)
-        figures = placement_json(loaded, placement, placed, view)
+        figures = {
+            "trace": loaded.name,
+            "placement": placement,
+            "num_ranks": placed.topology.num_ranks,
+            **view,
+        }
         write_out(json, figures, lambda console: print_placement(loaded, placement, placed, view, console))
     else:
         found = inspect_trace(loaded, ranks)
-        figures = inspect_json(loaded, ranks, found)
+        figures = {"trace": loaded.name, "num_ranks": ranks, "layers": found}
         write_out(json, figures, lambda console: print_inspection(loaded, ranks, found, console, wide))

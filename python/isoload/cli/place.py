@@ -12,14 +12,11 @@ import typer
 from rich.console import Console
 
 from isoload.cli import options
-from isoload.cli.tables import NO_FREEDOM, Figure, json_of, print_lines, print_table, table_of, write_out
+from isoload.cli.tables import NO_FREEDOM, Figure, Row, print_lines, print_table, table_of, write_out
 from isoload.files.writing import descriptor_of
 
 if TYPE_CHECKING:
     from isoload.placement import Placement
-    from isoload.replay.judge import Ints, Judged
-    from isoload.topology import Topology
-    from isoload.trace import Trace
 
 UNITS = (
     "max/mean rank load, mean over batches and layers. even: replicas share alike; exact: the best split, as isoload's "
@@ -27,22 +24,13 @@ UNITS = (
     "judged ones."
 )
 FIGURES = (
-    Figure("placer", "", "placer", ""),
+    Figure("placer", "", "placer"),
     Figure("even", "imbalance", "even", ".3f"),
     Figure("exact", "imbalance", "exact", ".3f"),
-    Figure("replicas", "", "replicas", ""),
+    Figure("replicas", "", "replicas"),
     Figure("replica_bytes", "replicas on a rank", "MiB", "MiB"),
     Figure("changed", "slots", "changed", "%"),
 )
-
-
-def place_json(placement: Placement, calibrate: str, rows: Sequence[Judged]) -> dict[str, Any]:
-    """The JSON object of ``isoload place --json``."""
-    return {
-        "calibrate": calibrate,
-        "provenance": placement.provenance,
-        "placers": [json_of(FIGURES, row) for row in rows],
-    }
 
 
 def placement_line(placement: Placement, path: str) -> str:
@@ -52,7 +40,7 @@ def placement_line(placement: Placement, path: str) -> str:
 
 
 def print_place(
-    placement: Placement, path: str, calibrate: str, rows: Sequence[Judged], console: Console
+    placement: Placement, path: str, calibrate: str, rows: Sequence[Row], console: Console
 ) -> None:
     print_lines(console, [placement_line(placement, path)])
     print_table(console, *table_of(FIGURES, rows))
@@ -60,75 +48,6 @@ def print_place(
     print_lines(console, [f"{seen} (calibrate {calibrate}): {UNITS}"])
     if not any(placement.has_freedom):
         print_lines(console, [NO_FREEDOM.format(more=placement.slots_per_rank + 1)], "yellow")
-
-
-def run_place(
-    traces: Sequence[Trace],
-    topology: Topology,
-    slots_per_rank: int,
-    placer: str,
-    before: str | None,
-    against: str | None,
-    calibrate: str,
-    expert_bytes: int,
-    replica_memory: int,
-) -> tuple[Placement, list[Judged]]:
-    """Places the experts of some traces, and judges that beside experts in order and ``eplb``.
-
-    Args:
-        slots_per_rank: 0: those of before, else as many as a replay's.
-        before, against: files.
-        expert_bytes: 0: not known.
-        replica_memory: bytes of a rank for replicas of all layers; 0: as the placer's options say.
-
-    Raises:
-        ValueError: naming the argument, the rule and the value.
-    """
-    from isoload.formats import read_placement
-    from isoload.placers import layers_of, make_placer, parse_placer
-    from isoload.placers import place as place_experts
-    from isoload.replay.judge import Judged, changed_slots, count_replicas, judge_unseen, most_replicas
-    from isoload.replay.simulate import default_slots_per_rank
-
-    first = traces[0]
-    name, options = parse_placer(placer)
-    options |= memory_budget(replica_memory, expert_bytes, name, options, first.num_layers)
-    start, rival = (
-        None if path is None else layers_of(read_placement(path, topology), first, option)
-        for option, path in (("before", before), ("against", against))
-    )
-    slots: int | None = slots_per_rank or (0 if start is None else start.slots_per_rank)
-    if not slots:
-        budget = make_placer(name, options).has_budget  # decides itself how many slots each rank has
-        slots = None if budget else default_slots_per_rank(first.num_experts, topology.num_ranks)
-    given: dict[str, Any] = {"slots_per_rank": slots, "placer": name, **options}
-    if start is not None:
-        given["before"] = start
-    placement = place_experts(list(traces), topology, **given)
-
-    def judged(label: str, made: Placement, worth: tuple[float, float]) -> Judged:
-        old = start if start is not None else rival
-        return Judged(
-            label,
-            *worth,
-            replicas=count_replicas(made),
-            replica_bytes=round(most_replicas(made) * expert_bytes) if expert_bytes else None,
-            changed=None if old is None or old.num_slots != made.num_slots else changed_slots(old, made),
-        )
-
-    counts: Ints = sum(trace.batch_counts().sum(0) for trace in traces)  # type: ignore[assignment]
-    rows = []
-    for label, options in (
-        ("in order", {"placer": "trivial"}),
-        ("eplb", {"placer": "eplb", "slots_per_rank": placement.slots_per_rank}),
-        (placer, given),
-    ):
-        made = placement if options is given else place_experts(counts, topology, **options)
-        worth = judge_unseen(first, calibrate, partial(place_experts, topology=topology, **options))
-        rows.append(judged(label, made, worth))
-    if rival is not None:
-        rows.append(judged(against or "", rival, judge_file(rival, first)))
-    return placement, rows
 
 
 def memory_budget(
@@ -148,15 +67,6 @@ def memory_budget(
     if "replicas" not in [field.name for field in fields(PLACERS[name])]:
         raise ValueError(f"replica_memory must be 0 for placer {name}, which has no budget, got {memory}")
     return {"replicas": min(memory // size, num_layers)}
-
-
-def judge_file(placement: Placement, trace: Trace) -> tuple[float, float]:
-    from isoload.replay.judge import even_imbalance, exact_imbalance
-
-    counts = trace.batch_counts()
-    if placement.num_routed != trace.num_experts:
-        raise ValueError(f"against must have {trace.num_experts} routed experts, got {placement.num_routed}")
-    return float(even_imbalance(placement, counts).mean()), float(exact_imbalance(placement, counts).mean())
 
 
 def place(
@@ -188,21 +98,66 @@ def place(
 
     Experts are placed on all batches; the figures are of placements made without the batches they are judged on.
     """
+    from isoload.cli.given import load_trace
     from isoload.cli.targets import check_targets
-    from isoload.cli.traces import load_trace
-    from isoload.formats import check_format, write_placement
+    from isoload.formats import check_format, read_placement, write_placement
+    from isoload.placers import layers_of, make_placer, parse_placer
+    from isoload.placers import place as place_experts
+    from isoload.replay import judge
     from isoload.replay.calibration import strictest
+    from isoload.replay.simulate import default_slots_per_rank
     from isoload.topology import Topology
 
     check_targets([*traces, before, against], force, json, str(output))
     check_format(file_format, output, "output")
     loaded = [load_trace(trace) for trace in traces]
-    held_back = calibrate or strictest(loaded[0].num_batches, loaded[0].cluster)
+    first = loaded[0]
+    held_back = calibrate or strictest(first.num_batches, first.cluster)
     topology = Topology(ranks, ranks_per_node)
-    placement, rows = run_place(
-        loaded, topology, slots_per_rank, placer, before, against, held_back, expert_bytes, replica_memory
+    name, chosen = parse_placer(placer)
+    chosen |= memory_budget(replica_memory, expert_bytes, name, chosen, first.num_layers)
+    start, rival = (
+        None if path is None else layers_of(read_placement(path, topology), first, option)
+        for option, path in (("before", before), ("against", against))
     )
+    slots: int | None = slots_per_rank or (0 if start is None else start.slots_per_rank)
+    if not slots:
+        budget = make_placer(name, chosen).has_budget  # decides itself how many slots each rank has
+        slots = None if budget else default_slots_per_rank(first.num_experts, topology.num_ranks)
+    given: dict[str, Any] = {"slots_per_rank": slots, "placer": name, **chosen}
+    if start is not None:
+        given["before"] = start
+    placement = place_experts(loaded, topology, **given)
+    old = rival if start is None else start
+
+    def judged(label: str, made: Placement, even: float, exact: float) -> Row:
+        return {
+            "placer": label,
+            "even": even,  # imbalance, mean over unseen batches and layers, replicas sharing alike
+            "exact": exact,  # the same, split exactly
+            "replicas": judge.count_replicas(made),
+            "replica_bytes": round(judge.most_replicas(made) * expert_bytes) if expert_bytes else None,
+            "changed": judge.changed_slots(old, made) if old and old.num_slots == made.num_slots else None,
+        }
+
+    counts: Any = sum(trace.batch_counts().sum(0) for trace in loaded)
+    rows = []
+    for label, how in (
+        ("in order", {"placer": "trivial"}),
+        ("eplb", {"placer": "eplb", "slots_per_rank": placement.slots_per_rank}),
+        (placer, given),
+    ):
+        made = placement if how is given else place_experts(counts, topology, **how)
+        make = partial(place_experts, topology=topology, **how)
+        rows.append(judged(label, made, *judge.judge_unseen(first, held_back, make)))
+    if against is not None and rival is not None:
+        if rival.num_routed != first.num_experts:
+            raise ValueError(f"against must have {first.num_experts} routed experts, got {rival.num_routed}")
+        imbalances = judge.even_imbalance, judge.exact_imbalance
+        rows.append(
+            judged(against, rival, *(float(f(rival, first.batch_counts()).mean()) for f in imbalances))
+        )
     write_placement(placement, output, file_format)
-    figures = place_json(placement, held_back, rows)
+    figures = {"calibrate": held_back, "provenance": placement.provenance, "placers": rows}
     console = Console(highlight=False, stderr=descriptor_of(str(output)) == 1)
     write_out(json, figures, lambda c: print_place(placement, str(output), held_back, rows, c), console)

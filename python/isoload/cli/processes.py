@@ -80,32 +80,20 @@ def _run_rank(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the parent ends us
     for reader in readers:
         reader.close()  # so that writing fails once the parent is gone
+    method, patience = f"file://{store}", timedelta(seconds=stall_seconds)
     try:
-        message = _message(body, rank, num_ranks, store, stall_seconds, writer)
+        try:
+            torch.set_num_threads(1)
+            dist.init_process_group("gloo", method, patience, rank=rank, world_size=num_ranks)
+            message = "report", body(rank, lambda: writer.send(("alive", None)))
+            dist.barrier()  # no rank closes connections that a slower one still uses
+        except BrokenPipeError:
+            raise
+        except Exception as error:
+            message = "error", f"{type(error).__name__}: {error}"
         writer.send(message)
     except BrokenPipeError:
         os._exit(1)
-
-
-def _message(
-    body: Body, rank: int, num_ranks: int, store: str, stall_seconds: float, writer: Connection
-) -> tuple[str, Any]:
-    try:
-        torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=num_ranks,
-            timeout=timedelta(seconds=stall_seconds),
-        )
-        report = body(rank, lambda: writer.send(("alive", None)))
-        dist.barrier()  # no rank closes connections that a slower one still uses
-    except BrokenPipeError:
-        raise
-    except Exception as error:
-        return "error", f"{type(error).__name__}: {error}"
-    return "report", report
 
 
 def _collect(readers: list[Connection], processes: list[ForkProcess], stall_seconds: float) -> list[Any]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from isoload.cli import options
-from isoload.cli.cost import cost_json, given_cost, print_cost
-from isoload.cli.tables import NO_FREEDOM, Figure, json_of, print_lines, print_table, table_of, write_out
+from isoload.cli.cost import given_cost, print_cost
+from isoload.cli.tables import NO_FREEDOM, Figure, Row, print_lines, print_table, table_of, write_out
 
 if TYPE_CHECKING:
     from isoload.replay.metrics import PolicyFigures
@@ -34,17 +34,15 @@ BY_LOADS = "exact by loads {loads}, exchanged every {exchange_every} batches"
 SHARED = "Shared copies that leave their rank; unvisited: to a rank where the token has no routed copy."
 
 FIGURES = (
-    Figure("policy", "", "policy", ""),
-    Figure("imbalance.mean", "imbalance", "mean", ".3f", "imbalance_mean"),
-    Figure("imbalance.p99", "imbalance", "p99", ".3f", "imbalance_p99", wide=True),
-    Figure("imbalance.max", "imbalance", "max", ".3f", "imbalance_max", wide=True),
-    Figure("gap.mean", "max load over", "bound", "%", "gap_mean"),
-    Figure("gap.max", "max load over", "worst", "%", "gap_max", wide=True),
+    Figure("policy", "", "policy"),
+    Figure("imbalance.mean", "imbalance", "mean", ".3f"),
+    Figure("imbalance.p99", "imbalance", "p99", ".3f", wide=True),
+    Figure("imbalance.max", "imbalance", "max", ".3f", wide=True),
+    Figure("gap.mean", "max load over", "bound", "%"),
+    Figure("gap.max", "max load over", "worst", "%", wide=True),
     Figure("ideal_gap", "max load over", "ideal", "%", wide=True),
     Figure("idle_share", "rank load", "idle", "%", wide=True),
     Figure("rank_load_std", "rank load", "std", ".3f", wide=True),
-    Figure("remote_rank_rows"),
-    Figure("remote_node_rows"),
     Figure("remote_rank_share", "rows leave", "rank", "%"),
     Figure("remote_node_share", "rows leave", "node", "%"),
     Figure("remote_rank_copy_share", "copies leave", "rank", "%", wide=True),
@@ -52,8 +50,8 @@ FIGURES = (
     Figure("shared_remote_share", "shared copies", "leave", "%", wide=True),
     Figure("shared_unvisited_share", "shared copies", "unvisited", "%", wide=True),
     Figure("active_experts", "used", "slots", ".1f", wide=True),
-    Figure("plan_us.median", "plan µs", "one", ".1f", "plan_us_median"),
-    Figure("plan_us.batched", "plan µs", "batch", ".1f", "plan_us_batched", wide=True),
+    Figure("plan_us.median", "plan µs", "one", ".1f"),
+    Figure("plan_us.batched", "plan µs", "batch", ".1f", wide=True),
 )
 
 
@@ -67,7 +65,8 @@ def replay_table(
     """
     shared = any(row.shared_remote_share is not None for row in rows)
     shown = [f for f in FIGURES if not (shared and f.group == "copies leave")]
-    return table_of([f for f in shown if with_nodes or f.title != "node"], rows, wide)
+    shown = [f for f in shown if with_nodes or f.title != "node"]
+    return table_of(shown, [row.to_json() for row in rows], wide)
 
 
 def replay_header(replay: Replay, note: str = "") -> list[str]:
@@ -129,26 +128,13 @@ def replay_warnings(replay: Replay) -> list[str]:
     return found
 
 
-def replay_json(replay: Replay) -> dict[str, Any]:
-    """The JSON object of ``isoload replay --json``."""
-    return {
-        "trace": replay.trace,
-        "settings": replay.settings,
-        "tokens": replay.tokens,
-        "layers": replay.layers,
-        "batches": replay.batches,
-        "policies": [
-            json_of(FIGURES, row) | predicted
-            for row, predicted in zip(replay.policies, _predicted(replay), strict=True)
-        ],
-    }
-
-
-def _predicted(replay: Replay) -> list[dict[str, Any]]:
-    """What a cost model adds to the rows of the policies."""
-    if not replay.costs:
-        return [{}] * len(replay.policies)
-    return [{"predicted": row} for row in cost_json(replay.costs)]
+def replay_json(replay: Replay) -> Row:
+    """The JSON object of ``isoload replay --json``; a cost model adds what it predicts to every policy's row."""
+    rows = [row.to_json() for row in replay.policies]
+    for row, predicted in zip(rows, replay.costs, strict=False):
+        row["predicted"] = predicted
+    names = ("trace", "settings", "tokens", "layers", "batches")
+    return {name: getattr(replay, name) for name in names} | {"policies": rows}
 
 
 def replay(
@@ -224,9 +210,8 @@ def replay(
     With --cost a second table predicts times and memory of a layer by constants, which are printed;
     policies that price imports use them where their options set no others.
     """
-    from isoload.cli.given import given_placement, unseen_part
+    from isoload.cli.given import given_placement, load_trace, progress, unseen_part
     from isoload.cli.targets import check_targets
-    from isoload.cli.traces import load_trace, progress
     from isoload.replay import simulate
 
     check_targets([trace, placement, cost], force, json)
@@ -265,6 +250,9 @@ def replay(
     def show(console: Console) -> None:
         print_replay(found, console, wide, note)
         if settings.cost:
-            print_cost(found.costs, settings.cost, console, wide)
+            rows = [
+                {"policy": row.policy, **cost} for row, cost in zip(found.policies, found.costs, strict=True)
+            ]
+            print_cost(rows, settings.cost, console, wide)
 
     write_out(json, replay_json(found), show)

@@ -1,12 +1,13 @@
-"""Tables of fixed-width columns, printed line by line, and JSON rows of the same figures; where both go."""
+"""Tables of fixed-width columns, printed line by line, of the rows that --json writes; where both go."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import groupby
-from operator import attrgetter
+from operator import getitem
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -21,6 +22,9 @@ NO_FREEDOM = (
 )
 
 
+Row = dict[str, Any]  # of figures, as --json writes it
+
+
 class Column(NamedTuple):
     """A table column; neighbours of one group share a heading above their titles."""
 
@@ -31,36 +35,24 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of a row: a key of its JSON and, with a form, a column of its table.
+    """A column that shows one figure of the rows which --json writes."""
 
-    One list of these feeds both, so that neither can lack what the other has.
+    key: str  # where a row has it; a dot opens an inner object
+    group: str
+    title: str
+    form: str = ""  # a format spec, "%" for :func:`percent` or "MiB" for bytes
+    wide: bool = False  # whether it stands in the wide table alone
 
-    key     where JSON has it; a dot opens an inner object
-    group   of the column, and its title
-    form    a format spec, "%" for :func:`percent` or "MiB" for bytes; None: in the JSON alone
-    of      the attribute of the row, or a function of the row; None: the attribute named like the key
-    wide    whether its column stands in the wide table alone
-    """
+    def value(self, row: Row) -> Any:
+        return reduce(getitem, self.key.split("."), row)
 
-    key: str
-    group: str = ""
-    title: str = ""
-    form: str | None = None
-    of: str | Callable[[Any], Any] | None = None
-    wide: bool = False
-
-    def value(self, row: Any) -> Any:
-        return self.of(row) if callable(self.of) else attrgetter(self.of or self.key)(row)
-
-    def cell(self, row: Any) -> str:
+    def cell(self, row: Row) -> str:
         value = self.value(row)
         if value is None:
             return "-"
-        if isinstance(value, bool):
-            return "on" if value else "off"
         if self.form == "%":
             return percent(value)
-        return f"{value / MIB:.1f}" if self.form == "MiB" else format(value, self.form or "")
+        return f"{value / MIB:.1f}" if self.form == "MiB" else format(value, self.form)
 
 
 def write_out(
@@ -74,24 +66,11 @@ def write_out(
 
 
 def table_of(
-    figures: Sequence[Figure], rows: Sequence[Any], wide: bool = False
+    figures: Sequence[Figure], rows: Sequence[Row], wide: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Two heading lines and a line per row, of the figures that have a form and, in some row, a value."""
-    formed = [figure for figure in figures if figure.form is not None and (wide or not figure.wide)]
-    shown = [figure for figure in formed if any(figure.value(row) is not None for row in rows)]
+    """Two heading lines and a line per row, of the figures that have, in some row, a value."""
+    shown = [f for f in figures if (wide or not f.wide) and any(f.value(row) is not None for row in rows)]
     return table([Column(f.group, f.title, [f.cell(row) for row in rows]) for f in shown])
-
-
-def json_of(figures: Sequence[Figure], row: Any) -> dict[str, Any]:
-    """One row as JSON, every figure at its key."""
-    found: dict[str, Any] = {}
-    for figure in figures:
-        *outer, last = figure.key.split(".")
-        inner = found
-        for name in outer:
-            inner = inner.setdefault(name, {})
-        inner[last] = figure.value(row)
-    return found
 
 
 def table(columns: Sequence[Column]) -> tuple[list[str], list[str]]:

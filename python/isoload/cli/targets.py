@@ -30,9 +30,6 @@ def check_targets(
             of the same stem.
         force: a file of the same kind may be replaced; no other file ever.
         json, output: where figures go, and a placement.
-
-    Raises:
-        ValueError: naming the option.
     """
     given = {name: target for name, target in (("output", output), ("json", json)) if target is not None}
     for name, target in given.items():

@@ -18,9 +18,7 @@ MAX_TEXT = 2**28  # bytes: a placement of 100 layers with 65536 slots is smaller
 MAX_NOTES = 2**24  # of what only describes: a cost file, a trace's provenance, a checkpoint's index
 MAX_LINE = 2**26  # of one line of JSON: a step of 100 layers with 65536 slots is smaller
 MAX_ARRAYS = 2**30  # of a trace's arrays as they lie in its files, unfolded
-MAX_EXPERTS = (
-    2**16
-)  # far above any model's; an id beyond is damage, and memory goes with the number of experts
+MAX_EXPERTS = 2**16  # far above any model's; an id beyond is damage, and memory goes with their number
 MAX_LAYERS = 2**12  # above any model's; SGLang's files have a row for every layer up to the last
 MAX_NUMBER = 2.0**127  # of float32, which holds weights, speeds and bandwidths
 
@@ -38,12 +36,7 @@ def shown(value: Any) -> str:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A file opened for reading; whatever else the path may be is refused: a pipe would block, /dev/zero never ends.
-
-    Raises:
-        ValueError: naming the path.
-        OSError: a file that cannot be opened.
-    """
+    """A file opened for reading; whatever else the path may be is refused: a pipe would block, /dev/zero never ends."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -52,12 +45,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path, most: int = MAX_TEXT) -> str:
-    """A file's text.
-
-    Raises:
-        ValueError: naming the file: no regular file, too large, not UTF-8.
-        OSError: a file that cannot be opened.
-    """
+    """A file's text."""
     with open_regular(path) as file:
         data = file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else None
     if data is None or len(data) > most:  # /proc's files say that they are empty
@@ -69,11 +57,7 @@ def read_text(path: Path, most: int = MAX_TEXT) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: not JSON, cut off, a key twice, NaN, too deep.
-    """
+    """The value of a JSON text."""
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
@@ -96,17 +80,7 @@ def _no_constant(name: str) -> Any:
 
 
 def integer_rows(key: str, rows: Any, layers: list[Any] | None = None, least: int = -1) -> Rows:
-    """[L, P] int64 from a list of L lists of P integers.
-
-    Args:
-        key: for messages.
-        rows: the value at the key.
-        layers: what to call each layer in messages. Default: its position.
-        least: of the integers.
-
-    Raises:
-        ValueError: naming key and layer.
-    """
+    """[L, P] int64 from a list of L lists of P integers, least or more; key, and names of layers, are for messages."""
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"{key} must be a list of layers, got {shown(rows)}")
     names = layers or list(range(len(rows)))

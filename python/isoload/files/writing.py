@@ -39,40 +39,29 @@ def write_text(text: str, target: str) -> None:
 
     A regular file appears whole or not at all, with the mode it had; links are followed, and stay. Whatever else the
     target is (a device, a pipe, /dev/stdout, /dev/fd/3) is opened and written, never replaced.
-
-    Raises:
-        OSError: naming the target.
     """
     if target == "-":
         print(text, end="")
         return
     try:
-        _write(text, target)
+        number, found = descriptor_of(target), _found(target)
+        if number is not None or (found is not None and not stat.S_ISREG(found.st_mode)):
+            sys.stdout.flush()  # what was printed before comes before
+            opened = target if number is None else number
+            with open(opened, "w", encoding="utf-8", closefd=number is None) as file:
+                file.write(text)
+            return
+        path = Path(os.path.realpath(target))
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        try:
+            part.write_text(text, encoding="utf-8")
+            if found is not None:
+                shutil.copymode(path, part)
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
     except OSError as error:  # one of write() names no file
         raise OSError(error.errno, error.strerror, target) from None
-
-
-def _write(text: str, target: str) -> None:
-    descriptor = descriptor_of(target)
-    if descriptor is not None:
-        sys.stdout.flush()  # what was printed before comes before
-        with open(descriptor, "w", encoding="utf-8", closefd=False) as file:
-            file.write(text)
-        return
-    found = _found(target)
-    if found is not None and not stat.S_ISREG(found.st_mode):
-        with open(target, "w", encoding="utf-8") as file:
-            file.write(text)
-        return
-    path = Path(os.path.realpath(target))
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        if found is not None:
-            shutil.copymode(path, part)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _found(target: str) -> os.stat_result | None:

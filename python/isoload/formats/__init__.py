@@ -17,29 +17,37 @@ from isoload.topology import Topology
 
 @dataclass(frozen=True)
 class Format:
-    """How placements are written in one format, and read from it.
+    """How placements are written in one format, and read from it."""
 
-    matches  whether a file's content is of this format
-    read     content, the caller's topology or None -> placement; ValueError names key and layer
-    write    placement -> content; ValueError where the format cannot hold it
-    dumps    content -> text
-    suffix   of the file's name, where the reader goes by it
-    """
-
-    matches: Callable[[Any], bool]
-    read: Callable[[Any, Topology | None], Placement]
-    write: Callable[[Placement], Any]
+    matches: Callable[
+        [Any], bool
+    ]  # whether a file's content, of the type that the format has, is of this format
+    read: Callable[[Any, Topology | None], Placement]  # of content and the caller's topology
+    write: Callable[[Placement], Any]  # ValueError where the format cannot hold it
     dumps: Callable[[Any], str] = to_json_text
-    suffix: str = ""
+    suffix: str = ""  # of the file's name, where the reader goes by it
+    holds: type = dict
 
 
 FORMATS = {
-    "isoload": Format(own.matches, own.from_json, own.to_json),
-    "tensorrt-llm": Format(tensorrt_llm.matches, tensorrt_llm.read, tensorrt_llm.write, tensorrt_llm.to_text),
-    "sglang": Format(engines.sglang_matches, engines.sglang_read, engines.sglang_write, suffix=".json"),
-    "vllm": Format(engines.vllm_matches, engines.vllm_read, engines.vllm_write),
-    "vllm-list": Format(engines.vllm_list_matches, engines.vllm_list_read, engines.vllm_list_write),
-    "vllm-ascend": Format(engines.ascend_matches, engines.ascend_read, engines.ascend_write),
+    "isoload": Format(lambda c: c.get("format") == own.NAME, own.from_json, own.to_json),
+    "tensorrt-llm": Format(
+        lambda c: engines.ASSIGNMENTS in c and "record_type" not in c,
+        tensorrt_llm.read,
+        tensorrt_llm.write,
+        tensorrt_llm.to_text,
+    ),
+    "sglang": Format(
+        lambda c: engines.SGLANG in c, engines.sglang_read, engines.sglang_write, suffix=".json"
+    ),
+    "vllm": Format(lambda c: c.get("record_type") == engines.VLLM, engines.vllm_read, engines.vllm_write),
+    "vllm-list": Format(
+        lambda c: c and isinstance(c[0], list),
+        engines.vllm_list_read,
+        engines.vllm_list_write,
+        holds=list,
+    ),
+    "vllm-ascend": Format(lambda c: "layer_list" in c, engines.ascend_read, engines.ascend_write),
 }
 
 
@@ -96,14 +104,10 @@ def read_placement(path: str | Path, topology: Topology | None = None) -> Placem
 
 
 def recognise(text: str) -> tuple[Any, Format]:
-    """The content of a placement file, and its format.
-
-    Raises:
-        ValueError: it has none of ours.
-    """
+    """The content of a placement file, and its format."""
     content = tensorrt_llm.from_text(text) if tensorrt_llm.looks_like(text) else parse_json(text)
     for form in FORMATS.values():
-        if form.matches(content):
+        if isinstance(content, form.holds) and form.matches(content):
             return content, form
     raise ValueError(f"is no placement file; formats are {', '.join(FORMATS)}")
 

@@ -17,6 +17,7 @@ from isoload.placement import Placement
 from isoload.topology import Topology
 
 SGLANG = "physical_to_logical_map"
+VLLM = "eplb_initial_mapping"  # its record_type
 ASSIGNMENTS = "initial_global_assignments"
 
 
@@ -25,11 +26,7 @@ class UnknownRanks(ValueError):
 
 
 def engine_slots(placement: Placement) -> Rows:
-    """[L, P] routed experts of all slots but the shared ones.
-
-    Raises:
-        ValueError: what no engine's file can hold: spare, absent or dead slots.
-    """
+    """[L, P] routed experts of all slots but the shared ones."""
     if placement.spare_slots:
         raise ValueError(
             f"placement must have no spare slots for an engine's file, got {placement.spare_slots}"
@@ -60,10 +57,6 @@ def made(rows: Rows, layer_ids: tuple[int, ...], topology: Topology | None, key:
     )
 
 
-def sglang_matches(content: Any) -> bool:
-    return isinstance(content, dict) and SGLANG in content
-
-
 def sglang_write(placement: Placement) -> Any:
     """A row for every layer of the model up to the last: the dense ones hold expert i mod E in slot i."""
     slots = engine_slots(placement)
@@ -83,15 +76,11 @@ def sglang_read(content: Any, topology: Topology | None) -> Placement:
     return made(rows, tuple(range(len(rows))), topology, SGLANG, "SGLang's file")
 
 
-def vllm_matches(content: Any) -> bool:
-    return isinstance(content, dict) and content.get("record_type") == "eplb_initial_mapping"
-
-
 def vllm_write(placement: Placement) -> Any:
     """The record of vLLM's pull request 41141; layers by their place among the MoE layers."""
     slots = engine_slots(placement)
     return {
-        "record_type": "eplb_initial_mapping",
+        "record_type": VLLM,
         "version": 1,
         "num_redundant_experts": slots.shape[1] - placement.num_routed,
         "num_slots": slots.shape[1],
@@ -129,10 +118,6 @@ def assignments(content: dict[str, Any]) -> tuple[Rows, tuple[int, ...]]:
     return rows, tuple(map(int, names))
 
 
-def vllm_list_matches(content: Any) -> bool:
-    return isinstance(content, list) and bool(content) and isinstance(content[0], list)
-
-
 def vllm_list_write(placement: Placement) -> Any:
     """The lists of vLLM's pull request 49572; layers by their place among the MoE layers."""
     return engine_slots(placement).tolist()
@@ -141,10 +126,6 @@ def vllm_list_write(placement: Placement) -> Any:
 def vllm_list_read(content: Any, topology: Topology | None) -> Placement:
     rows = integer_rows("the list", content)
     return made(rows, tuple(range(len(rows))), topology, "the list", "vLLM's list")
-
-
-def ascend_matches(content: Any) -> bool:
-    return isinstance(content, dict) and "layer_list" in content
 
 
 def ascend_write(placement: Placement) -> Any:

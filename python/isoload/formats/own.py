@@ -12,24 +12,8 @@ from isoload.placement import Placement
 from isoload.topology import Topology
 
 NAME, VERSION = "isoload-placement", 1
-KEYS = {
-    "format",
-    "version",
-    "topology",
-    "num_experts",
-    "num_shared",
-    "spare_slots",
-    "layer_ids",
-    "slot_to_expert",
-    "home_slot",
-    "replica_weight",
-    "provenance",
-}
+KEYS = {"format", "version", *(field.name for field in fields(Placement) if field.init)}
 TOPOLOGY = {field.name for field in fields(Topology)}
-
-
-def matches(content: Any) -> bool:
-    return isinstance(content, dict) and content.get("format") == NAME
 
 
 def to_json(placement: Placement) -> dict[str, Any]:
@@ -88,12 +72,9 @@ def _topology(found: Any) -> Topology:
     for key in ("num_ranks", "ranks_per_node"):
         if type(found[key]) is not int or found[key] < 1:
             raise ValueError(f"topology {key} must be an integer from 1 on, got {shown(found[key])}")
-    for key, fits, words in (
-        ("speeds", is_number, "numbers"),
-        ("alive", lambda v: type(v) is bool, "true or false"),
-        ("bandwidths", is_number, "numbers"),
-    ):
-        value = found[key]
+    for key in ("speeds", "alive", "bandwidths"):
+        value, words = found[key], "true or false" if key == "alive" else "numbers"
+        fits = is_number if key != "alive" else lambda v: type(v) is bool
         if value is not None and not (isinstance(value, list) and all(map(fits, value))):
             raise ValueError(f"topology {key} must be null or a list of {words}, got {shown(value)}")
     return Topology(**found)

@@ -19,10 +19,6 @@ SCALAR = re.compile(r"(\w+): *(\d{1,9}) *")
 ROW = re.compile(r" +(\d{1,9}): *(\[[-\d, ]*\]) *")
 
 
-def matches(content: Any) -> bool:
-    return isinstance(content, dict) and ASSIGNMENTS in content and "record_type" not in content
-
-
 def write(placement: Placement) -> Any:
     """Layers by the model's own numbers; no updates while serving."""
     slots = engine_slots(placement)
@@ -41,11 +37,7 @@ def looks_like(text: str) -> bool:
 
 
 def from_text(text: str) -> dict[str, Any]:
-    """The content of a file.
-
-    Raises:
-        ValueError: naming the line.
-    """
+    """The content of a file."""
     found: dict[str, Any] = {}
     rows: dict[str, Any] | None = None  # while inside of the assignments
     for number, line in enumerate(text.splitlines(), 1):

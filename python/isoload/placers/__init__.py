@@ -68,18 +68,24 @@ def place(
     live = topology.live_ranks
     dense = _dense_slots(scenarios, topology, slots_per_rank, spare_slots, num_shared)
     others = spare_slots + num_shared
+    held: Slots | None = None
+    home_rank: Ints | None = None
     if before is not None:
         if not planner.takes_before:
             raise ValueError(f"before must be None for placer {planner.name}, which starts anew")
         if traces:
             before = layers_of(before, traces[0], "before")
         _check_before(before, scenarios, topology, dense, spare_slots, num_shared)
+        rows = before.arrays[0].reshape(before.num_layers, topology.num_ranks, -1)[:, :, :dense]
+        held = merged(rows)[:, live]  # of two slots of an expert on a rank only the first
+        home_rank = _home_ranks(before, live)
+    ticks = topology.ticks
     room = Room(
         node=np.array(live, dtype=np.int32) // topology.ranks_per_node,
-        tick=_ticks(topology)[live],
+        tick=np.ones(len(live)) if ticks is None else ticks.numpy()[live] / NOMINAL_TICKS,
         slots_per_rank=None if planner.has_budget and slots_per_rank is None else dense,
-        before=None if before is None else _routed_slots(before, dense)[:, live],
-        home_rank=None if before is None else _home_ranks(before, live),
+        before=held,
+        home_rank=home_rank,
     )
     placed = planner.place(scenarios, room)
     width = placed.slots.shape[2]
@@ -114,29 +120,17 @@ def place(
 
 
 def make_placer(name: str, options: dict[str, Any]) -> Placer:
-    """A placer by its name, with its options.
-
-    Raises:
-        ValueError: an unknown name or option.
-    """
+    """A placer by its name, with its options."""
     return make("placer", PLACERS, name, options)
 
 
 def parse_placer(text: str) -> tuple[str, dict[str, Any]]:
-    """Name and options of a placer written ``name`` or ``name:option=value:option=value``.
-
-    Raises:
-        ValueError: an unknown name or option, or a value that its option cannot be.
-    """
+    """Name and options of a placer written ``name`` or ``name:option=value:option=value``."""
     return parse("placer", PLACERS, text)
 
 
 def layers_of(placement: Placement, trace: Trace, name: str) -> Placement:
-    """The placement of a trace's layers, found by their ids.
-
-    Raises:
-        ValueError: by this name; a layer that the placement does not have.
-    """
+    """The placement of a trace's layers, found by their ids."""
     if missing := sorted(set(trace.layer_ids) - set(placement.layer_ids)):
         raise ValueError(f"{name} must have all layers of the trace, it has no layer {missing[0]}")
     return placement.with_layers(trace.layer_ids)
@@ -146,12 +140,8 @@ def keep_places(slots: Slots, before: Slots | None) -> Slots:
     """Slots [L, R, S] with every expert that its rank held before in the slot where it was."""
     assert before is not None
     kept = np.full_like(slots, -1)
-    for row, old, new in zip(
-        kept.reshape(-1, slots.shape[2]),
-        before.reshape(-1, slots.shape[2]),
-        slots.reshape(-1, slots.shape[2]),
-        strict=True,
-    ):
+    rows = (array.reshape(-1, slots.shape[2]) for array in (kept, before, slots))
+    for row, old, new in zip(*rows, strict=True):
         stays = (old >= 0) & np.isin(old, new)
         row[stays] = old[stays]
         come = new[(new >= 0) & ~np.isin(new, old)]
@@ -201,11 +191,6 @@ def _check_before(
             raise ValueError(f"before must have {needed} {name}, got {has}")
 
 
-def _routed_slots(before: Placement, dense: int) -> Slots:
-    """[L, R, dense] routed experts of a placement; of two slots of an expert on a rank only the first."""
-    return merged(before.arrays[0].reshape(before.num_layers, before.topology.num_ranks, -1)[:, :, :dense])
-
-
 def _home_ranks(before: Placement, live: list[int]) -> Ints:
     """[L, E] position among the live ranks of every routed expert's home; -1 = not alive."""
     position = np.full(before.topology.num_ranks, -1, dtype=np.int32)
@@ -235,12 +220,6 @@ def _home_slots(
     rows = np.take_along_axis(slots, owner[:, :, None], axis=1)  # [L, E, S] what the home's rank holds
     place = (rows == np.arange(num_experts)[:, None]).argmax(2)
     return torch.from_numpy((owner * size + place).astype(np.int32))
-
-
-def _ticks(topology: Topology) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """[R] cost of one copy on each rank, 1.0 = nominal."""
-    ticks = topology.ticks
-    return np.ones(topology.num_ranks) if ticks is None else ticks.numpy() / NOMINAL_TICKS
 
 
 __all__ = ["PLACERS", "Placed", "Placer", "Room", "Scenarios", "make_placer", "parse_placer", "place"]

@@ -18,20 +18,17 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True, eq=False)
 class Room:
-    """Where experts may lie: the R ranks that are alive, in order.
+    """Where experts may lie: the R ranks that are alive, in order."""
 
-    node            [R] int32 node of each
-    tick            [R] float64 cost of one copy on each, 1.0 = nominal: 1/speed as :attr:`Topology.ticks` rounds it
-    slots_per_rank  slots of a rank for routed experts; None = as many as the placer's budget of replicas asks for
-    before          [L, R, slots_per_rank] int32 what lies there now (-1 = nothing), where the placer starts
-    home_rank       [L, E] int32 rank of each expert's home in `before`, of these R; -1 = on one that is not alive
-    """
-
-    node: Ints
-    tick: Floats
-    slots_per_rank: int | None
-    before: Slots | None = None
-    home_rank: Ints | None = None
+    node: Ints  # [R] int32 node of each
+    tick: Floats  # [R] cost of one copy on each, 1.0 = nominal: 1/speed as :attr:`Topology.ticks` rounds it
+    slots_per_rank: (
+        int | None
+    )  # for routed experts; None = as many as the placer's budget of replicas asks for
+    before: Slots | None = (
+        None  # [L, R, slots_per_rank] what lies there now (-1 = nothing), where the placer starts
+    )
+    home_rank: Ints | None = None  # [L, E] rank of each expert's home in `before`, of these R; -1 = not alive
 
     @property
     def num_ranks(self) -> int:
@@ -40,18 +37,14 @@ class Room:
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """What a placer decided.
+    """What a placer decided."""
 
-    slots           [L, R, S] int32 expert in each slot; -1 = absent, behind a rank's others
-    replica_weight  [L, R, S] float32 wished part of each replica; None = equal
-    notes           what else is to be known, for a placement's provenance: JSON values
-    home_rank       [L, E] int32 rank whose slot owns the weights; None = that of the lowest slot
-    """
-
-    slots: Slots
-    replica_weight: np.ndarray[Any, np.dtype[np.float32]] | None = None
-    notes: dict[str, Any] = field(default_factory=dict)
-    home_rank: Ints | None = None
+    slots: Slots  # [L, R, S] expert in each slot; -1 = absent, behind a rank's others
+    replica_weight: np.ndarray[Any, np.dtype[np.float32]] | None = (
+        None  # [L, R, S] wished parts; None = equal
+    )
+    notes: dict[str, Any] = field(default_factory=dict)  # for a placement's provenance: JSON values
+    home_rank: Ints | None = None  # [L, E] rank whose slot owns the weights; None = that of the lowest slot
 
 
 @dataclass(frozen=True)

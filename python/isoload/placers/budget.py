@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from isoload.placers.base import Floats, Ints, Room
@@ -97,13 +95,10 @@ def assign(slots: Ints, num_ranks: int) -> Ints:
         chosen = np.flatnonzero(held < cutoff)
         tied = np.flatnonzero(held == cutoff)
         needed = more - len(chosen)
-        chosen = np.concatenate([chosen, tied[_spread(len(tied), needed)]])
+        # As evenly spaced as they can be, both ends among them from two on.
+        spread = np.arange(needed) * (len(tied) - 1) // max(1, needed - 1)
+        chosen = np.concatenate([chosen, tied[spread]])
         found[layer, chosen] += 1
         held[chosen] += 1
     capacity: Ints = found.astype(np.int32)
     return capacity
-
-
-def _spread(length: int, number: int) -> Any:
-    """Positions in 0..length-1, as evenly spaced as they can be, both ends among them from two on."""
-    return np.arange(number) * (length - 1) // max(1, number - 1)

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from isoload.ops.load import LIBRARY
+from isoload.placers.base import Floats, Ints
 
-Ints = np.ndarray[Any, np.dtype[np.int32]]
-Floats = np.ndarray[Any, np.dtype[np.float64]]
 LANES = 4  # the loops sum scenarios in so many lanes
 
 

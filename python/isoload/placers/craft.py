@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from isoload.placers.base import Floats, Ints, Placed, Placer, Room, Slots
+from isoload.placers.base import Floats, Placed, Placer, Room, Slots
 from isoload.placers.budget import allocate, assign, check_budget, make_grid
 from isoload.placers.eplb import pack_into
 from isoload.placers.scenarios import Scenarios
+from isoload.placers.weights import rank_loads
 
 OBJECTIVES = ("time", "gain", "printed")
 
@@ -70,20 +71,10 @@ class CraftPlacer(Placer):
 
     def _replay(self, scenarios: Scenarios, slots: Slots) -> Floats:
         """[L] mean over scenarios of the balance, or of the busiest rank's load with a minus."""
-        peak = busiest_loads(scenarios.loads, slots)  # [n, L]
+        peak = rank_loads(scenarios.loads, slots).max(-1)  # [n, L]
         if self.objective == "time":
             worth: Floats = -scenarios.weight @ peak
             return worth
         mean = scenarios.loads.sum(-1) / slots.shape[1]
         balance: Floats = scenarios.weight @ np.where(peak > 0, mean / np.maximum(peak, 1e-300), 1.0)
         return balance
-
-
-def busiest_loads(loads: Floats, slots: Ints) -> Floats:
-    """[n, L] largest rank load for loads [n, L, E] on slots [L, R, S], replicas sharing alike."""
-    rows = slots.reshape(len(slots), -1)
-    copies = np.stack([np.bincount(row[row >= 0], minlength=loads.shape[2]) for row in rows])
-    held = np.broadcast_to(np.maximum(rows, 0), (len(loads), *rows.shape))
-    part = np.where(rows >= 0, np.take_along_axis(loads / copies, held, 2), 0)
-    peak: Floats = part.reshape(*loads.shape[:2], *slots.shape[1:]).sum(-1).max(-1)
-    return peak

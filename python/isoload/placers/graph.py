@@ -6,7 +6,6 @@ load; the load selects only which experts. Every expert has at most two replicas
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,7 +44,7 @@ class GraphPlacer(Placer):
     def place(self, scenarios: Scenarios, room: Room) -> Placed:
         if self.graph not in GRAPHS:
             raise ValueError(f"graph must be one of {', '.join(GRAPHS)}, got {self.graph!r}")
-        owners = GRAPHS[self.graph](room.num_ranks, self.ranks_per_node)
+        owners = owners_of(self.graph, room.num_ranks, self.ranks_per_node)
         weight = scenarios.total()
         homes = self._homes(weight, room.num_ranks)
         layers = [
@@ -83,43 +82,27 @@ def replicate(homes: Owners, load: Loads, owners: Owners, slots_per_rank: int) -
     return [e for held in slots for e in held]
 
 
-def ring(num_ranks: int, ranks_per_node: int) -> Owners:
-    if num_ranks < 2:
-        raise ValueError(f"num_ranks must be at least 2 for graph ring, got {num_ranks}")
-    return [[(r - 1) % num_ranks] for r in range(num_ranks)]
+def owners_of(graph: str, num_ranks: int, ranks_per_node: int) -> Owners:
+    """[R] the ranks that every rank takes from."""
+    ranks, size = range(num_ranks), ranks_per_node
+    if graph == "ring":
+        if num_ranks < 2:
+            raise ValueError(f"num_ranks must be at least 2 for graph ring, got {num_ranks}")
+        return [[(r - 1) % num_ranks] for r in ranks]
+    if graph == "torus":
+        if size < 2 or num_ranks % size or num_ranks < 2 * size:
+            raise ValueError(
+                f"num_ranks must be 2 or more nodes of ranks_per_node={size} (2 or more) for graph torus, "
+                f"got {num_ranks}"
+            )
+        return [[r // size * size + (r % size - 1) % size, (r - size) % num_ranks] for r in ranks]
+    wanted, flips = FLIPS[graph]
+    if num_ranks != wanted:
+        raise ValueError(f"num_ranks must be {wanted} for graph {graph}, got {num_ranks}")
+    return [[r ^ flip for flip in (flips[2:] if r.bit_count() % 2 else flips[:2])] for r in ranks]
 
 
-def cube(num_ranks: int, ranks_per_node: int) -> Owners:
-    if num_ranks != 8:
-        raise ValueError(f"num_ranks must be 8 for graph cube, got {num_ranks}")
-    return _two_of_four(8, (1, 2, 4, 7))
-
-
-def hypercube(num_ranks: int, ranks_per_node: int) -> Owners:
-    if num_ranks != 16:
-        raise ValueError(f"num_ranks must be 16 for graph hypercube, got {num_ranks}")
-    return _two_of_four(16, (1, 2, 4, 8))
-
-
-def torus(num_ranks: int, ranks_per_node: int) -> Owners:
-    size = ranks_per_node
-    if size < 2 or num_ranks % size or num_ranks < 2 * size:
-        raise ValueError(
-            f"num_ranks must be 2 or more nodes of ranks_per_node={size} (2 or more) for graph torus, "
-            f"got {num_ranks}"
-        )
-    return [[r // size * size + (r % size - 1) % size, (r - size) % num_ranks] for r in range(num_ranks)]
-
-
-def _two_of_four(num_ranks: int, flips: tuple[int, int, int, int]) -> Owners:
-    """Rank r's neighbours are r ^ flip. All flips change the parity of r's bits, so if even ranks take along
-    the first two flips and odd ones along the last two, every edge is used once and every rank gives to two."""
-    return [[r ^ flip for flip in (flips[2:] if r.bit_count() % 2 else flips[:2])] for r in range(num_ranks)]
-
-
-GRAPHS: dict[str, Callable[[int, int], Owners]] = {
-    "ring": ring,
-    "cube": cube,
-    "hypercube": hypercube,
-    "torus": torus,
-}
+# Rank r's neighbours are r ^ flip. All flips change the parity of r's bits, so if even ranks take along the first two
+# flips and odd ones along the last two, every edge is used once and every rank gives to two.
+FLIPS = {"cube": (8, (1, 2, 4, 7)), "hypercube": (16, (1, 2, 4, 8))}
+GRAPHS = ("ring", *FLIPS, "torus")

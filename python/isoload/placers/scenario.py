@@ -132,7 +132,12 @@ class ScenarioPlacer(Placer):
         weight = np.pad(scenarios.weight, (0, -len(loads) % LANES))
         width = int(capacity.max())
         held = self.groups or self.pinned
-        rival = None if room.before is not None or held else self._rival(scenarios, capacity)
+        # Slots of eplb; not in the quick form, where a comparison would cost more than the plan.
+        compared = self.search and room.before is None and not held
+        rival = pack_into(scenarios.total().astype(np.float32), capacity) if compared else None
+        mean = scenarios.mean(loads)
+        deviation = np.sqrt(scenarios.mean((loads - mean) ** 2))
+        spreads = SPREADS if self.search else SPREADS[1:2]
         # A pinned home is an expert's copy that stays on its node, where every rank is a node of its own.
         node = np.arange(room.num_ranks, dtype=np.int32) if self.pinned else room.node
         slots, objective = loops().scenario(
@@ -142,7 +147,7 @@ class ScenarioPlacer(Placer):
             node=node,
             home=pinned_homes(room, scenarios) if self.pinned else self._home(scenarios, room),
             capacity=capacity,
-            risks=self._risks(scenarios, loads),
+            risks=np.stack([mean + z * deviation for z in spreads]),
             rival=rival,
             before=room.before,
             width=width,
@@ -154,17 +159,6 @@ class ScenarioPlacer(Placer):
         )
         ideal = (scenarios.weight @ whole) / (1 / room.tick).sum()
         return slots, objective / np.maximum(ideal, 1)
-
-    def _rival(self, scenarios: Scenarios, capacity: Ints) -> Slots | None:
-        """Slots of ``eplb``; not in the quick form, where a comparison would cost more than the plan."""
-        return pack_into(scenarios.total().astype(np.float32), capacity) if self.search else None
-
-    def _risks(self, scenarios: Scenarios, loads: Floats) -> Floats:
-        """[z, L, E] by what experts are replicated, one start each."""
-        mean = scenarios.mean(loads)
-        deviation = np.sqrt(scenarios.mean((loads - mean) ** 2))
-        spreads = SPREADS if self.search else SPREADS[1:2]
-        return np.stack([mean + z * deviation for z in spreads])
 
     def _home(self, scenarios: Scenarios, room: Room) -> Ints:
         """[L, E] node that keeps a copy of each expert; -1 without groups.
@@ -185,7 +179,9 @@ class ScenarioPlacer(Placer):
         node_of_group = np.empty((layers, self.groups), dtype=np.int32)
         for index, node in enumerate(nodes):
             np.put_along_axis(node_of_group, held[:, index].astype(np.int64), node, axis=1)
-        self._check_nodes(experts, nodes, room)
+        size = min(int((room.node == node).sum()) for node in nodes) * (room.slots_per_rank or experts)
+        if size < (each := experts // len(nodes)):
+            raise ValueError(f"groups must fit their nodes: {each} experts on a node of {size} slots")
         return np.repeat(node_of_group, experts // self.groups, axis=1)
 
     def _home_before(self, room: Room, experts: int) -> Ints:
@@ -196,15 +192,6 @@ class ScenarioPlacer(Placer):
         by_group = per_node.reshape(len(held), self.groups, -1, len(nodes)).sum(2)
         home: Ints = np.repeat(nodes[by_group.argmax(2)], experts // self.groups, axis=1).astype(np.int32)
         return home
-
-    def _check_nodes(self, experts: int, nodes: Any, room: Room) -> None:
-        if room.slots_per_rank is None:
-            return
-        slots = min(int((room.node == node).sum()) for node in nodes) * slots_of(room)
-        if slots < experts // len(nodes):
-            raise ValueError(
-                f"groups must fit their nodes: {experts // len(nodes)} experts on a node of {slots} slots"
-            )
 
 
 def pinned_homes(room: Room, scenarios: Scenarios) -> Ints:

@@ -20,16 +20,11 @@ WHOLE = 2**24  # a scenario's copies of a layer, when scaled: sums over slots st
 
 @dataclass(frozen=True, eq=False)
 class Scenarios:
-    """Loads that a placement must suit, one by one.
+    """Loads that a placement must suit, one by one."""
 
-    loads     [n, L, E] float64 copies; traces are scaled to the same number of copies
-    weight    [n] float64, sums to 1: every batch of a trace weighs alike, and every trace
-    topk_ids  per trace with per-token choices: [tokens, L, K]
-    """
-
-    loads: Loads
-    weight: np.ndarray[Any, np.dtype[np.float64]]
-    topk_ids: tuple[Tokens, ...] = ()
+    loads: Loads  # [n, L, E] copies; traces are scaled to the same number of copies
+    weight: Loads  # [n] sums to 1: every batch of a trace weighs alike, and every trace
+    topk_ids: tuple[Tokens, ...] = ()  # [tokens, L, K] of every trace with per-token choices
 
     @property
     def num_layers(self) -> int:
@@ -74,11 +69,7 @@ class Scenarios:
 
 
 def make_scenarios(counts: Any) -> tuple[Scenarios, list[Trace]]:
-    """Scenarios of an array of counts [L, E] or [batches, L, E], of a trace, or of several; and these traces.
-
-    Raises:
-        ValueError: naming the argument, the rule and the value; traces that disagree.
-    """
+    """Scenarios of an array of counts [L, E] or [batches, L, E], of a trace, or of several; and these traces."""
     traces = _traces(counts)
     batches: list[Loads] = [_batches(trace.batch_counts()) for trace in traces] or [_batches(counts)]
     sums = [part.sum() for part in batches]

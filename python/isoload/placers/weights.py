@@ -1,4 +1,4 @@
-"""Weights of replicas, for policies that split by them: the inverse of the load predicted for their rank."""
+"""Ranks' loads where replicas share alike, and weights of replicas for policies that split by them."""
 
 from __future__ import annotations
 
@@ -39,3 +39,13 @@ def merged(slots: Slots) -> Slots:
     for j in range(1, rows.shape[2]):
         rows[:, :, j][(rows[:, :, :j] == rows[:, :, j : j + 1]).any(-1)] = -1
     return rows
+
+
+def rank_loads(loads: Any, slots: Slots) -> Floats:
+    """[n, L, R] loads of ranks for loads [n, L, E] on slots [L, R, S] (-1 = none), replicas sharing alike."""
+    rows = slots.reshape(len(slots), -1)
+    copies = np.stack([np.bincount(row[row >= 0], minlength=loads.shape[2]) for row in rows])
+    held = np.broadcast_to(np.maximum(rows, 0), (len(loads), *rows.shape))
+    part = np.where(rows >= 0, np.take_along_axis(loads / copies, held, 2), 0)
+    found: Floats = part.reshape(*loads.shape[:2], *slots.shape[1:]).sum(-1)
+    return found

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from isoload.counting import count
 from isoload.trace import Trace
 from isoload.trace.checks import Ints, count_batches
 
@@ -20,14 +21,10 @@ MAX_DRAWN_TOKENS = 4096  # a drawn batch needs enough tokens to show the shares,
 
 @dataclass(frozen=True, eq=False)
 class SourceBatch:
-    """One batch with its tokens grouped by source rank, in trace order inside a rank.
+    """One batch with its tokens grouped by source rank, in trace order inside a rank."""
 
-    topk_ids  [L, T, K] int32  logical experts, -1 = absent
-    start     [R+1]            source rank r's tokens are ``topk_ids[:, start[r]:start[r+1]]``
-    """
-
-    topk_ids: Tensor
-    start: tuple[int, ...]
+    topk_ids: Tensor  # [L, T, K] int32 logical experts, -1 = absent
+    start: tuple[int, ...]  # [R+1] source rank r's tokens are ``topk_ids[:, start[r]:start[r+1]]``
 
     @property
     def num_ranks(self) -> int:
@@ -40,6 +37,12 @@ class SourceBatch:
     def on_rank(self, layer: int, rank: int) -> Tensor:
         """[T_r, K] choices of one source rank's tokens, a view."""
         return self.topk_ids[layer, self.start[rank] : self.start[rank + 1]]
+
+    def loads(self, num_experts: int) -> Tensor:
+        """[L, R, E] int32 copies that each source rank sends to each expert."""
+        ranks, layers = range(self.num_ranks), range(len(self.topk_ids))
+        counts = [[count(self.on_rank(layer, rank), num_experts) for rank in ranks] for layer in layers]
+        return torch.stack([torch.stack(layer) for layer in counts])
 
     def with_shared(self, num_routed: int, num_shared: int) -> SourceBatch:
         """The batch with one more column per shared expert (ids from num_routed on); -1 for a token without experts."""
@@ -55,76 +58,59 @@ class SourceBatch:
 
 
 @dataclass(frozen=True, eq=False)
-class CutBatches:
-    """Batches of consecutive tokens: batch b is ``trace.topk_ids[bounds[b]:bounds[b+1]]``.
+class Batches:
+    """A trace's batches of tokens: consecutive cuts of its topk_ids, or drawn from its counts by :func:`draw_topk_ids`.
 
-    counts    [batches, L, E] int64  copies per expert
-    clusters  [batches] labels, or None if the trace has none for its tokens
+    Each layer is drawn on its own. Where K is not known, copies are drawn one by one, each as a token of one expert:
+    how many go to which expert and come from which rank is the same, rows (distinct token x destination rank) say
+    nothing. The stream of a batch and layer is ``np.random.default_rng((seed, batch, layer_id))``: what a layer draws
+    does not depend on which other layers or batches are replayed.
     """
 
     trace: Trace
-    bounds: tuple[int, ...]
-    counts: Ints
-    clusters: tuple[str, ...] | None
-    drawn = False
+    num_tokens: tuple[int, ...]  # [batches]
+    counts: Ints  # [batches, L, E] int64 copies per expert: the trace's own, not the drawn ones
+    clusters: tuple[str, ...] | None  # [batches] labels, or None if the trace has none for its tokens
+    seed: int = 0
+
+    @property
+    def drawn(self) -> bool:
+        return self.trace.topk_ids is None
+
+    def tokens(self, index: int) -> slice:
+        """Where a cut batch lies in the trace."""
+        first = sum(self.num_tokens[:index])
+        return slice(first, first + self.num_tokens[index])
 
     def source_batch(self, index: int, num_ranks: int, assign: str) -> SourceBatch:
         """Batch `index` with its tokens on source ranks as :func:`source_ranks` says."""
-        tokens = slice(self.bounds[index], self.bounds[index + 1])
-        assert self.trace.topk_ids is not None
-        topk_ids = self.trace.topk_ids[tokens]
-        seq_id = None if self.trace.seq_id is None else self.trace.seq_id[tokens]
-        return _group(topk_ids, source_ranks(len(topk_ids), num_ranks, assign, seq_id), num_ranks)
-
-
-@dataclass(frozen=True, eq=False)
-class DrawnBatches:
-    """Batches drawn from a trace's counts by :func:`draw_topk_ids`; each layer on its own.
-
-    Where K is not known, copies are drawn one by one, each as a token of one expert: how many go to which expert and
-    come from which rank is the same, rows (distinct token x destination rank) say nothing.
-
-    The stream of a batch and layer is ``np.random.default_rng((seed, batch, layer_id))``: what a layer draws
-    does not depend on which other layers or batches are replayed.
-
-    num_tokens  [batches]              tokens to draw
-    counts      [batches, L, E] int64  the trace's own counts, not the drawn ones
-    clusters    [batches] labels, or None
-    """
-
-    trace: Trace
-    num_tokens: tuple[int, ...]
-    counts: Ints
-    clusters: tuple[str, ...] | None
-    seed: int
-    drawn = True
-
-    def source_batch(self, index: int, num_ranks: int, assign: str) -> SourceBatch:
-        """Batch `index`, its tokens evenly on source ranks as :func:`source_ranks` says."""
-        layers = []
-        for layer_id, counts in zip(self.trace.layer_ids, self.counts[index], strict=True):
-            stream = np.random.default_rng((self.seed, index, layer_id))
-            layers.append(draw_topk_ids(counts, self.num_tokens[index], self.trace.top_k or 1, stream))
-        topk_ids = np.stack(layers, axis=1)
-        return _group(topk_ids, source_ranks(len(topk_ids), num_ranks, assign), num_ranks)
-
-
-Batches = CutBatches | DrawnBatches
+        trace, seq_id = self.trace, None
+        if trace.topk_ids is not None:
+            topk_ids = trace.topk_ids[self.tokens(index)]
+            seq_id = None if trace.seq_id is None else trace.seq_id[self.tokens(index)]
+        else:
+            layers = []
+            for layer_id, counts in zip(trace.layer_ids, self.counts[index], strict=True):
+                stream = np.random.default_rng((self.seed, index, layer_id))
+                layers.append(draw_topk_ids(counts, self.num_tokens[index], trace.top_k or 1, stream))
+            topk_ids = np.stack(layers, axis=1)
+        # Tokens grouped by source rank.
+        ranks = source_ranks(len(topk_ids), num_ranks, assign, seq_id)
+        order = np.argsort(ranks, kind="stable")
+        start = np.concatenate([[0], np.cumsum(np.bincount(ranks, minlength=num_ranks))])
+        grouped = np.ascontiguousarray(topk_ids[order].transpose(1, 0, 2), dtype=np.int32)
+        return SourceBatch(torch.from_numpy(grouped), tuple(start.tolist()))
 
 
 def make_batches(trace: Trace, batch_tokens: int | None = None, seed: int = 0) -> Batches:
     """A trace's batches: cut from its tokens if it has them, else drawn from its counts.
 
     Args:
-        trace: with topk_ids or counts.
         batch_tokens: N. Tokens are cut every N and where the cluster changes; the last batch before such a
             change (or the end) takes what is left. Default: the trace's own batches if they cover its tokens,
             else 1024. Drawn batches have N tokens (copies, where K is not known). Default: as many as the trace's
             batch, at most 4096.
         seed: of the draw.
-
-    Raises:
-        ValueError: naming the argument, the rule and the value.
     """
     if batch_tokens is not None and batch_tokens < 1:
         raise ValueError(f"batch_tokens must be at least 1, got {batch_tokens}")
@@ -141,10 +127,10 @@ def make_batches(trace: Trace, batch_tokens: int | None = None, seed: int = 0) -
     if tokens is None or not trace.top_k:
         tokens = -(-trace.counts.sum(-1).max(-1) // (trace.top_k or 1))  # of the fullest layer
     num_tokens = [min(int(n), MAX_DRAWN_TOKENS) if batch_tokens is None else batch_tokens for n in tokens]
-    return DrawnBatches(trace, tuple(num_tokens), trace.counts, trace.cluster, seed)
+    return Batches(trace, tuple(num_tokens), trace.counts, trace.cluster, seed)
 
 
-def _cut(trace: Trace, batch_tokens: int | None) -> CutBatches:
+def _cut(trace: Trace, batch_tokens: int | None) -> Batches:
     assert trace.topk_ids is not None
     total, sizes, labels = len(trace.topk_ids), [len(trace.topk_ids)], None
     own = trace.tokens_per_batch
@@ -153,8 +139,7 @@ def _cut(trace: Trace, batch_tokens: int | None) -> CutBatches:
         sizes, labels = own.tolist(), trace.cluster
     if not follows or batch_tokens is not None:
         sizes, labels = _recut(sizes, labels, batch_tokens or CUT_TOKENS)
-    bounds = (0, *np.cumsum(sizes).tolist())
-    return CutBatches(trace, bounds, count_batches(trace.topk_ids, sizes, trace.num_experts), labels)
+    return Batches(trace, tuple(sizes), count_batches(trace.topk_ids, sizes, trace.num_experts), labels)
 
 
 def _recut(
@@ -180,15 +165,9 @@ def draw_topk_ids(counts: Ints, num_tokens: int, top_k: int, stream: np.random.G
 
     Args:
         counts: [E] int64 copies; all zero gives tokens without experts (-1).
-        num_tokens: T.
-        top_k: K.
-        stream: the random numbers.
 
     Returns:
-        [T, K] int32.
-
-    Raises:
-        ValueError: an expert has more than 1/K of the copies, so the counts are not of K distinct experts.
+        [num_tokens, top_k] int32.
     """
     total = int(counts.sum())
     topk_ids = np.full((num_tokens, top_k), -1, dtype=np.int32)
@@ -213,8 +192,6 @@ def source_ranks(num_tokens: int, num_ranks: int, assign: str, seq_id: Ints | No
     """[T] int64 source rank of every token of a batch; the tokens of a sequence share one.
 
     Args:
-        num_tokens: T.
-        num_ranks: R.
         assign: "contiguous": sequences are laid end to end in order of first appearance, the line is cut into
             R equal stretches, and a sequence goes where its middle falls: to rank
             ``R * (2 * before + n) // (2 * T)`` if it has n tokens and comes after `before` others.
@@ -235,11 +212,3 @@ def source_ranks(num_tokens: int, num_ranks: int, assign: str, seq_id: Ints | No
         size = sizes[appearance]
         rank[appearance] = num_ranks * (2 * np.cumsum(size) - size) // (2 * num_tokens)
     return rank[inverse]
-
-
-def _group(topk_ids: Ints, ranks: Ints, num_ranks: int) -> SourceBatch:
-    """Groups topk_ids [T, L, K] by source rank."""
-    order = np.argsort(ranks, kind="stable")
-    start = np.concatenate([[0], np.cumsum(np.bincount(ranks, minlength=num_ranks))])
-    grouped = np.ascontiguousarray(topk_ids[order].transpose(1, 0, 2), dtype=np.int32)
-    return SourceBatch(torch.from_numpy(grouped), tuple(start.tolist()))

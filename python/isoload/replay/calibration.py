@@ -36,9 +36,6 @@ def calibration_folds(
             leave-one-out: each batch on the placement of all others.
             leave-cluster-out: each cluster's batches on the placement of all other clusters.
         clusters: [num_batches] labels; leave-cluster-out needs them.
-
-    Raises:
-        ValueError: naming the argument, the rule and the value.
     """
     every = tuple(range(num_batches))
     if calibrate not in CALIBRATIONS:
@@ -49,13 +46,8 @@ def calibration_folds(
         if clusters is None or len(set(clusters)) < 2:
             got = "no labels" if clusters is None else f"only {clusters[0]!r}"
             raise ValueError(f"calibrate=leave-cluster-out needs batches of at least 2 clusters, got {got}")
-        return [
-            Fold(
-                tuple(b for b in every if clusters[b] != label),
-                tuple(b for b in every if clusters[b] == label),
-            )
-            for label in dict.fromkeys(clusters)
-        ]
+        own = [tuple(b for b in every if clusters[b] == label) for label in dict.fromkeys(clusters)]
+        return [Fold(tuple(b for b in every if b not in held), held) for held in own]
     if num_batches < 2:
         raise ValueError(
             f"calibrate={calibrate} needs at least 2 batches, got {num_batches}: use calibrate=all"

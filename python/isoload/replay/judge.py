@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from isoload.placement import Placement
+from isoload.placers.weights import rank_loads
 from isoload.planning import plan_layers
 from isoload.replay.calibration import calibration_folds
 from isoload.trace import Trace
@@ -27,13 +27,9 @@ def even_imbalance(placement: Placement, counts: Ints) -> Floats:
         placement: whose shared experts have no load. With speeds a load is a cost, see :class:`isoload.Topology`.
         counts: [batches, L, E] copies. A batch without copies in a layer has imbalance 1.
     """
-    slots, ranks, ticks = placement.arrays[0], placement.topology.num_ranks, placement.topology.ticks
-    experts = counts.shape[2]
-    routed = np.where(slots < experts, slots, -1)  # shared experts lie behind
-    copies = np.stack([np.bincount(row[row >= 0], minlength=experts) for row in routed])
-    held = np.broadcast_to(np.maximum(routed, 0), (len(counts), *routed.shape))
-    part = np.where(routed >= 0, np.take_along_axis(counts / copies, held, 2), 0)
-    load = part.reshape(*counts.shape[:2], ranks, -1).sum(-1)
+    slots, ticks = placement.arrays[0], placement.topology.ticks
+    routed = np.where(slots < counts.shape[2], slots, -1)  # shared experts lie behind
+    load = rank_loads(counts, routed.reshape(len(slots), placement.topology.num_ranks, -1))
     cost = load if ticks is None else load * ticks.numpy()
     return _over_mean(cost.max(-1), counts, placement)
 
@@ -58,32 +54,10 @@ def _over_mean(peak: Floats, counts: Ints, placement: Placement) -> Floats:
     return np.where(total > 0, peak / np.maximum(mean, 1e-300), 1.0)
 
 
-@dataclass(frozen=True)
-class Judged:
-    """A placer's worth. Plain values only.
-
-    placer         as it was asked for
-    even, exact    mean imbalance over unseen batches and layers, replicas sharing alike and split exactly
-    replicas       slots of all layers and ranks that hold a second copy of an expert, or a further one
-    replica_bytes  of the rank that holds most replicas' worth of slots, if the bytes of an expert are known
-    changed        part of the slots that hold another expert than before, if that is known
-    """
-
-    placer: str
-    even: float
-    exact: float
-    replicas: int
-    replica_bytes: int | None
-    changed: float | None
-
-
 def judge_unseen(trace: Trace, calibrate: str, make: Callable[[Ints], Placement]) -> tuple[float, float]:
-    """Mean imbalance, even and exact, over batches that the placement has not seen, and layers.
+    """Mean imbalance, even and exact, over layers and batches that the placement has not seen.
 
-    Args:
-        trace: its batches are split as :func:`isoload.replay.calibration.calibration_folds` does.
-        calibrate: one of ``CALIBRATIONS``.
-        make: the placement of counts [batches, L, E].
+    calibrate: one of ``CALIBRATIONS``, by which batches are split; make: the placement of counts [batches, L, E].
     """
     counts, even, exact = trace.batch_counts(), [], []
     for fold in calibration_folds(len(counts), calibrate, trace.cluster):
@@ -101,15 +75,16 @@ def changed_slots(before: Placement, after: Placement) -> float:
 
 def count_replicas(placement: Placement) -> int:
     """Slots of all layers beyond one for each routed expert."""
-    slots = placement.arrays[0]
-    return (
-        int(((slots >= 0) & (slots < placement.num_routed)).sum())
-        - placement.num_layers * placement.num_routed
-    )
+    return int(_routed(placement).sum()) - placement.num_layers * placement.num_routed
 
 
 def most_replicas(placement: Placement) -> float:
     """Slots of all layers, on the rank with most, beyond its even part of one for each routed expert."""
-    slots, ranks = placement.arrays[0], placement.topology.num_ranks
-    held = ((slots >= 0) & (slots < placement.num_routed)).reshape(len(slots), ranks, -1).sum((0, 2)).max()
+    held = _routed(placement).sum((0, 2)).max()
     return float(held - placement.num_layers * placement.num_routed / len(placement.topology.live_ranks))
+
+
+def _routed(placement: Placement) -> Any:
+    """[L, R, S] whether a slot holds a routed expert."""
+    slots = placement.arrays[0].reshape(placement.num_layers, placement.topology.num_ranks, -1)
+    return (slots >= 0) & (slots < placement.num_routed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,38 +18,10 @@ from isoload.topology import NOMINAL_TICKS
 Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class LayerCost:
-    """One policy. Means are over all (batch, layer) pairs that have copies; times in microseconds.
-
-    compute_us    experts of the busiest rank (Eq. 3)
-    exchange_us   dispatch and combine, the rank that sends or receives longest
-    import_us     borrowed weights, the rank that sends or receives longest, if nothing hides it
-    layer_us_*    the three after one another: mean, max
-    bytes_*       memory of the rank with most: inputs, outputs and weights (Eq. 4): mean, max
-    borrowed      experts borrowed, of all ranks, mean
-    copies_per_borrowed  copies that a borrowed expert computes, mean; None if none is
-    mean_copies   copies of a rank, mean
-    """
-
-    policy: str
-    compute_us: float
-    exchange_us: float
-    import_us: float
-    layer_us_mean: float
-    layer_us_max: float
-    bytes_mean: float
-    bytes_max: float
-    borrowed: float
-    copies_per_borrowed: float | None
-    mean_copies: float
-
-
 @dataclass
 class CostTally:
     """Collects a policy's batches; :meth:`figures` sums them up."""
 
-    policy: str
     model: CostModel
     seconds: list[Floats] = field(default_factory=list)  # [L, 3] compute, exchange, import
     memory: list[Floats] = field(default_factory=list)  # [L] bytes
@@ -73,23 +46,25 @@ class CostTally:
         self.borrowed.append(torch.stack([lending.sum((-1, -2)), spare.sum((-1, -2))], -1).double().numpy())
         self.copies.append(copies.sum(-1).double().numpy() / ranks)
 
-    def figures(self) -> LayerCost:
+    def figures(self) -> dict[str, Any]:
+        """Means over all (batch, layer) pairs that have copies; times in microseconds."""
         seconds, memory, borrowed, copies = map(
             np.concatenate, (self.seconds, self.memory, self.borrowed, self.copies)
         )
         used = copies > 0
         parts, layer = seconds[used].mean(0) * 1e6, seconds[used].sum(-1) * 1e6
         experts, moved = borrowed[used].sum(0)
-        return LayerCost(
-            policy=self.policy,
-            compute_us=float(parts[0]),
-            exchange_us=float(parts[1]),
-            import_us=float(parts[2]),
-            layer_us_mean=float(layer.mean()),
-            layer_us_max=float(layer.max()),
-            bytes_mean=float(memory[used].mean()),
-            bytes_max=float(memory[used].max()),
-            borrowed=float(experts / used.sum()),
-            copies_per_borrowed=float(moved / experts) if experts else None,
-            mean_copies=float(copies[used].mean()),
-        )
+        return {
+            "compute_us": float(parts[0]),  # experts of the busiest rank (Eq. 3)
+            "exchange_us": float(parts[1]),  # dispatch and combine, the rank that sends or receives longest
+            "import_us": float(parts[2]),  # borrowed weights, likewise, if nothing hides it
+            "layer_us_mean": float(layer.mean()),  # the three after one another
+            "layer_us_max": float(layer.max()),
+            "bytes_mean": float(
+                memory[used].mean()
+            ),  # of the rank with most: inputs, outputs, weights (Eq. 4)
+            "bytes_max": float(memory[used].max()),
+            "borrowed": float(experts / used.sum()),  # experts, of all ranks
+            "copies_per_borrowed": float(moved / experts) if experts else None,  # that each computes
+            "mean_copies": float(copies[used].mean()),  # of a rank
+        }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,21 +16,13 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class RoutedBatch:
-    """Figures of one batch of routed slots, per layer.
+    """Figures of one batch of routed slots, per layer."""
 
-    slot_copies  [L, P]  copies that each slot received
-    rows         [L, 3]  rows (distinct token x destination rank): all, to another rank, to another node
-    rank_rows    [L, R, R]  rows that source rank sends to rank, those to itself included
-    copies       [L, 3]  copies (token x expert): all, to another rank, to another node
-    shared       [L, 3]  copies of shared experts: all, to another rank, to another rank that the token's routed
-                         experts do not visit
-    """
-
-    slot_copies: Ints
-    rows: Ints
-    rank_rows: Ints
-    copies: Ints
-    shared: Ints
+    slot_copies: Ints  # [L, P] copies that each slot received
+    rows: Ints  # [L, 3] rows (distinct token x destination rank): all, to another rank, to another node
+    rank_rows: Ints  # [L, R, R] rows that source rank sends to rank, those to itself included
+    copies: Ints  # [L, 3] copies (token x expert): all, to another rank, to another node
+    shared: Ints  # [L, 3] copies of shared experts: all, to another rank, to one where the token has no routed copy
 
 
 def count_routed(
@@ -72,43 +64,45 @@ class PolicyFigures:
     """One row of a replay. Means are over all (batch, layer) pairs that have copies.
 
     A rank's load is its copies, or with speeds what they cost; the mean load is that of ranks that all end together.
-
-    imbalance_*          max / mean rank load: mean, 99th percentile (linear interpolation), max
-    rank_load_std        standard deviation over ranks / mean rank load, mean
-    idle_share           sum of (max - load) over ranks, batches and layers / sum of R * max
-    gap_*                max rank load / exact's bound on the same placement - 1: mean, max
-    ideal_gap            max rank load / ceil(mean rank load) - 1, mean
-    remote_*_rows        rows (distinct token x destination rank) that leave their rank, their node; None where K
-                         is not known, nor then their shares
-    remote_*_share       the same / all rows
-    remote_*_copy_share  copies (token x expert) that leave their rank, their node / all copies
-    shared_remote_share  copies of shared experts that leave their rank / all; None without shared experts
-    shared_unvisited_share  those that go to a rank where the token has no routed copy / all
-    active_experts       slots that received copies, on the rank that has most of them, mean
-    plan_us_*            planning time per layer in microseconds: of a call for one layer, and of a call for all
-                         layers divided by their number; medians, as a busy machine only raises the tail
     """
 
     policy: str
-    imbalance_mean: float
-    imbalance_p99: float
+    imbalance_mean: float  # max / mean rank load
+    imbalance_p99: float  # its 99th percentile, linear interpolation
     imbalance_max: float
-    rank_load_std: float
-    idle_share: float
-    gap_mean: float
+    gap_mean: float  # max rank load / exact's bound on the same placement - 1
     gap_max: float
-    ideal_gap: float
+    ideal_gap: float  # max rank load / ceil(mean rank load) - 1, mean
+    idle_share: float  # sum of (max - load) over ranks, batches and layers / sum of R * max
+    rank_load_std: float  # standard deviation over ranks / mean rank load, mean
+    # Rows (distinct token x destination rank) that leave their rank, their node, and these / all rows; None where K is
+    # not known.
     remote_rank_rows: int | None
     remote_node_rows: int | None
     remote_rank_share: float | None
     remote_node_share: float | None
-    remote_rank_copy_share: float
+    remote_rank_copy_share: float  # copies (token x expert) that leave their rank / all copies
     remote_node_copy_share: float
-    shared_remote_share: float | None
-    shared_unvisited_share: float | None
-    active_experts: float
+    shared_remote_share: (
+        float | None
+    )  # copies of shared experts that leave their rank / all; None without any
+    shared_unvisited_share: float | None  # those that go to a rank where the token has no routed copy / all
+    active_experts: float  # slots that received copies, on the rank that has most of them, mean
+    # Microseconds per layer of a call for one layer, and of one for all layers; medians, as a busy machine only raises
+    # the tail.
     plan_us_median: float
     plan_us_batched: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as ``isoload replay --json`` writes it: what has several figures is an object."""
+        found: dict[str, Any] = {}
+        for name, value in asdict(self).items():
+            outer, _, inner = name.rpartition("_")
+            if outer in ("imbalance", "gap", "plan_us"):
+                found.setdefault(outer, {})[inner] = value
+            else:
+                found[name] = value
+        return found
 
 
 @dataclass
@@ -130,10 +124,8 @@ class Tally:
 
     def add(self, routed: RoutedBatch, bound: Ints) -> None:
         """Adds one batch; bound [L] is exact's, on the same placement and loads."""
-        per_rank, ticks = (
-            routed.slot_copies.reshape(len(bound), self.topology.num_ranks, -1),
-            self.topology.ticks,
-        )
+        per_rank = routed.slot_copies.reshape(len(bound), self.topology.num_ranks, -1)
+        ticks = self.topology.ticks
         self.loads.append(per_rank.sum(-1) * (1 if ticks is None else ticks.numpy()))
         self.means.append(per_rank.sum((-1, -2)) / self.topology.copies_per_cost)
         self.active.append((per_rank > 0).sum(-1).max(-1))
@@ -143,16 +135,15 @@ class Tally:
         self.shared.append(routed.shared)
 
     def figures(self) -> PolicyFigures:
-        loads, bound, active = (np.concatenate(part) for part in (self.loads, self.bounds, self.active))
-        mean = np.concatenate(self.means)
-        used = loads.sum(-1) > 0
+        used = np.concatenate(self.loads).sum(-1) > 0
         if not used.any():
             raise ValueError("trace must have copies in the batches to replay, got none")
-        loads, mean, bound, active = loads[used], mean[used], bound[used], active[used]
+        parts = self.loads, self.means, self.bounds, self.active
+        loads, mean, bound, active = (np.concatenate(part)[used] for part in parts)
         peak = loads.max(-1)
         gap, imbalance = peak / bound - 1, peak / mean
-        rows, copies = (np.concatenate(part).sum(0).tolist() for part in (self.rows, self.copies))
-        shared = np.concatenate(self.shared).sum(0).tolist()
+        sums = (np.concatenate(part).sum(0) for part in (self.rows, self.copies, self.shared))
+        rows, copies, shared = (total.tolist() for total in sums)
         return PolicyFigures(
             policy=self.policy,
             imbalance_mean=float(imbalance.mean()),

@@ -6,9 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isoload.counting import count
 from isoload.predict import Last, PathTable, fit, tabulate
-from isoload.replay.batches import Batches, CutBatches, SourceBatch
+from isoload.replay.batches import Batches, SourceBatch
 from isoload.replay.calibration import Fold
 from isoload.trace import Trace
 from isoload.trace.checks import Ints
@@ -42,10 +41,6 @@ class Forecast:
         seed: of that draw, whose stream is ``np.random.default_rng((seed, batch))``.
 
     No loads at all make a policy borrow nothing.
-
-    Raises:
-        ValueError: an unknown prediction; no batches to calibrate on where it needs some; linear or path, and the trace
-            has no per-token choices.
     """
 
     def __init__(self, predict: str, trace: Trace, batches: Batches, fold: Fold, seed: int) -> None:
@@ -56,8 +51,14 @@ class Forecast:
                 f"predict={predict} needs batches to calibrate on, a given placement leaves none"
             )
         self.popularity = batches.counts[list(fold.calibrate)].sum(0)
-        fits = predict in ("linear", "path")
-        seen = calibration_tokens(predict, trace, batches, fold) if fits else trace
+        seen = trace
+        if predict in ("linear", "path"):
+            if trace.topk_ids is None:
+                raise ValueError(
+                    f"predict={predict} needs per-token choices, trace {trace.name} has counts only"
+                )
+            tokens = np.concatenate([trace.topk_ids[batches.tokens(b)] for b in fold.calibrate])
+            seen = Trace(trace.name, trace.num_experts, topk_ids=tokens)
         self.linear = fit(seen) if predict == "linear" else None
         self.path = tabulate(seen) if predict == "path" else None
 
@@ -98,10 +99,7 @@ class Forecast:
         mistaken = (stream.random(chosen.shape) >= (self.kept or 0)) & (chosen >= 0) & (chosen < num_routed)
         guessed = np.where(mistaken, self.wrong(chosen, stream), chosen)
         guesses = SourceBatch(torch.from_numpy(np.where(chosen < num_routed, guessed, -1)), batch.start)
-        layers, ranks = range(len(chosen)), range(batch.num_ranks)
-        return torch.stack(
-            [torch.stack([count(guesses.on_rank(layer, r), num_routed) for r in ranks]) for layer in layers]
-        )
+        return guesses.loads(num_routed)
 
     def wrong(self, chosen: Ints, stream: np.random.Generator) -> Ints:
         """[L, T, K] int32 experts that take the place of mistaken choices [L, T, K]: by their layer's popularity."""
@@ -121,11 +119,3 @@ def of_paths(table: PathTable, layer: int, batch: SourceBatch) -> Tensor:
         near = torch.stack([batch.on_rank(before, rank) for before in earlier], dim=1)
         rows.append(table.predict(layer, near, table.num_experts))
     return torch.stack(rows)
-
-
-def calibration_tokens(predict: str, trace: Trace, batches: Batches, fold: Fold) -> Trace:
-    """The tokens of a fold's calibration batches."""
-    if not isinstance(batches, CutBatches) or trace.topk_ids is None:
-        raise ValueError(f"predict={predict} needs per-token choices, trace {trace.name} has counts only")
-    rows = [np.arange(batches.bounds[b], batches.bounds[b + 1]) for b in fold.calibrate]
-    return Trace(trace.name, trace.num_experts, topk_ids=trace.topk_ids[np.concatenate(rows)])

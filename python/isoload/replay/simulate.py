@@ -6,8 +6,7 @@ and counts every figure from the routed slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from time import perf_counter_ns
 from typing import Any, get_args
@@ -16,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from isoload.balancer import Balancer
 from isoload.cost import CostModel
-from isoload.counting import count
 from isoload.own_counts import Loads
 from isoload.placement import Placement
 from isoload.placers import parse_placer, place
@@ -25,14 +24,14 @@ from isoload.planning import fill, plan, plan_layers
 from isoload.policies import POLICIES, Policy, make_policy, parse_policy
 from isoload.records import Plan
 from isoload.replay.batches import Batches, SourceBatch, make_batches
-from isoload.replay.by_loads import LayersByLoads
 from isoload.replay.calibration import Fold, calibration_folds, strictest
-from isoload.replay.layer_cost import CostTally, LayerCost
+from isoload.replay.layer_cost import CostTally
 from isoload.replay.metrics import PolicyFigures, RoutedBatch, Tally, count_routed
 from isoload.replay.prediction import Forecast, check_prediction
 from isoload.routing import route
 from isoload.topology import Topology
 from isoload.trace import Trace
+from isoload.transport import LocalGroup
 
 DEFAULT_POLICIES = ("none", "static", "even", "dynamic", "exact")
 SHARED_POLICIES = ("shared_local", "waterfill_sampled", "exact", "waterfill", "joint")
@@ -40,60 +39,37 @@ SHARED_POLICIES = ("shared_local", "waterfill_sampled", "exact", "waterfill", "j
 
 @dataclass(frozen=True)
 class ReplaySettings:
-    """How a trace is replayed.
-
-    num_ranks       R
-    ranks_per_node  divides R; 0 = all of them
-    slots_per_rank  S, spare slots included; 0 = :func:`default_slots_per_rank`
-    spare_slots     of each rank's S slots, how many stay empty
-    shared_experts  how many shared experts every token gets besides the trace's routed ones
-    placer          a name in ``isoload.PLACERS``, with options as ``name:option=value``
-    calibrate       which batches the placement is made from, see :func:`isoload.replay.calibration.calibration_folds`;
-                    None = the strictest that the batches allow
-    batch_tokens    tokens per batch; None = see :func:`isoload.replay.batches.make_batches`
-    max_batches     of every calibration's batches, how many are replayed, the first ones; 0 = all
-    assign          how sequences go to source ranks, see :func:`isoload.replay.batches.source_ranks`
-    seed            of drawn batches and of every policy that draws
-    predict         what policies that fill spare slots ahead know, see :class:`isoload.replay.prediction.Forecast`
-    cost            constants by which layer times are predicted; the policies that price imports take them, too
-    policies        names in ``isoload.POLICIES``, with options as ``name:option=value``
-    loads           what ``exact`` plans by, see :class:`isoload.Balancer`; other policies by all ranks' loads
-    exchange_every  batches after which its ranks exchange, where loads are not gathered
-    """
+    """How a trace is replayed."""
 
     num_ranks: int = 8
-    ranks_per_node: int = 0
-    slots_per_rank: int = 0
-    spare_slots: int = 0
-    shared_experts: int = 0
-    placer: str = "eplb"
-    calibrate: str | None = None
-    batch_tokens: int | None = None
-    max_batches: int = 0
-    assign: str = "contiguous"
-    seed: int = 0
-    predict: str = "last"
-    cost: CostModel | None = None
-    policies: tuple[str, ...] = DEFAULT_POLICIES
-    loads: Loads = "gathered"
-    exchange_every: int = 16
+    ranks_per_node: int = 0  # divides R; 0 = all of them
+    slots_per_rank: int = 0  # S, spare slots included; 0 = :func:`default_slots_per_rank`
+    spare_slots: int = 0  # of each rank's S slots, how many stay empty
+    shared_experts: int = 0  # that every token gets besides the trace's routed ones
+    placer: str = "eplb"  # a name in ``isoload.PLACERS``, with options as ``name:option=value``
+    calibrate: str | None = None  # see :func:`calibration_folds`; None = the strictest that the batches allow
+    batch_tokens: int | None = None  # None = see :func:`make_batches`
+    max_batches: int = 0  # of every calibration's batches, how many are replayed, the first ones; 0 = all
+    assign: str = "contiguous"  # how sequences go to source ranks, see :func:`source_ranks` of replay.batches
+    seed: int = 0  # of drawn batches and of every policy that draws
+    predict: str = "last"  # what policies that fill spare slots ahead know, see :class:`Forecast`
+    cost: CostModel | None = None  # by which times are predicted; policies that price imports take it, too
+    policies: tuple[str, ...] = DEFAULT_POLICIES  # in ``isoload.POLICIES``, with options as the placer
+    loads: Loads = "gathered"  # what ``exact`` plans by, see :class:`isoload.Balancer`
+    exchange_every: int = 16  # batches after which its ranks exchange, where loads are not gathered
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What a replay found. tokens (copies, where K is not known) and batches are the replayed ones; settings holds the
-    resolved settings.
-
-    costs has a row per policy if the settings have a cost model, else none.
-    """
+    """What a replay found."""
 
     trace: str
-    settings: dict[str, Any]
-    tokens: int
+    settings: dict[str, Any]  # as they took effect
+    tokens: int  # replayed ones, as batches; copies, where K is not known
     layers: int
     batches: int
     policies: tuple[PolicyFigures, ...]
-    costs: tuple[LayerCost, ...] = ()
+    costs: tuple[dict[str, Any], ...] = ()  # a row per policy if the settings have a cost model
 
 
 def replay(
@@ -112,11 +88,16 @@ def replay(
             those of the settings, whose placer and calibration then mean nothing. Default: one is made.
 
     Raises:
-        ValueError: naming the argument, the rule and the value.
         RuntimeError: the routed slots do not meet the plan (a bug in isoload).
     """
-    with _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(
+        1
+    )  # plans are small: threads would only make their times those of the machine's other work
+    try:
         return _replay(trace, settings, on_batch or (lambda done, total: None), placement)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _replay(
@@ -125,33 +106,27 @@ def _replay(
     on_batch: Callable[[int, int], None],
     given: Placement | None,
 ) -> Replay:
-    if settings.max_batches < 0:
-        raise ValueError(f"max_batches must be at least 0, got {settings.max_batches}")
-    if not trace.top_k and (settings.cost or settings.shared_experts):
-        raise ValueError("top_k must be known where cost or shared_experts count tokens, got none")
     model = settings.cost
     bandwidths = model.bandwidths if model else None
     topology = Topology(settings.num_ranks, settings.ranks_per_node, bandwidths=bandwidths)
-    _check_policies(settings.policies)
-    _check_loads(settings)
+    _check(settings, trace)
     placer, options = parse_placer(settings.placer)
-    check_prediction(settings.predict)
     ahead = any(_policy(name, settings, 0).ahead for name in settings.policies)
     batches = make_batches(trace, settings.batch_tokens, settings.seed)
     if given is None:
         calibrate = settings.calibrate or strictest(len(batches.counts), batches.clusters)
         settings = replace(settings, calibrate=calibrate)
         whole = calibration_folds(len(batches.counts), calibrate, batches.clusters)
-        slots_per_rank = settings.slots_per_rank or default_slots_per_rank(
-            trace.num_experts, settings.num_ranks, settings.spare_slots + settings.shared_experts
-        )
+        others = settings.spare_slots + settings.shared_experts
+        default = default_slots_per_rank(trace.num_experts, settings.num_ranks, others)
+        slots_per_rank = settings.slots_per_rank or default
     else:
         whole = [Fold((), tuple(range(len(batches.counts))))]
         given = fitting(given, trace, settings)
         topology, slots_per_rank = given.topology, given.slots_per_rank
     folds = [Fold(fold.calibrate, fold.replay[: settings.max_batches or None]) for fold in whole]
     tallies = [Tally(name, topology, trace.top_k > 0) for name in settings.policies]
-    costs = [CostTally(name, model) for name in settings.policies] if model else []
+    costs = [CostTally(model) for _ in settings.policies] if model else []
     tokens = done = 0
     total = sum(len(fold.replay) for fold in folds)
     for fold in folds:
@@ -181,6 +156,8 @@ def _replay(
         if topology.speeds is not None:
             resolved["speeds"] = list(topology.speeds)
     predicted = tuple(tally.figures() for tally in costs)
+    for row in predicted:
+        row["layer_us_change"] = row["layer_us_mean"] / predicted[0]["layer_us_mean"] - 1
     return Replay(trace.name, resolved, tokens, trace.num_layers, total, figures, predicted)
 
 
@@ -203,17 +180,6 @@ def fitting(placement: Placement, trace: Trace, settings: ReplaySettings) -> Pla
     return placement.with_layers(trace.layer_ids)
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Plans are small: threads would only make their times those of the machine's other work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def default_slots_per_rank(num_experts: int, num_ranks: int, others: int = 0) -> int:
     """S: E/R rounded up, one more for every eight of these but at least one, and the others (spare, shared)."""
     dense = -(-num_experts // num_ranks)
@@ -230,29 +196,27 @@ def _replay_batch(
     tallies: list[Tally],
     costs: list[CostTally],
 ) -> None:
-    loads = torch.stack([_layer_loads(batch, layer, placement) for layer in range(placement.num_layers)])
+    ranks, loads = range(batch.num_ranks), batch.loads(placement.num_experts)
     best = "joint" if placement.num_shared else "exact"
     bound = plan_layers(loads, placement, best).bound.numpy()
     ahead = loads if forecast is None else forecast.of(batch, index, loads, placement.num_shared)
     for position, tally in enumerate(tallies):
         plans: list[Plan] = []
-        if layers := by_loads.get(tally.policy):
-            slots = layers.route(batch, tally)
+        if by_own := by_loads.get(tally.policy):
+            slots = by_own.route(batch, tally)
         else:
             plans = _timed_plans(loads, ahead, placement, _policy(tally.policy, settings, index), tally)
-            slots = torch.stack([_route_layer(batch, *pair) for pair in zip(loads, plans, strict=True)])
+            routes = [
+                torch.cat([route(batch.on_rank(layer, rank), loads[layer], made, rank) for rank in ranks])
+                for layer, made in enumerate(plans)
+            ]
+            slots = torch.stack(routes)
         size, shared = placement.slots_per_rank, placement.num_shared
         routed = count_routed(slots.numpy(), batch.sources(), placement.topology, size, shared)
         _check_realised(plans, routed, tally.policy)
         tally.add(routed, bound)
         if costs:
             costs[position].add(plans, routed, placement)
-
-
-def _layer_loads(batch: SourceBatch, layer: int, placement: Placement) -> Tensor:
-    """[R, E] copies that each source rank sends to each expert."""
-    ranks = range(batch.num_ranks)
-    return torch.stack([count(batch.on_rank(layer, rank), placement.num_experts) for rank in ranks])
 
 
 def _timed_plans(
@@ -273,13 +237,6 @@ def _timed_plans(
     return plans
 
 
-def _route_layer(batch: SourceBatch, loads: Tensor, made: Plan) -> Tensor:
-    """[T, K] slots of a layer's tokens; each source rank routes its own."""
-    assert made.layer is not None
-    ranks = range(batch.num_ranks)
-    return torch.cat([route(batch.on_rank(made.layer, rank), loads, made, rank) for rank in ranks])
-
-
 def _check_realised(plans: list[Plan], routed: RoutedBatch, policy: str) -> None:
     for layer, made in enumerate(plans):
         if made.quota is None:
@@ -291,27 +248,24 @@ def _check_realised(plans: list[Plan], routed: RoutedBatch, policy: str) -> None
             raise RuntimeError(f"routed slots do not meet the quota of policy {policy} in layer {layer}")
 
 
-def _check_policies(policies: tuple[str, ...]) -> None:
-    for policy in policies:
-        parse_policy(policy)
+def _check(settings: ReplaySettings, trace: Trace) -> None:
+    policies, loads = settings.policies, settings.loads
+    if settings.max_batches < 0:
+        raise ValueError(f"max_batches must be at least 0, got {settings.max_batches}")
+    if not trace.top_k and (settings.cost or settings.shared_experts):
+        raise ValueError("top_k must be known where cost or shared_experts count tokens, got none")
+    names, listed = [parse_policy(policy)[0] for policy in policies], ", ".join(policies)
     if not policies or len(set(policies)) < len(policies):
-        raise ValueError(
-            f"policies must be distinct and at least one, got {', '.join(policies) or 'none at all'}"
-        )
-
-
-def _check_loads(settings: ReplaySettings) -> None:
-    loads = settings.loads
+        raise ValueError(f"policies must be distinct and at least one, got {listed or 'none at all'}")
     if loads not in get_args(Loads):
         raise ValueError(f"loads must be one of {', '.join(get_args(Loads))}, got {loads!r}")
     if settings.exchange_every < 1:
         raise ValueError(f"exchange_every must be at least 1, got {settings.exchange_every}")
-    if loads != "gathered" and not any(parse_policy(name)[0] == "exact" for name in settings.policies):
-        raise ValueError(
-            f"policies must have exact for loads={loads!r}, got {', '.join(settings.policies)}: others plan by all"
-        )
+    if loads != "gathered" and "exact" not in names:
+        raise ValueError(f"policies must have exact for loads={loads!r}, got {listed}: others plan by all")
     if loads != "gathered" and settings.cost:
         raise ValueError(f"cost must be none for loads={loads!r}: it is reckoned from plans of all ranks")
+    check_prediction(settings.predict)
 
 
 def _by_loads(placement: Placement, settings: ReplaySettings) -> dict[str, LayersByLoads]:
@@ -323,6 +277,33 @@ def _by_loads(placement: Placement, settings: ReplaySettings) -> dict[str, Layer
         for name in settings.policies
         if parse_policy(name)[0] == "exact"
     }
+
+
+class LayersByLoads:
+    """Policy ``exact`` where not all ranks' loads are gathered: a Balancer for each layer, over virtual ranks; all
+    exchange after every so many batches, as an engine would."""
+
+    def __init__(self, placement: Placement, policy: Policy, loads: Loads, exchange_every: int) -> None:
+        group = LocalGroup(placement.topology)
+        layers = range(placement.num_layers)
+        self.layers = [Balancer(placement, i, policy, group, loads=loads) for i in layers]
+        self.exchange_every, self.batches = exchange_every, 0
+
+    def route(self, batch: SourceBatch, tally: Tally) -> Tensor:
+        """[L, T, K] slots of the next batch; adds what planning took, for one source of one layer."""
+        slots, spent = [], []
+        for i, layer in enumerate(self.layers):
+            counted = layer.gather([batch.on_rank(i, rank) for rank in range(batch.num_ranks)])
+            start = perf_counter_ns()
+            planned = layer.plan(counted)
+            spent.append((perf_counter_ns() - start) // batch.num_ranks)
+            slots.append(torch.cat(layer.route(planned)))
+        tally.layer_ns += spent
+        tally.batched_ns.append(sum(spent) / len(spent))
+        self.batches += 1
+        if self.batches % self.exchange_every == 0:
+            self.layers[0].exchange(*self.layers[1:])
+        return torch.stack(slots)
 
 
 def _policy(policy: str, settings: ReplaySettings, step: int) -> Policy:

@@ -12,10 +12,10 @@ import numpy as np
 from isoload.trace.archives import check_bytes, is_npz, read_members
 from isoload.trace.archives import max_bytes as byte_limit
 from isoload.trace.checks import DIMS, Ints, count_batches, trace_errors
-from isoload.trace.npz import ARRAY_FILES, read_npz, write_npz
+from isoload.trace.npz import ARRAY_FILES, read_npz, write_trace
+from isoload.trace.sglang_dump import read_torch
 from isoload.trace.tensorrt_llm_statistics import META as TENSORRT_META
 from isoload.trace.tensorrt_llm_statistics import read_tensorrt_llm
-from isoload.trace.torch_files import read_torch
 from isoload.trace.vllm_statistics import looks_like_json, read_vllm
 
 __all__ = ["Ints", "Trace", "count_batches", "read_trace", "trace_errors", "write_trace"]
@@ -88,8 +88,7 @@ class Trace:
     def batch_counts(self) -> Ints:
         """[batches, L, E] int64 copies: ``counts`` where recorded, else counted from ``topk_ids``.
 
-        Raises:
-            ValueError: they would take more memory than a trace may, see :func:`read_trace`.
+        Refused where they would take more memory than a trace may, see :func:`read_trace`.
         """
         if self.counts is not None:
             return self.counts
@@ -165,12 +164,3 @@ def _read_archives(shown: str, paths: list[Path], limit: int) -> dict[str, Any]:
     read = [m for inside in members.values() for m in inside if not npz_paths or m.filename in ARRAY_FILES]
     check_bytes(shown, sum(member.file_size for member in read), limit)
     return read_npz(paths[0], limit) if npz_paths else read_torch(paths, limit)
-
-
-def write_trace(trace: Trace, path: str | Path) -> None:
-    """Writes ``path`` (.npz), which holds all that :func:`read_trace` reads back.
-
-    Raises:
-        ValueError: another suffix than .npz; provenance that JSON cannot hold.
-    """
-    write_npz(trace, Path(path))

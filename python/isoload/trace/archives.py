@@ -13,11 +13,7 @@ MAX_BYTES_NAME = "ISOLOAD_MAX_TRACE_BYTES"  # of the environment: another limit
 
 
 def max_bytes(given: int | None) -> int:
-    """The limit: given, or the environment's, or MAX_ARRAYS.
-
-    Raises:
-        ValueError: no positive integer.
-    """
+    """The limit: given, or the environment's, or MAX_ARRAYS."""
     name, value = (
         ("max_bytes", given) if given is not None else (MAX_BYTES_NAME, os.environ.get(MAX_BYTES_NAME))
     )
@@ -39,11 +35,7 @@ def check_bytes(what: str | Path, size: int, limit: int) -> None:
 
 
 def read_members(path: Path) -> list[zipfile.ZipInfo]:
-    """What a zip archive holds, nothing of it unfolded.
-
-    Raises:
-        ValueError: naming the file and what is wrong with it.
-    """
+    """What a zip archive holds, nothing of it unfolded."""
     with open_regular(path) as file:
         magic = file.read(2)
         if magic != b"PK":

@@ -38,6 +38,20 @@ def count_batches(topk_ids: Ints, tokens_per_batch: Ints | Sequence[int], num_ex
     return counts
 
 
+def counts_of_slots(slot_map: Ints, copies: Ints, num_experts: int) -> Ints:
+    """[L, E] int64 copies of experts, from those of the slots that hold them: both [L, P]."""
+    counts = np.zeros((len(slot_map), num_experts), dtype=np.int64)
+    np.add.at(counts, (np.arange(len(slot_map))[:, None], slot_map), copies)
+    return counts
+
+
+def check_covered(key: str, slot_map: Ints, num_experts: int) -> None:
+    """Refuses slots [L, P] that lack an expert in some layer; key: for messages."""
+    for layer, row in enumerate(slot_map):
+        if (missing := np.setdiff1d(np.arange(num_experts), row)).size:
+            raise ValueError(f"{key} must hold every expert, layer {layer} lacks {missing[0]}")
+
+
 def trace_errors(trace: Trace) -> list[str]:
     """What is wrong with a trace, one sentence each; empty if nothing is."""
     if trace.counts is None and trace.topk_ids is None:
@@ -74,7 +88,14 @@ def _shape_errors(trace: Trace) -> list[str]:
         errors.append(f"layer_ids must be in 0..2^31-1, got {shown(list(trace.layer_ids))}")
     if trace.seq_id is not None and trace.topk_ids is None:
         errors.append("seq_id must come with topk_ids, got none")
-    for name, shape in _expected_shapes(trace).items():
+    layers, batches, ids = len(trace.layer_ids), trace.num_batches, trace.topk_ids
+    shapes: dict[str, tuple[int | None, ...]] = {
+        "counts": (None, layers, trace.num_experts),
+        "topk_ids": (None, layers, trace.top_k or None),
+        "tokens_per_batch": (batches,),
+        "cluster": (batches,),
+    } | ({} if ids is None else {"seq_id": (len(ids),)})
+    for name, shape in shapes.items():
         value = getattr(trace, name)
         if value is None:
             continue
@@ -82,19 +103,6 @@ def _shape_errors(trace: Trace) -> list[str]:
             wanted = ", ".join("any" if want is None else str(want) for want in shape)
             errors.append(f"{name} must have shape [{wanted}], got {list(np.shape(value))}")
     return errors
-
-
-def _expected_shapes(trace: Trace) -> dict[str, tuple[int | None, ...]]:
-    layers, batches = len(trace.layer_ids), trace.num_batches
-    shapes: dict[str, tuple[int | None, ...]] = {
-        "counts": (None, layers, trace.num_experts),
-        "topk_ids": (None, layers, trace.top_k or None),
-        "tokens_per_batch": (batches,),
-        "cluster": (batches,),
-    }
-    if trace.topk_ids is not None:
-        shapes["seq_id"] = (len(trace.topk_ids),)
-    return shapes
 
 
 def _range_errors(trace: Trace) -> list[str]:

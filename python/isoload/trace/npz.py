@@ -52,10 +52,9 @@ def read_npz(path: Path, limit: int) -> dict[str, Any]:
     provenance = fields.setdefault("provenance", {})
     if others:
         provenance.setdefault("arrays_not_read", others)
+    origin = "counts" if "counts" in arrays else "json"
     if "num_experts" not in fields:
         fields["num_experts"], origin = _num_experts(path, arrays)
-    else:
-        origin = "counts" if "counts" in arrays else "json"
     provenance.setdefault("num_experts_from", origin)
     if (cluster := arrays.pop("cluster", None)) is not None:
         fields["cluster"] = _labels(path, cluster)
@@ -131,11 +130,16 @@ def _parse_about(path: str, text: bytes) -> dict[str, Any]:
     return {**fields, "layer_ids": tuple(layer_ids), "provenance": known}
 
 
-def write_npz(trace: Trace, path: Path) -> None:
-    """Writes each array in the narrowest integers that hold it.
+def write_trace(trace: Trace, path: str | Path) -> None:
+    """Writes ``path`` (.npz), which holds all that :func:`read_trace` reads back.
 
-    The file is written aside and renamed when complete: a crash leaves no half-written one.
+    Each array has the narrowest integers that hold it. The file is written aside and renamed when complete: a crash
+    leaves no half-written one.
+
+    Raises:
+        ValueError: another suffix than .npz; provenance that JSON cannot hold.
     """
+    path = Path(path)
     if path.suffix != ".npz":
         raise ValueError(f"path must end in .npz, got {str(path)!r}")
     known = {**trace.provenance, "layer_ids": list(trace.layer_ids)}

@@ -1,4 +1,5 @@
-"""Reads the files of SGLang's expert distribution recorder (``--expert-distribution-recorder-mode``).
+"""Files of torch.save: the loads [L, E] that vllm-ascend's offline script reads, and those of SGLang's expert
+distribution recorder (``--expert-distribution-recorder-mode``).
 
 =========  ==========================================================================================
 stat       one file (stat_approx too): ``logical_count`` [steps, L, E] or [L, E], summed over ranks.
@@ -22,18 +23,17 @@ L counts dense layers too. They are empty and dropped; the other layers keep the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from isoload.files.reading import shown
+from isoload.files.reading import open_regular, shown
 from isoload.trace.archives import check_bytes
-from isoload.trace.checks import Ints
+from isoload.trace.checks import Ints, check_covered
 from isoload.trace.sglang_records import (
-    Key,
     Record,
     distinct_ranks,
     integers,
@@ -48,15 +48,17 @@ _TENSORS = ("logical_count", _MAP, "global_physical_count", "topk_ids_of_layer")
 _Dumps = dict[Path, dict[str, Any]]
 
 
-def read_dump(held: Mapping[Path, Any], limit: int) -> dict[str, Any]:
+def read_torch(paths: Sequence[Path], limit: int) -> dict[str, Any]:
     """The fields of the Trace in the files of one recording, not checked against each other.
 
-    held: what each file holds. limit: most bytes that the tensors of all files may take.
-
-    Raises:
-        ValueError: naming the file and what is wrong with it.
+    limit: most bytes that the tensors of all files may take.
     """
-    paths, dumps = list(held), {path: _dump(path, value) for path, value in held.items()}
+    dumps = {path: _load(path) for path in paths}
+    if len(paths) == 1 and isinstance(only := dumps[paths[0]], torch.Tensor):
+        return _read_ascend(paths[0], only, limit)
+    for path, value in dumps.items():
+        if not isinstance(value, dict):
+            raise ValueError(f"{path}: is no SGLang recorder dump, it holds a {type(value).__name__}")
     check_bytes(paths[0], sum(map(_num_bytes, dumps.values())), limit)
     modes = {path: _mode(path, dump) for path, dump in dumps.items()}
     mode = modes[paths[0]]
@@ -76,20 +78,43 @@ def read_dump(held: Mapping[Path, Any], limit: int) -> dict[str, Any]:
     return fields
 
 
-def _dump(path: Path, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: is no SGLang recorder dump, it holds a {type(value).__name__}")
-    return value
+def _load(path: Path) -> Any:
+    try:
+        with open_regular(path) as file:
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle may raise anything
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{path}: torch.load(weights_only=True) refuses it ({reason})") from None
+
+
+def _read_ascend(path: Path, loads: torch.Tensor, limit: int) -> dict[str, Any]:
+    """One batch of copies [L, E]; layers are counted among the MoE layers alone."""
+    check_bytes(path, 8 * loads.numel(), limit)
+    if loads.layout == torch.strided and not loads.is_nested and loads.is_floating_point():
+        whole = loads.double()
+        if not ((whole >= 0) & (whole < 2**53) & (whole == whole.floor())).all():
+            raise ValueError(f"{path}: loads [L, E] must be whole numbers from 0 on, got others")
+        loads = whole.long()
+    counts = integers(path, "loads", loads, (None, None))
+    for layer in (counts < 0).any(1).nonzero()[0].tolist():
+        raise ValueError(f"{path}: loads must not be negative, got {counts[layer].min()} in layer {layer}")
+    return {
+        "name": path.stem,
+        "num_experts": counts.shape[1],
+        "counts": counts[None],
+        "provenance": {
+            "source": "vllm-ascend expert loads",
+            "num_experts_from": "loads",
+            "layers": "by their place among MoE layers",
+        },
+    }
 
 
 def _num_bytes(dump: dict[str, Any]) -> int:
     """Of the tensors that are read, as they unfold: a broadcast one takes no room in the file."""
     records = dump.get("records")
-    holders = [
-        dump,
-        *(record for record in (records if isinstance(records, list) else []) if isinstance(record, dict)),
-    ]
-    tensors = (holder.get(name) for holder in holders for name in _TENSORS)
+    holders = [dump, *(records if isinstance(records, list) else [])]
+    tensors = (holder.get(name) for holder in holders if isinstance(holder, dict) for name in _TENSORS)
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
 
 
@@ -130,15 +155,14 @@ def _read_stat(dumps: _Dumps) -> dict[str, Any]:
 def _read_records(dumps: _Dumps, mode: str) -> dict[str, Any]:
     maps = _slot_maps(dumps)
     num_experts = 1 + max(int(slot_map.max()) for slot_map in maps.values())
-    records: dict[Key, Record] = {}
+    records: dict[tuple[int, int, str], Record] = {}
     for path, dump in dumps.items():
-        _check_covered(path, maps[path], num_experts)
+        check_covered(f"{path}: {_MAP}", maps[path], num_experts)
         for raw in dump["records"]:
             record = read_record(path, raw, mode, maps[path], num_experts)
-            if record.key in records:
-                number, rank, _ = record.key
-                raise ValueError(f"{path}: forward pass {number} of rank {rank} is recorded twice")
-            records[record.key] = record
+            if (key := record[:3]) in records:
+                raise ValueError(f"{path}: forward pass {key[0]} of rank {key[1]} is recorded twice")
+            records[key] = record
     first = next(iter(dumps))
     whole = whole_passes(first, [records[key] for key in sorted(records)])
     kept = distinct_ranks(whole)
@@ -168,9 +192,3 @@ def _slot_maps(dumps: _Dumps) -> dict[Path, Ints]:
                 f"{path}: {_MAP} must name at most {slots} experts, one per slot, got id {largest}"
             )
     return maps
-
-
-def _check_covered(path: Path, slot_map: Ints, num_experts: int) -> None:
-    for layer, row in enumerate(slot_map):
-        if (missing := np.setdiff1d(np.arange(num_experts), row)).size:
-            raise ValueError(f"{path}: {_MAP} must hold every expert, layer {layer} lacks {missing[0]}")

@@ -3,41 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from isoload.files.reading import shown
-from isoload.trace.checks import Ints
+from isoload.trace.checks import Ints, counts_of_slots
 
-Key = tuple[int, int, str]
 _DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
-@dataclass(frozen=True, eq=False)
-class Record:
-    """One forward pass as one rank recorded it, in logical experts.
+class Record(NamedTuple):
+    """One forward pass as one rank recorded it, in logical experts."""
 
-    key       (forward pass, rank, SGLang's gatherer_key = sub-batch of a two-batch pass)
-    view      per_pass: [L, E] copies; per_token: [tokens, L, 8] chosen experts, -1 = padding
-    seq_lens  per_token: tokens of each sequence, in order
-    """
-
-    key: Key
-    view: Ints
-    seq_lens: tuple[int, ...] = ()
-
-    @property
-    def forward_pass(self) -> int:
-        return self.key[0]
-
-    @property
-    def rank(self) -> int:
-        return self.key[1]
+    forward_pass: int
+    rank: int
+    gatherer: str  # SGLang's gatherer_key = sub-batch of a two-batch pass
+    view: Ints  # per_pass: [L, E] copies; per_token: [tokens, L, 8] chosen experts, -1 = padding
+    seq_lens: tuple[int, ...] = ()  # per_token: tokens of each sequence, in order
 
 
 def integers(path: Path, name: str, value: Any, shape: Sequence[int | None]) -> Ints:
@@ -66,9 +52,9 @@ def read_record(path: Path, raw: dict[str, Any], mode: str, slot_map: Ints, num_
         raise ValueError(f"{path}: gatherer_key of a record must be a string, got {shown(gatherer)}")
     key = raw["forward_pass_id"], raw["rank"], gatherer
     if mode == "per_pass":
-        return Record(key, _logical_counts(path, raw, slot_map, num_experts))
+        return Record(*key, _logical_counts(path, raw, slot_map, num_experts))
     chosen = _logical_ids(path, raw, slot_map)
-    return Record(key, chosen, _sequence_lengths(raw.get("extend_seq_lens"), len(chosen)))
+    return Record(*key, chosen, _sequence_lengths(raw.get("extend_seq_lens"), len(chosen)))
 
 
 def _sequence_lengths(known: Any, tokens: int) -> tuple[int, ...]:
@@ -83,10 +69,7 @@ def _logical_counts(path: Path, raw: dict[str, Any], slot_map: Ints, num_experts
     copies = integers(path, name, raw["global_physical_count"], slot_map.shape)
     if copies.min() < 0:
         raise ValueError(f"{path}: {name} must not be negative, got {copies.min()}")
-    layer = np.arange(len(slot_map))[:, None]
-    counts = np.zeros((len(slot_map), num_experts), dtype=np.int64)
-    np.add.at(counts, (layer, slot_map), copies)
-    return counts
+    return counts_of_slots(slot_map, copies, num_experts)
 
 
 def _logical_ids(path: Path, raw: dict[str, Any], slot_map: Ints) -> Ints:
@@ -122,7 +105,7 @@ def distinct_ranks(records: Sequence[Record]) -> list[Record]:
     """One rank per view: the lowest of those that agree in every record. Records come ordered by key."""
     views = {record.rank: blake2b() for record in records}
     for record in records:
-        views[record.rank].update(f"{record.forward_pass} {record.key[2]} {record.view.shape}".encode())
+        views[record.rank].update(f"{record.forward_pass} {record.gatherer} {record.view.shape}".encode())
         views[record.rank].update(record.view.tobytes())
     lowest: dict[bytes, int] = {}
     for rank in sorted(views):

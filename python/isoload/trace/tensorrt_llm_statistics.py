@@ -28,7 +28,6 @@ def read_tensorrt_llm(folder: Path, limit: int) -> dict[str, Any]:
     """The fields of the Trace in a folder whose files have at most limit bytes, not checked against each other.
 
     Raises:
-        ValueError: naming the file, the key and what is wrong with it.
         ImportError: safetensors is missing (pip install "isoload[plan]").
     """
     experts, top_k = _read_meta(folder / META)

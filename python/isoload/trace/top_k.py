@@ -32,9 +32,6 @@ def model_top_k(model: str, num_experts: int) -> int:
 def with_top_k(trace: Trace, given: str | None = None) -> Trace:
     """The trace with its own K; without one with the given (a number, or the name of a model), else with that of the
     model that the record names; K stays 0 where neither is known.
-
-    Raises:
-        ValueError: another K than the record's; a name that is not known.
     """
     if given is None:
         return replace(

@@ -15,7 +15,7 @@ import numpy as np
 
 from isoload.files.reading import MAX_EXPERTS, MAX_LINE, integer_rows, open_regular, parse_json, shown
 from isoload.trace.archives import check_bytes
-from isoload.trace.checks import Ints
+from isoload.trace.checks import Ints, check_covered, counts_of_slots
 
 META, STATS = "eplb_load_meta", "eplb_load_stats"
 LOAD, MAP, REDUNDANT = "expert_load", "p2l_map", "num_redundant_experts"
@@ -30,11 +30,7 @@ def looks_like_json(path: Path) -> bool:
 
 
 def read_vllm(path: Path, limit: int) -> dict[str, Any]:
-    """The fields of the Trace in a file of at most limit bytes, not checked against each other.
-
-    Raises:
-        ValueError: naming the file, the line, the key and the layer.
-    """
+    """The fields of the Trace in a file of at most limit bytes, not checked against each other."""
     redundant: int | None = None
     steps: dict[int, Ints] = {}
     size = 0
@@ -117,14 +113,10 @@ def _step(record: dict[str, Any], redundant: int | None, first: Ints | None) -> 
             f"{MAP} must have {experts + redundant} slots, {redundant} ({REDUNDANT}) more than experts, "
             f"got {held.shape[1]}"
         )
-    for layer, row in enumerate(held):
-        if (missing := np.setdiff1d(np.arange(experts), row)).size:
-            raise ValueError(f"{MAP} must hold every expert, layer {layer} lacks {missing[0]}")
+    check_covered(MAP, held, experts)
     if first is not None and first.shape != (len(held), experts):
         raise ValueError(
             f"step {step} must have {len(first)} layers of {first.shape[1]} experts as the first, "
             f"got {len(held)} of {experts}"
         )
-    counts = np.zeros((len(held), experts), dtype=np.int64)
-    np.add.at(counts, (np.arange(len(held))[:, None], held), load)
-    return step, counts
+    return step, counts_of_slots(held, load, experts)
