@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from isoload import ops
-from isoload.placed_layers import Filled, PlacedLayers
+from isoload.placed_layers import PlacedLayers
 from isoload.policies import Demand, Policy
 from isoload.policies.ahead import AheadPolicy
 from isoload.policies.base import chosen_plan, even_split, sum_sources
@@ -40,8 +40,8 @@ class LinaPolicy(AheadPolicy):
         ranks = placed.topology.num_ranks
         return ops.top_up(demand.loads, placed.slot_to_expert, routed_homes(placed), ranks, slots)
 
-    def split(self, demand: Demand, filled: Filled) -> Plan:
-        return Plan(filled, self, *even_split(demand, filled)[:3], telemetry=filled.telemetry)
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        return Plan(placed, self, *even_split(demand, placed)[:3], telemetry=placed.telemetry)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class HarmoenyPolicy(Policy):
     borrows = True
     least: int = 1
 
-    def fill(self, demand: Demand, placed: PlacedLayers) -> Filled:
+    def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
         loads = sum_sources(demand.loads, placed)
         rows = zip(
             loads.view(-1, loads.shape[-1]),
@@ -65,9 +65,9 @@ class HarmoenyPolicy(Policy):
         )
         return placed.fill(slots, quota, torch.nn.functional.pad(imports, (0, 4)))
 
-    def split(self, demand: Demand, filled: Filled) -> Plan:
-        assert filled.quota is not None
-        return chosen_plan(self, filled.quota, demand, filled, filled.telemetry)
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        assert placed.quota is not None
+        return chosen_plan(self, placed.quota, demand, placed, placed.telemetry)
 
 
 def schedule(loads: Tensor, slots: Tensor, ranks: int, spare: int, least: int) -> tuple[Tensor, ...]:

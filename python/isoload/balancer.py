@@ -20,7 +20,7 @@ from isoload.counting import check_one_each, count_owned, without_padding
 from isoload.ops import Counted, Prefer
 from isoload.own_counts import Exchanged, Loads, exchange, make_own_counts, no_one
 from isoload.own_counts.at_once import balance_at_once, needs_no_gather, record
-from isoload.placed_layers import Filled, PlacedLayers, own_layers, refreshing
+from isoload.placed_layers import PlacedLayers, own_layers, refreshing
 from isoload.placement import Placement, check_same_shape
 from isoload.planning import Balanced, Gathered, plan_and_share
 from isoload.policies import Policy, Seeded, make_policy
@@ -254,7 +254,9 @@ class Balancer:
         loads, others = gathered.narrow(1, 0, own), gathered.narrow(1, own, width - own)
         return Gathered(counted, loads, True, others)
 
-    def plan(self, gathered: Gathered, filled: Filled | None = None, keep_local: bool = False) -> Balanced:
+    def plan(
+        self, gathered: Gathered, filled: PlacedLayers | None = None, keep_local: bool = False
+    ) -> Balanced:
         """Plans a batch, if it is to be planned; filled and keep_local as in :func:`isoload.plan`."""
         counted, loads = gathered.counted, gathered.loads
         if not gathered.planned:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.ops import Counted, Order
-from isoload.placed_layers import Filled, PlacedLayers
+from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement
 from isoload.policies import Demand, Policy, make_policy
 from isoload.policies.keeping import split_above_local
@@ -59,7 +59,7 @@ def plan(
     layer: int | None = None,
     policy: str | Policy = "exact",
     *,
-    filled: Filled | None = None,
+    filled: PlacedLayers | None = None,
     keep_local: bool = False,
     step: int | Tensor = 0,
     **options: Any,
@@ -94,7 +94,7 @@ def plan_and_share(
     chosen: Policy,
     rank: int | None,
     *,
-    filled: Filled | None = None,
+    filled: PlacedLayers | None = None,
     keep_local: bool = False,
     step: int | Tensor = 0,
 ) -> tuple[Plan, Tensor | None]:
@@ -106,9 +106,9 @@ def plan_and_share(
     demand, row = _demand(loads, placed), None
     if filled is None:
         filled = chosen.fill(demand, placed)
-    elif filled.placed.host is not placed.host or filled.placed.layer != placed.layer:
+    elif filled.host is not placed.host or filled.layer != placed.layer:
         raise ValueError(
-            f"filled must be of the placement and layer that are planned, {placed.layer}, got {filled.placed.layer}"
+            f"filled must be of the placement and layer that are planned, {placed.layer}, got {filled.layer}"
         )
     elif filled.quota is not None:  # of other loads
         filled = replace(filled, quota=None)
@@ -134,7 +134,7 @@ def fill(
     layer: int | None = None,
     policy: str | Policy = "exact",
     **options: Any,
-) -> Filled:
+) -> PlacedLayers:
     """The slots that a policy fills, by itself: ahead of the batch from predicted loads, or from the loads.
 
     Args: as of :func:`plan`, which takes the result as ``filled``; weights can travel in between.
@@ -157,7 +157,7 @@ def _placed(loads: Tensor, placement: Placement | PlacedLayers, layer: int | Non
             raise ValueError(
                 f"loads must be on {placement.home_slot.device} as the layers, got {loads.device}"
             )
-        return placement
+        return placement.resident
     return placement.layers(loads.device) if layer is None else placement.layer(layer, loads.device)
 
 

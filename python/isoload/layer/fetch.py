@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from isoload.layer.moe import MoE
-from isoload.placed_layers import Filled
+from isoload.placed_layers import PlacedLayers
 from isoload.planning import fill
 from isoload.transport import checksum
 from isoload.value_checks import values_readable
@@ -25,14 +25,14 @@ class Fetched:
     """
 
     layer: MoE
-    filled: Filled
+    filled: PlacedLayers
     borrowed: Borrowed | None
     marks: list[list[tuple[int, int]]]
 
     @property
     def is_placed(self) -> bool:
         """Whether the layer's placement is the one it was filled for."""
-        return self.filled.placed.host is self.layer.placement
+        return self.filled.host is self.layer.placement
 
     def check(self) -> None:
         """Raises ValueError if the layer's Parameters have changed since."""
@@ -43,19 +43,19 @@ class Fetched:
             )
 
 
-def fill_ahead(layer: MoE, loads: Tensor, slots: int | None) -> Filled:
+def fill_ahead(layer: MoE, loads: Tensor, slots: int | None) -> PlacedLayers:
     """A layer's spare slots by predicted loads [R, E] int32, at most so many per rank; None = as the policy says."""
     policy = layer.policy if slots is None else replace(layer.policy, slots=slots)  # type: ignore[call-arg]
     return fill(loads, layer.balancer.placed_on(loads.device), None, policy)
 
 
-def fetch(layer: MoE, filled: Filled, beside: Borrowed | None) -> Fetched:
+def fetch(layer: MoE, filled: PlacedLayers, beside: Borrowed | None) -> Fetched:
     """Begins to bring the weights of filled slots; what `beside` brought, for a layer that computes, stays."""
     assert layer.borrowing is not None
     return Fetched(layer, filled, layer.borrowing.borrow(filled, beside), marks_of(layer))
 
 
-def fact_of(filled: Filled | None) -> int:
+def fact_of(filled: PlacedLayers | None) -> int:
     """A number that is the same on ranks with the same slots, where the host may read them; 0 without any."""
     if filled is None:
         return 0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from isoload.layer.two_stage import Batch
-from isoload.placed_layers import Filled
+from isoload.placed_layers import PlacedLayers
 from isoload.routing import route
 from isoload.transport.gathered_tokens import start_gather_tokens
 
@@ -49,12 +49,12 @@ def run_held(batch: Batch) -> list[Tensor]:
         return layer.dispatcher.combine(computed, received, own)
 
 
-def held_slots(filled: Filled) -> Tensor:
+def held_slots(filled: PlacedLayers) -> Tensor:
     """[R, E + 1] int64 every rank's lowest local slot of an expert, shared ones included, -1 = none.
 
     The last column is -1: there index -1 leads, of a copy that is not there.
     """
-    host = filled.placed.host
+    host = filled.host
     experts = filled.slot_to_expert.view(host.topology.num_ranks, -1).long()
     num_ranks, size = experts.shape
     column = torch.where(experts < 0, host.num_experts, experts)

@@ -174,7 +174,7 @@ class LibraStack:
         if gathered.planned and fetched is not None:
             filled, borrowed = fetched.filled, fetched.borrowed
         elif gathered.planned and (self._fills_ahead(layer) or self.local == "held"):
-            filled = layer.balancer.placed_on(gathered.loads.device).filled
+            filled = layer.balancer.placed_on(gathered.loads.device)
         if borrowed is not None:
             borrowed.begin("borrow")  # again, if others took its buffer
         batch = Batch(layer, chosen, gathered, filled, borrowed, partial(self._fetch, index, gathered))

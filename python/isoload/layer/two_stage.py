@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from isoload.layer.moe import Chosen, MoE
-from isoload.placed_layers import Filled
+from isoload.placed_layers import PlacedLayers
 from isoload.planning import Gathered
 from isoload.weights.borrow import Borrowed
 
@@ -44,7 +44,7 @@ class Batch:
     layer: MoE
     chosen: Chosen
     gathered: Gathered
-    filled: Filled | None
+    filled: PlacedLayers | None
     borrowed: Borrowed | None
     ahead: Ahead
     spans: dict[str, Span] = field(default_factory=dict)

@@ -41,7 +41,7 @@ def balance_at_once(
         record(balancer, [counts], ids.shape[1])
     else:
         assert isinstance(balancer.policy, ExactPolicy)
-        slots, loads, made = balancer.policy.balance_same(ids, placed.filled)
+        slots, loads, made = balancer.policy.balance_same(ids, placed)
         record(balancer, [loads[0]] if balancer.recorder is not None else [], ids.shape[1])
         balancer.last_plan, balancer.last_loads = made, loads
     return [slots]

@@ -1,6 +1,6 @@
 """Online policies: one file each, one protocol (base.py), one registry. published/: forms of others, to compare."""
 
-from isoload.placed_layers import Filled
+from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, Policy, Seeded, chosen_plan, sample_seed, sampled_plan
 from isoload.policies.even import EvenPolicy
 from isoload.policies.exact import ExactPolicy
@@ -49,7 +49,7 @@ for _policy in (
 __all__ = [
     "POLICIES",
     "Demand",
-    "Filled",
+    "PlacedLayers",
     "Policy",
     "Seeded",
     "StaticPolicy",

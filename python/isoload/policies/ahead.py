@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from isoload import ops
-from isoload.placed_layers import Filled, PlacedLayers
+from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement
 from isoload.policies.base import Demand, Policy
 from isoload.policies.spilling import check_borrows
@@ -32,7 +32,7 @@ class AheadPolicy(Policy, ABC):
                 f"slots must be at most spare_slots, {placement.spare_slots}, for policy {self.name}, got {self.slots}"
             )
 
-    def fill(self, demand: Demand, placed: PlacedLayers) -> Filled:
+    def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
         slots = placed.spare_slots if self.slots is None else self.slots
         made = self.fill_slots(demand, placed, slots)
         return placed.fill(made.slot_to_expert, telemetry=made.telemetry)

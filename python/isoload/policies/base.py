@@ -3,8 +3,8 @@
 A policy is a frozen dataclass whose fields are its options. It never waits for a device and never exchanges anything
 between ranks: from the same loads every rank computes the same plan.
 
-    fill          demand, placed -> Filled     which experts lie in the spare slots (default: none)
-    split         demand, filled -> Plan       how many copies every slot takes (default: exact)
+    fill          demand, placed -> placed       which experts lie in the spare slots (default: none)
+    split         demand, placed -> Plan     how many copies every slot takes (default: exact)
     share         loads, plan -> [R, P]        which source sends them (default: own rank first, then own node)
     route_shared  slots, plan -> [T, n]        where every token's shared experts are computed (default: at home)
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from isoload import ops
 from isoload.ops import Order
 from isoload.options import check_options
-from isoload.placed_layers import Filled, PlacedLayers
+from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement
 from isoload.records import Plan, rank_cost
 
@@ -96,21 +96,21 @@ class Policy:
         """Whether routed copies draw their slots: its plans have weights in place of a quota."""
         return False
 
-    def fill(self, demand: Demand, placed: PlacedLayers) -> Filled:
+    def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
         """The slots of this batch: those of the placement, spare slots filled if the policy borrows."""
-        return placed.filled
+        return placed
 
-    def split(self, demand: Demand, filled: Filled) -> Plan:
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
         """How many copies every slot takes, and where shared copies go (``plan.shared`` None: they stay home).
 
         The quota is of the routed slots: :func:`isoload.plan` adds the shared ones, unless ``plan.shared`` says that
         they are in it.
         """
-        return exact_plan(self, demand, filled)
+        return exact_plan(self, demand, placed)
 
-    def split_and_share(self, demand: Demand, filled: Filled, rank: int) -> tuple[Plan, Tensor | None]:
+    def split_and_share(self, demand: Demand, placed: PlacedLayers, rank: int) -> tuple[Plan, Tensor | None]:
         """:meth:`split` and, where the same op makes it, a source rank's row of the :meth:`share`; loads per source."""
-        return self.split(demand, filled), None
+        return self.split(demand, placed), None
 
     def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
         """Source ranks' parts of the routed quota: [..., P] for one rank, [..., R, P] for all, from [..., R, E]."""
@@ -182,46 +182,46 @@ def sum_sources(loads: Tensor, placed: PlacedLayers) -> Tensor:
     return loads if loads.dim() == placed.home_slot.dim() else loads.sum(-2, dtype=torch.int32)
 
 
-def exact_plan(policy: Policy, demand: Demand, filled: Filled, **options: Any) -> Plan:
+def exact_plan(policy: Policy, demand: Demand, placed: PlacedLayers, **options: Any) -> Plan:
     """The Plan of the optimal quota of these slots.
 
     options: of :func:`isoload.ops.plan_exact`; by default beside the shared copies at home.
     """
-    return exact_plan_and_share(policy, demand, filled, None, **options)[0]
+    return exact_plan_and_share(policy, demand, placed, None, **options)[0]
 
 
 def exact_plan_and_share(
-    policy: Policy, demand: Demand, filled: Filled, rank: int | None, **options: Any
+    policy: Policy, demand: Demand, placed: PlacedLayers, rank: int | None, **options: Any
 ) -> tuple[Plan, Tensor | None]:
     """:func:`exact_plan`, and a source rank's send_counts, by one op."""
-    topology = filled.placed.topology
+    topology = placed.topology
     ticks = topology.ticks_on(demand.loads.device)
     how = {"fixed": demand.at_home, "ticks": ticks, "ranks_per_node": topology.ranks_per_node, **options}
-    made = ops.plan_exact(demand.loads, filled.tables, rank=rank, **how)
-    return Plan(filled, policy, made.quota, made.peak, made.bound, made.telemetry), made.send_counts
+    made = ops.plan_exact(demand.loads, placed.tables, rank=rank, **how)
+    return Plan(placed, policy, made.quota, made.peak, made.bound, made.telemetry), made.send_counts
 
 
-def even_split(demand: Demand, filled: Filled) -> ops.ExactSplit:
+def even_split(demand: Demand, placed: PlacedLayers) -> ops.ExactSplit:
     """The exact solver's start: copies spread evenly over replicas, with the lower bound that costs nothing."""
-    ticks = filled.placed.topology.ticks_on(demand.loads.device)
-    return ops.plan_exact(demand.loads, filled.tables, demand.at_home, ticks=ticks, **EVEN)
+    ticks = placed.topology.ticks_on(demand.loads.device)
+    return ops.plan_exact(demand.loads, placed.tables, demand.at_home, ticks=ticks, **EVEN)
 
 
 def chosen_plan(
-    policy: Policy, quota: Tensor, demand: Demand, filled: Filled, telemetry: Tensor | None = None
+    policy: Policy, quota: Tensor, demand: Demand, placed: PlacedLayers, telemetry: Tensor | None = None
 ) -> Plan:
     """The Plan of a quota that was not made by the solver: its peak, and a bound beside it."""
-    peak = rank_cost(quota, filled.placed.topology, demand.at_home).amax(-1)
-    bound = torch.minimum(even_split(demand, filled).bound, peak)
-    return Plan(filled, policy, quota, peak, bound, telemetry)
+    peak = rank_cost(quota, placed.topology, demand.at_home).amax(-1)
+    bound = torch.minimum(even_split(demand, placed).bound, peak)
+    return Plan(placed, policy, quota, peak, bound, telemetry)
 
 
 def sampled_plan(
-    policy: Policy, weights: Tensor, demand: Demand, filled: Filled, telemetry: Tensor | None = None
+    policy: Policy, weights: Tensor, demand: Demand, placed: PlacedLayers, telemetry: Tensor | None = None
 ) -> Plan:
     """The Plan of a policy whose copies draw their slots with these weights [..., P]."""
-    bound = even_split(demand, filled).bound
-    return Plan(filled, policy, None, None, bound, telemetry, weights)
+    bound = even_split(demand, placed).bound
+    return Plan(placed, policy, None, None, bound, telemetry, weights)
 
 
 def sample_seed(plan: Plan, rank: int) -> tuple[int, Tensor | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from isoload.placed_layers import Filled
+from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, Policy, even_split
 from isoload.records import Plan
 
@@ -15,6 +15,6 @@ class EvenPolicy(Policy):
 
     name = "even"
 
-    def split(self, demand: Demand, filled: Filled) -> Plan:
-        made = even_split(demand, filled)
-        return Plan(filled, self, made.quota, made.peak, made.bound, made.telemetry)
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        made = even_split(demand, placed)
+        return Plan(placed, self, made.quota, made.peak, made.bound, made.telemetry)

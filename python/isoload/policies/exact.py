@@ -9,7 +9,7 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.ops import Objective
-from isoload.placed_layers import Filled
+from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import (
     Demand,
     Needs,
@@ -42,28 +42,28 @@ class ExactPolicy(Policy):
     def needs(self) -> Needs:
         return "per_source" if self.objective == "local" else "sum"
 
-    def split(self, demand: Demand, filled: Filled) -> Plan:
-        return self.split_above(demand, filled, fixed=demand.at_home)
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        return self.split_above(demand, placed, fixed=demand.at_home)
 
-    def split_and_share(self, demand: Demand, filled: Filled, rank: int) -> tuple[Plan, Tensor | None]:
+    def split_and_share(self, demand: Demand, placed: PlacedLayers, rank: int) -> tuple[Plan, Tensor | None]:
         if type(self) is not ExactPolicy:  # another may split or share its own way
-            return super().split_and_share(demand, filled, rank)
-        return exact_plan_and_share(self, demand, filled, rank, **self._options)
+            return super().split_and_share(demand, placed, rank)
+        return exact_plan_and_share(self, demand, placed, rank, **self._options)
 
-    def balance_same(self, topk_ids: Tensor, filled: Filled) -> tuple[Tensor, Tensor, Plan]:
+    def balance_same(self, topk_ids: Tensor, placed: PlacedLayers) -> tuple[Tensor, Tensor, Plan]:
         """Slots [T, K] of rows that all ranks hold alike, their loads [R, E], and the plan; without shared experts."""
-        topology = filled.placed.topology
+        topology = placed.topology
         how: dict[str, Any] = {"ranks_per_node": topology.ranks_per_node, **self._options}
         ticks = topology.ticks_on(topk_ids.device)
-        slots, loads, split = ops.balance_same(topk_ids, filled.tables, ticks=ticks, **how)
-        return slots, loads, Plan(filled, self, split.quota, split.peak, split.bound, split.telemetry)
+        slots, loads, split = ops.balance_same(topk_ids, placed.tables, ticks=ticks, **how)
+        return slots, loads, Plan(placed, self, split.quota, split.peak, split.bound, split.telemetry)
 
     @property
     def _options(self) -> dict[str, Any]:
         return {"tolerance": self.tolerance, "budget": self.budget, "objective": self.objective}
 
     def split_above(
-        self, demand: Demand, filled: Filled, fixed: Tensor | None = None, pour: Tensor | None = None
+        self, demand: Demand, placed: PlacedLayers, fixed: Tensor | None = None, pour: Tensor | None = None
     ) -> Plan:
         """The split with copies that ranks carry besides [..., R], or that go to any rank afterwards [...]."""
-        return exact_plan(self, demand, filled, fixed=fixed, pour=pour, **self._options)
+        return exact_plan(self, demand, placed, fixed=fixed, pour=pour, **self._options)

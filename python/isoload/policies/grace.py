@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isoload.ops import Order
-from isoload.placed_layers import Filled, PlacedLayers
+from isoload.placed_layers import PlacedLayers
 from isoload.placement import IntArray, Placement
 from isoload.policies.base import Demand, Policy, chosen_plan
 from isoload.policies.published.static import replicas_of
@@ -40,9 +40,9 @@ class GracePolicy(Policy):
     needs = "per_source"
     locality: bool = True
 
-    def split(self, demand: Demand, filled: Filled) -> Plan:
-        rows = self._rows(demand.loads, self.cuts(filled.placed), filled.placed)
-        return chosen_plan(self, rows.sum(-2, dtype=torch.int32), demand, filled)
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        rows = self._rows(demand.loads, self.cuts(placed), placed)
+        return chosen_plan(self, rows.sum(-2, dtype=torch.int32), demand, placed)
 
     def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
         cuts = self.cuts(plan.placed)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from isoload import ops
-from isoload.placed_layers import Filled, PlacedLayers
+from isoload.placed_layers import PlacedLayers
 from isoload.policies.ahead import AheadPolicy, check_slots
 from isoload.policies.base import Demand
 from isoload.policies.spilling import EXACT, alive, plan_spill, routed_homes
@@ -44,11 +44,11 @@ class HedgePolicy(AheadPolicy):
             ranks_per_node=placed.topology.ranks_per_node,
         )
 
-    def split(self, demand: Demand, filled: Filled) -> Plan:
-        return replace(EXACT.split(demand, filled), policy=self, telemetry=filled.telemetry)
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        return replace(EXACT.split(demand, placed), policy=self, telemetry=placed.telemetry)
 
-    def split_and_share(self, demand: Demand, filled: Filled, rank: int) -> tuple[Plan, Tensor | None]:
+    def split_and_share(self, demand: Demand, placed: PlacedLayers, rank: int) -> tuple[Plan, Tensor | None]:
         if type(self) is not HedgePolicy:
-            return super().split_and_share(demand, filled, rank)
-        made, row = EXACT.split_and_share(demand, filled, rank)
-        return replace(made, policy=self, telemetry=filled.telemetry), row
+            return super().split_and_share(demand, placed, rank)
+        made, row = EXACT.split_and_share(demand, placed, rank)
+        return replace(made, policy=self, telemetry=placed.telemetry), row

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from isoload.ops import Objective
-from isoload.placed_layers import Filled
+from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, check_search
 from isoload.policies.exact import ExactPolicy
 from isoload.policies.pouring import SharedPolicy, live_bound, pour_exactly, total_shared
@@ -42,9 +42,9 @@ class JointPolicy(SharedPolicy):
         own = {"tolerance": self.tolerance, "budget": self.budget, "objective": self.objective}
         return own if type(self) is JointPolicy else None
 
-    def split_routed(self, demand: Demand, filled: Filled) -> Plan:
+    def split_routed(self, demand: Demand, placed: PlacedLayers) -> Plan:
         exact = ExactPolicy(self.tolerance, self.budget, self.objective)
-        return exact.split_above(demand.routed, filled, pour=total_shared(demand, filled.placed))
+        return exact.split_above(demand.routed, placed, pour=total_shared(demand, placed))
 
     def pour(self, made: Plan, demand: Demand) -> Plan:
         poured, shared = pour_exactly(self, made, demand, "all")

@@ -7,43 +7,43 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from isoload.placed_layers import Filled
+from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, Policy, even_split
 from isoload.records import Plan
 
 
-def split_above_local(policy: Policy, demand: Demand, filled: Filled) -> Plan:
+def split_above_local(policy: Policy, demand: Demand, placed: PlacedLayers) -> Plan:
     """The split by a policy where copies whose expert has a slot on their own rank stay; loads [..., R, E].
 
     The default share sends them nowhere else. The plan's bound is of all quotas, those that keep fewer copies too: the
     one that costs nothing.
     """
-    kept = local_copies(demand, filled)
+    kept = local_copies(demand, placed)
     left = Demand(demand.loads - kept, demand.tokens, add(demand.at_home, kept.sum(-1, dtype=torch.int32)))
-    made = policy.split(left, replace(filled, quota=None))
+    made = policy.split(left, replace(placed, quota=None))
     assert made.quota is not None and made.peak is not None
-    bound = torch.minimum(even_split(demand, filled).bound, made.peak)
-    return replace(made, quota=made.quota + quota_of(kept, filled), bound=bound)
+    bound = torch.minimum(even_split(demand, placed).bound, made.peak)
+    return replace(made, quota=made.quota + quota_of(kept, placed), bound=bound)
 
 
-def local_copies(demand: Demand, filled: Filled) -> Tensor:
+def local_copies(demand: Demand, placed: PlacedLayers) -> Tensor:
     """[..., R, E] int32 the copies whose expert has a slot on their own rank."""
-    experts = held_experts(filled)
-    held = experts.new_zeros(*experts.shape[:-1], filled.tables.num_experts + 1, dtype=torch.int32)
+    experts = held_experts(placed)
+    held = experts.new_zeros(*experts.shape[:-1], placed.tables.num_experts + 1, dtype=torch.int32)
     held.scatter_(-1, experts, torch.ones_like(experts, dtype=torch.int32))
-    return held.narrow(-1, 0, filled.tables.num_experts) * demand.loads
+    return held.narrow(-1, 0, placed.tables.num_experts) * demand.loads
 
 
-def quota_of(kept: Tensor, filled: Filled) -> Tensor:
+def quota_of(kept: Tensor, placed: PlacedLayers) -> Tensor:
     """[..., P] int32 kept copies [..., R, E] in the slots of their experts on their ranks."""
     padded = torch.nn.functional.pad(kept, (0, 1))
-    return torch.gather(padded, -1, held_experts(filled)).flatten(-2)
+    return torch.gather(padded, -1, held_experts(placed)).flatten(-2)
 
 
-def held_experts(filled: Filled) -> Tensor:
+def held_experts(placed: PlacedLayers) -> Tensor:
     """[..., R, S] int64 the routed expert of each slot that takes copies, else E."""
-    tables = filled.tables
-    experts = torch.where(tables.is_replica(), filled.slot_to_expert, tables.num_experts).long()
+    tables = placed.tables
+    experts = torch.where(tables.is_replica(), placed.slot_to_expert, tables.num_experts).long()
     return experts.view(*experts.shape[:-1], tables.num_ranks, -1)
 
 

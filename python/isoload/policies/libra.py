@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from isoload import ops
-from isoload.placed_layers import Filled, PlacedLayers
+from isoload.placed_layers import PlacedLayers
 from isoload.policies.ahead import AheadPolicy, check_slots
 from isoload.policies.base import Demand, chosen_plan
 from isoload.policies.exact import ExactPolicy
@@ -57,20 +57,20 @@ class LibraPolicy(AheadPolicy):
             printed=self.printed,
         )
 
-    def split(self, demand: Demand, filled: Filled) -> Plan:
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
         if self.split_by == "exact":
-            made = split_above_local(ExactPolicy(self.tolerance), demand, filled)
-            return replace(made, policy=self, telemetry=filled.telemetry)
+            made = split_above_local(ExactPolicy(self.tolerance), demand, placed)
+            return replace(made, policy=self, telemetry=placed.telemetry)
         quota = ops.shard_tokens(
             demand.loads,
-            filled.tables,
-            routed_homes(filled.placed),
+            placed.tables,
+            routed_homes(placed),
             demand.at_home,
-            alive=alive(filled.placed),
+            alive=alive(placed),
             tolerance=self.tolerance,
             printed=self.printed,
         )
-        return chosen_plan(self, quota, demand, filled, filled.telemetry)
+        return chosen_plan(self, quota, demand, placed, placed.telemetry)
 
 
 def floor_part(part: float, number: int) -> int:

@@ -8,7 +8,7 @@ import torch
 
 from isoload import ops
 from isoload.ops import Within
-from isoload.placed_layers import Filled, PlacedLayers
+from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import Demand
 from isoload.policies.spilling import EXACT, SpillPolicy, plan_spill
 from isoload.records import Plan, rank_cost
@@ -58,16 +58,16 @@ class LlepPolicy(SpillPolicy):
             within=self.within,
         )
 
-    def split(self, demand: Demand, filled: Filled) -> Plan:
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
         """The copies as lent; where spare slots ran out, the exact split if its peak is lower."""
-        if self.split_by != "fill" or filled.quota is None:
-            return super().split(demand, filled)
-        exact, telemetry = EXACT.split(demand, filled), filled.telemetry
+        if self.split_by != "fill" or placed.quota is None:
+            return super().split(demand, placed)
+        exact, telemetry = EXACT.split(demand, placed), placed.telemetry
         assert exact.quota is not None and exact.peak is not None and telemetry is not None
-        lent = rank_cost(filled.quota, filled.placed.topology, demand.at_home).amax(-1)
+        lent = rank_cost(placed.quota, placed.topology, demand.at_home).amax(-1)
         better = (telemetry.select(-1, 4) & ops.NO_SPARE_SLOT > 0) & (exact.peak < lent)
-        quota = torch.where(better.unsqueeze(-1), exact.quota, filled.quota)
-        return Plan(filled, self, quota, torch.where(better, exact.peak, lent), exact.bound, telemetry)
+        quota = torch.where(better.unsqueeze(-1), exact.quota, placed.quota)
+        return Plan(placed, self, quota, torch.where(better, exact.peak, lent), exact.bound, telemetry)
 
 
 def check_rules(capacity: float, min_chunk: int, threshold: float, measure: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.ops import Candidates, Order
-from isoload.placed_layers import Filled, PlacedLayers
+from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement
 from isoload.policies.base import Demand, Policy
 from isoload.policies.registry import make_policy
@@ -53,21 +53,21 @@ class SharedPolicy(Policy, ABC):
             raise ValueError(f"placement must have shared experts for policy {self.name}, got num_shared=0")
         self.routed_policy.check(placement)
 
-    def fill(self, demand: Demand, placed: PlacedLayers) -> Filled:
+    def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
         return self.routed_policy.fill(demand.routed, placed)
 
-    def split(self, demand: Demand, filled: Filled) -> Plan:
-        return self.pour(self.split_routed(demand, filled), demand)
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        return self.pour(self.split_routed(demand, placed), demand)
 
-    def split_and_share(self, demand: Demand, filled: Filled, rank: int) -> tuple[Plan, Tensor | None]:
-        how = self.joined() if filled.placed.num_shared and filled.placed.shared_limits is None else None
+    def split_and_share(self, demand: Demand, placed: PlacedLayers, rank: int) -> tuple[Plan, Tensor | None]:
+        how = self.joined() if placed.num_shared and placed.shared_limits is None else None
         if how is None:
-            return super().split_and_share(demand, filled, rank)
-        return joint_plan(self, demand, filled, rank, how)
+            return super().split_and_share(demand, placed, rank)
+        return joint_plan(self, demand, placed, rank, how)
 
-    def split_routed(self, demand: Demand, filled: Filled) -> Plan:
+    def split_routed(self, demand: Demand, placed: PlacedLayers) -> Plan:
         """The split of the routed experts, as if there were no others."""
-        return self.routed_policy.split(demand.routed, filled)
+        return self.routed_policy.split(demand.routed, placed)
 
     def joined(self) -> dict[str, Any] | None:
         """Options with which :func:`isoload.ops.plan_joint` makes the same plan at once; None where none do."""
@@ -84,12 +84,11 @@ class SharedPolicy(Policy, ABC):
         return self.routed_policy.copies(loads, plan)
 
 
-def poured_bound(demand: Demand, filled: Filled) -> Tensor:
+def poured_bound(demand: Demand, placed: PlacedLayers) -> Tensor:
     """A lower bound of the peak over every split of the routed experts and every place of the shared copies."""
-    placed = filled.placed
     ticks = placed.topology.ticks_on(demand.loads.device)
     pour = total_shared(demand, placed)
-    bound = ops.plan_exact(demand.loads, filled.tables, budget=0, sweeps=0, ticks=ticks, pour=pour).bound
+    bound = ops.plan_exact(demand.loads, placed.tables, budget=0, sweeps=0, ticks=ticks, pour=pour).bound
     return live_bound(bound, demand, placed)
 
 
@@ -114,15 +113,14 @@ def total_shared(demand: Demand, placed: PlacedLayers) -> Tensor:
 
 
 def joint_plan(
-    policy: SharedPolicy, demand: Demand, filled: Filled, rank: int, how: dict[str, Any]
+    policy: SharedPolicy, demand: Demand, placed: PlacedLayers, rank: int, how: dict[str, Any]
 ) -> tuple[Plan, Tensor]:
     """The whole plan and a source rank's send_counts, by one kernel. how: of the policy's joined()."""
-    placed = filled.placed
     assert demand.gathered is not None and demand.tokens is not None
     ticks, per_node = placed.topology.ticks_on(demand.loads.device), placed.topology.ranks_per_node
     made = ops.plan_joint(
         demand.gathered,
-        filled.tables,
+        placed.tables,
         rank,
         placed.num_shared,
         placed.first_shared,
@@ -131,7 +129,7 @@ def joint_plan(
         **how,
     )
     shared = SharedPlan("share", demand.tokens, made.share, in_quota=True)
-    plan = Plan(filled, policy, made.quota, made.peak, made.bound, made.telemetry, shared=shared)
+    plan = Plan(placed, policy, made.quota, made.peak, made.bound, made.telemetry, shared=shared)
     return plan, made.send_counts
 
 

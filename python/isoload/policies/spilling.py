@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.ops import Order
-from isoload.placed_layers import Filled, PlacedLayers
+from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement
 from isoload.policies.base import Demand, Needs, Policy, chosen_plan
 from isoload.policies.exact import ExactPolicy
@@ -61,14 +61,14 @@ class SpillPolicy(Policy, ABC):
         check_borrows(self, placement)
         self._splitter.check(placement)
 
-    def fill(self, demand: Demand, placed: PlacedLayers) -> Filled:
+    def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
         spill = self.spill(demand, placed)
         return placed.fill(spill.slot_to_expert, spill.quota, spill.telemetry)
 
-    def split(self, demand: Demand, filled: Filled) -> Plan:
-        if self.split_by == "fill" and filled.quota is not None:
-            return chosen_plan(self, filled.quota, demand, filled, filled.telemetry)
-        return replace(self._splitter.split(demand, filled), telemetry=filled.telemetry)
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        if self.split_by == "fill" and placed.quota is not None:
+            return chosen_plan(self, placed.quota, demand, placed, placed.telemetry)
+        return replace(self._splitter.split(demand, placed), telemetry=placed.telemetry)
 
     def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
         return self._splitter.share(loads, plan, rank, order)

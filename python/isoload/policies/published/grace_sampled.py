@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isoload.placed_layers import Filled, PlacedLayers
+from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, Seeded, sampled_plan
 from isoload.policies.grace import wished_parts
 from isoload.records import Plan
@@ -30,9 +30,9 @@ class GraceSampledPolicy(Seeded):
     samples = True
     locality: bool = True
 
-    def split(self, demand: Demand, filled: Filled) -> Plan:
-        anywhere = parts_by_rank(filled.placed, False).select(-2, 0)  # the same for all ranks
-        return sampled_plan(self, anywhere, demand, filled)
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        anywhere = parts_by_rank(placed, False).select(-2, 0)  # the same for all ranks
+        return sampled_plan(self, anywhere, demand, placed)
 
     def weights_of(self, plan: Plan, rank: int) -> Tensor:
         return parts_by_rank(plan.placed, self.locality).select(-2, rank)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from isoload.ops import Order
-from isoload.placed_layers import Filled, PlacedLayers
+from isoload.placed_layers import PlacedLayers
 from isoload.placement import IntArray, Placement
 from isoload.policies.base import Demand, Policy, check_seed, chosen_plan
 from isoload.records import Plan
@@ -30,9 +30,9 @@ class StaticPolicy(Policy):
         super().__post_init__()
         check_seed("seed", self.seed)
 
-    def split(self, demand: Demand, filled: Filled) -> Plan:
-        rows = self._all_rows(demand.loads, self.slots(filled.placed), filled.tables.num_slots)
-        return chosen_plan(self, rows.sum(-2, dtype=torch.int32), demand, filled)
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        rows = self._all_rows(demand.loads, self.slots(placed), placed.tables.num_slots)
+        return chosen_plan(self, rows.sum(-2, dtype=torch.int32), demand, placed)
 
     def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
         slots, num_slots = self.slots(plan.placed), plan.tables.num_slots

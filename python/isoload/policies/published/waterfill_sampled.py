@@ -42,7 +42,7 @@ class WaterfillSampledPolicy(Seeded, SharedPolicy):
     def pour(self, made: Plan, demand: Demand) -> Plan:
         assert demand.tokens is not None
         shared = SharedPlan("sample", demand.tokens, None, self.copies(demand.loads, made))
-        bound = poured_bound(demand, made.filled)
+        bound = poured_bound(demand, made.placed)
         return replace(made, policy=self, peak=None, bound=bound, shared=shared)
 
     def route_shared(self, slots: Tensor, plan: Plan, rank: int) -> Tensor:
