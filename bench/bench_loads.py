@@ -37,7 +37,7 @@ from harness import write_results
 from isoload import ops
 from isoload.own_counts import offsets
 from isoload.own_counts.targets import exact_quota, scaled
-from isoload.policies.published.static import StaticPolicy
+from isoload.policies.static import StaticPolicy
 from isoload.trace import read_trace
 from streams import SHIPPED, TASKS
 

@@ -28,6 +28,7 @@ from torch import Tensor
 import isoload
 from harness import machine, measure, over_instances, write_results
 from isoload import ops
+from isoload.policies.pouring import rank_copies
 
 EXPERTS, LAYERS, TOP_K, TOKENS = 256, 58, 8, 4096
 CASES = [(16, 32), (32, 64), (64, 128), (128, 128)]  # ranks, replicas
@@ -116,7 +117,7 @@ def bench_tokens(case: Case) -> dict[str, float]:
     loads = torch.stack([isoload.count(row, EXPERTS + 1) for row in ids])
     plan = isoload.plan(loads, placement, 0, "joint")
     assert plan.shared is not None and plan.shared.share is not None
-    copies = plan.policy.copies(loads[:, :EXPERTS].contiguous(), plan)
+    copies = rank_copies(loads[:, :EXPERTS].contiguous(), plan)
     tokens = plan.shared.tokens
     rank = int((plan.shared.share.diagonal() - TOKENS // 2).abs().argmin())
     share, everywhere = plan.shared.share[rank], copies.sum(0, dtype=torch.int32)

@@ -269,8 +269,8 @@ class Balancer:
         step = next_step(self._step_on(loads.device)) if isinstance(self.policy, Seeded) else 0
         rank = self.ranks[0] if len(self.ranks) == 1 else None
         how: dict[str, Any] = {"filled": filled, "keep_local": keep_local, "step": step}
-        self.last_plan, sent_by_rank = plan_and_share(loads, placed, self.policy, rank, **how)
-        return Balanced(counted, loads, self.last_plan, None if sent_by_rank is None else [sent_by_rank])
+        self.last_plan = made = plan_and_share(loads, placed, self.policy, rank, **how)
+        return Balanced(counted, loads, made, None if made.send_counts is None else [made.send_counts])
 
     def route(self, balanced: Balanced) -> list[Tensor]:
         """[T, K] slots of every owned rank's copies: as planned or, without a plan, where they always go."""

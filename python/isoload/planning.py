@@ -13,7 +13,7 @@ from isoload.ops import Counted, Order
 from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement
 from isoload.policies import Demand, Policy, make_policy
-from isoload.policies.keeping import split_above_local
+from isoload.policies.keeping import may_keep_local, split_above_local
 from isoload.records import Plan
 from isoload.shared_experts import (
     SharedPlan,
@@ -85,7 +85,7 @@ def plan(
         ValueError: naming the argument, the rule and the value.
     """
     chosen, placed = make_policy(policy, options), _placed(loads, placement, layer)
-    return plan_and_share(loads, placed, chosen, None, filled=filled, keep_local=keep_local, step=step)[0]
+    return plan_and_share(loads, placed, chosen, None, filled=filled, keep_local=keep_local, step=step)
 
 
 def plan_and_share(
@@ -97,13 +97,13 @@ def plan_and_share(
     filled: PlacedLayers | None = None,
     keep_local: bool = False,
     step: int | Tensor = 0,
-) -> tuple[Plan, Tensor | None]:
+) -> Plan:
     """:func:`plan` of loads [R, E] and, where the same op makes it, a source rank's row of :func:`share_routed`."""
     _check_loads(loads, placed, chosen)
     if keep_local:
         _check_keeps(loads, placed, chosen)
     chosen.check(placed.host)
-    demand, row = _demand(loads, placed), None
+    demand = _demand(loads, placed)._replace(rank=rank)
     if filled is None:
         filled = chosen.fill(demand, placed)
     elif filled.host is not placed.host or filled.layer != placed.layer:
@@ -114,13 +114,11 @@ def plan_and_share(
         filled = replace(filled, quota=None)
     if keep_local:
         made = split_above_local(chosen, demand, filled)
-    elif rank is None:
-        made = chosen.split(demand, filled)
     else:
-        made, row = chosen.split_and_share(demand, filled, rank)
+        made = chosen.split(demand, filled)
     if demand.tokens is not None:
         made = _with_shared(made, demand, placed)
-    return (replace(made, step=step) if isinstance(step, Tensor) or step else made), row
+    return replace(made, step=step) if isinstance(step, Tensor) or step else made
 
 
 def plan_layers(loads: Tensor, placement: Placement, policy: str | Policy = "exact", **options: Any) -> Plan:
@@ -220,7 +218,7 @@ def _check_loads(loads: Tensor, placed: PlacedLayers, policy: Policy) -> None:
 
 
 def _check_keeps(loads: Tensor, placed: PlacedLayers, policy: Policy) -> None:
-    if not policy.may_keep_local:
+    if not may_keep_local(policy):
         raise ValueError(f"keep_local must be False for policy {policy.name}, which draws or fixes the share")
     if loads.shape != placed.shape_per_source:
         raise ValueError(

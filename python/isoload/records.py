@@ -32,10 +32,11 @@ class Plan:
     telemetry       [4] int32   exact splits: sweeps, augmentations, Newton steps, cut by the budget; policies that
                                 borrow: [5], see isoload.ops.Spill
     weights         [P] float32 sampled policies only: wished part of each replica; a source rank may draw with others,
-                                see isoload.Policy.weights_of
+                                see isoload.policies.Seeded.weights_of
     shared                      where shared copies go; None without shared experts
     step                        the batch's number, which selects the random stream of what is sampled; or that number
                                 on the device, [] int64, which a captured graph reads anew
+    send_counts     [P] int32   routed copies that the rank of the demand sends to each slot, where the split made them
     """
 
     placed: PlacedLayers
@@ -47,6 +48,7 @@ class Plan:
     weights: Tensor | None = None
     shared: SharedPlan | None = None
     step: int | Tensor = 0
+    send_counts: Tensor | None = None
 
     @property
     def slot_to_expert(self) -> Tensor:

@@ -9,7 +9,7 @@ from isoload import ops
 from isoload.ops import Counted, Order, Prefer
 from isoload.placed_layers import PlacedLayers
 from isoload.planning import share_routed
-from isoload.policies import StaticPolicy, sample_seed
+from isoload.policies import Policy, Seeded, StaticPolicy, sample_seed
 from isoload.records import Plan
 from isoload.shared_experts import check_shared_columns
 from isoload.value_checks import values_readable
@@ -68,13 +68,13 @@ def route_counted(
         )
     placed, policy, columns = plan.placed, plan.policy, None
     if placed.num_shared and plan.weights is None and prefer is None:
-        columns = policy.shared_columns(plan, rank)
+        columns = shared_columns(plan, rank)
     if placed.num_shared and columns is None:
         counted = counted.routed(placed.num_shared)
     if plan.weights is not None:
         if not 0 <= rank < plan.tables.num_ranks:
             raise ValueError(f"rank must be in 0..{plan.tables.num_ranks - 1}, got {rank}")
-        weights = policy.weights_of(plan, rank)
+        weights = policy.weights_of(plan, rank) if isinstance(policy, Seeded) else plan.weights
         slots = ops.route_sampled(counted.ids, weights, plan.tables, *sample_seed(plan, rank), rank)
     else:
         send_counts = share_routed(loads, plan, rank, order) if send_counts is None else send_counts
@@ -83,6 +83,18 @@ def route_counted(
         return slots
     ranks = policy.route_shared(slots, plan, rank)
     return torch.cat([slots, shared_slots(ranks, placed).to(slots.dtype)], dim=1)
+
+
+def shared_columns(plan: Plan, rank: int) -> ops.SharedColumns | None:
+    """Where a source rank's shared copies go, as route_shared has it; None where the policy has a rule of its own."""
+    if type(plan.policy).route_shared is not Policy.route_shared:
+        return None
+    assert plan.shared is not None
+    placed, share = plan.placed, plan.shared.share
+    if share is None:
+        return ops.SharedColumns(placed.num_shared, placed.first_shared, placed.home_rank(rank))
+    row, strict = share.select(0, rank), plan.shared.rule == "limit"
+    return ops.SharedColumns(placed.num_shared, placed.first_shared, rank, row, strict)
 
 
 def route_sent(

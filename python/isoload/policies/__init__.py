@@ -16,11 +16,11 @@ from isoload.policies.published.dynamic import DynamicPolicy
 from isoload.policies.published.grace_sampled import GraceSampledPolicy
 from isoload.policies.published.llep_published import LlepPublishedPolicy
 from isoload.policies.published.lp_sampled import LpSampledPolicy
-from isoload.policies.published.static import StaticPolicy
 from isoload.policies.published.waterfill_sampled import WaterfillSampledPolicy
 from isoload.policies.registry import POLICIES, make_policy, parse_policy, register_policy
 from isoload.policies.shared_local import SharedLocalPolicy
 from isoload.policies.spill_cost import SpillCostPolicy
+from isoload.policies.static import StaticPolicy
 from isoload.policies.waterfill import WaterfillPolicy
 
 for _policy in (

@@ -8,7 +8,7 @@ between ranks: from the same loads every rank computes the same plan.
     share         loads, plan -> [R, P]        which source sends them (default: own rank first, then own node)
     route_shared  slots, plan -> [T, n]        where every token's shared experts are computed (default: at home)
 
-A policy that draws has weights in place of the share: plan, rank -> [P], by default the plan's for every rank.
+A policy that draws has weights in place of the share: :class:`Seeded`.
 
 Mixes need no new class: a policy that fills takes the splitting one as option ``split_by``, one that places shared
 experts takes the policy of the routed ones as option ``routed``; both accept any policy.
@@ -44,12 +44,14 @@ class Demand(NamedTuple):
     tokens  [R] int32            tokens of each source rank that need the shared experts; None without any
     at_home [R] int32            shared copies per rank if all stay home; None without shared experts
     gathered [R, E + n] int32    loads with the shared experts' columns behind; None without shared experts
+    rank                         the source whose part of the share is wanted; None: no one's
     """
 
     loads: Tensor
     tokens: Tensor | None = None
     at_home: Tensor | None = None
     gathered: Tensor | None = None
+    rank: int | None = None
 
     @property
     def routed(self) -> Demand:
@@ -87,11 +89,6 @@ class Policy:
         return False
 
     @property
-    def may_keep_local(self) -> bool:
-        """Whether copies can stay on their own rank beneath its split: not if it draws or fixes the share."""
-        return not self.samples and type(self).share is Policy.share
-
-    @property
     def samples(self) -> bool:
         """Whether routed copies draw their slots: its plans have weights in place of a quota."""
         return False
@@ -104,40 +101,15 @@ class Policy:
         """How many copies every slot takes, and where shared copies go (``plan.shared`` None: they stay home).
 
         The quota is of the routed slots: :func:`isoload.plan` adds the shared ones, unless ``plan.shared`` says that
-        they are in it.
+        they are in it. Where the same op makes the share of ``demand.rank``, it goes with it, as send_counts.
         """
         return exact_plan(self, demand, placed)
-
-    def split_and_share(self, demand: Demand, placed: PlacedLayers, rank: int) -> tuple[Plan, Tensor | None]:
-        """:meth:`split` and, where the same op makes it, a source rank's row of the :meth:`share`; loads per source."""
-        return self.split(demand, placed), None
 
     def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
         """Source ranks' parts of the routed quota: [..., P] for one rank, [..., R, P] for all, from [..., R, E]."""
         assert plan.quota is not None
         per_node = plan.topology.ranks_per_node
         return ops.share(loads, plan.quota, plan.tables, per_node, rank, order)
-
-    def copies(self, loads: Tensor, plan: Plan) -> Tensor:
-        """[..., R, R] int32 routed copies from source to rank: the share, summed over each rank's slots."""
-        assert plan.quota is not None
-        return ops.share_by_rank(loads, plan.quota, plan.tables, plan.topology.ranks_per_node)
-
-    def weights_of(self, plan: Plan, rank: int) -> Tensor:
-        """[..., P] float32 weights with which a source rank's copies draw their slots, of a plan that is sampled."""
-        assert plan.weights is not None
-        return plan.weights
-
-    def shared_columns(self, plan: Plan, rank: int) -> ops.SharedColumns | None:
-        """Where a source rank's shared copies go, as :meth:`route_shared` has it; None where it is the policy's own."""
-        if type(self).route_shared is not Policy.route_shared:
-            return None
-        assert plan.shared is not None
-        placed, share = plan.placed, plan.shared.share
-        if share is None:
-            return ops.SharedColumns(placed.num_shared, placed.first_shared, placed.home_rank(rank))
-        row, strict = share.select(0, rank), plan.shared.rule == "limit"
-        return ops.SharedColumns(placed.num_shared, placed.first_shared, rank, row, strict)
 
     def route_shared(self, slots: Tensor, plan: Plan, rank: int) -> Tensor:
         """[T, n] int32 the rank of every token's shared experts, given its routed slots [T, K]; -1 = no token."""
@@ -163,6 +135,11 @@ class Seeded(Policy):
         check_seed("seed", self.seed)
         check_seed("step", self.step)
 
+    def weights_of(self, plan: Plan, rank: int) -> Tensor:
+        """[..., P] float32 weights with which a source rank's copies draw their slots, of a plan that is sampled."""
+        assert plan.weights is not None
+        return plan.weights
+
 
 def check_search(tolerance: float, budget: int | None) -> None:
     """Raises ValueError for limits of the exact search that cannot be."""
@@ -182,23 +159,19 @@ def sum_sources(loads: Tensor, placed: PlacedLayers) -> Tensor:
     return loads if loads.dim() == placed.home_slot.dim() else loads.sum(-2, dtype=torch.int32)
 
 
-def exact_plan(policy: Policy, demand: Demand, placed: PlacedLayers, **options: Any) -> Plan:
-    """The Plan of the optimal quota of these slots.
+def exact_plan(
+    policy: Policy, demand: Demand, placed: PlacedLayers, rank: int | None = None, **options: Any
+) -> Plan:
+    """The Plan of the optimal quota of these slots, with a source rank's send_counts.
 
     options: of :func:`isoload.ops.plan_exact`; by default beside the shared copies at home.
     """
-    return exact_plan_and_share(policy, demand, placed, None, **options)[0]
-
-
-def exact_plan_and_share(
-    policy: Policy, demand: Demand, placed: PlacedLayers, rank: int | None, **options: Any
-) -> tuple[Plan, Tensor | None]:
-    """:func:`exact_plan`, and a source rank's send_counts, by one op."""
     topology = placed.topology
     ticks = topology.ticks_on(demand.loads.device)
     how = {"fixed": demand.at_home, "ticks": ticks, "ranks_per_node": topology.ranks_per_node, **options}
     made = ops.plan_exact(demand.loads, placed.tables, rank=rank, **how)
-    return Plan(placed, policy, made.quota, made.peak, made.bound, made.telemetry), made.send_counts
+    send_counts = None if rank is None else made.send_counts
+    return Plan(placed, policy, made.quota, made.peak, made.bound, made.telemetry, send_counts=send_counts)
 
 
 def even_split(demand: Demand, placed: PlacedLayers) -> ops.ExactSplit:

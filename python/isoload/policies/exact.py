@@ -10,14 +10,7 @@ from torch import Tensor
 from isoload import ops
 from isoload.ops import Objective
 from isoload.placed_layers import PlacedLayers
-from isoload.policies.base import (
-    Demand,
-    Needs,
-    Policy,
-    check_search,
-    exact_plan,
-    exact_plan_and_share,
-)
+from isoload.policies.base import Demand, Needs, Policy, check_search, exact_plan
 from isoload.records import Plan
 
 
@@ -43,12 +36,8 @@ class ExactPolicy(Policy):
         return "per_source" if self.objective == "local" else "sum"
 
     def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
-        return self.split_above(demand, placed, fixed=demand.at_home)
-
-    def split_and_share(self, demand: Demand, placed: PlacedLayers, rank: int) -> tuple[Plan, Tensor | None]:
-        if type(self) is not ExactPolicy:  # another may split or share its own way
-            return super().split_and_share(demand, placed, rank)
-        return exact_plan_and_share(self, demand, placed, rank, **self._options)
+        rank = demand.rank if type(self) is ExactPolicy else None  # another may split or share its own way
+        return exact_plan(self, demand, placed, rank, **self._options)
 
     def balance_same(self, topk_ids: Tensor, placed: PlacedLayers) -> tuple[Tensor, Tensor, Plan]:
         """Slots [T, K] of rows that all ranks hold alike, their loads [R, E], and the plan; without shared experts."""
@@ -61,9 +50,3 @@ class ExactPolicy(Policy):
     @property
     def _options(self) -> dict[str, Any]:
         return {"tolerance": self.tolerance, "budget": self.budget, "objective": self.objective}
-
-    def split_above(
-        self, demand: Demand, placed: PlacedLayers, fixed: Tensor | None = None, pour: Tensor | None = None
-    ) -> Plan:
-        """The split with copies that ranks carry besides [..., R], or that go to any rank afterwards [...]."""
-        return exact_plan(self, demand, placed, fixed=fixed, pour=pour, **self._options)

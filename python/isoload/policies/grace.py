@@ -14,7 +14,7 @@ from isoload.ops import Order
 from isoload.placed_layers import PlacedLayers
 from isoload.placement import IntArray, Placement
 from isoload.policies.base import Demand, Policy, chosen_plan
-from isoload.policies.published.static import replicas_of
+from isoload.policies.static import replicas_of
 from isoload.records import Plan
 
 UNITS = 2**14  # in which an expert's weights are counted, over the replicas that a rank may choose from
@@ -41,25 +41,20 @@ class GracePolicy(Policy):
     locality: bool = True
 
     def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
-        rows = self._rows(demand.loads, self.cuts(placed), placed)
+        rows = self._rows(demand.loads, placed, self.cuts(placed))
         return chosen_plan(self, rows.sum(-2, dtype=torch.int32), demand, placed)
 
     def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
-        cuts = self.cuts(plan.placed)
+        placed, cuts = plan.placed, self.cuts(plan.placed)
         if rank is None:
-            return self._rows(loads, cuts, plan.placed)
-        own = self._rows(loads.narrow(-2, rank, 1), cuts.narrow(-2, rank, 1), plan.placed)
-        return own.squeeze(-2)
-
-    def copies(self, loads: Tensor, plan: Plan) -> Tensor:
-        rows = self._rows(loads, self.cuts(plan.placed), plan.placed)
-        return rows.view(*rows.shape[:-1], plan.tables.num_ranks, -1).sum(-1, dtype=torch.int32)
+            return self._rows(loads, placed, cuts)
+        return self._rows(loads.narrow(-2, rank, 1), placed, cuts.narrow(-2, rank, 1)).squeeze(-2)
 
     def cuts(self, placed: PlacedLayers) -> Tensor:
         """[..., 4, R, P] int64 per source rank and slot: its weights' begin and end, their sum, and the offset."""
         return placed.memo(self, self._derive)
 
-    def _rows(self, loads: Tensor, cuts: Tensor, placed: PlacedLayers) -> Tensor:
+    def _rows(self, loads: Tensor, placed: PlacedLayers, cuts: Tensor) -> Tensor:
         """[..., R, P] int32 copies from every source to every slot, for loads [..., R, E]."""
         begin, end, total, offset = cuts.unbind(-3)
         expert = placed.slot_to_expert.clamp(0, loads.shape[-1] - 1).long().unsqueeze(-2).expand(begin.shape)

@@ -9,8 +9,7 @@ import torch
 
 from isoload.ops import Objective
 from isoload.placed_layers import PlacedLayers
-from isoload.policies.base import Demand, check_search
-from isoload.policies.exact import ExactPolicy
+from isoload.policies.base import Demand, check_search, exact_plan
 from isoload.policies.pouring import SharedPolicy, live_bound, pour_exactly, total_shared
 from isoload.records import Plan
 
@@ -38,15 +37,18 @@ class JointPolicy(SharedPolicy):
         if self.routed != "exact":
             raise ValueError(f"routed must be exact for policy joint, got {self.routed!r}")
 
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"tolerance": self.tolerance, "budget": self.budget, "objective": self.objective}
+
     def joined(self) -> dict[str, Any] | None:
-        own = {"tolerance": self.tolerance, "budget": self.budget, "objective": self.objective}
-        return own if type(self) is JointPolicy else None
+        return self._options if type(self) is JointPolicy else None
 
     def split_routed(self, demand: Demand, placed: PlacedLayers) -> Plan:
-        exact = ExactPolicy(self.tolerance, self.budget, self.objective)
-        return exact.split_above(demand.routed, placed, pour=total_shared(demand, placed))
+        pour = total_shared(demand, placed)
+        return exact_plan(self.routed_policy, demand.routed, placed, pour=pour, **self._options)
 
     def pour(self, made: Plan, demand: Demand) -> Plan:
-        poured, shared = pour_exactly(self, made, demand, "all")
+        poured, shared = pour_exactly(made, demand, "all")
         bound = torch.minimum(live_bound(made.bound, demand, made.placed), poured.peak)
         return replace(made, policy=self, peak=poured.peak, bound=bound, shared=shared)

@@ -9,7 +9,15 @@ from torch import Tensor
 
 from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, Policy, even_split
+from isoload.policies.borrowing import BorrowPolicy
 from isoload.records import Plan
+
+
+def may_keep_local(policy: Policy) -> bool:
+    """Whether copies can stay on their own rank beneath its split: not if it draws or fixes the share."""
+    if isinstance(policy, BorrowPolicy) and type(policy).share is BorrowPolicy.share:
+        policy = policy.splitter
+    return not policy.samples and type(policy).share is Policy.share
 
 
 def split_above_local(policy: Policy, demand: Demand, placed: PlacedLayers) -> Plan:

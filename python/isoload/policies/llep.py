@@ -9,13 +9,13 @@ import torch
 from isoload import ops
 from isoload.ops import Within
 from isoload.placed_layers import PlacedLayers
-from isoload.policies.base import Demand
-from isoload.policies.spilling import EXACT, SpillPolicy, plan_spill
+from isoload.policies.base import Demand, Policy
+from isoload.policies.borrowing import EXACT, BorrowPolicy, plan_spill
 from isoload.records import Plan, rank_cost
 
 
 @dataclass(frozen=True)
-class LlepPolicy(SpillPolicy):
+class LlepPolicy(BorrowPolicy):
     """Ranks above their capacity lend experts, and send those experts' copies, to less loaded ranks.
 
     Starts from the exact split over resident replicas, and lends nothing where that is enough. No rank's load passes
@@ -33,6 +33,7 @@ class LlepPolicy(SpillPolicy):
     """
 
     name = "llep"
+    split_by: str | Policy = "fill"
     capacity: float = 1.0
     min_chunk: int = 1024
     threshold: float = 1.3
@@ -46,8 +47,8 @@ class LlepPolicy(SpillPolicy):
         if not 0 <= self.tolerance <= 1000:
             raise ValueError(f"tolerance must be in 0..1000, got {self.tolerance}")
 
-    def spill(self, demand: Demand, placed: PlacedLayers) -> ops.Spill:
-        return plan_spill(
+    def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
+        spill = plan_spill(
             demand,
             placed,
             capacity_factor=self.capacity,
@@ -57,6 +58,7 @@ class LlepPolicy(SpillPolicy):
             min_chunk=self.min_chunk,
             within=self.within,
         )
+        return placed.fill(spill.slot_to_expert, spill.quota, spill.telemetry)
 
     def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
         """The copies as lent; where spare slots ran out, the exact split if its peak is lower."""

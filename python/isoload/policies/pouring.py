@@ -57,13 +57,10 @@ class SharedPolicy(Policy, ABC):
         return self.routed_policy.fill(demand.routed, placed)
 
     def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        how = self.joined() if demand.rank is not None and placed.shared_limits is None else None
+        if how is not None:
+            return joint_plan(self, demand, placed, how)
         return self.pour(self.split_routed(demand, placed), demand)
-
-    def split_and_share(self, demand: Demand, placed: PlacedLayers, rank: int) -> tuple[Plan, Tensor | None]:
-        how = self.joined() if placed.num_shared and placed.shared_limits is None else None
-        if how is None:
-            return super().split_and_share(demand, placed, rank)
-        return joint_plan(self, demand, placed, rank, how)
 
     def split_routed(self, demand: Demand, placed: PlacedLayers) -> Plan:
         """The split of the routed experts, as if there were no others."""
@@ -80,8 +77,14 @@ class SharedPolicy(Policy, ABC):
     def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
         return self.routed_policy.share(loads, plan, rank, order)
 
-    def copies(self, loads: Tensor, plan: Plan) -> Tensor:
-        return self.routed_policy.copies(loads, plan)
+
+def rank_copies(loads: Tensor, plan: Plan) -> Tensor:
+    """[..., R, R] int32 routed copies from source to rank: the share, summed over each rank's slots."""
+    assert plan.quota is not None
+    if type(plan.policy).share is Policy.share:
+        return ops.share_by_rank(loads, plan.quota, plan.tables, plan.topology.ranks_per_node)
+    rows = plan.policy.share(loads, plan, None, "locality")
+    return rows.view(*rows.shape[:-1], plan.tables.num_ranks, -1).sum(-1, dtype=torch.int32)
 
 
 def poured_bound(demand: Demand, placed: PlacedLayers) -> Tensor:
@@ -112,16 +115,14 @@ def total_shared(demand: Demand, placed: PlacedLayers) -> Tensor:
     return shared_copies(widened(demand.tokens).sum(-1), placed.num_shared)
 
 
-def joint_plan(
-    policy: SharedPolicy, demand: Demand, placed: PlacedLayers, rank: int, how: dict[str, Any]
-) -> tuple[Plan, Tensor]:
-    """The whole plan and a source rank's send_counts, by one kernel. how: of the policy's joined()."""
-    assert demand.gathered is not None and demand.tokens is not None
+def joint_plan(policy: SharedPolicy, demand: Demand, placed: PlacedLayers, how: dict[str, Any]) -> Plan:
+    """The whole plan and the demand's rank's send_counts, by one kernel. how: of the policy's joined()."""
+    assert demand.gathered is not None and demand.tokens is not None and demand.rank is not None
     ticks, per_node = placed.topology.ticks_on(demand.loads.device), placed.topology.ranks_per_node
     made = ops.plan_joint(
         demand.gathered,
         placed.tables,
-        rank,
+        demand.rank,
         placed.num_shared,
         placed.first_shared,
         ticks=ticks,
@@ -129,16 +130,14 @@ def joint_plan(
         **how,
     )
     shared = SharedPlan("share", demand.tokens, made.share, in_quota=True)
-    plan = Plan(placed, policy, made.quota, made.peak, made.bound, made.telemetry, shared=shared)
-    return plan, made.send_counts
+    of = made.quota, made.peak, made.bound, made.telemetry
+    return Plan(placed, policy, *of, shared=shared, send_counts=made.send_counts)
 
 
-def pour_exactly(
-    policy: SharedPolicy, made: Plan, demand: Demand, candidates: Candidates
-) -> tuple[ops.WaterfillSplit, SharedPlan]:
+def pour_exactly(made: Plan, demand: Demand, candidates: Candidates) -> tuple[ops.WaterfillSplit, SharedPlan]:
     """The least peak over all places of the shared copies, given the routed split; and who sends what where."""
     assert demand.tokens is not None
-    copies, topology = policy.copies(demand.loads, made), made.topology
+    copies, topology = rank_copies(demand.loads, made), made.topology
     poured = ops.plan_waterfill(
         copies,
         demand.tokens,

@@ -49,10 +49,12 @@ class WaterfillPolicy(SharedPolicy):
         """Copies spread evenly need no second split for the bound beside the shared ones."""
         if self.joined() is None:
             return super().split_routed(demand, placed)
-        return exact_plan(self, demand.routed, placed, pour=total_shared(demand, placed), **EVEN)
+        return exact_plan(
+            self.routed_policy, demand.routed, placed, pour=total_shared(demand, placed), **EVEN
+        )
 
     def pour(self, made: Plan, demand: Demand) -> Plan:
-        poured, shared = pour_exactly(self, made, demand, self.candidates)
+        poured, shared = pour_exactly(made, demand, self.candidates)
         if self.joined() is None:
             bound = poured_bound(demand, made.placed)
         else:

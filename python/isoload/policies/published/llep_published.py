@@ -6,16 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
-from isoload import ops
 from isoload.placed_layers import PlacedLayers
-from isoload.policies.base import Demand, sum_sources
+from isoload.policies.base import Demand, Policy, sum_sources
+from isoload.policies.borrowing import BorrowPolicy, routed_homes
 from isoload.policies.llep import check_rules
 from isoload.policies.published.llep_segments import Segment, imbalance, llep_published
-from isoload.policies.spilling import SpillPolicy, routed_homes
 
 
 @dataclass(frozen=True)
-class LlepPublishedPolicy(SpillPolicy):
+class LlepPublishedPolicy(BorrowPolicy):
     """The published planner's segments as a plan, for comparison: on CPU, and only where the segments fit.
 
     It bounds neither imports nor loads. Two segments of one expert on one rank become one. Needs E / R experts per
@@ -25,6 +24,7 @@ class LlepPublishedPolicy(SpillPolicy):
     """
 
     name = "llep_published"
+    split_by: str | Policy = "fill"
     capacity: float = 1.1
     min_chunk: int = 1024
     threshold: float = 0.0
@@ -34,7 +34,7 @@ class LlepPublishedPolicy(SpillPolicy):
         super().__post_init__()
         check_rules(self.capacity, self.min_chunk, self.threshold, self.measure)
 
-    def spill(self, demand: Demand, placed: PlacedLayers) -> ops.Spill:
+    def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
         loads = sum_sources(demand.loads, placed)
         if loads.device.type != "cpu":
             raise ValueError(f"loads must be on the CPU for policy llep_published, got {loads.device}")
@@ -52,12 +52,11 @@ class LlepPublishedPolicy(SpillPolicy):
             self._fit(counts, row, ranks, placed.spare_slots)
             for counts, row in zip(loads.view(-1, experts).tolist(), slots, strict=True)
         ]
-        if placed.layer is not None:
-            return layers[0]
-        return ops.Spill(*(torch.stack(part) for part in zip(*layers, strict=True)))
+        parts = layers[0] if placed.layer is not None else map(torch.stack, zip(*layers, strict=True))
+        return placed.fill(*parts)
 
-    def _fit(self, counts: list[int], slots: list[int], ranks: int, spare: int) -> ops.Spill:
-        """One layer's segments as slots, quota, largest load and telemetry."""
+    def _fit(self, counts: list[int], slots: list[int], ranks: int, spare: int) -> list[torch.Tensor]:
+        """One layer's segments as slots, quota and telemetry."""
         size = len(slots) // ranks
         plain = imbalance(counts, ranks, self.measure == "expert") <= self.threshold
         segments = home_segments(counts, ranks) if plain else llep_published(
@@ -77,14 +76,8 @@ class LlepPublishedPolicy(SpillPolicy):
                 imports[rank] += 1
                 exports[expert * ranks // len(counts)] += 1
             quota[rank * size + row.index(expert)] += last - first
-        peak = max(sum(quota[r * size : (r + 1) * size]) for r in range(ranks))
         telemetry = [sum(imports), max(imports), max(exports), 0, int(plain)]
-        return ops.Spill(
-            torch.tensor(filled, dtype=torch.int32),
-            torch.tensor(quota, dtype=torch.int32),
-            torch.tensor(peak),
-            torch.tensor(telemetry, dtype=torch.int32),
-        )
+        return [torch.tensor(part, dtype=torch.int32) for part in (filled, quota, telemetry)]
 
 
 def home_segments(counts: list[int], ranks: int) -> list[Segment]:

@@ -31,23 +31,18 @@ class StaticPolicy(Policy):
         check_seed("seed", self.seed)
 
     def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
-        rows = self._all_rows(demand.loads, self.slots(placed), placed.tables.num_slots)
+        rows = self._rows(demand.loads, placed)
         return chosen_plan(self, rows.sum(-2, dtype=torch.int32), demand, placed)
 
     def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
-        slots, num_slots = self.slots(plan.placed), plan.tables.num_slots
-        if rank is None:
-            return self._all_rows(loads, slots, num_slots)
-        return self._all_rows(loads.select(-2, rank), slots.select(-2, rank), num_slots)
+        return self._rows(loads, plan.placed, rank)
 
-    def copies(self, loads: Tensor, plan: Plan) -> Tensor:
-        rows = self._all_rows(loads, self.slots(plan.placed), plan.tables.num_slots)
-        return rows.view(*rows.shape[:-1], plan.tables.num_ranks, -1).sum(-1, dtype=torch.int32)
-
-    @staticmethod
-    def _all_rows(loads: Tensor, slots: Tensor, num_slots: int) -> Tensor:
-        """[..., P] copies per slot if every row of loads [..., E] sends expert e to slots[..., e]."""
-        rows = loads.new_zeros((*loads.shape[:-1], num_slots))
+    def _rows(self, loads: Tensor, placed: PlacedLayers, rank: int | None = None) -> Tensor:
+        """[..., R, P] copies per slot where source r sends expert e to slots[..., r, e], or [..., P] of one rank."""
+        slots = self.slots(placed)
+        if rank is not None:
+            loads, slots = loads.select(-2, rank), slots.select(-2, rank)
+        rows = loads.new_zeros((*loads.shape[:-1], placed.host.num_slots))
         return rows.scatter_(-1, slots.expand(loads.shape), loads)
 
     def slots(self, placed: PlacedLayers) -> Tensor:
