@@ -29,7 +29,7 @@ from rich.table import Table
 
 from harness import measure, write_results
 from isoload import ops
-from isoload.policies.published.llep_segments import llep_published
+from isoload.policies.published.llep_published import llep_published
 from isoload.trace import read_trace
 from spill_bound import least_cost_bound, level_bound, slots_bound
 from workloads import W0_TO_W7, make_workload

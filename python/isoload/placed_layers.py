@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from isoload import ops
 from isoload.replica_tables import ReplicaTables
-from isoload.shared_experts import shared_home
+from isoload.shared_experts import pick_layer, shared_home
 from isoload.topology import Topology
 from isoload.value_checks import may_be_kept
 
@@ -37,6 +38,9 @@ class PlacedLayers:
     tables                     of slot_to_expert's routed experts; shared ones lie on every rank, in slots
                                ``first_shared`` and on
     host, layer                the placement, and the position of the layer in it; None = all
+    topology, spare_slots, num_shared   the placement's
+    ticks           [R] int32  the topology's, on the device
+    shape_per_source           of loads per source rank, [..., R, E]; summed over sources they are as home_slot
     replicated                 whether some routed expert has more than one slot in the placement
     shared_home     [R] int64  see :func:`isoload.shared_experts.shared_home`; None without shared experts
     shared_limits   [R] int32  most shared copies of a rank; None = any number
@@ -51,6 +55,11 @@ class PlacedLayers:
     tables: ReplicaTables
     host: Placement
     layer: int | None
+    topology: Topology
+    spare_slots: int
+    num_shared: int
+    ticks: Tensor | None
+    shape_per_source: tuple[int, ...]
     replicated: bool
     shared_home: Tensor | None
     shared_limits: Tensor | None
@@ -64,17 +73,27 @@ class PlacedLayers:
         cls, host: Placement, layer: int | None, slots: Tensor, home: Tensor, tables: ReplicaTables
     ) -> PlacedLayers:
         """The layers with what follows from the placement."""
-        ranks, live = host.topology.num_ranks, host.topology.live_ranks
-        shared, limits = None, None
-        if host.num_shared:
-            shared = torch.tensor(shared_home(live, ranks), device=home.device)
-        if host.num_shared and len(live) < ranks:
-            most = [2**31 - 1 if rank in live else 0 for rank in range(ranks)]
-            limits = torch.tensor(most, dtype=torch.int32, device=home.device)
+        topology, device, (*batch, experts) = host.topology, home.device, home.shape
+        ranks, live = topology.num_ranks, topology.live_ranks
+        most = [2**31 - 1 if rank in live else 0 for rank in range(ranks)]
+        limited = host.num_shared and len(live) < ranks
         held = host.arrays[0] if layer is None else host.arrays[0][layer]
-        resident = ((held >= 0) & (held < host.num_routed)).sum()
-        replicated = int(resident) > host.num_routed * (held.size // host.num_slots)
-        return cls(slots, home, tables, host, layer, replicated, shared, limits)
+        resident = int(((held >= 0) & (held < host.num_routed)).sum())
+        return cls(
+            slots,
+            home,
+            tables,
+            host,
+            layer,
+            topology,
+            host.spare_slots,
+            host.num_shared,
+            ticks=topology.ticks_on(device),
+            shape_per_source=(*batch, ranks, experts),
+            replicated=resident > host.num_routed * (held.size // host.num_slots),
+            shared_home=torch.tensor(shared_home(live, ranks), device=device) if host.num_shared else None,
+            shared_limits=torch.tensor(most, dtype=torch.int32, device=device) if limited else None,
+        )
 
     def memo(self, key: Any, derive: Callable[[PlacedLayers], Tensor]) -> Tensor:
         """What `derive` makes of the placement's layers, kept; :func:`refreshing` rewrites it in place.
@@ -91,41 +110,24 @@ class PlacedLayers:
             self.memos[key] = Memo(value, derive)
         return value
 
+    def stacked(self, of: Callable[[Placement, int], np.ndarray[Any, Any]]) -> Tensor:
+        """What a function makes of each layer of the placement, [L, ...] or of the one layer, on the device."""
+        layers = range(self.host.num_layers) if self.layer is None else [self.layer]
+        table = torch.tensor(np.stack([of(self.host, i) for i in layers]), device=self.home_slot.device)
+        return table if self.layer is None else table.select(0, 0)
+
     def __getitem__(self, layer: int) -> PlacedLayers:
         """One layer of a batch of layers."""
         one = self.host.layer(layer, self.slot_to_expert.device)
         if self.unfilled is None:
             return one
         slots, tables = self.slot_to_expert.select(0, layer), self.tables[layer]
-        return one.with_slots(slots, tables, pick_layer(self.quota, layer), pick_layer(self.telemetry, layer))
+        return one.fill(slots, pick_layer(self.quota, layer), pick_layer(self.telemetry, layer), tables)
 
     @property
     def resident(self) -> PlacedLayers:
         """These layers with empty spare slots."""
         return self.unfilled or self
-
-    @property
-    def topology(self) -> Topology:
-        return self.host.topology
-
-    @property
-    def spare_slots(self) -> int:
-        return self.host.spare_slots
-
-    @property
-    def num_shared(self) -> int:
-        return self.host.num_shared
-
-    @property
-    def shape_of_sums(self) -> tuple[int, ...]:
-        """Of loads summed over sources: [..., E]."""
-        return tuple(self.home_slot.shape)
-
-    @property
-    def shape_per_source(self) -> tuple[int, ...]:
-        """Of loads per source rank: [..., R, E]."""
-        *batch, experts = self.home_slot.shape
-        return (*batch, self.host.topology.num_ranks, experts)
 
     @property
     def first_shared(self) -> int:
@@ -137,16 +139,15 @@ class PlacedLayers:
         return shared_home(self.topology.live_ranks, self.topology.num_ranks)[rank]
 
     def fill(
-        self, slot_to_expert: Tensor, quota: Tensor | None = None, telemetry: Tensor | None = None
+        self,
+        slot_to_expert: Tensor,
+        quota: Tensor | None = None,
+        telemetry: Tensor | None = None,
+        tables: ReplicaTables | None = None,
     ) -> PlacedLayers:
-        """These layers with other experts in their spare slots."""
-        tables = ops.replica_tables(slot_to_expert, self.topology.num_ranks, self.host.num_routed)
-        return self.with_slots(slot_to_expert, tables, quota, telemetry)
-
-    def with_slots(
-        self, slot_to_expert: Tensor, tables: ReplicaTables, quota: Tensor | None, telemetry: Tensor | None
-    ) -> PlacedLayers:
-        """:meth:`fill` with tables that are there."""
+        """These layers with other experts in their spare slots; with the tables of those, where they are there."""
+        if tables is None:
+            tables = ops.replica_tables(slot_to_expert, self.topology.num_ranks, self.host.num_routed)
         return replace(
             self,
             slot_to_expert=slot_to_expert,
@@ -160,7 +161,7 @@ class PlacedLayers:
         """The slots of this batch in layers of another placement, in whose memory they are."""
         if self.unfilled is None:
             return placed
-        return placed.with_slots(self.slot_to_expert, self.tables, self.quota, self.telemetry)
+        return placed.fill(self.slot_to_expert, self.quota, self.telemetry, self.tables)
 
 
 def own_layers(placed: PlacedLayers) -> PlacedLayers:
@@ -191,8 +192,3 @@ def refreshing(own: PlacedLayers, placed: PlacedLayers) -> Callable[[], PlacedLa
         return fresh
 
     return write
-
-
-def pick_layer(tensor: Tensor | None, layer: int) -> Tensor | None:
-    """One layer of a tensor that may be missing."""
-    return None if tensor is None else tensor.select(0, layer)

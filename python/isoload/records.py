@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from isoload.placed_layers import PlacedLayers, pick_layer
+from isoload.placed_layers import PlacedLayers
 from isoload.replica_tables import ReplicaTables
-from isoload.shared_experts import SharedPlan
+from isoload.shared_experts import SharedPlan, pick_layer
 from isoload.topology import Topology
 
 if TYPE_CHECKING:

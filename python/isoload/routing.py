@@ -91,10 +91,11 @@ def shared_columns(plan: Plan, rank: int) -> ops.SharedColumns | None:
         return None
     assert plan.shared is not None
     placed, share = plan.placed, plan.shared.share
-    if share is None:
-        return ops.SharedColumns(placed.num_shared, placed.first_shared, placed.home_rank(rank))
-    row, strict = share.select(0, rank), plan.shared.rule == "limit"
-    return ops.SharedColumns(placed.num_shared, placed.first_shared, rank, row, strict)
+    row = None if share is None else share.select(0, rank)
+    home = placed.home_rank(rank) if row is None else rank
+    return ops.SharedColumns(
+        placed.num_shared, placed.first_shared, home, row, strict=plan.shared.rule == "limit"
+    )
 
 
 def route_sent(
@@ -102,12 +103,10 @@ def route_sent(
 ) -> Tensor:
     """The slot of every copy on a rank that sends [P] copies to each slot, without a plan; shared ones stay home."""
     num_shared = placed.num_shared
-    if not num_shared:
-        return ops.route(counted, send_counts, placed.tables, prefer=prefer)
-    home = placed.home_rank(rank)
-    if prefer is None:
-        columns = ops.SharedColumns(num_shared, placed.first_shared, home)
-        return ops.route(counted, send_counts, placed.tables, columns)
+    home = placed.home_rank(rank) if num_shared else rank
+    if not num_shared or prefer is None:
+        columns = ops.SharedColumns(num_shared, placed.first_shared, home) if num_shared else None
+        return ops.route(counted, send_counts, placed.tables, columns, prefer)
     slots = ops.route(counted.routed(num_shared), send_counts, placed.tables, prefer=prefer)
     absent = counted.ids.narrow(1, slots.shape[1], num_shared) < 0
     return torch.cat([slots, shared_slots(torch.where(absent, -1, home), placed).to(slots.dtype)], 1)

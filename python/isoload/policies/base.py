@@ -3,8 +3,8 @@
 A policy is a frozen dataclass whose fields are its options. It never waits for a device and never exchanges anything
 between ranks: from the same loads every rank computes the same plan.
 
-    fill          demand, placed -> placed       which experts lie in the spare slots (default: none)
-    split         demand, placed -> Plan     how many copies every slot takes (default: exact)
+    fill          demand, placed -> placed     which experts lie in the spare slots (default: none)
+    split         demand, placed -> Plan       how many copies every slot takes (default: exact)
     share         loads, plan -> [R, P]        which source sends them (default: own rank first, then own node)
     route_shared  slots, plan -> [T, n]        where every token's shared experts are computed (default: at home)
 
@@ -141,14 +141,6 @@ class Seeded(Policy):
         return plan.weights
 
 
-def check_search(tolerance: float, budget: int | None) -> None:
-    """Raises ValueError for limits of the exact search that cannot be."""
-    if not 0 <= tolerance <= 1000:
-        raise ValueError(f"tolerance must be in 0..1000 (relative), got {tolerance}")
-    if budget is not None and not 0 <= budget < 2**31:
-        raise ValueError(f"budget must be in 0..2^31-1, got {budget}")
-
-
 def check_seed(name: str, seed: int) -> None:
     if seed < 0:
         raise ValueError(f"{name} must be at least 0, got {seed}")
@@ -166,18 +158,21 @@ def exact_plan(
 
     options: of :func:`isoload.ops.plan_exact`; by default beside the shared copies at home.
     """
-    topology = placed.topology
-    ticks = topology.ticks_on(demand.loads.device)
-    how = {"fixed": demand.at_home, "ticks": ticks, "ranks_per_node": topology.ranks_per_node, **options}
-    made = ops.plan_exact(demand.loads, placed.tables, rank=rank, **how)
+    made = solve(demand, placed, rank=rank, **options)
     send_counts = None if rank is None else made.send_counts
     return Plan(placed, policy, made.quota, made.peak, made.bound, made.telemetry, send_counts=send_counts)
 
 
+def solve(demand: Demand, placed: PlacedLayers, **options: Any) -> ops.ExactSplit:
+    """:func:`isoload.ops.plan_exact` of these slots; by default beside the shared copies at home."""
+    per_node = placed.topology.ranks_per_node
+    how = {"fixed": demand.at_home, "ticks": placed.ticks, "ranks_per_node": per_node, **options}
+    return ops.plan_exact(demand.loads, placed.tables, **how)
+
+
 def even_split(demand: Demand, placed: PlacedLayers) -> ops.ExactSplit:
     """The exact solver's start: copies spread evenly over replicas, with the lower bound that costs nothing."""
-    ticks = placed.topology.ticks_on(demand.loads.device)
-    return ops.plan_exact(demand.loads, placed.tables, demand.at_home, ticks=ticks, **EVEN)
+    return solve(demand, placed, **EVEN)
 
 
 def chosen_plan(

@@ -14,7 +14,7 @@ from isoload import ops
 from isoload.ops import Order
 from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement
-from isoload.policies.base import Demand, Needs, Policy, chosen_plan
+from isoload.policies.base import Demand, Needs, Policy, chosen_plan, solve
 from isoload.policies.exact import ExactPolicy
 from isoload.policies.registry import make_policy
 from isoload.records import Plan
@@ -87,15 +87,20 @@ class BorrowPolicy(Policy, ABC):
 
 
 def fill_spare(
-    op: Callable[..., Made], demand: Demand, placed: PlacedLayers, slots: int | None, **rules: Any
+    op: Callable[..., Made],
+    demand: Demand,
+    placed: PlacedLayers,
+    slots: int | None,
+    begun: Tensor | None = None,
+    **rules: Any,
 ) -> Made:
     """What an op that fills spare slots makes of a placement and its topology.
 
-    slots: the last ones of every rank that may be filled; None = all.
+    slots: the last ones of every rank that may be filled; None = all. begun: [..., P] with some filled already.
     """
     return op(
         demand.loads,
-        placed.slot_to_expert,
+        placed.slot_to_expert if begun is None else begun,
         routed_homes(placed),
         placed.topology.num_ranks,
         placed.spare_slots if slots is None else slots,
@@ -112,7 +117,7 @@ def plan_spill(demand: Demand, placed: PlacedLayers, slots: int | None = None, *
     Where experts have replicas it starts from the exact split over them, so that only what they leave is lent, unless
     lending from all home slots is better.
     """
-    start = ops.plan_exact(demand.loads, placed.tables, demand.at_home).quota if placed.replicated else None
+    start = solve(demand, placed).quota if placed.replicated else None
     return fill_spare(ops.plan_spill, demand, placed, slots, start=start, **rules)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from isoload.placed_layers import PlacedLayers
-from isoload.policies.base import Demand, Policy, even_split
+from isoload.policies.base import EVEN, Demand, Policy, exact_plan
 from isoload.records import Plan
 
 
@@ -16,5 +16,4 @@ class EvenPolicy(Policy):
     name = "even"
 
     def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
-        made = even_split(demand, placed)
-        return Plan(placed, self, made.quota, made.peak, made.bound, made.telemetry)
+        return exact_plan(self, demand, placed, **EVEN)

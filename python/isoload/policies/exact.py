@@ -10,7 +10,7 @@ from torch import Tensor
 from isoload import ops
 from isoload.ops import Objective
 from isoload.placed_layers import PlacedLayers
-from isoload.policies.base import Demand, Needs, Policy, check_search, exact_plan
+from isoload.policies.base import Demand, Needs, Policy, exact_plan
 from isoload.records import Plan
 
 
@@ -29,7 +29,10 @@ class ExactPolicy(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_search(self.tolerance, self.budget)
+        if not 0 <= self.tolerance <= 1000:
+            raise ValueError(f"tolerance must be in 0..1000 (relative), got {self.tolerance}")
+        if self.budget is not None and not 0 <= self.budget < 2**31:
+            raise ValueError(f"budget must be in 0..2^31-1, got {self.budget}")
 
     @property
     def needs(self) -> Needs:
@@ -37,16 +40,16 @@ class ExactPolicy(Policy):
 
     def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
         rank = demand.rank if type(self) is ExactPolicy else None  # another may split or share its own way
-        return exact_plan(self, demand, placed, rank, **self._options)
+        return exact_plan(self, demand, placed, rank, **self.options)
 
     def balance_same(self, topk_ids: Tensor, placed: PlacedLayers) -> tuple[Tensor, Tensor, Plan]:
         """Slots [T, K] of rows that all ranks hold alike, their loads [R, E], and the plan; without shared experts."""
-        topology = placed.topology
-        how: dict[str, Any] = {"ranks_per_node": topology.ranks_per_node, **self._options}
-        ticks = topology.ticks_on(topk_ids.device)
-        slots, loads, split = ops.balance_same(topk_ids, placed.tables, ticks=ticks, **how)
+        per_node = placed.topology.ranks_per_node
+        how: dict[str, Any] = {"ranks_per_node": per_node, "ticks": placed.ticks, **self.options}
+        slots, loads, split = ops.balance_same(topk_ids, placed.tables, **how)
         return slots, loads, Plan(placed, self, split.quota, split.peak, split.bound, split.telemetry)
 
     @property
-    def _options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
+        """Of :func:`isoload.ops.plan_exact`."""
         return {"tolerance": self.tolerance, "budget": self.budget, "objective": self.objective}

@@ -22,6 +22,5 @@ class ExactActivePolicy(Policy):
     name = "exact_active"
 
     def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
-        ticks = placed.topology.ticks_on(demand.loads.device)
-        active = ops.plan_active(demand.loads, placed.tables, ticks=ticks)
+        active = ops.plan_active(demand.loads, placed.tables, ticks=placed.ticks)
         return chosen_plan(self, active.quota, demand, placed, active.telemetry)

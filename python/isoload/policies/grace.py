@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -64,10 +65,7 @@ class GracePolicy(Policy):
         return rows.to(torch.int32)
 
     def _derive(self, placed: PlacedLayers) -> Tensor:
-        layers = range(placed.host.num_layers) if placed.layer is None else [placed.layer]
-        table = np.stack([weighted_cuts(placed.host, layer, self.locality) for layer in layers])
-        cuts = torch.tensor(table, device=placed.home_slot.device)
-        return cuts if placed.layer is None else cuts.select(0, 0)
+        return placed.stacked(partial(weighted_cuts, locality=self.locality))
 
 
 def weighted_cuts(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from isoload import ops
 from isoload.placed_layers import PlacedLayers
@@ -26,6 +26,5 @@ class HedgePolicy(BorrowPolicy):
 
     def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
         level = plan_spill(demand, placed, self.slots)
-        levelled = replace(placed, slot_to_expert=level.slot_to_expert)
-        made = fill_spare(ops.top_up, demand, levelled, self.slots)
+        made = fill_spare(ops.top_up, demand, placed, self.slots, level.slot_to_expert)
         return placed.fill(made.slot_to_expert, telemetry=made.telemetry)

@@ -9,7 +9,8 @@ import torch
 
 from isoload.ops import Objective
 from isoload.placed_layers import PlacedLayers
-from isoload.policies.base import Demand, check_search, exact_plan
+from isoload.policies.base import Demand, exact_plan
+from isoload.policies.exact import ExactPolicy
 from isoload.policies.pouring import SharedPolicy, live_bound, pour_exactly, total_shared
 from isoload.records import Plan
 
@@ -33,20 +34,19 @@ class JointPolicy(SharedPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_search(self.tolerance, self.budget)
+        self._exact()
         if self.routed != "exact":
             raise ValueError(f"routed must be exact for policy joint, got {self.routed!r}")
 
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {"tolerance": self.tolerance, "budget": self.budget, "objective": self.objective}
+    def _exact(self) -> ExactPolicy:
+        return ExactPolicy(self.tolerance, self.budget, self.objective)
 
     def joined(self) -> dict[str, Any] | None:
-        return self._options if type(self) is JointPolicy else None
+        return self._exact().options if type(self) is JointPolicy else None
 
     def split_routed(self, demand: Demand, placed: PlacedLayers) -> Plan:
-        pour = total_shared(demand, placed)
-        return exact_plan(self.routed_policy, demand.routed, placed, pour=pour, **self._options)
+        exact, pour = self._exact(), total_shared(demand, placed)
+        return exact_plan(exact, demand.routed, placed, pour=pour, **exact.options)
 
     def pour(self, made: Plan, demand: Demand) -> Plan:
         poured, shared = pour_exactly(made, demand, "all")

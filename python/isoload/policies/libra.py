@@ -48,8 +48,10 @@ class LibraPolicy(BorrowPolicy):
 
     def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
         slots = placed.spare_slots if self.slots is None else self.slots
-        rules = {"local_slots": floor_part(self.alpha, slots), "printed": self.printed}
-        made = fill_spare(ops.plan_replication, demand, placed, slots, **rules)
+        local = floor_part(self.alpha, slots)
+        made = fill_spare(
+            ops.plan_replication, demand, placed, slots, local_slots=local, printed=self.printed
+        )
         return placed.fill(made.slot_to_expert, telemetry=made.telemetry)
 
     def split(self, demand: Demand, placed: PlacedLayers) -> Plan:

@@ -43,7 +43,7 @@ class LpPolicy(Policy):
     def relax(self, demand: Demand, placed: PlacedLayers) -> ops.LpSplit:
         """The real-valued split."""
         dtype = torch.float64 if self.precision == "float64" else torch.float32
-        ticks = placed.topology.ticks_on(demand.loads.device)
+        ticks = placed.ticks
         return ops.plan_lp(
             demand.loads,
             placed.tables,

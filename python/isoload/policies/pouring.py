@@ -16,7 +16,7 @@ from isoload import ops
 from isoload.ops import Candidates, Order
 from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement
-from isoload.policies.base import Demand, Policy
+from isoload.policies.base import EVEN, Demand, Policy, solve
 from isoload.policies.registry import make_policy
 from isoload.records import Plan
 from isoload.shared_experts import Rule, SharedPlan, shared_copies, widened
@@ -89,9 +89,7 @@ def rank_copies(loads: Tensor, plan: Plan) -> Tensor:
 
 def poured_bound(demand: Demand, placed: PlacedLayers) -> Tensor:
     """A lower bound of the peak over every split of the routed experts and every place of the shared copies."""
-    ticks = placed.topology.ticks_on(demand.loads.device)
-    pour = total_shared(demand, placed)
-    bound = ops.plan_exact(demand.loads, placed.tables, budget=0, sweeps=0, ticks=ticks, pour=pour).bound
+    bound = solve(demand.routed, placed, pour=total_shared(demand, placed), **EVEN).bound
     return live_bound(bound, demand, placed)
 
 
@@ -105,8 +103,8 @@ def live_bound(bound: Tensor, demand: Demand, placed: PlacedLayers) -> Tensor:
     # as if all copies were shared ones and came from rank 0
     everything = torch.nn.functional.pad(copies.unsqueeze(-1), (0, num_ranks - 1))
     nothing = torch.zeros_like(everything).unsqueeze(-1).expand(*everything.shape, num_ranks).contiguous()
-    ticks = placed.topology.ticks_on(bound.device)
-    return torch.maximum(bound, ops.plan_waterfill(nothing, everything, ticks=ticks, limits=limits).peak)
+    level = ops.plan_waterfill(nothing, everything, ticks=placed.ticks, limits=limits).peak
+    return torch.maximum(bound, level)
 
 
 def total_shared(demand: Demand, placed: PlacedLayers) -> Tensor:
@@ -118,15 +116,14 @@ def total_shared(demand: Demand, placed: PlacedLayers) -> Tensor:
 def joint_plan(policy: SharedPolicy, demand: Demand, placed: PlacedLayers, how: dict[str, Any]) -> Plan:
     """The whole plan and the demand's rank's send_counts, by one kernel. how: of the policy's joined()."""
     assert demand.gathered is not None and demand.tokens is not None and demand.rank is not None
-    ticks, per_node = placed.topology.ticks_on(demand.loads.device), placed.topology.ranks_per_node
     made = ops.plan_joint(
         demand.gathered,
         placed.tables,
         demand.rank,
         placed.num_shared,
         placed.first_shared,
-        ticks=ticks,
-        ranks_per_node=per_node,
+        ticks=placed.ticks,
+        ranks_per_node=placed.topology.ranks_per_node,
         **how,
     )
     shared = SharedPlan("share", demand.tokens, made.share, in_quota=True)
@@ -137,15 +134,15 @@ def joint_plan(policy: SharedPolicy, demand: Demand, placed: PlacedLayers, how: 
 def pour_exactly(made: Plan, demand: Demand, candidates: Candidates) -> tuple[ops.WaterfillSplit, SharedPlan]:
     """The least peak over all places of the shared copies, given the routed split; and who sends what where."""
     assert demand.tokens is not None
-    copies, topology = rank_copies(demand.loads, made), made.topology
+    placed = made.placed
     poured = ops.plan_waterfill(
-        copies,
+        rank_copies(demand.loads, made),
         demand.tokens,
-        made.placed.num_shared,
-        topology.ranks_per_node,
+        placed.num_shared,
+        placed.topology.ranks_per_node,
         candidates,
-        ticks=topology.ticks_on(copies.device),
-        limits=made.placed.shared_limits,
+        ticks=placed.ticks,
+        limits=placed.shared_limits,
     )
     rule: Rule = "limit" if candidates == "visited" else "share"
     return poured, SharedPlan(rule, demand.tokens, poured.share)

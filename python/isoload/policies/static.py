@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -50,10 +51,7 @@ class StaticPolicy(Policy):
         return placed.memo(self, self._draw)
 
     def _draw(self, placed: PlacedLayers) -> Tensor:
-        layers = range(placed.host.num_layers) if placed.layer is None else [placed.layer]
-        table = np.stack([static_slots(placed.host, layer, self.seed) for layer in layers])
-        chosen = torch.tensor(table, device=placed.home_slot.device)
-        return chosen if placed.layer is None else chosen.select(0, 0)
+        return placed.stacked(partial(static_slots, seed=self.seed))
 
 
 def static_slots(host: Placement, layer: int, seed: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:

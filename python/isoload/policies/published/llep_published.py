@@ -1,8 +1,12 @@
-"""Policy ``llep_published``: LLEP's planner (papers/003) as published, for comparison."""
+"""Policy ``llep_published``: LLEP's planner (papers/003) as published, segment for segment, faults included.
+
+For comparison with isoload.ops.plan_spill. Written from a description of the code, none of which is here.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -10,7 +14,6 @@ from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, Policy, sum_sources
 from isoload.policies.borrowing import BorrowPolicy, routed_homes
 from isoload.policies.llep import check_rules
-from isoload.policies.published.llep_segments import Segment, imbalance, llep_published
 
 
 @dataclass(frozen=True)
@@ -83,3 +86,95 @@ class LlepPublishedPolicy(BorrowPolicy):
 def home_segments(counts: list[int], ranks: int) -> list[Segment]:
     """Plain EP as segments."""
     return [Segment(e, e * ranks // len(counts), 0, n) for e, n in enumerate(counts) if n]
+
+
+class Segment(NamedTuple):
+    """Copies first..last-1 of an expert, in the order of their source ranks, are computed on a rank."""
+
+    expert: int
+    rank: int
+    first: int
+    last: int
+
+
+def imbalance(counts: list[int], num_ranks: int, per_expert: bool = False) -> float:
+    """max / mean load of the ranks under plain EP, or of the experts; 1 without copies."""
+    per_rank = len(counts) // num_ranks
+    ranks = [sum(counts[r * per_rank : (r + 1) * per_rank]) for r in range(num_ranks)]
+    loads = counts if per_expert else ranks
+    return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
+
+
+def llep_published(
+    counts: list[int], num_ranks: int, capacity_factor: float = 1.1, min_chunk: int = 1024
+) -> list[Segment]:
+    """Every expert's copies in segments, in the order in which they are decided.
+
+    Its faults, kept: the capacity is rounded down twice, what no rank has room for is forced onto one helper above its
+    capacity, also where that helper has just got a segment of the same expert, and nothing goes back home.
+
+    Args:
+        counts: [E] copies; expert e lives on rank e // (E / R).
+        num_ranks: R, divides E.
+        capacity_factor: a rank's capacity, times the mean load.
+        min_chunk: a helper with less room than this and than the rest is passed over.
+    """
+    planner = _Planner(counts, num_ranks, capacity_factor, min_chunk)
+    for expert in sorted(range(len(counts)), key=lambda e: -counts[e]):
+        if counts[expert]:
+            planner.place(expert)
+    return planner.segments
+
+
+class _Planner:
+    def __init__(self, counts: list[int], num_ranks: int, capacity_factor: float, min_chunk: int) -> None:
+        self.counts, self.min_chunk = counts, min_chunk
+        self.per_rank = len(counts) // num_ranks
+        self.capacity = max(1, int(capacity_factor * (sum(counts) // num_ranks)))
+        # copies that a rank has, or will have from its own experts that are still to be placed
+        self.load = [sum(counts[r * self.per_rank : (r + 1) * self.per_rank]) for r in range(num_ranks)]
+        self.segments: list[Segment] = []
+
+    def place(self, expert: int) -> None:
+        home, copies = expert // self.per_rank, self.counts[expert]
+        self.load[home] -= copies
+        room = self.capacity - self.load[home]
+        if room >= copies:
+            self.assign(expert, home, 0, copies)
+        elif room > 0:
+            self.assign(expert, home, 0, room)
+            self.spill(expert, home, room)
+        else:
+            self.spill_once(expert, home)
+
+    def assign(self, expert: int, rank: int, first: int, last: int) -> None:
+        self.segments.append(Segment(expert, rank, first, last))
+        self.load[rank] += last - first
+
+    def helpers(self, home: int) -> list[int]:
+        return sorted((r for r in range(len(self.load)) if r != home), key=lambda r: self.load[r])
+
+    def chunk(self, helper: int, left: int) -> int:
+        """What a helper takes of the rest; 0 = it is passed over."""
+        copies = min(left, self.capacity - self.load[helper])
+        return 0 if copies <= 0 or (copies < self.min_chunk and left > copies) else copies
+
+    def spill(self, expert: int, home: int, first: int) -> None:
+        """The rest of an expert that is partly at home: helpers are sorted again after every chunk."""
+        total = self.counts[expert]
+        while first < total:
+            helpers = self.helpers(home)
+            takers = [r for r in helpers if self.chunk(r, total - first)]
+            copies = self.chunk(takers[0], total - first) if takers else total - first
+            self.assign(expert, takers[0] if takers else helpers[0], first, first + copies)
+            first += copies
+
+    def spill_once(self, expert: int, home: int) -> None:
+        """An expert of a full home: one pass over helpers sorted once, then the first of them takes the rest."""
+        first, total, helpers = 0, self.counts[expert], self.helpers(home)
+        for helper in helpers:
+            if first < total and (copies := self.chunk(helper, total - first)):
+                self.assign(expert, helper, first, first + copies)
+                first += copies
+        if first < total:
+            self.assign(expert, helpers[0], first, total)
