@@ -119,62 +119,35 @@ def llep_published(
         capacity_factor: a rank's capacity, times the mean load.
         min_chunk: a helper with less room than this and than the rest is passed over.
     """
-    planner = _Planner(counts, num_ranks, capacity_factor, min_chunk)
-    for expert in sorted(range(len(counts)), key=lambda e: -counts[e]):
-        if counts[expert]:
-            planner.place(expert)
-    return planner.segments
+    per_rank, mean = len(counts) // num_ranks, sum(counts) // num_ranks
+    capacity = max(1, int(capacity_factor * mean))
+    # copies that a rank has, or will have from its own experts that are still to be placed
+    load = [sum(counts[r * per_rank : (r + 1) * per_rank]) for r in range(num_ranks)]
+    segments: list[Segment] = []
 
-
-class _Planner:
-    def __init__(self, counts: list[int], num_ranks: int, capacity_factor: float, min_chunk: int) -> None:
-        self.counts, self.min_chunk = counts, min_chunk
-        self.per_rank = len(counts) // num_ranks
-        self.capacity = max(1, int(capacity_factor * (sum(counts) // num_ranks)))
-        # copies that a rank has, or will have from its own experts that are still to be placed
-        self.load = [sum(counts[r * self.per_rank : (r + 1) * self.per_rank]) for r in range(num_ranks)]
-        self.segments: list[Segment] = []
-
-    def place(self, expert: int) -> None:
-        home, copies = expert // self.per_rank, self.counts[expert]
-        self.load[home] -= copies
-        room = self.capacity - self.load[home]
-        if room >= copies:
-            self.assign(expert, home, 0, copies)
-        elif room > 0:
-            self.assign(expert, home, 0, room)
-            self.spill(expert, home, room)
-        else:
-            self.spill_once(expert, home)
-
-    def assign(self, expert: int, rank: int, first: int, last: int) -> None:
-        self.segments.append(Segment(expert, rank, first, last))
-        self.load[rank] += last - first
-
-    def helpers(self, home: int) -> list[int]:
-        return sorted((r for r in range(len(self.load)) if r != home), key=lambda r: self.load[r])
-
-    def chunk(self, helper: int, left: int) -> int:
+    def chunk(helper: int, left: int) -> int:
         """What a helper takes of the rest; 0 = it is passed over."""
-        copies = min(left, self.capacity - self.load[helper])
-        return 0 if copies <= 0 or (copies < self.min_chunk and left > copies) else copies
+        copies = min(left, capacity - load[helper])
+        return 0 if copies <= 0 or (copies < min_chunk and left > copies) else copies
 
-    def spill(self, expert: int, home: int, first: int) -> None:
-        """The rest of an expert that is partly at home: helpers are sorted again after every chunk."""
-        total = self.counts[expert]
-        while first < total:
-            helpers = self.helpers(home)
-            takers = [r for r in helpers if self.chunk(r, total - first)]
-            copies = self.chunk(takers[0], total - first) if takers else total - first
-            self.assign(expert, takers[0] if takers else helpers[0], first, first + copies)
-            first += copies
+    def assign(expert: int, rank: int, first: int, copies: int) -> int:
+        segments.append(Segment(expert, rank, first, first + copies))
+        load[rank] += copies
+        return first + copies
 
-    def spill_once(self, expert: int, home: int) -> None:
-        """An expert of a full home: one pass over helpers sorted once, then the first of them takes the rest."""
-        first, total, helpers = 0, self.counts[expert], self.helpers(home)
-        for helper in helpers:
-            if first < total and (copies := self.chunk(helper, total - first)):
-                self.assign(expert, helper, first, first + copies)
-                first += copies
-        if first < total:
-            self.assign(expert, helpers[0], first, total)
+    for expert in sorted(filter(counts.__getitem__, range(len(counts))), key=lambda e: -counts[e]):
+        home, total, done = expert // per_rank, counts[expert], 0
+        load[home] -= total
+        if room := max(0, capacity - load[home]):
+            done = assign(expert, home, 0, min(total, room))
+        helpers: list[int] = []
+        while done < total:
+            if (
+                room or not helpers
+            ):  # sorted again after every chunk, but only once for the expert of a full home
+                helpers = sorted((r for r in range(num_ranks) if r != home), key=load.__getitem__)
+                asked = iter(helpers)
+            taker = next((r for r in asked if chunk(r, total - done)), None)
+            copies = total - done if taker is None else chunk(taker, total - done)
+            done = assign(expert, helpers[0] if taker is None else taker, done, copies)
+    return segments
