@@ -8,10 +8,17 @@ from typing import Any
 import torch
 
 from isoload.ops import Candidates
+from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement
-from isoload.policies.base import EVEN, Demand
+from isoload.policies.base import EVEN, Demand, exact_plan
 from isoload.policies.even import EvenPolicy
-from isoload.policies.pouring import SharedPolicy, pour_exactly, poured_bound
+from isoload.policies.pouring import (
+    SharedPolicy,
+    live_bound,
+    pour_exactly,
+    poured_bound,
+    total_shared,
+)
 from isoload.records import Plan
 from isoload.topology import Topology
 
@@ -38,9 +45,21 @@ class WaterfillPolicy(SharedPolicy):
         plain = type(self) is WaterfillPolicy and type(self.routed_policy) is EvenPolicy
         return EVEN if plain and self.candidates == "all" else None
 
+    def split_routed(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        """Copies spread evenly need no second split for the bound beside the shared ones."""
+        if self.joined() is None:
+            return super().split_routed(demand, placed)
+        return exact_plan(
+            self.routed_policy, demand.routed, placed, pour=total_shared(demand, placed), **EVEN
+        )
+
     def pour(self, made: Plan, demand: Demand) -> Plan:
         poured, shared = pour_exactly(made, demand, self.candidates)
-        bound = torch.minimum(poured_bound(demand, made.placed), poured.peak)
+        if self.joined() is None:
+            bound = poured_bound(demand, made.placed)
+        else:
+            bound = live_bound(made.bound, demand, made.placed)
+        bound = torch.minimum(bound, poured.peak)
         peak = poured.peak if shared.is_met else None
         return replace(made, policy=self, peak=peak, bound=bound, shared=shared)
 
