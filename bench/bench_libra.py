@@ -37,6 +37,7 @@ from torch import Tensor
 import isoload
 from isoload import planning, predict
 from isoload.policies import Policy, make_policy, parse_policy
+from isoload.policies.pouring import rank_copies
 from isoload.replay.batches import SourceBatch
 from isoload.replay.metrics import count_routed
 from isoload.replay.prediction import Forecast
@@ -116,7 +117,7 @@ def routed_slots(plan: isoload.Plan, loads: Tensor, batch: SourceBatch) -> Tenso
 def copies_of(plan: isoload.Plan, loads: Tensor, batch: SourceBatch) -> Tensor:
     """[L, R, R] copies from source to rank; a sampled plan's are counted from routed slots."""
     if plan.quota is not None:
-        return plan.policy.copies(loads, plan)
+        return rank_copies(loads, plan)
     ranks, size = batch.num_ranks, plan.placed.host.slots_per_rank
     sources = torch.from_numpy(batch.sources())[:, None]
     pairs = sources * ranks + routed_slots(plan, loads, batch) // size

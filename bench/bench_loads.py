@@ -33,7 +33,7 @@ import isoload
 from isoload import ops
 from isoload.own_counts import offsets
 from isoload.own_counts.targets import exact_quota, scaled
-from isoload.policies.published.static import StaticPolicy
+from isoload.policies.static import StaticPolicy
 from isoload.trace import read_trace
 from lib import table
 from lib.harness import command, write_results

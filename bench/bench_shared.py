@@ -23,6 +23,7 @@ from torch import Tensor
 
 import isoload
 from isoload import ops
+from isoload.policies.pouring import rank_copies
 from lib import table
 from lib.harness import begin, command, measure, over_instances, write_results
 from lib.result_tables import SHARED_PLANNING
@@ -114,7 +115,7 @@ def bench_tokens(case: Case) -> dict[str, float]:
     loads = torch.stack([isoload.count(row, EXPERTS + 1) for row in ids])
     plan = isoload.plan(loads, placement, 0, "joint")
     assert plan.shared is not None and plan.shared.share is not None
-    copies = plan.policy.copies(loads[:, :EXPERTS].contiguous(), plan)
+    copies = rank_copies(loads[:, :EXPERTS].contiguous(), plan)
     tokens = plan.shared.tokens
     rank = int((plan.shared.share.diagonal() - TOKENS // 2).abs().argmin())
     share, everywhere = plan.shared.share[rank], copies.sum(0, dtype=torch.int32)

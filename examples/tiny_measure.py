@@ -49,7 +49,7 @@ class Meter:
         assert plan is not None and plan.quota is not None
         self.rows.append(traffic.rows[layer.transport.group.ranks[0]] - sum(self.rows))
         self.copies.append(plan.quota.view(len(traffic.rows), -1).sum(1))
-        self.borrowed.append(int((plan.slot_to_expert != plan.placed.slot_to_expert).sum()))
+        self.borrowed.append(int((plan.slot_to_expert != plan.placed.resident.slot_to_expert).sum()))
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload.policies import POLICIES, Demand, Filled, chosen_plan
+from isoload.policies import POLICIES, Demand, PlacedLayers, chosen_plan
 from support.small_batches import EXPERTS, RANKS, K, draw_ids, make_placement, make_topology
 
 # --- An engine with a table of replicas and a random choice among them, as engines have it.
@@ -90,12 +90,12 @@ class Highest(isoload.Policy):
 
     name = "highest"
 
-    def split(self, demand: Demand, filled: Filled) -> isoload.Plan:
+    def split(self, demand: Demand, placed: PlacedLayers) -> isoload.Plan:
         loads = demand.loads if demand.loads.dim() == 1 else demand.loads.sum(0, dtype=torch.int32)
-        last = (filled.tables.field("offsets")[1:] - 1).long()
-        quota = torch.zeros_like(filled.slot_to_expert)
-        quota[filled.tables.field("slots")[last].long()] = loads
-        return chosen_plan(self, quota, demand, filled)
+        last = (placed.tables.field("offsets")[1:] - 1).long()
+        quota = torch.zeros_like(placed.slot_to_expert)
+        quota[placed.tables.field("slots")[last].long()] = loads
+        return chosen_plan(self, quota, demand, placed)
 
 
 @pytest.fixture

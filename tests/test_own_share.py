@@ -119,10 +119,10 @@ class Moved(ExactPolicy):
 
     name = "moved"
 
-    def split(self, demand: Any, filled: Any) -> Plan:
-        made = super().split(demand, filled)
+    def split(self, demand: Any, placed: Any) -> Plan:
+        made = super().split(demand, placed)
         assert made.quota is not None
-        held = filled.slot_to_expert
+        held = placed.slot_to_expert
         first, second = (held == held[0]).nonzero()[:2, 0].tolist()
         made.quota[first] += made.quota[second]
         made.quota[second] = 0
@@ -141,8 +141,8 @@ class Doubled(JointPolicy):
 class Nearest(WaterfillPolicy):
     name = "nearest"
 
-    def copies(self, loads: Tensor, plan: Plan) -> Tensor:
-        return super().copies(loads, plan).flip(0).contiguous()
+    def split_routed(self, demand: Any, placed: Any) -> Plan:
+        return isoload.POLICIES["none"]().split(demand.routed, placed)
 
 
 PLAIN: list[str | Policy] = ["exact", "even", "lp", RankMajor(), Moved()]
@@ -164,7 +164,8 @@ def test_the_row_is_the_share_of_the_plan(place: Any, policy: str | Policy) -> N
     loads = shared_loads(4) if place is shared_placement else gather(draw_ids(4))
     placed = place().layer(0, "cpu")
     chosen = isoload.policies.make_policy(policy)
-    made, row = plan_and_share(loads, placed, chosen, RANK)
+    made = plan_and_share(loads, placed, chosen, RANK)
+    row = made.send_counts
     other = isoload.plan(loads, placed, policy=policy)
     for field in ("quota", "peak", "bound"):
         assert torch.equal(getattr(made, field), getattr(other, field))
@@ -175,7 +176,7 @@ def test_the_row_is_the_share_of_the_plan(place: Any, policy: str | Policy) -> N
 
 def test_kept_local_copies_have_no_row() -> None:
     placed, exact = make_placement().layer(2, "cpu"), ExactPolicy()
-    assert plan_and_share(gather(draw_ids(4)), placed, exact, RANK, keep_local=True)[1] is None
+    assert plan_and_share(gather(draw_ids(4)), placed, exact, RANK, keep_local=True).send_counts is None
 
 
 def test_a_moved_placement() -> None:

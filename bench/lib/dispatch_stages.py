@@ -18,7 +18,7 @@ import isoload
 import isoload.balancer
 import isoload.layer.moe
 from isoload.experts.weights import ExpertWeights, SwiGLU
-from isoload.placed_layers import Filled
+from isoload.placed_layers import PlacedLayers
 from isoload.transport import Received, Transport
 from isoload.weights.borrow import Borrowed
 from lib.clocks import Timer
@@ -103,7 +103,7 @@ class StageClock:
         return result
 
 
-def _bring(borrow: Callable[[Filled], Borrowed | None], filled: Filled) -> Borrowed | None:
+def _bring(borrow: Callable[[PlacedLayers], Borrowed | None], filled: PlacedLayers) -> Borrowed | None:
     borrowed = borrow(filled)
     if borrowed is not None:
         borrowed.wait()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from isoload import ops
-from isoload.placed_layers import Filled, PlacedLayers
+from isoload.placed_layers import PlacedLayers
 from isoload.policies import Demand, Policy, register_policy
 from isoload.policies.base import Seeded, chosen_plan, sampled_plan
 from isoload.records import Plan
@@ -43,9 +43,9 @@ class Affine5(Policy):
 
     name = "affine5"
 
-    def split(self, demand: Demand, filled: Filled) -> Plan:
-        quota = ops.round_split(self.fractions(demand, filled.placed), demand.loads, filled.tables)
-        return chosen_plan(self, quota, demand, filled)
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        quota = ops.round_split(self.fractions(demand, placed), demand.loads, placed.tables)
+        return chosen_plan(self, quota, demand, placed)
 
     def fractions(self, demand: Demand, placed: PlacedLayers) -> Tensor:
         """[..., P] float64."""
@@ -66,6 +66,6 @@ class Affine5Sampled(Seeded, Affine5):
     name = "affine5_sampled"
     samples = True
 
-    def split(self, demand: Demand, filled: Filled) -> Plan:
-        weights = self.fractions(demand, filled.placed).to(torch.float32)
-        return sampled_plan(self, weights, demand, filled)
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        weights = self.fractions(demand, placed).to(torch.float32)
+        return sampled_plan(self, weights, demand, placed)

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from isoload import ops
-from isoload.placed_layers import Filled, PlacedLayers
+from isoload.placed_layers import PlacedLayers
 from isoload.policies import Demand, Policy
-from isoload.policies.ahead import AheadPolicy
 from isoload.policies.base import chosen_plan, even_split, sum_sources
-from isoload.policies.spilling import routed_homes
+from isoload.policies.borrowing import BorrowPolicy, fill_spare
 from isoload.records import Plan
 
 FULL = 2**62
@@ -30,18 +29,20 @@ Grid = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
-class LinaPolicy(AheadPolicy):
+class LinaPolicy(BorrowPolicy):
     """Options: slots, as of ``hedge``."""
 
     name = "lina"
+    ahead = True
     slots: int | None = None
 
-    def fill_slots(self, demand: Demand, placed: PlacedLayers, slots: int) -> ops.SlotFill:
-        ranks = placed.topology.num_ranks
-        return ops.top_up(demand.loads, placed.slot_to_expert, routed_homes(placed), ranks, slots)
+    def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
+        bare = Demand(demand.loads)
+        made = fill_spare(ops.top_up, bare, placed, self.slots)
+        return placed.fill(made.slot_to_expert, telemetry=made.telemetry)
 
-    def split(self, demand: Demand, filled: Filled) -> Plan:
-        return Plan(filled, self, *even_split(demand, filled)[:3], telemetry=filled.telemetry)
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        return Plan(placed, self, *even_split(demand, placed)[:3], telemetry=placed.telemetry)
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class HarmoenyPolicy(Policy):
     borrows = True
     least: int = 1
 
-    def fill(self, demand: Demand, placed: PlacedLayers) -> Filled:
+    def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
         loads = sum_sources(demand.loads, placed)
         rows = zip(
             loads.view(-1, loads.shape[-1]),
@@ -65,9 +66,9 @@ class HarmoenyPolicy(Policy):
         )
         return placed.fill(slots, quota, torch.nn.functional.pad(imports, (0, 4)))
 
-    def split(self, demand: Demand, filled: Filled) -> Plan:
-        assert filled.quota is not None
-        return chosen_plan(self, filled.quota, demand, filled, filled.telemetry)
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        assert placed.quota is not None
+        return chosen_plan(self, placed.quota, demand, placed, placed.telemetry)
 
 
 def schedule(loads: Tensor, slots: Tensor, ranks: int, spare: int, least: int) -> tuple[Tensor, ...]:

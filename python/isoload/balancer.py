@@ -20,7 +20,7 @@ from isoload.counting import check_one_each, count_owned, without_padding
 from isoload.ops import Counted, Prefer
 from isoload.own_counts import Exchanged, Loads, exchange, make_own_counts
 from isoload.own_counts.at_once import balance_at_once, needs_no_gather, record
-from isoload.placed_layers import Filled, PlacedLayers, own_layers, refreshing
+from isoload.placed_layers import PlacedLayers, own_layers, refreshing
 from isoload.placement import Placement, check_same_shape
 from isoload.planning import Balanced, Gathered, plan_and_share
 from isoload.policies import Policy, Seeded, make_policy
@@ -250,7 +250,9 @@ class Balancer:
             return Gathered(counted, loads, planned)
         return Gathered(counted, loads.narrow(1, 0, own), True, loads.narrow(1, own, width - own))
 
-    def plan(self, gathered: Gathered, filled: Filled | None = None, keep_local: bool = False) -> Balanced:
+    def plan(
+        self, gathered: Gathered, filled: PlacedLayers | None = None, keep_local: bool = False
+    ) -> Balanced:
         """Plans a batch, if it is to be planned; filled and keep_local as in :func:`isoload.plan`."""
         counted, loads = gathered.counted, gathered.loads
         if not gathered.planned:
@@ -263,8 +265,8 @@ class Balancer:
         step = next_step(self._step_on(loads.device)) if isinstance(self.policy, Seeded) else 0
         rank = self.ranks[0] if len(self.ranks) == 1 else None
         how: dict[str, Any] = {"filled": filled, "keep_local": keep_local, "step": step}
-        self.last_plan, sent_by_rank = plan_and_share(loads, placed, self.policy, rank, **how)
-        return Balanced(counted, loads, self.last_plan, None if sent_by_rank is None else [sent_by_rank])
+        self.last_plan = made = plan_and_share(loads, placed, self.policy, rank, **how)
+        return Balanced(counted, loads, made, None if made.send_counts is None else [made.send_counts])
 
     def route(self, balanced: Balanced) -> list[Tensor]:
         """[T, K] slots of every owned rank's copies: as planned or, without a plan, where they always go."""

@@ -173,8 +173,8 @@ class CapturedBalancer:
             if balancer.group is not None:
                 balancer.group.traffic.bytes.update(graph.bytes)
         graph.replay()
-        if graph.plan is not None and graph.plan.placed is not placed:  # loaded since
-            plan = replace(graph.plan, filled=replace(graph.plan.filled, placed=placed))
+        if graph.plan is not None and graph.plan.placed.host is not placed.host:  # loaded since
+            plan = replace(graph.plan, placed=graph.plan.placed.moved_to(placed))
             graph = self._graphs[planned] = replace(graph, plan=plan)
         balancer.last_plan, balancer.last_loads = graph.plan, graph.loads
         return graph.slots

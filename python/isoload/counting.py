@@ -51,13 +51,7 @@ def check_one_each(topk_ids: Sequence[Tensor], owned: int) -> None:
 
 
 def count_owned(topk_ids: list[Tensor], placement: Placement, shared_columns: bool) -> list[Counted]:
-    """Counts of every owned rank's ids [T, K].
-
-    Args:
-        topk_ids: of every owned rank.
-        placement: how many experts there are.
-        shared_columns: whether the ids have those of the shared experts; else they are added.
-    """
+    """Counts of every owned rank's ids [T, K], which have the shared experts' columns, or get them here."""
     routed, num_shared = placement.num_routed, placement.num_shared
     if not shared_columns:
         return [ops.count(rows, routed, num_shared) for rows in topk_ids]

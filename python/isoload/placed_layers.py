@@ -1,18 +1,18 @@
-"""Layers of a placement on one device, as policies read them, and their slots filled for one batch."""
+"""Layers of a placement on one device, as policies read them; of a batch with its spare slots filled."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from isoload import ops
 from isoload.replica_tables import ReplicaTables
-from isoload.shared_experts import shared_home
+from isoload.shared_experts import pick_layer, shared_home
 from isoload.topology import Topology
 from isoload.value_checks import may_be_kept
 
@@ -30,35 +30,24 @@ class Memo(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Filled:
-    """The slots of one batch: the placement's, with spare slots filled. Fields may have a leading L.
-
-    slot_to_expert  [P] int32   the expert in each slot, -1 = none
-    tables                      of slot_to_expert's routed experts
-    placed                      the layers of the placement it was made for
-    quota           [P] int32   copies per slot by the split that made the fill; None without one
-    telemetry                   of the fill, see :class:`isoload.ops.Spill`
-    """
-
-    slot_to_expert: Tensor
-    tables: ReplicaTables
-    placed: PlacedLayers
-    quota: Tensor | None = None
-    telemetry: Tensor | None = None
-
-    def __getitem__(self, layer: int) -> Filled:
-        """One layer of a batch of layers."""
-        placed = self.placed.host.layer(layer, self.slot_to_expert.device)
-        slots = self.slot_to_expert.select(0, layer)
-        found = pick_layer(self.quota, layer), pick_layer(self.telemetry, layer)
-        return Filled(slots, self.tables[layer], placed, *found)
-
-
-@dataclass(frozen=True, eq=False)
 class PlacedLayers:
     """One layer of a placement ([P], [E]) or all of them ([L, P], [L, E]) on a device, as policies read them.
 
-    The tables are of the routed experts alone: shared ones lie on every rank, in slots ``first_shared`` and on.
+    slot_to_expert  [P] int32  the expert in each slot, -1 = none; spare slots may be filled for one batch
+    home_slot       [E] int32
+    tables                     of slot_to_expert's routed experts; shared ones lie on every rank, in slots
+                               ``first_shared`` and on
+    host, layer                the placement, and the position of the layer in it; None = all
+    topology, spare_slots, num_shared   the placement's
+    ticks           [R] int32  the topology's, on the device
+    shape_per_source           of loads per source rank, [..., R, E]; summed over sources they are as home_slot
+    replicated                 whether some routed expert has more than one slot in the placement
+    shared_home     [R] int64  see :func:`isoload.shared_experts.shared_home`; None without shared experts
+    shared_limits   [R] int32  most shared copies of a rank; None = any number
+    memos                      what policies derive once per placement, see :meth:`memo`
+    unfilled                   the same layers with empty spare slots; None: these are, see :attr:`resident`
+    quota           [P] int32  copies per slot by the split that made the fill; None without one
+    telemetry                  of the fill, see :class:`isoload.ops.Spill`
     """
 
     slot_to_expert: Tensor
@@ -66,78 +55,113 @@ class PlacedLayers:
     tables: ReplicaTables
     host: Placement
     layer: int | None
-    memos: dict[Any, Memo] = field(
-        default_factory=dict
-    )  # what policies derive once per placement, see memo()
+    topology: Topology
+    spare_slots: int
+    num_shared: int
+    ticks: Tensor | None
+    shape_per_source: tuple[int, ...]
+    replicated: bool
+    shared_home: Tensor | None
+    shared_limits: Tensor | None
+    memos: dict[Any, Memo] = field(default_factory=dict)
+    unfilled: PlacedLayers | None = None
+    quota: Tensor | None = None
+    telemetry: Tensor | None = None
 
-    # Made with the record: a cached_property takes a lock on its first call, which torch.compile cannot trace.
-    topology: Topology = field(init=False)
-    spare_slots: int = field(init=False)
-    filled: Filled = field(init=False)  # with empty spare slots
-    shape_of_sums: tuple[int, ...] = field(init=False)  # of loads summed over sources: [..., E]
-    shape_per_source: tuple[int, ...] = field(init=False)  # of loads per source rank: [..., R, E]
-    replicated: bool = field(init=False)  # whether some routed expert has more than one slot
-    shared_home: Tensor | None = field(init=False)  # [R] int64, see isoload.shared_experts.shared_home
-    shared_limits: Tensor | None = field(
-        init=False
-    )  # [R] int32 most shared copies of a rank; None = any number
-
-    def __post_init__(self) -> None:
-        topology, device = self.host.topology, self.home_slot.device
+    @classmethod
+    def of(
+        cls, host: Placement, layer: int | None, slots: Tensor, home: Tensor, tables: ReplicaTables
+    ) -> PlacedLayers:
+        """The layers with what follows from the placement."""
+        topology, device, (*batch, experts) = host.topology, home.device, home.shape
         ranks, live = topology.num_ranks, topology.live_ranks
-        *batch, experts = self.home_slot.shape
-        home = torch.tensor(shared_home(live, ranks), device=device) if self.num_shared else None
-        limits = [2**31 - 1 if rank in live else 0 for rank in range(ranks)]
-        limited = self.num_shared and len(live) < ranks
-        slots = self.host.arrays[0] if self.layer is None else self.host.arrays[0][self.layer]
-        resident = ((slots >= 0) & (slots < self.host.num_routed)).sum()
-        derived = {
-            "replicated": int(resident) > self.host.num_routed * (slots.size // self.host.num_slots),
-            "topology": topology,
-            "spare_slots": self.host.spare_slots,
-            "filled": Filled(self.slot_to_expert, self.tables, self),
-            "shape_of_sums": (*batch, experts),
-            "shape_per_source": (*batch, ranks, experts),
-            "shared_home": home,
-            "shared_limits": torch.tensor(limits, dtype=torch.int32, device=device) if limited else None,
-        }
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
+        most = [2**31 - 1 if rank in live else 0 for rank in range(ranks)]
+        limited = host.num_shared and len(live) < ranks
+        held = host.arrays[0] if layer is None else host.arrays[0][layer]
+        resident = int(((held >= 0) & (held < host.num_routed)).sum())
+        return cls(
+            slots,
+            home,
+            tables,
+            host,
+            layer,
+            topology,
+            host.spare_slots,
+            host.num_shared,
+            ticks=topology.ticks_on(device),
+            shape_per_source=(*batch, ranks, experts),
+            replicated=resident > host.num_routed * (held.size // host.num_slots),
+            shared_home=torch.tensor(shared_home(live, ranks), device=device) if host.num_shared else None,
+            shared_limits=torch.tensor(most, dtype=torch.int32, device=device) if limited else None,
+        )
 
     def memo(self, key: Any, derive: Callable[[PlacedLayers], Tensor]) -> Tensor:
-        """What `derive` makes of these layers, kept; :func:`refreshing` rewrites it in place.
+        """What `derive` makes of the placement's layers, kept; :func:`refreshing` rewrites it in place.
 
         The last MEMOS are kept, so that a key which changes with every batch costs time, not memory.
         """
         if key in self.memos:
             return self.memos[key].value
         with torch.inference_mode(False):  # else only inference could write it
-            value = derive(self)
+            value = derive(self.resident)
         if may_be_kept(value):
             while len(self.memos) >= MEMOS:
                 del self.memos[next(iter(self.memos))]
             self.memos[key] = Memo(value, derive)
         return value
 
-    @property
-    def num_shared(self) -> int:
-        return self.host.num_shared
+    def stacked(self, of: Callable[[Placement, int], np.ndarray[Any, Any]]) -> Tensor:
+        """What a function makes of each layer of the placement, [L, ...] or of the one layer, on the device."""
+        layers = range(self.host.num_layers) if self.layer is None else [self.layer]
+        table = torch.tensor(np.stack([of(self.host, i) for i in layers]), device=self.home_slot.device)
+        return table if self.layer is None else table.select(0, 0)
 
-    def home_rank(self, rank: int) -> int:
-        """The rank that computes a source's shared experts unless a policy moves them."""
-        return shared_home(self.topology.live_ranks, self.topology.num_ranks)[rank]
+    def __getitem__(self, layer: int) -> PlacedLayers:
+        """One layer of a batch of layers."""
+        one = self.host.layer(layer, self.slot_to_expert.device)
+        if self.unfilled is None:
+            return one
+        slots, tables = self.slot_to_expert.select(0, layer), self.tables[layer]
+        return one.fill(slots, pick_layer(self.quota, layer), pick_layer(self.telemetry, layer), tables)
+
+    @property
+    def resident(self) -> PlacedLayers:
+        """These layers with empty spare slots."""
+        return self.unfilled or self
 
     @property
     def first_shared(self) -> int:
         """Place of the first shared expert among a rank's slots."""
         return self.host.slots_per_rank - self.spare_slots - self.num_shared
 
+    def home_rank(self, rank: int) -> int:
+        """The rank that computes a source's shared experts unless a policy moves them."""
+        return shared_home(self.topology.live_ranks, self.topology.num_ranks)[rank]
+
     def fill(
-        self, slot_to_expert: Tensor, quota: Tensor | None = None, telemetry: Tensor | None = None
-    ) -> Filled:
-        """These layers with other experts in their spare slots, see :class:`Filled`."""
-        tables = ops.replica_tables(slot_to_expert, self.topology.num_ranks, self.host.num_routed)
-        return Filled(slot_to_expert, tables, self, quota, telemetry)
+        self,
+        slot_to_expert: Tensor,
+        quota: Tensor | None = None,
+        telemetry: Tensor | None = None,
+        tables: ReplicaTables | None = None,
+    ) -> PlacedLayers:
+        """These layers with other experts in their spare slots; with the tables of those, where they are there."""
+        if tables is None:
+            tables = ops.replica_tables(slot_to_expert, self.topology.num_ranks, self.host.num_routed)
+        return replace(
+            self,
+            slot_to_expert=slot_to_expert,
+            tables=tables,
+            unfilled=self,
+            quota=quota,
+            telemetry=telemetry,
+        )
+
+    def moved_to(self, placed: PlacedLayers) -> PlacedLayers:
+        """The slots of this batch in layers of another placement, in whose memory they are."""
+        if self.unfilled is None:
+            return placed
+        return placed.fill(self.slot_to_expert, self.quota, self.telemetry, self.tables)
 
 
 def own_layers(placed: PlacedLayers) -> PlacedLayers:
@@ -145,7 +169,7 @@ def own_layers(placed: PlacedLayers) -> PlacedLayers:
     with torch.inference_mode(False):  # else only inference could
         tables = replace(placed.tables, data=placed.tables.data.clone())
         slots, home = placed.slot_to_expert.clone(), placed.home_slot.clone()
-        return PlacedLayers(slots, home, tables, placed.host, placed.layer)
+        return replace(placed, slot_to_expert=slots, home_slot=home, tables=tables, memos={})
 
 
 def refreshing(own: PlacedLayers, placed: PlacedLayers) -> Callable[[], PlacedLayers]:
@@ -160,10 +184,7 @@ def refreshing(own: PlacedLayers, placed: PlacedLayers) -> Callable[[], PlacedLa
         (own.tables.data, placed.tables.data),
         *((memo.value, memo.derive(placed).expand_as(memo.value)) for memo in own.memos.values()),
     ]
-    fresh = copy(own)  # keeps what depends on the topology alone, on its memory
-    object.__setattr__(fresh, "host", placed.host)
-    object.__setattr__(fresh, "replicated", placed.replicated)
-    object.__setattr__(fresh, "filled", Filled(own.slot_to_expert, own.tables, fresh))
+    fresh = replace(own, host=placed.host, replicated=placed.replicated)  # the topology is the same
 
     def write() -> PlacedLayers:
         for kept, new in written:
@@ -171,8 +192,3 @@ def refreshing(own: PlacedLayers, placed: PlacedLayers) -> Callable[[], PlacedLa
         return fresh
 
     return write
-
-
-def pick_layer(tensor: Tensor | None, layer: int) -> Tensor | None:
-    """One layer of a tensor that may be missing."""
-    return None if tensor is None else tensor.select(0, layer)

@@ -125,7 +125,7 @@ class Placement:
         slots, home = (torch.tensor(rows.tolist(), dtype=torch.int32, device=device) for rows in self.arrays)
         # ids of shared experts follow those of the routed ones, so their slots count as empty here
         tables = ops.replica_tables(slots, self.topology.num_ranks, self.num_routed)
-        whole = PlacedLayers(slots, home, tables, self, None)
+        whole = PlacedLayers.of(self, None, slots, home, tables)
         return self._remember(key, whole)
 
     def layer(self, index: int, device: torch.device | str) -> PlacedLayers:
@@ -137,7 +137,7 @@ class Placement:
             raise ValueError(f"layer must be in 0..{self.num_layers - 1}, got {index}")
         whole = self.layers(device)
         slots, home = whole.slot_to_expert.select(0, index), whole.home_slot.select(0, index)
-        one = PlacedLayers(slots, home, whole.tables[index], self, index)
+        one = PlacedLayers.of(self, index, slots, home, whole.tables[index])
         return self._remember(key, one)
 
     def with_layers(self, layer_ids: Sequence[int]) -> Placement:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.ops import Counted, Order
-from isoload.placed_layers import Filled, PlacedLayers
+from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement
 from isoload.policies import Demand, Policy, make_policy
-from isoload.policies.keeping import split_above_local
+from isoload.policies.keeping import may_keep_local, split_above_local
 from isoload.records import Plan
 from isoload.shared_experts import (
     SharedPlan,
@@ -59,7 +59,7 @@ def plan(
     layer: int | None = None,
     policy: str | Policy = "exact",
     *,
-    filled: Filled | None = None,
+    filled: PlacedLayers | None = None,
     keep_local: bool = False,
     step: int | Tensor = 0,
     **options: Any,
@@ -85,7 +85,7 @@ def plan(
         ValueError: naming the argument, the rule and the value.
     """
     chosen, placed = make_policy(policy, options), _placed(loads, placement, layer)
-    return plan_and_share(loads, placed, chosen, None, filled=filled, keep_local=keep_local, step=step)[0]
+    return plan_and_share(loads, placed, chosen, None, filled=filled, keep_local=keep_local, step=step)
 
 
 def plan_and_share(
@@ -94,33 +94,29 @@ def plan_and_share(
     chosen: Policy,
     rank: int | None,
     *,
-    filled: Filled | None = None,
+    filled: PlacedLayers | None = None,
     keep_local: bool = False,
     step: int | Tensor = 0,
-) -> tuple[Plan, Tensor | None]:
+) -> Plan:
     """:func:`plan` of loads [R, E] and, where the same op makes it, a source rank's row of :func:`share_routed`."""
-    _check_loads(loads, placed, chosen)
-    if keep_local:
-        _check_keeps(loads, placed, chosen)
+    _check_loads(loads, placed, chosen, keep_local)
     chosen.check(placed.host)
-    demand, row = _demand(loads, placed), None
+    demand = _demand(loads, placed, rank)
     if filled is None:
         filled = chosen.fill(demand, placed)
-    elif filled.placed.host is not placed.host or filled.placed.layer != placed.layer:
+    elif filled.host is not placed.host or filled.layer != placed.layer:
         raise ValueError(
-            f"filled must be of the placement and layer that are planned, {placed.layer}, got {filled.placed.layer}"
+            f"filled must be of the placement and layer that are planned, {placed.layer}, got {filled.layer}"
         )
     elif filled.quota is not None:  # of other loads
         filled = replace(filled, quota=None)
     if keep_local:
         made = split_above_local(chosen, demand, filled)
-    elif rank is None:
-        made = chosen.split(demand, filled)
     else:
-        made, row = chosen.split_and_share(demand, filled, rank)
+        made = chosen.split(demand, filled)
     if demand.tokens is not None:
         made = _with_shared(made, demand, placed)
-    return (replace(made, step=step) if isinstance(step, Tensor) or step else made), row
+    return replace(made, step=step) if isinstance(step, Tensor) or step else made
 
 
 def plan_layers(loads: Tensor, placement: Placement, policy: str | Policy = "exact", **options: Any) -> Plan:
@@ -134,7 +130,7 @@ def fill(
     layer: int | None = None,
     policy: str | Policy = "exact",
     **options: Any,
-) -> Filled:
+) -> PlacedLayers:
     """The slots that a policy fills, by itself: ahead of the batch from predicted loads, or from the loads.
 
     Args: as of :func:`plan`, which takes the result as ``filled``; weights can travel in between.
@@ -157,14 +153,14 @@ def _placed(loads: Tensor, placement: Placement | PlacedLayers, layer: int | Non
             raise ValueError(
                 f"loads must be on {placement.home_slot.device} as the layers, got {loads.device}"
             )
-        return placement
+        return placement.resident
     return placement.layers(loads.device) if layer is None else placement.layer(layer, loads.device)
 
 
-def _demand(loads: Tensor, placed: PlacedLayers) -> Demand:
+def _demand(loads: Tensor, placed: PlacedLayers, rank: int | None = None) -> Demand:
     """Loads taken apart: the last num_shared columns say how many tokens of each source need the shared experts."""
     if placed.shared_home is None:
-        return Demand(loads)
+        return Demand(loads, rank=rank)
     tokens = loads.select(-1, placed.host.num_routed)
     if values_readable(loads):
         check_tokens(tokens, placed.host.num_routed, placed.num_shared)
@@ -175,58 +171,39 @@ def _demand(loads: Tensor, placed: PlacedLayers) -> Demand:
             home = placed.shared_home.expand(wide.shape)
             wide = torch.zeros_like(wide).scatter_add_(-1, home, wide)
         at_home = shared_copies(wide, placed.num_shared)
-    return Demand(loads.narrow(-1, 0, placed.host.num_routed), tokens, at_home, loads)
+    return Demand(loads.narrow(-1, 0, placed.host.num_routed), tokens, at_home, loads, rank)
 
 
 def _with_shared(made: Plan, demand: Demand, placed: PlacedLayers) -> Plan:
     """A policy's plan with its shared copies, at home if it says nothing, and those in the quota."""
-    assert demand.tokens is not None
+    assert demand.tokens is not None and demand.at_home is not None
     shared = made.shared or SharedPlan("home", demand.tokens)
     if shared.in_quota:
         return made
-    _add_shared(made.quota, shared, demand, placed)
+    if made.quota is not None and shared.is_met:
+        if shared.share is None:
+            copies = (demand.at_home // placed.num_shared).unsqueeze(-1)
+        else:
+            copies = per_expert(shared.share, placed.num_shared).sum(-3, dtype=torch.int32)
+        shared_part(made.quota, placed).add_(copies)  # in which the split left 0
     return replace(made, shared=shared)
 
 
-def _add_shared(quota: Tensor | None, shared: SharedPlan, demand: Demand, placed: PlacedLayers) -> None:
-    """Adds the shared slots' entries to a quota [..., P], in which the split left 0."""
-    if quota is None or not shared.is_met:
-        return
-    if shared.share is not None:
-        copies = per_expert(shared.share, placed.num_shared).sum(-3, dtype=torch.int32)
-    else:
-        assert demand.at_home is not None
-        copies = (demand.at_home // placed.num_shared).unsqueeze(-1)
-    shared_part(quota, placed).add_(copies)
-
-
-def _check_loads(loads: Tensor, placed: PlacedLayers, policy: Policy) -> None:
-    sums, sources = placed.shape_of_sums, placed.shape_per_source
-    if loads.shape == sources:
-        return
-    if loads.shape != sums:
-        raise ValueError(
-            f"loads must be {list(sums)} or, per source rank, {list(sources)}, got {list(loads.shape)}"
-        )
-    if placed.num_shared:
-        raise ValueError(
-            f"loads must be per source rank, {list(sources)}, for a placement with shared experts, "
-            f"got the sum {list(sums)}"
-        )
-    if policy.needs == "per_source":
-        raise ValueError(
-            f"loads must be per source rank, {list(sources)}, for policy {policy.name}, got the sum {list(sums)}"
-        )
-
-
-def _check_keeps(loads: Tensor, placed: PlacedLayers, policy: Policy) -> None:
-    if not policy.may_keep_local:
+def _check_loads(loads: Tensor, placed: PlacedLayers, policy: Policy, keep_local: bool = False) -> None:
+    if keep_local and not may_keep_local(policy):
         raise ValueError(f"keep_local must be False for policy {policy.name}, which draws or fixes the share")
-    if loads.shape != placed.shape_per_source:
-        raise ValueError(
-            f"loads must be per source rank, {list(placed.shape_per_source)}, for keep_local, got the sum "
-            f"{list(loads.shape)}"
-        )
+    if loads.shape == placed.shape_per_source:
+        return
+    sums, sources = list(placed.home_slot.shape), list(placed.shape_per_source)
+    if loads.shape != placed.home_slot.shape:
+        raise ValueError(f"loads must be {sums} or, per source rank, {sources}, got {list(loads.shape)}")
+    for reads_sources, what in (
+        (placed.num_shared > 0, "a placement with shared experts"),
+        (policy.needs == "per_source", f"policy {policy.name}"),
+        (keep_local, "keep_local"),
+    ):
+        if reads_sources:
+            raise ValueError(f"loads must be per source rank, {sources}, for {what}, got the sum {sums}")
 
 
 def shared_part(per_slot: Tensor, placed: PlacedLayers) -> Tensor:
@@ -262,28 +239,23 @@ def share_routed(loads: Tensor, plan: Plan, rank: int | None, order: Order = "lo
         raise ValueError(f"plan must have a quota to be shared, policy {plan.policy.name} samples")
     if loads.device != plan.bound.device:
         raise ValueError(f"loads must be on the plan's device {plan.bound.device}, got {loads.device}")
-    alone = loads.shape == plan.placed.shape_of_sums and not plan.placed.num_shared
-    if not alone and loads.shape != plan.placed.shape_per_source:
+    placed, sources = plan.placed, list(plan.placed.shape_per_source)
+    alone = loads.shape == placed.home_slot.shape and not placed.num_shared
+    if not alone and loads.shape != placed.shape_per_source:
         raise ValueError(
-            f"loads must be per source rank, {list(plan.placed.shape_per_source)}, or one source's own counts, "
-            f"{list(plan.placed.shape_of_sums)}, got {list(loads.shape)}"
+            f"loads must be per source rank, {sources}, or one source's own counts, "
+            f"{list(placed.home_slot.shape)}, got {list(loads.shape)}"
         )
     if rank is not None and not 0 <= rank < plan.tables.num_ranks:
         raise ValueError(f"rank must be in 0..{plan.tables.num_ranks - 1}, got {rank}")
-    if alone:
-        return _share_alone(loads, plan, rank)
-    routed = loads.narrow(-1, 0, plan.tables.num_experts) if plan.placed.num_shared else loads
-    return plan.policy.share(routed, plan, rank, order)
-
-
-def _share_alone(counts: Tensor, plan: Plan, rank: int | None) -> Tensor:
-    """:func:`share` from one rank's own counts."""
-    assert plan.quota is not None
+    if not alone:
+        routed = loads.narrow(-1, 0, plan.tables.num_experts) if placed.num_shared else loads
+        return plan.policy.share(routed, plan, rank, order)
     if rank is None:
         raise ValueError("rank must be given where loads are one source's own counts, got None")
     if plan.policy.needs == "per_source":
         raise ValueError(
-            f"loads must be per source rank, {list(plan.placed.shape_per_source)}, for policy {plan.policy.name}, "
-            f"got one source's own counts {list(counts.shape)}"
+            f"loads must be per source rank, {sources}, for policy {plan.policy.name}, got one source's own "
+            f"counts {list(loads.shape)}"
         )
-    return ops.share_alone(counts, plan.quota, plan.tables, rank)
+    return ops.share_alone(loads, plan.quota, plan.tables, rank)

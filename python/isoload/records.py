@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from isoload.placed_layers import Filled, PlacedLayers, pick_layer
+from isoload.placed_layers import PlacedLayers
 from isoload.replica_tables import ReplicaTables
-from isoload.shared_experts import SharedPlan
+from isoload.shared_experts import SharedPlan, pick_layer
 from isoload.topology import Topology
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Plan:
     """Two integer vectors over slots, and the proof of how good they are. Fields may have a leading L.
 
-    filled                      the slots: slot_to_expert [P], their tables and the placement's layers
+    placed                      the layers of the placement it was made for, with the slots of this batch
     policy                      that made it
     quota           [P] int32   copies each slot takes; for every expert they sum to its load. None if sampled.
                                 If only shared experts are sampled: of the routed slots, 0 in the shared ones
@@ -32,13 +32,14 @@ class Plan:
     telemetry       [4] int32   exact splits: sweeps, augmentations, Newton steps, cut by the budget; policies that
                                 borrow: [5], see isoload.ops.Spill
     weights         [P] float32 sampled policies only: wished part of each replica; a source rank may draw with others,
-                                see isoload.Policy.weights_of
+                                see isoload.policies.Seeded.weights_of
     shared                      where shared copies go; None without shared experts
     step                        the batch's number, which selects the random stream of what is sampled; or that number
                                 on the device, [] int64, which a captured graph reads anew
+    send_counts     [P] int32   routed copies that the rank of the demand sends to each slot, where the split made them
     """
 
-    filled: Filled
+    placed: PlacedLayers
     policy: Policy
     quota: Tensor | None
     peak: Tensor | None
@@ -47,21 +48,17 @@ class Plan:
     weights: Tensor | None = None
     shared: SharedPlan | None = None
     step: int | Tensor = 0
+    send_counts: Tensor | None = None
 
     @property
     def slot_to_expert(self) -> Tensor:
         """[P] int32 the expert in each slot, borrowed ones included; -1 = none."""
-        return self.filled.slot_to_expert
+        return self.placed.slot_to_expert
 
     @property
     def tables(self) -> ReplicaTables:
         """Of the routed experts in these slots."""
-        return self.filled.tables
-
-    @property
-    def placed(self) -> PlacedLayers:
-        """The layers of the placement it was made for."""
-        return self.filled.placed
+        return self.placed.tables
 
     @property
     def topology(self) -> Topology:
@@ -84,7 +81,7 @@ class Plan:
             raise ValueError(f"layer must index a plan of all layers, this one is of layer {self.layer}")
 
         return Plan(
-            self.filled[layer],
+            self.placed[layer],
             self.policy,
             pick_layer(self.quota, layer),
             pick_layer(self.peak, layer),

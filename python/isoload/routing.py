@@ -9,7 +9,7 @@ from isoload import ops
 from isoload.ops import Counted, Order, Prefer
 from isoload.placed_layers import PlacedLayers
 from isoload.planning import share_routed
-from isoload.policies import StaticPolicy, sample_seed
+from isoload.policies import Policy, Seeded, StaticPolicy, sample_seed
 from isoload.records import Plan
 from isoload.shared_experts import check_shared_columns
 from isoload.value_checks import values_readable
@@ -68,13 +68,13 @@ def route_counted(
         )
     placed, policy, columns = plan.placed, plan.policy, None
     if placed.num_shared and plan.weights is None and prefer is None:
-        columns = policy.shared_columns(plan, rank)
+        columns = shared_columns(plan, rank)
     if placed.num_shared and columns is None:
         counted = counted.routed(placed.num_shared)
     if plan.weights is not None:
         if not 0 <= rank < plan.tables.num_ranks:
             raise ValueError(f"rank must be in 0..{plan.tables.num_ranks - 1}, got {rank}")
-        weights = policy.weights_of(plan, rank)
+        weights = policy.weights_of(plan, rank) if isinstance(policy, Seeded) else plan.weights
         slots = ops.route_sampled(counted.ids, weights, plan.tables, *sample_seed(plan, rank), rank)
     else:
         send_counts = share_routed(loads, plan, rank, order) if send_counts is None else send_counts
@@ -85,17 +85,28 @@ def route_counted(
     return torch.cat([slots, shared_slots(ranks, placed).to(slots.dtype)], dim=1)
 
 
+def shared_columns(plan: Plan, rank: int) -> ops.SharedColumns | None:
+    """Where a source rank's shared copies go, as route_shared has it; None where the policy has a rule of its own."""
+    if type(plan.policy).route_shared is not Policy.route_shared:
+        return None
+    assert plan.shared is not None
+    placed, share = plan.placed, plan.shared.share
+    row = None if share is None else share.select(0, rank)
+    home = placed.home_rank(rank) if row is None else rank
+    return ops.SharedColumns(
+        placed.num_shared, placed.first_shared, home, row, strict=plan.shared.rule == "limit"
+    )
+
+
 def route_sent(
     counted: Counted, send_counts: Tensor, placed: PlacedLayers, rank: int, prefer: Prefer | None
 ) -> Tensor:
     """The slot of every copy on a rank that sends [P] copies to each slot, without a plan; shared ones stay home."""
     num_shared = placed.num_shared
-    if not num_shared:
-        return ops.route(counted, send_counts, placed.tables, prefer=prefer)
-    home = placed.home_rank(rank)
-    if prefer is None:
-        columns = ops.SharedColumns(num_shared, placed.first_shared, home)
-        return ops.route(counted, send_counts, placed.tables, columns)
+    home = placed.home_rank(rank) if num_shared else rank
+    if not num_shared or prefer is None:
+        columns = ops.SharedColumns(num_shared, placed.first_shared, home) if num_shared else None
+        return ops.route(counted, send_counts, placed.tables, columns, prefer)
     slots = ops.route(counted.routed(num_shared), send_counts, placed.tables, prefer=prefer)
     absent = counted.ids.narrow(1, slots.shape[1], num_shared) < 0
     return torch.cat([slots, shared_slots(torch.where(absent, -1, home), placed).to(slots.dtype)], 1)

@@ -44,13 +44,13 @@ class SharedPlan:
 
     def __getitem__(self, layer: int) -> SharedPlan:
         """One layer of a batch of layers."""
+        share, copies = pick_layer(self.share, layer), pick_layer(self.copies, layer)
+        return SharedPlan(self.rule, self.tokens.select(0, layer), share, copies, self.in_quota)
 
-        def pick(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.select(0, layer)
 
-        return SharedPlan(
-            self.rule, self.tokens.select(0, layer), pick(self.share), pick(self.copies), self.in_quota
-        )
+def pick_layer(tensor: Tensor | None, layer: int) -> Tensor | None:
+    """One layer of a tensor that may be missing."""
+    return None if tensor is None else tensor.select(0, layer)
 
 
 def shared_home(live_ranks: list[int], num_ranks: int) -> list[int]:

@@ -75,9 +75,7 @@ def run(rank: int, ranks: int, path: str, implementation: str, sizes: dict[str, 
             found["losses"].append(float(whole(loss)))
         found["weights"] = {n: whole(p) for n, p in model.named_parameters()}
     made = huggingface.layers(model)
-    found["borrowed"] = [
-        m.last_plan is not None and m.last_plan.filled is not m.last_plan.placed.filled for m in made
-    ]
+    found["borrowed"] = [m.last_plan is not None and m.last_plan.placed.unfilled is not None for m in made]
     found["peaks"] = [(int(m.last_plan.peak), int(m.last_plan.bound)) for m in made]
     found["aliased"] = all(
         not list(m.parameters()) and not any(len(s) for w in m.weights for s in w.stored_rows()) for m in made

@@ -109,7 +109,7 @@ def test_a_swapped_parameter_is_followed(swap, policy):
     assert_close(got, wanted)
     if policy == "llep":
         plan = layer.last_plan
-        assert (plan.quota[plan.slot_to_expert != plan.placed.slot_to_expert] > 0).any(), (
+        assert (plan.quota[plan.slot_to_expert != plan.placed.resident.slot_to_expert] > 0).any(), (
             "experts were borrowed"
         )
 

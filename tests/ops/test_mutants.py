@@ -298,7 +298,7 @@ MUTANTS = {
         "route_shared::test_strict_never_leaves_the_visited_ranks",
     ),
     "static forgets the node": Mutant(
-        "python/isoload/policies/published/static.py",
+        "python/isoload/policies/static.py",
         "here if here.size else near",
         "here if here.size else replicas",
         "planning",

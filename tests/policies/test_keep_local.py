@@ -8,11 +8,12 @@ import torch
 
 import isoload
 from isoload.policies import POLICIES, make_policy
+from isoload.policies.keeping import may_keep_local
 from support.cases import instances
 from support.fills import fill_cases
 from support.oracles import flow_optimum
 
-KEEPING = [name for name in POLICIES if make_policy(name).may_keep_local and not make_policy(name).borrows]
+KEEPING = [name for name in POLICIES if may_keep_local(make_policy(name)) and not make_policy(name).borrows]
 
 
 def placed(slots: np.ndarray, home: np.ndarray, ranks: int, spare: int = 0) -> isoload.Placement:

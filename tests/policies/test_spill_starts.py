@@ -93,7 +93,7 @@ def as_if_alone(placement: isoload.Placement, loads: Tensor, capacity: float | N
 
 
 def outcome(plan: isoload.Plan, price: int) -> Outcome:
-    ranks, spare = plan.topology.num_ranks, plan.filled.placed.spare_slots
+    ranks, spare = plan.topology.num_ranks, plan.placed.spare_slots
     assert plan.quota is not None
     load = plan.quota.view(ranks, -1).sum(1)
     imports = (plan.slot_to_expert.view(ranks, -1)[:, -spare:] >= 0).sum(1)

@@ -256,9 +256,9 @@ class MoE(StoredExperts):
 
     def borrow(self, made: Plan | None) -> Borrowed | None:
         """Begins to bring the experts in the plan's spare slots."""
-        if made is None or self.borrowing is None or made.filled is made.placed.filled:
+        if made is None or self.borrowing is None or made.placed.unfilled is None:
             return None
-        return self.borrowing.borrow(made.filled)
+        return self.borrowing.borrow(made.placed)
 
     def sent(
         self, chosen: Chosen, slots: list[Tensor]

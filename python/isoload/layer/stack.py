@@ -18,7 +18,7 @@ from isoload.layer.modules import module_parts
 from isoload.layer.moe import MoE
 from isoload.layer.stack_checks import check_layers, check_local, count_slots, make_predictor
 from isoload.layer.two_stage import Batch, Span, run_held, run_planned
-from isoload.placed_layers import Filled
+from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement
 from isoload.planning import Gathered, fill
 from isoload.predict import Lookahead, Predictor
@@ -42,14 +42,14 @@ class Fetched:
     """
 
     layer: MoE
-    filled: Filled
+    filled: PlacedLayers
     borrowed: Borrowed | None
     marks: list[list[tuple[Tensor, int]]]
 
     @property
     def is_placed(self) -> bool:
         """Whether the layer's placement is the one it was filled for."""
-        return self.filled.placed.host is self.layer.placement
+        return self.filled.host is self.layer.placement
 
     def check(self) -> None:
         """Raises ValueError if the layer's Parameters have changed since."""
@@ -204,7 +204,7 @@ class LibraStack:
         if gathered.planned and fetched is not None:
             filled, borrowed = fetched.filled, fetched.borrowed
         elif gathered.planned and (self._fills_ahead(layer) or self.local == "held"):
-            filled = layer.balancer.placed_on(gathered.loads.device).filled
+            filled = layer.balancer.placed_on(gathered.loads.device)
         if borrowed is not None:
             borrowed.begin("borrow")  # again, if others took its buffer
         batch = Batch(layer, chosen, gathered, filled, borrowed, partial(self._fetch, index, gathered))
@@ -281,7 +281,7 @@ def find_blocks(layers: Iterable[nn.Module]) -> tuple[list[nn.Module], list[nn.M
     return blocks, norms
 
 
-def fact_of(filled: Filled | None) -> int:
+def fact_of(filled: PlacedLayers | None) -> int:
     """A number that is the same on ranks with the same slots, where the host may read them; 0 without any."""
     if filled is None:
         return 0

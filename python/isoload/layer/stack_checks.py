@@ -10,6 +10,7 @@ from isoload.cost import CostModel, slots_in_time
 from isoload.layer.block_experts import no_gate
 from isoload.layer.moe import MoE
 from isoload.layer.routers import Gate
+from isoload.policies.keeping import may_keep_local
 from isoload.predict import Last, Linear, Lookahead, Predictor
 from isoload.transport.row_dispatcher import RowDispatcher
 
@@ -68,7 +69,7 @@ def check_local(local: str, layers: Sequence[MoE], predicts: bool) -> None:
             raise ValueError(
                 f"local must not be held where policy {policy.name} fills spare slots from the batch's own loads"
             )
-        if not policy.may_keep_local:
+        if not may_keep_local(policy):
             raise ValueError(
                 f"local must not be held with policy {policy.name}, which draws or fixes the share"
             )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from isoload.layer.moe import Chosen, MoE
-from isoload.placed_layers import Filled
+from isoload.placed_layers import PlacedLayers
 from isoload.planning import Gathered
 from isoload.routing import route
 from isoload.transport.gathered_tokens import start_gather_tokens
@@ -48,7 +48,7 @@ class Batch:
     layer: MoE
     chosen: Chosen
     gathered: Gathered
-    filled: Filled | None
+    filled: PlacedLayers | None
     borrowed: Borrowed | None
     ahead: Ahead
     spans: dict[str, Span] = field(default_factory=dict)
@@ -149,12 +149,12 @@ def run_held(batch: Batch) -> list[Tensor]:
         return layer.dispatcher.combine(computed, received, own)
 
 
-def held_slots(filled: Filled) -> Tensor:
+def held_slots(filled: PlacedLayers) -> Tensor:
     """[R, E + 1] int64 every rank's lowest local slot of an expert, shared ones included, -1 = none.
 
     The last column is -1: there index -1 leads, of a copy that is not there.
     """
-    host = filled.placed.host
+    host = filled.host
     experts = filled.slot_to_expert.view(host.topology.num_ranks, -1).long()
     num_ranks, size = experts.shape
     column = torch.where(experts < 0, host.num_experts, experts)

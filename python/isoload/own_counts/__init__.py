@@ -11,10 +11,14 @@ With "last" a source cuts its copies as the sums of the exchange before are spli
 Shared experts stay home: their copies are there before a source splits the others.
 """
 
+from typing import get_args
+
 from isoload.own_counts.counts import Loads, OwnCounts, OwnSplit, share_in_node
-from isoload.own_counts.making import make_own_counts
+from isoload.own_counts.last import LastCounts
 from isoload.own_counts.renewal import Exchanged, exchange
 from isoload.own_counts.targets import offsets
+from isoload.placement import Placement
+from isoload.transport import Group
 
 __all__ = [
     "Exchanged",
@@ -26,3 +30,37 @@ __all__ = [
     "offsets",
     "share_in_node",
 ]
+
+
+def make_own_counts(
+    loads: str, tokens: str, placement: Placement, group: Group | None, price: bool
+) -> OwnCounts | None:
+    """What a Balancer with these loads keeps; None where all ranks' loads are gathered.
+
+    Raises:
+        ValueError: loads that are no word, or do not fit the tokens or the topology; a price without targets.
+    """
+    per_node, ranks = placement.topology.ranks_per_node, placement.topology.num_ranks
+    if loads not in get_args(Loads) or (loads != "gathered" and tokens == "same"):
+        raise ValueError(
+            f"loads must be gathered or, where tokens are own, node, own or last, got {loads!r} for {tokens!r} "
+            "tokens"
+        )
+    if loads == "node" and per_node in (1, ranks):
+        choice, why = (
+            ("own", "a node has one rank") if per_node == 1 else ("gathered", "one node has all ranks")
+        )
+        raise ValueError(f"loads must be {choice} where {why}, got 'node' for ranks_per_node={per_node}")
+    if price and loads in ("gathered", "last"):
+        raise ValueError(f"price must be False where loads are {loads}: there are no targets, got True")
+    if loads == "gathered":
+        return None
+    assert group is not None, "where tokens are own"
+    if loads == "node" and group.topology.ranks_per_node != per_node:
+        raise ValueError(
+            f"placement must have the group's ranks_per_node={group.topology.ranks_per_node} for loads='node', got "
+            f"{per_node}"
+        )
+    if loads == "last":
+        return LastCounts(placement, group)
+    return OwnCounts(placement, group, "node" if loads == "node" else "own", price)

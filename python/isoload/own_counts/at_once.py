@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from isoload.own_counts.counts import OwnCounts
 from isoload.policies.exact import ExactPolicy
 from isoload.steps import in_backward
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 def needs_no_gather(balancer: Balancer) -> bool:
     """Whether one op may take a Balancer's batches from topk_ids to slots."""
     kept = balancer.own_counts
-    own = type(kept) is OwnCounts and not kept.by_node
+    own = kept is not None and kept.word == "own"
     same = balancer.tokens == "same" and type(balancer.policy) is ExactPolicy
     return (own or same) and len(balancer.ranks) == 1 and not balancer.placement.num_shared
 
@@ -41,7 +40,7 @@ def balance_at_once(
         record(balancer, [counts], ids.shape[1])
     else:
         assert isinstance(balancer.policy, ExactPolicy)
-        slots, loads, made = balancer.policy.balance_same(ids, placed.filled)
+        slots, loads, made = balancer.policy.balance_same(ids, placed)
         record(balancer, [loads[0]] if balancer.recorder is not None else [], ids.shape[1])
         balancer.last_plan, balancer.last_loads = made, loads
     return [slots]

@@ -42,13 +42,13 @@ class OwnSplit(NamedTuple):
     @property
     def own_peak(self) -> Tensor:
         """[n] int64 largest cost that each source causes on a rank, in the units of :attr:`isoload.Plan.peak`."""
-        ticks = self.placed.topology.ticks_on(self.copies.device)
+        ticks = self.placed.ticks
         return (self.copies if ticks is None else self.copies * ticks).amax(1)
 
     @property
     def own_bound(self) -> Tensor:
         """[n] int64 the least that a source could have caused; its targets may want more."""
-        ticks = self.placed.topology.ticks_on(self.counts[0].device)
+        ticks = self.placed.ticks
         given = zip(self.counts, self.fixed, strict=True)
         return torch.stack([ops.plan_exact(n, self.placed.tables, f, ticks=ticks).bound for n, f in given])
 
@@ -65,9 +65,9 @@ class OwnCounts:
     All stay where they are once a batch has been on a device, so captured graphs read what an exchange writes.
     """
 
-    def __init__(self, placement: Placement, group: Group, by_node: bool, price: bool) -> None:
-        self.group, self.by_node = group, by_node
-        self.size = placement.topology.ranks_per_node if by_node else 1  # ranks of a source
+    def __init__(self, placement: Placement, group: Group, word: Loads, price: bool) -> None:
+        self.group, self.word, self.by_node = group, word, word == "node"
+        self.size = placement.topology.ranks_per_node if self.by_node else 1  # ranks of a source
         self.sources = list(dict.fromkeys(rank // self.size for rank in group.ranks))
         self.last: OwnSplit | None = None
         # Views of the first source, of which each would cost a batch a microsecond; a copy makes its own.
@@ -84,10 +84,6 @@ class OwnCounts:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_first": None}
-
-    @property
-    def word(self) -> Loads:
-        return "node" if self.by_node else "own"
 
     def check(self, policy: Policy) -> None:
         """Raises ValueError for a policy that is not ``exact`` by spread: nothing else is split by own counts."""
@@ -161,7 +157,7 @@ class OwnCounts:
             self.offset[i],
             self.sources[i],
             fixed=fixed,
-            ticks=placed.topology.ticks_on(counts.device),
+            ticks=placed.ticks,
             recent=self.recent[i] if is_new else None,
             sent=self.sent[i] if is_new else None,
             layer=layer,
@@ -178,7 +174,7 @@ class OwnCounts:
                 placed.tables,
                 offset,
                 self.sources[0],
-                ticks=placed.topology.ticks_on(topk_ids.device),
+                ticks=placed.ticks,
                 recent=recent if is_new else None,
                 sent=sent if is_new else None,
                 layer=layer,

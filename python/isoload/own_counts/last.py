@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from isoload import ops
-from isoload.own_counts.counts import Loads, OwnCounts
+from isoload.own_counts.counts import OwnCounts
 from isoload.own_counts.targets import exact_quota, scaled
 from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement
@@ -31,14 +31,10 @@ class LastCounts(OwnCounts):
     """
 
     def __init__(self, placement: Placement, group: Group) -> None:
-        super().__init__(placement, group, by_node=False, price=False)
+        super().__init__(placement, group, "last", price=False)
         num_slots = placement.topology.num_ranks * placement.slots_per_rank
         with torch.inference_mode(False):  # else only inference could write it
             self.quota = torch.zeros(num_slots, dtype=torch.int32)
-
-    @property
-    def word(self) -> Loads:
-        return "last"
 
     def reset(self) -> None:
         super().reset()

@@ -1,6 +1,6 @@
 """Online policies: one file each, one protocol (base.py), one registry. published/: forms of others, to compare."""
 
-from isoload.placed_layers import Filled
+from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, Policy, Seeded, chosen_plan, sample_seed, sampled_plan
 from isoload.policies.even import EvenPolicy
 from isoload.policies.exact import ExactPolicy
@@ -16,11 +16,11 @@ from isoload.policies.published.dynamic import DynamicPolicy
 from isoload.policies.published.grace_sampled import GraceSampledPolicy
 from isoload.policies.published.llep_published import LlepPublishedPolicy
 from isoload.policies.published.lp_sampled import LpSampledPolicy
-from isoload.policies.published.static import StaticPolicy
 from isoload.policies.published.waterfill_sampled import WaterfillSampledPolicy
 from isoload.policies.registry import POLICIES, make_policy, parse_policy, register_policy
 from isoload.policies.shared_local import SharedLocalPolicy
 from isoload.policies.spill_cost import SpillCostPolicy
+from isoload.policies.static import StaticPolicy
 from isoload.policies.waterfill import WaterfillPolicy
 
 for _policy in (
@@ -49,7 +49,7 @@ for _policy in (
 __all__ = [
     "POLICIES",
     "Demand",
-    "Filled",
+    "PlacedLayers",
     "Policy",
     "Seeded",
     "StaticPolicy",

@@ -3,12 +3,12 @@
 A policy is a frozen dataclass whose fields are its options. It never waits for a device and never exchanges anything
 between ranks: from the same loads every rank computes the same plan.
 
-    fill          demand, placed -> Filled     which experts lie in the spare slots (default: none)
-    split         demand, filled -> Plan       how many copies every slot takes (default: exact)
+    fill          demand, placed -> placed     which experts lie in the spare slots (default: none)
+    split         demand, placed -> Plan       how many copies every slot takes (default: exact)
     share         loads, plan -> [R, P]        which source sends them (default: own rank first, then own node)
     route_shared  slots, plan -> [T, n]        where every token's shared experts are computed (default: at home)
 
-A policy that draws has weights in place of the share: plan, rank -> [P], by default the plan's for every rank.
+A policy that draws has weights in place of the share: :class:`Seeded`.
 
 Mixes need no new class: a policy that fills takes the splitting one as option ``split_by``, one that places shared
 experts takes the policy of the routed ones as option ``routed``; both accept any policy.
@@ -25,7 +25,7 @@ from torch import Tensor
 from isoload import ops
 from isoload.ops import Order
 from isoload.options import check_options
-from isoload.placed_layers import Filled, PlacedLayers
+from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement
 from isoload.records import Plan, rank_cost
 
@@ -44,12 +44,14 @@ class Demand(NamedTuple):
     tokens  [R] int32            tokens of each source rank that need the shared experts; None without any
     at_home [R] int32            shared copies per rank if all stay home; None without shared experts
     gathered [R, E + n] int32    loads with the shared experts' columns behind; None without shared experts
+    rank                         the source whose part of the share is wanted; None: no one's
     """
 
     loads: Tensor
     tokens: Tensor | None = None
     at_home: Tensor | None = None
     gathered: Tensor | None = None
+    rank: int | None = None
 
     @property
     def routed(self) -> Demand:
@@ -87,57 +89,27 @@ class Policy:
         return False
 
     @property
-    def may_keep_local(self) -> bool:
-        """Whether copies can stay on their own rank beneath its split: not if it draws or fixes the share."""
-        return not self.samples and type(self).share is Policy.share
-
-    @property
     def samples(self) -> bool:
         """Whether routed copies draw their slots: its plans have weights in place of a quota."""
         return False
 
-    def fill(self, demand: Demand, placed: PlacedLayers) -> Filled:
+    def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
         """The slots of this batch: those of the placement, spare slots filled if the policy borrows."""
-        return placed.filled
+        return placed
 
-    def split(self, demand: Demand, filled: Filled) -> Plan:
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
         """How many copies every slot takes, and where shared copies go (``plan.shared`` None: they stay home).
 
         The quota is of the routed slots: :func:`isoload.plan` adds the shared ones, unless ``plan.shared`` says that
-        they are in it.
+        they are in it. Where the same op makes the share of ``demand.rank``, it goes with it, as send_counts.
         """
-        return exact_plan(self, demand, filled)
-
-    def split_and_share(self, demand: Demand, filled: Filled, rank: int) -> tuple[Plan, Tensor | None]:
-        """:meth:`split` and, where the same op makes it, a source rank's row of the :meth:`share`; loads per source."""
-        return self.split(demand, filled), None
+        return exact_plan(self, demand, placed)
 
     def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
         """Source ranks' parts of the routed quota: [..., P] for one rank, [..., R, P] for all, from [..., R, E]."""
         assert plan.quota is not None
         per_node = plan.topology.ranks_per_node
         return ops.share(loads, plan.quota, plan.tables, per_node, rank, order)
-
-    def copies(self, loads: Tensor, plan: Plan) -> Tensor:
-        """[..., R, R] int32 routed copies from source to rank: the share, summed over each rank's slots."""
-        assert plan.quota is not None
-        return ops.share_by_rank(loads, plan.quota, plan.tables, plan.topology.ranks_per_node)
-
-    def weights_of(self, plan: Plan, rank: int) -> Tensor:
-        """[..., P] float32 weights with which a source rank's copies draw their slots, of a plan that is sampled."""
-        assert plan.weights is not None
-        return plan.weights
-
-    def shared_columns(self, plan: Plan, rank: int) -> ops.SharedColumns | None:
-        """Where a source rank's shared copies go, as :meth:`route_shared` has it; None where it is the policy's own."""
-        if type(self).route_shared is not Policy.route_shared:
-            return None
-        assert plan.shared is not None
-        placed, share = plan.placed, plan.shared.share
-        if share is None:
-            return ops.SharedColumns(placed.num_shared, placed.first_shared, placed.home_rank(rank))
-        row, strict = share.select(0, rank), plan.shared.rule == "limit"
-        return ops.SharedColumns(placed.num_shared, placed.first_shared, rank, row, strict)
 
     def route_shared(self, slots: Tensor, plan: Plan, rank: int) -> Tensor:
         """[T, n] int32 the rank of every token's shared experts, given its routed slots [T, K]; -1 = no token."""
@@ -163,13 +135,10 @@ class Seeded(Policy):
         check_seed("seed", self.seed)
         check_seed("step", self.step)
 
-
-def check_search(tolerance: float, budget: int | None) -> None:
-    """Raises ValueError for limits of the exact search that cannot be."""
-    if not 0 <= tolerance <= 1000:
-        raise ValueError(f"tolerance must be in 0..1000 (relative), got {tolerance}")
-    if budget is not None and not 0 <= budget < 2**31:
-        raise ValueError(f"budget must be in 0..2^31-1, got {budget}")
+    def weights_of(self, plan: Plan, rank: int) -> Tensor:
+        """[..., P] float32 weights with which a source rank's copies draw their slots, of a plan that is sampled."""
+        assert plan.weights is not None
+        return plan.weights
 
 
 def check_seed(name: str, seed: int) -> None:
@@ -182,46 +151,45 @@ def sum_sources(loads: Tensor, placed: PlacedLayers) -> Tensor:
     return loads if loads.dim() == placed.home_slot.dim() else loads.sum(-2, dtype=torch.int32)
 
 
-def exact_plan(policy: Policy, demand: Demand, filled: Filled, **options: Any) -> Plan:
-    """The Plan of the optimal quota of these slots.
+def exact_plan(
+    policy: Policy, demand: Demand, placed: PlacedLayers, rank: int | None = None, **options: Any
+) -> Plan:
+    """The Plan of the optimal quota of these slots, with a source rank's send_counts.
 
     options: of :func:`isoload.ops.plan_exact`; by default beside the shared copies at home.
     """
-    return exact_plan_and_share(policy, demand, filled, None, **options)[0]
+    made = solve(demand, placed, rank=rank, **options)
+    send_counts = None if rank is None else made.send_counts
+    return Plan(placed, policy, made.quota, made.peak, made.bound, made.telemetry, send_counts=send_counts)
 
 
-def exact_plan_and_share(
-    policy: Policy, demand: Demand, filled: Filled, rank: int | None, **options: Any
-) -> tuple[Plan, Tensor | None]:
-    """:func:`exact_plan`, and a source rank's send_counts, by one op."""
-    topology = filled.placed.topology
-    ticks = topology.ticks_on(demand.loads.device)
-    how = {"fixed": demand.at_home, "ticks": ticks, "ranks_per_node": topology.ranks_per_node, **options}
-    made = ops.plan_exact(demand.loads, filled.tables, rank=rank, **how)
-    return Plan(filled, policy, made.quota, made.peak, made.bound, made.telemetry), made.send_counts
+def solve(demand: Demand, placed: PlacedLayers, **options: Any) -> ops.ExactSplit:
+    """:func:`isoload.ops.plan_exact` of these slots; by default beside the shared copies at home."""
+    per_node = placed.topology.ranks_per_node
+    how = {"fixed": demand.at_home, "ticks": placed.ticks, "ranks_per_node": per_node, **options}
+    return ops.plan_exact(demand.loads, placed.tables, **how)
 
 
-def even_split(demand: Demand, filled: Filled) -> ops.ExactSplit:
+def even_split(demand: Demand, placed: PlacedLayers) -> ops.ExactSplit:
     """The exact solver's start: copies spread evenly over replicas, with the lower bound that costs nothing."""
-    ticks = filled.placed.topology.ticks_on(demand.loads.device)
-    return ops.plan_exact(demand.loads, filled.tables, demand.at_home, ticks=ticks, **EVEN)
+    return solve(demand, placed, **EVEN)
 
 
 def chosen_plan(
-    policy: Policy, quota: Tensor, demand: Demand, filled: Filled, telemetry: Tensor | None = None
+    policy: Policy, quota: Tensor, demand: Demand, placed: PlacedLayers, telemetry: Tensor | None = None
 ) -> Plan:
     """The Plan of a quota that was not made by the solver: its peak, and a bound beside it."""
-    peak = rank_cost(quota, filled.placed.topology, demand.at_home).amax(-1)
-    bound = torch.minimum(even_split(demand, filled).bound, peak)
-    return Plan(filled, policy, quota, peak, bound, telemetry)
+    peak = rank_cost(quota, placed.topology, demand.at_home).amax(-1)
+    bound = torch.minimum(even_split(demand, placed).bound, peak)
+    return Plan(placed, policy, quota, peak, bound, telemetry)
 
 
 def sampled_plan(
-    policy: Policy, weights: Tensor, demand: Demand, filled: Filled, telemetry: Tensor | None = None
+    policy: Policy, weights: Tensor, demand: Demand, placed: PlacedLayers, telemetry: Tensor | None = None
 ) -> Plan:
     """The Plan of a policy whose copies draw their slots with these weights [..., P]."""
-    bound = even_split(demand, filled).bound
-    return Plan(filled, policy, None, None, bound, telemetry, weights)
+    bound = even_split(demand, placed).bound
+    return Plan(placed, policy, None, None, bound, telemetry, weights)
 
 
 def sample_seed(plan: Plan, rank: int) -> tuple[int, Tensor | None]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from isoload.placed_layers import Filled
-from isoload.policies.base import Demand, Policy, even_split
+from isoload.placed_layers import PlacedLayers
+from isoload.policies.base import EVEN, Demand, Policy, exact_plan
 from isoload.records import Plan
 
 
@@ -15,6 +15,5 @@ class EvenPolicy(Policy):
 
     name = "even"
 
-    def split(self, demand: Demand, filled: Filled) -> Plan:
-        made = even_split(demand, filled)
-        return Plan(filled, self, made.quota, made.peak, made.bound, made.telemetry)
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        return exact_plan(self, demand, placed, **EVEN)

@@ -9,15 +9,8 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.ops import Objective
-from isoload.placed_layers import Filled
-from isoload.policies.base import (
-    Demand,
-    Needs,
-    Policy,
-    check_search,
-    exact_plan,
-    exact_plan_and_share,
-)
+from isoload.placed_layers import PlacedLayers
+from isoload.policies.base import Demand, Needs, Policy, exact_plan
 from isoload.records import Plan
 
 
@@ -36,34 +29,27 @@ class ExactPolicy(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_search(self.tolerance, self.budget)
+        if not 0 <= self.tolerance <= 1000:
+            raise ValueError(f"tolerance must be in 0..1000 (relative), got {self.tolerance}")
+        if self.budget is not None and not 0 <= self.budget < 2**31:
+            raise ValueError(f"budget must be in 0..2^31-1, got {self.budget}")
 
     @property
     def needs(self) -> Needs:
         return "per_source" if self.objective == "local" else "sum"
 
-    def split(self, demand: Demand, filled: Filled) -> Plan:
-        return self.split_above(demand, filled, fixed=demand.at_home)
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        rank = demand.rank if type(self) is ExactPolicy else None  # another may split or share its own way
+        return exact_plan(self, demand, placed, rank, **self.options)
 
-    def split_and_share(self, demand: Demand, filled: Filled, rank: int) -> tuple[Plan, Tensor | None]:
-        if type(self) is not ExactPolicy:  # another may split or share its own way
-            return super().split_and_share(demand, filled, rank)
-        return exact_plan_and_share(self, demand, filled, rank, **self._options)
-
-    def balance_same(self, topk_ids: Tensor, filled: Filled) -> tuple[Tensor, Tensor, Plan]:
+    def balance_same(self, topk_ids: Tensor, placed: PlacedLayers) -> tuple[Tensor, Tensor, Plan]:
         """Slots [T, K] of rows that all ranks hold alike, their loads [R, E], and the plan; without shared experts."""
-        topology = filled.placed.topology
-        how: dict[str, Any] = {"ranks_per_node": topology.ranks_per_node, **self._options}
-        ticks = topology.ticks_on(topk_ids.device)
-        slots, loads, split = ops.balance_same(topk_ids, filled.tables, ticks=ticks, **how)
-        return slots, loads, Plan(filled, self, split.quota, split.peak, split.bound, split.telemetry)
+        per_node = placed.topology.ranks_per_node
+        how: dict[str, Any] = {"ranks_per_node": per_node, "ticks": placed.ticks, **self.options}
+        slots, loads, split = ops.balance_same(topk_ids, placed.tables, **how)
+        return slots, loads, Plan(placed, self, split.quota, split.peak, split.bound, split.telemetry)
 
     @property
-    def _options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
+        """Of :func:`isoload.ops.plan_exact`."""
         return {"tolerance": self.tolerance, "budget": self.budget, "objective": self.objective}
-
-    def split_above(
-        self, demand: Demand, filled: Filled, fixed: Tensor | None = None, pour: Tensor | None = None
-    ) -> Plan:
-        """The split with copies that ranks carry besides [..., R], or that go to any rank afterwards [...]."""
-        return exact_plan(self, demand, filled, fixed=fixed, pour=pour, **self._options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from isoload import ops
-from isoload.placed_layers import Filled
+from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, Policy, chosen_plan
 from isoload.records import Plan
 
@@ -21,7 +21,6 @@ class ExactActivePolicy(Policy):
 
     name = "exact_active"
 
-    def split(self, demand: Demand, filled: Filled) -> Plan:
-        ticks = filled.placed.topology.ticks_on(demand.loads.device)
-        active = ops.plan_active(demand.loads, filled.tables, ticks=ticks)
-        return chosen_plan(self, active.quota, demand, filled, active.telemetry)
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        active = ops.plan_active(demand.loads, placed.tables, ticks=placed.ticks)
+        return chosen_plan(self, active.quota, demand, placed, active.telemetry)

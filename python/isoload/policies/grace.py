@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,10 @@ import torch
 from torch import Tensor
 
 from isoload.ops import Order
-from isoload.placed_layers import Filled, PlacedLayers
+from isoload.placed_layers import PlacedLayers
 from isoload.placement import IntArray, Placement
 from isoload.policies.base import Demand, Policy, chosen_plan
-from isoload.policies.published.static import replicas_of
+from isoload.policies.static import replicas_of
 from isoload.records import Plan
 
 UNITS = 2**14  # in which an expert's weights are counted, over the replicas that a rank may choose from
@@ -40,26 +41,21 @@ class GracePolicy(Policy):
     needs = "per_source"
     locality: bool = True
 
-    def split(self, demand: Demand, filled: Filled) -> Plan:
-        rows = self._rows(demand.loads, self.cuts(filled.placed), filled.placed)
-        return chosen_plan(self, rows.sum(-2, dtype=torch.int32), demand, filled)
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        rows = self._rows(demand.loads, placed, self.cuts(placed))
+        return chosen_plan(self, rows.sum(-2, dtype=torch.int32), demand, placed)
 
     def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
-        cuts = self.cuts(plan.placed)
+        placed, cuts = plan.placed, self.cuts(plan.placed)
         if rank is None:
-            return self._rows(loads, cuts, plan.placed)
-        own = self._rows(loads.narrow(-2, rank, 1), cuts.narrow(-2, rank, 1), plan.placed)
-        return own.squeeze(-2)
-
-    def copies(self, loads: Tensor, plan: Plan) -> Tensor:
-        rows = self._rows(loads, self.cuts(plan.placed), plan.placed)
-        return rows.view(*rows.shape[:-1], plan.tables.num_ranks, -1).sum(-1, dtype=torch.int32)
+            return self._rows(loads, placed, cuts)
+        return self._rows(loads.narrow(-2, rank, 1), placed, cuts.narrow(-2, rank, 1)).squeeze(-2)
 
     def cuts(self, placed: PlacedLayers) -> Tensor:
         """[..., 4, R, P] int64 per source rank and slot: its weights' begin and end, their sum, and the offset."""
         return placed.memo(self, self._derive)
 
-    def _rows(self, loads: Tensor, cuts: Tensor, placed: PlacedLayers) -> Tensor:
+    def _rows(self, loads: Tensor, placed: PlacedLayers, cuts: Tensor) -> Tensor:
         """[..., R, P] int32 copies from every source to every slot, for loads [..., R, E]."""
         begin, end, total, offset = cuts.unbind(-3)
         expert = placed.slot_to_expert.clamp(0, loads.shape[-1] - 1).long().unsqueeze(-2).expand(begin.shape)
@@ -69,10 +65,7 @@ class GracePolicy(Policy):
         return rows.to(torch.int32)
 
     def _derive(self, placed: PlacedLayers) -> Tensor:
-        layers = range(placed.host.num_layers) if placed.layer is None else [placed.layer]
-        table = np.stack([weighted_cuts(placed.host, layer, self.locality) for layer in layers])
-        cuts = torch.tensor(table, device=placed.home_slot.device)
-        return cuts if placed.layer is None else cuts.select(0, 0)
+        return placed.stacked(partial(weighted_cuts, locality=self.locality))
 
 
 def weighted_cuts(

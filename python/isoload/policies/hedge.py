@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
-from torch import Tensor
+from dataclasses import dataclass
 
 from isoload import ops
-from isoload.placed_layers import Filled, PlacedLayers
-from isoload.policies.ahead import AheadPolicy, check_slots
+from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import Demand
-from isoload.policies.spilling import EXACT, alive, plan_spill, routed_homes
-from isoload.records import Plan
+from isoload.policies.borrowing import BorrowPolicy, fill_spare, plan_spill
 
 
 @dataclass(frozen=True)
-class HedgePolicy(AheadPolicy):
+class HedgePolicy(BorrowPolicy):
     """The plan that levels the predicted loads, and against their errors more replicas of the hottest experts.
 
     Few slots level a forecast; those that are left go to the experts with most copies per replica, where the exact
@@ -25,30 +21,10 @@ class HedgePolicy(AheadPolicy):
     """
 
     name = "hedge"
+    ahead = True
     slots: int | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_slots(self.slots)
-
-    def fill_slots(self, demand: Demand, placed: PlacedLayers, slots: int) -> ops.SlotFill:
-        level = plan_spill(demand, placed, spare_slots=slots)
-        return ops.top_up(
-            demand.loads,
-            level.slot_to_expert,
-            routed_homes(placed),
-            placed.topology.num_ranks,
-            slots,
-            demand.at_home,
-            alive=alive(placed),
-            ranks_per_node=placed.topology.ranks_per_node,
-        )
-
-    def split(self, demand: Demand, filled: Filled) -> Plan:
-        return replace(EXACT.split(demand, filled), policy=self, telemetry=filled.telemetry)
-
-    def split_and_share(self, demand: Demand, filled: Filled, rank: int) -> tuple[Plan, Tensor | None]:
-        if type(self) is not HedgePolicy:
-            return super().split_and_share(demand, filled, rank)
-        made, row = EXACT.split_and_share(demand, filled, rank)
-        return replace(made, policy=self, telemetry=filled.telemetry), row
+    def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
+        level = plan_spill(demand, placed, self.slots)
+        made = fill_spare(ops.top_up, demand, placed, self.slots, level.slot_to_expert)
+        return placed.fill(made.slot_to_expert, telemetry=made.telemetry)

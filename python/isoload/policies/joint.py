@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from isoload.ops import Objective
-from isoload.placed_layers import Filled
-from isoload.policies.base import Demand, check_search
+from isoload.placed_layers import PlacedLayers
+from isoload.policies.base import Demand, exact_plan
 from isoload.policies.exact import ExactPolicy
 from isoload.policies.pouring import SharedPolicy, live_bound, pour_exactly, total_shared
 from isoload.records import Plan
@@ -34,19 +34,21 @@ class JointPolicy(SharedPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_search(self.tolerance, self.budget)
+        self._exact()
         if self.routed != "exact":
             raise ValueError(f"routed must be exact for policy joint, got {self.routed!r}")
 
-    def joined(self) -> dict[str, Any] | None:
-        own = {"tolerance": self.tolerance, "budget": self.budget, "objective": self.objective}
-        return own if type(self) is JointPolicy else None
+    def _exact(self) -> ExactPolicy:
+        return ExactPolicy(self.tolerance, self.budget, self.objective)
 
-    def split_routed(self, demand: Demand, filled: Filled) -> Plan:
-        exact = ExactPolicy(self.tolerance, self.budget, self.objective)
-        return exact.split_above(demand.routed, filled, pour=total_shared(demand, filled.placed))
+    def joined(self) -> dict[str, Any] | None:
+        return self._exact().options if type(self) is JointPolicy else None
+
+    def split_routed(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        exact, pour = self._exact(), total_shared(demand, placed)
+        return exact_plan(exact, demand.routed, placed, pour=pour, **exact.options)
 
     def pour(self, made: Plan, demand: Demand) -> Plan:
-        poured, shared = pour_exactly(self, made, demand, "all")
+        poured, shared = pour_exactly(made, demand, "all")
         bound = torch.minimum(live_bound(made.bound, demand, made.placed), poured.peak)
         return replace(made, policy=self, peak=poured.peak, bound=bound, shared=shared)

@@ -5,47 +5,38 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from isoload.placed_layers import Filled
+from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, Policy, even_split
+from isoload.policies.borrowing import BorrowPolicy
 from isoload.records import Plan
 
 
-def split_above_local(policy: Policy, demand: Demand, filled: Filled) -> Plan:
+def may_keep_local(policy: Policy) -> bool:
+    """Whether copies can stay on their own rank beneath its split: not if it draws or fixes the share."""
+    if isinstance(policy, BorrowPolicy) and type(policy).share is BorrowPolicy.share:
+        policy = policy.splitter
+    return not policy.samples and type(policy).share is Policy.share
+
+
+def split_above_local(policy: Policy, demand: Demand, placed: PlacedLayers) -> Plan:
     """The split by a policy where copies whose expert has a slot on their own rank stay; loads [..., R, E].
 
     The default share sends them nowhere else. The plan's bound is of all quotas, those that keep fewer copies too: the
     one that costs nothing.
     """
-    kept = local_copies(demand, filled)
-    left = Demand(demand.loads - kept, demand.tokens, add(demand.at_home, kept.sum(-1, dtype=torch.int32)))
-    made = policy.split(left, replace(filled, quota=None))
+    tables = placed.tables
+    here = torch.where(tables.is_replica(), placed.slot_to_expert, tables.num_experts).long()
+    here = here.view(
+        *here.shape[:-1], tables.num_ranks, -1
+    )  # [..., R, S] what each slot that takes copies holds
+    held = here.new_zeros(*here.shape[:-1], tables.num_experts + 1, dtype=torch.int32)
+    held.scatter_(-1, here, torch.ones_like(here, dtype=torch.int32))
+    kept = held.narrow(-1, 0, tables.num_experts) * demand.loads  # [..., R, E]
+    stay = kept.sum(-1, dtype=torch.int32)
+    besides = stay if demand.at_home is None else demand.at_home + stay
+    made = policy.split(Demand(demand.loads - kept, demand.tokens, besides), replace(placed, quota=None))
     assert made.quota is not None and made.peak is not None
-    bound = torch.minimum(even_split(demand, filled).bound, made.peak)
-    return replace(made, quota=made.quota + quota_of(kept, filled), bound=bound)
-
-
-def local_copies(demand: Demand, filled: Filled) -> Tensor:
-    """[..., R, E] int32 the copies whose expert has a slot on their own rank."""
-    experts = held_experts(filled)
-    held = experts.new_zeros(*experts.shape[:-1], filled.tables.num_experts + 1, dtype=torch.int32)
-    held.scatter_(-1, experts, torch.ones_like(experts, dtype=torch.int32))
-    return held.narrow(-1, 0, filled.tables.num_experts) * demand.loads
-
-
-def quota_of(kept: Tensor, filled: Filled) -> Tensor:
-    """[..., P] int32 kept copies [..., R, E] in the slots of their experts on their ranks."""
-    padded = torch.nn.functional.pad(kept, (0, 1))
-    return torch.gather(padded, -1, held_experts(filled)).flatten(-2)
-
-
-def held_experts(filled: Filled) -> Tensor:
-    """[..., R, S] int64 the routed expert of each slot that takes copies, else E."""
-    tables = filled.tables
-    experts = torch.where(tables.is_replica(), filled.slot_to_expert, tables.num_experts).long()
-    return experts.view(*experts.shape[:-1], tables.num_ranks, -1)
-
-
-def add(copies: Tensor | None, more: Tensor) -> Tensor:
-    return more if copies is None else copies + more
+    quota = made.quota + torch.nn.functional.pad(kept, (0, 1)).gather(-1, here).flatten(-2)
+    bound = torch.minimum(even_split(demand, placed).bound, made.peak)
+    return replace(made, quota=quota, bound=bound)

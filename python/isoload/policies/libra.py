@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from isoload import ops
-from isoload.placed_layers import Filled, PlacedLayers
-from isoload.policies.ahead import AheadPolicy, check_slots
-from isoload.policies.base import Demand, chosen_plan
+from isoload.placed_layers import PlacedLayers
+from isoload.policies.base import Demand, Policy, chosen_plan
+from isoload.policies.borrowing import EXACT, BorrowPolicy, alive, fill_spare, routed_homes
 from isoload.policies.exact import ExactPolicy
 from isoload.policies.keeping import split_above_local
-from isoload.policies.spilling import alive, routed_homes
 from isoload.records import Plan
 
 
 @dataclass(frozen=True)
-class LibraPolicy(AheadPolicy):
+class LibraPolicy(BorrowPolicy):
     """Every rank borrows what it asks for most, then the busiest ranks' hottest experts go to the least loaded ranks.
 
     Copies whose expert has a slot on their own rank stay there; the rest is split above them.
@@ -26,6 +25,7 @@ class LibraPolicy(AheadPolicy):
     """
 
     name = "libra"
+    ahead = True
     needs = "per_source"
     split_by: str = "sharding"
     alpha: float = 0.5
@@ -41,36 +41,33 @@ class LibraPolicy(AheadPolicy):
             raise ValueError(f"alpha must be in 0..1, got {self.alpha}")
         if not 0 <= self.tolerance <= 1000:
             raise ValueError(f"tolerance must be in 0..1000, got {self.tolerance}")
-        check_slots(self.slots)
 
-    def fill_slots(self, demand: Demand, placed: PlacedLayers, slots: int) -> ops.SlotFill:
-        return ops.plan_replication(
-            demand.loads,
-            placed.slot_to_expert,
-            routed_homes(placed),
-            placed.topology.num_ranks,
-            slots,
-            demand.at_home,
-            alive=alive(placed),
-            ranks_per_node=placed.topology.ranks_per_node,
-            local_slots=floor_part(self.alpha, slots),
-            printed=self.printed,
+    @property
+    def splitter(self) -> Policy:
+        return EXACT
+
+    def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
+        slots = placed.spare_slots if self.slots is None else self.slots
+        local = floor_part(self.alpha, slots)
+        made = fill_spare(
+            ops.plan_replication, demand, placed, slots, local_slots=local, printed=self.printed
         )
+        return placed.fill(made.slot_to_expert, telemetry=made.telemetry)
 
-    def split(self, demand: Demand, filled: Filled) -> Plan:
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
         if self.split_by == "exact":
-            made = split_above_local(ExactPolicy(self.tolerance), demand, filled)
-            return replace(made, policy=self, telemetry=filled.telemetry)
+            made = split_above_local(ExactPolicy(self.tolerance), demand, placed)
+            return replace(made, policy=self, telemetry=placed.telemetry)
         quota = ops.shard_tokens(
             demand.loads,
-            filled.tables,
-            routed_homes(filled.placed),
+            placed.tables,
+            routed_homes(placed),
             demand.at_home,
-            alive=alive(filled.placed),
+            alive=alive(placed),
             tolerance=self.tolerance,
             printed=self.printed,
         )
-        return chosen_plan(self, quota, demand, filled, filled.telemetry)
+        return chosen_plan(self, quota, demand, placed, placed.telemetry)
 
 
 def floor_part(part: float, number: int) -> int:

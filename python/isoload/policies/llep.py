@@ -8,14 +8,14 @@ import torch
 
 from isoload import ops
 from isoload.ops import Within
-from isoload.placed_layers import Filled, PlacedLayers
-from isoload.policies.base import Demand
-from isoload.policies.spilling import EXACT, SpillPolicy, plan_spill
+from isoload.placed_layers import PlacedLayers
+from isoload.policies.base import Demand, Policy
+from isoload.policies.borrowing import EXACT, BorrowPolicy, plan_spill
 from isoload.records import Plan, rank_cost
 
 
 @dataclass(frozen=True)
-class LlepPolicy(SpillPolicy):
+class LlepPolicy(BorrowPolicy):
     """Ranks above their capacity lend experts, and send those experts' copies, to less loaded ranks.
 
     Starts from the exact split over resident replicas, and lends nothing where that is enough. No rank's load passes
@@ -33,6 +33,7 @@ class LlepPolicy(SpillPolicy):
     """
 
     name = "llep"
+    split_by: str | Policy = "fill"
     capacity: float = 1.0
     min_chunk: int = 1024
     threshold: float = 1.3
@@ -46,8 +47,8 @@ class LlepPolicy(SpillPolicy):
         if not 0 <= self.tolerance <= 1000:
             raise ValueError(f"tolerance must be in 0..1000, got {self.tolerance}")
 
-    def spill(self, demand: Demand, placed: PlacedLayers) -> ops.Spill:
-        return plan_spill(
+    def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
+        spill = plan_spill(
             demand,
             placed,
             capacity_factor=self.capacity,
@@ -57,17 +58,18 @@ class LlepPolicy(SpillPolicy):
             min_chunk=self.min_chunk,
             within=self.within,
         )
+        return placed.fill(spill.slot_to_expert, spill.quota, spill.telemetry)
 
-    def split(self, demand: Demand, filled: Filled) -> Plan:
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
         """The copies as lent; where spare slots ran out, the exact split if its peak is lower."""
-        if self.split_by != "fill" or filled.quota is None:
-            return super().split(demand, filled)
-        exact, telemetry = EXACT.split(demand, filled), filled.telemetry
+        if self.split_by != "fill" or placed.quota is None:
+            return super().split(demand, placed)
+        exact, telemetry = EXACT.split(demand, placed), placed.telemetry
         assert exact.quota is not None and exact.peak is not None and telemetry is not None
-        lent = rank_cost(filled.quota, filled.placed.topology, demand.at_home).amax(-1)
+        lent = rank_cost(placed.quota, placed.topology, demand.at_home).amax(-1)
         better = (telemetry.select(-1, 4) & ops.NO_SPARE_SLOT > 0) & (exact.peak < lent)
-        quota = torch.where(better.unsqueeze(-1), exact.quota, filled.quota)
-        return Plan(filled, self, quota, torch.where(better, exact.peak, lent), exact.bound, telemetry)
+        quota = torch.where(better.unsqueeze(-1), exact.quota, placed.quota)
+        return Plan(placed, self, quota, torch.where(better, exact.peak, lent), exact.bound, telemetry)
 
 
 def check_rules(capacity: float, min_chunk: int, threshold: float, measure: str) -> None:

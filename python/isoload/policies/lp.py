@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from isoload import ops
-from isoload.placed_layers import Filled
+from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, Policy, chosen_plan
 from isoload.records import Plan
 from isoload.topology import NOMINAL_TICKS
@@ -35,18 +35,18 @@ class LpPolicy(Policy):
         if self.tolerance is not None and not 0 <= self.tolerance <= 1:
             raise ValueError(f"tolerance must be in 0..1 (relative), got {self.tolerance}")
 
-    def split(self, demand: Demand, filled: Filled) -> Plan:
-        relaxed = self.relax(demand, filled)
-        quota = ops.round_split(relaxed.split, demand.loads, filled.tables)
-        return chosen_plan(self, quota, demand, filled, telemetry(relaxed))
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        relaxed = self.relax(demand, placed)
+        quota = ops.round_split(relaxed.split, demand.loads, placed.tables)
+        return chosen_plan(self, quota, demand, placed, telemetry(relaxed))
 
-    def relax(self, demand: Demand, filled: Filled) -> ops.LpSplit:
+    def relax(self, demand: Demand, placed: PlacedLayers) -> ops.LpSplit:
         """The real-valued split."""
         dtype = torch.float64 if self.precision == "float64" else torch.float32
-        ticks = filled.placed.topology.ticks_on(demand.loads.device)
+        ticks = placed.ticks
         return ops.plan_lp(
             demand.loads,
-            filled.tables,
+            placed.tables,
             speeds=None if ticks is None else NOMINAL_TICKS / ticks.to(dtype),
             base=None if demand.at_home is None else demand.at_home.to(dtype),
             dtype=dtype,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from isoload.placed_layers import Filled
+from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, Policy, chosen_plan, sum_sources
 from isoload.records import Plan
 
@@ -17,8 +17,8 @@ class NonePolicy(Policy):
 
     name = "none"
 
-    def split(self, demand: Demand, filled: Filled) -> Plan:
-        copies = sum_sources(demand.loads, filled.placed)
-        home = filled.placed.home_slot.narrow(-1, 0, filled.tables.num_experts).long()
-        quota = torch.zeros_like(filled.slot_to_expert).scatter_(-1, home, copies)
-        return chosen_plan(self, quota, demand, filled)
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        copies = sum_sources(demand.loads, placed)
+        home = placed.home_slot.narrow(-1, 0, placed.tables.num_experts).long()
+        quota = torch.zeros_like(placed.slot_to_expert).scatter_(-1, home, copies)
+        return chosen_plan(self, quota, demand, placed)

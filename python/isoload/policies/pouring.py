@@ -14,9 +14,9 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.ops import Candidates, Order
-from isoload.placed_layers import Filled, PlacedLayers
+from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement
-from isoload.policies.base import Demand, Policy
+from isoload.policies.base import EVEN, Demand, Policy, solve
 from isoload.policies.registry import make_policy
 from isoload.records import Plan
 from isoload.shared_experts import Rule, SharedPlan, shared_copies, widened
@@ -53,21 +53,18 @@ class SharedPolicy(Policy, ABC):
             raise ValueError(f"placement must have shared experts for policy {self.name}, got num_shared=0")
         self.routed_policy.check(placement)
 
-    def fill(self, demand: Demand, placed: PlacedLayers) -> Filled:
+    def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
         return self.routed_policy.fill(demand.routed, placed)
 
-    def split(self, demand: Demand, filled: Filled) -> Plan:
-        return self.pour(self.split_routed(demand, filled), demand)
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        how = self.joined() if demand.rank is not None and placed.shared_limits is None else None
+        if how is not None:
+            return joint_plan(self, demand, placed, how)
+        return self.pour(self.split_routed(demand, placed), demand)
 
-    def split_and_share(self, demand: Demand, filled: Filled, rank: int) -> tuple[Plan, Tensor | None]:
-        how = self.joined() if filled.placed.num_shared and filled.placed.shared_limits is None else None
-        if how is None:
-            return super().split_and_share(demand, filled, rank)
-        return joint_plan(self, demand, filled, rank, how)
-
-    def split_routed(self, demand: Demand, filled: Filled) -> Plan:
+    def split_routed(self, demand: Demand, placed: PlacedLayers) -> Plan:
         """The split of the routed experts, as if there were no others."""
-        return self.routed_policy.split(demand.routed, filled)
+        return self.routed_policy.split(demand.routed, placed)
 
     def joined(self) -> dict[str, Any] | None:
         """Options with which :func:`isoload.ops.plan_joint` makes the same plan at once; None where none do."""
@@ -80,16 +77,19 @@ class SharedPolicy(Policy, ABC):
     def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
         return self.routed_policy.share(loads, plan, rank, order)
 
-    def copies(self, loads: Tensor, plan: Plan) -> Tensor:
-        return self.routed_policy.copies(loads, plan)
+
+def rank_copies(loads: Tensor, plan: Plan) -> Tensor:
+    """[..., R, R] int32 routed copies from source to rank: the share, summed over each rank's slots."""
+    assert plan.quota is not None
+    if type(plan.policy).share is Policy.share:
+        return ops.share_by_rank(loads, plan.quota, plan.tables, plan.topology.ranks_per_node)
+    rows = plan.policy.share(loads, plan, None, "locality")
+    return rows.view(*rows.shape[:-1], plan.tables.num_ranks, -1).sum(-1, dtype=torch.int32)
 
 
-def poured_bound(demand: Demand, filled: Filled) -> Tensor:
+def poured_bound(demand: Demand, placed: PlacedLayers) -> Tensor:
     """A lower bound of the peak over every split of the routed experts and every place of the shared copies."""
-    placed = filled.placed
-    ticks = placed.topology.ticks_on(demand.loads.device)
-    pour = total_shared(demand, placed)
-    bound = ops.plan_exact(demand.loads, filled.tables, budget=0, sweeps=0, ticks=ticks, pour=pour).bound
+    bound = solve(demand.routed, placed, pour=total_shared(demand, placed), **EVEN).bound
     return live_bound(bound, demand, placed)
 
 
@@ -103,8 +103,8 @@ def live_bound(bound: Tensor, demand: Demand, placed: PlacedLayers) -> Tensor:
     # as if all copies were shared ones and came from rank 0
     everything = torch.nn.functional.pad(copies.unsqueeze(-1), (0, num_ranks - 1))
     nothing = torch.zeros_like(everything).unsqueeze(-1).expand(*everything.shape, num_ranks).contiguous()
-    ticks = placed.topology.ticks_on(bound.device)
-    return torch.maximum(bound, ops.plan_waterfill(nothing, everything, ticks=ticks, limits=limits).peak)
+    level = ops.plan_waterfill(nothing, everything, ticks=placed.ticks, limits=limits).peak
+    return torch.maximum(bound, level)
 
 
 def total_shared(demand: Demand, placed: PlacedLayers) -> Tensor:
@@ -113,42 +113,36 @@ def total_shared(demand: Demand, placed: PlacedLayers) -> Tensor:
     return shared_copies(widened(demand.tokens).sum(-1), placed.num_shared)
 
 
-def joint_plan(
-    policy: SharedPolicy, demand: Demand, filled: Filled, rank: int, how: dict[str, Any]
-) -> tuple[Plan, Tensor]:
-    """The whole plan and a source rank's send_counts, by one kernel. how: of the policy's joined()."""
-    placed = filled.placed
-    assert demand.gathered is not None and demand.tokens is not None
-    ticks, per_node = placed.topology.ticks_on(demand.loads.device), placed.topology.ranks_per_node
+def joint_plan(policy: SharedPolicy, demand: Demand, placed: PlacedLayers, how: dict[str, Any]) -> Plan:
+    """The whole plan and the demand's rank's send_counts, by one kernel. how: of the policy's joined()."""
+    assert demand.gathered is not None and demand.tokens is not None and demand.rank is not None
     made = ops.plan_joint(
         demand.gathered,
-        filled.tables,
-        rank,
+        placed.tables,
+        demand.rank,
         placed.num_shared,
         placed.first_shared,
-        ticks=ticks,
-        ranks_per_node=per_node,
+        ticks=placed.ticks,
+        ranks_per_node=placed.topology.ranks_per_node,
         **how,
     )
     shared = SharedPlan("share", demand.tokens, made.share, in_quota=True)
-    plan = Plan(filled, policy, made.quota, made.peak, made.bound, made.telemetry, shared=shared)
-    return plan, made.send_counts
+    of = made.quota, made.peak, made.bound, made.telemetry
+    return Plan(placed, policy, *of, shared=shared, send_counts=made.send_counts)
 
 
-def pour_exactly(
-    policy: SharedPolicy, made: Plan, demand: Demand, candidates: Candidates
-) -> tuple[ops.WaterfillSplit, SharedPlan]:
+def pour_exactly(made: Plan, demand: Demand, candidates: Candidates) -> tuple[ops.WaterfillSplit, SharedPlan]:
     """The least peak over all places of the shared copies, given the routed split; and who sends what where."""
     assert demand.tokens is not None
-    copies, topology = policy.copies(demand.loads, made), made.topology
+    placed = made.placed
     poured = ops.plan_waterfill(
-        copies,
+        rank_copies(demand.loads, made),
         demand.tokens,
-        made.placed.num_shared,
-        topology.ranks_per_node,
+        placed.num_shared,
+        placed.topology.ranks_per_node,
         candidates,
-        ticks=topology.ticks_on(copies.device),
-        limits=made.placed.shared_limits,
+        ticks=placed.ticks,
+        limits=placed.shared_limits,
     )
     rule: Rule = "limit" if candidates == "visited" else "share"
     return poured, SharedPlan(rule, demand.tokens, poured.share)

@@ -23,5 +23,5 @@ class SharedLocalPolicy(SharedPolicy):
     def pour(self, made: Plan, demand: Demand) -> Plan:
         assert made.quota is not None
         peak = rank_cost(made.quota, made.topology, demand.at_home).amax(-1)
-        bound = torch.minimum(poured_bound(demand, made.filled), peak)
+        bound = torch.minimum(poured_bound(demand, made.placed), peak)
         return replace(made, policy=self, peak=peak, bound=bound)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from isoload import ops
 from isoload.cost import DEEPSEEK_V3_FP8, DEFAULT_BANDWIDTHS, break_even
 from isoload.ops import Within
 from isoload.placed_layers import PlacedLayers
-from isoload.policies.base import Demand
-from isoload.policies.spilling import SpillPolicy, plan_spill
+from isoload.policies.base import Demand, Policy
+from isoload.policies.borrowing import BorrowPolicy, plan_spill
 
 
 @dataclass(frozen=True)
-class SpillCostPolicy(SpillPolicy):
+class SpillCostPolicy(BorrowPolicy):
     """The least found over plans of the costliest rank, where a rank's cost is its copies plus its imports.
 
     An import costs as many copies as could be computed in its time (:func:`isoload.cost.break_even`), by the
@@ -28,6 +27,7 @@ class SpillCostPolicy(SpillPolicy):
     """
 
     name = "spill_cost"
+    split_by: str | Policy = "fill"
     expert_bytes: float = DEEPSEEK_V3_FP8
     token_us: float = 0.147
     egress: int | None = None
@@ -42,9 +42,9 @@ class SpillCostPolicy(SpillPolicy):
         if not 1 <= self.min_chunk < 2**31:
             raise ValueError(f"min_chunk must be in 1..2^31-1, got {self.min_chunk}")
 
-    def spill(self, demand: Demand, placed: PlacedLayers) -> ops.Spill:
+    def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
         near, far = placed.topology.bandwidths or DEFAULT_BANDWIDTHS
-        return plan_spill(
+        spill = plan_spill(
             demand,
             placed,
             capacity_factor=None,
@@ -56,3 +56,4 @@ class SpillCostPolicy(SpillPolicy):
             egress=self.egress,
             within=self.within,
         )
+        return placed.fill(spill.slot_to_expert, spill.quota, spill.telemetry)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from isoload.ops import Candidates
-from isoload.placed_layers import Filled
+from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement
 from isoload.policies.base import EVEN, Demand, exact_plan
 from isoload.policies.even import EvenPolicy
@@ -45,16 +45,18 @@ class WaterfillPolicy(SharedPolicy):
         plain = type(self) is WaterfillPolicy and type(self.routed_policy) is EvenPolicy
         return EVEN if plain and self.candidates == "all" else None
 
-    def split_routed(self, demand: Demand, filled: Filled) -> Plan:
+    def split_routed(self, demand: Demand, placed: PlacedLayers) -> Plan:
         """Copies spread evenly need no second split for the bound beside the shared ones."""
         if self.joined() is None:
-            return super().split_routed(demand, filled)
-        return exact_plan(self, demand.routed, filled, pour=total_shared(demand, filled.placed), **EVEN)
+            return super().split_routed(demand, placed)
+        return exact_plan(
+            self.routed_policy, demand.routed, placed, pour=total_shared(demand, placed), **EVEN
+        )
 
     def pour(self, made: Plan, demand: Demand) -> Plan:
-        poured, shared = pour_exactly(self, made, demand, self.candidates)
+        poured, shared = pour_exactly(made, demand, self.candidates)
         if self.joined() is None:
-            bound = poured_bound(demand, made.filled)
+            bound = poured_bound(demand, made.placed)
         else:
             bound = live_bound(made.bound, demand, made.placed)
         bound = torch.minimum(bound, poured.peak)

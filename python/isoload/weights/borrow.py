@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from isoload.placed_layers import Filled
+from isoload.placed_layers import PlacedLayers
 from isoload.transport import Group
 from isoload.weights.backend import Backend, BorrowPlan
 from isoload.weights.layout import Layout, home_addresses
@@ -98,7 +98,7 @@ class Borrowing:
         """Whether the host must have a plan from a device before weights can travel."""
         return self.backend.reads_moves and self.ranks[0].row_of_slot.device.type != "cpu"
 
-    def borrow(self, filled: Filled, beside: Borrowed | None = None) -> Borrowed | None:
+    def borrow(self, filled: PlacedLayers, beside: Borrowed | None = None) -> Borrowed | None:
         """Begins to bring the experts of filled spare slots; None where there are none, as far as the host can read.
 
         beside: whose buffer stays as it is, since a layer still computes with it.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from isoload.placed_layers import Filled
+from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, Seeded, sampled_plan
 from isoload.records import Plan
 
@@ -21,5 +21,5 @@ class DynamicPolicy(Seeded):
     name = "dynamic"
     samples = True
 
-    def split(self, demand: Demand, filled: Filled) -> Plan:
-        return sampled_plan(self, filled.tables.is_replica().to(torch.float32), demand, filled)
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        return sampled_plan(self, placed.tables.is_replica().to(torch.float32), demand, placed)

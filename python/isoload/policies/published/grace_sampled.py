@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from isoload.placed_layers import Filled, PlacedLayers
+from isoload.placed_layers import PlacedLayers
+from isoload.placement import Placement
 from isoload.policies.base import Demand, Seeded, sampled_plan
 from isoload.policies.grace import wished_parts
 from isoload.records import Plan
@@ -30,9 +31,9 @@ class GraceSampledPolicy(Seeded):
     samples = True
     locality: bool = True
 
-    def split(self, demand: Demand, filled: Filled) -> Plan:
-        anywhere = parts_by_rank(filled.placed, False).select(-2, 0)  # the same for all ranks
-        return sampled_plan(self, anywhere, demand, filled)
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        anywhere = parts_by_rank(placed, False).select(-2, 0)  # the same for all ranks
+        return sampled_plan(self, anywhere, demand, placed)
 
     def weights_of(self, plan: Plan, rank: int) -> Tensor:
         return parts_by_rank(plan.placed, self.locality).select(-2, rank)
@@ -45,11 +46,10 @@ def parts_by_rank(placed: PlacedLayers, locality: bool) -> Tensor:
 
 
 def derive_parts(placed: PlacedLayers, locality: bool) -> Tensor:
-    host = placed.host
-    layers = range(host.num_layers) if placed.layer is None else [placed.layer]
-    parts = np.zeros((len(layers), host.topology.num_ranks, host.num_slots), dtype=np.float32)
-    for row, layer in zip(parts, layers, strict=True):
+    def of(host: Placement, layer: int) -> np.ndarray[Any, Any]:
+        parts = np.zeros((host.topology.num_ranks, host.num_slots), dtype=np.float32)
         for slots, wished in wished_parts(host, layer, locality):
-            row[:, slots] = wished
-    table = torch.tensor(parts, device=placed.home_slot.device)
-    return table if placed.layer is None else table.select(0, 0)
+            parts[:, slots] = wished
+        return parts
+
+    return placed.stacked(of)

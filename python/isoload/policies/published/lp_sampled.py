@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from isoload.placed_layers import Filled
+from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, Seeded, sampled_plan
 from isoload.policies.lp import LpPolicy, telemetry
 from isoload.records import Plan
@@ -23,6 +23,6 @@ class LpSampledPolicy(Seeded, LpPolicy):
     name = "lp_sampled"
     samples = True
 
-    def split(self, demand: Demand, filled: Filled) -> Plan:
-        relaxed = self.relax(demand, filled)
-        return sampled_plan(self, relaxed.split.to(torch.float32), demand, filled, telemetry(relaxed))
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        relaxed = self.relax(demand, placed)
+        return sampled_plan(self, relaxed.split.to(torch.float32), demand, placed, telemetry(relaxed))

@@ -11,7 +11,7 @@ from isoload import ops
 from isoload.ops import SharedRule
 from isoload.placement import Placement
 from isoload.policies.base import Demand, Seeded, sample_seed
-from isoload.policies.pouring import SharedPolicy, poured_bound
+from isoload.policies.pouring import SharedPolicy, poured_bound, rank_copies
 from isoload.records import Plan
 from isoload.shared_experts import SharedPlan
 
@@ -41,8 +41,8 @@ class WaterfillSampledPolicy(Seeded, SharedPolicy):
 
     def pour(self, made: Plan, demand: Demand) -> Plan:
         assert demand.tokens is not None
-        shared = SharedPlan("sample", demand.tokens, None, self.copies(demand.loads, made))
-        bound = poured_bound(demand, made.filled)
+        shared = SharedPlan("sample", demand.tokens, None, rank_copies(demand.loads, made))
+        bound = poured_bound(demand, made.placed)
         return replace(made, policy=self, peak=None, bound=bound, shared=shared)
 
     def route_shared(self, slots: Tensor, plan: Plan, rank: int) -> Tensor:

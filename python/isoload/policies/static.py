@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from isoload.ops import Order
-from isoload.placed_layers import Filled, PlacedLayers
+from isoload.placed_layers import PlacedLayers
 from isoload.placement import IntArray, Placement
 from isoload.policies.base import Demand, Policy, check_seed, chosen_plan
 from isoload.records import Plan
@@ -30,24 +31,19 @@ class StaticPolicy(Policy):
         super().__post_init__()
         check_seed("seed", self.seed)
 
-    def split(self, demand: Demand, filled: Filled) -> Plan:
-        rows = self._all_rows(demand.loads, self.slots(filled.placed), filled.tables.num_slots)
-        return chosen_plan(self, rows.sum(-2, dtype=torch.int32), demand, filled)
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        rows = self._rows(demand.loads, placed)
+        return chosen_plan(self, rows.sum(-2, dtype=torch.int32), demand, placed)
 
     def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
-        slots, num_slots = self.slots(plan.placed), plan.tables.num_slots
-        if rank is None:
-            return self._all_rows(loads, slots, num_slots)
-        return self._all_rows(loads.select(-2, rank), slots.select(-2, rank), num_slots)
+        return self._rows(loads, plan.placed, rank)
 
-    def copies(self, loads: Tensor, plan: Plan) -> Tensor:
-        rows = self._all_rows(loads, self.slots(plan.placed), plan.tables.num_slots)
-        return rows.view(*rows.shape[:-1], plan.tables.num_ranks, -1).sum(-1, dtype=torch.int32)
-
-    @staticmethod
-    def _all_rows(loads: Tensor, slots: Tensor, num_slots: int) -> Tensor:
-        """[..., P] copies per slot if every row of loads [..., E] sends expert e to slots[..., e]."""
-        rows = loads.new_zeros((*loads.shape[:-1], num_slots))
+    def _rows(self, loads: Tensor, placed: PlacedLayers, rank: int | None = None) -> Tensor:
+        """[..., R, P] copies per slot where source r sends expert e to slots[..., r, e], or [..., P] of one rank."""
+        slots = self.slots(placed)
+        if rank is not None:
+            loads, slots = loads.select(-2, rank), slots.select(-2, rank)
+        rows = loads.new_zeros((*loads.shape[:-1], placed.host.num_slots))
         return rows.scatter_(-1, slots.expand(loads.shape), loads)
 
     def slots(self, placed: PlacedLayers) -> Tensor:
@@ -55,10 +51,7 @@ class StaticPolicy(Policy):
         return placed.memo(self, self._draw)
 
     def _draw(self, placed: PlacedLayers) -> Tensor:
-        layers = range(placed.host.num_layers) if placed.layer is None else [placed.layer]
-        table = np.stack([static_slots(placed.host, layer, self.seed) for layer in layers])
-        chosen = torch.tensor(table, device=placed.home_slot.device)
-        return chosen if placed.layer is None else chosen.select(0, 0)
+        return placed.stacked(partial(static_slots, seed=self.seed))
 
 
 def static_slots(host: Placement, layer: int, seed: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
