@@ -86,12 +86,11 @@ def plan_spill(
         within: "node": an expert is borrowed only in the node of its home, and the capacity and the threshold are about
             the mean load of the most loaded node. "all": anywhere.
     """
-    for name, value in (
-        ("capacity_factor", capacity_factor),
-        ("imbalance_threshold", imbalance_threshold),
-        ("tolerance", tolerance),
+    for name, value, low in (
+        ("capacity_factor", capacity_factor, 1),
+        ("imbalance_threshold", imbalance_threshold, 0),
+        ("tolerance", tolerance, 0),
     ):
-        low = 1 if name == "capacity_factor" else 0
         if value is not None and not low <= value <= 1000:
             raise ValueError(f"{name} must be in {low}..1000, got {value}")
     if within not in ("all", "node"):
