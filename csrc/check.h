@@ -4,6 +4,8 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <cstdint>
+#include <initializer_list>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -57,14 +59,42 @@ inline void require_ids(const Tensor& tensor, const char* name) {
           dtype_name(type));
 }
 
-inline void require_shape(const Tensor& tensor, const char* name, std::initializer_list<int64_t> shape) {
-  bool same = tensor.dim() == static_cast<int64_t>(shape.size());
-  int64_t i = 0;
-  for (const int64_t n : shape) same = same && tensor.size(i++) == n;
+// Ids or slots of T tokens, K each.
+inline void require_columns(const Tensor& tensor, const char* name) {
+  require_ids(tensor, name);
+  require(tensor.dim() == 2, name, " must be [T, K], got ", shape_text(tensor));
+}
+
+// The sizes of a tensor, four at most.
+struct Sizes {
+  Sizes(std::initializer_list<int64_t> sizes) {
+    for (const int64_t n : sizes) of[count++] = n;
+  }
+  int64_t of[4];
+  int64_t count = 0;
+};
+
+inline void require_shape(const Tensor& tensor, const char* name, const Sizes& shape) {
+  bool same = tensor.dim() == shape.count;
+  for (int64_t i = 0; i < shape.count; ++i) same = same && tensor.size(i) == shape.of[i];
   if (same) return;
   std::ostringstream expected;  // made where it is told: that takes longer than all other checks
-  for (auto n = shape.begin(); n != shape.end(); ++n) expected << (n == shape.begin() ? "" : ", ") << *n;
+  for (int64_t i = 0; i < shape.count; ++i) expected << (i ? ", " : "") << shape.of[i];
   require(false, name, " must have shape [", expected.str(), "], got ", shape_text(tensor));
+}
+
+inline void require_in(const char* name, int64_t value, int64_t low, int64_t high) {
+  require(value >= low && value <= high, name, " must be in ", low, "..", high, ", got ", value);
+}
+
+inline void require_per_node(int64_t ranks_per_node, int64_t R) {
+  require(ranks_per_node >= 1 && R % ranks_per_node == 0, "ranks_per_node must divide ", R, ", got ",
+          ranks_per_node);
+}
+
+inline int require_int(const char* name, int64_t value) {
+  require(value >= 0 && value <= INT32_MAX, name, " must be in 0..2^31-1, got ", value);
+  return static_cast<int>(value);
 }
 
 }  // namespace isoload

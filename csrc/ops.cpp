@@ -6,21 +6,18 @@
 namespace isoload {
 
 namespace boxed {
-#define ISOLOAD_DECLARE(name, devices, schema) void name(StableIValue*, uint64_t, uint64_t);
+#define ISOLOAD_DECLARE(name, schema) void name(StableIValue*, uint64_t, uint64_t);
 ISOLOAD_OPS(ISOLOAD_DECLARE)
 }  // namespace boxed
 
-#define ISOLOAD_DEFINE(name, devices, schema) m.def(#name schema);
-#define ISOLOAD_ON_CPU(name, devices, schema) \
-  if constexpr (((devices) & kCpu) != 0) m.impl(#name, boxed::name);
-#define ISOLOAD_ON_CUDA(name, devices, schema) \
-  if constexpr (((devices) & kCuda) != 0) m.impl(#name, boxed::name);
+#define ISOLOAD_DEFINE(name, schema) m.def(#name schema);
+#define ISOLOAD_IMPLEMENT(name, schema) m.impl(#name, boxed::name);
 
 // clang-format off
 STABLE_TORCH_LIBRARY(isoload, m) { ISOLOAD_OPS(ISOLOAD_DEFINE) }
-STABLE_TORCH_LIBRARY_IMPL(isoload, CPU, m) { ISOLOAD_OPS(ISOLOAD_ON_CPU) }
+STABLE_TORCH_LIBRARY_IMPL(isoload, CPU, m) { ISOLOAD_OPS(ISOLOAD_IMPLEMENT) }
 #ifdef ISOLOAD_WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(isoload, CUDA, m) { ISOLOAD_OPS(ISOLOAD_ON_CUDA) }
+STABLE_TORCH_LIBRARY_IMPL(isoload, CUDA, m) { ISOLOAD_OPS(ISOLOAD_IMPLEMENT) }
 #endif
 // clang-format on
 

@@ -109,7 +109,7 @@ def link_and_load() -> None:
         library
     ):  # which alone brings libtorch_cuda and, with it, the current stream
         raise SystemExit(f"libtorch.so is not among the libraries that {library} needs")
-    listed = re.findall(r"^  OP\((\w+), .*kCuda", (nvcc.CSRC / "ops" / "list.h").read_text(), re.M)
+    listed = re.findall(r"^  OP\((\w+), \\$", (nvcc.CSRC / "ops" / "list.h").read_text(), re.M)
     subprocess.run([sys.executable, "-c", LOAD, str(library), *listed], check=True)
 
 

@@ -20,8 +20,7 @@ static cpu::SharedLayout check_layout(int64_t routed_per_rank, std::optional<int
 std::tuple<Tensor, Tensor> append_shared_expert(const Tensor& slots_in, const Tensor& weights_in,
                                                 const Tensor& ranks_in, int64_t routed_per_rank,
                                                 std::optional<int64_t> slots_per_rank, double weight) {
-  require_ids(slots_in, "slots");
-  require(slots_in.dim() == 2, "slots must be [T, K], got ", shape_text(slots_in));
+  require_columns(slots_in, "slots");
   const int64_t T = slots_in.size(0), K = slots_in.size(1);
   const ScalarType real = weights_in.scalar_type();
   require(real == ScalarType::Float || real == ScalarType::Double, "weights must be float32 or float64, got ",
@@ -36,33 +35,28 @@ std::tuple<Tensor, Tensor> append_shared_expert(const Tensor& slots_in, const Te
   const Tensor slots = dense(slots_in), weights = dense(weights_in), ranks = dense(ranks_in);
   const cpu::SharedLayout layout = check_layout(routed_per_rank, slots_per_rank, weight, n);
 
-  Tensor new_slots = new_empty(slots, {T, K + n}, slots.scalar_type());
+  Tensor new_slots = new_tensor(slots, {T, K + n}, slots.scalar_type());
   Tensor new_weights = torch::stable::new_empty(weights, {T, K + n});
   require_device(weights, "weights", slots, "slots");
   require_device(ranks, "ranks", slots, "slots");
+  // f(pointers of their own types)
+  auto with_types = [&](auto&& f) {
+    return with_ids(slots, new_slots, [&](const auto* from, auto* to) {
+      if (real == ScalarType::Float)
+        return f(from, data<float>(weights), to, mutable_data<float>(new_weights));
+      return f(from, data<double>(weights), to, mutable_data<double>(new_weights));
+    });
+  };
+  const int32_t* const at = data<int32_t>(ranks);
   if (on_cuda(slots, [&](auto stream) {
-        auto launch = [&](auto id, auto one) {
-          using Id = decltype(id);
-          using Weight = decltype(one);
-          return cuda::append_shared_expert(data<Id>(slots), data<Weight>(weights), data<int32_t>(ranks), T,
-                                            K, n, layout, mutable_data<Id>(new_slots),
-                                            mutable_data<Weight>(new_weights), stream);
-        };
-        auto launch_as = [&](auto id) {
-          return real == ScalarType::Float ? launch(id, 1.0f) : launch(id, 1.0);
-        };
-        return slots.scalar_type() == ScalarType::Int ? launch_as(int32_t()) : launch_as(int64_t());
+        return with_types([&](auto* from, auto* gates, auto* to, auto* to_gates) {
+          return cuda::append_shared_expert(from, gates, at, T, K, n, layout, to, to_gates, stream);
+        });
       }))
     return {new_slots, new_weights};
-  auto run = [&](auto id, auto one) {
-    using Id = decltype(id);
-    using Weight = decltype(one);
-    return cpu::append_shared_expert(data<Id>(slots), data<Weight>(weights), data<int32_t>(ranks), T, K, n,
-                                     layout, mutable_data<Id>(new_slots), mutable_data<Weight>(new_weights));
-  };
-  auto run_as = [&](auto id) { return real == ScalarType::Float ? run(id, 1.0f) : run(id, 1.0); };
-  const cpu::LayoutFault fault =
-      slots.scalar_type() == ScalarType::Int ? run_as(int32_t()) : run_as(int64_t());
+  const cpu::LayoutFault fault = with_types([&](auto* from, auto* gates, auto* to, auto* to_gates) {
+    return cpu::append_shared_expert(from, gates, at, T, K, n, layout, to, to_gates);
+  });
   require(fault.kind != cpu::LayoutFault::bad_slot, "slots must be in -1..2^31-1, got ", fault.value);
   require(fault.kind != cpu::LayoutFault::bad_rank, "ranks must be -1 or more, got ", fault.value);
   require(fault.kind != cpu::LayoutFault::too_large, "slots_per_rank must leave every slot below 2^31, got ",

@@ -27,7 +27,7 @@ std::tuple<Tensor, Tensor> balance_own(const Tensor& topk_ids, const Tensor& tab
   require_copies(topk_ids);
   require(num_experts >= 1, "num_experts must be at least 1, got ", num_experts);
   require(tables.dim() == 1, "tables must be of one layer, got ", shape_text(tables));
-  const Tensor ids = dense(topk_ids), counts = new_empty(ids, {num_experts});
+  const Tensor ids = dense(topk_ids), counts = new_tensor(ids, {num_experts});
   OwnBatch batch(counts, tables, num_ranks, num_slots);
   batch.set_base(offset, std::nullopt, ticks);
   batch.set_sums(recent, sent);
@@ -38,20 +38,18 @@ std::tuple<Tensor, Tensor> balance_own(const Tensor& topk_ids, const Tensor& tab
           num_ranks, " ranks, got ", n);
   const int64_t T = ids.size(0);
   const int K = static_cast<int>(ids.size(1));
-  Tensor slots = new_empty(ids, {ids.size(0), ids.size(1)}, ids.scalar_type());
+  Tensor slots = new_tensor(ids, {ids.size(0), ids.size(1)}, ids.scalar_type());
   int32_t* const to = mutable_data<int32_t>(counts);
-  auto launch = [&](auto&& run) {
-    if (ids.scalar_type() == ScalarType::Int) return run(data<int32_t>(ids), mutable_data<int32_t>(slots));
-    return run(data<int64_t>(ids), mutable_data<int64_t>(slots));
-  };
   if (!on_cuda(ids, [&](auto stream) {
         const Scratch scratch(ids, cuda::balance_own_bytes(T, K, problem));
-        return launch([&](const auto* from, auto* slot) {
+        return with_ids(ids, slots, [&](auto* from, auto* slot) {
           return cuda::balance_own(from, T, K, problem, to, slot, scratch.data(), stream);
         });
       }))
-    check(launch([&](const auto* from, auto* slot) { return cpu::balance_own(from, n, problem, to, slot); }),
-          problem);
+    check(
+        with_ids(ids, slots,
+                 [&](auto* from, auto* to_slot) { return cpu::balance_own(from, n, problem, to, to_slot); }),
+        problem);
   return {slots, counts};
 }
 

@@ -12,29 +12,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> balance_same(
     int64_t sweeps, int64_t budget) {
   require_copies(topk_ids);
   require(num_experts >= 1, "num_experts must be at least 1, got ", num_experts);
-  require(num_ranks >= 1 && num_ranks <= kMaxRanks, "num_ranks must be in 1..", kMaxRanks, ", got ",
-          num_ranks);
+  require_in("num_ranks", num_ranks, 1, kMaxRanks);
   require(tables.dim() == 1, "tables must be of one layer, got ", shape_text(tables));
-  const Tensor ids = dense(topk_ids), loads = new_empty(ids, {num_ranks, num_experts});
+  const Tensor ids = dense(topk_ids), loads = new_tensor(ids, {num_ranks, num_experts});
   ExactBatch batch(loads, tables, num_ranks, num_slots, std::nullopt, ticks, std::nullopt, objective,
                    ranks_per_node, tolerance_ppm, sweeps, budget);
   ExactProblem problem = batch.problem;
   if (problem.objective != Objective::local) problem.num_sources = 1;  // the others have no copies
   const int64_t T = ids.size(0);
   const int K = static_cast<int>(ids.size(1));
-  Tensor slots = new_empty(ids, {ids.size(0), ids.size(1)}, ids.scalar_type());
+  Tensor slots = new_tensor(ids, {ids.size(0), ids.size(1)}, ids.scalar_type());
   int32_t* const to = mutable_data<int32_t>(loads);
-  auto launch = [&](auto&& run) {
-    if (ids.scalar_type() == ScalarType::Int) return run(data<int32_t>(ids), mutable_data<int32_t>(slots));
-    return run(data<int64_t>(ids), mutable_data<int64_t>(slots));
-  };
   if (!on_cuda(ids, [&](auto stream) {
         const Scratch scratch(ids, cuda::balance_same_bytes(T, K, problem));
-        return launch([&](const auto* from, auto* slot) {
+        return with_ids(ids, slots, [&](auto* from, auto* slot) {
           return cuda::balance_same(from, T, K, problem, to, batch.result(), slot, scratch.data(), stream);
         });
       })) {
-    const cpu::BalanceFault fault = launch([&](const auto* from, auto* slot) {
+    const cpu::BalanceFault fault = with_ids(ids, slots, [&](auto* from, auto* slot) {
       return cpu::balance_same(from, ids.numel(), problem, to, batch.result(), slot);
     });
     require(fault.kind != cpu::BalanceFault::bad_id, "topk_ids must be in -1..", num_experts - 1, ", got ",

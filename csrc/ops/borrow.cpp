@@ -18,16 +18,15 @@ struct Borrowed {
     require_dtype(slots, "slot_to_expert", ScalarType::Int);
     require_dtype(home, "home", ScalarType::Int);
     require_dtype(peers, "peers", ScalarType::Long);
-    require(R >= 1 && R <= kMaxRanks, "num_ranks must be in 1..", kMaxRanks, ", got ", R);
-    require(rank >= 0 && rank < R, "rank must be in 0..", R - 1, ", got ", rank);
+    require_in("num_ranks", R, 1, kMaxRanks);
+    require_in("rank", rank, 0, R - 1);
     require(slots.dim() == 1, "slot_to_expert must be [P], got ", shape_text(slots));
     const int64_t P = slots.size(0);
     require(P >= R && P % R == 0, "slot_to_expert must have a multiple of num_ranks=", R, " slots, got ", P);
-    require(spare_slots >= 0 && spare_slots <= P / R, "spare_slots must be in 0..", P / R, ", got ",
-            spare_slots);
+    require_in("spare_slots", spare_slots, 0, P / R);
     require(home.dim() == 2 && home.size(1) == 2, "home must be [E, 2], got ", shape_text(home));
     require_shape(peers, "peers", {R, stacks});
-    require(blocks >= 1 && blocks <= 65535, "blocks must be in 1..65535, got ", blocks);
+    require_in("blocks", blocks, 1, 65535);
     require_device(home, "home", slots, "slot_to_expert");
     require_device(peers, "peers", slots, "slot_to_expert");
     in = {data<int32_t>(slots),     static_cast<const Home*>(home.const_data_ptr()),

@@ -26,18 +26,52 @@ inline void require_device(const Tensor& tensor, const char* name, const Tensor&
           " must be on the device of ", like_name);
 }
 
-// Which ranks are alive: [R] bool on the device of `like`, one at least.
-inline Tensor checked_alive(const Tensor& alive, int64_t num_ranks, const Tensor& like,
-                            const char* like_name) {
-  require(alive.scalar_type() == ScalarType::Bool, "alive must be bool, got ",
-          dtype_name(alive.scalar_type()));
-  require_shape(alive, "alive", {num_ranks});
-  require_device(alive, "alive", like, like_name);
-  const Tensor checked = dense(alive);
-  bool any = !alive.is_cpu();
-  for (int64_t r = 0; r < num_ranks && !any; ++r) any = data<bool>(checked)[r];
+// A tensor of this dtype and shape on the device of `like`, without gaps; or none.
+inline Tensor checked(const Tensor& tensor, const char* name, ScalarType dtype, const Sizes& shape,
+                      const Tensor& like, const char* like_name) {
+  require_dtype(tensor, name, dtype);
+  require_shape(tensor, name, shape);
+  require_device(tensor, name, like, like_name);
+  return dense(tensor);
+}
+inline std::optional<Tensor> checked(const std::optional<Tensor>& tensor, const char* name, ScalarType dtype,
+                                     const Sizes& shape, const Tensor& like, const char* like_name) {
+  if (!tensor) return std::nullopt;
+  return checked(*tensor, name, dtype, shape, like, like_name);
+}
+
+// Which ranks are alive, one at least.
+inline std::optional<Tensor> checked_alive(const std::optional<Tensor>& given, int64_t num_ranks,
+                                           const Tensor& like, const char* like_name) {
+  require(!given || given->scalar_type() == ScalarType::Bool, "alive must be bool, got ",
+          dtype_name(given ? given->scalar_type() : ScalarType::Bool));
+  const auto alive = checked(given, "alive", ScalarType::Bool, {num_ranks}, like, like_name);
+  bool any = !alive || !like.is_cpu();
+  for (int64_t r = 0; r < num_ranks && !any; ++r) any = data<bool>(alive)[r];
   require(any, "alive must be true for at least one rank, got none");
-  return checked;
+  return alive;
+}
+
+// What one copy costs on each rank.
+inline std::optional<Tensor> checked_ticks(const std::optional<Tensor>& given, int64_t num_ranks,
+                                           const Tensor& like, const char* like_name) {
+  const auto ticks = checked(given, "ticks", ScalarType::Int, {num_ranks}, like, like_name);
+  for (int64_t r = 0; ticks && r < num_ranks && like.is_cpu(); ++r) {
+    const int32_t tick = data<int32_t>(ticks)[r];
+    require(tick >= 1 && tick <= 1 << 20, "ticks must be in 1..2^20, got ", tick, " for rank ", r);
+  }
+  return ticks;
+}
+
+// Sums that batches add to, in place; null where there are none.
+inline int64_t* checked_sums(const std::optional<Tensor>& sums, const char* name, int64_t size,
+                             const Tensor& like, const char* like_name) {
+  if (!sums) return nullptr;
+  require_dtype(*sums, name, ScalarType::Long);
+  require(sums->is_contiguous() && sums->numel() == size, name, " must be contiguous with ", size,
+          " numbers, got ", shape_text(*sums));
+  require_device(*sums, name, like, like_name);
+  return mutable_data<int64_t>(*sums);
 }
 
 // The batch's number [1] on the device of `like`, as a pointer; null where there is none.
@@ -54,7 +88,7 @@ inline const int64_t* step_number(const std::optional<Tensor>& step, const Tenso
 class Scratch {
  public:
   Scratch(const Tensor& like, int64_t bytes) {
-    if (bytes > 0) tensor_ = new_empty(like, {(bytes + 7) / 8}, ScalarType::Long);
+    if (bytes > 0) tensor_ = new_tensor(like, {(bytes + 7) / 8}, ScalarType::Long);
   }
   void* data() const { return tensor_ ? tensor_->mutable_data_ptr() : nullptr; }
 

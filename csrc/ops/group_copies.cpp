@@ -15,24 +15,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_copies(const Tensor& slots_in, 
   require(num_places >= 0 && num_places <= n, "num_places must be in 0..", n, " (N*K), got ", num_places);
   const Tensor slots = dense(slots_in);
   const cpu::CopyGroup group{n, first, static_cast<int>(num_slots), num_places};
-  Tensor copy = new_empty(slots, {num_places}, ScalarType::Long);
-  Tensor slot = new_empty(slots, {num_places}, ScalarType::Long);
-  Tensor ends = new_empty(slots, {num_slots});
-  Tensor position = new_empty(slots, {slots.size(0), slots.size(1)}, ScalarType::Long);
+  Tensor copy = new_tensor(slots, {num_places}, ScalarType::Long);
+  Tensor slot = new_tensor(slots, {num_places}, ScalarType::Long);
+  Tensor ends = new_tensor(slots, {num_slots});
+  Tensor position = new_tensor(slots, {slots.size(0), slots.size(1)}, ScalarType::Long);
   const cpu::Groups out{mutable_data<int64_t>(copy), mutable_data<int64_t>(slot), mutable_data<int32_t>(ends),
                         mutable_data<int64_t>(position)};
   if (on_cuda(slots, [&](auto stream) {
         const Scratch scratch(slots, cuda::group_copies_bytes(group));
-        auto launch = [&](auto id) {
-          using Slot = decltype(id);
-          return cuda::group_copies(data<Slot>(slots), group, out, scratch.data(), stream);
-        };
-        return slots.scalar_type() == ScalarType::Int ? launch(int32_t()) : launch(int64_t());
+        return with_ids(
+            slots, [&](auto* from) { return cuda::group_copies(from, group, out, scratch.data(), stream); });
       }))
     return {copy, slot, ends, position};
-  const int64_t present = slots.scalar_type() == ScalarType::Int
-                              ? cpu::group_copies(data<int32_t>(slots), group, out)
-                              : cpu::group_copies(data<int64_t>(slots), group, out);
+  const int64_t present = with_ids(slots, [&](auto* from) { return cpu::group_copies(from, group, out); });
   require(present <= num_places, "num_places must be at least the number of copies present (", present,
           "), got ", num_places);
   return {copy, slot, ends, position};

@@ -1,113 +1,109 @@
 // Every op, and every rule that a kernel finds broken: registrations, the bits of a device's error word and
 // their words in Python follow from here. Torch is not known here.
 //
-//   OP(function, devices, schema)   in pipeline order; the function is in csrc/ops, under
-//   ISOLOAD_OP(function) FAULT(bit, rule)                the next bit of the error word; a rule starts with
-//   its op's name
+//   OP(function, schema)   in pipeline order; the function is in csrc/ops, under ISOLOAD_OP(function)
+//   FAULT(bit, rule)       the next bit of the error word; a rule starts with its op's name
 #pragma once
 
 #include <cstdint>
 
 namespace isoload {
 
-// Where an op has an implementation.
-constexpr int kCpu = 1, kCuda = 2;
-
 // clang-format off
 #define ISOLOAD_OPS(OP) \
-  OP(count, kCpu | kCuda, \
+  OP(count, \
      "(Tensor topk_ids, int num_experts, int num_shared) " \
      "-> (Tensor ids, Tensor counts, Tensor numbers, Tensor parts)") \
-  OP(replica_tables, kCpu | kCuda, \
+  OP(replica_tables, \
      "(Tensor slot_to_expert, int num_ranks, int num_experts, Tensor(a!) tables) -> ()") \
-  OP(plan_exact, kCpu | kCuda, \
+  OP(plan_exact, \
      "(Tensor loads, Tensor tables, int num_ranks, int num_slots, Tensor? fixed, Tensor? ticks, " \
      "Tensor? pour, int objective, int ranks_per_node, int tolerance_ppm, int sweeps, int budget, " \
      "int? rank) -> (Tensor quota, Tensor peak, Tensor bound, Tensor telemetry, Tensor send_counts)") \
-  OP(plan_active, kCpu | kCuda, \
+  OP(plan_active, \
      "(Tensor loads, Tensor tables, int num_ranks, int num_slots, Tensor? ticks) " \
      "-> (Tensor quota, Tensor active_peak, Tensor active_bound, Tensor telemetry)") \
-  OP(plan_lp, kCpu | kCuda, \
+  OP(plan_lp, \
      "(Tensor loads, Tensor tables, int num_ranks, int num_slots, Tensor? speeds, Tensor? base, " \
      "bool float64, float tolerance, int iterations) -> (Tensor split, Tensor primal, " \
      "Tensor dual, Tensor iterations, Tensor status)") \
-  OP(round_split, kCpu | kCuda, \
+  OP(round_split, \
      "(Tensor split, Tensor loads, Tensor tables, int num_ranks, int num_slots) -> Tensor") \
-  OP(plan_spill, kCpu | kCuda, \
+  OP(plan_spill, \
      "(Tensor loads, Tensor slot_to_expert, Tensor home_slot, int num_ranks, int ranks_per_node, " \
      "int spare_slots, Tensor? fixed, Tensor? start, Tensor? alive, int capacity_ppm, " \
      "int threshold_ppm, bool per_expert, int tolerance_ppm, int min_chunk, int near_cost, " \
      "int far_cost, int egress, bool within) " \
      "-> (Tensor slot_to_expert, Tensor quota, Tensor level, Tensor telemetry)") \
-  OP(plan_replication, kCpu | kCuda, \
+  OP(plan_replication, \
      "(Tensor loads, Tensor slot_to_expert, Tensor home_slot, int num_ranks, int ranks_per_node, " \
      "int spare_slots, Tensor? fixed, Tensor? alive, int local_slots, bool printed) " \
      "-> (Tensor slot_to_expert, Tensor telemetry)") \
-  OP(top_up, kCpu | kCuda, \
+  OP(top_up, \
      "(Tensor loads, Tensor slot_to_expert, Tensor home_slot, int num_ranks, int ranks_per_node, " \
      "int spare_slots, Tensor? fixed, Tensor? alive) -> (Tensor slot_to_expert, Tensor telemetry)") \
-  OP(shard_tokens, kCpu | kCuda, \
+  OP(shard_tokens, \
      "(Tensor loads, Tensor tables, Tensor home_slot, int num_ranks, int num_slots, Tensor? fixed, " \
      "Tensor? alive, int tolerance_ppm, bool printed) -> Tensor") \
-  OP(plan_waterfill, kCpu | kCuda, \
+  OP(plan_waterfill, \
      "(Tensor copies, Tensor tokens, int per_token, int ranks_per_node, int candidates, " \
      "Tensor? ticks, Tensor? limits) -> (Tensor share, Tensor peak, Tensor bound)") \
-  OP(plan_joint, kCpu | kCuda, \
+  OP(plan_joint, \
      "(Tensor loads, Tensor tables, int num_ranks, int num_slots, int num_shared, int first_shared, " \
      "Tensor? ticks, int objective, int ranks_per_node, int tolerance_ppm, int sweeps, int budget, " \
      "int rank) -> (Tensor quota, Tensor peak, Tensor bound, Tensor telemetry, Tensor send_counts, " \
      "Tensor share)") \
-  OP(plan_own, kCpu | kCuda, \
+  OP(plan_own, \
      "(Tensor counts, Tensor tables, int num_ranks, int num_slots, Tensor offset, " \
      "Tensor? fixed, Tensor? ticks, Tensor(a!)? recent, Tensor(b!)? sent, int source, SymInt layer, " \
      "int sweeps) -> Tensor") \
-  OP(balance_own, kCpu | kCuda, \
+  OP(balance_own, \
      "(Tensor topk_ids, Tensor tables, int num_experts, int num_ranks, int num_slots, Tensor offset, " \
      "Tensor? ticks, Tensor(a!)? recent, Tensor(b!)? sent, int source, SymInt layer, int sweeps) " \
      "-> (Tensor slots, Tensor counts)") \
-  OP(balance_same, kCpu | kCuda, \
+  OP(balance_same, \
      "(Tensor topk_ids, Tensor tables, int num_experts, int num_ranks, int num_slots, Tensor? ticks, " \
      "int objective, int ranks_per_node, int tolerance_ppm, int sweeps, int budget) " \
      "-> (Tensor slots, Tensor loads, Tensor quota, Tensor peak, Tensor bound, Tensor telemetry)") \
-  OP(share, kCpu | kCuda, \
+  OP(share, \
      "(Tensor loads, Tensor quota, Tensor tables, int ranks_per_node, int rank, bool locality) " \
      "-> Tensor") \
-  OP(share_by_rank, kCpu | kCuda, \
+  OP(share_by_rank, \
      "(Tensor loads, Tensor quota, Tensor tables, int ranks_per_node, bool locality) -> Tensor") \
-  OP(share_alone, kCpu | kCuda, \
+  OP(share_alone, \
      "(Tensor counts, Tensor quota, Tensor tables, int source, bool past, Tensor(a!)? recent) -> Tensor") \
-  OP(route, kCpu | kCuda, \
+  OP(route, \
      "(Tensor topk_ids, Tensor numbers, Tensor parts, Tensor send_counts, Tensor tables, " \
      "int num_experts, int num_ranks, Tensor? shared_row, int num_shared, int first_shared, int home, " \
      "bool strict, bool prefer_visited) -> Tensor") \
-  OP(route_sampled, kCpu | kCuda, \
+  OP(route_sampled, \
      "(Tensor topk_ids, Tensor weights, Tensor tables, int num_experts, int seed, Tensor? step, " \
      "int rank) -> Tensor") \
-  OP(route_shared, kCpu | kCuda, \
+  OP(route_shared, \
      "(Tensor slots, Tensor source_quota, int slots_per_rank, int rank, int num_shared, bool strict) " \
      "-> Tensor") \
-  OP(route_shared_sampled, kCpu | kCuda, \
+  OP(route_shared_sampled, \
      "(Tensor slots, Tensor load, Tensor? tokens, int slots_per_rank, int rank, str rule, " \
      "int seed, Tensor? step) -> Tensor") \
-  OP(append_shared_expert, kCpu | kCuda, \
+  OP(append_shared_expert, \
      "(Tensor slots, Tensor weights, Tensor ranks, int routed_per_rank, int? slots_per_rank, " \
      "float weight) -> (Tensor, Tensor)") \
-  OP(number_rows, kCpu | kCuda, \
+  OP(number_rows, \
      "(Tensor slots, int slots_per_rank, int num_ranks) -> (Tensor ranks, Tensor numbers, Tensor counts)") \
-  OP(pack_rows, kCpu | kCuda, \
+  OP(pack_rows, \
      "(Tensor x, Tensor slots, Tensor weights, Tensor ranks, Tensor numbers, Tensor counts, " \
      "int slots_per_rank, int num_rows, int capacity, int slots_at, int weights_at, int bytes) " \
      "-> (Tensor payload, Tensor row_to_token, Tensor row_to_rank, Tensor token_to_rows)") \
-  OP(group_copies, kCpu | kCuda, \
+  OP(group_copies, \
      "(Tensor slots, int first, int num_slots, int num_places) " \
      "-> (Tensor copy, Tensor slot, Tensor ends, Tensor position)") \
-  OP(borrow, kCpu | kCuda, \
+  OP(borrow, \
      "(Tensor slot_to_expert, Tensor home, Tensor peers, Tensor(a!)[] spare, int num_ranks, " \
      "int rank, int blocks) -> ()") \
-  OP(borrow_backward, kCpu | kCuda, \
+  OP(borrow_backward, \
      "(Tensor slot_to_expert, Tensor home, Tensor peers, Tensor(a!)[] totals, int num_ranks, " \
      "int rank, int spare_slots, ScalarType dtype, int blocks) -> ()") \
-  OP(device_errors, kCpu | kCuda, \
+  OP(device_errors, \
      "(Tensor like) -> Tensor")
 
 #define ISOLOAD_FAULTS(FAULT) \

@@ -43,8 +43,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> pack_rows(const Tensor& x_in, const T
                                                      int64_t slots_per_rank, int64_t num_rows,
                                                      int64_t capacity, int64_t slots_at, int64_t weights_at,
                                                      int64_t bytes) {
-  require_ids(slots_in, "slots");
-  require(slots_in.dim() == 2, "slots must be [T, K], got ", shape_text(slots_in));
+  require_columns(slots_in, "slots");
   const int64_t T = slots_in.size(0), K = slots_in.size(1);
   require(x_in.dim() == 2 && x_in.size(0) == T, "x must be [", T, ", H], got ", shape_text(x_in));
   const ScalarType real = weights_in.scalar_type();
@@ -77,22 +76,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> pack_rows(const Tensor& x_in, const T
     require_device(*tensor, name, slots, "slots");
   if (slots.is_cpu()) check_values(ranks, numbers, counts, in);
 
-  Tensor payload = new_empty(slots, {num_rows, bytes}, ScalarType::Byte);
-  Tensor row_to_token = new_empty(slots, {num_rows}, ScalarType::Long);
-  Tensor row_to_rank = new_empty(slots, {num_rows}, ScalarType::Long);
-  Tensor token_to_rows = new_empty(slots, {T, D}, ScalarType::Long);
+  Tensor payload = new_tensor(slots, {num_rows, bytes}, ScalarType::Byte);
+  Tensor row_to_token = new_tensor(slots, {num_rows}, ScalarType::Long);
+  Tensor row_to_rank = new_tensor(slots, {num_rows}, ScalarType::Long);
+  Tensor token_to_rows = new_tensor(slots, {T, D}, ScalarType::Long);
   const cpu::PackedRows out{mutable_data<char>(payload), mutable_data<int64_t>(row_to_token),
                             mutable_data<int64_t>(row_to_rank), mutable_data<int64_t>(token_to_rows)};
-  auto run = [&](auto id, auto one, auto&& call) {
-    using Slot = decltype(id);
-    using Weight = decltype(one);
-    return call(data<char>(x), data<Slot>(slots), data<Weight>(weights), data<int32_t>(ranks),
-                data<int32_t>(numbers), data<int64_t>(counts));
-  };
   auto run_as = [&](auto&& call) {
-    const bool narrow = slots.scalar_type() == ScalarType::Int;
-    if (real == ScalarType::Float) return narrow ? run(int32_t(), 1.0f, call) : run(int64_t(), 1.0f, call);
-    return narrow ? run(int32_t(), 1.0, call) : run(int64_t(), 1.0, call);
+    return with_ids(slots, [&](auto* slot) {
+      auto run = [&](auto* weight) {
+        return call(data<char>(x), slot, weight, data<int32_t>(ranks), data<int32_t>(numbers),
+                    data<int64_t>(counts));
+      };
+      return real == ScalarType::Float ? run(data<float>(weights)) : run(data<double>(weights));
+    });
   };
   if (on_cuda(slots, [&](auto stream) {
         return run_as([&](auto... of) { return cuda::pack_rows(of..., in, out, stream); });

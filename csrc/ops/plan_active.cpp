@@ -3,7 +3,6 @@
 
 #include "ops/loads_batch.h"
 #include "ops/op.h"
-#include "ops/plan_layers.h"
 
 namespace isoload::ops {
 
@@ -11,21 +10,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plan_active(const Tensor& loads, cons
                                                        int64_t num_ranks, int64_t num_slots,
                                                        const std::optional<Tensor>& ticks_in) {
   const LoadsBatch batch(loads, tables, num_ranks, num_slots);
-  std::optional<Tensor> ticks;
-  if (ticks_in) ticks = batch.checked_ticks(*ticks_in);
-  const Tensor quota = batch.per_layer(batch.P), telemetry = batch.per_layer(4);
-  const Tensor peak = batch.per_layer(ScalarType::Long), bound = batch.per_layer(ScalarType::Long);
-  ActiveProblem problem{};
-  problem.R = static_cast<int>(batch.R);
-  problem.E = static_cast<int>(batch.E);
-  problem.S = static_cast<int>(batch.P / batch.R);
-  problem.tables = batch.tables->layer(0);
-  problem.loads = batch.of(0);
+  const auto ticks = checked_ticks(ticks_in, batch.R, loads, "loads");
+  const Tensor quota = batch.per_layer({batch.P}), telemetry = batch.per_layer({4});
+  const Tensor peak = batch.per_layer({}, ScalarType::Long), bound = batch.per_layer({}, ScalarType::Long);
+  auto problem = batch.problem<ActiveProblem>();
   problem.num_sources = static_cast<int>(batch.sources);
-  problem.ticks = ticks ? data<int32_t>(*ticks) : nullptr;
+  problem.ticks = data<int32_t>(ticks);
   const ActiveResult result{mutable_data<int32_t>(quota), mutable_data<int64_t>(peak),
                             mutable_data<int64_t>(bound), mutable_data<int32_t>(telemetry)};
-  plan_layers<ActivePlanner>(batch.loads, problem, result, batch.B, 0,
+  plan_layers<ActivePlanner>(batch.like, problem, result, batch.B, 0,
                              [&](const ActiveProblem&, int64_t b, int) { batch.explain(b); });
   return {quota, peak, bound, telemetry};
 }

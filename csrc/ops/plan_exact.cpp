@@ -2,7 +2,6 @@
 #include "algorithms/plan_exact_share.h"
 #include "ops/exact_batch.h"
 #include "ops/op.h"
-#include "ops/plan_layers.h"
 
 namespace isoload::ops {
 
@@ -15,15 +14,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> plan_exact(
                          tolerance_ppm, sweeps, budget);
   const LoadsBatch& in = batch.in;
   auto explain = [&](const ExactProblem& refused, int64_t b, int) { batch.explain(refused, b); };
-  const Tensor send_counts = in.per_layer(rank ? in.P : 0);
+  const Tensor send_counts = in.per_layer({rank ? in.P : 0});
   if (rank) {
     batch.require_per_source(", for send_counts");
-    require(*rank >= 0 && *rank < in.R, "rank must be in 0..", in.R - 1, ", got ", *rank);
+    require_in("rank", *rank, 0, in.R - 1);
     const ExactShareProblem problem{batch.problem, static_cast<int>(*rank)};
     const ExactShareResult result{batch.result(), mutable_data<int32_t>(send_counts)};
-    plan_layers<ExactSharePlanner>(in.loads, problem, result, in.B, 8, explain);
+    plan_layers<ExactSharePlanner>(in.like, problem, result, in.B, 8, explain);
   } else {
-    plan_layers<ExactPlanner>(in.loads, batch.problem, batch.result(), in.B, 8, explain);
+    plan_layers<ExactPlanner>(in.like, batch.problem, batch.result(), in.B, 8, explain);
   }
   return {batch.quota, batch.peak, batch.bound, batch.telemetry, send_counts};
 }

@@ -3,7 +3,6 @@
 
 #include "ops/exact_batch.h"
 #include "ops/op.h"
-#include "ops/plan_layers.h"
 
 namespace isoload::ops {
 
@@ -11,7 +10,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_joint(
     const Tensor& loads, const Tensor& tables, int64_t num_ranks, int64_t num_slots, int64_t num_shared,
     int64_t first_shared, const std::optional<Tensor>& ticks, int64_t objective, int64_t ranks_per_node,
     int64_t tolerance_ppm, int64_t sweeps, int64_t budget, int64_t rank) {
-  require(num_shared >= 1 && num_shared <= 1024, "num_shared must be in 1..1024, got ", num_shared);
+  require_in("num_shared", num_shared, 1, 1024);
   const ExactBatch batch(loads, tables, num_ranks, num_slots, std::nullopt, ticks, std::nullopt, objective,
                          ranks_per_node, tolerance_ppm, sweeps, budget, num_shared);
   const LoadsBatch& in = batch.in;
@@ -19,14 +18,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_joint(
   const int64_t most = in.P / in.R - num_shared;
   require(first_shared >= 0 && first_shared <= most, "first_shared must be in 0..", most,
           " with num_shared=", num_shared, ", got ", first_shared);
-  require(rank >= 0 && rank < in.R, "rank must be in 0..", in.R - 1, ", got ", rank);
+  require_in("rank", rank, 0, in.R - 1);
   const JointProblem problem{batch.problem, batch.problem.loads, static_cast<int>(num_shared),
                              static_cast<int>(first_shared), static_cast<int>(rank)};
-  const Tensor send_counts = in.per_layer(in.P);
-  const Tensor share =
-      in.batched ? new_empty(in.loads, {in.B, in.R, in.R}) : new_empty(in.loads, {in.R, in.R});
+  const Tensor send_counts = in.per_layer({in.P}), share = in.per_layer({in.R, in.R});
   const JointResult result{batch.result(), mutable_data<int32_t>(send_counts), mutable_data<int32_t>(share)};
-  plan_layers<JointPlanner>(in.loads, problem, result, in.B, 8, [&](const JointProblem&, int64_t b, int) {
+  plan_layers<JointPlanner>(in.like, problem, result, in.B, 8, [&](const JointProblem&, int64_t b, int) {
     int64_t copies = 0;
     for (int64_t s = 0; s < in.R; ++s) {
       const int64_t tokens = in.of(b)[s * in.width + in.E];

@@ -1,4 +1,4 @@
-// A planner over a batch of layers, on the device of its tensors.
+// Tensors with one entry per layer, and a planner over a batch of layers, on the device of its tensors.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -9,6 +9,40 @@
 #include "ops/device.h"
 
 namespace isoload::ops {
+
+// A batch of B layers, whose tensors have a leading B, or one layer, without; all on the device of `like`.
+struct Layers {
+  Tensor like;
+  const char* like_name;
+  bool batched;
+  int64_t B;
+
+  Sizes sizes(const Sizes& one) const {
+    if (!batched) return one;
+    Sizes all{B};
+    for (int64_t i = 0; i < one.count; ++i) all.of[all.count++] = one.of[i];
+    return all;
+  }
+  Tensor per_layer(const Sizes& one, ScalarType dtype = ScalarType::Int) const {
+    return new_tensor(like, sizes(one), dtype);
+  }
+  // Of an argument, a tensor or none.
+  template <class Given>
+  Given checked_per_layer(const Given& given, const char* name, const Sizes& one,
+                          ScalarType dtype = ScalarType::Int) const {
+    return checked(given, name, dtype, sizes(one), like, like_name);
+  }
+};
+
+// The copies that ranks carry besides in one layer, which are none where fixed is null.
+inline int64_t sum_fixed(const int32_t* fixed, int R) {
+  int64_t copies = 0;
+  for (int r = 0; fixed && r < R; ++r) {
+    require(fixed[r] >= 0, "fixed must not be negative, got ", fixed[r], " for rank ", r);
+    copies += fixed[r];
+  }
+  return copies;
+}
 
 // Solves B layers that lie one after another in problem and result, both of tensors on the device of `like`.
 // On the CPU `grain` layers at a time in parallel (0: one after another); explain(in, b, refused) raises for

@@ -3,7 +3,6 @@
 
 #include "ops/op.h"
 #include "ops/own_batch.h"
-#include "ops/plan_layers.h"
 
 namespace isoload::ops {
 namespace {
@@ -32,9 +31,8 @@ Tensor plan_own(const Tensor& counts, const Tensor& tables, int64_t num_ranks, i
   batch.set_base(offset, fixed, ticks);
   batch.set_sums(recent, sent);
   batch.set_place(source, layer, sweeps);
-  const int64_t B = batch.tables->batch;
-  const Tensor send = batch.batched ? new_empty(counts, {B, num_slots}) : new_empty(counts, {num_slots});
-  plan_layers<OwnPlanner>(batch.counts, batch.problem, mutable_data<int32_t>(send), B, 8,
+  const Tensor send = batch.per_layer({num_slots});
+  plan_layers<OwnPlanner>(batch.like, batch.problem, mutable_data<int32_t>(send), batch.B, 8,
                           [&](const OwnProblem& in, int64_t, int) { explain(in); });
   return send;
 }

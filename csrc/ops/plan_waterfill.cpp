@@ -8,19 +8,6 @@ namespace isoload::ops {
 
 namespace {
 
-// [R] of ints that every layer shares; checked here, so that the planner need not.
-Tensor rank_values(const Tensor& values, const char* name, int64_t R, int32_t low, int32_t high,
-                   const char* rule) {
-  require_dtype(values, name, ScalarType::Int);
-  require_shape(values, name, {R});
-  const Tensor checked = dense(values);
-  for (int64_t r = 0; r < R && checked.is_cpu(); ++r) {
-    const int32_t value = data<int32_t>(checked)[r];
-    require(value >= low && value <= high, name, " must ", rule, ", got ", value, " for rank ", r);
-  }
-  return checked;
-}
-
 // Raises what the planner refused: it only knows that something is wrong, and here there is time to look.
 void explain(const WaterfillProblem& in) {
   const int64_t R = in.R;
@@ -57,42 +44,37 @@ std::tuple<Tensor, Tensor, Tensor> plan_waterfill(const Tensor& copies_in, const
                                                   int64_t candidates, const std::optional<Tensor>& ticks_in,
                                                   const std::optional<Tensor>& limits_in) {
   require_dtype(copies_in, "copies", ScalarType::Int);
-  require_dtype(tokens_in, "tokens", ScalarType::Int);
   const int64_t dims = copies_in.dim();
   require((dims == 2 || dims == 3) && copies_in.size(dims - 1) == copies_in.size(dims - 2),
           "copies must be [R, R] or [L, R, R], got ", shape_text(copies_in));
   const bool batched = dims == 3;
-  const int64_t R = copies_in.size(dims - 1), B = batched ? copies_in.size(0) : 1;
+  const int64_t R = copies_in.size(dims - 1);
   require(R >= 1 && R <= kMaxRanks, "copies must be of 1..", kMaxRanks, " ranks, got ", R);
-  batched ? require_shape(tokens_in, "tokens", {B, R}) : require_shape(tokens_in, "tokens", {R});
-  require(per_token >= 1 && per_token <= 1024, "per_token must be in 1..1024, got ", per_token);
-  require(ranks_per_node >= 1 && R % ranks_per_node == 0, "ranks_per_node must divide ", R, ", got ",
-          ranks_per_node);
-  const Tensor copies = dense(copies_in), tokens = dense(tokens_in);
-  require_device(tokens_in, "tokens", copies_in, "copies");
-  if (ticks_in) require_device(*ticks_in, "ticks", copies_in, "copies");
-  if (limits_in) require_device(*limits_in, "limits", copies_in, "copies");
-  std::optional<Tensor> ticks, limits;
-  if (ticks_in) ticks = rank_values(*ticks_in, "ticks", R, 1, 1 << 20, "be in 1..2^20");
-  if (limits_in) limits = rank_values(*limits_in, "limits", R, 0, INT32_MAX, "not be negative");
+  const Layers layers{dense(copies_in), "copies", batched, batched ? copies_in.size(0) : 1};
+  const Tensor tokens = layers.checked_per_layer(tokens_in, "tokens", {R});
+  require_in("per_token", per_token, 1, 1024);
+  require_per_node(ranks_per_node, R);
+  const auto ticks = checked_ticks(ticks_in, R, copies_in, "copies");
+  const auto limits = checked(limits_in, "limits", ScalarType::Int, {R}, copies_in, "copies");
+  for (int64_t r = 0; limits && r < R && limits->is_cpu(); ++r) {
+    const int32_t limit = data<int32_t>(limits)[r];
+    require(limit >= 0, "limits must not be negative, got ", limit, " for rank ", r);
+  }
 
   WaterfillProblem problem{};
   problem.R = static_cast<int>(R);
   problem.per_node = static_cast<int>(ranks_per_node);
   problem.per_token = static_cast<int32_t>(per_token);
   problem.candidates = static_cast<Candidates>(candidates);
-  problem.copies = data<int32_t>(copies);
+  problem.copies = data<int32_t>(layers.like);
   problem.tokens = data<int32_t>(tokens);
-  problem.ticks = ticks ? data<int32_t>(*ticks) : nullptr;
-  problem.limits = limits ? data<int32_t>(*limits) : nullptr;
-  const Tensor share = batched ? new_empty(copies, {B, R, R}) : new_empty(copies, {R, R});
-  auto per_layer = [&] {
-    return batched ? new_empty(copies, {B}, ScalarType::Long) : new_empty(copies, {}, ScalarType::Long);
-  };
-  const Tensor peak = per_layer(), bound = per_layer();
+  problem.ticks = data<int32_t>(ticks);
+  problem.limits = data<int32_t>(limits);
+  const Tensor share = layers.per_layer({R, R});
+  const Tensor peak = layers.per_layer({}, ScalarType::Long), bound = layers.per_layer({}, ScalarType::Long);
   const WaterfillResult result{mutable_data<int32_t>(share), mutable_data<int64_t>(peak),
                                mutable_data<int64_t>(bound)};
-  plan_layers<WaterfillPlanner>(copies, problem, result, B, 8,
+  plan_layers<WaterfillPlanner>(layers.like, problem, result, layers.B, 8,
                                 [](const WaterfillProblem& in, int64_t, int) { explain(in); });
   return {share, peak, bound};
 }

@@ -13,8 +13,7 @@ void replica_tables(const Tensor& slot_to_expert, int64_t num_ranks, int64_t num
   require(num_experts >= 1, "num_experts must be at least 1, got ", num_experts);
   const Tensor slots = dense(slot_to_expert);
   const int64_t P = slots.size(slots.dim() - 1);
-  require(num_ranks >= 1 && num_ranks <= kMaxRanks, "num_ranks must be in 1..", kMaxRanks, ", got ",
-          num_ranks);
+  require_in("num_ranks", num_ranks, 1, kMaxRanks);
   require(P >= num_ranks && P % num_ranks == 0,
           "slot_to_expert must have a multiple of num_ranks=", num_ranks, " slots, got ", P);
   const Tables checked(tables, P, num_experts, num_ranks, false);

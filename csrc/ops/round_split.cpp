@@ -5,7 +5,6 @@
 
 #include "ops/loads_batch.h"
 #include "ops/op.h"
-#include "ops/plan_layers.h"
 
 namespace isoload::ops {
 
@@ -27,16 +26,12 @@ static void require_split(const LoadsBatch& loads, int64_t b, const Real* split)
 
 template <class Real>
 static Tensor round_layers(const LoadsBatch& loads, const Tensor& split) {
-  const Tensor quota = loads.per_layer(loads.P, ScalarType::Int);
-  const RoundingProblem<Real> problem{static_cast<int>(loads.R),
-                                      static_cast<int>(loads.E),
-                                      static_cast<int>(loads.P / loads.R),
-                                      loads.tables->layer(0),
-                                      loads.of(0),
-                                      static_cast<int>(loads.sources),
-                                      data<Real>(split)};
+  const Tensor quota = loads.per_layer({loads.P});
+  auto problem = loads.problem<RoundingProblem<Real>>();
+  problem.num_sources = static_cast<int>(loads.sources);
+  problem.split = data<Real>(split);
   const bool on_cpu = plan_layers<RoundingPlanner<Real>>(
-      loads.loads, problem, mutable_data<int32_t>(quota), loads.B, 0,
+      loads.like, problem, mutable_data<int32_t>(quota), loads.B, 0,
       [&](const RoundingProblem<Real>&, int64_t b, int) { loads.explain(b); });
   for (int64_t b = 0; b < loads.B && on_cpu; ++b) require_split(loads, b, data<Real>(split) + b * loads.P);
   return quota;
@@ -45,7 +40,7 @@ static Tensor round_layers(const LoadsBatch& loads, const Tensor& split) {
 Tensor round_split(const Tensor& split, const Tensor& loads, const Tensor& tables, int64_t num_ranks,
                    int64_t num_slots) {
   const LoadsBatch batch(loads, tables, num_ranks, num_slots);
-  batch.require_per_layer(split, "split", num_slots);
+  require_shape(split, "split", batch.sizes({num_slots}));
   const ScalarType type = split.scalar_type();
   require(type == ScalarType::Float || type == ScalarType::Double, "split must be float32 or float64, got ",
           dtype_name(type));

@@ -18,9 +18,7 @@ void check_route(const cpu::RouteFault& fault, int64_t E) {
 
 // parts [C, E]: a view of a wider one is as good.
 cpu::Numbered checked_numbers(const Tensor& numbers, const Tensor& parts, const Tensor& ids, int64_t E) {
-  require_dtype(numbers, "numbers", ScalarType::Int);
-  require_shape(numbers, "numbers", {ids.size(0), ids.size(1)});
-  require_device(numbers, "numbers", ids, "topk_ids");
+  checked(numbers, "numbers", ScalarType::Int, {ids.size(0), ids.size(1)}, ids, "topk_ids");
   require_dtype(parts, "parts", ScalarType::Int);
   require_shape(parts, "parts", {cpu::num_parts(ids.size(0)), E});
   require_device(parts, "parts", ids, "topk_ids");
@@ -33,7 +31,7 @@ cpu::SharedRoute checked_shared(const Tensor& ids, const std::optional<Tensor>& 
                                 int64_t num_ranks, int64_t num_shared, int64_t first_shared, int64_t home,
                                 bool strict) {
   const int64_t T = ids.size(0), width = ids.size(1), R = num_ranks;
-  require(num_shared >= 0 && num_shared <= 1024, "num_shared must be in 0..1024, got ", num_shared);
+  require_in("num_shared", num_shared, 0, 1024);
   if (num_shared == 0) return {};
   require(width >= num_shared, "topk_ids must be [T, K + ", num_shared, "], got ", shape_text(ids));
   require(R >= 1 && R <= kMaxRanks && P % R == 0, "num_ranks must divide ", P, " slots and be in 1..",
@@ -41,11 +39,9 @@ cpu::SharedRoute checked_shared(const Tensor& ids, const std::optional<Tensor>& 
   const int64_t most = P / R - num_shared;
   require(first_shared >= 0 && first_shared <= most, "first_shared must be in 0..", most,
           " with num_shared=", num_shared, ", got ", first_shared);
-  require(home >= 0 && home < R, "home must be in 0..", R - 1, ", got ", home);
+  require_in("home", home, 0, R - 1);
   if (row) {
-    require_dtype(*row, "shared_row", ScalarType::Int);
-    require_shape(*row, "shared_row", {R});
-    require_device(*row, "shared_row", ids, "topk_ids");
+    checked(row, "shared_row", ScalarType::Int, {R}, ids, "topk_ids");
     require(row->is_contiguous(), "shared_row must have no gaps");
     if (ids.is_cpu()) require_copies_of_ranks(*row);
   }
@@ -55,7 +51,7 @@ cpu::SharedRoute checked_shared(const Tensor& ids, const std::optional<Tensor>& 
           static_cast<int>(P / R),
           static_cast<int>(home),
           static_cast<int>(num_shared),
-          row ? data<int32_t>(*row) : nullptr,
+          data<int32_t>(row),
           strict,
           static_cast<int>(width),
           static_cast<int>(width),
@@ -89,19 +85,16 @@ Tensor route(const Tensor& topk_ids, const Tensor& numbers_in, const Tensor& par
                       data<int32_t>(send_counts),
                       prefer_visited,
                       shared};
-  Tensor slots = new_empty(ids, {T, ids.size(1)}, ids.scalar_type());
-  auto launch = [&](auto&& run) {
-    if (ids.scalar_type() == ScalarType::Int) return run(data<int32_t>(ids), mutable_data<int32_t>(slots));
-    return run(data<int64_t>(ids), mutable_data<int64_t>(slots));
-  };
+  Tensor slots = new_tensor(ids, {T, ids.size(1)}, ids.scalar_type());
   if (on_cuda(ids, [&](auto stream) {
         const Scratch scratch(ids, cuda::route_bytes(in));
-        return launch(
-            [&](const auto* from, auto* to) { return cuda::route(in, from, to, scratch.data(), stream); });
+        return with_ids(ids, slots, [&](auto* from, auto* to) {
+          return cuda::route(in, from, to, scratch.data(), stream);
+        });
       }))
     return slots;
   const cpu::ColumnsFault fault =
-      launch([&](const auto* from, auto* to) { return cpu::route(in, from, to); });
+      with_ids(ids, slots, [&](auto* from, auto* to) { return cpu::route(in, from, to); });
   check_route(fault.routed, num_experts);
   check_shared(fault.shared, shared);
   return slots;
@@ -109,33 +102,28 @@ Tensor route(const Tensor& topk_ids, const Tensor& numbers_in, const Tensor& par
 
 Tensor route_sampled(const Tensor& topk_ids, const Tensor& weights_in, const Tensor& tables_in,
                      int64_t num_experts, int64_t seed, const std::optional<Tensor>& step, int64_t rank) {
-  require_ids(topk_ids, "topk_ids");
-  require(topk_ids.dim() == 2, "topk_ids must be [T, K], got ", shape_text(topk_ids));
+  require_columns(topk_ids, "topk_ids");
   require_dtype(weights_in, "weights", ScalarType::Float);
   require(weights_in.dim() == 1, "weights must be [P], got ", shape_text(weights_in));
   const Tensor ids = dense(topk_ids), weights = dense(weights_in);
   const Tables tables(tables_in, weights.size(0), num_experts);
   require(tables_in.dim() == 1, "tables must be of one layer, got ", shape_text(tables_in));
-  Tensor slots = new_empty(ids, {ids.size(0), ids.size(1)}, ids.scalar_type());
+  Tensor slots = new_tensor(ids, {ids.size(0), ids.size(1)}, ids.scalar_type());
   require_device(weights, "weights", ids, "topk_ids");
   require_device(tables_in, "tables", ids, "topk_ids");
-  require(rank >= 0 && rank < kMaxRanks, "rank must be in 0..", kMaxRanks - 1, ", got ", rank);
+  require_in("rank", rank, 0, kMaxRanks - 1);
   const Stream words{static_cast<uint64_t>(seed), step_number(step, ids, "topk_ids"), static_cast<int>(rank)};
   if (on_cuda(ids, [&](auto stream) {
-        auto launch = [&](auto id) {
-          using Id = decltype(id);
-          return cuda::route_sampled(data<Id>(ids), ids.numel(), num_experts, tables.layer(0),
-                                     data<float>(weights), words, mutable_data<Id>(slots), stream);
-        };
-        return ids.scalar_type() == ScalarType::Int ? launch(int32_t()) : launch(int64_t());
+        return with_ids(ids, slots, [&](auto* from, auto* to) {
+          return cuda::route_sampled(from, ids.numel(), num_experts, tables.layer(0), data<float>(weights),
+                                     words, to, stream);
+        });
       }))
     return slots;
-  auto run = [&](auto id) {
-    using Id = decltype(id);
-    return cpu::route_sampled(data<Id>(ids), ids.numel(), num_experts, tables.layer(0), data<float>(weights),
-                              words, mutable_data<Id>(slots));
-  };
-  const cpu::RouteFault fault = ids.scalar_type() == ScalarType::Int ? run(int32_t()) : run(int64_t());
+  const cpu::RouteFault fault = with_ids(ids, slots, [&](auto* from, auto* to) {
+    return cpu::route_sampled(from, ids.numel(), num_experts, tables.layer(0), data<float>(weights), words,
+                              to);
+  });
   if (fault.kind == cpu::RouteFault::bad_weight)
     require(false, "weights must be finite and not negative, got ", data<float>(weights)[fault.value],
             " for slot ", fault.value);

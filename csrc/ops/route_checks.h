@@ -7,8 +7,7 @@
 namespace isoload::ops {
 
 inline void require_copies(const Tensor& topk_ids) {
-  require_ids(topk_ids, "topk_ids");
-  require(topk_ids.dim() == 2, "topk_ids must be [T, K], got ", shape_text(topk_ids));
+  require_columns(topk_ids, "topk_ids");
   require(topk_ids.numel() <= INT32_MAX, "topk_ids must have fewer than 2^31 entries, got ",
           topk_ids.numel());
 }

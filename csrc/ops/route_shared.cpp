@@ -7,17 +7,15 @@ namespace isoload::ops {
 
 Tensor route_shared(const Tensor& slots_in, const Tensor& share_row_in, int64_t slots_per_rank, int64_t rank,
                     int64_t num_shared, bool strict) {
-  require_ids(slots_in, "slots");
-  require(slots_in.dim() == 2, "slots must be [T, K], got ", shape_text(slots_in));
+  require_columns(slots_in, "slots");
   require_dtype(share_row_in, "source_quota", ScalarType::Int);
   require(share_row_in.dim() == 1, "source_quota must be [R], got ", shape_text(share_row_in));
   const Tensor slots = dense(slots_in), source_quota = dense(share_row_in);
   const int64_t T = slots.size(0), R = source_quota.size(0), most = INT32_MAX / (R > 0 ? R : 1);
   require(R >= 1 && R <= kMaxRanks, "source_quota must have 1..", kMaxRanks, " ranks, got ", R);
-  require(slots_per_rank >= 1 && slots_per_rank <= most, "slots_per_rank must be in 1..", most, ", got ",
-          slots_per_rank);
-  require(rank >= 0 && rank < R, "rank must be in 0..", R - 1, ", got ", rank);
-  require(num_shared >= 1 && num_shared <= 1024, "num_shared must be in 1..1024, got ", num_shared);
+  require_in("slots_per_rank", slots_per_rank, 1, most);
+  require_in("rank", rank, 0, R - 1);
+  require_in("num_shared", num_shared, 1, 1024);
   require(T * num_shared <= INT32_MAX,
           "slots must have fewer than 2^31 shared copies (num_shared=", num_shared, " of every token), got ",
           T * num_shared);
@@ -34,20 +32,16 @@ Tensor route_shared(const Tensor& slots_in, const Tensor& share_row_in, int64_t 
                                  static_cast<int>(slots.size(1)),
                                  static_cast<int>(num_shared),
                                  -1};
-  const Tensor ranks = new_empty(slots, {T, num_shared});
+  const Tensor ranks = new_tensor(slots, {T, num_shared});
+  int32_t* const to = mutable_data<int32_t>(ranks);
   if (on_cuda(slots, [&](auto stream) {
         const Scratch scratch(slots, cuda::route_shared_bytes(problem));
-        auto launch = [&](auto id) {
-          return cuda::route_shared(problem, data<decltype(id)>(slots), mutable_data<int32_t>(ranks),
-                                    scratch.data(), stream);
-        };
-        return slots.scalar_type() == ScalarType::Int ? launch(int32_t()) : launch(int64_t());
+        return with_ids(
+            slots, [&](auto* from) { return cuda::route_shared(problem, from, to, scratch.data(), stream); });
       }))
     return ranks;
-  auto run = [&](auto id) {
-    return cpu::route_shared(problem, data<decltype(id)>(slots), mutable_data<int32_t>(ranks));
-  };
-  const cpu::SharedFault fault = slots.scalar_type() == ScalarType::Int ? run(int32_t()) : run(int64_t());
+  const cpu::SharedFault fault =
+      with_ids(slots, [&](auto* from) { return cpu::route_shared(problem, from, to); });
   check_shared(fault, problem);
   return ranks;
 }

@@ -25,23 +25,20 @@ static RankLoads rank_loads(const Tensor& counts, const char* name) {
 Tensor route_shared_sampled(const Tensor& slots_in, const Tensor& load_in,
                             const std::optional<Tensor>& tokens_in, int64_t slots_per_rank, int64_t rank,
                             std::string rule_name, int64_t seed, const std::optional<Tensor>& step) {
-  require_ids(slots_in, "slots");
-  require(slots_in.dim() == 2, "slots must be [T, K], got ", shape_text(slots_in));
+  require_columns(slots_in, "slots");
   require(slots_in.size(0) <= INT32_MAX, "slots must have fewer than 2^31 tokens, got ", slots_in.size(0));
   const SharedDraw::Rule rule = draw_rule(rule_name);
   require_ids(load_in, "load");
   require(load_in.dim() == 1 && load_in.size(0) >= 1 && load_in.size(0) <= kMaxRanks,
           "load must be [R] with R in 1..", kMaxRanks, ", got ", shape_text(load_in));
   const int64_t R = load_in.size(0);
-  require(slots_per_rank >= 1 && slots_per_rank <= INT32_MAX / R, "slots_per_rank must be in 1..",
-          INT32_MAX / R, ", got ", slots_per_rank);
-  require(rank >= 0 && rank < R, "rank must be in 0..", R - 1, ", got ", rank);
+  require_in("slots_per_rank", slots_per_rank, 1, INT32_MAX / R);
+  require_in("rank", rank, 0, R - 1);
   require_device(load_in, "load", slots_in, "slots");
+  std::optional<Tensor> tokens;
   if (rule != SharedDraw::static_) {
     require(tokens_in.has_value(), "tokens must be given for rule ", rule_name, ", got None");
-    require_dtype(*tokens_in, "tokens", ScalarType::Int);
-    require_shape(*tokens_in, "tokens", {R});
-    require_device(*tokens_in, "tokens", slots_in, "slots");
+    tokens = checked(tokens_in, "tokens", ScalarType::Int, {R}, slots_in, "slots");
   }
 
   const Tensor slots = dense(slots_in), load = dense(load_in);
@@ -53,21 +50,16 @@ Tensor route_shared_sampled(const Tensor& slots_in, const Tensor& load_in,
   draw.rank = static_cast<int>(rank);
   draw.words = {static_cast<uint64_t>(seed), step_number(step, slots, "slots"), draw.rank};
   draw.load = rank_loads(load, "load");
-  std::optional<Tensor> tokens;
-  if (rule != SharedDraw::static_) {
-    tokens = dense(*tokens_in);
-    draw.tokens = rank_loads(*tokens, "tokens").narrow;
-  }
-  Tensor ranks = new_empty(slots, {T, 1});
+  if (tokens) draw.tokens = rank_loads(*tokens, "tokens").narrow;
+  Tensor ranks = new_tensor(slots, {T, 1});
   int32_t* const out = mutable_data<int32_t>(ranks);
-  const bool narrow = slots.scalar_type() == ScalarType::Int;
   if (on_cuda(slots, [&](auto stream) {
-        return narrow ? cuda::route_shared_sampled(data<int32_t>(slots), T, K, draw, out, stream)
-                      : cuda::route_shared_sampled(data<int64_t>(slots), T, K, draw, out, stream);
+        return with_ids(
+            slots, [&](auto* from) { return cuda::route_shared_sampled(from, T, K, draw, out, stream); });
       }))
     return ranks;
-  const int64_t bad = narrow ? cpu::route_shared_sampled(data<int32_t>(slots), T, K, draw, out)
-                             : cpu::route_shared_sampled(data<int64_t>(slots), T, K, draw, out);
+  const int64_t bad =
+      with_ids(slots, [&](auto* from) { return cpu::route_shared_sampled(from, T, K, draw, out); });
   require(bad == -1, "slots must be in -1..", R * slots_per_rank - 1, ", got ", bad);
   return ranks;
 }

@@ -1,54 +1,61 @@
 // share and share_by_rank: checks of loads and quota.
 #include "cpu/cpu.h"
 #include "ops/op.h"
+#include "ops/plan_layers.h"
 
 namespace isoload::ops {
 
 namespace {
 
 // A batch of layers whose quotas are to be shared out: the inputs, checked.
-class ShareBatch {
- public:
+struct ShareBatch : Layers {
   ShareBatch(const Tensor& loads, const Tensor& quota, const Tensor& tables, int64_t ranks_per_node,
              bool locality)
-      : locality_(locality), per_node_(ranks_per_node) {
+      : Layers{dense(loads), "loads", loads.dim() == 3, 1}, quota_(dense(quota)) {
     require_dtype(loads, "loads", ScalarType::Int);
     require_dtype(quota, "quota", ScalarType::Int);
     require(loads.dim() == 2 || loads.dim() == 3, "loads must be [R, E] or [L, R, E], got ",
             shape_text(loads));
     require(quota.dim() == loads.dim() - 1, "quota must be [P] or [L, P] like loads, got ",
             shape_text(quota));
-    loads_ = dense(loads), quota_ = dense(quota);
-    R = loads.size(loads.dim() - 2), E_ = loads.size(loads.dim() - 1), P = quota.size(quota.dim() - 1);
+    const int64_t E = loads.size(loads.dim() - 1);
+    R = loads.size(loads.dim() - 2), P = quota.size(quota.dim() - 1);
     require(R >= 1 && R <= kMaxRanks, "loads must be of 1..", kMaxRanks, " source ranks, got ", R);
     require(P >= R && P % R == 0, "quota must have a multiple of ", R, " slots, got ", P);
-    tables_.emplace(tables, P, E_, R);
+    tables_.emplace(tables, P, E, R);
+    B = tables_->batch;
     require(tables.dim() == quota.dim(), "tables must be of one layer, or of as many as loads, got ",
             shape_text(tables));
     require_device(quota, "quota", loads, "loads");
     require_device(tables, "tables", loads, "loads");
-    batched_ = loads.dim() == 3;
-    require(ranks_per_node >= 1 && R % ranks_per_node == 0, "ranks_per_node must divide ", R, ", got ",
-            ranks_per_node);
-    require(!batched_ || (loads.size(0) == tables_->batch && quota.size(0) == tables_->batch),
-            "loads and quota must have one entry per layer (", tables_->batch, "), got ", shape_text(loads),
-            " and ", shape_text(quota));
+    require_per_node(ranks_per_node, R);
+    require(!batched || (loads.size(0) == B && quota.size(0) == B),
+            "loads and quota must have one entry per layer (", B, "), got ", shape_text(loads), " and ",
+            shape_text(quota));
+    first_.R = static_cast<int>(R);
+    first_.E = static_cast<int>(E);
+    first_.S = static_cast<int>(P / R);
+    first_.per_node = static_cast<int>(locality ? ranks_per_node : R);
+    first_.locality = locality;
+    first_.tables = tables_->layer(0);
+    first_.loads = data<int32_t>(like);
+    first_.quota = data<int32_t>(quota_);
   }
 
   Tensor solve(cpu::ShareOf of, int64_t rank, int64_t width) const {
     const bool one = of == cpu::ShareOf::one_row;
-    const int64_t B = tables_->batch, size = (one ? 1 : R) * width;
-    Tensor out = batched_ ? (one ? new_empty(loads_, {B, width}) : new_empty(loads_, {B, R, width}))
-                          : (one ? new_empty(loads_, {width}) : new_empty(loads_, {R, width}));
+    const int64_t size = (one ? 1 : R) * width;
+    const Tensor out = per_layer(one ? Sizes{width} : Sizes{R, width});
     int32_t* const rows = mutable_data<int32_t>(out);
-    if (on_cuda(loads_, [&](auto stream) {
-          const Scratch scratch(loads_, cuda::share_bytes(problem(0), of, B));
-          return cuda::share(problem(0), of, static_cast<int>(rank), nullptr, rows, B, scratch.data(),
-                             stream);
+    if (on_cuda(like, [&](auto stream) {
+          const Scratch scratch(like, cuda::share_bytes(first_, of, B));
+          return cuda::share(first_, of, static_cast<int>(rank), nullptr, rows, B, scratch.data(), stream);
         }))
       return out;
     for (int64_t b = 0; b < B; ++b) {
-      const int bad = cpu::share(problem(b), of, static_cast<int>(rank), rows + b * size);
+      ShareProblem in = first_;
+      in.tables = tables_->layer(b), in.loads += b * R * in.E, in.quota += b * P;
+      const int bad = cpu::share(in, of, static_cast<int>(rank), rows + b * size);
       require(bad == -1, "quota must conserve loads: that of expert ", bad, " was not made from these loads");
     }
     return out;
@@ -57,23 +64,9 @@ class ShareBatch {
   int64_t R, P;
 
  private:
-  ShareProblem problem(int64_t b) const {
-    ShareProblem problem{};
-    problem.R = static_cast<int>(R);
-    problem.E = static_cast<int>(E_);
-    problem.S = static_cast<int>(P / R);
-    problem.per_node = static_cast<int>(locality_ ? per_node_ : R);
-    problem.locality = locality_;
-    problem.tables = tables_->layer(b);
-    problem.loads = data<int32_t>(loads_) + b * R * E_;
-    problem.quota = data<int32_t>(quota_) + b * P;
-    return problem;
-  }
-
-  Tensor loads_, quota_;
-  bool locality_, batched_ = false;
-  int64_t E_ = 0, per_node_;
+  Tensor quota_;
   std::optional<Tables> tables_;
+  ShareProblem first_{};  // of layer 0
 };
 
 }  // namespace

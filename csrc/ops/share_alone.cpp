@@ -15,7 +15,7 @@ Tensor share_alone(const Tensor& counts_in, const Tensor& quota_in, const Tensor
           shape_text(counts_in));
   require(quota_in.dim() == counts_in.dim(), "quota must be [P] or [L, P] like counts, got ",
           shape_text(quota_in));
-  require(source >= 0 && source < kMaxRanks, "source must be in 0..", kMaxRanks - 1, ", got ", source);
+  require_in("source", source, 0, kMaxRanks - 1);
   const Tensor counts = dense(counts_in), quota = dense(quota_in);
   const bool batched = counts.dim() == 2;
   const int64_t E = counts.size(batched), P = quota.size(batched);
@@ -28,13 +28,7 @@ Tensor share_alone(const Tensor& counts_in, const Tensor& quota_in, const Tensor
           shape_text(quota));
   require_device(quota, "quota", counts, "counts");
   require_device(tables_in, "tables", counts, "counts");
-  Tensor out = batched ? new_empty(counts, {B, P}) : new_empty(counts, {P});
-  if (recent) {
-    require_dtype(*recent, "recent", ScalarType::Long);
-    require(recent->is_contiguous() && recent->numel() == counts.numel(), "recent must be contiguous with ",
-            counts.numel(), " numbers, got ", shape_text(*recent));
-    require_device(*recent, "recent", counts, "counts");
-  }
+  const Tensor out = batched ? new_tensor(counts, {B, P}) : new_tensor(counts, {P});
   const ShareAloneProblem problem{static_cast<int>(E),
                                   static_cast<int>(P),
                                   tables.layer(0),
@@ -42,7 +36,7 @@ Tensor share_alone(const Tensor& counts_in, const Tensor& quota_in, const Tensor
                                   data<int32_t>(quota),
                                   static_cast<int>(source),
                                   past,
-                                  recent ? mutable_data<int64_t>(*recent) : nullptr};
+                                  checked_sums(recent, "recent", counts.numel(), counts, "counts")};
   plan_layers<ShareAlonePlanner>(
       counts, problem, mutable_data<int32_t>(out), B, 0,
       [](const ShareAloneProblem& in, int64_t, int expert) {

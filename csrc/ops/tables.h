@@ -15,11 +15,6 @@
 
 namespace isoload::ops {
 
-inline bool all_values_checked() {
-  const char* const asked = std::getenv("ISOLOAD_CHECK");
-  return asked != nullptr && std::string_view(asked) == "1";
-}
-
 // The tables of a batch of layers: [..., size], with P slots each.
 struct Tables {
   // num_ranks: 0 where the op is not told. written: by replica_tables before; else it is about to.
@@ -44,7 +39,8 @@ struct Tables {
 
  private:
   void check_values() const {
-    const bool all = all_values_checked();
+    const char* const asked = std::getenv("ISOLOAD_CHECK");
+    const bool all = asked != nullptr && std::string_view(asked) == "1";
     for (int64_t b = 0; b < batch; ++b) {
       const ReplicaTables t = layer(b);
       const int split = t.num_split(), classes = t.num_classes(), first = t.offsets[0], last = t.offsets[E];

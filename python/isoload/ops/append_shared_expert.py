@@ -7,9 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isoload.ops.library import call, library
+from isoload.ops.library import call, op
 
-_append_shared_expert = library.append_shared_expert.default
+
+def _fake(a: Any) -> tuple[Tensor, Tensor]:
+    shape = (a.slots.shape[0], a.slots.shape[1] + a.ranks.shape[1])
+    return a.slots.new_empty(shape), a.weights.new_empty(shape)
+
+
+_append_shared_expert = op("append_shared_expert", _fake)
 
 
 def append_shared_expert(
@@ -40,23 +46,7 @@ def append_shared_expert(
         slots [T, K + n] and weights [T, K + n] in the dtypes given. Absent copies weigh 0; a token without any
         routed copy is padding, its shared copies are absent too.
     """
-    placed: tuple[Tensor, Tensor] = call(
-        _append_shared_expert, slots, weights, ranks, routed_per_rank, slots_per_rank, weight
-    )
-    return placed
-
-
-@torch.library.register_fake("isoload::append_shared_expert")
-def _(
-    slots: Tensor,
-    weights: Tensor,
-    ranks: Tensor,
-    routed_per_rank: int,
-    slots_per_rank: int | None,
-    weight: float,
-) -> tuple[Tensor, Tensor]:
-    shape = (slots.shape[0], slots.shape[1] + ranks.shape[1])
-    return slots.new_empty(shape), weights.new_empty(shape)
+    return call(_append_shared_expert, slots, weights, ranks, routed_per_rank, slots_per_rank, weight)
 
 
 def _save_slots(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

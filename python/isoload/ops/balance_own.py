@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from isoload.ops.library import call, library
+from isoload.ops.library import call, ints, like, op
 from isoload.replica_tables import ReplicaTables
 
-_balance_own = library.balance_own.default
+_balance_own = op("balance_own", lambda a: (like(a.topk_ids), ints(a.topk_ids, a.num_experts)))
 
 
 def balance_own(
@@ -36,37 +35,5 @@ def balance_own(
     Raises:
         ValueError: naming the argument, the rule and the value; ``recent`` and ``sent`` are then as they were.
     """
-    slots, counts = call(
-        _balance_own,
-        topk_ids,
-        tables.data,
-        tables.num_experts,
-        tables.num_ranks,
-        tables.num_slots,
-        offset,
-        ticks,
-        recent,
-        sent,
-        source,
-        layer,
-        sweeps,
-    )
-    return slots, counts
-
-
-@torch.library.register_fake("isoload::balance_own")
-def _(
-    topk_ids: Tensor,
-    tables: Tensor,
-    num_experts: int,
-    num_ranks: int,
-    num_slots: int,
-    offset: Tensor,
-    ticks: Tensor | None,
-    recent: Tensor | None,
-    sent: Tensor | None,
-    source: int,
-    layer: int,
-    sweeps: int,
-) -> tuple[Tensor, Tensor]:
-    return topk_ids.new_empty(topk_ids.shape), topk_ids.new_empty((num_experts,), dtype=torch.int32)
+    where = (tables.data, tables.num_experts, tables.num_ranks, tables.num_slots)
+    return call(_balance_own, topk_ids, *where, offset, ticks, recent, sent, source, layer, sweeps)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
-from isoload.ops.library import call, library
-from isoload.ops.plan_exact import Objective, arguments, fake_split
+from isoload.ops.library import call, ints, like, op
+from isoload.ops.plan_exact import Objective, fake_split, split_options
 from isoload.replica_tables import ReplicaTables
 from isoload.results import ExactSplit
 
-_balance_same = library.balance_same.default
+
+def _fake(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return like(a.topk_ids), ints(a.topk_ids, a.num_ranks, a.num_experts), *fake_split(a, a.topk_ids)
+
+
+_balance_same = op("balance_same", _fake)
 
 
 def balance_same(
@@ -40,28 +46,8 @@ def balance_same(
     Raises:
         ValueError: naming the argument, the rule and the value.
     """
-    _, data, num_ranks, num_slots, _, ticks, _, *options = arguments(
-        topk_ids, tables, None, tolerance, budget, ticks, None, objective, ranks_per_node, sweeps
-    )
-    slots, loads, quota, peak, bound, telemetry = call(
-        _balance_same, topk_ids, data, tables.num_experts, num_ranks, num_slots, ticks, *options
-    )
+    options = split_options(tables, tolerance, budget, objective, ranks_per_node, sweeps)
+    where = (tables.data, tables.num_experts, tables.num_ranks, tables.num_slots)
+    found = call(_balance_same, topk_ids, *where, ticks, *options)
+    slots, loads, quota, peak, bound, telemetry = found
     return slots, loads, ExactSplit(quota, peak, bound, telemetry, quota)
-
-
-@torch.library.register_fake("isoload::balance_same")
-def _(
-    topk_ids: Tensor,
-    tables: Tensor,
-    num_experts: int,
-    num_ranks: int,
-    num_slots: int,
-    ticks: Tensor | None,
-    objective: int,
-    ranks_per_node: int,
-    tolerance_ppm: int,
-    sweeps: int,
-    budget: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    loads = topk_ids.new_empty((num_ranks, num_experts), dtype=torch.int32)
-    return topk_ids.new_empty(topk_ids.shape), loads, *fake_split(loads, tables, num_slots)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from isoload.ops.library import call, library
+from isoload.ops.library import call, op
 
-_borrow, _borrow_backward = library.borrow.default, library.borrow_backward.default
+_borrow, _borrow_backward = op("borrow", lambda a: None), op("borrow_backward", lambda a: None)
 
 
 def addresses(stacks_per_rank: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -108,44 +108,6 @@ def borrow_backward(
 
     Where an expert or its home is out of range, or an address 0, CUDA adds nothing.
     """
-    call(
-        _borrow_backward,
-        slot_to_expert,
-        home,
-        peers,
-        list(totals),
-        num_ranks,
-        rank,
-        spare_slots,
-        dtype,
-        blocks,
-    )
+    on = (num_ranks, rank, spare_slots, dtype, blocks)
+    call(_borrow_backward, slot_to_expert, home, peers, list(totals), *on)
     increment_version(totals)
-
-
-@torch.library.register_fake("isoload::borrow")
-def _(
-    slot_to_expert: Tensor,
-    home: Tensor,
-    peers: Tensor,
-    spare: list[Tensor],
-    num_ranks: int,
-    rank: int,
-    blocks: int,
-) -> None:
-    return None
-
-
-@torch.library.register_fake("isoload::borrow_backward")
-def _(
-    slot_to_expert: Tensor,
-    home: Tensor,
-    peers: Tensor,
-    totals: list[Tensor],
-    num_ranks: int,
-    rank: int,
-    spare_slots: int,
-    dtype: torch.dtype,
-    blocks: int,
-) -> None:
-    return None

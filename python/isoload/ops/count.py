@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
-from isoload.ops.library import call, library
+from isoload.ops.library import call, ints, op
 from isoload.results import PART_ROWS, Counted
 
-_count = library.count.default
+
+def _fake(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    T, K = a.topk_ids.shape
+    shape, experts = (T, K + a.num_shared), a.num_experts + a.num_shared
+    parts = ints(a.topk_ids, (T + PART_ROWS - 1) // PART_ROWS, experts)
+    columns = a.topk_ids.new_empty(shape if a.num_shared else (0, 0))
+    return columns, ints(a.topk_ids, experts), ints(a.topk_ids, *shape), parts
+
+
+_count = op("count", _fake)
 
 
 def count(topk_ids: Tensor, num_experts: int, num_shared: int = 0) -> Counted:
@@ -24,12 +34,3 @@ def count(topk_ids: Tensor, num_experts: int, num_shared: int = 0) -> Counted:
     """
     columns, *found = call(_count, topk_ids, num_experts, num_shared)
     return Counted(columns if num_shared else topk_ids, *found)
-
-
-@torch.library.register_fake("isoload::count")
-def _(topk_ids: Tensor, num_experts: int, num_shared: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    shape, experts = (topk_ids.shape[0], topk_ids.shape[1] + num_shared), num_experts + num_shared
-    parts = (topk_ids.shape[0] + PART_ROWS - 1) // PART_ROWS
-    shapes = ((experts,), shape, (parts, experts))
-    counts, numbers, of_parts = (topk_ids.new_empty(shape, dtype=torch.int32) for shape in shapes)
-    return topk_ids.new_empty(shape if num_shared else (0, 0)), counts, numbers, of_parts

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isoload.ops.load import RULES, library
+from isoload.ops.load import RULES, ints, op
 
 __all__ = ["RULES", "check_device", "device_errors", "device_to_check"]
+
+_device_errors = op("device_errors", lambda a: ints(a.like))
 
 
 def device_errors(device: torch.device | str) -> int:
@@ -20,8 +22,7 @@ def device_errors(device: torch.device | str) -> int:
     device's memory, whose address captured graphs hold. This takes the word and leaves 0, after what the current
     stream still has to do, and waits for it. Ops on the CPU raise at once: there it is 0.
     """
-    taken: Tensor = library.device_errors.default(torch.empty(0, device=device))
-    return int(taken)
+    return int(_device_errors(torch.empty(0, device=device)))
 
 
 def check_device(device: torch.device | str) -> None:
@@ -43,8 +44,3 @@ def device_to_check(args: tuple[Any, ...]) -> torch.device | None:
         return None
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
     return device if device.type == "cuda" and not torch.cuda.is_current_stream_capturing() else None
-
-
-@torch.library.register_fake("isoload::device_errors")
-def _(like: Tensor) -> Tensor:
-    return like.new_empty((), dtype=torch.int32)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
-from isoload.ops.library import call, library
+from isoload.ops.library import call, ints, longs, op
 from isoload.results import Grouping
 
-_group_copies = library.group_copies.default
+
+def _fake(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    copy, slot = longs(a.slots, a.num_places), longs(a.slots, a.num_places)
+    return copy, slot, ints(a.slots, a.num_slots), longs(a.slots, *a.slots.shape)
+
+
+_group_copies = op("group_copies", _fake)
 
 
 def group_copies(slots: Tensor, first: int, num_slots: int, num_places: int | None = None) -> Grouping:
@@ -25,10 +32,3 @@ def group_copies(slots: Tensor, first: int, num_slots: int, num_places: int | No
     """
     places = slots.numel() if num_places is None else num_places
     return Grouping(*call(_group_copies, slots, first, num_slots, places))
-
-
-@torch.library.register_fake("isoload::group_copies")
-def _(slots: Tensor, first: int, num_slots: int, num_places: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    copy, slot = (slots.new_empty((num_places,), dtype=torch.int64) for _ in range(2))
-    ends = slots.new_empty((num_slots,), dtype=torch.int32)
-    return copy, slot, ends, slots.new_empty(slots.shape, dtype=torch.int64)

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from isoload.ops.device_errors import check_device, device_to_check
-from isoload.ops.load import library
+from isoload.ops.load import T, ints, like, longs, op
 
-__all__ = ["ON_CUDA", "call", "library"]
+__all__ = ["ON_CUDA", "call", "ints", "like", "longs", "op"]
 
 MARK = "isoload: "  # how csrc/check.h marks a refused argument
 ON_CUDA = torch._C._dispatch_has_kernel_for_dispatch_key("isoload::count", "CUDA")
 
 
-def call_on_cpu(op: Callable[..., Any], *args: Any) -> Any:
+def call_on_cpu(op: Callable[..., T], *args: Any) -> T:
     try:
         return op(*args)
     except RuntimeError as error:
@@ -27,7 +27,7 @@ def call_on_cpu(op: Callable[..., Any], *args: Any) -> Any:
         raise ValueError(text[len(MARK) :].split("\nException raised")[0]) from None
 
 
-def call_on_any(op: Callable[..., Any], *args: Any) -> Any:
+def call_on_any(op: Callable[..., T], *args: Any) -> T:
     checked = device_to_check(args)
     if checked is None:
         return call_on_cpu(op, *args)

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
+
+T = TypeVar("T")
 
 
 def _load_library() -> ctypes.CDLL:
@@ -26,3 +32,25 @@ def _read_rules(library: ctypes.CDLL) -> tuple[str, ...]:
 LIBRARY = _load_library()  # for its C functions
 RULES = _read_rules(LIBRARY)  # one per bit of a device's error word
 library = torch.ops.isoload
+
+
+def op(name: str, fake: Callable[[Any], T]) -> Callable[..., T]:
+    """The op of a name. fake: of its arguments, by the schema's names, makes results that only have shapes."""
+    made: Callable[..., T] = getattr(library, name).default
+    names = [argument.name for argument in getattr(library, name).default._schema.arguments]
+    torch.library.register_fake(
+        f"isoload::{name}", lambda *args: fake(SimpleNamespace(**dict(zip(names, args, strict=True))))
+    )
+    return made
+
+
+def ints(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape, dtype=torch.int32)
+
+
+def longs(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape, dtype=torch.int64)
+
+
+def like(tensor: Tensor) -> Tensor:
+    return tensor.new_empty(tensor.shape)

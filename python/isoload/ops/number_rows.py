@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
-from isoload.ops.library import call, library
+from isoload.ops.library import call, ints, longs, op
 from isoload.results import RowNumbers
 
-_number_rows = library.number_rows.default
+
+def _fake(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (a.slots.shape[0], min(a.slots.shape[1], a.num_ranks))
+    return ints(a.slots, *shape), ints(a.slots, *shape), longs(a.slots, 2, a.num_ranks)
+
+
+_number_rows = op("number_rows", _fake)
 
 
 def number_rows(slots: Tensor, slots_per_rank: int, num_ranks: int) -> RowNumbers:
@@ -20,10 +27,3 @@ def number_rows(slots: Tensor, slots_per_rank: int, num_ranks: int) -> RowNumber
         num_ranks: R.
     """
     return RowNumbers(*call(_number_rows, slots, slots_per_rank, num_ranks))
-
-
-@torch.library.register_fake("isoload::number_rows")
-def _(slots: Tensor, slots_per_rank: int, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
-    shape = (slots.shape[0], min(slots.shape[1], num_ranks))
-    ranks, numbers = (slots.new_empty(shape, dtype=torch.int32) for _ in range(2))
-    return ranks, numbers, slots.new_empty((2, num_ranks), dtype=torch.int64)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from isoload.ops.library import call, library
+from isoload.ops.library import call, longs, op
 from isoload.results import PackedRows, RowLayout, RowNumbers
 
-_pack_rows = library.pack_rows.default
+
+def _fake(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    payload = a.slots.new_empty((a.num_rows, a.bytes), dtype=torch.uint8)
+    return payload, longs(a.slots, a.num_rows), longs(a.slots, a.num_rows), longs(a.slots, *a.ranks.shape)
+
+
+_pack_rows = op("pack_rows", _fake)
 
 
 def pack_rows(
@@ -34,23 +42,3 @@ def pack_rows(
     layout = RowLayout.of(x, weights)
     size = 0 if capacity is None else capacity
     return PackedRows(*call(_pack_rows, x, slots, weights, *rows, slots_per_rank, num_rows, size, *layout))
-
-
-@torch.library.register_fake("isoload::pack_rows")
-def _(
-    x: Tensor,
-    slots: Tensor,
-    weights: Tensor,
-    ranks: Tensor,
-    numbers: Tensor,
-    counts: Tensor,
-    slots_per_rank: int,
-    num_rows: int,
-    capacity: int,
-    slots_at: int,
-    weights_at: int,
-    bytes: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    payload = slots.new_empty((num_rows, bytes), dtype=torch.uint8)
-    row_to_token, row_to_rank = (slots.new_empty((num_rows,), dtype=torch.int64) for _ in range(2))
-    return payload, row_to_token, row_to_rank, ranks.new_empty(ranks.shape, dtype=torch.int64)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from isoload.ops.library import call, library
+from isoload.ops.library import call, op
 from isoload.ops.plan_exact import fake_split
 from isoload.replica_tables import ReplicaTables
 from isoload.results import ActiveSplit
 
-_plan_active = library.plan_active.default
+_plan_active = op("plan_active", lambda a: fake_split(a, a.loads))
 
 
 def plan_active(loads: Tensor, tables: ReplicaTables, *, ticks: Tensor | None = None) -> ActiveSplit:
@@ -26,12 +25,5 @@ def plan_active(loads: Tensor, tables: ReplicaTables, *, ticks: Tensor | None = 
         tables: of the same layers.
         ticks: [R] int32 cost of one copy per rank, 1..2^20; None = 1 each. A slot is read in the same time on all.
     """
-    result = call(_plan_active, loads, tables.data, tables.num_ranks, tables.num_slots, ticks)
-    return ActiveSplit(*result)
-
-
-@torch.library.register_fake("isoload::plan_active")
-def _(
-    loads: Tensor, tables: Tensor, num_ranks: int, num_slots: int, ticks: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return fake_split(loads, tables, num_slots)
+    where = (tables.data, tables.num_ranks, tables.num_slots)
+    return ActiveSplit(*call(_plan_active, loads, *where, ticks))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
-from isoload.ops.library import call, library
+from isoload.ops.library import call, ints, longs, op
 from isoload.replica_tables import ReplicaTables
 from isoload.results import ExactSplit
 
@@ -15,7 +14,19 @@ UNLIMITED = 2**31 - 1
 Objective = Literal["spread", "local", "packed"]
 OBJECTIVES = ("spread", "local", "packed")  # the op's numbers
 
-_plan_exact = library.plan_exact.default
+
+def fake_split(a: Any, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """An op's quota, peak, bound and telemetry, as shapes."""
+    batch = a.tables.shape[:-1]
+    return ints(like, *batch, a.num_slots), longs(like, *batch), longs(like, *batch), ints(like, *batch, 4)
+
+
+def _fake(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    sent = 0 if a.rank is None else a.num_slots
+    return *fake_split(a, a.loads), ints(a.loads, *a.tables.shape[:-1], sent)
+
+
+_plan_exact = op("plan_exact", _fake)
 
 
 def plan_exact(
@@ -57,23 +68,20 @@ def plan_exact(
         sweeps: most balancing sweeps; None = 4 for "spread", 0 for the others, whose start sweeps would undo.
         rank: the source rank whose send_counts are wanted; None = nobody's.
     """
-    given = arguments(loads, tables, fixed, tolerance, budget, ticks, pour, objective, ranks_per_node, sweeps)
-    return ExactSplit(*call(_plan_exact, *given, rank))
+    options = split_options(tables, tolerance, budget, objective, ranks_per_node, sweeps)
+    where = (tables.data, tables.num_ranks, tables.num_slots)
+    return ExactSplit(*call(_plan_exact, loads, *where, fixed, ticks, pour, *options, rank))
 
 
-def arguments(
-    loads: Tensor,
+def split_options(
     tables: ReplicaTables,
-    fixed: Tensor | None,
     tolerance: float,
     budget: int | None,
-    ticks: Tensor | None,
-    pour: Tensor | None,
     objective: Objective,
     ranks_per_node: int | None,
     sweeps: int | None,
-) -> tuple[Any, ...]:
-    """Those of the op, from the wrapper's."""
+) -> tuple[int, int, int, int, int]:
+    """The op's objective, ranks_per_node, tolerance_ppm, sweeps and budget."""
     if objective not in OBJECTIVES:
         raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, got {objective!r}")
     if not 0 <= tolerance <= 1000:
@@ -81,47 +89,9 @@ def arguments(
     if budget is not None and budget < 0:
         raise ValueError(f"budget must be at least 0, got {budget}")
     return (
-        loads,
-        tables.data,
-        tables.num_ranks,
-        tables.num_slots,
-        fixed,
-        ticks,
-        pour,
         OBJECTIVES.index(objective),
         tables.num_ranks if ranks_per_node is None else ranks_per_node,
         round(tolerance * 1_000_000),
         (4 if objective == "spread" else 0) if sweeps is None else sweeps,
         UNLIMITED if budget is None else min(budget, UNLIMITED),
     )
-
-
-def fake_split(loads: Tensor, tables: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The op's quota, peak, bound and telemetry, as shapes."""
-    batch = tables.shape[:-1]
-    return (
-        loads.new_empty((*batch, num_slots)),
-        loads.new_empty(batch, dtype=torch.int64),
-        loads.new_empty(batch, dtype=torch.int64),
-        loads.new_empty((*batch, 4)),
-    )
-
-
-@torch.library.register_fake("isoload::plan_exact")
-def _(
-    loads: Tensor,
-    tables: Tensor,
-    num_ranks: int,
-    num_slots: int,
-    fixed: Tensor | None,
-    ticks: Tensor | None,
-    pour: Tensor | None,
-    objective: int,
-    ranks_per_node: int,
-    tolerance_ppm: int,
-    sweeps: int,
-    budget: int,
-    rank: int | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    send_counts = loads.new_empty((*tables.shape[:-1], 0 if rank is None else num_slots))
-    return *fake_split(loads, tables, num_slots), send_counts

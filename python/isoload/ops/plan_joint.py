@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
-from isoload.ops.library import call, library
-from isoload.ops.plan_exact import Objective, arguments, fake_split
+from isoload.ops.library import call, ints, op
+from isoload.ops.plan_exact import Objective, fake_split, split_options
 from isoload.replica_tables import ReplicaTables
 from isoload.results import JointSplit
 
-_plan_joint = library.plan_joint.default
+
+def _fake(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    batch = a.tables.shape[:-1]
+    share = ints(a.loads, *batch, a.num_ranks, a.num_ranks)
+    return *fake_split(a, a.loads), ints(a.loads, *batch, a.num_slots), share
+
+
+_plan_joint = op("plan_joint", _fake)
 
 
 def plan_joint(
@@ -43,29 +51,6 @@ def plan_joint(
         ranks_per_node: divides R; None = R.
         tolerance, budget, ticks, objective, sweeps: as in :func:`plan_exact`.
     """
-    given = arguments(loads, tables, None, tolerance, budget, ticks, None, objective, ranks_per_node, sweeps)
-    data, of_tables, ranks, slots, _, _, _, *how = given
-    return JointSplit(
-        *call(_plan_joint, data, of_tables, ranks, slots, num_shared, first_shared, ticks, *how, rank)
-    )
-
-
-@torch.library.register_fake("isoload::plan_joint")
-def _(
-    loads: Tensor,
-    tables: Tensor,
-    num_ranks: int,
-    num_slots: int,
-    num_shared: int,
-    first_shared: int,
-    ticks: Tensor | None,
-    objective: int,
-    ranks_per_node: int,
-    tolerance_ppm: int,
-    sweeps: int,
-    budget: int,
-    rank: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    batch = tables.shape[:-1]
-    send_counts, share = loads.new_empty((*batch, num_slots)), loads.new_empty((*batch, num_ranks, num_ranks))
-    return *fake_split(loads, tables, num_slots), send_counts, share
+    options = split_options(tables, tolerance, budget, objective, ranks_per_node, sweeps)
+    where = (tables.data, tables.num_ranks, tables.num_slots)
+    return JointSplit(*call(_plan_joint, loads, *where, num_shared, first_shared, ticks, *options, rank))

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from isoload.ops.library import call, library
+from isoload.ops.library import call, ints, op
 from isoload.replica_tables import ReplicaTables
 from isoload.results import LpSplit
 
 # By dtype: default tolerance, default most iterations.
 LIMITS = {torch.float32: (1e-4, 12), torch.float64: (1e-8, 20)}
 
-_plan_lp = library.plan_lp.default
+
+def _fake(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    batch, real = a.tables.shape[:-1], torch.float64 if a.float64 else torch.float32
+    shapes = ((*batch, a.num_slots), batch, batch)
+    split, primal, dual = (a.loads.new_empty(shape, dtype=real) for shape in shapes)
+    return split, primal, dual, ints(a.loads, *batch), ints(a.loads, *batch)
+
+
+_plan_lp = op("plan_lp", _fake)
 
 
 def plan_lp(
@@ -45,38 +55,9 @@ def plan_lp(
     if dtype not in LIMITS:
         raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
     usual_tolerance, usual_iterations = LIMITS[dtype]
-    result = call(
-        _plan_lp,
-        loads,
-        tables.data,
-        tables.num_ranks,
-        tables.num_slots,
-        speeds,
-        base,
-        dtype == torch.float64,
-        usual_tolerance if tolerance is None else tolerance,
-        usual_iterations if iterations is None else iterations,
-    )
-    return LpSplit(*result)
-
-
-@torch.library.register_fake("isoload::plan_lp")
-def _(
-    loads: Tensor,
-    tables: Tensor,
-    num_ranks: int,
-    num_slots: int,
-    speeds: Tensor | None,
-    base: Tensor | None,
-    float64: bool,
-    tolerance: float,
-    iterations: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    batch, dtype = tables.shape[:-1], torch.float64 if float64 else torch.float32
-    return (
-        loads.new_empty((*batch, num_slots), dtype=dtype),
-        loads.new_empty(batch, dtype=dtype),
-        loads.new_empty(batch, dtype=dtype),
-        loads.new_empty(batch),
-        loads.new_empty(batch),
+    tolerance = usual_tolerance if tolerance is None else tolerance
+    iterations = usual_iterations if iterations is None else iterations
+    where = (tables.data, tables.num_ranks, tables.num_slots)
+    return LpSplit(
+        *call(_plan_lp, loads, *where, speeds, base, dtype == torch.float64, tolerance, iterations)
     )

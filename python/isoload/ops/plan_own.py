@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from isoload.ops.library import call, library
+from isoload.ops.library import call, ints, op
 from isoload.replica_tables import ReplicaTables
 
-_plan_own = library.plan_own.default
+_plan_own = op("plan_own", lambda a: ints(a.counts, *a.tables.shape[:-1], a.num_slots))
 
 
 def plan_own(
@@ -52,37 +51,5 @@ def plan_own(
     Returns:
         [P] int32 (leading L as above): a row for :func:`route`.
     """
-    send: Tensor = call(
-        _plan_own,
-        counts,
-        tables.data,
-        tables.num_ranks,
-        tables.num_slots,
-        offset,
-        fixed,
-        ticks,
-        recent,
-        sent,
-        source,
-        layer,
-        sweeps,
-    )
-    return send
-
-
-@torch.library.register_fake("isoload::plan_own")
-def _(
-    counts: Tensor,
-    tables: Tensor,
-    num_ranks: int,
-    num_slots: int,
-    offset: Tensor,
-    fixed: Tensor | None,
-    ticks: Tensor | None,
-    recent: Tensor | None,
-    sent: Tensor | None,
-    source: int,
-    layer: int,
-    sweeps: int,
-) -> Tensor:
-    return counts.new_empty((*tables.shape[:-1], num_slots))
+    where = (tables.data, tables.num_ranks, tables.num_slots)
+    return call(_plan_own, counts, *where, offset, fixed, ticks, recent, sent, source, layer, sweeps)

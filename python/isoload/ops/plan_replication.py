@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from isoload.ops.library import call, library
+from isoload.ops.library import call, op
+from isoload.ops.top_up import fake_fill
 from isoload.results import SlotFill
 
-_plan_replication = library.plan_replication.default
+_plan_replication = op("plan_replication", lambda a: fake_fill(a.slot_to_expert))
 
 
 def plan_replication(
@@ -46,25 +46,5 @@ def plan_replication(
             then the next rank's.
     """
     per_node = num_ranks if ranks_per_node is None else ranks_per_node
-    result = call(
-        _plan_replication, loads, slot_to_expert, home_slot, num_ranks, per_node, spare_slots, fixed, alive,
-        local_slots, printed,
-    )  # fmt: skip
-    return SlotFill(*result)
-
-
-@torch.library.register_fake("isoload::plan_replication")
-def _(
-    loads: Tensor,
-    slot_to_expert: Tensor,
-    home_slot: Tensor,
-    num_ranks: int,
-    ranks_per_node: int,
-    spare_slots: int,
-    fixed: Tensor | None,
-    alive: Tensor | None,
-    local_slots: int,
-    printed: bool,
-) -> tuple[Tensor, Tensor]:
-    batch = slot_to_expert.shape[:-1]
-    return slot_to_expert.new_empty(slot_to_expert.shape), slot_to_expert.new_empty((*batch, 5))
+    placement = (slot_to_expert, home_slot, num_ranks, per_node, spare_slots)
+    return SlotFill(*call(_plan_replication, loads, *placement, fixed, alive, local_slots, printed))

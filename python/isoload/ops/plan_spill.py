@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
-from isoload.ops.library import call, library
+from isoload.ops.library import call, ints, like, longs, op
 from isoload.results import Spill
 
-_plan_spill = library.plan_spill.default
+
+def _fake(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    slots, batch = a.slot_to_expert, a.slot_to_expert.shape[:-1]
+    return like(slots), like(slots), longs(slots, *batch), ints(slots, *batch, 5)
+
+
+_plan_spill = op("plan_spill", _fake)
 MILLION = 1_000_000
 UNLIMITED = 2**31 - 1
 Within = Literal["all", "node"]
@@ -81,27 +86,18 @@ def plan_spill(
         within: "node": an expert is borrowed only in the node of its home, and the capacity and the threshold are about
             the mean load of the most loaded node. "all": anywhere.
     """
-    for name, value in (
-        ("capacity_factor", capacity_factor),
-        ("imbalance_threshold", imbalance_threshold),
-        ("tolerance", tolerance),
+    for name, value, low in (
+        ("capacity_factor", capacity_factor, 1),
+        ("imbalance_threshold", imbalance_threshold, 0),
+        ("tolerance", tolerance, 0),
     ):
-        low = 1 if name == "capacity_factor" else 0
         if value is not None and not low <= value <= 1000:
             raise ValueError(f"{name} must be in {low}..1000, got {value}")
     if within not in ("all", "node"):
         raise ValueError(f"within must be all or node, got {within!r}")
-    result = call(
-        _plan_spill,
-        loads,
-        slot_to_expert,
-        home_slot,
-        num_ranks,
-        num_ranks if ranks_per_node is None else ranks_per_node,
-        spare_slots,
-        fixed,
-        start,
-        alive,
+    per_node = num_ranks if ranks_per_node is None else ranks_per_node
+    placement = (slot_to_expert, home_slot, num_ranks, per_node, spare_slots)
+    rules = (
         0 if capacity_factor is None else round(capacity_factor * MILLION),
         round(imbalance_threshold * MILLION),
         per_expert,
@@ -111,34 +107,4 @@ def plan_spill(
         UNLIMITED if egress is None else egress,
         within == "node",
     )
-    return Spill(*result)
-
-
-@torch.library.register_fake("isoload::plan_spill")
-def _(
-    loads: Tensor,
-    slot_to_expert: Tensor,
-    home_slot: Tensor,
-    num_ranks: int,
-    ranks_per_node: int,
-    spare_slots: int,
-    fixed: Tensor | None,
-    start: Tensor | None,
-    alive: Tensor | None,
-    capacity_ppm: int,
-    threshold_ppm: int,
-    per_expert: bool,
-    tolerance_ppm: int,
-    min_chunk: int,
-    near_cost: int,
-    far_cost: int,
-    egress: int,
-    within: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    batch = slot_to_expert.shape[:-1]
-    return (
-        slot_to_expert.new_empty(slot_to_expert.shape),
-        slot_to_expert.new_empty(slot_to_expert.shape),
-        slot_to_expert.new_empty(batch, dtype=torch.int64),
-        slot_to_expert.new_empty((*batch, 5)),
-    )
+    return Spill(*call(_plan_spill, loads, *placement, fixed, start, alive, *rules))

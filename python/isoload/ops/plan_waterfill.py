@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
-from isoload.ops.library import call, library
+from isoload.ops.library import call, like, longs, op
 from isoload.results import WaterfillSplit
 
 Candidates = Literal["all", "node", "visited"]
 CANDIDATES: tuple[Candidates, ...] = ("all", "node", "visited")  # in the order of csrc's enum
 
-_plan_waterfill = library.plan_waterfill.default
+
+def _fake(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    batch = a.copies.shape[:-2]
+    return like(a.copies), longs(a.copies, *batch), longs(a.copies, *batch)
+
+
+_plan_waterfill = op("plan_waterfill", _fake)
 
 
 def plan_waterfill(
@@ -49,32 +54,7 @@ def plan_waterfill(
         raise ValueError(f"candidates must be all, node or visited, got {candidates!r}")
     if ranks_per_node is None:
         ranks_per_node = copies.shape[-1] if copies.dim() else 1
-    result = call(
-        _plan_waterfill,
-        copies,
-        tokens,
-        per_token,
-        ranks_per_node,
-        CANDIDATES.index(candidates),
-        ticks,
-        limits,
-    )
-    return WaterfillSplit(*result)
-
-
-@torch.library.register_fake("isoload::plan_waterfill")
-def _(
-    copies: Tensor,
-    tokens: Tensor,
-    per_token: int,
-    ranks_per_node: int,
-    candidates: int,
-    ticks: Tensor | None,
-    limits: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    batch = copies.shape[:-2]
-    return (
-        copies.new_empty(copies.shape),
-        copies.new_empty(batch, dtype=torch.int64),
-        copies.new_empty(batch, dtype=torch.int64),
+    allowed = CANDIDATES.index(candidates)
+    return WaterfillSplit(
+        *call(_plan_waterfill, copies, tokens, per_token, ranks_per_node, allowed, ticks, limits)
     )

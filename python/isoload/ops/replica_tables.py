@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isoload.ops.library import call, library
+from isoload.ops.library import call, op
 from isoload.replica_tables import ReplicaTables
 
-_replica_tables = library.replica_tables.default
+_replica_tables = op("replica_tables", lambda a: None)
 
 
 def replica_tables(
@@ -38,8 +38,3 @@ def replica_tables(
         out = ReplicaTables(data, num_ranks, num_experts, slots)
     call(_replica_tables, slot_to_expert, num_ranks, num_experts, out.data)
     return out
-
-
-@torch.library.register_fake("isoload::replica_tables")
-def _(slot_to_expert: Tensor, num_ranks: int, num_experts: int, tables: Tensor) -> None:
-    return None

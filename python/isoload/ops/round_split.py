@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from isoload.ops.library import call, library
+from isoload.ops.library import call, ints, op
 from isoload.replica_tables import ReplicaTables
 
-_round_split = library.round_split.default
+_round_split = op("round_split", lambda a: ints(a.split, *a.split.shape))
 
 
 def round_split(split: Tensor, loads: Tensor, tables: ReplicaTables) -> Tensor:
@@ -26,10 +25,4 @@ def round_split(split: Tensor, loads: Tensor, tables: ReplicaTables) -> Tensor:
     Returns:
         [P] int32 quota.
     """
-    quota: Tensor = call(_round_split, split, loads, tables.data, tables.num_ranks, tables.num_slots)
-    return quota
-
-
-@torch.library.register_fake("isoload::round_split")
-def _(split: Tensor, loads: Tensor, tables: Tensor, num_ranks: int, num_slots: int) -> Tensor:
-    return torch.empty_like(split, dtype=torch.int32, memory_format=torch.contiguous_format)
+    return call(_round_split, split, loads, tables.data, tables.num_ranks, tables.num_slots)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from isoload.ops.library import call, library
+from isoload.ops.library import call, like, op
 from isoload.replica_tables import ReplicaTables
 from isoload.results import Counted, SharedColumns
 
 Prefer = Literal["visited"]
 NO_COLUMNS = SharedColumns(0, 0, 0)
 
-_route, _route_sampled = library.route.default, library.route_sampled.default
+_route = op("route", lambda a: like(a.topk_ids))
+_route_sampled = op("route_sampled", lambda a: like(a.topk_ids))
 
 
 def route(
@@ -42,24 +42,10 @@ def route(
     """
     if prefer not in (None, "visited"):
         raise ValueError(f"prefer must be None or visited, got {prefer!r}")
-    columns = NO_COLUMNS if shared is None else shared
-    slots: Tensor = call(
-        _route,
-        counted.ids,
-        counted.numbers,
-        counted.parts,
-        send_counts,
-        tables.data,
-        tables.num_experts,
-        tables.num_ranks,
-        columns.row,
-        columns.num_shared,
-        columns.first_shared,
-        columns.home,
-        columns.strict,
-        prefer is not None,
-    )
-    return slots
+    num_shared, first_shared, home, row, strict = NO_COLUMNS if shared is None else shared
+    columns = (row, num_shared, first_shared, home, strict)
+    where = (send_counts, tables.data, tables.num_experts, tables.num_ranks)
+    return call(_route, counted.ids, counted.numbers, counted.parts, *where, *columns, prefer is not None)
 
 
 def route_sampled(
@@ -89,37 +75,4 @@ def route_sampled(
         [T, K] slots in the dtype of topk_ids.
     """
     seed = (seed + 2**63) % 2**64 - 2**63
-    slots: Tensor = call(_route_sampled, topk_ids, weights, tables.data, tables.num_experts, seed, step, rank)
-    return slots
-
-
-@torch.library.register_fake("isoload::route")
-def _(
-    topk_ids: Tensor,
-    numbers: Tensor,
-    parts: Tensor,
-    send_counts: Tensor,
-    tables: Tensor,
-    num_experts: int,
-    num_ranks: int,
-    shared_row: Tensor | None,
-    num_shared: int,
-    first_shared: int,
-    home: int,
-    strict: bool,
-    prefer_visited: bool,
-) -> Tensor:
-    return torch.empty_like(topk_ids)
-
-
-@torch.library.register_fake("isoload::route_sampled")
-def _(
-    topk_ids: Tensor,
-    weights: Tensor,
-    tables: Tensor,
-    num_experts: int,
-    seed: int,
-    step: Tensor | None,
-    rank: int,
-) -> Tensor:
-    return torch.empty_like(topk_ids)
+    return call(_route_sampled, topk_ids, weights, tables.data, tables.num_experts, seed, step, rank)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from isoload.ops.library import call, library
+from isoload.ops.library import call, ints, op
 
-_route_shared = library.route_shared.default
+_route_shared = op("route_shared", lambda a: ints(a.slots, a.slots.shape[0], a.num_shared))
 
 
 def route_shared(
@@ -38,12 +37,4 @@ def route_shared(
     Returns:
         [T, num_shared] int32 ranks; -1 for a token without a slot.
     """
-    ranks: Tensor = call(_route_shared, slots, source_quota, slots_per_rank, rank, num_shared, strict)
-    return ranks
-
-
-@torch.library.register_fake("isoload::route_shared")
-def _(
-    slots: Tensor, source_quota: Tensor, slots_per_rank: int, rank: int, num_shared: int, strict: bool
-) -> Tensor:
-    return slots.new_empty((slots.shape[0], num_shared), dtype=torch.int32)
+    return call(_route_shared, slots, source_quota, slots_per_rank, rank, num_shared, strict)

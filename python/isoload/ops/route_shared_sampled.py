@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from isoload.ops.library import call, library
+from isoload.ops.library import call, ints, op
 
 SharedRule = Literal["static", "dynamic", "blog", "blog_all"]
 
-_route_shared_sampled = library.route_shared_sampled.default
+_route_shared_sampled = op("route_shared_sampled", lambda a: ints(a.slots, a.slots.shape[0], 1))
 
 
 def route_shared_sampled(
@@ -61,19 +60,4 @@ def route_shared_sampled(
         [T, 1] int32; -1 for a token without a routed copy.
     """
     seed = (seed + 2**63) % 2**64 - 2**63
-    ranks: Tensor = call(_route_shared_sampled, slots, load, tokens, slots_per_rank, rank, rule, seed, step)
-    return ranks
-
-
-@torch.library.register_fake("isoload::route_shared_sampled")
-def _(
-    slots: Tensor,
-    load: Tensor,
-    tokens: Tensor | None,
-    slots_per_rank: int,
-    rank: int,
-    rule: str,
-    seed: int,
-    step: Tensor | None,
-) -> Tensor:
-    return slots.new_empty((slots.shape[0], 1), dtype=torch.int32)
+    return call(_route_shared_sampled, slots, load, tokens, slots_per_rank, rank, rule, seed, step)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from isoload.ops.library import call, library
+from isoload.ops.library import call, ints, op
 from isoload.replica_tables import ReplicaTables
 
 MILLION = 1_000_000
-_shard_tokens = library.shard_tokens.default
+_shard_tokens = op("shard_tokens", lambda a: ints(a.loads, *a.tables.shape[:-1], a.num_slots))
 
 
 def shard_tokens(
@@ -43,23 +42,5 @@ def shard_tokens(
     """
     if not 0 <= tolerance <= 1000:
         raise ValueError(f"tolerance must be in 0..1000, got {tolerance}")
-    quota: Tensor = call(
-        _shard_tokens, loads, tables.data, home_slot, tables.num_ranks, tables.num_slots, fixed, alive,
-        round(tolerance * MILLION), printed,
-    )  # fmt: skip
-    return quota
-
-
-@torch.library.register_fake("isoload::shard_tokens")
-def _(
-    loads: Tensor,
-    tables: Tensor,
-    home_slot: Tensor,
-    num_ranks: int,
-    num_slots: int,
-    fixed: Tensor | None,
-    alive: Tensor | None,
-    tolerance_ppm: int,
-    printed: bool,
-) -> Tensor:
-    return loads.new_empty((*tables.shape[:-1], num_slots))
+    where = (tables.data, home_slot, tables.num_ranks, tables.num_slots)
+    return call(_shard_tokens, loads, *where, fixed, alive, round(tolerance * MILLION), printed)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from isoload.ops.library import call, library
+from isoload.ops.library import call, ints, op
 from isoload.replica_tables import ReplicaTables
 
 Order = Literal["locality", "rank_major"]
 
-_share, _share_by_rank = library.share.default, library.share_by_rank.default
+_share = op("share", lambda a: ints(a.loads, *a.loads.shape[: -2 if a.rank >= 0 else -1], a.quota.shape[-1]))
+_share_by_rank = op("share_by_rank", lambda a: ints(a.loads, *a.loads.shape[:-1], a.loads.shape[-2]))
 
 
 def share(
@@ -40,16 +40,8 @@ def share(
     check_share(loads, tables, order)
     if rank is not None and rank < 0:
         raise ValueError(f"rank must be in 0..{tables.num_ranks - 1}, got {rank}")
-    row: Tensor = call(
-        _share,
-        loads,
-        quota,
-        tables.data,
-        ranks_per_node,
-        -1 if rank is None else rank,
-        order == "locality",
-    )
-    return row
+    source, locality = -1 if rank is None else rank, order == "locality"
+    return call(_share, loads, quota, tables.data, ranks_per_node, source, locality)
 
 
 def share_by_rank(
@@ -68,8 +60,7 @@ def share_by_rank(
         [R, R] int32, source by destination (with a leading L if loads have one).
     """
     check_share(loads, tables, order)
-    copies: Tensor = call(_share_by_rank, loads, quota, tables.data, ranks_per_node, order == "locality")
-    return copies
+    return call(_share_by_rank, loads, quota, tables.data, ranks_per_node, order == "locality")
 
 
 def check_share(loads: Tensor, tables: ReplicaTables, order: Order) -> None:
@@ -80,13 +71,3 @@ def check_share(loads: Tensor, tables: ReplicaTables, order: Order) -> None:
             f"loads must be per source rank, [..., {tables.num_ranks}, {tables.num_experts}], "
             f"got {list(loads.shape)}"
         )
-
-
-@torch.library.register_fake("isoload::share")
-def _(loads: Tensor, quota: Tensor, tables: Tensor, ranks_per_node: int, rank: int, locality: bool) -> Tensor:
-    return loads.new_empty((*loads.shape[: -2 if rank >= 0 else -1], quota.shape[-1]))
-
-
-@torch.library.register_fake("isoload::share_by_rank")
-def _(loads: Tensor, quota: Tensor, tables: Tensor, ranks_per_node: int, locality: bool) -> Tensor:
-    return loads.new_empty((*loads.shape[:-1], loads.shape[-2]))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from isoload.ops.library import call, library
+from isoload.ops.library import call, like, op
 from isoload.replica_tables import ReplicaTables
 
-_share_alone = library.share_alone.default
+_share_alone = op("share_alone", lambda a: like(a.quota))
 
 
 def share_alone(
@@ -43,12 +42,4 @@ def share_alone(
     """
     if not 0 <= source < tables.num_ranks:
         raise ValueError(f"source must be in 0..{tables.num_ranks - 1}, got {source}")
-    row: Tensor = call(_share_alone, counts, quota, tables.data, source, past, recent)
-    return row
-
-
-@torch.library.register_fake("isoload::share_alone")
-def _(
-    counts: Tensor, quota: Tensor, tables: Tensor, source: int, past: bool, recent: Tensor | None
-) -> Tensor:
-    return quota.new_empty(quota.shape)
+    return call(_share_alone, counts, quota, tables.data, source, past, recent)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from isoload.ops.library import call, library
+from isoload.ops.library import call, ints, like, op
 from isoload.results import SlotFill
 
-_top_up = library.top_up.default
+
+def fake_fill(slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Filled slots and telemetry, as shapes."""
+    return like(slots), ints(slots, *slots.shape[:-1], 5)
+
+
+_top_up = op("top_up", lambda a: fake_fill(a.slot_to_expert))
 
 
 def top_up(
@@ -39,22 +44,5 @@ def top_up(
         ranks_per_node: divides R; None = R. Only counted, in the telemetry, which is of all spare slots.
     """
     per_node = num_ranks if ranks_per_node is None else ranks_per_node
-    result = call(
-        _top_up, loads, slot_to_expert, home_slot, num_ranks, per_node, spare_slots, fixed, alive
-    )  # fmt: skip
-    return SlotFill(*result)
-
-
-@torch.library.register_fake("isoload::top_up")
-def _(
-    loads: Tensor,
-    slot_to_expert: Tensor,
-    home_slot: Tensor,
-    num_ranks: int,
-    ranks_per_node: int,
-    spare_slots: int,
-    fixed: Tensor | None,
-    alive: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    batch = slot_to_expert.shape[:-1]
-    return slot_to_expert.new_empty(slot_to_expert.shape), slot_to_expert.new_empty((*batch, 5))
+    placement = (slot_to_expert, home_slot, num_ranks, per_node, spare_slots)
+    return SlotFill(*call(_top_up, loads, *placement, fixed, alive))
