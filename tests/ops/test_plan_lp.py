@@ -107,10 +107,11 @@ def test_optimum(family: str, per_case: int) -> None:
         check_optimum(case)
 
 
+@sweep("per_case", 1, 2)
 @pytest.mark.parametrize("family", families_up_to(MAX_RANKS))
-def test_optimum_with_speeds_and_base(family: str) -> None:
+def test_optimum_with_speeds_and_base(family: str, per_case: int) -> None:
     rng = np.random.default_rng(list(FAMILIES).index(family))
-    for i, case in enumerate(instances(2, seed=1100, max_ranks=MAX_RANKS, families=(family,))):
+    for i, case in enumerate(instances(per_case, seed=1100, max_ranks=MAX_RANKS, families=(family,))):
         if i % 2:
             check_optimum(case, random_speeds(rng, case))
         else:

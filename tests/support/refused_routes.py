@@ -3,8 +3,8 @@
 REFUSED = """
 [balance_own]
 recent=NONE[:2].long() | recent must be contiguous with 4 numbers, got [2]
-topk_ids=ONE_ID.int().expand(2**28, 2) | topk_ids must have at most 357913941 entries on 4 ranks, got
-    536870912
+topk_ids=ONE_ID.expand(2**21, 1), tables=ops.replica_tables(NONE.repeat(256), 1024, 1), recent=None,
+    offset=NONE.repeat(256) | topk_ids must have at most 2093063 entries on 1024 ranks, got 2097152
 [count balance_own balance_same route_sampled]
 topk_ids=topk_ids.float() | topk_ids must be int32 or int64, got float32
 topk_ids=topk_ids[0] | topk_ids must be [T, K], got [2]
