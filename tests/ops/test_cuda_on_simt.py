@@ -60,7 +60,7 @@ CHOSEN = {
     "share": "layers or largest",
     "plan_exact": "(wide_groups or layers_at_once or overflow)",
     "plan_exact_share": "plan_exact_and_share and 0 or many_ranks or shared_memory or layers or largest",
-    "plan_joint": "(joins and 0 or many_ranks or shared_memory or layers or largest)",
+    "plan_joint": "(joins and 0 or many_ranks or shared_memory or layers or largest) and not refuses",
     "plan_waterfill": "(wide_groups or layers_at_once or overflow)",
     "plan_active": "(layers_at_once or overflow)",
     "plan_lp": "equals_reference_with or layers_at_once or nothing",
