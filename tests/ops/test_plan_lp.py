@@ -13,10 +13,10 @@ import reference
 from isoload import ops
 from isoload.replica_tables import ReplicaTables
 from support.cases import FAMILIES, Case, draw, eplb, families_up_to, instances
-from support.exact_splits import int32
+from support.exact_splits import SLOTS, int32
 from support.oracles import lp_value
 from support.processes import run_ranks
-from support.relaxed_layers import SLOTS, layers
+from support.relaxed_layers import layers
 from support.sweeps import sweep
 
 PER_CASE = 10

@@ -10,8 +10,8 @@ from torch import Tensor
 import reference
 from isoload import ops
 from support.cases import Case, instances
-from support.exact_splits import int32, strided
-from support.relaxed_layers import SLOTS, layers, reals
+from support.exact_splits import SLOTS, int32, strided
+from support.relaxed_layers import layers, reals
 from support.sweeps import cut
 
 DTYPES = (torch.float32, torch.float64)

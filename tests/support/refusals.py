@@ -20,17 +20,11 @@ from isoload import ops
 from isoload.ops import library
 from isoload.replica_tables import ReplicaTables
 from support import refused_plans, refused_routes
+from support.exact_splits import int32
+from support.relaxed_layers import reals
 
 MAX = 2**31 - 1
 NAN, INF = float("nan"), float("inf")
-
-
-def int32(*values: Any) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def reals(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32)
 
 
 def placed(*slots: int, experts: int = 4, layers: int = 0) -> ReplicaTables:
