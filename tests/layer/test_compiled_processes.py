@@ -112,7 +112,7 @@ def over_processes(rank: int, ranks: int) -> None:
         assert_equal(run([setup.rows[rank]]), layer([setup.rows[rank]]))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_over_processes(ranks: int) -> None:
     """Row counts that only the host has, in one graph; the second of 3 ranks has no tokens."""
     run_ranks(over_processes, ranks, ranks, timeout=200)

@@ -30,7 +30,12 @@ from support.fake_ranks import (
 from support.host_waits import HostWaits
 
 CAPACITIES = pytest.mark.parametrize("capacity", [None, CAPACITY])
-NUM_SHARED = {"waterfill_sampled": (1,), **dict.fromkeys(("shared_local", "waterfill", "joint"), (1, 2))}
+NUM_SHARED = {"waterfill_sampled": (1, 1), **dict.fromkeys(("shared_local", "waterfill", "joint"), (1, 2))}
+SHARED = [
+    (None, 0),
+    (CAPACITY, 1),
+    *(pytest.param(*of, marks=pytest.mark.slow) for of in ((None, 1), (CAPACITY, 0))),
+]
 ON_DEVICE = [name for name in isoload.POLICIES if name != "llep_published"]  # which plans on the host
 BORROWING = [name for name in ON_DEVICE if isoload.POLICIES[name]().borrows]
 
@@ -74,12 +79,13 @@ def waits_of(
         return host.waits, group.traffic.host_syncs - before
 
 
-@CAPACITIES
+@pytest.mark.parametrize(("capacity", "more"), SHARED)
 @pytest.mark.parametrize("policy", ON_DEVICE)
-def test_every_policy(policy: str, capacity: int | None) -> None:
-    for num_shared in NUM_SHARED.get(policy, (0, 1)):
-        transport = LocalTransport(TOPOLOGY, capacity)
-        assert short(waits_of(transport, num_shared, policy=policy)) == wanted(capacity), num_shared
+def test_every_policy(policy: str, capacity: int | None, more: int) -> None:
+    """Without a shared expert and with one, or with one and two."""
+    num_shared = NUM_SHARED.get(policy, (0, 1))[more]
+    transport = LocalTransport(TOPOLOGY, capacity)
+    assert short(waits_of(transport, num_shared, policy=policy)) == wanted(capacity), num_shared
 
 
 @CAPACITIES

@@ -56,34 +56,3 @@ def test_equals_three_ops_and_the_reference(
         plain = reference.balance_same(ids, tables, **how)
         assert torch.equal(slots, plain[0]) and torch.equal(loads, plain[1])
         assert torch.equal(split.quota, plain[2].quota)
-
-
-TABLES = ops.replica_tables(torch.tensor([0, 1, 2, 0], dtype=torch.int32), 4, 4)  # expert 3 has no replica
-IDS = torch.tensor([[0, 1], [2, -1]])
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "dtype": ({"topk_ids": IDS.float()}, "topk_ids must be int32 or int64, got float32"),
-    "1-d": ({"topk_ids": IDS[0]}, r"topk_ids must be \[T, K\], got \[2\]"),
-    "high": ({"topk_ids": IDS + 2}, "topk_ids must be in -1..3, got 4"),
-    "low": ({"topk_ids": IDS.int() - 2}, "topk_ids must be in -1..3, got -2"),
-    "no replica": ({"topk_ids": IDS + 1}, "topk_ids must be of experts with a replica, got 3"),
-    "tables of layers": (
-        {"tables": ReplicaTables(TABLES.data.expand(2, -1), 4, 4, 4)},
-        r"tables must be of one layer, got \[2, 32\]",
-    ),
-    "ticks": ({"ticks": torch.zeros(4, dtype=torch.int32)}, r"ticks must be in 1..2\^20, got 0 for rank 0"),
-    "objective": ({"objective": "near"}, "objective must be one of spread, local, packed, got 'near'"),
-    "tolerance": ({"tolerance": -1}, r"tolerance must be in 0..1000 \(relative\), got -1"),
-    "ranks_per_node": ({"ranks_per_node": 3}, "ranks_per_node must divide 4, got 3"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refuses(name: str) -> None:
-    with pytest.raises(ValueError, match=REFUSED[name][1]):
-        ops.balance_same(**{"topk_ids": IDS, "tables": TABLES, **REFUSED[name][0]})
-
-
-def test_opcheck() -> None:
-    op = torch.ops.isoload.balance_same.default
-    for ids in (IDS, IDS.int()):
-        torch.library.opcheck(op, (ids, TABLES.data, 4, 4, 4, None, 0, 2, 0, 4, 2**31 - 1))

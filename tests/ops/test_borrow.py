@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -207,105 +206,7 @@ HELD = [[torch.ones(2, 2)], [torch.ones(2, 2)]]  # keeps what PEERS points to
 PEERS = ops.addresses(HELD)
 
 
-def changed(tensor: Tensor, place: Any, value: Any) -> Tensor:
-    copy = tensor.clone()
-    copy[place] = torch.as_tensor(value, dtype=copy.dtype)
-    return copy
-
-
 # Of both ops, "stacks" being spare or totals.
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "slots dtype": ({"slot_to_expert": SLOTS.long()}, "slot_to_expert must be int32, got int64"),
-    "slots 2-d": ({"slot_to_expert": SLOTS.view(2, 4)}, r"slot_to_expert must be \[P\], got \[2, 4\]"),
-    "slots ragged": (
-        {"slot_to_expert": SLOTS[:7]},
-        "slot_to_expert must have a multiple of num_ranks=2 slots, got 7",
-    ),
-    "expert high": (
-        {"slot_to_expert": changed(SLOTS, 2, 4)},
-        "slot_to_expert must be in -1..3, got 4 in slot 2",
-    ),
-    "expert low": (
-        {"slot_to_expert": changed(SLOTS, 2, -2)},
-        "slot_to_expert must be in -1..3, got -2 in slot 2",
-    ),
-    "home dtype": ({"home": HOME.long()}, "home must be int32, got int64"),
-    "home shape": ({"home": HOME.flatten()}, r"home must be \[E, 2\], got \[8\]"),
-    "no home": (
-        {"slot_to_expert": changed(SLOTS, 2, 3)},
-        r"home must be \(0..1, a row\) for the borrowed expert 3, got \(-1, -1\)",
-    ),
-    "home rank": ({"home": changed(HOME, (2, 0), 2)}, r"for the borrowed expert 2, got \(2, 0\)"),
-    "home row": ({"home": changed(HOME, (2, 1), -1)}, r"for the borrowed expert 2, got \(1, -1\)"),
-    "peers dtype": ({"peers": PEERS.int()}, "peers must be int64, got int32"),
-    "peers shape": ({"peers": PEERS.view(1, 2)}, r"peers must have shape \[2, 1\], got \[1, 2\]"),
-    "no ranks": ({"num_ranks": 0}, "num_ranks must be in 1..1024, got 0"),
-    "rank": ({"rank": 2}, "rank must be in 0..1, got 2"),
-    "no blocks": ({"blocks": 0}, "blocks must be in 1..65535, got 0"),
-    "many blocks": ({"blocks": 65536}, "blocks must be in 1..65535, got 65536"),
-    "no stack": ({"stacks": []}, "(spare|totals) must hold at least one stack, got none"),
-    "stack 0-d": ({"stacks": [torch.ones(())]}, r"(spare|totals) must be \[rows, ...\], got \[\] in stack 0"),
-    "stack strides": (
-        {"stacks": [torch.ones(2, 2).t()]},
-        "(spare|totals) must be contiguous, got other strides in stack 0",
-    ),
-    "stack rows": (
-        {"stacks": [torch.ones(2, 2), torch.ones(3, 2)]},
-        r"(spare|totals) must have as many rows in every stack \(2\), got 3 in stack 1",
-    ),
-}
-REFUSED_BY_BORROW: dict[str, tuple[dict[str, Any], str]] = {
-    "spare slots": ({"stacks": [torch.ones(5, 2)]}, "spare_slots must be in 0..4, got 5"),
-    "no address": ({"peers": changed(PEERS, 1, 0)}, "peers must hold an address for rank 1, stack 0, got 0"),
-}
-REFUSED_BY_BACKWARD: dict[str, tuple[dict[str, Any], str]] = {
-    "spare slots": ({"spare_slots": 5}, "spare_slots must be in 0..4, got 5"),
-    "no address": ({"peers": changed(PEERS, 1, 0)}, "peers must hold an address for rank 1, stack 0, got 0"),
-    "row of totals": (
-        {"home": changed(HOME, (1, 1), 2)},
-        r"home must be a row of totals \(2 rows\), got row 2 for expert 1",
-    ),
-    "pool dtype": (
-        {"dtype": torch.int32},
-        "dtype must be float64, float32, bfloat16 or float16, got int32",
-    ),
-    "narrow totals": ({"stacks": [torch.ones(2, 2).half()]}, "totals must be float32, got another dtype"),
-    "wide totals": ({"stacks": [torch.ones(2, 2).double()]}, "totals must be float32, got float64"),
-    "float64 pools": ({"dtype": torch.float64}, "totals must be float64, got float32"),
-}
-
-
-def refuses(op: Callable[..., None], change: dict[str, Any], message: str, **own: Any) -> None:
-    """A refused call writes nothing."""
-    stacks = change.get("stacks", [torch.ones(2, 2)])
-    before = [stack.clone() for stack in stacks]
-    args = {"slot_to_expert": SLOTS, "home": HOME, "peers": PEERS, "num_ranks": 2, "rank": 0, **own}
-    args.update({key: value for key, value in change.items() if key != "stacks"})
-    args["spare" if op is ops.borrow else "totals"] = stacks
-    with pytest.raises(ValueError, match=message):
-        op(**args)
-    assert all(map(torch.equal, before, stacks))
-
-
-@pytest.mark.parametrize("name", REFUSED | REFUSED_BY_BORROW)
-def test_borrow_refuses(name: str) -> None:
-    refuses(ops.borrow, *(REFUSED | REFUSED_BY_BORROW)[name])
-
-
-@pytest.mark.parametrize("name", REFUSED | REFUSED_BY_BACKWARD)
-def test_borrow_backward_refuses(name: str) -> None:
-    own = {"spare_slots": 2, "dtype": torch.float32}
-    refuses(ops.borrow_backward, *(REFUSED | REFUSED_BY_BACKWARD)[name], **own)
-
-
-def test_opcheck() -> None:
-    """Also that only what the schema says is written."""
-    stacks = [torch.zeros(2, 2), torch.zeros(2, 3)]
-    held = [[torch.rand(2, 2), torch.rand(2, 3)] for _ in range(2)]
-    peers = ops.addresses(held)
-    torch.library.opcheck(torch.ops.isoload.borrow.default, (SLOTS, HOME, peers, stacks, 2, 0, 32))
-    backward = torch.ops.isoload.borrow_backward.default
-    torch.library.opcheck(backward, (SLOTS, HOME, peers, stacks, 2, 0, 2, torch.float32, 32))
 
 
 def test_traced_equals_eager() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -69,13 +67,6 @@ def test_where_all_copies_have_one_expert(top_k: int) -> None:
     assert found.numbers.flatten().tolist() == [*range(whole), *range(whole), *range(last)]
 
 
-@pytest.mark.parametrize("num_shared", [0, 2])
-def test_input_need_not_be_contiguous(num_shared: int) -> None:
-    ids = torch.arange(6000).view(600, 10) % 7
-    apart, dense = ops.count(ids[:, ::3], 7, num_shared), ops.count(ids[:, ::3].contiguous(), 7, num_shared)
-    assert all(map(torch.equal, apart, dense))
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("num_shared", [1, 3])
 @pytest.mark.parametrize("experts", [3, 200, 257])
@@ -95,50 +86,3 @@ def test_columns_equal_reference_and_numbers_of_all_columns(
     for name in ("counts", "numbers", "parts"):
         a, b = getattr(mine, name), getattr(theirs, name)
         assert a.dtype == torch.int32 and torch.equal(a, b) and torch.equal(a, getattr(apart, name)), name
-
-
-IDS = torch.tensor([[0, 3], [-1, 1]])
-ONE_ID = torch.zeros(1, 1, dtype=torch.int64)  # has no memory of its own where it is expanded
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "flat": ({"topk_ids": torch.tensor([0, 1])}, r"topk_ids must be \[T, K\], got \[2\]"),
-    "dtype": ({"topk_ids": torch.ones(2, 2)}, "topk_ids must be int32 or int64, got float32"),
-    "another dtype": (
-        {"topk_ids": torch.ones(2, 2, dtype=torch.int16)},
-        "topk_ids must be int32 or int64, got another dtype",
-    ),
-    "no experts": ({"num_experts": 0}, "num_experts must be at least 1, got 0"),
-    "fewer shared": ({"num_shared": -1}, "num_shared must be in 0..1024, got -1"),
-    "many shared": ({"num_shared": 1025}, "num_shared must be in 0..1024, got 1025"),
-    "high": ({"topk_ids": torch.tensor([[0, 4]])}, "topk_ids must be in -1..3, got 4"),
-    "low": ({"topk_ids": torch.tensor([[0, -2]])}, "topk_ids must be in -1..3, got -2"),
-    "high int32": (
-        {"topk_ids": torch.tensor([[0, 4]], dtype=torch.int32)},
-        "topk_ids must be in -1..3, got 4",
-    ),
-    "of 64 bits": ({"topk_ids": torch.tensor([[2**32 + 1]])}, "topk_ids must be in -1..3, got 4294967297"),
-    "many copies": (
-        {"topk_ids": ONE_ID.expand(2**30, 2)},
-        r"topk_ids must have fewer than 2\^31 entries, its num_shared=0 more columns included, got 2147483648",
-    ),
-    "many shared copies": (
-        {"topk_ids": ONE_ID.expand(2**21, 1), "num_shared": 1024},
-        r"topk_ids must have fewer than 2\^31 entries, its num_shared=1024 more columns included, got 2149580800",
-    ),
-}
-OF_IDS = ("high", "low", "high int32", "of 64 bits")
-
-
-@pytest.mark.parametrize("name", [*REFUSED, *(f"{name}, shared" for name in OF_IDS)])
-def test_refuses(name: str) -> None:
-    changed, message = REFUSED[name.removesuffix(", shared")]
-    given = {"topk_ids": IDS, "num_experts": 4, "num_shared": int("," in name), **changed}
-    with pytest.raises(ValueError, match=message):
-        ops.count(**given)
-
-
-def test_opcheck() -> None:
-    op = torch.ops.isoload.count.default
-    for num_shared in (0, 2):
-        torch.library.opcheck(op, (torch.tensor([[0, 2], [-1, -1]]), 3, num_shared))
-        torch.library.opcheck(op, (torch.zeros(300, 4, dtype=torch.int32), 3, num_shared))
-    torch.library.opcheck(op, (torch.zeros(0, 4, dtype=torch.int32), 3, 0))

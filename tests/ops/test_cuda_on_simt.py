@@ -53,15 +53,16 @@ REMOVED = {
 
 # Small ones of every op; a barrier of 128 lanes costs 128 changes of context here.
 CHOSEN = {
-    "count": "not refuses and not 257",
+    "every_op": "contiguous",
+    "count": "not 257",
     "replica_tables": "(equals_reference and not split_) or layers",
     "share_alone": "equals_reference or layers",
     "share": "layers or largest",
-    "plan_exact": "(wide_groups or layers_at_once or overflow) and not refuses",
+    "plan_exact": "(wide_groups or layers_at_once or overflow)",
     "plan_exact_share": "plan_exact_and_share and 0 or many_ranks or shared_memory or layers or largest",
     "plan_joint": "(joins and 0 or many_ranks or shared_memory or layers or largest) and not refuses",
-    "plan_waterfill": "(wide_groups or layers_at_once or overflow) and not refuses",
-    "plan_active": "(layers_at_once or overflow) and not refuses",
+    "plan_waterfill": "(wide_groups or layers_at_once or overflow)",
+    "plan_active": "(layers_at_once or overflow)",
     "plan_lp": "equals_reference_with or layers_at_once or nothing",
     "round_split": "by_hand or layers_at_once or largest",
     "plan_spill": "named or layers_at_once",

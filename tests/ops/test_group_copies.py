@@ -49,26 +49,3 @@ def test_is_a_stable_sort(seed: int) -> None:
 def test_slots_beyond_int32_are_absent() -> None:
     slots = torch.tensor([[2**32, 2**32 + 1, 1, -(2**32)]])
     assert ops.group_copies(slots, 0, 2).position.tolist() == [[4, 4, 0, 4]]
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ((torch.zeros(2, 2), 0, 1), "slots must be int32 or int64, got float32"),
-        ((torch.zeros(2, dtype=torch.int64), 0, 1), r"slots must be \[N, K\], got \[2\]"),
-        ((draw(2, 2, 3), -1, 1), "first must be at least 0, got -1"),
-        ((draw(2, 2, 3), 0, -1), r"num_slots must be in 0..2\^31-1, got -1"),
-        ((draw(2, 2, 3), 0, 1, 5), r"num_places must be in 0..4 \(N\*K\), got 5"),
-        (
-            (torch.zeros(2, 2, dtype=torch.int32), 0, 1, 3),
-            r"num_places must be at least the number of copies present \(4\), got 3",
-        ),
-    ],
-)
-def test_refuses(args: tuple[object, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ops.group_copies(*args)  # type: ignore[arg-type]
-
-
-def test_opcheck() -> None:
-    torch.library.opcheck(torch.ops.isoload.group_copies.default, (draw(6, 3, 4), 1, 3, 18))

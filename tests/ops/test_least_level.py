@@ -49,7 +49,7 @@ def halved(ticks: Sequence[int], wanted: int, base: Sequence[int] = (), limits: 
     return low + bisect_left(range(2**53), wanted, key=lambda more: room(low + more))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(speeds, st.integers(0, 3), copies)
 @example([1] + [MAX_TICKS] * 20, 0, MAX_COPIES)
 @example([MAX_TICKS] * 3, 2, MAX_COPIES)
@@ -76,7 +76,7 @@ def pourings(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], list[int
     return ticks, base, tokens, draw(st.sampled_from([[], list(order)]))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(pourings(), st.booleans())
 def test_level_of_a_pouring_is_what_halving_finds(
     drawn: tuple[list[int], list[int], list[int], list[int]], equal: bool

@@ -49,7 +49,7 @@ MUTANTS = {
         "csrc/cpu/group_copies.cpp",
         "if (present > in.num_places) return present;",
         "if (present > in.num_places) return in.num_places;",
-        "group_copies",
+        "every_op",
     ),
     "remainder dropped": Mutant(
         "csrc/algorithms/start.h", "each + (turn < more)", "each + 0 * (turn < more)", "plan_exact"

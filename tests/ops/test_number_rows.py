@@ -55,22 +55,3 @@ def test_numbers_by_sorting(seed: int) -> None:
 def test_slots_beyond_int32_are_absent() -> None:
     rows = ops.number_rows(torch.tensor([[2**32, 2**32 + 1, 1, -(2**32)]]), 1, 2)
     assert rows.ranks.tolist() == [[1, 2]] and rows.counts.tolist() == [[0, 1], [0, 1]]
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ((torch.zeros(2, 2), 1, 1), "slots must be int32 or int64, got float32"),
-        ((torch.zeros(2, dtype=torch.int64), 1, 1), r"slots must be \[T, K\], got \[2\]"),
-        ((draw(2, 2, 3), 1, 0), "num_ranks must be in 1..1024, got 0"),
-        ((draw(2, 2, 3), 0, 2), r"slots_per_rank must be at least 1 and leave every slot below 2\^31, got 0"),
-        ((draw(2, 2, 3), 2**30, 2), r"slots_per_rank must be at least 1 and leave every slot below 2\^31"),
-    ],
-)
-def test_refuses(args: tuple[Tensor, int, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ops.number_rows(*args)
-
-
-def test_opcheck() -> None:
-    torch.library.opcheck(torch.ops.isoload.number_rows.default, (draw(6, 3, 8), 2, 4))

@@ -149,15 +149,6 @@ def test_layers_at_once_equal_one_by_one_and_sources_are_summed() -> None:
             assert torch.equal(together[field][i], summed[field][i])
 
 
-def test_inputs_need_not_be_contiguous() -> None:
-    case = draw("eplb", 12, 8)
-    loads, tables = torch.from_numpy(case.loads), case.tables()
-    ticks = torch.arange(1, 25, dtype=torch.int32)[::2]
-    mine = ops.plan_active(loads.t().contiguous().t(), tables, ticks=ticks)
-    for a, b in zip(mine, ops.plan_active(loads, tables, ticks=ticks.clone()), strict=True):
-        assert torch.equal(a, b)
-
-
 def test_the_largest_batch_does_not_overflow() -> None:
     slots = torch.tensor([0, 1, 0, 1], dtype=torch.int32)
     loads = torch.tensor([MAX_COPIES - 3, 3], dtype=torch.int32)
@@ -173,42 +164,6 @@ def int32(*values: int) -> Tensor:
 
 SLOTS = int32(0, 1, 1, 2, 2, 0, 3, 3)  # 4 experts on 4 ranks
 LOADS = int32(5, 6, 7, 8)
-SHAPE = r"loads must be \[E\] or \[4, E\] per layer, got "
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "loads dtype": ({"loads": LOADS.long()}, "loads must be int32, got int64"),
-    "loads 3-d": ({"loads": LOADS.view(1, 1, 4)}, SHAPE + r"\[1, 1, 4\]"),
-    "sources": ({"loads": LOADS.expand(3, 4)}, SHAPE + r"\[3, 4\]"),
-    "experts": ({"loads": LOADS[:3]}, "tables must be those of 3 experts in 8 slots"),
-    "layers": (
-        {"loads": LOADS.expand(2, 4), "slots": SLOTS.expand(3, 8)},
-        r"loads must have one entry per layer \(3\), got \[2, 4\]",
-    ),
-    "negative": ({"loads": int32(5, -1, 7, 8)}, "loads must not be negative, got -1 for expert 1"),
-    "overflow": (
-        {"loads": int32(MAX_COPIES, 1, 0, 0)},
-        r"loads must sum to less than 2\^31 copies, got 2147483648",
-    ),
-    "overflow of one expert": (
-        {"loads": torch.stack([int32(MAX_COPIES, 0, 0, 0)] * 4)},
-        r"loads must sum to less than 2\^31 copies, got 8589934588",
-    ),
-    "no replica": (
-        {"slots": int32(0, 1, 1, 2, 2, 0, -1, -1)},
-        "loads must be 0 for an expert without a replica, got copies for expert 3",
-    ),
-    "ticks dtype": ({"ticks": torch.ones(4)}, "ticks must be int32, got float32"),
-    "ticks shape": ({"ticks": int32(1, 2)}, r"ticks must have shape \[4\], got \[2\]"),
-    "ticks 0": ({"ticks": int32(1, 1, 0, 1)}, r"ticks must be in 1..2\^20, got 0 for rank 2"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refuses(name: str) -> None:
-    changed, message = REFUSED[name]
-    arguments = {"loads": LOADS, "slots": SLOTS, **changed}
-    arguments["tables"] = ops.replica_tables(arguments.pop("slots"), 4, 4)
-    with pytest.raises(ValueError, match=message):
-        ops.plan_active(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -223,10 +178,3 @@ def test_the_op_itself_refuses_groups(ranks: int, slots: int, message: str) -> N
     tables = ops.replica_tables(SLOTS, 4, 4)
     with pytest.raises(RuntimeError, match=message):
         torch.ops.isoload.plan_active.default(LOADS, tables.data, ranks, slots, None)
-
-
-def test_opcheck() -> None:
-    tables = ops.replica_tables(SLOTS, 4, 4).data
-    op = torch.ops.isoload.plan_active.default
-    torch.library.opcheck(op, (LOADS, tables, 4, 8, None))
-    torch.library.opcheck(op, (LOADS.expand(3, 4, 4), tables.expand(3, -1), 4, 8, LOADS))

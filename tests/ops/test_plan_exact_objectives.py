@@ -173,24 +173,6 @@ def tables_of(tables: isoload.ReplicaTables, layers: int) -> isoload.ReplicaTabl
     return isoload.ReplicaTables(tables.data[:layers], tables.num_ranks, tables.num_experts, tables.num_slots)
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "objective": ({"objective": "best"}, "objective must be one of spread, local, packed, got 'best'"),
-    "summed": (
-        {"objective": "local"},
-        r"loads must be per source rank, \[4, 4\] per layer, for objective local, got the sum \[4\]",
-    ),
-    "no ranks in a node": ({"ranks_per_node": 0}, "ranks_per_node must divide 4, got 0"),
-    "uneven nodes": ({"ranks_per_node": 3}, "ranks_per_node must divide 4, got 3"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refuses(name: str) -> None:
-    options, message = REFUSED[name]
-    with pytest.raises(ValueError, match=message):
-        ops.plan_exact(LOADS, ops.replica_tables(SLOTS, 4, 4), **options)
-
-
 @pytest.mark.parametrize("number", [-1, 3])
 def test_op_refuses_unknown_objectives(number: int) -> None:
     tables = ops.replica_tables(SLOTS, 4, 4).data

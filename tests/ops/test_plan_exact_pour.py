@@ -13,7 +13,7 @@ import reference
 from isoload import ops
 from support.cases import FAMILIES, MAX_COPIES, Case, draw, families_up_to, instances
 from support.drifted import drifted
-from support.exact_splits import LOADS, LP_LIMIT, SLOTS, int32, random_fixed, random_ticks
+from support.exact_splits import LP_LIMIT, int32, random_fixed, random_ticks
 from support.oracles import flow_optimum, lp_optimum
 from support.sweeps import sweep
 
@@ -190,29 +190,3 @@ def test_layers_at_once_equal_one_by_one() -> None:
         for i in (0, 7, 19):
             for field, alone in zip(together, plan_exact(loads[i], tables[i], pour=pour[i]), strict=True):
                 assert torch.equal(field[i], alone)
-
-
-REFUSED: dict[str, tuple[torch.Tensor, str]] = {
-    "dtype": (torch.tensor(1), "pour must be int32, got int64"),
-    "shape": (int32(1), r"pour must have shape \[\], got \[1\]"),
-    "negative": (torch.tensor(-3, dtype=torch.int32), "pour must not be negative, got -3"),
-    "overflow": (
-        torch.tensor(MAX_COPIES - 25, dtype=torch.int32),
-        r"loads, fixed and pour must sum to less than 2\^31 copies, got 2147483648",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refuses(name: str) -> None:
-    pour, message = REFUSED[name]
-    with pytest.raises(ValueError, match=message):
-        ops.plan_exact(LOADS, ops.replica_tables(SLOTS, 4, 4), pour=pour)
-
-
-def test_refuses_layers_that_do_not_match() -> None:
-    tables = ops.replica_tables(SLOTS.expand(3, 8), 4, 4)
-    with pytest.raises(ValueError, match=r"pour must have shape \[3\], got \[\]"):
-        ops.plan_exact(LOADS.expand(3, 4), tables, pour=torch.tensor(1, dtype=torch.int32))
-    with pytest.raises(ValueError, match="pour must not be negative, got -1"):
-        ops.plan_exact(LOADS.expand(3, 4), tables, pour=int32(5, 0, -1))

@@ -11,12 +11,10 @@ from torch import Tensor
 
 import reference
 from isoload import ops
-from isoload.replica_tables import ReplicaTables
 from support.cases import MAX_COPIES, Case, draw, instances
-from support.exact_splits import SLOTS, int32, random_fixed, random_ticks, strided
+from support.exact_splits import int32, random_fixed, random_ticks
 from support.sweeps import cut
 
-LOADS = torch.tensor([[1, 0, 3, 8], [2, 1, 0, 0], [2, 5, 0, 0], [0, 0, 4, 0]], dtype=torch.int32)
 FIXED = {"sweeps": 1, "budget": 3}
 
 
@@ -113,29 +111,6 @@ def test_layers_at_once_equal_one_by_one() -> None:
         assert_same(alone, of_layer, together.send_counts[i], i)
 
 
-def test_no_layers() -> None:
-    tables = ops.replica_tables(torch.zeros(0, 8, dtype=torch.int32), 4, 3)
-    split = ops.plan_exact(torch.zeros(0, 4, 3, dtype=torch.int32), tables, rank=1)
-    assert [tuple(field.shape) for field in split] == [
-        (0, 8),
-        (0,),
-        (0,),
-        (0, 4),
-        (0, 8),
-    ]
-
-
-def test_inputs_need_not_be_contiguous_and_are_not_changed() -> None:
-    case = draw("eplb", 12, 8)
-    tables, loads, fixed = case.tables(), torch.from_numpy(case.loads), torch.arange(12, dtype=torch.int32)
-    apart = ReplicaTables(strided(tables.data), tables.num_ranks, tables.num_experts, tables.num_slots)
-    before = tables.data.clone(), loads.clone()
-    expected = ops.plan_exact(loads, tables, fixed, rank=3, ranks_per_node=4)
-    got = ops.plan_exact(loads.t().contiguous().t(), apart, strided(fixed), rank=3, ranks_per_node=4)
-    assert_same(got, expected, expected.send_counts, "strided")
-    assert torch.equal(tables.data, before[0]) and torch.equal(loads, before[1])
-
-
 def test_all_copies_of_the_largest_batch() -> None:
     """2^31 - 1 copies of one expert from one rank, of three that hold it."""
     tables = ops.replica_tables(int32(0, 0, 0), 3, 1)
@@ -144,49 +119,3 @@ def test_all_copies_of_the_largest_batch() -> None:
         split = ops.plan_exact(loads, tables, rank=rank)
         assert torch.equal(split.send_counts, split.quota if rank == 1 else torch.zeros_like(split.quota))
         assert int(split.quota.sum(dtype=torch.int64)) == MAX_COPIES
-
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "summed loads": (
-        {"loads": LOADS[0]},
-        r"loads must be per source rank, \[4, 4\] per layer, for send_counts, got the sum \[4\]",
-    ),
-    "sources": ({"loads": LOADS[:2]}, r"loads must be \[E\] or \[4, E\] per layer, got \[2, 4\]"),
-    "rank low": ({"rank": -1}, "rank must be in 0..3, got -1"),
-    "rank high": ({"rank": 4}, "rank must be in 0..3, got 4"),
-    "node": ({"ranks_per_node": 3}, "ranks_per_node must divide 4, got 3"),
-    "objective": ({"objective": "best"}, "objective must be one of spread, local, packed, got 'best'"),
-    "tolerance": ({"tolerance": -1.0}, r"tolerance must be in 0..1000 \(relative\), got -1.0"),
-    "budget": ({"budget": -1}, "budget must be at least 0, got -1"),
-    "sweeps": ({"sweeps": -1}, r"sweeps must be in 0..2\^31-1, got -1"),
-    "fixed": ({"fixed": int32(0, 0, -1, 0)}, "fixed must not be negative, got -1 for rank 2"),
-    "ticks": ({"ticks": int32(1, 0, 1, 1)}, r"ticks must be in 1..2\^20, got 0 for rank 1"),
-    "pour": ({"pour": torch.tensor(-1, dtype=torch.int32)}, "pour must not be negative, got -1"),
-    "negative": ({"loads": LOADS - 2}, "loads must not be negative, got -1 for expert 0"),
-    "overflow": (
-        {"loads": LOADS + MAX_COPIES // 8},
-        r"loads, fixed and pour must sum to less than 2\^31 copies",
-    ),
-    "no replica": (
-        {"slots": int32(0, 1, 1, 2, 2, 0, -1, -1)},
-        "loads must be 0 for an expert without a replica, got copies for expert 3",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refuses(name: str) -> None:
-    changed, message = REFUSED[name]
-    arguments = {"loads": LOADS, "rank": 1, "slots": SLOTS, **changed}
-    arguments["tables"] = ops.replica_tables(arguments.pop("slots"), 4, 4)
-    with pytest.raises(ValueError, match=message):
-        ops.plan_exact(**arguments)
-
-
-def test_opcheck() -> None:
-    tables = ops.replica_tables(SLOTS, 4, 4).data
-    op = torch.ops.isoload.plan_exact.default
-    torch.library.opcheck(op, (LOADS, tables, 4, 8, None, None, None, 0, 2, 0, 4, 100, 3))
-    batched = LOADS.expand(3, 4, 4), tables.expand(3, -1), 4, 8
-    besides = LOADS, int32(1, 2, 3, 4), int32(0, 5, 9)
-    torch.library.opcheck(op, (*batched, besides[0][:3], *besides[1:], 1, 2, 1000, 4, 7, 0))

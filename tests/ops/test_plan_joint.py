@@ -14,7 +14,7 @@ from isoload import ops
 from isoload.replica_tables import ReplicaTables
 from isoload.shared_experts import per_expert
 from support.cases import MAX_COPIES, Case, draw, instances
-from support.exact_splits import SLOTS, int32, random_ticks, strided
+from support.exact_splits import int32, random_ticks
 from support.sweeps import cut
 
 FIXED = {"sweeps": 1, "budget": 3}
@@ -149,23 +149,6 @@ def test_layers_at_once_equal_one_by_one() -> None:
         assert_same(alone, ops.JointSplit(*(field[i] for field in together)), i)
 
 
-def test_no_layers() -> None:
-    tables = ops.replica_tables(torch.zeros(0, 8, dtype=torch.int32), 4, 3)
-    made = ops.plan_joint(torch.zeros(0, 4, 4, dtype=torch.int32), tables, 1, 1, 1)
-    assert [tuple(field.shape) for field in made] == [(0, 8), (0,), (0,), (0, 4), (0, 8), (0, 4, 4)]
-
-
-def test_inputs_need_not_be_contiguous_and_are_not_changed() -> None:
-    case = draw("eplb", 12, 8)
-    loads, tables, first = with_shared(case, np.arange(12), 1)
-    apart = ReplicaTables(strided(tables.data), tables.num_ranks, tables.num_experts, tables.num_slots)
-    before = tables.data.clone(), loads.clone()
-    expected = ops.plan_joint(loads, tables, 3, 1, first, ranks_per_node=4)
-    got = ops.plan_joint(loads.t().contiguous().t(), apart, 3, 1, first, ranks_per_node=4)
-    assert_same(got, expected, "strided")
-    assert torch.equal(tables.data, before[0]) and torch.equal(loads, before[1])
-
-
 def test_all_copies_of_the_largest_batch() -> None:
     """2^31 - 1 copies between a routed expert and three shared ones."""
     tokens = MAX_COPIES // 4
@@ -184,55 +167,3 @@ def test_refuses_more_copies_than_the_largest_batch_has() -> None:
 
 
 # The slots of support.exact_splits, and a shared slot behind each rank's two.
-SHARED_SLOTS = torch.nn.functional.pad(SLOTS.view(4, 2), (0, 1), value=-1).flatten()
-LOADS = torch.tensor([[1, 0, 3, 8, 5], [2, 1, 0, 0, 0], [2, 5, 0, 0, 9], [0, 0, 4, 0, 1]], dtype=torch.int32)
-NEGATIVE = LOADS - torch.tensor([0, 0, 0, 0, 2], dtype=torch.int32)
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "summed loads": (
-        {"loads": LOADS[0]},
-        r"loads must be per source rank, \[4, 4\] per layer, got the sum \[5\]",
-    ),
-    "sources": ({"loads": LOADS[:2]}, r"loads must be \[E\] or \[4, E\] per layer, got \[2, 5\]"),
-    "experts": ({"loads": LOADS[:, :4]}, "tables must be those of 3 experts in 12 slots"),
-    "num_shared low": ({"num_shared": 0}, "num_shared must be in 1..1024, got 0"),
-    "num_shared high": ({"num_shared": 1025}, "num_shared must be in 1..1024, got 1025"),
-    "first low": ({"first_shared": -1}, "first_shared must be in 0..2 with num_shared=1, got -1"),
-    "first high": ({"first_shared": 3}, "first_shared must be in 0..2 with num_shared=1, got 3"),
-    "rank low": ({"rank": -1}, "rank must be in 0..3, got -1"),
-    "rank high": ({"rank": 4}, "rank must be in 0..3, got 4"),
-    "node": ({"ranks_per_node": 3}, "ranks_per_node must divide 4, got 3"),
-    "objective": ({"objective": "best"}, "objective must be one of spread, local, packed, got 'best'"),
-    "tolerance": ({"tolerance": -1.0}, r"tolerance must be in 0..1000 \(relative\), got -1.0"),
-    "ticks": ({"ticks": int32(1, 0, 1, 1)}, r"ticks must be in 1..2\^20, got 0 for rank 1"),
-    "negative": ({"loads": LOADS - int32(0, 1, 0, 0, 0)}, "loads must not be negative, got -1 for expert 1"),
-    "negative tokens": ({"loads": NEGATIVE}, "loads must not be negative, got -2 for expert 4"),
-    "overflow": ({"loads": LOADS + MAX_COPIES // 8}, r"loads must sum to less than 2\^31 copies"),
-    "no replica": (
-        {"slots": SHARED_SLOTS.masked_fill(SHARED_SLOTS == 3, -1)},
-        "loads must be 0 for an expert without a replica, got copies for expert 3",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refuses(name: str) -> None:
-    changed, message = REFUSED[name]
-    arguments = {
-        "loads": LOADS,
-        "rank": 1,
-        "slots": SHARED_SLOTS,
-        "num_shared": 1,
-        "first_shared": 2,
-        **changed,
-    }
-    arguments["tables"] = ops.replica_tables(arguments.pop("slots"), 4, 4)
-    with pytest.raises(ValueError, match=message):
-        ops.plan_joint(**arguments)
-
-
-def test_opcheck() -> None:
-    tables = ops.replica_tables(SHARED_SLOTS, 4, 4).data
-    op = torch.ops.isoload.plan_joint.default
-    torch.library.opcheck(op, (LOADS, tables, 4, 12, 1, 2, None, 0, 2, 0, 4, 100, 3))
-    batched = LOADS.expand(3, 4, 5), tables.expand(3, -1), 4, 12
-    torch.library.opcheck(op, (*batched, 1, 2, int32(1, 2, 3, 4), 1, 2, 1000, 4, 7, 0))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 import reference
@@ -102,40 +101,3 @@ def test_layers_at_once_equal_one_by_one() -> None:
         one = ops.plan_replication(layers[i], slots, home, ranks, spare, fixed[i], local_slots=1)
         for a, b, c in zip(one, at_once, theirs, strict=True):
             assert torch.equal(a, b[i]) and torch.equal(a, c[i])
-
-
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-SLOTS, HOME, LOADS = int32(0, 1, -1, 2, 3, -1), int32(0, 1, 3, 4), int32(*range(8)).view(2, 4)
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "sums": ({"loads": LOADS[0]}, r"loads must have shape \[2, 4\], got \[4\]"),
-    "loads dtype": ({"loads": LOADS.long()}, "loads must be int32, got int64"),
-    "negative": ({"loads": -LOADS}, "loads must not be negative, got -1 for expert 1"),
-    "too many": ({"loads": LOADS * 2**28}, r"loads and fixed must sum to less than 2\^31 copies, got 7516192768"),
-    "fixed": ({"fixed": int32(0, -1)}, "fixed must not be negative, got -1 for rank 1"),
-    "fixed shape": ({"fixed": int32(1)}, r"fixed must have shape \[2\], got \[1\]"),
-    "filled": ({"slot_to_expert": int32(0, 1, 2, 2, 3, -1)}, "slot_to_expert must be -1 in the last spare_slots=1"),
-    "home": ({"home_slot": int32(0, 1, 3, 0)}, "home_slot must hold its expert, slot 0 does not hold expert 3"),
-    "alive": ({"alive": torch.zeros(2, dtype=torch.bool)}, "alive must be true for at least one rank, got none"),
-    "alive dtype": ({"alive": int32(1, 1)}, "alive must be bool, got int32"),
-    "nodes": ({"ranks_per_node": 3}, "ranks_per_node must divide 2, got 3"),
-    "local": ({"local_slots": 2}, r"local_slots must be in 0..1, got 2"),
-    "spare": ({"spare_slots": 4}, r"spare_slots must be in 0..3, got 4"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refuses(name: str) -> None:
-    changed, message = REFUSED[name]
-    given = {"loads": LOADS, "slot_to_expert": SLOTS, "home_slot": HOME, "num_ranks": 2, "spare_slots": 1}
-    with pytest.raises(ValueError, match=message):
-        ops.plan_replication(**{**given, **changed})
-
-
-def test_opcheck() -> None:
-    op = torch.ops.isoload.plan_replication.default
-    torch.library.opcheck(op, (LOADS, SLOTS, HOME, 2, 2, 1, None, None, 1, False))
-    several = (LOADS.expand(3, 2, 4), SLOTS.expand(3, 6), HOME.expand(3, 4))
-    torch.library.opcheck(op, (*several, 2, 1, 1, None, torch.ones(2, dtype=torch.bool), 0, True))

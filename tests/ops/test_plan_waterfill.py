@@ -19,7 +19,7 @@ from support.pourings import FAMILIES, RANKS, Pouring, draw, route_batch
 from support.sweeps import sweep
 
 CANDIDATES = ("all", "node", "visited")
-SEEDS = range(6)  # with and without ticks and limits
+SEEDS = 6  # with and without ticks and limits; the second has both
 MAX_COPIES = 2**31 - 1
 
 
@@ -70,12 +70,13 @@ def check_nodes(case: Pouring, rest: np.ndarray, unused: np.ndarray) -> None:
         assert not (leaving[node == n].any() and entering[node == n].any()), f"{case.name}: node {n}"
 
 
+@sweep("seeds", 2, SEEDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_peak_is_the_integral_optimum(family: str) -> None:
+def test_peak_is_the_integral_optimum(family: str, seeds: int) -> None:
     """HiGHS, 9 families x 8 sizes x 6 seeds x 2 candidate sets."""
     for ranks in RANKS:
         for candidates in ("all", "node"):
-            for seed in SEEDS:
+            for seed in range(seeds):
                 case = draw(family, ranks, seed, candidates)
                 share, peak, bound = solve(case, candidates)
                 check_split(case, candidates, share, peak, bound)
@@ -86,7 +87,7 @@ def test_peak_is_the_integral_optimum(family: str) -> None:
 
 
 def test_there_are_five_hundred_instances() -> None:
-    assert len(FAMILIES) * len(RANKS) * 2 * len(SEEDS) >= 500
+    assert len(FAMILIES) * len(RANKS) * 2 * SEEDS >= 500
 
 
 @sweep("seeds", 3, 12)
@@ -134,10 +135,13 @@ def test_hardly_a_path_is_left_to_find(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 10 < len(found) < 100
 
 
-@pytest.mark.parametrize("ranks", [64, 65, 128, 200, 300])
-def test_equals_reference_in_wide_groups(ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "families"),
+    [(64, 3), (65, 3), (128, 3), (200, 3), (300, 2), pytest.param(300, 3, marks=pytest.mark.slow)],
+)
+def test_equals_reference_in_wide_groups(ranks: int, families: int) -> None:
     """Rank sets of 1, 2, 4 and 16 words."""
-    for family in ("hot", "neighbours", "uneven"):
+    for family in ("hot", "neighbours", "uneven")[:families]:
         for seed, candidates in zip((4, 5, 6), CANDIDATES, strict=True):
             assert_equals_reference(draw(family, ranks, seed, candidates), candidates)
 
@@ -180,23 +184,6 @@ def test_layers_at_once_equal_one_by_one() -> None:
         assert [tuple(field.shape) for field in together] == [(20, 12, 12), (20,), (20,)]
         expected = reference.plan_waterfill(copies, tokens, 2, 4, candidates, **options)
         assert all(torch.equal(a, b) for a, b in zip(together, expected, strict=True))
-
-
-def test_no_layers() -> None:
-    split = ops.plan_waterfill(torch.zeros(0, 4, 4, dtype=torch.int32), torch.zeros(0, 4, dtype=torch.int32))
-    assert [tuple(field.shape) for field in split] == [(0, 4, 4), (0,), (0,)]
-
-
-def test_inputs_need_not_be_contiguous_and_stay_as_they_are() -> None:
-    (copies, tokens, *rest), _ = draw("hot", 12, 0).arguments()
-    before = copies.clone(), tokens.clone()
-    apart = copies.t().contiguous().t(), torch.stack([tokens, tokens + 7], 1)[:, 0]
-    assert not apart[0].is_contiguous() and not apart[1].is_contiguous()
-    for a, b in zip(
-        ops.plan_waterfill(copies, tokens, *rest), ops.plan_waterfill(*apart, *rest), strict=True
-    ):
-        assert torch.equal(a, b)
-    assert torch.equal(copies, before[0]) and torch.equal(tokens, before[1])
 
 
 def test_the_largest_numbers_do_not_overflow() -> None:
@@ -285,62 +272,3 @@ def int32(*values: Any) -> Tensor:
 COPIES, TOKENS = int32([1, 2, 3, 4], [5, 6, 7, 8], [9, 1, 2, 3], [4, 5, 6, 7]), int32(9, 8, 7, 6)
 HUGE = COPIES.clone()
 HUGE[2, 1] = MAX_COPIES
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "copies dtype": ({"copies": COPIES.long()}, "copies must be int32, got int64"),
-    "copies shape": ({"copies": COPIES[:3]}, r"copies must be \[R, R\] or \[L, R, R\], got \[3, 4\]"),
-    "copies scalar": ({"copies": COPIES[0, 0]}, r"copies must be \[R, R\] or \[L, R, R\], got \[\]"),
-    "no ranks": ({"copies": COPIES[:0, :0], "tokens": TOKENS[:0]}, "copies must be of 1..1024 ranks, got 0"),
-    "ranks": ({"copies": torch.zeros(1025, 1025, dtype=torch.int32)}, "copies must be of 1..1024 .* got 1025"),
-    "copies negative": ({"copies": COPIES - 4}, "copies must not be negative, got -3 from rank 0 to 0"),
-    "tokens dtype": ({"tokens": TOKENS.float()}, "tokens must be int32, got float32"),
-    "tokens shape": ({"tokens": TOKENS[:3]}, r"tokens must have shape \[4\], got \[3\]"),
-    "tokens layers": ({"copies": COPIES.expand(3, 4, 4)}, r"tokens must have shape \[3, 4\], got \[4\]"),
-    "tokens negative": ({"tokens": int32(1, 1, -5, 1)}, "tokens must not be negative, got -5 for rank 2"),
-    "per_token low": ({"per_token": 0}, r"per_token must be in 1..1024, got 0"),
-    "per_token high": ({"per_token": 1025}, r"per_token must be in 1..1024, got 1025"),
-    "sum": ({"copies": HUGE}, r"copies and per_token \* tokens must sum to less than 2\^31 copies, got 2147483749"),
-    "sum of tokens": (
-        {"tokens": int32(2**30, 2**30, 0, 0), "per_token": 1024},
-        r"copies and per_token \* tokens must sum to less than 2\^31 copies, got 2199023255625",
-    ),
-    "node": ({"ranks_per_node": 3}, "ranks_per_node must divide 4, got 3"),
-    "node 0": ({"ranks_per_node": 0}, "ranks_per_node must divide 4, got 0"),
-    "candidates": ({"candidates": "near"}, "candidates must be all, node or visited, got 'near'"),
-    "ticks dtype": ({"ticks": torch.ones(4)}, "ticks must be int32, got float32"),
-    "ticks shape": ({"ticks": int32(1, 2)}, r"ticks must have shape \[4\], got \[2\]"),
-    "ticks 0": ({"ticks": int32(1, 1, 0, 1)}, r"ticks must be in 1..2\^20, got 0 for rank 2"),
-    "ticks high": ({"ticks": int32(1, 1, 1, 2**20 + 1)}, r"ticks must be in 1..2\^20, got 1048577 for rank 3"),
-    "limits dtype": ({"limits": torch.ones(4)}, "limits must be int32, got float32"),
-    "limits shape": ({"limits": int32(1, 2)}, r"limits must have shape \[4\], got \[2\]"),
-    "limits negative": ({"limits": int32(9, 9, 9, -1)}, "limits must not be negative, got -1 for rank 3"),
-    "limits": ({"limits": int32(0, 9, 10, 10)}, r"limits must hold the 30 shared copies of ranks 0..3, got 29"),
-    "limits of a node": (
-        {"limits": int32(16, 0, 99, 99), "candidates": "node", "ranks_per_node": 2},
-        r"limits must hold the 17 shared copies of ranks 0..1, got 16",
-    ),
-    "limits of a home": (
-        {"limits": int32(99, 99, 6, 99), "candidates": "visited"},
-        r"limits must hold the 7 shared copies of ranks 2..2, got 6",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refuses(name: str) -> None:
-    changed, message = REFUSED[name]
-    with pytest.raises(ValueError, match=message):
-        ops.plan_waterfill(**{"copies": COPIES, "tokens": TOKENS, **changed})
-
-
-def test_one_bad_layer_of_many_is_refused() -> None:
-    tokens = TOKENS.repeat(40, 1)
-    tokens[33, 1] = -7
-    with pytest.raises(ValueError, match="tokens must not be negative, got -7 for rank 1"):
-        ops.plan_waterfill(COPIES.expand(40, 4, 4), tokens)
-
-
-def test_opcheck() -> None:
-    op = torch.ops.isoload.plan_waterfill.default
-    torch.library.opcheck(op, (COPIES, TOKENS, 1, 4, 0, None, None))
-    torch.library.opcheck(op, (COPIES.expand(3, 4, 4), TOKENS.expand(3, 4), 2, 2, 2, TOKENS, 9 * TOKENS))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -133,13 +132,6 @@ def test_ids_outside_the_experts_count_as_empty() -> None:
         assert torch.equal(theirs.data, case.tables().data), case.name
 
 
-def test_input_need_not_be_contiguous() -> None:
-    slots = torch.tensor([[0, 1], [1, 2], [2, 0]], dtype=torch.int32)
-    assert torch.equal(
-        ops.replica_tables(slots.t(), 3, 3).data, ops.replica_tables(slots.t().contiguous(), 3, 3).data
-    )
-
-
 def int32(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
@@ -147,55 +139,6 @@ def int32(*values: int) -> Tensor:
 def tables_like(num_ranks: int, num_experts: int, num_slots: int, rows: int = 1) -> ReplicaTables:
     data = torch.zeros(rows, ReplicaTables.size(num_experts, num_slots), dtype=torch.int32)
     return ReplicaTables(data, num_ranks, num_experts, num_slots)
-
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "dtype": ({"slot_to_expert": torch.zeros(4)}, "slot_to_expert must be int32, got float32"),
-    "int64": (
-        {"slot_to_expert": torch.zeros(4, dtype=torch.int64)},
-        "slot_to_expert must be int32, got int64",
-    ),
-    "scalar": ({"slot_to_expert": torch.tensor(1)}, r"slot_to_expert must be \[P\] or \[L, P\], got \[\]"),
-    "3-d": (
-        {"slot_to_expert": int32(0, 1, 1, 0).view(1, 1, 4)},
-        r"slot_to_expert must be \[P\] or \[L, P\], got \[1, 1, 4\]",
-    ),
-    "no ranks": ({"num_ranks": 0}, "num_ranks must be in 1..1024, got 0"),
-    "many ranks": ({"num_ranks": 1025}, "num_ranks must be in 1..1024, got 1025"),
-    "not divided": ({"num_ranks": 3}, "slot_to_expert must have a multiple of num_ranks=3 slots, got 4"),
-    "no slots": (
-        {"slot_to_expert": int32()},
-        "slot_to_expert must have a multiple of num_ranks=2 slots, got 0",
-    ),
-    "no experts": ({"num_experts": 0}, "num_experts must be at least 1, got 0"),
-    "out of other ranks": (
-        {"out": tables_like(4, 2, 4)},
-        "out must be tables of 2 experts in 4 slots on 2 ranks, got 2 in 4 on 4",
-    ),
-    "out of other experts": (
-        {"out": tables_like(2, 3, 4)},
-        "out must be tables of 2 experts in 4 slots on 2 ranks, got 3 in 4 on 2",
-    ),
-    "out of other layers": (
-        {"out": tables_like(2, 2, 4, rows=3)},
-        r"tables must be contiguous, one row per layer of slot_to_expert \[4\], got \[3, 26\]",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refuses(name: str) -> None:
-    changed, message = REFUSED[name]
-    with pytest.raises(ValueError, match=message):
-        ops.replica_tables(
-            **{"slot_to_expert": int32(0, 1, 1, 0), "num_ranks": 2, "num_experts": 2, **changed}
-        )
-
-
-def test_out_must_be_contiguous() -> None:
-    data = tables_like(2, 2, 4, rows=2).data.t().contiguous().t()
-    with pytest.raises(ValueError, match="tables must be contiguous"):
-        ops.replica_tables(int32(0, 1, 1, 0).expand(2, 4), 2, 2, out=ReplicaTables(data, 2, 2, 4))
 
 
 # What reads tables: made-up ones are refused, not followed.
@@ -273,21 +216,6 @@ def test_readers_refuse_one_wrong_layer_on_demand(monkeypatch: pytest.MonkeyPatc
         ops.plan_exact(FULL.repeat(3, 1, 1), tables)
 
 
-def test_readers_refuse_no_ranks_and_no_experts() -> None:
-    none = ReplicaTables(torch.zeros(2 + 2 + 16, dtype=torch.int32), 0, 0, 4)
-    with pytest.raises(ValueError, match="loads must be of 1..1024 source ranks, got 0"):
-        ops.share(FULL[:0, :0], int32(0, 0, 0, 0), none, 1)
-    with pytest.raises(ValueError, match="tables must be of at least 1 expert, got 0"):
-        ops.route(ops.count(int32(0)[None], 1), int32(0, 0, 0, 0), none)
-
-
 def test_unknown_field() -> None:
     with pytest.raises(ValueError, match="name must be one of header, offsets, .*, got 'owner'"):
         tables_like(2, 2, 4).field("owner")
-
-
-def test_opcheck() -> None:
-    op = torch.ops.isoload.replica_tables.default
-    slots = int32(0, 1, 1, -1)
-    torch.library.opcheck(op, (slots, 2, 2, tables_like(2, 2, 4).data[0]))
-    torch.library.opcheck(op, (slots.expand(3, 4), 2, 2, tables_like(2, 2, 4, rows=3).data))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -11,9 +9,9 @@ from torch import Tensor
 
 import reference
 from isoload import ops
-from support.cases import Case, draw, instances
-from support.exact_splits import int32, strided
-from support.relaxed_layers import SLOTS, layers, reals
+from support.cases import Case, instances
+from support.exact_splits import SLOTS, int32, strided
+from support.relaxed_layers import layers, reals
 from support.sweeps import cut
 
 DTYPES = (torch.float32, torch.float64)
@@ -103,52 +101,3 @@ def test_layers_at_once_equal_one_by_one() -> None:
         assert torch.equal(together[i], ops.round_split(split[i], loads[i], tables[i]))
     apart = torch.stack([split, torch.full_like(split, torch.nan)], -1)[..., 0]
     assert torch.equal(together, ops.round_split(apart, strided(loads), tables))
-
-
-LOADS = int32(5, 3, 2, 1)
-SPLIT = reals(2.5, 1, 2, 2, 0, 2.5, 1, 0)
-NAN = float("nan")
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "split dtype": ({"split": SPLIT.int()}, "split must be float32 or float64, got int32"),
-    "split shape": ({"split": SPLIT[:7]}, r"split must have shape \[8\], got \[7\]"),
-    "split nan": ({"split": reals(2.5, NAN, 2, 2, 0, 2.5, 1, 0)}, "split must be finite.*got nan for slot 1"),
-    "split negative": (
-        {"split": reals(2.5, 1, 2, 3, -1, 2.5, 1, 0)},
-        "split must be finite and not negative, got -1 for slot 4",
-    ),
-    "weights": ({"split": SPLIT / 5}, "split must add up to the loads, got 1 for the 5 copies of expert 0"),
-    "loads dtype": ({"loads": LOADS.long()}, "loads must be int32, got int64"),
-    "sources": ({"loads": LOADS.expand(3, 4)}, r"loads must be \[E\] or \[4, E\] per layer, got \[3, 4\]"),
-    "negative": ({"loads": int32(5, 3, -2, 1)}, "loads must not be negative, got -2 for expert 2"),
-    "overflow": (
-        {"loads": int32(2**31 - 1, 3, 2, 1)},
-        r"loads must sum to less than 2\^31 copies, got 2147483653",
-    ),
-    "no replica": (
-        {"tables": ops.replica_tables(int32(0, 1, 1, 2, 2, 0, -1, -1), 4, 4)},
-        "loads must be 0 for an expert without a replica, got copies for expert 3",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refuses(name: str) -> None:
-    changed, message = REFUSED[name]
-    with pytest.raises(ValueError, match=message):
-        ops.round_split(**{"split": SPLIT, "loads": LOADS, "tables": TABLES, **changed})
-
-
-def test_refuses_layers_that_do_not_match() -> None:
-    loads, tables, _ = layers(torch.float32)
-    with pytest.raises(ValueError, match=r"split must have shape \[20, \d+\], got \[\d+\]"):
-        ops.round_split(torch.zeros(tables.num_slots), loads, tables)
-
-
-def test_opcheck() -> None:
-    op = torch.ops.isoload.round_split.default
-    torch.library.opcheck(op, (SPLIT, LOADS, TABLES.data, 4, 8))
-    case = draw("eplb", 4, 0)
-    tables = case.tables()
-    split = ops.plan_lp(torch.from_numpy(case.loads), tables, dtype=torch.float64).split.expand(3, -1)
-    loads = torch.from_numpy(case.loads).expand(3, -1, -1)
-    torch.library.opcheck(op, (split, loads, tables.data.expand(3, -1), 4, tables.num_slots))

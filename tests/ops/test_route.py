@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -172,20 +171,6 @@ def test_nothing_to_route(shape: tuple[int, int], prefer: Prefer | None) -> None
     assert torch.equal(ops.route_sampled(ids, torch.ones(8), TABLES, seed=1), ids)
 
 
-def test_inputs_need_not_be_contiguous() -> None:
-    batch = draw_batch("eplb", 8, seed=9, top_k=4)
-    ids, share = batch.ids[0], batch.share[0]
-    apart = torch.stack([share, torch.full_like(share, 9)], dim=1)[:, 0]
-    turned = ids.t().contiguous().t()
-    for prefer in (None, "visited"):
-        mine = route(turned, apart, batch.tables, prefer)
-        assert torch.equal(mine, route(ids, share, batch.tables, prefer))
-    weights = torch.rand(len(share), generator=torch.Generator().manual_seed(0)) + 0.1
-    apart = torch.stack([weights, -weights], dim=1)[:, 0]
-    mine = ops.route_sampled(turned, apart, batch.tables, 4)
-    assert torch.equal(mine, ops.route_sampled(ids, weights, batch.tables, 4))
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, 2**64 - 1])
 def test_sampled_equals_reference(seed: int, dtype: torch.dtype) -> None:
@@ -242,91 +227,3 @@ def test_seeds_give_different_streams_and_prefixes_agree() -> None:
 
 
 TABLES = ops.replica_tables(torch.tensor([0, 1, 1, 2, 2, 0, 3, 3], dtype=torch.int32), 4, 4)
-IDS = torch.tensor([[0, 1], [0, -1]])
-SHARE = torch.tensor([1, 1, 0, 0, 0, 1, 0, 0], dtype=torch.int32)
-BATCH_OF_TABLES = ReplicaTables(TABLES.data.expand(2, -1), 4, 4, 8)
-OFTEN = "topk_ids must hold each expert as often as its share says, expert {} does not"
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "ids dtype": ({"topk_ids": IDS.float()}, "topk_ids must be int32 or int64, got float32"),
-    "ids 1-d": ({"topk_ids": IDS[0]}, r"topk_ids must be \[T, K\], got \[2\]"),
-    "id high": ({"topk_ids": torch.tensor([[0, 4]])}, "topk_ids must be in -1..3, got 4"),
-    "id low": ({"topk_ids": torch.tensor([[0, -2]])}, "topk_ids must be in -1..3, got -2"),
-    "id of 64 bits": ({"topk_ids": torch.tensor([[2**32]])}, "topk_ids must be in -1..3, got 4294967296"),
-    "tables of layers": ({"tables": BATCH_OF_TABLES}, r"tables must be of one layer, got \[2, 48\]"),
-}
-ROUTE_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    **REFUSED,
-    "share dtype": ({"send_counts": SHARE.long()}, "send_counts must be int32, got int64"),
-    "share 2-d": ({"send_counts": SHARE.view(1, 8)}, r"send_counts must be \[P\], got \[1, 8\]"),
-    "share slots": ({"send_counts": SHARE[:7]}, "tables must be those of 4 experts in 7 slots"),
-    "more copies than share": ({"topk_ids": torch.tensor([[0, 1], [0, 0]])}, OFTEN.format(0)),
-    "fewer copies than share": ({"topk_ids": torch.tensor([[0, -1], [0, -1]])}, OFTEN.format(1)),
-}
-SAMPLED_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    **REFUSED,
-    "weights dtype": ({"weights": torch.ones(8).double()}, "weights must be float32, got float64"),
-    "weights 2-d": ({"weights": torch.ones(1, 8)}, r"weights must be \[P\], got \[1, 8\]"),
-    "weights slots": ({"weights": torch.ones(7)}, "tables must be those of 4 experts in 7 slots"),
-    "weight negative": (
-        {"weights": torch.tensor([2.0, 1, 1, 1, 1, -1, 1, 1])},
-        "weights must be finite and not negative, got -1 for slot 5",
-    ),
-    "weight nan": (
-        {"weights": torch.full((8,), float("nan"))},
-        "weights must be finite and not negative, got nan for slot 0",
-    ),
-    "weight infinite": (
-        {"weights": torch.full((8,), float("inf"))},
-        "weights must be finite and not negative, got inf for slot 0",
-    ),
-    "step dtype": ({"step": torch.tensor(1, dtype=torch.int32)}, "step must be int64, got int32"),
-    "steps": ({"step": torch.tensor([1, 2])}, r"step must have one element, got \[2\]"),
-    "rank low": ({"rank": -1}, "rank must be in 0..1023, got -1"),
-    "rank high": ({"rank": 1024}, "rank must be in 0..1023, got 1024"),
-    "no weight": (
-        {"weights": torch.tensor([1.0, 0, 0, 1, 1, 1, 1, 1])},
-        "weights must be positive for a replica of every expert that is routed, expert 1 has none",
-    ),
-}
-
-
-def counted_at_all(ids: Tensor) -> ops.Counted:
-    """Of ids that count refuses, with the counts of others."""
-    try:
-        return ops.count(ids, 4)
-    except ValueError:
-        return ops.count(IDS[: len(ids), : ids.shape[-1]], 4)._replace(ids=ids)
-
-
-@pytest.mark.parametrize("prefer", [None, "visited"])
-@pytest.mark.parametrize("name", ROUTE_REFUSED)
-def test_route_refuses(name: str, prefer: Prefer | None) -> None:
-    changed, message = ROUTE_REFUSED[name]
-    with pytest.raises(ValueError, match=message):
-        given = {"topk_ids": IDS, "send_counts": SHARE, "tables": TABLES, **changed}
-        ops.route(counted_at_all(given.pop("topk_ids")), prefer=prefer, **given)
-
-
-def test_route_refuses_an_unknown_preference() -> None:
-    with pytest.raises(ValueError, match="prefer must be None or visited, got 'nearest'"):
-        ops.route(ops.count(IDS, 4), SHARE, TABLES, prefer="nearest")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", SAMPLED_REFUSED)
-def test_route_sampled_refuses(name: str) -> None:
-    changed, message = SAMPLED_REFUSED[name]
-    with pytest.raises(ValueError, match=message):
-        ops.route_sampled(
-            **{"topk_ids": IDS, "weights": torch.ones(8), "tables": TABLES, "seed": 1, **changed}
-        )
-
-
-def test_opcheck() -> None:
-    _, _, numbers, parts = ops.count(IDS, 4)
-    for ids, visited in ((IDS, False), (IDS.int(), True)):
-        given = ids, numbers, parts, SHARE, TABLES.data, 4, 4, None, 0, 0, 0, False, visited
-        torch.library.opcheck(torch.ops.isoload.route.default, given)
-    sampled = torch.ops.isoload.route_sampled.default
-    for step in (None, torch.tensor(3)):
-        torch.library.opcheck(sampled, (IDS, torch.ones(8), TABLES.data, 4, 7, step, 1))

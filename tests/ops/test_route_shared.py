@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -133,60 +131,3 @@ def test_tokens_keep_their_order() -> None:
     slots = torch.full((5, 1), 3)
     chosen = ops.route_shared(slots, torch.tensor([3, 0, 0, 2], dtype=torch.int32), 1, 0)
     assert chosen.flatten().tolist() == [3, 3, 0, 0, 0]
-
-
-def test_inputs_need_not_be_contiguous_and_stay_as_they_are() -> None:
-    slots, row, slots_per_rank, home = list(routings(40))[-1]
-    before = slots.clone(), row.clone()
-    apart = slots.t().contiguous().t(), torch.stack([row, row + 1], 1)[:, 0]
-    assert not apart[1].is_contiguous()
-    mine = ops.route_shared(*apart, slots_per_rank, home)
-    assert torch.equal(mine, ops.route_shared(slots, row, slots_per_rank, home))
-    assert torch.equal(slots, before[0]) and torch.equal(row, before[1])
-
-
-SLOTS = torch.tensor([[0, 5], [2, -1], [-1, -1], [7, 6]])
-ROW = torch.tensor([1, 2, 0, 0], dtype=torch.int32)
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "slots dtype": ({"slots": SLOTS.float()}, "slots must be int32 or int64, got float32"),
-    "slots shape": ({"slots": SLOTS[0]}, r"slots must be \[T, K\], got \[2\]"),
-    "slots high": ({"slots": SLOTS + 1}, r"slots must be in -1..7, got 8"),
-    "slots low": ({"slots": SLOTS - 1}, r"slots must be in -1..7, got -2"),
-    "row dtype": ({"source_quota": ROW.long()}, "source_quota must be int32, got int64"),
-    "row shape": ({"source_quota": ROW[None]}, r"source_quota must be \[R\], got \[1, 4\]"),
-    "no ranks": ({"source_quota": ROW[:0]}, "source_quota must have 1..1024 ranks, got 0"),
-    "many ranks": ({"source_quota": ROW.new_zeros(1025)}, "source_quota must have 1..1024 ranks, got 1025"),
-    "row negative": ({"source_quota": -ROW}, "source_quota must not be negative, got -1 for rank 0"),
-    "row sum": (
-        {"source_quota": ROW + 1},
-        "source_quota must sum to num_shared copies of every token with a slot, 3, got 7",
-    ),
-    "row sum of two": (
-        {"num_shared": 2, "strict": True},
-        "source_quota must sum to num_shared copies of every token with a slot, 6, got 3",
-    ),
-    "slots per rank": ({"slots_per_rank": 0}, r"slots_per_rank must be in 1..536870911, got 0"),
-    "many slots": ({"slots_per_rank": 2**30}, r"slots_per_rank must be in 1..536870911, got 1073741824"),
-    "rank low": ({"rank": -1}, r"rank must be in 0..3, got -1"),
-    "rank high": ({"rank": 4}, r"rank must be in 0..3, got 4"),
-    "none shared": ({"num_shared": 0}, r"num_shared must be in 1..1024, got 0"),
-    "many shared": ({"num_shared": 1025}, r"num_shared must be in 1..1024, got 1025"),
-    "many copies": (
-        {"slots": SLOTS[:1, :0].expand(2**21, 0), "num_shared": 1024},
-        r"slots must have fewer than 2\^31 shared copies \(num_shared=1024 of every token\), got 2147483648",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refuses(name: str) -> None:
-    changed, message = REFUSED[name]
-    with pytest.raises(ValueError, match=message):
-        ops.route_shared(**{"slots": SLOTS, "source_quota": ROW, "slots_per_rank": 2, "rank": 0, **changed})
-
-
-def test_opcheck() -> None:
-    op = torch.ops.isoload.route_shared.default
-    torch.library.opcheck(op, (SLOTS, ROW, 2, 0, 1, False))
-    torch.library.opcheck(op, (SLOTS.int(), 3 * ROW, 2, 1, 3, True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -155,14 +154,6 @@ def test_layers_at_once_equal_one_by_one(rank: int | None) -> None:
         assert torch.equal(together[i], ops.share(loads[i], quotas[i], tables[i], 4, rank=rank))
 
 
-def test_inputs_need_not_be_contiguous() -> None:
-    case = draw("eplb", 12, 8)
-    loads, tables, quota = torch.from_numpy(case.loads), case.tables(), make_quota("random", case)
-    apart = torch.stack([quota, torch.full_like(quota, 0x7FFFFFFF)], dim=1)[:, 0]
-    mine = ops.share(loads.t().contiguous().t(), apart, tables, 4)
-    assert torch.equal(mine, ops.share(loads, quota, tables, 4))
-
-
 def test_all_copies_of_the_largest_batch() -> None:
     """2^31 - 1 copies of one expert from one rank."""
     tables = ops.replica_tables(torch.tensor([0, 0, 0], dtype=torch.int32), 3, 1)
@@ -170,71 +161,6 @@ def test_all_copies_of_the_largest_batch() -> None:
     quota = torch.tensor([2**30, 2**30 - 2, 1], dtype=torch.int32)
     sent = ops.share(loads, quota, tables, 1)
     assert sent.tolist() == [[0, 0, 0], quota.tolist(), [0, 0, 0]]
-
-
-SLOTS = torch.tensor([0, 1, 1, 2, 2, 0, 3, 3], dtype=torch.int32)  # 4 experts on 4 ranks
-LOADS = torch.ones(4, 4, dtype=torch.int32)
-QUOTA = torch.tensor([1, 2, 2, 1, 3, 3, 4, 0], dtype=torch.int32)
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "loads dtype": ({"loads": LOADS.long()}, "loads must be int32, got int64"),
-    "quota dtype": ({"quota": QUOTA.float()}, "quota must be int32, got float32"),
-    "summed loads": ({"loads": LOADS[0]}, r"loads must be per source rank, \[..., 4, 4\], got \[4\]"),
-    "sources": ({"loads": LOADS[:2]}, r"loads must be per source rank, \[..., 4, 4\], got \[2, 4\]"),
-    "experts": ({"loads": LOADS[:, :3]}, r"loads must be per source rank, \[..., 4, 4\], got \[4, 3\]"),
-    "loads 4-d": (
-        {"loads": LOADS.view(1, 1, 4, 4)},
-        r"loads must be \[R, E\] or \[L, R, E\].*got \[1, 1, 4, 4\]",
-    ),
-    "quota 2-d": ({"quota": QUOTA.view(1, 8)}, r"quota must be \[P\] or \[L, P\] like loads, got \[1, 8\]"),
-    "quota slots": ({"quota": QUOTA[:4]}, "tables must be those of 4 experts in 4 slots"),
-    "tables of layers": ({"slots": SLOTS.expand(3, 8)}, r"tables must be of one layer.*got \[3, 48\]"),
-    "layers": (
-        {"loads": LOADS.expand(2, 4, 4), "quota": QUOTA.expand(2, 8), "slots": SLOTS.expand(3, 8)},
-        r"loads and quota must have one entry per layer \(3\), got \[2, 4, 4\] and \[2, 8\]",
-    ),
-    "node": ({"ranks_per_node": 3}, "ranks_per_node must divide 4, got 3"),
-    "no node": ({"ranks_per_node": 0}, "ranks_per_node must divide 4, got 0"),
-    "rank low": ({"rank": -1}, "rank must be in 0..3, got -1"),
-    "rank high": ({"rank": 4}, "rank must be in 0..3, got 4"),
-    "order": ({"order": "random"}, "order must be locality or rank_major, got 'random'"),
-    "another split": (
-        {"quota": QUOTA + torch.eye(8, dtype=torch.int32)[0]},
-        "quota must conserve loads: that of expert 0 was not made from these loads",
-    ),
-    "another solo": (
-        {"quota": QUOTA - 4 * torch.eye(8, dtype=torch.int32)[6]},
-        "quota must conserve loads: that of expert 3 was not made from these loads",
-    ),
-    "a solo quota too large for any source": (
-        {"quota": QUOTA + 4 * torch.eye(8, dtype=torch.int32)[6]},
-        "quota must conserve loads: that of expert 3 was not made from these loads",
-    ),
-    "negative loads": (
-        {"loads": LOADS - 100, "quota": QUOTA},
-        "quota must conserve loads: that of expert 0 was not made from these loads",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refuses(name: str) -> None:
-    changed, message = REFUSED[name]
-    arguments = {"loads": LOADS, "quota": QUOTA, "slots": SLOTS, "ranks_per_node": 2, **changed}
-    arguments["tables"] = ops.replica_tables(arguments.pop("slots"), 4, 4)
-    with pytest.raises(ValueError, match=message):
-        ops.share(**arguments)
-
-
-def test_opcheck() -> None:
-    tables = ops.replica_tables(SLOTS, 4, 4).data
-    op = torch.ops.isoload.share.default
-    torch.library.opcheck(op, (LOADS, QUOTA, tables, 2, -1, True))
-    batched = (LOADS.expand(3, 4, 4), QUOTA.expand(3, 8), tables.expand(3, -1))
-    torch.library.opcheck(op, (*batched, 2, 1, False))
-    by_rank = torch.ops.isoload.share_by_rank.default
-    torch.library.opcheck(by_rank, (LOADS, QUOTA, tables, 2, True))
-    torch.library.opcheck(by_rank, (*batched, 2, False))
 
 
 @pytest.mark.parametrize("order", ["locality", "rank_major"])

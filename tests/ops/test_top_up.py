@@ -7,7 +7,6 @@ from math import floor
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 import reference
@@ -103,40 +102,3 @@ def test_layers_at_once_equal_one_by_one_and_sources_are_summed() -> None:
 def test_the_largest_batch_does_not_wrap() -> None:
     case = one_expert_each([[2**30, 0], [0, 2**30 - 1]], spare=1)
     assert solve(case, case.slots).slot_to_expert.tolist() == [0, 1, 1, 0]
-
-
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-SLOTS, HOME, LOADS = int32(0, 1, -1, 2, 3, -1), int32(0, 1, 3, 4), int32(*range(8)).view(2, 4)
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "loads shape": ({"loads": LOADS[:1]}, r"loads must have shape \[2, 4\], got \[1, 4\]"),
-    "loads dtype": ({"loads": LOADS.long()}, "loads must be int32, got int64"),
-    "negative": ({"loads": -LOADS}, "loads must not be negative, got -1 for expert 1"),
-    "too many": ({"loads": LOADS * 2**28}, r"loads and fixed must sum to less than 2\^31 copies, got 7516192768"),
-    "fixed": ({"fixed": int32(0, -1)}, "fixed must not be negative, got -1 for rank 1"),
-    "slots dtype": ({"slot_to_expert": SLOTS.long()}, "slot_to_expert must be int32, got int64"),
-    "slots": ({"slot_to_expert": SLOTS[:5]}, "slot_to_expert must have a multiple of num_ranks=2 slots, got 5"),
-    "home": ({"home_slot": int32(0, 1, 3, 0)}, "home_slot must hold its expert, slot 0 does not hold expert 3"),
-    "home shape": ({"home_slot": HOME[None]}, "home_slot must have as many dimensions as slot_to_expert"),
-    "alive": ({"alive": torch.zeros(2, dtype=torch.bool)}, "alive must be true for at least one rank, got none"),
-    "nodes": ({"ranks_per_node": 3}, "ranks_per_node must divide 2, got 3"),
-    "spare": ({"spare_slots": -1}, r"spare_slots must be in 0..3, got -1"),
-    "ranks": ({"num_ranks": 0, "ranks_per_node": 1}, r"num_ranks must be in 1..1024, got 0"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refuses(name: str) -> None:
-    changed, message = REFUSED[name]
-    given = {"loads": LOADS, "slot_to_expert": SLOTS, "home_slot": HOME, "num_ranks": 2, "spare_slots": 1}
-    with pytest.raises(ValueError, match=message):
-        ops.top_up(**{**given, **changed})
-
-
-def test_opcheck() -> None:
-    op = torch.ops.isoload.top_up.default
-    torch.library.opcheck(op, (LOADS, SLOTS, HOME, 2, 2, 1, None, None))
-    several = (LOADS[0].expand(3, 4), SLOTS.expand(3, 6), HOME.expand(3, 4))
-    torch.library.opcheck(op, (*several, 2, 1, 1, int32(1, 2).expand(3, 2), torch.ones(2, dtype=torch.bool)))

@@ -71,5 +71,5 @@ SLOTS = torch.tensor([0, 1, 1, 2, 2, 0, 3, 3], dtype=torch.int32)  # 4 experts o
 LOADS = torch.tensor([5, 6, 7, 8], dtype=torch.int32)
 
 
-def int32(*values: int) -> Tensor:
+def int32(*values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)

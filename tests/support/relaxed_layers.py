@@ -9,7 +9,6 @@ from torch import Tensor
 from isoload import ops
 from isoload.replica_tables import ReplicaTables
 from support.cases import draw
-from support.exact_splits import int32
 
 
 def layers(dtype: torch.dtype) -> tuple[Tensor, ReplicaTables, dict[str, Tensor]]:
@@ -21,9 +20,6 @@ def layers(dtype: torch.dtype) -> tuple[Tensor, ReplicaTables, dict[str, Tensor]
         "speeds": torch.linspace(0.5, 2, 16, dtype=dtype),
     }
     return torch.from_numpy(np.stack([case.loads for case in cases])), tables, options
-
-
-SLOTS = int32(0, 1, 1, 2, 2, 0, 3, 3)  # 4 experts on 4 ranks; expert 3 only on rank 3
 
 
 def reals(*values: float) -> Tensor:
