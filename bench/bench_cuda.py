@@ -100,7 +100,7 @@ class Bench:
         hosts, theres = self.layers[: job.layers], self.there[: job.layers]
         got, wrong = compare(job, hosts, theres)
         fields = [getattr(theres[0], name) for name in job.reads]
-        read = [f.data if isinstance(f, isoload.ReplicaTables) else f for f in fields]
+        read = [f.data if isinstance(f, isoload.replica_tables.ReplicaTables) else f for f in fields]
         num_bytes = sum(t.nbytes for t in (*read, *got))
         calls = [job.on(x) for x in theres]
         times = self.time_calls(calls[0], calls) if job.captured else self.time(calls)
@@ -135,7 +135,9 @@ class Bench:
         """One call of all layers."""
         data = torch.stack([x.tables.data for x in self.there])
         first = self.there[0].tables
-        tables = isoload.ReplicaTables(data, first.num_ranks, first.num_experts, first.num_slots)
+        tables = isoload.replica_tables.ReplicaTables(
+            data, first.num_ranks, first.num_experts, first.num_slots
+        )
         loads, quota = (torch.stack([getattr(x, n) for x in self.there]) for n in ("loads", "quota"))
         calls = {
             "plan_exact": lambda: ops.plan_exact(loads, tables),

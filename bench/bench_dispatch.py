@@ -105,7 +105,7 @@ def bench_setting(
     setting: Setting,
     on: Machine,
     names: Sequence[str],
-    traces: Sequence[isoload.Trace],
+    traces: Sequence[isoload.trace.Trace],
     num_batches: int,
     rounds: int,
 ) -> Iterator[Row]:

@@ -106,7 +106,7 @@ def place(stream: Stream, slots: int, placer: str) -> isoload.Placement:
     return isoload.place(counts, isoload.Topology(stream.ranks), size, placer, spare_slots=spare)
 
 
-def routed_slots(plan: isoload.Plan, loads: Tensor, batch: SourceBatch) -> Tensor:
+def routed_slots(plan: isoload.records.Plan, loads: Tensor, batch: SourceBatch) -> Tensor:
     """[L, T, K]."""
     layers, ranks = range(len(loads)), range(batch.num_ranks)
     return torch.stack(
@@ -114,7 +114,7 @@ def routed_slots(plan: isoload.Plan, loads: Tensor, batch: SourceBatch) -> Tenso
     )
 
 
-def copies_of(plan: isoload.Plan, loads: Tensor, batch: SourceBatch) -> Tensor:
+def copies_of(plan: isoload.records.Plan, loads: Tensor, batch: SourceBatch) -> Tensor:
     """[L, R, R] copies from source to rank; a sampled plan's are counted from routed slots."""
     if plan.quota is not None:
         return rank_copies(loads, plan)
@@ -126,7 +126,7 @@ def copies_of(plan: isoload.Plan, loads: Tensor, batch: SourceBatch) -> Tensor:
     )
 
 
-def figures(plan: isoload.Plan, loads: Tensor, batch: SourceBatch) -> Row:
+def figures(plan: isoload.records.Plan, loads: Tensor, batch: SourceBatch) -> Row:
     """Of every layer of one batch."""
     copies = copies_of(plan, loads, batch)
     peak, total = copies.sum(-2).amax(-1), copies.sum((-2, -1))
@@ -144,7 +144,7 @@ def imbalance(stream: Stream, most: int) -> list[Row]:
     ahead_of, cells = forecasts(stream), {}
     spared, resident = ({n: place(stream, n, placer) for n in SPARE} for placer in ("trivial", "eplb"))
 
-    def add(key: tuple[str, int, str], plan: isoload.Plan, loads: Tensor, batch: SourceBatch) -> None:
+    def add(key: tuple[str, int, str], plan: isoload.records.Plan, loads: Tensor, batch: SourceBatch) -> None:
         cells.setdefault(key, []).append(figures(plan, loads, batch))
 
     for index in stream.fold.replay[: most or None]:
@@ -231,7 +231,7 @@ def accuracy(stream: Stream, most: int) -> list[Row]:
     return right_about(stream.name, "all", *parts(stream))
 
 
-def right_about(name: str, fitted: str, seen: isoload.Trace, fresh: isoload.Trace) -> list[Row]:
+def right_about(name: str, fitted: str, seen: isoload.trace.Trace, fresh: isoload.trace.Trace) -> list[Row]:
     made = {"linear": predict.fit(seen), "path": predict.tabulate(seen)}
     return [
         {
@@ -251,7 +251,7 @@ def other_tasks(folder: Path) -> list[Row]:
         return []
     read = {task: read_trace(path) for task, path in paths.items()}
     ids = {task: trace.topk_ids for task, trace in read.items()}
-    bare = isoload.Trace("tokens", read["law"].num_experts, topk_ids=ids["law"])
+    bare = isoload.trace.Trace("tokens", read["law"].num_experts, topk_ids=ids["law"])
     rows = []
     for task in TASKS:
         fresh = replace(bare, topk_ids=ids[task][len(ids[task]) // 2 :])

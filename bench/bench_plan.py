@@ -53,14 +53,17 @@ def tile_imbalance(quota: torch.Tensor, ranks: int, quantum: int) -> float:
 
 
 def time_singles(
-    solve: Callable[..., Any], loads: torch.Tensor, tables: isoload.ReplicaTables, least: int = 20
+    solve: Callable[..., Any],
+    loads: torch.Tensor,
+    tables: isoload.replica_tables.ReplicaTables,
+    least: int = 20,
 ) -> list[float]:
     """[58] microseconds of the single instances, each among copies of itself."""
     single = []
     for layer in range(LAYERS):
         one, copies = tables[layer], loads[layer].repeat(LAYERS, 1)
         data = one.data.repeat(LAYERS, 1)
-        same = isoload.ReplicaTables(data, one.num_ranks, one.num_experts, one.num_slots)
+        same = isoload.replica_tables.ReplicaTables(data, one.num_ranks, one.num_experts, one.num_slots)
         single.append(measure(lambda s=same, c=copies: solve(c, s), LAYERS, 0.01, least).median)
     return single
 
@@ -117,8 +120,8 @@ def bench_case(ranks: int, replicas: int, quantum: int, rival_layers: int, seed:
     placement, loads = make_case(ranks, replicas, seed)
     batch, single, public = bench_exact(placement, loads)
     alone = over_instances(single)
-    plans = isoload.plan_layers(loads, placement)
-    even = isoload.plan_layers(loads, placement, policy="even")
+    plans = isoload.planning.plan_layers(loads, placement)
+    even = isoload.planning.plan_layers(loads, placement, policy="even")
     mean = loads.sum(1).double() / ranks
     rivals = bench_rivals(placement, loads, single[:rival_layers])
     return {

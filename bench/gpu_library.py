@@ -20,7 +20,7 @@ LIBRARY = ROOT / "build" / "gpu-library"
 ONE_OP = """
 import torch, isoload
 assert isoload.count(torch.tensor([[0, 2], [2, -1]], device="cuda"), 3).tolist() == [1, 0, 2]
-isoload.check_device("cuda")
+isoload.ops.check_device("cuda")
 print("count:", torch.cuda.get_device_name())
 """
 

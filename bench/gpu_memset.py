@@ -35,7 +35,7 @@ def main() -> None:
         wrong["graph"] += not torch.equal(counts.cpu(), wanted)
         ids.fill_(7)
         wrong["stream"] += not torch.equal(call().cpu(), wanted)
-    isoload.check_device("cuda")
+    isoload.ops.check_device("cuda")
     print(f"{graph.num_nodes()} nodes; of 100 runs wrong: {wrong}")
     sys.exit(any(wrong.values()))
 

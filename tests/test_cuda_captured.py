@@ -37,7 +37,7 @@ def test_every_batch_is_the_balancers(policy: str, shared: bool) -> None:
         got = [graph([r.cuda() for r in ids]) for graph in graphs]  # all layers, before any is looked at
         for balancer, slots in zip(host, got, strict=True):
             assert all(torch.equal(a, b.cpu()) for a, b in zip(balancer(ids), slots, strict=True))
-    isoload.check_device("cuda")
+    isoload.ops.check_device("cuda")
 
 
 def test_a_bad_id_in_a_replay_sets_the_error_word() -> None:
@@ -45,10 +45,10 @@ def test_a_bad_id_in_a_replay_sets_the_error_word() -> None:
     ids = draw_ids(0)[0].cuda()
     for _ in range(3):
         graph(ids)
-    isoload.check_device("cuda")
+    isoload.ops.check_device("cuda")
     graph(ids + EXPERTS)
     with pytest.raises(ValueError, match="topk_ids must be in -1..E-1"):
-        isoload.check_device("cuda")
+        isoload.ops.check_device("cuda")
 
 
 def test_errors_of_replays_are_kept() -> None:

@@ -85,12 +85,12 @@ def test_an_engines_plug_in() -> None:
 
 
 @dataclass(frozen=True)
-class Highest(isoload.Policy):
+class Highest(isoload.policies.Policy):
     """All copies of an expert go to its highest slot."""
 
     name = "highest"
 
-    def split(self, demand: Demand, placed: PlacedLayers) -> isoload.Plan:
+    def split(self, demand: Demand, placed: PlacedLayers) -> isoload.records.Plan:
         loads = demand.loads if demand.loads.dim() == 1 else demand.loads.sum(0, dtype=torch.int32)
         last = (placed.tables.field("offsets")[1:] - 1).long()
         quota = torch.zeros_like(placed.slot_to_expert)
@@ -100,7 +100,7 @@ class Highest(isoload.Policy):
 
 @pytest.fixture
 def highest() -> str:
-    isoload.register_policy(Highest)
+    isoload.policies.register_policy(Highest)
     yield "highest"
     del POLICIES["highest"]
 
@@ -112,7 +112,9 @@ def test_a_policy_in_one_file(highest: str) -> None:
     slots = balancer(ids)
     plan = balancer.last_plan
     assert plan is not None
-    assert isoload.plan_errors(plan, torch.stack([isoload.count(rows, EXPERTS) for rows in ids])) == []
+    assert (
+        isoload.records.plan_errors(plan, torch.stack([isoload.count(rows, EXPERTS) for rows in ids])) == []
+    )
     assert torch.equal(isoload.count(torch.cat(slots), placement.num_slots), plan.quota)
     exact = isoload.Balancer(placement, 0, "exact", isoload.LocalGroup(make_topology()))
     exact(ids)

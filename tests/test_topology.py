@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from isoload import Topology, topology_errors
+from isoload.topology import Topology, topology_errors
 
 
 def test_one_node_is_the_default():

@@ -48,7 +48,7 @@ def compare(job: Job, hosts: Sequence[Layer], theres: Sequence[Layer]) -> tuple[
         where = difference(outputs(job.call(host)), got)
         found = found or (where and f"layer {i}, {where}")
     try:
-        isoload.check_device(got[0].device)
+        isoload.ops.check_device(got[0].device)
     except ValueError as error:
         found = found or str(error)
     return got, found

@@ -25,7 +25,7 @@ class Layer:
     parts: Tensor  # [C, E]
     slot_to_expert: Tensor  # [P]
     loads: Tensor  # [R, E]
-    tables: isoload.ReplicaTables
+    tables: isoload.replica_tables.ReplicaTables
     quota: Tensor  # [P]
     row: Tensor  # [P]
     weights: Tensor  # [P]
@@ -39,7 +39,7 @@ class Layer:
     shared_ranks: Tensor  # [T, 1]
     split: Tensor  # [P]
     gathered: Tensor  # [R, E + 1] loads with those of a shared expert
-    shared_tables: isoload.ReplicaTables  # with a slot for it behind each rank's
+    shared_tables: isoload.replica_tables.ReplicaTables  # with a slot for it behind each rank's
     shared_ids: Tensor  # [T, K + 1]
     shared_numbers: Tensor  # [T, K + 1]
     shared_parts: Tensor  # [C, E + 1]
@@ -54,7 +54,7 @@ class Layer:
         def there(value: Any) -> Any:
             if isinstance(value, Tensor):
                 return value.to(device)
-            return isoload.ReplicaTables(
+            return isoload.replica_tables.ReplicaTables(
                 value.data.to(device), value.num_ranks, value.num_experts, value.num_slots
             )
 

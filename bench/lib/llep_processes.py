@@ -96,7 +96,7 @@ class RankBench:
             "returned_weight_bytes": weight_bytes,
         }
 
-    def borrow(self, made: isoload.Plan) -> float:
+    def borrow(self, made: isoload.records.Plan) -> float:
         """Bringing the weights alone, nothing beside it."""
         if not imports(made) or self.layer.borrowing is None:
             return 0.0

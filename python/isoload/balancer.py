@@ -61,7 +61,7 @@ class Balancer:
         min_tokens: with fewer tokens over all ranks nothing is gathered or planned: each expert goes to its ``static``
             replica, shared ones stay home, and last_plan is None. The same on all ranks.
         shared_columns: whether topk_ids carry the shared experts in their last columns, as
-            :func:`isoload.append_shared_expert` adds them. False: the Balancer adds them.
+            :func:`isoload.ops.append_shared_expert` adds them. False: the Balancer adds them.
 
     Raises:
         ValueError: naming the argument, the rule and the value; on the other ranks naming the rank.

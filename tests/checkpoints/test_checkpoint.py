@@ -62,12 +62,14 @@ def test_deepseek_v3_as_it_is(num_files: int, tmp_path: Path) -> None:
     if num_files:
         save_in_files({**state, "model.norm.weight": torch.ones(3)}, tmp_path, num_files)
         source = tmp_path
-    read = isoload.Checkpoint(source, PREFIX).read([4, 0, 4])
+    read = isoload.checkpoints.Checkpoint(source, PREFIX).read([4, 0, 4])
     assert read.stacks().keys() == weights.stacks().keys()
     assert all(same_bytes(stack, weights.stacks()[n][[4, 0, 4]]) for n, stack in read.stacks().items())
-    layer = assert_same_layer(isoload.Checkpoint(source, PREFIX), weights, HIDDEN)
+    layer = assert_same_layer(isoload.checkpoints.Checkpoint(source, PREFIX), weights, HIDDEN)
     assert layer.weights[0].gate_up.dtype == FP8
-    assert_same_layer(isoload.Checkpoint(source, PREFIX), open_experts(weights, torch.bfloat16), HIDDEN)
+    assert_same_layer(
+        isoload.checkpoints.Checkpoint(source, PREFIX), open_experts(weights, torch.bfloat16), HIDDEN
+    )
 
 
 def test_a_rank_reads_its_own_experts_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -82,7 +84,10 @@ def test_a_rank_reads_its_own_experts_only(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(Tensors, "read", noting)
     placement = place(3)
     layer = isoload.MoE(
-        gate, isoload.Checkpoint(tmp_path, PREFIX), isoload.LocalTransport(placement.topology), placement
+        gate,
+        isoload.checkpoints.Checkpoint(tmp_path, PREFIX),
+        isoload.LocalTransport(placement.topology),
+        placement,
     )
     known = seen.count(0) - 6 * sum(0 in own.layout.experts for own in layer.weights)
     assert known == 1  # expert 0's scales, by which ranks compare their checkpoints
@@ -95,7 +100,7 @@ def test_gpt_oss_in_bfloat16(num_files: int, tmp_path: Path) -> None:
     state = gpt_oss(EXPERTS, 96, 64)
     if num_files:
         save_in_files(state, tmp_path, num_files)
-    checkpoint = isoload.Checkpoint(tmp_path if num_files else state, PREFIX)
+    checkpoint = isoload.checkpoints.Checkpoint(tmp_path if num_files else state, PREFIX)
     parts = {
         name: mxfp4.convert_moe_packed_tensors(
             state[f"{PREFIX}{name}_proj_blocks"], state[f"{PREFIX}{name}_proj_scales"], dtype=torch.bfloat16
@@ -220,13 +225,13 @@ def test_refused_checkpoints(name: str, in_files: bool, tmp_path: Path) -> None:
     if in_files:
         save_in_files({key: value.clone() for key, value in state.items()}, tmp_path, 3)
     with pytest.raises(ValueError, match=message) as raised:
-        isoload.Checkpoint(tmp_path if in_files else state, PREFIX).read(range(EXPERTS))
+        isoload.checkpoints.Checkpoint(tmp_path if in_files else state, PREFIX).read(range(EXPERTS))
     assert (str(tmp_path) if in_files else "the state") in str(raised.value)
 
 
 def test_refused_files(tmp_path: Path) -> None:
     def read() -> None:
-        isoload.Checkpoint(tmp_path, PREFIX).read([0, 1])
+        isoload.checkpoints.Checkpoint(tmp_path, PREFIX).read([0, 1])
 
     with pytest.raises(ValueError, match=r"must be a safetensors file, or a folder with .*, got 0"):
         read()
@@ -274,7 +279,7 @@ def over_processes(rank: int, folder: Path) -> None:
     placement, (_, weights) = place(2), deepseek_v3(*SIZES)
     rows = torch.randn(5 + rank, HIDDEN).bfloat16()
     found = []
-    for experts in (isoload.Checkpoint(folder, PREFIX), weights):
+    for experts in (isoload.checkpoints.Checkpoint(folder, PREFIX), weights):
         layer = isoload.MoE(gate, experts, CollectiveTransport(placement.topology), placement)
         with torch.no_grad():
             found.append(layer(rows))
@@ -288,7 +293,9 @@ def test_over_processes(tmp_path: Path) -> None:
 
 def one_rank_reads_wrong(rank: int, folder: Path, prefix: str) -> None:
     placement = place(2)
-    experts = isoload.Checkpoint(folder if rank == 1 else DEEPSEEK, prefix if rank == 1 else PREFIX)
+    experts = isoload.checkpoints.Checkpoint(
+        folder if rank == 1 else DEEPSEEK, prefix if rank == 1 else PREFIX
+    )
     isoload.MoE(gate, experts, CollectiveTransport(placement.topology), placement)
 
 
@@ -305,7 +312,12 @@ def test_all_ranks_raise_what_one_cannot_read(tmp_path: Path) -> None:
 
 def another_checkpoint(rank: int) -> None:
     placement, state = place(2), deepseek_v3(*SIZES, seed=rank)[0]
-    isoload.MoE(gate, isoload.Checkpoint(state, PREFIX), CollectiveTransport(placement.topology), placement)
+    isoload.MoE(
+        gate,
+        isoload.checkpoints.Checkpoint(state, PREFIX),
+        CollectiveTransport(placement.topology),
+        placement,
+    )
 
 
 def test_ranks_agree_on_the_checkpoint() -> None:
@@ -316,5 +328,7 @@ def test_ranks_agree_on_the_checkpoint() -> None:
 def test_an_activation_of_the_caller_s(tmp_path: Path) -> None:
     placement = place(2)
     transport = isoload.LocalTransport(placement.topology)
-    layer = isoload.MoE(gate, isoload.Checkpoint(GPT_OSS, PREFIX), transport, placement, activation=SwiGLU())
+    layer = isoload.MoE(
+        gate, isoload.checkpoints.Checkpoint(GPT_OSS, PREFIX), transport, placement, activation=SwiGLU()
+    )
     assert layer.activation == SwiGLU()

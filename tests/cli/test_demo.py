@@ -67,8 +67,8 @@ def test_a_first_call_that_is_slow_is_not_measured(monkeypatch):
 
 def test_demo_refuses_traces_without_tokens(tmp_path):
     trace = isoload.read_trace(SHIPPED)
-    counts_only = isoload.Trace("counts", trace.num_experts, trace.top_k, counts=trace.counts)
-    isoload.write_trace(counts_only, tmp_path / "counts.npz")
+    counts_only = isoload.trace.Trace("counts", trace.num_experts, trace.top_k, counts=trace.counts)
+    isoload.trace.write_trace(counts_only, tmp_path / "counts.npz")
     with pytest.raises(ValueError, match="trace must hold per-token choices, counts has counts only"):
         run_demo(tmp_path / "counts.npz", 2, 0)
 
@@ -94,7 +94,7 @@ def test_demo_bounds_its_processes_and_its_patience():
 
 
 def test_demo_needs_batches_to_place_by(tmp_path):
-    isoload.write_trace(token_trace(), tmp_path / "one.npz")
+    isoload.trace.write_trace(token_trace(), tmp_path / "one.npz")
     with pytest.raises(
         ValueError, match=r"trace must have at least 2 batches \(one to place by\), tokens has one"
     ):

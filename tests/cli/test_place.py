@@ -150,7 +150,7 @@ def test_a_placement_is_replayed_by_layer_ids(trace, tmp_path):
     assert (
         error_of(*base, "--placer", "eplb") == f"placer must be not given with placement {target}, got eplb"
     )
-    swapped = isoload.Trace("other", 8, 2, counts=np.ones((2, 1, 8), int), layer_ids=(4,))
+    swapped = isoload.trace.Trace("other", 8, 2, counts=np.ones((2, 1, 8), int), layer_ids=(4,))
     write_trace(swapped, tmp_path / "other.npz")
     missing = error_of("replay", tmp_path / "other.npz", "--placement", target)
     assert missing == "layer_ids must be of the placement's layers, it has no layer 4"

@@ -98,7 +98,7 @@ def test_a_placement_is_no_figures_and_figures_are_no_placement(folder):
     assert "of another kind" in refused(*PLACE, "-o", "figures.json", "--force")
 
 
-@pytest.mark.parametrize("format", list(isoload.FORMATS))
+@pytest.mark.parametrize("format", list(isoload.formats.FORMATS))
 def test_force_replaces_a_placement_of_any_format(folder, format):
     there = "there.json"
     isoload.write_placement(isoload.read_placement("plan.json"), there, format)

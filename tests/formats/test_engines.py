@@ -20,7 +20,7 @@ COUNTS = np.random.default_rng(0).integers(1, 99, (2, 6))
 
 
 def made(**arguments):
-    trace = isoload.Trace("t", 6, counts=COUNTS[None], layer_ids=(1, 3))
+    trace = isoload.trace.Trace("t", 6, counts=COUNTS[None], layer_ids=(1, 3))
     return isoload.place(trace, TOPOLOGY, **{"slots_per_rank": 3, "placer": "scenario", **arguments})
 
 

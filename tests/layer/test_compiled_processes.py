@@ -28,7 +28,9 @@ def test_a_shard_given_as_a_function_ends_the_graph() -> None:
         for r in range(2)
     ]
     shards = [
-        isoload.Shard(placement.home_experts(0, r), lambda own=own: isoload.ExpertWeights(**own))
+        isoload.weights.shard.Shard(
+            placement.home_experts(0, r), lambda own=own: isoload.ExpertWeights(**own)
+        )
         for r, own in enumerate(stacks)
     ]
     layer = isoload.MoE(setup.gate, shards, LocalTransport(setup.topology), placement)
@@ -54,7 +56,7 @@ def over_shards(rank: int, distributed: bool) -> None:
         own = {n: DTensor.from_local(s, mesh, [Split(0)], run_check=False) for n, s in own.items()}
     weights = isoload.ExpertWeights(**{name: nn.Parameter(stack) for name, stack in own.items()})
     transport = CollectiveTransport(setup.topology)
-    layer = isoload.MoE(setup.gate, isoload.Shard(homes, weights), transport, placement)
+    layer = isoload.MoE(setup.gate, isoload.weights.shard.Shard(homes, weights), transport, placement)
     rows = setup.rows[rank]
     if distributed:
         with pytest.raises(torch._dynamo.exc.Unsupported, match="expert Parameters of others"):

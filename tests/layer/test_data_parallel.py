@@ -97,7 +97,7 @@ def assert_close(got: list[Tensor], wanted: list[Tensor]) -> None:
 
 def in_ddp(rank: int, shard: str) -> None:
     model = make_model(shard=shard)
-    train(DistributedDataParallel(isoload.ignore_in_ddp(model)), model[1], rank)
+    train(DistributedDataParallel(isoload.layer.ignore_in_ddp(model)), model[1], rank)
     assert_close(trained(model), plain(rank, shard))
 
 
@@ -108,15 +108,15 @@ def test_training_in_ddp_is_the_plain_one(shard: str) -> None:
 
 
 def test_what_was_ignored_before_stays_so() -> None:
-    assert isoload.ignore_in_ddp(nn.Linear(1, 1))._ddp_params_and_buffers_to_ignore == []
+    assert isoload.layer.ignore_in_ddp(nn.Linear(1, 1))._ddp_params_and_buffers_to_ignore == []
     model = make_model(local=True)
     model._ddp_params_and_buffers_to_ignore = ["2.bias"]
-    assert isoload.ignore_in_ddp(model)._ddp_params_and_buffers_to_ignore == ["2.bias"]
+    assert isoload.layer.ignore_in_ddp(model)._ddp_params_and_buffers_to_ignore == ["2.bias"]
 
 
 def in_ddp_alone(rank: int) -> None:
     layer = make_model()[1]
-    train(DistributedDataParallel(isoload.ignore_in_ddp(layer)), layer, rank)
+    train(DistributedDataParallel(isoload.layer.ignore_in_ddp(layer)), layer, rank)
 
 
 def test_the_layer_may_be_the_wrapped_module() -> None:
@@ -153,14 +153,14 @@ def test_experts_that_are_sharded_over_their_ranks_are_refused(replicas: bool) -
 def forgotten(rank: int, how: str) -> None:
     model = make_model(shard="function" if "function" in how else "")
     if how == "function":
-        isoload.ignore_in_ddp(model)
+        isoload.layer.ignore_in_ddp(model)
     if how == "inner":  # not the module that is wrapped
-        isoload.ignore_in_ddp(model[1])
+        isoload.layer.ignore_in_ddp(model[1])
     if how == "by hand":  # the gradients would not be those of a mean
         model._ddp_params_and_buffers_to_ignore = [n for n, _ in model.named_parameters() if ".weights." in n]
     group = None
     if how == "group":
-        isoload.ignore_in_ddp(model)
+        isoload.layer.ignore_in_ddp(model)
         group = [dist.new_group([r]) for r in range(RANKS)][rank]
     ddp = DistributedDataParallel(model, process_group=group)
     train(torch.compile(ddp, backend="eager") if how == "compiled" else ddp, model[1], rank)
@@ -169,15 +169,15 @@ def forgotten(rank: int, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("never", "call isoload.ignore_in_ddp(model) before DistributedDataParallel(model)"),
-        ("compiled", "call isoload.ignore_in_ddp(model) before DistributedDataParallel(model)"),
-        ("inner", "call isoload.ignore_in_ddp(model) before DistributedDataParallel(model)"),
-        ("by hand", "call isoload.ignore_in_ddp(model) before DistributedDataParallel(model)"),
+        ("never", "call isoload.layer.ignore_in_ddp(model) before DistributedDataParallel(model)"),
+        ("compiled", "call isoload.layer.ignore_in_ddp(model) before DistributedDataParallel(model)"),
+        ("inner", "call isoload.layer.ignore_in_ddp(model) before DistributedDataParallel(model)"),
+        ("by hand", "call isoload.layer.ignore_in_ddp(model) before DistributedDataParallel(model)"),
         (
             "function",
             "model must have its experts' Parameters in its MoE layers, got a layer of a Shard given as",
         ),
-        ("function, never", "call isoload.ignore_in_ddp(model) before DistributedDataParallel(model)"),
+        ("function, never", "call isoload.layer.ignore_in_ddp(model) before DistributedDataParallel(model)"),
         ("group", "DistributedDataParallel must run over the layer's 2 ranks, got 1"),
     ],
 )
@@ -192,7 +192,7 @@ def test_forgetting_it_is_loud(how: str, message: str) -> None:
 def all_ranks_in_every_process(rank: int) -> None:
     model = make_model(local=True)
     kept = copy.deepcopy(model.state_dict())
-    ddp = DistributedDataParallel(isoload.ignore_in_ddp(model))
+    ddp = DistributedDataParallel(isoload.layer.ignore_in_ddp(model))
     assert not model._ddp_params_and_buffers_to_ignore
     rows = list(batches(rank))[:RANKS]
     model[1].refresh_replicas()  # DistributedDataParallel wrote the Parameters

@@ -91,12 +91,12 @@ def test_an_optimizer_of_the_others(kind: str) -> None:
     optimizer = torch.optim.Adam([other, *(p for p in layer.parameters() if p.requires_grad)])
     (sum((y**2).sum() for y in layer(setup.rows)) + other.sum()).backward()
     optimizer.step()
-    state = copy.deepcopy(isoload.full_optimizer_state(layer, optimizer))
+    state = copy.deepcopy(isoload.layer.full_optimizer_state(layer, optimizer))
     assert all(
         bool(own) == (name.removeprefix("experts.") not in FROZEN[kind]) for name, own in state.items()
     )
-    isoload.load_full_optimizer_state(layer, optimizer, state)
-    again = isoload.full_optimizer_state(layer, optimizer)
+    isoload.layer.load_full_optimizer_state(layer, optimizer, state)
+    again = isoload.layer.full_optimizer_state(layer, optimizer)
     assert all(torch.equal(again[n][k], v) for n, own in state.items() for k, v in own.items())
 
 
@@ -172,7 +172,7 @@ def test_shards_keep_their_flags() -> None:
     for rank in range(2):
         homes = placement.home_experts(0, rank)
         rows = {name: stack[homes].clone() for name, stack in setup.dense.stacks().items()}
-        shards.append(isoload.Shard(homes, freeze(ExpertWeights(**rows), ("down",))))
+        shards.append(isoload.weights.shard.Shard(homes, freeze(ExpertWeights(**rows), ("down",))))
     layer = isoload.MoE(setup.gate, shards, LocalTransport(placement.topology), placement)
     _, grads = batch(layer, setup.rows)
     assert [grad is None for grad in grads] == [False, True, False, False] * 2

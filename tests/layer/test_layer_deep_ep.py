@@ -96,7 +96,7 @@ def over_a_shard(rank: int, ranks: int) -> int:
     answers = setup.ids[rank]
     layer = isoload.MoE(
         lambda rows: (answers, setup.weights(rows)),
-        isoload.Shard(homes, own),
+        isoload.weights.shard.Shard(homes, own),
         transport_of(setup),
         setup.placement,
         **LLEP,

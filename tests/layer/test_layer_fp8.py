@@ -78,9 +78,12 @@ def test_experts_of_a_shard() -> None:
     weights, placement, rows = experts(), place(4, 1), draw_rows(4, torch.bfloat16)
     homes = [placement.home_experts(0, rank) for rank in range(4)]
     own = [ExpertWeights(**{name: s[list(h)] for name, s in weights.stacks().items()}) for h in homes]
-    shards = [isoload.Shard(h, w) for h, w in zip(homes, own, strict=True)]
+    shards = [isoload.weights.shard.Shard(h, w) for h, w in zip(homes, own, strict=True)]
     layer = isoload.MoE(gate, shards, isoload.LocalTransport(placement.topology), placement)
-    dense = [isoload.Shard(h, open_experts(w, torch.bfloat16)) for h, w in zip(homes, own, strict=True)]
+    dense = [
+        isoload.weights.shard.Shard(h, open_experts(w, torch.bfloat16))
+        for h, w in zip(homes, own, strict=True)
+    ]
     other = isoload.MoE(gate, dense, isoload.LocalTransport(placement.topology), placement)
     assert_same(layer, other, rows)
 

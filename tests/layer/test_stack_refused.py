@@ -207,7 +207,7 @@ REFUSED: dict[str, Refused] = {
     ),
     "alpha": (lambda: layers(policy="libra", alpha=1.5), "alpha must be in 0..1, got 1.5"),
     "no choices": (
-        lambda: predict.fit(isoload.Trace("counted", 4, counts=torch.ones(1, 2, 4).int().numpy())),
+        lambda: predict.fit(isoload.trace.Trace("counted", 4, counts=torch.ones(1, 2, 4).int().numpy())),
         "trace must have per-token choices to fit a predictor, counted has counts only",
     ),
     "dense model": (

@@ -247,7 +247,7 @@ def test_refused():
     dense = isoload.ExpertWeights.random(EXPERTS, HIDDEN, INNER)
     one = isoload.place(torch.ones(1, EXPERTS), topology, placer="trivial")
     shards = [
-        isoload.Shard(
+        isoload.weights.shard.Shard(
             range(6 * r, 6 * r + 6),
             isoload.ExpertWeights(dense.gate_up[6 * r : 6 * r + 6], dense.down[6 * r : 6 * r + 6]),
         )

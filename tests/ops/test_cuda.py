@@ -293,7 +293,7 @@ def test_a_refused_problem_says_so() -> None:
     )  # no replica of expert 2
     assert split.quota.tolist() == [0, 0] and (split.peak.item(), split.bound.item()) == (-1, -1)
     with pytest.raises(ValueError, match="plan_exact: loads, fixed and pour must not be negative"):
-        isoload.check_device("cuda")
+        isoload.ops.check_device("cuda")
     loads = torch.tensor([5, -5, 1], dtype=torch.int32).cuda()
     lp = ops.plan_lp(loads, tables)
     assert [part.tolist() for part in lp] == [[0, 0], -1, -1, 0, 2]
@@ -302,7 +302,7 @@ def test_a_refused_problem_says_so() -> None:
     spill = ops.plan_spill(loads, slots, home, 2, 1)
     assert [part.tolist() for part in spill] == [slots.tolist(), [0] * 6, -1, [0] * 5]
     with pytest.raises(ValueError, match=r"plan_lp: .*round_split: .*plan_spill: "):
-        isoload.check_device("cuda")
+        isoload.ops.check_device("cuda")
 
 
 def test_arguments_of_two_devices_are_refused() -> None:
@@ -374,11 +374,11 @@ def test_a_replayed_graph_notes_what_is_wrong() -> None:
     counted = ops.count(ids, 4)
     graph, slots = captured(lambda: ops.route(counted, row, tables))
     graph.replay()
-    isoload.check_device("cuda")
+    isoload.ops.check_device("cuda")
     ids.copy_(torch.tensor([[0, 9], [1, -1]]))
     graph.replay()
     with pytest.raises(ValueError, match=r"^route: topk_ids must be in -1..E-1 \(found on cuda;"):
-        isoload.check_device("cuda")
+        isoload.ops.check_device("cuda")
     assert slots.tolist() == [[0, -1], [1, -1]]
 
 

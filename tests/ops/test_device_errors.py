@@ -49,7 +49,7 @@ def joint_negative(d: str) -> None:
     assert made.peak.item() == made.bound.item() == -1
 
 
-def tables(d: str) -> isoload.ReplicaTables:
+def tables(d: str) -> isoload.replica_tables.ReplicaTables:
     return ops.replica_tables(SLOTS.to(d), 2, 4)
 
 
@@ -172,9 +172,9 @@ def test_noted(name: str) -> None:
     assert NOTING is not None and ops.device_errors(NOTING) == 0
     call(NOTING)
     with pytest.raises(ValueError) as raised:
-        isoload.check_device(NOTING)
+        isoload.ops.check_device(NOTING)
     assert str(raised.value).split(" (found on ")[0] == "; ".join(RULES[i] for i in rules)
-    isoload.check_device(NOTING)  # said once
+    isoload.ops.check_device(NOTING)  # said once
 
 
 @noting
@@ -195,7 +195,7 @@ def test_the_cpu_raises_at_once(name: str) -> None:
     with pytest.raises(ValueError, match="must"):
         BROKEN[name][0]("cpu")
     assert ops.device_errors("cpu") == 0
-    isoload.check_device("cpu")
+    isoload.ops.check_device("cpu")
 
 
 def test_every_rule_is_tested_and_names_its_op() -> None:

@@ -169,8 +169,12 @@ def test_layers_at_once_equal_one_by_one() -> None:
     assert all(torch.equal(*fields) for fields in zip(mine, checked, strict=True))
 
 
-def tables_of(tables: isoload.ReplicaTables, layers: int) -> isoload.ReplicaTables:
-    return isoload.ReplicaTables(tables.data[:layers], tables.num_ranks, tables.num_experts, tables.num_slots)
+def tables_of(
+    tables: isoload.replica_tables.ReplicaTables, layers: int
+) -> isoload.replica_tables.ReplicaTables:
+    return isoload.replica_tables.ReplicaTables(
+        tables.data[:layers], tables.num_ranks, tables.num_experts, tables.num_slots
+    )
 
 
 @pytest.mark.parametrize("number", [-1, 3])

@@ -39,7 +39,7 @@ def make_trace(blocks, tokens=400, layers=2, seed=0, strays=0.05):
             block = blocks[draw.integers(len(blocks))]
             pool = deal if draw.random() < strays else deal[list(block)]
             ids[token, layer] = draw.choice(pool, TOP_K, replace=False)
-    return isoload.Trace("made", EXPERTS, topk_ids=ids), deals
+    return isoload.trace.Trace("made", EXPERTS, topk_ids=ids), deals
 
 
 BLOCKS = [range(0, 4), range(4, 8), range(8, 12), range(12, 16)]

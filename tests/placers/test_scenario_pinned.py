@@ -134,7 +134,9 @@ class Sharded:
     def shard(self, placement, layer, rank):
         homes = placement.home_experts(layer, rank)
         dense = self.dense[layer]
-        return isoload.Shard(homes, ExpertWeights(dense.gate_up[homes].clone(), dense.down[homes].clone()))
+        return isoload.weights.shard.Shard(
+            homes, ExpertWeights(dense.gate_up[homes].clone(), dense.down[homes].clone())
+        )
 
     def gate(self, rows):
         weights, ids = (rows @ self.router).softmax(-1).topk(2)

@@ -76,7 +76,7 @@ def experts_from_elsewhere() -> None:
     dense = random_experts(4, 8, 8, torch.Generator().manual_seed(1))
     state, _ = deepseek_v3(4, 8, 8)
     gate = Gate(Router(4, 2), torch.eye(4, 8)).requires_grad_(False)
-    for experts in (dense, isoload.Checkpoint(state, PREFIX)):
+    for experts in (dense, isoload.checkpoints.Checkpoint(state, PREFIX)):
         placement = isoload.place(torch.arange(1, 5)[None], topology, slots_per_rank=3)
         layer = isoload.MoE(gate, experts, isoload.LocalTransport(topology), placement)
         with torch.no_grad():

@@ -56,7 +56,7 @@ def check_orders(case: FuzzCase) -> None:
         case.topology, speeds=None if rng.random() < 0.5 else (0.5, *[1.0] * (case.num_ranks - 1))
     )
     counts = rng.integers(1, 1000, (3, layers, experts))
-    trace = isoload.Trace("fuzz", experts, counts=counts, layer_ids=ids)
+    trace = isoload.trace.Trace("fuzz", experts, counts=counts, layer_ids=ids)
     before = isoload.place(trace, topology, size, "scenario")
     mixed = before.with_layers([ids[i] for i in rng.permutation(layers)])
     part = trace.select_layers(rng.permutation(layers)[: rng.integers(1, layers + 1)].tolist())

@@ -105,8 +105,8 @@ def close(got: Tensor, want: Tensor, tolerance: float) -> bool:
     return not got.numel() or float((got.double() - want.double()).abs().max()) <= tolerance * scale
 
 
-def routing_trace(num_layers: int) -> isoload.Trace:
+def routing_trace(num_layers: int) -> isoload.trace.Trace:
     """Choices of random tokens, for predictors that are fitted."""
     model, rows = Model(1, num_layers), Model(1, num_layers, tokens=(200,)).rows(99)[0]
     ids = [gate(rows)[0] for gate in model.gates]
-    return isoload.Trace("made", EXPERTS, topk_ids=torch.stack(ids, 1).int().numpy())
+    return isoload.trace.Trace("made", EXPERTS, topk_ids=torch.stack(ids, 1).int().numpy())

@@ -65,20 +65,20 @@ def test_training_goes_on_under_another_placement(name: str) -> None:
     layer = make_layer(before)
     optimizer = OPTIMIZERS[name](layer.parameters())
     step(layer, optimizer, rows)
-    saved = copy.deepcopy((layer.full_state_dict(), isoload.full_optimizer_state(layer, optimizer)))
+    saved = copy.deepcopy((layer.full_state_dict(), isoload.layer.full_optimizer_state(layer, optimizer)))
 
     other = make_layer(after)
     loaded = OPTIMIZERS[name](other.parameters())
     other.load_full_state_dict(saved[0])
-    isoload.load_full_optimizer_state(other, loaded, saved[1])
-    assert_same(isoload.full_optimizer_state(other, loaded), saved[1])
+    isoload.layer.load_full_optimizer_state(other, loaded, saved[1])
+    assert_same(isoload.layer.full_optimizer_state(other, loaded), saved[1])
     layer.load_placement(after, optimizer=optimizer)  # the way that is known to be right
     for of, its in ((layer, optimizer), (other, loaded)):
         step(of, its, rows)
     for key, value in layer.full_state_dict().items():
         torch.testing.assert_close(other.full_state_dict()[key], value, rtol=1e-12, atol=0)
-    for key, value in flat(isoload.full_optimizer_state(layer, optimizer)).items():
-        theirs = flat(isoload.full_optimizer_state(other, loaded))[key]
+    for key, value in flat(isoload.layer.full_optimizer_state(layer, optimizer)).items():
+        theirs = flat(isoload.layer.full_optimizer_state(other, loaded))[key]
         assert not isinstance(value, torch.Tensor) or torch.allclose(theirs, value, rtol=1e-12, atol=0)
 
 
@@ -86,12 +86,12 @@ def test_other_numbers_of_ranks() -> None:
     layer = make_layer(placements(3)[0])
     optimizer = OPTIMIZERS["AdamW"](layer.parameters())
     step(layer, optimizer, make_setup(3).rows)
-    full = isoload.full_optimizer_state(layer, optimizer)
+    full = isoload.layer.full_optimizer_state(layer, optimizer)
     assert full["experts.gate_up"]["exp_avg"].shape[0] == EXPERTS and full["experts.gate_up"]["exp_avg"].any()
     other = make_layer(placements(2)[0])
     loaded = OPTIMIZERS["AdamW"](other.parameters())
-    isoload.load_full_optimizer_state(other, loaded, full)
-    assert_same(isoload.full_optimizer_state(other, loaded), full)
+    isoload.layer.load_full_optimizer_state(other, loaded, full)
+    assert_same(isoload.layer.full_optimizer_state(other, loaded), full)
 
 
 def on_rank(rank: int) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def on_rank(rank: int) -> dict[str, Any]:
         (layer(make_setup(3).rows[rank]) ** 2).sum().backward()
         optimizer.step()
         layer.refresh_replicas()
-    return isoload.full_optimizer_state(layer, optimizer)
+    return isoload.layer.full_optimizer_state(layer, optimizer)
 
 
 def test_processes_gather_what_virtual_ranks_do() -> None:
@@ -111,12 +111,12 @@ def test_processes_gather_what_virtual_ranks_do() -> None:
     optimizer = OPTIMIZERS["AdamW"](layer.parameters())
     step(layer, optimizer, make_setup(3).rows)
     for state in run_ranks(on_rank, 3):
-        assert_same(state, isoload.full_optimizer_state(layer, optimizer))
+        assert_same(state, isoload.layer.full_optimizer_state(layer, optimizer))
 
 
 def test_before_the_first_step_there_is_none() -> None:
     layer = make_layer(placements(2)[0])
-    full = isoload.full_optimizer_state(layer, OPTIMIZERS["AdamW"](layer.parameters()))
+    full = isoload.layer.full_optimizer_state(layer, OPTIMIZERS["AdamW"](layer.parameters()))
     assert full.keys() == {f"experts.{name}" for name in ("gate_up", "down", "gate_up_bias", "down_bias")}
     assert not any(full.values())
 
@@ -147,7 +147,7 @@ def test_a_placement_loaded_without_the_optimizer_is_refused_in_training() -> No
     layer.load_placement(before)
     optimizer, plain = OPTIMIZERS["AdamW"](layer.parameters()), torch.optim.SGD(layer.parameters(), lr=0.1)
     step(layer, optimizer, rows)
-    saved = isoload.full_optimizer_state(layer, optimizer)
+    saved = isoload.layer.full_optimizer_state(layer, optimizer)
     held = copy.deepcopy(layer.full_state_dict())
     for moved in (layer, copy.deepcopy(layer)):
         with pytest.raises(ValueError, match="optimizer must be given where experts that had gradients move"):
@@ -156,7 +156,7 @@ def test_a_placement_loaded_without_the_optimizer_is_refused_in_training() -> No
         assert all(torch.equal(value, held[key]) for key, value in moved.full_state_dict().items())
     layer.load_placement(before)  # no row changes its expert
     layer.load_placement(after, optimizer=optimizer)
-    assert_same(isoload.full_optimizer_state(layer, optimizer), saved)
+    assert_same(isoload.layer.full_optimizer_state(layer, optimizer), saved)
     optimizer.state.clear()
     step(layer, plain, rows)
     layer.load_placement(before, optimizer=plain)
@@ -179,13 +179,13 @@ def test_refuses_before_anything_changes(what: str) -> None:
     layer = make_layer(placements(2)[0])
     optimizer = OPTIMIZERS["AdamW"](layer.parameters())
     step(layer, optimizer, make_setup(2).rows)
-    before = isoload.full_optimizer_state(layer, optimizer)
+    before = isoload.layer.full_optimizer_state(layer, optimizer)
     bad = copy.deepcopy(before)
     bad["experts.gate_up"]["exp_avg"] += 1
     change(bad)
     with pytest.raises(ValueError, match=message):
-        isoload.load_full_optimizer_state(layer, optimizer, bad)
-    assert_same(isoload.full_optimizer_state(layer, optimizer), before)
+        isoload.layer.load_full_optimizer_state(layer, optimizer, bad)
+    assert_same(isoload.layer.full_optimizer_state(layer, optimizer), before)
 
 
 @pytest.mark.parametrize("how", ["function", "parametrized"])
@@ -201,9 +201,9 @@ def test_experts_that_are_no_parameters_of_the_layer_are_refused(how: str) -> No
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1)), *layer.parameters()], lr=0.1)
     message = "experts must be plain Parameters of the layer for their optimizer state"
     with pytest.raises(ValueError, match=message):
-        isoload.full_optimizer_state(layer, optimizer)
+        isoload.layer.full_optimizer_state(layer, optimizer)
     with pytest.raises(ValueError, match=message):
-        isoload.load_full_optimizer_state(layer, optimizer, {})
+        isoload.layer.load_full_optimizer_state(layer, optimizer, {})
 
 
 def test_an_optimizer_of_other_parameters_is_refused() -> None:
@@ -211,6 +211,6 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     message = "optimizer must hold the layer's expert Parameters, gate_up is missing"
     with pytest.raises(ValueError, match=message):
-        isoload.full_optimizer_state(layer, optimizer)
+        isoload.layer.full_optimizer_state(layer, optimizer)
     with pytest.raises(ValueError, match=message):
-        isoload.load_full_optimizer_state(layer, optimizer, {})
+        isoload.layer.load_full_optimizer_state(layer, optimizer, {})

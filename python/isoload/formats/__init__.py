@@ -69,7 +69,7 @@ def write_placement(placement: Placement, path: str | Path, format: str = "isolo
     Args:
         placement: of all layers.
         path: the file.
-        format: one of ``isoload.FORMATS``.
+        format: one of ``isoload.formats.FORMATS``.
 
     Raises:
         ValueError: an unknown format; a placement that the format cannot hold, or a name that its reader does not open.

@@ -15,7 +15,7 @@ Model = TypeVar("Model", bound=nn.Module)
 def ignore_in_ddp(model: Model) -> Model:
     """Makes DistributedDataParallel leave the experts of all MoE layers in a model alone. To be called before it.
 
-        ddp = DistributedDataParallel(isoload.ignore_in_ddp(model))
+        ddp = DistributedDataParallel(isoload.layer.ignore_in_ddp(model))
 
     Each rank keeps its own experts, whose gradients are sums over the tokens of all ranks. From now on the layers
     divide them by the number of ranks, as DistributedDataParallel divides the others': both are gradients of the mean

@@ -41,7 +41,7 @@ class OwnSplit(NamedTuple):
 
     @property
     def own_peak(self) -> Tensor:
-        """[n] int64 largest cost that each source causes on a rank, in the units of :attr:`isoload.Plan.peak`."""
+        """[n] int64 largest cost that each source causes on a rank, in units of isoload.records.Plan.peak."""
         ticks = self.placed.ticks
         return (self.copies if ticks is None else self.copies * ticks).amax(1)
 

@@ -25,7 +25,7 @@ class Exchanged(NamedTuple):
     """What an exchange found out, the same on all ranks.
 
     imbalance [L] float64: max/mean rank load of what all sources sent in the last batch of each; nan where that is
-    nothing. With ranks of different speeds a load is a cost, as in :class:`isoload.Plan`.
+    nothing. With ranks of different speeds a load is a cost, as in :class:`isoload.records.Plan`.
     """
 
     imbalance: Tensor

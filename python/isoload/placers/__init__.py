@@ -49,7 +49,7 @@ def place(
 
     Args:
         counts: [L, E] or [batches, L, E] copies per routed expert (array or tensor); or a
-            :class:`isoload.Trace` or several, whose layer_ids the placement then has.
+            :class:`isoload.trace.Trace` or several, whose layer_ids the placement then has.
         topology: the ranks; those not alive get no expert.
         slots_per_rank: S, shared and spare slots included. Default: one slot for each expert, and those.
         placer: a name in ``isoload.PLACERS``.

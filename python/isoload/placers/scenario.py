@@ -40,9 +40,9 @@ class ScenarioPlacer(Placer):
         replicas: of a rank over all layers, in the layers where they save most time, in place of the same number of
             slots everywhere; or "gain" or "knee", see placer ``craft``. None: no budget.
         moves: with ``before``, most slots of a layer that may get another expert. None: any number.
-        pinned: homes stay where they are, for layers of :class:`isoload.Shard`: with ``before`` its homes, else experts
-            in order, E/R on a rank (rounded up; the last ranks hold fewer). Only the room left gets replicas, so that
-            the result may be worse than ``eplb``'s, which moves homes too.
+        pinned: homes stay where they are, for layers of :class:`isoload.weights.shard.Shard`: with ``before`` its
+            homes, else experts in order, E/R on a rank (rounded up; the last ranks hold fewer). Only the room left gets
+            replicas, so that the result may be worse than ``eplb``'s, which moves homes too.
 
     Raises:
         ValueError: an option that is out of range; more slots on a rank than experts; groups that do not divide the

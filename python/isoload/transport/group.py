@@ -102,7 +102,7 @@ class Group(Exchanges):
     def check(self) -> None:
         """Raises the errors that :meth:`gather_loads` carried and the host has not looked at yet.
 
-        Then, on a GPU, what ops found wrong in this rank's values: :func:`isoload.check_device`.
+        Then, on a GPU, what ops found wrong in this rank's values: :func:`isoload.ops.check_device`.
         """
         if (codes := self._take_errors()) is not None:
             self.traffic.host_syncs += codes.device.type != "cpu"

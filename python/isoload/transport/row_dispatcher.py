@@ -44,7 +44,7 @@ class RowDispatcher(Dispatcher):
             once per dispatch.
         max_copies_per_rank: beside max_tokens_per_rank, most copies that a rank gets in a batch: the experts' buffers
             then hold so many, not N*K. More are a ValueError on all ranks on CPU; on a GPU they are left out, and
-            :func:`isoload.check_device` raises. Without max_tokens_per_rank the host reads the number with that of
+            :func:`isoload.ops.check_device` raises. Without max_tokens_per_rank the host reads the number with that of
             the rows.
 
     Raises:
