@@ -180,7 +180,7 @@ def test_the_demo_runs_from_a_wheels_files(tmp_path):
         shutil.copy(ops, build / "isoload")
     code = f"import sys; sys.path.insert(0, {str(build)!r}); sys.argv[1:] = ['demo', '--ranks', '2', '--json', '-']"
     code += f"; import isoload.cli.demo as d; assert d.SHIPPED.is_relative_to({str(build)!r}), d.SHIPPED"
-    code += "; d.DEFAULT_POLICIES = ('exact',)"
+    code += "; import isoload.replay.simulate as s; s.DEFAULT_POLICIES = ('exact',)"
     code += "; from isoload.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -112,10 +112,10 @@ def test_stale_replicas_raise_in_compiled_calls() -> None:
         assert_equal(run(layer.setup.rows), layer(layer.setup.rows))
 
 
-def test_a_fused_step_is_seen() -> None:
+def test_a_step_is_seen() -> None:
     layer = small()
     run = compile_whole(layer)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     sum(y.square().sum() for y in run(layer.setup.rows)).backward()
     optimizer.step()
     with pytest.raises(ValueError, match="replicas must be refreshed"):

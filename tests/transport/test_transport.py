@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 
 import isoload
 from isoload import Topology
-from isoload.transport import CollectiveTransport, LocalTransport, Transport, error_code
+from isoload.transport import Call, CollectiveTransport, LocalTransport, Transport, error_code
 from support.batches import MAX_TOKENS, Batch, draw
 from support.conformance import CASES, layer, own, send
 from support.made_routing import make_workload
@@ -236,9 +236,10 @@ def test_a_started_dispatch_carries_no_gradients() -> None:
 def test_other_facts_travel_with_the_row_counts() -> None:
     """One more column of an exchange that is there anyway; in one process the ranks give the same facts."""
     transport, batch, sent = LocalTransport(Topology(3)), draw("facts", 3), []
-    for facts in (None, {"batch": 4, "placement": 2**55}):
+    for facts in ({}, {"batch": 4, "placement": 2**55}):
         transport.group.reset_traffic()
-        transport.dispatcher.dispatch(batch.x, batch.slots, batch.weights, batch.slots_per_rank, facts)
+        call = Call(transport.group, facts=facts)
+        transport.dispatcher.dispatch(batch.x, batch.slots, batch.weights, batch.slots_per_rank, call)
         sent.append(transport.group.traffic.bytes["dispatch row counts"])
         assert transport.group.traffic.host_syncs == 1
     assert sent == [3 * 3 * 8 * (3 + 5), 3 * 3 * 8 * (3 + 5 + 2)]

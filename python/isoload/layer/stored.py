@@ -161,9 +161,9 @@ class StoredExperts(nn.Module):
             self._check_weights()
             placed = placement.layer(self.layer, "cpu")
             after = layouts(placed, before)
+            facts = move_facts(placed, before, after, self.num_rows, size, ranks, moved)
             if optimizer is None:
                 check_no_state(before, after, ranks)
-            facts = move_facts(placed, before, after, self.num_rows, size, ranks, moved)
             settle = self.balancer.settling(placement)
         call.agree("placement", FACTS, facts)
         if moved is not None:
