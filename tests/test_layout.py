@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import isoload
 import reference
 from isoload import ops
 
@@ -247,3 +248,8 @@ def test_no_compiler_is_imported_before_it_is_used():
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert re.findall("^(?:import|every door): .*", done.stdout, re.M) == ["import: []", "every door: []"]
+
+
+def test_few_names_are_public() -> None:
+    """What most programs need; all else by module."""
+    assert len(isoload.__all__) == len(set(isoload.__all__)) <= 24
