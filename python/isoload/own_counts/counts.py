@@ -186,7 +186,9 @@ class OwnCounts:
         return slots, counts
 
     def _views(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        if not torch.compiler.is_compiling() and self._first is not None:  # in this order: a graph guards what it reads
+        if (
+            not torch.compiler.is_compiling() and self._first is not None
+        ):  # in this order: a graph guards what it reads
             return self._first
         made = self.recent[0], self.sent[0], self.offset[0], self.sent[:, 2]
         if not torch.compiler.is_compiling():  # which would compile anew for what is kept
