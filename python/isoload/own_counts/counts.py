@@ -186,9 +186,8 @@ class OwnCounts:
         return slots, counts
 
     def _views(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        if (
-            not torch.compiler.is_compiling() and self._first is not None
-        ):  # in this order: a graph guards what it reads
+        # In this order: a graph guards what it reads, and an eager batch sets it.
+        if not torch.compiler.is_compiling() and self._first is not None:
             return self._first
         made = self.recent[0], self.sent[0], self.offset[0], self.sent[:, 2]
         if not torch.compiler.is_compiling():  # which would compile anew for what is kept
