@@ -152,8 +152,8 @@ MUTANTS = {
     ),
     "node level left out of share": Mutant(
         "python/isoload/ops/share.py",
-        "        ranks_per_node,\n        -1 if",
-        "        tables.num_ranks,\n        -1 if",
+        "tables.data, ranks_per_node, source,",
+        "tables.data, tables.num_ranks, source,",
         "share",
     ),
     "own-rank level left out of share": Mutant(
