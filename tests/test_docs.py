@@ -112,9 +112,9 @@ def test_shell_blocks_say_what_they_need_and_are_run_in_ci(page):
 def test_shown_replays_are_what_replay_prints(page, monkeypatch):
     """Each shell block with a replay is followed by its output; planning times may differ."""
     pairs = re.findall(
-        r"^```sh\nisoload (replay .*?)\n```\n+```text\n(.*?)^```$", page.read_text(), re.S | re.M
+        r"^```sh\nisoload ((?:replay|advise) .*?)\n```\n+```text\n(.*?)^```$", page.read_text(), re.S | re.M
     )
-    assert len(pairs) == len(blocks(page, "text")) == (3 if page == MEASURED else 0)
+    assert len(pairs) == len(blocks(page, "text")) == {"results.md": 3, "advise.md": 1}.get(page.name, 0)
     monkeypatch.chdir(ROOT)
     for command, shown in pairs:
         assert without_times(shown) == without_times(printed(shlex.split(command.replace("\\\n", ""))))

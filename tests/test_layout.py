@@ -44,6 +44,7 @@ FLOORS = [
     ["weights"],
     ["layer"],
     ["replay"],
+    ["advise"],
     ["online"],
     ["integrations"],
     ["cli"],

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from isoload.cli.advise import advise
 from isoload.cli.convert import convert
 from isoload.cli.demo import demo
 from isoload.cli.doctor import doctor
@@ -21,7 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (replay, place, convert, inspect, demo, doctor):
+for command in (replay, advise, place, convert, inspect, demo, doctor):
     app.command()(one_line_errors(command))
 
 

@@ -15,6 +15,7 @@ KINDS = {"output": "a placement", "json": "figures"}
 FIGURES = (  # keys of what --json writes, by which it is known again
     {"policies"},  # replay, demo
     {"placers", "calibrate"},  # place
+    {"verdict", "answers"},  # advise
     {"trace", "layers"},  # inspect
     {"name", "on", "detail"},  # doctor, each row
 )

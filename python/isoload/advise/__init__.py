@@ -1,0 +1,20 @@
+"""Advice before one turns anything on: from a recorded trace to milliseconds on the user's GPUs."""
+
+from isoload.advise.advice import Advice, Answer, Question, advise
+from isoload.advise.candidates import Candidate
+from isoload.advise.loads import Judged, guessed_trace, judge_by
+from isoload.advise.models import MODELS, Model, find_model
+
+__all__ = [
+    "MODELS",
+    "Advice",
+    "Answer",
+    "Candidate",
+    "Judged",
+    "Model",
+    "Question",
+    "advise",
+    "find_model",
+    "guessed_trace",
+    "judge_by",
+]

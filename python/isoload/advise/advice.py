@@ -1,0 +1,200 @@
+"""Advice: what each candidate would take on the user's GPUs, by measured constants, on batches it has not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from isoload.advise.candidates import NOW, Candidate, grid, placed, sent, targets
+from isoload.advise.loads import Judged
+from isoload.advise.models import Model
+from isoload.advise.traffic import Floats, rows_between
+from isoload.placement import Placement
+from isoload.times import LayerTime
+from isoload.topology import Topology
+
+NO_DIFFERENCE = 0.03  # of a step: less is within what any such model can say
+# Microseconds of a layer until its slots are there; not measured on a GPU. Three small kernels; with "exact" and ranks
+# that hold tokens of their own a gather of counts besides.
+PLAN_US = {
+    "none": (0.0, 0.0),
+    "static": (0.0, 0.0),
+    "dynamic": (0.0, 0.0),
+    "own": (5.0, 20.0),
+    "exact": (15.0, 60.0),
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked.
+
+    layer: constants of the GPU. tokens: of a rank in a step. step_ms: that was measured, by which percentages are;
+    None: of the modelled MoE layers alone, which is their upper end. memory: bytes of a rank for more slots; None: any.
+    rebalance_s, every: seconds that a rebalance takes, and the steps between two. context: tokens of a request.
+    """
+
+    model: Model
+    layer: LayerTime
+    topology: Topology
+    tokens: int
+    step_ms: float | None = None
+    memory: float | None = None
+    rebalance_s: float = 0.0
+    every: int = 0
+    context: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.step_ms is not None and not self.step_ms > 0:
+            raise ValueError(f"step_ms must be above 0, got {self.step_ms:g}")
+        if self.tokens < 1:
+            raise ValueError(f"tokens_per_rank must be at least 1, got {self.tokens}")
+        if self.rebalance_s < 0 or (self.rebalance_s > 0 and self.every < 1):
+            raise ValueError(
+                f"rebalance_seconds must be at least 0 and come with every, got {self.rebalance_s:g} and {self.every}"
+            )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A candidate's figures; ranges are [from, to]. ms: of a step's MoE layers, planning and moving included.
+
+    saved_ms: against the candidate that runs now. imbalance: max / mean copies of a rank, over layers and batches.
+    slots_bytes: of a rank's additional slots. node_rows: of the rows that are sent, those to another node.
+    """
+
+    candidate: Candidate
+    ms_per_layer: float
+    ms: tuple[float, float]
+    saved_ms: tuple[float, float]
+    imbalance: float
+    slots_bytes: float
+    node_rows: float
+
+    def to_json(self) -> dict[str, Any]:
+        found = {**vars(self), "candidate": self.candidate._asdict()}
+        return {**found, "ms": list(self.ms), "saved_ms": list(self.saved_ms)}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Answers, the one with the least time first; `now` is what they are compared with."""
+
+    question: Question
+    answers: tuple[Answer, ...]
+    now: Answer
+    extrapolated: bool  # whether the constants were measured on fewer or more tokens
+    drawn: bool
+
+    @property
+    def ours(self) -> Answer | None:
+        """The best in which isoload chooses the replicas; None where memory leaves no room for any."""
+        return next((answer for answer in self.answers if answer.candidate.ours), None)
+
+    @property
+    def theirs(self) -> Answer:
+        """The best without isoload."""
+        return next(answer for answer in self.answers if not answer.candidate.ours)
+
+    @property
+    def gain_ms(self) -> tuple[float, float]:
+        """What isoload saves beyond the best without it."""
+        return between(self.theirs, self.ours) if self.ours else (0.0, 0.0)
+
+    def share(self, saved_ms: tuple[float, float]) -> tuple[float, float]:
+        """As a part of the step; without a measured one of its MoE layers as they run now, an upper end."""
+        step = self.question.step_ms or self.now.ms[0]
+        return saved_ms[0] / step, saved_ms[1] / step
+
+    @property
+    def verdict(self) -> str:
+        """Whether isoload is worth it, in words."""
+        low, high = self.share(self.gain_ms)
+        if low + high <= 0:
+            return "not worth it"
+        return (
+            "no difference"
+            if high < NO_DIFFERENCE
+            else "worth it"
+            if low >= NO_DIFFERENCE
+            else "may be worth it"
+        )
+
+
+def advise(
+    question: Question, judged: Judged, on_candidate: Callable[[int, int], None] = lambda done, total: None
+) -> Advice:
+    """Every candidate of the grid on the judged batches, by the middle of its range.
+
+    Placements are made once for each number of slots.
+    """
+    model, experts = question.model, judged.seen.shape[-1]
+    if experts != model.experts:
+        raise ValueError(f"model must have the trace's {experts} experts, {model.name} has {model.experts}")
+    per_slot = model.expert_bytes * model.layers
+    most = experts if question.memory is None else int(question.memory // per_slot)
+    found, made = [], dict[tuple[str, int], Placement]()
+    candidates = grid(most)
+    for done, candidate in enumerate(candidates):
+        key = candidate.placer, candidate.more
+        if key not in made:
+            made[key] = placed(candidate, judged, question.topology)
+        found.append(_answer(candidate, made[key], question, judged, per_slot))
+        on_candidate(done + 1, len(candidates))
+    now = found[0]
+    assert now.candidate == NOW
+    answers = [replace(answer, saved_ms=between(now, answer)) for answer in found]
+    ranked = sorted(answers, key=lambda answer: sum(answer.ms))
+    guessed = bool(question.layer.experts.extrapolated([question.tokens * model.top_k]))
+    return Advice(question, tuple(ranked), answers[0], guessed, judged.drawn)
+
+
+def _answer(
+    candidate: Candidate, placement: Placement, question: Question, judged: Judged, per_slot: float
+) -> Answer:
+    model, topology = question.model, question.topology
+    ranks, nodes = topology.num_ranks, topology.num_nodes
+    offset = targets(torch.from_numpy(judged.seen), placement) if candidate.split == "own" else []
+    seconds, imbalance, across = [], [], []
+    for seed, loads in enumerate(judged.loads):
+        moved = sent(candidate, loads, placement, offset, seed).numpy()
+        copies = moved.sum(1).reshape(len(moved), ranks, -1)
+        rows = rows_between(moved, question.tokens, ranks)
+        seconds.append(question.layer.seconds(copies, rows.sum(1), np.full(len(moved), question.tokens)))
+        per_rank = copies.sum(-1)
+        imbalance.append(per_rank.max(-1) / per_rank.mean(-1))
+        across.append(_to_other_nodes(rows_between(moved, question.tokens, nodes), topology))
+    low, high = np.concatenate(seconds).mean(0) * 1e3  # [2] ms of a layer
+    plan = [us * 1e-3 for us in PLAN_US[candidate.split]]
+    moving = (
+        1e3 * question.rebalance_s / question.every
+        if question.every and candidate.placer != "trivial"
+        else 0.0
+    )
+    step = model.layers * (low + plan[0]) + moving, model.layers * (high + plan[1]) + moving
+    return Answer(
+        candidate,
+        float(low + high) / 2,
+        (float(step[0]), float(step[1])),
+        (0.0, 0.0),
+        float(np.concatenate(imbalance).mean()),
+        candidate.more * per_slot,
+        float(np.mean(across)),
+    )
+
+
+def _to_other_nodes(rows: Floats, topology: Topology) -> float:
+    """Of rows [L, R, nodes], the part to another node."""
+    own = np.arange(topology.num_ranks) // topology.ranks_per_node
+    other = own[:, None] != np.arange(topology.num_nodes)
+    return float(rows[:, other].sum() / rows.sum())
+
+
+def between(before: Answer, after: Answer) -> tuple[float, float]:
+    """Milliseconds of a step saved by one over the other; both ranges follow one all-to-all, so low goes with low."""
+    low, high = sorted((before.ms[0] - after.ms[0], before.ms[1] - after.ms[1]))
+    return low, high

@@ -1,0 +1,89 @@
+"""The shipped constants that an engine's kernels take for a model: experts, and the all-to-all around them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from isoload.advise.models import Model
+from isoload.times import AllToAllTime, ExpertTime, LayerTime, available
+from isoload.topology import Topology
+
+PHASES = ("prefill", "decode")
+ALL_TO_ALL = {  # DeepEP's normal mode and its low-latency one
+    "sglang": {"prefill": "sglang_deepep_normal", "decode": "sglang_deepep_low_latency"},
+    "vllm": {"prefill": "vllm_deepep_ht", "decode": "vllm_deepep_ll"},
+}
+
+
+def layer_time(
+    gpu: str, engine: str, phase: str, model: Model, topology: Topology, kernel: str | None = None
+) -> tuple[LayerTime, list[str]]:
+    """A layer's constants, and what of them stands for something else, in words.
+
+    Args:
+        gpu: "h200" or "h200_sxm".
+        kernel: of the experts, as the tables name it; None: DeepEP's of this phase where it was measured, else the one
+            that was fitted best.
+
+    Raises:
+        ValueError: naming the argument, and the choices.
+    """
+    if engine not in ALL_TO_ALL:
+        raise ValueError(f"engine must be one of {', '.join(ALL_TO_ALL)}, got {engine!r:.40}")
+    if phase not in PHASES:
+        raise ValueError(f"phase must be one of {', '.join(PHASES)}, got {phase!r:.40}")
+    rows = [row for row in available() if row["table"] == "experts"]
+    gpus = sorted({row["gpu"] for row in rows})
+    full = next((name for name in gpus if gpu in (name, name.removesuffix("_sxm"))), None)
+    if full is None:
+        raise ValueError(f"gpu must be one of {', '.join(gpus)}, got {gpu!r:.40}")
+    shape: dict[str, Any] = {"hidden": model.hidden, "intermediate": model.intermediate, "dtype": model.dtype}
+    other = f"_{PHASES[phase == 'prefill']}"
+    fitting = [
+        row
+        for row in rows
+        if row["gpu"] == full and row["kernel"].startswith(f"{engine}_") and not row["kernel"].endswith(other)
+        if all(row[key] == value for key, value in shape.items())
+    ]
+    if not fitting:
+        there = {
+            f"{row['hidden']} x {row['intermediate']} {row['dtype']}" for row in rows if row["gpu"] == full
+        }
+        raise ValueError(
+            f"model must have experts that {engine} was measured with on {full} ({', '.join(sorted(there))}), got "
+            f"{model.name}, {model.hidden} x {model.intermediate} {model.dtype}"
+        )
+    names = sorted({row["kernel"] for row in fitting})
+    if kernel is not None and kernel not in names:
+        raise ValueError(f"kernel must be one of {', '.join(names)}, got {kernel!r:.80}")
+    best = min(fitting, key=lambda row: (not row["kernel"].endswith(f"_{phase}"), row["fit_error"]))
+    experts = ExpertTime.load(full, kernel or best["kernel"], **shape)
+    steps, notes = _exchange(full, ALL_TO_ALL[engine][phase], model, topology)
+    return LayerTime(steps[0], experts, steps[1]), notes
+
+
+def _exchange(
+    gpu: str, kernel: str, model: Model, topology: Topology
+) -> tuple[tuple[AllToAllTime | None, AllToAllTime | None], list[str]]:
+    """Dispatch and combine. Rows of a width that was not measured take the time of the nearest one's bytes."""
+    ranks, nodes = topology.num_ranks, topology.num_nodes
+    rows = [row for row in available() if row["table"] == "exchanges" and row["kernel"] == kernel]
+    widths = sorted({row["hidden"] for row in rows if row["gpu"] == gpu})
+    if not widths:
+        raise ValueError(f"gpu must have measured times of {kernel}, got {gpu}")
+    hidden = min(widths, key=lambda width: (abs(width - model.hidden), width))
+    counts = sorted({row["top_k"] for row in rows if row["gpu"] == gpu and row["hidden"] == hidden})
+    top_k = min(counts, key=lambda count: (abs(count - model.top_k), count))
+    found, notes = [], []
+    for step in ("dispatch", "combine"):
+        time = AllToAllTime.load(gpu, kernel, step, hidden=hidden, top_k=top_k, ranks=ranks, nodes=nodes)
+        part = model.hidden * model.top_k / (hidden * top_k)
+        low, high = (curve._replace(s_us=curve.s_us * part) for curve in (time.low, time.high))
+        found.append(replace(time, low=low, high=high))
+    if part != 1:
+        measured = f"{hidden}, top-{top_k}, by bytes"
+        notes.append(f"the all-to-all of rows of {model.hidden}, top-{model.top_k}, is that of {measured}")
+    if found[0].note:
+        notes.append(f"the all-to-all's range is {found[0].note}")
+    return (found[0], found[1]), notes

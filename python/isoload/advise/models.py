@@ -1,0 +1,111 @@
+"""Models by name, or by the config.json of a checkpoint: what an expert weighs, how many layers have experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isoload.files.reading import MAX_NOTES, parse_json, read_text
+
+# By the measured kernels' words. Scales: a byte for 32 of mxfp4 and for 16 of nvfp4, two for 128 of int4.
+WEIGHT_BYTES = {
+    "bfloat16": 2.0,
+    "fp8_block": 1.0,
+    "fp8": 1.0,
+    "w4a16_mxfp4": 0.53125,
+    "w4a8_mxfp4_mxfp8": 0.53125,
+    "nvfp4": 0.5625,
+    "int4_wo": 0.515625,
+}
+PUBLISHED = {"fp8": "fp8_block", "mxfp4": "w4a16_mxfp4"}  # a checkpoint's quant_method, and the kernels' word
+
+
+@dataclass(frozen=True)
+class Model:
+    """What advise takes from a model.
+
+    hidden, intermediate: of a routed expert, which has three matrices (gate, up, down).
+    dtype: of its weights. layers: those with experts. kv_bytes: of a token in all layers' KV cache, in bfloat16.
+    """
+
+    name: str
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    layers: int
+    dtype: str
+    kv_bytes: int
+
+    @property
+    def expert_bytes(self) -> float:
+        """Of one expert's weights in one layer."""
+        return 3 * self.hidden * self.intermediate * WEIGHT_BYTES[self.dtype]
+
+
+MODELS = {
+    model.name: model
+    for model in (
+        Model("deepseek-v3", 7168, 2048, 256, 8, 58, "fp8_block", 70_272),
+        Model("kimi-k2", 7168, 2048, 384, 8, 60, "fp8_block", 70_272),
+        Model("qwen3-235b", 4096, 1536, 128, 8, 94, "bfloat16", 192_512),
+        Model("qwen3-30b", 2048, 768, 128, 8, 48, "bfloat16", 98_304),
+        Model("glm-4.5", 5120, 1536, 160, 8, 89, "bfloat16", 376_832),
+        Model("gpt-oss-120b", 2880, 2880, 128, 4, 36, "w4a16_mxfp4", 73_728),
+        Model("gpt-oss-20b", 2880, 2880, 32, 4, 24, "w4a16_mxfp4", 49_152),
+    )
+}
+
+KEYS = {  # a field of Model, and the keys of config.json that say it, the first that is there
+    "hidden": ("hidden_size",),
+    "intermediate": ("moe_intermediate_size", "intermediate_size"),
+    "experts": ("n_routed_experts", "num_experts", "num_local_experts"),
+    "top_k": ("num_experts_per_tok", "experts_per_token"),
+}
+
+
+def find_model(given: str, dtype: str | None = None) -> Model:
+    """A model of MODELS, or one described by a config.json; dtype: of its experts, where another is served.
+
+    Raises:
+        ValueError: no such name and no such file; a file that lacks a key.
+    """
+    if given in MODELS:
+        model = MODELS[given]
+    elif Path(given).is_file():
+        model = _read(Path(given))
+    else:
+        raise ValueError(f"model must be one of {', '.join(MODELS)}, or a config.json, got {given!r:.100}")
+    if dtype is not None and dtype not in WEIGHT_BYTES:
+        raise ValueError(f"dtype must be one of {', '.join(WEIGHT_BYTES)}, got {dtype!r:.40}")
+    return Model(**{**vars(model), "dtype": dtype or model.dtype})
+
+
+def _read(path: Path) -> Model:
+    config = parse_json(read_text(path, MAX_NOTES))
+    config = config.get("text_config", config) if isinstance(config, dict) else {}
+
+    def number(*keys: str, default: int | None = None) -> int:
+        value = next((config[key] for key in keys if config.get(key) is not None), default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"{path}: {keys[0]} must be a whole number, got {value!r:.40}")
+        return value
+
+    layers = number("num_hidden_layers")
+    kept: dict[str, Any] = {name: number(*keys) for name, keys in KEYS.items()}
+    if config.get("kv_lora_rank"):  # multi-head latent attention
+        per_layer = number("kv_lora_rank") + number("qk_rope_head_dim", default=0)
+    else:
+        heads = number("num_attention_heads")
+        size = number("head_dim", default=kept["hidden"] // max(heads, 1))
+        per_layer = 2 * number("num_key_value_heads", default=heads) * size
+    quantised = config.get("quantization_config") or {}
+    dtype = PUBLISHED.get(str(quantised.get("quant_method")), "bfloat16")
+    return Model(
+        path.stem if path.stem != "config" else path.parent.name or "config",
+        **kept,
+        layers=layers - number("first_k_dense_replace", default=0),
+        dtype=dtype,
+        kv_bytes=2 * layers * per_layer,
+    )

@@ -1,0 +1,199 @@
+"""``isoload advise``: whether to turn it on, with which slots and flags, and how many milliseconds it saves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from isoload.cli import options
+from isoload.cli.tables import Figure, Row, print_lines, print_table, table_of, write_out
+
+if TYPE_CHECKING:
+    from isoload.advise import Advice
+
+GIB = 2.0**30
+SHOWN = 6  # rows of the table, beside what runs now
+FIGURES = (
+    Figure("label", "", "placement, replicas by"),
+    Figure("ms_per_layer", "ms", "a layer", ".3f", wide=True),
+    Figure("ms", "ms", "a step"),
+    Figure("saved", "ms", "saved"),
+    Figure("imbalance", "", "max/mean", ".3f"),
+    Figure("gib", "slots", "GiB"),
+    Figure("requests", "slots", "requests"),
+    Figure("node_rows", "rows", "to nodes", "%"),
+)
+UNITS = (
+    "Modelled from measured kernels, mean over {batches} batches that no placement has seen. A step: the MoE layers "
+    "alone, planning included; ranges from an all-to-all that even ranks take to one that follows the busiest. "
+    "Planning on a GPU has not been measured: {low:g} to {high:g} µs a layer are taken. "
+    "requests: of {context} tokens, whose KV cache the slots take the room of."
+)
+UPPER = (
+    "Percentages are of these layers alone, without attention and the engine's own work: an upper end. "
+    "--step-ms takes a step that you have measured."
+)
+
+
+def _span(ends: tuple[float, float], form: str) -> str:
+    low, high = (format(end, form) for end in ends)
+    return low if low == high else f"{low} .. {high}"
+
+
+def rows_of(advice: Advice) -> list[Row]:
+    """A row per answer, as --json writes it and the table shows it."""
+    asked, rows = advice.question, []
+    kept = [*advice.answers[:SHOWN], *([] if advice.now in advice.answers[:SHOWN] else [advice.now])]
+    for answer in kept:
+        size = answer.slots_bytes
+        rows.append(
+            {
+                **answer.to_json(),
+                "label": answer.candidate.label,
+                "ms": _span(answer.ms, ".2f"),
+                "saved": "now" if answer is advice.now else _span(answer.saved_ms, "+.2f"),
+                "gib": f"{size / GIB:.1f}" if size else "-",
+                "requests": f"{size / asked.context / asked.model.kv_bytes:.0f}" if size else "-",
+                "node_rows": answer.node_rows if asked.topology.num_nodes > 1 else None,
+            }
+        )
+    return rows
+
+
+def verdict_lines(advice: Advice) -> list[str]:
+    """Two sentences: what is to be had without isoload, and what it adds."""
+    ours, theirs = advice.ours, advice.theirs
+    of = "a step" if advice.question.step_ms else "these layers, at most"
+
+    def said(saved: tuple[float, float]) -> str:
+        low, high = advice.share(saved)
+        return f"{_span(saved, '.2f')} ms a step ({_span((100 * low, 100 * high), '.1f')} % of {of})"
+
+    first = f"Without isoload: {theirs.candidate.label} saves {said(theirs.saved_ms)}."
+    if theirs is advice.now:
+        first = "Without isoload nothing in the grid takes less than experts in order do."
+    if ours is None:
+        return [first, "There is no memory for more slots, so that isoload has no choice."]
+    low, high = advice.gain_ms
+    gain = f"saves another {said((low, high))}" if low + high > 0 else f"takes {said((-high, -low))} more"
+    return [first, f"isoload: {advice.verdict}. {ours.candidate.label} {gain}."]
+
+
+def print_advice(
+    advice: Advice, batches: int, launch: list[str], said: list[str], console: Console, wide: bool
+) -> None:
+    from isoload.advise.advice import PLAN_US
+
+    asked, model = advice.question, advice.question.model
+    shape = (
+        f"{model.name}, {model.layers} layers of {model.experts} experts, top-{model.top_k}, {model.dtype}"
+    )
+    nodes = asked.topology.num_nodes
+    where = (
+        f"{asked.topology.num_ranks} ranks on {nodes} node{'s' * (nodes > 1)}, {asked.tokens} tokens a rank"
+    )
+    constants = f"{asked.layer.experts.gpu}, {asked.layer.experts.kernel}"
+    print_lines(console, [shape, where, constants], "bold")
+    print_table(console, *table_of(FIGURES, rows_of(advice), wide))
+    print_lines(console, verdict_lines(advice), "green")
+    if launch:
+        print_lines(console, ["", f"To run {advice.answers[0].candidate.label}:", *launch, ""])
+    low, high = PLAN_US["own"][0], PLAN_US["exact"][1]
+    notes = [UNITS.format(batches=batches, low=low, high=high, context=asked.context)]
+    notes += [] if asked.step_ms else [UPPER]
+    print_lines(console, notes, "dim")
+    print_lines(console, said, "yellow")
+
+
+def warnings(advice: Advice, notes: list[str], guessed: bool = False) -> list[str]:
+    found = [f"{note[0].upper()}{note[1:]}." for note in notes]
+    if guessed:
+        found.append(
+            "No trace was given: how experts are loaded is a guess, and so is all that follows from it."
+        )
+    elif advice.drawn:
+        found.append("Tokens were drawn from the counts of whole batches: bursts are understated.")
+    if advice.extrapolated:
+        found.append("So many copies a rank were not measured on this GPU: times are extrapolated.")
+    if advice.question.rebalance_s == 0 and advice.answers[0].candidate.placer != "trivial":
+        found.append("No rebalance is in these times: --rebalance-seconds and --every add it.")
+    return found
+
+
+def advise(
+    gpu: Annotated[str, typer.Option(help="The GPU, as isoload.times.available() names it.")],
+    model: Annotated[str, typer.Option(metavar="NAME|FILE", help="A model's name, or its config.json.")],
+    ranks: Annotated[int, typer.Option(help="R, ranks of the expert-parallel group.")],
+    tokens_per_rank: Annotated[int, typer.Option(help="Of a step: its prompts' tokens, or its requests.")],
+    trace: Annotated[
+        Path | None, typer.Argument(metavar="[TRACE]", help="As replay takes it. Without one: --skew.")
+    ] = None,
+    ranks_per_node: options.RanksPerNode = 0,
+    engine: Annotated[str, typer.Option(help="sglang or vllm.")] = "sglang",
+    phase: Annotated[str, typer.Option(help="prefill or decode: whose kernels run.")] = "prefill",
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the experts' weights. Default: the published model's.")
+    ] = None,
+    kernel: Annotated[
+        str | None, typer.Option(help="Of the experts, as isoload.times.available() names it.")
+    ] = None,
+    step_ms: Annotated[
+        float | None, typer.Option(help="A whole step's time as you measured it; percentages are of it.")
+    ] = None,
+    memory_per_rank: Annotated[
+        float | None, typer.Option(help="GiB of a rank that more slots may take, all layers.")
+    ] = None,
+    rebalance_seconds: Annotated[float, typer.Option(help="What a rebalance takes.")] = 0.0,
+    every: Annotated[int, typer.Option(help="Steps between two rebalances.")] = 0,
+    context: Annotated[int, typer.Option(help="Tokens of a request, for what its KV cache takes.")] = 4096,
+    skew: Annotated[
+        str | None,
+        typer.Option(metavar="zipf:POWER", help="In place of a trace, a guess: how shares of experts fall."),
+    ] = None,
+    drift: Annotated[
+        float, typer.Option(help="Of --skew: the part of a batch whose experts are others.")
+    ] = 0.3,
+    wide: options.Wide = False,
+    json: options.JsonTarget = None,
+    force: options.Force = False,
+) -> None:
+    """Whether balancing pays on your GPUs: milliseconds of a step, and the flags for the best way to run."""
+    from isoload.advise import Question, find_model, guessed_trace, judge_by
+    from isoload.advise import advise as search
+    from isoload.advise.constants import layer_time
+    from isoload.advise.launch import flags
+    from isoload.cli.given import load_trace, progress
+    from isoload.cli.targets import check_targets
+    from isoload.topology import Topology
+
+    check_targets([trace], force, json)
+    chosen = find_model(model, dtype)
+    topology = Topology(ranks, ranks_per_node)
+    if (trace is None) == (skew is None):
+        raise ValueError(f"skew must be given in place of a trace, got {skew!r} and {trace}")
+    loaded = guessed_trace(str(skew), drift, chosen) if trace is None else load_trace(trace)
+    times, notes = layer_time(gpu, engine, phase, chosen, topology, kernel)
+    memory = None if memory_per_rank is None else memory_per_rank * GIB
+    question = Question(
+        chosen, times, topology, tokens_per_rank, step_ms, memory, rebalance_seconds, every, context
+    )
+    judged = judge_by(loaded, ranks, tokens_per_rank, chosen.top_k)
+    with progress("candidates") as on_candidate:
+        found = search(question, judged, on_candidate)
+    best = found.answers[0]
+    launch = [] if best is found.now else flags(engine, best.candidate, ranks, topology.num_nodes, None)
+    said = warnings(found, notes, guessed=trace is None)
+    figures = {
+        "verdict": found.verdict,
+        "gain_ms": list(found.gain_ms),
+        "gain_share": list(found.share(found.gain_ms)),
+        "answers": [answer.to_json() for answer in found.answers],
+        "flags": launch,
+        "warnings": said,
+    }
+    write_out(
+        json, figures, lambda console: print_advice(found, len(judged.loads), launch, said, console, wide)
+    )

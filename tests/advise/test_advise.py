@@ -1,0 +1,245 @@
+"""advise: every copy has a slot under every split, rows are as routed, times are the closed form, verdicts follow."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import isoload
+from isoload.advise import (
+    MODELS,
+    Candidate,
+    Judged,
+    Model,
+    Question,
+    advise,
+    find_model,
+    guessed_trace,
+    judge_by,
+)
+from isoload.advise.candidates import SPLITS, grid, placed, sent, targets
+from isoload.advise.constants import layer_time
+from isoload.advise.launch import flags
+from isoload.advise.traffic import rows_between
+from isoload.planning import plan_layers
+from isoload.times import ExpertTime, LayerTime
+from isoload.trace import Trace
+
+SMALL = Model("small", 64, 32, 16, 2, 3, "bfloat16", 1024)
+TOPOLOGY = isoload.Topology(4, 2)
+EXPERTS = ExpertTime("gpu", "kernel", "bfloat16", 64, 32, a_us=10, b_us=2, c_us=1, rho_us=0.1, p=3)
+
+
+def skewed(batches: int = 6, seed: int = 0) -> Trace:
+    shares = np.random.default_rng(seed).dirichlet(np.full(16, 0.5), size=(1, 3))
+    return Trace("skewed", 16, 2, np.rint(1e5 * np.repeat(shares, batches, 0)).astype(np.int64))
+
+
+def question(**changes: object) -> Question:
+    return replace(Question(SMALL, LayerTime(None, EXPERTS, None), TOPOLOGY, tokens=64), **changes)
+
+
+@pytest.mark.parametrize("candidate", grid(16), ids=lambda candidate: candidate.label)
+def test_every_copy_goes_to_a_slot_of_its_expert(candidate: Candidate) -> None:
+    judged = judge_by(skewed(), 4, 64, 2)
+    placement = placed(candidate, judged, TOPOLOGY)
+    offset = targets(torch.from_numpy(judged.seen), placement)
+    for loads in judged.loads:
+        moved = sent(candidate, loads, placement, offset, seed=1).long()
+        at = placement.slot_to_expert.long().unsqueeze(1).expand_as(moved)
+        assert (moved[at < 0] == 0).all()
+        got = torch.zeros_like(loads, dtype=torch.int64).scatter_add_(2, at.clamp(min=0), moved)
+        assert got.equal(loads.long())
+        if candidate.split == "exact":
+            peak = moved.sum(1).view(3, 4, -1).sum(-1).amax(1)
+            assert peak.equal(plan_layers(loads, placement).bound.long())
+
+
+def test_the_grid_names_every_split_and_nothing_twice() -> None:
+    assert {candidate.split for candidate in grid(16)} == set(SPLITS)
+    assert len(set(grid(16))) == len(grid(16))
+    assert grid(0) == grid(16)[:2]
+
+
+def test_rows_are_those_of_routed_tokens() -> None:
+    """K distinct experts of a token: independent slots count a few rows too few, never a tenth of them."""
+    draw, tokens, experts, top_k = np.random.default_rng(0), 512, 32, 4
+    weights = draw.dirichlet(np.full(experts, 1.0))
+    ids = np.stack([draw.choice(experts, top_k, replace=False, p=weights) for _ in range(tokens)])
+    slots = draw.permutation(experts)[ids]
+    moved = np.bincount(slots.ravel(), minlength=experts).reshape(1, 1, -1)
+    for groups in (2, 8):
+        rows = rows_between(moved, tokens, groups)[0, 0]
+        exact = [len(np.unique(np.nonzero(slots // (experts // groups) == g)[0])) for g in range(groups)]
+        assert np.abs(rows / exact - 1).max() < 0.1
+        assert (rows <= tokens + 1e-9).all()
+
+
+def test_rows_of_one_slot_are_its_copies_and_none_are_none() -> None:
+    moved = np.array([[[7, 0, 0, 0]]])
+    assert rows_between(moved, 7, 4)[0, 0] == pytest.approx([7, 0, 0, 0], abs=1e-6)
+
+
+def test_even_loads_take_the_closed_form() -> None:
+    """16 experts, each with 32 copies, in order on 4 ranks: 3 layers of a + ((4 b)^3 + (128 c)^3)^(1/3) + rho rows."""
+    loads = torch.full((1, 3, 4, 16), 8, dtype=torch.int32)
+    found = advise(question(), Judged(np.full((3, 16), 100), loads, drawn=False)).now
+    rows = 4 * 64 * (1 - (1 - 8 / 64) ** 4)
+    wanted = 3e-3 * (10 + ((4 * 2) ** 3 + 128**3) ** (1 / 3) + 0.1 * rows)
+    assert found.ms == pytest.approx((wanted, wanted), rel=1e-6)
+    assert (found.imbalance, found.saved_ms) == (1.0, (0.0, 0.0))
+
+
+def test_answers_are_ranked_and_compared_with_what_runs_now() -> None:
+    found = advise(question(), judge_by(skewed(), 4, 64, 2))
+    assert [sum(answer.ms) for answer in found.answers] == sorted(sum(answer.ms) for answer in found.answers)
+    assert found.now.candidate == Candidate("trivial", 0, "none") and found.now in found.answers
+    assert found.ours is not None and found.ours.candidate.ours and not found.theirs.candidate.ours
+    for answer in found.answers:
+        saved = sorted(now - then for now, then in zip(found.now.ms, answer.ms, strict=True))
+        assert answer.saved_ms == pytest.approx(saved)
+        assert answer.slots_bytes == answer.candidate.more * SMALL.expert_bytes * SMALL.layers
+    exact = [answer for answer in found.answers if answer.candidate == Candidate("eplb", 4, "exact")]
+    assert exact[0].imbalance < found.now.imbalance
+
+
+def test_a_rebalance_and_memory_are_counted() -> None:
+    judged = judge_by(skewed(), 4, 64, 2)
+    plain, slow = (advise(question(**how), judged) for how in ({}, {"rebalance_s": 2.0, "every": 1000}))
+    by_label = {answer.candidate: answer for answer in plain.answers}
+    for answer in slow.answers:
+        moves = 2.0 if answer.candidate.placer == "eplb" else 0.0
+        assert answer.ms[0] == pytest.approx(by_label[answer.candidate].ms[0] + moves)
+    room = 2.5 * SMALL.expert_bytes * SMALL.layers
+    assert max(answer.candidate.more for answer in advise(question(memory=room), judged).answers) == 2
+    without = advise(question(memory=1.0), judged)
+    assert without.ours is None and without.verdict == "not worth it" and without.gain_ms == (0.0, 0.0)
+
+
+def test_the_verdict_follows_from_what_isoload_adds() -> None:
+    slow = replace(EXPERTS, c_us=1000.0)  # planning is nothing beside such experts
+    judged = judge_by(skewed(), 4, 64, 2)
+    found = advise(question(layer=LayerTime(None, slow, None)), judged)
+    low, high = found.gain_ms
+    assert found.verdict == "worth it" and found.share((low, high))[0] >= 0.03
+    measured = advise(question(layer=LayerTime(None, slow, None), step_ms=100 * high), judged)
+    assert measured.verdict == "no difference" and measured.share((high, high)) == pytest.approx((0.01, 0.01))
+    assert advise(question(), judge_by(skewed(), 4, 8, 2)).verdict == "not worth it"  # planning takes longer
+
+
+def test_tokens_of_a_trace_are_judged_as_recorded() -> None:
+    ids = np.random.default_rng(0).integers(0, 16, (4 * 4 * 8, 1, 1)).astype(np.int32)
+    judged = judge_by(Trace("tokens", 16, topk_ids=ids), 4, 8, 1)
+    assert not judged.drawn and judged.loads.shape == (2, 1, 4, 16)
+    assert judged.seen.sum() == judged.loads.sum() == 64
+    assert judged.loads[0, 0, 1].tolist() == np.bincount(ids[72:80].ravel(), minlength=16).tolist()
+    assert len(judge_by(skewed(), 4, 8, 2).loads) == 8
+    assert judge_by(Trace("counts", 16, 1, np.ones((3, 1, 16), dtype=np.int64)), 4, 8, 1).drawn
+
+
+def test_a_guess_has_the_shares_that_are_asked_for() -> None:
+    model = replace(SMALL, experts=64)
+    even, steep = guessed_trace("zipf:0", 0.0, model), guessed_trace("zipf:2", 0.0, model)
+    assert even.counts is not None and np.unique(even.counts).tolist() == [15625]
+    assert steep.counts is not None and steep.counts.max() == 500_000  # a token has two experts
+    assert (steep.counts == steep.counts[:1]).all()
+    moved = guessed_trace("zipf:2", 0.5, model).counts
+    assert moved is not None and (moved != moved[:1]).any()
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_flags_name_the_slots_and_switch_isoload_on_for_its_own_splits_alone(engine: str) -> None:
+    for candidate in grid(16):
+        said = " ".join(flags(engine, candidate, 8, 1, None))
+        assert (f"ISOLOAD_{engine.upper()}=1" in said) == candidate.ours
+        assert (str(8 * candidate.more) in said) or not candidate.more
+        assert ("--enable-eplb" in said) == (candidate.placer == "eplb")
+    assert "--init-expert-location place.json" in flags("sglang", grid(4)[3], 8, 1, "place.json")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_has_constants_or_says_what_there_are(name: str) -> None:
+    for engine in ("sglang", "vllm"):
+        for phase in ("prefill", "decode"):
+            try:
+                time, notes = layer_time("h200", engine, phase, MODELS[name], isoload.Topology(8))
+            except ValueError as error:
+                assert "model must have experts that" in str(error)
+                continue
+            assert time.experts.hidden == MODELS[name].hidden and time.dispatch is not None
+            measured = (MODELS[name].hidden, MODELS[name].top_k) in ((7168, 8), (4096, 8), (2048, 8))
+            assert bool(notes) != measured or engine == "vllm"
+    assert layer_time("h200", "sglang", "decode", MODELS["deepseek-v3"], isoload.Topology(8))[
+        0
+    ].experts.kernel == ("sglang_deepep_decode")
+
+
+def test_a_model_is_read_from_its_configuration(tmp_path) -> None:
+    config = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+    config |= {"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+    path = tmp_path / "qwen3-30b.json"
+    path.write_text(json.dumps(config))
+    assert find_model(str(path)) == MODELS["qwen3-30b"]
+    latent = {**config, "hidden_size": 7168, "moe_intermediate_size": 2048, "n_routed_experts": 256}
+    latent |= {
+        "num_hidden_layers": 61,
+        "first_k_dense_replace": 3,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+    }
+    path.write_text(json.dumps(latent | {"quantization_config": {"quant_method": "fp8"}}))
+    assert find_model(str(path)) == replace(MODELS["deepseek-v3"], name="qwen3-30b")
+    assert find_model("gpt-oss-20b", "bfloat16").expert_bytes == 3 * 2880 * 2880 * 2
+    path.write_text(json.dumps({**config, "num_experts_per_tok": "8"}))
+    with pytest.raises(ValueError, match=r"json: num_experts_per_tok must be a whole number, got '8'"):
+        find_model(str(path))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: find_model("gpt-5"), "model must be one of deepseek-v3, .* or a config.json, got 'gpt-5'"),
+        (lambda: find_model("kimi-k2", "int3"), "dtype must be one of bfloat16, .* got 'int3'"),
+        (lambda: question(step_ms=0.0), "step_ms must be above 0, got 0"),
+        (lambda: question(tokens=0), "tokens_per_rank must be at least 1, got 0"),
+        (
+            lambda: question(rebalance_s=1.0),
+            "rebalance_seconds must be at least 0 and come with every, got 1 and 0",
+        ),
+        (lambda: judge_by(skewed(1), 4, 64, 2), "trace must have at least 2 batches, .* skewed has 1"),
+        (
+            lambda: guessed_trace("pareto:1", 0, SMALL),
+            "skew must be zipf:POWER, a power of 0..10, got 'pareto:1'",
+        ),
+        (lambda: guessed_trace("zipf:x", 0, SMALL), "skew must be zipf:POWER"),
+        (lambda: guessed_trace("zipf:1", 2, SMALL), "drift must be in 0..1, got 2"),
+        (
+            lambda: advise(question(model=MODELS["qwen3-30b"]), judge_by(skewed(), 4, 64, 2)),
+            "model must have the trace's 16 experts, qwen3-30b has 128",
+        ),
+        (lambda: layer_time("v100", "vllm", "decode", SMALL, TOPOLOGY), "gpu must be one of .* got 'v100'"),
+        (
+            lambda: layer_time("h200", "tgi", "decode", SMALL, TOPOLOGY),
+            "engine must be one of sglang, vllm, got 'tgi'",
+        ),
+        (
+            lambda: layer_time("h200", "vllm", "train", SMALL, TOPOLOGY),
+            "phase must be one of prefill, decode, got",
+        ),
+        (
+            lambda: layer_time("h200", "vllm", "decode", SMALL, TOPOLOGY),
+            "model must have experts that vllm",
+        ),
+        (
+            lambda: layer_time("h200", "vllm", "decode", MODELS["qwen3-30b"], TOPOLOGY, "magic"),
+            "kernel must be one of vllm_.* got 'magic'",
+        ),
+    ],
+)
+def test_refuses(call, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        call()
