@@ -32,6 +32,7 @@ FLOORS = [
         "cost",
         "kernels",
         "files",
+        "times",
     ],
     ["permutation"],
     ["ops"],
