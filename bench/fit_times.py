@@ -13,9 +13,9 @@ exchange. What is held out: every skewed row. Their loads are made again (bench/
 - fused: one kernel for a whole layer, timed on real groups of 4 to 32 GPUs; the slowest rank, in prefill. Its seeded
   loads were found by trying seeds, those of the distribution `power_law_sampled` were not, so it is left out.
 
-Not shipped, decided from even rows: fewer than 20 over several ranks; a mean error of the fit beyond 12 %; balanced rows
-that are slower than the skewed ones beside them (grouped routing sends even choices to few experts). Not shipped, but
-counted in the table: a kernel whose own held-out median is beyond 15 %.
+Not shipped, decided from even rows: fewer than 20 over several ranks; a mean error of the fit beyond 12 %; balanced
+rows that are slower than the skewed ones beside them (grouped routing sends even choices to few experts). Not shipped,
+but counted in the table: a kernel whose own held-out median is beyond 15 %.
 
 Usage: python bench/fit_times.py            # writes python/isoload/times/*.json and bench/results/fit_times.jsonl
        python bench/fit_times.py --check    # writes nothing; exits with 1 where a bound of the table does not hold

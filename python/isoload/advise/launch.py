@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from isoload.advise.candidates import Candidate
 
-ENGINES = ("sglang", "vllm")
-
 
 def flags(engine: str, candidate: Candidate, ranks: int, nodes: int, placement: str | None) -> list[str]:
     """Environment and options, a line each. placement: a file of SGLang's form, where the candidate has one."""
