@@ -154,11 +154,23 @@ def test_a_guess_has_the_shares_that_are_asked_for() -> None:
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 def test_flags_name_the_slots_and_switch_isoload_on_for_its_own_splits_alone(engine: str) -> None:
     for candidate in grid(16):
-        said = " ".join(flags(engine, candidate, 8, 1, None))
+        said = " ".join(flags(engine, candidate, isoload.Topology(8), 2, None))
         assert (f"ISOLOAD_{engine.upper()}=1" in said) == candidate.ours
         assert (str(8 * candidate.more) in said) or not candidate.more
         assert ("--enable-eplb" in said) == (candidate.placer == "eplb")
-    assert "--init-expert-location place.json" in flags("sglang", grid(4)[3], 8, 1, "place.json")
+
+
+def test_sglang_starts_from_a_file_that_place_makes() -> None:
+    candidate = grid(4)[3]
+    first, *others = flags("sglang", candidate, isoload.Topology(8, 4), 3, "my trace.npz")
+    assert first == (
+        "isoload place 'my trace.npz' -o placement.json --format sglang --ranks 8 --ranks-per-node 4 "
+        f"--slots-per-rank 3 --placer {candidate.placer}"
+    )
+    assert "--init-expert-location placement.json" in others
+    assert not any(
+        "placement.json" in line for line in flags("vllm", candidate, isoload.Topology(8), 3, "t.npz")
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)

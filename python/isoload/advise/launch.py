@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import shlex
+
 from isoload.advise.candidates import Candidate
+from isoload.topology import Topology
+
+FILE = "placement.json"
 
 
-def flags(engine: str, candidate: Candidate, ranks: int, nodes: int, placement: str | None) -> list[str]:
-    """Environment and options, a line each. placement: a file of SGLang's form, where the candidate has one."""
-    return _sglang(candidate, ranks, nodes, placement) if engine == "sglang" else _vllm(candidate, ranks)
+def flags(engine: str, candidate: Candidate, topology: Topology, slots: int, trace: str | None) -> list[str]:
+    """Lines to type: environment and options and, where the engine starts from a file, the command that makes it.
+
+    slots: of a rank. trace: the file that the placement is made of; None: there is none.
+    """
+    ranks, nodes = topology.num_ranks, topology.num_nodes
+    if engine == "vllm":
+        return _vllm(candidate, ranks)
+    if candidate.placer == "trivial" or trace is None:
+        return _sglang(candidate, ranks, nodes, None)
+    size = f"--ranks {ranks} --ranks-per-node {topology.ranks_per_node} --slots-per-rank {slots}"
+    make = f"isoload place {shlex.quote(trace)} -o {FILE} --format sglang {size} --placer {candidate.placer}"
+    return [make, *_sglang(candidate, ranks, nodes, FILE)]
 
 
 def _sglang(candidate: Candidate, ranks: int, nodes: int, placement: str | None) -> list[str]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from isoload.cli import options
 from isoload.cli.tables import Figure, Row, print_lines, print_table, table_of, write_out
@@ -100,7 +101,9 @@ def print_advice(
     print_table(console, *table_of(FIGURES, rows_of(advice), wide))
     print_lines(console, verdict_lines(advice), "green")
     if launch:
-        print_lines(console, ["", f"To run {advice.answers[0].candidate.label}:", *launch, ""])
+        print_lines(console, [f"To run {advice.answers[0].candidate.label}:"])
+        for line in launch:  # to be copied: never broken
+            console.print(Text(f"  {line}"), soft_wrap=True)
     low, high = PLAN_US["own"][0], PLAN_US["exact"][1]
     notes = [UNITS.format(batches=batches, low=low, high=high, context=asked.context)]
     notes += [] if asked.step_ms else [UPPER]
@@ -184,7 +187,9 @@ def advise(
     with progress("candidates") as on_candidate:
         found = search(question, judged, on_candidate)
     best = found.answers[0]
-    launch = [] if best is found.now else flags(engine, best.candidate, ranks, topology.num_nodes, None)
+    slots = -(-chosen.experts // ranks) + best.candidate.more
+    source = None if trace is None else str(trace)
+    launch = [] if best is found.now else flags(engine, best.candidate, topology, slots, source)
     said = warnings(found, notes, guessed=trace is None)
     figures = {
         "verdict": found.verdict,
