@@ -32,54 +32,66 @@ ISOLOAD_HD inline void balance_pair(const ReplicaTables& t, int j, int32_t* load
   quota[slot1] = q1 - move, load[rank1] = load1 - move;
 }
 
-// More replicas, equal ticks: pours the expert's copies anew onto the other load of its ranks, to one level.
-// A group of lanes, which take a replica each; further ones keep that load in the place of their quota.
-// Whether this lane's copies moved.
-template <class Group>
-ISOLOAD_HD bool balance_level(Group& group, const ReplicaTables& t, int first, int copies, int32_t total,
-                              int32_t* load, int32_t* quota) {
-  struct Replica {
-    int rank, slot;
-  };
-  auto read = [&](int i) { return Replica{t.ranks[first + i], t.slots[first + i]}; };
-  const int own = group.rank(), next = own + group.size();
-  const Replica my = own < copies ? read(own) : Replica{};
-  const int32_t had = own < copies ? quota[my.slot] : 0, mine = own < copies ? load[my.rank] - had : 0;
-  ISOLOAD_ROLLED
-  for (int i = next; i < copies; i += group.size()) {
-    const Replica at = read(i);
-    quota[at.slot] = load[at.rank] - quota[at.slot];
+// More replicas, equal ticks. What a lane of a group keeps of them, which take a replica each.
+struct Level {
+  int first = 0, copies = 0;
+  int32_t total = 0;
+  int rank = 0, slot = 0;  // of its replica
+  int32_t q = 0;
+
+  template <class Group>
+  ISOLOAD_HD static Level of(const Group& group, const ReplicaTables& t, int first, int copies, int32_t total,
+                             const int32_t* quota) {
+    const int j = first + group.rank();
+    if (group.rank() >= copies) return {first, copies, total};
+    return {first, copies, total, t.ranks[j], t.slots[j], quota[t.slots[j]]};
   }
-  auto sum_of = [&](auto&& f) {  // over the replicas' other load
-    int32_t sum = own < copies ? f(mine) : 0;
-    ISOLOAD_ROLLED
-    for (int i = next; i < copies; i += group.size()) sum += f(quota[t.slots[first + i]]);
-    return group.sum32(sum);
-  };
+};
+
+// Pours the expert's copies anew onto the other load of its ranks, to one level. Replicas beyond the lanes
+// keep that load in the place of their quota. Whether this lane's copies moved.
+template <class Group>
+ISOLOAD_HD bool balance_level(Group& group, const ReplicaTables& t, Level& my, int32_t* load, int32_t* quota) {
+  const int own = group.rank(), copies = my.copies;
+  const int32_t *const ranks = t.ranks + my.first, *const slots = t.slots + my.first;
+  const int32_t mine = own < copies ? load[my.rank] - my.q : 0;
+  ISOLOAD_ROLLED
+  for (int i = own + group.size(); i < copies; i += group.size())
+    quota[slots[i]] = load[ranks[i]] - quota[slots[i]];
   int32_t level = INT32_MAX, left = 0;  // every sum here is below 2^31: it counts copies of the batch
+  int32_t earlier = 0, lanes = 0;       // lanes at most at the level: before this one, all
   for (int below = copies, before = -1; below != before;) {  // ranks above the level drop out; it only falls
     before = below;
-    const int32_t sum = total + sum_of([&](int32_t load) { return load <= level ? load : 0; });
+    int32_t sum = own < copies && mine <= level ? mine : 0;
+    ISOLOAD_ROLLED
+    for (int i = own + group.size(); i < copies; i += group.size())
+      sum += quota[slots[i]] <= level ? quota[slots[i]] : 0;
+    sum = my.total + group.sum32(sum);
     level = uint32_t(sum) / uint32_t(before);
     left = uint32_t(sum) % uint32_t(before);
-    below = sum_of([&](int32_t load) { return int32_t(load <= level); });
+    earlier = group.lanes_before(own < copies && mine <= level, lanes);
+    below = lanes;
+    ISOLOAD_ROLLED
+    for (int begin = group.size(); begin < copies; begin += group.size()) {
+      int32_t more;
+      group.lanes_before(begin + own < copies && quota[slots[begin + own]] <= level, more);
+      below += more;
+    }
   }
   bool moved = false;
+  auto take = [&](int rank, int slot, int32_t other, int32_t had, int32_t earlier) {  // the first get the rest
+    const int32_t q = other <= level ? level - other + (earlier < left) : 0;
+    moved |= q != had;
+    load[rank] = other + q;
+    return quota[slot] = q;
+  };
+  if (own < copies) my.q = take(my.rank, my.slot, mine, my.q, earlier);
   ISOLOAD_ROLLED
-  for (int begin = 0; begin < copies; begin += group.size()) {  // the first ranks take what is left over
+  for (int begin = group.size(); begin < copies; begin += group.size()) {
     const int i = begin + own;
-    const Replica at = begin > 0 && i < copies ? read(i) : my;
-    const int32_t other = begin > 0 && i < copies ? quota[at.slot] : mine;
-    const bool in = i < copies && other <= level;
-    int32_t all;
-    const int32_t before = group.lanes_before(in, all);
-    if (i < copies) {
-      const int32_t q = in ? level - other + (before < left) : 0;
-      moved |= q != (begin > 0 ? load[at.rank] - other : had);
-      load[at.rank] = other + q;
-      quota[at.slot] = q;
-    }
-    left -= all;
+    left -= lanes;
+    earlier = group.lanes_before(i < copies && quota[slots[i]] <= level, lanes);
+    if (i < copies) take(ranks[i], slots[i], quota[slots[i]], load[ranks[i]] - quota[slots[i]], earlier);
   }
   return moved;
 }
@@ -115,7 +127,8 @@ ISOLOAD_HD void balance(Team& team, const ReplicaTables& t, const Replicated& sp
       },
       [&](int i, auto& group) {
         const int first = split.first[i];
-        balance_level(group, t, first, split.last[i] - first, split.copies[i], load, quota);
+        Level level = Level::of(group, t, first, split.last[i] - first, split.copies[i], quota);
+        balance_level(group, t, level, load, quota);
       });
 }
 

@@ -63,8 +63,7 @@ class OwnSplit {
     if (!add_up()) return false;
     if (!in_.ticks) order_by_part(load_ + 2 * in_.R + 3 * in_.E);
     Start<Team>{team_, t_, in_.counts, in_.ticks, load_, send_}.spread();
-    for (int s = 0; s < in_.sweeps; ++s)
-      if (!sweep(2 * s < in_.sweeps)) break;
+    sweep();
     if (in_.sent) note_sent();
     return true;
   }
@@ -151,38 +150,87 @@ class OwnSplit {
     by_part_.slots = slots, by_part_.ranks = ranks;
   }
 
-  // Levels every replicated expert once; whether copies moved. far: past the level, see balance_pair.
-  ISOLOAD_HD bool sweep(bool far) {
-    bool moved = false;
-    for (int k = 0; k < t_.num_classes(); ++k) {
-      if (k > 0) team_.sync();
-      const Replicated split = split_.from(t_.classes[k]);
-      team_.for_each_by(
-          t_.classes[k + 1] - t_.classes[k],
-          [&](int i) { return !in_.ticks && split.last[i] - split.first[i] > 2; },
-          [&](int i) {
-            moved |= in_.ticks ? level_costs(split.first[i], split.last[i]) : level_pair(split.first[i], far);
-          },
-          [&](int i, auto& group) {
-            const int first = split.first[i], n = split.last[i] - first;
-            moved |= balance_level(group, by_part_, first, n, split.copies[i], load_, send_);
-          });
+  // Levels every replicated expert over and over, class by class, until no class has moved a copy. What a lane
+  // and its group keep of theirs they need not look up again.
+  ISOLOAD_HD void sweep() {
+    const int split = t_.num_split(), classes = t_.num_classes();
+    auto class_of = [&](int i) {
+      int k = 0;
+      ISOLOAD_ROLLED
+      while (t_.classes[k + 1] <= i) ++k;
+      return k;
+    };
+    auto is_wide = [&](int i) { return split_.last[i] - split_.first[i] > 2; };
+    auto level_of = [&](int i, auto& group) {
+      const int first = split_.first[i];
+      return Level::of(group, by_part_, first, split_.last[i] - first, split_.copies[i], send_);
+    };
+    struct {
+      Level level;
+      int of_class = -1;
+    } mine, next;  // of a group
+    Pair pair{};
+    int own = -1, of_pair = -1;
+    const int kept = in_.ticks ? 0
+                               : team_.keep_by(
+                                     split, 2, is_wide,
+                                     [&](int i) { pair = pair_at(i), own = i, of_pair = class_of(i); },
+                                     [&](int i, auto& group) {
+                                       next = mine;
+                                       mine = {level_of(i, group), class_of(i)};
+                                     });
+    if (own >= kept) of_pair = -1;
+    int quiet = 0;  // classes that moved none, one after another
+    for (int s = 0; s < in_.sweeps; ++s) {
+      const bool far = 2 * s < in_.sweeps;  // past the level
+      for (int k = 0; k < classes && quiet < classes; ++k) {
+        bool moved = of_pair == k && level_pair(pair, far);
+        team_.for_each_group(team_.groups(), [&](int, auto& group) {
+          ISOLOAD_ROLLED
+          for (int turn = 0; turn < 2; ++turn) {
+            if (mine.of_class == k) moved |= balance_level(group, by_part_, mine.level, load_, send_);
+            const auto done = mine;
+            mine = next, next = done;
+          }
+        });
+        if (kept < split) {
+          const int begin = t_.classes[k] > kept ? t_.classes[k] : kept;
+          team_.for_each_by(
+              t_.classes[k + 1] - begin, [&](int i) { return !in_.ticks && is_wide(begin + i); },
+              [&](int i) {
+                i += begin;
+                if (in_.ticks) return void(moved |= level_costs(split_.first[i], split_.last[i]));
+                Pair pair = pair_at(i);
+                moved |= level_pair(pair, far);
+              },
+              [&](int i, auto& group) {
+                Level level = level_of(begin + i, group);
+                moved |= balance_level(group, by_part_, level, load_, send_);
+              });
+        }
+        quiet = team_.any_lane(moved) ? 0 : quiet + 1;
+      }
     }
-    return team_.any_lane(moved);
+  }
+
+  struct Pair {
+    int slot0, slot1, rank0, rank1;
+    int32_t q0, q1;
+  };
+  ISOLOAD_HD Pair pair_at(int i) const {
+    const int j = split_.first[i], slot0 = t_.slots[j], slot1 = t_.slots[j + 1];
+    return {slot0, slot1, t_.ranks[j], t_.ranks[j + 1], send_[slot0], send_[slot1]};
   }
 
   // Two replicas.
-  ISOLOAD_HD bool level_pair(int j, bool far) {
-    const int slot0 = by_part_.slots[j], slot1 = by_part_.slots[j + 1];
-    const int rank0 = by_part_.ranks[j], rank1 = by_part_.ranks[j + 1];
-    const int32_t q0 = send_[slot0], q1 = send_[slot1], load0 = load_[rank0], load1 = load_[rank1];
-    const int32_t gap = load1 - load0;
-    int32_t move = (gap >> 1) + ((gap & 1) && part_[rank1] > part_[rank0]);  // from 1 to 0
+  ISOLOAD_HD bool level_pair(Pair& p, bool far) {
+    const int32_t load0 = load_[p.rank0], load1 = load_[p.rank1], gap = load1 - load0;
+    int32_t move = (gap >> 1) + ((gap & 1) && part_[p.rank1] > part_[p.rank0]);  // from 1 to 0
     if (far && (gap > kWide || gap < -kWide)) move = static_cast<int32_t>(7 * int64_t(gap) / 10);
-    move = move > q1 ? q1 : move < -q0 ? -q0 : move;
+    move = move > p.q1 ? p.q1 : move < -p.q0 ? -p.q0 : move;
     if (move == 0) return false;
-    send_[slot0] = q0 + move, load_[rank0] = load0 + move;
-    send_[slot1] = q1 - move, load_[rank1] = load1 - move;
+    send_[p.slot0] = p.q0 += move, load_[p.rank0] = load0 + move;
+    send_[p.slot1] = p.q1 -= move, load_[p.rank1] = load1 - move;
     return true;
   }
 
