@@ -16,6 +16,7 @@
 //                         only lane 0 has for certain
 //   column_sums(...)      sums down columns; a lane has those that for_each gives it
 //   sum32(v), max32(v)    of 32 bits, a sum below 2^31; of a group without a barrier
+//   lanes_with(b)         of a group: the lanes that have it, as bits
 //   lanes_before(b, all)  of a group: how many lanes before this one have it, and how many of all
 //   largest(n, f, at)     of a group: the largest f(i) of i in [0, n), n > 0, and the lowest i that has it
 //   first(from, n, f)     of a group: the lowest i in [from, n) of which f is true, or n
@@ -77,6 +78,7 @@ struct SerialTeam {
   }
   ISOLOAD_HD int32_t sum32(int32_t v) const { return v; }
   ISOLOAD_HD int32_t max32(int32_t v) const { return v; }
+  ISOLOAD_HD uint32_t lanes_with(bool b) const { return b; }
   ISOLOAD_HD int32_t lanes_before(bool b, int32_t& total) const {
     total = b;
     return 0;

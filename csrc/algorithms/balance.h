@@ -32,26 +32,29 @@ ISOLOAD_HD inline void balance_pair(const ReplicaTables& t, int j, int32_t* load
   quota[slot1] = q1 - move, load[rank1] = load1 - move;
 }
 
-// More replicas, equal ticks. What a lane of a group keeps of them, which take a replica each.
+// More replicas, equal ticks: a group of lanes takes one each. What a lane keeps of its own.
 struct Level {
   int first = 0, copies = 0;
   int32_t total = 0;
-  int rank = 0, slot = 0;  // of its replica
+  int rank = 0, slot = 0;
   int32_t q = 0;
+  uint32_t in = 0;  // lanes whose ranks were at most at the level when last it was found; at first all
 
   template <class Group>
   ISOLOAD_HD static Level of(const Group& group, const ReplicaTables& t, int first, int copies, int32_t total,
                              const int32_t* quota) {
-    const int j = first + group.rank();
-    if (group.rank() >= copies) return {first, copies, total};
-    return {first, copies, total, t.ranks[j], t.slots[j], quota[t.slots[j]]};
+    const int own = group.rank(), lanes = copies < group.size() ? copies : group.size(), j = first + own;
+    Level my{first, copies, total, 0, 0, 0, ~uint32_t(0) >> (32 - lanes)};
+    if (own < copies) my.rank = t.ranks[j], my.slot = t.slots[j], my.q = quota[my.slot];
+    return my;
   }
 };
 
 // Pours the expert's copies anew onto the other load of its ranks, to one level. Replicas beyond the lanes
 // keep that load in the place of their quota. Whether this lane's copies moved.
 template <class Group>
-ISOLOAD_HD bool balance_level(Group& group, const ReplicaTables& t, Level& my, int32_t* load, int32_t* quota) {
+ISOLOAD_HD bool balance_level(Group& group, const ReplicaTables& t, Level& my, int32_t* load,
+                              int32_t* quota) {
   const int own = group.rank(), copies = my.copies;
   const int32_t *const ranks = t.ranks + my.first, *const slots = t.slots + my.first;
   const int32_t mine = own < copies ? load[my.rank] - my.q : 0;
@@ -59,39 +62,41 @@ ISOLOAD_HD bool balance_level(Group& group, const ReplicaTables& t, Level& my, i
   for (int i = own + group.size(); i < copies; i += group.size())
     quota[slots[i]] = load[ranks[i]] - quota[slots[i]];
   int32_t level = INT32_MAX, left = 0;  // every sum here is below 2^31: it counts copies of the batch
-  int32_t earlier = 0, lanes = 0;       // lanes at most at the level: before this one, all
-  for (int below = copies, before = -1; below != before;) {  // ranks above the level drop out; it only falls
-    before = below;
-    int32_t sum = own < copies && mine <= level ? mine : 0;
+  // Only one set of ranks has just those at most at its own level. From a wrong guess the next one holds it
+  // or lies in it, the one behind that holds it, and then ranks above the level drop out.
+  int beyond = copies > group.size() ? copies - group.size() : 0;  // replicas that are in, too
+  for (bool found = false; !found;) {
+    const uint32_t number = count_ones(my.in) + beyond;
+    int32_t sum = my.in >> own & 1 ? mine : 0;
     ISOLOAD_ROLLED
     for (int i = own + group.size(); i < copies; i += group.size())
       sum += quota[slots[i]] <= level ? quota[slots[i]] : 0;
     sum = my.total + group.sum32(sum);
-    level = uint32_t(sum) / uint32_t(before);
-    left = uint32_t(sum) % uint32_t(before);
-    earlier = group.lanes_before(own < copies && mine <= level, lanes);
-    below = lanes;
+    level = uint32_t(sum) / number, left = uint32_t(sum) % number;
+    const uint32_t in = group.lanes_with(own < copies && mine <= level);
+    int now = 0;
     ISOLOAD_ROLLED
-    for (int begin = group.size(); begin < copies; begin += group.size()) {
-      int32_t more;
-      group.lanes_before(begin + own < copies && quota[slots[begin + own]] <= level, more);
-      below += more;
-    }
+    for (int i = own + group.size(); i < copies + own; i += group.size())
+      now += count_ones(group.lanes_with(i < copies && quota[slots[i]] <= level));
+    found = in == my.in && now == beyond;
+    my.in = in, beyond = now;
   }
   bool moved = false;
-  auto take = [&](int rank, int slot, int32_t other, int32_t had, int32_t earlier) {  // the first get the rest
-    const int32_t q = other <= level ? level - other + (earlier < left) : 0;
+  uint32_t in = my.in;
+  auto take = [&](int rank, int slot, int32_t other, int32_t had) {  // the first ranks get what is left over
+    const bool more = count_ones(in & ((uint32_t(1) << own) - 1)) < left;
+    const int32_t q = in >> own & 1 ? level - other + more : 0;
     moved |= q != had;
     load[rank] = other + q;
     return quota[slot] = q;
   };
-  if (own < copies) my.q = take(my.rank, my.slot, mine, my.q, earlier);
+  if (own < copies) my.q = take(my.rank, my.slot, mine, my.q);
   ISOLOAD_ROLLED
-  for (int begin = group.size(); begin < copies; begin += group.size()) {
-    const int i = begin + own;
-    left -= lanes;
-    earlier = group.lanes_before(i < copies && quota[slots[i]] <= level, lanes);
-    if (i < copies) take(ranks[i], slots[i], quota[slots[i]], load[ranks[i]] - quota[slots[i]], earlier);
+  for (int i = own + group.size(); i < copies + own; i += group.size()) {
+    const int32_t other = i < copies ? quota[slots[i]] : 0;
+    left -= count_ones(in);
+    in = group.lanes_with(i < copies && other <= level);
+    if (i < copies) take(ranks[i], slots[i], other, load[ranks[i]] - other);
   }
   return moved;
 }

@@ -99,9 +99,12 @@ class BlockTeam {
     else
       return over_warps(v, [](int32_t a, int32_t b) { return a > b ? a : b; });
   }
-  __device__ int32_t lanes_before(bool b, int32_t& total) const {
+  __device__ uint32_t lanes_with(bool b) const {
     static_assert(kWarps == 1, "of a group");
-    const unsigned all = __ballot_sync(kAll, b);
+    return __ballot_sync(kAll, b);
+  }
+  __device__ int32_t lanes_before(bool b, int32_t& total) const {
+    const unsigned all = lanes_with(b);
     total = __popc(all);
     return __popc(all & ((1u << lane()) - 1));
   }
@@ -218,12 +221,15 @@ class BlockTeam {
       const int i = first + lane();
       const bool is_wide = i < n && wide(i);
       unsigned wide_ones = __ballot_sync(kAll, is_wide);
-      if ((kWarps == 1 || first / 32 % kWarps == warp()) && i < n && !is_wide) f(i);
       for (; wide_ones; wide_ones &= wide_ones - 1, ++before) {
         const int at = first + __ffs(wide_ones) - 1;
-        if (before == most) return at;
+        if (before == most) {
+          n = at;
+          break;
+        }
         if (kWarps == 1 || kWarps - 1 - before % kWarps == warp()) g(at, group);
       }
+      if ((kWarps == 1 || first / 32 % kWarps == warp()) && i < n && !is_wide) f(i);
     }
     return n;
   }
