@@ -43,7 +43,8 @@ struct Level {
   template <class Group>
   ISOLOAD_HD static Level of(const Group& group, const ReplicaTables& t, int first, int copies, int32_t total,
                              const int32_t* quota) {
-    const int own = group.rank(), lanes = copies < group.size() ? copies : group.size(), j = first + own;
+    const int own = group.rank(), size = group.size(), j = first + own;
+    const int lanes = size == 1 || copies > size ? size : copies;  // of one, a compiler knows
     Level my{first, copies, total, 0, 0, 0, ~uint32_t(0) >> (32 - lanes)};
     if (own < copies) my.rank = t.ranks[j], my.slot = t.slots[j], my.q = quota[my.slot];
     return my;

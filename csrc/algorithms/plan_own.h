@@ -148,7 +148,6 @@ class OwnSplit {
       }
       slots_[at] = slot, ranks_[at] = rank;
     });
-    group.sync();
   }
 
   // Levels every replicated expert over and over, class by class, until no class moves a copy. Nearly always
@@ -168,11 +167,11 @@ class OwnSplit {
       return k;
     };
     for_each_of(0, split, [&](int i) { deal(SerialTeam(), i); }, [&](int i, auto& group) { deal(group, i); });
+    team_.sync();
     const int kept = team_.keep_by(
         in_.ticks ? 0 : split, 2, [&](int i) { return is_wide(i); },
         [&](int i) { pair = pair_at(i), of_pair = class_of(i); },
         [&](int i, auto& group) { next = mine, mine = {level_at(i, group), class_of(i)}; });
-    team_.sync();
     int quiet = 0;  // classes that moved none, one after another
     for (int s = 0; s < in_.sweeps; ++s) {
       const bool far = 2 * s < in_.sweeps;
