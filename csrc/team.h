@@ -9,12 +9,14 @@
 //   add(p, v)             integer add to shared memory from several lanes (order-free), returns the old value
 //   for_each_by(n, wide, f, g)   f(i), by one lane, or where wide(i) g(i, group), by a group of lanes: a
 //                         team whose rank() lies in it alone. No barrier at the end, nor any order in them
+//   keep_by(n, wide, f, g)   for_each_by of the first i, as many as leave no lane and no group two; how many
 //   for_each_group(n, f)  f(i, group) for i in [0, n), split over the groups (no barrier at the end)
 //   groups()              how many there are
 //   alone(f)              f(group) by the first group, while the others wait at a barrier. What f computes
 //                         only lane 0 has for certain
 //   column_sums(...)      sums down columns; a lane has those that for_each gives it
 //   sum32(v), max32(v)    of 32 bits, a sum below 2^31; of a group without a barrier
+//   lanes_with(b)         of a group: the lanes that have it, as bits
 //   lanes_before(b, all)  of a group: how many lanes before this one have it, and how many of all
 //   largest(n, f, at)     of a group: the largest f(i) of i in [0, n), n > 0, and the lowest i that has it
 //   first(from, n, f)     of a group: the lowest i in [from, n) of which f is true, or n
@@ -49,6 +51,10 @@ struct SerialTeam {
   ISOLOAD_HD void for_each_by(int n, Wide&& wide, F&& f, G&& g) const {
     for (int i = 0; i < n; ++i) wide(i) ? g(i, *this) : f(i);
   }
+  template <class Wide, class F, class G>
+  ISOLOAD_HD int keep_by(int, int, Wide&&, F&&, G&&) const {
+    return 0;
+  }
   ISOLOAD_HD int groups() const { return 1; }
   template <class F>
   ISOLOAD_HD void for_each_group(int n, F&& f) {
@@ -72,6 +78,7 @@ struct SerialTeam {
   }
   ISOLOAD_HD int32_t sum32(int32_t v) const { return v; }
   ISOLOAD_HD int32_t max32(int32_t v) const { return v; }
+  ISOLOAD_HD uint32_t lanes_with(bool b) const { return b; }
   ISOLOAD_HD int32_t lanes_before(bool b, int32_t& total) const {
     total = b;
     return 0;
@@ -114,6 +121,7 @@ struct SerialTeam {
 // ThreadTeam needs C++20; torch's extensions are C++17 and nvcc has its own team.
 #if __cplusplus >= 202002L && !defined(__CUDACC__)
 
+#include <algorithm>
 #include <atomic>
 #include <barrier>
 #include <numeric>
@@ -146,6 +154,11 @@ class ThreadTeam {
   void for_each_by(int n, Wide&& wide, F&& f, G&& g) const {
     const SerialTeam group;
     for_each(n, [&](int i) { wide(i) ? g(i, group) : f(i); });
+  }
+  template <class Wide, class F, class G>
+  int keep_by(int n, int, Wide&& wide, F&& f, G&& g) const {
+    for_each_by(n = std::min(n, size_), wide, f, g);
+    return n;
   }
   int groups() const { return size_; }
   template <class F>

@@ -32,54 +32,72 @@ ISOLOAD_HD inline void balance_pair(const ReplicaTables& t, int j, int32_t* load
   quota[slot1] = q1 - move, load[rank1] = load1 - move;
 }
 
-// More replicas, equal ticks: pours the expert's copies anew onto the other load of its ranks, to one level.
-// A group of lanes, which take a replica each; further ones keep that load in the place of their quota.
-// Whether this lane's copies moved.
-template <class Group>
-ISOLOAD_HD bool balance_level(Group& group, const ReplicaTables& t, int first, int copies, int32_t total,
-                              int32_t* load, int32_t* quota) {
-  struct Replica {
-    int rank, slot;
-  };
-  auto read = [&](int i) { return Replica{t.ranks[first + i], t.slots[first + i]}; };
-  const int own = group.rank(), next = own + group.size();
-  const Replica my = own < copies ? read(own) : Replica{};
-  const int32_t had = own < copies ? quota[my.slot] : 0, mine = own < copies ? load[my.rank] - had : 0;
-  ISOLOAD_ROLLED
-  for (int i = next; i < copies; i += group.size()) {
-    const Replica at = read(i);
-    quota[at.slot] = load[at.rank] - quota[at.slot];
+// More replicas, equal ticks: a group of lanes takes one each. What a lane keeps of its own.
+struct Level {
+  int first = 0, copies = 0;
+  int32_t total = 0;
+  int rank = 0, slot = 0;
+  int32_t q = 0;
+  uint32_t in = 0;  // lanes whose ranks were at most at the level when last it was found; at first all
+
+  template <class Group>
+  ISOLOAD_HD static Level of(const Group& group, const ReplicaTables& t, int first, int copies, int32_t total,
+                             const int32_t* quota) {
+    const int own = group.rank(), size = group.size(), j = first + own;
+    const int lanes = size == 1 || copies > size ? size : copies;  // of one, a compiler knows
+    Level my{first, copies, total, 0, 0, 0, ~uint32_t(0) >> (32 - lanes)};
+    if (own < copies) my.rank = t.ranks[j], my.slot = t.slots[j], my.q = quota[my.slot];
+    return my;
   }
-  auto sum_of = [&](auto&& f) {  // over the replicas' other load
-    int32_t sum = own < copies ? f(mine) : 0;
-    ISOLOAD_ROLLED
-    for (int i = next; i < copies; i += group.size()) sum += f(quota[t.slots[first + i]]);
-    return group.sum32(sum);
-  };
+};
+
+// Pours the expert's copies anew onto the other load of its ranks, to one level. Replicas beyond the lanes
+// keep that load in the place of their quota. Whether this lane's copies moved.
+template <class Group>
+ISOLOAD_HD bool balance_level(Group& group, const ReplicaTables& t, Level& my, int32_t* load,
+                              int32_t* quota) {
+  const int own = group.rank(), copies = my.copies;
+  const int32_t *const ranks = t.ranks + my.first, *const slots = t.slots + my.first;
+  const int32_t mine = own < copies ? load[my.rank] - my.q : 0;
+  ISOLOAD_ROLLED
+  for (int i = own + group.size(); i < copies; i += group.size())
+    quota[slots[i]] = load[ranks[i]] - quota[slots[i]];
   int32_t level = INT32_MAX, left = 0;  // every sum here is below 2^31: it counts copies of the batch
-  for (int below = copies, before = -1; below != before;) {  // ranks above the level drop out; it only falls
-    before = below;
-    const int32_t sum = total + sum_of([&](int32_t load) { return load <= level ? load : 0; });
-    level = uint32_t(sum) / uint32_t(before);
-    left = uint32_t(sum) % uint32_t(before);
-    below = sum_of([&](int32_t load) { return int32_t(load <= level); });
+  // Only one set of ranks has just those at most at its own level. From a wrong guess the next one holds it
+  // or lies in it, the one behind that holds it, and then ranks above the level drop out.
+  int beyond = copies > group.size() ? copies - group.size() : 0;  // replicas that are in, too
+  for (bool found = false; !found;) {
+    const uint32_t number = count_ones(my.in) + beyond;
+    int32_t sum = my.in >> own & 1 ? mine : 0;
+    ISOLOAD_ROLLED
+    for (int i = own + group.size(); i < copies; i += group.size())
+      sum += quota[slots[i]] <= level ? quota[slots[i]] : 0;
+    sum = my.total + group.sum32(sum);
+    level = uint32_t(sum) / number, left = uint32_t(sum) % number;
+    const uint32_t in = group.lanes_with(own < copies && mine <= level);
+    int now = 0;
+    ISOLOAD_ROLLED
+    for (int i = own + group.size(); i < copies + own; i += group.size())
+      now += count_ones(group.lanes_with(i < copies && quota[slots[i]] <= level));
+    found = in == my.in && now == beyond;
+    my.in = in, beyond = now;
   }
   bool moved = false;
+  uint32_t in = my.in;
+  auto take = [&](int rank, int slot, int32_t other, int32_t had) {  // the first ranks get what is left over
+    const bool more = count_ones(in & ((uint32_t(1) << own) - 1)) < left;
+    const int32_t q = in >> own & 1 ? level - other + more : 0;
+    moved |= q != had;
+    load[rank] = other + q;
+    return quota[slot] = q;
+  };
+  if (own < copies) my.q = take(my.rank, my.slot, mine, my.q);
   ISOLOAD_ROLLED
-  for (int begin = 0; begin < copies; begin += group.size()) {  // the first ranks take what is left over
-    const int i = begin + own;
-    const Replica at = begin > 0 && i < copies ? read(i) : my;
-    const int32_t other = begin > 0 && i < copies ? quota[at.slot] : mine;
-    const bool in = i < copies && other <= level;
-    int32_t all;
-    const int32_t before = group.lanes_before(in, all);
-    if (i < copies) {
-      const int32_t q = in ? level - other + (before < left) : 0;
-      moved |= q != (begin > 0 ? load[at.rank] - other : had);
-      load[at.rank] = other + q;
-      quota[at.slot] = q;
-    }
-    left -= all;
+  for (int i = own + group.size(); i < copies + own; i += group.size()) {
+    const int32_t other = i < copies ? quota[slots[i]] : 0;
+    left -= count_ones(in);
+    in = group.lanes_with(i < copies && other <= level);
+    if (i < copies) take(ranks[i], slots[i], other, load[ranks[i]] - other);
   }
   return moved;
 }
@@ -115,7 +133,8 @@ ISOLOAD_HD void balance(Team& team, const ReplicaTables& t, const Replicated& sp
       },
       [&](int i, auto& group) {
         const int first = split.first[i];
-        balance_level(group, t, first, split.last[i] - first, split.copies[i], load, quota);
+        Level level = Level::of(group, t, first, split.last[i] - first, split.copies[i], quota);
+        balance_level(group, t, level, load, quota);
       });
 }
 

@@ -56,15 +56,14 @@ class OwnSplit {
     part_ = reinterpret_cast<uint32_t*>(load_ + in_.R);
     int32_t* const first = load_ + 2 * in_.R;
     split_ = {first, first + in_.E, first + 2 * in_.E};
+    by_part_.slots = slots_ = first + 3 * in_.E;
+    by_part_.ranks = ranks_ = slots_ + in_.R * in_.S;
   }
 
   // Whether there is a split: not of counts that are negative, too many or of an expert without a replica.
   ISOLOAD_HD bool solve() {
     if (!add_up()) return false;
-    if (!in_.ticks) order_by_part(load_ + 2 * in_.R + 3 * in_.E);
-    Start<Team>{team_, t_, in_.counts, in_.ticks, load_, send_}.spread();
-    for (int s = 0; s < in_.sweeps; ++s)
-      if (!sweep(2 * s < in_.sweeps)) break;
+    level_all();
     if (in_.sent) note_sent();
     return true;
   }
@@ -104,11 +103,6 @@ class OwnSplit {
       load_[r] = solo + static_cast<int32_t>((base >> kOffsetBits) + (part >> 32));
       part_[r] = static_cast<uint32_t>(part);
     });
-    team_.for_each(t_.num_split(), [&](int i) {
-      const int e = t_.order[i];
-      split_.first[i] = t_.offsets[e], split_.last[i] = t_.offsets[e + 1];
-      split_.copies[i] = in_.counts[e];
-    });
     team_.sync();
     return true;
   }
@@ -126,63 +120,111 @@ class OwnSplit {
     });
   }
 
-  // Every expert's replicas anew by the fractions of their ranks, the least first: a copy that is left over
-  // then goes to the first that takes any. lists [2 P]. No barrier at the end.
-  ISOLOAD_HD void order_by_part(int32_t* lists) {
-    int32_t *const slots = lists, *const ranks = lists + in_.R * in_.S;
-    auto place = [&](int e, int j) {
-      const uint32_t mine = part_[t_.ranks[j]];
-      int at = t_.offsets[e];
+  // Unequal ticks level one replica with one other, by a lane.
+  ISOLOAD_HD bool is_wide(int i) const { return !in_.ticks && t_.copies(t_.order[i]) > 2; }
+
+  template <class F, class G>
+  ISOLOAD_HD void for_each_of(int begin, int end, F&& f, G&& g) {
+    team_.for_each_by(
+        end - begin, [&](int i) { return is_wide(begin + i); }, [&](int i) { f(begin + i); },
+        [&](int i, auto& group) { g(begin + i, group); });
+  }
+
+  // Deals an expert's copies to its replicas. Where it is wide, lists them by the fractions of their ranks,
+  // the least first: a copy that is left over then goes to the first that takes any.
+  template <class Group>
+  ISOLOAD_HD void deal(const Group& group, int i) {
+    const int e = t_.order[i], first = t_.offsets[e], last = t_.offsets[e + 1];
+    if (group.rank() == 0) split_.first[i] = first, split_.last[i] = last, split_.copies[i] = in_.counts[e];
+    Start<Team>{team_, t_, in_.counts, in_.ticks, load_, send_}.deal(group, e, first, last, in_.counts[e]);
+    group.for_each(is_wide(i) ? last - first : 0, [&](int own) {
+      const int slot = t_.slots[first + own], rank = t_.ranks[first + own];
+      const uint32_t mine = part_[rank];
+      int at = first;
       ISOLOAD_ROLLED
-      for (int k = t_.offsets[e]; k < t_.offsets[e + 1]; ++k) {
-        const uint32_t other = part_[t_.ranks[k]];
-        at += other < mine || (other == mine && k < j);
+      for (int j = first; j < last; ++j) {
+        const uint32_t other = part_[t_.ranks[j]];
+        at += other < mine || (other == mine && j < first + own);
       }
-      slots[at] = t_.slots[j], ranks[at] = t_.ranks[j];
+      slots_[at] = slot, ranks_[at] = rank;
+    });
+  }
+
+  // Levels every replicated expert over and over, class by class, until no class moves a copy. Nearly always
+  // lanes and groups keep theirs all along: between barriers only the loads are then looked up.
+  ISOLOAD_HD void level_all() {
+    const int split = t_.num_split(), classes = t_.num_classes();
+    struct {
+      Level level;
+      int of_class = -1;
+    } mine, next;  // of a group
+    Pair pair{};
+    int of_pair = -1;
+    auto class_of = [&](int i) {
+      int k = 0;
+      ISOLOAD_ROLLED
+      while (t_.classes[k + 1] <= i) ++k;
+      return k;
     };
-    if (team_.size() == 1) {  // one lane need not look at the others
-      for (int i = 0; i < t_.num_split(); ++i)
-        for (int e = t_.order[i], j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j) place(e, j);
-    } else {
-      team_.for_each(t_.offsets[in_.E], [&](int j) {
-        if (const int i = t_.split[t_.slots[j]]; i >= 0) place(t_.order[i], j);
-      });
+    for_each_of(0, split, [&](int i) { deal(SerialTeam(), i); }, [&](int i, auto& group) { deal(group, i); });
+    team_.sync();
+    const int kept = team_.keep_by(
+        in_.ticks ? 0 : split, 2, [&](int i) { return is_wide(i); },
+        [&](int i) { pair = pair_at(i), of_pair = class_of(i); },
+        [&](int i, auto& group) { next = mine, mine = {level_at(i, group), class_of(i)}; });
+    int quiet = 0;  // classes that moved none, one after another
+    for (int s = 0; s < in_.sweeps; ++s) {
+      const bool far = 2 * s < in_.sweeps;
+      for (int k = 0; k < classes && quiet < classes; ++k) {
+        bool moved = of_pair == k && level_pair(pair, far);
+        team_.for_each_group(team_.groups(), [&](int, auto& group) {
+          ISOLOAD_ROLLED
+          for (int turn = 0; turn < 2; ++turn) {
+            if (mine.of_class == k) moved |= balance_level(group, by_part_, mine.level, load_, send_);
+            const auto done = mine;
+            mine = next, next = done;
+          }
+        });
+        if (kept < split)
+          for_each_of(
+              t_.classes[k] > kept ? t_.classes[k] : kept, t_.classes[k + 1],
+              [&](int i) {
+                Pair pair = pair_at(i);
+                moved |= in_.ticks ? level_costs(split_.first[i], split_.last[i]) : level_pair(pair, far);
+              },
+              [&](int i, auto& group) {
+                Level level = level_at(i, group);
+                moved |= balance_level(group, by_part_, level, load_, send_);
+              });
+        quiet = team_.any_lane(moved) ? 0 : quiet + 1;
+      }
     }
-    by_part_.slots = slots, by_part_.ranks = ranks;
   }
 
-  // Levels every replicated expert once; whether copies moved. far: past the level, see balance_pair.
-  ISOLOAD_HD bool sweep(bool far) {
-    bool moved = false;
-    for (int k = 0; k < t_.num_classes(); ++k) {
-      if (k > 0) team_.sync();
-      const Replicated split = split_.from(t_.classes[k]);
-      team_.for_each_by(
-          t_.classes[k + 1] - t_.classes[k],
-          [&](int i) { return !in_.ticks && split.last[i] - split.first[i] > 2; },
-          [&](int i) {
-            moved |= in_.ticks ? level_costs(split.first[i], split.last[i]) : level_pair(split.first[i], far);
-          },
-          [&](int i, auto& group) {
-            const int first = split.first[i], n = split.last[i] - first;
-            moved |= balance_level(group, by_part_, first, n, split.copies[i], load_, send_);
-          });
-    }
-    return team_.any_lane(moved);
+  template <class Group>
+  ISOLOAD_HD Level level_at(int i, const Group& group) const {
+    const int first = split_.first[i];
+    return Level::of(group, by_part_, first, split_.last[i] - first, split_.copies[i], send_);
   }
 
-  // Two replicas.
-  ISOLOAD_HD bool level_pair(int j, bool far) {
-    const int slot0 = by_part_.slots[j], slot1 = by_part_.slots[j + 1];
-    const int rank0 = by_part_.ranks[j], rank1 = by_part_.ranks[j + 1];
-    const int32_t q0 = send_[slot0], q1 = send_[slot1], load0 = load_[rank0], load1 = load_[rank1];
-    const int32_t gap = load1 - load0;
-    int32_t move = (gap >> 1) + ((gap & 1) && part_[rank1] > part_[rank0]);  // from 1 to 0
+  struct Pair {
+    int slot0, slot1, rank0, rank1;
+    int32_t q0, q1;
+  };
+  ISOLOAD_HD Pair pair_at(int i) const {
+    const int j = split_.first[i], slot0 = t_.slots[j], slot1 = t_.slots[j + 1];
+    return {slot0, slot1, t_.ranks[j], t_.ranks[j + 1], send_[slot0], send_[slot1]};
+  }
+
+  // Two replicas. far: past the level, see balance_pair.
+  ISOLOAD_HD bool level_pair(Pair& p, bool far) {
+    const int32_t load0 = load_[p.rank0], load1 = load_[p.rank1], gap = load1 - load0;
+    int32_t move = (gap >> 1) + ((gap & 1) && part_[p.rank1] > part_[p.rank0]);  // from 1 to 0
     if (far && (gap > kWide || gap < -kWide)) move = static_cast<int32_t>(7 * int64_t(gap) / 10);
-    move = move > q1 ? q1 : move < -q0 ? -q0 : move;
+    move = move > p.q1 ? p.q1 : move < -p.q0 ? -p.q0 : move;
     if (move == 0) return false;
-    send_[slot0] = q0 + move, load_[rank0] = load0 + move;
-    send_[slot1] = q1 - move, load_[rank1] = load1 - move;
+    send_[p.slot0] = p.q0 += move, load_[p.rank0] = load0 + move;
+    send_[p.slot1] = p.q1 -= move, load_[p.rank1] = load1 - move;
     return true;
   }
 
@@ -212,7 +254,8 @@ class OwnSplit {
   Team& team_;
   const OwnProblem& in_;
   const ReplicaTables t_;
-  ReplicaTables by_part_;  // with other lists of slots and ranks, once there are some
+  ReplicaTables by_part_;    // with these lists
+  int32_t *slots_, *ranks_;  // [P]
   int32_t* const send_;
   int32_t* load_;     // [R]
   uint32_t* part_;    // [R]

@@ -91,9 +91,6 @@ struct Start {
     team.sync();
   }
 
- private:
-  static constexpr int kFew = 4;  // replicas that a lane deals to by itself
-
   // Equal parts of an expert's copies to replicas first .. last-1; experts take turns at who gets the
   // remainder.
   template <class Group>
@@ -105,6 +102,9 @@ struct Start {
       give(first + i, each + (turn < more));
     });
   }
+
+ private:
+  static constexpr int kFew = 4;  // replicas that a lane deals to by itself
 
   ISOLOAD_HD void give(int j, int32_t copies) {
     quota[t.slots[j]] += copies;

@@ -43,20 +43,13 @@ class BlockTeam {
       for (int i = rank(); i < n; i += kLanes) f(i);
     }
   }
-  // The last warp's lanes take what is narrow, the others what is wide, a warp each.
   template <class Wide, class F, class G>
   __device__ void for_each_by(int n, Wide&& wide, F&& f, G&& g) const {
-    constexpr int kGroups = kWarps > 1 ? kWarps - 1 : 1;
-    BlockTeam<1, kRolled> group;
-    int before = 0;  // wide ones so far
-    for (int first = 0; first < n; first += 32) {
-      const int i = first + lane();
-      const bool is_wide = i < n && wide(i);
-      unsigned wide_ones = __ballot_sync(kAll, is_wide);
-      if ((kWarps == 1 || warp() == kGroups) && i < n && !is_wide) f(i);
-      for (; wide_ones; wide_ones &= wide_ones - 1, ++before)
-        if (before % kGroups == warp() || kWarps == 1) g(first + __ffs(wide_ones) - 1, group);
-    }
+    by_width(n, n, wide, f, g);
+  }
+  template <class Wide, class F, class G>
+  __device__ int keep_by(int n, int most, Wide&& wide, F&& f, G&& g) const {
+    return by_width(n < kLanes ? n : kLanes, most * kWarps, wide, f, g);
   }
   __device__ int groups() const { return kWarps; }
   template <class F>
@@ -106,9 +99,12 @@ class BlockTeam {
     else
       return over_warps(v, [](int32_t a, int32_t b) { return a > b ? a : b; });
   }
-  __device__ int32_t lanes_before(bool b, int32_t& total) const {
+  __device__ uint32_t lanes_with(bool b) const {
     static_assert(kWarps == 1, "of a group");
-    const unsigned all = __ballot_sync(kAll, b);
+    return __ballot_sync(kAll, b);
+  }
+  __device__ int32_t lanes_before(bool b, int32_t& total) const {
+    const unsigned all = lanes_with(b);
     total = __popc(all);
     return __popc(all & ((1u << lane()) - 1));
   }
@@ -215,6 +211,28 @@ class BlockTeam {
   static constexpr unsigned kAll = 0xffffffffu;
   __device__ int lane() const { return threadIdx.x % 32; }
   __device__ int warp() const { return threadIdx.x / 32; }
+
+  // Lanes take what is narrow, from the first on, warps what is wide, from the last on.
+  template <class Wide, class F, class G>
+  __device__ int by_width(int n, int most, Wide&& wide, F&& f, G&& g) const {
+    BlockTeam<1, kRolled> group;
+    int before = 0;  // wide ones so far
+    for (int first = 0; first < n; first += 32) {
+      const int i = first + lane();
+      const bool is_wide = i < n && wide(i);
+      unsigned wide_ones = __ballot_sync(kAll, is_wide);
+      for (; wide_ones; wide_ones &= wide_ones - 1, ++before) {
+        const int at = first + __ffs(wide_ones) - 1;
+        if (before == most) {
+          n = at;
+          break;
+        }
+        if (kWarps == 1 || kWarps - 1 - before % kWarps == warp()) g(at, group);
+      }
+      if ((kWarps == 1 || first / 32 % kWarps == warp()) && i < n && !is_wide) f(i);
+    }
+    return n;
+  }
 
   // The largest v of the lanes that have one; has: whether this lane has it.
   __device__ static int32_t warp_max(int32_t v, bool& has) {

@@ -61,7 +61,7 @@ OF_OWN = {
     ),
     "an odd copy to either": Mutant(
         "csrc/algorithms/plan_own.h",
-        "((gap & 1) && part_[rank1] > part_[rank0])",
+        "((gap & 1) && part_[p.rank1] > part_[p.rank0])",
         "(gap & 1)",
         "plan_own::test_peak_over_all_sources_is_that_of_the_optimum",
     ),
