@@ -127,8 +127,7 @@ struct Route {
   ReplicaTables tables;
   Numbered numbered;
   const int32_t* send_counts;  // [P]
-  bool prefer_visited;
-  SharedRoute shared;  // without a source_quota its copies go home
+  SharedRoute shared;          // without a source_quota its copies go home
 
   ISOLOAD_HD int width() const { return K + shared.num_shared; }
   // The slot of the first shared expert; -1: route_shared deals their copies.

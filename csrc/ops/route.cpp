@@ -63,11 +63,10 @@ cpu::SharedRoute checked_shared(const Tensor& ids, const std::optional<Tensor>& 
 Tensor route(const Tensor& topk_ids, const Tensor& numbers_in, const Tensor& parts,
              const Tensor& send_counts_in, const Tensor& tables_in, int64_t num_experts, int64_t num_ranks,
              const std::optional<Tensor>& shared_row, int64_t num_shared, int64_t first_shared, int64_t home,
-             bool strict, bool prefer_visited) {
+             bool strict) {
   require_copies(topk_ids);
   require_dtype(send_counts_in, "send_counts", ScalarType::Int);
   require(send_counts_in.dim() == 1, "send_counts must be [P], got ", shape_text(send_counts_in));
-  require(!prefer_visited || num_shared == 0, "num_shared must be 0 with prefer, got ", num_shared);
   const Tensor ids = dense(topk_ids), numbers = dense(numbers_in), send_counts = dense(send_counts_in);
   const int64_t P = send_counts.size(0), T = ids.size(0);
   const Tables tables(tables_in, P, num_experts);
@@ -83,7 +82,6 @@ Tensor route(const Tensor& topk_ids, const Tensor& numbers_in, const Tensor& par
                       tables.layer(0),
                       checked_numbers(numbers, parts, ids, num_experts + num_shared),
                       data<int32_t>(send_counts),
-                      prefer_visited,
                       shared};
   Tensor slots = new_tensor(ids, {T, ids.size(1)}, ids.scalar_type());
   if (on_cuda(ids, [&](auto stream) {
