@@ -331,11 +331,11 @@ struct LpPlanner {  // see planner.h
   }
   template <int W>
   ISOLOAD_HD static int64_t bytes(const Problem& in) {
-    return LpWorkspace<Real>::bytes(in.R, in.E, int64_t(in.R) * in.S);
+    return LpWorkspace<Real>::size(in.R, in.E, int64_t(in.R) * in.S);
   }
   template <int W, class Team>
   ISOLOAD_HD static int solve(Team& team, const Problem& in, void* memory, const Result& out) {
-    const auto workspace = LpWorkspace<Real>::at(memory, in.R, in.E, int64_t(in.R) * in.S);
+    const LpWorkspace<Real> workspace(memory, in.R, in.E, int64_t(in.R) * in.S);
     using Mesh = typename MeshOf<Real, Team, kMostRanks>::type;
     return LpSolver<Real, Team, Mesh>(team, in, workspace).solve(out) ? kPlanned : 0;
   }

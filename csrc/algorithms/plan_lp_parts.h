@@ -18,7 +18,6 @@
 #include "algorithms/ordered_sum.h"
 #include "algorithms/replica_tables.h"
 #include "host_device.h"
-#include "workspace.h"
 
 namespace isoload {
 
@@ -43,8 +42,9 @@ struct LpResult {
   int32_t *iterations, *status;
 };
 
+// Caller's memory; every array is written before it is read.
 template <class Real>
-struct LpWorkspace : Workspace<LpWorkspace<Real>> {
+struct LpWorkspace {
   // [edges] a part's copies x and reduced cost z, a rank's slack s and price y; their steps, products, x / z
   Real *x, *z, *dx, *dz, *product, *conductance;
   // [ranks] speed, burden, cost of the split, what rank rows lack
@@ -63,26 +63,57 @@ struct LpWorkspace : Workspace<LpWorkspace<Real>> {
   int32_t *edge_rank, *edge_expert, *edge_slot;  // [edges]; slots of parts alone
   int32_t* edge_place;                           // [edges] in `product`: slacks, then parts by slot
 
+  ISOLOAD_HD LpWorkspace(void* memory, int64_t R, int64_t E, int64_t P) {
+    char* next = static_cast<char*>(memory);
+    lay_out(R, E, P, [&](auto** array, int64_t length) {
+      using T = std::remove_reference_t<decltype(**array)>;
+      *array = reinterpret_cast<T*>(next);
+      next += padded(length * sizeof(**array));
+    });
+  }
+  ISOLOAD_HD static int64_t size(int64_t R, int64_t E, int64_t P) {
+    int64_t bytes = 0;
+    LpWorkspace().lay_out(R, E, P,
+                          [&](auto** array, int64_t length) { bytes += padded(length * sizeof(**array)); });
+    return bytes;
+  }
+
+ private:
+  LpWorkspace() = default;
+
+  // Each at a multiple of 16 bytes from the first, for packs.
+  ISOLOAD_HD static int64_t padded(int64_t bytes) { return (bytes + 15) & ~int64_t(15); }
+
+  // take(&array, length) of all.
   template <class Take>
-  ISOLOAD_HD void lay_out(int64_t R, int64_t E, int64_t P, Take&& whole) {
+  ISOLOAD_HD void lay_out(int64_t R, int64_t E, int64_t P, Take&& take) {
     const int64_t kept = R < E ? R : E, all = R > E ? R : E;
+    for (Real** array : {&x, &z, &dx, &dz, &product, &conductance, &network.part}) take(array, R + P);
+    for (Real** array : {&speed, &burden, &cost, &rank_excess}) take(array, R);
+    for (Real** array : {&load, &scale, &value, &expert_excess, &expert_ground}) take(array, E);
+    for (Real** array : {&rank_u, &rank_g}) take(array, R + kTile);
+    for (Real** array : {&expert_u, &expert_g}) take(array, E + kTile);
+    take(&network.mesh.owns, kFlows * kMostColumns);
+    take(&columns, OrderedSum<Real, int>::kScratch);
+    take(&network.star, all);
+    lay_out_mesh(kept, E, take);
+    take(&total, E);
+    take(&numbers, R + P + 2 * E);
+    take(&rank_first, R + 1);
+    take(&expert_first, E + 1);
+    take(&rank_parts, P);
+    for (int32_t** array : {&edge_rank, &edge_expert, &edge_slot, &edge_place}) take(array, R + P);
+  }
+  template <class Take>
+  ISOLOAD_HD void lay_out_mesh(int64_t n, int64_t E, Take&& take) {
     MeshWorkspace<Real>& mesh = network.mesh;
-    auto take = [&](int64_t n, auto*&... array) { whole(InPacks{n}, array...); };
-    take(R + P, x, z, dx, dz, product, conductance, network.part);
-    take(R, speed, burden, cost, rank_excess);
-    take(E, load, scale, value, expert_excess, expert_ground);
-    take(R + kTile, rank_u, rank_g), take(E + kTile, expert_u, expert_g);
-    take(kFlows * kMostColumns, mesh.owns);
-    take(OrderedSum<Real, int>::kScratch, columns);
-    take(all, network.star);
-    take(kept, mesh.ground, mesh.inverse, mesh.own), take(kept * row_length(kept), mesh.rows);
-    if (kept <= kMostColumns) {
-      take((kept + kTile - 1) / kTile * kept * column_length<Real>, mesh.columns);
-      take(kept * column_length<Real>, mesh.triangles);
-      take(2 * kMostColumns, mesh.row), take(E, mesh.lefts);
-    }
-    take(E, total), take(R + P + 2 * E, numbers), take(R + 1, rank_first), take(E + 1, expert_first);
-    take(P, rank_parts), take(R + P, edge_rank, edge_expert, edge_slot, edge_place);
+    for (Real** array : {&mesh.ground, &mesh.inverse, &mesh.own}) take(array, n);
+    take(&mesh.rows, n * row_length(n));
+    if (n > kMostColumns) return;
+    take(&mesh.columns, (n + kTile - 1) / kTile * n * column_length<Real>);
+    take(&mesh.triangles, n * column_length<Real>);
+    take(&mesh.row, 2 * kMostColumns);
+    take(&mesh.lefts, E);
   }
 };
 

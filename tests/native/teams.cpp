@@ -229,7 +229,7 @@ class Lane {
         .tolerance = static_cast<Real>(in_.tolerance_ppm * 1e-6),
         .iterations = in_.sweeps,
     };
-    const auto workspace = LpWorkspace<Real>::at(to_.workspace.data(), in_.R, in_.E, P);
+    const LpWorkspace<Real> workspace(to_.workspace.data(), in_.R, in_.E, P);
     Real *split = plan.split(), *certificate = split + P;
     int32_t* numbers = plan.numbers(P);
     const LpResult<Real> result{split, certificate, certificate + 1, numbers, numbers + 1};
