@@ -112,7 +112,6 @@ def bench_tokens(placement: isoload.Placement, tokens: int = 4096) -> dict[str, 
     return {
         "share_row_us": measure(lambda: isoload.share(loads, plan, rank=1)).median,
         "count_share_route_us": measure(chain).median,
-        "visited_us": measure(lambda: isoload.route(ids[1], loads, plan, rank=1, prefer="visited")).median,
     }
 
 
@@ -149,7 +148,6 @@ def show(rows: list[dict[str, Any]], quantum: int) -> None:
         "exact/even": "{imbalance[exact]:.3f} / {imbalance[even]:.3f}",
         f"in tiles of {quantum}": "{tile_imbalance[exact]:.3f} / {tile_imbalance[even]:.3f}",
         "affine gap max": "{affine_gap_max:.0f} %",
-        "visited route": "{visited_us:.0f}",
     }
     table.show("Imbalance reached", reached, rows)
 

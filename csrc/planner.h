@@ -8,6 +8,14 @@
 //   solve<W>(team, in, memory, out)   kPlanned, a barrier last; or at least 0: what was refused, in the
 //                                     planner's own numbers, right behind a reduction
 //   refuse(team, in, out)             what a refused layer leaves behind on a GPU, where nothing is raised
+//
+// And where a GPU's block brings its layer to shared memory, next to the workspace, if all fits there:
+//
+//   is_plain(in)           whether it is the usual problem, which has a kernel with less code
+//   prepare<kPlain>(in)    states what is so in that kernel, or in both
+//   fetched(in, out, take) take(array, n) of what is brought there, and of one result that leaves it at the
+//   end;
+//                          take(array, n, kOrNone) where the array may be null, and is n zeros then
 #pragma once
 
 #include <type_traits>
@@ -17,6 +25,7 @@
 namespace isoload {
 
 constexpr int kPlanned = -1;
+constexpr std::true_type kOrNone{};
 
 // f(W): the number of words that the planner's sets of ranks take.
 template <class Planner, class F>

@@ -225,7 +225,6 @@ def test_rows_behind_num_valid_are_padding(as_tensor: bool) -> None:
     ("policy", "how"),
     [
         *[(policy, {}) for policy in ("joint", "waterfill", "exact", "waterfill_sampled")],
-        ("exact", {"prefer": "visited"}),
         ("exact", {"min_tokens": 10**6}),
     ],
 )

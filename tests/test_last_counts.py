@@ -52,9 +52,8 @@ def imbalance(layer: Balancer, batches: range) -> float:
     return float(np.mean(found))
 
 
-@pytest.mark.parametrize("prefer", [None, "visited"])
-def test_every_copy_gets_a_slot_of_its_expert_as_the_op_cuts(prefer: Any) -> None:
-    (layer,) = make_layers(prefer=prefer)
+def test_every_copy_gets_a_slot_of_its_expert_as_the_op_cuts() -> None:
+    (layer,) = make_layers()
     placed = layer.placed_on(CPU)
     for batch in range(3):
         ids = draw_ids(batch)

@@ -31,9 +31,8 @@ def sent_of(slots: list[Tensor], num_slots: int) -> Tensor:
     return torch.stack([torch.bincount(s[s >= 0].flatten(), minlength=num_slots) for s in slots])
 
 
-@pytest.mark.parametrize("prefer", [None, "visited"])
-def test_a_node_sends_what_plan_own_says_of_its_sum(prefer: Any) -> None:
-    (balancer,) = node_balancers(1, prefer=prefer)
+def test_a_node_sends_what_plan_own_says_of_its_sum() -> None:
+    (balancer,) = node_balancers(1)
     placed = balancer.placed_on(torch.device("cpu"))
     for batch in range(3):
         ids = draw_ids(batch)

@@ -33,7 +33,6 @@ def test_a_copy_is_numbered_when_it_is_counted() -> None:
         return ops.names
 
     assert called() == ["balance_same"]
-    assert called(prefer="visited") == ["count", "plan_exact", "route"]
     assert called("even") == ["count", "plan_exact", "share", "route"]
     assert called("dynamic") == ["count", "plan_exact", "route_sampled"]
     assert called(min_tokens=10**6) == ["count"]

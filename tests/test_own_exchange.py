@@ -87,10 +87,9 @@ def with_shared(num_shared: int, **how: Any) -> Balancer:
 
 @BY_COUNTS
 @pytest.mark.parametrize("alive", [None, (True,) * 6 + (False, True)])
-@pytest.mark.parametrize("prefer", [None, "visited"])
-def test_shared_copies_stay_home_and_the_others_make_room(loads: str, alive: Any, prefer: Any) -> None:
+def test_shared_copies_stay_home_and_the_others_make_room(loads: str, alive: Any) -> None:
     """Rank 2 has most tokens: its own shared copies leave less room there than on others, at once and by targets."""
-    layer = with_shared(2, loads=loads, alive=alive, prefer=prefer)
+    layer = with_shared(2, loads=loads, alive=alive)
     placed = layer.placed_on(torch.device("cpu"))
     draw, size = torch.Generator().manual_seed(4), WORDS[loads]
     for batch in range(4):

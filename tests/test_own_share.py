@@ -89,15 +89,14 @@ def test_a_balancer_s_slots_are_those_of_plan_and_share(policy: str) -> None:
     assert torch.equal(slots, isoload.route(rows, loads, made, 0))
 
 
-@pytest.mark.parametrize("prefer", [None, "visited"])
 @pytest.mark.parametrize("policy", ["exact", "joint", "waterfill"])
-def test_a_balancer_s_slots_with_a_shared_expert(policy: str, prefer: Any) -> None:
+def test_a_balancer_s_slots_with_a_shared_expert(policy: str) -> None:
     rows, placement = shared_ids(6)[0], shared_placement()
     loads = torch.zeros(RANKS, EXPERTS + 1, dtype=torch.int32)
     loads[0] = isoload.count(rows, EXPERTS + 1)
-    slots = isoload.Balancer(placement, 0, policy, tokens="same", prefer=prefer)(rows)
+    slots = isoload.Balancer(placement, 0, policy, tokens="same")(rows)
     made = isoload.plan(loads, placement, 0, policy)
-    assert torch.equal(slots, isoload.route(rows, loads, made, 0, prefer=prefer))
+    assert torch.equal(slots, isoload.route(rows, loads, made, 0))
 
 
 class RankMajor(ExactPolicy):

@@ -129,25 +129,8 @@ def test_speeds_shift_load_to_faster_ranks(counts):
     assert copies[3] > copies[0] > copies[2]
 
 
-def test_prefer_visited_sends_fewer_rows(placement):
-    ids = draw_ids(seed=19, tokens=300)
-    loads = gather(ids)
-    plan = isoload.plan(loads, placement, layer=0)
-
-    def rows(**how):
-        total = 0
-        for rank in range(RANKS):
-            slots = isoload.route(ids[rank], loads, plan, rank=rank, **how)
-            ranks = torch.where(slots < 0, -1, slots // placement.slots_per_rank)
-            total += sum(len(set(token) - {-1}) for token in ranks.tolist())
-        return total
-
-    assert rows(prefer="visited") < rows()
-
-
 @pytest.mark.parametrize("policy", [*QUOTA_POLICIES, *SAMPLED_POLICIES])
-@pytest.mark.parametrize("prefer", [None, "visited"])
-def test_planning_never_waits_for_the_device(policy, prefer, topology, counts):
+def test_planning_never_waits_for_the_device(policy, topology, counts):
     """On a fake CUDA device every .item(), bool() and .tolist() raises: what passes cannot sync."""
     placement = isoload.place(counts, topology, slots_per_rank=6)
     with FakeTensorMode():
@@ -160,7 +143,7 @@ def test_planning_never_waits_for_the_device(policy, prefer, topology, counts):
         if plan.quota is not None:
             assert isoload.share(loads, plan, rank=3).shape == (placement.num_slots,)
             assert isoload.share(loads, plan).shape == (RANKS, placement.num_slots)
-        slots = isoload.route(ids, loads, plan, rank=3, prefer=prefer)
+        slots = isoload.route(ids, loads, plan, rank=3)
         assert slots.shape == ids.shape and slots.dtype == ids.dtype and slots.device.type == "cuda"
         plans = isoload.planning.plan_layers(torch.stack([loads] * LAYERS), placement, policy=policy)
         assert plans.bound.shape == (LAYERS,)
@@ -341,10 +324,6 @@ BAD_CALLS = {
     "route of other tokens": (
         lambda s: isoload.route(s.ids.flip(1)[1:], s.good, s.plan, 0),
         "topk_ids must hold each expert as often as its share says",
-    ),
-    "route prefer": (
-        lambda s: isoload.route(s.ids, s.good, s.plan, 0, prefer="near"),
-        "prefer must be None or visited, got 'near'",
     ),
     "layer of one layer": (
         lambda s: s.plan[0],

@@ -207,13 +207,6 @@ JOBS = (
         True,
     ),
     Job(
-        "route, visited",
-        "route",
-        lambda x: ops.route(counted(x), x.row, x.tables, prefer="visited"),
-        ("ids", "row", "tables"),
-        tokens_matter=True,
-    ),
-    Job(
         "route, shared columns",
         "route",
         route_joint,

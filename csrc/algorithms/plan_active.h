@@ -27,12 +27,9 @@ struct ActiveProblem {
   const int32_t* ticks;  // [R] cost of one copy on a rank, 1..2^20, or null: all 1
 };
 
-struct ActiveResult {
-  int32_t* quota;      // [P] copies per slot: an expert's load in one of its slots
-  int64_t* peak;       // [1] largest number of active slots of a rank
-  int64_t* bound;      // [1] proved lower bound of it
-  int32_t* telemetry;  // [4] sweeps, augmentations and Newton steps of the solve; moves of settle
-};
+// quota: an expert's load in one of its slots; peak: the largest number of active slots of a rank; telemetry:
+// sweeps, augmentations and Newton steps of the solve, moves of settle.
+using ActiveResult = ExactResult;
 
 // Caller's memory; every array is written before it is read.
 template <int W>
@@ -70,8 +67,7 @@ class ActiveSolver {
     units.tables = t_;
     units.loads = ws_.unit, units.num_sources = 1;
     units.sweeps = kSettleRounds, units.budget = INT32_MAX;
-    const ExactResult split{out_.quota, out_.peak, out_.bound, out_.telemetry};
-    if (!ExactSolver<W, Team, true>(team_, units, ws_.exact, out_.quota).solve(split)) return false;
+    if (!ExactSolver<W, Team, true>(team_, units, ws_.exact, out_.quota).solve(out_)) return false;
     load_slots();
     const int32_t moves = settle();
     if (team_.rank() == 0) out_.telemetry[3] = moves;  // unlimited: the solve was not cut short
@@ -175,7 +171,7 @@ struct ActivePlanner {  // see planner.h
     const int64_t E = in.E, R = in.R, P = R * in.S;
     in.tables = in.tables.layer(b, E, P);
     in.loads += b * in.num_sources * E;
-    out = {out.quota + b * P, out.peak + b, out.bound + b, out.telemetry + b * 4};
+    out.select(b, P);
   }
   template <int W>
   ISOLOAD_HD static int64_t bytes(const Problem& in) {
@@ -188,11 +184,7 @@ struct ActivePlanner {  // see planner.h
   }
   template <class Team>
   ISOLOAD_HD static void refuse(Team& team, const Problem& in, const Result& out) {
-    team.for_each(in.R * in.S, [&](int p) { out.quota[p] = 0; });
-    if (team.rank() > 0) return;
-    *out.peak = *out.bound = -1;
-    ISOLOAD_ROLLED
-    for (int i = 0; i < 4; ++i) out.telemetry[i] = 0;
+    out.refuse(team, in.R * in.S);
   }
 };
 

@@ -191,7 +191,7 @@ struct ExactPlanner {  // see planner.h
     in.loads += b * in.num_sources * E;
     if (in.fixed) in.fixed += b * R;
     if (in.pour) in.pour += b;
-    out = {out.quota + b * P, out.peak + b, out.bound + b, out.telemetry + b * 4};
+    out.select(b, P);
   }
   template <int W>
   ISOLOAD_HD static int64_t bytes(const Problem& in) {
@@ -204,11 +204,23 @@ struct ExactPlanner {  // see planner.h
   }
   template <class Team>
   ISOLOAD_HD static void refuse(Team& team, const Problem& in, const Result& out) {
-    team.for_each(in.R * in.S, [&](int p) { out.quota[p] = 0; });
-    if (team.rank() > 0) return;
-    *out.peak = *out.bound = -1;
-    ISOLOAD_ROLLED
-    for (int i = 0; i < 4; ++i) out.telemetry[i] = 0;
+    out.refuse(team, in.R * in.S);
+  }
+
+  // Plain: ranks of equal speed, no other start.
+  ISOLOAD_HD static bool is_plain(const Problem& in) {
+    return in.ticks == nullptr && in.objective == Objective::spread;
+  }
+  template <bool kPlain>
+  ISOLOAD_HD static void prepare(Problem& in) {
+    if (kPlain) in.ticks = nullptr, in.objective = Objective::spread;
+    lies_in_global(in.ticks);
+  }
+  template <class Take>
+  ISOLOAD_HD static void fetched(Problem& in, Result& out, Take&& take) {
+    const int64_t E = in.E, P = int64_t(in.R) * in.S;
+    take(in.loads, in.num_sources * E), in.tables.fetched(E, P, take), take(out.quota, P);
+    take(in.fixed, in.R, kOrNone), take(in.pour, 1, kOrNone);
   }
 };
 

@@ -35,6 +35,16 @@ struct ExactResult {
   int64_t* peak;       // [1] largest rank cost (copies, or ticks if given), once `pour` is on the ranks too
   int64_t* bound;      // [1] proved lower bound over all integer quotas
   int32_t* telemetry;  // [4] sweeps, augmentations, Newton steps, 1 if the budget ended the solve
+
+  ISOLOAD_HD void select(int64_t b, int64_t P) { quota += b * P, peak += b, bound += b, telemetry += b * 4; }
+  template <class Team>
+  ISOLOAD_HD void refuse(Team& team, int P) const {
+    team.for_each(P, [&](int p) { quota[p] = 0; });
+    if (team.rank() > 0) return;
+    *peak = *bound = -1;
+    ISOLOAD_ROLLED
+    for (int i = 0; i < 4; ++i) telemetry[i] = 0;
+  }
 };
 
 // In two parts, so that nothing overflows; without a sign, which would cost a GPU twice the code.

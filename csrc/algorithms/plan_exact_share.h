@@ -20,10 +20,9 @@ struct ExactShareResult : ExactResult {
   int32_t* send_counts;  // [P] copies that it sends to every slot
 };
 
-struct ExactSharePlanner {  // see planner.h
+struct ExactSharePlanner : ExactPlanner {  // see planner.h
   using Problem = ExactShareProblem;
   using Result = ExactShareResult;
-  static constexpr bool kSets = true;
 
   ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
     ExactPlanner::select(in, out, b);
@@ -31,14 +30,13 @@ struct ExactSharePlanner {  // see planner.h
   }
   template <int W>
   ISOLOAD_HD static int64_t bytes(const Problem& in) {
-    return ExactPlanner::bytes<W>(in) + share_workspace(share_of(in)) * int64_t(sizeof(int32_t));
+    return ExactPlanner::bytes<W>(in) + share_workspace(share_of(in, {})) * int64_t(sizeof(int32_t));
   }
   template <int W, class Team>
   ISOLOAD_HD static int solve(Team& team, const Problem& in, void* memory, const Result& out) {
     const int status = ExactPlanner::solve<W>(team, in, memory, out);
     if (status != kPlanned) return status;
-    ShareProblem problem = share_of(in);
-    problem.quota = out.quota;
+    const ShareProblem problem = share_of(in, out);
     int32_t* const workspace =
         reinterpret_cast<int32_t*>(static_cast<char*>(memory) + ExactPlanner::bytes<W>(in));
     Share<Team> share(team, problem, workspace);
@@ -52,9 +50,9 @@ struct ExactSharePlanner {  // see planner.h
     team.for_each(in.R * in.S, [&](int p) { out.send_counts[p] = 0; });
   }
 
-  // Without its quota.
-  ISOLOAD_HD static ShareProblem share_of(const Problem& in) {
-    return {in.R, in.E, in.S, in.per_node, true, in.tables, in.loads, nullptr};
+  ISOLOAD_HD static ShareProblem share_of(const Problem& in, const Result& out) {
+    return {in.R,    in.E,     in.S, in.per_node, true, in.tables, in.loads, out.quota, ShareOf::one_row,
+            in.rank, out.peak, false};
   }
 };
 

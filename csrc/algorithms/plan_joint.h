@@ -61,10 +61,9 @@ struct JointMemory {
 };
 
 // See planner.h; what a refused layer leaves behind, its kernels write themselves.
-struct JointPlanner {
+struct JointPlanner : ExactPlanner {
   using Problem = JointProblem;
   using Result = JointResult;
-  static constexpr bool kSets = true;
 
   ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
     const int64_t R = in.R, P = R * in.S;

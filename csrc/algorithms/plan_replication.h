@@ -17,9 +17,8 @@
 
 namespace isoload {
 
-struct ReplicationProblem {
-  FillProblem fill;  // with loads per source and empty spare slots
-  int local;         // spare slots per rank for the first phase
+struct ReplicationProblem : FillProblem {  // with loads per source and empty spare slots
+  int local;                               // spare slots per rank for the first phase
   bool printed;
 };
 
@@ -28,7 +27,7 @@ class Replication {
  public:
   ISOLOAD_HD Replication(Team& team, const ReplicationProblem& problem, const FillWorkspace& workspace,
                          const FillResult& out)
-      : team_(team), problem_(problem), in_(problem.fill), ws_(workspace), fill_(team, in_, ws_, out) {}
+      : team_(team), in_(problem), ws_(workspace), fill_(team, in_, ws_, out) {}
 
   ISOLOAD_HD bool run() {
     if (!fill_.start()) return false;
@@ -46,7 +45,7 @@ class Replication {
     });
     team_.sync();
     if (team_.rank() == 0)
-      for (int i = (in_.spare - problem_.local) * in_.R; i > 0 && hand_over(); --i) continue;
+      for (int i = (in_.spare - in_.local) * in_.R; i > 0 && hand_over(); --i) continue;
     fill_.publish();
     return true;
   }
@@ -54,7 +53,7 @@ class Replication {
  private:
   template <class Group>
   ISOLOAD_HD void take_local(int r, Group& group) {
-    for (int i = 0; i < problem_.local && ws_.room[r] > 0; ++i) {
+    for (int i = 0; i < in_.local && ws_.room[r] > 0; ++i) {
       int hottest = 0;
       int32_t most = 0;
       group.for_each(in_.E, [&](int e) {
@@ -94,9 +93,9 @@ class Replication {
           ws_.load[to] += own, ws_.load[source] -= own, remote_of(p) -= static_cast<int32_t>(own);
           return true;
         }
-        if (problem_.printed) return false;
+        if (in_.printed) return false;
       }
-      if (problem_.printed) return false;
+      if (in_.printed) return false;
     }
     return false;
   }
@@ -125,8 +124,7 @@ class Replication {
   }
 
   Team& team_;
-  const ReplicationProblem& problem_;
-  const FillProblem& in_;
+  const ReplicationProblem& in_;
   const FillWorkspace& ws_;
   SpareFill<Team> fill_;
 };
@@ -137,21 +135,21 @@ struct ReplicationPlanner {  // see planner.h
   static constexpr bool kSets = false;
 
   ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
-    in.fill.select(b);
-    out.select(in.fill, b);
+    in.select(b);
+    out.select(in, b);
   }
   template <int W>
   ISOLOAD_HD static int64_t bytes(const Problem& in) {
-    return FillWorkspace::bytes(in.fill.R, in.fill.E);
+    return FillWorkspace::bytes(in.R, in.E);
   }
   template <int W, class Team>
   ISOLOAD_HD static int solve(Team& team, const Problem& in, void* memory, const Result& out) {
-    const FillWorkspace workspace = FillWorkspace::at(memory, in.fill.R, in.fill.E);
+    const FillWorkspace workspace = FillWorkspace::at(memory, in.R, in.E);
     return Replication<Team>(team, in, workspace, out).run() ? kPlanned : 0;
   }
   template <class Team>
   ISOLOAD_HD static void refuse(Team& team, const Problem& in, const Result& out) {
-    refuse_fill(team, in.fill, out);
+    refuse_fill(team, in, out);
   }
 };
 

@@ -286,4 +286,47 @@ class Spill : SpillLayer<Team> {
   int kept_ = 0, aside_ = 1;  // states: of the best plan so far, of one to compare it with
 };
 
+struct SpillPlanner {  // see planner.h
+  using Problem = SpillProblem;
+  using Result = SpillResult;
+  static constexpr bool kSets = false;
+
+  ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
+    const int64_t P = int64_t(in.R) * in.S;
+    in.select(b);
+    if (in.start) in.start += b * P;
+    out = {out.slot_to_expert + b * P, out.quota + b * P, out.level + b, out.telemetry + b * 5};
+  }
+  template <int W>
+  ISOLOAD_HD static int64_t bytes(const Problem& in) {
+    return SpillWorkspace::bytes(in.R, in.E, int64_t(in.R) * in.S);
+  }
+  template <int W, class Team>
+  ISOLOAD_HD static int solve(Team& team, const Problem& in, void* memory, const Result& out) {
+    const auto workspace = SpillWorkspace::at(memory, in.R, in.E, int64_t(in.R) * in.S);
+    return Spill<Team>(team, in, workspace, out).solve() == SpillStatus::ok ? kPlanned : 0;
+  }
+  template <class Team>
+  ISOLOAD_HD static void refuse(Team& team, const Problem& in, const Result& out) {
+    team.for_each(in.R * in.S,
+                  [&](int p) { out.slot_to_expert[p] = in.slot_to_expert[p], out.quota[p] = 0; });
+    team.for_each(5, [&](int i) { out.telemetry[i] = 0; });
+    if (team.rank() == 0) *out.level = -1;
+  }
+
+  // Plain: no second start, no dead ranks, no nodes that lend within themselves.
+  ISOLOAD_HD static bool is_plain(const Problem& in) {
+    return in.start == nullptr && in.alive == nullptr && !in.within;
+  }
+  template <bool kPlain>
+  ISOLOAD_HD static void prepare(Problem& in) {
+    if (kPlain) in.start = nullptr, in.alive = nullptr, in.within = false;
+    lies_in_global(in.loads), lies_in_global(in.fixed), lies_in_global(in.alive);
+  }
+  template <class Take>
+  ISOLOAD_HD static void fetched(Problem& in, Result&, Take&& take) {
+    take(in.slot_to_expert, int64_t(in.R) * in.S), take(in.home_slot, in.E);
+  }
+};
+
 }  // namespace isoload

@@ -45,26 +45,17 @@ struct WaterfillResult {
   int64_t* bound;  // [1] lower bound of the peak over all shares of these candidates
 };
 
-// Caller's memory; every array is written before it is read. R here: places<W>(R).
 template <int W>
-struct WaterfillWorkspace {
+struct WaterfillWorkspace : Workspace<WaterfillWorkspace<W>> {  // R here: places<W>(R)
   VisitWorkspace<W> visit;
   int32_t *base, *excess, *room;  // [R] routed copies; shared copies without a place; places without a copy
   int32_t *excess_left, *room_left;  // [R] the same after a pour
 
-  ISOLOAD_HD static int64_t bytes(int64_t R) {
-    return VisitWorkspace<W>::bytes(R) + 5 * places<W>(R) * int64_t(sizeof(int32_t));
-  }
-  ISOLOAD_HD static WaterfillWorkspace at(void* memory, int64_t num_ranks) {
+  template <class Take>
+  ISOLOAD_HD void lay_out(int64_t num_ranks, Take&& take) {
     const int64_t R = places<W>(num_ranks);
-    WaterfillWorkspace ws;
-    ws.visit = VisitWorkspace<W>::at(memory, R);
-    ws.base = ws.visit.path + R;
-    ws.excess = ws.base + R;
-    ws.room = ws.excess + R;
-    ws.excess_left = ws.room + R;
-    ws.room_left = ws.excess_left + R;
-    return ws;
+    visit.lay_out(num_ranks, take);
+    take(R, base, excess, room, excess_left, room_left);
   }
 };
 

@@ -10,6 +10,7 @@
 
 #include "host_device.h"
 #include "planner.h"
+#include "workspace.h"
 
 namespace isoload {
 
@@ -43,6 +44,11 @@ struct BasicReplicaTables {
   ISOLOAD_HD BasicReplicaTables layer(int64_t b, int64_t E, int64_t P) const {
     return at(header + b * size(E, P), E, P);
   }
+  template <class Take>
+  ISOLOAD_HD void fetched(int64_t E, int64_t P, Take&& take) {  // see planner.h
+    take(header, size(E, P));
+    *this = at(header, E, P);
+  }
   ISOLOAD_HD int num_split() const { return header[0]; }
   ISOLOAD_HD int num_classes() const { return header[1]; }
   ISOLOAD_HD int copies(int e) const { return offsets[e + 1] - offsets[e]; }
@@ -50,8 +56,7 @@ struct BasicReplicaTables {
 using ReplicaTables = BasicReplicaTables<const int32_t>;
 using MutableReplicaTables = BasicReplicaTables<int32_t>;
 
-// Caller's memory; every array is written before it is read.
-struct TablesWorkspace {
+struct TablesWorkspace : Workspace<TablesWorkspace> {
   int words;                        // of a set of ranks
   int32_t* holders;                 // [E, words] ranks that hold an expert
   int32_t* class_ranks;             // [E, words] ranks that hold an expert of a class
@@ -60,19 +65,11 @@ struct TablesWorkspace {
   int32_t *colour, *place, *index;  // [E] of members: class, and place in it; of experts: index into order
   int32_t* num_classes;             // [1]
 
-  ISOLOAD_HD static int64_t ints(int64_t R, int64_t E) { return 2 * E * ((R + 31) / 32) + 5 * E + 1; }
-  ISOLOAD_HD static TablesWorkspace at(void* memory, int R, int64_t E) {
-    TablesWorkspace ws;
-    ws.words = (R + 31) / 32;
-    ws.holders = static_cast<int32_t*>(memory);
-    ws.class_ranks = ws.holders + E * ws.words;
-    ws.class_size = ws.class_ranks + E * ws.words;
-    ws.members = ws.class_size + E;
-    ws.colour = ws.members + E;
-    ws.place = ws.colour + E;
-    ws.index = ws.place + E;
-    ws.num_classes = ws.index + E;
-    return ws;
+  template <class Take>
+  ISOLOAD_HD void lay_out(int R, int64_t E, Take&& take) {
+    words = (R + 31) / 32;
+    take(E * words, holders, class_ranks), take(E, class_size, members, colour, place, index);
+    take(1, num_classes);
   }
   ISOLOAD_HD int32_t* holders_of(int e) const { return holders + int64_t(e) * words; }
   // How many ranks below r hold e.
@@ -87,7 +84,7 @@ struct TablesWorkspace {
 
 // In words of 64 bits.
 ISOLOAD_HD inline int64_t replica_tables_workspace(int64_t R, int64_t E) {
-  return (TablesWorkspace::ints(R, E) + 1) / 2;
+  return (TablesWorkspace::bytes(R, E) + 7) / 8;
 }
 
 // f(p, r) for every slot p, on rank r. One lane needs no division to find r.

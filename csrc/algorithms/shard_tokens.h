@@ -16,6 +16,7 @@
 #include "algorithms/replica_tables.h"
 #include "host_device.h"
 #include "planner.h"
+#include "workspace.h"
 
 namespace isoload {
 
@@ -29,17 +30,14 @@ struct ShardingProblem {
   bool printed;
 };
 
-// Caller's memory; every array is written before it is read.
-struct ShardingWorkspace {
+struct ShardingWorkspace : Workspace<ShardingWorkspace> {
   int64_t* load;           // [R]
   int32_t *remote, *home;  // [E] copies at the home rank that may move; their replica's index in the tables
   int32_t* stuck;          // [E] whether no rank can take copies
 
-  ISOLOAD_HD static int64_t bytes(int64_t R, int64_t E) { return 8 * R + 12 * E; }
-  ISOLOAD_HD static ShardingWorkspace at(void* memory, int64_t R, int64_t E) {
-    auto* const load = static_cast<int64_t*>(memory);
-    auto* const remote = reinterpret_cast<int32_t*>(load + R);
-    return {load, remote, remote + E, remote + 2 * E};
+  template <class Take>
+  ISOLOAD_HD void lay_out(int64_t R, int64_t E, Take&& take) {
+    take(R, load), take(E, remote, home, stuck);
   }
 };
 

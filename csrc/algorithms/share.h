@@ -15,8 +15,12 @@
 
 #include "algorithms/replica_tables.h"
 #include "host_device.h"
+#include "planner.h"
 
 namespace isoload {
+
+// A rank's row [P], all rows [R, P], or all rows summed over each rank's slots [R, R].
+enum class ShareOf { one_row, all_rows, all_ranks };
 
 struct ShareProblem {
   int R, E, S;
@@ -25,6 +29,13 @@ struct ShareProblem {
   ReplicaTables tables;
   const int32_t* loads;  // [R, E] copies per source rank and expert
   const int32_t* quota;  // [P]
+
+  // Of SharePlanner: what is wanted, the source of the one row; peaks [1]: of the plan that has just made the
+  // quota, -1 where it was refused, whose share is 0 then, or null, and the quota is checked.
+  ShareOf of = ShareOf::one_row;
+  int rank = 0;
+  const int64_t* peaks = nullptr;
+  bool spent = false;  // whether the loads may be used up
 };
 
 // Caller's memory in int32: what every replica still takes from the others, [P], once it took what it could
@@ -308,6 +319,68 @@ class Share {
   int32_t *const room_, *const own_, *const added_;
   const int32_t* node_loads_;  // those added up, or of one node the caller's
   bool negative_ = false;
+};
+
+struct SharePlanner {  // see planner.h
+  using Problem = ShareProblem;
+  using Result = int32_t*;
+  static constexpr bool kSets = false;
+
+  ISOLOAD_HD static int64_t size(const Problem& in) {  // of a result
+    const int64_t R = in.R, P = R * in.S;
+    return in.of == ShareOf::one_row ? P : in.of == ShareOf::all_rows ? R * P : R * R;
+  }
+  ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
+    const int64_t E = in.E, R = in.R, P = R * in.S;
+    in.tables = in.tables.layer(b, E, P);
+    in.loads += b * R * E;
+    in.quota += b * P;
+    if (in.peaks) in.peaks += b;
+    out += b * size(in);
+  }
+  template <int W>
+  ISOLOAD_HD static int64_t bytes(const Problem& in) {
+    const bool left = in.of != ShareOf::one_row && !in.spent;
+    return (share_workspace(in) + (left ? int64_t(in.R) * in.E : 0)) * int64_t(sizeof(int32_t));
+  }
+  // The expert whose quota was not made from its loads. No barrier last: no lane reads the result.
+  template <int W, class Team>
+  ISOLOAD_HD static int solve(Team& team, const Problem& in, void* memory, Result out) {
+    auto* const workspace = static_cast<int32_t*>(memory);
+    Share<Team> share(team, in, workspace);
+    if (in.peaks == nullptr) {
+      if (const int bad = share.check(); bad >= 0) return bad;
+    } else if (*in.peaks < 0) {  // which has been told
+      return refuse(team, in, out), kPlanned;
+    } else {
+      share.trust();
+    }
+    int32_t* const left = in.spent ? const_cast<int32_t*>(in.loads) : workspace + share_workspace(in);
+    if (in.of == ShareOf::one_row)
+      share.one_row(in.rank, out);
+    else if (in.of == ShareOf::all_rows)
+      share.all_rows(out, left);
+    else
+      share.all_ranks(out, left);
+    return kPlanned;
+  }
+  template <class Team>
+  ISOLOAD_HD static void refuse(Team& team, const Problem& in, Result out) {
+    team.for_each(static_cast<int>(size(in)), [&](int i) { out[i] = 0; });
+  }
+
+  // Fetched: see planner.h. Plain is one row.
+  ISOLOAD_HD static bool is_plain(const Problem& in) { return in.of == ShareOf::one_row; }
+  template <bool kPlain>
+  ISOLOAD_HD static void prepare(Problem& in) {
+    if (kPlain) in.of = ShareOf::one_row;
+    in.spent = true;
+  }
+  template <class Take>
+  ISOLOAD_HD static void fetched(Problem& in, Result&, Take&& take) {
+    const int64_t E = in.E, P = int64_t(in.R) * in.S;
+    take(in.loads, in.R * E), take(in.quota, P), in.tables.fetched(E, P, take);
+  }
 };
 
 }  // namespace isoload

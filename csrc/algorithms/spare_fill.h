@@ -7,6 +7,7 @@
 #include "algorithms/quotient.h"
 #include "host_device.h"
 #include "planner.h"
+#include "workspace.h"
 
 namespace isoload {
 
@@ -22,7 +23,7 @@ struct FillProblem {
   ISOLOAD_HD void select(int64_t b) {
     const int64_t P = int64_t(R) * S;
     loads += b * num_sources * E;
-    fixed = fixed ? fixed + b * R : nullptr;
+    if (fixed) fixed += b * R;
     slot_to_expert += b * P;
     home_slot += b * E;
   }
@@ -38,25 +39,15 @@ struct FillResult {
   }
 };
 
-// Caller's memory; every array is written before it is read.
-struct FillWorkspace {
+struct FillWorkspace : Workspace<FillWorkspace> {
   int64_t *load, *key;             // [R]; [E] the planner's own measures
   int32_t *total, *owner, *first;  // [E] copies; rank of the home slot or -1; the planner's own
   int32_t *room, *exports;         // [R] spare slots left; experts lent
   int32_t* holds;                  // [R, E] whether the rank has a slot of the expert
 
-  ISOLOAD_HD static int64_t bytes(int64_t R, int64_t E) { return 8 * (R + E) + 4 * (3 * E + 2 * R + R * E); }
-  ISOLOAD_HD static FillWorkspace at(void* memory, int64_t R, int64_t E) {
-    FillWorkspace ws;
-    ws.load = static_cast<int64_t*>(memory);
-    ws.key = ws.load + R;
-    ws.total = reinterpret_cast<int32_t*>(ws.key + E);
-    ws.owner = ws.total + E;
-    ws.first = ws.owner + E;
-    ws.room = ws.first + E;
-    ws.exports = ws.room + R;
-    ws.holds = ws.exports + R;
-    return ws;
+  template <class Take>
+  ISOLOAD_HD void lay_out(int64_t R, int64_t E, Take&& take) {
+    take(R, load), take(E, key), take(E, total, owner, first), take(R, room, exports), take(R * E, holds);
   }
 };
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "algorithms/spare_fill.h"
 #include "algorithms/spill_view.h"
 #include "host_device.h"
 
@@ -16,14 +17,8 @@ constexpr int64_t kMillion = 1000000;
 
 enum class SpillStatus : int32_t { ok = 0, negative = 1, too_many_copies = 2, none_alive = 3 };
 
-struct SpillProblem {
-  int R, E, S, per_node, spare;   // ranks, routed experts, slots per rank, ranks per node, spare slots
-  const int32_t *loads, *fixed;   // [num_sources, E] copies; [R] copies that stay where they are, or null
-  int num_sources;                //
-  const int32_t* slot_to_expert;  // [P] with the spare slots empty
-  const int32_t* home_slot;       // [E]
-  const int32_t* start;           // [P] copies per slot before anything is lent, or null: all in home slots
-  const bool* alive;              // [R] or null
+struct SpillProblem : FillProblem {  // with empty spare slots; loads summed over sources here
+  const int32_t* start;  // [P] copies per slot before anything is lent, or null: all in home slots
   int64_t capacity_ppm, threshold_ppm;  // of the mean; capacity 0 = search for the least cost
   bool per_expert;                      // the threshold is about experts, not about ranks
   int64_t tolerance_ppm;
@@ -38,25 +33,16 @@ struct SpillResult {
 };
 
 // Where the copies are before anything is lent.
-struct SpillStart {
+struct SpillStart : Workspace<SpillStart> {
   int32_t *copies, *load, *order;  // [P]; [R]; [R] ranks, busiest first
+
+  template <class Take>
+  ISOLOAD_HD void lay_out(int64_t R, int64_t P, Take&& take) {
+    take(InPacks{P}, copies), take(InPacks{R}, load, order);
+  }
 };
 
-// Of n numbers. Arrays start aligned, and nvcc keeps the address of each: the sum of such sizes is no index
-// that it could add to that of an access.
-ISOLOAD_HD inline int64_t aligned_bytes(int64_t n) {
-  return (n * int64_t(sizeof(int32_t)) + 15) & ~int64_t(15);
-}
-
-// The next n numbers of a workspace.
-ISOLOAD_HD inline int32_t* take(char*& next, int64_t n) {
-  char* const taken = next;
-  next += aligned_bytes(n);
-  return reinterpret_cast<int32_t*>(taken);
-}
-
-// Caller's memory; every array is written before it is read.
-struct SpillWorkspace {
+struct SpillWorkspace : Workspace<SpillWorkspace> {
   int64_t R, P;
   int64_t* room;                    // [kSpillProbes] at levels that are looked at together
   int32_t *reached, *above;         // [kSpillStates] cost of each try; copies above its level
@@ -68,37 +54,18 @@ struct SpillWorkspace {
 
   // As the caller says, or with all copies in their home slots.
   ISOLOAD_HD SpillStart start(bool home) const {
-    char* at = starts + home * bytes_of_start(R, P);
-    return {take(at, P), take(at, R), take(at, R)};
+    return SpillStart::at(starts + home * SpillStart::bytes(R, P), R, P);
   }
   ISOLOAD_HD SpillState state(int k) const {
-    char* at = tries + k * bytes_of_state(R, P);
-    return {take(at, R), take(at, R), take(at, R), take(at, 4 * R), take(at, P), take(at, P), take(at, P)};
+    return SpillState::at(tries + k * SpillState::bytes(R, P), R, P);
   }
-  ISOLOAD_HD static int64_t bytes(int64_t R, int64_t E, int64_t P) {
-    return 8 * kSpillProbes + 3 * aligned_bytes(kSpillStates) + kSpillStates * bytes_of_state(R, P) +
-           aligned_bytes(E) + 2 * aligned_bytes(R) + 2 * bytes_of_start(R, P) + 5 * aligned_bytes(P);
-  }
-  ISOLOAD_HD static SpillWorkspace at(void* memory, int64_t R, int64_t E, int64_t P) {
-    SpillWorkspace ws;
-    ws.R = R, ws.P = P;
-    ws.room = static_cast<int64_t*>(memory);
-    char* next = reinterpret_cast<char*>(ws.room + kSpillProbes);
-    ws.reached = take(next, kSpillStates), ws.above = take(next, kSpillStates);
-    ws.flags = take(next, kSpillStates);
-    ws.total = take(next, E), ws.free = take(next, R), ws.node = take(next, R);
-    ws.rank = take(next, P), ws.queue = take(next, P);
-    ws.index = take(next, P), ws.slots = take(next, P), ws.copies = take(next, P);
-    ws.starts = next, ws.tries = next + 2 * bytes_of_start(R, P);
-    return ws;
-  }
-
- private:
-  ISOLOAD_HD static int64_t bytes_of_start(int64_t R, int64_t P) {
-    return aligned_bytes(P) + 2 * aligned_bytes(R);
-  }
-  ISOLOAD_HD static int64_t bytes_of_state(int64_t R, int64_t P) {
-    return 3 * aligned_bytes(R) + aligned_bytes(4 * R) + 3 * aligned_bytes(P);
+  template <class Take>
+  ISOLOAD_HD void lay_out(int64_t num_ranks, int64_t E, int64_t num_slots, Take&& take) {
+    R = num_ranks, P = num_slots;
+    take(kSpillProbes, room), take(InPacks{kSpillStates}, reached, above, flags);
+    take(InPacks{E}, total), take(InPacks{R}, free, node),
+        take(InPacks{P}, rank, queue, index, slots, copies);
+    take(2 * SpillStart::bytes(R, P), starts), take(kSpillStates * SpillState::bytes(R, P), tries);
   }
 };
 

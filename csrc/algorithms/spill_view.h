@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "host_device.h"
+#include "workspace.h"
 
 namespace isoload {
 
@@ -54,14 +55,20 @@ struct SpillView {
   }
 };
 
-// Caller's memory of one try.
-struct SpillState {
+// The memory of one try.
+struct SpillState : Workspace<SpillState> {
   int32_t* cost;            // [R] at most the largest load or the target
   int32_t *free, *exports;  // [R] spare slots left; experts lent
   int32_t* open;            // [4, R] of OpenRanks
   int32_t* quota;           // [P]
   int32_t* lender;          // [P] the slot that an import's copies are from, in its spare slot
   int32_t* rests;           // [P] slots of which a level has lent a part
+
+  template <class Take>
+  ISOLOAD_HD void lay_out(int64_t R, int64_t P, Take&& take) {
+    take(InPacks{R}, cost, free, exports), take(InPacks{4 * R}, open);
+    take(InPacks{P}, quota, lender, rests);
+  }
 };
 constexpr int32_t kClosed = INT32_MAX;
 

@@ -18,6 +18,7 @@
 #include "algorithms/quotient.h"
 #include "host_device.h"
 #include "rank_set.h"
+#include "workspace.h"
 
 namespace isoload {
 
@@ -28,28 +29,16 @@ struct VisitProblem {
   const int32_t* tokens;  // [R]
 };
 
-// Caller's memory; every array is written before it is read. R here: places<W>(R).
 template <int W>
-struct VisitWorkspace {
+struct VisitWorkspace : Workspace<VisitWorkspace<W>> {  // R here: places<W>(R)
   RankSet<W>*open, *sent, *levels;  // [R] takers that giver s may send more, has sent some; [R] of a search
   int32_t *givers, *takers, *wish;  // [R] ranks with excess, with room; what a rank would send or take
   int32_t* path;                    // [R] takers in need; givers and takers in turn
 
-  ISOLOAD_HD static int64_t bytes(int64_t num_ranks) {
+  template <class Take>
+  ISOLOAD_HD void lay_out(int64_t num_ranks, Take&& take) {
     const int64_t R = places<W>(num_ranks);
-    return 3 * R * int64_t(sizeof(RankSet<W>)) + 4 * R * int64_t(sizeof(int32_t));
-  }
-  ISOLOAD_HD static VisitWorkspace at(void* memory, int64_t num_ranks) {
-    const int64_t R = places<W>(num_ranks);
-    VisitWorkspace ws;
-    ws.open = static_cast<RankSet<W>*>(memory);
-    ws.sent = ws.open + R;
-    ws.levels = ws.sent + R;
-    ws.givers = reinterpret_cast<int32_t*>(ws.levels + R);
-    ws.takers = ws.givers + R;
-    ws.wish = ws.takers + R;
-    ws.path = ws.wish + R;
-    return ws;
+    take(R, open, sent, levels), take(R, givers, takers, wish, path);
   }
 };
 

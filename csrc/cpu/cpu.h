@@ -7,10 +7,8 @@
 #include "algorithms/borrow.h"
 #include "algorithms/plan_exact.h"
 #include "algorithms/plan_own.h"
-#include "algorithms/plan_spill.h"
 #include "algorithms/replica_tables.h"
 #include "algorithms/route_shared_sampled.h"
-#include "algorithms/share.h"
 #include "host_device.h"
 #include "random_word.h"
 #include "team.h"
@@ -34,20 +32,12 @@ struct Counts {
 template <class Id>
 int64_t count(const Id* ids, int64_t T, int K, int E, int num_shared, Id* columns, const Counts& out);
 
-SpillStatus plan_spill(const SpillProblem& problem, const SpillResult& result);
-
 // Copies the homes' rows to this rank's spare pools [W], sizes in bytes.
 void borrow(const Borrowing& in, const Rows* spare);
 
 // Adds the rows of all ranks' gradient pools to this rank's totals [W], sizes in values; by rank, then slot.
 template <class Value, class Total>
 void borrow_backward(const Borrowing& in, const Rows* totals, int64_t num_rows);
-
-// Of the share: a rank's row [P], all rows [R, P], or all rows summed over each rank's slots [R, R].
-enum class ShareOf { one_row, all_rows, all_ranks };
-
-// Returns an expert whose quota was not made from its loads, or -1.
-int share(const ShareProblem& problem, ShareOf of, int rank, int32_t* out);
 
 // What a route did not fit: an id outside [-1, E), an expert with more or fewer copies than its share, other
 // shared columns, or a weight.
@@ -127,8 +117,7 @@ struct Route {
   ReplicaTables tables;
   Numbered numbered;
   const int32_t* send_counts;  // [P]
-  bool prefer_visited;
-  SharedRoute shared;  // without a source_quota its copies go home
+  SharedRoute shared;          // without a source_quota its copies go home
 
   ISOLOAD_HD int width() const { return K + shared.num_shared; }
   // The slot of the first shared expert; -1: route_shared deals their copies.

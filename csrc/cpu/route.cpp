@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cfloat>
-#include <vector>
 
 #include "cpu/cpu.h"
 #include "cpu/dealer.h"
@@ -9,13 +8,10 @@
 namespace isoload::cpu {
 namespace {
 
-constexpr int kUnset = -2;
-
-// Deals copies [n] that lie side by side in order; kSomeSet: those that are kUnset.
-template <bool kSomeSet, class Id>
+// Deals copies [n] that lie side by side in order.
+template <class Id>
 RouteFault deal(const Id* ids, int64_t n, int E, Dealer& dealer, Id* slots) {
   for (int64_t i = 0; i < n; ++i) {
-    if (kSomeSet && slots[i] != kUnset) continue;
     const Id id = ids[i];
     slots[i] = -1;
     if (id == -1) continue;
@@ -27,14 +23,14 @@ RouteFault deal(const Id* ids, int64_t n, int E, Dealer& dealer, Id* slots) {
 }
 
 // The copies' numbers are of no use here: a thread meets them in order.
-template <bool kSomeSet, class Id>
-RouteFault deal_all(const Route& in, const int32_t* left, const Id* ids, Id* slots) {
+template <class Id>
+RouteFault deal_all(const Route& in, const Id* ids, Id* slots) {
   thread_local Dealer dealer;
-  dealer.reset(in.tables, in.E, left);
+  dealer.reset(in.tables, in.E, in.send_counts);
   const int n = in.shared.num_shared, home = in.home_slot();
   const int64_t run = n == 0 ? in.T * in.K : in.K, end = in.T * in.width();
   for (int64_t at = 0; at < end; at += run + n) {
-    const RouteFault fault = deal<kSomeSet>(ids + at, run, in.E, dealer, slots + at);
+    const RouteFault fault = deal(ids + at, run, in.E, dealer, slots + at);
     if (fault.kind != RouteFault::none) return fault;
     const bool present =
         n > 0 && std::any_of(slots + at, slots + at + run, [](Id slot) { return slot >= 0; });
@@ -48,52 +44,11 @@ RouteFault deal_all(const Route& in, const int32_t* left, const Id* ids, Id* slo
   return {};
 }
 
-// A copy whose expert leaves a choice asks for its expert's first replica (with a share) on a rank that the
-// token visits anyway, for an expert without a choice. The first share[p] askers of slot p get it, in token
-// order; `left` becomes what remains of the share. Independent askers: one prefix sum per slot on a device.
-template <class Id>
-void grant_visited(const Id* ids, int64_t T, int K, int E, const ReplicaTables& t, const int32_t* share,
-                   int32_t* left, Id* slots) {
-  thread_local std::vector<int32_t> forced, visited;
-  forced.assign(E, -1);  // rank of an expert's only replica with a share; -2 if there are several
-  for (int e = 0; e < E; ++e)
-    for (int j = t.offsets[e]; j < t.offsets[e + 1]; ++j)
-      if (share[t.slots[j]] > 0) forced[e] = forced[e] == -1 ? t.ranks[j] : -2;
-  for (int64_t i = 0; i < T; ++i) {
-    const Id* token = ids + i * K;
-    visited.clear();
-    for (int k = 0; k < K; ++k)
-      if (is_expert(token[k], E) && forced[token[k]] >= 0) visited.push_back(forced[token[k]]);
-    auto is_visited = [&](int rank) {
-      bool found = false;
-      for (const int v : visited) found |= v == rank;
-      return found;
-    };
-    for (int k = 0; k < K; ++k) {
-      slots[i * K + k] = kUnset;
-      if (!is_expert(token[k], E) || forced[token[k]] != -2) continue;
-      const int end = t.offsets[token[k] + 1];
-      int j = t.offsets[token[k]];
-      while (j < end && !(share[t.slots[j]] > 0 && is_visited(t.ranks[j]))) ++j;
-      if (j < end && left[t.slots[j]] > 0) --left[t.slots[j]], slots[i * K + k] = t.slots[j];
-    }
-  }
-}
-
-template <class Id>
-RouteFault route_visited(const Route& in, const Id* ids, Id* slots) {
-  thread_local std::vector<int32_t> left;
-  left.assign(in.send_counts, in.send_counts + in.P);
-  grant_visited(ids, in.T, in.K, in.E, in.tables, in.send_counts, left.data(), slots);
-  return deal_all<true>(in, left.data(), ids, slots);
-}
-
 }  // namespace
 
 template <class Id>
 ColumnsFault route(const Route& in, const Id* ids, Id* slots) {
-  const RouteFault fault =
-      in.prefer_visited ? route_visited(in, ids, slots) : deal_all<false>(in, in.send_counts, ids, slots);
+  const RouteFault fault = deal_all(in, ids, slots);
   if (fault.kind != RouteFault::none || in.shared.source_quota == nullptr) return {fault, {}};
   return {fault, route_shared(in.shared, slots, slots + in.K)};
 }

@@ -27,7 +27,7 @@ const char* balance_same(const Id* ids, int64_t T, int K, const ExactProblem& in
   if (!error)
     error = count(ids, T, K, in.E, 0, static_cast<Id*>(nullptr), cpu::Counts{loads, numbers, parts}, stream);
   if (!error) error = plan<ExactPlanner>(in, out, 1, of_plan > 0 ? global : nullptr, stream);
-  const Route route_in{T, K, in.E, in.R * in.S, in.tables, {numbers, parts, in.E}, out.quota, false, {}};
+  const Route route_in{T, K, in.E, in.R * in.S, in.tables, {numbers, parts, in.E}, out.quota, {}};
   return error ? error : route(route_in, ids, slots, nullptr, stream);
 }
 

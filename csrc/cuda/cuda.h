@@ -19,7 +19,6 @@ namespace isoload::cuda {
 using cpu::Route;
 using cpu::SharedLayout;
 using cpu::SharedRoute;
-using cpu::ShareOf;
 
 // The current device's error word, for kernels.
 int32_t* error_word();
@@ -39,10 +38,6 @@ template <class Planner>
 const char* plan(const typename Planner::Problem& problem, const typename Planner::Result& result, int64_t B,
                  void* global, void* stream);
 
-int64_t plan_spill_bytes(int64_t B, int R, int E, int S);
-const char* plan_spill(const SpillProblem& problem, const SpillResult& result, int64_t B, void* global,
-                       void* stream);
-
 // spare, totals: [W] on the host. At most `blocks` blocks, so that a GEMM beside them keeps its processors.
 const char* borrow(const Borrowing& in, const Rows* spare, int64_t blocks, void* stream);
 
@@ -60,12 +55,6 @@ int64_t balance_same_bytes(int64_t T, int K, const ExactProblem& in);
 template <class Id>
 const char* balance_same(const Id* ids, int64_t T, int K, const ExactProblem& in, int32_t* loads,
                          const ExactResult& out, Id* slots, void* global, void* stream);
-
-int64_t share_bytes(const ShareProblem& problem, ShareOf of, int64_t B);
-// peaks [B]: of the plans that have just made the quotas, -1 where one was refused, whose rows are 0 then; or
-// null, and the quotas are checked.
-const char* share(const ShareProblem& problem, ShareOf of, int rank, const int64_t* peaks, int32_t* out,
-                  int64_t B, void* global, void* stream);
 
 int64_t route_bytes(const Route& in);
 template <class Id>

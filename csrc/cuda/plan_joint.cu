@@ -2,14 +2,16 @@
 // tables are fetched there, and results leave it at the end: no pointer leads anywhere else meanwhile. For
 // others the kernels of its parts run one after another, so that none grows beyond an instruction cache.
 #include "algorithms/plan_joint.h"
-#include "cuda/fetched_plan.cuh"
+#include "cuda/planner.cuh"
 
 namespace isoload::cuda {
 
-// Of plan_exact.cu and plan_waterfill.cu.
+// Of plan_exact.cu, share.cu and plan_waterfill.cu.
 extern template int64_t plan_bytes<ExactPlanner>(const ExactProblem&, int64_t);
 extern template const char* plan<ExactPlanner>(const ExactProblem&, const ExactResult&, int64_t, void*,
                                                void*);
+extern template int64_t plan_bytes<SharePlanner>(const ShareProblem&, int64_t);
+extern template const char* plan<SharePlanner>(const ShareProblem&, int32_t* const&, int64_t, void*, void*);
 extern template int64_t plan_bytes<WaterfillPlanner>(const WaterfillProblem&, int64_t);
 extern template const char* plan<WaterfillPlanner>(const WaterfillProblem&, const WaterfillResult&, int64_t,
                                                    void*, void*);
@@ -27,15 +29,15 @@ struct JointSizes {  // of a block, in int32
 };
 
 bool is_one_kernel(const JointProblem& problem) {
-  return is_plain(problem) && problem.tolerance_ppm == 0 && problem.num_shared == 1 && problem.R <= 64 &&
-         JointSizes::of(problem).bytes() <= shared_limit();
+  return JointPlanner::is_plain(problem) && problem.tolerance_ppm == 0 && problem.num_shared == 1 &&
+         problem.R <= 64 && JointSizes::of(problem).bytes() <= shared_limit();
 }
 
-__global__ void __launch_bounds__(FetchedTeam::kLanes, 1)
+__global__ void __launch_bounds__(WideTeam::kLanes, 1)
     plan_joint_fetched_kernel(JointProblem in, JointResult result, int32_t* errors) {
   take_turn();
-  __shared__ FetchedTeam::Group group;
-  FetchedTeam team(group);
+  __shared__ WideTeam::Group group;
+  WideTeam team(group);
   JointPlanner::select(in, result, blockIdx.x);
   in.objective = Objective::spread, in.ticks = nullptr, in.tolerance_ppm = 0, in.num_shared = 1;  // less code
   const JointSizes sizes = JointSizes::of(in);
@@ -91,21 +93,25 @@ struct Between {
 // The problems of the parts, of all layers.
 struct Parts {
   ExactProblem split;
-  ShareProblem share;
+  ShareProblem row, by_rank;
   WaterfillProblem pour;
 
-  static Parts of(const JointProblem& in, const Between& m, const int32_t* quota) {
+  static Parts of(const JointProblem& in, const Between& m, const JointResult& out) {
+    const ShareProblem row{in.R,      in.E,    in.S,      in.per_node,      true,
+                           in.tables, m.loads, out.quota, ShareOf::one_row, in.rank,
+                           out.peak};
     Parts parts{in,
-                {in.R, in.E, in.S, in.per_node, true, in.tables, m.loads, quota},
+                row,
+                row,
                 {in.R, in.per_node, in.num_shared, Candidates::all, m.copies, m.tokens, in.ticks, nullptr}};
     parts.split.loads = m.loads, parts.split.fixed = nullptr, parts.split.pour = m.pour;
+    parts.by_rank.of = ShareOf::all_ranks;
     return parts;
   }
   int64_t bytes(int64_t B) const {  // of the one that needs most
     int64_t most = 0;
-    for (const int64_t part :
-         {plan_bytes<ExactPlanner>(split, B), share_bytes(share, ShareOf::one_row, B),
-          share_bytes(share, ShareOf::all_ranks, B), plan_bytes<WaterfillPlanner>(pour, B)})
+    for (const int64_t part : {plan_bytes<ExactPlanner>(split, B), plan_bytes<SharePlanner>(row, B),
+                               plan_bytes<SharePlanner>(by_rank, B), plan_bytes<WaterfillPlanner>(pour, B)})
       most = part > most ? part : most;
     return most;
   }
@@ -145,23 +151,18 @@ __global__ void __launch_bounds__(PlanTeam::kLanes, 1)
 const char* plan_in_parts(const JointProblem& problem, const JointResult& result, int64_t B, void* global,
                           void* stream) {
   const Between m = Between::at(global, problem, B);
-  const Parts parts = Parts::of(problem, m, result.quota);
-  auto workspace = [&](int64_t bytes) { return bytes > 0 ? m.workspace : nullptr; };
-  if (const char* error =
-          launch(plan_joint_open_kernel, B * problem.R, PlanTeam::kLanes, 0, stream, problem, m))
-    return error;
-  if (const char* error = plan<ExactPlanner>(parts.split, result, B,
-                                             workspace(plan_bytes<ExactPlanner>(parts.split, B)), stream))
-    return error;
-  for (const ShareOf of : {ShareOf::one_row, ShareOf::all_ranks})
-    if (const char* error = share(parts.share, of, problem.rank, result.peak,
-                                  of == ShareOf::one_row ? result.send_counts : m.copies, B,
-                                  workspace(share_bytes(parts.share, of, B)), stream))
-      return error;
+  const Parts parts = Parts::of(problem, m, result);
   const WaterfillResult poured{result.share, m.peak, m.bound};
-  if (const char* error = plan<WaterfillPlanner>(
-          parts.pour, poured, B, workspace(plan_bytes<WaterfillPlanner>(parts.pour, B)), stream))
-    return error;
+  auto solve = [&](auto planner, const auto& part, const auto& out) {
+    using Planner = decltype(planner);
+    return plan<Planner>(part, out, B, plan_bytes<Planner>(part, B) > 0 ? m.workspace : nullptr, stream);
+  };
+  const char* error = launch(plan_joint_open_kernel, B * problem.R, PlanTeam::kLanes, 0, stream, problem, m);
+  if (!error) error = solve(ExactPlanner(), parts.split, result);
+  if (!error) error = solve(SharePlanner(), parts.row, result.send_counts);
+  if (!error) error = solve(SharePlanner(), parts.by_rank, m.copies);
+  if (!error) error = solve(WaterfillPlanner(), parts.pour, poured);
+  if (error) return error;
   return launch(plan_joint_close_kernel, B, PlanTeam::kLanes, 0, stream, problem, result);
 }
 
@@ -170,14 +171,14 @@ const char* plan_in_parts(const JointProblem& problem, const JointResult& result
 template <>
 int64_t plan_bytes<JointPlanner>(const JointProblem& problem, int64_t B) {
   if (is_one_kernel(problem)) return 0;
-  return Between::bytes(problem, B) + Parts::of(problem, Between{}, nullptr).bytes(B);
+  return Between::bytes(problem, B) + Parts::of(problem, Between{}, {}).bytes(B);
 }
 
 template <>
 const char* plan<JointPlanner>(const JointProblem& problem, const JointResult& result, int64_t B,
                                void* global, void* stream) {
   if (!is_one_kernel(problem)) return plan_in_parts(problem, result, B, global, stream);
-  return launch(plan_joint_fetched_kernel, B, FetchedTeam::kLanes, JointSizes::of(problem).bytes(), stream,
+  return launch(plan_joint_fetched_kernel, B, WideTeam::kLanes, JointSizes::of(problem).bytes(), stream,
                 problem, result, error_word());
 }
 

@@ -7,8 +7,6 @@
 namespace isoload::cuda {
 namespace {
 
-using WideTeam = BlockTeam<8, true>;
-
 template <class Real>
 __global__ void __launch_bounds__(WideTeam::kLanes, 1)
     plan_lp_kernel(LpProblem<Real> problem, LpResult<Real> result, void* global, int32_t* errors) {

@@ -8,7 +8,6 @@
 #include "cuda/launch.cuh"
 #include "cuda/look_up.cuh"
 #include "cuda/match_few.cuh"
-#include "cuda/route_visited.cuh"
 
 namespace isoload::cuda {
 namespace {
@@ -109,14 +108,12 @@ const char* look_up_all(const Route& in, const Numbers<Id>& numbers, void* strea
 }  // namespace
 
 int64_t route_bytes(const Route& in) {
-  if (in.prefer_visited) return route_visited_bytes(in);
   if (in.shared.source_quota == nullptr) return 0;
   return FewMatcher::fits(in.shared) ? Meeting::bytes(in.T) : route_shared_bytes(in.shared);
 }
 
 template <class Id>
 const char* route(const Route& in, const Id* ids, Id* slots, void* global, void* stream) {
-  if (in.prefer_visited) return route_visited(in, ids, slots, global, stream);
   const Numbers<Id> numbers = numbers_of(in, ids, slots);
   const bool dealt = in.shared.source_quota != nullptr;
   if (dealt && FewMatcher::fits(in.shared) && numbers.part < Meeting::kOne &&

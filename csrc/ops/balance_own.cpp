@@ -21,8 +21,7 @@ void check(const cpu::BalanceFault& fault, const OwnProblem& in) {
 
 std::tuple<Tensor, Tensor> balance_own(const Tensor& topk_ids, const Tensor& tables, int64_t num_experts,
                                        int64_t num_ranks, int64_t num_slots, const Tensor& offset,
-                                       const std::optional<Tensor>& ticks,
-                                       const std::optional<Tensor>& recent, const std::optional<Tensor>& sent,
+                                       const Maybe& ticks, const Maybe& recent, const Maybe& sent,
                                        int64_t source, int64_t layer, int64_t sweeps) {
   require_copies(topk_ids);
   require(num_experts >= 1, "num_experts must be at least 1, got ", num_experts);

@@ -8,8 +8,8 @@ namespace isoload::ops {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> balance_same(
     const Tensor& topk_ids, const Tensor& tables, int64_t num_experts, int64_t num_ranks, int64_t num_slots,
-    const std::optional<Tensor>& ticks, int64_t objective, int64_t ranks_per_node, int64_t tolerance_ppm,
-    int64_t sweeps, int64_t budget) {
+    const Maybe& ticks, int64_t objective, int64_t ranks_per_node, int64_t tolerance_ppm, int64_t sweeps,
+    int64_t budget) {
   require_copies(topk_ids);
   require(num_experts >= 1, "num_experts must be at least 1, got ", num_experts);
   require_in("num_ranks", num_ranks, 1, kMaxRanks);

@@ -34,15 +34,14 @@ inline Tensor checked(const Tensor& tensor, const char* name, ScalarType dtype, 
   require_device(tensor, name, like, like_name);
   return dense(tensor);
 }
-inline std::optional<Tensor> checked(const std::optional<Tensor>& tensor, const char* name, ScalarType dtype,
-                                     const Sizes& shape, const Tensor& like, const char* like_name) {
+inline Maybe checked(const Maybe& tensor, const char* name, ScalarType dtype, const Sizes& shape,
+                     const Tensor& like, const char* like_name) {
   if (!tensor) return std::nullopt;
   return checked(*tensor, name, dtype, shape, like, like_name);
 }
 
 // Which ranks are alive, one at least.
-inline std::optional<Tensor> checked_alive(const std::optional<Tensor>& given, int64_t num_ranks,
-                                           const Tensor& like, const char* like_name) {
+inline Maybe checked_alive(const Maybe& given, int64_t num_ranks, const Tensor& like, const char* like_name) {
   require(!given || given->scalar_type() == ScalarType::Bool, "alive must be bool, got ",
           dtype_name(given ? given->scalar_type() : ScalarType::Bool));
   const auto alive = checked(given, "alive", ScalarType::Bool, {num_ranks}, like, like_name);
@@ -53,8 +52,7 @@ inline std::optional<Tensor> checked_alive(const std::optional<Tensor>& given, i
 }
 
 // What one copy costs on each rank.
-inline std::optional<Tensor> checked_ticks(const std::optional<Tensor>& given, int64_t num_ranks,
-                                           const Tensor& like, const char* like_name) {
+inline Maybe checked_ticks(const Maybe& given, int64_t num_ranks, const Tensor& like, const char* like_name) {
   const auto ticks = checked(given, "ticks", ScalarType::Int, {num_ranks}, like, like_name);
   for (int64_t r = 0; ticks && r < num_ranks && like.is_cpu(); ++r) {
     const int32_t tick = data<int32_t>(ticks)[r];
@@ -64,8 +62,8 @@ inline std::optional<Tensor> checked_ticks(const std::optional<Tensor>& given, i
 }
 
 // Sums that batches add to, in place; null where there are none.
-inline int64_t* checked_sums(const std::optional<Tensor>& sums, const char* name, int64_t size,
-                             const Tensor& like, const char* like_name) {
+inline int64_t* checked_sums(const Maybe& sums, const char* name, int64_t size, const Tensor& like,
+                             const char* like_name) {
   if (!sums) return nullptr;
   require_dtype(*sums, name, ScalarType::Long);
   require(sums->is_contiguous() && sums->numel() == size, name, " must be contiguous with ", size,
@@ -75,8 +73,7 @@ inline int64_t* checked_sums(const std::optional<Tensor>& sums, const char* name
 }
 
 // The batch's number [1] on the device of `like`, as a pointer; null where there is none.
-inline const int64_t* step_number(const std::optional<Tensor>& step, const Tensor& like,
-                                  const char* like_name) {
+inline const int64_t* step_number(const Maybe& step, const Tensor& like, const char* like_name) {
   if (!step) return nullptr;
   require_dtype(*step, "step", ScalarType::Long);
   require(step->numel() == 1, "step must have one element, got ", shape_text(*step));
@@ -93,7 +90,7 @@ class Scratch {
   void* data() const { return tensor_ ? tensor_->mutable_data_ptr() : nullptr; }
 
  private:
-  std::optional<Tensor> tensor_;
+  Maybe tensor_;
 };
 
 #ifdef ISOLOAD_WITH_CUDA

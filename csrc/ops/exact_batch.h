@@ -9,9 +9,9 @@ namespace isoload::ops {
 
 struct ExactBatch {
   ExactBatch(const Tensor& loads, const Tensor& tables, int64_t num_ranks, int64_t num_slots,
-             const std::optional<Tensor>& fixed_in, const std::optional<Tensor>& ticks_in,
-             const std::optional<Tensor>& pour_in, int64_t objective, int64_t ranks_per_node,
-             int64_t tolerance_ppm, int64_t sweeps, int64_t budget, int64_t num_shared = 0)
+             const Maybe& fixed_in, const Maybe& ticks_in, const Maybe& pour_in, int64_t objective,
+             int64_t ranks_per_node, int64_t tolerance_ppm, int64_t sweeps, int64_t budget,
+             int64_t num_shared = 0)
       : in(loads, tables, num_ranks, num_slots, num_shared),
         fixed(in.checked_per_layer(fixed_in, "fixed", {in.R})),
         ticks(checked_ticks(ticks_in, in.R, loads, "loads")),
@@ -55,7 +55,7 @@ struct ExactBatch {
   }
 
   LoadsBatch in;
-  std::optional<Tensor> fixed, ticks, pour;
+  Maybe fixed, ticks, pour;
   ExactProblem problem;  // of layer 0
   Tensor quota, peak, bound, telemetry;
 };

@@ -10,8 +10,7 @@ namespace isoload::ops {
 struct FillBatch : Layers {
   // per_source: sums over sources are not enough.
   FillBatch(const Tensor& slots, const Tensor& home_in, int64_t num_ranks, int64_t per_node, int64_t spare,
-            const Tensor& loads_in, const std::optional<Tensor>& fixed_in,
-            const std::optional<Tensor>& alive_in, bool per_source = false)
+            const Tensor& loads_in, const Maybe& fixed_in, const Maybe& alive_in, bool per_source = false)
       : Layers{dense(slots), "slot_to_expert", slots.dim() == 2, 1},
         R(num_ranks),
         home(dense(home_in)),
@@ -32,44 +31,41 @@ struct FillBatch : Layers {
     loads = checked_per_layer(loads_in, "loads", by_source ? Sizes{R, E} : Sizes{E});
     fixed = checked_per_layer(fixed_in, "fixed", {R});
     alive = checked_alive(alive_in, R, like, like_name);
-    per_node_ = static_cast<int>(per_node), spare_ = static_cast<int>(spare);
-    sources_ = static_cast<int>(by_source ? R : 1);
+    first_ = {static_cast<int>(R),     static_cast<int>(E),
+              static_cast<int>(P / R), static_cast<int>(per_node),
+              static_cast<int>(spare), data<int32_t>(loads),
+              data<int32_t>(fixed),    static_cast<int>(by_source ? R : 1),
+              data<int32_t>(like),     data<int32_t>(home),
+              data<bool>(alive)};
   }
 
-  // The fields of layer b that every problem of this kind has.
-  template <class Problem>
-  void set(Problem& problem, int64_t b) const {
-    problem.R = static_cast<int>(R);
-    problem.E = static_cast<int>(E);
-    problem.S = static_cast<int>(P / R);
-    problem.per_node = per_node_;
-    problem.spare = spare_;
-    problem.loads = data<int32_t>(loads) + b * sources_ * E;
-    problem.fixed = fixed ? data<int32_t>(fixed) + b * R : nullptr;
-    problem.num_sources = sources_;
-    problem.slot_to_expert = data<int32_t>(like) + b * P;
-    problem.home_slot = data<int32_t>(home) + b * E;
-    problem.alive = data<bool>(alive);
-  }
-
-  // Filled slots and telemetry of a planner; fill(problem): what it has of these fields. empty: see below.
-  template <class Planner, class Fill>
-  std::tuple<Tensor, Tensor> solve(typename Planner::Problem problem, bool empty, Fill&& fill) const {
+  // A planner over the batch; problem: its own fields. empty: see below; check(in): what else a layer must
+  // be.
+  template <class Planner, class Check>
+  void solve(typename Planner::Problem problem, const typename Planner::Result& result, bool empty,
+             Check&& check) const {
+    static_cast<FillProblem&>(problem) = first_;
     for (int64_t b = 0; b < B && like.is_cpu(); ++b) {
-      set(fill(problem), b);
-      check_placement(fill(problem), empty);
+      typename Planner::Problem in = problem;
+      typename Planner::Result out = result;
+      Planner::select(in, out, b);
+      check_placement(in, empty);
+      check(in);
     }
-    set(fill(problem), 0);
+    plan_layers<Planner>(like, problem, result, B, 0,
+                         [](const FillProblem& refused, int64_t, int) { explain(refused); });
+  }
+  // Filled slots and telemetry.
+  template <class Planner>
+  std::tuple<Tensor, Tensor> fill(const typename Planner::Problem& problem, bool empty) const {
     const Tensor filled = per_layer({P}), telemetry = per_layer({5});
     const FillResult result{mutable_data<int32_t>(filled), mutable_data<int32_t>(telemetry)};
-    plan_layers<Planner>(like, problem, result, B, 0,
-                         [&](auto& refused, int64_t, int) { explain(fill(refused)); });
+    solve<Planner>(problem, result, empty, [](const FillProblem&) {});
     return {filled, telemetry};
   }
 
   // empty: nothing may lie in the spare slots.
-  template <class Problem>
-  static void check_placement(const Problem& in, bool empty) {
+  static void check_placement(const FillProblem& in, bool empty) {
     for (int e = 0; e < in.E; ++e) {
       const int32_t p = in.home_slot[e];
       const bool held = p >= 0 && p < in.R * in.S && in.slot_to_expert[p] == e;
@@ -82,8 +78,7 @@ struct FillBatch : Layers {
   }
 
   // Raises what a planner refused: it only knows that something is wrong, and here there is time to look.
-  template <class Problem>
-  static void explain(const Problem& in) {
+  static void explain(const FillProblem& in) {
     int64_t copies = 0;
     for (int64_t i = 0; i < int64_t(in.num_sources) * in.E; ++i) {
       require(in.loads[i] >= 0, "loads must not be negative, got ", in.loads[i], " for expert ", i % in.E);
@@ -95,10 +90,10 @@ struct FillBatch : Layers {
 
   int64_t R, P = 0, E = 0;
   Tensor home, loads;
-  std::optional<Tensor> fixed, alive;
+  Maybe fixed, alive;
 
  private:
-  int per_node_ = 1, spare_ = 0, sources_ = 1;
+  FillProblem first_{};  // layer 0
 };
 
 }  // namespace isoload::ops

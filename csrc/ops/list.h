@@ -75,7 +75,7 @@ namespace isoload {
   OP(route, \
      "(Tensor topk_ids, Tensor numbers, Tensor parts, Tensor send_counts, Tensor tables, " \
      "int num_experts, int num_ranks, Tensor? shared_row, int num_shared, int first_shared, int home, " \
-     "bool strict, bool prefer_visited) -> Tensor") \
+     "bool strict) -> Tensor") \
   OP(route_sampled, \
      "(Tensor topk_ids, Tensor weights, Tensor tables, int num_experts, int seed, Tensor? step, " \
      "int rank) -> Tensor") \

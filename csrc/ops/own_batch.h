@@ -28,8 +28,7 @@ struct OwnBatch : Layers {
   }
 
   // What it is to even out besides, where given.
-  void set_base(const Tensor& offset, const std::optional<Tensor>& fixed,
-                const std::optional<Tensor>& ticks) {
+  void set_base(const Tensor& offset, const Maybe& fixed, const Maybe& ticks) {
     kept_[0] = checked_per_layer(offset, "offset", {problem.R});
     kept_[1] = checked_per_layer(fixed, "fixed", {problem.R});
     kept_[2] = checked_ticks(ticks, problem.R, like, like_name);
@@ -39,7 +38,7 @@ struct OwnBatch : Layers {
   }
 
   // What batches add to, in place, where given.
-  void set_sums(const std::optional<Tensor>& recent, const std::optional<Tensor>& sent) {
+  void set_sums(const Maybe& recent, const Maybe& sent) {
     problem.recent = checked_sums(recent, "recent", like.numel(), like, like_name);
     problem.sent = checked_sums(sent, "sent", 3 * problem.R * B, like, like_name);
   }
@@ -63,7 +62,7 @@ struct OwnBatch : Layers {
   OwnProblem problem{};
 
  private:
-  std::optional<Tensor> kept_[3];
+  Maybe kept_[3];
 };
 
 }  // namespace isoload::ops

@@ -8,7 +8,7 @@ namespace isoload::ops {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> plan_active(const Tensor& loads, const Tensor& tables,
                                                        int64_t num_ranks, int64_t num_slots,
-                                                       const std::optional<Tensor>& ticks_in) {
+                                                       const Maybe& ticks_in) {
   const LoadsBatch batch(loads, tables, num_ranks, num_slots);
   const auto ticks = checked_ticks(ticks_in, batch.R, loads, "loads");
   const Tensor quota = batch.per_layer({batch.P}), telemetry = batch.per_layer({4});

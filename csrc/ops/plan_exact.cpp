@@ -6,10 +6,9 @@
 namespace isoload::ops {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> plan_exact(
-    const Tensor& loads, const Tensor& tables, int64_t num_ranks, int64_t num_slots,
-    const std::optional<Tensor>& fixed, const std::optional<Tensor>& ticks, const std::optional<Tensor>& pour,
-    int64_t objective, int64_t ranks_per_node, int64_t tolerance_ppm, int64_t sweeps, int64_t budget,
-    std::optional<int64_t> rank) {
+    const Tensor& loads, const Tensor& tables, int64_t num_ranks, int64_t num_slots, const Maybe& fixed,
+    const Maybe& ticks, const Maybe& pour, int64_t objective, int64_t ranks_per_node, int64_t tolerance_ppm,
+    int64_t sweeps, int64_t budget, std::optional<int64_t> rank) {
   const ExactBatch batch(loads, tables, num_ranks, num_slots, fixed, ticks, pour, objective, ranks_per_node,
                          tolerance_ppm, sweeps, budget);
   const LoadsBatch& in = batch.in;

@@ -8,7 +8,7 @@ namespace isoload::ops {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_joint(
     const Tensor& loads, const Tensor& tables, int64_t num_ranks, int64_t num_slots, int64_t num_shared,
-    int64_t first_shared, const std::optional<Tensor>& ticks, int64_t objective, int64_t ranks_per_node,
+    int64_t first_shared, const Maybe& ticks, int64_t objective, int64_t ranks_per_node,
     int64_t tolerance_ppm, int64_t sweeps, int64_t budget, int64_t rank) {
   require_in("num_shared", num_shared, 1, 1024);
   const ExactBatch batch(loads, tables, num_ranks, num_slots, std::nullopt, ticks, std::nullopt, objective,

@@ -13,7 +13,7 @@ namespace {
 using LpTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 template <class Real>
-void check_amounts(const std::optional<Tensor>& amounts, const char* name, int64_t R) {
+void check_amounts(const Maybe& amounts, const char* name, int64_t R) {
   for (int64_t i = 0; amounts && i < amounts->numel() && amounts->is_cpu(); ++i) {
     const Real value = data<Real>(amounts)[i];
     require(value >= 0 && std::isfinite(value), name, " must be finite and not negative, got ", value,
@@ -38,8 +38,8 @@ void explain(const LpProblem<Real>& in) {
 }
 
 template <class Real>
-LpTensors solve(const LoadsBatch& loads, const std::optional<Tensor>& speeds_in,
-                const std::optional<Tensor>& base_in, double tolerance, int64_t most) {
+LpTensors solve(const LoadsBatch& loads, const Maybe& speeds_in, const Maybe& base_in, double tolerance,
+                int64_t most) {
   constexpr ScalarType real = sizeof(Real) == 4 ? ScalarType::Float : ScalarType::Double;
   const auto speeds = checked(speeds_in, "speeds", real, {loads.R}, loads.like, "loads");
   const auto base = loads.checked_per_layer(base_in, "base", {loads.R}, real);
@@ -69,8 +69,8 @@ LpTensors solve(const LoadsBatch& loads, const std::optional<Tensor>& speeds_in,
 }  // namespace
 
 LpTensors plan_lp(const Tensor& loads, const Tensor& tables, int64_t num_ranks, int64_t num_slots,
-                  const std::optional<Tensor>& speeds, const std::optional<Tensor>& base, bool float64,
-                  double tolerance, int64_t iterations) {
+                  const Maybe& speeds, const Maybe& base, bool float64, double tolerance,
+                  int64_t iterations) {
   const LoadsBatch batch(loads, tables, num_ranks, num_slots);
   return float64 ? solve<double>(batch, speeds, base, tolerance, iterations)
                  : solve<float>(batch, speeds, base, tolerance, iterations);

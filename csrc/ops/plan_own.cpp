@@ -24,9 +24,8 @@ void explain(const OwnProblem& in) {
 }  // namespace
 
 Tensor plan_own(const Tensor& counts, const Tensor& tables, int64_t num_ranks, int64_t num_slots,
-                const Tensor& offset, const std::optional<Tensor>& fixed, const std::optional<Tensor>& ticks,
-                const std::optional<Tensor>& recent, const std::optional<Tensor>& sent, int64_t source,
-                int64_t layer, int64_t sweeps) {
+                const Tensor& offset, const Maybe& fixed, const Maybe& ticks, const Maybe& recent,
+                const Maybe& sent, int64_t source, int64_t layer, int64_t sweeps) {
   OwnBatch batch(counts, tables, num_ranks, num_slots);
   batch.set_base(offset, fixed, ticks);
   batch.set_sums(recent, sent);

@@ -1,7 +1,8 @@
 // plan_spill: checks of the start and the rules; layers one after another.
+#include "algorithms/plan_spill.h"
+
 #include <vector>
 
-#include "cpu/cpu.h"
 #include "ops/fill_batch.h"
 #include "ops/op.h"
 
@@ -32,10 +33,9 @@ int32_t within_limits(const char* name, int64_t value, int64_t low, int64_t high
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> plan_spill(
     const Tensor& loads, const Tensor& slots, const Tensor& home, int64_t num_ranks, int64_t ranks_per_node,
-    int64_t spare_slots, const std::optional<Tensor>& fixed, const std::optional<Tensor>& start,
-    const std::optional<Tensor>& alive, int64_t capacity_ppm, int64_t threshold_ppm, bool per_expert,
-    int64_t tolerance_ppm, int64_t min_chunk, int64_t near_cost, int64_t far_cost, int64_t egress,
-    bool within) {
+    int64_t spare_slots, const Maybe& fixed, const Maybe& start, const Maybe& alive, int64_t capacity_ppm,
+    int64_t threshold_ppm, bool per_expert, int64_t tolerance_ppm, int64_t min_chunk, int64_t near_cost,
+    int64_t far_cost, int64_t egress, bool within) {
   const FillBatch batch(slots, home, num_ranks, ranks_per_node, spare_slots, loads, fixed, alive);
   const auto before = batch.checked_per_layer(start, "start", {batch.P});
   SpillProblem rules{};
@@ -49,30 +49,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plan_spill(
   rules.far_cost = within_limits("far_cost", far_cost, 0, far);
   rules.egress = within_limits("egress", egress < INT32_MAX ? egress : INT32_MAX, 0, INT32_MAX);
   rules.within = within;
-
-  const int64_t P = batch.P, B = batch.B, R = batch.R;
-  const Tensor filled = batch.per_layer({P}), quota = batch.per_layer({P}), telemetry = batch.per_layer({5});
-  const Tensor level = batch.per_layer({}, ScalarType::Long);
-  auto problem = [&](int64_t b) {
-    SpillProblem layer = rules;
-    batch.set(layer, b);
-    layer.start = before ? data<int32_t>(before) + b * P : nullptr;
-    return layer;
-  };
-  auto result = [&](int64_t b) {
-    return SpillResult{mutable_data<int32_t>(filled) + b * P, mutable_data<int32_t>(quota) + b * P,
-                       mutable_data<int64_t>(level) + b, mutable_data<int32_t>(telemetry) + b * 5};
-  };
-  if (!on_cuda(slots, [&](auto stream) {
-        const Scratch scratch(slots, cuda::plan_spill_bytes(B, R, batch.E, P / R));
-        return cuda::plan_spill(problem(0), result(0), B, scratch.data(), stream);
-      }))
-    for (int64_t b = 0; b < B; ++b) {
-      const SpillProblem layer = problem(b);
-      FillBatch::check_placement(layer, true);
-      if (layer.start) check_start(layer);
-      if (cpu::plan_spill(layer, result(b)) != SpillStatus::ok) FillBatch::explain(layer);
-    }
+  rules.start = data<int32_t>(before);
+  const Tensor filled = batch.per_layer({batch.P}), quota = batch.per_layer({batch.P});
+  const Tensor level = batch.per_layer({}, ScalarType::Long), telemetry = batch.per_layer({5});
+  const SpillResult result{mutable_data<int32_t>(filled), mutable_data<int32_t>(quota),
+                           mutable_data<int64_t>(level), mutable_data<int32_t>(telemetry)};
+  batch.solve<SpillPlanner>(rules, result, true, [](const SpillProblem& in) {
+    if (in.start) check_start(in);
+  });
   return {filled, quota, level, telemetry};
 }
 

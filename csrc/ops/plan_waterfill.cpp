@@ -41,8 +41,8 @@ void explain(const WaterfillProblem& in) {
 
 std::tuple<Tensor, Tensor, Tensor> plan_waterfill(const Tensor& copies_in, const Tensor& tokens_in,
                                                   int64_t per_token, int64_t ranks_per_node,
-                                                  int64_t candidates, const std::optional<Tensor>& ticks_in,
-                                                  const std::optional<Tensor>& limits_in) {
+                                                  int64_t candidates, const Maybe& ticks_in,
+                                                  const Maybe& limits_in) {
   require_dtype(copies_in, "copies", ScalarType::Int);
   const int64_t dims = copies_in.dim();
   require((dims == 2 || dims == 3) && copies_in.size(dims - 1) == copies_in.size(dims - 2),

@@ -27,9 +27,8 @@ cpu::Numbered checked_numbers(const Tensor& numbers, const Tensor& parts, const 
 }
 
 // Where the shared copies go: home, or as row [R] of their share says.
-cpu::SharedRoute checked_shared(const Tensor& ids, const std::optional<Tensor>& row, int64_t P,
-                                int64_t num_ranks, int64_t num_shared, int64_t first_shared, int64_t home,
-                                bool strict) {
+cpu::SharedRoute checked_shared(const Tensor& ids, const Maybe& row, int64_t P, int64_t num_ranks,
+                                int64_t num_shared, int64_t first_shared, int64_t home, bool strict) {
   const int64_t T = ids.size(0), width = ids.size(1), R = num_ranks;
   require_in("num_shared", num_shared, 0, 1024);
   if (num_shared == 0) return {};
@@ -62,12 +61,10 @@ cpu::SharedRoute checked_shared(const Tensor& ids, const std::optional<Tensor>& 
 
 Tensor route(const Tensor& topk_ids, const Tensor& numbers_in, const Tensor& parts,
              const Tensor& send_counts_in, const Tensor& tables_in, int64_t num_experts, int64_t num_ranks,
-             const std::optional<Tensor>& shared_row, int64_t num_shared, int64_t first_shared, int64_t home,
-             bool strict, bool prefer_visited) {
+             const Maybe& shared_row, int64_t num_shared, int64_t first_shared, int64_t home, bool strict) {
   require_copies(topk_ids);
   require_dtype(send_counts_in, "send_counts", ScalarType::Int);
   require(send_counts_in.dim() == 1, "send_counts must be [P], got ", shape_text(send_counts_in));
-  require(!prefer_visited || num_shared == 0, "num_shared must be 0 with prefer, got ", num_shared);
   const Tensor ids = dense(topk_ids), numbers = dense(numbers_in), send_counts = dense(send_counts_in);
   const int64_t P = send_counts.size(0), T = ids.size(0);
   const Tables tables(tables_in, P, num_experts);
@@ -83,7 +80,6 @@ Tensor route(const Tensor& topk_ids, const Tensor& numbers_in, const Tensor& par
                       tables.layer(0),
                       checked_numbers(numbers, parts, ids, num_experts + num_shared),
                       data<int32_t>(send_counts),
-                      prefer_visited,
                       shared};
   Tensor slots = new_tensor(ids, {T, ids.size(1)}, ids.scalar_type());
   if (on_cuda(ids, [&](auto stream) {
@@ -101,7 +97,7 @@ Tensor route(const Tensor& topk_ids, const Tensor& numbers_in, const Tensor& par
 }
 
 Tensor route_sampled(const Tensor& topk_ids, const Tensor& weights_in, const Tensor& tables_in,
-                     int64_t num_experts, int64_t seed, const std::optional<Tensor>& step, int64_t rank) {
+                     int64_t num_experts, int64_t seed, const Maybe& step, int64_t rank) {
   require_columns(topk_ids, "topk_ids");
   require_dtype(weights_in, "weights", ScalarType::Float);
   require(weights_in.dim() == 1, "weights must be [P], got ", shape_text(weights_in));

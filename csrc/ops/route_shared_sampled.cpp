@@ -22,9 +22,9 @@ static RankLoads rank_loads(const Tensor& counts, const char* name) {
   return loads;
 }
 
-Tensor route_shared_sampled(const Tensor& slots_in, const Tensor& load_in,
-                            const std::optional<Tensor>& tokens_in, int64_t slots_per_rank, int64_t rank,
-                            std::string rule_name, int64_t seed, const std::optional<Tensor>& step) {
+Tensor route_shared_sampled(const Tensor& slots_in, const Tensor& load_in, const Maybe& tokens_in,
+                            int64_t slots_per_rank, int64_t rank, std::string rule_name, int64_t seed,
+                            const Maybe& step) {
   require_columns(slots_in, "slots");
   require(slots_in.size(0) <= INT32_MAX, "slots must have fewer than 2^31 tokens, got ", slots_in.size(0));
   const SharedDraw::Rule rule = draw_rule(rule_name);
@@ -35,7 +35,7 @@ Tensor route_shared_sampled(const Tensor& slots_in, const Tensor& load_in,
   require_in("slots_per_rank", slots_per_rank, 1, INT32_MAX / R);
   require_in("rank", rank, 0, R - 1);
   require_device(load_in, "load", slots_in, "slots");
-  std::optional<Tensor> tokens;
+  Maybe tokens;
   if (rule != SharedDraw::static_) {
     require(tokens_in.has_value(), "tokens must be given for rule ", rule_name, ", got None");
     tokens = checked(tokens_in, "tokens", ScalarType::Int, {R}, slots_in, "slots");

@@ -22,8 +22,8 @@ void explain_layer(const LoadsBatch& batch, const ShardingProblem& in, int64_t b
 }  // namespace
 
 Tensor shard_tokens(const Tensor& loads, const Tensor& tables, const Tensor& home, int64_t num_ranks,
-                    int64_t num_slots, const std::optional<Tensor>& fixed_in,
-                    const std::optional<Tensor>& alive_in, int64_t tolerance_ppm, bool printed) {
+                    int64_t num_slots, const Maybe& fixed_in, const Maybe& alive_in, int64_t tolerance_ppm,
+                    bool printed) {
   const LoadsBatch batch(loads, tables, num_ranks, num_slots);
   require(loads.dim() == 2 + batch.batched, "loads must be per source rank, [", num_ranks,
           ", E] per layer, got ", shape_text(loads));

@@ -1,5 +1,6 @@
 // share and share_by_rank: checks of loads and quota.
-#include "cpu/cpu.h"
+#include "algorithms/share.h"
+
 #include "ops/op.h"
 #include "ops/plan_layers.h"
 
@@ -42,22 +43,14 @@ struct ShareBatch : Layers {
     first_.quota = data<int32_t>(quota_);
   }
 
-  Tensor solve(cpu::ShareOf of, int64_t rank, int64_t width) const {
-    const bool one = of == cpu::ShareOf::one_row;
-    const int64_t size = (one ? 1 : R) * width;
-    const Tensor out = per_layer(one ? Sizes{width} : Sizes{R, width});
-    int32_t* const rows = mutable_data<int32_t>(out);
-    if (on_cuda(like, [&](auto stream) {
-          const Scratch scratch(like, cuda::share_bytes(first_, of, B));
-          return cuda::share(first_, of, static_cast<int>(rank), nullptr, rows, B, scratch.data(), stream);
-        }))
-      return out;
-    for (int64_t b = 0; b < B; ++b) {
-      ShareProblem in = first_;
-      in.tables = tables_->layer(b), in.loads += b * R * in.E, in.quota += b * P;
-      const int bad = cpu::share(in, of, static_cast<int>(rank), rows + b * size);
-      require(bad == -1, "quota must conserve loads: that of expert ", bad, " was not made from these loads");
-    }
+  Tensor solve(ShareOf of, int64_t rank, const Sizes& size) const {
+    const Tensor out = per_layer(size);
+    ShareProblem problem = first_;
+    problem.of = of, problem.rank = static_cast<int>(rank);
+    plan_layers<SharePlanner>(
+        like, problem, mutable_data<int32_t>(out), B, 0, [](const ShareProblem&, int64_t, int bad) {
+          require(false, "quota must conserve loads: that of expert ", bad, " was not made from these loads");
+        });
     return out;
   }
 
@@ -75,13 +68,14 @@ Tensor share(const Tensor& loads, const Tensor& quota, const Tensor& tables, int
              int64_t rank, bool locality) {
   const ShareBatch batch(loads, quota, tables, ranks_per_node, locality);
   require(rank >= -1 && rank < batch.R, "rank must be in 0..", batch.R - 1, ", got ", rank);
-  return batch.solve(rank < 0 ? cpu::ShareOf::all_rows : cpu::ShareOf::one_row, rank, batch.P);
+  return rank < 0 ? batch.solve(ShareOf::all_rows, 0, {batch.R, batch.P})
+                  : batch.solve(ShareOf::one_row, rank, {batch.P});
 }
 
 Tensor share_by_rank(const Tensor& loads, const Tensor& quota, const Tensor& tables, int64_t ranks_per_node,
                      bool locality) {
   const ShareBatch batch(loads, quota, tables, ranks_per_node, locality);
-  return batch.solve(cpu::ShareOf::all_ranks, 0, batch.R);
+  return batch.solve(ShareOf::all_ranks, 0, {batch.R, batch.R});
 }
 
 }  // namespace isoload::ops

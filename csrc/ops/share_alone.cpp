@@ -8,7 +8,7 @@
 namespace isoload::ops {
 
 Tensor share_alone(const Tensor& counts_in, const Tensor& quota_in, const Tensor& tables_in, int64_t source,
-                   bool past, const std::optional<Tensor>& recent) {
+                   bool past, const Maybe& recent) {
   require_dtype(counts_in, "counts", ScalarType::Int);
   require_dtype(quota_in, "quota", ScalarType::Int);
   require(counts_in.dim() == 1 || counts_in.dim() == 2, "counts must be [E] or [L, E], got ",

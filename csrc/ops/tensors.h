@@ -10,6 +10,8 @@
 
 namespace isoload::ops {
 
+using Maybe = std::optional<Tensor>;
+
 // A new tensor on the device of `like`. Straight through the C shim: going by the dispatcher's string look-up
 // costs a microsecond per tensor, a third of a whole plan.
 inline Tensor new_tensor(const Tensor& like, const Sizes& sizes, ScalarType dtype = ScalarType::Int) {
@@ -39,7 +41,7 @@ const T* data(const Tensor& tensor) {
 }
 // Null where there is none.
 template <class T>
-const T* data(const std::optional<Tensor>& tensor) {
+const T* data(const Maybe& tensor) {
   return tensor ? data<T>(*tensor) : nullptr;
 }
 template <class T>

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from isoload.counting import check_one_each, count_owned, without_padding
-from isoload.ops import Counted, Prefer
+from isoload.ops import Counted
 from isoload.own_counts import Exchanged, Loads, exchange, make_own_counts
 from isoload.own_counts.at_once import balance_at_once, needs_no_gather, record
 from isoload.placed_layers import PlacedLayers, own_layers, refreshing
@@ -57,7 +57,6 @@ class Balancer:
             targets that :meth:`exchange` renews, see :mod:`isoload.own_counts`. "last": by those of batches before
             the last :meth:`exchange`. The policy is then exact, shared experts stay home, and last_plan is None.
         price: whether targets are corrected by what came of the last ones, see isoload.own_counts.targets.new_price.
-        prefer: see :func:`isoload.route`.
         min_tokens: with fewer tokens over all ranks nothing is gathered or planned: each expert goes to its ``static``
             replica, shared ones stay home, and last_plan is None. The same on all ranks.
         shared_columns: whether topk_ids carry the shared experts in their last columns, as
@@ -75,7 +74,6 @@ class Balancer:
         group: Group | None = None,
         tokens: Tokens = "own",
         *,
-        prefer: Prefer | None = None,
         min_tokens: int = 0,
         shared_columns: bool = True,
         loads: Loads = "gathered",
@@ -90,7 +88,7 @@ class Balancer:
                 f"group must join the {placement.topology.num_ranks} ranks for tokens='own', got None"
             )
         self.placement, self.layer, self.group, self.tokens = placement, layer, group, tokens
-        self.prefer, self.min_tokens, self.shared_columns = prefer, min_tokens, shared_columns
+        self.min_tokens, self.shared_columns = min_tokens, shared_columns
         self.loads, self.batch = loads, 0  # batches so far
         self.last_plan: Plan | None = None
         self.recorder: Recorder | None = None  # counts every batch, planned or not
@@ -275,9 +273,9 @@ class Balancer:
             sent = None if balanced.send_counts is None else balanced.send_counts[i]
             placed = self.placed_on(loads.device)
             if made is not None:
-                slots.append(route_counted(counted, loads, made, rank, send_counts=sent, prefer=self.prefer))
+                slots.append(route_counted(counted, loads, made, rank, send_counts=sent))
             elif sent is not None:
-                slots.append(route_sent(counted, sent, placed, rank, self.prefer))
+                slots.append(route_sent(counted, sent, placed, rank))
             else:
                 slots.append(route_fixed(counted.ids, placed, rank))
         return slots

@@ -158,7 +158,7 @@ class CapturedBalancer:
         balancer, planned = self.balancer, self.balancer.plans(num_tokens)
         device = self._ids[0].device
         placed = balancer.placed_on(device)
-        read = (balancer.policy, balancer.recorder, balancer.prefer, placed.replicated)
+        read = (balancer.policy, balancer.recorder, placed.replicated)
         if [id(x) for x in read] != [id(x) for x in self._read]:
             self._read = read
             self._graphs.clear()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from isoload import ops
-from isoload.ops import Counted, Order, Prefer
+from isoload.ops import Counted, Order
 from isoload.placed_layers import PlacedLayers
 from isoload.planning import share_routed
 from isoload.policies import Policy, Seeded, StaticPolicy, sample_seed
@@ -23,7 +23,6 @@ def route(
     plan: Plan,
     rank: int,
     *,
-    prefer: Prefer | None = None,
     order: Order = "locality",
 ) -> Tensor:
     """Sends every copy on this rank to a slot; over all ranks slot p receives exactly ``plan.quota[p]`` copies.
@@ -35,7 +34,6 @@ def route(
             plan was made from summed loads: slots then get about their quota, see :func:`share`.
         plan: of one layer. A sampled one draws each copy's replica from its weights instead.
         rank: this rank.
-        prefer: "visited" lets more of a token's copies meet on one rank, inside the same share.
         order: of the share, see :func:`share`.
 
     Returns:
@@ -45,7 +43,7 @@ def route(
     if num_shared:
         check_shared_columns(topk_ids, plan.placed.host.num_routed, num_shared)
     counted = ops.count(topk_ids, plan.tables.num_experts + num_shared)
-    return route_counted(counted, loads, plan, rank, prefer=prefer, order=order)
+    return route_counted(counted, loads, plan, rank, order=order)
 
 
 def route_counted(
@@ -55,7 +53,6 @@ def route_counted(
     rank: int,
     *,
     send_counts: Tensor | None = None,
-    prefer: Prefer | None = None,
     order: Order = "locality",
 ) -> Tensor:
     """:func:`route` of ids whose shared columns are checked; with the rank's send_counts, in this order, it need not
@@ -67,7 +64,7 @@ def route_counted(
             f"topk_ids must be on the plan's device {plan.bound.device}, got {counted.ids.device}"
         )
     placed, policy, columns = plan.placed, plan.policy, None
-    if placed.num_shared and plan.weights is None and prefer is None:
+    if placed.num_shared and plan.weights is None:
         columns = shared_columns(plan, rank)
     if placed.num_shared and columns is None:
         counted = counted.routed(placed.num_shared)
@@ -78,7 +75,7 @@ def route_counted(
         slots = ops.route_sampled(counted.ids, weights, plan.tables, *sample_seed(plan, rank), rank)
     else:
         send_counts = share_routed(loads, plan, rank, order) if send_counts is None else send_counts
-        slots = ops.route(counted, send_counts, plan.tables, columns, prefer)
+        slots = ops.route(counted, send_counts, plan.tables, columns)
     if not placed.num_shared or columns is not None:
         return slots
     ranks = policy.route_shared(slots, plan, rank)
@@ -98,18 +95,12 @@ def shared_columns(plan: Plan, rank: int) -> ops.SharedColumns | None:
     )
 
 
-def route_sent(
-    counted: Counted, send_counts: Tensor, placed: PlacedLayers, rank: int, prefer: Prefer | None
-) -> Tensor:
+def route_sent(counted: Counted, send_counts: Tensor, placed: PlacedLayers, rank: int) -> Tensor:
     """The slot of every copy on a rank that sends [P] copies to each slot, without a plan; shared ones stay home."""
-    num_shared = placed.num_shared
-    home = placed.home_rank(rank) if num_shared else rank
-    if not num_shared or prefer is None:
-        columns = ops.SharedColumns(num_shared, placed.first_shared, home) if num_shared else None
-        return ops.route(counted, send_counts, placed.tables, columns, prefer)
-    slots = ops.route(counted.routed(num_shared), send_counts, placed.tables, prefer=prefer)
-    absent = counted.ids.narrow(1, slots.shape[1], num_shared) < 0
-    return torch.cat([slots, shared_slots(torch.where(absent, -1, home), placed).to(slots.dtype)], 1)
+    num_shared, columns = placed.num_shared, None
+    if num_shared:
+        columns = ops.SharedColumns(num_shared, placed.first_shared, placed.home_rank(rank))
+    return ops.route(counted, send_counts, placed.tables, columns)
 
 
 def route_fixed(topk_ids: Tensor, placed: PlacedLayers, rank: int) -> Tensor:

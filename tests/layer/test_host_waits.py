@@ -90,7 +90,7 @@ def test_every_policy(policy: str, capacity: int | None, more: int) -> None:
 
 @CAPACITIES
 def test_shared_modules_and_small_batches(capacity: int | None) -> None:
-    for how in ({"module": True}, {"min_tokens": 1000}, {"prefer": "visited"}):
+    for how in ({"module": True}, {"min_tokens": 1000}):
         transport = LocalTransport(TOPOLOGY, capacity)
         assert short(waits_of(transport, policy="exact", **how)) == wanted(capacity), how
 

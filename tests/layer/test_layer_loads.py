@@ -24,7 +24,7 @@ def layer_of(setup, loads, transport=None, **how):
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_it_is_the_dense_layer_before_and_after_an_exchange(loads, ranks):
     setup = make_setup(ranks, masked=True)
-    layer = layer_of(setup, loads, prefer="visited" if ranks == 8 else None)
+    layer = layer_of(setup, loads)
     for _ in range(2):
         layer.zero_grad()
         check_dense(setup, layer)

@@ -71,7 +71,6 @@ def test_small_batches_and_fixed_placements_gather_nothing():
         setup.placement,
         policy="joint",
         min_tokens=total,
-        prefer="visited",
     )
     layer(setup.rows)
     assert layer.last_plan is not None, "an unknown number of tokens is planned"

@@ -66,7 +66,7 @@ def test_equals_the_dense_layer(policy, ranks):
 
 @pytest.mark.parametrize("top_k", range(1, 9))
 def test_every_top_k_with_masked_copies(top_k):
-    check_against_dense(make_setup(4, top_k, masked=True), prefer="visited")
+    check_against_dense(make_setup(4, top_k, masked=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -135,7 +135,7 @@ def test_empty_ranks(tokens: tuple[int, ...], local: str) -> None:
 @pytest.mark.parametrize("policy", ["hedge", "libra"])
 def test_a_dead_rank_has_tokens_and_no_experts(policy: str, num_shared: int, local: str) -> None:
     model = Model(4, slots=5, num_shared=num_shared, alive=(True, True, False, True))
-    layers = model.layers(transport_for(model, local), policy=policy, prefer="visited")
+    layers = model.layers(transport_for(model, local), policy=policy)
     LibraStack(layers, "lookahead", local=local)
     assert_dense(model, layers)
     assert all(int(layer.last_plan.quota.view(4, -1)[2].sum()) == 0 for layer in layers)

@@ -37,30 +37,12 @@ class Lane {
   }
 
   void run(const Spilling& spill, Spilled& spilled) {
-    std::vector<char> alive = spill.alive;
-    const SpillProblem problem{
-        .R = in_.R,
-        .E = in_.E,
-        .S = spill.S,
-        .per_node = in_.ranks_per_node,
-        .spare = spill.spare,
-        .loads = in_.loads.data(),
-        .fixed = in_.fixed.empty() ? nullptr : in_.fixed.data(),
-        .num_sources = in_.R,
-        .slot_to_expert = spill.slot_to_expert.data(),
-        .home_slot = spill.home_slot.data(),
-        .start = spill.start.empty() ? nullptr : spill.start.data(),
-        .alive = alive.empty() ? nullptr : reinterpret_cast<const bool*>(alive.data()),
-        .capacity_ppm = spill.capacity_ppm,
-        .threshold_ppm = spill.threshold_ppm,
-        .per_expert = spill.per_expert,
-        .tolerance_ppm = spill.tolerance_ppm,
-        .min_chunk = spill.min_chunk,
-        .near_cost = spill.near_cost,
-        .far_cost = spill.far_cost,
-        .egress = spill.egress,
-        .within = spill.within,
-    };
+    SpillProblem problem{fill_of(spill)};
+    problem.start = spill.start.empty() ? nullptr : spill.start.data();
+    problem.capacity_ppm = spill.capacity_ppm, problem.threshold_ppm = spill.threshold_ppm;
+    problem.per_expert = spill.per_expert, problem.tolerance_ppm = spill.tolerance_ppm;
+    problem.min_chunk = spill.min_chunk, problem.egress = spill.egress, problem.within = spill.within;
+    problem.near_cost = spill.near_cost, problem.far_cost = spill.far_cost;
     const auto workspace = SpillWorkspace::at(to_.workspace.data(), in_.R, in_.E, in_.R * spill.S);
     const SpillResult out{spilled.slot_to_expert.data(), spilled.quota.data(), &spilled.level,
                           spilled.telemetry};
@@ -72,13 +54,8 @@ class Lane {
   // plan_replication, then top_up of what it left; and shard_tokens of the instance.
   void run(const Spilling& spill, Fills& fills) {
     const FillWorkspace workspace = FillWorkspace::at(to_.workspace.data(), in_.R, in_.E);
-    ReplicationProblem problem{{}, spill.spare / 2, spill.within};
-    FillProblem& fill = problem.fill;
-    fill.R = in_.R, fill.E = in_.E, fill.S = spill.S, fill.per_node = in_.ranks_per_node;
-    fill.spare = spill.spare, fill.loads = in_.loads.data(), fill.num_sources = in_.R;
-    fill.fixed = in_.fixed.empty() ? nullptr : in_.fixed.data();
-    fill.slot_to_expert = spill.slot_to_expert.data(), fill.home_slot = spill.home_slot.data();
-    fill.alive = spill.alive.empty() ? nullptr : reinterpret_cast<const bool*>(spill.alive.data());
+    const ReplicationProblem problem{fill_of(spill), spill.spare / 2, spill.within};
+    FillProblem fill = problem;
     auto solve = [&](int i, auto&& planner) {
       const bool fits = planner(FillResult{fills.slots[i].data(), fills.telemetry[i]});
       if (team_.rank() == 0) fills.fits[i] = fits;
@@ -119,6 +96,22 @@ class Lane {
   }
 
  private:
+  FillProblem fill_of(const Spilling& spill) const {
+    return {
+        .R = in_.R,
+        .E = in_.E,
+        .S = spill.S,
+        .per_node = in_.ranks_per_node,
+        .spare = spill.spare,
+        .loads = in_.loads.data(),
+        .fixed = in_.fixed.empty() ? nullptr : in_.fixed.data(),
+        .num_sources = in_.R,
+        .slot_to_expert = spill.slot_to_expert.data(),
+        .home_slot = spill.home_slot.data(),
+        .alive = spill.alive.empty() ? nullptr : reinterpret_cast<const bool*>(spill.alive.data()),
+    };
+  }
+
   template <int W>
   void solve(int i) {
     const bool cut = i == Answers::kCut;

@@ -147,7 +147,6 @@ def test_count_and_routes(dtype: torch.dtype) -> None:
         assert torch.equal(counted.counts, loads[rank])
         row = ops.share(loads, ops.plan_exact(loads, tables).quota, tables, 1, rank)
         assert_same(case.name, ops.route, counted, row, tables)
-        assert_same(case.name, ops.route, counted, row, tables, prefer="visited")
         weights = torch.from_numpy(rng.random(tables.num_slots).astype(np.float32) + 0.01)
         seed = int(rng.integers(2**62))
         assert_same(case.name, ops.route_sampled, ids, weights, tables, seed)
@@ -272,8 +271,7 @@ def test_many_copies(copies: int) -> None:
     counted = assert_same(f"{copies}", ops.count, ids, case.num_experts)
     loads[3] = counted.counts
     row = ops.share(loads, ops.plan_exact(loads, tables).quota, tables, 8, 3)
-    for prefer in (None, "visited"):
-        assert_same(f"{copies}", ops.route, counted, row, tables, prefer=prefer)
+    assert_same(f"{copies}", ops.route, counted, row, tables)
 
 
 def test_ids_out_of_range_count_as_masked() -> None:

@@ -57,10 +57,10 @@ def count_of_many(d: str) -> Tensor:
     return ops.count(BAD_IDS[0].to(d), 2000).counts
 
 
-def route(d: str, ids: Tensor, row: Tensor = ROW, prefer: ops.Prefer | None = None) -> Tensor:
+def route(d: str, ids: Tensor, row: Tensor = ROW) -> Tensor:
     """The ids become bad once they are counted."""
     counted = ops.count(IDS[: len(ids), : ids.shape[1]].to(d), 4)
-    return ops.route(counted._replace(ids=ids.to(d)), row.to(d), tables(d), prefer=prefer)
+    return ops.route(counted._replace(ids=ids.to(d)), row.to(d), tables(d))
 
 
 def balance_own_bad(d: str, ids: Tensor, offset: Tensor) -> None:
@@ -124,7 +124,6 @@ BROKEN: dict[str, tuple[Callable[[str], object], list[int]]] = {
     "balance_own of many": (lambda d: balance_own_bad(d, (IDS + 1).repeat(1400, 1), NO_OFFSET), [7, 24]),
     "balance_same": (lambda d: ops.balance_same(BAD_IDS[0].to(d), tables(d)), [0, 6]),
     **{f"route {i}": (lambda d, bad=bad: route(d, bad), [6]) for i, bad in enumerate(BAD_IDS)},
-    "route visited": (lambda d: route(d, BAD_IDS[0], prefer="visited"), [6]),
     "route share": (lambda d: route(d, IDS, ROW * 0), [7]),
     "route both": (lambda d: route(d, IDS + 2, ROW - 1), [6, 7]),
     "route_sampled": (lambda d: ops.route_sampled(BAD_IDS[0].to(d), WEIGHTS.to(d), tables(d), 1), [8]),

@@ -51,7 +51,7 @@ OTHERS = [
     ("balance_own", "topk_ids=topk_ids.int(), ticks=NONE + 1024, source=1"),
     ("balance_same", "topk_ids=topk_ids.int(), ranks_per_node=2"),
     ("share_alone", "counts=9 * counts, past=True, recent=torch.arange(4)"),
-    ("route_visited", "counted=ops.count(IDS.int(), 4)"),
+    ("route", "counted=ops.count(IDS.int(), 4)"),
     ("route_sampled", "step=torch.tensor(3), rank=1"),
     ("route_shared", "slots=slots.int(), source_quota=3 * source_quota, num_shared=3, rank=1, strict=True"),
     *[

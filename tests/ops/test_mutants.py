@@ -246,9 +246,6 @@ MUTANTS = {
     "a share dealt one short": Mutant(
         "csrc/cpu/dealer.h", "--hands_[e].left == 0", "--hands_[e].left <= 1", "route"
     ),
-    "more granted than the share": Mutant(
-        "csrc/cpu/route.cpp", "if (j < end && left[t.slots[j]] > 0)", "if (j < end)", "route"
-    ),
     "every copy draws the same": Mutant(
         "csrc/cpu/route.cpp", "random_word(seed, i) >>", "random_word(seed, 0) >>", "route"
     ),

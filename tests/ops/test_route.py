@@ -12,7 +12,6 @@ from torch import Tensor
 
 import reference
 from isoload import ops
-from isoload.ops import Prefer
 from isoload.replica_tables import ReplicaTables
 from support.cases import draw, popularity
 
@@ -55,30 +54,21 @@ def draw_batch(family: str, ranks: int, seed: int, top_k: int, dtype: torch.dtyp
     return Batch(f"{case.name} K={top_k}", ids, case.tables(), case.slot_to_expert, quota, share)
 
 
-def route(ids: Tensor, send_counts: Tensor, tables: ReplicaTables, prefer: Prefer | None = None) -> Tensor:
-    return ops.route(ops.count(ids, tables.num_experts), send_counts, tables, prefer=prefer)
+def route(ids: Tensor, send_counts: Tensor, tables: ReplicaTables) -> Tensor:
+    return ops.route(ops.count(ids, tables.num_experts), send_counts, tables)
 
 
-def reference_route(
-    ids: Tensor, send_counts: Tensor, tables: ReplicaTables, prefer: Prefer | None = None
-) -> Tensor:
-    return reference.route(ops.count(ids, tables.num_experts), send_counts, tables, prefer=prefer)
+def reference_route(ids: Tensor, send_counts: Tensor, tables: ReplicaTables) -> Tensor:
+    return reference.route(ops.count(ids, tables.num_experts), send_counts, tables)
 
 
-def rows(slots: Tensor, tables: ReplicaTables) -> int:
-    """Distinct (token, rank) pairs: the vectors that travel."""
-    ranks = slots // (tables.num_slots // tables.num_ranks)
-    return sum(len(set(token[token >= 0].tolist())) for token in ranks)
-
-
-@pytest.mark.parametrize("prefer", [None, "visited"])
 @pytest.mark.parametrize(("ranks", "family"), RANKS_AND_FAMILIES)
-def test_every_slot_receives_its_quota(ranks: int, family: str, prefer: Prefer | None) -> None:
+def test_every_slot_receives_its_quota(ranks: int, family: str) -> None:
     for top_k in (1, 2, 4, 8):
         batch = draw_batch(family, ranks, seed=top_k, top_k=top_k)
         received = torch.zeros_like(batch.quota)
         for r, ids in enumerate(batch.ids):
-            slots = route(ids, batch.share[r], batch.tables, prefer)
+            slots = route(ids, batch.share[r], batch.tables)
             assert slots.shape == ids.shape and slots.dtype == ids.dtype
             held = np.append(batch.slot_to_expert, -1)[slots.numpy()]
             assert np.array_equal(held, ids.numpy()), f"{batch.name}: a copy in another expert's slot"
@@ -103,14 +93,13 @@ def test_the_ith_copy_goes_to_the_first_replica_whose_cumulative_share_exceeds_i
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("prefer", [None, "visited"])
 @pytest.mark.parametrize("top_k", range(1, 9))
-def test_equals_reference(top_k: int, prefer: Prefer | None, dtype: torch.dtype) -> None:
+def test_equals_reference(top_k: int, dtype: torch.dtype) -> None:
     for ranks, family in RANKS_AND_FAMILIES[:-1]:
         batch = draw_batch(family, ranks, seed=70 + top_k, top_k=top_k, dtype=dtype)
         for r, ids in enumerate(batch.ids):
-            mine = route(ids, batch.share[r], batch.tables, prefer)
-            theirs = reference_route(ids, batch.share[r], batch.tables, prefer)
+            mine = route(ids, batch.share[r], batch.tables)
+            theirs = reference_route(ids, batch.share[r], batch.tables)
             assert mine.dtype == theirs.dtype == dtype and torch.equal(mine, theirs), (
                 f"{batch.name}: rank {r}"
             )
@@ -123,12 +112,7 @@ def test_equals_reference_where_a_token_repeats_an_expert() -> None:
     loads = torch.zeros(8, batch.tables.num_experts, dtype=torch.int32)
     loads[2] = ops.count(ids, batch.tables.num_experts).counts
     share = ops.share(loads, ops.plan_exact(loads, batch.tables).quota, batch.tables, 4, rank=2)
-    for prefer in (None, "visited"):
-        mine, theirs = (
-            route(ids, share, batch.tables, prefer),
-            reference_route(ids, share, batch.tables, prefer),
-        )
-        assert torch.equal(mine, theirs)
+    assert torch.equal(route(ids, share, batch.tables), reference_route(ids, share, batch.tables))
 
 
 @pytest.mark.parametrize("tokens", [127, 128, 129, 4096, 4097])
@@ -144,30 +128,10 @@ def test_equals_reference_where_many_tokens_are_routed(tokens: int) -> None:
     assert torch.equal(route(ids, share, tables), reference_route(ids, share, tables))
 
 
-def test_visited_meets_where_plain_order_does_not() -> None:
-    """Experts 1 and 2 live on ranks 0 and 1, expert 0 on both. Token 0 visits rank 1 and token 1 rank 0 anyway."""
-    tables = ops.replica_tables(torch.tensor([0, 1, 0, 2], dtype=torch.int32), 2, 3)
-    ids, share = torch.tensor([[0, 2], [0, 1]]), torch.tensor([1, 1, 1, 1], dtype=torch.int32)
-    plain, visited = route(ids, share, tables), route(ids, share, tables, "visited")
-    assert plain.tolist() == [[0, 3], [2, 1]] and rows(plain, tables) == 4
-    assert visited.tolist() == [[2, 3], [0, 1]] and rows(visited, tables) == 2
-
-
-def test_visited_needs_fewer_rows_on_average() -> None:
-    plain = visited = 0
-    for seed in range(12):
-        batch = draw_batch("eplb", 8, seed=seed, top_k=6)
-        for r, ids in enumerate(batch.ids):
-            plain += rows(route(ids, batch.share[r], batch.tables), batch.tables)
-            visited += rows(route(ids, batch.share[r], batch.tables, "visited"), batch.tables)
-    assert visited < plain
-
-
-@pytest.mark.parametrize("prefer", [None, "visited"])
 @pytest.mark.parametrize("shape", [(0, 4), (5, 0), (3, 4)])
-def test_nothing_to_route(shape: tuple[int, int], prefer: Prefer | None) -> None:
+def test_nothing_to_route(shape: tuple[int, int]) -> None:
     ids, share = torch.full(shape, -1), torch.zeros(8, dtype=torch.int32)
-    assert torch.equal(route(ids, share, TABLES, prefer), ids)
+    assert torch.equal(route(ids, share, TABLES), ids)
     assert torch.equal(ops.route_sampled(ids, torch.ones(8), TABLES, seed=1), ids)
 
 

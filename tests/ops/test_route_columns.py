@@ -194,15 +194,9 @@ def test_refuses_numbers_of_the_routed_alone() -> None:
         ops.route(cut, batch.row, batch.tables, batch.columns)
 
 
-def test_refuses_a_preference() -> None:
-    batch = Batch(8, "eplb", 300, 2)
-    with pytest.raises(ValueError, match="num_shared must be 0 with prefer, got 2"):
-        ops.route(batch.counted, batch.row, batch.tables, batch.columns, "visited")
-
-
 def test_opcheck() -> None:
     batch, op = Batch(3, "eplb", 40, 2), torch.ops.isoload.route.default
     ids, _, numbers, parts = batch.counted
     given = ids, numbers, parts, batch.row, batch.tables.data, batch.tables.num_experts, 3
     for row in (batch.columns.row, None):
-        torch.library.opcheck(op, (*given, row, 2, batch.columns.first_shared, 2, False, False))
+        torch.library.opcheck(op, (*given, row, 2, batch.columns.first_shared, 2, False))

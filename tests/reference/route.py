@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import Literal
 
 import numpy as np
 import torch
@@ -14,21 +13,16 @@ from isoload.results import PART_ROWS, Counted, SharedColumns
 from reference.replica_tables import replicas
 from reference.route_shared import route_shared
 
-UNSET = -2  # no slot granted yet; the op's outputs never hold it
-
 
 def route(
     counted: Counted,
     send_counts: Tensor,
     tables: ReplicaTables,
     shared: SharedColumns | None = None,
-    prefer: Literal["visited"] | None = None,
 ) -> Tensor:
     """[T, K] slots: the i-th copy of an expert goes to its first replica whose cumulative count exceeds i.
 
-    Copies are counted in token order. With prefer="visited" some copies are granted their wish first (see
-    :func:`_grant`); the others are dealt by the same rule from what is left. A token's shared copies go home, or where
-    :func:`route_shared` deals them.
+    Copies are counted in token order. A token's shared copies go home, or where :func:`route_shared` deals them.
     """
     if shared is not None:
         size = tables.num_slots // tables.num_ranks
@@ -43,19 +37,15 @@ def route(
         place = shared.first_shared + torch.arange(shared.num_shared)
         return torch.cat([slots, torch.where(ranks < 0, -1, ranks * size + place).to(slots.dtype)], dim=1)
     held = replicas(tables)
-    tokens, left = counted.ids.tolist(), send_counts.tolist()
-    chosen = [[-1 if e == -1 else UNSET for e in token] for token in tokens]
-    if prefer == "visited":
-        _grant(tokens, held, tables.num_slots // tables.num_ranks, left, chosen)
-    cumulative = [list(accumulate(left[p] for p in ps)) for ps in held]
+    tokens, copies = counted.ids.tolist(), send_counts.tolist()
+    chosen = [[-1] * len(token) for token in tokens]
+    cumulative = [list(accumulate(copies[p] for p in ps)) for ps in held]
     before = (counted.parts.cumsum(0) - counted.parts).tolist()
     dealt = [0] * tables.num_experts
     for t, (token, numbers) in enumerate(zip(tokens, counted.numbers.tolist(), strict=True)):
         for k, e in enumerate(token):
-            if chosen[t][k] == UNSET:
-                assert prefer or dealt[e] == before[t // PART_ROWS][e] + numbers[k], (
-                    "a copy's number is its place"
-                )
+            if e != -1:
+                assert dealt[e] == before[t // PART_ROWS][e] + numbers[k], "a copy's number is its place"
                 chosen[t][k] = next(
                     p for p, upto in zip(held[e], cumulative[e], strict=True) if upto > dealt[e]
                 )
@@ -65,30 +55,6 @@ def route(
         "slots get their share"
     )
     return torch.tensor(chosen, dtype=counted.ids.dtype).view(counted.ids.shape)
-
-
-def _grant(
-    tokens: list[list[int]],
-    held: list[list[int]],
-    slots_per_rank: int,
-    left: list[int],
-    slots: list[list[int]],
-) -> None:
-    """Grants wishes in token order while the wished slot has copies left; takes them from ``left``.
-
-    An expert with one replica that has a share leaves no choice: its tokens visit that rank anyway. A copy of
-    any other expert wishes its first replica with a share on a rank that its token visits anyway.
-    """
-    served = [[p for p in ps if left[p] > 0] for ps in held]
-    for token, chosen in zip(tokens, slots, strict=True):
-        visited = {served[e][0] // slots_per_rank for e in token if e != -1 and len(served[e]) == 1}
-        for k, e in enumerate(token):
-            if e == -1 or len(served[e]) == 1:
-                continue
-            wish = next((p for p in served[e] if p // slots_per_rank in visited), None)
-            if wish is not None and left[wish] > 0:
-                left[wish] -= 1
-                chosen[k] = wish
 
 
 def route_sampled(

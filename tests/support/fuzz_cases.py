@@ -55,7 +55,6 @@ class FuzzCase:
     policy: str
     options: dict[str, Any]
     ids: list[Tensor]
-    prefer: str | None
 
     @property
     def topology(self) -> isoload.Topology:
@@ -85,7 +84,7 @@ class FuzzCase:
         return (
             f"policy {self.policy} {self.options}, {t.num_ranks} ranks ({t.ranks_per_node} per node), alive {t.alive}, "
             f"speeds {t.speeds}, {p.num_routed}+{p.num_shared} experts, {p.spare_slots} spare, slots {slots}, home "
-            f"{p.home_slot[self.layer].tolist()}, tokens {[len(i) for i in self.ids]}, prefer {self.prefer}"
+            f"{p.home_slot[self.layer].tolist()}, tokens {[len(i) for i in self.ids]}"
         )
 
 
@@ -115,7 +114,6 @@ def draw_case(seed: int, min_ranks: int = 1, max_ranks: int = 6) -> FuzzCase:
             if rng.random() < 0.7 or name in ("min_chunk", "threshold")
         },
         draw_ids(rng, topology.num_ranks, experts),
-        str(rng.choice(["", "visited"])) or None,
     )
 
 

@@ -31,7 +31,7 @@ def rng_of(case: FuzzCase) -> np.random.Generator:
 def make(case: FuzzCase, group: Any, placement: Placement | None = None) -> Balancer:
     """Some plan nothing, as batches below min_tokens do."""
     placement, least = placement or case.placement, 10**6 if case.seed % 3 == 0 else 0
-    how = {"prefer": case.prefer, "min_tokens": least, **case.options}
+    how = {"min_tokens": least, **case.options}
     return Balancer(placement, case.layer, case.policy, group, **how)
 
 

@@ -52,7 +52,6 @@ class Dense:
             self.case.placement,
             self.case.layer,
             self.case.policy,
-            prefer=self.case.prefer,
             min_tokens=10**6 if self.case.seed % 7 == 0 else 0,
             weight_rows=self.case.placement.slots_per_rank,
             **self.case.options,

@@ -114,8 +114,7 @@ def check_route(case: FuzzCase, plan: Plan, loads: np.ndarray) -> None:
     slots, given = plan.slot_to_expert, torch.from_numpy(loads)
     total = torch.zeros(len(slots), dtype=torch.int64)
     for rank, ids in enumerate(case.full_ids()):
-        how = {} if case.prefer is None else {"prefer": case.prefer}
-        routed = isoload.route(ids, given, plan, rank, **how)
+        routed = isoload.route(ids, given, plan, rank)
         assert torch.equal(routed < 0, ids < 0), "an absent copy was routed, or a copy dropped"
         assert torch.equal(slots[routed[ids >= 0]].long(), ids[ids >= 0]), (
             "a copy went to another expert's slot"

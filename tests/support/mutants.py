@@ -28,7 +28,7 @@ OF_FILLS = {
     ),
     "the repaired plan stalls": Mutant(
         "csrc/algorithms/plan_replication.h",
-        "      if (problem_.printed) return false;\n    }\n    return",
+        "      if (in_.printed) return false;\n    }\n    return",
         "      return false;\n    }\n    return",
         "plan_replication",
     ),

@@ -121,7 +121,6 @@ GOOD: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "share_by_rank": (ops.share_by_rank, shares),
     "share_alone": (ops.share_alone, {"counts": int32(1, 2, 1, 4), "quota": QUOTA, "tables": TABLES, "source": 2}),
     "route": (ops.route, routed),
-    "route_visited": (ops.route, {**routed, "prefer": "visited"}),
     "route_sampled": (ops.route_sampled, {"topk_ids": IDS, "weights": torch.ones(8), "tables": TABLES, "seed": 1}),
     "route_shared": (
         ops.route_shared, {"slots": torch.tensor([[0, 5], [2, -1], [-1, -1], [7, 6]]),

@@ -28,9 +28,9 @@ topk_ids=ONE_ID.expand(2**21, 1), num_shared=1024 | topk_ids must have fewer tha
     num_shared=1024 more columns included, got 2149580800
 [balance_own balance_same]
 topk_ids=topk_ids + 1 | topk_ids must be of experts with a replica, got 3
-[balance_own balance_same route route_visited route_sampled]
+[balance_own balance_same route route_sampled]
 tables=OF_LAYERS | tables must be of one layer, got [3, 48]
-[route route_visited]
+[route]
 counted=uncounted(IDS.float()) | topk_ids must be int32 or int64, got float32
 counted=uncounted(IDS[0]) | topk_ids must be [T, K], got [2]
 counted=uncounted(torch.tensor([[0, 4], [0, -1]])) | topk_ids must be in -1..3, got 4
@@ -53,7 +53,6 @@ counted=ops.count(torch.tensor([[0, -1], [0, -1]]), 4) | topk_ids must hold each
 send_counts=send_counts + 1 | topk_ids must hold each expert as often as its share says, expert 0 does not
 send_counts=send_counts * 0 | topk_ids must hold each expert as often as its share says, expert 0 does not
 [route]
-prefer='nearest' | prefer must be None or visited, got 'nearest'
 counted=ops.count(ONE_ID, 1), send_counts=NONE, tables=empty_tables(0, 0, 4) | tables must be of at least 1
     expert, got 0
 [route_sampled]

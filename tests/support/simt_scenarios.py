@@ -33,7 +33,6 @@ TOKENS = (
     "count, shared columns",
     "route",
     "route, shared columns",
-    "route, visited",
     "number_rows",
     "group_copies",
 )

@@ -18,7 +18,7 @@ from isoload.layer.checks import activation_of, check_parts, check_rows, experts
 from isoload.layer.compiled import Choose, handle_of, run_in_graph
 from isoload.layer.routers import Routing, given_choices
 from isoload.layer.stored import StoredExperts
-from isoload.ops import Prefer, append_shared_expert
+from isoload.ops import append_shared_expert
 from isoload.own_counts import Exchanged, Loads
 from isoload.placement import Placement
 from isoload.planning import Gathered
@@ -87,7 +87,6 @@ class MoE(StoredExperts):
         activation: SwiGLU, or gpt-oss's ClampedGLU. None: the checkpoint's, else SwiGLU.
         shared: a module for all local rows, added to the result, outside of dispatch. Shared experts of the
             placement need none: the layer adds them to every token's choices, with weight 1.
-        prefer: see isoload.route.
         min_tokens: with fewer tokens over all ranks nothing is gathered or planned: each expert goes to its
             ``static`` replica, shared ones stay home, and last_plan is None. What is compared must be known on the
             host: see num_tokens of :meth:`forward`. The same on all ranks.
@@ -115,7 +114,6 @@ class MoE(StoredExperts):
         *,
         activation: Activation | None = None,
         shared: nn.Module | None = None,
-        prefer: Prefer | None = None,
         min_tokens: int = 0,
         loads: Loads = "gathered",
         weight_rows: int | None = None,
@@ -141,7 +139,7 @@ class MoE(StoredExperts):
                     "activation": name_of(self.activation),
                 }
             )
-        how = {"prefer": prefer, "min_tokens": min_tokens, "loads": loads, **options}
+        how = {"min_tokens": min_tokens, "loads": loads, **options}
         self.balancer = Balancer(placement, layer, policy, self.group, **how)
         self._hold(own, borrow)
         self.balancer.placed_on(self._ranks()[0].row_of_slot.device)

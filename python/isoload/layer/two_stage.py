@@ -140,7 +140,7 @@ def run_held(batch: Batch) -> list[Tensor]:
     batch.end("dispatch")
     far = []
     for source, ids in enumerate(tokens.ids):
-        slots = route(ids, balanced.loads, balanced.plan, source, prefer=layer.balancer.prefer)
+        slots = route(ids, balanced.loads, balanced.plan, source)
         far.append(slots.masked_fill(held[source][ids] >= 0, -1))
     received = tokens.received(ranks, list(map(len, chosen.rows)), far, size)
     with batch.span("remote"):

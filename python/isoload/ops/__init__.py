@@ -26,7 +26,7 @@ from isoload.ops.plan_spill import NO_SPARE_SLOT, Within, plan_spill
 from isoload.ops.plan_waterfill import Candidates, plan_waterfill
 from isoload.ops.replica_tables import replica_tables
 from isoload.ops.round_split import round_split
-from isoload.ops.route import Prefer, route, route_sampled
+from isoload.ops.route import route, route_sampled
 from isoload.ops.route_shared import route_shared
 from isoload.ops.route_shared_sampled import SharedRule, route_shared_sampled
 from isoload.ops.shard_tokens import shard_tokens
@@ -55,7 +55,6 @@ __all__ = [
     "LpSplit",
     "Objective",
     "Order",
-    "Prefer",
     "SharedColumns",
     "SharedRule",
     "SlotFill",

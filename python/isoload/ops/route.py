@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
 from isoload.ops.library import call, like, op
 from isoload.replica_tables import ReplicaTables
 from isoload.results import Counted, SharedColumns
 
-Prefer = Literal["visited"]
 NO_COLUMNS = SharedColumns(0, 0, 0)
 
 _route = op("route", lambda a: like(a.topk_ids))
@@ -22,7 +19,6 @@ def route(
     send_counts: Tensor,
     tables: ReplicaTables,
     shared: SharedColumns | None = None,
-    prefer: Prefer | None = None,
 ) -> Tensor:
     """The slot of every copy on this rank, exactly as often as the rank's send_counts say.
 
@@ -34,18 +30,14 @@ def route(
         tables: of this layer's routed experts.
         shared: the last columns are the shared experts', E and on, or -1 where all routed choices are; and where this
             rank's copies of them go, as :func:`route_shared` has it.
-        prefer: "visited" permutes copies inside the same counts so that more of a token's copies meet on one rank. Not
-            with shared.
 
     Returns:
         [T, K] slots in the dtype of the ids; -1 where they are -1. DeepEP's ``topk_idx``.
     """
-    if prefer not in (None, "visited"):
-        raise ValueError(f"prefer must be None or visited, got {prefer!r}")
     num_shared, first_shared, home, row, strict = NO_COLUMNS if shared is None else shared
     columns = (row, num_shared, first_shared, home, strict)
     where = (send_counts, tables.data, tables.num_experts, tables.num_ranks)
-    return call(_route, counted.ids, counted.numbers, counted.parts, *where, *columns, prefer is not None)
+    return call(_route, counted.ids, counted.numbers, counted.parts, *where, *columns)
 
 
 def route_sampled(

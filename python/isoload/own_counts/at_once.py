@@ -26,7 +26,7 @@ def balance_at_once(
     balancer: Balancer, topk_ids: list[Tensor], num_tokens: int | None
 ) -> list[Tensor] | None:
     """[T, K] slots of a Balancer's next batch; None: it is not for one op, and nothing has happened."""
-    if not balancer.needs_no_gather or len(topk_ids) != 1 or balancer.prefer is not None:
+    if not balancer.needs_no_gather or len(topk_ids) != 1:
         return None
     ids = topk_ids[0]
     if not balancer.plans(len(ids) if num_tokens is None and balancer.tokens == "same" else num_tokens):
