@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import isoload
 from isoload import Balancer, CollectiveGroup, LocalGroup
+from isoload.shared_experts import without_shared_slots
 from support.processes import run_ranks
 from support.small_batches import EXPERTS, LAYERS, RANKS, draw_ids, gather, make_placement, make_topology
 
@@ -240,7 +241,7 @@ def test_shared_experts_with_and_without_columns(policy: str, how: dict[str, Any
     slots = appended(ids)
     assert same(slots, Balancer(placement, 0, policy, group, **how)(full))
     routed = [row[:, :-1] for row in slots]
-    engine = [appended.routed_ids(row) for row in routed]  # numbered over six slots per rank
+    engine = [without_shared_slots(row, 7, 1) for row in routed]  # numbered over six slots per rank
     for ours, theirs in zip(routed, engine, strict=True):
         assert torch.equal(torch.where(theirs < 0, -1, theirs // 6 * 7 + theirs % 6), ours)
 
@@ -271,9 +272,8 @@ def test_same_tokens_with_shared_experts_are_level(policy: str) -> None:
 def test_from_an_engines_table() -> None:
     placement = make_placement()
     table = placement.slot_to_expert[1].long()
-    made = Balancer.from_slots(
-        table, make_topology(), EXPERTS, policy="exact", group=LocalGroup(make_topology())
-    )
+    own = isoload.Placement(table.unsqueeze(0), make_topology(), EXPERTS)
+    made = Balancer(own, policy="exact", group=LocalGroup(make_topology()))
     ids = draw_ids(3)
     assert same(made(ids), Balancer(placement, 1, "exact", LocalGroup(make_topology()))(ids))
 

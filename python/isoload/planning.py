@@ -26,30 +26,22 @@ from isoload.shared_experts import (
 from isoload.value_checks import values_readable
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Gathered:
-    """One batch, counted: of every owned rank, loads [R, E], and what was gathered beside them [R, W].
+    """One batch, counted, of every owned rank, and on its way to slots.
 
-    Where nothing will be planned, nothing is gathered: loads are the owned ranks' own counts.
+    loads        [R, E]; where nothing will be planned, nothing is gathered: the owned ranks' own counts
+    more         [R, W] what was gathered with the loads
+    plan         if there is one, once it is made
+    send_counts  [P] copies of the routed experts that every owned rank sends to each slot: where the op that planned
+                 has made them, too, or by the rank's own counts, in the place of a plan
     """
 
     counted: list[Counted]
     loads: Tensor
     planned: bool
-    beside: Tensor | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Balanced:
-    """One batch on its way: counted as gathered, loads, and the plan, if there is one.
-
-    send_counts: [P] copies of the routed experts that every owned rank sends to each slot: where the op that planned
-    has made them, too, or by the rank's own counts, in the place of a plan.
-    """
-
-    counted: list[Counted]
-    loads: Tensor
-    plan: Plan | None
+    more: Tensor | None = None
+    plan: Plan | None = None
     send_counts: list[Tensor] | None = None
 
 

@@ -150,7 +150,7 @@ class Feed:
         target, loads = self.next(layer), gathered.loads.narrow(1, 0, self.num_routed)
         reached = self._reaches(target, len(self._loads))
         self._loads = [loads, *self._loads][: self._keep]
-        predictor, found = self.predictor, gathered.beside
+        predictor, found = self.predictor, gathered.more
         if layer < self._last.num_layers:
             self._last.note(layer, loads)
         if isinstance(predictor, LoadsPredictor) and predictor is not self._last:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -34,7 +33,7 @@ class Exchanged(NamedTuple):
 class OwnLayer(Protocol):
     """What an exchange needs of a Balancer."""
 
-    group: Group | None
+    group: Group
     placement: Placement
     own_counts: OwnCounts | None
 
@@ -60,7 +59,7 @@ def exchange(balancers: Sequence[OwnLayer]) -> Exchanged:
     group = balancers[0].group
     if any(of.own_counts is not None and capturing(of.own_counts.recent.device) for of in balancers):
         raise ValueError("exchange must be outside of a CUDA graph: it waits for the other ranks")
-    with nullcontext(dict[str, object]()) if group is None else group.agreeing("exchange") as facts:
+    with group.agreeing("exchange") as facts:
         owned = _checked(balancers)
         recent = torch.stack([of.recent for of in owned], 1)  # [n, L, E]
         sent = torch.stack([of.sent for of in owned], 1)  # [n, L, 3, R]

@@ -221,7 +221,7 @@ class Call:
     carries that, and raises: the failure here, on the other ranks an error that names the rank and the stage.
 
     Args:
-        group: joins the ranks; None where this process is alone.
+        group: joins the ranks.
         stage: in which it fails, if it does.
         device: that the group exchanges on.
         facts: integers that all ranks must give alike, by name, the same names on all ranks; in every exchange.
@@ -234,7 +234,7 @@ class Call:
 
     def __init__(
         self,
-        group: Group | None,
+        group: Group,
         stage: str = "count",
         device: torch.device | None = None,
         facts: Mapping[str, Any] | None = None,
@@ -274,7 +274,6 @@ class Call:
     def gather_loads(self, counts: list[Tensor], width: int, in_node: bool = False) -> Tensor:
         """:meth:`Group.gather_loads` of counts [width] each, which are not read where this process has failed."""
         group, errors, failed = self.group, None, self.failure is not None
-        assert group is not None
         if failed:
             nothing = torch.zeros(width, dtype=torch.int32, device=self.device)
             counts, errors = [nothing] * len(group.ranks), [error_code(self.stage)] * len(group.ranks)
@@ -295,7 +294,6 @@ class Call:
     ) -> tuple[PerRank, PerRank, list[int]]:
         """:meth:`Group.swap_counts`; counts and facts are not read where this process has failed."""
         group, code = self.group, 0
-        assert group is not None
         if self.failure is not None:
             num_ranks, code = group.topology.num_ranks, error_code(self.stage)
             counts = [torch.zeros(2, num_ranks, dtype=torch.int64, device=self.device)] * len(group.ranks)
@@ -319,7 +317,6 @@ class Call:
             ValueError: on all ranks alike, naming the first fact that differs, or the rank that failed and the stage.
             BaseException: the failure, on the rank that has it.
         """
-        assert self.group is not None
         code = 0 if self.failure is None else error_code(self.stage)
         names, facts = self._with_own(names, facts)
         rows = [torch.tensor([code, *f], dtype=torch.int64, device=self.device) for f in facts]
@@ -332,7 +329,6 @@ class Call:
         self, names: Sequence[str], facts: Sequence[Sequence[int]] | None
     ) -> tuple[Sequence[str], Sequence[Sequence[int]]]:
         """Names and every owned rank's facts, followed by those that are alike; zeros where this process has failed."""
-        assert self.group is not None
         names, own = (*names, *self.facts), tuple(self.facts.values())
         if self.failure is not None:
             return names, [(0,) * len(names)] * len(self.group.ranks)

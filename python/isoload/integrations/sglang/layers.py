@@ -15,6 +15,7 @@ from isoload.integrations.engine_tables import engine_topology
 from isoload.integrations.meter import Meter
 from isoload.integrations.settings import LOADS
 from isoload.policies import make_policy
+from isoload.shared_experts import without_shared_slots
 from isoload.topology import Topology
 
 log = logging.getLogger("isoload")
@@ -41,7 +42,7 @@ class Layer(EngineLayer):
             )
         per_rank = self.balancer.placement.slots_per_rank
         self.shared = slots[:, -num_shared:].div(per_rank, rounding_mode="floor")
-        return self.balancer.routed_ids(slots[:, :-num_shared])
+        return without_shared_slots(slots[:, :-num_shared], per_rank, num_shared)
 
     @property
     def plans_shared(self) -> bool:
