@@ -8,18 +8,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from isoload.experts.weights import Activation, ExpertWeights
 from isoload.layer.modules import (
-    READERS,
-    check_fused,
-    check_unwatched,
-    fused_activation,
-    fused_stacks,
+    GATES,
+    block_experts,
     is_fused,
-    module_parts,
-    own_experts,
     saved_names,
-    train_as,
 )
 from isoload.layer.moe import MoE
 from isoload.placement import Placement
@@ -141,27 +134,13 @@ def put_in(blocks: Sequence[nn.Module], made: Sequence[BlockExperts]) -> list[Mo
     return [experts.layer for experts in made]
 
 
-def block_experts(block: nn.Module) -> tuple[ExpertWeights, Activation]:
-    """The stacks [E, ...] of a block's experts and what is computed between them."""
-    check_unwatched(block)
-    held = isinstance(getattr(block, "experts", None), nn.Module)
-    if held and is_fused(experts := own_experts(block)):
-        check_fused(experts)
-        own = dict(experts.named_parameters(recurse=False))
-        names, stacks = saved_names(experts), fused_stacks(experts, own).stacks()
-        dense = {name: train_as(stack, own[names[name]]) for name, stack in stacks.items()}
-        return ExpertWeights(**dense), fused_activation(experts)
-    parts = module_parts(block)
-    return parts.dense, parts.activation
-
-
 def is_known(block: nn.Module) -> bool:
     """Whether a module is a MoE block whose experts :class:`BlockExperts` can replace, or has replaced."""
     experts = getattr(block, "experts", None)
     if not isinstance(experts, nn.Module):
         return False
     found = (isinstance(module, BlockExperts) or is_fused(module) for module in experts.modules())
-    return type(block).__name__ in READERS or any(found)
+    return type(block).__name__ in GATES or any(found)
 
 
 def _rename_saved(experts: BlockExperts, state: dict[str, Any], prefix: str, metadata: Any) -> None:

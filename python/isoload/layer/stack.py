@@ -14,7 +14,7 @@ from isoload.cost import CostModel
 from isoload.layer.block_experts import is_known, put_in, take_over
 from isoload.layer.compiled import Choose
 from isoload.layer.feed import Feed
-from isoload.layer.modules import module_parts
+from isoload.layer.modules import block_gate
 from isoload.layer.moe import MoE
 from isoload.layer.stack_checks import check_layers, check_local, count_slots, make_predictor
 from isoload.layer.two_stage import Batch, Span, run_held, run_planned
@@ -159,7 +159,7 @@ class LibraStack:
         """
         blocks, norms = find_blocks(layers)
         if predict == "lookahead":  # reads the blocks' own gates
-            predict = Lookahead([module_parts(block).gate for block in blocks], norms)
+            predict = Lookahead([block_gate(block) for block in blocks], norms)
         made = take_over(blocks, topology, transport, placement, **{"policy": "hedge", **how})
         stack = cls(
             [experts.layer for experts in made],
