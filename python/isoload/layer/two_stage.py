@@ -93,7 +93,7 @@ def run_planned(batch: Batch) -> list[Tensor]:
     with batch.span("local"):
         stacks = layer.stacks(borrowed)
         own = layer.run_local(chosen.kept(near), stacks)
-    received = started.wait()
+    received = started()
     batch.end("dispatch")
     with batch.span("remote"):
         computed = layer.run_local(received, stacks)

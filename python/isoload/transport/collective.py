@@ -82,7 +82,7 @@ class CollectiveGroup(Group):
         return cls(topology, dist.new_group(ranks, timeout=timeout_of(given)))
 
     def _gather(self, stage: str, rows: list[Tensor], in_node: bool = False) -> Tensor:
-        node, num_ranks = self._node() if in_node else None, self.topology.num_ranks
+        node, num_ranks = self.join_node() if in_node else None, self.topology.num_ranks
         near = self.topology.node_of(self.ranks[0]) if in_node else range(num_ranks)
         gathered = (rows[0].new_zeros if in_node else rows[0].new_empty)(num_ranks, len(rows[0]))
         with self.named(stage):
@@ -90,12 +90,7 @@ class CollectiveGroup(Group):
             _all_gather(gathered[near.start : near.stop].flatten(), rows[0], group=node or self.process_group)
         return gathered
 
-    def join_node(self) -> None:
-        self._node()
-
-    def _node(self) -> dist.ProcessGroup:
-        """This rank's node, joined once."""
-
+    def join_node(self) -> dist.ProcessGroup:
         def make() -> dist.ProcessGroup:
             assert self.process_group is not None
             near = self.topology.node_of(self.ranks[0])

@@ -126,24 +126,11 @@ class Group(Exchanges):
         counts: list[Tensor],
         names: Sequence[str],
         facts: Sequence[Sequence[int]],
-        code: int = 0,
+        code: int,
     ) -> tuple[PerRank, PerRank, list[int]]:
-        """Tells every rank what will come to it; the host waits, once, and raises what it finds then.
+        """:meth:`Call.swap_counts`; code is the :func:`error_code` of the stage that failed in this process, 0 = none.
 
-        Args:
-            stage: see :class:`Group`.
-            counts: [2, R] int64 each: rows and copies to every destination.
-            names: [F] of the facts that travel along, at no further cost; F is the same on all ranks.
-            facts: [F] integers each, which all ranks must give alike.
-            code: :func:`error_code` of the stage that failed in this process, 0 = none.
-
-        Returns:
-            For every owned rank: sent and got [R], the rows to every destination and from every source, and the
-            number of copies that it gets.
-
-        Raises:
-            ValueError: on all ranks, naming the rank that failed and its stage (also if :meth:`gather_loads` carried
-                it), or the first fact that differs.
+        The host waits, once, and raises what it finds then, also what :meth:`gather_loads` carried.
         """
         headers = [
             torch.cat([c.t(), put_on(c.device, [code, *f]).expand(c.shape[1], -1)], dim=1)
@@ -159,9 +146,8 @@ class Group(Exchanges):
         ]
         self.traffic.host_syncs += 1
         joined = torch.stack(table) if len(table) > 1 else table[0].unsqueeze(0)
-        host = (
-            joined.tolist()
-        )  # per owned rank and peer: sent; rows and copies got, error, facts; gather's error
+        # per owned rank and peer: sent; rows and copies got, error, facts; gather's error
+        host = joined.tolist()
         if told:
             raise_failure([peer[-1] for peer in host[0]])
         raise_failure([peer[3] for peer in host[0]])
@@ -292,7 +278,22 @@ class Call:
     def swap_counts(
         self, stage: str, counts: list[Tensor], names: Sequence[str], facts: Sequence[Sequence[int]]
     ) -> tuple[PerRank, PerRank, list[int]]:
-        """:meth:`Group.swap_counts`; counts and facts are not read where this process has failed."""
+        """Tells every rank what will come to it.
+
+        Args:
+            stage: see :class:`Group`.
+            counts: [2, R] int64 each: rows and copies to every destination. Not read, as facts are not, where this
+                process has failed.
+            names: [F] of the facts that travel along, at no further cost; F is the same on all ranks.
+            facts: [F] integers each, which all ranks must give alike.
+
+        Returns:
+            For every owned rank: sent and got [R], the rows to every destination and from every source, and the
+            number of copies that it gets.
+
+        Raises:
+            ValueError: on all ranks, naming the rank that failed and its stage, or the first fact that differs.
+        """
         group, code = self.group, 0
         if self.failure is not None:
             num_ranks, code = group.topology.num_ranks, error_code(self.stage)
