@@ -45,7 +45,7 @@ class SharedPolicy(Policy, ABC):
         return make_policy(self.routed)
 
     @property
-    def borrows(self) -> bool:
+    def borrows(self) -> bool:  # type: ignore[override]
         return self.routed_policy.borrows
 
     def check(self, placement: Placement) -> None:
