@@ -179,7 +179,7 @@ def test_load_keeps_every_address() -> None:
     placed = balancer.placed_on(torch.device("cpu"))
     balancer(draw_ids(1))
     tensors = [placed.slot_to_expert, placed.home_slot, placed.tables.data]
-    tensors += [memo.value for memo in placed.memos.values()]
+    tensors += [value for value, _ in placed.memos.values()]
     assert len(tensors) == 4
     addresses = [t.data_ptr() for t in tensors]
     new = other_placement()
@@ -191,7 +191,7 @@ def test_load_keeps_every_address() -> None:
     assert [t.data_ptr() for t in tensors] == addresses
     fresh = balancer.placed_on(torch.device("cpu"))
     now = [fresh.slot_to_expert, fresh.home_slot, fresh.tables.data]
-    assert [t.data_ptr() for t in [*now, *(m.value for m in fresh.memos.values())]] == addresses
+    assert [t.data_ptr() for t in [*now, *(value for value, _ in fresh.memos.values())]] == addresses
 
 
 def test_small_batches_and_layers_without_freedom_gather_nothing() -> None:

@@ -63,9 +63,6 @@ class ExpertWeights:
         down_bias: [S, H] or None.
         gate_up_scale: [S, 2, ceil(I / 128), ceil(H / 128)] float32 beside fp8: the gate's blocks, then those of up.
         down_scale: [S, ceil(H / 128), ceil(I / 128)] float32 beside fp8.
-
-    Raises:
-        ValueError: naming the argument, the rule and the value.
     """
 
     gate_up: Tensor

@@ -63,12 +63,6 @@ def check_parts(experts: Experts, group: Group, placement: Placement, layer: int
     return next(iter(kinds))
 
 
-def activation_of(experts: Experts) -> Activation:
-    """What is between the projections where the caller does not say."""
-    first = experts[0]
-    return first.activation if isinstance(first, Checkpoint) else SwiGLU()
-
-
 def device_of(experts: Experts) -> torch.device:
     """Where the weights are to be."""
     first = experts[0]

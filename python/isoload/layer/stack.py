@@ -46,11 +46,6 @@ class Fetched:
     borrowed: Borrowed | None
     marks: list[list[tuple[Tensor, int]]]
 
-    @property
-    def is_placed(self) -> bool:
-        """Whether the layer's placement is the one it was filled for."""
-        return self.filled.host is self.layer.placement
-
     def check(self) -> None:
         """Raises ValueError if the layer's Parameters have changed since."""
         ranks = self.layer._ranks()
@@ -114,11 +109,10 @@ class LibraStack:
             if predictor is None and slots is not None:
                 raise ValueError(f"slots must be None where predict is, got {slots!r}")
             described = "nothing" if predictor is None else predictor.describe()
-            facts.update(
-                {"layers": len(self.layers), "predict": described, "local": local, "slots": self.slots}
-            )
-        shape = placement.num_routed, placement.num_shared
-        self.feed = None if predictor is None else Feed(predictor, *shape)
+            facts.update({"layers": len(self.layers), "predict": described})
+            facts.update({"local": local, "slots": self.slots})
+        routed, shared = placement.num_routed, placement.num_shared
+        self.feed = None if predictor is None else Feed(predictor, routed, shared)
         self.events: list[dict[str, Span]] = [{} for _ in self.layers]
         self._next = 0
         self._fetched: Fetched | None = None
@@ -217,7 +211,9 @@ class LibraStack:
         in_order, self._next = index == self._next, (index + 1) % len(self.layers)
         if self.feed is not None and (index == 0 or not in_order):
             self.feed.restart()
-        return fetched if in_order and fetched is not None and fetched.is_placed else None
+        if not in_order or fetched is None or fetched.filled.host is not fetched.layer.placement:
+            return None
+        return fetched
 
     def _checked(
         self, index: int, fetched: Fetched | None, choose: Choose
@@ -255,7 +251,7 @@ class LibraStack:
         assert layer.borrowing is not None
         borrowed = layer.borrowing.borrow(filled, beside)
         self._fetched = Fetched(layer, filled, borrowed, [rank.marks() for rank in layer._ranks()])
-        return self._fetched.borrowed
+        return borrowed
 
 
 def find_blocks(layers: Iterable[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:

@@ -243,9 +243,6 @@ class LowLatencyWire(Wire):
         flat = rows.reshape(-1, rows.shape[2]).masked_fill(slots < 0, 0)
         return Sent(flat, slots, weights.new_ones(slots.shape), WireHandle((handle, topk_idx, weights)))
 
-    def dispatch_again(self, x: Tensor, handle: WireHandle) -> Tensor:
-        raise AssertionError("low latency has no backward")
-
     def combine(
         self, y: Tensor, handle: WireHandle, weights: Tensor | None = None, own: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
