@@ -278,10 +278,13 @@ class Balancer:
             batch.send_counts = self.own_counts.split(loads, placed, self.layer)
             return batch
         self.last_loads = loads
-        step = next_step(self._step_on(loads.device)) if isinstance(self.policy, Seeded) else 0
+        step: int | Tensor = 0
+        if isinstance(self._policy, Seeded):
+            last = self._steps.get(loads.device)
+            step = next_step(first_step(loads.device) if last is None else last)
         rank = self.ranks[0] if len(self.ranks) == 1 else None
         made = plan_and_share(
-            loads, placed, self.policy, rank, filled=filled, keep_local=keep_local, step=step
+            loads, placed, self._policy, rank, filled=filled, keep_local=keep_local, step=step
         )
         self.last_plan = batch.plan = made
         batch.send_counts = None if made.send_counts is None else [made.send_counts]
@@ -347,9 +350,6 @@ class Balancer:
             with torch.inference_mode(False):  # else only inference could advance it
                 self._steps[device] = first_step(device)
         return own
-
-    def _step_on(self, device: torch.device) -> Tensor:
-        return self._steps[device] if device in self._steps else first_step(device)
 
     def _device(self) -> torch.device:
         """Where the last tables were made: on the host at construction, then where the batches are."""

@@ -15,12 +15,7 @@ from isoload.files.reading import open_regular, parse_json, read_text
 
 INDEX = "model.safetensors.index.json"
 # safetensors' names of the dtypes that are read; others stay names
-DTYPES = {
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "U8": torch.uint8,
-}
+DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
 
 
 class Tensors(ABC):

@@ -42,18 +42,13 @@ class EngineLayer:
 
     def slots(self, topk_ids: Tensor, num_valid: Tensor | None) -> Tensor:
         """[T, K] as :class:`Balancer`, measured where reports are wanted."""
-        if self.meter is None or torch.compiler.is_compiling():
-            return self._one(topk_ids, num_valid)
-        start = time.perf_counter()
-        slots = self._one(topk_ids, num_valid)
-        made, loads = self.balancer.last_plan, self.balancer.last_loads
-        if made is not None and loads is not None:
-            self.meter.add(self.balancer.layer, loads, made, time.perf_counter() - start)
-        return slots
-
-    def _one(self, topk_ids: Tensor, num_valid: Tensor | None) -> Tensor:
+        meter = None if torch.compiler.is_compiling() else self.meter
+        start = 0.0 if meter is None else time.perf_counter()
         slots = self.balancer(topk_ids.contiguous(), num_valid)
         assert isinstance(slots, Tensor)
+        made, loads = self.balancer.last_plan, self.balancer.last_loads
+        if meter is not None and made is not None and loads is not None:
+            meter.add(self.balancer.layer, loads, made, time.perf_counter() - start)
         return slots
 
 

@@ -42,10 +42,7 @@ LOADS = Variable(
     "whose counts a batch is planned by where ranks hold tokens of their own; empty: as above",
 )
 PLACER = Variable(
-    "ISOLOAD_PLACER",
-    "name or name:option=value",
-    "eplb",
-    "what lays experts out when the engine rebalances",
+    "ISOLOAD_PLACER", "name or name:option=value", "eplb", "what lays experts out when the engine rebalances"
 )
 REPORT = Variable(
     "ISOLOAD_REPORT_SECONDS",

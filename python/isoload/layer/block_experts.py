@@ -8,12 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from isoload.layer.modules import (
-    GATES,
-    block_experts,
-    is_fused,
-    saved_names,
-)
+from isoload.layer.modules import GATES, block_experts, is_fused, saved_names
 from isoload.layer.moe import MoE
 from isoload.placement import Placement
 from isoload.placers import place

@@ -12,13 +12,7 @@ from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement
 from isoload.policies.base import EVEN, Demand, exact_plan
 from isoload.policies.even import EvenPolicy
-from isoload.policies.pouring import (
-    SharedPolicy,
-    live_bound,
-    pour_exactly,
-    poured_bound,
-    total_shared,
-)
+from isoload.policies.pouring import SharedPolicy, live_bound, pour_exactly, poured_bound, total_shared
 from isoload.records import Plan
 from isoload.topology import Topology
 

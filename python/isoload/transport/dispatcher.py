@@ -178,13 +178,7 @@ def dispatch_facts(
         last = num_ranks * slots_per_rank - 1
         if (wrong := slots[(slots < -1) | (slots > last)]).numel():
             raise ValueError(f"slots of rank {rank} must be in -1..{last}, got {int(wrong[0])}")
-    return (
-        x.shape[1],
-        DTYPES.index(x.dtype),
-        slots.shape[1],
-        DTYPES.index(weights.dtype),
-        slots_per_rank,
-    )
+    return (x.shape[1], DTYPES.index(x.dtype), slots.shape[1], DTYPES.index(weights.dtype), slots_per_rank)
 
 
 def check_like(

@@ -94,12 +94,7 @@ class Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        group: Group,
-        maps: list[RowMap],
-        payload: list[Tensor],
-        _anchor: Tensor,
-        *values: Tensor,
+        ctx: Any, group: Group, maps: list[RowMap], payload: list[Tensor], _anchor: Tensor, *values: Tensor
     ) -> tuple[Tensor, ...]:
         x, weights = values[: len(maps)], values[len(maps) :]
         rows, local_slots, local_weights = unpack_payload(

@@ -1,8 +1,5 @@
 """Borrowing: brings the weights of a plan's spare slots for one batch, and returns their gradients.
 
-The field's names: DeepEP's ``lb_prefetch_weights`` and MoonEP's ``prefetch_weights`` are ``borrow``, ``reduce_grad`` is
-``add_back``.
-
 The pool that holds them is made once and shared by all layers of a group whose experts have the same shapes, so
 its memory is constant whatever the routing. It has two buffers that layers take in turn. By the time of backward
 another layer may have filled the buffer again: then backward brings the weights once more, into the same memory.
@@ -53,14 +50,7 @@ class SparePool:
 
 
 class Borrowing:
-    """How one layer borrows.
-
-    Args:
-        group: joins the ranks.
-        ranks: the owned ones.
-        spare_slots: of every rank.
-        backend: that brings the weights.
-    """
+    """How one layer borrows for the owned ranks."""
 
     def __init__(
         self, group: Group, ranks: Sequence[RankWeights], spare_slots: int, backend: Backend

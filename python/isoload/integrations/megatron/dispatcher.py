@@ -91,11 +91,9 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Balances the batch, brings the weights it borrows, and sends the rows: [N, H], [N, K]."""
         balancer = self.balancer
-        slots, size = (
-            balancer.route(balancer.balance([self._ids], None, self._call)),
-            balancer.placement.slots_per_rank,
-        )
-        (received,) = self.dispatcher.dispatch([hidden_states], slots, [probs], size, self._call)
+        slots = balancer.route(balancer.balance([self._ids], None, self._call))
+        per_rank = balancer.placement.slots_per_rank
+        (received,) = self.dispatcher.dispatch([hidden_states], slots, [probs], per_rank, self._call)
         loan = loans(balancer.placement, self._slots(), self.group.ranks[0])
         rows, borrowed = received.rows, []
         if loan.moves:
