@@ -42,11 +42,7 @@ class Tensors(ABC):
         return self._kind(self._found(key))[0]
 
     def read(self, key: str, shape: list[int], dtype: torch.dtype, row: int | None = None) -> Tensor:
-        """A tensor on the CPU, or one row of it.
-
-        Raises:
-            ValueError: where it is missing, or of another shape or dtype.
-        """
+        """A tensor on the CPU, or one row of it."""
         found = self._found(key)
         kind = self._kind(found)
         if kind != (shape, dtype):

@@ -71,11 +71,7 @@ class Settings:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Settings:
-        """From the environment.
-
-        Raises:
-            ValueError: naming the variable, the rule and the value.
-        """
+        """From the environment."""
         given = os.environ if environ is None else environ
         policy, loads, placer = (
             _text(POLICY, given) or None,

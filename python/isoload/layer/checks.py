@@ -28,11 +28,7 @@ def experts_by_rank(experts: ExpertWeights | Checkpoint | Shard | Sequence[Shard
 
 
 def check_parts(experts: Experts, group: Group, placement: Placement, layer: int) -> str:
-    """Describes the experts, for a comparison between all ranks.
-
-    Raises:
-        ValueError: if the experts, or the ranks, of a layer's parts differ.
-    """
+    """Describes the experts, for a comparison between all ranks."""
     if placement.topology.num_ranks != group.topology.num_ranks:
         raise ValueError(
             f"placement must be for the transport's {group.topology.num_ranks} ranks, "

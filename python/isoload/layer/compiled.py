@@ -114,9 +114,6 @@ def run_layer(
         trained, frozen: the layer's own expert Parameters, with and without gradients.
         num_tokens: see MoE.forward.
         records: whether gradients are recorded.
-
-    Raises:
-        ValueError: as the layer, or where the Parameters are not the layer's.
     """
     layer = _layers[int(handle)]
 

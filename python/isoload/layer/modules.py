@@ -30,20 +30,13 @@ PROJECTIONS = (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))  # M
 def block_gate(block: nn.Module) -> Gate:
     """The gate of a known block, on its memory. Its weights stay in max(fp32, dtype): a bf16 block that rounds them may
     differ in the last bits.
-
-    Raises:
-        ValueError: an unknown class, or a known one that lacks a value or computes something else.
     """
     check_known(block)
     return GATES[type(block).__name__](block)
 
 
 def block_experts(block: nn.Module) -> tuple[ExpertWeights, Activation]:
-    """The stacks [E, ...] of a block's experts, on its memory unless they are a list, and what is between them.
-
-    Raises:
-        ValueError: an unknown class, or a block that lacks a value, computes something else, or is watched.
-    """
+    """The stacks [E, ...] of a block's experts, on its memory unless they are a list, and what is between them."""
     check_unwatched(block)
     has_module = isinstance(getattr(block, "experts", None), nn.Module)
     if has_module and is_fused(experts := own_experts(block)):
@@ -64,11 +57,7 @@ def check_known(block: nn.Module) -> None:
 
 
 def train_as(stack: Tensor, *of: Tensor) -> nn.Parameter:
-    """A stack as a Parameter that requires a gradient as the block's own do.
-
-    Raises:
-        ValueError: some do and some do not.
-    """
+    """A stack as a Parameter that requires a gradient as the block's own do."""
     flags = [own.requires_grad for own in of]
     if any(flags) != all(flags):
         raise ValueError(
@@ -79,11 +68,7 @@ def train_as(stack: Tensor, *of: Tensor) -> nn.Parameter:
 
 
 def own_experts(block: nn.Module) -> nn.Module:
-    """A block's experts, as the model made them.
-
-    Raises:
-        ValueError: they have been replaced, or others compute with them.
-    """
+    """A block's experts, as the model made them."""
     experts: nn.Module = _find(block, "experts")
     for name, module in experts.named_modules(prefix="experts"):
         if isinstance(module, StoredExperts):

@@ -35,11 +35,7 @@ __all__ = [
 def make_own_counts(
     loads: str, tokens: str, placement: Placement, group: Group, price: bool
 ) -> OwnCounts | None:
-    """What a Balancer with these loads keeps; None where all ranks' loads are gathered.
-
-    Raises:
-        ValueError: loads that are no word, or do not fit the tokens or the topology; a price without targets.
-    """
+    """What a Balancer with these loads keeps; None where all ranks' loads are gathered."""
     per_node, ranks = placement.topology.ranks_per_node, placement.topology.num_ranks
     if loads not in get_args(Loads) or (loads != "gathered" and tokens == "same"):
         raise ValueError(

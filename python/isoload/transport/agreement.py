@@ -23,11 +23,7 @@ def error_code(stage: str) -> int:
 
 
 def raise_failure(codes: Sequence[int]) -> None:
-    """Raises for the first rank whose code [R] is not 0: the same error on every rank that sees the same codes.
-
-    Raises:
-        ValueError: naming the rank and the stage.
-    """
+    """Raises for the first rank whose code [R] is not 0: the same error on every rank that sees the same codes."""
     for rank, code in enumerate(codes):
         if code:
             stage = STAGES[code - 1] if 1 <= code <= len(STAGES) else f"of code {code}"

@@ -25,10 +25,6 @@ from isoload.value_checks import values_readable
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def row_bytes(buffer: Tensor) -> int:
-    return buffer.element_size() * math.prod(buffer.shape[1:])
-
-
 def device_of(process_group: dist.ProcessGroup) -> torch.device:
     """Where a process group exchanges: on this process's GPU, if there is one and a backend for it."""
     if torch.cuda.is_available() and "cuda:" in dist.get_backend_config(process_group):
@@ -123,7 +119,7 @@ class CollectiveGroup(Group):
         arrived = buffers[0].new_empty(sum(got[0]), *buffers[0].shape[1:])
         leaving = buffers[0].contiguous()
         with self.named(stage):
-            self._meet(stage, buffers[0], row_bytes(buffers[0]))
+            self._meet(stage, buffers[0], buffers[0].element_size() * math.prod(buffers[0].shape[1:]))
             work = dist.all_to_all_single(
                 arrived, leaving, got[0], sent[0], group=self.process_group, async_op=begun
             )

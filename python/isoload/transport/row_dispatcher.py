@@ -193,11 +193,7 @@ class RowDispatcher(Dispatcher):
         return maps, payload, most
 
     def _check_copies(self, copies: list[Tensor]) -> None:
-        """Raises ValueError on all ranks alike if a rank gets more than max_copies_per_rank.
-
-        Args:
-            copies: [R] int64 to every destination, of the owned ranks.
-        """
+        """Raises ValueError on all ranks alike if a rank gets more than max_copies_per_rank, of copies [R] to each."""
         most = self.max_copies_per_rank
         if most is None:
             return

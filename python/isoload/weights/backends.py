@@ -209,9 +209,6 @@ def make_backend(group: Group, name: str | None, device: torch.device, own_memor
         name: in BACKENDS, or None.
         device: of the weights.
         own_memory: whether home rows lie in memory of new_stack; that of a Shard no other process can read.
-
-    Raises:
-        ValueError: an unknown name, or one that cannot work here.
     """
     if name is not None and name not in BACKENDS:
         raise ValueError(f"borrow must be one of {', '.join(BACKENDS)}, got {name!r}")

@@ -38,11 +38,7 @@ def gather_rows(group: Group, held: Sequence[Layout], homes: Sequence[Sequence[T
 
 @torch.no_grad()
 def load_full(ranks: Sequence[RankWeights], num_experts: int, state: Mapping[str, Any]) -> None:
-    """Copies every rank's rows, replicas included, out of a full state.
-
-    Raises:
-        ValueError: before anything is copied, naming the key, the rule and the value.
-    """
+    """Copies every rank's rows, replicas included, out of a full state."""
     for rank in ranks:
         rank.check_load()
         for name in NAMES:

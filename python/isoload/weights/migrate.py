@@ -56,11 +56,7 @@ def move_facts(
     ranks: Sequence[RankWeights],
     optimizer: Optimizer | None,
 ) -> list[list[int]]:
-    """FACTS of every owned rank.
-
-    Raises:
-        ValueError: if the new layouts [R] do not fit in num_rows [R], or the optimizer's state cannot move.
-    """
+    """FACTS of every owned rank."""
     for rank, (layout, rows) in enumerate(zip(after, num_rows, strict=True)):
         if len(layout.experts) > rows:
             raise ValueError(
@@ -139,11 +135,7 @@ def _make_room(tensor: Tensor, count: int) -> Tensor:
 
 
 def state_fields(optimizer: Optimizer, rank: RankWeights) -> list[tuple[str, str, str]]:
-    """(stack, key, dtype) of all state with a row per expert that the optimizer keeps for a rank's Parameters.
-
-    Raises:
-        ValueError: naming the Parameter or state that does not fit.
-    """
+    """(stack, key, dtype) of all state with a row per expert that the optimizer keeps for a rank's Parameters."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     fields = []
     for name, parameter in rank.named_parameters(recurse=False):

@@ -193,11 +193,7 @@ class RankWeights(nn.Module):
         return self.row_of_slot[slots]  # -1 reads the last entry
 
     def row_ends(self, ends: Sequence[int]) -> list[int] | None:
-        """Where the copies of every weight row end, given those of the local slots [S]; None if these lie otherwise.
-
-        Raises:
-            ValueError: copies came to a slot without a row.
-        """
+        """Where the copies of every weight row end, given those of the local slots [S]; None if these lie otherwise."""
         placed = len(ends) - self.spare_slots
         found: list[int] = []
         for slot, row in enumerate(self._rows(self.layout)[:placed]):

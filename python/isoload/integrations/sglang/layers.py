@@ -86,9 +86,6 @@ class Layers(EngineLayers[Layer]):
 
         Args:
             door: "dynamic" or "lp"; the same on all ranks.
-
-        Raises:
-            ValueError: ISOLOAD_LOADS or ISOLOAD_POLICY cannot be behind this door.
         """
         from sglang.srt.runtime_context import get_exec
 
@@ -134,11 +131,7 @@ class Layers(EngineLayers[Layer]):
         layer.balancer = self.ready(balancer)
 
     def announce(self) -> None:
-        """The line that says what is attached, of one rank for all; when the model is loaded.
-
-        Raises:
-            ValueError: the policy is one of shared experts, and no layer of the model left them to Waterfill.
-        """
+        """The line that says what is attached, of one rank for all; when the model is loaded."""
         from sglang.srt.runtime_context import get_exec
 
         if self.by_id and not any(layer.balancer.placement.num_shared for layer in self.by_id.values()):

@@ -179,11 +179,7 @@ class Models:
         self.by_map: dict[int, Layer] = {}  # by address of the layer's logical_to_physical_map, which stays
 
     def add(self, state: Any, parallel: Any) -> None:
-        """Takes a model whose experts vLLM has placed. All ranks call it together.
-
-        Raises:
-            ValueError: the placer cannot lay out this model.
-        """
+        """Takes a model whose experts vLLM has placed. All ranks call it together."""
         layers = ModelLayers()
         layers.settings = self.settings
         layers.meter = None if self.by_state else self.meter  # drafts are not measured

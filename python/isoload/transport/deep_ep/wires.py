@@ -243,11 +243,7 @@ WIRES: dict[str, type[Wire]] = {
 
 
 def wire_of(buffer: Any, shape: Shape, waits: bool, fp8: bool = False, expert_major: bool = False) -> Wire:
-    """The wire that fits a buffer.
-
-    Raises:
-        ValueError: an unknown class, one of another version, or a limit passed.
-    """
+    """The wire that fits a buffer."""
     name = next((c.__name__ for c in type(buffer).__mro__ if c.__name__ in WIRES), None)
     if name is None:
         raise ValueError(f"buffer must be one of {', '.join(WIRES)} of DeepEP, got {type(buffer).__name__}")
