@@ -107,7 +107,7 @@ class Balancer:
                 raise ValueError(f"min_tokens must be at least 0, got {min_tokens}")
             self.policy = make_policy(policy, options)
             self.placed_on(torch.device("cpu"))  # refuses a layer that is not there
-            self.settling(placement)()
+            self.prepare_load(placement)()
             facts.update({"layer": layer, "policy": self.policy, "min_tokens": min_tokens})
             facts.update({"tokens": tokens, "loads": loads, "price": price})
             facts.update(placement_facts(placement, layer))
@@ -319,26 +319,26 @@ class Balancer:
         with self.group.agreeing("placement") as facts:
             check_same_shape(self.placement, placement)
             facts.update(placement_facts(placement, self.layer))
-            settle = self.settling(placement)
-        settle()
+            write = self.prepare_load(placement)
+        write()
 
-    def settling(self, placement: Placement) -> Callable[[], None]:
+    def prepare_load(self, placement: Placement) -> Callable[[], None]:
         """:meth:`load` after the checks, in two steps, so that it happens on all ranks or on none.
 
         What may fail happens here, and changes nothing; the result is called once all ranks have come so far.
         """
         has_freedom = placement.has_freedom[self.layer]
-        told = checksum(list(placement_facts(placement, self.layer).values()))
+        known = checksum(list(placement_facts(placement, self.layer).values()))
         refresh = {d: refreshing(own, placement.layer(self.layer, d)) for d, own in self._own.items()}
 
-        def settle() -> None:
+        def write() -> None:
             self.placement, self.has_freedom = placement, has_freedom
-            self._checksums["checksum of placement"] = told
-            self._own.update({device: write() for device, write in refresh.items()})
+            self._checksums["checksum of placement"] = known
+            self._own.update({device: refreshed() for device, refreshed in refresh.items()})
             if self.own_counts is not None:
                 self.own_counts.reset()
 
-        return settle
+        return write
 
     def placed_on(self, device: torch.device) -> PlacedLayers:
         """The layer's own tables on a device, which :meth:`load` writes in place."""

@@ -121,10 +121,10 @@ class EngineLayers(ABC, Generic[AnyLayer]):
                 facts = all_ranks.enter_context(group.agreeing("placement"))
                 facts["checksum of physical_to_logical_map"] = checksum(tables.tolist())
             made = {n: self._placed(tables, n) for n in {of.placement.num_shared for of in changed}}
-            settles = [of.settling(made[of.placement.num_shared]) for of in changed]
+            writes = [of.prepare_load(made[of.placement.num_shared]) for of in changed]
         self.tables, self._placements = tables.clone(), made
-        for settle in settles:
-            settle()
+        for write in writes:
+            write()
         return True
 
     def step_ended(self) -> None:
@@ -170,8 +170,8 @@ class EngineLayers(ABC, Generic[AnyLayer]):
     def exchanged(self) -> str:
         """What the ranks exchange so that copies are level, in words."""
         balancers = [layer.balancer for layer in self.by_id.values()]
-        told = {EXCHANGED["same" if of.tokens == "same" else of.loads] for of in balancers}
-        return " and ".join(sorted(told))
+        ways = {EXCHANGED["same" if of.tokens == "same" else of.loads] for of in balancers}
+        return " and ".join(sorted(ways))
 
     def check_device(self) -> None:
         """Raises ValueError for what ops found wrong in values on a GPU; called where the host waits anyway."""

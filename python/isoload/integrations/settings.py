@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from isoload.placers import parse_placer
 from isoload.policies import Policy, make_policy, parse_policy
-from isoload.policies.pouring import SharedPolicy
+from isoload.policies.shared_base import SharedPolicy
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ ALL_LOADS = ("gathered", "own", "node", "last")
 class Settings:
     """What the variables say that all engines have, checked.
 
-    policy          as written; None = the door's default
-    loads           as Balancer's; None = the door's default
+    policy          as written; None = the plug-in's default
+    loads           as Balancer's; None = the plug-in's default
     placer          as written
     report_seconds  0 = no reports
     """
@@ -106,7 +106,7 @@ class Settings:
         return policy
 
     def loads_for(self, default: str) -> str:
-        """Whose counts plan the batches of ranks that hold tokens of their own; the door's where none are asked for."""
+        """Whose counts plan the batches of ranks that hold tokens of their own; default: the plug-in's."""
         loads = self.loads or default
         _check_loads(loads, self.policy)
         return loads

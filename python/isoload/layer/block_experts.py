@@ -33,20 +33,20 @@ class BlockExperts(nn.Module):
     Args:
         block: with ``experts`` that transformers fuses, or a Qwen3-MoE, OLMoE, Mixtral, DeepSeek-V3 or gpt-oss block.
             The weights of all experts are copied to their ranks' rows.
-        **how: what :class:`MoE` takes beside gate and experts.
+        **options: what :class:`MoE` takes beside gate and experts.
 
     Raises:
         ValueError: as MoE, or for an unknown block.
     """
 
-    def __init__(self, block: nn.Module, transport: Transport, placement: Placement, **how: Any) -> None:
+    def __init__(self, block: nn.Module, transport: Transport, placement: Placement, **options: Any) -> None:
         super().__init__()
         if placement.num_shared:
             raise ValueError(
                 f"placement must have no shared experts, which the block computes, got {placement.num_shared}"
             )
         dense, activation = block_experts(block)
-        self.layer = MoE(no_gate, dense, transport, placement, **{"activation": activation, **how})
+        self.layer = MoE(no_gate, dense, transport, placement, **{"activation": activation, **options})
         replaced: Any = block.experts
         if is_fused(replaced):
             names = saved_names(replaced)
@@ -75,7 +75,7 @@ def balance(
     *,
     transport: Transport | None = None,
     placement: Placement | None = None,
-    **how: Any,
+    **options: Any,
 ) -> list[MoE]:
     """Puts BlockExperts into every MoE block of a Hugging Face model, before an optimizer takes its Parameters.
 
@@ -85,7 +85,7 @@ def balance(
         transport: one for all blocks; None = all ranks in this process.
         placement: of the routed experts, one layer for each MoE block, in the model's order; None = experts in order
             (placer ``trivial``), with SPARE_SLOTS spare slots per rank if the policy borrows.
-        **how: policy, its options, and what else :class:`MoE` takes.
+        **options: policy, its options, and what else :class:`MoE` takes.
 
     Returns:
         the layers, in the model's order: call their refresh_replicas() after every optimizer step.
@@ -96,7 +96,7 @@ def balance(
     blocks = [module for module in model.modules() if is_known(module)]
     if not blocks:
         raise ValueError(f"model must have MoE blocks with fused experts, got none in {type(model).__name__}")
-    made = take_over(blocks, topology, transport, placement, **how)
+    made = take_over(blocks, topology, transport, placement, **options)
     return put_in(blocks, made)
 
 
@@ -105,12 +105,12 @@ def take_over(
     topology: Topology,
     transport: Transport | None,
     placement: Placement | None,
-    **how: Any,
+    **options: Any,
 ) -> list[BlockExperts]:
     """For each block its experts, not put in their place yet; arguments as of :func:`balance`."""
     transport = LocalTransport(topology) if transport is None else transport
     if placement is None:
-        policy = how.get("policy", "exact")
+        policy = options.get("policy", "exact")
         known = isinstance(policy, Policy) or policy in POLICIES  # else the layer refuses it
         spare = SPARE_SLOTS if known and make_policy(policy).borrows else 0
         counts = torch.ones(len(blocks), block_experts(blocks[0])[0].num_slots)
@@ -119,7 +119,7 @@ def take_over(
         raise ValueError(
             f"placement must have a layer for each of the {len(blocks)} MoE blocks, got {placement.num_layers}"
         )
-    return [BlockExperts(block, transport, placement, layer=i, **how) for i, block in enumerate(blocks)]
+    return [BlockExperts(block, transport, placement, layer=i, **options) for i, block in enumerate(blocks)]
 
 
 def put_in(blocks: Sequence[nn.Module], made: Sequence[BlockExperts]) -> list[MoE]:

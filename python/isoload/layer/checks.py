@@ -93,8 +93,8 @@ def _check_ddp(group: Group, ranks: Sequence[RankWeights]) -> None:
     if ddp is None or all(weights in _CHECKED.get(ddp, ()) for weights in ranks):
         return
     reduced = set(map(id, ddp._module_parameters))
-    told = all(weights.gradient_divisor != 1 for weights in ranks)
-    if not told or any(id(p) in reduced for weights in ranks for p in weights.parameters()):
+    ignored = all(weights.gradient_divisor != 1 for weights in ranks)
+    if not ignored or any(id(p) in reduced for weights in ranks for p in weights.parameters()):
         raise ValueError(
             "expert Parameters must be ignored by DistributedDataParallel, which else gives every rank those of rank "
             "0: call isoload.layer.ignore_in_ddp(model) before DistributedDataParallel(model), got experts it was not "

@@ -139,7 +139,7 @@ class MoE(StoredExperts):
         self.balancer = Balancer(placement, layer, policy, self.group, **how)
         self._hold(own, borrow)
         self.balancer.placed_on(self._ranks()[0].row_of_slot.device)
-        self._settle(self.layouts)
+        self._note_layouts(self.layouts)
         if isinstance(own[0], Shard):  # replicas come from other ranks
             self.refresh_replicas()
         self.handle = handle_of(self)

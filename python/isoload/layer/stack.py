@@ -133,7 +133,7 @@ class LibraStack:
         slots: int | str | None = None,
         cost: CostModel | None = None,
         copies_per_rank: int | None = None,
-        **how: Any,
+        **options: Any,
     ) -> LibraStack:
         """The stack of a Hugging Face decoder: Qwen3-MoE, OLMoE, Mixtral, DeepSeek-V3 or gpt-oss.
 
@@ -146,7 +146,7 @@ class LibraStack:
             transport: None = all ranks in this process, which the tokens are dealt to evenly.
             placement: of the routed experts, a layer for each MoE block; None = in order, with 2 spare slots per rank.
             predict, local, slots, cost, copies_per_rank: as of the class.
-            **how: policy (default "hedge"), its options, and what else :class:`MoE` takes.
+            **options: policy (default "hedge"), its options, and what else :class:`MoE` takes.
 
         Raises:
             ValueError: before any block has changed: naming the argument, the rule and the value.
@@ -154,7 +154,7 @@ class LibraStack:
         blocks, norms = find_blocks(layers)
         if predict == "lookahead":  # reads the blocks' own gates
             predict = Lookahead([block_gate(block) for block in blocks], norms)
-        made = take_over(blocks, topology, transport, placement, **{"policy": "hedge", **how})
+        made = take_over(blocks, topology, transport, placement, **{"policy": "hedge", **options})
         stack = cls(
             [experts.layer for experts in made],
             predict,
@@ -229,7 +229,7 @@ class LibraStack:
     def _fills_ahead(self, layer: MoE) -> bool:
         return self.feed is not None and layer.policy.ahead
 
-    def _fetch(self, index: int, gathered: Gathered, beside: Borrowed | None) -> Borrowed | None:
+    def _fetch(self, index: int, gathered: Gathered, in_use: Borrowed | None) -> Borrowed | None:
         """Fetches for the layer after this one."""
         if self.feed is None:
             return None
@@ -249,7 +249,7 @@ class LibraStack:
         if filled is None:
             return None
         assert layer.borrowing is not None
-        borrowed = layer.borrowing.borrow(filled, beside)
+        borrowed = layer.borrowing.borrow(filled, in_use)
         self._fetched = Fetched(layer, filled, borrowed, [rank.marks() for rank in layer._ranks()])
         return borrowed
 

@@ -22,7 +22,7 @@ from isoload.routing import route
 from isoload.transport.gathered_tokens import start_gather_tokens
 from isoload.weights.borrow import Borrowed
 
-# Fetches for the next layer, beside what this one computes with.
+# Fetches for the next layer, given what this one computes with.
 Ahead = Callable[[Borrowed | None], Borrowed | None]
 
 

@@ -105,12 +105,12 @@ class Policy:
     def route_shared(self, slots: Tensor, plan: Plan, rank: int) -> Tensor:
         """[T, n] int32 the rank of every token's shared experts, given its routed slots [T, K]; -1 = no token."""
         assert plan.shared is not None
-        placed, share = plan.placed, plan.shared.share
-        if share is None:
+        placed, by_rank = plan.placed, plan.shared.by_rank
+        if by_rank is None:
             home = torch.where((slots >= 0).any(1, keepdim=True), placed.home_rank(rank), -1)
             return home.to(torch.int32).expand(-1, placed.num_shared)
         strict = plan.shared.rule == "limit"
-        size, row = placed.host.slots_per_rank, share.select(0, rank)
+        size, row = placed.host.slots_per_rank, by_rank.select(0, rank)
         return ops.route_shared(slots, row, size, rank, placed.num_shared, strict=strict)
 
 

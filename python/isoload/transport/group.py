@@ -139,16 +139,16 @@ class Group(Exchanges):
         ones = [[1] * counts[0].shape[1]] * len(counts)
         arrived = self.swap(stage, headers, ones, ones)()
         codes = self._take_errors()
-        told = [] if codes is None else [codes.unsqueeze(1)]
+        carried = [] if codes is None else [codes.unsqueeze(1)]
         table = [
-            torch.cat([c.select(0, 0).unsqueeze(1), a, *told], dim=1)
+            torch.cat([c.select(0, 0).unsqueeze(1), a, *carried], dim=1)
             for c, a in zip(counts, arrived, strict=True)
         ]
         self.traffic.host_syncs += 1
         joined = torch.stack(table) if len(table) > 1 else table[0].unsqueeze(0)
         # per owned rank and peer: sent; rows and copies got, error, facts; gather's error
         host = joined.tolist()
-        if told:
+        if carried:
             raise_failure([peer[-1] for peer in host[0]])
         raise_failure([peer[3] for peer in host[0]])
         raise_disagreement(names, [peer[4 : 4 + len(names)] for peer in host[0]])

@@ -118,7 +118,7 @@ class Pull(Backend):
             self._copy(plan, peers, pools)
 
         self._count(stage, plan, pools)
-        return self._beside(copy, pools)
+        return self._on_side_stream(copy, pools)
 
     def add_back(self, stage: str, plan: BorrowPlan, grads: Stacks, totals: Stacks) -> None:
         shown = self._show(grads)
@@ -164,7 +164,7 @@ class Pull(Backend):
             self._tables[key] = ops.addresses(peers)
         return self._tables[key]
 
-    def _beside(self, copy: Callable[[], None], pools: Stacks) -> Wait:
+    def _on_side_stream(self, copy: Callable[[], None], pools: Stacks) -> Wait:
         """On a device the copies run on a stream of their own, after what has been enqueued so far."""
         if pools[0][0].device.type == "cpu":
             copy()

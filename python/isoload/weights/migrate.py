@@ -95,9 +95,9 @@ def move_weights(
         move_rows(group, "placement", chunk, held, into)
 
 
-def replica_at(held: Sequence[Layout], place: Address) -> Sequence[int]:
+def replica_at(layouts: Sequence[Layout], place: Address) -> Sequence[int]:
     """The expert in a replica row, none behind the last."""
-    return held[place.rank].replicas[place.row : place.row + 1]
+    return layouts[place.rank].replicas[place.row : place.row + 1]
 
 
 @torch.inference_mode(False)  # else only inference could step on it
@@ -136,12 +136,12 @@ def _make_room(tensor: Tensor, count: int) -> Tensor:
 
 def state_fields(optimizer: Optimizer, rank: RankWeights) -> list[tuple[str, str, str]]:
     """(stack, key, dtype) of all state with a row per expert that the optimizer keeps for a rank's Parameters."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     fields = []
     for name, parameter in rank.named_parameters(recurse=False):
         if not parameter.requires_grad:
             continue
-        if id(parameter) not in held:
+        if id(parameter) not in known:
             raise ValueError(f"optimizer must hold the layer's expert Parameters, {name} is missing")
         for key, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor):

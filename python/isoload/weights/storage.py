@@ -208,7 +208,7 @@ class RankWeights(nn.Module):
         last = ends[placed - 1] if placed else 0
         return [*found, *[last] * (self.num_rows - len(found)), *ends[placed:]]
 
-    def settle(self, layout: Layout) -> None:
+    def take_layout(self, layout: Layout) -> None:
         """Takes the storages as they are now for the rows of another layout; no pointer changes."""
         self.layout = layout
         self.row_of_slot.copy_(torch.tensor(self._rows(layout), device=self.row_of_slot.device))
@@ -258,7 +258,7 @@ class RankWeights(nn.Module):
             setattr(self, f"stored_{name}", fn(stored))
         self.row_of_slot = fn(self.row_of_slot)
         self._own = dict(self.named_parameters(recurse=False))
-        self._settle_copy(*before)  # .to() and the like give the Parameters memory of their own
+        self._restore(*before)  # .to() and the like give the Parameters memory of their own
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -266,9 +266,9 @@ class RankWeights(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._settle_copy(*state["_refreshed"])  # so do deepcopy and pickle
+        self._restore(*state["_refreshed"])  # so do deepcopy and pickle
 
-    def _settle_copy(self, shown: bool, refreshed: bool) -> None:
+    def _restore(self, shown: bool, refreshed: bool) -> None:
         """Makes all Parameters and storages, new tensors with the values of others, what these were to each other."""
         if shown:
             self._show_homes()

@@ -62,7 +62,7 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
     """
 
     def __init__(
-        self, layer: MoELayer, placement: Placement, transport: CollectiveTransport, **how: Any
+        self, layer: MoELayer, placement: Placement, transport: CollectiveTransport, **options: Any
     ) -> None:
         group, stock = transport.group, layer.token_dispatcher
         with group.agreeing("construction"):
@@ -71,7 +71,7 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
         groups = SimpleNamespace(ep=stock.ep_group, expt_tp=stock.tp_group, tp_ep=stock.tp_ep_group)
         super().__init__(layer.config, groups)
         self.group, self.dispatcher = group, transport.dispatcher
-        self.balancer = Balancer(placement, 0, group=group, **how)
+        self.balancer = Balancer(placement, 0, group=group, **options)
         self.own = {expert: row for row, expert in enumerate(layer.local_expert_indices)}
         self.experts: list[nn.Module] = list(layer.experts.local_experts)
         self.top_k = layer.config.moe_router_topk

@@ -81,11 +81,11 @@ class Layers(EngineLayers[Layer]):
 
         return int(get_parallel().moe_ep_rank)
 
-    def follow(self, metadata: Any, door: str) -> None:
+    def follow(self, metadata: Any, algorithm: str) -> None:
         """Takes SGLang's ExpertLocationMetadata: Balancers are made, or refreshed in place where there are some.
 
         Args:
-            door: "dynamic" or "lp"; the same on all ranks.
+            algorithm: "dynamic" or "lp"; the same on all ranks.
         """
         from sglang.srt.runtime_context import get_exec
 
@@ -99,24 +99,24 @@ class Layers(EngineLayers[Layer]):
         policy = make_policy("exact") if waits else self.settings.policy_for(shared=False)
         how: dict[str, Any] = {"tokens": "same"}
         if get_exec().moe.moe_a2a_backend != "none":
-            how = {"loads": self.loads_of(door), "group": self.group(topology)}
+            how = {"loads": self.loads_of(algorithm), "group": self.group(topology)}
         made = [
             Balancer(self.placement(), i, policy, shared_columns=False, **how)
             for i in range(metadata.num_layers)
         ]
         self.by_id = {of.layer: Layer(self.ready(of), self.own_meter()) for of in made}
 
-    def loads_of(self, door: str) -> str:
+    def loads_of(self, algorithm: str) -> str:
         """Whose counts plan the batches of an all-to-all backend's ranks, which hold tokens of their own."""
         from sglang.srt.runtime_context import get_exec
 
         if (elastic := get_exec().moe.elastic_ep_backend) is not None:
             raise ValueError(
-                f"--elastic-ep-backend must not be given with isoload behind --ep-dispatch-algorithm {door}: "
+                f"--elastic-ep-backend must not be given with isoload behind --ep-dispatch-algorithm {algorithm}: "
                 f"ranks that go would be waited for, got {elastic!r}"
             )
-        loads = self.settings.loads_for("own" if door == "dynamic" else "gathered")
-        if door == "dynamic" and loads in JOINED_BY_ALL:
+        loads = self.settings.loads_for("own" if algorithm == "dynamic" else "gathered")
+        if algorithm == "dynamic" and loads in JOINED_BY_ALL:
             raise ValueError(
                 f"{LOADS.name} must be own or last behind --ep-dispatch-algorithm dynamic over an all-to-all backend, "
                 f"where ranks without tokens join no gather (behind lp they do), got {loads!r}"

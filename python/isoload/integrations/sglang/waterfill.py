@@ -53,7 +53,7 @@ class WaterfillBalancer:
             self.layer = layer
         else:
             LAYERS.num_waterfill += 1
-            self.balancer = beside_routed(num_routed_experts, world_size)
+            self.balancer = fixed_routed(num_routed_experts, world_size)
 
     def expand_topk(self, topk_output: Any, num_tokens: int) -> Any:
         """topk_ids [T, K] of routed slots -> [T, K + 1] with the shared slots between them; and its weight.
@@ -84,7 +84,7 @@ class WaterfillBalancer:
         return torch.where(live, rank * (size + 1) + size, -1).to(ids.dtype)
 
 
-def beside_routed(num_slots: int, num_ranks: int) -> Balancer:
+def fixed_routed(num_slots: int, num_ranks: int) -> Balancer:
     """Every slot an expert of its own, which nothing can move, and a shared expert on every rank."""
     per_rank = torch.arange(num_slots, dtype=torch.int32).view(num_ranks, -1)
     shared = torch.full((num_ranks, 1), num_slots, dtype=torch.int32)
