@@ -179,9 +179,7 @@ class CapturedBalancer:
         return graph.slots
 
     def _call(self, num_tokens: int | None) -> list[Tensor]:
-        slots = self.balancer(self._ids, num_tokens=num_tokens)
-        assert isinstance(slots, list)
-        return slots
+        return list(self.balancer(self._ids, num_tokens=num_tokens))
 
     def _captured(self, num_tokens: int | None) -> _Graph:
         """The graph of a batch, which its capture counts but does not run."""

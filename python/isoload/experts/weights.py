@@ -183,9 +183,9 @@ class BorrowedWeights(ExpertWeights):
     wait: Callable[[], None] = _there
 
 
-def describe(weights: ExpertWeights) -> str:
-    """Shapes, dtype and kind of device, for messages and comparisons."""
-    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in weights.stacks().items())
+def describe(weights: ExpertWeights, first: int = 0) -> str:
+    """Shapes from a dimension on, dtype and kind of device, for messages and comparisons."""
+    shapes = ", ".join(f"{name} {list(stack.shape[first:])}" for name, stack in weights.stacks().items())
     return f"{shapes} {weights.down.dtype} on {weights.down.device.type}"
 
 

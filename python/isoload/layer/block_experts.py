@@ -59,9 +59,8 @@ class BlockExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H], [T, K] and [T, K] -> [T, H]: every token's experts, weighted and summed."""
         parts = len(self.layer.group.ranks)
-        rows, ids, weights = (
-            list(v.tensor_split(parts)) for v in (hidden_states, top_k_index, top_k_weights)
-        )
+        given = hidden_states, top_k_index, top_k_weights
+        rows, ids, weights = (list(v.tensor_split(parts)) for v in given)
         return torch.cat(list(self.layer.compute(rows, ids, weights)))
 
     def turn(self, stack: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from isoload.experts.fp8 import FP8, check_no_gradients
 from isoload.experts.weights import Activation, ClampedGLU, ExpertWeights, SwiGLU, describe
 from isoload.placement import Placement
 from isoload.transport import DTYPES, CollectiveGroup, Group
-from isoload.weights.shard import Shard, check_shard, describe_rows
+from isoload.weights.shard import Shard, check_shard
 from isoload.weights.storage import RankWeights, check_fp8
 
 Experts = Sequence[ExpertWeights | Checkpoint | Shard]  # for every owned rank: all experts, or its own
@@ -44,7 +44,8 @@ def check_parts(experts: Experts, group: Group, placement: Placement, layer: int
         if given.in_fp8:
             check_fp8(given.stacks())
         if isinstance(own, Shard):
-            kinds[describe_rows(check_shard(own, placement.home_experts(layer, rank), rank))] = None
+            shard = check_shard(own, placement.home_experts(layer, rank), rank)
+            kinds[f"shards with rows of {describe(shard, 1)}"] = None
         elif own.num_slots != placement.num_experts:
             raise ValueError(
                 f"experts must hold num_experts={placement.num_experts} experts, got {own.num_slots}"

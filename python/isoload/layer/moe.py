@@ -287,9 +287,8 @@ class MoE(StoredExperts):
         """Resident experts first, while borrowed weights still travel."""
         noted = {f"route of rank {r}": s for r, s in zip(self.group.ranks, slots, strict=True)}
         noted = {"loads": loads, **noted} if values_readable(loads) else {}
-        rows, stacks = join_rows(
-            self.group, self._ranks(), [got.rows for got in received], self.replica_moves, borrowed, noted
-        )
+        rows = [got.rows for got in received]
+        rows, stacks = join_rows(self.group, self._ranks(), rows, self.replica_moves, borrowed, noted)
         received = [replace(got, rows=row) for got, row in zip(received, rows, strict=True)]
         outputs = self.run_local(received, stacks)
         return outputs if borrowed is None else bring_again(borrowed, outputs)

@@ -153,11 +153,9 @@ class Gate(nn.Module):
 
     def forward(self, rows: Tensor) -> Routing:
         """[T, H] -> the choices and gate weights of every token."""
-        dtype = (
-            torch.promote_types(self.weight.dtype, torch.float32)
-            if self.project_in_fp32
-            else self.weight.dtype
-        )
+        dtype = self.weight.dtype
+        if self.project_in_fp32:
+            dtype = torch.promote_types(dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(dtype)
         return self.router(F.linear(rows.to(dtype), self.weight.to(dtype), bias), self.score_bias)
 

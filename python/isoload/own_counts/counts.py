@@ -102,13 +102,9 @@ class OwnCounts:
     def reset(self) -> None:
         """Forgets what is of the placement: targets, and where copies went."""
         self.last = None
-        for kept in (
-            self.offset,
-            self.sent[:, 0],
-            self.sent[:, 2],
-            *([] if self.price is None else [self.price]),
-        ):
-            kept.zero_()
+        for kept in (self.offset, self.sent[:, 0], self.sent[:, 2], self.price):
+            if kept is not None:
+                kept.zero_()
 
     def gather(self, rows: list[Tensor], call: Call) -> Tensor:
         """Counts for :meth:`split`: [n, E] of the owned ranks or, by node, [R, E], of the owned nodes' ranks.

@@ -96,9 +96,8 @@ class Borrowing:
         slots, num_ranks = filled.slot_to_expert, self.group.topology.num_ranks
         if slots.device not in self._home:
             with torch.inference_mode(False):
-                self._home[slots.device] = torch.tensor(
-                    self._home_table, dtype=torch.int32, device=slots.device
-                )
+                table = torch.tensor(self._home_table, dtype=torch.int32, device=slots.device)
+                self._home[slots.device] = table
         wanted = BorrowPlan(slots, self._home[slots.device], self._home_rows, num_ranks, self.spare_slots)
         if wanted.on_host and not wanted.moves:
             return None

@@ -114,9 +114,7 @@ def move_state(
     A rank whose number of homes changes gets new tensors; others are written in place.
     """
     chunks = plan_moves([r.homes for r in before], [r.homes for r in after], rows_per_chunk)
-    for name, key in sorted(
-        {(name, key) for rank in ranks for name, key, _ in state_fields(optimizer, rank)}
-    ):
+    for name, key in sorted({field[:2] for rank in ranks for field in state_fields(optimizer, rank)}):
         states = [optimizer.state[getattr(rank, name)] for rank in ranks]
         counts = [len(after[rank].homes) for rank in group.ranks]
         rooms = [_make_room(state[key], count) for state, count in zip(states, counts, strict=True)]
@@ -128,10 +126,10 @@ def move_state(
 
 def _make_room(tensor: Tensor, count: int) -> Tensor:
     """The tensor with at least so many rows, contiguous."""
-    missing = max(0, count - len(tensor))
-    return (
-        torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor.contiguous()
-    )
+    missing = count - len(tensor)
+    if missing <= 0:
+        return tensor.contiguous()
+    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
 
 
 def state_fields(optimizer: Optimizer, rank: RankWeights) -> list[tuple[str, str, str]]:

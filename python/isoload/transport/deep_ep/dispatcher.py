@@ -96,12 +96,13 @@ class DeepEPDispatcher(Dispatcher):
         link, got, local, gates, handle = Dispatch.apply(
             self.group, self.wire, topk_idx, self._anchor(), rows.contiguous(), weights[0].contiguous()
         )
-        traffic = self.group.traffic
+        traffic, counts = (
+            self.group.traffic,
+            number_rows(topk_idx, slots_per_rank, self.shape.num_ranks).counts,
+        )
         traffic.host_syncs += self.host_waits
         traffic.move_to(rows.device)
-        traffic.rows.select(0, rank).add_(
-            number_rows(topk_idx, slots_per_rank, self.shape.num_ranks).counts.select(0, 0)
-        )
+        traffic.rows.select(0, rank).add_(counts.select(0, 0))
         return [Received(got, local, gates, DeepEPHandle(handle, len(rows), link), ends=handle.ends)]
 
     def combine(
