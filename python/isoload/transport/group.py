@@ -126,7 +126,7 @@ class Group(Exchanges):
         counts: list[Tensor],
         names: Sequence[str],
         facts: Sequence[Sequence[int]],
-        code: int,
+        code: int = 0,
     ) -> tuple[PerRank, PerRank, list[int]]:
         """:meth:`Call.swap_counts`; code is the :func:`error_code` of the stage that failed in this process, 0 = none.
 
