@@ -38,7 +38,12 @@ def joint_on_rank(rank, ranks):
     transport = CollectiveTransport(setup.topology)
     layer = MoE(setup.routed, setup.dense, transport, setup.placement, policy="joint")
     y = layer(setup.rows[rank])
-    return y.detach(), layer.last_plan.quota, layer.last_plan.shared.by_rank, transport.group.traffic.rows[rank]
+    return (
+        y.detach(),
+        layer.last_plan.quota,
+        layer.last_plan.shared.by_rank,
+        transport.group.traffic.rows[rank],
+    )
 
 
 def test_processes_agree_on_shared_copies():
