@@ -37,7 +37,7 @@ from torch import Tensor
 import isoload
 from isoload import planning, predict
 from isoload.policies import Policy, make_policy, parse_policy
-from isoload.policies.pouring import rank_copies
+from isoload.policies.shared_base import rank_copies
 from isoload.replay.batches import SourceBatch
 from isoload.replay.metrics import count_routed
 from isoload.replay.prediction import Forecast

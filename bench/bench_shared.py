@@ -23,7 +23,7 @@ from torch import Tensor
 
 import isoload
 from isoload import ops
-from isoload.policies.pouring import rank_copies
+from isoload.policies.shared_base import rank_copies
 from lib import table
 from lib.harness import begin, command, measure, over_instances, write_results
 from lib.result_tables import SHARED_PLANNING
@@ -114,11 +114,11 @@ def bench_tokens(case: Case) -> dict[str, float]:
     ids = [torch.cat([row, shared], 1) for row in ids]
     loads = torch.stack([isoload.count(row, EXPERTS + 1) for row in ids])
     plan = isoload.plan(loads, placement, 0, "joint")
-    assert plan.shared is not None and plan.shared.share is not None
+    assert plan.shared is not None and plan.shared.by_rank is not None
     copies = rank_copies(loads[:, :EXPERTS].contiguous(), plan)
     tokens = plan.shared.tokens
-    rank = int((plan.shared.share.diagonal() - TOKENS // 2).abs().argmin())
-    share, everywhere = plan.shared.share[rank], copies.sum(0, dtype=torch.int32)
+    rank = int((plan.shared.by_rank.diagonal() - TOKENS // 2).abs().argmin())
+    share, everywhere = plan.shared.by_rank[rank], copies.sum(0, dtype=torch.int32)
     size, slots = (
         placement.slots_per_rank,
         isoload.route(ids[rank], loads, plan, rank)[:, :TOP_K].contiguous(),

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import isoload
 from isoload import Balancer, CollectiveGroup, LocalGroup
+from isoload.shared_experts import without_shared_slots
 from support.processes import run_ranks
 from support.small_batches import EXPERTS, LAYERS, RANKS, draw_ids, gather, make_placement, make_topology
 
@@ -178,7 +179,7 @@ def test_load_keeps_every_address() -> None:
     placed = balancer.placed_on(torch.device("cpu"))
     balancer(draw_ids(1))
     tensors = [placed.slot_to_expert, placed.home_slot, placed.tables.data]
-    tensors += [memo.value for memo in placed.memos.values()]
+    tensors += [value for value, _ in placed.memos.values()]
     assert len(tensors) == 4
     addresses = [t.data_ptr() for t in tensors]
     new = other_placement()
@@ -190,7 +191,7 @@ def test_load_keeps_every_address() -> None:
     assert [t.data_ptr() for t in tensors] == addresses
     fresh = balancer.placed_on(torch.device("cpu"))
     now = [fresh.slot_to_expert, fresh.home_slot, fresh.tables.data]
-    assert [t.data_ptr() for t in [*now, *(m.value for m in fresh.memos.values())]] == addresses
+    assert [t.data_ptr() for t in [*now, *(value for value, _ in fresh.memos.values())]] == addresses
 
 
 def test_small_batches_and_layers_without_freedom_gather_nothing() -> None:
@@ -239,7 +240,7 @@ def test_shared_experts_with_and_without_columns(policy: str, how: dict[str, Any
     slots = appended(ids)
     assert same(slots, Balancer(placement, 0, policy, group, **how)(full))
     routed = [row[:, :-1] for row in slots]
-    engine = [appended.routed_ids(row) for row in routed]  # numbered over six slots per rank
+    engine = [without_shared_slots(row, 7, 1) for row in routed]  # numbered over six slots per rank
     for ours, theirs in zip(routed, engine, strict=True):
         assert torch.equal(torch.where(theirs < 0, -1, theirs // 6 * 7 + theirs % 6), ours)
 
@@ -270,9 +271,8 @@ def test_same_tokens_with_shared_experts_are_level(policy: str) -> None:
 def test_from_an_engines_table() -> None:
     placement = make_placement()
     table = placement.slot_to_expert[1].long()
-    made = Balancer.from_slots(
-        table, make_topology(), EXPERTS, policy="exact", group=LocalGroup(make_topology())
-    )
+    own = isoload.Placement(table.unsqueeze(0), make_topology(), EXPERTS)
+    made = Balancer(own, policy="exact", group=LocalGroup(make_topology()))
     ids = draw_ids(3)
     assert same(made(ids), Balancer(placement, 1, "exact", LocalGroup(make_topology()))(ids))
 

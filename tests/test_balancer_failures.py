@@ -14,7 +14,7 @@ from torch import Tensor
 
 import isoload
 from isoload import Balancer, CapturedBalancer, CollectiveGroup, LocalGroup
-from isoload.placed_layers import Memo, PlacedLayers
+from isoload.placed_layers import PlacedLayers
 from support.processes import rank_outcomes, run_ranks
 from support.small_batches import EXPERTS, LAYERS, draw_ids, make_placement, make_topology
 
@@ -59,7 +59,7 @@ def load_on_one(rank: int, ranks: int) -> tuple[str, bool]:
     balancer, rows = Balancer(first, 0, "static", CollectiveGroup(topology)), draw_ids(0)[rank]
     before, error = balancer(rows), ""
     if rank == 1:
-        balancer.placed_on(torch.device("cpu")).memos["mine"] = Memo(torch.zeros(1), refuse)
+        balancer.placed_on(torch.device("cpu")).memos["mine"] = (torch.zeros(1), refuse)
     try:
         balancer.load(second)
     except (ValueError, OSError) as failure:

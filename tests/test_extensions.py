@@ -1,15 +1,19 @@
-"""What others add takes one short file over public names: an engine's plug-in, a policy. (A dispatcher:
+"""What others add takes one short file over public names: an engine's plug-in or hook, a policy. (A dispatcher:
 tests/transport/test_toy_dispatcher.py.)"""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 import isoload
+from isoload.integrations.settings import Settings
 from isoload.policies import POLICIES, Demand, PlacedLayers, chosen_plan
 from support.small_batches import EXPERTS, RANKS, K, draw_ids, make_placement, make_topology
 
@@ -129,3 +133,60 @@ def test_a_registered_policy_composes(highest: str) -> None:
     slots = balancer(draw_ids(4))
     assert balancer.last_plan is not None
     assert torch.equal(isoload.count(torch.cat(slots), placement.num_slots), balancer.last_plan.quota)
+
+
+# --- An engine's hook, as those of SGLang and vLLM: one file.
+
+ENGINE = """
+import torch
+
+def to_physical(topk_ids):
+    return topk_ids * 0
+"""
+HOOK = """
+import torch
+import toy_engine
+
+from isoload import Balancer, Placement, Topology
+from isoload.integrations.seams import PlugIn, Seam
+from isoload.integrations.settings import Variable
+
+SLOTS = torch.tensor([[0, 1, 2, 3, 0, 1, 4, 5]])
+SEAM = Seam("toy_engine.to_physical", "replace", ("(topk_ids)",), "1.0", "balances")
+
+def to_physical(topk_ids):
+    return LAYER(topk_ids)
+
+def start(settings):
+    global LAYER
+    LAYER = Balancer(Placement(SLOTS, Topology(2), 6), 0, settings.policy_for(shared=False), tokens="same")
+
+def check():
+    slots = to_physical(torch.zeros(8, 1, dtype=torch.int64))
+    return torch.bincount(slots.flatten() // 4).tolist() == [4, 4]
+
+def hook(seams, settings):
+    for seam in seams:
+        setattr(toy_engine, seam.name, globals()[seam.name])
+
+SWITCH = Variable("TOY_BALANCED", "0 or 1", "0", "attach to the toy engine")
+PLUG_IN = PlugIn("Toy", SWITCH, start, {"to_physical": check}, hook, [SEAM])
+"""
+
+
+def test_an_engine_hook_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (("toy_engine", ENGINE), ("toy_hook", HOOK)):
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    engine, hook = import_module("toy_engine"), import_module("toy_hook")
+    ids = torch.tensor([[0], [0], [2], [4]])
+    hook.PLUG_IN.attach_or_leave()  # switched off
+    assert engine.to_physical(ids).tolist() == [[0]] * 4
+    monkeypatch.setenv("TOY_BALANCED", "1")
+    hook.PLUG_IN.attach_or_leave()
+    slots = engine.to_physical(ids)
+    assert torch.equal(hook.SLOTS[0][slots], ids) and (slots // 4).flatten().bincount().tolist() == [2, 2]
+    monkeypatch.setattr(engine, "to_physical", lambda topk_ids, layer: topk_ids)
+    (fault,) = hook.PLUG_IN.attach(Settings.read({}))
+    assert fault == "toy_engine.to_physical must take (topk_ids) (as in 1.0), got (topk_ids, layer)"

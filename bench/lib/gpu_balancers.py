@@ -42,7 +42,8 @@ def make_balancer(x: Layer) -> isoload.Balancer:
     """One rank's, under exact, of a layer on any device."""
     topology = isoload.Topology(len(x.loads), per_node(x))
     group = OthersAreReady(topology, x.loads)
-    return isoload.Balancer.from_slots(x.slot_to_expert.cpu(), topology, EXPERTS, policy="exact", group=group)
+    placement = isoload.Placement(x.slot_to_expert.cpu().unsqueeze(0), topology, EXPERTS)
+    return isoload.Balancer(placement, policy="exact", group=group)
 
 
 def make_captured(x: Layer) -> isoload.CapturedBalancer:

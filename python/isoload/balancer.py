@@ -10,7 +10,6 @@ of a group are called in one order on all ranks: no other collective may share i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,15 +18,14 @@ from torch import Tensor
 from isoload.counting import check_one_each, count_owned, without_padding
 from isoload.ops import Counted
 from isoload.own_counts import Exchanged, Loads, exchange, make_own_counts
-from isoload.own_counts.at_once import balance_at_once, needs_no_gather, record
 from isoload.placed_layers import PlacedLayers, own_layers, refreshing
 from isoload.placement import Placement, check_same_shape
-from isoload.planning import Balanced, Gathered, plan_and_share
+from isoload.planning import Gathered, plan_and_share
 from isoload.policies import Policy, Seeded, make_policy
+from isoload.policies.exact import ExactPolicy
 from isoload.records import Plan
 from isoload.routing import route_counted, route_fixed, route_sent
-from isoload.shared_experts import without_shared_slots
-from isoload.steps import first_step, next_step
+from isoload.steps import first_step, in_backward, next_step
 from isoload.topology import Topology
 from isoload.transport import Call, Group, LocalGroup, checksum
 from isoload.transport.agreement import placement_facts
@@ -80,14 +78,15 @@ class Balancer:
         price: bool = False,
         **options: Any,
     ) -> None:
-        group = LocalGroup(Topology(1)) if group is None and placement.topology.num_ranks == 1 else group
         if tokens not in ("own", "same"):
             raise ValueError(f"tokens must be own or same, got {tokens!r}")
-        if tokens == "own" and group is None:
-            raise ValueError(
-                f"group must join the {placement.topology.num_ranks} ranks for tokens='own', got None"
-            )
-        self.placement, self.layer, self.group, self.tokens = placement, layer, group, tokens
+        num_ranks = placement.topology.num_ranks
+        if tokens == "own" and group is None and num_ranks > 1:
+            raise ValueError(f"group must join the {num_ranks} ranks for tokens='own', got None")
+        self.placement, self.layer, self.tokens = placement, layer, tokens
+        self.group = LocalGroup(Topology(1)) if group is None else group
+        # whose tokens this process routes; where all ranks hold the same rows all route as rank 0 would
+        self.ranks = (0,) if tokens == "same" else self.group.ranks
         self.min_tokens, self.shared_columns = min_tokens, shared_columns
         self.loads, self.batch = loads, 0  # batches so far
         self.last_plan: Plan | None = None
@@ -96,29 +95,22 @@ class Balancer:
         self._own: dict[torch.device, PlacedLayers] = {}
         self._steps: dict[torch.device, Tensor] = {}  # [] int64, batches that drew: read by captured graphs
         self._checksums: dict[str, int] = {}
-        alone = nullcontext(dict[str, object]())
-        with alone if group is None else group.agreeing("construction") as facts:
-            self.own_counts = make_own_counts(loads, tokens, placement, group, price)
-            self._check(make_policy(policy, options))
+        with self.group.agreeing("construction") as facts:
+            self.own_counts = make_own_counts(loads, tokens, placement, self.group, price)
+            if group is not None and group.topology.num_ranks != num_ranks:
+                raise ValueError(
+                    f"placement must be for the group's {group.topology.num_ranks} ranks, got {num_ranks}"
+                )
+            if min_tokens < 0:
+                raise ValueError(f"min_tokens must be at least 0, got {min_tokens}")
+            self.policy = make_policy(policy, options)
+            self.placed_on(torch.device("cpu"))  # refuses a layer that is not there
+            self.prepare_load(placement)()
             facts.update({"layer": layer, "policy": self.policy, "min_tokens": min_tokens})
             facts.update({"tokens": tokens, "loads": loads, "price": price})
             facts.update(placement_facts(placement, layer))
         if self.own_counts is not None:
             self.own_counts.join()
-
-    @classmethod
-    def from_slots(
-        cls,
-        slot_to_expert: Tensor,
-        topology: Topology,
-        num_experts: int,
-        *,
-        num_shared: int = 0,
-        **how: Any,
-    ) -> Balancer:
-        """From an engine's table: slot_to_expert [P], its physical-to-logical map of one layer; see Placement."""
-        slots = torch.as_tensor(slot_to_expert).unsqueeze(0)
-        return cls(Placement(slots, topology, num_experts, num_shared=num_shared), **how)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "recorder": None}  # which tells layers apart: a copy does not record
@@ -134,18 +126,18 @@ class Balancer:
             self.own_counts.check(policy)
         policy.check(self.placement)
         self._policy = policy
-        self.needs_no_gather = needs_no_gather(self)
+        needs_no_gather = (
+            self.own_counts.word == "own"
+            if self.own_counts is not None
+            else self.tokens == "same" and type(policy) is ExactPolicy
+        )
+        self._by_one_op = needs_no_gather and len(self.ranks) == 1 and not self.placement.num_shared
         self._checksums["checksum of policy"] = checksum(policy)
 
     @property
     def facts(self) -> dict[str, int]:
         """Integers that must be equal on all ranks in a batch; they travel with the loads and with the row counts."""
         return {"layer": self.layer, "batch number": self.batch, **self._checksums}
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks whose tokens this process routes; with tokens="same" all ranks route as rank 0 would."""
-        return (0,) if self.group is None or self.tokens == "same" else self.group.ranks
 
     def __call__(
         self,
@@ -170,16 +162,40 @@ class Balancer:
             ValueError: naming the argument, the rule and the value, on the other ranks naming the rank and the stage.
                 Whatever else is raised before the gather, an interrupt too, stops the other ranks likewise.
         """
-        ids: list[Tensor] = []
-        call = None
         try:
             given = [topk_ids] if isinstance(topk_ids, Tensor) else list(topk_ids)
             ids = [without_padding(rows, num_valid) for rows in given]
         except BaseException as error:
-            call = Call(self.group, failure=error)
-        slots = balance_at_once(self, ids, num_tokens) if call is None else None
-        slots = self.route(self.balance(ids, num_tokens, call)) if slots is None else slots
+            self.gather(
+                [], num_tokens, Call(self.group, failure=error)
+            )  # in which the other ranks hear of it
+            raise
+        slots = self._balance_at_once(ids[0], num_tokens) if self._by_one_op and len(ids) == 1 else None
+        slots = self.route(self.balance(ids, num_tokens)) if slots is None else slots
         return slots[0] if isinstance(topk_ids, Tensor) else slots
+
+    def _balance_at_once(self, ids: Tensor, num_tokens: int | None) -> list[Tensor] | None:
+        """Slots [T, K] by one op, where no other rank's counts are needed; None: nothing has happened."""
+        if not self.plans(len(ids) if num_tokens is None and self.tokens == "same" else num_tokens):
+            return None
+        if not torch.compiler.is_compiling():  # which would compile anew for every number
+            self.batch += 1
+        self.last_plan = self.last_loads = None
+        placed = self.placed_on(ids.device)
+        if self.own_counts is not None:
+            slots, counts = self.own_counts.balance(ids, placed, self.layer)
+        else:
+            assert isinstance(self._policy, ExactPolicy)
+            slots, loads, self.last_plan = self._policy.balance_same(ids, placed)
+            self.last_loads, counts = loads, loads[0] if self.recorder is not None else loads
+        if self.recorder is not None:
+            self._record([counts], ids)
+        return [slots]
+
+    def _record(self, counts: list[Tensor], ids: Tensor) -> None:
+        """Adds a batch of ids [T, K] to the recorder, if there is one; a recompute's was there before."""
+        if self.recorder is not None and not in_backward():
+            self.recorder.add(self.layer, counts, self, ids.shape[1] - self.placement.num_shared)
 
     def plans(self, num_tokens: int | None) -> bool:
         """Whether a batch of so many tokens is planned: known on the host, and alike on all ranks."""
@@ -190,7 +206,7 @@ class Balancer:
 
     def balance(
         self, topk_ids: list[Tensor], num_tokens: int | None = None, call: Call | None = None
-    ) -> Balanced:
+    ) -> Gathered:
         """:meth:`gather` and :meth:`plan`: all of a call but the route."""
         return self.plan(self.gather(topk_ids, num_tokens, call))
 
@@ -224,7 +240,7 @@ class Balancer:
             check_one_each(topk_ids, len(self.ranks))
             counted = count_owned(topk_ids, self.placement, self.shared_columns)
             rows = [found.counts for found in counted]
-            record(self, rows, counted[0].ids.shape[1])
+            self._record(rows, counted[0].ids)
             if more is not None:
                 rows = [torch.cat(parts) for parts in zip(rows, more, strict=True)]
         self.last_plan = self.last_loads = None
@@ -248,30 +264,33 @@ class Balancer:
             return Gathered(counted, loads, planned)
         return Gathered(counted, loads.narrow(1, 0, own), True, loads.narrow(1, own, width - own))
 
-    def plan(
-        self, gathered: Gathered, filled: PlacedLayers | None = None, keep_local: bool = False
-    ) -> Balanced:
-        """Plans a batch, if it is to be planned; filled and keep_local as in :func:`isoload.plan`."""
-        counted, loads = gathered.counted, gathered.loads
-        if not gathered.planned:
-            return Balanced(counted, loads, None)
+    def plan(self, batch: Gathered, filled: PlacedLayers | None = None, keep_local: bool = False) -> Gathered:
+        """Plans the batch, if it is to be planned; filled and keep_local as in :func:`isoload.plan`."""
+        if not batch.planned:
+            return batch
+        loads = batch.loads
         placed = self.placed_on(loads.device)
         if self.own_counts is not None:
-            sent = self.own_counts.split(loads, placed, self.layer)
-            return Balanced(counted, loads, None, sent)
+            batch.send_counts = self.own_counts.split(loads, placed, self.layer)
+            return batch
         self.last_loads = loads
-        step = next_step(self._step_on(loads.device)) if isinstance(self.policy, Seeded) else 0
+        step: int | Tensor = 0
+        if isinstance(self._policy, Seeded):
+            last = self._steps.get(loads.device)
+            step = next_step(first_step(loads.device) if last is None else last)
         rank = self.ranks[0] if len(self.ranks) == 1 else None
-        how: dict[str, Any] = {"filled": filled, "keep_local": keep_local, "step": step}
-        self.last_plan = made = plan_and_share(loads, placed, self.policy, rank, **how)
-        return Balanced(counted, loads, made, None if made.send_counts is None else [made.send_counts])
+        made = plan_and_share(
+            loads, placed, self._policy, rank, filled=filled, keep_local=keep_local, step=step
+        )
+        self.last_plan = batch.plan = made
+        batch.send_counts = None if made.send_counts is None else [made.send_counts]
+        return batch
 
-    def route(self, balanced: Balanced) -> list[Tensor]:
+    def route(self, batch: Gathered) -> list[Tensor]:
         """[T, K] slots of every owned rank's copies: as planned or, without a plan, where they always go."""
-        loads, made, slots = balanced.loads, balanced.plan, []
-        for i, (rank, counted) in enumerate(zip(self.ranks, balanced.counted, strict=True)):
-            sent = None if balanced.send_counts is None else balanced.send_counts[i]
-            placed = self.placed_on(loads.device)
+        loads, made, slots, placed = batch.loads, batch.plan, [], self.placed_on(batch.loads.device)
+        for i, (rank, counted) in enumerate(zip(self.ranks, batch.counted, strict=True)):
+            sent = None if batch.send_counts is None else batch.send_counts[i]
             if made is not None:
                 slots.append(route_counted(counted, loads, made, rank, send_counts=sent))
             elif sent is not None:
@@ -293,30 +312,29 @@ class Balancer:
         Raises:
             ValueError: on all ranks, naming the argument, the rule and the value, or the fact in which ranks differ.
         """
-        alone = nullcontext(dict[str, object]())
-        with alone if self.group is None else self.group.agreeing("placement") as facts:
+        with self.group.agreeing("placement") as facts:
             check_same_shape(self.placement, placement)
             facts.update(placement_facts(placement, self.layer))
-            settle = self.settling(placement)
-        settle()
+            write = self.prepare_load(placement)
+        write()
 
-    def settling(self, placement: Placement) -> Callable[[], None]:
+    def prepare_load(self, placement: Placement) -> Callable[[], None]:
         """:meth:`load` after the checks, in two steps, so that it happens on all ranks or on none.
 
         What may fail happens here, and changes nothing; the result is called once all ranks have come so far.
         """
         has_freedom = placement.has_freedom[self.layer]
-        told = checksum(list(placement_facts(placement, self.layer).values()))
+        known = checksum(list(placement_facts(placement, self.layer).values()))
         refresh = {d: refreshing(own, placement.layer(self.layer, d)) for d, own in self._own.items()}
 
-        def settle() -> None:
+        def write() -> None:
             self.placement, self.has_freedom = placement, has_freedom
-            self._checksums["checksum of placement"] = told
-            self._own.update({device: write() for device, write in refresh.items()})
+            self._checksums["checksum of placement"] = known
+            self._own.update({device: refreshed() for device, refreshed in refresh.items()})
             if self.own_counts is not None:
                 self.own_counts.reset()
 
-        return settle
+        return write
 
     def placed_on(self, device: torch.device) -> PlacedLayers:
         """The layer's own tables on a device, which :meth:`load` writes in place."""
@@ -329,26 +347,6 @@ class Balancer:
                 self._steps[device] = first_step(device)
         return own
 
-    def _step_on(self, device: torch.device) -> Tensor:
-        return self._steps[device] if device in self._steps else first_step(device)
-
-    def routed_ids(self, slots: Tensor) -> Tensor:
-        """Slots numbered as if the shared experts had none: an engine's physical ids of routed experts; -1 stays."""
-        return without_shared_slots(slots, self.placement.slots_per_rank, self.placement.num_shared)
-
     def _device(self) -> torch.device:
         """Where the last tables were made: on the host at construction, then where the batches are."""
         return next(reversed(self._own), torch.device("cpu"))
-
-    def _check(self, policy: Policy) -> None:
-        """What construction refuses."""
-        topology, group = self.placement.topology, self.group
-        if group is not None and group.topology.num_ranks != topology.num_ranks:
-            raise ValueError(
-                f"placement must be for the group's {group.topology.num_ranks} ranks, got {topology.num_ranks}"
-            )
-        if self.min_tokens < 0:
-            raise ValueError(f"min_tokens must be at least 0, got {self.min_tokens}")
-        self.policy = policy
-        self.placed_on(torch.device("cpu"))  # refuses a layer that is not there
-        self.settling(self.placement)()

@@ -170,8 +170,7 @@ class CapturedBalancer:
             graph = self._graphs[planned] = self._captured(num_tokens)
         else:
             balancer.batch += 1
-            if balancer.group is not None:
-                balancer.group.traffic.bytes.update(graph.bytes)
+            balancer.group.traffic.bytes.update(graph.bytes)
         graph.replay()
         if graph.plan is not None and graph.plan.placed.host is not placed.host:  # loaded since
             plan = replace(graph.plan, placed=graph.plan.placed.moved_to(placed))
@@ -180,19 +179,17 @@ class CapturedBalancer:
         return graph.slots
 
     def _call(self, num_tokens: int | None) -> list[Tensor]:
-        slots = self.balancer(self._ids, num_tokens=num_tokens)
-        assert isinstance(slots, list)
-        return slots
+        return list(self.balancer(self._ids, num_tokens=num_tokens))
 
     def _captured(self, num_tokens: int | None) -> _Graph:
         """The graph of a batch, which its capture counts but does not run."""
         group, batch = self.balancer.group, self.balancer.batch
-        before = Counter[str]() if group is None else group.traffic.bytes.copy()
+        before = group.traffic.bytes.copy()
         try:
             replay, slots = self._capture(lambda: self._call(num_tokens))
         except BaseException as error:
             self.balancer.batch = batch
             self.balancer.gather([], num_tokens, Call(group, failure=error))  # for which the other ranks wait
             raise
-        sent = Counter[str]() if group is None else group.traffic.bytes - before
+        sent = group.traffic.bytes - before
         return _Graph(replay, slots, self.balancer.last_plan, self.balancer.last_loads, sent)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,13 +20,7 @@ if TYPE_CHECKING:
     from isoload.placement import Placement
 
 MEMOS = 8  # tensors that policies keep per placement and device
-
-
-class Memo(NamedTuple):
-    """A tensor that a policy derives from a placement, and how."""
-
-    value: Tensor
-    derive: Callable[[PlacedLayers], Tensor]
+Derive: TypeAlias = "Callable[[PlacedLayers], Tensor]"
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +38,7 @@ class PlacedLayers:
     replicated                 whether some routed expert has more than one slot in the placement
     shared_home     [R] int64  see :func:`isoload.shared_experts.shared_home`; None without shared experts
     shared_limits   [R] int32  most shared copies of a rank; None = any number
-    memos                      what policies derive once per placement, see :meth:`memo`
+    memos                      what policies derive once per placement, and how: see :meth:`memo`
     unfilled                   the same layers with empty spare slots; None: these are, see :attr:`resident`
     quota           [P] int32  copies per slot by the split that made the fill; None without one
     telemetry                  of the fill, see :class:`isoload.ops.Spill`
@@ -63,7 +57,7 @@ class PlacedLayers:
     replicated: bool
     shared_home: Tensor | None
     shared_limits: Tensor | None
-    memos: dict[Any, Memo] = field(default_factory=dict)
+    memos: dict[Any, tuple[Tensor, Derive]] = field(default_factory=dict)
     unfilled: PlacedLayers | None = None
     quota: Tensor | None = None
     telemetry: Tensor | None = None
@@ -95,19 +89,19 @@ class PlacedLayers:
             shared_limits=torch.tensor(most, dtype=torch.int32, device=device) if limited else None,
         )
 
-    def memo(self, key: Any, derive: Callable[[PlacedLayers], Tensor]) -> Tensor:
+    def memo(self, key: Any, derive: Derive) -> Tensor:
         """What `derive` makes of the placement's layers, kept; :func:`refreshing` rewrites it in place.
 
         The last MEMOS are kept, so that a key which changes with every batch costs time, not memory.
         """
         if key in self.memos:
-            return self.memos[key].value
+            return self.memos[key][0]
         with torch.inference_mode(False):  # else only inference could write it
             value = derive(self.resident)
         if may_be_kept(value):
             while len(self.memos) >= MEMOS:
                 del self.memos[next(iter(self.memos))]
-            self.memos[key] = Memo(value, derive)
+            self.memos[key] = value, derive
         return value
 
     def stacked(self, of: Callable[[Placement, int], np.ndarray[Any, Any]]) -> Tensor:
@@ -148,14 +142,8 @@ class PlacedLayers:
         """These layers with other experts in their spare slots; with the tables of those, where they are there."""
         if tables is None:
             tables = ops.replica_tables(slot_to_expert, self.topology.num_ranks, self.host.num_routed)
-        return replace(
-            self,
-            slot_to_expert=slot_to_expert,
-            tables=tables,
-            unfilled=self,
-            quota=quota,
-            telemetry=telemetry,
-        )
+        made = {"slot_to_expert": slot_to_expert, "tables": tables, "quota": quota, "telemetry": telemetry}
+        return replace(self, unfilled=self, **made)  # type: ignore[arg-type]
 
     def moved_to(self, placed: PlacedLayers) -> PlacedLayers:
         """The slots of this batch in layers of another placement, in whose memory they are."""
@@ -182,7 +170,7 @@ def refreshing(own: PlacedLayers, placed: PlacedLayers) -> Callable[[], PlacedLa
         (own.slot_to_expert, placed.slot_to_expert),
         (own.home_slot, placed.home_slot),
         (own.tables.data, placed.tables.data),
-        *((memo.value, memo.derive(placed).expand_as(memo.value)) for memo in own.memos.values()),
+        *((value, derive(placed).expand_as(value)) for value, derive in own.memos.values()),
     ]
     fresh = replace(own, host=placed.host, replicated=placed.replicated)  # the topology is the same
 

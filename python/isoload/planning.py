@@ -15,41 +15,26 @@ from isoload.placement import Placement
 from isoload.policies import Demand, Policy, make_policy
 from isoload.policies.keeping import may_keep_local, split_above_local
 from isoload.records import Plan
-from isoload.shared_experts import (
-    SharedPlan,
-    check_tokens,
-    keep_home,
-    per_expert,
-    shared_copies,
-    widened,
-)
+from isoload.shared_experts import SharedPlan, check_tokens, keep_home, per_expert, shared_copies, widened
 from isoload.value_checks import values_readable
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Gathered:
-    """One batch, counted: of every owned rank, loads [R, E], and what was gathered beside them [R, W].
+    """One batch, counted, of every owned rank, and on its way to slots.
 
-    Where nothing will be planned, nothing is gathered: loads are the owned ranks' own counts.
+    loads        [R, E]; where nothing will be planned, nothing is gathered: the owned ranks' own counts
+    more         [R, W] what was gathered with the loads
+    plan         if there is one, once it is made
+    send_counts  [P] copies of the routed experts that every owned rank sends to each slot: where the op that planned
+                 has made them, too, or by the rank's own counts, in the place of a plan
     """
 
     counted: list[Counted]
     loads: Tensor
     planned: bool
-    beside: Tensor | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Balanced:
-    """One batch on its way: counted as gathered, loads, and the plan, if there is one.
-
-    send_counts: [P] copies of the routed experts that every owned rank sends to each slot: where the op that planned
-    has made them, too, or by the rank's own counts, in the place of a plan.
-    """
-
-    counted: list[Counted]
-    loads: Tensor
-    plan: Plan | None
+    more: Tensor | None = None
+    plan: Plan | None = None
     send_counts: list[Tensor] | None = None
 
 
@@ -181,10 +166,10 @@ def _with_shared(made: Plan, demand: Demand, placed: PlacedLayers) -> Plan:
     if shared.in_quota:
         return made
     if made.quota is not None and shared.is_met:
-        if shared.share is None:
+        if shared.by_rank is None:
             copies = (demand.at_home // placed.num_shared).unsqueeze(-1)
         else:
-            copies = per_expert(shared.share, placed.num_shared).sum(-3, dtype=torch.int32)
+            copies = per_expert(shared.by_rank, placed.num_shared).sum(-3, dtype=torch.int32)
         shared_part(made.quota, placed).add_(copies)  # in which the split left 0
     return replace(made, shared=shared)
 
@@ -223,14 +208,14 @@ def share(loads: Tensor, plan: Plan, rank: int | None = None, order: Order = "lo
         rank: one source rank -> [P]; None: all -> [R, P].
         order: "locality" or "rank_major", see :func:`isoload.ops.share`. Policies that fix the share ignore it.
     """
-    rows, placed = share_routed(loads, plan, rank, order), plan.placed
+    send_counts, placed = share_routed(loads, plan, rank, order), plan.placed
     if plan.shared is not None and plan.shared.is_met and placed.shared_home is not None:
-        sent = plan.shared.share
+        sent = plan.shared.by_rank
         if sent is None:
             sent = keep_home(plan.shared.tokens * placed.num_shared, placed.shared_home)
         parts = per_expert(sent, placed.num_shared)  # [..., R, R, n]
-        shared_part(rows, placed).add_(parts if rank is None else parts.select(-3, rank))
-    return rows
+        shared_part(send_counts, placed).add_(parts if rank is None else parts.select(-3, rank))
+    return send_counts
 
 
 def share_routed(loads: Tensor, plan: Plan, rank: int | None, order: Order = "locality") -> Tensor:

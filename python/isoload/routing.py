@@ -87,8 +87,8 @@ def shared_columns(plan: Plan, rank: int) -> ops.SharedColumns | None:
     if type(plan.policy).route_shared is not Policy.route_shared:
         return None
     assert plan.shared is not None
-    placed, share = plan.placed, plan.shared.share
-    row = None if share is None else share.select(0, rank)
+    placed, by_rank = plan.placed, plan.shared.by_rank
+    row = None if by_rank is None else by_rank.select(0, rank)
     home = placed.home_rank(rank) if row is None else rank
     return ops.SharedColumns(
         placed.num_shared, placed.first_shared, home, row, strict=plan.shared.rule == "limit"

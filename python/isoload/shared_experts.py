@@ -16,36 +16,36 @@ from isoload.value_checks import values_readable
 
 TOO_MANY = 2**31  # copies of a batch
 
-Rule = Literal["home", "share", "limit", "sample"]
+Rule = Literal["home", "by_rank", "limit", "sample"]
 
 
 @dataclass(frozen=True, eq=False)
 class SharedPlan:
     """Where the shared copies of one batch go. Fields may have a leading L.
 
-    rule                  "home": to the source's own rank; "share": as the share says; "limit": not more than it
+    rule                  "home": to the source's own rank; "by_rank": as that says; "limit": not more than it
                           says, what a token cannot use stays home; "sample": every token draws a rank
     tokens  [R] int32     tokens of source rank s that need the shared experts: n copies each
-    share   [R, R] int32  shared copies, all n experts together, that source s sends to rank d; rules share and limit
+    by_rank [R, R] int32  shared copies, all n experts together, that source s sends to rank d; rules by_rank and limit
     copies  [R, R] int32  routed copies that source s sends to rank d, where the rule uses them
     in_quota              whether the quota of the policy's plan has these copies already
     """
 
     rule: Rule
     tokens: Tensor
-    share: Tensor | None = None
+    by_rank: Tensor | None = None
     copies: Tensor | None = None
     in_quota: bool = False
 
     @property
     def is_met(self) -> bool:
         """Whether routed slots receive exactly their quotas; else their copies are counted after routing."""
-        return self.rule in ("home", "share")
+        return self.rule in ("home", "by_rank")
 
     def __getitem__(self, layer: int) -> SharedPlan:
         """One layer of a batch of layers."""
-        share, copies = pick_layer(self.share, layer), pick_layer(self.copies, layer)
-        return SharedPlan(self.rule, self.tokens.select(0, layer), share, copies, self.in_quota)
+        by_rank, copies = pick_layer(self.by_rank, layer), pick_layer(self.copies, layer)
+        return SharedPlan(self.rule, self.tokens.select(0, layer), by_rank, copies, self.in_quota)
 
 
 def pick_layer(tensor: Tensor | None, layer: int) -> Tensor | None:
@@ -59,7 +59,7 @@ def shared_home(live_ranks: list[int], num_ranks: int) -> list[int]:
 
 
 def keep_home(copies: Tensor, home: Tensor) -> Tensor:
-    """The share [..., R, R] that sends all shared copies [..., R] of source s to rank home[s]."""
+    """[..., R, R] what sends all shared copies [..., R] of source s to rank home[s]."""
     nothing = copies.new_zeros((*copies.shape, copies.shape[-1]))
     index = home.expand(copies.shape).unsqueeze(-1)
     return nothing.scatter_(-1, index, copies.unsqueeze(-1))
@@ -115,16 +115,16 @@ def check_shared_columns(topk_ids: Tensor, num_routed: int, num_shared: int) -> 
         )
 
 
-def per_expert(share: Tensor, num_shared: int) -> Tensor:
-    """Cuts share [..., R, R] into copies per shared expert [..., R, R, n], each source's alike but for remainders.
+def per_expert(by_rank: Tensor, num_shared: int) -> Tensor:
+    """Cuts copies [..., R, R] into those per shared expert [..., R, R, n], each source's alike but for remainders.
 
     Shared expert j takes ``(c + j) // n`` of a source's first c copies in rank order: over j that is c again, and
     over a source's whole row, n copies per token, every shared expert gets one. :func:`isoload.ops.route_shared`
     deals by the same rule.
     """
     if num_shared == 1:
-        return share.unsqueeze(-1)
-    upto = share.cumsum(-1).unsqueeze(-1)
-    turn = torch.arange(num_shared, device=share.device)
-    before = upto - share.unsqueeze(-1)
+        return by_rank.unsqueeze(-1)
+    upto = by_rank.cumsum(-1).unsqueeze(-1)
+    turn = torch.arange(num_shared, device=by_rank.device)
+    before = upto - by_rank.unsqueeze(-1)
     return ((upto + turn) // num_shared - (before + turn) // num_shared).to(torch.int32)

@@ -11,9 +11,7 @@ from isoload.value_checks import may_be_kept
 
 MOST_DRAWN = 2**14  # numbers that are kept for a checkpoint to come back to: batches in flight, times layers
 
-_drawn: OrderedDict[int, Tensor] = (
-    OrderedDict()
-)  # numbers of batches, by the draw of torch's generator beside each
+_drawn = OrderedDict[int, Tensor]()  # numbers of batches, by the draw of torch's generator beside each
 
 
 def first_step(device: torch.device) -> Tensor:
@@ -32,10 +30,8 @@ def next_step(step: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         traced: Tensor = _traced_next_step(step)
         return traced
-    if torch.is_inference_mode_enabled() or not may_be_kept(
-        step
-    ):  # no backward comes: no generator is touched
-        return step.add_(1).clone()
+    if torch.is_inference_mode_enabled() or not may_be_kept(step):
+        return step.add_(1).clone()  # no backward comes: no generator is touched
     drawn = int(torch.randint(2**63 - 1, (), device="cpu"))
     if in_backward():
         return _drawn.get(drawn, step).clone()

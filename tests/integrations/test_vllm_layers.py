@@ -19,7 +19,7 @@ from isoload import Balancer, LocalGroup
 from isoload.integrations.engine_tables import replica_lists
 from isoload.integrations.settings import ALL_LOADS, Settings
 from isoload.integrations.vllm import MODELS, dispatch
-from isoload.integrations.vllm.layers import Layer, ModelLayers, held_by
+from isoload.integrations.vllm.layers import Layer, ModelLayers, tokens_of
 
 EXPERTS, K, RANKS, SIZE, LAYERS = 16, 4, 2, 10, 3
 LOADS = torch.rand(2, LAYERS, EXPERTS, generator=torch.Generator().manual_seed(1)).pow(4) * 1000
@@ -109,7 +109,7 @@ HELD = {
 @pytest.mark.parametrize("name", HELD)
 def test_which_tokens_a_rank_holds(name: str, loads: str) -> None:
     made, changed, want = HELD[name]
-    held, reason = held_by(made, parallel(**changed), loads)
+    held, reason = tokens_of(made, parallel(**changed), loads)
     assert held == want if held else want in reason
 
 
@@ -117,7 +117,7 @@ def test_which_tokens_a_rank_holds(name: str, loads: str) -> None:
 @pytest.mark.parametrize("loads", ALL_LOADS)
 def test_two_micro_batches_may_not_gather(made: Any, loads: str) -> None:
     """Where ranks hold rows of their own; what is not exchanged in a pass cannot meet another exchange there."""
-    held, reason = held_by(made[0], parallel(**made[1] | MICRO), loads)
+    held, reason = tokens_of(made[0], parallel(**made[1] | MICRO), loads)
     if loads in ("own", "last"):
         assert held == "own"
     else:

@@ -38,7 +38,7 @@ def run(rank: int, what: str, capacity: int | None) -> None:
     elif what == "placement":
         counts = torch.arange(11).roll(3).expand(1, -1) + 1
         if odd:  # as if only this rank had loaded it: load_placement itself is collective
-            first.balancer.settling(isoload.place(counts, setup.topology, slots_per_rank=8))()
+            first.balancer.prepare_load(isoload.place(counts, setup.topology, slots_per_rank=8))()
         first(rows)
     elif what == "dtype":
         first(rows.bfloat16() if odd else rows)

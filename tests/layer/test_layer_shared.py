@@ -38,7 +38,12 @@ def joint_on_rank(rank, ranks):
     transport = CollectiveTransport(setup.topology)
     layer = MoE(setup.routed, setup.dense, transport, setup.placement, policy="joint")
     y = layer(setup.rows[rank])
-    return y.detach(), layer.last_plan.quota, layer.last_plan.shared.share, transport.group.traffic.rows[rank]
+    return (
+        y.detach(),
+        layer.last_plan.quota,
+        layer.last_plan.shared.by_rank,
+        transport.group.traffic.rows[rank],
+    )
 
 
 def test_processes_agree_on_shared_copies():
@@ -49,7 +54,7 @@ def test_processes_agree_on_shared_copies():
     ys = layer(setup.rows)
     for rank, (y, quota, share, sent) in enumerate(run_ranks(joint_on_rank, ranks, ranks)):
         assert torch.equal(y, ys[rank]) and torch.equal(quota, layer.last_plan.quota)
-        assert torch.equal(share, layer.last_plan.shared.share)
+        assert torch.equal(share, layer.last_plan.shared.by_rank)
         assert torch.equal(sent, transport.group.traffic.rows[rank])
 
 

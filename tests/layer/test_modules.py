@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 import isoload
 from isoload.experts.compute import run_experts
 from isoload.experts.weights import ClampedGLU, ExpertWeights, SwiGLU
-from isoload.layer.modules import module_parts
+from isoload.layer.modules import block_experts, block_gate
 from isoload.layer.moe import MoE
 from isoload.layer.routers import Gate, Router
 from isoload.transport import LocalTransport
@@ -88,6 +89,12 @@ def make_layer(parts, policy):
     )
 
 
+def parts_of(block):
+    gate, (dense, activation) = block_gate(block), block_experts(block)
+    shared = getattr(block, "shared_experts", None)
+    return SimpleNamespace(gate=gate, dense=dense, activation=activation, shared=shared)
+
+
 def block_output(block, rows):
     result = block(rows[None])
     return (result[0] if isinstance(result, tuple) else result)[0]
@@ -109,7 +116,7 @@ def test_same_outputs_and_gradients(case, dtype, policy):
     block = make_block(name, dtype, **options)
     if name == "deepseek_v3" and dtype == torch.float64 and isinstance(block.experts, nn.ModuleList):
         pytest.skip("transformers 4's DeepSeek-V3 block does not run in float64")
-    layer = make_layer(module_parts(block), policy)
+    layer = make_layer(parts_of(block), policy)
     rows = (torch.randn(sum(TOKENS), H) * 2).to(dtype).requires_grad_()
     # in float64 only gpt-oss's block computes its scores in float64; the others do so in float32 always
     tolerance = 1e-5 if dtype == torch.float32 else 1e-12 if name == "gpt_oss" else 1e-6
@@ -127,12 +134,12 @@ def test_same_outputs_and_gradients(case, dtype, policy):
 
 
 def test_score_correction_groups_and_scaling_decide():
-    parts = module_parts(make_block("deepseek_v3"))
+    parts = parts_of(make_block("deepseek_v3"))
     rows = torch.randn(40, H)
     chosen, weights = parts.gate(rows)
     groups = chosen // (E // 4)
     assert all(len(row.unique()) <= 2 for row in groups)
-    ungrouped = module_parts(make_block("deepseek_v3", n_group=1, topk_group=1))
+    ungrouped = parts_of(make_block("deepseek_v3", n_group=1, topk_group=1))
     assert not torch.equal(ungrouped.gate(rows)[0].sort().values, chosen.sort().values)
     parts.gate.score_bias = None
     assert not torch.equal(parts.gate(rows)[0].sort().values, chosen.sort().values)
@@ -140,7 +147,7 @@ def test_score_correction_groups_and_scaling_decide():
 
 
 def test_gpt_oss_clamps_on_both_sides():
-    parts = module_parts(make_block("gpt_oss"))
+    parts = parts_of(make_block("gpt_oss"))
     rows = torch.randn(sum(TOKENS), H) * 2
     gate_up = torch.einsum("th,eih->tei", rows, parts.dense.gate_up) + parts.dense.gate_up_bias
     gate, up = gate_up[..., ::2], gate_up[..., 1::2]
@@ -153,7 +160,7 @@ def test_gpt_oss_clamps_on_both_sides():
 def test_mixtral_is_also_a_softmax_over_the_chosen():
     """The same choice and weights, computed the other way round."""
     block = make_block("mixtral")
-    parts = module_parts(block)
+    parts = parts_of(block)
     parts.gate.router = Router(E, K, "topk_softmax")
     rows = torch.randn(sum(TOKENS), H) * 2
     got = make_layer(parts, "exact")(list(rows.split(TOKENS)))
@@ -178,7 +185,7 @@ def stacks_of(experts):
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-6), (torch.float32, 1e-5)], ids=str)
 def test_qwen2_by_hand_with_a_scaled_shared_expert(dtype, tolerance):
-    """A block that module_parts refuses: a Gate and run_experts, put together without ranks."""
+    """A block that isoload does not know: a Gate and run_experts, put together without ranks."""
     block = make_block("qwen2", dtype)
     gate, stacks = Gate(Router(E, K), block.gate.weight.data), stacks_of(block.experts)
     rows = (torch.randn(37, H) * 2).to(dtype).requires_grad_()
@@ -252,7 +259,7 @@ def test_list_of_experts_with_a_softmax(class_name, names, settings, renormalise
     every = torch.stack([down(F.silu(g(rows)) * up(rows)) for g, up, down in layers], dim=1)  # [T, E, H]
     wanted = (every.gather(1, ids[..., None].expand(-1, -1, H)) * weights[..., None]).sum(1)
 
-    got = make_layer(module_parts(block), policy)(list(rows.split(TOKENS)))
+    got = make_layer(parts_of(block), policy)(list(rows.split(TOKENS)))
     assert_close(torch.cat(got), wanted, 1e-12)
 
 
@@ -260,7 +267,7 @@ def test_list_of_experts_with_a_softmax(class_name, names, settings, renormalise
 def test_list_of_experts_of_deepseek_v3(settings_on):
     """The same parts as from the installed version's block."""
     fused = make_block("deepseek_v3")
-    wanted = module_parts(fused)
+    wanted = parts_of(fused)
     settings = {
         "top_k": K,
         "n_group": 4,
@@ -276,7 +283,7 @@ def test_list_of_experts_of_deepseek_v3(settings_on):
     gate = Module(**tensors, **on_gate)
     block = old_layout("DeepseekV3MoE", gate, wanted.dense, shared_experts=fused.shared_experts, **on_block)
 
-    got = module_parts(block)
+    got = parts_of(block)
     assert got.gate.router == wanted.gate.router and got.shared is wanted.shared
     for name in ("weight", "score_bias"):
         assert torch.equal(getattr(got.gate, name), getattr(wanted.gate, name))
@@ -295,7 +302,7 @@ def test_without_shared_experts():
         "routed_scaling_factor": 2.5,
     }
     gate = Module(weight=torch.randn(E, H), e_score_correction_bias=torch.randn(E), **settings)
-    assert module_parts(old_layout("DeepseekV3MoE", gate, random_dense())).shared is None
+    assert parts_of(old_layout("DeepseekV3MoE", gate, random_dense())).shared is None
 
 
 def qwen3_by_hand(**settings):
@@ -307,33 +314,33 @@ def test_refuses_an_unknown_block():
     with pytest.raises(
         ValueError, match=r"block must be one of Qwen3MoeSparseMoeBlock, .*GptOssMLP, got Linear"
     ):
-        module_parts(nn.Linear(2, 2))
+        parts_of(nn.Linear(2, 2))
 
 
 def test_refuses_a_block_without_a_value():
     with pytest.raises(ValueError, match=r"block must have gate.top_k or top_k, got a Qwen3Moe\w+ without"):
-        module_parts(qwen3_by_hand())
+        parts_of(qwen3_by_hand())
 
 
 def test_refuses_another_activation():
     block = qwen3_by_hand(top_k=K)
     block.experts[5].act_fn = nn.GELU()
     with pytest.raises(ValueError, match="act_fn must be SiLU, got GELU"):
-        module_parts(block)
+        parts_of(block)
 
 
 def test_refuses_experts_with_biases():
     block = qwen3_by_hand(top_k=K)
     block.experts[1].up_proj = nn.Linear(H, I, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"block.experts.1 must have no biases, got Module"):
-        module_parts(block)
+        parts_of(block)
 
 
 def test_refuses_noise():
     dense = random_dense()
     block = old_layout("MixtralSparseMoeBlock", linear(torch.randn(E, H)), dense, top_k=K, jitter_noise=0.1)
     with pytest.raises(ValueError, match=r"block.jitter_noise must be 0, got 0.1"):
-        module_parts(block)
+        parts_of(block)
 
 
 def test_refuses_experts_of_which_some_train():
@@ -342,4 +349,4 @@ def test_refuses_experts_of_which_some_train():
     with pytest.raises(
         ValueError, match="experts must all require gradients or none of them, .* got 15 of 16"
     ):
-        module_parts(block)
+        parts_of(block)

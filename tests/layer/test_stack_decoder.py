@@ -67,7 +67,7 @@ def test_lookahead_reads_the_next_norm_of_the_residual() -> None:
     stack = isoload.LibraStack.from_decoder(model.model.layers, TOPOLOGY)
     counted: list[torch.Tensor] = []
     predict = stack.feed.predict
-    stack.feed.predict = lambda *args: counted.append(args[1].beside) or predict(*args)
+    stack.feed.predict = lambda *args: counted.append(args[1].more) or predict(*args)
     with torch.no_grad():
         model(IDS[0])
         for i in (0, 1):

@@ -191,7 +191,7 @@ def test_norms_are_read_by_hooks() -> None:
         seen: list[torch.Tensor] = []
         predict = stack.feed.predict
         stack.feed.predict = lambda *args, seen=seen, predict=predict: (
-            seen.append(args[1].beside) or predict(*args)
+            seen.append(args[1].more) or predict(*args)
         )
         with torch.no_grad():
             rows = model.rows()

@@ -128,7 +128,9 @@ def test_one_kernel_makes_the_same_plan_and_row(how, name):
         assert plan.shared.in_quota == (row is not None) == (name != "a dead rank")
         for field in ("quota", "peak", "bound", "telemetry"):
             assert torch.equal(getattr(plan, field), getattr(other, field)), field
-        assert plan.shared.rule == other.shared.rule and torch.equal(plan.shared.share, other.shared.share)
+        assert plan.shared.rule == other.shared.rule and torch.equal(
+            plan.shared.by_rank, other.shared.by_rank
+        )
         assert row is None or torch.equal(row, share_routed(loads, other, rank))
         for asked in (rank, (rank + 1) % len(ids), None):
             expected = isoload.share(loads, other, asked)
@@ -188,7 +190,7 @@ def test_waterfill_is_the_least_peak_for_its_routed_split(name, routed):
     assert int(plan.peak) == peak <= int(local.peak)
     room = np.where(live, peak // ticks - base, 0)
     home = loads[:, EXPERTS:].sum(1).numpy()
-    kept = plan.shared.share.diagonal().numpy()
+    kept = plan.shared.by_rank.diagonal().numpy()
     assert (kept == np.minimum(home, room)).all()
 
 
@@ -230,7 +232,7 @@ def test_all_layers_at_once_equal_one_by_one(policy):
         for field in ("quota", "peak", "bound", "weights"):
             a, b = getattr(one, field), getattr(part, field)
             assert (a is None and b is None) or torch.equal(a, b), field
-        for field in ("tokens", "share", "copies"):
+        for field in ("tokens", "by_rank", "copies"):
             a, b = getattr(one.shared, field), getattr(part.shared, field)
             assert one.shared.rule == part.shared.rule
             assert (a is None and b is None) or torch.equal(a, b), field

@@ -154,7 +154,7 @@ def check_started_dispatch(make: Make) -> None:
             sent = transport.group.traffic.bytes["dispatch"]
             started = transport.dispatcher.start_dispatch(*inputs, batch.slots_per_rank)
             out = transport.dispatcher.combine([got.rows for got in wanted], wanted)
-            received = started.wait()
+            received = started()
             assert transport.group.traffic.bytes["dispatch"] == 2 * sent, batch.name
             transport.group.reset_traffic()
             for got, want in zip(received, wanted, strict=True):

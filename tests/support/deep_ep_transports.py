@@ -9,6 +9,7 @@ from torch import Tensor
 from isoload import Topology
 from isoload.transport import Call, CollectiveGroup, Dispatcher, Received, Transport
 from isoload.transport.deep_ep import DeepEPDispatcher
+from isoload.transport.deep_ep.limits import Shape
 from isoload.transport.deep_ep.wires import WIRES
 from support import deep_ep_double
 from support.batches import MAX_TOKENS
@@ -73,17 +74,10 @@ def make_dispatcher(
             num_topk=top_k,
             deterministic=how.get("deterministic", True),
         )
-    return DeepEPDispatcher(
-        group,
-        buffer,
-        hidden=hidden,
-        top_k=top_k,
-        slots_per_rank=slots_per_rank,
-        max_tokens_per_rank=how.get("max_tokens_per_rank", MAX_TOKENS),
-        waits=waits,
-        fp8=how.get("fp8", False),
-        expert_major=how.get("expert_major", False),
-    )
+    tokens = how.get("max_tokens_per_rank", MAX_TOKENS)
+    shape = Shape(group.topology.num_ranks, slots_per_rank, top_k, hidden, tokens)
+    fp8, expert_major = how.get("fp8", False), how.get("expert_major", False)
+    return DeepEPDispatcher(group, buffer, shape, waits, fp8, expert_major)
 
 
 def any_shape(topology: Topology, made: Any, waits: bool, **how: Any) -> Transport:

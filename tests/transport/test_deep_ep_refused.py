@@ -69,13 +69,13 @@ OldEPBuffer.__name__ = "EPBuffer"
 
 def constructions(rank: int) -> None:
     group = CollectiveGroup(Topology(2))
-    how = {"hidden": 256, "top_k": 2, "slots_per_rank": 2, "max_tokens_per_rank": 4}
+    shape = Shape(2, slots_per_rank=2, top_k=2, hidden=256, max_tokens_per_rank=4)
     with pytest.raises(ValueError, match="buffer must be one of EPBuffer, ElasticBuffer, Buffer .* got dict"):
-        dispatcher.DeepEPDispatcher(group, {}, **how)
+        dispatcher.DeepEPDispatcher(group, {}, shape)
     with pytest.raises(
         ValueError, match="dispatch must take num_max_tokens_per_rank, do_handle_copy, do_cpu_sync"
     ):
-        dispatcher.DeepEPDispatcher(group, OldEPBuffer(), **how)
+        dispatcher.DeepEPDispatcher(group, OldEPBuffer(), shape)
     with pytest.raises(ValueError, match="waits must be False for DeepEP's Buffer, low latency, got True"):
         make_dispatcher(group, BUFFERS["Buffer"], 2048, 2, 2, low_latency=True)
     one_differs = "shape of DeepEP must be the same on all ranks, got Shape.* on rank 0 and Shape.* on rank 1"

@@ -75,7 +75,7 @@ def test_a_dispatch_that_is_begun_is_there_at_once() -> None:
     with pytest.raises(ValueError, match="start_dispatch must run under torch.no_grad"):
         toy.start_dispatch(*given)
     with torch.no_grad():
-        for a, b in zip(toy.dispatch(*given), toy.start_dispatch(*given).wait(), strict=True):
+        for a, b in zip(toy.dispatch(*given), toy.start_dispatch(*given)(), strict=True):
             assert torch.equal(a.rows, b.rows) and torch.equal(a.slots, b.slots)
 
 

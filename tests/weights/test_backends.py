@@ -176,7 +176,7 @@ def test_a_wait_for_pulled_weights_is_not_for_those_pulled_later(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "stream", lambda _stream: nullcontext())
     pull = Pull(LocalGroup(isoload.Topology(2)), SameProcess())
     pools = [[SimpleNamespace(device=torch.device("cuda"))]]
-    first, second = (pull._beside(lambda i=i: enqueued.append(f"layer {i}"), pools) for i in (1, 2))
+    first, second = (pull._on_side_stream(lambda i=i: enqueued.append(f"layer {i}"), pools) for i in (1, 2))
     waited.clear()  # the side stream has waited, too
     first()
     second()

@@ -9,7 +9,6 @@ import torch
 
 import isoload
 from isoload.layer.moe import MoE
-from isoload.placed_layers import Memo
 from isoload.transport import CollectiveTransport, LocalTransport
 from support.moved_layer import deal, eplb, make_setup, pairs, run, same
 from support.processes import die, rank_outcomes
@@ -179,7 +178,7 @@ def test_what_fails_last_is_found_before_anything_moves(kind):
         raise OSError("no memory")
 
     first = run(layer, setup.rows)
-    layer.balancer.placed_on(torch.device("cpu")).memos["mine"] = Memo(torch.zeros(1), refuse)
+    layer.balancer.placed_on(torch.device("cpu")).memos["mine"] = (torch.zeros(1), refuse)
     with pytest.raises(OSError, match="no memory"):
         layer.load_placement(after, optimizer="none")
     assert layer.placement is not after and same(run(layer, setup.rows), first)

@@ -26,15 +26,7 @@ PARTS = {
 
 
 class DeepSeekV3Layout:
-    """Reads a layer's stacks as they are, in fp8.
-
-    Args:
-        tensors: of the checkpoint.
-        prefix: of the layer's experts.
-
-    Raises:
-        ValueError: naming the file and the key.
-    """
+    """Reads a layer's stacks as they are, in fp8; prefix: of its experts."""
 
     activation: ClassVar[Activation] = SwiGLU()
     sample: ClassVar[str] = "down_scale"  # a small stack

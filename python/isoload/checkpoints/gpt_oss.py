@@ -22,15 +22,7 @@ NAN_SCALE = 255  # of e8m0
 
 
 class GptOssLayout:
-    """Reads a layer's stacks, in bfloat16.
-
-    Args:
-        tensors: of the checkpoint.
-        prefix: of the layer's experts.
-
-    Raises:
-        ValueError: naming the file and the key.
-    """
+    """Reads a layer's stacks, in bfloat16; prefix: of its experts."""
 
     activation: ClassVar[Activation] = ClampedGLU()
     sample: ClassVar[str] = "down_bias"  # a small stack

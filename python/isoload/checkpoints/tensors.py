@@ -15,12 +15,7 @@ from isoload.files.reading import open_regular, parse_json, read_text
 
 INDEX = "model.safetensors.index.json"
 # safetensors' names of the dtypes that are read; others stay names
-DTYPES = {
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "U8": torch.uint8,
-}
+DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
 
 
 class Tensors(ABC):
@@ -47,11 +42,7 @@ class Tensors(ABC):
         return self._kind(self._found(key))[0]
 
     def read(self, key: str, shape: list[int], dtype: torch.dtype, row: int | None = None) -> Tensor:
-        """A tensor on the CPU, or one row of it.
-
-        Raises:
-            ValueError: where it is missing, or of another shape or dtype.
-        """
+        """A tensor on the CPU, or one row of it."""
         found = self._found(key)
         kind = self._kind(found)
         if kind != (shape, dtype):

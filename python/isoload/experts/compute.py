@@ -50,13 +50,12 @@ def run_experts(
         [N, H] in rows' dtype, summed in max(fp32, dtype). Autocast changes nothing inside.
 
     Raises:
-        ValueError: naming the argument, the rule and the value. Slot and copy numbers are checked where values
-            are readable (CPU, or ISOLOAD_CHECK=1); elsewhere an out-of-range slot is absent.
+        ValueError: for slot and copy numbers, too, where values are readable (CPU, or ISOLOAD_CHECK=1); elsewhere an
+            out-of-range slot is absent.
     """
     _check_arguments(rows, slots, weights, groups, max_copies)
-    if torch.is_autocast_enabled(
-        rows.device.type
-    ):  # it would cast what the loop multiplies, not what grouped_mm does
+    # autocast would cast what the loop multiplies, not what grouped_mm does
+    if torch.is_autocast_enabled(rows.device.type):
         with torch.autocast(rows.device.type, enabled=False):
             return run_experts(rows, slots, weights, groups, activation, max_copies)
     # One group's sum is rounded as it is made; those of several are added up first.
@@ -156,20 +155,12 @@ def _check_arguments(
     if max_copies is not None and len(max_copies) != len(groups):
         raise ValueError(f"max_copies must have one entry per group ({len(groups)}), got {len(max_copies)}")
     if values_readable(slots):
-        _check_slots(slots, sum(group.num_slots for group in groups))
-        if max_copies is not None:
-            _check_max_copies(slots, groups, max_copies)
-
-
-def _check_slots(slots: Tensor, num_slots: int) -> None:
-    outside = slots[(slots < -1) | (slots >= num_slots)]
-    if len(outside):
-        raise ValueError(f"slots must be in -1..{num_slots - 1}, got {int(outside[0])}")
-
-
-def _check_max_copies(slots: Tensor, groups: Sequence[ExpertWeights], max_copies: Sequence[int]) -> None:
-    for g, (most, present) in enumerate(zip(max_copies, count_copies(slots, groups), strict=True)):
-        if most < present:
-            raise ValueError(
-                f"max_copies[{g}] must be at least the number of copies present ({present}), got {most}"
-            )
+        num_slots = sum(group.num_slots for group in groups)
+        if len(outside := slots[(slots < -1) | (slots >= num_slots)]):
+            raise ValueError(f"slots must be in -1..{num_slots - 1}, got {int(outside[0])}")
+        present = [] if max_copies is None else count_copies(slots, groups)
+        for g, (most, here) in enumerate(zip(max_copies or (), present, strict=True)):
+            if most < here:
+                raise ValueError(
+                    f"max_copies[{g}] must be at least the number of copies present ({here}), got {most}"
+                )

@@ -38,9 +38,6 @@ def run_sorted(
 
     Returns:
         [N, H] in rows' dtype. Autocast changes nothing inside.
-
-    Raises:
-        ValueError: naming the argument, the rule and the value.
     """
     slots = sum(group.num_slots for group in groups)
     bounds = [0, *ends[:slots]]

@@ -63,9 +63,6 @@ class ExpertWeights:
         down_bias: [S, H] or None.
         gate_up_scale: [S, 2, ceil(I / 128), ceil(H / 128)] float32 beside fp8: the gate's blocks, then those of up.
         down_scale: [S, ceil(H / 128), ceil(I / 128)] float32 beside fp8.
-
-    Raises:
-        ValueError: naming the argument, the rule and the value.
     """
 
     gate_up: Tensor
@@ -186,9 +183,9 @@ class BorrowedWeights(ExpertWeights):
     wait: Callable[[], None] = _there
 
 
-def describe(weights: ExpertWeights) -> str:
-    """Shapes, dtype and kind of device, for messages and comparisons."""
-    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in weights.stacks().items())
+def describe(weights: ExpertWeights, first: int = 0) -> str:
+    """Shapes from a dimension on, dtype and kind of device, for messages and comparisons."""
+    shapes = ", ".join(f"{name} {list(stack.shape[first:])}" for name, stack in weights.stacks().items())
     return f"{shapes} {weights.down.dtype} on {weights.down.device.type}"
 
 

@@ -42,18 +42,13 @@ class EngineLayer:
 
     def slots(self, topk_ids: Tensor, num_valid: Tensor | None) -> Tensor:
         """[T, K] as :class:`Balancer`, measured where reports are wanted."""
-        if self.meter is None or torch.compiler.is_compiling():
-            return self._one(topk_ids, num_valid)
-        start = time.perf_counter()
-        slots = self._one(topk_ids, num_valid)
-        made, loads = self.balancer.last_plan, self.balancer.last_loads
-        if made is not None and loads is not None:
-            self.meter.add(self.balancer.layer, loads, made, time.perf_counter() - start)
-        return slots
-
-    def _one(self, topk_ids: Tensor, num_valid: Tensor | None) -> Tensor:
+        meter = None if torch.compiler.is_compiling() else self.meter
+        start = 0.0 if meter is None else time.perf_counter()
         slots = self.balancer(topk_ids.contiguous(), num_valid)
         assert isinstance(slots, Tensor)
+        made, loads = self.balancer.last_plan, self.balancer.last_loads
+        if meter is not None and made is not None and loads is not None:
+            meter.add(self.balancer.layer, loads, made, time.perf_counter() - start)
         return slots
 
 
@@ -126,10 +121,10 @@ class EngineLayers(ABC, Generic[AnyLayer]):
                 facts = all_ranks.enter_context(group.agreeing("placement"))
                 facts["checksum of physical_to_logical_map"] = checksum(tables.tolist())
             made = {n: self._placed(tables, n) for n in {of.placement.num_shared for of in changed}}
-            settles = [of.settling(made[of.placement.num_shared]) for of in changed]
+            writes = [of.prepare_load(made[of.placement.num_shared]) for of in changed]
         self.tables, self._placements = tables.clone(), made
-        for settle in settles:
-            settle()
+        for write in writes:
+            write()
         return True
 
     def step_ended(self) -> None:
@@ -175,8 +170,8 @@ class EngineLayers(ABC, Generic[AnyLayer]):
     def exchanged(self) -> str:
         """What the ranks exchange so that copies are level, in words."""
         balancers = [layer.balancer for layer in self.by_id.values()]
-        told = {EXCHANGED["same" if of.tokens == "same" else of.loads] for of in balancers}
-        return " and ".join(sorted(told))
+        ways = {EXCHANGED["same" if of.tokens == "same" else of.loads] for of in balancers}
+        return " and ".join(sorted(ways))
 
     def check_device(self) -> None:
         """Raises ValueError for what ops found wrong in values on a GPU; called where the host waits anyway."""

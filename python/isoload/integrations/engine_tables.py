@@ -107,11 +107,7 @@ def lay_out(
 
 
 def check_placer(option: str, placer: str, tables: Tensor, num_experts: int, topology: Topology) -> None:
-    """A layout as an engine's rebalance will want one, so that none fails while tokens are served.
-
-    Raises:
-        ValueError: naming the engine's option and the rule of the placer that the layout of these tables [L, P] breaks.
-    """
+    """A layout as an engine's rebalance will want one, so that none fails while tokens are served."""
     layers, num_slots = tables.shape
     before, size = running(tables, num_slots), num_slots // topology.num_ranks
     try:

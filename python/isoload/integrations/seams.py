@@ -93,6 +93,7 @@ class PlugIn:
     start   puts settings in force
     checks  whether a known batch comes out right, by the hook that it passes
     hook    puts the hooks of these seams in place
+    seams   of an engine without a JSON file here
     """
 
     engine: str
@@ -100,6 +101,7 @@ class PlugIn:
     start: Callable[[Settings], None]
     checks: Mapping[str, Callable[[], bool]]
     hook: Callable[[list[Seam], Settings], None]
+    seams: Sequence[Seam] = ()
 
     def attach_or_leave(self) -> None:
         """What an entry point calls. Engines log an Exception of a plug-in and go on, so a refusal leaves the process.
@@ -125,7 +127,7 @@ class PlugIn:
 
     def attach(self, settings: Settings) -> list[str]:
         """Hooks everything and returns []; or hooks nothing and returns what is not as expected, a line each."""
-        seams = read_seams(self.engine.lower())
+        seams = self.seams or read_seams(self.engine.lower())
         if found := faults(seams):
             return found
         self.start(Settings.read({}))  # options for the model need not fit the known batch

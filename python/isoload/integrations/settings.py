@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from isoload.placers import parse_placer
 from isoload.policies import Policy, make_policy, parse_policy
-from isoload.policies.pouring import SharedPolicy
+from isoload.policies.shared_base import SharedPolicy
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,7 @@ LOADS = Variable(
     "whose counts a batch is planned by where ranks hold tokens of their own; empty: as above",
 )
 PLACER = Variable(
-    "ISOLOAD_PLACER",
-    "name or name:option=value",
-    "eplb",
-    "what lays experts out when the engine rebalances",
+    "ISOLOAD_PLACER", "name or name:option=value", "eplb", "what lays experts out when the engine rebalances"
 )
 REPORT = Variable(
     "ISOLOAD_REPORT_SECONDS",
@@ -60,8 +57,8 @@ ALL_LOADS = ("gathered", "own", "node", "last")
 class Settings:
     """What the variables say that all engines have, checked.
 
-    policy          as written; None = the door's default
-    loads           as Balancer's; None = the door's default
+    policy          as written; None = the plug-in's default
+    loads           as Balancer's; None = the plug-in's default
     placer          as written
     report_seconds  0 = no reports
     """
@@ -74,11 +71,7 @@ class Settings:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Settings:
-        """From the environment.
-
-        Raises:
-            ValueError: naming the variable, the rule and the value.
-        """
+        """From the environment."""
         given = os.environ if environ is None else environ
         policy, loads, placer = (
             _text(POLICY, given) or None,
@@ -113,7 +106,7 @@ class Settings:
         return policy
 
     def loads_for(self, default: str) -> str:
-        """Whose counts plan the batches of ranks that hold tokens of their own; the door's where none are asked for."""
+        """Whose counts plan the batches of ranks that hold tokens of their own; default: the plug-in's."""
         loads = self.loads or default
         _check_loads(loads, self.policy)
         return loads

@@ -8,19 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from isoload.experts.weights import Activation, ExpertWeights
-from isoload.layer.modules import (
-    READERS,
-    check_fused,
-    check_unwatched,
-    fused_activation,
-    fused_stacks,
-    is_fused,
-    module_parts,
-    own_experts,
-    saved_names,
-    train_as,
-)
+from isoload.layer.modules import GATES, block_experts, is_fused, saved_names
 from isoload.layer.moe import MoE
 from isoload.placement import Placement
 from isoload.placers import place
@@ -45,20 +33,20 @@ class BlockExperts(nn.Module):
     Args:
         block: with ``experts`` that transformers fuses, or a Qwen3-MoE, OLMoE, Mixtral, DeepSeek-V3 or gpt-oss block.
             The weights of all experts are copied to their ranks' rows.
-        **how: what :class:`MoE` takes beside gate and experts.
+        **options: what :class:`MoE` takes beside gate and experts.
 
     Raises:
         ValueError: as MoE, or for an unknown block.
     """
 
-    def __init__(self, block: nn.Module, transport: Transport, placement: Placement, **how: Any) -> None:
+    def __init__(self, block: nn.Module, transport: Transport, placement: Placement, **options: Any) -> None:
         super().__init__()
         if placement.num_shared:
             raise ValueError(
                 f"placement must have no shared experts, which the block computes, got {placement.num_shared}"
             )
         dense, activation = block_experts(block)
-        self.layer = MoE(no_gate, dense, transport, placement, **{"activation": activation, **how})
+        self.layer = MoE(no_gate, dense, transport, placement, **{"activation": activation, **options})
         replaced: Any = block.experts
         if is_fused(replaced):
             names = saved_names(replaced)
@@ -71,9 +59,8 @@ class BlockExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H], [T, K] and [T, K] -> [T, H]: every token's experts, weighted and summed."""
         parts = len(self.layer.group.ranks)
-        rows, ids, weights = (
-            list(v.tensor_split(parts)) for v in (hidden_states, top_k_index, top_k_weights)
-        )
+        given = hidden_states, top_k_index, top_k_weights
+        rows, ids, weights = (list(v.tensor_split(parts)) for v in given)
         return torch.cat(list(self.layer.compute(rows, ids, weights)))
 
     def turn(self, stack: Tensor) -> Tensor:
@@ -87,7 +74,7 @@ def balance(
     *,
     transport: Transport | None = None,
     placement: Placement | None = None,
-    **how: Any,
+    **options: Any,
 ) -> list[MoE]:
     """Puts BlockExperts into every MoE block of a Hugging Face model, before an optimizer takes its Parameters.
 
@@ -97,7 +84,7 @@ def balance(
         transport: one for all blocks; None = all ranks in this process.
         placement: of the routed experts, one layer for each MoE block, in the model's order; None = experts in order
             (placer ``trivial``), with SPARE_SLOTS spare slots per rank if the policy borrows.
-        **how: policy, its options, and what else :class:`MoE` takes.
+        **options: policy, its options, and what else :class:`MoE` takes.
 
     Returns:
         the layers, in the model's order: call their refresh_replicas() after every optimizer step.
@@ -108,7 +95,7 @@ def balance(
     blocks = [module for module in model.modules() if is_known(module)]
     if not blocks:
         raise ValueError(f"model must have MoE blocks with fused experts, got none in {type(model).__name__}")
-    made = take_over(blocks, topology, transport, placement, **how)
+    made = take_over(blocks, topology, transport, placement, **options)
     return put_in(blocks, made)
 
 
@@ -117,12 +104,12 @@ def take_over(
     topology: Topology,
     transport: Transport | None,
     placement: Placement | None,
-    **how: Any,
+    **options: Any,
 ) -> list[BlockExperts]:
     """For each block its experts, not put in their place yet; arguments as of :func:`balance`."""
     transport = LocalTransport(topology) if transport is None else transport
     if placement is None:
-        policy = how.get("policy", "exact")
+        policy = options.get("policy", "exact")
         known = isinstance(policy, Policy) or policy in POLICIES  # else the layer refuses it
         spare = SPARE_SLOTS if known and make_policy(policy).borrows else 0
         counts = torch.ones(len(blocks), block_experts(blocks[0])[0].num_slots)
@@ -131,7 +118,7 @@ def take_over(
         raise ValueError(
             f"placement must have a layer for each of the {len(blocks)} MoE blocks, got {placement.num_layers}"
         )
-    return [BlockExperts(block, transport, placement, layer=i, **how) for i, block in enumerate(blocks)]
+    return [BlockExperts(block, transport, placement, layer=i, **options) for i, block in enumerate(blocks)]
 
 
 def put_in(blocks: Sequence[nn.Module], made: Sequence[BlockExperts]) -> list[MoE]:
@@ -141,27 +128,13 @@ def put_in(blocks: Sequence[nn.Module], made: Sequence[BlockExperts]) -> list[Mo
     return [experts.layer for experts in made]
 
 
-def block_experts(block: nn.Module) -> tuple[ExpertWeights, Activation]:
-    """The stacks [E, ...] of a block's experts and what is computed between them."""
-    check_unwatched(block)
-    held = isinstance(getattr(block, "experts", None), nn.Module)
-    if held and is_fused(experts := own_experts(block)):
-        check_fused(experts)
-        own = dict(experts.named_parameters(recurse=False))
-        names, stacks = saved_names(experts), fused_stacks(experts, own).stacks()
-        dense = {name: train_as(stack, own[names[name]]) for name, stack in stacks.items()}
-        return ExpertWeights(**dense), fused_activation(experts)
-    parts = module_parts(block)
-    return parts.dense, parts.activation
-
-
 def is_known(block: nn.Module) -> bool:
     """Whether a module is a MoE block whose experts :class:`BlockExperts` can replace, or has replaced."""
     experts = getattr(block, "experts", None)
     if not isinstance(experts, nn.Module):
         return False
     found = (isinstance(module, BlockExperts) or is_fused(module) for module in experts.modules())
-    return type(block).__name__ in READERS or any(found)
+    return type(block).__name__ in GATES or any(found)
 
 
 def _rename_saved(experts: BlockExperts, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -14,7 +14,7 @@ from isoload.experts.fp8 import FP8, check_no_gradients
 from isoload.experts.weights import Activation, ClampedGLU, ExpertWeights, SwiGLU, describe
 from isoload.placement import Placement
 from isoload.transport import DTYPES, CollectiveGroup, Group
-from isoload.weights.shard import Shard, check_shard, describe_rows
+from isoload.weights.shard import Shard, check_shard
 from isoload.weights.storage import RankWeights, check_fp8
 
 Experts = Sequence[ExpertWeights | Checkpoint | Shard]  # for every owned rank: all experts, or its own
@@ -28,11 +28,7 @@ def experts_by_rank(experts: ExpertWeights | Checkpoint | Shard | Sequence[Shard
 
 
 def check_parts(experts: Experts, group: Group, placement: Placement, layer: int) -> str:
-    """Describes the experts, for a comparison between all ranks.
-
-    Raises:
-        ValueError: if the experts, or the ranks, of a layer's parts differ.
-    """
+    """Describes the experts, for a comparison between all ranks."""
     if placement.topology.num_ranks != group.topology.num_ranks:
         raise ValueError(
             f"placement must be for the transport's {group.topology.num_ranks} ranks, "
@@ -48,7 +44,8 @@ def check_parts(experts: Experts, group: Group, placement: Placement, layer: int
         if given.in_fp8:
             check_fp8(given.stacks())
         if isinstance(own, Shard):
-            kinds[describe_rows(check_shard(own, placement.home_experts(layer, rank), rank))] = None
+            shard = check_shard(own, placement.home_experts(layer, rank), rank)
+            kinds[f"shards with rows of {describe(shard, 1)}"] = None
         elif own.num_slots != placement.num_experts:
             raise ValueError(
                 f"experts must hold num_experts={placement.num_experts} experts, got {own.num_slots}"
@@ -61,12 +58,6 @@ def check_parts(experts: Experts, group: Group, placement: Placement, layer: int
     if len(kinds) > 1:
         raise ValueError(f"experts must be alike on all ranks of this process, got {' and '.join(kinds)}")
     return next(iter(kinds))
-
-
-def activation_of(experts: Experts) -> Activation:
-    """What is between the projections where the caller does not say."""
-    first = experts[0]
-    return first.activation if isinstance(first, Checkpoint) else SwiGLU()
 
 
 def device_of(experts: Experts) -> torch.device:
@@ -103,8 +94,8 @@ def _check_ddp(group: Group, ranks: Sequence[RankWeights]) -> None:
     if ddp is None or all(weights in _CHECKED.get(ddp, ()) for weights in ranks):
         return
     reduced = set(map(id, ddp._module_parameters))
-    told = all(weights.gradient_divisor != 1 for weights in ranks)
-    if not told or any(id(p) in reduced for weights in ranks for p in weights.parameters()):
+    ignored = all(weights.gradient_divisor != 1 for weights in ranks)
+    if not ignored or any(id(p) in reduced for weights in ranks for p in weights.parameters()):
         raise ValueError(
             "expert Parameters must be ignored by DistributedDataParallel, which else gives every rank those of rank "
             "0: call isoload.layer.ignore_in_ddp(model) before DistributedDataParallel(model), got experts it was not "

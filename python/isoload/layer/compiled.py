@@ -63,7 +63,8 @@ def run_in_graph(
 ) -> list[Tensor]:
     """The layer's outputs [T, H] for choices that the graph made; see MoE.run."""
     parameters = layer.expert_parameters()
-    if not all(map(_is_whole, parameters)) or any(weights.reads_elsewhere for weights in layer.weights):
+    whole = all(type(parameter) is nn.Parameter for parameter in parameters)  # no DTensor
+    if not whole or any(weights.reads_elsewhere for weights in layer.weights):
         apart: list[Tensor] = _run_apart(layer, rows, chosen, num_tokens)
         return apart
     ids, weights = [ids for ids, _ in chosen], [weights for _, weights in chosen]
@@ -81,11 +82,6 @@ def _run_apart(
 ) -> list[Tensor]:
     """Between two graphs: the op could not pass on the gradients of Parameters that it does not get."""
     return layer.run(rows, lambda: chosen, num_tokens)
-
-
-def _is_whole(parameter: nn.Parameter) -> bool:
-    """Whether a Parameter is no DTensor."""
-    return type(parameter) is nn.Parameter
 
 
 class Recording(bytearray):
@@ -118,9 +114,6 @@ def run_layer(
         trained, frozen: the layer's own expert Parameters, with and without gradients.
         num_tokens: see MoE.forward.
         records: whether gradients are recorded.
-
-    Raises:
-        ValueError: as the layer, or where the Parameters are not the layer's.
     """
     layer = _layers[int(handle)]
 
@@ -141,17 +134,8 @@ def run_layer(
 
 
 @run_layer.register_fake
-def _(
-    handle: Tensor,
-    rows: list[Tensor],
-    topk_ids: list[Tensor],
-    weights: list[Tensor],
-    trained: list[Tensor],
-    frozen: list[Tensor],
-    num_tokens: int | None,
-    records: bool,
-) -> list[Tensor]:
-    ticket = torch.empty(8 if records else 0, dtype=torch.uint8)
+def _(_handle: Tensor, rows: list[Tensor], *others: Any) -> list[Tensor]:
+    ticket = torch.empty(8 if others[-1] else 0, dtype=torch.uint8)  # records
     return [*(row.new_empty(row.shape) for row in rows), ticket]
 
 

@@ -57,7 +57,6 @@ class Residuals:
         return list(torch.cat(given).split(sizes)) if given else list(rows)
 
     def drop(self) -> None:
-        """Forgets what was given."""
         self._of, self._given = -1, []
 
     def close(self) -> None:
@@ -87,10 +86,6 @@ class Feed:
         norms = predictor.norms if isinstance(predictor, Lookahead) else None
         self._residuals = None if norms is None else Residuals(norms)  # type: ignore[arg-type]
 
-    def next(self, layer: int) -> int:
-        """The layer that is called after this one."""
-        return (layer + 1) % self.predictor.num_layers
-
     def restart(self) -> None:
         """The layers so far are not those right before the next one."""
         self._loads, self._choices = [], []
@@ -102,7 +97,7 @@ class Feed:
 
     def count(self, layer: int, chosen: Chosen) -> list[Tensor] | None:
         """[E] int32 of every owned rank: the next layer's predicted counts, to be gathered; None if none travel."""
-        predictor, target = self.predictor, self.next(layer)
+        predictor, target = self.predictor, (layer + 1) % self.predictor.num_layers
         travels = isinstance(predictor, TokensPredictor) and self._reaches(target, len(self._choices))
         counts: list[Tensor] = []
         if chosen.call.failure is None:
@@ -117,7 +112,7 @@ class Feed:
         return target != 0 and before + 1 >= self.predictor.depth_of(target)
 
     def _count(self, layer: int, rows: list[Tensor]) -> list[Tensor]:
-        predictor, target = self.predictor, self.next(layer)
+        predictor, target = self.predictor, (layer + 1) % self.predictor.num_layers
         assert isinstance(predictor, TokensPredictor)
         if predictor.reads == "choices":
             tokens = [torch.stack(near, dim=1) for near in zip(*self._choices, strict=True)]
@@ -147,10 +142,10 @@ class Feed:
         if not gathered.planned:
             self.restart()
             return None
-        target, loads = self.next(layer), gathered.loads.narrow(1, 0, self.num_routed)
+        target, loads = (layer + 1) % self.predictor.num_layers, gathered.loads.narrow(1, 0, self.num_routed)
         reached = self._reaches(target, len(self._loads))
         self._loads = [loads, *self._loads][: self._keep]
-        predictor, found = self.predictor, gathered.beside
+        predictor, found = self.predictor, gathered.more
         if layer < self._last.num_layers:
             self._last.note(layer, loads)
         if isinstance(predictor, LoadsPredictor) and predictor is not self._last:

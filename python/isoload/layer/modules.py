@@ -1,4 +1,4 @@
-"""module_parts: the parts of a Hugging Face MoE block that MoE takes, without importing transformers.
+"""A Hugging Face MoE block's gate and experts, as MoE takes them, without importing transformers.
 
 Blocks are known by class name. Versions of transformers keep the same values in different places, so each value is
 looked for where any of them has it. Fused experts (transformers' ``use_experts_implementation``) say how their
@@ -9,7 +9,6 @@ Shapes: E experts, H width of a row, I intermediate width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -28,46 +27,37 @@ BIASES = {"gate_up_bias": "gate_up_proj_bias", "down_bias": "down_proj_bias"}
 PROJECTIONS = (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))  # Mixtral's own names come second
 
 
-@dataclass(frozen=True)
-class ModuleParts:
-    """A block in isoload's parts, with its values and dtypes.
-
-    gate        rows [T, H] -> (topk_ids, weights), both [T, K]; shares the block's memory
-    dense       the stacks of all E experts; fused ones share the block's memory, lists of experts are copied
-    activation  between the two projections
-    shared      the block's own shared experts, or None
+def block_gate(block: nn.Module) -> Gate:
+    """The gate of a known block, on its memory. Its weights stay in max(fp32, dtype): a bf16 block that rounds them may
+    differ in the last bits.
     """
-
-    gate: Gate
-    dense: ExpertWeights
-    activation: Activation
-    shared: nn.Module | None
+    check_known(block)
+    return GATES[type(block).__name__](block)
 
 
-def module_parts(block: nn.Module) -> ModuleParts:
-    """Takes a block apart. The results are the block's own, but gate weights stay in max(fp32, dtype): a bf16 block
-    that rounds them may differ in the last bits.
-
-    Args:
-        block: a Qwen3-MoE, OLMoE, Mixtral, DeepSeek-V3 or gpt-oss block; its experts as a ModuleList or as fused
-            3-D parameters.
-
-    Raises:
-        ValueError: an unknown class, or a known one that lacks a value, computes something else, or is watched.
-    """
+def block_experts(block: nn.Module) -> tuple[ExpertWeights, Activation]:
+    """The stacks [E, ...] of a block's experts, on its memory unless they are a list, and what is between them."""
     check_unwatched(block)
-    name = type(block).__name__
-    if name not in READERS:
-        raise ValueError(f"block must be one of {', '.join(READERS)}, got {name}")
-    return READERS[name](block)
+    has_module = isinstance(getattr(block, "experts", None), nn.Module)
+    if has_module and is_fused(experts := own_experts(block)):
+        check_fused(experts)
+        own = dict(experts.named_parameters(recurse=False))
+        names, stacks = saved_names(experts), fused_stacks(experts, own).stacks()
+        dense = {name: train_as(stack, own[names[name]]) for name, stack in stacks.items()}
+        return ExpertWeights(**dense), fused_activation(experts)
+    check_known(block)
+    if type(block).__name__ == "GptOssMLP":
+        return _gpt_oss_experts(block)
+    return _swiglu_stacks(block), SwiGLU()
+
+
+def check_known(block: nn.Module) -> None:
+    if (name := type(block).__name__) not in GATES:
+        raise ValueError(f"block must be one of {', '.join(GATES)}, got {name}")
 
 
 def train_as(stack: Tensor, *of: Tensor) -> nn.Parameter:
-    """A stack as a Parameter that requires a gradient as the block's own do.
-
-    Raises:
-        ValueError: some do and some do not.
-    """
+    """A stack as a Parameter that requires a gradient as the block's own do."""
     flags = [own.requires_grad for own in of]
     if any(flags) != all(flags):
         raise ValueError(
@@ -78,11 +68,7 @@ def train_as(stack: Tensor, *of: Tensor) -> nn.Parameter:
 
 
 def own_experts(block: nn.Module) -> nn.Module:
-    """A block's experts, as the model made them.
-
-    Raises:
-        ValueError: they have been replaced, or others compute with them.
-    """
+    """A block's experts, as the model made them."""
     experts: nn.Module = _find(block, "experts")
     for name, module in experts.named_modules(prefix="experts"):
         if isinstance(module, StoredExperts):
@@ -98,7 +84,7 @@ def own_experts(block: nn.Module) -> nn.Module:
     return experts
 
 
-def _softmax_parts(block: nn.Module, renormalise: bool | None = None) -> ModuleParts:
+def _softmax_gate(block: nn.Module, renormalise: bool | None = None) -> Gate:
     """Qwen3-MoE and OLMoE, which may renormalise, and Mixtral, which always does."""
     noise = getattr(block, "jitter_noise", 0)
     if noise:
@@ -106,11 +92,10 @@ def _softmax_parts(block: nn.Module, renormalise: bool | None = None) -> ModuleP
     if renormalise is None:
         renormalise = bool(_find(block, "gate.norm_topk_prob", "norm_topk_prob"))
     weight = _find(block, "gate.weight")
-    router = Router(len(weight), _find(block, "gate.top_k", "top_k"), renormalise=renormalise)
-    return ModuleParts(Gate(router, weight), _swiglu_stacks(block), SwiGLU(), None)
+    return Gate(Router(len(weight), _find(block, "gate.top_k", "top_k"), renormalise=renormalise), weight)
 
 
-def _deepseek_v3_parts(block: nn.Module) -> ModuleParts:
+def _deepseek_v3_gate(block: nn.Module) -> Gate:
     weight = _find(block, "gate.weight")
     router = Router(
         len(weight),
@@ -122,13 +107,15 @@ def _deepseek_v3_parts(block: nn.Module) -> ModuleParts:
         top_groups=_find(block, "gate.topk_group", "topk_group"),
     )
     score_bias = _find(block, "gate.e_score_correction_bias").detach()
-    gate = Gate(router, weight, score_bias=score_bias, project_in_fp32=True)
-    return ModuleParts(gate, _swiglu_stacks(block), SwiGLU(), getattr(block, "shared_experts", None))
+    return Gate(router, weight, score_bias=score_bias, project_in_fp32=True)
 
 
-def _gpt_oss_parts(block: nn.Module) -> ModuleParts:
+def _gpt_oss_gate(block: nn.Module) -> Gate:
     weight, bias = _find(block, "router.weight"), _find(block, "router.bias")
-    router = Router(len(weight), _find(block, "router.top_k"), "topk_softmax")
+    return Gate(Router(len(weight), _find(block, "router.top_k"), "topk_softmax"), weight, bias)
+
+
+def _gpt_oss_experts(block: nn.Module) -> tuple[ExpertWeights, Activation]:
     own_experts(block)
     gate_up, down = _find(block, "experts.gate_up_proj"), _find(block, "experts.down_proj")
     dense = ExpertWeights(
@@ -137,16 +124,15 @@ def _gpt_oss_parts(block: nn.Module) -> ModuleParts:
         _find(block, "experts.gate_up_proj_bias"),
         _find(block, "experts.down_proj_bias"),
     )
-    activation = ClampedGLU(_find(block, "experts.alpha"), _find(block, "experts.limit"))
-    return ModuleParts(Gate(router, weight, bias), dense, activation, None)
+    return dense, ClampedGLU(_find(block, "experts.alpha"), _find(block, "experts.limit"))
 
 
-READERS: dict[str, Callable[[nn.Module], ModuleParts]] = {
-    "Qwen3MoeSparseMoeBlock": _softmax_parts,
-    "OlmoeSparseMoeBlock": _softmax_parts,
-    "MixtralSparseMoeBlock": partial(_softmax_parts, renormalise=True),
-    "DeepseekV3MoE": _deepseek_v3_parts,
-    "GptOssMLP": _gpt_oss_parts,
+GATES: dict[str, Callable[[nn.Module], Gate]] = {
+    "Qwen3MoeSparseMoeBlock": _softmax_gate,
+    "OlmoeSparseMoeBlock": _softmax_gate,
+    "MixtralSparseMoeBlock": partial(_softmax_gate, renormalise=True),
+    "DeepseekV3MoE": _deepseek_v3_gate,
+    "GptOssMLP": _gpt_oss_gate,
 }
 
 

@@ -13,8 +13,8 @@ from isoload.balancer import Balancer
 from isoload.checkpoints import Checkpoint
 from isoload.experts.compute import count_copies, run_experts
 from isoload.experts.sorted_rows import run_sorted
-from isoload.experts.weights import Activation, ExpertWeights
-from isoload.layer.checks import activation_of, check_parts, check_rows, experts_by_rank, name_of
+from isoload.experts.weights import Activation, ExpertWeights, SwiGLU
+from isoload.layer.checks import check_parts, check_rows, experts_by_rank, name_of
 from isoload.layer.compiled import Choose, handle_of, run_in_graph
 from isoload.layer.routers import Routing, given_choices
 from isoload.layer.stored import StoredExperts
@@ -34,9 +34,8 @@ from isoload.weights.shard import Shard
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]
 # What must be the same on all ranks in a batch
 ROW_FACTS = ("hidden size of x", "dtype of x", "top-k")
-TRAINED = (
-    "requires_grad of the expert stacks"  # a bit each: in backward ranks exchange gradients of nothing else
-)
+# a bit each: in backward ranks exchange gradients of nothing else
+TRAINED = "requires_grad of the expert stacks"
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,22 +127,17 @@ class MoE(StoredExperts):
         with self.group.agreeing("construction") as facts:
             placed = placement.layer(layer, "cpu")
             described = check_parts(own, self.group, placement, layer)
-            self.activation: Activation = activation_of(own) if activation is None else activation
+            stored = own[0].activation if isinstance(own[0], Checkpoint) else SwiGLU()
+            self.activation: Activation = stored if activation is None else activation
             arrange = shard_layouts if isinstance(own[0], Shard) else layouts
             self.layouts, self.num_rows = arrange(placed), count_rows(placed, weight_rows)
-            facts.update(
-                {
-                    "weight_rows": weight_rows,
-                    "borrow": borrow,
-                    "experts": described,
-                    "activation": name_of(self.activation),
-                }
-            )
+            facts.update({"weight_rows": weight_rows, "borrow": borrow})
+            facts.update({"experts": described, "activation": name_of(self.activation)})
         how = {"min_tokens": min_tokens, "loads": loads, **options}
         self.balancer = Balancer(placement, layer, policy, self.group, **how)
         self._hold(own, borrow)
         self.balancer.placed_on(self._ranks()[0].row_of_slot.device)
-        self._settle(self.layouts)
+        self._note_layouts(self.layouts)
         if isinstance(own[0], Shard):  # replicas come from other ranks
             self.refresh_replicas()
         self.handle = handle_of(self)
@@ -291,9 +285,8 @@ class MoE(StoredExperts):
         """Resident experts first, while borrowed weights still travel."""
         noted = {f"route of rank {r}": s for r, s in zip(self.group.ranks, slots, strict=True)}
         noted = {"loads": loads, **noted} if values_readable(loads) else {}
-        rows, stacks = join_rows(
-            self.group, self._ranks(), [got.rows for got in received], self.replica_moves, borrowed, noted
-        )
+        rows = [got.rows for got in received]
+        rows, stacks = join_rows(self.group, self._ranks(), rows, self.replica_moves, borrowed, noted)
         received = [replace(got, rows=row) for got, row in zip(received, rows, strict=True)]
         outputs = self.run_local(received, stacks)
         return outputs if borrowed is None else bring_again(borrowed, outputs)

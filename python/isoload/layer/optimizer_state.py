@@ -55,9 +55,8 @@ def full_optimizer_state(layer: MoE, optimizer: Optimizer) -> State:
         for name, parameter in ranks[0].named_parameters(recurse=False)
     }
     if fields[0]:
-        for (name, key, _), rows in zip(
-            fields[0], gather_rows(layer.group, layer.layouts, stacks), strict=True
-        ):
+        gathered = gather_rows(layer.group, layer.layouts, stacks)
+        for (name, key, _), rows in zip(fields[0], gathered, strict=True):
             full[FULL + name][key] = rows
     return full
 

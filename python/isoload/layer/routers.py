@@ -40,9 +40,6 @@ class Router:
         routed_scaling_factor: multiplies the weights at the end.
         num_groups, top_groups: sigmoid only: E is cut into groups of neighbours; a token may use the
             ``top_groups`` groups whose two best biased scores add up highest.
-
-    Raises:
-        ValueError: naming the argument, the rule and the value.
     """
 
     num_experts: int
@@ -81,8 +78,7 @@ class Router:
             score_bias: [E], style sigmoid only.
 
         Raises:
-            ValueError: naming the argument, the rule and the value; nan and inf are looked for where values are
-                readable (CPU, or ISOLOAD_CHECK=1).
+            ValueError: for nan and inf, too, where values are readable (CPU, or ISOLOAD_CHECK=1).
         """
         self._check(logits, score_bias)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -157,11 +153,9 @@ class Gate(nn.Module):
 
     def forward(self, rows: Tensor) -> Routing:
         """[T, H] -> the choices and gate weights of every token."""
-        dtype = (
-            torch.promote_types(self.weight.dtype, torch.float32)
-            if self.project_in_fp32
-            else self.weight.dtype
-        )
+        dtype = self.weight.dtype
+        if self.project_in_fp32:
+            dtype = torch.promote_types(dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(dtype)
         return self.router(F.linear(rows.to(dtype), self.weight.to(dtype), bias), self.score_bias)
 
@@ -182,8 +176,7 @@ def given_choices(topk_ids: Tensor, weights: Tensor, num_experts: int) -> Routin
         int64 choices and weights in max(fp32, dtype).
 
     Raises:
-        ValueError: naming the argument, the rule and the value; expert numbers are checked where values are
-            readable (CPU, or ISOLOAD_CHECK=1).
+        ValueError: for expert numbers, too, where values are readable (CPU, or ISOLOAD_CHECK=1).
     """
     if topk_ids.dim() != 2 or topk_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(

@@ -14,7 +14,7 @@ from isoload.cost import CostModel
 from isoload.layer.block_experts import is_known, put_in, take_over
 from isoload.layer.compiled import Choose
 from isoload.layer.feed import Feed
-from isoload.layer.modules import module_parts
+from isoload.layer.modules import block_gate
 from isoload.layer.moe import MoE
 from isoload.layer.stack_checks import check_layers, check_local, count_slots, make_predictor
 from isoload.layer.two_stage import Batch, Span, run_held, run_planned
@@ -45,11 +45,6 @@ class Fetched:
     filled: PlacedLayers
     borrowed: Borrowed | None
     marks: list[list[tuple[Tensor, int]]]
-
-    @property
-    def is_placed(self) -> bool:
-        """Whether the layer's placement is the one it was filled for."""
-        return self.filled.host is self.layer.placement
 
     def check(self) -> None:
         """Raises ValueError if the layer's Parameters have changed since."""
@@ -114,11 +109,10 @@ class LibraStack:
             if predictor is None and slots is not None:
                 raise ValueError(f"slots must be None where predict is, got {slots!r}")
             described = "nothing" if predictor is None else predictor.describe()
-            facts.update(
-                {"layers": len(self.layers), "predict": described, "local": local, "slots": self.slots}
-            )
-        shape = placement.num_routed, placement.num_shared
-        self.feed = None if predictor is None else Feed(predictor, *shape)
+            facts.update({"layers": len(self.layers), "predict": described})
+            facts.update({"local": local, "slots": self.slots})
+        routed, shared = placement.num_routed, placement.num_shared
+        self.feed = None if predictor is None else Feed(predictor, routed, shared)
         self.events: list[dict[str, Span]] = [{} for _ in self.layers]
         self._next = 0
         self._fetched: Fetched | None = None
@@ -139,7 +133,7 @@ class LibraStack:
         slots: int | str | None = None,
         cost: CostModel | None = None,
         copies_per_rank: int | None = None,
-        **how: Any,
+        **options: Any,
     ) -> LibraStack:
         """The stack of a Hugging Face decoder: Qwen3-MoE, OLMoE, Mixtral, DeepSeek-V3 or gpt-oss.
 
@@ -152,15 +146,15 @@ class LibraStack:
             transport: None = all ranks in this process, which the tokens are dealt to evenly.
             placement: of the routed experts, a layer for each MoE block; None = in order, with 2 spare slots per rank.
             predict, local, slots, cost, copies_per_rank: as of the class.
-            **how: policy (default "hedge"), its options, and what else :class:`MoE` takes.
+            **options: policy (default "hedge"), its options, and what else :class:`MoE` takes.
 
         Raises:
             ValueError: before any block has changed: naming the argument, the rule and the value.
         """
         blocks, norms = find_blocks(layers)
         if predict == "lookahead":  # reads the blocks' own gates
-            predict = Lookahead([module_parts(block).gate for block in blocks], norms)
-        made = take_over(blocks, topology, transport, placement, **{"policy": "hedge", **how})
+            predict = Lookahead([block_gate(block) for block in blocks], norms)
+        made = take_over(blocks, topology, transport, placement, **{"policy": "hedge", **options})
         stack = cls(
             [experts.layer for experts in made],
             predict,
@@ -217,7 +211,9 @@ class LibraStack:
         in_order, self._next = index == self._next, (index + 1) % len(self.layers)
         if self.feed is not None and (index == 0 or not in_order):
             self.feed.restart()
-        return fetched if in_order and fetched is not None and fetched.is_placed else None
+        if not in_order or fetched is None or fetched.filled.host is not fetched.layer.placement:
+            return None
+        return fetched
 
     def _checked(
         self, index: int, fetched: Fetched | None, choose: Choose
@@ -233,7 +229,7 @@ class LibraStack:
     def _fills_ahead(self, layer: MoE) -> bool:
         return self.feed is not None and layer.policy.ahead
 
-    def _fetch(self, index: int, gathered: Gathered, beside: Borrowed | None) -> Borrowed | None:
+    def _fetch(self, index: int, gathered: Gathered, in_use: Borrowed | None) -> Borrowed | None:
         """Fetches for the layer after this one."""
         if self.feed is None:
             return None
@@ -253,9 +249,9 @@ class LibraStack:
         if filled is None:
             return None
         assert layer.borrowing is not None
-        borrowed = layer.borrowing.borrow(filled, beside)
+        borrowed = layer.borrowing.borrow(filled, in_use)
         self._fetched = Fetched(layer, filled, borrowed, [rank.marks() for rank in layer._ranks()])
-        return self._fetched.borrowed
+        return borrowed
 
 
 def find_blocks(layers: Iterable[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:

@@ -78,11 +78,7 @@ def check_local(local: str, layers: Sequence[MoE], predicts: bool) -> None:
 def make_predictor(
     predict: str | Predictor | None, layers: Sequence[MoE], norms: Sequence[nn.Module] | None
 ) -> Predictor | None:
-    """The predictor of a stack, on its device.
-
-    Raises:
-        ValueError: an unknown one, or one for other layers.
-    """
+    """The predictor of a stack, on its device."""
     if norms is not None and predict != "lookahead":
         raise ValueError(f"norms must be None unless predict is 'lookahead', got {len(norms)}")
     if predict is None:

@@ -67,10 +67,10 @@ class StoredExperts(nn.Module):
 
     def _borrow_by(self, backend: Backend) -> None:
         self.borrowing = Borrowing(self.group, self._ranks(), self.placement.spare_slots, backend)
-        self.borrowing.settle(self.layouts, self.placement.num_experts)
+        self.borrowing.note_layouts(self.layouts, self.placement.num_experts)
 
-    def _settle(self, held: list[Layout]) -> None:
-        self.layouts, self.replica_moves = held, replica_moves(held)
+    def _note_layouts(self, layouts: list[Layout]) -> None:
+        self.layouts, self.replica_moves = layouts, replica_moves(layouts)
         self._replicated = {move.source.rank for move in self.replica_moves}
 
     def _hold(self, experts: Experts, borrow: str | None) -> None:
@@ -164,17 +164,17 @@ class StoredExperts(nn.Module):
             facts = move_facts(placed, before, after, self.num_rows, size, ranks, moved)
             if optimizer is None:
                 check_no_state(before, after, ranks)
-            settle = self.balancer.settling(placement)
+            write = self.balancer.prepare_load(placement)
         call.agree("placement", FACTS, facts)
         if moved is not None:
             move_state(self.group, ranks, moved, before, after, size)
         move_weights(self.group, ranks, before, after, size)
         for rank, weights in zip(self.group.ranks, ranks, strict=True):
-            weights.settle(after[rank])
+            weights.take_layout(after[rank])
         if self.borrowing is not None:
-            self.borrowing.settle(after, placement.num_experts)
-        self._settle(after)
-        settle()
+            self.borrowing.note_layouts(after, placement.num_experts)
+        self._note_layouts(after)
+        write()
 
     def _ranks(self) -> list[RankWeights]:
         return list(self.weights)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from isoload.routing import route
 from isoload.transport.gathered_tokens import start_gather_tokens
 from isoload.weights.borrow import Borrowed
 
-# Fetches for the next layer, beside what this one computes with.
+# Fetches for the next layer, given what this one computes with.
 Ahead = Callable[[Borrowed | None], Borrowed | None]
 
 
@@ -75,11 +75,12 @@ def run_planned(batch: Batch) -> list[Tensor]:
     layer, chosen = batch.layer, batch.chosen
     balanced = layer.balancer.plan(batch.gathered, batch.filled)
     borrowed = batch.borrowed if batch.filled is not None else layer.borrow(balanced.plan)
-    parts = [
-        part_slots(slots, rank, layer.placement.slots_per_rank)
-        for rank, slots in zip(layer.group.ranks, layer.balancer.route(balanced), strict=True)
-    ]
-    near, far = [part.near for part in parts], [part.far for part in parts]
+    near, far, size = list[Tensor](), list[Tensor](), layer.placement.slots_per_rank
+    for rank, slots in zip(layer.group.ranks, layer.balancer.route(balanced), strict=True):
+        local = slots - rank * size
+        here = (local >= 0) & (local < size)
+        near.append(torch.where(here, local, -1).long())
+        far.append(slots.masked_fill(here, -1))
     # A plan that the host must read first gets there while it waits for the row counts.
     early = layer.borrowing is not None and layer.borrowing.waits_for_plan
     coming = batch.fetch(borrowed) if early else None
@@ -93,7 +94,7 @@ def run_planned(batch: Batch) -> list[Tensor]:
     with batch.span("local"):
         stacks = layer.stacks(borrowed)
         own = layer.run_local(chosen.kept(near), stacks)
-    received = started.wait()
+    received = started()
     batch.end("dispatch")
     with batch.span("remote"):
         computed = layer.run_local(received, stacks)
@@ -101,28 +102,10 @@ def run_planned(batch: Batch) -> list[Tensor]:
         return layer.dispatcher.combine(computed, received, own)
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Slots [T, K] of one rank's copies: near, local slots on the rank itself; far, slots elsewhere; else -1."""
-
-    near: Tensor
-    far: Tensor
-
-
-def part_slots(slots: Tensor, rank: int, slots_per_rank: int) -> Parts:
-    local = slots - rank * slots_per_rank
-    here = (local >= 0) & (local < slots_per_rank)
-    return Parts(torch.where(here, local, -1).long(), slots.masked_fill(here, -1))
-
-
 def run_held(batch: Batch) -> list[Tensor]:
     """[T, H] of every owned rank: gather, compute held copies, plan the others around them, compute these."""
     layer, chosen, borrowed = batch.layer, batch.chosen, batch.borrowed
-    capacity, ranks, size = (
-        layer.dispatcher.max_tokens_per_rank,
-        layer.group.ranks,
-        layer.placement.slots_per_rank,
-    )
+    capacity, ranks = layer.dispatcher.max_tokens_per_rank, layer.group.ranks
     assert capacity is not None and batch.filled is not None
     batch.begin("dispatch")
     arriving = start_gather_tokens(layer.group, capacity, chosen.rows, chosen.ids, chosen.weights)
@@ -142,7 +125,7 @@ def run_held(batch: Batch) -> list[Tensor]:
     for source, ids in enumerate(tokens.ids):
         slots = route(ids, balanced.loads, balanced.plan, source)
         far.append(slots.masked_fill(held[source][ids] >= 0, -1))
-    received = tokens.received(ranks, list(map(len, chosen.rows)), far, size)
+    received = tokens.received(ranks, list(map(len, chosen.rows)), far, layer.placement.slots_per_rank)
     with batch.span("remote"):
         computed = layer.run_local(received, stacks)
     with batch.span("combine"):

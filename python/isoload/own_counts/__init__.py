@@ -33,13 +33,9 @@ __all__ = [
 
 
 def make_own_counts(
-    loads: str, tokens: str, placement: Placement, group: Group | None, price: bool
+    loads: str, tokens: str, placement: Placement, group: Group, price: bool
 ) -> OwnCounts | None:
-    """What a Balancer with these loads keeps; None where all ranks' loads are gathered.
-
-    Raises:
-        ValueError: loads that are no word, or do not fit the tokens or the topology; a price without targets.
-    """
+    """What a Balancer with these loads keeps; None where all ranks' loads are gathered."""
     per_node, ranks = placement.topology.ranks_per_node, placement.topology.num_ranks
     if loads not in get_args(Loads) or (loads != "gathered" and tokens == "same"):
         raise ValueError(
@@ -55,7 +51,6 @@ def make_own_counts(
         raise ValueError(f"price must be False where loads are {loads}: there are no targets, got True")
     if loads == "gathered":
         return None
-    assert group is not None, "where tokens are own"
     if loads == "node" and group.topology.ranks_per_node != per_node:
         raise ValueError(
             f"placement must have the group's ranks_per_node={group.topology.ranks_per_node} for loads='node', got "

@@ -102,13 +102,9 @@ class OwnCounts:
     def reset(self) -> None:
         """Forgets what is of the placement: targets, and where copies went."""
         self.last = None
-        for kept in (
-            self.offset,
-            self.sent[:, 0],
-            self.sent[:, 2],
-            *([] if self.price is None else [self.price]),
-        ):
-            kept.zero_()
+        for kept in (self.offset, self.sent[:, 0], self.sent[:, 2], self.price):
+            if kept is not None:
+                kept.zero_()
 
     def gather(self, rows: list[Tensor], call: Call) -> Tensor:
         """Counts for :meth:`split`: [n, E] of the owned ranks or, by node, [R, E], of the owned nodes' ranks.
@@ -133,7 +129,7 @@ class OwnCounts:
         is_new = not in_backward()  # a checkpoint's recompute counts no batch again
         num_routed = placed.host.num_routed
         made = OwnSplit(placed, [], [], self.sent[:, 2])
-        rows: list[Tensor] = []
+        send_counts: list[Tensor] = []
         for i, source in enumerate(self.sources):
             own = loads.narrow(0, source * self.size if self.by_node else i, self.size)
             routed = own.narrow(1, 0, num_routed)
@@ -143,9 +139,11 @@ class OwnCounts:
             made.counts.append(counts)
             made.fixed.append(fixed)
             ranks = [r for r in self.group.ranks if r // self.size == source]
-            rows += [sent] if not self.by_node else share_in_node(routed, sent, placed.tables, source, ranks)
+            send_counts += (
+                [sent] if not self.by_node else share_in_node(routed, sent, placed.tables, source, ranks)
+            )
         self.last = made
-        return rows
+        return send_counts
 
     def send(
         self, i: int, counts: Tensor, fixed: Tensor | None, placed: PlacedLayers, layer: int, is_new: bool

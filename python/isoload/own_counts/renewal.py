@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -34,7 +33,7 @@ class Exchanged(NamedTuple):
 class OwnLayer(Protocol):
     """What an exchange needs of a Balancer."""
 
-    group: Group | None
+    group: Group
     placement: Placement
     own_counts: OwnCounts | None
 
@@ -60,7 +59,7 @@ def exchange(balancers: Sequence[OwnLayer]) -> Exchanged:
     group = balancers[0].group
     if any(of.own_counts is not None and capturing(of.own_counts.recent.device) for of in balancers):
         raise ValueError("exchange must be outside of a CUDA graph: it waits for the other ranks")
-    with nullcontext(dict[str, object]()) if group is None else group.agreeing("exchange") as facts:
+    with group.agreeing("exchange") as facts:
         owned = _checked(balancers)
         recent = torch.stack([of.recent for of in owned], 1)  # [n, L, E]
         sent = torch.stack([of.sent for of in owned], 1)  # [n, L, 3, R]
@@ -72,9 +71,10 @@ def exchange(balancers: Sequence[OwnLayer]) -> Exchanged:
     fixed = of_ranks[:, :, 1]
     data = torch.stack([of.tables.data for of in placed])
     tables = replace(placed[0].tables, data=data)
+    exchanged = Exchanged(_imbalance(of_ranks[:, :, 2].sum(1), topology))
     if isinstance(first, LastCounts):
         renew_quotas(owned, counts, fixed, tables, topology)
-        return Exchanged(_imbalance(of_ranks[:, :, 2].sum(1), topology))
+        return exchanged
     slots = torch.stack([of.slot_to_expert for of in placed])
     price = None
     if held := [of.price for of in owned if of.price is not None]:
@@ -88,7 +88,7 @@ def exchange(balancers: Sequence[OwnLayer]) -> Exchanged:
         renewed_offsets = offsets(counts, source, tables, slots, topology, fixed, price)
         for of, offset in zip(owned, renewed_offsets, strict=True):
             of.offset[i].copy_(offset)
-    return Exchanged(_imbalance(of_ranks[:, :, 2].sum(1), topology))
+    return exchanged
 
 
 def _checked(balancers: Sequence[OwnLayer]) -> list[OwnCounts]:
@@ -113,9 +113,7 @@ def _checked(balancers: Sequence[OwnLayer]) -> list[OwnCounts]:
 
 def _gather(own: OwnCounts, recent: Tensor, sent: Tensor) -> tuple[Tensor, Tensor]:
     """[L, N, E] and [L, N, 3, R] of all N sources, from those of the owned ones."""
-    rows = [
-        torch.cat([counts.flatten(), copies.flatten()]) for counts, copies in zip(recent, sent, strict=True)
-    ]
+    rows = torch.cat([recent.flatten(1), sent.flatten(1)], 1)
     group, size = own.group, own.size
     gathered = group.gather("exchange", [rows[own.sources.index(rank // size)] for rank in group.ranks])
     by_source = gathered.view(-1, size, gathered.shape[1])
@@ -125,10 +123,8 @@ def _gather(own: OwnCounts, recent: Tensor, sent: Tensor) -> tuple[Tensor, Tenso
             f"recent counts of node {rank // size} must be the same on its ranks, got others on rank {rank}"
         )
     counts, copies = by_source[:, 0].split([recent[0].numel(), sent[0].numel()], 1)
-    return (
-        counts.reshape(-1, *recent.shape[1:]).transpose(0, 1),
-        copies.reshape(-1, *sent.shape[1:]).transpose(0, 1),
-    )
+    counts = counts.reshape(-1, *recent.shape[1:])
+    return counts.transpose(0, 1), copies.reshape(-1, *sent.shape[1:]).transpose(0, 1)
 
 
 def _imbalance(copies: Tensor, topology: Topology) -> Tensor:

@@ -8,7 +8,8 @@ between ranks: from the same loads every rank computes the same plan.
     share         loads, plan -> [R, P]        which source sends them (default: own rank first, then own node)
     route_shared  slots, plan -> [T, n]        where every token's shared experts are computed (default: at home)
 
-A policy that draws has weights in place of the share: :class:`Seeded`.
+What it is, it declares: see the attributes of :class:`Policy`. A policy that draws has weights in place of the share:
+:class:`Seeded`.
 
 Mixes need no new class: a policy that fills takes the splitting one as option ``split_by``, one that places shared
 experts takes the policy of the routed ones as option ``routed``; both accept any policy.
@@ -61,9 +62,19 @@ class Demand(NamedTuple):
 
 @dataclass(frozen=True)
 class Policy:
-    """Base of all policies; by itself it fills nothing, splits exactly and leaves shared experts at home."""
+    """Base of all policies; by itself it fills nothing, splits exactly and leaves shared experts at home.
+
+    needs    which loads it reads: [E] sums or [R, E] per source rank
+    borrows  whether it fills spare slots, so that weights must be copied there before the experts run
+    ahead    whether its fill is worth making before the batch, from predicted loads (:func:`isoload.planning.fill`)
+    samples  whether routed copies draw their slots: its plans have weights in place of a quota
+    """
 
     name: ClassVar[str]
+    needs: ClassVar[Needs] = "sum"
+    borrows: ClassVar[bool] = False
+    ahead: ClassVar[bool] = False
+    samples: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Raises ValueError for options that cannot be. A subclass with rules of its own comes here first."""
@@ -72,26 +83,6 @@ class Policy:
 
     def check(self, placement: Placement) -> None:
         """Raises ValueError for a placement that it cannot plan, whatever the loads."""
-
-    @property
-    def needs(self) -> Needs:
-        """Which loads the policy reads: [E] sums or [R, E] per source rank."""
-        return "sum"
-
-    @property
-    def borrows(self) -> bool:
-        """Whether it fills spare slots, so that weights must be copied there before the experts run."""
-        return False
-
-    @property
-    def ahead(self) -> bool:
-        """Whether its fill is worth making before the batch, from predicted loads (:func:`isoload.planning.fill`)."""
-        return False
-
-    @property
-    def samples(self) -> bool:
-        """Whether routed copies draw their slots: its plans have weights in place of a quota."""
-        return False
 
     def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
         """The slots of this batch: those of the placement, spare slots filled if the policy borrows."""
@@ -114,12 +105,12 @@ class Policy:
     def route_shared(self, slots: Tensor, plan: Plan, rank: int) -> Tensor:
         """[T, n] int32 the rank of every token's shared experts, given its routed slots [T, K]; -1 = no token."""
         assert plan.shared is not None
-        placed, share = plan.placed, plan.shared.share
-        if share is None:
+        placed, by_rank = plan.placed, plan.shared.by_rank
+        if by_rank is None:
             home = torch.where((slots >= 0).any(1, keepdim=True), placed.home_rank(rank), -1)
             return home.to(torch.int32).expand(-1, placed.num_shared)
         strict = plan.shared.rule == "limit"
-        size, row = placed.host.slots_per_rank, share.select(0, rank)
+        size, row = placed.host.slots_per_rank, by_rank.select(0, rank)
         return ops.route_shared(slots, row, size, rank, placed.num_shared, strict=strict)
 
 

@@ -29,8 +29,6 @@ class BorrowPolicy(Policy, ABC):
     Options, for who has them: split_by, "fill" or any policy, e.g. "exact", "lp", "joint" or a Policy; in plans of a
     fill without a quota, or that was made from other loads (:func:`isoload.planning.fill`), "fill" means "exact".
     slots: the most spare slots of a rank that are filled, the last ones; None = all.
-
-    ahead: whether the fill is worth making before the batch, from predicted loads.
     """
 
     borrows = True
@@ -50,11 +48,11 @@ class BorrowPolicy(Policy, ABC):
         return EXACT if self.split_by == "fill" else make_policy(self.split_by)
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> Needs:  # type: ignore[override]
         return self.splitter.needs
 
     @property
-    def samples(self) -> bool:
+    def samples(self) -> bool:  # type: ignore[override]
         return self.splitter.samples
 
     def check(self, placement: Placement) -> None:

@@ -35,7 +35,7 @@ class ExactPolicy(Policy):
             raise ValueError(f"budget must be in 0..2^31-1, got {self.budget}")
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> Needs:  # type: ignore[override]
         return "per_source" if self.objective == "local" else "sum"
 
     def split(self, demand: Demand, placed: PlacedLayers) -> Plan:

@@ -42,27 +42,27 @@ class GracePolicy(Policy):
     locality: bool = True
 
     def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
-        rows = self._rows(demand.loads, placed, self.cuts(placed))
-        return chosen_plan(self, rows.sum(-2, dtype=torch.int32), demand, placed)
+        send_counts = self._send_counts(demand.loads, placed, self.cuts(placed))
+        return chosen_plan(self, send_counts.sum(-2, dtype=torch.int32), demand, placed)
 
     def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
         placed, cuts = plan.placed, self.cuts(plan.placed)
         if rank is None:
-            return self._rows(loads, placed, cuts)
-        return self._rows(loads.narrow(-2, rank, 1), placed, cuts.narrow(-2, rank, 1)).squeeze(-2)
+            return self._send_counts(loads, placed, cuts)
+        return self._send_counts(loads.narrow(-2, rank, 1), placed, cuts.narrow(-2, rank, 1)).squeeze(-2)
 
     def cuts(self, placed: PlacedLayers) -> Tensor:
         """[..., 4, R, P] int64 per source rank and slot: its weights' begin and end, their sum, and the offset."""
         return placed.memo(self, self._derive)
 
-    def _rows(self, loads: Tensor, placed: PlacedLayers, cuts: Tensor) -> Tensor:
+    def _send_counts(self, loads: Tensor, placed: PlacedLayers, cuts: Tensor) -> Tensor:
         """[..., R, P] int32 copies from every source to every slot, for loads [..., R, E]."""
         begin, end, total, offset = cuts.unbind(-3)
         expert = placed.slot_to_expert.clamp(0, loads.shape[-1] - 1).long().unsqueeze(-2).expand(begin.shape)
         own = loads.long().gather(-1, expert) * ONE
         whole, offset = total * ONE, offset * total
-        rows = (own * end + offset) // whole - (own * begin + offset) // whole
-        return rows.to(torch.int32)
+        send_counts = (own * end + offset) // whole - (own * begin + offset) // whole
+        return send_counts.to(torch.int32)
 
     def _derive(self, placed: PlacedLayers) -> Tensor:
         return placed.stacked(partial(weighted_cuts, locality=self.locality))

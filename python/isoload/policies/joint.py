@@ -11,7 +11,7 @@ from isoload.ops import Objective
 from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, exact_plan
 from isoload.policies.exact import ExactPolicy
-from isoload.policies.pouring import SharedPolicy, live_bound, pour_exactly, total_shared
+from isoload.policies.shared_base import SharedPolicy, add_exactly, live_bound, total_shared
 from isoload.records import Plan
 
 
@@ -48,7 +48,7 @@ class JointPolicy(SharedPolicy):
         exact, pour = self._exact(), total_shared(demand, placed)
         return exact_plan(exact, demand.routed, placed, pour=pour, **exact.options)
 
-    def pour(self, made: Plan, demand: Demand) -> Plan:
-        poured, shared = pour_exactly(made, demand, "all")
-        bound = torch.minimum(live_bound(made.bound, demand, made.placed), poured.peak)
-        return replace(made, policy=self, peak=poured.peak, bound=bound, shared=shared)
+    def add_shared(self, made: Plan, demand: Demand) -> Plan:
+        filled, shared = add_exactly(made, demand, "all")
+        bound = torch.minimum(live_bound(made.bound, demand, made.placed), filled.peak)
+        return replace(made, policy=self, peak=filled.peak, bound=bound, shared=shared)

@@ -27,9 +27,8 @@ def split_above_local(policy: Policy, demand: Demand, placed: PlacedLayers) -> P
     """
     tables = placed.tables
     here = torch.where(tables.is_replica(), placed.slot_to_expert, tables.num_experts).long()
-    here = here.view(
-        *here.shape[:-1], tables.num_ranks, -1
-    )  # [..., R, S] what each slot that takes copies holds
+    # [..., R, S] what each slot that takes copies holds
+    here = here.view(*here.shape[:-1], tables.num_ranks, -1)
     held = here.new_zeros(*here.shape[:-1], tables.num_experts + 1, dtype=torch.int32)
     held.scatter_(-1, here, torch.ones_like(here, dtype=torch.int32))
     kept = held.narrow(-1, 0, tables.num_experts) * demand.loads  # [..., R, E]

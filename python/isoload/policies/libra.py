@@ -15,12 +15,12 @@ from isoload.records import Plan
 
 @dataclass(frozen=True)
 class LibraPolicy(BorrowPolicy):
-    """Every rank borrows what it asks for most, then the busiest ranks' hottest experts go to the least loaded ranks.
+    """Every rank borrows what its tokens choose most, then the busiest ranks' hottest experts go to the least loaded.
 
     Copies whose expert has a slot on their own rank stay there; the rest is split above them.
 
     Options: split_by ("sharding" = Algorithm 2, or "exact" = the least peak above what stays), alpha (part of the slots
-    for what the rank itself asks for), tolerance (of the split, relative), printed (both algorithms as printed, faults
+    for what the rank's tokens choose), tolerance (of the split, relative), printed (both algorithms as printed, faults
     included), slots (most that are filled per rank; None = all spare ones).
     """
 

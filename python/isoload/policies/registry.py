@@ -35,9 +35,5 @@ def make_policy(policy: str | Policy, options: dict[str, Any] | None = None) -> 
 
 
 def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
-    """Name and options of a policy written ``name`` or ``name:option=value:option=value``.
-
-    Raises:
-        ValueError: an unknown name or option, or a value that its option cannot be.
-    """
+    """Name and options of a policy written ``name`` or ``name:option=value:option=value``."""
     return parse("policy", POLICIES, text)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from isoload.policies.base import Demand
-from isoload.policies.pouring import SharedPolicy, poured_bound
+from isoload.policies.shared_base import SharedPolicy, bound_with_shared
 from isoload.records import Plan, rank_cost
 
 
@@ -20,8 +20,8 @@ class SharedLocalPolicy(SharedPolicy):
 
     name = "shared_local"
 
-    def pour(self, made: Plan, demand: Demand) -> Plan:
+    def add_shared(self, made: Plan, demand: Demand) -> Plan:
         assert made.quota is not None
         peak = rank_cost(made.quota, made.topology, demand.at_home).amax(-1)
-        bound = torch.minimum(poured_bound(demand, made.placed), peak)
+        bound = torch.minimum(bound_with_shared(demand, made.placed), peak)
         return replace(made, policy=self, peak=peak, bound=bound)

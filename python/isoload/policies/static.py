@@ -32,19 +32,19 @@ class StaticPolicy(Policy):
         check_seed("seed", self.seed)
 
     def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
-        rows = self._rows(demand.loads, placed)
-        return chosen_plan(self, rows.sum(-2, dtype=torch.int32), demand, placed)
+        send_counts = self._send_counts(demand.loads, placed)
+        return chosen_plan(self, send_counts.sum(-2, dtype=torch.int32), demand, placed)
 
     def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
-        return self._rows(loads, plan.placed, rank)
+        return self._send_counts(loads, plan.placed, rank)
 
-    def _rows(self, loads: Tensor, placed: PlacedLayers, rank: int | None = None) -> Tensor:
+    def _send_counts(self, loads: Tensor, placed: PlacedLayers, rank: int | None = None) -> Tensor:
         """[..., R, P] copies per slot where source r sends expert e to slots[..., r, e], or [..., P] of one rank."""
         slots = self.slots(placed)
         if rank is not None:
             loads, slots = loads.select(-2, rank), slots.select(-2, rank)
-        rows = loads.new_zeros((*loads.shape[:-1], placed.host.num_slots))
-        return rows.scatter_(-1, slots.expand(loads.shape), loads)
+        send_counts = loads.new_zeros((*loads.shape[:-1], placed.host.num_slots))
+        return send_counts.scatter_(-1, slots.expand(loads.shape), loads)
 
     def slots(self, placed: PlacedLayers) -> Tensor:
         """[..., R, E] int64 slot that each source rank uses for each expert; drawn once per placement."""

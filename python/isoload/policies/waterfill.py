@@ -12,11 +12,11 @@ from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement
 from isoload.policies.base import EVEN, Demand, exact_plan
 from isoload.policies.even import EvenPolicy
-from isoload.policies.pouring import (
+from isoload.policies.shared_base import (
     SharedPolicy,
+    add_exactly,
+    bound_with_shared,
     live_bound,
-    pour_exactly,
-    poured_bound,
     total_shared,
 )
 from isoload.records import Plan
@@ -53,14 +53,14 @@ class WaterfillPolicy(SharedPolicy):
             self.routed_policy, demand.routed, placed, pour=total_shared(demand, placed), **EVEN
         )
 
-    def pour(self, made: Plan, demand: Demand) -> Plan:
-        poured, shared = pour_exactly(made, demand, self.candidates)
+    def add_shared(self, made: Plan, demand: Demand) -> Plan:
+        filled, shared = add_exactly(made, demand, self.candidates)
         if self.joined() is None:
-            bound = poured_bound(demand, made.placed)
+            bound = bound_with_shared(demand, made.placed)
         else:
             bound = live_bound(made.bound, demand, made.placed)
-        bound = torch.minimum(bound, poured.peak)
-        peak = poured.peak if shared.is_met else None
+        bound = torch.minimum(bound, filled.peak)
+        peak = filled.peak if shared.is_met else None
         return replace(made, policy=self, peak=peak, bound=bound, shared=shared)
 
 

@@ -2,7 +2,7 @@
 
 from isoload.transport.agreement import DTYPES, STAGES, checksum, error_code
 from isoload.transport.collective import CollectiveGroup
-from isoload.transport.dispatcher import Dispatcher, Received, StartedDispatch
+from isoload.transport.dispatcher import Dispatcher, Received
 from isoload.transport.exchanges import SendCounts, Traffic
 from isoload.transport.group import Call, Group
 from isoload.transport.row_dispatcher import RowDispatcher
@@ -21,7 +21,6 @@ __all__ = [
     "Received",
     "RowDispatcher",
     "SendCounts",
-    "StartedDispatch",
     "Traffic",
     "Transport",
     "checksum",

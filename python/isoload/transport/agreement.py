@@ -23,11 +23,7 @@ def error_code(stage: str) -> int:
 
 
 def raise_failure(codes: Sequence[int]) -> None:
-    """Raises for the first rank whose code [R] is not 0: the same error on every rank that sees the same codes.
-
-    Raises:
-        ValueError: naming the rank and the stage.
-    """
+    """Raises for the first rank whose code [R] is not 0: the same error on every rank that sees the same codes."""
     for rank, code in enumerate(codes):
         if code:
             stage = STAGES[code - 1] if 1 <= code <= len(STAGES) else f"of code {code}"
@@ -77,9 +73,9 @@ def stage_header(stage: str, row_bytes: int) -> Tensor:
 
 def raise_other_stage(headers: Tensor, first: int = 0) -> None:
     """Raises if stage_header [n, :] of the ranks from first on differ: other methods were called, or another order."""
-    told = [bytes(row) for row in headers.tolist()]
-    stages = [row[:STAGE_BYTES].rstrip(b"\0").decode(errors="replace") for row in told]
-    sizes = [int.from_bytes(row[STAGE_BYTES:], "little") for row in told]
+    rows = [bytes(row) for row in headers.tolist()]
+    stages = [row[:STAGE_BYTES].rstrip(b"\0").decode(errors="replace") for row in rows]
+    sizes = [int.from_bytes(row[STAGE_BYTES:], "little") for row in rows]
     why = ": all ranks make the same calls in the same order"
     raise_unlike("stage", stages, first, why)
     raise_unlike(f"bytes per row of stage {stages[0]}", sizes, first, why)

@@ -25,10 +25,6 @@ from isoload.value_checks import values_readable
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def row_bytes(buffer: Tensor) -> int:
-    return buffer.element_size() * math.prod(buffer.shape[1:])
-
-
 def device_of(process_group: dist.ProcessGroup) -> torch.device:
     """Where a process group exchanges: on this process's GPU, if there is one and a backend for it."""
     if torch.cuda.is_available() and "cuda:" in dist.get_backend_config(process_group):
@@ -82,7 +78,7 @@ class CollectiveGroup(Group):
         return cls(topology, dist.new_group(ranks, timeout=timeout_of(given)))
 
     def _gather(self, stage: str, rows: list[Tensor], in_node: bool = False) -> Tensor:
-        node, num_ranks = self._node() if in_node else None, self.topology.num_ranks
+        node, num_ranks = self.join_node() if in_node else None, self.topology.num_ranks
         near = self.topology.node_of(self.ranks[0]) if in_node else range(num_ranks)
         gathered = (rows[0].new_zeros if in_node else rows[0].new_empty)(num_ranks, len(rows[0]))
         with self.named(stage):
@@ -90,12 +86,7 @@ class CollectiveGroup(Group):
             _all_gather(gathered[near.start : near.stop].flatten(), rows[0], group=node or self.process_group)
         return gathered
 
-    def join_node(self) -> None:
-        self._node()
-
-    def _node(self) -> dist.ProcessGroup:
-        """This rank's node, joined once."""
-
+    def join_node(self) -> dist.ProcessGroup:
         def make() -> dist.ProcessGroup:
             assert self.process_group is not None
             near = self.topology.node_of(self.ranks[0])
@@ -128,7 +119,7 @@ class CollectiveGroup(Group):
         arrived = buffers[0].new_empty(sum(got[0]), *buffers[0].shape[1:])
         leaving = buffers[0].contiguous()
         with self.named(stage):
-            self._meet(stage, buffers[0], row_bytes(buffers[0]))
+            self._meet(stage, buffers[0], buffers[0].element_size() * math.prod(buffers[0].shape[1:]))
             work = dist.all_to_all_single(
                 arrived, leaving, got[0], sent[0], group=self.process_group, async_op=begun
             )

@@ -41,13 +41,6 @@ class Received:
     ends: Sequence[int] | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class StartedDispatch:
-    """A dispatch under way; :meth:`wait` returns what it brought, and is called once."""
-
-    wait: Callable[[], list[Received]]
-
-
 class Dispatcher(Shared, ABC):
     """Moves rows between the ranks of a group; lists run over the ranks that this process owns.
 
@@ -133,17 +126,14 @@ class Dispatcher(Shared, ABC):
         weights: list[Tensor],
         slots_per_rank: int,
         call: Call | None = None,
-    ) -> StartedDispatch:
-        """:meth:`dispatch`, begun: other work, and other exchanges, may come before its ``wait()``. Forward only.
-
-        Where a dispatcher has nothing of its own, the rows are there at once.
-
-        Raises:
-            ValueError: as dispatch, or if gradients are recorded.
+    ) -> Callable[[], list[Received]]:
+        """:meth:`dispatch`, begun: what it returns waits for the rows, once; other work, and other exchanges, may come
+        before that. Forward only: raises ValueError if gradients are recorded. Where a dispatcher has nothing of its
+        own, the rows are there at once.
         """
         refuse_gradients()
         received = self.dispatch(x, slots, weights, slots_per_rank, call)
-        return StartedDispatch(lambda: received)
+        return lambda: received
 
 
 def refuse_gradients() -> None:
@@ -188,13 +178,7 @@ def dispatch_facts(
         last = num_ranks * slots_per_rank - 1
         if (wrong := slots[(slots < -1) | (slots > last)]).numel():
             raise ValueError(f"slots of rank {rank} must be in -1..{last}, got {int(wrong[0])}")
-    return (
-        x.shape[1],
-        DTYPES.index(x.dtype),
-        slots.shape[1],
-        DTYPES.index(weights.dtype),
-        slots_per_rank,
-    )
+    return (x.shape[1], DTYPES.index(x.dtype), slots.shape[1], DTYPES.index(weights.dtype), slots_per_rank)
 
 
 def check_like(

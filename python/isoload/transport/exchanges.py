@@ -114,8 +114,9 @@ class Exchanges(Shared, ABC):
         gathered = self._gather(stage, rows)
         return lambda: gathered
 
-    def join_node(self) -> None:
-        """Makes what gathers inside nodes need. All ranks call it together."""
+    def join_node(self) -> object:
+        """Makes what gathers inside nodes need, once. All ranks call it together."""
+        return None
 
     def gather(self, stage: str, rows: list[Tensor]) -> Tensor:
         """[R, F]: the row [F] of every rank, the same on all ranks."""

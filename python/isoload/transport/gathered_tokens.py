@@ -83,7 +83,6 @@ def start_gather_tokens(
     """Begins to gather; what it returns waits for the tokens. All ranks call it together.
 
     Args:
-        group: joins the ranks.
         capacity: C, the most tokens of a rank.
         x: [T, H] of every owned rank, T at most C.
         ids, weights: [T, K] of every owned rank.

@@ -128,22 +128,9 @@ class Group(Exchanges):
         facts: Sequence[Sequence[int]],
         code: int = 0,
     ) -> tuple[PerRank, PerRank, list[int]]:
-        """Tells every rank what will come to it; the host waits, once, and raises what it finds then.
+        """:meth:`Call.swap_counts`; code is the :func:`error_code` of the stage that failed in this process, 0 = none.
 
-        Args:
-            stage: see :class:`Group`.
-            counts: [2, R] int64 each: rows and copies to every destination.
-            names: [F] of the facts that travel along, at no further cost; F is the same on all ranks.
-            facts: [F] integers each, which all ranks must give alike.
-            code: :func:`error_code` of the stage that failed in this process, 0 = none.
-
-        Returns:
-            For every owned rank: sent and got [R], the rows to every destination and from every source, and the
-            number of copies that it gets.
-
-        Raises:
-            ValueError: on all ranks, naming the rank that failed and its stage (also if :meth:`gather_loads` carried
-                it), or the first fact that differs.
+        The host waits, once, and raises what it finds then, also what :meth:`gather_loads` carried.
         """
         headers = [
             torch.cat([c.t(), put_on(c.device, [code, *f]).expand(c.shape[1], -1)], dim=1)
@@ -152,17 +139,16 @@ class Group(Exchanges):
         ones = [[1] * counts[0].shape[1]] * len(counts)
         arrived = self.swap(stage, headers, ones, ones)()
         codes = self._take_errors()
-        told = [] if codes is None else [codes.unsqueeze(1)]
+        carried = [] if codes is None else [codes.unsqueeze(1)]
         table = [
-            torch.cat([c.select(0, 0).unsqueeze(1), a, *told], dim=1)
+            torch.cat([c.select(0, 0).unsqueeze(1), a, *carried], dim=1)
             for c, a in zip(counts, arrived, strict=True)
         ]
         self.traffic.host_syncs += 1
         joined = torch.stack(table) if len(table) > 1 else table[0].unsqueeze(0)
-        host = (
-            joined.tolist()
-        )  # per owned rank and peer: sent; rows and copies got, error, facts; gather's error
-        if told:
+        # per owned rank and peer: sent; rows and copies got, error, facts; gather's error
+        host = joined.tolist()
+        if carried:
             raise_failure([peer[-1] for peer in host[0]])
         raise_failure([peer[3] for peer in host[0]])
         raise_disagreement(names, [peer[4 : 4 + len(names)] for peer in host[0]])
@@ -221,7 +207,7 @@ class Call:
     carries that, and raises: the failure here, on the other ranks an error that names the rank and the stage.
 
     Args:
-        group: joins the ranks; None where this process is alone.
+        group: joins the ranks.
         stage: in which it fails, if it does.
         device: that the group exchanges on.
         facts: integers that all ranks must give alike, by name, the same names on all ranks; in every exchange.
@@ -234,7 +220,7 @@ class Call:
 
     def __init__(
         self,
-        group: Group | None,
+        group: Group,
         stage: str = "count",
         device: torch.device | None = None,
         facts: Mapping[str, Any] | None = None,
@@ -274,7 +260,6 @@ class Call:
     def gather_loads(self, counts: list[Tensor], width: int, in_node: bool = False) -> Tensor:
         """:meth:`Group.gather_loads` of counts [width] each, which are not read where this process has failed."""
         group, errors, failed = self.group, None, self.failure is not None
-        assert group is not None
         if failed:
             nothing = torch.zeros(width, dtype=torch.int32, device=self.device)
             counts, errors = [nothing] * len(group.ranks), [error_code(self.stage)] * len(group.ranks)
@@ -293,9 +278,23 @@ class Call:
     def swap_counts(
         self, stage: str, counts: list[Tensor], names: Sequence[str], facts: Sequence[Sequence[int]]
     ) -> tuple[PerRank, PerRank, list[int]]:
-        """:meth:`Group.swap_counts`; counts and facts are not read where this process has failed."""
+        """Tells every rank what will come to it.
+
+        Args:
+            stage: see :class:`Group`.
+            counts: [2, R] int64 each: rows and copies to every destination. Not read, as facts are not, where this
+                process has failed.
+            names: [F] of the facts that travel along, at no further cost; F is the same on all ranks.
+            facts: [F] integers each, which all ranks must give alike.
+
+        Returns:
+            For every owned rank: sent and got [R], the rows to every destination and from every source, and the
+            number of copies that it gets.
+
+        Raises:
+            ValueError: on all ranks, naming the rank that failed and its stage, or the first fact that differs.
+        """
         group, code = self.group, 0
-        assert group is not None
         if self.failure is not None:
             num_ranks, code = group.topology.num_ranks, error_code(self.stage)
             counts = [torch.zeros(2, num_ranks, dtype=torch.int64, device=self.device)] * len(group.ranks)
@@ -319,7 +318,6 @@ class Call:
             ValueError: on all ranks alike, naming the first fact that differs, or the rank that failed and the stage.
             BaseException: the failure, on the rank that has it.
         """
-        assert self.group is not None
         code = 0 if self.failure is None else error_code(self.stage)
         names, facts = self._with_own(names, facts)
         rows = [torch.tensor([code, *f], dtype=torch.int64, device=self.device) for f in facts]
@@ -332,7 +330,6 @@ class Call:
         self, names: Sequence[str], facts: Sequence[Sequence[int]] | None
     ) -> tuple[Sequence[str], Sequence[Sequence[int]]]:
         """Names and every owned rank's facts, followed by those that are alike; zeros where this process has failed."""
-        assert self.group is not None
         names, own = (*names, *self.facts), tuple(self.facts.values())
         if self.failure is not None:
             return names, [(0,) * len(names)] * len(self.group.ranks)

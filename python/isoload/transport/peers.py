@@ -55,7 +55,6 @@ class SymmetricMemory(Peers):
         self._views: dict[tuple[object, ...], list[Tensor]] = {}
 
     def new(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeros of one shape on every rank."""
         import torch.distributed._symmetric_memory as symmetric
 
         tensor = symmetric.empty(*shape, dtype=dtype, device=device)
@@ -63,14 +62,10 @@ class SymmetricMemory(Peers):
         return tensor.zero_()
 
     def reach(self, own: list[Tensor]) -> list[Tensor]:
-        """[R] every rank's tensor of the same rendezvous.
-
-        Raises:
-            ValueError: if the tensor was not made here, as after ``.to()`` or a copy.
-        """
         (mine,) = own
         handle = self._handles.get(mine.data_ptr())
         if handle is None:
+            # not made here, as after .to() or a copy
             raise ValueError(
                 "weights must stay in the memory they were made in, since other ranks read it, got a tensor elsewhere"
             )
@@ -81,6 +76,4 @@ class SymmetricMemory(Peers):
         return self._views[key]
 
     def meet(self) -> None:
-        """A barrier on the current stream."""
-        handle = next(iter(self._handles.values()))
-        handle.barrier(channel=CHANNEL, timeout_ms=TIMEOUT_MS)
+        next(iter(self._handles.values())).barrier(channel=CHANNEL, timeout_ms=TIMEOUT_MS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,6 @@ from isoload.transport.dispatcher import (
     FACTS,
     Dispatcher,
     Received,
-    StartedDispatch,
     check_like,
     dispatch_facts,
     refuse_gradients,
@@ -77,7 +76,6 @@ class RowDispatcher(Dispatcher):
         slots_per_rank: int,
         call: Call | None = None,
     ) -> list[Received]:
-        """See :meth:`Dispatcher.dispatch`."""
         maps, payload, most = self._pack_tokens(x, slots, weights, slots_per_rank, call)
         link, *values = Dispatch.apply(self.group, maps, payload, anchor(), *x, *weights)
         owned = len(maps)
@@ -91,7 +89,7 @@ class RowDispatcher(Dispatcher):
         weights: list[Tensor],
         slots_per_rank: int,
         call: Call | None = None,
-    ) -> StartedDispatch:
+    ) -> Callable[[], list[Received]]:
         """See :meth:`Dispatcher.start_dispatch`. The row counts are exchanged before it returns."""
         maps, payload, most = self._pack_tokens(x, slots, weights, slots_per_rank, call, forward_only=True)
         finish = self.group.start_send("dispatch", payload, maps)
@@ -100,15 +98,19 @@ class RowDispatcher(Dispatcher):
             rows, local_slots, local_weights = unpack_payload(finish(), x[0], weights[0])
             return _received(maps, x[0].new_empty(()), rows, local_slots, local_weights, most)
 
-        return StartedDispatch(wait)
+        return wait
 
     def combine(
         self, y: list[Tensor], received: list[Received], own: list[Tensor] | None = None
     ) -> list[Tensor]:
-        """See :meth:`Dispatcher.combine`."""
         self.group.check_owned("y", y)
         self.group.check_owned("received", received)
-        handles = [_handle(got) for got in received]
+        handles = []
+        for got in received:
+            if not isinstance(got.handle, RowHandle):
+                kind = type(got.handle).__name__
+                raise ValueError(f"received must come from this dispatcher's dispatch, got a {kind}")
+            handles.append(got.handle)
         for rank, rows, got in zip(self.group.ranks, y, received, strict=True):
             check_like("y", rank, rows, got.rows.shape, got.rows.dtype, "the received rows")
         if own is not None:
@@ -122,9 +124,7 @@ class RowDispatcher(Dispatcher):
         return list(Combine.apply(self.group, maps, not self.host_waits, link, *y, *(own or [])))
 
     def carry_failure(self, call: Call) -> None:
-        """See :meth:`Dispatcher.carry_failure`. With max_tokens_per_rank there is such an exchange where the host may
-        read values (on CPU; elsewhere under ISOLOAD_CHECK=1).
-        """
+        # with max_tokens_per_rank there is such an exchange where the host may read values
         self._exchange_counts(call, [], [], torch.empty(0, device=call.device))
 
     def _exchange_counts(
@@ -170,7 +170,11 @@ class RowDispatcher(Dispatcher):
         with call.at("dispatch"):
             if forward_only:
                 refuse_gradients()
-            self._check_tokens(x)
+            for rank, rows in zip(group.ranks, x, strict=True):
+                if capacity is not None and len(rows) > capacity:
+                    raise ValueError(
+                        f"x of rank {rank} must have at most max_tokens_per_rank={capacity} tokens, got {len(rows)}"
+                    )
             facts = [
                 dispatch_facts(*given, slots_per_rank, num_ranks)
                 for given in zip(group.ranks, x, slots, weights, strict=True)
@@ -179,23 +183,17 @@ class RowDispatcher(Dispatcher):
         sent, got, most = self._exchange_counts(call, [n.counts for n in numbers], facts, x[0])
         group.traffic.move_to(x[0].device)
         maps, payload = [], []
-        for r, (rank, rows) in enumerate(zip(group.ranks, numbers, strict=True)):
-            group.traffic.rows.select(0, rank).add_(rows.counts.select(0, 0))
-            packed = pack_rows(
-                x[r].detach(), slots[r], weights[r].detach(), rows, slots_per_rank, sum(sent[r]), capacity
+        for r, (rank, found) in enumerate(zip(group.ranks, numbers, strict=True)):
+            group.traffic.rows.select(0, rank).add_(found.counts.select(0, 0))
+            packed, *places = pack_rows(
+                x[r].detach(), slots[r], weights[r].detach(), found, slots_per_rank, sum(sent[r]), capacity
             )
-            maps.append(
-                RowMap(packed.row_to_token, packed.row_to_rank, packed.token_to_rows, sent[r], got[r])
-            )
-            payload.append(packed.payload)
+            maps.append(RowMap(places[0], places[1], places[2], sent[r], got[r]))
+            payload.append(packed)
         return maps, payload, most
 
     def _check_copies(self, copies: list[Tensor]) -> None:
-        """Raises ValueError on all ranks alike if a rank gets more than max_copies_per_rank.
-
-        Args:
-            copies: [R] int64 to every destination, of the owned ranks.
-        """
+        """Raises ValueError on all ranks alike if a rank gets more than max_copies_per_rank, of copies [R] to each."""
         most = self.max_copies_per_rank
         if most is None:
             return
@@ -205,14 +203,6 @@ class RowDispatcher(Dispatcher):
                 f"max_copies_per_rank must be at least the copies that rank {int(total.argmax())} gets ({worst}), "
                 f"got {most}"
             )
-
-    def _check_tokens(self, x: list[Tensor]) -> None:
-        limit = self.max_tokens_per_rank
-        for rank, tokens in zip(self.group.ranks, map(len, x), strict=True):
-            if limit is not None and tokens > limit:
-                raise ValueError(
-                    f"x of rank {rank} must have at most max_tokens_per_rank={limit} tokens, got {tokens}"
-                )
 
 
 def _received(
@@ -225,11 +215,3 @@ def _received(
 ) -> list[Received]:
     handles = [RowHandle(row_map, link) for row_map in maps]
     return [Received(*fields) for fields in zip(rows, slots, weights, handles, most, strict=True)]
-
-
-def _handle(received: Received) -> RowHandle:
-    if not isinstance(received.handle, RowHandle):
-        raise ValueError(
-            f"received must come from this dispatcher's dispatch, got a {type(received.handle).__name__}"
-        )
-    return received.handle

@@ -39,11 +39,6 @@ class RowMap:
     got: list[int]
 
 
-def take_rows(values: Tensor, map_: RowMap, padded: bool) -> Tensor:
-    """[n, F] the tokens' values [T, F] row by row; zeros in padding rows."""
-    return spread_rows(values, map_.token_to_rows, map_.row_to_token, padded)
-
-
 def with_own(map_: RowMap, rank: int) -> Tensor:
     """[T, D + 1] token_to_rows where row n + t is the own contribution of token t, at the rank's place.
 
@@ -99,12 +94,7 @@ class Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        group: Group,
-        maps: list[RowMap],
-        payload: list[Tensor],
-        _anchor: Tensor,
-        *values: Tensor,
+        ctx: Any, group: Group, maps: list[RowMap], payload: list[Tensor], _anchor: Tensor, *values: Tensor
     ) -> tuple[Tensor, ...]:
         x, weights = values[: len(maps)], values[len(maps) :]
         rows, local_slots, local_weights = unpack_payload(
@@ -155,7 +145,10 @@ class Combine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        payload = [as_bytes(take_rows(g, m, ctx.padded)) for g, m in zip(grads, ctx.maps, strict=True)]
+        payload = [
+            as_bytes(spread_rows(g, m.token_to_rows, m.row_to_token, ctx.padded))  # zeros in padding rows
+            for g, m in zip(grads, ctx.maps, strict=True)
+        ]
         arrived = ctx.group.send("combine backward", payload, ctx.maps)
         to_y = [b.view(grads[0].dtype) for b in arrived]
         return None, None, None, grads[0].new_zeros(()), *to_y, *(grads if ctx.has_own else ())

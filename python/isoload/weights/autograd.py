@@ -72,7 +72,9 @@ class JoinRows(torch.autograd.Function):
 
 def _totals(ctx: Any, stacks: Sequence[Tensor]) -> list[Tensor]:
     """The gradients of every rank's home rows, replicas' and borrowed ones' included, of the stacks that train."""
-    held, spare = split(stacks, ctx.widths), cut(stacks[sum(ctx.widths) :], len(ctx.widths))
+    joined, borrowed = sum(ctx.widths), len(stacks) - sum(ctx.widths)
+    held = split(stacks, ctx.widths)
+    spare = split(stacks[joined:], [borrowed // len(ctx.widths)] * len(ctx.widths))
     width, dtype = sum(ctx.trained), stacks[0].dtype
     # The gradients are this node's own: nothing but run_experts made them. Rows are added in place.
     homes, replicas = [], []
@@ -97,12 +99,6 @@ def _totals(ctx: Any, stacks: Sequence[Tensor]) -> list[Tensor]:
 def first_rows(grad: Tensor, count: int) -> Tensor:
     """The home rows of a storage's gradient, contiguous: itself if it has no others, which a view would keep alive."""
     return grad.contiguous() if len(grad) == count else grad.narrow(0, 0, count).clone()
-
-
-def cut(values: Sequence[Tensor], parts: int) -> list[list[Tensor]]:
-    """Equal parts, in order."""
-    width = len(values) // parts
-    return [list(values[i * width : (i + 1) * width]) for i in range(parts)]
 
 
 def split(values: Sequence[Tensor], widths: Sequence[int]) -> list[list[Tensor]]:
@@ -146,9 +142,7 @@ def join_rows(
     Stacks whose Parameters require no gradient get none, replicas and borrowed rows included, and none travels.
 
     Args:
-        group: joins the ranks.
-        ranks: the owned ones.
-        rows: [N, H] each.
+        rows: [N, H] of every owned rank.
         replicas: the moves from home rows to all replica rows; if there are any, backward exchanges gradients, on every
             rank.
         borrowed: by any rank: then it does so, too.

@@ -22,7 +22,6 @@ from isoload.weights.moves import (
     add_rows,
     pack_rows,
     put_rows,
-    reverse,
     start_moves,
     unpack_rows,
 )
@@ -63,7 +62,8 @@ class PointToPoint(Backend):
         # sums over several batches of sends stay exact in between, so that a row is rounded once
         exact = [total.to(torch.promote_types(total.dtype, torch.float32)) for total in totals[0]]
         for chunk in chunks_of(plan.moves, self.group.topology.num_ranks):
-            returned = self._swap(stage, reverse(chunk), grads[0])
+            back = [Move(target, source) for source, target in chunk]
+            returned = self._swap(stage, back, grads[0])
             rows = [m.source.row for m in chunk if m.source.rank == self._rank]
             add_rows(exact, rows, unpack_rows(grads[0], returned))
         for total, own in zip(totals[0], exact, strict=True):
@@ -118,7 +118,7 @@ class Pull(Backend):
             self._copy(plan, peers, pools)
 
         self._count(stage, plan, pools)
-        return self._beside(copy, pools)
+        return self._on_side_stream(copy, pools)
 
     def add_back(self, stage: str, plan: BorrowPlan, grads: Stacks, totals: Stacks) -> None:
         shown = self._show(grads)
@@ -164,7 +164,7 @@ class Pull(Backend):
             self._tables[key] = ops.addresses(peers)
         return self._tables[key]
 
-    def _beside(self, copy: Callable[[], None], pools: Stacks) -> Wait:
+    def _on_side_stream(self, copy: Callable[[], None], pools: Stacks) -> Wait:
         """On a device the copies run on a stream of their own, after what has been enqueued so far."""
         if pools[0][0].device.type == "cpu":
             copy()
@@ -206,13 +206,9 @@ def make_backend(group: Group, name: str | None, device: torch.device, own_memor
     """The group's backend of a name; None: ``pull`` where ranks can read each other's memory, else ``all_to_all``.
 
     Args:
-        group: joins the ranks.
         name: in BACKENDS, or None.
         device: of the weights.
         own_memory: whether home rows lie in memory of new_stack; that of a Shard no other process can read.
-
-    Raises:
-        ValueError: an unknown name, or one that cannot work here.
     """
     if name is not None and name not in BACKENDS:
         raise ValueError(f"borrow must be one of {', '.join(BACKENDS)}, got {name!r}")

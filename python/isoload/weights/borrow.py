@@ -1,8 +1,5 @@
 """Borrowing: brings the weights of a plan's spare slots for one batch, and returns their gradients.
 
-The field's names: DeepEP's ``lb_prefetch_weights`` and MoonEP's ``prefetch_weights`` are ``borrow``, ``reduce_grad`` is
-``add_back``.
-
 The pool that holds them is made once and shared by all layers of a group whose experts have the same shapes, so
 its memory is constant whatever the routing. It has two buffers that layers take in turn. By the time of backward
 another layer may have filled the buffer again: then backward brings the weights once more, into the same memory.
@@ -44,23 +41,16 @@ class SparePool:
         self.holds: list[weakref.ref[Borrowed] | None] = [None] * NUM_BUFFERS
         self._next = 0
 
-    def take(self, beside: int | None = None) -> int:
+    def take(self, in_use: int | None = None) -> int:
         """The buffer whose turn it is, but for one that is in use."""
         self._next = (self._next + 1) % NUM_BUFFERS
-        if self._next == beside:
+        if self._next == in_use:
             self._next = (self._next + 1) % NUM_BUFFERS
         return self._next
 
 
 class Borrowing:
-    """How one layer borrows.
-
-    Args:
-        group: joins the ranks.
-        ranks: the owned ones.
-        spare_slots: of every rank.
-        backend: that brings the weights.
-    """
+    """How one layer borrows for the owned ranks."""
 
     def __init__(
         self, group: Group, ranks: Sequence[RankWeights], spare_slots: int, backend: Backend
@@ -77,9 +67,9 @@ class Borrowing:
         key = ("spare pool", self.backend.name, spare, *((s.shape[1:], s.dtype, s.device) for s in stacks[0]))
         return self.group.memo(key, lambda: SparePool(stacks, spare, self.backend))
 
-    def settle(self, held: Sequence[Layout], num_experts: int) -> None:
+    def note_layouts(self, layouts: Sequence[Layout], num_experts: int) -> None:
         """Takes the layouts [R] of all ranks: where every expert's home row is."""
-        self._home_rows = home_addresses(held)
+        self._home_rows = home_addresses(layouts)
         self._home_table = [self._home_rows.get(expert, (-1, -1)) for expert in range(num_experts)]
         for table in self._home.values():  # in place: captured graphs hold its address
             table.copy_(torch.tensor(self._home_table, dtype=torch.int32))
@@ -98,21 +88,20 @@ class Borrowing:
         """Whether the host must have a plan from a device before weights can travel."""
         return self.backend.reads_moves and self.ranks[0].row_of_slot.device.type != "cpu"
 
-    def borrow(self, filled: PlacedLayers, beside: Borrowed | None = None) -> Borrowed | None:
+    def borrow(self, filled: PlacedLayers, in_use: Borrowed | None = None) -> Borrowed | None:
         """Begins to bring the experts of filled spare slots; None where there are none, as far as the host can read.
 
-        beside: whose buffer stays as it is, since a layer still computes with it.
+        in_use: whose buffer stays as it is, since a layer still computes with it.
         """
         slots, num_ranks = filled.slot_to_expert, self.group.topology.num_ranks
         if slots.device not in self._home:
             with torch.inference_mode(False):
-                self._home[slots.device] = torch.tensor(
-                    self._home_table, dtype=torch.int32, device=slots.device
-                )
+                table = torch.tensor(self._home_table, dtype=torch.int32, device=slots.device)
+                self._home[slots.device] = table
         wanted = BorrowPlan(slots, self._home[slots.device], self._home_rows, num_ranks, self.spare_slots)
         if wanted.on_host and not wanted.moves:
             return None
-        borrowed = Borrowed(self, wanted, beside)
+        borrowed = Borrowed(self, wanted, in_use)
         borrowed.begin("borrow")
         return borrowed
 
@@ -120,12 +109,12 @@ class Borrowing:
 class Borrowed:
     """The experts that one batch borrowed."""
 
-    def __init__(self, borrowing: Borrowing, plan: BorrowPlan, beside: Borrowed | None = None) -> None:
+    def __init__(self, borrowing: Borrowing, plan: BorrowPlan, in_use: Borrowed | None = None) -> None:
         self.plan = plan
         self._of, self._pool = borrowing, borrowing.pool
-        self._buffer: int = self._pool.take(None if beside is None else beside._buffer)
+        self._buffer: int = self._pool.take(None if in_use is None else in_use._buffer)
         # Kept for backward: by then a Parameter may have other memory (functional_call).
-        self._held = [rank.readable_homes() for rank in borrowing.ranks]
+        self._homes = [rank.readable_homes() for rank in borrowing.ranks]
         self._start: Callable[[], Callable[[], None]] | None = None
         self._finish: Callable[[], None] | None = None
 
@@ -136,11 +125,11 @@ class Borrowed:
 
     def begin(self, stage: str) -> None:
         """Begins to bring the weights, unless the buffer still holds them: so it is on every rank, or on none."""
-        if self._is_held():
+        if self._has_buffer():
             return
         self._pool.holds[self._buffer] = weakref.ref(self)
         backend = self._of.backend
-        self._start = lambda: backend.start(stage, self.plan, self._held, self.pools)
+        self._start = lambda: backend.start(stage, self.plan, self._homes, self.pools)
         if self.plan.on_host or not backend.reads_moves:
             self.proceed()
         else:
@@ -157,7 +146,7 @@ class Borrowed:
 
     def wait(self) -> None:
         """The weights are in the pools, for what is computed from here on."""
-        if not self._is_held():
+        if not self._has_buffer():
             raise RuntimeError(
                 "borrowed weights must be used before others take their place, got the pool of others"
             )
@@ -166,7 +155,7 @@ class Borrowed:
             finish, self._finish = self._finish, None
             finish()
 
-    def _is_held(self) -> bool:
+    def _has_buffer(self) -> bool:
         """Whether the buffer is this batch's."""
         holder = self._pool.holds[self._buffer]
         return holder is not None and holder() is self

@@ -53,9 +53,8 @@ class DeepEPBorrow(Backend):
         for w, (grad, total) in enumerate(zip(grads[0], totals[0], strict=True)):
             sent = self._region(w, grad)
             sent.copy_(grad.flatten(1))
-            sums = sent.new_zeros(
-                plan.rows, sent.shape[1]
-            )  # as many on every rank, as the mapping counts them
+            # as many on every rank, as the mapping counts them
+            sums = sent.new_zeros(plan.rows, sent.shape[1])
             sums[: len(total)] = total.flatten(1)
             self.buffer.lb_reduce_grads(sent, sums, mapping).current_stream_wait()
             total.copy_(sums[: len(total)].view(total.shape))

@@ -16,17 +16,17 @@ from isoload.weights.state import FULL, check_kind
 from isoload.weights.storage import RankWeights
 
 
-def gather_full(group: Group, ranks: Sequence[RankWeights], held: Sequence[Layout]) -> dict[str, Tensor]:
+def gather_full(group: Group, ranks: Sequence[RankWeights], layouts: Sequence[Layout]) -> dict[str, Tensor]:
     """[E, ...] of every stack, on every process. All ranks call it together with the layouts [R]."""
-    full = gather_rows(group, held, [rank.home_rows() for rank in ranks])
+    full = gather_rows(group, layouts, [rank.home_rows() for rank in ranks])
     return {FULL + name: stack for name, stack in ranks[0].by_name(full).items()}
 
 
-def gather_rows(group: Group, held: Sequence[Layout], homes: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def gather_rows(group: Group, layouts: Sequence[Layout], homes: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """[E, ...] on every process, from stacks [homes, ...] of every owned rank. All ranks call it together."""
-    home = home_addresses(held)
+    home = home_addresses(layouts)
     # a process that owns all ranks needs one copy
-    readers = [0] if group.owns_all else range(len(held))
+    readers = [0] if group.owns_all else range(len(layouts))
     moves = [Move(home[expert], Address(rank, expert)) for rank in readers for expert in range(len(home))]
     full = [
         [stack.detach().new_zeros(len(home) if rank in readers else 0, *stack.shape[1:]) for stack in stacks]
@@ -38,11 +38,7 @@ def gather_rows(group: Group, held: Sequence[Layout], homes: Sequence[Sequence[T
 
 @torch.no_grad()
 def load_full(ranks: Sequence[RankWeights], num_experts: int, state: Mapping[str, Any]) -> None:
-    """Copies every rank's rows, replicas included, out of a full state.
-
-    Raises:
-        ValueError: before anything is copied, naming the key, the rule and the value.
-    """
+    """Copies every rank's rows, replicas included, out of a full state."""
     for rank in ranks:
         rank.check_load()
         for name in NAMES:

@@ -66,17 +66,17 @@ def shard_layouts(placed: PlacedLayers) -> list[Layout]:
     return layouts(placed, [Layout(tuple(sorted(own.homes)), (), ()) for own in layouts(placed)])
 
 
-def home_addresses(held: Sequence[Layout]) -> dict[int, Address]:
+def home_addresses(layouts: Sequence[Layout]) -> dict[int, Address]:
     """The home row of every expert, from the layouts [R] of all ranks."""
-    return {e: Address(rank, row) for rank, own in enumerate(held) for row, e in enumerate(own.homes)}
+    return {e: Address(rank, row) for rank, own in enumerate(layouts) for row, e in enumerate(own.homes)}
 
 
-def replica_moves(held: Sequence[Layout]) -> list[Move]:
+def replica_moves(layouts: Sequence[Layout]) -> list[Move]:
     """From home rows to all their replica rows, by rank and row of the replica, which counts from the first replica."""
-    home = home_addresses(held)
+    home = home_addresses(layouts)
     return [
         Move(home[expert], Address(rank, i))
-        for rank, own in enumerate(held)
+        for rank, own in enumerate(layouts)
         for i, expert in enumerate(own.replicas)
     ]
 

@@ -56,11 +56,7 @@ def move_facts(
     ranks: Sequence[RankWeights],
     optimizer: Optimizer | None,
 ) -> list[list[int]]:
-    """FACTS of every owned rank.
-
-    Raises:
-        ValueError: if the new layouts [R] do not fit in num_rows [R], or the optimizer's state cannot move.
-    """
+    """FACTS of every owned rank."""
     for rank, (layout, rows) in enumerate(zip(after, num_rows, strict=True)):
         if len(layout.experts) > rows:
             raise ValueError(
@@ -99,9 +95,9 @@ def move_weights(
         move_rows(group, "placement", chunk, held, into)
 
 
-def replica_at(held: Sequence[Layout], place: Address) -> Sequence[int]:
+def replica_at(layouts: Sequence[Layout], place: Address) -> Sequence[int]:
     """The expert in a replica row, none behind the last."""
-    return held[place.rank].replicas[place.row : place.row + 1]
+    return layouts[place.rank].replicas[place.row : place.row + 1]
 
 
 @torch.inference_mode(False)  # else only inference could step on it
@@ -118,9 +114,7 @@ def move_state(
     A rank whose number of homes changes gets new tensors; others are written in place.
     """
     chunks = plan_moves([r.homes for r in before], [r.homes for r in after], rows_per_chunk)
-    for name, key in sorted(
-        {(name, key) for rank in ranks for name, key, _ in state_fields(optimizer, rank)}
-    ):
+    for name, key in sorted({field[:2] for rank in ranks for field in state_fields(optimizer, rank)}):
         states = [optimizer.state[getattr(rank, name)] for rank in ranks]
         counts = [len(after[rank].homes) for rank in group.ranks]
         rooms = [_make_room(state[key], count) for state, count in zip(states, counts, strict=True)]
@@ -132,24 +126,20 @@ def move_state(
 
 def _make_room(tensor: Tensor, count: int) -> Tensor:
     """The tensor with at least so many rows, contiguous."""
-    missing = max(0, count - len(tensor))
-    return (
-        torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor.contiguous()
-    )
+    missing = count - len(tensor)
+    if missing <= 0:
+        return tensor.contiguous()
+    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
 
 
 def state_fields(optimizer: Optimizer, rank: RankWeights) -> list[tuple[str, str, str]]:
-    """(stack, key, dtype) of all state with a row per expert that the optimizer keeps for a rank's Parameters.
-
-    Raises:
-        ValueError: naming the Parameter or state that does not fit.
-    """
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    """(stack, key, dtype) of all state with a row per expert that the optimizer keeps for a rank's Parameters."""
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     fields = []
     for name, parameter in rank.named_parameters(recurse=False):
         if not parameter.requires_grad:
             continue
-        if id(parameter) not in held:
+        if id(parameter) not in known:
             raise ValueError(f"optimizer must hold the layer's expert Parameters, {name} is missing")
         for key, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor):

@@ -84,7 +84,6 @@ def start_moves(group: Group, stage: str, moves: Sequence[Move], sources: Stacks
     All ranks call it together with the same moves. Sources and targets may be the same stacks: all reads come first.
 
     Args:
-        group: joins the ranks.
         stage: that traffic and errors name.
         moves: no row is the target of two of them.
         sources: whose rows are read; widths and dtypes are the same on all ranks.
@@ -116,7 +115,6 @@ def add_back(group: Group, stage: str, moves: Sequence[Move], grads: Stacks, tot
     max(float32, dtype), and rounded once: the same sum every time and on every backend.
 
     Args:
-        group: joins the ranks.
         stage: that traffic and errors name.
         moves: that brought the rows.
         grads: [rows, ...] of the targets' stacks.
@@ -142,11 +140,6 @@ def parts_of(group: Group, moves: Sequence[Move]) -> list[RankMoves]:
 def travels(moves: Sequence[Move]) -> bool:
     """Whether any row leaves its rank: alike on all ranks, as the moves are."""
     return any(source.rank != target.rank for source, target in moves)
-
-
-def reverse(moves: Sequence[Move]) -> list[Move]:
-    """From every target to its source."""
-    return [Move(target, source) for source, target in moves]
 
 
 def pack_rows(stacks: Sequence[Tensor], rows: Sequence[int]) -> Tensor:

@@ -176,9 +176,3 @@ def check_homes_stay(before: Sequence[Layout], after: Sequence[Layout]) -> None:
                 f"placement must keep the homes of experts given as shards, on rank {rank} {sorted(now.homes)}, "
                 f"got {sorted(new.homes)}"
             )
-
-
-def describe_rows(weights: ExpertWeights) -> str:
-    """Shapes of one row of every stack, dtype and kind of device: the same on all ranks."""
-    shapes = ", ".join(f"{name} {list(stack.shape[1:])}" for name, stack in weights.stacks().items())
-    return f"shards with rows of {shapes} {weights.down.dtype} on {weights.down.device.type}"

@@ -27,11 +27,7 @@ def check_kind(key: str, given: Tensor, held: Tensor) -> None:
 
 
 def rows_for(homes: Sequence[int], state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """The state with the rows under the prefix in the order of these homes, and without their names.
-
-    Raises:
-        ValueError: naming the key, if the state does not say which experts it holds, or lacks one.
-    """
+    """The state with the rows under the prefix in the order of these homes, and without their names."""
     held = [key for key in state if key.startswith(prefix)]
     rows = {key: value for key, value in state.items() if key != prefix + HOMES}
     if not held:

@@ -193,11 +193,7 @@ class RankWeights(nn.Module):
         return self.row_of_slot[slots]  # -1 reads the last entry
 
     def row_ends(self, ends: Sequence[int]) -> list[int] | None:
-        """Where the copies of every weight row end, given those of the local slots [S]; None if these lie otherwise.
-
-        Raises:
-            ValueError: copies came to a slot without a row.
-        """
+        """Where the copies of every weight row end, given those of the local slots [S]; None if these lie otherwise."""
         placed = len(ends) - self.spare_slots
         found: list[int] = []
         for slot, row in enumerate(self._rows(self.layout)[:placed]):
@@ -212,7 +208,7 @@ class RankWeights(nn.Module):
         last = ends[placed - 1] if placed else 0
         return [*found, *[last] * (self.num_rows - len(found)), *ends[placed:]]
 
-    def settle(self, layout: Layout) -> None:
+    def take_layout(self, layout: Layout) -> None:
         """Takes the storages as they are now for the rows of another layout; no pointer changes."""
         self.layout = layout
         self.row_of_slot.copy_(torch.tensor(self._rows(layout), device=self.row_of_slot.device))
@@ -262,7 +258,7 @@ class RankWeights(nn.Module):
             setattr(self, f"stored_{name}", fn(stored))
         self.row_of_slot = fn(self.row_of_slot)
         self._own = dict(self.named_parameters(recurse=False))
-        self._settle_copy(*before)  # .to() and the like give the Parameters memory of their own
+        self._restore(*before)  # .to() and the like give the Parameters memory of their own
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -270,9 +266,9 @@ class RankWeights(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._settle_copy(*state["_refreshed"])  # so do deepcopy and pickle
+        self._restore(*state["_refreshed"])  # so do deepcopy and pickle
 
-    def _settle_copy(self, shown: bool, refreshed: bool) -> None:
+    def _restore(self, shown: bool, refreshed: bool) -> None:
         """Makes all Parameters and storages, new tensors with the values of others, what these were to each other."""
         if shown:
             self._show_homes()
@@ -309,10 +305,7 @@ def version_of(tensor: Tensor) -> int:
 def refresh_replicas(group: Group, ranks: Sequence[RankWeights], moves: Sequence[Move]) -> None:
     """Copies home rows to their replicas, as after an optimizer step. All ranks call it together.
 
-    Args:
-        group: joins the ranks.
-        ranks: the owned ones.
-        moves: see :func:`isoload.weights.layout.replica_moves`.
+    moves: see :func:`isoload.weights.layout.replica_moves`.
     """
     move_rows(group, "refresh", moves, [r.home_rows() for r in ranks], [r.replica_rows() for r in ranks])
     for rank in ranks:

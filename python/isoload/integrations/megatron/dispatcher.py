@@ -62,7 +62,7 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
     """
 
     def __init__(
-        self, layer: MoELayer, placement: Placement, transport: CollectiveTransport, **how: Any
+        self, layer: MoELayer, placement: Placement, transport: CollectiveTransport, **options: Any
     ) -> None:
         group, stock = transport.group, layer.token_dispatcher
         with group.agreeing("construction"):
@@ -71,7 +71,7 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
         groups = SimpleNamespace(ep=stock.ep_group, expt_tp=stock.tp_group, tp_ep=stock.tp_ep_group)
         super().__init__(layer.config, groups)
         self.group, self.dispatcher = group, transport.dispatcher
-        self.balancer = Balancer(placement, 0, group=group, **how)
+        self.balancer = Balancer(placement, 0, group=group, **options)
         self.own = {expert: row for row, expert in enumerate(layer.local_expert_indices)}
         self.experts: list[nn.Module] = list(layer.experts.local_experts)
         self.top_k = layer.config.moe_router_topk
@@ -91,11 +91,9 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Balances the batch, brings the weights it borrows, and sends the rows: [N, H], [N, K]."""
         balancer = self.balancer
-        slots, size = (
-            balancer.route(balancer.balance([self._ids], None, self._call)),
-            balancer.placement.slots_per_rank,
-        )
-        (received,) = self.dispatcher.dispatch([hidden_states], slots, [probs], size, self._call)
+        slots = balancer.route(balancer.balance([self._ids], None, self._call))
+        per_rank = balancer.placement.slots_per_rank
+        (received,) = self.dispatcher.dispatch([hidden_states], slots, [probs], per_rank, self._call)
         loan = loans(balancer.placement, self._slots(), self.group.ranks[0])
         rows, borrowed = received.rows, []
         if loan.moves:

@@ -32,10 +32,7 @@ class Loans:
 def loans(placement: Placement, slots: Sequence[int], rank: int) -> Loans:
     """What every slot needs that is not its expert's home.
 
-    Args:
-        placement: its first layer says where homes are.
-        slots: [P] expert of every slot that has copies; -1 = none.
-        rank: whose part is told.
+    placement: its first layer says where homes are. slots: [P] expert of every slot that has copies; -1 = none.
     """
     size, ranks = placement.slots_per_rank, placement.topology.num_ranks
     homes = placement.arrays[1][0].tolist()

@@ -15,6 +15,7 @@ from isoload.integrations.engine_tables import engine_topology
 from isoload.integrations.meter import Meter
 from isoload.integrations.settings import LOADS
 from isoload.policies import make_policy
+from isoload.shared_experts import without_shared_slots
 from isoload.topology import Topology
 
 log = logging.getLogger("isoload")
@@ -41,7 +42,7 @@ class Layer(EngineLayer):
             )
         per_rank = self.balancer.placement.slots_per_rank
         self.shared = slots[:, -num_shared:].div(per_rank, rounding_mode="floor")
-        return self.balancer.routed_ids(slots[:, :-num_shared])
+        return without_shared_slots(slots[:, :-num_shared], per_rank, num_shared)
 
     @property
     def plans_shared(self) -> bool:
@@ -80,14 +81,11 @@ class Layers(EngineLayers[Layer]):
 
         return int(get_parallel().moe_ep_rank)
 
-    def follow(self, metadata: Any, door: str) -> None:
+    def follow(self, metadata: Any, algorithm: str) -> None:
         """Takes SGLang's ExpertLocationMetadata: Balancers are made, or refreshed in place where there are some.
 
         Args:
-            door: "dynamic" or "lp"; the same on all ranks.
-
-        Raises:
-            ValueError: ISOLOAD_LOADS or ISOLOAD_POLICY cannot be behind this door.
+            algorithm: "dynamic" or "lp"; the same on all ranks.
         """
         from sglang.srt.runtime_context import get_exec
 
@@ -101,24 +99,24 @@ class Layers(EngineLayers[Layer]):
         policy = make_policy("exact") if waits else self.settings.policy_for(shared=False)
         how: dict[str, Any] = {"tokens": "same"}
         if get_exec().moe.moe_a2a_backend != "none":
-            how = {"loads": self.loads_of(door), "group": self.group(topology)}
+            how = {"loads": self.loads_of(algorithm), "group": self.group(topology)}
         made = [
             Balancer(self.placement(), i, policy, shared_columns=False, **how)
             for i in range(metadata.num_layers)
         ]
         self.by_id = {of.layer: Layer(self.ready(of), self.own_meter()) for of in made}
 
-    def loads_of(self, door: str) -> str:
+    def loads_of(self, algorithm: str) -> str:
         """Whose counts plan the batches of an all-to-all backend's ranks, which hold tokens of their own."""
         from sglang.srt.runtime_context import get_exec
 
         if (elastic := get_exec().moe.elastic_ep_backend) is not None:
             raise ValueError(
-                f"--elastic-ep-backend must not be given with isoload behind --ep-dispatch-algorithm {door}: "
+                f"--elastic-ep-backend must not be given with isoload behind --ep-dispatch-algorithm {algorithm}: "
                 f"ranks that go would be waited for, got {elastic!r}"
             )
-        loads = self.settings.loads_for("own" if door == "dynamic" else "gathered")
-        if door == "dynamic" and loads in JOINED_BY_ALL:
+        loads = self.settings.loads_for("own" if algorithm == "dynamic" else "gathered")
+        if algorithm == "dynamic" and loads in JOINED_BY_ALL:
             raise ValueError(
                 f"{LOADS.name} must be own or last behind --ep-dispatch-algorithm dynamic over an all-to-all backend, "
                 f"where ranks without tokens join no gather (behind lp they do), got {loads!r}"
@@ -133,11 +131,7 @@ class Layers(EngineLayers[Layer]):
         layer.balancer = self.ready(balancer)
 
     def announce(self) -> None:
-        """The line that says what is attached, of one rank for all; when the model is loaded.
-
-        Raises:
-            ValueError: the policy is one of shared experts, and no layer of the model left them to Waterfill.
-        """
+        """The line that says what is attached, of one rank for all; when the model is loaded."""
         from sglang.srt.runtime_context import get_exec
 
         if self.by_id and not any(layer.balancer.placement.num_shared for layer in self.by_id.values()):

@@ -47,11 +47,7 @@ def rebalance_experts(
 
 
 def check_at_start(metadata: Any) -> None:
-    """Where --eplb-algorithm isoload is given: whether the placer can lay this model of SGLang's out.
-
-    Raises:
-        ValueError: naming the rule of the placer that this layout breaks.
-    """
+    """Where --eplb-algorithm isoload is given: whether the placer can lay this model of SGLang's out."""
     from sglang.srt.runtime_context import get_exec
 
     if get_exec().moe.eplb_algorithm == NAME:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from isoload.balancer import Balancer
 from isoload.integrations.sglang.layers import LAYERS, Layer
+from isoload.placement import Placement
 from isoload.policies.waterfill import WaterfillPolicy
 from isoload.topology import Topology
 
@@ -52,7 +53,7 @@ class WaterfillBalancer:
             self.layer = layer
         else:
             LAYERS.num_waterfill += 1
-            self.balancer = beside_routed(num_routed_experts, world_size)
+            self.balancer = fixed_routed(num_routed_experts, world_size)
 
     def expand_topk(self, topk_output: Any, num_tokens: int) -> Any:
         """topk_ids [T, K] of routed slots -> [T, K + 1] with the shared slots between them; and its weight.
@@ -83,16 +84,13 @@ class WaterfillBalancer:
         return torch.where(live, rank * (size + 1) + size, -1).to(ids.dtype)
 
 
-def beside_routed(num_slots: int, num_ranks: int) -> Balancer:
+def fixed_routed(num_slots: int, num_ranks: int) -> Balancer:
     """Every slot an expert of its own, which nothing can move, and a shared expert on every rank."""
     per_rank = torch.arange(num_slots, dtype=torch.int32).view(num_ranks, -1)
     shared = torch.full((num_ranks, 1), num_slots, dtype=torch.int32)
-    topology = Topology(num_ranks)
-    return Balancer.from_slots(
-        torch.cat([per_rank, shared], dim=1).flatten(),
-        topology,
-        num_slots + 1,
-        num_shared=1,
+    slots, topology = torch.cat([per_rank, shared], dim=1).view(1, -1), Topology(num_ranks)
+    return Balancer(
+        Placement(slots, topology, num_slots + 1, num_shared=1),
         policy=WaterfillPolicy(routed="none"),
         group=LAYERS.group(topology) if num_ranks > 1 else None,
         shared_columns=False,

@@ -48,7 +48,7 @@ def map_and_record(
         theirs = original(topk_ids, expert_load_view, *maps, record_enabled, num_unpadded_tokens)
         return cast(Tensor, theirs)
     slots = layer.map_and_record(topk_ids, expert_load_view, record_enabled, num_unpadded_tokens)
-    if num_unpadded_tokens is None or layer.held == "gathered":
+    if num_unpadded_tokens is None or layer.tokens == "gathered":
         return slots
     # Rows of padding keep vLLM's own replica: some of its kernels take no -1.
     unrecorded = torch.zeros_like(record_enabled)

@@ -21,22 +21,22 @@ from isoload.integrations.meter import Meter
 from isoload.integrations.settings import LOADS, Settings
 
 log = logging.getLogger("isoload")
-Held = Literal["own", "same", "gathered"]
+RankTokens = Literal["own", "same", "gathered"]
 
 
 class Layer(EngineLayer):
-    """One MoE layer, vLLM's MoERunner of it, and what a rank routes: see :func:`held_by`."""
+    """One MoE layer, vLLM's MoERunner of it, and what a rank routes: see :func:`tokens_of`."""
 
-    def __init__(self, balancer: Balancer, meter: Meter | None, runner: Any, held: Held) -> None:
+    def __init__(self, balancer: Balancer, meter: Meter | None, runner: Any, tokens: RankTokens) -> None:
         super().__init__(balancer, meter)
-        self.runner, self.held = runner, held
+        self.runner, self.tokens = runner, tokens
 
     def describe(self) -> str:
         """What ranks hold, and what they exchange so that copies are level."""
-        if self.held == "own":
+        if self.tokens == "own":
             return f"tokens of their own, {EXCHANGED[self.balancer.loads]}"
         gathered = "tokens gathered before they are routed, no collective"
-        return gathered if self.held == "gathered" else EXCHANGED["same"]
+        return gathered if self.tokens == "gathered" else EXCHANGED["same"]
 
     def map_and_record(
         self,
@@ -53,16 +53,16 @@ class Layer(EngineLayer):
             record_enabled: [] bool, whether they are.
             num_unpadded_tokens: [] int32, rows from here on are padding.
         """
-        if self.runner.do_naive_dispatch_combine != (self.held == "gathered"):
+        if self.runner.do_naive_dispatch_combine != (self.tokens == "gathered"):
             raise RuntimeError(
                 f"layer {self.balancer.layer}: vLLM must exchange tokens as when its model was loaded, "
                 f"do_naive_dispatch_combine is now {self.runner.do_naive_dispatch_combine}"
             )
         ids = topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.to(torch.int32)
         # Gathered rows are all ranks', the number of unpadded ones is this rank's: planned by it, ranks would differ.
-        padding_after = None if self.held == "gathered" else num_unpadded_tokens
+        padding_after = None if self.tokens == "gathered" else num_unpadded_tokens
         slots = counted = self.slots(ids, padding_after)
-        if self.held == "gathered" and num_unpadded_tokens is not None:
+        if self.tokens == "gathered" and num_unpadded_tokens is not None:
             counted = slots.masked_fill(padding(slots, num_unpadded_tokens), -1)
         expert_load_view += count(counted, len(expert_load_view)) * record_enabled
         return slots.to(topk_ids.dtype)
@@ -102,15 +102,15 @@ class ModelLayers(EngineLayers[Layer]):
         policy, kept = self.settings.policy_for(shared=False), Counter[str]()
         loads = self.settings.loads_for("own" if self.settings.policy is None else "gathered")
         for i, runner in enumerate(state.model.moe_layers):
-            held, reason = held_by(runner, parallel, loads)
-            if held is None:
+            tokens, reason = tokens_of(runner, parallel, loads)
+            if tokens is None:
                 kept[reason] += 1
                 continue
             how: dict[str, Any] = {"tokens": "same"}
-            if held == "own":
+            if tokens == "own":
                 how = {"loads": loads, "group": self.group(topology)}
             balancer = self.ready(Balancer(self.placement(), i, policy, shared_columns=False, **how))
-            self.by_id[i] = Layer(balancer, self.own_meter(), runner, held)
+            self.by_id[i] = Layer(balancer, self.own_meter(), runner, tokens)
         return kept
 
     def follow(self, rows: Tensor, layer: int | None = None) -> None:
@@ -132,7 +132,7 @@ class ModelLayers(EngineLayers[Layer]):
             log.info(f"isoload: vLLM's own choice of replicas stays on {number} layers of {name}: {reason}")
 
 
-def held_by(runner: Any, parallel: Any, loads: str) -> tuple[Held | None, str]:
+def tokens_of(runner: Any, parallel: Any, loads: str) -> tuple[RankTokens | None, str]:
     """What a rank holds when it routes, as vLLM's layer and configuration say; the same on all ranks.
 
     own       rows of its own, which an all-to-all exchanges afterwards
@@ -179,11 +179,7 @@ class Models:
         self.by_map: dict[int, Layer] = {}  # by address of the layer's logical_to_physical_map, which stays
 
     def add(self, state: Any, parallel: Any) -> None:
-        """Takes a model whose experts vLLM has placed. All ranks call it together.
-
-        Raises:
-            ValueError: the placer cannot lay out this model.
-        """
+        """Takes a model whose experts vLLM has placed. All ranks call it together."""
         layers = ModelLayers()
         layers.settings = self.settings
         layers.meter = None if self.by_state else self.meter  # drafts are not measured

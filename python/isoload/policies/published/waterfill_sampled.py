@@ -11,7 +11,7 @@ from isoload import ops
 from isoload.ops import SharedRule
 from isoload.placement import Placement
 from isoload.policies.base import Demand, Seeded, sample_seed
-from isoload.policies.pouring import SharedPolicy, poured_bound, rank_copies
+from isoload.policies.shared_base import SharedPolicy, bound_with_shared, rank_copies
 from isoload.records import Plan
 from isoload.shared_experts import SharedPlan
 
@@ -39,10 +39,10 @@ class WaterfillSampledPolicy(Seeded, SharedPolicy):
                 "topology must have all ranks alive for policy waterfill_sampled, which draws any of them"
             )
 
-    def pour(self, made: Plan, demand: Demand) -> Plan:
+    def add_shared(self, made: Plan, demand: Demand) -> Plan:
         assert demand.tokens is not None
         shared = SharedPlan("sample", demand.tokens, None, rank_copies(demand.loads, made))
-        bound = poured_bound(demand, made.placed)
+        bound = bound_with_shared(demand, made.placed)
         return replace(made, policy=self, peak=None, bound=bound, shared=shared)
 
     def route_shared(self, slots: Tensor, plan: Plan, rank: int) -> Tensor:

@@ -41,10 +41,7 @@ class DeepEPDispatcher(Dispatcher):
     Args:
         group: joins the ranks.
         buffer: DeepEP's EPBuffer, ElasticBuffer or Buffer over the same processes, made for at least this shape.
-        hidden: H.
-        top_k: K, with the columns of shared experts.
-        slots_per_rank: S; DeepEP's num_experts is R * S.
-        max_tokens_per_rank: most tokens of a rank in a batch.
+        shape: of a batch.
         waits: whether the host waits for how many rows come. False: N = R * C always (S * R * C in the low-latency
             mode), for CUDA graphs.
         fp8: whether rows travel to the experts as e4m3 with a scale per 128 columns, half the bytes; they arrive as
@@ -63,22 +60,17 @@ class DeepEPDispatcher(Dispatcher):
         self,
         group: CollectiveGroup,
         buffer: Any,
-        *,
-        hidden: int,
-        top_k: int,
-        slots_per_rank: int,
-        max_tokens_per_rank: int,
+        shape: Shape,
         waits: bool = True,
         fp8: bool = False,
         expert_major: bool = False,
     ) -> None:
         with group.agreeing("construction") as facts:
-            self.shape = Shape(group.topology.num_ranks, slots_per_rank, top_k, hidden, max_tokens_per_rank)
-            self.wire = wire_of(buffer, self.shape, waits, fp8, expert_major)
-            facts.update({"shape of DeepEP": self.shape, "kind of DeepEP": self.wire.kind, "waits": waits})
+            self.wire = wire_of(buffer, shape, waits, fp8, expert_major)
+            facts.update({"shape of DeepEP": shape, "kind of DeepEP": self.wire.kind, "waits": waits})
             facts.update({"fp8": fp8, "expert_major": expert_major})
-        self.group = group
-        self.max_tokens_per_rank = max_tokens_per_rank
+        self.group, self.shape = group, shape
+        self.max_tokens_per_rank = shape.max_tokens_per_rank
         self.host_waits = waits
         self.weights_at_source = self.wire.weights_at_source
         self.adds_by_rank = self.wire.adds_by_rank
@@ -91,7 +83,6 @@ class DeepEPDispatcher(Dispatcher):
         slots_per_rank: int,
         call: Call | None = None,
     ) -> list[Received]:
-        """See :meth:`Dispatcher.dispatch`."""
         for name, given in (("x", x), ("slots", slots), ("weights", weights)):
             self.group.check_owned(name, given)
         call = Call(self.group, device=x[0].device) if call is None else call
@@ -105,26 +96,24 @@ class DeepEPDispatcher(Dispatcher):
         link, got, local, gates, handle = Dispatch.apply(
             self.group, self.wire, topk_idx, self._anchor(), rows.contiguous(), weights[0].contiguous()
         )
-        traffic = self.group.traffic
+        traffic, counts = (
+            self.group.traffic,
+            number_rows(topk_idx, slots_per_rank, self.shape.num_ranks).counts,
+        )
         traffic.host_syncs += self.host_waits
         traffic.move_to(rows.device)
-        traffic.rows.select(0, rank).add_(
-            number_rows(topk_idx, slots_per_rank, self.shape.num_ranks).counts.select(0, 0)
-        )
+        traffic.rows.select(0, rank).add_(counts.select(0, 0))
         return [Received(got, local, gates, DeepEPHandle(handle, len(rows), link), ends=handle.ends)]
 
     def combine(
         self, y: list[Tensor], received: list[Received], own: list[Tensor] | None = None
     ) -> list[Tensor]:
-        """See :meth:`Dispatcher.combine`; in what order it adds, see the class."""
         self.group.check_owned("y", y)
         self.group.check_owned("received", received)
         (rank,), (got,) = self.group.ranks, received
-        handle = got.handle
-        if not isinstance(handle, DeepEPHandle):
-            raise ValueError(
-                f"received must come from this dispatcher's dispatch, got a {type(handle).__name__}"
-            )
+        if not isinstance(handle := got.handle, DeepEPHandle):
+            kind = type(handle).__name__
+            raise ValueError(f"received must come from this dispatcher's dispatch, got a {kind}")
         check_like("y", rank, y[0], got.rows.shape, got.rows.dtype, "the received rows")
         if own is not None:
             self.group.check_owned("own", own)
@@ -136,7 +125,6 @@ class DeepEPDispatcher(Dispatcher):
         return [sums]
 
     def carry_failure(self, call: Call) -> None:
-        """See :meth:`Dispatcher.carry_failure`. Where values are not read there is no such exchange."""
         self._meet(call, [], torch.empty(0, device=call.device))
 
     def _meet(self, call: Call, facts: list[tuple[int, ...]], like: Tensor) -> None:

@@ -43,12 +43,7 @@ class Limits:
     tokens_multiple: int = 1
 
     def check(self, kind: str, shape: Shape) -> None:
-        """Raises ValueError for the first limit that a shape passes.
-
-        Args:
-            kind: of the buffer, for the message.
-            shape: asked for.
-        """
+        """Raises ValueError for the first limit that the shape passes of a buffer of this kind."""
         for name in ("slots_per_rank", "top_k", "hidden", "max_tokens_per_rank"):
             if getattr(shape, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(shape, name)}")

@@ -74,16 +74,9 @@ def _read(modules: tuple[str, ...]) -> Iterator[Package]:
         sources = [p.read_text() for p in Path(next(iter(spec.submodule_search_locations))).rglob("*.py")]
         text = "\n".join(sources)
         buffers = tuple(name for name in BUFFERS if re.search(rf"^class {name}\b", text, re.M))
-        names = importlib.metadata.packages_distributions().get(module)
-        version = re.search(r"^__version__ = ['\"](.+)['\"]", text, re.M)
-        yield Package(
-            module,
-            names[0] if names else module,
-            importlib.metadata.version(names[0])
-            if names
-            else version.group(1)
-            if version
-            else "of unknown version",
-            buffers,
-            "EPBuffer" in buffers and "def lb_prefetch_weights" in text,
-        )
+        written = re.search(r"^__version__ = ['\"](.+)['\"]", text, re.M)
+        name, version = module, written.group(1) if written else "of unknown version"
+        if names := importlib.metadata.packages_distributions().get(module):
+            name, version = names[0], importlib.metadata.version(names[0])
+        borrows = "EPBuffer" in buffers and "def lb_prefetch_weights" in text
+        yield Package(module, name, version, buffers, borrows)

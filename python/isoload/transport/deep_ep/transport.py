@@ -24,7 +24,11 @@ class DeepEPTransport(Transport):
     Args:
         topology: R ranks, as many as the process group has.
         group: the process group, of NCCL; None = the default one.
-        hidden, top_k, slots_per_rank, max_tokens_per_rank, waits, fp8, expert_major: see :class:`DeepEPDispatcher`.
+        hidden: H.
+        top_k: K, with the columns of shared experts.
+        slots_per_rank: S; DeepEP's num_experts is R * S.
+        max_tokens_per_rank: most tokens of a rank in a batch.
+        waits, fp8, expert_major: see :class:`DeepEPDispatcher`.
         kind: "EPBuffer", "ElasticBuffer" or "Buffer"; None = the first that is installed.
         low_latency: Buffer's low-latency mode, forward only.
         deterministic: rows by source rank, then token, whatever the timing; costs a sort in every dispatch.
@@ -55,26 +59,16 @@ class DeepEPTransport(Transport):
         buffer: Any = None,
     ) -> None:
         joined = CollectiveGroup(topology, group)
+        shape = Shape(topology.num_ranks, slots_per_rank, top_k, hidden, max_tokens_per_rank)
         if buffer is None:
             with joined.agreeing("construction"):
                 made = load_buffer("Buffer" if low_latency else kind)
                 name = f"{made.__name__}{', low latency' if low_latency else ''}"
-                shape = Shape(topology.num_ranks, slots_per_rank, top_k, hidden, max_tokens_per_rank)
                 LIMITS[name].check(name, shape)
                 if borrow_bytes and name != "EPBuffer":
                     raise ValueError(f"borrow_bytes must be 0 for DeepEP's {name}, got {borrow_bytes}")
             buffer = make_buffer(made, joined.process_group, shape, low_latency, deterministic, borrow_bytes)
-        dispatcher = DeepEPDispatcher(
-            joined,
-            buffer,
-            hidden=hidden,
-            top_k=top_k,
-            slots_per_rank=slots_per_rank,
-            max_tokens_per_rank=max_tokens_per_rank,
-            waits=waits,
-            fp8=fp8,
-            expert_major=expert_major,
-        )
+        dispatcher = DeepEPDispatcher(joined, buffer, shape, waits, fp8, expert_major)
         joined.memo(_BUFFER, lambda: buffer)
         super().__init__(joined, dispatcher)
 

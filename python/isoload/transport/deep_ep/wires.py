@@ -53,7 +53,7 @@ class Wire(ABC):
     """
 
     kind: ClassVar[str]
-    needs: ClassVar[dict[str, tuple[str, ...]]]  # the arguments of each method that are given here
+    needs: ClassVar[dict[str, str]]  # the arguments of each method that are given here
     adds_by_rank: ClassVar[bool] = True
     weights_at_source: ClassVar[bool] = False
     differentiable: ClassVar[bool] = True
@@ -72,7 +72,7 @@ class Wire(ABC):
         for method, names in self.needs.items():
             found = getattr(buffer, method, None)
             taken = inspect.signature(found).parameters if callable(found) else {}
-            if missing := [name for name in names if name not in taken]:
+            if missing := [name for name in names.split() if name not in taken]:
                 raise ValueError(
                     f"buffer.{method} must take {', '.join(missing)} as the {self.kind} that isoload was written "
                     f"for, got a {type(buffer).__name__} of another version"
@@ -126,17 +126,9 @@ class ElasticWire(Wire):
 
     kind = "ElasticBuffer"
     needs: ClassVar = {
-        "dispatch": (
-            "topk_idx",
-            "topk_weights",
-            "num_experts",
-            "num_max_tokens_per_rank",
-            "handle",
-            "do_handle_copy",
-            "do_cpu_sync",
-            "do_expand",
-        ),
-        "combine": ("handle", "topk_weights", "bias"),
+        "dispatch": "topk_idx topk_weights num_experts num_max_tokens_per_rank handle do_handle_copy do_cpu_sync "
+        "do_expand",
+        "combine": "handle topk_weights bias",
     }
     adds_by_rank = False
     expands = True
@@ -182,18 +174,10 @@ class LegacyWire(Wire):
 
     kind = "Buffer"
     needs: ClassVar = {
-        "get_dispatch_layout": ("topk_idx", "num_experts"),
-        "dispatch": (
-            "handle",
-            "num_tokens_per_rank",
-            "num_tokens_per_rdma_rank",
-            "is_token_in_rank",
-            "num_tokens_per_expert",
-            "topk_idx",
-            "topk_weights",
-            "num_worst_tokens",
-        ),
-        "combine": ("handle", "topk_weights", "bias"),
+        "get_dispatch_layout": "topk_idx num_experts",
+        "dispatch": "handle num_tokens_per_rank num_tokens_per_rdma_rank is_token_in_rank num_tokens_per_expert "
+        "topk_idx topk_weights num_worst_tokens",
+        "combine": "handle topk_weights bias",
     }
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, weights: Tensor) -> Sent:
@@ -225,8 +209,8 @@ class LowLatencyWire(Wire):
 
     kind = "Buffer, low latency"
     needs: ClassVar = {
-        "low_latency_dispatch": ("topk_idx", "num_max_dispatch_tokens_per_rank", "num_experts", "use_fp8"),
-        "low_latency_combine": ("topk_idx", "topk_weights", "handle"),
+        "low_latency_dispatch": "topk_idx num_max_dispatch_tokens_per_rank num_experts use_fp8",
+        "low_latency_combine": "topk_idx topk_weights handle",
     }
     weights_at_source = True
     differentiable = False
@@ -242,9 +226,6 @@ class LowLatencyWire(Wire):
         slots = slot.masked_fill(~real, -1).reshape(-1, 1)
         flat = rows.reshape(-1, rows.shape[2]).masked_fill(slots < 0, 0)
         return Sent(flat, slots, weights.new_ones(slots.shape), WireHandle((handle, topk_idx, weights)))
-
-    def dispatch_again(self, x: Tensor, handle: WireHandle) -> Tensor:
-        raise AssertionError("low latency has no backward")
 
     def combine(
         self, y: Tensor, handle: WireHandle, weights: Tensor | None = None, own: Tensor | None = None
@@ -262,11 +243,7 @@ WIRES: dict[str, type[Wire]] = {
 
 
 def wire_of(buffer: Any, shape: Shape, waits: bool, fp8: bool = False, expert_major: bool = False) -> Wire:
-    """The wire that fits a buffer.
-
-    Raises:
-        ValueError: an unknown class, one of another version, or a limit passed.
-    """
+    """The wire that fits a buffer."""
     name = next((c.__name__ for c in type(buffer).__mro__ if c.__name__ in WIRES), None)
     if name is None:
         raise ValueError(f"buffer must be one of {', '.join(WIRES)} of DeepEP, got {type(buffer).__name__}")

@@ -1,6 +1,6 @@
 """What the policies that place shared experts have in common: routed experts by any policy, shared copies on top.
 
-They differ in :meth:`SharedPolicy.pour` alone, so that what is compared is the decision about the shared experts.
+They differ in :meth:`SharedPolicy.add_shared` alone, so that what is compared is the decision about the shared experts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from isoload.shared_experts import Rule, SharedPlan, shared_copies, widened
 
 @dataclass(frozen=True)
 class SharedPolicy(Policy, ABC):
-    """Base: the routed experts by the policy `routed`, as if there were no others; the shared ones by :meth:`pour`.
+    """Base: the routed experts by the policy `routed`, as if alone; the shared ones by :meth:`add_shared`.
 
     Options: routed, any policy with a quota, by name or as a Policy.
     """
@@ -45,7 +45,7 @@ class SharedPolicy(Policy, ABC):
         return make_policy(self.routed)
 
     @property
-    def borrows(self) -> bool:
+    def borrows(self) -> bool:  # type: ignore[override]
         return self.routed_policy.borrows
 
     def check(self, placement: Placement) -> None:
@@ -60,7 +60,7 @@ class SharedPolicy(Policy, ABC):
         how = self.joined() if demand.rank is not None and placed.shared_limits is None else None
         if how is not None:
             return joint_plan(self, demand, placed, how)
-        return self.pour(self.split_routed(demand, placed), demand)
+        return self.add_shared(self.split_routed(demand, placed), demand)
 
     def split_routed(self, demand: Demand, placed: PlacedLayers) -> Plan:
         """The split of the routed experts, as if there were no others."""
@@ -71,7 +71,7 @@ class SharedPolicy(Policy, ABC):
         return None
 
     @abstractmethod
-    def pour(self, made: Plan, demand: Demand) -> Plan:
+    def add_shared(self, made: Plan, demand: Demand) -> Plan:
         """The whole plan, given that of the routed experts."""
 
     def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
@@ -87,7 +87,7 @@ def rank_copies(loads: Tensor, plan: Plan) -> Tensor:
     return rows.view(*rows.shape[:-1], plan.tables.num_ranks, -1).sum(-1, dtype=torch.int32)
 
 
-def poured_bound(demand: Demand, placed: PlacedLayers) -> Tensor:
+def bound_with_shared(demand: Demand, placed: PlacedLayers) -> Tensor:
     """A lower bound of the peak over every split of the routed experts and every place of the shared copies."""
     bound = solve(demand.routed, placed, pour=total_shared(demand, placed), **EVEN).bound
     return live_bound(bound, demand, placed)
@@ -126,16 +126,16 @@ def joint_plan(policy: SharedPolicy, demand: Demand, placed: PlacedLayers, how: 
         ranks_per_node=placed.topology.ranks_per_node,
         **how,
     )
-    shared = SharedPlan("share", demand.tokens, made.share, in_quota=True)
+    shared = SharedPlan("by_rank", demand.tokens, made.share, in_quota=True)
     of = made.quota, made.peak, made.bound, made.telemetry
     return Plan(placed, policy, *of, shared=shared, send_counts=made.send_counts)
 
 
-def pour_exactly(made: Plan, demand: Demand, candidates: Candidates) -> tuple[ops.WaterfillSplit, SharedPlan]:
+def add_exactly(made: Plan, demand: Demand, candidates: Candidates) -> tuple[ops.WaterfillSplit, SharedPlan]:
     """The least peak over all places of the shared copies, given the routed split; and who sends what where."""
     assert demand.tokens is not None
     placed = made.placed
-    poured = ops.plan_waterfill(
+    filled = ops.plan_waterfill(
         rank_copies(demand.loads, made),
         demand.tokens,
         placed.num_shared,
@@ -144,5 +144,5 @@ def pour_exactly(made: Plan, demand: Demand, candidates: Candidates) -> tuple[op
         ticks=placed.ticks,
         limits=placed.shared_limits,
     )
-    rule: Rule = "limit" if candidates == "visited" else "share"
-    return poured, SharedPlan(rule, demand.tokens, poured.share)
+    rule: Rule = "limit" if candidates == "visited" else "by_rank"
+    return filled, SharedPlan(rule, demand.tokens, filled.share)
