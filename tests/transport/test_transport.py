@@ -7,6 +7,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -22,14 +23,22 @@ from support.batches import MAX_TOKENS, Batch, draw
 from support.conformance import CASES, layer, own, send
 from support.made_routing import make_workload
 from support.processes import run_ranks
+from support.sweeps import rest
 
 CAPACITIES = [None, MAX_TOKENS]
+WIDE = ("equals_local", "gradients")  # every batch in every dtype, forward and backward
 SLOTS_PER_RANK = draw("default", 3).slots_per_rank
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
-@pytest.mark.parametrize("num_ranks", [1, 3, 8])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "num_ranks"),
+    [
+        *product(CASES, (1, 3)),
+        *((case, 8) for case in CASES if case not in WIDE),
+        *rest(*((case, 8) for case in WIDE)),
+    ],
+)
 def test_local(case: str, num_ranks: int, capacity: int | None) -> None:
     CASES[case](lambda: LocalTransport(Topology(num_ranks), capacity))
 
