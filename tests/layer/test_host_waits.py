@@ -28,6 +28,7 @@ from support.fake_ranks import (
     wanted,
 )
 from support.host_waits import HostWaits
+from support.sweeps import sweep
 
 CAPACITIES = pytest.mark.parametrize("capacity", [None, CAPACITY])
 NUM_SHARED = {"waterfill_sampled": (1, 1), **dict.fromkeys(("shared_local", "waterfill", "joint"), (1, 2))}
@@ -96,13 +97,14 @@ def test_shared_modules_and_small_batches(capacity: int | None) -> None:
         assert short(waits_of(transport, policy="exact", **how)) == wanted(capacity), how
 
 
+@sweep("num_policies", 1, len(BORROWING))
 @CAPACITIES
 @pytest.mark.parametrize(
     ("borrow", "rank"),
     [("pull", 0), ("copy", 0), ("all_to_all", 0), ("all_to_all", 1), ("p2p", 0), ("p2p", 1)],
 )
 def test_every_backend_of_borrowing(
-    borrow: str, rank: int, capacity: int | None, monkeypatch: pytest.MonkeyPatch
+    borrow: str, rank: int, capacity: int | None, num_policies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that read the plan on the host do so after dispatch has waited or, with a capacity, wait for it."""
     stub = SimpleNamespace(
@@ -118,7 +120,7 @@ def test_every_backend_of_borrowing(
     expected = wanted(capacity)
     if capacity is not None and borrow != "pull":
         expected = ["event in weights/backend.py"], 1
-    for policy in BORROWING:
+    for policy in BORROWING[:num_policies]:
         transport = one_rank(rank, capacity) if alone else LocalTransport(VIRTUAL, capacity)
         assert short(waits_of(transport, policy=policy, borrow=borrow)) == expected, policy
 

@@ -43,6 +43,15 @@ def test_local(case: str, num_ranks: int, capacity: int | None) -> None:
     CASES[case](lambda: LocalTransport(Topology(num_ranks), capacity))
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("case", CASES)
+def test_local_with_every_top_k(case: str, capacity: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("support.batches.TOP_KS", range(1, 9))
+    CASES[case](lambda: LocalTransport(Topology(4), capacity))
+
+
 def all_cases(rank: int, num_ranks: int, capacity: int | None) -> dict[str, str]:
     """The traceback of every case that fails; the rank goes on, as its peers do, so that each case is judged."""
     failed = {}
