@@ -101,10 +101,10 @@ def test_one_rank_is_one_graph_under_inductor() -> None:
 
 @torch.no_grad()
 def test_the_chain_is_one_graph_with_fixed_shapes() -> None:
-    chain = Chain(2, MAX_TOKENS)
-    chain(chain.rows(5, 0))
+    chain = Chain(3, MAX_TOKENS)
+    chain(chain.rows(5, 0, 3))
     compiled = torch.compile(chain.__call__, backend="aot_eager", fullgraph=True)
-    for tokens in ((5, 0), (6, 13)):
+    for tokens in ((5, 0, 3), (6, 2, 13)):
         rows = chain.rows(*tokens)
         chain.transport.group.reset_traffic()
         wanted, eager = chain(rows), chain.transport.group.traffic
