@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 from collections.abc import Generator
@@ -41,6 +42,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run the tests of the ops on CUDA up to their first call there, on any machine",
     )
+
+
+def pytest_collection_finish() -> None:
+    """Modules and thousands of tests stay to the end: no collection needs to visit them, nor a fork's to copy them."""
+    gc.collect()
+    gc.freeze()
 
 
 def has_cuda(op: str) -> bool:

@@ -18,7 +18,7 @@ from support.fake_ranks import (
     HIDDEN,
     RANKS,
     TOKENS,
-    TOPOLOGY,
+    VIRTUAL,
     Everything,
     answer,
     gate,
@@ -28,6 +28,7 @@ from support.fake_ranks import (
     wanted,
 )
 from support.host_waits import HostWaits
+from support.sweeps import sweep
 
 CAPACITIES = pytest.mark.parametrize("capacity", [None, CAPACITY])
 NUM_SHARED = {"waterfill_sampled": (1, 1), **dict.fromkeys(("shared_local", "waterfill", "joint"), (1, 2))}
@@ -45,11 +46,12 @@ def waits_of(
 ) -> tuple[list[str], int]:
     """What the second forward of a layer on a GPU waits for, and what it counts itself. The first makes buffers."""
     borrows = isoload.POLICIES[how["policy"]]().borrows
+    topology = transport.group.topology
     spare = 2 if borrows else 0
     placement = isoload.place(
         torch.arange(1.0, EXPERTS + 1).unsqueeze(0) ** 2,
-        TOPOLOGY,
-        slots_per_rank=(6 if borrows else 5) + num_shared,
+        topology,
+        slots_per_rank=EXPERTS // topology.num_ranks + (2 if borrows else 1) + num_shared,
         spare_slots=spare,
         num_shared=num_shared,
         placer="trivial" if borrows else "eplb",
@@ -84,24 +86,25 @@ def waits_of(
 def test_every_policy(policy: str, capacity: int | None, more: int) -> None:
     """Without a shared expert and with one, or with one and two."""
     num_shared = NUM_SHARED.get(policy, (0, 1))[more]
-    transport = LocalTransport(TOPOLOGY, capacity)
+    transport = LocalTransport(VIRTUAL, capacity)
     assert short(waits_of(transport, num_shared, policy=policy)) == wanted(capacity), num_shared
 
 
 @CAPACITIES
 def test_shared_modules_and_small_batches(capacity: int | None) -> None:
     for how in ({"module": True}, {"min_tokens": 1000}):
-        transport = LocalTransport(TOPOLOGY, capacity)
+        transport = LocalTransport(VIRTUAL, capacity)
         assert short(waits_of(transport, policy="exact", **how)) == wanted(capacity), how
 
 
+@sweep("num_policies", 1, len(BORROWING))
 @CAPACITIES
 @pytest.mark.parametrize(
     ("borrow", "rank"),
     [("pull", 0), ("copy", 0), ("all_to_all", 0), ("all_to_all", 1), ("p2p", 0), ("p2p", 1)],
 )
 def test_every_backend_of_borrowing(
-    borrow: str, rank: int, capacity: int | None, monkeypatch: pytest.MonkeyPatch
+    borrow: str, rank: int, capacity: int | None, num_policies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that read the plan on the host do so after dispatch has waited or, with a capacity, wait for it."""
     stub = SimpleNamespace(
@@ -117,8 +120,8 @@ def test_every_backend_of_borrowing(
     expected = wanted(capacity)
     if capacity is not None and borrow != "pull":
         expected = ["event in weights/backend.py"], 1
-    for policy in BORROWING:
-        transport = one_rank(rank, capacity) if alone else LocalTransport(TOPOLOGY, capacity)
+    for policy in BORROWING[:num_policies]:
+        transport = one_rank(rank, capacity) if alone else LocalTransport(VIRTUAL, capacity)
         assert short(waits_of(transport, policy=policy, borrow=borrow)) == expected, policy
 
 
@@ -129,9 +132,9 @@ def test_a_process_with_one_rank(capacity: int | None) -> None:
 
 
 def test_counting_anew_leaves_the_rows_on_the_device() -> None:
-    transport = LocalTransport(TOPOLOGY, CAPACITY)
+    transport = LocalTransport(VIRTUAL, CAPACITY)
     with HostWaits(answer) as host:
-        transport.group.traffic.rows = torch.zeros(RANKS, RANKS, dtype=torch.int64, device="cuda")
+        transport.group.traffic.rows = torch.zeros(2, 2, dtype=torch.int64, device="cuda")
         transport.group.reset_traffic()
         transport.group.traffic.rows.to("cuda:0")
     assert not host.waits

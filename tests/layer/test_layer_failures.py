@@ -15,6 +15,7 @@ from isoload.layer import moe
 from isoload.transport import CollectiveTransport
 from support.processes import die, rank_outcomes
 from support.small_layer import make_setup
+from support.sweeps import rest
 
 RANKS, FAILING = 3, 1
 GROUP_TIMEOUT = 5.0
@@ -92,8 +93,9 @@ def raise_os_error() -> None:
     raise OSError("disk full")
 
 
-@pytest.mark.parametrize("capacity", [None, 13])
-@pytest.mark.parametrize("fail", [raise_os_error, die])
+@pytest.mark.parametrize(
+    ("fail", "capacity"), [(raise_os_error, None), (die, 13), *rest((raise_os_error, 13), (die, None))]
+)
 @pytest.mark.parametrize("stage", EXCHANGE)
 def test_all_ranks_stop_and_name_the_stage(stage: str, fail: Fail, capacity: int | None) -> None:
     errors = last_lines(stage, fail, capacity)

@@ -64,7 +64,7 @@ def test_others_may_take_the_buffers(local: str) -> None:
     llep = {"policy": "llep", "min_chunk": 1, "threshold": 1.0}
     others = [model.layers(layers[0].transport, **llep)[0] for _ in range(2)]
     assert others[0].borrowing.pool is layers[0].borrowing.pool
-    for batch in range(6):
+    for batch in range(4):
         rows = model.rows(batch)
         want = model.wanted(rows)
         with torch.no_grad():
@@ -83,7 +83,7 @@ def test_two_stacks_in_turn(local: str) -> None:
     pairs = [model.layers(transport) for _ in range(2)]
     for layers in pairs:
         LibraStack(layers, "lookahead", local=local)
-    for batch in range(3):
+    for batch in range(2):
         rows = [model.rows(batch), model.rows(batch + 50)]
         want = [model.wanted(r) for r in rows]
         with torch.no_grad():
@@ -119,7 +119,7 @@ FAILURES: dict[str, Callable[[list[isoload.MoE], Model], object]] = {
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_batch_that_fails_leaves_nothing_behind(name: str, local: str) -> None:
     model, layers, stack = made(local)
-    for batch in range(3):
+    for batch in range(2):
         with torch.no_grad():
             layers[0](model.rows(batch))
             with pytest.raises(ValueError, match="must be"):

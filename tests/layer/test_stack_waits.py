@@ -17,7 +17,7 @@ from support.fake_ranks import (
     EXPERTS,
     HIDDEN,
     TOKENS,
-    TOPOLOGY,
+    VIRTUAL,
     Everything,
     answer,
     gate,
@@ -27,6 +27,7 @@ from support.fake_ranks import (
     wanted,
 )
 from support.host_waits import HostWaits
+from support.sweeps import rest
 
 LAYERS = 2
 
@@ -36,8 +37,9 @@ def waits_of(
 ) -> tuple[list[str], int]:
     """What the third batch waits for, and what it counts itself. The first two make tables."""
     group, dtype = transport.group, torch.bfloat16
+    slots = EXPERTS // group.topology.num_ranks + 2
     placement = isoload.place(
-        torch.ones(LAYERS, EXPERTS), TOPOLOGY, slots_per_rank=6, spare_slots=2, placer="trivial"
+        torch.ones(LAYERS, EXPERTS), group.topology, slots_per_rank=slots, spare_slots=2, placer="trivial"
     )
     group._agreed = Everything()
     with HostWaits(answer) as host, torch.no_grad(), kept_memos():
@@ -61,16 +63,23 @@ def waits_of(
         return host.waits[waited:], group.traffic.host_syncs - before
 
 
-@pytest.mark.parametrize("local", ["planned", "held"])
 @pytest.mark.parametrize(
-    ("borrow", "rank", "predict", "policy"),
+    ("borrow", "rank", "predict", "policy", "local"),
     [
-        ("pull", 0, "lookahead", "hedge"),
-        ("pull", 0, "last", "libra"),
-        ("copy", 0, "last", "hedge"),
-        ("all_to_all", 0, "lookahead", "hedge"),
-        ("all_to_all", 1, "last", "libra"),
-        ("p2p", 1, "lookahead", "hedge"),
+        ("pull", 0, "lookahead", "hedge", "held"),
+        ("pull", 0, "last", "libra", "planned"),
+        ("copy", 0, "last", "hedge", "planned"),
+        ("all_to_all", 0, "lookahead", "hedge", "held"),
+        ("all_to_all", 1, "last", "libra", "planned"),
+        ("p2p", 1, "lookahead", "hedge", "planned"),
+        *rest(
+            ("pull", 0, "lookahead", "hedge", "planned"),
+            ("pull", 0, "last", "libra", "held"),
+            ("copy", 0, "last", "hedge", "held"),
+            ("all_to_all", 0, "lookahead", "hedge", "planned"),
+            ("all_to_all", 1, "last", "libra", "held"),
+            ("p2p", 1, "lookahead", "hedge", "held"),
+        ),
     ],
 )
 def test_one_wait_per_layer(
@@ -91,7 +100,7 @@ def test_one_wait_per_layer(
         if capacity is not None and borrow != "pull":
             waits, syncs = ["event in weights/backend.py"], 1
         alone = borrow in ("all_to_all", "p2p")
-        transport = one_rank(rank, capacity) if alone else LocalTransport(TOPOLOGY, capacity)
+        transport = one_rank(rank, capacity) if alone else LocalTransport(VIRTUAL, capacity)
         found = short(waits_of(transport, predict, local, policy, borrow))
         if capacity is not None and borrow == "p2p":  # reads a plan late: fakes take it for read by then
             waits = found[0][:1]

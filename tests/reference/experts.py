@@ -44,13 +44,12 @@ def run_experts(
 
 def activate(hidden: Tensor, clamped: tuple[float, float] | None) -> Tensor:
     """[2I] -> [I] from the formulas: halves for SwiGLU, even and odd places for gpt-oss."""
-    inner = len(hidden) // 2
     if clamped is None:
-        return torch.stack([_silu(hidden[i], 1.0) * hidden[inner + i] for i in range(inner)])
+        inner = len(hidden) // 2
+        return _silu(hidden[:inner], 1.0) * hidden[inner:]
     alpha, limit = clamped
-    gates = [hidden[2 * i].clamp(max=limit) for i in range(inner)]
-    ups = [hidden[2 * i + 1].clamp(min=-limit, max=limit) for i in range(inner)]
-    return torch.stack([(up + 1) * _silu(gate, alpha) for gate, up in zip(gates, ups, strict=True)])
+    gates, ups = hidden[0::2].clamp(max=limit), hidden[1::2].clamp(min=-limit, max=limit)
+    return (ups + 1) * _silu(gates, alpha)
 
 
 def _silu(x: Tensor, alpha: float) -> Tensor:

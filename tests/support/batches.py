@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 MAX_TOKENS = 13  # of a rank in any batch
+TOP_KS = (1, 3, 8)  # beside 4, which the other batches have
 
 
 @dataclass(frozen=True)
@@ -100,5 +101,5 @@ def batches(num_ranks: int, dtype: torch.dtype = torch.float64, width: int = 1) 
     yield make("no copy absent", absent=0.0)
     yield make("smallest H", hidden=1)
     yield make("33 times that", hidden=33)
-    for top_k in range(1, 9):
+    for top_k in TOP_KS:
         yield make(f"K = {top_k}", top_k=top_k, seed=top_k)

@@ -17,6 +17,9 @@ from isoload.transport.row_dispatcher import RowDispatcher
 
 RANKS, EXPERTS, HIDDEN, TOKENS, CAPACITY = 4, 16, 8, (5, 0, 7, 9), 13
 TOPOLOGY = isoload.Topology(RANKS, 2)
+VIRTUAL = isoload.Topology(
+    2, 1
+)  # where one process owns all ranks: one with tokens, one without, on two nodes
 
 
 class OneRank(CollectiveGroup):

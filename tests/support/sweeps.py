@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -14,8 +14,13 @@ T = TypeVar("T")
 
 def sweep(name: str, few: int, whole: int) -> pytest.MarkDecorator:
     """Runs a test with ``name`` at both sizes."""
+    return pytest.mark.parametrize(name, [few, *rest(whole)])
+
+
+def rest(*cases: Any) -> list[Any]:
+    """Cases of a parametrize, or tuples of them, that `make test-all` runs beside the telling ones of `make test`."""
     marks = [pytest.mark.slow, pytest.mark.exhaustive]
-    return pytest.mark.parametrize(name, [few, pytest.param(whole, marks=marks)])
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks) for case in cases]
 
 
 def cut(cases: Iterable[T]) -> Iterator[T]:

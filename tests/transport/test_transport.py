@@ -7,6 +7,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -22,16 +23,33 @@ from support.batches import MAX_TOKENS, Batch, draw
 from support.conformance import CASES, layer, own, send
 from support.made_routing import make_workload
 from support.processes import run_ranks
+from support.sweeps import rest
 
 CAPACITIES = [None, MAX_TOKENS]
+WIDE = ("equals_local", "gradients")  # every batch in every dtype, forward and backward
 SLOTS_PER_RANK = draw("default", 3).slots_per_rank
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
-@pytest.mark.parametrize("num_ranks", [1, 3, 8])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "num_ranks"),
+    [
+        *product(CASES, (1, 3)),
+        *((case, 8) for case in CASES if case not in WIDE),
+        *rest(*((case, 8) for case in WIDE)),
+    ],
+)
 def test_local(case: str, num_ranks: int, capacity: int | None) -> None:
     CASES[case](lambda: LocalTransport(Topology(num_ranks), capacity))
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("case", CASES)
+def test_local_with_every_top_k(case: str, capacity: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("support.batches.TOP_KS", range(1, 9))
+    CASES[case](lambda: LocalTransport(Topology(4), capacity))
 
 
 def all_cases(rank: int, num_ranks: int, capacity: int | None) -> dict[str, str]:
