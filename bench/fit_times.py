@@ -13,7 +13,7 @@ exchange. What is held out: every skewed row. Their loads are made again (bench/
 - fused: one kernel for a whole layer, timed on real groups of 4 to 32 GPUs; the slowest rank, in prefill. Its seeded
   loads were found by trying seeds, those of the distribution `power_law_sampled` were not, so it is left out.
 
-Not shipped, decided from even rows: fewer than 20 over several ranks; a mean error of the fit beyond 12 %; balanced rows
+Not shipped, decided from even rows: fewer than 20 over several ranks; mean error of the fit beyond 12 %; balanced rows
 that are slower than the skewed ones beside them (grouped routing sends even choices to few experts). Not shipped, but
 counted in the table: a kernel whose own held-out median is beyond 15 %.
 
