@@ -7,15 +7,15 @@ What is fitted: five constants of each kernel (isoload.times.experts.kernel_us) 
 exchange. What is held out: every skewed row. Their loads are made again (bench/lib/times_loads.py); means over draws.
 
 - prefill, decode: SGLang's DeepEP layers of DeepSeek-V3. Even prefill rows are not padded to tiles of 128 as others
-  are, so those count where they are multiples. In decode, batches with fewer copies than experts are left out: ties in
-  the collector's rounding decide what they hold.
+  are, so those count where they are multiples. In decode, batches with no more copies than experts are left out: ties
+  in the collector's rounding decide what they hold.
 - moe_perf: kernels of SGLang, vLLM and TensorRT-LLM; judged from 1,024 tokens on, over 2 or more ranks.
-- fused: one kernel for a whole layer, timed on real groups of 4 to 32 GPUs; the slowest rank, in prefill. Its seeded
-  loads were found by trying seeds, those of the distribution `power_law_sampled` were not, so it is left out.
+- fused: one kernel for a whole layer, timed on real groups of 4 to 32 GPUs; the slowest rank, in prefill. Its seed
+  was found by trying: the times of its rows chose it. Rows of `power_law_sampled` are left out, their draw is unknown.
 
-Not shipped, decided from even rows: fewer than 20 over several ranks; a mean error of the fit beyond 12 %; balanced
-rows that are slower than the skewed ones beside them (grouped routing sends even choices to few experts). Not shipped,
-but counted in the table: a kernel whose own held-out median is beyond 15 %.
+Not shipped, decided from even rows: fewer than 20 over several ranks; mean error of the fit beyond 12 %; balanced rows
+that are slower than the skewed ones beside them (grouped routing sends even choices to few experts). Not shipped, but
+counted in the table: a kernel whose own held-out median is beyond 15 %.
 
 Usage: python bench/fit_times.py            # writes python/isoload/times/*.json and bench/results/fit_times.jsonl
        python bench/fit_times.py --check    # writes nothing; exits with 1 where a bound of the table does not hold
