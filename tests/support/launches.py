@@ -29,7 +29,7 @@ OF_MANY = {"number_rows": 2, "group_copies": 2}  # kernels of an op, of many cop
 
 def kernels_of(name: str, args: tuple[Any, ...]) -> int:
     """plan_joint runs unusual problems in parts. route deals shared copies, if it has a row of them, of many tokens or
-    ranks in a kernel of their own; what visits in three. balance_own of few copies is one kernel; balance_same clears
+    ranks in a kernel of their own. balance_own of few copies is one kernel; balance_same clears
     the other ranks' loads besides."""
     if name == "plan_joint":
         usual = args[2] <= 64 and args[4] == 1 and args[6] is None and args[7] == args[9] == 0
@@ -39,8 +39,6 @@ def kernels_of(name: str, args: tuple[Any, ...]) -> int:
     if name == "balance_same":
         return 4
     if name == "route":
-        if args[12]:
-            return 3
         return 2 if args[7] is not None and (len(args[0]) > 4096 or args[6] > 64) else 1
     return OF_MANY.get(name, 1)
 
