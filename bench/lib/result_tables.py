@@ -356,6 +356,17 @@ def loads() -> Table:
 
 
 @shown
+def advise() -> Table:
+    """What was chosen by some batches, and what it loses to the best of the grid on others."""
+    keys = ("trace", "phase", "ranks", "tokens", "chosen", "verdict")
+    cells = [
+        [*(f"{row[key]}" for key in keys), f"{100 * row['loss']:.1f} %" if row["loss"] else "0"]
+        for row in read("bench_advise")
+    ]
+    return "trace | phase | ranks | tokens a rank | chosen | isoload | loss later", cells
+
+
+@shown
 def times() -> Table:
     """Errors of the shipped constants on rows that they were not fitted to, beside two guesses without any."""
     named = {

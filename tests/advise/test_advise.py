@@ -223,6 +223,7 @@ def test_a_model_is_read_from_its_configuration(tmp_path) -> None:
             "rebalance_seconds must be at least 0 and come with every, got 1 and 0",
         ),
         (lambda: judge_by(skewed(1), 4, 64, 2), "trace must have at least 2 batches, .* skewed has 1"),
+        (lambda: judge_by(skewed(), 4, 64, 3), "top_k must be the trace's 2, got 3"),
         (
             lambda: guessed_trace("pareto:1", 0, SMALL),
             "skew must be zipf:POWER, a power of 0..10, got 'pareto:1'",

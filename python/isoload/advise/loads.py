@@ -36,8 +36,10 @@ def judge_by(trace: Trace, ranks: int, tokens: int, top_k: int, seed: int = 0) -
     its copies in the shares of one recorded batch.
 
     Raises:
-        ValueError: a trace of one batch, which leaves nothing unseen.
+        ValueError: a trace of another top-k, or of one batch, which leaves nothing unseen.
     """
+    if trace.top_k not in (0, top_k):
+        raise ValueError(f"top_k must be the trace's {trace.top_k}, got {top_k}")
     batch = ranks * tokens
     if trace.topk_ids is not None and len(trace.topk_ids) >= 2 * batch:
         cut = make_batches(trace, batch)
