@@ -51,8 +51,10 @@ def judge(name: str, trace: Trace, model: str) -> list[dict[str, Any]]:
             continue
         shape, topology = MODELS[model], isoload.Topology(ranks, min(NODE, ranks))
         layer, _ = layer_time(GPU, "sglang", phase, shape, topology)
-        asked = Question(replace(shape, layers=trace.num_layers), layer, topology, tokens)
-        chosen, later = (advise(asked, judge_by(part, ranks, tokens, shape.top_k)) for part in parts(trace))
+        asked = Question(
+            replace(shape, layers=trace.num_layers), layer, topology, tokens, gathers=shape.is_deepseek
+        )
+        chosen, later = (advise(asked, judge_by(part, shape, ranks, tokens)) for part in parts(trace))
         best, label = later.answers[0], chosen.answers[0].candidate
         then = next(answer for answer in later.answers if answer.candidate == label)
         rows.append(

@@ -45,7 +45,7 @@ def question(**changes: object) -> Question:
 
 @pytest.mark.parametrize("candidate", grid(16), ids=lambda candidate: candidate.label)
 def test_every_copy_goes_to_a_slot_of_its_expert(candidate: Candidate) -> None:
-    judged = judge_by(skewed(), 4, 64, 2)
+    judged = judge_by(skewed(), SMALL, 4, 64)
     placement = placed(candidate, judged, TOPOLOGY)
     offset = targets(torch.from_numpy(judged.seen), placement)
     for loads in judged.loads:
@@ -63,6 +63,7 @@ def test_the_grid_names_every_split_and_nothing_twice() -> None:
     assert {candidate.split for candidate in grid(16)} == set(SPLITS)
     assert len(set(grid(16))) == len(grid(16))
     assert grid(0) == grid(16)[:2]
+    assert {candidate.split for candidate in grid(16, gathers=False)} == set(SPLITS) - {"exact"}
 
 
 def test_rows_are_those_of_routed_tokens() -> None:
@@ -95,7 +96,7 @@ def test_even_loads_take_the_closed_form() -> None:
 
 
 def test_answers_are_ranked_and_compared_with_what_runs_now() -> None:
-    found = advise(question(), judge_by(skewed(), 4, 64, 2))
+    found = advise(question(), judge_by(skewed(), SMALL, 4, 64))
     assert [sum(answer.ms) for answer in found.answers] == sorted(sum(answer.ms) for answer in found.answers)
     assert found.now.candidate == Candidate("trivial", 0, "none") and found.now in found.answers
     assert found.ours is not None and found.ours.candidate.ours and not found.theirs.candidate.ours
@@ -108,7 +109,7 @@ def test_answers_are_ranked_and_compared_with_what_runs_now() -> None:
 
 
 def test_a_rebalance_and_memory_are_counted() -> None:
-    judged = judge_by(skewed(), 4, 64, 2)
+    judged = judge_by(skewed(), SMALL, 4, 64)
     plain, slow = (advise(question(**how), judged) for how in ({}, {"rebalance_s": 2.0, "every": 1000}))
     by_label = {answer.candidate: answer for answer in plain.answers}
     for answer in slow.answers:
@@ -122,23 +123,25 @@ def test_a_rebalance_and_memory_are_counted() -> None:
 
 def test_the_verdict_follows_from_what_isoload_adds() -> None:
     slow = replace(EXPERTS, c_us=1000.0)  # planning is nothing beside such experts
-    judged = judge_by(skewed(), 4, 64, 2)
+    judged = judge_by(skewed(), SMALL, 4, 64)
     found = advise(question(layer=LayerTime(None, slow, None)), judged)
     low, high = found.gain_ms
     assert found.verdict == "worth it" and found.share((low, high))[0] >= 0.03
     measured = advise(question(layer=LayerTime(None, slow, None), step_ms=100 * high), judged)
     assert measured.verdict == "no difference" and measured.share((high, high)) == pytest.approx((0.01, 0.01))
-    assert advise(question(), judge_by(skewed(), 4, 8, 2)).verdict == "not worth it"  # planning takes longer
+    assert (
+        advise(question(), judge_by(skewed(), SMALL, 4, 8)).verdict == "not worth it"
+    )  # planning takes longer
 
 
 def test_tokens_of_a_trace_are_judged_as_recorded() -> None:
     ids = np.random.default_rng(0).integers(0, 16, (4 * 4 * 8, 1, 1)).astype(np.int32)
-    judged = judge_by(Trace("tokens", 16, topk_ids=ids), 4, 8, 1)
+    judged = judge_by(Trace("tokens", 16, topk_ids=ids), replace(SMALL, top_k=1), 4, 8)
     assert not judged.drawn and judged.loads.shape == (2, 1, 4, 16)
     assert judged.seen.sum() == judged.loads.sum() == 64
     assert judged.loads[0, 0, 1].tolist() == np.bincount(ids[72:80].ravel(), minlength=16).tolist()
-    assert len(judge_by(skewed(), 4, 8, 2).loads) == 8
-    assert judge_by(Trace("counts", 16, 1, np.ones((3, 1, 16), dtype=np.int64)), 4, 8, 1).drawn
+    assert len(judge_by(skewed(), SMALL, 4, 8).loads) == 8
+    assert judge_by(Trace("counts", 16, 0, np.ones((3, 1, 16), dtype=np.int64)), SMALL, 4, 8).drawn
 
 
 def test_a_guess_has_the_shares_that_are_asked_for() -> None:
@@ -203,7 +206,8 @@ def test_a_model_is_read_from_its_configuration(tmp_path) -> None:
         "kv_lora_rank": 512,
         "qk_rope_head_dim": 64,
     }
-    path.write_text(json.dumps(latent | {"quantization_config": {"quant_method": "fp8"}}))
+    latent |= {"quantization_config": {"quant_method": "fp8"}, "model_type": "deepseek_v3"}
+    path.write_text(json.dumps(latent))
     assert find_model(str(path)) == replace(MODELS["deepseek-v3"], name="qwen3-30b")
     assert find_model("gpt-oss-20b", "bfloat16").expert_bytes == 3 * 2880 * 2880 * 2
     path.write_text(json.dumps({**config, "num_experts_per_tok": "8"}))
@@ -222,8 +226,11 @@ def test_a_model_is_read_from_its_configuration(tmp_path) -> None:
             lambda: question(rebalance_s=1.0),
             "rebalance_seconds must be at least 0 and come with every, got 1 and 0",
         ),
-        (lambda: judge_by(skewed(1), 4, 64, 2), "trace must have at least 2 batches, .* skewed has 1"),
-        (lambda: judge_by(skewed(), 4, 64, 3), "top_k must be the trace's 2, got 3"),
+        (lambda: judge_by(skewed(1), SMALL, 4, 64), "trace must have at least 2 batches, .* skewed has 1"),
+        (
+            lambda: judge_by(skewed(), replace(SMALL, top_k=3), 4, 64),
+            "model must have the trace's 16 experts and top-2, small has 16 and top-3",
+        ),
         (
             lambda: guessed_trace("pareto:1", 0, SMALL),
             "skew must be zipf:POWER, a power of 0..10, got 'pareto:1'",
@@ -231,8 +238,8 @@ def test_a_model_is_read_from_its_configuration(tmp_path) -> None:
         (lambda: guessed_trace("zipf:x", 0, SMALL), "skew must be zipf:POWER"),
         (lambda: guessed_trace("zipf:1", 2, SMALL), "drift must be in 0..1, got 2"),
         (
-            lambda: advise(question(model=MODELS["qwen3-30b"]), judge_by(skewed(), 4, 64, 2)),
-            "model must have the trace's 16 experts, qwen3-30b has 128",
+            lambda: judge_by(skewed(), MODELS["qwen3-30b"], 4, 64),
+            "model must have the trace's 16 experts and top-2, qwen3-30b has 128 and top-8",
         ),
         (lambda: layer_time("v100", "vllm", "decode", SMALL, TOPOLOGY), "gpu must be one of .* got 'v100'"),
         (

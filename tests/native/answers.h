@@ -82,12 +82,11 @@ struct Answers {
       fill(plan.quota, in.P());
     };
     fill(tables, ReplicaTables::size(in.E, in.P()));
-    fill(
-        workspace,
-        std::max({2 * replica_tables_workspace(in.R, in.E), ActiveWorkspace<4>::bytes(in.R, in.E) / 4,
-                  (WaterfillWorkspace<4>::bytes(in.R) + 3) / 4, 2 * (int64_t(in.R) * in.E + in.P()),
-                  SpillWorkspace::bytes(in.R, in.E, int64_t(in.R) * (in.S + kMostSpare)) / 4 + 1,
-                  FillWorkspace::bytes(in.R, in.E) / 4, LpWorkspace<double>::size(in.R, in.E, in.P()) / 4}));
+    fill(workspace,
+         std::max({2 * replica_tables_workspace(in.R, in.E), ActiveWorkspace<4>::bytes(in.R, in.E) / 4,
+                   (WaterfillWorkspace<4>::bytes(in.R) + 3) / 4, 2 * (int64_t(in.R) * in.E + in.P()),
+                   SpillWorkspace::bytes(in.R, in.E, int64_t(in.R) * (in.S + kMostSpare)) / 4 + 1,
+                   FillWorkspace::bytes(in.R, in.E) / 4, LpWorkspace<double>::size(in.R, in.E, in.P()) / 4}));
     fill(relaxed.words, RelaxedPlan<float>::size(in.P()));
     fill(relaxed_double.words, RelaxedPlan<double>::size(in.P()));
     relaxed.ok = relaxed.fits = relaxed_double.ok = relaxed_double.fits = false;

@@ -36,6 +36,7 @@ class Question:
     layer: constants of the GPU. tokens: of a rank in a step. step_ms: that was measured, by which percentages are;
     None: of the modelled MoE layers alone, which is their upper end. memory: bytes of a rank for more slots; None: any.
     rebalance_s, every: seconds that a rebalance takes, and the steps between two. context: tokens of a request.
+    gathers: whether the engine gathers all ranks' loads for this model, as "exact" needs.
     """
 
     model: Model
@@ -47,6 +48,7 @@ class Question:
     rebalance_s: float = 0.0
     every: int = 0
     context: int = 4096
+    gathers: bool = True
 
     def __post_init__(self) -> None:
         if self.step_ms is not None and not self.step_ms > 0:
@@ -106,9 +108,10 @@ class Advice:
         return between(self.theirs, self.ours) if self.ours else (0.0, 0.0)
 
     def share(self, saved_ms: tuple[float, float]) -> tuple[float, float]:
-        """As a part of the step; without a measured one of its MoE layers as they run now, an upper end."""
-        step = self.question.step_ms or self.now.ms[0]
-        return saved_ms[0] / step, saved_ms[1] / step
+        """As a part of the step; without a measured one, of its MoE layers as they run now, which is an upper end."""
+        step = self.question.step_ms
+        low, high = sorted(saved / (step or now) for saved, now in zip(saved_ms, self.now.ms, strict=True))
+        return low, high
 
     @property
     def verdict(self) -> str:
@@ -132,13 +135,11 @@ def advise(
 
     Placements are made once for each number of slots.
     """
-    model, experts = question.model, judged.seen.shape[-1]
-    if experts != model.experts:
-        raise ValueError(f"model must have the trace's {experts} experts, {model.name} has {model.experts}")
+    model = question.model
     per_slot = model.expert_bytes * model.layers
-    most = experts if question.memory is None else int(question.memory // per_slot)
+    most = model.experts if question.memory is None else int(question.memory // per_slot)
     found, made = [], dict[tuple[str, int], Placement]()
-    candidates = grid(most)
+    candidates = grid(most, question.gathers)
     for done, candidate in enumerate(candidates):
         key = candidate.placer, candidate.more
         if key not in made:

@@ -40,21 +40,21 @@ class Candidate(NamedTuple):
 
     @property
     def label(self) -> str:
-        placed = "experts in order" if self.placer == "trivial" else f"{self.placer}, {self.more} more slots"
+        placed = "experts in order" if self.placer == "trivial" else f"{self.placer}, +{self.more} slots"
         return placed if self.split == "none" else f"{placed}, {self.split}"
 
 
 NOW = Candidate("trivial", 0, "none")
 
 
-def grid(most: int) -> list[Candidate]:
-    """All candidates with at most so many more slots: experts in order first."""
+def grid(most: int, gathers: bool = True) -> list[Candidate]:
+    """All candidates with at most so many more slots: experts in order first. gathers: "exact", too."""
     found = [NOW, Candidate("eplb", 0, "none")]
     return found + [
         Candidate("eplb", more, split)
         for more in MORE_SLOTS[1:]
         if more <= most
-        for split in ("static", "dynamic", "own", "exact")
+        for split in ("static", "dynamic", "own", *(["exact"] if gathers else []))
     ]
 
 

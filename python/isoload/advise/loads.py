@@ -29,27 +29,32 @@ class Judged:
     drawn: bool
 
 
-def judge_by(trace: Trace, ranks: int, tokens: int, top_k: int, seed: int = 0) -> Judged:
+def judge_by(trace: Trace, model: Model, ranks: int, tokens: int, seed: int = 0) -> Judged:
     """The first half of a trace to place by, and batches of its other half, with so many tokens on every rank.
 
     Tokens are those of the trace, in their order, where the second half has enough for one batch. Else each rank draws
     its copies in the shares of one recorded batch.
 
     Raises:
-        ValueError: a trace of another top-k, or of one batch, which leaves nothing unseen.
+        ValueError: a trace of another model, or of one batch, which leaves nothing unseen.
     """
-    if trace.top_k not in (0, top_k):
-        raise ValueError(f"top_k must be the trace's {trace.top_k}, got {top_k}")
+    if trace.num_experts != model.experts or trace.top_k not in (0, model.top_k):
+        top_k = f" and top-{trace.top_k}" if trace.top_k else ""
+        raise ValueError(
+            f"model must have the trace's {trace.num_experts} experts{top_k}, {model.name} has {model.experts} and "
+            f"top-{model.top_k}"
+        )
     batch = ranks * tokens
-    if trace.topk_ids is not None and len(trace.topk_ids) >= 2 * batch:
+    if trace.topk_ids is not None:
         cut = make_batches(trace, batch)
         whole = [i for i, size in enumerate(cut.num_tokens) if size == batch]
         first = len(whole) // 2
-        parts = [
-            cut.source_batch(i, ranks, "contiguous").loads(trace.num_experts)
-            for i in whole[first : first + JUDGED]
-        ]
-        return Judged(cut.counts[whole[:first]].sum(0), torch.stack(parts), drawn=False)
+        if first:
+            parts = [
+                cut.source_batch(i, ranks, "contiguous").loads(trace.num_experts)
+                for i in whole[first : first + JUDGED]
+            ]
+            return Judged(cut.counts[whole[:first]].sum(0), torch.stack(parts), drawn=False)
     counts = trace.batch_counts()
     if len(counts) < 2:
         raise ValueError(
@@ -60,7 +65,7 @@ def judge_by(trace: Trace, ranks: int, tokens: int, top_k: int, seed: int = 0) -
     total = counts[chosen].sum(-1, keepdims=True)
     shares = np.where(total > 0, counts[chosen] / np.maximum(total, 1), 1 / trace.num_experts)
     draw = np.random.default_rng(seed)
-    loads = draw.multinomial(tokens * top_k, shares[:, :, None, :], size=(*shares.shape[:2], ranks))
+    loads = draw.multinomial(tokens * model.top_k, shares[:, :, None, :], size=(*shares.shape[:2], ranks))
     return Judged(counts[:first].sum(0), torch.from_numpy(loads.astype(np.int32)), drawn=True)
 
 

@@ -27,6 +27,7 @@ class Model:
 
     hidden, intermediate: of a routed expert, which has three matrices (gate, up, down).
     dtype: of its weights. layers: those with experts. kv_bytes: of a token in all layers' KV cache, in bfloat16.
+    is_deepseek: of DeepSeek's family, the only one that SGLang gathers loads for (`lp`).
     """
 
     name: str
@@ -37,6 +38,7 @@ class Model:
     layers: int
     dtype: str
     kv_bytes: int
+    is_deepseek: bool = False
 
     @property
     def expert_bytes(self) -> float:
@@ -47,8 +49,8 @@ class Model:
 MODELS = {
     model.name: model
     for model in (
-        Model("deepseek-v3", 7168, 2048, 256, 8, 58, "fp8_block", 70_272),
-        Model("kimi-k2", 7168, 2048, 384, 8, 60, "fp8_block", 70_272),
+        Model("deepseek-v3", 7168, 2048, 256, 8, 58, "fp8_block", 70_272, is_deepseek=True),
+        Model("kimi-k2", 7168, 2048, 384, 8, 60, "fp8_block", 70_272, is_deepseek=True),
         Model("qwen3-235b", 4096, 1536, 128, 8, 94, "bfloat16", 192_512),
         Model("qwen3-30b", 2048, 768, 128, 8, 48, "bfloat16", 98_304),
         Model("glm-4.5", 5120, 1536, 160, 8, 89, "bfloat16", 376_832),
@@ -108,4 +110,5 @@ def _read(path: Path) -> Model:
         layers=layers - number("first_k_dense_replace", default=0),
         dtype=dtype,
         kv_bytes=2 * layers * per_layer,
+        is_deepseek=str(config.get("model_type")).startswith(("deepseek", "kimi")),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,8 +40,9 @@ UPPER = (
 )
 
 
-def _span(ends: tuple[float, float], form: str) -> str:
-    low, high = (format(end, form) for end in ends)
+def _span(ends: tuple[float, float], sign: str = "") -> str:
+    """Milliseconds or percent: two digits behind the point of what is below 100."""
+    low, high = (format(end, f"{sign}.{0 if max(map(abs, ends)) >= 100 else 2}f") for end in ends)
     return low if low == high else f"{low} .. {high}"
 
 
@@ -54,8 +56,8 @@ def rows_of(advice: Advice) -> list[Row]:
             {
                 **answer.to_json(),
                 "label": answer.candidate.label,
-                "ms": _span(answer.ms, ".2f"),
-                "saved": "now" if answer is advice.now else _span(answer.saved_ms, "+.2f"),
+                "ms": _span(answer.ms),
+                "saved": "now" if answer is advice.now else _span(answer.saved_ms, "+"),
                 "gib": f"{size / GIB:.1f}" if size else "-",
                 "requests": f"{size / asked.context / asked.model.kv_bytes:.0f}" if size else "-",
                 "node_rows": answer.node_rows if asked.topology.num_nodes > 1 else None,
@@ -71,7 +73,7 @@ def verdict_lines(advice: Advice) -> list[str]:
 
     def said(saved: tuple[float, float]) -> str:
         low, high = advice.share(saved)
-        return f"{_span(saved, '.2f')} ms a step ({_span((100 * low, 100 * high), '.1f')} % of {of})"
+        return f"{_span(saved)} ms a step ({_span((100 * low, 100 * high))} % of {of})"
 
     first = f"Without isoload: {theirs.candidate.label} saves {said(theirs.saved_ms)}."
     if theirs is advice.now:
@@ -183,7 +185,8 @@ def advise(
     question = Question(
         chosen, times, topology, tokens_per_rank, step_ms, memory, rebalance_seconds, every, context
     )
-    judged = judge_by(loaded, ranks, tokens_per_rank, chosen.top_k)
+    question = replace(question, gathers=engine == "vllm" or chosen.is_deepseek)
+    judged = judge_by(loaded, chosen, ranks, tokens_per_rank)
     with progress("candidates") as on_candidate:
         found = search(question, judged, on_candidate)
     best = found.answers[0]
