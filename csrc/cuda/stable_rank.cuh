@@ -133,9 +133,8 @@ __device__ void add_up_warps(int warps, int keys, Before&& before, int32_t* next
 }
 
 // use(i, k, rank) for every item of this block's chunk; k = key(i), rank of no meaning if that is -1.
-// before(k): items with key k in the chunks before. next [warps, keys]: shared memory; at the end row warps-1
-// holds the counts of all chunks up to this one.
-// A warp goes through its own contiguous part in order, 32 items at a time. Ends with a barrier.
+// before(k): items with key k in the chunks before. next [warps, keys]: shared memory.
+// A warp goes through its own contiguous part in order, 32 items at a time.
 template <class Key, class Before, class Use>
 __device__ void rank_keys(const Chunks& chunks, int keys, Key&& key, Before&& before, int32_t* next,
                           Use&& use) {
@@ -169,7 +168,6 @@ __device__ void rank_keys(const Chunks& chunks, int keys, Key&& key, Before&& be
   add_up_warps(warps, keys, before, next);
   __syncthreads();
   for (int64_t i = first; i < last; i += 32) turn(i + lane);
-  __syncthreads();
 }
 
 }  // namespace isoload::cuda
