@@ -54,7 +54,7 @@ def judge(name: str, trace: Trace, model: str) -> list[dict[str, Any]]:
         asked = Question(
             replace(shape, layers=trace.num_layers), layer, topology, tokens, gathers=shape.is_deepseek
         )
-        chosen, later = (advise(asked, judge_by(part, shape, ranks, tokens)) for part in parts(trace))
+        chosen, later = (advise(asked, judge_by(part, asked.model, ranks, tokens)) for part in parts(trace))
         best, label = later.answers[0], chosen.answers[0].candidate
         then = next(answer for answer in later.answers if answer.candidate == label)
         rows.append(

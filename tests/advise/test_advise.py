@@ -210,6 +210,10 @@ def test_a_model_is_read_from_its_configuration(tmp_path) -> None:
     path.write_text(json.dumps(latent))
     assert find_model(str(path)) == replace(MODELS["deepseek-v3"], name="qwen3-30b")
     assert find_model("gpt-oss-20b", "bfloat16").expert_bytes == 3 * 2880 * 2880 * 2
+    path.write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+    assert find_model(str(path), "int4_wo").dtype == "int4_wo"
+    with pytest.raises(ValueError, match="dtype must be given for .*, whose quant_method is 'gptq'"):
+        find_model(str(path))
     path.write_text(json.dumps({**config, "num_experts_per_tok": "8"}))
     with pytest.raises(ValueError, match=r"json: num_experts_per_tok must be a whole number, got '8'"):
         find_model(str(path))
@@ -225,6 +229,10 @@ def test_a_model_is_read_from_its_configuration(tmp_path) -> None:
         (
             lambda: question(rebalance_s=1.0),
             "rebalance_seconds must be at least 0 and come with every, got 1 and 0",
+        ),
+        (
+            lambda: judge_by(skewed(), replace(SMALL, layers=2), 4, 64),
+            "model must have the trace's 3 layers, small has 2",
         ),
         (lambda: judge_by(skewed(1), SMALL, 4, 64), "trace must have at least 2 batches, .* skewed has 1"),
         (

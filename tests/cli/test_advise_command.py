@@ -21,6 +21,7 @@ def test_the_table_and_the_json_are_of_the_same_figures(tmp_path: Path) -> None:
     printed(["advise", TRACE, *ASKED, "--json", str(target)])
     found = json.loads(target.read_text())
     assert f"isoload: {found['verdict']}." in " ".join(shown.split())
+    assert (found["model"], found["gpu"]) == ("gpt-oss-20b", "h100") and found["kernel"] in shown
     best = found["answers"][0]
     assert f"{best['ms'][0]:.2f} .. {best['ms'][1]:.2f}" in shown and f"{best['imbalance']:.3f}" in shown
     assert all(flag in shown for flag in found["flags"]) and len(found["answers"]) == 11

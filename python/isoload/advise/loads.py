@@ -44,6 +44,10 @@ def judge_by(trace: Trace, model: Model, ranks: int, tokens: int, seed: int = 0)
             f"model must have the trace's {trace.num_experts} experts{top_k}, {model.name} has {model.experts} and "
             f"top-{model.top_k}"
         )
+    if trace.num_layers > model.layers:
+        raise ValueError(
+            f"model must have the trace's {trace.num_layers} layers, {model.name} has {model.layers}"
+        )
     batch = ranks * tokens
     if trace.topk_ids is not None:
         cut = make_batches(trace, batch)

@@ -71,12 +71,12 @@ def find_model(given: str, dtype: str | None = None) -> Model:
     """A model of MODELS, or one described by a config.json; dtype: of its experts, where another is served.
 
     Raises:
-        ValueError: no such name and no such file; a file that lacks a key.
+        ValueError: no such name and no such file; a file that lacks a key, or has weights of a kind that is not known.
     """
     if given in MODELS:
         model = MODELS[given]
     elif Path(given).is_file():
-        model = _read(Path(given))
+        model = _read(Path(given), dtype)
     else:
         raise ValueError(f"model must be one of {', '.join(MODELS)}, or a config.json, got {given!r:.100}")
     if dtype is not None and dtype not in WEIGHT_BYTES:
@@ -84,7 +84,7 @@ def find_model(given: str, dtype: str | None = None) -> Model:
     return Model(**{**vars(model), "dtype": dtype or model.dtype})
 
 
-def _read(path: Path) -> Model:
+def _read(path: Path, dtype: str | None) -> Model:
     config = parse_json(read_text(path, MAX_NOTES))
     config = config.get("text_config", config) if isinstance(config, dict) else {}
 
@@ -103,12 +103,14 @@ def _read(path: Path) -> Model:
         size = number("head_dim", default=kept["hidden"] // max(heads, 1))
         per_layer = 2 * number("num_key_value_heads", default=heads) * size
     quantised = config.get("quantization_config") or {}
-    dtype = PUBLISHED.get(str(quantised.get("quant_method")), "bfloat16")
+    method = str(quantised.get("quant_method", "bfloat16"))
+    if dtype is None and method not in WEIGHT_BYTES | PUBLISHED:
+        raise ValueError(f"dtype must be given for {path}, whose quant_method is {method!r:.40}")
     return Model(
         path.stem if path.stem != "config" else path.parent.name or "config",
         **kept,
         layers=layers - number("first_k_dense_replace", default=0),
-        dtype=dtype,
+        dtype=dtype or PUBLISHED.get(method, method),
         kv_bytes=2 * layers * per_layer,
         is_deepseek=str(config.get("model_type")).startswith(("deepseek", "kimi")),
     )

@@ -195,6 +195,9 @@ def advise(
     launch = [] if best is found.now else flags(engine, best.candidate, topology, slots, source)
     said = warnings(found, notes, guessed=trace is None)
     figures = {
+        "model": chosen.name,
+        "gpu": times.experts.gpu,
+        "kernel": times.experts.kernel,
         "verdict": found.verdict,
         "gain_ms": list(found.gain_ms),
         "gain_share": list(found.share(found.gain_ms)),
