@@ -125,6 +125,8 @@ def main() -> None:
     kernels = nvcc.kernels(BUILD)
     show(kernels)
     if "--update" in sys.argv[1:]:
+        if nvcc.ONLY:
+            raise SystemExit("--update writes a row of all architectures: unset ISOLOAD_CUDA_ARCH")
         write(registers(kernels), version)
     found = faults(kernels, version)
     if cuobjdump := sass.find(compiler):

@@ -93,8 +93,8 @@ def compile_all(nvcc: str, folder: Path) -> list[str]:
 
 
 def kernels(folder: Path) -> list[Kernel]:
-    """What ptxas said about the objects in ``folder``."""
-    found = [kernel for path in sorted(folder.glob("*.txt")) for kernel in _read(path.read_text())]
+    """What ptxas said about the objects that compile_all has put into ``folder``."""
+    found = [kernel for path in sorted((folder / ONLY).glob("*.txt")) for kernel in _read(path.read_text())]
     names = subprocess.run(
         ["c++filt"], input="\n".join(k.name for k in found), capture_output=True, text=True, check=True
     ).stdout.splitlines()
