@@ -34,7 +34,7 @@ from isoload.planning import plan
 from isoload.times import LayerTime
 from isoload.trace import Trace, read_trace
 from lib import published_steps as steps
-from lib.cross_tables import PUBLISHED
+from lib.cross_tables import PUBLISHED, ends
 from lib.harness import begin, command, write_results
 from lib.llep_setting import FULL, SHAPES, Setting, Shape
 from lib.table import show
@@ -116,8 +116,8 @@ def lmsys(given: Recorded) -> list[dict[str, Any]]:
         ("decode", 2048, decode, 2.54),
     ):
         before = _lmsys_step(given, phase, length, None)
-        hidden = before.hidden_ms / after.hidden_ms
-        more = f"workload, and placement without EPLB; {OVERLAP} (all: {hidden[0]:.2f} .. {hidden[1]:.2f})"
+        hidden = ends(before.hidden_ms / after.hidden_ms)
+        more = f"workload, and placement without EPLB; {OVERLAP} (all: {hidden})"
         more += f"; {BEYOND}" * before.beyond
         rows.append(row(f"EPLB's speed-up in {phase}", LMSYS, [theirs], before.ms / after.ms, "x", more))
     return rows
@@ -136,7 +136,7 @@ def _lmsys_step(given: Recorded, phase: str, length: int, split: str | None) -> 
 
 def _rate(what: str, theirs: float, tokens: int, step: steps.Step) -> dict[str, Any]:
     ours, hidden = (8e3 * tokens / ms for ms in (step.ms, step.hidden_ms))
-    unknown = f"{OVERLAP} (all: {hidden.min():,.0f} .. {hidden.max():,.0f})" + f"; {BEYOND}" * step.beyond
+    unknown = f"{OVERLAP} (all: {ends(hidden)})" + f"; {BEYOND}" * step.beyond
     return row(f"{what}, tokens/s a node", LMSYS, [theirs], ours, "", unknown)
 
 
@@ -237,7 +237,8 @@ def rearranging(given: Recorded) -> dict[str, Any]:
     unknown += "; the 42 s are from its own two totals, so this shows only that they are counted"
     source = "[vLLM #50647](https://github.com/vllm-project/vllm/pull/50647)"
     what = "Kimi-K3, EP16, EPLB with 24 rearrangements of 42 s in 463 s: slower by"
-    return row(what, source, [3.17], np.array(packed.ms) / np.array(advice.now.ms), "x", unknown)
+    found = row(what, source, [3.17], np.array(packed.ms) / np.array(advice.now.ms), "x", unknown)
+    return found | {"verdict": advice.verdict}
 
 
 def form() -> dict[str, Any]:

@@ -8,13 +8,17 @@ from lib.result_tables import Row, by, read, shown
 from lib.table import Columns, Table, same, table
 
 
+def ends(values: Any) -> str:
+    """From .. to, or what is printed alike once."""
+    how = ",.0f" if max(values) >= 1000 else ".2f"
+    return " .. ".join(dict.fromkeys(format(value, how) for value in (min(values), max(values))))
+
+
 def ranged(row: Row, key: str) -> str:
-    """One figure or from .. to, with the row's unit; text as it stands."""
+    """With the row's unit; text as it stands."""
     if not isinstance(row[key], list):
         return row[key] or f"cannot be predicted: {row['not_known']}"
-    low, high = min(row[key]), max(row[key])
-    ends = dict.fromkeys(format(value, ",.0f" if high >= 1000 else ".2f") for value in (low, high))
-    return f"{' .. '.join(ends)} {row['unit']}".rstrip()
+    return f"{ends(row[key])} {row['unit']}".rstrip()
 
 
 PUBLISHED: Columns = {

@@ -123,5 +123,7 @@ def test_the_bounds_of_the_page(bench: SimpleNamespace) -> None:
     speed_up = {row["what"].split()[-1]: row for row in rows if "EPLB's speed-up" in row["what"]}
     assert speed_up["prefill"]["inside"] and not speed_up["decode"]["inside"]
     assert speed_up["decode"]["ours"][1] < 2.54
+    (moved,) = [row for row in rows if "rearrangements" in row["what"]]
+    assert moved["inside"] and moved["verdict"] == "not worth it"
     unpredicted = [row for row in rows if row["ours"] is None]
     assert len(unpredicted) == len(bench.main.UNPREDICTED) and all(row["not_known"] for row in unpredicted)
