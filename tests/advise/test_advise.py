@@ -43,13 +43,13 @@ def question(**changes: object) -> Question:
     return replace(Question(SMALL, LayerTime(None, EXPERTS, None), TOPOLOGY, tokens=64), **changes)
 
 
-@pytest.mark.parametrize("candidate", grid(16), ids=lambda candidate: candidate.label)
+@pytest.mark.parametrize("candidate", grid(16, nodes=2), ids=lambda candidate: candidate.label)
 def test_every_copy_goes_to_a_slot_of_its_expert(candidate: Candidate) -> None:
     judged = judge_by(skewed(), SMALL, 4, 64)
     placement = placed(candidate, judged, TOPOLOGY)
-    offset = targets(torch.from_numpy(judged.seen), placement)
+    renewed = targets(candidate.split, torch.from_numpy(judged.seen), placement)
     for loads in judged.loads:
-        moved = sent(candidate, loads, placement, offset, seed=1).long()
+        moved = sent(candidate, loads, placement, renewed, seed=1).long()
         at = placement.slot_to_expert.long().unsqueeze(1).expand_as(moved)
         assert (moved[at < 0] == 0).all()
         got = torch.zeros_like(loads, dtype=torch.int64).scatter_add_(2, at.clamp(min=0), moved)
@@ -60,10 +60,11 @@ def test_every_copy_goes_to_a_slot_of_its_expert(candidate: Candidate) -> None:
 
 
 def test_the_grid_names_every_split_and_nothing_twice() -> None:
-    assert {candidate.split for candidate in grid(16)} == set(SPLITS)
+    assert {candidate.split for candidate in grid(16, nodes=2)} == set(SPLITS)
     assert len(set(grid(16))) == len(grid(16))
     assert grid(0) == grid(16)[:2]
-    assert {candidate.split for candidate in grid(16, gathers=False)} == set(SPLITS) - {"exact"}
+    assert {candidate.split for candidate in grid(16)} == set(SPLITS) - {"node"}
+    assert {candidate.split for candidate in grid(16, False, 2)} == set(SPLITS) - {"exact", "node"}
 
 
 def test_rows_are_those_of_routed_tokens() -> None:

@@ -24,7 +24,9 @@ PLAN_US = {
     "none": (0.0, 0.0),
     "static": (0.0, 0.0),
     "dynamic": (0.0, 0.0),
+    "last": (5.0, 20.0),
     "own": (5.0, 20.0),
+    "node": (15.0, 60.0),
     "exact": (15.0, 60.0),
 }
 
@@ -139,7 +141,7 @@ def advise(
     per_slot = model.expert_bytes * model.layers
     most = model.experts if question.memory is None else int(question.memory // per_slot)
     found, made = [], dict[tuple[str, int], Placement]()
-    candidates = grid(most, question.gathers)
+    candidates = grid(most, question.gathers, question.topology.num_nodes)
     for done, candidate in enumerate(candidates):
         key = candidate.placer, candidate.more
         if key not in made:
@@ -159,10 +161,10 @@ def _answer(
 ) -> Answer:
     model, topology = question.model, question.topology
     ranks, nodes = topology.num_ranks, topology.num_nodes
-    offset = targets(torch.from_numpy(judged.seen), placement) if candidate.split == "own" else []
+    renewed = targets(candidate.split, torch.from_numpy(judged.seen), placement)
     seconds, imbalance, across = [], [], []
     for seed, loads in enumerate(judged.loads):
-        moved = sent(candidate, loads, placement, offset, seed).numpy()
+        moved = sent(candidate, loads, placement, renewed, seed).numpy()
         copies = moved.sum(1).reshape(len(moved), ranks, -1)
         rows = rows_between(moved, question.tokens, ranks)
         seconds.append(question.layer.seconds(copies, rows.sum(1), np.full(len(moved), question.tokens)))
