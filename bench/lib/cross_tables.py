@@ -97,6 +97,23 @@ def place_budgets() -> Table:
     return table(columns, list(cells.values()))
 
 
+@shown
+def craft_factors() -> Table:
+    """CRAFT's replication factors: balance of unseen batches, what the two rules choose."""
+    columns: Columns = {
+        "experts": "{experts}",
+        "ranks": "{ranks}",
+        "R = 0": "{base:.3f}",
+        **{str(factor): f"{{R{factor}:.3f}}" for factor in (1, 2, 4, 8, 16)},
+        "`gain` takes": "{gain}",
+        "`knee` takes": "{knee}: {at_knee:.3f}",
+        "GiB of a rank": "{gib_at_knee:.2f}",
+        "`eplb` with all": "{eplb:.3f}",
+        "GiB": "{gib_eplb:.2f}",
+    }
+    return table(columns, read("bench_craft"))
+
+
 def took(row: Row) -> str:
     ms = f"{row['ms']:.0f}" if row["ms"] >= 100 else f"{row['ms']:.2g}"
     return ms if row["ms"] <= row["goal"] else f"{ms} LOSS"
