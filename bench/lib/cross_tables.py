@@ -114,6 +114,18 @@ def craft_factors() -> Table:
     return table(columns, read("bench_craft"))
 
 
+@shown
+def rebalance_placers() -> Table:
+    """Placing anew while loads drift, by placer."""
+    columns: Columns = {
+        "placer": "`{placer}`",
+        "imbalance, replicas alike": "{even:.3f}",
+        "after `exact`": "{exact:.3f}",
+        "slots changed by a plan": "{changed:.1f*100} %",
+    }
+    return table(columns, read("bench_rebalance"))
+
+
 def took(row: Row) -> str:
     ms = f"{row['ms']:.0f}" if row["ms"] >= 100 else f"{row['ms']:.2g}"
     return ms if row["ms"] <= row["goal"] else f"{ms} LOSS"
