@@ -25,7 +25,7 @@ class CraftPlacer(Placer):
 
     Options:
         replicas: of a rank over all layers; "knee": where the curve of worth bends; "gain": the number with the largest
-            worth per replica, as CRAFT chooses (section 4.2.1): 1 where worth is concave, as on all traces that we have.
+            worth per replica, as CRAFT chooses (section 4.2.1): 1 where worth is concave, as on all our traces.
             The placement's provenance has the curve.
         objective: what replicas of a layer are worth: "time": by how much its mean busiest rank's load falls; "gain":
             by how much its mean balance (mean/max) rises, as CRAFT's text says; "printed": that times their number, as
