@@ -7,6 +7,24 @@ from typing import Any
 from lib.result_tables import Row, by, read, shown
 from lib.table import Columns, Table, same, table
 
+
+def ranged(row: Row, key: str) -> str:
+    """One figure or from .. to, with the row's unit; text as it stands."""
+    if not isinstance(row[key], list):
+        return row[key] or f"cannot be predicted: {row['not_known']}"
+    low, high = min(row[key]), max(row[key])
+    ends = dict.fromkeys(format(value, ",.0f" if high >= 1000 else ".2f") for value in (low, high))
+    return f"{' .. '.join(ends)} {row['unit']}".rstrip()
+
+
+PUBLISHED: Columns = {
+    "what": "{what}",
+    "source": "{source}",
+    "theirs": lambda row: ranged(row, "theirs"),
+    "ours": lambda row: ranged(row, "ours"),
+    "error": lambda row: f"{100 * row['error']:+.0f} %{', inside' * row['inside']}" if row["ours"] else "-",
+    "not known": lambda row: row["not_known"] if row["ours"] else "",
+}
 BOTH = "{NAME[even]:.3f} / {NAME[exact]:.3f}"
 
 
@@ -257,3 +275,9 @@ def accuracy() -> Table:
         "`PathTable`": "{path[accuracy]:.3f}",
     }
     return table(columns, list(cells.values()))
+
+
+@shown
+def published() -> Table:
+    """docs/published.md: what others published beside what is predicted."""
+    return table(PUBLISHED, read("bench_published"))

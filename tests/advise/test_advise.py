@@ -145,6 +145,13 @@ def test_tokens_of_a_trace_are_judged_as_recorded() -> None:
     assert judge_by(Trace("counts", 16, 0, np.ones((3, 1, 16), dtype=np.int64)), SMALL, 4, 8).drawn
 
 
+@pytest.mark.parametrize(("unseen", "times"), [(1, [8]), (2, [4, 4]), (3, [3, 3, 2]), (8, [1] * 8)])
+def test_each_unseen_batch_is_drawn_from_as_often(unseen: int, times: list[int]) -> None:
+    counts = 100 * np.eye(2 * unseen, 16, dtype=np.int64)[:, None]  # batch i: all copies on expert i
+    found = judge_by(Trace("counts", 16, 0, counts), SMALL, 4, 8).loads.sum((1, 2)).argmax(-1)
+    assert np.bincount(found, minlength=2 * unseen)[unseen:].tolist() == times
+
+
 def test_a_guess_has_the_shares_that_are_asked_for() -> None:
     model = replace(SMALL, experts=64)
     even, steep = guessed_trace("zipf:0", 0.0, model), guessed_trace("zipf:2", 0.0, model)

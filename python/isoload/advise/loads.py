@@ -65,7 +65,7 @@ def judge_by(trace: Trace, model: Model, ranks: int, tokens: int, seed: int = 0)
             f"trace must have at least 2 batches, one to place by, {trace.name} has {len(counts)}"
         )
     first = len(counts) // 2
-    chosen = np.linspace(first, len(counts) - 1, JUDGED).astype(int)  # of few some are drawn from again
+    chosen = first + np.arange(JUDGED) * (len(counts) - first) // JUDGED  # of few each is drawn from as often
     total = counts[chosen].sum(-1, keepdims=True)
     shares = np.where(total > 0, counts[chosen] / np.maximum(total, 1), 1 / trace.num_experts)
     draw = np.random.default_rng(seed)

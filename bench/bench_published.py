@@ -1,0 +1,266 @@
+"""Rows that others published about balancing experts, beside what isoload.times and isoload.advise predict.
+
+Fairness ledger
+- Theirs: figures as published; those of a plot alone are left out. Ours: a range, from an all-to-all that even rows
+  take to one that follows the busiest rank; over unknown settings, too, where a row names them. Error: of the range's
+  middle; of several published figures, against their mean.
+- Nothing is fitted to a row here. Constants are those shipped (even rows of aiconfigurator-core's tables); attention
+  and dense GEMMs are read from the same wheel. Left out: router, norms, LM head, scheduling, what overlaps.
+- Two-batch overlap is not modelled: the whole batch, one kernel after the other, as advise has it.
+- Copies are drawn from the counts of a whole workload, so bursts are understated; LMSYS's placement is made of the
+  same workload, as theirs was ("in-distribution").
+- A row whose GPU, kernel or loads nobody published is printed with the reason.
+
+Usage: python bench/bench_published.py --traces FOLDER [--write]      (needs pip install '.[times]')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import isoload
+from isoload.advise import Candidate, Model, Question, advise, judge_by
+from isoload.advise.advice import PLAN_US
+from isoload.advise.constants import layer_time
+from isoload.placement import Placement
+from isoload.placers import place
+from isoload.planning import plan
+from isoload.times import LayerTime
+from isoload.trace import Trace, read_trace
+from lib import published_steps as steps
+from lib.cross_tables import PUBLISHED
+from lib.harness import begin, command, write_results
+from lib.llep_setting import FULL, SHAPES, Setting, Shape
+from lib.table import show
+
+LMSYS = "[LMSYS](https://lmsys.org/blog/2025-05-05-large-scale-ep)"
+BLOG = "[SGLang](https://www.lmsys.org/blog/2026-06-26-waterfill-lplb)"
+LLEP = "[LLEP](https://github.com/SalesforceAIResearch/LeastLoadedEP)"
+METAL = "[tt-metal #56304](https://github.com/tenstorrent/tt-metal/issues/56304)"
+OVERLAP = "bursts; how much two-batch overlap hides"
+BEYOND = "the busiest rank has more copies than were measured"
+PREFILL = {1024: "prefill_in1024", 2048: "prefill_in2048", 4096: "prefill_in4096"}
+DECODES = ("decode_in1800out100", "decode_in2000out100")
+DECODE = DECODES[-1]
+NVLINK = 450e9  # bytes per second and direction of an H200, by its data sheet
+UNPREDICTED = (  # what | source | theirs | why there is nothing of ours
+    (
+        "goodput with EPLB's replica per layer and rank over none, Kimi-K2, 48 A100, Fig. 8 and 9",
+        "[CRAFT](https://arxiv.org/abs/2603.28768)",
+        "-46 %",
+        "no kernel of this shape in bfloat16 was measured on A100, nor an all-to-all over EFA; their loads are not "
+        "published; goodput depends on the KV cache that the slots leave",
+    ),
+    (
+        "requests/s with EPLB without redundant experts, DeepSeek-V4-Pro, prefill, 8 MI355",
+        "[ATOM #1210](https://github.com/ROCm/ATOM/pull/1210)",
+        "+16.7 %",
+        "no kernel was measured on MI355; the loads of its random prompts are not published",
+    ),
+    (
+        "Combine after placement by loads, layer 18 of Mistral Small 4, 8 chips of a Blackhole Galaxy",
+        METAL,
+        "-38 %",
+        "neither these chips nor their fabric were measured; what ranks hold after balancing is not published",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """[L, E] counts of DeepSeek-V3's workloads by their labels, and clusters of those that are near-copies."""
+
+    counts: dict[str, Any]
+    cluster: dict[str, str]
+
+
+def recorded(folder: Path) -> Recorded:
+    trace = read_trace(folder / "dsv3_sglang_longin.npz")
+    labels, counts = trace.provenance["batch_labels"], trace.batch_counts()
+    return Recorded(dict(zip(labels, counts, strict=True)), dict(zip(labels, trace.cluster, strict=True)))
+
+
+def row(
+    what: str, source: str, theirs: Sequence[float], ours: Any, unit: str, unknown: str
+) -> dict[str, Any]:
+    low, high = sorted(float(value) for value in ours)
+    error = (low + high) / 2 / float(np.mean(theirs)) - 1
+    inside = low <= min(theirs) and max(theirs) <= high
+    found = {"theirs": list(theirs), "ours": [low, high], "error": error, "inside": inside, "unit": unit}
+    return {"what": what, "source": source} | found | {"not_known": unknown}
+
+
+def lmsys(given: Recorded) -> list[dict[str, Any]]:
+    """96 H100: prefill on 32 with 16,384 tokens a rank, decode on 72 with 256 requests of 2,000 tokens in the cache."""
+    even = replace(given, counts=dict.fromkeys(given.counts, np.ones_like(given.counts[DECODE])))
+    prefill = {length: _lmsys_step(given, "prefill", length, "dynamic") for length in PREFILL}
+    perfect, decode = (
+        _lmsys_step(even, "prefill", 4096, "dynamic"),
+        _lmsys_step(given, "decode", 2048, "static"),
+    )
+    rows = [
+        _rate(f"prefill, EP32, prompts of {length}, with EPLB", theirs, 16_384, prefill[length])
+        for length, theirs in ((4096, 50_302), (2048, 54_543), (1024, 57_674))
+    ]
+    rows.append(_rate("the same, prompts of 4096, perfectly balanced (simulated)", 59_337, 16_384, perfect))
+    rows.append(_rate("decode, EP72, cache of 2000, with EPLB", 22_282, 256, decode))
+    rows[-1]["not_known"] += "; the exchange is that of 64 ranks"
+    for phase, length, after, theirs in (
+        ("prefill", 4096, prefill[4096], 1.49),
+        ("decode", 2048, decode, 2.54),
+    ):
+        before = _lmsys_step(given, phase, length, None)
+        hidden = before.hidden_ms / after.hidden_ms
+        more = f"workload, and placement without EPLB; {OVERLAP} (all: {hidden[0]:.2f} .. {hidden[1]:.2f})"
+        more += f"; {BEYOND}" * before.beyond
+        rows.append(row(f"EPLB's speed-up in {phase}", LMSYS, [theirs], before.ms / after.ms, "x", more))
+    return rows
+
+
+def _lmsys_step(given: Recorded, phase: str, length: int, split: str | None) -> steps.Step:
+    """A step with 32 redundant experts that EPLB placed; split None: without EPLB, experts in order."""
+    ranks, tokens = {"prefill": (32, 16_384), "decode": (72, 256)}[phase]
+    requests = tokens // length if phase == "prefill" else tokens
+    counts = given.counts[PREFILL[length] if phase == "prefill" else DECODE]
+    slots = 288 // ranks if split or ranks == 72 else 256 // ranks  # 72 divides 288 only
+    placement = place(counts, isoload.Topology(ranks, 8), slots, "eplb" if split else "trivial")
+    layers = steps.moe_layers(phase, placement, counts, tokens, split or "static")
+    return steps.step(phase, layers, requests, length, tokens)
+
+
+def _rate(what: str, theirs: float, tokens: int, step: steps.Step) -> dict[str, Any]:
+    ours, hidden = (8e3 * tokens / ms for ms in (step.ms, step.hidden_ms))
+    unknown = f"{OVERLAP} (all: {hidden.min():,.0f} .. {hidden.max():,.0f})" + f"; {BEYOND}" * step.beyond
+    return row(f"{what}, tokens/s a node", LMSYS, [theirs], ours, "", unknown)
+
+
+def dispatch_time(given: Recorded) -> list[dict[str, Any]]:
+    """Two Hopper nodes, three data sets that are not ours: microseconds saved per token, placed by other workloads."""
+    unknown = "its loads (DeepSeek-V3's recorded workloads here), tokens a rank (512 to 4096 here), which Hopper GPU"
+    found: dict[str, list[float]] = {"red0": [], "lp": [], "waterfill": []}
+    for label in PREFILL.values():
+        others = [name for name in given.counts if given.cluster[name] != given.cluster[label]]
+        before = sum(given.counts[name] / given.counts[name].sum() for name in others if "prefill" in name)
+        for tokens in (512, 4096):
+            for name, ms in _saved(before, given.counts[label], tokens).items():
+                found[name] += list(1e3 * ms * steps.MODEL.layers / (16 * tokens))
+    named = {
+        "red0": ("EPLB without redundant experts over none", [1.62, 5.11, 3.48]),
+        "lp": ("LPLB over static, 32 redundant experts", [0.86, 0.32, 2.01]),
+        "waterfill": (
+            "Waterfill over shared experts at home, EPLB, no redundant experts",
+            [1.08, 0.91, 1.29],
+        ),
+    }
+    return [
+        row(
+            f"{what}, µs saved per token, EP16",
+            BLOG,
+            theirs,
+            (min(found[name]), max(found[name])),
+            "µs",
+            unknown,
+        )
+        for name, (what, theirs) in named.items()
+    ]
+
+
+def _saved(before: Any, counts: Any, tokens: int) -> dict[str, steps.Floats]:
+    """[2] milliseconds of a layer that each of the three saves."""
+    topology = isoload.Topology(16, 8)
+
+    def ms(placement: Placement, split: str) -> steps.Floats:
+        return steps.moe_layers("prefill", placement, counts, tokens, split).ms
+
+    red0, red32 = (place(before, topology, slots, "eplb") for slots in (16, 18))
+    shared = place(before, topology, 17, "eplb", num_shared=1)
+    planning = np.array(PLAN_US["exact"]) / 1e3
+    return {
+        "red0": ms(place(before, topology, 16, "trivial"), "none") - ms(red0, "none"),
+        "lp": ms(red32, "static") - ms(red32, "exact") - planning,
+        "waterfill": ms(shared, "shared_local") - ms(shared, "waterfill"),
+    }
+
+
+def borrowing() -> list[dict[str, Any]]:
+    """LLEP on 8 H200, 95 % of the tokens into one expert: the layer's speed-up over expert parallelism."""
+    figure_1 = Shape("a layer of 128 experts of width 2048, top-4", 2048, 768, 128, 4, 32_768)
+    rows = []
+    for shape, dtype, figure, theirs, unknown in (
+        (figure_1, "bfloat16", "Fig. 1", 4.6, "tokens, intermediate width (32,768 and 768 here)"),
+        (SHAPES["gpt-oss-120b"], "w4a16_mxfp4", "Fig. 4", 6.11, "its bfloat16 kernel (mxfp4's here)"),
+    ):
+        model = Model(shape.name, shape.hidden, shape.intermediate, shape.experts, shape.top_k, 1, dtype, 0)
+        layer, _ = layer_time("h200", "sglang", "prefill", model, isoload.Topology(8, 8))
+        plain, spilled = (_borrowed_ms(layer, shape, name) for name in ("EP", "LLEP"))
+        more = f"{unknown}; its all-to-all (NCCL; DeepEP's here); its planner, in Python; {BEYOND}"
+        what = f"LLEP over EP, {shape.name}, 8 H200, 95 % into one expert, {figure}"
+        rows.append(row(what, LLEP, [theirs], plain / spilled, "x", more))
+    return rows
+
+
+def _borrowed_ms(layer: LayerTime, shape: Shape, name: str) -> steps.Floats:
+    """[2] of a layer, the weights of borrowed experts ahead of it."""
+    setting = Setting(shape=shape, scale=FULL, share=0.95, num_hot=1, repeat=True)
+    ids = setting.topk_ids(torch.device("cpu"))
+    loads = torch.stack([torch.bincount(each.ravel(), minlength=shape.experts) for each in ids]).int()
+    made = plan(loads, setting.placement, 0, setting.policy(name))
+    assert made.quota is not None
+    copies = made.quota.reshape(setting.ranks, -1).numpy()
+    slots, held = made.slot_to_expert.numpy(), setting.placement.arrays[0][0]
+    borrowed = slots[(slots >= 0) & (held < 0)]
+    sent = np.bincount(borrowed, minlength=1).max()  # by one home
+    moving = 3 * shape.hidden * shape.intermediate * 2 * sent / NVLINK  # bfloat16, as theirs
+    tokens = np.float64(setting.tokens)
+    return 1e3 * (layer.seconds(copies, copies.sum(-1), tokens) + moving)
+
+
+def rearranging(given: Recorded) -> dict[str, Any]:
+    """vLLM's run whose engine stood still 24 times in what takes 463 s without: `--rebalance-seconds` and `--every`."""
+    counts = np.stack([given.counts[name] for name in DECODES])
+    trace = Trace("decode", steps.MODEL.experts, steps.MODEL.top_k, counts)
+    topology, tokens = isoload.Topology(16, 8), 64
+    asked = Question(steps.MODEL, steps.constants("decode", 16), topology, tokens)
+    judged = judge_by(trace, steps.MODEL, 16, tokens)
+    step_s = sum(advise(asked, judged).now.ms) / 2e3
+    advice = advise(replace(asked, rebalance_s=42.0, every=round(463.11 / 24 / step_s)), judged)
+    packed = next(answer for answer in advice.answers if answer.candidate == Candidate("eplb", 0, "none"))
+    unknown = (
+        "its loads (DeepSeek-V3's here), tokens a rank (64 here), what a step has besides experts (none here)"
+    )
+    unknown += "; the 42 s are from its own two totals, so this shows only that they are counted"
+    source = "[vLLM #50647](https://github.com/vllm-project/vllm/pull/50647)"
+    what = "Kimi-K3, EP16, EPLB with 24 rearrangements of 42 s in 463 s: slower by"
+    return row(what, source, [3.17], np.array(packed.ms) / np.array(advice.now.ms), "x", unknown)
+
+
+def form() -> dict[str, Any]:
+    """Of an all-to-all on chips that nobody measured only the range's ends are known: flat, and as the busiest."""
+    unknown = "chips and fabric; the range is that of the form alone: flat, or in proportion to the busiest"
+    what = "Combine where the busiest of 8 chips has 1.66 times the copies (layers 18 and 23)"
+    return row(what, METAL, [1.78], (1.0, 1.66), "x", unknown)
+
+
+def main() -> None:
+    parser = command(__doc__)
+    parser.add_argument("--traces", type=Path, required=True, help="folder of npz traces")
+    parser.add_argument("--write", action="store_true", help="write the results file")
+    asked = parser.parse_args()
+    begin(__doc__)
+    given = recorded(asked.traces)
+    rows = [*lmsys(given), *dispatch_time(given), *borrowing(), rearranging(given), form()]
+    keys = ("what", "source", "theirs", "not_known")
+    rows += [dict(zip(keys, each, strict=True)) | {"ours": None} for each in UNPREDICTED]
+    show("what others published, and what is predicted", PUBLISHED, rows)
+    if asked.write:
+        print(write_results("bench_published", rows))
+
+
+if __name__ == "__main__":
+    main()
