@@ -24,8 +24,8 @@ from isoload.advise import (
 from isoload.advise.candidates import SPLITS, grid, placed, sent, targets
 from isoload.advise.constants import layer_time
 from isoload.advise.launch import flags
-from isoload.advise.traffic import rows_between
 from isoload.planning import plan_layers
+from isoload.replay.traffic import rows_between
 from isoload.times import ExpertTime, LayerTime
 from isoload.trace import Trace
 

@@ -12,8 +12,8 @@ import torch
 from isoload.advise.candidates import NOW, Candidate, grid, placed, sent, targets
 from isoload.advise.loads import Judged
 from isoload.advise.models import Model
-from isoload.advise.traffic import Floats, rows_between
 from isoload.placement import Placement
+from isoload.replay.traffic import Floats, rows_between
 from isoload.times import LayerTime
 from isoload.topology import Topology
 
