@@ -26,7 +26,8 @@ from isoload.advise.constants import layer_time
 from isoload.advise.launch import flags
 from isoload.planning import plan_layers
 from isoload.replay.traffic import rows_between
-from isoload.times import ExpertTime, LayerTime
+from isoload.times import AllToAllTime, ExpertTime, LayerTime
+from isoload.times.exchanges import Curve
 from isoload.trace import Trace
 
 SMALL = Model("small", 64, 32, 16, 2, 3, "bfloat16", 1024)
@@ -147,10 +148,27 @@ def test_a_whole_step_is_its_layers_and_the_dense_part(moves: dict[str, float]) 
         for end in (0, 1):
             assert sum(of[end] for of in step.stages.values()) == pytest.approx(step.ms[end], rel=1e-9)
         assert step.stages["dense"] == pytest.approx((7.0, 7.0))
+        assert step.halved_ms[0] > step.ms[0] - step.stages["waiting"][0], "there is no exchange to hide"
         moving = 2.0 if moves and answer.candidate.placer != "trivial" else 0.0
         assert step.stages["rebalance"] == (moving, moving)
     low, high = found.share((1.0, 1.0))
     assert (high, low) == pytest.approx([1.0 / ms for ms in found.steps[0].ms])
+
+
+def test_halves_hide_exchanges() -> None:
+    """Even loads: four times 30 us of each layer, as much as both halves compute meanwhile."""
+    curve = Curve(30.0, 0.0, 1.0)
+    steps = [AllToAllTime("gpu", "k", name, 4, 1, curve, curve) for name in ("dispatch", "combine")]
+    asked = question(layer=LayerTime(steps[0], EXPERTS, steps[1]), dense_ms=0.18)
+    loads = torch.full((1, 3, 4, 16), 8, dtype=torch.int32)
+    found = advise(asked, Judged(np.full((3, 16), 100), loads, drawn=False))
+    assert found.steps is not None
+    (whole, _), (halved, _) = found.steps[0].ms, found.steps[0].halved_ms
+    rows = 4 * 64 * (1 - (1 - 8 / 64) ** 4) / 2
+    half = 10 + ((4 * 2) ** 3 + 64**3) ** (1 / 3) + 0.1 * rows  # of a layer's experts
+    exchanges_alone = 3e-3 * 4 * 30
+    assert halved >= max(exchanges_alone, 3e-3 * (60 + 2 * half)) and whole > 0.18 + 3e-3 * (60 + half)
+    assert halved < 0.18 + 3e-3 * (2 * half + 4 * 30)
 
 
 def test_a_gather_is_a_stage_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,8 @@ def test_a_whole_step_is_shown_by_its_stages(tmp_path: Path) -> None:
     printed([*words, "--json", str(target)])
     found = json.loads(target.read_text())
     cells = [" .. ".join(f"{ms:.2f}" for ms in found["steps"][of]["ms"]) for of in ("now", "best")]
-    assert f"a whole step  {cells[0]} {cells[1]}" in shown
+    assert f"a whole step   {cells[0]} {cells[1]}" in shown
+    assert "in two halves" in shown and f"{found['steps']['best']['halved_ms'][1]:.2f}" in shown
     assert "of a modelled step" in shown and "an upper end" not in shown and "9 ms" in shown
     now = found["steps"]["now"]["stages"]
     assert f"waiting {now['waiting'][0]:.2f}" in " ".join(shown.split()) and "\nrebalance" not in shown

@@ -170,7 +170,7 @@ def _whole(
     candidate: Candidate, made: dict[tuple[str, int], Placement], question: Question, judged: Judged
 ) -> Step:
     assert question.dense_ms is not None
-    batches = sent_batches(candidate, made[candidate.placer, candidate.more], judged)
+    batches = list(sent_batches(candidate, made[candidate.placer, candidate.more], judged))
     plan, gather = PLAN_US[candidate.split], (0.0, 0.0)
     if candidate.split == "exact":
         both, plan = plan, PLAN_US["own"]
@@ -178,8 +178,8 @@ def _whole(
     of = question.tokens, question.topology, question.model.layers, question.dense_ms
     step = modelled_step(question.layer, batches, *of, plan, gather)
     moving = _moving_ms(candidate, question)
-    ms = step.ms[0] + moving, step.ms[1] + moving
-    return Step(ms, {**step.stages, "rebalance": (moving, moving)})
+    (ms, halved) = ((low + moving, high + moving) for low, high in (step.ms, step.halved_ms))
+    return Step(ms, {**step.stages, "rebalance": (moving, moving)}, halved)
 
 
 def _moving_ms(candidate: Candidate, question: Question) -> float:

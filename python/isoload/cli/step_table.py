@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 WHOLE = (
     "Percentages are of a whole step that is modelled: these layers and {dense:g} ms for attention and the dense part, "
     "as --dense-ms says, one after the other; scheduling and sampling are not in it. --step-ms takes a measured one. "
-    "Stages are those of a rank in the mean; waiting is for slower ranks."
+    "Stages are those of a rank in the mean; waiting is for slower ranks. In two halves: half a batch computes while "
+    "the other exchanges, as SGLang's two-batch overlap orders prefill, and neither slows the other."
 )
 
 
@@ -27,8 +28,8 @@ def step_table(now: Step, best: Step) -> tuple[list[str], list[str]]:
     shown = [name for name in now.stages if any((*now.stages[name], *best.stages[name]))]
 
     def cells(step: Step) -> list[str]:
-        return [*(span_of(step.stages[name]) for name in shown), span_of(step.ms)]
+        return [*(span_of(step.stages[name]) for name in shown), span_of(step.ms), span_of(step.halved_ms)]
 
     group = "ms, a rank in the mean"
-    columns = Column("", "stage", [*shown, "a whole step"]), Column(group, "now", cells(now))
+    columns = Column("", "stage", [*shown, "a whole step", "in two halves"]), Column(group, "now", cells(now))
     return table([*columns, Column(group, "best", cells(best))])
