@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import isoload
+from isoload.cost import CostModel, import_seconds
 from isoload.replay.metrics import count_routed
 from isoload.replay.timeline import Timeline, timeline
 from isoload.times import AllToAllTime, ExpertTime, LayerTime
@@ -295,6 +296,22 @@ def test_waiting_is_what_no_event_covers() -> None:
         covered = ((mine["start"] < middle[:, None]) & (middle[:, None] < mine["end"])).any(1)
         waiting.append(np.diff(points)[~covered].sum())
     assert found.stages()["waiting"]["mean"] == pytest.approx(np.mean(waiting)) and min(waiting) > 0
+
+
+def test_borrowed_weights_take_what_the_cost_model_says() -> None:
+    """A tensor [L, R]; behind compute all wait for the rank to which most come."""
+    lent = torch.zeros(LAYERS, RANKS, RANKS, dtype=torch.int64)
+    lent[:, 0, 1], lent[:, 0, 3] = 1, 2
+    moves = import_seconds(lent, TOPOLOGY, CostModel(64, 32))
+    plain = timeline(LAYER, EVEN, TOKENS, TOPOLOGY)
+    found = timeline(LAYER, EVEN, TOKENS, TOPOLOGY, moves_s=moves)
+    assert found.seconds == pytest.approx(plain.seconds + float(moves.amax(-1).sum()), rel=1e-12)
+    assert len(found.events) == len(plain.events) + int((moves > 0).sum())
+
+
+def test_no_layers_take_no_time() -> None:
+    found = timeline(LAYER, EVEN[:0], TOKENS, TOPOLOGY)
+    assert found.seconds == 0 and found.rows.shape == (0, RANKS, RANKS)
 
 
 def test_json_is_plain_and_whole() -> None:

@@ -2,7 +2,8 @@
 
 Modelled: what kernels and exchanges take comes from :mod:`isoload.times`, the rest from the caller. Here is only who
 waits for whom. A collective (gather, dispatch) begins when all ranks have arrived. A combine begins on a rank when
-the experts of every rank that has tokens of it are done. A stream runs one thing after the other, as issued.
+the experts of every rank that has tokens of it are done. A stream runs one thing after the other, as issued. No link
+of a node has a stream of its own: exchanges over nodes were measured at their ranks.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ def timeline(
             every layer and rank, or what broadcasts to [L, R].
         gather_s: of the gather of loads; 0: none, and no waiting for it.
         plan_s: of a rank from its loads to its slots.
-        moves_s: in which a rank's weights of a layer arrive. They delay its experts.
+        moves_s: in which a rank's weights of a layer arrive, as :func:`isoload.cost.import_seconds` gives them. They
+            delay its experts.
         beside: weights travel from the plan of the layer before on (of the first layer from the step's begin on), as
             with a fill ahead; else after the layer's own plan and before its dispatch.
         two_batch: two halves of the batch, every slot's copies cut in two; one computes while the other exchanges, in
@@ -135,7 +137,7 @@ def timeline(
     if known.shape != (len(copies), ranks, ranks):
         raise ValueError(f"rows must be {[len(copies), ranks, ranks]}, got {list(known.shape)}")
     halves = 1 + two_batch
-    per_slot = copies.sum(1).reshape(len(copies), ranks, -1) / halves
+    per_slot = copies.sum(1).reshape(len(copies), ranks, copies.shape[2] // ranks) / halves
     experts, *exchanges = layer.parts(per_slot, known.sum(1) / halves, tokens / halves)
     if topology.ticks is not None:
         experts *= topology.ticks.numpy() / NOMINAL_TICKS
