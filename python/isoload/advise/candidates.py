@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from isoload import ops
@@ -73,6 +74,13 @@ def sent(
 ) -> Tensor:
     """[L, R, P] copies that each rank sends to each slot in a batch of loads [L, R, E]; renewed: of :func:`targets`."""
     return SPLITS[candidate.split](loads, placement, renewed, seed)
+
+
+def sent_batches(candidate: Candidate, placement: Placement, judged: Judged) -> Iterator[NDArray[np.integer]]:
+    """[L, R, P] copies that each rank sends to each slot, batch by batch."""
+    renewed = targets(candidate.split, torch.from_numpy(judged.seen), placement)
+    for seed, loads in enumerate(judged.loads):
+        yield sent(candidate, loads, placement, renewed, seed).numpy()
 
 
 def targets(split: str, seen: Tensor, placement: Placement) -> list[Tensor]:
