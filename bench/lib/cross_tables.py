@@ -119,6 +119,35 @@ def place_budgets() -> Table:
     return table(columns, list(cells.values()))
 
 
+@shown
+def craft_factors() -> Table:
+    """CRAFT's replication factors: balance of unseen batches, what the two rules choose."""
+    columns: Columns = {
+        "experts": "{experts}",
+        "ranks": "{ranks}",
+        "R = 0": "{base:.3f}",
+        **{str(factor): f"{{R{factor}:.3f}}" for factor in (1, 2, 4, 8, 16)},
+        "`gain` takes": "{gain}",
+        "`knee` takes": "{knee}: {at_knee:.3f}",
+        "GiB of a rank": "{gib_at_knee:.2f}",
+        "`eplb` with all": "{eplb:.3f}",
+        "GiB": "{gib_eplb:.2f}",
+    }
+    return table(columns, read("bench_craft"))
+
+
+@shown
+def rebalance_placers() -> Table:
+    """Placing anew while loads drift, by placer."""
+    columns: Columns = {
+        "placer": "`{placer}`",
+        "imbalance, replicas alike": "{even:.3f}",
+        "after `exact`": "{exact:.3f}",
+        "slots changed by a plan": "{changed:.1f*100} %",
+    }
+    return table(columns, read("bench_rebalance"))
+
+
 def took(row: Row) -> str:
     ms = f"{row['ms']:.0f}" if row["ms"] >= 100 else f"{row['ms']:.2g}"
     return ms if row["ms"] <= row["goal"] else f"{ms} LOSS"

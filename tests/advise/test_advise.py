@@ -21,12 +21,13 @@ from isoload.advise import (
     guessed_trace,
     judge_by,
 )
-from isoload.advise.candidates import SPLITS, grid, placed, sent, targets
+from isoload.advise.candidates import NOW, SPLITS, grid, placed, sent, targets
 from isoload.advise.constants import layer_time
 from isoload.advise.launch import flags
-from isoload.advise.traffic import rows_between
 from isoload.planning import plan_layers
-from isoload.times import ExpertTime, LayerTime
+from isoload.replay.traffic import rows_between
+from isoload.times import AllToAllTime, ExpertTime, LayerTime
+from isoload.times.exchanges import Curve
 from isoload.trace import Trace
 
 SMALL = Model("small", 64, 32, 16, 2, 3, "bfloat16", 1024)
@@ -43,13 +44,13 @@ def question(**changes: object) -> Question:
     return replace(Question(SMALL, LayerTime(None, EXPERTS, None), TOPOLOGY, tokens=64), **changes)
 
 
-@pytest.mark.parametrize("candidate", grid(16), ids=lambda candidate: candidate.label)
+@pytest.mark.parametrize("candidate", grid(16, nodes=2), ids=lambda candidate: candidate.label)
 def test_every_copy_goes_to_a_slot_of_its_expert(candidate: Candidate) -> None:
     judged = judge_by(skewed(), SMALL, 4, 64)
     placement = placed(candidate, judged, TOPOLOGY)
-    offset = targets(torch.from_numpy(judged.seen), placement)
+    renewed = targets(candidate.split, torch.from_numpy(judged.seen), placement)
     for loads in judged.loads:
-        moved = sent(candidate, loads, placement, offset, seed=1).long()
+        moved = sent(candidate, loads, placement, renewed, seed=1).long()
         at = placement.slot_to_expert.long().unsqueeze(1).expand_as(moved)
         assert (moved[at < 0] == 0).all()
         got = torch.zeros_like(loads, dtype=torch.int64).scatter_add_(2, at.clamp(min=0), moved)
@@ -60,10 +61,11 @@ def test_every_copy_goes_to_a_slot_of_its_expert(candidate: Candidate) -> None:
 
 
 def test_the_grid_names_every_split_and_nothing_twice() -> None:
-    assert {candidate.split for candidate in grid(16)} == set(SPLITS)
+    assert {candidate.split for candidate in grid(16, nodes=2)} == set(SPLITS)
     assert len(set(grid(16))) == len(grid(16))
     assert grid(0) == grid(16)[:2]
-    assert {candidate.split for candidate in grid(16, gathers=False)} == set(SPLITS) - {"exact"}
+    assert {candidate.split for candidate in grid(16)} == set(SPLITS) - {"node"}
+    assert {candidate.split for candidate in grid(16, False, 2)} == set(SPLITS) - {"exact", "node"}
 
 
 def test_rows_are_those_of_routed_tokens() -> None:
@@ -132,6 +134,53 @@ def test_the_verdict_follows_from_what_isoload_adds() -> None:
     assert (
         advise(question(), judge_by(skewed(), SMALL, 4, 8)).verdict == "not worth it"
     )  # planning takes longer
+
+
+@pytest.mark.parametrize("moves", [{}, {"rebalance_s": 2.0, "every": 1000}])
+def test_a_whole_step_is_its_layers_and_the_dense_part(moves: dict[str, float]) -> None:
+    """Every rank visits every other here, so that by the timeline, too, nothing overlaps and all wait for the slowest.
+    The trace has 3 of the model's 6 layers."""
+    asked = question(model=replace(SMALL, layers=6), **moves)
+    judged = judge_by(skewed(), SMALL, 4, 64)
+    plain, found = advise(asked, judged), advise(replace(asked, dense_ms=7.0), judged)
+    assert plain.steps is None and found.steps is not None and found.answers == plain.answers
+    for answer, step in zip((found.now, found.answers[0]), found.steps, strict=True):
+        assert step.ms == pytest.approx([ms + 7.0 for ms in answer.ms], rel=1e-9)
+        for end in (0, 1):
+            assert sum(of[end] for of in step.stages.values()) == pytest.approx(step.ms[end], rel=1e-9)
+        assert step.stages["dense"] == pytest.approx((7.0, 7.0))
+        assert step.halved_ms[0] > step.ms[0] - step.stages["waiting"][0], "there is no exchange to hide"
+        moving = 2.0 if moves and answer.candidate.placer != "trivial" else 0.0
+        assert step.stages["rebalance"] == (moving, moving)
+    low, high = found.share((1.0, 1.0))
+    assert (high, low) == pytest.approx([1.0 / ms for ms in found.steps[0].ms])
+
+
+def test_halves_hide_exchanges() -> None:
+    """Even loads: four times 30 us of each layer, as much as both halves compute meanwhile."""
+    curve = Curve(30.0, 0.0, 1.0)
+    steps = [AllToAllTime("gpu", "k", name, 4, 1, curve, curve) for name in ("dispatch", "combine")]
+    asked = question(layer=LayerTime(steps[0], EXPERTS, steps[1]), dense_ms=0.18)
+    loads = torch.full((1, 3, 4, 16), 8, dtype=torch.int32)
+    found = advise(asked, Judged(np.full((3, 16), 100), loads, drawn=False))
+    assert found.steps is not None
+    (whole, _), (halved, _) = found.steps[0].ms, found.steps[0].halved_ms
+    rows = 4 * 64 * (1 - (1 - 8 / 64) ** 4) / 2
+    half = 10 + ((4 * 2) ** 3 + 64**3) ** (1 / 3) + 0.1 * rows  # of a layer's experts
+    exchanges_alone = 3e-3 * 4 * 30
+    assert halved >= max(exchanges_alone, 3e-3 * (60 + 2 * half)) and whole > 0.18 + 3e-3 * (60 + half)
+    assert halved < 0.18 + 3e-3 * (2 * half + 4 * 30)
+
+
+def test_a_gather_is_a_stage_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = [NOW, Candidate("eplb", 4, "exact")]
+    monkeypatch.setattr("isoload.advise.advice.grid", lambda most, gathers: two)
+    asked = question(layer=LayerTime(None, replace(EXPERTS, c_us=1000.0), None), dense_ms=1.0)
+    found = advise(asked, judge_by(skewed(), SMALL, 4, 64))
+    assert found.steps is not None and found.answers[0].candidate.split == "exact"
+    stages = found.steps[1].stages
+    assert stages["gather"] == pytest.approx((3 * 10e-3, 3 * 40e-3))
+    assert stages["plan"] == pytest.approx((3 * 5e-3, 3 * 20e-3))
 
 
 def test_tokens_of_a_trace_are_judged_as_recorded() -> None:
@@ -232,6 +281,11 @@ def test_a_model_is_read_from_its_configuration(tmp_path) -> None:
         (lambda: find_model("gpt-5"), "model must be one of deepseek-v3, .* or a config.json, got 'gpt-5'"),
         (lambda: find_model("kimi-k2", "int3"), "dtype must be one of bfloat16, .* got 'int3'"),
         (lambda: question(step_ms=0.0), "step_ms must be above 0, got 0"),
+        (lambda: question(dense_ms=0.0), "dense_ms must be above 0, and in place of step_ms, got 0 and None"),
+        (
+            lambda: question(dense_ms=9.0, step_ms=40.0),
+            "dense_ms must be above 0, and in place of step_ms, got 9 and 40",
+        ),
         (lambda: question(tokens=0), "tokens_per_rank must be at least 1, got 0"),
         (
             lambda: question(rebalance_s=1.0),

@@ -100,6 +100,27 @@ def test_ragged_placements_stay_the_dense_layer_while_they_move(moves):
     stack.rebalancer.close()
 
 
+@pytest.mark.parametrize(
+    ("placer", "options"), [("eplb", {}), ("craft", {"replicas": 2}), ("trivial", {}), ("scenario", {})]
+)
+def test_every_placer_of_counts_stays_the_dense_layer_while_it_moves(placer, options):
+    stack = Stack(4, placer=placer, split="even", least_gain=0, **options)
+    moved, _ = stack.run(16, 4)
+    found = stack.rebalancer.last
+    assert found is not None and found.placement is stack.layers[0].placement
+    assert found.placement.layer_ids == stack.placement.layer_ids
+    wanted = isoload.place(torch.ones(LAYERS, EXPERTS), isoload.Topology(4), 4, placer, **options)
+    assert found.placement.slots_per_rank == wanted.slots_per_rank == 4
+    if placer != "trivial":
+        assert sum(moved) and found.after < found.before
+
+
+def test_a_placer_that_needs_tokens_is_named_when_it_plans():
+    stack = Stack(2, placer="grace")
+    with pytest.raises(ValueError, match="grace"):
+        stack.run(9, 2)
+
+
 def test_nothing_moves_for_little():
     stack = Stack(4, least_gain=10.0)
     moved, _ = stack.run(15, 4)
@@ -231,7 +252,9 @@ def test_refused():
         (layers, {"layers_per_step": 0}, "layers_per_step must be at least 1, got 0"),
         (layers, {"least_gain": -1}, "least_gain must be at least 0, got -1"),
         (layers, {"every": 9}, r"every must be at least delay \+ L / layers_per_step = 10, .* got 9"),
-        (layers, {"placer": "eplb"}, "option must be one of "),
+        (layers, {"placer": "eplb", "pinned": True}, "option must be one of "),
+        (layers, {"split": "odd"}, "split must be exact or even, got 'odd'"),
+        (layers, {"split": "odd", "placer": "eplb"}, "split must be exact or even, got 'odd'"),
         ([], {}, "layers must be at least one, got none"),
         (layers[:1], {}, r"layers must be all 2 of their Placement, each once, got positions \[0\]"),
         (

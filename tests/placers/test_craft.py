@@ -42,6 +42,17 @@ def test_budgets_by_the_curve():
     assert pick_budget(np.zeros(4), "knee") == pick_budget(np.zeros(4), "gain") == 0
 
 
+def test_the_default_is_more_than_the_first_replica_of_a_concave_curve():
+    loads = np.random.default_rng(0).lognormal(0, 1.5, (1, 24, 32))
+    made = {
+        how: isoload.place(loads, isoload.Topology(8), placer="craft", **how_of)
+        for how, how_of in (("default", {}), ("gain", {"replicas": "gain"}))
+    }
+    total = {how: sum(of.provenance["replicas_by_layer"]) // 8 for how, of in made.items()}
+    curve = np.array(made["default"].provenance["worth_by_replicas_of_a_rank"])
+    assert total == {"default": pick_budget(curve, "knee"), "gain": 1} and total["default"] > 1
+
+
 def test_slots_are_spread_as_algorithm_3_says():
     rng = np.random.default_rng(1)
     for _ in range(100):

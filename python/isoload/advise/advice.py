@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
-from isoload.advise.candidates import NOW, Candidate, grid, placed, sent, targets
+from isoload.advise.candidates import NOW, Candidate, grid, placed, sent_batches
 from isoload.advise.loads import Judged
 from isoload.advise.models import Model
-from isoload.advise.traffic import Floats, rows_between
+from isoload.advise.steps import Step, modelled_step
 from isoload.placement import Placement
+from isoload.replay.traffic import Floats, rows_between
 from isoload.times import LayerTime
 from isoload.topology import Topology
 
@@ -24,7 +24,9 @@ PLAN_US = {
     "none": (0.0, 0.0),
     "static": (0.0, 0.0),
     "dynamic": (0.0, 0.0),
+    "last": (5.0, 20.0),
     "own": (5.0, 20.0),
+    "node": (15.0, 60.0),
     "exact": (15.0, 60.0),
 }
 
@@ -34,7 +36,8 @@ class Question:
     """What is asked.
 
     layer: constants of the GPU. tokens: of a rank in a step. step_ms: that was measured, by which percentages are;
-    None: of the modelled MoE layers alone, which is their upper end. memory: bytes of a rank for more slots; None: any.
+    None: of the modelled MoE layers alone, which is their upper end. dense_ms: in its place attention and the dense
+    part of a step, all layers, with which a whole one is modelled. memory: bytes of a rank for more slots; None: any.
     rebalance_s, every: seconds that a rebalance takes, and the steps between two. context: tokens of a request.
     gathers: whether the engine gathers all ranks' loads for this model, as "exact" needs.
     """
@@ -49,8 +52,12 @@ class Question:
     every: int = 0
     context: int = 4096
     gathers: bool = True
+    dense_ms: float | None = None
 
     def __post_init__(self) -> None:
+        if self.dense_ms is not None and not (0 < self.dense_ms < float("inf") and self.step_ms is None):
+            given = f"{self.dense_ms:g} and {self.step_ms}"
+            raise ValueError(f"dense_ms must be above 0, and in place of step_ms, got {given}")
         if self.step_ms is not None and not self.step_ms > 0:
             raise ValueError(f"step_ms must be above 0, got {self.step_ms:g}")
         if self.tokens < 1:
@@ -91,6 +98,7 @@ class Advice:
     now: Answer
     extrapolated: bool  # whether the constants were measured on fewer or more tokens
     drawn: bool
+    steps: tuple[Step, Step] | None = None  # whole ones: as it runs now, and of the best; with dense_ms
 
     @property
     def ours(self) -> Answer | None:
@@ -108,9 +116,11 @@ class Advice:
         return between(self.theirs, self.ours) if self.ours else (0.0, 0.0)
 
     def share(self, saved_ms: tuple[float, float]) -> tuple[float, float]:
-        """As a part of the step; without a measured one, of its MoE layers as they run now, which is an upper end."""
+        """As a part of the step as it runs now: the measured one, else the modelled one; without dense_ms of its MoE
+        layers alone, which is an upper end."""
+        modelled = self.steps[0].ms if self.steps else self.now.ms
         step = self.question.step_ms
-        low, high = sorted(saved / (step or now) for saved, now in zip(saved_ms, self.now.ms, strict=True))
+        low, high = sorted(saved / (step or now) for saved, now in zip(saved_ms, modelled, strict=True))
         return low, high
 
     @property
@@ -139,7 +149,7 @@ def advise(
     per_slot = model.expert_bytes * model.layers
     most = model.experts if question.memory is None else int(question.memory // per_slot)
     found, made = [], dict[tuple[str, int], Placement]()
-    candidates = grid(most, question.gathers)
+    candidates = grid(most, question.gathers, question.topology.num_nodes)
     for done, candidate in enumerate(candidates):
         key = candidate.placer, candidate.more
         if key not in made:
@@ -151,7 +161,33 @@ def advise(
     answers = [replace(answer, saved_ms=between(now, answer)) for answer in found]
     ranked = sorted(answers, key=lambda answer: sum(answer.ms))
     guessed = bool(question.layer.experts.extrapolated([question.tokens * model.top_k]))
-    return Advice(question, tuple(ranked), answers[0], guessed, judged.drawn)
+    steps = None
+    if question.dense_ms is not None:
+        whole = [_whole(of.candidate, made, question, judged) for of in (answers[0], ranked[0])]
+        steps = whole[0], whole[1]
+    return Advice(question, tuple(ranked), answers[0], guessed, judged.drawn, steps)
+
+
+def _whole(
+    candidate: Candidate, made: dict[tuple[str, int], Placement], question: Question, judged: Judged
+) -> Step:
+    assert question.dense_ms is not None
+    batches = list(sent_batches(candidate, made[candidate.placer, candidate.more], judged))
+    plan, gather = PLAN_US[candidate.split], (0.0, 0.0)
+    if candidate.split == "exact":
+        both, plan = plan, PLAN_US["own"]
+        gather = both[0] - plan[0], both[1] - plan[1]
+    of = question.tokens, question.topology, question.model.layers, question.dense_ms
+    step = modelled_step(question.layer, batches, *of, plan, gather)
+    moving = _moving_ms(candidate, question)
+    (ms, halved) = ((low + moving, high + moving) for low, high in (step.ms, step.halved_ms))
+    return Step(ms, {**step.stages, "rebalance": (moving, moving)}, halved)
+
+
+def _moving_ms(candidate: Candidate, question: Question) -> float:
+    """Of a step, its part of a rebalance."""
+    moves = question.every and candidate.placer != "trivial"
+    return 1e3 * question.rebalance_s / question.every if moves else 0.0
 
 
 def _answer(
@@ -159,10 +195,8 @@ def _answer(
 ) -> Answer:
     model, topology = question.model, question.topology
     ranks, nodes = topology.num_ranks, topology.num_nodes
-    offset = targets(torch.from_numpy(judged.seen), placement) if candidate.split == "own" else []
     seconds, imbalance, across = [], [], []
-    for seed, loads in enumerate(judged.loads):
-        moved = sent(candidate, loads, placement, offset, seed).numpy()
+    for moved in sent_batches(candidate, placement, judged):
         copies = moved.sum(1).reshape(len(moved), ranks, -1)
         rows = rows_between(moved, question.tokens, ranks)
         seconds.append(question.layer.seconds(copies, rows.sum(1), np.full(len(moved), question.tokens)))
@@ -171,11 +205,7 @@ def _answer(
         across.append(_to_other_nodes(rows_between(moved, question.tokens, nodes), topology))
     low, high = np.concatenate(seconds).mean(0) * 1e3  # [2] ms of a layer
     plan = [us * 1e-3 for us in PLAN_US[candidate.split]]
-    moving = (
-        1e3 * question.rebalance_s / question.every
-        if question.every and candidate.placer != "trivial"
-        else 0.0
-    )
+    moving = _moving_ms(candidate, question)
     step = model.layers * (low + plan[0]) + moving, model.layers * (high + plan[1]) + moving
     return Answer(
         candidate,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from isoload import ops
 from isoload.advise.loads import Judged
 from isoload.own_counts import offsets
+from isoload.own_counts.targets import exact_quota, scaled
 from isoload.placement import Placement
 from isoload.placers import place
 from isoload.planning import plan_layers, share_routed
@@ -26,7 +28,8 @@ class Candidate(NamedTuple):
     placer: "trivial" lays experts in order, as engines do by default; "eplb" packs them by their loads.
     more: slots of a rank beyond those that hold each expert once.
     split: who chooses replicas: "static" and "dynamic" (a random one) are engines' own; isoload's "exact" is planned by
-        all ranks' loads, "own" by each rank's own. "none" where there are no replicas.
+        all ranks' loads, "node" by those of a node, "own" by each rank's own, "last" by those of batches before.
+        "none" where there are no replicas.
     """
 
     placer: str
@@ -36,7 +39,7 @@ class Candidate(NamedTuple):
     @property
     def ours(self) -> bool:
         """Whether isoload chooses the replicas."""
-        return self.split in ("exact", "own")
+        return self.split in ISOLOADS
 
     @property
     def label(self) -> str:
@@ -45,17 +48,20 @@ class Candidate(NamedTuple):
 
 
 NOW = Candidate("trivial", 0, "none")
+ISOLOADS = ("exact", "node", "own", "last")
 
 
-def grid(most: int, gathers: bool = True) -> list[Candidate]:
-    """All candidates with at most so many more slots: experts in order first. gathers: "exact", too."""
-    found = [NOW, Candidate("eplb", 0, "none")]
-    return found + [
-        Candidate("eplb", more, split)
-        for more in MORE_SLOTS[1:]
-        if more <= most
-        for split in ("static", "dynamic", "own", *(["exact"] if gathers else []))
-    ]
+def grid(most: int, gathers: bool = True, nodes: int = 1) -> list[Candidate]:
+    """All candidates with at most so many more slots: experts in order first.
+
+    gathers: whether the engine gathers loads, of all ranks for "exact", inside of each of several nodes for "node".
+    """
+    ours = [split for split in ISOLOADS if gathers or split in ("own", "last")]
+    splits = ("static", "dynamic", *(split for split in ours if nodes > 1 or split != "node"))
+    replicated = (
+        Candidate("eplb", more, split) for more in MORE_SLOTS[1:] if more <= most for split in splits
+    )
+    return [NOW, Candidate("eplb", 0, "none"), *replicated]
 
 
 def placed(candidate: Candidate, judged: Judged, topology: Topology) -> Placement:
@@ -64,34 +70,65 @@ def placed(candidate: Candidate, judged: Judged, topology: Topology) -> Placemen
 
 
 def sent(
-    candidate: Candidate, loads: Tensor, placement: Placement, offset: list[Tensor], seed: int
+    candidate: Candidate, loads: Tensor, placement: Placement, renewed: list[Tensor], seed: int
 ) -> Tensor:
-    """[L, R, P] copies that each rank sends to each slot in a batch of loads [L, R, E]."""
-    return SPLITS[candidate.split](loads, placement, offset, seed)
+    """[L, R, P] copies that each rank sends to each slot in a batch of loads [L, R, E]; renewed: of :func:`targets`."""
+    return SPLITS[candidate.split](loads, placement, renewed, seed)
 
 
-def targets(seen: Tensor, placement: Placement) -> list[Tensor]:
-    """Of every rank, its offset [L, R] where all ranks have had tokens alike: counts seen [L, E], R times."""
-    layers, ranks = placement.layers("cpu"), placement.topology.num_ranks
-    recent = seen.unsqueeze(1).expand(-1, ranks, -1)
-    at = layers.tables, layers.slot_to_expert, placement.topology
-    return [offsets(recent, source, *at) for source in range(ranks)]
+def sent_batches(candidate: Candidate, placement: Placement, judged: Judged) -> Iterator[NDArray[np.integer]]:
+    """[L, R, P] copies that each rank sends to each slot, batch by batch."""
+    renewed = targets(candidate.split, torch.from_numpy(judged.seen), placement)
+    for seed, loads in enumerate(judged.loads):
+        yield sent(candidate, loads, placement, renewed, seed).numpy()
+
+
+def targets(split: str, seen: Tensor, placement: Placement) -> list[Tensor]:
+    """What an exchange tells ranks that have all had tokens alike, counts seen [L, E].
+
+    Of every rank ("own") or node ("node") its offset [L, R]; the quotas [L, P] of "last"; for other splits nothing.
+    """
+    layers, topology = placement.layers("cpu"), placement.topology
+    if split == "last":
+        no_shared = seen.new_zeros(len(seen), 1, topology.num_ranks)
+        return [exact_quota(*scaled(seen.unsqueeze(1), no_shared), layers.tables, topology).int()]
+    sources = {"own": topology.num_ranks, "node": topology.num_nodes}.get(split, 0)
+    recent = seen.unsqueeze(1).expand(-1, sources, -1)
+    return [offsets(recent, s, layers.tables, layers.slot_to_expert, topology) for s in range(sources)]
 
 
 def _by_policy(policy: str) -> Callable[[Tensor, Placement, list[Tensor], int], Tensor]:
-    def split(loads: Tensor, placement: Placement, offset: list[Tensor], seed: int) -> Tensor:
+    def split(loads: Tensor, placement: Placement, renewed: list[Tensor], seed: int) -> Tensor:
         return share_routed(loads, plan_layers(loads, placement, policy), None)
 
     return split
 
 
-def _own(loads: Tensor, placement: Placement, offset: list[Tensor], seed: int) -> Tensor:
+def _own(loads: Tensor, placement: Placement, renewed: list[Tensor], seed: int) -> Tensor:
     tables = placement.layers("cpu").tables
-    rows = [ops.plan_own(loads[:, s].contiguous(), tables, offset[s], s) for s in range(loads.shape[1])]
+    rows = [ops.plan_own(loads[:, s].contiguous(), tables, renewed[s], s) for s in range(loads.shape[1])]
     return torch.stack(rows, 1)
 
 
-def _dynamic(loads: Tensor, placement: Placement, offset: list[Tensor], seed: int) -> Tensor:
+def _node(loads: Tensor, placement: Placement, renewed: list[Tensor], seed: int) -> Tensor:
+    tables, size = placement.layers("cpu").tables, placement.topology.ranks_per_node
+    found = []
+    for node, offset in enumerate(renewed):
+        inside = torch.zeros_like(loads)
+        inside[:, node * size : (node + 1) * size] = loads[:, node * size : (node + 1) * size]
+        wanted = ops.plan_own(inside.sum(1, dtype=torch.int32), tables, offset, node)
+        found.append(ops.share(inside, wanted, tables, size)[:, node * size : (node + 1) * size])
+    return torch.cat(found, 1)
+
+
+def _last(loads: Tensor, placement: Placement, renewed: list[Tensor], seed: int) -> Tensor:
+    tables, (quota,) = placement.layers("cpu").tables, renewed
+    ranks = range(loads.shape[1])
+    rows = [ops.share_alone(loads[:, s].contiguous(), quota, tables, s, past=True) for s in ranks]
+    return torch.stack(rows, 1)
+
+
+def _dynamic(loads: Tensor, placement: Placement, renewed: list[Tensor], seed: int) -> Tensor:
     """Every copy draws a replica, all alike."""
     draw, slots = np.random.default_rng(seed), placement.arrays[0]
     found = np.zeros((*loads.shape[:2], slots.shape[1]), dtype=np.int32)
@@ -114,6 +151,8 @@ SPLITS: dict[str, Callable[[Tensor, Placement, list[Tensor], int], Tensor]] = {
     "none": _by_policy("static"),
     "static": _by_policy("static"),
     "dynamic": _dynamic,
+    "last": _last,
     "own": _own,
+    "node": _node,
     "exact": _by_policy("exact"),
 }

@@ -29,13 +29,15 @@ def _sglang(candidate: Candidate, ranks: int, nodes: int, placement: str | None)
     lines = [f"--ep-size {ranks}", *([f"--nnodes {nodes}"] if nodes > 1 else [])]
     if candidate.more:
         lines.append(f"--ep-num-redundant-experts {ranks * candidate.more}")
-        algorithm = {"exact": "lp", "own": "dynamic"}.get(candidate.split, candidate.split)
+        algorithm = {"exact": "lp", "node": "lp"}.get(
+            candidate.split, "dynamic" if candidate.ours else candidate.split
+        )
         lines.append(f"--ep-dispatch-algorithm {algorithm}")
     if candidate.placer != "trivial":
         lines.append("--enable-eplb" + (" --eplb-algorithm isoload" if candidate.ours else ""))
         lines += [f"--init-expert-location {placement}"] if placement else []
     if candidate.ours:
-        loads = {"exact": "gathered", "own": "own"}[candidate.split]
+        loads = {"exact": "gathered"}.get(candidate.split, candidate.split)
         lines.insert(0, f"ISOLOAD_SGLANG=1 ISOLOAD_LOADS={loads}")
     return lines
 
@@ -45,6 +47,6 @@ def _vllm(candidate: Candidate, ranks: int) -> list[str]:
     if candidate.placer != "trivial":
         lines.append(f"--enable-eplb --eplb-config '{{\"num_redundant_experts\": {ranks * candidate.more}}}'")
     if candidate.ours:
-        loads = {"exact": "gathered", "own": "own"}[candidate.split]
+        loads = {"exact": "gathered"}.get(candidate.split, candidate.split)
         lines.insert(0, f"ISOLOAD_VLLM=1 ISOLOAD_LOADS={loads}")
     return lines

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from isoload.cli import options
+from isoload.cli.step_table import WHOLE, span_of, step_table
 from isoload.cli.tables import Figure, Row, print_lines, print_table, table_of, write_out
 
 if TYPE_CHECKING:
@@ -40,12 +41,6 @@ UPPER = (
 )
 
 
-def _span(ends: tuple[float, float], sign: str = "") -> str:
-    """Milliseconds or percent: two digits behind the point of what is below 100."""
-    low, high = (format(end, f"{sign}.{0 if max(map(abs, ends)) >= 100 else 2}f") for end in ends)
-    return low if low == high else f"{low} .. {high}"
-
-
 def rows_of(advice: Advice) -> list[Row]:
     """A row per answer, as --json writes it and the table shows it."""
     asked, rows = advice.question, []
@@ -56,8 +51,8 @@ def rows_of(advice: Advice) -> list[Row]:
             {
                 **answer.to_json(),
                 "label": answer.candidate.label,
-                "ms": _span(answer.ms),
-                "saved": "now" if answer is advice.now else _span(answer.saved_ms, "+"),
+                "ms": span_of(answer.ms),
+                "saved": "now" if answer is advice.now else span_of(answer.saved_ms, "+"),
                 "gib": f"{size / GIB:.1f}" if size else "-",
                 "requests": f"{size / asked.context / asked.model.kv_bytes:.0f}" if size else "-",
                 "node_rows": answer.node_rows if asked.topology.num_nodes > 1 else None,
@@ -69,11 +64,12 @@ def rows_of(advice: Advice) -> list[Row]:
 def verdict_lines(advice: Advice) -> list[str]:
     """Two sentences: what is to be had without isoload, and what it adds."""
     ours, theirs = advice.ours, advice.theirs
-    of = "a step" if advice.question.step_ms else "these layers, at most"
+    whole = "a modelled step" if advice.steps else "these layers, at most"
+    of = "a step" if advice.question.step_ms else whole
 
     def said(saved: tuple[float, float]) -> str:
         low, high = advice.share(saved)
-        return f"{_span(saved)} ms a step ({_span((100 * low, 100 * high))} % of {of})"
+        return f"{span_of(saved)} ms a step ({span_of((100 * low, 100 * high))} % of {of})"
 
     first = f"Without isoload: {theirs.candidate.label} saves {said(theirs.saved_ms)}."
     if theirs is advice.now:
@@ -102,13 +98,16 @@ def print_advice(
     print_lines(console, [shape, where, constants], "bold")
     print_table(console, *table_of(FIGURES, rows_of(advice), wide))
     print_lines(console, verdict_lines(advice), "green")
+    if advice.steps:
+        print_table(console, *step_table(*advice.steps))
     if launch:
         print_lines(console, [f"To run {advice.answers[0].candidate.label}:"])
         for line in launch:  # to be copied: never broken
             console.print(Text(f"  {line}"), soft_wrap=True)
     low, high = PLAN_US["own"][0], PLAN_US["exact"][1]
     notes = [UNITS.format(batches=batches, low=low, high=high, context=asked.context)]
-    notes += [] if asked.step_ms else [UPPER]
+    if not asked.step_ms:
+        notes.append(WHOLE.format(dense=asked.dense_ms) if advice.steps else UPPER)
     print_lines(console, notes, "dim")
     print_lines(console, said, "yellow")
 
@@ -148,6 +147,10 @@ def advise(
     step_ms: Annotated[
         float | None, typer.Option(help="A whole step's time as you measured it; percentages are of it.")
     ] = None,
+    dense_ms: Annotated[
+        float | None,
+        typer.Option(help="Attention and the dense part of a step, all layers: models a whole one."),
+    ] = None,
     memory_per_rank: Annotated[
         float | None, typer.Option(help="GiB of a rank that more slots may take, all layers.")
     ] = None,
@@ -185,7 +188,7 @@ def advise(
     question = Question(
         chosen, times, topology, tokens_per_rank, step_ms, memory, rebalance_seconds, every, context
     )
-    question = replace(question, gathers=engine == "vllm" or chosen.is_deepseek)
+    question = replace(question, gathers=engine == "vllm" or chosen.is_deepseek, dense_ms=dense_ms)
     judged = judge_by(loaded, chosen, ranks, tokens_per_rank)
     with progress("candidates") as on_candidate:
         found = search(question, judged, on_candidate)
@@ -202,6 +205,7 @@ def advise(
         "gain_ms": list(found.gain_ms),
         "gain_share": list(found.share(found.gain_ms)),
         "answers": [answer.to_json() for answer in found.answers],
+        "steps": dict(zip(("now", "best"), (step.to_json() for step in found.steps or ()), strict=False)),
         "flags": launch,
         "warnings": said,
     }

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -48,11 +47,12 @@ class Rebalancer:
         layers: all L of one Placement, each at its own position; MoE or Balancer.
         recorder: of their counts; set on the layers here.
         every: batches between two plans.
-        moves: most slots of a layer that get another expert. None: any number.
+        moves: most slots of a layer that get another expert; None: any number. Of placers that start from the placement
+            before: others place anew, as engines' own EPLB does.
         least_gain: the mean imbalance must fall by so much, or nothing is moved.
         layers_per_step: layers that move after one batch.
         delay: batches that planning may take; where it takes longer, the host waits for it.
-        placer: which starts from the placement before.
+        placer: a name in ``isoload.PLACERS`` that places by counts alone.
         split: how the layers split replicas, and so what is compared: "exact", or "even" where an engine does.
         optimizer: whose state moves along, see :meth:`isoload.MoE.load_placement`.
         **options: the placer's; ``pinned=True`` where a layer is made of Shards.
@@ -80,13 +80,17 @@ class Rebalancer:
         self.balancers = [getattr(layer, "balancer", layer) for layer in layers]
         self.every, self.delay = every, delay
         self.least_gain, self.layers_per_step = least_gain, layers_per_step
-        self.options = {"split": split, **({} if moves is None else {"moves": moves}), **options}
-        self.placer = placer
-        self.group = self.balancers[0].group if self.balancers else None
+        self.placer, self.split, self.options = placer, split, options
+        if not layers:
+            raise ValueError("layers must be at least one, got none")
+        self.group = self.balancers[0].group
         # A rank with other options would move other experts, or gather alone.
-        with nullcontext({}) if self.group is None else self.group.agreeing("construction") as facts:
+        with self.group.agreeing("construction") as facts:
+            self._starts_before = make_placer(placer, options).takes_before
+            if self._starts_before:
+                self.options = {"split": split, **({} if moves is None else {"moves": moves}), **options}
             self._check()
-            for name in ("every", "delay", "layers_per_step", "least_gain", "placer", "options"):
+            for name in ("every", "delay", "layers_per_step", "least_gain", "placer", "split", "options"):
                 facts[name] = getattr(self, name)
         self.placement: Placement = self.balancers[0].placement
         self.batches = 0
@@ -117,7 +121,7 @@ class Rebalancer:
         if self._planned is not None and self.batches == self._due:
             planned, self._planned = self._planned, None
             # Where a thread failed on one rank, no rank takes the plan.
-            with nullcontext() if self.group is None else self.group.agreeing("placing"):
+            with self.group.agreeing("placing"):
                 made = planned.result()
             self.last, self.placement = made, made.placement
             self._waiting = deque(dict.fromkeys([*made.layers, *self._waiting]))
@@ -154,10 +158,12 @@ class Rebalancer:
             placer=self.placer,
             spare_slots=now.spare_slots,
             num_shared=now.num_shared,
-            before=now,
+            before=now if self._starts_before else None,
             **self.options,
         )
-        judge = exact_imbalance if self.options["split"] == "exact" else even_imbalance
+        if not self._starts_before:
+            new = replace(new, layer_ids=now.layer_ids)
+        judge = exact_imbalance if self.split == "exact" else even_imbalance
         before, after = (judge(placement, counts) for placement in (now, new))  # [batches, L]
         if before.mean() - after.mean() < self.least_gain:
             return Rebalanced(now, float(before.mean()), float(before.mean()), ())
@@ -170,8 +176,8 @@ class Rebalancer:
         for name, least in (("every", 1), ("layers_per_step", 1), ("delay", 1), ("least_gain", 0)):
             if (value := getattr(self, name)) < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
-        if not self.layers:
-            raise ValueError("layers must be at least one, got none")
+        if self.split not in ("exact", "even"):
+            raise ValueError(f"split must be exact or even, got {self.split!r}")
         first: Placement = self.balancers[0].placement
         if any(b.placement is not first for b in self.balancers):
             raise ValueError("layers must share one Placement, got several")
@@ -192,8 +198,7 @@ class Rebalancer:
                 f"every must be at least delay + L / layers_per_step = {self.delay + moving}, so that one plan is "
                 f"carried out before the next is begun, got {self.every}"
             )
-        if not make_placer(self.placer, self.options).takes_before:
-            raise ValueError(f"placer must start from the placement before, got {self.placer!r}")
+        make_placer(self.placer, self.options)
         held = [w for layer in self.layers if isinstance(layer, MoE) for w in layer.weights]
         if any(isinstance(weights, ShardWeights) for weights in held) and not self.options.get("pinned"):
             raise ValueError(

@@ -24,8 +24,9 @@ class CraftPlacer(Placer):
     by batch. The placement is ragged: layers and ranks have different numbers of slots.
 
     Options:
-        replicas: of a rank over all layers; "gain": the number with the largest worth per replica, as CRAFT chooses;
-            "knee": where the curve of worth bends. The placement's provenance has the curve.
+        replicas: of a rank over all layers; "knee": where the curve of worth bends; "gain": the number with the largest
+            worth per replica, as CRAFT chooses (section 4.2.1): 1 where worth is concave, as on all our traces.
+            The placement's provenance has the curve.
         objective: what replicas of a layer are worth: "time": by how much its mean busiest rank's load falls; "gain":
             by how much its mean balance (mean/max) rises, as CRAFT's text says; "printed": that times their number, as
             its Algorithm 2 is printed, which gives a few layers all of the budget.
@@ -36,7 +37,7 @@ class CraftPlacer(Placer):
     """
 
     name = "craft"
-    replicas: int | str = "gain"
+    replicas: int | str = "knee"
     objective: str = "time"
     grid: str = "powers"
 

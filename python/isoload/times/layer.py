@@ -24,7 +24,12 @@ class LayerTime:
     combine: AllToAllTime | None
 
     def seconds(self, copies: Any, rows: Any, tokens: Any = 0) -> Floats:
-        """[..., 2] from and to what the layer takes.
+        """[..., 2] from and to what the layer takes; arguments as those of :meth:`parts`."""
+        experts, dispatch, combine = self.parts(copies, rows, tokens)
+        return np.asarray(experts.max(-1)[..., None] + dispatch + combine)
+
+    def parts(self, copies: Any, rows: Any, tokens: Any = 0) -> tuple[Floats, Floats, Floats]:
+        """[..., R] what each rank's experts take; [..., 2] from and to what dispatch takes, and combine.
 
         Args:
             copies: [..., R, slots of a rank] that each slot computes.
@@ -35,9 +40,10 @@ class LayerTime:
         if found.ndim < 2 or received.shape != found.shape[:-1]:
             shapes = f"{list(received.shape)} beside copies {list(found.shape)}"
             raise ValueError(f"rows must be [..., ranks] and copies [..., ranks, slots], got {shapes}")
-        slowest = self.experts.seconds(found, received).max(-1)
-        busiest = received.max(-1) / np.maximum(received.mean(-1), 1e-300)
-        steps = [
-            step.seconds(tokens, np.maximum(busiest, 1)) for step in (self.dispatch, self.combine) if step
-        ]
-        return np.asarray(sum(steps, np.stack([slowest, slowest], -1)))
+        experts = self.experts.seconds(found, received)
+        busiest = np.maximum(received.max(-1) / np.maximum(received.mean(-1), 1e-300), 1)
+        none = np.zeros((*busiest.shape, 2))
+        dispatch, combine = (
+            step.seconds(tokens, busiest) if step else none for step in (self.dispatch, self.combine)
+        )
+        return experts, dispatch, combine

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
 
-def rows_between(sent: NDArray[np.integer], tokens: int, groups: int) -> Floats:
+def rows_between(sent: NDArray[np.number[Any]], tokens: int, groups: int) -> Floats:
     """[L, R, groups] rows that each source sends to each group of ranks (a rank, or a node).
 
     A token reaches a group by any of its copies. Which tokens an expert's copies are of is not known from counts: each
@@ -20,8 +22,9 @@ def rows_between(sent: NDArray[np.integer], tokens: int, groups: int) -> Floats:
         tokens: of a source.
         groups: of equal size, over which the P slots lie in order.
     """
-    missed = np.log1p(
-        -np.minimum(sent / tokens, 1 - 1e-12)
-    )  # of a token, that no copy of it goes to the slot
-    by_group = missed.reshape(*sent.shape[:2], groups, -1).sum(-1)
-    return np.asarray(-tokens * np.expm1(by_group))
+    found = np.empty((*sent.shape[:2], groups))
+    for layer, of_layer in enumerate(sent):  # one by one: of 256 ranks all slots are large
+        # Of a token, that no copy of it goes to the slot.
+        missed = np.log1p(-np.minimum(of_layer / tokens, 1 - 1e-12))
+        found[layer] = -tokens * np.expm1(missed.reshape(len(of_layer), groups, -1).sum(-1))
+    return found
