@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from isoload.cli.page_parts import layer_lines, rank_heat, row_shares, sending_heat
+from isoload.cli.page_parts import MEAN, ROWS, leaving, lines, over_mean, rank_heats, sending_heat
 from isoload.report import charts, code, figure, page, prose, section
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 COLOURS = dict(zip(("now", "without isoload", "isoload"), charts.LINES, strict=False))
 ENDS = ("var(--c5)", "var(--c3)")  # half and double
-SAID = "Copies of each rank over the mean of all ranks, "
 
 
 def named_runs(advice: Advice, judged: Judged) -> dict[str, Run]:
@@ -34,29 +33,22 @@ def named_runs(advice: Advice, judged: Judged) -> dict[str, Run]:
 
 def loads_section(runs: Mapping[str, Run], best: str, layers: Sequence[int]) -> str:
     """Imbalance by layer, rank loads of now and of the best, where their rows go."""
-    ratios = {
-        name: run.copies.sum(-1) / run.copies.sum(-1).mean(-1, keepdims=True) for name, run in runs.items()
-    }
-    lines = layer_lines({name: of.max(-1).mean(0) for name, of in ratios.items()}, layers)
-    parts = [lines, row_shares({name: _parts(run) for name, run in runs.items()})]
-    for name in dict.fromkeys(("now", best)):
-        of = ratios[name]
-        parts += [
-            rank_heat(f"Rank loads, {name}", f"{SAID}mean over batches.", of.mean(0), layers),
-            rank_heat(f"Rank loads, {name}, worst batch", f"{SAID}the most in any batch.", of.max(0), layers),
-        ]
-    parts += [
-        sending_heat(f"Rows between ranks, {name}", runs[name].rows) for name in dict.fromkeys(("now", best))
+    loads = {name: run.copies.sum(-1) for name, run in runs.items()}
+    series = {name: over_mean(of).max(-1).mean(0) for name, of in loads.items()}
+    shown = dict.fromkeys(("now", best))
+    parts = [
+        lines("Imbalance by layer", MEAN, series, layers),
+        leaving("Where rows go", ROWS, {name: (_leaving(run), run.node_rows) for name, run in runs.items()}),
+        *(part for name in shown for part in rank_heats(name, loads[name], layers)),
+        *(sending_heat(name, runs[name].rows.sum((0, 1))) for name in shown),
     ]
     said = ". ".join(f"{name}: {run.candidate.label}" for name, run in runs.items())
     return section("Where the load is", *parts, said=f"{said}.")
 
 
-def _parts(run: Run) -> dict[str, float]:
-    """Of all rows, those that stay, go to another rank of the node, to another node."""
-    stay = float(run.rows.diagonal(axis1=-2, axis2=-1).sum() / run.rows.sum())
-    found = {"own rank": stay, "own node": 1 - stay - run.node_rows, "other nodes": run.node_rows}
-    return found if run.node_rows else {"own rank": stay, "other ranks": 1 - stay}
+def _leaving(run: Run) -> float:
+    """Of all rows, those to another rank."""
+    return 1 - float(run.rows.diagonal(axis1=-2, axis2=-1).sum() / run.rows.sum())
 
 
 def saving_section(
