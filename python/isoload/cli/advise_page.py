@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from isoload.advise.advice import Run
     from isoload.times import LayerTime
 
-COLOURS = dict(zip(("now", "without isoload", "isoload"), charts.LINES, strict=False))
+COLOURS = {"without isoload": charts.LINES[1], "isoload": charts.OWN}
 ENDS = ("var(--c5)", "var(--c3)")  # half and double
 
 
@@ -37,7 +37,7 @@ def loads_section(runs: Mapping[str, Run], best: str, layers: Sequence[int]) -> 
     series = {name: over_mean(of).max(-1).mean(0) for name, of in loads.items()}
     shown = dict.fromkeys(("now", best))
     parts = [
-        lines("Imbalance by layer", MEAN, series, layers),
+        lines("Imbalance by layer", MEAN, series, layers, best="isoload"),
         leaving("Where rows go", ROWS, {name: (_leaving(run), run.node_rows) for name, run in runs.items()}),
         *(part for name in shown for part in rank_heats(name, loads[name], layers)),
         *(sending_heat(name, runs[name].rows.sum((0, 1))) for name in shown),

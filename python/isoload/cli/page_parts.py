@@ -27,10 +27,11 @@ def lines(
     at: Sequence[int],
     x: str = "layer",
     y: str = "max/mean rank load",
+    best: str = "",
 ) -> str:
     """[n] of each name, over as many numbers."""
     rows = [(n, *(f"{of[i]:.3f}" for of in series.values())) for i, n in enumerate(at)]
-    spec = charts.by_layer({name: list(map(float, of)) for name, of in series.items()}, at, x, y)
+    spec = charts.by_number({name: list(map(float, of)) for name, of in series.items()}, at, x, y, best)
     return figure(title, said, spec, (x, *series), rows)
 
 

@@ -36,32 +36,22 @@ def replay_page(replay: Replay, what: Sequence[str], tables: str, notes: Sequenc
     best = min(rows, key=lambda row: row.imbalance_mean)
     shown = dict.fromkeys((rows[0].policy, best.policy))
     counted = best.remote_rank_share is not None
-    title, said = (
-        ("Where rows go", ROWS)
-        if counted
-        else ("Where copies go", "A copy is a token and one of its experts.")
-    )
-    gone = {row.policy: _leaving(row) for row in rows}
+    kind, said = ("rows", ROWS) if counted else ("copies", "A copy is a token and one of its experts.")
+    series = {name: _imbalance(of) for name, of in tallies.items()}
     parts = [
-        lines("Imbalance by layer", MEAN, {name: _imbalance(of) for name, of in tallies.items()}, layers),
-        leaving(title, said, gone),
+        lines("Imbalance by layer", MEAN, series, layers, best=best.policy),
+        leaving(f"Where {kind} go", said, {row.policy: _leaving(row) for row in rows}),
         *(part for name in shown for part in rank_heats(name, np.stack(tallies[name].loads), layers)),
         *(sending_heat(name, np.sum(tallies[name].rank_rows, 0)) for name in shown if counted),
     ]
     lead = [
         f"The busiest rank has {best.imbalance_mean:.3f} times the mean under {best.policy}, "
-        f"{rows[0].imbalance_mean:.3f} times under {rows[0].policy}.",
-        f"{best.policy} is {100 * best.gap_mean:.2f} % over the bound that is proved for this placement, mean.",
+        f"{rows[0].imbalance_mean:.3f} times under {rows[0].policy}; mean over batches and layers.",
+        f"That is {100 * best.gap_mean:+.2f} % from the bound that is proved for this placement, mean over both.",
     ]
     body = [section("Policies", tables), section("Where the load is", *parts), _notes(notes)]
-    return page(
-        f"isoload replay: {replay.trace}",
-        what,
-        f"{best.policy}: {best.imbalance_mean:.3f}",
-        lead,
-        body,
-        figures,
-    )
+    heading = f"{best.policy}: {best.imbalance_mean:.3f} × the mean"
+    return page(f"isoload replay: {replay.trace}", what, heading, lead, body, figures)
 
 
 def _leaving(row: Any) -> tuple[float, float]:
@@ -97,9 +87,10 @@ def inspect_page(
              over_mean(ranks_in_order(trace.batch_counts().sum(0), num_ranks)), layers),
         batch_heat(batches, layers),
     ]  # fmt: skip
-    heading = f"{np.mean(series['in order']):.2f} on {num_ranks} ranks"
+    heading = f"{np.mean(series['in order']):.2f} × the mean on {num_ranks} ranks"
     body = [section("Where the load is", *parts), section("Layers", tables), _notes(notes)]
-    return page(f"isoload inspect: {trace.name}", what, heading, costs, body, figures)
+    lead = ["Load of the busiest rank over the mean, mean of the layers:", *costs]
+    return page(f"isoload inspect: {trace.name}", what, heading, lead, body, figures)
 
 
 def placement_page(
@@ -118,7 +109,7 @@ def placement_page(
     loads = even_loads(mine, trace.batch_counts())[..., mine.topology.live_ranks]
     unit = "mean/max rank load"
     parts = [
-        lines("Balancedness by layer", "Mean over batches; 1 is even.", series, layers, y=unit),
+        lines("Balancedness by layer", "Mean over batches; 1 is even.", series, layers, y=unit, best="exact"),
         lines(
             "Balancedness by replicas",
             "Packed as eplb does.",
@@ -134,9 +125,8 @@ def placement_page(
         f"Experts in order are {means['in order']:.3f} balanced, placed without replicas {means['placed']:.3f}.",
     ]
     body = [section("Where the load is", *parts), section("Layers", tables), _notes(notes)]
-    return page(
-        "isoload inspect: a placement", what, f"Balanced to {means['exact']:.3f}", lead, body, figures
-    )
+    heading = f"Balanced to {means['exact']:.3f}"
+    return page(f"isoload inspect: {trace.name}", what, heading, lead, body, figures)
 
 
 def place_page(
@@ -145,29 +135,20 @@ def place_page(
     from isoload.replay.judge import even_loads
 
     values = {row["placer"]: {"even": row["even"], "exact": row["exact"]} for row in rows}
-    said = (
-        "Max/mean rank load, mean over batches and layers. even: replicas share alike; exact: the best split."
-    )
-    header, cells = (
-        ("placer", "even", "exact"),
-        [(name, *(f"{x:.3f}" for x in of.values())) for name, of in values.items()],
-    )
-    colours = charts.LINES[0], charts.LINES[2]
-    loads = even_loads(placement, trace.batch_counts())
-    parts = [
-        figure(
-            "Imbalance by placer", said, charts.points(values, "max/mean rank load", colours), header, cells
-        ),
-        *rank_heats("replicas sharing alike", loads, trace.layer_ids),
-    ]
+    said = f"{MEAN} even: replicas share alike; exact: the best split."
+    cells = [(name, *(f"{x:.3f}" for x in of.values())) for name, of in values.items()]
+    spec = charts.points(values, "max/mean rank load", (charts.LINES[0], charts.OWN))
+    by_placer = figure("Imbalance by placer", said, spec, ("placer", "even", "exact"), cells)
+    heats = rank_heats("replicas sharing alike", even_loads(placement, trace.batch_counts()), trace.layer_ids)
     made = rows[2]
     lead = [
         f"The busiest rank has {made['exact']:.3f} times the mean under {made['placer']}, its replicas split exactly; "
         f"{made['even']:.3f} where they share alike.",
         f"Experts in order have {rows[0]['even']:.3f}, placed by eplb {rows[1]['even']:.3f}.",
     ]
-    body = [section("Placers", tables), section("Where the load is", *parts), _notes(notes)]
-    return page("isoload place", [what], f"{made['placer']}: {made['exact']:.3f}", lead, body, figures)
+    body = [section("Placers", tables, by_placer), section("Where the load is", *heats), _notes(notes)]
+    heading = f"{made['placer']}: {made['exact']:.3f} × the mean"
+    return page("isoload place", [what], heading, lead, body, figures)
 
 
 def _notes(notes: Sequence[str]) -> str:

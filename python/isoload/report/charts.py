@@ -6,7 +6,7 @@ import html
 import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +27,8 @@ EDGES = (
     2.0,
 )  # of a heat map's classes; the one with 1 has the page's own colour
 CLASSES = ("below 0.5", *(f"{low:g} to {high:g}" for low, high in pairwise(EDGES)), "2 and more")
-LINES = tuple(f"var(--c{i})" for i in range(8))
+OWN = "var(--c2)"  # of what isoload does
+LINES = tuple(f"var(--c{i})" for i in (0, 1, 3, 4, 5, 6, 7))
 HEAT = tuple(f"var(--h{i})" for i in range(8))
 PARTS = ("var(--h3)", "var(--h5)", "var(--h6)")  # of a whole, the last the dearest
 LINE: dict[str, Any] = {"type": "line", "strokeWidth": 1.8}
@@ -63,16 +64,16 @@ class Event(NamedTuple):
 
 
 def check_drawing() -> None:
-    """ImportError: vl-convert-python is missing (pip install "isoload[report]")."""
+    """ValueError: vl-convert-python is missing."""
     if find_spec("vl_convert") is None:
-        raise ImportError("a page needs vl-convert-python: pip install 'isoload[report]'")
+        raise ValueError("html needs vl-convert-python, which is missing: pip install 'isoload[report]'")
 
 
 def draw(spec: Spec, title: str, said: str) -> str:
     """The SVG of a Vega-Lite specification, with a title and a description for who does not see it.
 
     Raises:
-        ImportError: see :func:`check_drawing`.
+        ValueError: see :func:`check_drawing`.
     """
     check_drawing()
     from vl_convert import vegalite_to_svg
@@ -101,18 +102,22 @@ def _number(field: str, title: str | None, **more: Spec) -> Spec:
     return {"field": field, "type": "quantitative", "title": title, **more}
 
 
-def by_layer(series: Mapping[str, Sequence[float]], layers: Sequence[int], x: str, y: str) -> Spec:
-    """A stepped line for each name, over the layers' numbers."""
-    found = [(at, value, name) for name, of in series.items() for at, value in zip(layers, of, strict=True)]
+def by_number(
+    series: Mapping[str, Sequence[float]], numbers: Sequence[int], x: str, y: str, best: str = ""
+) -> Spec:
+    """A line for each name, over layers in steps; best: the name that has isoload's colour."""
+    found = [(at, value, name) for name, of in series.items() for at, value in zip(numbers, of, strict=True)]
+    others = cycle(LINES)
+    colours = _colours(list(series), [OWN if name == best else next(others) for name in series])
     across = {"grid": False, "tickMinStep": 1}
     return {
         "height": HEIGHT,
         "data": _rows(*zip(*found, strict=True)),
-        "mark": {**LINE, "interpolate": "step"},
+        "mark": {**LINE, "interpolate": "step" if x == "layer" else "linear"},
         "encoding": {
             "x": _number("x", x, scale={"zero": False, "nice": False}, axis=across),
             "y": _number("y", y, scale={"zero": False}, axis={"tickCount": 5}),
-            "color": _colours(list(series)) | {"legend": {"symbolType": "stroke", "columns": 4}},
+            "color": colours | {"legend": {"symbolType": "stroke", "columns": 5}},
         },
     }
 

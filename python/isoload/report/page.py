@@ -37,7 +37,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], marked: Sequence
         mark = " class=mark" if i in marked else ""
         lines.append(f"<tr{mark}><th scope=row>{text(first)}</th>{row}</tr>\n")
     body = f"<table><thead><tr>{head}</tr></thead><tbody>\n{''.join(lines)}</tbody></table>"
-    return f'<div class="wide{" cards" * cards}" tabindex="0">{body}</div>'
+    return f'<div class="wide{" cards" * cards}" role="region" aria-label="table" tabindex="0">{body}</div>'
 
 
 def figure(title: str, said: str, spec: Spec, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -27,13 +27,15 @@ figcaption{min-height:3.1em}
 .grid>:not(figure){grid-column:1/-1}
 figure{margin:0;min-width:0;break-inside:avoid}
 svg{display:block;max-width:100%;height:auto}
+svg .mark-rect path{shape-rendering:crispEdges}
 svg text{font-family:inherit;font-variant-numeric:tabular-nums}
 .wide{overflow-x:auto}
 table{border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums;white-space:nowrap}
 th,td{padding:6px 14px 6px 0;text-align:right;border-bottom:1px solid var(--line)}
 th:first-child{text-align:left}
 th:last-child,td:last-child{padding-right:0}
-thead th{color:var(--soft);font-weight:400;vertical-align:bottom}
+thead th{color:var(--soft);font-weight:400;vertical-align:bottom;white-space:normal;max-width:7em}
+thead th:first-child{max-width:none}
 tbody th{font-weight:400}
 .mark th,.mark td{font-weight:650}
 details{margin-top:10px;font-size:14px}
