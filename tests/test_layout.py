@@ -48,6 +48,7 @@ FLOORS = [
     ["advise"],
     ["online"],
     ["integrations"],
+    ["report"],
     ["cli"],
     ["__main__", "__init__"],
 ]

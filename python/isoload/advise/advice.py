@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from isoload.placement import Placement
 from isoload.replay.traffic import Floats, rows_between
 from isoload.times import LayerTime
 from isoload.topology import Topology
+from isoload.trace import Ints
 
 NO_DIFFERENCE = 0.03  # of a step: less is within what any such model can say
 # Microseconds of a layer until its slots are there; not measured on a GPU. Three small kernels; with "exact" and ranks
@@ -66,6 +67,20 @@ class Question:
             raise ValueError(
                 f"rebalance_seconds must be at least 0 and come with every, got {self.rebalance_s:g} and {self.every}"
             )
+
+
+class Run(NamedTuple):
+    """What a candidate makes of B judged batches.
+
+    copies     [B, L, R, S]  that each slot computes
+    rows       [B, L, R, R]  that each rank sends to each, itself included
+    node_rows  of all rows, the part to another node
+    """
+
+    candidate: Candidate
+    copies: Ints
+    rows: Floats
+    node_rows: float
 
 
 @dataclass(frozen=True)
@@ -154,7 +169,7 @@ def advise(
         key = candidate.placer, candidate.more
         if key not in made:
             made[key] = placed(candidate, judged, question.topology)
-        found.append(_answer(candidate, made[key], question, judged, per_slot))
+        found.append(_answer(run(candidate, judged, question, made[key]), question, per_slot))
         on_candidate(done + 1, len(candidates))
     now = found[0]
     assert now.candidate == NOW
@@ -190,31 +205,46 @@ def _moving_ms(candidate: Candidate, question: Question) -> float:
     return 1e3 * question.rebalance_s / question.every if moves else 0.0
 
 
-def _answer(
-    candidate: Candidate, placement: Placement, question: Question, judged: Judged, per_slot: float
-) -> Answer:
-    model, topology = question.model, question.topology
-    ranks, nodes = topology.num_ranks, topology.num_nodes
-    seconds, imbalance, across = [], [], []
-    for moved in sent_batches(candidate, placement, judged):
-        copies = moved.sum(1).reshape(len(moved), ranks, -1)
-        rows = rows_between(moved, question.tokens, ranks)
-        seconds.append(question.layer.seconds(copies, rows.sum(1), np.full(len(moved), question.tokens)))
-        per_rank = copies.sum(-1)
-        imbalance.append(per_rank.max(-1) / per_rank.mean(-1))
-        across.append(_to_other_nodes(rows_between(moved, question.tokens, nodes), topology))
-    low, high = np.concatenate(seconds).mean(0) * 1e3  # [2] ms of a layer
-    plan = [us * 1e-3 for us in PLAN_US[candidate.split]]
-    moving = _moving_ms(candidate, question)
-    step = model.layers * (low + plan[0]) + moving, model.layers * (high + plan[1]) + moving
+def run(candidate: Candidate, judged: Judged, question: Question, placement: Placement | None = None) -> Run:
+    """A candidate on the judged batches; placement: made for it before."""
+    topology = question.topology
+    made = placement or placed(candidate, judged, topology)
+    copies, rows, across = [], [], []
+    for moved in sent_batches(candidate, made, judged):
+        copies.append(moved.sum(1).reshape(len(moved), topology.num_ranks, -1))
+        rows.append(rows_between(moved, question.tokens, topology.num_ranks))
+        across.append(_to_other_nodes(rows_between(moved, question.tokens, topology.num_nodes), topology))
+    return Run(candidate, np.stack(copies), np.stack(rows), float(np.mean(across)))
+
+
+def layer_ms(found: Run, question: Question) -> Floats:
+    """[2] from and to what a layer takes on average, planning apart."""
+    tokens = np.full(found.copies.shape[:2], question.tokens)
+    seconds = question.layer.seconds(found.copies, found.rows.sum(2), tokens)
+    return np.asarray(seconds.mean((0, 1)) * 1e3)
+
+
+def step_ms(found: Run, question: Question, planning: float = 1.0) -> tuple[float, float]:
+    """What a step's MoE layers take; planning: times what is taken for it."""
+    moving = _moving_ms(found.candidate, question)
+    plan = [planning * us * 1e-3 for us in PLAN_US[found.candidate.split]]
+    low, high = (
+        question.model.layers * (ms + us) + moving
+        for ms, us in zip(layer_ms(found, question), plan, strict=True)
+    )
+    return float(low), float(high)
+
+
+def _answer(found: Run, question: Question, per_slot: float) -> Answer:
+    loads = found.copies.sum(-1)
     return Answer(
-        candidate,
-        float(low + high) / 2,
-        (float(step[0]), float(step[1])),
+        found.candidate,
+        float(layer_ms(found, question).mean()),
+        step_ms(found, question),
         (0.0, 0.0),
-        float(np.concatenate(imbalance).mean()),
-        candidate.more * per_slot,
-        float(np.mean(across)),
+        float((loads.max(-1) / loads.mean(-1)).mean()),
+        found.candidate.more * per_slot,
+        found.node_rows,
     )
 
 

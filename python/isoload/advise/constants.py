@@ -63,6 +63,20 @@ def layer_time(
     return LayerTime(steps[0], experts, steps[1]), notes
 
 
+def layer_times(
+    gpu: str, engine: str, phase: str, model: Model, topology: Topology, kernel: str | None = None
+) -> tuple[dict[str, LayerTime], list[str]]:
+    """Constants by phase, the kernel being of the phase asked for; a phase without any is left out, and said."""
+    found, gaps = {}, []
+    for each in PHASES:
+        try:
+            chosen = kernel if each == phase else None
+            found[each] = layer_time(gpu, engine, each, model, topology, chosen)[0]
+        except ValueError as error:
+            gaps.append(f"Kernels of {each} are left out: {error}.")
+    return found, gaps
+
+
 def _exchange(
     gpu: str, kernel: str, model: Model, topology: Topology
 ) -> tuple[tuple[AllToAllTime | None, AllToAllTime | None], list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +13,16 @@ from rich.text import Text
 
 from isoload.cli import options
 from isoload.cli.step_table import WHOLE, span_of, step_table
-from isoload.cli.tables import Figure, Row, print_lines, print_table, table_of, write_out
+from isoload.cli.tables import (
+    Figure,
+    Row,
+    columns_of,
+    page_table,
+    print_lines,
+    print_table,
+    table_of,
+    write_out,
+)
 
 if TYPE_CHECKING:
     from isoload.advise import Advice
@@ -81,11 +91,7 @@ def verdict_lines(advice: Advice) -> list[str]:
     return [first, f"isoload: {advice.verdict}. {ours.candidate.label} {gain}."]
 
 
-def print_advice(
-    advice: Advice, batches: int, launch: list[str], said: list[str], console: Console, wide: bool
-) -> None:
-    from isoload.advise.advice import PLAN_US
-
+def asked_lines(advice: Advice) -> list[str]:
     asked, model = advice.question, advice.question.model
     shape = (
         f"{model.name}, {model.layers} layers of {model.experts} experts, top-{model.top_k}, {model.dtype}"
@@ -94,8 +100,23 @@ def print_advice(
     where = (
         f"{asked.topology.num_ranks} ranks on {nodes} node{'s' * (nodes > 1)}, {asked.tokens} tokens a rank"
     )
-    constants = f"{asked.layer.experts.gpu}, {asked.layer.experts.kernel}"
-    print_lines(console, [shape, where, constants], "bold")
+    return [shape, where, f"{asked.layer.experts.gpu}, {asked.layer.experts.kernel}"]
+
+
+def units(advice: Advice, batches: int) -> list[str]:
+    from isoload.advise.advice import PLAN_US
+
+    asked, low, high = advice.question, PLAN_US["own"][0], PLAN_US["exact"][1]
+    notes = [UNITS.format(batches=batches, low=low, high=high, context=asked.context)]
+    if not asked.step_ms:
+        notes.append(WHOLE.format(dense=asked.dense_ms) if advice.steps else UPPER)
+    return notes
+
+
+def print_advice(
+    advice: Advice, batches: int, launch: list[str], said: list[str], console: Console, wide: bool = False
+) -> None:
+    print_lines(console, asked_lines(advice), "bold")
     print_table(console, *table_of(FIGURES, rows_of(advice), wide))
     print_lines(console, verdict_lines(advice), "green")
     if advice.steps:
@@ -104,11 +125,7 @@ def print_advice(
         print_lines(console, [f"To run {advice.answers[0].candidate.label}:"])
         for line in launch:  # to be copied: never broken
             console.print(Text(f"  {line}"), soft_wrap=True)
-    low, high = PLAN_US["own"][0], PLAN_US["exact"][1]
-    notes = [UNITS.format(batches=batches, low=low, high=high, context=asked.context)]
-    if not asked.step_ms:
-        notes.append(WHOLE.format(dense=asked.dense_ms) if advice.steps else UPPER)
-    print_lines(console, notes, "dim")
+    print_lines(console, units(advice, batches), "dim")
     print_lines(console, said, "yellow")
 
 
@@ -166,18 +183,19 @@ def advise(
     ] = 0.3,
     wide: options.Wide = False,
     json: options.JsonTarget = None,
+    html: options.HtmlTarget = None,
     force: options.Force = False,
 ) -> None:
     """Whether balancing pays on your GPUs: milliseconds of a step, and the flags for the best way to run."""
     from isoload.advise import Question, find_model, guessed_trace, judge_by
     from isoload.advise import advise as search
-    from isoload.advise.constants import layer_time
+    from isoload.advise.constants import layer_time, layer_times
     from isoload.advise.launch import flags
     from isoload.cli.given import load_trace, progress
     from isoload.cli.targets import check_targets
     from isoload.topology import Topology
 
-    check_targets([trace], force, json)
+    check_targets([trace], force, json, html=html)
     chosen = find_model(model, dtype)
     topology = Topology(ranks, ranks_per_node)
     if (trace is None) == (skew is None):
@@ -209,6 +227,16 @@ def advise(
         "flags": launch,
         "warnings": said,
     }
-    write_out(
-        json, figures, lambda console: print_advice(found, len(judged.loads), launch, said, console, wide)
-    )
+
+    def drawn() -> str:
+        from isoload.cli.advise_page import Said, advise_page
+
+        kinds, gaps = layer_times(gpu, engine, phase, chosen, topology, kernel)
+        candidates = page_table(columns_of(FIGURES, rows_of(found), wide=True), [0])
+        notes = [*units(found, len(judged.loads)), *said, *gaps]
+        words = Said(asked_lines(found), verdict_lines(found), candidates, launch, notes)
+        judge = partial(judge_by, loaded, chosen, ranks)
+        return advise_page(found, judged, loaded.layer_ids, kinds, judge, words, figures)
+
+    show = partial(print_advice, found, len(judged.loads), launch, said, wide=wide)
+    write_out(json, figures, show, html=html, page=drawn)

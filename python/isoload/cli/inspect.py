@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from isoload.cli.options import Force, JsonTarget, LayersText, TopK, TracePath, Wide
+from isoload.cli.options import Force, HtmlTarget, JsonTarget, LayersText, TopK, TracePath, Wide
 from isoload.cli.tables import (
     Column,
     Figure,
     Row,
+    columns_of,
+    page_table,
     percent,
     print_lines,
     print_table,
@@ -54,24 +56,30 @@ def inspect_figures(ranks: Sequence[str]) -> list[Figure]:
 def print_inspection(
     trace: Trace, num_ranks: int, layers: Sequence[Row], console: Console, wide: bool = False
 ) -> None:
-    model = f" ({trace.provenance['model']})" if trace.provenance.get("model") else ""
-    shape = f"{trace.num_batches} batches, {trace.num_layers} layers, {trace.num_experts} experts"
-    ranks = f"experts in order on {num_ranks} ranks, no replicas"
-    print_lines(console, [f"{trace.name}{model}", f"{shape}; {ranks}"], "bold")
     numbers = list(layers[0]["on_ranks"])
+    print_lines(console, inspect_header(trace, num_ranks), "bold")
     print_table(console, *table_of(inspect_figures(numbers), layers, wide))
     print_lines(
         console, ["Mean of the layers, max/mean rank load:", *(_cost_line(layers, n) for n in numbers)]
     )
+    print_lines(console, inspect_notes(trace, num_ranks, layers), "dim")
+
+
+def inspect_header(trace: Trace, num_ranks: int) -> list[str]:
+    model = f" ({trace.provenance['model']})" if trace.provenance.get("model") else ""
+    shape = f"{trace.num_batches} batches, {trace.num_layers} layers, {trace.num_experts} experts"
+    return [f"{trace.name}{model}", f"{shape}; experts in order on {num_ranks} ranks, no replicas"]
+
+
+def inspect_notes(trace: Trace, num_ranks: int, layers: Sequence[Row]) -> list[str]:
     expert, rank = (max(layer[of]["max"] for layer in layers) for of in ("expert", "rank"))
     scale = f"chosen by every token, {trace.num_experts / trace.top_k:.2f} x" if trace.top_k else "(--top-k)"
-    notes = [
+    return [
         "order: max/mean rank load with experts in order; least: of any placement without replicas, which the hottest "
         "expert allows. Means over batches.",
         f"hottest expert: all batches as one; skew 0% is the mean, 100% {scale}. --wide shows all figures.",
         f"largest share in any layer and batch: expert {percent(expert)}, rank of {num_ranks} {percent(rank)}",
     ]
-    print_lines(console, notes, "dim")
 
 
 def _cost_line(layers: Sequence[Row], number: str) -> str:
@@ -103,13 +111,17 @@ PLACED_FIGURES = (
 
 
 def print_placement(trace: Trace, path: str, placement: Placement, view: Row, console: Console) -> None:
-    shape = f"{trace.num_batches} batches, {trace.num_layers} layers, {trace.num_experts} experts"
-    ranks = f"{placement.slots_per_rank} slots on each of {placement.topology.num_ranks} ranks"
-    print_lines(console, [f"{path} under {trace.name}", f"{shape}; {ranks}"], "bold")
+    print_lines(console, placed_header(trace, path, placement), "bold")
     print_table(console, *table_of(PLACED_FIGURES, [*view["layers"], _mean(view["layers"])]))
     print_lines(console, [PLACED_UNITS], "dim")
-    print_table(console, *_by_replicas(view))
+    print_table(console, *table(_by_replicas(view)))
     print_lines(console, [GAIN_UNITS], "dim")
+
+
+def placed_header(trace: Trace, path: str, placement: Placement) -> list[str]:
+    shape = f"{trace.num_batches} batches, {trace.num_layers} layers, {trace.num_experts} experts"
+    ranks = f"{placement.slots_per_rank} slots on each of {placement.topology.num_ranks} ranks"
+    return [f"{path} under {trace.name}", f"{shape}; {ranks}"]
 
 
 def _mean(layers: Sequence[Row]) -> Row:
@@ -119,14 +131,14 @@ def _mean(layers: Sequence[Row]) -> Row:
     return means | {"layer_id": "all", "replicas": sums["replicas"]}
 
 
-def _by_replicas(view: Row) -> tuple[list[str], list[str]]:
+def _by_replicas(view: Row) -> list[Column]:
     """A row per layer, a column per number of replicas."""
     layers, means = view["layers"], view["balancedness_by_replicas"]
     columns = [Column("", "layer", [*(str(layer["layer_id"]) for layer in layers), "all"])]
     for k, number in enumerate(view["replicas"]):
         gains = [f"{layer['by_replicas'][k] - layer['by_replicas'][0]:+.3f}" for layer in layers]
         columns.append(Column("replicas of a layer", str(number), [*gains, f"{means[k]:.3f}"]))
-    return table(columns)
+    return columns
 
 
 def inspect(
@@ -145,6 +157,7 @@ def inspect(
     layers: LayersText = None,
     wide: Wide = False,
     json: JsonTarget = None,
+    html: HtmlTarget = None,
     force: Force = False,
 ) -> None:
     """How skewed a trace is: per layer its hottest expert, and what that costs on 8, 16, 32 and R ranks.
@@ -156,7 +169,7 @@ def inspect(
     from isoload.cli.targets import check_targets
     from isoload.replay.inspection import inspect_placement, inspect_trace
 
-    check_targets([trace, placement], force, json)
+    check_targets([trace, placement], force, json, html=html)
     placed = None if placement is None else given_placement(context, placement)
     loaded = load_trace(trace, layers, top_k)
     if placed is not None and placement is not None:
@@ -167,8 +180,33 @@ def inspect(
             "num_ranks": placed.topology.num_ranks,
             **view,
         }
-        write_out(json, figures, lambda console: print_placement(loaded, placement, placed, view, console))
+
+        def drawn() -> str:
+            from isoload.cli.pages import placement_page
+
+            rows = [*view["layers"], _mean(view["layers"])]
+            tables = [columns_of(PLACED_FIGURES, rows, wide=True), _by_replicas(view)]
+            header, units = placed_header(loaded, placement, placed), [PLACED_UNITS, GAIN_UNITS]
+            return placement_page(
+                loaded, placed, view, header, "".join(map(page_table, tables)), units, figures
+            )
+
+        def show(console: Console) -> None:
+            print_placement(loaded, placement, placed, view, console)
     else:
         found = inspect_trace(loaded, ranks)
         figures = {"trace": loaded.name, "num_ranks": ranks, "layers": found}
-        write_out(json, figures, lambda console: print_inspection(loaded, ranks, found, console, wide))
+
+        def drawn() -> str:
+            from isoload.cli.pages import inspect_page
+
+            numbers = list(found[0]["on_ranks"])
+            tables = page_table(columns_of(inspect_figures(numbers), found, wide=True))
+            costs = [f"{_cost_line(found, number)}." for number in numbers]
+            header, notes = inspect_header(loaded, ranks), inspect_notes(loaded, ranks, found)
+            return inspect_page(loaded, ranks, found, header, costs, tables, notes, figures)
+
+        def show(console: Console) -> None:
+            print_inspection(loaded, ranks, found, console, wide)
+
+    write_out(json, figures, show, html=html, page=drawn)

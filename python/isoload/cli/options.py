@@ -68,4 +68,12 @@ JsonTarget = Annotated[
         help="Write the figures as JSON to this file, or to stdout (-) in place of the table.",
     ),
 ]
+HtmlTarget = Annotated[
+    str | None,
+    typer.Option(
+        "--html",
+        metavar="FILE",
+        help="Write a page with charts to this file (needs the extra isoload[report]).",
+    ),
+]
 Force = Annotated[bool, typer.Option("--force", help="Replace the file, if it holds the same kind of thing.")]

@@ -12,7 +12,17 @@ import typer
 from rich.console import Console
 
 from isoload.cli import options
-from isoload.cli.tables import NO_FREEDOM, Figure, Row, print_lines, print_table, table_of, write_out
+from isoload.cli.tables import (
+    NO_FREEDOM,
+    Figure,
+    Row,
+    columns_of,
+    page_table,
+    print_lines,
+    print_table,
+    table_of,
+    write_out,
+)
 from isoload.files.writing import descriptor_of
 
 if TYPE_CHECKING:
@@ -44,10 +54,14 @@ def print_place(
 ) -> None:
     print_lines(console, [placement_line(placement, path)])
     print_table(console, *table_of(FIGURES, rows))
-    seen = "Seen batches" if calibrate == "all" else "Unseen batches"
-    print_lines(console, [f"{seen} (calibrate {calibrate}): {UNITS}"])
+    print_lines(console, [place_units(calibrate)])
     if not any(placement.has_freedom):
         print_lines(console, [NO_FREEDOM.format(more=placement.slots_per_rank + 1)], "yellow")
+
+
+def place_units(calibrate: str) -> str:
+    seen = "Seen batches" if calibrate == "all" else "Unseen batches"
+    return f"{seen} (calibrate {calibrate}): {UNITS}"
 
 
 def memory_budget(
@@ -92,6 +106,7 @@ def place(
         int, typer.Option(help="Bytes of a rank for replicas of all layers: fewer, where they help. Ragged.")
     ] = 0,
     json: options.JsonTarget = None,
+    html: options.HtmlTarget = None,
     force: options.Force = False,
 ) -> None:
     """Turn recorded loads into a placement file, and print what it buys.
@@ -108,7 +123,7 @@ def place(
     from isoload.replay.simulate import default_slots_per_rank
     from isoload.topology import Topology
 
-    check_targets([*traces, before, against], force, json, str(output))
+    check_targets([*traces, before, against], force, json, str(output), html)
     check_format(file_format, output, "output")
     loaded = [load_trace(trace) for trace in traces]
     first = loaded[0]
@@ -157,7 +172,15 @@ def place(
         rows.append(
             judged(against, rival, *(float(f(rival, first.batch_counts()).mean()) for f in imbalances))
         )
-    write_placement(placement, output, file_format)
     figures = {"calibrate": held_back, "provenance": placement.provenance, "placers": rows}
+
+    def drawn() -> str:
+        from isoload.cli.pages import place_page
+
+        line, tables = placement_line(placement, str(output)), page_table(columns_of(FIGURES, rows))
+        return place_page(first, placement, rows, line, tables, [place_units(held_back)], figures)
+
+    write_placement(placement, output, file_format)
     console = Console(highlight=False, stderr=descriptor_of(str(output)) == 1)
-    write_out(json, figures, lambda c: print_place(placement, str(output), held_back, rows, c), console)
+    show = partial(print_place, placement, str(output), held_back, rows)
+    write_out(json, figures, show, console, html, drawn)

@@ -9,8 +9,21 @@ import typer
 from rich.console import Console
 
 from isoload.cli import options
-from isoload.cli.cost import given_cost, print_cost
-from isoload.cli.tables import NO_FREEDOM, Figure, Row, print_lines, print_table, table_of, write_out
+from isoload.cli.cost import FIGURES as COSTS
+from isoload.cli.cost import UNITS as COST_UNITS
+from isoload.cli.cost import constants, given_cost, print_cost
+from isoload.cli.tables import (
+    NO_FREEDOM,
+    Column,
+    Figure,
+    Row,
+    columns_of,
+    page_table,
+    print_lines,
+    print_table,
+    table,
+    write_out,
+)
 
 if TYPE_CHECKING:
     from isoload.replay.metrics import PolicyFigures
@@ -55,18 +68,23 @@ FIGURES = (
 )
 
 
-def replay_table(
-    rows: Sequence[PolicyFigures], with_nodes: bool, wide: bool = False
-) -> tuple[list[str], list[str]]:
-    """Heading and rows of a replay.
+def replay_columns(rows: Sequence[PolicyFigures], with_nodes: bool, wide: bool = False) -> list[Column]:
+    """Columns of a replay's table.
 
-    Columns about nodes stand only where there are several; what is said of shared copies stands in the place of what
-    is said of all copies.
+    Those about nodes stand only where there are several; what is said of shared copies stands in the place of what is
+    said of all copies.
     """
     shared = any(row.shared_remote_share is not None for row in rows)
     shown = [f for f in FIGURES if not (shared and f.group == "copies leave")]
     shown = [f for f in shown if with_nodes or f.title != "node"]
-    return table_of(shown, [row.to_json() for row in rows], wide)
+    return columns_of(shown, [row.to_json() for row in rows], wide)
+
+
+def replay_table(
+    rows: Sequence[PolicyFigures], with_nodes: bool, wide: bool = False
+) -> tuple[list[str], list[str]]:
+    """Heading and rows of a replay."""
+    return table(replay_columns(rows, with_nodes, wide))
 
 
 def replay_header(replay: Replay, note: str = "") -> list[str]:
@@ -100,18 +118,21 @@ def replay_header(replay: Replay, note: str = "") -> list[str]:
 
 
 def print_replay(replay: Replay, console: Console, wide: bool = False, note: str = "") -> None:
+    used = replay.settings
+    print_lines(console, replay_header(replay, note), "bold")
+    print_table(console, *replay_table(replay.policies, used["num_ranks"] > used["ranks_per_node"], wide))
+    print_lines(console, replay_units(replay, wide), "dim")
+    print_lines(console, replay_warnings(replay), "yellow")
+
+
+def replay_units(replay: Replay, wide: bool) -> list[str]:
     from isoload.topology import NOMINAL_TICKS
 
     used, shared = replay.settings, replay.settings["shared_experts"]
-    print_lines(console, replay_header(replay, note), "bold")
-    print_table(console, *replay_table(replay.policies, used["num_ranks"] > used["ranks_per_node"], wide))
     units = (WIDE_UNITS if wide else UNITS).format(best="joint" if shared else "exact")
-    print_lines(console, [units, *([SHARED] if shared and wide else [])], "dim")
-    if used.get("speeds"):
-        print_lines(console, [SPEEDS.format(ticks=NOMINAL_TICKS)], "dim")
-    if any(row.gap_mean < 0 for row in replay.policies):
-        print_lines(console, [BELOW], "dim")
-    print_lines(console, replay_warnings(replay), "yellow")
+    found = [units, *([SHARED] if shared and wide else [])]
+    found += [SPEEDS.format(ticks=NOMINAL_TICKS)] if used.get("speeds") else []
+    return found + ([BELOW] if any(row.gap_mean < 0 for row in replay.policies) else [])
 
 
 def replay_warnings(replay: Replay) -> list[str]:
@@ -194,6 +215,7 @@ def replay(
     cost: options.CostFile = None,
     wide: options.Wide = False,
     json: options.JsonTarget = None,
+    html: options.HtmlTarget = None,
     force: options.Force = False,
 ) -> None:
     """Replay recorded routing over virtual ranks, under several policies.
@@ -214,7 +236,7 @@ def replay(
     from isoload.cli.targets import check_targets
     from isoload.replay import simulate
 
-    check_targets([trace, placement, cost], force, json)
+    check_targets([trace, placement, cost], force, json, html=html)
     placed = None if placement is None else given_placement(context, placement)
     if placed is not None:
         ranks, ranks_per_node = placed.topology.num_ranks, placed.topology.ranks_per_node
@@ -247,12 +269,23 @@ def replay(
     with progress("replaying batches") as on_batch:
         found = simulate.replay(loaded, settings, on_batch, placed)
 
+    priced = [{"policy": row.policy, **cost} for row, cost in zip(found.policies, found.costs, strict=False)]
+    figures = replay_json(found)
+
     def show(console: Console) -> None:
         print_replay(found, console, wide, note)
         if settings.cost:
-            rows = [
-                {"policy": row.policy, **cost} for row, cost in zip(found.policies, found.costs, strict=True)
-            ]
-            print_cost(rows, settings.cost, console, wide)
+            print_cost(priced, settings.cost, console, wide)
 
-    write_out(json, replay_json(found), show)
+    def drawn() -> str:
+        from isoload.cli.pages import replay_page
+
+        with_nodes = found.settings["num_ranks"] > found.settings["ranks_per_node"]
+        tables = page_table(replay_columns(found.policies, with_nodes, wide=True))
+        notes = [*replay_units(found, wide=True), *replay_warnings(found)]
+        if settings.cost:
+            tables += page_table(columns_of(COSTS, priced, wide=True))
+            notes += [*constants(settings.cost), *COST_UNITS]
+        return replay_page(found, replay_header(found, note), tables, notes, figures)
+
+    write_out(json, figures, show, html=html, page=drawn)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from isoload.files.writing import write_json
+from isoload.files.writing import descriptor_of, write_json, write_text
 
 WIDTH = 80  # of a terminal: what is printed without --wide
 MIB = 2.0**20
@@ -56,21 +56,43 @@ class Figure:
 
 
 def write_out(
-    json: str | None, figures: Any, show: Callable[[Console], None], console: Console | None = None
+    json: str | None,
+    figures: Any,
+    show: Callable[[Console], None],
+    console: Console | None = None,
+    html: str | None = None,
+    page: Callable[[], str] = str,
 ) -> None:
-    """Figures to where --json says, and a table unless they take stdout."""
+    """Figures to where --json says, a page to where --html does, and a table unless they take stdout."""
+    drawn = page() if html else ""  # before anything is written: it may fail
     if json:
         write_json(figures, json)
-    if json != "-":
+    if html:
+        write_text(drawn, html)
+    if json != "-" and not (html and descriptor_of(html) == 1):
         show(console or Console(highlight=False))
+
+
+def columns_of(figures: Sequence[Figure], rows: Sequence[Row], wide: bool = False) -> list[Column]:
+    """The figures that have, in some row, a value."""
+    shown = [f for f in figures if (wide or not f.wide) and any(f.value(row) is not None for row in rows)]
+    return [Column(f.group, f.title, [f.cell(row) for row in rows]) for f in shown]
 
 
 def table_of(
     figures: Sequence[Figure], rows: Sequence[Row], wide: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Two heading lines and a line per row, of the figures that have, in some row, a value."""
-    shown = [f for f in figures if (wide or not f.wide) and any(f.value(row) is not None for row in rows)]
-    return table([Column(f.group, f.title, [f.cell(row) for row in rows]) for f in shown])
+    """Two heading lines and a line per row."""
+    return table(columns_of(figures, rows, wide))
+
+
+def page_table(columns: Sequence[Column], marked: Sequence[int] = ()) -> str:
+    """The same on a page; marked: rows that stand out."""
+    from isoload.report import table as html_table
+
+    heading = [f"{column.group} {column.title}".strip() for column in columns]
+    rows = list(zip(*(column.cells for column in columns), strict=True))
+    return html_table(heading, rows, marked)
 
 
 def table(columns: Sequence[Column]) -> tuple[list[str], list[str]]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from isoload.files.reading import parse_json, read_text
 from isoload.files.writing import check_target, descriptor_of
 from isoload.formats import recognise
+from isoload.report import check_drawing, is_page
 
-KINDS = {"output": "a placement", "json": "figures"}
+KINDS = {"output": "a placement", "json": "figures", "html": "a page"}
 FIGURES = (  # keys of what --json writes, by which it is known again
     {"policies"},  # replay, demo
     {"placers", "calibrate"},  # place
@@ -22,7 +24,11 @@ FIGURES = (  # keys of what --json writes, by which it is known again
 
 
 def check_targets(
-    reads: Sequence[str | Path | None], force: bool, json: str | None = None, output: str | None = None
+    reads: Sequence[str | Path | None],
+    force: bool,
+    json: str | None = None,
+    output: str | None = None,
+    html: str | None = None,
 ) -> None:
     """Refuses what a command must not write to, before any work is done for it.
 
@@ -30,9 +36,12 @@ def check_targets(
         reads: files and folders that the command reads. What lies in a folder belongs to it, and to an .npz the .json
             of the same stem.
         force: a file of the same kind may be replaced; no other file ever.
-        json, output: where figures go, and a placement.
+        json, output, html: where figures go, a placement, and a page, for which what draws it must be there.
     """
-    given = {name: target for name, target in (("output", output), ("json", json)) if target is not None}
+    named = {"output": output, "json": json, "html": html}
+    given = {name: target for name, target in named.items() if target is not None}
+    if html is not None:
+        check_drawing()
     for name, target in given.items():
         check_target(target, name)
         if descriptor_of(target) is not None:
@@ -44,8 +53,9 @@ def check_targets(
                 )
         if os.path.isfile(target) and os.path.getsize(target):
             _check_old(name, target, force)
-    if len(given) == 2 and _place(given["output"]) == _place(given["json"]):
-        raise ValueError(f"output and json must be two files, got {output!r} and {json!r}")
+    for one, other in combinations(given, 2):
+        if _place(given[one]) == _place(given[other]):
+            raise ValueError(f"{one} and {other} must be two files, got {given[one]!r} and {given[other]!r}")
 
 
 def _belongs(target: str, path: Path) -> bool:
@@ -65,7 +75,7 @@ def _check_old(name: str, target: str, force: bool) -> None:
         )
     try:
         text = read_text(Path(target))
-        same = bool(recognise(text)) if name == "output" else _holds_figures(parse_json(text))
+        same = SAME[name](text)
     except ValueError:
         same = False
     if not same:
@@ -77,6 +87,13 @@ def _check_old(name: str, target: str, force: bool) -> None:
 def _holds_figures(content: Any) -> bool:
     rows = content if isinstance(content, list) and content else [content]
     return any(all(isinstance(row, dict) and kind <= row.keys() for row in rows) for kind in FIGURES)
+
+
+SAME: dict[str, Callable[[str], object]] = {
+    "output": recognise,
+    "json": lambda text: _holds_figures(parse_json(text)),
+    "html": is_page,
+}
 
 
 def _place(target: str) -> object:

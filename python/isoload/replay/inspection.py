@@ -42,7 +42,7 @@ def _layer_stats(layer_id: int, counts: Ints, num_ranks: int, top_k: int) -> dic
     experts = counts.shape[1]
     expert = _largest_share(counts)
     ranks = sorted({num_ranks, *(number for number in RANKS if number <= experts)})
-    shares = {number: _largest_share(_in_order(counts, number)) for number in ranks}
+    shares = {number: _largest_share(ranks_in_order(counts, number)) for number in ranks}
     max_over_mean, most = expert["total"] * experts, experts / (top_k or experts)
     return {
         "layer_id": layer_id,  # the model's own number
@@ -56,10 +56,10 @@ def _layer_stats(layer_id: int, counts: Ints, num_ranks: int, top_k: int) -> dic
     }
 
 
-def _in_order(counts: Ints, num_ranks: int) -> Ints:
-    """[batches, ranks with experts] copies, of counts [batches, E]."""
-    first_expert = np.arange(0, counts.shape[1], -(-counts.shape[1] // num_ranks))
-    found: Ints = np.add.reduceat(counts, first_expert, axis=1)
+def ranks_in_order(counts: Ints, num_ranks: int) -> Ints:
+    """[..., ranks with experts] copies, of counts [..., E]."""
+    first_expert = np.arange(0, counts.shape[-1], -(-counts.shape[-1] // num_ranks))
+    found: Ints = np.add.reduceat(counts, first_expert, axis=-1)
     return found
 
 

@@ -27,11 +27,15 @@ def even_imbalance(placement: Placement, counts: Ints) -> Floats:
         placement: whose shared experts have no load. With speeds a load is a cost, see :class:`isoload.Topology`.
         counts: [batches, L, E] copies. A batch without copies in a layer has imbalance 1.
     """
+    return _over_mean(even_loads(placement, counts).max(-1), counts, placement)
+
+
+def even_loads(placement: Placement, counts: Ints) -> Floats:
+    """[batches, L, R] the loads of which :func:`even_imbalance` takes the largest."""
     slots, ticks = placement.arrays[0], placement.topology.ticks
     routed = np.where(slots < counts.shape[2], slots, -1)  # shared experts lie behind
     load = rank_loads(counts, routed.reshape(len(slots), placement.topology.num_ranks, -1))
-    cost = load if ticks is None else load * ticks.numpy()
-    return _over_mean(cost.max(-1), counts, placement)
+    return load if ticks is None else np.asarray(load * ticks.numpy())
 
 
 def exact_imbalance(placement: Placement, counts: Ints) -> Floats:

@@ -119,6 +119,7 @@ class Tally:
     rows: list[Ints] = field(default_factory=list)  # [L, 3]
     copies: list[Ints] = field(default_factory=list)  # [L, 3]
     shared: list[Ints] = field(default_factory=list)  # [L, 3]
+    rank_rows: list[Ints] = field(default_factory=list)  # [R, R] from each rank to each, all layers
     layer_ns: list[int] = field(default_factory=list)
     batched_ns: list[float] = field(default_factory=list)  # per layer
 
@@ -131,6 +132,7 @@ class Tally:
         self.active.append((per_rank > 0).sum(-1).max(-1))
         self.bounds.append(bound)
         self.rows.append(routed.rows)
+        self.rank_rows.append(routed.rank_rows.sum(0))
         self.copies.append(routed.copies)
         self.shared.append(routed.shared)
 

@@ -7,7 +7,7 @@ and counts every figure from the routed slots.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from time import perf_counter_ns
 from typing import Any, get_args
 
@@ -70,6 +70,9 @@ class Replay:
     batches: int
     policies: tuple[PolicyFigures, ...]
     costs: tuple[dict[str, Any], ...] = ()  # a row per policy if the settings have a cost model
+    tallies: tuple[Tally, ...] = field(
+        default=(), repr=False, compare=False
+    )  # what each policy's row sums up
 
 
 def replay(
@@ -158,7 +161,7 @@ def _replay(
     predicted = tuple(tally.figures() for tally in costs)
     for row in predicted:
         row["layer_us_change"] = row["layer_us_mean"] / predicted[0]["layer_us_mean"] - 1
-    return Replay(trace.name, resolved, tokens, trace.num_layers, total, figures, predicted)
+    return Replay(trace.name, resolved, tokens, trace.num_layers, total, figures, predicted, tuple(tallies))
 
 
 def fitting(placement: Placement, trace: Trace, settings: ReplaySettings) -> Placement:

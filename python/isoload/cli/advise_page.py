@@ -1,0 +1,151 @@
+"""The page of ``isoload advise --html``: what it recommends, and what that rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from isoload.cli.page_parts import MEAN, ROWS, leaving, lines, over_mean, rank_heats, sending_heat
+from isoload.report import charts, code, figure, page, prose, section
+
+if TYPE_CHECKING:
+    from isoload.advise import Advice, Judged
+    from isoload.advise.advice import Run
+    from isoload.times import LayerTime
+
+COLOURS = {"without isoload": charts.LINES[1], "isoload": charts.OWN}
+ENDS = ("var(--c5)", "var(--c3)")  # half and double
+
+
+def named_runs(advice: Advice, judged: Judged) -> dict[str, Run]:
+    """What runs now, the best without isoload, isoload's best; each candidate once."""
+    from isoload.advise.advice import run
+
+    found: dict[str, Run] = {}
+    answers = {"now": advice.now, "without isoload": advice.theirs, "isoload": advice.ours}
+    for name, answer in answers.items():
+        if answer is not None and answer.candidate not in [of.candidate for of in found.values()]:
+            found[name] = run(answer.candidate, judged, advice.question)
+    if len(found) == 1:  # nothing beats it: beside it stands what comes next
+        found["without isoload"] = run(advice.answers[1].candidate, judged, advice.question)
+    return found
+
+
+def loads_section(runs: Mapping[str, Run], best: str, layers: Sequence[int]) -> str:
+    """Imbalance by layer, rank loads of now and of the best, where their rows go."""
+    loads = {name: run.copies.sum(-1) for name, run in runs.items()}
+    series = {name: over_mean(of).max(-1).mean(0) for name, of in loads.items()}
+    shown = dict.fromkeys(("now", best))
+    parts = [
+        lines("Imbalance by layer", MEAN, series, layers, best="isoload"),
+        leaving("Where rows go", ROWS, {name: (_leaving(run), run.node_rows) for name, run in runs.items()}),
+        *(part for name in shown for part in rank_heats(name, loads[name], layers)),
+        *(sending_heat(name, runs[name].rows.sum((0, 1))) for name in shown),
+    ]
+    said = ". ".join(f"{name}: {run.candidate.label}" for name, run in runs.items())
+    return section("Where the load is", *parts, said=f"{said}.")
+
+
+def _leaving(run: Run) -> float:
+    """Of all rows, those to another rank."""
+    return 1 - float(run.rows.diagonal(axis1=-2, axis2=-1).sum() / run.rows.sum())
+
+
+def saving_section(
+    advice: Advice,
+    runs: Mapping[str, Run],
+    layers: Mapping[str, LayerTime],
+    judge: Callable[[int], Judged],
+    on_count: Callable[[int, int], None],
+) -> str:
+    """What would change the answer: the tokens of a rank, and each constant."""
+    from isoload.advise.details import by_tokens, sensitivity
+
+    best = max(runs, key=lambda name: runs[name].candidate == advice.answers[0].candidate)
+    best = best if best != "now" else list(runs)[-1]
+    pair = runs["now"].candidate, runs[best].candidate
+    found = by_tokens(advice.question, layers, pair, judge, on_count)
+    every = [end for rows in found.values() for row in rows for end in row.share]
+    extent = min(0.0, *every) - 0.05, max(0.0, *every) + 0.08
+    header = "tokens of a rank", "ms saved, from", "to", "of the layers, from", "to", "measured"
+    parts = []
+    for phase, rows in found.items():
+        drawn = [(row.tokens, *row.share, f"{sum(row.ms) / 2:+.1f} ms", not row.extrapolated) for row in rows]
+        values = [
+            (row.tokens, *(f"{ms:+.3f}" for ms in row.ms), *(f"{100 * part:+.1f} %" for part in row.share),
+             "no" if row.extrapolated else "yes")
+            for row in rows
+        ]  # fmt: skip
+        said = f"{pair[1].label} over now; points in ms a step. Hollow: beyond what was measured."
+        spec = charts.by_tokens(drawn, extent, COLOURS[best])
+        parts.append(figure(f"Kernels of {phase}", said, spec, header, values))
+    pairs = {f"{best} over now": (runs["now"], runs[best])}
+    if advice.ours is not None and advice.theirs is not advice.now and "isoload" in runs:
+        pairs["isoload over the best without it"] = runs["without isoload"], runs["isoload"]
+    for name, (before, after) in pairs.items():
+        parts.append(_sensitivity(name, sensitivity(before, after, advice.question), before, after, advice))
+    return section("What would change the answer", *parts)
+
+
+def _sensitivity(name: str, found: Mapping[str, Any], before: Run, after: Run, advice: Advice) -> str:
+    from isoload.advise.details import saved_ms
+
+    middle = sum(saved_ms(before, after, advice.question)) / 2
+    ends = {of: {"half": sum(half) / 2, "double": sum(double) / 2} for of, (half, double) in found.items()}
+    turning = [of for of, both in ends.items() if any(end * middle < 0 for end in both.values())]
+    turns = f"The sign turns with {', '.join(turning)}." if turning else "None of them turns its sign."
+    values = [(of, *(f"{end:+.3f}" for pair in both for end in pair)) for of, both in found.items()]
+    header = "constant", "halved: ms, from", "to", "doubled: ms, from", "to"
+    spec = charts.points(ends, "ms saved a step, middle of the range", ENDS, middle)
+    return figure("Each constant halved and doubled", f"What {name} saves. {turns}", spec, header, values)
+
+
+def step_figure(events: Sequence[charts.Event]) -> str:
+    """A few layers of a step on its ranks."""
+    header = "rank", "stage", "from ms", "to ms"
+    rows = [(of.rank, of.stage, f"{of.start_ms:.3f}", f"{of.end_ms:.3f}") for of in events]
+    return figure("A step on its ranks", "Modelled, as all of this page.", charts.gantt(events), header, rows)
+
+
+class Said(NamedTuple):
+    """What the command prints, too."""
+
+    asked: list[str]  # what the advice is of
+    verdict: list[str]
+    candidates: str  # the table
+    launch: list[str]
+    notes: list[str]
+
+
+def advise_page(
+    advice: Advice,
+    judged: Judged,
+    layers: Sequence[int],
+    times: Mapping[str, LayerTime],
+    judge: Callable[[int], Judged],
+    said: Said,
+    figures: Any,
+    step: Sequence[charts.Event] = (),
+) -> str:
+    """The file's text.
+
+    layers: the trace's numbers. times, judge: see :func:`isoload.advise.details.by_tokens`. step: events of a few
+    layers, where they are known.
+    """
+    from isoload.cli.given import progress
+
+    runs, best = named_runs(advice, judged), advice.answers[0].candidate
+    winner = next(name for name, found in runs.items() if found.candidate == best)
+    with progress("token counts") as on_count:
+        saving = saving_section(advice, runs, times, judge, on_count)
+    body = [
+        section("The candidates", said.candidates.replace(" .. ", " to ")),
+        section(f"To run {best.label}", code(said.launch)) if said.launch else "",
+        saving,
+        loads_section(runs, winner, layers),
+        section("A step", step_figure(step)) if step else "",
+        section("What these figures are", prose(said.notes)),
+    ]
+    heading = advice.verdict[0].upper() + advice.verdict[1:]
+    lead = [line.replace(" .. ", " to ").replace(" %", "\N{NO-BREAK SPACE}%") for line in said.verdict]
+    return page(f"isoload: {advice.verdict}", said.asked, heading, lead, body, figures)

@@ -1,0 +1,155 @@
+"""The pages of ``isoload replay``, ``inspect`` and ``place``: what their --json holds, and the loads behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from isoload.cli.page_parts import (
+    MEAN,
+    ROWS,
+    batch_heat,
+    heat,
+    leaving,
+    lines,
+    over_mean,
+    rank_heats,
+    sending_heat,
+)
+from isoload.report import charts, figure, page, prose, section
+
+if TYPE_CHECKING:
+    from isoload.placement import Placement
+    from isoload.replay.metrics import Tally
+    from isoload.replay.simulate import Replay
+    from isoload.trace import Trace
+
+Rows = Sequence[dict[str, Any]]
+
+
+def replay_page(replay: Replay, what: Sequence[str], tables: str, notes: Sequence[str], figures: Any) -> str:
+    """what: its header's lines."""
+    rows, layers = replay.policies, replay.settings["layer_ids"]
+    tallies = {tally.policy: tally for tally in replay.tallies}
+    best = min(rows, key=lambda row: row.imbalance_mean)
+    shown = dict.fromkeys((rows[0].policy, best.policy))
+    counted = best.remote_rank_share is not None
+    kind, said = ("rows", ROWS) if counted else ("copies", "A copy is a token and one of its experts.")
+    series = {name: _imbalance(of) for name, of in tallies.items()}
+    parts = [
+        lines("Imbalance by layer", MEAN, series, layers, best=best.policy),
+        leaving(f"Where {kind} go", said, {row.policy: _leaving(row) for row in rows}),
+        *(part for name in shown for part in rank_heats(name, np.stack(tallies[name].loads), layers)),
+        *(sending_heat(name, np.sum(tallies[name].rank_rows, 0)) for name in shown if counted),
+    ]
+    lead = [
+        f"The busiest rank has {best.imbalance_mean:.3f} times the mean under {best.policy}, "
+        f"{rows[0].imbalance_mean:.3f} times under {rows[0].policy}; mean over batches and layers.",
+        f"That is {100 * best.gap_mean:+.2f} % from the bound that is proved for this placement, mean over both.",
+    ]
+    body = [section("Policies", tables), section("Where the load is", *parts), _notes(notes)]
+    heading = f"{best.policy}: {best.imbalance_mean:.3f} × the mean"
+    return page(f"isoload replay: {replay.trace}", what, heading, lead, body, figures)
+
+
+def _leaving(row: Any) -> tuple[float, float]:
+    if row.remote_rank_share is not None:
+        return row.remote_rank_share, row.remote_node_share
+    return row.remote_rank_copy_share, row.remote_node_copy_share
+
+
+def _imbalance(tally: Tally) -> Any:
+    """[L] mean over batches; 1 where a layer has no copies."""
+    peak, mean = np.stack(tally.loads).max(-1), np.stack(tally.means)
+    return np.where(mean > 0, peak / np.maximum(mean, 1e-300), 1.0).mean(0)
+
+
+def inspect_page(
+    trace: Trace, num_ranks: int, found: Rows, what: Sequence[str], costs: Sequence[str], tables: str,
+    notes: Sequence[str], figures: Any,
+) -> str:  # fmt: skip
+    """costs: lines that say what the skew costs."""
+    from isoload.replay.inspection import ranks_in_order
+
+    layers, on = trace.layer_ids, [row["on_ranks"][str(num_ranks)] for row in found]
+    series = {
+        name: [cost[key] for cost in on] for name, key in (("in order", "in_order"), ("least", "least"))
+    }
+    said = f"{MEAN} On {num_ranks} ranks; least: of any placement without replicas."
+    hottest = {"hottest": [row["expert_max_over_mean"] for row in found]}
+    batches = np.array([row["rank"]["per_batch"] for row in found]) * num_ranks
+    parts = [
+        lines("Imbalance by layer", said, series, layers),
+        lines("The hottest expert", "Its copies over the mean, all batches.", hottest, layers, y="max/mean expert"),
+        heat("Rank loads", "Load of each rank over the mean, all batches.",
+             over_mean(ranks_in_order(trace.batch_counts().sum(0), num_ranks)), layers),
+        batch_heat(batches, layers),
+    ]  # fmt: skip
+    heading = f"{np.mean(series['in order']):.2f} × the mean on {num_ranks} ranks"
+    body = [section("Where the load is", *parts), section("Layers", tables), _notes(notes)]
+    lead = ["Load of the busiest rank over the mean, mean of the layers:", *costs]
+    return page(f"isoload inspect: {trace.name}", what, heading, lead, body, figures)
+
+
+def placement_page(
+    trace: Trace, placement: Placement, view: dict[str, Any], what: Sequence[str], tables: str,
+    notes: Sequence[str], figures: Any,
+) -> str:  # fmt: skip
+    """Of ``inspect --placement``."""
+    from isoload.replay.judge import even_loads
+
+    rows, layers = view["layers"], trace.layer_ids
+    names = {"in order": "in_order", "placed": "placed", "replicated": "replicated", "exact": "exact"}
+    series = {name: [row[key] for row in rows] for name, key in names.items()}
+    means = {name: float(np.mean(of)) for name, of in series.items()}
+    by_number = {"all layers": view["balancedness_by_replicas"]}
+    mine = placement.with_layers(layers)
+    loads = even_loads(mine, trace.batch_counts())[..., mine.topology.live_ranks]
+    unit = "mean/max rank load"
+    parts = [
+        lines("Balancedness by layer", "Mean over batches; 1 is even.", series, layers, y=unit, best="exact"),
+        lines(
+            "Balancedness by replicas",
+            "Packed as eplb does.",
+            by_number,
+            view["replicas"],
+            "replicas of a layer",
+            unit,
+        ),
+        *rank_heats("replicas sharing alike", loads, layers),
+    ]
+    lead = [
+        f"Replicas sharing alike, ranks are {means['replicated']:.3f} balanced; split exactly, {means['exact']:.3f}.",
+        f"Experts in order are {means['in order']:.3f} balanced, placed without replicas {means['placed']:.3f}.",
+    ]
+    body = [section("Where the load is", *parts), section("Layers", tables), _notes(notes)]
+    heading = f"Balanced to {means['exact']:.3f}"
+    return page(f"isoload inspect: {trace.name}", what, heading, lead, body, figures)
+
+
+def place_page(
+    trace: Trace, placement: Placement, rows: Rows, what: str, tables: str, notes: Sequence[str], figures: Any
+) -> str:
+    from isoload.replay.judge import even_loads
+
+    values = {row["placer"]: {"even": row["even"], "exact": row["exact"]} for row in rows}
+    said = f"{MEAN} even: replicas share alike; exact: the best split."
+    cells = [(name, *(f"{x:.3f}" for x in of.values())) for name, of in values.items()]
+    spec = charts.points(values, "max/mean rank load", (charts.LINES[0], charts.OWN))
+    by_placer = figure("Imbalance by placer", said, spec, ("placer", "even", "exact"), cells)
+    heats = rank_heats("replicas sharing alike", even_loads(placement, trace.batch_counts()), trace.layer_ids)
+    made = rows[2]
+    lead = [
+        f"The busiest rank has {made['exact']:.3f} times the mean under {made['placer']}, its replicas split exactly; "
+        f"{made['even']:.3f} where they share alike.",
+        f"Experts in order have {rows[0]['even']:.3f}, placed by eplb {rows[1]['even']:.3f}.",
+    ]
+    body = [section("Placers", tables, by_placer), section("Where the load is", *heats), _notes(notes)]
+    heading = f"{made['placer']}: {made['exact']:.3f} × the mean"
+    return page("isoload place", [what], heading, lead, body, figures)
+
+
+def _notes(notes: Sequence[str]) -> str:
+    return section("What these figures are", prose(notes))
