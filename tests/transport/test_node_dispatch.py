@@ -1,0 +1,171 @@
+"""Dispatch by nodes: a row crosses to a node once; what comes back is what dispatch by ranks gives."""
+
+from __future__ import annotations
+
+import traceback
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import isoload
+from isoload import Topology
+from isoload.transport import CollectiveTransport, LocalTransport, NodeDispatcher, RowDispatcher, Transport
+from support.batches import MAX_TOKENS, Batch, batches, draw
+from support.conformance import CASES, layer, own, send
+from support.processes import run_ranks
+
+CAPACITIES = [None, MAX_TOKENS]
+SHAPES = [(4, 2), (6, 3), (6, 2), (8, 4)]  # ranks, ranks of a node
+WIDE = ("equals_local", "gradients", "sums")
+# on forked ranks; the others, which take longer, where time is
+FEW = ("rows", "sums", "traffic", "bytes", "started_dispatch", "gradients", "backward_everywhere")
+
+
+def local(ranks: int, per_node: int, capacity: int | None, dispatch: Any = "node") -> Transport:
+    return LocalTransport(Topology(ranks, per_node), capacity, dispatch=dispatch)
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize(
+    ("case", "shape"),
+    [*product(CASES, SHAPES[:1]), *((case, SHAPES[1]) for case in CASES if case not in WIDE)],
+)
+def test_local(case: str, shape: tuple[int, int], capacity: int | None) -> None:
+    CASES[case](lambda: local(*shape, capacity))
+
+
+def whole_numbers(batch: Batch) -> Batch:
+    """Rows and weights whose sums are exact in any order and dtype."""
+    draw = torch.Generator().manual_seed(3)
+    x = [torch.randint(-3, 4, v.shape, generator=draw).to(v.dtype) for v in batch.x]
+    weights = [torch.randint(0, 3, w.shape, generator=draw).to(w.dtype) for w in batch.weights]
+    return Batch(batch.name, x, batch.slots, weights, batch.slots_per_rank)
+
+
+def linear(transport: Transport, batch: Batch) -> dict[str, list[Tensor | None]]:
+    """Output and gradients where every copy's expert multiplies by its slot's own small number."""
+    x = [v.clone().requires_grad_() for v in own(transport, batch.x)]
+    weights = [v.clone().requires_grad_() for v in own(transport, batch.weights)]
+    received = transport.dispatcher.dispatch(x, own(transport, batch.slots), weights, batch.slots_per_rank)
+    y = [
+        (got.rows * (got.weights * (1 + got.slots % 3)).sum(1, keepdim=True)).to(got.rows.dtype)
+        for got in received
+    ]
+    out = transport.dispatcher.combine(y, received)
+    torch.stack([o.double().sum() for o in out]).sum().backward()
+    return {"out": list(out), "x": [v.grad for v in x], "weights": [w.grad for w in weights]}
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_same_bits_as_by_ranks_where_sums_are_exact(
+    dtype: torch.dtype, shape: tuple[int, int], capacity: int | None
+) -> None:
+    for batch in batches(shape[0], dtype):
+        batch = whole_numbers(batch)
+        by_nodes, by_ranks = (linear(local(*shape, capacity, d), batch) for d in ("node", "rank"))
+        for name, values in by_nodes.items():
+            for a, b in zip(values, by_ranks[name], strict=True):
+                assert torch.equal(a, b), f"{batch.name}, {name}"
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_same_rows_and_all_but_the_same_sums_as_by_ranks(
+    shape: tuple[int, int], capacity: int | None
+) -> None:
+    """What comes to a rank is the same to the bit, in another order; sums differ by their order in float64."""
+    for batch in batches(shape[0]):
+        by_nodes, by_ranks = (local(*shape, capacity, d) for d in ("node", "rank"))
+        for a, b in zip(send(by_nodes, batch), send(by_ranks, batch), strict=True):
+            assert a.max_copies == b.max_copies
+            assert sorted(listed(a)) == sorted(listed(b)), batch.name
+        wanted = layer(by_ranks, batch)
+        for name, values in layer(by_nodes, batch).items():
+            for value, want in zip(values, wanted[name], strict=True):
+                torch.testing.assert_close(value, want, rtol=1e-12, atol=1e-12)
+
+
+def listed(got: Any) -> list[Any]:
+    return torch.cat([got.rows.double(), got.slots.double(), got.weights.double()], dim=1).tolist()
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_between_nodes_a_token_is_one_row_to_each(shape: tuple[int, int], capacity: int | None) -> None:
+    ranks, per_node = shape
+    node = np.arange(ranks) // per_node
+    apart = node[:, None] != node
+    fewer = 0
+    for batch in batches(ranks):
+        by_nodes, by_ranks = (local(*shape, capacity, d) for d in ("node", "rank"))
+        send(by_nodes, batch)
+        send(by_ranks, batch)
+        pairs = sum(
+            len(
+                {slot // batch.slots_per_rank // per_node for slot in chosen if slot >= 0}
+                - {source // per_node}
+            )
+            for source, slots in enumerate(batch.slots)
+            for chosen in slots.tolist()
+        )
+        many = int(by_ranks.group.traffic.rows.numpy()[apart].sum())
+        assert int(by_nodes.group.traffic.rows.numpy()[apart].sum()) == pairs <= many
+        fewer += pairs < many
+    assert fewer
+
+
+def test_one_node_and_nodes_of_one_rank_are_dispatched_by_ranks() -> None:
+    for topology in (Topology(4), Topology(4, 4), Topology(4, 1)):
+        assert type(LocalTransport(topology, dispatch="node").dispatcher) is RowDispatcher
+    assert type(LocalTransport(Topology(4, 2), dispatch="node").dispatcher) is NodeDispatcher
+    assert type(LocalTransport(Topology(4, 2)).dispatcher) is RowDispatcher
+
+
+def test_refused() -> None:
+    with pytest.raises(ValueError, match="dispatch must be one of rank, node, got 'nodes'"):
+        LocalTransport(Topology(4, 2), dispatch="nodes")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="ranks_per_node must divide num_ranks=4, got 3"):
+        LocalTransport(Topology(4, 3), dispatch="node")
+    with pytest.raises(ValueError, match="max_copies_per_rank must be at least the copies that rank . gets"):
+        transport = LocalTransport(Topology(4, 2), MAX_TOKENS, 3, "node")
+        send(transport, draw("too many copies", 4, absent=0.0))
+    batch = draw("combine", 4)
+    transport = local(4, 2, None)
+    received = send(transport, batch)
+    y = [got.rows for got in received]
+    with pytest.raises(
+        ValueError, match=r"own of rank 1 must be \[\d+, 7\] torch.float64 as the rank's tokens"
+    ):
+        transport.dispatcher.combine(y, received, [batch.x[0], batch.x[1][:0], *batch.x[2:]])
+    with pytest.raises(
+        ValueError, match="received must come from this dispatcher's dispatch, got a NoneType"
+    ):
+        transport.dispatcher.combine(y, [isoload.transport.Received(*[v] * 3, None) for v in y])
+
+
+def all_cases(rank: int, capacity: int | None, cases: list[str]) -> dict[str, str]:
+    """The traceback of every case that fails; the rank goes on, as its peers do, so that each case is judged."""
+    failed = {}
+    for name in cases:
+        try:
+            CASES[name](lambda: CollectiveTransport(Topology(4, 2), None, capacity, dispatch="node"))
+        except AssertionError:
+            failed[name] = traceback.format_exc()
+    return failed
+
+
+MORE = [name for name in CASES if name not in FEW]
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("cases", [FEW, pytest.param(MORE, marks=pytest.mark.slow)], ids=["few", "more"])
+def test_collective(cases: list[str], capacity: int | None) -> None:
+    """Two nodes of two forked ranks."""
+    for rank, failed in enumerate(run_ranks(all_cases, 4, capacity, cases, timeout=180.0)):
+        assert not failed, f"rank {rank}: {failed}"
