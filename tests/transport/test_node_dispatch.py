@@ -91,6 +91,19 @@ def test_the_same_rows_and_all_but_the_same_sums_as_by_ranks(
                 torch.testing.assert_close(value, want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_token_may_go_to_one_slot_several_times(shape: tuple[int, int], capacity: int | None) -> None:
+    batch = draw("repeated", shape[0], absent=0.1)
+    for slots in batch.slots:
+        slots[:, 2], slots[1::2, 3] = slots[:, 0], slots[1::2, 0]
+    by_nodes, by_ranks = (local(*shape, capacity, d) for d in ("node", "rank"))
+    wanted = layer(by_ranks, batch)
+    for name, values in layer(by_nodes, batch).items():
+        for value, want in zip(values, wanted[name], strict=True):
+            torch.testing.assert_close(value, want, rtol=1e-12, atol=1e-12)
+
+
 def listed(got: Any) -> list[Any]:
     return torch.cat([got.rows.double(), got.slots.double(), got.weights.double()], dim=1).tolist()
 
