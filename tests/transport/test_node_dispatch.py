@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections import Counter
 from itertools import product
 from typing import Any
 
@@ -16,7 +17,7 @@ from isoload import Topology
 from isoload.transport import CollectiveTransport, LocalTransport, NodeDispatcher, RowDispatcher, Transport
 from support.batches import MAX_TOKENS, Batch, batches, draw
 from support.conformance import CASES, layer, own, send
-from support.processes import run_ranks
+from support.processes import die, rank_outcomes, run_ranks
 
 CAPACITIES = [None, MAX_TOKENS]
 SHAPES = [(4, 2), (6, 3), (6, 2), (8, 4)]  # ranks, ranks of a node
@@ -160,6 +161,59 @@ def test_refused() -> None:
         ValueError, match="received must come from this dispatcher's dispatch, got a NoneType"
     ):
         transport.dispatcher.combine(y, [isoload.transport.Received(*[v] * 3, None) for v in y])
+
+
+def fail_at(rank: int, stage: str, hop: int, capacity: int | None) -> None:
+    """Rank 1 of two nodes of two dies as it comes to a stage's exchange, in its first or second hop."""
+    transport = CollectiveTransport(Topology(4, 2), None, capacity, dispatch="node")
+    batch, passed = draw("failing", 4, absent=0.0), Counter[str]()
+    swap = transport.group.swap
+
+    def reached(name: str, *how: Any) -> Any:
+        passed[name] += 1
+        if rank == 1 and (name, passed[name]) == (stage, hop):
+            die()
+        return swap(name, *how)
+
+    transport.group.swap = reached  # type: ignore[method-assign]
+    x = [leaf.requires_grad_() for leaf in own(transport, batch.x)]
+    slots, weights = own(transport, batch.slots), own(transport, batch.weights)
+    received = transport.dispatcher.dispatch(x, slots, weights, batch.slots_per_rank)
+    transport.dispatcher.combine([received[0].rows * 2], received)[0].sum().backward()
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("hop", [1, 2])
+@pytest.mark.parametrize("stage", ["dispatch", "combine", "combine backward", "dispatch backward"])
+def test_a_rank_that_dies_in_either_hop_fails_the_others(stage: str, hop: int, capacity: int | None) -> None:
+    outcomes = rank_outcomes(fail_at, 4, stage, hop, capacity, group_timeout=5.0)
+    assert outcomes[1].error == "ended with exit code -9"
+    for other in (0, 2, 3):
+        assert f"RuntimeError: stage {stage} failed on rank {other}:" in (outcomes[other].error or "")
+
+
+def test_ranks_that_differ_in_dispatch_raise_alike() -> None:
+    def body(rank: int) -> None:
+        CollectiveTransport(Topology(4, 2), dispatch="node" if rank == 3 else "rank")
+
+    told = "ValueError: dispatch must be the same on all ranks, got rank on rank 0 and node on rank 3"
+    found = [(o.error or "").strip().splitlines()[-1] for o in rank_outcomes(body, 4)]
+    assert found == [told] * 4
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+def test_a_bad_argument_on_one_rank_is_raised_on_every_rank(capacity: int | None) -> None:
+    def body(rank: int) -> None:
+        batch = draw("bad slots", 4, tokens=[4] * 4, absent=0.0)
+        if rank == 2:
+            batch.slots[rank][1, 1] = 99
+        send(CollectiveTransport(Topology(4, 2), None, capacity, dispatch="node"), batch)
+
+    told = "ValueError: rank 2 failed in stage dispatch, so all ranks stop; its own error says why"
+    last = 4 * draw("bad slots", 4).slots_per_rank - 1
+    mine = f"ValueError: slots of rank 2 must be in -1..{last}, got 99"
+    found = [(o.error or "").strip().splitlines()[-1] for o in rank_outcomes(body, 4)]
+    assert found == [told, told, mine, told]
 
 
 def all_cases(rank: int, capacity: int | None, cases: list[str]) -> dict[str, str]:
