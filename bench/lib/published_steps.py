@@ -18,9 +18,9 @@ import isoload
 from isoload.advise import MODELS, Candidate
 from isoload.advise.candidates import sent
 from isoload.advise.constants import layer_time
-from isoload.advise.traffic import Floats, rows_between
 from isoload.placement import Placement
 from isoload.planning import plan_layers, share
+from isoload.replay.traffic import Floats, rows_between
 from isoload.times import LayerTime
 from lib import times_tables as tables
 

@@ -174,7 +174,7 @@ def test_halves_hide_exchanges() -> None:
 
 def test_a_gather_is_a_stage_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     two = [NOW, Candidate("eplb", 4, "exact")]
-    monkeypatch.setattr("isoload.advise.advice.grid", lambda most, gathers: two)
+    monkeypatch.setattr("isoload.advise.advice.grid", lambda most, gathers, nodes: two)
     asked = question(layer=LayerTime(None, replace(EXPERTS, c_us=1000.0), None), dense_ms=1.0)
     found = advise(asked, judge_by(skewed(), SMALL, 4, 64))
     assert found.steps is not None and found.answers[0].candidate.split == "exact"

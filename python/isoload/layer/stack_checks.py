@@ -59,10 +59,12 @@ def check_local(local: str, layers: Sequence[MoE], predicts: bool) -> None:
     if local == "planned":
         return
     dispatcher = layers[0].dispatcher
-    if not isinstance(dispatcher, RowDispatcher) or dispatcher.max_tokens_per_rank is None:
+    by_rank = isinstance(dispatcher, RowDispatcher) and not dispatcher.adds_in_nodes
+    if not by_rank or dispatcher.max_tokens_per_rank is None:
         raise ValueError(
-            "local must not be held without a LocalTransport or CollectiveTransport with max_tokens_per_rank, got "
-            f"a {type(dispatcher).__name__} with max_tokens_per_rank={dispatcher.max_tokens_per_rank}"
+            "local must not be held without a LocalTransport or CollectiveTransport with max_tokens_per_rank and "
+            f"dispatch='rank', got a {type(dispatcher).__name__} with "
+            f"max_tokens_per_rank={dispatcher.max_tokens_per_rank}"
         )
     for policy in (layer.policy for layer in layers):
         if policy.borrows and not (policy.ahead and predicts):
