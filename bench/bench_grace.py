@@ -14,7 +14,9 @@ Fairness ledger
 - With replicas: `grace` replicates the heaviest rank's hot experts (Equation 2); routed by weights alone (its WRR), by
   locality first (its TAR), and by isoload's `exact`. Last, isoload's `scenario` under `exact`, with as many slots of a
   layer as `grace` has in the mean, rounded up to the same number on every rank.
-- Rows: distinct token x destination rank, as de-duplicated dispatch sends them; "change" is against experts in order.
+- Rows: distinct token x destination rank, as de-duplicated dispatch sends them, to other ranks (rank_rows) and those of
+  them between nodes (node_rows); distinct token x other node, the paper's unit, as dispatch by nodes sends them between
+  nodes (node_dispatch_rows). "change" is against experts in order.
   Deviation: standard deviation over ranks / mean; idle share: sum of (max - load) / (R * max).
 - LOSS marks a row of GRACE that does not do what the paper says of it: groups that send no fewer rows to other nodes
   than experts in order, replicas that do not lower the deviation of the controlled groups, locality that sends no fewer
@@ -51,7 +53,9 @@ FILES = (
     "qwen3_30b_pertoken_small",
 )
 SHAPES = ((2, 2), (2, 4))  # nodes, ranks of each
-FIGURES = ("rank_rows", "node_rows", "deviation", "idle_share", "imbalance")
+ROWS = ("rank_rows", "node_rows", "node_dispatch_rows")
+FIGURES = (*ROWS, "deviation", "idle_share", "imbalance")
+NODE_ROWS = "node_dispatch_rows"  # the paper's unit
 Rows = list[dict[str, Any]]
 Groups = list[list[int]]
 
@@ -160,6 +164,7 @@ def figures(judged: Trace, placement: isoload.Placement, policy: str) -> dict[st
     return {
         "rank_rows": row.remote_rank_rows,
         "node_rows": row.remote_node_rows,
+        "node_dispatch_rows": row.node_dispatch_rows,
         "deviation": row.rank_load_std,
         "idle_share": row.idle_share,
         "imbalance": row.imbalance_mean,
@@ -185,7 +190,7 @@ def bench(trace: Trace, nodes: int, per_node: int) -> Rows:
             }
         )
     for row in rows:
-        row |= {f"{name}_change": row[name] / rows[0][name] - 1 for name in ("rank_rows", "node_rows")}
+        row |= {f"{name}_change": row[name] / rows[0][name] - 1 for name in ROWS}
     mark_losses({row["variant"]: row for row in rows})
     return rows
 
@@ -194,10 +199,10 @@ def mark_losses(rows: dict[str, dict[str, Any]]) -> None:
     """`met`: what the paper says of a component holds here; rows of which it says nothing have none."""
     controlled, weights = rows["affinity, controlled"], rows["+ replicas, weights"]
     for name in ("affinity, equal", "affinity, any size", "affinity, controlled"):
-        rows[name]["met"] = rows[name]["node_rows"] < rows["in order"]["node_rows"]
+        rows[name]["met"] = rows[name][NODE_ROWS] < rows["in order"][NODE_ROWS]
     weights["met"] = weights["deviation"] < controlled["deviation"]
     locality = rows["+ replicas, locality"]
-    locality["met"] = locality["node_rows"] < weights["node_rows"]
+    locality["met"] = locality[NODE_ROWS] < weights[NODE_ROWS]
 
 
 def main() -> None:

@@ -8,8 +8,9 @@ Fairness ledger
 - weighted random = grace_sampled:locality=False (Algorithm 4), locality-first = grace_sampled (Algorithm 5); grace cuts
   in the same proportions. exact:objective=local has the given tolerance over the least peak.
 - All figures are counted from routed slots (isoload.replay): rows = distinct token x destination rank, per token and
-  layer; deviation of the rank loads over their mean, mean; idle = sum(max - load) / (R max). saved = rows between nodes
-  less than weighted random, % of those that locality-first saves. No figure is a time.
+  layer; node_dispatch_rows = distinct token x other node, as dispatch by nodes sends them. Deviation of the rank loads
+  over their mean, mean; idle = sum(max - load) / (R max). saved = rows between nodes less than weighted random, % of
+  those that locality-first saves. No figure is a time.
 - LOSS: exact:objective=local saves less than half of that, or ends above locality-first's imbalance.
 
 Usage: python bench/bench_route.py [--traces FOLDER] [--write]
@@ -37,7 +38,11 @@ FIGURES = {
     "deviation": "rank_load_std",
     "idle": "idle_share",
 }
-ROWS = {"rank_rows": "remote_rank_rows", "node_rows": "remote_node_rows"}  # per token and layer
+ROWS = {  # per token and layer
+    "rank_rows": "remote_rank_rows",
+    "node_rows": "remote_node_rows",
+    "node_dispatch_rows": "node_dispatch_rows",
+}
 Row = dict[str, Any]
 
 

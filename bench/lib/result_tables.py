@@ -145,7 +145,8 @@ GRACE: Columns = {
     "trace": lambda row: GRACE_TRACES[row["trace"]] if row["variant"] == "in order" else "",
     "variant": lambda row: row["variant"] + (" LOSS" if row.get("met") is False else ""),
     "rows to other ranks": "{rank_rows:.0f} ({rank_rows_change:+.0f*100} %)",
-    "to other nodes": "{node_rows:.0f} ({node_rows_change:+.0f*100} %)",
+    "of these between nodes": "{node_rows:.0f} ({node_rows_change:+.0f*100} %)",
+    "rows to other nodes": "{node_dispatch_rows:.0f} ({node_dispatch_rows_change:+.0f*100} %)",
     "load deviation": "{deviation:.3f}",
     "idle share": "{idle_share:.1f*100} %",
 }
@@ -171,6 +172,7 @@ ROUTE: Columns = {
     "policy": lambda row: ROUTE_NAMES.get(row["policy"], row["policy"]),
     "rows that leave the rank": "{rank_rows:.3f}",
     "the node": "{node_rows:.3f}",
+    "the node, once each": "{node_dispatch_rows:.3f}",
     "saved, %": "{saved:.0f*100}",
     **same(("imbalance", "deviation", "idle"), "{NAME:.3f}"),
 }

@@ -39,6 +39,8 @@ DYNAMIC = PolicyFigures(
     remote_node_rows=550,
     remote_rank_share=0.88,
     remote_node_share=0.55,
+    node_dispatch_rows=430,
+    node_dispatch_share=0.43,
     remote_rank_copy_share=0.89,
     remote_node_copy_share=0.56,
     shared_remote_share=None,
@@ -100,8 +102,10 @@ def test_percent_tells_zero_from_nearly_zero():
 
 def test_wide_replay_table_shows_every_figure_in_its_column():
     heading, rows = replay_table([DYNAMIC, EXACT], with_nodes=True, wide=True)
-    titles = "policy mean p99 max bound worst ideal idle std rank node rank node slots one batch"
-    dynamic = "dynamic 1.111 2.222 3.333 12.3% 166.6% 17.7% 5.5% 0.444 88.0% 55.0% 89.0% 56.0% 5.0 66.6 12.3"
+    titles = "policy mean p99 max bound worst ideal idle std rank node node once rank node slots one batch"
+    dynamic = (
+        "dynamic 1.111 2.222 3.333 12.3% 166.6% 17.7% 5.5% 0.444 88.0% 55.0% 43.0% 89.0% 56.0% 5.0 66.6 12.3"
+    )
     assert squeezed(heading[1]) == titles
     assert squeezed(rows[0]) == dynamic
     assert squeezed(rows[1]).startswith("exact 1.111 2.222 1.000 0% 0% 17.7% 0.0%")
@@ -120,7 +124,7 @@ def test_replay_table_shows_what_one_decides_by():
 
 def test_a_column_without_values_is_left_out():
     unknown = dict.fromkeys([field.name for field in fields(PolicyFigures) if "_rows" in field.name])
-    shares = {"remote_rank_share": None, "remote_node_share": None}
+    shares = {"remote_rank_share": None, "remote_node_share": None, "node_dispatch_share": None}
     row = replace(DYNAMIC, **unknown, **shares)
     assert "rows leave" not in replay_table([row], with_nodes=True, wide=True)[0][0]
     known = replay_table([row, DYNAMIC], with_nodes=True)[1]
@@ -214,6 +218,8 @@ def test_replay_json_names_every_figure():
         "remote_node_rows": 550,
         "remote_rank_share": 0.88,
         "remote_node_share": 0.55,
+        "node_dispatch_rows": 430,
+        "node_dispatch_share": 0.43,
         "remote_rank_copy_share": 0.89,
         "remote_node_copy_share": 0.56,
         "shared_remote_share": None,

@@ -261,10 +261,24 @@ def test_slots_by_a_cost_model(copies: int, slots: int) -> None:
     layers = model.layers()
     stack = LibraStack(layers, "lookahead", slots="auto", cost=cost, copies_per_rank=copies)
     assert stack.slots == slots
+    assert stack.bounded_by == ("spare slots" if slots == 2 else "time")
     assert_dense(model, layers)
     for layer in layers:
         spare = layer.last_plan.slot_to_expert.view(4, -1)[:, -2:]
         assert (spare[:, : 2 - slots] == -1).all() and bool((spare >= 0).any()) == (slots > 0)
+
+
+@pytest.mark.parametrize(("memory", "slots"), [(0, 0), (2 * 288 - 1, 0), (2 * 288, 1), (4 * 288, 2)])
+def test_slots_by_memory(memory: int, slots: int) -> None:
+    """Of two layers at once, 3 * 8 * 6 * 2 = 288 bytes each expert."""
+    cost = CostModel(
+        HIDDEN, INNER, weight_bytes=2, overhead_us=0, token_us=((1, 1.0),), bandwidths=(1, 0.001)
+    )
+    model = Model(4)
+    layers = model.layers()
+    stack = LibraStack(layers, "lookahead", slots="auto", cost=cost, copies_per_rank=100_000, memory=memory)
+    assert (stack.slots, stack.bounded_by) == (slots, "memory" if slots < 2 else "spare slots")
+    assert_dense(model, layers)
 
 
 @LOCALS

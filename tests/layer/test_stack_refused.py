@@ -195,7 +195,15 @@ REFUSED: dict[str, Refused] = {
     ),
     "cost": (
         lambda: LibraStack(layers(), "last", cost=COST),
-        "cost and copies_per_rank must be None unless slots is 'auto', got slots=None",
+        "cost, copies_per_rank and memory must be None unless slots is 'auto', got slots=None",
+    ),
+    "memory without auto": (
+        lambda: LibraStack(layers(), "last", slots=1, memory=10),
+        "cost, copies_per_rank and memory must be None unless slots is 'auto', got slots=1",
+    ),
+    "memory": (
+        lambda: LibraStack(layers(), "last", slots="auto", cost=COST, copies_per_rank=1, memory=-1),
+        "memory must be a number of bytes from 0 on, or None, got -1",
     ),
     "cost of others": (
         lambda: LibraStack(layers(), "last", slots="auto", cost=CostModel(), copies_per_rank=10),

@@ -57,7 +57,7 @@ def recomputed(trace, policy, calibration, replayed, slots_per_rank, seed):
     placement = isoload.place(counts[calibration], topology, slots_per_rank)
     options = {"static": {"seed": seed}, "dynamic": {"seed": seed}}.get(policy, {})
     imbalance, std, idle, capacity, gap, ideal, active = [], [], 0, 0, [], [], []
-    rows = rank_rows = node_rows = all_copies = rank_copies = node_copies = 0
+    rows = rank_rows = node_rows = once = all_copies = rank_copies = node_copies = 0
     for index in replayed:
         tokens = len(batches[index])
         source = np.repeat(np.arange(RANKS), tokens // RANKS)
@@ -84,6 +84,8 @@ def recomputed(trace, policy, calibration, replayed, slots_per_rank, seed):
                     rows += 1
                     rank_rows += destination != source[t]
                     node_rows += destination // PER_NODE != source[t] // PER_NODE
+                nodes = {s // slots_per_rank // PER_NODE for s in slots[t] if s >= 0}
+                once += len(nodes - {source[t] // PER_NODE})
             if load.sum() == 0:
                 continue
             total = loads.sum(0).numpy()
@@ -105,6 +107,8 @@ def recomputed(trace, policy, calibration, replayed, slots_per_rank, seed):
         "remote_node_rows": node_rows,
         "remote_rank_share": rank_rows / rows,
         "remote_node_share": node_rows / rows,
+        "node_dispatch_rows": once,
+        "node_dispatch_share": once / rows,
         "remote_rank_copy_share": rank_copies / all_copies,
         "remote_node_copy_share": node_copies / all_copies,
         "active_experts": np.mean(active),
@@ -121,7 +125,7 @@ def test_every_figure_is_that_of_the_trace(policy, slots_per_rank):
     assert set(found) == {"policy", "plan_us", *shared, *expected} and not any(found[key] for key in shared)
     for key, value in expected.items():
         assert found[key] == pytest.approx(value, rel=1e-9, abs=1e-12), key
-    for key in ("remote_rank_rows", "remote_node_rows"):
+    for key in ("remote_rank_rows", "remote_node_rows", "node_dispatch_rows"):
         assert type(found[key]) is int and found[key] == expected[key] > 0
     assert found["plan_us"]["median"] > 0 and found["plan_us"]["batched"] > 0
 

@@ -49,6 +49,18 @@ class Batch:
                 counts[source, destination] += 1
         return counts
 
+    def hop_rows(self, per_node: int) -> tuple[np.ndarray, np.ndarray]:
+        """[R, R] rows that go to leaders, one per token and node, and those that leaders hand on inside of a node."""
+        across, inside = (np.zeros((len(self.x), len(self.x)), dtype=np.int64) for _ in range(2))
+        for source, slots in enumerate(self.slots):
+            for chosen in slots.tolist():
+                ranks = {slot // self.slots_per_rank for slot in chosen if slot >= 0}
+                for node in {rank // per_node for rank in ranks}:
+                    across[source, node * per_node + source % per_node] += 1
+                for rank in ranks:
+                    inside[rank // per_node * per_node + source % per_node, rank] += 1
+        return across, inside
+
     def without_own_copies(self) -> Batch:
         """The batch where copies on the token's own rank are absent: what a two-stage execution dispatches."""
         here = [s.div(self.slots_per_rank, rounding_mode="floor") == r for r, s in enumerate(self.slots)]

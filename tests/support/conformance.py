@@ -8,6 +8,7 @@ of one process and on R processes. Every transport passes all CASES.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,17 @@ def send(transport: Transport, batch: Batch) -> list[Received]:
     return transport.dispatcher.dispatch(*inputs, batch.slots_per_rank)
 
 
+def per_node(transport: Transport) -> int:
+    """Ranks whose rows a token's sum is made of first."""
+    return transport.group.topology.ranks_per_node if transport.dispatcher.adds_in_nodes else 1
+
+
+def in_order(transport: Transport, rows: list[Any]) -> list[Any]:
+    """Rows by source and token, as they arrive: over leaders by their place in the node first."""
+    places = per_node(transport)
+    return sorted(rows, key=lambda row: row[0] % places)
+
+
 def check_rows(make: Make) -> None:
     """A token comes once per rank, in order, with its slots and weights; other rows are padding."""
     transport = make()
@@ -54,7 +66,7 @@ def check_rows(make: Make) -> None:
     for dtype in transport.dispatcher.dtypes:
         for batch in given(transport, dtype):
             for rank, got in zip(transport.group.ranks, send(transport, batch), strict=True):
-                expected = batch.received_by(rank)
+                expected = in_order(transport, batch.received_by(rank))
                 real = (got.slots >= 0).any(1)
                 label = f"{batch.name}, rank {rank}, {dtype}"
                 assert int(real.sum()) == len(expected), label
@@ -91,7 +103,7 @@ def check_sums(make: Make) -> None:
     """Combine adds a token's rows in its order in max(float32, dtype), exactly; without copies it gives 0."""
     transport = make()
     for dtype in transport.dispatcher.dtypes:
-        exact = np.float64 if dtype == torch.float64 else np.float32
+        exact = torch.promote_types(dtype, torch.float32)
         for batch in given(transport, dtype):
             received = send(transport, batch)
             scales = [0.37 + rank for rank in range(len(batch.x))]
@@ -99,13 +111,18 @@ def check_sums(make: Make) -> None:
             for rank, out in zip(
                 transport.group.ranks, transport.dispatcher.combine(y, received), strict=True
             ):
-                expected = np.zeros(batch.x[rank].shape, dtype=exact)
+                expected = torch.zeros(batch.x[rank].shape, dtype=exact).numpy()
                 for token, chosen in enumerate(batch.slots[rank].tolist()):
                     ranks = [slot // batch.slots_per_rank for slot in chosen if slot >= 0]
                     order = None if transport.dispatcher.adds_by_rank else last_place(ranks)
-                    for d in sorted(set(ranks), key=order):
-                        part = batch.x[rank][token] * scales[d]  # rounded to dtype, as the wire carries it
-                        expected[token] += part.to(torch.promote_types(dtype, torch.float32)).numpy()
+                    for _, node in groupby(sorted(set(ranks), key=order), lambda d: d // per_node(transport)):
+                        total = np.zeros_like(expected[token])
+                        for d in node:
+                            part = (
+                                batch.x[rank][token] * scales[d]
+                            )  # rounded to dtype, as the wire carries it
+                            total += part.to(torch.promote_types(dtype, torch.float32)).numpy()
+                        expected[token] += torch.from_numpy(total).to(dtype).to(exact).numpy()
                 assert out.dtype == dtype, batch.name
                 assert torch.equal(out, torch.from_numpy(expected).to(dtype)), f"{batch.name}, {dtype}"
 
@@ -135,9 +152,9 @@ def check_own_contributions(make: Make) -> None:
             y = [leaf(got.rows.detach() * parts[r]) for r, got in zip(ranks, received, strict=True)]
             out = dispatcher.combine(y, received, mine)
             for a, b in zip(out, whole, strict=True):
-                if dispatcher.adds_by_rank:
+                if dispatcher.adds_by_rank and not dispatcher.adds_in_nodes:
                     assert torch.equal(a, b), f"{batch.name}, {dtype}"
-                else:  # own contributions come first
+                else:  # own contributions come first, or last of their node
                     torch.testing.assert_close(a, b, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
             scale = own(transport, loss_weights(batch))
             torch.stack([(o * g).sum() for o, g in zip(out, scale, strict=True)]).sum().backward()
@@ -192,7 +209,11 @@ def check_traffic(make: Make) -> None:
         received = send(transport, batch)
         transport.dispatcher.combine([got.rows for got in received], received)
         expected = np.zeros((num_ranks, num_ranks), dtype=np.int64)
-        expected[list(transport.group.ranks)] = batch.num_rows()[list(transport.group.ranks)]
+        rows = batch.num_rows()
+        if transport.dispatcher.adds_in_nodes:
+            across, inside = batch.hop_rows(per_node(transport))
+            rows = across - np.diag(np.diag(across)) + inside
+        expected[list(transport.group.ranks)] = rows[list(transport.group.ranks)]
         assert np.array_equal(transport.group.traffic.rows.numpy(), expected), batch.name
         assert transport.group.traffic.host_syncs == transport.dispatcher.host_waits, batch.name
 
@@ -205,9 +226,15 @@ def check_bytes(make: Make) -> None:
         received = send(transport, batch)
         transport.dispatcher.combine([got.rows for got in received], received)
         capacity, own_ranks = transport.dispatcher.max_tokens_per_rank, list(transport.group.ranks)
-        sent = got = len(own_ranks) * num_ranks * (capacity or 0)
+        in_nodes = transport.dispatcher.adds_in_nodes
+        hops = batch.hop_rows(per_node(transport)) if in_nodes else [batch.num_rows()]
+        to_leaders = num_ranks // per_node(transport) if in_nodes else 0
+        sent = got = len(own_ranks) * (num_ranks + to_leaders) * (capacity or 0)
         if capacity is None:
-            sent, got = batch.num_rows()[own_ranks].sum(), batch.num_rows()[:, own_ranks].sum()
+            sent, got = (
+                sum(hop[own_ranks].sum() for hop in hops),
+                sum(hop[:, own_ranks].sum() for hop in hops),
+            )
         row = 4 * -(-hidden // 2) + 8 * top_k  # slots start at a multiple of 4
         assert transport.group.traffic.bytes["dispatch"] == sent * 64 * -(-row // 64), batch.name
         assert transport.group.traffic.bytes["combine"] == got * 2 * hidden, batch.name
@@ -301,9 +328,9 @@ def check_equals_local(make: Make) -> None:
     transport = make()
     for dtype in transport.dispatcher.dtypes:
         for batch in given(transport, dtype):
-            local = layer(
-                LocalTransport(transport.group.topology, transport.dispatcher.max_tokens_per_rank), batch
-            )
+            capacity = transport.dispatcher.max_tokens_per_rank
+            dispatch = "node" if transport.dispatcher.adds_in_nodes else "rank"
+            local = layer(LocalTransport(transport.group.topology, capacity, dispatch=dispatch), batch)
             for name, values in layer(transport, batch).items():
                 for rank, value in zip(transport.group.ranks, values, strict=True):
                     assert torch.equal(value, local[name][rank]), (

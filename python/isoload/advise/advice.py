@@ -189,7 +189,7 @@ def _whole(
     assert question.dense_ms is not None
     batches = list(sent_batches(candidate, made[candidate.placer, candidate.more], judged))
     plan, gather = PLAN_US[candidate.split], (0.0, 0.0)
-    if candidate.split == "exact":
+    if candidate.split in ("exact", "node"):
         both, plan = plan, PLAN_US["own"]
         gather = both[0] - plan[0], both[1] - plan[1]
     of = question.tokens, question.topology, question.model.layers, question.dense_ms

@@ -58,6 +58,7 @@ FIGURES = (
     Figure("rank_load_std", "rank load", "std", ".3f", wide=True),
     Figure("remote_rank_share", "rows leave", "rank", "%"),
     Figure("remote_node_share", "rows leave", "node", "%"),
+    Figure("node_dispatch_share", "rows leave", "node once", "%", wide=True),
     Figure("remote_rank_copy_share", "copies leave", "rank", "%", wide=True),
     Figure("remote_node_copy_share", "copies leave", "node", "%", wide=True),
     Figure("shared_remote_share", "shared copies", "leave", "%", wide=True),
@@ -76,7 +77,7 @@ def replay_columns(rows: Sequence[PolicyFigures], with_nodes: bool, wide: bool =
     """
     shared = any(row.shared_remote_share is not None for row in rows)
     shown = [f for f in FIGURES if not (shared and f.group == "copies leave")]
-    shown = [f for f in shown if with_nodes or f.title != "node"]
+    shown = [f for f in shown if with_nodes or not f.title.startswith("node")]
     return columns_of(shown, [row.to_json() for row in rows], wide)
 
 

@@ -74,12 +74,14 @@ class LibraStack:
             paper's): rows, choices and weights go to all ranks, and what a rank holds of its own copies is computed
             before the plan, which keeps it there. Needs a transport with max_tokens_per_rank.
         slots: most spare slots of a rank that are filled; None = as the policy says; "auto" = so many as can travel
-            while a rank computes copies_per_rank copies, by `cost`, at most the spare ones, none if that is too short.
+            while a rank computes copies_per_rank copies, by `cost`, and have room in `memory`, at most the spare ones.
         cost: of experts of the layers' size, for "auto".
         copies_per_rank: that a rank computes in a layer, for "auto".
+        memory: bytes of a rank for borrowed weights, for "auto": of two layers at once. None: any.
 
     Attributes:
         slots: as above, "auto" as a number.
+        bounded_by: what bounds "auto": "time", "memory" or "spare slots"; None without it.
         events: of every layer when the stages of its last batch began and ended, see :class:`Span`.
 
     Raises:
@@ -96,6 +98,7 @@ class LibraStack:
         *,
         cost: CostModel | None = None,
         copies_per_rank: int | None = None,
+        memory: float | None = None,
     ) -> None:
         self.layers, self.local = list(layers), local
         if not self.layers:
@@ -105,7 +108,7 @@ class LibraStack:
             check_layers(self.layers)
             predictor = make_predictor(predict, self.layers, norms)
             check_local(local, self.layers, predictor is not None)
-            self.slots = count_slots(slots, self.layers, cost, copies_per_rank)
+            self.slots, self.bounded_by = count_slots(slots, self.layers, cost, copies_per_rank, memory)
             if predictor is None and slots is not None:
                 raise ValueError(f"slots must be None where predict is, got {slots!r}")
             described = "nothing" if predictor is None else predictor.describe()
@@ -133,6 +136,7 @@ class LibraStack:
         slots: int | str | None = None,
         cost: CostModel | None = None,
         copies_per_rank: int | None = None,
+        memory: float | None = None,
         **options: Any,
     ) -> LibraStack:
         """The stack of a Hugging Face decoder: Qwen3-MoE, OLMoE, Mixtral, DeepSeek-V3 or gpt-oss.
@@ -145,7 +149,7 @@ class LibraStack:
             topology: R ranks.
             transport: None = all ranks in this process, which the tokens are dealt to evenly.
             placement: of the routed experts, a layer for each MoE block; None = in order, with 2 spare slots per rank.
-            predict, local, slots, cost, copies_per_rank: as of the class.
+            predict, local, slots, cost, copies_per_rank, memory: as of the class.
             **options: policy (default "hedge"), its options, and what else :class:`MoE` takes.
 
         Raises:
@@ -162,6 +166,7 @@ class LibraStack:
             slots=slots,
             cost=cost,
             copies_per_rank=copies_per_rank,
+            memory=memory,
         )
         put_in(blocks, made)
         return stack

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from torch import nn
 
@@ -59,10 +60,12 @@ def check_local(local: str, layers: Sequence[MoE], predicts: bool) -> None:
     if local == "planned":
         return
     dispatcher = layers[0].dispatcher
-    if not isinstance(dispatcher, RowDispatcher) or dispatcher.max_tokens_per_rank is None:
+    by_rank = isinstance(dispatcher, RowDispatcher) and not dispatcher.adds_in_nodes
+    if not by_rank or dispatcher.max_tokens_per_rank is None:
         raise ValueError(
-            "local must not be held without a LocalTransport or CollectiveTransport with max_tokens_per_rank, got "
-            f"a {type(dispatcher).__name__} with max_tokens_per_rank={dispatcher.max_tokens_per_rank}"
+            "local must not be held without a LocalTransport or CollectiveTransport with max_tokens_per_rank and "
+            f"dispatch='rank', got a {type(dispatcher).__name__} with "
+            f"max_tokens_per_rank={dispatcher.max_tokens_per_rank}"
         )
     for policy in (layer.policy for layer in layers):
         if policy.borrows and not (policy.ahead and predicts):
@@ -119,9 +122,13 @@ def check_lookahead(predict: Lookahead, layers: Sequence[MoE]) -> None:
 
 
 def count_slots(
-    slots: int | str | None, layers: Sequence[MoE], cost: CostModel | None, copies_per_rank: int | None
-) -> int | None:
-    """Most spare slots of a rank that a stack fills; see :class:`isoload.LibraStack`."""
+    slots: int | str | None,
+    layers: Sequence[MoE],
+    cost: CostModel | None,
+    copies_per_rank: int | None,
+    memory: float | None,
+) -> tuple[int | None, str | None]:
+    """Most spare slots of a rank that a stack fills, and what bounds them; see :class:`isoload.LibraStack`."""
     placement, down = layers[0].placement, layers[0]._ranks()[0].stored_down
     if slots == "auto":
         if cost is None or copies_per_rank is None:
@@ -133,14 +140,25 @@ def count_slots(
                 f"cost must be of the layers' experts, {down.shape[1]} x {down.shape[2]}, "
                 f"got {cost.hidden} x {cost.intermediate}"
             )
+        if memory is not None and not 0 <= memory < inf:
+            raise ValueError(f"memory must be a number of bytes from 0 on, or None, got {memory!r}")
         resident = placement.slots_per_rank - placement.spare_slots
-        return min(placement.spare_slots, slots_in_time(copies_per_rank, resident, placement.topology, cost))
-    if cost is not None or copies_per_rank is not None:
-        raise ValueError(f"cost and copies_per_rank must be None unless slots is 'auto', got slots={slots!r}")
+        bounds = {
+            "time": slots_in_time(copies_per_rank, resident, placement.topology, cost),
+            "spare slots": placement.spare_slots,
+        }
+        if memory is not None:  # one layer's are fetched while those of the one before are in use
+            bounds["memory"] = int(memory // (2 * cost.expert_bytes))
+        least = min(bounds, key=bounds.__getitem__)
+        return bounds[least], least
+    if (cost, copies_per_rank, memory) != (None, None, None):
+        raise ValueError(
+            f"cost, copies_per_rank and memory must be None unless slots is 'auto', got slots={slots!r}"
+        )
     if slots is None:
-        return None
+        return None, None
     if not isinstance(slots, int) or not 1 <= slots <= placement.spare_slots:
         raise ValueError(
             f"slots must be None, 'auto' or in 1..spare_slots={placement.spare_slots}, got {slots!r}"
         )
-    return slots
+    return slots, None

@@ -19,7 +19,9 @@ class RoutedBatch:
     """Figures of one batch of routed slots, per layer."""
 
     slot_copies: Ints  # [L, P] copies that each slot received
-    rows: Ints  # [L, 3] rows (distinct token x destination rank): all, to another rank, to another node
+    # [L, 4] rows (distinct token x destination rank): all, to another rank, to another node; then distinct token x
+    # other node, which are the rows between nodes where dispatch is by nodes
+    rows: Ints
     rank_rows: Ints  # [L, R, R] rows that source rank sends to rank, those to itself included
     copies: Ints  # [L, 3] copies (token x expert): all, to another rank, to another node
     shared: Ints  # [L, 3] copies of shared experts: all, to another rank, to one where the token has no routed copy
@@ -33,7 +35,7 @@ def count_routed(
     ranks, per_node = topology.num_ranks, topology.ranks_per_node
     num_slots = ranks * slots_per_rank
     slot_copies = np.empty((layers, num_slots), dtype=np.int64)
-    rows, copies = (np.empty((layers, 3), dtype=np.int64) for _ in range(2))
+    rows, copies = np.empty((layers, 4), dtype=np.int64), np.empty((layers, 3), dtype=np.int64)
     rank_rows = np.empty((layers, ranks, ranks), dtype=np.int64)
     rank_of_column, token = np.arange(ranks), np.arange(tokens)[:, None]
     same_rank = sources[:, None] == rank_of_column  # [T, R]
@@ -45,7 +47,9 @@ def count_routed(
         sent = np.bincount((token * (ranks + 1) + column).ravel(), minlength=tokens * (ranks + 1))
         sent = sent.reshape(tokens, ranks + 1)[:, 1:]
         for out, amount in ((rows, sent > 0), (copies, sent)):
-            out[layer] = amount.sum(), amount[~same_rank].sum(), amount[~same_node].sum()
+            out[layer, :3] = amount.sum(), amount[~same_rank].sum(), amount[~same_node].sum()
+        nodes = (sent > 0).reshape(tokens, ranks // per_node, per_node).any(-1)
+        rows[layer, 3] = (nodes & ~same_node[:, ::per_node]).sum()
         rank_rows[layer] = from_rank @ (sent > 0)
     shared = np.stack([_count_shared(layer // slots_per_rank, sources, num_shared) for layer in slots])
     return RoutedBatch(slot_copies, rows, rank_rows, copies, shared)
@@ -81,6 +85,9 @@ class PolicyFigures:
     remote_node_rows: int | None
     remote_rank_share: float | None
     remote_node_share: float | None
+    # Rows that leave their node where dispatch is by nodes (distinct token x other node), and these / all rows as above
+    node_dispatch_rows: int | None
+    node_dispatch_share: float | None
     remote_rank_copy_share: float  # copies (token x expert) that leave their rank / all copies
     remote_node_copy_share: float
     shared_remote_share: (
@@ -116,7 +123,7 @@ class Tally:
     means: list[Floats] = field(default_factory=list)  # [L] load of ranks that all end together
     bounds: list[Ints] = field(default_factory=list)  # [L] exact's bound
     active: list[Ints] = field(default_factory=list)  # [L] slots in use on the rank with most
-    rows: list[Ints] = field(default_factory=list)  # [L, 3]
+    rows: list[Ints] = field(default_factory=list)  # [L, 4]
     copies: list[Ints] = field(default_factory=list)  # [L, 3]
     shared: list[Ints] = field(default_factory=list)  # [L, 3]
     rank_rows: list[Ints] = field(default_factory=list)  # [R, R] from each rank to each, all layers
@@ -160,6 +167,8 @@ class Tally:
             remote_node_rows=rows[2] if self.counts_rows else None,
             remote_rank_share=rows[1] / rows[0] if self.counts_rows else None,
             remote_node_share=rows[2] / rows[0] if self.counts_rows else None,
+            node_dispatch_rows=rows[3] if self.counts_rows else None,
+            node_dispatch_share=rows[3] / rows[0] if self.counts_rows else None,
             remote_rank_copy_share=copies[1] / copies[0],
             remote_node_copy_share=copies[2] / copies[0],
             shared_remote_share=shared[1] / shared[0] if shared[0] else None,

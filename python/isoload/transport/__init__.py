@@ -5,6 +5,7 @@ from isoload.transport.collective import CollectiveGroup
 from isoload.transport.dispatcher import Dispatcher, Received
 from isoload.transport.exchanges import SendCounts, Traffic
 from isoload.transport.group import Call, Group
+from isoload.transport.node_dispatcher import NodeDispatcher
 from isoload.transport.row_dispatcher import RowDispatcher
 from isoload.transport.transport import CollectiveTransport, LocalGroup, LocalTransport, Transport
 
@@ -18,6 +19,7 @@ __all__ = [
     "Group",
     "LocalGroup",
     "LocalTransport",
+    "NodeDispatcher",
     "Received",
     "RowDispatcher",
     "SendCounts",

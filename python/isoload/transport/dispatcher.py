@@ -54,6 +54,8 @@ class Dispatcher(Shared, ABC):
                          then has a row per copy and weights of 1
     adds_by_rank         whether combine adds by ascending rank, else by the place of a rank's last copy among a
                          token's choices, own contributions first
+    adds_in_nodes        whether combine adds inside nodes first, by ascending rank, rounds to the dtype of the rows,
+                         and then adds the nodes, the own contribution behind that of the rank's node
     dtypes               that rows may have
     hidden_multiple      what H must be a multiple of
     """
@@ -62,6 +64,7 @@ class Dispatcher(Shared, ABC):
     host_waits: bool = True
     weights_at_source: bool = False
     adds_by_rank: bool = True
+    adds_in_nodes: bool = False
     dtypes: tuple[torch.dtype, ...] = DTYPES
     hidden_multiple: int = 1
 

@@ -127,7 +127,7 @@ class Group(Exchanges):
         names: Sequence[str],
         facts: Sequence[Sequence[int]],
         code: int = 0,
-    ) -> tuple[PerRank, PerRank, list[int]]:
+    ) -> tuple[list[PerRank], list[PerRank]]:
         """:meth:`Call.swap_counts`; code is the :func:`error_code` of the stage that failed in this process, 0 = none.
 
         The host waits, once, and raises what it finds then, also what :meth:`gather_loads` carried.
@@ -140,21 +140,18 @@ class Group(Exchanges):
         arrived = self.swap(stage, headers, ones, ones)()
         codes = self._take_errors()
         carried = [] if codes is None else [codes.unsqueeze(1)]
-        table = [
-            torch.cat([c.select(0, 0).unsqueeze(1), a, *carried], dim=1)
-            for c, a in zip(counts, arrived, strict=True)
-        ]
+        table = [torch.cat([c.t(), a, *carried], dim=1) for c, a in zip(counts, arrived, strict=True)]
         self.traffic.host_syncs += 1
         joined = torch.stack(table) if len(table) > 1 else table[0].unsqueeze(0)
-        # per owned rank and peer: sent; rows and copies got, error, facts; gather's error
-        host = joined.tolist()
+        # per owned rank and peer: counts sent; counts got, error, facts; gather's error
+        host, kinds = joined.tolist(), len(counts[0])
         if carried:
             raise_failure([peer[-1] for peer in host[0]])
-        raise_failure([peer[3] for peer in host[0]])
-        raise_disagreement(names, [peer[4 : 4 + len(names)] for peer in host[0]])
-        sent = [[peer[0] for peer in rank] for rank in host]
-        got = [[peer[1] for peer in rank] for rank in host]
-        return sent, got, [sum(peer[2] for peer in rank) for rank in host]
+        raise_failure([peer[2 * kinds] for peer in host[0]])
+        first = 2 * kinds + 1
+        raise_disagreement(names, [peer[first : first + len(names)] for peer in host[0]])
+        by_kind = [[list(column) for column in zip(*rank, strict=True)] for rank in host]
+        return [rank[:kinds] for rank in by_kind], [rank[kinds : 2 * kinds] for rank in by_kind]
 
     def agree_new(
         self, stage: str, names: tuple[str, ...], facts: list[tuple[int, ...]], device: torch.device
@@ -276,20 +273,25 @@ class Call:
         return loads
 
     def swap_counts(
-        self, stage: str, counts: list[Tensor], names: Sequence[str], facts: Sequence[Sequence[int]]
-    ) -> tuple[PerRank, PerRank, list[int]]:
+        self,
+        stage: str,
+        counts: list[Tensor],
+        names: Sequence[str],
+        facts: Sequence[Sequence[int]],
+        kinds: int = 2,
+    ) -> tuple[list[PerRank], list[PerRank]]:
         """Tells every rank what will come to it.
 
         Args:
             stage: see :class:`Group`.
-            counts: [2, R] int64 each: rows and copies to every destination. Not read, as facts are not, where this
+            counts: [kinds, R] int64 each: what goes to every destination. Not read, as facts are not, where this
                 process has failed.
             names: [F] of the facts that travel along, at no further cost; F is the same on all ranks.
             facts: [F] integers each, which all ranks must give alike.
+            kinds: of counts, as many on all ranks: rows and copies, and what a dispatcher has beside them.
 
         Returns:
-            For every owned rank: sent and got [R], the rows to every destination and from every source, and the
-            number of copies that it gets.
+            For every owned rank: sent and got [kinds][R], the counts to every destination and from every source.
 
         Raises:
             ValueError: on all ranks, naming the rank that failed and its stage, or the first fact that differs.
@@ -297,7 +299,7 @@ class Call:
         group, code = self.group, 0
         if self.failure is not None:
             num_ranks, code = group.topology.num_ranks, error_code(self.stage)
-            counts = [torch.zeros(2, num_ranks, dtype=torch.int64, device=self.device)] * len(group.ranks)
+            counts = [torch.zeros(kinds, num_ranks, dtype=torch.int64, device=self.device)] * len(group.ranks)
         try:
             return group.swap_counts(stage, counts, *self._with_own(names, facts), code)
         except ValueError:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from isoload.ops import number_rows, pack_rows
+from isoload.results import RowNumbers
 from isoload.transport.dispatcher import (
     FACTS,
     Dispatcher,
@@ -27,10 +28,14 @@ COUNTS_STAGE = "dispatch row counts"
 
 @dataclass(frozen=True, eq=False)
 class RowHandle:
-    """What combine needs of a dispatch: the rank's row map, and the link by which gradients find their way back."""
+    """What combine needs of a hop of rows: the rank's row map, and the link by which gradients find their way back.
+
+    before: the hop that brought the rows to where this one began; None where tokens did.
+    """
 
     row_map: RowMap
     link: Tensor
+    before: RowHandle | None = None
 
 
 class RowDispatcher(Dispatcher):
@@ -49,6 +54,8 @@ class RowDispatcher(Dispatcher):
     Raises:
         ValueError: on all ranks alike, if a capacity is below 1 or differs between the ranks.
     """
+
+    num_counts = 2  # rows and copies to every rank
 
     def __init__(
         self, group: Group, max_tokens_per_rank: int | None = None, max_copies_per_rank: int | None = None
@@ -105,23 +112,22 @@ class RowDispatcher(Dispatcher):
     ) -> list[Tensor]:
         self.group.check_owned("y", y)
         self.group.check_owned("received", received)
-        handles = []
-        for got in received:
-            if not isinstance(got.handle, RowHandle):
-                kind = type(got.handle).__name__
-                raise ValueError(f"received must come from this dispatcher's dispatch, got a {kind}")
-            handles.append(got.handle)
+        hops = [[handle_of(got) for got in received]]  # the last one first
+        while before := [handle.before for handle in hops[-1] if handle.before is not None]:
+            hops.append(before)
         for rank, rows, got in zip(self.group.ranks, y, received, strict=True):
             check_like("y", rank, rows, got.rows.shape, got.rows.dtype, "the received rows")
         if own is not None:
             self.group.check_owned("own", own)
-            for rank, rows, got, handle in zip(self.group.ranks, own, received, handles, strict=True):
+            for rank, rows, got, handle in zip(self.group.ranks, own, received, hops[-1], strict=True):
                 shape = torch.Size((len(handle.row_map.token_to_rows), got.rows.shape[1]))
                 check_like("own", rank, rows, shape, got.rows.dtype, "the rank's tokens")
-        link = handles[0].link
-        link = link if link.requires_grad else anchor()
-        maps = [handle.row_map for handle in handles]
-        return list(Combine.apply(self.group, maps, not self.host_waits, link, *y, *(own or [])))
+        for handles in hops:
+            link = handles[0].link if handles[0].link.requires_grad else anchor()
+            maps = [handle.row_map for handle in handles]
+            added = (own or []) if handles is hops[-1] else []
+            y = list(Combine.apply(self.group, maps, not self.host_waits, link, *y, *added))
+        return y
 
     def carry_failure(self, call: Call) -> None:
         # with max_tokens_per_rank there is such an exchange where the host may read values
@@ -129,18 +135,18 @@ class RowDispatcher(Dispatcher):
 
     def _exchange_counts(
         self, call: Call, counts: list[Tensor], facts: list[tuple[int, ...]], like: Tensor
-    ) -> tuple[PerRank, PerRank, Sequence[int | None]]:
-        """Rows sent and got, and most copies got, of every owned rank, once all ranks have given arguments that fit.
+    ) -> tuple[list[PerRank], list[PerRank]] | None:
+        """Once all ranks have given arguments that fit: every owned rank's counts sent and got; None: shapes are fixed.
 
         Args:
             call: that may have failed.
-            counts: [2, R] int64 each: rows and copies to every destination.
+            counts: [num_counts, R] int64 each: rows and copies to every destination, first of all.
             facts: FACTS of every owned rank.
             like: on whose device the ranks meet.
         """
-        group, capacity = self.group, self.max_tokens_per_rank
-        if capacity is None:
-            return call.swap_counts(COUNTS_STAGE, counts, FACTS, facts)
+        group = self.group
+        if self.max_tokens_per_rank is None:
+            return call.swap_counts(COUNTS_STAGE, counts, FACTS, facts, self.num_counts)
         if values_readable(like):
             call.agree("dispatch", FACTS, facts)
             group.note_agreed(FACTS, facts)
@@ -148,8 +154,7 @@ class RowDispatcher(Dispatcher):
         else:
             call.raise_failure()
             group.agree_new("dispatch", FACTS, facts, like.device)
-        equal = [[capacity] * group.topology.num_ranks] * len(group.ranks)
-        return equal, equal, [self.max_copies_per_rank] * len(group.ranks)
+        return None
 
     def _pack_tokens(
         self,
@@ -161,11 +166,36 @@ class RowDispatcher(Dispatcher):
         forward_only: bool = False,
     ) -> tuple[list[RowMap], list[Tensor], Sequence[int | None]]:
         """Where every owned rank's tokens go, what it sends, and most copies that it gets."""
+        group, num_ranks = self.group, self.group.topology.num_ranks
+        call, facts, numbers = self._check_given(x, slots, weights, slots_per_rank, call, forward_only)
+        exchanged = self._exchange_counts(call, [n.counts for n in numbers], facts, x[0])
+        if exchanged is None:
+            equal = [[self.max_tokens_per_rank or 0] * num_ranks] * len(group.ranks)
+            sent, got, most = equal, equal, [self.max_copies_per_rank] * len(group.ranks)
+        else:
+            sent, got = ([kinds[0] for kinds in ranks] for ranks in exchanged)
+            most = [sum(kinds[1]) for kinds in exchanged[1]]
+        group.traffic.move_to(x[0].device)
+        for rank, found in zip(group.ranks, numbers, strict=True):
+            group.traffic.rows.select(0, rank).add_(found.counts.select(0, 0))
+        tokens = x, slots, weights, numbers
+        return *pack_hop(tokens, slots_per_rank, sent, got, group.ranks, self.max_tokens_per_rank), most
+
+    def _check_given(
+        self,
+        x: list[Tensor],
+        slots: list[Tensor],
+        weights: list[Tensor],
+        slots_per_rank: int,
+        call: Call | None,
+        forward_only: bool,
+    ) -> tuple[Call, list[tuple[int, ...]], list[RowNumbers]]:
+        """The call, FACTS and the rows to every rank, of arguments that fit; else the call has the failure."""
         group, capacity, num_ranks = self.group, self.max_tokens_per_rank, self.group.topology.num_ranks
         for name, given in (("x", x), ("slots", slots), ("weights", weights)):
             group.check_owned(name, given)
         call = Call(group, device=x[0].device) if call is None else call
-        numbers = []
+        numbers: list[RowNumbers] = []
         facts: list[tuple[int, ...]] = []
         with call.at("dispatch"):
             if forward_only:
@@ -176,21 +206,11 @@ class RowDispatcher(Dispatcher):
                         f"x of rank {rank} must have at most max_tokens_per_rank={capacity} tokens, got {len(rows)}"
                     )
             facts = [
-                dispatch_facts(*given, slots_per_rank, num_ranks)
-                for given in zip(group.ranks, x, slots, weights, strict=True)
+                dispatch_facts(*of, slots_per_rank, num_ranks)
+                for of in zip(group.ranks, x, slots, weights, strict=True)
             ]
             numbers = [number_rows(s, slots_per_rank, num_ranks) for s in slots]
-        sent, got, most = self._exchange_counts(call, [n.counts for n in numbers], facts, x[0])
-        group.traffic.move_to(x[0].device)
-        maps, payload = [], []
-        for r, (rank, found) in enumerate(zip(group.ranks, numbers, strict=True)):
-            group.traffic.rows.select(0, rank).add_(found.counts.select(0, 0))
-            packed, *places = pack_rows(
-                x[r].detach(), slots[r], weights[r].detach(), found, slots_per_rank, sum(sent[r]), capacity
-            )
-            maps.append(RowMap(places[0], places[1], places[2], sent[r], got[r]))
-            payload.append(packed)
-        return maps, payload, most
+        return call, facts, numbers
 
     def _check_copies(self, copies: list[Tensor]) -> None:
         """Raises ValueError on all ranks alike if a rank gets more than max_copies_per_rank, of copies [R] to each."""
@@ -203,6 +223,41 @@ class RowDispatcher(Dispatcher):
                 f"max_copies_per_rank must be at least the copies that rank {int(total.argmax())} gets ({worst}), "
                 f"got {most}"
             )
+
+
+def pack_hop(
+    tokens: tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[RowNumbers]],
+    slots_per_place: int,
+    sent: PerRank,
+    got: PerRank,
+    own: Sequence[int],
+    capacity: int | None,
+) -> tuple[list[RowMap], list[Tensor]]:
+    """Where every owned rank's rows go, and what it sends.
+
+    Args:
+        tokens: rows [T, H], slots [T, K], weights [T, K] and the numbers of the rows to every destination.
+        slots_per_place: slots of a destination.
+        sent, got: [R] rows each.
+        own: the destination that a rank itself belongs to.
+        capacity: see :func:`isoload.ops.pack_rows`.
+    """
+    maps, payload = [], []
+    for r, (rows, slots, weights, numbers) in enumerate(zip(*tokens, strict=True)):
+        packed, *places = pack_rows(
+            rows.detach(), slots, weights.detach(), numbers, slots_per_place, sum(sent[r]), capacity
+        )
+        maps.append(RowMap(places[0], places[1], places[2], sent[r], got[r], own[r]))
+        payload.append(packed)
+    return maps, payload
+
+
+def handle_of(received: Received) -> RowHandle:
+    """The handle of what this dispatcher's dispatch returned, else ValueError."""
+    if not isinstance(received.handle, RowHandle):
+        kind = type(received.handle).__name__
+        raise ValueError(f"received must come from this dispatcher's dispatch, got a {kind}")
+    return received.handle
 
 
 def _received(

@@ -27,9 +27,10 @@ class RowMap:
     """Which rows a rank sends (n of them, by destination, then token) and how many it gets.
 
     row_to_token   [n] int64     T where the row is padding
-    row_to_rank    [n] int64     destination, R where the row is padding
+    row_to_rank    [n] int64     destination, R where the row is padding; where rows go to nodes, a node
     token_to_rows  [T, D] int64  the token's rows by ascending destination, n where there is none
-    sent, got      [R] rows to every destination and from every source, padding included
+    sent, got      [R] rows to every rank and from every source, padding included
+    own            the destination that the rank itself belongs to
     """
 
     row_to_token: Tensor
@@ -37,9 +38,10 @@ class RowMap:
     token_to_rows: Tensor
     sent: list[int]
     got: list[int]
+    own: int
 
 
-def with_own(map_: RowMap, rank: int) -> Tensor:
+def with_own(map_: RowMap) -> Tensor:
     """[T, D + 1] token_to_rows where row n + t is the own contribution of token t, at the rank's place.
 
     It comes behind the token's row from the rank itself, if there is one. n + T is no row.
@@ -47,7 +49,7 @@ def with_own(map_: RowMap, rank: int) -> Tensor:
     num_rows, (tokens, _) = len(map_.row_to_rank), map_.token_to_rows.shape
     nowhere = len(map_.sent)
     row_to_rank = torch.cat([map_.row_to_rank, map_.row_to_rank.new_full((1,), nowhere)])
-    ranks = torch.cat([row_to_rank[map_.token_to_rows], row_to_rank.new_full((tokens, 1), rank)], dim=1)
+    ranks = torch.cat([row_to_rank[map_.token_to_rows], row_to_rank.new_full((tokens, 1), map_.own)], dim=1)
     own = torch.arange(num_rows, num_rows + tokens, device=ranks.device).unsqueeze(1)
     absent = map_.token_to_rows == num_rows
     rows = torch.cat([map_.token_to_rows.masked_fill(absent, num_rows + tokens), own], dim=1)
@@ -139,7 +141,7 @@ class Combine(torch.autograd.Function):
         positions = [m.token_to_rows for m in maps]
         if own:
             returned = [torch.cat(parts) for parts in zip(returned, own, strict=True)]
-            positions = [with_own(m, rank) for m, rank in zip(maps, group.ranks, strict=True)]
+            positions = list(map(with_own, maps))
         return tuple(sum_rows(rows, where) for rows, where in zip(returned, positions, strict=True))
 
     @staticmethod

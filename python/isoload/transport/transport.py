@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,11 @@ from isoload.transport.collective import CollectiveGroup
 from isoload.transport.dispatcher import Dispatcher
 from isoload.transport.exchanges import PerRank, Shared
 from isoload.transport.group import Group
+from isoload.transport.node_dispatcher import NodeDispatcher
 from isoload.transport.peers import Peers, SameProcess
 from isoload.transport.row_dispatcher import RowDispatcher
+
+Dispatch = Literal["rank", "node"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,12 +56,26 @@ class LocalGroup(Group):
         return SameProcess()
 
 
+def make_dispatcher(
+    group: Group, max_tokens_per_rank: int | None, max_copies_per_rank: int | None, dispatch: Dispatch
+) -> RowDispatcher:
+    """The dispatcher of a transport, for its arguments; all ranks of the group make it together."""
+    with group.agreeing("construction") as facts:
+        if dispatch not in get_args(Dispatch):
+            raise ValueError(f"dispatch must be one of {', '.join(get_args(Dispatch))}, got {dispatch!r}")
+        facts["dispatch"] = dispatch
+    fans_out = group.topology.num_nodes > 1 and group.topology.ranks_per_node > 1
+    kind = NodeDispatcher if dispatch == "node" and fans_out else RowDispatcher
+    return kind(group, max_tokens_per_rank, max_copies_per_rank)
+
+
 class LocalTransport(Transport):
     """R virtual ranks in one process.
 
     Args:
         topology: R ranks.
         max_tokens_per_rank, max_copies_per_rank: see :class:`RowDispatcher`.
+        dispatch: see :class:`CollectiveTransport`.
     """
 
     def __init__(
@@ -66,9 +83,10 @@ class LocalTransport(Transport):
         topology: Topology,
         max_tokens_per_rank: int | None = None,
         max_copies_per_rank: int | None = None,
+        dispatch: Dispatch = "rank",
     ) -> None:
         group = LocalGroup(topology)
-        super().__init__(group, RowDispatcher(group, max_tokens_per_rank, max_copies_per_rank))
+        super().__init__(group, make_dispatcher(group, max_tokens_per_rank, max_copies_per_rank, dispatch))
 
 
 class CollectiveTransport(Transport):
@@ -78,6 +96,12 @@ class CollectiveTransport(Transport):
         topology: R ranks, as many as the process group has.
         group: the process group; None = the default one.
         max_tokens_per_rank, max_copies_per_rank: see :class:`RowDispatcher`.
+        dispatch: "rank": a token travels once to every rank that holds an expert of its. "node": once to every node,
+            where it fans out, and a node's sum comes back: :class:`NodeDispatcher`. On one node, and on nodes of one
+            rank, they are the same. All ranks give the same.
+
+    Raises:
+        ValueError: on all ranks alike, naming the argument that is wrong or differs.
     """
 
     def __init__(
@@ -86,6 +110,7 @@ class CollectiveTransport(Transport):
         group: dist.ProcessGroup | None = None,
         max_tokens_per_rank: int | None = None,
         max_copies_per_rank: int | None = None,
+        dispatch: Dispatch = "rank",
     ) -> None:
         joined = CollectiveGroup(topology, group)
-        super().__init__(joined, RowDispatcher(joined, max_tokens_per_rank, max_copies_per_rank))
+        super().__init__(joined, make_dispatcher(joined, max_tokens_per_rank, max_copies_per_rank, dispatch))
