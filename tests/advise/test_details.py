@@ -85,6 +85,9 @@ def test_savings_follow_their_constants() -> None:
     base = np.array(saved_ms(now, own, ASKED))
     assert set(found) == {PLANNING, *EXPERTS, *EXCHANGE}
     assert np.array(found["a kernel's launch"]) == pytest.approx(np.array([base, base]))
+    for name in (*EXPERTS, *EXCHANGE):
+        half, double = (replace(ASKED, layer=scaled(TIMES, name, factor)) for factor in (0.5, 2.0))
+        assert found[name] == (saved_ms(now, own, half), saved_ms(now, own, double))
     taken = 1e-3 * SMALL.layers * np.array([5.0, 20.0])
     half, double = (
         sorted(of[1] - taken[i] * factor for i, of in enumerate(bare(now, own))) for factor in (0.5, 2.0)
