@@ -9,8 +9,9 @@ from isoload.cli.page_parts import MEAN, ROWS, leaving, lines, over_mean, rank_h
 from isoload.report import charts, code, figure, page, prose, section
 
 if TYPE_CHECKING:
-    from isoload.advise import Advice, Judged
+    from isoload.advise import Advice, Judged, Question
     from isoload.advise.advice import Run
+    from isoload.advise.details import Saving
     from isoload.times import LayerTime
 
 COLOURS = {"without isoload": charts.LINES[1], "isoload": charts.OWN}
@@ -54,50 +55,59 @@ def _leaving(run: Run) -> float:
 def saving_section(
     advice: Advice,
     runs: Mapping[str, Run],
+    best: str,
     layers: Mapping[str, LayerTime],
     judge: Callable[[int], Judged],
-    on_count: Callable[[int, int], None],
 ) -> str:
     """What would change the answer: the tokens of a rank, and each constant."""
-    from isoload.advise.details import by_tokens, sensitivity
+    from isoload.advise.details import by_tokens
+    from isoload.cli.given import progress
 
-    best = max(runs, key=lambda name: runs[name].candidate == advice.answers[0].candidate)
-    best = best if best != "now" else list(runs)[-1]
-    pair = runs["now"].candidate, runs[best].candidate
-    found = by_tokens(advice.question, layers, pair, judge, on_count)
+    asked, other = advice.question, best if best != "now" else list(runs)[-1]
+    pairs = [(runs["now"], runs[other])]
+    if {"without isoload", "isoload"} <= runs.keys():
+        pairs.append((runs["without isoload"], runs["isoload"]))
+    with progress("token counts") as on_count:
+        found = by_tokens(asked, layers, (pairs[0][0].candidate, pairs[0][1].candidate), judge, on_count)
     every = [end for rows in found.values() for row in rows for end in row.share]
     extent = min(0.0, *every) - 0.05, max(0.0, *every) + 0.08
-    header = "tokens of a rank", "ms saved, from", "to", "of the layers, from", "to", "measured"
-    parts = []
-    for phase, rows in found.items():
-        drawn = [(row.tokens, *row.share, f"{sum(row.ms) / 2:+.1f} ms", not row.extrapolated) for row in rows]
-        values = [
-            (row.tokens, *(f"{ms:+.3f}" for ms in row.ms), *(f"{100 * part:+.1f} %" for part in row.share),
-             "no" if row.extrapolated else "yes")
-            for row in rows
-        ]  # fmt: skip
-        said = f"{pair[1].label} over now; points in ms a step. Hollow: beyond what was measured."
-        spec = charts.by_tokens(drawn, extent, COLOURS[best])
-        parts.append(figure(f"Kernels of {phase}", said, spec, header, values))
-    pairs = {f"{best} over now": (runs["now"], runs[best])}
-    if advice.ours is not None and advice.theirs is not advice.now and "isoload" in runs:
-        pairs["isoload over the best without it"] = runs["without isoload"], runs["isoload"]
-    for name, (before, after) in pairs.items():
-        parts.append(_sensitivity(name, sensitivity(before, after, advice.question), before, after, advice))
+    said = f"{runs[other].candidate.label} over now; points in ms a step. Hollow: beyond what was measured."
+    parts = [_by_tokens(phase, said, rows, extent, COLOURS[other]) for phase, rows in found.items()]
+    parts += [_sensitivity(before, after, asked) for before, after in pairs]
     return section("What would change the answer", *parts)
 
 
-def _sensitivity(name: str, found: Mapping[str, Any], before: Run, after: Run, advice: Advice) -> str:
-    from isoload.advise.details import saved_ms
+def _by_tokens(
+    phase: str, said: str, rows: Sequence[Saving], extent: tuple[float, float], colour: str
+) -> str:
+    drawn = [(row.tokens, *row.share, f"{sum(row.ms) / 2:+.1f} ms", not row.extrapolated) for row in rows]
+    header = "tokens of a rank", "ms saved, from", "to", "of the layers, from", "to", "measured"
+    values = []
+    for row in rows:
+        parts = [f"{100 * part:+.1f} %" for part in row.share]
+        values.append(
+            (row.tokens, *(f"{ms:+.3f}" for ms in row.ms), *parts, "no" if row.extrapolated else "yes")
+        )
+    return figure(f"Kernels of {phase}", said, charts.by_tokens(drawn, extent, colour), header, values)
 
-    middle = sum(saved_ms(before, after, advice.question)) / 2
+
+def _sensitivity(before: Run, after: Run, asked: Question) -> str:
+    from isoload.advise.details import saved_ms, sensitivity
+
+    found, middle = sensitivity(before, after, asked), sum(saved_ms(before, after, asked)) / 2
     ends = {of: {"half": sum(half) / 2, "double": sum(double) / 2} for of, (half, double) in found.items()}
     turning = [of for of, both in ends.items() if any(end * middle < 0 for end in both.values())]
     turns = f"The sign turns with {', '.join(turning)}." if turning else "None of them turns its sign."
     values = [(of, *(f"{end:+.3f}" for pair in both for end in pair)) for of, both in found.items()]
     header = "constant", "halved: ms, from", "to", "doubled: ms, from", "to"
     spec = charts.points(ends, "ms saved a step, middle of the range", ENDS, middle)
-    return figure("Each constant halved and doubled", f"What {name} saves. {turns}", spec, header, values)
+    return figure(
+        "Each constant halved and doubled",
+        f"What {after.candidate.label} saves over {before.candidate.label}. {turns}",
+        spec,
+        header,
+        values,
+    )
 
 
 def step_figure(events: Sequence[charts.Event]) -> str:
@@ -132,20 +142,16 @@ def advise_page(
     layers: the trace's numbers. times, judge: see :func:`isoload.advise.details.by_tokens`. step: events of a few
     layers, where they are known.
     """
-    from isoload.cli.given import progress
-
     runs, best = named_runs(advice, judged), advice.answers[0].candidate
     winner = next(name for name, found in runs.items() if found.candidate == best)
-    with progress("token counts") as on_count:
-        saving = saving_section(advice, runs, times, judge, on_count)
     body = [
         section("The candidates", said.candidates.replace(" .. ", " to ")),
         section(f"To run {best.label}", code(said.launch)) if said.launch else "",
-        saving,
+        saving_section(advice, runs, winner, times, judge),
         loads_section(runs, winner, layers),
         section("A step", step_figure(step)) if step else "",
         section("What these figures are", prose(said.notes)),
     ]
-    heading = advice.verdict[0].upper() + advice.verdict[1:]
+    heading = f"isoload: {advice.verdict}"
     lead = [line.replace(" .. ", " to ").replace(" %", "\N{NO-BREAK SPACE}%") for line in said.verdict]
-    return page(f"isoload: {advice.verdict}", said.asked, heading, lead, body, figures)
+    return page(heading, said.asked, heading, lead, body, figures)

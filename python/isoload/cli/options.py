@@ -73,7 +73,7 @@ HtmlTarget = Annotated[
     typer.Option(
         "--html",
         metavar="FILE",
-        help="Write a page with charts to this file (needs the extra isoload[report]).",
+        help="Write a page with charts to this file; needs isoload[report].",
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace the file, if it holds the same kind of thing.")]
