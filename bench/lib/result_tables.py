@@ -166,14 +166,6 @@ ROUTE_NAMES = {
         for n, p in (("05", 5), (1, 10), (2, 20))
     },
 }
-NODE_DISPATCH: Columns = {
-    "stream": "{trace}",
-    "placer": "`{placer}`",
-    "policy": "`{policy}`",
-    "by ranks": "{node_rows:.3f}",
-    "by nodes": "{node_dispatch_rows:.3f}",
-    "fewer": lambda row: f"{100 * (1 - row['node_dispatch_rows'] / row['node_rows']):.0f} %",
-}
 ROUTE: Columns = {
     "stream": "{trace}",
     "placer, replicas": "`{placer}`, {replicas:.1f}",
@@ -216,10 +208,6 @@ ROWS: dict[str, tuple[Columns, Callable[[], list[Row]]]] = {
         lambda: [r for r in read("bench_grace") if r["ranks"] == 4 and r["trace"] in GRACE_TRACES],
     ),
     "ahead_times": (AHEAD_TIMES, lambda: read("bench_ahead")),
-    "node_dispatch": (
-        NODE_DISPATCH,
-        lambda: [r for r in read("bench_route", "even", "deal") if r["policy"] in ("none", "grace", "exact")],
-    ),
     "route": (ROUTE, lambda: [r for r in read("bench_route", "even", "deal") if r["policy"] in ROUTE_NAMES]),
 }
 
