@@ -52,6 +52,7 @@ POLICIES = (
     "joint",
 )
 SHORT = ("shared_local", "sampled static", "sampled dynamic", "waterfill", "exact", "joint")
+LEFT_OUT = ("plan_us", "node_dispatch")  # times; rows by nodes, which bench_route and bench_grace have
 
 
 def load_trace(path: Path, tokens: int) -> tuple[Trace, str]:
@@ -101,7 +102,7 @@ def run(path: Path, placement: str, tokens: int) -> list[dict[str, Any]]:
             "batches": found.batches,
             "busiest": row.imbalance_mean / base.imbalance_mean - 1,
             "rows": row.remote_rank_rows / base.remote_rank_rows - 1,
-            **{key: value for key, value in dataclasses.asdict(row).items() if not key.startswith("plan_us")},
+            **{key: value for key, value in dataclasses.asdict(row).items() if not key.startswith(LEFT_OUT)},
         }
         for row in found.policies
     ]

@@ -247,8 +247,8 @@ def test_figures_quoted_from_the_replays_are_in_them():
         f"`local` lets {node_rows(local)} of the rows leave their node, `spread` {node_rows(spread)}"
         in text["exact"]
     )
-    assert f"uses {packed[12]} slots on the busiest rank, `spread` {spread[12]}" in text["exact"]
-    leave = {policy: [cell.replace("%", " %") for cell in row[10:12]] for policy, row in shared.items()}
+    assert f"uses {packed[13]} slots on the busiest rank, `spread` {spread[13]}" in text["exact"]
+    leave = {policy: [cell.replace("%", " %") for cell in row[11:13]] for policy, row in shared.items()}
     static, waterfill = leave["waterfill_sampled"], leave["waterfill"]
     sampled = text["waterfill_sampled"]
     assert f"{static[0]} leave their rank, {static[1]} to one that the token does not visit" in sampled

@@ -285,3 +285,19 @@ def accuracy() -> Table:
 def published() -> Table:
     """docs/published.md: what others published beside what is predicted."""
     return table(PUBLISHED, read("bench_published"))
+
+
+@shown
+def node_dispatch() -> Table:
+    """Rows between nodes per token and layer, of a dispatch by ranks and of one by nodes."""
+    columns: Columns = {
+        "stream": "{trace}",
+        "placer": "`{placer}`",
+        "policy": "`{policy}`",
+        "by ranks": "{node_rows:.3f}",
+        "by nodes": "{node_dispatch_rows:.3f}",
+        "fewer": lambda row: f"{100 * (1 - row['node_dispatch_rows'] / row['node_rows']):.0f} %",
+    }
+    return table(
+        columns, [r for r in read("bench_route", "even", "deal") if r["policy"] in ("none", "grace", "exact")]
+    )

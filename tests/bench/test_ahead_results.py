@@ -110,6 +110,24 @@ def test_what_local_replicas_save() -> None:
     assert f"{100 * min(fewer):.0f} to {100 * max(fewer):.0f} % of the rows that leave a rank" in PAGE
 
 
+def test_what_locality_saves_between_nodes_once_each() -> None:
+    drawn = {
+        (r["trace"], r["deal"], r["placer"]): r
+        for r in ROUTE
+        if r["policy"] == "grace_sampled:locality=False"
+    }
+    for placer, said in (
+        ("eplb", "{:.1f} to {:.1f} % of weighted random's rows"),
+        ("grace", "{:.1f} to {:.1f} % on"),
+    ):
+        saved = [
+            100 * (1 - FIRST[key]["node_dispatch_rows"] / row["node_dispatch_rows"])
+            for key, row in drawn.items()
+            if key[2] == placer
+        ]
+        assert said.format(min(saved), max(saved)) in PAGE
+
+
 def loads_settings() -> dict[tuple[str, str, int, int], dict[str, float]]:
     settings: dict[tuple[str, str, int, int], dict[str, float]] = {}
     for r in results("bench_loads"):

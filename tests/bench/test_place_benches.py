@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from isoload.trace import Trace
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 import bench_grace as grace
 from lib import flash_rival as flash
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_flash_like_rival_is_whole_and_meets_the_published_example():
@@ -69,3 +72,30 @@ def test_sequences_are_not_cut_into_seen_and_unseen():
             Trace("t", 4, topk_ids=ids, seq_id=np.repeat(np.arange(len(lengths)), lengths))
         )
         assert (len(seen.topk_ids), len(judged.topk_ids)) == (cut, 10 - cut)
+
+
+def test_what_is_said_of_rows_to_other_nodes():
+    rows = [
+        json.loads(line)
+        for line in (ROOT / "bench" / "results" / "bench_grace.jsonl").read_text().splitlines()
+    ]
+    placement, dispatch = (
+        " ".join((ROOT / "docs" / name).read_text().split()) for name in ("placement.md", "integrations.md")
+    )
+
+    def span(values):
+        return f"{100 * min(values):.0f} to {100 * max(values):.0f} %"
+
+    groups = [r for r in rows if r["ranks"] == 4 and r["variant"] == "affinity, controlled"]
+    once, by_ranks = (
+        span([-r[f"{name}_change"] for r in groups]) for name in ("node_dispatch_rows", "node_rows")
+    )
+    assert f"controlled groups {once} on 2 nodes of 2 ranks, where by ranks it is {by_ranks}" in placement
+    level = [-r["node_dispatch_rows_change"] for r in rows if r["variant"] == "scenario, exact"]
+    assert f"({100 * max(level):.0f} % less at most)" in placement
+    assert all(r["met"] for r in rows if "met" in r)
+    two, four = (
+        span([1 - r["node_dispatch_rows"] / r["node_rows"] for r in rows if r["ranks"] == ranks])
+        for ranks in (4, 8)
+    )
+    assert f"it is {two} fewer on 2 nodes of 2 ranks and {four} fewer on 2 of 4" in dispatch

@@ -102,7 +102,7 @@ def test_percent_tells_zero_from_nearly_zero():
 
 def test_wide_replay_table_shows_every_figure_in_its_column():
     heading, rows = replay_table([DYNAMIC, EXACT], with_nodes=True, wide=True)
-    titles = "policy mean p99 max bound worst ideal idle std rank node node once rank node slots one batch"
+    titles = "policy mean p99 max bound worst ideal idle std rank node once rank node slots one batch"
     dynamic = (
         "dynamic 1.111 2.222 3.333 12.3% 166.6% 17.7% 5.5% 0.444 88.0% 55.0% 43.0% 89.0% 56.0% 5.0 66.6 12.3"
     )

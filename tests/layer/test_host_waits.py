@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 import isoload
 from isoload.experts.weights import ExpertWeights
-from isoload.transport import LocalTransport, Transport
+from isoload.transport import LocalTransport, NodeDispatcher, Transport
 from support.fake_ranks import (
     CAPACITY,
     EXPERTS,
@@ -65,7 +66,8 @@ def waits_of(
         group._agreed = Everything()
     else:
         isoload.MoE(gate, dense, transport, placement, **{**how, "borrow": None})(rows)
-    with HostWaits(answer) as host, torch.no_grad(), kept_memos():
+    reads = partial(answer, num_counts=getattr(transport.dispatcher, "num_counts", 2))
+    with HostWaits(reads) as host, torch.no_grad(), kept_memos():
         dense = ExpertWeights(
             *(torch.zeros(s.shape, dtype=dtype, device="cuda") for s in (dense.gate_up, dense.down))
         )
@@ -88,6 +90,15 @@ def test_every_policy(policy: str, capacity: int | None, more: int) -> None:
     num_shared = NUM_SHARED.get(policy, (0, 1))[more]
     transport = LocalTransport(VIRTUAL, capacity)
     assert short(waits_of(transport, num_shared, policy=policy)) == wanted(capacity), num_shared
+
+
+@CAPACITIES
+@pytest.mark.parametrize("policy", ["exact", "llep"])
+def test_dispatch_by_nodes(policy: str, capacity: int | None) -> None:
+    """Both hops' sizes come with one wait."""
+    transport = LocalTransport(isoload.Topology(RANKS, 2), capacity, dispatch="node")
+    assert isinstance(transport.dispatcher, NodeDispatcher)
+    assert short(waits_of(transport, policy=policy)) == wanted(capacity)
 
 
 @CAPACITIES

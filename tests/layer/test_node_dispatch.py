@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 import isoload
+from isoload.layer.stack import LibraStack
 from isoload.transport import CollectiveTransport, LocalTransport, NodeDispatcher
 from support.borrowed_layer import LLEP, TOLERANCE, Setup, assert_dense, close, make_setup
 from support.processes import rank_outcomes, run_ranks
 from support.small_layer import check_dense, with_shared
 from support.small_layer import make_setup as make_small
+from support.stacks import Model, run
 
 CAPACITIES = [None, 13]
 TOKENS = (13, 0, 7, 9, 1, 12, 5, 8)
@@ -134,3 +136,16 @@ def test_a_rank_that_fails_is_every_ranks_failure(capacity: int | None) -> None:
     found = [o.error.strip().splitlines()[-1] for o in rank_outcomes(fail_once, 4, capacity) if o.error]
     told = "ValueError: rank 2 failed in stage count, so all ranks stop; its own error says why"
     assert found == [told, told, "ZeroDivisionError: division by zero", told]
+
+
+@pytest.mark.parametrize("capacity", [None, 15])
+def test_a_planned_stack_over_nodes(capacity: int | None) -> None:
+    """Local copies are computed while the others travel in two hops, own contributions joining the sum."""
+    model = Model(4)
+    layers = model.layers(by_nodes(model.topology, capacity))
+    LibraStack(layers, "last")
+    with torch.no_grad():
+        for batch in range(3):
+            rows = model.rows(batch)
+            for got, want in zip(run(layers, rows), model.wanted(rows), strict=True):
+                assert close(got, want, 1e-12)

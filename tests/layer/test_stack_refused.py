@@ -49,6 +49,11 @@ def held(
     return LibraStack(layers(LocalTransport(MODEL.topology, capacity), model, **how), predict, local="held")
 
 
+def by_nodes() -> LocalTransport:
+    ranks = MODEL.topology.num_ranks
+    return LocalTransport(isoload.Topology(ranks, 2), 15, dispatch="node")
+
+
 def stacked_twice() -> LibraStack:
     made = layers()
     LibraStack(made, "last")
@@ -114,6 +119,10 @@ REFUSED: dict[str, Refused] = {
     "capacity": (
         lambda: held(None),
         "local must not be held without a .* got a RowDispatcher with max_tokens_per_rank=None",
+    ),
+    "held by nodes": (
+        lambda: LibraStack(layers(by_nodes()), "lookahead", local="held"),
+        "max_tokens_per_rank and dispatch='rank', got a NodeDispatcher with max_tokens_per_rank=15",
     ),
     "held fills": (
         lambda: held(predict=None),

@@ -84,8 +84,8 @@ def recomputed(trace, policy, calibration, replayed, slots_per_rank, seed):
                     rows += 1
                     rank_rows += destination != source[t]
                     node_rows += destination // PER_NODE != source[t] // PER_NODE
-                nodes = {s // slots_per_rank // PER_NODE for s in slots[t] if s >= 0}
-                once += len(nodes - {source[t] // PER_NODE})
+                reached = {s // slots_per_rank // PER_NODE for s in slots[t] if s >= 0}
+                once += len(reached - {source[t] // PER_NODE})
             if load.sum() == 0:
                 continue
             total = loads.sum(0).numpy()
@@ -118,8 +118,7 @@ def recomputed(trace, policy, calibration, replayed, slots_per_rank, seed):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("slots_per_rank", [4, 6])
 def test_every_figure_is_that_of_the_trace(policy, slots_per_rank):
-    trace = small_trace()
-    found = figures(trace, slots_per_rank=slots_per_rank, seed=5)[policy]
+    found = figures(trace := small_trace(), slots_per_rank=slots_per_rank, seed=5)[policy]
     expected = recomputed(trace, policy, [0, 1], [2, 3, 4], slots_per_rank, seed=5)
     shared = {"shared_remote_share", "shared_unvisited_share"}
     assert set(found) == {"policy", "plan_us", *shared, *expected} and not any(found[key] for key in shared)

@@ -8,7 +8,6 @@ of one process and on R processes. Every transport passes all CASES.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from isoload.transport import LocalTransport, Received, Transport
 from support.batches import Batch, batches, draw
+from support.hops import fixed_rows, in_order, sent_rows, summed
 
 Make = Callable[[], Transport]
 # largest error relative to the largest reference value
@@ -46,17 +46,6 @@ def one(transport: Transport, name: str, **how: Any) -> Batch:
 def send(transport: Transport, batch: Batch) -> list[Received]:
     inputs = (own(transport, values) for values in (batch.x, batch.slots, batch.weights))
     return transport.dispatcher.dispatch(*inputs, batch.slots_per_rank)
-
-
-def per_node(transport: Transport) -> int:
-    """Ranks whose rows a token's sum is made of first."""
-    return transport.group.topology.ranks_per_node if transport.dispatcher.adds_in_nodes else 1
-
-
-def in_order(transport: Transport, rows: list[Any]) -> list[Any]:
-    """Rows by source and token, as they arrive: over leaders by their place in the node first."""
-    places = per_node(transport)
-    return sorted(rows, key=lambda row: row[0] % places)
 
 
 def check_rows(make: Make) -> None:
@@ -103,7 +92,6 @@ def check_sums(make: Make) -> None:
     """Combine adds a token's rows in its order in max(float32, dtype), exactly; without copies it gives 0."""
     transport = make()
     for dtype in transport.dispatcher.dtypes:
-        exact = torch.promote_types(dtype, torch.float32)
         for batch in given(transport, dtype):
             received = send(transport, batch)
             scales = [0.37 + rank for rank in range(len(batch.x))]
@@ -111,24 +99,8 @@ def check_sums(make: Make) -> None:
             for rank, out in zip(
                 transport.group.ranks, transport.dispatcher.combine(y, received), strict=True
             ):
-                expected = torch.zeros(batch.x[rank].shape, dtype=exact).numpy()
-                for token, chosen in enumerate(batch.slots[rank].tolist()):
-                    ranks = [slot // batch.slots_per_rank for slot in chosen if slot >= 0]
-                    order = None if transport.dispatcher.adds_by_rank else last_place(ranks)
-                    for _, node in groupby(sorted(set(ranks), key=order), lambda d: d // per_node(transport)):
-                        total = np.zeros_like(expected[token])
-                        for d in node:
-                            part = (
-                                batch.x[rank][token] * scales[d]
-                            )  # rounded to dtype, as the wire carries it
-                            total += part.to(torch.promote_types(dtype, torch.float32)).numpy()
-                        expected[token] += torch.from_numpy(total).to(dtype).to(exact).numpy()
                 assert out.dtype == dtype, batch.name
-                assert torch.equal(out, torch.from_numpy(expected).to(dtype)), f"{batch.name}, {dtype}"
-
-
-def last_place(ranks: list[int]) -> Callable[[int], int]:
-    return lambda rank: max(place for place, other in enumerate(ranks) if other == rank)
+                assert torch.equal(out, summed(transport, batch, rank, scales)), f"{batch.name}, {dtype}"
 
 
 def check_own_contributions(make: Make) -> None:
@@ -209,10 +181,7 @@ def check_traffic(make: Make) -> None:
         received = send(transport, batch)
         transport.dispatcher.combine([got.rows for got in received], received)
         expected = np.zeros((num_ranks, num_ranks), dtype=np.int64)
-        rows = batch.num_rows()
-        if transport.dispatcher.adds_in_nodes:
-            across, inside = batch.hop_rows(per_node(transport))
-            rows = across - np.diag(np.diag(across)) + inside
+        _, rows = sent_rows(transport, batch)
         expected[list(transport.group.ranks)] = rows[list(transport.group.ranks)]
         assert np.array_equal(transport.group.traffic.rows.numpy(), expected), batch.name
         assert transport.group.traffic.host_syncs == transport.dispatcher.host_waits, batch.name
@@ -220,21 +189,16 @@ def check_traffic(make: Make) -> None:
 
 def check_bytes(make: Make) -> None:
     """Bytes of every exchange, recounted."""
-    for batch in given(first := make(), torch.bfloat16):
-        num_ranks, transport = first.group.topology.num_ranks, make()
+    for batch in given(make(), torch.bfloat16):
+        transport = make()
         hidden, top_k = batch.x[0].shape[1], batch.slots[0].shape[1]
         received = send(transport, batch)
         transport.dispatcher.combine([got.rows for got in received], received)
         capacity, own_ranks = transport.dispatcher.max_tokens_per_rank, list(transport.group.ranks)
-        in_nodes = transport.dispatcher.adds_in_nodes
-        hops = batch.hop_rows(per_node(transport)) if in_nodes else [batch.num_rows()]
-        to_leaders = num_ranks // per_node(transport) if in_nodes else 0
-        sent = got = len(own_ranks) * (num_ranks + to_leaders) * (capacity or 0)
+        sent = got = len(own_ranks) * fixed_rows(transport) * (capacity or 0)
         if capacity is None:
-            sent, got = (
-                sum(hop[own_ranks].sum() for hop in hops),
-                sum(hop[:, own_ranks].sum() for hop in hops),
-            )
+            rows = sum(sent_rows(transport, batch)[0])
+            sent, got = rows[own_ranks].sum(), rows[:, own_ranks].sum()
         row = 4 * -(-hidden // 2) + 8 * top_k  # slots start at a multiple of 4
         assert transport.group.traffic.bytes["dispatch"] == sent * 64 * -(-row // 64), batch.name
         assert transport.group.traffic.bytes["combine"] == got * 2 * hidden, batch.name

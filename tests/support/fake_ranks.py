@@ -51,11 +51,12 @@ class OneRank(CollectiveGroup):
         return nullcontext()
 
 
-def answer(tensor: Tensor) -> list[Any]:
+def answer(tensor: Tensor, num_counts: int = 2) -> list[Any]:
     """What the host reads: three rows and copies between every two ranks, no errors, no facts that differ, expert 0
-    borrowed."""
+    borrowed. num_counts: that a dispatcher sends and gets."""
     if tensor.dim() == 3:
-        return [[[3, 3, 3] + [0] * (tensor.shape[2] - 3)] * tensor.shape[1]] * len(tensor)
+        counts = [3] * 2 * num_counts
+        return [[counts + [0] * (tensor.shape[2] - len(counts))] * tensor.shape[1]] * len(tensor)
     return [[0] * tensor.shape[1]] * len(tensor) if tensor.dim() == 2 else [0] * len(tensor)
 
 

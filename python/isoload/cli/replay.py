@@ -35,8 +35,8 @@ UNITS = (
 )
 WIDE_UNITS = (
     "imbalance: max/mean rank load. max load over: {best}'s bound here (mean, worst), ceil(total/R). "
-    "idle: sum(max - load) / (R max). std: / mean. row: token x rank. copy: token x expert. plan: per layer, "
-    "median, of a call for one layer and for all, one CPU thread."
+    "idle: sum(max - load) / (R max). std: / mean. row: token x rank; once: token x other node. "
+    "copy: token x expert. plan: per layer, median, of a call for one layer and for all, one CPU thread."
 )
 SPEEDS = (
     "Ranks differ in speed: a load is what its copies cost, {ticks} ticks each on a rank of speed 1; mean and "
@@ -58,7 +58,7 @@ FIGURES = (
     Figure("rank_load_std", "rank load", "std", ".3f", wide=True),
     Figure("remote_rank_share", "rows leave", "rank", "%"),
     Figure("remote_node_share", "rows leave", "node", "%"),
-    Figure("node_dispatch_share", "rows leave", "node once", "%", wide=True),
+    Figure("node_dispatch_share", "rows leave", "once", "%", wide=True),
     Figure("remote_rank_copy_share", "copies leave", "rank", "%", wide=True),
     Figure("remote_node_copy_share", "copies leave", "node", "%", wide=True),
     Figure("shared_remote_share", "shared copies", "leave", "%", wide=True),
@@ -77,7 +77,7 @@ def replay_columns(rows: Sequence[PolicyFigures], with_nodes: bool, wide: bool =
     """
     shared = any(row.shared_remote_share is not None for row in rows)
     shown = [f for f in FIGURES if not (shared and f.group == "copies leave")]
-    shown = [f for f in shown if with_nodes or not f.title.startswith("node")]
+    shown = [f for f in shown if with_nodes or f.title not in ("node", "once")]
     return columns_of(shown, [row.to_json() for row in rows], wide)
 
 

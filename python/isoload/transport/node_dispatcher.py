@@ -2,7 +2,7 @@
 
 Two hops of rows. In the first a rank sends to its *leaders*, on every node the rank with its own place in the node; in
 the second a leader sends what came to it to the ranks of its node. Combine takes the same way back, so that what leaves
-a node for a token is one row, its sum there. Hierarchical sparse communication of GRACE-MoE (papers/002, section 4.2);
+a node for a token is one row, its sum there. GRACE-MoE distributes tokens so (papers/002, implementation details);
 DeepEP's kernels between nodes go by the same leaders.
 """
 
