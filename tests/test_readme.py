@@ -63,8 +63,9 @@ def test_examples_run(document, monkeypatch, tmp_path):
     for code in blocks(document, "python"):
         status, said = run_program(code, tmp_path)
         assert status == 0, f"{code}\n{said}"
-    for line in "".join(blocks(document, "sh")).replace("\\\n", "").splitlines():
-        words = shlex.split(line, comments=True)
+    shown = "".join(blocks(document, "sh") + blocks(document, "console")).replace("\\\n", "")
+    for line in shown.splitlines():
+        words = shlex.split(line.removeprefix("$ "), comments=True)
         if words[:1] == ["isoload"]:
             few = ["--max-batches", "2"] if words[1] == "replay" else []  # .ci/first_hour runs them whole
             assert printed([*words[1:], *few])
@@ -80,7 +81,7 @@ def test_the_replay_file_is_what_make_run_replays():
 
 
 def test_readme_s_first_screen():
-    """What it is, what has run, one line for each engine and for an own loop, one table, one picture."""
+    """What it is, what has run, a line for each engine and for an own loop, from record to page, one picture."""
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 130
     screen = "\n".join(lines[:30])
@@ -89,7 +90,9 @@ def test_readme_s_first_screen():
         "ISOLOAD_SGLANG=1",
         "ISOLOAD_VLLM=1",
         "isoload.Balancer(",
+        "isoload advise",
+        "--html page.html",
+        "![A step",
         "table: replay",
-        "![Copies",
     ):
         assert part in screen, part

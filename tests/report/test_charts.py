@@ -37,7 +37,7 @@ def test_a_step_has_a_bar_for_each_event() -> None:
         Event(1, "experts", 1.0, 2.0),
         Event(1, "combine", 3.0, 4.0),
     ]
-    svg = charts.draw(charts.gantt(events), "a step", "of two ranks")
+    svg = charts.draw(charts.gantt(events, ("dispatch", "experts", "combine"), 4.0), "a step", "of two ranks")
     first, second, third = (paths(svg, colour) for colour in charts.LINES[:3])
     scale = charts.WIDTH / 4
     assert sorted((x, width) for x, _, width, _ in first) == [(0, scale)] * 2
@@ -45,6 +45,12 @@ def test_a_step_has_a_bar_for_each_event() -> None:
     assert [(x, width) for x, _, width, _ in third] == [(3 * scale, scale)]
     assert {y for _, y, _, _ in first} == {y for _, y, _, _ in second} and third[0][1] > first[0][1]
     assert all(f">{name}</text>" in svg for name in ("dispatch", "experts", "combine", "rank", "ms"))
+
+
+def test_two_steps_have_one_scale_and_the_same_colours() -> None:
+    stages = ("plan", "dispatch", "experts")
+    svg = charts.draw(charts.gantt([Event(0, "experts", 0.0, 1.0)], stages, 8.0), "a step", "of one rank")
+    assert [(x, width) for x, _, width, _ in paths(svg, charts.LINES[2])] == [(0, charts.WIDTH / 8)]
 
 
 def test_a_bar_of_parts_is_cut_in_their_order() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from isoload.advise.candidates import NOW, Candidate, grid, placed, sent_batches
 from isoload.advise.loads import Judged
 from isoload.advise.models import Model
-from isoload.advise.steps import Step, modelled_step
+from isoload.advise.steps import Span, Step, modelled_step
 from isoload.placement import Placement
 from isoload.replay.traffic import Floats, rows_between
 from isoload.times import LayerTime
@@ -188,15 +188,20 @@ def _whole(
 ) -> Step:
     assert question.dense_ms is not None
     batches = list(sent_batches(candidate, made[candidate.placer, candidate.more], judged))
-    plan, gather = PLAN_US[candidate.split], (0.0, 0.0)
-    if candidate.split in ("exact", "node"):
-        both, plan = plan, PLAN_US["own"]
-        gather = both[0] - plan[0], both[1] - plan[1]
+    plan, gather = planning_us(candidate.split)
     of = question.tokens, question.topology, question.model.layers, question.dense_ms
     step = modelled_step(question.layer, batches, *of, plan, gather)
     moving = _moving_ms(candidate, question)
     (ms, halved) = ((low + moving, high + moving) for low, high in (step.ms, step.halved_ms))
     return Step(ms, {**step.stages, "rebalance": (moving, moving)}, halved)
+
+
+def planning_us(split: str) -> tuple[Span, Span]:
+    """Of a layer, from and to: the plan's kernels, and the gather of loads ahead of them."""
+    both, own = PLAN_US[split], PLAN_US["own"]
+    if split not in ("exact", "node"):
+        return both, (0.0, 0.0)
+    return own, (both[0] - own[0], both[1] - own[1])
 
 
 def _moving_ms(candidate: Candidate, question: Question) -> float:

@@ -1,4 +1,4 @@
-"""What stands behind an answer: the saving by tokens of a rank, and how far each constant carries it."""
+"""What stands behind an answer: the saving by tokens of a rank, how far each constant carries it, a step's events."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from isoload.advise.advice import Question, Run, run, step_ms
-from isoload.advise.candidates import Candidate
+from isoload.advise.advice import Question, Run, planning_us, run, step_ms
+from isoload.advise.candidates import Candidate, placed, sent_batches
 from isoload.advise.loads import Judged
+from isoload.replay.timeline import Timeline, timeline
 from isoload.times import AllToAllTime, LayerTime
 
 Range = tuple[float, float]
@@ -110,3 +111,12 @@ def by_tokens(
             )
         on_count(done + 1, len(counts))
     return found
+
+
+def few_layers(candidate: Candidate, question: Question, judged: Judged, layers: int = 3) -> Timeline:
+    """The first layers of the first judged batch, at the high end of every range; without dense_ms no dense part."""
+    sent = next(sent_batches(candidate, placed(candidate, judged, question.topology), judged))
+    (_, plan), (_, gather) = planning_us(candidate.split)
+    dense = 1e-3 * (question.dense_ms or 0.0) / question.model.layers
+    of = question.layer, sent[:layers], question.tokens, question.topology
+    return timeline(*of, end="high", dense_s=dense, plan_s=1e-6 * plan, gather_s=1e-6 * gather)

@@ -110,11 +110,29 @@ def _sensitivity(before: Run, after: Run, asked: Question) -> str:
     )
 
 
-def step_figure(events: Sequence[charts.Event]) -> str:
-    """A few layers of a step on its ranks."""
+def step_section(advice: Advice, judged: Judged) -> str:
+    """A few layers on their ranks, as they run now and as the best would."""
+    from isoload.advise.details import few_layers
+    from isoload.replay.timeline import Timeline
+
     header = "rank", "stage", "from ms", "to ms"
-    rows = [(of.rank, of.stage, f"{of.start_ms:.3f}", f"{of.end_ms:.3f}") for of in events]
-    return figure("A step on its ranks", "Modelled, as all of this page.", charts.gantt(events), header, rows)
+    shown = {"now": advice.now.candidate, "the best": advice.answers[0].candidate}
+    steps = {name: few_layers(candidate, advice.question, judged) for name, candidate in shown.items()}
+    used = {int(stage) for step in steps.values() for stage in step.events["stage"]}
+    stages = [name for i, name in enumerate(Timeline.STAGES) if i in used]
+    until = 1e3 * max(step.seconds for step in steps.values())
+    parts = []
+    for name, step in steps.items():
+        events = [
+            charts.Event(int(rank), Timeline.STAGES[stage], 1e3 * float(start), 1e3 * float(end))
+            for rank, _, _, stage, start, end in step.events
+        ]
+        rows = [(of.rank, of.stage, f"{of.start_ms:.3f}", f"{of.end_ms:.3f}") for of in events]
+        title = f"{name}: {shown[name].label}, {1e3 * step.seconds:.2f} ms"
+        spec = charts.gantt(events, stages, until)
+        parts.append(figure(title, "Gaps are waiting for slower ranks.", spec, header, rows))
+    said = "The first layers of one batch, rank by rank, at the high end of every range."
+    return section("A step on its ranks", *parts, said=said)
 
 
 class Said(NamedTuple):
@@ -135,12 +153,10 @@ def advise_page(
     judge: Callable[[int], Judged],
     said: Said,
     figures: Any,
-    step: Sequence[charts.Event] = (),
 ) -> str:
     """The file's text.
 
-    layers: the trace's numbers. times, judge: see :func:`isoload.advise.details.by_tokens`. step: events of a few
-    layers, where they are known.
+    layers: the trace's numbers. times, judge: see :func:`isoload.advise.details.by_tokens`.
     """
     runs, best = named_runs(advice, judged), advice.answers[0].candidate
     winner = next(name for name, found in runs.items() if found.candidate == best)
@@ -149,7 +165,7 @@ def advise_page(
         section(f"To run {best.label}", code(said.launch)) if said.launch else "",
         saving_section(advice, runs, winner, times, judge),
         loads_section(runs, winner, layers),
-        section("A step", step_figure(step)) if step else "",
+        step_section(advice, judged),
         section("What these figures are", prose(said.notes)),
     ]
     heading = f"isoload: {advice.verdict}"

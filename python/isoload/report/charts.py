@@ -229,18 +229,20 @@ def by_tokens(
     }
 
 
-def gantt(events: Sequence[Event]) -> Spec:
-    """A step, or a few layers of it: a row for each rank, a bar for each stage."""
-    ranks, stages = (
-        [str(of) for of in dict.fromkeys(column)] for column in list(zip(*events, strict=True))[:2]
-    )
+def gantt(events: Sequence[Event], stages: Sequence[str], until_ms: float) -> Spec:
+    """A step, or a few layers of it: a row for each rank, a bar for each stage.
+
+    stages: with a colour each, in order, whether they have a bar or not. until_ms: where the axis ends.
+    """
+    ranks = [str(of) for of in dict.fromkeys(event.rank for event in events)]
     found = [(event.start_ms, str(event.rank), event.stage, event.start_ms, event.end_ms) for event in events]
+    x = _number("from", "ms", axis={"tickCount": 6}, scale={"domain": [0, until_ms], "nice": False})
     return {
         "height": {"step": 22},
         "data": _rows(*zip(*found, strict=True)),
         "mark": {"type": "bar", "height": 14},
         "encoding": {
-            "x": _number("from", "ms", axis={"tickCount": 6}),
+            "x": x,
             "x2": {"field": "to"},
             "y": {"field": "y", "type": "nominal", "sort": ranks, "title": "rank", "axis": {"grid": False}},
             "color": _colours(stages) | {"legend": {"columns": 4}},
