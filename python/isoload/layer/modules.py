@@ -127,11 +127,23 @@ def _gpt_oss_experts(block: nn.Module) -> tuple[ExpertWeights, Activation]:
     return dense, ClampedGLU(_find(block, "experts.alpha"), _find(block, "experts.limit"))
 
 
+# By class of transformers' block; each is compared with the block's own router in tests/layer/test_gates.py.
+SOFTMAX = ("Qwen3Moe", "Qwen2Moe", "Qwen3Next", "Qwen3OmniMoeThinkerText", "Olmoe", "FlexOlmo")
+RENORMALISED = ("Mixtral", "Qwen3_5Moe", "Qwen3VLMoeText", "MiniMax")
+SIGMOID = (
+    "DeepseekV3",
+    "DeepseekV32",
+    "Glm4Moe",
+    "Glm4MoeLite",
+    "Glm4vMoeText",
+    "GlmMoeDsa",
+    "KimiLinear",
+    "SolarOpen",
+)
 GATES: dict[str, Callable[[nn.Module], Gate]] = {
-    "Qwen3MoeSparseMoeBlock": _softmax_gate,
-    "OlmoeSparseMoeBlock": _softmax_gate,
-    "MixtralSparseMoeBlock": partial(_softmax_gate, renormalise=True),
-    "DeepseekV3MoE": _deepseek_v3_gate,
+    **{f"{model}SparseMoeBlock": _softmax_gate for model in SOFTMAX},
+    **{f"{model}SparseMoeBlock": partial(_softmax_gate, renormalise=True) for model in RENORMALISED},
+    **{f"{model}MoE": _deepseek_v3_gate for model in SIGMOID},
     "GptOssMLP": _gpt_oss_gate,
 }
 

@@ -139,7 +139,7 @@ class LibraStack:
         memory: float | None = None,
         **options: Any,
     ) -> LibraStack:
-        """The stack of a Hugging Face decoder: Qwen3-MoE, OLMoE, Mixtral, DeepSeek-V3 or gpt-oss.
+        """The stack of a Hugging Face decoder: Qwen2 and 3, OLMoE, Mixtral, DeepSeek-V3, GLM-4.5, gpt-oss and others.
 
         A BlockExperts takes the place of each MoE block's `experts`; router, auxiliary loss, outputs and the keys of
         state_dict() stay the model's. Hooks on ``post_attention_layernorm`` keep the residual, for "lookahead".
