@@ -1,4 +1,4 @@
-"""docs/papers.md: what its tables name is there, and their commands are taken by the scripts. Nothing is run but parsers."""
+"""docs/papers.md: what its tables name exists, and scripts take their commands. Nothing is run but parsers."""
 
 import ast
 import importlib
