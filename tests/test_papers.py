@@ -125,6 +125,8 @@ def check_command(text):
         assert all(Path(ROOT / word).exists() for word in words if "/" in word), "no such trace"
         if given.get("placer"):
             parse_placer(given["placer"])
+        for policy in (given.get("policies") or "").split(","):
+            assert not policy or parse_policy(policy)
     elif program == "make":
         assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.M), "no such target"
     elif program == "pytest":
