@@ -30,11 +30,13 @@ def test_every_table_of_the_documents_is_current(tables):
 
 
 def test_measured_figures_stand_in_generated_tables_only(tables):
-    """A number with decimals in a table by hand would drift from its results file."""
+    """A number with decimals in a table by hand would drift from its results file; a paper's sections do not."""
     for page in (page for page in tables.pages() if page.name != "support.md"):  # of versions
         text = re.sub(r"^```.*?^```", "", GENERATED.sub("", page.read_text()), flags=re.S | re.M)
         by_hand = [line for line in text.splitlines() if line.startswith("|")]
-        assert [line for line in by_hand if re.search(r"\d\.\d", re.sub(r"`.*?`", "", line))] == [], page.name
+        assert [
+            line for line in by_hand if re.search(r"\d\.\d", re.sub(r"`.*?`|Section [\d.]+", "", line))
+        ] == [], page.name
 
 
 def copy_of_the_documents(folder):
