@@ -55,7 +55,7 @@ def test_replay_prints_a_row_per_policy(trace):
     assert [line.split()[0] for line in lines[7:12]] == ["none", "static", "even", "dynamic", "exact"]
     assert lines[11].split()[2] == "0%" and max(map(len, lines)) <= 80
     wide = run("replay", trace, "--ranks", 4, "--ranks-per-node", 2, "--wide").stdout.splitlines()
-    assert wide[11].split()[4:6] == ["0%", "0%"] and len(wide[11].split()) == 16
+    assert wide[11].split()[4:6] == ["0%", "0%"] and len(wide[11].split()) == 17
     assert result.stderr == ""
 
 
