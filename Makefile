@@ -1,6 +1,7 @@
 # make run    replay the shipped trace under several policies; run the layer over four processes
 # make test   the test suite but what is marked slow
 # make test-gate  the slow tests of .ci/run: one mutant for each op's tests, sanitizers, builds
+# make first-hour  what a user does first, in a clone; the wheel in bare environments (minutes)
 # make test-all   every test, with all mutants and the large sweeps; then make cuda-check and make fuzz
 # make test-deepep  DeepEP's wheels: their signatures, their references behind our adapter; downloads 24 MB, needs no GPU
 # make fuzz   random placements, policies, layers and lost processes, SECONDS=60 long; SEED=N is one case again
@@ -53,7 +54,7 @@ endef
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 TRACE := examples/traces/gptoss20b_decode.npz
 
-.PHONY: run test test-sglang test-vllm test-megatron test-deepep test-gate test-all fuzz build wheels lint cuda-check kernels-check critical-path gpu bench clean
+.PHONY: run test test-sglang test-vllm test-megatron test-deepep test-gate test-all first-hour fuzz build wheels lint cuda-check kernels-check critical-path gpu bench clean
 run: $(READY)
 	$(PY) -m isoload replay $(TRACE) --ranks 8 --ranks-per-node 4
 	@echo "isoload: one layer over four processes, five policies, a few seconds"
@@ -66,6 +67,10 @@ test: $(TESTED)
 # One process: the mutants use all cores themselves and share what they compile.
 test-gate: $(TESTED)
 	$(PY) -m pytest -m "slow and not exhaustive"
+
+# Without this make's jobs: it runs makes of its own.
+first-hour:
+	env -u MAKEFLAGS -u MAKELEVEL .ci/first_hour
 
 test-all: test cuda-check
 	$(PY) -m pytest -m slow
