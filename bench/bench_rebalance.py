@@ -29,8 +29,8 @@ from lib.harness import command, write_results
 EVERY, RANKS, SLOTS = 4, 32, 9
 PLACERS: dict[str, dict[str, Any] | None] = {
     "once": None,
-    "eplb": {"placer": "eplb"},
-    "craft": {"placer": "craft", "replicas": 8},
+    "eplb": {"placer": "eplb", "moves": None},
+    "craft": {"placer": "craft", "moves": None, "replicas": 8},
     "scenario": {"placer": "scenario", "split": "exact", "moves": None},
     "scenario, 8 moves": {"placer": "scenario", "split": "exact", "moves": 8},
 }

@@ -81,6 +81,14 @@ def test_without_the_extra_it_ends_before_any_work(
     )
 
 
+def test_a_page_that_cannot_be_drawn_leaves_no_placement(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*of: object) -> str:
+        raise ValueError("charts must be drawn, got none")
+
+    monkeypatch.setattr("isoload.report.page.draw", fails)
+    assert refused([*PLACE, "--html", "page.html"]) == "charts must be drawn, got none"
+
+
 def refused(command: list[str]) -> str:
     """The error, after which every file is as it was."""
     before = {path: path.read_bytes() for path in Path().iterdir()}

@@ -104,7 +104,8 @@ def test_ragged_placements_stay_the_dense_layer_while_they_move(moves):
     ("placer", "options"), [("eplb", {}), ("craft", {"replicas": 2}), ("trivial", {}), ("scenario", {})]
 )
 def test_every_placer_of_counts_stays_the_dense_layer_while_it_moves(placer, options):
-    stack = Stack(4, placer=placer, split="even", least_gain=0, **options)
+    moves = 8 if placer == "scenario" else None
+    stack = Stack(4, placer=placer, split="even", least_gain=0, moves=moves, **options)
     moved, _ = stack.run(16, 4)
     found = stack.rebalancer.last
     assert found is not None and found.placement is stack.layers[0].placement
@@ -116,7 +117,7 @@ def test_every_placer_of_counts_stays_the_dense_layer_while_it_moves(placer, opt
 
 
 def test_a_placer_that_needs_tokens_is_named_when_it_plans():
-    stack = Stack(2, placer="grace")
+    stack = Stack(2, placer="grace", moves=None)
     with pytest.raises(ValueError, match="grace"):
         stack.run(9, 2)
 
@@ -254,7 +255,8 @@ def test_refused():
         (layers, {"every": 9}, r"every must be at least delay \+ L / layers_per_step = 10, .* got 9"),
         (layers, {"placer": "eplb", "pinned": True}, "option must be one of "),
         (layers, {"split": "odd"}, "split must be exact or even, got 'odd'"),
-        (layers, {"split": "odd", "placer": "eplb"}, "split must be exact or even, got 'odd'"),
+        (layers, {"placer": "eplb"}, "moves must be None for placer eplb, which places anew, got 8"),
+        (layers, {"split": "odd", "placer": "eplb", "moves": None}, "split must be exact or even, got 'odd'"),
         ([], {}, "layers must be at least one, got none"),
         (layers[:1], {}, r"layers must be all 2 of their Placement, each once, got positions \[0\]"),
         (

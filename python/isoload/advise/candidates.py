@@ -114,10 +114,10 @@ def _node(loads: Tensor, placement: Placement, renewed: list[Tensor], seed: int)
     tables, size = placement.layers("cpu").tables, placement.topology.ranks_per_node
     found = []
     for node, offset in enumerate(renewed):
-        inside = torch.zeros_like(loads)
-        inside[:, node * size : (node + 1) * size] = loads[:, node * size : (node + 1) * size]
+        inside, here = torch.zeros_like(loads), slice(node * size, (node + 1) * size)
+        inside[:, here] = loads[:, here]
         wanted = ops.plan_own(inside.sum(1, dtype=torch.int32), tables, offset, node)
-        found.append(ops.share(inside, wanted, tables, size)[:, node * size : (node + 1) * size])
+        found.append(ops.share(inside, wanted, tables, size)[:, here])
     return torch.cat(found, 1)
 
 

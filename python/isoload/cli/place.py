@@ -180,7 +180,8 @@ def place(
         line, tables = placement_line(placement, str(output)), page_table(columns_of(FIGURES, rows))
         return place_page(first, placement, rows, line, tables, [place_units(held_back)], figures)
 
+    text = drawn() if html else ""  # before anything is written: it may fail
     write_placement(placement, output, file_format)
     console = Console(highlight=False, stderr=descriptor_of(str(output)) == 1)
     show = partial(print_place, placement, str(output), held_back, rows)
-    write_out(json, figures, show, console, html, drawn)
+    write_out(json, figures, show, console, html, lambda: text)

@@ -47,8 +47,8 @@ class Rebalancer:
         layers: all L of one Placement, each at its own position; MoE or Balancer.
         recorder: of their counts; set on the layers here.
         every: batches between two plans.
-        moves: most slots of a layer that get another expert; None: any number. Of placers that start from the placement
-            before: others place anew, as engines' own EPLB does.
+        moves: most slots of a layer that get another expert. None: any number, as with placers that place anew, as
+            engines' own EPLB does: "scenario" alone starts from the placement before.
         least_gain: the mean imbalance must fall by so much, or nothing is moved.
         layers_per_step: layers that move after one batch.
         delay: batches that planning may take; where it takes longer, the host waits for it.
@@ -87,6 +87,8 @@ class Rebalancer:
         # A rank with other options would move other experts, or gather alone.
         with self.group.agreeing("construction") as facts:
             self._starts_before = make_placer(placer, options).takes_before
+            if not self._starts_before and moves is not None:
+                raise ValueError(f"moves must be None for placer {placer}, which places anew, got {moves}")
             if self._starts_before:
                 self.options = {"split": split, **({} if moves is None else {"moves": moves}), **options}
             self._check()

@@ -8,7 +8,7 @@ DeepEP's kernels between nodes go by the same leaders.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +19,8 @@ from isoload.results import RowNumbers
 from isoload.transport.dispatcher import Received
 from isoload.transport.exchanges import PerRank
 from isoload.transport.group import Call, Group
-from isoload.transport.row_dispatcher import RowDispatcher, RowHandle, pack_hop
-from isoload.transport.rows import Dispatch, RowMap, anchor, unpack_payload
+from isoload.transport.row_dispatcher import RowDispatcher, RowHandle, pack_hop, received
+from isoload.transport.rows import Dispatch, RowMap
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +46,7 @@ class NodeDispatcher(RowDispatcher):
     A token's sum in a node is rounded to the dtype of the rows before it leaves the node, as a rank's is in a
     :class:`RowDispatcher`, and so is the gradient of x. ``traffic.rows`` has the rows of both hops, without those that
     a rank hands to itself in the first: between ranks of two nodes, one for every token and other node that it goes to.
+    A dispatch that was started fans out once it is waited for.
 
     Args:
         group: joins the ranks.
@@ -62,39 +63,7 @@ class NodeDispatcher(RowDispatcher):
         super().__init__(group, max_tokens_per_rank, max_copies_per_rank)
         self.num_counts = 3 + group.topology.ranks_per_node
 
-    def dispatch(
-        self,
-        x: list[Tensor],
-        slots: list[Tensor],
-        weights: list[Tensor],
-        slots_per_rank: int,
-        call: Call | None = None,
-    ) -> list[Received]:
-        maps, payload, hops = self._pack_across(x, slots, weights, slots_per_rank, call)
-        link, *values = Dispatch.apply(self.group, maps, payload, anchor(), *x, *weights)
-        handles = [RowHandle(row_map, link) for row_map in maps]
-        return self._fan_out(values, handles, slots_per_rank, hops)
-
-    def start_dispatch(
-        self,
-        x: list[Tensor],
-        slots: list[Tensor],
-        weights: list[Tensor],
-        slots_per_rank: int,
-        call: Call | None = None,
-    ) -> Callable[[], list[Received]]:
-        """See :meth:`Dispatcher.start_dispatch`. Rows fan out in their node once they are waited for."""
-        maps, payload, hops = self._pack_across(x, slots, weights, slots_per_rank, call, forward_only=True)
-        finish = self.group.start_send("dispatch", payload, maps)
-
-        def wait() -> list[Received]:
-            values = [part for column in unpack_payload(finish(), x[0], weights[0]) for part in column]
-            handles = [RowHandle(row_map, x[0].new_empty(())) for row_map in maps]
-            return self._fan_out(values, handles, slots_per_rank, hops)
-
-        return wait
-
-    def _pack_across(
+    def _pack(
         self,
         x: list[Tensor],
         slots: list[Tensor],
@@ -125,11 +94,11 @@ class NodeDispatcher(RowDispatcher):
         capacity = self.max_tokens_per_rank
         return *pack_hop(tokens, slots_per_node, across.sent, across.got, nodes, capacity), hops
 
-    def _fan_out(
-        self, values: list[Tensor], before: list[RowHandle], slots_per_rank: int, hops: Hops
+    def _receive(
+        self, maps: Sequence[RowMap], link: Tensor, values: Sequence[Tensor], slots_per_rank: int, rest: Hops
     ) -> list[Received]:
         """The second hop: rows [N, H], slots [N, K] in the node and weights [N, K] of leaders to their node's ranks."""
-        group, topology, owned = self.group, self.group.topology, len(before)
+        group, topology, owned = self.group, self.group.topology, len(maps)
         rows, slots, weights = (values[i * owned : (i + 1) * owned] for i in range(3))
         per_node = topology.ranks_per_node
         numbers = [number_rows(own, slots_per_rank, per_node) for own in slots]
@@ -138,12 +107,12 @@ class NodeDispatcher(RowDispatcher):
             inside.add_(found.counts.select(0, 0))
         capacity = None if self.max_tokens_per_rank is None else self.max_tokens_per_rank * topology.num_nodes
         places = [rank % per_node for rank in group.ranks]
-        tokens, hop = (rows, slots, weights, numbers), hops.inside
-        maps, payload = pack_hop(tokens, slots_per_rank, hop.sent, hop.got, places, capacity)
-        link, *parts = Dispatch.apply(group, maps, payload, before[0].link, *rows, *weights)
-        handles = [RowHandle(row_map, link, first) for row_map, first in zip(maps, before, strict=True)]
-        columns = (parts[i * owned : (i + 1) * owned] for i in range(3))
-        return [Received(*fields) for fields in zip(*columns, handles, hops.most, strict=True)]
+        tokens, hop = (rows, slots, weights, numbers), rest.inside
+        inner, payload = pack_hop(tokens, slots_per_rank, hop.sent, hop.got, places, capacity)
+        last, *parts = Dispatch.apply(group, inner, payload, link, *rows, *weights)
+        before = [RowHandle(row_map, link) for row_map in maps]
+        handles = [RowHandle(row_map, last, first) for row_map, first in zip(inner, before, strict=True)]
+        return received(parts, handles, rest.most)
 
     def _leaders(self, of_ranks: Tensor, rank: int) -> Tensor:
         """[num_nodes] the entries of a rank's leaders in a vector [R]."""

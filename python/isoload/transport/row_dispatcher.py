@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,11 +84,9 @@ class RowDispatcher(Dispatcher):
         slots_per_rank: int,
         call: Call | None = None,
     ) -> list[Received]:
-        maps, payload, most = self._pack_tokens(x, slots, weights, slots_per_rank, call)
+        maps, payload, rest = self._pack(x, slots, weights, slots_per_rank, call)
         link, *values = Dispatch.apply(self.group, maps, payload, anchor(), *x, *weights)
-        owned = len(maps)
-        parts = values[:owned], values[owned : 2 * owned], values[2 * owned :]
-        return _received(maps, link, *parts, most)
+        return self._receive(maps, link, values, slots_per_rank, rest)
 
     def start_dispatch(
         self,
@@ -98,12 +97,12 @@ class RowDispatcher(Dispatcher):
         call: Call | None = None,
     ) -> Callable[[], list[Received]]:
         """See :meth:`Dispatcher.start_dispatch`. The row counts are exchanged before it returns."""
-        maps, payload, most = self._pack_tokens(x, slots, weights, slots_per_rank, call, forward_only=True)
+        maps, payload, rest = self._pack(x, slots, weights, slots_per_rank, call, forward_only=True)
         finish = self.group.start_send("dispatch", payload, maps)
 
         def wait() -> list[Received]:
-            rows, local_slots, local_weights = unpack_payload(finish(), x[0], weights[0])
-            return _received(maps, x[0].new_empty(()), rows, local_slots, local_weights, most)
+            values = [part for column in unpack_payload(finish(), x[0], weights[0]) for part in column]
+            return self._receive(maps, x[0].new_empty(()), values, slots_per_rank, rest)
 
         return wait
 
@@ -156,7 +155,7 @@ class RowDispatcher(Dispatcher):
             group.agree_new("dispatch", FACTS, facts, like.device)
         return None
 
-    def _pack_tokens(
+    def _pack(
         self,
         x: list[Tensor],
         slots: list[Tensor],
@@ -164,8 +163,8 @@ class RowDispatcher(Dispatcher):
         slots_per_rank: int,
         call: Call | None,
         forward_only: bool = False,
-    ) -> tuple[list[RowMap], list[Tensor], Sequence[int | None]]:
-        """Where every owned rank's tokens go, what it sends, and most copies that it gets."""
+    ) -> tuple[list[RowMap], list[Tensor], Any]:
+        """Where every owned rank's tokens go, what it sends, and for :meth:`_receive` most copies that it gets."""
         group, num_ranks = self.group, self.group.topology.num_ranks
         call, facts, numbers = self._check_given(x, slots, weights, slots_per_rank, call, forward_only)
         exchanged = self._exchange_counts(call, [n.counts for n in numbers], facts, x[0])
@@ -180,6 +179,13 @@ class RowDispatcher(Dispatcher):
             group.traffic.rows.select(0, rank).add_(found.counts.select(0, 0))
         tokens = x, slots, weights, numbers
         return *pack_hop(tokens, slots_per_rank, sent, got, group.ranks, self.max_tokens_per_rank), most
+
+    def _receive(
+        self, maps: Sequence[RowMap], link: Tensor, values: Sequence[Tensor], slots_per_rank: int, rest: Any
+    ) -> list[Received]:
+        """values: rows [N, H] of every owned rank, then slots [N, K] of each, then weights. rest: as packed."""
+        handles = [RowHandle(row_map, link) for row_map in maps]
+        return received(values, handles, rest)
 
     def _check_given(
         self,
@@ -260,13 +266,10 @@ def handle_of(received: Received) -> RowHandle:
     return received.handle
 
 
-def _received(
-    maps: Sequence[RowMap],
-    link: Tensor,
-    rows: Sequence[Tensor],
-    slots: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    most: Sequence[int | None],
+def received(
+    values: Sequence[Tensor], handles: Sequence[RowHandle], most: Sequence[int | None]
 ) -> list[Received]:
-    handles = [RowHandle(row_map, link) for row_map in maps]
-    return [Received(*fields) for fields in zip(rows, slots, weights, handles, most, strict=True)]
+    """Of every owned rank; values: the rows of each, then the slots, then the weights."""
+    owned = len(handles)
+    columns = (values[i * owned : (i + 1) * owned] for i in range(3))
+    return [Received(*fields) for fields in zip(*columns, handles, most, strict=True)]
