@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,7 @@ def test_a_page_that_cannot_be_drawn_leaves_no_placement(monkeypatch: pytest.Mon
     def fails(*of: object) -> str:
         raise ValueError("charts must be drawn, got none")
 
-    monkeypatch.setattr("isoload.report.page.draw", fails)
+    monkeypatch.setattr(import_module("isoload.report.page"), "draw", fails)  # of that name is a function, too
     assert refused([*PLACE, "--html", "page.html"]) == "charts must be drawn, got none"
 
 
