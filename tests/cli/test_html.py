@@ -86,7 +86,9 @@ def test_a_page_that_cannot_be_drawn_leaves_no_placement(monkeypatch: pytest.Mon
     def fails(*of: object) -> str:
         raise ValueError("charts must be drawn, got none")
 
-    monkeypatch.setattr(import_module("isoload.report.page"), "draw", fails)  # of that name is a function, too
+    monkeypatch.setattr(
+        import_module("isoload.report.page"), "draw", fails
+    )  # of that name is a function, too
     assert refused([*PLACE, "--html", "page.html"]) == "charts must be drawn, got none"
 
 
