@@ -115,6 +115,6 @@ class Elsewhere:
         there = tree_map_only(Tensor, lambda x: x.to(self.device), args)
         result = call(op, *there)
         for argument, mine, theirs in zip(op._schema.arguments, args, there, strict=True):
-            if argument.alias_info is not None and argument.alias_info.is_write:
+            if argument.alias_info is not None and argument.alias_info.is_write and mine is not None:
                 mine.copy_(theirs)
         return tree_map_only(Tensor, Tensor.cpu, result)

@@ -1,5 +1,5 @@
-// group_copies: a stable counting sort of the copies by slot. Of a few copies every block counts all of them
-// itself; of more, one kernel counts each block's part before a second places them.
+// group_copies: a stable counting sort of the copies by slot. One block sorts what is one chunk; of more
+// chunks, one kernel counts each of them before a second places their copies.
 #include "cuda/cuda.h"
 #include "cuda/stable_rank.cuh"
 
@@ -84,19 +84,15 @@ __device__ void sort(const Sorting<Slot>& in, const int32_t* counts, int32_t* fi
       [&](int64_t i, int s, int32_t rank) { in.place(i, s, rank, first); });
 }
 
+// Of one chunk.
 template <class Slot>
 __global__ void __launch_bounds__(kMostWarps * 32, 1) group_alone_kernel(Sorting<Slot> in) {
   take_turn();
   const int S = in.of.num_slots;
-  auto* const before = reinterpret_cast<int32_t*>(shared_memory);  // [S] in the blocks before this one
-  int32_t *const counts = before + S, *const first = counts + S, *const next = first + S;
-  auto slot = [&](int64_t i) { return in.slot(i); };
-  const int64_t begin = in.chunks.begin(blockIdx.x);
-  count_keys<kAhead>(0, begin, S, slot, before);
-  count_keys<kAhead>(begin, in.chunks.n, S, slot, counts);
-  for (int s = threadIdx.x; s < S; s += blockDim.x) counts[s] += before[s];
-  __syncthreads();
-  sort(in, counts, first, next, [&](int s) { return before[s]; });
+  auto* const counts = reinterpret_cast<int32_t*>(shared_memory);  // [S]
+  int32_t *const first = counts + S, *const next = first + S;
+  count_keys<1>(0, in.chunks.n, S, [&](int64_t i) { return in.slot(i); }, counts);
+  sort(in, counts, first, next, [](int) { return 0; });
 }
 
 template <class Slot>
@@ -122,30 +118,26 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
   sort(in, counts, first, next, [&](int s) { return before[s]; });
 }
 
-bool few(const cpu::CopyGroup& of) {
-  return of.n <= kFewItems && rank_warps(of.num_slots, kMostWarps, 3) == kMostWarps;
-}
-
 }  // namespace
 
 int64_t group_copies_bytes(const cpu::CopyGroup& of) {
-  return few(of) ? 0 : Chunks::of(of.n).count() * of.num_slots * int64_t(sizeof(int32_t));
+  const int64_t chunks = Chunks::of(of.n).count();
+  return chunks <= 1 ? 0 : chunks * of.num_slots * int64_t(sizeof(int32_t));
 }
 
 template <class Slot>
 const char* group_copies(const Slot* slots, const cpu::CopyGroup& of, const cpu::Groups& out, void* global,
                          void* stream) {
   const Sorting<Slot> in{Chunks::of(of.n), slots, of, out, error_word()};
-  const int64_t blocks = in.chunks.count() > 0 ? in.chunks.count() : 1;  // one writes the ends of no copies
-  const int64_t row = of.num_slots * int64_t(sizeof(int32_t));
-  if (few(of))
-    return launch(group_alone_kernel<Slot>, blocks, kMostWarps * 32, (kMostWarps + 3) * row, stream, in);
+  const int64_t chunks = in.chunks.count(), row = of.num_slots * int64_t(sizeof(int32_t));
   const int warps = rank_warps(of.num_slots, kMostWarps, 3);
   if (warps == 0) return "group_copies: num_slots do not fit into shared memory";
+  if (chunks <= 1)  // of no copies the ends are written, too
+    return launch(group_alone_kernel<Slot>, 1, warps * 32, (warps + 2) * row, stream, in);
   auto* const chunk_counts = static_cast<int32_t*>(global);
-  const char* const error = launch(group_count_kernel<Slot>, blocks, kThreads, row, stream, in, chunk_counts);
+  const char* const error = launch(group_count_kernel<Slot>, chunks, kThreads, row, stream, in, chunk_counts);
   if (error != nullptr) return error;
-  return launch(group_place_kernel<Slot>, blocks, warps * 32, (warps + 3) * row, stream, in,
+  return launch(group_place_kernel<Slot>, chunks, warps * 32, (warps + 3) * row, stream, in,
                 static_cast<const int32_t*>(chunk_counts));
 }
 

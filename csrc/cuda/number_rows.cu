@@ -6,7 +6,7 @@
 namespace isoload::cuda {
 namespace {
 
-constexpr int kThreads = kRankWarps * 32;
+constexpr int kThreads = kMostWarps * 32;
 
 template <int W>
 __device__ int members_below(const RankSet<W>& set, int end) {
@@ -80,26 +80,21 @@ __device__ void number(const Numbering<W, Slot>& in, const int32_t* before, int3
       [&](int64_t i, int rank, int32_t count) { in.write(i, rank, count); });
 }
 
+// Of one chunk.
 template <int W, class Slot>
-__global__ void __launch_bounds__(kMostWarps * 32, 1) number_alone_kernel(Numbering<W, Slot> in) {
+__global__ void __launch_bounds__(kThreads, 1) number_alone_kernel(Numbering<W, Slot> in) {
   take_turn();
   const int keys = 2 * in.of.R;
-  auto* const before = reinterpret_cast<int32_t*>(shared_memory);  // [2R]
-  int32_t *const counts = before + keys, *const next = counts + keys;
-  auto key = [&](int64_t i) { return in.key(i); };
-  const int64_t begin = in.chunks.begin(blockIdx.x);
-  count_keys<1>(0, begin, keys, key, before);
-  if (blockIdx.x == gridDim.x - 1) {
-    count_keys<1>(begin, in.chunks.n, keys, key, counts);
-    for (int k = threadIdx.x; k < keys; k += blockDim.x) counts[k] += before[k];
-    __syncthreads();
-    in.write_counts(counts, counts + in.of.R);
-  }
+  auto* const counts = reinterpret_cast<int32_t*>(shared_memory);  // [2R]
+  int32_t *const before = counts + keys, *const next = before + keys;
+  for (int k = threadIdx.x; k < keys; k += blockDim.x) before[k] = 0;
+  count_keys<1>(0, in.chunks.n, keys, [&](int64_t i) { return in.key(i); }, counts);
+  in.write_counts(counts, counts + in.of.R);
   number(in, before, next);
 }
 
 template <int W, class Slot>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     number_count_kernel(Numbering<W, Slot> in, int32_t* chunk_counts) {
   take_turn();
   auto* const counts = reinterpret_cast<int32_t*>(shared_memory);
@@ -125,26 +120,27 @@ __global__ void __launch_bounds__(kThreads, 1)
 }  // namespace
 
 int64_t number_rows_bytes(const cpu::RowSpace& of) {
-  const int64_t n = of.T * of.K;
-  return n <= kFewItems ? 0 : Chunks::of(n).count() * 2 * of.R * int64_t(sizeof(int32_t));
+  const int64_t chunks = Chunks::of(of.T * of.K).count();
+  return chunks <= 1 ? 0 : chunks * 2 * of.R * int64_t(sizeof(int32_t));
 }
 
 template <class Slot>
 const char* number_rows(const Slot* slots, const cpu::RowSpace& of, int32_t* ranks, int32_t* numbers,
                         int64_t* counts, void* global, void* stream) {
-  const int64_t n = of.T * of.K, row = of.R * int64_t(sizeof(int32_t));
+  const int64_t row = of.R * int64_t(sizeof(int32_t));
+  const int warps = rank_warps(of.R, kMostWarps, 4);
+  if (warps == 0) return "number_rows: the ranks do not fit into shared memory";
   return with_words(of.R, [&](auto words) -> const char* {
     constexpr int W = decltype(words)::value;
-    const Numbering<W, Slot> in{Chunks::of(n), slots, of, ranks, numbers, counts};
-    const int64_t blocks = in.chunks.count() > 0 ? in.chunks.count() : 1;  // one writes the counts of no rows
-    if (n <= kFewItems)
-      return launch(number_alone_kernel<W, Slot>, blocks, kMostWarps * 32, (kMostWarps + 4) * row, stream,
-                    in);
+    const Numbering<W, Slot> in{Chunks::of(of.T * of.K), slots, of, ranks, numbers, counts};
+    const int64_t chunks = in.chunks.count(), bytes = (warps + 4) * row;
+    if (chunks <= 1)  // of no rows the counts are written, too
+      return launch(number_alone_kernel<W, Slot>, 1, warps * 32, bytes, stream, in);
     auto* const chunk_counts = static_cast<int32_t*>(global);
     const char* const error =
-        launch(number_count_kernel<W, Slot>, blocks, kThreads, 2 * row, stream, in, chunk_counts);
+        launch(number_count_kernel<W, Slot>, chunks, kThreads, 2 * row, stream, in, chunk_counts);
     if (error != nullptr) return error;
-    return launch(number_rows_kernel<W, Slot>, blocks, kThreads, (kRankWarps + 4) * row, stream, in,
+    return launch(number_rows_kernel<W, Slot>, chunks, warps * 32, bytes, stream, in,
                   static_cast<const int32_t*>(chunk_counts));
   });
 }

@@ -11,9 +11,9 @@
 namespace isoload::cuda {
 namespace {
 
-constexpr int kWarps = 16;
-using Team = BlockTeam<kWarps>;
-constexpr int kFree = -2;  // a token with a slot, without a rank yet
+template <int W>
+using Team = BlockTeam<W == 1 ? 32 : 16>;  // larger sets take more registers than 32 warps have
+constexpr int kFree = -2;                  // a token with a slot, without a rank yet
 
 struct Counters {
   int32_t line[kMaxRanks + 1];   // the share, then the budgets left over, laid end to end
@@ -39,7 +39,7 @@ __device__ int size(const RankSet<W>& set) {
 template <int W, class Out>
 class Matcher {
  public:
-  __device__ Matcher(Team& team, Counters& counters, const SharedRoute& in, RankSet<W>* visits, Out* out)
+  __device__ Matcher(Team<W>& team, Counters& counters, const SharedRoute& in, RankSet<W>* visits, Out* out)
       : team_(team), c_(counters), in_(in), tokens_(static_cast<int>(in.T)), visits_(visits), out_(out) {}
 
   template <class Id>
@@ -91,7 +91,10 @@ class Matcher {
 
  private:
   __device__ Out& rank(int t) { return out_[int64_t(t) * in_.width + column_]; }
-  __device__ bool is_free_visitor(int t, int d) { return rank(t) == kFree && visits_[t].contains(d); }
+  __device__ bool is_free_visitor(int t, int d) {
+    const bool visits = visits_[t].contains(d);  // loaded beside the rank, not behind it
+    return rank(t) == kFree && visits;
+  }
 
   // line becomes the prefix sums of length(d), each lane scanning what it wrote. Ends with a barrier; the
   // last reader of the line before is behind one already.
@@ -126,7 +129,7 @@ class Matcher {
     int32_t rest = c_.budget[d];
     for (; last < levels && c_.level[last] <= rest; ++last) rest -= c_.level[last];
     int32_t before = 0;
-    for (int first = 0; first < tokens_; first += Team::kLanes) {
+    for (int first = 0; first < tokens_; first += Team<W>::kLanes) {
       const int t = first + team_.rank();
       const bool asks = t < tokens_ && is_free_visitor(t, d);
       const RankSet<W> others = asks ? common(visits_[t], todo) : RankSet<W>();
@@ -152,7 +155,7 @@ class Matcher {
     const int32_t home = c_.budget[in_.home];
     lay_out([&](int d) { return d == in_.home ? 0 : c_.budget[d]; });
     int32_t before = 0;
-    for (int first = 0; first < tokens_; first += Team::kLanes) {
+    for (int first = 0; first < tokens_; first += Team<W>::kLanes) {
       const int t = first + team_.rank();
       const bool left = t < tokens_ && rank(t) == kFree;
       int32_t here;
@@ -176,7 +179,7 @@ class Matcher {
     return low < in_.R ? low : -1;
   }
 
-  Team& team_;
+  Team<W>& team_;
   Counters& c_;
   const SharedRoute& in_;
   const int tokens_;
@@ -186,12 +189,12 @@ class Matcher {
 };
 
 template <int W, class Id, class Out>
-__global__ void __launch_bounds__(Team::kLanes, 1)
+__global__ void __launch_bounds__(Team<W>::kLanes, 1)
     route_shared_kernel(SharedRoute in, const Id* slots, Out* out, void* global, int32_t* errors) {
   take_turn();
-  __shared__ Team::Group group;
+  __shared__ typename Team<W>::Group group;
   __shared__ Counters counters;
-  Team team(group);
+  Team<W> team(group);
   Matcher<W, Out> matcher(team, counters, in, static_cast<RankSet<W>*>(global), out);
   matcher.read(slots, errors);
   for (int j = 0; j < in.num_shared; ++j) matcher.match(j);
@@ -244,8 +247,8 @@ const char* route_shared(const SharedRoute& in, const Id* slots, Out* out, void*
     return launch(route_shared_few_kernel<Id, Out>, in.T > 0, FewMatcher::kLanes, 0, stream, in, slots, out,
                   error_word());
   return with_words(in.R, [&](auto W) {
-    return launch(route_shared_kernel<W, Id, Out>, in.T > 0, Team::kLanes, 0, stream, in, slots, out, global,
-                  error_word());
+    return launch(route_shared_kernel<W, Id, Out>, in.T > 0, Team<W>::kLanes, 0, stream, in, slots, out,
+                  global, error_word());
   });
 }
 

@@ -1,8 +1,8 @@
 // stable_rank: how many items with the same key come before each, over a whole grid, in order.
 //
-// No block waits for another: what came before its own chunk a block either counts itself, or adds up from
-// what a kernel before counted per chunk. So the i-th copy of an expert is the same copy as in a loop over
-// all of them.
+// No block waits for another: what came before its own chunk a block adds up from what a kernel before
+// counted per chunk; of one chunk there is nothing before. So the i-th copy of an expert is the same copy as
+// in a loop over all of them.
 #pragma once
 
 #include "cuda/launch.cuh"
@@ -12,10 +12,6 @@ namespace isoload::cuda {
 constexpr int kRankWarps = 8;         // of a block that counts its chunk
 constexpr int kMostWarps = 32;        // of one that also reads what others count, many loads at a time
 constexpr int64_t kMostChunks = 128;  // a block reads the counts of all blocks before it: bounded
-
-// Up to here a block reads all items before its own itself: 256 KB of int64 come to one multiprocessor in the
-// time that one more kernel takes to start and to fill the GPU.
-constexpr int64_t kFewItems = 32 * 1024;
 
 // The items [0, n) cut into one chunk per block, each a multiple of what its warps take at a time.
 struct Chunks {

@@ -259,6 +259,7 @@ def test_what_cannot_be_borrowed_stays() -> None:
     ops.borrow_backward(slots, home, peers, [written], 2, 0, 5, torch.float32)
     ops.borrow_backward(slots, home, peers * 0, [written], 2, 1, 5, torch.float32)
     assert (written == 7).all()
+    assert ops.device_errors("cuda") == 1 << 16 | 1 << 17  # which also clears them for the next test
 
 
 @pytest.mark.parametrize("copies", [32_768, 32_776, 131_072, 1_000_000])
