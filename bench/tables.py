@@ -15,7 +15,8 @@ import re
 import sys
 from pathlib import Path
 
-import lib.cross_tables  # noqa: F401  # its tables are in TABLES, too
+import lib.cross_tables  # its tables are in TABLES, too
+import lib.gpu_tables  # noqa: F401
 from lib import table
 from lib.result_tables import TABLES
 

@@ -111,7 +111,7 @@ def steps(python: str, logs: Path, xdist: bool = True) -> list[Step]:
         bench("bench", 2, 130, "bench_cuda", "--results", logs / "part2"),
         Step("ncu", 2, 40, (*profile, "-o", report, python, "bench/bench_cuda.py", "--profile")),
         Step("ncu_details", 2, 10, ("ncu", "--import", f"{report}.ncu-rep", "--page", "details")),
-        bench("kernels", 2, 40, "bench_kernels", "--results", logs / "part2"),
+        bench("kernels", 2, 40, "bench_kernels", "--rounds", "5", "--results", logs / "part2"),
         bench("dispatch", 2, 55, "bench_dispatch", *two_layers, "--results", logs / "part2"),
         *only(2),
     ]

@@ -65,8 +65,6 @@ class CapturedBalancer:
     Results stay where they are: slots, ``last_plan`` and ``last_loads`` hold until the next call. Clone what must live
     longer. Not to be called while a CUDA graph is being captured: call the Balancer there.
 
-    No GPU has run it: tests replay the recorded calls on a CPU.
-
     Args:
         balancer: called by nothing else meanwhile, or else in the same order on all ranks.
         tokens: most rows of a batch; fewer cost as much as all. May differ between ranks.

@@ -179,8 +179,8 @@ def test_a_gather_is_a_stage_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     found = advise(asked, judge_by(skewed(), SMALL, 4, 64))
     assert found.steps is not None and found.answers[0].candidate.split == "exact"
     stages = found.steps[1].stages
-    assert stages["gather"] == pytest.approx((3 * 10e-3, 3 * 40e-3))
-    assert stages["plan"] == pytest.approx((3 * 5e-3, 3 * 20e-3))
+    assert stages["gather"] == pytest.approx((3 * 10e-3, 3 * 25e-3))
+    assert stages["plan"] == pytest.approx((3 * 33e-3, 3 * 77e-3))
 
 
 def test_tokens_of_a_trace_are_judged_as_recorded() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import isoload
 from isoload.advise import Candidate, Judged, Model, Question, advise, judge_by
-from isoload.advise.advice import layer_ms, run, step_ms
+from isoload.advise.advice import PLAN_US, layer_ms, run, step_ms
 from isoload.advise.candidates import NOW
 from isoload.advise.constants import layer_times
 from isoload.advise.details import (
@@ -88,7 +88,7 @@ def test_savings_follow_their_constants() -> None:
     for name in (*EXPERTS, *EXCHANGE):
         half, double = (replace(ASKED, layer=scaled(TIMES, name, factor)) for factor in (0.5, 2.0))
         assert found[name] == (saved_ms(now, own, half), saved_ms(now, own, double))
-    taken = 1e-3 * SMALL.layers * np.array([5.0, 20.0])
+    taken = 1e-3 * SMALL.layers * np.array(PLAN_US["own"])
     half, double = (
         sorted(of[1] - taken[i] * factor for i, of in enumerate(bare(now, own))) for factor in (0.5, 2.0)
     )

@@ -19,16 +19,18 @@ from isoload.topology import Topology
 from isoload.trace import Ints
 
 NO_DIFFERENCE = 0.03  # of a step: less is within what any such model can say
-# Microseconds of a layer until its slots are there; not measured on a GPU. Three small kernels; with "exact" and ranks
-# that hold tokens of their own a gather of counts besides.
+# Microseconds of a layer until its slots are there, measured on one H100 (docs/gpu.md; 16 to 64 ranks, 128 to 16,384
+# tokens of each): own counts in one op; count, plan and route behind each other. GATHER_US: of the loads ahead of
+# them, which takes several GPUs and was not measured.
+GATHER_US = (10.0, 25.0)
 PLAN_US = {
     "none": (0.0, 0.0),
     "static": (0.0, 0.0),
     "dynamic": (0.0, 0.0),
-    "last": (5.0, 20.0),
-    "own": (5.0, 20.0),
-    "node": (15.0, 60.0),
-    "exact": (15.0, 60.0),
+    "own": (20.0, 40.0),
+    "last": (33.0, 77.0),
+    "node": (43.0, 102.0),
+    "exact": (43.0, 102.0),
 }
 
 
@@ -198,10 +200,8 @@ def _whole(
 
 def planning_us(split: str) -> tuple[Span, Span]:
     """Of a layer, from and to: the plan's kernels, and the gather of loads ahead of them."""
-    both, own = PLAN_US[split], PLAN_US["own"]
-    if split not in ("exact", "node"):
-        return both, (0.0, 0.0)
-    return own, (both[0] - own[0], both[1] - own[1])
+    (low, high), gather = PLAN_US[split], GATHER_US if split in ("exact", "node") else (0.0, 0.0)
+    return (low - gather[0], high - gather[1]), gather
 
 
 def _moving_ms(candidate: Candidate, question: Question) -> float:

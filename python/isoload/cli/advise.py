@@ -42,7 +42,7 @@ FIGURES = (
 UNITS = (
     "Modelled from measured kernels, mean over {batches} batches that no placement has seen. A step: the MoE layers "
     "alone, planning included; ranges from an all-to-all that even ranks take to one that follows the busiest. "
-    "Planning on a GPU has not been measured: {low:g} to {high:g} µs a layer are taken. "
+    "Planning takes {low:g} to {high:g} µs a layer: its kernels on an H100, and 10 to 25 for a gather of loads. "
     "requests: of {context} tokens, whose KV cache the slots take the room of."
 )
 UPPER = (
