@@ -7,6 +7,8 @@ namespace isoload::cuda {
 namespace {
 
 constexpr int kThreads = kMostWarps * 32;
+template <int W>
+constexpr int kWarps = W > 4 ? kMostWarps / 2 : kMostWarps;  // large sets take more registers
 
 template <int W>
 __device__ int members_below(const RankSet<W>& set, int end) {
@@ -82,7 +84,7 @@ __device__ void number(const Numbering<W, Slot>& in, const int32_t* before, int3
 
 // Of one chunk.
 template <int W, class Slot>
-__global__ void __launch_bounds__(kThreads, 1) number_alone_kernel(Numbering<W, Slot> in) {
+__global__ void __launch_bounds__(kWarps<W> * 32, 1) number_alone_kernel(Numbering<W, Slot> in) {
   take_turn();
   const int keys = 2 * in.of.R;
   auto* const counts = reinterpret_cast<int32_t*>(shared_memory);  // [2R]
@@ -102,7 +104,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 template <int W, class Slot>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kWarps<W> * 32, 1)
     number_rows_kernel(Numbering<W, Slot> in, const int32_t* chunk_counts) {
   take_turn();
   const int keys = 2 * in.of.R;
@@ -128,10 +130,10 @@ template <class Slot>
 const char* number_rows(const Slot* slots, const cpu::RowSpace& of, int32_t* ranks, int32_t* numbers,
                         int64_t* counts, void* global, void* stream) {
   const int64_t row = of.R * int64_t(sizeof(int32_t));
-  const int warps = rank_warps(of.R, kMostWarps, 4);
-  if (warps == 0) return "number_rows: the ranks do not fit into shared memory";
   return with_words(of.R, [&](auto words) -> const char* {
     constexpr int W = decltype(words)::value;
+    const int warps = rank_warps(of.R, kWarps<W>, 4);
+    if (warps == 0) return "number_rows: the ranks do not fit into shared memory";
     const Numbering<W, Slot> in{Chunks::of(of.T * of.K), slots, of, ranks, numbers, counts};
     const int64_t chunks = in.chunks.count(), bytes = (warps + 4) * row;
     if (chunks <= 1)  // of no rows the counts are written, too
