@@ -29,6 +29,7 @@ Fairness ledger
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import sys
@@ -178,7 +179,7 @@ def show(rows: Sequence[Row]) -> None:
         print(*(f"{row['line']}: not run, {row['not_run']}" for row in own if "not_run" in row), sep="\n")
 
 
-def arguments() -> Any:
+def arguments() -> argparse.ArgumentParser:
     parser = command(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="NAME")
     parser.add_argument("--phase", choices=("prefill", "decode"), default="prefill")
@@ -197,7 +198,8 @@ def arguments() -> Any:
 
 
 def main() -> None:
-    asked, under_torchrun = arguments().parse_args(), "TORCHELASTIC_RUN_ID" in os.environ
+    parser, under_torchrun = arguments(), "TORCHELASTIC_RUN_ID" in os.environ
+    asked = parser.parse_args()
     torch.set_num_threads(1)
     if under_torchrun:
         device = join_torchrun()
