@@ -69,6 +69,21 @@ class StageClock:
     received: list[Received] = field(default_factory=list)
 
     def __enter__(self) -> StageClock:
+        called = self.calls()
+        with ExitStack() as stack:
+            for stage, owner, name in called:
+                call = getattr(owner, name)
+                if stage == "weights":
+                    call = partial(_bring, call)
+                stack.enter_context(patch.object(owner, name, partial(self._timed, stage, call)))
+            self._wrapped = stack.pop_all()
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        self._wrapped.close()
+
+    def calls(self) -> list[tuple[str, Any, str]]:
+        """What is timed: the stage, and where its function is looked up."""
         layer = self.layer
         called: list[tuple[str, Any, str]] = [
             ("count", isoload.balancer, "count_owned"),
@@ -82,17 +97,7 @@ class StageClock:
         ]
         if layer.borrowing is not None:
             called.append(("weights", layer.borrowing, "borrow"))
-        with ExitStack() as stack:
-            for stage, owner, name in called:
-                call = getattr(owner, name)
-                if stage == "weights":
-                    call = partial(_bring, call)
-                stack.enter_context(patch.object(owner, name, partial(self._timed, stage, call)))
-            self._wrapped = stack.pop_all()
-        return self
-
-    def __exit__(self, *failure: Any) -> None:
-        self._wrapped.close()
+        return called
 
     def _timed(self, stage: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         self.meet()
@@ -182,7 +187,7 @@ class LayerBench:
         size = self.placement.slots_per_rank
         held = [got.slots[got.slots >= 0] for got in clock.received]
         copies = [slots.bincount(minlength=size).cpu() for slots in held]
-        return Sample(ms, copies, self._imports(), self._error(batch, outputs))
+        return Sample(ms, copies, self._imports(), self.error_of(batch, outputs))
 
     def meet(self) -> None:
         """All processes are here."""
@@ -198,7 +203,7 @@ class LayerBench:
         filled = (slots >= 0).sum(1).tolist()
         return [filled[rank] for rank in self.layer.group.ranks]
 
-    def _error(self, batch: Batch, outputs: Any) -> float:
+    def error_of(self, batch: Batch, outputs: Any) -> float:
         """The largest distance of the owned ranks' outputs from the dense layer, over what a token can reach."""
         shared, worst = self.factors[self.placement.num_routed :], [0.0]
         for rows, ids, weights, output in zip(batch.rows, batch.ids, batch.weights, outputs, strict=True):
@@ -222,5 +227,10 @@ def check(setting: Setting, copies: Tensor, quota: Tensor | None, total: int, er
         raise RuntimeError(f"{who} must compute all {total} copies, got {int(copies.sum())}")
     if quota is not None and not torch.equal(copies, quota.cpu().long()):
         raise RuntimeError(f"{who} must send every slot its quota, got others")
+    check_error(setting, error, who)
+
+
+def check_error(setting: Setting, error: float, who: str) -> None:
+    """Raises RuntimeError unless a result is the dense layer's."""
     if not error <= TOLERANCE[setting.dtype]:
         raise RuntimeError(f"{who} must give the dense layer's result, got one that is off by {error:.3g}")

@@ -56,6 +56,7 @@ GPU_ONLY = {
     "tests/layer/test_cuda_forward.py": ("forward", 2, 25),
     "tests/layer/test_cuda_gradients.py": ("gradients", 2, 15),
     "tests/layer/test_cuda_symmetric.py": ("symmetric", 2, 35),
+    "tests/layer/test_cuda_stack.py": ("stack", 3, 15),
 }
 
 
@@ -117,7 +118,8 @@ def steps(python: str, logs: Path, xdist: bool = True) -> list[Step]:
     ]
     third = [
         library(3),
-        tests("ops", 3, 210, *ops, *(("-n", "4") if xdist else ()), every=5),
+        *only(3),
+        tests("ops", 3, 205, *ops, *(("-n", "4") if xdist else ()), every=5),
         sanitizer("racecheck", 3, 90),
         sanitizer("synccheck", 3, 70),
     ]

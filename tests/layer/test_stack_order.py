@@ -253,3 +253,29 @@ def test_a_batch_that_is_not_planned_brings_nothing_again() -> None:
         run(layers, model.rows(1), 5)
     assert traffic.bytes["borrow"] == before > 0
     assert matches(model, layers, 2)
+
+
+@LOCALS
+def test_no_fetch_crosses_the_border_of_a_captured_graph(local: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays would find weights that another batch has brought: a graph's first layer has none, nor any after it."""
+    model, layers, stack = made(local)
+    assert matches(model, layers, 0) and stack._fetched is not None
+    with monkeypatch.context() as patch:
+        for module in ("isoload.layer.stack", "isoload.weights.borrow"):
+            patch.setattr(f"{module}.capturing", lambda _device: True)
+        assert matches(model, layers, 1) and stack._fetched is None
+        assert [is_filled(layer) for layer in layers] == [False, True, True]
+    for batch in (2, 3):  # outside of the graph, whose replays write to the same buffers
+        assert matches(model, layers, batch) and stack._fetched is None
+        assert [is_filled(layer) for layer in layers] == [False, True, True]
+
+
+def test_what_reads_earlier_batches_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(4)
+    layers = model.layers()
+    LibraStack(layers, "last")
+    assert matches(model, layers, 0)
+    monkeypatch.setattr("isoload.layer.stack.capturing", lambda _device: True)
+    message = "predict must read nothing of batches before while a CUDA graph is captured, .* got Last"
+    with torch.no_grad(), pytest.raises(ValueError, match=message):
+        layers[0](model.rows())

@@ -46,6 +46,11 @@ class HostWaits:
 
     def __init__(self, answer: Answer) -> None:
         self.answer, self.waits = answer, list[str]()
+        self.stream = self.main = Stream(self)  # the current one
+        self.copied: Callable[[Tensor, Tensor], None] = lambda _target, _source: (
+            None
+        )  # called in place of a copy
+        self.kept: Callable[[Tensor, Stream], None] = lambda _tensor, _stream: None  # of Tensor.record_stream
         self.pinned: list[Tensor] = []  # held, so that no other tensor takes their identity
 
     def __enter__(self) -> HostWaits:
@@ -55,12 +60,13 @@ class HostWaits:
             _Functions(self),
             _Dispatched(self),
             patch.object(FakeTensor, "tolist", lambda tensor: self._read(tensor)),
+            patch.object(FakeTensor, "record_stream", lambda tensor, stream: self.kept(tensor, stream)),
             patch.object(FakeTensor, "data_ptr", lambda tensor: id(tensor), create=True),
             patch.multiple(
                 torch.cuda,
                 Event=lambda: _Event(self),
-                Stream=_Stream,
-                current_stream=_Stream,
+                Stream=lambda _device=None: Stream(self),
+                current_stream=lambda _device=None: self.stream,
                 stream=lambda stream: stream,
                 get_device_capability=lambda _device: (9, 0),
             ),
@@ -159,6 +165,7 @@ class _Functions(TorchFunctionMode):
         to_pinned = self.of.is_pinned(target) and non_blocking
         if not to_pinned:
             self.of.note_copy(source, target.device, non_blocking)
+        self.of.copied(target, source)
         return target
 
 
@@ -180,14 +187,45 @@ def pick(tensor: Tensor, key: Any) -> Tensor:
     return tensor if all(i is None for i in indices) else aten.index.Tensor(tensor, indices)
 
 
+class Stream:
+    """Fake tensors are never computed: a stream notes what it has come behind.
+
+    clock   per stream how many of its steps come before whatever is enqueued here next
+    """
+
+    def __init__(self, of: HostWaits) -> None:
+        self.of, self.clock = of, dict[Stream, int]()
+
+    def step(self) -> int:
+        """One more kernel is enqueued; its number."""
+        self.clock[self] = self.clock.get(self, 0) + 1
+        return self.clock[self]
+
+    def wait_stream(self, other: Stream) -> None:
+        self._come_behind(other.clock)
+
+    def wait_event(self, event: _Event) -> None:
+        self._come_behind(event.clock)
+
+    def _come_behind(self, clock: dict[Stream, int]) -> None:
+        for stream, steps in clock.items():
+            self.clock[stream] = max(steps, self.clock.get(stream, 0))
+
+    def __enter__(self) -> None:
+        self._outer, self.of.stream = self.of.stream, self
+
+    def __exit__(self, *_error: object) -> None:
+        self.of.stream = self._outer
+
+
 class _Event:
     """Reached once the host has waited for anything that came after it."""
 
     def __init__(self, of: HostWaits) -> None:
-        self.of = of
+        self.of, self.clock = of, dict[Stream, int]()
 
-    def record(self, _stream: Any = None) -> None:
-        self.before = len(self.of.waits)
+    def record(self, stream: Stream | None = None) -> None:
+        self.before, self.clock = len(self.of.waits), dict((stream or self.of.stream).clock)
 
     def query(self) -> bool:
         return len(self.of.waits) > self.before
@@ -195,17 +233,3 @@ class _Event:
     def synchronize(self) -> None:
         if not self.query():
             self.of.note("event")
-
-
-class _Stream:
-    """Orders nothing: fake tensors are never computed."""
-
-    def __init__(self, _device: Any = None) -> None: ...
-
-    def wait_stream(self, _other: Any) -> None: ...
-
-    def wait_event(self, _event: Any) -> None: ...
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_error: object) -> None: ...

@@ -21,10 +21,10 @@ from isoload.layer.two_stage import Batch, Span, run_held, run_planned
 from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement
 from isoload.planning import Gathered, fill
-from isoload.predict import Lookahead, Predictor
+from isoload.predict import LoadsPredictor, Lookahead, Predictor
 from isoload.topology import Topology
 from isoload.transport import Call, Transport, checksum
-from isoload.value_checks import values_readable
+from isoload.value_checks import capturing, values_readable
 from isoload.weights.borrow import Borrowed
 
 AHEAD = "slots filled ahead"  # what ranks compare
@@ -218,6 +218,8 @@ class LibraStack:
             self.feed.restart()
         if not in_order or fetched is None or fetched.filled.host is not fetched.layer.placement:
             return None
+        if index == 0 and capturing(fetched.filled.slot_to_expert.device):  # replays have none of that batch
+            return None
         return fetched
 
     def _checked(
@@ -226,6 +228,13 @@ class LibraStack:
         """The layer's choices, once nothing on this rank stands against its run or the fetch that follows."""
         if torch.is_grad_enabled():
             raise ValueError("a LibraStack must run under torch.no_grad(), got gradients recorded")
+        predictor = None if self.feed is None else self.feed.predictor
+        if remembers(predictor) and capturing(self.layers[index]._ranks()[0].row_of_slot.device):
+            assert predictor is not None
+            raise ValueError(
+                "predict must read nothing of batches before while a CUDA graph is captured, which would replay them, "
+                f"got {predictor.describe()}"
+            )
         if fetched is not None:
             fetched.check()
         self.layers[self._next]._check_weights()
@@ -234,11 +243,16 @@ class LibraStack:
     def _fills_ahead(self, layer: MoE) -> bool:
         return self.feed is not None and layer.policy.ahead
 
+    def _replays(self, device: torch.device) -> bool:
+        """Whether a CUDA graph is captured, or replays may write to the buffers between one batch and the next."""
+        borrowing = self.layers[0].borrowing
+        return capturing(device) or (borrowing is not None and borrowing.pool.in_graphs)
+
     def _fetch(self, index: int, gathered: Gathered, in_use: Borrowed | None) -> Borrowed | None:
         """Fetches for the layer after this one."""
-        if self.feed is None:
-            return None
         layer, filled = self.layers[self._next], None
+        if self.feed is None or (self._next == 0 and self._replays(gathered.loads.device)):
+            return None
         call = Call(layer.group, "plan", gathered.loads.device, {AHEAD: 0})
         with call:
             loads = self.feed.predict(index, gathered)
@@ -280,6 +294,11 @@ def find_blocks(layers: Iterable[nn.Module]) -> tuple[list[nn.Module], list[nn.M
             f"layers must have MoE blocks that are known, got none in {', '.join(kinds) or 'none'}"
         )
     return blocks, norms
+
+
+def remembers(predictor: Predictor | None) -> bool:
+    """Whether a predictor reads batches before."""
+    return isinstance(predictor, LoadsPredictor) and type(predictor).note is not LoadsPredictor.note
 
 
 def fact_of(filled: PlacedLayers | None) -> int:

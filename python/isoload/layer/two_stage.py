@@ -11,15 +11,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from isoload.layer.beside import Beside, runs_apart
 from isoload.layer.moe import Chosen, MoE
 from isoload.placed_layers import PlacedLayers
 from isoload.planning import Gathered
 from isoload.routing import route
-from isoload.transport.gathered_tokens import start_gather_tokens
+from isoload.transport import Received
+from isoload.transport.gathered_tokens import GatheredTokens, start_gather_tokens
 from isoload.weights.borrow import Borrowed
 
 # Fetches for the next layer, given what this one computes with.
@@ -73,6 +76,11 @@ class Batch:
 def run_planned(batch: Batch) -> list[Tensor]:
     """[T, H] of every owned rank: plan, start dispatch of remote copies, compute local ones, then the remote ones."""
     layer, chosen = batch.layer, batch.chosen
+    # A plan that the host must read first gets there while it waits for the row counts.
+    early = layer.borrowing is not None and layer.borrowing.waits_for_plan
+    device = batch.gathered.loads.device
+    if runs_apart(device) and not early and batch.filled is not None and layer.policy.keeps_local:
+        return run_local_first(batch, partial(send_planned, batch))
     balanced = layer.balancer.plan(batch.gathered, batch.filled)
     borrowed = batch.borrowed if batch.filled is not None else layer.borrow(balanced.plan)
     near, far, size = list[Tensor](), list[Tensor](), layer.placement.slots_per_rank
@@ -81,19 +89,21 @@ def run_planned(batch: Batch) -> list[Tensor]:
         here = (local >= 0) & (local < size)
         near.append(torch.where(here, local, -1).long())
         far.append(slots.masked_fill(here, -1))
-    # A plan that the host must read first gets there while it waits for the row counts.
-    early = layer.borrowing is not None and layer.borrowing.waits_for_plan
     coming = batch.fetch(borrowed) if early else None
     batch.begin("dispatch")
     started = layer.dispatcher.start_dispatch(*layer.sent(chosen, far))
     for waiting in (borrowed, coming):
         if waiting is not None:
             waiting.proceed()
-    if not early:
+    beside = Beside(layer.group, device)
+    if not early and not beside.apart:
         batch.fetch(borrowed)
     with batch.span("local"):
         stacks = layer.stacks(borrowed)
         own = layer.run_local(chosen.kept(near), stacks)
+    if not early and beside.apart:
+        with beside:
+            batch.fetch(borrowed)
     received = started()
     batch.end("dispatch")
     with batch.span("remote"):
@@ -104,32 +114,72 @@ def run_planned(batch: Batch) -> list[Tensor]:
 
 def run_held(batch: Batch) -> list[Tensor]:
     """[T, H] of every owned rank: gather, compute held copies, plan the others around them, compute these."""
-    layer, chosen, borrowed = batch.layer, batch.chosen, batch.borrowed
-    capacity, ranks = layer.dispatcher.max_tokens_per_rank, layer.group.ranks
-    assert capacity is not None and batch.filled is not None
+    layer, chosen = batch.layer, batch.chosen
+    capacity = layer.dispatcher.max_tokens_per_rank
+    assert capacity is not None
     batch.begin("dispatch")
     arriving = start_gather_tokens(layer.group, capacity, chosen.rows, chosen.ids, chosen.weights)
-    for waiting in (borrowed, batch.fetch(borrowed)):
+    return run_local_first(batch, partial(take_gathered, batch, arriving))
+
+
+def run_local_first(batch: Batch, bring: Callable[[Tensor], list[Received]]) -> list[Tensor]:
+    """[T, H] of every owned rank: compute held copies; plan and bring the others, on a GPU meanwhile; compute these.
+
+    On a GPU the next layer's weights are fetched once the others are on their way, elsewhere before anything computes.
+
+    Args:
+        batch: with slots filled before.
+        bring: held slots as of :func:`held_slots` -> what arrived of the copies without one.
+    """
+    layer, chosen, borrowed = batch.layer, batch.chosen, batch.borrowed
+    assert batch.filled is not None
+    held = held_slots(batch.filled)
+    apart = runs_apart(held.device)
+    coming = None if apart else batch.fetch(borrowed)
+    for waiting in (borrowed, coming):
         if waiting is not None:
             waiting.proceed()
-    held = held_slots(batch.filled)
+    beside = Beside(layer.group, held.device)
     with batch.span("local"):
         stacks = layer.stacks(borrowed)
-        near = [held[rank][ids] for rank, ids in zip(ranks, chosen.ids, strict=True)]
+        near = [held[rank][ids] for rank, ids in zip(layer.group.ranks, chosen.ids, strict=True)]
         own = layer.run_local(chosen.kept(near), stacks)
+    with beside:
+        received = bring(held)
+    batch.end("dispatch")
+    with batch.span("remote"):
+        computed = layer.run_local(received, stacks)
+    if apart:
+        with beside:
+            coming = batch.fetch(borrowed)
+            if coming is not None:
+                coming.proceed()
+    with batch.span("combine"):
+        return layer.dispatcher.combine(computed, received, own)
+
+
+def take_gathered(batch: Batch, arriving: Callable[[], GatheredTokens], held: Tensor) -> list[Received]:
+    """Plans around what is held, and takes the rest of what comes to the owned ranks from the tokens of all."""
+    layer, chosen = batch.layer, batch.chosen
     balanced = layer.balancer.plan(batch.gathered, batch.filled, keep_local=True)
     assert balanced.plan is not None
-    tokens = arriving()
-    batch.end("dispatch")
-    far = []
+    tokens, far = arriving(), list[Tensor]()
     for source, ids in enumerate(tokens.ids):
         slots = route(ids, balanced.loads, balanced.plan, source)
         far.append(slots.masked_fill(held[source][ids] >= 0, -1))
-    received = tokens.received(ranks, list(map(len, chosen.rows)), far, layer.placement.slots_per_rank)
-    with batch.span("remote"):
-        computed = layer.run_local(received, stacks)
-    with batch.span("combine"):
-        return layer.dispatcher.combine(computed, received, own)
+    return tokens.received(
+        layer.group.ranks, list(map(len, chosen.rows)), far, layer.placement.slots_per_rank
+    )
+
+
+def send_planned(batch: Batch, held: Tensor) -> list[Received]:
+    """Plans by a policy that leaves alone what is held, and dispatches the rest."""
+    layer, chosen = batch.layer, batch.chosen
+    balanced = layer.balancer.plan(batch.gathered, batch.filled)
+    of_ranks = zip(layer.group.ranks, chosen.ids, layer.balancer.route(balanced), strict=True)
+    far = [slots.masked_fill(held[rank][ids] >= 0, -1) for rank, ids, slots in of_ranks]
+    batch.begin("dispatch")
+    return layer.dispatcher.start_dispatch(*layer.sent(chosen, far))()
 
 
 def held_slots(filled: PlacedLayers) -> Tensor:

@@ -68,6 +68,7 @@ class Policy:
     borrows  whether it fills spare slots, so that weights must be copied there before the experts run
     ahead    whether its fill is worth making before the batch, from predicted loads (:func:`isoload.planning.fill`)
     samples  whether routed copies draw their slots: its plans have weights in place of a quota
+    keeps_local  whether copies whose expert has a slot on their own rank stay there, whatever the loads
     """
 
     name: ClassVar[str]
@@ -75,6 +76,7 @@ class Policy:
     borrows: ClassVar[bool] = False
     ahead: ClassVar[bool] = False
     samples: ClassVar[bool] = False
+    keeps_local: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Raises ValueError for options that cannot be. A subclass with rules of its own comes here first."""

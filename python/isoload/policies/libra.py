@@ -26,6 +26,7 @@ class LibraPolicy(BorrowPolicy):
 
     name = "libra"
     ahead = True
+    keeps_local = True
     needs = "per_source"
     split_by: str = "sharding"
     alpha: float = 0.5

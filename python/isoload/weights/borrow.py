@@ -15,6 +15,7 @@ from torch import Tensor
 
 from isoload.placed_layers import PlacedLayers
 from isoload.transport import Group
+from isoload.value_checks import capturing
 from isoload.weights.backend import Backend, BorrowPlan
 from isoload.weights.layout import Layout, home_addresses
 from isoload.weights.moves import Stacks
@@ -39,6 +40,7 @@ class SparePool:
                 f"spare_slots must fit in memory, {NUM_BUFFERS} times {spare_slots} experts of {one} bytes, got {error}"
             ) from error
         self.holds: list[weakref.ref[Borrowed] | None] = [None] * NUM_BUFFERS
+        self.in_graphs = False  # whether captured CUDA graphs write to the buffers
         self._next = 0
 
     def take(self, in_use: int | None = None) -> int:
@@ -128,6 +130,7 @@ class Borrowed:
         if self._has_buffer():
             return
         self._pool.holds[self._buffer] = weakref.ref(self)
+        self._pool.in_graphs |= capturing(self.plan.slot_to_expert.device)
         backend = self._of.backend
         self._start = lambda: backend.start(stage, self.plan, self._homes, self.pools)
         if self.plan.on_host or not backend.reads_moves:

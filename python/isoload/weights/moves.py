@@ -95,11 +95,20 @@ def start_moves(group: Group, stage: str, moves: Sequence[Move], sources: Stacks
     finish = group.start_send(stage, buffers, parts) if travels(moves) else lambda: buffers
 
     def wait() -> None:
-        for part, stacks, arrived, own in zip(parts, targets, finish(), copies, strict=True):
-            put_rows(stacks, part.arriving, arrived)
+        arrived = finish()
+        for part, stacks, came, own in zip(parts, targets, arrived, copies, strict=True):
+            put_rows(stacks, part.arriving, came)
             put_rows(stacks, part.filled, own)
+        for buffer in (*buffers, *copies, *arrived):
+            keep_for_current(buffer)
 
     return wait
+
+
+def keep_for_current(tensor: Tensor) -> None:
+    """A tensor that another stream may have made: its memory is not used again before what the current one has now."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 @torch.no_grad()
