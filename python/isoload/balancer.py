@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from isoload.online.recorder import Recorder
 
 Tokens = Literal["own", "same"]
+Gather = Literal["sources", "sum"]
 
 
 class Balancer:
@@ -54,6 +55,9 @@ class Balancer:
             of each node, gathered there. "own": by each rank's own, with no exchange in the forward. Both split towards
             targets that :meth:`exchange` renews, see :mod:`isoload.own_counts`. "last": by those of batches before
             the last :meth:`exchange`. The policy is then exact, shared experts stay home, and last_plan is None.
+        gather: "sources": of gathered loads all ranks have those of every source, [R, E]. "sum": only their sum [E], by
+            an all-reduce. Each rank then cuts its own copies by :func:`isoload.ops.share_alone`, so that a slot gets
+            about its quota. Not for shared experts, nor for policies that need loads per source.
         price: whether targets are corrected by what came of the last ones, see isoload.own_counts.targets.new_price.
         min_tokens: with fewer tokens over all ranks nothing is gathered or planned: each expert goes to its ``static``
             replica, shared ones stay home, and last_plan is None. The same on all ranks.
@@ -75,6 +79,7 @@ class Balancer:
         min_tokens: int = 0,
         shared_columns: bool = True,
         loads: Loads = "gathered",
+        gather: Gather = "sources",
         price: bool = False,
         **options: Any,
     ) -> None:
@@ -91,7 +96,8 @@ class Balancer:
         self.loads, self.batch = loads, 0  # batches so far
         self.last_plan: Plan | None = None
         self.recorder: Recorder | None = None  # counts every batch, planned or not
-        self.last_loads: Tensor | None = None  # [R, E] of the last plan
+        self.last_loads: Tensor | None = None  # [R, E] of the last plan, [E] where only sums are gathered
+        self.summed = gather == "sum"
         self._own: dict[torch.device, PlacedLayers] = {}
         self._steps: dict[torch.device, Tensor] = {}  # [] int64, batches that drew: read by captured graphs
         self._checksums: dict[str, int] = {}
@@ -101,13 +107,22 @@ class Balancer:
                 raise ValueError(
                     f"placement must be for the group's {group.topology.num_ranks} ranks, got {num_ranks}"
                 )
+            if gather not in ("sources", "sum") or (self.summed and (tokens, loads) != ("own", "gathered")):
+                raise ValueError(
+                    f"gather must be sources or, where tokens are own and loads gathered, sum, got {gather!r} for "
+                    f"{tokens} tokens and {loads} loads"
+                )
+            if self.summed and placement.num_shared:
+                raise ValueError(
+                    f"gather must be sources for a placement with shared experts, got 'sum' for {placement.num_shared}"
+                )
             if min_tokens < 0:
                 raise ValueError(f"min_tokens must be at least 0, got {min_tokens}")
             self.policy = make_policy(policy, options)
             self.placed_on(torch.device("cpu"))  # refuses a layer that is not there
             self.prepare_load(placement)()
             facts.update({"layer": layer, "policy": self.policy, "min_tokens": min_tokens})
-            facts.update({"tokens": tokens, "loads": loads, "price": price})
+            facts.update({"tokens": tokens, "loads": loads, "price": price, "gather": gather})
             facts.update(placement_facts(placement, layer))
         if self.own_counts is not None:
             self.own_counts.join()
@@ -125,6 +140,10 @@ class Balancer:
         if self.own_counts is not None:
             self.own_counts.check(policy)
         policy.check(self.placement)
+        if self.summed and policy.needs == "per_source":
+            raise ValueError(
+                f"gather must be sources for policy {policy.name}, which needs loads per source, got 'sum'"
+            )
         self._policy = policy
         needs_no_gather = (
             self.own_counts.word == "own"
@@ -241,6 +260,8 @@ class Balancer:
             counted = count_owned(topk_ids, self.placement, self.shared_columns)
             rows = [found.counts for found in counted]
             self._record(rows, counted[0].ids)
+            if more is not None and self.summed:
+                raise ValueError(f"more must be None where only sums are gathered, got {len(more)} rows")
             if more is not None:
                 rows = [torch.cat(parts) for parts in zip(rows, more, strict=True)]
         self.last_plan = self.last_loads = None
@@ -255,7 +276,7 @@ class Balancer:
         if gathers:
             if call.failure is not None and call.device is None:
                 call.device = self._device()
-            loads = call.gather_loads(rows, width)
+            loads = call.gather_loads(rows, width, summed=self.summed)
         else:
             loads = rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
         if planned and not gathers:  # rank 0 stands for the one source there is
@@ -278,7 +299,7 @@ class Balancer:
         if isinstance(self._policy, Seeded):
             last = self._steps.get(loads.device)
             step = next_step(first_step(loads.device) if last is None else last)
-        rank = self.ranks[0] if len(self.ranks) == 1 else None
+        rank = self.ranks[0] if len(self.ranks) == 1 and not self.summed else None
         made = plan_and_share(
             loads, placed, self._policy, rank, filled=filled, keep_local=keep_local, step=step
         )
@@ -292,6 +313,7 @@ class Balancer:
         for i, (rank, counted) in enumerate(zip(self.ranks, batch.counted, strict=True)):
             sent = None if batch.send_counts is None else batch.send_counts[i]
             if made is not None:
+                loads = counted.counts if self.summed else loads
                 slots.append(route_counted(counted, loads, made, rank, send_counts=sent))
             elif sent is not None:
                 slots.append(route_sent(counted, sent, placed, rank))

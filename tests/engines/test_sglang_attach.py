@@ -19,7 +19,8 @@ import sglang.srt.managers.scheduler  # noqa: F401
 from engine_runs import HARNESS, PACKAGE
 from sglang.srt import plugins
 from sglang.srt.eplb import eplb_algorithms, expert_location_dispatch
-from sglang.srt.layers.moe import waterfill
+from sglang.srt.layers.moe import topk, waterfill
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.model_runner_components import moe_ep_setup
 from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -95,17 +96,29 @@ def environment() -> dict[str, str]:
     return kept | {"PYTHONPATH": f"{HARNESS}{os.pathsep}{PACKAGE}", "HF_HUB_OFFLINE": "1"}
 
 
-def renamed(loader: pytest.MonkeyPatch) -> str:
+# Each moves one seam and says what the line has of it, and the options that stay without.
+def renamed(loader: pytest.MonkeyPatch) -> tuple[str, set[str]]:
     loader.delattr(moe_ep_setup, "init_lplb_solvers")
-    return "init_lplb_solvers cannot be found"
+    return r"init_lplb_solvers cannot be found .*\(needed by lp\)", {"lp"}
 
 
-def other_arguments(loader: pytest.MonkeyPatch) -> str:
+def for_two(loader: pytest.MonkeyPatch) -> tuple[str, set[str]]:
+    loader.delattr(topk, "resolve_routing_inputs")  # as in 0.5.22
+    return r"resolve_routing_inputs cannot be found .*\(needed by dynamic and lp\)", {"dynamic", "lp"}
+
+
+def for_all(loader: pytest.MonkeyPatch) -> tuple[str, set[str]]:
+    loader.setattr(ModelRunner, "initialize", lambda self, memory: None)
+    return r"initialize must take \(self\)", set(self_check.CHECKS)
+
+
+def other_arguments(loader: pytest.MonkeyPatch) -> tuple[str, set[str]]:
     loader.setattr(expert_location_dispatch, "_topk_ids_logical_to_physical_dynamic", lambda topk_ids: None)
-    return r"_topk_ids_logical_to_physical_dynamic must take \(topk_ids, info\) \(as in 0\.5\.23\), got \(topk_ids\)"
+    said = r"_topk_ids_logical_to_physical_dynamic must take \(topk_ids, info\) \(as in 0\.5\.23\), got \(topk_ids\)"
+    return said, {"dynamic"}
 
 
-def other_result(loader: pytest.MonkeyPatch) -> str:
+def other_result(loader: pytest.MonkeyPatch) -> tuple[str, set[str]]:
     stock = eplb_algorithms.rebalance_experts
 
     def rebalance_experts(
@@ -122,26 +135,32 @@ def other_result(loader: pytest.MonkeyPatch) -> str:
         return tables[:2]
 
     loader.setattr(eplb_algorithms, "rebalance_experts", rebalance_experts)
-    return "a known batch fails behind --eplb-algorithm isoload"
+    return "a known batch fails behind --eplb-algorithm isoload", {"--eplb-algorithm isoload"}
 
 
-@pytest.mark.parametrize("move", [renamed, other_arguments, other_result])
-def test_a_moved_seam_is_named_and_sglang_runs_alone(
+MOVES = [renamed, for_two, for_all, other_arguments, other_result]
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_moved_seam_is_named_and_its_options_stay_without(
     loader: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, move
 ) -> None:
-    message = move(loader)
+    message, lost = move(loader)
     loader.setenv("ISOLOAD_SGLANG", "1")
     with caplog.at_level(logging.ERROR, "isoload"):
         plugins.load_plugins()
-    assert hooked() == set()
+    left = set(self_check.CHECKS) - lost
+    hooks = [seam for seam in read_seams("sglang") if seam.kind in ("replace", "around")]
+    assert hooked() == {seam.name for seam in hooks if left and (left & {*seam.serves} or not seam.serves)}
+    assert LAYERS.lost == lost if left else not LAYERS.lost
     (record,) = [record for record in caplog.records if record.name == "isoload"]
     assert re.search(message, record.getMessage()) and "\n" not in record.getMessage()
 
 
-@pytest.mark.parametrize("move", [renamed, other_arguments, other_result])
+@pytest.mark.parametrize("move", MOVES)
 def test_strict_refuses_a_moved_seam(loader: pytest.MonkeyPatch, move) -> None:
     """SGLang's loader logs an Exception and goes on; SystemExit passes."""
-    message = move(loader)
+    message, _ = move(loader)
     loader.setenv("ISOLOAD_SGLANG", "1")
     loader.setenv("ISOLOAD_STRICT", "1")
     with pytest.raises(SystemExit, match=message):

@@ -19,6 +19,7 @@ from isoload.integrations.meter import GAUGES, Meter
 from isoload.integrations.settings import Settings
 from isoload.integrations.sglang import LAYERS, dispatch, placement
 from isoload.integrations.sglang.layers import Layer
+from isoload.integrations.sglang.waterfill import DeepEPWaterfillBalancer
 
 
 def test_a_locations_update_reaches_the_balancers(attached: None, tmp_path: Path) -> None:
@@ -135,6 +136,46 @@ def test_the_log_says_what_is_not_attached(
         get_parallel().override_permanently(tp_rank=0, moe_ep_rank=0)
         dispatch.initialize(lambda self: None, SimpleNamespace(is_draft_worker=False))
     assert [record.getMessage() for record in caplog.records] == lines
+
+
+def test_the_log_names_options_that_stay_without(
+    attached: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Waterfill alone, as in SGLang up to 0.5.16, which has no get_exec; then dynamic and Waterfill."""
+    from sglang.srt import runtime_context
+
+    get_parallel().override_permanently(tp_rank=0, moe_ep_rank=0)
+    every = {"dynamic", "lp", "--eplb-algorithm isoload", "Waterfill"}
+    DeepEPWaterfillBalancer(4, 1, 0, -1, routed_scaling_factor=2.0)
+    with caplog.at_level(logging.INFO, "isoload"), monkeypatch.context() as older:
+        older.delattr(runtime_context, "get_exec")
+        LAYERS.lost = frozenset(every - {"Waterfill"})
+        LAYERS.announce()
+    assert [record.getMessage() for record in caplog.records] == [
+        "isoload: attached to SGLang's --enable-deepep-waterfill, policy waterfill on 1 layers; not to "
+        "--eplb-algorithm isoload, dynamic, lp, where this SGLang is not as isoload expects"
+    ]
+    caplog.clear()
+    LAYERS.num_waterfill, LAYERS.lost = 0, frozenset({"lp", "--eplb-algorithm isoload"})
+    with (
+        published(ep_dispatch_algorithm="static", eplb_algorithm="isoload"),
+        caplog.at_level(logging.INFO, "isoload"),
+    ):
+        LAYERS.announce()
+    first, second = [record.getMessage() for record in caplog.records]
+    assert "and to none of its options; not to --eplb-algorithm isoload, lp, where" in first
+    assert second.endswith("--ep-dispatch-algorithm static stays: isoload's are dynamic")
+
+
+def test_dynamic_that_is_lost_gets_no_balancers(attached: None) -> None:
+    every = SimpleNamespace(ep_size=2, num_layers=1, num_logical_experts=4)
+    every.physical_to_logical_map_cpu = every.physical_to_logical_map = torch.arange(10).view(1, 10) % 4
+    with published(ep_dispatch_algorithm="dynamic", moe_a2a_backend="none"):
+        get_parallel().override_permanently(tp_rank=0, moe_ep_rank=0)
+        for lost in ({"dynamic"}, set()):
+            LAYERS.lost = frozenset(lost)
+            dispatch.set_metadata(lambda value, allow_overwrite: None, every)
+            assert bool(LAYERS.by_id) == (not lost)
 
 
 @pytest.mark.parametrize("loads", ["gathered", "own"])

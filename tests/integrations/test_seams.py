@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import NamedTuple
 
@@ -93,9 +93,12 @@ def test_the_file_of_sglang() -> None:
     assert len({s.name for s in seams}) == len(seams)
     assert all(s.why and s.read_from and s.target.startswith("sglang.srt.") for s in seams)
     assert not any(name.split(".")[0] == "sglang" for name in sys.modules)
-    from isoload.integrations.sglang import HOOKS
+    from isoload.integrations.sglang import HOOKS, self_check
 
-    assert {s.name for s in seams if s.kind in ("replace", "around")} == set(HOOKS)
+    hooked = [s for s in seams if s.kind in ("replace", "around")]
+    older = {s.older.rsplit(".", 1)[-1] for s in hooked if s.older}
+    assert {s.name for s in hooked} | older == set(HOOKS)
+    assert {option for s in seams for option in s.serves} == set(self_check.CHECKS)
 
 
 def test_the_file_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,3 +139,64 @@ def test_all_hooks_or_none(monkeypatch: pytest.MonkeyPatch, engine: None, fault:
         assert told == [] and hooked == [(["dispatch"], given)] and started[-1] == given
     else:
         assert len(told) == 1 and not hooked
+
+
+def test_options_attach_by_themselves(monkeypatch: pytest.MonkeyPatch, engine: None) -> None:
+    """A seam takes the options that it serves with it; a wrong batch takes its own; one of no option takes all."""
+    given = Settings.read({})
+    good = replace(seam("dispatch", "around", "(topk_ids, info=None, *, layer)"), serves=("lp", "dynamic"))
+    moved = replace(seam("route", "around", "()"), serves=("lp",))
+    shared, plain = (
+        replace(seam("Balancer", "replace", "(rank, layer_id, weight=1.0)"), serves=("shared",)),
+        [],
+    )
+    checks = {"lp": lambda: 1 / 0, "dynamic": lambda: True, "shared": lambda: True}
+
+    def attach(seams: list[Seam], **wrong: bool) -> tuple[list[str], list[str]]:
+        plain.clear()
+        told = PlugIn("Engine", SGLANG, lambda settings: None, {**checks, **{k: lambda: False for k in wrong}}, (
+            lambda hooked, settings: plain.extend(hooked)), seams)  # fmt: skip
+        return told.attach_options(given)
+
+    wrong, live = attach([good, moved, shared])
+    assert live == ["dynamic", "shared"] and "made_up_engine.route cannot be found" in wrong[0]
+    assert len(wrong) == 1 and wrong[0].endswith(" (needed by lp)")
+    assert [(of.name, of.serves) for of in plain] == [("dispatch", ("dynamic",)), ("Balancer", ("shared",))]
+    wrong, live = attach([good, moved, shared], dynamic=True)
+    assert live == ["shared"] and "a known batch comes out wrong behind dynamic" in wrong[1]
+    assert [of.name for of in plain] == ["Balancer"]
+    assert attach([good, moved, shared], other=True)[1] == [] and not plain
+    assert attach([good, shared, seam("route", "call", "()")])[1] == [] and not plain
+
+
+def test_a_seam_is_found_in_its_older_home(engine: None) -> None:
+    there = replace(
+        seam("route.Balancer", "replace", "(rank, layer_id, weight=1.0)"), older="made_up_engine.Balancer"
+    )
+    assert faults([there]) == [] and there.at_home().name == "Balancer"
+    newer = replace(seam("Balancer", "replace", "()"), older="made_up_engine.dispatch")
+    assert newer.at_home() == newer, "the newer home is taken where both are there"
+    gone = replace(there, older="made_up_engine.nowhere")
+    assert "made_up_engine.route.Balancer cannot be found" in faults([gone])[0]
+
+
+@pytest.mark.parametrize("strict", ["0", "1"])
+def test_the_line_names_what_stays_without(
+    monkeypatch: pytest.MonkeyPatch, engine: None, caplog: pytest.LogCaptureFixture, strict: str
+) -> None:
+    monkeypatch.setenv("ISOLOAD_SGLANG", "1")
+    monkeypatch.setenv("ISOLOAD_STRICT", strict)
+    seams = [
+        replace(seam("route", "call", "()"), serves=("lp",)),
+        replace(seam("Output", "fields"), serves=("eplb",)),
+    ]
+    plug_in = PlugIn("Engine", SGLANG, lambda settings: None, {}, lambda seams, settings: None, seams)
+    if strict == "1":
+        with pytest.raises(SystemExit, match=r"\(needed by lp\) \(ISOLOAD_STRICT=1 refuses to start\)"):
+            plug_in.attach_or_leave()
+        return
+    plug_in.attach_or_leave()
+    (record,) = caplog.records
+    line = record.getMessage()
+    assert line.startswith("isoload: Engine is not as isoload expects: made_up_engine.route cannot be found")
+    assert line.endswith("(needed by lp). Attached to eplb")

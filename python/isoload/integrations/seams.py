@@ -13,7 +13,7 @@ import logging
 import os
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import resources
 from typing import Any, Literal
 
@@ -32,6 +32,8 @@ class Seam:
     signatures  those that the plug-in can work with; of a record the fields that it needs
     read_from   the engine's version in which it was read
     why         what the plug-in does there
+    serves      the options of the engine that need it; empty: all of them
+    older       its dotted path in older versions
     """
 
     target: str
@@ -39,6 +41,16 @@ class Seam:
     signatures: tuple[str, ...]
     read_from: str
     why: str
+    serves: tuple[str, ...] = ()
+    older: str = ""
+
+    def at_home(self) -> Seam:
+        """With the older path as target, where the engine has that alone."""
+        return (
+            replace(self, target=self.older)
+            if self.older and not is_there(self.target) and is_there(self.older)
+            else self
+        )
 
     @property
     def name(self) -> str:
@@ -63,12 +75,24 @@ class Seam:
 def read_seams(engine: str) -> list[Seam]:
     """The seams of an engine, from ``<engine>_seams.json`` beside this file."""
     text = resources.files(__package__).joinpath(f"{engine}_seams.json").read_text()
-    return [Seam(**(given | {"signatures": tuple(given["signatures"])})) for given in json.loads(text)]
+    lists = ("signatures", "serves")
+    return [
+        Seam(**(given | {key: tuple(given[key]) for key in lists if key in given}))
+        for given in json.loads(text)
+    ]
+
+
+def is_there(target: str) -> bool:
+    try:
+        pkgutil.resolve_name(target)
+    except Exception:
+        return False
+    return True
 
 
 def faults(seams: Sequence[Seam]) -> list[str]:
     """One line for every seam that is not as expected."""
-    return [fault for seam in seams if (fault := seam.fault()) is not None]
+    return [fault for seam in seams if (fault := seam.at_home().fault()) is not None]
 
 
 def signature_of(function: Any) -> str:
@@ -86,13 +110,13 @@ def field_names(record: type) -> set[str]:
 
 @dataclass(frozen=True)
 class PlugIn:
-    """What isoload puts into one engine: all hooks, or none.
+    """What isoload puts into one engine: of each of its options that some seam serves all hooks, or none.
 
     engine  its name in messages; in lower case that of its seams
     switch  the variable that turns the plug-in on
     start   puts settings in force
-    checks  whether a known batch comes out right, by the hook that it passes
-    hook    puts the hooks of these seams in place
+    checks  whether a known batch comes out right, by the option, or else the hook, that it passes
+    hook    puts the hooks of these seams in place; each serves only the options that are attached
     seams   of an engine without a JSON file here
     """
 
@@ -114,28 +138,52 @@ class PlugIn:
             if not is_on(self.switch, os.environ):
                 return
             settings = Settings.read()
-            found = self.attach(settings)
+            wrong, live = self.attach_options(settings)
         except ValueError as error:
             raise SystemExit(f"isoload: {error}") from None
-        if found:
-            reason = (
-                f"isoload: not attached to {self.engine}, which is not as isoload expects: {'; '.join(found)}"
-            )
+        if wrong:
+            whole = f"isoload: not attached to {self.engine}, which is not as isoload expects"
+            reason = f"{f'isoload: {self.engine} is not as isoload expects' if live else whole}: {'; '.join(wrong)}"
             if settings.strict:
                 raise SystemExit(f"{reason} (ISOLOAD_STRICT=1 refuses to start)")
-            log.error(f"{reason}. {self.engine} runs as without isoload")
+            rest = f"Attached to {', '.join(live)}" if live else f"{self.engine} runs as without isoload"
+            log.error(f"{reason}. {rest}")
 
     def attach(self, settings: Settings) -> list[str]:
-        """Hooks everything and returns []; or hooks nothing and returns what is not as expected, a line each."""
-        seams = self.seams or read_seams(self.engine.lower())
-        if found := faults(seams):
-            return found
+        """Hooks what it can, see :meth:`attach_options`, and returns what is not as expected, a line each."""
+        return self.attach_options(settings)[0]
+
+    def attach_options(self, settings: Settings) -> tuple[list[str], list[str]]:
+        """Hooks every option whose seams and known batch are as expected; without options everything or nothing.
+
+        Returns:
+            What is not as expected, a line each, which names the options that stay without; and those attached.
+        """
+        seams = [seam.at_home() for seam in self.seams or read_seams(self.engine.lower())]
+        options = list(dict.fromkeys(option for seam in seams for option in seam.serves)) or [self.engine]
+        wrong: list[str] = []
+        lost: set[str] = set()
+
+        def lose(fault: str, serves: Sequence[str]) -> None:
+            wrong.append(f"{fault} (needed by {' and '.join(serves)})" if serves else fault)
+            lost.update(serves or options)
+
+        for seam in seams:
+            for fault in faults([seam]):
+                lose(fault, seam.serves)
+        if lost.issuperset(options):
+            return wrong, []
         self.start(Settings.read({}))  # options for the model need not fit the known batch
-        found = wrong_checks(self.checks)
+        for name, check in self.checks.items():
+            for fault in wrong_checks({name: check}) if name not in lost else ():
+                lose(fault, [name] if name in options else [])
         self.start(settings)
-        if not found:
-            self.hook([seam for seam in seams if seam.kind in ("replace", "around")], settings)
-        return found
+        live = [option for option in options if option not in lost]
+        served = [replace(seam, serves=tuple(o for o in seam.serves if o in live)) for seam in seams]
+        hooks = [seam for seam, old in zip(served, seams, strict=True) if seam.serves or not old.serves]
+        if live:
+            self.hook([seam for seam in hooks if seam.kind in ("replace", "around")], settings)
+        return wrong, live
 
 
 def wrong_checks(checks: Mapping[str, Callable[[], bool]]) -> list[str]:

@@ -27,7 +27,7 @@ STRICT = Variable(
     "ISOLOAD_STRICT",
     "0 or 1",
     "0",
-    "refuse to start where the engine is not as isoload expects; with 0 the engine runs as without isoload",
+    "refuse to start where the engine is not as isoload expects; with 0 what differs stays the engine's own",
 )
 POLICY = Variable(
     "ISOLOAD_POLICY",

@@ -71,8 +71,8 @@ class Exchanges(Shared, ABC):
     """R ranks that exchange tensors; lists run over ``ranks``, those that this process owns.
 
     Every rank makes the same calls in the same order. Each exchange has a stage, which names it in errors and in
-    ``traffic.bytes``. A subclass moves the bytes: ``_gather``, ``_swap``, where it can begin one ``_start_gather``, and
-    ``gather_objects``.
+    ``traffic.bytes``. A subclass moves the bytes: ``_gather``, ``_swap`` and ``gather_objects``, if it can ``_sum`` and
+    ``_start_gather``.
 
     Args:
         topology: R ranks.
@@ -99,6 +99,10 @@ class Exchanges(Shared, ABC):
     @abstractmethod
     def _gather(self, stage: str, rows: list[Tensor], in_node: bool = False) -> Tensor:
         """[R, F] the row [F] of every rank; in_node: only of the ranks of the owned ones' nodes, 0 of the others."""
+
+    def _sum(self, stage: str, rows: list[Tensor]) -> Tensor:
+        """[F] the rows [F] of all ranks, added up."""
+        return self._gather(stage, rows).sum(0, dtype=rows[0].dtype)
 
     @abstractmethod
     def _swap(

@@ -41,6 +41,7 @@ class Group(Exchanges):
         errors: list[int] | None = None,
         facts: Mapping[str, int] | None = None,
         in_node: bool = False,
+        summed: bool = False,
     ) -> Tensor:
         """Every rank's counts and, in more columns, whether it failed and the facts that must be equal.
 
@@ -51,9 +52,10 @@ class Group(Exchanges):
                 are readable (on CPU; elsewhere under ISOLOAD_CHECK=1), else they stay here.
             in_node: only the ranks of a node meet, after :meth:`join_node`; rows of other nodes are 0, and their
                 failures and facts not heard of. Their caller agrees on the length of counts.
+            summed: the counts are added up in one all-reduce, in which each rank has columns of its own for the rest.
 
         Returns:
-            loads [R, E] int32, the same on all ranks.
+            loads [R, E] int32, the same on all ranks; summed [E].
 
         Raises:
             ValueError: the same on all ranks, naming rank and stage, if any rank has an error, or the first fact that
@@ -76,9 +78,21 @@ class Group(Exchanges):
             )
             for row, code in zip(counts, errors, strict=True)
         ]
+        width = len(counts[0])
+        if summed:
+            rows = [
+                own_columns(row, width, rank, self.topology.num_ranks)
+                for row, rank in zip(rows, self.ranks, strict=True)
+            ]
         self.traffic.bytes["gather"] += sum(map(num_bytes, rows))
-        gathered = self._gather("gather", rows, in_node)
-        loads, codes = gathered.narrow(1, 0, len(counts[0])), gathered.select(1, len(counts[0]))
+        if summed:
+            total = self._sum("gather", rows)
+            loads, rest = total.narrow(0, 0, width), total.narrow(0, width, len(total) - width)
+            beside = rest.view(self.topology.num_ranks, -1)
+        else:
+            gathered = self._gather("gather", rows, in_node)
+            loads, beside = gathered.narrow(1, 0, width), gathered.narrow(1, width, len(rows[0]) - width)
+        codes = beside.select(1, 0)
         if torch.compiler.is_compiling() and loads.device.type == "cpu":
             checked: Tensor = loads_of(loads, codes)
             return checked
@@ -94,8 +108,8 @@ class Group(Exchanges):
         if compared or codes.device.type == "cpu":  # a rank that failed has no facts to compare
             self.check()
         if compared:
-            met = self.topology.node_of(self.ranks[0]) if in_node else range(len(gathered))
-            facts_of_ranks = gathered[met.start : met.stop, len(counts[0]) + 1 :].tolist()
+            met = self.topology.node_of(self.ranks[0]) if in_node else range(len(beside))
+            facts_of_ranks = beside[met.start : met.stop, 1:].tolist()
             raise_disagreement(list(compared), facts_of_ranks, met.start)
         return loads
 
@@ -197,6 +211,14 @@ class Group(Exchanges):
             raise_unlike(name, [given[name] for given in gathered])
 
 
+def own_columns(row: Tensor, width: int, rank: int, num_ranks: int) -> Tensor:
+    """[width + R * F] the first width of a row [width + F], and the rest in the rank's columns among zeros."""
+    each = len(row) - width
+    beside = row.narrow(0, width, each)
+    own = torch.nn.functional.pad(beside, (rank * each, (num_ranks - 1 - rank) * each))
+    return torch.cat([row.narrow(0, 0, width), own])
+
+
 class Call:
     """One call of all ranks: what went wrong in this process, and what all of them must hold alike.
 
@@ -254,14 +276,16 @@ class Call:
             self.later(self)
         raise self.failure
 
-    def gather_loads(self, counts: list[Tensor], width: int, in_node: bool = False) -> Tensor:
+    def gather_loads(
+        self, counts: list[Tensor], width: int, in_node: bool = False, summed: bool = False
+    ) -> Tensor:
         """:meth:`Group.gather_loads` of counts [width] each, which are not read where this process has failed."""
         group, errors, failed = self.group, None, self.failure is not None
         if failed:
             nothing = torch.zeros(width, dtype=torch.int32, device=self.device)
             counts, errors = [nothing] * len(group.ranks), [error_code(self.stage)] * len(group.ranks)
         try:
-            loads = group.gather_loads(counts, errors, {**self.facts, **self.in_gather}, in_node)
+            loads = group.gather_loads(counts, errors, {**self.facts, **self.in_gather}, in_node, summed)
         except ValueError as error:
             if in_node:  # other nodes have not met this one yet
                 self.failure = error if self.failure is None else self.failure

@@ -13,7 +13,7 @@ from isoload.integrations.seams import PlugIn, Seam
 from isoload.integrations.settings import SGLANG, Settings
 from isoload.integrations.sglang import dispatch, placement, self_check
 from isoload.integrations.sglang.layers import LAYERS
-from isoload.integrations.sglang.waterfill import WaterfillBalancer
+from isoload.integrations.sglang.waterfill import DeepEPWaterfillBalancer, WaterfillBalancer
 
 HOOKS = {
     "set_global_expert_location_metadata": dispatch.set_metadata,
@@ -23,6 +23,7 @@ HOOKS = {
     "_topk_ids_logical_to_physical_dynamic": dispatch.map_dynamic,
     "_topk_ids_logical_to_physical_probability": dispatch.map_solved,
     "WaterfillBalancer": WaterfillBalancer,
+    "DeepEPWaterfillBalancer": DeepEPWaterfillBalancer,  # its older home
     "compute_algorithm": placement.compute_algorithm,
     "rebalance_experts": placement.rebalance_experts,
     "initialize": dispatch.initialize,
@@ -33,6 +34,7 @@ HOOKS = {
 def hook(seams: list[Seam], settings: Settings) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    LAYERS.lost = frozenset(self_check.CHECKS) - {option for seam in seams for option in seam.serves}
     for seam in seams:
         HookRegistry.register(seam.target, HOOKS[seam.name], HookType(seam.kind))
 

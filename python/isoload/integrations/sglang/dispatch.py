@@ -29,7 +29,7 @@ def set_metadata(original: Original, value: Any, allow_overwrite: bool = False) 
     if value is None:
         return
     check_at_start(value)
-    if get_exec().moe.ep_dispatch_algorithm == "dynamic":
+    if get_exec().moe.ep_dispatch_algorithm == "dynamic" and "dynamic" not in LAYERS.lost:
         LAYERS.follow(value, "dynamic")
 
 

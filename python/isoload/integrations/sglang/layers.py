@@ -19,6 +19,7 @@ from isoload.shared_experts import without_shared_slots
 from isoload.topology import Topology
 
 log = logging.getLogger("isoload")
+EPLB = "--eplb-algorithm isoload"
 
 
 class Layer(EngineLayer):
@@ -69,6 +70,8 @@ class Layers(EngineLayers[Layer]):
     def reset(self) -> None:
         super().reset()
         self.num_waterfill = 0  # layers whose shared experts are placed beside routed copies as they lie
+        self.waterfill_flag = "--enable-waterfill"  # behind which they are
+        self.lost: frozenset[str] = frozenset()  # options to which isoload is not attached
 
     def engine_group(self) -> dist.ProcessGroup:
         from sglang.srt.runtime_context import get_parallel
@@ -95,7 +98,9 @@ class Layers(EngineLayers[Layer]):
         topology, device = topology_of(metadata), metadata.physical_to_logical_map.device
         self.place(tables, metadata.num_logical_experts, topology, device)
         # A policy of shared experts comes with Waterfill, which SGLang makes when it has loaded the model.
-        waits = self.settings.places_shared and get_exec().moe.enable_waterfill
+        moe = get_exec().moe
+        waterfill = any(getattr(moe, f"enable_{name}", False) for name in ("waterfill", "deepep_waterfill"))
+        waits = self.settings.places_shared and waterfill and "Waterfill" not in self.lost
         policy = make_policy("exact") if waits else self.settings.policy_for(shared=False)
         how: dict[str, Any] = {"tokens": "same"}
         if get_exec().moe.moe_a2a_backend != "none":
@@ -132,27 +137,29 @@ class Layers(EngineLayers[Layer]):
 
     def announce(self) -> None:
         """The line that says what is attached, of one rank for all; when the model is loaded."""
-        from sglang.srt.runtime_context import get_exec
-
         if self.by_id and not any(layer.balancer.placement.num_shared for layer in self.by_id.values()):
             self.settings.policy_for(shared=False)
         if self.engine_rank():
             return
-        moe, attached = get_exec().moe, []
+        attached, without = [], {"dynamic", "lp"} - self.lost
+        if without or EPLB not in self.lost:
+            from sglang.srt.runtime_context import get_exec
+
+            moe = get_exec().moe
         if self.by_id:
             dispatch = f"--ep-dispatch-algorithm {moe.ep_dispatch_algorithm}"
             attached.append(f"{dispatch} ({self.exchanged()}), {self.describe()}")
         if self.num_waterfill:
-            attached.append(f"--enable-waterfill, policy waterfill on {self.num_waterfill} layers")
-        if moe.eplb_algorithm == "isoload":
+            attached.append(f"{self.waterfill_flag}, policy waterfill on {self.num_waterfill} layers")
+        if EPLB not in self.lost and moe.eplb_algorithm == "isoload":
             attached.append(f"--eplb-algorithm isoload, placer {self.settings.placer}")
-        log.info(
-            f"isoload: attached to SGLang's {'; '.join(attached) or 'loader, and to none of its options'}"
-        )
-        if not self.by_id:
+        line = f"isoload: attached to SGLang's {'; '.join(attached) or 'loader, and to none of its options'}"
+        lost = f"; not to {', '.join(sorted(self.lost))}, where this SGLang is not as isoload expects"
+        log.info(line + lost if self.lost else line)
+        if not self.by_id and without:
             log.info(
                 f"isoload: SGLang's own --ep-dispatch-algorithm {moe.ep_dispatch_algorithm} stays: isoload's are "
-                "dynamic and lp"
+                f"{' and '.join(sorted(without))}"
             )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from isoload.integrations.engine_tables import check_placer, engine_topology, lay_out, running
-from isoload.integrations.sglang.layers import LAYERS, topology_of
+from isoload.integrations.sglang.layers import EPLB, LAYERS, topology_of
 
 NAME = "isoload"
 
@@ -50,7 +50,7 @@ def check_at_start(metadata: Any) -> None:
     """Where --eplb-algorithm isoload is given: whether the placer can lay this model of SGLang's out."""
     from sglang.srt.runtime_context import get_exec
 
-    if get_exec().moe.eplb_algorithm == NAME:
+    if get_exec().moe.eplb_algorithm == NAME and EPLB not in LAYERS.lost:
         tables, experts = metadata.physical_to_logical_map_cpu, metadata.num_logical_experts
         placer = LAYERS.settings.placer
         check_placer(f"--eplb-algorithm {NAME}", placer, tables, experts, topology_of(metadata))

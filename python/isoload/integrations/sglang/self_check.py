@@ -9,7 +9,7 @@ import torch
 from isoload.integrations.engine_tables import replica_lists
 from isoload.integrations.known_batch import IDS, SLOTS, is_right, known_balancer, known_placement
 from isoload.integrations.sglang import dispatch, placement
-from isoload.integrations.sglang.layers import Layer
+from isoload.integrations.sglang.layers import EPLB, Layer
 from isoload.integrations.sglang.waterfill import WaterfillBalancer
 
 
@@ -37,13 +37,13 @@ def check_dynamic() -> bool:
         slots = dispatch.map_dynamic(stock, IDS, info)
         right &= is_right(slots, len(IDS) if valid is None else 3) and bool((slots >= 0).all())
     info.isoload_layer = None
-    return right and torch.equal(dispatch.map_dynamic(stock, IDS, info), stock(IDS, info))
+    return right and torch.equal(dispatch.map_dynamic(stock, IDS, info), stock(IDS, info)) and check_resolve()
 
 
 def check_lp() -> bool:
     layer = Layer(known_balancer(), None)
     solved = layer.solve(IDS)
-    return is_right(dispatch.map_solved(IDS, dispatch_info("lp"), solved), len(IDS))
+    return is_right(dispatch.map_solved(IDS, dispatch_info("lp"), solved), len(IDS)) and check_resolve()
 
 
 def check_waterfill() -> bool:
@@ -92,6 +92,5 @@ CHECKS = {
     "dynamic": check_dynamic,
     "lp": check_lp,
     "Waterfill": check_waterfill,
-    "--eplb-algorithm isoload": check_placement,
-    "resolve_routing_inputs": check_resolve,
+    EPLB: check_placement,
 }

@@ -23,6 +23,8 @@ class WaterfillBalancer:
     the inverse of routed_scaling_factor, or 1 where that is 0.
     """
 
+    flag = "--enable-waterfill"
+
     def __init__(
         self,
         num_routed_experts: int,
@@ -52,7 +54,7 @@ class WaterfillBalancer:
             LAYERS.add_shared(layer)
             self.layer = layer
         else:
-            LAYERS.num_waterfill += 1
+            LAYERS.num_waterfill, LAYERS.waterfill_flag = LAYERS.num_waterfill + 1, self.flag
             self.balancer = fixed_routed(num_routed_experts, world_size)
 
     def expand_topk(self, topk_output: Any, num_tokens: int) -> Any:
@@ -82,6 +84,12 @@ class WaterfillBalancer:
         live = (rank >= 0) & (ids >= 0).any(1, keepdim=True)
         size = self.slots_per_rank
         return torch.where(live, rank * (size + 1) + size, -1).to(ids.dtype)
+
+
+class DeepEPWaterfillBalancer(WaterfillBalancer):
+    """Of this name in SGLang up to 0.5.15."""
+
+    flag = "--enable-deepep-waterfill"
 
 
 def fixed_routed(num_slots: int, num_ranks: int) -> Balancer:
