@@ -328,7 +328,7 @@ def fails(mutant: Mutant, folder: Path, objects: list[Path]) -> tuple[bool, str]
     seed_fault(mutant, folder)
     if mutant.tests == "teams":
         program = native_build.build(folder / "csrc", folder / "teams", native_build.THREAD)
-        outcome = native_build.run(program, threads=8, instances=200, seed=1, room=64)
+        outcome = native_build.run(program, threads=8, instances=60, seed=1, room=64)
         return outcome.code not in (0, -1), outcome.text
     if mutant.file.startswith("csrc"):
         link_ops(folder, mutant.file, mutant.op or family(mutant), objects)
