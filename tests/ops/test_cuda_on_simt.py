@@ -19,7 +19,7 @@ from support import simt_build
 from support.chain import NODES
 from support.launches import OF_MANY
 from support.simt_scenarios import LARGE, SCENARIOS, bits
-from support.sweeps import sweep
+from support.sweeps import rest, sweep
 
 SEEDS = (0, 1)
 pytestmark = pytest.mark.slow  # compiling all kernels takes both cores for half a minute
@@ -45,15 +45,13 @@ THREE = ("count", "plan_exact, of a rank", "route", "plan_joint", "route, shared
 # KB that a block may have: compute capability 9.0 and 10.0; 8.0; 8.9.
 SHARED = {"H100": 227, "A100": 163, "L40": 99}
 
-# Of some families, a barrier that the compiler leaves out: the file, which few kernels include, and the text at whose
-# end it stands.
+# Of some families, a barrier that the compiler leaves out: the file and the text at whose end it stands. All kernels
+# are compiled anew for share's.
 REMOVED = {
-    "plan_active": (
-        "algorithms/plan_active.h",
-        "moved += relieve(t_.order[first + i]); });\n        team_.sync();",
-    ),
+    "top_up": ("algorithms/top_up.h", "part(e, replicas(e)); });\n    team_.sync();"),
     "round_split": ("algorithms/round_split.h", "quota_[p] = 0; });\n    team_.sync();"),
-    "route": ("cuda/stable_rank.cuh", "__syncwarp();  // all have read"),
+    "number_rows": ("cuda/stable_rank.cuh", "__syncwarp();  // all have read"),
+    "share": ("algorithms/share.h", "own_[j] = own_part(i, j); });\n    team_.sync();"),
 }
 
 # Small ones of every op; a barrier of 128 lanes costs 128 changes of context here.
@@ -218,7 +216,7 @@ def test_every_kernel_misses_a_barrier(removed: Any) -> None:
     assert not kernels - {found["kernel"] for found in removed if found["finding"]}
 
 
-@pytest.mark.parametrize("name", REMOVED)
+@pytest.mark.parametrize("name", ["top_up", "round_split", "number_rows", *rest("share")])
 def test_a_barrier_removed_from_the_source_is_noticed(name: str, tmp_path: Path) -> None:
     """A barrier that the run-time skips is one that is not there: the same by way of the compiler."""
     file, text = REMOVED[name]
