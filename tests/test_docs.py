@@ -108,7 +108,11 @@ def test_shell_blocks_say_what_they_need_and_are_run_in_ci(page):
     assert page.name == "README.md" or page.stem in run.split(",")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.slow] * (page == MEASURED)) for page in PAGES],
+    ids=lambda page: page.name,
+)
 def test_shown_replays_are_what_replay_prints(page, monkeypatch):
     """Each shell block with a replay is followed by its output; planning times may differ."""
     pairs = re.findall(
@@ -341,6 +345,7 @@ def test_balance_is_found_again(benches):
     assert len(kept) == len(found) and all(map(same, found, kept))
 
 
+@pytest.mark.slow
 def test_pictures_are_what_the_script_draws(benches, tmp_path, monkeypatch):
     import picture_balance
     import picture_loads

@@ -82,6 +82,7 @@ def test_a_rank_that_names_no_stage_is_seen() -> None:
     assert not NAMED.match("RuntimeError: Connection closed by peer") and not NAMED.match("None")
 
 
+@pytest.mark.slow
 def test_the_command_prints_its_seed_and_ends_in_time() -> None:
     command = [sys.executable, "tests/fuzz.py", "--first", "0", "--seconds", "1", "--kind", "plan"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -240,6 +240,7 @@ def test_contributing_names_the_five_files() -> None:
         assert f"`{file}`" in text, file
 
 
+@pytest.mark.slow
 def test_no_compiler_is_imported_before_it_is_used():
     """Neither by importing isoload nor by any first call: it takes seconds, and Triton comes with it, which then
     defines its functions before a test can ask for its interpreter."""

@@ -261,6 +261,7 @@ def test_no_value_is_read(glu):
             y.sum().item()
 
 
+@pytest.mark.slow
 def test_compiles_without_graph_breaks():
     case = CASES["two groups"]
     # bf16: torch's shape rule for grouped_mm refuses other dtypes while tracing.

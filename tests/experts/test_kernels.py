@@ -91,6 +91,7 @@ def test_what_has_no_memory_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> Non
     assert fake.is_cuda and not kernels.fit(fake)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_cpu_never_imports_triton() -> None:
     code = """

@@ -224,7 +224,9 @@ def test_training_is_the_training_of_plain_ep(slots: int) -> None:
         assert torch.allclose(a, b, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("backend", LOCAL)
+@pytest.mark.parametrize(
+    "backend", ["pull", *(pytest.param(name, marks=pytest.mark.slow) for name in LOCAL[1:])]
+)
 def test_steps_leave_nothing_behind(backend: str) -> None:
     setup = make_setup(4)
     layer = setup.layer(**LLEP, borrow=backend)

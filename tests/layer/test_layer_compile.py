@@ -98,6 +98,7 @@ def test_one_rank_is_one_graph_under_inductor() -> None:
     assert_same(got, wanted, 2e-2)  # a fused kernel rounds to bf16 less often
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_chain_is_one_graph_with_fixed_shapes() -> None:
     chain = Chain(3, MAX_TOKENS)

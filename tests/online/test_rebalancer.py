@@ -87,7 +87,7 @@ def test_moves_a_few_experts_at_a_time_and_levels_the_ranks():
     assert stack.layers[0].balancer.recorder is None
 
 
-@pytest.mark.parametrize("moves", [2, None])
+@pytest.mark.parametrize("moves", [2, pytest.param(None, marks=pytest.mark.slow)])
 def test_ragged_placements_stay_the_dense_layer_while_they_move(moves):
     """Layers and ranks of different numbers of slots, as a budget of replicas makes them."""
     stack = Stack(4, place={"placer": "scenario", "replicas": 1}, moves=moves)

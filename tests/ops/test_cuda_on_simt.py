@@ -19,6 +19,7 @@ from support import simt_build
 from support.chain import NODES
 from support.launches import OF_MANY
 from support.simt_scenarios import LARGE, SCENARIOS, bits
+from support.sweeps import rest, sweep
 
 SEEDS = (0, 1)
 pytestmark = pytest.mark.slow  # compiling all kernels takes both cores for half a minute
@@ -44,11 +45,13 @@ THREE = ("count", "plan_exact, of a rank", "route", "plan_joint", "route, shared
 # KB that a block may have: compute capability 9.0 and 10.0; 8.0; 8.9.
 SHARED = {"H100": 227, "A100": 163, "L40": 99}
 
-# Of some families, a barrier that the compiler leaves out: the file and the text at whose end it stands.
+# Of some families, a barrier that the compiler leaves out: the file and the text at whose end it stands. All kernels
+# are compiled anew for share's.
 REMOVED = {
-    "share": ("algorithms/share.h", "own_[j] = own_part(i, j); });\n    team_.sync();"),
+    "top_up": ("algorithms/top_up.h", "part(e, replicas(e)); });\n    team_.sync();"),
     "round_split": ("algorithms/round_split.h", "quota_[p] = 0; });\n    team_.sync();"),
-    "route": ("cuda/stable_rank.cuh", "__syncwarp();  // all have read"),
+    "number_rows": ("cuda/stable_rank.cuh", "__syncwarp();  // all have read"),
+    "share": ("algorithms/share.h", "own_[j] = own_part(i, j); });\n    team_.sync();"),
 }
 
 # Small ones of every op; a barrier of 128 lanes costs 128 changes of context here.
@@ -83,6 +86,13 @@ CHOSEN = {
     "group_copies": "equals_reference",
     "borrow": "equals_reference",
     "device_errors": "noted",
+}
+# Of these the large ones are for `make test-all` alone.
+LARGER = {
+    "count": "5001 and dtype1",
+    "route_columns": "dtype1 or 4096",
+    "plan_waterfill": "300-3",
+    "plan_lp": "layers_at_once and dtype1",
 }
 
 
@@ -206,20 +216,20 @@ def test_every_kernel_misses_a_barrier(removed: Any) -> None:
     assert not kernels - {found["kernel"] for found in removed if found["finding"]}
 
 
-@pytest.mark.parametrize("name", REMOVED)
+@pytest.mark.parametrize("name", ["top_up", "round_split", "number_rows", *rest("share")])
 def test_a_barrier_removed_from_the_source_is_noticed(name: str, tmp_path: Path) -> None:
     """A barrier that the run-time skips is one that is not there: the same by way of the compiler."""
     file, text = REMOVED[name]
     without = re.sub(r"(team_\.sync|__syncwarp)\(\);", ";", text)
     assert without != text
-    found = answers(simt_build.build(tmp_path, file, text, without), "kernels", "0")
+    found = answers(simt_build.build(tmp_path, file, text, without), "kernels", "0", name)
     assert any(re.match("race|uninitialised", line) for of in found.values() for line in of["findings"])
 
 
 def test_a_kernel_that_does_not_wait_for_the_one_ahead_is_noticed(tmp_path: Path) -> None:
     begins = "(Numbering<Id> in) {\n  take_turn();"
     changed = simt_build.build(tmp_path, "cuda/count.cu", begins, begins.replace("take_turn();", ""))
-    found = answers(changed, "kernels", "0")["count"]["findings"]
+    found = answers(changed, "kernels", "0", "count")["count"]["findings"]
     assert any(
         re.match("early in count_numbered_kernel.*: lane .* reads global memory", line) for line in found
     )
@@ -235,9 +245,11 @@ def test_kernels_start_early_unless_it_is_switched_off(wanted: str, early: int, 
     assert python(package, "-c", call, ISOLOAD_PDL=wanted).stdout == f"1 {early}\n"
 
 
+@sweep("every", 5, 1)
 @pytest.mark.parametrize("op", CHOSEN)
-def test_op(op: str, package: Path) -> None:
+def test_op(op: str, every: int, package: Path) -> None:
     """The op's own tests, with lanes in a drawn order."""
+    without = f" and not ({LARGER[op]})" if every > 1 and op in LARGER else ""
     command = [
         "-m",
         "pytest",
@@ -248,9 +260,9 @@ def test_op(op: str, package: Path) -> None:
         "-p",
         "support.simt_plugin",
         "-k",
-        CHOSEN[op],
+        f"({CHOSEN[op]}){without}",
     ]
-    done = python(package, *command, f"tests/ops/test_{op}.py", SIMT_SEED="3")
+    done = python(package, *command, f"tests/ops/test_{op}.py", SIMT_SEED="3", EVERY=str(every))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     launches = re.findall(r"(\d+) launches", done.stdout)
     assert launches and int(launches[0]) > 0, done.stdout[-3000:]

@@ -8,6 +8,7 @@ import pytest
 
 from support import native_build
 from support.native_build import ADDRESS, CSRC, PLAIN, THREAD, Outcome
+from support.sweeps import sweep
 
 pytestmark = pytest.mark.slow  # three builds of all planners
 
@@ -48,22 +49,26 @@ def assert_agree(outcome: Outcome, instances: int) -> None:
     assert all(outcome.counts[word] > 0 for word in WORK), outcome.text
 
 
-def test_eight_lanes_without_a_race(thread_program: Path) -> None:
-    assert_agree(native_build.run(thread_program, threads=8, instances=200, seed=1, room=64), 200)
+@sweep("instances", 60, 200)
+def test_eight_lanes_without_a_race(instances: int, thread_program: Path) -> None:
+    """As the mutants of test_mutants.py run it."""
+    assert_agree(native_build.run(thread_program, threads=8, instances=instances, seed=1, room=64), instances)
 
 
 def test_more_lanes_than_ranks_without_a_race(thread_program: Path) -> None:
     assert_agree(native_build.run(thread_program, threads=32, instances=60, seed=2, room=32), 60)
 
 
-def test_eight_lanes_give_the_same_bits(folder: Path) -> None:
+@sweep("instances", 500, 2000)
+def test_eight_lanes_give_the_same_bits(instances: int, folder: Path) -> None:
     native_build.need(PLAIN)
     program = native_build.build(CSRC, folder / "plain", PLAIN)
-    assert_agree(native_build.run(program, threads=8, instances=2000, seed=3, room=32), 2000)
-    assert_agree(native_build.run(program, threads=1, instances=2000, seed=4, room=300), 2000)
+    for threads, seed, room in ((8, 3, 32), (1, 4, 300)):
+        assert_agree(native_build.run(program, threads, instances, seed, room), instances)
 
 
-def test_memory_and_arithmetic_are_sound(folder: Path) -> None:
+@sweep("instances", 100, 300)
+def test_memory_and_arithmetic_are_sound(instances: int, folder: Path) -> None:
     native_build.need(ADDRESS)
     program = native_build.build(CSRC, folder / "address", ADDRESS)
-    assert_agree(native_build.run(program, threads=4, instances=300, seed=5, room=64), 300)
+    assert_agree(native_build.run(program, threads=4, instances=instances, seed=5, room=64), instances)

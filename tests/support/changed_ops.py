@@ -1,4 +1,5 @@
-"""The compiled ops from csrc with a file of it changed: only what includes that file is compiled again."""
+"""The compiled ops from csrc with a file of it changed: of what includes that file, the tested op's sources alone are
+compiled again. All others lie in two objects, linked behind them."""
 
 from __future__ import annotations
 
@@ -9,36 +10,52 @@ from pathlib import Path
 
 from torch.utils.cpp_extension import include_paths, library_paths
 
-ROOT = Path(__file__).parents[2]
+from support.simt_build import all_in_one, sources_of
+
+CSRC = Path(__file__).parents[2] / "csrc"
 
 
-def compile_one(csrc: Path, source: str, out: Path) -> Path:
-    """One file of csrc into an object, beside which a .d names all that it includes."""
+def compile_one(csrc: Path, source: Path, out: Path) -> Path:
     includes = [f"-I{csrc}", *(f"-isystem{path}" for path in include_paths())]
-    flags = ["-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
-    subprocess.run(
-        ["g++", *flags, "-MMD", *includes, "-c", str(csrc / source), "-o", str(out)], check=True, text=True
-    )
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-fPIC",
+        "-w",
+        "-ffp-contract=off",
+        "-DTORCH_TARGET_VERSION=0x020b000000000000",
+    ]
+    subprocess.run(["g++", *flags, *includes, "-c", str(source), "-o", str(out)], check=True, text=True)
     return out
 
 
-def compile_sources(folder: Path) -> dict[str, Path]:
-    """The object of every file of csrc as it is."""
-    csrc = ROOT / "csrc"
-    sources = [str(path.relative_to(csrc)) for path in sorted(csrc.rglob("*.cpp"))]
-    outs = [folder / f"{source.replace('/', '.')}.o" for source in sources]
+def compile_sources(folder: Path) -> list[Path]:
+    """Objects of csrc as it is. The index and the ops' checks are apart from what they call: calls between files are
+    the linker's, which takes the first that it meets."""
+    parts = {
+        folder / "all_ops.cpp": sorted((CSRC / "ops").glob("*.cpp")),
+        folder / "all_cpu.cpp": [*sorted((CSRC / "cpu").glob("*.cpp")), CSRC / "placers" / "loops.cpp"],
+    }
+    sources = [CSRC / "ops.cpp", *(all_in_one(path, of) for path, of in parts.items())]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(zip(sources, pool.map(compile_one, [csrc] * len(sources), sources, outs), strict=True))
+        return list(pool.map(lambda path: compile_one(CSRC, path, folder / f"{path.stem}.o"), sources))
 
 
-def link_ops(file: str, folder: Path, objects: dict[str, Path]) -> None:
+def changed_sources(csrc: Path, file: Path, tests: str) -> list[Path]:
+    """The sources that include a file, or are it: of these the op's that test_<tests>.py is about, if there are any."""
+    including = [path for path in sorted(csrc.rglob("*.cpp")) if file in sources_of(path, (csrc,))]
+    assert including, f"no source includes {file}"
+    ops = [path for path in including if f"{tests}_".startswith(f"{path.stem}_")]
+    longest = max((len(path.stem) for path in ops), default=0)
+    return [path for path in ops if len(path.stem) == longest] or including
+
+
+def link_ops(folder: Path, file: str, tests: str, objects: list[Path]) -> None:
     """The library of ``folder``'s sources, whose ``file`` is changed, in place of the package's there."""
-    touched = str(ROOT / file).replace(" ", "\\ ")  # as in a Makefile
-    mine = [name for name, out in objects.items() if touched in out.with_suffix(".d").read_text()]
-    assert mine, f"no source includes {file}"
-    again = {name: compile_one(folder / "csrc", name, folder / objects[name].name) for name in mine}
+    csrc = folder / "csrc"
+    again = changed_sources(csrc, folder / file, tests)
+    mine = [compile_one(csrc, path, folder / f"{path.parent.name}.{path.stem}.o") for path in again]
     library = next((folder / "python" / "isoload").glob("_C*.so"))
-    linked = [str(out) for out in (objects | again).values()]
-    paths = [f"-L{path}" for path in library_paths()]
-    command = ["g++", "-shared", *linked, *paths, "-ltorch_cpu", "-ltorch", "-lc10", "-o", str(library)]
-    subprocess.run(command, check=True)
+    linked = [*map(str, [*mine, *objects]), *(f"-L{path}" for path in library_paths())]
+    command = ["g++", "-shared", "-Wl,-z,muldefs", *linked, "-ltorch_cpu", "-ltorch", "-lc10"]
+    subprocess.run([*command, "-o", str(library)], check=True)

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 class Mutant:
     """`old` stands once in `file` and becomes `new`; then its test_<tests>.py must fail ("teams": its program).
 
-    Faults that the file's own order would find late name the test that finds them.
+    Faults that the file's own order would find late name the test that finds them. Of csrc the sources of the op that
+    the tests are about are compiled again; `op` names it where the tests' file has another name.
     """
 
     file: str
     old: str
     new: str
     tests: str
+    op: str = ""
 
 
 OF_FILLS = {

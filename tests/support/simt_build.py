@@ -122,7 +122,7 @@ def sources_of(source: Path, folders: tuple[Path, ...]) -> list[Path]:
 
 def all_in_one(path: Path, sources: Iterable[Path]) -> Path:
     """Torch's headers take most of the time to compile an op: once is enough."""
-    path.write_text("".join(f'#include "{source.relative_to(path.parent)}"\n' for source in sources))
+    path.write_text("".join(f'#include "{os.path.relpath(source, path.parent)}"\n' for source in sources))
     return path
 
 

@@ -1,6 +1,7 @@
 """The scenarios in a process whose isoload has the kernels on tests/native/simt; its answers as JSON on stdout.
 
-simt_run.py kernels SEED...  of each scenario: digests of its results, one a seed, and what was found
+simt_run.py kernels SEED... [OP]  of each scenario, or those of an op: digests of its results, one a seed, and what
+                             was found
 simt_run.py large BYTES...   of each large scenario, by a block's shared memory: the same, and what it took of that
 simt_run.py barriers         of each barrier of the source: what is found once it is gone
 """
@@ -121,7 +122,10 @@ def main() -> None:
     if task == "large":
         json.dump(large(runtime, [int(limit) for limit in arguments]), sys.stdout)
     elif task == "kernels":
-        json.dump(kernels(runtime, [int(seed) for seed in arguments]), sys.stdout)
+        seeds = [int(seed) for seed in arguments if seed.isdigit()]
+        name = "" if arguments[-1].isdigit() else arguments[-1]
+        chosen = {of: scenario for of, scenario in SCENARIOS.items() if of.startswith(name)}
+        json.dump(kernels(runtime, seeds, chosen), sys.stdout)
     else:
         json.dump(barriers(runtime), sys.stdout)
 
