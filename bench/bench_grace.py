@@ -10,10 +10,12 @@ Fairness ledger
   batches of 1024 tokens (or all of it); sequences stay whole on a source rank.
 - Groupings: experts in order (the paper's vanilla); at random (three draws, their mean); affinity groups of equal size
   (clusters cut to E/R); of any size (clusters as they come, over nodes and ranks: its fully non-uniform); controlled,
-  the paper's knee (placer `grace`). Without replicas there is nothing to route.
+  the paper's knee (placer `grace`), and as Algorithm 3 is printed. Without replicas there is nothing to route.
 - With replicas: `grace` replicates the heaviest rank's hot experts (Equation 2); routed by weights alone (its WRR), by
-  locality first (its TAR), and by isoload's `exact`. Last, isoload's `scenario` under `exact`, with as many slots of a
-  layer as `grace` has in the mean, rounded up to the same number on every rank.
+  locality first (its TAR), and by isoload's `exact`. Fixed counts (its FR, Figure 1b) put the same number of experts on
+  every rank, about as many replicas as `grace` makes: those with most copies, or with most partners. Last, isoload's
+  `scenario` under `exact`, with as many slots of a layer as `grace` has in the mean, rounded up to the same number on
+  every rank.
 - Rows: distinct token x destination rank, as de-duplicated dispatch sends them, to other ranks (rank_rows) and those of
   them between nodes (node_rows); distinct token x other node, the paper's unit, as dispatch by nodes sends them between
   nodes (node_dispatch_rows). "change" is against experts in order.
@@ -142,11 +144,16 @@ def variants(seen: Trace, topology: isoload.Topology) -> Iterator[Variant]:
     yield Variant("affinity, equal", (by_affinity(seen, topology, True),), "none")
     yield Variant("affinity, any size", (by_affinity(seen, topology, False),), "none")
     yield Variant("affinity, controlled", (placed(replicate=False),), "none")
+    yield Variant("affinity, as printed", (placed(replicate=False, printed=True),), "none")
     replicated = placed()
     yield Variant("+ replicas, weights", (replicated,), "grace:locality=False")
     yield Variant("+ replicas, locality", (replicated,), "grace")
     yield Variant("+ replicas, exact", (replicated,), "exact")
     held = int((replicated.slot_to_expert >= 0).sum()) / (seen.num_layers * topology.num_ranks)
+    copies = (held * topology.num_ranks - seen.num_experts) / (topology.num_ranks - 1)
+    for name, collaborative in (("fixed count", False), ("collaborative", True)):
+        fixed = placed(everywhere=max(1, round(copies)), collaborative=collaborative)
+        yield Variant(f"{name}, weights", (fixed,), "grace:locality=False")
     same = isoload.place(seen, topology, math.ceil(held), "scenario", split="exact")
     yield Variant("scenario, exact", (same,), "exact")
 

@@ -17,7 +17,8 @@ def test_losses_are_those_of_transformers():
     script += ["examples/finetune_transformers.py", "--steps=3"]
     ran = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
-    stock, ours = (line.split() for line in ran.stdout.strip().splitlines())
+    lines = [line.split() for line in ran.stdout.strip().splitlines()]
+    (stock, ours), speeds = lines[::2], lines[1::2]
     assert (stock[0], ours[0]) == ("all_to_all", "isoload")
     losses, levels = (
         [[float(x.strip(";,")) for x in line[part]] for line in (ours, stock)]
@@ -26,3 +27,5 @@ def test_losses_are_those_of_transformers():
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert " ".join(stock[5:-2]) == " ".join(ours[5:-2]) == "busiest rank over the mean, by layer:"
     assert max(levels[0]) < 1.05 < min(levels[1])
+    assert [line[0] for line in speeds] == ["all_to_all", "isoload"]
+    assert all(line[2:] == ["tokens", "per", "second"] and float(line[1]) > 0 for line in speeds)

@@ -15,9 +15,11 @@ from isoload.placers.grace import (
     bounded,
     co_activation,
     controlled,
+    copy_everywhere,
     deviation,
     group_ranks,
     knee,
+    partners,
     replicate,
     utilised,
 )
@@ -123,6 +125,63 @@ def test_replicas_and_weights_by_hand():
     assert replicate(groups, load, False, False) == ([[], [], [], []], [25 / 60, 25 / 20, 2.5, 2.5])
     assert replicate([[0, 1, 2, 3, 4, 5]], load, True, False) == ([[]], [1.0])
     assert replicate(groups, load * 0, True, False) == ([[]] * 4, [1.0] * 4)
+
+
+def test_algorithm_3_as_printed():
+    """By hand: an expert that leaves goes to the group of the largest score, although it adds nothing there."""
+    affinity = np.zeros((9, 9))
+    for a, b, w in ((0, 1, 20), (0, 2, 20), (3, 4, 9), (3, 5, 8), (4, 5, 7), (3, 6, 1), (6, 7, 2), (7, 8, 5)):
+        affinity[a, b] = affinity[b, a] = w
+    found = [[0, 1, 2], [3, 4, 5, 6], [7, 8]]  # 6 is the weakest of the second, and adds 2 to the third
+    assert list(map(sorted, bounded(affinity, found, 1, 3))) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    found = [[0, 1], [2], [3, 4, 5, 6], [7, 8]]
+    assert list(map(sorted, bounded(affinity, found, 1, 3))) == [[0, 1], [2], [3, 4, 5], [6, 7, 8]]
+    assert list(map(sorted, bounded(affinity, found, 1, 3, True))) == [[0, 1, 6], [2], [3, 4, 5], [7, 8]]
+    needy = [[0, 1, 2], [4, 5, 3, 6], [7], [8]]
+    assert list(map(sorted, bounded(affinity, needy, 2, 4))) == [[0, 1, 2], [3, 4], [6, 7], [5, 8]]
+
+
+def test_experts_on_every_rank_by_hand():
+    """Copies of two experts everywhere; what stays is 45, 10, 5 and 40 of 100, and a quarter of 60 on each rank."""
+    groups, load = [[0, 1, 2], [3], [4], [5]], np.array([35.0, 5, 40, 10, 5, 25])
+    copies, weight = copy_everywhere(groups, load, load, 2)
+    assert copies == [[], [2, 0], [2, 0], [2, 0]]
+    after = np.array([5, 10, 5, 25]) + 75 / 4
+    assert weight == pytest.approx(30 / after)
+    rare = np.array([0.0, 9, 0, 0, 9, 0])
+    assert copy_everywhere(groups, load, rare, 2)[0] == [[4], [1, 4], [1], [1, 4]]
+    assert copy_everywhere(groups, 0 * load, load, 1)[1] == [1.0] * 4
+
+
+def test_partners_are_counted_by_how_even_they_are():
+    affinity = np.array([[0, 4, 4, 4], [4, 0, 0, 0], [4, 0, 0, 100], [4, 0, 100, 0.0]])
+    found = partners(affinity)
+    assert found[:2] == pytest.approx([3, 1]) and 1 < found[2] == found[3] < 2
+    assert partners(np.zeros((2, 2))).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("collaborative", [False, True])
+def test_so_many_experts_on_every_rank(collaborative):
+    trace, _ = make_trace(BLOCKS)
+    options = {"placer": "grace", "everywhere": 3, "collaborative": collaborative}
+    placement = isoload.place(trace, isoload.Topology(4), **options)
+    for layer in range(2):
+        assert len(set.intersection(*ranks_of(placement, layer))) == 3
+    assert placement.replica_weight is not None
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"everywhere": 0}, r"everywhere must be in 1\.\.16 for these experts, and replicate on, got 0"),
+        ({"everywhere": 17}, r"everywhere must be in 1\.\.16 .*, got 17"),
+        ({"everywhere": 2, "replicate": False}, r"everywhere must be in 1\.\.0 .* replicate on, got 2"),
+        ({"collaborative": True}, "collaborative must come with everywhere, the number of these experts"),
+    ],
+)
+def test_copies_everywhere_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        isoload.place(make_trace(BLOCKS, tokens=20)[0], isoload.Topology(4), placer="grace", **options)
 
 
 def test_a_ragged_placement_computes_the_dense_layer():

@@ -26,8 +26,11 @@ class GracePlacer(Placer):
     Options:
         ratio: bound of the sizes; None: the knee of intra-group affinity over their deviation (Equation 1), by layer.
         replicate: False: groups alone.
-        printed: the predicted loads as printed, with W_max/(n+1) on every replica's rank; else with the load that the
-            replicas take, W_r/(n+1).
+        everywhere: so many experts get a copy on every rank, in place of Equation 2 (Figure 1b, fixed counts).
+        collaborative: these are the experts with most partners, in place of those with most copies.
+        printed: Algorithm 3 as printed, where an expert goes to the group with the largest score of all pairs, and the
+            predicted loads, with W_max/(n+1) on every replica's rank. Else it goes where it adds most affinity, and
+            replicas take their own load, W_r/(n+1).
 
     Raises:
         ValueError: no trace with per-token choices; fewer experts than ranks; an option out of range.
@@ -37,6 +40,8 @@ class GracePlacer(Placer):
     name = "grace"
     ratio: float | None = None
     replicate: bool = True
+    everywhere: int | None = None
+    collaborative: bool = False
     printed: bool = False
 
     @property
@@ -46,6 +51,13 @@ class GracePlacer(Placer):
     def place(self, scenarios: Scenarios, room: Room) -> Placed:
         if self.ratio is not None and not 0 <= self.ratio <= 1:
             raise ValueError(f"ratio must be in 0..1, got {self.ratio}")
+        most = scenarios.num_experts if self.replicate else 0
+        if self.everywhere is not None and not 1 <= self.everywhere <= most:
+            raise ValueError(
+                f"everywhere must be in 1..{most} for these experts, and replicate on, got {self.everywhere}"
+            )
+        if self.collaborative and self.everywhere is None:
+            raise ValueError("collaborative must come with everywhere, the number of these experts")
         if not scenarios.topk_ids:
             raise ValueError(
                 "counts must be traces with per-token choices (topk_ids) for placer grace, got counts alone"
@@ -57,8 +69,13 @@ class GracePlacer(Placer):
             )
         held, predicted, replicas = [], [], []
         for layer, load in enumerate(scenarios.mean(scenarios.loads)):
-            groups = group_ranks(co_activation(scenarios, layer), room, self.ratio)
-            copies, weight = replicate(groups, load, self.replicate, self.printed)
+            affinity = co_activation(scenarios, layer)
+            groups = group_ranks(affinity, room, self.ratio, self.printed)
+            if self.everywhere is None:
+                copies, weight = replicate(groups, load, self.replicate, self.printed)
+            else:
+                wanted = partners(affinity) if self.collaborative else load
+                copies, weight = copy_everywhere(groups, load, wanted, self.everywhere)
             held.append([group + more for group, more in zip(groups, copies, strict=True)])
             predicted.append(weight)
             replicas.append(sum(map(len, copies)))
@@ -89,18 +106,25 @@ def co_activation(scenarios: Scenarios, layer: int) -> Floats:
     return total
 
 
-def group_ranks(affinity: Floats, room: Room, ratio: float | None) -> Groups:
+def partners(affinity: Floats) -> Floats:
+    """[E] with how many experts each is chosen: e to the entropy of its affinities. Their sum says only how often."""
+    part = affinity / np.maximum(affinity.sum(1, keepdims=True), 1e-300)
+    entropy: Floats = -(part * np.log(np.maximum(part, 1e-300))).sum(1)
+    return np.exp(entropy)
+
+
+def group_ranks(affinity: Floats, room: Room, ratio: float | None, printed: bool = False) -> Groups:
     """[R] the experts of every rank: clusters over nodes, and within a node over its ranks."""
     nodes = [np.flatnonzero(room.node == node).tolist() for node in np.unique(room.node)]
     nodes.sort(key=len, reverse=True)  # stable: the largest cluster to the node with most ranks
     experts = list(range(len(affinity)))
     least = len(nodes[0])
     whole = clusters(affinity, experts, len(nodes))
-    over_nodes = bounded(affinity, whole, least, len(experts))
+    over_nodes = bounded(affinity, whole, least, len(experts), printed)
     over_nodes.sort(key=len, reverse=True)
     groups: Groups = [[] for _ in range(room.num_ranks)]
     for ranks, own in zip(nodes, over_nodes, strict=True):
-        for rank, group in zip(ranks, controlled(affinity, own, len(ranks), ratio), strict=True):
+        for rank, group in zip(ranks, controlled(affinity, own, len(ranks), ratio, printed), strict=True):
             groups[rank] = sorted(group)
     return groups
 
@@ -120,19 +144,29 @@ def clusters(affinity: Floats, experts: list[int], number: int) -> Groups:
     return [[e for e, label in zip(experts, labels, strict=True) if label == c] for c in range(number)]
 
 
-def controlled(affinity: Floats, experts: list[int], number: int, ratio: float | None) -> Groups:
+def controlled(
+    affinity: Floats, experts: list[int], number: int, ratio: float | None, printed: bool = False
+) -> Groups:
     """Algorithm 3: so many groups whose sizes differ from their mean by at most a ratio; None: the knee's."""
     found = clusters(affinity, experts, number)
     mean = len(experts) // number
     tried = []
     for r in RATIOS if ratio is None else (ratio,):
         delta = max(1, round(mean * r))
-        tried.append(bounded(affinity, found, max(1, mean - delta), mean + delta))
+        tried.append(bounded(affinity, found, max(1, mean - delta), mean + delta, printed))
     return tried[knee([deviation(groups) for groups in tried], [utilised(affinity, g) for g in tried])]
 
 
-def bounded(affinity: Floats, found: Groups, least: int, most: int) -> Groups:
-    """Moves experts until every group has least..most: the weakest leave, to where they add most affinity."""
+def bounded(affinity: Floats, found: Groups, least: int, most: int, printed: bool = False) -> Groups:
+    """Moves experts until every group has least..most: the weakest leave, to where they add most affinity.
+
+    printed: to the group that has the largest score of all its pairs with them, as lines 13 and 19 of Algorithm 3.
+    """
+
+    def score(expert: int, group: list[int]) -> float:
+        added = float(affinity[expert, group].sum())
+        return float(affinity[np.ix_(group, group)].sum()) + 2 * added if printed else added
+
     groups, waiting = [], []
     for group in found:
         ranked = sorted(group, key=lambda e: (-affinity[e, group].sum(), e))
@@ -140,13 +174,19 @@ def bounded(affinity: Floats, found: Groups, least: int, most: int) -> Groups:
         waiting += ranked[most:]
     for expert in waiting:
         open_ones = [g for g in groups if len(g) < most]
-        max(open_ones, key=lambda g: affinity[expert, g].sum()).append(expert)
-    while needy := [g for g in groups if len(g) < least]:
-        givers = [g for g in groups if len(g) > least]
-        weakest = min(((affinity[e, g].sum(), e, g) for g in givers for e in g), key=lambda w: w[:2])
-        weakest[2].remove(weakest[1])
-        max(needy, key=lambda g: affinity[weakest[1], g].sum()).append(weakest[1])
+        max(open_ones, key=lambda g: score(expert, g)).append(expert)
+    for _ in range(sum(max(0, least - len(g)) for g in groups)):
+        expert = weakest(affinity, groups, least)  # no group gives what it was given: it has `least` then
+        max((g for g in groups if len(g) < least), key=lambda g: score(expert, g)).append(expert)
     return groups
+
+
+def weakest(affinity: Floats, groups: Groups, least: int) -> int:
+    """Takes the expert with least affinity to its group out of those with more than `least`."""
+    givers = [g for g in groups if len(g) > least]
+    _, expert, group = min(((affinity[e, g].sum(), e, g) for g in givers for e in g), key=lambda w: w[:2])
+    group.remove(expert)
+    return expert
 
 
 def deviation(groups: Groups) -> float:
@@ -198,6 +238,17 @@ def replicate(groups: Groups, load: Floats, wanted: bool, printed: bool) -> tupl
             after[rank] += part
         after[heaviest] += part - moved
     return copies, [mean / max(float(w), mean * 1e-6) for w in after]
+
+
+def copy_everywhere(groups: Groups, load: Floats, wanted: Floats, number: int) -> tuple[Groups, list[float]]:
+    """As :func:`replicate`, of the `number` most wanted experts, which every rank gets; they are split evenly."""
+    chosen = sorted(range(len(load)), key=lambda e: (-wanted[e], e))[:number]
+    copies = [[e for e in chosen if e not in group] for group in groups]
+    alone = load.copy()
+    alone[chosen] = 0
+    work = np.array([alone[group].sum() for group in groups]) + load[chosen].sum() / len(groups)
+    mean = float(work.mean())
+    return copies, [mean / max(float(w), mean * 1e-6) if mean else 1.0 for w in work]
 
 
 def ragged(held: list[Groups]) -> Slots:
