@@ -51,8 +51,8 @@ GPU_ONLY = {
     "tests/ops/test_cuda.py": ("cuda", 1, 45),
     "tests/ops/test_device_errors.py": ("device_errors", 1, 15),
     "tests/test_cuda_captured.py": ("captured", 1, 20),
-    "tests/layer/test_cuda_layer.py": ("layer", 1, 20),
-    "tests/experts/test_kernels_cuda.py": ("kernels_cuda", 2, 20),
+    "tests/layer/test_cuda_layer.py": ("layer", 1, 45),
+    "tests/experts/test_kernels_cuda.py": ("kernels_cuda", 2, 40),
     "tests/layer/test_cuda_forward.py": ("forward", 2, 25),
     "tests/layer/test_cuda_gradients.py": ("gradients", 2, 15),
     "tests/layer/test_cuda_symmetric.py": ("symmetric", 2, 35),
@@ -102,14 +102,14 @@ def steps(python: str, logs: Path, xdist: bool = True) -> list[Step]:
         library(1),
         Step("imports", 1, 30, imports, {"PYTHONPATH": "bench"}, imports, needed=True),
         bench("memset", 1, 20, "gpu_memset"),
-        bench("check", 1, 70, "bench_cuda", "--check"),
-        bench("headline", 1, 70, "bench_cuda", "--quick", "--results", logs / "part1"),
+        bench("check", 1, 40, "bench_cuda", "--check"),
+        bench("headline", 1, 40, "bench_cuda", "--quick", "--results", logs / "part1"),
         *only(1),
         sanitizer("memcheck", 1, 80),
     ]
     second = [
         library(2),
-        bench("bench", 2, 130, "bench_cuda", "--results", logs / "part2"),
+        bench("bench", 2, 120, "bench_cuda", "--results", logs / "part2"),
         Step("ncu", 2, 40, (*profile, "-o", report, python, "bench/bench_cuda.py", "--profile")),
         Step("ncu_details", 2, 10, ("ncu", "--import", f"{report}.ncu-rep", "--page", "details")),
         bench("kernels", 2, 40, "bench_kernels", "--rounds", "5", "--results", logs / "part2"),
@@ -119,8 +119,8 @@ def steps(python: str, logs: Path, xdist: bool = True) -> list[Step]:
     third = [
         library(3),
         *only(3),
-        tests("ops", 3, 205, *ops, *(("-n", "4") if xdist else ()), every=5),
-        sanitizer("racecheck", 3, 90),
+        tests("ops", 3, 185, *ops, *(("-n", "4") if xdist else ()), every=5),
+        sanitizer("racecheck", 3, 110),
         sanitizer("synccheck", 3, 70),
     ]
     return [*first, *second, *third]
