@@ -52,7 +52,7 @@ def test_variants_of_grace_hold_every_expert_and_differ_in_size():
     seen, judged = grace.halves(trace)
     assert len(seen.topk_ids) == len(judged.topk_ids) == 300
     rows = {row["variant"]: row for row in grace.bench(trace, 2, 2)}
-    assert len(rows) == 9 and rows["affinity, equal"]["slots"] == rows["in order"]["slots"] == 16
+    assert len(rows) == 12 and rows["affinity, equal"]["slots"] == rows["in order"]["slots"] == 16
     sizes = {
         variant.name: sorted((p.arrays[0].reshape(4, -1) >= 0).sum(1).tolist())
         for variant in grace.variants(seen, isoload.Topology(4, 2))

@@ -191,6 +191,11 @@ def balanced_own(at: tuple[int, int, int], tokens: int, **how: Any) -> object:
     return [slots, counts, recent]
 
 
+def rows_to_many_ranks() -> object:
+    """So many that a block has fewer warps, which come round to their part of the copies twice."""
+    return ops.number_rows(torch.arange(64 * 8).view(64, 8) * 37 % 13, 2, 304)
+
+
 def share_of_a_few() -> object:
     """With experts that are no multiple of the lanes."""
     case = draw("eplb", 12, 1)
@@ -305,6 +310,7 @@ OF_LAYERS: dict[str, tuple[Callable[[Layer], object], tuple[int, int, int]]] = {
 }
 SCENARIOS: dict[str, Callable[[], object]] = {
     **{name: functools.partial(lambda call, at: call(layer(*at)), *of) for name, of in OF_LAYERS.items()},
+    "number_rows, many ranks": rows_to_many_ranks,
     "numbered, 12 choices": lambda: numbered(12),
     "numbered, 40 choices": lambda: numbered(40),
     "plan_exact, many ranks": exact_of_many_ranks,
