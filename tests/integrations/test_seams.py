@@ -200,3 +200,17 @@ def test_the_line_names_what_stays_without(
     line = record.getMessage()
     assert line.startswith("isoload: Engine is not as isoload expects: made_up_engine.route cannot be found")
     assert line.endswith("(needed by lp). Attached to eplb")
+
+
+def test_an_older_home_stands_in_for_one_that_is_gone_alone(tmp_path, monkeypatch):
+    """A new home that fails as it is imported is a fault by name, not a reason to hook the old one."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "engine_old.py").write_text("def place(ids): ...\n")
+    (tmp_path / "engine_broken.py").write_text("raise RuntimeError('no driver')\n")
+
+    def moved(target):
+        return Seam(target, "replace", ("(ids)",), "1", "places", older="engine_old.place")
+
+    assert moved("engine_gone.place").at_home().target == "engine_old.place"
+    broken = moved("engine_broken.place").at_home()
+    assert broken.target == "engine_broken.place" and "RuntimeError: no driver" in broken.fault()

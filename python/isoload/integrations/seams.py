@@ -83,10 +83,13 @@ def read_seams(engine: str) -> list[Seam]:
 
 
 def is_there(target: str) -> bool:
+    """Whether the engine has it; what fails in another way as it is imported is there, and its fault says so."""
     try:
         pkgutil.resolve_name(target)
-    except Exception:
+    except (ImportError, AttributeError):
         return False
+    except Exception:
+        return True
     return True
 
 
