@@ -92,7 +92,7 @@ def test_the_make_target_unpacks_these_and_the_page_names_the_oldest() -> None:
     page = (ROOT / "docs" / "sglang.md").read_text()
     for option in ATTACHED["newest"]:
         oldest = next(version for version, options in ATTACHED.items() if option in options)
-        assert re.search(rf"^\| `?[^|]*{option}[^|]* \| {re.escape(oldest)} ", page, re.M), (option, oldest)
+        assert re.search(rf"^\| `?[^|]*{option}[^|]* \| `{re.escape(oldest)}` ", page, re.M), (option, oldest)
 
 
 def test_a_source_is_read_as_an_import_would_be(tmp_path: Path) -> None:
