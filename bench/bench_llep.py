@@ -8,7 +8,9 @@ Fairness ledger
   routers choose: a hot token sends one expert at most one copy, so one expert gets at most 1/K of all copies. Repeated
   tokens run stage by stage, planner to experts: the layer refuses them. From K hot experts on the loads are alike.
 - Rows: EP is policy `none`; LLEP is `llep` (our planner, tolerance 0.02, 2 spare slots per rank), not the published
-  code; `spill_cost` has its default price of an import, in copies, divided like the tokens, and is counted, not timed.
+  code: lambda bounds the ratio of ranks, as in their code. `LLEP by experts`: the ratio of experts, as in the text;
+  counted, and timed where lambda is swept. `spill_cost` has its default price of an import, in copies, divided like the
+  tokens, and is counted. The layer of Fig. 1 has 2048 x 2048 experts: the paper has its width only.
 - virtual: the ranks one after the other in one process. A rank's time is the median over the rounds, of CPU time on CPU
   and between events on CUDA; busiest is the largest of the ranks. The rows it received are there before. Policies and
   the ideal alternate. Borrowing is timed apart and hidden behind nothing; on one machine it is a copy in memory. LLEP
@@ -47,7 +49,7 @@ import torch.nn.functional as F
 from lib.clocks import timer_on
 from lib.harness import begin, command, write_results
 from lib.llep_processes import bench_forked, join_torchrun, run_rank
-from lib.llep_setting import FULL, NUM_HOT, POLICIES, SHAPES, SHARES, TIMED, Scale, Setting
+from lib.llep_setting import FULL, NUM_HOT, POLICIES, SHAPES, SHARES, SWEPT, TIMED, Scale, Setting
 from lib.llep_tables import show
 from lib.llep_virtual import VirtualRanks, bench_cell
 
@@ -101,7 +103,7 @@ def bench_sweeps(scale: Scale, device: torch.device, shape: str, rounds: int) ->
         if ranks is None or built != setting.shape:
             ranks = None  # its memory first
             ranks, built = VirtualRanks(setting, device), setting.shape
-        found = bench_cell(ranks, setting, TIMED, rounds)
+        found = bench_cell(ranks, setting, SWEPT if sweep == "lambda" else TIMED, rounds, SWEPT)
         rows += [{"kind": "sweep", "sweep": sweep, "value": value, **row} for row in found]
     return rows
 

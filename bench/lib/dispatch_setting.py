@@ -44,6 +44,7 @@ class Setting:
     """One layer in one phase on R ranks.
 
     scale: by which widths, and the tokens of a prefill, are divided; experts, top-K and a decode's tokens stay.
+    full_tokens: of a rank, before scaling; None = the phase's.
     """
 
     shape: Shape
@@ -52,11 +53,12 @@ class Setting:
     ranks_per_node: int
     scale: int = 1
     dtype: torch.dtype = torch.bfloat16
+    full_tokens: int | None = None
 
     @property
     def tokens(self) -> int:
         """Of a rank."""
-        full = PHASES[self.phase]
+        full = self.full_tokens or PHASES[self.phase]
         return full if self.phase == "decode" else max(1, full // self.scale)
 
     @property
@@ -165,7 +167,7 @@ def make_placement(setting: Setting, room: str, seen: isoload.trace.Trace | Any)
 
 def policy_of(line: Line, setting: Setting) -> Policy:
     """With chunks, and what an import costs in copies, scaled like a prefill's tokens."""
-    shrunk = PHASES[setting.phase] // setting.tokens
+    shrunk = (setting.full_tokens or PHASES[setting.phase]) // setting.tokens
     options: dict[str, dict[str, Any]] = {
         "llep": {"min_chunk": max(1, MIN_CHUNK // shrunk)},
         "spill_cost": {

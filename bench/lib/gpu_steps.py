@@ -35,7 +35,7 @@ class Step:
 
 IMPORTS = """
 import numpy, pytest, rich, torch
-import isoload, isoload.kernels, bench_cuda, bench_dispatch, bench_kernels
+import isoload, isoload.kernels, bench_cuda, bench_dispatch, bench_kernels, bench_stack
 print("torch", torch.__version__, "CUDA", torch.version.cuda, isoload.__file__)
 print("Triton kernels:", isoload.kernels.why_not() or "on")
 """
@@ -96,6 +96,7 @@ def steps(python: str, logs: Path, xdist: bool = True) -> list[Step]:
     report = logs / "part2" / "ncu"
     ops = ["tests/ops", "tests/experts/test_fp8.py", *(f"--ignore={path}" for path in GPU_ONLY)]
     two_layers = ("--shapes", "DeepSeek-V3", "gpt-oss-20b", "--batches", "1", "--rounds", "2")
+    one_stack = ("--shapes", "Qwen3-235B", "--batches", "2", "--rounds", "1")
     imports = (python, "-c", IMPORTS)
     first = [
         Step("machine", 1, 10, ("nvidia-smi",)),
@@ -119,7 +120,8 @@ def steps(python: str, logs: Path, xdist: bool = True) -> list[Step]:
     third = [
         library(3),
         *only(3),
-        tests("ops", 3, 185, *ops, *(("-n", "4") if xdist else ()), every=5),
+        bench("stages", 3, 50, "bench_stack", *one_stack, "--results", logs / "part3"),
+        tests("ops", 3, 130, *ops, *(("-n", "4") if xdist else ()), every=5),
         sanitizer("racecheck", 3, 110),
         sanitizer("synccheck", 3, 70),
     ]

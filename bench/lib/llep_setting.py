@@ -16,8 +16,10 @@ from isoload.policies import Policy, make_policy
 from workloads import make_workload
 
 SHARES, NUM_HOT = (0.3, 0.5, 0.8, 0.95), (1, 4, 16)
-POLICIES = {"EP": "none", "LLEP": "llep", "spill_cost": "spill_cost"}  # a row's name, whose plan it is
+# A row's name, whose plan it is.
+POLICIES = {"EP": "none", "LLEP": "llep", "LLEP by experts": "llep", "spill_cost": "spill_cost"}
 TIMED = ("EP", "LLEP")
+SWEPT = (*TIMED, "LLEP by experts")  # over lambda, which is what the two differ in
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ SHAPES = {
         Shape("gpt-oss-120b", 2880, 2880, 128, 4, 32768),
         Shape("DeepSeek-V3", 7168, 2048, 256, 8, 16384),
         Shape("Kimi-K2", 7168, 2048, 384, 8, 16384),
+        Shape("Figure 1", 2048, 2048, 128, 4, 32768),  # tokens and intermediate width are not in print
     )
 }
 
@@ -113,12 +116,14 @@ class Setting:
 
     def policy(self, name: str) -> Policy:
         """With chunks, and what an import costs in copies, scaled like the tokens."""
+        llep = {
+            "capacity": self.capacity,
+            "threshold": self.threshold,
+            "min_chunk": max(1, self.min_chunk // self.scale.tokens),
+        }
         options: dict[str, dict[str, Any]] = {
-            "LLEP": {
-                "capacity": self.capacity,
-                "threshold": self.threshold,
-                "min_chunk": max(1, self.min_chunk // self.scale.tokens),
-            },
+            "LLEP": llep,
+            "LLEP by experts": {**llep, "measure": "expert"},
             "spill_cost": {
                 "expert_bytes": DEEPSEEK_V3_FP8 // self.scale.tokens,
                 "min_chunk": max(1, 256 // self.scale.tokens),

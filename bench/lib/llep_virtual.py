@@ -179,7 +179,7 @@ def count_traffic(ranks: VirtualRanks, setting: Setting, name: str, ids: list[Te
 
 
 def bench_cell(
-    ranks: VirtualRanks, setting: Setting, names: Sequence[str], rounds: int
+    ranks: VirtualRanks, setting: Setting, names: Sequence[str], rounds: int, timed: Sequence[str] = TIMED
 ) -> list[dict[str, Any]]:
     """A row per policy. Those that are timed and the ideal alternate; a rank's time is its median over the rounds."""
     even = replace(setting, share=None)
@@ -190,7 +190,7 @@ def bench_cell(
             found[name] = count_traffic(ranks, setting, name, ids)
         except torch.OutOfMemoryError:
             found[name] = {"out_of_memory": True}
-    fit = [name for name in names if name in TIMED and "out_of_memory" not in found[name]]
+    fit = [name for name in names if name in timed and "out_of_memory" not in found[name]]
     samples: dict[str, list[Times]] = {name: [] for name in ("ideal", *fit)}
     for _ in range(rounds):
         samples["ideal"].append(run_once(ranks, even, "EP", even_ids))

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from support.processes import run_ranks
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 import bench_stack
+import isoload
 from isoload.layer import two_stage
 from lib.dispatch_routing import Routing, made
 from lib.dispatch_setting import Setting, Shape
@@ -26,7 +28,8 @@ CPU, LAYERS = torch.device("cpu"), 3
 SHAPE = Shape("tiny", 16, 16, 16, 4)
 TINY = Setting(shape=SHAPE, phase="decode", ranks=2, ranks_per_node=2, dtype=torch.float32)
 ASKED = SimpleNamespace(
-    shapes=["tiny"], phase="decode", scale=1, layers=LAYERS, slots=2, replicas=1, right=0.8, batches=2, rounds=1
+    shapes=["tiny"], phase="decode", scale=1, layers=LAYERS, slots=2, replicas=1, right=0.8, batches=2, rounds=1,
+    grid=False,
 )  # fmt: skip
 TIMED = ("ms", "series_ms", "borrow")
 
@@ -121,6 +124,42 @@ def test_a_wrong_result_ends_the_bench() -> None:
         bench.layers[1].weights[0].down.mul_(-1)
     with pytest.raises(RuntimeError, match="held: hedge of tiny must give the dense layer's result"):
         bench.run(batch, guesses, False)
+
+
+def test_the_grid_has_every_batch_and_length(capsys: pytest.CaptureFixture[str]) -> None:
+    """As many tokens are one setting, and its time stands wherever they come up."""
+    asked = SimpleNamespace(**{**vars(ASKED), "grid": True, "phase": "prefill", "scale": 1024, "batches": 1})
+    with (
+        patch.dict(bench_stack.SHAPES, {"tiny": SHAPE}),
+        patch.object(bench_stack, "LINES", LINES[:2]),
+        patch.object(bench_stack, "SEQUENCES", (8, 16)),
+        patch.object(bench_stack, "LENGTHS", (1024, 2048)),
+    ):
+        rows = list(bench_stack.bench(asked, 2, 2, CPU, True))
+        bench_stack.show(rows)
+    assert [(row["full_tokens"], row["tokens_per_rank"]) for row in rows[::2]] == [
+        (4096, 4),
+        (8192, 8),
+        (16384, 16),
+    ]
+    grid = capsys.readouterr().out.rpartition("tiny, made; ms of a layer")[2]
+    first = [
+        [cell.strip() for cell in line.split("|")] for line in grid.splitlines() if "alone: none" in line
+    ]
+    assert [line[2] for line in first] == ["1024", "2048"] and first[0][4] == first[1][3]
+
+
+def test_recorded_routing_of_the_shape_is_a_setting_of_its_own(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    choices = draw.random((2048, 1, 16)).argsort(-1)[..., :4].astype(np.int32)
+    traces = [
+        isoload.trace.Trace(name, 16, topk_ids=choices[:n]) for name, n in (("long", 2048), ("short", 256))
+    ]
+    with patch.dict(bench_stack.SHAPES, {"tiny": SHAPE}), patch.object(bench_stack, "LINES", LINES[2:3]):
+        long, short, made_row = bench_stack.bench(ASKED, 2, 2, CPU, True, traces)
+    assert long["routing"] == "long, layer 0" and len(long["series_ms"]) == 1
+    assert "trace short must have at least 2 batches of 256 tokens, got 1" in short["not_run"]
+    assert made_row["routing"] == "made"
 
 
 def test_widths_follow_the_scale() -> None:
