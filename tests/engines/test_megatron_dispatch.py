@@ -136,6 +136,7 @@ def refusals(rank: int) -> list[str]:
         "gradient_accumulation_fusion": True,
         "moe_apply_probs_on_input": True,
         "fp8": "e4m3",
+        "transformer_impl": "inference_optimized",
     }.items():
         layer = make_layer("alltoall", 2)
         setattr(layer.config, name, value)
@@ -153,20 +154,21 @@ def refusals(rank: int) -> list[str]:
 def test_what_is_refused() -> None:
     first, second = run_ranks(refusals, 2)
     assert (
-        first[:6]
-        == second[:6]
+        first[:7]
+        == second[:7]
         == [
             "model must have a MoELayer, got a Linear without",
             "moe_expert_capacity_factor must be None, got 1.0",
             "gradient_accumulation_fusion must be False, got True",
             "moe_apply_probs_on_input must be False, got True",
             "fp8 must be None, got 'e4m3'",
+            "transformer_impl must not replace token dispatchers as its inference runs, got 'inference_optimized'",
             "experts must be a SequentialMLP, got a Identity",
         ]
     )
-    assert "at home on rank 0, got" in first[6]
-    assert "placement must be of num_moe_experts=8 and no shared experts, got 4 and 0" in first[7]
-    assert "policy" in first[8] and "policy" in second[8]
+    assert "at home on rank 0, got" in first[7]
+    assert "placement must be of num_moe_experts=8 and no shared experts, got 4 and 0" in first[8]
+    assert "policy" in first[9] and "policy" in second[9]
 
 
 def test_more_choices_than_top_k_are_refused() -> None:
