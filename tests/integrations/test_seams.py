@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from isoload.integrations.seams import PlugIn, Seam, faults, read_seams, signature_of
+from isoload.integrations.seams import PlugIn, Seam, bare_signature, faults, read_seams
 from isoload.integrations.settings import SGLANG, Settings
 
 
@@ -54,6 +54,8 @@ def seam(target: str, kind: str, *signatures: str) -> Seam:
 def test_as_expected(engine: None) -> None:
     good = [
         seam("dispatch", "around", "(topk_ids, info=None, *, layer)"),
+        seam("Balancer", "call", "(rank, layer_id)"),
+        seam("Balancer", "around", "(rank, layer_id)"),
         seam("Balancer", "replace", "(rank, layer_id)", "(rank, layer_id, weight=1.0)"),
         seam("Locations.update", "around", "(self, other, layers)"),
         seam("Locations", "fields", "table", "num_layers"),
@@ -69,6 +71,7 @@ BAD = {
         seam("dispatch", "around", "(topk_ids, info=None)"),
         "made_up_engine.dispatch must take (topk_ids, info=None) (as in 1.2), got (topk_ids, info=None, *, layer)",
     ),
+    "dropped": (seam("Balancer", "replace", "(rank, layer_id)"), "got (rank, layer_id, weight=1.0)"),
     "default": (seam("Balancer", "replace", "(rank, layer_id, weight)"), "got (rank, layer_id, weight=1.0)"),
     "both": (seam("Balancer", "replace", "(a)", "(b)"), "must take (a) or (b) (as in 1.2)"),
     "field": (seam("Locations", "fields", "table", "ep_size"), "made_up_engine.Locations has no field ep_size"),
@@ -84,7 +87,7 @@ def test_names_what_has_moved(engine: None, name: str) -> None:
 
 
 def test_annotations_are_no_part_of_a_signature() -> None:
-    assert signature_of(dispatch) == "(topk_ids, info=None, *, layer)"
+    assert str(bare_signature(dispatch)) == "(topk_ids, info=None, *, layer)"
 
 
 def test_the_file_of_sglang() -> None:

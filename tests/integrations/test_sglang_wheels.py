@@ -45,7 +45,7 @@ def definition(root: Path, target: str) -> ast.ClassDef | ast.FunctionDef | None
 
 
 def parameters(found: ast.ClassDef | ast.FunctionDef) -> str:
-    """As :func:`isoload.integrations.seams.signature_of` writes them, without spaces."""
+    """As :func:`isoload.integrations.seams.bare_signature` writes them, without spaces."""
     if isinstance(found, ast.ClassDef):
         found = next(child for child in found.body if getattr(child, "name", None) == "__init__")
         found.args.args.pop(0)

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import resources
 from typing import Any, Literal
@@ -66,10 +66,11 @@ class Seam:
         if self.kind == "fields":
             missing = [name for name in self.signatures if name not in field_names(found)]
             return f"{self.target} has no field {missing[0]}" if missing else None
-        if (got := signature_of(found)) in self.signatures:
+        most = bare_signature(found)
+        if any(str(part) in self.signatures for part in (most, *shortened(most, self.kind))):
             return None
         wanted = " or ".join(self.signatures)
-        return f"{self.target} must take {wanted} (as in {self.read_from}), got {got}"
+        return f"{self.target} must take {wanted} (as in {self.read_from}), got {most}"
 
 
 def read_seams(engine: str) -> list[Seam]:
@@ -98,11 +99,20 @@ def faults(seams: Sequence[Seam]) -> list[str]:
     return [fault for seam in seams if (fault := seam.at_home().fault()) is not None]
 
 
-def signature_of(function: Any) -> str:
+def bare_signature(function: Any) -> inspect.Signature:
     """Names, kinds and defaults of the parameters, without annotations; of a class those of its constructor."""
     signature = inspect.signature(function)
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
-    return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+    return signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)
+
+
+def shortened(signature: inspect.Signature, kind: Kind) -> Iterator[inspect.Signature]:
+    """Without its last parameters, as long as these have defaults: what a newer version has added, hooks around pass on
+    and calls leave out. What replaces a function would drop it."""
+    left = list(signature.parameters.values())
+    while kind != "replace" and left and left[-1].default is not inspect.Parameter.empty:
+        left.pop()
+        yield signature.replace(parameters=left)
 
 
 def field_names(record: type) -> set[str]:

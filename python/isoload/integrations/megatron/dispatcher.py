@@ -199,7 +199,9 @@ def check_layer(layer: MoELayer) -> None:
         if (given := getattr(layer.config, name, "no such option")) != value:
             raise ValueError(f"{name} must be {value}, got {given!r}")
     if (made := getattr(layer.config, "transformer_impl", "local")) == "inference_optimized":
-        raise ValueError(f"transformer_impl must not replace token dispatchers as its inference runs, got {made!r}")
+        raise ValueError(
+            f"transformer_impl must not replace token dispatchers as its inference runs, got {made!r}"
+        )
     if (size := layer.experts.tp_group.size()) != 1:
         raise ValueError(f"expert_tensor_parallel_size must be 1, got {size}")
 
