@@ -10,7 +10,7 @@ import pytest
 import sglang.srt.managers.scheduler  # noqa: F401  # once, before ranks are forked
 import torch
 from deepseek_config import make_config
-from ranks import CASES, EXPERTS, K, serve
+from ranks import CASES, EXPERTS, LAYER, K, lose_last_rank, serve
 from torch import Tensor
 
 import isoload
@@ -136,3 +136,23 @@ def test_a_rebalance_moves_no_memory(served: tuple[str, list[dict[str, Any]]]) -
     tables = [(of_rank["full"]["table"], of_rank["rebalanced"]["table"]) for of_rank in ranks]
     assert all(not torch.equal(old, new) for old, new in tables), "experts have moved"
     assert len(tables[0][0]) == EXPERTS + 2 * len(ranks)
+
+
+def test_a_rank_that_is_gone_gets_no_copy(config: Path) -> None:
+    """Behind --elastic-ep-backend, on SGLang's own state, placer and maps: no wait for it, no memory moved."""
+    ranks, per_rank = 4, EXPERTS // 4 + 2
+    for found in run_ranks(lose_last_rank, ranks, ranks, config, timeout=120.0)[:-1]:
+        for case in ("before", "half", "gone", "back"):
+            ids, slots, table = found[case]
+            on_last = slots >= (ranks - 1) * per_rank
+            assert torch.equal(table[slots.long()].int(), ids), case
+            if case == "half":
+                only_there = set(range(EXPERTS)) - set(table[: (ranks - 1) * per_rank].tolist())
+                assert set() < set(ids[on_last].tolist()) <= only_there
+                said = f"layer {LAYER} has no copy left of experts {sorted(only_there)}: ranks [{ranks - 1}] are gone"
+                assert f"isoload: {said}" in found["said"]
+            else:
+                assert bool(on_last.any()) == (case != "gone")
+        assert not found["gone"][2][(ranks - 1) * per_rank :].any(), "SGLang's map: expert 0 where nothing is"
+        assert (found["gone"][0] == 0).any(), "which is asked for"
+        assert found["kept"] and found["way"] == "loads own: nothing is exchanged, as ranks may go"

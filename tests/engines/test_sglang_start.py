@@ -206,8 +206,8 @@ def test_the_log_says_whose_counts(
         ),
         (
             {"elastic_ep_backend": "mooncake"},
-            {},
-            "--elastic-ep-backend must not be given with isoload behind .* dynamic: .* got 'mooncake'",
+            {"ISOLOAD_LOADS": "last"},
+            "--elastic-ep-backend must come with .* dynamic and ISOLOAD_LOADS own, .* got dynamic, last and 'mooncake'",
         ),
         ({}, {"ISOLOAD_POLICY": "joint"}, "ISOLOAD_POLICY must be a policy of routed experts"),
     ],

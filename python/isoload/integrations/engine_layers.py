@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from isoload.integrations.settings import Settings
 from isoload.ops import check_device
 from isoload.placement import Placement
 from isoload.topology import Topology
-from isoload.transport import CollectiveGroup
+from isoload.transport import CollectiveGroup, Group, LocalGroup
 from isoload.transport.agreement import checksum
 
 EXCHANGE_EVERY = 16  # forward passes; as rarely as this costs no balance in recorded decoding
@@ -31,7 +31,21 @@ EXCHANGED = {
     "node": f"loads node: one gather per layer within each node, {_TARGETS}",
     "own": f"loads own: no collective in a pass, {_TARGETS}",
     "last": f"loads last: no collective in a pass, counts exchanged every {EXCHANGE_EVERY} passes",
+    "alone": "loads own: nothing is exchanged, as ranks may go",
 }
+
+
+class LoneRank(LocalGroup):
+    """One of R ranks that waits for no other, where ranks may go: it plans by its own counts alone."""
+
+    def __init__(self, topology: Topology, rank: int) -> None:
+        super().__init__(topology)
+        self.ranks = (rank,)
+
+    def _gather(self, *given: Any, **how: Any) -> NoReturn:
+        raise RuntimeError("nothing may be exchanged where ranks may go, as they would be waited for")
+
+    _swap = _sum = _gather
 
 
 class EngineLayer:
@@ -138,14 +152,14 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         if self.passes % EXCHANGE_EVERY:
             return
         balancers = [layer.balancer for _, layer in sorted(self.by_id.items())]
-        renewed = [of for of in balancers if of.loads != "gathered"]
+        renewed = [of for of in balancers if of.loads != "gathered" and not isinstance(of.group, LoneRank)]
         # All of them, since a rebalance may change which have freedom, and the meter wants the same layers.
         if any(of.has_freedom for of in renewed):
             found = renewed[0].exchange(*renewed[1:])
             if (meter := self.own_meter()) is not None:
                 meter.add_exchange(found.imbalance)
 
-    def group(self, topology: Topology) -> CollectiveGroup:
+    def group(self, topology: Topology) -> Group:
         """The engine's expert-parallel ranks, with a communicator of isoload's own; all ranks call it together."""
         if topology.num_ranks not in self._groups:
             theirs = self.engine_group()
@@ -169,8 +183,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
 
     def exchanged(self) -> str:
         """What the ranks exchange so that copies are level, in words."""
-        balancers = [layer.balancer for layer in self.by_id.values()]
-        ways = {EXCHANGED["same" if of.tokens == "same" else of.loads] for of in balancers}
+        ways = {EXCHANGED[way_of(layer.balancer)] for layer in self.by_id.values()}
         return " and ".join(sorted(ways))
 
     def check_device(self) -> None:
@@ -184,3 +197,10 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         free = sum(layer.balancer.has_freedom for layer in self.by_id.values())
         text = f"policy {' and '.join(policies)} on {free} of {len(self.by_id)} layers"
         return text if free else f"{text}: no layer has redundant experts, so there is nothing to balance"
+
+
+def way_of(balancer: Balancer) -> str:
+    """Its word in EXCHANGED."""
+    if isinstance(balancer.group, LoneRank):
+        return "alone"
+    return "same" if balancer.tokens == "same" else balancer.loads

@@ -6,6 +6,7 @@ what they would be given is what is returned.
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +20,17 @@ EXPERTS, K, LAYERS, LAYER = 16, 4, 3, 1
 CASES = ("full", "padded", "one rank empty", "all empty", "few")
 
 
-def start(rank: int, ranks: int, algorithm: str, waterfill: bool, config: Path, **variables: str) -> Any:
-    """A published configuration, groups, and expert locations laid out by --eplb-algorithm isoload."""
+def start(
+    rank: int,
+    ranks: int,
+    algorithm: str,
+    waterfill: bool,
+    config: Path,
+    elastic: bool = False,
+    **variables: str,
+) -> Any:
+    """A published configuration, groups, and expert locations laid out by --eplb-algorithm isoload; SGLang's own where
+    ranks may go."""
     os.environ.update(ISOLOAD_SGLANG="1", ISOLOAD_STRICT="1", **variables)
     from sglang.srt.plugins import load_plugins
 
@@ -34,13 +44,19 @@ def start(rank: int, ranks: int, algorithm: str, waterfill: bool, config: Path, 
 
     get_context().override_server_args(
         ep_dispatch_algorithm=algorithm, ep_num_redundant_experts=2 * ranks, moe_a2a_backend="deepep",
-        tp_size=ranks, ep_size=ranks, device="cpu", enable_waterfill=waterfill, eplb_algorithm="isoload",
-        enable_eplb=True,
+        tp_size=ranks, ep_size=ranks, device="cpu", enable_waterfill=waterfill,
+        eplb_algorithm="elasticity_aware" if elastic else "isoload", enable_eplb=True,
+        elastic_ep_backend="mooncake" if elastic else None,
     ).install()  # fmt: skip
     parallel_state.init_distributed_environment(world_size=ranks, rank=rank, local_rank=rank, backend="gloo")
     get_parallel().override_permanently(tp_rank=rank, moe_ep_rank=rank)
     parallel_state.initialize_model_parallel(backend="gloo")
     model = ModelConfig(str(config))
+    if elastic:
+        from sglang.srt.elastic_ep.elastic_ep import ElasticEPStateManager
+
+        state = ElasticEPStateManager._build_state(ep_size=ranks, device=torch.device("cpu"))
+        ElasticEPStateManager._instance = state
     locations = expert_location.ExpertLocationMetadata.init_by_eplb(model, skewed_counts())
     expert_location.set_global_expert_location_metadata(locations)
     if algorithm == "lp":
@@ -139,6 +155,53 @@ def serve(
     found["exchanged"] = exchanged[0]
     found["pointers kept"] = before == ([] if layer is None else addresses(layer))
     return found
+
+
+def lose_last_rank(rank: int, ranks: int, config: Path) -> dict[str, Any] | None:
+    """A batch, then the last rank is gone: one within SGLang's rebalance, one behind it, and one when it is back. The
+    process of that rank has ended, so that whoever waited for it would fail."""
+    model = start(rank, ranks, "dynamic", False, config, elastic=True)
+    from sglang.srt.elastic_ep.elastic_ep import ElasticEPStateManager
+    from sglang.srt.eplb import expert_location
+
+    from isoload.integrations.engine_layers import EXCHANGE_EVERY
+    from isoload.integrations.sglang import LAYERS as ours
+    from isoload.integrations.sglang import dispatch
+
+    locations, top = expert_location.get_global_expert_location_metadata(), make_topk(model, False)
+    state, said = ElasticEPStateManager.instance(), list[str]()
+    handler = SimpleNamespace(level=0, handle=lambda record: said.append(record.getMessage()))
+    logging.getLogger("isoload").addHandler(handler)  # type: ignore[arg-type]
+    if rank == ranks - 1:
+        return None
+
+    def batch() -> tuple[Tensor, Tensor, Tensor]:
+        ids, weights, valid = draw("full", rank)
+        return (
+            ids,
+            route(top, ids, weights, valid).topk_ids,
+            locations.physical_to_logical_map_cpu[LAYER].clone(),
+        )
+
+    def rebalance(layers: list[int]) -> None:
+        moved = expert_location.ExpertLocationMetadata.init_by_eplb(model, skewed_counts())
+        locations.update(moved, layers)
+
+    found: dict[str, Any] = {"before": batch()}
+    kept = addresses(ours.by_id[LAYER])
+    for _ in range(EXCHANGE_EVERY):
+        dispatch.forward(lambda runner: None, SimpleNamespace(is_draft_worker=False))
+    state.active_ranks[-1] = 0
+    state.sync_active_to_cpu()
+    rebalance([0])
+    found["half"] = batch()
+    rebalance([LAYER, 2])
+    found["gone"] = batch()
+    state.active_ranks[-1] = 1
+    state.sync_active_to_cpu()
+    rebalance([0, LAYER, 2])
+    found["back"] = batch()
+    return found | {"kept": kept == addresses(ours.by_id[LAYER]), "said": said, "way": ours.exchanged()}
 
 
 def addresses(layer: Any) -> list[int]:

@@ -10,13 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isoload.balancer import Balancer
-from isoload.integrations.engine_layers import JOINED_BY_ALL, EngineLayer, EngineLayers
+from isoload.integrations.engine_layers import JOINED_BY_ALL, EngineLayer, EngineLayers, LoneRank
 from isoload.integrations.engine_tables import engine_topology
 from isoload.integrations.meter import Meter
 from isoload.integrations.settings import LOADS
+from isoload.integrations.sglang import elastic
 from isoload.policies import make_policy
 from isoload.shared_experts import without_shared_slots
 from isoload.topology import Topology
+from isoload.transport import Group
 
 log = logging.getLogger("isoload")
 EPLB = "--eplb-algorithm isoload"
@@ -84,6 +86,11 @@ class Layers(EngineLayers[Layer]):
 
         return int(get_parallel().moe_ep_rank)
 
+    def group(self, topology: Topology) -> Group:
+        return (
+            super().group(topology) if elastic.backend() is None else LoneRank(topology, self.engine_rank())
+        )
+
     def follow(self, metadata: Any, algorithm: str) -> None:
         """Takes SGLang's ExpertLocationMetadata: Balancers are made, or refreshed in place where there are some.
 
@@ -92,7 +99,7 @@ class Layers(EngineLayers[Layer]):
         """
         from sglang.srt.runtime_context import get_exec
 
-        tables = metadata.physical_to_logical_map_cpu
+        tables = elastic.live_tables(metadata)
         if self.refresh(tables):
             return
         topology, device = topology_of(metadata), metadata.physical_to_logical_map.device
@@ -113,14 +120,12 @@ class Layers(EngineLayers[Layer]):
 
     def loads_of(self, algorithm: str) -> str:
         """Whose counts plan the batches of an all-to-all backend's ranks, which hold tokens of their own."""
-        from sglang.srt.runtime_context import get_exec
-
-        if (elastic := get_exec().moe.elastic_ep_backend) is not None:
-            raise ValueError(
-                f"--elastic-ep-backend must not be given with isoload behind --ep-dispatch-algorithm {algorithm}: "
-                f"ranks that go would be waited for, got {elastic!r}"
-            )
         loads = self.settings.loads_for("own" if algorithm == "dynamic" else "gathered")
+        if (given := elastic.backend()) is not None and (algorithm, loads) != ("dynamic", "own"):
+            raise ValueError(
+                f"--elastic-ep-backend must come with --ep-dispatch-algorithm dynamic and {LOADS.name} own, as ranks "
+                f"that go would be waited for, got {algorithm}, {loads} and {given!r}"
+            )
         if algorithm == "dynamic" and loads in JOINED_BY_ALL:
             raise ValueError(
                 f"{LOADS.name} must be own or last behind --ep-dispatch-algorithm dynamic over an all-to-all backend, "
