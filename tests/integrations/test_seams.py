@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from inspect import signature
 from types import ModuleType
 from typing import NamedTuple
 
@@ -117,6 +119,16 @@ def test_the_file_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     vllm.hook(seams, Settings.read({}))
     assert set(wrapped) == set(vllm.HOOKS) and len(seams) == len(wrapped) + 1
     assert policy.EPLB_POLICIES["default"].__name__ == "IsoloadEplbPolicy"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_hooks_around_pass_on_what_a_newer_version_adds(engine: str) -> None:
+    module = importlib.import_module(f"isoload.integrations.{engine}")
+    around = [seam for seam in read_seams(engine) if seam.kind == "around"]
+    assert around
+    for seam in around:
+        added = signature(module.HOOKS[seam.name])
+        assert any(p.kind is p.VAR_KEYWORD for p in added.parameters.values()), seam.name
 
 
 @pytest.mark.parametrize("fault", ["none", "seam", "batch"])

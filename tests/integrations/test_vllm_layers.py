@@ -191,6 +191,22 @@ def test_padding_keeps_vllms_replica_and_is_counted_once(engine: None) -> None:
     assert int(loads.sum()) == 15 * K
 
 
+def test_what_a_newer_vllm_adds_reaches_its_own_function(engine: None) -> None:
+    state, added = state_of(placed(), [runner(), runner(monolithic=True), runner()]), list[Any]()
+    MODELS.add(state, parallel())
+
+    def newer(*given: Tensor, topk_weights: Any = None) -> Tensor:
+        added.append(topk_weights)
+        return vllms_own(*given)
+
+    loads, ids = torch.zeros(RANKS * SIZE, dtype=torch.int32), draw(4)
+    for layer, valid in ((0, torch.tensor(2)), (1, None)):
+        given = state.logical_to_physical_map[layer], torch.zeros(0), torch.tensor(True), valid
+        dispatch.map_and_record(newer, ids, loads, *given, topk_weights=layer)
+    dispatch.commit(lambda *_, **named: added.append(named), state, placed().slot_to_expert, layers="all")
+    assert added == [0, 1, {"layers": "all"}]
+
+
 def test_layers_without_a_balancer_are_vllms(engine: None) -> None:
     state = state_of(placed(), [runner(), runner(monolithic=True), runner()])
     MODELS.add(state, parallel())
@@ -258,7 +274,7 @@ def test_an_asynchronous_rebalance_moves_layer_by_layer(engine: None) -> None:
         placed(1, "trivial").slot_to_expert.long(),
     )
     add(state)
-    dispatch.commit(lambda *_: None, state, moved[1], 1)
+    dispatch.commit_layer(lambda *_: None, state, moved[1], 1)
     for layer in range(LAYERS):
         held = moved[1] if layer == 1 else first[layer]
         assert torch.equal(held[slots_of(state, layer, draw(30)).long()].int(), draw(30))

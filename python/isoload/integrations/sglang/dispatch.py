@@ -21,11 +21,11 @@ from isoload.integrations.sglang.placement import check_at_start
 Original = Callable[..., Any]
 
 
-def set_metadata(original: Original, value: Any, allow_overwrite: bool = False) -> None:
+def set_metadata(original: Original, value: Any, *more: Any, **named: Any) -> None:
     """Around set_global_expert_location_metadata: the Balancers of `dynamic` are made here, before any batch."""
     from sglang.srt.runtime_context import get_exec
 
-    original(value, allow_overwrite)
+    original(value, *more, **named)
     if value is None:
         return
     check_at_start(value)
@@ -33,12 +33,12 @@ def set_metadata(original: Original, value: Any, allow_overwrite: bool = False) 
         LAYERS.follow(value, "dynamic")
 
 
-def update_metadata(original: Original, self: Any, other: Any, update_layer_ids: list[int]) -> None:
+def update_metadata(original: Original, self: Any, *given: Any, **named: Any) -> None:
     """Around ExpertLocationMetadata.update, SGLang's rebalancing: the tables of the Balancers follow in place."""
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
     from sglang.srt.runtime_context import get_exec
 
-    original(self, other, update_layer_ids)
+    original(self, *given, **named)
     if LAYERS.by_id and self is get_global_expert_location_metadata():
         LAYERS.follow(self, get_exec().moe.ep_dispatch_algorithm)
 
@@ -66,6 +66,7 @@ def resolve_routing_inputs(
     is_draft: bool,
     num_token_non_padded: Tensor | None = None,
     expert_location_dispatch_info: Any = None,
+    **named: Any,
 ) -> tuple[Tensor | None, Any]:
     """Around SGLang's of this name, where a layer's batch, its padding and its number are known together."""
     num_valid, info = original(
@@ -73,6 +74,7 @@ def resolve_routing_inputs(
         is_draft=is_draft,
         num_token_non_padded=num_token_non_padded,
         expert_location_dispatch_info=expert_location_dispatch_info,
+        **named,
     )
     layer = LAYERS.by_id.get(layer_id)
     if info is not None and layer is not None:
@@ -83,18 +85,18 @@ def resolve_routing_inputs(
     return num_valid, info
 
 
-def map_dynamic(original: Original, topk_ids: Tensor, info: Any) -> Tensor:
+def map_dynamic(original: Original, topk_ids: Tensor, info: Any, *more: Any, **named: Any) -> Tensor:
     """Around _topk_ids_logical_to_physical_dynamic."""
     layer: Layer | None = getattr(info, "isoload_layer", None)
     if layer is None or info.ep_dispatch_algorithm != "dynamic":
-        return cast(Tensor, original(topk_ids, info))
+        return cast(Tensor, original(topk_ids, info, *more, **named))
     num_valid = info.isoload_num_valid
     rows = topk_ids if topk_ids.dim() == 2 else topk_ids.view(-1, 1)
     slots = layer.slots(rows, num_valid).view(topk_ids.shape)
     if num_valid is None:
         return slots
     # Rows of padding keep SGLang's own replica: some of its kernels take no -1.
-    return torch.where(slots < 0, original(topk_ids, info).to(slots.dtype), slots)
+    return torch.where(slots < 0, original(topk_ids, info, *more, **named).to(slots.dtype), slots)
 
 
 def map_solved(topk_ids: Tensor, info: Any, log2phy_prob: Tensor) -> Tensor:
@@ -106,9 +108,9 @@ def map_solved(topk_ids: Tensor, info: Any, log2phy_prob: Tensor) -> Tensor:
     return log2phy_prob
 
 
-def initialize(original: Original, self: Any) -> None:
+def initialize(original: Original, self: Any, *more: Any, **named: Any) -> None:
     """Around ModelRunner.initialize, at whose end it is known what every layer does."""
-    original(self)
+    original(self, *more, **named)
     if not self.is_draft_worker:
         LAYERS.announce()
 

@@ -16,11 +16,9 @@ NAME = "isoload"
 CHOSEN = object()  # what compute_algorithm returns for this name, in place of a member of SGLang's Enum
 
 
-def compute_algorithm(
-    original: Callable[..., Any], raw_algorithm: str, num_groups: int | None, num_nodes: int
-) -> Any:
+def compute_algorithm(original: Callable[..., Any], raw_algorithm: str, *more: Any, **named: Any) -> Any:
     """Around SGLang's of this name."""
-    return CHOSEN if raw_algorithm == NAME else original(raw_algorithm, num_groups, num_nodes)
+    return CHOSEN if raw_algorithm == NAME else original(raw_algorithm, *more, **named)
 
 
 def rebalance_experts(
@@ -31,11 +29,13 @@ def rebalance_experts(
     num_groups: int | None,
     num_nodes: int,
     algorithm: Any,
+    *more: Any,
+    **named: Any,
 ) -> Any:
     """Around SGLang's of this name: counts [batches, L, E] -> its three tables, on the device of the counts."""
     if algorithm is not CHOSEN:
         sizes = num_physical_experts, num_local_physical_experts, num_groups, num_nodes
-        return original(tokens_per_expert, *sizes, algorithm)
+        return original(tokens_per_expert, *sizes, algorithm, *more, **named)
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
     device, metadata = tokens_per_expert.device, get_global_expert_location_metadata()

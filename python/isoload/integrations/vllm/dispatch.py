@@ -22,12 +22,21 @@ def add_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
             MODELS.add(state, self.parallel_config)
 
 
-def commit(
-    original: Original, model_state: Any, new_physical_to_logical_map: Tensor, layer: int | None = None
+def commit(original: Original, model_state: Any, new_physical_to_logical_map: Tensor, **named: Any) -> None:
+    """Around _commit_eplb_maps: a rebalance has moved the experts of all layers."""
+    original(model_state, new_physical_to_logical_map, **named)
+    follow(model_state, new_physical_to_logical_map)
+
+
+def commit_layer(
+    original: Original, model_state: Any, new_physical_to_logical_map: Tensor, layer: int, **named: Any
 ) -> None:
-    """Around _commit_eplb_maps: a rebalance has moved the experts of all layers; and around
-    _commit_eplb_maps_for_layer: an asynchronous one has moved those of one."""
-    original(model_state, new_physical_to_logical_map, *([] if layer is None else [layer]))
+    """Around _commit_eplb_maps_for_layer: an asynchronous rebalance has moved those of one."""
+    original(model_state, new_physical_to_logical_map, layer, **named)
+    follow(model_state, new_physical_to_logical_map, layer)
+
+
+def follow(model_state: Any, new_physical_to_logical_map: Tensor, layer: int | None = None) -> None:
     if (layers := MODELS.of(model_state)) is not None and layers.by_id:
         layers.follow(new_physical_to_logical_map, layer)
 
@@ -40,19 +49,20 @@ def map_and_record(
     logical_replica_count: Tensor,
     record_enabled: Tensor,
     num_unpadded_tokens: Tensor | None = None,
+    **named: Any,
 ) -> Tensor:
     """Around eplb_map_to_physical_and_record."""
     layer = MODELS.by_map.get(logical_to_physical_map.data_ptr())
     maps = logical_to_physical_map, logical_replica_count
     if layer is None:
-        theirs = original(topk_ids, expert_load_view, *maps, record_enabled, num_unpadded_tokens)
+        theirs = original(topk_ids, expert_load_view, *maps, record_enabled, num_unpadded_tokens, **named)
         return cast(Tensor, theirs)
     slots = layer.map_and_record(topk_ids, expert_load_view, record_enabled, num_unpadded_tokens)
     if num_unpadded_tokens is None or layer.tokens == "gathered":
         return slots
     # Rows of padding keep vLLM's own replica: some of its kernels take no -1.
     unrecorded = torch.zeros_like(record_enabled)
-    theirs = original(topk_ids, expert_load_view, *maps, unrecorded, num_unpadded_tokens)
+    theirs = original(topk_ids, expert_load_view, *maps, unrecorded, num_unpadded_tokens, **named)
     return torch.where(padding(slots, num_unpadded_tokens), theirs, slots)
 
 
