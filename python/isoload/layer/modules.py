@@ -240,10 +240,18 @@ def fused_activation(experts: Any) -> Activation:
     known: list[Activation] = [SwiGLU()]
     if hasattr(experts, "alpha") and hasattr(experts, "limit"):
         known.append(ClampedGLU(float(experts.alpha), float(experts.limit)))
-    probe = torch.linspace(-9, 9, 32).view(2, 16)
+    probe = probe_pairs()
     with torch.no_grad():
         wanted = own(probe)
         for activation in known:
             if torch.allclose(activation(probe), wanted, rtol=1e-5, atol=1e-6):
                 return activation
     return own
+
+
+def probe_pairs() -> Tensor:
+    """Gate and up of every sign and of sizes beyond any limit that clamps them, side by side, then interleaved."""
+    size = torch.logspace(-2, 15, 52)  # a product stays finite in float32
+    values = torch.cat([-size.flip(0), torch.zeros(1), size])
+    gate, up = torch.meshgrid(values, values, indexing="ij")
+    return torch.cat([torch.cat([gate, up], dim=1), torch.stack([gate, up], dim=2).flatten(1)])
