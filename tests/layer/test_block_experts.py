@@ -150,7 +150,9 @@ def test_a_clamp_is_found_wherever_it_begins(name: str, limit: float) -> None:
 
 def test_refused_models() -> None:
     topology = isoload.Topology(2)
-    with pytest.raises(ValueError, match="model must have MoE blocks with fused experts, got none in Linear"):
+    with pytest.raises(
+        ValueError, match="model must have MoE blocks with experts that transformers fuses, got Linear"
+    ):
         isoload.balance(torch.nn.Linear(2, 2), topology)
     model = make_model("qwen3")
     placement = isoload.place(torch.ones(3, EXPERTS), topology)
