@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,6 +97,18 @@ def test_every_model_with_experts_is_known() -> None:
     assert folders_of_configurations() - set(CLASSES.values()) == ELSEWHERE.keys()
 
 
+def test_the_page_lists_them() -> None:
+    """docs/integrations.md, by the folders of the models: every door, all but "lookahead", none."""
+    page = (Path(__file__).parents[2] / "docs/integrations.md").read_text()
+    section = page.partition("### Which models\n")[2].partition("\n### ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    taken = CLASSES.keys() - REFUSED.keys() - NO_LOOKAHEAD.keys()
+    folders = [{CLASSES[name] for name in names} for names in (taken, NO_LOOKAHEAD, REFUSED)]
+    folders[0] |= {"sarvam_mla", "sarvam_moe"}
+    folders[2] |= {"doge"}
+    assert [re.findall(r"`(\w+)`", row) for row in rows] == [sorted(names) for names in folders]
+
+
 @pytest.mark.parametrize("block", CLASSES)
 def test_taken_or_refused(block: str) -> None:
     torch.set_num_threads(1)
@@ -109,7 +123,8 @@ def test_taken_or_refused(block: str) -> None:
             continue
         if name != "ep_implementation":  # its own tests have processes
             wanted = run(stock)
-            torch.testing.assert_close(run(model), wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+            for _ in range(2):  # in the second a stack has slots for its first layer
+                torch.testing.assert_close(run(model), wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
             assert list(model.state_dict()) == list(stock.state_dict())
     print(block, refused or "taken by every door", sep=": ")
     if block in REFUSED:
