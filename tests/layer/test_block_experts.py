@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 import isoload
 from isoload.experts.weights import ClampedGLU, SwiGLU
 from isoload.layer.block_experts import BlockExperts
+from isoload.layer.modules import fused_activation
 from support.hugging_face import EXPERTS, MODELS, balanced, blocks, make_model
 from support.processes import run_ranks
 
@@ -131,9 +133,26 @@ def test_an_activation_of_the_model_s_own() -> None:
     del MODELS["gelu"]
 
 
+@pytest.mark.parametrize("name", ["deepseek_v4", "gpt_oss"])
+@pytest.mark.parametrize("limit", [0.05, 10.0, 3e4])
+def test_a_clamp_is_found_wherever_it_begins(name: str, limit: float) -> None:
+    """One that begins beyond the values tried would be left out, and only large values would tell."""
+    modeling = import_module(f"transformers.models.{name}.modeling_{name}")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "moe_intermediate_size": 8, "num_local_experts": 2}
+    if name == "deepseek_v4":
+        experts = modeling.DeepseekV4Experts(modeling.DeepseekV4Config(**sizes, swiglu_limit=limit))
+    else:
+        experts = modeling.GptOssExperts(modeling.GptOssConfig(**sizes, swiglu_limit=limit))
+    gate_up = torch.randn(50, 16, generator=torch.Generator().manual_seed(6)) * 3 * limit
+    assert (gate_up > limit).any() and (gate_up < -limit).any()
+    torch.testing.assert_close(fused_activation(experts)(gate_up), experts._apply_gate(gate_up))
+
+
 def test_refused_models() -> None:
     topology = isoload.Topology(2)
-    with pytest.raises(ValueError, match="model must have MoE blocks with fused experts, got none in Linear"):
+    with pytest.raises(
+        ValueError, match="model must have MoE blocks with experts that transformers fuses, got Linear"
+    ):
         isoload.balance(torch.nn.Linear(2, 2), topology)
     model = make_model("qwen3")
     placement = isoload.place(torch.ones(3, EXPERTS), topology)

@@ -1,4 +1,4 @@
-"""MoE built from a Hugging Face block's parts gives the block's outputs, whichever version's layout it has."""
+"""MoE from a Hugging Face block's parts gives the block's outputs, by the block's own router and by isoload's."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import isoload
 from isoload.experts.compute import run_experts
 from isoload.experts.weights import ClampedGLU, ExpertWeights, SwiGLU
-from isoload.layer.modules import block_experts, block_gate
+from isoload.layer.modules import BlockGate, block_experts
 from isoload.layer.moe import MoE
 from isoload.layer.routers import Gate, Router
 from isoload.transport import LocalTransport
@@ -90,9 +89,30 @@ def make_layer(parts, policy):
 
 
 def parts_of(block):
-    gate, (dense, activation) = block_gate(block), block_experts(block)
+    dense, activation = block_experts(block)
     shared = getattr(block, "shared_experts", None)
-    return SimpleNamespace(gate=gate, dense=dense, activation=activation, shared=shared)
+    return SimpleNamespace(gate=gate_of(block), dense=dense, activation=activation, shared=shared)
+
+
+def gate_of(block):
+    """A block's router in isoload's words."""
+    own = block.router if hasattr(block, "router") else block.gate
+    kind = type(own).__name__
+    if kind == "GptOssTopKRouter":
+        return Gate(Router(E, own.top_k, "topk_softmax"), own.weight, own.bias)
+    if kind == "DeepseekV3TopkRouter":
+        router = Router(
+            E,
+            own.top_k,
+            "sigmoid",
+            renormalise=own.norm_topk_prob,
+            routed_scaling_factor=own.routed_scaling_factor,
+            num_groups=own.num_group,
+            top_groups=own.topk_group,
+        )
+        return Gate(router, own.weight, score_bias=own.e_score_correction_bias, project_in_fp32=True)
+    renormalise = kind == "MixtralTopKRouter" or own.norm_topk_prob
+    return Gate(Router(E, own.top_k, renormalise=renormalise), own.weight)
 
 
 def block_output(block, rows):
@@ -108,15 +128,16 @@ def case_id(case):
     return " ".join([case[0], *(f"{key}={value}" for key, value in case[1].items())])
 
 
+@pytest.mark.parametrize("read", [gate_of, BlockGate])
 @pytest.mark.parametrize("policy", ["none", "exact"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_same_outputs_and_gradients(case, dtype, policy):
+def test_same_outputs_and_gradients(case, dtype, policy, read):
     name, options = case
     block = make_block(name, dtype, **options)
-    if name == "deepseek_v3" and dtype == torch.float64 and isinstance(block.experts, nn.ModuleList):
-        pytest.skip("transformers 4's DeepSeek-V3 block does not run in float64")
-    layer = make_layer(parts_of(block), policy)
+    parts = parts_of(block)
+    parts.gate = read(block)
+    layer = make_layer(parts, policy)
     rows = (torch.randn(sum(TOKENS), H) * 2).to(dtype).requires_grad_()
     # in float64 only gpt-oss's block computes its scores in float64; the others do so in float32 always
     tolerance = 1e-5 if dtype == torch.float32 else 1e-12 if name == "gpt_oss" else 1e-6
@@ -176,18 +197,11 @@ def shared_output(mlp, rows, gate=None):
     return run_experts(rows, once, weights, [stack], SwiGLU())
 
 
-def stacks_of(experts):
-    if not isinstance(experts, nn.ModuleList):
-        return ExpertWeights(experts.gate_up_proj.data, experts.down_proj.data)
-    gate_up = [torch.cat([e.gate_proj.weight.data, e.up_proj.weight.data]) for e in experts]
-    return ExpertWeights(torch.stack(gate_up), torch.stack([e.down_proj.weight.data for e in experts]))
-
-
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-6), (torch.float32, 1e-5)], ids=str)
 def test_qwen2_by_hand_with_a_scaled_shared_expert(dtype, tolerance):
-    """A block that isoload does not know: a Gate and run_experts, put together without ranks."""
+    """A Gate and run_experts, put together without ranks."""
     block = make_block("qwen2", dtype)
-    gate, stacks = Gate(Router(E, K), block.gate.weight.data), stacks_of(block.experts)
+    gate, (stacks, _) = Gate(Router(E, K), block.gate.weight.data), block_experts(block)
     rows = (torch.randn(37, H) * 2).to(dtype).requires_grad_()
     ids, weights = gate(rows)
     assert len(ids.unique()) > K and not torch.equal(ids[0], ids[1])
@@ -208,145 +222,84 @@ def test_shared_experts_are_those_of_deepseek_v3():
     assert_close(shared_output(mlp, rows), mlp(rows), 1e-5)
 
 
-class Module(nn.Module):
-    """A module that is nothing but its attributes."""
-
-    def __init__(self, **attributes):
-        super().__init__()
-        for name, value in attributes.items():
-            setattr(self, name, value)
+def refused(block, read, message):
+    with pytest.raises(ValueError, match=message):
+        read(block)
 
 
-def linear(weight):
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
-    layer.weight = nn.Parameter(weight.detach().clone())
-    return layer
+def test_refuses_what_has_no_experts_or_router():
+    refused(nn.Linear(2, 2), block_experts, "block must have experts, got a Linear without")
+    refused(nn.Linear(2, 2), BlockGate, "block must have a gate or router to read, got a Linear without")
 
 
-def old_layout(class_name, gate, dense, names=("gate_proj", "up_proj", "down_proj"), **settings):
-    """A block as transformers 4 has it: a list of experts, and the router's settings on the block."""
-    experts = []
-    for gate_up, down in zip(dense.gate_up, dense.down, strict=True):
-        layers = dict(zip(names, map(linear, [*gate_up.chunk(2), down]), strict=True))
-        experts.append(Module(**layers, act_fn=nn.SiLU()))
-    return type(class_name, (Module,), {})(gate=gate, experts=nn.ModuleList(experts), **settings)
+def test_refuses_a_router_that_reads_more():
+    block = make_block("qwen3")
+    block.gate.forward = lambda rows, input_ids=None: None
+    refused(
+        block,
+        BlockGate,
+        "router must choose by rows and a bias of the block alone, got a Qwen3MoeTopKRouter in "
+        "Qwen3MoeSparseMoeBlock, which takes input_ids",
+    )
 
 
-def random_dense():
-    print("seed 32")
-    return ExpertWeights.random(E, H, I, generator=torch.Generator().manual_seed(32), dtype=torch.float64)
+IDS, WEIGHTS = torch.zeros(5, K, dtype=torch.int64), torch.zeros(5, K)
+ANSWERS = {
+    "logits": torch.zeros(5, E),
+    "no logits": (WEIGHTS, IDS),
+    "another order": (torch.zeros(5, E), IDS, WEIGHTS),
+    "weights of all experts": (torch.zeros(5, E), torch.zeros(5, E), IDS),
+    "a mask": (torch.zeros(5, E), WEIGHTS[:, None], torch.zeros(5, 1, E, dtype=torch.int64)),
+}
 
 
-@pytest.mark.parametrize(
-    "class_name, names, settings, renormalise",
-    [
-        ("Qwen3MoeSparseMoeBlock", ("gate_proj", "up_proj", "down_proj"), {"norm_topk_prob": True}, True),
-        ("OlmoeSparseMoeBlock", ("gate_proj", "up_proj", "down_proj"), {"norm_topk_prob": False}, False),
-        ("MixtralSparseMoeBlock", ("w1", "w3", "w2"), {"jitter_noise": 0.0}, True),
-    ],
-)
-@pytest.mark.parametrize("policy", ["none", "exact"])
-def test_list_of_experts_with_a_softmax(class_name, names, settings, renormalise, policy):
-    torch.manual_seed(32)
-    dense, rows = random_dense(), torch.randn(sum(TOKENS), H, dtype=torch.float64)
-    gate = linear(torch.randn(E, H, dtype=torch.float64))
-    block = old_layout(class_name, gate, dense, names, top_k=K, **settings)
-
-    weights, ids = (rows @ gate.weight.T).softmax(1).topk(K)
-    if renormalise:
-        weights = weights / weights.sum(1, keepdim=True)
-    layers = [[getattr(expert, name) for name in names] for expert in block.experts]
-    every = torch.stack([down(F.silu(g(rows)) * up(rows)) for g, up, down in layers], dim=1)  # [T, E, H]
-    wanted = (every.gather(1, ids[..., None].expand(-1, -1, H)) * weights[..., None]).sum(1)
-
-    got = make_layer(parts_of(block), policy)(list(rows.split(TOKENS)))
-    assert_close(torch.cat(got), wanted, 1e-12)
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=list(ANSWERS))
+def test_refuses_a_router_that_answers_otherwise(answer):
+    block = make_block("qwen3")
+    block.gate.forward = lambda rows: answer
+    message = r"router must answer logits, weights \[T, K\] and ids \[T, K\], got something else of Qwen3MoeTopKRouter"
+    refused(torch.zeros(5, H), BlockGate(block), message)
 
 
-@pytest.mark.parametrize("settings_on", ["gate", "block"])
-def test_list_of_experts_of_deepseek_v3(settings_on):
-    """The same parts as from the installed version's block."""
-    fused = make_block("deepseek_v3")
-    wanted = parts_of(fused)
-    settings = {
-        "top_k": K,
-        "n_group": 4,
-        "topk_group": 2,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-    }
-    tensors = {
-        "weight": fused.gate.weight,
-        "e_score_correction_bias": fused.gate.e_score_correction_bias,
-    }
-    on_gate, on_block = (settings, {}) if settings_on == "gate" else ({}, settings)
-    gate = Module(**tensors, **on_gate)
-    block = old_layout("DeepseekV3MoE", gate, wanted.dense, shared_experts=fused.shared_experts, **on_block)
-
-    got = parts_of(block)
-    assert got.gate.router == wanted.gate.router and got.shared is wanted.shared
-    for name in ("weight", "score_bias"):
-        assert torch.equal(getattr(got.gate, name), getattr(wanted.gate, name))
-    for name in ("gate_up", "down"):
-        assert torch.equal(getattr(got.dense, name), getattr(wanted.dense, name))
-    assert got.activation == SwiGLU() and got.gate.project_in_fp32
+@pytest.mark.parametrize("of", ["block", "router"])
+def test_refuses_noise_in_training(of):
+    block = make_block("mixtral")
+    (block if of == "block" else block.gate).router_jitter_noise = 0.1
+    gate, rows = BlockGate(block), torch.randn(5, H)
+    message = (
+        "block must be in eval mode where training adds noise to its rows, got {'router_jitter_noise': 0.1}"
+    )
+    refused(rows, gate, message)
+    block.eval()
+    assert torch.equal(gate(rows)[0], block.gate(rows)[2])
 
 
-def test_without_shared_experts():
-    """DeepSeek's own file leaves the attribute out."""
-    settings = {
-        "top_k": K,
-        "n_group": 2,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-    }
-    gate = Module(weight=torch.randn(E, H), e_score_correction_bias=torch.randn(E), **settings)
-    assert parts_of(old_layout("DeepseekV3MoE", gate, random_dense())).shared is None
+def test_a_gate_reads_the_bias_that_its_block_has_now():
+    """Whether it is loaded, or replaced, after the gate was read."""
+    pytest.importorskip("transformers")
+    modeling = import_module("transformers.models.minimax_m2.modeling_minimax_m2")
+    sizes = {"num_local_experts": E, "num_experts_per_tok": K, "hidden_size": H, "intermediate_size": I}
+    block = modeling.MiniMaxM2SparseMoeBlock(modeling.MiniMaxM2Config(**sizes)).eval()
+    torch.nn.init.normal_(block.gate.weight)
+    gate, rows = BlockGate(block), torch.randn(5, H)
+    for best in ([6, 1, 3], [0, 2, 7]):
+        block.e_score_correction_bias = torch.zeros(E).index_fill(0, torch.tensor(best), 2.0)
+        assert (gate(rows)[0].sort().values == torch.tensor(sorted(best))).all()
 
 
-def qwen3_by_hand(**settings):
-    gate = linear(torch.randn(E, H))
-    return old_layout("Qwen3MoeSparseMoeBlock", gate, random_dense(), norm_topk_prob=True, **settings)
+def test_a_gate_runs_no_hook_of_the_router():
+    """transformers keeps router logits by them, for the auxiliary loss."""
+    block, calls = make_block("qwen3"), []
+    block.gate.register_forward_hook(lambda *_: calls.append(1))
+    BlockGate(block)(torch.randn(5, H))
+    assert not calls
 
 
-def test_refuses_an_unknown_block():
-    with pytest.raises(
-        ValueError, match=r"block must be one of Qwen3MoeSparseMoeBlock, .*GptOssMLP, got Linear"
-    ):
-        parts_of(nn.Linear(2, 2))
-
-
-def test_refuses_a_block_without_a_value():
-    with pytest.raises(ValueError, match=r"block must have gate.top_k or top_k, got a Qwen3Moe\w+ without"):
-        parts_of(qwen3_by_hand())
-
-
-def test_refuses_another_activation():
-    block = qwen3_by_hand(top_k=K)
-    block.experts[5].act_fn = nn.GELU()
-    with pytest.raises(ValueError, match="act_fn must be SiLU, got GELU"):
-        parts_of(block)
-
-
-def test_refuses_experts_with_biases():
-    block = qwen3_by_hand(top_k=K)
-    block.experts[1].up_proj = nn.Linear(H, I, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"block.experts.1 must have no biases, got Module"):
-        parts_of(block)
-
-
-def test_refuses_noise():
-    dense = random_dense()
-    block = old_layout("MixtralSparseMoeBlock", linear(torch.randn(E, H)), dense, top_k=K, jitter_noise=0.1)
-    with pytest.raises(ValueError, match=r"block.jitter_noise must be 0, got 0.1"):
-        parts_of(block)
-
-
-def test_refuses_experts_of_which_some_train():
-    block = qwen3_by_hand(top_k=K)
-    block.experts[2].up_proj.requires_grad_(False)
-    with pytest.raises(
-        ValueError, match="experts must all require gradients or none of them, .* got 15 of 16"
-    ):
-        parts_of(block)
+def test_refuses_experts_with_more_parameters():
+    block = make_block("qwen3")
+    block.experts.scale = nn.Parameter(torch.ones(E))
+    refused(
+        block,
+        block_experts,
+        "experts must have no Parameters but gate_up_proj, down_proj, got scale in Qwen3MoeExperts",
+    )

@@ -229,7 +229,7 @@ REFUSED: dict[str, Refused] = {
     ),
     "dense model": (
         lambda: LibraStack.from_decoder([nn.Linear(2, 2)], MODEL.topology),
-        "layers must have MoE blocks that are known, got none in Linear",
+        "layers must have MoE blocks with experts that transformers fuses, got Linear",
     ),
     "placement": (
         lambda: LibraStack.from_decoder(
@@ -265,7 +265,8 @@ def test_a_refused_decoder_stays_as_it_was() -> None:
     unnamed = nn.Module()
     unnamed.mlp = model.model.layers[0].mlp
     with pytest.raises(
-        ValueError, match="layers must have a post_attention_layernorm before the block, got layer 0"
+        ValueError,
+        match="predict must not be 'lookahead' where no norm before the block is known .* in a Module",
     ):
         LibraStack.from_decoder([unnamed], MODEL.topology)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from isoload.layer.modules import GATES, block_experts, is_fused, saved_names
+from isoload.layer.modules import block_experts, is_fused, saved_names
 from isoload.layer.moe import MoE
 from isoload.placement import Placement
 from isoload.placers import place
@@ -31,12 +31,11 @@ class BlockExperts(nn.Module):
     does a checkpoint of the model; refresh replicas afterwards.
 
     Args:
-        block: with ``experts`` that transformers fuses, or a Qwen3-MoE, OLMoE, Mixtral, DeepSeek-V3 or gpt-oss block.
-            The weights of all experts are copied to their ranks' rows.
+        block: with ``experts`` that transformers fuses. The weights of all experts are copied to their ranks' rows.
         **options: what :class:`MoE` takes beside gate and experts.
 
     Raises:
-        ValueError: as MoE, or for an unknown block.
+        ValueError: as MoE, or for experts that are not fused or that it cannot compute.
     """
 
     def __init__(self, block: nn.Module, transport: Transport, placement: Placement, **options: Any) -> None:
@@ -48,13 +47,12 @@ class BlockExperts(nn.Module):
         dense, activation = block_experts(block)
         self.layer = MoE(no_gate, dense, transport, placement, **{"activation": activation, **options})
         replaced: Any = block.experts
-        if is_fused(replaced):
-            names = saved_names(replaced)
-            order = [name for name, _ in replaced.named_parameters(recurse=False)]  # of the model's states
-            self._names = dict(sorted(names.items(), key=lambda own: order.index(own[1])))
-            self._transposed = bool(replaced.is_transposed)
-            self.register_state_dict_post_hook(_rename_saved)
-            self.register_load_state_dict_pre_hook(_rename_loaded)
+        names = saved_names(replaced)
+        order = [name for name, _ in replaced.named_parameters(recurse=False)]  # of the model's states
+        self._names = dict(sorted(names.items(), key=lambda own: order.index(own[1])))
+        self._transposed = bool(replaced.is_transposed)
+        self.register_state_dict_post_hook(_rename_saved)
+        self.register_load_state_dict_pre_hook(_rename_loaded)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H], [T, K] and [T, K] -> [T, H]: every token's experts, weighted and summed."""
@@ -92,9 +90,7 @@ def balance(
     Raises:
         ValueError: before any block has changed.
     """
-    blocks = [module for module in model.modules() if is_known(module)]
-    if not blocks:
-        raise ValueError(f"model must have MoE blocks with fused experts, got none in {type(model).__name__}")
+    blocks = [block for _, block in find_blocks([model], "model")]
     made = take_over(blocks, topology, transport, placement, **options)
     return put_in(blocks, made)
 
@@ -128,13 +124,30 @@ def put_in(blocks: Sequence[nn.Module], made: Sequence[BlockExperts]) -> list[Mo
     return [experts.layer for experts in made]
 
 
+def find_blocks(parts: Iterable[nn.Module], given: str) -> list[tuple[nn.Module, nn.Module]]:
+    """The MoE blocks inside of each part, in order, after the part: what every door takes.
+
+    Raises:
+        ValueError: there is none in `given`.
+    """
+    parts = list(parts)
+    found = [(part, block) for part in parts for block in part.modules() if is_known(block)]
+    if not found:
+        inside = [module for part in parts for module in part.modules() if hasattr(module, "experts")]
+        kinds = sorted({f"{type(m.experts).__name__} in a {type(m).__name__}" for m in inside})
+        kinds = kinds or sorted({type(part).__name__ for part in parts})
+        raise ValueError(
+            f"{given} must have MoE blocks with experts that transformers fuses, got {', '.join(kinds) or 'nothing'}"
+        )
+    return found
+
+
 def is_known(block: nn.Module) -> bool:
-    """Whether a module is a MoE block whose experts :class:`BlockExperts` can replace, or has replaced."""
+    """Whether a module has experts that transformers fuses, or BlockExperts in their place."""
     experts = getattr(block, "experts", None)
     if not isinstance(experts, nn.Module):
         return False
-    found = (isinstance(module, BlockExperts) or is_fused(module) for module in experts.modules())
-    return type(block).__name__ in GATES or any(found)
+    return any(isinstance(module, BlockExperts) or is_fused(module) for module in experts.modules())
 
 
 def _rename_saved(experts: BlockExperts, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from isoload.cost import CostModel
-from isoload.layer.block_experts import is_known, put_in, take_over
+from isoload.layer.block_experts import find_blocks, is_known, put_in, take_over
 from isoload.layer.compiled import Choose
 from isoload.layer.feed import Feed
-from isoload.layer.modules import block_gate
+from isoload.layer.modules import BlockGate
 from isoload.layer.moe import MoE
 from isoload.layer.stack_checks import check_layers, check_local, count_slots, make_predictor
 from isoload.layer.two_stage import Batch, Span, run_held, run_planned
@@ -28,7 +28,15 @@ from isoload.value_checks import capturing, values_readable
 from isoload.weights.borrow import Borrowed
 
 AHEAD = "slots filled ahead"  # what ranks compare
-NORM = "post_attention_layernorm"  # in front of the block in all known decoders
+# Decoders' names of the norm before the block; the last is that after attention where there is one after the block.
+NORMS = (
+    "pre_feedforward_layernorm",
+    "pre_mlp_layernorm",
+    "pre_ff_layernorm",
+    "ffn_norm",
+    "post_attention_layernorm",
+)
+AFTER = "post_feedforward_layernorm"
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,10 +147,10 @@ class LibraStack:
         memory: float | None = None,
         **options: Any,
     ) -> LibraStack:
-        """The stack of a Hugging Face decoder: Qwen2 and 3, OLMoE, Mixtral, DeepSeek-V3, GLM-4.5, gpt-oss and others.
+        """The stack of a Hugging Face decoder whose experts transformers fuses, see docs/integrations.md.
 
         A BlockExperts takes the place of each MoE block's `experts`; router, auxiliary loss, outputs and the keys of
-        state_dict() stay the model's. Hooks on ``post_attention_layernorm`` keep the residual, for "lookahead".
+        state_dict() stay the model's. Hooks on the norms before the blocks keep the residual, for "lookahead".
 
         Args:
             layers: ``model.model.layers``, with the weights of all experts in every process; dense ones are skipped.
@@ -155,9 +163,12 @@ class LibraStack:
         Raises:
             ValueError: before any block has changed: naming the argument, the rule and the value.
         """
-        blocks, norms = find_blocks(layers)
-        if predict == "lookahead":  # reads the blocks' own gates
-            predict = Lookahead([block_gate(block) for block in blocks], norms)
+        found = find_blocks(layers, "layers")
+        blocks = [block for _, block in found]
+        if predict == "lookahead":
+            predict = Lookahead(
+                [BlockGate(block) for block in blocks], [norm_before(*pair) for pair in found]
+            )
         made = take_over(blocks, topology, transport, placement, **{"policy": "hedge", **options})
         stack = cls(
             [experts.layer for experts in made],
@@ -273,27 +284,25 @@ class LibraStack:
         return borrowed
 
 
-def find_blocks(layers: Iterable[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The MoE blocks of a decoder's layers, in order, and the norms in front of them; dense layers are left out.
+def norm_before(layer: nn.Module, block: nn.Module) -> nn.Module:
+    """The norm of a decoder's layer whose output is a block's rows.
 
     Raises:
-        ValueError: none has a block that is known, or one has no such norm.
+        ValueError: there is none that is known.
     """
-    blocks, norms, kinds = list[nn.Module](), list[nn.Module](), dict[str, None]()
-    for i, layer in enumerate(layers):
-        kinds[type(layer).__name__] = None
-        if not (found := [child for child in layer.children() if is_known(child)]):
-            continue
-        norm = getattr(layer, NORM, None)
-        if not isinstance(norm, nn.Module):
-            raise ValueError(f"layers must have a {NORM} before the block, got layer {i} without")
-        blocks.append(found[0])
-        norms.append(norm)
-    if not blocks:
+    name = next((n for n in NORMS if isinstance(getattr(layer, n, None), nn.Module)), "")
+    of_attention = name == NORMS[-1] and hasattr(
+        layer, AFTER
+    )  # the block's rows are then not normed, as in FlexOlmo
+    shared = (
+        sum(is_known(module) for module in layer.modules()) > 1
+    )  # by blocks of other tokens, as in ERNIE-4.5-VL
+    if block is layer or not name or of_attention or shared:
         raise ValueError(
-            f"layers must have MoE blocks that are known, got none in {', '.join(kinds) or 'none'}"
+            "predict must not be 'lookahead' where no norm before the block is known ('last' needs none), got a "
+            f"{type(block).__name__} in a {type(layer).__name__}"
         )
-    return blocks, norms
+    return layer.get_submodule(name)
 
 
 def remembers(predictor: Predictor | None) -> bool:
