@@ -14,10 +14,11 @@ Fairness ledger
 - Placements, all from one file of counts that the cell `record` makes, of other prompts, and fixed while they serve:
   `base` is SGLang's EPLB without redundant experts, `eplb` the same with one for each rank and layer, the fewest that
   it can have. SGLang's `static` splits replicas.
-- `craft8`: CRAFT's choice of 8 replicas of a rank over all layers. Engines load no ragged placement, so what runs is a
-  rectangle: a slot that CRAFT leaves out holds a second copy of an expert, beside its only one (rectangle.py). Ranks
-  have CRAFT's loads, and EPLB's memory. So this measures what its replicas do to balance, not what fewer of them leave
-  to the KV cache, the larger part of CRAFT's gain in goodput; of that only `base` has more. `cache_tokens` says it.
+- `craft8`: CRAFT's choice of 8 replicas of a rank over all layers (--replicas: another number, a cell of its own). What
+  runs is a rectangle, since engines load no ragged placement: a slot that CRAFT leaves out holds a second copy of an
+  expert, beside its only one (rectangle.py). Ranks have CRAFT's loads, and EPLB's memory. So this measures what its
+  replicas do to balance, not what fewer of them leave to the KV cache, the larger part of CRAFT's gain in goodput; of
+  that only `base` has more. `cache_tokens` says how much.
 - `isoload` is the placement and memory of `eplb` under isoload's `dynamic`: own counts, nothing exchanged in a pass.
 - Different from the paper: 8 GPUs of one node instead of 48 to 96, DeepEP instead of NCCL, the checkpoint's precision
   instead of bfloat16, the SGLang that is installed instead of 0.4.8. Its prompts (FinePDFs, Lambada, arXiv, cut to 4096
@@ -40,8 +41,8 @@ from runner import ATTACH, Cell, Load, Row, options, prompt_flags, recorded, rec
 from bench_dispatch import positive
 from picture_balance import line, svg, text
 
-NAME, CRAFT_REPLICAS, CHUNK = "serving_rates", 8, 4096
-COLOURS = {"base": "#8a8f98", "eplb": "#e0a35c", "craft8": "#6fae7c", "isoload": "#4a78b5"}
+NAME, CHUNK = "serving_rates", 4096
+COLOURS = {"base": "#8a8f98", "eplb": "#e0a35c", "craft": "#6fae7c", "isoload": "#4a78b5"}
 LEFT, TOP, WIDTH, HEIGHT = 60, 40, 500, 260  # of the picture's axes
 
 
@@ -49,12 +50,13 @@ def cells(asked: argparse.Namespace) -> list[Cell]:
     """The recording, then a cell for each placement."""
     if min(asked.rates) <= 0:
         raise ValueError(f"--rates must be above 0, got {min(asked.rates):g}")
-    ranks, counts, craft = str(asked.gpus), str(recorded(asked)), str(asked.work / "craft8.json")
+    name, ranks, counts = f"craft{asked.replicas}", str(asked.gpus), str(recorded(asked))
+    craft = str(asked.work / f"{name}.json")
     # SGLang divides the chunk by the ranks of attention.
     mixed = "--enable-mixed-chunk", "--chunked-prefill-size", str(CHUNK * asked.gpus)
     make = (
         sys.executable, str(Path(__file__).with_name("rectangle.py")), counts, "--ranks", ranks,
-        "--replicas", str(CRAFT_REPLICAS), "--output", craft,
+        "--replicas", str(asked.replicas), "--output", craft,
     )  # fmt: skip
 
     def cell(name: str, file: str, redundant: str, *flags: str, **more: Any) -> Cell:
@@ -66,7 +68,7 @@ def cells(asked: argparse.Namespace) -> list[Cell]:
         recording(asked, load(asked, "record", min(asked.rates), 1, asked.record_prompts)),
         cell("base", counts, "0"),
         cell("eplb", counts, ranks),
-        cell("craft8", craft, ranks, before=(make,)),
+        cell(name, craft, ranks, before=(make,)),
         cell("isoload", counts, ranks, "--ep-dispatch-algorithm", "dynamic", variables=ATTACH),
     ]
 
@@ -90,7 +92,7 @@ def draw(rows: list[Row]) -> str:
     lines = {
         row["placement"]: [(of["request_throughput"], of["mean_ttft_ms"] / 1e3) for of in row["loads"]]
         for row in rows
-        if row.get("placement") in COLOURS and row["loads"]
+        if "placement" in row and row["loads"]
     }
     points = [point for of in lines.values() for point in of]
     most = [max(axis) for axis in zip(*points, strict=True)] if points else [1.0, 1.0]
@@ -100,14 +102,13 @@ def draw(rows: list[Row]) -> str:
 
     body = [text(LEFT, 18, "time to first token, seconds, mean"), *axes(most)]
     for i, (name, of) in enumerate(lines.items()):
+        colour = COLOURS[name.rstrip("0123456789")]  # craft's is followed by its number of replicas
         path = "L".join(f"{x:.1f} {y:.1f}" for x, y in (place(*point) for point in of))
-        body.append(f'<path d="M{path}" style="fill:none;stroke:{COLOURS[name]};stroke-width:2"/>')
+        body.append(f'<path d="M{path}" style="fill:none;stroke:{colour};stroke-width:2"/>')
         for point in of:
             x, y = place(*point)
-            body.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" style="fill:{COLOURS[name]}"/>')
-        body.append(
-            f'<circle cx="{LEFT + WIDTH + 30}" cy="{TOP + 20 * i}" r="5" style="fill:{COLOURS[name]}"/>'
-        )
+            body.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" style="fill:{colour}"/>')
+        body.append(f'<circle cx="{LEFT + WIDTH + 30}" cy="{TOP + 20 * i}" r="5" style="fill:{colour}"/>')
         body.append(text(LEFT + WIDTH + 42, TOP + 20 * i + 4, name))
     return svg(LEFT + WIDTH + 130, TOP + HEIGHT + 44, "Time to first token by requests served", body)
 
@@ -133,6 +134,7 @@ def main() -> int:
         "--tokens", type=positive, default=4096, help="of a random prompt; --prompts have theirs"
     )
     parser.add_argument("--new", type=positive, default=256, help="tokens generated for each request")
+    parser.add_argument("--replicas", type=positive, default=8, help="of a rank over all layers: CRAFT's R")
     asked = parser.parse_args()
     return run(NAME, cells(asked), asked, draw)
 

@@ -238,11 +238,11 @@ def serve(cell: Cell, asked: argparse.Namespace, row: Row) -> None:
         finish(line, out.with_suffix(".log"), asked.limit)
         found = json.loads(out.read_text())
         row["cache_tokens"] = found["server_info"]["max_total_num_tokens"]
+        if found["completed"] != load.prompts:
+            raise RuntimeError(f"{load.name}: {found['completed']} of {load.prompts} requests completed")
         if load.kept:
             figures = {name: found[name] for name in FIGURES}
             row["loads"].append({"load": load.name, "command": shlex.join(line), **figures})
-        if found["completed"] != load.prompts:
-            raise RuntimeError(f"{load.name}: {found['completed']} of {load.prompts} requests completed")
     if cell.records:
         call(asked, "dump_expert_distribution_record", "POST")
         files = Path(cell.variables[RECORDED]).glob("*.pt")
