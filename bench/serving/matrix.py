@@ -20,7 +20,8 @@ Fairness ledger
 - Different from the blog: 8 GPUs of one node instead of 16 of two; the SGLang that is installed, in which Waterfill's
   flag has another name. Its prompts (MMLU, GPQA, GSM8K) are to be given by --prompts. Without, a prompt is ids that
   follow one another from a random one: that tries the machine, and what it routes says nothing of text.
-- What isoload cannot do it refuses (ISOLOAD_STRICT), and a cell whose log does not say that it is attached has failed.
+- A cell has failed whose log does not say that its Waterfill, LPLB or isoload is at work; what isoload cannot do it
+  refuses (ISOLOAD_STRICT).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -38,14 +40,25 @@ from picture_balance import box, svg, text
 
 NAME = "serving_matrix"
 PLACEMENTS = {"none": None, "red0": 0, "red16": 16, "red32": 32}  # redundant experts of an EPLB placement
-LP, WATERFILL = ("--ep-dispatch-algorithm", "lp"), ("--enable-waterfill",)
-BOTH = LP + WATERFILL
-SYSTEMS: dict[str, Words] = {"stock": (), "waterfill": WATERFILL, "lplb": LP, "both": BOTH, "isoload": BOTH}
-IN_ORDER: dict[str, Words] = {
-    "stock": (),
-    "waterfill": WATERFILL,
-    "isoload": WATERFILL,
-}  # LPLB needs a placement
+
+
+@dataclass(frozen=True)
+class System:
+    """Flags of the engine, what its log must say of them, variables."""
+
+    flags: Words = ()
+    says: tuple[Words, ...] = ()
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+STOCK, WATERFILL = System(), System(("--enable-waterfill",), (("Waterfill TopK modules",),))
+LPLB = System(("--ep-dispatch-algorithm", "lp"), (("Initialized LPLB solvers",),))
+BOTH = System(LPLB.flags + WATERFILL.flags, LPLB.says + WATERFILL.says)
+ISOLOAD = "isoload: attached to SGLang's "
+JOINT = System(BOTH.flags, ((ISOLOAD + LPLB.flags[0], "joint on"),), ATTACH)
+POURED = System(WATERFILL.flags, ((ISOLOAD + WATERFILL.flags[0], "policy waterfill on"),), ATTACH)
+SYSTEMS = {"stock": STOCK, "waterfill": WATERFILL, "lplb": LPLB, "both": BOTH, "isoload": JOINT}
+IN_ORDER = {"stock": STOCK, "waterfill": WATERFILL, "isoload": POURED}  # LPLB needs a placement
 STYLES = dict(zip(SYSTEMS, ("small", "home", "routed", "met", "other"), strict=True))
 
 
@@ -58,11 +71,12 @@ def cells(asked: argparse.Namespace) -> list[Cell]:
         if redundant is not None:
             needs = recorded(asked)
             placed += "--init-expert-location", str(needs), "--ep-num-redundant-experts", str(redundant)
-        for system, flags in (IN_ORDER if needs is None else SYSTEMS).items():
-            about: Row = {"placement": placement, "system": system}
-            variables = ATTACH if system == "isoload" else {}
-            served = tuple(loads(asked))
-            made.append(Cell(f"{placement}/{system}", placed + flags, served, about, variables, needs))
+        for name, system in (IN_ORDER if needs is None else SYSTEMS).items():
+            about: Row = {"placement": placement, "system": name}
+            flags, served = placed + system.flags, tuple(loads(asked))
+            made.append(
+                Cell(f"{placement}/{name}", flags, served, about, system.variables, system.says, needs)
+            )
     return made
 
 

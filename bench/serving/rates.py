@@ -25,7 +25,7 @@ Fairness ledger
   tokens) are to be given by --prompts. Without, a prompt is ids that follow one another from a random one: that tries
   the machine, and what it routes says nothing of text.
 - Not equal: cells run one after the other in the order of the table.
-- What isoload cannot do it refuses (ISOLOAD_STRICT), and a cell whose log does not say that it is attached has failed.
+- A cell `isoload` whose log does not say that it is at work has failed; what it cannot do it refuses (ISOLOAD_STRICT).
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from picture_balance import line, svg, text
 
 NAME, CHUNK = "serving_rates", 4096
 COLOURS = {"base": "#8a8f98", "eplb": "#e0a35c", "craft": "#6fae7c", "isoload": "#4a78b5"}
+OWN = "isoload: attached to SGLang's --ep-dispatch-algorithm dynamic (loads own", "policy exact on"
 LEFT, TOP, WIDTH, HEIGHT = 60, 40, 500, 260  # of the picture's axes
 
 
@@ -69,7 +70,7 @@ def cells(asked: argparse.Namespace) -> list[Cell]:
         cell("base", counts, "0"),
         cell("eplb", counts, ranks),
         cell(name, craft, ranks, before=(make,)),
-        cell("isoload", counts, ranks, "--ep-dispatch-algorithm", "dynamic", variables=ATTACH),
+        cell("isoload", counts, ranks, "--ep-dispatch-algorithm", "dynamic", variables=ATTACH, says=(OWN,)),
     ]
 
 

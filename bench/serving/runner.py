@@ -60,8 +60,9 @@ class Cell:
     """One start of the engine.
 
     name: as in `--only`; flags: the engine's, beside those that all cells share; about: fields of its row; variables:
-    of the engine's environment, which has none of isoload's but these; needs: a file that must be there; before:
-    command lines that run ahead of the engine; records: where the engine's counts of experts in these loads go.
+    of the engine's environment, which has none of isoload's but these; says: words of lines that the engine's log must
+    have, since options that do not apply to a model are passed over without one; needs: a file that must be there;
+    before: command lines that run ahead of the engine; records: where its counts of experts in these loads go.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Cell:
     loads: tuple[Load, ...]
     about: Row
     variables: dict[str, str]
+    says: tuple[Words, ...] = ()
     needs: Path | None = None
     before: tuple[Words, ...] = ()
     records: Path | None = None
@@ -267,8 +269,10 @@ def engine(cell: Cell, launch: Sequence[str], asked: argparse.Namespace) -> Iter
             if time.monotonic() > start + asked.limit:
                 raise RuntimeError(f"the engine was not healthy after {asked.limit} s: {tail(log)}")
             time.sleep(0.2)
-        if "ISOLOAD_SGLANG" in cell.variables and ATTACHED not in log.read_text(errors="replace"):
-            raise RuntimeError(f"isoload is not attached: no line {ATTACHED!r} in {log}")
+        lines = log.read_text(errors="replace").splitlines()
+        for words in cell.says:
+            if not any(all(word in line for word in words) for line in lines):
+                raise RuntimeError(f"the engine's log must have a line with {' ... '.join(words)}: {log}")
         yield time.monotonic() - start
     finally:
         stop(process)

@@ -33,8 +33,11 @@ if "--worker" in sys.argv:
     print("worker", subprocess.Popen(["sleep", "600"]).pid, flush=True)
 if "--die" in sys.argv:
     sys.exit("out of memory")
-if own and "--silent" not in sys.argv:
-    print("isoload: attached to SGLang's --enable-waterfill", flush=True)
+if own and "lp" in sys.argv:
+    print("isoload: attached to SGLang's --ep-dispatch-algorithm lp (all), exact and joint on 2", flush=True)
+elif "--enable-waterfill" in sys.argv and "--dense" not in sys.argv:
+    print("isoload: attached to SGLang's --enable-waterfill, policy waterfill on 2" if own
+          else "Prepared 2 Waterfill TopK modules.", flush=True)
 class Server(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         if self.path == "/dump_expert_distribution_record":
@@ -188,12 +191,14 @@ def test_other_cells_keep_their_rows(serve: Any) -> None:
 
 
 def test_a_cell_that_fails_says_why(serve: Any) -> None:
-    status, rows = serve(
-        "--only", "red0/stock", "none/isoload", "none/stock", "--engine-args=--silent", lose=1
-    )
+    status, rows = serve("--only", "red0/stock", "none/*", "--engine-args=--dense", lose=1)
     assert status == 1
     assert "expert_counts.pt is not there: cell record makes it" in rows["red0/stock"]["error"]
-    assert "isoload is not attached: no line" in rows["none/isoload"]["error"]
+    says = (
+        "the engine's log must have a line with isoload: attached to SGLang's --enable-waterfill ... policy"
+    )
+    assert says in rows["none/isoload"]["error"]
+    assert "must have a line with Waterfill TopK modules: " in rows["none/waterfill"]["error"]
     assert rows["none/stock"]["error"].endswith("warm-up: 3 of 4 requests completed")
     status, rows = serve("--only", "none/stock", "--generator", "false")
     assert status == 1 and "status 1 of false" in rows["none/stock"]["error"]
