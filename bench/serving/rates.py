@@ -8,9 +8,9 @@ In the environment of SGLang, with isoload installed beside it. Not run on GPUs 
 
 Fairness ledger
 - Equal in all cells: model, machine, flags of attention, experts and DeepEP, prefill in chunks of at most 4096 tokens a
-  rank, mixed with decoding, and the loads: at each rate Poisson arrivals for --seconds, 256 new tokens a request, the
-  same prompts at the same moments, and an empty prefix cache at its start. Rates ascend within one start of the engine;
-  other random prompts at the lowest rate warm up.
+  rank, mixed with decoding of at most 128 requests a rank, and the loads: at each rate Poisson arrivals for --seconds,
+  256 new tokens a request, the same prompts at the same moments, and an empty prefix cache at its start. Rates ascend
+  within one start of the engine; other random prompts at the lowest rate warm up.
 - Placements, all from one file of counts that the cell `record` makes, of other prompts, and fixed while they serve:
   `base` is SGLang's EPLB without redundant experts, `eplb` the same with one for each rank and layer, the fewest that
   it can have. SGLang's `static` splits replicas.
@@ -41,7 +41,7 @@ from runner import ATTACH, Cell, Load, Row, options, prompt_flags, recorded, rec
 from bench_dispatch import positive
 from picture_balance import line, svg, text
 
-NAME, CHUNK = "serving_rates", 4096
+NAME, CHUNK, DECODED = "serving_rates", 4096, 128  # tokens prefilled and requests decoded by a rank at a time
 COLOURS = {"base": "#8a8f98", "eplb": "#e0a35c", "craft": "#6fae7c", "isoload": "#4a78b5"}
 OWN = "isoload: attached to SGLang's --ep-dispatch-algorithm dynamic (loads own", "policy exact on"
 LEFT, TOP, WIDTH, HEIGHT = 60, 40, 500, 260  # of the picture's axes
@@ -53,8 +53,11 @@ def cells(asked: argparse.Namespace) -> list[Cell]:
         raise ValueError(f"--rates must be above 0, got {min(asked.rates):g}")
     name, ranks, counts = f"craft{asked.replicas}", str(asked.gpus), str(recorded(asked))
     craft = str(asked.work / f"{name}.json")
-    # SGLang divides the chunk by the ranks of attention.
-    mixed = "--enable-mixed-chunk", "--chunked-prefill-size", str(CHUNK * asked.gpus)
+    # SGLang divides chunk and requests by the ranks of attention; more than DECODED overrun DeepEP's buffers.
+    shared = (
+        "--enable-mixed-chunk", "--chunked-prefill-size", str(CHUNK * asked.gpus),
+        "--max-running-requests", str(DECODED * asked.gpus), "--cuda-graph-max-bs-decode", str(DECODED),
+    )  # fmt: skip
     make = (
         sys.executable, str(Path(__file__).with_name("rectangle.py")), counts, "--ranks", ranks,
         "--replicas", str(asked.replicas), "--output", craft,
@@ -63,7 +66,7 @@ def cells(asked: argparse.Namespace) -> list[Cell]:
     def cell(name: str, file: str, redundant: str, *flags: str, **more: Any) -> Cell:
         placed = "--init-expert-location", file, "--ep-num-redundant-experts", redundant
         given: Row = {"variables": {}, "needs": recorded(asked)} | more
-        return Cell(name, (*mixed, *placed, *flags), tuple(loads(asked)), {"placement": name}, **given)
+        return Cell(name, (*shared, *placed, *flags), tuple(loads(asked)), {"placement": name}, **given)
 
     return [
         recording(asked, load(asked, "record", min(asked.rates), 1, asked.record_prompts)),

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -124,16 +123,8 @@ def prompt_flags(file: Path | None, tokens: int, new: int, seed: int) -> Words:
     if file is not None:
         chat = "--backend", "sglang-oai-chat", "--dataset-name", "openai", "--dataset-path", str(file)
         return (*chat, "--sharegpt-output-len", str(new), "--seed", str(seed))
-    ids = (
-        "--backend",
-        "sglang",
-        "--dataset-name",
-        "random-ids",
-        "--tokenize-prompt",
-        "--random-range-ratio",
-        "1",
-    )
-    lengths = "--random-input-len", str(tokens), "--random-output-len", str(new)
+    ids = "--backend", "sglang", "--dataset-name", "random-ids", "--tokenize-prompt"
+    lengths = "--random-range-ratio", "1", "--random-input-len", str(tokens), "--random-output-len", str(new)
     return (*ids, *lengths, "--seed", str(seed))
 
 
@@ -189,7 +180,7 @@ def run(name: str, cells: Sequence[Cell], asked: argparse.Namespace, draw: Calla
     for row in done:
         if row["cell"] not in [cell.name for cell in chosen]:
             results.add(row)
-    where = {"device": machine(device)["device"].removesuffix(", 1 thread"), "gpus": asked.gpus, **versions()}
+    where = {"device": machine(device)["device"].removesuffix(", 1 thread"), "gpus": asked.gpus}
     failed = False
     for cell in chosen:
         row = run_cell(cell, asked)
@@ -202,26 +193,19 @@ def run(name: str, cells: Sequence[Cell], asked: argparse.Namespace, draw: Calla
     return int(failed)
 
 
-def versions() -> dict[str, str]:
-    """Of this environment, in which the default launcher runs."""
-    found = {}
-    for package in ("sglang", "isoload"):
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
-
-
 def run_cell(cell: Cell, asked: argparse.Namespace) -> Row:
     """Its row: command lines as they ran, the figures of each load, and why it ended where it did not go well."""
     launch = launch_line(cell, asked)
     row: Row = {"cell": cell.name, **cell.about, "model": asked.model, "variables": cell.variables}
     row |= {"before": [shlex.join(line) for line in cell.before], "launch": shlex.join(launch)}
-    row |= {"seconds_to_start": None, "cache_tokens": None, "loads": [], "error": None}
+    row |= {"sglang": None, "cache_tokens": None, "seconds_to_start": None, "loads": [], "error": None}
     try:
         if cell.needs is not None and not cell.needs.exists():
             raise RuntimeError(f"{cell.needs} is not there: cell record makes it")
         for line in cell.before:
             finish(line, asked.work / "before.log", asked.limit)
+        if cell.records:
+            shutil.rmtree(cell.variables[RECORDED], ignore_errors=True)
         with engine(cell, launch, asked) as row["seconds_to_start"]:
             serve(cell, asked, row)
     except Exception as error:  # whatever it is: its row and the exit status say so, and the next cell begins
@@ -239,7 +223,8 @@ def serve(cell: Cell, asked: argparse.Namespace, row: Row) -> None:
         line = load_line(load, asked, out)
         finish(line, out.with_suffix(".log"), asked.limit)
         found = json.loads(out.read_text())
-        row["cache_tokens"] = found["server_info"]["max_total_num_tokens"]
+        engine_says = found["server_info"]
+        row["sglang"], row["cache_tokens"] = engine_says["version"], engine_says["max_total_num_tokens"]
         if found["completed"] != load.prompts:
             raise RuntimeError(f"{load.name}: {found['completed']} of {load.prompts} requests completed")
         if load.kept:
@@ -247,8 +232,12 @@ def serve(cell: Cell, asked: argparse.Namespace, row: Row) -> None:
             row["loads"].append({"load": load.name, "command": shlex.join(line), **figures})
     if cell.records:
         call(asked, "dump_expert_distribution_record", "POST")
-        files = Path(cell.variables[RECORDED]).glob("*.pt")
-        shutil.copyfile(max(files, key=lambda path: path.stat().st_mtime), cell.records)
+        files = sorted(Path(cell.variables[RECORDED]).glob("*.pt"))
+        if len(files) != 1:
+            raise RuntimeError(
+                f"the engine must record one file, got {len(files)} in {cell.variables[RECORDED]}"
+            )
+        shutil.copyfile(files[0], cell.records)
 
 
 @contextmanager

@@ -40,7 +40,7 @@ elif "--enable-waterfill" in sys.argv and "--dense" not in sys.argv:
           else "Prepared 2 Waterfill TopK modules.", flush=True)
 class Server(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        if self.path == "/dump_expert_distribution_record":
+        if self.path == "/dump_expert_distribution_record" and "--dense" not in sys.argv:
             folder = os.environ["SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"]
             os.makedirs(folder, exist_ok=True)
             open(os.path.join(folder, "counts.pt"), "w").write("counts")
@@ -54,7 +54,8 @@ import json, sys
 value = lambda name: sys.argv[sys.argv.index(name) + 1]
 lost = int(value("--lose"))
 figures = dict.fromkeys(FIGURES, float(value("--seed")))
-figures |= {"completed": int(value("--num-prompts")) - lost, "server_info": {"max_total_num_tokens": 7}}
+figures |= {"completed": int(value("--num-prompts")) - lost}
+figures |= {"server_info": {"max_total_num_tokens": 7, "version": "0.5"}}
 open(value("--output-file"), "a").write(json.dumps(figures) + "\\n")
 """
 SMALL = ["--batch", "4", "--concurrency", "2", "--rounds", "2"]
@@ -133,7 +134,8 @@ def test_rates_print_what_they_would_run(capsys: pytest.CaptureFixture[str]) -> 
     lines = printed(rates, capsys, "--rates", "4", "0.5", "--only", "base", "craft8", "isoload")
 
     def cell(name: str, redundant: int, file: str, more: str = "", variables: str = "") -> list[str]:
-        mixed = "--enable-mixed-chunk --chunked-prefill-size 32768"
+        mixed = "--enable-mixed-chunk --chunked-prefill-size 32768 --max-running-requests 1024"
+        mixed += " --cuda-graph-max-bs-decode 128"
         placed = f"--init-expert-location w/{file} --ep-num-redundant-experts {redundant}"
         loads = [("warm-up", 60, 2, 0.5), ("rate_0.5", 60, 3, 0.5), ("rate_4", 480, 3, 4)]
         return [f"{variables}{ENGINE_LINE.format('R1')} {mixed} {placed}{more}"] + [
@@ -160,7 +162,9 @@ def test_cells_leave_rows_and_a_picture(serve: Any, tmp_path: Path) -> None:
     status, rows = serve("--only", "record", "none/stock", "red0/isoload", "--engine-args=--worker")
     assert status == 0 and list(rows) == ["record", "none/stock", "red0/isoload"]
     for row in rows.values():
-        assert row["error"] is None and row["cache_tokens"] == 7 and row["seconds_to_start"] > 0
+        assert (row["error"], row["cache_tokens"], row["sglang"]) == (None, 7, "0.5") and row[
+            "seconds_to_start"
+        ]
         assert "engine.py --model-path deepseek-ai/DeepSeek-V3" in row["launch"] and row["gpus"] == 8
         assert {"device", "torch", "commit", "date"} <= row.keys()
     row = rows["red0/isoload"]
@@ -200,6 +204,8 @@ def test_a_cell_that_fails_says_why(serve: Any) -> None:
     assert says in rows["none/isoload"]["error"]
     assert "must have a line with Waterfill TopK modules: " in rows["none/waterfill"]["error"]
     assert rows["none/stock"]["error"].endswith("warm-up: 3 of 4 requests completed")
+    status, rows = serve("--only", "record", "--engine-args=--dense")
+    assert status == 1 and "the engine must record one file, got 0 in" in rows["record"]["error"]
     status, rows = serve("--only", "none/stock", "--generator", "false")
     assert status == 1 and "status 1 of false" in rows["none/stock"]["error"]
     status, rows = serve("--only", "none/stock", "--launcher", "no-such-program")
