@@ -161,8 +161,10 @@ argparse.ArgumentParser.parse_args = parse_only
 faults = []
 for script, *words in {commands!r}:
     sys.argv = [script, *words]
+    folder, name = script.rsplit("/", 1)
+    sys.path.insert(0, {root!r} + "/" + folder)
     try:
-        importlib.import_module(script.rsplit("/", 1)[1].removesuffix(".py")).main()
+        importlib.import_module(name.removesuffix(".py")).main()
         faults.append(script + ": parsed nothing")
     except Parsed:
         pass

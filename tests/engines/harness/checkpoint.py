@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+WORDS = 512
 PROMPTS = [list(range(1, 20)), list(range(5, 12)), list(range(40, 100, 3))]
 
 
@@ -12,7 +14,7 @@ def make_qwen3_moe(folder: Path, head_dim: int = 16) -> list[list[int]]:
     """Saves a float32 model of 3 layers and 16 experts whose routing is skewed; its greedy tokens for PROMPTS."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=3,
+        vocab_size=WORDS, hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, head_dim=head_dim, num_experts=16, num_experts_per_tok=4,
         decoder_sparse_step=1, mlp_only_layers=[], max_position_embeddings=512, dtype="float32",
         architectures=["Qwen3MoeForCausalLM"], eos_token_id=None,
@@ -27,6 +29,13 @@ def make_qwen3_moe(folder: Path, head_dim: int = 16) -> list[list[int]]:
                 weight[:4] *= 3
     model.save_pretrained(folder)
     return [greedy(model, prompt) for prompt in PROMPTS]
+
+
+def make_tokenizer(folder: Path) -> None:
+    """A word for each of the model's ids, beside its weights: load generators count the words that come back."""
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
 
 
 def greedy(model: Qwen3MoeForCausalLM, prompt: list[int], tokens: int = 24) -> list[int]:
