@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload.checkpoints.gpt_oss import open_mxfp4
 from isoload.checkpoints.tensors import Tensors
+from isoload.experts.quantised import dequantise
 from isoload.experts.weights import ClampedGLU, ExpertWeights, SwiGLU
 from isoload.transport import CollectiveTransport
 from support.checkpoints import PREFIX, deepseek_v3, gpt_oss, save_in_files
@@ -121,7 +121,8 @@ def test_every_value_of_mxfp4_is_one_of_bfloat16() -> None:
     numbers = [Fraction(n, 2) for n in (0, 1, 2, 3, 4, 6, 8, 12)]
     numbers += [-n for n in numbers]
     blocks = torch.tensor([low + 16 * low for low in range(16)], dtype=torch.uint8).expand(256, 1, 16)
-    opened = open_mxfp4(blocks, torch.arange(256, dtype=torch.uint8).unsqueeze(1))
+    scales = torch.arange(256, dtype=torch.uint8).unsqueeze(1)
+    opened = dequantise(blocks.flatten(1), scales, dtype=torch.bfloat16)
     assert opened.shape == (256, 32) and torch.equal(
         opened[:, ::2].nan_to_num(), opened[:, 1::2].nan_to_num()
     )
@@ -133,9 +134,8 @@ def test_every_value_of_mxfp4_is_one_of_bfloat16() -> None:
                 assert not torch.tensor(value).isfinite()
             else:
                 assert Fraction(value) == exact
-    mixed = open_mxfp4(
-        torch.full((1, 1, 16), 0x2D, dtype=torch.uint8), torch.tensor([[128]], dtype=torch.uint8)
-    )
+    bytes_, scale = torch.full((1, 16), 0x2D, dtype=torch.uint8), torch.tensor([[128]], dtype=torch.uint8)
+    mixed = dequantise(bytes_, scale, dtype=torch.bfloat16)
     assert mixed[0, :4].tolist() == [-6, 2, -6, 2]  # 0xD = -3 lies low and comes first; times 2
 
 

@@ -57,7 +57,7 @@ def test_experts_in_fp8() -> None:
     layer = Layer(setup)
     with torch.no_grad():
         assert_equal(compile_whole(layer)(setup.rows), layer(setup.rows))
-    with pytest.raises(ValueError, match="experts in fp8 must run under torch.no_grad"):
+    with pytest.raises(ValueError, match="quantised experts must run under torch.no_grad"):
         compile_whole(layer)(setup.rows)
 
 

@@ -243,9 +243,9 @@ def test_states_of_another_kind_are_refused() -> None:
 
 
 REFUSED_USES = {
-    "gradients recorded": "experts in fp8 must run under torch.no_grad",
-    "a Parameter trained": "down_scale must not require a gradient, which experts in fp8 do not have, got one",
-    "cast": r"gate_up must stay torch.float8_e4m3fn, since experts in fp8 cannot be cast .*, got torch.bfloat16",
+    "gradients recorded": "quantised experts must run under torch.no_grad",
+    "a Parameter trained": "down_scale must not require a gradient, which quantised experts do not have, got one",
+    "cast": r"gate_up must stay torch.float8_e4m3fn, since quantised experts cannot be cast .*, got torch.bfloat16",
     "other width": rf"x must be \[T, {HIDDEN}\] torch.bfloat16 as the experts",
 }
 
