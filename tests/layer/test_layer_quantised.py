@@ -5,6 +5,8 @@ Their bytes, scales included, stay as they are on every way.
 
 from __future__ import annotations
 
+import copy
+import io
 from typing import Any
 
 import pytest
@@ -402,16 +404,48 @@ def test_all_ranks_refuse_experts_that_require_a_gradient() -> None:
     assert "gate_up_scale must not require a gradient" in second.error
 
 
-def one_rank_in_fp8(rank: int) -> None:
-    weights, placement = experts(), place(2, 1)
-    kinds = [weights, open_quantised("fp8", weights, torch.bfloat16)]
+def ranks_differ(rank: int, *kinds: ExpertWeights) -> None:
+    placement = place(2, 1)
     isoload.MoE(gate, kinds[rank], CollectiveTransport(placement.topology), placement)
 
 
-def test_ranks_agree_on_fp8() -> None:
-    for outcome in rank_outcomes(one_rank_in_fp8, 2):
+SMALL = {name: experts(name, hidden=16, intermediate=16) for name in NAMES}
+UNLIKE = {
+    "none is quantised": (SMALL["fp8"], open_quantised("fp8", SMALL["fp8"], torch.bfloat16)),
+    "scales of the same shape": (SMALL["MXFP4"], SMALL["NVFP4"]),
+    "scales of another": (SMALL["fp8"], SMALL["MXFP8"]),
+    "dtypes of biases": [
+        random_quantised("MXFP4", EXPERTS, 16, 16, 3, bias) for bias in (torch.bfloat16, torch.float32)
+    ],
+}
+
+
+@pytest.mark.parametrize("case", UNLIKE)
+def test_ranks_agree_on_the_format(case: str) -> None:
+    for outcome in rank_outcomes(ranks_differ, 2, *UNLIKE[case]):
         assert "experts must be the same on all ranks, got gate_up" in outcome.error
-        assert "float8_e4m3fn" in outcome.error
+
+
+@torch.no_grad()
+@EVERY_FORMAT
+def test_a_rank_without_experts_and_copies_of_a_layer(name: str) -> None:
+    """Rank 1 has none, slot 3 of rank 0 none; rank 2 has replicas alone."""
+    weights, rows = experts(name, num=3, hidden=16, intermediate=16), draw_rows(3)
+    slots = torch.tensor([[0, 1, 2, -1, -1, -1, -1, -1, 2, 0, -1, -1]])
+    placement = isoload.Placement(slots, isoload.Topology(3), 3)
+    layers = [virtual(w, placement) for w in (weights, open_quantised(name, weights, torch.bfloat16))]
+    ids, rows = [torch.arange(2 * len(row)).view(-1, 2) % 3 for row in rows], [row[:, :16] for row in rows]
+    gates = [torch.ones(len(row), 2) for row in rows]
+    want = layers[1].compute(rows, ids, gates)
+    torch.save(layers[0], file := io.BytesIO())
+    file.seek(0)
+    for layer in (layers[0], copy.deepcopy(layers[0]), torch.load(file, weights_only=False)):
+        assert_bytes(layer, weights)
+        assert all(torch.equal(a, b) for a, b in zip(layer.compute(rows, ids, gates), want, strict=True))
+        layer.half()
+        if name != "MXFP4":
+            with pytest.raises(ValueError, match="quantised experts cannot be cast"):
+                layer.compute([row.half() for row in rows], ids, gates)
 
 
 @pytest.mark.parametrize("strict", [True, False])

@@ -70,10 +70,10 @@ class ExpertWeights:
         down: [S, H, I] or [S, H, I / 2].
         gate_up_bias: [S, 2I] or None; beside quantised weights in any of the other dtypes, rounded to the rows'.
         down_bias: [S, H] or None.
-        gate_up_scale: in fp8 [S, 2, ceil(I / 128), ceil(H / 128)], the gate's blocks, then those of up. Else
-            [S, 2I, ceil(H / 32)] or [S, 2I, ceil(H / 16)], as the rows of gate_up.
+        gate_up_scale: in fp8 [S, 2, ceil(I / 128), ceil(H / 128)], the blocks of the first half of the rows (SwiGLU's
+            gate), then those of the second. Else [S, 2I, ceil(H / 32)] or [S, 2I, ceil(H / 16)].
         down_scale: [S, ceil(H / 128), ceil(I / 128)], [S, H, ceil(I / 32)] or [S, H, ceil(I / 16)].
-        gate_up_scale_2: [S, 2] float32 of NVFP4, for the first and the second half of the rows. It multiplies, as
+        gate_up_scale_2: [S, 2] float32 of NVFP4, for the same halves of the rows. It multiplies, as
             ModelOpt's ``weight_scale_2``; compressed-tensors' ``weight_global_scale`` divides.
         down_scale_2: [S, 1] float32 of NVFP4.
     """
@@ -215,9 +215,11 @@ class BorrowedWeights(ExpertWeights):
 
 
 def describe(weights: ExpertWeights, first: int = 0) -> str:
-    """Shapes from a dimension on, dtype and kind of device, for messages and comparisons."""
-    shapes = ", ".join(f"{name} {list(stack.shape[first:])}" for name, stack in weights.stacks().items())
-    return f"{shapes} {weights.down.dtype} on {weights.down.device.type}"
+    """Shapes from a dimension on, dtypes and kind of device, for messages and comparisons."""
+    dtype, stacks = weights.down.dtype, weights.stacks().items()
+    kinds = {name: "" if stack.dtype == dtype else f" {stack.dtype}" for name, stack in stacks}
+    shapes = ", ".join(f"{name} {list(stack.shape[first:])}{kinds[name]}" for name, stack in stacks)
+    return f"{shapes} {dtype} on {weights.down.device.type}"
 
 
 def compute_path(weights: ExpertWeights, dtype: torch.dtype | None = None) -> Literal["grouped_mm", "loop"]:
