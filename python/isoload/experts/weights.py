@@ -230,7 +230,7 @@ def compute_path(weights: ExpertWeights, dtype: torch.dtype | None = None) -> Li
     dtype = weights.down.dtype if dtype is None else dtype
     sizes = weights.down.shape[1], weights.intermediate
     aligned = all(size * dtype.itemsize % ROW_BYTES == 0 for size in sizes)
-    dense = all(
+    dense = weights.quantised or all(
         s.is_contiguous() or s.transpose(1, 2).is_contiguous() for s in (weights.gate_up, weights.down)
     )
     return "grouped_mm" if dtype != torch.float64 and aligned and dense else "loop"  # it has no float64
