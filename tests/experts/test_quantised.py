@@ -11,8 +11,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from isoload.experts.compute import run_experts
-from isoload.experts.quantised import FP8, _at_once, _one_by_one, dequantise
+from isoload.experts.quantised import FP8, _at_once, _one_by_one, dequantise, quantised_linear
 from isoload.experts.weights import ClampedGLU, ExpertWeights, SwiGLU, compute_path
+from isoload.results import Grouping
 from reference import experts as dense_reference
 from reference import quantised as reference
 from support.quantised_experts import NAMES, open_quantised, random_quantised
@@ -128,7 +129,11 @@ def test_all_at_once_as_on_a_device(name: str) -> None:
     with FakeTensorMode():  # whose values cannot be read: the host waits for nothing
         there = [torch.empty(s.shape, dtype=s.dtype, device="cuda") for s in stacks]
         fake = torch.empty(11, 64, dtype=torch.bfloat16, device="cuda")
-        assert _at_once(fake, there, torch.empty(4, dtype=torch.int32, device="cuda")).shape == (11, 96)
+        places = [torch.empty(11, dtype=torch.int64, device="cuda") for _ in range(2)]
+        on_device = Grouping(*places, torch.empty(4, dtype=torch.int32, device="cuda"), places[0].unsqueeze(1))
+        bias = torch.empty(4, 96, device="cuda")
+        got = quantised_linear(fake, there, bias, on_device, True)
+        assert got.shape == (11, 96) and got.dtype == torch.bfloat16
 
 
 MXFP4 = random_quantised("MXFP4", 2, 6, 4, 9, torch.float32).stacks()

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload.experts.weights import ExpertWeights
+from isoload.experts.weights import ClampedGLU, ExpertWeights
 from isoload.transport import CollectiveTransport
+from isoload.weights.shard import Shard
 from isoload.weights.state import merge_states
 from support.processes import rank_outcomes, run_ranks
 from support.quantised_experts import FP8, NAMES, open_quantised, random_quantised
@@ -182,6 +183,22 @@ def test_all_ranks_refuse_experts_that_require_a_gradient() -> None:
     first, second = rank_outcomes(trained_from_the_start, 2)
     assert "rank 1 failed in stage construction" in first.error
     assert "gate_up_scale must not require a gradient" in second.error
+
+
+def test_scales_of_halves_beside_rows_that_alternate_are_refused() -> None:
+    weights = experts("NVFP4")
+    for given in (weights, [Shard(place(1, 1).home_experts(0, 0), weights)]):
+        with pytest.raises(
+            ValueError, match=r"gate_up_scale_2 must be the same for both halves .* got \[0\.\d+"
+        ):
+            virtual(given, place(1, 1), activation=ClampedGLU())
+    weights.gate_up_scale_2[:, 1] = weights.gate_up_scale_2[:, 0]
+    layers = [virtual(w, place(4, 1), activation=ClampedGLU()) for w in (weights, opened(weights))]
+    assert_same(*layers, draw_rows(4))
+
+
+def opened(weights: ExpertWeights) -> ExpertWeights:
+    return open_quantised("NVFP4", weights, torch.bfloat16)
 
 
 def ranks_differ(rank: int, *kinds: ExpertWeights) -> None:

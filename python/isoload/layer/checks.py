@@ -60,6 +60,18 @@ def check_parts(experts: Experts, group: Group, placement: Placement, layer: int
     return next(iter(kinds))
 
 
+def check_halves(experts: Experts, activation: Activation) -> None:
+    """Raises ValueError for scales of gate and of up where the rows of both alternate, since each scales a half."""
+    for own in experts if isinstance(activation, ClampedGLU) else ():
+        given = own.read() if isinstance(own, Shard) else own
+        scales = None if isinstance(given, Checkpoint) else given.gate_up_scale_2
+        if scales is not None and bool((scales[:, 0] != scales[:, 1]).any()):
+            raise ValueError(
+                "gate_up_scale_2 must be the same for both halves of the rows beside ClampedGLU, whose gate and up "
+                f"alternate, got {scales[scales[:, 0] != scales[:, 1]][0].tolist()}"
+            )
+
+
 def device_of(experts: Experts) -> torch.device:
     """Where the weights are to be."""
     first = experts[0]
