@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload.checkpoints.gpt_oss import open_mxfp4
 from isoload.checkpoints.tensors import Tensors
+from isoload.experts.quantised import dequantise
 from isoload.experts.weights import ClampedGLU, ExpertWeights, SwiGLU
 from isoload.transport import CollectiveTransport
 from support.checkpoints import PREFIX, deepseek_v3, gpt_oss, save_in_files
@@ -116,12 +116,33 @@ def test_gpt_oss_in_bfloat16(num_files: int, tmp_path: Path) -> None:
     assert layer.activation == ClampedGLU() and layer.weights[0].down.requires_grad
 
 
+@pytest.mark.parametrize("num_files", [0, 3])
+def test_gpt_oss_as_bytes(num_files: int, tmp_path: Path) -> None:
+    """The layer is, to the bit, that of the experts opened to bfloat16."""
+    state = gpt_oss(EXPERTS, 96, 64)
+    if num_files:
+        save_in_files(state, tmp_path, num_files)
+    checkpoint = isoload.checkpoints.Checkpoint(tmp_path if num_files else state, PREFIX, as_bytes=True)
+    read = checkpoint.read([5, 1])
+    for of in ("gate_up", "down"):
+        blocks, scales, bias = (
+            state[f"{PREFIX}{of}_proj_{part}"][[5, 1]] for part in ("blocks", "scales", "bias")
+        )
+        found = [getattr(read, of + part) for part in ("", "_scale", "_bias")]
+        assert all(map(same_bytes, found, [blocks.flatten(2), scales, bias]))
+    assert read.format is not None and read.format.name == "MXFP4" and not checkpoint.trains("down_bias")
+    opened = isoload.checkpoints.Checkpoint(state, PREFIX).read(range(EXPERTS))
+    layer = assert_same_layer(checkpoint, opened, 96, activation=ClampedGLU())
+    assert layer.weights[0].down.dtype == torch.uint8 and not layer.weights[0].down_bias.requires_grad
+
+
 def test_every_value_of_mxfp4_is_one_of_bfloat16() -> None:
     """All numbers under all scales, beside fractions; too large or nan: neither is told as a number."""
     numbers = [Fraction(n, 2) for n in (0, 1, 2, 3, 4, 6, 8, 12)]
     numbers += [-n for n in numbers]
     blocks = torch.tensor([low + 16 * low for low in range(16)], dtype=torch.uint8).expand(256, 1, 16)
-    opened = open_mxfp4(blocks, torch.arange(256, dtype=torch.uint8).unsqueeze(1))
+    scales = torch.arange(256, dtype=torch.uint8).unsqueeze(1)
+    opened = dequantise(blocks.flatten(1), scales, dtype=torch.bfloat16)
     assert opened.shape == (256, 32) and torch.equal(
         opened[:, ::2].nan_to_num(), opened[:, 1::2].nan_to_num()
     )
@@ -133,9 +154,8 @@ def test_every_value_of_mxfp4_is_one_of_bfloat16() -> None:
                 assert not torch.tensor(value).isfinite()
             else:
                 assert Fraction(value) == exact
-    mixed = open_mxfp4(
-        torch.full((1, 1, 16), 0x2D, dtype=torch.uint8), torch.tensor([[128]], dtype=torch.uint8)
-    )
+    bytes_, scale = torch.full((1, 16), 0x2D, dtype=torch.uint8), torch.tensor([[128]], dtype=torch.uint8)
+    mixed = dequantise(bytes_, scale, dtype=torch.bfloat16)
     assert mixed[0, :4].tolist() == [-6, 2, -6, 2]  # 0xD = -3 lies low and comes first; times 2
 
 
@@ -218,14 +238,16 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("in_files", [False, True])
+@pytest.mark.parametrize("in_files, as_bytes", [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_checkpoints(name: str, in_files: bool, tmp_path: Path) -> None:
+def test_refused_checkpoints(name: str, in_files: bool, as_bytes: bool, tmp_path: Path) -> None:
     state, message = REFUSED[name]
     if in_files:
         save_in_files({key: value.clone() for key, value in state.items()}, tmp_path, 3)
     with pytest.raises(ValueError, match=message) as raised:
-        isoload.checkpoints.Checkpoint(tmp_path if in_files else state, PREFIX).read(range(EXPERTS))
+        isoload.checkpoints.Checkpoint(tmp_path if in_files else state, PREFIX, as_bytes=as_bytes).read(
+            range(EXPERTS)
+        )
     assert (str(tmp_path) if in_files else "the state") in str(raised.value)
 
 

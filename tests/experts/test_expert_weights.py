@@ -59,20 +59,20 @@ REFUSED_WEIGHTS = {
     "down": ({"down": torch.zeros(4, 6)}, r"down must be \[S, H, I\], got \[4, 6\]"),
     "dtype": (
         {"down": torch.zeros(2, 6, 4).int()},
-        "down must be float64, float32, bfloat16, float16 or float8_e4m3fn, got torch.int32",
+        "down must be float64, .* float8_e4m3fn or uint8 of e2m1, got torch.int32",
     ),
     "gate_up": (
         {"gate_up": torch.zeros(2, 8, 5)},
-        r"gate_up must be \[2, 8, 6\] beside down \[2, 6, 4\], got \[2, 8, 5\]",
+        r"gate_up must be \[2, 8, 6\] torch.float32 cpu beside down \[2, 6, 4\] .*, got \[2, 8, 5\]",
     ),
     "gate_up_bias": (
         {"gate_up_bias": torch.zeros(2, 4)},
-        r"gate_up_bias must be \[2, 8\] beside down \[2, 6, 4\], got \[2, 4\]",
+        r"gate_up_bias must be \[2, 8\] torch.float32 cpu beside down .*, got \[2, 4\]",
     ),
     "down_bias": ({"down_bias": torch.zeros(2, 4)}, r"down_bias must be \[2, 6\] .* got \[2, 4\]"),
     "mixed dtypes": (
         {"gate_up": torch.zeros(2, 8, 6).half()},
-        r"gate_up must have down's dtype and device \(torch.float32, cpu\), got torch.float16, cpu",
+        r"gate_up must be \[2, 8, 6\] torch.float32 cpu beside .*, got \[2, 8, 6\] torch.float16 cpu",
     ),
 }
 

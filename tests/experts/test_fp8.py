@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from isoload.experts.compute import run_experts
-from isoload.experts.fp8 import FP8, _at_once, dequantise, fp8_linear
+from isoload.experts.quantised import FP8, _at_once, _one_by_one, dequantise
 from isoload.experts.weights import ClampedGLU, ExpertWeights, SwiGLU, compute_path
 from reference import experts as reference
 from support.fp8_experts import open_experts, open_matrix, quantise, quantise_matrix, random_experts
@@ -31,15 +31,15 @@ def test_every_block_has_its_own_scale(sizes: tuple[int, int], dtype: torch.dtyp
     values, scale = quantise_matrix(torch.randn(sizes, generator=draw(1)) * 3)
     scale.mul_(torch.rand(scale.shape, generator=draw(2)) * 9 + 0.5)
     wanted = open_matrix(values, scale, dtype)
-    assert dequantise(values, scale, dtype).dtype == dtype
-    assert torch.equal(dequantise(values, scale, dtype), wanted)
-    several = dequantise(torch.stack([values] * 3), torch.stack([scale, scale * 2, scale]), dtype)
+    assert dequantise(values, scale, dtype=dtype).dtype == dtype
+    assert torch.equal(dequantise(values, scale, dtype=dtype), wanted)
+    several = dequantise(torch.stack([values] * 3), torch.stack([scale, scale * 2, scale]), dtype=dtype)
     assert torch.equal(several[1], open_matrix(values, scale * 2, dtype)) and torch.equal(several[2], wanted)
 
 
 def test_all_values_of_e4m3() -> None:
     values = torch.arange(256, dtype=torch.uint8).view(FP8).view(2, 128)
-    opened = dequantise(values, torch.tensor([[0.125]]), torch.float32)
+    opened = dequantise(values, torch.tensor([[0.125]]), dtype=torch.float32)
     assert torch.equal(opened.isnan(), values.isnan()) and int(opened.isnan().sum()) == 2
     finite = ~values.isnan()
     assert torch.equal(opened[finite], values.float()[finite] / 8)
@@ -49,12 +49,12 @@ def test_all_values_of_e4m3() -> None:
 def test_as_transformers_dequantises(sizes: tuple[int, int]) -> None:
     fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
     values, scale = quantise_matrix(torch.randn(sizes, generator=draw(3)))
-    ours = dequantise(values, scale, torch.float32)
+    ours = dequantise(values, scale, dtype=torch.float32)
     assert torch.equal(ours, fp8._dequantize_fp8_weight(values, scale, [128, 128], torch.float32))
     if sizes == (256, 384):  # its other function has no blocks that are cut short
         for dtype in (torch.float32, torch.bfloat16):
             theirs = fp8.Fp8Dequantize(None)._dequantize_one(values, scale, dtype)
-            assert torch.equal(dequantise(values, scale, dtype), theirs)
+            assert torch.equal(dequantise(values, scale, dtype=dtype), theirs)
 
 
 def made_batch(hidden: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,8 +95,9 @@ def test_all_at_once_as_on_a_device(dtype: torch.dtype) -> None:
         torch.randn(11, 128, generator=draw(11)).to(dtype),
         torch.tensor([3, 3, 8, 10], dtype=torch.int32),
     )
-    got = _at_once(x, weights.gate_up, weights.gate_up_scale, ends)[:10]  # behind lies the tail
-    assert torch.equal(got, fp8_linear(x, weights.gate_up, weights.gate_up_scale, ends, True)[:10])
+    stacks = [weights.gate_up, weights.gate_up_scale]
+    got = _at_once(x, stacks, ends)[:10]  # behind lies the tail
+    assert torch.equal(got, _one_by_one(x, stacks, None, ends, True)[:10])
 
 
 def test_on_a_device_the_host_waits_for_nothing() -> None:
@@ -110,7 +111,7 @@ def test_on_a_device_the_host_waits_for_nothing() -> None:
             torch.empty(4, 96, 256, dtype=FP8, device="cuda"),
             torch.empty(4, 2, 1, 2, device="cuda"),
         )
-        assert _at_once(x, weight, scale, ends).shape == (7, 96)
+        assert _at_once(x, [weight, scale], ends).shape == (7, 96)
 
 
 @pytest.mark.cuda
@@ -144,11 +145,11 @@ def test_several_groups_and_empty_ones() -> None:
 def test_one_expert_is_dequantised_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
 
-    def noting(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    def noting(weight: Tensor, scale: Tensor, *, dtype: torch.dtype) -> Tensor:
         opened.append(tuple(weight.shape))
-        return dequantise(weight, scale, dtype)
+        return dequantise(weight, scale, dtype=dtype)
 
-    monkeypatch.setattr("isoload.experts.fp8.dequantise", noting)
+    monkeypatch.setattr("isoload.experts.quantised.dequantise", noting)
     weights = random_experts(5, 128, 64, draw(7))
     rows, slots, gates = made_batch(128, torch.bfloat16)
     run_experts(rows, slots, gates, [weights], SwiGLU())
@@ -159,31 +160,39 @@ STACKS = random_experts(2, 6, 4, torch.Generator().manual_seed(9)).stacks()
 REFUSED = {
     "no scale": (
         {"down_scale": None},
-        r"down_scale must be there beside down torch.float8_e4m3fn, got None",
+        r"down_scale must be torch.float32 \(fp8\) or torch.uint8 \(MXFP8\) beside down .* got None",
     ),
     "shape": (
         {"gate_up_scale": torch.ones(2, 2, 2, 1)},
-        r"gate_up_scale must be \[2, 2, 1, 1\] beside down \[2, 6, 4\], got \[2, 2, 2, 1\]",
+        r"gate_up_scale must be \[2, 2, 1, 1\] torch.float32 cpu beside down .* got \[2, 2, 2, 1\]",
     ),
     "dtype": (
         {"down_scale": torch.ones(2, 1, 1).bfloat16()},
-        r"down_scale must be \(torch.float32, cpu\), got torch.bfloat16, cpu",
+        r"down_scale must be torch.float32 \(fp8\) or .* got \[2, 1, 1\] torch.bfloat16",
     ),
-    "bias": (
-        {"down_bias": torch.ones(2, 6)},
-        r"down_bias must be None beside weights in fp8, got \[2, 6\] torch.float32",
+    "another dtype": (
+        {"gate_up_scale": torch.ones(2, 2, 1, 1).bfloat16()},
+        r"gate_up_scale must be \[2, 2, 1, 1\] torch.float32 cpu beside .* got \[2, 2, 1, 1\] torch.bfloat16",
+    ),
+    "one scale": (
+        {"gate_up_scale": None},
+        r"gate_up_scale must be \[2, 2, 1, 1\] torch.float32 cpu beside .* got None",
     ),
     "half fp8": (
         {"gate_up": torch.ones(2, 8, 6)},
-        r"gate_up must have down's dtype and device \(torch.float8_e4m3fn, cpu\), got torch.float32",
+        r"gate_up must be \[2, 8, 6\] torch.float8_e4m3fn cpu beside .* got \[2, 8, 6\] torch.float32",
     ),
     "not fp8": (
         {"gate_up": torch.ones(2, 8, 6), "down": torch.ones(2, 6, 4)},
-        r"gate_up_scale must be None beside down torch.float32, got \[2, 2, 1, 1\] torch.float32",
+        r"gate_up_scale must be None beside down \[2, 6, 4\] torch.float32 .* got \[2, 2, 1, 1\] torch.float32",
+    ),
+    "a scale of matrices": (
+        {"down_scale_2": torch.ones(2, 1)},
+        r"down_scale_2 must be None beside .* got \[2, 1\] torch.float32 cpu",
     ),
     "e5m2": (
         {"down": torch.ones(2, 6, 4).to(torch.float8_e5m2)},
-        "down must be float64, float32, bfloat16, float16 or float8_e4m3fn, got torch.float8_e5m2",
+        "down must be float64, .* float8_e4m3fn or uint8 of e2m1, got torch.float8_e5m2",
     ),
 }
 
@@ -199,7 +208,7 @@ def test_refused_rows() -> None:
     weights = ExpertWeights(**STACKS)
     slots, gates = torch.zeros(3, 1).long(), torch.ones(3, 1)
     with pytest.raises(
-        ValueError, match=r"experts in fp8 must run under torch.no_grad\(\) .* got gradients recorded"
+        ValueError, match=r"quantised experts must run under torch.no_grad\(\) .* got gradients recorded"
     ):
         run_experts(torch.ones(3, 6), slots, gates, [weights], SwiGLU())
     with (

@@ -14,7 +14,7 @@ from isoload.layer import compiled
 from support.borrowed_layer import LLEP
 from support.borrowed_layer import make_setup as make_borrowed
 from support.compiled import Layer, assert_equal, both_ways, compile_whole, small
-from support.fp8_experts import quantise
+from support.quantised_experts import random_quantised
 from support.small_layer import make_setup
 from support.stacks import Model
 from support.stacks import run as run_layers
@@ -51,13 +51,14 @@ def test_borrowed_experts() -> None:
     assert_equal(got, want)
 
 
-def test_experts_in_fp8() -> None:
+@pytest.mark.parametrize("name", ["fp8", "NVFP4"])
+def test_quantised_experts(name: str) -> None:
     setup = make_setup(4, dtype=torch.bfloat16)
-    setup.dense = quantise(setup.dense)
+    setup.dense = random_quantised(name, *setup.dense.down.shape, seed=1)
     layer = Layer(setup)
     with torch.no_grad():
         assert_equal(compile_whole(layer)(setup.rows), layer(setup.rows))
-    with pytest.raises(ValueError, match="experts in fp8 must run under torch.no_grad"):
+    with pytest.raises(ValueError, match="quantised experts must run under torch.no_grad"):
         compile_whole(layer)(setup.rows)
 
 

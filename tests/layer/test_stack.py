@@ -18,6 +18,7 @@ from isoload.layer.stack import LibraStack
 from isoload.transport import LocalTransport
 from support.fp8_experts import open_experts, random_experts
 from support.live_tensors import live_tensors
+from support.quantised_experts import random_quantised
 from support.stacks import EXPERTS, HIDDEN, INNER, TOKENS, Model, close, routing_trace, run
 from support.sweeps import rest
 
@@ -279,6 +280,19 @@ def test_slots_by_memory(memory: int, slots: int) -> None:
     stack = LibraStack(layers, "lookahead", slots="auto", cost=cost, copies_per_rank=100_000, memory=memory)
     assert (stack.slots, stack.bounded_by) == (slots, "memory" if slots < 2 else "spare slots")
     assert_dense(model, layers)
+
+
+def test_a_cost_is_of_values_and_not_of_their_bytes() -> None:
+    model = Model(4)
+    model.dense = [random_quantised("MXFP4", EXPERTS, HIDDEN, INNER, 1) for _ in model.dense]
+    for inner in (INNER, INNER // 2):
+        cost = CostModel(HIDDEN, inner, overhead_us=0, token_us=((1, 1.0),))
+        how = {"slots": "auto", "cost": cost, "copies_per_rank": 9}
+        if inner == INNER:
+            LibraStack(model.layers(), "last", **how)
+        else:
+            with pytest.raises(ValueError, match=f"cost must be of the layers' experts, {HIDDEN} x {INNER}"):
+                LibraStack(model.layers(), "last", **how)
 
 
 @LOCALS

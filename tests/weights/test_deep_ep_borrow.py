@@ -17,7 +17,7 @@ from isoload.weights.moves import Address
 from support.deep_ep_double import EPBuffer
 from support.processes import run_ranks
 
-SHAPES = [((4, 8), torch.bfloat16), ((16,), torch.float32)]
+SHAPES = [((4, 8), torch.bfloat16), ((16,), torch.float32), ((3,), torch.bfloat16), ((5, 7), torch.float32)]
 SPARE = 4
 CPU = torch.device("cpu")
 

@@ -25,17 +25,20 @@ class Checkpoint:
     """A layer's experts where a model's publisher put them: what :class:`isoload.MoE` takes in place of all stacks.
 
     Each rank reads the experts that the placement gives it, homes and replicas, when the layer is made; what is wrong
-    with a file is raised there, on all ranks. DeepSeek-V3's stay in fp8, gpt-oss's MXFP4 becomes bfloat16, exactly.
+    with a file is raised there, on all ranks. DeepSeek-V3's stay in fp8; gpt-oss's MXFP4 becomes bfloat16, exactly, or
+    stays as it is, for inference only.
 
     Args:
         source: a folder of safetensors files with their index, one such file, or a state_dict with the same names.
         prefix: of the layer's experts, "model.layers.3.mlp.experts." for example.
         device: for the weights.
+        as_bytes: whether gpt-oss's stay in MXFP4.
     """
 
     source: str | PathLike[str] | Mapping[str, Tensor]
     prefix: str
     device: torch.device | str = "cpu"
+    as_bytes: bool = False
 
     @cached_property
     def layout(self) -> Layout:
@@ -45,9 +48,10 @@ class Checkpoint:
             tensors = StateTensors(self.source)
         else:
             tensors = FileTensors(Path(self.source))
-        for kind in (DeepSeekV3Layout, GptOssLayout):
-            if kind.fits(tensors, self.prefix):
-                return kind(tensors, self.prefix)
+        if DeepSeekV3Layout.fits(tensors, self.prefix):
+            return DeepSeekV3Layout(tensors, self.prefix)
+        if GptOssLayout.fits(tensors, self.prefix):
+            return GptOssLayout(tensors, self.prefix, self.as_bytes)
         raise ValueError(
             f"{tensors.where('')} must have {self.prefix}0.gate_proj.weight (DeepSeek-V3) or "
             f"{self.prefix}gate_up_proj_blocks (gpt-oss in MXFP4), got neither"
@@ -76,7 +80,7 @@ class Checkpoint:
         return None if stack is None else stack.to(self.device)
 
     def trains(self, name: str) -> bool:
-        """Whether a stack's rows are to require gradients: those in fp8 cannot."""
+        """Whether a stack's rows are to require gradients: quantised ones cannot."""
         return self.rows("down_scale", ()) is None
 
     def read(self, experts: Sequence[int]) -> ExpertWeights:

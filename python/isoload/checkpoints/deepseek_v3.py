@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from isoload.checkpoints.tensors import Tensors
-from isoload.experts.fp8 import FP8, num_blocks
+from isoload.experts.quantised import FORMATS, FP8
 from isoload.experts.weights import Activation, SwiGLU
 
 PARTS = {
@@ -60,7 +60,7 @@ class DeepSeekV3Layout:
         if name.startswith("down"):
             out, columns = columns, out
         if name.endswith("_scale"):
-            out, columns = num_blocks(out), num_blocks(columns)
+            out, columns = FORMATS[FP8, dtype].blocks(out, columns)
         parts = PARTS[name]
         stack = torch.empty(len(experts), len(parts), out, columns, dtype=dtype)
         for row, expert in zip(stack, experts, strict=True):

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from isoload import kernels
-from isoload.experts.fp8 import check_no_gradients
 from isoload.experts.grouped_linear import projections
 from isoload.experts.grouping import gather_copies, weighted_sum
+from isoload.experts.quantised import check_no_gradients
 from isoload.experts.weights import DTYPES, Activation, ClampedGLU, ExpertWeights, SwiGLU
 from isoload.ops import group_copies
 from isoload.permutation import sum_dtype
@@ -38,7 +38,7 @@ def run_experts(
     and every stack that requires them.
 
     Args:
-        rows: [N, H] in the groups' dtype; without gradients beside groups in fp8, then in any dtype.
+        rows: [N, H] in the groups' dtype; beside quantised groups in any dtype, without gradients.
         slots: [N, K] int32 or int64 local slot, -1 = absent.
         weights: [N, K] float32 gate weights (float64 ones only with float64 rows).
         groups: stacks of weights: the resident rows, then the spare pool.
@@ -134,9 +134,9 @@ def _check_arguments(
                 f"groups[{g}] must have the width and dtype of groups[0] ({hidden}, {dtype}), "
                 f"got {group.down.shape[1]}, {group.down.dtype}"
             )
-    if groups[0].in_fp8:
+    if groups[0].quantised:
         check_no_gradients()
-    dtypes = DTYPES if groups[0].in_fp8 else (dtype,)
+    dtypes = DTYPES if groups[0].quantised else (dtype,)
     if rows.dim() != 2 or rows.shape[1] != hidden or rows.dtype not in dtypes:
         names = " or ".join(map(str, dtypes))
         raise ValueError(f"rows must be [N, {hidden}] {names}, got {list(rows.shape)} {rows.dtype}")

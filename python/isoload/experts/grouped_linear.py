@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from isoload.experts.fp8 import fp8_linear
+from isoload.experts.quantised import quantised_linear
 from isoload.experts.weights import ROW_BYTES, BorrowedWeights, ExpertWeights, compute_path
 from isoload.results import Grouping
 
@@ -31,15 +31,14 @@ def projections(group: ExpertWeights, dtype: torch.dtype) -> tuple[Projection, P
         group.wait()
         linear = partial(_BorrowedLinear.apply, kernel, group.wait)
 
-    def projection(weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Projection:
-        if scale is not None:
-            return lambda x, grouping: fp8_linear(x, weight, scale, grouping.ends, kernel == "grouped_mm")
+    def projection(name: str) -> Projection:
+        weight, bias, *scales = (getattr(group, name + part) for part in ("", "_bias", "_scale", "_scale_2"))
+        if group.quantised:
+            stacks = [weight, *(scale for scale in scales if scale is not None)]
+            return lambda x, grouping: quantised_linear(x, stacks, bias, grouping, kernel == "grouped_mm")
         return lambda x, grouping: linear(x, weight, bias, grouping)
 
-    return (
-        projection(group.gate_up, group.gate_up_bias, group.gate_up_scale),
-        projection(group.down, group.down_bias, group.down_scale),
-    )
+    return projection("gate_up"), projection("down")
 
 
 def _grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, grouping: Grouping) -> Tensor:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from isoload.experts.compute import activate
-from isoload.experts.fp8 import check_no_gradients
 from isoload.experts.grouped_linear import projections
+from isoload.experts.quantised import check_no_gradients
 from isoload.experts.weights import Activation, ExpertWeights
 from isoload.permutation import sum_dtype
 from isoload.results import Grouping
@@ -30,7 +30,7 @@ def run_sorted(
     """For each row ``weight * expert(row)``.
 
     Args:
-        rows: [N, H] in the groups' dtype, by slot.
+        rows: [N, H] in the groups' dtype, by slot; beside quantised groups in any dtype, without gradients.
         weights: [N, 1] float32 gate weights.
         ends: slot s's rows end before ends[s]; slots count through the groups.
         groups: stacks of weights: the resident rows, then the spare pool. More ends than slots have no rows.
@@ -47,7 +47,7 @@ def run_sorted(
         raise ValueError(
             f"weights must be {[len(rows), 1]} torch.float32, got {list(weights.shape)} {weights.dtype}"
         )
-    if groups[0].in_fp8:
+    if groups[0].quantised:
         check_no_gradients()
     parts, first = [], 0
     with torch.autocast(rows.device.type, enabled=False):

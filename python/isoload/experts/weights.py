@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isoload.experts.fp8 import FP8, scale_shapes
+from isoload.experts.quantised import BYTES, FORMATS, FP8, Format, SizesAndDtypes, per_element, scales_of
 
-NAMES = ("gate_up", "down", "gate_up_bias", "down_bias", "gate_up_scale", "down_scale")  # of all stacks
+PARTS = ("", "_bias", "_scale", "_scale_2")
+NAMES = tuple(name + part for part in PARTS for name in ("gate_up", "down"))  # of all stacks
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ROW_BYTES = 16  # grouped_mm refuses matrices whose rows do not start at multiples of this
 
@@ -52,17 +53,29 @@ Activation = SwiGLU | ClampedGLU
 class ExpertWeights:
     """The weights of S slots, stacked. A row is one output, as in nn.Linear, so checkpoints need no transposing.
 
-    In fp8 (inference only, without biases) every 128x128 block of a matrix has a scale, which multiplies its values.
+    Quantised weights (inference only) have scales beside them, which multiply their values. Rows and columns of a
+    matrix that share a scale, the last of a side cut short:
 
-    Parameters among them say whether a layer trains what it makes of them; of other stacks it does, unless in fp8.
+    - fp8: e4m3 and float32, 128 and 128;
+    - MXFP8: e4m3 and e8m0, 1 and 32;
+    - MXFP4: e2m1 and e8m0, 1 and 32;
+    - NVFP4: e2m1 and e4m3, 1 and 16, and a float32 scale for a whole matrix.
+
+    e4m3 is float8_e4m3fn. uint8 holds e8m0, or two e2m1 that are neighbours in a row, the first in the lower half.
+
+    Parameters among them say whether a layer trains what it makes of them; of other stacks it does, unless quantised.
 
     Args:
-        gate_up: [S, 2I, H] float64, float32, bfloat16, float16, or float8_e4m3fn.
-        down: [S, H, I].
-        gate_up_bias: [S, 2I] or None.
+        gate_up: [S, 2I, H] float64, float32, bfloat16, float16 or e4m3, or [S, 2I, H / 2] of e2m1.
+        down: [S, H, I] or [S, H, I / 2].
+        gate_up_bias: [S, 2I] or None; beside quantised weights in any of the other dtypes, rounded to the rows'.
         down_bias: [S, H] or None.
-        gate_up_scale: [S, 2, ceil(I / 128), ceil(H / 128)] float32 beside fp8: the gate's blocks, then those of up.
-        down_scale: [S, ceil(H / 128), ceil(I / 128)] float32 beside fp8.
+        gate_up_scale: in fp8 [S, 2, ceil(I / 128), ceil(H / 128)], the blocks of the first half of the rows (SwiGLU's
+            gate), then those of the second. Else [S, 2I, ceil(H / 32)] or [S, 2I, ceil(H / 16)].
+        down_scale: [S, ceil(H / 128), ceil(I / 128)], [S, H, ceil(I / 32)] or [S, H, ceil(I / 16)].
+        gate_up_scale_2: [S, 2] float32 of NVFP4, for the same halves of the rows. It multiplies, as
+            ModelOpt's ``weight_scale_2``; compressed-tensors' ``weight_global_scale`` divides.
+        down_scale_2: [S, 1] float32 of NVFP4.
     """
 
     gate_up: Tensor
@@ -71,52 +84,71 @@ class ExpertWeights:
     down_bias: Tensor | None = None
     gate_up_scale: Tensor | None = None
     down_scale: Tensor | None = None
+    gate_up_scale_2: Tensor | None = None
+    down_scale_2: Tensor | None = None
 
     def __post_init__(self) -> None:
-        shape = self.down.shape
+        shape, dtype, device = self.down.shape, self.down.dtype, self.down.device
         if len(shape) != 3:
             raise ValueError(f"down must be [S, H, I], got {list(shape)}")
-        slots, hidden, inner = shape
-        if self.down.dtype not in (*DTYPES, FP8):
+        if dtype not in (*DTYPES, FP8, BYTES):
             raise ValueError(
-                f"down must be float64, float32, bfloat16, float16 or float8_e4m3fn, got {self.down.dtype}"
+                f"down must be float64, float32, bfloat16, float16, float8_e4m3fn or uint8 of e2m1, got {dtype}"
             )
-        self._check_kinds()
-        expected = {
-            "gate_up": [slots, 2 * inner, hidden],
-            "gate_up_bias": [slots, 2 * inner],
-            "down_bias": [slots, hidden],
-            **scale_shapes(slots, hidden, inner),
-        }
-        for name, sizes in expected.items():
-            tensor: Tensor | None = getattr(self, name)
-            if tensor is None:
+        if shape[1] % per_element(dtype):
+            raise ValueError(f"down must have an even number of rows H in {dtype}, got {list(shape)}")
+        self._check_format()
+        wanted = self._wanted()
+        for name in NAMES:
+            sizes, dtypes = wanted.get(name, (None, ()))
+            stack: Tensor | None = getattr(self, name)
+            if stack is None and (sizes is None or name.endswith("_bias")):
                 continue
-            if list(tensor.shape) != sizes:
+            fits = stack is not None and list(stack.shape) == sizes
+            if stack is None or not fits or stack.dtype not in dtypes or stack.device != device:
+                kinds = " or ".join(map(str, dtypes))
                 raise ValueError(
-                    f"{name} must be {sizes} beside down {list(shape)}, got {list(tensor.shape)}"
-                )
-            dtype = torch.float32 if name.endswith("_scale") else self.down.dtype
-            if (tensor.dtype, tensor.device) != (dtype, self.down.device):
-                of = "be" if name.endswith("_scale") else "have down's dtype and device"
-                raise ValueError(
-                    f"{name} must {of} ({dtype}, {self.down.device}), got {tensor.dtype}, {tensor.device}"
+                    f"{name} must be {'None' if sizes is None else f'{sizes} {kinds} {device}'} beside down "
+                    f"{_kind(self.down)}, got {_kind(stack)}"
                 )
 
-    def _check_kinds(self) -> None:
-        """Raises ValueError for stacks that do not go together: scales belong to fp8, biases to all else."""
-        for name in ("gate_up_scale", "down_scale"):
-            if (getattr(self, name) is not None) != self.in_fp8:
-                rule = "be there" if self.in_fp8 else "be None"
-                raise ValueError(f"{name} must {rule} beside down {self.down.dtype}, got {_kind(self, name)}")
-        for name in ("gate_up_bias", "down_bias"):
-            if self.in_fp8 and getattr(self, name) is not None:
-                raise ValueError(f"{name} must be None beside weights in fp8, got {_kind(self, name)}")
+    def _check_format(self) -> None:
+        """Raises ValueError for dtypes of down and its scales that are no format."""
+        known = {scale: form for (weight, scale), form in FORMATS.items() if weight == self.down.dtype}
+        if known and self.format is None:
+            names = " or ".join(f"{scale} ({form.name})" for scale, form in known.items())
+            raise ValueError(
+                f"down_scale must be {names} beside down {_kind(self.down)}, got {_kind(self.down_scale)}"
+            )
+
+    def _wanted(self) -> dict[str, SizesAndDtypes]:
+        """Sizes and dtypes of all stacks that such weights may have; those without biases must be there."""
+        slots, hidden, inner = *self.down.shape[:2], self.intermediate
+        form, dtype = self.format, self.down.dtype
+        biases = (dtype,) if form is None else DTYPES
+        scales = {} if form is None else scales_of(form, slots, hidden, inner)
+        return {
+            "gate_up": ([slots, 2 * inner, hidden // per_element(dtype)], (dtype,)),
+            "down": (list(self.down.shape), (dtype,)),
+            "gate_up_bias": ([slots, 2 * inner], biases),
+            "down_bias": ([slots, hidden], biases),
+            **scales,
+        }
 
     @property
-    def in_fp8(self) -> bool:
-        """Whether the weights are e4m3 with scales."""
-        return self.down.dtype == FP8
+    def format(self) -> Format | None:
+        """Of quantised weights."""
+        return None if self.down_scale is None else FORMATS.get((self.down.dtype, self.down_scale.dtype))
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the weights have scales."""
+        return self.down.dtype not in DTYPES
+
+    @property
+    def intermediate(self) -> int:
+        """I."""
+        return self.down.shape[2] * per_element(self.down.dtype)
 
     @property
     def num_slots(self) -> int:
@@ -130,7 +162,7 @@ class ExpertWeights:
     def trains(self, name: str) -> bool:
         """Whether a stack's rows are to require gradients."""
         stack: Tensor | None = getattr(self, name)
-        return stack.requires_grad if isinstance(stack, nn.Parameter) else not self.in_fp8
+        return stack.requires_grad if isinstance(stack, nn.Parameter) else not self.quantised
 
     def stacks(self) -> dict[str, Tensor]:
         """Those that are there, by name."""
@@ -161,10 +193,9 @@ class ExpertWeights:
         )
 
 
-def _kind(weights: ExpertWeights, name: str) -> str:
-    """A stack's shape and dtype, for messages."""
-    stack: Tensor | None = getattr(weights, name)
-    return "None" if stack is None else f"{list(stack.shape)} {stack.dtype}"
+def _kind(stack: Tensor | None) -> str:
+    """A stack's shape, dtype and device, for messages."""
+    return "None" if stack is None else f"{list(stack.shape)} {stack.dtype} {stack.device}"
 
 
 def _there() -> None:
@@ -184,19 +215,22 @@ class BorrowedWeights(ExpertWeights):
 
 
 def describe(weights: ExpertWeights, first: int = 0) -> str:
-    """Shapes from a dimension on, dtype and kind of device, for messages and comparisons."""
-    shapes = ", ".join(f"{name} {list(stack.shape[first:])}" for name, stack in weights.stacks().items())
-    return f"{shapes} {weights.down.dtype} on {weights.down.device.type}"
+    """Shapes from a dimension on, dtypes and kind of device, for messages and comparisons."""
+    dtype, stacks = weights.down.dtype, weights.stacks().items()
+    kinds = {name: "" if stack.dtype == dtype else f" {stack.dtype}" for name, stack in stacks}
+    shapes = ", ".join(f"{name} {list(stack.shape[first:])}{kinds[name]}" for name, stack in stacks)
+    return f"{shapes} {dtype} on {weights.down.device.type}"
 
 
 def compute_path(weights: ExpertWeights, dtype: torch.dtype | None = None) -> Literal["grouped_mm", "loop"]:
     """Which path :func:`run_experts` takes for these weights: by dtype and layout alone.
 
-    dtype: of the rows, in which weights in fp8 are multiplied; None: the weights'.
+    dtype: of the rows, in which quantised weights are multiplied; None: the weights'.
     """
     dtype = weights.down.dtype if dtype is None else dtype
-    aligned = all(size * dtype.itemsize % ROW_BYTES == 0 for size in weights.down.shape[1:])
-    dense = all(
+    sizes = weights.down.shape[1], weights.intermediate
+    aligned = all(size * dtype.itemsize % ROW_BYTES == 0 for size in sizes)
+    dense = weights.quantised or all(
         s.is_contiguous() or s.transpose(1, 2).is_contiguous() for s in (weights.gate_up, weights.down)
     )
     return "grouped_mm" if dtype != torch.float64 and aligned and dense else "loop"  # it has no float64

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from isoload.checkpoints import Checkpoint
-from isoload.experts.fp8 import FP8, check_no_gradients
+from isoload.experts.quantised import check_no_gradients, check_stay
 from isoload.experts.weights import Activation, ClampedGLU, ExpertWeights, SwiGLU, describe
 from isoload.placement import Placement
 from isoload.transport import DTYPES, CollectiveGroup, Group
 from isoload.weights.shard import Shard, check_shard
-from isoload.weights.storage import RankWeights, check_fp8
+from isoload.weights.storage import RankWeights
 
 Experts = Sequence[ExpertWeights | Checkpoint | Shard]  # for every owned rank: all experts, or its own
 
@@ -41,8 +41,8 @@ def check_parts(experts: Experts, group: Group, placement: Placement, layer: int
     kinds: dict[str, None] = {}
     for rank, own in zip(group.ranks, experts, strict=True):
         given = own.read(()) if isinstance(own, Checkpoint) else own.read() if isinstance(own, Shard) else own
-        if given.in_fp8:
-            check_fp8(given.stacks())
+        if given.quantised:
+            check_stay(given.stacks(), {})
         if isinstance(own, Shard):
             shard = check_shard(own, placement.home_experts(layer, rank), rank)
             kinds[f"shards with rows of {describe(shard, 1)}"] = None
@@ -58,6 +58,18 @@ def check_parts(experts: Experts, group: Group, placement: Placement, layer: int
     if len(kinds) > 1:
         raise ValueError(f"experts must be alike on all ranks of this process, got {' and '.join(kinds)}")
     return next(iter(kinds))
+
+
+def check_halves(experts: Experts, activation: Activation) -> None:
+    """Raises ValueError for scales of gate and of up where the rows of both alternate, since each scales a half."""
+    for own in experts if isinstance(activation, ClampedGLU) else ():
+        given = own.read() if isinstance(own, Shard) else own
+        scales = None if isinstance(given, Checkpoint) else given.gate_up_scale_2
+        if scales is not None and bool((scales[:, 0] != scales[:, 1]).any()):
+            raise ValueError(
+                "gate_up_scale_2 must be the same for both halves of the rows beside ClampedGLU, whose gate and up "
+                f"alternate, got {scales[scales[:, 0] != scales[:, 1]][0].tolist()}"
+            )
 
 
 def device_of(experts: Experts) -> torch.device:
@@ -115,15 +127,16 @@ _CHECKED: WeakKeyDictionary[DistributedDataParallel, WeakSet[RankWeights]] = Wea
 def check_rows(rows: list[Tensor], most: int | None, down: Tensor) -> None:
     """Raises ValueError if rows do not fit experts down [S, H, I], or are more than the transport has room for.
 
-    Beside experts in fp8 rows may have any dtype, and no gradients are recorded.
+    Beside quantised experts rows may have any dtype, and no gradients are recorded.
     """
-    if down.dtype == FP8:
+    quantised = down.dtype not in DTYPES
+    if quantised:
         check_no_gradients()
     for row in rows:
         if row.dim() != 2 or row.dtype not in DTYPES:
             names = ", ".join(map(str, DTYPES))
             raise ValueError(f"x must be [T, H] of {names}, got {list(row.shape)} {row.dtype}")
-        dtype = row.dtype if down.dtype == FP8 else down.dtype
+        dtype = row.dtype if quantised else down.dtype
         if (row.shape[1], row.dtype) != (down.shape[1], dtype):
             raise ValueError(
                 f"x must be [T, {down.shape[1]}] {dtype} as the experts, whose weights autocast leaves alone, "

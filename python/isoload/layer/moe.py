@@ -14,7 +14,7 @@ from isoload.checkpoints import Checkpoint
 from isoload.experts.compute import count_copies, run_experts
 from isoload.experts.sorted_rows import run_sorted
 from isoload.experts.weights import Activation, ExpertWeights, SwiGLU
-from isoload.layer.checks import check_parts, check_rows, experts_by_rank, name_of
+from isoload.layer.checks import check_halves, check_parts, check_rows, experts_by_rank, name_of
 from isoload.layer.compiled import Choose, handle_of, run_in_graph
 from isoload.layer.routers import Routing, given_choices
 from isoload.layer.stored import StoredExperts
@@ -129,6 +129,7 @@ class MoE(StoredExperts):
             described = check_parts(own, self.group, placement, layer)
             stored = own[0].activation if isinstance(own[0], Checkpoint) else SwiGLU()
             self.activation: Activation = stored if activation is None else activation
+            check_halves(own, self.activation)
             arrange = shard_layouts if isinstance(own[0], Shard) else layouts
             self.layouts, self.num_rows = arrange(placed), count_rows(placed, weight_rows)
             facts.update({"weight_rows": weight_rows, "borrow": borrow})

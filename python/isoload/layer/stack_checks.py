@@ -8,6 +8,7 @@ from math import inf
 from torch import nn
 
 from isoload.cost import CostModel, slots_in_time
+from isoload.experts.quantised import per_element
 from isoload.layer.block_experts import no_gate
 from isoload.layer.moe import MoE
 from isoload.layer.routers import Gate
@@ -135,9 +136,10 @@ def count_slots(
             raise ValueError(
                 f"slots must come with cost and copies_per_rank if 'auto', got {cost}, {copies_per_rank}"
             )
-        if (cost.hidden, cost.intermediate) != tuple(down.shape[1:]):
+        sizes = down.shape[1], down.shape[2] * per_element(down.dtype)
+        if (cost.hidden, cost.intermediate) != sizes:
             raise ValueError(
-                f"cost must be of the layers' experts, {down.shape[1]} x {down.shape[2]}, "
+                f"cost must be of the layers' experts, {sizes[0]} x {sizes[1]}, "
                 f"got {cost.hidden} x {cost.intermediate}"
             )
         if memory is not None and not 0 <= memory < inf:

@@ -11,16 +11,16 @@ import inspect
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from isoload.experts.fp8 import FP8
 from isoload.transport import Group
 from isoload.transport.deep_ep import shared_buffer
 from isoload.transport.peers import Peers
 from isoload.weights.backend import Backend, BorrowPlan
-from isoload.weights.moves import Stacks, Wait
+from isoload.weights.moves import Stacks, Wait, as_bytes
 
-ALIGNMENT = 32  # bytes; of an expert in every stack, and of a stack in the buffer's region
+ALIGNMENT = 32  # bytes; DeepEP moves multiples of it
 NEEDS = {
     "lb_prefetch_weights": ("redundant_expert_weights", "expert_weights", "redundancy_mapping"),
     "lb_reduce_grads": ("redundant_expert_grads", "expert_grads", "redundancy_mapping"),
@@ -41,58 +41,64 @@ class DeepEPBorrow(Backend):
         super().__init__(group, peers)
         self.buffer = shared_buffer(group)
         self._taken = 0
+        self._whole: dict[int, Tensor] = {}  # the pools with their padding, by address
         self._sent: dict[tuple[object, ...], Tensor] = {}  # gradients where DeepEP reads them, by layout
 
     def start(self, stage: str, plan: BorrowPlan, held: Stacks, pools: Stacks) -> Wait:
-        own = [as_many(stack, plan.rows) for stack in held[0]]
-        event = self.buffer.lb_prefetch_weights(pools[0], own, redundancy_mapping(plan))
+        own = [padded(as_many(stack, plan.rows)) for stack in held[0]]
+        whole = [self._whole[stack.data_ptr()] for stack in pools[0]]
+        event = self.buffer.lb_prefetch_weights(whole, own, redundancy_mapping(plan))
         return lambda: event.current_stream_wait()
 
     def add_back(self, stage: str, plan: BorrowPlan, grads: Stacks, totals: Stacks) -> None:
         mapping = redundancy_mapping(plan)
         for w, (grad, total) in enumerate(zip(grads[0], totals[0], strict=True)):
-            sent = self._region(w, grad)
-            sent.copy_(grad.flatten(1))
+            sent, size = self._region(w, grad), grad.shape[1:].numel()
+            sent[:, :size] = grad.flatten(1)
             # as many on every rank, as the mapping counts them
             sums = sent.new_zeros(plan.rows, sent.shape[1])
-            sums[: len(total)] = total.flatten(1)
+            sums[: len(total), :size] = total.flatten(1)
             self.buffer.lb_reduce_grads(sent, sums, mapping).current_stream_wait()
-            total.copy_(sums[: len(total)].view(total.shape))
+            total.copy_(sums[: len(total), :size].reshape(total.shape))
 
     def new_spare(self, like: Tensor, rows: int) -> Tensor:
         """See :meth:`Backend.new_spare`; raises ValueError for what DeepEP cannot move."""
-        shape, dtype = like.shape[1:], like.dtype
-        if dtype not in (torch.bfloat16, torch.float16, torch.float32, FP8):
+        if like.dtype == torch.float64:
             raise ValueError(
-                f"experts must be bfloat16, float16, float32 or float8_e4m3fn for borrow='deep_ep', got {dtype}"
+                f"experts must not be float64 for borrow='deep_ep', which adds gradients in float32, got {like.dtype}"
             )
-        size = shape.numel() * like.itemsize
-        if size % ALIGNMENT:
-            raise ValueError(
-                f"an expert's bytes must be a multiple of {ALIGNMENT} in every stack for borrow='deep_ep', "
-                f"got {size} of {list(shape)} {dtype}"
-            )
-        return self._take((rows, *shape), dtype)
+        shape = like.shape[1:]
+        whole = self._take(rows, shape.numel() * like.itemsize)
+        pool = whole.view(like.dtype)[:, : shape.numel()].view(rows, *shape)
+        self._whole[pool.data_ptr()] = whole
+        return pool
 
-    def _take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Zeros in the buffer's region."""
+    def _take(self, rows: int, size: int) -> Tensor:
+        """[rows, bytes] zeros in the buffer's region, size bytes and padding each."""
         storage: Tensor = self.buffer.runtime.lb_storage
-        size = torch.Size(shape).numel() * dtype.itemsize
-        if self._taken + size > len(storage):
+        size += -size % ALIGNMENT
+        if self._taken + rows * size > len(storage):
             raise ValueError(
-                f"borrow_bytes must be at least {self._taken + size} for these experts and their gradients, "
+                f"borrow_bytes must be at least {self._taken + rows * size} for these experts and their gradients, "
                 f"got {len(storage)}"
             )
-        taken = storage.narrow(0, self._taken, size).view(dtype).view(shape)
-        self._taken += -(-size // ALIGNMENT) * ALIGNMENT
+        taken = storage.narrow(0, self._taken, rows * size).view(rows, size)
+        self._taken += rows * size
         return taken.zero_()
 
     def _region(self, w: int, like: Tensor) -> Tensor:
-        """[spare_slots, F] float32 for the gradients of stack w, the same every time."""
+        """[spare_slots, F] float32 for the gradients of stack w, and padding, the same every time."""
         key = w, like.shape
         if key not in self._sent:
-            self._sent[key] = self._take((len(like), like.shape[1:].numel()), torch.float32)
+            size = like.shape[1:].numel() * torch.float32.itemsize
+            self._sent[key] = self._take(len(like), size).view(torch.float32)
         return self._sent[key]
+
+
+def padded(stack: Tensor) -> Tensor:
+    """The rows of a contiguous stack, copied behind one another with padding where their size is none of DeepEP's."""
+    missing = -(stack.shape[1:].numel() * stack.itemsize) % ALIGNMENT
+    return F.pad(as_bytes(stack), (0, missing)) if missing else stack
 
 
 def as_many(stack: Tensor, rows: int) -> Tensor:

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isoload.experts.fp8 import FP8
-from isoload.experts.weights import NAMES
+from isoload.experts.weights import DTYPES, NAMES
 
 HOMES = "home_experts"  # [homes] int64, beside the stacks of a rank
 FULL = "experts."  # prefix of the stacks [E, ...] of a full state
 
 
 def check_kind(key: str, given: Tensor, held: Tensor) -> None:
-    """Raises ValueError where loading would cast to or from fp8: without its scales a value says nothing."""
-    if given.dtype != held.dtype and FP8 in (given.dtype, held.dtype):
+    """Raises ValueError where loading would cast quantised weights, whose values say nothing alone, or scales."""
+    plain = given.dtype in DTYPES and held.dtype in DTYPES and "_scale" not in key
+    if given.dtype != held.dtype and not plain:
         raise ValueError(f"{key} must be {held.dtype} as the layer's experts, got {given.dtype}")
 
 

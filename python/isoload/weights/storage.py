@@ -11,7 +11,7 @@ The layer then reads the home rows from the Parameter, and replica rows from the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from isoload.checkpoints import Checkpoint
-from isoload.experts.fp8 import FP8
+from isoload.experts.quantised import check_stay
 from isoload.experts.weights import NAMES, ExpertWeights
 from isoload.transport import Group
 from isoload.weights.layout import Layout
@@ -44,6 +44,7 @@ class RankWeights(nn.Module):
 
     row_of_slot: Tensor
     stored_down: Tensor
+    stored_down_scale: Tensor | None
 
     def __init__(
         self,
@@ -73,6 +74,9 @@ class RankWeights(nn.Module):
         self.had_gradients = False  # so an optimizer may keep state of the home rows
         self.row_of_slot = torch.tensor(self._rows(self.layout), dtype=torch.int64, device=device)
         self._own = dict(self.named_parameters(recurse=False))
+        held = self.stored() if self.stored_down_scale is not None else {}
+        # noted since a cast, by .to(dtype), changes the storages along with the Parameters
+        self.fixed_dtypes = {name: s.dtype for name, s in held.items() if not name.endswith("_bias")}
         self._refreshed: list[tuple[Tensor, int]] | None = None
         self.note_refreshed()
 
@@ -157,8 +161,8 @@ class RankWeights(nn.Module):
                 raise ValueError(
                     f"{name} must be {' '.join(map(str, wanted))}, got {' '.join(map(str, given))}"
                 )
-        if "gate_up_scale" in storages:
-            check_fp8(homes)
+        if self.fixed_dtypes:
+            check_stay(homes, self.fixed_dtypes)
         if replicated and not self.is_refreshed():
             raise ValueError(
                 "replicas must be refreshed after the expert Parameters change: call refresh_replicas() on all ranks, "
@@ -242,7 +246,7 @@ class RankWeights(nn.Module):
         for name, held in self.stored().items():
             if (given := state.get(prefix + name)) is not None:
                 check_kind(prefix + name, given, held)
-            of = name.removesuffix("_scale")
+            of = name.removesuffix("_2").removesuffix("_scale")
             if of != name and (given is None) != (state.get(prefix + of) is None):
                 raise ValueError(
                     f"state must hold {prefix + of} and {prefix + name} together, got one of them"
@@ -282,19 +286,6 @@ def _shows(home: Tensor, stored: Tensor) -> bool:
         return True
     rows = home.shape[1:] == stored.shape[1:] and home.stride() == stored.stride()
     return rows and home.dtype == stored.dtype and home.data_ptr() == stored.data_ptr()
-
-
-def check_fp8(homes: Mapping[str, Tensor]) -> None:
-    """Raises ValueError if home rows in fp8 have been cast, as ``.to(dtype)`` does, or are to be trained."""
-    for name, home in homes.items():
-        wanted = torch.float32 if name.endswith("_scale") else FP8
-        if home.dtype != wanted:
-            raise ValueError(
-                f"{name} must stay {wanted}, since experts in fp8 cannot be cast (.to(dtype)), got {home.dtype}: their "
-                "values are lost"
-            )
-        if home.requires_grad:
-            raise ValueError(f"{name} must not require a gradient, which experts in fp8 do not have, got one")
 
 
 def version_of(tensor: Tensor) -> int:
