@@ -36,6 +36,7 @@ MORE: dict[str, dict[str, Any]] = {
         folder: {"layer_types": FULL}
         for folder in ("bailing_hybrid", "dots1", "kimi_linear", "lfm2_moe", "qwen3_5_moe", "qwen3_next")
     },
+    "dbrx": {"ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": E}, "d_model": H},
     "dots3_note": {"adapter_in_dim": H, "adapter_input_size": H},
     "deepseek_v4": {"mlp_layer_types": ["hash_moe", "moe"]},
     "ernie4_5_vl_moe": {
