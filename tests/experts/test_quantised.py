@@ -130,7 +130,9 @@ def test_all_at_once_as_on_a_device(name: str) -> None:
         there = [torch.empty(s.shape, dtype=s.dtype, device="cuda") for s in stacks]
         fake = torch.empty(11, 64, dtype=torch.bfloat16, device="cuda")
         places = [torch.empty(11, dtype=torch.int64, device="cuda") for _ in range(2)]
-        on_device = Grouping(*places, torch.empty(4, dtype=torch.int32, device="cuda"), places[0].unsqueeze(1))
+        on_device = Grouping(
+            *places, torch.empty(4, dtype=torch.int32, device="cuda"), places[0].unsqueeze(1)
+        )
         bias = torch.empty(4, 96, device="cuda")
         got = quantised_linear(fake, there, bias, on_device, True)
         assert got.shape == (11, 96) and got.dtype == torch.bfloat16
