@@ -248,6 +248,8 @@ ANSWERS = {
     "logits": torch.zeros(5, E),
     "no logits": (WEIGHTS, IDS),
     "another order": (torch.zeros(5, E), IDS, WEIGHTS),
+    "of other tokens": (torch.zeros(5, E), WEIGHTS[1:], IDS[1:]),
+    "chosen or not": (torch.zeros(5, E), WEIGHTS, IDS.bool()),
     "weights of all experts": (torch.zeros(5, E), torch.zeros(5, E), IDS),
     "a mask": (torch.zeros(5, E), WEIGHTS[:, None], torch.zeros(5, 1, E, dtype=torch.int64)),
 }

@@ -60,7 +60,8 @@ class BlockGate:
         given = rows[None] if type(self.router).__name__ in BY_SEQUENCE else rows
         answer = self.router.forward(given, *(getattr(self.block, taken, None) for taken in self.takes))
         weights, ids = answer[1:3] if isinstance(answer, tuple) and len(answer) > 2 else (rows, rows)
-        if ids.is_floating_point() or ids.dim() != 2 or weights.shape != ids.shape:
+        of_each = ids.dim() == 2 and len(ids) == len(rows) and ids.shape == weights.shape
+        if ids.dtype not in (torch.int32, torch.int64) or not of_each:
             raise ValueError(
                 "router must answer logits, weights [T, K] and ids [T, K], got something else of "
                 f"{type(self.router).__name__} in {type(self.block).__name__}"

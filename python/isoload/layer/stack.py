@@ -28,7 +28,7 @@ from isoload.value_checks import capturing, values_readable
 from isoload.weights.borrow import Borrowed
 
 AHEAD = "slots filled ahead"  # what ranks compare
-# Decoders' names of the norm before the block; the last is that after attention where there is one after the block.
+# Decoders' names of the norm before the block; the last is not it where there is AFTER, too
 NORMS = (
     "pre_feedforward_layernorm",
     "pre_mlp_layernorm",
@@ -291,12 +291,10 @@ def norm_before(layer: nn.Module, block: nn.Module) -> nn.Module:
         ValueError: there is none that is known.
     """
     name = next((n for n in NORMS if isinstance(getattr(layer, n, None), nn.Module)), "")
-    of_attention = name == NORMS[-1] and hasattr(
-        layer, AFTER
-    )  # the block's rows are then not normed, as in FlexOlmo
-    shared = (
-        sum(is_known(module) for module in layer.modules()) > 1
-    )  # by blocks of other tokens, as in ERNIE-4.5-VL
+    # FlexOlmo norms what comes out of attention and of the block, not the block's rows
+    of_attention = name == NORMS[-1] and hasattr(layer, AFTER)
+    # ERNIE-4.5-VL's two blocks get a part of the tokens each
+    shared = sum(is_known(module) for module in layer.modules()) > 1
     if block is layer or not name or of_attention or shared:
         raise ValueError(
             "predict must not be 'lookahead' where no norm before the block is known ('last' needs none), got a "
