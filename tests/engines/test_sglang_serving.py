@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoint import make_qwen3_moe, make_tokenizer
 from engine_runs import HARNESS, environment, free_port
 from load_generator import serving
@@ -20,13 +21,14 @@ sys.path.append(str(Path(__file__).parents[2] / "bench"))
 sys.path.append(str(Path(__file__).parents[2] / "bench" / "serving"))
 import matrix
 import rates
+import rectangle
 
 ON_CPU = (
     "--device cpu --dtype float32 --disable-cuda-graph --attention-backend torch_native --sampling-backend pytorch "
     "--grammar-backend none --mem-fraction-static 0.2 --max-total-tokens 2048 --max-running-requests 4 "
     "--context-length 256 --deepep-mode normal --skip-server-warmup"
 )
-RATES = [4.0, 8.0]
+RATE = 8
 
 
 @pytest.mark.parametrize("script", [matrix, rates], ids=["matrix", "rates"])
@@ -67,19 +69,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     make_tokenizer(folder / "model")
     variables = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "ENGINE_RECORD": ""}
     command = [sys.executable, rates.__file__, "--model", str(folder / "model"), "--gpus", "2"]
-    command += ["--only", "record", "craft2", "isoload", "--replicas", "2", "--engine-args", ON_CPU]
-    command += [
-        "--rates",
-        *map(str, RATES),
-        "--seconds",
-        "2",
-        "--tokens",
-        "24",
-        "--new",
-        "4",
-        "--limit",
-        "200",
-    ]
+    command += ["--only", "record", "isoload", "--engine-args", ON_CPU, "--limit", "600"]
+    command += ["--rates", str(RATE), "--seconds", "2", "--tokens", "24", "--new", "4"]
     command += ["--generator", f"{sys.executable} {HARNESS / 'load_generator.py'}"]
     command += ["--port", str(free_port()), "--results", str(folder), "--work", str(folder / "work")]
     given = environment(folder, "sglang.srt.plugins", "cpu_engine", variables)
@@ -91,25 +82,34 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
 
 def test_cells_run_end_to_end(served: tuple[Path, dict[str, Any]]) -> None:
     folder, rows = served
-    assert list(rows) == ["record", "craft2", "isoload"]
-    for name in ("craft2", "isoload"):
-        loads = rows[name]["loads"]
-        assert [load["load"] for load in loads] == [f"rate {rate:g}" for rate in RATES]
-        for load, rate in zip(loads, RATES, strict=True):
-            assert load["completed"] == 2 * rate and load["total_output_tokens"] == 4 * 2 * rate
-            assert load["total_input_tokens"] == 24 * 2 * rate
-            assert 0 < load["median_ttft_ms"] < load["mean_e2e_latency_ms"]
-        assert rows[name]["cache_tokens"] > 0 and rows[name]["sglang"]
+    assert list(rows) == ["record", "isoload"]
+    (load,) = rows["isoload"]["loads"]
+    requests = 2 * RATE
+    assert load["load"] == f"rate {RATE}" and load["completed"] == requests
+    assert load["total_input_tokens"] == 24 * requests and load["total_output_tokens"] == 4 * requests
+    assert 0 < load["median_ttft_ms"] < load["mean_e2e_latency_ms"]
+    assert all(row["cache_tokens"] > 0 and row["sglang"] for row in rows.values())
     picture = (folder / "serving_rates.svg").read_text()
-    assert picture.count("<path") == 2 and "craft2" in picture and "isoload" in picture
+    assert picture.count("<path") == 1 and "isoload" in picture
 
 
 def test_the_engine_had_what_the_row_says(served: tuple[Path, dict[str, Any]]) -> None:
-    folder, rows = served
+    folder, _ = served
     log = (folder / "work" / "isoload.log").read_text()
     assert "--ep-dispatch-algorithm dynamic (loads own" in log and "policy exact on 3 of 3 layers" in log
     assert "init_expert_location from init_by_eplb" in log
-    log = (folder / "work" / "craft2.log").read_text()
-    assert "isoload: " not in log and "init_expert_location from init_by_mapping" in log
-    table = json.loads((folder / "work" / "craft2.json").read_text())["physical_to_logical_map"]
+    counted = torch.load(folder / "work" / "expert_counts.pt", weights_only=True)["logical_count"]
+    assert counted.shape[1:] == (3, 16) and int(counted.sum()) >= 3 * 4 * 24 * 2 * RATE
+
+
+def test_crafts_rectangle_is_made_of_what_was_counted(
+    served: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command that cell craft2 runs ahead of the engine."""
+    folder, _ = served
+    counts, out = folder / "work" / "expert_counts.pt", folder / "craft2.json"
+    words = ["rectangle.py", str(counts), "--ranks", "2", "--replicas", "2", "--output", str(out)]
+    monkeypatch.setattr(sys, "argv", words)
+    rectangle.main()
+    table = json.loads(out.read_text())["physical_to_logical_map"]
     assert [len(row) for row in table] == [18] * 3 and all(set(row) == set(range(16)) for row in table)

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for name in ("empty_cache", "synchronize"):  # called by the rebalancing; torch.cpu lacks the first
+    # Called by the rebalancing and by the recorder before it is told to record; torch.cpu lacks two of them.
+    for name in ("empty_cache", "synchronize", "is_current_stream_capturing"):
         if not hasattr(torch.cpu, name):
             setattr(torch.cpu, name, lambda *_: None)
     ops = ModuleType("vllm._custom_ops")  # where SGLang takes one kernel from on a CPU without AMX
