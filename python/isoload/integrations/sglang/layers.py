@@ -11,6 +11,7 @@ from torch import Tensor
 
 from isoload.balancer import Balancer
 from isoload.integrations.engine_layers import JOINED_BY_ALL, EngineLayer, EngineLayers
+from isoload.integrations.engine_record import EngineRecord
 from isoload.integrations.engine_tables import engine_topology
 from isoload.integrations.meter import Meter
 from isoload.integrations.settings import LOADS
@@ -72,6 +73,7 @@ class Layers(EngineLayers[Layer]):
         self.num_waterfill = 0  # layers whose shared experts are placed beside routed copies as they lie
         self.waterfill_flag = "--enable-waterfill"  # behind which they are
         self.lost: frozenset[str] = frozenset()  # options to which isoload is not attached
+        self.record: EngineRecord | None = None  # of shadow mode
 
     def engine_group(self) -> dist.ProcessGroup:
         from sglang.srt.runtime_context import get_parallel
