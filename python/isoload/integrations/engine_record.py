@@ -77,6 +77,11 @@ class EngineRecord:
         copies = count(without_padding(ids, num_valid), self.tables.shape[1])
         self.recorder.add(layer, [copies], self, slots.shape[1])
 
+    def kept(self, layers: int | None = None) -> str:
+        """What is recorded, in words; layers: of the model's, how many are counted."""
+        number = self.recorder.num_layers if layers is None else layers
+        return f"one pass in {self.settings.record_every} of {number} layers is kept"
+
     def clear(self) -> None:
         """Forgets what warm-ups and captures of graphs have counted."""
         self.recorder.clear()

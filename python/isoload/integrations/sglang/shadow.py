@@ -85,11 +85,8 @@ def initialize(original: Original, self: Any) -> None:
             "(static is what SGLang does without it)"
         )
         return
-    every = record.settings.record_every
-    log.info(
-        f"isoload: in shadow behind SGLang's --ep-dispatch-algorithm {algorithm}, which chooses as ever: every "
-        f"{every}th pass of {record.tables.shape[0]} layers is kept"
-    )
+    stays = f"SGLang's --ep-dispatch-algorithm {algorithm}, which chooses as ever"
+    log.info(f"isoload: in shadow behind {stays}: {record.kept()}")
 
 
 def forward(original: Original, self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:

@@ -82,11 +82,8 @@ def take(state: Any, parallel: Any) -> None:
         RECORDS.by_map[address] = Counted(record, i, tokens == "gathered")
     weakref.finalize(state, RECORDS.forget)
     if not record.rank:
-        every = record.settings.record_every
-        log.info(
-            f"isoload: in shadow behind vLLM's EPLB of {state.model_name}, which chooses and rebalances as ever: every "
-            f"{every}th pass of {len(held)} layers is kept"
-        )
+        stays = f"vLLM's EPLB of {state.model_name}, which chooses and rebalances as ever"
+        log.info(f"isoload: in shadow behind {stays}: {record.kept(len(held))}")
 
 
 def most_decoded(parallel: Any, gathered: bool) -> int:
