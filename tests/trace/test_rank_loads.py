@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,7 +31,7 @@ def loads(rank: int = 0, passes: tuple[int, ...] = (3, 6), **given: Any) -> Rank
 def test_a_file_is_what_was_written(tmp_path: Path) -> None:
     made = loads(1)
     path = made.save(tmp_path)
-    assert path.name == "rank00001-1000-000000003.npz"
+    assert path.name == f"rank00001-1000-{os.getpid()}-000000003.npz"
     found = read_rank_loads(path)
     for name in ("slot_copies", "slot_to_expert", "counts"):
         assert np.array_equal(getattr(found, name), getattr(made, name))
@@ -88,6 +89,10 @@ BAD: dict[str, tuple[Write, str]] = {
         "experts must lie alike on all ranks, in pass 3 they do not",
     ),
     "other ranks": (both(topology=isoload.Topology(2, 1)), "of the same ranks, tokens, experts and slots"),
+    "two engines": (
+        lambda folder: (both()(folder), loads(1, started=1001).save(folder)),
+        "must hold each pass of a rank once, pass 3 of rank 1 is there twice: two engines, two pipeline stages, or a",
+    ),
     "no copies": (
         lambda folder: loads(tokens="same", slot_copies=np.zeros((2, 3, 4), int)).save(folder),
         "must hold a pass with copies, got none",

@@ -1,11 +1,12 @@
 """RankLoads: what one rank routed by an engine's own choice of replicas, pass by pass; and all ranks' files joined.
 
-A rank writes ``rank00003-1764140000-000000064.npz`` (rank, start of its process, first pass): a trace of its counts,
-and beside them the copies of each slot and the table of the slots.
+A rank writes ``rank00003-1764140000-4711-000000064.npz`` (rank, start and number of its process, first pass): a trace
+of its counts, and beside them the copies of each slot and the table of the slots.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +68,7 @@ class RankLoads:
             "started": self.started,
             "passes": list(self.passes),
         }
-        name = f"rank{self.rank:05d}-{self.started}-{self.passes[0]:09d}"
+        name = f"rank{self.rank:05d}-{self.started}-{os.getpid()}-{self.passes[0]:09d}"
         given: dict[str, Any] = {"counts": self.counts, "cluster": self.phases, "provenance": about}
         path = Path(folder, f"{name}.npz")
         tables = {"slot_copies": self.slot_copies, "slot_to_expert": self.slot_to_expert}
@@ -172,7 +173,7 @@ def read_recorded(path: str | Path) -> Recorded:
     if len(shapes) > 1:
         raise ValueError(f"{given}: files of one run must be of the same ranks, tokens, experts and slots")
     sources = range(first.topology.num_ranks) if first.tokens == "own" else [kept[0].rank]
-    by_rank = [_by_pass([of for of in kept if of.rank == rank]) for rank in sources]
+    by_rank = [_by_pass(given, [of for of in kept if of.rank == rank]) for rank in sources]
     if missing := [rank for rank, passes in zip(sources, by_rank, strict=True) if not passes]:
         raise ValueError(f"{given}: must hold files of all {len(by_rank)} ranks, lacks those of {missing[0]}")
     common = sorted(set.intersection(*map(set, by_rank)))
@@ -182,8 +183,17 @@ def read_recorded(path: str | Path) -> Recorded:
     return _join(given, first, [[passes[number] for number in common] for passes in by_rank], left)
 
 
-def _by_pass(files: Sequence[RankLoads]) -> dict[int, tuple[RankLoads, int]]:
-    return {number: (of, i) for of in files for i, number in enumerate(of.passes)}
+def _by_pass(path: Path, files: Sequence[RankLoads]) -> dict[int, tuple[RankLoads, int]]:
+    found: dict[int, tuple[RankLoads, int]] = {}
+    for of in files:
+        for i, number in enumerate(of.passes):
+            if number in found:
+                raise ValueError(
+                    f"{path}: must hold each pass of a rank once, pass {number} of rank {of.rank} is there twice: two "
+                    f"engines, two pipeline stages, or a restart within {ONE_RUN} s"
+                )
+            found[number] = of, i
+    return found
 
 
 def _join(
