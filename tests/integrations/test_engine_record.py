@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,24 @@ def settings(folder: Path | None = None, **given: str) -> Settings:
 
 def make(given: Settings, rank: int = 0, tokens: str = "own", **how: Any) -> EngineRecord:
     tables = placed().slot_to_expert.long()
-    return EngineRecord(
+    made = EngineRecord(
         given, "engine", "a model", rank, tables, EXPERTS, TOPOLOGY, tokens, torch.device("cpu"), **how
     )
+    MADE.append(made)
+    return made
+
+
+MADE: list[EngineRecord] = []
+
+
+@pytest.fixture(autouse=True)
+def all_closed() -> Iterator[None]:
+    """Else they would speak when the tests are over."""
+    yield
+    for made in MADE:
+        made.clear()
+        made.close()
+    MADE.clear()
 
 
 def draw(seed: int, tokens: int = 20) -> Tensor:

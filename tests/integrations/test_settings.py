@@ -18,6 +18,7 @@ from isoload.integrations.settings import (
     REPORT,
     SGLANG,
     STRICT,
+    SWITCH,
     VLLM,
     Settings,
     Variable,
@@ -25,12 +26,12 @@ from isoload.integrations.settings import (
 )
 
 ROOT = Path(__file__).parents[2]
-COMMON = (MODE, STRICT, POLICY, LOADS, PLACER, REPORT, RECORD, RECORD_EVERY)
+COMMON = (MODE, STRICT, POLICY, LOADS, PLACER, REPORT, RECORD, RECORD_EVERY, SWITCH)
 
 
 def test_defaults() -> None:
     settings = Settings.read({})
-    assert settings == Settings(False, None, None, "eplb", 0.0, "on", None, 64)
+    assert settings == Settings(False, None, None, "eplb", 0.0, "on", None, 64, None)
     assert (
         settings.policy_for(shared=False).name == "exact" and settings.policy_for(shared=True).name == "joint"
     )
@@ -84,7 +85,7 @@ BAD = {
     ("ISOLOAD_MODE", "shadow"): (
         "ISOLOAD_MODE=shadow must come with ISOLOAD_RECORD or ISOLOAD_REPORT_SECONDS, got neither"
     ),
-    ("ISOLOAD_RECORD", "/"): "ISOLOAD_RECORD must come with ISOLOAD_MODE=shadow, got 'on'",
+    ("ISOLOAD_RECORD", "/"): "ISOLOAD_RECORD must come with ISOLOAD_MODE=shadow or ISOLOAD_SWITCH, got 'on'",
     ("ISOLOAD_RECORD_EVERY", "0"): "ISOLOAD_RECORD_EVERY must be a whole number of at least 1, got '0'",
     ("ISOLOAD_RECORD_EVERY", "2.5"): "ISOLOAD_RECORD_EVERY must be a whole number of at least 1, got '2.5'",
 }
@@ -100,6 +101,14 @@ def test_shadow_mode_is_of_exact_and_writes_where_a_folder_is(tmp_path: Path) ->
         ValueError, match="ISOLOAD_POLICY must be exact where ISOLOAD_MODE is shadow, got 'lp'"
     ):
         Settings.read(shadow | {"ISOLOAD_POLICY": "lp"})
+    with pytest.raises(ValueError, match="ISOLOAD_SWITCH must come with ISOLOAD_MODE=on, got 'shadow'"):
+        Settings.read(shadow | {"ISOLOAD_SWITCH": "file"})
+    with pytest.raises(
+        ValueError, match="ISOLOAD_POLICY must be exact where ISOLOAD_SWITCH is given, got 'lp'"
+    ):
+        Settings.read({"ISOLOAD_SWITCH": "file", "ISOLOAD_POLICY": "lp"})
+    switched = Settings.read({"ISOLOAD_SWITCH": "file", "ISOLOAD_RECORD": str(tmp_path)})
+    assert (switched.mode, switched.switch, switched.record) == ("on", "file", str(tmp_path))
 
 
 @pytest.mark.parametrize(("name", "value"), BAD)

@@ -65,6 +65,7 @@ class EngineRecord:
         self.recorder = Recorder(tables.shape[0], tables.shape[1], KEPT, device)
         self.phase = "decode"  # of the pass under way
         self.passes = 0  # forward passes so far
+        self.active = True  # whether passes are kept
         self._ended = False  # whether the pass under way is counted already
         self._kept: list[tuple[int, str]] = []  # number and phase of the recorder's batches
         self._since = time.monotonic()
@@ -103,6 +104,12 @@ class EngineRecord:
         self.flush()
         self.tables = tables.clone()
 
+    def turn(self, active: bool) -> None:
+        """Whether passes are kept from here on."""
+        if self.active and not active:
+            self.flush()
+        self.active = active
+
     def flush(self) -> None:
         """Hands what is kept to the thread; the host waits for the device."""
         self._since = time.monotonic()
@@ -120,7 +127,7 @@ class EngineRecord:
         if self._ended:
             return
         self._ended, self.passes = True, self.passes + 1
-        if self.passes % self.settings.record_every:
+        if not self.active or self.passes % self.settings.record_every:
             self.recorder.skip()
             return
         self.recorder.step()

@@ -62,6 +62,12 @@ RECORD = Variable(
 RECORD_EVERY = Variable(
     "ISOLOAD_RECORD_EVERY", "number", "64", "of so many forward passes shadow mode keeps the counts of one"
 )
+SWITCH = Variable(
+    "ISOLOAD_SWITCH",
+    "file",
+    "",
+    "that the first rank reads while the engine runs: on, off, shadow or on:layers=0-7; empty: nothing is switched",
+)
 MODES = ("on", "off", "shadow")
 ALL_LOADS = ("gathered", "own", "node", "last")
 
@@ -77,6 +83,7 @@ class Settings:
     mode            one of MODES
     record          None = no files
     record_every    passes
+    switch          None = none
     """
 
     strict: bool
@@ -87,6 +94,7 @@ class Settings:
     mode: str = "on"
     record: str | None = None
     record_every: int = int(RECORD_EVERY.default)
+    switch: str | None = None
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -106,11 +114,13 @@ class Settings:
         except ValueError as error:
             raise ValueError(f"{PLACER.name}: {error}") from None
         seconds, mode, record = _seconds(_text(REPORT, given)), _text(MODE, given), _text(RECORD, given)
-        _check_mode(mode, record, seconds, policy)
+        switch = _text(SWITCH, given)
+        _check_mode(mode, record, seconds, policy, switch)
         every = _text(RECORD_EVERY, given)
         if not (every.isdecimal() and 0 < len(every) < 10 and int(every)):
             raise ValueError(f"{RECORD_EVERY.name} must be a whole number of at least 1, got {every!r}")
-        return cls(is_on(STRICT, given), policy, loads, placer, seconds, mode, record or None, int(every))
+        shadow = record or None, int(every), switch or None
+        return cls(is_on(STRICT, given), policy, loads, placer, seconds, mode, *shadow)
 
     @property
     def places_shared(self) -> bool:
@@ -136,19 +146,20 @@ class Settings:
         return loads
 
 
-def _check_mode(mode: str, record: str, seconds: float, policy: str | None) -> None:
+def _check_mode(mode: str, record: str, seconds: float, policy: str | None, switch: str) -> None:
     if mode not in MODES:
         raise ValueError(f"{MODE.name} must be one of {', '.join(MODES)}, got {mode!r}")
-    if record and mode != "shadow":
-        raise ValueError(f"{RECORD.name} must come with {MODE.name}=shadow, got {mode!r}")
+    if switch and mode != "on":
+        raise ValueError(f"{SWITCH.name} must come with {MODE.name}=on, got {mode!r}")
+    if record and mode != "shadow" and not switch:
+        raise ValueError(f"{RECORD.name} must come with {MODE.name}=shadow or {SWITCH.name}, got {mode!r}")
     if record and not os.path.isdir(record):
         raise ValueError(f"{RECORD.name} must be a folder that is there, got {record!r}")
-    if mode != "shadow":
-        return
-    if not record and not seconds:
+    if mode == "shadow" and not record and not seconds:
         raise ValueError(f"{MODE.name}=shadow must come with {RECORD.name} or {REPORT.name}, got neither")
-    if policy is not None and policy != "exact":
-        raise ValueError(f"{POLICY.name} must be exact where {MODE.name} is shadow, got {policy!r}")
+    if (mode == "shadow" or switch) and policy not in (None, "exact"):
+        where = f"{SWITCH.name} is given" if switch else f"{MODE.name} is shadow"
+        raise ValueError(f"{POLICY.name} must be exact where {where}, got {policy!r}")
 
 
 def _check_loads(loads: str, policy: str | None) -> None:

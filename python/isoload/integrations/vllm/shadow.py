@@ -13,7 +13,7 @@ from torch import Tensor
 
 from isoload.integrations.engine_record import EngineRecord
 from isoload.integrations.engine_tables import engine_topology
-from isoload.integrations.vllm.layers import MODELS, tokens_of
+from isoload.integrations.vllm.layers import MODELS, most_decoded, tokens_of
 
 Original = Callable[..., Any]
 log = logging.getLogger("isoload")
@@ -84,16 +84,6 @@ def take(state: Any, parallel: Any) -> None:
     if not record.rank:
         stays = f"vLLM's EPLB of {state.model_name}, which chooses and rebalances as ever"
         log.info(f"isoload: in shadow behind {stays}: {record.kept(len(held))}")
-
-
-def most_decoded(parallel: Any, gathered: bool) -> int:
-    """Most tokens of a pass without prefill: those of as many requests as vLLM serves at a time, and their drafts."""
-    from vllm.config import get_current_vllm_config
-
-    config = get_current_vllm_config()
-    drafts = getattr(config.speculative_config, "num_speculative_tokens", None) or 0
-    ranks = parallel.data_parallel_size if gathered else 1
-    return int(config.scheduler_config.max_num_seqs) * (1 + drafts) * ranks
 
 
 def commit(
