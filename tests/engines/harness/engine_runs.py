@@ -65,11 +65,12 @@ def check_sent(recorded: Recorded, runs: Sequence[list[Batch]]) -> None:
     """What shadow mode recorded is what left the routers of the ranks that hold tokens: the same batches of slots."""
     for sent, batches in zip(recorded.sent, runs, strict=True):
         slots = sent.shape[2]
-        routed = Counter(bincount(b.slots.flatten(), minlength=slots).numpy().tobytes() for b in batches)
+        of_batches = (bincount(b.slots[b.slots >= 0], minlength=slots) for b in batches)
+        routed = Counter(copies.numpy().tobytes() for copies in of_batches if copies.any())
         found = Counter(
             copies.astype("int64").tobytes() for copies in sent.reshape(-1, slots) if copies.any()
         )
-        assert not found - routed and sum(found.values()) > len(batches) / 2
+        assert not found - routed and sum(found.values()) > sum(routed.values()) / 2
 
 
 def plug_in_path(folder: Path, group: str, module: str) -> Path:
