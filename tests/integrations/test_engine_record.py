@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 import isoload
+from isoload.advise.recorded import imbalances
 from isoload.integrations import engine_record
 from isoload.integrations.engine_record import EngineRecord
+from isoload.integrations.meter import GAUGES
 from isoload.integrations.settings import Settings
 from isoload.replay.simulate import ReplaySettings, replay
 from isoload.trace.rank_loads import read_rank_loads, read_recorded
@@ -209,6 +211,21 @@ def test_figures_are_those_of_a_replay(tmp_path: Path, caplog: pytest.LogCapture
         )
         worst = np.mean(before, 0).max()
         assert f"worst {worst:.3f} -> " in line and exact.imbalance_mean < np.mean(before)
+
+
+def test_gauges_are_those_of_all_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The same figures as of the files, over both phases."""
+    told: list[dict[str, float]] = []
+    monkeypatch.setattr(engine_record, "set_gauges", told.append)
+    record = make(settings(tmp_path, ISOLOAD_REPORT_SECONDS="3600"), tokens="same")
+    run(record, range(1, 9))
+    record.close()
+    held = read_recorded(tmp_path)
+    before, after = (np.stack(of) for of in zip(*(imbalances(held, b) for b in range(8)), strict=True))
+    (found,) = told
+    assert found["imbalance_before"] == pytest.approx(before.mean())
+    assert found["imbalance_after"] == pytest.approx(after.mean())
+    assert found["imbalance_worst"] == pytest.approx(after.mean(0).max()) and set(found) <= set(GAUGES)
 
 
 def test_a_line_of_own_tokens_says_whose_they_are(caplog: pytest.LogCaptureFixture) -> None:
