@@ -102,8 +102,8 @@ class Meter:
 
 
 GAUGES = {
-    "imbalance_before": "mean over layers of max/mean rank load, copies spread evenly over replicas, or in shadow mode as the "
-    "engine routed; nan: not gathered",
+    "imbalance_before": "mean over layers of max/mean rank load, copies spread evenly over replicas, or "
+    "in shadow mode as the engine routed; nan: not gathered",
     "imbalance_after": "mean over layers of max/mean rank load, as planned, or as sent before exchanges",
     "imbalance_worst": "max/mean rank load of the worst layer, as planned, or as sent before exchanges",
     "certified_share": "part of the plans that are proved optimal",
