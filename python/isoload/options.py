@@ -8,6 +8,8 @@ from numbers import Integral, Real
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
 
+from isoload.files.reading import shown
+
 Made = TypeVar("Made")
 _TYPES: dict[type, dict[str, tuple[Any, ...]]] = {}  # by class, as read once
 
@@ -90,3 +92,17 @@ def _listed(types: tuple[Any, ...]) -> str:
     if not isinstance(types[0], type):
         return f"one of {', '.join(map(str, types))}"
     return f"of type {', '.join('None' if kind is NoneType else kind.__name__ for kind in types)}"
+
+
+def parse_layers(text: str, num_layers: int) -> list[int]:
+    """Positions of layers from a list of numbers and ranges: "0-3,7" -> [0, 1, 2, 3, 7]."""
+    ends = [part.split("-") for part in text.replace(" ", "").split(",")]
+    if not all(len(pair) <= 2 and all(map(str.isdecimal, pair)) for pair in ends):
+        raise ValueError(f"layers must be numbers and ranges such as 0-3,7, got {shown(text)}")
+    # Before a range is laid out, and before int() refuses too many digits.
+    if any(len(end) > 9 or int(end) >= num_layers for pair in ends for end in pair):
+        raise ValueError(f"layers must be some of 0..{num_layers - 1}, got {shown(text)}")
+    layers = {layer: None for pair in ends for layer in range(int(pair[0]), int(pair[-1]) + 1)}
+    if not layers or len(layers) < sum(int(pair[-1]) + 1 - int(pair[0]) for pair in ends):
+        raise ValueError(f"layers must be distinct and at least one, got {shown(text)}")
+    return list(layers)

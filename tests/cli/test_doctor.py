@@ -156,6 +156,12 @@ def ask(monkeypatch, probe="", *, group="sglang.srt.plugins", switch=SGLANG, **e
             "attaches, policy joint, placer scenario",
         ),
         (
+            {"ISOLOAD_SGLANG": "1", "ISOLOAD_MODE": "shadow"},
+            "",
+            True,
+            ": all well; counts in shadow mode, changes nothing",
+        ),
+        (
             {"ISOLOAD_SGLANG": "1"},
             "print('isoload: f has no x'); print('isoload: g is gone')",
             False,
@@ -180,6 +186,13 @@ def test_an_engine_and_what_would_attach(monkeypatch, environ, probe, on, said):
     found = ask(monkeypatch, probe, **environ)
     assert found[0] == on and found[1].startswith("numpy ") and found[1].endswith(said), found
     assert found[2] == (environ.get("ISOLOAD_SGLANG") == "1")
+
+
+def test_an_engine_that_is_switched_off_is_not_asked_for(monkeypatch):
+    found = ask(monkeypatch, "", ISOLOAD_SGLANG="1", ISOLOAD_MODE="off")
+    assert found[::2] == (False, False) and found[1].endswith(
+        ": all well; ISOLOAD_MODE=off attaches to nothing"
+    )
 
 
 def test_an_engine_that_finds_no_entry_point_or_needs_none(monkeypatch):

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from checkpoint import PROMPTS, make_qwen3_moe
-from engine_runs import EngineRun, run_sglang
+from engine_runs import EngineRun, check_sent, in_shadow, run_sglang
+
+from isoload.trace.rank_loads import read_recorded
 
 ALL_TO_ALL = {
     "moe_a2a_backend": "deepep", "deepep_mode": "normal", "enable_dp_attention": True, "dp_size": 2,
@@ -34,6 +36,29 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[in
 def balanced(oracle: tuple[Path, list[list[int]]], tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
     folder = tmp_path_factory.mktemp("runs") / "isoload"
     return run_sglang(oracle[0], folder, ATTACHED, lengths=LENGTHS, **ALL_TO_ALL)
+
+
+@pytest.fixture(scope="module")
+def shadow(oracle: tuple[Path, list[list[int]]], tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
+    """Behind `static`, which draws nothing."""
+    folder = tmp_path_factory.getbasetemp() / "all_to_all_record"
+    variables = in_shadow("ISOLOAD_SGLANG", folder)
+    options = ALL_TO_ALL | {"ep_dispatch_algorithm": "static"}
+    return run_sglang(
+        oracle[0], tmp_path_factory.mktemp("runs") / "shadow", variables, lengths=LENGTHS, **options
+    )
+
+
+def test_shadow_mode_counts_what_each_rank_routed(
+    oracle: tuple[Path, list[list[int]]], shadow: EngineRun, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The files of both ranks join by their passes, idle ones included."""
+    assert shadow.tokens == [tokens[:length] for tokens, length in zip(oracle[1], LENGTHS, strict=True)]
+    recorded = read_recorded(tmp_path_factory.getbasetemp() / "all_to_all_record")
+    assert not recorded.same_tokens and set(recorded.phases) == {"prefill", "decode"}
+    first, second = (of.any((1, 2)) for of in recorded.sent)
+    assert (first != second).any(), "one rank is idle in some passes"
+    check_sent(recorded, shadow.batches)
 
 
 def test_tokens_are_hugging_faces(oracle: tuple[Path, list[list[int]]], balanced: EngineRun) -> None:

@@ -25,8 +25,8 @@ from sglang.srt.model_executor.model_runner_components import moe_ep_setup
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from isoload.cli.engines import ENGINES, look
-from isoload.integrations.seams import faults, read_seams, wrong_checks
-from isoload.integrations.sglang import LAYERS, self_check
+from isoload.integrations.seams import SHADOW, faults, of_mode, read_seams, wrong_checks
+from isoload.integrations.sglang import LAYERS, self_check, shadow
 from support.documents import blocks
 
 PAGE = Path(__file__).parents[2] / "docs" / "sglang.md"
@@ -63,8 +63,15 @@ def test_with_the_variable_all_seams_are_hooked(loader: pytest.MonkeyPatch, plac
     loader.setenv("ISOLOAD_SGLANG", "1")
     loader.setenv("ISOLOAD_PLACER", placer)
     plugins.load_plugins()
-    wanted = {seam.name for seam in read_seams("sglang") if seam.kind in ("replace", "around")}
-    assert hooked() == wanted
+    seams = of_mode(read_seams("sglang"), "on")
+    assert hooked() == {seam.name for seam in seams if seam.kind in ("replace", "around")}
+
+
+def test_in_shadow_mode_its_own_are(loader: pytest.MonkeyPatch) -> None:
+    for name, value in {"SGLANG": "1", "MODE": "shadow", "REPORT_SECONDS": "1", "STRICT": "1"}.items():
+        loader.setenv(f"ISOLOAD_{name}", value)
+    plugins.load_plugins()
+    assert hooked() == set(shadow.HOOKS)
 
 
 @pytest.mark.parametrize("value", [None, "0", ""])
@@ -149,8 +156,8 @@ def test_a_moved_seam_is_named_and_its_options_stay_without(
     loader.setenv("ISOLOAD_SGLANG", "1")
     with caplog.at_level(logging.ERROR, "isoload"):
         plugins.load_plugins()
-    left = set(self_check.CHECKS) - lost
-    hooks = [seam for seam in read_seams("sglang") if seam.kind in ("replace", "around")]
+    left = set(self_check.CHECKS) - {SHADOW} - lost
+    hooks = [seam for seam in of_mode(read_seams("sglang"), "on") if seam.kind in ("replace", "around")]
     assert hooked() == {seam.name for seam in hooks if left and (left & {*seam.serves} or not seam.serves)}
     assert LAYERS.lost == lost if left else not LAYERS.lost
     (record,) = [record for record in caplog.records if record.name == "isoload"]
@@ -194,7 +201,10 @@ def test_documented_launches_have_options_that_sglang_takes(launch: str) -> None
     ServerArgs.add_cli_args(parser)
     words = shlex.split(launch.replace("\\\n", " ").replace("${NODE_RANK}", "0"))
     options = parser.parse_args(words[words.index("sglang.launch_server") + 1 :])
-    assert options.eplb_algorithm == "isoload" and options.ep_dispatch_algorithm in ("dynamic", "lp")
+    if "ISOLOAD_MODE=shadow" in launch:
+        assert options.eplb_algorithm != "isoload" and options.ep_dispatch_algorithm == "static"
+    else:
+        assert options.eplb_algorithm == "isoload" and options.ep_dispatch_algorithm in ("dynamic", "lp")
 
 
 def test_the_older_spelling_of_waterfill_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:

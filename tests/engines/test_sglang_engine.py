@@ -10,10 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint import make_qwen3_moe
-from engine_runs import Batch, EngineRun, run_sglang
+from engine_runs import Batch, EngineRun, check_sent, in_shadow, run_sglang
 from typer.testing import CliRunner
 
+from isoload.advise.recorded import phases
 from isoload.cli.app import app
+from isoload.replay.simulate import ReplaySettings, replay
+from isoload.trace import Trace
+from isoload.trace.rank_loads import read_recorded
 
 EPLB = {
     "ep_num_redundant_experts": 4, "ep_dispatch_algorithm": "dynamic", "enable_eplb": True,
@@ -60,6 +64,13 @@ def balanced(
     """It starts from where isoload placed the experts."""
     start = {"eplb_algorithm": "isoload", "init_expert_location": str(placed)}
     return run_sglang(oracle[0], tmp_path_factory.mktemp("runs") / "isoload", ATTACHED, **EPLB, **start)
+
+
+@pytest.fixture(scope="module")
+def shadow(oracle: tuple[Path, list[list[int]]], tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
+    folder = tmp_path_factory.getbasetemp() / "shadow_record"
+    variables = in_shadow("ISOLOAD_SGLANG", folder)
+    return run_sglang(oracle[0], tmp_path_factory.mktemp("runs") / "shadow", variables, **EPLB)
 
 
 def imbalance(batch: Batch) -> float:
@@ -115,6 +126,51 @@ def test_ranks_are_more_level_than_stock(stock: EngineRun, balanced: EngineRun) 
     means = [sum(map(imbalance, run.batches[0])) / len(run.batches[0]) for run in (stock, balanced)]
     assert len(stock.batches[0]) == len(balanced.batches[0])
     assert 1 <= means[1] < means[0]
+
+
+def test_shadow_mode_is_stock_to_the_bit(stock: EngineRun, shadow: EngineRun) -> None:
+    """Tokens, and every slot of every copy on both ranks, while experts move."""
+    assert shadow.tokens == stock.tokens
+    for ours, theirs in zip(shadow.batches, stock.batches, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.layer == b.layer and torch.equal(a.ids, b.ids) and torch.equal(a.slots, b.slots)
+
+
+def test_shadow_mode_counts_what_was_routed(
+    shadow: EngineRun, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    """And its figures are those of a replay of the tokens that were routed, on each placement."""
+    folder = tmp_path_factory.getbasetemp() / "shadow_record"
+    recorded = read_recorded(folder)
+    check_sent(recorded, shadow.batches[:1])
+    assert recorded.same_tokens and {"prefill", "decode"} == set(recorded.phases) and len(recorded.tables) > 1
+    (of,) = [of for of in phases(recorded) if of.name == "decode"]
+    planned = []
+    for batch in of.batches:
+        number = first_pass(folder) + batch
+        routed = shadow.batches[0][(number - 1) * LAYERS : number * LAYERS]
+        trace = Trace("t", 16, topk_ids=torch.stack([b.ids for b in routed], 1).int().numpy())
+        how = ReplaySettings(RANKS, 0, SLOTS, policies=("exact",), batch_tokens=len(routed[0].ids))
+        (exact,) = replay(trace, how, placement=recorded.placement(batch)).policies
+        planned.append(exact.imbalance_mean)
+    assert of.planned.mean() == pytest.approx(sum(planned) / len(planned))
+    page = ["report", str(folder), "--json", str(tmp_path / "report.json")]
+    assert CliRunner().invoke(app, page).exit_code == 0
+
+
+def first_pass(folder: Path) -> int:
+    """Passes follow each other from here on."""
+    return min(int(path.stem.rsplit("-", 1)[1]) for path in folder.iterdir())
+
+
+def test_shadow_mode_says_what_it_would_give(shadow: EngineRun) -> None:
+    (line,) = shadow.lines("isoload: in shadow behind")
+    assert "--ep-dispatch-algorithm dynamic, which chooses as ever: one pass in 1 of 3 layers is kept" in line
+    said = [
+        re.search(r"imbalance ([\d.]+) as routed, ([\d.]+) as isoload would", x)
+        for x in shadow.lines("in shadow, ")
+    ]
+    assert said and all(of is not None and float(of[2]) <= float(of[1]) for of in said)
 
 
 def test_without_its_variable_isoload_is_not_there(stock: EngineRun) -> None:

@@ -4,6 +4,7 @@ once, compilation."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch import Tensor
 
 import isoload
 from isoload import Balancer
+from isoload.integrations import switch
 from isoload.integrations.sglang import LAYERS, dispatch
 from isoload.integrations.sglang.layers import Layer
 from isoload.integrations.sglang.waterfill import WaterfillBalancer
@@ -184,3 +186,33 @@ def test_dynamic_compiles_whole_once_for_all_layers(
         for tokens in (5, 9, 33):
             assert torch.equal(compiled(draw(tokens), info), dispatched(draw(tokens), info))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("valid", [None, 20])
+@pytest.mark.parametrize("word", ["on", "off", "shadow", f"on:layers={LAYER}", "on:layers=0"])
+def test_a_switch_chooses_between_sglangs_slots_and_isoloads(
+    attached: None,
+    placement: isoload.Placement,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    word: str,
+    valid: int | None,
+) -> None:
+    """Of rows of padding too, which are SGLang's whatever stands."""
+    monkeypatch.setattr(switch, "READ_EVERY", 0.0)
+    (tmp_path / "said").write_text(word)
+    made = switch.Switch(str(tmp_path / "said"), placement.num_layers, torch.device("cpu"), None, "SGLang")
+    for _ in range(switch.AGREE_EVERY):
+        made.step_ended()
+    ids, rows = draw(30), None if valid is None else torch.tensor(valid)
+    stock, found = _topk_ids_logical_to_physical_dynamic, []
+    for turned in (None, made):
+        LAYERS.by_id = {LAYER: same_tokens(placement)}
+        LAYERS.by_id[LAYER].switch = turned
+        found.append(dispatch.map_dynamic(stock, ids, resolved(info_of(placement, "dynamic"), rows)))
+    ours, theirs = (
+        word in ("on", f"on:layers={LAYER}"),
+        stock(ids, info_of(placement, "dynamic")),
+    )
+    assert not torch.equal(found[0], theirs)
+    assert torch.equal(found[1], found[0] if ours else theirs)

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint import make_qwen3_moe
-from engine_runs import Batch, EngineRun, run_vllm, run_vllm_pair
+from engine_runs import Batch, EngineRun, check_sent, in_shadow, run_vllm, run_vllm_pair
 from vllm_cpu import map_and_record
 
 import isoload
 from isoload.integrations.engine_tables import replica_lists
+from isoload.trace.rank_loads import read_recorded
 
 EPLB = {
     "num_redundant_experts": 4, "window_size": 4, "step_interval": 4, "use_async": False,
@@ -57,6 +58,20 @@ def apart(oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> list[Engi
     """The same by each rank's own counts, as without ISOLOAD_LOADS; one rebalance, so that targets last."""
     options = OPTIONS | {"eplb_config": EPLB | {"step_interval": 40}}
     return run_vllm_pair(oracle[0], tmp_path_factory.mktemp("runs") / "apart", ATTACHED, **options)
+
+
+@pytest.fixture(scope="module")
+def shadow(oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
+    folder = tmp_path_factory.getbasetemp() / "shadow_record"
+    variables = in_shadow("ISOLOAD_VLLM", folder)
+    return run_vllm(oracle[0], tmp_path_factory.mktemp("runs") / "shadow", variables, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def shadow_pair(oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> list[EngineRun]:
+    folder = tmp_path_factory.getbasetemp() / "pair_record"
+    variables = in_shadow("ISOLOAD_VLLM", folder)
+    return run_vllm_pair(oracle[0], tmp_path_factory.mktemp("runs") / "shadow_pair", variables, **OPTIONS)
 
 
 def loads(batch: Batch) -> torch.Tensor:
@@ -132,6 +147,43 @@ def test_isoload_says_what_it_does(balanced: EngineRun) -> None:
         assert "peak == bound in all batches of 3 of 3 layers" in report
         before, after = re.search(r"imbalance ([\d.]+) evenly spread, ([\d.]+) planned", report).groups()
         assert float(after) <= float(before)
+
+
+def test_shadow_mode_is_stock_to_the_bit(stock: EngineRun, shadow: EngineRun) -> None:
+    """Tokens, every slot on both ranks, and where experts lie after each of vLLM's own rebalances."""
+    assert shadow.tokens == stock.tokens
+    for ours, theirs in zip(shadow.batches, stock.batches, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.layer == b.layer and torch.equal(a.ids, b.ids) and torch.equal(a.slots, b.slots)
+            assert torch.equal(a.table, b.table)
+    assert balancedness(shadow) == balancedness(stock)
+    (line,) = shadow.lines("isoload: in shadow behind vLLM's EPLB")
+    assert "one pass in 1 of 3 layers is kept" in line and shadow.lines("isoload vLLM in shadow, decode")
+
+
+def test_shadow_mode_counts_what_was_routed(
+    shadow: EngineRun, shadow_pair: list[EngineRun], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    recorded = [
+        read_recorded(tmp_path_factory.getbasetemp() / name) for name in ("shadow_record", "pair_record")
+    ]
+    assert [of.same_tokens for of in recorded] == [True, False]
+    for held, batches in zip(recorded, (shadow.batches[:1], shadow_pair[0].batches), strict=True):
+        assert "prefill" in held.phases and "decode" in held.phases and len(held.tables) > 1
+        check_sent(held, batches)
+
+
+def test_shadow_mode_of_ranks_with_tokens_of_their_own(oracle: Oracle, shadow_pair: list[EngineRun]) -> None:
+    """Each copy where vLLM's rule puts it, tokens those of Hugging Face."""
+    for rank, run in enumerate(shadow_pair):
+        assert run.tokens == [tokens[: 24 - 8 * rank] for tokens in oracle[1][rank::2]]
+        for batch in run.batches[rank]:
+            lists = replica_lists(
+                isoload.Placement(batch.table.view(1, -1).int(), isoload.Topology(RANKS), 16)
+            )
+            maps = lists.logical_to_physical[0], lists.num_replicas[0]
+            slots = map_and_record(batch.ids, torch.zeros(RANKS * SLOTS), *maps, torch.tensor(False))
+            assert torch.equal(slots, batch.slots)
 
 
 def test_without_its_variable_isoload_is_not_there(stock: EngineRun) -> None:

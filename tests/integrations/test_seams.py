@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from isoload.integrations.seams import PlugIn, Seam, bare_signature, faults, read_seams
+from isoload.integrations.seams import SHADOW, PlugIn, Seam, bare_signature, faults, of_mode, read_seams
 from isoload.integrations.settings import SGLANG, Settings
 
 
@@ -98,11 +98,13 @@ def test_the_file_of_sglang() -> None:
     assert len({s.name for s in seams}) == len(seams)
     assert all(s.why and s.read_from and s.target.startswith("sglang.srt.") for s in seams)
     assert not any(name.split(".")[0] == "sglang" for name in sys.modules)
-    from isoload.integrations.sglang import HOOKS, self_check
+    from isoload.integrations.sglang import HOOKS, self_check, shadow
 
     hooked = [s for s in seams if s.kind in ("replace", "around")]
     older = {s.older.rsplit(".", 1)[-1] for s in hooked if s.older}
-    assert {s.name for s in hooked} | older == set(HOOKS)
+    in_shadow = [s for s in of_mode(seams, "shadow") if s.kind in ("replace", "around")]
+    assert {s.name for s in in_shadow} == set(shadow.HOOKS)
+    assert {s.name for s in of_mode(hooked, "on")} | older == set(HOOKS)
     assert {option for s in seams for option in s.serves} == set(self_check.CHECKS)
 
 
@@ -127,8 +129,53 @@ def test_hooks_around_pass_on_what_a_newer_version_adds(engine: str) -> None:
     around = [seam for seam in read_seams(engine) if seam.kind == "around"]
     assert around
     for seam in around:
-        added = signature(module.HOOKS[seam.name])
-        assert any(p.kind is p.VAR_KEYWORD for p in added.parameters.values()), seam.name
+        hooks = [of[seam.name] for of in (module.HOOKS, module.shadow.HOOKS) if seam.name in of]
+        for hook in hooks:
+            assert any(p.kind is p.VAR_KEYWORD for p in signature(hook).parameters.values()), seam.name
+        assert hooks
+
+
+def test_shadow_mode_of_vllm_leaves_its_rebalances(monkeypatch: pytest.MonkeyPatch) -> None:
+    from isoload.integrations import vllm
+
+    policy, wrapped = ModuleType("vllm.distributed.eplb.policy"), {}
+    policy.EPLB_POLICIES = {"default": "vLLM's"}  # type: ignore[attr-defined]
+    for name in ("vllm", "vllm.distributed", "vllm.distributed.eplb", "vllm.distributed.eplb.policy"):
+        monkeypatch.setitem(sys.modules, name, policy)
+    monkeypatch.setattr(
+        vllm, "wrap", lambda target, around: wrapped.update({target.rsplit(".", 1)[-1]: around})
+    )
+    seams = [seam for seam in of_mode(read_seams("vllm"), "shadow") if seam.kind in ("replace", "around")]
+    vllm.hook(seams, Settings.read({"ISOLOAD_MODE": "shadow", "ISOLOAD_REPORT_SECONDS": "1"}))
+    assert wrapped == vllm.shadow.HOOKS and policy.EPLB_POLICIES == {"default": "vLLM's"}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("mode", ["on", "off", "shadow"])
+def test_a_mode_attaches_what_is_its_own(
+    monkeypatch: pytest.MonkeyPatch, engine: None, caplog: pytest.LogCaptureFixture, mode: str
+) -> None:
+    """Whatever has moved of the other mode is no fault in this one, nor is its check run."""
+    given = {
+        "ISOLOAD_SGLANG": "1",
+        "ISOLOAD_MODE": mode,
+        "ISOLOAD_STRICT": "1",
+        "ISOLOAD_REPORT_SECONDS": "1",
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    both = replace(seam("dispatch", "around", "(topk_ids, info=None, *, layer)"), serves=("lp", SHADOW))
+    moved = replace(seam("route", "around", "()"), serves=(SHADOW,) if mode == "on" else ("lp",))
+    hooked: list[Seam] = []
+    checks = {"lp": lambda: mode == "on", SHADOW: lambda: mode == "shadow"}
+    plug_in = PlugIn(
+        "Engine", SGLANG, lambda settings: None, checks, lambda seams, _: hooked.extend(seams), [both, moved]
+    )
+    with caplog.at_level("INFO", "isoload"):
+        plug_in.attach_or_leave()
+    if mode == "off":
+        assert not hooked and "ISOLOAD_MODE=off, attached to nothing of Engine" in caplog.text
+    else:
+        assert [(of.name, of.serves) for of in hooked] == [("dispatch", ("lp" if mode == "on" else SHADOW,))]
 
 
 @pytest.mark.parametrize("fault", ["none", "seam", "batch"])

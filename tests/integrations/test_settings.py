@@ -10,11 +10,15 @@ import pytest
 import isoload
 from isoload.integrations.settings import (
     LOADS,
+    MODE,
     PLACER,
     POLICY,
+    RECORD,
+    RECORD_EVERY,
     REPORT,
     SGLANG,
     STRICT,
+    SWITCH,
     VLLM,
     Settings,
     Variable,
@@ -22,12 +26,12 @@ from isoload.integrations.settings import (
 )
 
 ROOT = Path(__file__).parents[2]
-COMMON = (STRICT, POLICY, LOADS, PLACER, REPORT)
+COMMON = (MODE, STRICT, POLICY, LOADS, PLACER, REPORT, RECORD, RECORD_EVERY, SWITCH)
 
 
 def test_defaults() -> None:
     settings = Settings.read({})
-    assert settings == Settings(False, None, None, "eplb", 0.0)
+    assert settings == Settings(False, None, None, "eplb", 0.0, "on", None, 64, None)
     assert (
         settings.policy_for(shared=False).name == "exact" and settings.policy_for(shared=True).name == "joint"
     )
@@ -77,7 +81,34 @@ BAD = {
     ("ISOLOAD_REPORT_SECONDS", "often"): "ISOLOAD_REPORT_SECONDS must be a number of at least 0, got 'often'",
     ("ISOLOAD_REPORT_SECONDS", "inf"): "ISOLOAD_REPORT_SECONDS must be a number of at least 0, got 'inf'",
     ("ISOLOAD_REPORT_SECONDS", "nan"): "ISOLOAD_REPORT_SECONDS must be a number of at least 0, got 'nan'",
+    ("ISOLOAD_MODE", "dry"): "ISOLOAD_MODE must be one of on, off, shadow, got 'dry'",
+    ("ISOLOAD_MODE", "shadow"): (
+        "ISOLOAD_MODE=shadow must come with ISOLOAD_RECORD or ISOLOAD_REPORT_SECONDS, got neither"
+    ),
+    ("ISOLOAD_RECORD", "/"): "ISOLOAD_RECORD must come with ISOLOAD_MODE=shadow or ISOLOAD_SWITCH, got 'on'",
+    ("ISOLOAD_RECORD_EVERY", "0"): "ISOLOAD_RECORD_EVERY must be a whole number of at least 1, got '0'",
+    ("ISOLOAD_RECORD_EVERY", "2.5"): "ISOLOAD_RECORD_EVERY must be a whole number of at least 1, got '2.5'",
 }
+
+
+def test_shadow_mode_is_of_exact_and_writes_where_a_folder_is(tmp_path: Path) -> None:
+    shadow = {"ISOLOAD_MODE": "shadow", "ISOLOAD_RECORD": str(tmp_path)}
+    settings = Settings.read(shadow | {"ISOLOAD_RECORD_EVERY": "8"})
+    assert (settings.mode, settings.record, settings.record_every) == ("shadow", str(tmp_path), 8)
+    with pytest.raises(ValueError, match="ISOLOAD_RECORD must be a folder that is there, got '/gone'"):
+        Settings.read(shadow | {"ISOLOAD_RECORD": "/gone"})
+    with pytest.raises(
+        ValueError, match="ISOLOAD_POLICY must be exact where ISOLOAD_MODE is shadow, got 'lp'"
+    ):
+        Settings.read(shadow | {"ISOLOAD_POLICY": "lp"})
+    with pytest.raises(ValueError, match="ISOLOAD_SWITCH must come with ISOLOAD_MODE=on, got 'shadow'"):
+        Settings.read(shadow | {"ISOLOAD_SWITCH": "file"})
+    with pytest.raises(
+        ValueError, match="ISOLOAD_POLICY must be exact where ISOLOAD_SWITCH is given, got 'lp'"
+    ):
+        Settings.read({"ISOLOAD_SWITCH": "file", "ISOLOAD_POLICY": "lp"})
+    switched = Settings.read({"ISOLOAD_SWITCH": "file", "ISOLOAD_RECORD": str(tmp_path)})
+    assert (switched.mode, switched.switch, switched.record) == ("on", "file", str(tmp_path))
 
 
 @pytest.mark.parametrize(("name", "value"), BAD)

@@ -16,15 +16,15 @@ from isoload.integrations.seams import Seam, read_seams
 
 ROOT = Path(__file__).parents[2]
 WHEELS = ROOT / "build" / "sglang"
-WATERFILL, EPLB = "Waterfill", "--eplb-algorithm isoload"
+WATERFILL, EPLB, SHADOW = "Waterfill", "--eplb-algorithm isoload", "ISOLOAD_MODE=shadow"
 ATTACHED = {
     "0.5.13": set(),
     "0.5.14": {WATERFILL},  # in its older home
     "0.5.16": {WATERFILL},
     "0.5.17": {WATERFILL, EPLB},
     "0.5.22": {WATERFILL, EPLB},
-    "0.5.23": {WATERFILL, EPLB, "dynamic", "lp"},
-    "newest": {WATERFILL, EPLB, "dynamic", "lp"},
+    "0.5.23": {WATERFILL, EPLB, "dynamic", "lp", SHADOW},
+    "newest": {WATERFILL, EPLB, "dynamic", "lp", SHADOW},
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import isoload
+from isoload.integrations import switch
 from isoload.integrations.engine_layers import EXCHANGE_EVERY
 from isoload.integrations.engine_tables import replica_lists
 from isoload.integrations.settings import Settings
+from isoload.integrations.switch import AGREE_EVERY
 from isoload.integrations.vllm import MODELS, dispatch
+from isoload.trace.rank_loads import read_recorded
 from support.oracles import flow_optimum
 from support.processes import rank_outcomes, run_ranks
 
@@ -46,7 +50,12 @@ def placed(ranks: int, seed: int) -> isoload.Placement:
 
 
 def add_model(
-    rank: int, ranks: int, table: Tensor | None = None, loads: str = "gathered", micro_batches: bool = False
+    rank: int,
+    ranks: int,
+    table: Tensor | None = None,
+    loads: str = "gathered",
+    micro_batches: bool = False,
+    **variables: str,
 ) -> Any:
     """A model of a process whose hooks are in place; vLLM's groups stand on this test's."""
     module = ModuleType("vllm.distributed.parallel_state")
@@ -66,7 +75,7 @@ def add_model(
         data_parallel_size=ranks, tensor_parallel_size=1, prefill_context_parallel_size=1,
         enable_elastic_ep=False, use_ubatching=micro_batches,
     )  # fmt: skip
-    MODELS.start(Settings.read({"ISOLOAD_LOADS": loads}))
+    MODELS.start(Settings.read({"ISOLOAD_LOADS": loads} | variables))
     MODELS.add(state, parallel)
     return state
 
@@ -167,3 +176,65 @@ def test_with_own_counts_ranks_meet_only_between_steps() -> None:
     before, after = (sum(peaks[part]) / sum(bounds[part]) for part in WITHOUT_AND_WITH_TARGETS)
     assert after < 1.01 < before
     assert any(of_rank["offset"].any() for of_rank in outcome), "targets came"
+
+
+def first_replica(ids: Tensor, loads: Tensor, maps: Tensor, *_: Any) -> Tensor:
+    """vLLM's choice, here."""
+    return maps[ids.long(), 0].to(ids.dtype)
+
+
+WORDS = (
+    "off",
+    "shadow",
+    "on:layers=0",
+    "on",
+)  # said on the first rank, each for AGREE_EVERY passes and a half
+
+
+def switched(rank: int, ranks: int, folder: str) -> list[tuple[bool, bool, Tensor]]:
+    """By pass whether layer 1 had vLLM's slots, and isoload's; and what was recorded. Ranks pad differently."""
+    module = ModuleType("vllm.config")
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4), speculative_config=None)
+    module.get_current_vllm_config = lambda: config  # type: ignore[attr-defined]
+    sys.modules["vllm.config"], switch.READ_EVERY = module, 0.0
+    path, files = Path(folder, f"switch{rank}"), Path(folder, "record")
+    files.mkdir(exist_ok=True)
+    variables = {"ISOLOAD_SWITCH": str(path), "ISOLOAD_RECORD": str(files), "ISOLOAD_RECORD_EVERY": "1"}
+    state = add_model(rank, ranks, **variables)
+    layers = MODELS.of(state)
+    assert layers is not None and layers.record is not None
+    holder, found = SimpleNamespace(model_states={"model": state}), []
+    for number in range(AGREE_EVERY * 6):
+        said, rest = divmod(number, AGREE_EVERY * 3 // 2)
+        if not rest:
+            path.write_text(WORDS[said] if rank == 0 else "maybe")
+        ids = draw("padded", rank)[0]
+        loads = torch.zeros(len(placed(ranks, 0).slot_to_expert[1]), dtype=torch.int32)
+        given = state.logical_to_physical_map[1], torch.zeros(0), torch.tensor(True), torch.tensor(40 + rank)
+        slots = dispatch.map_and_record(first_replica, ids, loads, *given)
+        assert torch.equal(
+            loads, torch.bincount(slots[: 40 + rank].flatten().long(), minlength=len(loads)).int()
+        )
+        theirs = torch.equal(slots, first_replica(ids, loads, given[0]))
+        dispatch.step(lambda *_, **__: None, holder)
+        found.append((theirs, layers.switch.state, loads))  # type: ignore[union-attr]
+    layers.record.close()
+    return found
+
+
+def test_a_switch_turns_all_ranks_behind_the_same_step(tmp_path: Path) -> None:
+    """The first rank's file is read late, the other's is none; loads are what vLLM is told, whoever chose."""
+    first, second = run_ranks(switched, 2, 2, str(tmp_path))
+    assert [of[:2] for of in first] == [of[:2] for of in second]
+    theirs, states = ([of[i] for of in first] for i in (0, 1))
+    for number, stands in enumerate(theirs):
+        state = "on" if number == 0 else states[number - 1]
+        partly = state == "on" and AGREE_EVERY * 4 <= number < AGREE_EVERY * 5
+        assert stands == (state != "on" or partly), (number, state)
+    assert set(states) == {"on", "off", "shadow"} and True in theirs and False in theirs
+    recorded = read_recorded(tmp_path / "record")
+    passes = [number for number in range(1, len(first)) if states[number - 1] == "shadow"]
+    assert recorded.trace.num_batches == len(passes) > 0
+    for batch, number in enumerate(passes):
+        want = first[number][2] + second[number][2]
+        assert recorded.slot_copies(batch)[0].tolist() == want.tolist()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from isoload.advise.candidates import NOW, Candidate, grid, placed, sent_batches
 from isoload.advise.loads import Judged
@@ -212,10 +213,15 @@ def _moving_ms(candidate: Candidate, question: Question) -> float:
 
 def run(candidate: Candidate, judged: Judged, question: Question, placement: Placement | None = None) -> Run:
     """A candidate on the judged batches; placement: made for it before."""
+    made = placement or placed(candidate, judged, question.topology)
+    return run_of(candidate, sent_batches(candidate, made, judged), question)
+
+
+def run_of(candidate: Candidate, batches: Iterable[NDArray[np.integer]], question: Question) -> Run:
+    """A candidate by what it sends: [L, R, P] copies of each rank to each slot, batch by batch."""
     topology = question.topology
-    made = placement or placed(candidate, judged, topology)
     copies, rows, across = [], [], []
-    for moved in sent_batches(candidate, made, judged):
+    for moved in batches:
         copies.append(moved.sum(1).reshape(len(moved), topology.num_ranks, -1))
         rows.append(rows_between(moved, question.tokens, topology.num_ranks))
         across.append(_to_other_nodes(rows_between(moved, question.tokens, topology.num_nodes), topology))

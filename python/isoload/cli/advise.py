@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -25,7 +26,8 @@ from isoload.cli.tables import (
 )
 
 if TYPE_CHECKING:
-    from isoload.advise import Advice
+    from isoload.advise import Advice, Judged, Question
+    from isoload.trace import Trace
 
 GIB = 2.0**30
 SHOWN = 6  # rows of the table, beside what runs now
@@ -144,6 +146,68 @@ def warnings(advice: Advice, notes: list[str], guessed: bool = False) -> list[st
     return found
 
 
+class Answered(NamedTuple):
+    """Advice as --json writes it, as a terminal and as a page show it."""
+
+    figures: dict[str, Any]
+    show: Callable[..., None]  # of a console, and whether wide
+    page: Callable[..., str]  # of sections to stand first
+
+
+def answer(
+    question: Question,
+    trace: Trace,
+    judged: Judged,
+    kernels: tuple[str, str, str | None],
+    notes: list[str],
+    source: str | None,
+    guessed: bool = False,
+) -> Answered:
+    """The advice on a question.
+
+    kernels: engine, phase and kernel, as the options name them. notes: what of the constants stands for others. source:
+    the trace's file; None: there is none.
+    """
+    from isoload.advise import advise as search
+    from isoload.advise import judge_by
+    from isoload.advise.constants import layer_times
+    from isoload.advise.launch import flags
+    from isoload.cli.given import progress
+
+    (engine, phase, kernel), model, topology = kernels, question.model, question.topology
+    with progress("candidates") as on_candidate:
+        found = search(question, judged, on_candidate)
+    best = found.answers[0]
+    slots = -(-model.experts // topology.num_ranks) + best.candidate.more
+    launch = [] if best is found.now else flags(engine, best.candidate, topology, slots, source)
+    said = warnings(found, notes, guessed=guessed)
+    times = question.layer.experts
+    figures = {
+        "model": model.name,
+        "gpu": times.gpu,
+        "kernel": times.kernel,
+        "verdict": found.verdict,
+        "gain_ms": list(found.gain_ms),
+        "gain_share": list(found.share(found.gain_ms)),
+        "answers": [answer.to_json() for answer in found.answers],
+        "steps": dict(zip(("now", "best"), (step.to_json() for step in found.steps or ()), strict=False)),
+        "flags": launch,
+        "warnings": said,
+    }
+
+    def drawn(*first: str, figures: dict[str, Any] = figures) -> str:
+        from isoload.cli.advise_page import Said, advise_page
+
+        kinds, gaps = layer_times(times.gpu, engine, phase, model, topology, kernel)
+        candidates = page_table(columns_of(FIGURES, rows_of(found), wide=True), [0])
+        notes = [*units(found, len(judged.loads)), *said, *gaps]
+        words = Said(asked_lines(found), verdict_lines(found), candidates, launch, notes)
+        judge = partial(judge_by, trace, model, topology.num_ranks)
+        return advise_page(found, judged, trace.layer_ids, kinds, judge, words, figures, first)
+
+    return Answered(figures, partial(print_advice, found, len(judged.loads), launch, said), drawn)
+
+
 def advise(
     gpu: Annotated[str, typer.Option(help="The GPU, as isoload.times.available() names it.")],
     model: Annotated[str, typer.Option(metavar="NAME|FILE", help="A model's name, or its config.json.")],
@@ -188,10 +252,8 @@ def advise(
 ) -> None:
     """Whether balancing pays on your GPUs: milliseconds of a step, and the flags for the best way to run."""
     from isoload.advise import Question, find_model, guessed_trace, judge_by
-    from isoload.advise import advise as search
-    from isoload.advise.constants import layer_time, layer_times
-    from isoload.advise.launch import flags
-    from isoload.cli.given import load_trace, progress
+    from isoload.advise.constants import layer_time
+    from isoload.cli.given import load_trace
     from isoload.cli.targets import check_targets
     from isoload.topology import Topology
 
@@ -208,35 +270,6 @@ def advise(
     )
     question = replace(question, gathers=engine == "vllm" or chosen.is_deepseek, dense_ms=dense_ms)
     judged = judge_by(loaded, chosen, ranks, tokens_per_rank)
-    with progress("candidates") as on_candidate:
-        found = search(question, judged, on_candidate)
-    best = found.answers[0]
-    slots = -(-chosen.experts // ranks) + best.candidate.more
     source = None if trace is None else str(trace)
-    launch = [] if best is found.now else flags(engine, best.candidate, topology, slots, source)
-    said = warnings(found, notes, guessed=trace is None)
-    figures = {
-        "model": chosen.name,
-        "gpu": times.experts.gpu,
-        "kernel": times.experts.kernel,
-        "verdict": found.verdict,
-        "gain_ms": list(found.gain_ms),
-        "gain_share": list(found.share(found.gain_ms)),
-        "answers": [answer.to_json() for answer in found.answers],
-        "steps": dict(zip(("now", "best"), (step.to_json() for step in found.steps or ()), strict=False)),
-        "flags": launch,
-        "warnings": said,
-    }
-
-    def drawn() -> str:
-        from isoload.cli.advise_page import Said, advise_page
-
-        kinds, gaps = layer_times(gpu, engine, phase, chosen, topology, kernel)
-        candidates = page_table(columns_of(FIGURES, rows_of(found), wide=True), [0])
-        notes = [*units(found, len(judged.loads)), *said, *gaps]
-        words = Said(asked_lines(found), verdict_lines(found), candidates, launch, notes)
-        judge = partial(judge_by, loaded, chosen, ranks)
-        return advise_page(found, judged, loaded.layer_ids, kinds, judge, words, figures)
-
-    show = partial(print_advice, found, len(judged.loads), launch, said, wide=wide)
-    write_out(json, figures, show, html=html, page=drawn)
+    made = answer(question, loaded, judged, (engine, phase, kernel), notes, source, guessed=trace is None)
+    write_out(json, made.figures, partial(made.show, wide=wide), html=html, page=made.page)

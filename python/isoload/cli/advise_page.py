@@ -153,14 +153,16 @@ def advise_page(
     judge: Callable[[int], Judged],
     said: Said,
     figures: Any,
+    first: Sequence[str] = (),
 ) -> str:
     """The file's text.
 
-    layers: the trace's numbers. times, judge: see :func:`isoload.advise.details.by_tokens`.
+    layers: the trace's numbers. times, judge: see :func:`isoload.advise.details.by_tokens`. first: sections ahead.
     """
     runs, best = named_runs(advice, judged), advice.answers[0].candidate
     winner = next(name for name, found in runs.items() if found.candidate == best)
     body = [
+        *first,
         section("The candidates", said.candidates.replace(" .. ", " to ")),
         section(f"To run {best.label}", code(said.launch)) if said.launch else "",
         saving_section(advice, runs, winner, times, judge),

@@ -14,6 +14,7 @@ from isoload.cli.errors import one_line_errors
 from isoload.cli.inspect import inspect
 from isoload.cli.place import place
 from isoload.cli.replay import replay
+from isoload.cli.report import report
 
 app = typer.Typer(
     name="isoload",
@@ -22,7 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (replay, advise, place, convert, inspect, demo, doctor):
+for command in (replay, advise, report, place, convert, inspect, demo, doctor):
     app.command()(one_line_errors(command))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from isoload.integrations.settings import PLACER, POLICY, SGLANG, VLLM, Variable
+from isoload.integrations.settings import MODE, PLACER, POLICY, SGLANG, VLLM, Variable
 
 SAID = "isoload: "  # engines print, too
 
@@ -63,6 +63,11 @@ def look(engine: Engine, environ: Mapping[str, str]) -> tuple[bool, str, bool]:
         return True, f"{name} {found}: {engine.use}", asked
     if not asked:
         return False, f"{name} {found}: {engine.use}; attaches with {engine.switch.name}=1", asked
+    mode = environ.get(MODE.name, "").strip() or MODE.default
+    if mode == "off":
+        return False, f"{name} {found}: {engine.use}; {MODE.name}=off attaches to nothing", False
+    if mode == "shadow":
+        return True, f"{name} {found}: {engine.use}; counts in shadow mode, changes nothing", asked
     chosen = [environ.get(variable.name, "").strip() or variable.default for variable in (POLICY, PLACER)]
     attaches = f"attaches, policy {chosen[0] or 'exact'}, placer {chosen[1]}"
     return True, f"{name} {found}: {engine.use}; {attaches}", asked

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from isoload.files.reading import shown
 from isoload.formats import UnknownRanks, read_placement
+from isoload.options import parse_layers
 from isoload.placement import Placement
 from isoload.placers import make_placer, place
 from isoload.replay.calibration import strictest
@@ -106,20 +107,6 @@ def load_trace(path: Path, layers: str | None = None, top_k: str | None = None) 
     with Console(stderr=True).status(f"reading {escape(str(path))}"):
         trace = with_top_k(read_trace(path), top_k)
     return trace if layers is None else trace.select_layers(parse_layers(layers, trace.num_layers))
-
-
-def parse_layers(text: str, num_layers: int) -> list[int]:
-    """Positions of layers from a list of numbers and ranges: "0-3,7" -> [0, 1, 2, 3, 7]."""
-    ends = [part.split("-") for part in text.replace(" ", "").split(",")]
-    if not all(len(pair) <= 2 and all(map(str.isdecimal, pair)) for pair in ends):
-        raise ValueError(f"layers must be numbers and ranges such as 0-3,7, got {shown(text)}")
-    # Before a range is laid out, and before int() refuses too many digits.
-    if any(len(end) > 9 or int(end) >= num_layers for pair in ends for end in pair):
-        raise ValueError(f"layers must be some of 0..{num_layers - 1}, got {shown(text)}")
-    layers = {layer: None for pair in ends for layer in range(int(pair[0]), int(pair[-1]) + 1)}
-    if not layers or len(layers) < sum(int(pair[-1]) + 1 - int(pair[0]) for pair in ends):
-        raise ValueError(f"layers must be distinct and at least one, got {shown(text)}")
-    return list(layers)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ FIGURES = (  # keys of what --json writes, by which it is known again
     {"placers", "calibrate"},  # place
     {"verdict", "answers"},  # advise
     {"trace", "layers"},  # inspect
+    {"phases", "left_out"},  # report
     {"name", "on", "detail"},  # doctor, each row
 )
 

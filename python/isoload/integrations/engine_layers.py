@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isoload.balancer import Balancer
+from isoload.integrations.engine_record import EngineRecord
 from isoload.integrations.engine_tables import placement_of
 from isoload.integrations.meter import Meter
 from isoload.integrations.settings import Settings
+from isoload.integrations.switch import Switch
 from isoload.ops import check_device
 from isoload.placement import Placement
 from isoload.topology import Topology
@@ -53,6 +55,12 @@ class EngineLayer:
 
     def __init__(self, balancer: Balancer, meter: Meter | None) -> None:
         self.balancer, self.meter = balancer, meter
+        self.switch: Switch | None = None
+        self.record: EngineRecord | None = None
+
+    def standing(self, ours: Tensor, theirs: Tensor) -> Tensor:
+        """[T, K] slots as the switch has it, where there is one."""
+        return ours if self.switch is None else self.switch.choose(self.balancer.layer, ours, theirs)
 
     def slots(self, topk_ids: Tensor, num_valid: Tensor | None) -> Tensor:
         """[T, K] as :class:`Balancer`, measured where reports are wanted."""
@@ -93,6 +101,9 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         self.meter: Meter | None = None
         self.device = torch.device("cpu")  # of the Balancers' tables
         self.passes = 0  # forward passes so far
+        self.switch: Switch | None = None
+        self.record: EngineRecord | None = None  # in shadow mode, or while the switch says so
+        self.recorded = True  # whether there may be one
         self._groups: dict[int, CollectiveGroup] = {}
         self._placements: dict[int, Placement] = {}  # by shared experts
 
@@ -107,6 +118,28 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         """Before Balancers are made: where the routed experts lie, [L, P] on the host; on what device is routed."""
         self.tables, self._placements, self.device = tables.clone(), {}, device
         self._num_experts, self._topology = num_experts, topology
+        if self.record is not None:
+            self.record.close()
+            self.record = None
+        if self.settings.switch is not None:
+            group = self.gloo_group() if topology.num_ranks > 1 else None
+            self.switch = Switch(self.settings.switch, len(tables), device, group, self.engine)
+
+    def add(
+        self, layer: AnyLayer, own_tokens: bool, model: str = "", decode_tokens: int | None = None
+    ) -> None:
+        """One layer, made; where there is a switch, also the record of its state "shadow"."""
+        self.by_id[layer.balancer.layer] = layer
+        if self.switch is None:
+            return
+        if self.record is None and self.recorded and (self.settings.record or self.settings.report_seconds):
+            assert self.tables is not None
+            self.record = EngineRecord(
+                self.settings, self.engine, model, self.engine_rank(), self.tables, self._num_experts, self._topology,
+                "own" if own_tokens else "same", self.device, decode_tokens,
+            )  # fmt: skip
+            self.record.turn(False)
+        layer.switch, layer.record = self.switch, self.record
 
     def placement(self, num_shared: int = 0) -> Placement:
         """Of all layers, where the experts lie now."""
@@ -128,6 +161,8 @@ class EngineLayers(ABC, Generic[AnyLayer]):
             return False
         if torch.equal(self.tables, tables):
             return True
+        if self.record is not None:
+            self.record.moved(tables)
         self.check_device()
         changed = [layer.balancer for i, layer in self.by_id.items() if (self.tables[i] != tables[i]).any()]
         with ExitStack() as all_ranks:  # what fails on one of them changes none
@@ -149,6 +184,10 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         an all-to-all over the same ranks, for which none can be early.
         """
         self.passes += 1
+        if self.record is not None:
+            self.record.step_ended()
+        if self.switch is not None and self.switch.step_ended() and self.record is not None:
+            self.record.turn(self.switch.state == "shadow")
         if self.passes % EXCHANGE_EVERY:
             return
         balancers = [layer.balancer for _, layer in sorted(self.by_id.items())]
@@ -168,6 +207,12 @@ class EngineLayers(ABC, Generic[AnyLayer]):
             own = dist.new_group(ranks, backend=dist.get_backend(theirs), use_local_synchronization=True)
             self._groups[topology.num_ranks] = CollectiveGroup(topology, own)
         return self._groups[topology.num_ranks]
+
+    def gloo_group(self) -> dist.ProcessGroup:
+        """The same ranks on their hosts."""
+        ranks = dist.get_process_group_ranks(self.engine_group())
+        made: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        return made
 
     def own_meter(self) -> Meter | None:
         """All ranks make the same plans: the first measures."""
@@ -196,6 +241,8 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         policies = sorted({layer.balancer.policy.name for layer in self.by_id.values()})
         free = sum(layer.balancer.has_freedom for layer in self.by_id.values())
         text = f"policy {' and '.join(policies)} on {free} of {len(self.by_id)} layers"
+        if self.switch is not None:
+            text += f", switched by {self.switch.path}"
         return text if free else f"{text}: no layer has redundant experts, so there is nothing to balance"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from dataclasses import dataclass
@@ -45,7 +46,6 @@ class Meter:
         self._sent: Tensor | None = None  # [2, L]: exchanges behind copies of a layer, sum of imbalance
         self._calls, self._host_seconds = 0, 0.0
         self._since = time.monotonic()
-        self._gauges: dict[str, Any] | None = None
 
     def add(self, layer: int, loads: Tensor, made: Plan, host_seconds: float) -> None:
         """One batch: [R, E] loads, their plan, and how long the host took for the call."""
@@ -96,32 +96,37 @@ class Meter:
             if self._calls:
                 figures["plan_seconds"] = self._host_seconds / self._calls
             log.info(line(self.name, layers, figures))
-            for name, gauge in self._all_gauges().items():
-                if name in figures:
-                    gauge.set(figures[name])
+            set_gauges(figures)
         self._calls, self._host_seconds = 0, 0.0
         return True
 
-    def _all_gauges(self) -> dict[str, Any]:
-        """By figure; empty where prometheus_client is not installed."""
-        if self._gauges is None:
-            try:
-                from prometheus_client import Gauge
-            except ImportError:
-                self._gauges = {}
-            else:
-                mode = {"multiprocess_mode": "mostrecent"}
-                self._gauges = {key: Gauge(f"isoload_{key}", text, **mode) for key, text in GAUGES.items()}
-        return self._gauges
-
 
 GAUGES = {
-    "imbalance_before": "mean over layers of max/mean rank load, copies spread evenly over replicas; nan: not gathered",
+    "imbalance_before": "mean over layers of max/mean rank load, copies spread evenly over replicas, or "
+    "in shadow mode as the engine routed; nan: not gathered",
     "imbalance_after": "mean over layers of max/mean rank load, as planned, or as sent before exchanges",
     "imbalance_worst": "max/mean rank load of the worst layer, as planned, or as sent before exchanges",
     "certified_share": "part of the plans that are proved optimal",
     "plan_seconds": "time of the host per layer and batch that was not replayed from a graph",
 }
+
+
+@functools.cache
+def gauges() -> dict[str, Any]:
+    """By figure; empty where prometheus_client is not installed."""
+    try:
+        from prometheus_client import Gauge
+    except ImportError:
+        return {}
+    mode = {"multiprocess_mode": "mostrecent"}
+    return {key: Gauge(f"isoload_{key}", text, **mode) for key, text in GAUGES.items()}
+
+
+def set_gauges(figures: dict[str, float]) -> None:
+    """Those of GAUGES that are among the figures."""
+    for name, gauge in gauges().items():
+        if name in figures:
+            gauge.set(figures[name])
 
 
 def summary(layers: list[LayerReport]) -> dict[str, float]:

@@ -21,6 +21,7 @@ from isoload.integrations.settings import Settings, Variable, is_on
 
 log = logging.getLogger("isoload")
 Kind = Literal["replace", "around", "call", "fields"]
+SHADOW = "ISOLOAD_MODE=shadow"  # among the options that seams serve: it attaches alone, the others without it
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,9 @@ class PlugIn:
             if not is_on(self.switch, os.environ):
                 return
             settings = Settings.read()
+            if settings.mode == "off":
+                log.info(f"isoload: ISOLOAD_MODE=off, attached to nothing of {self.engine}")
+                return
             wrong, live = self.attach_options(settings)
         except ValueError as error:
             raise SystemExit(f"isoload: {error}") from None
@@ -172,7 +176,9 @@ class PlugIn:
         Returns:
             What is not as expected, a line each, which names the options that stay without; and those attached.
         """
-        seams = [seam.at_home() for seam in self.seams or read_seams(self.engine.lower())]
+        given = [seam.at_home() for seam in self.seams or read_seams(self.engine.lower())]
+        seams = of_mode(given, settings.mode)
+        checks = {name: check for name, check in self.checks.items() if is_of(name, given, seams)}
         options = list(dict.fromkeys(option for seam in seams for option in seam.serves)) or [self.engine]
         wrong: list[str] = []
         lost: set[str] = set()
@@ -187,7 +193,7 @@ class PlugIn:
         if lost.issuperset(options):
             return wrong, []
         self.start(Settings.read({}))  # options for the model need not fit the known batch
-        for name, check in self.checks.items():
+        for name, check in checks.items():
             for fault in wrong_checks({name: check}) if name not in lost else ():
                 lose(fault, [name] if name in options else [])
         self.start(settings)
@@ -197,6 +203,22 @@ class PlugIn:
         if live:
             self.hook([seam for seam in hooks if seam.kind in ("replace", "around")], settings)
         return wrong, live
+
+
+def of_mode(seams: Sequence[Seam], mode: str) -> list[Seam]:
+    """Those that shadow mode needs, or the other options, with only these options named."""
+    found = []
+    for seam in seams:
+        serves = tuple(option for option in seam.serves if (option == SHADOW) == (mode == "shadow"))
+        if serves or not seam.serves:
+            found.append(replace(seam, serves=serves))
+    return found
+
+
+def is_of(check: str, given: Sequence[Seam], kept: Sequence[Seam]) -> bool:
+    """Whether a check is of an option that is kept, or of none."""
+    before, after = ({option for seam in seams for option in seam.serves} for seams in (given, kept))
+    return check in after or check not in before
 
 
 def wrong_checks(checks: Mapping[str, Callable[[], bool]]) -> list[str]:

@@ -50,6 +50,25 @@ REPORT = Variable(
     "0",
     "seconds between two reports of imbalance, a log line and Prometheus gauges; 0: none, and nothing is measured",
 )
+MODE = Variable(
+    "ISOLOAD_MODE",
+    "on, off or shadow",
+    "on",
+    "on: isoload chooses; off: it attaches to nothing; shadow: the engine's own choices are counted, none is changed",
+)
+RECORD = Variable(
+    "ISOLOAD_RECORD", "folder", "", "where each rank writes what it counted in shadow mode; empty: nowhere"
+)
+RECORD_EVERY = Variable(
+    "ISOLOAD_RECORD_EVERY", "number", "64", "of so many forward passes shadow mode keeps the counts of one"
+)
+SWITCH = Variable(
+    "ISOLOAD_SWITCH",
+    "file",
+    "",
+    "that the first rank reads while the engine runs: on, off, shadow or on:layers=0-7; empty: nothing is switched",
+)
+MODES = ("on", "off", "shadow")
 ALL_LOADS = ("gathered", "own", "node", "last")
 
 
@@ -61,6 +80,10 @@ class Settings:
     loads           as Balancer's; None = the plug-in's default
     placer          as written
     report_seconds  0 = no reports
+    mode            one of MODES
+    record          None = no files
+    record_every    passes
+    switch          None = none
     """
 
     strict: bool
@@ -68,6 +91,10 @@ class Settings:
     loads: str | None
     placer: str
     report_seconds: float
+    mode: str = "on"
+    record: str | None = None
+    record_every: int = int(RECORD_EVERY.default)
+    switch: str | None = None
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -86,7 +113,14 @@ class Settings:
             parse_placer(placer)
         except ValueError as error:
             raise ValueError(f"{PLACER.name}: {error}") from None
-        return cls(is_on(STRICT, given), policy, loads, placer, _seconds(_text(REPORT, given)))
+        seconds, mode, record = _seconds(_text(REPORT, given)), _text(MODE, given), _text(RECORD, given)
+        switch = _text(SWITCH, given)
+        _check_mode(mode, record, seconds, policy, switch)
+        every = _text(RECORD_EVERY, given)
+        if not (every.isdecimal() and 0 < len(every) < 10 and int(every)):
+            raise ValueError(f"{RECORD_EVERY.name} must be a whole number of at least 1, got {every!r}")
+        shadow = record or None, int(every), switch or None
+        return cls(is_on(STRICT, given), policy, loads, placer, seconds, mode, *shadow)
 
     @property
     def places_shared(self) -> bool:
@@ -110,6 +144,22 @@ class Settings:
         loads = self.loads or default
         _check_loads(loads, self.policy)
         return loads
+
+
+def _check_mode(mode: str, record: str, seconds: float, policy: str | None, switch: str) -> None:
+    if mode not in MODES:
+        raise ValueError(f"{MODE.name} must be one of {', '.join(MODES)}, got {mode!r}")
+    if switch and mode != "on":
+        raise ValueError(f"{SWITCH.name} must come with {MODE.name}=on, got {mode!r}")
+    if record and mode != "shadow" and not switch:
+        raise ValueError(f"{RECORD.name} must come with {MODE.name}=shadow or {SWITCH.name}, got {mode!r}")
+    if record and not os.path.isdir(record):
+        raise ValueError(f"{RECORD.name} must be a folder that is there, got {record!r}")
+    if mode == "shadow" and not record and not seconds:
+        raise ValueError(f"{MODE.name}=shadow must come with {RECORD.name} or {REPORT.name}, got neither")
+    if (mode == "shadow" or switch) and policy not in (None, "exact"):
+        where = f"{SWITCH.name} is given" if switch else f"{MODE.name} is shadow"
+        raise ValueError(f"{POLICY.name} must be exact where {where}, got {policy!r}")
 
 
 def _check_loads(loads: str, policy: str | None) -> None:

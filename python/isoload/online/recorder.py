@@ -131,6 +131,10 @@ class Recorder:
         self._now.zero_()
         self.num_batches, self._steps = self.num_batches + 1, 0
 
+    def skip(self) -> None:
+        """Ends a batch that is not kept, in place of :meth:`step`."""
+        self._now.zero_()
+
     def counts(self, group: Group | None = None) -> Tensor:
         """[batches, L, E] int64 copies on the host, summed over all ranks of a group, which call it together.
 

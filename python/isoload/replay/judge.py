@@ -52,6 +52,12 @@ def exact_imbalance(placement: Placement, counts: Ints) -> Floats:
     return _over_mean(np.array(peaks, dtype=np.float64), counts, placement)
 
 
+def routed_imbalance(placement: Placement, slot_copies: Ints) -> Floats:
+    """[batches, L] the same as an engine routed: slot_copies [batches, L, P] that each slot got."""
+    per_rank = slot_copies.reshape(*slot_copies.shape[:2], placement.topology.num_ranks, -1).sum(-1)
+    return _over_mean(per_rank.max(-1), slot_copies, placement)
+
+
 def _over_mean(peak: Floats, counts: Ints, placement: Placement) -> Floats:
     total = counts.sum(-1)
     mean = total / placement.topology.copies_per_cost

@@ -130,8 +130,8 @@ def _parse_about(path: str, text: bytes) -> dict[str, Any]:
     return {**fields, "layer_ids": tuple(layer_ids), "provenance": known}
 
 
-def write_trace(trace: Trace, path: str | Path) -> None:
-    """Writes ``path`` (.npz), which holds all that :func:`read_trace` reads back.
+def write_trace(trace: Trace, path: str | Path, **more: Ints) -> None:
+    """Writes ``path`` (.npz), which holds all that :func:`read_trace` reads back; more: arrays that it does not read.
 
     Each array has the narrowest integers that hold it. The file is written aside and renamed when complete: a crash
     leaves no half-written one.
@@ -152,6 +152,7 @@ def write_trace(trace: Trace, path: str | Path) -> None:
         text = json.dumps(known, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"provenance must be JSON values, got {error}") from None
+    arrays |= {key: _narrow(array) for key, array in more.items()}
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with new.open("wb") as file:

@@ -10,12 +10,16 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, long, tensor
+from torch import Tensor, bincount, long, tensor
+
+from isoload.trace.rank_loads import Recorded
 
 HARNESS = Path(__file__).parent
 PACKAGE = HARNESS.parents[2] / "python"
@@ -48,6 +52,25 @@ class EngineRun:
     def own_lines(self) -> list[str]:
         """What isoload says; a path of that name is none of it."""
         return [line for line in self.log.splitlines() if re.search(r"isoload( SGLang| vLLM)?: ", line)]
+
+
+def in_shadow(switch: str, folder: Path) -> dict[str, str]:
+    """Variables of shadow mode: every pass is kept; files five times a second, since engines are killed."""
+    folder.mkdir()
+    often = {"ISOLOAD_RECORD_EVERY": "1", "ISOLOAD_REPORT_SECONDS": "0.2", "ISOLOAD_STRICT": "1"}
+    return {switch: "1", "ISOLOAD_MODE": "shadow", "ISOLOAD_RECORD": str(folder), **often}
+
+
+def check_sent(recorded: Recorded, runs: Sequence[list[Batch]]) -> None:
+    """What shadow mode recorded is what left the routers of the ranks that hold tokens: the same batches of slots."""
+    for sent, batches in zip(recorded.sent, runs, strict=True):
+        slots = sent.shape[2]
+        of_batches = (bincount(b.slots[b.slots >= 0], minlength=slots) for b in batches)
+        routed = Counter(copies.numpy().tobytes() for copies in of_batches if copies.any())
+        found = Counter(
+            copies.astype("int64").tobytes() for copies in sent.reshape(-1, slots) if copies.any()
+        )
+        assert not found - routed and sum(found.values()) > sum(routed.values()) / 2
 
 
 def plug_in_path(folder: Path, group: str, module: str) -> Path:

@@ -1,6 +1,7 @@
 """Runs an SGLang engine over two CPU processes: python run_engine.py CHECKPOINT TOKENS.json [name=JSON value ...]
 
-Names are sglang.Engine's options, and lengths: how many tokens to generate for each prompt."""
+Names are sglang.Engine's options, and lengths: how many tokens to generate for each prompt; where there are more
+than prompts, these come again."""
 
 import json
 import os
@@ -25,7 +26,8 @@ def main() -> None:
     engine = sglang.Engine(model_path=model, **(COMMON | options))
     try:
         greedy = [{"max_new_tokens": n, "temperature": 0, "ignore_eos": True} for n in lengths]
-        results = engine.generate(input_ids=PROMPTS, sampling_params=greedy)
+        prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(lengths))]
+        results = engine.generate(input_ids=prompts, sampling_params=greedy)
         with open(out, "w") as file:
             json.dump([result["output_ids"] for result in results], file)
         if "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR" in os.environ:

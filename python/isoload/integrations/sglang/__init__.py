@@ -4,14 +4,15 @@ layers      the Balancers of all layers, made once and refreshed in place
 dispatch    hooks of --ep-dispatch-algorithm dynamic and lp
 waterfill   stands for SGLang's WaterfillBalancer
 placement   --eplb-algorithm isoload
+shadow      hooks of ISOLOAD_MODE=shadow, in place of the others
 self_check  a known batch through every hook
 """
 
 from __future__ import annotations
 
-from isoload.integrations.seams import PlugIn, Seam
+from isoload.integrations.seams import SHADOW, PlugIn, Seam
 from isoload.integrations.settings import SGLANG, Settings
-from isoload.integrations.sglang import dispatch, placement, self_check
+from isoload.integrations.sglang import dispatch, placement, self_check, shadow
 from isoload.integrations.sglang.layers import LAYERS
 from isoload.integrations.sglang.waterfill import DeepEPWaterfillBalancer, WaterfillBalancer
 
@@ -34,9 +35,13 @@ HOOKS = {
 def hook(seams: list[Seam], settings: Settings) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    LAYERS.lost = frozenset(self_check.CHECKS) - {option for seam in seams for option in seam.serves}
+    LAYERS.lost = frozenset(self_check.CHECKS) - {
+        SHADOW,
+        *(option for seam in seams for option in seam.serves),
+    }
+    hooks = shadow.HOOKS if settings.mode == "shadow" else HOOKS
     for seam in seams:
-        HookRegistry.register(seam.target, HOOKS[seam.name], HookType(seam.kind))
+        HookRegistry.register(seam.target, hooks[seam.name], HookType(seam.kind))
 
 
 PLUG_IN = PlugIn("SGLang", SGLANG, LAYERS.start, self_check.CHECKS, hook)

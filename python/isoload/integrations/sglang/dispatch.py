@@ -17,6 +17,7 @@ from torch import Tensor
 from isoload.integrations.engine_layers import JOINED_BY_ALL
 from isoload.integrations.sglang.layers import LAYERS, Layer
 from isoload.integrations.sglang.placement import check_at_start
+from isoload.integrations.sglang.shadow import phase_of
 
 Original = Callable[..., Any]
 
@@ -93,10 +94,14 @@ def map_dynamic(original: Original, topk_ids: Tensor, info: Any, *more: Any, **n
     num_valid = info.isoload_num_valid
     rows = topk_ids if topk_ids.dim() == 2 else topk_ids.view(-1, 1)
     slots = layer.slots(rows, num_valid).view(topk_ids.shape)
-    if num_valid is None:
+    if num_valid is None and layer.switch is None:
         return slots
+    theirs = original(topk_ids, info, *more, **named).to(slots.dtype)
+    stands = layer.standing(slots, theirs)
+    if layer.record is not None:
+        layer.record.add(layer.balancer.layer, stands.view(rows.shape), num_valid)
     # Rows of padding keep SGLang's own replica: some of its kernels take no -1.
-    return torch.where(slots < 0, original(topk_ids, info, *more, **named).to(slots.dtype), slots)
+    return stands if num_valid is None else torch.where(slots < 0, theirs, stands)
 
 
 def map_solved(topk_ids: Tensor, info: Any, log2phy_prob: Tensor) -> Tensor:
@@ -121,6 +126,8 @@ def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     SGLang counts the same passes towards its own rebalances: with attention data parallelism ranks without requests run
     idle ones. Reports wait for the device, once per interval.
     """
+    if LAYERS.record is not None and not self.is_draft_worker:
+        LAYERS.record.phase = phase_of(args[0] if args else kwargs["forward_batch"])
     result = original(self, *args, **kwargs)
     if self.is_draft_worker:
         return result

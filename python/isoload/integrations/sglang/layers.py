@@ -13,7 +13,7 @@ from isoload.balancer import Balancer
 from isoload.integrations.engine_layers import JOINED_BY_ALL, EngineLayer, EngineLayers, LoneRank
 from isoload.integrations.engine_tables import engine_topology
 from isoload.integrations.meter import Meter
-from isoload.integrations.settings import LOADS
+from isoload.integrations.settings import LOADS, SWITCH
 from isoload.integrations.sglang import elastic
 from isoload.policies import make_policy
 from isoload.shared_experts import without_shared_slots
@@ -102,6 +102,11 @@ class Layers(EngineLayers[Layer]):
         tables = elastic.live_tables(metadata)
         if self.refresh(tables):
             return
+        if self.settings.switch is not None and algorithm != "dynamic":
+            raise ValueError(
+                f"{SWITCH.name} must come with --ep-dispatch-algorithm dynamic, got {algorithm!r}"
+            )
+        self.by_id = {}
         topology, device = topology_of(metadata), metadata.physical_to_logical_map.device
         self.place(tables, metadata.num_logical_experts, topology, device)
         # A policy of shared experts comes with Waterfill, which SGLang makes when it has loaded the model.
@@ -116,7 +121,8 @@ class Layers(EngineLayers[Layer]):
             Balancer(self.placement(), i, policy, shared_columns=False, **how)
             for i in range(metadata.num_layers)
         ]
-        self.by_id = {of.layer: Layer(self.ready(of), self.own_meter()) for of in made}
+        for of in made:
+            self.add(Layer(self.ready(of), self.own_meter()), of.tokens == "own")
 
     def loads_of(self, algorithm: str) -> str:
         """Whose counts plan the batches of an all-to-all backend's ranks, which hold tokens of their own."""

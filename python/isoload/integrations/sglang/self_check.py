@@ -8,7 +8,8 @@ import torch
 
 from isoload.integrations.engine_tables import replica_lists
 from isoload.integrations.known_batch import IDS, SLOTS, is_right, known_balancer, known_placement
-from isoload.integrations.sglang import dispatch, placement
+from isoload.integrations.seams import SHADOW
+from isoload.integrations.sglang import dispatch, placement, shadow
 from isoload.integrations.sglang.layers import EPLB, Layer
 from isoload.integrations.sglang.waterfill import WaterfillBalancer
 
@@ -93,4 +94,5 @@ CHECKS = {
     "lp": check_lp,
     "Waterfill": check_waterfill,
     EPLB: check_placement,
+    SHADOW: shadow.check,
 }

@@ -57,12 +57,17 @@ def map_and_record(
     if layer is None:
         theirs = original(topk_ids, expert_load_view, *maps, record_enabled, num_unpadded_tokens, **named)
         return cast(Tensor, theirs)
-    slots = layer.map_and_record(topk_ids, expert_load_view, record_enabled, num_unpadded_tokens)
-    if num_unpadded_tokens is None or layer.tokens == "gathered":
+    replaces_padding = num_unpadded_tokens is not None and layer.tokens != "gathered"
+    theirs = None
+    if replaces_padding or layer.switch is not None:
+        unrecorded = torch.zeros_like(record_enabled)
+        theirs = original(topk_ids, expert_load_view, *maps, unrecorded, num_unpadded_tokens, **named)
+    given = topk_ids, expert_load_view, record_enabled, num_unpadded_tokens
+    slots = layer.map_and_record(*given, None if layer.switch is None else theirs)
+    if num_unpadded_tokens is None or not replaces_padding:
         return slots
     # Rows of padding keep vLLM's own replica: some of its kernels take no -1.
-    unrecorded = torch.zeros_like(record_enabled)
-    theirs = original(topk_ids, expert_load_view, *maps, unrecorded, num_unpadded_tokens, **named)
+    assert theirs is not None
     return torch.where(padding(slots, num_unpadded_tokens), theirs, slots)
 
 

@@ -44,6 +44,7 @@ class Layer(EngineLayer):
         expert_load_view: Tensor,
         record_enabled: Tensor,
         num_unpadded_tokens: Tensor | None,
+        theirs: Tensor | None = None,
     ) -> Tensor:
         """[T, K] slots of logical ids [T, K]; rows of padding that were not planned are -1.
 
@@ -52,6 +53,7 @@ class Layer(EngineLayer):
             expert_load_view: [P] int32, to which the copies of each slot are added, padding aside.
             record_enabled: [] bool, whether they are.
             num_unpadded_tokens: [] int32, rows from here on are padding.
+            theirs: [T, K] vLLM's choice, where there is a switch.
         """
         if self.runner.do_naive_dispatch_combine != (self.tokens == "gathered"):
             raise RuntimeError(
@@ -62,8 +64,12 @@ class Layer(EngineLayer):
         # Gathered rows are all ranks', the number of unpadded ones is this rank's: planned by it, ranks would differ.
         padding_after = None if self.tokens == "gathered" else num_unpadded_tokens
         slots = counted = self.slots(ids, padding_after)
-        if self.tokens == "gathered" and num_unpadded_tokens is not None:
+        if theirs is not None:
+            slots = counted = self.standing(slots, theirs)
+        if (self.tokens == "gathered" or theirs is not None) and num_unpadded_tokens is not None:
             counted = slots.masked_fill(padding(slots, num_unpadded_tokens), -1)
+        if self.record is not None:
+            self.record.add(self.balancer.layer, slots if self.tokens == "gathered" else counted)
         expert_load_view += count(counted, len(expert_load_view)) * record_enabled
         return slots.to(topk_ids.dtype)
 
@@ -110,7 +116,10 @@ class ModelLayers(EngineLayers[Layer]):
             if tokens == "own":
                 how = {"loads": loads, "group": self.group(topology)}
             balancer = self.ready(Balancer(self.placement(), i, policy, shared_columns=False, **how))
-            self.by_id[i] = Layer(balancer, self.own_meter(), runner, tokens)
+            most = None if self.switch is None else most_decoded(parallel, tokens == "gathered")
+            self.add(
+                Layer(balancer, self.own_meter(), runner, tokens), tokens == "own", state.model_name, most
+            )
         return kept
 
     def follow(self, rows: Tensor, layer: int | None = None) -> None:
@@ -130,6 +139,16 @@ class ModelLayers(EngineLayers[Layer]):
         log.info(f"isoload: attached to vLLM's EPLB of {name}: {dispatch}placer {self.settings.placer}")
         for reason, number in kept.items():
             log.info(f"isoload: vLLM's own choice of replicas stays on {number} layers of {name}: {reason}")
+
+
+def most_decoded(parallel: Any, gathered: bool) -> int:
+    """Most tokens of a pass without prefill: those of as many requests as vLLM serves at a time, and their drafts."""
+    from vllm.config import get_current_vllm_config
+
+    config = get_current_vllm_config()
+    drafts = getattr(config.speculative_config, "num_speculative_tokens", None) or 0
+    ranks = parallel.data_parallel_size if gathered else 1
+    return int(config.scheduler_config.max_num_seqs) * (1 + drafts) * ranks
 
 
 def tokens_of(runner: Any, parallel: Any, loads: str) -> tuple[RankTokens | None, str]:
@@ -183,6 +202,7 @@ class Models:
         layers = ModelLayers()
         layers.settings = self.settings
         layers.meter = None if self.by_state else self.meter  # drafts are not measured
+        layers.recorded = not self.by_state
         kept = layers.make(state, parallel)
         maps = {state.logical_to_physical_map[i].data_ptr(): layer for i, layer in layers.by_id.items()}
         self.by_state[id(state)] = layers

@@ -1,0 +1,205 @@
+"""``isoload report``: what shadow mode recorded of an engine, beside isoload's plans of the same copies; and advice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from isoload.cli import options
+from isoload.cli.advise import Answered, answer
+from isoload.cli.step_table import span_of
+from isoload.cli.tables import (
+    Figure,
+    Row,
+    columns_of,
+    page_table,
+    print_lines,
+    print_table,
+    table_of,
+    write_out,
+)
+
+if TYPE_CHECKING:
+    from isoload.advise.recorded import Phase
+    from isoload.trace.rank_loads import Recorded
+
+FIGURES = (
+    Figure("phase", "", "phase"),
+    Figure("passes", "", "passes"),
+    Figure("tokens_per_rank", "", "tokens"),
+    *(
+        Figure(f"{of}.{key}", group, title, ".3f")
+        for of, group in (("routed", "max/mean as routed"), ("planned", "as isoload plans"))
+        for key, title in (("mean", "mean"), ("half", "half"), ("nine_in_ten", "9 in 10"), ("worst", "worst"))
+    ),
+    Figure("saved", "ms", "saved"),
+)
+UNITS = (
+    "Rank loads on the engine's own placement, each layer a mean over the recorded passes: half of the layers are at "
+    "most at the first figure, nine in ten at the second. isoload: policy exact on the same copies."
+)
+SAVED = (
+    "ms saved: of a step's MoE layers, modelled from measured kernels as advise does, planning included, if isoload "
+    "chose the replicas and nothing moved; what follows moves experts, too."
+)
+SAME = (
+    "All ranks held the same tokens, so that none is the source of a copy: times are of an even part on each rank, "
+    "as with an all-to-all."
+)
+
+
+def rows_of(recorded: Recorded, phases: list[Phase], saved: dict[str, tuple[float, float]]) -> list[Row]:
+    """A row for each phase, as --json writes it."""
+    return [
+        {
+            "phase": of.name,
+            "passes": len(of.batches),
+            "tokens_per_rank": of.tokens,
+            "routed": of.quantiles(of.routed),
+            "planned": of.quantiles(of.planned),
+            "layers": list(recorded.trace.layer_ids),
+            "routed_by_layer": of.routed.tolist(),
+            "planned_by_layer": of.planned.tolist(),
+            "saved_ms": list(saved[of.name]) if of.name in saved else None,
+            "saved": span_of(saved[of.name], "+") if of.name in saved else None,
+        }
+        for of in phases
+    ]
+
+
+def notes_of(recorded: Recorded, modelled: bool) -> tuple[list[str], list[str]]:
+    """What the figures are, and what is left out of them."""
+    passes, files = recorded.left_out
+    gaps = []
+    if passes:
+        gaps.append(f"{passes} passes are left out, which not every rank recorded.")
+    if files:
+        gaps.append(f"{files} files of earlier runs are left out.")
+    return [UNITS, *([SAVED] if modelled else [])], [
+        *gaps,
+        *([SAME] if modelled and recorded.same_tokens else []),
+    ]
+
+
+def section_of(rows: list[Row], notes: list[str]) -> str:
+    """Of the page: the table, and a chart for each phase."""
+    from isoload.cli.page_parts import MEAN, lines
+    from isoload.report import prose, section
+
+    charts = [
+        lines(f"Imbalance by layer, {row['phase']}", MEAN,
+              {"as routed": row["routed_by_layer"], "isoload": row["planned_by_layer"]}, row["layers"], best="isoload")
+        for row in rows
+    ]  # fmt: skip
+    return section("As recorded", page_table(columns_of(FIGURES, rows, wide=True)), *charts, prose(notes))
+
+
+def report(
+    recorded: Annotated[
+        Path, typer.Argument(metavar="FOLDER|FILE", help="Where ISOLOAD_RECORD had ranks write, or one file.")
+    ],
+    gpu: Annotated[
+        str | None, typer.Option(help="As advise takes it; with --model times are modelled.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="A model's name, or its config.json.")
+    ] = None,
+    engine: Annotated[str, typer.Option(help="sglang or vllm.")] = "sglang",
+    phase: Annotated[
+        str | None, typer.Option(help="prefill or decode, of which advice is. Default: that of most passes.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the experts' weights, as advise takes it.")] = None,
+    step_ms: Annotated[float | None, typer.Option(help="A whole step's time as you measured it.")] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Write all ranks' counts to this new .npz, which replay and place take."
+        ),
+    ] = None,
+    wide: options.Wide = False,
+    json: options.JsonTarget = None,
+    html: options.HtmlTarget = None,
+    force: options.Force = False,
+) -> None:
+    """What isoload would have made of the passes that an engine in shadow mode recorded."""
+    from isoload.advise.recorded import phases
+    from isoload.cli.targets import check_targets
+    from isoload.trace import write_trace
+    from isoload.trace.rank_loads import read_recorded
+
+    check_targets([recorded], force, json, html=html)
+    if (gpu is None) != (model is None):
+        raise ValueError(f"gpu must come with model, got {gpu} and {model}")
+    if html is not None and gpu is None:
+        raise ValueError("html must come with --gpu and --model, got neither")
+    if trace is not None and Path(trace).exists():
+        raise ValueError(f"trace must be a new file, got {trace!r}")
+    held = read_recorded(recorded)
+    found = phases(held)
+    names = [of.name for of in found]
+    if phase is not None and phase not in names:
+        raise ValueError(f"phase must be one that was recorded, {' or '.join(names)}, got {phase!r:.40}")
+    if trace is not None:
+        write_trace(held.trace, trace)
+    saved: dict[str, tuple[float, float]] = {}
+    advice, gaps = None, list[str]()
+    if gpu is not None and model is not None:
+        chosen = found[0] if phase is None else found[names.index(phase)]
+        saved, advice, gaps = modelled(held, found, chosen, gpu, model, engine, dtype, step_ms, trace)
+    rows = rows_of(held, found, saved)
+    notes, warnings = notes_of(held, advice is not None)
+    warnings += gaps
+    figures: dict[str, Any] = {
+        "phases": rows,
+        "left_out": dict(zip(("passes", "files"), held.left_out, strict=True)),
+    }
+    figures |= {"warnings": warnings, "advice": None if advice is None else advice.figures}
+
+    def show(console: Console) -> None:
+        print_table(console, *table_of(FIGURES, rows, wide))
+        print_lines(console, notes, "dim")
+        print_lines(console, warnings, "yellow")
+        if advice is not None:
+            advice.show(console, wide=wide)
+
+    def page() -> str:
+        assert advice is not None
+        return advice.page(section_of(rows, [*notes, *warnings]), figures=figures)
+
+    write_out(json, figures, show, html=html, page=page)
+
+
+def modelled(
+    recorded: Recorded,
+    found: list[Phase],
+    chosen: Phase,
+    gpu: str,
+    model: str,
+    engine: str,
+    dtype: str | None,
+    step_ms: float | None,
+    source: str | None,
+) -> tuple[dict[str, tuple[float, float]], Answered, list[str]]:
+    """By phase the milliseconds of a step that isoload's choice saves, the advice on one, and what has no constants."""
+    from isoload.advise import Question, find_model, judge_by
+    from isoload.advise.constants import layer_times
+    from isoload.advise.recorded import saved, trace_of
+
+    described, topology = find_model(model, dtype), recorded.topology
+    times, gaps = layer_times(gpu, engine, chosen.name, described, topology)
+    if chosen.name not in times:
+        raise ValueError(f"phase {chosen.name} has no constants: {' '.join(gaps)}")
+    gathers = engine == "vllm" or described.is_deepseek
+    asked = {
+        of.name: Question(described, times[of.name], topology, of.tokens, step_ms, gathers=gathers)
+        for of in found
+        if of.name in times
+    }
+    trace, question = trace_of(recorded, chosen), asked[chosen.name]
+    judged = judge_by(trace, described, topology.num_ranks, question.tokens)
+    by_phase = {of.name: saved(recorded, of, asked[of.name]).saved for of in found if of.name in asked}
+    notes = [f"the advice is on the {len(chosen.batches)} passes of {chosen.name}"]
+    return by_phase, answer(question, trace, judged, (engine, chosen.name, None), notes, source), gaps
