@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import ClassVar, Generic, TypeVar
 
@@ -16,6 +17,8 @@ from isoload.balancer import Balancer
 from isoload.integrations.engine_tables import placement_of
 from isoload.integrations.meter import Meter
 from isoload.integrations.settings import Settings
+from isoload.integrations.watchdog import Watchdog
+from isoload.integrations.weight_check import WeightCheck
 from isoload.ops import check_device
 from isoload.placement import Placement
 from isoload.topology import Topology
@@ -77,6 +80,8 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         self.by_id: dict[int, AnyLayer] = {}
         self.tables: Tensor | None = None  # [L, P] expert in each slot, as the Balancers have it
         self.meter: Meter | None = None
+        self.weights: WeightCheck | None = None
+        self.watch = Watchdog(self.engine, 0)
         self.device = torch.device("cpu")  # of the Balancers' tables
         self.passes = 0  # forward passes so far
         self._groups: dict[int, CollectiveGroup] = {}
@@ -86,6 +91,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         """Of a process whose hooks are attached."""
         self.reset()
         self.settings = settings
+        self.watch = Watchdog(self.engine, settings.stalled_seconds)
         if settings.report_seconds:
             self.meter = Meter(self.engine, settings.report_seconds)
 
@@ -126,6 +132,26 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         for write in writes:
             write()
         return True
+
+    def check_loaded(self, weights: Mapping[int, Sequence[Tensor]]) -> None:
+        """Of a loaded model: weights and scales of this rank's slots by layer, [P/R, ...] each. They are compared now
+        and by :meth:`check_moved`; all ranks call both together."""
+        if self.by_id:
+            assert self.tables is not None
+            how = self.engine_group(), self.settings.strict, self.detach
+            self.weights = WeightCheck(self.engine, weights, *how)
+            self.weights.loaded(self.tables, self._num_experts)
+
+    def check_moved(self, layers: Sequence[int] | None = None) -> None:
+        """The experts of these layers, or of all, have moved to where the Balancers have them."""
+        if self.weights is not None:
+            assert self.tables is not None
+            self.weights.moved(self.tables, layers)
+
+    def detach(self) -> str:
+        """Leaves the choice of replicas to the engine from the next batch on, on all ranks; what that is, in words."""
+        self.by_id, self.weights = {}, None
+        return f"{self.engine} chooses replicas from now on; graphs that were captured keep isoload's choice"
 
     def step_ended(self) -> None:
         """A forward pass of the model is over, on all ranks, outside of any graph: every EXCHANGE_EVERY of them one

@@ -50,6 +50,19 @@ REPORT = Variable(
     "0",
     "seconds between two reports of imbalance, a log line and Prometheus gauges; 0: none, and nothing is measured",
 )
+CHECK = Variable(
+    "ISOLOAD_CHECK_WEIGHTS",
+    "0 or 1",
+    "0",
+    "compare every slot's weights with its expert's, at load and after each rebalance; where one differs isoload "
+    "detaches, with ISOLOAD_STRICT=1 the process ends",
+)
+STALLED = Variable(
+    "ISOLOAD_STALLED_SECONDS",
+    "number",
+    "60",
+    "without progress, after which a rebalance is named in the log; so is a thread of rebalances that ended; 0: never",
+)
 ALL_LOADS = ("gathered", "own", "node", "last")
 
 
@@ -61,6 +74,8 @@ class Settings:
     loads           as Balancer's; None = the plug-in's default
     placer          as written
     report_seconds  0 = no reports
+    check_weights   whether slots are compared with their experts
+    stalled_seconds of a rebalance without progress; 0 = nothing watches
     """
 
     strict: bool
@@ -68,6 +83,8 @@ class Settings:
     loads: str | None
     placer: str
     report_seconds: float
+    check_weights: bool
+    stalled_seconds: float
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -86,7 +103,8 @@ class Settings:
             parse_placer(placer)
         except ValueError as error:
             raise ValueError(f"{PLACER.name}: {error}") from None
-        return cls(is_on(STRICT, given), policy, loads, placer, _seconds(_text(REPORT, given)))
+        report, stalled = _seconds(REPORT, given), _seconds(STALLED, given)
+        return cls(is_on(STRICT, given), policy, loads, placer, report, is_on(CHECK, given), stalled)
 
     @property
     def places_shared(self) -> bool:
@@ -148,11 +166,12 @@ def _text(variable: Variable, environ: Mapping[str, str]) -> str:
     return environ.get(variable.name, "").strip() or variable.default
 
 
-def _seconds(text: str) -> float:
+def _seconds(variable: Variable, environ: Mapping[str, str]) -> float:
+    text = _text(variable, environ)
     try:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise ValueError(f"{REPORT.name} must be a number of at least 0, got {text!r}")
+        raise ValueError(f"{variable.name} must be a number of at least 0, got {text!r}")
     return seconds

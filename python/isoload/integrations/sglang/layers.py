@@ -135,6 +135,13 @@ class Layers(EngineLayers[Layer]):
         balancer = Balancer(self.placement(1), old.layer, policy, old.group, shared_columns=False)
         layer.balancer = self.ready(balancer)
 
+    def detach(self) -> str:
+        from sglang.srt.runtime_context import get_exec
+
+        if get_exec().moe.ep_dispatch_algorithm == "lp":  # whose solvers isoload has replaced
+            return "isoload goes on choosing replicas, since SGLang has no solver beside it behind lp"
+        return super().detach()
+
     def announce(self) -> None:
         """The line that says what is attached, of one rank for all; when the model is loaded."""
         if self.by_id and not any(layer.balancer.placement.num_shared for layer in self.by_id.values()):
