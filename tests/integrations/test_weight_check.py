@@ -230,6 +230,21 @@ def test_without_the_variable_nothing_is_read() -> None:
     assert run_ranks(without, RANKS) == [None, None]
 
 
+def kept(rank: int) -> list[tuple[str, str]]:
+    """vLLM's kernels route by themselves."""
+    lines, state = listen(), model(rank)
+    for runner in state.model.moe_layers:
+        runner.is_monolithic = True
+    MODELS.add(state, PARALLEL)
+    dispatch.commit(lambda *_: None, state, table(1))
+    return lines[-1:]
+
+
+def test_it_is_said_where_nothing_is_compared() -> None:
+    line = "isoload vLLM: no weights are compared, since isoload chooses no replicas"
+    assert run_ranks(kept, RANKS) == [[("WARNING", line)]] * RANKS
+
+
 def differ(rank: int) -> None:
     state = model(rank)
     state.model.expert_weights[1][1] = state.model.expert_weights[1][1][:3]

@@ -3,6 +3,7 @@ moves them."""
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ from isoload.topology import Topology
 from isoload.transport import CollectiveGroup
 from isoload.transport.agreement import checksum
 
+log = logging.getLogger("isoload")
 EXCHANGE_EVERY = 16  # forward passes; as rarely as this costs no balance in recorded decoding
 JOINED_BY_ALL = ("gathered", "node")  # loads of which ranks without tokens must join each pass, too
 _TARGETS = f"targets renewed every {EXCHANGE_EVERY} passes"
@@ -136,11 +138,13 @@ class EngineLayers(ABC, Generic[AnyLayer]):
     def check_loaded(self, weights: Mapping[int, Sequence[Tensor]]) -> None:
         """Of a loaded model: weights and scales of this rank's slots by layer, [P/R, ...] each. They are compared now
         and by :meth:`check_moved`; all ranks call both together."""
-        if self.by_id:
-            assert self.tables is not None
-            how = self.engine_group(), self.settings.strict, self.detach
-            self.weights = WeightCheck(self.engine, weights, *how)
-            self.weights.loaded(self.tables, self._num_experts)
+        if not self.by_id:
+            log.warning(f"isoload {self.engine}: no weights are compared, since isoload chooses no replicas")
+            return
+        assert self.tables is not None
+        how = self.engine_group(), self.settings.strict, self.detach
+        self.weights = WeightCheck(self.engine, weights, *how)
+        self.weights.loaded(self.tables, self._num_experts)
 
     def check_moved(self, layers: Sequence[int] | None = None) -> None:
         """The experts of these layers, or of all, have moved to where the Balancers have them."""
