@@ -154,6 +154,6 @@ def test_a_chunk_that_never_comes_is_named(attached: None, caplog: pytest.LogCap
         LAYERS.watch.look()
         LAYERS.watch.look()
     (record,) = caplog.records
-    assert "isoload SGLang: a rebalance has stalled" in record.getMessage()
+    assert "isoload SGLang: EPLB has stalled" in record.getMessage()
     going.close()
     assert LAYERS.watch._now is None, "SGLang has dropped it"

@@ -70,7 +70,7 @@ def test_one_that_does_not_come_back_is_named_once(
     clock.now += 61
     (line,) = looked(watch, caplog)
     assert line == (
-        "isoload engine: a rebalance has stalled: no layer's experts have arrived for 61 s (passes: 1). "
+        "isoload engine: EPLB has stalled: no layer's experts have arrived for 61 s (passes: 1). "
         "Copies go where experts last arrived"
     )
     clock.now += 60
@@ -141,7 +141,7 @@ def test_a_thread_that_has_ended_is_named_once(
     assert looked(watch, caplog) == [] and measured["rebalance_thread_dead"] == 0
     stay.set()
     watch.worker.join()
-    line = "isoload engine: the engine's thread of rebalances has ended: experts stay where they are"
+    line = "isoload engine: EPLB's thread has ended: experts stay where they are"
     assert looked(watch, caplog) == [line] and looked(watch, caplog) == []
     assert measured["rebalance_thread_dead"] == 1
     watch.worker = killed()
@@ -173,13 +173,13 @@ def test_vllms_dead_thread_is_named_while_no_pass_runs(
     """And what it left pending, as soon as passes find it."""
     vllm = SimpleNamespace(model_states={"model": state(False)}, async_worker=killed())
     dispatch.step(lambda *_, **__: None, vllm)
-    wait_for(caplog, "isoload vLLM: the engine's thread of rebalances has ended")
+    wait_for(caplog, "isoload vLLM: EPLB's thread has ended")
     assert "stalled" not in caplog.text
     vllm.model_states["model"].rebalanced = True
     dispatch.step(lambda *_, **__: None, vllm)
     time.sleep(0.03)
     dispatch.step(lambda *_, **__: None, vllm)
-    wait_for(caplog, "isoload vLLM: a rebalance has stalled")
+    wait_for(caplog, "isoload vLLM: EPLB has stalled")
 
 
 def test_vllms_step_that_does_not_return_is_named_from_outside(
@@ -189,7 +189,7 @@ def test_vllms_step_that_does_not_return_is_named_from_outside(
     vllm = SimpleNamespace(model_states={"model": state(False)})  # a synchronous one has no thread
 
     def original(*_: Any, **__: Any) -> None:
-        wait_for(caplog, "isoload vLLM: a rebalance has stalled")
+        wait_for(caplog, "isoload vLLM: EPLB has stalled")
 
     dispatch.step(original, vllm)
     assert caplog.text.count("stalled") == 1

@@ -61,7 +61,7 @@ STALLED = Variable(
     "ISOLOAD_STALLED_SECONDS",
     "number",
     "60",
-    "without progress, after which a rebalance is named in the log; so is a thread of rebalances that ended; 0: never",
+    "seconds without progress after which the log names EPLB as stalled, and between looks at its thread; 0: never",
 )
 ALL_LOADS = ("gathered", "own", "node", "last")
 

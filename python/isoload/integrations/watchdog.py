@@ -78,14 +78,12 @@ class Watchdog:
         if of is not None and age >= self.seconds and stall != of.since:
             stall = of.since
             log.error(
-                f"isoload {self.engine}: a rebalance has stalled: no layer's experts have arrived for {age:.0f} s "
+                f"isoload {self.engine}: EPLB has stalled: no layer's experts have arrived for {age:.0f} s "
                 f"(passes: {of.passes}). Copies go where experts last arrived"
             )
         if dead and thread is not worker:
             thread = worker
-            log.error(
-                f"isoload {self.engine}: the engine's thread of rebalances has ended: experts stay where they are"
-            )
+            log.error(f"isoload {self.engine}: EPLB's thread has ended: experts stay where they are")
         self._named = stall, thread
         set_gauge("rebalance_stalled_seconds", age if age >= self.seconds else 0.0)
         set_gauge("rebalance_thread_dead", float(dead))

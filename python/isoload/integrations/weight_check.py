@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -16,33 +17,24 @@ log = logging.getLogger("isoload")
 NAMED = 8  # wrong slots in one line
 
 
+@dataclass
 class WeightCheck:
     """Of one model's layers, over the ranks of a group, which call it together and all say the same.
 
-    Args:
-        engine: its name, for lines.
-        weights: by layer the weights and scales of this rank's slots, [P/R, ...] each.
-        group: the expert-parallel ranks.
-        strict: a wrong slot ends the process; else detach() is called.
-        detach: what isoload does about a wrong slot; returns what that is, in words.
+    engine   its name, for lines
+    weights  by layer the weights and scales of this rank's slots, [P/R, ...] each
+    group    the expert-parallel ranks
+    strict   a wrong slot ends the process; else detach() is called
+    detach   what isoload does about a wrong slot; returns what that is, in words
+    own      by layer [E]: every expert's checksum, as loaded
     """
 
-    def __init__(
-        self,
-        engine: str,
-        weights: Mapping[int, Sequence[Tensor]],
-        group: dist.ProcessGroup,
-        strict: bool,
-        detach: Callable[[], str],
-    ) -> None:
-        self.engine, self.weights, self.group, self.strict, self.detach = (
-            engine,
-            weights,
-            group,
-            strict,
-            detach,
-        )
-        self._own: dict[int, Tensor] = {}  # by layer [E]: every expert's checksum, as loaded
+    engine: str
+    weights: Mapping[int, Sequence[Tensor]]
+    group: dist.ProcessGroup
+    strict: bool
+    detach: Callable[[], str]
+    own: dict[int, Tensor] = field(default_factory=dict)
 
     def loaded(self, slot_to_expert: Tensor, num_experts: int) -> None:
         """Takes every expert's weights from its lowest slot; replicas must have the same.
@@ -55,8 +47,7 @@ class WeightCheck:
         """
         layers = sorted(self.weights)
         tables, sums = slot_to_expert[layers], self._sums(layers)
-        own = expert_checksums(sums, tables, num_experts)
-        self._own = dict(zip(layers, own, strict=True))
+        self.own = dict(zip(layers, expert_checksums(sums, tables, num_experts), strict=True))
         self._judge(layers, tables, sums, "at load")
 
     def moved(self, slot_to_expert: Tensor, layers: Sequence[int] | None = None) -> None:
@@ -81,7 +72,7 @@ class WeightCheck:
         return ranks.cpu().view(num_ranks, *local.shape).transpose(0, 1).flatten(1)
 
     def _judge(self, layers: Sequence[int], tables: Tensor, sums: Tensor, when: str) -> None:
-        own = torch.stack([self._own[layer] for layer in layers])
+        own = torch.stack([self.own[layer] for layer in layers])
         wrong = wrong_slots(sums, tables, own, layers, dist.get_world_size(self.group))
         set_gauge("wrong_slots", len(wrong))
         if not wrong:
