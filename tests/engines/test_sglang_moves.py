@@ -14,6 +14,7 @@ from ranks import EXPERTS, LAYER
 from ranks import LAYERS as NUM_LAYERS
 from sglang.srt.eplb import expert_location
 from sglang.srt.eplb.expert_location_dispatch import _topk_ids_logical_to_physical_dynamic
+from sglang.srt.utils.common import LazyValue
 from torch import Tensor
 
 import isoload
@@ -107,11 +108,12 @@ def test_what_is_compared_is_what_sglang_moves(served: Any, monkeypatch: pytest.
     given: list[Any] = []
     monkeypatch.setattr(LAYERS, "announce", lambda: None)
     monkeypatch.setattr(LAYERS, "check_loaded", given.append)
-    model = SimpleNamespace(routed_experts_weights_of_layer={1: [torch.zeros(4, 2)]})
+    weights = {7: [torch.zeros(4, 2)], 3: [torch.ones(4, 2)]}
+    model = SimpleNamespace(routed_experts_weights_of_layer=LazyValue(lambda: weights))
     for check, draft in ("0", False), ("1", True), ("1", False):
         LAYERS.settings = Settings.read({"ISOLOAD_CHECK_WEIGHTS": check})
         dispatch.initialize(lambda _: None, SimpleNamespace(is_draft_worker=draft, model=model))
-    assert given == [model.routed_experts_weights_of_layer]
+    assert given == [weights]
     with pytest.raises(
         ValueError, match="ISOLOAD_CHECK_WEIGHTS must be 0 where the model has no routed_experts"
     ):

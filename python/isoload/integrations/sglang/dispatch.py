@@ -132,13 +132,13 @@ def initialize(original: Original, self: Any) -> None:
 
 def weights_of(model: Any) -> Mapping[int, Sequence[Tensor]]:
     """By layer what SGLang moves when experts move."""
-    weights: Mapping[int, Sequence[Tensor]] | None = getattr(model, "routed_experts_weights_of_layer", None)
+    weights = getattr(model, "routed_experts_weights_of_layer", None)
     if weights is None:
         raise ValueError(
             f"{CHECK.name} must be 0 where the model has no routed_experts_weights_of_layer, "
             f"got 1 with {type(model).__name__}"
         )
-    return weights
+    return dict(weights)  # SGLang's LazyValue has keys and items, and cannot be iterated
 
 
 def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
