@@ -25,7 +25,12 @@ EPLB = {
     "expert_distribution_recorder_mode": "stat",
 }  # fmt: skip
 RANKS, SLOTS, LAYERS = 2, 10, 3
-ATTACHED = {"ISOLOAD_SGLANG": "1", "ISOLOAD_STRICT": "1", "ISOLOAD_REPORT_SECONDS": "0.2"}
+ATTACHED = {
+    "ISOLOAD_SGLANG": "1",
+    "ISOLOAD_STRICT": "1",
+    "ISOLOAD_REPORT_SECONDS": "0.2",
+    "ISOLOAD_CHECK_WEIGHTS": "1",
+}
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +105,13 @@ def test_experts_moved_while_tokens_were_generated(stock: EngineRun, balanced: E
         int(slot) for batch in balanced.batches[0] if batch.layer == 1 for slot in batch.slots[batch.ids == 0]
     }
     assert len(one_expert) >= 2
+
+
+def test_every_slot_holds_its_expert_after_each_rebalance(balanced: EngineRun) -> None:
+    """By checksums of its weights; else ISOLOAD_STRICT=1 would have ended the run."""
+    lines = balanced.lines(f"isoload SGLang: {LAYERS * RANKS * SLOTS} slots have their experts' weights ")
+    rebalances = len(balanced.lines("TP0 EP0] [EPLBManager] rebalance end"))
+    assert [line.split("weights ")[1] for line in lines] == ["at load", *["after a rebalance"] * rebalances]
 
 
 def test_all_ranks_choose_the_same_slots(balanced: EngineRun) -> None:

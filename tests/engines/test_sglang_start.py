@@ -207,7 +207,12 @@ def test_the_log_says_whose_counts(
         (
             {"elastic_ep_backend": "mooncake"},
             {"ISOLOAD_LOADS": "last"},
-            "--elastic-ep-backend must come with .* dynamic and ISOLOAD_LOADS own, .* got dynamic, last and 'mooncake'",
+            "--elastic-ep-backend must come with .* dynamic and ISOLOAD_LOADS own, got 'mooncake' .* last",
+        ),
+        (
+            {"elastic_ep_backend": "mooncake"},
+            {"ISOLOAD_CHECK_WEIGHTS": "1"},
+            "--elastic-ep-backend must come without ISOLOAD_SWITCH and ISOLOAD_CHECK_WEIGHTS, .* 'mooncake' with one",
         ),
         ({}, {"ISOLOAD_POLICY": "joint"}, "ISOLOAD_POLICY must be a policy of routed experts"),
     ],

@@ -24,7 +24,12 @@ EPLB = {
 }  # fmt: skip
 OPTIONS = {"enable_eplb": True, "eplb_config": EPLB}
 RANKS, SLOTS, LAYERS = 2, 10, 3
-ATTACHED = {"ISOLOAD_VLLM": "1", "ISOLOAD_STRICT": "1", "ISOLOAD_REPORT_SECONDS": "0.2"}
+ATTACHED = {
+    "ISOLOAD_VLLM": "1",
+    "ISOLOAD_STRICT": "1",
+    "ISOLOAD_REPORT_SECONDS": "0.2",
+    "ISOLOAD_CHECK_WEIGHTS": "1",
+}
 Oracle = tuple[Path, list[list[int]]]
 
 
@@ -97,6 +102,20 @@ def test_experts_moved_while_tokens_were_generated(stock: EngineRun, balanced: E
             int(slot) for batch in run.batches[0] if batch.layer == 1 for slot in batch.slots[batch.ids == 0]
         }
         assert len(one_expert) >= 2
+
+
+def test_every_slot_holds_its_expert_after_each_rebalance(
+    balanced: EngineRun, pair: list[EngineRun], apart: list[EngineRun]
+) -> None:
+    """By checksums of its weights; else ISOLOAD_STRICT=1 would have ended the run."""
+    slots = LAYERS * RANKS * SLOTS
+    for run in (balanced, pair[0], apart[0]):
+        lines = run.lines(f"isoload vLLM: {slots} slots have their experts' weights ")
+        rebalances = len(run.lines("Rearranged experts"))
+        assert [line.split("weights ")[1] for line in lines] == [
+            "at load",
+            *["after a rebalance"] * rebalances,
+        ]
 
 
 def test_every_copy_is_at_its_expert(

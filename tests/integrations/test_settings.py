@@ -9,6 +9,7 @@ import pytest
 
 import isoload
 from isoload.integrations.settings import (
+    CHECK,
     LOADS,
     MODE,
     PLACER,
@@ -17,6 +18,7 @@ from isoload.integrations.settings import (
     RECORD_EVERY,
     REPORT,
     SGLANG,
+    STALLED,
     STRICT,
     SWITCH,
     VLLM,
@@ -26,12 +28,12 @@ from isoload.integrations.settings import (
 )
 
 ROOT = Path(__file__).parents[2]
-COMMON = (MODE, STRICT, POLICY, LOADS, PLACER, REPORT, RECORD, RECORD_EVERY, SWITCH)
+COMMON = (MODE, STRICT, POLICY, LOADS, PLACER, REPORT, RECORD, RECORD_EVERY, SWITCH, CHECK, STALLED)
 
 
 def test_defaults() -> None:
     settings = Settings.read({})
-    assert settings == Settings(False, None, None, "eplb", 0.0, "on", None, 64, None)
+    assert settings == Settings(False, None, None, "eplb", 0.0, False, 60.0, "on", None, 64, None)
     assert (
         settings.policy_for(shared=False).name == "exact" and settings.policy_for(shared=True).name == "joint"
     )
@@ -46,9 +48,10 @@ def test_values() -> None:
     given = {
         "ISOLOAD_STRICT": "1", "ISOLOAD_POLICY": "exact:tolerance=0.01",
         "ISOLOAD_LOADS": "own", "ISOLOAD_PLACER": "trivial", "ISOLOAD_REPORT_SECONDS": "2.5",
+        "ISOLOAD_CHECK_WEIGHTS": "1", "ISOLOAD_STALLED_SECONDS": "5",
     }  # fmt: skip
     settings = Settings.read(given)
-    assert settings == Settings(True, "exact:tolerance=0.01", "own", "trivial", 2.5)
+    assert settings == Settings(True, "exact:tolerance=0.01", "own", "trivial", 2.5, True, 5.0)
     for shared in (False, True):  # a policy of routed experts leaves shared ones at home
         assert settings.policy_for(shared) == isoload.POLICIES["exact"](tolerance=0.01)
 
@@ -80,6 +83,8 @@ BAD = {
     ("ISOLOAD_REPORT_SECONDS", "-1"): "ISOLOAD_REPORT_SECONDS must be a number of at least 0, got '-1'",
     ("ISOLOAD_REPORT_SECONDS", "often"): "ISOLOAD_REPORT_SECONDS must be a number of at least 0, got 'often'",
     ("ISOLOAD_REPORT_SECONDS", "inf"): "ISOLOAD_REPORT_SECONDS must be a number of at least 0, got 'inf'",
+    ("ISOLOAD_CHECK_WEIGHTS", "yes"): "ISOLOAD_CHECK_WEIGHTS must be 0 or 1, got 'yes'",
+    ("ISOLOAD_STALLED_SECONDS", "-1"): "ISOLOAD_STALLED_SECONDS must be a number of at least 0, got '-1'",
     ("ISOLOAD_REPORT_SECONDS", "nan"): "ISOLOAD_REPORT_SECONDS must be a number of at least 0, got 'nan'",
     ("ISOLOAD_MODE", "dry"): "ISOLOAD_MODE must be one of on, off, shadow, got 'dry'",
     ("ISOLOAD_MODE", "shadow"): (

@@ -50,6 +50,7 @@ def state_of(placement: isoload.Placement, runners: list[Any] | None = None, nam
         logical_to_physical_map=lists.logical_to_physical.clone(),
         model=SimpleNamespace(num_logical_experts=EXPERTS, moe_layers=runners),
         model_name=name,
+        rebalanced=False,
     )
 
 
@@ -274,10 +275,36 @@ def test_an_asynchronous_rebalance_moves_layer_by_layer(engine: None) -> None:
         placed(1, "trivial").slot_to_expert.long(),
     )
     add(state)
-    dispatch.commit_layer(lambda *_: None, state, moved[1], 1)
+    dispatch.commit(lambda *_: None, state, moved[1], 1)
     for layer in range(LAYERS):
         held = moved[1] if layer == 1 else first[layer]
         assert torch.equal(held[slots_of(state, layer, draw(30)).long()].int(), draw(30))
+
+
+def test_no_plan_uses_a_half_moved_placement(engine: None) -> None:
+    """While weights travel, until a layer's turn comes, and for good where it never does: by what is committed."""
+    state, held = state_of(placed()), placed().slot_to_expert.long()
+    moved = placed(1, "trivial").slot_to_expert.long()
+    add(state)
+
+    def plans_follow_what_is_committed(*_: Any) -> None:
+        for layer in range(LAYERS):
+            assert torch.equal(held[layer][slots_of(state, layer, draw(30)).long()].int(), draw(30))
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a peer is gone")
+
+    for layer in (2, 0):
+        dispatch.commit(plans_follow_what_is_committed, state, moved[layer], layer)
+        held[layer] = moved[layer]
+        plans_follow_what_is_committed()
+    for given in (moved[1], 1), (moved,):
+        with pytest.raises(RuntimeError, match="a peer is gone"):
+            dispatch.commit(fail, state, *given)
+        plans_follow_what_is_committed()
+    state.rebalanced = True  # and vLLM's thread has ended
+    step(state)
+    plans_follow_what_is_committed()
 
 
 def test_other_slots_are_refused(engine: None) -> None:

@@ -70,6 +70,7 @@ def add_model(
         logical_to_physical_map=lists.logical_to_physical,
         model=SimpleNamespace(num_logical_experts=EXPERTS, moe_layers=[runner] * LAYERS),
         model_name="model",
+        rebalanced=False,
     )
     parallel = SimpleNamespace(
         data_parallel_size=ranks, tensor_parallel_size=1, prefill_context_parallel_size=1,
@@ -131,6 +132,20 @@ def move_differently(rank: int, ranks: int) -> None:
 def test_ranks_that_disagree_where_experts_lie_all_raise(body: Any) -> None:
     for outcome in rank_outcomes(body, 2, 2):
         assert outcome.error is not None and "must be the same on all ranks" in outcome.error
+
+
+def route_after_a_disagreement(rank: int, ranks: int) -> tuple[Tensor, Tensor]:
+    state = add_model(rank, ranks)
+    with pytest.raises(ValueError, match="must be the same on all ranks"):
+        dispatch.commit(lambda *_: None, state, placed(ranks, 1 + rank).slot_to_expert.long())
+    ids, valid = draw("full", rank)
+    return ids, route(state, ids, valid)[0]
+
+
+def test_a_placement_that_ranks_disagree_about_is_used_by_none() -> None:
+    table = placed(2, 0).slot_to_expert[1]
+    for ids, slots in run_ranks(route_after_a_disagreement, 2, 2):
+        assert torch.equal(table[slots.long()], ids)
 
 
 def draw_step(step: int, rank: int) -> list[Tensor]:

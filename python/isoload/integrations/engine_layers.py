@@ -3,8 +3,10 @@ moves them."""
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
@@ -18,12 +20,15 @@ from isoload.integrations.engine_tables import placement_of
 from isoload.integrations.meter import Meter
 from isoload.integrations.settings import Settings
 from isoload.integrations.switch import Switch
+from isoload.integrations.watchdog import Watchdog
+from isoload.integrations.weight_check import WeightCheck
 from isoload.ops import check_device
 from isoload.placement import Placement
 from isoload.topology import Topology
 from isoload.transport import CollectiveGroup, Group, LocalGroup
 from isoload.transport.agreement import checksum
 
+log = logging.getLogger("isoload")
 EXCHANGE_EVERY = 16  # forward passes; as rarely as this costs no balance in recorded decoding
 JOINED_BY_ALL = ("gathered", "node")  # loads of which ranks without tokens must join each pass, too
 _TARGETS = f"targets renewed every {EXCHANGE_EVERY} passes"
@@ -99,6 +104,8 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         self.by_id: dict[int, AnyLayer] = {}
         self.tables: Tensor | None = None  # [L, P] expert in each slot, as the Balancers have it
         self.meter: Meter | None = None
+        self.weights: WeightCheck | None = None
+        self.watch = Watchdog(self.engine, 0)
         self.device = torch.device("cpu")  # of the Balancers' tables
         self.passes = 0  # forward passes so far
         self.switch: Switch | None = None
@@ -111,6 +118,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         """Of a process whose hooks are attached."""
         self.reset()
         self.settings = settings
+        self.watch = Watchdog(self.engine, settings.stalled_seconds)
         if settings.report_seconds:
             self.meter = Meter(self.engine, settings.report_seconds)
 
@@ -175,6 +183,28 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         for write in writes:
             write()
         return True
+
+    def check_loaded(self, weights: Mapping[int, Sequence[Tensor]]) -> None:
+        """Of a loaded model: weights and scales of this rank's slots by layer, [P/R, ...] each. They are compared now
+        and by :meth:`check_moved`; all ranks call both together."""
+        if not self.by_id:
+            log.warning(f"isoload {self.engine}: no weights are compared, since isoload chooses no replicas")
+            return
+        assert self.tables is not None
+        how = self.engine_group(), self.settings.strict, self.detach
+        self.weights = WeightCheck(self.engine, weights, *how)
+        self.weights.loaded(self.tables, self._num_experts)
+
+    def check_moved(self, layers: Sequence[int] | None = None) -> None:
+        """The experts of these layers, or of all, have moved to where the Balancers have them."""
+        if self.weights is not None:
+            assert self.tables is not None
+            self.weights.moved(self.tables, layers)
+
+    def detach(self) -> str:
+        """Leaves the choice of replicas to the engine from the next batch on, on all ranks; what that is, in words."""
+        self.by_id, self.weights = {}, None
+        return f"{self.engine} chooses replicas from now on; graphs that were captured keep isoload's choice"
 
     def step_ended(self) -> None:
         """A forward pass of the model is over, on all ranks, outside of any graph: every EXCHANGE_EVERY of them one

@@ -50,6 +50,19 @@ REPORT = Variable(
     "0",
     "seconds between two reports of imbalance, a log line and Prometheus gauges; 0: none, and nothing is measured",
 )
+CHECK = Variable(
+    "ISOLOAD_CHECK_WEIGHTS",
+    "0 or 1",
+    "0",
+    "compare every slot's weights with its expert's, at load and after each rebalance; where one differs isoload "
+    "detaches, with ISOLOAD_STRICT=1 the process ends",
+)
+STALLED = Variable(
+    "ISOLOAD_STALLED_SECONDS",
+    "number",
+    "60",
+    "seconds without progress after which the log names EPLB as stalled, and between looks at its thread; 0: never",
+)
 MODE = Variable(
     "ISOLOAD_MODE",
     "on, off or shadow",
@@ -80,6 +93,8 @@ class Settings:
     loads           as Balancer's; None = the plug-in's default
     placer          as written
     report_seconds  0 = no reports
+    check_weights   whether slots are compared with their experts
+    stalled_seconds of a rebalance without progress; 0 = nothing watches
     mode            one of MODES
     record          None = no files
     record_every    passes
@@ -91,6 +106,8 @@ class Settings:
     loads: str | None
     placer: str
     report_seconds: float
+    check_weights: bool
+    stalled_seconds: float
     mode: str = "on"
     record: str | None = None
     record_every: int = int(RECORD_EVERY.default)
@@ -113,14 +130,16 @@ class Settings:
             parse_placer(placer)
         except ValueError as error:
             raise ValueError(f"{PLACER.name}: {error}") from None
-        seconds, mode, record = _seconds(_text(REPORT, given)), _text(MODE, given), _text(RECORD, given)
-        switch = _text(SWITCH, given)
-        _check_mode(mode, record, seconds, policy, switch)
+        report, stalled = _seconds(REPORT, given), _seconds(STALLED, given)
+        mode, record, switch = _text(MODE, given), _text(RECORD, given), _text(SWITCH, given)
+        _check_mode(mode, record, report, policy, switch)
         every = _text(RECORD_EVERY, given)
         if not (every.isdecimal() and 0 < len(every) < 10 and int(every)):
             raise ValueError(f"{RECORD_EVERY.name} must be a whole number of at least 1, got {every!r}")
-        shadow = record or None, int(every), switch or None
-        return cls(is_on(STRICT, given), policy, loads, placer, seconds, mode, *shadow)
+        return cls(
+            is_on(STRICT, given), policy, loads, placer, report, is_on(CHECK, given), stalled,
+            mode, record or None, int(every), switch or None,
+        )  # fmt: skip
 
     @property
     def places_shared(self) -> bool:
@@ -198,11 +217,12 @@ def _text(variable: Variable, environ: Mapping[str, str]) -> str:
     return environ.get(variable.name, "").strip() or variable.default
 
 
-def _seconds(text: str) -> float:
+def _seconds(variable: Variable, environ: Mapping[str, str]) -> float:
+    text = _text(variable, environ)
     try:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise ValueError(f"{REPORT.name} must be a number of at least 0, got {text!r}")
+        raise ValueError(f"{variable.name} must be a number of at least 0, got {text!r}")
     return seconds

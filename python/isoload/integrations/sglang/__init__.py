@@ -27,6 +27,7 @@ HOOKS = {
     "DeepEPWaterfillBalancer": DeepEPWaterfillBalancer,  # its older home
     "compute_algorithm": placement.compute_algorithm,
     "rebalance_experts": placement.rebalance_experts,
+    "rebalance": dispatch.rebalance,
     "initialize": dispatch.initialize,
     "forward": dispatch.forward,
 }

@@ -8,13 +8,14 @@ lp       With one. SGLang calls the layer's solver before it maps ids, in the De
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from isoload.integrations.engine_layers import JOINED_BY_ALL
+from isoload.integrations.settings import CHECK
 from isoload.integrations.sglang.layers import LAYERS, Layer
 from isoload.integrations.sglang.placement import check_at_start
 from isoload.integrations.sglang.shadow import phase_of
@@ -34,14 +35,30 @@ def set_metadata(original: Original, value: Any, *more: Any, **named: Any) -> No
         LAYERS.follow(value, "dynamic")
 
 
-def update_metadata(original: Original, self: Any, *given: Any, **named: Any) -> None:
+def update_metadata(
+    original: Original, self: Any, other: Any, update_layer_ids: list[int], *more: Any, **named: Any
+) -> None:
     """Around ExpertLocationMetadata.update, SGLang's rebalancing: the tables of the Balancers follow in place."""
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
     from sglang.srt.runtime_context import get_exec
 
-    original(self, *given, **named)
+    original(self, other, update_layer_ids, *more, **named)
     if LAYERS.by_id and self is get_global_expert_location_metadata():
         LAYERS.follow(self, get_exec().moe.ep_dispatch_algorithm)
+        LAYERS.check_moved(update_layer_ids)
+    LAYERS.watch.progressed()
+
+
+def rebalance(original: Original, self: Any, *more: Any, **named: Any) -> Iterator[None]:
+    """Around EPLBManager.rebalance, a generator that comes back between two chunks of layers, once in a pass."""
+    LAYERS.watch.enter()
+    try:
+        for _ in original(self, *more, **named):
+            LAYERS.watch.leave(pending=True)
+            yield
+            LAYERS.watch.enter()
+    finally:
+        LAYERS.watch.leave(pending=False)
 
 
 def init_lplb_solvers(*, model_config: Any) -> None:
@@ -118,6 +135,19 @@ def initialize(original: Original, self: Any, *more: Any, **named: Any) -> None:
     original(self, *more, **named)
     if not self.is_draft_worker:
         LAYERS.announce()
+        if LAYERS.settings.check_weights:
+            LAYERS.check_loaded(weights_of(self.model))
+
+
+def weights_of(model: Any) -> Mapping[int, Sequence[Tensor]]:
+    """By layer what SGLang moves when experts move."""
+    weights = getattr(model, "routed_experts_weights_of_layer", None)
+    if weights is None:
+        raise ValueError(
+            f"{CHECK.name} must be 0 where the model has no routed_experts_weights_of_layer, "
+            f"got 1 with {type(model).__name__}"
+        )
+    return dict(weights)  # SGLang's LazyValue has keys and items, and cannot be iterated
 
 
 def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from isoload.balancer import Balancer
 from isoload.integrations.engine_layers import JOINED_BY_ALL, EngineLayer, EngineLayers, LoneRank
 from isoload.integrations.engine_tables import engine_topology
 from isoload.integrations.meter import Meter
-from isoload.integrations.settings import LOADS, SWITCH
+from isoload.integrations.settings import CHECK, LOADS, SWITCH
 from isoload.integrations.sglang import elastic
 from isoload.policies import make_policy
 from isoload.shared_experts import without_shared_slots
@@ -127,11 +127,17 @@ class Layers(EngineLayers[Layer]):
     def loads_of(self, algorithm: str) -> str:
         """Whose counts plan the batches of an all-to-all backend's ranks, which hold tokens of their own."""
         loads = self.settings.loads_for("own" if algorithm == "dynamic" else "gathered")
-        if (given := elastic.backend()) is not None and (algorithm, loads) != ("dynamic", "own"):
-            raise ValueError(
-                f"--elastic-ep-backend must come with --ep-dispatch-algorithm dynamic and {LOADS.name} own, as ranks "
-                f"that go would be waited for, got {algorithm}, {loads} and {given!r}"
-            )
+        if (given := elastic.backend()) is not None:  # a rank that is gone would be waited for
+            if (algorithm, loads) != ("dynamic", "own"):
+                raise ValueError(
+                    f"--elastic-ep-backend must come with --ep-dispatch-algorithm dynamic and {LOADS.name} own, got "
+                    f"{given!r} with {algorithm} and {loads}"
+                )
+            if self.settings.switch is not None or self.settings.check_weights:
+                raise ValueError(
+                    f"--elastic-ep-backend must come without {SWITCH.name} and {CHECK.name}, by which all ranks meet, "
+                    f"got {given!r} with {'both' if self.settings.switch and self.settings.check_weights else 'one'}"
+                )
         if algorithm == "dynamic" and loads in JOINED_BY_ALL:
             raise ValueError(
                 f"{LOADS.name} must be own or last behind --ep-dispatch-algorithm dynamic over an all-to-all backend, "
@@ -145,6 +151,13 @@ class Layers(EngineLayers[Layer]):
         policy = self.settings.policy_for(shared=True)
         balancer = Balancer(self.placement(1), old.layer, policy, old.group, shared_columns=False)
         layer.balancer = self.ready(balancer)
+
+    def detach(self) -> str:
+        from sglang.srt.runtime_context import get_exec
+
+        if get_exec().moe.ep_dispatch_algorithm == "lp":  # whose solvers isoload has replaced
+            return "isoload goes on choosing replicas, since SGLang has no solver beside it behind lp"
+        return super().detach()
 
     def announce(self) -> None:
         """The line that says what is attached, of one rank for all; when the model is loaded."""

@@ -26,7 +26,7 @@ from isoload.integrations.vllm.placement import make_policy
 HOOKS: dict[str, Callable[..., Any]] = {
     "add_model": dispatch.add_model,
     "_commit_eplb_maps": dispatch.commit,
-    "_commit_eplb_maps_for_layer": dispatch.commit_layer,
+    "_commit_eplb_maps_for_layer": dispatch.commit,
     "eplb_map_to_physical_and_record": dispatch.map_and_record,
     "step": dispatch.step,
 }

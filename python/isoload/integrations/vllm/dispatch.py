@@ -22,23 +22,20 @@ def add_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
             MODELS.add(state, self.parallel_config)
 
 
-def commit(original: Original, model_state: Any, new_physical_to_logical_map: Tensor, **named: Any) -> None:
-    """Around _commit_eplb_maps: a rebalance has moved the experts of all layers."""
-    original(model_state, new_physical_to_logical_map, **named)
-    follow(model_state, new_physical_to_logical_map)
-
-
-def commit_layer(
-    original: Original, model_state: Any, new_physical_to_logical_map: Tensor, layer: int, **named: Any
+def commit(
+    original: Original,
+    model_state: Any,
+    new_physical_to_logical_map: Tensor,
+    layer: int | None = None,
+    **named: Any,
 ) -> None:
-    """Around _commit_eplb_maps_for_layer: an asynchronous rebalance has moved those of one."""
-    original(model_state, new_physical_to_logical_map, layer, **named)
-    follow(model_state, new_physical_to_logical_map, layer)
-
-
-def follow(model_state: Any, new_physical_to_logical_map: Tensor, layer: int | None = None) -> None:
+    """Around _commit_eplb_maps: a rebalance has moved the experts of all layers; and around
+    _commit_eplb_maps_for_layer: an asynchronous one has moved those of one."""
+    original(model_state, new_physical_to_logical_map, *([] if layer is None else [layer]), **named)
+    MODELS.watch.progressed()
     if (layers := MODELS.of(model_state)) is not None and layers.by_id:
         layers.follow(new_physical_to_logical_map, layer)
+        layers.check_moved(None if layer is None else [layer])
 
 
 def map_and_record(
@@ -76,9 +73,14 @@ def step(
 ) -> None:
     """Around EplbState.step, which every rank calls after every forward pass, one without requests after a dummy one:
     vLLM counts these calls towards its own rebalances. Reports wait for the device, once per interval."""
-    original(self, is_dummy, is_profile, **kwargs)
     if is_profile:
+        original(self, is_dummy, is_profile, **kwargs)
         return
+    # Of synchronous rebalances there is no thread; one that is not there either way would stall, which is named, too.
+    MODELS.watch.worker = getattr(self, "async_worker", None)
+    MODELS.watch.enter()
+    original(self, is_dummy, is_profile, **kwargs)
+    MODELS.watch.leave(pending=any(state.rebalanced for state in self.model_states.values()))
     MODELS.step_ended(self.model_states.values())
     if MODELS.meter is not None and MODELS.meter.report_if_due():
         MODELS.check_device()

@@ -19,6 +19,7 @@ from isoload.integrations.engine_layers import EXCHANGED, JOINED_BY_ALL, EngineL
 from isoload.integrations.engine_tables import check_placer, engine_topology
 from isoload.integrations.meter import Meter
 from isoload.integrations.settings import LOADS, Settings
+from isoload.integrations.watchdog import Watchdog
 
 log = logging.getLogger("isoload")
 RankTokens = Literal["own", "same", "gathered"]
@@ -130,6 +131,10 @@ class ModelLayers(EngineLayers[Layer]):
         if not self.refresh(rows.cpu()):
             raise RuntimeError(f"vLLM must keep its {list(self.tables.shape)} slots, got {list(rows.shape)}")
 
+    def detach(self) -> str:
+        MODELS.by_map = {at: layer for at, layer in MODELS.by_map.items() if layer not in self.by_id.values()}
+        return super().detach()
+
     def announce(self, name: str, kept: Counter[str]) -> None:
         """What is attached, and what is not, of one rank for all."""
         if self.engine_rank():
@@ -194,6 +199,7 @@ class Models:
         """Of a process whose hooks are attached; it has no model yet."""
         self.settings = settings
         self.meter = Meter("vLLM", settings.report_seconds) if settings.report_seconds else None
+        self.watch = Watchdog("vLLM", settings.stalled_seconds)
         self.by_state: dict[int, ModelLayers] = {}  # by id of EplbModelState
         self.by_map: dict[int, Layer] = {}  # by address of the layer's logical_to_physical_map, which stays
 
@@ -209,6 +215,8 @@ class Models:
         self.by_map.update(maps)
         weakref.finalize(state, self._forget, id(state), list(maps))
         layers.announce(state.model_name, kept)
+        if self.settings.check_weights:
+            layers.check_loaded(dict(enumerate(state.model.expert_weights)))
 
     def of(self, state: Any) -> ModelLayers | None:
         """The model's, by its EplbModelState."""

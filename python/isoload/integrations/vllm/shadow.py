@@ -86,21 +86,15 @@ def take(state: Any, parallel: Any) -> None:
         log.info(f"isoload: in shadow behind {stays}: {record.kept(len(held))}")
 
 
-def commit(original: Original, model_state: Any, new_physical_to_logical_map: Tensor, **named: Any) -> None:
-    """Around _commit_eplb_maps, behind a pass."""
-    original(model_state, new_physical_to_logical_map, **named)
-    follow(model_state, new_physical_to_logical_map)
-
-
-def commit_layer(
-    original: Original, model_state: Any, new_physical_to_logical_map: Tensor, layer: int, **named: Any
+def commit(
+    original: Original,
+    model_state: Any,
+    new_physical_to_logical_map: Tensor,
+    layer: int | None = None,
+    **named: Any,
 ) -> None:
-    """Around _commit_eplb_maps_for_layer, behind a pass."""
-    original(model_state, new_physical_to_logical_map, layer, **named)
-    follow(model_state, new_physical_to_logical_map, layer)
-
-
-def follow(model_state: Any, new_physical_to_logical_map: Tensor, layer: int | None = None) -> None:
+    """Around _commit_eplb_maps and _commit_eplb_maps_for_layer, behind a pass."""
+    original(model_state, new_physical_to_logical_map, *([] if layer is None else [layer]), **named)
     if (record := RECORDS.of) is None or id(model_state) != RECORDS.state:
         return
     rows = new_physical_to_logical_map.cpu().to(record.tables.dtype)
@@ -143,7 +137,7 @@ def step(
 HOOKS: dict[str, Callable[..., Any]] = {
     "add_model": add_model,
     "_commit_eplb_maps": commit,
-    "_commit_eplb_maps_for_layer": commit_layer,
+    "_commit_eplb_maps_for_layer": commit,
     "eplb_map_to_physical_and_record": map_and_record,
     "step": step,
 }

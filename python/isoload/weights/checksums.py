@@ -1,0 +1,119 @@
+"""Checksums of the weights in every slot, and the slots that do not hold the expert that a map says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from isoload.weights.moves import as_bytes
+
+CHUNK_BYTES = 1 << 25  # of all slots together; three times as much is alive at once
+WORD = 8  # bytes
+# SplitMix64's step and mixer (Steele, Lea and Flood 2014, as in Vigna's splitmix64.c), as signed integers.
+STEP = 0x9E3779B97F4A7C15 - (1 << 64)
+ROUNDS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
+LAST_SHIFT = 31
+
+
+class WrongSlot(NamedTuple):
+    """A slot whose weights are not those of the expert that its layer's map says.
+
+    layer   its number
+    rank    on which it lies
+    slot    of 0..P-1
+    expert  the one that it should hold
+    holds   the one whose weights it has; None: no expert's
+    """
+
+    layer: int
+    rank: int
+    slot: int
+    expert: int
+    holds: int | None
+
+
+def slot_checksums(weights: Sequence[Tensor]) -> Tensor:
+    """[S] int64 of the bytes of every slot's weights, on their device; the host waits for nothing.
+
+    Whole numbers, so that equal bytes have equal sums on every device. Each word of 8 bytes is mixed with its position
+    and then added modulo 2^64: one word that changes always changes the sum; rows that change places do but for
+    chance, 1 in 2^64. Each byte is read once; about 100 MB are alive beside the weights at most, and of a tensor that
+    is not contiguous a copy of one slot's part.
+
+    Args:
+        weights: of one layer, [S, ...] each, of any dtype: weights and scales. Their order matters.
+
+    Raises:
+        ValueError: they have no slots, or not the same number.
+    """
+    rows = [len(tensor) if tensor.dim() else 0 for tensor in weights]
+    if not rows or min(rows) < 1 or len(set(rows)) > 1:
+        raise ValueError(f"weights must have one row for each slot, the same number in all, got {rows}")
+    sums = torch.zeros(rows[0], dtype=torch.int64, device=weights[0].device)
+    position = 0
+    for tensor in weights:
+        parts = [tensor] if tensor.is_contiguous() else tensor.split(1)
+        for first, part in enumerate(parts):
+            own = sums[first : first + len(part)]
+            words = 0
+            for chunk in _words(as_bytes(part.detach().contiguous())):
+                own += _mixed(chunk, position + words).sum(1)
+                words += chunk.shape[1]
+        position += words
+    return sums
+
+
+def _words(rows: Tensor) -> Iterator[Tensor]:
+    """Chunks [S, n] int64, copies, of byte rows [S, N]; zeros fill the last word."""
+    width = max(CHUNK_BYTES // len(rows) // WORD, 1) * WORD
+    for chunk in rows.split(width, dim=1):
+        yield pad(chunk, (0, -chunk.shape[1] % WORD)).view(torch.int64)
+
+
+def _mixed(words: Tensor, first: int) -> Tensor:
+    """In place, by a bijection of each word that depends on its position [first, first + n)."""
+    words ^= torch.arange(first, first + words.shape[1], device=words.device) * STEP
+    for shift, factor in ROUNDS:
+        words ^= _shifted(words, shift)
+        words *= factor
+    words ^= _shifted(words, LAST_SHIFT)
+    return words
+
+
+def _shifted(words: Tensor, bits: int) -> Tensor:
+    """To the right, as of unsigned numbers: an arithmetic shift would make two words one."""
+    return (words >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def expert_checksums(sums: Tensor, slot_to_expert: Tensor, num_experts: int) -> Tensor:
+    """[L, E] int64, each expert's that of its lowest slot, from sums [L, P] of slots that hold experts [L, P]."""
+    own = sums.new_zeros(len(sums), num_experts)
+    layers = torch.arange(len(sums))
+    for slot in reversed(range(sums.shape[1])):
+        own[layers, slot_to_expert[:, slot].long()] = sums[:, slot]
+    return own
+
+
+def wrong_slots(
+    sums: Tensor, slot_to_expert: Tensor, own: Tensor, layers: Sequence[int], num_ranks: int
+) -> list[WrongSlot]:
+    """Slots with another sum than their expert has, by layer and slot.
+
+    Args:
+        sums: [L, P] int64 of every slot, as it is.
+        slot_to_expert: [L, P] expert that each should hold.
+        own: [L, E] :func:`expert_checksums`.
+        layers: their L numbers.
+        num_ranks: R; P/R consecutive slots lie on each.
+    """
+    per_rank = sums.shape[1] // num_ranks
+    found = []
+    for i, slot in (sums != own.gather(1, slot_to_expert.long())).nonzero().tolist():
+        holds = (own[i] == sums[i, slot]).nonzero().flatten().tolist()
+        expert = int(slot_to_expert[i, slot])
+        found.append(WrongSlot(layers[i], slot // per_rank, slot, expert, holds[0] if holds else None))
+    return found
