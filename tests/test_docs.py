@@ -291,7 +291,9 @@ def test_borrowing_numbers_are_those_of_the_results_file():
     one = [c["LLEP"]["ratio"] for key, c in cells.items() if key[1] == "95 % into 1"]
     assert f"takes {min(one):.2f} to {max(one):.2f} of balanced routing's time" in text
     still = [c for c in cells.values() if not c["LLEP"]["moved"]]
-    assert f"the code's does not in {len(still)} of {len(cells)}, where no rank has more than 1.3 times" in text
+    assert (
+        f"the code's does not in {len(still)} of {len(cells)}, where no rank has more than 1.3 times" in text
+    )
     assert all(c["LLEP by experts"]["moved"] for c in cells.values())
     assert all(c["EP"]["copies_ratio"] <= 1.3 for c in still)
     sweep = [r for r in results("bench_llep") if r.get("sweep") == "lambda" and r["policy"] != "EP"]

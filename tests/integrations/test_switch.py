@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from isoload.integrations import switch as module
+from isoload.integrations.engine_layers import EngineLayers
 from isoload.integrations.switch import AGREE_EVERY, Switch, parse
 from support.host_waits import HostWaits
 from support.launches import Launches
@@ -145,3 +146,20 @@ def test_one_launch_and_no_wait(tmp_path: Path) -> None:
         switch.choose(1, ours, theirs)
     assert [line.split(" ")[0] for line in launches.kernels] == ["where", "_to_copy", "where"]
     assert waits.waits == []
+
+
+class Layers(EngineLayers[Any]):
+    engine = "SGLang"
+    engine_group = engine_rank = None  # type: ignore[assignment]
+
+
+def test_where_isoload_detaches_graphs_follow(tmp_path: Path) -> None:
+    """They read the flags, which stay where they are."""
+    layers, switch = Layers(), make(tmp_path / "switch")
+    assert (
+        layers.detach()
+        == "SGLang chooses replicas from now on; graphs that were captured keep isoload's choice"
+    )
+    layers.switch, address = switch, switch.flags.data_ptr()
+    assert layers.detach() == "SGLang chooses replicas from now on" and layers.switch is None
+    assert stands(switch) == ["theirs"] * 4 and switch.flags.data_ptr() == address

@@ -204,7 +204,12 @@ class EngineLayers(ABC, Generic[AnyLayer]):
     def detach(self) -> str:
         """Leaves the choice of replicas to the engine from the next batch on, on all ranks; what that is, in words."""
         self.by_id, self.weights = {}, None
-        return f"{self.engine} chooses replicas from now on; graphs that were captured keep isoload's choice"
+        said = f"{self.engine} chooses replicas from now on"
+        if self.switch is None:
+            return f"{said}; graphs that were captured keep isoload's choice"
+        self.switch.leave()
+        self.switch = None
+        return said
 
     def step_ended(self) -> None:
         """A forward pass of the model is over, on all ranks, outside of any graph: every EXCHANGE_EVERY of them one

@@ -74,6 +74,10 @@ class Switch:
         log.info(f"isoload {self.engine}: switched to {said}, after pass {self._passes} on rank {self.rank}")
         return True
 
+    def leave(self) -> None:
+        """The engine's choice stands in all layers, in captured graphs too; the file is read no more."""
+        self.flags.zero_()
+
     def _read(self) -> list[int]:
         """What the file says; what it said before where it says nothing, or nothing that is a state."""
         before: list[int] = self._code.tolist()
