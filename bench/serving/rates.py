@@ -10,7 +10,7 @@ Fairness ledger
 - Equal in all cells: model, machine, flags of attention, experts and DeepEP, prefill in chunks of at most 4096 tokens a
   rank, mixed with decoding of at most 128 requests a rank, and the loads: at each rate Poisson arrivals for --seconds,
   256 new tokens a request, the same prompts at the same moments, and an empty prefix cache at its start. Rates ascend
-  within one start of the engine; other random prompts at the lowest rate warm up.
+  within one start of the engine; at the lowest rate others warm up, with --prompts the first of the file.
 - Placements, all from one file of counts that the cell `record` makes, of other prompts, and fixed while they serve:
   `base` is SGLang's EPLB without redundant experts, `eplb` the same with one for each rank and layer, the fewest that
   it can have. SGLang's `static` splits replicas.
@@ -96,7 +96,7 @@ def draw(rows: list[Row]) -> str:
     lines = {
         row["placement"]: [(of["request_throughput"], of["mean_ttft_ms"] / 1e3) for of in row["loads"]]
         for row in rows
-        if "placement" in row and row["loads"]
+        if "placement" in row and row["loads"] and row.get("error") is None
     }
     points = [point for of in lines.values() for point in of]
     most = [max(axis) for axis in zip(*points, strict=True)] if points else [1.0, 1.0]

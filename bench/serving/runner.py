@@ -205,6 +205,7 @@ def run_cell(cell: Cell, asked: argparse.Namespace) -> Row:
         for line in cell.before:
             finish(line, asked.work / "before.log", asked.limit)
         if cell.records:
+            cell.records.unlink(missing_ok=True)
             shutil.rmtree(cell.variables[RECORDED], ignore_errors=True)
         with engine(cell, launch, asked) as row["seconds_to_start"]:
             serve(cell, asked, row)

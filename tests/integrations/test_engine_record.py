@@ -16,7 +16,7 @@ import isoload
 from isoload.advise.recorded import imbalances
 from isoload.integrations import engine_record
 from isoload.integrations.engine_record import EngineRecord
-from isoload.integrations.meter import GAUGES
+from isoload.integrations.gauges import GAUGES
 from isoload.integrations.settings import Settings
 from isoload.replay.simulate import ReplaySettings, replay
 from isoload.trace.rank_loads import read_rank_loads, read_recorded

@@ -29,13 +29,12 @@ def test_each_is_made_once_and_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(sys.modules, "prometheus_client", SimpleNamespace(Gauge=gauge))
     for value in (3.0, 4.0):
-        for name in gauges.GAUGES:
-            gauges.set_gauge(name, value)
-    assert made == [(f"isoload_{name}", text, "max") for name, text in gauges.GAUGES.items()]
+        gauges.set_gauges(dict.fromkeys(gauges.GAUGES, value))
+    assert made == [(f"isoload_{name}", text, mode) for name, (mode, text) in gauges.GAUGES.items()]
     assert values == {f"isoload_{name}": 4.0 for name in gauges.GAUGES}
 
 
 def test_without_prometheus_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)  # an import of it fails
-    gauges.set_gauge("wrong_slots", 1)
+    gauges.set_gauges({"wrong_slots": 1})
     assert gauges._gauge("wrong_slots") is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -153,13 +154,20 @@ class Layers(EngineLayers[Any]):
     engine_group = engine_rank = None  # type: ignore[assignment]
 
 
+class Kept:
+    """A layer's memory."""
+
+
 def test_where_isoload_detaches_graphs_follow(tmp_path: Path) -> None:
-    """They read the flags, which stay where they are."""
-    layers, switch = Layers(), make(tmp_path / "switch")
+    """They read the flags, which stay: nothing that a graph holds an address of may be freed."""
+    layers = Layers()
     assert (
         layers.detach()
         == "SGLang chooses replicas from now on; graphs that were captured keep isoload's choice"
     )
-    layers.switch, address = switch, switch.flags.data_ptr()
-    assert layers.detach() == "SGLang chooses replicas from now on" and layers.switch is None
-    assert stands(switch) == ["theirs"] * 4 and switch.flags.data_ptr() == address
+    layers = Layers()
+    layers.switch, layers.by_id = make(tmp_path / "switch"), {0: Kept()}
+    kept = weakref.ref(layers.switch), weakref.ref(layers.by_id[0])
+    assert layers.detach() == "SGLang chooses replicas from now on" and layers.detached
+    switch, layer = (of() for of in kept)
+    assert switch is not None and layer is not None and stands(switch) == ["theirs"] * 4

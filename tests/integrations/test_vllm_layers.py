@@ -222,7 +222,10 @@ def add(state: Any, **changed: Any) -> None:
     """Through the hook, as EplbState.add_model."""
     states: dict[str, Any] = {}
     holder = SimpleNamespace(model_states=states, parallel_config=parallel(**changed))
-    dispatch.add_model(lambda self, name: states.update({name: state}), holder, state.model_name)
+    drafts = {"model_name": "draft"} if state.model_name == "draft" else {}  # vLLM names these alone
+    dispatch.add_model(
+        lambda self, name, **_: states.update({name: state}), holder, state.model_name, **drafts
+    )
 
 
 def slots_of(state: Any, layer: int, ids: Tensor) -> Tensor:
@@ -376,7 +379,7 @@ def test_the_log_says_what_is_attached_and_what_is_not(
 def test_the_served_model_is_measured_drafts_are_not(engine: None, caplog: pytest.LogCaptureFixture) -> None:
     MODELS.start(Settings.read({"ISOLOAD_REPORT_SECONDS": "0.000001"}))
     model, draft = state_of(placed()), state_of(placed(), name="draft")
-    for state in (model, draft):
+    for state in (draft, model):  # as vLLM has it
         add(state)
         slots_of(state, 1, draw(30))
     assert MODELS.of(draft).by_id[1].meter is None  # type: ignore[union-attr]

@@ -102,6 +102,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         """As before the first model."""
         self.settings = Settings.read({})
         self.by_id: dict[int, AnyLayer] = {}
+        self.detached = False  # whether the engine chooses replicas after all
         self.tables: Tensor | None = None  # [L, P] expert in each slot, as the Balancers have it
         self.meter: Meter | None = None
         self.weights: WeightCheck | None = None
@@ -202,13 +203,17 @@ class EngineLayers(ABC, Generic[AnyLayer]):
             self.weights.moved(self.tables, layers)
 
     def detach(self) -> str:
-        """Leaves the choice of replicas to the engine from the next batch on, on all ranks; what that is, in words."""
-        self.by_id, self.weights = {}, None
+        """Leaves the choice of replicas to the engine from the next batch on, on all ranks; what that is, in words.
+
+        Layers stay and follow rebalances all the same: captured graphs read and write their memory.
+        """
+        self.detached, self.weights = True, None
+        if self.record is not None:
+            self.record.turn(False)
         said = f"{self.engine} chooses replicas from now on"
         if self.switch is None:
             return f"{said}; graphs that were captured keep isoload's choice"
         self.switch.leave()
-        self.switch = None
         return said
 
     def step_ended(self) -> None:
@@ -221,7 +226,8 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         self.passes += 1
         if self.record is not None:
             self.record.step_ended()
-        if self.switch is not None and self.switch.step_ended() and self.record is not None:
+        switched = self.switch is not None and not self.detached and self.switch.step_ended()
+        if switched and self.switch is not None and self.record is not None:
             self.record.turn(self.switch.state == "shadow")
         if self.passes % EXCHANGE_EVERY:
             return

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from isoload.counting import count, without_padding
-from isoload.integrations.meter import set_gauges
+from isoload.integrations.gauges import set_gauges
 from isoload.integrations.settings import Settings
 from isoload.online import Recorder
 from isoload.placement import Placement
@@ -83,6 +83,11 @@ class EngineRecord:
         number = self.recorder.num_layers if layers is None else layers
         return f"one pass in {self.settings.record_every} of {number} layers is kept"
 
+    def begin(self) -> None:
+        """Before a pass: the first one forgets what was counted ahead of it, in graphs' captures and warm-ups."""
+        if not self.passes:
+            self.recorder.skip()
+
     def clear(self) -> None:
         """Forgets what warm-ups and captures of graphs have counted."""
         self.recorder.clear()
@@ -136,7 +141,7 @@ class EngineRecord:
     def _take(self) -> RankLoads | None:
         if not self._kept:
             return None
-        copies, kept = self.recorder.counts().numpy(), self._kept
+        copies, kept = self.recorder.counts().numpy().copy(), self._kept  # the thread's own, on a CPU too
         self.clear()
         passes, phases = zip(*kept, strict=True)
         if self.decode_tokens is not None:
@@ -170,7 +175,10 @@ class EngineRecord:
             if of:
                 self._say(phase, before[of].mean(0), after[of].mean(0), len(of), alone)
         figures = {"imbalance_before": before[routed].mean(), "imbalance_after": after[routed].mean()}
-        set_gauges({**figures, "imbalance_worst": after.mean(0).max()})
+        of_layers = np.nanmean(
+            np.where(routed, after, np.nan), axis=0
+        )  # without the passes that a layer had no copy in
+        set_gauges({**figures, "imbalance_worst": of_layers.max()})
 
     def _say(self, phase: str, before: Floats, after: Floats, passes: int, alone: str) -> None:
         """[L] means of a phase."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from isoload.integrations.gauges import set_gauges
 from isoload.planning import plan
 from isoload.records import Plan
 
@@ -99,34 +98,6 @@ class Meter:
             set_gauges(figures)
         self._calls, self._host_seconds = 0, 0.0
         return True
-
-
-GAUGES = {
-    "imbalance_before": "mean over layers of max/mean rank load, copies spread evenly over replicas, or "
-    "in shadow mode as the engine routed; nan: not gathered",
-    "imbalance_after": "mean over layers of max/mean rank load, as planned, or as sent before exchanges",
-    "imbalance_worst": "max/mean rank load of the worst layer, as planned, or as sent before exchanges",
-    "certified_share": "part of the plans that are proved optimal",
-    "plan_seconds": "time of the host per layer and batch that was not replayed from a graph",
-}
-
-
-@functools.cache
-def gauges() -> dict[str, Any]:
-    """By figure; empty where prometheus_client is not installed."""
-    try:
-        from prometheus_client import Gauge
-    except ImportError:
-        return {}
-    mode = {"multiprocess_mode": "mostrecent"}
-    return {key: Gauge(f"isoload_{key}", text, **mode) for key, text in GAUGES.items()}
-
-
-def set_gauges(figures: dict[str, float]) -> None:
-    """Those of GAUGES that are among the figures."""
-    for name, gauge in gauges().items():
-        if name in figures:
-            gauge.set(figures[name])
 
 
 def summary(layers: list[LayerReport]) -> dict[str, float]:

@@ -133,6 +133,10 @@ class Settings:
         report, stalled = _seconds(REPORT, given), _seconds(STALLED, given)
         mode, record, switch = _text(MODE, given), _text(RECORD, given), _text(SWITCH, given)
         _check_mode(mode, record, report, policy, switch)
+        if mode == "shadow" and is_on(CHECK, given):
+            raise ValueError(
+                f"{CHECK.name} must be 0 where {MODE.name} is shadow, which checks no weights, got '1'"
+            )
         every = _text(RECORD_EVERY, given)
         if not (every.isdecimal() and 0 < len(every) < 10 and int(every)):
             raise ValueError(f"{RECORD_EVERY.name} must be a whole number of at least 1, got {every!r}")

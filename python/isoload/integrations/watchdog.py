@@ -8,7 +8,7 @@ import time
 import weakref
 from typing import NamedTuple
 
-from isoload.integrations.gauges import set_gauge
+from isoload.integrations.gauges import set_gauges
 
 log = logging.getLogger("isoload")
 
@@ -85,8 +85,8 @@ class Watchdog:
             thread = worker
             log.error(f"isoload {self.engine}: EPLB's thread has ended: experts stay where they are")
         self._named = stall, thread
-        set_gauge("rebalance_stalled_seconds", age if age >= self.seconds else 0.0)
-        set_gauge("rebalance_thread_dead", float(dead))
+        stalled = age if age >= self.seconds else 0.0
+        set_gauges({"rebalance_stalled_seconds": stalled, "rebalance_thread_dead": float(dead)})
 
 
 def _watch(given: weakref.ref[Watchdog], seconds: float) -> None:

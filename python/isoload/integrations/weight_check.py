@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isoload.integrations.gauges import set_gauge
+from isoload.integrations.gauges import set_gauges
 from isoload.weights.checksums import WrongSlot, expert_checksums, slot_checksums, wrong_slots
 
 log = logging.getLogger("isoload")
@@ -45,7 +45,8 @@ class WeightCheck:
         Raises:
             SystemExit: strict, and they have not.
         """
-        layers = sorted(self.weights)
+        if not (layers := sorted(self.weights)):
+            return
         tables, sums = slot_to_expert[layers], self._sums(layers)
         self.own = dict(zip(layers, expert_checksums(sums, tables, num_experts), strict=True))
         self._judge(layers, tables, sums, "at load")
@@ -74,7 +75,7 @@ class WeightCheck:
     def _judge(self, layers: Sequence[int], tables: Tensor, sums: Tensor, when: str) -> None:
         own = torch.stack([self.own[layer] for layer in layers])
         wrong = wrong_slots(sums, tables, own, layers, dist.get_world_size(self.group))
-        set_gauge("wrong_slots", len(wrong))
+        set_gauges({"wrong_slots": len(wrong)})
         if not wrong:
             if dist.get_rank(self.group) == 0:
                 log.info(f"isoload {self.engine}: {sums.numel()} slots have their experts' weights {when}")

@@ -8,6 +8,7 @@ Shapes: T tokens, K experts per token, E experts, H width of a row, I intermedia
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -157,7 +158,11 @@ def fused_stacks(experts: nn.Module, parameters: Mapping[str, Tensor]) -> Expert
 
 def fused_activation(experts: Any) -> Activation:
     """One that isoload has kernels for where the values are the same, else the module's own function."""
-    own: Activation = experts._apply_gate
+    bare = copy.copy(
+        experts
+    )  # the function holds what it belongs to, which are to be other weights from now on
+    bare._parameters = dict.fromkeys(experts._parameters)
+    own: Activation = bare._apply_gate
     known: list[Activation] = [SwiGLU()]
     if hasattr(experts, "alpha") and hasattr(experts, "limit"):
         known.append(ClampedGLU(float(experts.alpha), float(experts.limit)))

@@ -21,7 +21,7 @@ FULL = "experts."  # prefix of the stacks [E, ...] of a full state
 
 def check_kind(key: str, given: Tensor, held: Tensor) -> None:
     """Raises ValueError where loading would cast quantised weights, whose values say nothing alone, or scales."""
-    plain = given.dtype in DTYPES and held.dtype in DTYPES and "_scale" not in key
+    plain = given.dtype in DTYPES and held.dtype in DTYPES and "_scale" not in key.rpartition(".")[2]
     if given.dtype != held.dtype and not plain:
         raise ValueError(f"{key} must be {held.dtype} as the layer's experts, got {given.dtype}")
 

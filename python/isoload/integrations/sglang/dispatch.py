@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from isoload.integrations.engine_layers import JOINED_BY_ALL
-from isoload.integrations.settings import CHECK
+from isoload.integrations.settings import CHECK, SWITCH
 from isoload.integrations.sglang.layers import LAYERS, Layer
 from isoload.integrations.sglang.placement import check_at_start
 from isoload.integrations.sglang.shadow import phase_of
@@ -31,8 +31,13 @@ def set_metadata(original: Original, value: Any, *more: Any, **named: Any) -> No
     if value is None:
         return
     check_at_start(value)
-    if get_exec().moe.ep_dispatch_algorithm == "dynamic" and "dynamic" not in LAYERS.lost:
+    algorithm = get_exec().moe.ep_dispatch_algorithm
+    if algorithm == "dynamic" and "dynamic" not in LAYERS.lost:
         LAYERS.follow(value, "dynamic")
+    elif LAYERS.settings.switch is not None:
+        raise ValueError(
+            f"{SWITCH.name} must come with --ep-dispatch-algorithm dynamic, with isoload behind it, got {algorithm!r}"
+        )
 
 
 def update_metadata(
@@ -94,7 +99,7 @@ def resolve_routing_inputs(
         expert_location_dispatch_info=expert_location_dispatch_info,
         **named,
     )
-    layer = LAYERS.by_id.get(layer_id)
+    layer = None if LAYERS.detached else LAYERS.by_id.get(layer_id)
     if info is not None and layer is not None:
         if info.ep_dispatch_algorithm == "dynamic":
             info.isoload_layer, info.isoload_num_valid = layer, num_valid

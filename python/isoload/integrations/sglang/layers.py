@@ -82,9 +82,10 @@ class Layers(EngineLayers[Layer]):
         return group
 
     def engine_rank(self) -> int:
-        from sglang.srt.runtime_context import get_parallel
+        from sglang.srt.runtime_context import get_exec, get_parallel
 
-        return int(get_parallel().moe_ep_rank)
+        joined = get_parallel().ep_join_rank_offset if get_exec().moe.is_ep_scale_joiner else 0
+        return int(get_parallel().moe_ep_rank + joined)
 
     def group(self, topology: Topology) -> Group:
         return (
@@ -97,14 +98,21 @@ class Layers(EngineLayers[Layer]):
         Args:
             algorithm: "dynamic" or "lp"; the same on all ranks.
         """
-        from sglang.srt.runtime_context import get_exec
+        from sglang.srt.runtime_context import get_exec, get_parallel
 
         tables = elastic.live_tables(metadata)
         if self.refresh(tables):
             return
-        if self.settings.switch is not None and algorithm != "dynamic":
+        switched = self.settings.switch is not None
+        if switched and (algorithm != "dynamic" or get_parallel().pp_size > 1):
             raise ValueError(
-                f"{SWITCH.name} must come with --ep-dispatch-algorithm dynamic, got {algorithm!r}"
+                f"{SWITCH.name} must come with --ep-dispatch-algorithm dynamic and without --pp-size, got "
+                f"{algorithm!r} and {get_parallel().pp_size}"
+            )
+        if (given := elastic.backend()) is not None and (switched or self.settings.check_weights):
+            raise ValueError(
+                f"--elastic-ep-backend must come without {SWITCH.name} and {CHECK.name}, by which all ranks meet, got "
+                f"{given!r} with one"
             )
         self.by_id = {}
         topology, device = topology_of(metadata), metadata.physical_to_logical_map.device
@@ -127,17 +135,11 @@ class Layers(EngineLayers[Layer]):
     def loads_of(self, algorithm: str) -> str:
         """Whose counts plan the batches of an all-to-all backend's ranks, which hold tokens of their own."""
         loads = self.settings.loads_for("own" if algorithm == "dynamic" else "gathered")
-        if (given := elastic.backend()) is not None:  # a rank that is gone would be waited for
-            if (algorithm, loads) != ("dynamic", "own"):
-                raise ValueError(
-                    f"--elastic-ep-backend must come with --ep-dispatch-algorithm dynamic and {LOADS.name} own, got "
-                    f"{given!r} with {algorithm} and {loads}"
-                )
-            if self.settings.switch is not None or self.settings.check_weights:
-                raise ValueError(
-                    f"--elastic-ep-backend must come without {SWITCH.name} and {CHECK.name}, by which all ranks meet, "
-                    f"got {given!r} with {'both' if self.settings.switch and self.settings.check_weights else 'one'}"
-                )
+        if (given := elastic.backend()) is not None and (algorithm, loads) != ("dynamic", "own"):
+            raise ValueError(
+                f"--elastic-ep-backend must come with --ep-dispatch-algorithm dynamic and {LOADS.name} own, got "
+                f"{given!r} with {algorithm} and {loads}"
+            )
         if algorithm == "dynamic" and loads in JOINED_BY_ALL:
             raise ValueError(
                 f"{LOADS.name} must be own or last behind --ep-dispatch-algorithm dynamic over an all-to-all backend, "

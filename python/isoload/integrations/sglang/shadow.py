@@ -93,6 +93,7 @@ def forward(original: Original, self: Any, forward_batch: Any, *args: Any, **kwa
     """Around ModelRunner.forward, in which graphs are replayed and experts move."""
     record = None if self.is_draft_worker else LAYERS.record
     if record is not None:
+        record.begin()
         record.phase = phase_of(forward_batch)
     result = original(self, forward_batch, *args, **kwargs)
     if record is not None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,7 +18,7 @@ from isoload.counting import count
 from isoload.integrations.engine_layers import EXCHANGED, JOINED_BY_ALL, EngineLayer, EngineLayers
 from isoload.integrations.engine_tables import check_placer, engine_topology
 from isoload.integrations.meter import Meter
-from isoload.integrations.settings import LOADS, Settings
+from isoload.integrations.settings import LOADS, SWITCH, Settings
 from isoload.integrations.watchdog import Watchdog
 
 log = logging.getLogger("isoload")
@@ -101,6 +101,10 @@ class ModelLayers(EngineLayers[Layer]):
         others how many vLLM keeps, by reason."""
         from vllm.distributed.parallel_state import get_ep_group, get_node_count
 
+        if self.settings.switch is not None and getattr(parallel, "pipeline_parallel_size", 1) > 1:
+            raise ValueError(
+                f"{SWITCH.name} must come without pipeline parallelism, whose stages would not turn together"
+            )
         tables = state.physical_to_logical_map.cpu()
         topology = engine_topology(get_ep_group().world_size, get_node_count())
         experts = state.model.num_logical_experts
@@ -189,6 +193,11 @@ def tokens_of(runner: Any, parallel: Any, loads: str) -> tuple[RankTokens | None
     return "own", ""
 
 
+def is_draft(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Whether EplbState.add_model(model, model_config, model_name=None) is given a draft: vLLM names these alone."""
+    return named.get("model_name", args[2] if len(args) > 2 else None) is not None
+
+
 class Models:
     """All models of this process, and the layer behind each of vLLM's maps; until vLLM drops a model."""
 
@@ -203,12 +212,13 @@ class Models:
         self.by_state: dict[int, ModelLayers] = {}  # by id of EplbModelState
         self.by_map: dict[int, Layer] = {}  # by address of the layer's logical_to_physical_map, which stays
 
-    def add(self, state: Any, parallel: Any) -> None:
-        """Takes a model whose experts vLLM has placed. All ranks call it together."""
+    def add(self, state: Any, parallel: Any, draft: bool = False) -> None:
+        """Takes a model whose experts vLLM has placed; drafts, which come first, are not measured. All ranks call it
+        together."""
         layers = ModelLayers()
         layers.settings = self.settings
-        layers.meter = None if self.by_state else self.meter  # drafts are not measured
-        layers.recorded = not self.by_state
+        layers.meter = None if draft else self.meter
+        layers.recorded = not draft
         kept = layers.make(state, parallel)
         maps = {state.logical_to_physical_map[i].data_ptr(): layer for i, layer in layers.by_id.items()}
         self.by_state[id(state)] = layers

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from isoload.integrations.engine_record import EngineRecord
 from isoload.integrations.engine_tables import engine_topology
-from isoload.integrations.vllm.layers import MODELS, most_decoded, tokens_of
+from isoload.integrations.vllm.layers import MODELS, is_draft, most_decoded, tokens_of
 
 Original = Callable[..., Any]
 log = logging.getLogger("isoload")
@@ -45,11 +45,11 @@ RECORDS = Records()
 
 
 def add_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Around EplbState.add_model; drafts, which come later, are not counted."""
+    """Around EplbState.add_model; drafts are not counted."""
     before = set(self.model_states)
     original(self, *args, **kwargs)
     for key, state in self.model_states.items():
-        if key not in before and RECORDS.of is None:
+        if key not in before and not is_draft(args, kwargs):
             take(state, self.parallel_config)
 
 
