@@ -160,7 +160,7 @@ def test_vllms_own_balancedness(stock: EngineRun, balanced: EngineRun) -> None:
 def test_isoload_says_what_it_does(balanced: EngineRun) -> None:
     (line,) = balanced.lines("isoload: attached")
     assert "same tokens on all ranks, no collective" in line and "policy exact on 3 of 3 layers" in line
-    reports = balanced.lines("isoload vLLM: ")
+    reports = [line for line in balanced.lines("isoload vLLM: ") if "plans of" in line]
     assert reports
     for report in reports:
         assert "peak == bound in all batches of 3 of 3 layers" in report
@@ -221,7 +221,7 @@ def test_ranks_with_tokens_of_their_own(
 def test_gathered_loads_are_certified(pair: list[EngineRun]) -> None:
     (line,) = pair[0].lines("isoload: attached")
     assert "tokens of their own, loads gathered" in line and "placer scenario:moves=2" in line
-    reports = pair[0].lines("isoload vLLM: ")
+    reports = [line for line in pair[0].lines("isoload vLLM: ") if "plans of" in line]
     assert reports and all("peak == bound in all batches of 3 of 3 layers" in report for report in reports)
 
 
@@ -248,6 +248,7 @@ def test_own_counts_are_exchanged_between_steps(apart: list[EngineRun]) -> None:
     reports = [
         re.search(r"(\d+) exchanges of 3 layers; imbalance ([\d.]+)", r)
         for r in apart[0].lines("isoload vLLM: ")
+        if "slots have" not in r
     ]
     assert reports and all(report is not None and float(report[2]) >= 1 for report in reports)
 

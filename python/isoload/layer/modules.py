@@ -8,7 +8,6 @@ Shapes: T tokens, K experts per token, E experts, H width of a row, I intermedia
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -158,10 +157,10 @@ def fused_stacks(experts: nn.Module, parameters: Mapping[str, Tensor]) -> Expert
 
 def fused_activation(experts: Any) -> Activation:
     """One that isoload has kernels for where the values are the same, else the module's own function."""
-    bare = copy.copy(
-        experts
-    )  # the function holds what it belongs to, which are to be other weights from now on
-    bare._parameters = dict.fromkeys(experts._parameters)
+    # The function holds what it belongs to, which must not be the weights that isoload replaces. FSDP's classes have no
+    # copy.copy.
+    bare = object.__new__(type(experts))
+    bare.__dict__ = {**vars(experts), "_parameters": dict.fromkeys(experts._parameters)}
     own: Activation = bare._apply_gate
     known: list[Activation] = [SwiGLU()]
     if hasattr(experts, "alpha") and hasattr(experts, "limit"):
