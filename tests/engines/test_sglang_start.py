@@ -63,7 +63,7 @@ def test_a_layout_that_the_placer_cannot_make_is_refused_at_start(attached: None
         with pytest.raises(
             ValueError, match="--eplb-algorithm isoload with ISOLOAD_PLACER=eplb: slots_per_rank must"
         ):
-            dispatch.set_metadata(lambda value, allow_overwrite: None, every)
+            dispatch.set_metadata(lambda value, allow_overwrite=False: None, every)
 
 
 @pytest.mark.parametrize(("placer", "anew"), [("scenario", False), ("eplb", True)])
@@ -174,7 +174,7 @@ def test_dynamic_that_is_lost_gets_no_balancers(attached: None) -> None:
         get_parallel().override_permanently(tp_rank=0, moe_ep_rank=0)
         for lost in ({"dynamic"}, set()):
             LAYERS.lost = frozenset(lost)
-            dispatch.set_metadata(lambda value, allow_overwrite: None, every)
+            dispatch.set_metadata(lambda value, allow_overwrite=False: None, every)
             assert bool(LAYERS.by_id) == (not lost)
 
 
@@ -225,7 +225,7 @@ def test_counts_that_dynamic_cannot_have_are_refused_at_start(
     every.physical_to_logical_map_cpu = every.physical_to_logical_map = torch.arange(10).view(1, 10) % 4
     fields = {"ep_dispatch_algorithm": "dynamic", "moe_a2a_backend": "deepep"} | fields
     with published(**fields), pytest.raises(ValueError, match=message):
-        dispatch.set_metadata(lambda value, allow_overwrite: None, every)
+        dispatch.set_metadata(lambda value, allow_overwrite=False: None, every)
 
 
 @pytest.mark.parametrize("loads", ["gathered", "own"])

@@ -99,7 +99,7 @@ def resolve_routing_inputs(
         expert_location_dispatch_info=expert_location_dispatch_info,
         **named,
     )
-    layer = None if LAYERS.detached else LAYERS.by_id.get(layer_id)
+    layer = LAYERS.of(layer_id)
     if info is not None and layer is not None:
         if info.ep_dispatch_algorithm == "dynamic":
             info.isoload_layer, info.isoload_num_valid = layer, num_valid

@@ -23,6 +23,13 @@ def backend() -> str | None:
     return given
 
 
+def joined_behind() -> int:
+    """By how much this process's rank is larger than SGLang counts it, where it has joined a running engine."""
+    from sglang.srt.runtime_context import get_exec, get_parallel
+
+    return int(get_parallel().ep_join_rank_offset) if get_exec().moe.is_ep_scale_joiner else 0
+
+
 def live_tables(metadata: Any) -> Tensor:
     """[L, P] the expert in each slot of an ExpertLocationMetadata, on the host; -1 on ranks that are gone.
 

@@ -82,14 +82,15 @@ class Layers(EngineLayers[Layer]):
         return group
 
     def engine_rank(self) -> int:
-        from sglang.srt.runtime_context import get_exec, get_parallel
+        from sglang.srt.runtime_context import get_parallel
 
-        joined = get_parallel().ep_join_rank_offset if get_exec().moe.is_ep_scale_joiner else 0
-        return int(get_parallel().moe_ep_rank + joined)
+        return int(get_parallel().moe_ep_rank)
 
     def group(self, topology: Topology) -> Group:
         return (
-            super().group(topology) if elastic.backend() is None else LoneRank(topology, self.engine_rank())
+            super().group(topology)
+            if elastic.backend() is None
+            else LoneRank(topology, self.engine_rank() + elastic.joined_behind())
         )
 
     def follow(self, metadata: Any, algorithm: str) -> None:
@@ -153,6 +154,10 @@ class Layers(EngineLayers[Layer]):
         policy = self.settings.policy_for(shared=True)
         balancer = Balancer(self.placement(1), old.layer, policy, old.group, shared_columns=False)
         layer.balancer = self.ready(balancer)
+
+    def of(self, layer_id: int) -> Layer | None:
+        """The layer whose replicas isoload chooses."""
+        return None if self.detached else self.by_id.get(layer_id)
 
     def detach(self) -> str:
         from sglang.srt.runtime_context import get_exec
