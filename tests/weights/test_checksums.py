@@ -167,3 +167,12 @@ def test_wrong_slots_say_whose_weights_they_have() -> None:
     sums = right.clone()
     sums[0, 2], sums[1, 0] = 12, 5
     assert wrong_slots(sums, table, own, [3, 7], 2) == [WrongSlot(3, 1, 2, 1, 2), WrongSlot(7, 0, 0, 0, None)]
+
+
+@pytest.mark.parametrize("size", [8, 13, 64])
+def test_weights_stay_as_they_are(size: int) -> None:
+    """Words are mixed in place, in copies: also where nothing has to be filled up."""
+    weights = [torch.arange(3 * size, dtype=torch.uint8).view(3, size), torch.randn(3, 2, size)]
+    before = [tensor.clone() for tensor in weights]
+    slot_checksums(weights)
+    assert all(torch.equal(a, b) for a, b in zip(weights, before, strict=True))

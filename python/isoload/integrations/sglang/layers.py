@@ -87,11 +87,9 @@ class Layers(EngineLayers[Layer]):
         return int(get_parallel().moe_ep_rank)
 
     def group(self, topology: Topology) -> Group:
-        return (
-            super().group(topology)
-            if elastic.backend() is None
-            else LoneRank(topology, self.engine_rank() + elastic.joined_behind())
-        )
+        if elastic.backend() is None:
+            return super().group(topology)
+        return LoneRank(topology, self.engine_rank() + elastic.joined_behind())
 
     def follow(self, metadata: Any, algorithm: str) -> None:
         """Takes SGLang's ExpertLocationMetadata: Balancers are made, or refreshed in place where there are some.

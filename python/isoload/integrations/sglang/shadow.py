@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from isoload.integrations.engine_record import EngineRecord
+from isoload.integrations.sglang import elastic
 from isoload.integrations.sglang.layers import LAYERS, topology_of
 
 Original = Callable[..., Any]
@@ -36,8 +37,9 @@ def set_metadata(original: Original, value: Any, *more: Any, **named: Any) -> No
     if (record := LAYERS.record) is not None and record.tables.shape == tables.shape:
         record.moved(tables)
         return
+    rank = LAYERS.engine_rank() + elastic.joined_behind()
     LAYERS.record = EngineRecord(
-        LAYERS.settings, LAYERS.engine, "", LAYERS.engine_rank(), tables, value.num_logical_experts,
+        LAYERS.settings, LAYERS.engine, "", rank, tables, value.num_logical_experts,
         topology_of(value), "same" if moe.moe_a2a_backend == "none" else "own", value.physical_to_logical_map.device,
     )  # fmt: skip
 
