@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from isoload.kernels import DTYPES, activation, permutation
+from isoload.kernels import DTYPES, activation, bias, permutation
 
 ARCHITECTURES = (90, 100)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -65,10 +65,15 @@ def launches(dtype: torch.dtype, width: int) -> Iterator[tuple[str, Callable[[],
     yield "spread", partial(permutation.spread_rows, rows, position, 2, False)
     part = torch.zeros(2, width + 64, dtype=dtype).narrow(1, 0, width)  # of a row as it arrives
     yield "spread of longer rows", partial(permutation.spread_rows, part, position, 2, False)
-    yield "sum", partial(permutation.sum_rows, rows, position, None, dtype)
-    for summed in dict.fromkeys((dtype, torch.float32)):  # of one group of slots, and of several
+    yield "sum", partial(permutation.sum_rows, [(rows, position)], None, dtype)
+    slot, of_slots = torch.zeros(2, dtype=torch.int64), torch.zeros(3, width, dtype=dtype)
+    yield "bias", partial(bias.add_bias, rows, of_slots, slot, ends)
+    for parts in (2, 3):  # groups of slots
+        each = [(rows, position)] * parts
+        yield f"weighted sum of {parts}", partial(permutation.sum_rows, each, weights, dtype)
+    for summed in dict.fromkeys((dtype, torch.float32)):
         name, grad = f"weighted sum in {name_of(summed)}", rows.to(summed)
-        yield name, partial(permutation.sum_rows, rows, position, weights, summed)
+        yield name, partial(permutation.sum_rows, [(rows, position)], weights, summed)
         yield f"{name}, backward", partial(permutation.sum_rows_backward, grad, rows, weights, position)
     for name, clamp in (("SwiGLU", None), ("clamped GLU", (1.702, 7.0))):
         yield name, partial(activation.activate, gate_up, ends, clamp)

@@ -7,6 +7,8 @@ isoload.permutation; sums give their bits, for products and sums are rounded one
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -17,9 +19,10 @@ from isoload.kernels.tiles import cover, tile
 # What changes from batch to batch, and loads of single values: a kernel compiled for a multiple of 16, for 1, or for
 # an aligned address would serve no other, and gain nothing.
 SIZES = {
-    "do_not_specialize": ["num_rows", "num_places"],
-    "do_not_specialize_on_alignment": ["position", "weights", "to_weights"],
+    "do_not_specialize": ["num_rows", "num_places", "num_places_1", "num_places_2"],
+    "do_not_specialize_on_alignment": ["position", "position_1", "position_2", "weights", "to_weights"],
 }
+MOST_PARTS = 3  # home rows, replicas and borrowed ones
 
 
 @triton.jit(**SIZES)
@@ -37,21 +40,36 @@ def _spread_kernel(
         tl.store(copies + place[:, None] * width + column[None, :], values, mask=there)
 
 
+@triton.jit
+def _copy(copies, position, num_places, at, column, inside, width):
+    """A tile of the copies at positions `at` in float32, 0 where there is none, and which rows have one."""
+    place = tl.load(position + at, mask=at >= 0, other=num_places)
+    there = (place < num_places)[:, None] & inside
+    part = tl.load(copies + place[:, None] * width + column[None, :], mask=there, other=0)
+    return part.to(tl.float32), place < num_places
+
+
 @triton.jit(**SIZES)
 def _sum_kernel(
-    copies, position, weights, total, num_rows, num_places, width, weight_stride,
-    K: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    copies, position, copies_1, position_1, copies_2, position_2, weights, total,
+    num_rows, num_places, num_places_1, num_places_2, width, weight_stride,
+    K: tl.constexpr, PARTS: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (column < width)[None, :]
     added = tl.zeros([ROWS, BLOCK], tl.float32)
     for k in tl.static_range(K):
-        place = tl.load(position + row * K + k, mask=row < num_rows, other=num_places)
-        there = (place < num_places)[:, None] & inside
-        part = tl.load(copies + place[:, None] * width + column[None, :], mask=there, other=0).to(tl.float32)
+        at = tl.where(row < num_rows, row * K + k, -1)
+        part, present = _copy(copies, position, num_places, at, column, inside, width)
+        if PARTS > 1:  # a copy lies in one of them at most
+            other, there = _copy(copies_1, position_1, num_places_1, at, column, inside, width)
+            part, present = part + other, present | there
+        if PARTS > 2:
+            other, there = _copy(copies_2, position_2, num_places_2, at, column, inside, width)
+            part, present = part + other, present | there
         if WEIGHTED:
-            part *= tl.load(weights + row * weight_stride + k, mask=place < num_places, other=0)[:, None]
+            part *= tl.load(weights + row * weight_stride + k, mask=present, other=0)[:, None]
         added += part
     tl.store(total + row[:, None] * width + column[None, :], added, mask=inside)
 
@@ -97,12 +115,15 @@ def spread_rows(rows: Tensor, position: Tensor, num_places: int, padded: bool) -
     return copies
 
 
-def sum_rows(copies: Tensor, position: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+def sum_rows(parts: Sequence[tuple[Tensor, Tensor]], weights: Tensor | None, dtype: torch.dtype) -> Tensor:
     """[N, H] in dtype: the sum over k of weights[n, k] * copies[position[n, k]], ascending k, in float32.
 
-    The weights may be parts of longer rows.
+    At most MOST_PARTS pairs of copies [C, H] and position [N, K]; a copy lies in one of them. The weights may be parts
+    of longer rows.
     """
-    (num_places, width), (num_rows, num_choices) = copies.shape, position.shape
+    parts = [(copies, position) for copies, position in parts if copies.numel()] or list(parts[:1])
+    (copies, position), *_ = parts
+    num_rows, num_choices, width = *position.shape, copies.shape[1]
     if not (position.numel() and copies.numel()):
         return torch.zeros(num_rows, width, dtype=dtype, device=copies.device)
     total = torch.empty(num_rows, width, dtype=dtype, device=copies.device)
@@ -110,12 +131,15 @@ def sum_rows(copies: Tensor, position: Tensor, weights: Tensor | None, dtype: to
     if weights is not None:
         weights = weights if weights.stride(1) == 1 else weights.contiguous()
         weight_stride = weights.stride(0)
+    filled = [*parts, *[parts[0]] * (MOST_PARTS - len(parts))]  # what is not read
+    places = [len(copies) for copies, _ in filled]
     cut = tile(width)
     grid = (cover(num_rows, cut["ROWS"]), cover(width, cut["BLOCK"]))
     with torch.cuda.device_of(copies):
         _sum_kernel[grid](
-            copies.contiguous(), position.contiguous(), weights, total, num_rows, num_places, width, weight_stride,
-            K=num_choices, WEIGHTED=weights is not None, enable_fp_fusion=False, **cut,
+            *(of.contiguous() for part in filled for of in part),
+            weights, total, num_rows, *places, width, weight_stride,
+            K=num_choices, PARTS=len(parts), WEIGHTED=weights is not None, enable_fp_fusion=False, **cut,
         )  # fmt: skip
     return total
 

@@ -9,6 +9,8 @@ Each function is plain torch and, where isoload.kernels fit, one Triton kernel t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -44,7 +46,11 @@ def spread_rows(
 
 
 def sum_rows(
-    copies: Tensor, position: Tensor, weights: Tensor | None = None, dtype: torch.dtype | None = None
+    copies: Tensor,
+    position: Tensor,
+    weights: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    more: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> Tensor:
     """[N, H] every row's copies [C, H] added up by ascending k in max(fp32, dtype); 0 for a row without copies.
 
@@ -53,30 +59,33 @@ def sum_rows(
         position: [N, K].
         weights: [N, K], multiplied to the copies first; those of absent copies are not used.
         dtype: of the result; that of the copies by default.
+        more: further copies [C', H], two at most, and their position: a copy lies in one of all.
     """
     dtype = copies.dtype if dtype is None else dtype
-    if kernels.fit(copies, *(() if weights is None else (weights,))):
+    parts = [(copies, position), *more]
+    if kernels.fit(*(of for of, _ in parts), *(() if weights is None else (weights,))):
         from isoload.kernels import permutation  # imports Triton
 
-        summed: Tensor = permutation.sum_rows(copies, position, weights, dtype)
+        summed: Tensor = permutation.sum_rows(parts, weights, dtype)
         return summed
     exact = sum_dtype(copies.dtype)
     total = copies.new_zeros(len(position), copies.shape[1], dtype=exact)
-    if not len(copies):
-        return total.to(dtype)
+    parts = [(of, where) for of, where in parts if len(of)]
     readable = values_readable(position) and position.device.type == "cpu"
-    for k, places in enumerate(position.unbind(1)):  # one pass per k keeps [N, K, H] from existing
-        present = places < len(copies)
-        if readable:  # no work for absent copies, which are most where tokens go to several ranks
-            rows = present.nonzero().flatten()
-            part = copies.index_select(0, places[rows]).to(exact)
-            total.index_add_(0, rows, part if weights is None else part * weights[rows, k, None])
-            continue
-        part = copies.index_select(0, places.clamp(max=len(copies) - 1)).to(exact)
-        if weights is not None:
-            part = part * weights[:, k, None]
-        # not a product with 0: the copy that stands in may hold inf and nan
-        total += part.masked_fill(present.logical_not().unsqueeze(1), 0)
+    for k in range(position.shape[1]):  # one pass per k keeps [N, K, H] from existing
+        for of, where in parts:
+            places = where[:, k]
+            present = places < len(of)
+            if readable:  # no work for absent copies, which are most where tokens go to several ranks
+                rows = present.nonzero().flatten()
+                part = of.index_select(0, places[rows]).to(exact)
+                total.index_add_(0, rows, part if weights is None else part * weights[rows, k, None])
+                continue
+            part = of.index_select(0, places.clamp(max=len(of) - 1)).to(exact)
+            if weights is not None:
+                part = part * weights[:, k, None]
+            # not a product with 0: the copy that stands in may hold inf and nan
+            total += part.masked_fill(present.logical_not().unsqueeze(1), 0)
     return total.to(dtype)
 
 

@@ -35,7 +35,7 @@ def test_gather_and_sum_are_inverse():
     torch.manual_seed(8)
     slots, rows = slots_of(8), torch.randn(29, 16)
     grouping = group_copies(slots, 0, 7)
-    summed = weighted_sum(gather_copies(rows, grouping), torch.ones(slots.shape), grouping)
+    summed = weighted_sum([(gather_copies(rows, grouping), grouping)], torch.ones(slots.shape))
     torch.testing.assert_close(summed, rows * (slots >= 0).sum(1, keepdim=True))
 
 

@@ -70,7 +70,7 @@ def test_permutation_there_and_back(monkeypatch: pytest.MonkeyPatch, name: str, 
         leaves = [rows.clone().requires_grad_(), weights.clone().requires_grad_()]
         copies = gather_copies(leaves[0], grouping)
         copies.data[held:] = torch.nan  # the tail
-        total = weighted_sum(copies, leaves[1], grouping)
+        total = weighted_sum([(copies, grouping)], leaves[1])
         grads = torch.autograd.grad(total.square().sum(), leaves)
         return [copies[:held].detach(), total.detach(), *grads]
 
@@ -121,14 +121,15 @@ def test_activation_against_float64(glu: Any, dtype: torch.dtype) -> None:
 
 def test_no_kernel_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, slots, weights = draw(SHAPES["aligned"], torch.bfloat16)
-    from isoload.kernels import activation, permutation
+    from isoload.kernels import activation, bias, permutation
 
     def call() -> None:
         grouping = group_copies(slots, 0, 6)
         copies = permutation.spread_rows(rows, grouping.position, len(grouping.copy), False)
+        bias.add_bias(copies, torch.zeros(6, copies.shape[1], device="cuda"), grouping.slot, grouping.ends)
         inner = activation.activate(copies, grouping.ends, None)
         activation.activate_backward(inner, copies, grouping.ends, None)
-        total = permutation.sum_rows(copies, grouping.position, weights, torch.bfloat16)
+        total = permutation.sum_rows([(copies, grouping.position)], weights, torch.bfloat16)
         permutation.sum_rows_backward(total, copies, weights, grouping.position)
 
     call()  # compiles

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
@@ -100,13 +101,29 @@ def test_spread(drawn: Drawn) -> None:
 @pytest.mark.parametrize("rounded", [False, True])
 def test_sum(drawn: Drawn, dtype: torch.dtype, weighted: bool, rounded: bool) -> None:
     weights, to = drawn.weights if weighted else None, dtype if rounded else torch.float32
-    got = kernel.sum_rows(drawn.copies, drawn.position, weights, to)
+    got = kernel.sum_rows([(drawn.copies, drawn.position)], weights, to)
     assert got.dtype == to and got.isfinite().all()
     assert_bits(got, twin.sum_rows(drawn.copies, drawn.position, weights, to))
     exact = twin.sum_rows(
         drawn.copies.double(), drawn.position, weights if weights is None else weights.double()
     )
     assert_close(got, exact, TOLERANCES[to])
+
+
+@pytest.mark.parametrize("num_parts", [2, 3])
+def test_sum_of_copies_in_several_places(drawn: Drawn, dtype: torch.dtype, num_parts: int) -> None:
+    """The bits of the sum over all of them in one place."""
+    whole = twin.sum_rows(drawn.copies, drawn.position, drawn.weights, dtype)
+    ends = [len(drawn.copies) * part // num_parts for part in range(num_parts + 1)]
+    parts = []
+    for start, end in pairwise(ends):
+        position = drawn.position.sub(start).where(
+            (drawn.position >= start) & (drawn.position < end), end - start
+        )
+        parts.append((drawn.copies[start:end], position))
+    for order in (parts, parts[::-1]):
+        assert_bits(kernel.sum_rows(order, drawn.weights, dtype), whole)
+        assert_bits(twin.sum_rows(*order[0], drawn.weights, dtype, order[1:]), whole)
 
 
 @pytest.mark.parametrize("rounded", [False, True])
@@ -129,7 +146,7 @@ def test_sum_backward_is_the_gradient_of_the_sum() -> None:
     copies, weights = (leaf.requires_grad_() for leaf in leaves)
     total = torch.einsum("nkc,nk,ch->nh", one_hot, weights, copies)
     assert_close(
-        kernel.sum_rows(drawn.copies, drawn.position, drawn.weights, torch.float32), total.detach(), 1e-6
+        kernel.sum_rows([(drawn.copies, drawn.position)], drawn.weights, torch.float32), total.detach(), 1e-6
     )
     to_copies, to_weights = torch.autograd.grad(total, [copies, weights], drawn.rows.double())
     got = kernel.sum_rows_backward(drawn.rows, drawn.copies, drawn.weights, drawn.position)
@@ -162,6 +179,6 @@ def test_gradients_that_are_no_plain_rows() -> None:
     assert_bits(to_copies[drawn.used], expected[0][drawn.used])
     assert_bits(to_weights, expected[1])
     assert_bits(
-        kernel.sum_rows(turned, position, weights, torch.float32),
-        kernel.sum_rows(drawn.copies, drawn.position, drawn.weights, torch.float32),
+        kernel.sum_rows([(turned, position)], weights, torch.float32),
+        kernel.sum_rows([(drawn.copies, drawn.position)], drawn.weights, torch.float32),
     )

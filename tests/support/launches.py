@@ -103,15 +103,18 @@ def stand_ins(launches: Launches) -> Iterator[None]:
     def grouped_mm(x: Tensor, weight: Tensor, _ends: Tensor) -> Tensor:
         return x.new_empty(len(x), weight.shape[2])
 
-    permutation, activation = (ModuleType(f"isoload.kernels.{n}") for n in ("permutation", "activation"))
+    permutation, activation, bias = (
+        ModuleType(f"isoload.kernels.{n}") for n in ("permutation", "activation", "bias")
+    )
     made = {
         permutation: {
             "spread_rows": lambda rows, _position, places, _padded: rows.new_empty(places, rows.shape[1]),
-            "sum_rows": lambda copies, position, _weights, dtype: copies.new_empty(
-                len(position), copies.shape[1], dtype=dtype
+            "sum_rows": lambda parts, _weights, dtype: parts[0][0].new_empty(
+                len(parts[0][1]), parts[0][0].shape[1], dtype=dtype
             ),
         },
         activation: {"activate": lambda both, _ends, _clamp: both.new_empty(len(both), both.shape[1] // 2)},
+        bias: {"add_bias": lambda *_: None},
     }
     with ExitStack() as stack:
         for module, functions in made.items():

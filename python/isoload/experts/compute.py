@@ -5,7 +5,6 @@ Shapes: N received rows of width H, K copies per row at most, S slots, I interme
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,8 +57,6 @@ def run_experts(
     if torch.is_autocast_enabled(rows.device.type):
         with torch.autocast(rows.device.type, enabled=False):
             return run_experts(rows, slots, weights, groups, activation, max_copies)
-    # One group's sum is rounded as it is made; those of several are added up first.
-    summed = rows.dtype if len(groups) == 1 else sum_dtype(rows.dtype)
     parts = []
     first = 0
     for g, group in enumerate(groups):
@@ -71,9 +68,9 @@ def run_experts(
             to_inner, to_hidden = projections(group, rows.dtype)
             inner = activate(activation, to_inner(copies, grouping), grouping)  # [C, 2I] -> [C, I]
             copies = to_hidden(inner, grouping)  # [C, H]
-        parts.append(weighted_sum(copies, weights, grouping, summed))  # [N, H]
+        parts.append((copies, grouping))
         first += group.num_slots
-    return functools.reduce(torch.add, parts).to(rows.dtype)
+    return weighted_sum(parts, weights, rows.dtype)  # [N, H]
 
 
 def count_copies(slots: Tensor, groups: Sequence[ExpertWeights]) -> list[int]:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from isoload import kernels
 from isoload.experts.quantised import quantised_linear
 from isoload.experts.weights import ROW_BYTES, BorrowedWeights, ExpertWeights, compute_path
 from isoload.results import Grouping
@@ -44,7 +45,11 @@ def projections(group: ExpertWeights, dtype: torch.dtype) -> tuple[Projection, P
 def _grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, grouping: Grouping) -> Tensor:
     """[C, in] -> [C, out] by the slot of each copy; the tail is undefined, in both directions."""
     # grouped_mm requires contiguous incoming gradients: weighted_sum and both activations make them so.
-    y = grouped_mm(x, weight.transpose(1, 2), grouping.ends)
+    return add_bias(grouped_mm(x, weight.transpose(1, 2), grouping.ends), bias, grouping)
+
+
+def add_bias(y: Tensor, bias: Tensor | None, grouping: Grouping) -> Tensor:
+    """y [C, out], fresh, plus bias [S, out] of every copy's slot; the tail is undefined, in both directions."""
     if bias is None:
         return y
     biased: Tensor = _AddBias.apply(y, bias, grouping.slot, grouping.ends)
@@ -106,6 +111,12 @@ class _AddBias(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, bias: Tensor, slot: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(ends)
+        if y.dtype == bias.dtype and kernels.fit(y, bias):
+            from isoload.kernels import bias as kernel  # imports Triton
+
+            kernel.add_bias(y, bias, slot, ends)
+            ctx.mark_dirty(y)
+            return y
         return y + bias.index_select(0, slot)
 
     @staticmethod

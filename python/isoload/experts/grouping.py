@@ -7,6 +7,7 @@ anything. Both directions gather, so that sums have one fixed order on every dev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,18 +24,18 @@ def gather_copies(rows: Tensor, grouping: Grouping) -> Tensor:
 
 
 def weighted_sum(
-    copies: Tensor, weights: Tensor, grouping: Grouping, dtype: torch.dtype | None = None
+    parts: Sequence[tuple[Tensor, Grouping]], weights: Tensor, dtype: torch.dtype | None = None
 ) -> Tensor:
     """[N, H] the sum over k of ``weights[n, k] * copies[position[n, k]]``, ascending k, in max(fp32, dtype).
 
     Args:
-        copies: [C, H] in slot order.
+        parts: three at most: copies [C, H] in slot order, and their grouping. A copy is in one of them.
         weights: [N, K] gate weights; those of absent copies are not used and get gradient 0.
-        grouping: of the copies.
         dtype: that the sum is rounded to; None: not at all.
     """
-    exact = sum_dtype(copies.dtype)
-    result: Tensor = _WeightedSum.apply(copies, weights, grouping.copy, grouping.position, dtype or exact)
+    exact = sum_dtype(parts[0][0].dtype)
+    of = [tensor for copies, grouping in parts for tensor in (copies, grouping.copy, grouping.position)]
+    result: Tensor = _WeightedSum.apply(dtype or exact, weights, *of)
     return result
 
 
@@ -52,13 +53,19 @@ class _GatherCopies(torch.autograd.Function):
 
 class _WeightedSum(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, copies: Tensor, weights: Tensor, copy: Tensor, position: Tensor, dtype: torch.dtype
-    ) -> Tensor:
-        ctx.save_for_backward(copies, weights, copy, position)
-        return sum_rows(copies, position, weights, dtype)
+    def forward(ctx: Any, dtype: torch.dtype, weights: Tensor, *of: Tensor) -> Tensor:
+        ctx.save_for_backward(weights, *of)
+        copies, position = of[::3], of[2::3]
+        more = list(zip(copies[1:], position[1:], strict=True))
+        return sum_rows(copies[0], position[0], weights, dtype, more)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        copies, weights, copy, position = ctx.saved_tensors
-        return *sum_rows_backward(grad, copies, weights, position, copy), None, None, None
+        weights, *of = ctx.saved_tensors
+        gradients: list[Tensor | None] = []
+        to_weights = None
+        for copies, copy, position in zip(of[::3], of[1::3], of[2::3], strict=True):
+            to_copies, to_these = sum_rows_backward(grad, copies, weights, position, copy)
+            to_weights = to_these if to_weights is None else to_weights + to_these  # 0 for another part's
+            gradients += [to_copies, None, None]
+        return None, to_weights, *gradients

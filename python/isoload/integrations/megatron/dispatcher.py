@@ -18,7 +18,6 @@ from isoload.balancer import Balancer
 from isoload.experts.grouping import gather_copies, weighted_sum
 from isoload.integrations.megatron.lending import Lend, Loans, loans
 from isoload.ops import group_copies
-from isoload.permutation import sum_dtype
 from isoload.placement import Placement
 from isoload.results import Grouping
 from isoload.transport import Call, CollectiveTransport, Received
@@ -125,14 +124,13 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
         """[C, H] results of the own experts -> [N, H] weighted sums, with those of the borrowed ones."""
         arrived, dtype = self._arrived, hidden_states.dtype
         weights = arrived.received.weights
-        total = weighted_sum(padded(hidden_states, arrived.homes), weights, arrived.homes, sum_dtype(dtype))
+        parts = [(padded(hidden_states, arrived.homes), arrived.homes)]
         if arrived.borrowed:
             ends = arrived.away.ends.tolist()
             copies = gather_copies(arrived.received.rows, arrived.away)[: ends[-1] if ends else 0]
             results = self._run_borrowed(copies, ends, arrived.borrowed)
-            away = padded(results, arrived.away)
-            total = total + weighted_sum(away, weights, arrived.away, sum_dtype(dtype))
-        return total.to(dtype)
+            parts.append((padded(results, arrived.away), arrived.away))
+        return weighted_sum(parts, weights, dtype)
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """[N, H] -> [T, H]."""
