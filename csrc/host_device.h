@@ -44,6 +44,14 @@ ISOLOAD_HD inline int lowest_one(uint64_t word) {
 #endif
 }
 
+ISOLOAD_HD inline int lowest_one(uint32_t word) {
+#ifdef __CUDA_ARCH__
+  return __ffs(static_cast<int>(word)) - 1;
+#else
+  return __builtin_ctz(word);
+#endif
+}
+
 ISOLOAD_HD inline int count_ones(uint32_t word) {
 #ifdef __CUDA_ARCH__
   return __popc(word);

@@ -11,7 +11,8 @@
 //                         team whose rank() lies in it alone. No barrier at the end, nor any order in them
 //   keep_by(n, wide, f, g)   for_each_by of the first i, as many as leave no lane and no group two; how many
 //   for_each_group(n, f)  f(i, group) for i in [0, n), split over the groups (no barrier at the end)
-//   groups()              how many there are
+//   groups(), group()     how many there are, and which of them this lane is in
+//   Warp                  what a group is; its kLanes: how many lanes it has, 1 or 32
 //   alone(f)              f(group) by the first group, while the others wait at a barrier. What f computes
 //                         only lane 0 has for certain
 //   column_sums(...)      sums down columns; a lane has those that for_each gives it
@@ -39,6 +40,7 @@ struct ColumnSums {
 // One lane: plain loops, every synchronisation compiles to nothing.
 struct SerialTeam {
   static constexpr int kLanes = 1;
+  using Warp = SerialTeam;
   ISOLOAD_HD int rank() const { return 0; }
   ISOLOAD_HD int size() const { return 1; }
   ISOLOAD_HD void sync() const {}
@@ -56,6 +58,7 @@ struct SerialTeam {
     return 0;
   }
   ISOLOAD_HD int groups() const { return 1; }
+  ISOLOAD_HD int group() const { return 0; }
   template <class F>
   ISOLOAD_HD void for_each_group(int n, F&& f) {
     for (int i = 0; i < n; ++i) f(i, *this);
@@ -133,6 +136,7 @@ namespace isoload {
 // interface promises: an algorithm that lacks a barrier races, and ThreadSanitizer sees it without a GPU.
 class ThreadTeam {
  public:
+  using Warp = SerialTeam;
   // What the lanes share. std::barrier puts waiting lanes to sleep, so there may be more lanes than cores.
   struct Group {
     explicit Group(int lanes) : barrier(lanes), partial(2 * lanes) {}
@@ -161,6 +165,7 @@ class ThreadTeam {
     return n;
   }
   int groups() const { return size_; }
+  int group() const { return rank_; }
   template <class F>
   void for_each_group(int n, F&& f) const {
     SerialTeam group;

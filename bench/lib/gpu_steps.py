@@ -56,7 +56,8 @@ GPU_ONLY = {
     "tests/layer/test_cuda_forward.py": ("forward", 2, 25),
     "tests/layer/test_cuda_gradients.py": ("gradients", 2, 15),
     "tests/layer/test_cuda_symmetric.py": ("symmetric", 2, 35),
-    "tests/layer/test_cuda_stack.py": ("stack", 3, 15),
+    "tests/layer/test_cuda_stack.py": ("stack", 3, 40),
+    "tests/integrations/test_cuda_engine.py": ("engine", 3, 15),
 }
 
 

@@ -12,6 +12,13 @@
 
 namespace isoload {
 
+// 7/10 of d, rounded towards 0, in 32 bits.
+ISOLOAD_HD inline int32_t seven_tenths(int32_t d) {
+  const uint32_t size = d < 0 ? -uint32_t(d) : d, tens = size / 10;
+  const int32_t part = static_cast<int32_t>(7 * tens + 7 * (size - 10 * tens) / 10);
+  return d < 0 ? -part : part;
+}
+
 // Replicated experts, so that nothing need be looked up by expert: i has replicas first[i] .. last[i]-1 and
 // copies[i].
 struct Replicated {
@@ -20,14 +27,18 @@ struct Replicated {
   ISOLOAD_HD Replicated from(int i) const { return {first + i, last + i, copies + i}; }
 };
 
-// Two replicas, equal ticks: past the balance by 2/5. Over-relaxation saves a third of the sweeps and cannot
-// raise the larger load of the two.
+// What moves from the second of two replicas to the first, equal ticks: past the balance by 2/5.
+// Over-relaxation saves a third of the sweeps and cannot raise the larger load of the two.
+ISOLOAD_HD inline int32_t pair_move(int32_t load0, int32_t load1, int32_t q0, int32_t q1) {
+  const int32_t gap = seven_tenths(load1 - load0);  // loads are no less than 0
+  const int32_t most = gap > q1 ? q1 : gap;
+  return most < -q0 ? -q0 : most;
+}
+
 ISOLOAD_HD inline void balance_pair(const ReplicaTables& t, int j, int32_t* load, int32_t* quota) {
   const int slot0 = t.slots[j], slot1 = t.slots[j + 1], rank0 = t.ranks[j], rank1 = t.ranks[j + 1];
   const int32_t q0 = quota[slot0], q1 = quota[slot1], load0 = load[rank0], load1 = load[rank1];
-  int64_t gap = 7 * (int64_t(load1) - load0) / 10;  // from 1 to 0
-  gap = gap > q1 ? q1 : gap;
-  const int32_t move = static_cast<int32_t>(gap < -q0 ? -q0 : gap);
+  const int32_t move = pair_move(load0, load1, q0, q1);
   quota[slot0] = q0 + move, load[rank0] = load0 + move;
   quota[slot1] = q1 - move, load[rank1] = load1 - move;
 }
@@ -50,6 +61,19 @@ struct Level {
     return my;
   }
 };
+
+// As of one lane, by a group: its first two lanes have a replica each.
+template <class Group>
+ISOLOAD_HD void balance_pair(Group& group, Level& my, int32_t* load, int32_t* quota) {
+  const bool has = group.rank() < 2;
+  const int32_t mine = has ? load[my.rank] : 0;
+  const int32_t load0 = group.from_lane_of(0, mine), load1 = group.from_lane_of(1, mine);
+  const int32_t move = pair_move(load0, load1, group.from_lane_of(0, my.q), group.from_lane_of(1, my.q));
+  if (!has) return;
+  const int32_t gain = group.rank() == 0 ? move : -move;
+  quota[my.slot] = my.q += gain;
+  load[my.rank] = mine + gain;
+}
 
 // Pours the expert's copies anew onto the other load of its ranks, to one level. Replicas beyond the lanes
 // keep that load in the place of their quota. Whether this lane's copies moved.

@@ -25,6 +25,7 @@
 #include "algorithms/balance.h"
 #include "algorithms/plan_exact_parts.h"
 #include "algorithms/plan_exact_paths.h"
+#include "algorithms/plan_exact_warp_paths.h"
 #include "algorithms/start.h"
 #include "host_device.h"
 #include "planner.h"
@@ -46,19 +47,14 @@ class ExactSolver {
     int32_t sweeps = 0;
     const int64_t target = with_tolerance(bound_, in_.tolerance_ppm);
     while (sweeps < in_.sweeps && is_above(target)) {
-      sweep();
+      sweep(sweeps == 0);
       ++sweeps;
     }
     PathsFound found{bound_, 0, 0, false};  // lane 0's, if a group augments
-    auto augment = [&](auto& team) {
-      using Kept = std::conditional_t<kSpread, Sides<W>&, Sides<W>>;
-      Sides<W> sides;
-      found = ExactPaths<W, std::decay_t<decltype(team)>, Kept>(team, in_, ws_, quota_, sides).augment(found);
-    };
     if constexpr (W == 1)
-      team_.alone(augment);  // a level is a few words: what there is to do lies between its barriers
+      team_.alone([&](auto& group) { found = augment_by(group, found); });  // a level is a few words
     else
-      augment(team_);
+      found = augment_by(team_, found);
     finish();
     const int64_t routed = peak(), reached = routed > level_ ? routed : level_;
     if (team_.rank() == 0) {
@@ -146,6 +142,25 @@ class ExactSolver {
     }
   }
 
+  template <class Lanes>
+  ISOLOAD_HD PathsFound augment_by(Lanes& lanes, PathsFound found) {
+    if constexpr (W == 1 && Lanes::kLanes > 1) {
+      if (WarpPaths<Lanes, 1>::takes(in_)) return augment_in_registers<1>(lanes, found);
+      if (WarpPaths<Lanes, 2>::takes(in_)) return augment_in_registers<2>(lanes, found);
+    }
+    using Kept = std::conditional_t<kSpread, Sides<W>&, Sides<W>>;
+    Sides<W> sides;
+    ExactPaths<W, Lanes, Kept> paths(lanes, in_, ws_, quota_, sides);
+    return augment(paths, in_, found);
+  }
+  template <int kOwn, class Group>
+  ISOLOAD_HD PathsFound augment_in_registers(Group& group, PathsFound found) {
+    WarpPaths<Group, kOwn> paths(group, in_, ws_, quota_);
+    found = augment(paths, in_, found);
+    paths.finish();
+    return found;
+  }
+
   // f(first, n): the replicated experts, class by class. Meanwhile an expert's ranks are its own.
   template <class F>
   ISOLOAD_HD void class_by_class(F&& f) {
@@ -158,9 +173,41 @@ class ExactSolver {
     }
   }
 
-  ISOLOAD_HD void sweep() {
+  ISOLOAD_HD void sweep(bool first) {
+    if constexpr (Team::Warp::kLanes > 1)
+      if (!in_.ticks) return sweep_by_groups(first);
     class_by_class(
         [&](int first, int n) { balance(team_, t_, ws_.split.from(first), n, in_.ticks, ws_.load, quota_); });
+  }
+
+  // A group has every groups()-th expert, and has read what it needs of its next one before the barrier that
+  // the loads need. What it found the last time is its first guess.
+  ISOLOAD_HD void sweep_by_groups(bool first) {
+    typename Team::Warp group;
+    const Replicated& split = ws_.split;
+    const int n = t_.num_split();
+    int i = team_.group();
+    auto level_of = [&](int i) {
+      if (i >= n) return Level();
+      Level level =
+          Level::of(group, t_, split.first[i], split.last[i] - split.first[i], split.copies[i], quota_);
+      if (!first) level.in = ws_.falling[i];
+      return level;
+    };
+    Level own = level_of(i);
+    ISOLOAD_ROLLED
+    for (int k = 0, num_classes = t_.num_classes(); k < num_classes; ++k) {
+      ISOLOAD_ROLLED
+      for (const int end = t_.classes[k + 1]; i < end; own = level_of(i)) {
+        if (own.copies == 2)
+          balance_pair(group, own, ws_.load, quota_);
+        else
+          balance_level(group, t_, own, ws_.load, quota_);
+        if (group.rank() == 0) ws_.falling[i] = own.in;
+        i += team_.groups();
+      }
+      team_.sync();
+    }
   }
 
   // Few active replicas are the aim of packed only.

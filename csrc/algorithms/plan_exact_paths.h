@@ -17,10 +17,34 @@ struct PathsFound {
   bool cut;              // the budget ended it
 };
 
-// Ranks that carry more than the target, and less.
+// From the bound that `found` has, on the load and the quota as they are. A barrier comes before it. One loop
+// for both searches, for paths and for what no path leaves: a kernel has the code of one.
+template <class Paths>
+ISOLOAD_HD PathsFound augment(Paths& paths, const ExactProblem& in, PathsFound found) {
+  for (bool listed = false;; listed = true) {
+    paths.aim(with_tolerance(found.bound, in.tolerance_ppm));
+    if (!listed && paths.is_above()) paths.list_ranks();
+    bool stuck = false;
+    while (paths.is_above()) {
+      const int depth = paths.search(stuck);
+      if (stuck) break;
+      stuck = depth < 0;
+      if (stuck) continue;
+      found.cut = found.paths >= in.budget;
+      if (found.cut) return found;
+      paths.follow(depth);
+      ++found.paths;
+    }
+    if (!stuck) return found;
+    found.bound = paths.certify();
+    ++found.steps;
+  }
+}
+
+// Ranks that carry more than the target, and less; those that a search has reached.
 template <int W>
 struct Sides {
-  RankSet<W> over, under;
+  RankSet<W> over, under, reached;
 };
 
 // Kept: Sides<W>, or a reference to them. Several words are indexed at run time, so nvcc keeps all of an
@@ -38,35 +62,6 @@ class ExactPaths {
         quota_(quota),
         num_split_(problem.tables.num_split()),
         sides_(sides) {}
-
-  // From the bound that `found` has, on the load and the quota as they are. A barrier comes before it.
-  ISOLOAD_HD PathsFound augment(PathsFound found) {
-    for (bool listed = false;; listed = true) {
-      aim(with_tolerance(found.bound, in_.tolerance_ppm));
-      if (!listed && !sides_.over.empty()) list_ranks();
-      RankSet<W> closed;
-      if (!take_paths(found, closed)) return found;
-      found.bound = certify(closed);
-      ++found.steps;
-    }
-  }
-
- private:
-  // Whether ranks are over the target still and no path is left: closed is then what they can reach. One loop
-  // for both searches: a kernel has the code of one.
-  ISOLOAD_HD bool take_paths(PathsFound& found, RankSet<W>& closed) {
-    for (bool stuck = false; !sides_.over.empty();) {
-      const int depth = search(stuck, closed);
-      if (stuck) return true;
-      stuck = depth < 0;
-      if (stuck) continue;
-      found.cut = found.paths >= in_.budget;
-      if (found.cut) return false;
-      follow(depth);
-      ++found.paths;
-    }
-    return false;
-  }
 
   ISOLOAD_HD void list_ranks() {
     team_.for_each(num_split_, [&](int i) {
@@ -93,12 +88,14 @@ class ExactPaths {
     unite(team_, sides_.over, in_.R);
     unite(team_, sides_.under, in_.R);
   }
+  ISOLOAD_HD bool is_above() const { return !sides_.over.empty(); }
 
   // Breadth first, backwards: level 0 has room, level k can hand copies to level k-1. Returns the level that
   // holds an overloaded rank, or -1. Or forward, from all overloaded ranks to all that they reach.
-  ISOLOAD_HD int search(bool forward, RankSet<W>& seen) {
+  ISOLOAD_HD int search(bool forward) {
     const RankSet<W>* const by = forward ? ws_.givers : ws_.holders;
     const RankSet<W>* const to = forward ? ws_.holders : ws_.givers;
+    RankSet<W>& seen = sides_.reached;
     seen = forward ? sides_.over : sides_.under;
     RankSet<W> frontier = seen;
     for (int depth = 0;;) {
@@ -117,10 +114,11 @@ class ExactPaths {
     }
   }
 
-  // What the overloaded ranks reach, `closed`, its load cannot leave, so its mean is a bound. Never all
+  // What the overloaded ranks have reached, its load cannot leave, so its mean is a bound. Never all
   // ranks: the target is at least the level at which all ranks together have room for everything, `pour`
   // included. So `pour` need not be counted here: a smaller set can leave it to the others.
-  ISOLOAD_HD int64_t certify(const RankSet<W>& closed) {
+  ISOLOAD_HD int64_t certify() {
+    const RankSet<W>& closed = sides_.reached;
     int64_t copies = 0;
     int size = 0;
     closed.for_each([&](int r) { copies += ws_.load[r], ++size; });
@@ -156,6 +154,7 @@ class ExactPaths {
     if (width == room) sides_.under.erase(u);
   }
 
+ private:
   // The largest value of all lanes, then the lowest index; mine: this lane's, at `place`.
   struct Pick {
     int32_t value;

@@ -15,6 +15,7 @@ template <int kWarps, bool kRolled = false>
 class BlockTeam {
  public:
   static constexpr int kLanes = kWarps * 32;
+  using Warp = BlockTeam<1, kRolled>;
   static_assert(kWarps >= 1 && kWarps <= 32, "a block has 1..32 warps");
 
   // What the warps share, in shared memory: operands of this reduction and of the one before.
@@ -52,15 +53,16 @@ class BlockTeam {
     return by_width(n < kLanes ? n : kLanes, most * kWarps, wide, f, g);
   }
   __device__ int groups() const { return kWarps; }
+  __device__ int group() const { return warp(); }
   template <class F>
   __device__ void for_each_group(int n, F&& f) const {
-    BlockTeam<1, kRolled> group;
+    Warp group;
 #pragma unroll 1
     for (int i = warp(); i < n; i += kWarps) f(i, group);
   }
   template <class F>
   __device__ void alone(F&& f) const {
-    BlockTeam<1, kRolled> group;
+    Warp group;
     if (kWarps == 1 || warp() == 0) f(group);
     sync();
   }
@@ -215,7 +217,7 @@ class BlockTeam {
   // Lanes take what is narrow, from the first on, warps what is wide, from the last on.
   template <class Wide, class F, class G>
   __device__ int by_width(int n, int most, Wide&& wide, F&& f, G&& g) const {
-    BlockTeam<1, kRolled> group;
+    Warp group;
     int before = 0;  // wide ones so far
     for (int first = 0; first < n; first += 32) {
       const int i = first + lane();

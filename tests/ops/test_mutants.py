@@ -62,8 +62,8 @@ MUTANTS = {
     ),
     "bound + 1": Mutant(
         "csrc/algorithms/plan_exact_paths.h",
-        "bound = certify(closed);",
-        "bound = certify(closed) + 1;",
+        "bound = paths.certify();",
+        "bound = paths.certify() + 1;",
         "plan_exact",
     ),
     "poured copies left out of the level": Mutant(
@@ -108,8 +108,8 @@ MUTANTS = {
     ),
     "sweeps overshoot": Mutant(
         "csrc/algorithms/balance.h",
-        "int64_t gap = 7 *",
-        "int64_t gap = 17 *",
+        "seven_tenths(load1 - load0)",
+        "2 * (load1 - load0)",
         "plan_exact::test_equals_reference",
     ),
     "a barrier removed from the sweeps": Mutant(
