@@ -180,8 +180,8 @@ class ExactSolver {
         [&](int first, int n) { balance(team_, t_, ws_.split.from(first), n, in_.ticks, ws_.load, quota_); });
   }
 
-  // A group has every groups()-th expert, and has read what it needs of its next one before the barrier that
-  // the loads need. What it found the last time is its first guess.
+  // A group has every groups()-th expert. It reads what it needs of its next one while others balance theirs,
+  // and begins with the set of ranks that it found the last time.
   ISOLOAD_HD void sweep_by_groups(bool first) {
     typename Team::Warp group;
     const Replicated& split = ws_.split;
@@ -191,22 +191,28 @@ class ExactSolver {
       if (i >= n) return Level();
       Level level =
           Level::of(group, t_, split.first[i], split.last[i] - split.first[i], split.copies[i], quota_);
-      if (!first) level.in = ws_.falling[i];
+      if (!first && level.copies > 2) level.in = ws_.falling[i];
       return level;
     };
     Level own = level_of(i);
     ISOLOAD_ROLLED
     for (int k = 0, num_classes = t_.num_classes(); k < num_classes; ++k) {
+      const int end = t_.classes[k + 1];
+      bool done = false;  // with `own`
       ISOLOAD_ROLLED
-      for (const int end = t_.classes[k + 1]; i < end; own = level_of(i)) {
-        if (own.copies == 2)
+      for (; i < end; i += team_.groups()) {
+        if (done) own = level_of(i);
+        if (own.copies == 2) {
           balance_pair(group, own, ws_.load, quota_);
-        else
+        } else {
           balance_level(group, t_, own, ws_.load, quota_);
-        if (group.rank() == 0) ws_.falling[i] = own.in;
-        i += team_.groups();
+          group.sync();  // all have read it
+          if (group.rank() == 0) ws_.falling[i] = own.in;
+        }
+        done = true;
       }
       team_.sync();
+      if (done) own = level_of(i);
     }
   }
 
