@@ -141,7 +141,10 @@ def test_all_ranks_choose_the_same_slots(balanced: EngineRun) -> None:
 
 def test_isoload_says_what_it_does(balanced: EngineRun) -> None:
     (line,) = balanced.lines("isoload: attached")
-    assert "--ep-dispatch-algorithm dynamic" in line and "policy exact in prefill, exact in decode on 3 of 3" in line
+    assert (
+        "--ep-dispatch-algorithm dynamic" in line
+        and "policy exact in prefill, exact in decode on 3 of 3" in line
+    )
     reports = [line for line in balanced.lines("isoload SGLang: ") if "plans of" in line]
     assert reports
     for report in reports:

@@ -145,7 +145,7 @@ def test_each_phase_has_its_policy() -> None:
     layer.plan_by(policies)
     group, want = layer.balancer.group, []
     for phase in ("prefill", "decode", "decode", "prefill"):
-        layer.turn(phase)
+        layer.turn(lambda: phase)  # noqa: B023
         alone = Balancer(layer.balancer.placement, 0, policies[phase], group)
         want.append(alone(ids))
         for ours, theirs in zip(layer.balancer(ids), want[-1], strict=True):
@@ -157,8 +157,20 @@ def test_each_phase_has_its_policy() -> None:
 def test_one_policy_for_both_phases_is_left_alone() -> None:
     layer = layers_of("gathered").by_id[0]
     layer.plan_by(dict.fromkeys(("prefill", "decode"), make_policy("lp")))
-    layer.turn("prefill")
+    layer.turn(lambda: "prefill")
     assert not layer.policies and layer.policy_name == "exact", "as it was made"
+
+
+def test_a_traced_router_has_one_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its graph would keep the phase of the pass that was traced."""
+    layer = layers_of("gathered").by_id[0]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    layer.turn(lambda: "prefill")
+    layer.policies = {"prefill": make_policy("exact"), "decode": make_policy("lp")}
+    with pytest.raises(
+        RuntimeError, match="ISOLOAD_POLICY must be one for prefill and decode where the router is"
+    ):
+        layer.turn(lambda: "prefill")
 
 
 @pytest.mark.parametrize(("phase", "loads"), [("prefill", "gathered"), ("decode", "own")])

@@ -376,15 +376,6 @@ def test_a_rank_of_its_own_tokens_that_vllm_says_no_phase_of_raises(phased: Simp
         layer.phase(1)
 
 
-def test_a_traced_router_has_one_policy(phased: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One graph of all numbers of tokens would keep the phase of the pass that was traced."""
-    state = state_of(placed())
-    add(state)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    with pytest.raises(RuntimeError, match="ISOLOAD_POLICY must be one for prefill and decode where vLLM's"):
-        slots_of(state, 1, draw(2))
-
-
 LOADS_OF = {
     "nothing said": ({}, "own"),
     "a policy": ({"ISOLOAD_POLICY": "lp"}, "gathered"),

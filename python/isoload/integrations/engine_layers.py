@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
@@ -18,7 +18,7 @@ from isoload.balancer import Balancer
 from isoload.integrations.engine_record import EngineRecord
 from isoload.integrations.engine_tables import placement_of
 from isoload.integrations.meter import Meter
-from isoload.integrations.settings import Settings
+from isoload.integrations.settings import POLICY, Settings
 from isoload.integrations.switch import Switch
 from isoload.integrations.watchdog import Watchdog
 from isoload.integrations.weight_check import WeightCheck
@@ -65,11 +65,18 @@ class EngineLayer:
         self.record: EngineRecord | None = None
         self.policies: dict[str, Policy] = {}  # by phase, where they differ
 
-    def turn(self, phase: str) -> None:
-        """Before a batch of a phase, which must be the same on all ranks: its policy plans, in a graph that is captured
-        now too. Ranks that gather loads compare their policies there; others could not tell."""
-        if self.policies and self.balancer.policy is not self.policies[phase]:
-            self.balancer.policy = self.policies[phase]
+    def turn(self, phase: Callable[[], str]) -> None:
+        """Before a batch, whose phase must be the same on all ranks: its policy plans, in a graph that is captured now
+        too. Ranks that gather loads compare their policies there; others could not tell."""
+        if not self.policies:
+            return
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"{POLICY.name} must be one for prefill and decode where the router is traced into one graph of both"
+            )
+        policy = self.policies[phase()]
+        if self.balancer.policy is not policy:
+            self.balancer.policy = policy
 
     @property
     def policy_name(self) -> str:
@@ -80,8 +87,8 @@ class EngineLayer:
     def plan_by(self, policies: dict[str, Policy]) -> None:
         """Raises ValueError where one of them cannot plan this layer."""
         self.policies = policies if len(set(policies.values())) > 1 else {}
-        for phase in self.policies:
-            self.turn(phase)
+        for policy in self.policies.values():
+            self.balancer.policy = policy
 
     def standing(self, ours: Tensor, theirs: Tensor) -> Tensor:
         """[T, K] slots as the switch has it, where there is one."""

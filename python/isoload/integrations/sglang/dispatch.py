@@ -102,7 +102,7 @@ def resolve_routing_inputs(
     layer = LAYERS.of(layer_id)
     if info is not None and layer is not None:
         if info.ep_dispatch_algorithm == "dynamic":
-            layer.turn(LAYERS.phase_now())
+            layer.turn(LAYERS.phase_now)
             info.isoload_layer, info.isoload_num_valid = layer, num_valid
         else:
             layer.num_valid = num_valid

@@ -37,7 +37,7 @@ class Layer(EngineLayer):
     def solve(self, topk_ids: Tensor) -> Tensor:
         """[T, K] physical ids of the routed copies, from [T, K] logical ones; all ranks together, also with T = 0."""
         num_valid, self.num_valid = self.num_valid, None
-        self.turn(LAYERS.phase_now())
+        self.turn(LAYERS.phase_now)
         slots = self.slots(topk_ids, num_valid)
         num_shared = self.balancer.placement.num_shared
         if not num_shared:

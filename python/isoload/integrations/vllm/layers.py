@@ -18,7 +18,7 @@ from isoload.counting import count
 from isoload.integrations.engine_layers import EXCHANGED, JOINED_BY_ALL, EngineLayer, EngineLayers
 from isoload.integrations.engine_tables import check_placer, engine_topology
 from isoload.integrations.meter import Meter
-from isoload.integrations.settings import LOADS, POLICY, SWITCH, Settings
+from isoload.integrations.settings import LOADS, SWITCH, Settings
 from isoload.integrations.watchdog import Watchdog
 
 log = logging.getLogger("isoload")
@@ -36,10 +36,6 @@ class Layer(EngineLayer):
     def phase(self, num_rows: int) -> str:
         """Of the pass under way, by what all ranks agree about: the tokens of the fullest one, padded; vLLM says no
         more. A graph has the same number whenever it is replayed. num_rows: of this rank, where all hold the same."""
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                f"{POLICY.name} must be one for prefill and decode where vLLM's router is traced into one graph of both"
-            )
         from vllm.forward_context import get_forward_context
 
         agreed = get_forward_context().dp_metadata
@@ -77,8 +73,7 @@ class Layer(EngineLayer):
                 f"layer {self.balancer.layer}: vLLM must exchange tokens as when its model was loaded, "
                 f"do_naive_dispatch_combine is now {self.runner.do_naive_dispatch_combine}"
             )
-        if self.policies:
-            self.turn(self.phase(len(topk_ids)))
+        self.turn(lambda: self.phase(len(topk_ids)))
         ids = topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.to(torch.int32)
         # Gathered rows are all ranks', the number of unpadded ones is this rank's: planned by it, ranks would differ.
         padding_after = None if self.tokens == "gathered" else num_unpadded_tokens
