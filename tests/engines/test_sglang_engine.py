@@ -31,6 +31,7 @@ ATTACHED = {
     "ISOLOAD_STRICT": "1",
     "ISOLOAD_REPORT_SECONDS": "0.2",
     "ISOLOAD_CHECK_WEIGHTS": "1",
+    "SGLANG_LOG_EXPERT_LOCATION_METADATA": "1",
     "ISOLOAD_POLICY": "prefill=exact,decode=exact:objective=packed",
 }
 
@@ -94,8 +95,12 @@ def test_tokens_are_hugging_faces(
 
 
 def test_an_engine_starts_from_what_was_placed_on_its_record(placed: Path, balanced: EngineRun) -> None:
-    """The copies of the first pass are in slots where the file has their experts."""
-    table = torch.tensor(json.loads(placed.read_text())["physical_to_logical_map"])
+    """SGLang's own map says so of every slot, and the copies of the first pass are in slots with their experts."""
+    rows = json.loads(placed.read_text())["physical_to_logical_map"]
+    said = [f"layer={i}: ep0={row[:SLOTS]} ep1={row[SLOTS:]}" for i, row in enumerate(rows)]
+    log = balanced.log[balanced.log.index("Initial expert_location_metadata") :].splitlines()[2 : 2 + LAYERS]
+    assert log == [line.replace(", ", ",") for line in said]
+    table = torch.tensor(rows)
     for batch in balanced.batches[0][:LAYERS]:
         assert torch.equal(table[batch.layer][batch.slots], batch.ids)
 

@@ -18,7 +18,7 @@ import isoload
 from isoload import Balancer, LocalGroup
 from isoload.integrations.engine_tables import replica_lists
 from isoload.integrations.settings import ALL_LOADS, Settings
-from isoload.integrations.vllm import MODELS, dispatch, layers
+from isoload.integrations.vllm import MODELS, dispatch
 from isoload.integrations.vllm.layers import Layer, ModelLayers, tokens_of
 
 EXPERTS, K, RANKS, SIZE, LAYERS = 16, 4, 2, 10, 3
@@ -329,51 +329,6 @@ def test_a_policy_of_shared_experts_is_refused_at_start(engine: None) -> None:
     MODELS.start(Settings.read({"ISOLOAD_POLICY": "joint"}))
     with pytest.raises(ValueError, match="ISOLOAD_POLICY must be a policy of routed experts"):
         add(state_of(placed()))
-
-
-PHASED = {"ISOLOAD_POLICY": "prefill=exact,decode=exact_active"}
-MOST = 32  # tokens of a rank's pass of decode
-
-
-@pytest.fixture
-def phased(engine: None, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """vLLM's forward context, where each phase has a policy."""
-    context = SimpleNamespace(dp_metadata=None)
-    module = ModuleType("vllm.forward_context")
-    module.get_forward_context = lambda: context  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm.forward_context", module)
-    monkeypatch.setattr(layers, "most_decoded", lambda *_, **__: MOST)
-    MODELS.start(Settings.read(PHASED))
-    return context
-
-
-@pytest.mark.parametrize(
-    ("rows", "across", "phase"),
-    [
-        (MOST, None, "decode"), (MOST + 1, None, "prefill"), (MOST, [MOST, MOST], "decode"),
-        (1, [MOST + 1, 1], "prefill"), (40, [20, 20], "decode"),
-    ],
-)  # fmt: skip
-def test_a_phase_is_the_fullest_ranks(
-    phased: SimpleNamespace, rows: int, across: list[int] | None, phase: str
-) -> None:
-    """Rows of its own, of all ranks (gathered, 40) or the same everywhere: by what vLLM's ranks have agreed about."""
-    state = state_of(placed())
-    add(state)
-    if across is not None:
-        phased.dp_metadata = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor(across))
-    layer, ids = MODELS.of(state).by_id[1], draw(rows)  # type: ignore[union-attr]
-    slots = slots_of(state, 1, ids)
-    policy = "exact" if phase == "prefill" else "exact_active"
-    alone = Balancer(placed(), 1, policy, tokens="same", shared_columns=False)
-    assert layer.balancer.policy.name == policy and torch.equal(slots, alone(ids))
-
-
-def test_a_rank_of_its_own_tokens_that_vllm_says_no_phase_of_raises(phased: SimpleNamespace) -> None:
-    """It would route by its own count, and others by theirs."""
-    layer = Layer(Balancer(placed(), 1, tokens="same"), None, runner(), "own")
-    with pytest.raises(RuntimeError, match="vLLM must say how many tokens each rank has"):
-        layer.phase(1)
 
 
 LOADS_OF = {
