@@ -159,7 +159,7 @@ def to_physical(topk_ids):
 
 def start(settings):
     global LAYER
-    LAYER = Balancer(Placement(SLOTS, Topology(2), 6), 0, settings.policy_for(shared=False), tokens="same")
+    LAYER = Balancer(Placement(SLOTS, Topology(2), 6), 0, settings.policies_for(shared=False)["decode"], tokens="same")
 
 def check():
     slots = to_physical(torch.zeros(8, 1, dtype=torch.int64))

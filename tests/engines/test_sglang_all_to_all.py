@@ -20,7 +20,12 @@ ALL_TO_ALL = {
     "eplb_rebalance_num_iterations": 7, "expert_distribution_recorder_buffer_size": 7,
     "expert_distribution_recorder_mode": "stat",
 }  # fmt: skip
-ATTACHED = {"ISOLOAD_SGLANG": "1", "ISOLOAD_STRICT": "1", "ISOLOAD_REPORT_SECONDS": "0.01"}
+ATTACHED = {
+    "ISOLOAD_SGLANG": "1",
+    "ISOLOAD_REPORT_SECONDS": "0.01",
+    "ISOLOAD_CHECK_WEIGHTS": "1",
+    "ENGINE_FLIP": "1 2 4",
+}
 LAYERS = 3
 LENGTHS = [24, 6, 24]  # the second prompt is all that its rank has
 
@@ -35,7 +40,9 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[in
 @pytest.fixture(scope="module")
 def balanced(oracle: tuple[Path, list[list[int]]], tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
     folder = tmp_path_factory.mktemp("runs") / "isoload"
-    return run_sglang(oracle[0], folder, ATTACHED, lengths=LENGTHS, **ALL_TO_ALL)
+    return run_sglang(
+        oracle[0], folder, ATTACHED, lengths=LENGTHS, **ALL_TO_ALL
+    )  # and, late, a bit of a weight flips
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +88,18 @@ def test_ranks_hold_tokens_of_their_own(balanced: EngineRun) -> None:
     assert all(prefills) and sum(map(sum, prefills)) == sum(map(len, PROMPTS))
 
 
+def test_a_corrupted_slot_is_named(balanced: EngineRun) -> None:
+    """By all ranks, where and when it happened, and isoload leaves the choice to SGLang."""
+    checks = [line for line in balanced.lines("isoload SGLang: ") if "weights" in line]
+    right, wrong = (
+        [line for line in checks if of in line] for of in ("have their experts'", "are not those")
+    )
+    assert [line.split("weights ")[1] for line in right] == ["at load", *["after a rebalance"] * 2]
+    named = r"after a rebalance: layer 2, rank 1, slot 14 should hold expert \d+ and holds what is no expert as loaded"
+    named += r"\. SGLang chooses replicas from now on"
+    assert len(wrong) == 2 and all(re.search(named, line) for line in wrong), wrong
+
+
 def test_ranks_exchange_at_the_same_passes(balanced: EngineRun) -> None:
     """One of them runs idle ones from the seventh on."""
     exchanges = Counter(line[line.index("exchange of") :] for line in balanced.lines("exchange of"))
@@ -89,6 +108,6 @@ def test_ranks_exchange_at_the_same_passes(balanced: EngineRun) -> None:
 
 
 def test_reports_tell_what_an_exchange_found(balanced: EngineRun) -> None:
-    (report, *_) = balanced.lines("isoload SGLang: ")
+    (report, *_) = balanced.lines("isoload SGLang: 1 exchanges")
     found = re.search(r"1 exchanges of 3 layers; imbalance ([\d.]+) of all copies", report)
     assert found is not None and 1 <= float(found[1]) <= 2, report

@@ -10,11 +10,11 @@ import pytest
 import sglang.srt.managers.scheduler  # noqa: F401  # once, before ranks are forked
 import torch
 from deepseek_config import make_config
-from ranks import CASES, EXPERTS, LAYER, K, lose_last_rank, serve
+from ranks import CASES, EXPERTS, LAYER, K, lose_last_rank, serve, serve_phases
 from torch import Tensor
 
 import isoload
-from support.processes import run_ranks
+from support.processes import rank_outcomes, run_ranks
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 MODES: dict[str, tuple[str, bool, dict[str, str]]] = {
@@ -136,6 +136,24 @@ def test_a_rebalance_moves_no_memory(served: tuple[str, list[dict[str, Any]]]) -
     tables = [(of_rank["full"]["table"], of_rank["rebalanced"]["table"]) for of_rank in ranks]
     assert all(not torch.equal(old, new) for old, new in tables), "experts have moved"
     assert len(tables[0][0]) == EXPERTS + 2 * len(ranks)
+
+
+def test_ranks_in_different_phases_choose_one_policy(config: Path) -> None:
+    """By what SGLang's own schedulers agree about, a rank without tokens too."""
+    passes = zip(*run_ranks(serve_phases, 2, 2, config, timeout=120.0), strict=True)
+    for ranks, policy in zip(passes, ("joint", "exact_active", "joint"), strict=True):
+        assert [of["policy"] for of in ranks] == [policy] * 2
+        slots = torch.cat([of["slots"].flatten() for of in ranks]).long()
+        assert len(slots) and torch.equal(
+            torch.bincount(slots, minlength=len(ranks[0]["plan"])), ranks[0]["plan"].long()
+        )
+
+
+def test_ranks_that_do_not_agree_on_a_phase_all_raise(config: Path) -> None:
+    for outcome in rank_outcomes(serve_phases, 2, 2, config, False, timeout=120.0):
+        assert (
+            outcome.error is not None and "checksum of policy must be the same on all ranks" in outcome.error
+        )
 
 
 def test_a_rank_that_is_gone_gets_no_copy(config: Path) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint import make_qwen3_moe
+from checkpoint import PROMPTS, make_qwen3_moe
 from engine_runs import Batch, EngineRun, check_sent, in_shadow, run_sglang
 from typer.testing import CliRunner
 
+from isoload import Balancer, Placement, Topology
 from isoload.advise.recorded import phases
 from isoload.cli.app import app
 from isoload.replay.simulate import ReplaySettings, replay
@@ -30,6 +31,8 @@ ATTACHED = {
     "ISOLOAD_STRICT": "1",
     "ISOLOAD_REPORT_SECONDS": "0.2",
     "ISOLOAD_CHECK_WEIGHTS": "1",
+    "SGLANG_LOG_EXPERT_LOCATION_METADATA": "1",
+    "ISOLOAD_POLICY": "prefill=exact,decode=exact:objective=packed",
 }
 
 
@@ -92,10 +95,29 @@ def test_tokens_are_hugging_faces(
 
 
 def test_an_engine_starts_from_what_was_placed_on_its_record(placed: Path, balanced: EngineRun) -> None:
-    """The copies of the first pass are in slots where the file has their experts."""
-    table = torch.tensor(json.loads(placed.read_text())["physical_to_logical_map"])
+    """SGLang's own map says so of every slot, and the copies of the first pass are in slots with their experts."""
+    rows = json.loads(placed.read_text())["physical_to_logical_map"]
+    said = [f"layer={i}: ep0={row[:SLOTS]} ep1={row[SLOTS:]}" for i, row in enumerate(rows)]
+    log = balanced.log[balanced.log.index("Initial expert_location_metadata") :].splitlines()[2 : 2 + LAYERS]
+    assert log == [line.replace(", ", ",") for line in said]
+    table = torch.tensor(rows)
     for batch in balanced.batches[0][:LAYERS]:
         assert torch.equal(table[batch.layer][batch.slots], batch.ids)
+
+
+def test_each_phase_has_its_policy(placed: Path, balanced: EngineRun) -> None:
+    """Until experts move: prefill's in the passes that bring a prompt, decode's in the others."""
+    table = torch.tensor(json.loads(placed.read_text())["physical_to_logical_map"]).int()
+    placement, told_apart = Placement(table, Topology(RANKS), 16), set()
+    for batch in balanced.batches[0][: EPLB["eplb_rebalance_num_iterations"] * LAYERS]:
+        phase = "prefill" if len(batch.ids) > len(PROMPTS) else "decode"
+        spread, packed = (
+            Balancer(placement, batch.layer, "exact", tokens="same", objective=of)(batch.ids)
+            for of in ("spread", "packed")
+        )
+        assert torch.equal(batch.slots, packed if phase == "decode" else spread)
+        told_apart |= {phase} if not torch.equal(spread, packed) else set()
+    assert told_apart == {"prefill", "decode"}
 
 
 def test_experts_moved_while_tokens_were_generated(stock: EngineRun, balanced: EngineRun) -> None:
@@ -124,7 +146,10 @@ def test_all_ranks_choose_the_same_slots(balanced: EngineRun) -> None:
 
 def test_isoload_says_what_it_does(balanced: EngineRun) -> None:
     (line,) = balanced.lines("isoload: attached")
-    assert "--ep-dispatch-algorithm dynamic" in line and "policy exact on 3 of 3 layers" in line
+    assert (
+        "--ep-dispatch-algorithm dynamic" in line
+        and "policy exact in prefill, exact in decode on 3 of 3" in line
+    )
     reports = [line for line in balanced.lines("isoload SGLang: ") if "plans of" in line]
     assert reports
     for report in reports:

@@ -3,8 +3,10 @@ once, compilation."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from sglang.srt.eplb.expert_location_dispatch import (
     _topk_ids_logical_to_physical_dynamic,
 )
 from sglang.srt.layers.moe.topk import StandardTopKOutput
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.runner_utils.prefill_graph import prefill_graph_scope
 from sglang.srt.runtime_context import get_model
 from torch import Tensor
 
@@ -24,6 +28,7 @@ from isoload import Balancer
 from isoload.integrations import switch
 from isoload.integrations.sglang import LAYERS, dispatch
 from isoload.integrations.sglang.layers import Layer
+from isoload.integrations.sglang.phases import prefill_graphs
 from isoload.integrations.sglang.waterfill import WaterfillBalancer
 
 
@@ -216,3 +221,75 @@ def test_a_switch_chooses_between_sglangs_slots_and_isoloads(
     )
     assert not torch.equal(found[0], theirs)
     assert torch.equal(found[1], found[0] if ours else theirs)
+
+
+PHASED = {"prefill": isoload.POLICIES["exact"](), "decode": isoload.POLICIES["exact_active"]()}
+
+
+@pytest.fixture
+def phased(attached: None, placement: isoload.Placement) -> Layer:
+    LAYERS.by_id, LAYERS.in_prefill_graph = {LAYER: same_tokens(placement)}, prefill_graphs()
+    LAYERS.by_id[LAYER].plan_by(PHASED)
+    return LAYERS.by_id[LAYER]
+
+
+def chosen(placement: isoload.Placement) -> str:
+    """By whose plan SGLang's dispatch maps a batch."""
+    ids, stock = draw(64), _topk_ids_logical_to_physical_dynamic
+    slots = dispatch.map_dynamic(stock, ids, resolved(info_of(placement, "dynamic")))
+    plans = {
+        phase: Balancer(placement, LAYER, policy, tokens="same", shared_columns=False)(ids)
+        for phase, policy in PHASED.items()
+    }
+    (phase,) = [phase for phase, plan in plans.items() if torch.equal(plan, slots)]
+    return phase
+
+
+def serve_pass(mode: ForwardMode, extend: bool, body: Callable[[], str], draft: bool = False) -> str:
+    batch = SimpleNamespace(forward_mode=mode, is_extend_in_batch=extend)
+    runner = SimpleNamespace(is_draft_worker=draft)
+    return dispatch.forward(lambda self, forward_batch: body(), runner, batch)
+
+
+@pytest.mark.parametrize(
+    ("mode", "extend", "phase"),
+    [
+        (ForwardMode.EXTEND, False, "prefill"), (ForwardMode.MIXED, False, "prefill"),
+        (ForwardMode.DECODE, False, "decode"), (ForwardMode.IDLE, False, "decode"),
+        (ForwardMode.TARGET_VERIFY, False, "decode"), (ForwardMode.DECODE, True, "prefill"),
+        (ForwardMode.IDLE, True, "prefill"),
+    ],
+)  # fmt: skip
+def test_the_pass_says_the_phase(
+    phased: Layer, placement: isoload.Placement, mode: ForwardMode, extend: bool, phase: str
+) -> None:
+    """extend: whether some rank has prefill, as SGLang's ranks have agreed."""
+    assert serve_pass(mode, extend, lambda: chosen(placement)) == phase
+
+
+def test_a_graph_is_captured_with_its_phases_policy(phased: Layer, placement: isoload.Placement) -> None:
+    """Also where SGLang captures decode's after a prefill, and in the scope of its prefill runner."""
+    assert chosen(placement) == "decode"
+    assert serve_pass(ForwardMode.EXTEND, True, lambda: chosen(placement)) == "prefill"
+    with pytest.raises(ZeroDivisionError):
+        serve_pass(ForwardMode.EXTEND, True, lambda: str(1 / 0))
+    assert chosen(placement) == "decode"
+    with prefill_graph_scope(full_graph=True):
+        assert chosen(placement) == "prefill"
+    assert chosen(placement) == "decode"
+
+
+def test_a_drafts_pass_is_no_phase_of_the_models(phased: Layer, placement: isoload.Placement) -> None:
+    assert serve_pass(ForwardMode.EXTEND, True, lambda: LAYERS.phase, draft=True) == "decode"
+
+
+def test_phases_that_ranks_do_not_agree_about_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_SCHEDULER_SKIP_ALL_GATHER", "1")
+    with pytest.raises(
+        ValueError, match="one for prefill and decode where SGLANG_SCHEDULER_SKIP_ALL_GATHER is set"
+    ):
+        prefill_graphs()
+    monkeypatch.delenv("SGLANG_SCHEDULER_SKIP_ALL_GATHER")
+    monkeypatch.setitem(sys.modules, "sglang.srt.model_executor.runner_utils.prefill_graph", None)
+    with pytest.raises(ValueError, match="with this SGLang, which does not say which graphs are of prefill"):
+        prefill_graphs()

@@ -1,8 +1,9 @@
 """A real SGLang engine over two CPU processes whose switch turns while it serves requests and moves experts. Hugging
-Face's model of the same checkpoint is the oracle."""
+Face's model of the same checkpoint is the oracle. TEST_REQUESTS=1000 serves as many."""
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections import Counter
@@ -21,7 +22,7 @@ EPLB = {
     "eplb_rebalance_num_iterations": 50, "expert_distribution_recorder_buffer_size": 50,
     "expert_distribution_recorder_mode": "stat", "eplb_algorithm": "isoload",
 }  # fmt: skip
-REQUESTS, LAYERS = 40 * len(PROMPTS), 3
+REQUESTS, LAYERS = int(os.environ.get("TEST_REQUESTS", 40 * len(PROMPTS))), 3
 WORDS = ("off", "on", "shadow", "on:layers=1")
 
 

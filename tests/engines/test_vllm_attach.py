@@ -12,20 +12,24 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from engine_runs import HARNESS, PACKAGE
 from vllm import plugins
+from vllm.distributed import parallel_state
 from vllm.distributed.eplb import eplb_state
 from vllm.distributed.eplb.policy import EPLB_POLICIES, DefaultEplbPolicy
+from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.model_executor.layers.fused_moe.router import base_router
+from vllm.v1.worker.gpu.eplb_utils import eplb_draft_model_name
 
 import isoload
 from isoload.cli.engines import ENGINES, look
 from isoload.integrations.seams import Seam, faults, read_seams, wrong_checks
 from isoload.integrations.settings import Settings
-from isoload.integrations.vllm import MODELS, self_check
+from isoload.integrations.vllm import MODELS, layers, self_check
 from isoload.integrations.vllm.placement import make_policy
 from support.documents import blocks
 
@@ -226,3 +230,58 @@ def test_doctor_says_what_would_attach(value: str) -> None:
     on, detail, asked = look(engine, environ)
     assert (on, asked) == (value == "1", value == "1"), detail
     assert "its functions are as isoload expects and a known batch comes out right; attaches" in detail
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [("exact", "exact"), ("prefill=exact,decode=exact_active", "exact in prefill, exact_active in decode")],
+)
+def test_a_drafts_layers_are_planned_as_the_models_are(
+    loader: pytest.MonkeyPatch, policy: str, said: str
+) -> None:
+    """In vLLM's own state of EPLB, to which it adds a draft of experts first, with replicas of its own."""
+    group = SimpleNamespace(world_size=2, rank_in_group=0, device_group=None)
+    for module in (parallel_state, eplb_state):
+        loader.setattr(module, "get_ep_group", lambda: group)
+    loader.setattr(parallel_state, "get_node_count", lambda: 1)
+    loader.setattr(eplb_state, "get_eplb_group", lambda: group)
+    loader.setattr(eplb_state, "create_eplb_communicator", lambda **_: None)
+    loader.setattr(layers, "most_decoded", lambda *_, **__: 4)
+    loader.setenv("ISOLOAD_VLLM", "1")
+    loader.setenv("ISOLOAD_POLICY", policy)
+    plugins.load_general_plugins()
+    parallel = SimpleNamespace(
+        enable_elastic_ep=False, data_parallel_size=1, tensor_parallel_size=2, num_ubatches=0, use_ubatching=False,
+        prefill_context_parallel_size=1, eplb_config=SimpleNamespace(
+            use_async=False, window_size=4, step_interval=8, policy="default", communicator="torch_gloo"
+        ),
+    )  # fmt: skip
+    state, ids = eplb_state.EplbState(parallel, torch.device("cpu")), torch.tensor([[0, 1]] * 8)
+    for name in ("draft", "model"):
+        config = SimpleNamespace(model=name, compute_hash=lambda name=name: name)
+        given = {"model_name": eplb_draft_model_name(config)} if name == "draft" else {}
+        state.add_model(moe_model(), config, **given)
+    with override_forward_context(ForwardContext({}, {}, {})):
+        for of in state.model_states.values():
+            (layer,) = MODELS.of(of).by_id.values()  # type: ignore[union-attr]
+            counted = torch.zeros(8, dtype=torch.int32)
+            maps = of.logical_to_physical_map[0], of.logical_replica_count[0]
+            slots = base_router.eplb_map_to_physical_and_record(ids, counted, *maps, torch.tensor(True))
+            assert torch.bincount(slots.flatten() // 4).tolist() == [8, 8], (
+                "each of two experts has two replicas"
+            )
+            assert layer.policy_name == said
+
+
+def moe_model() -> SimpleNamespace:
+    """Six experts on two ranks, the first two with a replica."""
+    runner = SimpleNamespace(
+        do_naive_dispatch_combine=False,
+        is_monolithic=False,
+        moe_config=SimpleNamespace(is_sequence_parallel=False),
+    )
+    return SimpleNamespace(
+        num_routed_experts=6, num_redundant_experts=2, num_physical_experts=8, num_logical_experts=6,
+        num_expert_groups=1, num_moe_layers=1, num_local_physical_experts=4, moe_layers=[runner],
+        expert_weights=[[torch.zeros(4, 1)]], set_eplb_state=lambda *_: None,
+    )  # fmt: skip

@@ -76,6 +76,14 @@ def test_tensorrt_llm_has_three_keys_and_a_line_per_layer(tmp_path):
     first, second = made().slot_to_expert.tolist()
     text = f"num_slots: 12\nlayer_updates_per_iter: 0\ninitial_global_assignments:\n  1: {first}\n  3: {second}\n"
     assert (tmp_path / "p").read_text() == text
+    read = pytest.importorskip("yaml").safe_load(
+        text
+    )  # with which TensorRT-LLM reads, and then takes these types
+    assert read == {
+        "num_slots": 12,
+        "layer_updates_per_iter": 0,
+        "initial_global_assignments": {1: first, 3: second},
+    }
 
 
 YAML = "num_slots: 4\nlayer_updates_per_iter: 0\ninitial_global_assignments:\n"

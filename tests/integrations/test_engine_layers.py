@@ -12,6 +12,7 @@ import isoload
 from isoload import Balancer, LocalGroup
 from isoload.integrations.engine_layers import EXCHANGE_EVERY, EngineLayer, EngineLayers
 from isoload.integrations.meter import Meter
+from isoload.policies import make_policy
 from support.small_batches import LAYERS, draw_ids, make_placement, make_topology
 
 
@@ -134,3 +135,49 @@ def test_exchanges_are_measured_where_reports_are_wanted() -> None:
     )
     assert (report.layer, report.batches, report.before) == (0, 1, None)
     assert report.after == pytest.approx(float(per_rank.max() / per_rank.float().mean()))
+
+
+def test_each_phase_has_its_policy() -> None:
+    """As if a Balancer had been made with it, tables and targets aside, which are the layer's."""
+    policies = {"prefill": make_policy("exact"), "decode": make_policy("exact_active")}
+    layers, ids = layers_of("gathered"), draw_ids(0)
+    layer = layers.by_id[0]
+    layer.plan_by(policies)
+    group, want = layer.balancer.group, []
+    for phase in ("prefill", "decode", "decode", "prefill"):
+        layer.turn(lambda: phase)  # noqa: B023
+        alone = Balancer(layer.balancer.placement, 0, policies[phase], group)
+        want.append(alone(ids))
+        for ours, theirs in zip(layer.balancer(ids), want[-1], strict=True):
+            assert torch.equal(ours, theirs)
+    assert any(not torch.equal(a, b) for a, b in zip(want[0], want[1], strict=True))
+    assert layers.describe().startswith("policy exact in prefill, exact_active in decode on 1 of 1 layers")
+
+
+def test_one_policy_for_both_phases_is_left_alone() -> None:
+    layer = layers_of("gathered").by_id[0]
+    layer.plan_by(dict.fromkeys(("prefill", "decode"), make_policy("lp")))
+    layer.turn(lambda: "prefill")
+    assert not layer.policies and layer.policy_name == "exact", "as it was made"
+
+
+def test_a_traced_router_has_one_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its graph would keep the phase of the pass that was traced."""
+    layer = layers_of("gathered").by_id[0]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    layer.turn(lambda: "prefill")
+    layer.policies = {"prefill": make_policy("exact"), "decode": make_policy("lp")}
+    with pytest.raises(
+        RuntimeError, match="ISOLOAD_POLICY must be one for prefill and decode where the router is"
+    ):
+        layer.turn(lambda: "prefill")
+
+
+@pytest.mark.parametrize(("phase", "loads"), [("prefill", "gathered"), ("decode", "own")])
+def test_a_policy_that_cannot_plan_a_layer_is_refused_at_once(phase: str, loads: str) -> None:
+    policies = dict.fromkeys(("prefill", "decode"), make_policy("exact"))
+    layer = layers_of(loads).by_id[0]
+    with pytest.raises(
+        ValueError, match="placement must have shared experts" if loads == "gathered" else "policy"
+    ):
+        layer.plan_by(policies | {phase: make_policy("joint" if loads == "gathered" else "lp")})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from isoload.integrations.settings import (
     CHECK,
     LOADS,
     MODE,
+    PHASES,
     PLACER,
     POLICY,
     RECORD,
@@ -34,9 +36,12 @@ COMMON = (MODE, STRICT, POLICY, LOADS, PLACER, REPORT, RECORD, RECORD_EVERY, SWI
 def test_defaults() -> None:
     settings = Settings.read({})
     assert settings == Settings(False, None, None, "eplb", 0.0, False, 60.0, "on", None, 64, None)
-    assert (
-        settings.policy_for(shared=False).name == "exact" and settings.policy_for(shared=True).name == "joint"
-    )
+    for shared, name in ((False, "exact"), (True, "joint")):
+        assert {phase: of.name for phase, of in settings.policies_for(shared).items()} == both(name)
+
+
+def both(of: Any) -> dict[str, Any]:
+    return dict.fromkeys(PHASES, of)
 
 
 def test_empty_is_unset() -> None:
@@ -53,7 +58,24 @@ def test_values() -> None:
     settings = Settings.read(given)
     assert settings == Settings(True, "exact:tolerance=0.01", "own", "trivial", 2.5, True, 5.0)
     for shared in (False, True):  # a policy of routed experts leaves shared ones at home
-        assert settings.policy_for(shared) == isoload.POLICIES["exact"](tolerance=0.01)
+        assert settings.policies_for(shared) == both(isoload.POLICIES["exact"](tolerance=0.01))
+
+
+def test_a_policy_for_each_phase() -> None:
+    text = "decode=exact_active, prefill=exact:tolerance=0.01:objective=packed"
+    settings = Settings.read({"ISOLOAD_POLICY": text})
+    exact = isoload.POLICIES["exact"](tolerance=0.01, objective="packed")
+    assert settings.policies_for(False) == {"prefill": exact, "decode": isoload.POLICIES["exact_active"]()}
+    assert settings.phased and not settings.places_shared
+    assert not Settings.read({"ISOLOAD_POLICY": "prefill=lp,decode=lp"}).phased
+
+
+def test_a_phase_of_shared_experts_needs_some() -> None:
+    settings = Settings.read({"ISOLOAD_POLICY": "prefill=joint,decode=exact_active"})
+    assert settings.places_shared
+    assert [of.name for of in settings.policies_for(shared=True).values()] == ["joint", "exact_active"]
+    with pytest.raises(ValueError, match="without --enable-waterfill\\), got 'prefill=joint,decode=exact_"):
+        settings.policies_for(shared=False)
 
 
 def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,6 +100,19 @@ BAD = {
         "llep",
     ): "ISOLOAD_POLICY must not borrow weights, which no engine copies between two batches, got 'llep'",
     ("ISOLOAD_POLICY", "spill_cost"): "ISOLOAD_POLICY must not borrow weights",
+    **{
+        ("ISOLOAD_POLICY", text): f"ISOLOAD_POLICY must name each of prefill and decode once, got '{text}'"
+        for text in (
+            "prefill=exact",
+            "decode=exact,train=lp",
+            "prefill=exact,prefill=lp,decode=lp",
+            "prefill=exact,decode=lp,",
+            "prefill=exact,lp",
+        )
+    },
+    ("ISOLOAD_POLICY", "prefill=exact,decode=best"): "ISOLOAD_POLICY: policy must be one of",
+    ("ISOLOAD_POLICY", "prefill=,decode=exact"): "ISOLOAD_POLICY: policy must be one of",
+    ("ISOLOAD_POLICY", "prefill=llep,decode=exact"): "ISOLOAD_POLICY must not borrow weights",
     ("ISOLOAD_LOADS", "all"): "ISOLOAD_LOADS must be one of gathered, own, node, last, got 'all'",
     ("ISOLOAD_PLACER", "best"): "ISOLOAD_PLACER: placer must be one of",
     ("ISOLOAD_REPORT_SECONDS", "-1"): "ISOLOAD_REPORT_SECONDS must be a number of at least 0, got '-1'",
@@ -112,6 +147,9 @@ def test_shadow_mode_is_of_exact_and_writes_where_a_folder_is(tmp_path: Path) ->
         ValueError, match="ISOLOAD_POLICY must be exact where ISOLOAD_SWITCH is given, got 'lp'"
     ):
         Settings.read({"ISOLOAD_SWITCH": "file", "ISOLOAD_POLICY": "lp"})
+    for given in (shadow, {"ISOLOAD_SWITCH": "file"}):
+        with pytest.raises(ValueError, match="ISOLOAD_POLICY must be exact where .*, got 'prefill=exact,"):
+            Settings.read(given | {"ISOLOAD_POLICY": "prefill=exact,decode=exact_active"})
     switched = Settings.read({"ISOLOAD_SWITCH": "file", "ISOLOAD_RECORD": str(tmp_path)})
     assert (switched.mode, switched.switch, switched.record) == ("on", "file", str(tmp_path))
 
@@ -123,7 +161,10 @@ def test_refuses(name: str, value: str) -> None:
 
 
 @pytest.mark.parametrize("loads", ["own", "node", "last"])
-@pytest.mark.parametrize("policy", ["dynamic", "lp", "grace_sampled", "joint"])
+@pytest.mark.parametrize(
+    "policy",
+    ["dynamic", "lp", "grace_sampled", "joint", "prefill=exact,decode=lp", "prefill=lp,decode=exact"],
+)
 def test_a_policy_of_all_counts_needs_them(loads: str, policy: str) -> None:
     """Whether the variable says so or the door."""
     given = {"ISOLOAD_POLICY": policy}
@@ -139,9 +180,9 @@ def test_a_policy_of_all_counts_needs_them(loads: str, policy: str) -> None:
 @pytest.mark.parametrize("policy", ["joint", "waterfill", "shared_local", "waterfill_sampled"])
 def test_a_policy_of_shared_experts_needs_some(policy: str) -> None:
     settings = Settings.read({"ISOLOAD_POLICY": policy})
-    assert settings.policy_for(shared=True).name == policy
+    assert settings.policies_for(shared=True)["decode"].name == policy
     with pytest.raises(ValueError, match=f"without --enable-waterfill\\), got '{policy}'"):
-        settings.policy_for(shared=False)
+        settings.policies_for(shared=False)
 
 
 @pytest.mark.parametrize(("page", "switch"), [("sglang", SGLANG), ("vllm", VLLM)])

@@ -19,7 +19,7 @@ from isoload.integrations.engine_layers import EXCHANGE_EVERY
 from isoload.integrations.engine_tables import replica_lists
 from isoload.integrations.settings import Settings
 from isoload.integrations.switch import AGREE_EVERY
-from isoload.integrations.vllm import MODELS, dispatch
+from isoload.integrations.vllm import MODELS, dispatch, layers
 from isoload.trace.rank_loads import read_recorded
 from support.oracles import flow_optimum
 from support.processes import rank_outcomes, run_ranks
@@ -126,6 +126,37 @@ def differ(rank: int, ranks: int) -> None:
 def move_differently(rank: int, ranks: int) -> None:
     state = add_model(rank, ranks)
     dispatch.commit(lambda *_: None, state, placed(ranks, 1 + rank).slot_to_expert.long())
+
+
+def serve_phases(rank: int, ranks: int, agreed: bool) -> tuple[Tensor, Tensor, str]:
+    """(ids, slots, policy) of one pass in which the first rank has prefill, the second decodes."""
+    ids, valid = draw("few" if rank else "full", rank)
+    tokens = [100, 3] if agreed else [len(ids)] * 2
+    metadata = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor(tokens))
+    module = ModuleType("vllm.forward_context")
+    module.get_forward_context = lambda: SimpleNamespace(dp_metadata=metadata)  # type: ignore[attr-defined]
+    layers.most_decoded = lambda *_, **__: 16
+    state = add_model(rank, ranks, ISOLOAD_POLICY="prefill=exact,decode=exact_active")
+    sys.modules["vllm.forward_context"] = module
+    slots, _ = route(state, ids, valid)
+    return ids, slots, MODELS.of(state).by_id[1].balancer.policy.name  # type: ignore[union-attr]
+
+
+def test_ranks_in_different_phases_choose_one_policy() -> None:
+    """Prefill's, as one of them has some: the optimum of both ranks' copies."""
+    outcome, table = run_ranks(serve_phases, 2, 2, True), placed(2, 0).slot_to_expert[1]
+    assert [policy for *_, policy in outcome] == ["exact", "exact"]
+    ids, slots = (torch.cat([of_rank[i] for of_rank in outcome]).flatten().long() for i in (0, 1))
+    assert torch.equal(table[slots].long(), ids)
+    peak = int(torch.bincount(slots // (len(table) // 2)).max())
+    assert peak == flow_optimum(torch.bincount(ids, minlength=EXPERTS).numpy(), table.numpy(), 2)
+
+
+def test_ranks_that_do_not_agree_on_a_phase_all_raise() -> None:
+    for outcome in rank_outcomes(serve_phases, 2, 2, False):
+        assert (
+            outcome.error is not None and "checksum of policy must be the same on all ranks" in outcome.error
+        )
 
 
 @pytest.mark.parametrize("body", [differ, move_differently])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
@@ -18,12 +18,13 @@ from isoload.balancer import Balancer
 from isoload.integrations.engine_record import EngineRecord
 from isoload.integrations.engine_tables import placement_of
 from isoload.integrations.meter import Meter
-from isoload.integrations.settings import Settings
+from isoload.integrations.settings import POLICY, Settings
 from isoload.integrations.switch import Switch
 from isoload.integrations.watchdog import Watchdog
 from isoload.integrations.weight_check import WeightCheck
 from isoload.ops import check_device
 from isoload.placement import Placement
+from isoload.policies import Policy
 from isoload.topology import Topology
 from isoload.transport import CollectiveGroup, Group, LocalGroup
 from isoload.transport.agreement import checksum
@@ -62,6 +63,32 @@ class EngineLayer:
         self.balancer, self.meter = balancer, meter
         self.switch: Switch | None = None
         self.record: EngineRecord | None = None
+        self.policies: dict[str, Policy] = {}  # by phase, where they differ
+
+    def turn(self, phase: Callable[[], str]) -> None:
+        """Before a batch, whose phase must be the same on all ranks: its policy plans, in a graph that is captured now
+        too. Ranks that gather loads compare their policies there; others could not tell."""
+        if not self.policies:
+            return
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"{POLICY.name} must be one for prefill and decode where the router is traced into one graph of both"
+            )
+        policy = self.policies[phase()]
+        if self.balancer.policy is not policy:
+            self.balancer.policy = policy
+
+    @property
+    def policy_name(self) -> str:
+        """In words, that of each phase where they differ."""
+        phases = ", ".join(f"{policy.name} in {phase}" for phase, policy in self.policies.items())
+        return phases or self.balancer.policy.name
+
+    def plan_by(self, policies: dict[str, Policy]) -> None:
+        """Raises ValueError where one of them cannot plan this layer."""
+        self.policies = policies if len(set(policies.values())) > 1 else {}
+        for policy in self.policies.values():
+            self.balancer.policy = policy
 
     def standing(self, ours: Tensor, theirs: Tensor) -> Tensor:
         """[T, K] slots as the switch has it, where there is one."""
@@ -279,7 +306,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
 
     def describe(self) -> str:
         """Which policy plans how many of the layers."""
-        policies = sorted({layer.balancer.policy.name for layer in self.by_id.values()})
+        policies = sorted({layer.policy_name for layer in self.by_id.values()})
         free = sum(layer.balancer.has_freedom for layer in self.by_id.values())
         text = f"policy {' and '.join(policies)} on {free} of {len(self.by_id)} layers"
         if self.switch is not None:

@@ -31,7 +31,7 @@ STRICT = Variable(
 )
 POLICY = Variable(
     "ISOLOAD_POLICY",
-    "name or name:option=value",
+    "name, name:option=value or prefill=name,decode=name",
     "",
     "how copies are split over replicas; empty: exact, with SGLang's Waterfill joint",
 )
@@ -83,6 +83,7 @@ SWITCH = Variable(
 )
 MODES = ("on", "off", "shadow")
 ALL_LOADS = ("gathered", "own", "node", "last")
+PHASES = ("prefill", "decode")
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class Settings:
             _text(PLACER, given),
         )
         if policy is not None:
-            _usable(policy)
+            _policies(policy)
         if loads is not None:
             _check_loads(loads, policy)
         try:
@@ -148,19 +149,27 @@ class Settings:
     @property
     def places_shared(self) -> bool:
         """Whether the policy asked for is one of shared experts."""
-        return self.policy is not None and isinstance(_usable(self.policy), SharedPolicy)
+        return self.policy is not None and any(
+            isinstance(of, SharedPolicy) for of in _policies(self.policy).values()
+        )
 
-    def policy_for(self, shared: bool) -> Policy:
-        """The policy of layers with or without shared experts that the plan may move; some policies need them."""
+    @property
+    def phased(self) -> bool:
+        """Whether prefill and decode have policies of their own."""
+        return self.policy is not None and len(set(_policies(self.policy).values())) > 1
+
+    def policies_for(self, shared: bool) -> dict[str, Policy]:
+        """By phase the policy of layers with or without shared experts that the plan may move; some policies need
+        them."""
         if self.policy is None:
-            return make_policy("joint" if shared else "exact")
-        policy = _usable(self.policy)
-        if isinstance(policy, SharedPolicy) and not shared:
+            return dict.fromkeys(PHASES, make_policy("joint" if shared else "exact"))
+        policies = _policies(self.policy)
+        if not shared and any(isinstance(of, SharedPolicy) for of in policies.values()):
             raise ValueError(
                 f"{POLICY.name} must be a policy of routed experts where the engine keeps shared experts at home "
                 f"(SGLang: without --enable-waterfill), got {self.policy!r}"
             )
-        return policy
+        return policies
 
     def loads_for(self, default: str) -> str:
         """Whose counts plan the batches of ranks that hold tokens of their own; default: the plug-in's."""
@@ -188,11 +197,25 @@ def _check_mode(mode: str, record: str, seconds: float, policy: str | None, swit
 def _check_loads(loads: str, policy: str | None) -> None:
     if loads not in ALL_LOADS:
         raise ValueError(f"{LOADS.name} must be one of {', '.join(ALL_LOADS)}, got {loads!r}")
-    if loads != "gathered" and policy is not None and _usable(policy).name != "exact":
+    if (
+        loads != "gathered"
+        and policy is not None
+        and {p.name for p in _policies(policy).values()} != {"exact"}
+    ):
         raise ValueError(
             f"{POLICY.name} must be exact where {LOADS.name} is {loads}: other policies need the counts of all ranks "
             f"({LOADS.name}=gathered), got {policy!r}"
         )
+
+
+def _policies(text: str) -> dict[str, Policy]:
+    """By phase, from one for both or ``prefill=name,decode=name``, each with its options behind it."""
+    if "=" not in text.partition(":")[0]:  # else of an option
+        return dict.fromkeys(PHASES, _usable(text))
+    pairs = [part.strip().partition("=") for part in text.split(",")]
+    if sorted(phase for phase, *_ in pairs) != sorted(PHASES):
+        raise ValueError(f"{POLICY.name} must name each of {' and '.join(PHASES)} once, got {text!r}")
+    return {phase: _usable(policy) for phase, _, policy in pairs}
 
 
 def _usable(text: str) -> Policy:

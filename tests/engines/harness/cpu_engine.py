@@ -42,6 +42,10 @@ def register() -> None:
     for_data_parallel_attention()
     if os.environ.get("ISOLOAD_SGLANG") == "1":
         HookRegistry.register("isoload.balancer.Balancer.exchange", say_exchange, HookType.AROUND)
+    if "ENGINE_FLIP" in os.environ:
+        HookRegistry.register(
+            "sglang.srt.eplb.expert_location_updater._update_expert_weights", flip_a_bit, HookType.AROUND
+        )
     if os.environ.get("ENGINE_RECORD"):
         HookRegistry.register(
             "sglang.srt.layers.moe.topk._post_process_topk_ids", record_slots, HookType.AROUND
@@ -112,6 +116,20 @@ def rotary_embedding(
         pair = (a * cos - b * sin, b * cos + a * sin)
         x = torch.cat(pair, -1) if is_neox else torch.stack(pair, -1).flatten(-2)
         heads[..., :turned] = x.to(states.dtype)
+
+
+def flip_a_bit(original: Any, **given: Any) -> Any:
+    """Behind the weights' way of the third rebalance, the lowest bit of one weight: in ENGINE_FLIP's "rank layer slot",
+    the slot by its number on the rank."""
+    result = original(**given)
+    FLIPPED["rebalances"] += 1
+    rank, layer, slot = map(int, os.environ["ENGINE_FLIP"].split())
+    if FLIPPED["rebalances"] == 3 and dist.get_rank() == rank:
+        given["routed_experts_weights_of_layer"][layer][0][slot].view(torch.int32).view(-1)[7] ^= 1
+    return result
+
+
+FLIPPED = {"rebalances": 0}
 
 
 def say_exchange(original: Any, balancer: Any, *others: Any) -> Any:

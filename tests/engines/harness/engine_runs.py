@@ -103,7 +103,8 @@ def run_sglang(checkpoint: Path, folder: Path, variables: dict[str, str], **opti
     folder.mkdir()
     threads = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     given = environment(folder, "sglang.srt.plugins", "cpu_engine", threads | variables)
-    return finish(start("run_engine.py", checkpoint, folder, "tokens", given, options), folder, "tokens")
+    started = start("run_engine.py", checkpoint, folder, "tokens", given, options)
+    return finish(started, folder, "tokens", SECONDS + len(options.get("lengths", ())))
 
 
 def run_vllm(checkpoint: Path, folder: Path, variables: dict[str, str], **options: Any) -> EngineRun:
@@ -144,10 +145,10 @@ def start(
         )
 
 
-def finish(process: subprocess.Popen[bytes], folder: Path, name: str) -> EngineRun:
+def finish(process: subprocess.Popen[bytes], folder: Path, name: str, seconds: float = SECONDS) -> EngineRun:
     """Waits for an engine, and leaves none of its processes behind."""
     try:
-        process.wait(SECONDS)
+        process.wait(seconds)
         deadline = time.monotonic() + LAST_SECONDS
         while (
             time.monotonic() < deadline

@@ -157,6 +157,42 @@ def serve(
     return found
 
 
+def serve_phases(rank: int, ranks: int, config: Path, agree: bool = True) -> list[dict[str, Any]]:
+    """Passes in which the first rank has another phase than the others, as SGLang's schedulers tell each other; where
+    they do not agree each takes its own."""
+    text = "prefill=joint,decode=exact_active"
+    model = start(rank, ranks, "lp", True, config, ISOLOAD_POLICY=text)
+    from sglang.srt.managers.scheduler_components.dp_attn import MLPSyncBatchInfo
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    from isoload.integrations.sglang import LAYERS as ours
+    from isoload.integrations.sglang import dispatch
+
+    top, found = make_topk(model, True), []
+    for mode, case in (
+        (ForwardMode.EXTEND, "full"),
+        (ForwardMode.DECODE, "few"),
+        (ForwardMode.EXTEND, "few"),
+    ):
+        own = (ForwardMode.IDLE if case == "full" else ForwardMode.DECODE) if rank else mode
+        ids, weights, valid = draw("all empty" if own == ForwardMode.IDLE else case, rank)
+        names = "can_run_decode_cuda_graph", "can_run_draft_cuda_graph", "can_run_prefill_cuda_graph"
+        said = MLPSyncBatchInfo(
+            ranks, 1, 1, len(ids), 0, is_extend_in_batch=own.is_extend(), local_can_run_tbo=False,
+            local_forward_mode=own.value, **dict.fromkeys(names, False),
+        )  # fmt: skip
+        if agree:
+            said.all_gather("cpu", torch.distributed.group.WORLD)
+        batch = SimpleNamespace(forward_mode=own, is_extend_in_batch=said.is_extend_in_batch)
+        runner = SimpleNamespace(is_draft_worker=False)
+        routed = dispatch.forward(lambda *_: route(top, ids, weights, valid), runner, batch)  # noqa: B023
+        of = ours.by_id[LAYER].balancer
+        found.append(
+            {"ids": ids, "slots": routed.topk_ids, "policy": of.policy.name, "plan": of.last_plan.quota}
+        )
+    return found
+
+
 def lose_last_rank(rank: int, ranks: int, config: Path) -> dict[str, Any] | None:
     """A batch, then the last rank is gone: one within SGLang's rebalance, one behind it, and one when it is back. The
     process of that rank has ended, so that whoever waited for it would fail."""

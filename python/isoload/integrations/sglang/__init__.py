@@ -4,6 +4,7 @@ layers      the Balancers of all layers, made once and refreshed in place
 dispatch    hooks of --ep-dispatch-algorithm dynamic and lp
 waterfill   stands for SGLang's WaterfillBalancer
 placement   --eplb-algorithm isoload
+phases      prefill or decode
 shadow      hooks of ISOLOAD_MODE=shadow, in place of the others
 self_check  a known batch through every hook
 """

@@ -17,8 +17,8 @@ from torch import Tensor
 from isoload.integrations.engine_layers import JOINED_BY_ALL
 from isoload.integrations.settings import CHECK, SWITCH
 from isoload.integrations.sglang.layers import LAYERS, Layer
+from isoload.integrations.sglang.phases import phase_of
 from isoload.integrations.sglang.placement import check_at_start
-from isoload.integrations.sglang.shadow import phase_of
 
 Original = Callable[..., Any]
 
@@ -102,6 +102,7 @@ def resolve_routing_inputs(
     layer = LAYERS.of(layer_id)
     if info is not None and layer is not None:
         if info.ep_dispatch_algorithm == "dynamic":
+            layer.turn(LAYERS.phase_now)
             info.isoload_layer, info.isoload_num_valid = layer, num_valid
         else:
             layer.num_valid = num_valid
@@ -161,11 +162,16 @@ def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     SGLang counts the same passes towards its own rebalances: with attention data parallelism ranks without requests run
     idle ones. Reports wait for the device, once per interval.
     """
-    if LAYERS.record is not None and not self.is_draft_worker:
-        LAYERS.record.phase = phase_of(args[0] if args else kwargs["forward_batch"])
-    result = original(self, *args, **kwargs)
     if self.is_draft_worker:
-        return result
+        return original(self, *args, **kwargs)
+    if LAYERS.record is not None or LAYERS.in_prefill_graph is not None:
+        LAYERS.phase = phase_of(args[0] if args else kwargs["forward_batch"])
+    if LAYERS.record is not None:
+        LAYERS.record.phase = LAYERS.phase
+    try:
+        result = original(self, *args, **kwargs)
+    finally:
+        LAYERS.phase = "decode"  # of graphs that are captured between passes
     LAYERS.step_ended()
     if LAYERS.meter is not None and LAYERS.meter.report_if_due():
         LAYERS.check_device()

@@ -4,6 +4,7 @@ experts. LAYERS is the only state of the plug-in."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -13,8 +14,9 @@ from isoload.balancer import Balancer
 from isoload.integrations.engine_layers import JOINED_BY_ALL, EngineLayer, EngineLayers, LoneRank
 from isoload.integrations.engine_tables import engine_topology
 from isoload.integrations.meter import Meter
-from isoload.integrations.settings import CHECK, LOADS, SWITCH
+from isoload.integrations.settings import CHECK, LOADS, PHASES, SWITCH
 from isoload.integrations.sglang import elastic
+from isoload.integrations.sglang.phases import prefill_graphs
 from isoload.policies import make_policy
 from isoload.shared_experts import without_shared_slots
 from isoload.topology import Topology
@@ -35,6 +37,7 @@ class Layer(EngineLayer):
     def solve(self, topk_ids: Tensor) -> Tensor:
         """[T, K] physical ids of the routed copies, from [T, K] logical ones; all ranks together, also with T = 0."""
         num_valid, self.num_valid = self.num_valid, None
+        self.turn(LAYERS.phase_now)
         slots = self.slots(topk_ids, num_valid)
         num_shared = self.balancer.placement.num_shared
         if not num_shared:
@@ -74,6 +77,8 @@ class Layers(EngineLayers[Layer]):
         self.num_waterfill = 0  # layers whose shared experts are placed beside routed copies as they lie
         self.waterfill_flag = "--enable-waterfill"  # behind which they are
         self.lost: frozenset[str] = frozenset()  # options to which isoload is not attached
+        self.phase = "decode"  # of the pass under way
+        self.in_prefill_graph: Callable[[], bool] | None = None  # where each phase has a policy
 
     def engine_group(self) -> dist.ProcessGroup:
         from sglang.srt.runtime_context import get_parallel
@@ -120,16 +125,20 @@ class Layers(EngineLayers[Layer]):
         moe = get_exec().moe
         waterfill = any(getattr(moe, f"enable_{name}", False) for name in ("waterfill", "deepep_waterfill"))
         waits = self.settings.places_shared and waterfill and "Waterfill" not in self.lost
-        policy = make_policy("exact") if waits else self.settings.policy_for(shared=False)
+        exact = dict.fromkeys(PHASES, make_policy("exact"))
+        policies = exact if waits else self.settings.policies_for(shared=False)
+        self.in_prefill_graph = prefill_graphs() if self.settings.phased else None
         how: dict[str, Any] = {"tokens": "same"}
         if get_exec().moe.moe_a2a_backend != "none":
             how = {"loads": self.loads_of(algorithm), "group": self.group(topology)}
         made = [
-            Balancer(self.placement(), i, policy, shared_columns=False, **how)
+            Balancer(self.placement(), i, policies["decode"], shared_columns=False, **how)
             for i in range(metadata.num_layers)
         ]
         for of in made:
-            self.add(Layer(self.ready(of), self.own_meter()), of.tokens == "own")
+            layer = Layer(self.ready(of), self.own_meter())
+            layer.plan_by(policies)
+            self.add(layer, of.tokens == "own")
 
     def loads_of(self, algorithm: str) -> str:
         """Whose counts plan the batches of an all-to-all backend's ranks, which hold tokens of their own."""
@@ -148,10 +157,14 @@ class Layers(EngineLayers[Layer]):
 
     def add_shared(self, layer: Layer) -> None:
         """Waterfill is on in this layer: the shared expert's copies are planned with the routed ones."""
-        old = layer.balancer
-        policy = self.settings.policy_for(shared=True)
-        balancer = Balancer(self.placement(1), old.layer, policy, old.group, shared_columns=False)
+        old, policies = layer.balancer, self.settings.policies_for(shared=True)
+        balancer = Balancer(self.placement(1), old.layer, policies["decode"], old.group, shared_columns=False)
         layer.balancer = self.ready(balancer)
+        layer.plan_by(policies)
+
+    def phase_now(self) -> str:
+        """Of the pass under way; of a graph that is captured, what it will be replayed for."""
+        return "prefill" if self.in_prefill_graph is not None and self.in_prefill_graph() else self.phase
 
     def of(self, layer_id: int) -> Layer | None:
         """The layer whose replicas isoload chooses."""
@@ -167,7 +180,7 @@ class Layers(EngineLayers[Layer]):
     def announce(self) -> None:
         """The line that says what is attached, of one rank for all; when the model is loaded."""
         if self.by_id and not any(layer.balancer.placement.num_shared for layer in self.by_id.values()):
-            self.settings.policy_for(shared=False)
+            self.settings.policies_for(shared=False)
         if self.engine_rank():
             return
         attached, without = [], {"dynamic", "lp"} - self.lost

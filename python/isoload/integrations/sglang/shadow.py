@@ -16,6 +16,7 @@ from torch import Tensor
 from isoload.integrations.engine_record import EngineRecord
 from isoload.integrations.sglang import elastic
 from isoload.integrations.sglang.layers import LAYERS, topology_of
+from isoload.integrations.sglang.phases import phase_of
 
 Original = Callable[..., Any]
 log = logging.getLogger("isoload")
@@ -101,13 +102,6 @@ def forward(original: Original, self: Any, forward_batch: Any, *args: Any, **kwa
     if record is not None:
         record.step_ended()
     return result
-
-
-def phase_of(batch: Any) -> str:
-    """Prefill wherever a rank has some, as SGLang's all-to-all has it; a draft's verification is decode."""
-    mode = batch.forward_mode
-    prefill = batch.is_extend_in_batch or (mode.is_extend() and not mode.is_target_verify())
-    return "prefill" if prefill else "decode"
 
 
 HOOKS = {

@@ -31,6 +31,18 @@ class Layer(EngineLayer):
     def __init__(self, balancer: Balancer, meter: Meter | None, runner: Any, tokens: RankTokens) -> None:
         super().__init__(balancer, meter)
         self.runner, self.tokens = runner, tokens
+        self.decode_tokens = 0  # most of a rank's pass of decode, where each phase has a policy
+
+    def phase(self, num_rows: int) -> str:
+        """Of the pass under way, by what all ranks agree about: the tokens of the fullest one, padded; vLLM says no
+        more. A graph has the same number whenever it is replayed. num_rows: of this rank, where all hold the same."""
+        from vllm.forward_context import get_forward_context
+
+        agreed = get_forward_context().dp_metadata
+        if agreed is None and self.tokens == "own":
+            raise RuntimeError("vLLM must say how many tokens each rank has where these are its own")
+        tokens = num_rows if agreed is None else int(agreed.num_tokens_across_dp_cpu.max())
+        return "prefill" if tokens > self.decode_tokens else "decode"
 
     def describe(self) -> str:
         """What ranks hold, and what they exchange so that copies are level."""
@@ -61,6 +73,7 @@ class Layer(EngineLayer):
                 f"layer {self.balancer.layer}: vLLM must exchange tokens as when its model was loaded, "
                 f"do_naive_dispatch_combine is now {self.runner.do_naive_dispatch_combine}"
             )
+        self.turn(lambda: self.phase(len(topk_ids)))
         ids = topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.to(torch.int32)
         # Gathered rows are all ranks', the number of unpadded ones is this rank's: planned by it, ranks would differ.
         padding_after = None if self.tokens == "gathered" else num_unpadded_tokens
@@ -110,7 +123,7 @@ class ModelLayers(EngineLayers[Layer]):
         experts = state.model.num_logical_experts
         check_placer("--enable-eplb", self.settings.placer, tables, experts, topology)
         self.place(tables, experts, topology, state.physical_to_logical_map.device)
-        policy, kept = self.settings.policy_for(shared=False), Counter[str]()
+        policies, kept = self.settings.policies_for(shared=False), Counter[str]()
         loads = self.settings.loads_for("own" if self.settings.policy is None else "gathered")
         for i, runner in enumerate(state.model.moe_layers):
             tokens, reason = tokens_of(runner, parallel, loads)
@@ -120,11 +133,13 @@ class ModelLayers(EngineLayers[Layer]):
             how: dict[str, Any] = {"tokens": "same"}
             if tokens == "own":
                 how = {"loads": loads, "group": self.group(topology)}
-            balancer = self.ready(Balancer(self.placement(), i, policy, shared_columns=False, **how))
+            made = Balancer(self.placement(), i, policies["decode"], shared_columns=False, **how)
+            layer = Layer(self.ready(made), self.own_meter(), runner, tokens)
+            layer.plan_by(policies)
+            if layer.policies:
+                layer.decode_tokens = most_decoded(parallel, gathered=False)
             most = None if self.switch is None else most_decoded(parallel, tokens == "gathered")
-            self.add(
-                Layer(balancer, self.own_meter(), runner, tokens), tokens == "own", state.model_name, most
-            )
+            self.add(layer, tokens == "own", state.model_name, most)
         return kept
 
     def follow(self, rows: Tensor, layer: int | None = None) -> None:
