@@ -68,7 +68,7 @@ def add(*runners: Any, name: str = "model", **changed: Any) -> Record:
     state = Record(
         physical_to_logical_map=lists.physical_to_logical.clone(),
         logical_to_physical_map=lists.logical_to_physical.clone(),
-        model=SimpleNamespace(num_logical_experts=EXPERTS, moe_layers=held),
+        model=SimpleNamespace(num_logical_experts=EXPERTS, moe_layers=held, expert_weights=[]),
         model_name=name,
     )
     states: dict[str, Any] = {}
