@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from checkpoint import PROMPTS, make_qwen3_moe
@@ -44,7 +43,9 @@ def scrape(address: str) -> Samples:
             if sample.name.startswith("isoload_"):
                 labels = dict(sample.labels)
                 assert labels.pop("model") == "tiny" and labels.pop("engine") == "SGLang"
-                found.setdefault((sample.name, labels.pop("rank")), {})[frozenset(labels.items())] = sample.value
+                found.setdefault((sample.name, labels.pop("rank")), {})[frozenset(labels.items())] = (
+                    sample.value
+                )
     return found
 
 

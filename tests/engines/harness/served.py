@@ -34,7 +34,15 @@ def sglang_server(
     """(address, log); options are launch_server's, with underscores."""
     folder.mkdir()
     port, log = free_port(), folder / "server.log"
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint), "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        str(checkpoint),
+        "--port",
+        str(port),
+    ]
     for key, value in (COMMON | {"skip_server_warmup": True} | options).items():
         command += [f"--{key.replace('_', '-')}", *([] if value is True else [str(value)])]
     given = environment(folder, "sglang.srt.plugins", "cpu_engine", {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"})
