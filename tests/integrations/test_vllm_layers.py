@@ -16,13 +16,10 @@ from torch import Tensor
 
 import isoload
 from isoload import Balancer, LocalGroup
-from isoload.integrations import engine_layers
 from isoload.integrations.engine_tables import replica_lists
-from isoload.integrations.metrics import Metrics
 from isoload.integrations.settings import ALL_LOADS, Settings
 from isoload.integrations.vllm import MODELS, dispatch
-from isoload.integrations.vllm.layers import Layer, ModelLayers, served_name, tokens_of
-from support.told_metrics import Told
+from isoload.integrations.vllm.layers import Layer, ModelLayers, tokens_of
 
 EXPERTS, K, RANKS, SIZE, LAYERS = 16, 4, 2, 10, 3
 LOADS = torch.rand(2, LAYERS, EXPERTS, generator=torch.Generator().manual_seed(1)).pow(4) * 1000
@@ -389,41 +386,6 @@ def test_the_served_model_is_measured_drafts_are_not(engine: None, caplog: pytes
     with caplog.at_level(logging.INFO, "isoload"):
         step(model, draft)
     assert "isoload vLLM: 1 plans of 1 layers" in caplog.records[-1].getMessage()
-
-
-def test_each_model_has_metrics_of_its_own(engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of both the host's time and what is chosen in each pass; the watchdog's are the served one's."""
-    told: dict[tuple[str, ...], Told] = {}
-
-    def made(*labels: str, on: bool = False) -> Metrics:
-        return told.setdefault(labels, Told()) if on else Metrics()
-
-    monkeypatch.setattr(engine_layers, "Metrics", made)
-    monkeypatch.setattr(logging.getLogger("isoload"), "filters", [])
-    MODELS.start(Settings.read({"ISOLOAD_REPORT_SECONDS": "3600"}))
-    model, draft = state_of(placed()), state_of(placed(), name="draft")
-    for state in (draft, model):
-        add(state)
-        slots_of(state, 1, draw(30))
-    MODELS.watch.enter()
-    MODELS.watch.progressed()
-    MODELS.watch.leave(pending=False)
-    step(model, draft)
-    MODELS.of(model).detach()  # type: ignore[union-attr]
-    step(model, draft)
-    assert list(told) == [("vLLM", name, "0") for name in ("draft", model.model_name)]
-    ofs = [of.values for of in told.values()]
-    assert [of["attached"] for of in ofs] == [1, 0]
-    # Of three layers one has been called.
-    assert [(of["batches_total"], of["fallbacks_total"]) for of in ofs] == [(2, 0), (1, 1)]
-    assert [len(of["plan_seconds"]) for of in ofs] == [1, 1]
-    assert ["rebalances_total" in of for of in ofs] == [False, True]
-
-
-def test_models_are_called_as_they_are_served() -> None:
-    config = SimpleNamespace(served_model_name="served")
-    assert served_name((None, config), {}) == served_name((None,), {"model_config": config}) == "served"
-    assert served_name((None, object()), {}) == ""
 
 
 def test_a_model_that_vllm_drops_is_forgotten(engine: None) -> None:
