@@ -171,9 +171,11 @@ class Layers(EngineLayers[Layer]):
 
     def places(self) -> bool:
         """Whether SGLang's rebalances lay experts out with isoload's placer."""
+        if EPLB in self.lost:  # an older SGLang may have no get_exec
+            return False
         from sglang.srt.runtime_context import get_exec
 
-        return EPLB not in self.lost and get_exec().moe.eplb_algorithm == "isoload"
+        return bool(get_exec().moe.eplb_algorithm == "isoload")
 
     def announce(self) -> None:
         """The line that says what is attached, of one rank for all; when the model is loaded."""
