@@ -277,7 +277,8 @@ def test_a_loaded_models_metrics_begin_under_its_own_rank(
         labels = {"model": served or "a path", "engine": "SGLang", "rank": str(joined)}
         assert REGISTRY.get_sample_value("isoload_attached", labels) == 1
         assert REGISTRY.get_sample_value("isoload_plan_seconds_count", labels) == 1
-        LAYERS.detach()
+        with published(ep_dispatch_algorithm="dynamic"):
+            LAYERS.detach()
         LAYERS.step_ended()
         assert REGISTRY.get_sample_value("isoload_attached", labels) == 0
         assert REGISTRY.get_sample_value("isoload_fallbacks_total", labels) == 1
