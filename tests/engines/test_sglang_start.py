@@ -15,9 +15,8 @@ from sglang.srt.eplb import expert_location
 from sglang.srt.runtime_context import get_parallel
 
 import isoload
-from isoload.integrations.meter import Meter
 from isoload.integrations.settings import Settings
-from isoload.integrations.sglang import LAYERS, dispatch, placement
+from isoload.integrations.sglang import LAYERS, dispatch, elastic, placement
 from isoload.integrations.sglang.layers import Layer
 from isoload.integrations.sglang.waterfill import DeepEPWaterfillBalancer
 
@@ -256,15 +255,40 @@ def test_without_redundant_experts_the_log_says_so(attached: None, caplog: pytes
     assert "on 0 of 1 layers: no layer has redundant experts, so there is nothing to balance" in caplog.text
 
 
-def test_reports_are_gauges_too(placement: isoload.Placement, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loaded_models_metrics_begin_under_its_own_rank(
+    attached: None, placement: isoload.Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which of a rank that has joined is that of the group it joined, not SGLang's count of its own."""
     from prometheus_client import REGISTRY
 
-    meter = Meter("SGLang", 0.0)
-    layer = Layer(same_tokens(placement).balancer, meter)
-    layer.slots(draw(64), None)
-    with caplog.at_level(logging.INFO, "isoload"):
-        meter.report_if_due()
-    names = ("imbalance_before", "imbalance_after", "certified_share", "plan_seconds")
-    values = {name: REGISTRY.get_sample_value(f"isoload_{name}") for name in names}
-    assert values["certified_share"] == 1.0 and 1 <= values["imbalance_after"] <= values["imbalance_before"]
-    assert f"{values['imbalance_after']:.3f} planned" in caplog.text and values["plan_seconds"] > 0
+    monkeypatch.setattr(logging.getLogger("isoload"), "filters", [])
+    for joined, served in ((0, "served"), (2, None)):
+        LAYERS.start(Settings.read({"ISOLOAD_REPORT_SECONDS": "3600"}))
+        LAYERS.by_id = {LAYER: Layer(same_tokens(placement).balancer, None)}
+        monkeypatch.setattr(elastic, "joined_behind", lambda joined=joined: joined)
+        runner = SimpleNamespace(
+            is_draft_worker=False, server_args=SimpleNamespace(served_model_name=served),
+            model_config=SimpleNamespace(model_path="a path"), model=SimpleNamespace(),
+        )  # fmt: skip
+        with published(ep_dispatch_algorithm="dynamic"):
+            get_parallel().override_permanently(tp_rank=0, moe_ep_rank=0)
+            dispatch.initialize(lambda self: None, runner)
+        LAYERS.by_id[LAYER].slots(draw(64), None)
+        labels = {"model": served or "a path", "engine": "SGLang", "rank": str(joined)}
+        assert REGISTRY.get_sample_value("isoload_attached", labels) == 1
+        assert REGISTRY.get_sample_value("isoload_plan_seconds_count", labels) == 1
+        with published(ep_dispatch_algorithm="dynamic"):
+            LAYERS.detach()
+        LAYERS.step_ended()
+        assert REGISTRY.get_sample_value("isoload_attached", labels) == 0
+        assert REGISTRY.get_sample_value("isoload_fallbacks_total", labels) == 1
+
+
+def test_a_model_is_not_measured_unless_reports_are_asked_for(
+    attached: None, placement: isoload.Placement
+) -> None:
+    LAYERS.by_id = {LAYER: same_tokens(placement)}
+    with published(ep_dispatch_algorithm="dynamic"):
+        get_parallel().override_permanently(tp_rank=0, moe_ep_rank=0)
+        dispatch.initialize(lambda self: None, SimpleNamespace(is_draft_worker=False))
+    assert not LAYERS.metrics.on

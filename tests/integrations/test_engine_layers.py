@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +12,15 @@ import torch.distributed as dist
 
 import isoload
 from isoload import Balancer, LocalGroup
+from isoload.integrations import engine_layers
 from isoload.integrations.engine_layers import EXCHANGE_EVERY, EngineLayer, EngineLayers
 from isoload.integrations.meter import Meter
+from isoload.integrations.metrics import Metrics
+from isoload.integrations.settings import Settings
+from isoload.integrations.switch import AGREE_EVERY, Switch
 from isoload.policies import make_policy
 from support.small_batches import LAYERS, draw_ids, make_placement, make_topology
+from support.told_metrics import Told
 
 
 class Layers(EngineLayers[EngineLayer]):
@@ -181,3 +188,61 @@ def test_a_policy_that_cannot_plan_a_layer_is_refused_at_once(phase: str, loads:
         ValueError, match="placement must have shared experts" if loads == "gathered" else "policy"
     ):
         layer.plan_by(policies | {phase: make_policy("joint" if loads == "gathered" else "lp")})
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, ...], Told]:
+    """By engine, model and rank."""
+    found: dict[tuple[str, ...], Told] = {}
+
+    def made(*labels: str, on: bool = False) -> Metrics:
+        return found.setdefault(labels, Told()) if on else Metrics()
+
+    monkeypatch.setattr(engine_layers, "Metrics", made)
+    monkeypatch.setattr(logging.getLogger("isoload"), "filters", [])
+    return found
+
+
+def same_layers(number: int) -> Layers:
+    """Of tokens that all ranks hold."""
+    made = Layers()
+    made.by_id = {i: EngineLayer(Balancer(make_placement(), i, tokens="same"), None) for i in range(number)}
+    return made
+
+
+def test_each_model_counts_its_passes_as_planned_or_left(told: dict[tuple[str, ...], Told]) -> None:
+    """Layers that the engine has called; of 3 it has called 2. One more is the engine's own."""
+    models = [same_layers(3) for _ in "ab"]
+    for name, layers in zip("ab", models, strict=True):
+        layers.settings = Settings.read({"ISOLOAD_REPORT_SECONDS": "3600"})
+        layers.meter = Meter("an engine", 3600) if name == "b" else None  # a draft's plans are not measured
+        layers.measure(name, "eplb", {}, num_left=1)
+        for i in (0, 2):
+            layers.by_id[i].slots(draw_ids(0)[0], None)
+        layers.step_ended()
+    models[1].detach()
+    models[1].step_ended()
+    values = {labels: of.values for labels, of in told.items()}
+    assert list(values) == [("an engine", name, "0") for name in "ab"]
+    first, second = values.values()
+    assert (first["attached"], first["batches_total"], first["fallbacks_total"]) == (1, 2, 1)
+    assert (second["attached"], second["batches_total"], second["fallbacks_total"]) == (0, 2, 4)
+    assert len(first["plan_seconds"]) == 2 and first["info", "0.1.0", "unknown", "exact", "eplb"] == 1
+    assert models[0].watch.metrics is told["an engine", "a", "0"]
+
+
+def test_what_the_switch_leaves_falls_back(told: dict[tuple[str, ...], Told], tmp_path: Path) -> None:
+    layers, said = same_layers(2), tmp_path / "said"
+    layers.settings = Settings.read({"ISOLOAD_REPORT_SECONDS": "3600", "ISOLOAD_SWITCH": str(said)})
+    layers.switch = Switch(str(said), 2, torch.device("cpu"), None, "an engine")
+    layers.measure("m", "engine", {})
+    for i in (0, 1):
+        layers.by_id[i].slots(draw_ids(0)[0], None)
+    (values,) = (of.values for of in told.values())
+    for word, attached, batches, fallbacks in (("on:layers=1", 1, 31, 1), ("off", 0, 46, 18)):
+        said.write_text(word)
+        layers.switch._next = 0.0
+        for _ in range(AGREE_EVERY):
+            layers.step_ended()
+        found = values["attached"], values["batches_total"], values["fallbacks_total"]
+        assert found == (attached, batches, fallbacks)

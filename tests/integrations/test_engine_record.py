@@ -16,12 +16,13 @@ import isoload
 from isoload.advise.recorded import imbalances
 from isoload.integrations import engine_record
 from isoload.integrations.engine_record import EngineRecord
-from isoload.integrations.gauges import GAUGES
+from isoload.integrations.metrics import Metrics
 from isoload.integrations.settings import Settings
 from isoload.replay.simulate import ReplaySettings, replay
 from isoload.trace.rank_loads import read_rank_loads, read_recorded
 from support.host_waits import HostWaits
 from support.launches import Launches
+from support.told_metrics import Told
 
 EXPERTS, K, RANKS, SIZE, LAYERS = 16, 4, 4, 6, 3
 TOPOLOGY = isoload.Topology(RANKS, 2)
@@ -213,19 +214,30 @@ def test_figures_are_those_of_a_replay(tmp_path: Path, caplog: pytest.LogCapture
         assert f"worst {worst:.3f} -> " in line and exact.imbalance_mean < np.mean(before)
 
 
-def test_gauges_are_those_of_all_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The same figures as of the files, over both phases."""
-    told: list[dict[str, float]] = []
-    monkeypatch.setattr(engine_record, "set_gauges", told.append)
+def test_metrics_are_those_of_the_files(tmp_path: Path) -> None:
+    """By phase and quantile of layers."""
     record = make(settings(tmp_path, ISOLOAD_REPORT_SECONDS="3600"), tokens="same")
+    record.metrics = told = Told()
     run(record, range(1, 9))
     record.close()
     held = read_recorded(tmp_path)
-    before, after = (np.stack(of) for of in zip(*(imbalances(held, b) for b in range(8)), strict=True))
-    (found,) = told
-    assert found["imbalance_before"] == pytest.approx(before.mean())
-    assert found["imbalance_after"] == pytest.approx(after.mean())
-    assert found["imbalance_worst"] == pytest.approx(after.mean(0).max()) and set(found) <= set(GAUGES)
+    both = [np.stack(of) for of in zip(*(imbalances(held, b) for b in range(8)), strict=True)]
+    for phase in ("prefill", "decode"):
+        of = [b for b, name in enumerate(held.phases) if name == phase]
+        for plan, found in zip(("engine", "isoload"), both, strict=True):
+            for part in (0.5, 0.9, 1.0):
+                want = np.quantile(found[of].mean(0), part)
+                assert told.values["imbalance", phase, plan, str(part)] == pytest.approx(want)
+                assert told.values["balancedness", phase, plan, str(part)] == pytest.approx(1 / want)
+
+
+def test_metrics_of_a_record_begin_where_reports_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told()
+    monkeypatch.setattr(engine_record, "Metrics", lambda *_, **how: told if how.get("on") else Metrics())
+    make(settings(ISOLOAD_RECORD=".")).measure("m")
+    assert not told.values
+    make(settings(ISOLOAD_REPORT_SECONDS="3600")).measure("m")
+    assert told.values["attached"] == 1 and told.values["info", "0.1.0", "unknown", "engine", "engine"] == 1
 
 
 def test_a_line_of_own_tokens_says_whose_they_are(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import isoload
-from isoload.integrations.meter import Meter, line, summary
+from isoload.integrations.meter import Meter, line
+from support.told_metrics import Told
 
 # Expert 0 has a replica on each of two ranks, 1 and 2 have one.
 TABLE = torch.tensor([[0, 1, 0, 2]])
@@ -67,7 +68,7 @@ def test_a_graphs_replays_have_no_time() -> None:
     meter = Meter("engine", 0)
     measured(meter, [6, 4, 0])
     layers = meter.read()
-    assert line("engine", layers, summary(layers)).endswith("all replayed from graphs")
+    assert line("engine", layers, None).endswith("all replayed from graphs")
 
 
 def test_no_report_before_its_time(caplog: pytest.LogCaptureFixture) -> None:
@@ -101,6 +102,27 @@ def test_exchanges_are_measured_by_the_batches_before_them(caplog: pytest.LogCap
         "isoload engine: 2 exchanges of 2 layers; imbalance 1.125 of all copies of the batch before each, "
         "1.250 in the worst layer"
     )
+
+
+def test_metrics_are_those_of_the_line() -> None:
+    meter = Meter("engine", 0)
+    meter.metrics = told = Told()
+    measured(meter, [6, 4, 0], [0, 8, 0], policy="even")  # 3 + 4 and 3 copies; 8 and 0
+    meter.report_if_due()
+    found = {key[1:3]: v for key, v in told.values.items() if key[0] == "imbalance" and key[3] == "1.0"}
+    assert found == {("mixed", "even"): pytest.approx(1.7), ("mixed", "isoload"): pytest.approx(1.7)}
+    assert told.values["balancedness", "mixed", "isoload", "0.5"] == pytest.approx(1 / 1.7)
+    assert told.values["batches_not_certified_total"] == 1
+
+
+def test_of_exchanges_and_samples_nothing_is_certified_nor_not() -> None:
+    meter = Meter("engine", 0)
+    meter.metrics = told = Told()
+    meter.add_exchange(torch.tensor([1.5], dtype=torch.float64))
+    measured(meter, [6, 4, 0], policy="dynamic")
+    meter.report_if_due()
+    assert "batches_not_certified_total" not in told.values
+    assert told.values["imbalance", "mixed", "isoload", "1.0"] == 1.5
 
 
 def test_exchanges_and_plans_have_a_line_each(caplog: pytest.LogCaptureFixture) -> None:

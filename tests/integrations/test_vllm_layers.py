@@ -48,7 +48,7 @@ def state_of(placement: isoload.Placement, runners: list[Any] | None = None, nam
     return State(
         physical_to_logical_map=lists.physical_to_logical.clone(),
         logical_to_physical_map=lists.logical_to_physical.clone(),
-        model=SimpleNamespace(num_logical_experts=EXPERTS, moe_layers=runners),
+        model=SimpleNamespace(num_logical_experts=EXPERTS, moe_layers=runners, expert_weights=[]),
         model_name=name,
         rebalanced=False,
     )

@@ -68,7 +68,7 @@ def add_model(
     state = State(
         physical_to_logical_map=lists.physical_to_logical if table is None else table,
         logical_to_physical_map=lists.logical_to_physical,
-        model=SimpleNamespace(num_logical_experts=EXPERTS, moe_layers=[runner] * LAYERS),
+        model=SimpleNamespace(num_logical_experts=EXPERTS, moe_layers=[runner] * LAYERS, expert_weights=[]),
         model_name="model",
         rebalanced=False,
     )

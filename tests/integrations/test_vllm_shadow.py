@@ -17,6 +17,7 @@ import isoload
 from isoload.integrations.engine_tables import replica_lists
 from isoload.integrations.settings import Settings
 from isoload.integrations.vllm import MODELS, shadow
+from isoload.integrations.vllm.layers import served_name
 from isoload.integrations.vllm.shadow import RECORDS
 from isoload.trace.rank_loads import read_recorded
 
@@ -68,7 +69,7 @@ def add(*runners: Any, name: str = "model", **changed: Any) -> Record:
     state = Record(
         physical_to_logical_map=lists.physical_to_logical.clone(),
         logical_to_physical_map=lists.logical_to_physical.clone(),
-        model=SimpleNamespace(num_logical_experts=EXPERTS, moe_layers=held),
+        model=SimpleNamespace(num_logical_experts=EXPERTS, moe_layers=held, expert_weights=[]),
         model_name=name,
     )
     states: dict[str, Any] = {}
@@ -178,3 +179,9 @@ def test_layers_that_are_not_counted_are_said(engine: Path, caplog: pytest.LogCa
         add(runner(), *[runner(naive=True)] * 2, data_parallel_size=2, tensor_parallel_size=1)
     assert "in shadow 1 layers of model are not counted: their kernel routes by itself" in caplog.text
     assert "model is not counted: its layers must hold tokens alike" in caplog.text and RECORDS.of is None
+
+
+def test_models_are_called_as_they_are_served() -> None:
+    config = SimpleNamespace(served_model_name="served")
+    assert served_name((None, config), {}) == served_name((None,), {"model_config": config}) == "served"
+    assert served_name((None, object()), {}) == ""

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from isoload.integrations import gauges, watchdog
+from isoload.integrations import watchdog
 from isoload.integrations.settings import Settings
 from isoload.integrations.vllm import MODELS, dispatch
 from isoload.integrations.watchdog import Watchdog
+from support.told_metrics import Told
 
 
 class Clock:
@@ -31,11 +32,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    found: dict[str, float] = {}
-    monkeypatch.setattr(gauges, "_gauge", lambda name: SimpleNamespace(set=lambda v: found.update({name: v})))
-    return found
+def told_by(watch: Watchdog) -> dict[str, float]:
+    watch.metrics = told = Told()
+    return told.values
 
 
 def looked(watch: Watchdog, caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -62,10 +61,9 @@ def test_one_that_comes_back_is_none(clock: Clock, caplog: pytest.LogCaptureFixt
         assert looked(watch, caplog) == []
 
 
-def test_one_that_does_not_come_back_is_named_once(
-    clock: Clock, caplog: pytest.LogCaptureFixture, measured: dict[str, float]
-) -> None:
+def test_one_that_does_not_come_back_is_named_once(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     watch = watching()
+    measured = told_by(watch)
     watch.enter()
     clock.now += 61
     (line,) = looked(watch, caplog)
@@ -125,6 +123,21 @@ def test_progress_inside_of_a_pass_counts(clock: Clock, caplog: pytest.LogCaptur
     assert len(looked(watch, caplog)) == 1
 
 
+def test_rebalances_are_counted_and_timed_at_their_end(clock: Clock) -> None:
+    """Over all of its passes; one that moves nothing, as every step of vLLM's without one, is none."""
+    watch = watching()
+    measured = told_by(watch)
+    for moves in (1, 0, 2):
+        for i in range(moves + 1):
+            watch.enter()
+            clock.now += 3
+            if i < moves:
+                watch.progressed()
+            watch.leave(pending=i < moves)
+            clock.now += 4
+    assert measured == {"rebalances_total": 2, "rebalance_seconds": [10, 17]}
+
+
 def killed() -> threading.Thread:
     thread = threading.Thread(target=lambda: None)
     thread.start()
@@ -132,10 +145,9 @@ def killed() -> threading.Thread:
     return thread
 
 
-def test_a_thread_that_has_ended_is_named_once(
-    caplog: pytest.LogCaptureFixture, measured: dict[str, float]
-) -> None:
+def test_a_thread_that_has_ended_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     watch, stay = watching(), threading.Event()
+    measured = told_by(watch)
     watch.worker = threading.Thread(target=stay.wait)
     watch.worker.start()
     assert looked(watch, caplog) == [] and measured["rebalance_thread_dead"] == 0

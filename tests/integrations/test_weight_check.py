@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
@@ -14,13 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import isoload
-from isoload.integrations import gauges
+from isoload.integrations import engine_layers
 from isoload.integrations.engine_tables import replica_lists
 from isoload.integrations.settings import Settings
 from isoload.integrations.vllm import MODELS, dispatch
 from isoload.integrations.weight_check import NAMED, named
 from isoload.weights.checksums import WrongSlot
 from support.processes import rank_outcomes, run_ranks
+from support.told_metrics import Told
 
 RANKS, EXPERTS, LAYERS, SIZE, HIDDEN = 2, 6, 3, 4, 8
 Weights = list[list[Tensor]]
@@ -115,9 +117,10 @@ def serve(
     rank: int, harm: Callable[[Weights], None], layer: int | None = None, at: str = "move", strict: str = "0"
 ) -> dict[str, Any]:
     """A model is loaded and its experts move, all layers' or one's; harm befalls the second rank's weights."""
-    lines, measured = listen(), list[tuple[str, float]]()
-    gauges._gauge = lambda name: SimpleNamespace(set=lambda value: measured.append((name, value)))  # type: ignore[assignment]
-    state, ended = model(rank, ISOLOAD_STRICT=strict), ""
+    lines, told = listen(), Told()
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = "."
+    engine_layers.Metrics = lambda *_, **__: told  # type: ignore[assignment,misc]
+    state, ended = model(rank, ISOLOAD_STRICT=strict, ISOLOAD_REPORT_SECONDS="3600"), ""
     moved = (
         table(0).index_copy(0, torch.tensor([layer]), table(1)[[layer]]) if layer is not None else table(1)
     )
@@ -141,7 +144,7 @@ def serve(
     except SystemExit as error:
         ended = str(error)
     chosen = torch.stack([slots_of(state, i) for i in range(LAYERS)]).squeeze(2)
-    return {"lines": lines, "ended": ended, "chosen": chosen, "measured": measured}
+    return {"lines": lines, "ended": ended, "chosen": chosen, "told": told.values}
 
 
 def listen() -> list[tuple[str, str]]:
@@ -153,6 +156,12 @@ def listen() -> list[tuple[str, str]]:
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     return lines
+
+
+def arrived(rank: int, before: Tensor, after: Tensor) -> int:
+    """Experts over all layers that a rank holds in after [L, P] and did not in before."""
+    held = [[set(row.tolist()) for row in of.view(LAYERS, RANKS, SIZE)[:, rank]] for of in (before, after)]
+    return sum(len(new - old) for old, new in zip(*held, strict=True))
 
 
 IDS = torch.arange(EXPERTS).repeat(4)
@@ -179,7 +188,9 @@ def test_experts_that_arrive_whole(layer: int | None) -> None:
             ("INFO", f"isoload vLLM: {numbers[1]} slots have their experts' weights after a rebalance"),
         ]
         assert found["lines"] == (lines if rank == 0 else []) and not found["ended"]
-        assert found["measured"] == [("wrong_slots", 0), ("wrong_slots", 0)]
+        came = arrived(rank, table(0), moved)
+        assert found["told"]["wrong_slots"] == 0 and found["told"]["experts_moved_total"] == came > 0
+        assert found["told"]["bytes_moved_total"] == came * sum(of.nbytes for of in expert(0, 0))
         assert torch.equal(moved.gather(1, found["chosen"].long()), IDS.expand(LAYERS, -1))
 
 
@@ -197,7 +208,8 @@ def test_what_did_not_arrive_is_named_by_all_ranks_and_isoload_detaches(name: st
     harm, wrong = HARM[name]
     for found in run_ranks(serve, RANKS, harm, layer):
         assert found["lines"][-1] == ("ERROR", said("after a rebalance", *wrong) + DETACHED)
-        assert found["measured"][-1] == ("wrong_slots", len(wrong)) and not found["ended"]
+        assert found["told"]["wrong_slots"] == len(wrong) and not found["ended"]
+        assert found["told"]["attached"] == 0
         assert (found["chosen"] == -7).all(), "vLLM's own"
 
 

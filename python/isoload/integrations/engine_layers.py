@@ -16,8 +16,9 @@ from torch import Tensor
 
 from isoload.balancer import Balancer
 from isoload.integrations.engine_record import EngineRecord
-from isoload.integrations.engine_tables import placement_of
+from isoload.integrations.engine_tables import arrivals, placement_of
 from isoload.integrations.meter import Meter
+from isoload.integrations.metrics import Metrics
 from isoload.integrations.settings import POLICY, Settings
 from isoload.integrations.switch import Switch
 from isoload.integrations.watchdog import Watchdog
@@ -63,6 +64,8 @@ class EngineLayer:
         self.balancer, self.meter = balancer, meter
         self.switch: Switch | None = None
         self.record: EngineRecord | None = None
+        self.metrics = Metrics()
+        self.ran = False  # whether the engine has called it: a model's dense layers have one, too
         self.policies: dict[str, Policy] = {}  # by phase, where they differ
 
     def turn(self, phase: Callable[[], str]) -> None:
@@ -96,13 +99,17 @@ class EngineLayer:
 
     def slots(self, topk_ids: Tensor, num_valid: Tensor | None) -> Tensor:
         """[T, K] as :class:`Balancer`, measured where reports are wanted."""
-        meter = None if torch.compiler.is_compiling() else self.meter
-        start = 0.0 if meter is None else time.perf_counter()
+        self.ran = True
+        measured = (self.meter is not None or self.metrics.on) and not torch.compiler.is_compiling()
+        start = time.perf_counter() if measured else 0.0
         slots = self.balancer(topk_ids.contiguous(), num_valid)
         assert isinstance(slots, Tensor)
-        made, loads = self.balancer.last_plan, self.balancer.last_loads
-        if meter is not None and made is not None and loads is not None:
-            meter.add(self.balancer.layer, loads, made, time.perf_counter() - start)
+        if measured:
+            seconds = time.perf_counter() - start
+            self.metrics.observe("plan_seconds", seconds)
+            made, loads = self.balancer.last_plan, self.balancer.last_loads
+            if self.meter is not None and made is not None and loads is not None:
+                self.meter.add(self.balancer.layer, loads, made, seconds)
         return slots
 
 
@@ -125,6 +132,10 @@ class EngineLayers(ABC, Generic[AnyLayer]):
     def engine_rank(self) -> int:
         """This process's among them."""
 
+    def own_rank(self) -> int:
+        """The same, as the running group numbers it."""
+        return self.engine_rank()
+
     def reset(self) -> None:
         """As before the first model."""
         self.settings = Settings.read({})
@@ -139,6 +150,9 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         self.switch: Switch | None = None
         self.record: EngineRecord | None = None  # in shadow mode, or while the switch says so
         self.recorded = True  # whether there may be one
+        self.metrics = Metrics()
+        self.num_left = 0  # layers that are the engine's own
+        self.slot_bytes: dict[int, int] = {}  # by layer the weights and scales of one expert
         self._groups: dict[int, CollectiveGroup] = {}
         self._placements: dict[int, Placement] = {}  # by shared experts
 
@@ -177,6 +191,52 @@ class EngineLayers(ABC, Generic[AnyLayer]):
             self.record.turn(False)
         layer.switch, layer.record = self.switch, self.record
 
+    def measure(
+        self, model: str, placer: str, weights: Mapping[int, Sequence[Tensor]], num_left: int = 0
+    ) -> None:
+        """Of a loaded model, where reports are asked for: its metrics begin.
+
+        Args:
+            placer: of rebalances.
+            weights: as :meth:`check_loaded`.
+            num_left: layers that isoload leaves to the engine.
+        """
+        if not self.settings.report_seconds:
+            return
+        self.metrics, self.num_left = Metrics(self.engine, model, str(self.own_rank()), on=True), num_left
+        self.slot_bytes = {i: sum(of.nbytes // len(of) for of in held) for i, held in weights.items()}
+        policies = sorted({layer.policy_name for layer in self.by_id.values()})
+        self.metrics.begin("+".join(policies) or "engine", placer)
+        self.tell_attached()
+        self.watch.metrics = self.metrics
+        for of in (*self.by_id.values(), self.own_meter(), self.record):
+            if of is not None:
+                of.metrics = self.metrics
+
+    def tell_attached(self) -> None:
+        """Whether isoload chooses, or by its switch counts in shadow."""
+        stands = self.switch is None or self.switch.state != "off"
+        self.metrics.set("attached", float(self.chooses and stands and not self.detached))
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the model has layers whose copies it places."""
+        return bool(self.by_id)
+
+    def _count_pass(self) -> None:
+        free = [i for i, layer in self.by_id.items() if layer.ran and layer.balancer.has_freedom]
+        ours = len(free) if self.switch is None else sum(self.switch.on[i] for i in free)
+        ours = 0 if self.detached else ours
+        self.metrics.add("batches_total", ours)
+        self.metrics.add("fallbacks_total", len(free) - ours + self.num_left)
+
+    def _count_moved(self, tables: Tensor) -> None:
+        assert self.tables is not None
+        came = arrivals(self.tables, tables, self.own_rank(), self._topology.num_ranks)
+        moved = {i: number for i, number in came.items() if i in self.slot_bytes}
+        self.metrics.add("experts_moved_total", sum(moved.values()))
+        self.metrics.add("bytes_moved_total", sum(n * self.slot_bytes[i] for i, n in moved.items()))
+
     def placement(self, num_shared: int = 0) -> Placement:
         """Of all layers, where the experts lie now."""
         assert self.tables is not None
@@ -207,6 +267,8 @@ class EngineLayers(ABC, Generic[AnyLayer]):
                 facts["checksum of physical_to_logical_map"] = checksum(tables.tolist())
             made = {n: self._placed(tables, n) for n in {of.placement.num_shared for of in changed}}
             writes = [of.prepare_load(made[of.placement.num_shared]) for of in changed]
+        if self.metrics.on:
+            self._count_moved(tables)
         self.tables, self._placements = tables.clone(), made
         for write in writes:
             write()
@@ -220,7 +282,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
             return
         assert self.tables is not None
         how = self.engine_group(), self.settings.strict, self.detach
-        self.weights = WeightCheck(self.engine, weights, *how)
+        self.weights = WeightCheck(self.engine, weights, *how, metrics=self.metrics)
         self.weights.loaded(self.tables, self._num_experts)
 
     def check_moved(self, layers: Sequence[int] | None = None) -> None:
@@ -235,6 +297,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         Layers stay and follow rebalances all the same: captured graphs read and write their memory.
         """
         self.detached, self.weights = True, None
+        self.tell_attached()
         if self.record is not None:
             self.record.turn(False)
         said = f"{self.engine} chooses replicas from now on"
@@ -256,6 +319,10 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         switched = self.switch is not None and not self.detached and self.switch.step_ended()
         if switched and self.switch is not None and self.record is not None:
             self.record.turn(self.switch.state == "shadow")
+        if switched:
+            self.tell_attached()
+        if self.metrics.on:
+            self._count_pass()
         if self.passes % EXCHANGE_EVERY:
             return
         balancers = [layer.balancer for _, layer in sorted(self.by_id.items())]

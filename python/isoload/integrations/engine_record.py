@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from isoload.counting import count, without_padding
-from isoload.integrations.gauges import set_gauges
+from isoload.integrations.metrics import Metrics
 from isoload.integrations.settings import Settings
 from isoload.online import Recorder
 from isoload.placement import Placement
@@ -63,6 +63,7 @@ class EngineRecord:
         self.tables, self.num_experts, self.topology = tables.clone(), num_experts, topology
         self.tokens, self.started, self.decode_tokens = tokens, int(time.time()), decode_tokens
         self.recorder = Recorder(tables.shape[0], tables.shape[1], KEPT, device)
+        self.metrics = Metrics()
         self.phase = "decode"  # of the pass under way
         self.passes = 0  # forward passes so far
         self.active = True  # whether passes are kept
@@ -82,6 +83,13 @@ class EngineRecord:
         """What is recorded, in words; layers: of the model's, how many are counted."""
         number = self.recorder.num_layers if layers is None else layers
         return f"one pass in {self.settings.record_every} of {number} layers is kept"
+
+    def measure(self, model: str) -> None:
+        """Of a loaded model, where reports are asked for: its metrics begin."""
+        if self.settings.report_seconds:
+            self.metrics = Metrics(self.engine, model, str(self.rank), on=True)
+            self.metrics.begin("engine", "engine")
+            self.metrics.set("attached", 1)
 
     def begin(self) -> None:
         """Before a pass: the first one forgets what was counted ahead of it, in graphs' captures and warm-ups."""
@@ -174,11 +182,14 @@ class EngineRecord:
             of = [i for i, name in enumerate(taken.phases) if name == phase and routed[i].any()]
             if of:
                 self._say(phase, before[of].mean(0), after[of].mean(0), len(of), alone)
-        figures = {"imbalance_before": before[routed].mean(), "imbalance_after": after[routed].mean()}
-        of_layers = np.nanmean(
-            np.where(routed, after, np.nan), axis=0
-        )  # without the passes that a layer had no copy in
-        set_gauges({**figures, "imbalance_worst": of_layers.max()})
+                self._measure(phase, before[of], after[of], routed[of])
+
+    def _measure(self, phase: str, before: Floats, after: Floats, routed: Bools) -> None:
+        """[B, L] of a phase; the passes in which a layer had no copy count for none of its figures."""
+        some = routed.any(0)
+        for plan, found in (("engine", before), ("isoload", after)):
+            means = np.nanmean(np.where(routed, found, np.nan)[:, some], axis=0)
+            self.metrics.set_imbalance(phase, plan, means)
 
     def _say(self, phase: str, before: Floats, after: Floats, passes: int, alone: str) -> None:
         """[L] means of a phase."""

@@ -81,6 +81,14 @@ def keep_slots(slots: Tensor, before: Tensor, num_ranks: int) -> Tensor:
     return kept.view_as(slots)
 
 
+def arrivals(before: Tensor, after: Tensor, rank: int, num_ranks: int) -> dict[int, int]:
+    """By layer how many experts came to a rank from others: distinct ones of its slots of after, that none of its slots
+    of before had. Both [L, P] expert in each slot, -1: none."""
+    size = before.shape[1] // num_ranks
+    old, new = (of[:, rank * size : (rank + 1) * size].tolist() for of in (before, after))
+    return {i: len(set(b) - set(a) - {-1}) for i, (a, b) in enumerate(zip(old, new, strict=True)) if a != b}
+
+
 def running(before: Tensor | None, num_slots: int) -> Tensor | None:
     """The map [L, P] of where an engine's experts lie; None: nowhere yet, or some slots are empty or P are others, as
     when ranks come or go."""

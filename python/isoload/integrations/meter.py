@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from isoload.integrations.gauges import set_gauges
+from isoload.integrations.metrics import Metrics
 from isoload.planning import plan
 from isoload.records import Plan
 
@@ -41,6 +41,7 @@ class Meter:
 
     def __init__(self, name: str, seconds: float) -> None:
         self.name, self.seconds = name, seconds
+        self.metrics = Metrics()
         self._sums: dict[int, Tensor] = {}
         self._sent: Tensor | None = None  # [2, L]: exchanges behind copies of a layer, sum of imbalance
         self._calls, self._host_seconds = 0, 0.0
@@ -86,48 +87,45 @@ class Meter:
         return reports
 
     def report_if_due(self) -> bool:
-        """A log line and the gauges, if anything was planned; whether the interval was over."""
+        """A log line and the metrics, if anything was planned; whether the interval was over."""
         if time.monotonic() - self._since < self.seconds:
             return False
         self._since = time.monotonic()
         for layers in filter(None, (self.read(), self.read_sent())):
-            figures = summary(layers)
-            if self._calls:
-                figures["plan_seconds"] = self._host_seconds / self._calls
-            log.info(line(self.name, layers, figures))
-            set_gauges(figures)
+            log.info(line(self.name, layers, self._host_seconds / self._calls if self._calls else None))
+            before, after = before_and_after(layers)
+            self.metrics.set_imbalance("mixed", "even", before)
+            self.metrics.set_imbalance("mixed", "isoload", after)
+            if before and after:
+                self.metrics.add(
+                    "batches_not_certified_total", sum(layer.batches - layer.certified for layer in layers)
+                )
         self._calls, self._host_seconds = 0, 0.0
         return True
 
 
-def summary(layers: list[LayerReport]) -> dict[str, float]:
-    """The figures of GAUGES but the time; nan where there is none."""
-    spread = [layer.before for layer in layers if layer.before is not None]
-    planned = [layer.after for layer in layers if layer.after is not None]
-    batches = sum(layer.batches for layer in layers)
-    return {
-        "imbalance_before": sum(spread) / len(spread) if spread else float("nan"),
-        "imbalance_after": sum(planned) / len(planned) if planned else float("nan"),
-        "imbalance_worst": max(planned, default=float("nan")),
-        "certified_share": sum(layer.certified for layer in layers) / batches,
-    }
+def before_and_after(layers: list[LayerReport]) -> tuple[list[float], list[float]]:
+    """Those of the layers that have them."""
+    before = [layer.before for layer in layers if layer.before is not None]
+    return before, [layer.after for layer in layers if layer.after is not None]
 
 
-def line(name: str, layers: list[LayerReport], figures: dict[str, float]) -> str:
-    """What a report says in the log."""
-    if layers[0].before is None:
+def line(name: str, layers: list[LayerReport], plan_seconds: float | None) -> str:
+    """What a report says in the log; plan_seconds: of the host per layer and batch."""
+    before, after = before_and_after(layers)
+    planned, worst = (sum(after) / len(after), max(after)) if after else (float("nan"), float("nan"))
+    if not before:
         return (
             f"isoload {name}: {max(layer.batches for layer in layers)} exchanges of {len(layers)} layers; imbalance "
-            f"{figures['imbalance_after']:.3f} of all copies of the batch before each, "
-            f"{figures['imbalance_worst']:.3f} in the worst layer"
+            f"{planned:.3f} of all copies of the batch before each, {worst:.3f} in the worst layer"
         )
     level = sum(layer.certified == layer.batches for layer in layers)
     time_taken = "all replayed from graphs"
-    if (seconds := figures.get("plan_seconds")) is not None:
-        time_taken = f"{1e6 * seconds:.0f} us per plan on the host"
+    if plan_seconds is not None:
+        time_taken = f"{1e6 * plan_seconds:.0f} us per plan on the host"
     return (
         f"isoload {name}: {sum(layer.batches for layer in layers)} plans of {len(layers)} layers; "
-        f"imbalance {figures['imbalance_before']:.3f} evenly spread, {figures['imbalance_after']:.3f} planned, "
-        f"{figures['imbalance_worst']:.3f} in the worst layer; peak == bound in all batches of {level} of "
+        f"imbalance {sum(before) / len(before):.3f} evenly spread, {planned:.3f} planned, "
+        f"{worst:.3f} in the worst layer; peak == bound in all batches of {level} of "
         f"{len(layers)} layers; {time_taken}"
     )

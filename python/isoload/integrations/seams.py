@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import resources
 from typing import Any, Literal
 
+from isoload.integrations.metrics import tell_refused
 from isoload.integrations.settings import Settings, Variable, is_on
 
 log = logging.getLogger("isoload")
@@ -154,10 +155,13 @@ class PlugIn:
             settings = Settings.read()
             if settings.mode == "off":
                 log.info(f"isoload: ISOLOAD_MODE=off, attached to nothing of {self.engine}")
-                return
-            wrong, live = self.attach_options(settings)
+                wrong, live = list[str](), list[str]()
+            else:
+                wrong, live = self.attach_options(settings)
         except ValueError as error:
             raise SystemExit(f"isoload: {error}") from None
+        if settings.report_seconds and not live:
+            tell_refused(self.engine)
         if wrong:
             whole = f"isoload: not attached to {self.engine}, which is not as isoload expects"
             reason = f"{f'isoload: {self.engine} is not as isoload expects' if live else whole}: {'; '.join(wrong)}"

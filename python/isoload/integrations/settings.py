@@ -48,7 +48,7 @@ REPORT = Variable(
     "ISOLOAD_REPORT_SECONDS",
     "number",
     "0",
-    "seconds between two reports of imbalance, a log line and Prometheus gauges; 0: none, and nothing is measured",
+    "seconds between two reports of imbalance, a log line and Prometheus metrics; 0: none, and nothing is measured",
 )
 CHECK = Variable(
     "ISOLOAD_CHECK_WEIGHTS",

@@ -46,6 +46,7 @@ class Switch:
         with torch.inference_mode(False):  # else only inference could write it
             self.flags = torch.ones(num_layers, dtype=torch.bool, device=device)
         self._layers = list(self.flags.unbind())  # views made once
+        self.on = [True] * num_layers  # the flags, for the host
         self._text, self._next, self._passes = "", 0.0, 0
 
     @property
@@ -70,6 +71,7 @@ class Switch:
             return False
         self._code = wanted
         self.flags.copy_(wanted[1:].bool())
+        self.on = self._code[1:].bool().tolist()
         said = f"{self.state}, isoload's on {int(wanted[1:].sum())} of {len(self.flags)} layers"
         log.info(f"isoload {self.engine}: switched to {said}, after pass {self._passes} on rank {self.rank}")
         return True

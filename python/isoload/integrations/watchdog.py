@@ -8,7 +8,7 @@ import time
 import weakref
 from typing import NamedTuple
 
-from isoload.integrations.gauges import set_gauges
+from isoload.integrations.metrics import Metrics
 
 log = logging.getLogger("isoload")
 
@@ -16,12 +16,14 @@ log = logging.getLogger("isoload")
 class Rebalance(NamedTuple):
     """One under way.
 
-    since    when it began or last made progress; times are those of time.monotonic()
+    began    times are those of time.monotonic()
+    since    when it began or last made progress
     entered  since when the engine's code is at it and has not returned; None: between two passes
     left     when last a pass ended and it was not over; None: none has
     passes   how many began, since
     """
 
+    began: float
     since: float
     entered: float | None = None
     left: float | None = None
@@ -43,6 +45,7 @@ class Watchdog:
     def __init__(self, engine: str, seconds: float) -> None:
         self.engine, self.seconds = engine, seconds
         self.worker: threading.Thread | None = None
+        self.metrics = Metrics()
         self._now: Rebalance | None = None  # replaced, never changed: another thread reads it
         self._named: tuple[float | None, threading.Thread | None] = None, None  # stall and thread, once each
         self._thread: threading.Thread | None = None
@@ -54,24 +57,27 @@ class Watchdog:
             self._thread = threading.Thread(target=_watch, args=given, name="isoload-watchdog", daemon=True)
             self._thread.start()
         now = time.monotonic()
-        of = self._now or Rebalance(now)
+        of = self._now or Rebalance(now, now)
         self._now = of._replace(entered=now, passes=of.passes + 1)
 
     def leave(self, pending: bool) -> None:
-        """It has returned; pending: a rebalance is not over."""
-        if not pending:
-            self._now = None
-        elif (of := self._now) is not None:
-            self._now = of._replace(entered=None, left=time.monotonic())
+        """It has returned; pending: a rebalance is not over. One that has moved experts is counted at its end."""
+        if (of := self._now) is None:
+            return
+        now = time.monotonic()
+        self._now = of._replace(entered=None, left=now) if pending else None
+        if not pending and of.since > of.began:
+            self.metrics.add("rebalances_total")
+            self.metrics.observe("rebalance_seconds", now - of.began)
 
     def progressed(self) -> None:
         """Experts have arrived in a layer or more, and the engine routes to them."""
         if (of := self._now) is not None:
             now = time.monotonic()
-            self._now = Rebalance(now, None if of.entered is None else now)
+            self._now = Rebalance(of.began, now, None if of.entered is None else now)
 
     def look(self) -> None:
-        """An error line for what is new, the gauges for what is."""
+        """An error line for what is new, the metrics for what is."""
         of, worker, (stall, thread) = self._now, self.worker, self._named
         age = 0.0 if of is None else of.stalled(time.monotonic())
         dead = worker is not None and not worker.is_alive()
@@ -86,7 +92,8 @@ class Watchdog:
             log.error(f"isoload {self.engine}: EPLB's thread has ended: experts stay where they are")
         self._named = stall, thread
         stalled = age if age >= self.seconds else 0.0
-        set_gauges({"rebalance_stalled_seconds": stalled, "rebalance_thread_dead": float(dead)})
+        self.metrics.set("rebalance_stalled_seconds", stalled)
+        self.metrics.set("rebalance_thread_dead", float(dead))
 
 
 def _watch(given: weakref.ref[Watchdog], seconds: float) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isoload.integrations.gauges import set_gauges
+from isoload.integrations.metrics import Metrics
 from isoload.weights.checksums import WrongSlot, expert_checksums, slot_checksums, wrong_slots
 
 log = logging.getLogger("isoload")
@@ -35,6 +35,7 @@ class WeightCheck:
     strict: bool
     detach: Callable[[], str]
     own: dict[int, Tensor] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=Metrics)
 
     def loaded(self, slot_to_expert: Tensor, num_experts: int) -> None:
         """Takes every expert's weights from its lowest slot; replicas must have the same.
@@ -75,7 +76,7 @@ class WeightCheck:
     def _judge(self, layers: Sequence[int], tables: Tensor, sums: Tensor, when: str) -> None:
         own = torch.stack([self.own[layer] for layer in layers])
         wrong = wrong_slots(sums, tables, own, layers, dist.get_world_size(self.group))
-        set_gauges({"wrong_slots": len(wrong)})
+        self.metrics.set("wrong_slots", len(wrong))
         if not wrong:
             if dist.get_rank(self.group) == 0:
                 log.info(f"isoload {self.engine}: {sums.numel()} slots have their experts' weights {when}")

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from isoload.integrations.engine_layers import JOINED_BY_ALL
 from isoload.integrations.settings import CHECK, SWITCH
-from isoload.integrations.sglang.layers import LAYERS, Layer
+from isoload.integrations.sglang.layers import LAYERS, Layer, model_name
 from isoload.integrations.sglang.phases import phase_of
 from isoload.integrations.sglang.placement import check_at_start
 
 Original = Callable[..., Any]
+MOVED = "routed_experts_weights_of_layer"  # a model's weights that SGLang moves when experts move
 
 
 def set_metadata(original: Original, value: Any, *more: Any, **named: Any) -> None:
@@ -141,17 +142,20 @@ def initialize(original: Original, self: Any, *more: Any, **named: Any) -> None:
     original(self, *more, **named)
     if not self.is_draft_worker:
         LAYERS.announce()
+        if LAYERS.settings.report_seconds:
+            placer = LAYERS.settings.placer if LAYERS.places() else "engine"
+            moved = dict(getattr(self.model, MOVED, {}))  # SGLang's LazyValue has keys and items alone
+            LAYERS.measure(model_name(self), placer, moved)
         if LAYERS.settings.check_weights:
             LAYERS.check_loaded(weights_of(self.model))
 
 
 def weights_of(model: Any) -> Mapping[int, Sequence[Tensor]]:
     """By layer what SGLang moves when experts move."""
-    weights = getattr(model, "routed_experts_weights_of_layer", None)
+    weights = getattr(model, MOVED, None)
     if weights is None:
         raise ValueError(
-            f"{CHECK.name} must be 0 where the model has no routed_experts_weights_of_layer, "
-            f"got 1 with {type(model).__name__}"
+            f"{CHECK.name} must be 0 where the model has no {MOVED}, got 1 with {type(model).__name__}"
         )
     return dict(weights)  # SGLang's LazyValue has keys and items, and cannot be iterated
 

@@ -91,10 +91,11 @@ class Layers(EngineLayers[Layer]):
 
         return int(get_parallel().moe_ep_rank)
 
+    def own_rank(self) -> int:
+        return self.engine_rank() + elastic.joined_behind()
+
     def group(self, topology: Topology) -> Group:
-        if elastic.backend() is None:
-            return super().group(topology)
-        return LoneRank(topology, self.engine_rank() + elastic.joined_behind())
+        return super().group(topology) if elastic.backend() is None else LoneRank(topology, self.own_rank())
 
     def follow(self, metadata: Any, algorithm: str) -> None:
         """Takes SGLang's ExpertLocationMetadata: Balancers are made, or refreshed in place where there are some.
@@ -177,6 +178,18 @@ class Layers(EngineLayers[Layer]):
             return "isoload goes on choosing replicas, since SGLang has no solver beside it behind lp"
         return super().detach()
 
+    @property
+    def chooses(self) -> bool:
+        return bool(self.by_id or self.num_waterfill)
+
+    def places(self) -> bool:
+        """Whether SGLang's rebalances lay experts out with isoload's placer."""
+        if EPLB in self.lost:  # an older SGLang may have no get_exec
+            return False
+        from sglang.srt.runtime_context import get_exec
+
+        return bool(get_exec().moe.eplb_algorithm == "isoload")
+
     def announce(self) -> None:
         """The line that says what is attached, of one rank for all; when the model is loaded."""
         if self.by_id and not any(layer.balancer.placement.num_shared for layer in self.by_id.values()):
@@ -184,7 +197,7 @@ class Layers(EngineLayers[Layer]):
         if self.engine_rank():
             return
         attached, without = [], {"dynamic", "lp"} - self.lost
-        if without or EPLB not in self.lost:
+        if without:
             from sglang.srt.runtime_context import get_exec
 
             moe = get_exec().moe
@@ -193,7 +206,7 @@ class Layers(EngineLayers[Layer]):
             attached.append(f"{dispatch} ({self.exchanged()}), {self.describe()}")
         if self.num_waterfill:
             attached.append(f"{self.waterfill_flag}, policy waterfill on {self.num_waterfill} layers")
-        if EPLB not in self.lost and moe.eplb_algorithm == "isoload":
+        if self.places():
             attached.append(f"--eplb-algorithm isoload, placer {self.settings.placer}")
         line = f"isoload: attached to SGLang's {'; '.join(attached) or 'loader, and to none of its options'}"
         lost = f"; not to {', '.join(sorted(self.lost))}, where this SGLang is not as isoload expects"
@@ -203,6 +216,11 @@ class Layers(EngineLayers[Layer]):
                 f"isoload: SGLang's own --ep-dispatch-algorithm {moe.ep_dispatch_algorithm} stays: isoload's are "
                 f"{' and '.join(sorted(without))}"
             )
+
+
+def model_name(runner: Any) -> str:
+    """As SGLang's own metrics have it, of a ModelRunner."""
+    return str(runner.server_args.served_model_name or runner.model_config.model_path)
 
 
 def topology_of(metadata: Any) -> Topology:

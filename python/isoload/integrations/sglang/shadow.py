@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from isoload.integrations.engine_record import EngineRecord
-from isoload.integrations.sglang import elastic
-from isoload.integrations.sglang.layers import LAYERS, topology_of
+from isoload.integrations.sglang.layers import LAYERS, model_name, topology_of
 from isoload.integrations.sglang.phases import phase_of
 
 Original = Callable[..., Any]
@@ -38,9 +37,8 @@ def set_metadata(original: Original, value: Any, *more: Any, **named: Any) -> No
     if (record := LAYERS.record) is not None and record.tables.shape == tables.shape:
         record.moved(tables)
         return
-    rank = LAYERS.engine_rank() + elastic.joined_behind()
     LAYERS.record = EngineRecord(
-        LAYERS.settings, LAYERS.engine, "", rank, tables, value.num_logical_experts,
+        LAYERS.settings, LAYERS.engine, "", LAYERS.own_rank(), tables, value.num_logical_experts,
         topology_of(value), "same" if moe.moe_a2a_backend == "none" else "own", value.physical_to_logical_map.device,
     )  # fmt: skip
 
@@ -80,6 +78,7 @@ def initialize(original: Original, self: Any, *more: Any, **named: Any) -> None:
     from sglang.srt.runtime_context import get_exec
 
     record.clear()
+    record.measure(model_name(self))
     if record.rank:
         return
     if (algorithm := get_exec().moe.ep_dispatch_algorithm) is None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from isoload.integrations.vllm.layers import MODELS, is_draft, padding
+from isoload.integrations.vllm.layers import MODELS, is_draft, padding, served_name
 
 Original = Callable[..., Any]
 
@@ -19,7 +19,8 @@ def add_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
     for key, state in self.model_states.items():
         if key not in before:
-            MODELS.add(state, self.parallel_config, is_draft(args, kwargs))
+            draft = is_draft(args, kwargs)
+            MODELS.add(state, self.parallel_config, draft, "" if draft else served_name(args, kwargs))
 
 
 def commit(

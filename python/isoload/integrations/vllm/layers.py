@@ -213,6 +213,12 @@ def is_draft(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
     return named.get("model_name", args[2] if len(args) > 2 else None) is not None
 
 
+def served_name(args: Sequence[Any], named: Mapping[str, Any]) -> str:
+    """That of vLLM's own metrics, of what EplbState.add_model is given; empty: a configuration without one."""
+    config = named.get("model_config", args[1] if len(args) > 1 else None)
+    return str(getattr(config, "served_model_name", None) or "")
+
+
 class Models:
     """All models of this process, and the layer behind each of vLLM's maps; until vLLM drops a model."""
 
@@ -227,9 +233,9 @@ class Models:
         self.by_state: dict[int, ModelLayers] = {}  # by id of EplbModelState
         self.by_map: dict[int, Layer] = {}  # by address of the layer's logical_to_physical_map, which stays
 
-    def add(self, state: Any, parallel: Any, draft: bool = False) -> None:
-        """Takes a model whose experts vLLM has placed; drafts, which come first, are not measured. All ranks call it
-        together."""
+    def add(self, state: Any, parallel: Any, draft: bool = False, name: str = "") -> None:
+        """Takes a model whose experts vLLM has placed; of drafts, which come first, no plans are measured. All ranks
+        call it together. name: as served; empty: the state's."""
         layers = ModelLayers()
         layers.settings = self.settings
         layers.meter = None if draft else self.meter
@@ -240,6 +246,10 @@ class Models:
         self.by_map.update(maps)
         weakref.finalize(state, self._forget, id(state), list(maps))
         layers.announce(state.model_name, kept)
+        weights = dict(enumerate(state.model.expert_weights)) if self.settings.report_seconds else {}
+        layers.measure(name or state.model_name, self.settings.placer, weights, sum(kept.values()))
+        if not draft:
+            self.watch.metrics = layers.metrics
         if self.settings.check_weights:
             layers.check_loaded(dict(enumerate(state.model.expert_weights)))
 

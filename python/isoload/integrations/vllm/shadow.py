@@ -13,7 +13,7 @@ from torch import Tensor
 
 from isoload.integrations.engine_record import EngineRecord
 from isoload.integrations.engine_tables import engine_topology
-from isoload.integrations.vllm.layers import MODELS, is_draft, most_decoded, tokens_of
+from isoload.integrations.vllm.layers import MODELS, is_draft, most_decoded, served_name, tokens_of
 
 Original = Callable[..., Any]
 log = logging.getLogger("isoload")
@@ -50,11 +50,11 @@ def add_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
     for key, state in self.model_states.items():
         if key not in before and not is_draft(args, kwargs):
-            take(state, self.parallel_config)
+            take(state, self.parallel_config, served_name(args, kwargs) or state.model_name)
 
 
-def take(state: Any, parallel: Any) -> None:
-    """Makes the record of a model whose experts vLLM has placed."""
+def take(state: Any, parallel: Any, name: str) -> None:
+    """Makes the record of a model whose experts vLLM has placed; name: as served."""
     from vllm.distributed.parallel_state import get_ep_group, get_node_count
 
     held, kept = {}, Counter[str]()
@@ -76,6 +76,7 @@ def take(state: Any, parallel: Any) -> None:
         state.model.num_logical_experts, engine_topology(group.world_size, get_node_count()),
         "own" if kinds.pop() else "same", device, most_decoded(parallel, "gathered" in held.values()),
     )  # fmt: skip
+    record.measure(name)
     RECORDS.of, RECORDS.state = record, id(state)
     for i, tokens in held.items():
         address = state.logical_to_physical_map[i].data_ptr()
