@@ -6,10 +6,11 @@ from lib.result_tables import Row, read, shown
 from lib.table import Columns, Table, table
 
 SIZES = {(16, 128): "128", (16, 4096): "4,096", (16, 16384): "16,384", (64, 4096): "4,096, 64 ranks"}
-OPS = (  # not those whose kernels have changed since: number_rows, group_copies, route_shared
+OPS = (
     *("floor: one word", "count", "plan_exact", "share, own row", "route", "chain", "balancer"),
     *("plan_own", "balance_own", "balance_same", "plan_lp", "plan_waterfill", "plan_joint", "plan_active"),
     *("plan_spill", "plan_replication", "top_up", "shard_tokens", "replica_tables", "round_split"),
+    *("number_rows", "group_copies", "route_shared"),
 )
 
 
