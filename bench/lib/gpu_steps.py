@@ -56,7 +56,7 @@ GPU_ONLY = {
     "tests/layer/test_cuda_forward.py": ("forward", 2, 25),
     "tests/layer/test_cuda_gradients.py": ("gradients", 2, 15),
     "tests/layer/test_cuda_symmetric.py": ("symmetric", 2, 35),
-    "tests/layer/test_cuda_stack.py": ("stack", 3, 40),
+    "tests/layer/test_cuda_stack.py": ("stack", 3, 35),
     "tests/integrations/test_cuda_engine.py": ("engine", 3, 15),
 }
 
@@ -121,10 +121,10 @@ def steps(python: str, logs: Path, xdist: bool = True) -> list[Step]:
     third = [
         library(3),
         *only(3),
-        bench("stages", 3, 50, "bench_stack", *one_stack, "--results", logs / "part3"),
+        bench("stages", 3, 45, "bench_stack", *one_stack, "--results", logs / "part3"),
         tests("ops", 3, 130, *ops, *(("-n", "4") if xdist else ()), every=5),
         sanitizer("racecheck", 3, 110),
-        sanitizer("synccheck", 3, 70),
+        sanitizer("synccheck", 3, 30),
     ]
     return [*first, *second, *third]
 

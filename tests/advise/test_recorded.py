@@ -10,7 +10,7 @@ import pytest
 
 import isoload
 from isoload.advise import Question, find_model, judge_by
-from isoload.advise.advice import step_ms
+from isoload.advise.advice import PLAN_US, step_ms
 from isoload.advise.candidates import Candidate, placed
 from isoload.advise.constants import layer_time
 from isoload.advise.recorded import (
@@ -117,7 +117,7 @@ def test_what_is_saved_is_the_advice_on_that_placement(run: tuple[Any, list[list
     assert found.served == step_ms(served, asked) and found.planned == step_ms(planned, asked)
     cheaper = sorted(a - b for a, b in zip(found.served, found.planned, strict=True))
     assert found.saved == tuple(cheaper)
-    plan = asked.model.layers * 1e-3 * np.array([43.0, 102.0])  # planning is part of it
+    plan = asked.model.layers * 1e-3 * np.array(PLAN_US["exact"])  # planning is part of it
     assert np.array(step_ms(planned, asked, planning=0.0)) == pytest.approx(np.array(found.planned) - plan)
 
 
