@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST_PARTS = 3  # of a sum: copies by home rows, replicas and borrowed ones
 
 
 def fit(*tensors: Tensor) -> bool:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from isoload.kernels import MOST_PARTS
 from isoload.kernels.tiles import cover, tile
 
 # What changes from batch to batch, and loads of single values: a kernel compiled for a multiple of 16, for 1, or for
@@ -22,7 +23,6 @@ SIZES = {
     "do_not_specialize": ["num_rows", "num_places", "num_places_1", "num_places_2"],
     "do_not_specialize_on_alignment": ["position", "position_1", "position_2", "weights", "to_weights"],
 }
-MOST_PARTS = 3  # home rows, replicas and borrowed ones
 
 
 @triton.jit(**SIZES)
@@ -121,7 +121,8 @@ def sum_rows(parts: Sequence[tuple[Tensor, Tensor]], weights: Tensor | None, dty
     At most MOST_PARTS pairs of copies [C, H] and position [N, K]; a copy lies in one of them. The weights may be parts
     of longer rows.
     """
-    parts = [(copies, position) for copies, position in parts if copies.numel()] or list(parts[:1])
+    parts = [(copies.contiguous(), position.contiguous()) for copies, position in parts]
+    parts = [part for part in parts if part[0].numel()] or parts[:1]
     (copies, position), *_ = parts
     num_rows, num_choices, width = *position.shape, copies.shape[1]
     if not (position.numel() and copies.numel()):
@@ -137,8 +138,7 @@ def sum_rows(parts: Sequence[tuple[Tensor, Tensor]], weights: Tensor | None, dty
     grid = (cover(num_rows, cut["ROWS"]), cover(width, cut["BLOCK"]))
     with torch.cuda.device_of(copies):
         _sum_kernel[grid](
-            *(of.contiguous() for part in filled for of in part),
-            weights, total, num_rows, *places, width, weight_stride,
+            *(of for part in filled for of in part), weights, total, num_rows, *places, width, weight_stride,
             K=num_choices, PARTS=len(parts), WEIGHTED=weights is not None, enable_fp_fusion=False, **cut,
         )  # fmt: skip
     return total

@@ -63,6 +63,8 @@ def sum_rows(
     """
     dtype = copies.dtype if dtype is None else dtype
     parts = [(copies, position), *more]
+    if len(parts) > kernels.MOST_PARTS:
+        raise ValueError(f"more must hold at most {kernels.MOST_PARTS - 1} parts, got {len(more)}")
     if kernels.fit(*(of for of, _ in parts), *(() if weights is None else (weights,))):
         from isoload.kernels import permutation  # imports Triton
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from isoload.experts.grouping import gather_copies, weighted_sum
@@ -37,6 +38,13 @@ def test_gather_and_sum_are_inverse():
     grouping = group_copies(slots, 0, 7)
     summed = weighted_sum([(gather_copies(rows, grouping), grouping)], torch.ones(slots.shape))
     torch.testing.assert_close(summed, rows * (slots >= 0).sum(1, keepdim=True))
+
+
+def test_copies_lie_in_three_parts_at_most():
+    grouping = group_copies(slots_of(8), 0, 7)
+    parts = [(gather_copies(torch.zeros(29, 4), grouping), grouping)] * 4
+    with pytest.raises(ValueError, match="more must hold at most 2 parts, got 3"):
+        weighted_sum(parts, torch.ones(slots_of(8).shape))
 
 
 def test_gradients_of_rows_add_up_in_fp32():

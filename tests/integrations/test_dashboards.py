@@ -88,7 +88,7 @@ def test_every_metric_is_drawn_and_what_harms_has_an_alert() -> None:
     )
     assert drawn == set(METRICS)
     assert alerting == {
-        "attached", "batches_not_certified_total", "imbalance", "rebalance_stalled_seconds", "wrong_slots",
+        "attached", "info", "batches_not_certified_total", "imbalance", "rebalance_stalled_seconds", "wrong_slots",
         "rebalance_thread_dead", "errors_total",
     }  # fmt: skip
 

@@ -61,6 +61,20 @@ def test_a_model_begins_with_every_counter_at_0(client: Any, caplog: pytest.LogC
     assert f"isoload SGLang: metrics stay in this process: {MULTIPROCESS} is not set" in caplog.text
 
 
+def test_a_file_that_cannot_be_written_ends_the_metrics_alone(
+    client: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = Metrics("SGLang", "unwritten", "0", on=True)
+
+    def refuse(*_: Any) -> Any:
+        raise FileNotFoundError("no such folder")
+
+    monkeypatch.setattr(metrics, "_child", refuse)
+    metrics.begin("exact", "eplb")
+    metrics.set("attached", 1)
+    assert not metrics.on and caplog.text.count("no metrics from here on") == 1
+
+
 def test_error_lines_are_counted_of_the_model_that_came_last(client: Any) -> None:
     """vLLM's drafts come first."""
     for model in ("draft", "served"):

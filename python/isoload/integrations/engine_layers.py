@@ -180,6 +180,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
     ) -> None:
         """One layer, made; where there is a switch, also the record of its state "shadow"."""
         self.by_id[layer.balancer.layer] = layer
+        layer.metrics = self.metrics
         if self.switch is None:
             return
         if self.record is None and self.recorded and (self.settings.record or self.settings.report_seconds):

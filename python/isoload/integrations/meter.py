@@ -26,6 +26,7 @@ class LayerReport:
     before     mean imbalance if every expert's copies were spread evenly over its replicas; None: not gathered
     after      mean imbalance of the plans; None: the policy samples, so that its plans have no peak
     certified  batches whose plan has peak == bound: no split over these replicas is better
+    peaks      batches whose plan has a peak
     """
 
     layer: int
@@ -33,6 +34,7 @@ class LayerReport:
     before: float | None
     after: float | None
     certified: int
+    peaks: int = 0
 
 
 class Meter:
@@ -83,7 +85,9 @@ class Meter:
             self._sums[layer].zero_()
             if batches:
                 mean_after = after / peaks if peaks else None
-                reports.append(LayerReport(layer, int(batches), before / batches, mean_after, int(certified)))
+                reports.append(
+                    LayerReport(layer, int(batches), before / batches, mean_after, int(certified), int(peaks))
+                )
         return reports
 
     def report_if_due(self) -> bool:
@@ -98,7 +102,7 @@ class Meter:
             self.metrics.set_imbalance("mixed", "isoload", after)
             if before and after:
                 self.metrics.add(
-                    "batches_not_certified_total", sum(layer.batches - layer.certified for layer in layers)
+                    "batches_not_certified_total", sum(layer.peaks - layer.certified for layer in layers)
                 )
         self._calls, self._host_seconds = 0, 0.0
         return True

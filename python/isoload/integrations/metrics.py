@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -19,12 +19,17 @@ MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 
 
 class Metric(NamedTuple):
-    """One, exported as isoload_<name>; buckets: upper bounds of a histogram, seconds."""
+    """One, exported as isoload_<name>.
+
+    buckets: upper bounds of a histogram, seconds. counts: of several processes with the same labels, as pipeline stages
+    have, the value of which gauge is scraped.
+    """
 
     kind: Literal["gauge", "counter", "histogram"]
     text: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
+    counts: Literal["mostrecent", "min", "max"] = "mostrecent"
 
 
 METRICS = {
@@ -32,6 +37,7 @@ METRICS = {
         "gauge",
         "1: isoload chooses replicas, or counts in shadow mode; 0: the engine chooses, as isoload has detached, is "
         "switched off or refused to attach",
+        counts="min",
     ),
     "info": Metric("gauge", "1", ("version", "engine_version", "policy", "placer")),
     "imbalance": Metric(
@@ -46,12 +52,16 @@ METRICS = {
         ("phase", "plan", "quantile"),
     ),
     "wrong_slots": Metric(
-        "gauge", "slots whose weights are not those of their experts, found by the last check"
+        "gauge",
+        "slots whose weights are not those of their experts, found by the last check of each layer",
+        counts="max",
     ),
     "rebalance_stalled_seconds": Metric(
-        "gauge", "seconds without progress of a rebalance that has stalled; 0: none has"
+        "gauge", "seconds without progress of a rebalance that has stalled; 0: none has", counts="max"
     ),
-    "rebalance_thread_dead": Metric("gauge", "1 where the engine's thread of rebalances has ended"),
+    "rebalance_thread_dead": Metric(
+        "gauge", "1 where the engine's thread of rebalances has ended", counts="max"
+    ),
     "batches_total": Metric(
         "counter",
         "layers times forward passes in which isoload chose replicas, those without tokens included",
@@ -93,16 +103,13 @@ class Metrics:
         self._children: dict[tuple[str, ...], Any] = {}
 
     def set(self, name: str, value: float, *labels: str) -> None:
-        if self.on:
-            self._child(name, labels).set(value)
+        self._tell(name, labels, lambda child: child.set(value))
 
     def add(self, name: str, value: float = 1, *labels: str) -> None:
-        if self.on:
-            self._child(name, labels).inc(value)
+        self._tell(name, labels, lambda child: child.inc(value))
 
     def observe(self, name: str, seconds: float) -> None:
-        if self.on:
-            self._child(name, ()).observe(seconds)
+        self._tell(name, (), lambda child: child.observe(seconds))
 
     def set_imbalance(self, phase: str, plan: str, layers: Sequence[float]) -> None:
         """Of every layer that has one its mean imbalance."""
@@ -120,8 +127,8 @@ class Metrics:
         """
         self.set("info", 1, version_of("isoload"), version_of(self._own[1].lower()), policy, placer)
         for name, metric in METRICS.items():
-            if self.on and not metric.labels and metric.kind != "gauge":
-                self._child(name, ())
+            if not metric.labels and metric.kind != "gauge":
+                self._tell(name, (), lambda child: None)
         if self.on:
             log.filters = [of for of in log.filters if not isinstance(of, _CountErrors)]
             log.addFilter(_CountErrors(self))
@@ -130,6 +137,18 @@ class Metrics:
                     f"isoload {self._own[1]}: metrics stay in this process: {MULTIPROCESS} is not set (SGLang sets it "
                     "with --enable-metrics, vLLM with --api-server-count; else set it to an empty folder)"
                 )
+
+    def _tell(self, name: str, labels: tuple[str, ...], tell: Callable[[Any], None]) -> None:
+        """A file that cannot be written ends the metrics, not the engine."""
+        if not self.on:
+            return
+        try:
+            tell(self._child(name, labels))
+        except OSError as error:
+            self.on = False
+            log.warning(
+                f"isoload {self._own[1]}: no metrics from here on, as {name} cannot be written: {error}"
+            )
 
     def _child(self, name: str, labels: tuple[str, ...]) -> Any:
         key = (name, *labels)
@@ -171,8 +190,8 @@ def _metric(name: str) -> Any:
 def _made(name: str) -> Any:
     client, metric = _client(), METRICS[name]
     made, labels = f"isoload_{name}", LABELS + metric.labels
-    if metric.kind == "gauge":  # of several processes with the same labels the last one that set it counts
-        return client.Gauge(made, metric.text, labels, multiprocess_mode="mostrecent")
+    if metric.kind == "gauge":
+        return client.Gauge(made, metric.text, labels, multiprocess_mode=metric.counts)
     if metric.kind == "counter":
         return client.Counter(made, metric.text, labels)
     return client.Histogram(made, metric.text, labels, buckets=metric.buckets)

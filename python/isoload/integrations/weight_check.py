@@ -49,6 +49,7 @@ class WeightCheck:
         if not (layers := sorted(self.weights)):
             return
         tables, sums = slot_to_expert[layers], self._sums(layers)
+        self.wrong: dict[int, int] = {}  # slots of each layer, when last it was checked
         self.own = dict(zip(layers, expert_checksums(sums, tables, num_experts), strict=True))
         self._judge(layers, tables, sums, "at load")
 
@@ -76,7 +77,9 @@ class WeightCheck:
     def _judge(self, layers: Sequence[int], tables: Tensor, sums: Tensor, when: str) -> None:
         own = torch.stack([self.own[layer] for layer in layers])
         wrong = wrong_slots(sums, tables, own, layers, dist.get_world_size(self.group))
-        self.metrics.set("wrong_slots", len(wrong))
+        for layer in layers:
+            self.wrong[layer] = sum(of.layer == layer for of in wrong)
+        self.metrics.set("wrong_slots", sum(self.wrong.values()))
         if not wrong:
             if dist.get_rank(self.group) == 0:
                 log.info(f"isoload {self.engine}: {sums.numel()} slots have their experts' weights {when}")
