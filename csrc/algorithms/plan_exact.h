@@ -144,7 +144,7 @@ class ExactSolver {
 
   template <class Lanes>
   ISOLOAD_HD PathsFound augment_by(Lanes& lanes, PathsFound found) {
-    if constexpr (W == 1 && Lanes::kLanes > 1) {
+    if constexpr (W == 1 && Lanes::Warp::kLanes > 1) {
       if (WarpPaths<Lanes, 1>::takes(in_)) return augment_in_registers<1>(lanes, found);
       if (WarpPaths<Lanes, 2>::takes(in_)) return augment_in_registers<2>(lanes, found);
     }
