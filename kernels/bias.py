@@ -13,10 +13,8 @@ from torch import Tensor
 from isoload.kernels.activation import PROGRAMS
 from isoload.kernels.tiles import cover, tile
 
-SIZES = {
-    "do_not_specialize": ["num_slots"],
-    "do_not_specialize_on_alignment": ["slot", "ends"],
-}  # as activation's
+# As activation's.
+SIZES = {"do_not_specialize": ["num_slots"], "do_not_specialize_on_alignment": ["slot", "ends"]}
 
 
 @triton.jit(**SIZES)

@@ -47,7 +47,7 @@ class ExactSolver {
     int32_t sweeps = 0;
     const int64_t target = with_tolerance(bound_, in_.tolerance_ppm);
     while (sweeps < in_.sweeps && is_above(target)) {
-      sweep(sweeps == 0);
+      sweep(sweeps > 0);
       ++sweeps;
     }
     PathsFound found{bound_, 0, 0, false};  // lane 0's, if a group augments
@@ -173,16 +173,16 @@ class ExactSolver {
     }
   }
 
-  ISOLOAD_HD void sweep(bool first) {
+  ISOLOAD_HD void sweep(bool again) {
     if constexpr (Team::Warp::kLanes > 1)
-      if (!in_.ticks) return sweep_by_groups(first);
+      if (!in_.ticks) return sweep_by_groups(again);
     class_by_class(
         [&](int first, int n) { balance(team_, t_, ws_.split.from(first), n, in_.ticks, ws_.load, quota_); });
   }
 
   // A group has every groups()-th expert. It reads what it needs of its next one while others balance theirs,
   // and begins with the set of ranks that it found the last time.
-  ISOLOAD_HD void sweep_by_groups(bool first) {
+  ISOLOAD_HD void sweep_by_groups(bool again) {
     typename Team::Warp group;
     const Replicated& split = ws_.split;
     const int n = t_.num_split();
@@ -191,7 +191,7 @@ class ExactSolver {
       if (i >= n) return Level();
       Level level =
           Level::of(group, t_, split.first[i], split.last[i] - split.first[i], split.copies[i], quota_);
-      if (!first && level.copies > 2) level.in = ws_.falling[i];
+      if (again && level.copies > 2) level.in = ws_.falling[i];
       return level;
     };
     Level own = level_of(i);

@@ -74,9 +74,9 @@ def sum_rows(
     total = copies.new_zeros(len(position), copies.shape[1], dtype=exact)
     parts = [(of, where) for of, where in parts if len(of)]
     readable = values_readable(position) and position.device.type == "cpu"
-    for k in range(position.shape[1]):  # one pass per k keeps [N, K, H] from existing
-        for of, where in parts:
-            places = where[:, k]
+    columns = zip(*(where.unbind(1) for _, where in parts), strict=True)
+    for k, of_part in enumerate(columns):  # one pass per k keeps [N, K, H] from existing
+        for (of, _), places in zip(parts, of_part, strict=True):
             present = places < len(of)
             if readable:  # no work for absent copies, which are most where tokens go to several ranks
                 rows = present.nonzero().flatten()

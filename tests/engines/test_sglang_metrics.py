@@ -30,12 +30,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Samples,
     variables = VARIABLES | {"ISOLOAD_SWITCH": str(folder / "said")}
     body = {"input_ids": PROMPTS, "sampling_params": {"max_new_tokens": 24, "ignore_eos": True}}
     with sglang_server(folder, variables, body, **COMMON, **OPTIONS) as server:
-        on = server.serve_until(
-            lambda of: one(of, "rebalances_total") >= 2 and one(of, "rebalance_thread_dead", "1") == 0
-        )
-        (folder / "said").write_text("off")
-        off = server.serve_until(lambda of: all(one(of, "fallbacks_total", rank) > 0 for rank in "01"))
-        yield on, off
+        yield server.on_and_off(folder / "said")
 
 
 def test_every_metric_is_there(scraped: tuple[Samples, Samples]) -> None:

@@ -45,11 +45,7 @@ def projections(group: ExpertWeights, dtype: torch.dtype) -> tuple[Projection, P
 def _grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, grouping: Grouping) -> Tensor:
     """[C, in] -> [C, out] by the slot of each copy; the tail is undefined, in both directions."""
     # grouped_mm requires contiguous incoming gradients: weighted_sum and both activations make them so.
-    return add_bias(grouped_mm(x, weight.transpose(1, 2), grouping.ends), bias, grouping)
-
-
-def add_bias(y: Tensor, bias: Tensor | None, grouping: Grouping) -> Tensor:
-    """y [C, out], fresh, plus bias [S, out] of every copy's slot; the tail is undefined, in both directions."""
+    y = grouped_mm(x, weight.transpose(1, 2), grouping.ends)
     if bias is None:
         return y
     biased: Tensor = _AddBias.apply(y, bias, grouping.slot, grouping.ends)
@@ -106,7 +102,8 @@ class _BorrowedLinear(torch.autograd.Function):
 
 
 class _AddBias(torch.autograd.Function):
-    """``y + bias[slot]``; its own backward, because indexing would add the tail's gradients, in y's dtype."""
+    """``y + bias[slot]``, where the kernel fits in y's own memory, which nothing else may hold; its own backward,
+    because indexing would add the tail's gradients, in y's dtype."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, bias: Tensor, slot: Tensor, ends: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ class WeightCheck:
     strict: bool
     detach: Callable[[], str]
     own: dict[int, Tensor] = field(default_factory=dict)
+    wrong: dict[int, int] = field(default_factory=dict)  # slots of each layer, when last it was checked
     metrics: Metrics = field(default_factory=Metrics)
 
     def loaded(self, slot_to_expert: Tensor, num_experts: int) -> None:
@@ -49,7 +50,6 @@ class WeightCheck:
         if not (layers := sorted(self.weights)):
             return
         tables, sums = slot_to_expert[layers], self._sums(layers)
-        self.wrong: dict[int, int] = {}  # slots of each layer, when last it was checked
         self.own = dict(zip(layers, expert_checksums(sums, tables, num_experts), strict=True))
         self._judge(layers, tables, sums, "at load")
 

@@ -62,6 +62,14 @@ class Server:
                 return samples
         raise AssertionError(f"{samples}\n{self.log.read_text()[-4000:]}")
 
+    def on_and_off(self, switch: Path) -> tuple[Samples, Samples]:
+        """While isoload chooses replicas, past two rebalances, and once the file of ISOLOAD_SWITCH says off."""
+        on = self.serve_until(
+            lambda of: one(of, "rebalances_total") >= 2 and one(of, "rebalance_thread_dead", "1") == 0
+        )
+        switch.write_text("off")
+        return on, self.serve_until(lambda of: all(one(of, "fallbacks_total", rank) > 0 for rank in "01"))
+
 
 def one(samples: Samples, name: str, rank: str = "0") -> float:
     """Of a metric without labels of its own; nan: it is not there yet."""
