@@ -27,6 +27,9 @@ pytestmark = pytest.mark.slow  # compiling all kernels takes both cores for half
 # Barriers that no scenario misses and that stay, by the text behind which they stand, and why.
 LAST = "a planner's last: its caller's lanes may read the result, as those of tests/native/teams.cpp do"
 UNNOTICED = {
+    ("algorithms/plan_exact_warp_paths.h", "group_.sync();  // all have read the levels"): (
+        "each read ends before the shuffles behind it, which order lanes but promise nothing of memory"
+    ),
     ("algorithms/plan_active.h", "// unlimited: the solve was not cut short\n    team_.sync();"): LAST,
     ("algorithms/plan_exact.h", "out.telemetry[i] = telemetry[i];\n    }\n    team_.sync();"): LAST,
     ("algorithms/plan_lp.h", "static_cast<int32_t>(status);\n    }\n    team_.sync();"): LAST,
