@@ -32,9 +32,7 @@ __all__ = [
 ]
 
 
-def make_own_counts(
-    loads: str, tokens: str, placement: Placement, group: Group, price: bool
-) -> OwnCounts | None:
+def make_own_counts(loads: str, tokens: str, placement: Placement, group: Group) -> OwnCounts | None:
     """What a Balancer with these loads keeps; None where all ranks' loads are gathered."""
     per_node, ranks = placement.topology.ranks_per_node, placement.topology.num_ranks
     if loads not in get_args(Loads) or (loads != "gathered" and tokens == "same"):
@@ -47,8 +45,6 @@ def make_own_counts(
             ("own", "a node has one rank") if per_node == 1 else ("gathered", "one node has all ranks")
         )
         raise ValueError(f"loads must be {choice} where {why}, got 'node' for ranks_per_node={per_node}")
-    if price and loads in ("gathered", "last"):
-        raise ValueError(f"price must be False where loads are {loads}: there are no targets, got True")
     if loads == "gathered":
         return None
     if loads == "node" and group.topology.ranks_per_node != per_node:
@@ -58,4 +54,4 @@ def make_own_counts(
         )
     if loads == "last":
         return LastCounts(placement, group)
-    return OwnCounts(placement, group, "node" if loads == "node" else "own", price)
+    return OwnCounts(placement, group, "node" if loads == "node" else "own")

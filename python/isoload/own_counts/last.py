@@ -31,7 +31,7 @@ class LastCounts(OwnCounts):
     """
 
     def __init__(self, placement: Placement, group: Group) -> None:
-        super().__init__(placement, group, "last", price=False)
+        super().__init__(placement, group, "last")
         num_slots = placement.topology.num_ranks * placement.slots_per_rank
         with torch.inference_mode(False):  # else only inference could write it
             self.quota = torch.zeros(num_slots, dtype=torch.int32)
