@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isoload.kernels.tiles import cover, tile
+from isoload.kernels import cover, tile
 
 # Programs stride over the tiles that hold copies, so a long tail costs no more than these; a few per thread block
 # that a GPU can hold at once, so that they even out.

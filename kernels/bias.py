@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from isoload.kernels import cover, tile
 from isoload.kernels.activation import PROGRAMS
-from isoload.kernels.tiles import cover, tile
 
 # As activation's.
 SIZES = {"do_not_specialize": ["num_slots"], "do_not_specialize_on_alignment": ["slot", "ends"]}

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from isoload import kernels
 from isoload.experts.compute import run_experts
-from isoload.experts.grouping import gather_copies, weighted_sum
 from isoload.experts.weights import ClampedGLU, ExpertWeights, SwiGLU
 from isoload.ops import group_copies
+from isoload.permutation import gather_copies, weighted_sum
 
 pytestmark = [
     pytest.mark.cuda,

@@ -1,6 +1,6 @@
 """Linear maps of sorted copies by their slots' weights: one grouped GEMM, or a loop where there is none.
 
-Shapes: C sorted copies, S slots; see isoload.experts.grouping.
+Shapes: C sorted copies, S slots; see isoload.permutation.
 """
 
 from __future__ import annotations

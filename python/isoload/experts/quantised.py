@@ -137,7 +137,7 @@ def quantised_linear(
         x: [C, in].
         stacks: weight, scale and, if there is one, scale_2, [S, ...] each: see :func:`dequantise`.
         bias: [S, out], rounded to x's dtype.
-        grouping: of the copies, see isoload.experts.grouping.
+        grouping: of the copies, see isoload.permutation.
         grouped: whether grouped_mm takes matrices of x's dtype and this size; else plain products.
 
     Returns:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from isoload.balancer import Balancer
 from isoload.checkpoints import Checkpoint
-from isoload.experts.compute import count_copies, run_experts
-from isoload.experts.sorted_rows import run_sorted
+from isoload.experts.compute import count_copies, run_experts, run_sorted
 from isoload.experts.weights import Activation, ExpertWeights, SwiGLU
 from isoload.layer.checks import check_halves, check_parts, check_rows, experts_by_rank, name_of
 from isoload.layer.compiled import Choose, handle_of, run_in_graph

@@ -14,9 +14,8 @@ from isoload import ops
 from isoload.ops import Order
 from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement
-from isoload.policies.base import Demand, Needs, Policy, chosen_plan, solve
+from isoload.policies.base import Demand, Needs, Policy, chosen_plan, make_policy, solve
 from isoload.policies.exact import ExactPolicy
-from isoload.policies.registry import make_policy
 from isoload.records import Plan
 
 EXACT = ExactPolicy()
