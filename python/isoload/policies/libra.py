@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from isoload import ops
 from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, Policy, chosen_plan
-from isoload.policies.borrowing import EXACT, BorrowPolicy, alive, fill_spare, routed_homes
+from isoload.policies.borrowing import EXACT, BorrowPolicy, fill_spare, routed_homes
 from isoload.policies.exact import ExactPolicy
 from isoload.policies.keeping import split_above_local
 from isoload.records import Plan
@@ -64,7 +64,7 @@ class LibraPolicy(BorrowPolicy):
             placed.tables,
             routed_homes(placed),
             demand.at_home,
-            alive=alive(placed),
+            alive=placed.alive,
             tolerance=self.tolerance,
             printed=self.printed,
         )
