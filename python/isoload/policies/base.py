@@ -32,10 +32,7 @@ from isoload.records import Plan, rank_cost
 
 GOLDEN = 0x9E3779B97F4A7C15  # spreads layer, step and rank over the 64-bit seeds of sampled routes
 Needs = Literal["sum", "per_source"]
-EVEN: dict[str, Any] = {
-    "budget": 0,
-    "sweeps": 0,
-}  # of plan_exact: its start, copies spread evenly over replicas
+EVEN: dict[str, Any] = {"budget": 0, "sweeps": 0}  # plan_exact's start, copies spread evenly over replicas
 
 
 class Demand(NamedTuple):

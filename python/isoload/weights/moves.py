@@ -100,15 +100,12 @@ def start_moves(group: Group, stage: str, moves: Sequence[Move], sources: Stacks
             put_rows(stacks, part.arriving, came)
             put_rows(stacks, part.filled, own)
         for buffer in (*buffers, *copies, *arrived):
-            keep_for_current(buffer)
+            if (
+                buffer.is_cuda
+            ):  # another stream may have made it: kept until the current one has done what it has now
+                buffer.record_stream(torch.cuda.current_stream(buffer.device))
 
     return wait
-
-
-def keep_for_current(tensor: Tensor) -> None:
-    """A tensor that another stream may have made: its memory is not used again before what the current one has now."""
-    if tensor.is_cuda:
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 @torch.no_grad()
