@@ -50,15 +50,13 @@ class Placer(ABC):
 
     name: ClassVar[str]
     takes_before: ClassVar[bool] = False  # whether it can start from a placement
+    has_budget: ClassVar[bool] = (
+        False  # whether it chooses the number of slots itself, by a budget of replicas
+    )
 
     def __post_init__(self) -> None:
         """Raises ValueError for options that cannot be."""
         check_options(self)
-
-    @property
-    def has_budget(self) -> bool:
-        """Whether it chooses the number of slots itself, by a budget of replicas."""
-        return False
 
     @abstractmethod
     def place(self, scenarios: Scenarios, room: Room) -> Placed:
