@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isoload.transport.agreement import DTYPES
-from isoload.transport.exchanges import Shared
+from isoload.transport.exchanges import Owned, Shared
 from isoload.transport.group import Call, Group
 from isoload.value_checks import values_readable
 
@@ -73,12 +73,7 @@ class Dispatcher(Shared, ABC):
 
     @abstractmethod
     def dispatch(
-        self,
-        x: list[Tensor],
-        slots: list[Tensor],
-        weights: list[Tensor],
-        slots_per_rank: int,
-        call: Call | None = None,
+        self, x: Owned, slots: Owned, weights: Owned, slots_per_rank: int, call: Call | None = None
     ) -> list[Received]:
         """Sends every token to each rank that holds one of its slots.
 
@@ -98,9 +93,7 @@ class Dispatcher(Shared, ABC):
         """
 
     @abstractmethod
-    def combine(
-        self, y: list[Tensor], received: list[Received], own: list[Tensor] | None = None
-    ) -> list[Tensor]:
+    def combine(self, y: Owned, received: list[Received], own: Owned | None = None) -> Owned:
         """Returns every row to its token and adds up.
 
         Args:
@@ -126,12 +119,7 @@ class Dispatcher(Shared, ABC):
         """
 
     def start_dispatch(
-        self,
-        x: list[Tensor],
-        slots: list[Tensor],
-        weights: list[Tensor],
-        slots_per_rank: int,
-        call: Call | None = None,
+        self, x: Owned, slots: Owned, weights: Owned, slots_per_rank: int, call: Call | None = None
     ) -> Callable[[], list[Received]]:
         """:meth:`dispatch`, begun: what it returns waits for the rows, once; other work, and other exchanges, may come
         before that. Forward only: raises ValueError if gradients are recorded. Where a dispatcher has nothing of its
@@ -141,15 +129,13 @@ class Dispatcher(Shared, ABC):
         received = self.dispatch(x, slots, weights, slots_per_rank, call)
         return lambda: received
 
-    def check_dispatch(
-        self, x: list[Tensor], slots: list[Tensor], weights: list[Tensor], call: Call | None
-    ) -> Call:
+    def check_dispatch(self, x: Owned, slots: Owned, weights: Owned, call: Call | None) -> Call:
         """The call, for arguments of all owned ranks; else ValueError."""
         for name, given in (("x", x), ("slots", slots), ("weights", weights)):
             self.group.check_owned(name, given)
         return Call(self.group, device=x[0].device) if call is None else call
 
-    def check_received(self, y: list[Tensor], received: list[Received], kind: type[Handle]) -> list[Handle]:
+    def check_received(self, y: Owned, received: list[Received], kind: type[Handle]) -> list[Handle]:
         """The handles of what this dispatcher's dispatch returned, beside y of its shape; else ValueError."""
         self.group.check_owned("y", y)
         self.group.check_owned("received", received)
@@ -162,16 +148,14 @@ class Dispatcher(Shared, ABC):
         self._check_like("y", y, received, [len(got.rows) for got in received], "the received rows")
         return handles
 
-    def check_own(
-        self, own: list[Tensor] | None, received: list[Received], num_tokens: Sequence[int]
-    ) -> None:
+    def check_own(self, own: Owned | None, received: list[Received], num_tokens: Sequence[int]) -> None:
         """Raises ValueError unless own contributions, if there are any, are of so many tokens of each owned rank."""
         if own is not None:
             self.group.check_owned("own", own)
             self._check_like("own", own, received, num_tokens, "the rank's tokens")
 
     def _check_like(
-        self, name: str, given: list[Tensor], received: list[Received], lengths: Sequence[int], whose: str
+        self, name: str, given: Owned, received: list[Received], lengths: Sequence[int], whose: str
     ) -> None:
         for rank, rows, got, length in zip(self.group.ranks, given, received, lengths, strict=True):
             shape, dtype = [length, got.rows.shape[1]], got.rows.dtype

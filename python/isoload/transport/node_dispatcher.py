@@ -16,7 +16,7 @@ from torch import Tensor
 from isoload.ops import number_rows
 from isoload.results import RowNumbers
 from isoload.transport.dispatcher import Received
-from isoload.transport.exchanges import PerRank
+from isoload.transport.exchanges import Owned, PerRank
 from isoload.transport.group import Call, Group
 from isoload.transport.row_dispatcher import Given, RowDispatcher, RowHandle, pack_hop, received
 from isoload.transport.rows import Dispatch, RowMap
@@ -51,12 +51,12 @@ class NodeDispatcher(RowDispatcher):
 
     def _pack(
         self, given: Given, slots_per_rank: int, call: Call | None, forward_only: bool = False
-    ) -> tuple[list[RowMap], list[Tensor], Hops]:
+    ) -> tuple[list[RowMap], Owned, Hops]:
         """Where every owned rank's tokens go, what it sends to its leaders, and the sizes of both hops."""
         group, topology = self.group, self.group.topology
         call, facts, numbers = self._check_given(given, slots_per_rank, call, forward_only)
         slots_per_node = topology.ranks_per_node * slots_per_rank
-        to_nodes, counts = list[RowNumbers](), list[Tensor]()
+        to_nodes, counts = list[RowNumbers](), Owned()
         with call:
             to_nodes = [number_rows(own, slots_per_node, topology.num_nodes) for own in given[1]]
             counts = [n.counts for n in numbers]

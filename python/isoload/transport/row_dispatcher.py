@@ -12,13 +12,13 @@ from torch import Tensor
 from isoload.ops import number_rows, pack_rows
 from isoload.results import RowNumbers
 from isoload.transport.dispatcher import FACTS, Dispatcher, Received, dispatch_facts, refuse_gradients
-from isoload.transport.exchanges import PerRank
+from isoload.transport.exchanges import Owned, PerRank
 from isoload.transport.group import Call, Group
 from isoload.transport.rows import Combine, Dispatch, RowMap, anchor, unpack_payload
 from isoload.value_checks import values_readable
 
 COUNTS_STAGE = "dispatch row counts"
-Given = tuple[list[Tensor], list[Tensor], list[Tensor]]  # x, slots and weights of the owned ranks
+Given = tuple[Owned, Owned, Owned]  # x, slots and weights of the owned ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,24 +71,14 @@ class RowDispatcher(Dispatcher):
         self.host_waits = max_tokens_per_rank is None
 
     def dispatch(
-        self,
-        x: list[Tensor],
-        slots: list[Tensor],
-        weights: list[Tensor],
-        slots_per_rank: int,
-        call: Call | None = None,
+        self, x: Owned, slots: Owned, weights: Owned, slots_per_rank: int, call: Call | None = None
     ) -> list[Received]:
         maps, payload, rest = self._pack((x, slots, weights), slots_per_rank, call)
         link, *values = Dispatch.apply(self.group, maps, payload, anchor(), *x, *weights)
         return self._receive(maps, link, values, slots_per_rank, rest)
 
     def start_dispatch(
-        self,
-        x: list[Tensor],
-        slots: list[Tensor],
-        weights: list[Tensor],
-        slots_per_rank: int,
-        call: Call | None = None,
+        self, x: Owned, slots: Owned, weights: Owned, slots_per_rank: int, call: Call | None = None
     ) -> Callable[[], list[Received]]:
         """See :meth:`Dispatcher.start_dispatch`. The row counts are exchanged before it returns."""
         maps, payload, rest = self._pack((x, slots, weights), slots_per_rank, call, forward_only=True)
@@ -100,9 +90,7 @@ class RowDispatcher(Dispatcher):
 
         return wait
 
-    def combine(
-        self, y: list[Tensor], received: list[Received], own: list[Tensor] | None = None
-    ) -> list[Tensor]:
+    def combine(self, y: Owned, received: list[Received], own: Owned | None = None) -> Owned:
         hops = [self.check_received(y, received, RowHandle)]  # the last one first
         while before := [handle.before for handle in hops[-1] if handle.before is not None]:
             hops.append(before)
@@ -119,7 +107,7 @@ class RowDispatcher(Dispatcher):
         self._exchange_counts(call, [], [], torch.empty(0, device=call.device))
 
     def _exchange_counts(
-        self, call: Call, counts: list[Tensor], facts: list[tuple[int, ...]], like: Tensor
+        self, call: Call, counts: Owned, facts: list[tuple[int, ...]], like: Tensor
     ) -> tuple[list[PerRank], list[PerRank]] | None:
         """Once all ranks have given arguments that fit: every owned rank's counts sent and got; None: shapes are fixed.
 
@@ -143,7 +131,7 @@ class RowDispatcher(Dispatcher):
 
     def _pack(
         self, given: Given, slots_per_rank: int, call: Call | None, forward_only: bool = False
-    ) -> tuple[list[RowMap], list[Tensor], Any]:
+    ) -> tuple[list[RowMap], Owned, Any]:
         """Where every owned rank's tokens go, what it sends, and for :meth:`_receive` most copies that it gets."""
         group, num_ranks = self.group, self.group.topology.num_ranks
         call, facts, numbers = self._check_given(given, slots_per_rank, call, forward_only)
@@ -191,7 +179,7 @@ class RowDispatcher(Dispatcher):
             numbers = [number_rows(s, slots_per_rank, num_ranks) for s in slots]
         return call, facts, numbers
 
-    def _check_copies(self, copies: list[Tensor]) -> None:
+    def _check_copies(self, copies: Owned) -> None:
         """Raises ValueError on all ranks alike if a rank gets more than max_copies_per_rank, of copies [R] to each."""
         most = self.max_copies_per_rank
         if most is None:
@@ -211,7 +199,7 @@ def pack_hop(
     got: PerRank,
     own: Sequence[int],
     capacity: int | None,
-) -> tuple[list[RowMap], list[Tensor]]:
+) -> tuple[list[RowMap], Owned]:
     """Where every owned rank's rows go, and what it sends.
 
     Args:

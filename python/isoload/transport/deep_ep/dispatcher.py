@@ -14,6 +14,7 @@ from isoload.transport.collective import CollectiveGroup
 from isoload.transport.deep_ep.limits import HIDDEN_MULTIPLE, LIMITS, Shape
 from isoload.transport.deep_ep.wires import WireHandle, wire_of
 from isoload.transport.dispatcher import FACTS, Dispatcher, Received, dispatch_facts
+from isoload.transport.exchanges import Owned
 from isoload.transport.group import Call
 from isoload.transport.rows import anchor
 from isoload.value_checks import values_readable
@@ -77,12 +78,7 @@ class DeepEPDispatcher(Dispatcher):
         self.adds_by_rank = self.wire.adds_by_rank
 
     def dispatch(
-        self,
-        x: list[Tensor],
-        slots: list[Tensor],
-        weights: list[Tensor],
-        slots_per_rank: int,
-        call: Call | None = None,
+        self, x: Owned, slots: Owned, weights: Owned, slots_per_rank: int, call: Call | None = None
     ) -> list[Received]:
         call = self.check_dispatch(x, slots, weights, call)
         facts: list[tuple[int, ...]] = []
@@ -102,9 +98,7 @@ class DeepEPDispatcher(Dispatcher):
         traffic.rows.select(0, rank).add_(counts.select(0, 0))
         return [Received(got, local, gates, DeepEPHandle(handle, len(rows), link), ends=handle.ends)]
 
-    def combine(
-        self, y: list[Tensor], received: list[Received], own: list[Tensor] | None = None
-    ) -> list[Tensor]:
+    def combine(self, y: Owned, received: list[Received], own: Owned | None = None) -> Owned:
         (handle,) = self.check_received(y, received, DeepEPHandle)
         self.check_own(own, received, [handle.num_tokens])
         self._refuse_gradients("y", *y, *(own or []))
