@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -58,14 +58,12 @@ def num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.itemsize
 
 
-class SendCounts(Protocol):
-    """How many rows a rank sends to every destination and gets from every source, [R] each."""
+@dataclass(frozen=True, eq=False)
+class SendCounts:
+    """How many rows a rank sends to every destination and gets from every source, [R] each, padding included."""
 
-    @property
-    def sent(self) -> list[int]: ...
-
-    @property
-    def got(self) -> list[int]: ...
+    sent: list[int]
+    got: list[int]
 
 
 class Exchanges(Shared, ABC):

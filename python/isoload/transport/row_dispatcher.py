@@ -214,7 +214,7 @@ def pack_hop(
         packed, *places = pack_rows(
             rows.detach(), slots, weights.detach(), numbers, slots_per_place, sum(sent[r]), capacity
         )
-        maps.append(RowMap(places[0], places[1], places[2], sent[r], got[r], own[r]))
+        maps.append(RowMap(sent[r], got[r], places[0], places[1], places[2], own[r]))
         payload.append(packed)
     return maps, payload
 

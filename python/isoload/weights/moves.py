@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from isoload.transport import Group
+from isoload.transport import Group, SendCounts
 from isoload.transport.rows import unpack
 from isoload.value_checks import put_on
 
@@ -37,21 +37,18 @@ class Move(NamedTuple):
     target: Address
 
 
-@dataclass(frozen=True)
-class RankMoves:
+@dataclass(frozen=True, eq=False)
+class RankMoves(SendCounts):
     """One rank's part of a list of moves.
 
     leaving    rows that other ranks read, by reading rank, then in order of the list
     arriving   rows that other ranks fill, by filling rank, then in order of the list
-    sent, got  [R] how many go to, and come from, every rank
     copied     rows that are read without leaving the rank
     filled     rows that these fill
     """
 
     leaving: list[int]
     arriving: list[int]
-    sent: list[int]
-    got: list[int]
     copied: list[int]
     filled: list[int]
 
