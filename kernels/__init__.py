@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TILE = 1024  # elements, 8 per thread: in half precision one access of 16 bytes per thread and row, in float32 two
 MOST_PARTS = 3  # of a sum: copies by home rows, replicas and borrowed ones
 
 
@@ -50,3 +51,17 @@ def _run_here() -> bool:
     if reason is not None:
         warnings.warn(f"isoload's Triton kernels are off, plain torch computes: {reason}", stacklevel=4)
     return reason is None
+
+
+def tile(width: int) -> dict[str, int]:
+    """How kernels cut [rows, width], a tile per program: ROWS and BLOCK (columns), powers of two whose product is TILE.
+
+    Narrow rows share a tile.
+    """
+    block = min(1 << max(width - 1, 0).bit_length(), TILE)
+    return {"ROWS": TILE // block, "BLOCK": block}
+
+
+def cover(size: int, part: int) -> int:
+    """Parts that cover a size."""
+    return -(-size // part)

@@ -1,7 +1,8 @@
-"""SwiGLU and gpt-oss's clamped GLU over ragged copies: forward and backward in one kernel each, float32 inside.
+"""SwiGLU, gpt-oss's clamped GLU and a bias over ragged copies: forward and backward in one kernel each, float32 inside.
 
 Shapes: C places of which the first ends[-1] hold copies (a number on the device, so the host never waits), width I.
-The tail behind them is neither read nor written. The twins are SwiGLU and ClampedGLU in isoload.experts.weights.
+The tail behind them is neither read nor written. The twins are SwiGLU and ClampedGLU in isoload.experts.weights and
+_AddBias in isoload.experts.grouped_linear.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isoload.kernels.tiles import cover, tile
+from isoload.kernels import cover, tile
 
 # Programs stride over the tiles that hold copies, so a long tail costs no more than these; a few per thread block
 # that a GPU can hold at once, so that they even out.
 PROGRAMS = 16384
 # Of every layer and placement another number: no reason to compile anew. One value is loaded of ends.
 SIZES = {"do_not_specialize": ["num_slots"], "do_not_specialize_on_alignment": ["ends"]}
+BIAS_SIZES = {"do_not_specialize": ["num_slots"], "do_not_specialize_on_alignment": ["slot", "ends"]}
 
 
 @triton.jit
@@ -123,3 +125,27 @@ def activate_backward(
     read = [grad.contiguous(), gate_up.contiguous()]
     _launch(_backward_kernel, [*read, to_gate_up], gate_up.shape[1] // 2, ends, clamp)
     return to_gate_up
+
+
+@triton.jit(**BIAS_SIZES)
+def _add_kernel(y, bias, slot, ends, num_slots, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    num_copies, across = tl.load(ends + num_slots - 1), tl.cdiv(width, BLOCK)
+    for part in range(tl.program_id(0), tl.cdiv(num_copies, ROWS) * across, tl.num_programs(0)):
+        row = (part // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        column = part % across * BLOCK + tl.arange(0, BLOCK)
+        inside = (row < num_copies)[:, None] & (column < width)[None, :]
+        of = tl.load(slot + row, mask=row < num_copies, other=0)
+        at = y + row[:, None] * width + column[None, :]
+        added = tl.load(bias + of[:, None] * width + column[None, :], mask=inside, other=0).to(tl.float32)
+        tl.store(at, tl.load(at, mask=inside, other=0).to(tl.float32) + added, mask=inside)
+
+
+def add_bias(y: Tensor, bias: Tensor, slot: Tensor, ends: Tensor) -> None:
+    """y [C, F], contiguous, gains bias [S, F] of each copy's slot [C] int64; rounded once."""
+    cut, (num_places, width) = tile(y.shape[1]), y.shape
+    tiles = cover(num_places, cut["ROWS"]) * cover(width, cut["BLOCK"])
+    if tiles and len(ends):
+        with torch.cuda.device_of(y):
+            _add_kernel[(min(tiles, PROGRAMS),)](
+                y, bias.contiguous(), slot.contiguous(), ends, len(ends), width, **cut
+            )

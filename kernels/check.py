@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from isoload.kernels import DTYPES, activation, bias, permutation
+from isoload.kernels import DTYPES, activation, permutation
 
 ARCHITECTURES = (90, 100)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -67,7 +67,7 @@ def launches(dtype: torch.dtype, width: int) -> Iterator[tuple[str, Callable[[],
     yield "spread of longer rows", partial(permutation.spread_rows, part, position, 2, False)
     yield "sum", partial(permutation.sum_rows, [(rows, position)], None, dtype)
     slot, of_slots = torch.zeros(2, dtype=torch.int64), torch.zeros(3, width, dtype=dtype)
-    yield "bias", partial(bias.add_bias, rows, of_slots, slot, ends)
+    yield "bias", partial(activation.add_bias, rows, of_slots, slot, ends)
     for parts in (2, 3):  # groups of slots
         each = [(rows, position)] * parts
         yield f"weighted sum of {parts}", partial(permutation.sum_rows, each, weights, dtype)

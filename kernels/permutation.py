@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isoload.kernels import MOST_PARTS
-from isoload.kernels.tiles import cover, tile
+from isoload.kernels import MOST_PARTS, cover, tile
 
 # What changes from batch to batch, and loads of single values: a kernel compiled for a multiple of 16, for 1, or for
 # an aligned address would serve no other, and gain nothing.

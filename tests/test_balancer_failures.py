@@ -14,7 +14,6 @@ from torch import Tensor
 
 import isoload
 from isoload import Balancer, CapturedBalancer, CollectiveGroup, LocalGroup
-from isoload.placed_layers import PlacedLayers
 from support.processes import rank_outcomes, run_ranks
 from support.small_batches import EXPERTS, LAYERS, draw_ids, make_placement, make_topology
 
@@ -44,7 +43,7 @@ def test_loads_before_and_after_batches_in_inference_mode(policy: str, min_token
         assert all(map(torch.equal, slots, wanted))
 
 
-def refuse(_placed: PlacedLayers) -> Tensor:
+def refuse(_host: isoload.Placement, _layer: int) -> Tensor:
     raise OSError("no memory")
 
 

@@ -19,9 +19,9 @@ from torch import Tensor
 import isoload
 from isoload import ops
 from isoload.experts.compute import count_copies, run_experts
-from isoload.experts.grouping import gather_copies
 from isoload.experts.weights import ExpertWeights, SwiGLU
 from isoload.ops import group_copies
+from isoload.permutation import gather_copies
 from isoload.value_checks import values_readable
 from isoload.weights.borrow import NUM_BUFFERS
 from lib.clocks import peak_bytes, timer_on

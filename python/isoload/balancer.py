@@ -183,9 +183,8 @@ class Balancer:
             given = [topk_ids] if isinstance(topk_ids, Tensor) else list(topk_ids)
             ids = [without_padding(rows, num_valid) for rows in given]
         except BaseException as error:
-            self.gather(
-                [], num_tokens, Call(self.group, failure=error)
-            )  # in which the other ranks hear of it
+            # in which the other ranks hear of it
+            self.gather([], num_tokens, Call(self.group, failure=error))
             raise
         slots = self._balance_at_once(ids[0], num_tokens) if self._by_one_op and len(ids) == 1 else None
         slots = self.route(self.balance(ids, num_tokens)) if slots is None else slots
@@ -273,7 +272,9 @@ class Balancer:
         width = own if more is None else own + len(more[0])
         if gathers:
             if call.failure is not None and call.device is None:
-                call.device = self._device()
+                call.device = next(
+                    reversed(self._own), torch.device("cpu")
+                )  # where the last tables were made
             loads = call.gather_loads(rows, width, summed=self.summed)
         else:
             loads = rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
@@ -366,7 +367,3 @@ class Balancer:
             with torch.inference_mode(False):  # else only inference could advance it
                 self._steps[device] = first_step(device)
         return own
-
-    def _device(self) -> torch.device:
-        """Where the last tables were made: on the host at construction, then where the batches are."""
-        return next(reversed(self._own), torch.device("cpu"))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from isoload.placement import Placement
 
 MEMOS = 8  # tensors that policies keep per placement and device
-Derive: TypeAlias = "Callable[[PlacedLayers], Tensor]"
+OfLayer: TypeAlias = "Callable[[Placement, int], np.ndarray[Any, Any]]"
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +34,7 @@ class PlacedLayers:
     host, layer                the placement, and the position of the layer in it; None = all
     topology, spare_slots, num_shared   the placement's
     ticks           [R] int32  the topology's, on the device
+    alive           [R] bool   likewise; None = all
     shape_per_source           of loads per source rank, [..., R, E]; summed over sources they are as home_slot
     replicated                 whether some routed expert has more than one slot in the placement
     shared_home     [R] int64  see :func:`isoload.shared_experts.shared_home`; None without shared experts
@@ -53,11 +54,12 @@ class PlacedLayers:
     spare_slots: int
     num_shared: int
     ticks: Tensor | None
+    alive: Tensor | None
     shape_per_source: tuple[int, ...]
     replicated: bool
     shared_home: Tensor | None
     shared_limits: Tensor | None
-    memos: dict[Any, tuple[Tensor, Derive]] = field(default_factory=dict)
+    memos: dict[Any, tuple[Tensor, OfLayer]] = field(default_factory=dict)
     unfilled: PlacedLayers | None = None
     quota: Tensor | None = None
     telemetry: Tensor | None = None
@@ -83,29 +85,31 @@ class PlacedLayers:
             host.spare_slots,
             host.num_shared,
             ticks=topology.ticks_on(device),
+            alive=None if topology.alive is None else torch.tensor(topology.alive, device=device),
             shape_per_source=(*batch, ranks, experts),
             replicated=resident > host.num_routed * (held.size // host.num_slots),
             shared_home=torch.tensor(shared_home(live, ranks), device=device) if host.num_shared else None,
             shared_limits=torch.tensor(most, dtype=torch.int32, device=device) if limited else None,
         )
 
-    def memo(self, key: Any, derive: Derive) -> Tensor:
-        """What `derive` makes of the placement's layers, kept; :func:`refreshing` rewrites it in place.
+    def memo(self, key: Any, of: OfLayer) -> Tensor:
+        """What a function makes of each layer of the placement, [L, ...] or of the one layer, on the device, kept.
 
-        The last MEMOS are kept, so that a key which changes with every batch costs time, not memory.
+        :func:`refreshing` rewrites it in place. The last MEMOS are kept, so that a key which changes with every batch
+        costs time, not memory.
         """
         if key in self.memos:
             return self.memos[key][0]
         with torch.inference_mode(False):  # else only inference could write it
-            value = derive(self.resident)
+            value = self.stacked(of)
         if may_be_kept(value):
             while len(self.memos) >= MEMOS:
                 del self.memos[next(iter(self.memos))]
-            self.memos[key] = value, derive
+            self.memos[key] = value, of
         return value
 
-    def stacked(self, of: Callable[[Placement, int], np.ndarray[Any, Any]]) -> Tensor:
-        """What a function makes of each layer of the placement, [L, ...] or of the one layer, on the device."""
+    def stacked(self, of: OfLayer) -> Tensor:
+        """:meth:`memo`, not kept."""
         layers = range(self.host.num_layers) if self.layer is None else [self.layer]
         table = torch.tensor(np.stack([of(self.host, i) for i in layers]), device=self.home_slot.device)
         return table if self.layer is None else table.select(0, 0)
@@ -170,7 +174,7 @@ def refreshing(own: PlacedLayers, placed: PlacedLayers) -> Callable[[], PlacedLa
         (own.slot_to_expert, placed.slot_to_expert),
         (own.home_slot, placed.home_slot),
         (own.tables.data, placed.tables.data),
-        *((value, derive(placed).expand_as(value)) for value, derive in own.memos.values()),
+        *((value, placed.stacked(of).expand_as(value)) for value, of in own.memos.values()),
     ]
     fresh = replace(own, host=placed.host, replicated=placed.replicated)  # the topology is the same
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+FIELDS = ("header", "offsets", "slots", "ranks", "solo", "split", "order", "classes")
+
 
 @dataclass(frozen=True)
 class ReplicaTables:
@@ -38,22 +40,11 @@ class ReplicaTables:
 
     def field(self, name: str) -> Tensor:
         """A view of one field, ``[..., length]``."""
-        experts, slots = self.num_experts, self.num_slots
-        lengths = {
-            "header": 2,
-            "offsets": experts + 1,
-            "slots": slots,
-            "ranks": slots,
-            "solo": slots,
-            "split": slots,
-            "order": experts,
-            "classes": experts + 1,
-        }
-        if name not in lengths:
-            raise ValueError(f"name must be one of {', '.join(lengths)}, got {name!r}")
-        names = list(lengths)
-        start = sum(lengths[earlier] for earlier in names[: names.index(name)])
-        return self.data.narrow(-1, start, lengths[name])
+        if name not in FIELDS:
+            raise ValueError(f"name must be one of {', '.join(FIELDS)}, got {name!r}")
+        experts, slots, at = self.num_experts, self.num_slots, FIELDS.index(name)
+        lengths = (2, experts + 1, slots, slots, slots, slots, experts, experts + 1)
+        return self.data.narrow(-1, sum(lengths[:at]), lengths[at])
 
     def __getitem__(self, layer: int) -> ReplicaTables:
         """The tables of one layer of a batch."""

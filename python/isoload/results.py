@@ -228,8 +228,3 @@ class Grouping(NamedTuple):
     slot: Tensor
     ends: Tensor
     position: Tensor
-
-    @property
-    def row(self) -> Tensor:
-        """[C] int64 the row that each copy is of."""
-        return self.copy // max(self.position.shape[1], 1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from isoload.experts.grouping import gather_copies, weighted_sum
 from isoload.ops import group_copies
+from isoload.permutation import gather_copies, weighted_sum
 
 
 def slots_of(seed: int) -> torch.Tensor:

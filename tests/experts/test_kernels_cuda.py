@@ -11,9 +11,9 @@ from torch import Tensor
 
 from isoload import kernels
 from isoload.experts.compute import run_experts
-from isoload.experts.grouping import gather_copies, weighted_sum
 from isoload.experts.weights import ClampedGLU, ExpertWeights, SwiGLU
 from isoload.ops import group_copies
+from isoload.permutation import gather_copies, weighted_sum
 
 pytestmark = [
     pytest.mark.cuda,
@@ -121,12 +121,14 @@ def test_activation_against_float64(glu: Any, dtype: torch.dtype) -> None:
 
 def test_no_kernel_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, slots, weights = draw(SHAPES["aligned"], torch.bfloat16)
-    from isoload.kernels import activation, bias, permutation
+    from isoload.kernels import activation, permutation
 
     def call() -> None:
         grouping = group_copies(slots, 0, 6)
         copies = permutation.spread_rows(rows, grouping.position, len(grouping.copy), False)
-        bias.add_bias(copies, torch.zeros(6, copies.shape[1], device="cuda"), grouping.slot, grouping.ends)
+        activation.add_bias(
+            copies, torch.zeros(6, copies.shape[1], device="cuda"), grouping.slot, grouping.ends
+        )
         inner = activation.activate(copies, grouping.ends, None)
         activation.activate_backward(inner, copies, grouping.ends, None)
         total = permutation.sum_rows([(copies, grouping.position)], weights, torch.bfloat16)

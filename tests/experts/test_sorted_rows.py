@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from isoload.experts.compute import run_experts
-from isoload.experts.sorted_rows import run_sorted
+from isoload.experts.compute import run_experts, run_sorted
 from isoload.experts.weights import BorrowedWeights, ClampedGLU, ExpertWeights, SwiGLU
 
 HIDDEN, INNER = 16, 24

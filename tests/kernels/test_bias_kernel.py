@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from isoload.kernels import bias as kernel
+from isoload.kernels import activation as kernel
 
 CASES = {  # places, width, ends
     "one element": (1, 1, (1,)),

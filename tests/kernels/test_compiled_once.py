@@ -12,14 +12,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from isoload.kernels import activation, bias, permutation
+from isoload.kernels import activation, permutation
 
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 SIZES = (0, 1, 2, 15, 16, 17, 32, 1000)
 KERNELS = {
     permutation: ("_spread_kernel", "_sum_kernel", "_sum_backward_kernel"),
-    activation: ("_forward_kernel", "_backward_kernel"),
-    bias: ("_add_kernel",),
+    activation: ("_forward_kernel", "_backward_kernel", "_add_kernel"),
 }
 
 
@@ -68,7 +67,7 @@ def launch_all(num_rows: int, num_places: int, num_slots: int, width: int, offse
     activation.activate(gate_up, ends, None)
     activation.activate_backward(copies, gate_up, ends, None)
     slot = behind(offset, num_places, dtype=torch.int64)
-    bias.add_bias(copies, torch.zeros(num_slots, width), slot, ends)
+    activation.add_bias(copies, torch.zeros(num_slots, width), slot, ends)
 
 
 def of_each(kernels: int) -> dict[str, int]:

@@ -13,12 +13,11 @@ import isoload
 from isoload import kernels
 from isoload.experts.compute import run_experts
 from isoload.experts.weights import ClampedGLU, ExpertWeights, SwiGLU
-from isoload.kernels import activation, bias, permutation
+from isoload.kernels import activation, permutation
 from isoload.transport import LocalTransport
 
 LAUNCHERS = [(permutation, name) for name in ("spread_rows", "sum_rows", "sum_rows_backward")]
-LAUNCHERS += [(activation, name) for name in ("activate", "activate_backward")]
-LAUNCHERS += [(bias, "add_bias")]
+LAUNCHERS += [(activation, name) for name in ("activate", "activate_backward", "add_bias")]
 
 
 @pytest.fixture

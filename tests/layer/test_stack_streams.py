@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import isoload
-from isoload.layer import beside, two_stage
+from isoload.layer import two_stage
 from isoload.layer.stack import LibraStack
 from isoload.transport import LocalTransport, Transport
 from support.fake_ranks import CAPACITY, VIRTUAL, one_rank
@@ -111,7 +111,7 @@ def test_a_missing_wait_is_seen(missing: str, local: str, policy: str) -> None:
 
     def wait_stream(stream: Stream, other: Stream) -> None:
         is_join = stream is stream.of.main
-        if "layer/beside" not in line_of_isoload() or is_join != (missing == "join"):
+        if "layer/two_stage" not in line_of_isoload() or is_join != (missing == "join"):
             waits(stream, other)
 
     with (
@@ -144,7 +144,6 @@ def test_in_that_order_results_are_the_dense_models(
     fakes = {"current_stream": lambda _device: streams, "Stream": lambda _device: streams}
     with (
         patch.multiple(torch.cuda, **fakes, stream=lambda _stream: nullcontext()),
-        patch.object(beside, "runs_apart", lambda _device: True),
         patch.object(two_stage, "runs_apart", lambda _device: True),
         torch.no_grad(),
     ):

@@ -99,7 +99,7 @@ def test_refreshed_in_place() -> None:
     address = tables.data.data_ptr()
     for _ in range(4):
         slots = torch.from_numpy(rng.permutation(case.slot_to_expert))
-        assert ops.replica_tables(slots, 12, case.num_experts, out=tables) is tables
+        torch.ops.isoload.replica_tables(slots, 12, case.num_experts, tables.data)
         assert tables.data.data_ptr() == address
         assert torch.equal(tables.data, reference.replica_tables(slots, 12, case.num_experts).data)
 
@@ -110,8 +110,17 @@ def test_every_element_is_written(family: str) -> None:
         tables = case.tables()
         poisoned = ReplicaTables(torch.full_like(tables.data, POISON), *shape_of(tables))
         slots = torch.from_numpy(case.slot_to_expert)
-        ops.replica_tables(slots, case.num_ranks, case.num_experts, out=poisoned)
+        torch.ops.isoload.replica_tables(slots, case.num_ranks, case.num_experts, poisoned.data)
         assert torch.equal(poisoned.data, tables.data) and (poisoned.data != POISON).all(), case.name
+
+
+def test_other_tables_are_refused() -> None:
+    slots = torch.tensor([0, 1, 1, 0], dtype=torch.int32)
+    for data in (torch.zeros(3, 26, dtype=torch.int32), torch.zeros(26, 2, dtype=torch.int32).t()[0]):
+        with pytest.raises(
+            RuntimeError, match="tables must be contiguous, one row per layer of slot_to_expert"
+        ):
+            torch.ops.isoload.replica_tables(slots, 2, 2, data)
 
 
 def shape_of(tables: ReplicaTables) -> tuple[int, int, int]:

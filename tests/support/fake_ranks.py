@@ -79,7 +79,7 @@ def kept_memos() -> Iterator[None]:
 
     def memo(placed: PlacedLayers, key: Any, make: Any) -> Any:
         if (placed.layer, key) not in made:
-            made[placed.layer, key] = make(placed)
+            made[placed.layer, key] = placed.stacked(make)
         return made[placed.layer, key]
 
     with patch.object(PlacedLayers, "memo", memo):

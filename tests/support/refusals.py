@@ -53,11 +53,6 @@ def empty_tables(ranks: int, experts: int, slots: int, layers: int = 1) -> Repli
     return ReplicaTables(data, ranks, experts, slots)
 
 
-def turned(tables: ReplicaTables) -> ReplicaTables:
-    """With gaps between the numbers of a layer."""
-    return replace(tables, data=tables.data.t().contiguous().t())
-
-
 SLOTS = (0, 1, 1, 2, 2, 0, 3, 3)  # 4 experts on 4 ranks, expert 3 on one
 FEW = (0, 1, 1, 2, 2, 0, -1, -1)  # expert 3 has no replica
 TABLES, OF_LAYERS = placed(*SLOTS), placed(*SLOTS, layers=3)

@@ -220,10 +220,6 @@ num_ranks=1025 | num_ranks must be in 1..1024, got 1025
 num_ranks=3 | slot_to_expert must have a multiple of num_ranks=3 slots, got 4
 slot_to_expert=slot_to_expert[:0] | slot_to_expert must have a multiple of num_ranks=2 slots, got 0
 num_experts=0 | num_experts must be at least 1, got 0
-out=empty_tables(4, 2, 4) | out must be tables of 2 experts in 4 slots on 2 ranks, got 2 in 4 on 4
-out=empty_tables(2, 3, 4) | out must be tables of 2 experts in 4 slots on 2 ranks, got 3 in 4 on 2
-out=empty_tables(2, 2, 4, 3) | tables must be contiguous, one row per layer of slot_to_expert [4], got [3, 26]
-out=turned(empty_tables(2, 2, 4, 2)), slot_to_expert=slot_to_expert.expand(2, 4) | tables must be contiguous
 [replica_tables borrow borrow_backward]
 num_ranks=0 | num_ranks must be in 1..1024, got 0
 [plan_exact plan_lp]

@@ -174,7 +174,7 @@ def test_what_fails_last_is_found_before_anything_moves(kind):
     """Regression: a policy's tables, written when weights had moved already, could not be."""
     layer, after, setup = local_layer(kind=kind, weight_rows=6)
 
-    def refuse(_placed):
+    def refuse(_host, _layer):
         raise OSError("no memory")
 
     first = run(layer, setup.rows)

@@ -48,9 +48,10 @@ class Checkpoint:
             tensors = StateTensors(self.source)
         else:
             tensors = FileTensors(Path(self.source))
-        if DeepSeekV3Layout.fits(tensors, self.prefix):
+        names = tensors.keys()
+        if f"{self.prefix}0.gate_proj.weight" in names:
             return DeepSeekV3Layout(tensors, self.prefix)
-        if GptOssLayout.fits(tensors, self.prefix):
+        if f"{self.prefix}gate_up_proj_blocks" in names:
             return GptOssLayout(tensors, self.prefix, self.as_bytes)
         raise ValueError(
             f"{tensors.where('')} must have {self.prefix}0.gate_proj.weight (DeepSeek-V3) or "

@@ -46,11 +46,6 @@ class DeepSeekV3Layout:
             raise ValueError(f"{key} in {tensors.where(key)} must be [I, H], got {shape}")
         self.intermediate, self.hidden = shape
 
-    @staticmethod
-    def fits(tensors: Tensors, prefix: str) -> bool:
-        """Whether a checkpoint has this layout there."""
-        return f"{prefix}0.gate_proj.weight" in tensors.keys()  # noqa: SIM118
-
     def rows(self, name: str, experts: Sequence[int]) -> Tensor | None:
         """The rows of a stack; None where experts in fp8 have no such stack."""
         if name not in PARTS:

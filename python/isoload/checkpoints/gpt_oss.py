@@ -38,11 +38,6 @@ class GptOssLayout:
                 )
             self.num_experts, self.sizes[name] = shape[0], (shape[1], shape[2] * BLOCK)
 
-    @staticmethod
-    def fits(tensors: Tensors, prefix: str) -> bool:
-        """Whether a checkpoint has this layout there."""
-        return f"{prefix}gate_up_proj_blocks" in tensors.keys()  # noqa: SIM118
-
     def rows(self, name: str, experts: Sequence[int]) -> Tensor | None:
         """The rows of a stack; None where such experts have no such stack."""
         is_scale = name.endswith("_scale")

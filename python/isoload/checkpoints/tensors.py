@@ -16,6 +16,7 @@ from isoload.files.reading import open_regular, parse_json, read_text
 INDEX = "model.safetensors.index.json"
 # safetensors' names of the dtypes that are read; others stay names
 DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
+Found = tuple[Any, list[int], torch.dtype | str]
 
 
 class Tensors(ABC):
@@ -30,27 +31,22 @@ class Tensors(ABC):
         """The place of a tensor, for messages."""
 
     @abstractmethod
-    def _find(self, key: str) -> Any:
-        """What slices like the tensor; keys that are not there are refused before."""
-
-    @abstractmethod
-    def _kind(self, found: Any) -> tuple[list[int], torch.dtype | str]:
-        """Its shape and dtype."""
+    def _find(self, key: str) -> Found:
+        """What slices like the tensor, its shape and dtype; keys that are not there are refused before."""
 
     def shape(self, key: str) -> list[int]:
         """Of a tensor that must be there."""
-        return self._kind(self._found(key))[0]
+        return self._found(key)[1]
 
     def read(self, key: str, shape: list[int], dtype: torch.dtype, row: int | None = None) -> Tensor:
         """A tensor on the CPU, or one row of it."""
-        found = self._found(key)
-        kind = self._kind(found)
-        if kind != (shape, dtype):
+        found, *kind = self._found(key)
+        if kind != [shape, dtype]:
             raise ValueError(f"{key} in {self.where(key)} must be {shape} {dtype}, got {kind[0]} {kind[1]}")
         part: Tensor = found[:] if row is None else found[row : row + 1][0]
         return part.cpu()
 
-    def _found(self, key: str) -> Any:
+    def _found(self, key: str) -> Found:
         if key not in self.keys():
             raise ValueError(f"{self.where(key)} must have {key}, got none")
         return self._find(key)
@@ -68,11 +64,9 @@ class StateTensors(Tensors):
     def where(self, key: str) -> str:
         return "the state"
 
-    def _find(self, key: str) -> Tensor:
-        return self.state[key].detach()
-
-    def _kind(self, found: Tensor) -> tuple[list[int], torch.dtype | str]:
-        return list(found.shape), found.dtype
+    def _find(self, key: str) -> Found:
+        tensor = self.state[key].detach()
+        return tensor, list(tensor.shape), tensor.dtype
 
 
 class FileTensors(Tensors):
@@ -121,12 +115,10 @@ class FileTensors(Tensors):
                 raise ValueError(f"{file} must be a whole safetensors file, got: {error}") from error
         return self._opened[file]
 
-    def _find(self, key: str) -> Any:
+    def _find(self, key: str) -> Found:
         opened = self._open(self.files[key])
         if key not in opened.keys():  # noqa: SIM118, no mapping
             raise ValueError(f"{self.where(key)} must have {key}, as {INDEX} says, got none")
-        return opened.get_slice(key)
-
-    def _kind(self, found: Any) -> tuple[list[int], torch.dtype | str]:
+        found = opened.get_slice(key)
         name: str = found.get_dtype()
-        return list(found.get_shape()), DTYPES.get(name, name)
+        return found, list(found.get_shape()), DTYPES.get(name, name)

@@ -1,6 +1,6 @@
 """Linear maps of sorted copies by their slots' weights: one grouped GEMM, or a loop where there is none.
 
-Shapes: C sorted copies, S slots; see isoload.experts.grouping.
+Shapes: C sorted copies, S slots; see isoload.permutation.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class _AddBias(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, bias: Tensor, slot: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(ends)
         if y.dtype == bias.dtype and kernels.fit(y, bias):
-            from isoload.kernels import bias as kernel  # imports Triton
+            from isoload.kernels import activation as kernel  # imports Triton
 
             kernel.add_bias(y, bias, slot, ends)
             ctx.mark_dirty(y)

@@ -82,7 +82,8 @@ def dequantise(weight: Tensor, scale: Tensor, scale_2: Tensor | None = None, *, 
     form, values = FORMATS[weight.dtype, scale.dtype], _open_weights(weight)
     shape = values.shape
     values = values.reshape(*scale.shape[:-2], -1, shape[-1])
-    wide = _open_scales(scale).repeat_interleave(form.rows, -2).narrow(-2, 0, values.shape[-2])
+    wide = (scale.view(torch.float8_e8m0fnu) if scale.dtype == BYTES else scale).float()
+    wide = wide.repeat_interleave(form.rows, -2).narrow(-2, 0, values.shape[-2])
     values.mul_(wide.repeat_interleave(form.columns, -1).narrow(-1, 0, shape[-1]))
     if scale_2 is not None:
         values = values.view(*scale_2.shape, -1, shape[-1]).mul_(scale_2.unsqueeze(-1).unsqueeze(-1))
@@ -96,11 +97,6 @@ def _open_weights(weight: Tensor) -> Tensor:
     halves = torch.stack([weight & 15, weight >> 4], dim=-1).flatten(-2)
     # e4m3 of the same sign, exponent and mantissa is smaller by the difference of the biases, subnormals too
     return ((halves & 8) << 4 | (halves & 7) << 2).view(FP8).float().mul_(2.0**6)
-
-
-def _open_scales(scale: Tensor) -> Tensor:
-    """Their values in float32, exactly."""
-    return (scale.view(torch.float8_e8m0fnu) if scale.dtype == BYTES else scale).float()
 
 
 def check_no_gradients() -> None:
@@ -137,7 +133,7 @@ def quantised_linear(
         x: [C, in].
         stacks: weight, scale and, if there is one, scale_2, [S, ...] each: see :func:`dequantise`.
         bias: [S, out], rounded to x's dtype.
-        grouping: of the copies, see isoload.experts.grouping.
+        grouping: of the copies, see isoload.permutation.
         grouped: whether grouped_mm takes matrices of x's dtype and this size; else plain products.
 
     Returns:

@@ -6,7 +6,7 @@ Shapes: S slots, H width of a row, I intermediate width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -198,10 +198,6 @@ def _kind(stack: Tensor | None) -> str:
     return "None" if stack is None else f"{list(stack.shape)} {stack.dtype} {stack.device}"
 
 
-def _there() -> None:
-    """Nothing to wait for."""
-
-
 @dataclass(frozen=True)
 class BorrowedWeights(ExpertWeights):
     """Stacks that arrive while others are computed, in memory that may hold other weights by the time of backward.
@@ -211,7 +207,7 @@ class BorrowedWeights(ExpertWeights):
             reads the same memory. So nothing that is computed from them saves them.
     """
 
-    wait: Callable[[], None] = _there
+    wait: Callable[[], None] = field(kw_only=True)
 
 
 def describe(weights: ExpertWeights, first: int = 0) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,7 @@ from isoload.placers import place
 from isoload.policies import POLICIES, Policy, make_policy
 from isoload.topology import Topology
 from isoload.transport import LocalTransport, Transport
-from isoload.weights.full_state import gather_full
-from isoload.weights.state import FULL, HOMES
-from isoload.weights.storage import RankWeights
+from isoload.weights.state import HOMES
 
 SPARE_SLOTS = 2  # of every rank, where a borrowing policy comes without a placement
 
@@ -152,16 +150,12 @@ def is_known(block: nn.Module) -> bool:
 
 def _rename_saved(experts: BlockExperts, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """The state of a BlockExperts under the names, and in the orientation, of the module that it replaced."""
-    group, ranks = experts.layer.group, cast("list[RankWeights]", list(experts.layer.weights))
+    group, ranks = experts.layer.group, experts.layer._ranks()
     for key in [key for key in state if key.startswith(f"{prefix}layer.weights.")]:
         if key.endswith(HOMES) and len(ranks) < group.topology.num_ranks:
             state[prefix + HOMES] = state[key]
         del state[key]
-    if prefix + HOMES in state:
-        stacks: dict[str, Tensor] = ranks[0].homes()
-    else:
-        full = gather_full(group, ranks, experts.layer.layouts)
-        stacks = {name.removeprefix(FULL): stack for name, stack in full.items()}
+    stacks = ranks[0].homes() if prefix + HOMES in state else experts.layer.full_experts()
     for name, saved in experts._names.items():
         state[prefix + saved] = experts.turn(stacks[name].detach())
 

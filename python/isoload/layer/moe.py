@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from isoload.balancer import Balancer
 from isoload.checkpoints import Checkpoint
-from isoload.experts.compute import count_copies, run_experts
-from isoload.experts.sorted_rows import run_sorted
+from isoload.experts.compute import count_copies, run_experts, run_sorted
 from isoload.experts.weights import Activation, ExpertWeights, SwiGLU
 from isoload.layer.checks import check_halves, check_parts, check_rows, experts_by_rank, name_of
 from isoload.layer.compiled import Choose, handle_of, run_in_graph
@@ -26,7 +25,7 @@ from isoload.policies import Policy
 from isoload.records import Plan
 from isoload.transport import DTYPES, Call, Received, Transport
 from isoload.value_checks import values_readable
-from isoload.weights.autograd import bring_again, join_rows, trained_stacks
+from isoload.weights.autograd import BringAgain, join_rows, trained_stacks
 from isoload.weights.borrow import Borrowed
 from isoload.weights.layout import count_rows, layouts, shard_layouts
 from isoload.weights.shard import Shard
@@ -290,7 +289,7 @@ class MoE(StoredExperts):
         rows, stacks = join_rows(self.group, self._ranks(), rows, self.replica_moves, borrowed, noted)
         received = [replace(got, rows=row) for got, row in zip(received, rows, strict=True)]
         outputs = self.run_local(received, stacks)
-        return outputs if borrowed is None else bring_again(borrowed, outputs)
+        return outputs if borrowed is None else list(BringAgain.apply(borrowed, *outputs))
 
     def _complete(self, topk_ids: Tensor, weights: Tensor) -> Routing:
         """One rank's choices, checked, with the shared experts after them."""

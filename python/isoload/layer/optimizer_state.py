@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from isoload.layer.moe import MoE
+from isoload.layer.stored import gather_rows
 from isoload.transport import Call, checksum
-from isoload.weights.full_state import gather_rows
 from isoload.weights.migrate import FACTS, state_fields
 from isoload.weights.state import FULL
 from isoload.weights.storage import RankWeights

@@ -240,8 +240,12 @@ class LibraStack:
         if torch.is_grad_enabled():
             raise ValueError("a LibraStack must run under torch.no_grad(), got gradients recorded")
         predictor = None if self.feed is None else self.feed.predictor
-        if remembers(predictor) and capturing(self.layers[index]._ranks()[0].row_of_slot.device):
-            assert predictor is not None
+        remembers = isinstance(predictor, LoadsPredictor) and type(predictor).note is not LoadsPredictor.note
+        if (
+            predictor is not None
+            and remembers
+            and capturing(self.layers[index]._ranks()[0].row_of_slot.device)
+        ):
             raise ValueError(
                 "predict must read nothing of batches before while a CUDA graph is captured, which would replay them, "
                 f"got {predictor.describe()}"
@@ -301,11 +305,6 @@ def norm_before(layer: nn.Module, block: nn.Module) -> nn.Module:
             f"{type(block).__name__} in a {type(layer).__name__}"
         )
     return layer.get_submodule(name)
-
-
-def remembers(predictor: Predictor | None) -> bool:
-    """Whether a predictor reads batches before."""
-    return isinstance(predictor, LoadsPredictor) and type(predictor).note is not LoadsPredictor.note
 
 
 def fact_of(filled: PlacedLayers | None) -> int:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from isoload.balancer import Balancer
+from isoload.experts.weights import NAMES
 from isoload.layer.checks import Experts, check_wrappers, device_of
 from isoload.placement import Placement
 from isoload.transport import Call, Group
 from isoload.weights.backend import Backend
 from isoload.weights.backends import make_backend
 from isoload.weights.borrow import Borrowing
-from isoload.weights.full_state import gather_full, load_full
-from isoload.weights.layout import Layout, layouts, replica_moves
+from isoload.weights.layout import Layout, home_addresses, layouts, replica_moves
 from isoload.weights.migrate import FACTS, check_move, check_no_state, move_facts, move_state, move_weights
+from isoload.weights.moves import Address, Move, move_rows
 from isoload.weights.shard import Shard, hold
+from isoload.weights.state import FULL, check_kind
 from isoload.weights.storage import RankWeights, new_stack, refresh_replicas
 
 
@@ -110,7 +112,12 @@ class StoredExperts(nn.Module):
         ``experts.gate_up`` and so on are stacks [E, ...]; a rank's own state_dict() holds only the rows of its homes.
         """
         own = {name: value for name, value in self.state_dict().items() if not name.startswith("weights.")}
-        return own | gather_full(self.group, self._ranks(), self.layouts)
+        return own | {FULL + name: stack for name, stack in self.full_experts().items()}
+
+    def full_experts(self) -> dict[str, Tensor]:
+        """[E, ...] of every stack, on every process: all ranks together."""
+        ranks = self._ranks()
+        return ranks[0].by_name(gather_rows(self.group, self.layouts, [rank.home_rows() for rank in ranks]))
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads what :meth:`full_state_dict` or merge_states made, replicas included, under any number of ranks.
@@ -118,7 +125,7 @@ class StoredExperts(nn.Module):
         Raises:
             ValueError: before anything is copied: a missing or unknown key, or another shape.
         """
-        own = {name: value for name, value in state.items() if not name.startswith("experts.")}
+        own = {name: value for name, value in state.items() if not name.startswith(FULL)}
         wanted = {name for name in self.state_dict() if not name.startswith("weights.")}
         if own.keys() != wanted:
             raise ValueError(f"state must hold {sorted(wanted)} beside experts, got {sorted(own)}")
@@ -186,3 +193,39 @@ class StoredExperts(nn.Module):
             weights.check(rank in self._replicated)
             if self.borrowing is not None:
                 self.borrowing.check(weights)
+
+
+def gather_rows(group: Group, layouts: Sequence[Layout], homes: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """[E, ...] on every process, from stacks [homes, ...] of every owned rank. All ranks call it together."""
+    home = home_addresses(layouts)
+    # a process that owns all ranks needs one copy
+    readers = [0] if group.owns_all else range(len(layouts))
+    moves = [Move(home[expert], Address(rank, expert)) for rank in readers for expert in range(len(home))]
+    full = [
+        [stack.detach().new_zeros(len(home) if rank in readers else 0, *stack.shape[1:]) for stack in stacks]
+        for rank, stacks in zip(group.ranks, homes, strict=True)
+    ]
+    move_rows(group, "state", moves, [list(stacks) for stacks in homes], full)
+    return full[0]
+
+
+@torch.no_grad()
+def load_full(ranks: Sequence[RankWeights], num_experts: int, state: Mapping[str, Any]) -> None:
+    """Copies every rank's rows, replicas included, out of a full state."""
+    for rank in ranks:
+        rank.check_load()
+        for name in NAMES:
+            home = rank.homes().get(name)
+            given = state.get(FULL + name)
+            wanted = None if home is None else [num_experts, *home.shape[1:]]
+            if (found := None if given is None else list(given.shape)) != wanted:
+                raise ValueError(f"{FULL}{name} must be {wanted}, got {found}")
+            if given is not None and home is not None:
+                check_kind(FULL + name, given, home)
+    for rank in ranks:
+        homes, replicas = list(rank.layout.homes), list(rank.layout.replicas)
+        stacks = [state[FULL + name] for name in rank.stored()]
+        for stack, home, behind in zip(stacks, rank.home_rows(), rank.replica_rows(), strict=True):
+            home.copy_(stack[homes])
+            behind[: len(replicas)].copy_(stack[replicas])
+        rank.note_refreshed()

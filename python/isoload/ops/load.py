@@ -22,15 +22,9 @@ def _load_library() -> ctypes.CDLL:
     return ctypes.CDLL(str(found[0]))
 
 
-def _read_rules(library: ctypes.CDLL) -> tuple[str, ...]:
-    rules = library.isoload_fault_rules
-    rules.restype = ctypes.c_char_p
-    text: bytes = rules()
-    return tuple(text.decode().splitlines())
-
-
 LIBRARY = _load_library()  # for its C functions
-RULES = _read_rules(LIBRARY)  # one per bit of a device's error word
+LIBRARY.isoload_fault_rules.restype = ctypes.c_char_p
+RULES = tuple(LIBRARY.isoload_fault_rules().decode().splitlines())  # one per bit of a device's error word
 library = torch.ops.isoload
 
 

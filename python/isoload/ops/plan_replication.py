@@ -33,13 +33,7 @@ def plan_replication(
 
     Args:
         loads: [R, E] or [L, R, E] int32 copies that each source rank is expected to send.
-        slot_to_expert: [P] or [L, P] int32, the placement; -1 in the last spare_slots of every rank. Ids from E on
-            are no routed experts.
-        home_slot: [E] int32 (leading L as above) slot that owns each expert's weights.
-        num_ranks: R, divides P.
-        spare_slots: how many experts a rank can borrow.
-        fixed: [R] int32 copies that ranks carry besides (leading L as above).
-        alive: [R] bool; ranks that are not borrow nothing. None = all.
+        slot_to_expert, home_slot, num_ranks, spare_slots, fixed, alive: as in :func:`isoload.ops.plan_spill`.
         ranks_per_node: divides R; None = R. Only counted, in the telemetry.
         local_slots: spare slots per rank of the first phase, 0..spare_slots.
         printed: stop at the first refusal, as the algorithm is printed; else the busiest rank's next expert is tried,

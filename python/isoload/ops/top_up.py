@@ -36,11 +36,8 @@ def top_up(
     Args:
         loads: [E] or [R, E] int32 copies (leading L as slot_to_expert); sources are summed.
         slot_to_expert: [P] or [L, P] int32, spare slots filled or not.
-        home_slot: [E] int32 (leading L as above) slot that owns each expert's weights.
-        num_ranks: R, divides P.
+        home_slot, num_ranks, fixed, alive: as in :func:`isoload.ops.plan_spill`.
         spare_slots: the last so many slots of every rank may be filled where they are -1.
-        fixed: [R] int32 copies that ranks carry besides (leading L as above).
-        alive: [R] bool; ranks that are not borrow nothing. None = all.
         ranks_per_node: divides R; None = R. Only counted, in the telemetry, which is of all spare slots.
     """
     per_node = num_ranks if ranks_per_node is None else ranks_per_node

@@ -22,12 +22,10 @@ class Room:
 
     node: Ints  # [R] int32 node of each
     tick: Floats  # [R] cost of one copy on each, 1.0 = nominal: 1/speed as :attr:`Topology.ticks` rounds it
-    slots_per_rank: (
-        int | None
-    )  # for routed experts; None = as many as the placer's budget of replicas asks for
-    before: Slots | None = (
-        None  # [L, R, slots_per_rank] what lies there now (-1 = nothing), where the placer starts
-    )
+    # for routed experts; None = as many as the placer's budget of replicas asks for
+    slots_per_rank: int | None
+    # [L, R, slots_per_rank] what lies there now (-1 = nothing), where the placer starts
+    before: Slots | None = None
     home_rank: Ints | None = None  # [L, E] rank of each expert's home in `before`, of these R; -1 = not alive
 
     @property
@@ -40,9 +38,8 @@ class Placed:
     """What a placer decided."""
 
     slots: Slots  # [L, R, S] expert in each slot; -1 = absent, behind a rank's others
-    replica_weight: np.ndarray[Any, np.dtype[np.float32]] | None = (
-        None  # [L, R, S] wished parts; None = equal
-    )
+    # [L, R, S] wished parts; None = equal
+    replica_weight: np.ndarray[Any, np.dtype[np.float32]] | None = None
     notes: dict[str, Any] = field(default_factory=dict)  # for a placement's provenance: JSON values
     home_rank: Ints | None = None  # [L, E] rank whose slot owns the weights; None = that of the lowest slot
 
@@ -53,15 +50,13 @@ class Placer(ABC):
 
     name: ClassVar[str]
     takes_before: ClassVar[bool] = False  # whether it can start from a placement
+    has_budget: ClassVar[bool] = (
+        False  # whether it chooses the number of slots itself, by a budget of replicas
+    )
 
     def __post_init__(self) -> None:
         """Raises ValueError for options that cannot be."""
         check_options(self)
-
-    @property
-    def has_budget(self) -> bool:
-        """Whether it chooses the number of slots itself, by a budget of replicas."""
-        return False
 
     @abstractmethod
     def place(self, scenarios: Scenarios, room: Room) -> Placed:

@@ -37,13 +37,10 @@ class CraftPlacer(Placer):
     """
 
     name = "craft"
+    has_budget = True
     replicas: int | str = "knee"
     objective: str = "time"
     grid: str = "powers"
-
-    @property
-    def has_budget(self) -> bool:
-        return True
 
     def place(self, scenarios: Scenarios, room: Room) -> Placed:
         if self.objective not in OBJECTIVES:

@@ -38,15 +38,12 @@ class GracePlacer(Placer):
     """
 
     name = "grace"
+    has_budget = True
     ratio: float | None = None
     replicate: bool = True
     everywhere: int | None = None
     collaborative: bool = False
     printed: bool = False
-
-    @property
-    def has_budget(self) -> bool:
-        return True
 
     def place(self, scenarios: Scenarios, room: Room) -> Placed:
         if self.ratio is not None and not 0 <= self.ratio <= 1:

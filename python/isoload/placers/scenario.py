@@ -61,7 +61,7 @@ class ScenarioPlacer(Placer):
     pinned: bool = False
 
     @property
-    def has_budget(self) -> bool:
+    def has_budget(self) -> bool:  # type: ignore[override]
         return self.replicas is not None
 
     def place(self, scenarios: Scenarios, room: Room) -> Placed:

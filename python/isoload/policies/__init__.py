@@ -1,7 +1,18 @@
 """Online policies: one file each, one protocol (base.py), one registry. published/: forms of others, to compare."""
 
 from isoload.placed_layers import PlacedLayers
-from isoload.policies.base import Demand, Policy, Seeded, chosen_plan, sample_seed, sampled_plan
+from isoload.policies.base import (
+    POLICIES,
+    Demand,
+    Policy,
+    Seeded,
+    chosen_plan,
+    make_policy,
+    parse_policy,
+    register_policy,
+    sample_seed,
+    sampled_plan,
+)
 from isoload.policies.even import EvenPolicy
 from isoload.policies.exact import ExactPolicy
 from isoload.policies.exact_active import ExactActivePolicy
@@ -17,7 +28,6 @@ from isoload.policies.published.grace_sampled import GraceSampledPolicy
 from isoload.policies.published.llep_published import LlepPublishedPolicy
 from isoload.policies.published.lp_sampled import LpSampledPolicy
 from isoload.policies.published.waterfill_sampled import WaterfillSampledPolicy
-from isoload.policies.registry import POLICIES, make_policy, parse_policy, register_policy
 from isoload.policies.shared_local import SharedLocalPolicy
 from isoload.policies.spill_cost import SpillCostPolicy
 from isoload.policies.static import StaticPolicy

@@ -1,4 +1,4 @@
-"""The protocol of an online policy: four small parts, each with a default.
+"""The protocol of an online policy, four small parts, each with a default; and the registry of policies by name.
 
 A policy is a frozen dataclass whose fields are its options. It never waits for a device and never exchanges anything
 between ranks: from the same loads every rank computes the same plan.
@@ -25,17 +25,14 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.ops import Order
-from isoload.options import check_options
+from isoload.options import check_options, make, parse
 from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement
 from isoload.records import Plan, rank_cost
 
 GOLDEN = 0x9E3779B97F4A7C15  # spreads layer, step and rank over the 64-bit seeds of sampled routes
 Needs = Literal["sum", "per_source"]
-EVEN: dict[str, Any] = {
-    "budget": 0,
-    "sweeps": 0,
-}  # of plan_exact: its start, copies spread evenly over replicas
+EVEN: dict[str, Any] = {"budget": 0, "sweeps": 0}  # plan_exact's start, copies spread evenly over replicas
 
 
 class Demand(NamedTuple):
@@ -204,3 +201,35 @@ def mix(seed: int, part: int) -> int:
     """One more number in a 64-bit seed, as csrc/random_word.h does."""
     seed = (seed + part + 1) * GOLDEN % 2**64
     return seed ^ seed >> 31
+
+
+POLICIES: dict[str, type[Policy]] = {}
+_DEFAULTS: dict[str, Policy] = {}
+
+
+def register_policy(policy: type[Policy]) -> type[Policy]:
+    """Makes a policy known by its name; one of your own, too, where this may stand as a decorator.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if policy.name in POLICIES:
+        raise ValueError(f"name must be a new one, policy {policy.name} exists")
+    POLICIES[policy.name], _DEFAULTS[policy.name] = policy, policy()
+    return policy
+
+
+def make_policy(policy: str | Policy, options: dict[str, Any] | None = None) -> Policy:
+    """A policy by name and options; a ready-made one passes through (and takes no options)."""
+    if isinstance(policy, Policy):
+        if options:
+            raise ValueError(f"options must be set on the policy itself, got {', '.join(options)}")
+        return policy
+    if not options and policy in POLICIES:
+        return _DEFAULTS[policy]
+    return make("policy", POLICIES, policy, options or {})
+
+
+def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
+    """Name and options of a policy written ``name`` or ``name:option=value:option=value``."""
+    return parse("policy", POLICIES, text)

@@ -7,16 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from isoload import ops
 from isoload.ops import Order
 from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement
-from isoload.policies.base import Demand, Needs, Policy, chosen_plan, solve
+from isoload.policies.base import Demand, Needs, Policy, chosen_plan, make_policy, solve
 from isoload.policies.exact import ExactPolicy
-from isoload.policies.registry import make_policy
 from isoload.records import Plan
 
 EXACT = ExactPolicy()
@@ -103,7 +101,7 @@ def fill_spare(
         placed.topology.num_ranks,
         placed.spare_slots if slots is None else slots,
         demand.at_home,
-        alive=alive(placed),
+        alive=placed.alive,
         ranks_per_node=placed.topology.ranks_per_node,
         **rules,
     )
@@ -117,15 +115,6 @@ def plan_spill(demand: Demand, placed: PlacedLayers, slots: int | None = None, *
     """
     start = solve(demand, placed).quota if placed.replicated else None
     return fill_spare(ops.plan_spill, demand, placed, slots, start=start, **rules)
-
-
-def alive(placed: PlacedLayers) -> Tensor | None:
-    """[R] bool ranks that may borrow; None = all."""
-    return None if placed.topology.alive is None else placed.memo("alive", _alive)
-
-
-def _alive(placed: PlacedLayers) -> Tensor:
-    return torch.tensor(placed.topology.alive, device=placed.home_slot.device)
 
 
 def routed_homes(placed: PlacedLayers) -> Tensor:

@@ -53,7 +53,7 @@ class GracePolicy(Policy):
 
     def cuts(self, placed: PlacedLayers) -> Tensor:
         """[..., 4, R, P] int64 per source rank and slot: its weights' begin and end, their sum, and the offset."""
-        return placed.memo(self, self._derive)
+        return placed.memo(self, partial(weighted_cuts, locality=self.locality))
 
     def _send_counts(self, loads: Tensor, placed: PlacedLayers, cuts: Tensor) -> Tensor:
         """[..., R, P] int32 copies from every source to every slot, for loads [..., R, E]."""
@@ -63,9 +63,6 @@ class GracePolicy(Policy):
         whole, offset = total * ONE, offset * total
         send_counts = (own * end + offset) // whole - (own * begin + offset) // whole
         return send_counts.to(torch.int32)
-
-    def _derive(self, placed: PlacedLayers) -> Tensor:
-        return placed.stacked(partial(weighted_cuts, locality=self.locality))
 
 
 def weighted_cuts(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from isoload import ops
 from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, Policy, chosen_plan
-from isoload.policies.borrowing import EXACT, BorrowPolicy, alive, fill_spare, routed_homes
+from isoload.policies.borrowing import EXACT, BorrowPolicy, fill_spare, routed_homes
 from isoload.policies.exact import ExactPolicy
 from isoload.policies.keeping import split_above_local
 from isoload.records import Plan
@@ -49,7 +49,9 @@ class LibraPolicy(BorrowPolicy):
 
     def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
         slots = placed.spare_slots if self.slots is None else self.slots
-        local = floor_part(self.alpha, slots)
+        local = (
+            round(self.alpha * 1_000_000) * slots // 1_000_000
+        )  # 0.3 of 10 are 3, though the float is less
         made = fill_spare(
             ops.plan_replication, demand, placed, slots, local_slots=local, printed=self.printed
         )
@@ -64,13 +66,8 @@ class LibraPolicy(BorrowPolicy):
             placed.tables,
             routed_homes(placed),
             demand.at_home,
-            alive=alive(placed),
+            alive=placed.alive,
             tolerance=self.tolerance,
             printed=self.printed,
         )
         return chosen_plan(self, quota, demand, placed, placed.telemetry)
-
-
-def floor_part(part: float, number: int) -> int:
-    """floor(part * number), where 0.3 of 10 are 3 although the float is a little less."""
-    return round(part * 1_000_000) * number // 1_000_000

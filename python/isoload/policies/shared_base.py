@@ -16,8 +16,7 @@ from isoload import ops
 from isoload.ops import Candidates, Order
 from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement
-from isoload.policies.base import EVEN, Demand, Policy, solve
-from isoload.policies.registry import make_policy
+from isoload.policies.base import EVEN, Demand, Policy, make_policy, solve
 from isoload.records import Plan
 from isoload.shared_experts import Rule, SharedPlan, shared_copies, widened
 

@@ -48,10 +48,7 @@ class StaticPolicy(Policy):
 
     def slots(self, placed: PlacedLayers) -> Tensor:
         """[..., R, E] int64 slot that each source rank uses for each expert; drawn once per placement."""
-        return placed.memo(self, self._draw)
-
-    def _draw(self, placed: PlacedLayers) -> Tensor:
-        return placed.stacked(partial(static_slots, seed=self.seed))
+        return placed.memo(self, partial(static_slots, seed=self.seed))
 
 
 def static_slots(host: Placement, layer: int, seed: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:

@@ -20,7 +20,6 @@ from isoload.policies.shared_base import (
     total_shared,
 )
 from isoload.records import Plan
-from isoload.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,15 @@ class WaterfillPolicy(SharedPolicy):
 
     def check(self, placement: Placement) -> None:
         super().check(placement)
-        check_live(placement.topology, self.candidates)
+        # else a rank's shared copies would have no candidate that is alive
+        topology, live = placement.topology, placement.topology.live_ranks
+        if self.candidates == "visited" and len(live) < topology.num_ranks:
+            raise ValueError("candidates must be all or node for a topology with dead ranks, got 'visited'")
+        nodes = {rank // topology.ranks_per_node for rank in live}
+        if self.candidates == "node" and len(nodes) < topology.num_nodes:
+            raise ValueError(
+                "candidates must be all for a topology with a node without live ranks, got 'node'"
+            )
 
     def joined(self) -> dict[str, Any] | None:
         plain = type(self) is WaterfillPolicy and type(self.routed_policy) is EvenPolicy
@@ -62,12 +69,3 @@ class WaterfillPolicy(SharedPolicy):
         bound = torch.minimum(bound, filled.peak)
         peak = filled.peak if shared.is_met else None
         return replace(made, policy=self, peak=peak, bound=bound, shared=shared)
-
-
-def check_live(topology: Topology, candidates: Candidates) -> None:
-    """Raises ValueError where a rank's shared copies would have no candidate that is alive."""
-    live, per_node = topology.live_ranks, topology.ranks_per_node
-    if candidates == "visited" and len(live) < topology.num_ranks:
-        raise ValueError("candidates must be all or node for a topology with dead ranks, got 'visited'")
-    if candidates == "node" and len({rank // per_node for rank in live}) < topology.num_nodes:
-        raise ValueError("candidates must be all for a topology with a node without live ranks, got 'node'")

@@ -16,7 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from isoload.topology import Topology
 from isoload.transport.agreement import raise_other_stage, stage_header
-from isoload.transport.exchanges import PerRank
+from isoload.transport.exchanges import Owned, PerRank
 from isoload.transport.group import Group
 from isoload.transport.peers import Peers, SymmetricMemory
 from isoload.value_checks import values_readable
@@ -77,7 +77,7 @@ class CollectiveGroup(Group):
         assert given is not None
         return cls(topology, dist.new_group(ranks, timeout=timeout_of(given)))
 
-    def _gather(self, stage: str, rows: list[Tensor], in_node: bool = False) -> Tensor:
+    def _gather(self, stage: str, rows: Owned, in_node: bool = False) -> Tensor:
         node, num_ranks = self.join_node() if in_node else None, self.topology.num_ranks
         near = self.topology.node_of(self.ranks[0]) if in_node else range(num_ranks)
         gathered = (rows[0].new_zeros if in_node else rows[0].new_empty)(num_ranks, len(rows[0]))
@@ -86,7 +86,7 @@ class CollectiveGroup(Group):
             _all_gather(gathered[near.start : near.stop].flatten(), rows[0], group=node or self.process_group)
         return gathered
 
-    def _sum(self, stage: str, rows: list[Tensor]) -> Tensor:
+    def _sum(self, stage: str, rows: Owned) -> Tensor:
         total = rows[0].clone()
         with self.named(stage):
             self._meet(stage, total, total.nbytes)
@@ -107,7 +107,7 @@ class CollectiveGroup(Group):
 
         return self.memo(("node",), make)
 
-    def _start_gather(self, stage: str, rows: list[Tensor]) -> Callable[[], Tensor]:
+    def _start_gather(self, stage: str, rows: Owned) -> Callable[[], Tensor]:
         gathered = rows[0].new_empty(self.topology.num_ranks * len(rows[0]))
         with self.named(stage):
             self._meet(stage, rows[0], rows[0].nbytes)
@@ -121,8 +121,8 @@ class CollectiveGroup(Group):
         return wait
 
     def _swap(
-        self, stage: str, buffers: list[Tensor], sent: PerRank, got: PerRank, begun: bool = False
-    ) -> Callable[[], list[Tensor]]:
+        self, stage: str, buffers: Owned, sent: PerRank, got: PerRank, begun: bool = False
+    ) -> Callable[[], Owned]:
         arrived = buffers[0].new_empty(sum(got[0]), *buffers[0].shape[1:])
         leaving = buffers[0].contiguous()
         with self.named(stage):
@@ -131,7 +131,7 @@ class CollectiveGroup(Group):
                 arrived, leaving, got[0], sent[0], group=self.process_group, async_op=begun
             )
 
-        def wait() -> list[Tensor]:
+        def wait() -> Owned:
             if begun:
                 with self.named(stage):
                     work.wait()

@@ -5,15 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from isoload.transport.agreement import DTYPES
-from isoload.transport.exchanges import Shared
-from isoload.transport.group import Call
+from isoload.transport.exchanges import Owned, Shared
+from isoload.transport.group import Call, Group
 from isoload.value_checks import values_readable
 
+Handle = TypeVar("Handle")
 # In the order of dispatch_facts
 FACTS = ("hidden size of x", "dtype of x", "top-k of slots", "dtype of weights", "slots_per_rank")
 
@@ -60,6 +62,7 @@ class Dispatcher(Shared, ABC):
     hidden_multiple      what H must be a multiple of
     """
 
+    group: Group
     max_tokens_per_rank: int | None = None
     host_waits: bool = True
     weights_at_source: bool = False
@@ -70,12 +73,7 @@ class Dispatcher(Shared, ABC):
 
     @abstractmethod
     def dispatch(
-        self,
-        x: list[Tensor],
-        slots: list[Tensor],
-        weights: list[Tensor],
-        slots_per_rank: int,
-        call: Call | None = None,
+        self, x: Owned, slots: Owned, weights: Owned, slots_per_rank: int, call: Call | None = None
     ) -> list[Received]:
         """Sends every token to each rank that holds one of its slots.
 
@@ -95,9 +93,7 @@ class Dispatcher(Shared, ABC):
         """
 
     @abstractmethod
-    def combine(
-        self, y: list[Tensor], received: list[Received], own: list[Tensor] | None = None
-    ) -> list[Tensor]:
+    def combine(self, y: Owned, received: list[Received], own: Owned | None = None) -> Owned:
         """Returns every row to its token and adds up.
 
         Args:
@@ -123,12 +119,7 @@ class Dispatcher(Shared, ABC):
         """
 
     def start_dispatch(
-        self,
-        x: list[Tensor],
-        slots: list[Tensor],
-        weights: list[Tensor],
-        slots_per_rank: int,
-        call: Call | None = None,
+        self, x: Owned, slots: Owned, weights: Owned, slots_per_rank: int, call: Call | None = None
     ) -> Callable[[], list[Received]]:
         """:meth:`dispatch`, begun: what it returns waits for the rows, once; other work, and other exchanges, may come
         before that. Forward only: raises ValueError if gradients are recorded. Where a dispatcher has nothing of its
@@ -137,6 +128,41 @@ class Dispatcher(Shared, ABC):
         refuse_gradients()
         received = self.dispatch(x, slots, weights, slots_per_rank, call)
         return lambda: received
+
+    def check_dispatch(self, x: Owned, slots: Owned, weights: Owned, call: Call | None) -> Call:
+        """The call, for arguments of all owned ranks; else ValueError."""
+        for name, given in (("x", x), ("slots", slots), ("weights", weights)):
+            self.group.check_owned(name, given)
+        return Call(self.group, device=x[0].device) if call is None else call
+
+    def check_received(self, y: Owned, received: list[Received], kind: type[Handle]) -> list[Handle]:
+        """The handles of what this dispatcher's dispatch returned, beside y of its shape; else ValueError."""
+        self.group.check_owned("y", y)
+        self.group.check_owned("received", received)
+        handles = []
+        for got in received:
+            if not isinstance(got.handle, kind):
+                found = type(got.handle).__name__
+                raise ValueError(f"received must come from this dispatcher's dispatch, got a {found}")
+            handles.append(got.handle)
+        self._check_like("y", y, received, [len(got.rows) for got in received], "the received rows")
+        return handles
+
+    def check_own(self, own: Owned | None, received: list[Received], num_tokens: Sequence[int]) -> None:
+        """Raises ValueError unless own contributions, if there are any, are of so many tokens of each owned rank."""
+        if own is not None:
+            self.group.check_owned("own", own)
+            self._check_like("own", own, received, num_tokens, "the rank's tokens")
+
+    def _check_like(
+        self, name: str, given: Owned, received: list[Received], lengths: Sequence[int], whose: str
+    ) -> None:
+        for rank, rows, got, length in zip(self.group.ranks, given, received, lengths, strict=True):
+            shape, dtype = [length, got.rows.shape[1]], got.rows.dtype
+            if list(rows.shape) != shape or rows.dtype != dtype:
+                raise ValueError(
+                    f"{name} of rank {rank} must be {shape} {dtype} as {whose}, got {list(rows.shape)} {rows.dtype}"
+                )
 
 
 def refuse_gradients() -> None:
@@ -182,13 +208,3 @@ def dispatch_facts(
         if (wrong := slots[(slots < -1) | (slots > last)]).numel():
             raise ValueError(f"slots of rank {rank} must be in -1..{last}, got {int(wrong[0])}")
     return (x.shape[1], DTYPES.index(x.dtype), slots.shape[1], DTYPES.index(weights.dtype), slots_per_rank)
-
-
-def check_like(
-    name: str, rank: int, given: Tensor, shape: torch.Size, dtype: torch.dtype, whose: str
-) -> None:
-    """Raises ValueError unless a rank's rows have the shape and dtype of others."""
-    if given.shape != shape or given.dtype != dtype:
-        raise ValueError(
-            f"{name} of rank {rank} must be {list(shape)} {dtype} as {whose}, got {list(given.shape)} {given.dtype}"
-        )

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from isoload.transport.peers import Peers
 
 T = TypeVar("T")
 Own = TypeVar("Own", bound="Shared")
+Owned = list[Tensor]  # of every rank that this process owns
 PerRank = list[list[int]]  # for every owned rank [R], by destination or by source
 
 
@@ -57,14 +58,12 @@ def num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.itemsize
 
 
-class SendCounts(Protocol):
-    """How many rows a rank sends to every destination and gets from every source, [R] each."""
+@dataclass(frozen=True, eq=False)
+class SendCounts:
+    """How many rows a rank sends to every destination and gets from every source, [R] each, padding included."""
 
-    @property
-    def sent(self) -> list[int]: ...
-
-    @property
-    def got(self) -> list[int]: ...
+    sent: list[int]
+    got: list[int]
 
 
 class Exchanges(Shared, ABC):
@@ -97,24 +96,24 @@ class Exchanges(Shared, ABC):
         return len(self.ranks) == self.topology.num_ranks
 
     @abstractmethod
-    def _gather(self, stage: str, rows: list[Tensor], in_node: bool = False) -> Tensor:
+    def _gather(self, stage: str, rows: Owned, in_node: bool = False) -> Tensor:
         """[R, F] the row [F] of every rank; in_node: only of the ranks of the owned ones' nodes, 0 of the others."""
 
-    def _sum(self, stage: str, rows: list[Tensor]) -> Tensor:
+    def _sum(self, stage: str, rows: Owned) -> Tensor:
         """[F] the rows [F] of all ranks, added up."""
         return self._gather(stage, rows).sum(0, dtype=rows[0].dtype)
 
     @abstractmethod
     def _swap(
-        self, stage: str, buffers: list[Tensor], sent: PerRank, got: PerRank, begun: bool = False
-    ) -> Callable[[], list[Tensor]]:
+        self, stage: str, buffers: Owned, sent: PerRank, got: PerRank, begun: bool = False
+    ) -> Callable[[], Owned]:
         """What :meth:`send` returns, once it is waited for; begun: other exchanges may come before that."""
 
     @abstractmethod
     def gather_objects(self, stage: str, given: object) -> list[Any]:
         """The object of every process of the group. Slow: by pickle."""
 
-    def _start_gather(self, stage: str, rows: list[Tensor]) -> Callable[[], Tensor]:
+    def _start_gather(self, stage: str, rows: Owned) -> Callable[[], Tensor]:
         gathered = self._gather(stage, rows)
         return lambda: gathered
 
@@ -122,17 +121,17 @@ class Exchanges(Shared, ABC):
         """Makes what gathers inside nodes need, once. All ranks call it together."""
         return None
 
-    def gather(self, stage: str, rows: list[Tensor]) -> Tensor:
+    def gather(self, stage: str, rows: Owned) -> Tensor:
         """[R, F]: the row [F] of every rank, the same on all ranks."""
         self.traffic.bytes[stage] += sum(map(num_bytes, rows))
         return self._gather(stage, rows)
 
-    def start_gather(self, stage: str, rows: list[Tensor]) -> Callable[[], Tensor]:
+    def start_gather(self, stage: str, rows: Owned) -> Callable[[], Tensor]:
         """:meth:`gather`, begun: what it returns waits for the rows; other exchanges may come before that."""
         self.traffic.bytes[stage] += sum(map(num_bytes, rows))
         return self._start_gather(stage, rows)
 
-    def send(self, stage: str, buffers: list[Tensor], counts: Sequence[SendCounts]) -> list[Tensor]:
+    def send(self, stage: str, buffers: Owned, counts: Sequence[SendCounts]) -> Owned:
         """All-to-all of rows.
 
         Args:
@@ -148,19 +147,17 @@ class Exchanges(Shared, ABC):
         """
         return self.swap(stage, buffers, [c.sent for c in counts], [c.got for c in counts])()
 
-    def start_send(
-        self, stage: str, buffers: list[Tensor], counts: Sequence[SendCounts]
-    ) -> Callable[[], list[Tensor]]:
+    def start_send(self, stage: str, buffers: Owned, counts: Sequence[SendCounts]) -> Callable[[], Owned]:
         """:meth:`send`, begun: what it returns waits for the rows; other exchanges may come before that."""
         return self.swap(stage, buffers, [c.sent for c in counts], [c.got for c in counts], True)
 
-    def send_back(self, stage: str, buffers: list[Tensor], counts: Sequence[SendCounts]) -> list[Tensor]:
+    def send_back(self, stage: str, buffers: Owned, counts: Sequence[SendCounts]) -> Owned:
         """The other way: buffers [sum(got), F] -> [sum(sent), F]."""
         return self.swap(stage, buffers, [c.got for c in counts], [c.sent for c in counts])()
 
     def swap(
-        self, stage: str, buffers: list[Tensor], sent: PerRank, got: PerRank, begun: bool = False
-    ) -> Callable[[], list[Tensor]]:
+        self, stage: str, buffers: Owned, sent: PerRank, got: PerRank, begun: bool = False
+    ) -> Callable[[], Owned]:
         """Buffers [sum(sent), F] by destination -> [sum(got), F] by source, as :meth:`_swap`."""
         self.traffic.bytes[stage] += sum(map(num_bytes, buffers))
         return self._swap(stage, buffers, sent, got, begun)

@@ -62,7 +62,7 @@ class GatheredTokens:
             parts = [take_part(*of, rank) for of in zip(self.rows, self.weights, sent, strict=True)]
             rows, local, weights = (torch.cat(column) for column in zip(*parts, strict=True))
             _, *maps = sent[rank]
-            own = RowMap(maps[0], maps[1], maps[2][:tokens], equal, equal, rank)
+            own = RowMap(equal, equal, maps[0], maps[1], maps[2][:tokens], rank)
             got.append(Received(rows, local, weights, RowHandle(own, self.rows[0].new_empty(()))))
         return got
 

@@ -19,7 +19,7 @@ from isoload.transport.agreement import (
     raise_unlike,
     rank_failed,
 )
-from isoload.transport.exchanges import Exchanges, PerRank, num_bytes
+from isoload.transport.exchanges import Exchanges, Owned, PerRank, num_bytes
 from isoload.value_checks import capturing, may_be_kept, put_on, values_readable
 
 FACT_RANGE = 2**31 - 1  # facts travel as int32 beside the loads: larger ones by their remainder
@@ -37,7 +37,7 @@ class Group(Exchanges):
 
     def gather_loads(
         self,
-        counts: list[Tensor],
+        counts: Owned,
         errors: list[int] | None = None,
         facts: Mapping[str, int] | None = None,
         in_node: bool = False,
@@ -135,12 +135,7 @@ class Group(Exchanges):
         return codes
 
     def swap_counts(
-        self,
-        stage: str,
-        counts: list[Tensor],
-        names: Sequence[str],
-        facts: Sequence[Sequence[int]],
-        code: int = 0,
+        self, stage: str, counts: Owned, names: Sequence[str], facts: Sequence[Sequence[int]], code: int = 0
     ) -> tuple[list[PerRank], list[PerRank]]:
         """:meth:`Call.swap_counts`; code is the :func:`error_code` of the stage that failed in this process, 0 = none.
 
@@ -276,9 +271,7 @@ class Call:
             self.later(self)
         raise self.failure
 
-    def gather_loads(
-        self, counts: list[Tensor], width: int, in_node: bool = False, summed: bool = False
-    ) -> Tensor:
+    def gather_loads(self, counts: Owned, width: int, in_node: bool = False, summed: bool = False) -> Tensor:
         """:meth:`Group.gather_loads` of counts [width] each, which are not read where this process has failed."""
         group, errors, failed = self.group, None, self.failure is not None
         if failed:
@@ -297,12 +290,7 @@ class Call:
         return loads
 
     def swap_counts(
-        self,
-        stage: str,
-        counts: list[Tensor],
-        names: Sequence[str],
-        facts: Sequence[Sequence[int]],
-        kinds: int = 2,
+        self, stage: str, counts: Owned, names: Sequence[str], facts: Sequence[Sequence[int]], kinds: int = 2
     ) -> tuple[list[PerRank], list[PerRank]]:
         """Tells every rank what will come to it.
 

@@ -11,20 +11,14 @@ from torch import Tensor
 
 from isoload.ops import number_rows, pack_rows
 from isoload.results import RowNumbers
-from isoload.transport.dispatcher import (
-    FACTS,
-    Dispatcher,
-    Received,
-    check_like,
-    dispatch_facts,
-    refuse_gradients,
-)
-from isoload.transport.exchanges import PerRank
+from isoload.transport.dispatcher import FACTS, Dispatcher, Received, dispatch_facts, refuse_gradients
+from isoload.transport.exchanges import Owned, PerRank
 from isoload.transport.group import Call, Group
 from isoload.transport.rows import Combine, Dispatch, RowMap, anchor, unpack_payload
 from isoload.value_checks import values_readable
 
 COUNTS_STAGE = "dispatch row counts"
+Given = tuple[Owned, Owned, Owned]  # x, slots and weights of the owned ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,27 +71,17 @@ class RowDispatcher(Dispatcher):
         self.host_waits = max_tokens_per_rank is None
 
     def dispatch(
-        self,
-        x: list[Tensor],
-        slots: list[Tensor],
-        weights: list[Tensor],
-        slots_per_rank: int,
-        call: Call | None = None,
+        self, x: Owned, slots: Owned, weights: Owned, slots_per_rank: int, call: Call | None = None
     ) -> list[Received]:
-        maps, payload, rest = self._pack(x, slots, weights, slots_per_rank, call)
+        maps, payload, rest = self._pack((x, slots, weights), slots_per_rank, call)
         link, *values = Dispatch.apply(self.group, maps, payload, anchor(), *x, *weights)
         return self._receive(maps, link, values, slots_per_rank, rest)
 
     def start_dispatch(
-        self,
-        x: list[Tensor],
-        slots: list[Tensor],
-        weights: list[Tensor],
-        slots_per_rank: int,
-        call: Call | None = None,
+        self, x: Owned, slots: Owned, weights: Owned, slots_per_rank: int, call: Call | None = None
     ) -> Callable[[], list[Received]]:
         """See :meth:`Dispatcher.start_dispatch`. The row counts are exchanged before it returns."""
-        maps, payload, rest = self._pack(x, slots, weights, slots_per_rank, call, forward_only=True)
+        maps, payload, rest = self._pack((x, slots, weights), slots_per_rank, call, forward_only=True)
         finish = self.group.start_send("dispatch", payload, maps)
 
         def wait() -> list[Received]:
@@ -106,21 +90,11 @@ class RowDispatcher(Dispatcher):
 
         return wait
 
-    def combine(
-        self, y: list[Tensor], received: list[Received], own: list[Tensor] | None = None
-    ) -> list[Tensor]:
-        self.group.check_owned("y", y)
-        self.group.check_owned("received", received)
-        hops = [[handle_of(got) for got in received]]  # the last one first
+    def combine(self, y: Owned, received: list[Received], own: Owned | None = None) -> Owned:
+        hops = [self.check_received(y, received, RowHandle)]  # the last one first
         while before := [handle.before for handle in hops[-1] if handle.before is not None]:
             hops.append(before)
-        for rank, rows, got in zip(self.group.ranks, y, received, strict=True):
-            check_like("y", rank, rows, got.rows.shape, got.rows.dtype, "the received rows")
-        if own is not None:
-            self.group.check_owned("own", own)
-            for rank, rows, got, handle in zip(self.group.ranks, own, received, hops[-1], strict=True):
-                shape = torch.Size((len(handle.row_map.token_to_rows), got.rows.shape[1]))
-                check_like("own", rank, rows, shape, got.rows.dtype, "the rank's tokens")
+        self.check_own(own, received, [len(handle.row_map.token_to_rows) for handle in hops[-1]])
         for handles in hops:
             link = handles[0].link if handles[0].link.requires_grad else anchor()
             maps = [handle.row_map for handle in handles]
@@ -133,7 +107,7 @@ class RowDispatcher(Dispatcher):
         self._exchange_counts(call, [], [], torch.empty(0, device=call.device))
 
     def _exchange_counts(
-        self, call: Call, counts: list[Tensor], facts: list[tuple[int, ...]], like: Tensor
+        self, call: Call, counts: Owned, facts: list[tuple[int, ...]], like: Tensor
     ) -> tuple[list[PerRank], list[PerRank]] | None:
         """Once all ranks have given arguments that fit: every owned rank's counts sent and got; None: shapes are fixed.
 
@@ -156,28 +130,22 @@ class RowDispatcher(Dispatcher):
         return None
 
     def _pack(
-        self,
-        x: list[Tensor],
-        slots: list[Tensor],
-        weights: list[Tensor],
-        slots_per_rank: int,
-        call: Call | None,
-        forward_only: bool = False,
-    ) -> tuple[list[RowMap], list[Tensor], Any]:
+        self, given: Given, slots_per_rank: int, call: Call | None, forward_only: bool = False
+    ) -> tuple[list[RowMap], Owned, Any]:
         """Where every owned rank's tokens go, what it sends, and for :meth:`_receive` most copies that it gets."""
         group, num_ranks = self.group, self.group.topology.num_ranks
-        call, facts, numbers = self._check_given(x, slots, weights, slots_per_rank, call, forward_only)
-        exchanged = self._exchange_counts(call, [n.counts for n in numbers], facts, x[0])
+        call, facts, numbers = self._check_given(given, slots_per_rank, call, forward_only)
+        exchanged = self._exchange_counts(call, [n.counts for n in numbers], facts, given[0][0])
         if exchanged is None:
             equal = [[self.max_tokens_per_rank or 0] * num_ranks] * len(group.ranks)
             sent, got, most = equal, equal, [self.max_copies_per_rank] * len(group.ranks)
         else:
             sent, got = ([kinds[0] for kinds in ranks] for ranks in exchanged)
             most = [sum(kinds[1]) for kinds in exchanged[1]]
-        group.traffic.move_to(x[0].device)
+        group.traffic.move_to(given[0][0].device)
         for rank, found in zip(group.ranks, numbers, strict=True):
             group.traffic.rows.select(0, rank).add_(found.counts.select(0, 0))
-        tokens = x, slots, weights, numbers
+        tokens = *given, numbers
         return *pack_hop(tokens, slots_per_rank, sent, got, group.ranks, self.max_tokens_per_rank), most
 
     def _receive(
@@ -188,19 +156,12 @@ class RowDispatcher(Dispatcher):
         return received(values, handles, rest)
 
     def _check_given(
-        self,
-        x: list[Tensor],
-        slots: list[Tensor],
-        weights: list[Tensor],
-        slots_per_rank: int,
-        call: Call | None,
-        forward_only: bool,
+        self, given: Given, slots_per_rank: int, call: Call | None, forward_only: bool
     ) -> tuple[Call, list[tuple[int, ...]], list[RowNumbers]]:
         """The call, FACTS and the rows to every rank, of arguments that fit; else the call has the failure."""
         group, capacity, num_ranks = self.group, self.max_tokens_per_rank, self.group.topology.num_ranks
-        for name, given in (("x", x), ("slots", slots), ("weights", weights)):
-            group.check_owned(name, given)
-        call = Call(group, device=x[0].device) if call is None else call
+        call = self.check_dispatch(*given, call)
+        x, slots, weights = given
         numbers: list[RowNumbers] = []
         facts: list[tuple[int, ...]] = []
         with call.at("dispatch"):
@@ -218,7 +179,7 @@ class RowDispatcher(Dispatcher):
             numbers = [number_rows(s, slots_per_rank, num_ranks) for s in slots]
         return call, facts, numbers
 
-    def _check_copies(self, copies: list[Tensor]) -> None:
+    def _check_copies(self, copies: Owned) -> None:
         """Raises ValueError on all ranks alike if a rank gets more than max_copies_per_rank, of copies [R] to each."""
         most = self.max_copies_per_rank
         if most is None:
@@ -238,7 +199,7 @@ def pack_hop(
     got: PerRank,
     own: Sequence[int],
     capacity: int | None,
-) -> tuple[list[RowMap], list[Tensor]]:
+) -> tuple[list[RowMap], Owned]:
     """Where every owned rank's rows go, and what it sends.
 
     Args:
@@ -253,17 +214,9 @@ def pack_hop(
         packed, *places = pack_rows(
             rows.detach(), slots, weights.detach(), numbers, slots_per_place, sum(sent[r]), capacity
         )
-        maps.append(RowMap(places[0], places[1], places[2], sent[r], got[r], own[r]))
+        maps.append(RowMap(sent[r], got[r], places[0], places[1], places[2], own[r]))
         payload.append(packed)
     return maps, payload
-
-
-def handle_of(received: Received) -> RowHandle:
-    """The handle of what this dispatcher's dispatch returned, else ValueError."""
-    if not isinstance(received.handle, RowHandle):
-        kind = type(received.handle).__name__
-        raise ValueError(f"received must come from this dispatcher's dispatch, got a {kind}")
-    return received.handle
 
 
 def received(

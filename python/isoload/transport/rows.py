@@ -17,27 +17,25 @@ from torch.autograd.function import once_differentiable
 
 from isoload.permutation import spread_rows, sum_rows
 from isoload.results import RowLayout
+from isoload.transport.exchanges import SendCounts
 from isoload.transport.group import Group
 
 Columns = list[tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, eq=False)
-class RowMap:
+class RowMap(SendCounts):
     """Which rows a rank sends (n of them, by destination, then token) and how many it gets.
 
     row_to_token   [n] int64     T where the row is padding
     row_to_rank    [n] int64     destination, R where the row is padding; where rows go to nodes, a node
     token_to_rows  [T, D] int64  the token's rows by ascending destination, n where there is none
-    sent, got      [R] rows to every rank and from every source, padding included
     own            the destination that the rank itself belongs to
     """
 
     row_to_token: Tensor
     row_to_rank: Tensor
     token_to_rows: Tensor
-    sent: list[int]
-    got: list[int]
     own: int
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from isoload.topology import Topology
 from isoload.transport.collective import CollectiveGroup
 from isoload.transport.dispatcher import Dispatcher
-from isoload.transport.exchanges import PerRank, Shared
+from isoload.transport.exchanges import Owned, PerRank, Shared
 from isoload.transport.group import Group
 from isoload.transport.node_dispatcher import NodeDispatcher
 from isoload.transport.peers import Peers, SameProcess
@@ -39,12 +39,12 @@ class LocalGroup(Group):
     def __reduce__(self) -> Any:
         return LocalGroup, (self.topology,)
 
-    def _gather(self, stage: str, rows: list[Tensor], in_node: bool = False) -> Tensor:
+    def _gather(self, stage: str, rows: Owned, in_node: bool = False) -> Tensor:
         return torch.stack(rows)
 
     def _swap(
-        self, stage: str, buffers: list[Tensor], sent: PerRank, got: PerRank, begun: bool = False
-    ) -> Callable[[], list[Tensor]]:
+        self, stage: str, buffers: Owned, sent: PerRank, got: PerRank, begun: bool = False
+    ) -> Callable[[], Owned]:
         parts = [buffer.split(sizes) for buffer, sizes in zip(buffers, sent, strict=True)]
         arrived = [torch.cat(from_all) for from_all in zip(*parts, strict=True)]
         return lambda: arrived

@@ -79,7 +79,8 @@ def _totals(ctx: Any, stacks: Sequence[Tensor]) -> list[Tensor]:
     # The gradients are this node's own: nothing but run_experts made them. Rows are added in place.
     homes, replicas = [], []
     for count, own in zip(ctx.num_homes, held, strict=True):
-        homes.append([first_rows(g, count) for g in own[:width]])
+        # contiguous: the storage's gradient itself if it has no other rows, which a view would keep alive
+        homes.append([g.contiguous() if len(g) == count else g[:count].clone() for g in own[:width]])
         replicas.append([g[count:] for g in own] if len(own) == width else own[width:])
     if ctx.replicas:
         exact = torch.promote_types(dtype, torch.float32)
@@ -94,11 +95,6 @@ def _totals(ctx: Any, stacks: Sequence[Tensor]) -> list[Tensor]:
     if ctx.divisor != 1:
         totals = [[total.div_(ctx.divisor) for total in own] for own in totals]
     return [total.to(dtype) for own in totals for total in own]
-
-
-def first_rows(grad: Tensor, count: int) -> Tensor:
-    """The home rows of a storage's gradient, contiguous: itself if it has no others, which a view would keep alive."""
-    return grad.contiguous() if len(grad) == count else grad.narrow(0, 0, count).clone()
 
 
 def split(values: Sequence[Tensor], widths: Sequence[int]) -> list[list[Tensor]]:
@@ -175,8 +171,8 @@ def join_rows(
     return rows, groups
 
 
-class _BringAgain(torch.autograd.Function):
-    """Identity; before anything behind it goes backward, the weights are brought again. Every rank enters it."""
+class BringAgain(torch.autograd.Function):
+    """Every rank's rows; before anything behind them goes backward, the weights are brought again."""
 
     @staticmethod
     def forward(ctx: Any, borrowed: Borrowed, *rows: Tensor) -> tuple[Tensor, ...]:
@@ -191,9 +187,3 @@ class _BringAgain(torch.autograd.Function):
         ctx.borrowed.begin("borrow backward")
         ctx.borrowed.proceed()
         return None, *grads
-
-
-def bring_again(borrowed: Borrowed, rows: list[Tensor]) -> list[Tensor]:
-    """The owned ranks' outputs [N, H], joined to autograd so that backward has the borrowed weights."""
-    joined: tuple[Tensor, ...] = _BringAgain.apply(borrowed, *rows)
-    return list(joined)

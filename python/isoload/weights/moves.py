@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from isoload.transport import Group
+from isoload.transport import Group, SendCounts
 from isoload.transport.rows import unpack
 from isoload.value_checks import put_on
 
@@ -37,21 +37,18 @@ class Move(NamedTuple):
     target: Address
 
 
-@dataclass(frozen=True)
-class RankMoves:
+@dataclass(frozen=True, eq=False)
+class RankMoves(SendCounts):
     """One rank's part of a list of moves.
 
     leaving    rows that other ranks read, by reading rank, then in order of the list
     arriving   rows that other ranks fill, by filling rank, then in order of the list
-    sent, got  [R] how many go to, and come from, every rank
     copied     rows that are read without leaving the rank
     filled     rows that these fill
     """
 
     leaving: list[int]
     arriving: list[int]
-    sent: list[int]
-    got: list[int]
     copied: list[int]
     filled: list[int]
 
@@ -100,15 +97,12 @@ def start_moves(group: Group, stage: str, moves: Sequence[Move], sources: Stacks
             put_rows(stacks, part.arriving, came)
             put_rows(stacks, part.filled, own)
         for buffer in (*buffers, *copies, *arrived):
-            keep_for_current(buffer)
+            if (
+                buffer.is_cuda
+            ):  # another stream may have made it: kept until the current one has done what it has now
+                buffer.record_stream(torch.cuda.current_stream(buffer.device))
 
     return wait
-
-
-def keep_for_current(tensor: Tensor) -> None:
-    """A tensor that another stream may have made: its memory is not used again before what the current one has now."""
-    if tensor.is_cuda:
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 @torch.no_grad()

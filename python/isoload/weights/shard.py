@@ -69,6 +69,7 @@ class ShardWeights(RankWeights):
         self.layout = layout
         given, here = shard.weights, shard.read()
         self._shard = None if isinstance(given, ExpertWeights) else shard
+        self.reads_elsewhere = self._shard is not None
         for name in NAMES:
             own = as_parameter(getattr(given, name)) if isinstance(given, ExpertWeights) else None
             self.register_parameter(name, own)
@@ -77,10 +78,6 @@ class ShardWeights(RankWeights):
             setattr(self, f"stored_{name}", stored)
         self.place_rows(num_rows, spare_slots, here.down.device)
         self._refreshed = None  # no replica is there yet
-
-    @property
-    def reads_elsewhere(self) -> bool:
-        return self._shard is not None
 
     def homes(self) -> dict[str, Tensor]:
         if self._shard is not None:

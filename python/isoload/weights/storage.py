@@ -42,6 +42,7 @@ class RankWeights(nn.Module):
         new_stack: (like, rows) -> [rows, ...] zeros: where the storages come from.
     """
 
+    reads_elsewhere = False  # whether home rows are computed from Parameters that are registered elsewhere
     row_of_slot: Tensor
     stored_down: Tensor
     stored_down_scale: Tensor | None
@@ -84,11 +85,6 @@ class RankWeights(nn.Module):
         """The stacks that have another Parameter than this was made with, as fully_shard gives them one."""
         now = self.named_parameters(recurse=False)
         return [name for name, p in now if p is not self._own[name] and isinstance(p, nn.Parameter)]
-
-    @property
-    def reads_elsewhere(self) -> bool:
-        """Whether home rows are computed from Parameters that are registered elsewhere."""
-        return False
 
     def homes(self) -> dict[str, Tensor]:
         """The home rows [homes, ...] by stack: the Parameters."""

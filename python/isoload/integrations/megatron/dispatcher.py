@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from isoload.balancer import Balancer
-from isoload.experts.grouping import gather_copies, weighted_sum
 from isoload.integrations.megatron.lending import Lend, Loans, loans
 from isoload.ops import group_copies
+from isoload.permutation import gather_copies, weighted_sum
 from isoload.placement import Placement
 from isoload.results import Grouping
 from isoload.transport import Call, CollectiveTransport, Received

@@ -42,14 +42,11 @@ class GraceSampledPolicy(Seeded):
 def parts_by_rank(placed: PlacedLayers, locality: bool) -> Tensor:
     """[..., R, P] float32 wished part of every slot in a source rank's copies of its expert; 0 = not used."""
     # Not by the policy, whose step changes with every batch.
-    return placed.memo(("grace_sampled", locality), partial(derive_parts, locality=locality))
+    return placed.memo(("grace_sampled", locality), partial(drawn_parts, locality=locality))
 
 
-def derive_parts(placed: PlacedLayers, locality: bool) -> Tensor:
-    def of(host: Placement, layer: int) -> np.ndarray[Any, Any]:
-        parts = np.zeros((host.topology.num_ranks, host.num_slots), dtype=np.float32)
-        for slots, wished in wished_parts(host, layer, locality):
-            parts[:, slots] = wished
-        return parts
-
-    return placed.stacked(of)
+def drawn_parts(host: Placement, layer: int, locality: bool) -> np.ndarray[Any, Any]:
+    parts = np.zeros((host.topology.num_ranks, host.num_slots), dtype=np.float32)
+    for slots, wished in wished_parts(host, layer, locality):
+        parts[:, slots] = wished
+    return parts

@@ -142,9 +142,8 @@ def llep_published(
             done = assign(expert, home, 0, min(total, room))
         helpers: list[int] = []
         while done < total:
-            if (
-                room or not helpers
-            ):  # sorted again after every chunk, but only once for the expert of a full home
+            # sorted again after every chunk, but only once for the expert of a full home
+            if room or not helpers:
                 helpers = sorted((r for r in range(num_ranks) if r != home), key=load.__getitem__)
                 asked = iter(helpers)
             taker = next((r for r in asked if chunk(r, total - done)), None)

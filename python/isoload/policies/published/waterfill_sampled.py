@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from isoload import ops
-from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement
 from isoload.policies.base import Demand, Seeded, sample_seed
 from isoload.policies.shared_base import SharedPolicy, bound_with_shared, rank_copies
@@ -85,17 +84,12 @@ def recorded_counts(path: str) -> np.ndarray[Any, Any]:
     return counts
 
 
-def rank_parts(placed: PlacedLayers, path: str) -> Tensor:
-    """[..., R] float64 each rank's part of the recorded copies, an expert's spread evenly over its slots."""
-
-    def of(host: Placement, layer: int) -> np.ndarray[Any, Any]:
-        slots, counts = host.arrays[0][layer], recorded_counts(path)[layer]
-        held = (slots >= 0) & (slots < host.num_routed)
-        each = counts / np.maximum(1, np.bincount(slots[held], minlength=len(counts)))
-        per_slot = np.where(held, each[np.where(held, slots, 0)], 0.0)
-        parts: np.ndarray[Any, Any] = per_slot.reshape(host.topology.num_ranks, -1).sum(1) / max(
-            1, counts.sum()
-        )
-        return parts
-
-    return placed.stacked(of)
+def rank_parts(host: Placement, layer: int, path: str) -> np.ndarray[Any, Any]:
+    """[R] float64 each rank's part of a layer's recorded copies, an expert's spread evenly over its slots."""
+    slots, counts = host.arrays[0][layer], recorded_counts(path)[layer]
+    held = (slots >= 0) & (slots < host.num_routed)
+    each = counts / np.maximum(1, np.bincount(slots[held], minlength=len(counts)))
+    per_slot = np.where(held, each[np.where(held, slots, 0)], 0.0)
+    parts: np.ndarray[Any, Any] = per_slot.reshape(host.topology.num_ranks, -1).sum(1)
+    parts /= max(1, counts.sum())
+    return parts

@@ -12,8 +12,9 @@ from torch.autograd.function import once_differentiable
 from isoload.ops import number_rows
 from isoload.transport.collective import CollectiveGroup
 from isoload.transport.deep_ep.limits import HIDDEN_MULTIPLE, LIMITS, Shape
-from isoload.transport.deep_ep.wires import Wire, WireHandle, wire_of
-from isoload.transport.dispatcher import FACTS, Dispatcher, Received, check_like, dispatch_facts
+from isoload.transport.deep_ep.wires import WireHandle, wire_of
+from isoload.transport.dispatcher import FACTS, Dispatcher, Received, dispatch_facts
+from isoload.transport.exchanges import Owned
 from isoload.transport.group import Call
 from isoload.transport.rows import anchor
 from isoload.value_checks import values_readable
@@ -53,6 +54,7 @@ class DeepEPDispatcher(Dispatcher):
         ValueError: on all ranks: a limit of DeepEP passed, a buffer of another version, or facts that differ.
     """
 
+    group: CollectiveGroup
     dtypes = (torch.bfloat16,)
     hidden_multiple = HIDDEN_MULTIPLE
 
@@ -76,16 +78,9 @@ class DeepEPDispatcher(Dispatcher):
         self.adds_by_rank = self.wire.adds_by_rank
 
     def dispatch(
-        self,
-        x: list[Tensor],
-        slots: list[Tensor],
-        weights: list[Tensor],
-        slots_per_rank: int,
-        call: Call | None = None,
+        self, x: Owned, slots: Owned, weights: Owned, slots_per_rank: int, call: Call | None = None
     ) -> list[Received]:
-        for name, given in (("x", x), ("slots", slots), ("weights", weights)):
-            self.group.check_owned(name, given)
-        call = Call(self.group, device=x[0].device) if call is None else call
+        call = self.check_dispatch(x, slots, weights, call)
         facts: list[tuple[int, ...]] = []
         with call.at("dispatch"):
             facts = [self._check(x[0], slots[0], weights[0], slots_per_rank)]
@@ -94,34 +89,21 @@ class DeepEPDispatcher(Dispatcher):
         # a tensor of our own: DeepEP keeps it until backward, and a route may be written again for the next batch
         topk_idx = slots[0].to(torch.int64, copy=True, memory_format=torch.contiguous_format)
         link, got, local, gates, handle = Dispatch.apply(
-            self.group, self.wire, topk_idx, self._anchor(), rows.contiguous(), weights[0].contiguous()
+            self, topk_idx, self._anchor(), rows.contiguous(), weights[0].contiguous()
         )
-        traffic, counts = (
-            self.group.traffic,
-            number_rows(topk_idx, slots_per_rank, self.shape.num_ranks).counts,
-        )
+        traffic = self.group.traffic
+        counts = number_rows(topk_idx, slots_per_rank, self.shape.num_ranks).counts
         traffic.host_syncs += self.host_waits
         traffic.move_to(rows.device)
         traffic.rows.select(0, rank).add_(counts.select(0, 0))
         return [Received(got, local, gates, DeepEPHandle(handle, len(rows), link), ends=handle.ends)]
 
-    def combine(
-        self, y: list[Tensor], received: list[Received], own: list[Tensor] | None = None
-    ) -> list[Tensor]:
-        self.group.check_owned("y", y)
-        self.group.check_owned("received", received)
-        (rank,), (got,) = self.group.ranks, received
-        if not isinstance(handle := got.handle, DeepEPHandle):
-            kind = type(handle).__name__
-            raise ValueError(f"received must come from this dispatcher's dispatch, got a {kind}")
-        check_like("y", rank, y[0], got.rows.shape, got.rows.dtype, "the received rows")
-        if own is not None:
-            self.group.check_owned("own", own)
-            shape = torch.Size((handle.num_tokens, self.shape.hidden))
-            check_like("own", rank, own[0], shape, got.rows.dtype, "the rank's tokens")
+    def combine(self, y: Owned, received: list[Received], own: Owned | None = None) -> Owned:
+        (handle,) = self.check_received(y, received, DeepEPHandle)
+        self.check_own(own, received, [handle.num_tokens])
         self._refuse_gradients("y", *y, *(own or []))
         link = handle.link if handle.link.requires_grad else self._anchor()
-        sums: Tensor = Combine.apply(self.group, self.wire, handle.own, link, y[0], *(own or []))
+        sums: Tensor = Combine.apply(self, handle.own, link, y[0], *(own or []))
         return [sums]
 
     def carry_failure(self, call: Call) -> None:
@@ -181,17 +163,11 @@ class Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        group: CollectiveGroup,
-        wire: Wire,
-        topk_idx: Tensor,
-        _anchor: Tensor,
-        x: Tensor,
-        weights: Tensor,
+        ctx: Any, of: DeepEPDispatcher, topk_idx: Tensor, _anchor: Tensor, x: Tensor, weights: Tensor
     ) -> tuple[Any, ...]:
-        with group.named("dispatch"):
-            sent = wire.dispatch(x, topk_idx, weights)
-        ctx.group, ctx.wire, ctx.handle = group, wire, sent.handle
+        with of.group.named("dispatch"):
+            sent = of.wire.dispatch(x, topk_idx, weights)
+        ctx.of, ctx.handle = of, sent.handle
         ctx.save_for_backward(sent.slots)
         ctx.mark_non_differentiable(sent.slots)
         # EPBuffer sends all weights of a token to each of its ranks
@@ -204,9 +180,9 @@ class Dispatch(torch.autograd.Function):
         (slots,) = ctx.saved_tensors
         # Buffer adds the weights of all ranks up: zeros from the others make that sum exact
         to_weights = weights.masked_fill(slots < 0, 0).contiguous()
-        with ctx.group.named("dispatch backward"):
-            returned = ctx.wire.combine(rows.contiguous(), ctx.handle, to_weights)
-        return None, None, None, None, *returned
+        with ctx.of.group.named("dispatch backward"):
+            returned = ctx.of.wire.combine(rows.contiguous(), ctx.handle, to_weights)
+        return None, None, None, *returned
 
 
 class Combine(torch.autograd.Function):
@@ -214,21 +190,15 @@ class Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        group: CollectiveGroup,
-        wire: Wire,
-        handle: WireHandle,
-        _link: Tensor,
-        y: Tensor,
-        *own: Tensor,
+        ctx: Any, of: DeepEPDispatcher, handle: WireHandle, _link: Tensor, y: Tensor, *own: Tensor
     ) -> Tensor:
-        ctx.group, ctx.wire, ctx.handle, ctx.has_own = group, wire, handle, bool(own)
-        with group.named("combine"):
-            return wire.combine(y.contiguous(), handle, None, own[0].contiguous() if own else None)[0]
+        ctx.of, ctx.handle, ctx.has_own = of, handle, bool(own)
+        with of.group.named("combine"):
+            return of.wire.combine(y.contiguous(), handle, None, own[0].contiguous() if own else None)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        with ctx.group.named("combine backward"):
-            to_y = ctx.wire.dispatch_again(grad.contiguous(), ctx.handle)
-        return None, None, None, grad.new_zeros(()), to_y, *((grad,) if ctx.has_own else ())
+        with ctx.of.group.named("combine backward"):
+            to_y = ctx.of.wire.dispatch_again(grad.contiguous(), ctx.handle)
+        return None, None, grad.new_zeros(()), to_y, *((grad,) if ctx.has_own else ())

@@ -237,9 +237,8 @@ class LowLatencyWire(Wire):
 
 
 LEGACY_NODE = 8  # ranks that Buffer joins by NVLink; its exchange between nodes always waits
-WIRES: dict[str, type[Wire]] = {
-    w.kind: w for w in (EPWire, ElasticWire, LegacyWire)
-}  # by class of the buffer
+# by class of the buffer
+WIRES: dict[str, type[Wire]] = {w.kind: w for w in (EPWire, ElasticWire, LegacyWire)}
 
 
 def wire_of(buffer: Any, shape: Shape, waits: bool, fp8: bool = False, expert_major: bool = False) -> Wire:
