@@ -11,16 +11,19 @@ from isoload.transport import CollectiveTransport
 from support.compiled import assert_equal, compile_whole
 from support.hugging_face import EXPERTS, MODELS, balanced, make_model
 from support.processes import run_ranks
+from support.sweeps import rest
 
 
 def token_ids(seed: int, length: int = 9) -> Tensor:
     return torch.randint(1, 64, (2, length), generator=torch.Generator().manual_seed(seed))
 
 
-SLOWLY = [pytest.param(name, marks=[] if name == "qwen3" else pytest.mark.slow) for name in MODELS]
+# Plain; with biases; with shared experts. The others' blocks are like qwen3's.
+NAMES = ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "deepseek_v3"))]
+NAMES += rest(*(name for name in MODELS if name not in ("qwen3", "gpt_oss", "deepseek_v3")))
 
 
-@pytest.mark.parametrize("name", SLOWLY)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_whole_model_is_one_graph(name: str) -> None:
     """Lengths differ, so that shapes become symbols."""
     torch.set_num_threads(1)
