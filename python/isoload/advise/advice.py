@@ -131,7 +131,7 @@ class Advice:
     @property
     def gain_ms(self) -> tuple[float, float]:
         """What isoload saves beyond the best without it."""
-        return between(self.theirs, self.ours) if self.ours else (0.0, 0.0)
+        return less(self.theirs.ms, self.ours.ms) if self.ours else (0.0, 0.0)
 
     def share(self, saved_ms: tuple[float, float]) -> tuple[float, float]:
         """As a part of the step as it runs now: the measured one, else the modelled one; without dense_ms of its MoE
@@ -176,7 +176,7 @@ def advise(
         on_candidate(done + 1, len(candidates))
     now = found[0]
     assert now.candidate == NOW
-    answers = [replace(answer, saved_ms=between(now, answer)) for answer in found]
+    answers = [replace(answer, saved_ms=less(now.ms, answer.ms)) for answer in found]
     ranked = sorted(answers, key=lambda answer: sum(answer.ms))
     guessed = bool(question.layer.experts.extrapolated([question.tokens * model.top_k]))
     steps = None
@@ -266,7 +266,12 @@ def _to_other_nodes(rows: Floats, topology: Topology) -> float:
     return float(rows[:, other].sum() / rows.sum())
 
 
-def between(before: Answer, after: Answer) -> tuple[float, float]:
-    """Milliseconds of a step saved by one over the other; both ranges follow one all-to-all, so low goes with low."""
-    low, high = sorted((before.ms[0] - after.ms[0], before.ms[1] - after.ms[1]))
+def saved_ms(before: Run, after: Run, question: Question, planning: float = 1.0) -> Span:
+    """Milliseconds of a step that one run saves over another, from and to."""
+    return less(step_ms(before, question, planning), step_ms(after, question, planning))
+
+
+def less(before: Span, after: Span) -> Span:
+    """What is saved by one over the other; both ranges follow one all-to-all, so low goes with low."""
+    low, high = sorted(old - new for old, new in zip(before, after, strict=True))
     return low, high

@@ -92,7 +92,8 @@ def _by_tokens(
 
 
 def _sensitivity(before: Run, after: Run, asked: Question) -> str:
-    from isoload.advise.details import saved_ms, sensitivity
+    from isoload.advise.advice import saved_ms
+    from isoload.advise.details import sensitivity
 
     found, middle = sensitivity(before, after, asked), sum(saved_ms(before, after, asked)) / 2
     ends = {of: {"half": sum(half) / 2, "double": sum(double) / 2} for of, (half, double) in found.items()}

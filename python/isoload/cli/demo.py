@@ -142,13 +142,11 @@ def _summarise(policy: str, reports: list[dict[str, Any]]) -> Row:
         "busiest_rank_rows": float(received.max(1).mean()),  # that a batch's busiest rank received, mean
         # CPU time of the process of the rank with most rows in all, over all forwards but a first.
         "busiest_rank_cpu_ms": reports[busiest]["cpu_ms"],
-        "bytes_sent": sum(
-            report["bytes"] for report in reports
-        ),  # handed to collectives, all ranks and batches
+        # Handed to collectives, all ranks and batches.
+        "bytes_sent": sum(report["bytes"] for report in reports),
         "plan_us": reports[0]["plan_us"],  # median
-        "max_abs_diff": max(
-            report["max_abs_diff"] for report in reports
-        ),  # of an element, from the dense layer's
+        # Of an element, from the dense layer's.
+        "max_abs_diff": max(report["max_abs_diff"] for report in reports),
     }
 
 

@@ -186,7 +186,8 @@ def modelled(
     """By phase the milliseconds of a step that isoload's choice saves, the advice on one, and what has no constants."""
     from isoload.advise import Question, find_model, judge_by
     from isoload.advise.constants import layer_times
-    from isoload.advise.recorded import saved, trace_of
+    from isoload.advise.advice import saved_ms
+    from isoload.advise.recorded import served_runs, trace_of
 
     described, topology = find_model(model, dtype), recorded.topology
     times, gaps = layer_times(gpu, engine, chosen.name, described, topology)
@@ -200,6 +201,7 @@ def modelled(
     }
     trace, question = trace_of(recorded, chosen), asked[chosen.name]
     judged = judge_by(trace, described, topology.num_ranks, question.tokens)
-    by_phase = {of.name: saved(recorded, of, asked[of.name]).saved for of in found if of.name in asked}
+    runs = {of.name: served_runs(recorded, of, asked[of.name]) for of in found if of.name in asked}
+    by_phase = {name: saved_ms(*of, asked[name]) for name, of in runs.items()}
     notes = [f"the advice is on the {len(chosen.batches)} passes of {chosen.name}"]
     return by_phase, answer(question, trace, judged, (engine, chosen.name, None), notes, source), gaps

@@ -70,9 +70,8 @@ class Replay:
     batches: int
     policies: tuple[PolicyFigures, ...]
     costs: tuple[dict[str, Any], ...] = ()  # a row per policy if the settings have a cost model
-    tallies: tuple[Tally, ...] = field(
-        default=(), repr=False, compare=False
-    )  # what each policy's row sums up
+    # What each policy's row sums up.
+    tallies: tuple[Tally, ...] = field(default=(), repr=False, compare=False)
 
 
 def replay(
@@ -94,9 +93,8 @@ def replay(
         RuntimeError: the routed slots do not meet the plan (a bug in isoload).
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(
-        1
-    )  # plans are small: threads would only make their times those of the machine's other work
+    # Plans are small: threads would only make their times those of the machine's other work.
+    torch.set_num_threads(1)
     try:
         return _replay(trace, settings, on_batch or (lambda done, total: None), placement)
     finally:

@@ -215,13 +215,8 @@ class _Streams:
     def events(self) -> NDArray[Any]:
         found = np.empty((len(self._ran), self._ranks), dtype=EVENT)
         found["rank"] = np.arange(self._ranks)
-        for row, (stream, layer, stage, start, ended) in zip(found, self._ran, strict=True):
-            row["stream"], row["layer"], row["stage"], row["start"], row["end"] = (
-                stream,
-                layer,
-                stage,
-                start,
-                ended,
-            )
+        for row, ran in zip(found, self._ran, strict=True):
+            for name, value in zip(("stream", "layer", "stage", "start", "end"), ran, strict=True):
+                row[name] = value
         events = found[found["end"] > found["start"]]
         return np.asarray(events[np.lexsort((events["start"], events["rank"]))])

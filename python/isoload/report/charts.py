@@ -11,21 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-WIDTH = (
-    384  # of what is plotted: two charts beside each other on a desk, one on a phone; 8, 16, 32, 64 divide it
-)
+# Of what is plotted: two charts beside each other on a desk, one on a phone; 8, 16, 32, 64 divide it.
+WIDTH = 384
 LABELS = 130  # of it, for names at the left
 HEIGHT = 230
 SCALE = 1.15  # at which a chart is shown where there is room
-EDGES = (
-    0.5,
-    0.8,
-    0.95,
-    1.05,
-    1.2,
-    1.5,
-    2.0,
-)  # of a heat map's classes; the one with 1 has the page's own colour
+# Of a heat map's classes; the one with 1 has the page's own colour.
+EDGES = (0.5, 0.8, 0.95, 1.05, 1.2, 1.5, 2.0)
 CLASSES = ("below 0.5", *(f"{low:g} to {high:g}" for low, high in pairwise(EDGES)), "2 and more")
 OWN = "var(--c2)"  # of what isoload does
 LINES = tuple(f"var(--c{i})" for i in (0, 1, 3, 4, 5, 6, 7))
