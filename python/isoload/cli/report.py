@@ -185,8 +185,8 @@ def modelled(
 ) -> tuple[dict[str, tuple[float, float]], Answered, list[str]]:
     """By phase the milliseconds of a step that isoload's choice saves, the advice on one, and what has no constants."""
     from isoload.advise import Question, find_model, judge_by
-    from isoload.advise.constants import layer_times
     from isoload.advise.advice import saved_ms
+    from isoload.advise.constants import layer_times
     from isoload.advise.recorded import served_runs, trace_of
 
     described, topology = find_model(model, dtype), recorded.topology
