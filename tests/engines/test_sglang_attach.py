@@ -26,6 +26,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from isoload.cli.engines import ENGINES, look
 from isoload.integrations.seams import SHADOW, faults, of_mode, read_seams, wrong_checks
+from isoload.integrations.settings import Settings
 from isoload.integrations.sglang import LAYERS, self_check, shadow
 from support.documents import blocks
 
@@ -40,7 +41,7 @@ def loader(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     monkeypatch.delenv("ISOLOAD_SGLANG", raising=False)
     yield monkeypatch
     HookRegistry.reset()
-    LAYERS.reset()
+    LAYERS.start(Settings.read({}))
 
 
 def hooked() -> set[str]:

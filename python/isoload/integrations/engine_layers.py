@@ -122,7 +122,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
     engine: ClassVar[str]  # begins every report
 
     def __init__(self) -> None:
-        self.reset()
+        self.start(Settings.read({}))
 
     @abstractmethod
     def engine_group(self) -> dist.ProcessGroup:
@@ -136,15 +136,16 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         """The same, as the running group numbers it."""
         return self.engine_rank()
 
-    def reset(self) -> None:
-        """As before the first model."""
-        self.settings = Settings.read({})
+    def start(self, settings: Settings) -> None:
+        """Of a process whose hooks are attached; it has no model yet."""
+        self.settings = settings
         self.by_id: dict[int, AnyLayer] = {}
         self.detached = False  # whether the engine chooses replicas after all
         self.tables: Tensor | None = None  # [L, P] expert in each slot, as the Balancers have it
-        self.meter: Meter | None = None
+        seconds = settings.report_seconds
+        self.meter = Meter(self.engine, seconds) if seconds else None
         self.weights: WeightCheck | None = None
-        self.watch = Watchdog(self.engine, 0)
+        self.watch = Watchdog(self.engine, settings.stalled_seconds)
         self.device = torch.device("cpu")  # of the Balancers' tables
         self.passes = 0  # forward passes so far
         self.switch: Switch | None = None
@@ -155,14 +156,6 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         self.slot_bytes: dict[int, int] = {}  # by layer the weights and scales of one expert
         self._groups: dict[int, CollectiveGroup] = {}
         self._placements: dict[int, Placement] = {}  # by shared experts
-
-    def start(self, settings: Settings) -> None:
-        """Of a process whose hooks are attached."""
-        self.reset()
-        self.settings = settings
-        self.watch = Watchdog(self.engine, settings.stalled_seconds)
-        if settings.report_seconds:
-            self.meter = Meter(self.engine, settings.report_seconds)
 
     def place(self, tables: Tensor, num_experts: int, topology: Topology, device: torch.device) -> None:
         """Before Balancers are made: where the routed experts lie, [L, P] on the host; on what device is routed."""
@@ -317,10 +310,9 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         self.passes += 1
         if self.record is not None:
             self.record.step_ended()
-        switched = self.switch is not None and not self.detached and self.switch.step_ended()
-        if switched and self.switch is not None and self.record is not None:
-            self.record.turn(self.switch.state == "shadow")
-        if switched:
+        if self.switch is not None and not self.detached and self.switch.step_ended():
+            if self.record is not None:
+                self.record.turn(self.switch.state == "shadow")
             self.tell_attached()
         if self.metrics.on:
             self._count_pass()

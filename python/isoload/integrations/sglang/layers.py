@@ -14,7 +14,7 @@ from isoload.balancer import Balancer
 from isoload.integrations.engine_layers import JOINED_BY_ALL, EngineLayer, EngineLayers, LoneRank
 from isoload.integrations.engine_tables import engine_topology
 from isoload.integrations.meter import Meter
-from isoload.integrations.settings import CHECK, LOADS, PHASES, SWITCH
+from isoload.integrations.settings import CHECK, LOADS, PHASES, SWITCH, Settings
 from isoload.integrations.sglang import elastic
 from isoload.integrations.sglang.phases import prefill_graphs
 from isoload.policies import make_policy
@@ -72,8 +72,8 @@ class Layers(EngineLayers[Layer]):
 
     engine = "SGLang"
 
-    def reset(self) -> None:
-        super().reset()
+    def start(self, settings: Settings) -> None:
+        super().start(settings)
         self.num_waterfill = 0  # layers whose shared experts are placed beside routed copies as they lie
         self.waterfill_flag = "--enable-waterfill"  # behind which they are
         self.lost: frozenset[str] = frozenset()  # options to which isoload is not attached

@@ -46,10 +46,8 @@ class Layer(EngineLayer):
 
     def describe(self) -> str:
         """What ranks hold, and what they exchange so that copies are level."""
-        if self.tokens == "own":
-            return f"tokens of their own, {EXCHANGED[self.balancer.loads]}"
-        gathered = "tokens gathered before they are routed, no collective"
-        return gathered if self.tokens == "gathered" else EXCHANGED["same"]
+        held = {"own": f"tokens of their own, {EXCHANGED[self.balancer.loads]}", "same": EXCHANGED["same"]}
+        return held.get(self.tokens, "tokens gathered before they are routed, no collective")
 
     def map_and_record(
         self,
