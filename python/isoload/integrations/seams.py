@@ -1,7 +1,7 @@
 """Seams: the functions of an engine that a plug-in replaces, wraps, calls or reads; it attaches where they are as
 expected.
 
-An engine's seams stand in one JSON file: each with its signature and the version that it was read from. They are
+An engine's seams stand in one JSON file, each with its signature, of the version that they were read from. They are
 compared with the engine that runs, whatever its version is called.
 """
 
@@ -78,10 +78,12 @@ class Seam:
 def read_seams(engine: str) -> list[Seam]:
     """The seams of an engine, from ``<engine>_seams.json`` beside this file."""
     text = resources.files(__package__).joinpath(f"{engine}_seams.json").read_text()
-    lists = ("signatures", "serves")
+    file, lists = json.loads(text), ("signatures", "serves")
     return [
-        Seam(**(given | {key: tuple(given[key]) for key in lists if key in given}))
-        for given in json.loads(text)
+        Seam(
+            read_from=file["read_from"], **(given | {key: tuple(given[key]) for key in lists if key in given})
+        )
+        for given in file["seams"]
     ]
 
 
