@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from isoload.cli import options
-from isoload.cli.step_table import WHOLE, span_of, step_table
+from isoload.cli.step_table import WHOLE, span_of, step_columns
 from isoload.cli.tables import (
     Figure,
     Row,
@@ -21,7 +21,6 @@ from isoload.cli.tables import (
     page_table,
     print_lines,
     print_table,
-    table_of,
     write_out,
 )
 
@@ -119,10 +118,10 @@ def print_advice(
     advice: Advice, batches: int, launch: list[str], said: list[str], console: Console, wide: bool = False
 ) -> None:
     print_lines(console, asked_lines(advice), "bold")
-    print_table(console, *table_of(FIGURES, rows_of(advice), wide))
+    print_table(console, columns_of(FIGURES, rows_of(advice), wide))
     print_lines(console, verdict_lines(advice), "green")
     if advice.steps:
-        print_table(console, *step_table(*advice.steps))
+        print_table(console, step_columns(*advice.steps))
     if launch:
         print_lines(console, [f"To run {advice.answers[0].candidate.label}:"])
         for line in launch:  # to be copied: never broken

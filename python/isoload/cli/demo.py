@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from isoload.cli.options import Force, JsonTarget
-from isoload.cli.tables import Figure, Row, print_lines, print_table, table_of, write_out
+from isoload.cli.tables import Figure, Row, columns_of, print_lines, print_table, write_out
 
 if TYPE_CHECKING:
     from isoload.topology import Topology
@@ -35,7 +35,7 @@ def print_demo(num_ranks: int, rows: Sequence[Row], console: Console) -> None:
     print_lines(
         console, [f"one MoE layer over {num_ranks} processes (gloo), forward, recorded routing"], "bold"
     )
-    print_table(console, *table_of(FIGURES, rows))
+    print_table(console, columns_of(FIGURES, rows))
     print_lines(console, ["rows: per batch, mean. CPU ms, bytes: all batches. float32."], "dim")
 
 

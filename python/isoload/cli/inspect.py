@@ -18,8 +18,6 @@ from isoload.cli.tables import (
     percent,
     print_lines,
     print_table,
-    table,
-    table_of,
     write_out,
 )
 
@@ -58,7 +56,7 @@ def print_inspection(
 ) -> None:
     numbers = list(layers[0]["on_ranks"])
     print_lines(console, inspect_header(trace, num_ranks), "bold")
-    print_table(console, *table_of(inspect_figures(numbers), layers, wide))
+    print_table(console, columns_of(inspect_figures(numbers), layers, wide))
     print_lines(
         console, ["Mean of the layers, max/mean rank load:", *(_cost_line(layers, n) for n in numbers)]
     )
@@ -112,10 +110,14 @@ PLACED_FIGURES = (
 
 def print_placement(trace: Trace, path: str, placement: Placement, view: Row, console: Console) -> None:
     print_lines(console, placed_header(trace, path, placement), "bold")
-    print_table(console, *table_of(PLACED_FIGURES, [*view["layers"], _mean(view["layers"])]))
-    print_lines(console, [PLACED_UNITS], "dim")
-    print_table(console, *table(_by_replicas(view)))
-    print_lines(console, [GAIN_UNITS], "dim")
+    for columns, units in zip(placed_columns(view), (PLACED_UNITS, GAIN_UNITS), strict=True):
+        print_table(console, columns)
+        print_lines(console, [units], "dim")
+
+
+def placed_columns(view: Row) -> tuple[list[Column], list[Column]]:
+    """Of the layers, and of their numbers of replicas."""
+    return columns_of(PLACED_FIGURES, [*view["layers"], _mean(view["layers"])]), _by_replicas(view)
 
 
 def placed_header(trace: Trace, path: str, placement: Placement) -> list[str]:
@@ -184,12 +186,9 @@ def inspect(
         def drawn() -> str:
             from isoload.cli.pages import placement_page
 
-            rows = [*view["layers"], _mean(view["layers"])]
-            tables = [columns_of(PLACED_FIGURES, rows, wide=True), _by_replicas(view)]
+            tables = "".join(map(page_table, placed_columns(view)))
             header, units = placed_header(loaded, placement, placed), [PLACED_UNITS, GAIN_UNITS]
-            return placement_page(
-                loaded, placed, view, header, "".join(map(page_table, tables)), units, figures
-            )
+            return placement_page(loaded, placed, view, header, tables, units, figures)
 
         def show(console: Console) -> None:
             print_placement(loaded, placement, placed, view, console)

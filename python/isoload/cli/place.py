@@ -20,7 +20,6 @@ from isoload.cli.tables import (
     page_table,
     print_lines,
     print_table,
-    table_of,
     write_out,
 )
 from isoload.files.writing import descriptor_of
@@ -53,7 +52,7 @@ def print_place(
     placement: Placement, path: str, calibrate: str, rows: Sequence[Row], console: Console
 ) -> None:
     print_lines(console, [placement_line(placement, path)])
-    print_table(console, *table_of(FIGURES, rows))
+    print_table(console, columns_of(FIGURES, rows))
     print_lines(console, [place_units(calibrate)])
     if not any(placement.has_freedom):
         print_lines(console, [NO_FREEDOM.format(more=placement.slots_per_rank + 1)], "yellow")

@@ -21,7 +21,6 @@ from isoload.cli.tables import (
     page_table,
     print_lines,
     print_table,
-    table,
     write_out,
 )
 
@@ -81,13 +80,6 @@ def replay_columns(rows: Sequence[PolicyFigures], with_nodes: bool, wide: bool =
     return columns_of(shown, [row.to_json() for row in rows], wide)
 
 
-def replay_table(
-    rows: Sequence[PolicyFigures], with_nodes: bool, wide: bool = False
-) -> tuple[list[str], list[str]]:
-    """Heading and rows of a replay."""
-    return table(replay_columns(rows, with_nodes, wide))
-
-
 def replay_header(replay: Replay, note: str = "") -> list[str]:
     """What was replayed, how, and whether the placement has seen it; a note says what placement was given."""
     used = replay.settings
@@ -121,7 +113,7 @@ def replay_header(replay: Replay, note: str = "") -> list[str]:
 def print_replay(replay: Replay, console: Console, wide: bool = False, note: str = "") -> None:
     used = replay.settings
     print_lines(console, replay_header(replay, note), "bold")
-    print_table(console, *replay_table(replay.policies, used["num_ranks"] > used["ranks_per_node"], wide))
+    print_table(console, replay_columns(replay.policies, used["num_ranks"] > used["ranks_per_node"], wide))
     print_lines(console, replay_units(replay, wide), "dim")
     print_lines(console, replay_warnings(replay), "yellow")
 

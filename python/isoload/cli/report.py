@@ -18,7 +18,6 @@ from isoload.cli.tables import (
     page_table,
     print_lines,
     print_table,
-    table_of,
     write_out,
 )
 
@@ -159,7 +158,7 @@ def report(
     figures |= {"warnings": warnings, "advice": None if advice is None else advice.figures}
 
     def show(console: Console) -> None:
-        print_table(console, *table_of(FIGURES, rows, wide))
+        print_table(console, columns_of(FIGURES, rows, wide))
         print_lines(console, notes, "dim")
         print_lines(console, warnings, "yellow")
         if advice is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from isoload.cli.tables import Column, table
+from isoload.cli.tables import Column
 
 if TYPE_CHECKING:
     from isoload.advise.steps import Step
@@ -23,13 +23,12 @@ def span_of(ends: tuple[float, float], sign: str = "") -> str:
     return low if low == high else f"{low} .. {high}"
 
 
-def step_table(now: Step, best: Step) -> tuple[list[str], list[str]]:
-    """Heading lines, and a line for each stage that takes any time."""
+def step_columns(now: Step, best: Step) -> list[Column]:
+    """A row for each stage that takes any time."""
     shown = [name for name in now.stages if any((*now.stages[name], *best.stages[name]))]
 
     def cells(step: Step) -> list[str]:
         return [*(span_of(step.stages[name]) for name in shown), span_of(step.ms), span_of(step.halved_ms)]
 
-    group = "ms, a rank in the mean"
-    columns = Column("", "stage", [*shown, "a whole step", "in two halves"]), Column(group, "now", cells(now))
-    return table([*columns, Column(group, "best", cells(best))])
+    group, stages = "ms, a rank in the mean", Column("", "stage", [*shown, "a whole step", "in two halves"])
+    return [stages, Column(group, "now", cells(now)), Column(group, "best", cells(best))]

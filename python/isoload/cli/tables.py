@@ -79,13 +79,6 @@ def columns_of(figures: Sequence[Figure], rows: Sequence[Row], wide: bool = Fals
     return [Column(f.group, f.title, [f.cell(row) for row in rows]) for f in shown]
 
 
-def table_of(
-    figures: Sequence[Figure], rows: Sequence[Row], wide: bool = False
-) -> tuple[list[str], list[str]]:
-    """Two heading lines and a line per row."""
-    return table(columns_of(figures, rows, wide))
-
-
 def page_table(columns: Sequence[Column], marked: Sequence[int] = ()) -> str:
     """The same on a page; marked: rows that stand out."""
     from isoload.report import table as html_table
@@ -116,7 +109,8 @@ def percent(share: float) -> str:
     return "0%" if share == 0 else f"{100 * share:.1f}%"
 
 
-def print_table(console: Console, heading: list[str], rows: list[str]) -> None:
+def print_table(console: Console, columns: Sequence[Column]) -> None:
+    heading, rows = table(columns)
     console.print()
     for line in heading:
         _print(console, line, "cyan")

@@ -48,11 +48,8 @@ class Seam:
 
     def at_home(self) -> Seam:
         """With the older path as target, where the engine has that alone."""
-        return (
-            replace(self, target=self.older)
-            if self.older and not is_there(self.target) and is_there(self.older)
-            else self
-        )
+        moved = self.older and not is_there(self.target) and is_there(self.older)
+        return replace(self, target=self.older) if moved else self
 
     @property
     def name(self) -> str:
