@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,14 +29,6 @@ FIGURES = (
     Figure("plan_us", "", "plan µs", ".1f"),
     Figure("max_abs_diff", "against the dense layer", "largest difference", ".1e"),
 )
-
-
-def print_demo(num_ranks: int, rows: Sequence[Row], console: Console) -> None:
-    print_lines(
-        console, [f"one MoE layer over {num_ranks} processes (gloo), forward, recorded routing"], "bold"
-    )
-    print_table(console, columns_of(FIGURES, rows))
-    print_lines(console, ["rows: per batch, mean. CPU ms, bytes: all batches. float32."], "dim")
 
 
 def run_demo(trace_path: Path | None, num_ranks: int, layer: int, stall_seconds: float) -> list[Row]:
@@ -165,4 +157,11 @@ def demo(
 
     check_targets([trace], force, json)
     found = run_demo(trace, ranks, layer, stall_seconds)
-    write_out(json, {"policies": found}, lambda console: print_demo(ranks, found, console))
+    header = f"one MoE layer over {ranks} processes (gloo), forward, recorded routing"
+
+    def show(console: Console) -> None:
+        print_lines(console, [header], "bold")
+        print_table(console, columns_of(FIGURES, found))
+        print_lines(console, ["rows: per batch, mean. CPU ms, bytes: all batches. float32."], "dim")
+
+    write_out(json, {"policies": found}, show)

@@ -69,20 +69,6 @@ def rows_of(recorded: Recorded, phases: list[Phase], saved: dict[str, tuple[floa
     ]
 
 
-def notes_of(recorded: Recorded, modelled: bool) -> tuple[list[str], list[str]]:
-    """What the figures are, and what is left out of them."""
-    passes, files = recorded.left_out
-    gaps = []
-    if passes:
-        gaps.append(f"{passes} passes are left out, which not every rank recorded.")
-    if files:
-        gaps.append(f"{files} files of earlier runs are left out.")
-    return [UNITS, *([SAVED] if modelled else [])], [
-        *gaps,
-        *([SAME] if modelled and recorded.same_tokens else []),
-    ]
-
-
 def section_of(rows: list[Row], notes: list[str]) -> str:
     """Of the page: the table, and a chart for each phase."""
     from isoload.cli.page_parts import MEAN, lines
@@ -148,13 +134,15 @@ def report(
     if gpu is not None and model is not None:
         chosen = found[0] if phase is None else found[names.index(phase)]
         saved, advice, gaps = modelled(held, found, chosen, gpu, model, engine, dtype, step_ms, trace)
-    rows = rows_of(held, found, saved)
-    notes, warnings = notes_of(held, advice is not None)
-    warnings += gaps
-    figures: dict[str, Any] = {
-        "phases": rows,
-        "left_out": dict(zip(("passes", "files"), held.left_out, strict=True)),
+    rows, (passes, files) = rows_of(held, found, saved), held.left_out
+    notes = [UNITS, *([SAVED] if advice else [])]
+    said = {
+        f"{passes} passes are left out, which not every rank recorded.": passes,
+        f"{files} files of earlier runs are left out.": files,
+        SAME: advice and held.same_tokens,
     }
+    warnings = [*(text for text, holds in said.items() if holds), *gaps]
+    figures: dict[str, Any] = {"phases": rows, "left_out": {"passes": passes, "files": files}}
     figures |= {"warnings": warnings, "advice": None if advice is None else advice.figures}
 
     def show(console: Console) -> None:

@@ -7,19 +7,14 @@ many ranks nearly cancel. Before the first exchange, and after a load, an expert
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from isoload import ops
 from isoload.own_counts.counts import OwnCounts
-from isoload.own_counts.targets import exact_quota, scaled
 from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement
-from isoload.replica_tables import ReplicaTables
 from isoload.results import RECENT_LOSS
-from isoload.topology import Topology
 from isoload.transport import Group
 
 
@@ -56,12 +51,3 @@ class LastCounts(OwnCounts):
         super().move(device)
         with torch.inference_mode(False):
             self.quota = self.quota.to(device)
-
-
-def renew_quotas(
-    layers: Sequence[OwnCounts], counts: Tensor, fixed: Tensor, tables: ReplicaTables, topology: Topology
-) -> None:
-    """Writes the exact split of all ranks' counts [L, R, E], above their fixed copies [L, R, R], into the layers."""
-    for kept, quota in zip(layers, exact_quota(*scaled(counts, fixed), tables, topology), strict=True):
-        assert isinstance(kept, LastCounts), "an exchange is of layers alike"
-        kept.quota.copy_(quota)

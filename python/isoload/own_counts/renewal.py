@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from isoload.own_counts.counts import OwnCounts
-from isoload.own_counts.last import LastCounts, renew_quotas
+from isoload.own_counts.last import LastCounts
 from isoload.own_counts.targets import exact_quota, new_price, offsets, rank_copies, scaled
 from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement, check_same_shape
@@ -73,7 +73,9 @@ def exchange(balancers: Sequence[OwnLayer]) -> Exchanged:
     tables = replace(placed[0].tables, data=data)
     exchanged = Exchanged(_imbalance(of_ranks[:, :, 2].sum(1), topology))
     if isinstance(first, LastCounts):
-        renew_quotas(owned, counts, fixed, tables, topology)
+        for kept, quota in zip(owned, exact_quota(*scaled(counts, fixed), tables, topology), strict=True):
+            assert isinstance(kept, LastCounts), "an exchange is of layers alike"
+            kept.quota.copy_(quota)
         return exchanged
     slots = torch.stack([of.slot_to_expert for of in placed])
     price = None
