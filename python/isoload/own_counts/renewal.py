@@ -73,9 +73,9 @@ def exchange(balancers: Sequence[OwnLayer]) -> Exchanged:
     tables = replace(placed[0].tables, data=data)
     exchanged = Exchanged(_imbalance(of_ranks[:, :, 2].sum(1), topology))
     if isinstance(first, LastCounts):
-        for kept, quota in zip(owned, exact_quota(*scaled(counts, fixed), tables, topology), strict=True):
-            assert isinstance(kept, LastCounts), "an exchange is of layers alike"
-            kept.quota.copy_(quota)
+        for own, quota in zip(owned, exact_quota(*scaled(counts, fixed), tables, topology), strict=True):
+            assert isinstance(own, LastCounts), "an exchange is of layers alike"
+            own.quota.copy_(quota)
         return exchanged
     slots = torch.stack([of.slot_to_expert for of in placed])
     price = None
