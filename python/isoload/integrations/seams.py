@@ -181,8 +181,9 @@ class PlugIn:
         """
         given = [seam.at_home() for seam in self.seams or read_seams(self.engine.lower())]
         seams = of_mode(given, settings.mode)
-        checks = {name: check for name, check in self.checks.items() if is_of(name, given, seams)}
-        options = list(dict.fromkeys(option for seam in seams for option in seam.serves)) or [self.engine]
+        others = set(options_of(given)) - set(options_of(seams))
+        checks = {name: check for name, check in self.checks.items() if name not in others}
+        options = options_of(seams) or [self.engine]
         wrong: list[str] = []
         lost: set[str] = set()
 
@@ -218,10 +219,9 @@ def of_mode(seams: Sequence[Seam], mode: str) -> list[Seam]:
     return found
 
 
-def is_of(check: str, given: Sequence[Seam], kept: Sequence[Seam]) -> bool:
-    """Whether a check is of an option that is kept, or of none."""
-    before, after = ({option for seam in seams for option in seam.serves} for seams in (given, kept))
-    return check in after or check not in before
+def options_of(seams: Sequence[Seam]) -> list[str]:
+    """All that they serve, once each."""
+    return list(dict.fromkeys(option for seam in seams for option in seam.serves))
 
 
 def wrong_checks(checks: Mapping[str, Callable[[], bool]]) -> list[str]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from isoload.balancer import Balancer
 from isoload.integrations.engine_layers import JOINED_BY_ALL, EngineLayer, EngineLayers, LoneRank
+from isoload.integrations.engine_record import EngineRecord
 from isoload.integrations.engine_tables import engine_topology
 from isoload.integrations.meter import Meter
 from isoload.integrations.settings import CHECK, LOADS, PHASES, SWITCH, Settings
@@ -141,6 +142,24 @@ class Layers(EngineLayers[Layer]):
             layer.plan_by(policies)
             self.add(layer, of.tokens == "own")
 
+    def count(self, metadata: Any) -> None:
+        """In shadow mode: makes the record of an ExpertLocationMetadata, or tells it where the experts are now."""
+        from sglang.srt.runtime_context import get_exec
+
+        moe, tables = get_exec().moe, metadata.physical_to_logical_map_cpu
+        if moe.eplb_algorithm == "isoload":
+            raise ValueError(
+                "--eplb-algorithm must be one of SGLang's where ISOLOAD_MODE is shadow, got 'isoload'"
+            )
+        if self.record is not None and self.record.tables.shape == tables.shape:
+            self.record.moved(tables)
+            return
+        self.record = EngineRecord(
+            self.settings, self.engine, "", self.own_rank(), tables, metadata.num_logical_experts,
+            topology_of(metadata), "same" if moe.moe_a2a_backend == "none" else "own",
+            metadata.physical_to_logical_map.device,
+        )  # fmt: skip
+
     def loads_of(self, algorithm: str) -> str:
         """Whose counts plan the batches of an all-to-all backend's ranks, which hold tokens of their own."""
         loads = self.settings.loads_for("own" if algorithm == "dynamic" else "gathered")
@@ -216,6 +235,25 @@ class Layers(EngineLayers[Layer]):
                 f"isoload: SGLang's own --ep-dispatch-algorithm {moe.ep_dispatch_algorithm} stays: isoload's are "
                 f"{' and '.join(sorted(without))}"
             )
+
+    def announce_shadow(self, model: str) -> None:
+        """The same in shadow mode, whose record of a model begins."""
+        if self.record is None:
+            return
+        from sglang.srt.runtime_context import get_exec
+
+        self.record.clear()
+        self.record.measure(model)
+        if self.record.rank:
+            return
+        if (algorithm := get_exec().moe.ep_dispatch_algorithm) is None:
+            log.error(
+                "isoload: in shadow mode, where SGLang maps no ids: nothing is counted without --ep-dispatch-algorithm "
+                "(static is what SGLang does without it)"
+            )
+            return
+        stays = f"SGLang's --ep-dispatch-algorithm {algorithm}, which chooses as ever"
+        log.info(f"isoload: in shadow behind {stays}: {self.record.kept()}")
 
 
 def model_name(runner: Any) -> str:
