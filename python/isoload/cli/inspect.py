@@ -176,12 +176,8 @@ def inspect(
     loaded = load_trace(trace, layers, top_k)
     if placed is not None and placement is not None:
         view = inspect_placement(loaded, placed)
-        figures = {
-            "trace": loaded.name,
-            "placement": placement,
-            "num_ranks": placed.topology.num_ranks,
-            **view,
-        }
+        held = {"trace": loaded.name, "placement": placement, "num_ranks": placed.topology.num_ranks}
+        figures = {**held, **view}
 
         def drawn() -> str:
             from isoload.cli.pages import placement_page

@@ -110,16 +110,10 @@ def placement_page(
     unit = "mean/max rank load"
     parts = [
         lines("Balancedness by layer", "Mean over batches; 1 is even.", series, layers, y=unit, best="exact"),
-        lines(
-            "Balancedness by replicas",
-            "Packed as eplb does.",
-            by_number,
-            view["replicas"],
-            "replicas of a layer",
-            unit,
-        ),
+        lines("Balancedness by replicas", "Packed as eplb does.", by_number, view["replicas"],
+              "replicas of a layer", unit),
         *rank_heats("replicas sharing alike", loads, layers),
-    ]
+    ]  # fmt: skip
     lead = [
         f"Replicas sharing alike, ranks are {means['replicated']:.3f} balanced; split exactly, {means['exact']:.3f}.",
         f"Experts in order are {means['in order']:.3f} balanced, placed without replicas {means['placed']:.3f}.",

@@ -66,11 +66,8 @@ class Settings:
     def read(cls, environ: Mapping[str, str] | None = None) -> Settings:
         """From the environment."""
         given = os.environ if environ is None else environ
-        policy, loads, placer = (
-            _text(POLICY, given) or None,
-            _text(LOADS, given) or None,
-            _text(PLACER, given),
-        )
+        policy, loads = (_text(of, given) or None for of in (POLICY, LOADS))
+        placer = _text(PLACER, given)
         _policies(policy)
         if loads is not None:
             _check_loads(loads, policy)

@@ -114,12 +114,12 @@ def _replay(
     placer, options = parse_placer(settings.placer)
     ahead = any(_policy(name, settings, 0).ahead for name in settings.policies)
     batches = make_batches(trace, settings.batch_tokens, settings.seed)
+    others = settings.spare_slots, settings.shared_experts
     if given is None:
         calibrate = settings.calibrate or strictest(len(batches.counts), batches.clusters)
         settings = replace(settings, calibrate=calibrate)
         whole = calibration_folds(len(batches.counts), calibrate, batches.clusters)
-        others = settings.spare_slots + settings.shared_experts
-        default = default_slots_per_rank(trace.num_experts, settings.num_ranks, others)
+        default = default_slots_per_rank(trace.num_experts, settings.num_ranks, sum(others))
         slots_per_rank = settings.slots_per_rank or default
     else:
         whole = [Fold((), tuple(range(len(batches.counts))))]
@@ -131,15 +131,8 @@ def _replay(
     tokens = done = 0
     total = sum(len(fold.replay) for fold in folds)
     for fold in folds:
-        placement = given or place(
-            batches.counts[list(fold.calibrate)],
-            topology,
-            slots_per_rank,
-            placer,
-            settings.spare_slots,
-            settings.shared_experts,
-            **options,
-        )
+        seen = batches.counts[list(fold.calibrate)]
+        placement = given or place(seen, topology, slots_per_rank, placer, *others, **options)
         _warm_up(placement, settings)
         by_loads = _by_loads(placement, settings)
         forecast = Forecast(settings.predict, trace, batches, fold, settings.seed) if ahead else None

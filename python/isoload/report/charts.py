@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import cycle, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -44,15 +44,6 @@ CONFIG = {
 
 Spec = dict[str, Any]
 Stacked = Mapping[str, Mapping[str, float]]  # by label, a value for each part
-
-
-class Event(NamedTuple):
-    """A bar of :func:`gantt`."""
-
-    rank: int
-    stage: str
-    start_ms: float
-    end_ms: float
 
 
 def check_drawing() -> None:
@@ -221,13 +212,14 @@ def by_tokens(
     }
 
 
-def gantt(events: Sequence[Event], stages: Sequence[str], until_ms: float) -> Spec:
+def gantt(events: Sequence[tuple[int, str, float, float]], stages: Sequence[str], until_ms: float) -> Spec:
     """A step, or a few layers of it: a row for each rank, a bar for each stage.
 
-    stages: with a colour each, in order, whether they have a bar or not. until_ms: where the axis ends.
+    events: (rank, stage, start and end in ms). stages: with a colour each, in order, whether they have a bar or not.
+    until_ms: where the axis ends.
     """
-    ranks = [str(of) for of in dict.fromkeys(event.rank for event in events)]
-    found = [(event.start_ms, str(event.rank), event.stage, event.start_ms, event.end_ms) for event in events]
+    ranks = [str(rank) for rank in dict.fromkeys(rank for rank, *_ in events)]
+    found = [(start, str(rank), stage, start, end) for rank, stage, start, end in events]
     x = _number("from", "ms", axis={"tickCount": 6}, scale={"domain": [0, until_ms], "nice": False})
     return {
         "height": {"step": 22},
