@@ -11,7 +11,6 @@ rebalances, too: `_post_process_topk_ids` returns the slots of the routed copies
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -24,7 +23,6 @@ from isoload.integrations.sglang.layers import LAYERS, Layer, model_name
 from isoload.integrations.sglang.phases import phase_of
 from isoload.integrations.sglang.placement import check_at_start
 
-log = logging.getLogger("isoload")
 Original = Callable[..., Any]
 MOVED = "routed_experts_weights_of_layer"  # a model's weights that SGLang moves when experts move
 
