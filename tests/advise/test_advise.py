@@ -26,7 +26,7 @@ from isoload.advise.candidates import NOW, SPLITS, grid, placed, sent, targets
 from isoload.advise.constants import layer_time
 from isoload.advise.launch import flags
 from isoload.planning import plan_layers
-from isoload.replay.traffic import rows_between
+from isoload.replay.timeline import rows_between
 from isoload.times import AllToAllTime, ExpertTime, LayerTime
 from isoload.times.exchanges import Curve
 from isoload.trace import Trace

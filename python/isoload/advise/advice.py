@@ -14,7 +14,7 @@ from isoload.advise.loads import Judged
 from isoload.advise.models import Model
 from isoload.advise.steps import Span, Step, modelled_step
 from isoload.placement import Placement
-from isoload.replay.traffic import Floats, rows_between
+from isoload.replay.timeline import Floats, rows_between
 from isoload.times import LayerTime
 from isoload.topology import Topology
 from isoload.trace import Ints

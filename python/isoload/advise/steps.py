@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from isoload.replay.timeline import ENDS, timeline
-from isoload.replay.traffic import Floats, rows_between
+from isoload.replay.timeline import ENDS, Floats, rows_between, timeline
 from isoload.times import LayerTime
 from isoload.topology import Topology
 

@@ -9,8 +9,7 @@ import typer
 from rich.console import Console
 
 from isoload.cli import options
-from isoload.cli.advise import Answered, answer
-from isoload.cli.step_table import span_of
+from isoload.cli.advise import Answered, answer, span_of
 from isoload.cli.tables import (
     Figure,
     Row,

@@ -6,15 +6,14 @@ exactly, and take from that split which part of each rank's load a source is to 
 own copies would undo what sources of other domains make up for. Between exchanges no source waits for another, nor can
 it change their plans. The ranks of a node gather their counts in each batch and share its split, to the copy.
 
-With "last" a source cuts its copies as the sums of the exchange before are split: :mod:`isoload.own_counts.last`.
+With "last" a source cuts its copies as the sums of the exchange before are split: :class:`LastCounts`.
 
 Shared experts stay home: their copies are there before a source splits the others.
 """
 
 from typing import get_args
 
-from isoload.own_counts.counts import Loads, OwnCounts, OwnSplit, share_in_node
-from isoload.own_counts.last import LastCounts
+from isoload.own_counts.counts import LastCounts, Loads, OwnCounts, OwnSplit, share_in_node
 from isoload.own_counts.renewal import Exchanged, exchange
 from isoload.own_counts.targets import offsets
 from isoload.placement import Placement

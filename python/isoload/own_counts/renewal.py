@@ -9,8 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from isoload.own_counts.counts import OwnCounts
-from isoload.own_counts.last import LastCounts
+from isoload.own_counts.counts import LastCounts, OwnCounts
 from isoload.own_counts.targets import exact_quota, new_price, offsets, rank_copies, scaled
 from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement, check_same_shape
