@@ -13,16 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from isoload.cli import options
-from isoload.cli.tables import (
-    Column,
-    Figure,
-    Row,
-    columns_of,
-    page_table,
-    print_lines,
-    print_table,
-    write_out,
-)
+from isoload.cli.tables import Column, Figure, Row, columns_of, page_table, say, write_out
 
 if TYPE_CHECKING:
     from isoload.advise import Advice, Judged, Question
@@ -141,17 +132,15 @@ def units(advice: Advice, batches: int) -> list[str]:
 def print_advice(
     advice: Advice, batches: int, launch: list[str], said: list[str], console: Console, wide: bool = False
 ) -> None:
-    print_lines(console, asked_lines(advice), "bold")
-    print_table(console, columns_of(FIGURES, rows_of(advice), wide))
-    print_lines(console, verdict_lines(advice), "green")
+    columns = columns_of(FIGURES, rows_of(advice), wide)
+    say(console, ("bold", asked_lines(advice)), columns, ("green", verdict_lines(advice)))
     if advice.steps:
-        print_table(console, step_columns(*advice.steps))
+        say(console, step_columns(*advice.steps))
     if launch:
-        print_lines(console, [f"To run {advice.answers[0].candidate.label}:"])
+        say(console, ("", [f"To run {advice.answers[0].candidate.label}:"]))
         for line in launch:  # to be copied: never broken
             console.print(Text(f"  {line}"), soft_wrap=True)
-    print_lines(console, units(advice, batches), "dim")
-    print_lines(console, said, "yellow")
+    say(console, ("dim", units(advice, batches)), ("yellow", said))
 
 
 def warnings(advice: Advice, notes: list[str], guessed: bool = False) -> list[str]:

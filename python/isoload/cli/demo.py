@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from isoload.cli.options import Force, JsonTarget
-from isoload.cli.tables import Figure, Row, columns_of, print_lines, print_table, write_out
+from isoload.cli.tables import Figure, Row, columns_of, say, write_out
 
 if TYPE_CHECKING:
     from isoload.topology import Topology
@@ -157,11 +156,7 @@ def demo(
 
     check_targets([trace], force, json)
     found = run_demo(trace, ranks, layer, stall_seconds)
-    header = f"one MoE layer over {ranks} processes (gloo), forward, recorded routing"
-
-    def show(console: Console) -> None:
-        print_lines(console, [header], "bold")
-        print_table(console, columns_of(FIGURES, found))
-        print_lines(console, ["rows: per batch, mean. CPU ms, bytes: all batches. float32."], "dim")
-
-    write_out(json, {"policies": found}, show)
+    header = "bold", [f"one MoE layer over {ranks} processes (gloo), forward, recorded routing"]
+    units = "dim", ["rows: per batch, mean. CPU ms, bytes: all batches. float32."]
+    columns = columns_of(FIGURES, found)
+    write_out(json, {"policies": found}, lambda console: say(console, header, columns, units))

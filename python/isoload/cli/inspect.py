@@ -9,17 +9,7 @@ import typer
 from rich.console import Console
 
 from isoload.cli.options import Force, HtmlTarget, JsonTarget, LayersText, TopK, TracePath, Wide
-from isoload.cli.tables import (
-    Column,
-    Figure,
-    Row,
-    columns_of,
-    page_table,
-    percent,
-    print_lines,
-    print_table,
-    write_out,
-)
+from isoload.cli.tables import Column, Figure, Row, columns_of, page_table, percent, say, write_out
 
 if TYPE_CHECKING:
     from isoload.placement import Placement
@@ -55,12 +45,10 @@ def print_inspection(
     trace: Trace, num_ranks: int, layers: Sequence[Row], console: Console, wide: bool = False
 ) -> None:
     numbers = list(layers[0]["on_ranks"])
-    print_lines(console, inspect_header(trace, num_ranks), "bold")
-    print_table(console, columns_of(inspect_figures(numbers), layers, wide))
-    print_lines(
-        console, ["Mean of the layers, max/mean rank load:", *(_cost_line(layers, n) for n in numbers)]
-    )
-    print_lines(console, inspect_notes(trace, num_ranks, layers), "dim")
+    columns = columns_of(inspect_figures(numbers), layers, wide)
+    costs = ["Mean of the layers, max/mean rank load:", *(_cost_line(layers, n) for n in numbers)]
+    notes = inspect_notes(trace, num_ranks, layers)
+    say(console, ("bold", inspect_header(trace, num_ranks)), columns, ("", costs), ("dim", notes))
 
 
 def inspect_header(trace: Trace, num_ranks: int) -> list[str]:
@@ -109,10 +97,8 @@ PLACED_FIGURES = (
 
 
 def print_placement(trace: Trace, path: str, placement: Placement, view: Row, console: Console) -> None:
-    print_lines(console, placed_header(trace, path, placement), "bold")
-    for columns, units in zip(placed_columns(view), (PLACED_UNITS, GAIN_UNITS), strict=True):
-        print_table(console, columns)
-        print_lines(console, [units], "dim")
+    (layers, gains), header = placed_columns(view), placed_header(trace, path, placement)
+    say(console, ("bold", header), layers, ("dim", [PLACED_UNITS]), gains, ("dim", [GAIN_UNITS]))
 
 
 def placed_columns(view: Row) -> tuple[list[Column], list[Column]]:

@@ -11,16 +11,7 @@ import typer
 from rich.console import Console
 
 from isoload.cli import options
-from isoload.cli.tables import (
-    NO_FREEDOM,
-    Figure,
-    Row,
-    columns_of,
-    page_table,
-    print_lines,
-    print_table,
-    write_out,
-)
+from isoload.cli.tables import NO_FREEDOM, Figure, Row, columns_of, page_table, say, write_out
 from isoload.files.writing import descriptor_of
 
 if TYPE_CHECKING:
@@ -161,11 +152,9 @@ def place(
     units = [f"{seen} (calibrate {held_back}): {UNITS}"]
 
     def show(console: Console) -> None:
-        print_lines(console, [line])
-        print_table(console, columns)
-        print_lines(console, units)
+        say(console, ("", [line]), columns, ("", units))
         if not any(placement.has_freedom):
-            print_lines(console, [NO_FREEDOM.format(more=placement.slots_per_rank + 1)], "yellow")
+            say(console, ("yellow", [NO_FREEDOM.format(more=placement.slots_per_rank + 1)]))
 
     text = ""
     if html:  # before anything is written: it may fail

@@ -10,15 +10,7 @@ from rich.console import Console
 
 from isoload.cli import options
 from isoload.cli.advise import Answered, answer, span_of
-from isoload.cli.tables import (
-    Figure,
-    Row,
-    columns_of,
-    page_table,
-    print_lines,
-    print_table,
-    write_out,
-)
+from isoload.cli.tables import Figure, Row, columns_of, page_table, say, write_out
 
 if TYPE_CHECKING:
     from isoload.advise.recorded import Phase
@@ -145,9 +137,7 @@ def report(
     figures |= {"warnings": warnings, "advice": None if advice is None else advice.figures}
 
     def show(console: Console) -> None:
-        print_table(console, columns_of(FIGURES, rows, wide))
-        print_lines(console, notes, "dim")
-        print_lines(console, warnings, "yellow")
+        say(console, columns_of(FIGURES, rows, wide), ("dim", notes), ("yellow", warnings))
         if advice is not None:
             advice.show(console, wide=wide)
 

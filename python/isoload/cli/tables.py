@@ -109,21 +109,21 @@ def percent(share: float) -> str:
     return "0%" if share == 0 else f"{100 * share:.1f}%"
 
 
-def print_table(console: Console, columns: Sequence[Column]) -> None:
-    heading, rows = table(columns)
-    console.print()
-    for line in heading:
-        _print(console, line, "cyan")
-    for line in rows:
-        _print(console, line)
-    console.print()
-
-
-def print_lines(console: Console, lines: Sequence[str], style: str = "") -> None:
-    """Prints lines broken at 80 columns."""
-    for line in lines:
-        for part in textwrap.wrap(line, WIDTH):
-            _print(console, part, style)
+def say(console: Console, *parts: tuple[str, Sequence[str]] | list[Column]) -> None:
+    """One after the other: a style and lines, which are broken at 80 columns; tables."""
+    for part in parts:
+        if isinstance(part, tuple):
+            style, lines = part
+            for piece in (piece for line in lines for piece in textwrap.wrap(line, WIDTH)):
+                _print(console, piece, style)
+            continue
+        heading, rows = table(part)
+        console.print()
+        for line in heading:
+            _print(console, line, "cyan")
+        for line in rows:
+            _print(console, line)
+        console.print()
 
 
 def _print(console: Console, line: str, style: str = "") -> None:
