@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from isoload.cli.page_parts import MEAN, ROWS, leaving, lines, over_mean, rank_heats, sending_heat
+from isoload.cli.pages import MEAN, ROWS, leaving, lines, over_mean, rank_heats, sending_heat
 from isoload.report import charts, code, figure, page, prose, section
 
 if TYPE_CHECKING:

@@ -62,7 +62,7 @@ def rows_of(recorded: Recorded, phases: list[Phase], saved: dict[str, tuple[floa
 
 def section_of(rows: list[Row], notes: list[str]) -> str:
     """Of the page: the table, and a chart for each phase."""
-    from isoload.cli.page_parts import MEAN, lines
+    from isoload.cli.pages import MEAN, lines
     from isoload.report import prose, section
 
     charts = [

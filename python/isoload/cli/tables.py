@@ -114,18 +114,15 @@ def say(console: Console, *parts: tuple[str, Sequence[str]] | list[Column]) -> N
     for part in parts:
         if isinstance(part, tuple):
             style, lines = part
-            for piece in (piece for line in lines for piece in textwrap.wrap(line, WIDTH)):
-                _print(console, piece, style)
-            continue
-        heading, rows = table(part)
-        console.print()
-        for line in heading:
-            _print(console, line, "cyan")
-        for line in rows:
-            _print(console, line)
-        console.print()
-
-
-def _print(console: Console, line: str, style: str = "") -> None:
-    # Text and soft_wrap: no markup in names, and a pipe gets the line as it is.
-    console.print(Text(line, style), soft_wrap=True)
+            styled = [(piece, style) for line in lines for piece in textwrap.wrap(line, WIDTH)]
+        else:
+            heading, rows = table(part)
+            styled = [
+                ("", ""),
+                *((line, "cyan") for line in heading),
+                *((line, "") for line in rows),
+                ("", ""),
+            ]
+        for line, style in styled:
+            # Text and soft_wrap: no markup in names, and a pipe gets the line as it is.
+            console.print(Text(line, style), soft_wrap=True)
