@@ -107,12 +107,4 @@ def recognise(text: str) -> tuple[Any, Format]:
     raise ValueError(f"is no placement file; formats are {', '.join(FORMATS)}")
 
 
-__all__ = [
-    "FORMATS",
-    "Format",
-    "UnknownRanks",
-    "check_format",
-    "read_placement",
-    "recognise",
-    "write_placement",
-]
+__all__ = ["FORMATS", "UnknownRanks", "check_format", "read_placement", "recognise", "write_placement"]

@@ -165,7 +165,10 @@ class EngineLayers(ABC, Generic[AnyLayer]):
             self.record.close()
             self.record = None
         if self.settings.switch is not None:
-            group = self.gloo_group() if topology.num_ranks > 1 else None
+            group: dist.ProcessGroup | None = None
+            if topology.num_ranks > 1:  # the same ranks on their hosts
+                ranks = dist.get_process_group_ranks(self.engine_group())
+                group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
             self.switch = Switch(self.settings.switch, len(tables), device, group, self.engine)
 
     def add(
@@ -335,12 +338,6 @@ class EngineLayers(ABC, Generic[AnyLayer]):
             own = dist.new_group(ranks, backend=dist.get_backend(theirs), use_local_synchronization=True)
             self._groups[topology.num_ranks] = CollectiveGroup(topology, own)
         return self._groups[topology.num_ranks]
-
-    def gloo_group(self) -> dist.ProcessGroup:
-        """The same ranks on their hosts."""
-        ranks = dist.get_process_group_ranks(self.engine_group())
-        made: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        return made
 
     def own_meter(self) -> Meter | None:
         """All ranks make the same plans: the first measures."""

@@ -13,26 +13,17 @@ Shared experts stay home: their copies are there before a source splits the othe
 
 from typing import get_args
 
-from isoload.own_counts.counts import LastCounts, Loads, OwnCounts, OwnSplit, share_in_node
+from isoload.own_counts.counts import LastCounts, Loads, OwnCounts
 from isoload.own_counts.renewal import Exchanged, exchange
 from isoload.own_counts.targets import offsets
 from isoload.placement import Placement
 from isoload.transport import Group
 
-__all__ = [
-    "Exchanged",
-    "Loads",
-    "OwnCounts",
-    "OwnSplit",
-    "exchange",
-    "make_own_counts",
-    "offsets",
-    "share_in_node",
-]
+__all__ = ["Exchanged", "Loads", "OwnCounts", "exchange", "make_own_counts", "offsets"]
 
 
 def make_own_counts(
-    loads: str, tokens: str, placement: Placement, group: Group, price: bool
+    loads: Loads, tokens: str, placement: Placement, group: Group, price: bool
 ) -> OwnCounts | None:
     """What a Balancer with these loads keeps; None where all ranks' loads are gathered."""
     per_node, ranks = placement.topology.ranks_per_node, placement.topology.num_ranks
@@ -42,10 +33,8 @@ def make_own_counts(
             "tokens"
         )
     if loads == "node" and per_node in (1, ranks):
-        choice, why = (
-            ("own", "a node has one rank") if per_node == 1 else ("gathered", "one node has all ranks")
-        )
-        raise ValueError(f"loads must be {choice} where {why}, got 'node' for ranks_per_node={per_node}")
+        rule = "own where a node has one rank" if per_node == 1 else "gathered where one node has all ranks"
+        raise ValueError(f"loads must be {rule}, got 'node' for ranks_per_node={per_node}")
     if price and loads in ("gathered", "last"):
         raise ValueError(f"price must be False where loads are {loads}: there are no targets, got True")
     if loads == "gathered":
@@ -55,6 +44,4 @@ def make_own_counts(
             f"placement must have the group's ranks_per_node={group.topology.ranks_per_node} for loads='node', got "
             f"{per_node}"
         )
-    if loads == "last":
-        return LastCounts(placement, group)
-    return OwnCounts(placement, group, "node" if loads == "node" else "own", price)
+    return LastCounts(placement, group) if loads == "last" else OwnCounts(placement, group, loads, price)

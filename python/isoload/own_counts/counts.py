@@ -140,9 +140,8 @@ class OwnCounts:
             made.counts.append(counts)
             made.fixed.append(fixed)
             ranks = [r for r in self.group.ranks if r // self.size == source]
-            send_counts += (
-                [sent] if not self.by_node else share_in_node(routed, sent, placed.tables, source, ranks)
-            )
+            in_node = self.by_node
+            send_counts += share_in_node(routed, sent, placed.tables, source, ranks) if in_node else [sent]
         self.last = made
         return send_counts
 

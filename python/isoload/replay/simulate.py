@@ -134,7 +134,13 @@ def _replay(
         seen = batches.counts[list(fold.calibrate)]
         placement = given or place(seen, topology, slots_per_rank, placer, *others, **options)
         _warm_up(placement, settings)
-        by_loads = _by_loads(placement, settings)
+        by_loads = {
+            name: LayersByLoads(
+                placement, _policy(name, settings, 0), settings.loads, settings.exchange_every
+            )
+            for name in settings.policies
+            if settings.loads != "gathered" and parse_policy(name)[0] == "exact"
+        }
         forecast = Forecast(settings.predict, trace, batches, fold, settings.seed) if ahead else None
         for index in fold.replay:
             batch = batches.source_batch(index, settings.num_ranks, settings.assign)
@@ -260,17 +266,6 @@ def _check(settings: ReplaySettings, trace: Trace) -> None:
     if loads != "gathered" and settings.cost:
         raise ValueError(f"cost must be none for loads={loads!r}: it is reckoned from plans of all ranks")
     check_prediction(settings.predict)
-
-
-def _by_loads(placement: Placement, settings: ReplaySettings) -> dict[str, LayersByLoads]:
-    """By policy, where it plans by other than all ranks' loads."""
-    if settings.loads == "gathered":
-        return {}
-    return {
-        name: LayersByLoads(placement, _policy(name, settings, 0), settings.loads, settings.exchange_every)
-        for name in settings.policies
-        if parse_policy(name)[0] == "exact"
-    }
 
 
 class LayersByLoads:
