@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from isoload.advise.advice import Question, Run, planning_us, run, saved_ms, step_ms
+from isoload.advise.advice import Question, Run, Span, planning_us, run, saved_ms, step_ms
 from isoload.advise.candidates import Candidate, placed, sent_batches
 from isoload.advise.loads import Judged
-from isoload.advise.steps import Span
 from isoload.replay.timeline import Timeline, timeline
 from isoload.times import AllToAllTime, LayerTime
 

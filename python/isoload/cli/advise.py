@@ -17,7 +17,7 @@ from isoload.cli.tables import Column, Figure, Row, columns_of, page_table, say,
 
 if TYPE_CHECKING:
     from isoload.advise import Advice, Judged, Question
-    from isoload.advise.steps import Step
+    from isoload.advise.advice import Step
     from isoload.trace import Trace
 
 GIB = 2.0**30
