@@ -22,6 +22,7 @@ from isoload.integrations.settings import CHECK, SWITCH
 from isoload.integrations.sglang.layers import LAYERS, Layer, model_name
 from isoload.integrations.sglang.phases import phase_of
 from isoload.integrations.sglang.placement import check_at_start
+from isoload.integrations.sglang.runtime import moe
 
 Original = Callable[..., Any]
 MOVED = "routed_experts_weights_of_layer"  # a model's weights that SGLang moves when experts move
@@ -30,8 +31,6 @@ MOVED = "routed_experts_weights_of_layer"  # a model's weights that SGLang moves
 def set_metadata(original: Original, value: Any, *more: Any, **named: Any) -> None:
     """Around set_global_expert_location_metadata: the Balancers of `dynamic`, and in shadow mode the record, are made
     here, before any batch and any graph."""
-    from sglang.srt.runtime_context import get_exec
-
     original(value, *more, **named)
     if value is None:
         return
@@ -39,7 +38,7 @@ def set_metadata(original: Original, value: Any, *more: Any, **named: Any) -> No
         LAYERS.count(value)
         return
     check_at_start(value)
-    algorithm = get_exec().moe.ep_dispatch_algorithm
+    algorithm = moe().ep_dispatch_algorithm
     if algorithm == "dynamic" and "dynamic" not in LAYERS.lost:
         LAYERS.follow(value, "dynamic")
     elif LAYERS.settings.switch is not None:
@@ -54,12 +53,11 @@ def update_metadata(
     """Around ExpertLocationMetadata.update, SGLang's rebalancing behind a pass: the tables of the Balancers follow in
     place."""
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
-    from sglang.srt.runtime_context import get_exec
 
     original(self, other, update_layer_ids, *more, **named)
     if self is get_global_expert_location_metadata():
         if LAYERS.by_id:
-            LAYERS.follow(self, get_exec().moe.ep_dispatch_algorithm)
+            LAYERS.follow(self, moe().ep_dispatch_algorithm)
             LAYERS.check_moved(update_layer_ids)
         elif LAYERS.record is not None:
             LAYERS.record.moved(self.physical_to_logical_map_cpu)
