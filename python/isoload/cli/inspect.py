@@ -96,16 +96,6 @@ PLACED_FIGURES = (
 )
 
 
-def print_placement(trace: Trace, path: str, placement: Placement, view: Row, console: Console) -> None:
-    (layers, gains), header = placed_columns(view), placed_header(trace, path, placement)
-    say(console, ("bold", header), layers, ("dim", [PLACED_UNITS]), gains, ("dim", [GAIN_UNITS]))
-
-
-def placed_columns(view: Row) -> tuple[list[Column], list[Column]]:
-    """Of the layers, and of their numbers of replicas."""
-    return columns_of(PLACED_FIGURES, [*view["layers"], _mean(view["layers"])]), _by_replicas(view)
-
-
 def placed_header(trace: Trace, path: str, placement: Placement) -> list[str]:
     shape = f"{trace.num_batches} batches, {trace.num_layers} layers, {trace.num_experts} experts"
     ranks = f"{placement.slots_per_rank} slots on each of {placement.topology.num_ranks} ranks"
@@ -163,17 +153,18 @@ def inspect(
     if placed is not None and placement is not None:
         view = inspect_placement(loaded, placed)
         held = {"trace": loaded.name, "placement": placement, "num_ranks": placed.topology.num_ranks}
-        figures = {**held, **view}
+        figures, header = {**held, **view}, placed_header(loaded, placement, placed)
+        of_layers = columns_of(PLACED_FIGURES, [*view["layers"], _mean(view["layers"])])
+        gains = _by_replicas(view)
 
         def drawn() -> str:
             from isoload.cli.pages import placement_page
 
-            tables = "".join(map(page_table, placed_columns(view)))
-            header, units = placed_header(loaded, placement, placed), [PLACED_UNITS, GAIN_UNITS]
+            tables, units = page_table(of_layers) + page_table(gains), [PLACED_UNITS, GAIN_UNITS]
             return placement_page(loaded, placed, view, header, tables, units, figures)
 
         def show(console: Console) -> None:
-            print_placement(loaded, placement, placed, view, console)
+            say(console, ("bold", header), of_layers, ("dim", [PLACED_UNITS]), gains, ("dim", [GAIN_UNITS]))
     else:
         found = inspect_trace(loaded, ranks)
         figures = {"trace": loaded.name, "num_ranks": ranks, "layers": found}
