@@ -29,14 +29,14 @@ from support.fake_ranks import (
     wanted,
 )
 from support.host_waits import HostWaits
-from support.sweeps import sweep
+from support.sweeps import rest, sweep
 
 CAPACITIES = pytest.mark.parametrize("capacity", [None, CAPACITY])
 NUM_SHARED = {"waterfill_sampled": (1, 1), **dict.fromkeys(("shared_local", "waterfill", "joint"), (1, 2))}
 SHARED = [
     (None, 0),
     (CAPACITY, 1),
-    *(pytest.param(*of, marks=pytest.mark.slow) for of in ((None, 1), (CAPACITY, 0))),
+    *rest((None, 1), (CAPACITY, 0)),
 ]
 ON_DEVICE = [name for name in isoload.POLICIES if name != "llep_published"]  # which plans on the host
 BORROWING = [name for name in ON_DEVICE if isoload.POLICIES[name]().borrows]

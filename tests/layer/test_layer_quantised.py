@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -35,8 +36,20 @@ from support.quantised_layer import (
 )
 from support.stacks import Model
 from support.stacks import run as run_layers
+from support.sweeps import rest
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float64, torch.float16]
+
+
+def with_formats(names: str, value: Any, others: list[Any]) -> pytest.MarkDecorator:
+    """Every format with the value, and that of most tensors with the others; the rest in `make test-all`."""
+
+    def case(name: str, of: Any) -> tuple[Any, ...]:
+        return (name, *of) if isinstance(of, tuple) else (name, of)
+
+    few = [*(case(name, value) for name in NAMES), *(case("NVFP4", other) for other in others)]
+    more = [case(name, other) for other in others for name in NAMES if name != "NVFP4"]
+    return pytest.mark.parametrize(f"name, {names}", [*few, *rest(*more)], ids=str)
 
 
 def assert_borrowed(layer: isoload.MoE, weights: ExpertWeights) -> int:
@@ -50,8 +63,9 @@ def assert_borrowed(layer: isoload.MoE, weights: ExpertWeights) -> int:
     return int((spare >= 0).sum())
 
 
-@EVERY_FORMAT
-@pytest.mark.parametrize("ranks, dtype", [*((4, dtype) for dtype in DTYPES), (1, torch.bfloat16)], ids=str)
+@with_formats(
+    "ranks, dtype", (4, torch.bfloat16), [*((4, dtype) for dtype in DTYPES[1:]), (1, torch.bfloat16)]
+)
 def test_replicas_and_moves(ranks: int, dtype: torch.dtype, name: str) -> None:
     weights, rows = experts(name), draw_rows(ranks, dtype)
     layers = [virtual(w, place(ranks, 1)) for w in (weights, open_quantised(name, weights, dtype))]
@@ -108,8 +122,7 @@ def test_changed_experts_are_refreshed(name: str) -> None:
     assert_same(layer, virtual(new, place(4, 1)), rows)
 
 
-@EVERY_FORMAT
-@pytest.mark.parametrize("borrow", ["pull", "copy", "all_to_all"])
+@with_formats("borrow", "all_to_all", ["pull", "copy"])
 @torch.no_grad()
 def test_borrowed_on_virtual_ranks(borrow: str, name: str) -> None:
     """Batch after batch, so that a buffer has held other experts before."""
@@ -126,8 +139,7 @@ def test_borrowed_on_virtual_ranks(borrow: str, name: str) -> None:
 
 
 @torch.no_grad()
-@EVERY_FORMAT
-@pytest.mark.parametrize("local", ["planned", "held"])
+@with_formats("local", "held", ["planned"])
 def test_borrowed_ahead_in_a_stack(local: str, name: str) -> None:
     model = Model(4, dtype=torch.bfloat16)
     sizes = {"hidden": model.dense[0].down.shape[1], "intermediate": model.dense[0].down.shape[2]}
@@ -207,8 +219,9 @@ def over_deep_ep(rank: int, ranks: int, name: str, inner: int, fp8_rows: bool, e
     return assert_borrowed(layer, setups[0].dense)
 
 
-@pytest.mark.parametrize("expert_major", [False, True])
-@pytest.mark.parametrize("fp8_rows", [False, True])
+@pytest.mark.parametrize(
+    ("fp8_rows", "expert_major"), [(False, True), (True, False), *rest((False, False), (True, True))]
+)
 def test_borrowed_by_deep_ep(fp8_rows: bool, expert_major: bool) -> None:
     assert min(run_ranks(over_deep_ep, 2, 2, "fp8", 256, fp8_rows, expert_major, timeout=150)) > 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,13 @@ from isoload.transport import CollectiveTransport, LocalTransport, NodeDispatche
 from support.batches import MAX_TOKENS, Batch, batches, draw
 from support.conformance import CASES, layer, own, send
 from support.processes import die, rank_outcomes, run_ranks
+from support.sweeps import rest
 
 CAPACITIES = [None, MAX_TOKENS]
 SHAPES = [(4, 2), (6, 3), (6, 2), (8, 4)]  # ranks, ranks of a node
+PAIRS = list(zip(SHAPES, cycle(CAPACITIES), strict=False))  # every shape and either capacity
+OTHERS = [pair for pair in product(SHAPES, CAPACITIES) if pair not in PAIRS]
+SHAPED = pytest.mark.parametrize(("shape", "capacity"), [*PAIRS, *rest(*OTHERS)])
 WIDE = ("equals_local", "gradients", "sums")
 # on forked ranks; the others, which take longer, where time is
 FEW = ("rows", "sums", "traffic", "bytes", "started_dispatch", "gradients", "backward_everywhere")
@@ -30,10 +34,13 @@ def local(ranks: int, per_node: int, capacity: int | None, dispatch: Any = "node
     return LocalTransport(Topology(ranks, per_node), capacity, dispatch=dispatch)
 
 
-@pytest.mark.parametrize("capacity", CAPACITIES)
 @pytest.mark.parametrize(
-    ("case", "shape"),
-    [*product(CASES, SHAPES[:1]), *((case, SHAPES[1]) for case in CASES if case not in WIDE)],
+    ("case", "shape", "capacity"),
+    [
+        *((case, *PAIRS[0]) for case in CASES),
+        *((case, *PAIRS[1]) for case in CASES if case not in WIDE),
+        *rest(*((case, *OTHERS[0]) for case in WIDE)),
+    ],
 )
 def test_local(case: str, shape: tuple[int, int], capacity: int | None) -> None:
     CASES[case](lambda: local(*shape, capacity))
@@ -61,9 +68,22 @@ def linear(transport: Transport, batch: Batch) -> dict[str, list[Tensor | None]]
     return {"out": list(out), "x": [v.grad for v in x], "weights": [w.grad for w in weights]}
 
 
-@pytest.mark.parametrize("capacity", CAPACITIES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+# Every shape and either capacity in float64.
+EXACT = [
+    *((torch.float64, *pair) for pair in PAIRS),
+    (torch.float32, *PAIRS[1]),
+    (torch.bfloat16, *PAIRS[0]),
+]
+DTYPES = torch.float64, torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "capacity"),
+    [
+        *EXACT,
+        *rest(*(case for case in product(DTYPES, SHAPES, CAPACITIES) if case not in EXACT)),
+    ],
+)
 def test_the_same_bits_as_by_ranks_where_sums_are_exact(
     dtype: torch.dtype, shape: tuple[int, int], capacity: int | None
 ) -> None:
@@ -75,8 +95,7 @@ def test_the_same_bits_as_by_ranks_where_sums_are_exact(
                 assert torch.equal(a, b), f"{batch.name}, {name}"
 
 
-@pytest.mark.parametrize("capacity", CAPACITIES)
-@pytest.mark.parametrize("shape", SHAPES)
+@SHAPED
 def test_the_same_rows_and_all_but_the_same_sums_as_by_ranks(
     shape: tuple[int, int], capacity: int | None
 ) -> None:
@@ -92,8 +111,7 @@ def test_the_same_rows_and_all_but_the_same_sums_as_by_ranks(
                 torch.testing.assert_close(value, want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("capacity", CAPACITIES)
-@pytest.mark.parametrize("shape", SHAPES)
+@SHAPED
 def test_a_token_may_go_to_one_slot_several_times(shape: tuple[int, int], capacity: int | None) -> None:
     batch = draw("repeated", shape[0], absent=0.1)
     for slots in batch.slots:
@@ -109,8 +127,7 @@ def listed(got: Any) -> list[Any]:
     return torch.cat([got.rows.double(), got.slots.double(), got.weights.double()], dim=1).tolist()
 
 
-@pytest.mark.parametrize("capacity", CAPACITIES)
-@pytest.mark.parametrize("shape", SHAPES)
+@SHAPED
 def test_between_nodes_a_token_is_one_row_to_each(shape: tuple[int, int], capacity: int | None) -> None:
     ranks, per_node = shape
     node = np.arange(ranks) // per_node
@@ -230,8 +247,14 @@ def all_cases(rank: int, capacity: int | None, cases: list[str]) -> dict[str, st
 MORE = [name for name in CASES if name not in FEW]
 
 
-@pytest.mark.parametrize("capacity", CAPACITIES)
-@pytest.mark.parametrize("cases", [FEW, pytest.param(MORE, marks=pytest.mark.slow)], ids=["few", "more"])
+@pytest.mark.parametrize(
+    ("cases", "capacity"),
+    [
+        (FEW, MAX_TOKENS),
+        pytest.param(MORE, None, marks=pytest.mark.slow),
+        *rest((FEW, None), (MORE, MAX_TOKENS)),
+    ],
+)
 def test_collective(cases: list[str], capacity: int | None) -> None:
     """Two nodes of two forked ranks."""
     for rank, failed in enumerate(run_ranks(all_cases, 4, capacity, cases, timeout=180.0)):
