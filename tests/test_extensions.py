@@ -169,7 +169,7 @@ def hook(seams, settings):
     for seam in seams:
         setattr(toy_engine, seam.name, globals()[seam.name])
 
-SWITCH = Variable("TOY_BALANCED", "0 or 1", "0", "attach to the toy engine")
+SWITCH = Variable("TOY_BALANCED", "0")
 PLUG_IN = PlugIn("Toy", SWITCH, start, {"to_physical": check}, hook, [SEAM])
 """
 

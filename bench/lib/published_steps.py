@@ -20,7 +20,7 @@ from isoload.advise.candidates import sent
 from isoload.advise.constants import layer_time
 from isoload.placement import Placement
 from isoload.planning import plan_layers, share
-from isoload.replay.traffic import Floats, rows_between
+from isoload.replay.timeline import Floats, rows_between
 from isoload.times import LayerTime
 from lib import times_tables as tables
 

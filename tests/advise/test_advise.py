@@ -22,11 +22,11 @@ from isoload.advise import (
     judge_by,
 )
 from isoload.advise.advice import PLAN_US
-from isoload.advise.candidates import NOW, SPLITS, grid, placed, sent, targets
+from isoload.advise.candidates import NOW, grid, placed, sent, targets
 from isoload.advise.constants import layer_time
 from isoload.advise.launch import flags
 from isoload.planning import plan_layers
-from isoload.replay.traffic import rows_between
+from isoload.replay.timeline import rows_between
 from isoload.times import AllToAllTime, ExpertTime, LayerTime
 from isoload.times.exchanges import Curve
 from isoload.trace import Trace
@@ -62,11 +62,11 @@ def test_every_copy_goes_to_a_slot_of_its_expert(candidate: Candidate) -> None:
 
 
 def test_the_grid_names_every_split_and_nothing_twice() -> None:
-    assert {candidate.split for candidate in grid(16, nodes=2)} == set(SPLITS)
+    assert {candidate.split for candidate in grid(16, nodes=2)} == set(PLAN_US)
     assert len(set(grid(16))) == len(grid(16))
     assert grid(0) == grid(16)[:2]
-    assert {candidate.split for candidate in grid(16)} == set(SPLITS) - {"node"}
-    assert {candidate.split for candidate in grid(16, False, 2)} == set(SPLITS) - {"exact", "node"}
+    assert {candidate.split for candidate in grid(16)} == set(PLAN_US) - {"node"}
+    assert {candidate.split for candidate in grid(16, False, 2)} == set(PLAN_US) - {"exact", "node"}
 
 
 def test_rows_are_those_of_routed_tokens() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import isoload
 from isoload.advise import Candidate, Judged, Model, Question, advise, judge_by
-from isoload.advise.advice import PLAN_US, layer_ms, run, step_ms
+from isoload.advise.advice import PLAN_US, layer_ms, run, saved_ms, step_ms
 from isoload.advise.candidates import NOW
 from isoload.advise.constants import layer_times
 from isoload.advise.details import (
@@ -18,7 +18,6 @@ from isoload.advise.details import (
     PLANNING,
     TOKENS,
     by_tokens,
-    saved_ms,
     scaled,
     sensitivity,
 )

@@ -13,12 +13,12 @@ from isoload.cli.inspect import inspect_figures, print_inspection
 from isoload.cli.replay import (
     FIGURES,
     print_replay,
+    replay_columns,
     replay_header,
     replay_json,
-    replay_table,
     replay_warnings,
 )
-from isoload.cli.tables import WIDTH, Column, Figure, percent, table, table_of
+from isoload.cli.tables import WIDTH, Column, Figure, columns_of, percent, table
 from isoload.replay.inspection import inspect_trace
 from isoload.replay.metrics import PolicyFigures
 from isoload.replay.simulate import Replay
@@ -101,7 +101,7 @@ def test_percent_tells_zero_from_nearly_zero():
 
 
 def test_wide_replay_table_shows_every_figure_in_its_column():
-    heading, rows = replay_table([DYNAMIC, EXACT], with_nodes=True, wide=True)
+    heading, rows = table(replay_columns([DYNAMIC, EXACT], with_nodes=True, wide=True))
     titles = "policy mean p99 max bound worst ideal idle std rank node once rank node slots one batch"
     dynamic = (
         "dynamic 1.111 2.222 3.333 12.3% 166.6% 17.7% 5.5% 0.444 88.0% 55.0% 43.0% 89.0% 56.0% 5.0 66.6 12.3"
@@ -115,7 +115,7 @@ def test_wide_replay_table_shows_every_figure_in_its_column():
 def test_replay_table_shows_what_one_decides_by():
     """Within 80 columns, for the longest names of the documents too."""
     named = replace(EXACT, policy="waterfill_sampled:rule=dynamic")
-    heading, rows = replay_table([DYNAMIC, named], with_nodes=True)
+    heading, rows = table(replay_columns([DYNAMIC, named], with_nodes=True))
     assert squeezed(heading[0]) == "imbalance max load over rows leave plan µs"
     assert squeezed(heading[1]) == "policy mean bound rank node one"
     assert squeezed(rows[0]) == "dynamic 1.111 12.3% 88.0% 55.0% 66.6"
@@ -126,13 +126,13 @@ def test_a_column_without_values_is_left_out():
     unknown = dict.fromkeys([field.name for field in fields(PolicyFigures) if "_rows" in field.name])
     shares = {"remote_rank_share": None, "remote_node_share": None, "node_dispatch_share": None}
     row = replace(DYNAMIC, **unknown, **shares)
-    assert "rows leave" not in replay_table([row], with_nodes=True, wide=True)[0][0]
-    known = replay_table([row, DYNAMIC], with_nodes=True)[1]
+    assert "rows leave" not in table(replay_columns([row], with_nodes=True, wide=True))[0][0]
+    known = table(replay_columns([row, DYNAMIC], with_nodes=True))[1]
     assert squeezed(known[0]) == "dynamic 1.111 12.3% - - 66.6"
 
 
 def test_replay_table_speaks_of_nodes_only_if_there_are_several():
-    heading, rows = replay_table([DYNAMIC], with_nodes=False, wide=True)
+    heading, rows = table(replay_columns([DYNAMIC], with_nodes=False, wide=True))
     assert "node" not in heading[1] and "55.0%" not in rows[0] and "56.0%" not in rows[0]
 
 
@@ -246,12 +246,12 @@ def skewed_trace():
 
 def test_inspect_table():
     figures, layers = inspect_figures(["4", "8", "16"]), inspect_trace(skewed_trace(), 4)
-    heading, rows = table_of(figures, layers)
+    heading, rows = table(columns_of(figures, layers))
     assert squeezed(heading[0]) == "hottest expert 4 ranks 8 ranks 16 ranks"
     assert squeezed(heading[1]) == "layer id /mean skew order least order least order least"
     assert squeezed(rows[0]) == "3 0 1.00 0% 1.00 1.00 1.00 1.00 1.33 1.00"
     assert squeezed(rows[1]) == "8 5 16.64 68.0% 2.92 2.62 5.48 5.24 10.72 10.48"
-    wide = table_of(figures, layers, wide=True)[1]
+    wide = table(columns_of(figures, layers, wide=True))[1]
     assert squeezed(wide[1]).endswith("10.48 69.3% 65.5% 77.0% 0 76.0% 73.0% 82.0% 3.04")
     assert max(map(len, heading)) <= 80
 
@@ -296,7 +296,7 @@ def test_the_table_shows_what_the_json_has(name):
     assert len({figure.key for figure in figures}) == len(figures)
     shown = [figure for figure in figures if figure.value(row) is not None]
     assert (
-        table_of(figures, [row], wide=True)[1][0].split()
+        table(columns_of(figures, [row], wide=True))[1][0].split()
         == " ".join(figure.cell(row) for figure in shown).split()
     )
 

@@ -26,7 +26,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from isoload.cli.engines import ENGINES, look
 from isoload.integrations.seams import SHADOW, faults, of_mode, read_seams, wrong_checks
-from isoload.integrations.sglang import LAYERS, self_check, shadow
+from isoload.integrations.settings import Settings
+from isoload.integrations.sglang import LAYERS, self_check
 from support.documents import blocks
 
 PAGE = Path(__file__).parents[2] / "docs" / "sglang.md"
@@ -40,7 +41,7 @@ def loader(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     monkeypatch.delenv("ISOLOAD_SGLANG", raising=False)
     yield monkeypatch
     HookRegistry.reset()
-    LAYERS.reset()
+    LAYERS.start(Settings.read({}))
 
 
 def hooked() -> set[str]:
@@ -71,7 +72,8 @@ def test_in_shadow_mode_its_own_are(loader: pytest.MonkeyPatch) -> None:
     for name, value in {"SGLANG": "1", "MODE": "shadow", "REPORT_SECONDS": "1", "STRICT": "1"}.items():
         loader.setenv(f"ISOLOAD_{name}", value)
     plugins.load_plugins()
-    assert hooked() == set(shadow.HOOKS)
+    seams = of_mode(read_seams("sglang"), "shadow")
+    assert hooked() == {seam.name for seam in seams if seam.kind in ("replace", "around")}
 
 
 @pytest.mark.parametrize("value", [None, "0", ""])

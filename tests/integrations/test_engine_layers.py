@@ -100,7 +100,7 @@ def test_a_model_made_anew_counts_anew(exchanged: list[list[int]]) -> None:
     layers = layers_of("own")
     for _ in range(EXCHANGE_EVERY - 1):
         layers.step_ended()
-    layers.reset()
+    layers.start(Settings.read({}))
     layers.step_ended()
     assert layers.passes == 1 and not exchanged
 

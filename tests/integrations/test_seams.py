@@ -98,13 +98,13 @@ def test_the_file_of_sglang() -> None:
     assert len({s.name for s in seams}) == len(seams)
     assert all(s.why and s.read_from and s.target.startswith("sglang.srt.") for s in seams)
     assert not any(name.split(".")[0] == "sglang" for name in sys.modules)
-    from isoload.integrations.sglang import HOOKS, self_check, shadow
+    from isoload.integrations.sglang import HOOKS, self_check
 
     hooked = [s for s in seams if s.kind in ("replace", "around")]
     older = {s.older.rsplit(".", 1)[-1] for s in hooked if s.older}
-    in_shadow = [s for s in of_mode(seams, "shadow") if s.kind in ("replace", "around")]
-    assert {s.name for s in in_shadow} == set(shadow.HOOKS)
-    assert {s.name for s in of_mode(hooked, "on")} | older == set(HOOKS)
+    in_shadow, on = ({s.name for s in of_mode(hooked, mode)} for mode in ("shadow", "on"))
+    assert in_shadow - on == {"_post_process_topk_ids"} and len(in_shadow) == 5
+    assert in_shadow | on | older == set(HOOKS)
     assert {option for s in seams for option in s.serves} == set(self_check.CHECKS)
 
 
@@ -129,10 +129,8 @@ def test_hooks_around_pass_on_what_a_newer_version_adds(engine: str) -> None:
     around = [seam for seam in read_seams(engine) if seam.kind == "around"]
     assert around
     for seam in around:
-        hooks = [of[seam.name] for of in (module.HOOKS, module.shadow.HOOKS) if seam.name in of]
-        for hook in hooks:
-            assert any(p.kind is p.VAR_KEYWORD for p in signature(hook).parameters.values()), seam.name
-        assert hooks
+        hook = module.HOOKS[seam.name]
+        assert any(p.kind is p.VAR_KEYWORD for p in signature(hook).parameters.values()), seam.name
 
 
 def test_shadow_mode_of_vllm_leaves_its_rebalances(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +145,7 @@ def test_shadow_mode_of_vllm_leaves_its_rebalances(monkeypatch: pytest.MonkeyPat
     )
     seams = [seam for seam in of_mode(read_seams("vllm"), "shadow") if seam.kind in ("replace", "around")]
     vllm.hook(seams, Settings.read({"ISOLOAD_MODE": "shadow", "ISOLOAD_REPORT_SECONDS": "1"}))
-    assert wrapped == vllm.shadow.HOOKS and policy.EPLB_POLICIES == {"default": "vLLM's"}  # type: ignore[attr-defined]
+    assert wrapped == vllm.HOOKS and policy.EPLB_POLICIES == {"default": "vLLM's"}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("mode", ["on", "off", "shadow"])

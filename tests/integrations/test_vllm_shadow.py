@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 import isoload
+from isoload.integrations.engine_record import EngineRecord
 from isoload.integrations.engine_tables import replica_lists
 from isoload.integrations.settings import Settings
-from isoload.integrations.vllm import MODELS, shadow
+from isoload.integrations.vllm import MODELS, dispatch
 from isoload.integrations.vllm.layers import served_name
-from isoload.integrations.vllm.shadow import RECORDS
 from isoload.trace.rank_loads import read_recorded
 
 EXPERTS, RANKS, SIZE, LAYERS = 8, 2, 5, 3
@@ -26,6 +26,9 @@ PARALLEL = {
     "tensor_parallel_size": 2, "data_parallel_size": 1, "prefill_context_parallel_size": 1,
     "enable_elastic_ep": False, "use_ubatching": False,
 }  # fmt: skip
+
+
+STATES: dict[str, Any] = {}  # of vLLM's EplbState
 
 
 class Record(SimpleNamespace):
@@ -54,7 +57,8 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     given = {"ISOLOAD_MODE": "shadow", "ISOLOAD_RECORD": str(tmp_path), "ISOLOAD_RECORD_EVERY": "1"}
     MODELS.start(Settings.read(given))
     yield tmp_path
-    RECORDS.forget()
+    forget()
+    STATES.clear()
     MODELS.start(Settings.read({}))
 
 
@@ -65,17 +69,18 @@ def runner(naive: bool = False, monolithic: bool = False) -> Any:
 
 def add(*runners: Any, name: str = "model", **changed: Any) -> Record:
     """A model, through the hook."""
+    STATES.pop(name, None)
     lists, held = replica_lists(placed()), runners or [runner() for _ in range(LAYERS)]
     state = Record(
         physical_to_logical_map=lists.physical_to_logical.clone(),
         logical_to_physical_map=lists.logical_to_physical.clone(),
         model=SimpleNamespace(num_logical_experts=EXPERTS, moe_layers=held, expert_weights=[]),
         model_name=name,
+        rebalanced=False,
     )
-    states: dict[str, Any] = {}
-    holder = SimpleNamespace(model_states=states, parallel_config=SimpleNamespace(**(PARALLEL | changed)))
+    holder = SimpleNamespace(model_states=STATES, parallel_config=SimpleNamespace(**(PARALLEL | changed)))
     drafts = {"model_name": name} if name == "draft" else {}  # vLLM names these alone
-    shadow.add_model(lambda self, **_: states.update({name: state}), holder, **drafts)
+    dispatch.add_model(lambda self, **_: STATES.update({name: state}), holder, **drafts)
     return state
 
 
@@ -93,7 +98,7 @@ def route(state: Any, layer: int, ids: Tensor, valid: int | None = None) -> tupl
     maps, count, enabled = state.logical_to_physical_map[layer], torch.zeros(0), torch.tensor(False)
     rows = None if valid is None else torch.tensor(valid, dtype=torch.int32)
     found = []
-    for call in (lambda *given: shadow.map_and_record(choice, *given), choice):
+    for call in (lambda *given: dispatch.map_and_record(choice, *given), choice):
         loads = torch.zeros(RANKS * SIZE, dtype=torch.int32)
         found.append((call(ids, loads, maps, count, enabled, rows), loads))
     for ours, theirs in zip(*found, strict=True):
@@ -101,8 +106,18 @@ def route(state: Any, layer: int, ids: Tensor, valid: int | None = None) -> tupl
     return found[0]
 
 
-def step(**how: bool) -> None:
-    shadow.step(lambda self, *_, **__: None, SimpleNamespace(), log_stats=False, **how)
+def step(around: Any = lambda self, *_, **__: None, **how: bool) -> None:
+    dispatch.step(around, SimpleNamespace(model_states=STATES), log_stats=False, **how)
+
+
+def record() -> EngineRecord | None:
+    return next(iter(MODELS.records.values()), None)
+
+
+def forget() -> None:
+    """What is recorded is written."""
+    for of in MODELS.records.values():
+        of.close()
 
 
 def draw(tokens: int, seed: int) -> Tensor:
@@ -113,16 +128,16 @@ def draw(tokens: int, seed: int) -> Tensor:
 def test_what_vllm_chose_comes_back_and_is_counted(engine: Path, dtype: torch.dtype) -> None:
     """Whether vLLM records a pass or not, its own padding aside; a drafting model is none of it."""
     add(name="draft")  # first, as vLLM has it
-    assert RECORDS.of is None
+    assert record() is None
     state = add()
-    assert RECORDS.of is not None and len(RECORDS.by_map) == LAYERS
+    assert record() is not None and len(MODELS.by_map) == LAYERS
     want = torch.zeros(2, LAYERS, RANKS * SIZE, dtype=torch.int64)
     for number, (tokens, valid) in enumerate([(12, 9), (12, 8)]):
         for layer in range(LAYERS):
             slots, _ = route(state, layer, draw(tokens, 10 * number + layer).to(dtype), valid)
             want[number, layer] = torch.bincount(slots[:valid].long().flatten(), minlength=RANKS * SIZE)
         step(is_dummy=number == 1)
-    RECORDS.forget()
+    forget()
     recorded = read_recorded(engine)
     assert recorded.phases == ("prefill", "decode"), "of 4 requests with a draft each"
     assert np.array_equal(np.stack([recorded.slot_copies(b) for b in range(2)]), want.numpy())
@@ -135,7 +150,7 @@ def test_profiling_passes_are_forgotten(engine: Path) -> None:
     step(is_profile=True)
     route(state, 1, draw(5, 2))
     step()
-    RECORDS.forget()
+    forget()
     recorded = read_recorded(engine)
     assert recorded.trace.layer_ids == (1,) and recorded.trace.num_batches == 1
 
@@ -150,13 +165,13 @@ def test_a_rebalance_begins_a_file(engine: Path, one_layer: bool) -> None:
         state.physical_to_logical_map[which] = rows
 
     def moving(self: Any, *_: Any, **__: Any) -> None:
-        shadow.commit(commit, state, *((after[1], 1) if one_layer else (after,)))
+        dispatch.commit(commit, state, *((after[1], 1) if one_layer else (after,)))
 
     route(state, 1, draw(6, 1))
-    shadow.step(moving, SimpleNamespace())
+    step(moving)
     route(state, 1, draw(6, 2))
     step()
-    RECORDS.forget()
+    forget()
     recorded = read_recorded(engine)
     assert len(list(engine.iterdir())) == 2 and recorded.table_of.tolist() == [0, 1]
     for batch, table in enumerate((placed().slot_to_expert[1], after[1])):
@@ -166,19 +181,20 @@ def test_a_rebalance_begins_a_file(engine: Path, one_layer: bool) -> None:
 def test_gathered_rows_are_counted_whatever_a_rank_calls_padding(engine: Path) -> None:
     state = add(*[runner(naive=True) for _ in range(LAYERS)], data_parallel_size=2)
     route(state, 0, draw(10, 1), 4)
-    assert RECORDS.of is not None and int(RECORDS.of.recorder._now[0].sum()) == 20
-    assert (RECORDS.of.tokens, RECORDS.of.decode_tokens) == ("same", 16)
+    assert (of := record()) is not None and int(of.recorder._now[0].sum()) == 20
+    assert (of.tokens, of.decode_tokens) == ("same", 16)
 
 
 def test_layers_that_are_not_counted_are_said(engine: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "isoload"):
         state = add(runner(), runner(monolithic=True), runner())
         route(state, 1, draw(4, 1))
-        assert RECORDS.of is not None and not RECORDS.of.recorder._now.any()
-        RECORDS.forget()
+        assert (of := record()) is not None and not of.recorder._now.any()
+        forget()
+        MODELS.records.clear()
         add(runner(), *[runner(naive=True)] * 2, data_parallel_size=2, tensor_parallel_size=1)
     assert "in shadow 1 layers of model are not counted: their kernel routes by itself" in caplog.text
-    assert "model is not counted: its layers must hold tokens alike" in caplog.text and RECORDS.of is None
+    assert "model is not counted: its layers must hold tokens alike" in caplog.text and record() is None
 
 
 def test_models_are_called_as_they_are_served() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import isoload
-from isoload.cli.page_parts import over_mean
+from isoload.cli.pages import over_mean
 from isoload.replay.inspection import inspect_trace, ranks_in_order
 from isoload.replay.judge import even_imbalance, even_loads
 from isoload.replay.simulate import ReplaySettings, replay

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from isoload.report import charts, figure, is_page, page, section, table
-from isoload.report.charts import Event
 from support.pages import read_page
 
 
@@ -31,11 +30,11 @@ def test_a_heat_map_has_a_cell_in_its_class_for_each_value() -> None:
 
 def test_a_step_has_a_bar_for_each_event() -> None:
     events = [
-        Event(0, "dispatch", 0.0, 1.0),
-        Event(0, "experts", 1.0, 4.0),
-        Event(1, "dispatch", 0.0, 1.0),
-        Event(1, "experts", 1.0, 2.0),
-        Event(1, "combine", 3.0, 4.0),
+        (0, "dispatch", 0.0, 1.0),
+        (0, "experts", 1.0, 4.0),
+        (1, "dispatch", 0.0, 1.0),
+        (1, "experts", 1.0, 2.0),
+        (1, "combine", 3.0, 4.0),
     ]
     svg = charts.draw(charts.gantt(events, ("dispatch", "experts", "combine"), 4.0), "a step", "of two ranks")
     first, second, third = (paths(svg, colour) for colour in charts.LINES[:3])
@@ -49,7 +48,7 @@ def test_a_step_has_a_bar_for_each_event() -> None:
 
 def test_two_steps_have_one_scale_and_the_same_colours() -> None:
     stages = ("plan", "dispatch", "experts")
-    svg = charts.draw(charts.gantt([Event(0, "experts", 0.0, 1.0)], stages, 8.0), "a step", "of one rank")
+    svg = charts.draw(charts.gantt([(0, "experts", 0.0, 1.0)], stages, 8.0), "a step", "of one rank")
     assert [(x, width) for x, _, width, _ in paths(svg, charts.LINES[2])] == [(0, charts.WIDTH / 8)]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,13 +14,13 @@ from numpy.typing import NDArray
 from isoload.advise.candidates import NOW, Candidate, grid, placed, sent_batches
 from isoload.advise.loads import Judged
 from isoload.advise.models import Model
-from isoload.advise.steps import Span, Step, modelled_step
 from isoload.placement import Placement
-from isoload.replay.traffic import Floats, rows_between
+from isoload.replay.timeline import ENDS, Floats, rows_between, timeline
 from isoload.times import LayerTime
 from isoload.topology import Topology
 from isoload.trace import Ints
 
+Span = tuple[float, float]
 NO_DIFFERENCE = 0.03  # of a step: less is within what any such model can say
 # Microseconds of a layer until its slots are there, measured on one H100 (docs/gpu.md; 16 to 64 ranks, 128 to 16,384
 # tokens of each): own counts in one op; count, plan and route behind each other. GATHER_US: of the loads ahead of
@@ -108,6 +110,23 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Step:
+    """Milliseconds from the low to the high end of the all-to-all's range, a mean over batches.
+
+    stages: of a rank in the mean, in the order of :class:`isoload.replay.timeline.Timeline`, then "waiting"; their sum
+    is the step's. halved_ms: of the step in two half batches, of which one computes while the other exchanges.
+    """
+
+    ms: Span
+    stages: dict[str, Span]
+    halved_ms: Span
+
+    def to_json(self) -> dict[str, Any]:
+        stages = {name: list(span) for name, span in self.stages.items()}
+        return {"ms": list(self.ms), "stages": stages, "halved_ms": list(self.halved_ms)}
+
+
+@dataclass(frozen=True)
 class Advice:
     """Answers, the one with the least time first; `now` is what they are compared with."""
 
@@ -131,7 +150,7 @@ class Advice:
     @property
     def gain_ms(self) -> tuple[float, float]:
         """What isoload saves beyond the best without it."""
-        return between(self.theirs, self.ours) if self.ours else (0.0, 0.0)
+        return less(self.theirs.ms, self.ours.ms) if self.ours else (0.0, 0.0)
 
     def share(self, saved_ms: tuple[float, float]) -> tuple[float, float]:
         """As a part of the step as it runs now: the measured one, else the modelled one; without dense_ms of its MoE
@@ -176,7 +195,7 @@ def advise(
         on_candidate(done + 1, len(candidates))
     now = found[0]
     assert now.candidate == NOW
-    answers = [replace(answer, saved_ms=between(now, answer)) for answer in found]
+    answers = [replace(answer, saved_ms=less(now.ms, answer.ms)) for answer in found]
     ranked = sorted(answers, key=lambda answer: sum(answer.ms))
     guessed = bool(question.layer.experts.extrapolated([question.tokens * model.top_k]))
     steps = None
@@ -189,14 +208,28 @@ def advise(
 def _whole(
     candidate: Candidate, made: dict[tuple[str, int], Placement], question: Question, judged: Judged
 ) -> Step:
+    """The mean of the judged batches: the MoE layers by their timeline, all as the mean of those that are known, with
+    attention and the dense part spread evenly between them."""
     assert question.dense_ms is not None
     batches = list(sent_batches(candidate, made[candidate.placer, candidate.more], judged))
-    plan, gather = planning_us(candidate.split)
-    of = question.tokens, question.topology, question.model.layers, question.dense_ms
-    step = modelled_step(question.layer, batches, *of, plan, gather)
-    moving = _moving_ms(candidate, question)
-    (ms, halved) = ((low + moving, high + moving) for low, high in (step.ms, step.halved_ms))
-    return Step(ms, {**step.stages, "rebalance": (moving, moving)}, halved)
+    plan_us, gather_us = planning_us(candidate.split)
+    layers, dense_s = question.model.layers, 1e-3 * question.dense_ms / question.model.layers
+    found: dict[str, Floats] = defaultdict(lambda: np.zeros(2))  # seconds at both ends
+    for sent in batches:
+        rows = rows_between(sent, question.tokens, question.topology.num_ranks)
+        of_batch = partial(timeline, question.layer, sent, question.tokens, question.topology, rows=rows)
+        for at, end in enumerate(ENDS):
+            gather_s, plan_s = 1e-6 * gather_us[at], 1e-6 * plan_us[at]
+            step = partial(of_batch, end=end, dense_s=dense_s, gather_s=gather_s, plan_s=plan_s)
+            whole = step()
+            found["whole"][at] += whole.seconds
+            found["halved"][at] += step(two_batch=True).seconds
+            for name, of in whole.stages().items():
+                found[name][at] += of["mean"]
+    to_ms, moving = 1e3 * layers / len(batches[0]) / len(batches), _moving_ms(candidate, question)
+    spans = {name: (to_ms * float(both[0]), to_ms * float(both[1])) for name, both in found.items()}
+    ms, halved = ((low + moving, high + moving) for low, high in (spans.pop("whole"), spans.pop("halved")))
+    return Step(ms, {**spans, "rebalance": (moving, moving)}, halved)
 
 
 def planning_us(split: str) -> tuple[Span, Span]:
@@ -247,16 +280,10 @@ def step_ms(found: Run, question: Question, planning: float = 1.0) -> tuple[floa
 
 
 def _answer(found: Run, question: Question, per_slot: float) -> Answer:
-    loads = found.copies.sum(-1)
-    return Answer(
-        found.candidate,
-        float(layer_ms(found, question).mean()),
-        step_ms(found, question),
-        (0.0, 0.0),
-        float((loads.max(-1) / loads.mean(-1)).mean()),
-        found.candidate.more * per_slot,
-        found.node_rows,
-    )
+    loads, candidate = found.copies.sum(-1), found.candidate
+    imbalance = float((loads.max(-1) / loads.mean(-1)).mean())
+    times = float(layer_ms(found, question).mean()), step_ms(found, question), (0.0, 0.0)
+    return Answer(candidate, *times, imbalance, candidate.more * per_slot, found.node_rows)
 
 
 def _to_other_nodes(rows: Floats, topology: Topology) -> float:
@@ -266,7 +293,12 @@ def _to_other_nodes(rows: Floats, topology: Topology) -> float:
     return float(rows[:, other].sum() / rows.sum())
 
 
-def between(before: Answer, after: Answer) -> tuple[float, float]:
-    """Milliseconds of a step saved by one over the other; both ranges follow one all-to-all, so low goes with low."""
-    low, high = sorted((before.ms[0] - after.ms[0], before.ms[1] - after.ms[1]))
+def saved_ms(before: Run, after: Run, question: Question, planning: float = 1.0) -> Span:
+    """Milliseconds of a step that one run saves over another, from and to."""
+    return less(step_ms(before, question, planning), step_ms(after, question, planning))
+
+
+def less(before: Span, after: Span) -> Span:
+    """What is saved by one over the other; both ranges follow one all-to-all, so low goes with low."""
+    low, high = sorted(old - new for old, new in zip(before, after, strict=True))
     return low, high

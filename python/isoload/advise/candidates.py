@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -73,7 +73,20 @@ def sent(
     candidate: Candidate, loads: Tensor, placement: Placement, renewed: list[Tensor], seed: int
 ) -> Tensor:
     """[L, R, P] copies that each rank sends to each slot in a batch of loads [L, R, E]; renewed: of :func:`targets`."""
-    return SPLITS[candidate.split](loads, placement, renewed, seed)
+    split = candidate.split
+    if split == "dynamic":
+        return _dynamic(loads, placement, seed)
+    if split == "node":
+        return _node(loads, placement, renewed)
+    if split in ("own", "last"):
+        tables, of_ranks = placement.layers("cpu").tables, [of.contiguous() for of in loads.unbind(1)]
+        if split == "own":
+            rows = [ops.plan_own(own, tables, renewed[s], s) for s, own in enumerate(of_ranks)]
+        else:
+            rows = [ops.share_alone(own, renewed[0], tables, s, past=True) for s, own in enumerate(of_ranks)]
+        return torch.stack(rows, 1)
+    policy = "exact" if split == "exact" else "static"
+    return share_routed(loads, plan_layers(loads, placement, policy), None)
 
 
 def sent_batches(candidate: Candidate, placement: Placement, judged: Judged) -> Iterator[NDArray[np.integer]]:
@@ -97,20 +110,7 @@ def targets(split: str, seen: Tensor, placement: Placement) -> list[Tensor]:
     return [offsets(recent, s, layers.tables, layers.slot_to_expert, topology) for s in range(sources)]
 
 
-def _by_policy(policy: str) -> Callable[[Tensor, Placement, list[Tensor], int], Tensor]:
-    def split(loads: Tensor, placement: Placement, renewed: list[Tensor], seed: int) -> Tensor:
-        return share_routed(loads, plan_layers(loads, placement, policy), None)
-
-    return split
-
-
-def _own(loads: Tensor, placement: Placement, renewed: list[Tensor], seed: int) -> Tensor:
-    tables = placement.layers("cpu").tables
-    rows = [ops.plan_own(loads[:, s].contiguous(), tables, renewed[s], s) for s in range(loads.shape[1])]
-    return torch.stack(rows, 1)
-
-
-def _node(loads: Tensor, placement: Placement, renewed: list[Tensor], seed: int) -> Tensor:
+def _node(loads: Tensor, placement: Placement, renewed: list[Tensor]) -> Tensor:
     tables, size = placement.layers("cpu").tables, placement.topology.ranks_per_node
     found = []
     for node, offset in enumerate(renewed):
@@ -121,14 +121,7 @@ def _node(loads: Tensor, placement: Placement, renewed: list[Tensor], seed: int)
     return torch.cat(found, 1)
 
 
-def _last(loads: Tensor, placement: Placement, renewed: list[Tensor], seed: int) -> Tensor:
-    tables, (quota,) = placement.layers("cpu").tables, renewed
-    ranks = range(loads.shape[1])
-    rows = [ops.share_alone(loads[:, s].contiguous(), quota, tables, s, past=True) for s in ranks]
-    return torch.stack(rows, 1)
-
-
-def _dynamic(loads: Tensor, placement: Placement, renewed: list[Tensor], seed: int) -> Tensor:
+def _dynamic(loads: Tensor, placement: Placement, seed: int) -> Tensor:
     """Every copy draws a replica, all alike."""
     draw, slots = np.random.default_rng(seed), placement.arrays[0]
     found = np.zeros((*loads.shape[:2], slots.shape[1]), dtype=np.int32)
@@ -145,14 +138,3 @@ def _dynamic(loads: Tensor, placement: Placement, renewed: list[Tensor], seed: i
             found[layer][:, order[first[has] + turn]] = took[:, has]
             left -= took
     return torch.from_numpy(found)
-
-
-SPLITS: dict[str, Callable[[Tensor, Placement, list[Tensor], int], Tensor]] = {
-    "none": _by_policy("static"),
-    "static": _by_policy("static"),
-    "dynamic": _dynamic,
-    "last": _last,
-    "own": _own,
-    "node": _node,
-    "exact": _by_policy("exact"),
-}

@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from isoload.advise.advice import Question, Run, planning_us, run, step_ms
+from isoload.advise.advice import Question, Run, Span, planning_us, run, saved_ms, step_ms
 from isoload.advise.candidates import Candidate, placed, sent_batches
 from isoload.advise.loads import Judged
 from isoload.replay.timeline import Timeline, timeline
 from isoload.times import AllToAllTime, LayerTime
 
-Range = tuple[float, float]
 TOKENS = (16, 64, 256, 1024, 4096)  # of a rank in a step
 
 EXPERTS = {
@@ -48,18 +47,9 @@ def scaled(layer: LayerTime, name: str, factor: float) -> LayerTime:
     return replace(layer, dispatch=times(layer.dispatch), combine=times(layer.combine))
 
 
-def saved_ms(before: Run, after: Run, question: Question, planning: float = 1.0) -> Range:
-    """Milliseconds of a step that one run saves over another, from and to."""
-    pairs = zip(step_ms(before, question, planning), step_ms(after, question, planning), strict=True)
-    low, high = sorted(old - new for old, new in pairs)
-    return low, high
-
-
-def sensitivity(before: Run, after: Run, question: Question) -> dict[str, tuple[Range, Range]]:
+def sensitivity(before: Run, after: Run, question: Question) -> dict[str, tuple[Span, Span]]:
     """By constant, the saving where it is half and where it is double; those that matter most first."""
-    found = {
-        PLANNING: (saved_ms(before, after, question, 0.5), saved_ms(before, after, question, 2.0)),
-    }
+    found = {PLANNING: (saved_ms(before, after, question, 0.5), saved_ms(before, after, question, 2.0))}
     for name in (*EXPERTS, *EXCHANGE):
         half, double = (
             saved_ms(before, after, replace(question, layer=scaled(question.layer, name, factor)))
@@ -74,8 +64,8 @@ class Saving(NamedTuple):
     """What a candidate saves with so many tokens on a rank."""
 
     tokens: int
-    ms: Range  # of a step, saved
-    share: Range  # of what the step's MoE layers take without it
+    ms: Span  # of a step, saved
+    share: Span  # of what the step's MoE layers take without it
     extrapolated: bool  # whether the constants were measured on fewer or more tokens
 
 

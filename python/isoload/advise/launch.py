@@ -15,17 +15,21 @@ def flags(engine: str, candidate: Candidate, topology: Topology, slots: int, tra
 
     slots: of a rank. trace: the file that the placement is made of; None: there is none.
     """
+    made = engine == "sglang" and candidate.placer != "trivial" and trace is not None
+    lines = _vllm(candidate, topology) if engine == "vllm" else _sglang(candidate, topology, made)
+    if candidate.ours:
+        loads = {"exact": "gathered"}.get(candidate.split, candidate.split)
+        lines.insert(0, f"ISOLOAD_{engine.upper()}=1 ISOLOAD_LOADS={loads}")
+    if made:
+        per_node = topology.ranks_per_node
+        size = f"--ranks {topology.num_ranks} --ranks-per-node {per_node} --slots-per-rank {slots}"
+        what = f"{shlex.quote(str(trace))} -o {FILE} --format sglang {size} --placer {candidate.placer}"
+        lines.insert(0, f"isoload place {what}")
+    return lines
+
+
+def _sglang(candidate: Candidate, topology: Topology, from_file: bool) -> list[str]:
     ranks, nodes = topology.num_ranks, topology.num_nodes
-    if engine == "vllm":
-        return _vllm(candidate, ranks)
-    if candidate.placer == "trivial" or trace is None:
-        return _sglang(candidate, ranks, nodes, None)
-    size = f"--ranks {ranks} --ranks-per-node {topology.ranks_per_node} --slots-per-rank {slots}"
-    make = f"isoload place {shlex.quote(trace)} -o {FILE} --format sglang {size} --placer {candidate.placer}"
-    return [make, *_sglang(candidate, ranks, nodes, FILE)]
-
-
-def _sglang(candidate: Candidate, ranks: int, nodes: int, placement: str | None) -> list[str]:
     lines = [f"--ep-size {ranks}", *([f"--nnodes {nodes}"] if nodes > 1 else [])]
     if candidate.more:
         lines.append(f"--ep-num-redundant-experts {ranks * candidate.more}")
@@ -35,18 +39,11 @@ def _sglang(candidate: Candidate, ranks: int, nodes: int, placement: str | None)
         lines.append(f"--ep-dispatch-algorithm {algorithm}")
     if candidate.placer != "trivial":
         lines.append("--enable-eplb" + (" --eplb-algorithm isoload" if candidate.ours else ""))
-        lines += [f"--init-expert-location {placement}"] if placement else []
-    if candidate.ours:
-        loads = {"exact": "gathered"}.get(candidate.split, candidate.split)
-        lines.insert(0, f"ISOLOAD_SGLANG=1 ISOLOAD_LOADS={loads}")
+        lines += [f"--init-expert-location {FILE}"] if from_file else []
     return lines
 
 
-def _vllm(candidate: Candidate, ranks: int) -> list[str]:
-    lines = ["--enable-expert-parallel"]
-    if candidate.placer != "trivial":
-        lines.append(f"--enable-eplb --eplb-config '{{\"num_redundant_experts\": {ranks * candidate.more}}}'")
-    if candidate.ours:
-        loads = {"exact": "gathered"}.get(candidate.split, candidate.split)
-        lines.insert(0, f"ISOLOAD_VLLM=1 ISOLOAD_LOADS={loads}")
-    return lines
+def _vllm(candidate: Candidate, topology: Topology) -> list[str]:
+    more = topology.num_ranks * candidate.more
+    eplb = f"--enable-eplb --eplb-config '{{\"num_redundant_experts\": {more}}}'"
+    return ["--enable-expert-parallel", *([] if candidate.placer == "trivial" else [eplb])]

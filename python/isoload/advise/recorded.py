@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from isoload.advise.advice import Question, Run, run_of, step_ms
+from isoload.advise.advice import Question, Run, run_of
 from isoload.advise.candidates import Candidate
 from isoload.advise.loads import JUDGED
 from isoload.planning import plan_layers, share_routed
@@ -77,23 +76,8 @@ def trace_of(recorded: Recorded, phase: Phase) -> Trace:
     return replace(whole, name=f"{whole.name}, {phase.name}", counts=counts, cluster=None)
 
 
-class Saved(NamedTuple):
-    """Milliseconds of a step's MoE layers, from and to: as served, as planned, and what that saves."""
-
-    served: tuple[float, float]
-    planned: tuple[float, float]
-    saved: tuple[float, float]
-
-
-def saved(recorded: Recorded, phase: Phase, question: Question) -> Saved:
-    """By the cost model, on the engine's own placement: its choice of replicas against isoload's, planning included."""
-    served, planned = (step_ms(run, question) for run in served_runs(recorded, phase, question))
-    low, high = sorted(a - b for a, b in zip(served, planned, strict=True))
-    return Saved(served, planned, (low, high))
-
-
 def served_runs(recorded: Recorded, phase: Phase, question: Question) -> tuple[Run, Run]:
-    """At most JUDGED passes, as routed and as planned."""
+    """At most JUDGED passes on the engine's own placement, as routed and as planned."""
     number = min(JUDGED, len(phase.batches))
     chosen = [phase.batches[i * len(phase.batches) // number] for i in range(number)]
     return (

@@ -13,20 +13,11 @@ from rich.console import Console
 from rich.text import Text
 
 from isoload.cli import options
-from isoload.cli.step_table import WHOLE, span_of, step_table
-from isoload.cli.tables import (
-    Figure,
-    Row,
-    columns_of,
-    page_table,
-    print_lines,
-    print_table,
-    table_of,
-    write_out,
-)
+from isoload.cli.tables import Column, Figure, Row, columns_of, page_table, say, write_out
 
 if TYPE_CHECKING:
     from isoload.advise import Advice, Judged, Question
+    from isoload.advise.advice import Step
     from isoload.trace import Trace
 
 GIB = 2.0**30
@@ -47,10 +38,33 @@ UNITS = (
     "Planning takes {low:g} to {high:g} µs a layer: its kernels on an H100, and 10 to 25 for a gather of loads. "
     "requests: of {context} tokens, whose KV cache the slots take the room of."
 )
+WHOLE = (
+    "Percentages are of a whole step that is modelled: these layers and {dense:g} ms for attention and the dense part, "
+    "as --dense-ms says, one after the other; scheduling and sampling are not in it. --step-ms takes a measured one. "
+    "Stages are those of a rank in the mean; waiting is for slower ranks. In two halves: half a batch computes while "
+    "the other exchanges, as SGLang's two-batch overlap orders prefill, and neither slows the other."
+)
 UPPER = (
     "Percentages are of these layers alone, without attention and the engine's own work: an upper end. "
     "--step-ms takes a step that you have measured."
 )
+
+
+def span_of(ends: tuple[float, float], sign: str = "") -> str:
+    """Milliseconds or percent: two digits behind the point of what is below 100."""
+    low, high = (format(end, f"{sign}.{0 if max(map(abs, ends)) >= 100 else 2}f") for end in ends)
+    return low if low == high else f"{low} .. {high}"
+
+
+def step_columns(now: Step, best: Step) -> list[Column]:
+    """A row for each stage that takes any time."""
+    shown = [name for name in now.stages if any((*now.stages[name], *best.stages[name]))]
+
+    def cells(step: Step) -> list[str]:
+        return [*(span_of(step.stages[name]) for name in shown), span_of(step.ms), span_of(step.halved_ms)]
+
+    group, stages = "ms, a rank in the mean", Column("", "stage", [*shown, "a whole step", "in two halves"])
+    return [stages, Column(group, "now", cells(now)), Column(group, "best", cells(best))]
 
 
 def rows_of(advice: Advice) -> list[Row]:
@@ -118,17 +132,15 @@ def units(advice: Advice, batches: int) -> list[str]:
 def print_advice(
     advice: Advice, batches: int, launch: list[str], said: list[str], console: Console, wide: bool = False
 ) -> None:
-    print_lines(console, asked_lines(advice), "bold")
-    print_table(console, *table_of(FIGURES, rows_of(advice), wide))
-    print_lines(console, verdict_lines(advice), "green")
+    columns = columns_of(FIGURES, rows_of(advice), wide)
+    say(console, ("bold", asked_lines(advice)), columns, ("green", verdict_lines(advice)))
     if advice.steps:
-        print_table(console, *step_table(*advice.steps))
+        say(console, step_columns(*advice.steps))
     if launch:
-        print_lines(console, [f"To run {advice.answers[0].candidate.label}:"])
+        say(console, ("", [f"To run {advice.answers[0].candidate.label}:"]))
         for line in launch:  # to be copied: never broken
             console.print(Text(f"  {line}"), soft_wrap=True)
-    print_lines(console, units(advice, batches), "dim")
-    print_lines(console, said, "yellow")
+    say(console, ("dim", units(advice, batches)), ("yellow", said))
 
 
 def warnings(advice: Advice, notes: list[str], guessed: bool = False) -> list[str]:

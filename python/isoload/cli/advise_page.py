@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from isoload.cli.page_parts import MEAN, ROWS, leaving, lines, over_mean, rank_heats, sending_heat
+from isoload.cli.pages import MEAN, ROWS, leaving, lines, over_mean, rank_heats, sending_heat
 from isoload.report import charts, code, figure, page, prose, section
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ def _by_tokens(
 
 
 def _sensitivity(before: Run, after: Run, asked: Question) -> str:
-    from isoload.advise.details import saved_ms, sensitivity
+    from isoload.advise.advice import saved_ms
+    from isoload.advise.details import sensitivity
 
     found, middle = sensitivity(before, after, asked), sum(saved_ms(before, after, asked)) / 2
     ends = {of: {"half": sum(half) / 2, "double": sum(double) / 2} for of, (half, double) in found.items()}
@@ -101,13 +102,8 @@ def _sensitivity(before: Run, after: Run, asked: Question) -> str:
     values = [(of, *(f"{end:+.3f}" for pair in both for end in pair)) for of, both in found.items()]
     header = "constant", "halved: ms, from", "to", "doubled: ms, from", "to"
     spec = charts.points(ends, "ms saved a step, middle of the range", ENDS, middle)
-    return figure(
-        "Each constant halved and doubled",
-        f"What {after.candidate.label} saves over {before.candidate.label}. {turns}",
-        spec,
-        header,
-        values,
-    )
+    said = f"What {after.candidate.label} saves over {before.candidate.label}. {turns}"
+    return figure("Each constant halved and doubled", said, spec, header, values)
 
 
 def step_section(advice: Advice, judged: Judged) -> str:
@@ -124,10 +120,10 @@ def step_section(advice: Advice, judged: Judged) -> str:
     parts = []
     for name, step in steps.items():
         events = [
-            charts.Event(int(rank), Timeline.STAGES[stage], 1e3 * float(start), 1e3 * float(end))
+            (int(rank), Timeline.STAGES[stage], 1e3 * float(start), 1e3 * float(end))
             for rank, _, _, stage, start, end in step.events
         ]
-        rows = [(of.rank, of.stage, f"{of.start_ms:.3f}", f"{of.end_ms:.3f}") for of in events]
+        rows = [(rank, stage, f"{start:.3f}", f"{end:.3f}") for rank, stage, start, end in events]
         title = f"{name}: {shown[name].label}, {1e3 * step.seconds:.2f} ms"
         spec = charts.gantt(events, stages, until)
         parts.append(figure(title, "Gaps are waiting for slower ranks.", spec, header, rows))

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from isoload.cli.options import Force, FormatName
 from isoload.cli.place import placement_line
-from isoload.cli.tables import print_lines
+from isoload.cli.tables import say
 
 
 def convert(
@@ -32,4 +32,4 @@ def convert(
     write_placement(found, output, file_format)
     if str(output) != "-":
         line = f"{placement_line(found, str(output))}, format {file_format}"
-        print_lines(Console(highlight=False), [line])
+        say(Console(highlight=False), ("", [line]))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from isoload.cli.tables import MIB, Figure, Row, print_lines, print_table, table_of
+from isoload.cli.tables import MIB, Figure, Row, columns_of, say
 
 if TYPE_CHECKING:
     from isoload.cost import CostModel
@@ -75,7 +75,5 @@ def warnings(rows: Sequence[Row], model: CostModel) -> list[str]:
 
 def print_cost(rows: Sequence[Row], model: CostModel, console: Console, wide: bool = False) -> None:
     console.print()
-    print_lines(console, constants(model), "bold")
-    print_table(console, *table_of(FIGURES, rows, wide))
-    print_lines(console, UNITS, "dim")
-    print_lines(console, warnings(rows, model), "yellow")
+    columns, found = columns_of(FIGURES, rows, wide), warnings(rows, model)
+    say(console, ("bold", constants(model)), columns, ("dim", UNITS), ("yellow", found))

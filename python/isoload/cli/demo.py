@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from isoload.cli.options import Force, JsonTarget
-from isoload.cli.tables import Figure, Row, print_lines, print_table, table_of, write_out
+from isoload.cli.tables import Figure, Row, columns_of, say, write_out
 
 if TYPE_CHECKING:
     from isoload.topology import Topology
@@ -29,14 +28,6 @@ FIGURES = (
     Figure("plan_us", "", "plan µs", ".1f"),
     Figure("max_abs_diff", "against the dense layer", "largest difference", ".1e"),
 )
-
-
-def print_demo(num_ranks: int, rows: Sequence[Row], console: Console) -> None:
-    print_lines(
-        console, [f"one MoE layer over {num_ranks} processes (gloo), forward, recorded routing"], "bold"
-    )
-    print_table(console, *table_of(FIGURES, rows))
-    print_lines(console, ["rows: per batch, mean. CPU ms, bytes: all batches. float32."], "dim")
 
 
 def run_demo(trace_path: Path | None, num_ranks: int, layer: int, stall_seconds: float) -> list[Row]:
@@ -142,13 +133,11 @@ def _summarise(policy: str, reports: list[dict[str, Any]]) -> Row:
         "busiest_rank_rows": float(received.max(1).mean()),  # that a batch's busiest rank received, mean
         # CPU time of the process of the rank with most rows in all, over all forwards but a first.
         "busiest_rank_cpu_ms": reports[busiest]["cpu_ms"],
-        "bytes_sent": sum(
-            report["bytes"] for report in reports
-        ),  # handed to collectives, all ranks and batches
+        # Handed to collectives, all ranks and batches.
+        "bytes_sent": sum(report["bytes"] for report in reports),
         "plan_us": reports[0]["plan_us"],  # median
-        "max_abs_diff": max(
-            report["max_abs_diff"] for report in reports
-        ),  # of an element, from the dense layer's
+        # Of an element, from the dense layer's.
+        "max_abs_diff": max(report["max_abs_diff"] for report in reports),
     }
 
 
@@ -167,4 +156,7 @@ def demo(
 
     check_targets([trace], force, json)
     found = run_demo(trace, ranks, layer, stall_seconds)
-    write_out(json, {"policies": found}, lambda console: print_demo(ranks, found, console))
+    header = "bold", [f"one MoE layer over {ranks} processes (gloo), forward, recorded routing"]
+    units = "dim", ["rows: per batch, mean. CPU ms, bytes: all batches. float32."]
+    columns = columns_of(FIGURES, found)
+    write_out(json, {"policies": found}, lambda console: say(console, header, columns, units))

@@ -9,19 +9,7 @@ import typer
 from rich.console import Console
 
 from isoload.cli.options import Force, HtmlTarget, JsonTarget, LayersText, TopK, TracePath, Wide
-from isoload.cli.tables import (
-    Column,
-    Figure,
-    Row,
-    columns_of,
-    page_table,
-    percent,
-    print_lines,
-    print_table,
-    table,
-    table_of,
-    write_out,
-)
+from isoload.cli.tables import Column, Figure, Row, columns_of, page_table, percent, say, write_out
 
 if TYPE_CHECKING:
     from isoload.placement import Placement
@@ -57,12 +45,10 @@ def print_inspection(
     trace: Trace, num_ranks: int, layers: Sequence[Row], console: Console, wide: bool = False
 ) -> None:
     numbers = list(layers[0]["on_ranks"])
-    print_lines(console, inspect_header(trace, num_ranks), "bold")
-    print_table(console, *table_of(inspect_figures(numbers), layers, wide))
-    print_lines(
-        console, ["Mean of the layers, max/mean rank load:", *(_cost_line(layers, n) for n in numbers)]
-    )
-    print_lines(console, inspect_notes(trace, num_ranks, layers), "dim")
+    columns = columns_of(inspect_figures(numbers), layers, wide)
+    costs = ["Mean of the layers, max/mean rank load:", *(_cost_line(layers, n) for n in numbers)]
+    notes = inspect_notes(trace, num_ranks, layers)
+    say(console, ("bold", inspect_header(trace, num_ranks)), columns, ("", costs), ("dim", notes))
 
 
 def inspect_header(trace: Trace, num_ranks: int) -> list[str]:
@@ -108,14 +94,6 @@ PLACED_FIGURES = (
     Figure("gain_of_replicas", "gain of", "replicas", "+.3f"),
     Figure("replicas", "replicas", "held"),
 )
-
-
-def print_placement(trace: Trace, path: str, placement: Placement, view: Row, console: Console) -> None:
-    print_lines(console, placed_header(trace, path, placement), "bold")
-    print_table(console, *table_of(PLACED_FIGURES, [*view["layers"], _mean(view["layers"])]))
-    print_lines(console, [PLACED_UNITS], "dim")
-    print_table(console, *table(_by_replicas(view)))
-    print_lines(console, [GAIN_UNITS], "dim")
 
 
 def placed_header(trace: Trace, path: str, placement: Placement) -> list[str]:
@@ -174,25 +152,19 @@ def inspect(
     loaded = load_trace(trace, layers, top_k)
     if placed is not None and placement is not None:
         view = inspect_placement(loaded, placed)
-        figures = {
-            "trace": loaded.name,
-            "placement": placement,
-            "num_ranks": placed.topology.num_ranks,
-            **view,
-        }
+        held = {"trace": loaded.name, "placement": placement, "num_ranks": placed.topology.num_ranks}
+        figures, header = {**held, **view}, placed_header(loaded, placement, placed)
+        of_layers = columns_of(PLACED_FIGURES, [*view["layers"], _mean(view["layers"])])
+        gains = _by_replicas(view)
 
         def drawn() -> str:
             from isoload.cli.pages import placement_page
 
-            rows = [*view["layers"], _mean(view["layers"])]
-            tables = [columns_of(PLACED_FIGURES, rows, wide=True), _by_replicas(view)]
-            header, units = placed_header(loaded, placement, placed), [PLACED_UNITS, GAIN_UNITS]
-            return placement_page(
-                loaded, placed, view, header, "".join(map(page_table, tables)), units, figures
-            )
+            tables, units = page_table(of_layers) + page_table(gains), [PLACED_UNITS, GAIN_UNITS]
+            return placement_page(loaded, placed, view, header, tables, units, figures)
 
         def show(console: Console) -> None:
-            print_placement(loaded, placement, placed, view, console)
+            say(console, ("bold", header), of_layers, ("dim", [PLACED_UNITS]), gains, ("dim", [GAIN_UNITS]))
     else:
         found = inspect_trace(loaded, ranks)
         figures = {"trace": loaded.name, "num_ranks": ranks, "layers": found}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -12,17 +11,7 @@ import typer
 from rich.console import Console
 
 from isoload.cli import options
-from isoload.cli.tables import (
-    NO_FREEDOM,
-    Figure,
-    Row,
-    columns_of,
-    page_table,
-    print_lines,
-    print_table,
-    table_of,
-    write_out,
-)
+from isoload.cli.tables import NO_FREEDOM, Figure, Row, columns_of, page_table, say, write_out
 from isoload.files.writing import descriptor_of
 
 if TYPE_CHECKING:
@@ -47,21 +36,6 @@ def placement_line(placement: Placement, path: str) -> str:
     """What a file holds."""
     slots = f"{placement.slots_per_rank} slots on each of {placement.topology.num_ranks} ranks"
     return f"{path}: {placement.num_layers} layers, {placement.num_routed} experts, {slots}"
-
-
-def print_place(
-    placement: Placement, path: str, calibrate: str, rows: Sequence[Row], console: Console
-) -> None:
-    print_lines(console, [placement_line(placement, path)])
-    print_table(console, *table_of(FIGURES, rows))
-    print_lines(console, [place_units(calibrate)])
-    if not any(placement.has_freedom):
-        print_lines(console, [NO_FREEDOM.format(more=placement.slots_per_rank + 1)], "yellow")
-
-
-def place_units(calibrate: str) -> str:
-    seen = "Seen batches" if calibrate == "all" else "Unseen batches"
-    return f"{seen} (calibrate {calibrate}): {UNITS}"
 
 
 def memory_budget(
@@ -173,15 +147,20 @@ def place(
             judged(against, rival, *(float(f(rival, first.batch_counts()).mean()) for f in imbalances))
         )
     figures = {"calibrate": held_back, "provenance": placement.provenance, "placers": rows}
+    line, columns = placement_line(placement, str(output)), columns_of(FIGURES, rows)
+    seen = "Seen batches" if held_back == "all" else "Unseen batches"
+    units = [f"{seen} (calibrate {held_back}): {UNITS}"]
 
-    def drawn() -> str:
+    def show(console: Console) -> None:
+        say(console, ("", [line]), columns, ("", units))
+        if not any(placement.has_freedom):
+            say(console, ("yellow", [NO_FREEDOM.format(more=placement.slots_per_rank + 1)]))
+
+    text = ""
+    if html:  # before anything is written: it may fail
         from isoload.cli.pages import place_page
 
-        line, tables = placement_line(placement, str(output)), page_table(columns_of(FIGURES, rows))
-        return place_page(first, placement, rows, line, tables, [place_units(held_back)], figures)
-
-    text = drawn() if html else ""  # before anything is written: it may fail
+        text = place_page(first, placement, rows, line, page_table(columns), units, figures)
     write_placement(placement, output, file_format)
     console = Console(highlight=False, stderr=descriptor_of(str(output)) == 1)
-    show = partial(print_place, placement, str(output), held_back, rows)
     write_out(json, figures, show, console, html, lambda: text)

@@ -12,18 +12,7 @@ from isoload.cli import options
 from isoload.cli.cost import FIGURES as COSTS
 from isoload.cli.cost import UNITS as COST_UNITS
 from isoload.cli.cost import constants, given_cost, print_cost
-from isoload.cli.tables import (
-    NO_FREEDOM,
-    Column,
-    Figure,
-    Row,
-    columns_of,
-    page_table,
-    print_lines,
-    print_table,
-    table,
-    write_out,
-)
+from isoload.cli.tables import NO_FREEDOM, Column, Figure, Row, columns_of, page_table, say, write_out
 
 if TYPE_CHECKING:
     from isoload.replay.metrics import PolicyFigures
@@ -81,13 +70,6 @@ def replay_columns(rows: Sequence[PolicyFigures], with_nodes: bool, wide: bool =
     return columns_of(shown, [row.to_json() for row in rows], wide)
 
 
-def replay_table(
-    rows: Sequence[PolicyFigures], with_nodes: bool, wide: bool = False
-) -> tuple[list[str], list[str]]:
-    """Heading and rows of a replay."""
-    return table(replay_columns(rows, with_nodes, wide))
-
-
 def replay_header(replay: Replay, note: str = "") -> list[str]:
     """What was replayed, how, and whether the placement has seen it; a note says what placement was given."""
     used = replay.settings
@@ -119,11 +101,10 @@ def replay_header(replay: Replay, note: str = "") -> list[str]:
 
 
 def print_replay(replay: Replay, console: Console, wide: bool = False, note: str = "") -> None:
-    used = replay.settings
-    print_lines(console, replay_header(replay, note), "bold")
-    print_table(console, *replay_table(replay.policies, used["num_ranks"] > used["ranks_per_node"], wide))
-    print_lines(console, replay_units(replay, wide), "dim")
-    print_lines(console, replay_warnings(replay), "yellow")
+    with_nodes = replay.settings["num_ranks"] > replay.settings["ranks_per_node"]
+    columns = replay_columns(replay.policies, with_nodes, wide)
+    units, warnings = replay_units(replay, wide), replay_warnings(replay)
+    say(console, ("bold", replay_header(replay, note)), columns, ("dim", units), ("yellow", warnings))
 
 
 def replay_units(replay: Replay, wide: bool) -> list[str]:

@@ -9,18 +9,8 @@ import typer
 from rich.console import Console
 
 from isoload.cli import options
-from isoload.cli.advise import Answered, answer
-from isoload.cli.step_table import span_of
-from isoload.cli.tables import (
-    Figure,
-    Row,
-    columns_of,
-    page_table,
-    print_lines,
-    print_table,
-    table_of,
-    write_out,
-)
+from isoload.cli.advise import Answered, answer, span_of
+from isoload.cli.tables import Figure, Row, columns_of, page_table, say, write_out
 
 if TYPE_CHECKING:
     from isoload.advise.recorded import Phase
@@ -70,23 +60,9 @@ def rows_of(recorded: Recorded, phases: list[Phase], saved: dict[str, tuple[floa
     ]
 
 
-def notes_of(recorded: Recorded, modelled: bool) -> tuple[list[str], list[str]]:
-    """What the figures are, and what is left out of them."""
-    passes, files = recorded.left_out
-    gaps = []
-    if passes:
-        gaps.append(f"{passes} passes are left out, which not every rank recorded.")
-    if files:
-        gaps.append(f"{files} files of earlier runs are left out.")
-    return [UNITS, *([SAVED] if modelled else [])], [
-        *gaps,
-        *([SAME] if modelled and recorded.same_tokens else []),
-    ]
-
-
 def section_of(rows: list[Row], notes: list[str]) -> str:
     """Of the page: the table, and a chart for each phase."""
-    from isoload.cli.page_parts import MEAN, lines
+    from isoload.cli.pages import MEAN, lines
     from isoload.report import prose, section
 
     charts = [
@@ -149,19 +125,19 @@ def report(
     if gpu is not None and model is not None:
         chosen = found[0] if phase is None else found[names.index(phase)]
         saved, advice, gaps = modelled(held, found, chosen, gpu, model, engine, dtype, step_ms, trace)
-    rows = rows_of(held, found, saved)
-    notes, warnings = notes_of(held, advice is not None)
-    warnings += gaps
-    figures: dict[str, Any] = {
-        "phases": rows,
-        "left_out": dict(zip(("passes", "files"), held.left_out, strict=True)),
+    rows, (passes, files) = rows_of(held, found, saved), held.left_out
+    notes = [UNITS, *([SAVED] if advice else [])]
+    said = {
+        f"{passes} passes are left out, which not every rank recorded.": passes,
+        f"{files} files of earlier runs are left out.": files,
+        SAME: advice and held.same_tokens,
     }
+    warnings = [*(text for text, holds in said.items() if holds), *gaps]
+    figures: dict[str, Any] = {"phases": rows, "left_out": {"passes": passes, "files": files}}
     figures |= {"warnings": warnings, "advice": None if advice is None else advice.figures}
 
     def show(console: Console) -> None:
-        print_table(console, *table_of(FIGURES, rows, wide))
-        print_lines(console, notes, "dim")
-        print_lines(console, warnings, "yellow")
+        say(console, columns_of(FIGURES, rows, wide), ("dim", notes), ("yellow", warnings))
         if advice is not None:
             advice.show(console, wide=wide)
 
@@ -185,8 +161,9 @@ def modelled(
 ) -> tuple[dict[str, tuple[float, float]], Answered, list[str]]:
     """By phase the milliseconds of a step that isoload's choice saves, the advice on one, and what has no constants."""
     from isoload.advise import Question, find_model, judge_by
+    from isoload.advise.advice import saved_ms
     from isoload.advise.constants import layer_times
-    from isoload.advise.recorded import saved, trace_of
+    from isoload.advise.recorded import served_runs, trace_of
 
     described, topology = find_model(model, dtype), recorded.topology
     times, gaps = layer_times(gpu, engine, chosen.name, described, topology)
@@ -200,6 +177,7 @@ def modelled(
     }
     trace, question = trace_of(recorded, chosen), asked[chosen.name]
     judged = judge_by(trace, described, topology.num_ranks, question.tokens)
-    by_phase = {of.name: saved(recorded, of, asked[of.name]).saved for of in found if of.name in asked}
+    runs = {of.name: served_runs(recorded, of, asked[of.name]) for of in found if of.name in asked}
+    by_phase = {name: saved_ms(*of, asked[name]) for name, of in runs.items()}
     notes = [f"the advice is on the {len(chosen.batches)} passes of {chosen.name}"]
     return by_phase, answer(question, trace, judged, (engine, chosen.name, None), notes, source), gaps

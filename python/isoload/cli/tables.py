@@ -79,13 +79,6 @@ def columns_of(figures: Sequence[Figure], rows: Sequence[Row], wide: bool = Fals
     return [Column(f.group, f.title, [f.cell(row) for row in rows]) for f in shown]
 
 
-def table_of(
-    figures: Sequence[Figure], rows: Sequence[Row], wide: bool = False
-) -> tuple[list[str], list[str]]:
-    """Two heading lines and a line per row."""
-    return table(columns_of(figures, rows, wide))
-
-
 def page_table(columns: Sequence[Column], marked: Sequence[int] = ()) -> str:
     """The same on a page; marked: rows that stand out."""
     from isoload.report import table as html_table
@@ -116,22 +109,20 @@ def percent(share: float) -> str:
     return "0%" if share == 0 else f"{100 * share:.1f}%"
 
 
-def print_table(console: Console, heading: list[str], rows: list[str]) -> None:
-    console.print()
-    for line in heading:
-        _print(console, line, "cyan")
-    for line in rows:
-        _print(console, line)
-    console.print()
-
-
-def print_lines(console: Console, lines: Sequence[str], style: str = "") -> None:
-    """Prints lines broken at 80 columns."""
-    for line in lines:
-        for part in textwrap.wrap(line, WIDTH):
-            _print(console, part, style)
-
-
-def _print(console: Console, line: str, style: str = "") -> None:
-    # Text and soft_wrap: no markup in names, and a pipe gets the line as it is.
-    console.print(Text(line, style), soft_wrap=True)
+def say(console: Console, *parts: tuple[str, Sequence[str]] | list[Column]) -> None:
+    """One after the other: a style and lines, which are broken at 80 columns; tables."""
+    for part in parts:
+        if isinstance(part, tuple):
+            style, lines = part
+            styled = [(piece, style) for line in lines for piece in textwrap.wrap(line, WIDTH)]
+        else:
+            heading, rows = table(part)
+            styled = [
+                ("", ""),
+                *((line, "cyan") for line in heading),
+                *((line, "") for line in rows),
+                ("", ""),
+            ]
+        for line, style in styled:
+            # Text and soft_wrap: no markup in names, and a pipe gets the line as it is.
+            console.print(Text(line, style), soft_wrap=True)

@@ -13,7 +13,6 @@ from isoload.files.writing import check_target, descriptor_of
 from isoload.formats import recognise
 from isoload.report import check_drawing, is_page
 
-KINDS = {"output": "a placement", "json": "figures", "html": "a page"}
 FIGURES = (  # keys of what --json writes, by which it is known again
     {"policies"},  # replay, demo
     {"placers", "calibrate"},  # place
@@ -70,19 +69,15 @@ def _belongs(target: str, path: Path) -> bool:
 
 def _check_old(name: str, target: str, force: bool) -> None:
     """Refuses to replace a file, but for one of the same kind where that is asked for."""
+    kind, holds = KINDS[name]
     if not force:
-        raise ValueError(
-            f"{name} must be a new file, or --force be given to replace {KINDS[name]}, got {target!r}"
-        )
+        raise ValueError(f"{name} must be a new file, or --force be given to replace {kind}, got {target!r}")
     try:
-        text = read_text(Path(target))
-        same = SAME[name](text)
+        same = holds(read_text(Path(target)))
     except ValueError:
         same = False
     if not same:
-        raise ValueError(
-            f"{name} must be a new file or replace {KINDS[name]}, got {target!r} of another kind"
-        )
+        raise ValueError(f"{name} must be a new file or replace {kind}, got {target!r} of another kind")
 
 
 def _holds_figures(content: Any) -> bool:
@@ -90,10 +85,10 @@ def _holds_figures(content: Any) -> bool:
     return any(all(isinstance(row, dict) and kind <= row.keys() for row in rows) for kind in FIGURES)
 
 
-SAME: dict[str, Callable[[str], object]] = {
-    "output": recognise,
-    "json": lambda text: _holds_figures(parse_json(text)),
-    "html": is_page,
+KINDS: dict[str, tuple[str, Callable[[str], object]]] = {  # what an option's file holds, and what knows it
+    "output": ("a placement", recognise),
+    "json": ("figures", lambda text: _holds_figures(parse_json(text))),
+    "html": ("a page", is_page),
 }
 
 

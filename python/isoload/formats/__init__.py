@@ -19,9 +19,7 @@ from isoload.topology import Topology
 class Format:
     """How placements are written in one format, and read from it."""
 
-    matches: Callable[
-        [Any], bool
-    ]  # whether a file's content, of the type that the format has, is of this format
+    matches: Callable[[Any], bool]  # whether content, of the type that the format has, is of this format
     read: Callable[[Any, Topology | None], Placement]  # of content and the caller's topology
     write: Callable[[Placement], Any]  # ValueError where the format cannot hold it
     dumps: Callable[[Any], str] = to_json_text
@@ -42,10 +40,7 @@ FORMATS = {
     ),
     "vllm": Format(lambda c: c.get("record_type") == engines.VLLM, engines.vllm_read, engines.vllm_write),
     "vllm-list": Format(
-        lambda c: c and isinstance(c[0], list),
-        engines.vllm_list_read,
-        engines.vllm_list_write,
-        holds=list,
+        lambda c: c and isinstance(c[0], list), engines.vllm_list_read, engines.vllm_list_write, holds=list
     ),
     "vllm-ascend": Format(lambda c: "layer_list" in c, engines.ascend_read, engines.ascend_write),
 }
@@ -112,12 +107,4 @@ def recognise(text: str) -> tuple[Any, Format]:
     raise ValueError(f"is no placement file; formats are {', '.join(FORMATS)}")
 
 
-__all__ = [
-    "FORMATS",
-    "Format",
-    "UnknownRanks",
-    "check_format",
-    "read_placement",
-    "recognise",
-    "write_placement",
-]
+__all__ = ["FORMATS", "UnknownRanks", "check_format", "read_placement", "recognise", "write_placement"]

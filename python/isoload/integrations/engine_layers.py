@@ -122,7 +122,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
     engine: ClassVar[str]  # begins every report
 
     def __init__(self) -> None:
-        self.reset()
+        self.start(Settings.read({}))
 
     @abstractmethod
     def engine_group(self) -> dist.ProcessGroup:
@@ -136,15 +136,16 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         """The same, as the running group numbers it."""
         return self.engine_rank()
 
-    def reset(self) -> None:
-        """As before the first model."""
-        self.settings = Settings.read({})
+    def start(self, settings: Settings) -> None:
+        """Of a process whose hooks are attached; it has no model yet."""
+        self.settings = settings
         self.by_id: dict[int, AnyLayer] = {}
         self.detached = False  # whether the engine chooses replicas after all
         self.tables: Tensor | None = None  # [L, P] expert in each slot, as the Balancers have it
-        self.meter: Meter | None = None
+        seconds = settings.report_seconds
+        self.meter = Meter(self.engine, seconds) if seconds else None
         self.weights: WeightCheck | None = None
-        self.watch = Watchdog(self.engine, 0)
+        self.watch = Watchdog(self.engine, settings.stalled_seconds)
         self.device = torch.device("cpu")  # of the Balancers' tables
         self.passes = 0  # forward passes so far
         self.switch: Switch | None = None
@@ -156,14 +157,6 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         self._groups: dict[int, CollectiveGroup] = {}
         self._placements: dict[int, Placement] = {}  # by shared experts
 
-    def start(self, settings: Settings) -> None:
-        """Of a process whose hooks are attached."""
-        self.reset()
-        self.settings = settings
-        self.watch = Watchdog(self.engine, settings.stalled_seconds)
-        if settings.report_seconds:
-            self.meter = Meter(self.engine, settings.report_seconds)
-
     def place(self, tables: Tensor, num_experts: int, topology: Topology, device: torch.device) -> None:
         """Before Balancers are made: where the routed experts lie, [L, P] on the host; on what device is routed."""
         self.tables, self._placements, self.device = tables.clone(), {}, device
@@ -172,7 +165,10 @@ class EngineLayers(ABC, Generic[AnyLayer]):
             self.record.close()
             self.record = None
         if self.settings.switch is not None:
-            group = self.gloo_group() if topology.num_ranks > 1 else None
+            group: dist.ProcessGroup | None = None
+            if topology.num_ranks > 1:  # the same ranks on their hosts
+                ranks = dist.get_process_group_ranks(self.engine_group())
+                group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
             self.switch = Switch(self.settings.switch, len(tables), device, group, self.engine)
 
     def add(
@@ -317,10 +313,9 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         self.passes += 1
         if self.record is not None:
             self.record.step_ended()
-        switched = self.switch is not None and not self.detached and self.switch.step_ended()
-        if switched and self.switch is not None and self.record is not None:
-            self.record.turn(self.switch.state == "shadow")
-        if switched:
+        if self.switch is not None and not self.detached and self.switch.step_ended():
+            if self.record is not None:
+                self.record.turn(self.switch.state == "shadow")
             self.tell_attached()
         if self.metrics.on:
             self._count_pass()
@@ -343,12 +338,6 @@ class EngineLayers(ABC, Generic[AnyLayer]):
             own = dist.new_group(ranks, backend=dist.get_backend(theirs), use_local_synchronization=True)
             self._groups[topology.num_ranks] = CollectiveGroup(topology, own)
         return self._groups[topology.num_ranks]
-
-    def gloo_group(self) -> dist.ProcessGroup:
-        """The same ranks on their hosts."""
-        ranks = dist.get_process_group_ranks(self.engine_group())
-        made: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        return made
 
     def own_meter(self) -> Meter | None:
         """All ranks make the same plans: the first measures."""

@@ -123,14 +123,9 @@ class BalancedExperts:
             torch.ones(1, num_experts), topology, placer="trivial", spare_slots=self.settings.spare_slots
         )
         shard = Shard(placement.home_experts(0, rank), lambda: fused_stacks(experts, self._parameters))
-        return MoE(
-            no_gate,
-            shard,
-            self.settings.transport(self.ep_mesh.get_group(), num_ranks),
-            placement,
-            policy=self.settings.policy,
-            activation=fused_activation(experts),
-        )
+        transport = self.settings.transport(self.ep_mesh.get_group(), num_ranks)
+        how: dict[str, Any] = {"policy": self.settings.policy, "activation": fused_activation(experts)}
+        return MoE(no_gate, shard, transport, placement, **how)
 
     def _own_rows(self, rows: Tensor) -> Tensor:
         """This rank's part of rows that a tensor-parallel group holds; backward gathers the parts."""

@@ -1,7 +1,7 @@
 """Seams: the functions of an engine that a plug-in replaces, wraps, calls or reads; it attaches where they are as
 expected.
 
-An engine's seams stand in one JSON file: each with its signature and the version that it was read from. They are
+An engine's seams stand in one JSON file, each with its signature, of the version that they were read from. They are
 compared with the engine that runs, whatever its version is called.
 """
 
@@ -48,11 +48,8 @@ class Seam:
 
     def at_home(self) -> Seam:
         """With the older path as target, where the engine has that alone."""
-        return (
-            replace(self, target=self.older)
-            if self.older and not is_there(self.target) and is_there(self.older)
-            else self
-        )
+        moved = self.older and not is_there(self.target) and is_there(self.older)
+        return replace(self, target=self.older) if moved else self
 
     @property
     def name(self) -> str:
@@ -78,10 +75,12 @@ class Seam:
 def read_seams(engine: str) -> list[Seam]:
     """The seams of an engine, from ``<engine>_seams.json`` beside this file."""
     text = resources.files(__package__).joinpath(f"{engine}_seams.json").read_text()
-    lists = ("signatures", "serves")
+    file, lists = json.loads(text), ("signatures", "serves")
     return [
-        Seam(**(given | {key: tuple(given[key]) for key in lists if key in given}))
-        for given in json.loads(text)
+        Seam(
+            read_from=file["read_from"], **(given | {key: tuple(given[key]) for key in lists if key in given})
+        )
+        for given in file["seams"]
     ]
 
 
@@ -182,8 +181,9 @@ class PlugIn:
         """
         given = [seam.at_home() for seam in self.seams or read_seams(self.engine.lower())]
         seams = of_mode(given, settings.mode)
-        checks = {name: check for name, check in self.checks.items() if is_of(name, given, seams)}
-        options = list(dict.fromkeys(option for seam in seams for option in seam.serves)) or [self.engine]
+        others = set(options_of(given)) - set(options_of(seams))
+        checks = {name: check for name, check in self.checks.items() if name not in others}
+        options = options_of(seams) or [self.engine]
         wrong: list[str] = []
         lost: set[str] = set()
 
@@ -219,10 +219,9 @@ def of_mode(seams: Sequence[Seam], mode: str) -> list[Seam]:
     return found
 
 
-def is_of(check: str, given: Sequence[Seam], kept: Sequence[Seam]) -> bool:
-    """Whether a check is of an option that is kept, or of none."""
-    before, after = ({option for seam in seams for option in seam.serves} for seams in (given, kept))
-    return check in after or check not in before
+def options_of(seams: Sequence[Seam]) -> list[str]:
+    """All that they serve, once each."""
+    return list(dict.fromkeys(option for seam in seams for option in seam.serves))
 
 
 def wrong_checks(checks: Mapping[str, Callable[[], bool]]) -> list[str]:

@@ -5,82 +5,30 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from isoload.placers import parse_placer
 from isoload.policies import Policy, make_policy, parse_policy
 from isoload.policies.shared_base import SharedPolicy
 
 
-@dataclass(frozen=True)
-class Variable:
-    """One environment variable, as the documents list it."""
+class Variable(NamedTuple):
+    """One environment variable; docs/sglang.md and docs/vllm.md say what each means."""
 
     name: str
-    kind: str
-    default: str
-    meaning: str
+    default: str = ""
 
 
-SGLANG = Variable("ISOLOAD_SGLANG", "0 or 1", "0", "attach to SGLang; with 0 nothing of isoload is imported")
-VLLM = Variable("ISOLOAD_VLLM", "0 or 1", "0", "attach to vLLM; with 0 nothing of isoload is imported")
-STRICT = Variable(
-    "ISOLOAD_STRICT",
-    "0 or 1",
-    "0",
-    "refuse to start where the engine is not as isoload expects; with 0 what differs stays the engine's own",
-)
-POLICY = Variable(
-    "ISOLOAD_POLICY",
-    "name, name:option=value or prefill=name,decode=name",
-    "",
-    "how copies are split over replicas; empty: exact, with SGLang's Waterfill joint",
-)
-LOADS = Variable(
-    "ISOLOAD_LOADS",
-    "gathered, own, node or last",
-    "",
-    "whose counts a batch is planned by where ranks hold tokens of their own; empty: as above",
-)
-PLACER = Variable(
-    "ISOLOAD_PLACER", "name or name:option=value", "eplb", "what lays experts out when the engine rebalances"
-)
-REPORT = Variable(
-    "ISOLOAD_REPORT_SECONDS",
-    "number",
-    "0",
-    "seconds between two reports of imbalance, a log line and Prometheus metrics; 0: none, and nothing is measured",
-)
-CHECK = Variable(
-    "ISOLOAD_CHECK_WEIGHTS",
-    "0 or 1",
-    "0",
-    "compare every slot's weights with its expert's, at load and after each rebalance; where one differs isoload "
-    "detaches, with ISOLOAD_STRICT=1 the process ends",
-)
-STALLED = Variable(
-    "ISOLOAD_STALLED_SECONDS",
-    "number",
-    "60",
-    "seconds without progress after which the log names EPLB as stalled, and between looks at its thread; 0: never",
-)
-MODE = Variable(
-    "ISOLOAD_MODE",
-    "on, off or shadow",
-    "on",
-    "on: isoload chooses; off: it attaches to nothing; shadow: the engine's own choices are counted, none is changed",
-)
-RECORD = Variable(
-    "ISOLOAD_RECORD", "folder", "", "where each rank writes what it counted in shadow mode; empty: nowhere"
-)
-RECORD_EVERY = Variable(
-    "ISOLOAD_RECORD_EVERY", "number", "64", "of so many forward passes shadow mode keeps the counts of one"
-)
-SWITCH = Variable(
-    "ISOLOAD_SWITCH",
-    "file",
-    "",
-    "that the first rank reads while the engine runs: on, off, shadow or on:layers=0-7; empty: nothing is switched",
-)
+SGLANG, VLLM = Variable("ISOLOAD_SGLANG", "0"), Variable("ISOLOAD_VLLM", "0")
+STRICT = Variable("ISOLOAD_STRICT", "0")
+POLICY, LOADS = Variable("ISOLOAD_POLICY"), Variable("ISOLOAD_LOADS")
+PLACER = Variable("ISOLOAD_PLACER", "eplb")
+REPORT = Variable("ISOLOAD_REPORT_SECONDS", "0")
+CHECK = Variable("ISOLOAD_CHECK_WEIGHTS", "0")
+STALLED = Variable("ISOLOAD_STALLED_SECONDS", "60")
+MODE = Variable("ISOLOAD_MODE", "on")
+RECORD, RECORD_EVERY = Variable("ISOLOAD_RECORD"), Variable("ISOLOAD_RECORD_EVERY", "64")
+SWITCH = Variable("ISOLOAD_SWITCH")  # a file
 MODES = ("on", "off", "shadow")
 ALL_LOADS = ("gathered", "own", "node", "last")
 PHASES = ("prefill", "decode")
@@ -118,13 +66,9 @@ class Settings:
     def read(cls, environ: Mapping[str, str] | None = None) -> Settings:
         """From the environment."""
         given = os.environ if environ is None else environ
-        policy, loads, placer = (
-            _text(POLICY, given) or None,
-            _text(LOADS, given) or None,
-            _text(PLACER, given),
-        )
-        if policy is not None:
-            _policies(policy)
+        policy, loads = (_text(of, given) or None for of in (POLICY, LOADS))
+        placer = _text(PLACER, given)
+        _policies(policy)
         if loads is not None:
             _check_loads(loads, policy)
         try:
@@ -149,27 +93,23 @@ class Settings:
     @property
     def places_shared(self) -> bool:
         """Whether the policy asked for is one of shared experts."""
-        return self.policy is not None and any(
-            isinstance(of, SharedPolicy) for of in _policies(self.policy).values()
-        )
+        return any(isinstance(of, SharedPolicy) for of in _policies(self.policy).values())
 
     @property
     def phased(self) -> bool:
         """Whether prefill and decode have policies of their own."""
-        return self.policy is not None and len(set(_policies(self.policy).values())) > 1
+        return len(set(_policies(self.policy).values())) > 1
 
     def policies_for(self, shared: bool) -> dict[str, Policy]:
         """By phase the policy of layers with or without shared experts that the plan may move; some policies need
         them."""
-        if self.policy is None:
-            return dict.fromkeys(PHASES, make_policy("joint" if shared else "exact"))
-        policies = _policies(self.policy)
-        if not shared and any(isinstance(of, SharedPolicy) for of in policies.values()):
+        if not shared and self.places_shared:
             raise ValueError(
                 f"{POLICY.name} must be a policy of routed experts where the engine keeps shared experts at home "
                 f"(SGLang: without --enable-waterfill), got {self.policy!r}"
             )
-        return policies
+        policies = _policies(self.policy)
+        return policies or dict.fromkeys(PHASES, make_policy("joint" if shared else "exact"))
 
     def loads_for(self, default: str) -> str:
         """Whose counts plan the batches of ranks that hold tokens of their own; default: the plug-in's."""
@@ -197,19 +137,17 @@ def _check_mode(mode: str, record: str, seconds: float, policy: str | None, swit
 def _check_loads(loads: str, policy: str | None) -> None:
     if loads not in ALL_LOADS:
         raise ValueError(f"{LOADS.name} must be one of {', '.join(ALL_LOADS)}, got {loads!r}")
-    if (
-        loads != "gathered"
-        and policy is not None
-        and {p.name for p in _policies(policy).values()} != {"exact"}
-    ):
+    if loads != "gathered" and any(of.name != "exact" for of in _policies(policy).values()):
         raise ValueError(
             f"{POLICY.name} must be exact where {LOADS.name} is {loads}: other policies need the counts of all ranks "
             f"({LOADS.name}=gathered), got {policy!r}"
         )
 
 
-def _policies(text: str) -> dict[str, Policy]:
-    """By phase, from one for both or ``prefill=name,decode=name``, each with its options behind it."""
+def _policies(text: str | None) -> dict[str, Policy]:
+    """By phase, from one for both or ``prefill=name,decode=name``, each with its options behind it; of None none."""
+    if text is None:
+        return {}
     if "=" not in text.partition(":")[0]:  # else of an option
         return dict.fromkeys(PHASES, _usable(text))
     pairs = [part.strip().partition("=") for part in text.split(",")]

@@ -40,9 +40,8 @@ class Switch:
     ) -> None:
         self.path, self.group, self.engine = Path(path), group, engine
         self.rank = 0 if group is None else dist.get_rank(group)
-        self._code = torch.tensor(
-            parse("on", num_layers)
-        )  # [1 + L] position in STATES, then whose choice stands
+        # [1 + L] position in STATES, then whose choice stands
+        self._code = torch.tensor(parse("on", num_layers))
         with torch.inference_mode(False):  # else only inference could write it
             self.flags = torch.ones(num_layers, dtype=torch.bool, device=device)
         self._layers = list(self.flags.unbind())  # views made once

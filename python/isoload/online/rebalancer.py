@@ -153,17 +153,10 @@ class Rebalancer:
 
     def _plan(self, counts: Ints, now: Placement) -> Rebalanced:
         counts = counts[counts.sum((1, 2)) > 0]
-        new = place(
-            counts,
-            now.topology,
-            slots_per_rank=now.slots_per_rank,
-            placer=self.placer,
-            spare_slots=now.spare_slots,
-            num_shared=now.num_shared,
-            before=now if self._starts_before else None,
-            **self.options,
-        )
-        if not self._starts_before:
+        start = now if self._starts_before else None
+        shape = now.slots_per_rank, self.placer, now.spare_slots, now.num_shared
+        new = place(counts, now.topology, *shape, before=start, **self.options)
+        if start is None:
             new = replace(new, layer_ids=now.layer_ids)
         judge = exact_imbalance if self.split == "exact" else even_imbalance
         before, after = (judge(placement, counts) for placement in (now, new))  # [batches, L]

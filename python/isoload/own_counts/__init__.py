@@ -6,33 +6,23 @@ exactly, and take from that split which part of each rank's load a source is to 
 own copies would undo what sources of other domains make up for. Between exchanges no source waits for another, nor can
 it change their plans. The ranks of a node gather their counts in each batch and share its split, to the copy.
 
-With "last" a source cuts its copies as the sums of the exchange before are split: :mod:`isoload.own_counts.last`.
+With "last" a source cuts its copies as the sums of the exchange before are split: :class:`LastCounts`.
 
 Shared experts stay home: their copies are there before a source splits the others.
 """
 
 from typing import get_args
 
-from isoload.own_counts.counts import Loads, OwnCounts, OwnSplit, share_in_node
-from isoload.own_counts.last import LastCounts
+from isoload.own_counts.counts import LastCounts, Loads, OwnCounts
 from isoload.own_counts.renewal import Exchanged, exchange
 from isoload.own_counts.targets import offsets
 from isoload.placement import Placement
 from isoload.transport import Group
 
-__all__ = [
-    "Exchanged",
-    "Loads",
-    "OwnCounts",
-    "OwnSplit",
-    "exchange",
-    "make_own_counts",
-    "offsets",
-    "share_in_node",
-]
+__all__ = ["Exchanged", "Loads", "OwnCounts", "exchange", "make_own_counts", "offsets"]
 
 
-def make_own_counts(loads: str, tokens: str, placement: Placement, group: Group) -> OwnCounts | None:
+def make_own_counts(loads: Loads, tokens: str, placement: Placement, group: Group) -> OwnCounts | None:
     """What a Balancer with these loads keeps; None where all ranks' loads are gathered."""
     per_node, ranks = placement.topology.ranks_per_node, placement.topology.num_ranks
     if loads not in get_args(Loads) or (loads != "gathered" and tokens == "same"):
@@ -41,10 +31,8 @@ def make_own_counts(loads: str, tokens: str, placement: Placement, group: Group)
             "tokens"
         )
     if loads == "node" and per_node in (1, ranks):
-        choice, why = (
-            ("own", "a node has one rank") if per_node == 1 else ("gathered", "one node has all ranks")
-        )
-        raise ValueError(f"loads must be {choice} where {why}, got 'node' for ranks_per_node={per_node}")
+        rule = "own where a node has one rank" if per_node == 1 else "gathered where one node has all ranks"
+        raise ValueError(f"loads must be {rule}, got 'node' for ranks_per_node={per_node}")
     if loads == "gathered":
         return None
     if loads == "node" and group.topology.ranks_per_node != per_node:
@@ -52,6 +40,4 @@ def make_own_counts(loads: str, tokens: str, placement: Placement, group: Group)
             f"placement must have the group's ranks_per_node={group.topology.ranks_per_node} for loads='node', got "
             f"{per_node}"
         )
-    if loads == "last":
-        return LastCounts(placement, group)
-    return OwnCounts(placement, group, "node" if loads == "node" else "own")
+    return LastCounts(placement, group) if loads == "last" else OwnCounts(placement, group, loads)

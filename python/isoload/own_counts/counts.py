@@ -14,6 +14,7 @@ from isoload.placement import Placement
 from isoload.policies import Policy
 from isoload.policies.exact import ExactPolicy
 from isoload.replica_tables import ReplicaTables
+from isoload.results import RECENT_LOSS
 from isoload.shared_experts import shared_copies, widened
 from isoload.steps import in_backward
 from isoload.transport import Call, Group
@@ -136,9 +137,8 @@ class OwnCounts:
             made.counts.append(counts)
             made.fixed.append(fixed)
             ranks = [r for r in self.group.ranks if r // self.size == source]
-            send_counts += (
-                [sent] if not self.by_node else share_in_node(routed, sent, placed.tables, source, ranks)
-            )
+            in_node = self.by_node
+            send_counts += share_in_node(routed, sent, placed.tables, source, ranks) if in_node else [sent]
         self.last = made
         return send_counts
 
@@ -146,34 +146,19 @@ class OwnCounts:
         self, i: int, counts: Tensor, fixed: Tensor | None, placed: PlacedLayers, layer: int, is_new: bool
     ) -> Tensor:
         """[P] copies that the owned source at i sends to each slot, from its counts [E]; a new batch's are kept."""
-        return ops.plan_own(
-            counts,
-            placed.tables,
-            self.offset[i],
-            self.sources[i],
-            fixed=fixed,
-            ticks=placed.ticks,
-            recent=self.recent[i] if is_new else None,
-            sent=self.sent[i] if is_new else None,
-            layer=layer,
-        )
+        recent, sent = (self.recent[i], self.sent[i]) if is_new else (None, None)
+        kept: dict[str, Any] = {"fixed": fixed, "recent": recent, "sent": sent}
+        of = counts, placed.tables, self.offset[i], self.sources[i]
+        return ops.plan_own(*of, ticks=placed.ticks, layer=layer, **kept)
 
     def balance(self, topk_ids: Tensor, placed: PlacedLayers, layer: int) -> tuple[Tensor, Tensor]:
         """[T, K] slots of the only owned rank's topk_ids by one op, and their counts [E]; without shared experts."""
         self.move(topk_ids.device)
         recent, sent, offset, copies = self._views()
-        is_new = not in_backward()
+        kept: dict[str, Any] = {} if in_backward() else {"recent": recent, "sent": sent}
         try:
-            slots, counts = ops.balance_own(
-                topk_ids,
-                placed.tables,
-                offset,
-                self.sources[0],
-                ticks=placed.ticks,
-                recent=recent if is_new else None,
-                sent=sent if is_new else None,
-                layer=layer,
-            )
+            of = topk_ids, placed.tables, offset, self.sources[0]
+            slots, counts = ops.balance_own(*of, ticks=placed.ticks, layer=layer, **kept)
         except BaseException as error:
             self.failure = described(error)
             raise
@@ -197,6 +182,46 @@ class OwnCounts:
                 self.recent, self.sent, self.offset = (
                     kept.to(device) for kept in (self.recent, self.sent, self.offset)
                 )
+
+
+class LastCounts(OwnCounts):
+    """What a Balancer keeps with loads="last", where a batch is not even planned by its own counts.
+
+    At an exchange the sums of all ranks' decayed counts are split exactly. Until the next one every rank cuts its
+    copies of an expert in the proportions of that split, from a start of its own on a golden-ratio grid, so that the
+    roundings of many ranks nearly cancel. Before the first exchange, and after a load, an expert's replicas share
+    alike.
+
+    quota [P] int32: says proportions, alike on all ranks; 0 for all replicas of an expert: level. As the rest it stays
+    where it is. Offsets are not used, and of ``sent`` not the first row.
+    """
+
+    def __init__(self, placement: Placement, group: Group) -> None:
+        super().__init__(placement, group, "last")
+        num_slots = placement.topology.num_ranks * placement.slots_per_rank
+        with torch.inference_mode(False):  # else only inference could write it
+            self.quota = torch.zeros(num_slots, dtype=torch.int32)
+
+    def reset(self) -> None:
+        super().reset()
+        self.quota.zero_()
+
+    def send(
+        self, i: int, counts: Tensor, fixed: Tensor | None, placed: PlacedLayers, layer: int, is_new: bool
+    ) -> Tensor:
+        recent, to = self.recent[i] if is_new else None, self.sent[i]
+        sent = ops.share_alone(counts, self.quota, placed.tables, self.sources[i], past=True, recent=recent)
+        if is_new:
+            torch.sum(sent.view(to.shape[1], -1), 1, out=to[2])
+            if fixed is not None:
+                to[1].add_((fixed.long() << 16) - (to[1] * RECENT_LOSS >> 16))
+                to[2].add_(fixed)
+        return sent
+
+    def move(self, device: torch.device) -> None:
+        super().move(device)
+        with torch.inference_mode(False):
+            self.quota = self.quota.to(device)
 
 
 def at_home(counts: Tensor, source: int, placed: PlacedLayers) -> Tensor:

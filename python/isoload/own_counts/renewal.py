@@ -9,9 +9,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from isoload.own_counts.counts import OwnCounts
-from isoload.own_counts.last import LastCounts, renew_quotas
-from isoload.own_counts.targets import offsets
+from isoload.own_counts.counts import LastCounts, OwnCounts
+from isoload.own_counts.targets import exact_quota, offsets, scaled
 from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement, check_same_shape
 from isoload.records import rank_cost
@@ -73,7 +72,9 @@ def exchange(balancers: Sequence[OwnLayer]) -> Exchanged:
     tables = replace(placed[0].tables, data=data)
     exchanged = Exchanged(_imbalance(of_ranks[:, :, 2].sum(1), topology))
     if isinstance(first, LastCounts):
-        renew_quotas(owned, counts, fixed, tables, topology)
+        for own, quota in zip(owned, exact_quota(*scaled(counts, fixed), tables, topology), strict=True):
+            assert isinstance(own, LastCounts), "an exchange is of layers alike"
+            own.quota.copy_(quota)
         return exchanged
     slots = torch.stack([of.slot_to_expert for of in placed])
     for i, source in enumerate(first.sources):

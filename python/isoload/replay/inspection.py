@@ -122,9 +122,8 @@ def inspect_placement(trace: Trace, placement: Placement) -> dict[str, Any]:
     layers = [
         {
             "layer_id": layer_id,  # the model's own number
-            "in_order": float(
-                in_order[i]
-            ),  # experts in order, without replicas (CRAFT's Figure 3, the lowest part)
+            # Experts in order, without replicas (CRAFT's Figure 3, the lowest part).
+            "in_order": float(in_order[i]),
             "placed": float(packed[0][i]),  # packed by load as EPLB packs, without replicas (the middle part)
             "replicated": float(even[i]),  # the placement itself, replicas sharing alike (the upper part)
             "exact": float(exact[i]),  # the same, split exactly

@@ -45,9 +45,8 @@ def exact_imbalance(placement: Placement, counts: Ints) -> Floats:
         # A split of halves is one of the whole: counts that are too large for a batch are scaled down.
         scale = -(-int(batch.sum(-1).max()) // (MAX_BATCH - 1)) or 1
         loads = torch.zeros(batch.shape[0], ranks, placement.num_experts, dtype=torch.int32)
-        loads[:, placement.topology.live_ranks[0], : batch.shape[1]] = torch.from_numpy(
-            (batch // scale).astype(np.int32)
-        )
+        scaled = torch.from_numpy((batch // scale).astype(np.int32))
+        loads[:, placement.topology.live_ranks[0], : batch.shape[1]] = scaled
         peaks.append(plan_layers(loads, placement, "exact").bound.numpy() * scale)
     return _over_mean(np.array(peaks, dtype=np.float64), counts, placement)
 

@@ -60,9 +60,8 @@ class CostTally:
             "import_us": float(parts[2]),  # borrowed weights, likewise, if nothing hides it
             "layer_us_mean": float(layer.mean()),  # the three after one another
             "layer_us_max": float(layer.max()),
-            "bytes_mean": float(
-                memory[used].mean()
-            ),  # of the rank with most: inputs, outputs, weights (Eq. 4)
+            # Of the rank with most: inputs, outputs, weights (Eq. 4).
+            "bytes_mean": float(memory[used].mean()),
             "bytes_max": float(memory[used].max()),
             "borrowed": float(experts / used.sum()),  # experts, of all ranks
             "copies_per_borrowed": float(moved / experts) if experts else None,  # that each computes

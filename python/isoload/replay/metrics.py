@@ -90,9 +90,8 @@ class PolicyFigures:
     node_dispatch_share: float | None
     remote_rank_copy_share: float  # copies (token x expert) that leave their rank / all copies
     remote_node_copy_share: float
-    shared_remote_share: (
-        float | None
-    )  # copies of shared experts that leave their rank / all; None without any
+    # Copies of shared experts that leave their rank / all; None without any.
+    shared_remote_share: float | None
     shared_unvisited_share: float | None  # those that go to a rank where the token has no routed copy / all
     active_experts: float  # slots that received copies, on the rank that has most of them, mean
     # Microseconds per layer of a call for one layer, and of one for all layers; medians, as a busy machine only raises

@@ -70,9 +70,8 @@ class Replay:
     batches: int
     policies: tuple[PolicyFigures, ...]
     costs: tuple[dict[str, Any], ...] = ()  # a row per policy if the settings have a cost model
-    tallies: tuple[Tally, ...] = field(
-        default=(), repr=False, compare=False
-    )  # what each policy's row sums up
+    # What each policy's row sums up.
+    tallies: tuple[Tally, ...] = field(default=(), repr=False, compare=False)
 
 
 def replay(
@@ -94,9 +93,8 @@ def replay(
         RuntimeError: the routed slots do not meet the plan (a bug in isoload).
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(
-        1
-    )  # plans are small: threads would only make their times those of the machine's other work
+    # Plans are small: threads would only make their times those of the machine's other work.
+    torch.set_num_threads(1)
     try:
         return _replay(trace, settings, on_batch or (lambda done, total: None), placement)
     finally:
@@ -116,12 +114,12 @@ def _replay(
     placer, options = parse_placer(settings.placer)
     ahead = any(_policy(name, settings, 0).ahead for name in settings.policies)
     batches = make_batches(trace, settings.batch_tokens, settings.seed)
+    others = settings.spare_slots, settings.shared_experts
     if given is None:
         calibrate = settings.calibrate or strictest(len(batches.counts), batches.clusters)
         settings = replace(settings, calibrate=calibrate)
         whole = calibration_folds(len(batches.counts), calibrate, batches.clusters)
-        others = settings.spare_slots + settings.shared_experts
-        default = default_slots_per_rank(trace.num_experts, settings.num_ranks, others)
+        default = default_slots_per_rank(trace.num_experts, settings.num_ranks, sum(others))
         slots_per_rank = settings.slots_per_rank or default
     else:
         whole = [Fold((), tuple(range(len(batches.counts))))]
@@ -133,17 +131,16 @@ def _replay(
     tokens = done = 0
     total = sum(len(fold.replay) for fold in folds)
     for fold in folds:
-        placement = given or place(
-            batches.counts[list(fold.calibrate)],
-            topology,
-            slots_per_rank,
-            placer,
-            settings.spare_slots,
-            settings.shared_experts,
-            **options,
-        )
+        seen = batches.counts[list(fold.calibrate)]
+        placement = given or place(seen, topology, slots_per_rank, placer, *others, **options)
         _warm_up(placement, settings)
-        by_loads = _by_loads(placement, settings)
+        by_loads = {
+            name: LayersByLoads(
+                placement, _policy(name, settings, 0), settings.loads, settings.exchange_every
+            )
+            for name in settings.policies
+            if settings.loads != "gathered" and parse_policy(name)[0] == "exact"
+        }
         forecast = Forecast(settings.predict, trace, batches, fold, settings.seed) if ahead else None
         for index in fold.replay:
             batch = batches.source_batch(index, settings.num_ranks, settings.assign)
@@ -269,17 +266,6 @@ def _check(settings: ReplaySettings, trace: Trace) -> None:
     if loads != "gathered" and settings.cost:
         raise ValueError(f"cost must be none for loads={loads!r}: it is reckoned from plans of all ranks")
     check_prediction(settings.predict)
-
-
-def _by_loads(placement: Placement, settings: ReplaySettings) -> dict[str, LayersByLoads]:
-    """By policy, where it plans by other than all ranks' loads."""
-    if settings.loads == "gathered":
-        return {}
-    return {
-        name: LayersByLoads(placement, _policy(name, settings, 0), settings.loads, settings.exchange_every)
-        for name in settings.policies
-        if parse_policy(name)[0] == "exact"
-    }
 
 
 class LayersByLoads:

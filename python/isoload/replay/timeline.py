@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from isoload.replay.traffic import Floats, rows_between
 from isoload.times import LayerTime
 from isoload.times.shipped import numbers
 from isoload.topology import NOMINAL_TICKS, Topology
 
+Floats = NDArray[np.float64]
 ENDS = ("low", "high")
 EVENT = np.dtype(
     [("rank", "i4"), ("stream", "i1"), ("layer", "i4"), ("stage", "i1"), ("start", "f8"), ("end", "f8")]
@@ -153,6 +153,26 @@ def timeline(
     return Timeline(_scheduled(took, known > 0, halves, beside), known)
 
 
+def rows_between(sent: NDArray[np.number[Any]], tokens: int, groups: int) -> Floats:
+    """[L, R, groups] rows that each source sends to each group of ranks (a rank, or a node).
+
+    A token reaches a group by any of its copies. Which tokens an expert's copies are of is not known from counts: each
+    slot's are taken to be any `tokens` of the source with equal chance, and slots apart from each other. A token's
+    experts are distinct, so this counts a few rows too few.
+
+    Args:
+        sent: [L, R, P] copies that each source sends to each slot.
+        tokens: of a source.
+        groups: of equal size, over which the P slots lie in order.
+    """
+    found = np.empty((*sent.shape[:2], groups))
+    for layer, of_layer in enumerate(sent):  # one by one: of 256 ranks all slots are large
+        # Of a token, that no copy of it goes to the slot.
+        missed = np.log1p(-np.minimum(of_layer / tokens, 1 - 1e-12))
+        found[layer] = -tokens * np.expm1(missed.reshape(len(of_layer), groups, -1).sum(-1))
+    return found
+
+
 def _spread(name: str, given: ArrayLike, shape: tuple[int, ...]) -> Floats:
     found = numbers(name, given)
     try:
@@ -215,13 +235,8 @@ class _Streams:
     def events(self) -> NDArray[Any]:
         found = np.empty((len(self._ran), self._ranks), dtype=EVENT)
         found["rank"] = np.arange(self._ranks)
-        for row, (stream, layer, stage, start, ended) in zip(found, self._ran, strict=True):
-            row["stream"], row["layer"], row["stage"], row["start"], row["end"] = (
-                stream,
-                layer,
-                stage,
-                start,
-                ended,
-            )
+        for row, ran in zip(found, self._ran, strict=True):
+            for name, value in zip(("stream", "layer", "stage", "start", "end"), ran, strict=True):
+                row[name] = value
         events = found[found["end"] > found["start"]]
         return np.asarray(events[np.lexsort((events["start"], events["rank"]))])

@@ -7,25 +7,17 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import cycle, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-WIDTH = (
-    384  # of what is plotted: two charts beside each other on a desk, one on a phone; 8, 16, 32, 64 divide it
-)
+# Of what is plotted: two charts beside each other on a desk, one on a phone; 8, 16, 32, 64 divide it.
+WIDTH = 384
 LABELS = 130  # of it, for names at the left
 HEIGHT = 230
 SCALE = 1.15  # at which a chart is shown where there is room
-EDGES = (
-    0.5,
-    0.8,
-    0.95,
-    1.05,
-    1.2,
-    1.5,
-    2.0,
-)  # of a heat map's classes; the one with 1 has the page's own colour
+# Of a heat map's classes; the one with 1 has the page's own colour.
+EDGES = (0.5, 0.8, 0.95, 1.05, 1.2, 1.5, 2.0)
 CLASSES = ("below 0.5", *(f"{low:g} to {high:g}" for low, high in pairwise(EDGES)), "2 and more")
 OWN = "var(--c2)"  # of what isoload does
 LINES = tuple(f"var(--c{i})" for i in (0, 1, 3, 4, 5, 6, 7))
@@ -52,15 +44,6 @@ CONFIG = {
 
 Spec = dict[str, Any]
 Stacked = Mapping[str, Mapping[str, float]]  # by label, a value for each part
-
-
-class Event(NamedTuple):
-    """A bar of :func:`gantt`."""
-
-    rank: int
-    stage: str
-    start_ms: float
-    end_ms: float
 
 
 def check_drawing() -> None:
@@ -229,13 +212,14 @@ def by_tokens(
     }
 
 
-def gantt(events: Sequence[Event], stages: Sequence[str], until_ms: float) -> Spec:
+def gantt(events: Sequence[tuple[int, str, float, float]], stages: Sequence[str], until_ms: float) -> Spec:
     """A step, or a few layers of it: a row for each rank, a bar for each stage.
 
-    stages: with a colour each, in order, whether they have a bar or not. until_ms: where the axis ends.
+    events: (rank, stage, start and end in ms). stages: with a colour each, in order, whether they have a bar or not.
+    until_ms: where the axis ends.
     """
-    ranks = [str(of) for of in dict.fromkeys(event.rank for event in events)]
-    found = [(event.start_ms, str(event.rank), event.stage, event.start_ms, event.end_ms) for event in events]
+    ranks = [str(rank) for rank in dict.fromkeys(rank for rank, *_ in events)]
+    found = [(start, str(rank), stage, start, end) for rank, stage, start, end in events]
     x = _number("from", "ms", axis={"tickCount": 6}, scale={"domain": [0, until_ms], "nice": False})
     return {
         "height": {"step": 22},

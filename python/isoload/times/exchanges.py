@@ -85,20 +85,9 @@ class AllToAllTime:
     def _of(cls, low: Row, high: Row, step: str, ranks: int, nodes: int) -> AllToAllTime:
         parts = ("gpu", "ranks", "nodes", "hidden", "top_k")
         note = "" if low is high else "up to " + ", ".join(f"{name} {high[name]}" for name in parts)
-        return cls(
-            low["gpu"],
-            low["kernel"],
-            step,
-            ranks,
-            nodes,
-            Curve(*low[step]),
-            Curve(*high[step]),
-            min(low["tokens_to"], high["tokens_to"]),
-            max(low["fit_error"], high["fit_error"]),
-            low is high,
-            note,
-            low["source"],
-        )
+        of = low["gpu"], low["kernel"], step, ranks, nodes, Curve(*low[step]), Curve(*high[step])
+        tokens_to, error = min(low["tokens_to"], high["tokens_to"]), max(low["fit_error"], high["fit_error"])
+        return cls(*of, tokens_to, error, low is high, note, low["source"])
 
     def seconds(self, tokens: Any, busiest: Any = 1.0) -> Floats:
         """[..., 2] from and to what the step takes.

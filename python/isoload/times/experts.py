@@ -18,9 +18,8 @@ def kernel_us(
     that have copies and multiplying (whichever is longer hides most of the other), and handling the rank's rows."""
     reading, multiplying = b * np.asarray(active, np.float64), c * np.asarray(padded, np.float64)
     longer = np.maximum(reading, multiplying)
-    shorter = np.minimum(reading, multiplying) / np.maximum(
-        longer, 1e-300
-    )  # a power of p of what is large overflows
+    # A power of p of what is large overflows.
+    shorter = np.minimum(reading, multiplying) / np.maximum(longer, 1e-300)
     return np.asarray(a + longer * (1 + shorter**p) ** (1 / p) + rho * np.asarray(rows, np.float64))
 
 

@@ -52,7 +52,6 @@ def numbers(name: str, values: Any, least: float = 0.0) -> Floats:
         ValueError: a value that is not finite, or less than `least`.
     """
     found = np.asarray(values, dtype=np.float64)
-    if not (np.isfinite(found) & (found >= least)).all():
-        wrong = found[~(np.isfinite(found) & (found >= least))][0]
-        raise ValueError(f"{name} must be finite numbers from {least:g} on, got {wrong:g}")
+    if (wrong := found[~(np.isfinite(found) & (found >= least))]).size:
+        raise ValueError(f"{name} must be finite numbers from {least:g} on, got {wrong[0]:g}")
     return found

@@ -83,6 +83,6 @@ def attached() -> Iterator[None]:
     """The state of a process whose hooks are attached; none is. What a test gave to SGLang is taken away again."""
     LAYERS.start(Settings.read({}))
     yield
-    LAYERS.reset()
+    LAYERS.start(Settings.read({}))
     expert_location.set_global_expert_location_metadata(None, allow_overwrite=True)
     lplb_solver.clear_global_lplb_solvers()

@@ -5,7 +5,6 @@ dispatch    hooks of --ep-dispatch-algorithm dynamic and lp
 waterfill   stands for SGLang's WaterfillBalancer
 placement   --eplb-algorithm isoload
 phases      prefill or decode
-shadow      hooks of ISOLOAD_MODE=shadow, in place of the others
 self_check  a known batch through every hook
 """
 
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 from isoload.integrations.seams import SHADOW, PlugIn, Seam
 from isoload.integrations.settings import SGLANG, Settings
-from isoload.integrations.sglang import dispatch, placement, self_check, shadow
+from isoload.integrations.sglang import dispatch, placement, self_check
 from isoload.integrations.sglang.layers import LAYERS
 from isoload.integrations.sglang.waterfill import DeepEPWaterfillBalancer, WaterfillBalancer
 
@@ -22,6 +21,7 @@ HOOKS = {
     "update": dispatch.update_metadata,
     "init_lplb_solvers": dispatch.init_lplb_solvers,
     "resolve_routing_inputs": dispatch.resolve_routing_inputs,
+    "_post_process_topk_ids": dispatch.post_process,  # in shadow mode, with four of the others
     "_topk_ids_logical_to_physical_dynamic": dispatch.map_dynamic,
     "_topk_ids_logical_to_physical_probability": dispatch.map_solved,
     "WaterfillBalancer": WaterfillBalancer,
@@ -41,9 +41,8 @@ def hook(seams: list[Seam], settings: Settings) -> None:
         SHADOW,
         *(option for seam in seams for option in seam.serves),
     }
-    hooks = shadow.HOOKS if settings.mode == "shadow" else HOOKS
     for seam in seams:
-        HookRegistry.register(seam.target, hooks[seam.name], HookType(seam.kind))
+        HookRegistry.register(seam.target, HOOKS[seam.name], HookType(seam.kind))
 
 
 PLUG_IN = PlugIn("SGLang", SGLANG, LAYERS.start, self_check.CHECKS, hook)

@@ -4,6 +4,9 @@ dynamic  Without an all-to-all backend all ranks hold the same tokens and comput
          own, and SGLang calls nothing on a rank without tokens: no forward pass may hold an exchange.
 lp       With one. SGLang calls the layer's solver before it maps ids, in the DeepSeek family also on ranks without
          tokens. The solver is a Layer, and what it returns are the physical ids already.
+
+In shadow mode what SGLang chose goes on as it is, behind any algorithm, and is counted. SGLang records for its own
+rebalances, too: `_post_process_topk_ids` returns the slots of the routed copies, padding masked, as a third result.
 """
 
 from __future__ import annotations
@@ -19,20 +22,23 @@ from isoload.integrations.settings import CHECK, SWITCH
 from isoload.integrations.sglang.layers import LAYERS, Layer, model_name
 from isoload.integrations.sglang.phases import phase_of
 from isoload.integrations.sglang.placement import check_at_start
+from isoload.integrations.sglang.runtime import moe
 
 Original = Callable[..., Any]
 MOVED = "routed_experts_weights_of_layer"  # a model's weights that SGLang moves when experts move
 
 
 def set_metadata(original: Original, value: Any, *more: Any, **named: Any) -> None:
-    """Around set_global_expert_location_metadata: the Balancers of `dynamic` are made here, before any batch."""
-    from sglang.srt.runtime_context import get_exec
-
+    """Around set_global_expert_location_metadata: the Balancers of `dynamic`, and in shadow mode the record, are made
+    here, before any batch and any graph."""
     original(value, *more, **named)
     if value is None:
         return
+    if LAYERS.settings.mode == "shadow":
+        LAYERS.count(value)
+        return
     check_at_start(value)
-    algorithm = get_exec().moe.ep_dispatch_algorithm
+    algorithm = moe().ep_dispatch_algorithm
     if algorithm == "dynamic" and "dynamic" not in LAYERS.lost:
         LAYERS.follow(value, "dynamic")
     elif LAYERS.settings.switch is not None:
@@ -44,14 +50,17 @@ def set_metadata(original: Original, value: Any, *more: Any, **named: Any) -> No
 def update_metadata(
     original: Original, self: Any, other: Any, update_layer_ids: list[int], *more: Any, **named: Any
 ) -> None:
-    """Around ExpertLocationMetadata.update, SGLang's rebalancing: the tables of the Balancers follow in place."""
+    """Around ExpertLocationMetadata.update, SGLang's rebalancing behind a pass: the tables of the Balancers follow in
+    place."""
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
-    from sglang.srt.runtime_context import get_exec
 
     original(self, other, update_layer_ids, *more, **named)
-    if LAYERS.by_id and self is get_global_expert_location_metadata():
-        LAYERS.follow(self, get_exec().moe.ep_dispatch_algorithm)
-        LAYERS.check_moved(update_layer_ids)
+    if self is get_global_expert_location_metadata():
+        if LAYERS.by_id:
+            LAYERS.follow(self, moe().ep_dispatch_algorithm)
+            LAYERS.check_moved(update_layer_ids)
+        elif LAYERS.record is not None:
+            LAYERS.record.moved(self.physical_to_logical_map_cpu)
     LAYERS.watch.progressed()
 
 
@@ -83,23 +92,9 @@ def init_lplb_solvers(*, model_config: Any) -> None:
         set_global_lplb_solver(layer_id, layer)
 
 
-def resolve_routing_inputs(
-    original: Original,
-    *,
-    layer_id: int,
-    is_draft: bool,
-    num_token_non_padded: Tensor | None = None,
-    expert_location_dispatch_info: Any = None,
-    **named: Any,
-) -> tuple[Tensor | None, Any]:
+def resolve_routing_inputs(original: Original, *, layer_id: int, **named: Any) -> tuple[Tensor | None, Any]:
     """Around SGLang's of this name, where a layer's batch, its padding and its number are known together."""
-    num_valid, info = original(
-        layer_id=layer_id,
-        is_draft=is_draft,
-        num_token_non_padded=num_token_non_padded,
-        expert_location_dispatch_info=expert_location_dispatch_info,
-        **named,
-    )
+    num_valid, info = original(layer_id=layer_id, **named)
     layer = LAYERS.of(layer_id)
     if info is not None and layer is not None:
         if info.ep_dispatch_algorithm == "dynamic":
@@ -137,17 +132,40 @@ def map_solved(topk_ids: Tensor, info: Any, log2phy_prob: Tensor) -> Tensor:
     return log2phy_prob
 
 
+def post_process(original: Original, *args: Any, **kwargs: Any) -> Any:
+    """Around _post_process_topk_ids, in shadow mode."""
+    result = original(*args, **kwargs)
+    named = dict(zip(NAMES, args, strict=False)) | kwargs
+    info, slots = named.get("expert_location_dispatch_info"), result[2]
+    if LAYERS.record is not None and info is not None and slots is not None:
+        # On AMD rows of padding are those of expert 0, elsewhere they are -1.
+        num_valid = named.get("num_token_non_padded") if torch.version.hip else None
+        LAYERS.record.add(named["layer_id"], slots, num_valid)
+    return result
+
+
+NAMES = (  # of _post_process_topk_ids
+    "topk_ids", "topk_weights", "topk_config", "router_logits", "layer_id", "num_token_non_padded",
+    "expert_location_dispatch_info", "padded_rows_masked",
+)  # fmt: skip
+
+
 def initialize(original: Original, self: Any, *more: Any, **named: Any) -> None:
-    """Around ModelRunner.initialize, at whose end it is known what every layer does."""
+    """Around ModelRunner.initialize, which runs and captures batches that no user sent, and at whose end it is known
+    what every layer does."""
     original(self, *more, **named)
-    if not self.is_draft_worker:
-        LAYERS.announce()
-        if LAYERS.settings.report_seconds:
-            placer = LAYERS.settings.placer if LAYERS.places() else "engine"
-            moved = dict(getattr(self.model, MOVED, {}))  # SGLang's LazyValue has keys and items alone
-            LAYERS.measure(model_name(self), placer, moved)
-        if LAYERS.settings.check_weights:
-            LAYERS.check_loaded(weights_of(self.model))
+    if self.is_draft_worker:
+        return
+    if LAYERS.settings.mode == "shadow":
+        LAYERS.announce_shadow(model_name(self))
+        return
+    LAYERS.announce()
+    if LAYERS.settings.report_seconds:
+        placer = LAYERS.settings.placer if LAYERS.places() else "engine"
+        moved = dict(getattr(self.model, MOVED, {}))  # SGLang's LazyValue has keys and items alone
+        LAYERS.measure(model_name(self), placer, moved)
+    if LAYERS.settings.check_weights:
+        LAYERS.check_loaded(weights_of(self.model))
 
 
 def weights_of(model: Any) -> Mapping[int, Sequence[Tensor]]:
@@ -171,6 +189,7 @@ def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if LAYERS.record is not None or LAYERS.in_prefill_graph is not None:
         LAYERS.phase = phase_of(args[0] if args else kwargs["forward_batch"])
     if LAYERS.record is not None:
+        LAYERS.record.begin()
         LAYERS.record.phase = LAYERS.phase
     try:
         result = original(self, *args, **kwargs)

@@ -12,22 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isoload.integrations.sglang.runtime import moe, parallel
+
 log = logging.getLogger("isoload")
 
 
 def backend() -> str | None:
     """SGLang's --elastic-ep-backend."""
-    from sglang.srt.runtime_context import get_exec
-
-    given: str | None = get_exec().moe.elastic_ep_backend
+    given: str | None = moe().elastic_ep_backend
     return given
 
 
 def joined_behind() -> int:
     """By how much this process's rank is larger than SGLang counts it, where it has joined a running engine."""
-    from sglang.srt.runtime_context import get_exec, get_parallel
-
-    return int(get_parallel().ep_join_rank_offset) if get_exec().moe.is_ep_scale_joiner else 0
+    return int(parallel().ep_join_rank_offset) if moe().is_ep_scale_joiner else 0
 
 
 def live_tables(metadata: Any) -> Tensor:

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from isoload.balancer import Balancer
 from isoload.integrations.engine_layers import JOINED_BY_ALL, EngineLayer, EngineLayers, LoneRank
+from isoload.integrations.engine_record import EngineRecord
 from isoload.integrations.engine_tables import engine_topology
 from isoload.integrations.meter import Meter
-from isoload.integrations.settings import CHECK, LOADS, PHASES, SWITCH
+from isoload.integrations.settings import CHECK, LOADS, PHASES, SWITCH, Settings
 from isoload.integrations.sglang import elastic
 from isoload.integrations.sglang.phases import prefill_graphs
+from isoload.integrations.sglang.runtime import moe, parallel
 from isoload.policies import make_policy
 from isoload.shared_experts import without_shared_slots
 from isoload.topology import Topology
@@ -72,8 +74,8 @@ class Layers(EngineLayers[Layer]):
 
     engine = "SGLang"
 
-    def reset(self) -> None:
-        super().reset()
+    def start(self, settings: Settings) -> None:
+        super().start(settings)
         self.num_waterfill = 0  # layers whose shared experts are placed beside routed copies as they lie
         self.waterfill_flag = "--enable-waterfill"  # behind which they are
         self.lost: frozenset[str] = frozenset()  # options to which isoload is not attached
@@ -81,15 +83,11 @@ class Layers(EngineLayers[Layer]):
         self.in_prefill_graph: Callable[[], bool] | None = None  # where each phase has a policy
 
     def engine_group(self) -> dist.ProcessGroup:
-        from sglang.srt.runtime_context import get_parallel
-
-        group: dist.ProcessGroup = get_parallel().moe_ep_group.device_group
+        group: dist.ProcessGroup = parallel().moe_ep_group.device_group
         return group
 
     def engine_rank(self) -> int:
-        from sglang.srt.runtime_context import get_parallel
-
-        return int(get_parallel().moe_ep_rank)
+        return int(parallel().moe_ep_rank)
 
     def own_rank(self) -> int:
         return self.engine_rank() + elastic.joined_behind()
@@ -103,16 +101,14 @@ class Layers(EngineLayers[Layer]):
         Args:
             algorithm: "dynamic" or "lp"; the same on all ranks.
         """
-        from sglang.srt.runtime_context import get_exec, get_parallel
-
         tables = elastic.live_tables(metadata)
         if self.refresh(tables):
             return
         switched = self.settings.switch is not None
-        if switched and (algorithm != "dynamic" or get_parallel().pp_size > 1):
+        if switched and (algorithm != "dynamic" or parallel().pp_size > 1):
             raise ValueError(
                 f"{SWITCH.name} must come with --ep-dispatch-algorithm dynamic and without --pp-size, got "
-                f"{algorithm!r} and {get_parallel().pp_size}"
+                f"{algorithm!r} and {parallel().pp_size}"
             )
         if (given := elastic.backend()) is not None and (switched or self.settings.check_weights):
             raise ValueError(
@@ -123,14 +119,16 @@ class Layers(EngineLayers[Layer]):
         topology, device = topology_of(metadata), metadata.physical_to_logical_map.device
         self.place(tables, metadata.num_logical_experts, topology, device)
         # A policy of shared experts comes with Waterfill, which SGLang makes when it has loaded the model.
-        moe = get_exec().moe
-        waterfill = any(getattr(moe, f"enable_{name}", False) for name in ("waterfill", "deepep_waterfill"))
+        chosen = moe()
+        waterfill = any(
+            getattr(chosen, f"enable_{name}", False) for name in ("waterfill", "deepep_waterfill")
+        )
         waits = self.settings.places_shared and waterfill and "Waterfill" not in self.lost
         exact = dict.fromkeys(PHASES, make_policy("exact"))
         policies = exact if waits else self.settings.policies_for(shared=False)
         self.in_prefill_graph = prefill_graphs() if self.settings.phased else None
         how: dict[str, Any] = {"tokens": "same"}
-        if get_exec().moe.moe_a2a_backend != "none":
+        if chosen.moe_a2a_backend != "none":
             how = {"loads": self.loads_of(algorithm), "group": self.group(topology)}
         made = [
             Balancer(self.placement(), i, policies["decode"], shared_columns=False, **how)
@@ -140,6 +138,22 @@ class Layers(EngineLayers[Layer]):
             layer = Layer(self.ready(of), self.own_meter())
             layer.plan_by(policies)
             self.add(layer, of.tokens == "own")
+
+    def count(self, metadata: Any) -> None:
+        """In shadow mode: makes the record of an ExpertLocationMetadata, or tells it where the experts are now."""
+        chosen, tables = moe(), metadata.physical_to_logical_map_cpu
+        if chosen.eplb_algorithm == "isoload":
+            raise ValueError(
+                "--eplb-algorithm must be one of SGLang's where ISOLOAD_MODE is shadow, got 'isoload'"
+            )
+        if self.record is not None and self.record.tables.shape == tables.shape:
+            self.record.moved(tables)
+            return
+        self.record = EngineRecord(
+            self.settings, self.engine, "", self.own_rank(), tables, metadata.num_logical_experts,
+            topology_of(metadata), "same" if chosen.moe_a2a_backend == "none" else "own",
+            metadata.physical_to_logical_map.device,
+        )  # fmt: skip
 
     def loads_of(self, algorithm: str) -> str:
         """Whose counts plan the batches of an all-to-all backend's ranks, which hold tokens of their own."""
@@ -172,9 +186,7 @@ class Layers(EngineLayers[Layer]):
         return None if self.detached else self.by_id.get(layer_id)
 
     def detach(self) -> str:
-        from sglang.srt.runtime_context import get_exec
-
-        if get_exec().moe.ep_dispatch_algorithm == "lp":  # whose solvers isoload has replaced
+        if moe().ep_dispatch_algorithm == "lp":  # whose solvers isoload has replaced
             return "isoload goes on choosing replicas, since SGLang has no solver beside it behind lp"
         return super().detach()
 
@@ -186,9 +198,7 @@ class Layers(EngineLayers[Layer]):
         """Whether SGLang's rebalances lay experts out with isoload's placer."""
         if EPLB in self.lost:  # an older SGLang may have no get_exec
             return False
-        from sglang.srt.runtime_context import get_exec
-
-        return bool(get_exec().moe.eplb_algorithm == "isoload")
+        return bool(moe().eplb_algorithm == "isoload")
 
     def announce(self) -> None:
         """The line that says what is attached, of one rank for all; when the model is loaded."""
@@ -197,12 +207,8 @@ class Layers(EngineLayers[Layer]):
         if self.engine_rank():
             return
         attached, without = [], {"dynamic", "lp"} - self.lost
-        if without:
-            from sglang.srt.runtime_context import get_exec
-
-            moe = get_exec().moe
         if self.by_id:
-            dispatch = f"--ep-dispatch-algorithm {moe.ep_dispatch_algorithm}"
+            dispatch = f"--ep-dispatch-algorithm {moe().ep_dispatch_algorithm}"
             attached.append(f"{dispatch} ({self.exchanged()}), {self.describe()}")
         if self.num_waterfill:
             attached.append(f"{self.waterfill_flag}, policy waterfill on {self.num_waterfill} layers")
@@ -213,9 +219,26 @@ class Layers(EngineLayers[Layer]):
         log.info(line + lost if self.lost else line)
         if not self.by_id and without:
             log.info(
-                f"isoload: SGLang's own --ep-dispatch-algorithm {moe.ep_dispatch_algorithm} stays: isoload's are "
+                f"isoload: SGLang's own --ep-dispatch-algorithm {moe().ep_dispatch_algorithm} stays: isoload's are "
                 f"{' and '.join(sorted(without))}"
             )
+
+    def announce_shadow(self, model: str) -> None:
+        """The same in shadow mode, whose record of a model begins."""
+        if self.record is None:
+            return
+        self.record.clear()
+        self.record.measure(model)
+        if self.record.rank:
+            return
+        if (algorithm := moe().ep_dispatch_algorithm) is None:
+            log.error(
+                "isoload: in shadow mode, where SGLang maps no ids: nothing is counted without --ep-dispatch-algorithm "
+                "(static is what SGLang does without it)"
+            )
+            return
+        stays = f"SGLang's --ep-dispatch-algorithm {algorithm}, which chooses as ever"
+        log.info(f"isoload: in shadow behind {stays}: {self.record.kept()}")
 
 
 def model_name(runner: Any) -> str:
@@ -224,9 +247,7 @@ def model_name(runner: Any) -> str:
 
 
 def topology_of(metadata: Any) -> Topology:
-    from sglang.srt.runtime_context import get_parallel
-
-    return engine_topology(metadata.ep_size, get_parallel().nnodes)
+    return engine_topology(metadata.ep_size, parallel().nnodes)
 
 
 LAYERS = Layers()

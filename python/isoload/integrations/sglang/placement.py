@@ -9,6 +9,7 @@ from torch import Tensor
 
 from isoload.integrations.engine_tables import check_placer, engine_topology, lay_out, running
 from isoload.integrations.sglang.layers import EPLB, LAYERS, topology_of
+from isoload.integrations.sglang.runtime import moe
 
 NAME = "isoload"
 
@@ -48,9 +49,7 @@ def rebalance_experts(
 
 def check_at_start(metadata: Any) -> None:
     """Where --eplb-algorithm isoload is given: whether the placer can lay this model of SGLang's out."""
-    from sglang.srt.runtime_context import get_exec
-
-    if get_exec().moe.eplb_algorithm == NAME and EPLB not in LAYERS.lost:
+    if moe().eplb_algorithm == NAME and EPLB not in LAYERS.lost:
         tables, experts = metadata.physical_to_logical_map_cpu, metadata.num_logical_experts
         placer = LAYERS.settings.placer
         check_placer(f"--eplb-algorithm {NAME}", placer, tables, experts, topology_of(metadata))

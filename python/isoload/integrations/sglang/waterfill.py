@@ -97,9 +97,9 @@ def fixed_routed(num_slots: int, num_ranks: int) -> Balancer:
     per_rank = torch.arange(num_slots, dtype=torch.int32).view(num_ranks, -1)
     shared = torch.full((num_ranks, 1), num_slots, dtype=torch.int32)
     slots, topology = torch.cat([per_rank, shared], dim=1).view(1, -1), Topology(num_ranks)
-    return Balancer(
+    placement, policy = (
         Placement(slots, topology, num_slots + 1, num_shared=1),
-        policy=WaterfillPolicy(routed="none"),
-        group=LAYERS.group(topology) if num_ranks > 1 else None,
-        shared_columns=False,
+        WaterfillPolicy(routed="none"),
     )
+    group = LAYERS.group(topology) if num_ranks > 1 else None
+    return Balancer(placement, policy=policy, group=group, shared_columns=False)

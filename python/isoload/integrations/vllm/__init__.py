@@ -4,7 +4,6 @@ docs/vllm.md describes it.
 layers      the Balancers of all models, made once and refreshed in place
 dispatch    hooks of the choice of replicas and of EPLB's state
 placement   the policy of rebalances
-shadow      hooks of ISOLOAD_MODE=shadow, in place of the others
 self_check  a known batch through every hook
 """
 
@@ -19,7 +18,7 @@ from typing import Any
 
 from isoload.integrations.seams import PlugIn, Seam
 from isoload.integrations.settings import VLLM, Settings
-from isoload.integrations.vllm import dispatch, self_check, shadow
+from isoload.integrations.vllm import dispatch, self_check
 from isoload.integrations.vllm.layers import MODELS
 from isoload.integrations.vllm.placement import make_policy
 
@@ -40,10 +39,9 @@ def attach_or_leave() -> None:
 def hook(seams: list[Seam], settings: Settings) -> None:
     from vllm.distributed.eplb.policy import EPLB_POLICIES
 
-    hooks = shadow.HOOKS if settings.mode == "shadow" else HOOKS
     for seam in seams:
         if seam.kind == "around":
-            wrap(seam.target, hooks[seam.name])
+            wrap(seam.target, HOOKS[seam.name])
     if settings.mode != "shadow":
         EPLB_POLICIES["default"] = make_policy(settings.placer)  # the only name that vLLM's option takes
 

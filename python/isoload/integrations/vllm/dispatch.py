@@ -1,4 +1,5 @@
-"""Hooks of vLLM's EPLB: the choice of a replica for every copy, and the state from which Balancers are made."""
+"""Hooks of vLLM's EPLB: the choice of a replica for every copy, and the state from which Balancers are made. In shadow
+mode what it chose goes on as it is, its rebalances too, and is counted."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from isoload.integrations.vllm.layers import MODELS, is_draft, padding, served_name
+from isoload.integrations.vllm.layers import MODELS, Counted, is_draft, padding, replaced, served_name
 
 Original = Callable[..., Any]
 
@@ -37,6 +38,8 @@ def commit(
     if (layers := MODELS.of(model_state)) is not None and layers.by_id:
         layers.follow(new_physical_to_logical_map, layer)
         layers.check_moved(None if layer is None else [layer])
+    if (record := MODELS.records.get(id(model_state))) is not None:
+        record.moved(replaced(record.tables, new_physical_to_logical_map, layer))
 
 
 def map_and_record(
@@ -52,8 +55,10 @@ def map_and_record(
     """Around eplb_map_to_physical_and_record."""
     layer = MODELS.by_map.get(logical_to_physical_map.data_ptr())
     maps = logical_to_physical_map, logical_replica_count
-    if layer is None:
+    if layer is None or isinstance(layer, Counted):
         theirs = original(topk_ids, expert_load_view, *maps, record_enabled, num_unpadded_tokens, **named)
+        if layer is not None:
+            layer.record.add(layer.layer, theirs, None if layer.gathered else num_unpadded_tokens)
         return cast(Tensor, theirs)
     replaces_padding = num_unpadded_tokens is not None and layer.tokens != "gathered"
     theirs = None
@@ -73,9 +78,12 @@ def step(
     original: Original, self: Any, is_dummy: bool = False, is_profile: bool = False, **kwargs: Any
 ) -> None:
     """Around EplbState.step, which every rank calls after every forward pass, one without requests after a dummy one:
-    vLLM counts these calls towards its own rebalances. Reports wait for the device, once per interval."""
+    vLLM counts these calls towards its own rebalances. Reports wait for the device, once per interval. What a profiling
+    pass counted is forgotten."""
     if is_profile:
         original(self, is_dummy, is_profile, **kwargs)
+        for record in MODELS.records.values():
+            record.clear()
         return
     # Of synchronous rebalances there is no thread; one that is not there either way would stall, which is named, too.
     MODELS.watch.worker = getattr(self, "async_worker", None)

@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor
 from isoload.balancer import Balancer
 from isoload.counting import count
 from isoload.integrations.engine_layers import EXCHANGED, JOINED_BY_ALL, EngineLayer, EngineLayers
+from isoload.integrations.engine_record import EngineRecord
 from isoload.integrations.engine_tables import check_placer, engine_topology
 from isoload.integrations.meter import Meter
 from isoload.integrations.settings import LOADS, SWITCH, Settings
@@ -46,10 +47,8 @@ class Layer(EngineLayer):
 
     def describe(self) -> str:
         """What ranks hold, and what they exchange so that copies are level."""
-        if self.tokens == "own":
-            return f"tokens of their own, {EXCHANGED[self.balancer.loads]}"
-        gathered = "tokens gathered before they are routed, no collective"
-        return gathered if self.tokens == "gathered" else EXCHANGED["same"]
+        held = {"own": f"tokens of their own, {EXCHANGED[self.balancer.loads]}", "same": EXCHANGED["same"]}
+        return held.get(self.tokens, "tokens gathered before they are routed, no collective")
 
     def map_and_record(
         self,
@@ -145,9 +144,7 @@ class ModelLayers(EngineLayers[Layer]):
     def follow(self, rows: Tensor, layer: int | None = None) -> None:
         """Takes new locations: [L, P] of all layers, or [P] of one."""
         assert self.tables is not None
-        if layer is not None:
-            rows = self.tables.index_copy(0, torch.tensor([layer]), rows.cpu().unsqueeze(0))
-        if not self.refresh(rows.cpu()):
+        if not self.refresh(replaced(self.tables, rows, layer)):
             raise RuntimeError(f"vLLM must keep its {list(self.tables.shape)} slots, got {list(rows.shape)}")
 
     def detach(self) -> str:
@@ -163,6 +160,12 @@ class ModelLayers(EngineLayers[Layer]):
         log.info(f"isoload: attached to vLLM's EPLB of {name}: {dispatch}placer {self.settings.placer}")
         for reason, number in kept.items():
             log.info(f"isoload: vLLM's own choice of replicas stays on {number} layers of {name}: {reason}")
+
+
+def replaced(tables: Tensor, rows: Tensor, layer: int | None) -> Tensor:
+    """[L, P] tables on the host with new rows: [L, P] of all layers, or [P] of one."""
+    rows = rows.cpu().to(tables.dtype)
+    return rows if layer is None else tables.index_copy(0, torch.tensor([layer]), rows.unsqueeze(0))
 
 
 def most_decoded(parallel: Any, gathered: bool) -> int:
@@ -219,6 +222,14 @@ def served_name(args: Sequence[Any], named: Mapping[str, Any]) -> str:
     return str(getattr(config, "served_model_name", None) or "")
 
 
+class Counted(NamedTuple):
+    """A layer in shadow mode; gathered: its rows are those of all ranks, of which vLLM says no padding."""
+
+    record: EngineRecord
+    layer: int
+    gathered: bool
+
+
 class Models:
     """All models of this process, and the layer behind each of vLLM's maps; until vLLM drops a model."""
 
@@ -227,15 +238,22 @@ class Models:
 
     def start(self, settings: Settings) -> None:
         """Of a process whose hooks are attached; it has no model yet."""
-        self.settings = settings
-        self.meter = Meter("vLLM", settings.report_seconds) if settings.report_seconds else None
-        self.watch = Watchdog("vLLM", settings.stalled_seconds)
+        self.settings, self.in_shadow = settings, settings.mode == "shadow"
+        seconds = 0 if self.in_shadow else settings.report_seconds
+        self.meter = Meter("vLLM", seconds) if seconds else None
+        self.watch = Watchdog("vLLM", 0 if self.in_shadow else settings.stalled_seconds)
         self.by_state: dict[int, ModelLayers] = {}  # by id of EplbModelState
-        self.by_map: dict[int, Layer] = {}  # by address of the layer's logical_to_physical_map, which stays
+        self.records: dict[int, EngineRecord] = {}  # likewise, in shadow mode
+        # By address of the layer's logical_to_physical_map, which stays.
+        self.by_map: dict[int, Layer | Counted] = {}
 
     def add(self, state: Any, parallel: Any, draft: bool = False, name: str = "") -> None:
         """Takes a model whose experts vLLM has placed; of drafts, which come first, no plans are measured. All ranks
         call it together. name: as served; empty: the state's."""
+        if self.in_shadow:
+            if not draft:
+                self._count(state, parallel, name or state.model_name)
+            return
         layers = ModelLayers()
         layers.settings = self.settings
         layers.meter = None if draft else self.meter
@@ -253,6 +271,43 @@ class Models:
         if self.settings.check_weights:
             layers.check_loaded(dict(enumerate(state.model.expert_weights)))
 
+    def _count(self, state: Any, parallel: Any, name: str) -> None:
+        """Makes the record of a model in shadow mode."""
+        from vllm.distributed.parallel_state import get_ep_group, get_node_count
+
+        held, kept = {}, Counter[str]()
+        for i, runner in enumerate(state.model.moe_layers):
+            tokens, reason = tokens_of(runner, parallel, "own")
+            if tokens is None:
+                kept[reason] += 1
+            else:
+                held[i] = tokens
+        group, kinds = get_ep_group(), {of == "own" for of in held.values()}
+        for reason, number in kept.items():
+            log.info(f"isoload: in shadow {number} layers of {state.model_name} are not counted: {reason}")
+        if len(kinds) != 1:
+            log.error(
+                f"isoload: in shadow {state.model_name} is not counted: its layers must hold tokens alike"
+            )
+            return
+        record = EngineRecord(
+            self.settings, "vLLM", state.model_name, group.rank_in_group, state.physical_to_logical_map.cpu(),
+            state.model.num_logical_experts, engine_topology(group.world_size, get_node_count()),
+            "own" if kinds.pop() else "same", state.physical_to_logical_map.device,
+            most_decoded(parallel, "gathered" in held.values()),
+        )  # fmt: skip
+        record.measure(name)
+        maps = {
+            state.logical_to_physical_map[i].data_ptr(): Counted(record, i, tokens == "gathered")
+            for i, tokens in held.items()
+        }
+        self.records[id(state)] = record
+        self.by_map.update(maps)
+        weakref.finalize(state, self._forget, id(state), list(maps))
+        if not record.rank:
+            stays = f"vLLM's EPLB of {state.model_name}, which chooses and rebalances as ever"
+            log.info(f"isoload: in shadow behind {stays}: {record.kept(len(held))}")
+
     def of(self, state: Any) -> ModelLayers | None:
         """The model's, by its EplbModelState."""
         return self.by_state.get(id(state))
@@ -262,6 +317,8 @@ class Models:
         for state in states:
             if (layers := self.of(state)) is not None:
                 layers.step_ended()
+            if (record := self.records.get(id(state))) is not None:
+                record.step_ended()
 
     def check_device(self) -> None:
         """Raises ValueError for what ops found wrong in values on a GPU; called where the host waits anyway."""
@@ -271,6 +328,8 @@ class Models:
     def _forget(self, state: int, maps: list[int]) -> None:
         """vLLM has dropped a model, so that its addresses may be another's."""
         self.by_state.pop(state, None)
+        if (record := self.records.pop(state, None)) is not None:
+            record.close()
         for address in maps:
             self.by_map.pop(address, None)
 

@@ -9,15 +9,7 @@ import torch
 from torch import Tensor
 
 from isoload.integrations.engine_tables import replica_lists
-from isoload.integrations.known_batch import (
-    IDS,
-    NUM_EXPERTS,
-    NUM_RANKS,
-    SLOTS,
-    is_right,
-    known_balancer,
-    known_placement,
-)
+from isoload.integrations.known_batch import IDS, SLOTS, is_right, known_balancer, known_placement
 from isoload.integrations.vllm import dispatch
 from isoload.integrations.vllm.layers import MODELS, Layer
 from isoload.integrations.vllm.placement import make_policy
@@ -49,13 +41,13 @@ def check_policy() -> bool:
     """A map in the shape, type and place of vLLM's own."""
     from vllm.distributed.eplb.policy import DefaultEplbPolicy
 
-    loads = torch.tensor([[90, 30, 5, 5, 5, 5]], dtype=torch.int32)
+    loads, known = torch.tensor([[90, 30, 5, 5, 5, 5]], dtype=torch.int32), known_placement()
     made = [
-        policy.rebalance_experts(loads, SLOTS.shape[1], 1, 1, NUM_RANKS, SLOTS)
+        policy.rebalance_experts(loads, SLOTS.shape[1], 1, 1, known.topology.num_ranks, SLOTS)
         for policy in (make_policy(MODELS.settings.placer), DefaultEplbPolicy)
     ]
     alike = all(getattr(made[0], name) == getattr(made[1], name) for name in ("shape", "dtype", "device"))
-    return alike and made[0].unique().tolist() == list(range(NUM_EXPERTS))
+    return alike and made[0].unique().tolist() == list(range(known.num_experts))
 
 
 CHECKS = {"eplb_map_to_physical_and_record": check_dispatch, "rebalance_experts": check_policy}
