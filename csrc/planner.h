@@ -24,6 +24,14 @@
 
 namespace isoload {
 
+// What a planner's struct begins with.
+template <class P, class R, bool kOfRanks = false>
+struct PlannerOf {
+  using Problem = P;
+  using Result = R;
+  static constexpr bool kSets = kOfRanks;
+};
+
 constexpr int kPlanned = -1;
 constexpr std::true_type kOrNone{};
 

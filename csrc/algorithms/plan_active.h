@@ -19,11 +19,7 @@ namespace isoload {
 
 constexpr int kSettleRounds = 8;  // rounds over all experts; most layers are done after two or three
 
-struct ActiveProblem {
-  int R, E, S;           // ranks, logical experts, slots per rank
-  ReplicaTables tables;  // of this layer
-  const int32_t* loads;  // [num_sources, E] copies; summed over sources here
-  int num_sources;       //
+struct ActiveProblem : SplitProblem {
   const int32_t* ticks;  // [R] cost of one copy on a rank, 1..2^20, or null: all 1
 };
 
@@ -63,8 +59,7 @@ class ActiveSolver {
   ISOLOAD_HD bool solve() {
     if (!add_up()) return false;
     ExactProblem units{};
-    units.R = in_.R, units.E = in_.E, units.S = in_.S;
-    units.tables = t_;
+    static_cast<SplitProblem&>(units) = in_;
     units.loads = ws_.unit, units.num_sources = 1;
     units.sweeps = kSettleRounds, units.budget = INT32_MAX;
     if (!ExactSolver<W, Team, true>(team_, units, ws_.exact, out_.quota).solve(out_)) return false;
@@ -162,16 +157,10 @@ class ActiveSolver {
   const ActiveResult out_;
 };
 
-struct ActivePlanner {  // see planner.h
-  using Problem = ActiveProblem;
-  using Result = ActiveResult;
-  static constexpr bool kSets = true;
-
+struct ActivePlanner : PlannerOf<ActiveProblem, ActiveResult, true> {  // see planner.h
   ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
-    const int64_t E = in.E, R = in.R, P = R * in.S;
-    in.tables = in.tables.layer(b, E, P);
-    in.loads += b * in.num_sources * E;
-    out.select(b, P);
+    in.SplitProblem::select(b);
+    out.select(b, int64_t(in.R) * in.S);
   }
   template <int W>
   ISOLOAD_HD static int64_t bytes(const Problem& in) {

@@ -233,18 +233,12 @@ class ExactSolver {
   int64_t bound_ = 0, level_ = 0;  // level_: the least peak if every copy could be anywhere
 };
 
-struct ExactPlanner {  // see planner.h
-  using Problem = ExactProblem;
-  using Result = ExactResult;
-  static constexpr bool kSets = true;
-
+struct ExactPlanner : PlannerOf<ExactProblem, ExactResult, true> {  // see planner.h
   ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
-    const int64_t E = in.E, R = in.R, P = R * in.S;
-    in.tables = in.tables.layer(b, E, P);
-    in.loads += b * in.num_sources * E;
-    if (in.fixed) in.fixed += b * R;
+    in.SplitProblem::select(b);
+    if (in.fixed) in.fixed += b * in.R;
     if (in.pour) in.pour += b;
-    out.select(b, P);
+    out.select(b, int64_t(in.R) * in.S);
   }
   template <int W>
   ISOLOAD_HD static int64_t bytes(const Problem& in) {

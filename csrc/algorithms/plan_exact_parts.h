@@ -16,12 +16,8 @@ namespace isoload {
 // A lane's part of a sum of copies where it has seen what must be refused.
 constexpr int64_t kTooMany = int64_t(1) << 48;
 
-struct ExactProblem {
-  int R, E, S;             // ranks, logical experts, slots per rank
-  ReplicaTables tables;    // of this layer
-  const int32_t* loads;    // [num_sources, E] copies; summed over sources here
-  int num_sources;         // R or 1; R for Objective::local
-  Objective objective;     //
+struct ExactProblem : SplitProblem {
+  Objective objective;     // local: of loads per source
   int per_node;            // ranks of a node, for Objective::local; divides R
   const int32_t* fixed;    // [R] copies a rank carries besides, or null
   const int32_t* ticks;    // [R] cost of one copy on a rank, 1..2^20, or null: all 1

@@ -317,16 +317,14 @@ class LpSolver {
 
 // kMostRanks: where none has more, the mesh is one of columns, else 0.
 template <class Real, int kMostRanks = 0>
-struct LpPlanner {  // see planner.h
+struct LpPlanner : PlannerOf<LpProblem<Real>, LpResult<Real>> {  // see planner.h
   using Problem = LpProblem<Real>;
   using Result = LpResult<Real>;
-  static constexpr bool kSets = false;
 
   ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
-    const int64_t E = in.E, R = in.R, P = R * in.S;
-    in.tables = in.tables.layer(b, E, P);
-    in.loads += b * in.num_sources * E;
-    if (in.base) in.base += b * R;
+    const int64_t P = int64_t(in.R) * in.S;
+    in.SplitProblem::select(b);
+    if (in.base) in.base += b * in.R;
     out = {out.split + b * P, out.primal + b, out.dual + b, out.iterations + b, out.status + b};
   }
   template <int W>

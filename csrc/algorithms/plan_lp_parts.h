@@ -22,15 +22,11 @@
 namespace isoload {
 
 template <class Real>
-struct LpProblem {
-  int R, E, S;           // ranks, logical experts, slots per rank
-  ReplicaTables tables;  // of this layer
-  const int32_t* loads;  // [num_sources, E] copies; summed over sources here
-  int num_sources;       //
-  const Real* speeds;    // [R] >= 0, or null: all 1
-  const Real* base;      // [R] >= 0 copies that a rank carries besides, or null
-  Real tolerance;        // converged when primal - dual <= tolerance * primal
-  int iterations;        // most
+struct LpProblem : SplitProblem {
+  const Real* speeds;  // [R] >= 0, or null: all 1
+  const Real* base;    // [R] >= 0 copies that a rank carries besides, or null
+  Real tolerance;      // converged when primal - dual <= tolerance * primal
+  int iterations;      // most
 };
 
 enum class LpStatus : int32_t { converged = 0, open = 1, broke_down = 2 };

@@ -27,13 +27,10 @@ ISOLOAD_HD constexpr int32_t most_own(int R) { return INT32_MAX / (R + 2); }
 constexpr int kOffsetBits = 20;
 constexpr int64_t kRecentLoss = 5439;  // in 2^-16: what a batch leaves of `recent` halves in eight batches
 
-struct OwnProblem {
-  int R, E, S;            // ranks, logical experts, slots per rank
-  ReplicaTables tables;   // of this layer
-  const int32_t* counts;  // [E] this source's copies
-  const int32_t* offset;  // [R] in 2^-20 of this source's copies, 0..2^20
-  const int32_t* fixed;   // [R] copies a rank carries besides, or null
-  const int32_t* ticks;   // [R] cost of one copy on a rank, 1..2^20, or null: all 1
+struct OwnProblem : SplitProblem {  // loads: this source's counts
+  const int32_t* offset;            // [R] in 2^-20 of this source's copies, 0..2^20
+  const int32_t* fixed;             // [R] copies a rank carries besides, or null
+  const int32_t* ticks;             // [R] cost of one copy on a rank, 1..2^20, or null: all 1
   int64_t* recent;  // [E] decayed sums of the counts of batches, in 2^-16, which this one joins; or null
   int64_t* sent;  // [3, R] or null: decayed likewise, copies sent to ranks and fixed ones; both of this batch
   int source, layer, sweeps;  // layer: of the first of the batch; most sweeps
@@ -81,17 +78,17 @@ class OwnSplit {
       refused |= offset > 1 << kOffsetBits ? -1 : offset | fixed;
     });
     team_.for_each(in_.E, [&](int e) {
-      copies += in_.counts[e];
-      refused |= in_.counts[e] > 0 && t_.copies(e) == 0 ? -1 : in_.counts[e];
+      copies += in_.loads[e];
+      refused |= in_.loads[e] > 0 && t_.copies(e) == 0 ? -1 : in_.loads[e];
     });
     copies = team_.sum(refused < 0 ? int64_t(1) << 48 : copies);
     if (copies > most_own(in_.R)) return false;
-    team_.for_each(in_.recent ? in_.E : 0, [&](int e) { join(in_.recent[e], in_.counts[e]); });
+    team_.for_each(in_.recent ? in_.E : 0, [&](int e) { join(in_.recent[e], in_.loads[e]); });
     team_.for_each_group(in_.R, [&](int r, auto& group) {
       int32_t solo = 0;
       group.for_each(in_.S, [&](int s) {
         const int p = r * in_.S + s;
-        const int32_t q = t_.solo[p] >= 0 ? in_.counts[t_.solo[p]] : 0;
+        const int32_t q = t_.solo[p] >= 0 ? in_.loads[t_.solo[p]] : 0;
         send_[p] = q;
         solo += q;
       });
@@ -135,8 +132,8 @@ class OwnSplit {
   template <class Group>
   ISOLOAD_HD void deal(const Group& group, int i) {
     const int e = t_.order[i], first = t_.offsets[e], last = t_.offsets[e + 1];
-    if (group.rank() == 0) split_.first[i] = first, split_.last[i] = last, split_.copies[i] = in_.counts[e];
-    Start<Team>{team_, t_, in_.counts, in_.ticks, load_, send_}.deal(group, e, first, last, in_.counts[e]);
+    if (group.rank() == 0) split_.first[i] = first, split_.last[i] = last, split_.copies[i] = in_.loads[e];
+    Start<Team>{team_, t_, in_.loads, in_.ticks, load_, send_}.deal(group, e, first, last, in_.loads[e]);
     group.for_each(is_wide(i) ? last - first : 0, [&](int own) {
       const int slot = t_.slots[first + own], rank = t_.ranks[first + own];
       const uint32_t mine = part_[rank];
@@ -262,19 +259,16 @@ class OwnSplit {
   Replicated split_;  // [E]
 };
 
-struct OwnPlanner {  // see planner.h
-  using Problem = OwnProblem;
-  using Result = int32_t*;  // [P] copies that the source sends to each slot
-  static constexpr bool kSets = false;
-
+struct OwnPlanner
+    : PlannerOf<OwnProblem, int32_t*> {  // see planner.h; [P] copies that the source sends to each slot
   ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
-    const int64_t E = in.E, R = in.R, P = R * in.S;
-    in.tables = in.tables.layer(b, E, P);
-    in.counts += b * E, in.offset += b * R, in.layer += static_cast<int>(b);
+    const int64_t R = in.R;
+    in.SplitProblem::select(b);
+    in.offset += b * R, in.layer += static_cast<int>(b);
     if (in.fixed) in.fixed += b * R;
-    if (in.recent) in.recent += b * E;
+    if (in.recent) in.recent += b * in.E;
     if (in.sent) in.sent += 3 * b * R;
-    out += b * P;
+    out += b * R * in.S;
   }
   template <int W>
   ISOLOAD_HD static int64_t bytes(const Problem& in) {

@@ -84,7 +84,8 @@ class Replication {
   // One expert handed over. False: no rank is above the mean, or nothing fits.
   ISOLOAD_HD bool hand_over() {
     const int64_t mean = fill_.mean();
-    for (int source = next_rank(-1); source >= 0 && ws_.load[source] > mean; source = next_rank(source)) {
+    auto next = [&](int last) { return next_rank(ws_.load, in_.R, last); };
+    for (int source = next(-1); source >= 0 && ws_.load[source] > mean; source = next(source)) {
       for (int p = next_slot(source, -1); p >= 0; p = next_slot(source, p)) {
         const int e = in_.slot_to_expert[p], to = fill_.taker(e);
         const int64_t own = to < 0 ? 0 : fill_.load(to, e);
@@ -98,17 +99,6 @@ class Replication {
       if (in_.printed) return false;
     }
     return false;
-  }
-
-  // The next rank by falling load, after `last` (-1: the first); or -1.
-  ISOLOAD_HD int next_rank(int last) const {
-    int best = -1;
-    for (int r = 0; r < in_.R; ++r) {
-      const bool open =
-          last < 0 || ws_.load[r] < ws_.load[last] || (ws_.load[r] == ws_.load[last] && r > last);
-      if (open && (best < 0 || ws_.load[r] > ws_.load[best])) best = r;
-    }
-    return best;
   }
 
   // The next home slot of a rank by falling remote copies, while there are any; or -1.
@@ -129,28 +119,6 @@ class Replication {
   SpareFill<Team> fill_;
 };
 
-struct ReplicationPlanner {  // see planner.h
-  using Problem = ReplicationProblem;
-  using Result = FillResult;
-  static constexpr bool kSets = false;
-
-  ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
-    in.select(b);
-    out.select(in, b);
-  }
-  template <int W>
-  ISOLOAD_HD static int64_t bytes(const Problem& in) {
-    return FillWorkspace::bytes(in.R, in.E);
-  }
-  template <int W, class Team>
-  ISOLOAD_HD static int solve(Team& team, const Problem& in, void* memory, const Result& out) {
-    const FillWorkspace workspace = FillWorkspace::at(memory, in.R, in.E);
-    return Replication<Team>(team, in, workspace, out).run() ? kPlanned : 0;
-  }
-  template <class Team>
-  ISOLOAD_HD static void refuse(Team& team, const Problem& in, const Result& out) {
-    refuse_fill(team, in, out);
-  }
-};
+using ReplicationPlanner = FillPlanner<Replication, ReplicationProblem>;  // see planner.h
 
 }  // namespace isoload

@@ -286,11 +286,7 @@ class Spill : SpillLayer<Team> {
   int kept_ = 0, aside_ = 1;  // states: of the best plan so far, of one to compare it with
 };
 
-struct SpillPlanner {  // see planner.h
-  using Problem = SpillProblem;
-  using Result = SpillResult;
-  static constexpr bool kSets = false;
-
+struct SpillPlanner : PlannerOf<SpillProblem, SpillResult> {  // see planner.h
   ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
     const int64_t P = int64_t(in.R) * in.S;
     in.select(b);

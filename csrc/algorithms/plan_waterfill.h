@@ -261,11 +261,7 @@ class Waterfill {
   RankSet<W> givers_, takers_;       // ranks that keep less than they have; that have room besides
 };
 
-struct WaterfillPlanner {  // see planner.h
-  using Problem = WaterfillProblem;
-  using Result = WaterfillResult;
-  static constexpr bool kSets = true;
-
+struct WaterfillPlanner : PlannerOf<WaterfillProblem, WaterfillResult, true> {  // see planner.h
   ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
     const int64_t R = in.R;
     in.copies += b * R * R;

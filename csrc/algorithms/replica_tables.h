@@ -56,6 +56,19 @@ struct BasicReplicaTables {
 using ReplicaTables = BasicReplicaTables<const int32_t>;
 using MutableReplicaTables = BasicReplicaTables<int32_t>;
 
+// What problems begin with that split a layer's copies.
+struct SplitProblem {
+  int R, E, S;           // ranks, logical experts, slots per rank
+  ReplicaTables tables;  // of this layer
+  const int32_t* loads;  // [num_sources, E] copies; of several sources their sums count
+  int num_sources;       // R or 1
+
+  ISOLOAD_HD void select(int64_t b) {
+    tables = tables.layer(b, E, int64_t(R) * S);
+    loads += b * num_sources * E;
+  }
+};
+
 struct TablesWorkspace : Workspace<TablesWorkspace> {
   int words;                        // of a set of ranks
   int32_t* holders;                 // [E, words] ranks that hold an expert
@@ -197,11 +210,7 @@ struct TablesProblem {
   const int32_t* slot_to_expert;  // [P]
 };
 
-struct TablesPlanner {  // see planner.h
-  using Problem = TablesProblem;
-  using Result = MutableReplicaTables;
-  static constexpr bool kSets = false;
-
+struct TablesPlanner : PlannerOf<TablesProblem, MutableReplicaTables> {  // see planner.h
   ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
     const int64_t P = int64_t(in.R) * in.S;
     in.slot_to_expert += b * P;

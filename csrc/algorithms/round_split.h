@@ -16,12 +16,8 @@
 namespace isoload {
 
 template <class Real>
-struct RoundingProblem {
-  int R, E, S;           // ranks, logical experts, slots per rank
-  ReplicaTables tables;  // of this layer
-  const int32_t* loads;  // [num_sources, E] copies; summed over sources here
-  int num_sources;       //
-  const Real* split;     // [P] copies per slot
+struct RoundingProblem : SplitProblem {
+  const Real* split;  // [P] copies per slot
 };
 
 template <class Real, class Team>
@@ -103,15 +99,12 @@ class Rounding {
 };
 
 template <class Real>
-struct RoundingPlanner {  // see planner.h
+struct RoundingPlanner : PlannerOf<RoundingProblem<Real>, int32_t*> {  // see planner.h; [P]
   using Problem = RoundingProblem<Real>;
-  using Result = int32_t*;  // [P]
-  static constexpr bool kSets = false;
 
-  ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
-    const int64_t E = in.E, R = in.R, P = R * in.S;
-    in.tables = in.tables.layer(b, E, P);
-    in.loads += b * in.num_sources * E;
+  ISOLOAD_HD static void select(Problem& in, int32_t*& out, int64_t b) {
+    const int64_t P = int64_t(in.R) * in.S;
+    in.SplitProblem::select(b);
     in.split += b * P;
     out += b * P;
   }
@@ -120,11 +113,11 @@ struct RoundingPlanner {  // see planner.h
     return 0;
   }
   template <int W, class Team>
-  ISOLOAD_HD static int solve(Team& team, const Problem& in, void*, Result out) {
+  ISOLOAD_HD static int solve(Team& team, const Problem& in, void*, int32_t* out) {
     return Rounding<Real, Team>(team, in, out).run() ? kPlanned : 0;
   }
   template <class Team>
-  ISOLOAD_HD static void refuse(Team& team, const Problem& in, Result out) {
+  ISOLOAD_HD static void refuse(Team& team, const Problem& in, int32_t* out) {
     team.for_each(in.R * in.S, [&](int p) { out[p] = 0; });
   }
 };

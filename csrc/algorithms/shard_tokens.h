@@ -14,19 +14,17 @@
 
 #include "algorithms/quotient.h"
 #include "algorithms/replica_tables.h"
+#include "algorithms/spare_fill.h"
 #include "host_device.h"
 #include "planner.h"
 #include "workspace.h"
 
 namespace isoload {
 
-struct ShardingProblem {
-  int R, E, S;                   // ranks, routed experts, slots per rank
-  ReplicaTables tables;          // of this layer
-  const int32_t *loads, *fixed;  // [R, E] copies; [R] copies that ranks carry besides, or null
-  const int32_t* home_slot;      // [E]
-  const bool* alive;             // [R] or null
-  int64_t tolerance_ppm;         // of the mean
+struct ShardingProblem : SplitProblem {  // with loads per source
+  const int32_t *fixed, *home_slot;      // [R] copies that ranks carry besides, or null; [E]
+  const bool* alive;                     // [R] or null
+  int64_t tolerance_ppm;                 // of the mean
   bool printed;
 };
 
@@ -109,7 +107,8 @@ class Sharding {
 
   // One transfer. False: none is left.
   ISOLOAD_HD bool move() {
-    for (int r = next_rank(-1); r >= 0 && ws_.load[r] > mean_; r = next_rank(r))
+    auto next = [&](int last) { return next_rank(ws_.load, in_.R, last); };
+    for (int r = next(-1); r >= 0 && ws_.load[r] > mean_; r = next(r))
       for (int e = hottest(r); e >= 0; e = hottest(r)) {
         const int to = taker(e, r);
         if (to >= 0) return transfer(e, r, to), true;
@@ -130,17 +129,6 @@ class Sharding {
     quota_[t_.slots[to]] += static_cast<int32_t>(copies);
     if (ws_.load[from] < mean_)  // as printed it gave too much, and may take again
       for (int i = 0; i < in_.E; ++i) ws_.stuck[i] = 0;
-  }
-
-  // The next rank by falling load, after `last` (-1: the first); or -1.
-  ISOLOAD_HD int next_rank(int last) const {
-    int best = -1;
-    for (int r = 0; r < in_.R; ++r) {
-      const bool open =
-          last < 0 || ws_.load[r] < ws_.load[last] || (ws_.load[r] == ws_.load[last] && r > last);
-      if (open && (best < 0 || ws_.load[r] > ws_.load[best])) best = r;
-    }
-    return best;
   }
 
   // The expert at home on the rank with most copies to move, of those that are not stuck; or -1.
@@ -170,18 +158,12 @@ class Sharding {
   int64_t mean_ = 0;
 };
 
-struct ShardingPlanner {  // see planner.h
-  using Problem = ShardingProblem;
-  using Result = int32_t*;  // [P]
-  static constexpr bool kSets = false;
-
+struct ShardingPlanner : PlannerOf<ShardingProblem, int32_t*> {  // see planner.h; [P]
   ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
-    const int64_t R = in.R, E = in.E, P = R * in.S;
-    in.tables = in.tables.layer(b, E, P);
-    in.loads += b * R * E;
-    in.fixed = in.fixed ? in.fixed + b * R : nullptr;
-    in.home_slot += b * E;
-    out += b * P;
+    in.SplitProblem::select(b);
+    if (in.fixed) in.fixed += b * in.R;
+    in.home_slot += b * in.E;
+    out += b * in.R * in.S;
   }
   template <int W>
   ISOLOAD_HD static int64_t bytes(const Problem& in) {

@@ -321,12 +321,8 @@ class Share {
   bool negative_ = false;
 };
 
-struct SharePlanner {  // see planner.h
-  using Problem = ShareProblem;
-  using Result = int32_t*;
-  static constexpr bool kSets = false;
-
-  ISOLOAD_HD static int64_t size(const Problem& in) {  // of a result
+struct SharePlanner : PlannerOf<ShareProblem, int32_t*> {  // see planner.h
+  ISOLOAD_HD static int64_t size(const Problem& in) {      // of a result
     const int64_t R = in.R, P = R * in.S;
     return in.of == ShareOf::one_row ? P : in.of == ShareOf::all_rows ? R * P : R * R;
   }

@@ -86,11 +86,7 @@ ISOLOAD_HD int share_alone(Team& team, const ShareAloneProblem& in, int32_t* out
   return -1;
 }
 
-struct ShareAlonePlanner {  // see planner.h
-  using Problem = ShareAloneProblem;
-  using Result = int32_t*;  // [P]
-  static constexpr bool kSets = false;
-
+struct ShareAlonePlanner : PlannerOf<ShareAloneProblem, int32_t*> {  // see planner.h; [P]
   ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
     const int64_t E = in.E, P = in.P;
     in.tables = in.tables.layer(b, E, P);

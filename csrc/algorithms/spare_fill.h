@@ -51,6 +51,16 @@ struct FillWorkspace : Workspace<FillWorkspace> {
   }
 };
 
+// The next rank by falling load [R], after `last` (-1: the first); or -1.
+ISOLOAD_HD inline int next_rank(const int64_t* load, int R, int last) {
+  int best = -1;
+  for (int r = 0; r < R; ++r) {
+    const bool open = last < 0 || load[r] < load[last] || (load[r] == load[last] && r > last);
+    if (open && (best < 0 || load[r] > load[best])) best = r;
+  }
+  return best;
+}
+
 template <class Team>
 class SpareFill {
  public:
@@ -158,11 +168,28 @@ class SpareFill {
   int64_t live_ = 0, copies_ = 0;
 };
 
-// What a refused layer leaves behind on a GPU: the slots as they were.
-template <class Team>
-ISOLOAD_HD void refuse_fill(Team& team, const FillProblem& in, const FillResult& out) {
-  team.for_each(in.R * in.S, [&](int p) { out.slot_to_expert[p] = in.slot_to_expert[p]; });
-  team.for_each(5, [&](int i) { out.telemetry[i] = 0; });
-}
+// The planner of a Solver<Team>(team, problem, workspace, out) whose run() says whether there is a plan.
+template <template <class Team> class Solver, class P>
+struct FillPlanner : PlannerOf<P, FillResult> {  // see planner.h
+  ISOLOAD_HD static void select(P& in, FillResult& out, int64_t b) {
+    in.select(b);
+    out.select(in, b);
+  }
+  template <int W>
+  ISOLOAD_HD static int64_t bytes(const P& in) {
+    return FillWorkspace::bytes(in.R, in.E);
+  }
+  template <int W, class Team>
+  ISOLOAD_HD static int solve(Team& team, const P& in, void* memory, const FillResult& out) {
+    const FillWorkspace workspace = FillWorkspace::at(memory, in.R, in.E);
+    return Solver<Team>(team, in, workspace, out).run() ? kPlanned : 0;
+  }
+  // The slots as they were.
+  template <class Team>
+  ISOLOAD_HD static void refuse(Team& team, const P& in, const FillResult& out) {
+    team.for_each(in.R * in.S, [&](int p) { out.slot_to_expert[p] = in.slot_to_expert[p]; });
+    team.for_each(5, [&](int i) { out.telemetry[i] = 0; });
+  }
+};
 
 }  // namespace isoload

@@ -13,7 +13,7 @@
 #include <cstdint>
 
 #include "algorithms/spill_open.h"
-#include "algorithms/spill_view.h"
+#include "algorithms/spill_problem.h"
 #include "host_device.h"
 
 namespace isoload {

@@ -76,25 +76,11 @@ class SpillLayer {
       for (int p = r * in_.S; p < r * in_.S + in_.S; ++p) load += at.copies[p];
       return at.load[r] = load;
     });
-    view_ = {in_.R,
-             in_.S,
-             in_.per_node,
-             in_.spare,
-             in_.slot_to_expert,
-             in_.home_slot,
-             ws_.rank,
-             ws_.node,
-             at.copies,
-             at.load,
-             at.order,
-             busiest,
-             team_.max32(replica) != 0,
-             in_.capacity_ppm ? in_.min_chunk : 1,
-             in_.min_chunk,
-             in_.near_cost,
-             in_.far_cost,
-             in_.egress,
-             in_.within};
+    const bool replicated = team_.max32(replica) != 0;
+    const int32_t min_excess = in_.capacity_ppm ? in_.min_chunk : 1;
+    view_ = {in_,           in_.R,      in_.S,     in_.per_node, in_.spare, in_.slot_to_expert,
+             in_.home_slot, ws_.rank,   ws_.node,  at.copies,    at.load,   at.order,
+             busiest,       replicated, min_excess};
     team_.for_each(in_.R, [&](int r) {
       const int32_t load = at.load[r];
       int before = 0;

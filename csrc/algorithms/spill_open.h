@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "algorithms/spill_view.h"
+#include "algorithms/spill_problem.h"
 #include "host_device.h"
 #include "team.h"
 

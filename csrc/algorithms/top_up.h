@@ -89,28 +89,6 @@ class TopUp {
   SpareFill<Team> fill_;
 };
 
-struct TopUpPlanner {  // see planner.h
-  using Problem = FillProblem;
-  using Result = FillResult;
-  static constexpr bool kSets = false;
-
-  ISOLOAD_HD static void select(Problem& in, Result& out, int64_t b) {
-    in.select(b);
-    out.select(in, b);
-  }
-  template <int W>
-  ISOLOAD_HD static int64_t bytes(const Problem& in) {
-    return FillWorkspace::bytes(in.R, in.E);
-  }
-  template <int W, class Team>
-  ISOLOAD_HD static int solve(Team& team, const Problem& in, void* memory, const Result& out) {
-    const FillWorkspace workspace = FillWorkspace::at(memory, in.R, in.E);
-    return TopUp<Team>(team, in, workspace, out).run() ? kPlanned : 0;
-  }
-  template <class Team>
-  ISOLOAD_HD static void refuse(Team& team, const Problem& in, const Result& out) {
-    refuse_fill(team, in, out);
-  }
-};
+using TopUpPlanner = FillPlanner<TopUp, FillProblem>;  // see planner.h
 
 }  // namespace isoload

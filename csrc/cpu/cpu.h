@@ -1,5 +1,5 @@
-// The CPU side of every op that is no planner of its own (planner.h), on plain pointers. csrc/ops checks,
-// allocates and calls.
+// What the ops that are no planners of their own (planner.h) take and find wrong, on plain pointers, on the
+// CPU (X.h here) and on CUDA.
 #pragma once
 
 #include <cstdint>
@@ -26,19 +26,6 @@ struct Counts {
   int32_t *counts, *numbers, *parts;
 };
 
-// Counts ids [T, K] of E experts. With shared ones, whose ids follow, it counts columns [T, K + num_shared]:
-// the ids, then the shared experts' where a row has a choice, -1 where it has none. Returns the first id
-// outside [-1, E), or -1.
-template <class Id>
-int64_t count(const Id* ids, int64_t T, int K, int E, int num_shared, Id* columns, const Counts& out);
-
-// Copies the homes' rows to this rank's spare pools [W], sizes in bytes.
-void borrow(const Borrowing& in, const Rows* spare);
-
-// Adds the rows of all ranks' gradient pools to this rank's totals [W], sizes in values; by rank, then slot.
-template <class Value, class Total>
-void borrow_backward(const Borrowing& in, const Rows* totals, int64_t num_rows);
-
 // What a route did not fit: an id outside [-1, E), an expert with more or fewer copies than its share, other
 // shared columns, or a weight.
 struct RouteFault {
@@ -52,38 +39,24 @@ struct BalanceFault {
   int64_t value = 0;  // the id
 };
 
-// ids [n] to counts [E] and slots [n], by plan_own of these counts, and by plan_exact: loads [R, E], those of
-// rank 0 and of the others, which have none. in: of the counts or loads, which need not be there yet.
-template <class Id>
-BalanceFault balance_own(const Id* ids, int64_t n, OwnProblem in, int32_t* counts, Id* slots);
-template <class Id>
-BalanceFault balance_same(const Id* ids, int64_t n, const ExactProblem& in, int32_t* loads,
-                          const ExactResult& out, Id* slots);
-
-template <class Id>
-RouteFault route_sampled(const Id* ids, int64_t n, int E, const ReplicaTables& tables, const float* weights,
-                         const Stream& words, Id* slots);
-
-// Where the shared copies go: S slots per rank instead of routed_per_rank, the shared ones after the routed.
-struct SharedLayout {
-  int64_t routed_per_rank, slots_per_rank;
-  double weight;  // of every shared copy
+// Slots of ranks with S slots instead of `routed`, behind which come those of the shared experts.
+template <class Id, class Weight>
+struct SharedAppend {
+  const Id* slots;        // [T, K]
+  const Weight* weights;  // [T, K]
+  const int32_t* ranks;   // [T, n] where the shared copies go
+  int64_t T;
+  int K, n;
+  int64_t routed, S;
+  Weight shared_weight;  // of every shared copy
+  Id* new_slots;         // [T, K + n]
+  Weight* new_weights;   // [T, K + n]
 };
 
 struct LayoutFault {
   enum Kind { none, bad_slot, bad_rank, too_large } kind = none;
   int64_t value = 0;  // the slot given, the rank, or the slot that does not fit
 };
-
-// slots, weights [T, K] and ranks [T, n] become new_slots, new_weights [T, K + n].
-template <class Id, class Weight>
-LayoutFault append_shared_expert(const Id* slots, const Weight* weights, const int32_t* ranks, int64_t T,
-                                 int K, int n, const SharedLayout& layout, Id* new_slots,
-                                 Weight* new_weights);
-
-// slots [T, K] to ranks [T]. Returns the first slot outside [-1, R * slots_per_rank), or -1.
-template <class Id>
-int64_t route_shared_sampled(const Id* slots, int64_t T, int K, const SharedDraw& draw, int32_t* ranks);
 
 // The shared copies of one rank's tokens.
 struct SharedRoute {
@@ -110,6 +83,21 @@ struct Numbered {
   int64_t stride;
 };
 
+// The replica of expert e that a word of 64 bits draws by weights [P], which sum to total > 0. 24 of its bits
+// as a float in [0, 1) are exact, so every device draws the same.
+ISOLOAD_HD inline int draw_slot(const ReplicaTables& t, int e, const float* weights, float total,
+                                uint64_t word) {
+  float left = static_cast<float>(word >> 40) * 0x1p-24f * total;
+  int chosen = -1;
+  for (int j = t.offsets[e]; j < t.offsets[e + 1]; ++j) {
+    const float weight = weights[t.slots[j]];
+    if (weight > 0) chosen = t.slots[j];  // rounding may leave a crumb after the last: it keeps that one
+    if (left < weight) break;
+    left -= weight;
+  }
+  return chosen;
+}
+
 // The copies of one rank's tokens: K columns of routed experts, then those of the shared ones, E and on.
 struct Route {
   int64_t T;
@@ -129,11 +117,6 @@ struct ColumnsFault {
   RouteFault routed;
   SharedFault shared;
 };
-template <class Id>
-ColumnsFault route(const Route& in, const Id* ids, Id* slots);
-
-template <class Id, class Out>
-SharedFault route_shared(const SharedRoute& problem, const Id* slots, Out* out);
 
 // The tokens of one rank and where their copies may go: slot p is on rank p / S.
 struct RowSpace {
@@ -150,11 +133,6 @@ struct RowSpace {
   }
 };
 
-// slots [T, K] to ranks [T, D], a token's ranks ascending, then R; numbers [T, D], each row's number among
-// those to its rank by token, then -1; counts [2, R], the rows and the copies to every rank.
-template <class Slot>
-void number_rows(const Slot* slots, const RowSpace& space, int32_t* ranks, int32_t* numbers, int64_t* counts);
-
 // The rows that one rank sends, as bytes: a token's row, then from slots_at int32 [K] the slots of its copies
 // on the row's rank (-1 elsewhere), then from weights_at [K] their weights (0 elsewhere). A padding row has
 // zeros for values: what experts compute of it is finite.
@@ -170,8 +148,15 @@ struct PackedRows {
   int64_t* token_to_rows;  // [T, D] num_rows where there is none
 };
 template <class Slot, class Weight>
-void pack_rows(const char* x, const Slot* slots, const Weight* weights, const int32_t* ranks,
-               const int32_t* numbers, const int64_t* counts, const RowPacking& in, const PackedRows& out);
+struct Packing {
+  const char* x;                   // [T, row_bytes]
+  const Slot* slots;               // [T, K]
+  const Weight* weights;           // [T, K]
+  const int32_t *ranks, *numbers;  // [T, D]
+  const int64_t* counts;           // [R]
+  RowPacking in;
+  PackedRows out;
+};
 
 // The copies [n] whose local slots are first .. first + num_slots - 1, and the places that they get.
 struct CopyGroup {
@@ -184,8 +169,5 @@ struct Groups {
   int32_t* ends;         // [num_slots]
   int64_t* position;     // [n] num_places where absent
 };
-// Sorts them by slot, stable. Returns how many there are; more than places: nothing but ends is written.
-template <class Slot>
-int64_t group_copies(const Slot* slots, const CopyGroup& group, const Groups& out);
 
 }  // namespace isoload::cpu

@@ -51,7 +51,7 @@ __device__ void fetch_plan(const OwnTeam& team, OwnProblem& in, const Places& at
   fetch(team, in.offset, in.R, at.offset);
   if (in.ticks) fetch(team, in.ticks, in.R, at.ticks);
   in.tables = ReplicaTables::at(at.tables, in.E, P);
-  in.offset = at.offset, in.counts = at.counts;
+  in.offset = at.offset, in.loads = at.counts;
   if (in.ticks) in.ticks = at.ticks;
 }
 
@@ -203,7 +203,7 @@ const char* balance_own(const Id* ids, int64_t T, int K, const OwnProblem& in, i
   if (!error)
     error = launch(balance_own_plan_kernel, 1, OwnTeam::kLanes, bytes, stream, in, parts, static_cast<int>(C),
                    counts, send, error_word());
-  const Route route_in{T, K, in.E, P, in.tables, {numbers, parts, in.E}, send, false, {}};
+  const Route route_in{T, K, in.E, P, in.tables, {numbers, parts, in.E}, send, {}};
   return error ? error : route(route_in, ids, slots, nullptr, stream);
 }
 

@@ -6,9 +6,7 @@
 namespace isoload::cuda {
 
 // Of plan_exact.cu.
-extern template int64_t plan_bytes<ExactPlanner>(const ExactProblem&, int64_t);
-extern template const char* plan<ExactPlanner>(const ExactProblem&, const ExactResult&, int64_t, void*,
-                                               void*);
+ISOLOAD_LAUNCHER(extern, ExactPlanner)
 
 // What the plan wants, numbers [n], parts [C, E].
 int64_t balance_same_bytes(int64_t T, int K, const ExactProblem& in) {

@@ -17,7 +17,7 @@
 namespace isoload::cuda {
 
 using cpu::Route;
-using cpu::SharedLayout;
+using cpu::SharedAppend;
 using cpu::SharedRoute;
 
 // The current device's error word, for kernels.
@@ -37,6 +37,12 @@ int64_t plan_bytes(const typename Planner::Problem& problem, int64_t B);
 template <class Planner>
 const char* plan(const typename Planner::Problem& problem, const typename Planner::Result& result, int64_t B,
                  void* global, void* stream);
+
+// The launcher of a planner, here or (extern) in another file.
+#define ISOLOAD_LAUNCHER(extern_, Planner)                                                             \
+  extern_ template int64_t plan_bytes<Planner>(const Planner::Problem&, int64_t);                      \
+  extern_ template const char* plan<Planner>(const Planner::Problem&, const Planner::Result&, int64_t, \
+                                             void*, void*);
 
 // spare, totals: [W] on the host. At most `blocks` blocks, so that a GEMM beside them keeps its processors.
 const char* borrow(const Borrowing& in, const Rows* spare, int64_t blocks, void* stream);
@@ -73,9 +79,7 @@ const char* route_shared_sampled(const Id* slots, int64_t T, int K, const Shared
                                  void* stream);
 
 template <class Id, class Weight>
-const char* append_shared_expert(const Id* slots, const Weight* weights, const int32_t* ranks, int64_t T,
-                                 int K, int n, const SharedLayout& layout, Id* new_slots, Weight* new_weights,
-                                 void* stream);
+const char* append_shared_expert(const SharedAppend<Id, Weight>& in, void* stream);
 
 int64_t number_rows_bytes(const cpu::RowSpace& space);
 template <class Slot>
@@ -83,9 +87,7 @@ const char* number_rows(const Slot* slots, const cpu::RowSpace& space, int32_t* 
                         int64_t* counts, void* global, void* stream);
 
 template <class Slot, class Weight>
-const char* pack_rows(const char* x, const Slot* slots, const Weight* weights, const int32_t* ranks,
-                      const int32_t* numbers, const int64_t* counts, const cpu::RowPacking& in,
-                      const cpu::PackedRows& out, void* stream);
+const char* pack_rows(const cpu::Packing<Slot, Weight>& in, void* stream);
 
 // More copies than places: those are absent, and the error word says so.
 int64_t group_copies_bytes(const cpu::CopyGroup& group);

@@ -1,5 +1,5 @@
 // The matching of route_shared for up to 64 ranks and 4096 tokens: one block, whose lanes keep their tokens
-// in registers. Same choices as csrc/cpu/route_shared.cpp.
+// in registers. Same choices as csrc/cpu/route_shared.h.
 //
 // Every warp works out for itself which rank chooses next. A round is a barrier, behind which all ranks' lost
 // visitors are known, and one more where the rank has visitors to spare, who are counted by level first.

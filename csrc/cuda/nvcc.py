@@ -95,28 +95,22 @@ def compile_all(nvcc: str, folder: Path) -> list[str]:
 def kernels(folder: Path) -> list[Kernel]:
     """What ptxas said about the objects that compile_all has put into ``folder``."""
     found = [kernel for path in sorted((folder / ONLY).glob("*.txt")) for kernel in _read(path.read_text())]
-    names = subprocess.run(
-        ["c++filt"], input="\n".join(k.name for k in found), capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    return [k._replace(name=_short(name)) for k, name in zip(found, names, strict=True)]
+    return [k._replace(name=n) for k, n in zip(found, short_names([k.name for k in found]), strict=True)]
 
 
 def _read(text: str) -> list[Kernel]:
-    entry = r"Compiling entry function '(\w+)' for '(\w+)'"
-    parts = re.split(entry, text)[1:]
-    found = []
-    for name, architecture, report in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
-        stack, stored, loaded = re.findall(
-            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report
-        )[0]
-        registers = re.findall(r"Used (\d+) registers", report)[0]
-        shared = (re.findall(r"(\d+) bytes smem", report) or [0])[0]
-        spilled = int(stored) + int(loaded)
-        found.append(Kernel(name, architecture, int(registers), spilled, int(stack), int(shared)))
-    return found
+    report = (
+        r"entry function '(\w+)' for '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
+        r"(\d+) bytes spill loads.*?Used (\d+) registers(?:[^\n]*?(\d+) bytes smem)?"
+    )
+    return [
+        Kernel(name, architecture, int(registers), int(stored) + int(loaded), int(stack), int(shared or 0))
+        for name, architecture, stack, stored, loaded, registers, shared in re.findall(report, text, re.S)
+    ]
 
 
-def _short(name: str) -> str:
-    """plan_exact<16> of a kernel's whole name."""
-    kernel, arguments = re.findall(r"(\w+)_kernel(<[^(]*>)?\(", name)[0]
-    return kernel + arguments.replace(" ", "")
+def short_names(mangled: list[str]) -> list[str]:
+    """plan_exact<16> of each kernel."""
+    said = subprocess.run(["c++filt"], input="\n".join(mangled), capture_output=True, text=True, check=True)
+    found = re.findall(r"(\w+)_kernel(<[^(]*>)?\(", said.stdout)
+    return [kernel + arguments.replace(" ", "") for kernel, arguments in found]

@@ -6,6 +6,9 @@
 #include "cuda/launch.cuh"
 
 namespace isoload::cuda {
+
+using cpu::Packing;
+
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
@@ -18,37 +21,28 @@ struct alignas(16) Bytes16 {
 template <int N>
 using Bytes = std::conditional_t<N == 16, Bytes16, std::conditional_t<N == 4, int32_t, char>>;
 
+// Where the rows to a rank start. By a whole warp, for the same rank.
 template <class Slot, class Weight>
-struct Packing {
-  const char* x;                   // [T, row_bytes]
-  const Slot* slots;               // [T, K]
-  const Weight* weights;           // [T, K]
-  const int32_t *ranks, *numbers;  // [T, D]
-  const int64_t* counts;           // [R]
-  cpu::RowPacking in;
-  cpu::PackedRows out;
+__device__ int64_t first_row(const Packing<Slot, Weight>& p, int rank) {
+  if (p.in.capacity > 0) return rank * p.in.capacity;
+  long long before = 0;
+  for (int r = threadIdx.x % 32; r < rank; r += 32) before += p.counts[r];
+  for (int step = 16; step > 0; step /= 2) before += __shfl_xor_sync(0xffffffffu, before, step);
+  return before;
+}
 
-  // Where the rows to a rank start. By a whole warp, for the same rank.
-  __device__ int64_t first_row(int rank) const {
-    if (in.capacity > 0) return rank * in.capacity;
-    long long before = 0;
-    for (int r = threadIdx.x % 32; r < rank; r += 32) before += counts[r];
-    for (int step = 16; step > 0; step /= 2) before += __shfl_xor_sync(0xffffffffu, before, step);
-    return before;
-  }
-
-  // The slots and weights of a row's copies; of padding none.
-  __device__ void write_copy(int64_t row, int64_t token, int rank, int k) const {
-    const cpu::RowSpace& space = in.space;
-    const bool real = token < space.T;
-    const int64_t slot = real ? static_cast<int64_t>(slots[token * space.K + k]) : -1;
-    const bool here = real && space.rank_of(slot) == rank;
-    char* const to = out.payload + row * in.bytes;
-    reinterpret_cast<int32_t*>(to + in.slots_at)[k] =
-        here ? static_cast<int32_t>(slot - int64_t(rank) * space.S) : -1;
-    reinterpret_cast<Weight*>(to + in.weights_at)[k] = here ? weights[token * space.K + k] : Weight(0);
-  }
-};
+// The slots and weights of a row's copies; of padding none.
+template <class Slot, class Weight>
+__device__ void write_copy(const Packing<Slot, Weight>& p, int64_t row, int64_t token, int rank, int k) {
+  const cpu::RowSpace& space = p.in.space;
+  const bool real = token < space.T;
+  const int64_t slot = real ? static_cast<int64_t>(p.slots[token * space.K + k]) : -1;
+  const bool here = real && space.rank_of(slot) == rank;
+  char* const to = p.out.payload + row * p.in.bytes;
+  reinterpret_cast<int32_t*>(to + p.in.slots_at)[k] =
+      here ? static_cast<int32_t>(slot - int64_t(rank) * space.S) : -1;
+  reinterpret_cast<Weight*>(to + p.in.weights_at)[k] = here ? p.weights[token * space.K + k] : Weight(0);
+}
 
 // Vector: what divides row_bytes and the addresses.
 template <class Vector, class Slot, class Weight>
@@ -63,7 +57,7 @@ __device__ void pack_token(const Packing<Slot, Weight>& p, int64_t token) {
     for (int d = threadIdx.x / 32; d < here; d += kWarps) {
       const int64_t at = token * D + start + d;
       const int rank = p.ranks[at];
-      const int64_t row = rank == R ? p.in.num_rows : p.first_row(rank) + p.numbers[at];
+      const int64_t row = rank == R ? p.in.num_rows : first_row(p, rank) + p.numbers[at];
       if (threadIdx.x % 32 != 0) continue;
       rows[d] = row;
       p.out.token_to_rows[at] = row;
@@ -79,7 +73,7 @@ __device__ void pack_token(const Packing<Slot, Weight>& p, int64_t token) {
     }
     for (int i = threadIdx.x; i < here * K; i += kThreads)
       if (rows[i / K] < p.in.num_rows)
-        p.write_copy(rows[i / K], token, p.ranks[token * D + start + i / K], i % K);
+        write_copy(p, rows[i / K], token, p.ranks[token * D + start + i / K], i % K);
   }
 }
 
@@ -89,7 +83,7 @@ __device__ void pad(const Packing<Slot, Weight>& p, int64_t row) {
   if (row % p.in.capacity < p.counts[rank]) return;
   auto* const to = reinterpret_cast<Vector*>(p.out.payload + row * p.in.bytes);
   for (int64_t v = lane; v < p.in.row_bytes / int64_t(sizeof(Vector)); v += 32) to[v] = Vector{};
-  for (int k = lane; k < p.in.space.K; k += 32) p.write_copy(row, p.in.space.T, rank, k);
+  for (int k = lane; k < p.in.space.K; k += 32) write_copy(p, row, p.in.space.T, rank, k);
   if (lane != 0) return;
   p.out.row_to_token[row] = p.in.space.T;
   p.out.row_to_rank[row] = p.in.space.R;
@@ -107,25 +101,18 @@ __global__ void __launch_bounds__(kThreads) pack_rows_kernel(Packing<Slot, Weigh
 }  // namespace
 
 template <class Slot, class Weight>
-const char* pack_rows(const char* x, const Slot* slots, const Weight* weights, const int32_t* ranks,
-                      const int32_t* numbers, const int64_t* counts, const cpu::RowPacking& in,
-                      const cpu::PackedRows& out, void* stream) {
-  const Packing<Slot, Weight> p{x, slots, weights, ranks, numbers, counts, in, out};
-  const int64_t padding = in.capacity > 0 ? (in.num_rows + kWarps - 1) / kWarps : 0;
-  const int64_t blocks = in.space.T + padding;
-  const uint64_t odd = reinterpret_cast<uint64_t>(x) | static_cast<uint64_t>(in.row_bytes);
+const char* pack_rows(const Packing<Slot, Weight>& p, void* stream) {
+  const int64_t padding = p.in.capacity > 0 ? (p.in.num_rows + kWarps - 1) / kWarps : 0;
+  const int64_t blocks = p.in.space.T + padding;
+  const uint64_t odd = reinterpret_cast<uint64_t>(p.x) | static_cast<uint64_t>(p.in.row_bytes);
   if (odd % 16 == 0) return launch(pack_rows_kernel<16, Slot, Weight>, blocks, kThreads, 0, stream, p);
   if (odd % 4 == 0) return launch(pack_rows_kernel<4, Slot, Weight>, blocks, kThreads, 0, stream, p);
   return launch(pack_rows_kernel<1, Slot, Weight>, blocks, kThreads, 0, stream, p);
 }
 
-#define ISOLOAD_PACK_ROWS(Slot, Weight)                                                                   \
-  template const char* pack_rows(const char*, const Slot*, const Weight*, const int32_t*, const int32_t*, \
-                                 const int64_t*, const cpu::RowPacking&, const cpu::PackedRows&, void*);
-ISOLOAD_PACK_ROWS(int32_t, float)
-ISOLOAD_PACK_ROWS(int32_t, double)
-ISOLOAD_PACK_ROWS(int64_t, float)
-ISOLOAD_PACK_ROWS(int64_t, double)
-#undef ISOLOAD_PACK_ROWS
+template const char* pack_rows(const Packing<int32_t, float>&, void*);
+template const char* pack_rows(const Packing<int32_t, double>&, void*);
+template const char* pack_rows(const Packing<int64_t, float>&, void*);
+template const char* pack_rows(const Packing<int64_t, double>&, void*);
 
 }  // namespace isoload::cuda

@@ -10,8 +10,7 @@ ISOLOAD_FETCHED(plan_exact_share, ExactSharePlanner, WideTeam, kPlanExact)
 
 namespace isoload::cuda {
 
-extern template int64_t plan_bytes<SharePlanner>(const ShareProblem&, int64_t);  // of share.cu
-extern template const char* plan<SharePlanner>(const ShareProblem&, int32_t* const&, int64_t, void*, void*);
+ISOLOAD_LAUNCHER(extern, SharePlanner)  // of share.cu
 
 namespace {
 

@@ -7,14 +7,9 @@
 namespace isoload::cuda {
 
 // Of plan_exact.cu, share.cu and plan_waterfill.cu.
-extern template int64_t plan_bytes<ExactPlanner>(const ExactProblem&, int64_t);
-extern template const char* plan<ExactPlanner>(const ExactProblem&, const ExactResult&, int64_t, void*,
-                                               void*);
-extern template int64_t plan_bytes<SharePlanner>(const ShareProblem&, int64_t);
-extern template const char* plan<SharePlanner>(const ShareProblem&, int32_t* const&, int64_t, void*, void*);
-extern template int64_t plan_bytes<WaterfillPlanner>(const WaterfillProblem&, int64_t);
-extern template const char* plan<WaterfillPlanner>(const WaterfillProblem&, const WaterfillResult&, int64_t,
-                                                   void*, void*);
+ISOLOAD_LAUNCHER(extern, ExactPlanner)
+ISOLOAD_LAUNCHER(extern, SharePlanner)
+ISOLOAD_LAUNCHER(extern, WaterfillPlanner)
 
 namespace {
 
@@ -68,26 +63,15 @@ __global__ void __launch_bounds__(WideTeam::kLanes, 1)
 }
 
 // What the parts of a problem hand on, of all B layers; behind it what one part at a time needs.
-struct Between {
+struct Between : Workspace<Between> {
   int64_t *peak, *bound;                    // [B] of the pour alone
   int32_t *loads, *tokens, *pour, *copies;  // [B, R, E], [B, R], [B], [B, R, R]
-  void* workspace;
 
-  static int64_t bytes(const JointProblem& in, int64_t B) {
-    const int64_t R = in.R;
-    return padded(B * (2 * int64_t(sizeof(int64_t)) + (R * in.E + R + 1 + R * R) * int64_t(sizeof(int32_t))));
+  template <class Take>
+  ISOLOAD_HD void lay_out(int64_t B, int64_t R, int64_t E, Take&& take) {
+    take(B, peak, bound), take(B * R * E, loads), take(B * R, tokens), take(B, pour), take(B * R * R, copies);
   }
-  static Between at(void* memory, const JointProblem& in, int64_t B) {
-    const int64_t R = in.R;
-    Between m;
-    m.peak = static_cast<int64_t*>(memory), m.bound = m.peak + B;
-    m.loads = reinterpret_cast<int32_t*>(m.bound + B);
-    m.tokens = m.loads + B * R * in.E;
-    m.pour = m.tokens + B * R;
-    m.copies = m.pour + B;
-    m.workspace = static_cast<char*>(memory) + bytes(in, B);
-    return m;
-  }
+  static int64_t bytes_of(const JointProblem& in, int64_t B) { return padded(bytes(B, in.R, in.E)); }
 };
 
 // The problems of the parts, of all layers.
@@ -97,16 +81,16 @@ struct Parts {
   WaterfillProblem pour;
 
   static Parts of(const JointProblem& in, const Between& m, const JointResult& out) {
+    ExactProblem split = in;
+    split.loads = m.loads, split.fixed = nullptr, split.pour = m.pour;
     const ShareProblem row{in.R,      in.E,    in.S,      in.per_node,      true,
                            in.tables, m.loads, out.quota, ShareOf::one_row, in.rank,
                            out.peak};
-    Parts parts{in,
-                row,
-                row,
-                {in.R, in.per_node, in.num_shared, Candidates::all, m.copies, m.tokens, in.ticks, nullptr}};
-    parts.split.loads = m.loads, parts.split.fixed = nullptr, parts.split.pour = m.pour;
-    parts.by_rank.of = ShareOf::all_ranks;
-    return parts;
+    ShareProblem by_rank = row;
+    by_rank.of = ShareOf::all_ranks;
+    const WaterfillProblem pour{in.R,     in.per_node, in.num_shared, Candidates::all,
+                                m.copies, m.tokens,    in.ticks,      nullptr};
+    return {split, row, by_rank, pour};
   }
   int64_t bytes(int64_t B) const {  // of the one that needs most
     int64_t most = 0;
@@ -150,12 +134,13 @@ __global__ void __launch_bounds__(PlanTeam::kLanes, 1)
 
 const char* plan_in_parts(const JointProblem& problem, const JointResult& result, int64_t B, void* global,
                           void* stream) {
-  const Between m = Between::at(global, problem, B);
+  const Between m = Between::at(global, B, problem.R, problem.E);
+  void* const workspace = static_cast<char*>(global) + Between::bytes_of(problem, B);
   const Parts parts = Parts::of(problem, m, result);
   const WaterfillResult poured{result.share, m.peak, m.bound};
   auto solve = [&](auto planner, const auto& part, const auto& out) {
     using Planner = decltype(planner);
-    return plan<Planner>(part, out, B, plan_bytes<Planner>(part, B) > 0 ? m.workspace : nullptr, stream);
+    return plan<Planner>(part, out, B, plan_bytes<Planner>(part, B) > 0 ? workspace : nullptr, stream);
   };
   const char* error = launch(plan_joint_open_kernel, B * problem.R, PlanTeam::kLanes, 0, stream, problem, m);
   if (!error) error = solve(ExactPlanner(), parts.split, result);
@@ -171,7 +156,7 @@ const char* plan_in_parts(const JointProblem& problem, const JointResult& result
 template <>
 int64_t plan_bytes<JointPlanner>(const JointProblem& problem, int64_t B) {
   if (is_one_kernel(problem)) return 0;
-  return Between::bytes(problem, B) + Parts::of(problem, Between{}, {}).bytes(B);
+  return Between::bytes_of(problem, B) + Parts::of(problem, Between{}, {}).bytes(B);
 }
 
 template <>

@@ -42,7 +42,7 @@ struct Kernels<LpPlanner<Real>> {
                         errors);
   }
 };
-ISOLOAD_LAUNCHER(LpPlanner<float>)
-ISOLOAD_LAUNCHER(LpPlanner<double>)
+ISOLOAD_LAUNCHER(, LpPlanner<float>)
+ISOLOAD_LAUNCHER(, LpPlanner<double>)
 
 }  // namespace isoload::cuda

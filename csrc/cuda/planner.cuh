@@ -116,10 +116,6 @@ const char* plan(const typename Planner::Problem& problem, const typename Planne
 }  // namespace isoload::cuda
 
 // For a .cu of its own, so that a profiler shows the op's name: the kernels, and the launcher of csrc/ops.
-#define ISOLOAD_LAUNCHER(Planner)                                         \
-  template int64_t plan_bytes<Planner>(const Planner::Problem&, int64_t); \
-  template const char* plan<Planner>(const Planner::Problem&, const Planner::Result&, int64_t, void*, void*);
-
 #define ISOLOAD_PLANNER(name, Planner, fault)                                                                \
   namespace isoload::cuda {                                                                                  \
   namespace {                                                                                                \
@@ -139,7 +135,7 @@ const char* plan(const typename Planner::Problem& problem, const typename Planne
       return cuda::launch(name##_kernel<W>, B, PlanTeam::kLanes, bytes, stream, arguments...);               \
     }                                                                                                        \
   };                                                                                                         \
-  ISOLOAD_LAUNCHER(Planner)                                                                                  \
+  ISOLOAD_LAUNCHER(, Planner)                                                                                \
   }
 
 // Ahead of ISOLOAD_PLANNER, if there is that.

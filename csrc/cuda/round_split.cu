@@ -22,7 +22,7 @@ struct Kernels<RoundingPlanner<Real>> {
     return cuda::launch(round_split_kernel<Real>, B, PlanTeam::kLanes, bytes, stream, arguments...);
   }
 };
-ISOLOAD_LAUNCHER(RoundingPlanner<float>)
-ISOLOAD_LAUNCHER(RoundingPlanner<double>)
+ISOLOAD_LAUNCHER(, RoundingPlanner<float>)
+ISOLOAD_LAUNCHER(, RoundingPlanner<double>)
 
 }  // namespace isoload::cuda

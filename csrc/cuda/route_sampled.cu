@@ -11,19 +11,9 @@ constexpr int kThreads = kRankWarps * 32;
 
 // The same float32 operations in the same order as on the CPU.
 __device__ int draw_slot(const ReplicaTables& t, int e, const float* weights, uint64_t word) {
-  const int first = t.offsets[e], last = t.offsets[e + 1];
   float total = 0;
-  for (int j = first; j < last; ++j) total += weights[t.slots[j]];
-  if (!(total > 0)) return -1;
-  float left = static_cast<float>(word >> 40) * 0x1p-24f * total;
-  int chosen = -1;
-  for (int j = first; j < last; ++j) {
-    const float weight = weights[t.slots[j]];
-    if (weight > 0) chosen = t.slots[j];  // rounding may leave a crumb after the last: it keeps that one
-    if (left < weight) break;
-    left -= weight;
-  }
-  return chosen;
+  for (int j = t.offsets[e]; j < t.offsets[e + 1]; ++j) total += weights[t.slots[j]];
+  return total > 0 ? cpu::draw_slot(t, e, weights, total, word) : -1;
 }
 
 template <class Id>

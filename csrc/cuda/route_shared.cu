@@ -1,5 +1,5 @@
 // route_shared: one block matches the tokens of this rank to the ranks they visit, with the same choices as
-// csrc/cpu/route_shared.cpp. The ranks choose one after the other, so more blocks would only wait for each
+// csrc/cpu/route_shared.h. The ranks choose one after the other, so more blocks would only wait for each
 // other. What is too much for match_few.cuh lies in global memory.
 #include "algorithms/quotient.h"
 #include "cuda/cuda.h"

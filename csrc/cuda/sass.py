@@ -49,16 +49,10 @@ def disassemble(cuobjdump: str, objects: list[Path]) -> list[Code]:
     found: list[Code] = []
     for path in objects:
         done = subprocess.run([cuobjdump, "-sass", str(path)], capture_output=True, text=True, check=True)
-        called = subroutines(cuobjdump, path)
-        found += [
-            c._replace(subroutines=called.get((c.architecture, c.kernel), ())) for c in read(done.stdout)
-        ]
-    said = subprocess.run(
-        ["c++filt"], input="\n".join(c.kernel for c in found), capture_output=True, text=True, check=True
-    )
-    return [
-        c._replace(kernel=nvcc._short(name)) for c, name in zip(found, said.stdout.splitlines(), strict=True)
-    ]
+        own = subroutines(cuobjdump, path)
+        found += [c._replace(subroutines=own.get((c.architecture, c.kernel), ())) for c in read(done.stdout)]
+    names = nvcc.short_names([c.kernel for c in found])
+    return [c._replace(kernel=name) for c, name in zip(found, names, strict=True)]
 
 
 def subroutines(cuobjdump: str, path: Path) -> dict[tuple[str, str], tuple[str, ...]]:

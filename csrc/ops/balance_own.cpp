@@ -1,23 +1,11 @@
 // balance_own: checks of ids and of what ranks carry besides.
-#include "cpu/cpu.h"
+#include "cpu/balance_own.h"
+
 #include "ops/op.h"
 #include "ops/own_batch.h"
 #include "ops/route_checks.h"
 
 namespace isoload::ops {
-namespace {
-
-void check(const cpu::BalanceFault& fault, const OwnProblem& in) {
-  require(fault.kind != cpu::BalanceFault::bad_id, "topk_ids must be in -1..", in.E - 1, ", got ",
-          fault.value);
-  if (fault.kind == cpu::BalanceFault::none) return;
-  OwnBatch::explain_base(in);
-  for (int e = 0; e < in.E; ++e)
-    require(in.counts[e] == 0 || in.tables.copies(e) > 0, "topk_ids must be of experts with a replica, got ",
-            e);
-}
-
-}  // namespace
 
 std::tuple<Tensor, Tensor> balance_own(const Tensor& topk_ids, const Tensor& tables, int64_t num_experts,
                                        int64_t num_ranks, int64_t num_slots, const Tensor& offset,
@@ -27,11 +15,9 @@ std::tuple<Tensor, Tensor> balance_own(const Tensor& topk_ids, const Tensor& tab
   require(num_experts >= 1, "num_experts must be at least 1, got ", num_experts);
   require(tables.dim() == 1, "tables must be of one layer, got ", shape_text(tables));
   const Tensor ids = dense(topk_ids), counts = new_tensor(ids, {num_experts});
-  OwnBatch batch(counts, tables, num_ranks, num_slots);
-  batch.set_base(offset, std::nullopt, ticks);
-  batch.set_sums(recent, sent);
-  batch.set_place(source, layer, sweeps);
-  const OwnProblem& problem = batch.problem;
+  const OwnBatch batch(counts, tables, num_ranks, num_slots, offset, std::nullopt, ticks, recent, sent,
+                       source, layer, sweeps);
+  const OwnProblem& problem = batch.own;
   const int64_t n = ids.numel();
   require(n <= most_own(problem.R), "topk_ids must have at most ", most_own(problem.R), " entries on ",
           num_ranks, " ranks, got ", n);
@@ -44,11 +30,12 @@ std::tuple<Tensor, Tensor> balance_own(const Tensor& topk_ids, const Tensor& tab
         return with_ids(ids, slots, [&](auto* from, auto* slot) {
           return cuda::balance_own(from, T, K, problem, to, slot, scratch.data(), stream);
         });
-      }))
-    check(
-        with_ids(ids, slots,
-                 [&](auto* from, auto* to_slot) { return cpu::balance_own(from, n, problem, to, to_slot); }),
-        problem);
+      })) {
+    const cpu::BalanceFault fault = with_ids(
+        ids, slots, [&](auto* from, auto* slot) { return cpu::balance_own(from, n, problem, to, slot); });
+    if (fault.kind == cpu::BalanceFault::not_planned) OwnBatch::explain_base(problem);
+    check_balance(fault, problem, to);
+  }
   return {slots, counts};
 }
 

@@ -1,5 +1,6 @@
 // balance_same: checks of ids.
-#include "cpu/cpu.h"
+#include "cpu/balance_same.h"
+
 #include "ops/exact_batch.h"
 #include "ops/op.h"
 #include "ops/route_checks.h"
@@ -32,11 +33,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> balance_same(
     const cpu::BalanceFault fault = with_ids(ids, slots, [&](auto* from, auto* slot) {
       return cpu::balance_same(from, ids.numel(), problem, to, batch.result(), slot);
     });
-    require(fault.kind != cpu::BalanceFault::bad_id, "topk_ids must be in -1..", num_experts - 1, ", got ",
-            fault.value);
-    for (int e = 0; fault.kind != cpu::BalanceFault::none && e < problem.E; ++e)
-      require(to[e] == 0 || problem.tables.copies(e) > 0, "topk_ids must be of experts with a replica, got ",
-              e);
+    check_balance(fault, problem, to);
   }
   return {slots, loads, batch.quota, batch.peak, batch.bound, batch.telemetry};
 }

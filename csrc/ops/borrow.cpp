@@ -1,8 +1,9 @@
 // borrow, borrow_backward: checks of the plan's slots, the homes, the table of addresses and this rank's
 // stacks.
+#include "cpu/borrow.h"
+
 #include <vector>
 
-#include "cpu/cpu.h"
 #include "ops/op.h"
 #include "rank_set.h"
 

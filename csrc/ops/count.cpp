@@ -1,7 +1,8 @@
 // count: checks of topk_ids.
+#include "cpu/count.h"
+
 #include <tuple>
 
-#include "cpu/cpu.h"
 #include "ops/op.h"
 
 namespace isoload::ops {

@@ -17,7 +17,6 @@ struct ExactBatch {
         ticks(checked_ticks(ticks_in, in.R, loads, "loads")),
         pour(in.checked_per_layer(pour_in, "pour", {})) {
     problem = in.problem<ExactProblem>();
-    problem.num_sources = static_cast<int>(in.sources);
     problem.fixed = data<int32_t>(fixed);
     problem.ticks = data<int32_t>(ticks);
     problem.pour = data<int32_t>(pour);

@@ -1,5 +1,6 @@
 // group_copies: checks of the slots, the group and its places.
-#include "cpu/cpu.h"
+#include "cpu/group_copies.h"
+
 #include "ops/op.h"
 
 namespace isoload::ops {

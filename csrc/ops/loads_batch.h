@@ -7,22 +7,25 @@
 namespace isoload::ops {
 
 struct LoadsBatch : Layers {
-  // num_shared: columns of shared experts behind those of the tables' E.
+  // num_shared: columns of shared experts behind those of the tables' E. by_source: loads may be so.
   LoadsBatch(const Tensor& loads, const Tensor& tables_in, int64_t num_ranks, int64_t num_slots,
-             int64_t num_shared = 0)
-      : Layers{dense(loads), "loads", tables_in.dim() == 2, 1}, R(num_ranks), P(num_slots) {
-    require_dtype(loads, "loads", ScalarType::Int);
+             int64_t num_shared = 0, const char* name = "loads", bool by_source = true)
+      : Layers{dense(loads), name, tables_in.dim() == 2, 1}, R(num_ranks), P(num_slots) {
+    require_dtype(loads, name, ScalarType::Int);
     require_in("num_ranks", R, 1, kMaxRanks);
     require(P >= R && P % R == 0, "num_slots must be a multiple of num_ranks=", R, ", got ", P);
     const int64_t dims = loads.dim() - batched;
-    require(dims == 1 || (dims == 2 && loads.size(batched) == R), "loads must be [E] or [", R,
-            ", E] per layer, got ", shape_text(loads));
+    if (by_source)
+      require(dims == 1 || (dims == 2 && loads.size(batched) == R), name, " must be [E] or [", R,
+              ", E] per layer, got ", shape_text(loads));
+    else
+      require(dims == 1, name, " must be [E] per layer, got ", shape_text(loads));
     width = loads.size(loads.dim() - 1), E = width - num_shared;
     sources = dims == 1 ? 1 : R;
     tables.emplace(tables_in, P, E, R);
     B = tables->batch;
-    require_device(tables_in, "tables", loads, "loads");
-    require(!batched || loads.size(0) == B, "loads must have one entry per layer (", B, "), got ",
+    require_device(tables_in, "tables", loads, name);
+    require(!batched || loads.size(0) == B, name, " must have one entry per layer (", B, "), got ",
             shape_text(loads));
   }
 
@@ -30,11 +33,9 @@ struct LoadsBatch : Layers {
   template <class Problem>
   Problem problem() const {
     Problem problem{};
-    problem.R = static_cast<int>(R);
-    problem.E = static_cast<int>(E);
-    problem.S = static_cast<int>(P / R);
-    problem.tables = tables->layer(0);
-    problem.loads = of(0);
+    static_cast<SplitProblem&>(problem) = {
+        static_cast<int>(R),      static_cast<int>(E), static_cast<int>(P / R), tables->layer(0), of(0),
+        static_cast<int>(sources)};
     return problem;
   }
 

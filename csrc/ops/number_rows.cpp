@@ -1,5 +1,6 @@
 // number_rows: checks of the slots and of the ranks they lie on.
-#include "cpu/cpu.h"
+#include "cpu/number_rows.h"
+
 #include "ops/op.h"
 
 namespace isoload::ops {

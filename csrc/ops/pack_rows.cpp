@@ -1,5 +1,6 @@
 // pack_rows: checks of the tokens, of what number_rows said of them, and of the payload's layout.
-#include "cpu/cpu.h"
+#include "cpu/pack_rows.h"
+
 #include "ops/op.h"
 
 namespace isoload::ops {
@@ -82,20 +83,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> pack_rows(const Tensor& x_in, const T
   Tensor token_to_rows = new_tensor(slots, {T, D}, ScalarType::Long);
   const cpu::PackedRows out{mutable_data<char>(payload), mutable_data<int64_t>(row_to_token),
                             mutable_data<int64_t>(row_to_rank), mutable_data<int64_t>(token_to_rows)};
-  auto run_as = [&](auto&& call) {
+  // f(what is to be done, with the types of slots and weights)
+  auto with_types = [&](auto&& f) {
     return with_ids(slots, [&](auto* slot) {
       auto run = [&](auto* weight) {
-        return call(data<char>(x), slot, weight, data<int32_t>(ranks), data<int32_t>(numbers),
-                    data<int64_t>(counts));
+        return f(cpu::Packing<std::decay_t<decltype(*slot)>, std::decay_t<decltype(*weight)>>{
+            data<char>(x), slot, weight, data<int32_t>(ranks), data<int32_t>(numbers), data<int64_t>(counts),
+            in, out});
       };
       return real == ScalarType::Float ? run(data<float>(weights)) : run(data<double>(weights));
     });
   };
-  if (on_cuda(slots, [&](auto stream) {
-        return run_as([&](auto... of) { return cuda::pack_rows(of..., in, out, stream); });
+  if (!on_cuda(slots, [&](auto stream) {
+        return with_types([&](const auto& packing) { return cuda::pack_rows(packing, stream); });
       }))
-    return {payload, row_to_token, row_to_rank, token_to_rows};
-  run_as([&](auto... of) { cpu::pack_rows(of..., in, out); });
+    with_types([](const auto& packing) { cpu::pack_rows(packing); });
   return {payload, row_to_token, row_to_rank, token_to_rows};
 }
 

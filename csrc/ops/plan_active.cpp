@@ -14,7 +14,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plan_active(const Tensor& loads, cons
   const Tensor quota = batch.per_layer({batch.P}), telemetry = batch.per_layer({4});
   const Tensor peak = batch.per_layer({}, ScalarType::Long), bound = batch.per_layer({}, ScalarType::Long);
   auto problem = batch.problem<ActiveProblem>();
-  problem.num_sources = static_cast<int>(batch.sources);
   problem.ticks = data<int32_t>(ticks);
   const ActiveResult result{mutable_data<int32_t>(quota), mutable_data<int64_t>(peak),
                             mutable_data<int64_t>(bound), mutable_data<int32_t>(telemetry)};

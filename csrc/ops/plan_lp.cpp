@@ -51,7 +51,6 @@ LpTensors solve(const LoadsBatch& loads, const Maybe& speeds_in, const Maybe& ba
   const Tensor primal = loads.per_layer({}, real), dual = loads.per_layer({}, real);
   const Tensor iterations = loads.per_layer({}), status = loads.per_layer({});
   auto problem = loads.problem<LpProblem<Real>>();
-  problem.num_sources = static_cast<int>(loads.sources);
   problem.speeds = data<Real>(speeds);
   problem.base = data<Real>(base);
   problem.tolerance = static_cast<Real>(tolerance);

@@ -11,7 +11,7 @@ namespace {
 void explain(const OwnProblem& in) {
   int64_t copies = OwnBatch::explain_base(in);
   for (int e = 0; e < in.E; ++e) {
-    const int32_t n = in.counts[e];
+    const int32_t n = in.loads[e];
     require(n >= 0, "counts must not be negative, got ", n, " for expert ", e);
     require(n == 0 || in.tables.copies(e) > 0,
             "counts must be 0 for an expert without a replica, got copies for expert ", e);
@@ -26,12 +26,10 @@ void explain(const OwnProblem& in) {
 Tensor plan_own(const Tensor& counts, const Tensor& tables, int64_t num_ranks, int64_t num_slots,
                 const Tensor& offset, const Maybe& fixed, const Maybe& ticks, const Maybe& recent,
                 const Maybe& sent, int64_t source, int64_t layer, int64_t sweeps) {
-  OwnBatch batch(counts, tables, num_ranks, num_slots);
-  batch.set_base(offset, fixed, ticks);
-  batch.set_sums(recent, sent);
-  batch.set_place(source, layer, sweeps);
+  const OwnBatch batch(counts, tables, num_ranks, num_slots, offset, fixed, ticks, recent, sent, source,
+                       layer, sweeps);
   const Tensor send = batch.per_layer({num_slots});
-  plan_layers<OwnPlanner>(batch.like, batch.problem, mutable_data<int32_t>(send), batch.B, 8,
+  plan_layers<OwnPlanner>(batch.like, batch.own, mutable_data<int32_t>(send), batch.B, 8,
                           [&](const OwnProblem& in, int64_t, int) { explain(in); });
   return send;
 }

@@ -28,7 +28,6 @@ template <class Real>
 static Tensor round_layers(const LoadsBatch& loads, const Tensor& split) {
   const Tensor quota = loads.per_layer({loads.P});
   auto problem = loads.problem<RoundingProblem<Real>>();
-  problem.num_sources = static_cast<int>(loads.sources);
   problem.split = data<Real>(split);
   const bool on_cpu = plan_layers<RoundingPlanner<Real>>(
       loads.like, problem, mutable_data<int32_t>(quota), loads.B, 0,

@@ -1,5 +1,6 @@
 // route and route_sampled: checks of ids, numbers, shares and weights.
-#include "cpu/cpu.h"
+#include "cpu/route.h"
+
 #include "ops/op.h"
 #include "ops/route_checks.h"
 #include "rank_set.h"
@@ -44,17 +45,14 @@ cpu::SharedRoute checked_shared(const Tensor& ids, const Maybe& row, int64_t P, 
     require(row->is_contiguous(), "shared_row must have no gaps");
     if (ids.is_cpu()) require_copies_of_ranks(*row);
   }
-  return {T,
-          static_cast<int>(width - num_shared),
-          static_cast<int>(R),
-          static_cast<int>(P / R),
-          static_cast<int>(home),
-          static_cast<int>(num_shared),
-          data<int32_t>(row),
-          strict,
-          static_cast<int>(width),
-          static_cast<int>(width),
-          static_cast<int>(first_shared)};
+  cpu::SharedRoute shared{};
+  shared.T = T, shared.K = static_cast<int>(width - num_shared);
+  shared.R = static_cast<int>(R), shared.S = static_cast<int>(P / R);
+  shared.home = static_cast<int>(home), shared.first_shared = static_cast<int>(first_shared);
+  shared.num_shared = static_cast<int>(num_shared);
+  shared.source_quota = data<int32_t>(row), shared.strict = strict;
+  shared.slots_width = shared.width = static_cast<int>(width);
+  return shared;
 }
 
 }  // namespace

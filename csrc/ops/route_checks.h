@@ -12,6 +12,14 @@ inline void require_copies(const Tensor& topk_ids) {
           topk_ids.numel());
 }
 
+// What counts [E] made of ids and their planner found wrong.
+inline void check_balance(const cpu::BalanceFault& fault, const SplitProblem& in, const int32_t* counts) {
+  require(fault.kind != cpu::BalanceFault::bad_id, "topk_ids must be in -1..", in.E - 1, ", got ",
+          fault.value);
+  for (int e = 0; fault.kind != cpu::BalanceFault::none && e < in.E; ++e)
+    require(counts[e] == 0 || in.tables.copies(e) > 0, "topk_ids must be of experts with a replica, got ", e);
+}
+
 inline void check_shared(const cpu::SharedFault& fault, const cpu::SharedRoute& problem) {
   require(fault.kind != cpu::SharedFault::bad_slot, "slots must be in -1..",
           int64_t(problem.R) * problem.S - 1, ", got ", fault.value);

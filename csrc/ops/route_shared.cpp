@@ -1,5 +1,6 @@
 // route_shared: checks of slots and the row of the share.
-#include "cpu/cpu.h"
+#include "cpu/route_shared.h"
+
 #include "ops/op.h"
 #include "ops/route_checks.h"
 
@@ -21,17 +22,12 @@ Tensor route_shared(const Tensor& slots_in, const Tensor& share_row_in, int64_t 
           T * num_shared);
   require_device(source_quota, "source_quota", slots, "slots");
   if (slots.is_cpu()) require_copies_of_ranks(source_quota);
-  const cpu::SharedRoute problem{T,
-                                 static_cast<int>(slots.size(1)),
-                                 static_cast<int>(R),
-                                 static_cast<int>(slots_per_rank),
-                                 static_cast<int>(rank),
-                                 static_cast<int>(num_shared),
-                                 data<int32_t>(source_quota),
-                                 strict,
-                                 static_cast<int>(slots.size(1)),
-                                 static_cast<int>(num_shared),
-                                 -1};
+  cpu::SharedRoute problem{};
+  problem.T = T, problem.K = problem.slots_width = static_cast<int>(slots.size(1));
+  problem.R = static_cast<int>(R), problem.S = static_cast<int>(slots_per_rank);
+  problem.home = static_cast<int>(rank), problem.first_shared = -1;
+  problem.num_shared = problem.width = static_cast<int>(num_shared);
+  problem.source_quota = data<int32_t>(source_quota), problem.strict = strict;
   const Tensor ranks = new_tensor(slots, {T, num_shared});
   int32_t* const to = mutable_data<int32_t>(ranks);
   if (on_cuda(slots, [&](auto stream) {

@@ -1,5 +1,6 @@
 // route_shared_sampled: checks of slots, loads and tokens.
-#include "cpu/cpu.h"
+#include "cpu/route_shared_sampled.h"
+
 #include "ops/op.h"
 #include "rank_set.h"
 

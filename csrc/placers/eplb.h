@@ -8,6 +8,8 @@
 #include <stdexcept>
 #include <vector>
 
+#include "placers/layout.h"
+
 namespace isoload::placers {
 
 // Ranks of one layer while they are filled. Float32 throughout, because the published code is.
@@ -47,7 +49,7 @@ class EplbLayer {
 
   // One replica each, then one more for the expert whose replicas are heaviest (ties: lowest id).
   void replicate(int num_slots) {
-    const int most = dedup_ ? open_ranks() : num_slots;
+    const int most = dedup_ ? open_ranks(capacity_, ranks_) : num_slots;
     part_.assign(load_, load_ + experts_);
     replicas_.resize(experts_);
     std::iota(replicas_.begin(), replicas_.end(), 0);
@@ -59,10 +61,6 @@ class EplbLayer {
       part_[expert] = n < most ? load_[expert] / n : -1;  // -1: may not get more
     }
     for (int e = 0; e < experts_; ++e) part_[e] = load_[e] / copies[e];
-  }
-
-  int open_ranks() const {
-    return static_cast<int>(std::count_if(capacity_, capacity_ + ranks_, [](int c) { return c > 0; }));
   }
 
   bool held(int rank, int expert) const { return holds_[static_cast<size_t>(rank) * experts_ + expert]; }

@@ -7,14 +7,16 @@
 
 namespace isoload::placers {
 
-// Whether expert a (-1: none) may move from rank i to rank j: no expert twice on a rank, a copy stays on the
-// home node.
+// Whether a copy of expert a stays on its home node, if it has one, when rank i loses its own.
+inline bool may_leave(const Layout& layout, int a, int i) {
+  const int home = layout.problem->home[a];
+  return home < 0 || layout.problem->node[i] != home || layout.at_home[a] > 1;
+}
+
+// Whether expert a (-1: none) may move from rank i to rank j: never twice on a rank.
 inline bool may_move(const Layout& layout, int a, int i, int j) {
-  if (a < 0) return true;
-  if (layout.held(j, a)) return false;
-  const Problem& problem = *layout.problem;
-  const int home = problem.home[a];
-  return home < 0 || problem.node[i] != home || problem.node[j] == home || layout.at_home[a] > 1;
+  const int32_t* const node = layout.problem->node;
+  return a < 0 || (!layout.held(j, a) && (node[i] == node[j] || may_leave(layout, a, i)));
 }
 
 // Slots p and q change places, with what they carry.
@@ -39,14 +41,15 @@ struct Bottleneck {
   static constexpr double kNear = 1 - 1.0 / 256;  // levelling ends near the level, not on it
 
   explicit Bottleneck(const Layout& layout)
-      : peak(layout.problem->scenarios), relief(peak.size()), member(layout.rank_load.size()) {
+      : peak(peaks_of(*layout.problem, layout.rank_load)),
+        relief(peak.size()),
+        member(layout.rank_load.size()) {
     const Problem& problem = *layout.problem;
-    layout.find_peaks(peak.data());
     const double near = problem.exact ? kNear : 1.0;
     std::vector<double> speed(peak.size());
     for (int r = 0; r < problem.ranks; ++r) {
       const double *load = layout.load_on(r), tick = problem.tick[r], copies = 1 / tick;
-      double* own = member.data() + static_cast<size_t>(r) * peak.size();
+      double* own = row_of(member, r, peak.size());
       for (size_t s = 0; s < peak.size(); ++s) {
         own[s] = load[s] * tick >= peak[s] * near;
         speed[s] += own[s] * copies;
@@ -55,7 +58,7 @@ struct Bottleneck {
     for (size_t s = 0; s < peak.size(); ++s) relief[s] = 1 / speed[s];
   }
 
-  const double* member_of(int r) const { return member.data() + static_cast<size_t>(r) * peak.size(); }
+  const double* member_of(int r) const { return row_of(member, r, peak.size()); }
 
   // Whether rank r is at the peak in a scenario that counts.
   bool is_critical(const Problem& problem, int r) const {

@@ -44,6 +44,33 @@ struct Problem {
   bool exact;  // a replicated expert's load goes where it levels the ranks; else in equal parts
 };
 
+// Ranks with a slot that may hold an expert.
+inline int open_ranks(const int32_t* capacity, int ranks) {
+  return static_cast<int>(std::count_if(capacity, capacity + ranks, [](int c) { return c > 0; }));
+}
+
+// Row i of rows of n numbers.
+template <class Rows>
+auto* row_of(Rows& rows, int i, size_t n) {
+  return rows.data() + i * n;
+}
+
+// The busiest rank's cost in every scenario, of loads [R, n].
+inline std::vector<double> peaks_of(const Problem& problem, const std::vector<double>& loads) {
+  std::vector<double> peak(problem.scenarios);
+  for (int r = 0; r < problem.ranks; ++r) {
+    const double *load = row_of(loads, r, peak.size()), tick = problem.tick[r];
+    for (size_t s = 0; s < peak.size(); ++s) peak[s] = std::max(peak[s], load[s] * tick);
+  }
+  return peak;
+}
+
+// The mean of that over scenarios.
+inline double objective_of(const Problem& problem, const std::vector<double>& loads) {
+  const std::vector<double> peak = peaks_of(problem, loads);
+  return lane_sum(problem.scenarios, [&](int64_t s) { return problem.weight[s] * peak[s]; });
+}
+
 struct Layout {
   explicit Layout(const Problem& given)
       : problem(&given),
@@ -56,12 +83,10 @@ struct Layout {
 
   int rank_of(int p) const { return p / problem->width; }
   const double* load_of(int e) const { return problem->load + static_cast<size_t>(e) * problem->scenarios; }
-  double* share_of(int p) { return share.data() + static_cast<size_t>(p) * problem->scenarios; }
-  const double* share_of(int p) const { return share.data() + static_cast<size_t>(p) * problem->scenarios; }
-  double* load_on(int r) { return rank_load.data() + static_cast<size_t>(r) * problem->scenarios; }
-  const double* load_on(int r) const {
-    return rank_load.data() + static_cast<size_t>(r) * problem->scenarios;
-  }
+  double* share_of(int p) { return row_of(share, p, problem->scenarios); }
+  const double* share_of(int p) const { return row_of(share, p, problem->scenarios); }
+  double* load_on(int r) { return row_of(rank_load, r, problem->scenarios); }
+  const double* load_on(int r) const { return row_of(rank_load, r, problem->scenarios); }
   bool held(int r, int e) const { return holds[static_cast<size_t>(r) * problem->experts + e]; }
 
   // Notes that slot p holds expert e, or (sign = -1) no longer does. Shares are the caller's.
@@ -107,21 +132,7 @@ struct Layout {
   // Rounded down; loads stay below 2^31.
   static double whole(double x) { return static_cast<double>(static_cast<int32_t>(x)); }
 
-  // The busiest rank's cost in every scenario.
-  void find_peaks(double* peak) const {
-    std::fill(peak, peak + problem->scenarios, 0.0);
-    for (int r = 0; r < problem->ranks; ++r) {
-      const double *load = load_on(r), tick = problem->tick[r];
-      for (int s = 0; s < problem->scenarios; ++s) peak[s] = std::max(peak[s], load[s] * tick);
-    }
-  }
-
-  // The mean over scenarios of the busiest rank's cost.
-  double objective() const {
-    std::vector<double> peak(problem->scenarios);
-    find_peaks(peak.data());
-    return lane_sum(problem->scenarios, [&](int64_t s) { return problem->weight[s] * peak[s]; });
-  }
+  double objective() const { return objective_of(*problem, rank_load); }
 
   const Problem* problem;
   std::vector<int32_t> slot;      // [R, width]; -1 = empty

@@ -1,27 +1,42 @@
 // The offline placers' loops over plain arrays, for python/isoload/placers/compiled.py: no Python and no
 // torch, so that one build serves every version of both. Shapes, and values that memory depends on, are
 // checked there.
+#include <atomic>
 #include <cstdio>
+#include <mutex>
+#include <thread>
 
 #include "placers/eplb.h"
-#include "placers/layers.h"
 #include "placers/scenario.h"
 
 using namespace isoload::placers;
 
 namespace {
 
-// Null, or what a layer could not do; kept until this thread's next call.
+// Calls solve(layer) for 0..layers-1 over threads. Each layer is solved alone, so the number of threads
+// changes no bit. Null, or what the first layer to fail could not do; kept until this thread's next call.
 template <class Solve>
 const char* plan_layers(int layers, int threads, const Solve& solve) {
   thread_local char fault[200];  // no destructor: it may outlive this library's own
-  try {
-    for_layers(layers, threads, solve);
-  } catch (const std::exception& error) {
-    std::snprintf(fault, sizeof fault, "%s", error.what());
-    return fault;
-  }
-  return nullptr;
+  char* const said = fault;      // not that of another thread
+  *said = 0;
+  std::atomic<int> next{0};
+  std::mutex failing;
+  auto work = [&] {
+    for (int layer; (layer = next++) < layers;) {
+      try {
+        solve(layer);
+      } catch (const std::exception& error) {
+        const std::lock_guard<std::mutex> lock(failing);
+        if (*said == 0) std::snprintf(said, sizeof fault, "%s", error.what());
+      }
+    }
+  };
+  std::vector<std::thread> others;
+  for (int i = 1; i < threads && i < layers; ++i) others.emplace_back(work);
+  work();
+  for (auto& thread : others) thread.join();
+  return *said ? said : nullptr;
 }
 
 }  // namespace
@@ -47,17 +62,11 @@ ISOLOAD_EXPORT const char* isoload_place_scenario(
     int threads, int32_t* slots, double* objective) {
   return plan_layers(layers, threads, [=](int64_t l) {
     const int64_t size = static_cast<int64_t>(ranks) * width;
-    const Problem problem{experts,
-                          ranks,
-                          width,
-                          n,
-                          loads + l * experts * n,
-                          weight,
-                          tick,
-                          capacity + l * ranks,
-                          node,
-                          home + l * experts,
-                          exact != 0};
+    Problem problem{};
+    problem.experts = experts, problem.ranks = ranks, problem.width = width, problem.scenarios = n;
+    problem.load = loads + l * experts * n, problem.weight = weight, problem.tick = tick;
+    problem.capacity = capacity + l * ranks, problem.node = node, problem.home = home + l * experts;
+    problem.exact = exact != 0;
     const Starts starts{risks + l * experts, num_risks, static_cast<size_t>(layers) * experts,
                         rival ? rival + l * size : nullptr};
     const Limits limits{steps, moves, few_slots != 0, before ? before + l * size : nullptr};

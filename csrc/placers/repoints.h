@@ -11,15 +11,13 @@ inline bool may_drop(const Layout& layout, int p) {
   const int x = layout.slot[p];
   if (x < 0) return true;
   if (layout.copies[x] < 2) return false;
-  const Problem& problem = *layout.problem;
-  return problem.home[x] < 0 || problem.node[layout.rank_of(p)] != problem.home[x] || layout.at_home[x] > 1;
+  return may_leave(layout, x, layout.rank_of(p));
 }
 
 // Split evenly: the objective after slot p's expert becomes y.
 class EvenTurn {
  public:
-  explicit EvenTurn(const Layout& layout)
-      : layout_(layout), load_(layout.rank_load.size()), peak_(layout.problem->scenarios) {}
+  explicit EvenTurn(const Layout& layout) : layout_(layout) {}
 
   double after(int p, int y) {
     load_ = layout_.rank_load;
@@ -30,7 +28,7 @@ class EvenTurn {
     }
     const std::vector<double> part = change_parts(y, layout_.copies[y] + 1, r);
     add(r, part.data(), 1);
-    return objective();
+    return objective_of(*layout_.problem, load_);
   }
 
  private:
@@ -50,22 +48,12 @@ class EvenTurn {
   }
 
   void add(int r, const double* row, double sign) {
-    double* load = load_.data() + static_cast<size_t>(r) * peak_.size();
-    for (size_t s = 0; s < peak_.size(); ++s) load[s] += sign * row[s];
-  }
-
-  double objective() {
-    const Problem& problem = *layout_.problem;
-    std::fill(peak_.begin(), peak_.end(), 0.0);
-    for (int r = 0; r < problem.ranks; ++r) {
-      const double *load = load_.data() + static_cast<size_t>(r) * peak_.size(), tick = problem.tick[r];
-      for (size_t s = 0; s < peak_.size(); ++s) peak_[s] = std::max(peak_[s], load[s] * tick);
-    }
-    return lane_sum(problem.scenarios, [&](int64_t s) { return problem.weight[s] * peak_[s]; });
+    double* load = row_of(load_, r, layout_.problem->scenarios);
+    for (int s = 0; s < layout_.problem->scenarios; ++s) load[s] += sign * row[s];
   }
 
   const Layout& layout_;
-  std::vector<double> load_, peak_;
+  std::vector<double> load_;  // [R, n]
 };
 
 // Exact split: what a replica would take from the bottleneck, less what the replica that it replaces gives
@@ -85,8 +73,8 @@ class Relief {
       if (e < 0) continue;
       const double *share = layout.share_of(p), *member = neck_.member_of(layout.rank_of(p));
       for (int s = 0; s < n_; ++s) {
-        held_[static_cast<size_t>(e) * n_ + s] += share[s] * member[s];
-        outside_[static_cast<size_t>(e) * n_ + s] += 1 - member[s];
+        row_of(held_, e, n_)[s] += share[s] * member[s];
+        row_of(outside_, e, n_)[s] += 1 - member[s];
       }
     }
   }
@@ -98,7 +86,7 @@ class Relief {
     const double tick = layout_.problem->tick[r];
     for (int s = 0; s < n_; ++s) {
       const bool takes = member[s] == 0;
-      const bool alone = x >= 0 && outside_[static_cast<size_t>(x) * n_ + s] <= 1;
+      const bool alone = x >= 0 && row_of(outside_, x, n_)[s] <= 1;
       room_[s] = takes ? neck_.peak[s] / tick - load[s] + own[s] : 0;
       back_[s] = takes && alone ? own[s] : 0;
     }
@@ -106,7 +94,7 @@ class Relief {
 
   // By how much the objective falls if expert y comes instead.
   double gain(int y) const {
-    const double *held = held_.data() + static_cast<size_t>(y) * n_, *weight = layout_.problem->weight;
+    const double *held = row_of(held_, y, n_), *weight = layout_.problem->weight;
     return lane_sum(n_, [&](int64_t s) {
       return weight[s] * ((std::min(held[s], room_[s]) - back_[s]) * neck_.relief[s]);
     });

@@ -22,7 +22,7 @@ inline double search_from(const Problem& problem, Layout& layout, const Limits& 
 // first, the best is taken, and so on until none helps.
 inline Layout start_by_risk(const Problem& problem, const double* risk, bool few_slots) {
   int tries = few_slots ? 64 : 0;
-  const int open = open_ranks(problem);
+  const int open = open_ranks(problem.capacity, problem.ranks);
   Layout best(problem);
   lay_out(best, choose_copies(problem, risk, std::vector<int>(problem.experts, open)), risk);
   double least = best.objective();

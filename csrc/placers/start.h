@@ -10,11 +10,6 @@
 
 namespace isoload::placers {
 
-inline int open_ranks(const Problem& problem) {
-  return static_cast<int>(
-      std::count_if(problem.capacity, problem.capacity + problem.ranks, [](int c) { return c > 0; }));
-}
-
 // One copy each, then one more for the expert with the largest risk per copy (ties: lowest), until the room
 // is full. risk [E]; at most `most` [E] copies of each, and one on a rank.
 inline std::vector<int> choose_copies(const Problem& problem, const double* risk,

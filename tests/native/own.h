@@ -12,20 +12,11 @@ template <class Team>
 bool split_own(Team& team, const Instance& in, const ReplicaTables& tables, void* workspace, int32_t* send) {
   const std::vector<int32_t> offset(in.R, 1 << in.row % kOffsetBits);
   std::vector<int64_t> sent(3 * in.R);
-  const OwnProblem problem{
-      .R = in.R,
-      .E = in.E,
-      .S = in.S,
-      .tables = tables,
-      .counts = in.loads.data() + int64_t(in.row) * in.E,
-      .offset = offset.data(),
-      .fixed = in.fixed.empty() ? nullptr : in.fixed.data(),
-      .ticks = in.ticks.empty() ? nullptr : in.ticks.data(),
-      .sent = sent.data(),
-      .source = in.row,
-      .layer = in.S,
-      .sweeps = 6,
-  };
+  OwnProblem problem{{in.R, in.E, in.S, tables, in.loads.data() + int64_t(in.row) * in.E, 1}};
+  problem.offset = offset.data(), problem.sent = sent.data();
+  problem.fixed = in.fixed.empty() ? nullptr : in.fixed.data();
+  problem.ticks = in.ticks.empty() ? nullptr : in.ticks.data();
+  problem.source = in.row, problem.layer = in.S, problem.sweeps = 6;
   const bool split = OwnPlanner::solve<1>(team, problem, workspace, send) == kPlanned;
   if (split) return true;
   OwnPlanner::refuse(team, problem, send);

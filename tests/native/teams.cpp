@@ -66,16 +66,8 @@ class Lane {
               [&](const FillResult& out) { return Replication<Team>(team_, problem, workspace, out).run(); }))
       fill.slot_to_expert = fills.slots[0].data();
     solve(1, [&](const FillResult& out) { return TopUp<Team>(team_, fill, workspace, out).run(); });
-    const ShardingProblem sharding{in_.R,
-                                   in_.E,
-                                   in_.S,
-                                   tables(),
-                                   fill.loads,
-                                   fill.fixed,
-                                   fills.home.data(),
-                                   nullptr,
-                                   in_.tolerance_ppm,
-                                   spill.within};
+    const ShardingProblem sharding{split(), fill.fixed,        fills.home.data(),
+                                   nullptr, in_.tolerance_ppm, spill.within};
     const auto memory = ShardingWorkspace::at(to_.workspace.data(), in_.R, in_.E);
     const ShardingStatus status = Sharding<Team>(team_, sharding, memory, fills.quota.data()).run();
     if (team_.rank() == 0) fills.sharding = status;
@@ -96,6 +88,10 @@ class Lane {
   }
 
  private:
+  SplitProblem split() const { return {in_.R, in_.E, in_.S, tables(), in_.loads.data(), in_.R}; }
+  const int32_t* fixed() const { return in_.fixed.empty() ? nullptr : in_.fixed.data(); }
+  const int32_t* ticks() const { return in_.ticks.empty() ? nullptr : in_.ticks.data(); }
+
   FillProblem fill_of(const Spilling& spill) const {
     return {
         .R = in_.R,
@@ -104,7 +100,7 @@ class Lane {
         .per_node = in_.ranks_per_node,
         .spare = spill.spare,
         .loads = in_.loads.data(),
-        .fixed = in_.fixed.empty() ? nullptr : in_.fixed.data(),
+        .fixed = fixed(),
         .num_sources = in_.R,
         .slot_to_expert = spill.slot_to_expert.data(),
         .home_slot = spill.home_slot.data(),
@@ -115,22 +111,13 @@ class Lane {
   template <int W>
   void solve(int i) {
     const bool cut = i == Answers::kCut;
-    const ExactProblem problem{
-        .R = in_.R,
-        .E = in_.E,
-        .S = in_.S,
-        .tables = tables(),
-        .loads = cut ? in_.summed.data() : in_.loads.data(),
-        .num_sources = cut ? 1 : in_.R,
-        .objective = cut && in_.objective == Objective::local ? Objective::spread : in_.objective,
-        .per_node = in_.ranks_per_node,
-        .fixed = in_.fixed.empty() ? nullptr : in_.fixed.data(),
-        .ticks = in_.ticks.empty() ? nullptr : in_.ticks.data(),
-        .pour = in_.pour.empty() ? nullptr : in_.pour.data(),
-        .tolerance_ppm = cut ? in_.tolerance_ppm : 0,
-        .sweeps = in_.sweeps,
-        .budget = cut ? in_.budget : INT_MAX,
-    };
+    ExactProblem problem{split()};
+    if (cut) problem.loads = in_.summed.data(), problem.num_sources = 1;
+    problem.objective = cut && in_.objective == Objective::local ? Objective::spread : in_.objective;
+    problem.per_node = in_.ranks_per_node, problem.fixed = fixed(), problem.ticks = ticks();
+    problem.pour = in_.pour.empty() ? nullptr : in_.pour.data();
+    problem.tolerance_ppm = cut ? in_.tolerance_ppm : 0;
+    problem.sweeps = in_.sweeps, problem.budget = cut ? in_.budget : INT_MAX;
     const auto workspace = ExactWorkspace<W>::at(to_.workspace.data(), in_.R, in_.E);
     SolvedPlan& plan = to_.plans[i];
     const ExactResult out{plan.quota.data(), &plan.certificate[0], &plan.certificate[1], plan.telemetry};
@@ -148,7 +135,7 @@ class Lane {
         .candidates = candidates,
         .copies = pour.copies.data(),
         .tokens = pour.tokens.data(),
-        .ticks = in_.ticks.empty() ? nullptr : in_.ticks.data(),
+        .ticks = ticks(),
         .limits = pour.limits.empty() ? nullptr : pour.limits.data(),
     };
     const auto workspace = WaterfillWorkspace<W>::at(to_.workspace.data(), in_.R);
@@ -185,15 +172,7 @@ class Lane {
   }
 
   void solve_active() {
-    const ActiveProblem problem{
-        .R = in_.R,
-        .E = in_.E,
-        .S = in_.S,
-        .tables = tables(),
-        .loads = in_.loads.data(),
-        .num_sources = in_.R,
-        .ticks = in_.ticks.empty() ? nullptr : in_.ticks.data(),
-    };
+    const ActiveProblem problem{split(), ticks()};
     SolvedPlan& plan = to_.active;
     const auto workspace = ActiveWorkspace<4>::at(to_.workspace.data(), in_.R, in_.E);
     const ActiveResult out{plan.quota.data(), &plan.certificate[0], &plan.certificate[1], plan.telemetry};
@@ -217,22 +196,13 @@ class Lane {
     const std::vector<Real> base(in_.fixed.begin(), in_.fixed.end());
     std::vector<Real> speeds;  // every seventh rank stands still
     for (const int32_t ticks : in_.ticks) speeds.push_back(ticks % 7 ? 1024 / Real(ticks) : Real(0));
-    const LpProblem<Real> problem{
-        .R = in_.R,
-        .E = in_.E,
-        .S = in_.S,
-        .tables = tables(),
-        .loads = in_.loads.data(),
-        .num_sources = in_.R,
-        .speeds = speeds.empty() ? nullptr : speeds.data(),
-        .base = base.empty() ? nullptr : base.data(),
-        .tolerance = static_cast<Real>(in_.tolerance_ppm * 1e-6),
-        .iterations = in_.sweeps,
-    };
+    const LpProblem<Real> problem{split(), speeds.empty() ? nullptr : speeds.data(),
+                                  base.empty() ? nullptr : base.data(),
+                                  static_cast<Real>(in_.tolerance_ppm * 1e-6), in_.sweeps};
     const LpWorkspace<Real> workspace(to_.workspace.data(), in_.R, in_.E, P);
-    Real *split = plan.split(), *certificate = split + P;
+    Real *values = plan.split(), *certificate = values + P;
     int32_t* numbers = plan.numbers(P);
-    const LpResult<Real> result{split, certificate, certificate + 1, numbers, numbers + 1};
+    const LpResult<Real> result{values, certificate, certificate + 1, numbers, numbers + 1};
     const bool columns = team_.size() > 1 && in_.R % 2 == 1 && in_.R <= kMostColumns;
     const bool ok =
         columns ? LpSolver<Real, Team, ColumnMesh<Real, Team, kMostColumns>>(team_, problem, workspace)
@@ -242,7 +212,7 @@ class Lane {
     if (team_.rank() == 0) plan.ok = ok;
     finish(plan.words, seen);
     if (!ok) return;
-    const RoundingProblem<Real> rounding{in_.R, in_.E, in_.S, tables(), in_.loads.data(), in_.R, split};
+    const RoundingProblem<Real> rounding{split(), values};
     const bool fits = Rounding<Real, Team>(team_, rounding, numbers + 2).run();
     if (team_.rank() == 0) plan.fits = fits;
     finish(plan.words, fits);

@@ -22,7 +22,7 @@ PACKAGE = ROOT / "python" / "isoload"
 
 MUTANTS = {
     "an id of -1 counted": Mutant(
-        "csrc/cpu/count.cpp", "else if (id != -1)", "else if (++part[0], id != -1)", "count"
+        "csrc/cpu/count.h", "else if (id != -1)", "else if (++part[0], id != -1)", "count"
     ),
     "de-duplication off": Mutant(
         "csrc/algorithms/replica_tables.h",
@@ -37,16 +37,16 @@ MUTANTS = {
         "teams",
     ),
     "a rank counted by each of its copies": Mutant(
-        "csrc/cpu/number_rows.cpp",
+        "csrc/cpu/number_rows.h",
         "if (at > 0 && row[at - 1] == rank) continue;",
         "",
         "number_rows",
     ),
     "a row with the slots of all ranks": Mutant(
-        "csrc/cpu/pack_rows.cpp", "in.space.rank_of(slots[k]) == rank", "slots[k] >= 0", "pack_rows"
+        "csrc/cpu/pack_rows.h", "in.space.rank_of(slots[k]) == rank", "slots[k] >= 0", "pack_rows"
     ),
     "copies beyond the places kept": Mutant(
-        "csrc/cpu/group_copies.cpp",
+        "csrc/cpu/group_copies.h",
         "if (present > in.num_places) return present;",
         "if (present > in.num_places) return in.num_places;",
         "every_op",
@@ -248,13 +248,13 @@ MUTANTS = {
     **OF_OWN,
     **OF_PLACERS,
     "a share dealt one short": Mutant(
-        "csrc/cpu/dealer.h", "--hands_[e].left == 0", "--hands_[e].left <= 1", "route"
+        "csrc/cpu/route.h", "--hands_[e].left == 0", "--hands_[e].left <= 1", "route"
     ),
     "every copy draws the same": Mutant(
-        "csrc/cpu/route.cpp", "random_word(seed, i) >>", "random_word(seed, 0) >>", "route"
+        "csrc/cpu/route.h", "random_word(seed, i))", "random_word(seed, 0))", "route"
     ),
     "a shared slot in front of the routed": Mutant(
-        "csrc/cpu/append_shared_expert.cpp",
+        "csrc/cpu/append_shared_expert.h",
         "ranks[j] * S + routed + j",
         "ranks[j] * S + j",
         "append_shared_expert",
@@ -287,13 +287,13 @@ MUTANTS = {
         "teams",
     ),
     "ranks choose tokens in rank order": Mutant(
-        "csrc/cpu/route_shared.cpp",
+        "csrc/cpu/route_shared.h",
         "return spare(a, budget) < spare(b, budget);",
         "return a < b;",
         "route_shared::test_is_near_the_best_matching",
     ),
     "strict tokens sent anywhere": Mutant(
-        "csrc/cpu/route_shared.cpp",
+        "csrc/cpu/route_shared.h",
         "if (!in.strict) {",
         "{",
         "route_shared::test_strict_never_leaves_the_visited_ranks",
@@ -388,6 +388,6 @@ def test_fault_turns_the_suite_red(name: str, verdicts: dict[str, Future[tuple[b
 @pytest.mark.slow
 def test_no_fault_stays_green(tmp_path: Path, objects: list[Path]) -> None:
     """The same road without a fault: red above means the fault, not the road."""
-    same = Mutant("csrc/cpu/count.cpp", "part[id]++;", "part[id]++;", "count")
+    same = Mutant("csrc/cpu/count.h", "part[id]++;", "part[id]++;", "count")
     noticed, said = fails(same, tmp_path, objects)
     assert not noticed and "[100%]" in said, said[-2000:]

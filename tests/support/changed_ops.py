@@ -30,13 +30,9 @@ def compile_one(csrc: Path, source: Path, out: Path) -> Path:
 
 
 def compile_sources(folder: Path) -> list[Path]:
-    """Objects of csrc as it is. The index and the ops' checks are apart from what they call: calls between files are
-    the linker's, which takes the first that it meets."""
-    parts = {
-        folder / "all_ops.cpp": sorted((CSRC / "ops").glob("*.cpp")),
-        folder / "all_cpu.cpp": [*sorted((CSRC / "cpu").glob("*.cpp")), CSRC / "placers" / "loops.cpp"],
-    }
-    sources = [CSRC / "ops.cpp", *(all_in_one(path, of) for path, of in parts.items())]
+    """Objects of csrc as it is, the index apart: of what is there twice the linker takes the first that it meets."""
+    ops = all_in_one(folder / "all_ops.cpp", sorted((CSRC / "ops").glob("*.cpp")))
+    sources = [CSRC / "ops.cpp", ops, CSRC / "placers" / "loops.cpp"]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(lambda path: compile_one(CSRC, path, folder / f"{path.stem}.o"), sources))
 

@@ -80,7 +80,7 @@ OF_OWN = {
         "balance_own::test_equals_three_ops",
     ),
     "loads of other ranks left as they were": Mutant(
-        "csrc/cpu/balance_same.cpp",
+        "csrc/cpu/balance_same.h",
         "  std::fill(loads + in.E, loads + int64_t(in.R) * in.E, 0);\n",
         "  loads[in.R * in.E - 1] += in.R > 1;\n",
         "balance_same::test_equals_three_ops_and_the_reference",
@@ -105,8 +105,8 @@ OF_PLACERS = {
     ),
     "a home leaves its node": Mutant(
         "csrc/placers/exchanges.h",
-        "return home < 0 || problem.node[i] != home",
-        "return true || problem.node[i] != home",
+        "return home < 0 || layout.problem->node[i] != home",
+        "return true || layout.problem->node[i] != home",
         "scenario_pinned::test_experts_lie_in_order_and_replicas_in_the_room_left",
     ),
     "the last copy of an expert replaced": Mutant(
@@ -137,9 +137,9 @@ OF_PLACERS = {
         "scenario::test_compiled_loops_and_numpy_give_the_same_slots",
     ),
     "a layer left out": Mutant(
-        "csrc/placers/layers.h",
-        "(layer = next++) < num_layers;",
-        "(layer = next++) < num_layers - 1;",
+        "csrc/placers/loops.cpp",
+        "(layer = next++) < layers;",
+        "(layer = next++) < layers - 1;",
         "place_builds::test_numpy_finds_the_same_objectives",
     ),
 }

@@ -74,7 +74,6 @@ def compile_library(csrc: Path) -> Path:
     jobs += [(path, RUN_TIME) for path in sorted(RUNTIME.glob("*.cpp"))]
     jobs += [
         (all_in_one(csrc / "all_ops.cpp", [csrc / "ops.cpp", *sorted((csrc / "ops").glob("*.cpp"))]), HOST),
-        (all_in_one(csrc / "all_cpu.cpp", sorted((csrc / "cpu").glob("*.cpp"))), HOST),
         (csrc / "placers" / "loops.cpp", HOST),
     ]
     libraries = [*(f"-L{path}" for path in library_paths()), "-ltorch_cpu", "-ltorch", "-lc10"]

@@ -1,11 +1,12 @@
 // route_shared: which rank computes each shared copy of this rank's tokens. Sets of tokens are bit sets.
+#pragma once
+
 #include <algorithm>
 #include <vector>
 
 #include "cpu/cpu.h"
 
 namespace isoload::cpu {
-namespace {
 
 // Matches tokens to the ranks they visit, one column of copies at a time. The rank with fewest visitors to
 // spare chooses next, among them first the tokens that other ranks want least, then the lowest.
@@ -140,8 +141,6 @@ class Matcher {
   std::vector<int64_t> visitors_;         // [R] free visitors of a rank in todo_
 };
 
-}  // namespace
-
 template <class Id, class Out>
 SharedFault route_shared(const SharedRoute& in, const Id* slots, Out* out) {
   thread_local Matcher matcher;
@@ -167,9 +166,5 @@ SharedFault route_shared(const SharedRoute& in, const Id* slots, Out* out) {
   }
   return {};
 }
-
-template SharedFault route_shared(const SharedRoute&, const int32_t*, int32_t*);
-template SharedFault route_shared(const SharedRoute&, const int64_t*, int32_t*);
-template SharedFault route_shared(const SharedRoute&, const int64_t*, int64_t*);
 
 }  // namespace isoload::cpu

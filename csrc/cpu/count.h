@@ -1,7 +1,9 @@
+// count on one core.
+#pragma once
+
 #include "cpu/cpu.h"
 
 namespace isoload::cpu {
-namespace {
 
 // A copy's number and what every part and all have of each expert. Returns the first id outside [-1, E), or
 // -1.
@@ -25,8 +27,9 @@ int64_t number(const Id* ids, int64_t T, int K, int E, const Counts& out) {
   return -1;
 }
 
-}  // namespace
-
+// Counts ids [T, K] of E experts. With shared ones, whose ids follow, it counts columns [T, K + num_shared]:
+// the ids, then the shared experts' where a row has a choice, -1 where it has none. Returns the first id
+// outside [-1, E), or -1.
 template <class Id>
 int64_t count(const Id* ids, int64_t T, int K, int E, int num_shared, Id* columns, const Counts& out) {
   if (num_shared == 0) return number(ids, T, K, E, out);
@@ -42,8 +45,5 @@ int64_t count(const Id* ids, int64_t T, int K, int E, int num_shared, Id* column
   }
   return number(columns, T, K + num_shared, E + num_shared, out);
 }
-
-template int64_t count(const int32_t*, int64_t, int, int, int, int32_t*, const Counts&);
-template int64_t count(const int64_t*, int64_t, int, int, int, int64_t*, const Counts&);
 
 }  // namespace isoload::cpu

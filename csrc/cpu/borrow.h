@@ -1,10 +1,14 @@
+// borrow, borrow_backward on one core.
+#pragma once
+
 #include <cstring>
 
 #include "cpu/cpu.h"
 
 namespace isoload::cpu {
 
-void borrow(const Borrowing& in, const Rows* spare) {
+// Copies the homes' rows to this rank's spare pools [W], sizes in bytes.
+inline void borrow(const Borrowing& in, const Rows* spare) {
   for (int j = 0; j < in.spare_slots; ++j) {
     const Home home = in.home_of(in.rank, j);
     if (home.rank < 0) continue;
@@ -16,8 +20,6 @@ void borrow(const Borrowing& in, const Rows* spare) {
     }
   }
 }
-
-namespace {
 
 // Adds row `row`'s gradients in the pools of (r, j) and all later slots to total [size], rounding once.
 template <class Value, class Total>
@@ -38,8 +40,7 @@ void add_row(const Borrowing& in, int row, int from, int w, int64_t size, Total*
   }
 }
 
-}  // namespace
-
+// Adds the rows of all ranks' gradient pools to this rank's totals [W], sizes in values; by rank, then slot.
 template <class Value, class Total>
 void borrow_backward(const Borrowing& in, const Rows* totals, int64_t num_rows) {
   for (int64_t row = 0; row < num_rows; ++row) {
@@ -54,12 +55,5 @@ void borrow_backward(const Borrowing& in, const Rows* totals, int64_t num_rows) 
                      static_cast<Total*>(totals[w].data) + row * totals[w].size);
   }
 }
-
-template void borrow_backward<double, double>(const Borrowing&, const Rows*, int64_t);
-template void borrow_backward<float, float>(const Borrowing&, const Rows*, int64_t);
-template void borrow_backward<BFloat16, float>(const Borrowing&, const Rows*, int64_t);
-template void borrow_backward<BFloat16, BFloat16>(const Borrowing&, const Rows*, int64_t);
-template void borrow_backward<Float16, float>(const Borrowing&, const Rows*, int64_t);
-template void borrow_backward<Float16, Float16>(const Borrowing&, const Rows*, int64_t);
 
 }  // namespace isoload::cpu

@@ -1,12 +1,59 @@
+// route and route_sampled on one core.
+#pragma once
+
 #include <algorithm>
 #include <cfloat>
+#include <vector>
 
 #include "cpu/cpu.h"
-#include "cpu/dealer.h"
+#include "cpu/route_shared.h"
 #include "random_word.h"
 
 namespace isoload::cpu {
-namespace {
+
+template <class Id>
+bool is_expert(Id id, int E) {
+  return static_cast<uint64_t>(id) < static_cast<uint64_t>(E);
+}
+
+// The i-th copy of an expert goes to the first replica whose cumulative share exceeds i.
+class Dealer {
+ public:
+  void reset(const ReplicaTables& tables, int E, const int32_t* share) {
+    t_ = tables, share_ = share;
+    hands_.resize(E);
+    for (int e = 0; e < E; ++e) {
+      hands_[e].next = t_.offsets[e];
+      advance(e);
+    }
+  }
+  int deal(int e) {  // -1: the share is used up
+    const int p = hands_[e].slot;
+    if (p >= 0 && --hands_[e].left == 0) advance(e);
+    return p;
+  }
+  int undealt() const {  // an expert with copies to spare, or -1
+    for (std::size_t e = 0; e < hands_.size(); ++e)
+      if (hands_[e].slot >= 0) return static_cast<int>(e);
+    return -1;
+  }
+
+ private:
+  struct Hand {
+    int32_t slot, left, next;  // replica now served, copies it still takes, index of its successor
+  };
+  void advance(int e) {
+    Hand& hand = hands_[e];
+    hand.slot = -1;
+    while (hand.next < t_.offsets[e + 1] && hand.slot < 0) {
+      const int p = t_.slots[hand.next++];
+      if (share_[p] > 0) hand.slot = p, hand.left = share_[p];
+    }
+  }
+  ReplicaTables t_;
+  const int32_t* share_ = nullptr;
+  std::vector<Hand> hands_;
+};
 
 // Deals copies [n] that lie side by side in order.
 template <class Id>
@@ -44,8 +91,6 @@ RouteFault deal_all(const Route& in, const Id* ids, Id* slots) {
   return {};
 }
 
-}  // namespace
-
 template <class Id>
 ColumnsFault route(const Route& in, const Id* ids, Id* slots) {
   const RouteFault fault = deal_all(in, ids, slots);
@@ -70,23 +115,9 @@ RouteFault route_sampled(const Id* ids, int64_t n, int E, const ReplicaTables& t
       total += weight;
     }
     if (!(total > 0)) return {RouteFault::not_the_share, id};
-    // 24 bits of the word as a float in [0, 1): exact, so every device draws the same replica.
-    float left = static_cast<float>(random_word(seed, i) >> 40) * 0x1p-24f * total;
-    for (int j = first; j < last; ++j) {
-      const float weight = weights[t.slots[j]];
-      if (weight > 0) slots[i] = t.slots[j];  // rounding may leave a crumb after the last: it keeps that one
-      if (left < weight) break;
-      left -= weight;
-    }
+    slots[i] = draw_slot(t, static_cast<int>(id), weights, total, random_word(seed, i));
   }
   return {};
 }
-
-template ColumnsFault route(const Route&, const int32_t*, int32_t*);
-template ColumnsFault route(const Route&, const int64_t*, int64_t*);
-template RouteFault route_sampled(const int32_t*, int64_t, int, const ReplicaTables&, const float*,
-                                  const Stream&, int32_t*);
-template RouteFault route_sampled(const int64_t*, int64_t, int, const ReplicaTables&, const float*,
-                                  const Stream&, int64_t*);
 
 }  // namespace isoload::cpu

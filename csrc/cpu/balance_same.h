@@ -1,3 +1,7 @@
+// balance_same on one core: ids [n] to loads [R, E], those of rank 0 and of the others, which have none, and
+// slots [n] by plan_exact. in: of the loads, which need not be there yet.
+#pragma once
+
 #include <algorithm>
 
 #include "cpu/counted_deal.h"
@@ -17,10 +21,5 @@ BalanceFault balance_same(const Id* ids, int64_t n, const ExactProblem& in, int3
   deal.deal(ids, n, out.quota, slots);
   return {};
 }
-
-template BalanceFault balance_same(const int32_t*, int64_t, const ExactProblem&, int32_t*, const ExactResult&,
-                                   int32_t*);
-template BalanceFault balance_same(const int64_t*, int64_t, const ExactProblem&, int32_t*, const ExactResult&,
-                                   int64_t*);
 
 }  // namespace isoload::cpu

@@ -1,3 +1,7 @@
+// group_copies on one core: sorts copies by slot, stable. Returns how many there are; more than places:
+// nothing but ends is written.
+#pragma once
+
 #include "cpu/cpu.h"
 
 namespace isoload::cpu {
@@ -32,8 +36,5 @@ int64_t group_copies(const Slot* slots, const CopyGroup& in, const Groups& out) 
   }
   return present;
 }
-
-template int64_t group_copies(const int32_t*, const CopyGroup&, const Groups&);
-template int64_t group_copies(const int64_t*, const CopyGroup&, const Groups&);
 
 }  // namespace isoload::cpu

@@ -1,3 +1,7 @@
+// route_shared_sampled on one core: slots [T, K] to ranks [T]. Returns the first slot outside
+// [-1, R * slots_per_rank), or -1.
+#pragma once
+
 #include <vector>
 
 #include "cpu/cpu.h"
@@ -21,8 +25,5 @@ int64_t route_shared_sampled(const Id* slots, int64_t T, int K, const SharedDraw
   }
   return -1;
 }
-
-template int64_t route_shared_sampled(const int32_t*, int64_t, int, const SharedDraw&, int32_t*);
-template int64_t route_shared_sampled(const int64_t*, int64_t, int, const SharedDraw&, int32_t*);
 
 }  // namespace isoload::cpu

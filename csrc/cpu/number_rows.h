@@ -1,3 +1,8 @@
+// number_rows on one core: slots [T, K] to ranks [T, D], a token's ranks ascending, then R; numbers [T, D],
+// each row's number among those to its rank by token, then -1; counts [2, R], the rows and the copies to
+// every rank.
+#pragma once
+
 #include "cpu/cpu.h"
 
 namespace isoload::cpu {
@@ -25,8 +30,5 @@ void number_rows(const Slot* slots, const RowSpace& in, int32_t* ranks, int32_t*
     }
   }
 }
-
-template void number_rows(const int32_t*, const RowSpace&, int32_t*, int32_t*, int64_t*);
-template void number_rows(const int64_t*, const RowSpace&, int32_t*, int32_t*, int64_t*);
 
 }  // namespace isoload::cpu

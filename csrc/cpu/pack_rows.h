@@ -1,10 +1,12 @@
+// pack_rows on one core.
+#pragma once
+
 #include <cstring>
 #include <vector>
 
 #include "cpu/cpu.h"
 
 namespace isoload::cpu {
-namespace {
 
 template <class Slot, class Weight>
 void write_copies(char* row, const Slot* slots, const Weight* weights, int rank, const RowPacking& in) {
@@ -17,29 +19,28 @@ void write_copies(char* row, const Slot* slots, const Weight* weights, int rank,
   }
 }
 
-}  // namespace
-
 template <class Slot, class Weight>
-void pack_rows(const char* x, const Slot* slots, const Weight* weights, const int32_t* ranks,
-               const int32_t* numbers, const int64_t* counts, const RowPacking& in, const PackedRows& out) {
+void pack_rows(const Packing<Slot, Weight>& p) {
+  const RowPacking& in = p.in;
+  const PackedRows& out = p.out;
   const RowSpace& space = in.space;
   const int R = space.R, D = space.width();
   std::vector<int64_t> first(R + 1, 0);
-  for (int r = 0; r < R; ++r) first[r + 1] = first[r] + (in.capacity > 0 ? in.capacity : counts[r]);
+  for (int r = 0; r < R; ++r) first[r + 1] = first[r] + (in.capacity > 0 ? in.capacity : p.counts[r]);
   for (int64_t t = 0; t < space.T; ++t)
     for (int64_t at = t * D; at < (t + 1) * D; ++at) {
-      const int rank = ranks[at];
-      out.token_to_rows[at] = rank == R ? in.num_rows : first[rank] + numbers[at];
+      const int rank = p.ranks[at];
+      out.token_to_rows[at] = rank == R ? in.num_rows : first[rank] + p.numbers[at];
       if (rank == R) continue;
       const int64_t row = out.token_to_rows[at];
       out.row_to_token[row] = t;
       out.row_to_rank[row] = rank;
       char* const to = out.payload + row * in.bytes;
-      std::memcpy(to, x + t * in.row_bytes, in.row_bytes);
-      write_copies(to, slots + t * space.K, weights + t * space.K, rank, in);
+      std::memcpy(to, p.x + t * in.row_bytes, in.row_bytes);
+      write_copies(to, p.slots + t * space.K, p.weights + t * space.K, rank, in);
     }
   for (int r = 0; r < R; ++r)
-    for (int64_t row = first[r] + counts[r]; row < first[r + 1]; ++row) {
+    for (int64_t row = first[r] + p.counts[r]; row < first[r + 1]; ++row) {
       out.row_to_token[row] = space.T;
       out.row_to_rank[row] = R;
       char* const to = out.payload + row * in.bytes;
@@ -47,14 +48,5 @@ void pack_rows(const char* x, const Slot* slots, const Weight* weights, const in
       write_copies<Slot, Weight>(to, nullptr, nullptr, r, in);
     }
 }
-
-#define ISOLOAD_PACK_ROWS(Slot, Weight)                                                            \
-  template void pack_rows(const char*, const Slot*, const Weight*, const int32_t*, const int32_t*, \
-                          const int64_t*, const RowPacking&, const PackedRows&);
-ISOLOAD_PACK_ROWS(int32_t, float)
-ISOLOAD_PACK_ROWS(int32_t, double)
-ISOLOAD_PACK_ROWS(int64_t, float)
-ISOLOAD_PACK_ROWS(int64_t, double)
-#undef ISOLOAD_PACK_ROWS
 
 }  // namespace isoload::cpu
