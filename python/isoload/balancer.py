@@ -58,6 +58,7 @@ class Balancer:
         gather: "sources": of gathered loads all ranks have those of every source, [R, E]. "sum": only their sum [E], by
             an all-reduce. Each rank then cuts its own copies by :func:`isoload.ops.share_alone`, so that a slot gets
             about its quota. Not for shared experts, nor for policies that need loads per source.
+        price: whether targets are corrected by what came of the last ones, see isoload.own_counts.targets.new_price.
         min_tokens: with fewer tokens over all ranks nothing is gathered or planned: each expert goes to its ``static``
             replica, shared ones stay home, and last_plan is None. The same on all ranks.
         shared_columns: whether topk_ids carry the shared experts in their last columns, as
@@ -79,6 +80,7 @@ class Balancer:
         shared_columns: bool = True,
         loads: Loads = "gathered",
         gather: Gather = "sources",
+        price: bool = False,
         **options: Any,
     ) -> None:
         if tokens not in ("own", "same"):
@@ -100,7 +102,7 @@ class Balancer:
         self._steps: dict[torch.device, Tensor] = {}  # [] int64, batches that drew: read by captured graphs
         self._checksums: dict[str, int] = {}
         with self.group.agreeing("construction") as facts:
-            self.own_counts = make_own_counts(loads, tokens, placement, self.group)
+            self.own_counts = make_own_counts(loads, tokens, placement, self.group, price)
             if group is not None and group.topology.num_ranks != num_ranks:
                 raise ValueError(
                     f"placement must be for the group's {group.topology.num_ranks} ranks, got {num_ranks}"
@@ -120,7 +122,7 @@ class Balancer:
             self.placed_on(torch.device("cpu"))  # refuses a layer that is not there
             self.prepare_load(placement)()
             facts.update({"layer": layer, "policy": self.policy, "min_tokens": min_tokens})
-            facts.update({"tokens": tokens, "loads": loads, "gather": gather})
+            facts.update({"tokens": tokens, "loads": loads, "price": price, "gather": gather})
             facts.update(placement_facts(placement, layer))
         if self.own_counts is not None:
             self.own_counts.join()

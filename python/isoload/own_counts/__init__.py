@@ -22,7 +22,9 @@ from isoload.transport import Group
 __all__ = ["Exchanged", "Loads", "OwnCounts", "exchange", "make_own_counts", "offsets"]
 
 
-def make_own_counts(loads: Loads, tokens: str, placement: Placement, group: Group) -> OwnCounts | None:
+def make_own_counts(
+    loads: Loads, tokens: str, placement: Placement, group: Group, price: bool
+) -> OwnCounts | None:
     """What a Balancer with these loads keeps; None where all ranks' loads are gathered."""
     per_node, ranks = placement.topology.ranks_per_node, placement.topology.num_ranks
     if loads not in get_args(Loads) or (loads != "gathered" and tokens == "same"):
@@ -33,6 +35,8 @@ def make_own_counts(loads: Loads, tokens: str, placement: Placement, group: Grou
     if loads == "node" and per_node in (1, ranks):
         rule = "own where a node has one rank" if per_node == 1 else "gathered where one node has all ranks"
         raise ValueError(f"loads must be {rule}, got 'node' for ranks_per_node={per_node}")
+    if price and loads in ("gathered", "last"):
+        raise ValueError(f"price must be False where loads are {loads}: there are no targets, got True")
     if loads == "gathered":
         return None
     if loads == "node" and group.topology.ranks_per_node != per_node:
@@ -40,4 +44,4 @@ def make_own_counts(loads: Loads, tokens: str, placement: Placement, group: Grou
             f"placement must have the group's ranks_per_node={group.topology.ranks_per_node} for loads='node', got "
             f"{per_node}"
         )
-    return LastCounts(placement, group) if loads == "last" else OwnCounts(placement, group, loads)
+    return LastCounts(placement, group) if loads == "last" else OwnCounts(placement, group, loads, price)

@@ -60,12 +60,13 @@ class OwnCounts:
     recent [n, E] int64      their decayed counts of routed experts, as :func:`isoload.ops.plan_own` keeps them
     sent   [n, 3, R] int64   what they sent to ranks, as it keeps that
     offset [n, R] int32      what each takes ranks to carry already; 0 before the first exchange and after a load
+    price  [2, R] int64      see :func:`new_price`, and the targets' sum that it is of; None without one
     last                     of the last planned batch
 
     All stay where they are once a batch has been on a device, so captured graphs read what an exchange writes.
     """
 
-    def __init__(self, placement: Placement, group: Group, word: Loads) -> None:
+    def __init__(self, placement: Placement, group: Group, word: Loads, price: bool) -> None:
         self.group, self.word, self.by_node = group, word, word == "node"
         self.size = placement.topology.ranks_per_node if self.by_node else 1  # ranks of a source
         self.sources = list(dict.fromkeys(rank // self.size for rank in group.ranks))
@@ -80,6 +81,7 @@ class OwnCounts:
             self.recent = torch.zeros(n, placement.num_routed, dtype=torch.int64)
             self.sent = torch.zeros(n, 3, num_ranks, dtype=torch.int64)
             self.offset = torch.zeros(n, num_ranks, dtype=torch.int32)
+            self.price = torch.zeros(2, num_ranks, dtype=torch.int64) if price else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_first": None}
@@ -101,8 +103,9 @@ class OwnCounts:
     def reset(self) -> None:
         """Forgets what is of the placement: targets, and where copies went."""
         self.last = None
-        for kept in (self.offset, self.sent[:, 0], self.sent[:, 2]):
-            kept.zero_()
+        for kept in (self.offset, self.sent[:, 0], self.sent[:, 2], self.price):
+            if kept is not None:
+                kept.zero_()
 
     def gather(self, rows: list[Tensor], call: Call) -> Tensor:
         """Counts for :meth:`split`: [n, E] of the owned ranks or, by node, [R, E], of the owned nodes' ranks.
@@ -182,6 +185,7 @@ class OwnCounts:
                 self.recent, self.sent, self.offset = (
                     kept.to(device) for kept in (self.recent, self.sent, self.offset)
                 )
+                self.price = None if self.price is None else self.price.to(device)
 
 
 class LastCounts(OwnCounts):
@@ -197,7 +201,7 @@ class LastCounts(OwnCounts):
     """
 
     def __init__(self, placement: Placement, group: Group) -> None:
-        super().__init__(placement, group, "last")
+        super().__init__(placement, group, "last", price=False)
         num_slots = placement.topology.num_ranks * placement.slots_per_rank
         with torch.inference_mode(False):  # else only inference could write it
             self.quota = torch.zeros(num_slots, dtype=torch.int32)

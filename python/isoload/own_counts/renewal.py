@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from isoload.own_counts.counts import LastCounts, OwnCounts
-from isoload.own_counts.targets import exact_quota, offsets, scaled
+from isoload.own_counts.targets import exact_quota, new_price, offsets, rank_copies, scaled
 from isoload.placed_layers import PlacedLayers
 from isoload.placement import Placement, check_same_shape
 from isoload.records import rank_cost
@@ -77,8 +77,16 @@ def exchange(balancers: Sequence[OwnLayer]) -> Exchanged:
             own.quota.copy_(quota)
         return exchanged
     slots = torch.stack([of.slot_to_expert for of in placed])
+    price = None
+    if held := [of.price for of in owned if of.price is not None]:
+        before, wanted = torch.stack(held, 1)
+        price = new_price(before, of_ranks[:, :, :2].sum((1, 2)), wanted)
+        counts_of, fixed_of = scaled(counts, fixed)
+        level = rank_copies(exact_quota(counts_of, fixed_of, tables, topology), tables) + fixed_of.sum(1)
+        for kept, *renewed in zip(held, price, level, strict=True):
+            kept.copy_(torch.stack(renewed))
     for i, source in enumerate(first.sources):
-        renewed_offsets = offsets(counts, source, tables, slots, topology, fixed)
+        renewed_offsets = offsets(counts, source, tables, slots, topology, fixed, price)
         for of, offset in zip(owned, renewed_offsets, strict=True):
             of.offset[i].copy_(offset)
     return exchanged
@@ -93,8 +101,9 @@ def _checked(balancers: Sequence[OwnLayer]) -> list[OwnCounts]:
         if of.group is not balancers[0].group:
             raise ValueError(f"balancers must be of one group, got another for the one at {i}")
         check_same_shape(balancers[0].placement, of.placement)
-        if own.word != owned[0].word:
-            raise ValueError(f"balancers must be alike in loads, got {owned[0].word} and {own.word}")
+        kinds = [(kept.word, kept.price is not None) for kept in (owned[0], own)]
+        if kinds[0] != kinds[1]:
+            raise ValueError(f"balancers must be alike in loads and price, got {kinds[0]} and {kinds[1]}")
     failures = [own.failure for own in owned]
     for own in owned:
         own.failure = None

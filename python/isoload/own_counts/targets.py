@@ -38,6 +38,7 @@ def offsets(
     slot_to_expert: Tensor,
     topology: Topology,
     fixed: Tensor | None = None,
+    price: Tensor | None = None,
 ) -> Tensor:
     """What one source takes ranks to carry already, [L, R] int32, for :func:`isoload.ops.plan_own`.
 
@@ -52,6 +53,7 @@ def offsets(
         slot_to_expert: [L, P].
         topology: R ranks, with their speeds.
         fixed: [L, N, R] int64 decayed copies that every source sends to ranks besides; None = none.
+        price: [L, R] int64 in 2^-20 of the mean load, see :func:`new_price`; None = 0.
     """
     if fixed is None:
         fixed = recent.new_zeros(*recent.shape[:2], tables.num_ranks)
@@ -66,4 +68,26 @@ def offsets(
     gap = wanted - num_sources * mine
     gap = gap - gap.amin(1, keepdim=True)
     parts = gap * ONE_OFFSET // (num_sources * mine.sum(1, keepdim=True)).clamp(min=1)
+    if price is not None:
+        parts = parts + (price - price.amin(1, keepdim=True)) // tables.num_ranks
     return parts.clamp(max=ONE_OFFSET).to(torch.int32)
+
+
+def new_price(price: Tensor, got: Tensor, wanted: Tensor) -> Tensor:
+    """[L, R] int64 what a copy to each rank costs every source besides: more where more comes than targets want.
+
+    ``p = 0.9 p + 0.3 (got - wanted) / mean load``, in 2^-20, of decayed sums: it wins back what is lost where few
+    copies do not meet their targets alike on all ranks.
+
+    Args:
+        price: [L, R] of the exchange before.
+        got: [L, R] int64 decayed copies that came to every rank.
+        wanted: [L, R] int64 copies that the targets of the exchange before add up to, in any unit; 0 = no targets.
+    """
+
+    def part(copies: Tensor) -> Tensor:  # of the mean load
+        copies = copies // (copies.sum(1, keepdim=True) // MOST + 1)
+        return copies * (copies.shape[1] * ONE_OFFSET) // copies.sum(1, keepdim=True).clamp(min=1)
+
+    known = ((got.sum(1) > 0) & (wanted.sum(1) > 0)).unsqueeze(1)
+    return torch.where(known, (9 * price + 3 * (part(got) - part(wanted))) // 10, price)
