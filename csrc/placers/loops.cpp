@@ -33,7 +33,10 @@ const char* plan_layers(int layers, int threads, const Solve& solve) {
     }
   };
   std::vector<std::thread> others;
-  for (int i = 1; i < threads && i < layers; ++i) others.emplace_back(work);
+  try {
+    for (int i = 1; i < threads && i < layers; ++i) others.emplace_back(work);
+  } catch (const std::exception&) {  // no more threads to be had: those that there are take all layers
+  }
   work();
   for (auto& thread : others) thread.join();
   return *said ? said : nullptr;
