@@ -274,9 +274,7 @@ class Balancer:
         width = own if more is None else own + len(more[0])
         if gathers:
             if call.failure is not None and call.device is None:
-                call.device = next(
-                    reversed(self._own), torch.device("cpu")
-                )  # where the last tables were made
+                call.device = self._device()
             loads = call.gather_loads(rows, width, summed=self.summed)
         else:
             loads = rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
@@ -369,3 +367,7 @@ class Balancer:
             with torch.inference_mode(False):  # else only inference could advance it
                 self._steps[device] = first_step(device)
         return own
+
+    def _device(self) -> torch.device:
+        """Where the last tables were made: on the host at construction, then where the batches are."""
+        return next(reversed(self._own), torch.device("cpu"))
