@@ -42,7 +42,7 @@ from isoload.replay.batches import SourceBatch
 from isoload.replay.metrics import count_routed
 from isoload.replay.prediction import Forecast
 from isoload.trace import read_trace
-from isoload.trace.checks import Ints
+from isoload.trace.record import Ints
 from lib import table
 from lib.harness import command, machine, read_results, write_results
 from lib.published_ahead import HarmoenyPolicy, LinaPolicy

@@ -77,17 +77,8 @@ def floor_of(module: str) -> int:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Dotted isoload modules that a file imports when it runs (TYPE_CHECKING blocks aside)."""
-    tree = ast.parse(path.read_text())
-    typing_only = {
-        node
-        for block in ast.walk(tree)
-        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.dump(block.test)
-        for node in ast.walk(block)
-    }
-    for node in ast.walk(tree):
-        if node in typing_only:
-            continue
+    """Dotted isoload modules that a file imports, for type checkers alone included."""
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "isoload":
             base = ".".join(node.module.split(".")[1:])
             for alias in node.names:

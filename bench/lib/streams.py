@@ -21,7 +21,7 @@ from isoload.replay.batches import Batches, SourceBatch, make_batches
 from isoload.replay.calibration import Fold
 from isoload.topology import Topology
 from isoload.trace import Trace, read_trace
-from isoload.trace.checks import Ints
+from isoload.trace.record import Ints
 from workloads import W0_TO_W7, Workload, make_workload
 
 TASKS = ("intent", "law", "summary")

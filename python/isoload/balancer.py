@@ -10,7 +10,7 @@ of a group are called in one order on all ranks: no other collective may share i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -31,11 +31,14 @@ from isoload.transport import Call, Group, LocalGroup, checksum
 from isoload.transport.agreement import placement_facts
 from isoload.value_checks import check_whole_number, may_be_kept
 
-if TYPE_CHECKING:
-    from isoload.online.recorder import Recorder
-
 Tokens = Literal["own", "same"]
 Gather = Literal["sources", "sum"]
+
+
+class Counter(Protocol):
+    """What counts every batch: an :class:`isoload.online.Recorder`."""
+
+    def add(self, layer: int, counts: Sequence[Tensor], source: object, top_k: int = 0) -> None: ...
 
 
 class Balancer:
@@ -95,7 +98,7 @@ class Balancer:
         self.min_tokens, self.shared_columns = min_tokens, shared_columns
         self.loads, self.batch = loads, 0  # batches so far
         self.last_plan: Plan | None = None
-        self.recorder: Recorder | None = None  # counts every batch, planned or not
+        self.recorder: Counter | None = None  # counts every batch, planned or not
         self.last_loads: Tensor | None = None  # [R, E] of the last plan, [E] where only sums are gathered
         self.summed = gather == "sum"
         self._own: dict[torch.device, PlacedLayers] = {}

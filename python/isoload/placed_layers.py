@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -16,11 +16,38 @@ from isoload.shared_experts import pick_layer, shared_home
 from isoload.topology import Topology
 from isoload.value_checks import may_be_kept
 
-if TYPE_CHECKING:
-    from isoload.placement import Placement
-
 MEMOS = 8  # tensors that policies keep per placement and device
-OfLayer: TypeAlias = "Callable[[Placement, int], np.ndarray[Any, Any]]"
+
+
+class HostPlacement(Protocol):
+    """What of an :class:`isoload.Placement` its layers are read by on a device."""
+
+    @property
+    def topology(self) -> Topology: ...
+    @property
+    def spare_slots(self) -> int: ...
+    @property
+    def num_shared(self) -> int: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_routed(self) -> int: ...
+    @property
+    def num_slots(self) -> int: ...
+    @property
+    def slots_per_rank(self) -> int: ...
+    @property
+    def arrays(self) -> tuple[Ints, Ints]: ...
+    @property
+    def weight_array(self) -> Any: ...
+    def layer(self, index: int, device: torch.device | str) -> PlacedLayers: ...
+    def layers(self, device: torch.device | str) -> PlacedLayers: ...
+
+
+Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int32]]"
+OfLayer: TypeAlias = "Callable[[HostPlacement, int], np.ndarray[Any, Any]]"
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +75,7 @@ class PlacedLayers:
     slot_to_expert: Tensor
     home_slot: Tensor
     tables: ReplicaTables
-    host: Placement
+    host: HostPlacement
     layer: int | None
     topology: Topology
     spare_slots: int
@@ -66,7 +93,7 @@ class PlacedLayers:
 
     @classmethod
     def of(
-        cls, host: Placement, layer: int | None, slots: Tensor, home: Tensor, tables: ReplicaTables
+        cls, host: HostPlacement, layer: int | None, slots: Tensor, home: Tensor, tables: ReplicaTables
     ) -> PlacedLayers:
         """The layers with what follows from the placement."""
         topology, device, (*batch, experts) = host.topology, home.device, home.shape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,8 +13,16 @@ from isoload.replica_tables import ReplicaTables
 from isoload.shared_experts import SharedPlan, pick_layer
 from isoload.topology import Topology
 
-if TYPE_CHECKING:
-    from isoload.policies.base import Policy
+
+class Planner(Protocol):
+    """What of an :class:`isoload.policies.Policy` its plans are read by."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def needs(self) -> str: ...
+    def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Any) -> Tensor: ...
+    def route_shared(self, slots: Tensor, plan: Plan, rank: int) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +48,7 @@ class Plan:
     """
 
     placed: PlacedLayers
-    policy: Policy
+    policy: Planner
     quota: Tensor | None
     peak: Tensor | None
     bound: Tensor

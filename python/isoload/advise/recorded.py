@@ -15,8 +15,8 @@ from isoload.advise.loads import JUDGED
 from isoload.planning import plan_layers, share_routed
 from isoload.replay.judge import Floats, exact_imbalance, routed_imbalance
 from isoload.trace import Trace
-from isoload.trace.checks import counts_of_slots
 from isoload.trace.rank_loads import Recorded
+from isoload.trace.record import counts_of_slots
 
 SERVED, PLANNED = (Candidate("as served", 0, split) for split in ("none", "exact"))
 QUANTILES = {"half": 0.5, "nine_in_ten": 0.9, "worst": 1.0}  # of the layers, each a mean over passes

@@ -26,8 +26,7 @@ from torch import Tensor
 from isoload import ops
 from isoload.ops import Order
 from isoload.options import check_options, make, parse
-from isoload.placed_layers import PlacedLayers
-from isoload.placement import Placement
+from isoload.placed_layers import HostPlacement, PlacedLayers
 from isoload.records import Plan, rank_cost
 
 GOLDEN = 0x9E3779B97F4A7C15  # spreads layer, step and rank over the 64-bit seeds of sampled routes
@@ -80,7 +79,7 @@ class Policy:
         if not torch.compiler.is_compiling():  # in a graph policies are made of checked ones
             check_options(self)
 
-    def check(self, placement: Placement) -> None:
+    def check(self, placement: HostPlacement) -> None:
         """Raises ValueError for a placement that it cannot plan, whatever the loads."""
 
     def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:

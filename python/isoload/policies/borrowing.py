@@ -11,8 +11,7 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.ops import Order
-from isoload.placed_layers import PlacedLayers
-from isoload.placement import Placement
+from isoload.placed_layers import HostPlacement, PlacedLayers
 from isoload.policies.base import Demand, Needs, Policy, chosen_plan, make_policy, solve
 from isoload.policies.exact import ExactPolicy
 from isoload.records import Plan
@@ -53,7 +52,7 @@ class BorrowPolicy(Policy, ABC):
     def samples(self) -> bool:  # type: ignore[override]
         return self.splitter.samples
 
-    def check(self, placement: Placement) -> None:
+    def check(self, placement: HostPlacement) -> None:
         spare = placement.spare_slots
         if spare < 1:
             raise ValueError(f"spare_slots must be at least 1 for policy {self.name}, got {spare}")

@@ -8,8 +8,7 @@ from typing import Literal
 import torch
 
 from isoload import ops
-from isoload.placed_layers import PlacedLayers
-from isoload.placement import Placement
+from isoload.placed_layers import HostPlacement, PlacedLayers
 from isoload.policies.base import Demand, Policy, chosen_plan, sum_sources
 from isoload.policies.published.affine_scaling import plan_affine
 from isoload.records import Plan
@@ -49,7 +48,7 @@ class LpPolicy(Policy):
                 f"got {self.precision} and {self.tolerance}"
             )
 
-    def check(self, placement: Placement) -> None:
+    def check(self, placement: HostPlacement) -> None:
         if self.method == "affine" and placement.topology.speeds is not None:
             raise ValueError(
                 f"speeds must be None for policy {self.name} with method affine, which counts copies"

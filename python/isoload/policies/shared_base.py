@@ -14,8 +14,7 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.ops import Candidates, Order
-from isoload.placed_layers import PlacedLayers
-from isoload.placement import Placement
+from isoload.placed_layers import HostPlacement, PlacedLayers
 from isoload.policies.base import EVEN, Demand, Policy, make_policy, solve
 from isoload.records import Plan
 from isoload.shared_experts import Rule, SharedPlan, shared_copies, widened
@@ -47,7 +46,7 @@ class SharedPolicy(Policy, ABC):
     def borrows(self) -> bool:  # type: ignore[override]
         return self.routed_policy.borrows
 
-    def check(self, placement: Placement) -> None:
+    def check(self, placement: HostPlacement) -> None:
         if not placement.num_shared:
             raise ValueError(f"placement must have shared experts for policy {self.name}, got num_shared=0")
         self.routed_policy.check(placement)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from isoload.ops import Candidates
-from isoload.placed_layers import PlacedLayers
-from isoload.placement import Placement
+from isoload.placed_layers import HostPlacement, PlacedLayers
 from isoload.policies.base import EVEN, Demand, exact_plan
 from isoload.policies.even import EvenPolicy
 from isoload.policies.shared_base import (
@@ -36,7 +35,7 @@ class WaterfillPolicy(SharedPolicy):
     name = "waterfill"
     candidates: Candidates = "all"
 
-    def check(self, placement: Placement) -> None:
+    def check(self, placement: HostPlacement) -> None:
         super().check(placement)
         # else a rank's shared copies would have no candidate that is alive
         topology, live = placement.topology, placement.topology.live_ranks

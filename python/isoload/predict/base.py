@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.trace import Trace
-from isoload.trace.checks import Ints
+from isoload.trace.record import Ints
 
 Reads = Literal["rows", "residual", "choices"]
 

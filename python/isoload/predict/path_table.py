@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isoload.predict.base import TokensPredictor, check_depth, check_layer, tokens_of
 from isoload.trace import Trace
-from isoload.trace.checks import Ints
+from isoload.trace.record import Ints
 
 
 @dataclass(frozen=True, eq=False)

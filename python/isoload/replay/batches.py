@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isoload.counting import count
 from isoload.trace import Trace
-from isoload.trace.checks import Ints, count_batches
+from isoload.trace.record import Ints, count_batches
 
 ASSIGNMENTS = ("contiguous", "round-robin")
 CUT_TOKENS = 1024  # tokens per batch where a per-token trace does not say

@@ -10,7 +10,7 @@ from isoload.predict import Last, PathTable, fit, tabulate
 from isoload.replay.batches import Batches, SourceBatch
 from isoload.replay.calibration import Fold
 from isoload.trace import Trace
-from isoload.trace.checks import Ints
+from isoload.trace.record import Ints
 
 FROM_CALIBRATION = ("linear", "path", "popularity")
 PREDICTIONS = ("perfect", "last", *FROM_CALIBRATION, "none")

@@ -8,17 +8,14 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from isoload.files.reading import MAX_EXPERTS, MAX_NOTES, open_regular, parse_json, read_text, shown
 from isoload.trace.archives import check_bytes
-from isoload.trace.checks import DIMS, Ints
-
-if TYPE_CHECKING:
-    from isoload.trace import Trace
+from isoload.trace.record import DIMS, Ints, Trace
 
 ARRAYS = (*DIMS, "cluster")
 ABOUT = "about"  # [] bytes: a JSON object

@@ -19,8 +19,8 @@ from isoload.placement import Placement
 from isoload.topology import Topology
 from isoload.trace import Trace, read_trace
 from isoload.trace.archives import check_bytes, max_bytes
-from isoload.trace.checks import Ints, counts_of_slots
 from isoload.trace.npz import write_trace
+from isoload.trace.record import Ints, counts_of_slots
 
 RECORDED_BY = "isoload in shadow mode"
 ONE_RUN = 300  # seconds within which the processes of one run start to record

@@ -33,7 +33,7 @@ import torch
 
 from isoload.files.reading import open_regular, shown
 from isoload.trace.archives import check_bytes
-from isoload.trace.checks import Ints, check_covered, counts_of_slots
+from isoload.trace.record import Ints, check_covered, counts_of_slots
 
 _MAP = "last_physical_to_logical_map"
 _TENSORS = ("logical_count", _MAP, "global_physical_count", "topk_ids_of_layer")

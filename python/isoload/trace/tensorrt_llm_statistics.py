@@ -17,7 +17,7 @@ import numpy as np
 
 from isoload.files.reading import MAX_EXPERTS, open_regular, parse_json, read_text, shown
 from isoload.trace.archives import check_bytes
-from isoload.trace.checks import Ints
+from isoload.trace.record import Ints
 
 META = "meta_info.json"
 FILE, KEY = re.compile(r"rank(\d{1,6})\.safetensors"), re.compile(r"(\d{1,9})_(\d{1,9})")

@@ -15,7 +15,7 @@ import numpy as np
 
 from isoload.files.reading import MAX_EXPERTS, MAX_LINE, integer_rows, open_regular, parse_json, shown
 from isoload.trace.archives import check_bytes
-from isoload.trace.checks import Ints, check_covered, counts_of_slots
+from isoload.trace.record import Ints, check_covered, counts_of_slots
 
 META, STATS = "eplb_load_meta", "eplb_load_stats"
 LOAD, MAP, REDUNDANT = "expert_load", "p2l_map", "num_redundant_experts"

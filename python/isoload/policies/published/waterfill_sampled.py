@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isoload import ops
-from isoload.placement import Placement
+from isoload.placed_layers import HostPlacement
 from isoload.policies.base import Demand, Seeded, sample_seed
 from isoload.policies.shared_base import SharedPolicy, bound_with_shared, rank_copies
 from isoload.records import Plan
@@ -40,7 +40,7 @@ class WaterfillSampledPolicy(Seeded, SharedPolicy):
                 f"recorded must be a trace's file with rule recorded alone, got {self.recorded!r}"
             )
 
-    def check(self, placement: Placement) -> None:
+    def check(self, placement: HostPlacement) -> None:
         super().check(placement)
         wanted = (placement.num_layers, placement.num_routed)
         if self.recorded is not None and (got := recorded_counts(self.recorded).shape) != wanted:
@@ -84,7 +84,7 @@ def recorded_counts(path: str) -> np.ndarray[Any, Any]:
     return counts
 
 
-def rank_parts(host: Placement, layer: int, path: str) -> np.ndarray[Any, Any]:
+def rank_parts(host: HostPlacement, layer: int, path: str) -> np.ndarray[Any, Any]:
     """[R] float64 each rank's part of a layer's recorded copies, an expert's spread evenly over its slots."""
     slots, counts = host.arrays[0][layer], recorded_counts(path)[layer]
     held = (slots >= 0) & (slots < host.num_routed)

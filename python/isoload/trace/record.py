@@ -1,17 +1,16 @@
-"""What must hold for a Trace, field by field."""
+"""Trace: recorded routing over many batches; what must hold for it, field by field."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from isoload.files.reading import MAX_EXPERTS, shown
-
-if TYPE_CHECKING:
-    from isoload.trace import Trace
+from isoload.trace.archives import check_bytes, max_bytes
 
 Ints = npt.NDArray[np.integer[Any]]
 
@@ -23,6 +22,96 @@ DIMS = {
     "tokens_per_batch": "[batches]",
     "seq_id": "[tokens]",
 }
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Loads, per-token choices or both, of L layers and E logical experts. A host record, checked when made.
+
+    ``counts`` and ``topk_ids`` may describe different tokens (a long run, and the choices of a part of it).
+    Where ``tokens_per_batch`` adds up to the number of tokens they describe the same ones and must be consistent.
+
+    Args:
+        name: its name in tables.
+        num_experts: E.
+        top_k: K, experts per token; 0 = unknown. Default: the width of topk_ids.
+        counts: [batches, L, E] int64 copies.
+        topk_ids: [tokens, L, K] int32 logical experts, none twice; -1 = absent. In the order of the run.
+        tokens_per_batch: [batches] int64: tokens behind each batch of counts, so that the sum over E of
+            counts[b, l] is at most tokens_per_batch[b] * top_k; without counts, consecutive cuts of topk_ids.
+        seq_id: [tokens] int64, equal for tokens of one sequence (or forward pass): they have one source rank.
+        cluster: [batches] label; batches of one label are near-copies or of one domain.
+        layer_ids: [L] the model's own layer numbers. Default: 0..L-1.
+        provenance: model, source, licence and what else is known: JSON values.
+
+    Raises:
+        ValueError: naming the field, the rule and the value.
+    """
+
+    name: str
+    num_experts: int
+    top_k: int = 0
+    counts: Ints | None = None
+    topk_ids: Ints | None = None
+    tokens_per_batch: Ints | None = None
+    seq_id: Ints | None = None
+    cluster: tuple[str, ...] | None = None
+    layer_ids: tuple[int, ...] = ()
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        counts_shape: tuple[int, ...] = getattr(self.counts, "shape", ())
+        ids_shape: tuple[int, ...] = getattr(self.topk_ids, "shape", ())
+        if not self.layer_ids and len(shape := counts_shape or ids_shape) == 3:
+            object.__setattr__(self, "layer_ids", tuple(range(shape[1])))
+        if not self.top_k and len(ids_shape) == 3:
+            object.__setattr__(self, "top_k", ids_shape[2])
+        if errors := trace_errors(self):
+            raise ValueError("; ".join(errors))
+        for name in DIMS:
+            if (array := getattr(self, name)) is not None:
+                dtype = np.int32 if name == "topk_ids" else np.int64
+                object.__setattr__(self, name, np.ascontiguousarray(array, dtype=dtype))
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether per-token choices are known."""
+        return self.topk_ids is not None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_ids)
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of :meth:`batch_counts`; tokens without known batches are one batch."""
+        batches = self.tokens_per_batch if self.counts is None else self.counts
+        return 1 if batches is None else len(batches)
+
+    def batch_counts(self) -> Ints:
+        """[batches, L, E] int64 copies: ``counts`` where recorded, else counted from ``topk_ids``.
+
+        Refused where they would take more memory than a trace may, see :func:`read_trace`.
+        """
+        if self.counts is not None:
+            return self.counts
+        assert self.topk_ids is not None
+        cuts = [len(self.topk_ids)] if self.tokens_per_batch is None else self.tokens_per_batch
+        size = 8 * len(cuts) * self.num_layers * self.num_experts
+        check_bytes("counts of topk_ids", size, max_bytes(None))
+        return count_batches(self.topk_ids, cuts, self.num_experts)
+
+    def select_layers(self, layers: Sequence[int]) -> Trace:
+        """The trace of some layers, by position (not by the model's layer number)."""
+        picked = list(layers)
+        if not picked or not all(0 <= layer < self.num_layers for layer in picked):
+            raise ValueError(f"layers must be some of 0..{self.num_layers - 1}, got {picked}")
+        return replace(
+            self,
+            counts=None if self.counts is None else self.counts[:, picked],
+            topk_ids=None if self.topk_ids is None else self.topk_ids[:, picked],
+            layer_ids=tuple(self.layer_ids[layer] for layer in picked),
+        )
 
 
 def count_batches(topk_ids: Ints, tokens_per_batch: Ints | Sequence[int], num_experts: int) -> Ints:
