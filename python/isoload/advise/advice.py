@@ -280,10 +280,16 @@ def step_ms(found: Run, question: Question, planning: float = 1.0) -> tuple[floa
 
 
 def _answer(found: Run, question: Question, per_slot: float) -> Answer:
-    loads, candidate = found.copies.sum(-1), found.candidate
-    imbalance = float((loads.max(-1) / loads.mean(-1)).mean())
-    times = float(layer_ms(found, question).mean()), step_ms(found, question), (0.0, 0.0)
-    return Answer(candidate, *times, imbalance, candidate.more * per_slot, found.node_rows)
+    loads = found.copies.sum(-1)
+    return Answer(
+        found.candidate,
+        float(layer_ms(found, question).mean()),
+        step_ms(found, question),
+        (0.0, 0.0),
+        float((loads.max(-1) / loads.mean(-1)).mean()),
+        found.candidate.more * per_slot,
+        found.node_rows,
+    )
 
 
 def _to_other_nodes(rows: Floats, topology: Topology) -> float:

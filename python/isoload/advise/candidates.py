@@ -85,7 +85,7 @@ def sent(
         else:
             rows = [ops.share_alone(own, renewed[0], tables, s, past=True) for s, own in enumerate(of_ranks)]
         return torch.stack(rows, 1)
-    policy = "exact" if split == "exact" else "static"
+    policy = {"none": "static", "static": "static", "exact": "exact"}[split]
     return share_routed(loads, plan_layers(loads, placement, policy), None)
 
 

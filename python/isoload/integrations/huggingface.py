@@ -124,8 +124,9 @@ class BalancedExperts:
         )
         shard = Shard(placement.home_experts(0, rank), lambda: fused_stacks(experts, self._parameters))
         transport = self.settings.transport(self.ep_mesh.get_group(), num_ranks)
-        how: dict[str, Any] = {"policy": self.settings.policy, "activation": fused_activation(experts)}
-        return MoE(no_gate, shard, transport, placement, **how)
+        activation = fused_activation(experts)
+        policy = self.settings.policy
+        return MoE(no_gate, shard, transport, placement, policy=policy, activation=activation)
 
     def _own_rows(self, rows: Tensor) -> Tensor:
         """This rank's part of rows that a tensor-parallel group holds; backward gathers the parts."""

@@ -240,10 +240,9 @@ class LibraStack:
         if torch.is_grad_enabled():
             raise ValueError("a LibraStack must run under torch.no_grad(), got gradients recorded")
         predictor = None if self.feed is None else self.feed.predictor
-        remembers = isinstance(predictor, LoadsPredictor) and type(predictor).note is not LoadsPredictor.note
         if (
-            predictor is not None
-            and remembers
+            isinstance(predictor, LoadsPredictor)
+            and type(predictor).note is not LoadsPredictor.note  # it remembers batches
             and capturing(self.layers[index]._ranks()[0].row_of_slot.device)
         ):
             raise ValueError(

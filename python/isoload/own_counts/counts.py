@@ -140,8 +140,10 @@ class OwnCounts:
             made.counts.append(counts)
             made.fixed.append(fixed)
             ranks = [r for r in self.group.ranks if r // self.size == source]
-            in_node = self.by_node
-            send_counts += share_in_node(routed, sent, placed.tables, source, ranks) if in_node else [sent]
+            if self.by_node:
+                send_counts += share_in_node(routed, sent, placed.tables, source, ranks)
+            else:
+                send_counts.append(sent)
         self.last = made
         return send_counts
 
@@ -149,19 +151,34 @@ class OwnCounts:
         self, i: int, counts: Tensor, fixed: Tensor | None, placed: PlacedLayers, layer: int, is_new: bool
     ) -> Tensor:
         """[P] copies that the owned source at i sends to each slot, from its counts [E]; a new batch's are kept."""
-        recent, sent = (self.recent[i], self.sent[i]) if is_new else (None, None)
-        kept: dict[str, Any] = {"fixed": fixed, "recent": recent, "sent": sent}
-        of = counts, placed.tables, self.offset[i], self.sources[i]
-        return ops.plan_own(*of, ticks=placed.ticks, layer=layer, **kept)
+        return ops.plan_own(
+            counts,
+            placed.tables,
+            self.offset[i],
+            self.sources[i],
+            fixed=fixed,
+            ticks=placed.ticks,
+            recent=self.recent[i] if is_new else None,
+            sent=self.sent[i] if is_new else None,
+            layer=layer,
+        )
 
     def balance(self, topk_ids: Tensor, placed: PlacedLayers, layer: int) -> tuple[Tensor, Tensor]:
         """[T, K] slots of the only owned rank's topk_ids by one op, and their counts [E]; without shared experts."""
         self.move(topk_ids.device)
         recent, sent, offset, copies = self._views()
-        kept: dict[str, Any] = {} if in_backward() else {"recent": recent, "sent": sent}
+        is_new = not in_backward()
         try:
-            of = topk_ids, placed.tables, offset, self.sources[0]
-            slots, counts = ops.balance_own(*of, ticks=placed.ticks, layer=layer, **kept)
+            slots, counts = ops.balance_own(
+                topk_ids,
+                placed.tables,
+                offset,
+                self.sources[0],
+                ticks=placed.ticks,
+                recent=recent if is_new else None,
+                sent=sent if is_new else None,
+                layer=layer,
+            )
         except BaseException as error:
             self.failure = described(error)
             raise

@@ -50,9 +50,8 @@ class Placer(ABC):
 
     name: ClassVar[str]
     takes_before: ClassVar[bool] = False  # whether it can start from a placement
-    has_budget: ClassVar[bool] = (
-        False  # whether it chooses the number of slots itself, by a budget of replicas
-    )
+    # Whether it chooses the number of slots itself, by a budget of replicas.
+    has_budget: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Raises ValueError for options that cannot be."""

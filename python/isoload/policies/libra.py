@@ -49,9 +49,8 @@ class LibraPolicy(BorrowPolicy):
 
     def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
         slots = placed.spare_slots if self.slots is None else self.slots
-        local = (
-            round(self.alpha * 1_000_000) * slots // 1_000_000
-        )  # 0.3 of 10 are 3, though the float is less
+        # 0.3 of 10 are 3, although the float is a little less.
+        local = round(self.alpha * 1_000_000) * slots // 1_000_000
         made = fill_spare(
             ops.plan_replication, demand, placed, slots, local_slots=local, printed=self.printed
         )

@@ -9,6 +9,7 @@ DeepEP's kernels between nodes go by the same leaders.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +22,20 @@ from isoload.transport.group import Call, Group
 from isoload.transport.row_dispatcher import Given, RowDispatcher, RowHandle, pack_hop, received
 from isoload.transport.rows import Dispatch, RowMap
 
-Hop = tuple[PerRank, PerRank]  # rows sent and got, [R] of every owned rank
-# What every owned rank sends to its leaders, what it fans out in its node, and most copies that it gets
-Hops = tuple[Hop, Hop, list[int | None]]
+
+class Hop(NamedTuple):
+    """Rows sent and got, [R] of every owned rank."""
+
+    sent: PerRank
+    got: PerRank
+
+
+class Hops(NamedTuple):
+    """What every owned rank sends to its leaders, what it fans out in its node, and most copies that it gets."""
+
+    across: Hop
+    inside: Hop
+    most: list[int | None]
 
 
 class NodeDispatcher(RowDispatcher):
@@ -55,23 +67,25 @@ class NodeDispatcher(RowDispatcher):
         """Where every owned rank's tokens go, what it sends to its leaders, and the sizes of both hops."""
         group, topology = self.group, self.group.topology
         call, facts, numbers = self._check_given(given, slots_per_rank, call, forward_only)
+        x, slots, weights = given
         slots_per_node = topology.ranks_per_node * slots_per_rank
         to_nodes, counts = list[RowNumbers](), Owned()
         with call:
-            to_nodes = [number_rows(own, slots_per_node, topology.num_nodes) for own in given[1]]
+            to_nodes = [number_rows(own, slots_per_node, topology.num_nodes) for own in slots]
             counts = [n.counts for n in numbers]
             if self.host_waits:
                 counts = list(map(self._count_hops, group.ranks, counts, to_nodes))
-        exchanged = self._exchange_counts(call, counts, facts, given[0][0])
+        exchanged = self._exchange_counts(call, counts, facts, x[0])
         hops = self._fixed_hops() if exchanged is None else self._hops(*exchanged)
-        group.traffic.move_to(given[0][0].device)
+        group.traffic.move_to(x[0].device)
         nodes = [rank // topology.ranks_per_node for rank in group.ranks]
         for rank, node, found in zip(group.ranks, nodes, to_nodes, strict=True):
             away = found.counts.select(0, 0).clone()
             away.narrow(0, node, 1).zero_()
             self._leaders(group.traffic.rows.select(0, rank), rank).add_(away)
-        tokens = *given, to_nodes
-        return *pack_hop(tokens, slots_per_node, *hops[0], nodes, self.max_tokens_per_rank), hops
+        tokens, across = (x, slots, weights, to_nodes), hops.across
+        capacity = self.max_tokens_per_rank
+        return *pack_hop(tokens, slots_per_node, across.sent, across.got, nodes, capacity), hops
 
     def _receive(
         self, maps: Sequence[RowMap], link: Tensor, values: Sequence[Tensor], slots_per_rank: int, rest: Hops
@@ -86,12 +100,12 @@ class NodeDispatcher(RowDispatcher):
             inside.add_(found.counts.select(0, 0))
         capacity = None if self.max_tokens_per_rank is None else self.max_tokens_per_rank * topology.num_nodes
         places = [rank % per_node for rank in group.ranks]
-        tokens, (_, inside_node, most) = (rows, slots, weights, numbers), rest
-        inner, payload = pack_hop(tokens, slots_per_rank, *inside_node, places, capacity)
+        tokens, hop = (rows, slots, weights, numbers), rest.inside
+        inner, payload = pack_hop(tokens, slots_per_rank, hop.sent, hop.got, places, capacity)
         last, *parts = Dispatch.apply(group, inner, payload, link, *rows, *weights)
         before = [RowHandle(row_map, link) for row_map in maps]
         handles = [RowHandle(row_map, last, first) for row_map, first in zip(inner, before, strict=True)]
-        return received(parts, handles, most)
+        return received(parts, handles, rest.most)
 
     def _leaders(self, of_ranks: Tensor, rank: int) -> Tensor:
         """[num_nodes] the entries of a rank's leaders in a vector [R]."""
@@ -121,8 +135,8 @@ class NodeDispatcher(RowDispatcher):
             came = [sum(of_kind[0][place::per_node]) for place in range(per_node)]
             out.append(self._in_node(rank, fanned))
             back.append(self._in_node(rank, came))
-        across = [kinds[2] for kinds in sent], [kinds[2] for kinds in got]
-        return across, (out, back), [sum(kinds[1]) for kinds in got]
+        across = Hop([kinds[2] for kinds in sent], [kinds[2] for kinds in got])
+        return Hops(across, Hop(out, back), [sum(kinds[1]) for kinds in got])
 
     def _fixed_hops(self) -> Hops:
         """With max_tokens_per_rank."""
@@ -135,7 +149,7 @@ class NodeDispatcher(RowDispatcher):
             across.append([capacity if same else 0 for same in alike])
             inside.append(self._in_node(rank, [capacity * topology.num_nodes] * per_node))
         most: list[int | None] = [self.max_copies_per_rank] * len(across)
-        return (across, across), (inside, inside), most
+        return Hops(Hop(across, across), Hop(inside, inside), most)
 
     def _in_node(self, rank: int, by_place: list[int]) -> list[int]:
         """[R] numbers of the ranks of a rank's node, 0 of all others."""

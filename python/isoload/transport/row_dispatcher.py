@@ -135,17 +135,18 @@ class RowDispatcher(Dispatcher):
         """Where every owned rank's tokens go, what it sends, and for :meth:`_receive` most copies that it gets."""
         group, num_ranks = self.group, self.group.topology.num_ranks
         call, facts, numbers = self._check_given(given, slots_per_rank, call, forward_only)
-        exchanged = self._exchange_counts(call, [n.counts for n in numbers], facts, given[0][0])
+        x, slots, weights = given
+        exchanged = self._exchange_counts(call, [n.counts for n in numbers], facts, x[0])
         if exchanged is None:
             equal = [[self.max_tokens_per_rank or 0] * num_ranks] * len(group.ranks)
             sent, got, most = equal, equal, [self.max_copies_per_rank] * len(group.ranks)
         else:
             sent, got = ([kinds[0] for kinds in ranks] for ranks in exchanged)
             most = [sum(kinds[1]) for kinds in exchanged[1]]
-        group.traffic.move_to(given[0][0].device)
+        group.traffic.move_to(x[0].device)
         for rank, found in zip(group.ranks, numbers, strict=True):
             group.traffic.rows.select(0, rank).add_(found.counts.select(0, 0))
-        tokens = *given, numbers
+        tokens = x, slots, weights, numbers
         return *pack_hop(tokens, slots_per_rank, sent, got, group.ranks, self.max_tokens_per_rank), most
 
     def _receive(
@@ -160,8 +161,8 @@ class RowDispatcher(Dispatcher):
     ) -> tuple[Call, list[tuple[int, ...]], list[RowNumbers]]:
         """The call, FACTS and the rows to every rank, of arguments that fit; else the call has the failure."""
         group, capacity, num_ranks = self.group, self.max_tokens_per_rank, self.group.topology.num_ranks
-        call = self.check_dispatch(*given, call)
         x, slots, weights = given
+        call = self.check_dispatch(x, slots, weights, call)
         numbers: list[RowNumbers] = []
         facts: list[tuple[int, ...]] = []
         with call.at("dispatch"):

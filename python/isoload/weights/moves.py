@@ -97,9 +97,8 @@ def start_moves(group: Group, stage: str, moves: Sequence[Move], sources: Stacks
             put_rows(stacks, part.arriving, came)
             put_rows(stacks, part.filled, own)
         for buffer in (*buffers, *copies, *arrived):
-            if (
-                buffer.is_cuda
-            ):  # another stream may have made it: kept until the current one has done what it has now
+            if buffer.is_cuda:
+                # Another stream may have made it: kept until the current one has done what it has now.
                 buffer.record_stream(torch.cuda.current_stream(buffer.device))
 
     return wait
