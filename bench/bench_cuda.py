@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -134,10 +135,7 @@ class Bench:
     def at_once(self) -> list[dict[str, Any]]:
         """One call of all layers."""
         data = torch.stack([x.tables.data for x in self.there])
-        first = self.there[0].tables
-        tables = isoload.replica_tables.ReplicaTables(
-            data, first.num_ranks, first.num_experts, first.num_slots
-        )
+        tables = replace(self.there[0].tables, data=data)
         loads, quota = (torch.stack([getattr(x, n) for x in self.there]) for n in ("loads", "quota"))
         calls = {
             "plan_exact": lambda: ops.plan_exact(loads, tables),
