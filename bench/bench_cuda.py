@@ -18,7 +18,7 @@ Fairness ledger
 - The chain's loads [R, E] are there already: the gather between count and plan_exact depends on the network and is
   left out; one GPU cannot measure it. nodes: of the graph of one call.
 - balancer: a Balancer under exact, one per layer, as engines capture it. Its peers' loads are there, too: its gather is
-  a copy of [R, E + 1] on the device. balancer, captured: CapturedBalancers, which hold a graph each, so there is no
+  a copy of [R, E] on the device. balancer, captured: CapturedBalancers, which hold a graph each, so there is no
   time in a graph; alone and cold are one of them, eager is all 58 from Python: a copy of ids and a launch each.
 - Order: what a batch costs at every size, then the single ops. Each job runs in a process that the next takes over
   unless it failed: a CUDA error, or a kernel that hangs, costs one row.

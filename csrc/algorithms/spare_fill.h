@@ -52,13 +52,17 @@ struct FillWorkspace : Workspace<FillWorkspace> {
 };
 
 // The next rank by falling load [R], after `last` (-1: the first); or -1.
-ISOLOAD_HD inline int next_rank(const int64_t* load, int R, int last) {
-  int best = -1;
-  for (int r = 0; r < R; ++r) {
-    const bool open = last < 0 || load[r] < load[last] || (load[r] == load[last] && r > last);
-    if (open && (best < 0 || load[r] > load[best])) best = r;
-  }
-  return best;
+template <class Group>
+ISOLOAD_HD int next_rank(const Group& group, const int64_t* load, int R, int last) {
+  int best;
+  const int64_t most = group.largest(
+      R,
+      [&](int r) {
+        const bool open = last < 0 || load[r] < load[last] || (load[r] == load[last] && r > last);
+        return open ? load[r] : int64_t(-1);
+      },
+      best);
+  return most < 0 ? -1 : best;
 }
 
 template <class Team>
@@ -112,12 +116,11 @@ class SpareFill {
   }
 
   // The least loaded rank with room that lacks the expert, or -1.
-  ISOLOAD_HD int taker(int e) const {
-    int best = -1;
-    int64_t least = INT64_MAX;
-    for (int r = 0; r < in.R; ++r)
-      if (ws.room[r] > 0 && !holds(r, e) && ws.load[r] < least) best = r, least = ws.load[r];
-    return best;
+  template <class Group>
+  ISOLOAD_HD int taker(const Group& group, int e) const {
+    int best;
+    auto room_for = [&](int r) { return ws.room[r] > 0 && !holds(r, e) ? INT64_MAX - ws.load[r] : 0; };
+    return group.largest(in.R, room_for, best) > 0 ? best : -1;
   }
 
   // Puts the expert into the rank's first empty spare slot.
