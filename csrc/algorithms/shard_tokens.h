@@ -191,6 +191,20 @@ struct ShardingPlanner : PlannerOf<ShardingProblem, int32_t*> {  // see planner.
   ISOLOAD_HD static void refuse(Team& team, const Problem& in, Result out) {
     team.for_each(in.R * in.S, [&](int p) { out[p] = 0; });
   }
+
+  // Plain: no dead ranks.
+  ISOLOAD_HD static bool is_plain(const Problem& in) { return in.alive == nullptr; }
+  template <bool kPlain>
+  ISOLOAD_HD static void prepare(Problem& in) {
+    if (kPlain) in.alive = nullptr;
+    lies_in_global(in.alive);
+  }
+  template <class Take>
+  ISOLOAD_HD static void fetched(Problem& in, Result& out, Take&& take) {
+    const int64_t E = in.E, P = int64_t(in.R) * in.S;
+    take(in.loads, in.R * E), in.tables.fetched(E, P, take), take(in.home_slot, E);
+    take(out, P), take(in.fixed, in.R, kOrNone);
+  }
 };
 
 }  // namespace isoload

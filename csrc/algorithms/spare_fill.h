@@ -193,6 +193,20 @@ struct FillPlanner : PlannerOf<P, FillResult> {  // see planner.h
     team.for_each(in.R * in.S, [&](int p) { out.slot_to_expert[p] = in.slot_to_expert[p]; });
     team.for_each(5, [&](int i) { out.telemetry[i] = 0; });
   }
+
+  // Plain: no dead ranks.
+  ISOLOAD_HD static bool is_plain(const P& in) { return in.alive == nullptr; }
+  template <bool kPlain>
+  ISOLOAD_HD static void prepare(P& in) {
+    if (kPlain) in.alive = nullptr;
+    lies_in_global(in.alive);
+  }
+  template <class Take>
+  ISOLOAD_HD static void fetched(P& in, FillResult& out, Take&& take) {
+    const int64_t E = in.E, num_slots = int64_t(in.R) * in.S;
+    take(in.loads, in.num_sources * E), take(in.slot_to_expert, num_slots), take(in.home_slot, E);
+    take(out.slot_to_expert, num_slots), take(in.fixed, in.R, kOrNone);
+  }
 };
 
 }  // namespace isoload
