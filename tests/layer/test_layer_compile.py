@@ -14,7 +14,7 @@ import isoload
 from isoload.experts.compute import run_experts
 from isoload.experts.weights import ExpertWeights, SwiGLU
 from isoload.transport import LocalTransport
-from isoload.transport.agreement import loads_of
+from isoload.transport.agreement import error_code, loads_of
 
 EXPERTS, TOP_K, HIDDEN, INNER, MAX_TOKENS = 6, 3, 8, 16, 13
 
@@ -255,11 +255,10 @@ def test_a_balancer_over_a_group_is_one_graph_and_reads_the_codes_of_other_ranks
     wanted = balancer(ids)
     got = torch.compile(balancer, backend="aot_eager", fullgraph=True)(ids)
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
-    read = torch.compile(
-        lambda rows: loads_of(rows[:, :3], rows[:, 3]) + 1, backend="aot_eager", fullgraph=True
-    )
-    gathered = torch.arange(8, dtype=torch.int32).view(2, 4)
-    with pytest.raises(ValueError, match="rank 0 failed in stage route"):
+    read = torch.compile(lambda loads: loads_of(loads, loads[:, 0]) + 1, backend="aot_eager", fullgraph=True)
+    gathered = torch.arange(6, dtype=torch.int32).view(2, 3)
+    gathered[1] = -error_code("route")
+    with pytest.raises(ValueError, match="rank 1 failed in stage route"):
         read(gathered)
-    gathered[:, 3] = 0
-    assert torch.equal(read(gathered), gathered[:, :3] + 1)
+    gathered[1] = 4
+    assert torch.equal(read(gathered), gathered + 1)
