@@ -6,10 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from isoload.checkpoints import Checkpoint
 from isoload.experts.weights import NAMES, ExpertWeights
 from isoload.weights.layout import Layout
 from isoload.weights.storage import RankWeights, new_stack, version_of
@@ -120,20 +118,6 @@ class ShardWeights(RankWeights):
                 "original's Parameters: copy their state_dict(), and make a layer of the copy's own"
             )
         return super().__getstate__()
-
-
-def hold(
-    layout: Layout,
-    experts: ExpertWeights | Checkpoint | Shard,
-    num_rows: int,
-    spare_slots: int,
-    new_stack: Callable[[Tensor, int], Tensor],
-) -> RankWeights:
-    """One rank's weight rows, of the stacks of all experts, of their checkpoint or of its Shard; see RankWeights."""
-    with torch.inference_mode(False):  # else only inference could write them
-        if isinstance(experts, Shard):
-            return ShardWeights(layout, experts, num_rows, spare_slots, new_stack)
-        return RankWeights(layout, experts, num_rows, spare_slots, new_stack)
 
 
 def as_parameter(stack: Tensor | None) -> nn.Parameter | None:
