@@ -127,17 +127,10 @@ def check_stay(stacks: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) 
 def quantised_linear(
     x: Tensor, stacks: Sequence[Tensor], bias: Tensor | None, grouping: Grouping, grouped: bool
 ) -> Tensor:
-    """Sorted copies by the dequantised matrices of their slots; the tail behind the last copy is undefined.
+    """[C, in] sorted copies by the dequantised matrices of their slots -> [C, out], undefined behind the last copy.
 
-    Args:
-        x: [C, in].
-        stacks: weight, scale and, if there is one, scale_2, [S, ...] each: see :func:`dequantise`.
-        bias: [S, out], rounded to x's dtype.
-        grouping: of the copies, see isoload.permutation.
-        grouped: whether grouped_mm takes matrices of x's dtype and this size; else plain products.
-
-    Returns:
-        [C, out] in x's dtype.
+    stacks: weight, scale and, if there is one, scale_2, see :func:`dequantise`. bias: [S, out], rounded to x's dtype.
+    grouped: whether grouped_mm takes matrices of x's dtype and this size; else plain products.
     """
     bias = None if bias is None else bias.to(x.dtype)
     if x.device.type == "cpu" or not grouped:

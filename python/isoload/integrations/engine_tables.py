@@ -35,14 +35,8 @@ def engine_topology(num_ranks: int, num_nodes: int) -> Topology:
 def placement_of(
     physical_to_logical: Tensor, num_experts: int, topology: Topology, num_shared: int = 0
 ) -> Placement:
-    """From an engine's map.
-
-    Args:
-        physical_to_logical: [L, P] routed expert in each slot.
-        num_experts: routed experts.
-        topology: R ranks; P/R consecutive slots lie on each.
-        num_shared: 1: every rank has one more slot, its last, that holds the shared expert.
-    """
+    """From an engine's map [L, P] of so many routed experts; num_shared 1: every rank has one more slot, its last, that
+    holds the shared expert."""
     slots = physical_to_logical.cpu().to(torch.int32)
     if num_shared:
         layers, ranks = len(slots), topology.num_ranks
