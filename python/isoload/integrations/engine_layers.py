@@ -171,10 +171,29 @@ class EngineLayers(ABC, Generic[AnyLayer]):
                 group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
             self.switch = Switch(self.settings.switch, len(tables), device, group, self.engine)
 
+    def balancer(
+        self, index: int, policies: Mapping[str, Policy], loads: str | None, num_shared: int = 0
+    ) -> Balancer:
+        """One layer's; loads: None where all ranks hold the same tokens.
+
+        With what persists on the device where the engine routes: before a graph is captured, and in layers that the
+        model does not run, too, which an exchange takes with the others.
+        """
+        group, tokens = (None, "same") if loads is None else (self.group(self._topology), "own")
+        made = Balancer(
+            self.placement(num_shared), index, policies["decode"], group, tokens,  # type: ignore[arg-type]
+            shared_columns=False, loads=loads or "gathered",  # type: ignore[arg-type]
+        )  # fmt: skip
+        made.placed_on(self.device)
+        if made.own_counts is not None:
+            made.own_counts.move(self.device)
+        return made
+
     def add(
-        self, layer: AnyLayer, own_tokens: bool, model: str = "", decode_tokens: int | None = None
+        self, layer: AnyLayer, policies: dict[str, Policy], model: str = "", decode_tokens: int | None = None
     ) -> None:
         """One layer, made; where there is a switch, also the record of its state "shadow"."""
+        layer.plan_by(policies)
         self.by_id[layer.balancer.layer] = layer
         layer.metrics = self.metrics
         if self.switch is None:
@@ -183,7 +202,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
             assert self.tables is not None
             self.record = EngineRecord(
                 self.settings, self.engine, model, self.engine_rank(), self.tables, self._num_experts, self._topology,
-                "own" if own_tokens else "same", self.device, decode_tokens,
+                layer.balancer.tokens, self.device, decode_tokens,
             )  # fmt: skip
             self.record.turn(False)
         layer.switch, layer.record = self.switch, self.record
@@ -206,9 +225,10 @@ class EngineLayers(ABC, Generic[AnyLayer]):
                 of.metrics = self.metrics
 
     def tell_attached(self) -> None:
-        """Whether isoload chooses, or by its switch counts in shadow."""
+        """Whether isoload chooses, or counts in shadow."""
         stands = self.switch is None or self.switch.state != "off"
-        self.metrics.set("attached", float(self.chooses and stands and not self.detached))
+        ours = self.chooses or self.settings.mode == "shadow"
+        self.metrics.set("attached", float(ours and stands and not self.detached))
 
     @property
     def chooses(self) -> bool:
@@ -337,14 +357,6 @@ class EngineLayers(ABC, Generic[AnyLayer]):
     def own_meter(self) -> Meter | None:
         """All ranks make the same plans: the first measures."""
         return self.meter if self.meter is not None and self.engine_rank() == 0 else None
-
-    def ready(self, balancer: Balancer) -> Balancer:
-        """With what persists on the device where the engine routes: before a graph is captured, and in layers that the
-        model does not run, too, which an exchange takes with the others."""
-        balancer.placed_on(self.device)
-        if balancer.own_counts is not None:
-            balancer.own_counts.move(self.device)
-        return balancer
 
     def exchanged(self) -> str:
         """What the ranks exchange so that copies are level, in words."""

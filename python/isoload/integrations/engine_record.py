@@ -84,13 +84,6 @@ class EngineRecord:
         number = self.recorder.num_layers if layers is None else layers
         return f"one pass in {self.settings.record_every} of {number} layers is kept"
 
-    def measure(self, model: str) -> None:
-        """Of a loaded model, where reports are asked for: its metrics begin."""
-        if self.settings.report_seconds:
-            self.metrics = Metrics(self.engine, model, str(self.rank), on=True)
-            self.metrics.begin("engine", "engine")
-            self.metrics.set("attached", 1)
-
     def begin(self) -> None:
         """Before a pass: the first one forgets what was counted ahead of it, in graphs' captures and warm-ups."""
         if not self.passes:

@@ -124,17 +124,9 @@ class Layers(EngineLayers[Layer]):
         exact = dict.fromkeys(PHASES, make_policy("exact"))
         policies = exact if waits else self.settings.policies_for(shared=False)
         self.in_prefill_graph = prefill_graphs() if self.settings.phased else None
-        how: dict[str, Any] = {"tokens": "same"}
-        if chosen.moe_a2a_backend != "none":
-            how = {"loads": self.loads_of(algorithm), "group": self.group(topology)}
-        made = [
-            Balancer(self.placement(), i, policies["decode"], shared_columns=False, **how)
-            for i in range(metadata.num_layers)
-        ]
-        for of in made:
-            layer = Layer(self.ready(of), self.own_meter())
-            layer.plan_by(policies)
-            self.add(layer, of.tokens == "own")
+        loads = None if chosen.moe_a2a_backend == "none" else self.loads_of(algorithm)
+        for i in range(metadata.num_layers):
+            self.add(Layer(self.balancer(i, policies, loads), self.own_meter()), policies)
 
     def count(self, metadata: Any) -> None:
         """In shadow mode: makes the record of an ExpertLocationMetadata, or tells it where the experts are now."""
@@ -169,9 +161,8 @@ class Layers(EngineLayers[Layer]):
 
     def add_shared(self, layer: Layer) -> None:
         """Waterfill is on in this layer: the shared expert's copies are planned with the routed ones."""
-        old, policies = layer.balancer, self.settings.policies_for(shared=True)
-        balancer = Balancer(self.placement(1), old.layer, policies["decode"], old.group, shared_columns=False)
-        layer.balancer = self.ready(balancer)
+        policies = self.settings.policies_for(shared=True)
+        layer.balancer = self.balancer(layer.balancer.layer, policies, "gathered", num_shared=1)
         layer.plan_by(policies)
 
     def phase_now(self) -> str:
@@ -225,7 +216,7 @@ class Layers(EngineLayers[Layer]):
         if self.record is None:
             return
         self.record.clear()
-        self.record.measure(model)
+        self.measure(model, "engine", {})
         if self.record.rank:
             return
         if (algorithm := moe().ep_dispatch_algorithm) is None:
