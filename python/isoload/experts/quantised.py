@@ -69,15 +69,9 @@ def dequantise(weight: Tensor, scale: Tensor, scale_2: Tensor | None = None, *, 
 
     Takes 8 bytes for each value on the way, beside the result.
 
-    Args:
-        weight: [..., out, in] e4m3, or [..., out, in / 2] bytes. out counts through the matrices where scale has one
-            dimension more.
-        scale: [..., blocks of out, blocks of in] in a dtype of FORMATS.
-        scale_2: [..., n] float32, for n equal parts of out.
-        dtype: of the result.
-
-    Returns:
-        [..., out, in].
+    weight: [..., out, in] e4m3, or [..., out, in / 2] bytes. out counts through the matrices where scale, [..., blocks
+    of out, blocks of in] in a dtype of FORMATS, has one dimension more. scale_2: [..., n] float32, for n equal parts of
+    out. The result is [..., out, in].
     """
     form, values = FORMATS[weight.dtype, scale.dtype], _open_weights(weight)
     shape = values.shape

@@ -94,13 +94,8 @@ def running(before: Tensor | None, num_slots: int) -> Tensor | None:
 def lay_out(
     counts: Tensor, topology: Topology, slots_per_rank: int, placer: str, before: Tensor | None
 ) -> ReplicaLists:
-    """By a placer of the registry; one that can starts from where the experts lie, so that fewer move.
-
-    Args:
-        counts: [L, E] or [batches, L, E] copies per routed expert.
-        placer: name and options, as the variable has them.
-        before: :func:`running`.
-    """
+    """By a placer of the registry, for counts [L, E] or [batches, L, E]; one that can starts from where the experts lie
+    (before: :func:`running`), so that fewer move."""
     name, options = parse_placer(placer)
     start = None
     if before is not None and PLACERS[name].takes_before:
